@@ -1,0 +1,36 @@
+# dayfly: the commands of the front door. Each says what it does while it does it.
+BIN := target/x86_64-unknown-linux-gnu/release
+DEMO ?=
+
+.PHONY: help setup build demo test lint clean
+
+help:
+	@echo "make demo    build, bake a Debian machine, start 40 copies of it, show the figures"
+	@echo "make test    every test: unit, microguest on bare /dev/kvm, stock kernels natively or in the machine"
+	@echo "make lint    rustfmt, clippy, cargo-deny"
+	@echo "make setup   install what is missing from Debian's packages"
+
+setup:
+	@scripts/setup
+
+build: setup
+	@echo "build: cargo build --release (about two minutes the first time)"
+	@cargo build --release --workspace --bins
+
+demo: build
+	@$(BIN)/dayfly-demo $(DEMO)
+
+test: build
+	@echo "test: unit and property tests, and the microguest on /dev/kvm"
+	@cargo test --release --workspace --exclude dayfly-e2e
+	@echo "test: stock kernels, natively or in the machine"
+	@cargo test --release -p dayfly-e2e
+
+lint:
+	cargo fmt --all --check
+	cargo clippy --release --workspace --all-targets -- -D warnings
+	@cargo deny --version >/dev/null 2>&1 || { echo "lint: building cargo-deny (once)"; cargo install --locked --target-dir target/cargo-deny cargo-deny; }
+	cargo deny --offline check licenses bans sources
+
+clean:
+	cargo clean

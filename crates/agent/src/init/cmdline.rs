@@ -1,0 +1,118 @@
+//! The kernel command line: the few words of it that are for the agent.
+
+use std::path::PathBuf;
+
+/// What it asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Options {
+    /// `root=`: a device below /dev.
+    pub root: PathBuf,
+    /// `rootfstype=`; ext4.
+    pub kind: String,
+    /// `rootflags=`: passed to the file system.
+    pub flags: String,
+    /// `ro`.
+    pub read_only: bool,
+    /// `dayfly.init=`: the image's own init, which becomes process 1.
+    pub init: Option<String>,
+}
+
+/// Why it does not make sense.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum OptionError {
+    /// No `root=`.
+    #[error("root=: expected a device such as /dev/vda, got none")]
+    NoRoot,
+    /// A root that is no path.
+    #[error("root=: expected a device such as /dev/vda, got {0:?}")]
+    Root(String),
+    /// An init that is no path.
+    #[error("dayfly.init=: expected an absolute path, got {0:?}")]
+    Init(String),
+    /// A word of ours that is none.
+    #[error("expected dayfly.init= as the only dayfly option, got {0:?}")]
+    Unknown(String),
+}
+
+/// Reads the words; the last one of a kind counts, as in the kernel. Words after `--` are for init.
+///
+/// # Errors
+/// [`OptionError`].
+pub fn parse(line: &str) -> Result<Options, OptionError> {
+    let mut root = None;
+    let mut options = Options {
+        root: PathBuf::new(),
+        kind: "ext4".into(),
+        flags: String::new(),
+        read_only: false,
+        init: None,
+    };
+    for word in words(line).iter().take_while(|w| *w != "--") {
+        let (name, value) = word.split_once('=').map_or((word.as_str(), ""), |(n, v)| (n, v));
+        match name {
+            "root" => root = Some(value.to_owned()),
+            "rootfstype" => options.kind = value.to_owned(),
+            "rootflags" => options.flags = value.to_owned(),
+            "ro" => options.read_only = true,
+            "rw" => options.read_only = false,
+            "dayfly.init" if value.starts_with('/') => options.init = Some(value.to_owned()),
+            "dayfly.init" => return Err(OptionError::Init(value.to_owned())),
+            other if other.starts_with("dayfly.") => return Err(OptionError::Unknown(word.clone())),
+            _ => {}
+        }
+    }
+    let root = root.ok_or(OptionError::NoRoot)?;
+    if !root.starts_with("/dev/") || root.contains("/..") {
+        return Err(OptionError::Root(root));
+    }
+    options.root = root.into();
+    Ok(options)
+}
+
+/// Splits at white space, except in double quotes, as the kernel does.
+fn words(line: &str) -> Vec<String> {
+    let mut words = Vec::new();
+    let mut word = String::new();
+    let mut quoted = false;
+    for c in line.chars() {
+        match c {
+            '"' => quoted = !quoted,
+            c if c.is_ascii_whitespace() && !quoted => {
+                if !word.is_empty() {
+                    words.push(std::mem::take(&mut word));
+                }
+            }
+            c => word.push(c),
+        }
+    }
+    if !word.is_empty() {
+        words.push(word);
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_daemons_line_and_its_variants() {
+        let plain = parse("console=ttyS0 quiet reboot=t panic=-1 root=/dev/vda\n").unwrap();
+        assert_eq!(plain.root, PathBuf::from("/dev/vda"));
+        assert_eq!((plain.kind.as_str(), plain.read_only, plain.init), ("ext4", false, None));
+        let all = parse("root=/dev/vda ro rw ro rootfstype=xfs rootflags=\"a b\" dayfly.init=/sbin/init root=/dev/vdb -- ro=x root=/x")
+            .unwrap();
+        assert_eq!(all.root, PathBuf::from("/dev/vdb"));
+        assert_eq!((all.kind.as_str(), all.flags.as_str(), all.read_only), ("xfs", "a b", true));
+        assert_eq!(all.init.as_deref(), Some("/sbin/init"));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_said() {
+        assert_eq!(parse("quiet"), Err(OptionError::NoRoot));
+        assert!(matches!(parse("root=UUID=12"), Err(OptionError::Root(_))));
+        assert!(matches!(parse("root=/dev/../etc"), Err(OptionError::Root(_))));
+        assert!(matches!(parse("root=/dev/vda dayfly.init=init"), Err(OptionError::Init(_))));
+        assert!(matches!(parse("root=/dev/vda dayfly.listen=serial"), Err(OptionError::Unknown(_))));
+    }
+}

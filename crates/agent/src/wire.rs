@@ -1,0 +1,366 @@
+//! Frames over a stream socket: read whole or not at all, capped before anything is allocated.
+
+use dayfly_api::agent::{
+    Failure, FailureCode, FrameError, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, Reply, decode_header,
+};
+use rustix::buffer::spare_capacity;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long a connection may take to bring its first request, or the next piece of an archive.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Bytes read at once where no longer frame is expected.
+const READ_BYTES: usize = 16 << 10;
+
+/// Why a frame could not be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum WireError {
+    /// The other side closed its half between two frames.
+    #[error("the client closed the connection")]
+    Closed,
+    /// The other side closed its half within a frame.
+    #[error("the client closed the connection within a frame, after {got} bytes of it")]
+    Cut {
+        /// Bytes of the frame that had come.
+        got: usize,
+    },
+    /// Nothing came.
+    #[error("nothing came for {0:?}")]
+    Slow(Duration),
+    /// What came is not a frame.
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    /// A frame that has no place here.
+    #[error("frame: expected {expected}, got {got:?}")]
+    Unexpected {
+        /// What would have been right.
+        expected: &'static str,
+        /// What came.
+        got: FrameKind,
+    },
+    /// A frame's body cannot be read.
+    #[error("{what}: {source}")]
+    Json {
+        /// What it should have been.
+        what: &'static str,
+        /// Why it is not.
+        source: serde_json::Error,
+    },
+    /// A frame's body has the wrong length.
+    #[error("{what}: expected {expected} bytes, got {got}")]
+    Length {
+        /// What it should have been.
+        what: &'static str,
+        /// Bytes expected.
+        expected: usize,
+        /// Bytes found.
+        got: usize,
+    },
+    /// The socket failed.
+    #[error("connection: {0}")]
+    Io(Errno),
+}
+
+impl WireError {
+    /// What to tell a client that may still listen; `None` where it is gone.
+    #[must_use]
+    pub fn failure(&self) -> Option<Failure> {
+        match self {
+            Self::Closed | Self::Cut { .. } | Self::Io(_) => None,
+            other => Some(Failure { code: FailureCode::Invalid, message: other.to_string() }),
+        }
+    }
+}
+
+/// What one read brought.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Filled {
+    /// At least a byte.
+    Some,
+    /// Nothing yet.
+    Nothing,
+    /// The other side has closed its half.
+    End,
+}
+
+/// Memory that a worker keeps from connection to connection, so that the first request after a restore touches
+/// pages that are already there.
+#[derive(Debug, Default)]
+pub struct Buffers {
+    inbox: Vec<u8>,
+    outbox: Vec<u8>,
+}
+
+/// A connection.
+#[derive(Debug)]
+pub struct Conn {
+    fd: Arc<OwnedFd>,
+    inbox: Vec<u8>,
+    at: usize,
+    outbox: Vec<u8>,
+    sent: usize,
+}
+
+impl Conn {
+    /// Takes over a connected stream socket.
+    #[must_use]
+    pub fn new(fd: Arc<OwnedFd>, buffers: Buffers) -> Self {
+        let Buffers { mut inbox, mut outbox } = buffers;
+        inbox.clear();
+        outbox.clear();
+        Self { fd, inbox, at: 0, outbox, sent: 0 }
+    }
+
+    /// Gives the memory back and lets go of the socket.
+    #[must_use]
+    pub fn into_buffers(self) -> Buffers {
+        let Self { mut inbox, outbox, .. } = self;
+        inbox.clear();
+        inbox.shrink_to(READ_BYTES);
+        Buffers { inbox, outbox }
+    }
+
+    /// The whole frame at the head of what was read; stays there until [`Conn::consume`].
+    ///
+    /// # Errors
+    /// [`FrameError`] where the bytes are no frame.
+    pub fn frame(&self) -> Result<Option<(FrameKind, &[u8])>, FrameError> {
+        let have = self.inbox.get(self.at..).unwrap_or_default();
+        let Some((header, rest)) = have.split_first_chunk::<HEADER_BYTES>() else { return Ok(None) };
+        let (kind, length) = decode_header(*header)?;
+        Ok(rest.get(..length).map(|body| (kind, body)))
+    }
+
+    /// Drops the frame that [`Conn::frame`] shows.
+    pub fn consume(&mut self) {
+        if let Ok(Some((_, body))) = self.frame() {
+            self.at += HEADER_BYTES + body.len();
+        }
+        if self.at >= self.inbox.len() {
+            self.inbox.clear();
+            self.at = 0;
+        }
+    }
+
+    /// Reads once, without waiting.
+    ///
+    /// # Errors
+    /// [`WireError::Frame`] before memory is taken for a frame that is none; [`WireError::Io`].
+    pub fn fill(&mut self) -> Result<Filled, WireError> {
+        let have = self.inbox.len() - self.at;
+        let need = match self.inbox.get(self.at..).unwrap_or_default().first_chunk::<HEADER_BYTES>() {
+            Some(header) => HEADER_BYTES + decode_header(*header)?.1,
+            None => HEADER_BYTES,
+        };
+        let room = need.saturating_sub(have).max(READ_BYTES);
+        if self.inbox.capacity() - self.inbox.len() < room {
+            self.inbox.drain(..self.at);
+            self.at = 0;
+            self.inbox.reserve_exact(room);
+        }
+        loop {
+            match rustix::net::recv(&self.fd, spare_capacity(&mut self.inbox), RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => return Ok(Filled::End),
+                Ok(_) => return Ok(Filled::Some),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(Filled::Nothing),
+                Err(errno) => return Err(WireError::Io(errno)),
+            }
+        }
+    }
+
+    /// Waits until a whole frame is at the head. `Ok(false)`: the client closed between frames.
+    ///
+    /// # Errors
+    /// Any [`WireError`] but `Closed`; `Slow` when nothing came within `patience`.
+    pub fn wait_frame(&mut self, patience: Duration) -> Result<bool, WireError> {
+        loop {
+            if self.frame()?.is_some() {
+                return Ok(true);
+            }
+            match self.fill()? {
+                Filled::Some => {}
+                Filled::Nothing => wait(self.fd.as_fd(), PollFlags::IN, patience)?,
+                Filled::End if self.inbox.len() == self.at => return Ok(false),
+                Filled::End => return Err(WireError::Cut { got: self.inbox.len() - self.at }),
+            }
+        }
+    }
+
+    /// Bytes that wait to be sent.
+    #[must_use]
+    pub fn pending_bytes(&self) -> usize {
+        self.outbox.len().saturating_sub(self.sent)
+    }
+
+    /// Whether bytes wait to be sent.
+    #[must_use]
+    pub fn pending(&self) -> bool {
+        self.pending_bytes() > 0
+    }
+
+    /// Appends a frame of `body` (at most [`MAX_FRAME_BYTES`]) to what is to be sent.
+    pub fn push(&mut self, kind: FrameKind, body: &[u8]) {
+        self.tidy();
+        // Longer bodies do not occur: replies are capped and streams are cut. A cut reply is an error to its
+        // reader; an assertion here would end the machine.
+        let body = body.get(..MAX_FRAME_BYTES).unwrap_or(body);
+        self.outbox.reserve(HEADER_BYTES + body.len());
+        self.outbox.extend_from_slice(&header(kind, body.len()));
+        self.outbox.extend_from_slice(body);
+    }
+
+    /// Reads at most `most` bytes from `from` into a new frame to be sent. Gives the number read; none, no frame.
+    ///
+    /// # Errors
+    /// What `read(2)` says.
+    pub fn push_from(&mut self, kind: FrameKind, from: BorrowedFd<'_>, most: usize) -> Result<usize, Errno> {
+        self.tidy();
+        let start = self.outbox.len();
+        let most = most.min(MAX_FRAME_BYTES);
+        self.outbox.reserve(HEADER_BYTES + most);
+        self.outbox.extend_from_slice(&[0; HEADER_BYTES]);
+        let room = self.outbox.spare_capacity_mut();
+        let most = most.min(room.len());
+        let result = rustix::io::read(from, &mut room[..most]).map(|(read, _)| read.len());
+        match result {
+            Ok(n) if n > 0 => {
+                // SAFETY: read(2) initialised the first `n` bytes of the spare capacity, which starts at the
+                // vector's length, start + HEADER_BYTES.
+                unsafe { self.outbox.set_len(start + HEADER_BYTES + n) };
+                self.outbox[start..start + HEADER_BYTES].copy_from_slice(&header(kind, n));
+            }
+            Ok(_) | Err(_) => self.outbox.truncate(start),
+        }
+        result
+    }
+
+    fn tidy(&mut self) {
+        if self.sent >= self.outbox.len() {
+            self.outbox.clear();
+            self.sent = 0;
+        }
+    }
+
+    /// Sends what fits, without waiting.
+    ///
+    /// # Errors
+    /// [`WireError::Io`].
+    pub fn flush_some(&mut self) -> Result<(), WireError> {
+        while self.pending() {
+            let rest = self.outbox.get(self.sent..).unwrap_or_default();
+            match rustix::net::send(&self.fd, rest, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(n) => self.sent += n,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(errno) => return Err(WireError::Io(errno)),
+            }
+        }
+        self.tidy();
+        Ok(())
+    }
+
+    /// Sends everything, waiting for a slow client as long as it is there.
+    ///
+    /// # Errors
+    /// [`WireError::Io`].
+    pub fn flush(&mut self) -> Result<(), WireError> {
+        loop {
+            self.flush_some()?;
+            if !self.pending() {
+                return Ok(());
+            }
+            let mut fds = [PollFd::new(&self.fd, PollFlags::OUT)];
+            match poll(&mut fds, None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(WireError::Io(errno)),
+            }
+        }
+    }
+
+    /// Sends a reply and waits until it is sent.
+    ///
+    /// # Errors
+    /// [`WireError::Io`].
+    pub fn reply(&mut self, reply: &Reply) -> Result<(), WireError> {
+        self.push_json(FrameKind::Reply, reply);
+        self.flush()
+    }
+
+    /// Appends a frame of JSON.
+    pub fn push_json<T: serde::Serialize>(&mut self, kind: FrameKind, value: &T) {
+        // Our wire types serialise without fail; were one not to, the client reads an empty body as an error.
+        let body = serde_json::to_vec(value).unwrap_or_default();
+        self.push(kind, &body);
+    }
+
+    /// Lets a client that is still sending finish, so that a reply which is already on its way is not lost to a
+    /// reset connection. Bounded in time and bytes.
+    pub fn linger(&mut self) {
+        let until = Instant::now() + Duration::from_secs(5);
+        let mut left: usize = 1 << 30;
+        self.inbox.clear();
+        self.at = 0;
+        let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Write);
+        while left > 0 && Instant::now() < until {
+            // Not `fill`: after malformed input there are no frames to find.
+            self.inbox.clear();
+            self.inbox.reserve(READ_BYTES);
+            match rustix::net::recv(&self.fd, spare_capacity(&mut self.inbox), RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => break,
+                Ok((_, n)) => left = left.saturating_sub(n),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    if wait(self.fd.as_fd(), PollFlags::IN, Duration::from_millis(500)).is_err() {
+                        break;
+                    }
+                }
+                Err(_) => break,
+            }
+        }
+        self.inbox.clear();
+    }
+}
+
+impl AsFd for Conn {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+fn header(kind: FrameKind, length: usize) -> [u8; HEADER_BYTES] {
+    // `length` is at most MAX_FRAME_BYTES (256 KiB), see both callers.
+    let [a, b, c, d] = u32::try_from(length).unwrap_or(0).to_le_bytes();
+    [a, b, c, d, kind as u8]
+}
+
+/// Waits for `flags` (or an error state) on `fd`.
+///
+/// # Errors
+/// [`WireError::Slow`] after `patience`.
+pub fn wait(fd: BorrowedFd<'_>, flags: PollFlags, patience: Duration) -> Result<(), WireError> {
+    let until = Instant::now() + patience;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let mut fds = [PollFd::new(&fd, flags)];
+        match poll(&mut fds, Some(&timespec(left))) {
+            Ok(0) if left.is_zero() => return Err(WireError::Slow(patience)),
+            Ok(0) | Err(Errno::INTR) => {}
+            Ok(_) => return Ok(()),
+            Err(errno) => return Err(WireError::Io(errno)),
+        }
+    }
+}
+
+/// A duration as poll(2) takes it.
+#[must_use]
+pub fn timespec(duration: Duration) -> Timespec {
+    Timespec {
+        tv_sec: i64::try_from(duration.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(duration.subsec_nanos()),
+    }
+}

@@ -1,0 +1,240 @@
+//! One HTTP exchange: connect, send, tell answers from errors.
+
+use super::{Client, Exec};
+use crate::types::{ApiError, ErrorCode, UPGRADE};
+use bytes::Bytes;
+use futures::{Stream, StreamExt};
+use http::{Method, Request, Response, StatusCode, header};
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Empty, Full, Limited, StreamBody};
+use hyper::body::{Frame, Incoming};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::fmt::Write as _;
+use std::io;
+use std::path::PathBuf;
+use tokio::net::UnixStream;
+
+/// A request's body.
+pub type Body = UnsyncBoxBody<Bytes, io::Error>;
+
+/// The longest JSON answer that a client reads: a listing of some ten thousand VMs.
+const MAX_ANSWER_BYTES: usize = 16 << 20;
+/// The longest error body that a client reads.
+const MAX_ERROR_BYTES: usize = 64 << 10;
+
+/// Why a call gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody listens.
+    #[error("no daemon answers on {}", socket.display())]
+    Connect {
+        /// Where.
+        socket: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The connection broke, or its other end does not speak HTTP.
+    #[error("{call}: the connection to the daemon broke")]
+    Broken {
+        /// Method and path.
+        call: String,
+        /// Why.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The daemon said no.
+    #[error("{}", .0.message)]
+    Refused(ApiError),
+    /// The answer is not what this version of the client knows.
+    #[error("{call}: expected {expected}, got {got}; are dayfly and dayflyd of the same version?")]
+    Foreign {
+        /// Method and path.
+        call: String,
+        /// What.
+        expected: &'static str,
+        /// Instead.
+        got: String,
+    },
+}
+
+impl ClientError {
+    /// The kind of a refusal, where it is one.
+    #[must_use]
+    pub fn code(&self) -> Option<ErrorCode> {
+        match self {
+            Self::Refused(error) => Some(error.code),
+            _ => None,
+        }
+    }
+}
+
+/// A body of nothing.
+#[must_use]
+pub fn empty_body() -> Body {
+    Empty::new().map_err(|never| match never {}).boxed_unsync()
+}
+
+/// A body that arrives piece by piece; an error in it breaks the connection off, so that the daemon keeps nothing.
+pub fn stream_body(pieces: impl Stream<Item = io::Result<Bytes>> + Send + 'static) -> Body {
+    StreamBody::new(pieces.map(|piece| piece.map(Frame::data))).boxed_unsync()
+}
+
+fn to_json(value: &impl Serialize) -> Result<Vec<u8>, ClientError> {
+    serde_json::to_vec(value).map_err(|e| ClientError::Foreign {
+        call: "a request's body".into(),
+        expected: "a value that JSON can hold",
+        got: e.to_string(),
+    })
+}
+
+pub(super) fn json_body(value: &impl Serialize) -> Result<Body, ClientError> {
+    Ok(Full::new(Bytes::from(to_json(value)?)).map_err(|never| match never {}).boxed_unsync())
+}
+
+/// A 4-byte little-endian length, `head` as JSON, then `rest`.
+pub(super) fn with_head(head: &impl Serialize, rest: Body) -> Result<Body, ClientError> {
+    let json = to_json(head)?;
+    let length = u32::try_from(json.len()).map_err(|_| ClientError::Foreign {
+        call: "an upload's head".into(),
+        expected: "less than 4 GiB",
+        got: format!("{} bytes", json.len()),
+    })?;
+    let mut first = length.to_le_bytes().to_vec();
+    first.extend_from_slice(&json);
+    let first = futures::stream::once(async move { Ok(Frame::data(Bytes::from(first))) });
+    let rest = http_body_util::BodyStream::new(rest);
+    Ok(StreamBody::new(first.chain(rest)).boxed_unsync())
+}
+
+fn escape(text: &str, keep: impl Fn(u8) -> bool) -> String {
+    text.bytes().fold(String::with_capacity(text.len()), |mut out, byte| {
+        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) || keep(byte) {
+            out.push(char::from(byte));
+        } else {
+            // Writing to a String cannot fail.
+            let _ = write!(out, "%{byte:02X}");
+        }
+        out
+    })
+}
+
+/// `text` as one segment of a path. A lone `.` or `..` would be taken as a step: its dots are escaped.
+pub(super) fn segment(text: &str) -> String {
+    if matches!(text, "." | "..") { text.replace('.', "%2E") } else { escape(text, |_| false) }
+}
+
+/// `text` as a value in a query.
+pub(super) fn query(text: &str) -> String {
+    escape(text, |byte| byte == b'/')
+}
+
+impl Client {
+    /// Sends a request and gives the answer's head, with its body still to come. Any status but 2xx and 101 is an error.
+    pub(super) async fn call(
+        &self,
+        method: Method,
+        path: &str,
+        body: Body,
+    ) -> Result<Response<Incoming>, ClientError> {
+        self.send(Request::builder().method(method).uri(path), body).await
+    }
+
+    async fn send(
+        &self,
+        request: http::request::Builder,
+        body: Body,
+    ) -> Result<Response<Incoming>, ClientError> {
+        let call = match (request.method_ref(), request.uri_ref()) {
+            (Some(method), Some(uri)) => format!("{method} {uri}"),
+            _ => "a request".to_owned(),
+        };
+        let broken = |source| ClientError::Broken { call: call.clone(), source };
+        let request = request
+            .header(header::HOST, "dayfly")
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(body)
+            .map_err(|e| broken(e.into()))?;
+        let stream = UnixStream::connect(&self.socket)
+            .await
+            .map_err(|source| ClientError::Connect { socket: self.socket.clone(), source })?;
+        let (mut sender, connection) =
+            http1::handshake(TokioIo::new(stream)).await.map_err(|e| broken(e.into()))?;
+        // Ends when the answer's body was read or dropped; its own error reaches us through that body.
+        tokio::spawn(connection.with_upgrades());
+        let answer = sender.send_request(request).await.map_err(|e| broken(e.into()))?;
+        let status = answer.status();
+        if status.is_success() || status == StatusCode::SWITCHING_PROTOCOLS {
+            return Ok(answer);
+        }
+        let body = Limited::new(answer.into_body(), MAX_ERROR_BYTES);
+        let body = body.collect().await.map_err(broken)?.to_bytes();
+        Err(match serde_json::from_slice::<ApiError>(&body) {
+            Ok(error) => ClientError::Refused(error),
+            Err(_) => ClientError::Foreign {
+                call,
+                expected: "an error in JSON",
+                got: format!("{status}: {}", String::from_utf8_lossy(&body).trim()),
+            },
+        })
+    }
+
+    pub(super) async fn json<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: String,
+        body: Body,
+    ) -> Result<T, ClientError> {
+        let call = format!("{method} {path}");
+        let answer = self.call(method, &path, body).await?;
+        let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES).collect().await;
+        let body = body.map_err(|source| ClientError::Broken { call: call.clone(), source })?.to_bytes();
+        serde_json::from_slice(&body).map_err(|e| ClientError::Foreign {
+            call,
+            expected: std::any::type_name::<T>(),
+            got: e.to_string(),
+        })
+    }
+
+    pub(super) async fn nothing(&self, method: Method, path: String, body: Body) -> Result<(), ClientError> {
+        let call = format!("{method} {path}");
+        let answer = self.call(method, &path, body).await?;
+        let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES).collect().await;
+        body.map(drop).map_err(|source| ClientError::Broken { call, source })
+    }
+
+    /// Asks for the upgrade and, once it is granted, sends `first` as a `Request` frame.
+    pub(super) async fn upgrade(&self, path: &str, first: &impl Serialize) -> Result<Exec, ClientError> {
+        let call = format!("POST {path}");
+        let request = Request::builder()
+            .method(Method::POST)
+            .uri(path)
+            .header(header::CONNECTION, "upgrade")
+            .header(header::UPGRADE, UPGRADE);
+        let answer = self.send(request, empty_body()).await?;
+        if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
+            return Err(ClientError::Foreign {
+                call,
+                expected: "101 Switching Protocols",
+                got: answer.status().to_string(),
+            });
+        }
+        let upgraded = hyper::upgrade::on(answer).await;
+        let upgraded = upgraded.map_err(|e| ClientError::Broken { call: call.clone(), source: e.into() })?;
+        Exec::start(call, TokioIo::new(upgraded), &to_json(first)?).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_stays_one_segment_whatever_its_text() {
+        assert_eq!(segment("web-1"), "web-1");
+        assert_eq!(segment("../x?y#z%"), "..%2Fx%3Fy%23z%25");
+        assert_eq!(segment(".."), "%2E%2E");
+        assert_eq!(query("/a b&c=ü"), "/a%20b%26c%3D%C3%BC");
+    }
+}

@@ -1,0 +1,202 @@
+//! The two directions of a running program.
+
+use super::ClientError;
+use crate::agent::{Exit, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, WindowSize, decode_header, encode};
+use crate::types::{RunReply, Vm};
+use hyper::upgrade::Upgraded;
+use hyper_util::rt::TokioIo;
+use std::io;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
+
+type Io = TokioIo<Upgraded>;
+
+/// A program that runs in a guest. Dropping both halves ends it (unless it was detached), and an ephemeral VM with it.
+#[derive(Debug)]
+pub struct Exec {
+    /// The VM, as it was when the program started.
+    pub vm: Vm,
+    /// The program's process id in the guest.
+    pub pid: u32,
+    /// To the program.
+    pub input: ExecInput,
+    /// From the program.
+    pub output: ExecOutput,
+}
+
+/// To the program.
+#[derive(Debug)]
+pub struct ExecInput {
+    io: WriteHalf<Io>,
+}
+
+/// From the program.
+#[derive(Debug)]
+pub struct ExecOutput {
+    io: ReadHalf<Io>,
+    call: String,
+}
+
+/// What a program did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ExecEvent {
+    /// It wrote to its standard output, or to its terminal.
+    Stdout(Vec<u8>),
+    /// It wrote to its standard error.
+    Stderr(Vec<u8>),
+    /// It ended; nothing follows.
+    Exit(Exit),
+}
+
+/// A program that ended, with what it wrote.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finished {
+    /// How it ended.
+    pub exit: Exit,
+    /// Its standard output.
+    pub stdout: Vec<u8>,
+    /// Its standard error.
+    pub stderr: Vec<u8>,
+}
+
+impl Exec {
+    pub(super) async fn start(call: String, io: Io, first: &[u8]) -> Result<Self, ClientError> {
+        if first.len() > MAX_FRAME_BYTES {
+            return Err(ClientError::Foreign {
+                call,
+                expected: "a request of at most 256 KiB",
+                got: format!("{} bytes of arguments and environment", first.len()),
+            });
+        }
+        let (read, write) = tokio::io::split(io);
+        let mut input = ExecInput { io: write };
+        let mut output = ExecOutput { io: read, call };
+        input.send(FrameKind::Request, first).await.map_err(|e| output.broken(e))?;
+        let foreign = |got: String, call: &str| ClientError::Foreign {
+            call: call.to_owned(),
+            expected: "a reply frame",
+            got,
+        };
+        match output.frame().await? {
+            Some((FrameKind::Reply, body)) => match serde_json::from_slice(&body) {
+                Ok(RunReply::Started { vm, pid }) => Ok(Self { vm: *vm, pid, input, output }),
+                Ok(RunReply::Failed(error)) => Err(ClientError::Refused(error)),
+                Err(e) => Err(foreign(e.to_string(), &output.call)),
+            },
+            Some((kind, _)) => Err(foreign(format!("{kind:?}"), &output.call)),
+            None => Err(output.broken(io::ErrorKind::UnexpectedEof.into())),
+        }
+    }
+
+    /// Waits for the end and keeps what the program writes, up to `cap` bytes.
+    ///
+    /// # Errors
+    /// [`ClientError`] when the connection breaks before the end, or the program writes more.
+    pub async fn finish(mut self, cap: usize) -> Result<Finished, ClientError> {
+        let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+        loop {
+            match self.output.next().await? {
+                ExecEvent::Stdout(bytes) => stdout.extend_from_slice(&bytes),
+                ExecEvent::Stderr(bytes) => stderr.extend_from_slice(&bytes),
+                ExecEvent::Exit(exit) => return Ok(Finished { exit, stdout, stderr }),
+            }
+            if stdout.len() + stderr.len() > cap {
+                return Err(ClientError::Foreign {
+                    call: self.output.call,
+                    expected: "a short output",
+                    got: format!("more than {cap} bytes"),
+                });
+            }
+        }
+    }
+}
+
+impl ExecInput {
+    async fn send(&mut self, kind: FrameKind, body: &[u8]) -> io::Result<()> {
+        self.io.write_all(&encode(kind, body)).await?;
+        self.io.flush().await
+    }
+
+    /// Bytes for its standard input.
+    ///
+    /// # Errors
+    /// When the connection has ended.
+    pub async fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        for piece in bytes.chunks(MAX_FRAME_BYTES) {
+            self.send(FrameKind::Stdin, piece).await?;
+        }
+        Ok(())
+    }
+
+    /// No more standard input.
+    ///
+    /// # Errors
+    /// When the connection has ended.
+    pub async fn end(&mut self) -> io::Result<()> {
+        self.send(FrameKind::StdinEnd, &[]).await
+    }
+
+    /// Its terminal has another size.
+    ///
+    /// # Errors
+    /// When the connection has ended.
+    pub async fn resize(&mut self, size: WindowSize) -> io::Result<()> {
+        self.send(FrameKind::Resize, &serde_json::to_vec(&size)?).await
+    }
+
+    /// A signal for its process group, by number.
+    ///
+    /// # Errors
+    /// When the connection has ended.
+    pub async fn signal(&mut self, signal: i32) -> io::Result<()> {
+        self.send(FrameKind::Signal, &signal.to_le_bytes()).await
+    }
+}
+
+impl ExecOutput {
+    fn broken(&self, source: io::Error) -> ClientError {
+        ClientError::Broken { call: self.call.clone(), source: source.into() }
+    }
+
+    fn foreign(&self, got: String) -> ClientError {
+        ClientError::Foreign { call: self.call.clone(), expected: "output or exit of the program", got }
+    }
+
+    /// The next frame; `None` when the connection ended between two frames.
+    async fn frame(&mut self) -> Result<Option<(FrameKind, Vec<u8>)>, ClientError> {
+        let mut header = [0; HEADER_BYTES];
+        match self.io.read(&mut header).await.map_err(|e| self.broken(e))? {
+            0 => return Ok(None),
+            got => self.io.read_exact(&mut header[got..]).await.map_err(|e| self.broken(e))?,
+        };
+        let (kind, length) = decode_header(header).map_err(|e| self.foreign(e.to_string()))?;
+        let mut body = vec![0; length];
+        self.io.read_exact(&mut body).await.map_err(|e| self.broken(e))?;
+        Ok(Some((kind, body)))
+    }
+
+    /// What the program did next. After [`ExecEvent::Exit`] nothing comes.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`] when the VM ended before the program did; [`ClientError::Broken`] when the connection did: the daemon is
+    /// gone.
+    pub async fn next(&mut self) -> Result<ExecEvent, ClientError> {
+        match self.frame().await? {
+            None => Err(self.broken(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the VM or the daemon ended before the program did",
+            ))),
+            Some((FrameKind::Stdout, bytes)) => Ok(ExecEvent::Stdout(bytes)),
+            Some((FrameKind::Stderr, bytes)) => Ok(ExecEvent::Stderr(bytes)),
+            Some((FrameKind::Exit, body)) => {
+                serde_json::from_slice(&body).map(ExecEvent::Exit).map_err(|e| self.foreign(e.to_string()))
+            }
+            // The VM ended before the program did, and the daemon says why.
+            Some((FrameKind::Reply, body)) => match serde_json::from_slice(&body) {
+                Ok(RunReply::Failed(error)) => Err(ClientError::Refused(error)),
+                Ok(RunReply::Started { .. }) => Err(self.foreign("a second start".into())),
+                Err(e) => Err(self.foreign(e.to_string())),
+            },
+            Some((kind, _)) => Err(self.foreign(format!("a frame of kind {kind:?}"))),
+        }
+    }
+}

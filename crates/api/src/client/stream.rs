@@ -1,0 +1,145 @@
+//! Answers that arrive piece by piece.
+
+use super::ClientError;
+use crate::types::Progress;
+use bytes::{Bytes, BytesMut};
+use http::Response;
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+
+/// The longest line of a [`ProgressStream`].
+pub const MAX_LINE_BYTES: usize = 1 << 20;
+
+/// Bytes of a log or an archive.
+#[derive(Debug)]
+pub struct ByteStream {
+    body: Incoming,
+}
+
+impl ByteStream {
+    pub(super) fn new(answer: Response<Incoming>) -> Self {
+        Self { body: answer.into_body() }
+    }
+
+    /// The next piece, or `None` at the end.
+    ///
+    /// # Errors
+    /// [`ClientError::Broken`] when the daemon ended the answer before it was complete.
+    pub async fn next(&mut self) -> Result<Option<Bytes>, ClientError> {
+        loop {
+            match self.body.frame().await {
+                None => return Ok(None),
+                Some(Ok(frame)) => {
+                    if let Ok(data) = frame.into_data() {
+                        return Ok(Some(data));
+                    }
+                }
+                Some(Err(e)) => {
+                    return Err(ClientError::Broken { call: "reading the answer".into(), source: e.into() });
+                }
+            }
+        }
+    }
+}
+
+/// Lines that report a long operation.
+#[derive(Debug)]
+pub struct ProgressStream {
+    bytes: ByteStream,
+    lines: Lines,
+}
+
+impl ProgressStream {
+    pub(super) fn new(answer: Response<Incoming>) -> Self {
+        Self { bytes: ByteStream::new(answer), lines: Lines::default() }
+    }
+
+    /// The next report, or `None` at the end.
+    ///
+    /// # Errors
+    /// [`ClientError`] when the connection breaks or a line is none of ours.
+    pub async fn next(&mut self) -> Result<Option<Progress>, ClientError> {
+        loop {
+            if let Some(line) = self.lines.take()? {
+                if line.iter().all(u8::is_ascii_whitespace) {
+                    continue;
+                }
+                let foreign = |e: serde_json::Error| ClientError::Foreign {
+                    call: "a progress line".into(),
+                    expected: "one event in JSON",
+                    got: format!("{e} in {}", String::from_utf8_lossy(&line[..line.len().min(200)])),
+                };
+                return serde_json::from_slice(&line).map(Some).map_err(foreign);
+            }
+            match self.bytes.next().await? {
+                Some(piece) => self.lines.push(&piece),
+                None if self.lines.is_empty() => return Ok(None),
+                None => self.lines.push(b"\n"),
+            }
+        }
+    }
+}
+
+/// Cuts a stream of bytes into lines.
+#[derive(Debug, Default)]
+struct Lines {
+    buffer: BytesMut,
+    /// Bytes at the buffer's start known to hold no newline.
+    searched: usize,
+}
+
+impl Lines {
+    fn push(&mut self, piece: &[u8]) {
+        self.buffer.extend_from_slice(piece);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.buffer.is_empty()
+    }
+
+    fn take(&mut self) -> Result<Option<BytesMut>, ClientError> {
+        if let Some(at) = self.buffer[self.searched..].iter().position(|b| *b == b'\n') {
+            let line = self.buffer.split_to(self.searched + at + 1);
+            self.searched = 0;
+            return Ok(Some(line));
+        }
+        self.searched = self.buffer.len();
+        if self.searched > MAX_LINE_BYTES {
+            return Err(ClientError::Foreign {
+                call: "a progress line".into(),
+                expected: "at most 1 MiB",
+                got: format!("{} bytes without a newline", self.searched),
+            });
+        }
+        Ok(None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_come_out_whole_however_they_arrive() {
+        let text = b"one\ntwo\n\nthree\n";
+        for cut in 0..text.len() {
+            let mut lines = Lines::default();
+            let mut out = Vec::new();
+            for part in [&text[..cut], &text[cut..]] {
+                lines.push(part);
+                while let Some(line) = lines.take().unwrap() {
+                    out.push(line.to_vec());
+                }
+            }
+            assert_eq!(out, [&b"one\n"[..], b"two\n", b"\n", b"three\n"]);
+            assert!(lines.is_empty());
+        }
+    }
+
+    #[test]
+    fn a_line_without_end_is_refused() {
+        let mut lines = Lines::default();
+        lines.push(&vec![b'x'; MAX_LINE_BYTES + 1]);
+        assert!(matches!(lines.take(), Err(ClientError::Foreign { .. })));
+    }
+}

@@ -1,0 +1,159 @@
+//! Kernels: fetched from Debian, given dayfly's agent, sent to the daemon.
+
+use super::images::OutFolder;
+use super::upload;
+use crate::home::program;
+use crate::progress::Steps;
+use anyhow::{Context, Result, bail};
+use dayfly_api::client::Client;
+use dayfly_api::types::{ErrorCode, Kernel, KernelUpload};
+use dayfly_image::kernel::{KernelArtefact, KernelError, KernelSource, build, fetch_debian};
+use dayfly_units::Name;
+use std::io::{self, Read};
+use std::path::PathBuf;
+
+/// The kernel of guests where none is named, and of the machine: the newest that Debian 12 has.
+pub const DEFAULT: &str = "6.12";
+
+/// The kernel to boot: `wanted`, or the daemon's choice (`None`). One that is not there is fetched, as is [`DEFAULT`] where there is none.
+///
+/// # Errors
+/// When it is neither there nor one that can be fetched.
+pub async fn ensure_kernel(client: &Client, wanted: Option<&Name>, steps: &Steps) -> Result<Option<Name>> {
+    match wanted {
+        Some(name) => match client.kernel(name).await {
+            Ok(_) => Ok(Some(name.clone())),
+            Err(e) if e.code() == Some(ErrorCode::NotFound) => {
+                fetch_kernel(client, name.as_str(), name, steps).await.map(|kernel| Some(kernel.name))
+            }
+            Err(e) => Err(e.into()),
+        },
+        None if client.kernels().await?.is_empty() => {
+            let name: Name = DEFAULT.parse()?;
+            fetch_kernel(client, DEFAULT, &name, steps).await.map(|kernel| Some(kernel.name))
+        }
+        None => Ok(None),
+    }
+}
+
+/// Fetches Debian's cloud kernel of `version` and stores it as `name`.
+///
+/// # Errors
+/// When apt has no such kernel, or it cannot be stored.
+pub async fn fetch_kernel(client: &Client, version: &str, name: &Name, steps: &Steps) -> Result<Kernel> {
+    let source = debian(version, steps).await?;
+    store(client, source, name, steps).await
+}
+
+/// Stores the kernel of an unpacked package, or a lone kernel with everything built in, as `name`. One that is there and the same is left.
+///
+/// # Errors
+/// When it is none, or cannot be stored.
+pub async fn add_kernel(client: &Client, path: PathBuf, name: &Name, steps: &Steps) -> Result<Kernel> {
+    let source = if path.is_dir() {
+        KernelSource::in_tree(&path)?
+    } else {
+        KernelSource { kernel: path, modules: None }
+    };
+    store(client, source, name, steps).await
+}
+
+/// As [`fetch_kernel`], but a kernel of this name that has another content (an older agent) is replaced.
+///
+/// # Errors
+/// As [`fetch_kernel`].
+pub async fn refresh_kernel(client: &Client, version: &str, name: &Name, steps: &Steps) -> Result<Kernel> {
+    let (_folder, artefact) = make(debian(version, steps).await?, steps).await?;
+    let head = head(&artefact)?;
+    match client.kernel(name).await {
+        Ok(there) if there.digest == head.digest => {
+            steps.end();
+            return Ok(there);
+        }
+        Ok(_) => client.remove_kernel(name).await?,
+        Err(e) if e.code() == Some(ErrorCode::NotFound) => {}
+        Err(e) => return Err(e.into()),
+    }
+    send(client, artefact, head, name, steps).await
+}
+
+/// The unpacked kernel package that the machine boots. Blocks.
+///
+/// # Errors
+/// When apt does not have it.
+pub fn machine_kernel(steps: &Steps) -> Result<PathBuf> {
+    steps.begin(format!("fetching Debian's kernel {DEFAULT}"));
+    let tree = fetch_debian(DEFAULT, None)?;
+    steps.end();
+    Ok(tree.folder)
+}
+
+async fn debian(version: &str, steps: &Steps) -> Result<KernelSource> {
+    steps.begin(format!("fetching Debian's kernel {version}"));
+    let version = version.to_owned();
+    let work = move || KernelSource::in_tree(&fetch_debian(&version, None)?.folder);
+    match tokio::task::spawn_blocking(work).await? {
+        Err(KernelError::Version(name)) => {
+            bail!(
+                "kernel {name}: not there (dayfly kernel ls), and no version that could be fetched, such as {DEFAULT}"
+            )
+        }
+        other => Ok(other?),
+    }
+}
+
+async fn store(client: &Client, source: KernelSource, name: &Name, steps: &Steps) -> Result<Kernel> {
+    let (_folder, artefact) = make(source, steps).await?;
+    let head = head(&artefact)?;
+    send(client, artefact, head, name, steps).await
+}
+
+/// The folder must live until the files in it have been sent.
+async fn make(source: KernelSource, steps: &Steps) -> Result<(OutFolder, KernelArtefact)> {
+    steps.begin("unpacking the kernel and its modules");
+    let agent = program("dayfly-agent")?;
+    let folder = OutFolder::new(&dayfly_image::cache::default_folder())?;
+    let out = folder.path().to_owned();
+    let artefact = tokio::task::spawn_blocking(move || build(&source, &agent, None, &out)).await??;
+    Ok((folder, artefact))
+}
+
+fn head(artefact: &KernelArtefact) -> Result<KernelUpload> {
+    let manifest = &artefact.manifest;
+    Ok(KernelUpload {
+        release: manifest.release.clone(),
+        vmlinux_bytes: manifest.vmlinux.size_bytes,
+        initrd_bytes: manifest.initrd.size_bytes,
+        digest: digest(artefact).context("hashing the kernel")?,
+    })
+}
+
+/// BLAKE3 of vmlinux followed by the initramfs.
+fn digest(artefact: &KernelArtefact) -> io::Result<String> {
+    let mut hasher = blake3::Hasher::new();
+    let mut buffer = vec![0; 1 << 20];
+    for path in [&artefact.vmlinux, &artefact.initrd] {
+        let mut file = std::fs::File::open(path)?;
+        loop {
+            match file.read(&mut buffer)? {
+                0 => break,
+                got => hasher.update(&buffer[..got]),
+            };
+        }
+    }
+    Ok(hasher.finalize().to_hex().to_string())
+}
+
+async fn send(
+    client: &Client,
+    artefact: KernelArtefact,
+    head: KernelUpload,
+    name: &Name,
+    steps: &Steps,
+) -> Result<Kernel> {
+    steps.begin(format!("storing kernel {name}"));
+    let files = vec![artefact.vmlinux, artefact.initrd];
+    let kernel = upload::send(files, steps, async |body| client.upload_kernel(name, &head, body).await).await;
+    steps.end();
+    kernel
+}

@@ -1,0 +1,144 @@
+//! The commands, one file each, in docker's grammar.
+
+mod bake;
+mod cp;
+mod create;
+mod doctor;
+mod exec;
+mod image;
+mod inspect;
+mod kernel;
+mod logs;
+mod machine;
+mod options;
+mod ps;
+mod rm;
+mod run;
+mod signals;
+mod snapshot;
+mod snapshots;
+mod version;
+
+use anyhow::Result;
+use clap::{CommandFactory, Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Bake a booted machine once; start copies of it in milliseconds.
+#[derive(Debug, Parser)]
+#[command(
+    name = "dayfly",
+    version,
+    propagate_version = true,
+    after_help = "The daemon is found by itself: DAYFLY_HOST=unix:///path if it is set; else this host's own, where KVM can run \
+                  Linux; else one in the machine (dayfly machine). It is started when it does not run.\n\
+                  Exit codes: the program's own; 125: dayfly failed; 126: the program cannot be run; 127: it is not there; \
+                  128+n: signal n ended it."
+)]
+pub struct Args {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// A command.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Build, list, show and remove root disks
+    #[command(subcommand)]
+    Image(image::Command),
+    /// Fetch, list and remove guest kernels
+    #[command(subcommand)]
+    Kernel(kernel::Command),
+    /// Boot an image, warm it up, and snapshot it
+    Bake(bake::Args),
+    /// Clone a snapshot, run a program in it, and remove it
+    Run(run::Args),
+    /// Start a VM and leave it running; prints its id
+    Create(create::Args),
+    /// Run a program in a VM that runs
+    Exec(exec::Args),
+    /// List VMs
+    Ps(ps::Args),
+    /// Show what a VM wrote to its console
+    Logs(logs::Args),
+    /// Copy files and folders between this host and a VM
+    Cp(cp::Args),
+    /// Stop the vCPUs of VMs
+    Pause(signals::Pause),
+    /// Let the vCPUs of VMs go on
+    Unpause(signals::Unpause),
+    /// End VMs without asking them
+    Kill(signals::Kill),
+    /// Remove VMs
+    Rm(rm::Args),
+    /// Snapshot a VM that runs
+    Snapshot(snapshot::Args),
+    /// List and remove snapshots
+    Snapshots(snapshots::Args),
+    /// Show everything about a VM, a snapshot or an image, as JSON
+    Inspect(inspect::Args),
+    /// Tell what this host can do, what is missing, and what was left over
+    Doctor(doctor::Args),
+    /// The Linux host with KVM under QEMU, for hosts whose KVM cannot run Linux
+    #[command(subcommand)]
+    Machine(machine::Command),
+    /// Print the completions of a shell
+    Completions {
+        /// Which shell
+        shell: clap_complete::Shell,
+    },
+    /// Show the versions of dayfly and of the daemon
+    Version(version::Args),
+    /// Started by `dayfly machine start`: keeps the machine's processes
+    #[command(hide = true)]
+    MachineSupervise(machine::Supervise),
+}
+
+impl Command {
+    /// Runs what must not have the runtime's threads; `None` for every other command.
+    #[must_use]
+    pub fn before_runtime(&self) -> Option<ExitCode> {
+        match self {
+            Self::MachineSupervise(args) => Some(args.run()),
+            Self::Completions { shell } => {
+                clap_complete::generate(*shell, &mut Args::command(), "dayfly", &mut std::io::stdout());
+                Some(ExitCode::SUCCESS)
+            }
+            _ => None,
+        }
+    }
+
+    /// Runs the command; gives the exit code.
+    ///
+    /// # Errors
+    /// Whatever went wrong, for [`crate::failure::report`].
+    pub async fn run(self) -> Result<u8> {
+        match self {
+            Self::Image(command) => command.run().await,
+            Self::Kernel(command) => command.run().await,
+            Self::Bake(args) => args.run().await.map(|()| 0),
+            Self::Run(args) => args.run().await,
+            Self::Create(args) => args.run().await.map(|()| 0),
+            Self::Exec(args) => args.run().await,
+            Self::Ps(args) => args.run().await.map(|()| 0),
+            Self::Logs(args) => args.run().await.map(|()| 0),
+            Self::Cp(args) => args.run().await.map(|()| 0),
+            Self::Pause(args) => args.run().await,
+            Self::Unpause(args) => args.run().await,
+            Self::Kill(args) => args.run().await,
+            Self::Rm(args) => args.run().await,
+            Self::Snapshot(args) => args.run().await.map(|()| 0),
+            Self::Snapshots(args) => args.run().await,
+            Self::Inspect(args) => args.run().await.map(|()| 0),
+            Self::Doctor(args) => args.run().await,
+            Self::Machine(command) => command.run().await,
+            Self::Version(args) => args.run().await.map(|()| 0),
+            Self::Completions { .. } | Self::MachineSupervise(_) => {
+                unreachable!("run by before_runtime")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

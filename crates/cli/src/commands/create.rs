@@ -1,0 +1,58 @@
+//! `dayfly create`: a VM that stays.
+
+use super::options::label;
+use crate::progress::Steps;
+use crate::{artefacts, connect, output};
+use anyhow::Result;
+use dayfly_api::types::{BootSource, CreateRequest, Source};
+use dayfly_units::{Bytes, Name};
+
+/// Arguments of `dayfly create`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Name and hostname of the VM; its id where there is none
+    #[arg(long)]
+    name: Option<Name>,
+    /// Label it NAME=VALUE; may be repeated
+    #[arg(short, long, value_parser = label)]
+    label: Vec<(String, String)>,
+    /// Boot this image cold instead of cloning a snapshot
+    #[arg(long, value_name = "IMAGE", conflicts_with = "snapshot")]
+    boot: Option<Name>,
+    /// RAM of a cold boot, such as 256M or 2G; a clone has that of its snapshot
+    #[arg(short, long, default_value = "256M", conflicts_with = "snapshot")]
+    memory: Bytes,
+    /// vCPUs of a cold boot, 1 to 16
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16), conflicts_with = "snapshot")]
+    cpus: u8,
+    /// Guest kernel of a cold boot; fetched when it is a known one and not there
+    #[arg(long, conflicts_with = "snapshot")]
+    kernel: Option<Name>,
+    /// Hand over to this init of the image instead of dayfly's own
+    #[arg(long, value_name = "PATH", conflicts_with = "snapshot")]
+    init: Option<String>,
+    /// Snapshot to clone (dayfly snapshots)
+    #[arg(required_unless_present = "boot")]
+    snapshot: Option<Name>,
+}
+
+impl Args {
+    pub async fn run(self) -> Result<()> {
+        let client = connect::client().await?;
+        let steps = Steps::new();
+        let source = match (self.boot, self.snapshot) {
+            (Some(image), _) => {
+                let kernel = artefacts::ensure_kernel(&client, self.kernel.as_ref(), &steps).await?;
+                steps.begin(format!("booting {image}"));
+                let (memory_bytes, vcpus, init) = (self.memory.0, self.cpus, self.init);
+                Source::Boot(BootSource { image, kernel, memory_bytes, vcpus, init })
+            }
+            (None, Some(snapshot)) => Source::Snapshot(snapshot),
+            (None, None) => anyhow::bail!("expected a snapshot, or --boot with an image"),
+        };
+        let labels = self.label.into_iter().collect();
+        let vm = client.create(&CreateRequest { source, name: self.name, labels }).await?;
+        drop(steps);
+        output::line(vm.id)
+    }
+}

@@ -1,0 +1,28 @@
+//! `dayfly exec`: a program in a VM that runs.
+
+use super::options::ExecArgs;
+use crate::{connect, session};
+use anyhow::Result;
+
+/// Arguments of `dayfly exec`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Let the program run on; its output goes to the VM's console (dayfly logs)
+    #[arg(short, long, conflicts_with_all = ["interactive", "tty"])]
+    detach: bool,
+    #[command(flatten)]
+    exec: ExecArgs,
+    /// The VM, by id or name
+    vm: String,
+    /// The program and its arguments
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true, value_name = "PROGRAM")]
+    argv: Vec<String>,
+}
+
+impl Args {
+    pub async fn run(self) -> Result<u8> {
+        let spec = self.exec.spec(self.argv, self.detach)?;
+        let running = connect::client().await?.exec(&self.vm, &spec).await?;
+        if self.detach { Ok(0) } else { session::attach(running, self.exec.attach()).await }
+    }
+}

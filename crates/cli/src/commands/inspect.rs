@@ -1,0 +1,72 @@
+//! `dayfly inspect`: everything about one thing.
+
+use crate::{connect, output};
+use anyhow::{Result, bail};
+use dayfly_api::client::ClientError;
+use dayfly_api::types::ErrorCode;
+use dayfly_units::Name;
+
+/// Arguments of `dayfly inspect`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Only the phases of a VM's start, as a table
+    #[arg(long)]
+    timeline: bool,
+    /// A VM by id or name, or a snapshot, or an image (looked for in this order)
+    name: String,
+}
+
+impl Args {
+    pub async fn run(self) -> Result<()> {
+        let client = connect::client().await?;
+        let found = |e: &ClientError| e.code() != Some(ErrorCode::NotFound);
+        match client.vm(&self.name).await {
+            Ok(vm) if self.timeline => return output::emit(&timeline(&vm.timeline)),
+            Ok(vm) => return output::json(&vm),
+            Err(e) if self.timeline || found(&e) => return Err(e.into()),
+            Err(_) => {}
+        }
+        if let Ok(name) = self.name.parse::<Name>() {
+            match client.snapshot(&name).await {
+                Ok(snapshot) => return output::json(&snapshot),
+                Err(e) if found(&e) => return Err(e.into()),
+                Err(_) => {}
+            }
+            match client.image(&name).await {
+                Ok(image) => return output::json(&image),
+                Err(e) if found(&e) => return Err(e.into()),
+                Err(_) => {}
+            }
+        }
+        bail!(
+            "{}: no VM, snapshot or image of this name; see `dayfly ps -a`, `dayfly snapshots`, `dayfly image ls`",
+            self.name
+        )
+    }
+}
+
+/// When each phase was done since the request, and how long it took.
+fn timeline(phases: &[(String, u64)]) -> String {
+    let ms = |us: u64| format!("{}.{:03}", us / 1000, us % 1000);
+    let mut before = 0;
+    let rows = phases.iter().map(|(phase, at)| {
+        let took = at.saturating_sub(before);
+        before = *at;
+        [phase.clone(), ms(*at), ms(took)]
+    });
+    output::table(["PHASE", "AT MS", "TOOK MS"], rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_timeline_shows_when_and_how_long() {
+        let phases = [("spawn".to_owned(), 1_500), ("ready".to_owned(), 12_040)];
+        assert_eq!(
+            timeline(&phases),
+            "PHASE   AT MS    TOOK MS\nspawn   1.500    1.500\nready   12.040   10.540\n"
+        );
+    }
+}

@@ -1,0 +1,137 @@
+//! Options that several commands share.
+
+use clap::Args;
+use dayfly_api::agent::{ExecSpec, WindowSize};
+use dayfly_units::{Bytes, Name};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// The size that a program's terminal has when ours has none.
+const DEFAULT_SIZE: WindowSize = WindowSize { rows: 24, cols: 80 };
+
+/// The machine that a cold boot gets.
+#[derive(Debug, Clone, Args)]
+pub struct Shape {
+    /// RAM, such as 256M or 2G
+    #[arg(short, long, default_value = "256M")]
+    pub memory: Bytes,
+    /// vCPUs, 1 to 16
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub cpus: u8,
+    /// Guest kernel (dayfly kernel ls); fetched when it is a known one and not there
+    #[arg(long)]
+    pub kernel: Option<Name>,
+    /// Hand over to this init of the image instead of dayfly's own
+    #[arg(long, value_name = "PATH")]
+    pub init: Option<String>,
+}
+
+/// How a program is run.
+#[derive(Debug, Clone, Args)]
+pub struct ExecArgs {
+    /// Keep standard input open
+    #[arg(short, long)]
+    pub interactive: bool,
+    /// Give the program a terminal
+    #[arg(short, long)]
+    pub tty: bool,
+    /// Set a variable; without =VALUE, hand on our own
+    #[arg(short, long, value_name = "NAME[=VALUE]")]
+    pub env: Vec<String>,
+    /// Folder in the VM to start in
+    #[arg(short, long, value_name = "DIR")]
+    pub workdir: Option<String>,
+    /// name, uid, name:group or uid:gid
+    #[arg(short, long)]
+    pub user: Option<String>,
+    /// Kill the program after so long: 500ms, 30s, 5m, 1h
+    #[arg(long, value_parser = duration)]
+    pub timeout: Option<Duration>,
+}
+
+impl ExecArgs {
+    /// What the agent is asked to run.
+    ///
+    /// # Errors
+    /// When `-it` is asked for and standard input is no terminal.
+    pub fn spec(&self, argv: Vec<String>, detach: bool) -> anyhow::Result<ExecSpec> {
+        if self.tty && self.interactive && !rustix::termios::isatty(rustix::stdio::stdin()) {
+            anyhow::bail!(
+                "-i with -t: standard input is no terminal; leave -t away to pipe into the program"
+            );
+        }
+        Ok(ExecSpec {
+            argv,
+            env: environment(&self.env, |name| std::env::var(name).ok()),
+            cwd: self.workdir.clone().unwrap_or_default(),
+            user: self.user.clone().unwrap_or_default(),
+            pty: self.tty.then(|| crate::session::window_size().unwrap_or(DEFAULT_SIZE)),
+            timeout_ms: self.timeout.map(|t| u64::try_from(t.as_millis()).unwrap_or(u64::MAX)),
+            stdin: self.interactive && !detach,
+            detach,
+        })
+    }
+
+    /// How the user is connected to it.
+    #[must_use]
+    pub fn attach(&self) -> crate::session::Attach {
+        crate::session::Attach { stdin: self.interactive, terminal: self.tty }
+    }
+}
+
+/// Docker's `-e`: `NAME=VALUE`, or `NAME` for our own value where we have one.
+fn environment(given: &[String], ours: impl Fn(&str) -> Option<String>) -> BTreeMap<String, String> {
+    given
+        .iter()
+        .filter_map(|text| match text.split_once('=') {
+            Some((name, value)) => Some((name.to_owned(), value.to_owned())),
+            None => ours(text).map(|value| (text.clone(), value)),
+        })
+        .collect()
+}
+
+/// `500ms`, `30s`, `5m`, `1h`, or a number of seconds.
+fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let bad = || format!("{text:?}: expected a whole number and ms, s, m or h, such as 30s");
+    let number: u64 = digits.parse().map_err(|_| bad())?;
+    let unit_ms = match &text[digits.len()..] {
+        "ms" => 1,
+        "" | "s" => 1_000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        _ => return Err(bad()),
+    };
+    number.checked_mul(unit_ms).filter(|ms| *ms > 0).map(Duration::from_millis).ok_or_else(bad)
+}
+
+/// `NAME=VALUE` of a label.
+pub fn label(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
+        _ => Err(format!("{text:?}: expected NAME=VALUE")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_have_units() {
+        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(duration("30"), Ok(Duration::from_secs(30)));
+        assert_eq!(duration("5m"), Ok(Duration::from_secs(300)));
+        for bad in ["", "s", "-1s", "1.5s", "3 d", "0s", "99999999999999999999h", "9999999999999999h"] {
+            assert!(duration(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn variables_are_given_or_handed_on() {
+        let given = ["A=1".into(), "B=x=y".into(), "HOME".into(), "UNSET".into(), "E=".into()];
+        let got = environment(&given, |name| (name == "HOME").then(|| "/h".into()));
+        let expected = [("A", "1"), ("B", "x=y"), ("E", ""), ("HOME", "/h")];
+        assert_eq!(got, expected.map(|(k, v)| (k.to_owned(), v.to_owned())).into());
+    }
+}

@@ -1,0 +1,61 @@
+//! `dayfly ps`: the VMs.
+
+use crate::output::{self, ListArgs, ago};
+use anyhow::Result;
+use dayfly_api::types::{ExitKind, Vm, VmState};
+use dayfly_units::Bytes;
+
+/// Arguments of `dayfly ps`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Also those that ended
+    #[arg(short, long)]
+    all: bool,
+    #[command(flatten)]
+    list: ListArgs,
+}
+
+impl Args {
+    pub async fn run(self) -> Result<()> {
+        let vms = crate::connect::client().await?.vms(self.all).await?;
+        let header = ["VM ID", "NAME", "STATE", "FROM", "KERNEL", "CPUS", "MEMORY", "CREATED"];
+        output::list(
+            self.list,
+            &vms,
+            header,
+            |vm| vm.id.to_string(),
+            |vm| {
+                let from = vm.snapshot.as_ref().unwrap_or(&vm.image);
+                [
+                    vm.id.to_string(),
+                    vm.name.to_string(),
+                    state(vm),
+                    from.to_string(),
+                    vm.kernel.to_string(),
+                    vm.vcpus.to_string(),
+                    Bytes(vm.memory_bytes).to_string(),
+                    ago(vm.created_unix_ms),
+                ]
+            },
+        )
+    }
+}
+
+/// What a VM does, and why it ended.
+fn state(vm: &Vm) -> String {
+    let ended = vm.exit.as_ref().map(|exit| match exit.reason {
+        ExitKind::PowerOff => "powered off",
+        ExitKind::Reboot => "rebooted",
+        ExitKind::Panic => "panicked",
+        ExitKind::Killed => "killed",
+        ExitKind::Failed => "failed",
+        ExitKind::Lost => "lost",
+    });
+    match (vm.state, ended) {
+        (VmState::Starting, _) => "starting".into(),
+        (VmState::Running, _) => "running".into(),
+        (VmState::Paused, _) => "paused".into(),
+        (VmState::Exited, Some(why)) => format!("exited ({why})"),
+        (VmState::Exited, None) => "exited".into(),
+    }
+}

@@ -1,0 +1,21 @@
+//! `dayfly rm`: VMs go.
+
+use super::signals::each;
+use anyhow::Result;
+
+/// Arguments of `dayfly rm`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Also those that run
+    #[arg(short, long)]
+    force: bool,
+    /// VMs, by id or name
+    #[arg(required = true)]
+    vms: Vec<String>,
+}
+
+impl Args {
+    pub async fn run(self) -> Result<u8> {
+        each(&self.vms, async |client, vm| client.remove_vm(vm, self.force).await).await
+    }
+}

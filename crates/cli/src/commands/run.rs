@@ -1,0 +1,43 @@
+//! `dayfly run`: clone, run, remove.
+
+use super::options::ExecArgs;
+use crate::{connect, session};
+use anyhow::Result;
+use dayfly_api::types::{CreateRequest, RunRequest, Source};
+use dayfly_units::Name;
+use std::collections::BTreeMap;
+
+/// Arguments of `dayfly run`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Name and hostname of the VM; its id where there is none
+    #[arg(long)]
+    name: Option<Name>,
+    /// Leave the VM running afterwards
+    #[arg(long)]
+    keep: bool,
+    #[command(flatten)]
+    exec: ExecArgs,
+    /// Snapshot to clone (dayfly snapshots)
+    snapshot: Name,
+    /// The program and its arguments
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true, value_name = "PROGRAM")]
+    argv: Vec<String>,
+}
+
+impl Args {
+    pub async fn run(self) -> Result<u8> {
+        let exec = self.exec.spec(self.argv, false)?;
+        let source = Source::Snapshot(self.snapshot);
+        let create = CreateRequest { source, name: self.name, labels: BTreeMap::new() };
+        let client = connect::client().await?;
+        let running = client.run(&RunRequest { create, exec, keep: self.keep }).await?;
+        if self.keep {
+            eprintln!(
+                "dayfly: VM {} ({}) stays; `dayfly rm -f {0}` removes it",
+                running.vm.name, running.vm.id
+            );
+        }
+        session::attach(running, self.exec.attach()).await
+    }
+}

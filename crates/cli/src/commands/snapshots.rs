@@ -1,0 +1,73 @@
+//! `dayfly snapshots`, with `ls`, `inspect` and `rm` under it as for images.
+
+use super::signals::each;
+use crate::connect;
+use crate::output::{self, ListArgs, ago};
+use anyhow::Result;
+use clap::Subcommand;
+use dayfly_units::{Bytes, Name};
+
+/// Arguments of `dayfly snapshots`.
+#[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub struct Args {
+    #[command(flatten)]
+    list: ListArgs,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// List snapshots
+    Ls(ListArgs),
+    /// Show a snapshot as JSON
+    Inspect {
+        /// The snapshot
+        name: Name,
+    },
+    /// Remove snapshots that nothing uses
+    Rm {
+        /// The snapshots
+        #[arg(required = true)]
+        names: Vec<Name>,
+    },
+}
+
+impl Args {
+    pub async fn run(self) -> Result<u8> {
+        match self.command.unwrap_or(Command::Ls(self.list)) {
+            Command::Ls(list) => ls(list).await.map(|()| 0),
+            Command::Inspect { name } => {
+                output::json(&connect::client().await?.snapshot(&name).await?).map(|()| 0)
+            }
+            Command::Rm { names } => {
+                each(&names, async |client, name| client.remove_snapshot(name).await).await
+            }
+        }
+    }
+}
+
+async fn ls(list: ListArgs) -> Result<()> {
+    let snapshots = connect::client().await?.snapshots().await?;
+    let header = ["NAME", "IMAGE", "KERNEL", "PARENT", "CPUS", "MEMORY", "STORED", "LAYERS", "CREATED"];
+    output::list(
+        list,
+        &snapshots,
+        header,
+        |s| s.name.to_string(),
+        |s| {
+            [
+                s.name.to_string(),
+                s.image.to_string(),
+                s.kernel.to_string(),
+                s.parent.as_ref().map_or("-".into(), Name::to_string),
+                s.vcpus.to_string(),
+                Bytes(s.memory_bytes).to_string(),
+                Bytes(s.memory_stored_bytes.saturating_add(s.layers_stored_bytes)).to_string(),
+                s.layers.len().to_string(),
+                ago(s.created_unix_ms),
+            ]
+        },
+    )
+}

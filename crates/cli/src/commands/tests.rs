@@ -1,0 +1,74 @@
+//! The grammar.
+
+use super::*;
+
+fn parse(text: &str) -> Result<Command, clap::Error> {
+    Args::try_parse_from(std::iter::once("dayfly").chain(text.split(' '))).map(|args| args.command)
+}
+
+#[test]
+fn the_definition_is_consistent() {
+    Args::command().debug_assert();
+}
+
+#[test]
+fn what_follows_the_snapshot_is_the_programs() {
+    for text in [
+        "run web -- ls -la",
+        "run web ls -la --help",
+        "run -it -e A=1 -w /tmp -u nobody --timeout 30s --name x web sh -c true",
+        "run --keep web true",
+        "exec -d web sleep 5",
+        "exec -it web sh",
+        "create web",
+        "create --boot debian --memory 512M --cpus 4 --init /sbin/init",
+        "bake debian -t web",
+        "bake debian --cmd true -t web",
+        "bake debian -t web -- python3 -c pass",
+        "ps -aq",
+        "ps --format json",
+        "snapshots",
+        "snapshots -q",
+        "snapshots rm a b",
+        "snapshot web -t later",
+        "rm -f a b",
+        "logs -f a",
+        "cp a:/x y",
+        "inspect --timeline a",
+        "image ls",
+        "image build --debian bookworm --include python3,fio web",
+        "image build --from ./root --free 1G web",
+        "kernel ls -q",
+        "kernel fetch 6.1",
+        "kernel fetch 6.12 --name new",
+        "kernel add --from tree mine",
+        "completions bash",
+    ] {
+        assert!(parse(text).is_ok(), "{text}: {:?}", parse(text).err().map(|e| e.to_string()));
+    }
+}
+
+#[test]
+fn mistakes_are_refused() {
+    for text in [
+        "run web",
+        "run",
+        "exec -d -i web cat",
+        "create",
+        "create web --memory 1G",
+        "create web --boot debian",
+        "bake debian",
+        "bake debian -t Web",
+        "bake debian -t web --cpus 17",
+        "bake debian -t web --cpus 0",
+        "bake debian -t web --memory lots",
+        "bake debian -t web --cmd true -- true",
+        "snapshots -q rm a",
+        "rm",
+        "image build web",
+        "image build --debian bookworm --from x web",
+        "image build --from x --include python3 web",
+    ] {
+        assert!(parse(text).is_err(), "{text}");
+    }
+}

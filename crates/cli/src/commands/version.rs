@@ -1,0 +1,31 @@
+//! `dayfly version`: ours, and the daemon's where one answers.
+
+use crate::{connect, output};
+use anyhow::Result;
+
+/// Arguments of `dayfly version`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Only the version of dayfly; ask no daemon
+    #[arg(long)]
+    client: bool,
+}
+
+impl Args {
+    pub async fn run(self) -> Result<()> {
+        output::line(format_args!("dayfly {}", env!("CARGO_PKG_VERSION")))?;
+        if !self.client {
+            match connect::running().await {
+                Some((client, info)) => output::line(format_args!(
+                    "dayflyd {} on {}: Linux {}, KVM {}",
+                    info.version,
+                    client.socket().display(),
+                    info.host_kernel,
+                    info.kvm
+                ))?,
+                None => output::line("dayflyd: not running")?,
+            }
+        }
+        Ok(())
+    }
+}

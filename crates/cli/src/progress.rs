@@ -1,0 +1,228 @@
+//! What is being done, shown once it takes longer than a second: a spinner or bar on a terminal, plain lines elsewhere.
+
+use dayfly_units::Bytes;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::io::IsTerminal;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A step shorter than this is not shown.
+const SHOWN_AFTER: Duration = Duration::from_secs(1);
+/// Without a terminal, a step that goes on says so this often.
+const AGAIN_AFTER: Duration = Duration::from_secs(15);
+const TICK: Duration = Duration::from_millis(100);
+
+/// The steps of a command, one at a time. Dropping it ends the last one and clears its spinner.
+#[derive(Debug)]
+pub struct Steps {
+    shared: Arc<Shared>,
+    ticker: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    woken: Condvar,
+    terminal: bool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    step: Option<Step>,
+    done: bool,
+}
+
+#[derive(Debug)]
+struct Step {
+    label: String,
+    began: Instant,
+    /// Bytes so far, and in all where that is known.
+    bytes: Option<(u64, u64)>,
+    /// Shown last, or not yet.
+    shown: Option<Instant>,
+    bar: Option<ProgressBar>,
+}
+
+impl Default for Steps {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Steps {
+    /// Nothing is being done yet.
+    #[must_use]
+    pub fn new() -> Self {
+        let terminal = std::io::stderr().is_terminal();
+        let shared = Arc::new(Shared { state: Mutex::default(), woken: Condvar::new(), terminal });
+        let ticking = Arc::clone(&shared);
+        let ticker = std::thread::Builder::new().name("progress".into()).spawn(move || ticking.tick());
+        // Without a thread nothing is shown: no reason to fail.
+        Self { shared, ticker: ticker.ok() }
+    }
+
+    /// A step begins; the one before it has ended.
+    pub fn begin(&self, label: impl Into<String>) {
+        let mut state = self.shared.lock();
+        self.shared.end(&mut state);
+        let (began, label) = (Instant::now(), one_line(&label.into()));
+        state.step = Some(Step { label, began, bytes: None, shown: None, bar: None });
+    }
+
+    /// How far the step is, in bytes; a total of 0 is not known.
+    pub fn bytes(&self, done: u64, total: u64) {
+        if let Some(step) = &mut self.shared.lock().step {
+            step.bytes = Some((done, total));
+        }
+    }
+
+    /// A line for people, above the spinner.
+    pub fn say(&self, text: &str) {
+        let state = self.shared.lock();
+        match state.step.as_ref().and_then(|s| s.bar.as_ref()) {
+            Some(bar) => bar.suspend(|| eprintln!("{text}")),
+            None => eprintln!("{text}"),
+        }
+    }
+
+    /// The step has ended.
+    pub fn end(&self) {
+        let mut state = self.shared.lock();
+        self.shared.end(&mut state);
+    }
+}
+
+impl Drop for Steps {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        self.shared.end(&mut state);
+        state.done = true;
+        drop(state);
+        self.shared.woken.notify_all();
+        if let Some(ticker) = self.ticker.take() {
+            let _ = ticker.join();
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // What is shown is no invariant worth dying for.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tick(&self) {
+        let mut state = self.lock();
+        while !state.done {
+            if let Some(step) = &mut state.step {
+                if self.terminal { step.draw() } else { step.print() }
+            }
+            state = self.woken.wait_timeout(state, TICK).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn end(&self, state: &mut State) {
+        if let Some(step) = state.step.take() {
+            if let Some(bar) = step.bar {
+                bar.finish_and_clear();
+            }
+            if !self.terminal && step.shown.is_some() {
+                eprintln!("{}: {}", step.label, seconds(step.began.elapsed()));
+            }
+        }
+    }
+}
+
+impl Step {
+    fn draw(&mut self) {
+        if self.began.elapsed() < SHOWN_AFTER {
+            return;
+        }
+        let text = format!("{}{} ({})", self.label, self.share(), seconds(self.began.elapsed()));
+        let bar = self.bar.get_or_insert_with(|| {
+            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+            bar.with_style(ProgressStyle::default_spinner())
+        });
+        bar.set_message(text);
+        bar.tick();
+    }
+
+    fn print(&mut self) {
+        let due = match self.shown {
+            None => self.began.elapsed() >= SHOWN_AFTER,
+            Some(last) => last.elapsed() >= AGAIN_AFTER,
+        };
+        if due {
+            let still = if self.shown.is_some() {
+                format!(" ({})", seconds(self.began.elapsed()))
+            } else {
+                String::new()
+            };
+            eprintln!("{}…{}{still}", self.label, self.share());
+            self.shown = Some(Instant::now());
+        }
+    }
+
+    fn share(&self) -> String {
+        match self.bytes {
+            None => String::new(),
+            Some((done, 0)) => format!(" {}", Bytes(done)),
+            Some((done, total)) => format!(" {} of {}", Bytes(done.min(total)), Bytes(total)),
+        }
+    }
+}
+
+/// A label's first line, and not more of it than fits beside the figures; a warm-up's whole text can be in one.
+fn one_line(label: &str) -> String {
+    const LONGEST: usize = 90;
+    let line = label.lines().next().unwrap_or_default();
+    let short: String = line.chars().filter(|c| !c.is_control()).take(LONGEST).collect();
+    if short.len() < label.len() { format!("{} ...", short.trim_end()) } else { short }
+}
+
+/// A duration as people read it: `1.3 s`, `2 min 5 s`.
+#[must_use]
+pub fn seconds(duration: Duration) -> String {
+    match duration.as_secs() {
+        0..60 => format!("{:.1} s", duration.as_secs_f64()),
+        whole => format!("{} min {} s", whole / 60, whole % 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_one_short_line() {
+        assert_eq!(one_line("booting"), "booting");
+        assert_eq!(one_line("warming up: sh -c set -e\nmkfifo"), "warming up: sh -c set -e ...");
+        assert_eq!(one_line(&"x".repeat(200)).chars().count(), 94);
+        assert_eq!(one_line("a\u{1b}[2Jb"), "a[2Jb ...");
+    }
+
+    #[test]
+    fn durations_read_well() {
+        assert_eq!(seconds(Duration::from_millis(1_340)), "1.3 s");
+        assert_eq!(seconds(Duration::from_secs(125)), "2 min 5 s");
+    }
+
+    #[test]
+    fn a_step_that_ends_soon_was_never_shown_and_one_that_lasts_was() {
+        let steps = Steps::new();
+        steps.begin("short");
+        assert!(steps.shared.lock().step.as_ref().is_some_and(|s| s.shown.is_none()));
+        let mut long = Step {
+            label: "long".into(),
+            began: Instant::now().checked_sub(Duration::from_secs(2)).expect("an uptime of 2 s"),
+            bytes: Some((5, 10)),
+            shown: None,
+            bar: None,
+        };
+        long.print();
+        let first = long.shown.expect("shown after more than a second");
+        long.print();
+        assert_eq!(long.shown, Some(first), "not again at once");
+    }
+}

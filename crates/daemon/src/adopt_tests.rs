@@ -1,0 +1,178 @@
+use super::*;
+use crate::config::{Config, Deadlines};
+use crate::depot::Depot;
+use crate::vm::Facts;
+use crate::vm::registry::Registry;
+use dayfly_host::process::ProcessId;
+use dayfly_store::{Digest, KernelRef, Store};
+use dayfly_vmm::control::Status;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixListener;
+use std::process::{Child, Stdio};
+
+const PHASES: [Phase; 5] = [Phase::Starting, Phase::Running, Phase::Paused, Phase::Freezing, Phase::Exited];
+const SEEN: [Seen; 4] =
+    [Seen::Gone, Seen::Mute, Seen::Answers { paused: false }, Seen::Answers { paused: true }];
+
+#[test]
+fn every_case_is_decided_as_promised() {
+    for phase in PHASES {
+        for seen in SEEN {
+            assert_eq!(decide(phase, true, seen), Verdict::Discard, "its client is gone: {phase:?} {seen:?}");
+            let verdict = decide(phase, false, seen);
+            match verdict {
+                Verdict::Adopt(now) => {
+                    assert!(matches!(phase, Phase::Running | Phase::Paused));
+                    assert_eq!(seen, Seen::Answers { paused: now == Phase::Paused });
+                }
+                Verdict::Thaw => assert!(phase == Phase::Freezing && matches!(seen, Seen::Answers { .. })),
+                Verdict::Bury => assert!(phase != Phase::Exited && matches!(seen, Seen::Gone | Seen::Mute)),
+                Verdict::Keep => assert_eq!(phase, Phase::Exited),
+                Verdict::Discard => {
+                    assert_eq!(phase, Phase::Starting, "a client was answered: it must find its VM");
+                }
+            }
+        }
+    }
+}
+
+/// A process that looks like a VMM from outside: its command line names the VM. It ends with the test.
+struct Standin(Child, ProcessId);
+
+impl Standin {
+    fn start(config: &Config, id: VmId) -> Self {
+        // `sleep` would refuse the option; a shell that reads from a pipe nobody writes to does not.
+        let child = std::process::Command::new("bash")
+            .args(["-c", "exec -a \"$1\" bash -c 'read line' x --id \"$0\"", &id.to_string()])
+            .arg(config.vmm_name())
+            .stdin(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let id = ProcessId::of(child.id()).unwrap().unwrap();
+        Self(child, id)
+    }
+
+    /// Whoever adopts it reaps it too, as it is a child of the same process here.
+    fn alive(&self) -> bool {
+        Process::open(self.1).unwrap().is_some_and(|process| process.is_alive().unwrap())
+    }
+}
+
+impl Drop for Standin {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Answers `Status` on the control socket of a VM, once.
+fn answer(config: &Config, id: VmId, paused: bool) {
+    let listener = UnixListener::bind(config.vm(id).control()).unwrap();
+    std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut length = [0; 4];
+        stream.read_exact(&mut length).unwrap();
+        let mut json = vec![0; u32::from_le_bytes(length) as usize];
+        stream.read_exact(&mut json).unwrap();
+        let status = Status { paused, vcpus: 1, memory_bytes: 64 << 20, phases: Vec::new() };
+        let json = serde_json::to_vec(&Answer::Status(status)).unwrap();
+        let length = u32::try_from(json.len()).unwrap().to_le_bytes();
+        stream.write_all(&[length.to_vec(), json].concat()).unwrap();
+    });
+}
+
+/// Writes the record of a VM that a daemon before knew.
+fn recorded(config: &Config, name: &str, phase: Phase, ephemeral: bool, process: Option<ProcessId>) -> VmId {
+    let facts = Facts {
+        snapshot: None,
+        image: "i".parse().unwrap(),
+        kernel: KernelRef { name: "k".parse().unwrap(), release: "6.12".into(), digest: Digest::of(b"k") },
+        vcpus: 1,
+        memory_bytes: 64 << 20,
+        created_unix_ms: 0,
+        config: Default::default(),
+        ephemeral,
+        labels: Default::default(),
+    };
+    let vm = Registry::default().reserve(config, Some(name.parse().unwrap()), facts).unwrap();
+    vm.update(|live| {
+        live.phase = phase;
+        live.process = process;
+    });
+    std::fs::create_dir_all(vm.dir.root()).unwrap();
+    Record::of(&vm).write(&vm.dir).unwrap();
+    vm.id
+}
+
+#[tokio::test]
+async fn a_new_daemon_finds_what_lives_and_sweeps_the_rest() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = Config {
+        state: folder.path().join("s"),
+        run: folder.path().join("r"),
+        vmm: "/nonexistent".into(),
+        deadlines: Deadlines { control: Duration::from_millis(500), ..Deadlines::default() },
+    };
+    std::fs::create_dir_all(config.vms()).unwrap();
+    // Records name their process, whose command line names their VM: the record is written twice.
+    let with_standin = |name: &str, phase, ephemeral| {
+        let id = recorded(&config, name, phase, ephemeral, None);
+        let standin = Standin::start(&config, id);
+        let dir = config.vm(id);
+        let mut record = Record::read(&dir, id).unwrap();
+        record.live.process = Some(standin.1);
+        record.write(&dir).unwrap();
+        (id, standin)
+    };
+    let (lives, mut lives_process) = with_standin("lives", Phase::Running, false);
+    answer(&config, lives, true);
+    let (mute, mute_process) = with_standin("mute", Phase::Running, false);
+    let (fleeting, fleeting_process) = with_standin("fleeting", Phase::Running, true);
+    let dead =
+        recorded(&config, "dead", Phase::Running, false, Some(ProcessId { pid: 1, start_ticks: u64::MAX }));
+    std::fs::write(config.vm(dead).exit(), r#"{"reason":"panic","message":"it panicked"}"#).unwrap();
+    let lost =
+        recorded(&config, "lost", Phase::Paused, false, Some(ProcessId { pid: 1, start_ticks: u64::MAX }));
+    let exited = recorded(&config, "exited", Phase::Exited, false, None);
+    let damaged = VmId::random();
+    std::fs::create_dir_all(config.vm(damaged).root()).unwrap();
+    std::fs::write(config.vm(damaged).record(), "{").unwrap();
+
+    let daemon = Arc::new(Daemon::new(config.clone(), Depot::new(Store::open(&config.state).unwrap())));
+    adopt(&daemon).await;
+
+    let state = |id: VmId| {
+        daemon.registry.find(&id.to_string()).map(|vm| (vm.phase(), vm.live().exit.map(|e| e.reason))).ok()
+    };
+    assert_eq!(state(lives), Some((Phase::Paused, None)), "the VMM said that it is paused");
+    assert!(lives_process.alive());
+    assert_eq!(state(mute), Some((Phase::Exited, Some(ExitKind::Failed))));
+    assert!(!mute_process.alive());
+    assert_eq!(state(fleeting), None);
+    assert!(!fleeting_process.alive());
+    assert_eq!(state(dead), Some((Phase::Exited, Some(ExitKind::Panic))));
+    assert_eq!(state(lost), Some((Phase::Exited, Some(ExitKind::Lost))));
+    assert_eq!(state(exited), Some((Phase::Exited, None)));
+    assert_eq!(state(damaged), None);
+    let mut left: Vec<String> = std::fs::read_dir(config.vms())
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    left.sort();
+    let mut expected: Vec<String> = [lives, mute, dead, lost, exited].map(|id| id.to_string()).into();
+    expected.sort();
+    assert_eq!(left, expected, "the folders of nobody are swept");
+
+    // An adopted VM's end is noticed as that of any other, and written down.
+    lives_process.0.kill().unwrap();
+    let vm = daemon.registry.find("lives").unwrap();
+    tokio::time::timeout(Duration::from_secs(5), vm.wait_gone()).await.unwrap();
+    assert_eq!(state(lives), Some((Phase::Exited, Some(ExitKind::Lost))));
+    for _ in 0..100 {
+        if Record::read(&config.vm(lives), lives).unwrap().live.phase == Phase::Exited {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    panic!("the end of an adopted VM was not written down");
+}

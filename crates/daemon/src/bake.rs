@@ -1,0 +1,106 @@
+//! Bake: boot an image, warm it up, snapshot it, rehearse a clone.
+//!
+//! What fails, and a client that goes away, leaves nothing: the VM goes with its [`crate::vm::birth::Newborn`], what was saved with its
+//! writer, and a snapshot that nobody waited for is removed again. A daemon that is killed during the rehearsal leaves a
+//! snapshot that is whole but for its working set: its clones start slower.
+
+use crate::daemon::Daemon;
+use crate::depot::shown_snapshot;
+use crate::error::{Fault, Outcome};
+use crate::ndjson::Teller;
+use crate::rehearsal::{Unwanted, rehearse};
+use crate::time::Asked;
+use crate::vm::birth::{Order, birth};
+use crate::vm::state::Event;
+use crate::{session, snapshot};
+use dayfly_api::agent::Exit;
+use dayfly_api::types::{BakeRequest, BootSource, ErrorCode, Snapshot, Source};
+use dayfly_units::Bytes;
+use std::sync::Arc;
+
+/// The label of a VM that is being baked; its value is the snapshot's name.
+const LABEL: &str = "dayfly.bake";
+
+/// Makes a snapshot from an image.
+///
+/// # Errors
+/// What could not be done; nothing stays of it.
+pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Outcome<Snapshot> {
+    let asked = Asked::now();
+    let BakeRequest { image, name, kernel, memory_bytes, vcpus, warmup, rehearsal, init } = request;
+    snapshot::free(&daemon, &name).await?;
+    tell.phase(format!("booting {image} with {} and {vcpus} vCPUs", Bytes(memory_bytes))).await;
+    let order = Order {
+        source: Source::Boot(BootSource { image, kernel, memory_bytes, vcpus, init }),
+        name: None,
+        labels: [(LABEL.to_owned(), name.to_string())].into(),
+        ephemeral: true,
+        watch: false,
+    };
+    let newborn = birth(&daemon, asked, order).await?;
+    let vm = newborn.vm();
+    let booted_ms = vm.live().ready_us.unwrap_or_default() / 1000;
+    tell.phase(format!("booted in {booted_ms} ms")).await;
+    if let Some(spec) = warmup {
+        let program = spec.argv.join(" ");
+        tell.phase(format!("warming up: {program}")).await;
+        let ended = session::to_its_end(&daemon, &vm, spec, &tell).await;
+        let (exit, tail) = ended.map_err(|fault| fault.during("warm-up"))?;
+        if exit.code != Some(0) {
+            return Err(failed(&program, &exit, &tail));
+        }
+    }
+    tell.phase(format!("saving {} of memory", Bytes(memory_bytes))).await;
+    vm.step(Event::Freeze)?;
+    let saved = snapshot::save(&daemon, &vm, &name).await?;
+    tell.phase("hashing and storing").await;
+    let committed = snapshot::commit(&daemon, &vm, saved, name.clone()).await?;
+    let unwanted = Unwanted::new(&daemon, name.clone());
+    newborn.end().await?;
+    tell.phase("rehearsing: which pages a clone touches first").await;
+    match rehearse(&daemon, &name, rehearsal, &tell).await {
+        Ok(()) => {}
+        // The record is a hint: a host too busy to rehearse in time still has its snapshot.
+        Err(fault) if fault.0.code == ErrorCode::Timeout => {
+            tracing::warn!(snapshot = %name, "no working set: {fault}");
+            tell.phase(format!("no working set, clones will start slower: {fault}")).await;
+        }
+        Err(fault) => return Err(fault),
+    }
+    unwanted.keep();
+    Ok(shown_snapshot(&committed.manifest))
+}
+
+fn failed(program: &str, exit: &Exit, stderr: &[u8]) -> Fault {
+    let how = match (exit.code, exit.signal, exit.timed_out) {
+        (_, _, true) => "ran out of its time".to_owned(),
+        (Some(code), ..) => format!("ended with exit code {code}"),
+        (None, Some(signal), _) => format!("was ended by signal {signal}"),
+        (None, None, _) => "ended without exit code".to_owned(),
+    };
+    let mut message = format!("warm-up: `{program}` {how}, expected exit code 0");
+    let tail = String::from_utf8_lossy(stderr);
+    if !tail.trim().is_empty() {
+        message.push_str("; the end of its standard error:\n");
+        message.push_str(tail.trim_end());
+    }
+    Fault::new(ErrorCode::Guest, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_warm_up_says_how_and_what_it_wrote() {
+        let exit = |code, signal, timed_out| Exit { code, signal, timed_out };
+        let fault = failed("python3 x", &exit(Some(3), None, false), b"Traceback\nImportError\n");
+        assert_eq!(fault.0.code, ErrorCode::Guest);
+        assert!(
+            fault.0.message.starts_with("warm-up: `python3 x` ended with exit code 3, expected exit code 0")
+        );
+        assert!(fault.0.message.ends_with("ImportError"));
+        assert!(failed("x", &exit(None, Some(9), false), b"").0.message.contains("signal 9"));
+        assert!(failed("x", &exit(None, Some(9), true), b"").0.message.contains("out of its time"));
+    }
+}

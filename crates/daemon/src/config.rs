@@ -1,0 +1,166 @@
+//! Where the daemon keeps things, and how long it waits for them.
+//!
+//! ```text
+//! <run>/dayflyd.sock            the API
+//! <run>/dayflyd.lock            held by the daemon as long as it lives
+//! <run>/vms/<id>/vm.json        what the next daemon must know ([`crate::vm::record`])
+//! <run>/vms/<id>/control.sock   the VMM's control socket
+//! <run>/vms/<id>/console.log    what the guest wrote to its console
+//! <run>/vms/<id>/exit.json      why the VMM ended
+//! <run>/vms/<id>/root/          the jail's root: vsock.sock, and vsock.sock_1025 during a boot
+//! <state>/                      the store: images, kernels, layers, snapshots, staging
+//! ```
+
+use dayfly_units::VmId;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// The two roots, and the program that is a VMM.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Folder of images, kernels, layers and snapshots.
+    pub state: PathBuf,
+    /// Folder of sockets and of the folders of VMs; may be on a tmpfs.
+    pub run: PathBuf,
+    /// The `dayfly-vmm` program.
+    pub vmm: PathBuf,
+    /// How long things may take.
+    pub deadlines: Deadlines,
+}
+
+/// How long the daemon waits before it gives up and undoes. An emulated host is about 20 times slower than a native one.
+#[derive(Debug, Clone, Copy)]
+pub struct Deadlines {
+    /// From a cold boot's first instruction to the agent's `Ready`.
+    pub boot: Duration,
+    /// For the agent to take an identity, to seal, or to answer.
+    pub agent: Duration,
+    /// For a question on the side (`Stat`), after which it is left out of an answer.
+    pub stat: Duration,
+    /// For an answer of the VMM's control socket, apart from `Save`.
+    pub control: Duration,
+    /// For `Save`, which writes the guest's memory.
+    pub save: Duration,
+    /// From `Quit` to SIGKILL.
+    pub quit: Duration,
+    /// From SIGKILL to the end of the process: freeing memory takes about 40 ms a GiB.
+    pub reap: Duration,
+    /// For a client to send the first frame after an upgrade.
+    pub first_frame: Duration,
+    /// For running operations to undo themselves when the daemon is asked to stop.
+    pub shutdown: Duration,
+}
+
+impl Default for Deadlines {
+    fn default() -> Self {
+        let s = Duration::from_secs;
+        Self {
+            boot: s(120),
+            agent: s(30),
+            stat: s(3),
+            control: s(20),
+            save: s(600),
+            quit: s(5),
+            reap: s(60),
+            first_frame: s(30),
+            shutdown: s(15),
+        }
+    }
+}
+
+/// The last component of a VMM's `argv[0]`.
+pub const VMM_NAME: &str = "dayfly-vmm";
+/// Bytes of console that are kept of each VM.
+pub const CONSOLE_MAX_BYTES: u64 = 4 << 20;
+/// Bytes of RAM a VM may have, least and most.
+pub const MEMORY_BYTES: std::ops::RangeInclusive<u64> = (64 << 20)..=(64 << 30);
+/// RAM comes in pieces of this many bytes.
+pub const MEMORY_STEP_BYTES: u64 = 2 << 20;
+/// The longest path of a unix socket (`sun_path`, unix(7)) without its closing zero.
+pub const SOCKET_PATH_MAX: usize = 107;
+
+impl Config {
+    /// The API's socket.
+    #[must_use]
+    pub fn socket(&self) -> PathBuf {
+        self.run.join("dayflyd.sock")
+    }
+
+    /// The file that says which daemon is the one.
+    #[must_use]
+    pub fn lock(&self) -> PathBuf {
+        self.run.join("dayflyd.lock")
+    }
+
+    /// Folder of the folders of VMs.
+    #[must_use]
+    pub fn vms(&self) -> PathBuf {
+        self.run.join("vms")
+    }
+
+    /// The folder of one VM.
+    #[must_use]
+    pub fn vm(&self, id: VmId) -> VmDir {
+        VmDir(self.vms().join(id.to_string()))
+    }
+
+    /// What VMMs of this daemon are called in process listings: a daemon with another run folder has others.
+    #[must_use]
+    pub fn vmm_name(&self) -> PathBuf {
+        self.run.join(VMM_NAME)
+    }
+
+    /// The length of the longest socket path under the run folder, to be compared with [`SOCKET_PATH_MAX`].
+    #[must_use]
+    pub fn longest_socket_path(&self) -> usize {
+        let digits = "0123456789ab";
+        VmDir(self.vms().join(digits)).ready().as_os_str().len()
+    }
+}
+
+/// The folder of one VM.
+#[derive(Debug, Clone)]
+pub struct VmDir(PathBuf);
+
+impl VmDir {
+    /// The folder itself.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+    /// The root of the VMM's jail.
+    #[must_use]
+    pub fn root(&self) -> PathBuf {
+        self.0.join("root")
+    }
+    /// The VMM's control socket.
+    #[must_use]
+    pub fn control(&self) -> PathBuf {
+        self.0.join("control.sock")
+    }
+    /// The guest's vsock.
+    #[must_use]
+    pub fn vsock(&self) -> PathBuf {
+        self.root().join("vsock.sock")
+    }
+    /// Where the agent reports after a cold boot.
+    #[must_use]
+    pub fn ready(&self) -> PathBuf {
+        self.root().join(format!("vsock.sock_{}", dayfly_api::agent::READY_PORT))
+    }
+    /// The guest's console.
+    #[must_use]
+    pub fn console(&self) -> PathBuf {
+        self.0.join("console.log")
+    }
+    /// Why the VMM ended.
+    #[must_use]
+    pub fn exit(&self) -> PathBuf {
+        self.0.join("exit.json")
+    }
+    /// The record for the next daemon.
+    #[must_use]
+    pub fn record(&self) -> PathBuf {
+        self.0.join("vm.json")
+    }
+}

@@ -1,0 +1,36 @@
+//! What all of the daemon shares.
+
+use crate::config::Config;
+use crate::depot::Depot;
+use crate::vm::registry::Registry;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+/// The daemon.
+#[derive(Debug)]
+pub struct Daemon {
+    /// Where things are, and how long they may take.
+    pub config: Config,
+    /// Which VMs there are.
+    pub registry: Registry,
+    /// Images, kernels, snapshots, layers.
+    pub depot: Depot,
+    /// Undoing: the daemon waits for it before it ends.
+    pub undo: TaskTracker,
+    /// The daemon was asked to stop: long operations undo themselves.
+    pub stop: CancellationToken,
+}
+
+impl Daemon {
+    /// A daemon that knows no VM.
+    #[must_use]
+    pub fn new(config: Config, depot: Depot) -> Self {
+        Self {
+            config,
+            registry: Registry::default(),
+            depot,
+            undo: TaskTracker::new(),
+            stop: CancellationToken::new(),
+        }
+    }
+}

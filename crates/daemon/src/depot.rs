@@ -1,0 +1,409 @@
+//! The store as the daemon uses it: its manifests in the API's words, its errors as answers. Blocks.
+
+use crate::error::{Fault, Outcome, chain};
+use crate::vm::{Disk, Live};
+use dayfly_api::types::{self, ErrorCode};
+use dayfly_store::{
+    ChainLayer, CommitError, Digest, DiskRef, GcError, Image, ImageConfig, ImageManifest, ImageSpec, IoError,
+    Kernel, KernelManifest, KernelSpec, LayerId, Listing, OpenError, OpenSnapshot, Pin, PinError, PutError,
+    RemoveError, SnapshotManifest, Store, VmLayer,
+};
+use dayfly_units::{Name, VmId};
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The store.
+#[derive(Debug, Clone)]
+pub struct Depot {
+    store: Store,
+    /// A snapshot was removed while VMs lived: when one of them goes, layers may be free.
+    collect_later: Arc<AtomicBool>,
+}
+
+fn listed<T, U>(kind: &str, listing: Listing<T>, shown: impl Fn(T) -> U) -> Vec<U> {
+    for (name, error) in &listing.damaged {
+        tracing::warn!("{kind} {name} is left out of the listing: {}", chain(error));
+    }
+    listing.items.into_iter().map(shown).collect()
+}
+
+fn digest(text: &str) -> Outcome<Digest> {
+    text.parse().map_err(|e| Fault::invalid(format_args!("digest in the head: {e}")))
+}
+
+/// Compares `6.1.0-56` and `6.12.117` as people do: number by number.
+fn by_version(release: &str) -> Vec<u64> {
+    release.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok()).collect()
+}
+
+impl Depot {
+    /// Uses this store.
+    #[must_use]
+    pub fn new(store: Store) -> Self {
+        Self { store, collect_later: Arc::default() }
+    }
+
+    /// The store itself.
+    #[must_use]
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// Every image that can be read.
+    ///
+    /// # Errors
+    /// The folder cannot be listed.
+    pub fn images(&self) -> Outcome<Vec<types::Image>> {
+        Ok(listed("image", self.store.images()?, shown_image))
+    }
+
+    /// One image, verified.
+    ///
+    /// # Errors
+    /// There is none, or it is damaged.
+    pub fn image(&self, name: &Name) -> Outcome<types::Image> {
+        Ok(shown_image(self.open_image(name)?.manifest))
+    }
+
+    /// One image, verified, open and pinned.
+    ///
+    /// # Errors
+    /// As [`Self::image`].
+    pub fn open_image(&self, name: &Name) -> Outcome<Image> {
+        Ok(self.store.image(name)?)
+    }
+
+    /// Stores an image from a zstd frame.
+    ///
+    /// # Errors
+    /// It is not what its head says, the name is in use with other content, or the disk is full.
+    pub fn put_image(
+        &self,
+        name: &Name,
+        head: &types::ImageUpload,
+        body: &mut dyn Read,
+    ) -> Outcome<types::Image> {
+        let types::ImageConfig { entrypoint, cmd, env, workdir, user } = head.config.clone();
+        let spec = ImageSpec {
+            size_bytes: head.size_bytes,
+            digest: digest(&head.digest)?,
+            source: head.source.clone(),
+            config: ImageConfig { entrypoint, cmd, env, workdir, user },
+        };
+        Ok(shown_image(self.store.put_image(name, &spec, body)?))
+    }
+
+    /// Removes an image that nothing uses.
+    ///
+    /// # Errors
+    /// There is none, or it is in use.
+    pub fn remove_image(&self, name: &Name) -> Outcome<()> {
+        Ok(self.store.remove_image(name)?)
+    }
+
+    /// Every kernel that can be read.
+    ///
+    /// # Errors
+    /// The folder cannot be listed.
+    pub fn kernels(&self) -> Outcome<Vec<types::Kernel>> {
+        Ok(listed("kernel", self.store.kernels()?, shown_kernel))
+    }
+
+    /// One kernel, verified.
+    ///
+    /// # Errors
+    /// There is none, or it is damaged.
+    pub fn kernel(&self, name: &Name) -> Outcome<types::Kernel> {
+        Ok(shown_kernel(self.store.kernel(name)?.manifest))
+    }
+
+    /// The kernel of that name; without one, that of the highest release, and of these the one stored last.
+    ///
+    /// # Errors
+    /// There is none, or it is damaged.
+    pub fn open_kernel(&self, name: Option<&Name>) -> Outcome<Kernel> {
+        if let Some(name) = name {
+            return Ok(self.store.kernel(name)?);
+        }
+        let kernels = self.store.kernels()?.items;
+        let newest = kernels.into_iter().max_by_key(|k| (by_version(&k.release), k.created_unix_ms));
+        let newest = newest
+            .ok_or_else(|| Fault::not_found("no kernel is stored; `dayfly kernel fetch 6.12` gets one"))?;
+        Ok(self.store.kernel(&newest.name)?)
+    }
+
+    /// Stores a kernel from a zstd frame.
+    ///
+    /// # Errors
+    /// It is not what its head says, or the disk is full.
+    pub fn put_kernel(
+        &self,
+        name: &Name,
+        head: &types::KernelUpload,
+        body: &mut dyn Read,
+    ) -> Outcome<types::Kernel> {
+        let spec = KernelSpec {
+            release: head.release.clone(),
+            vmlinux_bytes: head.vmlinux_bytes,
+            initrd_bytes: head.initrd_bytes,
+            digest: digest(&head.digest)?,
+        };
+        Ok(shown_kernel(self.store.put_kernel(name, &spec, body)?))
+    }
+
+    /// Removes a kernel.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn remove_kernel(&self, name: &Name) -> Outcome<()> {
+        Ok(self.store.remove_kernel(name)?)
+    }
+
+    /// Every snapshot that can be read.
+    ///
+    /// # Errors
+    /// The folder cannot be listed.
+    pub fn snapshots(&self) -> Outcome<Vec<types::Snapshot>> {
+        Ok(listed("snapshot", self.store.snapshots()?, |m| shown_snapshot(&m)))
+    }
+
+    /// One snapshot, verified.
+    ///
+    /// # Errors
+    /// There is none, or it is damaged.
+    pub fn snapshot(&self, name: &Name) -> Outcome<types::Snapshot> {
+        Ok(shown_snapshot(&self.open_snapshot(name)?.manifest))
+    }
+
+    /// One snapshot, verified, open and pinned.
+    ///
+    /// # Errors
+    /// As [`Self::snapshot`].
+    pub fn open_snapshot(&self, name: &Name) -> Outcome<OpenSnapshot> {
+        Ok(self.store.open_snapshot(name)?)
+    }
+
+    /// Removes a snapshot, and the layers that only it needed.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn remove_snapshot(&self, name: &Name) -> Outcome<()> {
+        self.store.remove_snapshot(name)?;
+        self.collect_later.store(true, Ordering::Relaxed);
+        self.collect();
+        Ok(())
+    }
+
+    /// Removes layers that nobody needs.
+    pub fn collect(&self) {
+        match self.store.gc() {
+            Ok(report) if report.layers.is_empty() => {}
+            Ok(report) => {
+                tracing::info!(layers = report.layers.len(), bytes = report.freed_bytes, "collected")
+            }
+            Err(e) => tracing::warn!("collecting layers: {}", chain(&e)),
+        }
+    }
+
+    /// A new writable layer.
+    ///
+    /// # Errors
+    /// The host cannot make it.
+    pub fn writable(&self, vm: VmId, disk: u8) -> Outcome<(VmLayer, File)> {
+        Ok(self.store.create_vm_layer(vm, disk)?)
+    }
+
+    /// Bytes of disk that only `vm` takes.
+    #[must_use]
+    pub fn vm_bytes(&self, vm: VmId) -> u64 {
+        self.store.vm_disk_bytes(vm).unwrap_or(0)
+    }
+
+    /// Removes the layers of a VM that is gone.
+    ///
+    /// # Errors
+    /// The host cannot remove them.
+    pub fn remove_vm(&self, vm: VmId) -> Outcome<()> {
+        Ok(self.store.remove_vm(vm)?)
+    }
+
+    /// A VM is gone, and its pin with it.
+    pub fn unpinned(&self) {
+        if self.collect_later.load(Ordering::Relaxed) {
+            self.collect();
+        }
+    }
+
+    /// Keeps what a VM stands on.
+    ///
+    /// # Errors
+    /// Something of it is missing.
+    pub fn pin(&self, name: &Name, live: &Live) -> Outcome<Pin> {
+        let images: Vec<_> = live.disks.iter().map(|disk| disk.image.clone()).collect();
+        let layers: Vec<LayerId> = live.disks.iter().flat_map(Disk::stored).collect();
+        Ok(self.store.pin(&format!("VM {name}"), &images, &layers)?)
+    }
+
+    /// The folders of VMs' own layers.
+    #[must_use]
+    pub fn vms_folder(&self) -> PathBuf {
+        self.store.root().join("vms")
+    }
+}
+
+impl Disk {
+    /// A disk of a snapshot, without its new writable layer.
+    #[must_use]
+    pub fn of(disk: &DiskRef) -> Self {
+        let layers = disk.layers.iter().copied().map(ChainLayer::Stored).collect();
+        Self { image: disk.image.clone(), size_bytes: disk.size_bytes, layers, writable: None }
+    }
+
+    /// The layers that are in the store.
+    pub fn stored(&self) -> impl Iterator<Item = LayerId> + '_ {
+        self.layers.iter().filter_map(|layer| match layer {
+            ChainLayer::Stored(layer) => Some(layer.id),
+            ChainLayer::Frozen(_) => None,
+        })
+    }
+}
+
+fn shown_image(manifest: ImageManifest) -> types::Image {
+    let ImageConfig { entrypoint, cmd, env, workdir, user } = manifest.config;
+    types::Image {
+        name: manifest.name,
+        digest: manifest.disk.digest.to_string(),
+        size_bytes: manifest.disk.bytes,
+        stored_bytes: manifest.disk.data_bytes,
+        created_unix_ms: manifest.created_unix_ms,
+        source: manifest.source,
+        config: types::ImageConfig { entrypoint, cmd, env, workdir, user },
+    }
+}
+
+fn shown_kernel(manifest: KernelManifest) -> types::Kernel {
+    types::Kernel {
+        name: manifest.name,
+        release: manifest.release,
+        digest: manifest.digest.to_string(),
+        created_unix_ms: manifest.created_unix_ms,
+    }
+}
+
+/// A snapshot in the API's words.
+///
+/// # Panics
+/// Never: a manifest without a disk is refused when it is read.
+#[must_use]
+pub fn shown_snapshot(manifest: &SnapshotManifest) -> types::Snapshot {
+    let layers = || manifest.disks.iter().flat_map(|disk| &disk.layers);
+    types::Snapshot {
+        name: manifest.name.clone(),
+        created_unix_ms: manifest.created_unix_ms,
+        image: manifest.disks[0].image.name.clone(),
+        kernel: manifest.kernel.name.clone(),
+        parent: manifest.parent.clone(),
+        vcpus: manifest.vcpus,
+        memory_bytes: manifest.memory_bytes,
+        memory_stored_bytes: manifest.memory.data_bytes,
+        layers: layers().map(|layer| layer.id.to_string()).collect(),
+        layers_stored_bytes: layers()
+            .map(|layer| layer.data.data_bytes.saturating_add(layer.map.bytes))
+            .sum(),
+    }
+}
+
+fn io_code(e: &IoError) -> ErrorCode {
+    if e.is_no_space() { ErrorCode::Exhausted } else { ErrorCode::Internal }
+}
+
+impl From<IoError> for Fault {
+    fn from(e: IoError) -> Self {
+        Self::new(io_code(&e), chain(&e))
+    }
+}
+
+impl From<OpenError> for Fault {
+    fn from(e: OpenError) -> Self {
+        let code = match &e {
+            OpenError::NotFound { .. } => ErrorCode::NotFound,
+            OpenError::Damage(_) => ErrorCode::Damaged,
+            OpenError::Io(e) => io_code(e),
+        };
+        Self::new(code, chain(&e))
+    }
+}
+
+impl From<PutError> for Fault {
+    fn from(e: PutError) -> Self {
+        let full =
+            |e: &io::Error| matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
+        let code = match &e {
+            PutError::Stream { source: dayfly_store::sparse::CopyError::Write { source, .. }, .. } => {
+                if full(source) { ErrorCode::Exhausted } else { ErrorCode::Internal }
+            }
+            PutError::TooLarge { .. }
+            | PutError::Stream { .. }
+            | PutError::Longer { .. }
+            | PutError::Invalid { .. } => ErrorCode::Invalid,
+            PutError::Digest { .. } => ErrorCode::Damaged,
+            PutError::InUse { .. } => ErrorCode::Conflict,
+            PutError::Io(e) => io_code(e),
+        };
+        Self::new(code, chain(&e))
+    }
+}
+
+impl From<RemoveError> for Fault {
+    fn from(e: RemoveError) -> Self {
+        let code = match &e {
+            RemoveError::NotFound { .. } => ErrorCode::NotFound,
+            RemoveError::InUse { .. } => ErrorCode::Conflict,
+            RemoveError::Io(e) => io_code(e),
+        };
+        Self::new(code, chain(&e))
+    }
+}
+
+impl From<CommitError> for Fault {
+    fn from(e: CommitError) -> Self {
+        let code = match &e {
+            CommitError::Exists { .. } => ErrorCode::Conflict,
+            CommitError::Damage(_) => ErrorCode::Damaged,
+            CommitError::Invalid { .. } => ErrorCode::Invalid,
+            CommitError::Io(e) => io_code(e),
+        };
+        Self::new(code, chain(&e))
+    }
+}
+
+impl From<PinError> for Fault {
+    fn from(e: PinError) -> Self {
+        let code = match &e {
+            PinError::Damage(_) => ErrorCode::Damaged,
+            PinError::Io(e) => io_code(e),
+        };
+        Self::new(code, chain(&e))
+    }
+}
+
+impl From<GcError> for Fault {
+    fn from(e: GcError) -> Self {
+        Self::new(ErrorCode::Internal, chain(&e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn releases_compare_as_numbers() {
+        assert!(by_version("6.12.117+deb12-cloud-amd64") > by_version("6.1.0-56-cloud-amd64"));
+        assert!(by_version("6.1.10") > by_version("6.1.9"));
+        assert_eq!(by_version(""), Vec::<u64>::new());
+    }
+}

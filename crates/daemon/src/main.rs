@@ -1,0 +1,52 @@
+//! `dayflyd`: see the library.
+
+use anyhow::Context;
+use clap::Parser;
+use dayfly_daemon::config::{Config, Deadlines};
+use std::path::PathBuf;
+use tokio::signal::unix::{SignalKind, signal};
+
+/// The daemon of dayfly: virtual machines that are born fast, live a day, and are gone.
+#[derive(Debug, Parser)]
+#[command(name = "dayflyd", version)]
+struct Options {
+    /// Folder of images, kernels, layers and snapshots.
+    #[arg(long, env = "DAYFLY_STATE", default_value = "/var/lib/dayfly")]
+    state: PathBuf,
+    /// Folder of the socket and of the folders of VMs.
+    #[arg(long, env = "DAYFLY_RUN", default_value = "/run/dayfly")]
+    run: PathBuf,
+    /// The dayfly-vmm program; the one beside dayflyd where none is given.
+    #[arg(long, env = "DAYFLY_VMM")]
+    vmm: Option<PathBuf>,
+}
+
+fn beside() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("finding dayflyd's own program")?;
+    Ok(own.with_file_name("dayfly-vmm"))
+}
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let options = Options::parse();
+    let absolute = |path: PathBuf| std::path::absolute(&path).with_context(|| format!("{}", path.display()));
+    let vmm = absolute(options.vmm.map_or_else(beside, Ok)?)?;
+    anyhow::ensure!(vmm.is_file(), "{}: no such program; DAYFLY_VMM names another", vmm.display());
+    let config = Config {
+        state: absolute(options.state)?,
+        run: absolute(options.run)?,
+        vmm,
+        deadlines: Deadlines::default(),
+    };
+    let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
+    dayfly_daemon::serve::serve(config, async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    })
+    .await
+}

@@ -1,0 +1,65 @@
+//! Long operations, told line by line; they end when nobody listens any more.
+
+use crate::error::{Fault, Outcome};
+use axum::body::Body;
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use dayfly_api::types::{ErrorCode, Progress, Snapshot};
+use std::future::Future;
+use tokio::sync::mpsc;
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+
+/// Lines that wait for a slow reader before the operation waits for him.
+const BACKLOG: usize = 64;
+
+/// Where an operation says how far it is.
+#[derive(Debug, Clone)]
+pub struct Teller(mpsc::Sender<Progress>);
+
+impl Teller {
+    /// A phase begins.
+    pub async fn phase(&self, label: impl Into<String>) {
+        self.tell(Progress::Phase { label: label.into() }).await;
+    }
+
+    /// Says anything. Where nobody listens, the operation is being ended anyway.
+    pub async fn tell(&self, progress: Progress) {
+        let _ = self.0.send(progress).await;
+    }
+
+    /// As [`Self::tell`], for steps on the way: left out where the reader is behind.
+    pub fn tell_if_heard(&self, progress: Progress) {
+        let _ = self.0.try_send(progress);
+    }
+}
+
+/// Starts `operation` and answers with what it tells. When the client goes away, or the daemon stops, the operation is dropped
+/// where it waits, and undoes itself.
+pub fn stream<F, Fut>(stop: CancellationToken, operation: F) -> Response
+where
+    F: FnOnce(Teller) -> Fut,
+    Fut: Future<Output = Outcome<Snapshot>> + Send + 'static,
+{
+    let (sender, receiver) = mpsc::channel(BACKLOG);
+    let work = operation(Teller(sender.clone()));
+    tokio::spawn(async move {
+        let last = tokio::select! {
+            outcome = work => match outcome {
+                Ok(snapshot) => Progress::Snapshot(Box::new(snapshot)),
+                Err(Fault(error)) => Progress::Failed(error),
+            },
+            () = sender.closed() => return,
+            () = stop.cancelled() => Progress::Failed(Fault::new(ErrorCode::Internal, "the daemon was asked to stop").0),
+        };
+        let _ = sender.send(last).await;
+    });
+    let lines = ReceiverStream::new(receiver).map(|progress| {
+        let mut line = serde_json::to_vec(&progress).map_err(std::io::Error::other)?;
+        line.push(b'\n');
+        Ok::<_, std::io::Error>(Bytes::from(line))
+    });
+    ([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(lines)).into_response()
+}

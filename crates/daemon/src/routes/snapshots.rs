@@ -1,0 +1,38 @@
+//! Snapshots, and baking them.
+
+use super::{Json, Named, Shared};
+use crate::error::{Outcome, blocking};
+use crate::{bake, ndjson};
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::Response;
+use dayfly_api::types::{ApiError, BakeRequest, List, Progress, Snapshot};
+
+/// Every snapshot.
+#[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = List<Snapshot>), (status = 500, body = ApiError)))]
+pub async fn list(State(daemon): Shared) -> Outcome<axum::Json<List<Snapshot>>> {
+    let items = blocking(move || daemon.depot.snapshots()).await?;
+    Ok(axum::Json(List { items }))
+}
+
+/// One snapshot.
+#[utoipa::path(get, path = "/v1/snapshots/{name}", params(("name" = String, Path)),
+    responses((status = 200, body = Snapshot), (status = 404, body = ApiError), (status = 422, body = ApiError)))]
+pub async fn inspect(State(daemon): Shared, Named(name): Named) -> Outcome<axum::Json<Snapshot>> {
+    blocking(move || daemon.depot.snapshot(&name)).await.map(axum::Json)
+}
+
+/// Removes a snapshot. Its running clones keep what they use; layers that nobody uses any more go with it.
+#[utoipa::path(delete, path = "/v1/snapshots/{name}", params(("name" = String, Path)),
+    responses((status = 204), (status = 404, body = ApiError), (status = 409, body = ApiError)))]
+pub async fn remove(State(daemon): Shared, Named(name): Named) -> Outcome<StatusCode> {
+    blocking(move || daemon.depot.remove_snapshot(&name)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Boots an image, warms it up, snapshots it. The answer is one Progress in JSON a line, the last of them `snapshot` or `failed`.
+#[utoipa::path(post, path = "/v1/bake", request_body = BakeRequest,
+    responses((status = 200, body = Progress, content_type = "application/x-ndjson"), (status = 400, body = ApiError)))]
+pub async fn bake(State(daemon): Shared, Json(request): Json<BakeRequest>) -> Response {
+    ndjson::stream(daemon.stop.clone(), move |tell| bake::bake(daemon, request, tell))
+}

@@ -1,0 +1,194 @@
+use super::*;
+use crate::config::{Config, Deadlines};
+use crate::depot::Depot;
+use dayfly_api::client::Client;
+use dayfly_api::types::ErrorCode;
+use std::path::{Path as FilePath, PathBuf};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{UnixListener, UnixStream};
+
+/// A daemon that serves from a folder of its own, without KVM.
+struct Served {
+    _folder: tempfile::TempDir,
+    socket: PathBuf,
+    daemon: Arc<Daemon>,
+}
+
+fn served() -> Served {
+    let folder = tempfile::tempdir().unwrap();
+    let config = Config {
+        state: folder.path().join("s"),
+        run: folder.path().join("r"),
+        vmm: "/nonexistent/dayfly-vmm".into(),
+        deadlines: Deadlines::default(),
+    };
+    std::fs::create_dir_all(config.vms()).unwrap();
+    std::fs::create_dir_all(&config.state).unwrap();
+    let depot = Depot::new(dayfly_store::Store::open(&config.state).unwrap());
+    let daemon = Arc::new(Daemon::new(config, depot));
+    let socket = daemon.config.socket();
+    let listener = UnixListener::bind(&socket).unwrap();
+    let app = router(daemon.clone()).unwrap();
+    tokio::spawn(async move { axum::serve(listener, app).await });
+    Served { _folder: folder, socket, daemon }
+}
+
+/// Sends bytes and gives the answer: status line and body.
+async fn raw(socket: &FilePath, request: &[u8]) -> (String, String) {
+    let mut stream = UnixStream::connect(socket).await.unwrap();
+    stream.write_all(request).await.unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await.unwrap();
+    let answer = String::from_utf8(answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.lines().next().unwrap().to_owned(), body.to_owned())
+}
+
+fn request(method: &str, path: &str, body: &str) -> Vec<u8> {
+    format!(
+        "{method} {path} HTTP/1.1\r\nHost: d\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    )
+    .into_bytes()
+}
+
+#[test]
+fn the_document_is_frozen() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/openapi.json");
+    let now = document().unwrap();
+    if std::env::var_os("DAYFLY_UPDATE").is_some() {
+        std::fs::create_dir_all(FilePath::new(path).parent().unwrap()).unwrap();
+        std::fs::write(path, &now).unwrap();
+    }
+    let frozen = std::fs::read_to_string(path).unwrap_or_default();
+    assert!(
+        frozen == now,
+        "the API has changed: docs/openapi.json is not what the code says. If that is meant:\n\
+         DAYFLY_UPDATE=1 cargo test --release -p dayfly-daemon the_document_is_frozen, and review the difference"
+    );
+}
+
+#[tokio::test]
+async fn errors_are_json_with_their_status() {
+    let served = served();
+    for (method, path, body, status, code) in [
+        ("GET", "/v1/nothing", "", 404, ErrorCode::NotFound),
+        ("PATCH", "/v1/vms", "", 405, ErrorCode::Invalid),
+        ("GET", "/v1/vms/nobody", "", 404, ErrorCode::NotFound),
+        ("GET", "/v1/vms?all=perhaps", "", 400, ErrorCode::Invalid),
+        ("POST", "/v1/vms/nobody/pause", "", 404, ErrorCode::NotFound),
+        ("DELETE", "/v1/images/none", "", 404, ErrorCode::NotFound),
+        ("GET", "/v1/images/UPPER", "", 400, ErrorCode::Invalid),
+        ("GET", "/v1/snapshots/..%2f..", "", 400, ErrorCode::Invalid),
+        ("PUT", "/v1/images/x", "abc", 400, ErrorCode::Invalid),
+        ("POST", "/v1/vms", "{", 400, ErrorCode::Invalid),
+        ("POST", "/v1/vms", r#"{"source":{"snapshot":"none"}}"#, 404, ErrorCode::NotFound),
+        ("POST", "/v1/run", "", 400, ErrorCode::Invalid),
+        ("POST", "/v1/vms/nobody/exec", "", 400, ErrorCode::Invalid),
+    ] {
+        let (line, body) = raw(&served.socket, &request(method, path, body)).await;
+        let error: dayfly_api::types::ApiError =
+            serde_json::from_str(&body).unwrap_or_else(|e| panic!("{method} {path}: {e} in {body}"));
+        assert_eq!(
+            (line.split(' ').nth(1), error.code),
+            (Some(status.to_string().as_str()), code),
+            "{method} {path}: {error:?}"
+        );
+    }
+    assert!(served.daemon.registry.is_empty());
+}
+
+#[tokio::test]
+async fn a_body_over_the_cap_is_refused() {
+    let served = served();
+    let body = format!(r#"{{"source":{{"snapshot":"{}"}}}}"#, "a".repeat(MAX_JSON_BYTES));
+    let (line, _) = raw(&served.socket, &request("POST", "/v1/vms", &body)).await;
+    assert!(line.contains("400"), "{line}");
+}
+
+#[tokio::test]
+async fn a_fresh_daemon_has_nothing_and_no_leaks() {
+    let served = served();
+    let client = Client::new(&served.socket);
+    assert_eq!(client.info().await.unwrap().vms, 0);
+    assert!(client.vms(true).await.unwrap().is_empty());
+    assert!(client.images().await.unwrap().is_empty());
+    assert!(client.kernels().await.unwrap().is_empty());
+    assert!(client.snapshots().await.unwrap().is_empty());
+    assert!(client.leaks().await.unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn what_nobody_knows_in_the_run_folder_is_a_leak_and_swept() {
+    let served = served();
+    let id = dayfly_units::VmId::random();
+    let dir = served.daemon.config.vm(id);
+    std::fs::create_dir_all(dir.root()).unwrap();
+    std::fs::write(dir.console(), "x").unwrap();
+    let client = Client::new(&served.socket);
+    let before = client.leaks().await.unwrap();
+    assert_eq!(before.iter().map(|leak| leak.kind.as_str()).collect::<Vec<_>>(), ["file"]);
+    assert!(dir.path().exists(), "looking changes nothing");
+    assert_eq!(client.sweep().await.unwrap(), before);
+    assert!(!dir.path().exists());
+    assert!(client.leaks().await.unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn a_birth_that_fails_leaves_nothing() {
+    let served = served();
+    let client = Client::new(&served.socket);
+    // Not even a process: the image is there, the VMM program is not.
+    let disk = vec![7; 1 << 16];
+    let file = served.daemon.config.run.join("disk");
+    std::fs::write(&file, &disk).unwrap();
+    let digest = dayfly_store::sparse::digest(&std::fs::File::open(&file).unwrap()).unwrap().digest;
+    let name: Name = "i".parse().unwrap();
+    let packed = |bytes: &[u8]| {
+        let packed = zstd::encode_all(bytes, 1).unwrap();
+        dayfly_api::client::stream_body(futures::stream::iter([Ok(packed.into())]))
+    };
+    let head = dayfly_api::types::ImageUpload {
+        size_bytes: disk.len() as u64,
+        digest: digest.to_string(),
+        source: "a test".into(),
+        config: Default::default(),
+    };
+    let wrong = dayfly_api::types::ImageUpload { digest: "0".repeat(64), ..head.clone() };
+    let refused = client.upload_image(&name, &wrong, packed(&disk)).await.unwrap_err();
+    assert_eq!(refused.code(), Some(ErrorCode::Damaged), "{refused}");
+    client.upload_image(&name, &head, packed(&disk)).await.unwrap();
+    let kernel = [b"vmlinux".as_slice(), b"initrd"].concat();
+    let head = dayfly_api::types::KernelUpload {
+        release: "6.12".into(),
+        vmlinux_bytes: 7,
+        initrd_bytes: 6,
+        digest: dayfly_store::Digest::of(&kernel).to_string(),
+    };
+    client.upload_kernel(&"k".parse().unwrap(), &head, packed(&kernel)).await.unwrap();
+    let boot = |memory_bytes, vcpus| dayfly_api::types::CreateRequest {
+        source: dayfly_api::types::Source::Boot(dayfly_api::types::BootSource {
+            image: name.clone(),
+            kernel: None,
+            memory_bytes,
+            vcpus,
+            init: None,
+        }),
+        name: Some("v".parse().unwrap()),
+        labels: Default::default(),
+    };
+    for (memory, vcpus) in [(0, 1), (64 << 20, 0), (64 << 20, 17), ((64 << 20) + 4096, 1)] {
+        assert_eq!(client.create(&boot(memory, vcpus)).await.unwrap_err().code(), Some(ErrorCode::Invalid));
+    }
+    for _ in 0..2 {
+        let failed = client.create(&boot(64 << 20, 1)).await.unwrap_err();
+        assert_eq!(failed.code(), Some(ErrorCode::Internal), "{failed}");
+        served.daemon.undo.close();
+        served.daemon.undo.wait().await;
+        served.daemon.undo.reopen();
+        assert!(served.daemon.registry.is_empty());
+        assert_eq!(std::fs::read_dir(served.daemon.config.vms()).unwrap().count(), 0);
+        assert_eq!(std::fs::read_dir(served.daemon.depot.vms_folder()).unwrap().count(), 0);
+    }
+    client.remove_image(&name).await.unwrap();
+}

@@ -1,0 +1,231 @@
+//! A snapshot of a running VM: sealed, stopped, saved, and going on.
+//!
+//! ```text
+//! Running ─Freeze▶ seal ─▶ Pause ─▶ Save ─▶ Resume ─▶ Identity ─Thaw▶ Running ─▶ hash, sync, publish
+//!                  ╰────────── a failure goes straight here ──▲
+//! ```
+//!
+//! From `Freeze` to `Thaw` runs to its end even when the client goes away: nobody else would let the VM go on.
+
+use crate::daemon::Daemon;
+use crate::depot::shown_snapshot;
+use crate::error::{Fault, Outcome, blocking};
+use crate::ndjson::Teller;
+use crate::vm::state::Event;
+use crate::vm::{Vm, agent_link, control_link, death, identity};
+use dayfly_api::types::{ErrorCode, Snapshot, SnapshotRequest};
+use dayfly_store::{ChainLayer, Committed, DiskSpec, SavedSnapshot, SnapshotSpec};
+use dayfly_units::Name;
+use dayfly_vmm::config::MAX_LAYERS;
+use dayfly_vmm::control::{Answer, Command};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use tokio::sync::oneshot;
+
+/// Takes a snapshot of a running VM, which goes on.
+///
+/// # Errors
+/// The name is taken, the VM does not run or has too many layers, or a step failed; there is no snapshot then, and the VM goes on where
+/// that was possible.
+pub async fn snapshot(
+    daemon: Arc<Daemon>,
+    vm: Arc<Vm>,
+    request: SnapshotRequest,
+    tell: Teller,
+) -> Outcome<Snapshot> {
+    // One snapshot after the other, hashing included: the next stands on the layers of this one.
+    let _one = vm.snapshots.lock().await;
+    free(&daemon, &request.name).await?;
+    allowed(&vm)?;
+    tell.phase(format!("saving {} of memory", dayfly_units::Bytes(vm.facts.memory_bytes))).await;
+    let section = {
+        let (daemon, vm, name) = (daemon.clone(), vm.clone(), request.name.clone());
+        daemon.undo.clone().spawn(async move {
+            let _turn = vm.turn.lock().await;
+            vm.step(Event::Freeze)?;
+            death::note(&daemon, &vm).await;
+            let saved = save(&daemon, &vm, &name).await;
+            let awake = thaw(&daemon, &vm).await;
+            death::note(&daemon, &vm).await;
+            let saved = saved?;
+            awake?;
+            Ok::<_, Fault>(saved)
+        })
+    };
+    let saved =
+        section.await.map_err(|e| Fault::internal(format_args!("snapshotting VM {}: {e}", vm.name)))??;
+    tell.phase("hashing and storing").await;
+    let committed = commit(&daemon, &vm, saved, request.name).await?;
+    Ok(shown_snapshot(&committed.manifest))
+}
+
+/// Checks that no snapshot has this name.
+///
+/// # Errors
+/// One has.
+pub async fn free(daemon: &Arc<Daemon>, name: &Name) -> Outcome<()> {
+    let (daemon, name) = (daemon.clone(), name.clone());
+    blocking(move || match daemon.depot.store().snapshot(&name) {
+        Err(dayfly_store::OpenError::NotFound { .. }) => Ok(()),
+        _ => Err(Fault::conflict(format_args!("snapshot {name}: exists; remove it or choose another name"))),
+    })
+    .await
+}
+
+/// Checks that another layer may be frozen.
+fn allowed(vm: &Vm) -> Outcome<()> {
+    let live = vm.live();
+    if let Some(why) = live.no_snapshot {
+        return Err(Fault::new(
+            ErrorCode::State,
+            format_args!("VM {}: no snapshot can be taken of it: {why}", vm.name),
+        ));
+    }
+    for (d, disk) in live.disks.iter().enumerate() {
+        if disk.writable.is_some() && disk.layers.len() >= MAX_LAYERS {
+            return Err(Fault::new(
+                ErrorCode::Exhausted,
+                format_args!(
+                    "VM {}: disk {d}: expected fewer than {MAX_LAYERS} layers for another snapshot, got {}; bake a new one from the image",
+                    vm.name,
+                    disk.layers.len()
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Seals, stops and saves a VM that is `Freezing`. It stays stopped; its disks stand on one more layer each.
+///
+/// # Errors
+/// A step failed; the disks are as they were.
+pub async fn save(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<SavedSnapshot> {
+    allowed(vm)?;
+    let deadlines = daemon.config.deadlines;
+    agent_link::seal(&vm.dir.vsock(), deadlines.agent).await?;
+    control_link::done(&vm.dir.control(), Command::Pause, deadlines.control).await?;
+    let (shared, same, name) = (daemon.clone(), vm.clone(), name.clone());
+    let (writer, fds, disks) = blocking(move || {
+        let mut disks = same.live().disks;
+        let mut writer = shared.depot.store().snapshot_writer(&name)?;
+        let failed = |e: std::io::Error| Fault::internal(format_args!("duplicating a descriptor: {e}"));
+        let mut fds: Vec<OwnedFd> = Vec::new();
+        for file in [writer.state(), writer.memory()] {
+            fds.push(file.try_clone().map_err(failed)?.into());
+        }
+        for disk in &mut disks {
+            if let Some(layer) = disk.writable {
+                let freeze = writer.freeze(&layer)?;
+                fds.extend([OwnedFd::from(freeze.map), OwnedFd::from(freeze.next_data)]);
+                disk.layers.push(freeze.frozen);
+                disk.writable = Some(freeze.next);
+            }
+        }
+        Ok((writer, fds, disks))
+    })
+    .await?;
+    let answer = control_link::with_fds(&vm.dir.control(), Command::Save, fds, deadlines.save).await;
+    let fault = match answer {
+        Ok(Answer::Ok) => {
+            vm.update(|live| live.disks = disks);
+            return Ok(writer.saved());
+        }
+        // Not done, and the VM is as it was: the new layers go with the writer.
+        Err(e) if e.was_refused() => return Err(e.into()),
+        Err(e) => e.into(),
+        Ok(got) => Fault::internal(format_args!("the VMM, for Save: expected Ok, got {got:?}")),
+    };
+    // It may have been done: then the VM writes to its new layers already, and they must stay.
+    drop(writer.saved());
+    let why = "its VMM did not say whether a snapshot of it was saved";
+    vm.update(|live| live.no_snapshot = Some(why.to_owned()));
+    Err(fault)
+}
+
+/// Lets a VM go on after [`save`], well or not, and ends its seal. One that cannot is ended.
+async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
+    let result = async {
+        control_link::done(&vm.dir.control(), Command::Resume, daemon.config.deadlines.control).await?;
+        identity::give(daemon, vm, || ()).await?;
+        Ok::<_, Fault>(vm.step(Event::Thaw)?)
+    };
+    let Err(fault) = result.await else { return Ok(()) };
+    if vm.phase().alive() {
+        tracing::error!(vm = %vm.id, "cannot go on after a snapshot: {fault}");
+        death::kill(daemon, vm).await?;
+    }
+    Err(fault.during(format_args!("VM {} could not go on after the snapshot and was ended", vm.name)))
+}
+
+/// Hashes, syncs and publishes what was saved; the VM's frozen layers are then in the store, and pinned as long as it lives.
+///
+/// This runs to its end in any case, as the VM must learn where its layers are. When nobody waits for it any more, the snapshot is
+/// removed again.
+///
+/// # Errors
+/// Something it stands on is gone, or the disk is full. The VM keeps its layers.
+pub async fn commit(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    saved: SavedSnapshot,
+    name: Name,
+) -> Outcome<Box<Committed>> {
+    let spec = spec(vm);
+    let (sender, receiver) = oneshot::channel();
+    let (work, same) = (daemon.clone(), vm.clone());
+    daemon.undo.spawn(async move {
+        let (shared, vm) = (work.clone(), same.clone());
+        let result = blocking(move || store(&shared, &vm, saved, &spec)).await;
+        death::note(&work, &same).await;
+        if let Err(Ok(_)) = sender.send(result) {
+            tracing::info!(snapshot = %name, "nobody waits for it any more: removing it");
+            let removed = blocking(move || work.depot.remove_snapshot(&name)).await;
+            if let Err(e) = removed {
+                tracing::error!("{e}");
+            }
+        }
+    });
+    let gone = |_| {
+        Fault::internal(format_args!("storing a snapshot of VM {}: the daemon's own thread ended", vm.name))
+    };
+    receiver.await.map_err(gone)?
+}
+
+fn spec(vm: &Vm) -> SnapshotSpec {
+    let facts = &vm.facts;
+    let live = vm.live();
+    let disks = live.disks.iter().map(|disk| DiskSpec {
+        image: disk.image.clone(),
+        size_bytes: disk.size_bytes,
+        writable: disk.writable.is_some(),
+        layers: disk.layers.clone(),
+    });
+    SnapshotSpec {
+        parent: facts.snapshot.clone(),
+        kernel: facts.kernel.clone(),
+        vcpus: facts.vcpus,
+        memory_bytes: facts.memory_bytes,
+        agent_version: live.agent_version,
+        config: facts.config.clone(),
+        labels: facts.labels.clone(),
+        disks: disks.collect(),
+    }
+}
+
+fn store(daemon: &Daemon, vm: &Vm, saved: SavedSnapshot, spec: &SnapshotSpec) -> Outcome<Box<Committed>> {
+    let committed = saved.commit(spec)?;
+    let live = vm.update(|live| {
+        for (disk, stored) in live.disks.iter_mut().zip(&committed.manifest.disks) {
+            for (layer, stored) in disk.layers.iter_mut().zip(&stored.layers) {
+                *layer = ChainLayer::Stored(*stored);
+            }
+        }
+        live.clone()
+    });
+    // The pin of `committed` keeps the layers until the VM's own does.
+    if live.phase.alive() {
+        vm.keep_pinned(daemon.depot.pin(&vm.name, &live)?);
+    }
+    Ok(Box::new(committed))
+}

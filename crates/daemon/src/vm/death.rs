@@ -1,0 +1,198 @@
+//! The end of a VM: noticed, asked for, cleaned up.
+//!
+//! One task per VM waits for its process (pidfd) and is the only one that says why it ended. Everyone else asks for the end and
+//! waits until that task has seen it.
+
+use super::record::{Record, RecordError, read_json};
+use super::{Vm, control_link, exit_now};
+use crate::daemon::Daemon;
+use crate::error::{Fault, Outcome, blocking};
+use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
+use dayfly_host::process::Process;
+use dayfly_vmm::control::{Command, ExitReason, ExitRecord};
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::unix::AsyncFd;
+use tokio::time::timeout;
+
+/// Why a VM ended, from what it left: its exit record, whether its end was asked for, and how its process ended.
+///
+/// No I/O here; see [`watch`].
+#[must_use]
+pub fn judge(record: Result<ExitRecord, RecordError>, kill_asked: bool) -> VmExit {
+    match record {
+        Ok(ExitRecord { reason, message }) => {
+            let kind = match reason {
+                ExitReason::PowerOff => ExitKind::PowerOff,
+                ExitReason::Reboot => ExitKind::Reboot,
+                ExitReason::Panic => ExitKind::Panic,
+                ExitReason::Quit => ExitKind::Killed,
+                ExitReason::Failed => ExitKind::Failed,
+            };
+            exit_now(kind, message)
+        }
+        Err(_) if kill_asked => exit_now(ExitKind::Killed, "killed on request"),
+        Err(e) => exit_now(
+            ExitKind::Lost,
+            format!("the VMM process was killed from outside: it left no exit record ({e})"),
+        ),
+    }
+}
+
+/// Waits for the end of `process`, the VMM of `vm`, and does what is to be done then.
+pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
+    let daemon = daemon.clone();
+    tokio::spawn(async move {
+        if let Err(e) = readable(&process).await {
+            // Without this notice nothing would ever free what the VM has.
+            tracing::error!("waiting for VM {}: {e}", vm.id);
+        }
+        let dir = vm.dir.clone();
+        let reap = blocking(move || {
+            process
+                .wait(Some(Duration::from_secs(1)))
+                .map_err(|e| Fault::internal(format_args!("reaping a VMM: {e}")))?;
+            Ok(read_json::<ExitRecord>(&dir.exit()))
+        });
+        let exit = match reap.await {
+            Ok(record) => judge(record, vm.live().kill_asked),
+            Err(fault) => exit_now(ExitKind::Lost, fault.0.message),
+        };
+        tracing::info!(vm = %vm.id, name = %vm.name, reason = ?exit.reason, "ended: {}", exit.message);
+        vm.ended(exit);
+        daemon.registry.release_slot(&vm);
+        if vm.facts.ephemeral {
+            // Those who wait for it have it in hand; nobody else shall find it.
+            if let Err(e) = discard(&daemon, &vm).await {
+                tracing::error!("removing VM {}: {e}", vm.id);
+            }
+        } else {
+            note(&daemon, &vm).await;
+        }
+    });
+}
+
+async fn readable(process: &Process) -> io::Result<()> {
+    let fd = process.as_fd().try_clone_to_owned()?;
+    // SAFETY: `OwnedFd` gives the same open descriptor as long as it lives, and the `AsyncFd` owns it.
+    let fd = unsafe { AsyncFd::register_with_interest(fd, tokio::io::Interest::READABLE) }?;
+    fd.readable().await.map(|_| ())
+}
+
+/// Writes the VM's record, where its folder still is.
+pub async fn note(daemon: &Daemon, vm: &Arc<Vm>) {
+    // A file made while the folder is being removed would keep it from going.
+    let _one = vm.removal.lock().await;
+    if !daemon.registry.has(vm.id) {
+        return;
+    }
+    let vm = vm.clone();
+    let written = blocking(move || match Record::of(&vm).write(&vm.dir) {
+        Err(e) if vm.dir.path().exists() => Err(Fault::internal(e)),
+        _ => Ok(()),
+    });
+    // Logged as it was made; a VM without a record lives, and is swept by the next daemon.
+    let _ = written.await;
+}
+
+/// Ends a VM and waits until its process is gone: `Quit` first, so that it leaves a record, then SIGKILL.
+///
+/// # Errors
+/// Its process survives SIGKILL.
+pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
+    vm.update(|live| live.kill_asked = true);
+    let deadlines = daemon.config.deadlines;
+    let quit = async {
+        let _ = control_link::command(&vm.dir.control(), Command::Quit, deadlines.quit).await;
+        vm.wait_gone().await;
+    };
+    if vm.process().is_some() && timeout(deadlines.quit, quit).await.is_ok() {
+        return Ok(());
+    }
+    end(daemon, vm).await
+}
+
+/// Ends a VM at once and waits until its process is gone.
+async fn end(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
+    vm.update(|live| live.kill_asked = true);
+    // A start that is under way ends first: its process is then known.
+    let _started = vm.launching.lock().await;
+    let Some(process) = vm.process() else {
+        // Never started: there is nothing that could end.
+        if vm.phase().alive() {
+            vm.ended(exit_now(ExitKind::Killed, "ended before its VMM was started"));
+        }
+        return Ok(());
+    };
+    process.kill().map_err(|e| Fault::internal(format_args!("SIGKILL for VM {}: {e}", vm.id)))?;
+    let within = daemon.config.deadlines.reap;
+    timeout(within, vm.wait_gone()).await.map_err(|_| {
+        Fault::new(
+            ErrorCode::Timeout,
+            format_args!("VM {}: its process is still there {} s after SIGKILL", vm.id, within.as_secs()),
+        )
+    })
+}
+
+/// Ends a VM where it lives, and removes everything of it.
+///
+/// # Errors
+/// Its process survives SIGKILL, or a file cannot be removed.
+pub async fn remove(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
+    end(daemon, vm).await?;
+    discard(daemon, vm).await
+}
+
+/// Removes the files of a VM whose process is gone, then forgets it. May be done twice.
+async fn discard(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
+    let _one = vm.removal.lock().await;
+    if !daemon.registry.has(vm.id) {
+        return Ok(());
+    }
+    let (depot, gone) = (daemon.depot.clone(), vm.clone());
+    blocking(move || {
+        match std::fs::remove_dir_all(gone.dir.path()) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                return Err(Fault::internal(format_args!("removing {}: {e}", gone.dir.path().display())));
+            }
+            _ => {}
+        }
+        depot.remove_vm(gone.id)?;
+        depot.unpinned();
+        Ok(())
+    })
+    .await?;
+    daemon.registry.forget(vm);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn missing() -> Result<ExitRecord, RecordError> {
+        read_json(std::path::Path::new("/nonexistent/exit.json"))
+    }
+
+    #[test]
+    fn the_record_says_why_and_its_absence_says_killed_or_lost() {
+        for (reason, kind) in [
+            (ExitReason::PowerOff, ExitKind::PowerOff),
+            (ExitReason::Reboot, ExitKind::Reboot),
+            (ExitReason::Panic, ExitKind::Panic),
+            (ExitReason::Quit, ExitKind::Killed),
+            (ExitReason::Failed, ExitKind::Failed),
+        ] {
+            let record = || Ok(ExitRecord { reason, message: "why".into() });
+            // A guest that ended by itself while it was being killed did end by itself.
+            for kill_asked in [false, true] {
+                let exit = judge(record(), kill_asked);
+                assert_eq!((exit.reason, exit.message.as_str()), (kind, "why"));
+            }
+        }
+        assert_eq!(judge(missing(), true).reason, ExitKind::Killed);
+        assert_eq!(judge(missing(), false).reason, ExitKind::Lost);
+    }
+}

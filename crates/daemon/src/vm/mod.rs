@@ -1,0 +1,319 @@
+//! A VM as the daemon knows it.
+//!
+//! [`state`] says what may happen when, [`registry`] which VMs there are, [`record`] what the next daemon is told, [`birth`] and
+//! [`death`] do the work, [`agent_link`] and [`control_link`] talk to the guest's agent and to the VMM, [`inspect`] measures.
+
+pub mod agent_link;
+pub mod birth;
+pub mod control_link;
+pub mod death;
+pub mod identity;
+pub mod inspect;
+pub mod launch;
+pub mod power;
+pub mod record;
+pub mod registry;
+pub mod state;
+
+use crate::config::VmDir;
+use crate::error::Fault;
+use crate::time::unix_ms;
+use dayfly_api::types::{self, ErrorCode, VmExit};
+use dayfly_host::process::{Process, ProcessId};
+use dayfly_store::{ChainLayer, ImageConfig, ImageRef, KernelRef, Pin, VmLayer};
+use dayfly_units::{Name, VmId};
+use registry::lock;
+use serde::{Deserialize, Serialize};
+use state::{Event, Phase, Refused};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use tokio::sync::watch;
+
+/// What does not change in a VM's life.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Facts {
+    /// Snapshot it was cloned from.
+    pub snapshot: Option<Name>,
+    /// Image of its root disk.
+    pub image: Name,
+    /// Its kernel.
+    pub kernel: KernelRef,
+    /// vCPUs.
+    pub vcpus: u8,
+    /// RAM.
+    pub memory_bytes: u64,
+    /// When it was asked for.
+    pub created_unix_ms: u64,
+    /// How its image wants to be started.
+    pub config: ImageConfig,
+    /// Whether it goes with the connection or the bake that made it.
+    pub ephemeral: bool,
+    /// As given.
+    pub labels: BTreeMap<String, String>,
+}
+
+/// Who a guest is; given again after a snapshot, which ends the seal.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Who {
+    /// Its hostname.
+    pub hostname: String,
+    /// Its machine-id.
+    pub machine_id: String,
+}
+
+/// A disk of a VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Disk {
+    /// The lowest layer.
+    pub image: ImageRef,
+    /// The size that the guest sees.
+    pub size_bytes: u64,
+    /// Frozen layers over the image, the lowest first.
+    pub layers: Vec<ChainLayer>,
+    /// The layer that takes its writes.
+    pub writable: Option<VmLayer>,
+}
+
+/// What changes in a VM's life.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Live {
+    /// Where it is.
+    pub phase: Phase,
+    /// Why it ended.
+    pub exit: Option<VmExit>,
+    /// Somebody asked for its end.
+    pub kill_asked: bool,
+    /// Microseconds from the request to the agent's first answer.
+    pub ready_us: Option<u64>,
+    /// Phases of its start, in microseconds since the request.
+    pub timeline: Vec<(String, u64)>,
+    /// When it was asked for, in microseconds of the host's `CLOCK_MONOTONIC`.
+    pub asked_us: Option<u64>,
+    /// Its VMM.
+    pub process: Option<ProcessId>,
+    /// Who it is.
+    pub who: Option<Who>,
+    /// Version of the agent in it.
+    pub agent_version: String,
+    /// In order vda, vdb, ….
+    pub disks: Vec<Disk>,
+    /// Why no snapshot can be taken of it: a layer under its writable one is not in the store.
+    pub no_snapshot: Option<String>,
+}
+
+/// A VM.
+#[derive(Debug)]
+pub struct Vm {
+    /// Its id.
+    pub id: VmId,
+    /// Its name.
+    pub name: Name,
+    /// Its user is `registry::FIRST_UID + slot`.
+    pub slot: u32,
+    /// Its folder.
+    pub dir: VmDir,
+    /// What does not change.
+    pub facts: Facts,
+    /// Held while its vCPUs are stopped, let go, or its state is saved: one after the other.
+    pub turn: tokio::sync::Mutex<()>,
+    /// Held while a snapshot of it is made, until that is stored.
+    pub snapshots: tokio::sync::Mutex<()>,
+    /// Held while its files are being removed.
+    pub removal: tokio::sync::Mutex<()>,
+    /// Held while its VMM is being started: who ends it waits for that.
+    pub launching: Arc<tokio::sync::Mutex<()>>,
+    live: Mutex<Live>,
+    process: Mutex<Option<Arc<Process>>>,
+    pin: Mutex<Option<Pin>>,
+    slot_held: Mutex<bool>,
+    gone: watch::Sender<bool>,
+}
+
+impl Vm {
+    /// A VM that is starting.
+    #[must_use]
+    pub fn new(id: VmId, name: Name, slot: u32, dir: VmDir, facts: Facts) -> Self {
+        let live = Live {
+            phase: Phase::Starting,
+            exit: None,
+            kill_asked: false,
+            ready_us: None,
+            timeline: Vec::new(),
+            asked_us: None,
+            process: None,
+            who: None,
+            agent_version: String::new(),
+            disks: Vec::new(),
+            no_snapshot: None,
+        };
+        Self::with(id, name, slot, dir, facts, live)
+    }
+
+    /// A VM as it was left.
+    #[must_use]
+    pub fn with(id: VmId, name: Name, slot: u32, dir: VmDir, facts: Facts, live: Live) -> Self {
+        let alive = live.phase.alive();
+        Self {
+            id,
+            name,
+            slot,
+            dir,
+            facts,
+            turn: tokio::sync::Mutex::default(),
+            snapshots: tokio::sync::Mutex::default(),
+            removal: tokio::sync::Mutex::default(),
+            launching: Arc::default(),
+            live: Mutex::new(live),
+            process: Mutex::default(),
+            pin: Mutex::default(),
+            slot_held: Mutex::new(alive),
+            gone: watch::Sender::new(!alive),
+        }
+    }
+
+    /// What it is now.
+    #[must_use]
+    pub fn live(&self) -> Live {
+        lock(&self.live).clone()
+    }
+
+    /// Where it is now.
+    #[must_use]
+    pub fn phase(&self) -> Phase {
+        lock(&self.live).phase
+    }
+
+    /// Changes what is not decided by [`Phase::after`].
+    pub fn update<T>(&self, change: impl FnOnce(&mut Live) -> T) -> T {
+        change(&mut lock(&self.live))
+    }
+
+    /// Goes where `event` leads, and gives where it was.
+    ///
+    /// # Errors
+    /// [`Refused`]; nothing has changed.
+    pub fn step(&self, event: Event) -> Result<Phase, Refused> {
+        let mut live = lock(&self.live);
+        let before = live.phase;
+        live.phase = before.after(event)?;
+        Ok(before)
+    }
+
+    /// Its VMM runs.
+    pub fn hold(&self, process: Arc<Process>) {
+        lock(&self.live).process = Some(process.id());
+        *lock(&self.process) = Some(process);
+    }
+
+    /// Its VMM, unless that was never started or is gone.
+    #[must_use]
+    pub fn process(&self) -> Option<Arc<Process>> {
+        lock(&self.process).clone()
+    }
+
+    /// Adds a phase to the timeline.
+    pub fn mark(&self, what: impl Into<String>, us: u64) {
+        lock(&self.live).timeline.push((what.into(), us));
+    }
+
+    /// Keeps what it stands on in the store, until it ends.
+    pub fn keep_pinned(&self, pin: Pin) {
+        let live = lock(&self.live);
+        if live.phase.alive() {
+            // The old pin goes after the new one is there.
+            let _before = lock(&self.pin).replace(pin);
+        }
+    }
+
+    /// Its process is gone, and this is why. The first cause stays.
+    pub fn ended(&self, exit: VmExit) {
+        {
+            let mut live = lock(&self.live);
+            live.phase = Phase::Exited;
+            live.exit.get_or_insert(exit);
+            live.process = None;
+        }
+        lock(&self.process).take();
+        lock(&self.pin).take();
+        self.gone.send_replace(true);
+    }
+
+    /// Resolves once its process is gone; at once where it is already.
+    pub async fn wait_gone(&self) {
+        let mut gone = self.gone.subscribe();
+        // The sender lives in `self`, so this ends with `true` and not with a closed channel.
+        let _ = gone.wait_for(|gone| *gone).await;
+    }
+
+    /// Whether it is on its way out and nobody's any more.
+    #[must_use]
+    pub fn leaving(&self) -> bool {
+        self.facts.ephemeral && lock(&self.live).kill_asked
+    }
+
+    /// Whether another VM may not have its slot.
+    #[must_use]
+    pub fn holds_slot(&self) -> bool {
+        *lock(&self.slot_held)
+    }
+
+    /// Gives its slot up; `false` where it had done so before.
+    pub(crate) fn drop_slot(&self) -> bool {
+        std::mem::replace(&mut *lock(&self.slot_held), false)
+    }
+
+    /// What `ps` shows.
+    #[must_use]
+    pub fn shown(&self) -> types::Vm {
+        let live = self.live();
+        let facts = self.facts.clone();
+        types::Vm {
+            id: self.id,
+            name: self.name.clone(),
+            state: live.phase.shown(),
+            exit: live.exit,
+            snapshot: facts.snapshot,
+            image: facts.image,
+            kernel: facts.kernel.name,
+            vcpus: facts.vcpus,
+            memory_bytes: facts.memory_bytes,
+            created_unix_ms: facts.created_unix_ms,
+            ready_us: live.ready_us,
+            ephemeral: facts.ephemeral,
+            labels: facts.labels,
+        }
+    }
+}
+
+impl From<Refused> for Fault {
+    fn from(refused: Refused) -> Self {
+        Self::new(ErrorCode::State, refused)
+    }
+}
+
+impl From<registry::ReserveError> for Fault {
+    fn from(e: registry::ReserveError) -> Self {
+        let code = match &e {
+            registry::ReserveError::Taken { .. } => ErrorCode::Conflict,
+            registry::ReserveError::LooksLikeAnId(_) => ErrorCode::Invalid,
+            registry::ReserveError::Full => ErrorCode::Exhausted,
+        };
+        Self::new(code, e)
+    }
+}
+
+impl From<registry::FindError> for Fault {
+    fn from(e: registry::FindError) -> Self {
+        let code = match &e {
+            registry::FindError::None(_) => ErrorCode::NotFound,
+            registry::FindError::Several { .. } => ErrorCode::Invalid,
+        };
+        Self::new(code, e)
+    }
+}
+
+/// An end at this moment.
+#[must_use]
+pub fn exit_now(reason: types::ExitKind, message: impl Into<String>) -> VmExit {
+    VmExit { reason, message: message.into(), at_unix_ms: unix_ms() }
+}

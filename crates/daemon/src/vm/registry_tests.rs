@@ -1,0 +1,105 @@
+use super::*;
+use crate::config::Deadlines;
+use crate::vm::exit_now;
+use dayfly_api::types::ExitKind;
+use proptest::prelude::*;
+use std::collections::HashSet;
+
+fn config() -> Config {
+    Config { state: "/s".into(), run: "/r".into(), vmm: "/v".into(), deadlines: Deadlines::default() }
+}
+
+fn facts() -> Facts {
+    Facts {
+        snapshot: None,
+        image: "i".parse().unwrap(),
+        kernel: dayfly_store::KernelRef {
+            name: "k".parse().unwrap(),
+            release: "6.12".into(),
+            digest: dayfly_store::Digest::of(b"k"),
+        },
+        config: Default::default(),
+        vcpus: 1,
+        memory_bytes: 64 << 20,
+        created_unix_ms: 0,
+        ephemeral: false,
+        labels: Default::default(),
+    }
+}
+
+fn name(text: &str) -> Option<Name> {
+    Some(text.parse().unwrap())
+}
+
+#[test]
+fn a_name_is_reserved_once_and_free_after_the_vm_is_forgotten() {
+    let registry = Registry::default();
+    let vm = registry.reserve(&config(), name("a"), facts()).unwrap();
+    let again = registry.reserve(&config(), name("a"), facts());
+    assert_eq!(again.unwrap_err(), ReserveError::Taken { name: "a".parse().unwrap(), holder: vm.id });
+    assert_eq!(registry.len(), 1, "a refused reservation leaves nothing");
+    registry.forget(&vm);
+    registry.forget(&vm);
+    assert!(registry.is_empty());
+    registry.reserve(&config(), name("a"), facts()).unwrap();
+}
+
+#[test]
+fn a_name_that_reads_as_an_id_is_refused() {
+    let refused = Registry::default().reserve(&config(), name("0123456789ab"), facts());
+    assert!(matches!(refused, Err(ReserveError::LooksLikeAnId(_))));
+}
+
+#[test]
+fn a_vm_is_found_by_id_name_and_unique_start() {
+    let registry = Registry::default();
+    let vms: Vec<_> =
+        (0..40).map(|i| registry.reserve(&config(), name(&format!("vm-{i}")), facts()).unwrap()).collect();
+    for vm in &vms {
+        assert_eq!(registry.find(vm.name.as_str()).unwrap().id, vm.id);
+        let id = vm.id.to_string();
+        for len in 1..=id.len() {
+            let start = &id[..len];
+            let fits = vms.iter().filter(|v| v.id.to_string().starts_with(start)).count();
+            match registry.find(start) {
+                Ok(found) => assert_eq!((found.id, fits), (vm.id, 1), "{start}"),
+                Err(FindError::Several { count, .. }) => assert_eq!(count, fits, "{start}"),
+                Err(e) => panic!("{start}: {e}"),
+            }
+        }
+    }
+    for nothing in ["", "zzz", "0123456789abc", "vm-40", "../x", "A"] {
+        assert!(matches!(registry.find(nothing), Err(FindError::None(_))), "{nothing:?}");
+    }
+}
+
+#[test]
+fn a_slot_outlives_no_process_and_is_never_shared() {
+    let registry = Registry::default();
+    let a = registry.reserve(&config(), None, facts()).unwrap();
+    let b = registry.reserve(&config(), None, facts()).unwrap();
+    assert_ne!(a.slot, b.slot);
+    a.ended(exit_now(ExitKind::Killed, "test"));
+    registry.release_slot(&a);
+    let c = registry.reserve(&config(), None, facts()).unwrap();
+    assert_eq!(c.slot, a.slot, "slots are reused");
+    // Forgetting the exited VM later must not give the slot away a second time.
+    registry.forget(&a);
+    let d = registry.reserve(&config(), None, facts()).unwrap();
+    assert!(![b.slot, c.slot].contains(&d.slot));
+}
+
+proptest! {
+    #[test]
+    fn slots_in_use_are_distinct(steps in proptest::collection::vec((0u8..3, 0u32..50), 0..200)) {
+        let mut slots = Slots::default();
+        let mut used = HashSet::new();
+        for (step, n) in steps {
+            match step {
+                0 => prop_assert!(used.insert(slots.take().unwrap())),
+                1 => prop_assert_eq!(slots.take_exactly(n), used.insert(n)),
+                _ => if used.remove(&n) { slots.give_back(n) },
+            }
+        }
+    }
+}

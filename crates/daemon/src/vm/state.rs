@@ -1,0 +1,196 @@
+//! What may happen to a VM when, decided without I/O.
+//!
+//! ```text
+//!   reserve            Ready             Freeze
+//!  ────────▶ Starting ───────▶ Running ─────────▶ Freezing
+//!               │               │ ▲ ▲ ◀─────────── │
+//!               │         Pause │ │ │     Thaw     │
+//!               │               ▼ │                │
+//!               │            Paused  Unpause       │
+//!               │               │                  │
+//!               └────────┬──────┴──────────────────┘
+//!                        │ Die
+//!                        ▼        Remove
+//!                      Exited ───────────▶ (gone)
+//! ```
+//!
+//! One mutex around a [`Phase`] judges every request; who changes it then does the work. `Freezing` is what a running VM is
+//! while its snapshot is taken: clients see it as paused, and it is nobody else's turn.
+
+use dayfly_api::types::VmState;
+
+/// Where a VM is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Reserved; its process or its guest is not ready.
+    Starting,
+    /// Its agent has its identity.
+    Running,
+    /// Its vCPUs are stopped on request.
+    Paused,
+    /// A snapshot is being taken of it.
+    Freezing,
+    /// Its process is gone.
+    Exited,
+}
+
+/// What is asked of a VM, or happens to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// Its agent has its identity.
+    Ready,
+    /// Stop its vCPUs.
+    Pause,
+    /// Let them go on.
+    Unpause,
+    /// A snapshot begins.
+    Freeze,
+    /// A snapshot ended, well or not, and the VM runs.
+    Thaw,
+    /// Its process is gone.
+    Die,
+}
+
+/// Why an event is not for now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("cannot {what} a VM that is {phase}: it must be {needs}")]
+pub struct Refused {
+    what: &'static str,
+    phase: Phase,
+    needs: &'static str,
+}
+
+impl std::fmt::Display for Phase {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Starting => "starting",
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Freezing => "being snapshotted",
+            Self::Exited => "exited",
+        })
+    }
+}
+
+impl Phase {
+    /// Where `event` leads from here.
+    ///
+    /// # Errors
+    /// [`Refused`] where the drawing above has no such arrow. `Pause` of a paused VM and `Unpause` of a running one are allowed
+    /// and change nothing, as is `Die` of one that has exited.
+    pub fn after(self, event: Event) -> Result<Self, Refused> {
+        use Phase::{Exited, Freezing, Paused, Running, Starting};
+        let refused = |what, needs| Err(Refused { what, phase: self, needs });
+        match (event, self) {
+            (Event::Ready, Starting) => Ok(Running),
+            (Event::Ready, _) => refused("start", "starting"),
+            (Event::Pause, Running | Paused) => Ok(Paused),
+            (Event::Pause, _) => refused("pause", "running"),
+            (Event::Unpause, Running | Paused) => Ok(Running),
+            (Event::Unpause, _) => refused("unpause", "paused"),
+            (Event::Freeze, Running) => Ok(Freezing),
+            (Event::Freeze, _) => refused("snapshot", "running"),
+            (Event::Thaw, Freezing) => Ok(Running),
+            (Event::Thaw, _) => refused("go on with", "being snapshotted"),
+            (Event::Die, _) => Ok(Exited),
+        }
+    }
+
+    /// Whether there is (or will be) a process.
+    #[must_use]
+    pub fn alive(self) -> bool {
+        self != Self::Exited
+    }
+
+    /// Whether the agent serves.
+    ///
+    /// # Errors
+    /// [`Refused`] unless running.
+    pub fn serves(self, what: &'static str) -> Result<(), Refused> {
+        if self == Self::Running { Ok(()) } else { Err(Refused { what, phase: self, needs: "running" }) }
+    }
+
+    /// As clients see it.
+    #[must_use]
+    pub fn shown(self) -> VmState {
+        match self {
+            Self::Starting => VmState::Starting,
+            Self::Running => VmState::Running,
+            Self::Paused | Self::Freezing => VmState::Paused,
+            Self::Exited => VmState::Exited,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const EVENTS: [Event; 6] =
+        [Event::Ready, Event::Pause, Event::Unpause, Event::Freeze, Event::Thaw, Event::Die];
+
+    /// The model: what a VM is, in three facts that the daemon's user relies on.
+    #[derive(Clone, Copy, PartialEq, Debug)]
+    struct Model {
+        dead: bool,
+        ready: bool,
+        vcpus_held_by: Option<Event>,
+    }
+
+    impl Model {
+        /// `None`: the event must be refused.
+        fn next(self, event: Event) -> Option<Self> {
+            if event == Event::Die {
+                return Some(Self { dead: true, ..self });
+            }
+            if self.dead || self.ready == (event == Event::Ready) {
+                return None;
+            }
+            let held = |vcpus_held_by| Some(Self { vcpus_held_by, ..self });
+            match (event, self.vcpus_held_by) {
+                (Event::Ready, _) => Some(Self { ready: true, ..self }),
+                (Event::Pause, None | Some(Event::Pause)) => held(Some(Event::Pause)),
+                (Event::Unpause, None | Some(Event::Pause)) => held(None),
+                (Event::Freeze, None) => held(Some(Event::Freeze)),
+                (Event::Thaw, Some(Event::Freeze)) => held(None),
+                _ => None,
+            }
+        }
+
+        fn phase(self) -> Phase {
+            match self {
+                Self { dead: true, .. } => Phase::Exited,
+                Self { ready: false, .. } => Phase::Starting,
+                Self { vcpus_held_by: None, .. } => Phase::Running,
+                Self { vcpus_held_by: Some(Event::Freeze), .. } => Phase::Freezing,
+                Self { .. } => Phase::Paused,
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_order_of_events_agrees_with_the_model(events in proptest::collection::vec(0..EVENTS.len(), 0..40)) {
+            let mut model = Model { dead: false, ready: false, vcpus_held_by: None };
+            let mut phase = Phase::Starting;
+            for event in events.into_iter().map(|i| EVENTS[i]) {
+                match (phase.after(event), model.next(event)) {
+                    (Ok(p), Some(m)) => (phase, model) = (p, m),
+                    (Err(_), None) => {}
+                    (p, m) => prop_assert!(false, "{event:?} in {phase}: {p:?}, the model says {m:?}"),
+                }
+                prop_assert_eq!(phase, model.phase());
+                prop_assert_eq!(phase.serves("exec").is_ok(), phase.shown() == VmState::Running);
+                prop_assert_eq!(phase.alive(), !model.dead);
+            }
+        }
+    }
+
+    #[test]
+    fn a_refusal_says_what_was_expected_and_found() {
+        let refused = Phase::Paused.after(Event::Freeze).unwrap_err();
+        assert_eq!(refused.to_string(), "cannot snapshot a VM that is paused: it must be running");
+    }
+}

@@ -1,0 +1,162 @@
+//! Making clones, asking them, and removing all that was made.
+
+use anyhow::{Context, Result};
+use dayfly_api::client::{Client, Exec};
+use dayfly_api::types::{CreateRequest, ErrorCode, RunRequest, Snapshot, Source, VmDetails};
+use dayfly_cli::progress::Steps;
+use dayfly_e2e::guest::{self, Sum};
+use dayfly_e2e::setup::{self, Host};
+use dayfly_units::Name;
+use futures::future::join_all;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::Barrier;
+
+/// A demo takes less than this: an older snapshot of one is a leftover.
+const STALE_MS: u64 = 60 * 60 * 1000;
+
+/// A clone that has answered.
+#[derive(Debug)]
+pub struct Clone {
+    /// What it was asked.
+    pub index: usize,
+    /// From the request to the answer.
+    pub took: Duration,
+    /// The answer.
+    pub sum: Sum,
+    /// What it weighs after it.
+    pub details: VmDetails,
+    /// Its VM ends with this connection, however the demo ends.
+    pub running: Option<Exec>,
+}
+
+/// The daemon, and everything that the demo made in it.
+#[derive(Debug)]
+pub struct Demo {
+    /// The daemon.
+    pub host: Host,
+    /// What is being done.
+    pub steps: Arc<Steps>,
+    /// VMs that there may be.
+    pub vms: Vec<String>,
+    /// Snapshots that there may be, parents first.
+    pub snapshots: Vec<Name>,
+    /// Tells this run's names from another's.
+    run: String,
+}
+
+impl Demo {
+    /// Nothing is made yet.
+    pub fn new(host: Host, steps: Arc<Steps>) -> Result<Self> {
+        let now = std::time::UNIX_EPOCH.elapsed().context("the clock")?.as_millis();
+        let run = format!("{:x}", now & 0xff_ffff_ffff);
+        Ok(Self { host, steps, vms: Vec::new(), snapshots: Vec::new(), run })
+    }
+
+    /// A name that is this run's own.
+    pub fn name(&self, what: &str) -> Result<Name> {
+        Ok(format!("demo-{}-{what}", self.run).parse()?)
+    }
+
+    /// One clone: asked for, its answer taken, its weight looked at. It stays until [`Demo::remove_vms`].
+    pub async fn clone_and_ask(&mut self, snapshot: &Name, index: usize) -> Result<Clone> {
+        let name = self.name(&format!("one-{index}"))?;
+        self.vms.push(name.to_string());
+        let (took, sum, running) = ask_a_clone(&self.host.client, snapshot, name, index).await?;
+        let details = self.host.client.vm(&running.vm.id.to_string()).await?;
+        Ok(Clone { index, took, sum, details, running: Some(running) })
+    }
+
+    /// Clones asked for at the same moment; also gives the time until the last has answered.
+    pub async fn burst(&mut self, snapshot: &Name, count: usize) -> Result<(Vec<Clone>, Duration)> {
+        let start = Arc::new(Barrier::new(count + 1));
+        let mut tasks = Vec::new();
+        for index in 1..=count {
+            let name = self.name(&format!("burst-{index}"))?;
+            self.vms.push(name.to_string());
+            let (client, snapshot, start) = (self.host.client.clone(), snapshot.clone(), Arc::clone(&start));
+            tasks.push(tokio::spawn(async move {
+                start.wait().await;
+                ask_a_clone(&client, &snapshot, name, index).await
+            }));
+        }
+        start.wait().await;
+        let begun = Instant::now();
+        let answers = join_all(tasks).await;
+        let took = begun.elapsed();
+        let mut answered = Vec::new();
+        for (index, answer) in (1..).zip(answers) {
+            let answer = answer.context("a task")?;
+            let (took, sum, running) = answer.with_context(|| format!("clone {index} of the burst"))?;
+            answered.push((index, took, sum, running));
+        }
+        let mut clones = Vec::new();
+        for (index, took, sum, running) in answered {
+            // All of them are alive: what they share is counted as shared.
+            let details = self.host.client.vm(&running.vm.id.to_string()).await?;
+            clones.push(Clone { index, took, sum, details, running: Some(running) });
+        }
+        Ok((clones, took))
+    }
+
+    /// Removes every VM that was made, all at once; one that cannot be removed stays in the list.
+    pub async fn remove_vms(&mut self) -> Result<()> {
+        let client = &self.host.client;
+        let there = client.vms(true).await?;
+        self.vms.retain(|vm| there.iter().any(|t| t.name.as_str() == *vm));
+        let removals = self.vms.iter().map(|vm| async move {
+            match client.remove_vm(vm, true).await {
+                // It went by itself, with its connection.
+                Err(e) if e.code() == Some(ErrorCode::NotFound) => Ok(()),
+                other => other.with_context(|| format!("VM {vm}")),
+            }
+        });
+        let results = join_all(removals).await;
+        let mut failed = results.iter().map(Result::is_err);
+        self.vms.retain(|_| failed.next().unwrap_or(true));
+        results.into_iter().collect()
+    }
+
+    /// Removes every VM and snapshot that was made; images and kernels stay for the next time.
+    pub async fn remove_everything(&mut self) -> Result<()> {
+        self.steps.begin("removing what was made");
+        self.remove_vms().await?;
+        let mut there: Vec<Snapshot> = self.host.client.snapshots().await?;
+        let now = u64::try_from(std::time::UNIX_EPOCH.elapsed().context("the clock")?.as_millis())?;
+        // Children first. Those of a demo that was killed go too.
+        there.sort_by_key(|s| std::cmp::Reverse(s.created_unix_ms));
+        for snapshot in there {
+            let stale = snapshot.name.as_str().starts_with("demo-")
+                && now.saturating_sub(snapshot.created_unix_ms) > STALE_MS;
+            if stale || self.snapshots.contains(&snapshot.name) {
+                let removed = self.host.client.remove_snapshot(&snapshot.name).await;
+                removed.with_context(|| format!("removing snapshot {}", snapshot.name))?;
+            }
+        }
+        self.snapshots.clear();
+        self.steps.end();
+        Ok(())
+    }
+}
+
+/// The measured part: one connection, from the request to the first answer.
+async fn ask_a_clone(
+    client: &Client,
+    snapshot: &Name,
+    name: Name,
+    index: usize,
+) -> Result<(Duration, Sum, Exec)> {
+    let source = Source::Snapshot(snapshot.clone());
+    let request = RunRequest {
+        create: CreateRequest { source, name: Some(name), labels: BTreeMap::new() },
+        exec: guest::ask_and_stay(&["sum", &index.to_string()]),
+        keep: false,
+    };
+    let begun = Instant::now();
+    let mut exec = client.run(&request).await?;
+    let line = setup::first_line(&mut exec).await?;
+    let took = begun.elapsed();
+    let sum = serde_json::from_str(&line).with_context(|| format!("the answer {line:?}"))?;
+    Ok((took, sum, exec))
+}

@@ -1,0 +1,107 @@
+//! A daemon that runs today's programs, with a kernel and an image to work on.
+
+use anyhow::{Context, Result};
+use dayfly_api::client::{Client, Exec, ExecEvent};
+use dayfly_api::types::{ErrorCode, Kernel};
+use dayfly_cli::connect::{self, Place};
+use dayfly_cli::progress::Steps;
+use dayfly_cli::{artefacts, home};
+use dayfly_units::Name;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// The image that demo and tests share: Debian bookworm and python3.
+pub const IMAGE: &str = "dayfly-demo-bookworm";
+/// What it has beyond Debian's minimum.
+pub const INCLUDE: [&str; 1] = ["python3"];
+
+/// A daemon, and where it runs.
+#[derive(Debug)]
+pub struct Host {
+    /// The daemon.
+    pub client: Client,
+    /// The user's folder, where it runs in the machine.
+    pub machine: Option<PathBuf>,
+}
+
+impl Host {
+    /// `native`, or `machine`.
+    #[must_use]
+    pub fn kvm(&self) -> &'static str {
+        if self.machine.is_some() { "machine" } else { "native" }
+    }
+
+    /// What was left over, by the daemon and by the machine.
+    ///
+    /// # Errors
+    /// When the daemon does not answer.
+    pub async fn leaks(&self) -> Result<Vec<String>> {
+        let ours = self.client.leaks().await?.into_iter().map(|leak| format!("{} {}", leak.kind, leak.what));
+        let machine = self.machine.iter().flat_map(|home| dayfly_machine::leaks(home));
+        Ok(ours.chain(machine.map(|leak| leak.to_string())).collect())
+    }
+}
+
+/// Finds the daemon as `dayfly` does; a machine that runs older programs than these is restarted.
+///
+/// # Errors
+/// When none can be started.
+pub async fn host() -> Result<Host> {
+    let mut machine = None;
+    if matches!(connect::place()?, Place::Machine(_)) {
+        let home = home::home()?;
+        machine = Some(home.clone());
+        let start = move || connect::start_machine(&home, &Steps::new());
+        tokio::task::spawn_blocking(start).await??;
+    }
+    Ok(Host { client: connect::client().await?, machine })
+}
+
+/// Debian's kernel of `version` with today's agent.
+///
+/// # Errors
+/// When it cannot be fetched or stored.
+pub async fn kernel(client: &Client, version: &str, steps: &Steps) -> Result<Kernel> {
+    artefacts::refresh_kernel(client, version, &version.parse()?, steps).await
+}
+
+/// The image that demo and tests share, built when the daemon has it not.
+///
+/// # Errors
+/// When it cannot be built.
+pub async fn image(client: &Client, steps: &Arc<Steps>) -> Result<Name> {
+    let name: Name = IMAGE.parse()?;
+    match client.image(&name).await {
+        Ok(_) => Ok(name),
+        Err(e) if e.code() == Some(ErrorCode::NotFound) => {
+            let include = INCLUDE.map(str::to_owned);
+            artefacts::build_debian(client, "bookworm", &include, &name, steps).await?;
+            Ok(name)
+        }
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// The first line that a program writes; the program goes on.
+///
+/// # Errors
+/// When it ends before it has written one, or the connection breaks.
+pub async fn first_line(exec: &mut Exec) -> Result<String> {
+    let (mut line, mut errors) = (Vec::new(), Vec::new());
+    loop {
+        match exec.output.next().await? {
+            ExecEvent::Stdout(bytes) => {
+                line.extend_from_slice(&bytes);
+                if let Some(end) = line.iter().position(|b| *b == b'\n') {
+                    line.truncate(end);
+                    return String::from_utf8(line).context("the program's first line");
+                }
+            }
+            ExecEvent::Stderr(bytes) => errors.extend_from_slice(&bytes),
+            ExecEvent::Exit(exit) => {
+                let errors = String::from_utf8_lossy(&errors);
+                anyhow::bail!("expected a line, got the end ({exit:?}) and {errors:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Clones are themselves and nobody else; they pause, and are snapshotted in turn.
+
+use crate::harness::{BASE, dayfly, inspect, ok, refused, sh, start, until, wait, world};
+use std::collections::BTreeSet;
+
+#[test]
+fn clones_share_nothing_that_names_them() {
+    let world = world();
+    let tell = "hostname; cat /etc/machine-id; od -An -tx1 -N32 /dev/urandom | tr -d ' \\n'; echo; date +%s";
+    let started: Vec<_> = (0..6).map(|_| start(&["run", BASE, "/bin/sh", "-c", tell])).collect();
+    let mut seen = BTreeSet::new();
+    for child in started {
+        let got = wait(child);
+        assert_eq!(got.code, 0, "{}", got.err);
+        let lines: Vec<&str> = got.out.lines().collect();
+        assert_eq!(lines.len(), 4, "{}", got.out);
+        assert!(lines[1].len() == 32 && lines[2].len() == 64, "{}", got.out);
+        for line in &lines[..3] {
+            assert!(seen.insert((*line).to_owned()), "{line} twice");
+        }
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+        let theirs: u64 = lines[3].parse().unwrap();
+        assert!(now.abs_diff(theirs) < 120, "the guest's clock says {theirs}, ours {now}");
+    }
+    world.clean();
+}
+
+#[test]
+fn what_a_clone_writes_no_other_sees() {
+    let world = world();
+    ok(&["create", "--name", "one", BASE]);
+    // Both have the pages that the bake's rehearsal wrote; not the rehearsal's content.
+    let timeline = inspect("one")["timeline"].to_string();
+    assert!(timeline.contains("working set"), "{timeline}");
+    sh("one", "echo mine >/root/mine; sync; echo keep k one >/run/ask; cat /run/answer");
+    ok(&["create", "--name", "two", BASE]);
+    assert_eq!(dayfly(&["exec", "two", "test", "-e", "/root/mine"]).code, 1);
+    let kept = sh("two", "echo kept >/run/ask; cat /run/answer");
+    assert!(kept.contains(r#""kept": {}"#), "{kept}");
+    world.clean();
+}
+
+#[test]
+fn a_paused_machine_stands_still() {
+    let world = world();
+    ok(&["create", "--name", "still", BASE]);
+    sh(
+        "still",
+        "setsid sh -c 'i=0; while sleep 0.1; do i=$((i+1)); echo $i >/run/count; done' >/dev/null 2>&1 </dev/null &",
+    );
+    let count = || sh("still", "cat /run/count 2>/dev/null || echo 0").parse::<u64>().unwrap();
+    until("the counter", || count() > 3);
+    ok(&["pause", "still"]);
+    assert_eq!(inspect("still")["vm"]["state"], "paused");
+    refused(&["exec", "still", "true"], &["paused"]);
+    let cpu = || cpu_ticks(inspect("still")["pid"].as_u64().unwrap());
+    let (before, _) = (cpu(), std::thread::sleep(std::time::Duration::from_secs(2)));
+    assert_eq!(before, cpu(), "a paused VM takes no CPU time");
+    ok(&["unpause", "still"]);
+    let then = count();
+    until("the counter to go on", || count() > then);
+    world.clean();
+}
+
+fn cpu_ticks(pid: u64) -> String {
+    let got = crate::harness::on_host(&format!("cut -d' ' -f14,15 /proc/{pid}/stat"));
+    assert_eq!(got.code, 0, "{}", got.err);
+    got.out
+}
+
+#[test]
+fn a_snapshot_of_a_clone_has_what_the_clone_wrote_and_the_clone_goes_on() {
+    let world = world();
+    ok(&["create", "--name", "parent", BASE]);
+    sh("parent", "echo disk >/root/before; echo keep where memory >/run/ask; cat /run/answer");
+    ok(&["snapshot", "parent", "-t", "e2e-second"]);
+    sh("parent", "echo later >/root/after; echo keep later yes >/run/ask; cat /run/answer");
+    ok(&["create", "--name", "child", "e2e-second"]);
+    assert_eq!(sh("child", "cat /root/before; test -e /root/after || echo none"), "disk\nnone");
+    let kept = sh("child", "echo kept >/run/ask; cat /run/answer");
+    assert!(kept.contains(r#""kept": {"where": "memory"}"#), "{kept}");
+    let both = |file: &str| [sh("parent", file), sh("child", file)];
+    for file in ["hostname", "cat /etc/machine-id"] {
+        let [parent, child] = both(file);
+        assert_ne!(parent, child);
+    }
+    refused(&["snapshots", "rm", "no-such-snapshot"], &["no-such-snapshot"]);
+    refused(&["snapshot", "parent", "-t", "e2e-second"], &["e2e-second"]);
+    ok(&["rm", "-f", "parent", "child"]);
+    ok(&["snapshots", "rm", "e2e-second"]);
+    world.clean();
+}

@@ -1,0 +1,15 @@
+//! End-to-end: the programs as a user runs them, with stock kernels, natively or in the machine.
+//!
+//! All tests share one daemon (and machine) in a home of their own below `target/e2e`, and take turns: they kill it, and
+//! look for what stayed.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
+
+mod crashes;
+mod damage;
+mod ends;
+mod exec;
+mod harness;
+mod integrity;
+mod kernels;
+mod life;

@@ -1,0 +1,229 @@
+//! What a crash left behind: found by a scan, judged without I/O, swept one by one.
+//!
+//! ```text
+//! scan(places) ──▶ Found ──judge(found, known)──▶ [Leak] ──sweep──▶ gone
+//! ```
+//!
+//! [`judge`] is the only place that says what is a leak: everything of ours that names a VM which is not known, or that names none.
+//! A thing of a known VM is never a leak, so a sweep can run at any time in a daemon that registers a VM before it makes anything
+//! for it, and forgets it after it has removed everything.
+
+use crate::cgroup::Cgroups;
+use crate::process::{Process, ProcessId, VmProcess};
+use crate::{mounts, process};
+use dayfly_units::VmId;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Where things of VMs are.
+#[derive(Debug, Clone)]
+pub struct Places {
+    /// `argv[0]` of a VMM process, without its folder.
+    pub program: String,
+    /// Folders with one entry per VM, named by its [`VmId`], such as `/run/dayfly/vms` and the store's `vms`. One that is not there is empty.
+    pub vm_folders: Vec<PathBuf>,
+    /// Folders that hold nothing but what was unfinished when a process died, such as the store's `staging`, when nobody uses them.
+    pub temporary: Vec<PathBuf>,
+    /// Mounts at or below any of these count as ours.
+    pub mount_roots: Vec<PathBuf>,
+}
+
+/// What a scan found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Found {
+    /// VMM processes.
+    pub processes: Vec<VmProcess>,
+    /// Mount points.
+    pub mounts: Vec<PathBuf>,
+    /// VMs that have a cgroup.
+    pub cgroups: Vec<VmId>,
+    /// Entries of the VMs' folders.
+    pub entries: Vec<PathBuf>,
+    /// Entries of temporary folders.
+    pub temporary: Vec<PathBuf>,
+}
+
+/// What is meant to be there: every VM, and its process where it has one.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Known {
+    /// `None`: known, without a process now. A process other than the one named is a leak.
+    pub vms: BTreeMap<VmId, Option<ProcessId>>,
+    /// Mount points that are meant to be there although they belong to no VM.
+    pub mounts: BTreeSet<PathBuf>,
+    /// Temporary entries in use.
+    pub temporary: BTreeSet<PathBuf>,
+}
+
+/// One thing that a crash left behind.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Leak {
+    /// A VMM process. First, as it may hold the others.
+    Process(ProcessId, VmId),
+    /// A mount point.
+    Mount(PathBuf),
+    /// The cgroup of a VM.
+    Cgroup(VmId),
+    /// A socket, by path.
+    Socket(PathBuf),
+    /// A file or folder, by path.
+    File(PathBuf),
+}
+
+impl Leak {
+    /// `process`, `mount`, `cgroup`, `socket` or `file`.
+    #[must_use]
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::Process(..) => "process",
+            Self::Mount(_) => "mount",
+            Self::Cgroup(_) => "cgroup",
+            Self::Socket(_) => "socket",
+            Self::File(_) => "file",
+        }
+    }
+}
+
+impl fmt::Display for Leak {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Process(process, vm) => write!(f, "process {} of VM {vm}", process.pid),
+            Self::Cgroup(vm) => write!(f, "cgroup {}/{vm}", crate::cgroup::PARENT),
+            Self::Mount(path) | Self::Socket(path) | Self::File(path) => write!(f, "{}", path.display()),
+        }
+    }
+}
+
+/// Decides what of `found` is a leak; in the order in which to sweep. No I/O: whether an entry is a socket is left to [`find`].
+#[must_use]
+pub fn judge(found: &Found, known: &Known) -> Vec<Leak> {
+    let mut leaks = Vec::new();
+    for p in &found.processes {
+        if known.vms.get(&p.vm).copied().flatten() != Some(p.process) {
+            leaks.push(Leak::Process(p.process, p.vm));
+        }
+    }
+    // The deepest mount first: a later one in the table may be inside an earlier one.
+    for point in found.mounts.iter().rev() {
+        if !known.mounts.contains(point) && !belongs(point, known) {
+            leaks.push(Leak::Mount(point.clone()));
+        }
+    }
+    leaks.extend(found.cgroups.iter().filter(|vm| !known.vms.contains_key(vm)).map(|&vm| Leak::Cgroup(vm)));
+    leaks.extend(found.entries.iter().filter(|path| !entry_of_known(path, known)).cloned().map(Leak::File));
+    leaks.extend(
+        found.temporary.iter().filter(|path| !known.temporary.contains(*path)).cloned().map(Leak::File),
+    );
+    leaks
+}
+
+/// Whether a component of the path is the id of a known VM.
+fn belongs(path: &Path, known: &Known) -> bool {
+    path.components()
+        .filter_map(|c| c.as_os_str().to_str()?.parse::<VmId>().ok())
+        .any(|vm| known.vms.contains_key(&vm))
+}
+
+/// Whether the last component is the id of a known VM.
+fn entry_of_known(path: &Path, known: &Known) -> bool {
+    let vm = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.parse::<VmId>().ok());
+    vm.is_some_and(|vm| known.vms.contains_key(&vm))
+}
+
+fn entries(folder: &Path, into: &mut Vec<PathBuf>) -> io::Result<()> {
+    let list = match std::fs::read_dir(folder) {
+        Ok(list) => list,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(e),
+    };
+    for entry in list {
+        into.push(entry?.path());
+    }
+    Ok(())
+}
+
+/// Looks at the host.
+///
+/// # Errors
+/// `/proc` or one of the folders cannot be listed.
+pub fn scan(places: &Places, cgroups: Option<&Cgroups>) -> io::Result<Found> {
+    let mut found = Found { processes: process::scan(&places.program)?, ..Found::default() };
+    for root in &places.mount_roots {
+        found.mounts.extend(mounts::below(root)?);
+    }
+    if let Some(cgroups) = cgroups {
+        found.cgroups = cgroups.vms()?;
+    }
+    for folder in &places.vm_folders {
+        entries(folder, &mut found.entries)?;
+    }
+    for folder in &places.temporary {
+        entries(folder, &mut found.temporary)?;
+    }
+    Ok(found)
+}
+
+/// [`scan`] and [`judge`]; entries that are sockets are told as such.
+///
+/// # Errors
+/// As [`scan`].
+pub fn find(places: &Places, cgroups: Option<&Cgroups>, known: &Known) -> io::Result<Vec<Leak>> {
+    use std::os::unix::fs::FileTypeExt;
+    let mut leaks = judge(&scan(places, cgroups)?, known);
+    for leak in &mut leaks {
+        if let Leak::File(path) = leak
+            && std::fs::symlink_metadata(&*path).is_ok_and(|m| m.file_type().is_socket())
+        {
+            *leak = Leak::Socket(std::mem::take(path));
+        }
+    }
+    Ok(leaks)
+}
+
+/// Removes one leak. One that has gone by itself is no error.
+///
+/// # Errors
+/// What was being removed, and why it could not be.
+pub fn sweep(leak: &Leak, cgroups: Option<&Cgroups>) -> io::Result<()> {
+    const PATIENCE: Duration = Duration::from_secs(10);
+    let named = |e: io::Error| io::Error::new(e.kind(), format!("sweeping {leak}: {e}"));
+    match leak {
+        Leak::Process(id, _) => {
+            let Some(process) = Process::open(*id).map_err(named)? else { return Ok(()) };
+            process.kill().map_err(named)?;
+            match process.wait(Some(PATIENCE)).map_err(named)? {
+                Some(_) => Ok(()),
+                None => Err(named(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    format!("still there {} s after SIGKILL", PATIENCE.as_secs()),
+                ))),
+            }
+        }
+        Leak::Mount(path) => mounts::detach_below(path),
+        Leak::Cgroup(vm) => cgroups.map_or(Ok(()), |c| c.of(*vm).remove(PATIENCE)).map_err(named),
+        Leak::Socket(path) | Leak::File(path) => {
+            // A folder with something mounted in it would lose what is in the mount.
+            mounts::detach_below(path)?;
+            remove(path).map_err(named)
+        }
+    }
+}
+
+/// Removes a file, a link itself, or a folder with all in it (following no link).
+fn remove(path: &Path) -> io::Result<()> {
+    let result = match std::fs::symlink_metadata(path) {
+        Ok(meta) if meta.is_dir() => std::fs::remove_dir_all(path),
+        Ok(_) => std::fs::remove_file(path),
+        Err(e) => Err(e),
+    };
+    match result {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

@@ -1,0 +1,15 @@
+//! # host
+//!
+//! The room for what Linux gives: starting a process with exact descriptors in namespaces of its own ([`spawn`]), finding it
+//! again and ending it ([`process`]), what it weighs ([`memory`]), its cgroup ([`cgroup`]), the mounts of a folder ([`mounts`]),
+//! and what a crash left behind ([`leaks`]).
+//!
+//! What may not enter: what a VM, an image or a snapshot is (identifiers aside), async, policy about who may do what.
+//! Everything here blocks; an async caller uses a blocking thread.
+
+pub mod cgroup;
+pub mod leaks;
+pub mod memory;
+pub mod mounts;
+pub mod process;
+pub mod spawn;

@@ -1,0 +1,170 @@
+//! A Debian root file system through mmdebstrap.
+
+use super::error::BuildError;
+use super::{Debian, Progress};
+use crate::tool::{self, ToolError};
+use std::path::Path;
+use std::process::Command;
+
+const PACKAGE: &str = "mmdebstrap";
+
+/// What apt gives a package or suite for a name; anything else could be an option or a pattern to it.
+pub fn check(debian: &Debian) -> Result<(), BuildError> {
+    let word = |text: &str| {
+        let alnum = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit();
+        text.len() <= 128
+            && text.bytes().next().is_some_and(alnum)
+            && text.bytes().all(|b| alnum(b) || b"+.-".contains(&b))
+    };
+    let bad = |what, got: &str| BuildError::Word { what, got: got.chars().take(200).collect() };
+    if !word(&debian.suite) {
+        return Err(bad("suite", &debian.suite));
+    }
+    match debian.include.iter().find(|p| !word(p)) {
+        Some(package) => Err(bad("package", package)),
+        None => Ok(()),
+    }
+}
+
+/// The lines of a sources.list for `suite`, as the host's apt has them; empty: mmdebstrap's own choice.
+fn mirrors(suite: &str) -> Vec<String> {
+    let mut apt = tool::tool("apt-get");
+    apt.args([
+        "indextargets",
+        "--format",
+        "$(REPO_URI)|$(RELEASE)|$(COMPONENT)|$(ARCHITECTURE)|$(SIGNED_BY)",
+    ]);
+    apt.arg("Created-By: Packages");
+    // A host without apt, or without lists, is not an error here: mmdebstrap knows Debian's mirrors.
+    let Ok(said) = tool::run(apt, "apt", |_| ()) else { return Vec::new() };
+    mirrors_of(suite, &String::from_utf8_lossy(&said.stdout))
+}
+
+fn mirrors_of(suite: &str, targets: &str) -> Vec<String> {
+    let wanted = |release: &str| {
+        release.strip_prefix(suite).is_some_and(|rest| matches!(rest, "" | "-updates" | "-security"))
+    };
+    let mut lines: Vec<String> = Vec::new();
+    for target in targets.lines() {
+        let fields: Vec<&str> = target.split('|').collect();
+        let [uri, release, component, architecture, signed_by] = fields[..] else { continue };
+        let odd = |text: &str| text.is_empty() || text.contains(|c: char| c.is_whitespace() || c == '[');
+        if !wanted(release) || architecture != "amd64" || component != "main" || odd(uri) {
+            continue;
+        }
+        // apt leaves the placeholder where there is no such option.
+        let line = if signed_by.starts_with('/') && !odd(signed_by) {
+            format!("deb [signed-by={signed_by}] {uri} {release} {component}")
+        } else {
+            format!("deb {uri} {release} {component}")
+        };
+        if !lines.contains(&line) {
+            lines.push(line);
+        }
+    }
+    // Only extra suites without the suite itself would not do.
+    if lines.iter().any(|l| l.contains(&format!(" {suite} "))) { lines } else { Vec::new() }
+}
+
+/// The version of mmdebstrap, for the cache's key.
+fn version() -> Result<String, ToolError> {
+    let mut command = tool::tool("mmdebstrap");
+    command.arg("--version");
+    Ok(String::from_utf8_lossy(&tool::run(command, PACKAGE, |_| ())?.stdout).trim().to_owned())
+}
+
+/// Everything that the result depends on, but the state of the archive.
+pub fn cache_key(debian: &Debian, size: super::Size) -> Result<String, BuildError> {
+    let mut include = debian.include.clone();
+    include.sort();
+    include.dedup();
+    let inputs = serde_json::json!({
+        "format": 2,
+        "suite": debian.suite,
+        "include": include,
+        "size": format!("{size:?}"),
+        "mirrors": mirrors(&debian.suite),
+        "tool": version()?,
+    });
+    Ok(blake3::hash(inputs.to_string().as_bytes()).to_hex()[..32].to_owned())
+}
+
+/// Bootstraps into the new archive `tar`; `tmp` is an empty folder for the bootstrap's own files.
+pub fn bootstrap(
+    debian: &Debian,
+    tar: &Path,
+    tmp: &Path,
+    progress: &mut dyn FnMut(Progress<'_>),
+) -> Result<(), BuildError> {
+    let mut command = contained(if rustix::process::geteuid().is_root() { Some(tmp) } else { None });
+    command.args(["--variant=minbase", "--architectures=amd64", "--format=tar"]);
+    if !debian.include.is_empty() {
+        command.arg(format!("--include={}", debian.include.join(",")));
+    }
+    // Midnight: two builds of one day from one state of the archive are the same. No file of a package is younger, so
+    // what compares times (Python's byte code) is not confused.
+    let now = super::now_s();
+    command.env("SOURCE_DATE_EPOCH", (now - now % 86_400).to_string());
+    if let Some(proxy) = proxy().filter(|_| std::env::var_os("http_proxy").is_none()) {
+        command.env("http_proxy", proxy);
+    }
+    command.arg(&debian.suite).arg(tar).args(mirrors(&debian.suite));
+    tool::run(command, PACKAGE, |line| {
+        if let Some(step) = line.strip_prefix("I: ") {
+            progress(Progress { step: &format!("mmdebstrap: {step}"), done_bytes: 0 });
+        }
+    })?;
+    Ok(())
+}
+
+/// mmdebstrap such that nothing of it outlives it. As root: in process and mount namespaces of its own, so that its
+/// apt and dpkg die and its mounts go when it is killed. As another user it makes namespaces itself.
+fn contained(root_tmp: Option<&Path>) -> Command {
+    let Some(tmp) = root_tmp else { return tool::tool("mmdebstrap") };
+    let mut command = tool::tool("unshare");
+    command.args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "mmdebstrap"]);
+    command.env("TMPDIR", tmp);
+    command
+}
+
+fn proxy() -> Option<String> {
+    let mut config = tool::tool("apt-config");
+    config.args(["shell", "P", "Acquire::http::Proxy"]);
+    let said = tool::run(config, "apt", |_| ()).ok()?;
+    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    let value = text.trim().strip_prefix("P='")?.strip_suffix('\'')?;
+    (value.starts_with("http") && !value.contains('\'')).then(|| value.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hosts_mirrors_for_the_suite_and_no_others() {
+        let targets = "http://deb.debian.org/debian/|bookworm|main|amd64|$(SIGNED_BY)\n\
+            http://deb.debian.org/debian/|bookworm|contrib|amd64|$(SIGNED_BY)\n\
+            http://deb.debian.org/debian/|bookworm|main|amd64|$(SIGNED_BY)\n\
+            http://deb.debian.org/debian-security/|bookworm-security|main|amd64|/usr/share/keyrings/d.gpg\n\
+            https://deb.nodesource.com/node_20.x/|nodistro|main|amd64|/usr/share/keyrings/n.gpg\n\
+            http://deb.debian.org/debian/|bookworm-backports|main|amd64|$(SIGNED_BY)\nnonsense\n";
+        let lines = [
+            "deb http://deb.debian.org/debian/ bookworm main",
+            "deb [signed-by=/usr/share/keyrings/d.gpg] http://deb.debian.org/debian-security/ bookworm-security main",
+        ];
+        assert_eq!(mirrors_of("bookworm", targets), lines);
+        assert!(mirrors_of("trixie", targets).is_empty());
+    }
+
+    #[test]
+    fn options_and_patterns_are_no_packages() {
+        for bad in ["", "-x", "--include", "?essential", "a b", "a,b", "../x", "A", "a/b"] {
+            let debian = Debian { suite: "bookworm".into(), include: vec![bad.into()], refresh: false };
+            assert!(check(&debian).is_err(), "{bad:?}");
+            let debian = Debian { suite: bad.into(), include: vec![], refresh: false };
+            assert!(check(&debian).is_err(), "{bad:?}");
+        }
+        let include = vec!["libstdc++6".to_owned(), "python3.11".to_owned()];
+        check(&Debian { suite: "bookworm".into(), include, refresh: false }).unwrap();
+    }
+}

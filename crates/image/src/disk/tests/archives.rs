@@ -1,0 +1,282 @@
+//! docker archives and OCI layouts: which image is taken, what is verified.
+
+use super::*;
+use crate::disk::blobs::{Blobs, sha256};
+use crate::disk::oci;
+use crate::manifest::RunConfig;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::PathBuf;
+
+type Files = BTreeMap<String, Vec<u8>>;
+type Pack = fn(&[u8]) -> Vec<u8>;
+
+fn gzip(data: &[u8]) -> Vec<u8> {
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    encoder.write_all(data).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn zstd(data: &[u8]) -> Vec<u8> {
+    zstd::encode_all(data, 1).unwrap()
+}
+
+fn plain(data: &[u8]) -> Vec<u8> {
+    data.to_vec()
+}
+
+fn config(layers: &[Vec<u8>], architecture: &str) -> Vec<u8> {
+    let diffs: Vec<String> = layers.iter().map(|l| sha256(l)).collect();
+    json!({
+        "os": "linux", "architecture": architecture,
+        "config": {"Entrypoint": ["/bin/x"], "Cmd": ["a", "b"], "Env": ["A=1"], "WorkingDir": "/w", "User": "7:8"},
+        "rootfs": {"type": "layers", "diff_ids": diffs},
+    })
+    .to_string()
+    .into_bytes()
+}
+
+/// Adds a blob; gives its descriptor.
+fn blob(files: &mut Files, kind: &str, data: &[u8]) -> Value {
+    let digest = sha256(data);
+    files.insert(format!("blobs/{}", digest.replace(':', "/")), data.to_vec());
+    json!({"mediaType": kind, "digest": digest, "size": data.len()})
+}
+
+const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
+const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+const INDEX: &str = "application/vnd.oci.image.index.v1+json";
+
+/// Adds an image with layers packed in turn as they are, by gzip and by zstd; gives its manifest's descriptor.
+fn image(files: &mut Files, layers: &[Vec<u8>], architecture: &str) -> Value {
+    let config = blob(files, "application/vnd.oci.image.config.v1+json", &config(layers, architecture));
+    let packers: [(&str, Pack); 3] = [("", plain), ("+gzip", gzip), ("+zstd", zstd)];
+    let layers: Vec<Value> = layers
+        .iter()
+        .zip(packers.iter().cycle())
+        .map(|(data, (suffix, pack))| blob(files, &format!("{LAYER}{suffix}"), &pack(data)))
+        .collect();
+    let manifest = json!({"schemaVersion": 2, "config": config, "layers": layers}).to_string();
+    blob(files, MANIFEST, manifest.as_bytes())
+}
+
+fn layers() -> Vec<Vec<u8>> {
+    vec![
+        archive(&[dir("etc"), file("etc/a", b"1"), file("etc/b", b"2"), dir("gone"), file("gone/x", b"3")]),
+        archive(&[file("etc/.wh.a", b""), file("gone/.wh..wh..opq", b""), file("gone/y", b"4")]),
+        archive(&[file("etc/b", b"5"), file("c", b"6")]),
+    ]
+}
+
+const EXPECTED: [&str; 6] =
+    ["/ 755", "/c 644 \"6\"", "/etc/ 755", "/etc/b 644 \"5\"", "/gone/ 755", "/gone/y 644 \"4\""];
+
+fn index(files: &mut Files, manifests: &[Value]) {
+    let text = json!({"schemaVersion": 2, "manifests": manifests}).to_string();
+    files.insert("index.json".to_owned(), text.into_bytes());
+    files.insert("oci-layout".to_owned(), br#"{"imageLayoutVersion":"1.0.0"}"#.to_vec());
+}
+
+fn named(mut descriptor: Value, name: &str) -> Value {
+    descriptor["annotations"] = json!({"org.opencontainers.image.ref.name": name});
+    descriptor
+}
+
+fn platform(mut descriptor: Value, architecture: &str) -> Value {
+    descriptor["platform"] = json!({"os": "linux", "architecture": architecture});
+    descriptor
+}
+
+fn write_folder(files: &Files, folder: &Path) {
+    for (name, data) in files {
+        let path = folder.join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, data).unwrap();
+    }
+}
+
+fn write_tar(files: &Files, path: &Path) {
+    let mut builder = tar::Builder::new(std::fs::File::create(path).unwrap());
+    for (name, data) in files {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(data.len() as u64);
+        header.set_mode(0o644);
+        builder.append_data(&mut header, name, data.as_slice()).unwrap();
+    }
+    builder.into_inner().unwrap();
+}
+
+fn read(blobs: &Blobs, reference: Option<&str>) -> Result<(Vec<String>, RunConfig), BuildError> {
+    let folder = tempfile::tempdir().unwrap();
+    let mut nobody = |_: Progress<'_>| ();
+    let mut spool = Spool::new(folder.path(), Limits::default(), &mut nobody);
+    let mut tree = Tree::new(1000);
+    let path = PathBuf::from("source");
+    let from = if blobs.has("manifest.json") { oci::docker } else { oci::layout };
+    let run = from(blobs, &path, reference, &mut tree, &mut spool)?;
+    Ok((text(&tree), run))
+}
+
+/// Reads `files` as a folder and as an archive: both must agree.
+fn both(files: &Files, reference: Option<&str>) -> Result<(Vec<String>, RunConfig), String> {
+    let temp = tempfile::tempdir().unwrap();
+    let (folder, tar) = (temp.path().join("layout"), temp.path().join("a.tar"));
+    write_folder(files, &folder);
+    write_tar(files, &tar);
+    let one = read(&Blobs::Folder(folder), reference).map_err(|e| e.to_string());
+    let two = read(&Blobs::archive(&tar).unwrap(), reference).map_err(|e| e.to_string());
+    assert_eq!(one.as_ref().ok(), two.as_ref().ok(), "{one:?} {two:?}");
+    one
+}
+
+fn fails(files: &Files, reference: Option<&str>, words: &[&str]) {
+    let text = both(files, reference).unwrap_err();
+    assert!(words.iter().all(|w| text.contains(w)), "{words:?} in {text}");
+}
+
+#[test]
+fn an_oci_layout_with_every_compression() {
+    let mut files = Files::new();
+    let manifest = image(&mut files, &layers(), "amd64");
+    index(&mut files, &[manifest]);
+    let (tree, run) = both(&files, None).unwrap();
+    assert_eq!(tree, EXPECTED);
+    assert_eq!((run.entrypoint, run.cmd), (vec!["/bin/x".to_owned()], vec!["a".to_owned(), "b".to_owned()]));
+    assert_eq!((run.env, run.workdir, run.user), (vec!["A=1".to_owned()], "/w".to_owned(), "7:8".to_owned()));
+}
+
+#[test]
+fn an_index_of_platforms_gives_the_one_for_amd64() {
+    let mut files = Files::new();
+    let arm = platform(image(&mut files, &[archive(&[file("arm", b"")])], "arm64"), "arm64");
+    let amd = platform(image(&mut files, &layers(), "amd64"), "amd64");
+    let nested = json!({"schemaVersion": 2, "manifests": [arm.clone(), amd]}).to_string();
+    let nested = blob(&mut files, INDEX, nested.as_bytes());
+    index(&mut files, &[nested]);
+    assert_eq!(both(&files, None).unwrap().0, EXPECTED);
+    index(&mut files, std::slice::from_ref(&arm));
+    fails(&files, None, &["expected an image for linux/amd64", "got none"]);
+    // An index that lies about the platform.
+    index(&mut files, &[platform(arm, "amd64")]);
+    fails(&files, None, &["expected linux/amd64, got linux/arm64"]);
+}
+
+#[test]
+fn several_images_ask_for_one() {
+    let mut files = Files::new();
+    let one = named(image(&mut files, &layers(), "amd64"), "one");
+    let two = named(image(&mut files, &[archive(&[file("two", b"")])], "amd64"), "two");
+    index(&mut files, &[one, two]);
+    fails(&files, None, &["expected one image, got 2", "one, two"]);
+    fails(&files, Some("three"), &["got 0", "one, two"]);
+    assert_eq!(both(&files, Some("one")).unwrap().0, EXPECTED);
+    assert_eq!(both(&files, Some("two")).unwrap().0, ["/ 755", "/two 644 \"\""]);
+}
+
+/// `docker save` before version 25: a folder per layer, and a link where two images share one.
+fn saved(files: &mut Files, name: &str, tag: &str, layers: &[Vec<u8>], pack: Pack) -> Value {
+    let config = config(layers, "amd64");
+    let config_name = format!("{}.json", &sha256(&config)[7..]);
+    files.insert(config_name.clone(), config);
+    let names: Vec<String> = (0..layers.len()).map(|i| format!("{name}{i}/layer.tar")).collect();
+    for (name, data) in names.iter().zip(layers) {
+        files.insert(name.clone(), pack(data));
+    }
+    json!({"Config": config_name, "RepoTags": [tag], "Layers": names})
+}
+
+#[test]
+fn docker_archives_old_and_new() {
+    for pack in [plain as Pack, gzip, zstd] {
+        let mut files = Files::new();
+        let one = saved(&mut files, "l", "one:latest", &layers(), pack);
+        let two = saved(&mut files, "m", "two:1", &[archive(&[file("two", b"")])], pack);
+        files.insert("manifest.json".to_owned(), json!([one]).to_string().into_bytes());
+        assert_eq!(both(&files, None).unwrap().0, EXPECTED);
+        files.insert("manifest.json".to_owned(), json!([one, two]).to_string().into_bytes());
+        fails(&files, None, &["expected one image, got 2", "one:latest, two:1"]);
+        for name in ["one:latest", "one"] {
+            assert_eq!(both(&files, Some(name)).unwrap().0, EXPECTED);
+        }
+        let id = one["Config"].as_str().unwrap();
+        assert_eq!(both(&files, Some(&id[..12])).unwrap().0, EXPECTED);
+        // A layer that is not the one the config speaks of.
+        files.insert("l1/layer.tar".to_owned(), archive(&[file("evil", b"")]));
+        fails(&files, Some("one"), &["l1/layer.tar", "expected sha256:", "got sha256:"]);
+    }
+}
+
+#[test]
+fn a_docker_archive_with_a_link_to_a_shared_layer() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("a.tar");
+    let mut files = Files::new();
+    let one = saved(&mut files, "l", "one:latest", &layers(), plain);
+    files.insert("manifest.json".to_owned(), json!([one]).to_string().into_bytes());
+    let shared = files.remove("l0/layer.tar").unwrap();
+    let mut bytes: Vec<Vec<u8>> = files.iter().map(|(name, data)| file(name, data)).collect();
+    bytes.push(symlink("l0/layer.tar", "../shared/layer.tar"));
+    bytes.push(file("shared/layer.tar", &shared));
+    std::fs::write(&path, archive(&bytes)).unwrap();
+    assert_eq!(read(&Blobs::archive(&path).unwrap(), None).unwrap().0, EXPECTED);
+    // A link out of the archive leads to nothing: the host is not asked.
+    bytes.truncate(bytes.len() - 2);
+    bytes.push(symlink("l0/layer.tar", "../../../../../../etc/passwd"));
+    std::fs::write(&path, archive(&bytes)).unwrap();
+    assert!(matches!(read(&Blobs::archive(&path).unwrap(), None), Err(BuildError::Io { .. })));
+}
+
+#[test]
+fn every_blob_is_verified() {
+    let mut files = Files::new();
+    let manifest = image(&mut files, &layers(), "amd64");
+    index(&mut files, &[manifest]);
+    for name in files.keys().filter(|n| n.starts_with("blobs/")).cloned().collect::<Vec<_>>() {
+        let mut flipped = files.clone();
+        let data = flipped.get_mut(&name).unwrap();
+        let middle = data.len() / 2;
+        data[middle] ^= 1;
+        assert!(both(&flipped, None).is_err(), "{name} changed");
+        let mut short = files.clone();
+        short.get_mut(&name).unwrap().pop();
+        fails(&short, None, &["expected", "got"]);
+        let mut long = files.clone();
+        long.get_mut(&name).unwrap().push(b' ');
+        fails(&long, None, &["expected", "got"]);
+        let mut gone = files.clone();
+        gone.remove(&name);
+        assert!(both(&gone, None).is_err(), "{name} missing");
+    }
+}
+
+#[test]
+fn documents_that_make_no_sense() {
+    let mut files = Files::new();
+    let mut manifest = image(&mut files, &layers(), "amd64");
+    manifest["digest"] = json!("sha256:../../../../etc/passwd");
+    index(&mut files, &[manifest]);
+    fails(&files, None, &["digest", "64 hexadecimal digits", "etc/passwd"]);
+    files.insert("index.json".to_owned(), b"{\"manifests\": 7}".to_vec());
+    fails(&files, None, &["index.json", "line 1 column", "expected"]);
+    files.insert("index.json".to_owned(), vec![b' '; 5 << 20]);
+    fails(&files, None, &["index.json", "at most 4194304 bytes", "5242880"]);
+    // An index that names itself cannot be made (its digest would be in it); a deep one can.
+    let mut files = Files::new();
+    let mut below = image(&mut files, &layers(), "amd64");
+    for _ in 0..10 {
+        let text = json!({"schemaVersion": 2, "manifests": [below]}).to_string();
+        below = blob(&mut files, INDEX, text.as_bytes());
+    }
+    index(&mut files, &[below]);
+    fails(&files, None, &["indices deep"]);
+    // Encrypted layers are not guessed at.
+    let mut files = Files::new();
+    let config =
+        blob(&mut files, "application/vnd.oci.image.config.v1+json", &config(&layers()[..1], "amd64"));
+    let layer = blob(&mut files, &format!("{LAYER}+gzip+encrypted"), &layers()[0]);
+    let text = json!({"schemaVersion": 2, "config": config, "layers": [layer]}).to_string();
+    let manifest = blob(&mut files, MANIFEST, text.as_bytes());
+    index(&mut files, &[manifest]);
+    fails(&files, None, &["media type of a layer", "encrypted"]);
+}

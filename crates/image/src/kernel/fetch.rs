@@ -1,0 +1,193 @@
+//! Debian's kernel packages: found through apt, downloaded (verified by apt), unpacked with dpkg-deb, kept.
+
+use super::{KernelError, on};
+use crate::{cache, staging, tool};
+use std::path::{Path, PathBuf};
+
+/// A kernel package, unpacked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelTree {
+    /// The folder it is in; `boot/` and `lib/modules/` are below.
+    pub folder: PathBuf,
+    /// The package and its version, `linux-image-…_<version>`.
+    pub package: String,
+}
+
+/// Fetches Debian's cloud kernel of `version` (`6.12`, `6.1`) into `cache` (the default folder where none is given).
+///
+/// What is there already is not fetched again. Without a network, or without apt, an older one in the cache will do.
+///
+/// # Errors
+/// [`KernelError`], saying what to do about it.
+pub fn fetch_debian(version: &str, cache: Option<&Path>) -> Result<KernelTree, KernelError> {
+    let digits = |part: &str| !part.is_empty() && part.len() <= 5 && part.bytes().all(|b| b.is_ascii_digit());
+    if !(2..=3).contains(&version.split('.').count()) || !version.split('.').all(digits) {
+        return Err(KernelError::Version(version.chars().take(40).collect()));
+    }
+    let cache = cache.map_or_else(cache::default_folder, Path::to_owned);
+    let folder = cache.join("kernels/debian");
+    std::fs::create_dir_all(&folder).map_err(on("create", &folder))?;
+    let wanted = match resolve(version).and_then(|package| Ok((candidate(&package)?, package))) {
+        Ok((candidate, package)) => {
+            let name = format!("{package}_{candidate}");
+            if folder.join(&name).is_dir() {
+                return Ok(KernelTree { folder: folder.join(&name), package: name });
+            }
+            download(&cache, &folder, &package, &candidate, &name).map(|()| name)
+        }
+        Err(error) => Err(error),
+    };
+    match wanted {
+        Ok(name) => Ok(KernelTree { folder: folder.join(&name), package: name }),
+        Err(error) => {
+            let older = fallback(&folder, version).ok_or(error)?;
+            tracing::warn!(package = %older, "apt gives no newer kernel; taking the one in the cache");
+            Ok(KernelTree { folder: folder.join(&older), package: older })
+        }
+    }
+}
+
+/// Whether a package name is that of a signed cloud kernel image of `version`.
+fn fits(name: &str, version: &str) -> bool {
+    let Some(rest) = name.strip_prefix("linux-image-").and_then(|r| r.strip_suffix("-cloud-amd64")) else {
+        return false;
+    };
+    rest.strip_prefix(version).is_some_and(|rest| rest.starts_with(['.', '-', '+']))
+}
+
+fn fallback(folder: &Path, version: &str) -> Option<String> {
+    let names =
+        std::fs::read_dir(folder).ok()?.flatten().map(|e| e.file_name().to_string_lossy().into_owned());
+    let fitting = names.filter(|n| n.split_once('_').is_some_and(|(package, _)| fits(package, version)));
+    fitting.max_by(|a, b| natural(a).cmp(&natural(b)))
+}
+
+/// Digits as numbers, so that 6.1.0-9 comes before 6.1.0-50.
+fn natural(text: &str) -> Vec<(u64, String)> {
+    let mut parts = Vec::new();
+    let mut rest = text;
+    while !rest.is_empty() {
+        let word = rest.find(|c: char| c.is_ascii_digit()).unwrap_or(rest.len());
+        let digits = rest[word..].find(|c: char| !c.is_ascii_digit()).map_or(rest.len(), |n| word + n);
+        parts.push((rest[word..digits].parse().unwrap_or(0), rest[..word].to_owned()));
+        rest = &rest[digits..];
+    }
+    parts
+}
+
+/// The package of the newest cloud kernel of `version`: what `linux-image-<version>-cloud-amd64` depends on, or, where
+/// there is no such name (a release's own kernel is just `linux-image-cloud-amd64`), the newest that fits.
+fn resolve(version: &str) -> Result<String, KernelError> {
+    let meta = format!("linux-image-{version}-cloud-amd64");
+    let mut apt = tool::tool("apt-cache");
+    apt.args(["depends", "--no-recommends", "--no-suggests", &meta]);
+    if let Ok(said) = tool::run(apt, "apt", |_| ()) {
+        let text = String::from_utf8_lossy(&said.stdout).into_owned();
+        let depends = text.lines().filter_map(|l| l.trim().strip_prefix("Depends: "));
+        if let Some(package) = depends.map(str::trim).find(|p| fits(p, version) && *p != meta) {
+            return Ok(package.to_owned());
+        }
+    }
+    let mut apt = tool::tool("apt-cache");
+    apt.args(["pkgnames", &format!("linux-image-{version}")]);
+    let said = tool::run(apt, "apt", |_| ())?;
+    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    let fitting = text.lines().map(str::trim).filter(|name| fits(name, version) && *name != meta);
+    // A name without a version to install is one that apt only remembers.
+    let mut names: Vec<&str> = fitting.collect();
+    names.sort_by_key(|name| natural(name));
+    while let Some(name) = names.pop() {
+        if candidate(name).is_ok() {
+            return Ok(name.to_owned());
+        }
+    }
+    Err(KernelError::NoPackage {
+        version: version.to_owned(),
+        expected: format!("linux-image-{version}*-cloud-amd64"),
+    })
+}
+
+/// The version of `package` that apt would install.
+fn candidate(package: &str) -> Result<String, KernelError> {
+    let mut apt = tool::tool("apt-cache");
+    apt.args(["policy", package]);
+    let said = tool::run(apt, "apt", |_| ())?;
+    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    let version = text.lines().find_map(|l| l.trim().strip_prefix("Candidate: ")).unwrap_or("(none)").trim();
+    let word = |b: u8| b.is_ascii_alphanumeric() || b".+~:-".contains(&b);
+    if version == "(none)" || version.is_empty() || !version.bytes().all(word) {
+        return Err(KernelError::NoPackage { version: package.to_owned(), expected: package.to_owned() });
+    }
+    Ok(version.to_owned())
+}
+
+fn download(
+    cache: &Path,
+    folder: &Path,
+    package: &str,
+    version: &str,
+    name: &str,
+) -> Result<(), KernelError> {
+    let work = staging::Staging::new(cache).map_err(on("make a staging folder in", cache))?;
+    let place = work.path();
+    let mut apt = tool::tool("apt-get");
+    // As root apt drops to _apt, which cannot write into our folder; it then warns and goes on as root. Said so, it does not.
+    apt.args(["-q", "-o", "APT::Sandbox::User=root", "download", &format!("{package}={version}")]);
+    apt.current_dir(place);
+    tool::run(apt, "apt", |_| ())?;
+    let deb = std::fs::read_dir(place)
+        .map_err(on("read", place))?
+        .flatten()
+        .map(|e| e.path())
+        .find(|p| p.extension().is_some_and(|e| e == "deb"));
+    let Some(deb) = deb else {
+        let expected = format!("{package}_*.deb from apt-get download");
+        return Err(KernelError::Tree { path: place.to_owned(), expected, got: "none".to_owned() });
+    };
+    let tree = place.join("tree");
+    let mut dpkg = tool::tool("dpkg-deb");
+    dpkg.arg("-x").arg(&deb).arg(&tree);
+    tool::run(dpkg, "dpkg", |_| ())?;
+    // Once here rather than at each build: reading every module takes seconds.
+    if let Some(release) = super::KernelSource::in_tree(&tree)?.modules.as_deref().and_then(Path::file_name) {
+        let mut depmod = tool::tool("depmod");
+        depmod.arg("-b").arg(&tree).arg(release);
+        tool::run(depmod, "kmod", |_| ())?;
+    }
+    let target = folder.join(name);
+    match std::fs::rename(&tree, &target) {
+        // Another process was faster.
+        Err(_) if target.is_dir() => Ok(()),
+        other => other.map_err(on("write", &target)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_signed_cloud_image_of_the_version_and_nothing_else() {
+        for (name, version, fit) in [
+            ("linux-image-6.12.117+deb12-cloud-amd64", "6.12", true),
+            ("linux-image-6.1.0-56-cloud-amd64", "6.1", true),
+            ("linux-image-6.12.117+deb12-cloud-amd64", "6.1", false),
+            ("linux-image-6.1.0-56-cloud-amd64-unsigned", "6.1", false),
+            ("linux-image-6.1.0-56-cloud-amd64-dbg", "6.1", false),
+            ("linux-image-6.1.0-56-amd64", "6.1", false),
+        ] {
+            assert_eq!(fits(name, version), fit, "{name} {version}");
+        }
+        assert!(natural("linux-image-6.1.0-9-cloud") < natural("linux-image-6.1.0-50-cloud"));
+    }
+
+    #[test]
+    fn a_version_is_numbers() {
+        for bad in ["", "6", "6.", "6.1.2.3", "-o", "6.1;x", "6.1/..", "latest"] {
+            assert!(
+                matches!(fetch_debian(bad, Some(Path::new("/dev/null"))), Err(KernelError::Version(_))),
+                "{bad}"
+            );
+        }
+    }
+}

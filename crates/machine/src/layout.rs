@@ -1,0 +1,94 @@
+//! Where the machine's files lie: everything is in `<home>/machine`.
+
+use std::path::{Path, PathBuf};
+
+/// Longest path of a unix socket (unix(7): sun_path has 108 bytes, the last of them NUL).
+pub(crate) const MAX_SOCKET_PATH_BYTES: usize = 107;
+
+/// The names in `<home>/machine`.
+#[derive(Debug, Clone)]
+pub(crate) struct Layout {
+    pub(crate) folder: PathBuf,
+}
+
+impl Layout {
+    pub(crate) fn of_home(home: &Path) -> Self {
+        Self { folder: home.join("machine") }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    /// What the user asked for ([`crate::InitOptions`]).
+    pub(crate) fn config(&self) -> PathBuf {
+        self.at("machine.json")
+    }
+
+    /// The unpacked kernel.
+    pub(crate) fn vmlinux(&self) -> PathBuf {
+        self.at("vmlinux")
+    }
+
+    pub(crate) fn initramfs(&self) -> PathBuf {
+        self.at("initramfs")
+    }
+
+    /// From what `vmlinux` and `initramfs` were made.
+    pub(crate) fn build(&self) -> PathBuf {
+        self.at("build.json")
+    }
+
+    pub(crate) fn disk(&self) -> PathBuf {
+        self.at("disk.img")
+    }
+
+    /// Held while one command changes the machine.
+    pub(crate) fn command_lock(&self) -> PathBuf {
+        self.at("command.lock")
+    }
+
+    /// Held by the supervisor, QEMU and every virtiofsd for as long as they live.
+    pub(crate) fn life_lock(&self) -> PathBuf {
+        self.at("life.lock")
+    }
+
+    /// There while the machine runs, and after it ended without being asked to.
+    pub(crate) fn running(&self) -> PathBuf {
+        self.at("running.json")
+    }
+
+    /// How the machine ended last.
+    pub(crate) fn ended(&self) -> PathBuf {
+        self.at("ended.json")
+    }
+
+    pub(crate) fn api_socket(&self) -> PathBuf {
+        self.at("api.sock")
+    }
+
+    pub(crate) fn exec_socket(&self) -> PathBuf {
+        self.at("exec.sock")
+    }
+
+    pub(crate) fn share_socket(&self, index: usize) -> PathBuf {
+        self.at(&format!("fs{index}.sock"))
+    }
+
+    /// Where a share is bound in the supervisor's own mount namespace.
+    pub(crate) fn share_mount(&self, index: usize) -> PathBuf {
+        self.at(&format!("share{index}"))
+    }
+
+    pub(crate) fn console_log(&self) -> PathBuf {
+        self.at("console.log")
+    }
+
+    pub(crate) fn daemon_log(&self) -> PathBuf {
+        self.at("daemon.log")
+    }
+
+    pub(crate) fn supervisor_log(&self) -> PathBuf {
+        self.at("supervisor.log")
+    }
+}

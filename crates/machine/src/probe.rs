@@ -1,0 +1,136 @@
+//! Whether KVM can run a stock kernel here.
+
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+/// What [`probe`] found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Probe {
+    /// KVM works, on the CPU's own virtualisation.
+    Native {
+        /// `VMX` or `SVM`.
+        extension: String,
+    },
+    /// There is no `/dev/kvm`.
+    NoDevice {
+        /// Whether the CPU could, were the module loaded.
+        cpu_could: bool,
+    },
+    /// `/dev/kvm` may not be opened.
+    NoPermission,
+    /// `/dev/kvm` works by emulation (PVM) or otherwise without VMX or SVM: only tiny guests run on it.
+    NoExtension {
+        /// The KVM vendor modules that are loaded.
+        modules: Vec<String>,
+    },
+    /// `/dev/kvm` is there and does not answer as KVM does.
+    Broken {
+        /// What it did.
+        why: String,
+    },
+}
+
+impl Probe {
+    /// Whether stock kernels run here.
+    #[must_use]
+    pub fn is_native(&self) -> bool {
+        matches!(self, Self::Native { .. })
+    }
+}
+
+impl std::fmt::Display for Probe {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Native { extension } => write!(f, "/dev/kvm works with the CPU's {extension}"),
+            Self::NoDevice { cpu_could: true } => {
+                write!(f, "no /dev/kvm, though the CPU has VMX or SVM: load kvm_intel or kvm_amd")
+            }
+            Self::NoDevice { cpu_could: false } => {
+                write!(f, "no /dev/kvm, and the CPU shows neither VMX nor SVM")
+            }
+            Self::NoPermission => {
+                write!(f, "/dev/kvm may not be opened by this user: join the group kvm, or run as root")
+            }
+            Self::NoExtension { modules } => {
+                let modules = if modules.is_empty() { "none".to_owned() } else { modules.join(", ") };
+                write!(
+                    f,
+                    "/dev/kvm opens, but the CPU shows neither VMX nor SVM (KVM vendor module: {modules}), so stock kernels cannot run on it"
+                )
+            }
+            Self::Broken { why } => write!(f, "/dev/kvm: {why}"),
+        }
+    }
+}
+
+/// Looks at `/dev/kvm`, the CPU's flags and the KVM modules. Right in a machine of ours as well: its CPUs show SVM.
+#[must_use]
+pub fn probe() -> Probe {
+    judge(
+        &open_kvm(),
+        &fs::read_to_string("/proc/cpuinfo").unwrap_or_default(),
+        &["kvm_intel", "kvm_amd", "kvm_pvm"].map(|m| (m, Path::new("/sys/module").join(m).exists())),
+    )
+}
+
+/// `KVM_GET_API_VERSION` (ioctl 0xAE00), or why it could not be asked.
+fn open_kvm() -> Result<i32, io::Error> {
+    let file = File::options().read(true).write(true).open("/dev/kvm")?;
+    // SAFETY: the ioctl takes no argument and returns a number.
+    let version = unsafe { libc::ioctl(file.as_raw_fd(), 0xAE00, 0) };
+    if version < 0 { Err(io::Error::last_os_error()) } else { Ok(version) }
+}
+
+fn judge(kvm: &Result<i32, io::Error>, cpuinfo: &str, modules: &[(&str, bool)]) -> Probe {
+    let flags = cpuinfo.lines().find(|l| l.starts_with("flags")).unwrap_or_default();
+    let has = |flag: &str| flags.split_whitespace().any(|f| f == flag);
+    let extension =
+        [("vmx", "VMX"), ("svm", "SVM")].into_iter().find(|(flag, _)| has(flag)).map(|(_, name)| name);
+    let loaded: Vec<String> =
+        modules.iter().filter(|(_, there)| *there).map(|(name, _)| (*name).to_owned()).collect();
+    match kvm {
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) => {
+            Probe::NoDevice { cpu_could: extension.is_some() }
+        }
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Probe::NoPermission,
+        Err(e) => Probe::Broken { why: e.to_string() },
+        Ok(version) if *version != 12 => {
+            Probe::Broken { why: format!("API version: expected 12, got {version}") }
+        }
+        Ok(_) => match extension {
+            // PVM can be loaded on a CPU that has VMX; then it is PVM that answers.
+            Some(_) if loaded == ["kvm_pvm"] => Probe::NoExtension { modules: loaded },
+            Some(extension) => Probe::Native { extension: extension.to_owned() },
+            None => Probe::NoExtension { modules: loaded },
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_of_host_is_told_apart() {
+        let none = [("kvm_intel", false), ("kvm_amd", false), ("kvm_pvm", false)];
+        let amd = [("kvm_intel", false), ("kvm_amd", true), ("kvm_pvm", false)];
+        let pvm = [("kvm_intel", false), ("kvm_amd", false), ("kvm_pvm", true)];
+        let os = |n| Err(io::Error::from_raw_os_error(n));
+        let svm = "processor : 0\nflags\t\t: fpu svm npt\n";
+        let bare = "processor : 0\nflags\t\t: fpu svmish\n";
+        assert_eq!(judge(&Ok(12), svm, &amd), Probe::Native { extension: "SVM".to_owned() });
+        assert_eq!(judge(&Ok(12), svm, &none), Probe::Native { extension: "SVM".to_owned() }, "built in");
+        assert_eq!(judge(&Ok(12), bare, &pvm), Probe::NoExtension { modules: vec!["kvm_pvm".to_owned()] });
+        assert_eq!(judge(&Ok(12), svm, &pvm), Probe::NoExtension { modules: vec!["kvm_pvm".to_owned()] });
+        assert_eq!(judge(&os(libc::ENOENT), bare, &none), Probe::NoDevice { cpu_could: false });
+        assert_eq!(judge(&os(libc::ENOENT), svm, &none), Probe::NoDevice { cpu_could: true });
+        assert_eq!(judge(&os(libc::EACCES), svm, &amd), Probe::NoPermission);
+        assert_eq!(judge(&os(libc::EPERM), svm, &amd), Probe::NoPermission);
+        assert!(matches!(judge(&Ok(11), svm, &amd), Probe::Broken { .. }));
+        assert!(matches!(judge(&os(libc::EBUSY), svm, &amd), Probe::Broken { .. }));
+    }
+}

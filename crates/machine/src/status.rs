@@ -1,0 +1,88 @@
+//! How a machine is.
+
+use crate::config::InitOptions;
+use crate::files::{self, FileError};
+use crate::lock;
+use crate::machine::Machine;
+use crate::proto::GuestStatus;
+use crate::supervisor::{Ended, Running, unix_ms};
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+
+/// Whether a machine runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// Being started.
+    Starting,
+    /// Ready.
+    Running,
+    /// Ended without being asked to.
+    Crashed,
+    /// Not running.
+    Stopped,
+}
+
+/// What [`Machine::status`] says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// Whether it runs.
+    pub state: State,
+    /// The supervisor's process; QEMU and virtiofsd are its children.
+    pub supervisor_pid: Option<i32>,
+    /// QEMU, virtiofsd and their kind, by name.
+    pub processes: Vec<(i32, String)>,
+    /// Milliseconds since the supervisor started.
+    pub uptime_ms: Option<u64>,
+    /// How it ended last.
+    pub last_end: Option<String>,
+    /// Bytes of host memory that QEMU holds.
+    pub host_memory_bytes: Option<u64>,
+    /// Bytes that the sparse disk takes on the host.
+    pub disk_bytes: u64,
+    /// What the machine says about itself, when it answers.
+    pub machine: Option<GuestStatus>,
+    /// What it was made with.
+    pub options: InitOptions,
+}
+
+impl Machine {
+    /// How it is.
+    ///
+    /// # Errors
+    /// [`FileError`] when its files cannot be read.
+    pub fn status(&self) -> Result<Status, FileError> {
+        self.sweep()?;
+        let running: Option<Running> = files::read_json(&self.layout.running())?;
+        let ended: Option<Ended> = files::read_json(&self.layout.ended())?;
+        let alive = self.alive();
+        let state = match (&running, alive) {
+            (Some(r), true) if r.ready => State::Running,
+            (_, true) => State::Starting,
+            (Some(_), false) => State::Crashed,
+            (None, false) => State::Stopped,
+        };
+        let supervisor_pid = alive.then(|| lock::signer(&self.layout.life_lock())).flatten();
+        let processes = supervisor_pid.map(crate::leaks::children).unwrap_or_default();
+        let qemu =
+            processes.iter().find(|(_, name)| name.contains("qemu") || name.contains("dayfly-machine"));
+        let last_end = match state {
+            State::Crashed => {
+                Some(ended.map_or_else(|| "killed, or the host went down".to_owned(), |e| e.cause))
+            }
+            _ => ended.map(|e| e.cause),
+        };
+        Ok(Status {
+            state,
+            supervisor_pid,
+            uptime_ms: running.filter(|_| alive).map(|r| unix_ms().saturating_sub(r.since_unix_ms)),
+            last_end,
+            host_memory_bytes: qemu.and_then(|(pid, _)| crate::leaks::resident_bytes(*pid)),
+            processes,
+            disk_bytes: fs::metadata(self.layout.disk()).map_or(0, |m| m.blocks() * 512),
+            machine: (state == State::Running).then(|| self.ask_status().ok()).flatten(),
+            options: self.options.clone(),
+        })
+    }
+}

@@ -1,0 +1,350 @@
+//! A machine that is used as meant.
+
+use crate::bench;
+use crate::scene::{Scene, reexec, spec, this};
+use crate::standin::request;
+use dayfly_machine::{
+    ExecError, Exit, InitOptions, Machine, Root, StartError, Started, State, Stopped, WindowSize, copy_in,
+    leaks, probe,
+};
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+pub(crate) const CASES: &[crate::Case] = &[
+    ("a_machine_is_made_started_used_and_stopped", whole_life),
+    ("a_daemon_that_never_answers_is_reported_with_its_words", broken_daemon),
+    ("what_cannot_be_is_refused", refusals),
+];
+
+/// One machine for everything that does not harm it.
+fn whole_life() {
+    let mut scene = Scene::new();
+    assert_eq!(scene.machine().status().unwrap().state, State::Stopped);
+    let Started::Fresh { boot_ms, replaced: None } = scene.start() else { panic!("expected a fresh start") };
+    println!("  start until the daemon answers: {boot_ms} ms");
+    assert_eq!(scene.start(), Started::WasRunning);
+    assert!(leaks(scene.home()).is_empty(), "a running machine is no leak: {:?}", leaks(scene.home()));
+
+    status(&scene);
+    api(&scene);
+    exec(&scene);
+    terminal(&scene);
+    clock(&scene);
+    nested_kvm(&scene);
+    host_files(&scene);
+    daemon_is_kept(&scene);
+    second_machine(&scene);
+
+    scene.shell("echo kept > /var/lib/dayfly/file");
+    assert_eq!(scene.stop(), Stopped::Clean);
+    scene.assert_nothing_left();
+    assert_eq!(scene.machine().status().unwrap().state, State::Stopped);
+    assert_eq!(scene.stop(), Stopped::WasStopped);
+    assert!(matches!(scene.machine().exec_output(&spec(&["true"]), b""), Err(ExecError::Connect { .. })));
+
+    scene.start();
+    assert_eq!(scene.shell("cat /var/lib/dayfly/file"), "kept");
+    changed_daemon(&mut scene);
+
+    let folder = scene.machine().folder().to_owned();
+    scene.machine().rm(&mut |_| {}).unwrap();
+    assert!(!folder.exists());
+    assert!(leaks(scene.home()).is_empty());
+}
+
+fn status(scene: &Scene) {
+    let status = scene.machine().status().unwrap();
+    assert_eq!(status.state, State::Running);
+    assert!(status.supervisor_pid.is_some() && status.host_memory_bytes.is_some_and(|b| b > 0));
+    assert_eq!(status.processes.len(), 2, "QEMU and one virtiofsd: {:?}", status.processes);
+    println!("  memory on the host: {} MiB", status.host_memory_bytes.unwrap() >> 20);
+    let machine = status.machine.unwrap();
+    assert!(machine.kvm && machine.svm && machine.npt && machine.host_files, "{machine:?}");
+    assert_eq!(machine.cpus, 2);
+    assert!(
+        machine.memory_total_bytes > 800 << 20 && machine.memory_total_bytes <= 1024 << 20,
+        "{machine:?}"
+    );
+    let daemon = machine.daemon.unwrap();
+    assert!(daemon.answering && daemon.pid.is_some() && daemon.restarts == 0, "{daemon:?}");
+}
+
+fn api(scene: &Scene) {
+    let socket = scene.machine().api_socket();
+    let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&socket).unwrap().permissions());
+    assert_eq!(mode & 0o777, 0o600);
+    let times = (0..30).map(|_| {
+        let at = Instant::now();
+        assert!(request(&socket, "GET", "/name", b"").unwrap().starts_with(b"one "));
+        at.elapsed()
+    });
+    bench::print("one request at a time", times.collect());
+
+    let at = Instant::now();
+    let times: Vec<Duration> = std::thread::scope(|scope| {
+        let socket = &socket;
+        let all: Vec<_> = (0..50)
+            .map(|index: usize| {
+                scope.spawn(move || {
+                    let at = Instant::now();
+                    let length = 1000 * index + 1;
+                    let answer = request(socket, "PUT", "/sink", &vec![7; length]).unwrap();
+                    assert_eq!(String::from_utf8(answer).unwrap(), length.to_string());
+                    at.elapsed()
+                })
+            })
+            .collect();
+        all.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    bench::print("fifty at once", times);
+    assert!(at.elapsed() < Duration::from_secs(20), "{:?}", at.elapsed());
+
+    let length = 64 << 20;
+    let at = Instant::now();
+    assert_eq!(request(&socket, "PUT", "/sink", &vec![7; length]).unwrap(), length.to_string().into_bytes());
+    bench::print_rate("into the machine", length, at);
+    let at = Instant::now();
+    let answer = request(&socket, "GET", &format!("/source/{length}"), b"").unwrap();
+    assert!(answer.len() == length && answer.iter().all(|b| *b == b'x'));
+    bench::print_rate("out of the machine", length, at);
+
+    // A client that leaves in the middle of a large answer disturbs nobody.
+    for _ in 0..5 {
+        let mut stream = UnixStream::connect(&socket).unwrap();
+        std::io::Write::write_all(&mut stream, b"GET /source/100000000 HTTP/1.1\r\n\r\n").unwrap();
+        stream.read_exact(&mut [0; 1000]).unwrap();
+    }
+    assert!(request(&socket, "GET", "/name", b"").unwrap().starts_with(b"one "));
+}
+
+fn exec(scene: &Scene) {
+    let out = scene.exec(&["sh", "-c", "cat; echo error >&2; exit 7"], b"input");
+    assert_eq!((out.exit, &out.stdout[..], &out.stderr[..]), (Exit::Code(7), &b"input"[..], &b"error\n"[..]));
+    assert_eq!(scene.exec(&["sh", "-c", "kill -9 $$"], b"").exit, Exit::Signal(9));
+    let missing = scene.machine().exec_output(&spec(&["no-such-program"]), b"");
+    assert!(
+        matches!(&missing, Err(ExecError::Refused(text)) if text.contains("no-such-program")),
+        "{missing:?}"
+    );
+    let mut with = spec(&["sh", "-c", "echo $A; pwd"]);
+    with.env = vec![("A".to_owned(), "b c".to_owned())];
+    with.cwd = Some("/proc".to_owned());
+    assert_eq!(scene.machine().exec_output(&with, b"").unwrap().stdout, b"b c\n/proc\n");
+
+    let body: Vec<u8> = (0..8_000_000_u32)
+        .flat_map(|n| (n.wrapping_mul(2_654_435_761) >> 24).to_le_bytes()[..1].to_vec())
+        .collect();
+    assert!(scene.exec(&["cat"], &body).stdout == body, "eight megabytes both ways at once");
+    // A program that does not read its input ends all the same, and one whose client leaves is killed.
+    assert_eq!(scene.exec(&["true"], &body).exit, Exit::Code(0));
+    let machine = scene.machine();
+    copy_in(&machine, &mut &body[..], "/root/a folder/file", 0o640).unwrap();
+    assert_eq!(scene.shell("stat -c '%a %s' '/root/a folder/file'"), format!("640 {}", body.len()));
+
+    let mut stream = UnixStream::connect(machine.exec_socket()).unwrap();
+    let request = br#"{"exec":{"argv":["sleep","4321"],"env":[],"cwd":null,"root":"machine","tty":null}}"#;
+    let header = [&[1][..], &u32::try_from(request.len()).unwrap().to_le_bytes()].concat();
+    std::io::Write::write_all(&mut stream, &[&header[..], request].concat()).unwrap();
+    wait_until("sleep runs", || scene.exec(&["pidof", "sleep"], b"").exit == Exit::Code(0));
+    drop(stream);
+    wait_until("sleep is killed", || scene.exec(&["pidof", "sleep"], b"").exit == Exit::Code(1));
+
+    // Nonsense instead of a request is answered, not obeyed.
+    for nonsense in [&b"GET / HTTP/1.0\r\n\r\n"[..], &[1, 255, 255, 255, 255], &[1, 2, 0, 0, 0, b'{', b'}']] {
+        let mut stream = UnixStream::connect(machine.exec_socket()).unwrap();
+        std::io::Write::write_all(&mut stream, nonsense).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        // A reset is as good an end as an empty answer.
+        drop(stream.read_to_end(&mut Vec::new()));
+    }
+    assert_eq!(scene.shell("echo alive"), "alive");
+}
+
+fn terminal(scene: &Scene) {
+    let mut with = spec(&["sh", "-c", "tty; stty size; cat"]);
+    with.tty = Some(WindowSize { rows: 33, columns: 101 });
+    // 4 is the end of input that a terminal understands.
+    let out = scene.machine().exec_output(&with, b"typed\n\x04").unwrap();
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert!(
+        text.contains("/dev/pts/") && text.contains("33 101") && text.matches("typed").count() == 2,
+        "{text:?}"
+    );
+    assert_eq!(out.exit, Exit::Code(0));
+}
+
+fn clock(scene: &Scene) {
+    let now = || std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs_f64();
+    let before = now();
+    let mut with = spec(&["date", "+%s.%N"]);
+    with.root = Root::Host;
+    let said: f64 = String::from_utf8(scene.machine().exec_output(&with, b"").unwrap().stdout)
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap();
+    let after = now();
+    assert!(said > before - 0.5 && said < after + 0.5, "the machine's clock: {before} <= {said} <= {after}");
+}
+
+fn nested_kvm(scene: &Scene) {
+    let machine = scene.machine();
+    copy_in(&machine, &mut std::fs::File::open(this()).unwrap(), "/root/tiny", 0o755).unwrap();
+    let out = scene.exec(&["/root/tiny", "kvm"], b"");
+    assert_eq!(
+        (out.exit, &out.stdout[..]),
+        (Exit::Code(0), &b"42\n"[..]),
+        "{}",
+        String::from_utf8_lossy(&out.stderr)
+    );
+    // Births and deaths of VMs must not make the machine's kernel patch its own code (see the init's `steady`): QEMU's
+    // threads lose that race now and then, and the machine with it.
+    scene.shell(
+        "cd /sys/kernel/tracing && echo text_poke_queue text_poke_bp_batch > set_ftrace_filter && echo function > current_tracer",
+    );
+    for _ in 0..3 {
+        assert_eq!(scene.exec(&["/root/tiny", "kvm"], b"").exit, Exit::Code(0));
+    }
+    let patched =
+        scene.shell("cd /sys/kernel/tracing && grep -v '^#' trace | tail -3; echo nop > current_tracer");
+    assert_eq!(patched, "", "the kernel patched its code");
+    // The VMM's jail pivots its root, which an initramfs refuses.
+    scene.shell("unshare -m sh -c 'mkdir -p /run/jail && mount -t tmpfs none /run/jail && mkdir /run/jail/old && pivot_root /run/jail /run/jail/old'");
+}
+
+fn host_files(scene: &Scene) {
+    let mut with = spec(&[
+        "sh",
+        "-c",
+        "cat /etc/hostname && echo x > /root/written && cat /root/written && ls /var/lib/dayfly",
+    ]);
+    with.root = Root::Host;
+    let out = scene.machine().exec_output(&with, b"").unwrap();
+    assert_eq!(out.exit, Exit::Code(0), "{}", String::from_utf8_lossy(&out.stderr));
+    let expected = [&std::fs::read("/etc/hostname").unwrap()[..], b"x\nlost+found\n"].concat();
+    assert_eq!(String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&expected));
+    assert!(!Path::new("/root/written").exists(), "the host's own files are never written");
+    let out =
+        scene.exec(&["sh", "-c", "mkdir /m && mount -t virtiofs share0 /m && touch /m/tmp/written"], b"");
+    assert!(String::from_utf8_lossy(&out.stderr).contains("Read-only file system"), "{out:?}");
+    // Seen raw, a file that is replaced on the host is new in the machine as well.
+    let file = scene.home().join("changing");
+    for text in ["one", "two"] {
+        std::fs::write(file.with_extension("new"), text).unwrap();
+        std::fs::rename(file.with_extension("new"), &file).unwrap();
+        wait_until(text, || {
+            scene.exec(&["cat", &format!("/hostfs{}", file.display())], b"").stdout == text.as_bytes()
+        });
+    }
+}
+
+fn daemon_is_kept(scene: &Scene) {
+    let socket = scene.machine().api_socket();
+    let first = request(&socket, "GET", "/name", b"").unwrap();
+    let pid = String::from_utf8(first.clone()).unwrap().split_once(' ').unwrap().1.to_owned();
+    // An orphan of the daemon's (a VM, say) outlives it.
+    let orphan = scene.shell("setsid sleep 1000 >/dev/null 2>&1 </dev/null & echo $!");
+    scene.shell(&format!("kill -9 {pid}"));
+    let at = Instant::now();
+    let second = request(&socket, "GET", "/name", b"").unwrap();
+    println!("  first answer after the daemon was killed: {:.0} ms", bench::ms(at.elapsed()));
+    assert!(second.starts_with(b"one ") && second != first);
+    scene.shell(&format!("kill -0 {orphan} && kill {orphan}"));
+    wait_until("the keeper has seen the new daemon answer", || {
+        let daemon = scene.machine().status().unwrap().machine.unwrap().daemon.unwrap();
+        daemon.restarts == 1 && daemon.answering && daemon.last_end.as_deref() == Some("ended by signal 9")
+    });
+    let log = std::fs::read_to_string(scene.machine().folder().join("daemon.log")).unwrap();
+    assert_eq!(log.matches("stand-in one listens").count(), 2, "{log}");
+}
+
+/// Two machines with different homes do not meet.
+fn second_machine(first: &Scene) {
+    let mut scene = Scene::new();
+    scene.options.daemon_arguments = vec!["standin".to_owned(), "two".to_owned()];
+    scene.options.host_files = false;
+    scene.options.numa_nodes = 2;
+    scene.init();
+    scene.start();
+    assert!(request(&scene.machine().api_socket(), "GET", "/name", b"").unwrap().starts_with(b"two "));
+    assert!(request(&first.machine().api_socket(), "GET", "/name", b"").unwrap().starts_with(b"one "));
+    assert_eq!(scene.shell("ls -d /sys/devices/system/node/node* | wc -l"), "2");
+    assert!(!scene.machine().status().unwrap().machine.unwrap().host_files);
+    assert_eq!(scene.stop(), Stopped::Clean);
+    assert!(request(&first.machine().api_socket(), "GET", "/name", b"").unwrap().starts_with(b"one "));
+}
+
+fn changed_daemon(scene: &mut Scene) {
+    let daemon = scene.options.daemon.clone().unwrap();
+    // Touched, but the same inside: left alone.
+    std::fs::copy(this(), daemon.with_extension("new")).unwrap();
+    std::fs::rename(daemon.with_extension("new"), &daemon).unwrap();
+    assert_eq!(scene.start(), Started::WasRunning);
+    let mut body = std::fs::read(&daemon).unwrap();
+    // The first bytes of padding in the ELF header: another file that behaves the same.
+    body[9] ^= 1;
+    std::fs::write(&daemon, body).unwrap();
+    let Started::Fresh { replaced: Some(why), .. } = scene.start() else { panic!("expected a restart") };
+    assert_eq!(why, "changed: dayflyd");
+    // A carried file that has vanished since is no reason to stop working.
+    std::fs::remove_file(&daemon).unwrap();
+    assert_eq!(scene.start(), Started::WasRunning);
+}
+
+fn broken_daemon() {
+    let mut scene = Scene::new();
+    scene.options.daemon_arguments = vec!["standin".to_owned(), "broken".to_owned()];
+    let error = scene.init().start(&reexec(), &mut |_| {}).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("ended with code 3") && text.contains("broken on purpose"), "{text}");
+    scene.assert_nothing_left();
+    assert_eq!(scene.machine().status().unwrap().state, State::Stopped);
+}
+
+fn refusals() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = Machine::open(folder.path()).unwrap_err().to_string();
+    assert!(text.contains("no machine there"), "{text}");
+    let init = |options: &InitOptions, home: &Path| {
+        Machine::init(home, options, &mut |_| {}).unwrap_err().to_string()
+    };
+    let good = Scene::new();
+    let with = |change: fn(&mut InitOptions)| {
+        let mut options = good.options.clone();
+        change(&mut options);
+        options
+    };
+    let text = init(&with(|o| o.cpus = 0), folder.path());
+    assert!(text.contains("CPUs: expected 1 to 64, got 0"), "{text}");
+    let text = init(&with(|o| o.numa_nodes = 3), folder.path());
+    assert!(text.contains("NUMA nodes: expected 1 to 2, got 3"), "{text}");
+    let text = init(&with(|o| o.kernel_tree = "/etc".into()), folder.path());
+    assert!(text.contains("/etc/boot"), "{text}");
+    let text = init(&with(|o| o.vmm = Some("/bin/ls".into())), folder.path());
+    assert!(text.contains("expected a static ELF program"), "{text}");
+    let text = init(&with(|o| o.daemon = Some("/no/such".into())), folder.path());
+    assert!(text.contains("/no/such"), "{text}");
+    let text = init(&good.options, &folder.path().join("a".repeat(120)));
+    assert!(text.contains("at most 107 bytes"), "{text}");
+
+    // A damaged disk after an unclean end is reported, not mounted.
+    good.start();
+    crate::scene::kill(good.pid("supervisor").unwrap());
+    // At this moment QEMU may still be on its way: the start must not take it for a machine that runs.
+    let disk = good.machine().folder().join("disk.img");
+    let file = std::fs::OpenOptions::new().write(true).open(&disk).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &vec![0xa5; 1 << 20], 0).unwrap();
+    let error = good.machine().start(&reexec(), &mut |_| {}).unwrap_err();
+    assert!(matches!(error, StartError::Disk { .. }), "{error}");
+    assert!(!probe().to_string().is_empty());
+}
+
+pub(crate) fn wait_until(what: &str, mut test: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !test() {
+        assert!(Instant::now() < deadline, "not in ten seconds: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

@@ -1,0 +1,153 @@
+/* The microguest: runs the words of its command line, one after another. See ../src/lib.rs for the words. */
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long u64;
+
+enum {
+    COM1 = 0x3f8,
+    I8042 = 0x64,
+    PVPANIC = 0x505,
+    ACPI_SLEEP = 0x600,
+    ACPI_RESET = 0x602,
+    PAGE = 4096,
+};
+static const u64 PATTERN_BASE = 0x2000000; /* 32 MiB: above the guest itself */
+
+static inline void outb(u16 port, u8 value) { __asm__ volatile("outb %0, %1" : : "a"(value), "Nd"(port) : "memory"); }
+
+static void put(const char *text) {
+    for (; *text; text++) outb(COM1, (u8)*text);
+}
+
+static void put_hex(u64 n) {
+    int shift = 60;
+    while (shift > 0 && !(n >> shift)) shift -= 4;
+    for (; shift >= 0; shift -= 4) outb(COM1, (u8)"0123456789abcdef"[(n >> shift) & 15]);
+}
+
+static u64 hex(const char **at) {
+    u64 n = 0;
+    for (;; (*at)++) {
+        char c = **at;
+        if (c >= '0' && c <= '9') n = n << 4 | (u64)(c - '0');
+        else if (c >= 'a' && c <= 'f') n = n << 4 | (u64)(c - 'a' + 10);
+        else return n;
+    }
+}
+
+static volatile u64 *page(u64 n) { return (volatile u64 *)(PATTERN_BASE + n * PAGE); }
+static u64 word(u64 seed, u64 n) { return (seed + n + 1) * 0x9e3779b97f4a7c15ul; }
+
+static void fill(u64 seed, u64 pages) {
+    for (u64 n = 0; n < pages; n++) {
+        page(n)[0] = word(seed, n);
+        page(n)[511] = ~word(seed, n);
+    }
+}
+
+/* 0 when every page holds the seed's pattern, else 1 + the first page that does not. */
+static u64 wrong(u64 seed, u64 pages) {
+    for (u64 n = 0; n < pages; n++)
+        if (page(n)[0] != word(seed, n) || page(n)[511] != ~word(seed, n)) return n + 1;
+    return 0;
+}
+
+static void verify(u64 seed, u64 pages) {
+    u64 bad = wrong(seed, pages);
+    put(bad ? "verify bad page " : "verify ok seed ");
+    put_hex(bad ? bad - 1 : seed);
+    put("\n");
+}
+
+static void halt(void) {
+    for (;;) __asm__ volatile("cli; hlt");
+}
+
+static void triple(void) {
+    struct __attribute__((packed)) { u16 limit; u64 base; } none = {0, 0};
+    __asm__ volatile("lidt %0" : : "m"(none));
+    *(volatile u8 *)0x8000000000ul = 0; /* 512 GiB: not mapped */
+    halt();
+}
+
+static void end(char how) {
+    if (how == 'o') outb(ACPI_SLEEP, 5 << 2 | 1 << 5);
+    if (how == 'k') outb(I8042, 0xfe);
+    if (how == 'a') outb(ACPI_RESET, 6);
+    if (how == 't') triple();
+    if (how == 'p') outb(PVPANIC, 1);
+}
+
+/* Prints a growing count now and then, until the 16 bytes at `generation` change (0: for ever). */
+static void count(u64 generation) {
+    volatile u64 *id = (volatile u64 *)generation;
+    u64 low = generation ? id[0] : 0, high = generation ? id[1] : 0;
+    for (u64 n = 0;; n++) {
+        if ((n & 0x3fff) == 0) {
+            put("count ");
+            put_hex(n);
+            put("\n");
+        }
+        if (generation && (id[0] != low || id[1] != high)) return;
+    }
+}
+
+/* After a restore: the new generation says what this copy does (see lib.rs, `Orders`). */
+static void obey(u64 generation, u64 *seed, u64 pages) {
+    volatile u8 *id = (volatile u8 *)generation;
+    u64 fresh = (u64)id[0] | (u64)id[1] << 8 | (u64)id[2] << 16 | (u64)id[3] << 24;
+    verify(*seed, pages);
+    fill(fresh, pages);
+    verify(fresh, pages);
+    *seed = fresh;
+    put("obeyed ");
+    put_hex(fresh);
+    put("\n");
+    end((char)id[4]);
+}
+
+static int starts(const char *text, const char *with) {
+    for (; *with; text++, with++)
+        if (*text != *with) return 0;
+    return 1;
+}
+
+void guest_main(const u8 *boot_params) {
+    const char *at = (const char *)(u64)*(const u32 *)(boot_params + 0x228);
+    u64 seed = 0, pages = 0;
+    put("microguest\n");
+    while (*at) {
+        const char *next = at;
+        while (*next && *next != ' ') next++;
+        if (starts(at, "fill=") || starts(at, "verify=")) {
+            int filling = *at == 'f';
+            at += filling ? 5 : 7;
+            seed = hex(&at);
+            if (*at == ':') at++;
+            pages = hex(&at);
+            if (filling) fill(seed, pages);
+            verify(seed, pages);
+        } else if (starts(at, "wait=")) {
+            at += 5;
+            u64 generation = hex(&at);
+            put("ready\n");
+            for (;;) {
+                count(generation);
+                obey(generation, &seed, pages);
+            }
+        } else if (starts(at, "count")) {
+            count(0);
+        } else if (starts(at, "end=")) {
+            end(at[4]);
+        } else if (starts(at, "say=")) {
+            for (at += 4; at < next; at++) outb(COM1, (u8)*at);
+            put("\n");
+        } else if (at != next) {
+            put("unknown word\n");
+        }
+        for (at = next; *at == ' '; at++) {}
+    }
+    put("done\n");
+    halt();
+}

@@ -1,0 +1,53 @@
+//! # microguest
+//!
+//! A guest of a few hundred instructions that needs nothing but a CPU in 64-bit long mode, RAM and a serial port. It
+//! starts like a vmlinux and obeys the words of its command line, so that the VMM's tests run on any `/dev/kvm`, even
+//! one that emulates every instruction (about two million a second).
+//!
+//! What may not enter: anything that needs interrupts, SSE or more than one vCPU; stock kernels test those.
+//!
+//! | word | what it does |
+//! |---|---|
+//! | `say=TEXT` | prints TEXT |
+//! | `fill=SEED:PAGES` | writes SEED's pattern to pages from 32 MiB on, verifies it (numbers in hexadecimal) |
+//! | `verify=SEED:PAGES` | prints `verify ok seed SEED` or `verify bad page N` |
+//! | `count` | prints `count N` now and then, for ever |
+//! | `wait=ADDR` | prints `ready`, counts until the VM generation id at ADDR changes, then obeys it ([`orders`]), over and over |
+//! | `end=HOW` | ends the VM, see [`End`] |
+//!
+//! After the last word it prints `done` and halts with interrupts off.
+
+/// How the guest ends its VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum End {
+    /// Not at all: counts on.
+    Not = 0,
+    /// Writes S5 to the ACPI sleep control register (port 0x600).
+    PowerOff = b'o',
+    /// Pulses the reset line through the keyboard controller (0xfe to port 0x64).
+    Keyboard = b'k',
+    /// Writes the ACPI reset register (6 to port 0x602).
+    AcpiReset = b'a',
+    /// A page fault with an empty IDT (KVM's emulator knows no `int3` in long mode).
+    TripleFault = b't',
+    /// Reports a panic through pvpanic (1 to port 0x505).
+    Panic = b'p',
+}
+
+/// The guest as an ELF that boots like a vmlinux.
+#[must_use]
+pub fn elf() -> &'static [u8] {
+    include_bytes!(concat!(env!("OUT_DIR"), "/microguest.elf"))
+}
+
+/// A VM generation id that tells a waiting guest what to do: verify the pages it filled, fill them with `seed`'s
+/// pattern, verify that, print `obeyed SEED`, then end as `end` says.
+#[must_use]
+pub fn orders(seed: u32, end: End) -> [u8; 16] {
+    let mut id = [0; 16];
+    id[..4].copy_from_slice(&seed.to_le_bytes());
+    id[4] = end as u8;
+    id[15] = 0x5a;
+    id
+}

@@ -1,0 +1,71 @@
+//! Where tests make a step fail. Outside tests a step always goes on.
+
+use std::io;
+use std::path::Path;
+
+#[cfg(not(test))]
+#[inline]
+#[expect(clippy::unnecessary_wraps, reason = "it fails in tests")]
+pub(crate) const fn step(_doing: &'static str, _path: &Path) -> io::Result<()> {
+    Ok(())
+}
+
+#[cfg(test)]
+pub(crate) use injected::{step, with_crash_at, with_failure_at, with_trace};
+
+#[cfg(test)]
+mod injected {
+    use super::{Path, io};
+    use std::cell::RefCell;
+    use std::path::PathBuf;
+
+    #[derive(Default)]
+    struct Plan {
+        /// Steps still to go before the fault.
+        left: Option<u32>,
+        /// Whether every later step fails too, as after a crash.
+        crash: bool,
+        hit: bool,
+        trace: Vec<(&'static str, PathBuf)>,
+    }
+
+    thread_local!(static PLAN: RefCell<Plan> = RefCell::default());
+
+    pub(crate) fn step(doing: &'static str, path: &Path) -> io::Result<()> {
+        PLAN.with_borrow_mut(|plan| {
+            plan.trace.push((doing, path.to_owned()));
+            let fails = match plan.left {
+                _ if plan.hit => plan.crash,
+                Some(0) => true,
+                _ => false,
+            };
+            plan.left = plan.left.map(|n| n.saturating_sub(1));
+            plan.hit |= fails;
+            if fails { Err(io::Error::other("injected fault")) } else { Ok(()) }
+        })
+    }
+
+    fn with<T>(left: Option<u32>, crash: bool, run: impl FnOnce() -> T) -> (T, Plan) {
+        PLAN.set(Plan { left, crash, ..Plan::default() });
+        let result = run();
+        (result, PLAN.take())
+    }
+
+    /// Runs with step number `n` and all after it failing; tells whether it came to that.
+    pub(crate) fn with_crash_at<T>(n: u32, run: impl FnOnce() -> T) -> (T, bool) {
+        let (result, plan) = with(Some(n), true, run);
+        (result, plan.hit)
+    }
+
+    /// Runs with step number `n` alone failing; tells whether it came to that.
+    pub(crate) fn with_failure_at<T>(n: u32, run: impl FnOnce() -> T) -> (T, bool) {
+        let (result, plan) = with(Some(n), false, run);
+        (result, plan.hit)
+    }
+
+    /// Runs, and tells every step.
+    pub(crate) fn with_trace<T>(run: impl FnOnce() -> T) -> (T, Vec<(&'static str, PathBuf)>) {
+        let (result, plan) = with(None, false, run);
+        (result, plan.trace)
+    }
+}

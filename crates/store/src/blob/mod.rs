@@ -1,0 +1,260 @@
+//! The one module that changes the disk: folders by descriptor, files by single names in them, no symbolic link followed.
+//!
+//! Every change goes through a [`Dir`] and passes [`fault::step`] first, where tests make it fail.
+
+pub(crate) mod fault;
+
+use crate::errors::{IoError, IoResult};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, RawDir, RenameFlags, fchmod, linkat, mkdirat, openat,
+    renameat_with, statat, unlinkat,
+};
+use rustix::io::Errno;
+use std::fs::File;
+use std::io::{self, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+const DIR: OFlags = OFlags::DIRECTORY.union(OFlags::RDONLY).union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW);
+const FILE: OFlags = OFlags::CLOEXEC.union(OFlags::NOFOLLOW).union(OFlags::NOCTTY).union(OFlags::NONBLOCK);
+
+/// An open folder. `name` parameters are single path components that dayfly made up or checked ([`dayfly_units::Name`], ids).
+#[derive(Debug)]
+pub(crate) struct Dir {
+    fd: OwnedFd,
+    path: PathBuf,
+}
+
+/// What [`Dir::rename`] does where the new name is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum IfTaken {
+    /// Fail with `AlreadyExists`.
+    Refuse,
+    /// The two change places, in one step. Fails with `NotFound` where it is not taken.
+    Exchange,
+}
+
+impl Dir {
+    /// The folder at `path`, made with its parents when it is missing. Links on the way to it are the administrator's choice.
+    pub(crate) fn root(path: &Path) -> IoResult<Self> {
+        std::fs::create_dir_all(path).map_err(IoError::new("making folder", path))?;
+        let fd = openat(CWD, path, DIR.difference(OFlags::NOFOLLOW), Mode::empty());
+        let fd = fd.map_err(|e| IoError::new("opening folder", path)(e.into()))?;
+        Ok(Self { fd, path: path.to_owned() })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn fail(&self, doing: &'static str, name: &str) -> impl FnOnce(Errno) -> IoError {
+        let path = self.path.join(name);
+        move |e| IoError { doing, path, source: e.into() }
+    }
+
+    fn step(&self, doing: &'static str, name: &str) -> IoResult<()> {
+        fault::step(doing, &self.path.join(name)).map_err(IoError::new(doing, &self.path.join(name)))
+    }
+
+    /// A folder in this one.
+    pub(crate) fn sub(&self, name: &str) -> IoResult<Self> {
+        let fd = openat(&self.fd, name, DIR, Mode::empty()).map_err(self.fail("opening folder", name))?;
+        Ok(Self { fd, path: self.path.join(name) })
+    }
+
+    /// A new folder in this one.
+    pub(crate) fn make(&self, name: &str) -> IoResult<Self> {
+        self.step("making folder", name)?;
+        mkdirat(&self.fd, name, Mode::from_raw_mode(0o700)).map_err(self.fail("making folder", name))?;
+        self.sub(name)
+    }
+
+    pub(crate) fn make_or_open(&self, name: &str) -> IoResult<Self> {
+        match self.make(name) {
+            Err(e) if e.source.kind() == io::ErrorKind::AlreadyExists => self.sub(name),
+            other => other,
+        }
+    }
+
+    /// A new empty file, open for reading and writing.
+    pub(crate) fn create(&self, name: &str) -> IoResult<File> {
+        self.step("creating", name)?;
+        let flags = FILE | OFlags::RDWR | OFlags::CREATE | OFlags::EXCL;
+        let fd =
+            openat(&self.fd, name, flags, Mode::from_raw_mode(0o600)).map_err(self.fail("creating", name))?;
+        Ok(File::from(fd))
+    }
+
+    /// An existing file for reading and writing, or a new one.
+    pub(crate) fn open_or_create(&self, name: &str) -> IoResult<File> {
+        let flags = FILE | OFlags::RDWR | OFlags::CREATE;
+        let fd =
+            openat(&self.fd, name, flags, Mode::from_raw_mode(0o600)).map_err(self.fail("opening", name))?;
+        self.regular(name, File::from(fd))
+    }
+
+    /// An existing file, for reading.
+    pub(crate) fn open(&self, name: &str) -> IoResult<File> {
+        let fd = openat(&self.fd, name, FILE | OFlags::RDONLY, Mode::empty())
+            .map_err(self.fail("opening", name))?;
+        self.regular(name, File::from(fd))
+    }
+
+    /// An existing file, for reading and writing.
+    pub(crate) fn open_rw(&self, name: &str) -> IoResult<File> {
+        let fd =
+            openat(&self.fd, name, FILE | OFlags::RDWR, Mode::empty()).map_err(self.fail("opening", name))?;
+        self.regular(name, File::from(fd))
+    }
+
+    /// A pipe or device under a name of ours is not what we made.
+    fn regular(&self, name: &str, file: File) -> IoResult<File> {
+        let path = self.path.join(name);
+        let meta = file.metadata().map_err(IoError::new("looking at", &path))?;
+        if meta.is_file() {
+            return Ok(file);
+        }
+        let source = io::Error::new(io::ErrorKind::InvalidData, "expected a regular file");
+        Err(IoError { doing: "opening", path, source })
+    }
+
+    /// A new file with these bytes, read-only and on disk.
+    pub(crate) fn write(&self, name: &str, bytes: &[u8]) -> IoResult<()> {
+        let mut file = self.create(name)?;
+        self.step("writing", name)?;
+        file.write_all(bytes).map_err(IoError::new("writing", &self.path.join(name)))?;
+        self.finish(name, &file)
+    }
+
+    /// Makes a file that has its final content read-only, and waits until it is on disk.
+    pub(crate) fn finish(&self, name: &str, file: &File) -> IoResult<()> {
+        self.step("making read-only", name)?;
+        fchmod(file, Mode::from_raw_mode(0o400)).map_err(self.fail("making read-only", name))?;
+        self.step("syncing", name)?;
+        file.sync_all().map_err(IoError::new("syncing", &self.path.join(name)))
+    }
+
+    /// Waits until this folder's names are on disk.
+    pub(crate) fn sync(&self) -> IoResult<()> {
+        self.step("syncing folder", "")?;
+        rustix::fs::fsync(&self.fd).map_err(self.fail("syncing folder", ""))
+    }
+
+    /// Moves `name` to `to`/`new`, in one step.
+    pub(crate) fn rename(&self, name: &str, to: &Self, new: &str, if_taken: IfTaken) -> IoResult<()> {
+        let flags = match if_taken {
+            IfTaken::Refuse => RenameFlags::NOREPLACE,
+            IfTaken::Exchange => RenameFlags::EXCHANGE,
+        };
+        to.step("renaming to", new)?;
+        renameat_with(&self.fd, name, &to.fd, new, flags).map_err(to.fail("renaming to", new))
+    }
+
+    /// Gives the file `name` a second name, `to`/`new`.
+    pub(crate) fn link(&self, name: &str, to: &Self, new: &str) -> IoResult<()> {
+        to.step("linking", new)?;
+        linkat(&self.fd, name, &to.fd, new, AtFlags::empty()).map_err(to.fail("linking", new))
+    }
+
+    /// Removes the name of a file; one that is not there is no error.
+    pub(crate) fn unlink(&self, name: &str) -> IoResult<()> {
+        self.step("removing", name)?;
+        match unlinkat(&self.fd, name, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(e) => Err(self.fail("removing", name)(e)),
+        }
+    }
+
+    /// Removes a file, or a folder with all in it; one that is not there is no error.
+    pub(crate) fn remove(&self, name: &str) -> IoResult<()> {
+        match statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Err(Errno::NOENT) => return Ok(()),
+            Err(e) => return Err(self.fail("looking at", name)(e)),
+            Ok(stat) if FileType::from_raw_mode(stat.st_mode) != FileType::Directory => {
+                return self.unlink(name);
+            }
+            Ok(_) => {}
+        }
+        let folder = self.sub(name)?;
+        for inner in folder.entries()? {
+            folder.remove(&inner)?;
+        }
+        self.step("removing", name)?;
+        match unlinkat(&self.fd, name, AtFlags::REMOVEDIR) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(e) => Err(self.fail("removing", name)(e)),
+        }
+    }
+
+    /// Whether there is something of that name.
+    pub(crate) fn has(&self, name: &str) -> IoResult<bool> {
+        match statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(_) => Ok(true),
+            Err(Errno::NOENT) => Ok(false),
+            Err(e) => Err(self.fail("looking at", name)(e)),
+        }
+    }
+
+    /// The names in this folder, sorted. Names that are not UTF-8 are not ours; they are shown with replacement characters.
+    pub(crate) fn entries(&self) -> IoResult<Vec<String>> {
+        // A descriptor of its own, so that listing starts at the beginning and never disturbs another.
+        let fd = openat(&self.fd, ".", DIR, Mode::empty()).map_err(self.fail("listing", ""))?;
+        let mut buffer = [MaybeUninit::uninit(); 8192];
+        let mut list = RawDir::new(fd, &mut buffer);
+        let mut names = Vec::new();
+        while let Some(entry) = list.next() {
+            let entry = entry.map_err(self.fail("listing", ""))?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if name != "." && name != ".." {
+                names.push(name);
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+}
+
+impl AsFd for Dir {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// A folder in `staging/`, removed with all in it when dropped. What was renamed out of it stays.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    dir: Dir,
+    parent: OwnedFd,
+    parent_path: PathBuf,
+    name: String,
+}
+
+impl Stage {
+    pub(crate) fn new(staging: &Dir, name: &str) -> IoResult<Self> {
+        let path = staging.path();
+        let parent = staging.fd.try_clone().map_err(IoError::new("duplicating the descriptor of", path))?;
+        Ok(Self { dir: staging.make(name)?, parent, parent_path: path.to_owned(), name: name.to_owned() })
+    }
+}
+
+impl std::ops::Deref for Stage {
+    type Target = Dir;
+    fn deref(&self) -> &Dir {
+        &self.dir
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let Ok(fd) = self.parent.try_clone() else { return };
+        let parent = Dir { fd, path: self.parent_path.clone() };
+        if let Err(error) = parent.remove(&self.name) {
+            // The next open of the store sweeps it.
+            tracing::warn!(%error, cause = %error.source, "leaving something in staging");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

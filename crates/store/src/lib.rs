@@ -1,0 +1,200 @@
+//! # store
+//!
+//! The room for everything on disk under the state folder: images, kernels, frozen disk layers, snapshots, the writable
+//! layers of running VMs, and what is being made.
+//!
+//! | folder | entry | files |
+//! |---|---|---|
+//! | `images/` | name | `disk` (raw, sparse), `manifest` |
+//! | `kernels/` | name | `vmlinux`, `initrd`, `manifest` |
+//! | `layers/` | content id | `data` (sparse), `map` (sealed; opaque here) |
+//! | `snapshots/` | name | `state`, `memory` (sparse), `manifest` |
+//! | `vms/` | VM id | `disk<d>.<n>.data`, `disk<d>.<n>.map`: layers that belong to one VM |
+//! | `staging/` | anything | what is not finished; emptied when a store opens |
+//! | `lock` | – | `flock`ed by the one process that has the store open |
+//!
+//! ## Publishing, and why a crash leaves the old or the new
+//! Everything is made in `staging/` and enters its folder by one `rename` of a whole folder. The order:
+//!
+//! 1. every file is written, made read-only and `fsync`ed;
+//! 2. its staging folder is `fsync`ed, and the folder above it;
+//! 3. layers are renamed into `layers/`, which is `fsync`ed;
+//! 4. only then the snapshot is renamed into `snapshots/`, which is `fsync`ed.
+//!
+//! A layer nobody refers to is harmless ([`Store::gc`]); a snapshot that is there has all it needs. Removal goes the other
+//! way: rename into `staging/`, `fsync`, delete.
+//!
+//! ## Trust
+//! Manifests are sealed ([`dayfly_units::sealed`]). A file is hashed in full before its first use by this process, and then
+//! trusted while its device, inode, size, mtime and ctime stay (`verify.rs`); [`Store::open_snapshot`] is then a few `fstat`s. No
+//! symbolic link is followed below the state folder.
+//!
+//! ## References
+//! Counted from the snapshots' manifests whenever they are needed ([`refs`]), never stored. What a running VM stands on is held by a [`Pin`].
+//!
+//! What may not enter: HTTP, async, processes, what a disk layer's map means.
+
+mod blob;
+mod digest;
+mod errors;
+mod gc;
+mod images;
+mod kernels;
+mod layers;
+mod manifest;
+mod pins;
+mod publish;
+pub mod refs;
+mod snapshots;
+pub mod sparse;
+mod upload;
+mod verify;
+mod vms;
+
+pub use digest::{Digest, DigestError};
+pub use errors::{Damage, IoError};
+pub use gc::{GcError, GcReport};
+pub use images::{Image, ImageSpec};
+pub use kernels::{Kernel, KernelSpec};
+pub use layers::{ChainLayer, LayerId, LayerRef, VmLayer};
+pub use manifest::{
+    DiskRef, FileRef, ImageConfig, ImageManifest, ImageRef, KernelManifest, KernelRef, Listing,
+    ManifestError, SnapshotManifest,
+};
+pub use pins::{Pin, PinError};
+pub use publish::{OpenError, PutError, RemoveError};
+pub use snapshots::{
+    CommitError, Committed, DiskSpec, Freeze, OpenDisk, OpenLayer, OpenSnapshot, SavedSnapshot, Sizes,
+    SnapshotSpec, SnapshotWriter,
+};
+
+use blob::Dir;
+use errors::IoResult;
+use rustix::fs::{FlockOperation, flock};
+use std::fs::File;
+use std::io::{Read, Seek, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The state folder, held by this process alone. Cheap to clone; every method may be called from any thread, and blocks.
+#[derive(Debug, Clone)]
+pub struct Store(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    root: Dir,
+    images: Dir,
+    kernels: Dir,
+    layers: Dir,
+    snapshots: Dir,
+    vms: Dir,
+    staging: Dir,
+    /// Held while something becomes visible or goes away, so that references are decided on one state of the folders.
+    publish: Mutex<()>,
+    verifier: verify::Verifier,
+    pins: Arc<pins::Pins>,
+    counter: AtomicU64,
+    /// Closed, and so unlocked, last.
+    _lock: File,
+}
+
+/// Why a store was not opened.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// Another process has it.
+    #[error("{path} is in use by process {holder}: only one daemon may have it open")]
+    Locked {
+        /// The lock file.
+        path: PathBuf,
+        /// What that process wrote into it: its pid.
+        holder: String,
+    },
+    /// A folder cannot be made, opened or emptied.
+    #[error(transparent)]
+    Io(#[from] IoError),
+}
+
+impl Store {
+    /// Opens the store at `root`, making what is missing, and empties `staging/`: whoever filled it is dead, as the lock was free.
+    ///
+    /// # Errors
+    /// [`StoreError`]; nothing was changed when it is `Locked`.
+    pub fn open(root: &Path) -> Result<Self, StoreError> {
+        let root = Dir::root(root)?;
+        let lock = Self::lock(&root)?;
+        let folder = |name: &str| root.make_or_open(name);
+        let inner = Inner {
+            images: folder("images")?,
+            kernels: folder("kernels")?,
+            layers: folder("layers")?,
+            snapshots: folder("snapshots")?,
+            vms: folder("vms")?,
+            staging: folder("staging")?,
+            root,
+            publish: Mutex::new(()),
+            verifier: verify::Verifier::default(),
+            pins: Arc::default(),
+            counter: AtomicU64::new(0),
+            _lock: lock,
+        };
+        inner.root.sync()?;
+        for name in inner.staging.entries()? {
+            tracing::info!(entry = name, "sweeping what a dead process left in staging");
+            inner.staging.remove(&name)?;
+        }
+        Ok(Self(Arc::new(inner)))
+    }
+
+    fn lock(root: &Dir) -> Result<File, StoreError> {
+        let mut lock = root.open_or_create("lock")?;
+        let path = root.path().join("lock");
+        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                let mut holder = String::new();
+                let _shown_as_empty = lock.take(32).read_to_string(&mut holder);
+                return Err(StoreError::Locked { path, holder: holder.trim().to_owned() });
+            }
+            Err(e) => return Err(IoError::new("locking", &path)(e.into()).into()),
+        }
+        let written = lock
+            .set_len(0)
+            .and_then(|()| lock.rewind())
+            .and_then(|()| writeln!(lock, "{}", std::process::id()));
+        written.map_err(IoError::new("writing", &path))?;
+        Ok(lock)
+    }
+
+    /// The state folder.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        self.0.root.path()
+    }
+
+    /// The entries of `staging/` that are in use now, for a search for leaks.
+    ///
+    /// # Errors
+    /// The folder cannot be listed.
+    pub fn staged(&self) -> Result<Vec<PathBuf>, IoError> {
+        Ok(self.0.staging.entries()?.iter().map(|n| self.0.staging.path().join(n)).collect())
+    }
+}
+
+impl Inner {
+    fn publishing(&self) -> MutexGuard<'_, ()> {
+        self.publish.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A fresh folder in `staging/`, removed when dropped.
+    fn stage(self: &Arc<Self>) -> IoResult<blob::Stage> {
+        let n = self.counter.fetch_add(1, Ordering::Relaxed);
+        let name = format!("{}-{n}", std::process::id());
+        blob::Stage::new(&self.staging, &name)
+    }
+}
+
+#[cfg(test)]
+mod fixture;
+#[cfg(test)]
+mod tests;

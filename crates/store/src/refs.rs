@@ -1,0 +1,47 @@
+//! Who refers to what: pure functions of the snapshots' manifests and the pins, so that a property test can hold them against a model.
+
+use crate::digest::Digest;
+use crate::layers::LayerId;
+use crate::manifest::SnapshotManifest;
+use dayfly_units::Name;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// For every layer, the snapshots whose disks stand on it, by name.
+#[must_use]
+pub fn layer_users(snapshots: &[SnapshotManifest]) -> BTreeMap<LayerId, BTreeSet<Name>> {
+    let mut users: BTreeMap<LayerId, BTreeSet<Name>> = BTreeMap::new();
+    for snapshot in snapshots {
+        for layer in snapshot.disks.iter().flat_map(|disk| &disk.layers) {
+            users.entry(layer.id).or_default().insert(snapshot.name.clone());
+        }
+    }
+    users
+}
+
+/// The layers of `present` that no snapshot and no pin needs.
+#[must_use]
+pub fn unreferenced(
+    present: &BTreeSet<LayerId>,
+    snapshots: &[SnapshotManifest],
+    pinned: &BTreeSet<LayerId>,
+) -> BTreeSet<LayerId> {
+    let users = layer_users(snapshots);
+    present.iter().copied().filter(|id| !users.contains_key(id) && !pinned.contains(id)).collect()
+}
+
+/// The snapshots that stand on the image `name`; with `replacement`, only those that need another digest than that.
+#[must_use]
+pub fn users_of_image(
+    snapshots: &[SnapshotManifest],
+    name: &Name,
+    replacement: Option<Digest>,
+) -> BTreeSet<Name> {
+    let needs = |s: &&SnapshotManifest| {
+        s.disks.iter().any(|d| &d.image.name == name && replacement != Some(d.image.digest))
+    };
+    snapshots.iter().filter(needs).map(|s| s.name.clone()).collect()
+}
+
+#[cfg(test)]
+#[path = "refs_tests.rs"]
+mod tests;

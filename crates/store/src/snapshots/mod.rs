@@ -1,0 +1,24 @@
+//! Snapshots: memory, state and disk layers of one instant.
+//!
+//! ```text
+//! Store::snapshot_writer ──▶ SnapshotWriter ──freeze(disk)…──▶ the VMM saves ──saved()──▶ SavedSnapshot ──commit(spec)──▶ Committed
+//!                                │ dropped: nothing stays                      │ dropped, or commit failed: no snapshot; what
+//!                                ▼ of it, nor of the new layers                ▼ the VM froze stays in vms/, as it stands on it
+//! ```
+
+mod open;
+mod writer;
+
+pub use open::{OpenDisk, OpenLayer, OpenSnapshot, Sizes};
+pub use writer::{CommitError, Committed, DiskSpec, Freeze, SavedSnapshot, SnapshotSpec, SnapshotWriter};
+
+pub(crate) const STATE: &str = "state";
+pub(crate) const MEMORY: &str = "memory";
+pub(crate) const WORKING_SET: &str = "working-set";
+
+#[cfg(test)]
+#[path = "damage_tests.rs"]
+mod damage_tests;
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

@@ -1,0 +1,229 @@
+//! Opening a snapshot to clone from it: everything verified, everything open, everything pinned.
+
+use super::{MEMORY, STATE, WORKING_SET};
+use crate::errors::{Damage, IoError};
+use crate::layers::{LayerId, LayerRef};
+use crate::manifest::{self, DiskRef, ImageRef, Listing, SnapshotManifest};
+use crate::pins::{Pin, Pinned};
+use crate::publish::{OpenError, RemoveError, folder, needed};
+use crate::verify::Kind;
+use crate::{Inner, Store};
+use dayfly_units::Name;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+
+/// A snapshot, verified and open. Every descriptor is read-only.
+#[derive(Debug)]
+pub struct OpenSnapshot {
+    /// What it is.
+    pub manifest: SnapshotManifest,
+    /// The sealed state.
+    pub state: File,
+    /// RAM, sparse.
+    pub memory: File,
+    /// The sealed record of the pages that clones touch first, if there is one; its reader verifies it.
+    pub working_set: Option<File>,
+    /// In order vda, vdb, ….
+    pub disks: Vec<OpenDisk>,
+    /// Keeps its images and layers in the store; a clone holds it as long as it lives.
+    pub pin: Pin,
+}
+
+/// A disk of an open snapshot.
+#[derive(Debug)]
+pub struct OpenDisk {
+    /// Of which image.
+    pub image: ImageRef,
+    /// The raw image.
+    pub base: File,
+    /// The size that the guest sees.
+    pub size_bytes: u64,
+    /// Whether a clone gets a writable layer for it.
+    pub writable: bool,
+    /// Frozen layers, the lowest first.
+    pub layers: Vec<OpenLayer>,
+}
+
+/// A frozen layer of an open snapshot.
+#[derive(Debug)]
+pub struct OpenLayer {
+    /// Which.
+    pub layer: LayerRef,
+    /// Its blocks, sparse.
+    pub data: File,
+    /// Its sealed map.
+    pub map: File,
+}
+
+/// How much disk something takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Sizes {
+    /// The lengths of its files.
+    pub apparent_bytes: u64,
+    /// The blocks of its files.
+    pub allocated_bytes: u64,
+}
+
+impl Store {
+    /// Opens the snapshot `name`: its manifest's seal, the presence of its images and layers, the size and the content of every file are verified, the
+    /// content once per process and change (`verify.rs`). Who opens it at once with others waits for one verification.
+    ///
+    /// # Errors
+    /// [`OpenError`]: `Damage` names the file, the place, what was expected and what was got.
+    pub fn open_snapshot(&self, name: &Name) -> Result<OpenSnapshot, OpenError> {
+        self.0.open_snapshot(name)
+    }
+
+    /// The manifest of the snapshot `name`, without a look at the other files.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn snapshot(&self, name: &Name) -> Result<SnapshotManifest, OpenError> {
+        Ok(manifest::read(&folder(&self.0.snapshots, "snapshot", name)?)?)
+    }
+
+    /// Every snapshot.
+    ///
+    /// # Errors
+    /// The folder cannot be listed.
+    pub fn snapshots(&self) -> Result<Listing<SnapshotManifest>, IoError> {
+        manifest::list(&self.0.snapshots)
+    }
+
+    /// Keeps `record`, the sealed working set of the snapshot `name`, beside it: staged, synced, renamed. A snapshot has one
+    /// for good.
+    ///
+    /// # Errors
+    /// There is no such snapshot, it has one already, or the host cannot write it.
+    pub fn put_working_set(&self, name: &Name, record: &[u8]) -> Result<(), OpenError> {
+        let stage = self.0.stage()?;
+        let staged = stage.make("working-set")?;
+        staged.write(WORKING_SET, record)?;
+        let _publishing = self.0.publishing();
+        let dir = folder(&self.0.snapshots, "snapshot", name)?;
+        staged.rename(WORKING_SET, &dir, WORKING_SET, crate::blob::IfTaken::Refuse)?;
+        Ok(dir.sync()?)
+    }
+
+    /// Removes the snapshot `name`, which may be damaged. Its layers stay until [`Store::gc`]; clones of it run on.
+    ///
+    /// # Errors
+    /// [`RemoveError`].
+    pub fn remove_snapshot(&self, name: &Name) -> Result<(), RemoveError> {
+        let _publishing = self.0.publishing();
+        if self.0.retire(&self.0.snapshots, name.as_str())? {
+            Ok(())
+        } else {
+            Err(RemoveError::NotFound { kind: "snapshot", name: name.clone() })
+        }
+    }
+
+    /// What the snapshot `name` takes on disk: (its own files, the layers it stands on, which others may share).
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn snapshot_sizes(&self, name: &Name) -> Result<(Sizes, Sizes), OpenError> {
+        let _publishing = self.0.publishing();
+        let dir = folder(&self.0.snapshots, "snapshot", name)?;
+        let manifest: SnapshotManifest = manifest::read(&dir)?;
+        let by = format!("snapshot {name}");
+        let mut own = Sizes::default();
+        for file in [manifest::FILE, STATE, MEMORY] {
+            own.add(&needed(&dir, file, &by)?).map_err(IoError::new("looking at", &dir.path().join(file)))?;
+        }
+        let mut layers = Sizes::default();
+        for layer in manifest.disks.iter().flat_map(|d| &d.layers) {
+            let (dir, data, map) = self.0.open_layer_files(layer.id, &by)?;
+            layers
+                .add(&data)
+                .and_then(|()| layers.add(&map))
+                .map_err(IoError::new("looking at", dir.path()))?;
+        }
+        Ok((own, layers))
+    }
+}
+
+impl Sizes {
+    fn add(&mut self, file: &File) -> std::io::Result<()> {
+        let meta = file.metadata()?;
+        self.apparent_bytes += meta.len();
+        self.allocated_bytes += meta.blocks() * 512;
+        Ok(())
+    }
+}
+
+/// A disk whose files are open but not verified.
+type RawDisk = (DiskRef, File, Vec<(crate::blob::Dir, OpenLayer)>);
+
+impl Inner {
+    pub(crate) fn open_snapshot(self: &Arc<Self>, name: &Name) -> Result<OpenSnapshot, OpenError> {
+        let by = format!("snapshot {name}");
+        // Under the lock everything is opened and pinned; the hashing, which takes long the first time, needs the descriptors only.
+        let (dir, manifest, state, memory, working_set, disks, pin) = {
+            let _publishing = self.publishing();
+            let dir = folder(&self.snapshots, "snapshot", name)?;
+            let manifest: SnapshotManifest = manifest::read(&dir)?;
+            let (state, memory) = (needed(&dir, STATE, &by)?, needed(&dir, MEMORY, &by)?);
+            let working_set = if dir.has(WORKING_SET)? { Some(dir.open(WORKING_SET)?) } else { None };
+            let disks =
+                manifest.disks.iter().map(|d| self.open_disk(d, &by)).collect::<Result<Vec<_>, _>>()?;
+            let pin = self.pins.pin(Pinned::of(&manifest, format!("a clone of {by}")));
+            (dir, manifest, state, memory, working_set, disks, pin)
+        };
+        self.verify(&dir, STATE, &state, &manifest.state, Kind::Plain)?;
+        let mut open = Vec::with_capacity(disks.len());
+        for (disk, base, layers) in disks {
+            for (dir, l) in &layers {
+                self.verify_layer(dir, &l.layer, &l.data, &l.map)?;
+            }
+            self.verify_base(&disk, &base)?;
+            let layers = layers.into_iter().map(|(_, l)| l).collect();
+            let DiskRef { image, size_bytes, writable, .. } = disk;
+            open.push(OpenDisk { image, base, size_bytes, writable, layers });
+        }
+        self.verify(&dir, MEMORY, &memory, &manifest.memory, Kind::Sparse)?;
+        Ok(OpenSnapshot { manifest, state, memory, working_set, disks: open, pin })
+    }
+
+    fn open_disk(&self, disk: &DiskRef, by: &str) -> Result<RawDisk, OpenError> {
+        self.image_is(&disk.image, by)?;
+        let base = needed(&self.images.sub(disk.image.name.as_str())?, "disk", by)?;
+        let mut layers = Vec::with_capacity(disk.layers.len());
+        for &layer in &disk.layers {
+            let (dir, data, map) = self.open_layer_files(layer.id, by)?;
+            layers.push((dir, OpenLayer { layer, data, map }));
+        }
+        Ok((disk.clone(), base, layers))
+    }
+
+    /// The image's own manifest has its size; the snapshot's has its digest, and both digests were compared.
+    fn verify_base(&self, disk: &DiskRef, base: &File) -> Result<(), OpenError> {
+        let dir = self.images.sub(disk.image.name.as_str())?;
+        let image: crate::ImageManifest = manifest::read(&dir)?;
+        if image.disk.digest != disk.image.digest {
+            let (expected, got) = (disk.image.digest.to_string(), image.disk.digest.to_string());
+            let place = "digest of the disk in the manifest".to_owned();
+            return Err(
+                Damage::Content { file: self.image_path(&disk.image.name), place, expected, got }.into()
+            );
+        }
+        Ok(self.verify(&dir, "disk", base, &image.disk, Kind::Sparse)?)
+    }
+}
+
+impl SnapshotManifest {
+    /// The images it stands on, once each.
+    #[must_use]
+    pub fn images(&self) -> Vec<ImageRef> {
+        let by_name: BTreeMap<_, _> = self.disks.iter().map(|d| (&d.image.name, &d.image)).collect();
+        by_name.into_values().cloned().collect()
+    }
+
+    /// The layers it stands on, disk by disk, the lowest first.
+    #[must_use]
+    pub fn layer_ids(&self) -> Vec<LayerId> {
+        self.disks.iter().flat_map(|d| &d.layers).map(|l| l.id).collect()
+    }
+}

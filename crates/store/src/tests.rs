@@ -1,0 +1,253 @@
+use super::*;
+use crate::fixture::{IMAGE, assert_is, bake, disk, image_spec, name, put_image, reopen, store, tree};
+
+fn compressed(bytes: &[u8]) -> Vec<u8> {
+    zstd::encode_all(bytes, 1).unwrap()
+}
+
+#[test]
+fn one_process_at_a_time_has_a_store_open() {
+    let root = tempfile::tempdir().unwrap();
+    let first = Store::open(root.path()).unwrap();
+    match Store::open(root.path()) {
+        Err(StoreError::Locked { holder, .. }) => assert_eq!(holder, std::process::id().to_string()),
+        other => panic!("{other:?}"),
+    }
+    let clone = first.clone();
+    drop(first);
+    assert!(Store::open(root.path()).is_err());
+    drop(clone);
+    Store::open(root.path()).unwrap();
+}
+
+#[test]
+fn what_is_left_in_staging_is_swept_at_open() {
+    let root = tempfile::tempdir().unwrap();
+    drop(store(root.path()));
+    std::fs::create_dir_all(root.path().join("staging/1-2/image")).unwrap();
+    std::fs::write(root.path().join("staging/1-2/image/disk"), "x").unwrap();
+    let store = reopen(root.path());
+    assert_eq!(store.staged().unwrap(), Vec::<PathBuf>::new());
+    store.image(&name(IMAGE)).unwrap();
+}
+
+#[test]
+fn an_image_is_uploaded_opened_listed_and_removed() {
+    let root = tempfile::tempdir().unwrap();
+    let store = Store::open(root.path()).unwrap();
+    let bytes = disk(9);
+    let spec = image_spec(&bytes);
+    let put = store.put_image(&name("a"), &spec, &mut compressed(&bytes).as_slice()).unwrap();
+    assert_eq!((put.disk.bytes, put.disk.data_bytes), (16 * 4096, 2 * 4096));
+    let mut image = store.image(&name("a")).unwrap();
+    assert_eq!(image.manifest, put);
+    let mut back = Vec::new();
+    image.disk.read_to_end(&mut back).unwrap();
+    assert_eq!(back, bytes);
+    assert_eq!(store.images().unwrap().items, [put]);
+    assert!(
+        matches!(store.remove_image(&name("a")), Err(RemoveError::InUse { by, .. }) if by == ["image a"])
+    );
+    drop(image);
+    store.remove_image(&name("a")).unwrap();
+    assert!(matches!(store.remove_image(&name("a")), Err(RemoveError::NotFound { .. })));
+    assert!(matches!(store.image(&name("a")), Err(OpenError::NotFound { .. })));
+    assert_eq!(tree(root.path()).len(), 7, "{:?}", tree(root.path()));
+}
+
+#[test]
+fn uploads_that_are_not_as_announced_are_refused_and_leave_nothing() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let before = tree(root.path());
+    let bytes = disk(9);
+    let spec = image_spec(&bytes);
+    let whole = compressed(&bytes);
+    let put =
+        |spec: &ImageSpec, body: &[u8]| store.put_image(&name("new"), spec, &mut &body[..]).unwrap_err();
+    for len in 0..whole.len() {
+        let error = put(&spec, &whole[..len]);
+        assert!(matches!(error, PutError::Stream { what: "disk", .. }), "{len}: {error:?}");
+    }
+    let followed = [&whole[..], b"x"].concat();
+    assert!(matches!(put(&spec, &followed), PutError::Longer { announced: 65536 }));
+    let two_frames = [&whole[..], &whole[..]].concat();
+    assert!(matches!(put(&spec, &two_frames), PutError::Longer { .. }));
+    let shorter = ImageSpec { size_bytes: 15 * 4096, ..spec.clone() };
+    assert!(matches!(put(&shorter, &whole), PutError::Longer { .. }));
+    let longer = ImageSpec { size_bytes: 17 * 4096, ..spec.clone() };
+    assert!(matches!(put(&longer, &whole), PutError::Stream { source: sparse::CopyError::Short { .. }, .. }));
+    // A small bomb: a terabyte of zeroes is announced and refused, and what comes beyond the announcement is not decoded.
+    let huge = ImageSpec { size_bytes: (1 << 40) + 4096, ..spec.clone() };
+    assert!(matches!(put(&huge, &whole), PutError::TooLarge { .. }));
+    for size_bytes in [0, 1, 4095, 4097] {
+        assert!(matches!(put(&ImageSpec { size_bytes, ..spec.clone() }, &whole), PutError::Invalid { .. }));
+    }
+    let other = ImageSpec { digest: Digest([0; 32]), ..spec };
+    assert!(matches!(put(&other, &whole), PutError::Digest { .. }));
+    assert_eq!(tree(root.path()), before);
+}
+
+#[test]
+fn an_image_is_replaced_unless_other_content_is_in_use() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    put_image(&store, IMAGE, 2).unwrap();
+    put_image(&store, IMAGE, 1).unwrap();
+    bake(&store, "base", 5).unwrap();
+    put_image(&store, IMAGE, 1).unwrap();
+    match put_image(&store, IMAGE, 2) {
+        Err(PutError::InUse { by, .. }) => assert_eq!(by, ["snapshot base"]),
+        other => panic!("{other:?}"),
+    }
+    assert!(
+        matches!(store.remove_image(&name(IMAGE)), Err(RemoveError::InUse { by, .. }) if by == ["snapshot base"])
+    );
+    assert_is(&store, "base", 5);
+    store.remove_snapshot(&name("base")).unwrap();
+    put_image(&store, IMAGE, 2).unwrap();
+    store.remove_image(&name(IMAGE)).unwrap();
+}
+
+#[test]
+fn a_damaged_image_is_refused_and_replaced() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let path = root.path().join("images/debian/disk");
+    let file = File::options().write(true).open(&path);
+    let file = file.unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &[0xaa], 4097).unwrap();
+    let text = store.image(&name(IMAGE)).unwrap_err().to_string();
+    assert!(text.starts_with(&format!("{}: digest of the content: expected ", path.display())), "{text}");
+    put_image(&store, IMAGE, 1).unwrap();
+    store.image(&name(IMAGE)).unwrap();
+}
+
+#[test]
+fn a_kernel_is_uploaded_opened_and_removed() {
+    let root = tempfile::tempdir().unwrap();
+    let store = Store::open(root.path()).unwrap();
+    let (vmlinux, initrd) = (vec![1; 5000], vec![2; 70_000]);
+    let both = [vmlinux.clone(), initrd.clone()].concat();
+    let spec = KernelSpec {
+        release: "6.12.0".to_owned(),
+        vmlinux_bytes: 5000,
+        initrd_bytes: 70_000,
+        digest: Digest::of(&both),
+    };
+    let body = compressed(&both);
+    store.put_kernel(&name("6.12"), &spec, &mut body.as_slice()).unwrap();
+    let mut kernel = store.kernel(&name("6.12")).unwrap();
+    let (mut a, mut b) = (Vec::new(), Vec::new());
+    kernel.vmlinux.read_to_end(&mut a).unwrap();
+    kernel.initrd.read_to_end(&mut b).unwrap();
+    assert_eq!((a, b), (vmlinux, initrd));
+    assert_eq!(kernel.reference().digest, spec.digest);
+    let before = tree(root.path());
+    let shifted = KernelSpec { vmlinux_bytes: 5001, ..spec.clone() };
+    assert!(matches!(
+        store.put_kernel(&name("x"), &shifted, &mut body.as_slice()),
+        Err(PutError::Stream { what: "initrd", .. })
+    ));
+    let other = KernelSpec { digest: Digest([0; 32]), ..spec.clone() };
+    assert!(matches!(
+        store.put_kernel(&name("x"), &other, &mut body.as_slice()),
+        Err(PutError::Digest { .. })
+    ));
+    let huge = KernelSpec { initrd_bytes: u64::MAX, ..spec.clone() };
+    assert!(matches!(
+        store.put_kernel(&name("x"), &huge, &mut body.as_slice()),
+        Err(PutError::TooLarge { what: "initrd", .. })
+    ));
+    assert_eq!(tree(root.path()), before);
+    store.put_kernel(&name("6.12"), &spec, &mut body.as_slice()).unwrap();
+    assert_eq!(store.kernels().unwrap().items.len(), 1);
+    store.remove_kernel(&name("6.12")).unwrap();
+    assert!(matches!(store.kernel(&name("6.12")), Err(OpenError::NotFound { .. })));
+}
+
+#[test]
+fn many_put_one_name_at_once_and_one_of_them_is_there() {
+    let root = tempfile::tempdir().unwrap();
+    let store = Store::open(root.path()).unwrap();
+    std::thread::scope(|scope| {
+        for seed in 0..8 {
+            let store = store.clone();
+            scope.spawn(move || put_image(&store, "one", seed * 10).unwrap());
+        }
+    });
+    drop(store);
+    let store = reopen(root.path());
+    let image = store.image(&name("one")).unwrap();
+    assert!((0..8).any(|seed| image_spec(&disk(seed * 10)).digest == image.manifest.disk.digest));
+    assert_eq!(store.staged().unwrap(), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn an_image_is_on_disk_before_it_is_renamed_and_its_name_after() {
+    let root = tempfile::tempdir().unwrap();
+    let store = Store::open(root.path()).unwrap();
+    let (_, trace) = blob::fault::with_trace(|| put_image(&store, IMAGE, 1).unwrap());
+    let steps: Vec<_> = trace
+        .iter()
+        .map(|(doing, path)| {
+            let mut tail: Vec<_> =
+                path.strip_prefix(root.path()).unwrap().iter().map(|c| c.to_str().unwrap()).collect();
+            if tail[0] == "staging" {
+                tail[1] = "*";
+            }
+            format!("{doing} {}", tail.join("/"))
+        })
+        .collect();
+    let expected = [
+        "making folder staging/*",
+        "making folder staging/*/image",
+        "creating staging/*/image/disk",
+        "writing staging/*/image/disk",
+        "making read-only staging/*/image/disk",
+        "syncing staging/*/image/disk",
+        "creating staging/*/image/manifest",
+        "writing staging/*/image/manifest",
+        "making read-only staging/*/image/manifest",
+        "syncing staging/*/image/manifest",
+        "syncing folder staging/*/image",
+        "syncing folder staging/*",
+        "renaming to images/debian",
+        "syncing folder images",
+        "removing staging/*",
+    ];
+    assert_eq!(steps, expected);
+}
+
+#[test]
+fn putting_an_image_fails_or_crashes_at_any_step_and_leaves_the_old_or_the_new() {
+    let digest = |seed| image_spec(&disk(seed)).digest;
+    for crash in [false, true] {
+        let mut steps = 0;
+        loop {
+            let root = tempfile::tempdir().unwrap();
+            let store = store(root.path());
+            let put = || put_image(&store, IMAGE, 2);
+            let (result, hit) = if crash {
+                blob::fault::with_crash_at(steps, put)
+            } else {
+                blob::fault::with_failure_at(steps, put)
+            };
+            if !crash {
+                let now = store.image(&name(IMAGE)).unwrap().manifest.disk.digest;
+                assert_eq!(now, digest(if result.is_ok() { 2 } else { 1 }), "step {steps}");
+            }
+            drop(store);
+            let store = reopen(root.path());
+            let now = store.image(&name(IMAGE)).unwrap().manifest.disk.digest;
+            assert!([digest(1), digest(2)].contains(&now), "step {steps}");
+            assert!(result.is_err() || now == digest(2), "step {steps}");
+            assert_eq!(tree(root.path()).len(), 10, "step {steps}: {:?}", tree(root.path()));
+            if !hit {
+                break;
+            }
+            steps += 1;
+        }
+        assert!(steps > 10, "only {steps} steps");
+    }
+}

@@ -1,0 +1,177 @@
+//! Hashing a file once, and remembering that it was right for as long as it has not been touched.
+//!
+//! A file is taken for unchanged while device, inode, size, mtime and ctime (both in ns) are those it had when it was hashed. Content
+//! files are read-only from the moment they are published, so this is about damage and about people with an editor, not about an attacker
+//! with the rights of the daemon. What is remembered lives and dies with the process: after a crash of the host
+//! everything is hashed again.
+
+use crate::digest::Digest;
+use crate::errors::{Damage, IoError};
+use crate::manifest::FileRef;
+use crate::sparse;
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read, Seek};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// How a file's digest is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// [`crate::sparse`].
+    Sparse,
+    /// BLAKE3 of its bytes.
+    Plain,
+}
+
+/// What must stay the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stamp {
+    device: u64,
+    inode: u64,
+    bytes: u64,
+    mtime: (i64, i64),
+    ctime: (i64, i64),
+}
+
+impl Stamp {
+    pub(crate) fn of(file: &File) -> io::Result<Self> {
+        let m = file.metadata()?;
+        Ok(Self {
+            device: m.dev(),
+            inode: m.ino(),
+            bytes: m.len(),
+            mtime: (m.mtime(), m.mtime_nsec()),
+            ctime: (m.ctime(), m.ctime_nsec()),
+        })
+    }
+}
+
+/// One file's last good state. Locked while it is hashed, so that many who ask at once wait for one hash.
+type Slot = Arc<Mutex<Option<(Stamp, Digest)>>>;
+
+/// Files that were found right, by path.
+#[derive(Debug, Default)]
+pub(crate) struct Verifier {
+    slots: Mutex<HashMap<PathBuf, Slot>>,
+}
+
+/// Why a file was not found right.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum VerifyError {
+    #[error(transparent)]
+    Io(#[from] IoError),
+    #[error(transparent)]
+    Damage(#[from] Damage),
+}
+
+impl Verifier {
+    fn slot(&self, path: &Path) -> Slot {
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(slots.entry(path.to_owned()).or_default())
+    }
+
+    /// Says that `file`, which is now at `path`, has been read in full and has `digest`. Call it last, after every change of its names
+    /// and mode. If the file cannot be looked at, it is simply hashed again before its next use.
+    pub(crate) fn remember(&self, path: &Path, file: &File, digest: Digest) {
+        let stamp = Stamp::of(file).ok();
+        *self.slot(path).lock().unwrap_or_else(PoisonError::into_inner) = stamp.map(|s| (s, digest));
+    }
+
+    /// Forgets every file below `folder`.
+    pub(crate) fn forget(&self, folder: &Path) {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner).retain(|path, _| !path.starts_with(folder));
+    }
+
+    /// Verifies `file`, open at `path`, against `expected`: its size first, then its content unless it is known to be right.
+    pub(crate) fn check(
+        &self,
+        path: &Path,
+        file: &File,
+        expected: &FileRef,
+        kind: Kind,
+    ) -> Result<(), VerifyError> {
+        let stamp = Stamp::of(file).map_err(IoError::new("looking at", path))?;
+        let differs = |place: &str, expected: String, got: String| Damage::Content {
+            file: path.to_owned(),
+            place: place.to_owned(),
+            expected,
+            got,
+        };
+        if stamp.bytes != expected.bytes {
+            return Err(differs("size in bytes", expected.bytes.to_string(), stamp.bytes.to_string()).into());
+        }
+        let slot = self.slot(path);
+        let mut known = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if *known == Some((stamp, expected.digest)) {
+            return Ok(());
+        }
+        *known = None;
+        let got = digest(file, kind).map_err(IoError::new("reading", path))?;
+        if got.digest != expected.digest {
+            return Err(differs(
+                "digest of the content",
+                expected.digest.to_string(),
+                got.digest.to_string(),
+            )
+            .into());
+        }
+        if got.data_bytes != expected.data_bytes {
+            let (want, got) = (expected.data_bytes.to_string(), got.data_bytes.to_string());
+            return Err(differs("bytes in pages that are not zero", want, got).into());
+        }
+        if Stamp::of(file).map_err(IoError::new("looking at", path))? != stamp {
+            return Err(differs(
+                "modification time",
+                "no change while it is read".to_owned(),
+                "a change".to_owned(),
+            )
+            .into());
+        }
+        *known = Some((stamp, got.digest));
+        Ok(())
+    }
+}
+
+/// What `file` is.
+pub(crate) fn digest(file: &File, kind: Kind) -> io::Result<FileRef> {
+    let got = match kind {
+        Kind::Sparse => {
+            let sparse = sparse::digest(file)?;
+            FileRef { digest: sparse.digest, bytes: sparse.bytes, data_bytes: sparse.data_bytes }
+        }
+        Kind::Plain => plain(file)?,
+    };
+    // The descriptor goes to a VMM, which may read it from where it stands.
+    rewind(file)?;
+    Ok(got)
+}
+
+fn rewind(mut file: &File) -> io::Result<()> {
+    file.rewind()
+}
+
+fn plain(file: &File) -> io::Result<FileRef> {
+    let mut reader = file;
+    rewind(file)?;
+    let mut hasher = blake3::Hasher::new();
+    let mut buffer = vec![0; 1 << 20];
+    let mut bytes = 0;
+    loop {
+        match reader.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(n) => {
+                hasher.update(&buffer[..n]);
+                bytes += n as u64;
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(FileRef { digest: hasher.finalize().into(), bytes, data_bytes: bytes })
+}
+
+#[cfg(test)]
+#[path = "verify_tests.rs"]
+mod tests;

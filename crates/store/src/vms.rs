@@ -1,0 +1,80 @@
+//! The layers that belong to running VMs: `vms/<id>/disk<d>.<n>.data`. They outlive a daemon, and go with their VM.
+
+use crate::Store;
+use crate::errors::{IoError, IoResult};
+use crate::layers::VmLayer;
+use dayfly_units::VmId;
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+
+impl Store {
+    /// A fresh empty writable layer for disk number `disk` of `vm`: open for reading and writing.
+    ///
+    /// # Errors
+    /// The host cannot make it.
+    pub fn create_vm_layer(&self, vm: VmId, disk: u8) -> Result<(VmLayer, File), IoError> {
+        let dir = self.0.vms.make_or_open(&vm.to_string())?;
+        let numbers = dir.entries()?.into_iter().filter_map(|name| {
+            name.strip_prefix(&format!("disk{disk}."))?.split('.').next()?.parse::<u32>().ok()
+        });
+        let layer = VmLayer { vm, disk, number: numbers.max().map_or(0, |n| n.saturating_add(1)) };
+        let file = dir.create(&layer.data_name())?;
+        Ok((layer, file))
+    }
+
+    /// The data of a VM's layer: its writable one for reading and writing, a frozen one read-only.
+    ///
+    /// # Errors
+    /// It is not there.
+    pub fn open_vm_layer(&self, layer: &VmLayer, writable: bool) -> Result<File, IoError> {
+        let dir = self.0.vms.sub(&layer.vm.to_string())?;
+        if writable { dir.open_rw(&layer.data_name()) } else { dir.open(&layer.data_name()) }
+    }
+
+    /// Removes one layer of a VM, such as a new writable one when the VM's `Save` failed. One that is not there is no error.
+    ///
+    /// # Errors
+    /// The host cannot remove it.
+    pub fn remove_vm_layer(&self, layer: &VmLayer) -> Result<(), IoError> {
+        match self.0.vms.sub(&layer.vm.to_string()) {
+            Err(e) if e.is_not_found() => Ok(()),
+            Err(e) => Err(e),
+            Ok(dir) => dir.unlink(&layer.map_name()).and_then(|()| dir.unlink(&layer.data_name())),
+        }
+    }
+
+    /// Removes every layer of `vm`. Nothing there is no error.
+    ///
+    /// # Errors
+    /// The host cannot remove it.
+    pub fn remove_vm(&self, vm: VmId) -> Result<(), IoError> {
+        self.0.vms.remove(&vm.to_string())
+    }
+
+    /// The VMs that have a folder here, and anything else that is in its place, by path; for a search for leaks.
+    ///
+    /// # Errors
+    /// The folder cannot be listed.
+    pub fn vm_folders(&self) -> Result<Vec<(Option<VmId>, PathBuf)>, IoError> {
+        let names = self.0.vms.entries()?;
+        Ok(names.into_iter().map(|n| (n.parse().ok(), self.0.vms.path().join(n))).collect())
+    }
+
+    /// Bytes of disk that only `vm` takes: the blocks of its own layers.
+    ///
+    /// # Errors
+    /// The folder cannot be read.
+    pub fn vm_disk_bytes(&self, vm: VmId) -> Result<u64, IoError> {
+        let dir = match self.0.vms.sub(&vm.to_string()) {
+            Err(e) if e.is_not_found() => return Ok(0),
+            other => other?,
+        };
+        let allocated = |name: &String| -> IoResult<u64> {
+            let path = dir.path().join(name);
+            let meta = dir.open(name)?.metadata().map_err(IoError::new("looking at", &path))?;
+            Ok(meta.blocks() * 512)
+        };
+        dir.entries()?.iter().map(allocated).sum()
+    }
+}

@@ -1,0 +1,166 @@
+//! What the guest's CPUs say they are: what KVM supports, made into one socket of `vcpus` cores without threads.
+//!
+//! Left out on purpose: nested virtualisation (VMX, SVM; so there is no nested state to save), asynchronous page
+//! faults (a "page ready" event would be lost between save and load), and the PMU (counters of the host).
+
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
+use kvm_ioctls::{Cap, Kvm};
+
+/// Features and topology that every vCPU of one VM shares.
+#[derive(Debug, Clone)]
+pub struct Template {
+    entries: Vec<kvm_cpuid_entry2>,
+}
+
+/// CPUID leaf of KVM's paravirtual features.
+const KVM_FEATURES: u32 = 0x4000_0001;
+/// KVM_FEATURE_ASYNC_PF, _ASYNC_PF_VMEXIT, _ASYNC_PF_INT.
+const KVM_ASYNC_PF: u32 = 1 << 4 | 1 << 10 | 1 << 14;
+
+/// Bits of an APIC id that number the cores of `vcpus` CPUs.
+fn core_bits(vcpus: u8) -> u32 {
+    u32::from(vcpus.max(1)).next_power_of_two().trailing_zeros()
+}
+
+impl Template {
+    /// What `kvm` supports, for VMs of `vcpus` CPUs.
+    ///
+    /// # Errors
+    /// When KVM_GET_SUPPORTED_CPUID fails.
+    pub fn new(kvm: &Kvm, vcpus: u8) -> Result<Self, kvm_ioctls::Error> {
+        let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?;
+        // KVM_GET_SUPPORTED_CPUID leaves this bit out; it depends on the in-kernel local APIC, which we have.
+        let deadline = kvm.check_extension(Cap::TscDeadlineTimer);
+        Ok(Self::from_supported(supported.as_slice(), vcpus, deadline))
+    }
+
+    fn from_supported(supported: &[kvm_cpuid_entry2], vcpus: u8, tsc_deadline: bool) -> Self {
+        let (bits, count) = (core_bits(vcpus), u32::from(vcpus));
+        let mut entries: Vec<_> =
+            supported.iter().filter(|e| !matches!(e.function, 0xb | 0x1f | 0x8000_0026)).copied().collect();
+        for e in &mut entries {
+            match e.function {
+                0 => e.eax = e.eax.clamp(0xb, 0x1f),
+                1 => {
+                    e.ecx &= !(1 << 5); // VMX
+                    e.ecx |= 1 << 31; // a hypervisor is present
+                    e.ecx = if tsc_deadline { e.ecx | 1 << 24 } else { e.ecx & !(1 << 24) };
+                    e.ebx = (e.ebx & 0x0000_ffff) | count << 16;
+                    e.edx = if count > 1 { e.edx | 1 << 28 } else { e.edx & !(1 << 28) };
+                }
+                // Deterministic caches: levels 1 and 2 belong to a core, level 3 to the socket.
+                4 if e.eax & 0x1f != 0 => {
+                    let sharing = if (e.eax >> 5) & 7 >= 3 { (1 << bits) - 1 } else { 0 };
+                    e.eax = (e.eax & 0x0000_3fff) | sharing << 14 | ((1 << bits) - 1) << 26;
+                }
+                0xa => (e.eax, e.ebx, e.ecx, e.edx) = (0, 0, 0, 0),
+                0x8000_0001 => e.ecx &= !(1 << 2), // SVM
+                0x8000_0008 => e.ecx = (e.ecx & !0xf0ff) | (count - 1) | bits << 12,
+                0x8000_000a => (e.eax, e.ebx, e.ecx, e.edx) = (0, 0, 0, 0),
+                0x8000_001d if e.eax & 0x1f != 0 => {
+                    let sharing = if (e.eax >> 5) & 7 >= 3 { count - 1 } else { 0 };
+                    e.eax = (e.eax & !(0xfff << 14)) | sharing << 14;
+                }
+                0x8000_0022 => (e.eax, e.ebx, e.ecx, e.edx) = (0, 0, 0, 0),
+                KVM_FEATURES => e.eax &= !KVM_ASYNC_PF,
+                _ => {}
+            }
+        }
+        // Extended topology: one thread per core, `vcpus` cores per socket.
+        let extended = entries.iter().any(|e| e.function == 0 && e.eax >= 0x1f);
+        for function in [0xb, 0x1f] {
+            if function == 0x1f && !extended {
+                continue;
+            }
+            let level = |index, eax, ebx, kind: u32| kvm_cpuid_entry2 {
+                function,
+                index,
+                flags: kvm_bindings::KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+                eax,
+                ebx,
+                ecx: kind << 8 | index,
+                ..Default::default()
+            };
+            entries.push(level(0, 0, 1, 1));
+            entries.push(level(1, bits, count, 2));
+            entries.push(level(2, 0, 0, 0));
+        }
+        Self { entries }
+    }
+
+    /// The entries of the vCPU with APIC id `id`.
+    #[must_use]
+    pub fn of(&self, id: u8) -> Vec<kvm_cpuid_entry2> {
+        let apic = u32::from(id);
+        let mut entries = self.entries.clone();
+        for e in &mut entries {
+            match e.function {
+                1 => e.ebx = (e.ebx & 0x00ff_ffff) | apic << 24,
+                0xb | 0x1f => e.edx = apic,
+                0x8000_001e => {
+                    e.eax = apic;
+                    e.ebx = apic & 0xff; // core id, one thread
+                    e.ecx = 0; // node 0, one node
+                }
+                _ => {}
+            }
+        }
+        entries
+    }
+
+    /// The bits that XCR0 may have (leaf 0xd); 0 without XSAVE.
+    #[must_use]
+    pub fn xcr0(&self) -> u64 {
+        let leaf = self.entries.iter().find(|e| e.function == 0xd && e.index == 0);
+        leaf.map_or(0, |e| u64::from(e.eax) | u64::from(e.edx) << 32)
+    }
+}
+
+/// Entries as KVM_SET_CPUID2 takes them; `None` when there are too many.
+#[must_use]
+pub fn for_kvm(entries: &[kvm_cpuid_entry2]) -> Option<CpuId> {
+    CpuId::from_entries(entries).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(function: u32, index: u32, eax: u32, ebx: u32, ecx: u32, edx: u32) -> kvm_cpuid_entry2 {
+        kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
+    }
+
+    fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> kvm_cpuid_entry2 {
+        *entries.iter().find(|e| e.function == function && e.index == index).unwrap()
+    }
+
+    #[test]
+    fn every_vcpu_is_a_core_of_one_socket_with_its_own_apic_id() {
+        let supported = [
+            entry(0, 0, 0x10, 0, 0, 0),
+            entry(1, 0, 0, 0x0600_0800, 1 << 5, 0),
+            entry(0xb, 0, 7, 7, 7, 7),
+            entry(KVM_FEATURES, 0, u32::MAX, 0, 0, 0),
+            entry(0x8000_0001, 0, 0, 0, 1 << 2, 0),
+            entry(0x8000_0008, 0, 0x3030, 0, 0x7007, 0),
+            entry(0x8000_001e, 0, 9, 0x0109, 3, 0),
+        ];
+        for (vcpus, bits) in [(1u8, 0), (2, 1), (3, 2), (4, 2), (16, 4)] {
+            let template = Template::from_supported(&supported, vcpus, true);
+            for id in 0..vcpus {
+                let e = template.of(id);
+                let one = find(&e, 1, 0);
+                assert_eq!(one.ebx, u32::from(id) << 24 | u32::from(vcpus) << 16 | 0x0800);
+                assert_eq!(one.edx >> 28 & 1, u32::from(vcpus > 1), "HTT");
+                assert_eq!((one.ecx >> 5 & 1, one.ecx >> 24 & 1, one.ecx >> 31), (0, 1, 1));
+                assert_eq!(find(&e, 0xb, 0).edx, u32::from(id));
+                assert_eq!((find(&e, 0xb, 1).eax, find(&e, 0xb, 1).ebx), (bits, u32::from(vcpus)));
+                assert_eq!(find(&e, 0x8000_0008, 0).ecx, (u32::from(vcpus) - 1) | (bits << 12));
+                assert_eq!(find(&e, 0x8000_001e, 0).eax, u32::from(id));
+                assert_eq!(find(&e, 0x8000_0001, 0).ecx & 4, 0, "SVM");
+                assert_eq!(find(&e, KVM_FEATURES, 0).eax & KVM_ASYNC_PF, 0);
+                assert!(e.iter().all(|e| e.function != 0x1f), "leaf 0x1f lies above the highest leaf");
+            }
+        }
+    }
+}

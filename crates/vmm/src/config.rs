@@ -1,0 +1,131 @@
+//! What a VMM process is told: everything it needs arrives as open file descriptors named in a [`VmmConfig`].
+//!
+//! `dayfly-vmm --config-fd N` reads the JSON of a [`VmmConfig`] from descriptor N to its end, once. The process opens
+//! no file by path, except guest-initiated vsock connections to sockets inside its jail's root folder.
+
+use dayfly_units::VmId;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// A descriptor's number in the VMM process.
+pub type FdNumber = i32;
+
+/// The most vCPUs a VM may have.
+pub const MAX_VCPUS: u8 = 16;
+/// The most disks a VM may have.
+pub const MAX_DISKS: usize = 8;
+/// The most layers a disk may have under its writable one.
+pub const MAX_LAYERS: usize = 64;
+/// The longest configuration, in bytes of JSON.
+pub const MAX_CONFIG_BYTES: usize = 1 << 20;
+/// The granularity of copy-on-write layers, in bytes.
+pub const DISK_BLOCK_BYTES: u64 = 4096;
+/// The context id of every guest: each VM has a vsock device and a unix socket of its own.
+pub const GUEST_CID: u32 = 3;
+
+/// One VM, whole.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct VmmConfig {
+    /// Whose process this is; shown in its command line.
+    pub id: VmId,
+    /// The jail to enter before the guest runs. `None` only in tests of a single room.
+    pub jail: Option<JailConfig>,
+    /// `/dev/kvm`, opened read-write.
+    pub kvm_fd: FdNumber,
+    /// A listening unix stream socket that speaks [`crate::control`].
+    pub control_fd: FdNumber,
+    /// A listening unix stream socket: `CONNECT <port>\n` → `OK <n>\n` → bytes to and from that port of the guest.
+    pub vsock_fd: FdNumber,
+    /// Where guest-initiated connections go: to port P of CID 2 is to the unix socket `<vsock_path>_<P>`,
+    /// a path seen from inside the jail (`/vsock.sock`).
+    pub vsock_path: PathBuf,
+    /// An empty file opened for appending: what the guest writes to its serial console.
+    pub console_fd: FdNumber,
+    /// Bytes after which the console drops further output (noting once that it did).
+    pub console_max_bytes: u64,
+    /// An empty file for the JSON of the [`crate::control::ExitRecord`], written once, just before the process ends.
+    pub exit_fd: FdNumber,
+    /// How the guest comes to life.
+    pub start: Start,
+}
+
+/// Where a VMM lives.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct JailConfig {
+    /// Folder that becomes the root of its mount namespace; the daemon made it, it holds only this VM's sockets.
+    pub root: PathBuf,
+    /// The VM's own user.
+    pub uid: u32,
+    /// The VM's own group.
+    pub gid: u32,
+}
+
+/// How the guest comes to life.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Start {
+    /// Cold, from a kernel.
+    Boot(BootConfig),
+    /// From saved state and memory.
+    Restore(RestoreConfig),
+}
+
+/// A cold boot.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct BootConfig {
+    /// An ELF vmlinux.
+    pub kernel_fd: FdNumber,
+    /// An initramfs, compressed as the kernel can read.
+    pub initrd_fd: Option<FdNumber>,
+    /// The kernel's command line.
+    pub cmdline: String,
+    /// RAM, a multiple of 2 MiB, at least 64 MiB.
+    pub memory_bytes: u64,
+    /// 1 to [`MAX_VCPUS`].
+    pub vcpus: u8,
+    /// In order vda, vdb, …; at most [`MAX_DISKS`].
+    pub disks: Vec<DiskConfig>,
+}
+
+/// A start from a snapshot.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RestoreConfig {
+    /// The sealed state that `Save` wrote.
+    pub state_fd: FdNumber,
+    /// Guest RAM as `Save` wrote it, mapped `MAP_PRIVATE`: nothing is copied, pages are shared until written.
+    pub memory_fd: FdNumber,
+    /// The same disks as when it was saved, each with a fresh writable layer.
+    pub disks: Vec<DiskConfig>,
+    /// The clone's VM generation id: new for every clone.
+    pub generation: [u8; 16],
+    /// The record of pages to lay ready before the guest runs ([`crate::memory::working_set`]).
+    #[serde(default)]
+    pub working_set_fd: Option<FdNumber>,
+    /// Watch which pages are touched, for `WorkingSet`.
+    #[serde(default)]
+    pub watch: bool,
+    /// Whether to wait for `Resume`.
+    pub paused: bool,
+}
+
+/// A disk: read-only layers under one writable layer.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct DiskConfig {
+    /// Size that the guest sees, a multiple of [`DISK_BLOCK_BYTES`].
+    pub size_bytes: u64,
+    /// The raw base image, read-only. Shorter than `size_bytes`: the rest reads as zero.
+    pub base_fd: FdNumber,
+    /// Frozen layers over it, the lowest first; at most [`MAX_LAYERS`].
+    pub layers: Vec<LayerConfig>,
+    /// An empty file, opened read-write, that takes this VM's writes; `None`: the guest sees a read-only disk.
+    pub writable_fd: Option<FdNumber>,
+}
+
+/// A frozen copy-on-write layer.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct LayerConfig {
+    /// Sparse file: block b of the disk at byte b × [`DISK_BLOCK_BYTES`], where the map has it.
+    pub data_fd: FdNumber,
+    /// The sealed map of the blocks this layer has ([`crate::disk`]).
+    pub map_fd: FdNumber,
+}

@@ -1,0 +1,93 @@
+//! How the daemon talks to a VMM process, over its control socket.
+//!
+//! A message is a 4-byte little-endian length, at most [`MAX_MESSAGE_BYTES`], and that many bytes of JSON. Descriptors
+//! travel as `SCM_RIGHTS` with the first byte of a message. One [`Command`], one [`Answer`], any number in a row;
+//! several connections may be open.
+
+pub mod client;
+pub mod server;
+pub mod wire;
+
+pub use client::{Client, ClientError};
+
+use serde::{Deserialize, Serialize};
+
+/// The longest message either side accepts.
+pub const MAX_MESSAGE_BYTES: usize = 64 << 10;
+
+/// What is asked of a VMM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    /// What it does now.
+    Status,
+    /// Stop every vCPU between two instructions and every device between two requests. Idempotent.
+    Pause,
+    /// Go on. Idempotent.
+    Resume,
+    /// Write the whole machine; it must be paused, and stays so.
+    ///
+    /// Descriptors, in order: an empty file for the state, an empty file for guest memory (sparse: zero pages become holes), then
+    /// for each writable disk an empty file for the map of its writable layer, and an empty file that becomes the new
+    /// writable layer. After `Ok` the old writable layers are frozen: never written again.
+    Save,
+    /// Write the sealed record of the pages touched since the restore ([`crate::memory::working_set`]) to the one
+    /// descriptor that comes along, an empty file.
+    WorkingSet,
+    /// End this VMM now, without asking the guest.
+    Quit,
+}
+
+/// What a VMM answers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "answer", rename_all = "snake_case")]
+pub enum Answer {
+    /// Done.
+    Ok,
+    /// The answer to `Status`.
+    Status(Status),
+    /// Not done; the VM is as it was.
+    Err {
+        /// What, where, expected and got.
+        message: String,
+    },
+}
+
+/// What a VMM does now.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// Whether vCPUs are stopped.
+    pub paused: bool,
+    /// vCPUs.
+    pub vcpus: u8,
+    /// RAM in bytes.
+    pub memory_bytes: u64,
+    /// Microseconds (CLOCK_MONOTONIC) at which each phase of the start was done, for the timeline.
+    pub phases: Vec<(String, u64)>,
+}
+
+/// Why a VMM ended, written to its exit file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExitRecord {
+    /// The kind.
+    pub reason: ExitReason,
+    /// The cause, for people.
+    pub message: String,
+}
+
+/// Kinds of end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ExitReason {
+    /// The guest powered itself off (ACPI S5).
+    PowerOff,
+    /// The guest asked for a reboot (ACPI reset register, keyboard controller, triple fault); dayfly does not
+    /// restart it: who started it decides.
+    Reboot,
+    /// The guest's kernel panicked (pvpanic).
+    Panic,
+    /// `Quit` was asked for.
+    Quit,
+    /// The VMM could not go on: bad input, an impossible exit from KVM, an error of the host.
+    Failed,
+}

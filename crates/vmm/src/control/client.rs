@@ -1,0 +1,158 @@
+//! The daemon's side: a small blocking client.
+
+use super::wire::{Received, Receiver, WireError, send};
+use super::{Answer, Command, Status};
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+/// Why a command was not done.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// The socket cannot be reached: no VMM behind it.
+    #[error("control socket {path}")]
+    Connect {
+        /// Where.
+        path: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The conversation failed; the VMM may or may not have done it.
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    /// The VMM went away before it answered: see its exit record.
+    #[error("control socket: the VMM ended before it answered")]
+    Gone,
+    /// The VMM says no; the VM is as it was.
+    #[error("{0}")]
+    Refused(String),
+    /// An answer to something else.
+    #[error("control socket: expected {expected}, got {got:?}")]
+    Unexpected {
+        /// The answer that fits.
+        expected: &'static str,
+        /// What came.
+        got: Box<Answer>,
+    },
+}
+
+/// One connection to a VMM.
+#[derive(Debug)]
+pub struct Client {
+    stream: UnixStream,
+    receiver: Receiver,
+}
+
+impl Client {
+    /// Connects. `timeout` bounds each wait for the VMM, not a whole command; `None` waits for ever.
+    ///
+    /// # Errors
+    /// When nothing listens at `path`.
+    pub fn connect(path: &Path, timeout: Option<Duration>) -> Result<Self, ClientError> {
+        let fails = |source| ClientError::Connect { path: path.display().to_string(), source };
+        let stream = UnixStream::connect(path).map_err(fails)?;
+        Self::from_stream(stream, timeout).map_err(fails)
+    }
+
+    /// Uses a connected stream.
+    ///
+    /// # Errors
+    /// When the timeout cannot be set, as when it is zero.
+    pub fn from_stream(stream: UnixStream, timeout: Option<Duration>) -> io::Result<Self> {
+        stream.set_nonblocking(false)?;
+        stream.set_read_timeout(timeout)?;
+        stream.set_write_timeout(timeout)?;
+        Ok(Self { stream, receiver: Receiver::default() })
+    }
+
+    /// Changes the timeout, for a command that takes longer (Save writes all memory).
+    ///
+    /// # Errors
+    /// When it is zero.
+    pub fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.stream.set_read_timeout(timeout)?;
+        self.stream.set_write_timeout(timeout)
+    }
+
+    /// Sends a command with descriptors and waits for its answer. After an error other than [`ClientError::Refused`] the
+    /// connection is of no more use.
+    ///
+    /// # Errors
+    /// When the conversation fails, or the VMM refuses.
+    pub fn call(&mut self, command: &Command, fds: &[BorrowedFd<'_>]) -> Result<Answer, ClientError> {
+        let json = serde_json::to_vec(command).map_err(WireError::Json)?;
+        send(&self.stream, &json, fds)?;
+        loop {
+            match self.receiver.receive(&self.stream)? {
+                Received::Part => {}
+                Received::End => return Err(ClientError::Gone),
+                Received::Message(json, _) => {
+                    return match serde_json::from_slice(&json).map_err(WireError::Json)? {
+                        Answer::Err { message } => Err(ClientError::Refused(message)),
+                        answer => Ok(answer),
+                    };
+                }
+            }
+        }
+    }
+
+    fn call_ok(&mut self, command: &Command, fds: &[BorrowedFd<'_>]) -> Result<(), ClientError> {
+        match self.call(command, fds)? {
+            Answer::Ok => Ok(()),
+            got @ (Answer::Status(_) | Answer::Err { .. }) => {
+                Err(ClientError::Unexpected { expected: "ok", got: Box::new(got) })
+            }
+        }
+    }
+
+    /// What the VM does now.
+    ///
+    /// # Errors
+    /// As [`Client::call`].
+    pub fn status(&mut self) -> Result<Status, ClientError> {
+        match self.call(&Command::Status, &[])? {
+            Answer::Status(status) => Ok(status),
+            got @ (Answer::Ok | Answer::Err { .. }) => {
+                Err(ClientError::Unexpected { expected: "a status", got: Box::new(got) })
+            }
+        }
+    }
+
+    /// Stops the VM.
+    ///
+    /// # Errors
+    /// As [`Client::call`].
+    pub fn pause(&mut self) -> Result<(), ClientError> {
+        self.call_ok(&Command::Pause, &[])
+    }
+
+    /// Lets it go on.
+    ///
+    /// # Errors
+    /// As [`Client::call`].
+    pub fn resume(&mut self) -> Result<(), ClientError> {
+        self.call_ok(&Command::Resume, &[])
+    }
+
+    /// Saves the paused VM to `fds`, in the order that [`Command::Save`] says.
+    ///
+    /// # Errors
+    /// As [`Client::call`].
+    pub fn save(&mut self, fds: &[BorrowedFd<'_>]) -> Result<(), ClientError> {
+        self.call_ok(&Command::Save, fds)
+    }
+
+    /// Ends the VMM.
+    ///
+    /// # Errors
+    /// As [`Client::call`]; that the VMM is gone is success.
+    pub fn quit(&mut self) -> Result<(), ClientError> {
+        match self.call_ok(&Command::Quit, &[]) {
+            Err(ClientError::Gone) => Ok(()),
+            other => other,
+        }
+    }
+}

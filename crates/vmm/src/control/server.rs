@@ -1,0 +1,120 @@
+//! The VMM's side: one thread, any number of connections up to a cap, one command at a time.
+
+use super::wire::{Received, Receiver, WireError, send};
+use super::{Answer, Command, ExitReason, MAX_MESSAGE_BYTES};
+use crate::exit;
+use crate::vm::Vm;
+use rustix::event::{PollFd, PollFlags, poll};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::Duration;
+
+/// Most connections at once; more are closed at once.
+const MAX_CONNECTIONS: usize = 32;
+/// How long a client may keep the VMM waiting for room in its socket.
+const SEND_TIMEOUT: Duration = Duration::from_secs(5);
+
+struct Connection {
+    stream: UnixStream,
+    receiver: Receiver,
+    open: bool,
+}
+
+/// Serves commands until `Quit` or the guest's end.
+///
+/// # Errors
+/// When the listener fails.
+pub fn serve(listener: &UnixListener, vm: &mut Vm) -> io::Result<()> {
+    listener.set_nonblocking(true)?;
+    let mut connections: Vec<Connection> = Vec::new();
+    loop {
+        let mut polled = vec![PollFd::new(listener, PollFlags::IN)];
+        polled.extend(connections.iter().map(|c| PollFd::new(&c.stream, PollFlags::IN)));
+        match poll(&mut polled, None) {
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(error) => return Err(error.into()),
+        }
+        let ready: Vec<bool> = polled.iter().map(|p| !p.revents().is_empty()).collect();
+        for (connection, _) in connections.iter_mut().zip(&ready[1..]).filter(|(_, ready)| **ready) {
+            connection.turn(vm);
+        }
+        connections.retain(|c| c.open);
+        if ready[0] {
+            accept(listener, &mut connections);
+        }
+    }
+}
+
+fn accept(listener: &UnixListener, connections: &mut Vec<Connection>) {
+    // An error means that the client went away again, or that descriptors are short now: poll says when to try again.
+    while let Ok((stream, _)) = listener.accept() {
+        let fits = connections.len() < MAX_CONNECTIONS;
+        if fits && stream.set_nonblocking(true).is_ok() {
+            connections.push(Connection { stream, receiver: Receiver::default(), open: true });
+        }
+    }
+}
+
+impl Connection {
+    /// Reads what is there and answers at most one message.
+    fn turn(&mut self, vm: &mut Vm) {
+        match self.receiver.receive(&self.stream) {
+            Ok(Received::Part) => {}
+            Ok(Received::End) => self.open = false,
+            Ok(Received::Message(json, fds)) => {
+                let (answer, quit) = answer(vm, &json, fds);
+                self.open = self.reply(&answer).is_ok();
+                if quit {
+                    exit::end(ExitReason::Quit, "Quit was asked for over the control socket");
+                }
+            }
+            Err(WireError::Io(_, error)) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => {
+                let _ = self.reply(&Answer::Err { message: exit::chain(&error) });
+                self.open = false;
+            }
+        }
+    }
+
+    fn reply(&self, answer: &Answer) -> Result<(), WireError> {
+        let json = serde_json::to_vec(answer).map_err(WireError::Json)?;
+        let io = |error| WireError::Io("answering", error);
+        self.stream.set_nonblocking(false).map_err(io)?;
+        self.stream.set_write_timeout(Some(SEND_TIMEOUT)).map_err(io)?;
+        send(&self.stream, &json, &[])?;
+        self.stream.set_nonblocking(true).map_err(io)
+    }
+}
+
+fn answer(vm: &mut Vm, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool) {
+    let refused = |error: &dyn std::error::Error| {
+        let mut message = exit::chain(error);
+        // An answer has to fit a message, escapes included.
+        message.truncate(message.floor_char_boundary(MAX_MESSAGE_BYTES / 8));
+        Answer::Err { message }
+    };
+    let command = match serde_json::from_slice::<Command>(json) {
+        Ok(command) => command,
+        Err(error) => return (refused(&WireError::Json(error)), false),
+    };
+    let done = match command {
+        Command::Status => return (Answer::Status(vm.status()), false),
+        Command::Quit => return (Answer::Ok, true),
+        Command::Pause => vm.pause(),
+        Command::Resume => vm.resume(),
+        Command::WorkingSet => match vm.write_working_set(fds) {
+            Ok(()) => return (Answer::Ok, false),
+            Err(error) => return (refused(&error), false),
+        },
+        Command::Save => match vm.save(fds) {
+            Ok(()) => return (Answer::Ok, false),
+            Err(error) => return (refused(&error), false),
+        },
+    };
+    match done {
+        Ok(()) => (Answer::Ok, false),
+        Err(error) => (refused(&error), false),
+    }
+}

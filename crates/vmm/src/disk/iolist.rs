@@ -1,0 +1,228 @@
+//! Pieces of memory, in the guest or ours, as one run of bytes for vectored system calls.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use vm_memory::VolatileSlice;
+use vm_memory::bitmap::BitmapSlice;
+
+/// Most pieces one `preadv`/`pwritev`/`sendmsg`/`readv` takes (IOV_MAX).
+const MAX_IOVECS: usize = 1024;
+
+/// A list of pieces of memory that others may change at any time (the guest does), seen as one run of bytes.
+///
+/// It only ever hands pointers to the kernel or copies; it never makes a Rust reference to the bytes.
+#[derive(Debug, Clone, Default)]
+pub struct IoList<'a> {
+    pieces: Vec<VolatileSlice<'a>>,
+    len: usize,
+}
+
+impl<'a> IoList<'a> {
+    /// No bytes.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { pieces: Vec::new(), len: 0 }
+    }
+
+    /// The bytes of a buffer of ours.
+    #[must_use]
+    pub fn of(bytes: &'a mut [u8]) -> Self {
+        let mut list = Self::new();
+        list.push(VolatileSlice::from(bytes));
+        list
+    }
+
+    /// Appends a piece. Empty ones are dropped. Lengths saturate; no list of a real memory comes near.
+    pub fn push(&mut self, piece: VolatileSlice<'a>) {
+        if !piece.is_empty() {
+            self.len = self.len.saturating_add(piece.len());
+            self.pieces.push(piece);
+        }
+    }
+
+    /// Appends all pieces of another list.
+    pub fn append(&mut self, other: &Self) {
+        for piece in &other.pieces {
+            self.push(*piece);
+        }
+    }
+
+    /// Bytes in all.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is no byte.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// At most `len` bytes from `start` on; what lies past the end is left out.
+    #[must_use]
+    pub fn window(&self, start: usize, len: usize) -> Self {
+        let mut out = Self::new();
+        let (mut skip, mut want) = (start, len);
+        for piece in &self.pieces {
+            if want == 0 {
+                break;
+            }
+            if skip >= piece.len() {
+                skip -= piece.len();
+                continue;
+            }
+            let take = want.min(piece.len() - skip);
+            if let Ok(part) = piece.subslice(skip, take) {
+                out.push(part);
+            }
+            (skip, want) = (0, want - take);
+        }
+        out
+    }
+
+    /// Copies the first bytes out; returns how many, the smaller of the two lengths.
+    pub fn copy_to(&self, out: &mut [u8]) -> usize {
+        let mut done = 0;
+        for piece in &self.pieces {
+            if done == out.len() {
+                break;
+            }
+            done += piece.copy_to(&mut out[done..]);
+        }
+        done
+    }
+
+    /// Copies `bytes` to the front; returns how many fitted.
+    pub fn copy_from(&self, bytes: &[u8]) -> usize {
+        let mut done = 0;
+        for piece in &self.pieces {
+            let take = piece.len().min(bytes.len() - done);
+            if take == 0 {
+                break;
+            }
+            piece.copy_from(&bytes[done..done + take]);
+            done += take;
+        }
+        done
+    }
+
+    /// Makes every byte zero.
+    pub fn zero(&self) {
+        const ZEROS: [u8; 4096] = [0; 4096];
+        for piece in &self.pieces {
+            let mut at = 0;
+            while let Ok(rest) = piece.offset(at)
+                && !rest.is_empty()
+            {
+                let take = rest.len().min(ZEROS.len());
+                rest.copy_from(&ZEROS[..take]);
+                at += take;
+            }
+        }
+    }
+
+    fn iovecs(&self) -> Vec<libc::iovec> {
+        self.pieces
+            .iter()
+            .take(MAX_IOVECS)
+            .map(|piece| libc::iovec { iov_base: pointer(piece), iov_len: piece.len() })
+            .collect()
+    }
+
+    /// Reads from a file's offset until the list is full or the file ends; returns the bytes read.
+    ///
+    /// # Errors
+    /// What `preadv(2)` says; `EINTR` is tried again.
+    pub fn read_at(&self, fd: BorrowedFd<'_>, offset: u64) -> io::Result<usize> {
+        self.repeat(offset, |iovecs, offset| {
+            // SAFETY: each iovec is a piece of memory that a live VolatileSlice of `self` bounds; the kernel writes
+            // only into them, and nobody holds a Rust reference to these bytes. The count is at most MAX_IOVECS.
+            unsafe { libc::preadv(fd.as_raw_fd(), iovecs.as_ptr(), count(iovecs), offset) }
+        })
+    }
+
+    /// Writes all bytes at a file's offset.
+    ///
+    /// # Errors
+    /// What `pwritev(2)` says; `EINTR` is tried again, a write of nothing is `WriteZero`.
+    pub fn write_at(&self, fd: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
+        let done = self.repeat(offset, |iovecs, offset| {
+            // SAFETY: each iovec is a piece of memory that a live VolatileSlice of `self` bounds; the kernel only
+            // reads them. The count is at most MAX_IOVECS.
+            unsafe { libc::pwritev(fd.as_raw_fd(), iovecs.as_ptr(), count(iovecs), offset) }
+        })?;
+        if done == self.len { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
+    }
+
+    /// One `sendmsg(2)` without blocking and without SIGPIPE; returns the bytes taken.
+    ///
+    /// # Errors
+    /// What `sendmsg(2)` says, `WouldBlock` where the socket is full.
+    pub fn send(&self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+        let mut iovecs = self.iovecs();
+        let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+        let message = message(&mut iovecs);
+        // SAFETY: `message` points to `iovecs`, alive here, whose pieces live VolatileSlices of `self` bound; the
+        // kernel only reads them.
+        retry(|| unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, flags) })
+    }
+
+    /// One `recvmsg(2)` without blocking; returns the bytes got, 0 at the end of the stream.
+    ///
+    /// # Errors
+    /// What `recvmsg(2)` says, `WouldBlock` where nothing is there.
+    pub fn receive(&self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+        let mut iovecs = self.iovecs();
+        let mut message = message(&mut iovecs);
+        // SAFETY: `message` points to `iovecs`, alive here, whose pieces live VolatileSlices of `self` bound; the
+        // kernel writes only into them and into `message`; nobody holds a Rust reference to these bytes. No control
+        // buffer is given, so the kernel closes descriptors that a peer sends along.
+        retry(|| unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })
+    }
+
+    /// Calls `transfer` with what is left until all is done or it does nothing.
+    fn repeat(&self, offset: u64, transfer: impl Fn(&[libc::iovec], i64) -> isize) -> io::Result<usize> {
+        let mut done = 0;
+        while done < self.len {
+            let rest = self.window(done, self.len - done).iovecs();
+            let at = offset.checked_add(done as u64).and_then(|at| i64::try_from(at).ok());
+            let at = at.ok_or(io::ErrorKind::InvalidInput)?;
+            match retry(|| transfer(&rest, at))? {
+                0 => break,
+                n => done += n,
+            }
+        }
+        Ok(done)
+    }
+}
+
+fn pointer<B: BitmapSlice>(piece: &VolatileSlice<'_, B>) -> *mut libc::c_void {
+    // The guard of vm-memory's mmap back end holds nothing; the mapping lives as long as the slice's lifetime.
+    piece.ptr_guard_mut().as_ptr().cast()
+}
+
+fn count(iovecs: &[libc::iovec]) -> libc::c_int {
+    libc::c_int::try_from(iovecs.len()).unwrap_or(libc::c_int::MAX)
+}
+
+fn message(iovecs: &mut [libc::iovec]) -> libc::msghdr {
+    // SAFETY: msghdr is a plain C structure of numbers and pointers for which all zeroes is a valid value.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = iovecs.as_mut_ptr();
+    message.msg_iovlen = iovecs.len();
+    message
+}
+
+/// Runs a system call until it is not interrupted.
+fn retry(mut call: impl FnMut() -> isize) -> io::Result<usize> {
+    loop {
+        if let Ok(n) = usize::try_from(call()) {
+            return Ok(n);
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}

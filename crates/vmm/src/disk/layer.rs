@@ -1,0 +1,235 @@
+//! The map of a frozen layer: which blocks it has.
+//!
+//! Sealed ([`dayfly_units::sealed`]) with the magic [`MAGIC`], version [`VERSION`]. The payload, little-endian:
+//!
+//! | offset | size | field | checked |
+//! |---|---|---|---|
+//! | 0 | 4 | block size in bytes | equals [`DISK_BLOCK_BYTES`] |
+//! | 4 | 8 | blocks of the disk | at most [`MAX_BLOCKS`], and exactly what the bitmap's length fits |
+//! | 12 | ⌈blocks / 8⌉ | bitmap, block b is bit b % 8 of byte b / 8; bits past the last block are zero | as said |
+//!
+//! The layer's data is another file, sparse, as long as the disk: block b at byte b × block size. A block in the map
+//! whose place is a hole is a block of zeroes. To change the layout: a new version, both read.
+
+use crate::config::DISK_BLOCK_BYTES;
+use dayfly_units::sealed::{self, HEADER_BYTES, Magic, SealError};
+use std::io;
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+
+/// What a map begins with.
+pub const MAGIC: Magic = *b"DFlayer\n";
+/// The version written and read.
+pub const VERSION: u32 = 1;
+/// The most blocks a disk may have: 1 TiB in blocks of 4 KiB.
+pub const MAX_BLOCKS: u64 = super::MAX_DISK_BYTES / DISK_BLOCK_BYTES;
+/// Bytes before the bitmap.
+const FIXED_BYTES: usize = 12;
+/// The longest payload.
+const MAX_PAYLOAD_BYTES: u64 = FIXED_BYTES as u64 + MAX_BLOCKS / 8;
+
+/// Which blocks a layer has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LayerMap {
+    blocks: u64,
+    bits: Vec<u8>,
+}
+
+/// Why bytes are not a layer map.
+#[derive(Debug, thiserror::Error)]
+pub enum LayerMapError {
+    /// The file could not be read.
+    #[error("layer map: reading")]
+    Read(#[source] io::Error),
+    /// The file is larger than any map.
+    #[error("layer map: expected at most {max} bytes, got {got}")]
+    TooLarge {
+        /// Limit in bytes.
+        max: u64,
+        /// Size of the file in bytes.
+        got: u64,
+    },
+    /// Damaged, of another kind or of another version.
+    #[error("layer map: {0}")]
+    Seal(#[from] SealError),
+    /// The payload is shorter than its fixed fields.
+    #[error("layer map: expected a payload of at least {FIXED_BYTES} bytes, got {0}")]
+    Short(usize),
+    /// Another block size.
+    #[error("layer map: block size at payload byte 0: expected {DISK_BLOCK_BYTES}, got {0}")]
+    BlockBytes(u32),
+    /// More blocks than allowed.
+    #[error("layer map: blocks at payload byte 4: expected at most {MAX_BLOCKS}, got {0}")]
+    Blocks(u64),
+    /// The bitmap does not fit the number of blocks.
+    #[error("layer map: bitmap at payload byte 12: expected {expected} bytes for {blocks} blocks, got {got}")]
+    Bitmap {
+        /// Blocks of the disk.
+        blocks: u64,
+        /// Bytes these need.
+        expected: u64,
+        /// Bytes there are.
+        got: usize,
+    },
+    /// A bit past the last block is set.
+    #[error("layer map: bitmap names a block past the disk's last, block {0}")]
+    Stray(u64),
+}
+
+impl LayerMap {
+    /// A map of no blocks for a disk of `blocks` blocks.
+    ///
+    /// # Errors
+    /// [`LayerMapError::Blocks`] for more than [`MAX_BLOCKS`].
+    pub fn empty(blocks: u64) -> Result<Self, LayerMapError> {
+        if blocks > MAX_BLOCKS {
+            return Err(LayerMapError::Blocks(blocks));
+        }
+        let bytes = usize::try_from(blocks.div_ceil(8)).map_err(|_| LayerMapError::Blocks(blocks))?;
+        Ok(Self { blocks, bits: vec![0; bytes] })
+    }
+
+    /// Decodes a whole file.
+    ///
+    /// # Errors
+    /// [`LayerMapError`]; nothing is decoded before the seal has been verified.
+    pub fn decode(bytes: &[u8]) -> Result<Self, LayerMapError> {
+        let (_, payload) = sealed::open(&MAGIC, VERSION..=VERSION, MAX_PAYLOAD_BYTES, bytes)?;
+        let Some((fixed, bits)) = payload.split_at_checked(FIXED_BYTES) else {
+            return Err(LayerMapError::Short(payload.len()));
+        };
+        let (mut size, mut count) = ([0; 4], [0; 8]);
+        size.copy_from_slice(&fixed[..4]);
+        count.copy_from_slice(&fixed[4..]);
+        let (block_bytes, blocks) = (u32::from_le_bytes(size), u64::from_le_bytes(count));
+        if u64::from(block_bytes) != DISK_BLOCK_BYTES {
+            return Err(LayerMapError::BlockBytes(block_bytes));
+        }
+        if blocks > MAX_BLOCKS {
+            return Err(LayerMapError::Blocks(blocks));
+        }
+        let expected = blocks.div_ceil(8);
+        if bits.len() as u64 != expected {
+            return Err(LayerMapError::Bitmap { blocks, expected, got: bits.len() });
+        }
+        let map = Self { blocks, bits: bits.to_vec() };
+        match map.runs().last_end() {
+            end if end > blocks => Err(LayerMapError::Stray(end - 1)),
+            _ => Ok(map),
+        }
+    }
+
+    /// Reads and decodes a file from its start, wherever its descriptor stands.
+    ///
+    /// # Errors
+    /// [`LayerMapError`]; the file's size is checked before anything is allocated.
+    pub fn read(file: BorrowedFd<'_>) -> Result<Self, LayerMapError> {
+        let read = |e: rustix::io::Errno| LayerMapError::Read(e.into());
+        let size = u64::try_from(rustix::fs::fstat(file).map_err(read)?.st_size).unwrap_or(u64::MAX);
+        let max = MAX_PAYLOAD_BYTES + HEADER_BYTES as u64;
+        let too_large = || LayerMapError::TooLarge { max, got: size };
+        if size > max {
+            return Err(too_large());
+        }
+        let mut bytes = vec![0; usize::try_from(size).map_err(|_| too_large())?];
+        let got = super::IoList::of(&mut bytes).read_at(file, 0).map_err(LayerMapError::Read)?;
+        Self::decode(&bytes[..got])
+    }
+
+    /// The file's bytes.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut payload = Vec::with_capacity(FIXED_BYTES + self.bits.len());
+        #[expect(clippy::cast_possible_truncation, reason = "a constant of 4096")]
+        payload.extend_from_slice(&(DISK_BLOCK_BYTES as u32).to_le_bytes());
+        payload.extend_from_slice(&self.blocks.to_le_bytes());
+        payload.extend_from_slice(&self.bits);
+        sealed::seal(&MAGIC, VERSION, &payload)
+    }
+
+    /// Blocks of the disk.
+    #[must_use]
+    pub const fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    /// How many blocks the layer has.
+    #[must_use]
+    pub fn present(&self) -> u64 {
+        self.bits.iter().map(|byte| u64::from(byte.count_ones())).sum()
+    }
+
+    /// Whether the layer has block `block`.
+    #[must_use]
+    pub fn has(&self, block: u64) -> bool {
+        let byte = usize::try_from(block / 8).ok().and_then(|at| self.bits.get(at));
+        byte.is_some_and(|byte| byte >> (block % 8) & 1 == 1)
+    }
+
+    /// Adds a block. A block past the disk's last is not added.
+    pub fn insert(&mut self, block: u64) {
+        if block >= self.blocks {
+            return;
+        }
+        if let Some(byte) = usize::try_from(block / 8).ok().and_then(|at| self.bits.get_mut(at)) {
+            *byte |= 1 << (block % 8);
+        }
+    }
+
+    /// The blocks the layer has, ascending, as runs that neither touch nor overlap.
+    #[must_use]
+    pub const fn runs(&self) -> Runs<'_> {
+        Runs { bits: self.bits.as_slice(), next: 0 }
+    }
+}
+
+/// Runs of blocks; see [`LayerMap::runs`].
+#[derive(Debug, Clone)]
+pub struct Runs<'a> {
+    bits: &'a [u8],
+    /// The next bit to look at.
+    next: usize,
+}
+
+impl Runs<'_> {
+    /// The end of the last run.
+    fn last_end(&self) -> u64 {
+        let last = self.bits.iter().rposition(|byte| *byte != 0);
+        last.map_or(0, |at| at as u64 * 8 + u64::from(8 - self.bits[at].leading_zeros()))
+    }
+
+    /// The first bit from `from` on that equals `set`, else the number of bits.
+    fn seek(&self, from: usize, set: bool) -> usize {
+        let (whole, bits) = (if set { 0 } else { 0xff }, self.bits.len() * 8);
+        let mut at = from;
+        while at < bits {
+            let byte = self.bits[at / 8];
+            if at.is_multiple_of(8) && byte == whole {
+                // Whole words first: most of a map is alike.
+                let words = self.bits[at / 8..].as_chunks::<8>().0;
+                let alike = words.iter().take_while(|word| **word == [whole; 8]).count();
+                at += if alike == 0 { 8 } else { alike * 64 };
+            } else if (byte >> (at % 8) & 1 == 1) == set {
+                return at;
+            } else {
+                at += 1;
+            }
+        }
+        bits
+    }
+}
+
+impl Iterator for Runs<'_> {
+    type Item = Range<u64>;
+
+    fn next(&mut self) -> Option<Range<u64>> {
+        let start = self.seek(self.next, true);
+        if start == self.bits.len() * 8 {
+            self.next = start;
+            return None;
+        }
+        let end = self.seek(start, false);
+        self.next = end;
+        Some(start as u64..end as u64)
+    }
+}

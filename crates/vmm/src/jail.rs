@@ -1,0 +1,152 @@
+//! Where a VMM lives: a root folder of its own, a user of its own, no capabilities, only the descriptors it was given.
+//!
+//! The daemon has started the process in new PID, mount, network, IPC and UTS namespaces; the rest is done here, in this
+//! order, because each step needs what a later one gives up:
+//! descriptors → mounts → root → capabilities' bounding set → group, user → no new privileges → limits → not dumpable.
+
+use crate::config::{FdNumber, JailConfig};
+use rustix::fs::CWD;
+use rustix::mount::{
+    MountFlags, MountPropagationFlags, UnmountFlags, mount_bind, mount_change, mount_remount, unmount,
+};
+use rustix::process::{
+    DumpableBehavior, Resource, Rlimit, chdir, fchdir, pivot_root, set_dumpable_behavior, setrlimit,
+};
+use std::collections::BTreeSet;
+use std::io;
+
+/// Most descriptors a VMM may have open: disks' layers, and a socket for each vsock connection.
+const MAX_OPEN_FDS: u64 = 4096;
+/// The last capability's number is not known at compile time; the kernel refuses numbers past it.
+const CAPABILITIES: std::ops::Range<libc::c_ulong> = 0..64;
+
+/// Why the jail could not be entered.
+#[derive(Debug, thiserror::Error)]
+pub enum JailError {
+    /// Root is no user for a VMM.
+    #[error("jail: {what}: expected a number above 0, got 0")]
+    Root {
+        /// Which id.
+        what: &'static str,
+    },
+    /// A system call failed.
+    #[error("jail: {what}")]
+    Step {
+        /// What was tried.
+        what: String,
+        /// Why it failed.
+        #[source]
+        source: io::Error,
+    },
+}
+
+fn step<E: Into<io::Error>>(what: impl Into<String>) -> impl FnOnce(E) -> JailError {
+    move |error| JailError::Step { what: what.into(), source: error.into() }
+}
+
+/// Closes every descriptor but 0 to 2 and `keep`.
+///
+/// # Errors
+/// When close_range(2) fails.
+pub fn close_all_but(keep: &BTreeSet<FdNumber>) -> Result<(), JailError> {
+    let mut from: u32 = 3;
+    let close = |first: u32, last: u32| {
+        if first > last {
+            return Ok(());
+        }
+        // SAFETY: closes descriptors that nothing in this process owns: it has just started and its configuration,
+        // whose descriptors are kept, names all that it will use.
+        let result = unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    for &number in keep {
+        let Ok(number) = u32::try_from(number) else { continue };
+        if number < from {
+            continue;
+        }
+        close(from, number - 1).map_err(step("closing descriptors"))?;
+        from = number + 1;
+    }
+    close(from, u32::MAX).map_err(step("closing descriptors"))
+}
+
+/// Enters the jail, for ever.
+///
+/// # Errors
+/// Naming the step that failed; the process is then of no use.
+pub fn enter(jail: &JailConfig) -> Result<(), JailError> {
+    for (what, id) in [("uid", jail.uid), ("gid", jail.gid)] {
+        if id == 0 {
+            return Err(JailError::Root { what });
+        }
+    }
+    let root = jail.root.as_path();
+    let shown = root.display();
+    mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)
+        .map_err(step("making mounts private"))?;
+    mount_bind(root, root).map_err(step(format!("binding {shown}")))?;
+    let flags = MountFlags::BIND | MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+    mount_remount(root, flags, c"").map_err(step(format!("remounting {shown} nosuid, nodev, noexec")))?;
+    let new = rustix::fs::openat(
+        CWD,
+        root,
+        rustix::fs::OFlags::DIRECTORY | rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC,
+        rustix::fs::Mode::empty(),
+    )
+    .map_err(step(format!("opening {shown}")))?;
+    fchdir(&new).map_err(step(format!("changing to {shown}")))?;
+    // The old root comes to lie over the new one and is then taken away (pivot_root(2), "pivot_root(".", ".")").
+    pivot_root(".", ".").map_err(step(format!("pivoting the root to {shown}")))?;
+    unmount(".", UnmountFlags::DETACH).map_err(step("detaching the old root"))?;
+    chdir("/").map_err(step("changing to the new root"))?;
+    drop(new);
+
+    drop_privileges(jail.uid, jail.gid)?;
+    no_new_privileges()?;
+    let limit = |what, resource, n| {
+        setrlimit(resource, Rlimit { current: Some(n), maximum: Some(n) }).map_err(step(what))
+    };
+    limit("limiting core files", Resource::Core, 0)?;
+    limit("limiting descriptors", Resource::Nofile, MAX_OPEN_FDS)?;
+    set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(step("becoming non-dumpable"))
+}
+
+/// No execve(2) may give privileges again; seccomp filters need this too.
+///
+/// # Errors
+/// When prctl(2) fails.
+pub fn no_new_privileges() -> Result<(), JailError> {
+    rustix::thread::set_no_new_privs(true).map_err(step("setting no_new_privs"))
+}
+
+fn drop_privileges(uid: u32, gid: u32) -> Result<(), JailError> {
+    for capability in CAPABILITIES {
+        // SAFETY: prctl(2) with integer arguments.
+        let result = unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
+        if result != 0 {
+            let error = io::Error::last_os_error();
+            if error.raw_os_error() == Some(libc::EINVAL) {
+                break; // past the last one
+            }
+            return Err(step(format!("dropping capability {capability}"))(error));
+        }
+    }
+    // SAFETY: plain system calls with integers and an empty list; glibc applies them to all threads, of which there is one.
+    let (groups, group, user) = unsafe {
+        (libc::setgroups(0, std::ptr::null()), libc::setresgid(gid, gid, gid), libc::setresuid(uid, uid, uid))
+    };
+    for (what, result) in [("clearing groups", groups), ("changing group", group), ("changing user", user)] {
+        if result != 0 {
+            return Err(step(what)(io::Error::last_os_error()));
+        }
+    }
+    // Leaving uid 0 cleared the permitted and effective sets; ambient and inheritable ones may be left.
+    // SAFETY: prctl(2) with integer arguments.
+    let result = unsafe { libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) };
+    if result != 0 {
+        return Err(step("clearing ambient capabilities")(io::Error::last_os_error()));
+    }
+    let none = rustix::thread::CapabilitySet::empty();
+    let sets = rustix::thread::CapabilitySets { effective: none, permitted: none, inheritable: none };
+    rustix::thread::set_capabilities(None, sets).map_err(step("clearing capabilities"))
+}

@@ -1,0 +1,343 @@
+//! Writing guest RAM to a sparse file: zero pages become holes, pages nobody wrote since the restore are copied from
+//! the snapshot's file without touching the guest's mapping.
+//!
+//! `/proc/self/pagemap` (`Documentation/admin-guide/mm/pagemap.rst`) says which pages the guest or a device wrote: bit 63
+//! present, bit 62 swapped, bit 61 page of a file. In a private mapping of a file, a page that is present or swapped and not
+//! of the file was written; every other one still reads as the file does. In anonymous memory, a page that is neither
+//! present nor swapped was never written and reads as zero. Without a pagemap every page is read.
+
+use crate::arch::layout;
+use dayfly_units::PAGE_SIZE;
+use rustix::fs::{SeekFrom, copy_file_range, seek};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+
+/// The shortest hole that is worth a mapping.
+const MIN_HOLE_BYTES: u64 = 1 << 20;
+/// The most holes that get a mapping of their own; the kernel allows 65,530 mappings.
+pub const MAX_HOLES: usize = 8192;
+pub(super) const PAGE: usize = 4096;
+const CHUNK_PAGES: usize = 2048; // 8 MiB
+pub(super) const PRESENT: u64 = 1 << 63;
+pub(super) const SWAPPED: u64 = 1 << 62;
+pub(super) const OF_FILE: u64 = 1 << 61;
+
+/// Why RAM could not be written.
+#[derive(Debug, thiserror::Error)]
+pub enum DumpError {
+    /// The target is not an empty file.
+    #[error("memory file to write: expected an empty file, got {0} bytes")]
+    NotEmpty(u64),
+    /// A read or write failed.
+    #[error("memory file: {what} at byte {at:#x}")]
+    Io {
+        /// What failed.
+        what: &'static str,
+        /// Where.
+        at: u64,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// What was written, for the log and for tests.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Dump {
+    /// Bytes written from the guest's own pages.
+    pub own_bytes: u64,
+    /// Bytes copied from the file this VM was restored from.
+    pub parent_bytes: u64,
+}
+
+/// Writes the RAM of a VM to the empty file `target`. Nobody may write to guest memory meanwhile: vCPUs and devices are
+/// paused. `pagemap` is this process's `/proc/self/pagemap`.
+///
+/// # Errors
+/// When a file cannot be read or written; the target then holds a part.
+pub fn dump(
+    memory: &GuestMemoryMmap,
+    memory_bytes: u64,
+    pagemap: Option<&File>,
+    target: &File,
+) -> Result<Dump, DumpError> {
+    let io_at = |what, at| move |source| DumpError::Io { what, at, source };
+    let got = target.metadata().map_err(io_at("reading the length", 0))?.len();
+    if got != 0 {
+        return Err(DumpError::NotEmpty(got));
+    }
+    target.set_len(memory_bytes).map_err(io_at("setting the length", 0))?;
+    let mut dump = Dump::default();
+    let mut entries = vec![0u64; CHUNK_PAGES];
+    for (guest, offset, len) in layout::ram(memory_bytes) {
+        let Some(region) = memory.find_region(guest) else { continue };
+        let parent = region.file_offset().map(|at| at.file());
+        let Ok(host) = region.get_host_address(vm_memory::MemoryRegionAddress(0)) else { continue };
+        let pages = usize::try_from(len).unwrap_or(0) / PAGE;
+        for first in (0..pages).step_by(CHUNK_PAGES) {
+            let count = CHUNK_PAGES.min(pages - first);
+            // SAFETY: `host` maps `len` bytes for as long as `memory` is borrowed; `first + count` pages lie within.
+            // The caller has paused every writer, so the bytes do not change while the slice lives.
+            let bytes = unsafe { std::slice::from_raw_parts(host.add(first * PAGE), count * PAGE) };
+            let at = offset + first as u64 * PAGE_SIZE;
+            let entries = &mut entries[..count];
+            let own: &dyn Fn(usize) -> bool = if read_pagemap(pagemap, bytes.as_ptr(), entries) {
+                let entries = &*entries;
+                match parent {
+                    Some(_) => &move |n| entries[n] & (PRESENT | SWAPPED) != 0 && entries[n] & OF_FILE == 0,
+                    None => &move |n| entries[n] & (PRESENT | SWAPPED) != 0,
+                }
+            } else {
+                &|_| true
+            };
+            dump_chunk(target, bytes, at, own, parent, &mut dump)?;
+        }
+    }
+    Ok(dump)
+}
+
+/// Fills `entries` for the pages from `start`; false when there is no pagemap or it cannot be read.
+pub(super) fn read_pagemap(pagemap: Option<&File>, start: *const u8, entries: &mut [u64]) -> bool {
+    let Some(pagemap) = pagemap else { return false };
+    let mut bytes = vec![0; entries.len() * 8];
+    if pagemap.read_exact_at(&mut bytes, (start.addr() / PAGE * 8) as u64).is_err() {
+        return false;
+    }
+    for (entry, bytes) in entries.iter_mut().zip(bytes.as_chunks::<8>().0) {
+        *entry = u64::from_le_bytes(*bytes);
+    }
+    true
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Zero,
+    Own,
+    Parent,
+}
+
+fn is_zero(page: &[u8]) -> bool {
+    page.as_chunks::<64>().0.iter().all(|line| line == &[0; 64])
+}
+
+fn dump_chunk(
+    target: &File,
+    bytes: &[u8],
+    at: u64,
+    own: &dyn Fn(usize) -> bool,
+    parent: Option<&File>,
+    dump: &mut Dump,
+) -> Result<(), DumpError> {
+    let kind = |n: usize| match (own(n), parent) {
+        (true, _) if is_zero(&bytes[n * PAGE..][..PAGE]) => Kind::Zero,
+        (true, _) => Kind::Own,
+        (false, Some(_)) => Kind::Parent,
+        (false, None) => Kind::Zero,
+    };
+    let pages = bytes.len() / PAGE;
+    let mut start = 0;
+    while start < pages {
+        let now = kind(start);
+        let end = (start + 1..pages).find(|&n| kind(n) != now).unwrap_or(pages);
+        let (from, to) = (at + (start * PAGE) as u64, at + (end * PAGE) as u64);
+        match (now, parent) {
+            (Kind::Own, _) => {
+                target
+                    .write_all_at(&bytes[start * PAGE..end * PAGE], from)
+                    .map_err(|source| DumpError::Io { what: "writing", at: from, source })?;
+                dump.own_bytes += to - from;
+            }
+            (Kind::Parent, Some(parent)) => dump.parent_bytes += copy_data(parent, target, from, to)?,
+            _ => {}
+        }
+        start = end;
+    }
+    Ok(())
+}
+
+/// Copies what `parent` has between `from` and `to`, leaving its holes holes; shares blocks where the file system can.
+fn copy_data(parent: &File, target: &File, from: u64, to: u64) -> Result<u64, DumpError> {
+    let mut copied = 0;
+    let mut at = from;
+    while at < to {
+        let data = match seek(parent, SeekFrom::Data(at)) {
+            Ok(data) => data,
+            Err(rustix::io::Errno::NXIO) => break, // only a hole follows
+            Err(_) => at,                          // a file system that cannot tell
+        };
+        if data >= to {
+            break;
+        }
+        let hole = seek(parent, SeekFrom::Hole(data)).unwrap_or(to).clamp(data, to);
+        let hole = if hole == data { to } else { hole };
+        copy_exactly(parent, target, data, hole)?;
+        copied += hole - data;
+        at = hole;
+    }
+    Ok(copied)
+}
+
+fn copy_exactly(parent: &File, target: &File, from: u64, to: u64) -> Result<(), DumpError> {
+    let (mut read_at, mut write_at) = (from, from);
+    while read_at < to {
+        let left = usize::try_from(to - read_at).unwrap_or(usize::MAX);
+        match copy_file_range(parent, Some(&mut read_at), target, Some(&mut write_at), left) {
+            Ok(0) => break,
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => {}
+            Err(_) => break, // across file systems, old kernels: by hand
+        }
+    }
+    let mut buffer = vec![0; 1 << 20];
+    while read_at < to {
+        let len = usize::try_from(to - read_at).unwrap_or(usize::MAX).min(buffer.len());
+        let fails = |what| move |source| DumpError::Io { what, at: read_at, source };
+        parent.read_exact_at(&mut buffer[..len], read_at).map_err(fails("reading the parent's file"))?;
+        target.write_all_at(&buffer[..len], read_at).map_err(fails("writing"))?;
+        read_at += len as u64;
+    }
+    Ok(())
+}
+
+/// The holes of a memory file that are worth a mapping of their own, as `(offset, length)` in bytes, in rising order: a clone
+/// maps them anonymously, so that a fresh page costs one page and not one in the file's cache and a copy.
+///
+/// # Errors
+/// When the file cannot be searched.
+pub fn large_holes(file: &File, memory_bytes: u64) -> Result<Vec<(u64, u64)>, DumpError> {
+    let io_at =
+        |at| move |e: rustix::io::Errno| DumpError::Io { what: "looking for holes", at, source: e.into() };
+    let mut holes = Vec::new();
+    for (_, start, len) in layout::ram(memory_bytes) {
+        let end = start + len;
+        let mut at = start;
+        while at < end && holes.len() < MAX_HOLES {
+            // The end of a file counts as a hole.
+            let hole = seek(file, SeekFrom::Hole(at)).map_err(io_at(at))?.next_multiple_of(PAGE_SIZE);
+            let data = match seek(file, SeekFrom::Data(hole)) {
+                Ok(data) => data.min(end) & !(PAGE_SIZE - 1),
+                Err(rustix::io::Errno::NXIO) => end,
+                Err(error) => return Err(io_at(hole)(error)),
+            };
+            if hole < data && data - hole >= MIN_HOLE_BYTES {
+                holes.push((hole, data - hole));
+            }
+            at = data.max(hole + PAGE_SIZE);
+        }
+    }
+    Ok(holes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use vm_memory::{Bytes, GuestAddress};
+
+    const SIZE: u64 = 64 << 20;
+
+    fn content(file: &File) -> Vec<u8> {
+        let mut bytes = vec![0; usize::try_from(SIZE).unwrap()];
+        file.read_exact_at(&mut bytes, 0).unwrap();
+        bytes
+    }
+
+    fn blocks(file: &File) -> u64 {
+        use std::os::unix::fs::MetadataExt;
+        file.metadata().unwrap().blocks() * 512
+    }
+
+    #[test]
+    fn a_dump_reads_back_with_and_without_a_pagemap_across_two_generations() {
+        let pagemap = File::open("/proc/self/pagemap").unwrap();
+        for pagemap in [Some(&pagemap), None] {
+            let memory = crate::memory::anonymous(SIZE).unwrap();
+            memory.write_slice(&[7; 3 * PAGE], GuestAddress(0x1000)).unwrap();
+            memory.write_slice(&[9; 10], GuestAddress(40 << 20)).unwrap();
+            memory.write_slice(&[0; PAGE], GuestAddress(50 << 20)).unwrap();
+            let first = tempfile::tempfile().unwrap();
+            let dumped = dump(&memory, SIZE, pagemap, &first).unwrap();
+            assert_eq!(dumped, Dump { own_bytes: 4 * PAGE_SIZE, parent_bytes: 0 });
+            let mut expected = vec![0; usize::try_from(SIZE).unwrap()];
+            expected[0x1000..0x4000].fill(7);
+            expected[40 << 20..(40 << 20) + 10].fill(9);
+            assert!(content(&first) == expected);
+            assert!(blocks(&first) < 1 << 20, "zero pages are holes");
+
+            let holes = large_holes(&first, SIZE).unwrap();
+            assert_eq!(holes, [(0x4000, (40 << 20) - 0x4000), ((40 << 20) + 0x1000, (24 << 20) - 0x1000)]);
+
+            // A clone overwrites one page, zeroes another, reads a third and dumps again.
+            let first = Arc::new(first);
+            let clone = crate::memory::from_file(Arc::clone(&first), SIZE, &holes).unwrap();
+            assert_eq!(clone.read_obj::<u8>(GuestAddress(60 << 20)).unwrap(), 0);
+            clone.write_slice(&[1; PAGE], GuestAddress(0x2000)).unwrap();
+            clone.write_slice(&[0; PAGE], GuestAddress(0x3000)).unwrap();
+            clone.write_slice(&[5; PAGE], GuestAddress(20 << 20)).unwrap(); // in a hole
+            assert_eq!(clone.read_obj::<u8>(GuestAddress(40 << 20)).unwrap(), 9);
+            let second = tempfile::tempfile().unwrap();
+            let dumped = dump(&clone, SIZE, pagemap, &second).unwrap();
+            if pagemap.is_some() {
+                assert_eq!(dumped, Dump { own_bytes: 2 * PAGE_SIZE, parent_bytes: 2 * PAGE_SIZE });
+            }
+            assert!(content(&first) == expected, "the parent's file never changes");
+            expected[0x2000..0x3000].fill(1);
+            expected[0x3000..0x4000].fill(0);
+            expected[20 << 20..(20 << 20) + PAGE].fill(5);
+            assert!(content(&second) == expected);
+            assert!(blocks(&second) < 1 << 20);
+        }
+    }
+
+    #[test]
+    fn a_target_that_holds_something_is_refused() {
+        let memory = crate::memory::anonymous(SIZE).unwrap();
+        let target = tempfile::tempfile().unwrap();
+        target.set_len(5).unwrap();
+        assert!(matches!(dump(&memory, SIZE, None, &target), Err(DumpError::NotEmpty(5))));
+    }
+
+    #[test]
+    fn a_file_of_another_length_is_not_mapped() {
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        file.set_len(SIZE - PAGE_SIZE).unwrap();
+        let error = crate::memory::from_file(file, SIZE, &[]).unwrap_err().to_string();
+        assert!(error.contains("67108864") && error.contains("67104768"), "{error}");
+    }
+
+    #[test]
+    fn holes_that_make_no_sense_are_refused() {
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        file.set_len(SIZE).unwrap();
+        let page = PAGE_SIZE;
+        for bad in [
+            vec![(1, page)],
+            vec![(0, page + 1)],
+            vec![(0, 0)],
+            vec![(SIZE, page)],
+            vec![(SIZE - page, 2 * page)],
+            vec![(u64::MAX - page + 1, page)],
+            vec![(page, page), (page, page)],
+            vec![(4 * page, page), (0, page)],
+        ] {
+            let result = crate::memory::from_file(Arc::clone(&file), SIZE, &bad);
+            assert!(matches!(result, Err(crate::memory::MemoryError::Hole { .. })), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_hole_never_reaches_across_the_gap_in_guest_addresses() {
+        let bytes = layout::HOLE_START + (64 << 20);
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        file.set_len(bytes).unwrap();
+        let holes = large_holes(&file, bytes).unwrap();
+        assert_eq!(holes, [(0, layout::HOLE_START), (layout::HOLE_START, 64 << 20)]);
+        let memory = crate::memory::from_file(Arc::clone(&file), bytes, &holes).unwrap();
+        memory.write_obj(7u8, GuestAddress(layout::HOLE_END)).unwrap();
+        memory.write_obj(8u8, GuestAddress(layout::HOLE_START - 1)).unwrap();
+        let across = [(layout::HOLE_START - PAGE_SIZE, 2 * PAGE_SIZE)];
+        assert!(crate::memory::from_file(file, bytes, &across).is_err());
+    }
+}

@@ -1,0 +1,315 @@
+//! Everything KVM knows of a vCPU, out and in again.
+//!
+//! Orders that matter (`Documentation/virt/kvm/api.rst`, and `facts.md`):
+//! - out: the MP state first (it makes KVM take pending INIT/SIPI in), the events last;
+//! - in: CPUID before everything it governs, SREGS (which holds the APIC base) before the local APIC, the local APIC before
+//!   MSRs; then, when the VM goes on, clocks, deadlines and events ([`super::clocks`]).
+//!
+//! There is no nested state: guests get no VMX or SVM ([`crate::arch::cpuid`]). SREGS2 adds only the PDPTRs of 32-bit PAE guests,
+//! which are reloaded from memory.
+
+use super::clocks;
+use crate::arch::cpuid;
+use kvm_bindings::{
+    Msrs, Xsave, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs,
+    kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave, kvm_xsave2,
+};
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
+use serde::{Deserialize, Serialize};
+use vmm_sys_util::fam::FamStruct;
+
+/// The time stamp counter.
+pub(super) const MSR_TSC: u32 = 0x10;
+/// The local APIC timer's deadline.
+pub(super) const MSR_TSC_DEADLINE: u32 = 0x6e0;
+/// MSRs that KVM lists and lets be read but may refuse to take back on another host or as they are, and that a guest
+/// does not need: IA32_ARCH_CAPABILITIES and the feature MSRs of a host, read-only there.
+const MAY_BE_REFUSED: &[u32] = &[
+    0x10a, // IA32_ARCH_CAPABILITIES
+    0x345, // IA32_PERF_CAPABILITIES
+    0x8b,  // IA32_BIOS_SIGN_ID
+];
+
+/// Most MSRs of one vCPU.
+pub const MAX_MSRS: usize = 1024;
+/// Most CPUID entries of one vCPU.
+pub const MAX_CPUID: usize = kvm_bindings::KVM_MAX_CPUID_ENTRIES;
+/// Most 32-bit words of an XSAVE area: 64 KiB.
+pub const MAX_XSAVE_WORDS: usize = 16 << 10;
+
+/// A vCPU, saved.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct VcpuState {
+    /// CPUID entries.
+    pub cpuid: Vec<kvm_cpuid_entry2>,
+    /// MP state: running, halted, waiting for SIPI.
+    pub mp_state: kvm_mp_state,
+    /// General registers.
+    pub regs: kvm_regs,
+    /// Segments, control registers, EFER, APIC base.
+    pub sregs: kvm_sregs,
+    /// The XSAVE area as 32-bit words, as long as KVM says (KVM_CAP_XSAVE2).
+    pub xsave: Vec<u32>,
+    /// Extended control registers.
+    pub xcrs: kvm_xcrs,
+    /// Debug registers.
+    pub debug: kvm_debugregs,
+    /// The local APIC's page.
+    pub lapic: kvm_lapic_state,
+    /// MSRs by number.
+    pub msrs: Vec<(u32, u64)>,
+    /// The TSC's frequency as the guest sees it, in kHz.
+    pub tsc_khz: u32,
+    /// The guest's TSC minus the host's, where KVM tells ([`super::clocks`]).
+    pub tsc_offset: Option<u64>,
+    /// Pending exceptions, interrupts, NMIs.
+    pub events: kvm_vcpu_events,
+}
+
+/// Why a vCPU could not be saved or loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    /// An ioctl failed.
+    #[error("vCPU: {0}")]
+    Kvm(&'static str, #[source] kvm_ioctls::Error),
+    /// KVM would not give a listed MSR.
+    #[error("vCPU: KVM_GET_MSRS: KVM lists MSR {0:#x} but does not give it")]
+    MsrGet(u32),
+    /// KVM refused an MSR.
+    #[error("vCPU: KVM_SET_MSRS: KVM refused MSR {index:#x} = {value:#x}")]
+    MsrSet {
+        /// Its number.
+        index: u32,
+        /// The value.
+        value: u64,
+    },
+    /// More of something than there may be.
+    #[error("vCPU state: {got} {what}, at most {max}")]
+    TooMany {
+        /// Of what.
+        what: &'static str,
+        /// How many.
+        got: usize,
+        /// How many there may be.
+        max: usize,
+    },
+    /// An XSAVE area that this host does not have.
+    #[error("vCPU state: XSAVE area of {got} words, this host's KVM has {expected}")]
+    Xsave {
+        /// Words of this host.
+        expected: usize,
+        /// Words in the state.
+        got: usize,
+    },
+    /// A TSC frequency this host cannot give.
+    #[error("vCPU state: TSC of {wanted} kHz, this host has {host} kHz and cannot scale")]
+    TscKhz {
+        /// In the state.
+        wanted: u32,
+        /// The host's.
+        host: u32,
+    },
+}
+
+pub(super) fn on(what: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> StateError {
+    move |error| StateError::Kvm(what, error)
+}
+
+/// What saving and loading needs to know of this host's KVM; the same for every vCPU.
+#[derive(Debug, Clone)]
+pub struct HostLimits {
+    msrs: Vec<u32>,
+    xsave_words: usize,
+}
+
+impl HostLimits {
+    /// Asks KVM.
+    ///
+    /// # Errors
+    /// When KVM_GET_MSR_INDEX_LIST fails.
+    pub fn new(kvm: &Kvm, vm: &VmFd) -> Result<Self, StateError> {
+        let msrs = kvm.get_msr_index_list().map_err(on("KVM_GET_MSR_INDEX_LIST"))?.as_slice().to_vec();
+        Ok(Self { msrs, xsave_words: xsave_words(vm) })
+    }
+}
+
+/// Words of an XSAVE area: what KVM says, at least the 4096 bytes of KVM_SET_XSAVE.
+fn xsave_words(vm: &VmFd) -> usize {
+    let bytes = usize::try_from(vm.check_extension_int(Cap::Xsave2)).unwrap_or(0);
+    bytes.max(size_of::<kvm_xsave>()).div_ceil(4)
+}
+
+/// Reads everything from a vCPU that does not run.
+///
+/// # Errors
+/// Naming the ioctl or MSR.
+pub fn save(vcpu: &VcpuFd, limits: &HostLimits) -> Result<VcpuState, StateError> {
+    let mp_state = vcpu.get_mp_state().map_err(on("KVM_GET_MP_STATE"))?;
+    let regs = vcpu.get_regs().map_err(on("KVM_GET_REGS"))?;
+    let sregs = vcpu.get_sregs().map_err(on("KVM_GET_SREGS"))?;
+    let xsave = get_xsave(vcpu, limits.xsave_words)?;
+    let xcrs = vcpu.get_xcrs().map_err(on("KVM_GET_XCRS"))?;
+    let debug = vcpu.get_debug_regs().map_err(on("KVM_GET_DEBUGREGS"))?;
+    let lapic = vcpu.get_lapic().map_err(on("KVM_GET_LAPIC"))?;
+    let tsc_khz = vcpu.get_tsc_khz().map_err(on("KVM_GET_TSC_KHZ"))?;
+    let msrs = get_msrs(vcpu, &limits.msrs)?;
+    let events = vcpu.get_vcpu_events().map_err(on("KVM_GET_VCPU_EVENTS"))?;
+    let cpuid = vcpu.get_cpuid2(MAX_CPUID).map_err(on("KVM_GET_CPUID2"))?.as_slice().to_vec();
+    let tsc_offset = clocks::tsc_offset(vcpu);
+    Ok(VcpuState {
+        cpuid,
+        mp_state,
+        regs,
+        sregs,
+        xsave,
+        xcrs,
+        debug,
+        lapic,
+        msrs,
+        tsc_khz,
+        tsc_offset,
+        events,
+    })
+}
+
+/// Writes everything to a fresh vCPU, except what depends on the moment it goes on ([`super::clocks`]).
+///
+/// # Errors
+/// Naming the ioctl or MSR.
+pub fn load(vcpu: &VcpuFd, state: &VcpuState, xsave_words_here: usize) -> Result<(), StateError> {
+    let entries = cpuid::for_kvm(&state.cpuid).ok_or(StateError::TooMany {
+        what: "CPUID entries",
+        got: state.cpuid.len(),
+        max: MAX_CPUID,
+    })?;
+    vcpu.set_cpuid2(&entries).map_err(on("KVM_SET_CPUID2"))?;
+    let host_khz = vcpu.get_tsc_khz().map_err(on("KVM_GET_TSC_KHZ"))?;
+    // KVM itself takes frequencies within 250 ppm for equal; so do we.
+    if host_khz.abs_diff(state.tsc_khz) > host_khz / 4000 {
+        let refused = |_| StateError::TscKhz { wanted: state.tsc_khz, host: host_khz };
+        vcpu.set_tsc_khz(state.tsc_khz).map_err(refused)?;
+    }
+    vcpu.set_mp_state(state.mp_state).map_err(on("KVM_SET_MP_STATE"))?;
+    vcpu.set_regs(&state.regs).map_err(on("KVM_SET_REGS"))?;
+    vcpu.set_sregs(&state.sregs).map_err(on("KVM_SET_SREGS"))?;
+    set_xsave(vcpu, &state.xsave, xsave_words_here)?;
+    vcpu.set_xcrs(&state.xcrs).map_err(on("KVM_SET_XCRS"))?;
+    vcpu.set_debug_regs(&state.debug).map_err(on("KVM_SET_DEBUGREGS"))?;
+    vcpu.set_lapic(&state.lapic).map_err(on("KVM_SET_LAPIC"))?;
+    let timeless: Vec<_> = state
+        .msrs
+        .iter()
+        .filter(|(index, _)| !matches!(*index, MSR_TSC | MSR_TSC_DEADLINE))
+        .copied()
+        .collect();
+    set_msrs(vcpu, &timeless)
+}
+
+pub(super) fn get_msr(vcpu: &VcpuFd, index: u32) -> Result<u64, StateError> {
+    Ok(get_msrs(vcpu, &[index])?.first().map_or(0, |(_, value)| *value))
+}
+
+fn get_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<(u32, u64)>, StateError> {
+    let mut values = Vec::with_capacity(indices.len());
+    let mut rest = indices;
+    while !rest.is_empty() {
+        let chunk = &rest[..rest.len().min(kvm_bindings::KVM_MAX_MSR_ENTRIES)];
+        let entries: Vec<_> =
+            chunk.iter().map(|&index| kvm_msr_entry { index, ..Default::default() }).collect();
+        let mut msrs = Msrs::from_entries(&entries).map_err(|_| too_many_msrs(indices.len()))?;
+        let done = vcpu.get_msrs(&mut msrs).map_err(on("KVM_GET_MSRS"))?.min(chunk.len());
+        values.extend(msrs.as_slice()[..done].iter().map(|e| (e.index, e.data)));
+        rest = &rest[done..];
+        if done < chunk.len() {
+            let refused = chunk[done];
+            if !MAY_BE_REFUSED.contains(&refused) {
+                return Err(StateError::MsrGet(refused));
+            }
+            rest = &rest[1..];
+        }
+    }
+    Ok(values)
+}
+
+pub(super) fn set_msrs(vcpu: &VcpuFd, values: &[(u32, u64)]) -> Result<(), StateError> {
+    let mut rest = values;
+    while !rest.is_empty() {
+        let chunk = &rest[..rest.len().min(kvm_bindings::KVM_MAX_MSR_ENTRIES)];
+        let entries: Vec<_> =
+            chunk.iter().map(|&(index, data)| kvm_msr_entry { index, data, ..Default::default() }).collect();
+        let msrs = Msrs::from_entries(&entries).map_err(|_| too_many_msrs(values.len()))?;
+        let done = vcpu.set_msrs(&msrs).map_err(on("KVM_SET_MSRS"))?.min(chunk.len());
+        rest = &rest[done..];
+        if done < chunk.len() {
+            let (index, value) = chunk[done];
+            if !MAY_BE_REFUSED.contains(&index) {
+                return Err(StateError::MsrSet { index, value });
+            }
+            rest = &rest[1..];
+        }
+    }
+    Ok(())
+}
+
+fn too_many_msrs(got: usize) -> StateError {
+    StateError::TooMany { what: "MSRs", got, max: MAX_MSRS }
+}
+
+type XsaveTail = <kvm_xsave2 as FamStruct>::Entry;
+const XSAVE_HEAD_WORDS: usize = size_of::<kvm_xsave>() / 4;
+
+fn xsave_buffer(words: usize) -> Result<Xsave, StateError> {
+    let tail = (words * 4).saturating_sub(size_of::<kvm_xsave>()).div_ceil(size_of::<XsaveTail>());
+    Xsave::new(tail).map_err(|_| StateError::TooMany {
+        what: "words of XSAVE area",
+        got: words,
+        max: MAX_XSAVE_WORDS,
+    })
+}
+
+fn get_xsave(vcpu: &VcpuFd, words: usize) -> Result<Vec<u32>, StateError> {
+    let mut area = xsave_buffer(words)?;
+    // SAFETY: the buffer is at least as long as KVM_CAP_XSAVE2 says KVM writes; this process enables no further
+    // features with arch_prctl(2).
+    unsafe { vcpu.get_xsave2(&mut area) }.map_err(on("KVM_GET_XSAVE2"))?;
+    let mut out = area.as_fam_struct_ref().xsave.region.to_vec();
+    out.extend_from_slice(area.as_slice());
+    Ok(out)
+}
+
+fn set_xsave(vcpu: &VcpuFd, words: &[u32], words_here: usize) -> Result<(), StateError> {
+    if words.len() < XSAVE_HEAD_WORDS || words.len() != words_here {
+        return Err(StateError::Xsave { expected: words_here, got: words.len() });
+    }
+    let mut area = xsave_buffer(words.len())?;
+    let (head, tail) = words.split_at(XSAVE_HEAD_WORDS);
+    // SAFETY: only the fixed part is written; the length field of the flexible part stays as it is.
+    unsafe { area.as_mut_fam_struct() }.xsave.region.copy_from_slice(head);
+    area.as_mut_slice().copy_from_slice(tail);
+    // SAFETY: the buffer is as long as KVM_CAP_XSAVE2 says KVM reads, checked above.
+    unsafe { vcpu.set_xsave2(&area) }.map_err(on("KVM_SET_XSAVE"))
+}
+
+/// Words of an XSAVE area on this host, for [`load`].
+#[must_use]
+pub fn host_xsave_words(vm: &VmFd) -> usize {
+    xsave_words(vm)
+}
+
+/// Whether a decoded state keeps the limits that [`load`] relies on.
+///
+/// # Errors
+/// Naming what exceeds them.
+pub fn check(state: &VcpuState) -> Result<(), StateError> {
+    let limits = [
+        ("CPUID entries", state.cpuid.len(), MAX_CPUID),
+        ("MSRs", state.msrs.len(), MAX_MSRS),
+        ("words of XSAVE area", state.xsave.len(), MAX_XSAVE_WORDS),
+    ];
+    for (what, got, max) in limits {
+        if got > max {
+            return Err(StateError::TooMany { what, got, max });
+        }
+    }
+    Ok(())
+}

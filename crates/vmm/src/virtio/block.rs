@@ -1,0 +1,312 @@
+//! virtio-blk (virtio 1.2 section 5.2) over a [`Disk`].
+//!
+//! A request is checked whole before a byte moves: its chain ([`super::ring`]), the direction and length of each part,
+//! the sectors, the type. What cannot be done is answered with a status; only a chain without a place for the status
+//! makes the device ask for a reset.
+
+use super::interrupt::Interrupt;
+use super::ring::{Broken, Chain, Ring};
+use crate::disk::{Disk, IoList};
+use serde::{Deserialize, Serialize};
+use std::io;
+use virtio_bindings::virtio_blk as spec;
+use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
+
+/// VIRTIO_ID_BLOCK.
+pub const DEVICE_ID: u32 = VIRTIO_ID_BLOCK;
+/// One queue of 256.
+pub const QUEUES: &[u16] = &[256];
+
+/// A sector, the unit of addresses and of lengths.
+const SECTOR: u64 = 512;
+/// Most data buffers of a request: the queue less header and status.
+const MAX_SEGMENTS: u32 = 254;
+/// The largest buffer a driver may use for data, so that no request moves more than 254 MiB.
+const MAX_SEGMENT_BYTES: u32 = 1 << 20;
+const MAX_DATA_BYTES: usize = MAX_SEGMENTS as usize * MAX_SEGMENT_BYTES as usize;
+/// Most sectors of one discarded or zeroed range: 2 GiB.
+const MAX_ZERO_SECTORS: u32 = 1 << 22;
+/// Most ranges in one request.
+const MAX_ZERO_RANGES: u32 = 16;
+const HEADER_BYTES: usize = 16;
+const RANGE_BYTES: usize = 16;
+const ID_BYTES: usize = 20;
+/// Bytes of `struct virtio_blk_config` up to and with `write_zeroes_may_unmap`.
+const CONFIG_BYTES: usize = 60;
+
+/// The status byte of an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Status {
+    Ok = 0,
+    IoError = 1,
+    Unsupported = 2,
+}
+
+/// What went wrong on the host, ever.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DiskCounters {
+    /// Requests that failed because the host's file system is full (ENOSPC, EDQUOT).
+    pub no_space: u64,
+    /// Requests that failed by any other error of the host.
+    pub host_errors: u64,
+    /// Requests that the device refused.
+    pub refused: u64,
+}
+
+/// What is saved of a disk beyond its queue; its layers are saved by freezing them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockState {
+    /// Size in bytes.
+    pub size_bytes: u64,
+    /// Whether there is no writable layer.
+    pub read_only: bool,
+}
+
+/// A disk as a device.
+#[derive(Debug)]
+pub struct Block {
+    disk: Disk,
+    id: [u8; ID_BYTES],
+    counters: DiskCounters,
+}
+
+impl Block {
+    /// A device over `disk`, the `number`th of its VM.
+    #[must_use]
+    pub fn new(disk: Disk, number: usize) -> Self {
+        let mut id = [0; ID_BYTES];
+        let text = format!("dayfly-{number}");
+        let length = text.len().min(ID_BYTES);
+        id[..length].copy_from_slice(&text.as_bytes()[..length]);
+        Self { disk, id, counters: DiskCounters::default() }
+    }
+
+    /// What the device can do.
+    #[must_use]
+    pub const fn features(&self) -> u64 {
+        let always = 1 << spec::VIRTIO_BLK_F_SIZE_MAX
+            | 1 << spec::VIRTIO_BLK_F_SEG_MAX
+            | 1 << spec::VIRTIO_BLK_F_BLK_SIZE
+            | 1 << spec::VIRTIO_BLK_F_TOPOLOGY
+            | 1 << spec::VIRTIO_BLK_F_FLUSH;
+        let other = if self.disk.read_only() {
+            1 << spec::VIRTIO_BLK_F_RO
+        } else {
+            1 << spec::VIRTIO_BLK_F_DISCARD | 1 << spec::VIRTIO_BLK_F_WRITE_ZEROES
+        };
+        always | other
+    }
+
+    /// Copies configuration space (5.2.4) from `offset` on; past its end are zeroes.
+    pub fn read_config(&self, offset: usize, data: &mut [u8]) {
+        let mut config = [0; CONFIG_BYTES];
+        let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, &(self.disk.size_bytes() / SECTOR).to_le_bytes());
+        put(8, &MAX_SEGMENT_BYTES.to_le_bytes());
+        put(12, &MAX_SEGMENTS.to_le_bytes());
+        put(20, &512_u32.to_le_bytes()); // blk_size: file systems of 1 KiB blocks must mount
+        put(24, &[3]); // physical_block_exp: 8 logical blocks make a block of ours
+        put(26, &8_u16.to_le_bytes()); // min_io_size
+        put(36, &MAX_ZERO_SECTORS.to_le_bytes()); // max_discard_sectors
+        put(40, &MAX_ZERO_RANGES.to_le_bytes()); // max_discard_seg
+        put(44, &8_u32.to_le_bytes()); // discard_sector_alignment
+        put(48, &MAX_ZERO_SECTORS.to_le_bytes()); // max_write_zeroes_sectors
+        put(52, &MAX_ZERO_RANGES.to_le_bytes()); // max_write_zeroes_seg
+        put(56, &[1]); // write_zeroes_may_unmap
+        super::copy_config(&config, offset, data);
+    }
+
+    /// What is saved beyond the queue.
+    #[must_use]
+    pub const fn save(&self) -> BlockState {
+        BlockState { size_bytes: self.disk.size_bytes(), read_only: self.disk.read_only() }
+    }
+
+    /// What went wrong so far.
+    #[must_use]
+    pub const fn counters(&self) -> DiskCounters {
+        self.counters
+    }
+
+    /// The disk.
+    pub const fn disk(&mut self) -> &mut Disk {
+        &mut self.disk
+    }
+
+    /// Serves requests until there are none or `stop` says so; returns whether some may be left.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn serve(
+        &mut self,
+        ring: &mut Ring<'_, '_>,
+        features: u64,
+        interrupt: &Interrupt,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<bool, Broken> {
+        loop {
+            ring.hush()?;
+            while let Some(chain) = ring.pop()? {
+                let head = chain.head;
+                let len = self.answer(&chain, features)?;
+                ring.push(head, len)?;
+                ring.signal(interrupt)?;
+                if stop() {
+                    return Ok(true);
+                }
+            }
+            if !ring.listen()? {
+                return Ok(false);
+            }
+        }
+    }
+
+    /// Does a request and writes its status; returns the bytes written to the chain.
+    fn answer(&mut self, chain: &Chain<'_>, features: u64) -> Result<u32, Broken> {
+        let Some(data_in) = chain.writable.len().checked_sub(1) else {
+            return Err(Broken::Chain { head: chain.head, what: "no place for the status" });
+        };
+        let (status, written) = match self.request(chain, data_in, features) {
+            Ok(written) => (Status::Ok, written),
+            Err(Refusal::Host(error)) => {
+                let full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
+                let counter = if full { &mut self.counters.no_space } else { &mut self.counters.host_errors };
+                *counter = counter.saturating_add(1);
+                (Status::IoError, 0)
+            }
+            Err(Refusal::Request(status)) => {
+                self.counters.refused = self.counters.refused.saturating_add(1);
+                (status, 0)
+            }
+        };
+        chain.writable.window(data_in, 1).copy_from(&[status as u8]);
+        // The used length counts from the first writable byte: all of the data, or none of it known to be good.
+        Ok(u32::try_from(written.saturating_add(1)).unwrap_or(u32::MAX))
+    }
+
+    /// Checks and does a request whose data area for reading has `data_in` bytes; returns how many of these it wrote.
+    fn request(&mut self, chain: &Chain<'_>, data_in: usize, features: u64) -> Result<usize, Refusal> {
+        let mut header = [0; HEADER_BYTES];
+        if !chain.in_order || chain.readable.copy_to(&mut header) != HEADER_BYTES {
+            return Err(Refusal::INVALID);
+        }
+        let kind = u32::from_le_bytes([header[0], header[1], header[2], header[3]]);
+        let sector = u64_at(&header, 8);
+        let data_out = chain.readable.window(HEADER_BYTES, chain.readable.len());
+        let offered = |bit: u32| features & 1 << bit != 0;
+        match kind {
+            spec::VIRTIO_BLK_T_IN => {
+                if !data_out.is_empty() {
+                    return Err(Refusal::INVALID);
+                }
+                let offset = self.place(sector, data_in)?;
+                self.disk.read(offset, &chain.writable.window(0, data_in))?;
+                Ok(data_in)
+            }
+            spec::VIRTIO_BLK_T_OUT => {
+                if data_in != 0 || self.disk.read_only() {
+                    return Err(Refusal::INVALID);
+                }
+                let offset = self.place(sector, data_out.len())?;
+                self.disk.write(offset, &data_out)?;
+                Ok(0)
+            }
+            spec::VIRTIO_BLK_T_FLUSH => {
+                if data_in != 0 || !data_out.is_empty() {
+                    return Err(Refusal::INVALID);
+                }
+                // Every write is in the host's page cache already, which a snapshot reads, and which outlives this
+                // process. What does not outlive the host's power is the VM itself: its writable layer goes with it, so
+                // waiting for the host's disk would keep a promise to nobody. Publishing a snapshot syncs (store).
+                Ok(0)
+            }
+            spec::VIRTIO_BLK_T_GET_ID => {
+                if data_in < ID_BYTES || !data_out.is_empty() {
+                    return Err(Refusal::INVALID);
+                }
+                Ok(chain.writable.window(0, data_in).copy_from(&self.id))
+            }
+            spec::VIRTIO_BLK_T_DISCARD if offered(spec::VIRTIO_BLK_F_DISCARD) => {
+                self.zero_ranges(&data_out, data_in, false)
+            }
+            spec::VIRTIO_BLK_T_WRITE_ZEROES if offered(spec::VIRTIO_BLK_F_WRITE_ZEROES) => {
+                self.zero_ranges(&data_out, data_in, true)
+            }
+            _ => Err(Refusal::Request(Status::Unsupported)),
+        }
+    }
+
+    /// The byte at which a transfer of `len` bytes at `sector` begins, if all of it lies on the disk.
+    fn place(&self, sector: u64, len: usize) -> Result<u64, Refusal> {
+        let len = Some(len).filter(|len| *len <= MAX_DATA_BYTES).map(|len| len as u64);
+        let whole = len.filter(|len| len % SECTOR == 0).ok_or(Refusal::INVALID)?;
+        let offset = sector.checked_mul(SECTOR).ok_or(Refusal::INVALID)?;
+        match offset.checked_add(whole) {
+            Some(end) if end <= self.disk.size_bytes() => Ok(offset),
+            _ => Err(Refusal::INVALID),
+        }
+    }
+
+    /// DISCARD and WRITE_ZEROES (5.2.6.2): all ranges are checked before the first is done.
+    fn zero_ranges(&mut self, list: &IoList<'_>, data_in: usize, exact: bool) -> Result<usize, Refusal> {
+        const UNMAP: u32 = 1;
+        let count = list.len() / RANGE_BYTES;
+        let fits = list.len().is_multiple_of(RANGE_BYTES) && (1..=MAX_ZERO_RANGES as usize).contains(&count);
+        if data_in != 0 || !fits || self.disk.read_only() {
+            return Err(Refusal::INVALID);
+        }
+        let mut bytes = [0; RANGE_BYTES * MAX_ZERO_RANGES as usize];
+        let copied = list.copy_to(&mut bytes);
+        let mut ranges = Vec::with_capacity(count);
+        for range in bytes[..copied].chunks_exact(RANGE_BYTES) {
+            let (sector, last) = (u64_at(range, 0), u64_at(range, 8));
+            let (sectors, flags) = (half(last, false), half(last, true));
+            if flags & !UNMAP != 0 || !exact && flags & UNMAP != 0 {
+                return Err(Refusal::Request(Status::Unsupported));
+            }
+            if sectors > MAX_ZERO_SECTORS {
+                return Err(Refusal::INVALID);
+            }
+            let len = u64::from(sectors) * SECTOR;
+            let offset = sector.checked_mul(SECTOR).ok_or(Refusal::INVALID)?;
+            let end = offset.checked_add(len).ok_or(Refusal::INVALID)?;
+            if end > self.disk.size_bytes() {
+                return Err(Refusal::INVALID);
+            }
+            ranges.push((offset, len));
+        }
+        for (offset, len) in ranges {
+            if exact { self.disk.zero(offset, len) } else { self.disk.discard(offset, len) }?;
+        }
+        Ok(0)
+    }
+}
+
+/// Why a request is not done.
+enum Refusal {
+    /// The driver's fault.
+    Request(Status),
+    /// The host's.
+    Host(io::Error),
+}
+
+impl Refusal {
+    const INVALID: Self = Self::Request(Status::IoError);
+}
+
+impl From<io::Error> for Refusal {
+    fn from(error: io::Error) -> Self {
+        Self::Host(error)
+    }
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    let mut out = [0; 8];
+    out.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(out)
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the half is meant")]
+const fn half(value: u64, high: bool) -> u32 {
+    if high { (value >> 32) as u32 } else { value as u32 }
+}

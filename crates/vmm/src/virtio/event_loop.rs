@@ -1,0 +1,96 @@
+//! The device thread.
+
+use super::{DeviceError, DeviceSet, host};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use vmm_sys_util::epoll::{EpollEvent, EventSet};
+
+/// Someone changed something: a pause, a stop, a load.
+pub const WAKE: u64 = 0xffff;
+/// The vsock listener.
+pub const LISTENER: u64 = 0xfffe;
+/// Sockets of connections have numbers from here up.
+pub const FIRST_SOCKET: u64 = 0x1_0000;
+/// Most events taken at once.
+const MAX_EVENTS: usize = 64;
+
+/// The number of a queue's kick.
+pub const fn kick_token(slot: usize, queue: usize) -> u64 {
+    (slot as u64) << 8 | queue as u64
+}
+
+impl DeviceSet {
+    /// Serves the devices until [`Self::stop`]: the body of the device thread.
+    ///
+    /// # Errors
+    /// Only when epoll fails; nothing a guest does ends it.
+    pub fn run_loop(&self) -> Result<(), DeviceError> {
+        let mut events = [EpollEvent::default(); MAX_EVENTS];
+        // Devices with work left from the last turn.
+        let mut pending = vec![false; self.slots.len()];
+        let mut timeout = 0;
+        loop {
+            let count = match self.epoll.wait(timeout, &mut events) {
+                Ok(count) => count,
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => 0,
+                Err(e) => return Err(host("epoll_wait of the device thread")(e)),
+            };
+            let Some(now) = self.gate.enter() else {
+                return Ok(());
+            };
+            if self.loaded.swap(false, Ordering::SeqCst) {
+                self.slots.iter().for_each(|slot| slot.interrupt().raise_again());
+            }
+            self.take(&events[..count], now, &mut pending);
+            let mut deadline: Option<Instant> = None;
+            for (slot, pending) in self.slots.iter().zip(&mut pending) {
+                let next = slot.with_vsock(|vsock| vsock.deadline()).flatten();
+                if (*pending || next.is_some_and(|next| next <= now)) && !self.gate.wanted() {
+                    *pending = slot.serve(&self.mem, now, &|| self.gate.wanted());
+                }
+                deadline = slot.with_vsock(|vsock| vsock.deadline()).flatten().or(deadline);
+            }
+            self.gate.leave();
+            timeout = if pending.contains(&true) { 0 } else { milliseconds(deadline, now) };
+        }
+    }
+
+    /// Notes what happened.
+    fn take(&self, events: &[EpollEvent], now: Instant, pending: &mut [bool]) {
+        for event in events {
+            match event.data() {
+                // The thread passes the gate and looks at what is pending: that is all a wake is for.
+                WAKE => drop(self.wake.read()),
+                LISTENER => self.vsock_event(pending, |vsock| vsock.accept(now)),
+                token if token >= FIRST_SOCKET => {
+                    let set = EventSet::from_bits_truncate(event.events());
+                    self.vsock_event(pending, |vsock| vsock.event(token, set, now));
+                }
+                token => {
+                    let slot = usize::try_from(token >> 8).unwrap_or(usize::MAX);
+                    let queue = usize::try_from(token & 0xff).unwrap_or(usize::MAX);
+                    if let (Some(device), Some(pending)) = (self.slots.get(slot), pending.get_mut(slot)) {
+                        *pending = true;
+                        // Cleared before the queue is looked at: a kick after this wakes the thread again.
+                        device.kicks().get(queue).map(vmm_sys_util::eventfd::EventFd::read);
+                    }
+                }
+            }
+        }
+    }
+
+    fn vsock_event(&self, pending: &mut [bool], act: impl FnOnce(&mut super::Vsock)) {
+        let mut act = Some(act);
+        for (slot, pending) in self.slots.iter().zip(pending) {
+            let done = slot.with_vsock(|vsock| act.take().map(|act| act(vsock)));
+            *pending |= done.is_some();
+        }
+    }
+}
+
+/// How long to sleep: up to the deadline, rounded up; −1 without one.
+fn milliseconds(deadline: Option<Instant>, now: Instant) -> i32 {
+    let Some(deadline) = deadline else { return -1 };
+    let left = deadline.saturating_duration_since(now) + Duration::from_millis(1);
+    i32::try_from(left.as_millis()).unwrap_or(i32::MAX)
+}

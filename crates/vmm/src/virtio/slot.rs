@@ -1,0 +1,266 @@
+//! One device at its place: registers, queues' kicks, interrupt, and what it does.
+
+use super::block::{self, Block};
+use super::interrupt::{CONFIG_CHANGE, Interrupt};
+use super::ring::{Broken, Ring};
+use super::state::{DeviceState, KindState, LoadError};
+use super::transport::{Effect, Transport, register};
+use super::vsock::{self, Service, Vsock};
+use super::{DeviceError, DeviceHealth, host, lock, rng};
+use crate::disk::Disk;
+use std::sync::Mutex;
+use std::time::Instant;
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+/// What a device is.
+#[derive(Debug)]
+pub enum Kind {
+    /// A disk.
+    Block(Block),
+    /// Sockets.
+    Vsock(Vsock),
+    /// Entropy.
+    Rng,
+}
+
+/// What the device's lock covers.
+#[derive(Debug)]
+struct Inner {
+    transport: Transport,
+    kind: Kind,
+    broken: Option<Broken>,
+}
+
+/// A device.
+#[derive(Debug)]
+pub struct Slot {
+    interrupt: Interrupt,
+    /// One eventfd for each queue.
+    kicks: Vec<EventFd>,
+    inner: Mutex<Inner>,
+}
+
+impl Slot {
+    /// A device after reset.
+    ///
+    /// # Errors
+    /// When there are no eventfds.
+    pub fn new(kind: Kind) -> Result<Self, DeviceError> {
+        let (id, features, queues) = match &kind {
+            Kind::Block(block) => (block::DEVICE_ID, block.features(), block::QUEUES),
+            Kind::Vsock(_) => (vsock::DEVICE_ID, 0, vsock::QUEUES),
+            Kind::Rng => (rng::DEVICE_ID, 0, rng::QUEUES),
+        };
+        let kicks: Result<_, _> = queues.iter().map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)).collect();
+        let inner = Inner { transport: Transport::new(id, features, queues), kind, broken: None };
+        Ok(Self {
+            interrupt: Interrupt::new().map_err(host("eventfd2"))?,
+            kicks: kicks.map_err(host("eventfd2"))?,
+            inner: Mutex::new(inner),
+        })
+    }
+
+    /// One eventfd for each queue.
+    pub fn kicks(&self) -> &[EventFd] {
+        &self.kicks
+    }
+
+    /// Those of the queues that are kicked often, the first few: KVM writes them. A kick of another comes as a
+    /// register write, which does the same, and saves a birth what KVM_IOEVENTFD takes (a grace period, 1 to 3 ms in the
+    /// machine).
+    pub fn fast_kicks(&self) -> &[EventFd] {
+        let count = match &lock(&self.inner).kind {
+            Kind::Block(_) => 1,
+            Kind::Vsock(_) => vsock::FAST_QUEUES,
+            Kind::Rng => 0,
+        };
+        &self.kicks[..count.min(self.kicks.len())]
+    }
+
+    /// The interrupt.
+    pub const fn interrupt(&self) -> &Interrupt {
+        &self.interrupt
+    }
+
+    /// Reads registers: 32 bits at a time and aligned below the configuration, anything in it (4.2.2.2).
+    pub fn read(&self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        if let Some(at) = offset.checked_sub(register::CONFIG) {
+            let at = usize::try_from(at).unwrap_or(usize::MAX);
+            match &lock(&self.inner).kind {
+                Kind::Block(block) => block.read_config(at, data),
+                Kind::Vsock(vsock) => vsock.read_config(at, data),
+                Kind::Rng => {}
+            }
+        } else if let Ok(word) = <&mut [u8; 4]>::try_from(data) {
+            let value = match offset {
+                register::INTERRUPT_STATUS => self.interrupt.status(),
+                _ => lock(&self.inner).transport.read(offset),
+            };
+            *word = value.to_le_bytes();
+        }
+    }
+
+    /// Writes a register, and wakes the device thread where it has to look at the device. No device has a
+    /// configuration that can be written.
+    pub fn write(&self, mem: &GuestMemoryMmap, offset: u64, data: &[u8]) {
+        let Ok(word) = <[u8; 4]>::try_from(data) else {
+            return;
+        };
+        let value = u32::from_le_bytes(word);
+        if offset >= register::CONFIG {
+            return;
+        }
+        if offset == register::INTERRUPT_ACK {
+            return self.interrupt.acknowledge(value);
+        }
+        let mut inner = lock(&self.inner);
+        match inner.transport.write(mem, offset, value) {
+            Effect::None => {}
+            Effect::Notify(queue) => self.kick(queue),
+            Effect::Activated => self.kick_all(),
+            Effect::Reset => {
+                inner.broken = None;
+                self.interrupt.set_status(0);
+                if let Kind::Vsock(vsock) = &mut inner.kind {
+                    vsock.reset();
+                }
+                self.kick_all();
+            }
+        }
+    }
+
+    fn kick(&self, queue: usize) {
+        if let Some(kick) = self.kicks.get(queue) {
+            // Fails only where the counter is at its end, and then it is kicked already.
+            let _ = kick.write(1);
+        }
+    }
+
+    fn kick_all(&self) {
+        (0..self.kicks.len()).for_each(|queue| self.kick(queue));
+    }
+
+    /// Serves the device; returns whether some work may be left. Only the device thread comes here.
+    pub fn serve(&self, mem: &GuestMemoryMmap, now: Instant, stop: &dyn Fn() -> bool) -> bool {
+        let mut inner = lock(&self.inner);
+        let Inner { transport, kind, broken } = &mut *inner;
+        if !transport.live() {
+            if let Kind::Vsock(vsock) = kind {
+                vsock.tidy(now);
+            }
+            return false;
+        }
+        let (features, interrupt) = (transport.features(), &self.interrupt);
+        let queues = transport.queues();
+        let served = match (&mut *kind, queues) {
+            (Kind::Block(block), [queue]) => {
+                block.serve(&mut Ring::new(queue, mem), features, interrupt, stop)
+            }
+            (Kind::Rng, [queue]) => rng::serve(&mut Ring::new(queue, mem), interrupt, stop),
+            (Kind::Vsock(vsock), queues) => vsock.serve(&mut Service { mem, queues, interrupt, now, stop }),
+            _ => Ok(false),
+        };
+        served.unwrap_or_else(|cause| {
+            *broken = Some(cause);
+            if let Kind::Vsock(vsock) = kind {
+                // Nothing moves any more until the driver resets the device: who waits for bytes hears of it now.
+                vsock.reset();
+                vsock.tidy(now);
+            }
+            if transport.need_reset() {
+                interrupt.raise(CONFIG_CHANGE);
+            }
+            false
+        })
+    }
+
+    /// Does something with the vsock device, if this is one.
+    pub fn with_vsock<R>(&self, act: impl FnOnce(&mut Vsock) -> R) -> Option<R> {
+        match &mut lock(&self.inner).kind {
+            Kind::Vsock(vsock) => Some(act(vsock)),
+            _ => None,
+        }
+    }
+
+    /// Does something with the disk, if there is one.
+    pub fn with_disk<R>(&self, act: impl FnOnce(&mut Disk) -> R) -> Option<R> {
+        match &mut lock(&self.inner).kind {
+            Kind::Block(block) => Some(act(block.disk())),
+            _ => None,
+        }
+    }
+
+    /// Whether this is a disk with a writable layer.
+    pub fn writable_disk(&self) -> bool {
+        self.with_disk(|disk| !disk.read_only()) == Some(true)
+    }
+
+    /// How the device fares.
+    pub fn health(&self) -> DeviceHealth {
+        let inner = lock(&self.inner);
+        let disk = match &inner.kind {
+            Kind::Block(block) => Some(block.counters()),
+            _ => None,
+        };
+        DeviceHealth { device_id: inner.transport.device_id(), broken: inner.broken.clone(), disk }
+    }
+
+    /// What has to be saved.
+    pub fn save(&self) -> DeviceState {
+        let inner = lock(&self.inner);
+        DeviceState {
+            device_id: inner.transport.device_id(),
+            transport: inner.transport.save(self.interrupt.status()),
+            kind: match &inner.kind {
+                Kind::Block(block) => KindState::Block(block.save()),
+                Kind::Vsock(vsock) => KindState::Vsock(vsock.save()),
+                Kind::Rng => KindState::Rng,
+            },
+        }
+    }
+
+    /// Checks saved state against this device and changes nothing.
+    ///
+    /// # Errors
+    /// [`LoadError`].
+    pub fn check(
+        &self,
+        mem: &GuestMemoryMmap,
+        number: usize,
+        state: &DeviceState,
+    ) -> Result<Transport, LoadError> {
+        let inner = lock(&self.inner);
+        let (expected, got) = (inner.transport.device_id(), state.device_id);
+        if expected != got {
+            return Err(LoadError::Device { number, expected, got });
+        }
+        let differs =
+            |expected: String, got: &KindState| LoadError::Kind { number, expected, got: format!("{got:?}") };
+        match (&inner.kind, &state.kind) {
+            (Kind::Block(block), KindState::Block(saved)) if block.save() == *saved => {}
+            (Kind::Vsock(vsock), KindState::Vsock(saved)) if vsock.fits(saved) => {}
+            (Kind::Rng, KindState::Rng) => {}
+            (Kind::Block(block), got) => return Err(differs(format!("{:?}", block.save()), got)),
+            (Kind::Vsock(vsock), got) => return Err(differs(format!("{:?}", vsock.save()), got)),
+            (Kind::Rng, got) => return Err(differs("Rng".into(), got)),
+        }
+        inner
+            .transport
+            .loaded(mem, &state.transport)
+            .map_err(|source| LoadError::Transport { number, source })
+    }
+
+    /// Takes state over that [`Self::check`] made a transport of.
+    pub fn load(&self, transport: Transport, state: &DeviceState) {
+        let mut inner = lock(&self.inner);
+        let live = transport.live();
+        (inner.transport, inner.broken) = (transport, None);
+        if let (Kind::Vsock(vsock), KindState::Vsock(saved)) = (&mut inner.kind, &state.kind) {
+            vsock.loaded(live && saved.connected);
+        }
+        self.interrupt.set_status(state.transport.interrupt_status);
+        self.kick_all();
+    }
+}

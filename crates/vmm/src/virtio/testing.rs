@@ -1,0 +1,307 @@
+//! A driver for tests: it sets devices up by their registers, and writes chains into rings of its own.
+//!
+//! virtio-queue's `MockSplitQueue` lays its used ring over the second half of its available ring, so it cannot hold
+//! many requests; of the mock only the descriptor types are used here.
+
+#![expect(clippy::cast_possible_truncation, reason = "tests: patterns of bytes, small numbers")]
+
+use super::transport::{register, status};
+use super::{DeviceSet, DeviceSpecs, MMIO_BASE, MMIO_SIZE, VsockSpec};
+use crate::config::DISK_BLOCK_BYTES;
+use crate::disk::{DiskSpec, LayerSpec};
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use virtio_bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
+use virtio_queue::desc::split::Descriptor;
+use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
+
+pub const NEXT: u16 = VRING_DESC_F_NEXT as u16;
+pub const WRITE: u16 = VRING_DESC_F_WRITE as u16;
+pub const INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
+
+/// End of the low memory.
+pub const LOW_END: u64 = 64 << 20;
+/// A second region, so that buffers can cross from one into a hole or another mapping.
+pub const HIGH: u64 = 1 << 32;
+pub const HIGH_END: u64 = HIGH + (1 << 20);
+/// Rings lie below, buffers from here on.
+pub const DATA: u64 = 16 << 20;
+
+pub fn memory() -> GuestMemoryMmap {
+    let middle = LOW_END / 2;
+    let ranges = [(0, middle), (middle, LOW_END - middle), (HIGH, HIGH_END - HIGH)];
+    let ranges = ranges.map(|(start, len)| (GuestAddress(start), usize::try_from(len).unwrap()));
+    GuestMemoryMmap::from_ranges(&ranges).unwrap()
+}
+
+pub fn temp_file(bytes: &[u8]) -> std::fs::File {
+    use std::io::Write as _;
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(bytes).unwrap();
+    file
+}
+
+/// A disk of `blocks` blocks over a base image.
+pub fn disk(blocks: u64, base: &[u8], layers: Vec<LayerSpec>, writable: bool) -> DiskSpec {
+    DiskSpec {
+        size_bytes: blocks * DISK_BLOCK_BYTES,
+        base: temp_file(base).into(),
+        layers,
+        writable: writable.then(|| temp_file(&[]).into()),
+    }
+}
+
+/// Devices, without a VM, and what the host has of them.
+pub struct Machine {
+    pub mem: GuestMemoryMmap,
+    pub set: Arc<DeviceSet>,
+    pub folder: tempfile::TempDir,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Machine {
+    pub fn new(mem: GuestMemoryMmap, disks: Vec<DiskSpec>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("v");
+        let listener = UnixListener::bind(&path).unwrap().into();
+        let vsock = VsockSpec { listener, path, guest_cid: 3 };
+        let set = DeviceSet::without_vm(mem.clone(), DeviceSpecs { disks, vsock }).unwrap();
+        Self { mem, set: Arc::new(set), folder, thread: None }
+    }
+
+    /// Starts the device thread.
+    pub fn run(mut self) -> Self {
+        let set = Arc::clone(&self.set);
+        self.thread = Some(std::thread::spawn(move || set.run_loop().unwrap()));
+        self
+    }
+
+    pub fn slot_of(&self, device_id: u32) -> usize {
+        self.set.health().iter().position(|h| h.device_id == device_id).unwrap()
+    }
+
+    pub fn read(&self, slot: usize, offset: u64) -> u32 {
+        let mut data = [0; 4];
+        assert!(self.set.mmio_read(MMIO_BASE + slot as u64 * MMIO_SIZE + offset, &mut data));
+        u32::from_le_bytes(data)
+    }
+
+    pub fn write(&self, slot: usize, offset: u64, value: u32) {
+        assert!(self.set.mmio_write(MMIO_BASE + slot as u64 * MMIO_SIZE + offset, &value.to_le_bytes()));
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.set.stop();
+        if let Some(thread) = self.thread.take() {
+            let result = thread.join();
+            assert!(result.is_ok() || std::thread::panicking());
+        }
+    }
+}
+
+/// A piece of a chain.
+#[derive(Debug, Clone, Copy)]
+pub struct Piece {
+    pub address: u64,
+    pub len: u32,
+    pub write: bool,
+}
+
+pub fn reads(address: u64, len: u32) -> Piece {
+    Piece { address, len, write: false }
+}
+
+pub fn writes(address: u64, len: u32) -> Piece {
+    Piece { address, len, write: true }
+}
+
+/// The driver's side of a queue.
+#[derive(Debug, Clone)]
+pub struct DriverQueue {
+    index: u32,
+    pub size: u16,
+    pub desc: u64,
+    pub avail: u64,
+    pub used: u64,
+    next_descriptor: u16,
+    pub avail_idx: u16,
+    used_seen: u16,
+}
+
+impl DriverQueue {
+    pub fn descriptor(
+        &self,
+        mem: &GuestMemoryMmap,
+        index: u16,
+        address: u64,
+        len: u32,
+        flags: u16,
+        next: u16,
+    ) {
+        let descriptor = Descriptor::new(address, len, flags, next);
+        mem.write_obj(descriptor, GuestAddress(self.desc + u64::from(index) * 16)).unwrap();
+    }
+
+    /// Makes a chain available; descriptors are taken in a circle.
+    pub fn add(&mut self, mem: &GuestMemoryMmap, pieces: &[Piece]) -> u16 {
+        let head = self.next_descriptor;
+        for (at, piece) in pieces.iter().enumerate() {
+            let index = self.next_descriptor;
+            self.next_descriptor = (index + 1) % self.size;
+            let last = at + 1 == pieces.len();
+            let flags = if last { 0 } else { NEXT } | if piece.write { WRITE } else { 0 };
+            self.descriptor(mem, index, piece.address, piece.len, flags, self.next_descriptor);
+        }
+        self.publish(mem, head);
+        head
+    }
+
+    pub fn publish(&mut self, mem: &GuestMemoryMmap, head: u16) {
+        let at = self.avail + 4 + u64::from(self.avail_idx % self.size) * 2;
+        mem.write_obj(head, GuestAddress(at)).unwrap();
+        self.avail_idx = self.avail_idx.wrapping_add(1);
+        mem.store(self.avail_idx, GuestAddress(self.avail + 2), std::sync::atomic::Ordering::SeqCst).unwrap();
+    }
+
+    /// What the device handed back since the last call.
+    pub fn take_used(&mut self, mem: &GuestMemoryMmap) -> Vec<(u32, u32)> {
+        let idx: u16 = mem.load(GuestAddress(self.used + 2), std::sync::atomic::Ordering::SeqCst).unwrap();
+        let mut out = Vec::new();
+        while self.used_seen != idx {
+            let at = self.used + 4 + u64::from(self.used_seen % self.size) * 8;
+            let pair: [u32; 2] = mem.read_obj(GuestAddress(at)).unwrap();
+            out.push((pair[0], pair[1]));
+            self.used_seen = self.used_seen.wrapping_add(1);
+        }
+        // Ask for an interrupt for the next one (used_event).
+        let event = self.avail + 4 + u64::from(self.size) * 2;
+        mem.store(self.used_seen, GuestAddress(event), std::sync::atomic::Ordering::SeqCst).unwrap();
+        out
+    }
+
+    /// Waits until the device has handed `count` chains back.
+    pub fn wait_used(&mut self, mem: &GuestMemoryMmap, count: usize) -> Vec<(u32, u32)> {
+        let mut out = Vec::new();
+        until("the device hands chains back", || {
+            out.extend(self.take_used(mem));
+            out.len() >= count
+        });
+        out
+    }
+
+    /// Whether the device wants to be kicked for what was made available from `old` on (2.7.10).
+    pub fn kick_wanted(&self, mem: &GuestMemoryMmap, old: u16) -> bool {
+        let event = self.used + 4 + u64::from(self.size) * 8;
+        let event: u16 = mem.load(GuestAddress(event), std::sync::atomic::Ordering::SeqCst).unwrap();
+        self.avail_idx.wrapping_sub(event).wrapping_sub(1) < self.avail_idx.wrapping_sub(old)
+    }
+}
+
+/// Waits for something without a sleep that decides the result: at most 20 s.
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(20), "waiting until {what}");
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
+
+/// A driver of one device.
+#[derive(Debug, Clone)]
+pub struct Driver {
+    pub slot: usize,
+    pub queues: Vec<DriverQueue>,
+}
+
+impl Driver {
+    /// Status up to FEATURES_OK with all offered features but `without`.
+    pub fn negotiate(machine: &Machine, slot: usize, without: u64) {
+        machine.write(slot, register::STATUS, 0);
+        let mut bits = u32::from(status::ACKNOWLEDGE);
+        machine.write(slot, register::STATUS, bits);
+        bits |= u32::from(status::DRIVER);
+        machine.write(slot, register::STATUS, bits);
+        let mut features = 0;
+        for half in 0..2 {
+            machine.write(slot, register::DEVICE_FEATURES_SEL, half);
+            features |= u64::from(machine.read(slot, register::DEVICE_FEATURES)) << (32 * half);
+        }
+        features &= !without;
+        for half in 0..2 {
+            machine.write(slot, register::DRIVER_FEATURES_SEL, half);
+            let part = features >> (32 * half) & 0xffff_ffff;
+            machine.write(slot, register::DRIVER_FEATURES, u32::try_from(part).unwrap());
+        }
+        bits |= u32::from(status::FEATURES_OK);
+        machine.write(slot, register::STATUS, bits);
+        assert_eq!(machine.read(slot, register::STATUS), bits);
+    }
+
+    /// All of the initialisation of 3.1.1.
+    pub fn start(machine: &Machine, slot: usize, without: u64) -> Self {
+        let driver = Self::prepare(machine, slot, without);
+        driver.go(machine);
+        driver
+    }
+
+    /// DRIVER_OK.
+    pub fn go(&self, machine: &Machine) {
+        machine.write(self.slot, register::STATUS, 15);
+        assert_eq!(machine.read(self.slot, register::STATUS), 15);
+    }
+
+    /// All of the initialisation but DRIVER_OK.
+    pub fn prepare(machine: &Machine, slot: usize, without: u64) -> Self {
+        Self::negotiate(machine, slot, without);
+        let mut queues = Vec::new();
+        for index in 0.. {
+            machine.write(slot, register::QUEUE_SEL, index);
+            let max = machine.read(slot, register::QUEUE_NUM_MAX);
+            if max == 0 {
+                break;
+            }
+            let base = 0x10_0000 * (slot as u64 + 1) + 0x1_0000 * u64::from(index);
+            let (desc, avail, used) = (base, base + 0x4000, base + 0x8000);
+            machine.mem.write_slice(&[0; 0xc000], GuestAddress(base)).unwrap();
+            machine.write(slot, register::QUEUE_NUM, max);
+            for (low, high, address) in [
+                (register::QUEUE_DESC_LOW, register::QUEUE_DESC_HIGH, desc),
+                (register::QUEUE_DRIVER_LOW, register::QUEUE_DRIVER_HIGH, avail),
+                (register::QUEUE_DEVICE_LOW, register::QUEUE_DEVICE_HIGH, used),
+            ] {
+                machine.write(slot, low, u32::try_from(address).unwrap());
+                machine.write(slot, high, 0);
+            }
+            machine.write(slot, register::QUEUE_READY, 1);
+            assert_eq!(machine.read(slot, register::QUEUE_READY), 1);
+            let size = u16::try_from(max).unwrap();
+            let (next_descriptor, avail_idx, used_seen) = (0, 0, 0);
+            queues.push(DriverQueue {
+                index,
+                size,
+                desc,
+                avail,
+                used,
+                next_descriptor,
+                avail_idx,
+                used_seen,
+            });
+        }
+        Self { slot, queues }
+    }
+
+    pub fn kick(&self, machine: &Machine, queue: usize) {
+        machine.write(self.slot, register::QUEUE_NOTIFY, self.queues[queue].index);
+    }
+
+    /// Kicks only if the device asked for it, as Linux does.
+    pub fn kick_if_wanted(&self, machine: &Machine, queue: usize, old: u16) {
+        if self.queues[queue].kick_wanted(&machine.mem, old) {
+            self.kick(machine, queue);
+        }
+    }
+}

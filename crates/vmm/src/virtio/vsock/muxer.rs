@@ -1,0 +1,389 @@
+//! All connections of a VM: the listening socket, who is who, and whose turn it is.
+//!
+//! Nothing here polls: sockets are watched edge-triggered and only set flags, so a socket that nobody can serve now
+//! costs nothing, and one that is slow holds up only its own connection. Every list is bounded.
+
+use super::connection::{ANSWER_TIME, Connection, Fate};
+use super::packet::{HOST_CID, Header, TYPE_STREAM, op};
+use crate::disk::IoList;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
+/// Most connections of a VM, those that still say what they want included. One more is closed at once.
+pub const MAX_CONNECTIONS: usize = 512;
+/// Most resets for unknown connections kept for a guest that takes no packets. More are dropped: the guest gets one
+/// for its next packet.
+const MAX_RESETS: usize = 1024;
+/// Longest first line of a host's connection: "CONNECT 4294967295\n".
+const MAX_LINE: usize = 19;
+/// Ports for the host's side of connections that the host asked for: from here up.
+const FIRST_HOST_PORT: u32 = 1 << 30;
+
+/// A socket's number in the event loop.
+pub type Token = u64;
+
+/// A connection's ports: the host's, the guest's.
+type Ports = (u32, u32);
+
+/// All connections.
+#[derive(Debug)]
+pub struct Muxer {
+    guest_cid: u64,
+    listener: OwnedFd,
+    path: PathBuf,
+    epoll: Arc<Epoll>,
+    /// Sockets whose first line is not complete.
+    callers: HashMap<Token, (OwnedFd, Instant)>,
+    connections: HashMap<Token, Connection>,
+    by_ports: HashMap<Ports, Token>,
+    /// Connections that may have a packet for the guest, each once.
+    line: VecDeque<Token>,
+    resets: VecDeque<Header>,
+    /// A connection could not be taken for want of descriptors: its edge is gone, try when one is closed.
+    starved: bool,
+    next_token: Token,
+    next_port: u32,
+    /// No deadline is earlier than this.
+    deadline: Option<Instant>,
+}
+
+impl Muxer {
+    /// A muxer on a listening socket; sockets get numbers from `first_token` up.
+    pub fn new(
+        guest_cid: u32,
+        listener: OwnedFd,
+        path: PathBuf,
+        epoll: Arc<Epoll>,
+        first_token: Token,
+    ) -> Self {
+        let mut random = [0; 4];
+        // Any start will do; a random one keeps the ports of a clone apart from those of its past.
+        let _ = rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty());
+        Self {
+            guest_cid: guest_cid.into(),
+            listener,
+            path,
+            epoll,
+            callers: HashMap::new(),
+            connections: HashMap::new(),
+            by_ports: HashMap::new(),
+            line: VecDeque::new(),
+            resets: VecDeque::new(),
+            starved: false,
+            next_token: first_token,
+            next_port: FIRST_HOST_PORT + u32::from_le_bytes(random) % FIRST_HOST_PORT,
+            deadline: None,
+        }
+    }
+
+    /// Whether a packet waits for the guest. It may turn out that there is none.
+    #[must_use]
+    pub fn has_packet(&self) -> bool {
+        !self.resets.is_empty() || !self.line.is_empty()
+    }
+
+    /// Whether the guest believes in a connection, or is yet to be told that one is gone.
+    #[must_use]
+    pub fn guest_has_connections(&self) -> bool {
+        !self.resets.is_empty() || self.connections.values().any(Connection::guest_believes)
+    }
+
+    /// How many sockets are in use.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.callers.len() + self.connections.len()
+    }
+
+    /// When [`Self::expire`] is to be called, at the latest.
+    #[must_use]
+    pub const fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    fn watch_until(&mut self, deadline: Option<Instant>) {
+        self.deadline = [self.deadline, deadline].into_iter().flatten().min();
+    }
+
+    /// Watches a socket; its present state is reported at once.
+    fn register(&self, socket: &OwnedFd, token: Token) -> std::io::Result<()> {
+        let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
+        self.epoll.ctl(ControlOperation::Add, socket.as_raw_fd(), EpollEvent::new(events, token))
+    }
+
+    fn token(&mut self) -> Token {
+        let token = self.next_token;
+        self.next_token = token.wrapping_add(1);
+        token
+    }
+
+    /// Takes every waiting connection of the host. The listener is watched edge-triggered, so it takes all.
+    pub fn accept(&mut self, now: Instant) {
+        self.starved = false;
+        loop {
+            let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+            match rustix::net::accept_with(&self.listener, flags) {
+                Ok(socket) if self.len() < MAX_CONNECTIONS => {
+                    let token = self.token();
+                    if self.register(&socket, token).is_ok() {
+                        let deadline = now + ANSWER_TIME;
+                        self.watch_until(Some(deadline));
+                        self.callers.insert(token, (socket, deadline));
+                    }
+                }
+                // Over the limit: closed, which the caller sees as the end of the stream.
+                Ok(_) | Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(errno) => {
+                    self.starved = errno != Errno::AGAIN;
+                    return;
+                }
+            }
+        }
+    }
+
+    /// A socket reported something.
+    pub fn event(&mut self, token: Token, events: EventSet, now: Instant) {
+        let hung_up = events.intersects(EventSet::HANG_UP | EventSet::ERROR);
+        if let Some(connection) = self.connections.get_mut(&token) {
+            let readable = events.intersects(EventSet::IN | EventSet::READ_HANG_UP);
+            let fate = connection.on_socket(readable, events.contains(EventSet::OUT), hung_up, now);
+            self.follow(token, fate, now);
+        } else if self.callers.contains_key(&token) {
+            self.read_line(token, hung_up);
+        }
+    }
+
+    /// Reads a caller's first line, if it is complete; what follows it stays in the socket.
+    fn read_line(&mut self, token: Token, hung_up: bool) {
+        if hung_up {
+            self.callers.remove(&token);
+        }
+        let Some((socket, _)) = self.callers.get(&token) else {
+            return;
+        };
+        let mut bytes = [0; MAX_LINE];
+        let got = match rustix::net::recv(socket, &mut bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Ok((got, _)) if got > 0 => got,
+            Err(Errno::AGAIN) => return,
+            _ => return drop(self.callers.remove(&token)),
+        };
+        let line = &bytes[..got];
+        let Some(end) = line.iter().position(|b| *b == b'\n') else {
+            if got == MAX_LINE {
+                self.callers.remove(&token);
+            }
+            return;
+        };
+        let port = std::str::from_utf8(&line[..end]).ok().and_then(|l| l.strip_prefix("CONNECT "));
+        let port = port.filter(|p| p.bytes().all(|b| b.is_ascii_digit())).and_then(|p| p.parse().ok());
+        let Some((socket, _)) = self.callers.remove(&token) else {
+            return;
+        };
+        let consumed = rustix::net::recv(&socket, &mut bytes[..=end], RecvFlags::DONTWAIT);
+        let (Some(guest_port), Ok(_)) = (port, consumed) else {
+            return;
+        };
+        let Some(host_port) = self.free_port(guest_port) else {
+            return;
+        };
+        let connection = Connection::asked_by_host(socket, host_port, guest_port);
+        self.by_ports.insert((host_port, guest_port), token);
+        self.connections.insert(token, connection);
+        self.queue(token);
+    }
+
+    /// A port of the host's side that no connection to `guest_port` uses.
+    fn free_port(&mut self, guest_port: u32) -> Option<u32> {
+        for _ in 0..=MAX_CONNECTIONS {
+            let port = self.next_port;
+            self.next_port = if port == u32::MAX - 1 { FIRST_HOST_PORT } else { port + 1 };
+            if !self.by_ports.contains_key(&(port, guest_port)) {
+                return Some(port);
+            }
+        }
+        None
+    }
+
+    /// Puts a connection in line if it may have a packet.
+    fn queue(&mut self, token: Token) {
+        if let Some(connection) = self.connections.get_mut(&token)
+            && !connection.in_line
+            && connection.has_packet()
+        {
+            connection.in_line = true;
+            self.line.push_back(token);
+        }
+    }
+
+    /// Does to a connection what its packet or event led to.
+    fn follow(&mut self, token: Token, fate: Fate, now: Instant) {
+        let Some(connection) = self.connections.get(&token) else {
+            return;
+        };
+        let (ports, deadline) = ((connection.host_port, connection.guest_port), connection.deadline);
+        match fate {
+            Fate::Stay => {
+                self.watch_until(deadline);
+                self.queue(token);
+            }
+            Fate::Orphan => {
+                self.watch_until(deadline);
+                self.forget_ports(ports, token);
+            }
+            Fate::Reset => {
+                self.push_reset(Header {
+                    src_cid: HOST_CID,
+                    dst_cid: self.guest_cid,
+                    src_port: ports.0,
+                    dst_port: ports.1,
+                    kind: TYPE_STREAM,
+                    op: op::RST,
+                    ..Header::default()
+                });
+                self.remove(token, ports, now);
+            }
+            Fate::Remove => self.remove(token, ports, now),
+        }
+    }
+
+    /// The ports may belong to a younger connection by now.
+    fn forget_ports(&mut self, ports: Ports, token: Token) {
+        if self.by_ports.get(&ports) == Some(&token) {
+            self.by_ports.remove(&ports);
+        }
+    }
+
+    fn remove(&mut self, token: Token, ports: Ports, now: Instant) {
+        self.forget_ports(ports, token);
+        // Closing its socket ends the watch; it may still stand in line, where it is skipped.
+        self.connections.remove(&token);
+        if self.starved {
+            self.accept(now);
+        }
+    }
+
+    fn push_reset(&mut self, header: Header) {
+        if self.resets.len() < MAX_RESETS {
+            self.resets.push_back(header);
+        }
+    }
+
+    /// The guest sent a packet; `data` has exactly the bytes that the header names.
+    pub fn on_packet(&mut self, header: &Header, data: &IoList<'_>, now: Instant) {
+        if header.src_cid != self.guest_cid {
+            return;
+        }
+        if header.dst_cid != HOST_CID || header.kind != TYPE_STREAM {
+            if header.op != op::RST {
+                self.push_reset(header.reset());
+            }
+            return;
+        }
+        let ports = (header.dst_port, header.src_port);
+        match self.by_ports.get(&ports).copied() {
+            Some(token) => {
+                let Some(connection) = self.connections.get_mut(&token) else {
+                    return;
+                };
+                let fate = connection.on_packet(header, data, now);
+                self.follow(token, fate, now);
+            }
+            None if header.op == op::REQUEST => self.connect(header, now),
+            None if header.op == op::RST => {}
+            None => self.push_reset(header.reset()),
+        }
+    }
+
+    /// The guest wants a connection to `<path>_<port>`.
+    fn connect(&mut self, request: &Header, now: Instant) {
+        let socket = if self.len() < MAX_CONNECTIONS { dial(&self.path, request.dst_port) } else { None };
+        let token = self.token();
+        let Some(socket) = socket.filter(|socket| self.register(socket, token).is_ok()) else {
+            return self.push_reset(request.reset());
+        };
+        self.connections.insert(token, Connection::asked_by_guest(socket, request));
+        self.by_ports.insert((request.dst_port, request.src_port), token);
+        self.follow(token, Fate::Stay, now);
+    }
+
+    /// Whether the packet that comes next is data, so that several buffers are of use.
+    #[must_use]
+    pub fn wants_room(&self) -> bool {
+        let first = self.line.front().and_then(|token| self.connections.get(token));
+        self.resets.is_empty() && first.is_some_and(Connection::wants_room)
+    }
+
+    /// The next packet for the guest, with its data put into `room`; connections take turns.
+    pub fn next_packet(&mut self, room: &IoList<'_>, now: Instant) -> Option<(Header, usize)> {
+        if let Some(reset) = self.resets.pop_front() {
+            return Some((reset, 0));
+        }
+        while let Some(token) = self.line.pop_front() {
+            let Some(connection) = self.connections.get_mut(&token) else {
+                continue;
+            };
+            connection.in_line = false;
+            let (packet, fate) = connection.next_packet(room, now);
+            self.follow(token, fate, now);
+            if let Some((header, len)) = packet {
+                let (src_cid, dst_cid, kind) = (HOST_CID, self.guest_cid, TYPE_STREAM);
+                return Some((Header { src_cid, dst_cid, kind, ..header }, len));
+            }
+        }
+        None
+    }
+
+    /// Gives up what waited too long.
+    pub fn expire(&mut self, now: Instant) {
+        if self.deadline.is_none_or(|deadline| deadline > now) {
+            return;
+        }
+        self.callers.retain(|_, (_, deadline)| *deadline > now);
+        let late = self.connections.iter().filter(|(_, c)| c.deadline.is_some_and(|d| d <= now));
+        let late: Vec<_> = late.map(|(token, c)| (*token, c.expired())).collect();
+        for (token, fate) in late {
+            self.follow(token, fate, now);
+        }
+        let callers = self.callers.values().map(|(_, deadline)| *deadline);
+        self.deadline = callers.chain(self.connections.values().filter_map(|c| c.deadline)).min();
+    }
+
+    /// The driver is another one now: drops every connection that the old one knew.
+    pub fn forget_guest(&mut self, now: Instant) {
+        self.resets.clear();
+        self.connections.retain(|_, c| c.unknown_to_guest());
+        let connections = &self.connections;
+        self.by_ports.retain(|_, token| connections.contains_key(token));
+        self.line.retain(|token| connections.contains_key(token));
+        if self.starved {
+            self.accept(now);
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn connections(&self) -> impl Iterator<Item = &Connection> {
+        self.connections.values()
+    }
+}
+
+/// Connects to `<path>_<port>`, without waiting: a listener whose backlog is full refuses.
+fn dial(path: &Path, port: u32) -> Option<OwnedFd> {
+    let address = SocketAddrUnix::new(socket_path(path, port)).ok()?;
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).ok()?;
+    rustix::net::connect(socket.as_fd(), &address).ok()?;
+    Some(socket)
+}
+
+/// Where the guest's connections to `port` of the host go.
+#[must_use]
+pub fn socket_path(path: &Path, port: u32) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!("_{port}"));
+    name.into()
+}

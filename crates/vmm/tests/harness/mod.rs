@@ -1,0 +1,284 @@
+//! Plays the daemon's part for tests and for the example `play`: opens files, starts `dayfly-vmm`, talks to it.
+#![allow(dead_code, reason = "each user takes what it needs")]
+#![allow(clippy::unwrap_used, clippy::missing_panics_doc, missing_docs, reason = "a test harness")]
+
+use dayfly_vmm::config::{BootConfig, DiskConfig, JailConfig, LayerConfig, RestoreConfig, Start, VmmConfig};
+use dayfly_vmm::control::{Client, ExitRecord};
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+/// Whether tests that need KVM can run; fails loudly when there is none and nobody said that this is fine.
+pub fn kvm_or_nothing(test: &str) -> bool {
+    if Path::new("/dev/kvm").exists() {
+        return true;
+    }
+    assert!(
+        std::env::var_os("DAYFLY_NO_KVM").is_some_and(|v| v == "1"),
+        "{test}: there is no /dev/kvm; set DAYFLY_NO_KVM=1 to skip what needs it"
+    );
+    println!("{test}: no /dev/kvm and DAYFLY_NO_KVM=1: nothing was tested");
+    false
+}
+
+/// A disk as files.
+#[derive(Debug, Clone)]
+pub struct Disk {
+    pub size_bytes: u64,
+    pub base: PathBuf,
+    pub layers: Vec<(PathBuf, PathBuf)>,
+    pub writable: bool,
+}
+
+/// A cold boot.
+#[derive(Debug, Clone)]
+pub struct Boot {
+    pub kernel: PathBuf,
+    pub initrd: Option<PathBuf>,
+    pub cmdline: String,
+    pub memory_bytes: u64,
+    pub vcpus: u8,
+    pub disks: Vec<Disk>,
+    pub jailed: bool,
+}
+
+/// What a save wrote.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    pub state: PathBuf,
+    pub memory: PathBuf,
+    pub disks: Vec<Disk>,
+    pub jailed: bool,
+}
+
+/// A running VMM process and its folder.
+pub struct Vmm {
+    pub binary: PathBuf,
+    pub child: Child,
+    pub folder: PathBuf,
+    pub disks: Vec<Disk>,
+    pub jailed: bool,
+    pub spawned: Instant,
+    ended: bool,
+}
+
+fn inherit(fd: &impl AsRawFd) -> i32 {
+    let number = fd.as_raw_fd();
+    // SAFETY: clears close-on-exec of a descriptor that this process owns.
+    unsafe { libc::fcntl(number, libc::F_SETFD, 0) };
+    number
+}
+
+struct Files(Vec<OwnedFd>);
+
+impl Files {
+    fn read(&mut self, path: &Path) -> i32 {
+        self.keep(File::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display())))
+    }
+    fn keep(&mut self, fd: impl Into<OwnedFd>) -> i32 {
+        let fd = fd.into();
+        let number = inherit(&fd);
+        self.0.push(fd);
+        number
+    }
+    fn disks(&mut self, folder: &Path, disks: &[Disk]) -> Vec<DiskConfig> {
+        let mut out = Vec::new();
+        for (n, disk) in disks.iter().enumerate() {
+            let layers = disk
+                .layers
+                .iter()
+                .map(|(data, map)| LayerConfig { data_fd: self.read(data), map_fd: self.read(map) })
+                .collect();
+            let writable_fd = disk.writable.then(|| {
+                let path = folder.join(format!("disk{n}.cow"));
+                let file = OpenOptions::new().read(true).write(true).create_new(true).open(path).unwrap();
+                self.keep(file)
+            });
+            let base_fd = self.read(&disk.base);
+            out.push(DiskConfig { size_bytes: disk.size_bytes, base_fd, layers, writable_fd });
+        }
+        out
+    }
+}
+
+impl Vmm {
+    /// Starts `binary` in `folder`, which must not exist yet.
+    pub fn boot(binary: &Path, folder: &Path, boot: &Boot) -> Self {
+        Self::spawn(binary, folder, boot.disks.clone(), boot.jailed, |files| {
+            let disks = files.disks(folder, &boot.disks);
+            Start::Boot(BootConfig {
+                kernel_fd: files.read(&boot.kernel),
+                initrd_fd: boot.initrd.as_ref().map(|path| files.read(path)),
+                cmdline: boot.cmdline.clone(),
+                memory_bytes: boot.memory_bytes,
+                vcpus: boot.vcpus,
+                disks,
+            })
+        })
+    }
+
+    pub fn restore(
+        binary: &Path,
+        folder: &Path,
+        snapshot: &Snapshot,
+        generation: [u8; 16],
+        paused: bool,
+    ) -> Self {
+        Self::spawn(binary, folder, snapshot.disks.clone(), snapshot.jailed, |files| {
+            let disks = files.disks(folder, &snapshot.disks);
+            Start::Restore(RestoreConfig {
+                state_fd: files.read(&snapshot.state),
+                memory_fd: files.read(&snapshot.memory),
+                disks,
+                generation,
+                working_set_fd: None,
+                watch: false,
+                paused,
+            })
+        })
+    }
+
+    fn spawn(
+        binary: &Path,
+        folder: &Path,
+        disks: Vec<Disk>,
+        jailed: bool,
+        start: impl FnOnce(&mut Files) -> Start,
+    ) -> Self {
+        std::fs::create_dir_all(folder.join("root")).unwrap();
+        let mut files = Files(Vec::new());
+        let kvm = OpenOptions::new().read(true).write(true).open("/dev/kvm").unwrap();
+        let control = UnixListener::bind(folder.join("control.sock")).unwrap();
+        let vsock = UnixListener::bind(folder.join("root/vsock.sock")).unwrap();
+        let append =
+            |name: &str| OpenOptions::new().append(true).create_new(true).open(folder.join(name)).unwrap();
+        let jail = jailed.then(|| JailConfig { root: folder.join("root"), uid: 61_234, gid: 61_234 });
+        let vsock_path = if jailed { PathBuf::from("/vsock.sock") } else { folder.join("root/vsock.sock") };
+        let config = VmmConfig {
+            id: dayfly_units::VmId::random(),
+            jail,
+            kvm_fd: files.keep(kvm),
+            control_fd: files.keep(control),
+            vsock_fd: files.keep(vsock),
+            vsock_path,
+            console_fd: files.keep(append("console.log")),
+            console_max_bytes: 4 << 20,
+            exit_fd: files.keep(append("exit.json")),
+            start: start(&mut files),
+        };
+        let path = folder.join("config.json");
+        std::fs::write(&path, serde_json::to_vec(&config).unwrap()).unwrap();
+        let config_fd = files.read(&path);
+        let mut command = Command::new(binary);
+        command.args(["--config-fd", &config_fd.to_string(), "--id", &config.id.to_string()]);
+        if jailed {
+            // SAFETY: unshare(2) is async-signal-safe and touches no memory.
+            unsafe {
+                command.pre_exec(|| {
+                    let flags =
+                        libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
+                    if libc::unshare(flags) == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+                });
+            }
+        }
+        let spawned = Instant::now();
+        let child = command.spawn().unwrap();
+        let binary = binary.to_owned();
+        Self { binary, child, folder: folder.to_owned(), disks, jailed, spawned, ended: false }
+    }
+
+    pub fn client(&self) -> Client {
+        Client::connect(&self.folder.join("control.sock"), Some(Duration::from_secs(120))).unwrap()
+    }
+
+    pub fn console(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(self.folder.join("console.log")).unwrap()).into_owned()
+    }
+
+    /// Waits for `text` on the console; gives the console, or panics with it when it ends or takes too long.
+    pub fn wait_for(&mut self, text: &str, seconds: u64) -> String {
+        let deadline = Instant::now() + Duration::from_secs(seconds);
+        loop {
+            let ended = self.child.try_wait().unwrap().is_some();
+            let console = self.console();
+            if console.contains(text) {
+                return console;
+            }
+            let exit = std::fs::read_to_string(self.folder.join("exit.json")).unwrap_or_default();
+            assert!(
+                !ended && Instant::now() < deadline,
+                "no {text:?} on the console ({}): exit record {exit:?}, console:\n{console}",
+                if ended { "the VMM ended" } else { "timeout" }
+            );
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Waits for the process to end by itself.
+    pub fn wait_exit(&mut self, seconds: u64) -> (ExitRecord, i32) {
+        let deadline = Instant::now() + Duration::from_secs(seconds);
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            assert!(Instant::now() < deadline, "the VMM did not end; console:\n{}", self.console());
+            std::thread::sleep(Duration::from_millis(2));
+        };
+        self.ended = true;
+        let json = std::fs::read_to_string(self.folder.join("exit.json")).unwrap();
+        let record = serde_json::from_str(&json)
+            .unwrap_or_else(|e| panic!("exit record {json:?}: {e}; status {status}"));
+        (record, status.code().unwrap_or_else(|| panic!("{status}; {json}")))
+    }
+
+    /// Pauses, saves to `target` and leaves the VM paused.
+    pub fn save(&mut self, target: &Path) -> Snapshot {
+        std::fs::create_dir_all(target).unwrap();
+        let create = |name: String| {
+            let path = target.join(name);
+            let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
+            (path, file)
+        };
+        let mut client = self.client();
+        client.pause().unwrap();
+        let (state, state_file) = create("state".to_owned());
+        let (memory, memory_file) = create("memory".to_owned());
+        let mut files = vec![state_file, memory_file];
+        let mut disks = self.disks.clone();
+        for (n, disk) in disks.iter_mut().enumerate().filter(|(_, disk)| disk.writable) {
+            let (map, map_file) = create(format!("disk{n}.map"));
+            let (fresh, fresh_file) = create(format!("disk{n}.fresh"));
+            // The old writable layer becomes the snapshot's, the fresh one goes on as this VM's.
+            let frozen = target.join(format!("disk{n}.layer"));
+            std::fs::rename(self.folder.join(format!("disk{n}.cow")), &frozen).unwrap();
+            std::fs::rename(fresh, self.folder.join(format!("disk{n}.cow"))).unwrap();
+            disk.layers.push((frozen, map));
+            files.extend([map_file, fresh_file]);
+        }
+        let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        client.save(&fds).unwrap();
+        self.disks.clone_from(&disks);
+        Snapshot { state, memory, disks, jailed: self.jailed }
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        if !self.ended {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+/// Writes `bytes` to a new file.
+pub fn write_file(path: &Path, bytes: &[u8]) -> PathBuf {
+    let mut file = File::create(path).unwrap();
+    file.write_all(bytes).unwrap();
+    path.to_owned()
+}

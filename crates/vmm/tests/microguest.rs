@@ -1,0 +1,347 @@
+//! The VMM with a bare-metal guest, on any `/dev/kvm`: boot, ends, pause, save, load, clones.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod harness;
+
+use dayfly_microguest::{End, elf, orders};
+use dayfly_vmm::arch::layout;
+use dayfly_vmm::control::{ClientError, ExitReason};
+use harness::{Boot, Snapshot, Vmm, kvm_or_nothing, write_file};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const BINARY: &str = env!("CARGO_BIN_EXE_dayfly-vmm");
+const MIB: u64 = 1 << 20;
+
+struct Room {
+    folder: tempfile::TempDir,
+    kernel: PathBuf,
+}
+
+impl Room {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let kernel = write_file(&folder.path().join("microguest.elf"), elf());
+        Self { folder, kernel }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn boot(&self, name: &str, cmdline: &str) -> Vmm {
+        self.boot_with(name, cmdline, 64 * MIB, 1, false)
+    }
+
+    fn boot_with(&self, name: &str, cmdline: &str, memory_bytes: u64, vcpus: u8, jailed: bool) -> Vmm {
+        let boot = Boot {
+            kernel: self.kernel.clone(),
+            initrd: None,
+            cmdline: cmdline.to_owned(),
+            memory_bytes,
+            vcpus,
+            disks: Vec::new(),
+            jailed,
+        };
+        Vmm::boot(Path::new(BINARY), &self.path(name), &boot)
+    }
+
+    fn clone(&self, name: &str, snapshot: &Snapshot, seed: u32, end: End) -> Vmm {
+        Vmm::restore(Path::new(BINARY), &self.path(name), snapshot, orders(seed, end), false)
+    }
+
+    /// A guest that filled 64 pages with seed 7 and waits for orders, saved.
+    fn snapshot(&self, vcpus: u8, jailed: bool) -> (Vmm, Snapshot) {
+        let words = format!("fill=7:40 wait={:x}", layout::GENERATION.0);
+        let mut vm = self.boot_with("parent", &words, 64 * MIB, vcpus, jailed);
+        vm.wait_for("count 4000\n", 30);
+        let snapshot = vm.save(&self.path("snapshot"));
+        (vm, snapshot)
+    }
+}
+
+#[test]
+fn a_guest_boots_prints_and_every_end_is_told_apart() {
+    if !kvm_or_nothing("ends") {
+        return;
+    }
+    let room = Room::new();
+    let cases = [
+        (End::PowerOff, ExitReason::PowerOff),
+        (End::Keyboard, ExitReason::Reboot),
+        (End::AcpiReset, ExitReason::Reboot),
+        (End::TripleFault, ExitReason::Reboot),
+        (End::Panic, ExitReason::Panic),
+    ];
+    for (end, reason) in cases {
+        let how = char::from(end as u8);
+        let mut vm = room.boot(&format!("end-{how}"), &format!("say=hello fill=3:8 end={how}"));
+        let (record, status) = vm.wait_exit(20);
+        assert_eq!((record.reason, status), (reason, 0), "{end:?}: {}", record.message);
+        assert_eq!(vm.console(), "microguest\nhello\nverify ok seed 3\n");
+    }
+}
+
+#[test]
+fn memory_on_both_sides_of_the_hole_is_there() {
+    if !kvm_or_nothing("hole") {
+        return;
+    }
+    let room = Room::new();
+    let mut vm = room.boot_with("big", "say=hello end=o", 5 << 30, 1, false);
+    assert_eq!(vm.wait_exit(20).0.reason, ExitReason::PowerOff);
+}
+
+#[test]
+fn a_paused_guest_stands_still_and_goes_on() {
+    if !kvm_or_nothing("pause") {
+        return;
+    }
+    let room = Room::new();
+    let mut vm = room.boot("vm", "count");
+    vm.wait_for("count 4000\n", 20);
+    let mut client = vm.client();
+    for _ in 0..20 {
+        client.pause().unwrap();
+        client.pause().unwrap(); // idempotent
+        assert!(client.status().unwrap().paused);
+        let then = vm.console().len();
+        std::thread::sleep(Duration::from_millis(30));
+        assert_eq!(vm.console().len(), then, "a paused guest printed");
+        client.resume().unwrap();
+        client.resume().unwrap();
+        assert!(!client.status().unwrap().paused);
+    }
+    let last = vm.console().lines().count();
+    vm.wait_for("count 10000\n", 60);
+    assert!(vm.console().lines().count() > last);
+    client.quit().unwrap();
+    let (record, status) = vm.wait_exit(5);
+    assert_eq!((record.reason, status), (ExitReason::Quit, 0));
+}
+
+#[test]
+fn a_saved_guest_goes_on_and_its_clones_share_nothing_they_write() {
+    if !kvm_or_nothing("clones") {
+        return;
+    }
+    let room = Room::new();
+    let (parent, snapshot) = room.snapshot(1, false);
+    let memory = content(&snapshot.memory);
+    let at_save = parent.console();
+    let mut clones: Vec<_> =
+        (1..=5u32).map(|n| (n, room.clone(&format!("clone{n}"), &snapshot, 0x100 + n, End::Not))).collect();
+    for (n, clone) in &mut clones {
+        let console = clone.wait_for(&format!("obeyed 10{n}\n"), 60);
+        // First the pages as they were saved, then its own, and never another clone's.
+        assert_eq!(console.matches("verify ok seed 7\n").count(), 1, "{console}");
+        assert_eq!(console.matches(&format!("verify ok seed 10{n}\n")).count(), 1, "{console}");
+        assert!(!console.contains("bad"), "{console}");
+        assert!(!console.contains("microguest"), "a clone does not boot: {console}");
+    }
+    assert_eq!(content(&snapshot.memory), memory, "clones wrote to the snapshot's memory file");
+
+    // The parent is still paused where it was, and goes on from there with its own pages.
+    assert_eq!(parent.console(), at_save);
+    parent.client().resume().unwrap();
+    let deadline = std::time::Instant::now() + Duration::from_secs(30);
+    while parent.console().len() < at_save.len() + 20 {
+        assert!(std::time::Instant::now() < deadline, "the parent did not go on");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+
+    // A clone of a clone of a clone: each sees what its parent wrote last.
+    let (_, mut clone) = clones.pop().unwrap();
+    let mut seed = 0x105;
+    for depth in 0..3u32 {
+        let next = clone.save(&room.path(&format!("snapshot{depth}")));
+        let fresh = 0x200 + depth;
+        let mut child = room.clone(&format!("depth{depth}"), &next, fresh, End::Not);
+        let console = child.wait_for(&format!("obeyed {fresh:x}\n"), 60);
+        assert!(console.contains(&format!("verify ok seed {seed:x}\n")), "depth {depth}: {console}");
+        seed = fresh;
+        clone = child;
+    }
+}
+
+#[test]
+fn clones_end_as_they_are_told() {
+    if !kvm_or_nothing("clone ends") {
+        return;
+    }
+    let room = Room::new();
+    let (_parent, snapshot) = room.snapshot(1, false);
+    for (end, reason) in [
+        (End::PowerOff, ExitReason::PowerOff),
+        (End::TripleFault, ExitReason::Reboot),
+        (End::Panic, ExitReason::Panic),
+    ] {
+        let mut clone = room.clone(&format!("{end:?}"), &snapshot, 9, end);
+        let (record, status) = clone.wait_exit(60);
+        assert_eq!((record.reason, status), (reason, 0), "{}", record.message);
+    }
+}
+
+#[test]
+fn a_jailed_guest_with_four_vcpus_is_saved_and_cloned() {
+    if !kvm_or_nothing("jail") {
+        return;
+    }
+    // SAFETY: geteuid(2) has no arguments and cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        println!("jail: not root, cannot make namespaces: nothing was tested");
+        return;
+    }
+    let room = Room::new();
+    let (parent, snapshot) = room.snapshot(4, true);
+    let status = std::fs::read_to_string(format!("/proc/{}/status", parent.child.id())).unwrap();
+    for line in [
+        "Uid:\t61234\t61234\t61234\t61234",
+        "CapBnd:\t0000000000000000",
+        "CapEff:\t0000000000000000",
+        "Seccomp:\t2",
+        "NoNewPrivs:\t1",
+    ] {
+        assert!(status.contains(line), "{line}: {status}");
+    }
+    let root = std::fs::read_dir(format!("/proc/{}/root/", parent.child.id())).unwrap();
+    let names: Vec<_> = root.map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["vsock.sock"], "the jail's root holds the VM's sockets only");
+    for n in 0..3 {
+        let mut clone = room.clone(&format!("clone{n}"), &snapshot, 0x30 + n, End::PowerOff);
+        let (record, status) = clone.wait_exit(60);
+        assert_eq!((record.reason, status), (ExitReason::PowerOff, 0), "{}", record.message);
+        assert!(clone.console().contains("verify ok seed 7\n"));
+    }
+    // Where the time of a birth goes, for whoever reads the test's output.
+    let clone = room.clone("timed", &snapshot, 0x40, End::Not);
+    let status = clone.client().status().unwrap();
+    assert_eq!((status.vcpus, status.memory_bytes, status.paused), (4, 64 * MIB, false));
+    let start = status.phases[0].1;
+    let names: Vec<_> = status.phases.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["started", "config", "jail", "state", "kvm", "devices", "vcpus", "running"]);
+    assert!(status.phases.is_sorted_by_key(|(_, us)| *us));
+    println!("phases in us: {:?}", status.phases.iter().map(|(n, us)| (n, us - start)).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_clone_that_starts_paused_waits_for_resume_and_can_be_saved_first() {
+    if !kvm_or_nothing("paused clone") {
+        return;
+    }
+    let room = Room::new();
+    let (_parent, snapshot) = room.snapshot(1, false);
+    let binary = Path::new(BINARY);
+    let mut clone = Vmm::restore(binary, &room.path("paused"), &snapshot, orders(0x77, End::PowerOff), true);
+    assert!(clone.client().status().unwrap().paused);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(clone.console(), "");
+    // Saved before it ran, and started again with other orders: the first orders are in its memory already.
+    let again = clone.save(&room.path("again"));
+    let mut second = room.clone("second", &again, 0x88, End::PowerOff);
+    assert_eq!(second.wait_exit(60).0.reason, ExitReason::PowerOff);
+    assert!(second.console().contains("obeyed 88\n"), "{}", second.console());
+    // It has little to do: the process may have ended before it could answer.
+    let resumed = clone.client().resume();
+    assert!(matches!(resumed, Ok(()) | Err(ClientError::Gone)), "{resumed:?}");
+    assert_eq!(clone.wait_exit(60).0.reason, ExitReason::PowerOff);
+    assert!(clone.console().contains("obeyed 77\n"));
+}
+
+#[test]
+fn a_save_that_fails_leaves_the_vm_paused_and_usable() {
+    if !kvm_or_nothing("failed save") {
+        return;
+    }
+    let room = Room::new();
+    let mut vm = room.boot("vm", &format!("wait={:x}", layout::GENERATION.0));
+    vm.wait_for("count 0\n", 20);
+    let mut client = vm.client();
+    let refused = |result| match result {
+        Err(ClientError::Refused(message)) => message,
+        other => panic!("{other:?}"),
+    };
+    assert!(refused(client.save(&[])).contains("pause it first"));
+    client.pause().unwrap();
+    assert!(refused(client.save(&[])).contains("expected 2 descriptors"));
+    use std::os::fd::AsFd;
+    let read_only = std::fs::File::open(&room.kernel).unwrap();
+    let message = refused(client.save(&[read_only.as_fd(), read_only.as_fd()]));
+    assert!(message.contains("empty file"), "{message}");
+    assert!(client.status().unwrap().paused);
+    drop(client);
+    let snapshot = vm.save(&room.path("snapshot"));
+    let mut clone = room.clone("clone", &snapshot, 5, End::PowerOff);
+    assert_eq!(clone.wait_exit(60).0.reason, ExitReason::PowerOff);
+    vm.client().resume().unwrap();
+    vm.wait_for("count 4000\n", 30);
+}
+
+#[test]
+fn a_damaged_snapshot_is_refused_with_the_place() {
+    if !kvm_or_nothing("damage") {
+        return;
+    }
+    let room = Room::new();
+    let (_parent, good) = room.snapshot(1, false);
+    let state = std::fs::read(&good.state).unwrap();
+    let memory_length = std::fs::metadata(&good.memory).unwrap().len();
+    let mut flipped = state.clone();
+    flipped[41] ^= 4;
+    let mut payload = state.clone();
+    *payload.last_mut().unwrap() ^= 1;
+    let foreign = dayfly_units::sealed::seal(b"DFstate\n", 99, &state[96..]);
+    let cases: [(&str, &[u8], &str); 5] = [
+        ("truncated", &state[..state.len() - 1], "payload length at byte 48"),
+        ("header", &flipped, "header digest at byte 8"),
+        ("payload", &payload, "payload digest at byte 64"),
+        ("version", &foreign, "version at byte 40: expected 1 to 1, got 99"),
+        ("empty", &[], "header at byte 0"),
+    ];
+    for (name, bytes, expected) in cases {
+        let bad = Snapshot { state: write_file(&room.path(name), bytes), ..good.clone() };
+        let mut clone = room.clone(&format!("clone-{name}"), &bad, 1, End::Not);
+        let (record, status) = clone.wait_exit(10);
+        assert_eq!((record.reason, status), (ExitReason::Failed, 1));
+        assert!(record.message.contains(expected), "{name}: {}", record.message);
+    }
+    let short = room.path("short");
+    std::fs::copy(&good.memory, &short).unwrap();
+    std::fs::File::options().write(true).open(&short).unwrap().set_len(memory_length - 4096).unwrap();
+    let mut clone = room.clone("clone-short", &Snapshot { memory: short, ..good }, 1, End::Not);
+    let (record, _) = clone.wait_exit(10);
+    assert!(record.message.contains("memory file: expected 67108864 bytes"), "{}", record.message);
+}
+
+#[test]
+fn what_is_no_kernel_is_refused() {
+    if !kvm_or_nothing("kernel") {
+        return;
+    }
+    let room = Room::new();
+    let mut bad = elf().to_vec();
+    bad[18] = 3;
+    for (name, bytes, expected) in [
+        ("text", b"#!/bin/sh is not a kernel at all".to_vec(), "ELF magic"),
+        ("machine", bad, "ELF machine"),
+        ("empty", Vec::new(), "reading the kernel"),
+    ] {
+        let boot = Boot {
+            kernel: write_file(&room.path(&format!("{name}.elf")), &bytes),
+            initrd: None,
+            cmdline: String::new(),
+            memory_bytes: 64 * MIB,
+            vcpus: 1,
+            disks: Vec::new(),
+            jailed: false,
+        };
+        let mut vm = Vmm::boot(Path::new(BINARY), &room.path(name), &boot);
+        let (record, status) = vm.wait_exit(10);
+        assert_eq!((record.reason, status), (ExitReason::Failed, 1));
+        assert!(record.message.contains(expected), "{name}: {}", record.message);
+    }
+}
+
+fn content(path: &Path) -> Vec<u8> {
+    std::fs::read(path).unwrap()
+}
