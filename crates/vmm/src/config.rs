@@ -7,7 +7,7 @@ use dayfly_units::VmId;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// A descriptor's number in the VMM process.
+/// A descriptor's number in the VMM process, or its place among those of a message.
 pub type FdNumber = i32;
 
 /// The most vCPUs a VM may have.
@@ -64,10 +64,36 @@ pub struct JailConfig {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Start {
-    /// Cold, from a kernel.
+    /// Cold, from a kernel, at once.
     Boot(BootConfig),
-    /// From saved state and memory.
-    Restore(RestoreConfig),
+    /// When it is told from which saved machine, by `Restore` over the control socket.
+    Shell(Shape),
+}
+
+impl Start {
+    /// What has to be known of a VM before its guest.
+    #[must_use]
+    pub fn shape(&self) -> Shape {
+        match self {
+            Self::Boot(boot) => Shape {
+                memory_bytes: boot.memory_bytes,
+                vcpus: boot.vcpus,
+                disks: u8::try_from(boot.disks.len()).unwrap_or(u8::MAX),
+            },
+            Self::Shell(shape) => *shape,
+        }
+    }
+}
+
+/// What a VM's shell depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Shape {
+    /// RAM, a multiple of 2 MiB, at least 64 MiB.
+    pub memory_bytes: u64,
+    /// 1 to [`MAX_VCPUS`].
+    pub vcpus: u8,
+    /// At most [`MAX_DISKS`].
+    pub disks: u8,
 }
 
 /// A cold boot.
@@ -87,8 +113,8 @@ pub struct BootConfig {
     pub disks: Vec<DiskConfig>,
 }
 
-/// A start from a snapshot.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+/// A start from a snapshot. A descriptor is numbered by its place among those that come with the message, from 0.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestoreConfig {
     /// The sealed state that `Save` wrote.
     pub state_fd: FdNumber,
@@ -101,15 +127,12 @@ pub struct RestoreConfig {
     /// The record of pages to lay ready before the guest runs ([`crate::memory::working_set`]).
     #[serde(default)]
     pub working_set_fd: Option<FdNumber>,
-    /// Watch which pages are touched, for `WorkingSet`.
-    #[serde(default)]
-    pub watch: bool,
     /// Whether to wait for `Resume`.
     pub paused: bool,
 }
 
 /// A disk: read-only layers under one writable layer.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskConfig {
     /// Size that the guest sees, a multiple of [`DISK_BLOCK_BYTES`].
     pub size_bytes: u64,
@@ -122,7 +145,7 @@ pub struct DiskConfig {
 }
 
 /// A frozen copy-on-write layer.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerConfig {
     /// Sparse file: block b of the disk at byte b × [`DISK_BLOCK_BYTES`], where the map has it.
     pub data_fd: FdNumber,

@@ -10,6 +10,7 @@ pub mod wire;
 
 pub use client::{Client, ClientError};
 
+use crate::config::{RestoreConfig, Shape};
 use serde::{Deserialize, Serialize};
 
 /// The longest message either side accepts.
@@ -21,6 +22,9 @@ pub const MAX_MESSAGE_BYTES: usize = 64 << 10;
 pub enum Command {
     /// What it does now.
     Status,
+    /// Take over a saved machine: only of a VMM that was started as a shell, once. Where it cannot be done the VMM ends, and
+    /// its exit record says why.
+    Restore(RestoreConfig),
     /// Stop every vCPU between two instructions and every device between two requests. Idempotent.
     Pause,
     /// Go on. Idempotent.
@@ -31,7 +35,7 @@ pub enum Command {
     /// for each writable disk an empty file for the map of its writable layer, and an empty file that becomes the new
     /// writable layer. After `Ok` the old writable layers are frozen: never written again.
     Save,
-    /// Write the sealed record of the pages touched since the restore ([`crate::memory::working_set`]) to the one
+    /// Write the sealed record of the pages written since the restore ([`crate::memory::working_set`]) to the one
     /// descriptor that comes along, an empty file.
     WorkingSet,
     /// End this VMM now, without asking the guest.
@@ -58,10 +62,8 @@ pub enum Answer {
 pub struct Status {
     /// Whether vCPUs are stopped.
     pub paused: bool,
-    /// vCPUs.
-    pub vcpus: u8,
-    /// RAM in bytes.
-    pub memory_bytes: u64,
+    /// How large it is.
+    pub shape: Shape,
     /// Microseconds (CLOCK_MONOTONIC) at which each phase of the start was done, for the timeline.
     pub phases: Vec<(String, u64)>,
 }

@@ -1,4 +1,4 @@
-//! Taking ownership of the descriptors that a [`VmmConfig`](crate::config::VmmConfig) names.
+//! Taking ownership of the descriptors that a [`VmmConfig`](crate::config::VmmConfig) or a message names.
 
 use crate::config::{DiskConfig, FdNumber, Start, VmmConfig};
 use crate::disk::{DiskSpec, LayerSpec};
@@ -16,6 +16,16 @@ pub enum FdError {
         /// Its number.
         number: FdNumber,
     },
+    /// Not one that came along.
+    #[error("descriptor {number} for {what}: expected a place among the {expected} that came along")]
+    Missing {
+        /// What it is for.
+        what: &'static str,
+        /// Its number.
+        number: FdNumber,
+        /// How many there are.
+        expected: usize,
+    },
     /// Named for two purposes.
     #[error("descriptor {number} for {what}: already used for something else")]
     Twice {
@@ -26,7 +36,32 @@ pub enum FdError {
     },
 }
 
-/// Every descriptor this process was given, each handed out once.
+/// Where descriptors come from, each handed out once.
+pub trait Descriptors {
+    /// Takes `number`.
+    ///
+    /// # Errors
+    /// When it is not there or already taken.
+    fn take(&mut self, what: &'static str, number: FdNumber) -> Result<OwnedFd, FdError>;
+
+    /// Takes a disk's descriptors.
+    ///
+    /// # Errors
+    /// When one is not there or already taken.
+    fn take_disk(&mut self, disk: &DiskConfig) -> Result<DiskSpec, FdError> {
+        let base = self.take("a disk's base image", disk.base_fd)?;
+        let mut layers = Vec::new();
+        for layer in &disk.layers {
+            let data = self.take("a layer's data", layer.data_fd)?;
+            layers.push(LayerSpec { data, map: self.take("a layer's map", layer.map_fd)? });
+        }
+        let writable =
+            disk.writable_fd.map(|number| self.take("a disk's writable layer", number)).transpose()?;
+        Ok(DiskSpec { size_bytes: disk.size_bytes, base, layers, writable })
+    }
+}
+
+/// Those that this process was started with, by their numbers.
 #[derive(Debug, Default)]
 pub struct FdTable {
     taken: BTreeSet<FdNumber>,
@@ -48,31 +83,33 @@ impl FdTable {
         }
         Ok(number)
     }
+}
 
-    /// Takes `number`.
-    ///
-    /// # Errors
-    /// When it is not open or already taken.
-    pub fn take(&mut self, what: &'static str, number: FdNumber) -> Result<OwnedFd, FdError> {
+impl Descriptors for FdTable {
+    fn take(&mut self, what: &'static str, number: FdNumber) -> Result<OwnedFd, FdError> {
         let number = self.claim(what, number)?;
         // SAFETY: it is open, and `claim` gives every number out once; the configuration passed them to this process.
         Ok(unsafe { OwnedFd::from_raw_fd(number) })
     }
+}
 
-    /// Takes a disk's descriptors.
-    ///
-    /// # Errors
-    /// When one is not open or already taken.
-    pub fn take_disk(&mut self, disk: &DiskConfig) -> Result<DiskSpec, FdError> {
-        let base = self.take("a disk's base image", disk.base_fd)?;
-        let mut layers = Vec::new();
-        for layer in &disk.layers {
-            let data = self.take("a layer's data", layer.data_fd)?;
-            layers.push(LayerSpec { data, map: self.take("a layer's map", layer.map_fd)? });
-        }
-        let writable =
-            disk.writable_fd.map(|number| self.take("a disk's writable layer", number)).transpose()?;
-        Ok(DiskSpec { size_bytes: disk.size_bytes, base, layers, writable })
+/// Those that came with a message, by their places.
+#[derive(Debug)]
+pub struct Received(Vec<Option<OwnedFd>>);
+
+impl Received {
+    /// All of them.
+    #[must_use]
+    pub fn new(fds: Vec<OwnedFd>) -> Self {
+        Self(fds.into_iter().map(Some).collect())
+    }
+}
+
+impl Descriptors for Received {
+    fn take(&mut self, what: &'static str, number: FdNumber) -> Result<OwnedFd, FdError> {
+        let expected = self.0.len();
+        let place = usize::try_from(number).ok().and_then(|place| self.0.get_mut(place));
+        place.ok_or(FdError::Missing { what, number, expected })?.take().ok_or(FdError::Twice { what, number })
     }
 }
 
@@ -86,19 +123,10 @@ pub fn all(config: &VmmConfig) -> BTreeSet<FdNumber> {
         config.console_fd,
         config.exit_fd,
     ]);
-    let disks = match &config.start {
-        Start::Boot(boot) => {
-            numbers.insert(boot.kernel_fd);
-            numbers.extend(boot.initrd_fd);
-            &boot.disks
-        }
-        Start::Restore(restore) => {
-            numbers.extend([restore.state_fd, restore.memory_fd]);
-            numbers.extend(restore.working_set_fd);
-            &restore.disks
-        }
-    };
-    for disk in disks {
+    let Start::Boot(boot) = &config.start else { return numbers };
+    numbers.insert(boot.kernel_fd);
+    numbers.extend(boot.initrd_fd);
+    for disk in &boot.disks {
         numbers.insert(disk.base_fd);
         numbers.extend(disk.layers.iter().flat_map(|layer| [layer.data_fd, layer.map_fd]));
         numbers.extend(disk.writable_fd);

@@ -67,6 +67,11 @@ impl Console {
     pub fn new(file: File, max: u64) -> Self {
         Self { file, left: max, max, noted: false }
     }
+
+    /// The same console; only one of both is to be used.
+    fn again(&self) -> io::Result<Self> {
+        Ok(Self { file: self.file.try_clone()?, left: self.left, max: self.max, noted: self.noted })
+    }
 }
 
 impl Write for Console {
@@ -151,22 +156,33 @@ pub struct Platform {
 }
 
 impl Platform {
-    /// A platform whose serial port is fresh, or as `saved` says.
+    /// A platform whose serial port is fresh.
     ///
     /// # Errors
-    /// When KVM refuses an interrupt or the saved state is impossible.
-    pub fn new(
-        vm: &VmFd,
-        console: Console,
-        saved: Option<&SerialSave>,
-        devices: Arc<DeviceSet>,
-    ) -> Result<Self, PlatformError> {
+    /// When KVM refuses an interrupt.
+    pub fn new(vm: &VmFd, console: Console, devices: Arc<DeviceSet>) -> Result<Self, PlatformError> {
         let line = Line::new(vm, "the serial port", layout::GSI_COM1)?;
-        let state = saved.map(SerialState::from).unwrap_or_default();
-        let serial = Serial::from_state(&state, line, NoEvents, console)
-            .map_err(|e| PlatformError::Serial(format!("{e:?}")))?;
+        let serial = Serial::new(line, console);
         let generation = Line::new(vm, "the VM generation id", layout::GSI_GENERATION)?;
         Ok(Self { serial: Mutex::new(serial), generation, devices })
+    }
+
+    /// Gives the serial port the registers that it had.
+    ///
+    /// # Errors
+    /// When they are impossible, or descriptors are short.
+    pub fn load(&self, saved: &SerialSave) -> Result<(), PlatformError> {
+        let again = |source| PlatformError::Interrupt {
+            what: "the serial port",
+            gsi: layout::GSI_COM1,
+            source,
+        };
+        let mut serial = self.serial();
+        let line = serial.interrupt_evt().0.try_clone().map(Line).map_err(again)?;
+        let console = serial.writer().again().map_err(again)?;
+        *serial = Serial::from_state(&saved.into(), line, NoEvents, console)
+            .map_err(|e| PlatformError::Serial(format!("{e:?}")))?;
+        Ok(())
     }
 
     fn serial(&self) -> MutexGuard<'_, Com1> {

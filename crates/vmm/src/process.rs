@@ -1,12 +1,13 @@
 //! The VMM process from its first instruction to its last: configuration, jail, VM, control.
 
 use crate::config::{MAX_CONFIG_BYTES, Start, VmmConfig};
-use crate::fds::{self, FdError, FdTable};
+use crate::control::server::Hosted;
+use crate::fds::{self, Descriptors as _, FdError, FdTable};
 use crate::jail::{self, JailError};
 use crate::platform::Console;
 use crate::seccomp::{FilterError, Filters};
 use crate::timeline::Timeline;
-use crate::vm::{BuildError, Built, Host, StartError};
+use crate::vm::{BuildError, Host, Shell};
 use crate::{control, exit, seccomp};
 use kvm_ioctls::Kvm;
 use std::fs::File;
@@ -41,9 +42,6 @@ pub enum ProcessError {
     /// The VM could not be made.
     #[error(transparent)]
     Build(#[from] BuildError),
-    /// The VM could not start.
-    #[error(transparent)]
-    Start(#[from] StartError),
     /// The control socket failed.
     #[error("control socket")]
     Control(#[source] io::Error),
@@ -84,37 +82,26 @@ fn run(mut timeline: Timeline) -> Result<std::convert::Infallible, ProcessError>
     let kvm = unsafe { Kvm::from_raw_fd(kvm.into_raw_fd()) };
     let control = UnixListener::from(table.take("the control socket", config.control_fd)?);
     let console = File::from(table.take("the console", config.console_fd)?);
-    let configured = match &config.start {
-        Start::Boot(boot) => &boot.disks,
-        Start::Restore(restore) => &restore.disks,
-    };
-    let disks = configured.iter().map(|disk| table.take_disk(disk)).collect::<Result<_, _>>()?;
     let host = Host {
         kvm,
         console: Console::new(console, config.console_max_bytes),
-        disks,
         vsock_listener: table.take("the vsock socket", config.vsock_fd)?,
         vsock_path: config.vsock_path,
         pagemap,
         timeline,
     };
-    let built = match config.start {
+    let shell = Shell::new(host, config.start.shape(), &filters)?;
+    let mut hosted = match config.start {
+        Start::Shell(_) => Hosted::Shell(Box::new(shell)),
         Start::Boot(boot) => {
+            let disks = boot.disks.iter().map(|disk| table.take_disk(disk)).collect::<Result<_, _>>()?;
             let kernel = File::from(table.take("the kernel", boot.kernel_fd)?);
             let initrd = boot.initrd_fd.map(|number| table.take("the initramfs", number)).transpose()?;
-            Built::boot(host, boot, kernel, initrd.map(File::from))?
-        }
-        Start::Restore(restore) => {
-            let state = File::from(table.take("the state", restore.state_fd)?);
-            let memory = File::from(table.take("the memory", restore.memory_fd)?);
-            let working_set = restore.working_set_fd;
-            let working_set = working_set.map(|number| table.take("the working set", number)).transpose()?;
-            Built::restore(host, restore, state, memory, working_set.map(File::from).as_ref())?
+            Hosted::Vm(Box::new(shell.boot(&boot, disks, kernel, initrd.map(File::from))?))
         }
     };
-    let mut vm = built.start(&filters)?;
     seccomp::apply(filters.main.as_deref());
-    control::server::serve(&control, &mut vm).map_err(ProcessError::Control)?;
+    control::server::serve(&control, &mut hosted).map_err(ProcessError::Control)?;
     Err(ProcessError::Control(io::Error::from(io::ErrorKind::UnexpectedEof)))
 }
 

@@ -5,6 +5,7 @@ mod harness;
 
 use dayfly_microguest::{End, elf, orders};
 use dayfly_vmm::arch::layout;
+use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::{ClientError, ExitReason};
 use harness::{Boot, Snapshot, Vmm, kvm_or_nothing, write_file};
 use std::path::{Path, PathBuf};
@@ -216,12 +217,52 @@ fn a_jailed_guest_with_four_vcpus_is_saved_and_cloned() {
     // Where the time of a birth goes, for whoever reads the test's output.
     let clone = room.clone("timed", &snapshot, 0x40, End::Not);
     let status = clone.client().status().unwrap();
-    assert_eq!((status.vcpus, status.memory_bytes, status.paused), (4, 64 * MIB, false));
+    assert_eq!((status.shape, status.paused), (snapshot.shape, false));
     let start = status.phases[0].1;
     let names: Vec<_> = status.phases.iter().map(|(name, _)| name.as_str()).collect();
-    assert_eq!(names, ["started", "config", "jail", "state", "kvm", "devices", "vcpus", "running"]);
+    let (before, after) = names.split_at(6);
+    assert_eq!(before, ["started", "config", "jail", "kvm", "devices", "vcpus"]);
+    assert_eq!(after, ["asked", "state", "memory", "devices loaded", "vcpus loaded", "running"]);
     assert!(status.phases.is_sorted_by_key(|(_, us)| *us));
     println!("phases in us: {:?}", status.phases.iter().map(|(n, us)| (n, us - start)).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_shell_waits_for_a_guest_of_its_shape() {
+    if !kvm_or_nothing("shell") {
+        return;
+    }
+    let room = Room::new();
+    let (_parent, snapshot) = room.snapshot(1, false);
+    let binary = Path::new(BINARY);
+    let mut shell = Vmm::shell(binary, &room.path("shell"), snapshot.shape, false);
+    let mut client = shell.client();
+    let refused = |result: Result<(), ClientError>| match result {
+        Err(ClientError::Refused(message)) => message,
+        other => panic!("{other:?}"),
+    };
+    assert!(client.status().unwrap().paused);
+    for result in [client.pause(), client.resume(), client.save(&[])] {
+        assert!(refused(result).contains("no guest yet"));
+    }
+    shell.adopt(&snapshot, orders(0x99, End::Not), false).unwrap();
+    shell.wait_for("obeyed 99\n", 60);
+    let again = refused(shell.adopt(&snapshot, orders(0x9a, End::Not), false));
+    assert!(again.contains("got a VM"), "{again}");
+    // One that waits can be told to go.
+    let mut idle = Vmm::shell(binary, &room.path("idle"), snapshot.shape, false);
+    idle.client().quit().unwrap();
+    assert_eq!(idle.wait_exit(10).0.reason, ExitReason::Quit);
+    for (shape, expected) in [
+        (Shape { vcpus: 2, ..snapshot.shape }, "vCPUs: expected 2"),
+        (Shape { memory_bytes: 128 * MIB, ..snapshot.shape }, "bytes of memory: expected 134217728"),
+        (Shape { disks: 1, ..snapshot.shape }, "disks: expected 1"),
+    ] {
+        let mut other = Vmm::shell(binary, &room.path(expected), shape, false);
+        assert!(matches!(other.adopt(&snapshot, [0; 16], false), Err(ClientError::Gone)));
+        let (record, _) = other.wait_exit(10);
+        assert!(record.message.contains(expected), "{}", record.message);
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use super::wire::{Received, Receiver, WireError, send};
 use super::{Answer, Command, Status};
+use crate::config::RestoreConfig;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
@@ -119,6 +120,14 @@ impl Client {
                 Err(ClientError::Unexpected { expected: "a status", got: Box::new(got) })
             }
         }
+    }
+
+    /// Gives a shell its guest.
+    ///
+    /// # Errors
+    /// As [`Client::call`]; [`ClientError::Gone`] when it could not be done.
+    pub fn restore(&mut self, config: RestoreConfig, fds: &[BorrowedFd<'_>]) -> Result<(), ClientError> {
+        self.call_ok(&Command::Restore(config), fds)
     }
 
     /// Stops the VM.

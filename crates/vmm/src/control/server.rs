@@ -2,8 +2,10 @@
 
 use super::wire::{Received, Receiver, WireError, send};
 use super::{Answer, Command, ExitReason, MAX_MESSAGE_BYTES};
+use crate::config::RestoreConfig;
 use crate::exit;
-use crate::vm::Vm;
+use crate::fds::{self, Descriptors as _, FdError};
+use crate::vm::{BuildError, Files, Shell, Vm};
 use rustix::event::{PollFd, PollFlags, poll};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,6 +17,56 @@ const MAX_CONNECTIONS: usize = 32;
 /// How long a client may keep the VMM waiting for room in its socket.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// What this process has: a shell that waits for its guest, or a VM.
+pub enum Hosted {
+    /// Waits for `Restore`.
+    Shell(Box<Shell>),
+    /// Runs, or stands.
+    Vm(Box<Vm>),
+    /// Neither: a restore is under way.
+    Nothing,
+}
+
+impl Hosted {
+    /// Restores; a failure is the end of the process, which writes down why.
+    fn restore(&mut self, config: &RestoreConfig, fds: Vec<OwnedFd>) -> Result<(), &'static str> {
+        match std::mem::replace(self, Self::Nothing) {
+            Self::Shell(shell) => match restored(*shell, config, fds) {
+                Ok(vm) => *self = Self::Vm(Box::new(vm)),
+                Err(error) => exit::fail(&error),
+            },
+            other => {
+                *self = other;
+                return Err("restore: expected a shell without a guest, got a VM");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Why a restore failed.
+#[derive(Debug, thiserror::Error)]
+enum RestoreError {
+    #[error("restore")]
+    Fd(#[from] FdError),
+    #[error(transparent)]
+    Build(#[from] BuildError),
+}
+
+fn restored(shell: Shell, config: &RestoreConfig, fds: Vec<OwnedFd>) -> Result<Vm, RestoreError> {
+    let mut fds = fds::Received::new(fds);
+    let files = Files {
+        state: fds.take("the state", config.state_fd)?.into(),
+        memory: fds.take("the memory", config.memory_fd)?.into(),
+        working_set: match config.working_set_fd {
+            Some(number) => Some(fds.take("the working set", number)?.into()),
+            None => None,
+        },
+        disks: config.disks.iter().map(|disk| fds.take_disk(disk)).collect::<Result<_, _>>()?,
+    };
+    Ok(shell.restore(config, files)?)
+}
+
 struct Connection {
     stream: UnixStream,
     receiver: Receiver,
@@ -25,7 +77,7 @@ struct Connection {
 ///
 /// # Errors
 /// When the listener fails.
-pub fn serve(listener: &UnixListener, vm: &mut Vm) -> io::Result<()> {
+pub fn serve(listener: &UnixListener, hosted: &mut Hosted) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let mut connections: Vec<Connection> = Vec::new();
     loop {
@@ -38,7 +90,7 @@ pub fn serve(listener: &UnixListener, vm: &mut Vm) -> io::Result<()> {
         }
         let ready: Vec<bool> = polled.iter().map(|p| !p.revents().is_empty()).collect();
         for (connection, _) in connections.iter_mut().zip(&ready[1..]).filter(|(_, ready)| **ready) {
-            connection.turn(vm);
+            connection.turn(hosted);
         }
         connections.retain(|c| c.open);
         if ready[0] {
@@ -59,12 +111,12 @@ fn accept(listener: &UnixListener, connections: &mut Vec<Connection>) {
 
 impl Connection {
     /// Reads what is there and answers at most one message.
-    fn turn(&mut self, vm: &mut Vm) {
+    fn turn(&mut self, hosted: &mut Hosted) {
         match self.receiver.receive(&self.stream) {
             Ok(Received::Part) => {}
             Ok(Received::End) => self.open = false,
             Ok(Received::Message(json, fds)) => {
-                let (answer, quit) = answer(vm, &json, fds);
+                let (answer, quit) = answer(hosted, &json, fds);
                 self.open = self.reply(&answer).is_ok();
                 if quit {
                     exit::end(ExitReason::Quit, "Quit was asked for over the control socket");
@@ -88,7 +140,7 @@ impl Connection {
     }
 }
 
-fn answer(vm: &mut Vm, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool) {
+fn answer(hosted: &mut Hosted, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool) {
     let refused = |error: &dyn std::error::Error| {
         let mut message = exit::chain(error);
         // An answer has to fit a message, escapes included.
@@ -99,9 +151,24 @@ fn answer(vm: &mut Vm, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool) {
         Ok(command) => command,
         Err(error) => return (refused(&WireError::Json(error)), false),
     };
+    let vm = match (hosted, &command) {
+        (_, Command::Quit) => return (Answer::Ok, true),
+        (hosted, Command::Restore(config)) => {
+            return match hosted.restore(config, fds) {
+                Ok(()) => (Answer::Ok, false),
+                Err(message) => (Answer::Err { message: message.to_owned() }, false),
+            };
+        }
+        (Hosted::Shell(shell), Command::Status) => return (Answer::Status(shell.status()), false),
+        (Hosted::Vm(vm), _) => vm,
+        (Hosted::Shell(_) | Hosted::Nothing, _) => {
+            let message = "there is no guest yet: restore one first".to_owned();
+            return (Answer::Err { message }, false);
+        }
+    };
     let done = match command {
         Command::Status => return (Answer::Status(vm.status()), false),
-        Command::Quit => return (Answer::Ok, true),
+        Command::Quit | Command::Restore(_) => return (Answer::Ok, false), // above
         Command::Pause => vm.pause(),
         Command::Resume => vm.resume(),
         Command::WorkingSet => match vm.write_working_set(fds) {

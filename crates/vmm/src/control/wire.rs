@@ -1,7 +1,8 @@
-//! One message over a unix stream socket: length, JSON, and descriptors with the first byte.
+//! One message over a unix stream socket: length, JSON, and descriptors with the first byte; more than one system call takes go
+//! with the bytes after it.
 
 use super::MAX_MESSAGE_BYTES;
-use crate::config::MAX_DISKS;
+use crate::config::{MAX_DISKS, MAX_LAYERS};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
@@ -11,9 +12,12 @@ use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-/// Most descriptors with one message: state, memory, and two for each disk.
-pub const MAX_FDS: usize = 2 + 2 * MAX_DISKS;
-const SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_FDS));
+/// Most descriptors with one message: state, memory and working set, and for each disk base, layers with their maps, and writable
+/// layer.
+pub const MAX_FDS: usize = 3 + MAX_DISKS * (2 + 2 * MAX_LAYERS);
+/// Most that one sendmsg(2) takes are 253 (SCM_MAX_FD).
+const FDS_AT_ONCE: usize = 250;
+const SPACE: usize = rustix::cmsg_space!(ScmRights(FDS_AT_ONCE));
 
 /// Why a message could not be sent or received.
 #[derive(Debug, thiserror::Error)]
@@ -54,15 +58,26 @@ pub fn send(stream: &UnixStream, json: &[u8], fds: &[BorrowedFd<'_>]) -> Result<
     let length = u32::try_from(json.len()).map_err(|_| WireError::TooLong { got: json.len() })?;
     let mut bytes = length.to_le_bytes().to_vec();
     bytes.extend_from_slice(json);
+    if fds.len() > MAX_FDS {
+        return Err(WireError::TooManyFds);
+    }
     let mut space = [MaybeUninit::uninit(); SPACE];
     let mut sent = 0;
+    // The header has a byte for each but the last, and there are at least two bytes of JSON.
+    let mut chunks = fds.chunks(FDS_AT_ONCE).peekable();
     while sent < bytes.len() {
         let mut control = SendAncillaryBuffer::new(&mut space);
-        if sent == 0 && !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        if let Some(chunk) = chunks.peek()
+            && !control.push(SendAncillaryMessage::ScmRights(chunk))
+        {
             return Err(WireError::TooManyFds);
         }
-        match sendmsg(stream, &[IoSlice::new(&bytes[sent..])], &mut control, SendFlags::NOSIGNAL) {
-            Ok(n) => sent += n,
+        let end = if chunks.len() > 1 { sent + 1 } else { bytes.len() };
+        match sendmsg(stream, &[IoSlice::new(&bytes[sent..end])], &mut control, SendFlags::NOSIGNAL) {
+            Ok(n) => {
+                sent += n;
+                chunks.next();
+            }
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(WireError::Io("sending", error.into())),
         }
@@ -135,5 +150,38 @@ impl Receiver {
         let Some(length) = self.bytes.first_chunk::<4>() else { return Ok(4) };
         let length = usize::try_from(u32::from_le_bytes(*length)).unwrap_or(usize::MAX);
         if length > MAX_MESSAGE_BYTES { Err(WireError::TooLong { got: length }) } else { Ok(4 + length) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn a_message_takes_its_descriptors_along_however_many() {
+        for count in [0, 1, FDS_AT_ONCE, FDS_AT_ONCE + 1, 700] {
+            let (here, there) = UnixStream::pair().unwrap();
+            let file = tempfile::tempfile().unwrap();
+            let fds = vec![file.as_fd(); count];
+            for text in [&b"{}"[..], &b"[1, 2, 3, 4, 5]"[..]] {
+                send(&here, text, &fds).unwrap();
+            }
+            let mut receiver = Receiver::default();
+            for text in [&b"{}"[..], &b"[1, 2, 3, 4, 5]"[..]] {
+                let (json, fds) = loop {
+                    match receiver.receive(&there).unwrap() {
+                        Received::Message(json, fds) => break (json, fds),
+                        Received::Part => {}
+                        Received::End => panic!("the end"),
+                    }
+                };
+                assert_eq!((json.as_slice(), fds.len()), (text, count));
+            }
+        }
+        let (here, _there) = UnixStream::pair().unwrap();
+        let file = tempfile::tempfile().unwrap();
+        let many = vec![file.as_fd(); MAX_FDS + 1];
+        assert!(matches!(send(&here, b"{}", &many), Err(WireError::TooManyFds)));
     }
 }

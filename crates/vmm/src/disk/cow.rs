@@ -103,7 +103,8 @@ pub enum FreezeError {
 #[derive(Debug)]
 pub struct Disk {
     size_bytes: u64,
-    base: OwnedFd,
+    /// `None`: no medium, and no bytes.
+    base: Option<OwnedFd>,
     base_bytes: u64,
     /// Frozen layers, the lowest first: layer n of the index is `frozen[n - 1]`.
     frozen: Vec<OwnedFd>,
@@ -158,6 +159,19 @@ fn make_writable(file: BorrowedFd<'_>, size_bytes: u64, what: &str) -> Result<()
 }
 
 impl Disk {
+    /// A drive without a medium.
+    #[must_use]
+    pub const fn none() -> Self {
+        Self {
+            size_bytes: 0,
+            base: None,
+            base_bytes: 0,
+            frozen: Vec::new(),
+            writable: None,
+            index: Vec::new(),
+        }
+    }
+
     /// Opens a disk: reads and verifies every layer's map, and builds the index.
     ///
     /// # Errors
@@ -199,7 +213,7 @@ impl Disk {
         if let Some(file) = &spec.writable {
             make_writable(file.as_fd(), size_bytes, "writable layer")?;
         }
-        Ok(Self { size_bytes, base: spec.base, base_bytes, frozen, writable: spec.writable, index })
+        Ok(Self { size_bytes, base: Some(spec.base), base_bytes, frozen, writable: spec.writable, index })
     }
 
     /// Size that the guest sees.
@@ -248,7 +262,7 @@ impl Disk {
             let stop = end.min(blocks * DISK_BLOCK_BYTES);
             let part = data.window(length(at - offset), length(stop - at));
             let (file, file_bytes) = match layer.checked_sub(1).map(usize::from) {
-                None => (&self.base, self.base_bytes),
+                None => (self.base.as_ref().ok_or(io::ErrorKind::NotFound)?, self.base_bytes),
                 Some(n) => (self.layer(n)?, self.size_bytes),
             };
             let there = length(file_bytes.min(stop).saturating_sub(at));

@@ -53,7 +53,7 @@ pub struct Dump {
 }
 
 /// Writes the RAM of a VM to the empty file `target`. Nobody may write to guest memory meanwhile: vCPUs and devices are
-/// paused. `pagemap` is this process's `/proc/self/pagemap`.
+/// paused. `pagemap` is this process's `/proc/self/pagemap`, `parent` the file that was laid over the memory.
 ///
 /// # Errors
 /// When a file cannot be read or written; the target then holds a part.
@@ -61,6 +61,7 @@ pub fn dump(
     memory: &GuestMemoryMmap,
     memory_bytes: u64,
     pagemap: Option<&File>,
+    parent: Option<&File>,
     target: &File,
 ) -> Result<Dump, DumpError> {
     let io_at = |what, at| move |source| DumpError::Io { what, at, source };
@@ -73,7 +74,6 @@ pub fn dump(
     let mut entries = vec![0u64; CHUNK_PAGES];
     for (guest, offset, len) in layout::ram(memory_bytes) {
         let Some(region) = memory.find_region(guest) else { continue };
-        let parent = region.file_offset().map(|at| at.file());
         let Ok(host) = region.get_host_address(vm_memory::MemoryRegionAddress(0)) else { continue };
         let pages = usize::try_from(len).unwrap_or(0) / PAGE;
         for first in (0..pages).step_by(CHUNK_PAGES) {
@@ -233,10 +233,15 @@ pub fn large_holes(file: &File, memory_bytes: u64) -> Result<Vec<(u64, u64)>, Du
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Arc;
+    use crate::memory::{MemoryError, anonymous, lay_over};
     use vm_memory::{Bytes, GuestAddress};
 
     const SIZE: u64 = 64 << 20;
+
+    fn laid(file: &File, bytes: u64, holes: &[(u64, u64)]) -> Result<GuestMemoryMmap, MemoryError> {
+        let memory = anonymous(bytes)?;
+        lay_over(&memory, file, bytes, holes).map(|()| memory)
+    }
 
     fn content(file: &File) -> Vec<u8> {
         let mut bytes = vec![0; usize::try_from(SIZE).unwrap()];
@@ -253,12 +258,12 @@ mod tests {
     fn a_dump_reads_back_with_and_without_a_pagemap_across_two_generations() {
         let pagemap = File::open("/proc/self/pagemap").unwrap();
         for pagemap in [Some(&pagemap), None] {
-            let memory = crate::memory::anonymous(SIZE).unwrap();
+            let memory = anonymous(SIZE).unwrap();
             memory.write_slice(&[7; 3 * PAGE], GuestAddress(0x1000)).unwrap();
             memory.write_slice(&[9; 10], GuestAddress(40 << 20)).unwrap();
             memory.write_slice(&[0; PAGE], GuestAddress(50 << 20)).unwrap();
             let first = tempfile::tempfile().unwrap();
-            let dumped = dump(&memory, SIZE, pagemap, &first).unwrap();
+            let dumped = dump(&memory, SIZE, pagemap, None, &first).unwrap();
             assert_eq!(dumped, Dump { own_bytes: 4 * PAGE_SIZE, parent_bytes: 0 });
             let mut expected = vec![0; usize::try_from(SIZE).unwrap()];
             expected[0x1000..0x4000].fill(7);
@@ -270,15 +275,14 @@ mod tests {
             assert_eq!(holes, [(0x4000, (40 << 20) - 0x4000), ((40 << 20) + 0x1000, (24 << 20) - 0x1000)]);
 
             // A clone overwrites one page, zeroes another, reads a third and dumps again.
-            let first = Arc::new(first);
-            let clone = crate::memory::from_file(Arc::clone(&first), SIZE, &holes).unwrap();
+            let clone = laid(&first, SIZE, &holes).unwrap();
             assert_eq!(clone.read_obj::<u8>(GuestAddress(60 << 20)).unwrap(), 0);
             clone.write_slice(&[1; PAGE], GuestAddress(0x2000)).unwrap();
             clone.write_slice(&[0; PAGE], GuestAddress(0x3000)).unwrap();
             clone.write_slice(&[5; PAGE], GuestAddress(20 << 20)).unwrap(); // in a hole
             assert_eq!(clone.read_obj::<u8>(GuestAddress(40 << 20)).unwrap(), 9);
             let second = tempfile::tempfile().unwrap();
-            let dumped = dump(&clone, SIZE, pagemap, &second).unwrap();
+            let dumped = dump(&clone, SIZE, pagemap, Some(&first), &second).unwrap();
             if pagemap.is_some() {
                 assert_eq!(dumped, Dump { own_bytes: 2 * PAGE_SIZE, parent_bytes: 2 * PAGE_SIZE });
             }
@@ -293,23 +297,23 @@ mod tests {
 
     #[test]
     fn a_target_that_holds_something_is_refused() {
-        let memory = crate::memory::anonymous(SIZE).unwrap();
+        let memory = anonymous(SIZE).unwrap();
         let target = tempfile::tempfile().unwrap();
         target.set_len(5).unwrap();
-        assert!(matches!(dump(&memory, SIZE, None, &target), Err(DumpError::NotEmpty(5))));
+        assert!(matches!(dump(&memory, SIZE, None, None, &target), Err(DumpError::NotEmpty(5))));
     }
 
     #[test]
     fn a_file_of_another_length_is_not_mapped() {
-        let file = Arc::new(tempfile::tempfile().unwrap());
+        let file = tempfile::tempfile().unwrap();
         file.set_len(SIZE - PAGE_SIZE).unwrap();
-        let error = crate::memory::from_file(file, SIZE, &[]).unwrap_err().to_string();
+        let error = laid(&file, SIZE, &[]).unwrap_err().to_string();
         assert!(error.contains("67108864") && error.contains("67104768"), "{error}");
     }
 
     #[test]
     fn holes_that_make_no_sense_are_refused() {
-        let file = Arc::new(tempfile::tempfile().unwrap());
+        let file = tempfile::tempfile().unwrap();
         file.set_len(SIZE).unwrap();
         let page = PAGE_SIZE;
         for bad in [
@@ -322,22 +326,22 @@ mod tests {
             vec![(page, page), (page, page)],
             vec![(4 * page, page), (0, page)],
         ] {
-            let result = crate::memory::from_file(Arc::clone(&file), SIZE, &bad);
-            assert!(matches!(result, Err(crate::memory::MemoryError::Hole { .. })), "{bad:?}");
+            let result = laid(&file, SIZE, &bad);
+            assert!(matches!(result, Err(MemoryError::Hole { .. })), "{bad:?}");
         }
     }
 
     #[test]
     fn a_hole_never_reaches_across_the_gap_in_guest_addresses() {
         let bytes = layout::HOLE_START + (64 << 20);
-        let file = Arc::new(tempfile::tempfile().unwrap());
+        let file = tempfile::tempfile().unwrap();
         file.set_len(bytes).unwrap();
         let holes = large_holes(&file, bytes).unwrap();
         assert_eq!(holes, [(0, layout::HOLE_START), (layout::HOLE_START, 64 << 20)]);
-        let memory = crate::memory::from_file(Arc::clone(&file), bytes, &holes).unwrap();
+        let memory = laid(&file, bytes, &holes).unwrap();
         memory.write_obj(7u8, GuestAddress(layout::HOLE_END)).unwrap();
         memory.write_obj(8u8, GuestAddress(layout::HOLE_START - 1)).unwrap();
         let across = [(layout::HOLE_START - PAGE_SIZE, 2 * PAGE_SIZE)];
-        assert!(crate::memory::from_file(file, bytes, &across).is_err());
+        assert!(laid(&file, bytes, &across).is_err());
     }
 }

@@ -1,14 +1,18 @@
-//! The working set: the pages a clone touches first, recorded once and laid ready in every later clone.
+//! The working set: the pages a clone writes first, recorded once and laid ready in every later clone.
 //!
-//! A clone's first seconds are spent in nested page faults: each page costs an exit, and one that is written first read and then
+//! A clone's first seconds are spent in nested page faults: each page costs an exit, and one that is first read and then
 //! written costs two, with an invalidation between them. The *set* of pages repeats from clone to clone (Jaccard 0.93, shared
-//! facts; the idea is Prebaked uVMs, section III: what a resume needs is small and known beforehand). So a throw-away clone is
-//! watched once ([`watch`], [`record`]), and every restore that is given the record populates those pages before the guest
-//! runs: written ones by MADV_POPULATE_WRITE ([`populate`]), then all of them in KVM by KVM_PRE_FAULT_MEMORY ([`map`], Linux 6.11).
+//! facts; the idea is Prebaked uVMs, section III: what a resume needs is small and known beforehand). So what a throw-away
+//! clone wrote is recorded once ([`record`]), and every restore that is given the record populates those pages before the guest
+//! runs: in the process by MADV_POPULATE_WRITE ([`populate`]), then in KVM by KVM_PRE_FAULT_MEMORY ([`map`], Linux 6.11).
+//!
+//! Pages that are only read are not in it: the kernel maps sixteen at a time (fault-around), so which of them were meant is not
+//! known. A userfaultfd armed for asynchronous write protection turns fault-around off, but clones watched so stood still
+//! for half a minute now and then (Linux 6.12 under emulation, cause not found), and the pages read gained 5 %.
 //!
 //! The record is a hint: wrong pages cost memory or faults, never correctness. It is sealed all the same, and a damaged one is
 //! refused. Payload, after the seal: runs of 8 bytes, u32 little-endian first page (byte in the memory file ÷ 4096), u32 count of
-//! pages × 2 + 1 if they were written; ascending, disjoint.
+//! pages; ascending, disjoint.
 
 use super::dump::{OF_FILE, PAGE, PRESENT, SWAPPED, read_pagemap};
 use crate::arch::layout;
@@ -17,8 +21,8 @@ use dayfly_units::sealed::{self, Magic, SealError};
 use kvm_ioctls::VcpuFd;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use std::os::fd::AsRawFd;
+use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 const MAGIC: Magic = *b"DFwset\r\n";
 const VERSION: u32 = 1;
@@ -29,15 +33,13 @@ const MAX_RUNS: usize = 4 << 20 >> 3;
 /// The longest file.
 pub const MAX_FILE_BYTES: u64 = MAX_BYTES + sealed::HEADER_BYTES as u64;
 
-/// Pages in a row that are alike.
+/// Pages in a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
     /// The first, counted from the start of the memory file.
     pub first: u32,
     /// How many.
     pub pages: u32,
-    /// Whether the guest wrote to them.
-    pub written: bool,
 }
 
 /// Why a record was refused.
@@ -81,7 +83,7 @@ pub fn encode(runs: &[Run]) -> Vec<u8> {
     let mut payload = Vec::with_capacity(runs.len() * RUN_BYTES);
     for run in runs {
         payload.extend_from_slice(&run.first.to_le_bytes());
-        payload.extend_from_slice(&((run.pages << 1) | u32::from(run.written)).to_le_bytes());
+        payload.extend_from_slice(&run.pages.to_le_bytes());
     }
     sealed::seal(&MAGIC, VERSION, &payload)
 }
@@ -98,15 +100,14 @@ pub fn decode(bytes: &[u8], memory_bytes: u64) -> Result<Vec<Run>, WorkingSetErr
     for (number, run) in payload.chunks(RUN_BYTES).enumerate() {
         let word =
             |at: usize| run.get(at..at + 4).map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-        let (first, count) = (word(0), word(4));
-        let (pages, written) = (count >> 1, count & 1 == 1);
+        let (first, pages) = (word(0), word(4));
         let end = u64::from(first) + u64::from(pages);
         if run.len() != RUN_BYTES || pages == 0 || u64::from(first) < next || end > limit {
             let at = sealed::HEADER_BYTES + number * RUN_BYTES;
             return Err(WorkingSetError::Run { number, at, limit, first, pages });
         }
         next = end;
-        runs.push(Run { first, pages, written });
+        runs.push(Run { first, pages });
     }
     Ok(runs)
 }
@@ -127,7 +128,7 @@ pub fn read(file: &File, memory_bytes: u64) -> Result<Vec<Run>, WorkingSetError>
     decode(&bytes, memory_bytes)
 }
 
-/// What was touched so far. `pagemap` is this process's `/proc/self/pagemap`; without it nothing is known.
+/// What was written so far. `pagemap` is this process's `/proc/self/pagemap`; without it nothing is known.
 #[must_use]
 pub fn record(memory: &GuestMemoryMmap, memory_bytes: u64, pagemap: Option<&File>) -> Vec<Run> {
     const CHUNK: usize = 2048;
@@ -144,74 +145,21 @@ pub fn record(memory: &GuestMemoryMmap, memory_bytes: u64, pagemap: Option<&File
                 return Vec::new();
             }
             for (n, entry) in entries.iter().enumerate() {
-                if entry & (PRESENT | SWAPPED) == 0 {
+                if entry & (PRESENT | SWAPPED) == 0 || entry & OF_FILE != 0 {
                     continue;
                 }
                 let Ok(page) = u32::try_from(offset / PAGE_SIZE + (start + n) as u64) else { continue };
-                let written = entry & OF_FILE == 0;
                 let full = runs.len() == MAX_RUNS;
                 match runs[region..].last_mut() {
-                    Some(run) if run.first + run.pages == page && run.written == written => run.pages += 1,
+                    Some(run) if run.first + run.pages == page => run.pages += 1,
                     // A longer record would not be read; what is left out is left to page faults.
                     _ if full => return runs,
-                    _ => runs.push(Run { first: page, pages: 1, written }),
+                    _ => runs.push(Run { first: page, pages: 1 }),
                 }
             }
         }
     }
     runs
-}
-
-const UFFD_API: u64 = 0xaa;
-const UFFD_USER_MODE_ONLY: libc::c_int = 1;
-const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
-const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
-// linux/userfaultfd.h: _IOWR(0xaa, 0x3f, struct uffdio_api), _IOWR(0xaa, 0, struct uffdio_register)
-const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
-const UFFDIO_REGISTER: libc::c_ulong = 0xc020_aa00;
-
-#[repr(C)]
-struct UffdioApi {
-    api: u64,
-    features: u64,
-    ioctls: u64,
-}
-
-#[repr(C)]
-struct UffdioRegister {
-    start: u64,
-    len: u64,
-    mode: u64,
-    ioctls: u64,
-}
-
-/// Makes the kernel fault in single pages, so that a page that is present was touched, and not a neighbour of one that was.
-///
-/// A userfaultfd in asynchronous write-protect mode (Linux 6.7) is armed but never used: fault-around is off in such a
-/// mapping (`uffd_disable_fault_around`), and nobody has to serve it. It works until the descriptor is closed. Where the file
-/// system holds the file in huge pages (ext4 from 6.16), these are still mapped whole, and counted whole.
-///
-/// # Errors
-/// When the host's kernel cannot; a record then also has pages that nobody touched.
-pub fn watch(memory: &GuestMemoryMmap) -> io::Result<OwnedFd> {
-    let check = |result: libc::c_long| if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) };
-    // SAFETY: makes a descriptor; flags are integers.
-    let fd = check(unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | UFFD_USER_MODE_ONLY) })?;
-    let fd = i32::try_from(fd).map_err(io::Error::other)?;
-    // SAFETY: the kernel has just made it, and nobody else knows it.
-    let uffd = unsafe { OwnedFd::from_raw_fd(fd) };
-    let mut api = UffdioApi { api: UFFD_API, features: UFFD_FEATURE_WP_ASYNC, ioctls: 0 };
-    // SAFETY: the ioctl reads and writes one struct uffdio_api, which `api` is laid out as.
-    check(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_API, &raw mut api) }.into())?;
-    for region in memory.iter() {
-        let Ok(host) = region.get_host_address(vm_memory::MemoryRegionAddress(0)) else { continue };
-        let mode = UFFDIO_REGISTER_MODE_WP;
-        let mut register = UffdioRegister { start: host.addr() as u64, len: region.len(), mode, ioctls: 0 };
-        // SAFETY: the ioctl reads and writes one struct uffdio_register; the range is a mapping of this process, whose
-        // content the registration does not change.
-        check(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) }.into())?;
-    }
-    Ok(uffd)
 }
 
 // linux/kvm.h: _IOWR(KVMIO, 0xd5, struct kvm_pre_fault_memory)
@@ -233,11 +181,10 @@ fn place(ram: &[(GuestAddress, u64, u64)], run: &Run) -> Option<(GuestAddress, u
     Some((guest.unchecked_add(start - offset), len))
 }
 
-/// Gives the clone its own copy of the pages that will be written. Needs no VM yet: it can go on beside its making. What
-/// cannot be done is left to page faults.
+/// Gives the clone its own copy of the pages that will be written. What cannot be done is left to page faults.
 pub fn populate(memory: &GuestMemoryMmap, memory_bytes: u64, runs: &[Run]) {
     let ram = layout::ram(memory_bytes);
-    for run in runs.iter().filter(|run| run.written) {
+    for run in runs {
         let Some((guest, len)) = place(&ram, run) else { continue };
         let Ok(size) = usize::try_from(len) else { continue };
         let Ok(slice) = memory.get_slice(guest, size) else { continue };
@@ -283,9 +230,9 @@ mod tests {
 
     fn sample() -> Vec<Run> {
         vec![
-            Run { first: 0, pages: 3, written: true },
-            Run { first: 3, pages: 1, written: false },
-            Run { first: 16_383, pages: 1, written: true },
+            Run { first: 0, pages: 3 },
+            Run { first: 3, pages: 1 },
+            Run { first: 16_383, pages: 1 },
         ]
     }
 
@@ -309,7 +256,7 @@ mod tests {
 
     #[test]
     fn runs_outside_memory_or_out_of_order_are_refused() {
-        let run = |first, pages| Run { first, pages, written: false };
+        let run = |first, pages| Run { first, pages };
         for bad in [vec![run(16_384, 1)], vec![run(0, 0)], vec![run(5, 2), run(6, 1)], vec![run(u32::MAX, 9)]]
         {
             assert!(matches!(decode(&encode(&bad), RAM), Err(WorkingSetError::Run { .. })), "{bad:?}");
@@ -326,23 +273,19 @@ mod tests {
     }
 
     #[test]
-    fn a_watched_mapping_tells_touched_pages_from_their_neighbours() {
+    fn what_was_written_is_recorded_and_what_was_read_is_not() {
         use std::os::unix::fs::FileExt;
-        // In small pages, whatever this host's file systems do: where a page of the file is huge, all of it counts as touched.
         let file = File::from(rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
         file.write_all_at(&vec![7; usize::try_from(RAM).unwrap()], 0).unwrap();
-        let memory = crate::memory::from_file(std::sync::Arc::new(file), RAM, &[]).unwrap();
-        // A kernel before 6.7 cannot; the record is then coarser, which is all that is promised.
-        let Ok(_watch) = watch(&memory) else { return };
+        let memory = crate::memory::anonymous(RAM).unwrap();
+        crate::memory::lay_over(&memory, &file, RAM, &[]).unwrap();
         let at = |page: u64| vm_memory::GuestAddress(page * PAGE_SIZE);
         use vm_memory::Bytes;
         // Looked at, or the compiler leaves the read out.
         assert_eq!(memory.read_obj::<u8>(at(100)).unwrap(), 7);
         memory.write_obj(1u8, at(300)).unwrap();
+        memory.write_obj(1u8, at(301)).unwrap();
         let pagemap = File::open("/proc/self/pagemap").unwrap();
-        let runs = record(&memory, RAM, Some(&pagemap));
-        let expected =
-            [Run { first: 100, pages: 1, written: false }, Run { first: 300, pages: 1, written: true }];
-        assert_eq!(runs, expected);
+        assert_eq!(record(&memory, RAM, Some(&pagemap)), [Run { first: 300, pages: 2 }]);
     }
 }

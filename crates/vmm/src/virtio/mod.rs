@@ -44,7 +44,6 @@ pub use syscalls::{CONTROL_SYSCALLS, DEVICE_LOOP_SYSCALLS, VCPU_SYSCALLS};
 pub use transport::{QueueRegisters, TransportState, TransportStateError};
 pub use vsock::socket_path;
 
-use crate::config::MAX_DISKS;
 use crate::disk::{Disk, FreezeError, OpenDiskError};
 use block::Block;
 use gate::{Gate, lock};
@@ -68,15 +67,6 @@ pub const MMIO_SIZE: u64 = 0x1000;
 pub const FIRST_GSI: u32 = 10;
 /// The longest path of a unix socket, the port's suffix included (`sun_path` less its final zero).
 const MAX_SOCKET_PATH: usize = 107;
-
-/// What devices a VM has. In this order: disks, vsock, rng.
-#[derive(Debug)]
-pub struct DeviceSpecs {
-    /// vda, vdb, …; at most [`MAX_DISKS`].
-    pub disks: Vec<DiskSpec>,
-    /// The vsock device.
-    pub vsock: VsockSpec,
-}
 
 /// The vsock device.
 #[derive(Debug)]
@@ -103,9 +93,14 @@ pub struct MmioSlot {
 /// Why devices could not be made or served.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// Too many disks.
-    #[error("disks: expected at most {MAX_DISKS}, got {0}")]
-    Disks(usize),
+    /// Another number of disks than the VM was made for.
+    #[error("disks: expected {expected}, got {got}")]
+    Disks {
+        /// Disks of this VM.
+        expected: usize,
+        /// Media.
+        got: usize,
+    },
     /// A disk was refused.
     #[error("disk {number}: {source}")]
     Disk {
@@ -186,12 +181,18 @@ pub struct DeviceSet {
 }
 
 impl DeviceSet {
-    /// Makes the devices and registers their kicks and interrupts with a VM whose interrupt controller exists.
+    /// Makes the devices, in this order: disks without media, vsock, rng; and registers their kicks and interrupts with a VM
+    /// whose interrupt controller exists.
     ///
     /// # Errors
     /// [`DeviceError`].
-    pub fn new(mem: GuestMemoryMmap, specs: DeviceSpecs, vm: &VmFd) -> Result<Arc<Self>, DeviceError> {
-        let set = Self::without_vm(mem, specs)?;
+    pub fn new(
+        mem: GuestMemoryMmap,
+        disks: u8,
+        vsock: VsockSpec,
+        vm: &VmFd,
+    ) -> Result<Arc<Self>, DeviceError> {
+        let set = Self::without_vm(mem, disks, vsock)?;
         for (slot, place) in set.slots.iter().zip(set.slots()) {
             let notify = IoEventAddress::Mmio(place.base + transport::register::QUEUE_NOTIFY);
             for (kick, queue) in slot.fast_kicks().iter().zip(0_u32..) {
@@ -205,11 +206,8 @@ impl DeviceSet {
     }
 
     /// The devices alone, for tests: without a VM kicks come as register writes.
-    fn without_vm(mem: GuestMemoryMmap, specs: DeviceSpecs) -> Result<Self, DeviceError> {
-        if specs.disks.len() > MAX_DISKS {
-            return Err(DeviceError::Disks(specs.disks.len()));
-        }
-        let VsockSpec { listener, path, guest_cid } = specs.vsock;
+    fn without_vm(mem: GuestMemoryMmap, disks: u8, vsock: VsockSpec) -> Result<Self, DeviceError> {
+        let VsockSpec { listener, path, guest_cid } = vsock;
         let longest = vsock::socket_path(&path, u32::MAX).as_os_str().len();
         if longest > MAX_SOCKET_PATH {
             let max = MAX_SOCKET_PATH - (longest - path.as_os_str().len());
@@ -223,10 +221,9 @@ impl DeviceSet {
         };
         watch(listener.as_raw_fd(), EventSet::IN | EventSet::EDGE_TRIGGERED, event_loop::LISTENER)?;
 
-        let mut slots = Vec::with_capacity(specs.disks.len() + 2);
-        for (number, spec) in specs.disks.into_iter().enumerate() {
-            let disk = Disk::open(spec).map_err(|source| DeviceError::Disk { number, source })?;
-            slots.push(Slot::new(Kind::Block(Block::new(disk, number)))?);
+        let mut slots = Vec::with_capacity(usize::from(disks) + 2);
+        for number in 0..usize::from(disks) {
+            slots.push(Slot::new(Kind::Block(Block::new(Disk::none(), number)))?);
         }
         let vsock = Vsock::new(guest_cid, listener, path, Arc::clone(&epoll), event_loop::FIRST_SOCKET);
         slots.push(Slot::new(Kind::Vsock(vsock))?);
@@ -242,7 +239,25 @@ impl DeviceSet {
         Ok(Self { mem, slots, epoll, wake, gate: Gate::default(), loaded: AtomicBool::new(false) })
     }
 
-    /// Where the devices are, in the order of [`DeviceSpecs`].
+    /// Puts the media into the disks, vda, vdb, …; returns how many are writable. Before the guest runs.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; the devices are then of no use.
+    pub fn insert_disks(&self, specs: Vec<DiskSpec>) -> Result<usize, DeviceError> {
+        let (expected, got) = (self.slots.iter().filter(|slot| slot.is_disk()).count(), specs.len());
+        if expected != got {
+            return Err(DeviceError::Disks { expected, got });
+        }
+        let mut writable = 0;
+        for (number, (slot, spec)) in self.slots.iter().zip(specs).enumerate() {
+            let disk = Disk::open(spec).map_err(|source| DeviceError::Disk { number, source })?;
+            writable += usize::from(!disk.read_only());
+            slot.insert(Block::new(disk, number));
+        }
+        Ok(writable)
+    }
+
+    /// Where the devices are, in their order.
     #[must_use]
     pub fn slots(&self) -> Vec<MmioSlot> {
         let place = |(n, _)| MmioSlot {

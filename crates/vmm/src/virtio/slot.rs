@@ -192,6 +192,18 @@ impl Slot {
         }
     }
 
+    /// Whether this is a disk.
+    pub fn is_disk(&self) -> bool {
+        matches!(lock(&self.inner).kind, Kind::Block(_))
+    }
+
+    /// Makes this disk `block`, after a reset.
+    pub fn insert(&self, block: Block) {
+        let mut inner = lock(&self.inner);
+        inner.transport = Transport::new(block::DEVICE_ID, block.features(), block::QUEUES);
+        inner.kind = Kind::Block(block);
+    }
+
     /// Whether this is a disk with a writable layer.
     pub fn writable_disk(&self) -> bool {
         self.with_disk(|disk| !disk.read_only()) == Some(true)

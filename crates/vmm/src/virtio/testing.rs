@@ -6,7 +6,7 @@
 #![expect(clippy::cast_possible_truncation, reason = "tests: patterns of bytes, small numbers")]
 
 use super::transport::{register, status};
-use super::{DeviceSet, DeviceSpecs, MMIO_BASE, MMIO_SIZE, VsockSpec};
+use super::{DeviceSet, MMIO_BASE, MMIO_SIZE, VsockSpec};
 use crate::config::DISK_BLOCK_BYTES;
 use crate::disk::{DiskSpec, LayerSpec};
 use std::os::unix::net::UnixListener;
@@ -67,7 +67,8 @@ impl Machine {
         let path = folder.path().join("v");
         let listener = UnixListener::bind(&path).unwrap().into();
         let vsock = VsockSpec { listener, path, guest_cid: 3 };
-        let set = DeviceSet::without_vm(mem.clone(), DeviceSpecs { disks, vsock }).unwrap();
+        let set = DeviceSet::without_vm(mem.clone(), u8::try_from(disks.len()).unwrap(), vsock).unwrap();
+        set.insert_disks(disks).unwrap();
         Self { mem, set: Arc::new(set), folder, thread: None }
     }
 

@@ -2,8 +2,8 @@
 #![allow(dead_code, reason = "each user takes what it needs")]
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, missing_docs, reason = "a test harness")]
 
-use dayfly_vmm::config::{BootConfig, DiskConfig, JailConfig, LayerConfig, RestoreConfig, Start, VmmConfig};
-use dayfly_vmm::control::{Client, ExitRecord};
+use dayfly_vmm::config::{BootConfig, DiskConfig, JailConfig, LayerConfig, RestoreConfig, Shape, Start, VmmConfig};
+use dayfly_vmm::control::{Client, ClientError, ExitRecord};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -53,6 +53,7 @@ pub struct Snapshot {
     pub state: PathBuf,
     pub memory: PathBuf,
     pub disks: Vec<Disk>,
+    pub shape: Shape,
     pub jailed: bool,
 }
 
@@ -74,18 +75,34 @@ fn inherit(fd: &impl AsRawFd) -> i32 {
     number
 }
 
+/// Descriptors that a process inherits.
 struct Files(Vec<OwnedFd>);
 
-impl Files {
-    fn read(&mut self, path: &Path) -> i32 {
-        self.keep(File::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display())))
-    }
-    fn keep(&mut self, fd: impl Into<OwnedFd>) -> i32 {
-        let fd = fd.into();
+impl Collect for Files {
+    fn keep(&mut self, fd: OwnedFd) -> i32 {
         let number = inherit(&fd);
         self.0.push(fd);
         number
     }
+}
+
+/// Descriptors that go with a message, numbered by their places.
+struct Places(Vec<OwnedFd>);
+
+impl Collect for Places {
+    fn keep(&mut self, fd: OwnedFd) -> i32 {
+        self.0.push(fd);
+        i32::try_from(self.0.len() - 1).unwrap()
+    }
+}
+
+trait Collect {
+    fn keep(&mut self, fd: OwnedFd) -> i32;
+
+    fn read(&mut self, path: &Path) -> i32 {
+        self.keep(File::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display())).into())
+    }
+
     fn disks(&mut self, folder: &Path, disks: &[Disk]) -> Vec<DiskConfig> {
         let mut out = Vec::new();
         for (n, disk) in disks.iter().enumerate() {
@@ -97,7 +114,7 @@ impl Files {
             let writable_fd = disk.writable.then(|| {
                 let path = folder.join(format!("disk{n}.cow"));
                 let file = OpenOptions::new().read(true).write(true).create_new(true).open(path).unwrap();
-                self.keep(file)
+                self.keep(file.into())
             });
             let base_fd = self.read(&disk.base);
             out.push(DiskConfig { size_bytes: disk.size_bytes, base_fd, layers, writable_fd });
@@ -122,6 +139,33 @@ impl Vmm {
         })
     }
 
+    /// Starts a shell for VMs of this shape.
+    pub fn shell(binary: &Path, folder: &Path, shape: Shape, jailed: bool) -> Self {
+        Self::spawn(binary, folder, Vec::new(), jailed, |_| Start::Shell(shape))
+    }
+
+    /// Gives a shell its guest.
+    pub fn adopt(
+        &mut self,
+        snapshot: &Snapshot,
+        generation: [u8; 16],
+        paused: bool,
+    ) -> Result<(), ClientError> {
+        let mut files = Places(Vec::new());
+        let disks = files.disks(&self.folder, &snapshot.disks);
+        let config = RestoreConfig {
+            state_fd: files.read(&snapshot.state),
+            memory_fd: files.read(&snapshot.memory),
+            disks,
+            generation,
+            working_set_fd: None,
+            paused,
+        };
+        self.disks.clone_from(&snapshot.disks);
+        let fds: Vec<_> = files.0.iter().map(AsFd::as_fd).collect();
+        self.client().restore(config, &fds)
+    }
+
     pub fn restore(
         binary: &Path,
         folder: &Path,
@@ -129,18 +173,12 @@ impl Vmm {
         generation: [u8; 16],
         paused: bool,
     ) -> Self {
-        Self::spawn(binary, folder, snapshot.disks.clone(), snapshot.jailed, |files| {
-            let disks = files.disks(folder, &snapshot.disks);
-            Start::Restore(RestoreConfig {
-                state_fd: files.read(&snapshot.state),
-                memory_fd: files.read(&snapshot.memory),
-                disks,
-                generation,
-                working_set_fd: None,
-                watch: false,
-                paused,
-            })
-        })
+        let mut vmm = Self::shell(binary, folder, snapshot.shape, snapshot.jailed);
+        match vmm.adopt(snapshot, generation, paused) {
+            // Why is in its exit record.
+            Ok(()) | Err(ClientError::Gone) => vmm,
+            Err(error) => panic!("{error}"),
+        }
     }
 
     fn spawn(
@@ -162,13 +200,13 @@ impl Vmm {
         let config = VmmConfig {
             id: dayfly_units::VmId::random(),
             jail,
-            kvm_fd: files.keep(kvm),
-            control_fd: files.keep(control),
-            vsock_fd: files.keep(vsock),
+            kvm_fd: files.keep(kvm.into()),
+            control_fd: files.keep(control.into()),
+            vsock_fd: files.keep(vsock.into()),
             vsock_path,
-            console_fd: files.keep(append("console.log")),
+            console_fd: files.keep(append("console.log").into()),
             console_max_bytes: 4 << 20,
-            exit_fd: files.keep(append("exit.json")),
+            exit_fd: files.keep(append("exit.json").into()),
             start: start(&mut files),
         };
         let path = folder.join("config.json");
@@ -263,7 +301,8 @@ impl Vmm {
         let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
         client.save(&fds).unwrap();
         self.disks.clone_from(&disks);
-        Snapshot { state, memory, disks, jailed: self.jailed }
+        let shape = client.status().unwrap().shape;
+        Snapshot { state, memory, disks, shape, jailed: self.jailed }
     }
 }
 

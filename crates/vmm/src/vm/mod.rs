@@ -1,0 +1,202 @@
+//! One VM: a [`Shell`], made of all that does not depend on what will run in it, to which a boot or a restore gives life.
+//!
+//! ```text
+//!                 ┌──boot────┐
+//! Shell::new ──▶ Shell       ├──▶ Vm: Paused ⇄ Running        Save: only while Paused, stays Paused
+//!                 └──restore─┘
+//! ```
+//!
+//! A shell may be made long before it is needed: a clone then costs only the mapping of its memory, the loading of its state
+//! and its first instruction (Swift Birth and Quick Death, section 4.1.2: everything that does not depend on the request is
+//! done before it comes). Its threads are there and parked, its filters apply.
+//!
+//! A restored VM's clocks are set when it first goes on, not when it is loaded: a clone that waits loses no time and wakes
+//! to no backlog of timers.
+
+mod boot;
+mod error;
+mod restore;
+mod shell;
+
+pub use error::{BuildError, SaveError, VmError};
+pub use restore::Files;
+pub use shell::{Host, Shell};
+
+use crate::control::Status;
+use crate::memory::{self, working_set};
+use crate::state::{self, VmState};
+use crate::vcpu::Vcpu;
+use crate::vcpu::clocks;
+use crate::vcpu::state::{self as vcpu_state, VcpuState};
+use kvm_bindings::{
+    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_clock_data, kvm_irqchip,
+};
+use kvm_ioctls::VcpuFd;
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::OwnedFd;
+
+/// What a restored VM still has to be given when it first goes on.
+struct Restored {
+    vcpus: Vec<VcpuState>,
+    clock: kvm_clock_data,
+}
+
+fn irqchip(id: u32) -> kvm_irqchip {
+    kvm_irqchip { chip_id: id, ..Default::default() }
+}
+
+const IRQCHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];
+
+/// A VM with a guest in it.
+pub struct Vm {
+    shell: Shell,
+    /// The file that its memory was restored from.
+    parent: Option<File>,
+    writable_disks: usize,
+    not_yet_run: Option<Restored>,
+    paused: bool,
+}
+
+impl Vm {
+    /// What it does now.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        Status { paused: self.paused, shape: self.shell.shape, phases: self.shell.timeline.phases() }
+    }
+
+    /// Stops every vCPU between two instructions, then every device between two requests.
+    ///
+    /// # Errors
+    /// When a vCPU does not stop; all then run on.
+    pub fn pause(&mut self) -> Result<(), VmError> {
+        if self.paused {
+            return Ok(());
+        }
+        for vcpu in &self.shell.vcpus {
+            vcpu.ask_to_park();
+        }
+        if let Some(error) = self.shell.vcpus.iter().find_map(|vcpu| vcpu.wait_parked().err()) {
+            for vcpu in &self.shell.vcpus {
+                vcpu.resume();
+            }
+            return Err(error.into());
+        }
+        self.shell.devices.pause();
+        self.paused = true;
+        Ok(())
+    }
+
+    /// Goes on.
+    ///
+    /// # Errors
+    /// When a restored VM's clocks cannot be set; it then stays paused.
+    pub fn resume(&mut self) -> Result<(), VmError> {
+        if !self.paused {
+            return Ok(());
+        }
+        self.set_clocks()?;
+        self.shell.devices.resume();
+        for vcpu in &self.shell.vcpus {
+            // Tells the guest's watchdogs that it was stopped; fails where the guest has no kvmclock, which is fine.
+            let _ = vcpu.fd().kvmclock_ctrl();
+        }
+        self.paused = false;
+        for vcpu in &self.shell.vcpus {
+            vcpu.resume();
+        }
+        Ok(())
+    }
+
+    /// Gives a restored VM that has not run yet its time and tells it its new generation.
+    fn set_clocks(&mut self) -> Result<(), VmError> {
+        let Some(restored) = self.not_yet_run.take() else { return Ok(()) };
+        let fds: Vec<_> = self.shell.vcpus.iter().map(Vcpu::fd).collect();
+        let fds: Vec<&VcpuFd> = fds.iter().map(|fd| &**fd).collect();
+        let result = clocks::start(&self.shell.vm, &restored.clock, &fds, &restored.vcpus)
+            .map_err(VmError::Clocks)
+            .and_then(|()| self.shell.platform.announce_generation().map_err(VmError::Generation));
+        if result.is_err() {
+            self.not_yet_run = Some(restored);
+        }
+        result
+    }
+
+    /// Writes the whole machine to `fds`, in the order of [`Command::Save`](crate::control::Command::Save).
+    ///
+    /// # Errors
+    /// When it runs, descriptors are missing, or something cannot be read or written. The VM is then as it was.
+    pub fn save(&mut self, fds: Vec<OwnedFd>) -> Result<(), SaveError> {
+        if !self.paused {
+            return Err(SaveError::Running);
+        }
+        let (expected, got) = (2 + 2 * self.writable_disks, fds.len());
+        if got != expected {
+            return Err(SaveError::Fds { expected, writable: self.writable_disks, got });
+        }
+        let mut fds = fds.into_iter();
+        let (Some(state_file), Some(memory_file)) = (fds.next(), fds.next()) else {
+            return Err(SaveError::Fds { expected, writable: self.writable_disks, got });
+        };
+        self.set_clocks().map_err(SaveError::Clocks)?;
+        let memory_file = File::from(memory_file);
+        let Shell { memory, shape, pagemap, .. } = &self.shell;
+        memory::dump(memory, shape.memory_bytes, pagemap.as_ref(), self.parent.as_ref(), &memory_file)?;
+        let holes = memory::large_holes(&memory_file, self.shell.shape.memory_bytes)?;
+        write_state(File::from(state_file), &self.read_state(holes)?)?;
+
+        // Last, because it cannot be undone.
+        let mut layers = Vec::new();
+        while let (Some(map), Some(writable)) = (fds.next(), fds.next()) {
+            layers.push((map, writable));
+        }
+        self.shell.devices.freeze_layers(layers).map_err(SaveError::Disks)
+    }
+
+    /// Writes which pages were written since the restore.
+    ///
+    /// # Errors
+    /// When there is not one descriptor, an empty file, or it cannot be written.
+    pub fn write_working_set(&self, fds: Vec<OwnedFd>) -> Result<(), SaveError> {
+        let got = fds.len();
+        let Ok([file]) = <[OwnedFd; 1]>::try_from(fds) else {
+            return Err(SaveError::Fds { expected: 1, writable: 0, got });
+        };
+        let Shell { memory, shape, pagemap, .. } = &self.shell;
+        let runs = working_set::record(memory, shape.memory_bytes, pagemap.as_ref());
+        File::from(file).write_all(&working_set::encode(&runs)).map_err(SaveError::WorkingSet)
+    }
+
+    fn read_state(&self, holes: Vec<(u64, u64)>) -> Result<VmState, SaveError> {
+        let on = |what: &'static str| move |error| SaveError::Kvm(what, error);
+        let mut vcpus = Vec::new();
+        for vcpu in &self.shell.vcpus {
+            let saved = vcpu_state::save(&vcpu.fd(), &self.shell.limits)
+                .map_err(|source| SaveError::Vcpu { id: vcpu.id(), source })?;
+            vcpus.push(saved);
+        }
+        let mut irqchips = IRQCHIPS.map(irqchip);
+        for chip in &mut irqchips {
+            self.shell.vm.get_irqchip(chip).map_err(on("KVM_GET_IRQCHIP"))?;
+        }
+        Ok(VmState {
+            memory_bytes: self.shell.shape.memory_bytes,
+            holes,
+            vcpus,
+            irqchips,
+            pit: self.shell.vm.get_pit2().map_err(on("KVM_GET_PIT2"))?,
+            clock: self.shell.vm.get_clock().map_err(on("KVM_GET_CLOCK"))?,
+            serial: self.shell.platform.save(),
+            devices: self.shell.devices.save(),
+        })
+    }
+}
+
+fn write_state(mut file: File, state: &VmState) -> Result<(), SaveError> {
+    let bytes = state::encode(state).map_err(SaveError::Encode)?;
+    let got = file.metadata().map_err(SaveError::StateWrite)?.len();
+    if got != 0 {
+        return Err(SaveError::StateNotEmpty(got));
+    }
+    file.write_all(&bytes).map_err(SaveError::StateWrite)
+}

@@ -1,0 +1,98 @@
+//! A guest that goes on where a snapshot was taken.
+
+use super::error::BuildError;
+use super::shell::{Shell, on};
+use super::{Restored, Vm};
+use crate::arch::layout;
+use crate::config::RestoreConfig;
+use crate::disk::DiskSpec;
+use crate::memory::{self, working_set};
+use crate::state::{self, VmState};
+use crate::vcpu::state as vcpu_state;
+use std::fs::File;
+use std::io::{self, Read};
+use vm_memory::Bytes;
+
+/// The open files of a snapshot.
+pub struct Files {
+    /// The sealed state.
+    pub state: File,
+    /// Guest RAM.
+    pub memory: File,
+    /// The record of pages to lay ready.
+    pub working_set: Option<File>,
+    /// The disks, in order.
+    pub disks: Vec<DiskSpec>,
+}
+
+fn read_state(mut file: File) -> Result<VmState, BuildError> {
+    let got = file.metadata().map_err(BuildError::StateRead)?.len();
+    let max = state::MAX_BYTES + dayfly_units::sealed::HEADER_BYTES as u64;
+    if got > max {
+        return Err(BuildError::StateLength { got, max });
+    }
+    let mut bytes = Vec::with_capacity(usize::try_from(got).unwrap_or(0));
+    io::Seek::rewind(&mut file).map_err(BuildError::StateRead)?;
+    file.take(max + 1).read_to_end(&mut bytes).map_err(BuildError::StateRead)?;
+    Ok(state::decode(&bytes)?)
+}
+
+impl Shell {
+    fn fits(&self, state: &VmState) -> Result<(), BuildError> {
+        let differs = |what, expected, got| Err(BuildError::Shape { what, expected, got });
+        let (memory, vcpus) = (self.shape.memory_bytes, self.vcpus.len());
+        if state.memory_bytes != memory {
+            return differs("bytes of memory", memory, state.memory_bytes);
+        }
+        if state.vcpus.len() != vcpus {
+            return differs("vCPUs", vcpus as u64, state.vcpus.len() as u64);
+        }
+        Ok(())
+    }
+
+    /// Takes over a saved machine; it runs, unless it was to stay paused.
+    ///
+    /// # Errors
+    /// When the state is damaged, does not fit this shell or the files, or the host refuses it. The shell is then of no
+    /// more use.
+    pub fn restore(mut self, config: &RestoreConfig, files: Files) -> Result<Vm, BuildError> {
+        self.timeline.done("asked");
+        let state = read_state(files.state)?;
+        self.fits(&state)?;
+        self.timeline.done("state");
+        memory::lay_over(&self.memory, &files.memory, state.memory_bytes, &state.holes)?;
+        let pages =
+            files.working_set.map(|file| working_set::read(&file, state.memory_bytes)).transpose()?;
+        self.timeline.done("memory");
+        let writable_disks = self.devices.insert_disks(files.disks)?;
+        self.devices.load(&state.devices)?;
+        self.platform.load(&state.serial)?;
+        self.timeline.done("devices loaded");
+
+        let xsave_words = vcpu_state::host_xsave_words(&self.vm);
+        for (id, (vcpu, saved)) in self.vcpus.iter().zip(&state.vcpus).enumerate() {
+            vcpu_state::load(&vcpu.fd(), saved, xsave_words)
+                .map_err(|source| BuildError::Vcpu { id, source })?;
+        }
+        // After the local APICs: loading the I/O APIC delivers what it has pending to them.
+        for chip in &state.irqchips {
+            self.vm.set_irqchip(chip).map_err(on("KVM_SET_IRQCHIP"))?;
+        }
+        self.vm.set_pit2(&state.pit).map_err(on("KVM_SET_PIT2"))?;
+        self.memory.write_slice(&config.generation, layout::GENERATION).map_err(BuildError::Generation)?;
+        self.timeline.done("vcpus loaded");
+        if let (Some(pages), Some(vcpu)) = (pages, self.vcpus.first()) {
+            working_set::populate(&self.memory, state.memory_bytes, &pages);
+            working_set::map(state.memory_bytes, &pages, &vcpu.fd());
+            self.timeline.done("working set");
+        }
+        let not_yet_run = Some(Restored { vcpus: state.vcpus, clock: state.clock });
+        let parent = Some(files.memory);
+        let mut vm = Vm { shell: self, parent, writable_disks, not_yet_run, paused: true };
+        if !config.paused {
+            vm.resume()?;
+        }
+        vm.shell.timeline.done("running");
+        Ok(vm)
+    }
+}

@@ -1,0 +1,140 @@
+//! All of a VM that does not depend on what will run in it.
+
+use super::error::BuildError;
+use crate::arch::layout;
+use crate::config::{GUEST_CID, MAX_DISKS, MAX_VCPUS, Shape};
+use crate::control::Status;
+use crate::memory;
+use crate::platform::{Console, Platform};
+use crate::seccomp::{self, Filters};
+use crate::timeline::Timeline;
+use crate::vcpu::state::HostLimits;
+use crate::vcpu::{self, Vcpu};
+use crate::virtio::{DeviceSet, VsockSpec};
+use kvm_bindings::{KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
+use kvm_ioctls::{Kvm, VmFd};
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+
+/// What the process has for its VM from the beginning.
+pub struct Host {
+    /// `/dev/kvm`.
+    pub kvm: Kvm,
+    /// The console.
+    pub console: Console,
+    /// The vsock device's outer end.
+    pub vsock_listener: OwnedFd,
+    /// Where guest-initiated connections go.
+    pub vsock_path: std::path::PathBuf,
+    /// `/proc/self/pagemap`, if it could be opened.
+    pub pagemap: Option<File>,
+    /// When what was done.
+    pub timeline: Timeline,
+}
+
+/// A VM without a guest: interrupt controllers, empty RAM, devices without disks, vCPUs without registers, and their threads,
+/// which stand.
+pub struct Shell {
+    pub(super) kvm: Kvm,
+    pub(super) vm: VmFd,
+    pub(super) shape: Shape,
+    pub(super) memory: GuestMemoryMmap,
+    pub(super) vcpus: Vec<Vcpu>,
+    pub(super) platform: Arc<Platform>,
+    pub(super) devices: Arc<DeviceSet>,
+    pub(super) limits: HostLimits,
+    pub(super) pagemap: Option<File>,
+    pub(super) timeline: Timeline,
+}
+
+pub(super) fn on(what: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> BuildError {
+    move |error| BuildError::Kvm(what, error)
+}
+
+fn check(shape: Shape) -> Result<(), BuildError> {
+    if !(1..=MAX_VCPUS).contains(&shape.vcpus) {
+        let expected = format!("1 to {MAX_VCPUS}");
+        return Err(BuildError::Config { what: "vcpus", expected, got: u64::from(shape.vcpus) });
+    }
+    if usize::from(shape.disks) > MAX_DISKS {
+        let expected = format!("at most {MAX_DISKS}");
+        return Err(BuildError::Config { what: "disks", expected, got: u64::from(shape.disks) });
+    }
+    Ok(memory::check_size(shape.memory_bytes)?)
+}
+
+/// A KVM VM with interrupt controllers, timer and RAM.
+fn create_vm(kvm: &Kvm, memory: &GuestMemoryMmap) -> Result<VmFd, BuildError> {
+    let vm = kvm.create_vm().map_err(on("KVM_CREATE_VM"))?;
+    vm.set_identity_map_address(layout::KVM_IDENTITY_MAP).map_err(on("KVM_SET_IDENTITY_MAP_ADDR"))?;
+    vm.set_tss_address(layout::KVM_TSS).map_err(on("KVM_SET_TSS_ADDR"))?;
+    vm.create_irq_chip().map_err(on("KVM_CREATE_IRQCHIP"))?;
+    let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
+    vm.create_pit2(pit).map_err(on("KVM_CREATE_PIT2"))?;
+    for (slot, region) in (0..).zip(memory.iter()) {
+        let Ok(host) = region.get_host_address(vm_memory::MemoryRegionAddress(0)) else { continue };
+        let area = kvm_userspace_memory_region {
+            slot,
+            flags: 0,
+            guest_phys_addr: region.start_addr().0,
+            memory_size: region.len(),
+            userspace_addr: host.addr() as u64,
+        };
+        // SAFETY: the region is mapped for as long as the `Shell` holds the memory, which is until the process ends, and
+        // whatever is mapped over it is again guest RAM; slots do not overlap because the regions of a GuestMemoryMmap
+        // do not.
+        unsafe { vm.set_user_memory_region(area) }.map_err(on("KVM_SET_USER_MEMORY_REGION"))?;
+    }
+    Ok(vm)
+}
+
+impl Shell {
+    /// Makes one, with all its threads.
+    ///
+    /// # Errors
+    /// When no VM may have this shape, or the host refuses.
+    pub fn new(host: Host, shape: Shape, filters: &Filters) -> Result<Self, BuildError> {
+        check(shape)?;
+        let Host { kvm, console, vsock_listener, vsock_path, pagemap, mut timeline } = host;
+        let memory = memory::anonymous(shape.memory_bytes)?;
+        let vm = create_vm(&kvm, &memory)?;
+        timeline.done("kvm");
+
+        let vsock = VsockSpec { listener: vsock_listener, path: vsock_path, guest_cid: GUEST_CID };
+        let devices = DeviceSet::new(memory.clone(), shape.disks, vsock, &vm)?;
+        let platform = Arc::new(Platform::new(&vm, console, Arc::clone(&devices))?);
+        timeline.done("devices");
+
+        // A device must not raise an interrupt before the clocks are set: until the VM goes on.
+        devices.pause();
+        let (served, filter) = (Arc::clone(&devices), filters.devices.clone());
+        std::thread::Builder::new()
+            .name("devices".to_owned())
+            .spawn(move || {
+                seccomp::apply(filter.as_deref());
+                match served.run_loop() {
+                    Ok(()) => {}
+                    Err(error) => crate::exit::fail(&error),
+                }
+            })
+            .map_err(BuildError::Thread)?;
+        vcpu::install_kick_handler();
+        let mut vcpus = Vec::new();
+        for id in 0..shape.vcpus {
+            let fd = vm.create_vcpu(u64::from(id)).map_err(on("KVM_CREATE_VCPU"))?;
+            let vcpu = Vcpu::start(id, fd, Arc::clone(&platform), filters.vcpu.clone());
+            vcpus.push(vcpu.map_err(BuildError::Thread)?);
+        }
+        let limits = HostLimits::new(&kvm, &vm).map_err(|source| BuildError::Vcpu { id: 0, source })?;
+        timeline.done("vcpus");
+        Ok(Self { kvm, vm, shape, memory, vcpus, platform, devices, limits, pagemap, timeline })
+    }
+
+    /// What it does now: it waits.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        Status { paused: true, shape: self.shape, phases: self.timeline.phases() }
+    }
+}
