@@ -94,7 +94,7 @@ fn recorded(config: &Config, name: &str, phase: Phase, ephemeral: bool, process:
         ephemeral,
         labels: Default::default(),
     };
-    let vm = Registry::default().reserve(config, Some(name.parse().unwrap()), facts).unwrap();
+    let vm = Registry::default().reserve(config, Some(name.parse().unwrap()), facts, None).unwrap();
     vm.update(|live| {
         live.phase = phase;
         live.process = process;

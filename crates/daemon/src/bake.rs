@@ -35,7 +35,6 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
         name: None,
         labels: [(LABEL.to_owned(), name.to_string())].into(),
         ephemeral: true,
-        watch: false,
     };
     let newborn = birth(&daemon, asked, order).await?;
     let vm = newborn.vm();

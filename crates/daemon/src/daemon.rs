@@ -2,6 +2,7 @@
 
 use crate::config::Config;
 use crate::depot::Depot;
+use crate::vm::pool::Pool;
 use crate::vm::registry::Registry;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -13,6 +14,8 @@ pub struct Daemon {
     pub config: Config,
     /// Which VMs there are.
     pub registry: Registry,
+    /// Shells that wait for their guests.
+    pub pool: Pool,
     /// Images, kernels, snapshots, layers.
     pub depot: Depot,
     /// Undoing: the daemon waits for it before it ends.
@@ -28,6 +31,7 @@ impl Daemon {
         Self {
             config,
             registry: Registry::default(),
+            pool: Pool::default(),
             depot,
             undo: TaskTracker::new(),
             stop: CancellationToken::new(),

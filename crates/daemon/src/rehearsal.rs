@@ -1,6 +1,6 @@
-//! Rehearsal: the first moments of a clone, played once after a bake to learn which pages every clone will touch.
+//! Rehearsal: the first moments of a clone, played once after a bake to learn which pages every clone will write.
 //!
-//! A throw-away clone takes its identity, and runs the rehearsal program if there is one; the VMM tells which pages that took
+//! A throw-away clone takes its identity, and runs the rehearsal program if there is one; the VMM tells which pages that wrote
 //! (`dayfly_vmm::memory::working_set`), and the store keeps the record beside the snapshot. Later clones have those pages
 //! laid ready before they run.
 
@@ -67,9 +67,6 @@ pub async fn rehearse(
         name: None,
         labels: BTreeMap::new(),
         ephemeral: true,
-        // Watched clones (userfaultfd in asynchronous write-protect mode) stood still for 30 s twice on Linux 6.12 under emulation,
-        // for a reason not yet known: unwatched, the record has what was written, and not what was only read.
-        watch: false,
     };
     let newborn = birth(daemon, Asked::now(), order).await?;
     let vm = newborn.vm();

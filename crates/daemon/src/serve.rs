@@ -3,6 +3,7 @@
 use crate::config::{Config, SOCKET_PATH_MAX};
 use crate::daemon::Daemon;
 use crate::depot::Depot;
+use crate::vm::pool;
 use crate::{adopt, routes};
 use anyhow::{Context, bail};
 use dayfly_store::Store;
@@ -34,6 +35,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let store = Store::open(&config.state).map_err(|e| anyhow::anyhow!(crate::error::chain(&e)))?;
     let daemon = Arc::new(Daemon::new(config, Depot::new(store)));
     adopt::adopt(&daemon).await;
+    let keeper = tokio::spawn(pool::keep(daemon.clone()));
     let path = daemon.config.socket();
     let listener = listen(&path)?;
     let app = routes::router(daemon.clone()).context("the OpenAPI document")?;
@@ -51,6 +53,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     daemon.stop.cancel();
     let quiet = async {
         let _ = server.await;
+        let _ = keeper.await;
         daemon.undo.close();
         daemon.undo.wait().await;
     };

@@ -21,8 +21,12 @@ fn places(daemon: &Daemon) -> Places {
     }
 }
 
-/// Every VM of the registry and its process; one that is being started may have any process that says it is its.
+/// Every VM of the registry and every shell, with its process; one that is being started may have any process that says it is its.
 fn known(daemon: &Daemon, found: &Found, into: &mut Known) {
+    for id in daemon.registry.seats() {
+        let entry = into.vms.entry(id).or_insert(None);
+        *entry = entry.or_else(|| found.processes.iter().find(|p| p.vm == id).map(|p| p.process));
+    }
     for vm in daemon.registry.all() {
         let running = vm.live().process;
         let starting = || found.processes.iter().find(|p| p.vm == vm.id).map(|p| p.process);

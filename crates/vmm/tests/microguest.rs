@@ -7,7 +7,7 @@ use dayfly_microguest::{End, elf, orders};
 use dayfly_vmm::arch::layout;
 use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::{ClientError, ExitReason};
-use harness::{Boot, Snapshot, Vmm, kvm_or_nothing, write_file};
+use harness::{Boot, Disk, Snapshot, Vmm, kvm_or_nothing, write_file};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -35,13 +35,15 @@ impl Room {
     }
 
     fn boot_with(&self, name: &str, cmdline: &str, memory_bytes: u64, vcpus: u8, jailed: bool) -> Vmm {
+        let base = self.path(&format!("{name}.raw"));
+        std::fs::File::create(&base).unwrap().set_len(MIB).unwrap();
         let boot = Boot {
             kernel: self.kernel.clone(),
             initrd: None,
             cmdline: cmdline.to_owned(),
             memory_bytes,
             vcpus,
-            disks: Vec::new(),
+            disks: vec![Disk { size_bytes: MIB, base, layers: Vec::new(), writable: true }],
             jailed,
         };
         Vmm::boot(Path::new(BINARY), &self.path(name), &boot)
@@ -247,7 +249,8 @@ fn a_shell_waits_for_a_guest_of_its_shape() {
     }
     shell.adopt(&snapshot, orders(0x99, End::Not), false).unwrap();
     shell.wait_for("obeyed 99\n", 60);
-    let again = refused(shell.adopt(&snapshot, orders(0x9a, End::Not), false));
+    let no_disks = Snapshot { disks: Vec::new(), ..snapshot.clone() };
+    let again = refused(shell.adopt(&no_disks, orders(0x9a, End::Not), false));
     assert!(again.contains("got a VM"), "{again}");
     // One that waits can be told to go.
     let mut idle = Vmm::shell(binary, &room.path("idle"), snapshot.shape, false);
@@ -256,7 +259,7 @@ fn a_shell_waits_for_a_guest_of_its_shape() {
     for (shape, expected) in [
         (Shape { vcpus: 2, ..snapshot.shape }, "vCPUs: expected 2"),
         (Shape { memory_bytes: 128 * MIB, ..snapshot.shape }, "bytes of memory: expected 134217728"),
-        (Shape { disks: 1, ..snapshot.shape }, "disks: expected 1"),
+        (Shape { disks: 2, ..snapshot.shape }, "disks: expected 2"),
     ] {
         let mut other = Vmm::shell(binary, &room.path(expected), shape, false);
         assert!(matches!(other.adopt(&snapshot, [0; 16], false), Err(ClientError::Gone)));
@@ -304,10 +307,10 @@ fn a_save_that_fails_leaves_the_vm_paused_and_usable() {
     };
     assert!(refused(client.save(&[])).contains("pause it first"));
     client.pause().unwrap();
-    assert!(refused(client.save(&[])).contains("expected 2 descriptors"));
+    assert!(refused(client.save(&[])).contains("expected 4 descriptors"));
     use std::os::fd::AsFd;
     let read_only = std::fs::File::open(&room.kernel).unwrap();
-    let message = refused(client.save(&[read_only.as_fd(), read_only.as_fd()]));
+    let message = refused(client.save(&[read_only.as_fd(); 4]));
     assert!(message.contains("empty file"), "{message}");
     assert!(client.status().unwrap().paused);
     drop(client);

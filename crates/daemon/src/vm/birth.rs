@@ -9,18 +9,23 @@
 use super::agent_link::{self, LinkError};
 use super::launch::{self, Fds, Launched};
 use super::state::Event;
-use super::{Disk, Facts, Vm, death, identity};
+use super::pool::{self, Shell};
+use super::{Disk, Facts, Vm, control_link, death, identity};
 use crate::config::{MEMORY_BYTES, MEMORY_STEP_BYTES};
 use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome, blocking};
 use crate::time::{Asked, unix_ms};
 use dayfly_api::agent::Ready;
 use dayfly_api::types::{BootSource, CreateRequest, ErrorCode, Source};
+use dayfly_host::process::Process;
 use dayfly_store::{DiskRef, Image, Kernel, OpenSnapshot, Pin};
 use dayfly_units::Name;
-use dayfly_vmm::config::{BootConfig, DiskConfig, LayerConfig, MAX_VCPUS, RestoreConfig, Start};
+use dayfly_vmm::config::{
+    BootConfig, DiskConfig, FdNumber, LayerConfig, MAX_VCPUS, RestoreConfig, Shape, Start,
+};
 use std::collections::BTreeMap;
 use std::io::{Read, Seek, SeekFrom};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use tokio::net::UnixListener;
 use tokio::time::timeout;
@@ -44,21 +49,13 @@ pub struct Order {
     pub labels: BTreeMap<String, String>,
     /// Whether it goes with the connection or the bake that wants it.
     pub ephemeral: bool,
-    /// Whether to watch which pages it touches.
-    pub watch: bool,
 }
 
 impl Order {
     /// What `create` asks for.
     #[must_use]
     pub fn create(request: CreateRequest) -> Self {
-        Self {
-            source: request.source,
-            name: request.name,
-            labels: request.labels,
-            ephemeral: false,
-            watch: false,
-        }
+        Self { source: request.source, name: request.name, labels: request.labels, ephemeral: false }
     }
 }
 
@@ -190,64 +187,92 @@ impl Opened {
         }
     }
 
-    /// The configuration of the VMM, and what keeps the source in the store.
-    fn start(self, daemon: &Daemon, vm: &Vm, watch: bool, fds: &mut Fds) -> Outcome<(Start, Pin)> {
-        let mut disks = vm.live().disks;
-        let number = |d: usize| u8::try_from(d).map_err(|_| Fault::internal("more disks than a byte counts"));
-        match self {
-            Self::Snapshot(open) => {
-                let OpenSnapshot { manifest: _, state, memory, working_set, disks: files, pin } = *open;
-                let mut configs = Vec::with_capacity(files.len());
-                for (d, file) in files.into_iter().enumerate() {
-                    let base_fd = fds.add(file.base);
-                    let layers = file
-                        .layers
-                        .into_iter()
-                        .map(|layer| LayerConfig { data_fd: fds.add(layer.data), map_fd: fds.add(layer.map) })
-                        .collect();
-                    let mut writable_fd = None;
-                    if file.writable {
-                        let (layer, data) = daemon.depot.writable(vm.id, number(d)?)?;
-                        disks[d].writable = Some(layer);
-                        writable_fd = Some(fds.add(data));
-                    }
-                    configs.push(DiskConfig { size_bytes: file.size_bytes, base_fd, layers, writable_fd });
-                }
-                let restore = RestoreConfig {
-                    state_fd: fds.add(state),
-                    memory_fd: fds.add(memory),
-                    disks: configs,
-                    generation: identity::random(),
-                    working_set_fd: working_set.map(|file| fds.add(file)),
-                    watch,
-                    paused: false,
-                };
-                vm.update(|live| live.disks = disks);
-                Ok((Start::Restore(restore), pin))
-            }
-            Self::Boot { boot, image, kernel } => {
-                let Image { manifest, disk, pin } = *image;
-                let (layer, data) = daemon.depot.writable(vm.id, 0)?;
-                disks[0].writable = Some(layer);
-                let config = DiskConfig {
-                    size_bytes: manifest.disk.bytes,
-                    base_fd: fds.add(disk),
-                    layers: Vec::new(),
-                    writable_fd: Some(fds.add(data)),
-                };
-                let init = boot.init.map(|init| format!(" dayfly.init={init}")).unwrap_or_default();
-                let start = BootConfig {
-                    kernel_fd: fds.add(kernel.vmlinux),
-                    initrd_fd: Some(fds.add(kernel.initrd)),
-                    cmdline: format!("{CMDLINE}{init}"),
-                    memory_bytes: boot.memory_bytes,
-                    vcpus: boot.vcpus,
-                    disks: vec![config],
-                };
-                vm.update(|live| live.disks = disks);
-                Ok((Start::Boot(start), pin))
-            }
+    /// The shape of the shell that a clone needs.
+    fn shape(&self) -> Outcome<Option<Shape>> {
+        let Self::Snapshot(open) = self else { return Ok(None) };
+        let (vcpus, memory_bytes) = (open.manifest.vcpus, open.manifest.memory_bytes);
+        Ok(Some(Shape { memory_bytes, vcpus, disks: number(open.disks.len())? }))
+    }
+}
+
+fn number(disk: usize) -> Outcome<u8> {
+    u8::try_from(disk).map_err(|_| Fault::internal("more disks than a byte counts"))
+}
+
+/// What a shell is told to become the clone `vm` of `open`, the descriptors that go with it, and what keeps the snapshot in the
+/// store.
+fn restore(daemon: &Daemon, vm: &Vm, open: OpenSnapshot) -> Outcome<(RestoreConfig, Vec<OwnedFd>, Pin)> {
+    let OpenSnapshot { manifest: _, state, memory, working_set, disks: files, pin } = open;
+    let mut fds = Places::default();
+    let mut disks = vm.live().disks;
+    let mut configs = Vec::with_capacity(files.len());
+    for (d, file) in files.into_iter().enumerate() {
+        let base_fd = fds.add(file.base);
+        let layers = file
+            .layers
+            .into_iter()
+            .map(|layer| LayerConfig { data_fd: fds.add(layer.data), map_fd: fds.add(layer.map) })
+            .collect();
+        let mut writable_fd = None;
+        if file.writable {
+            let (layer, data) = daemon.depot.writable(vm.id, number(d)?)?;
+            disks[d].writable = Some(layer);
+            writable_fd = Some(fds.add(data));
         }
+        configs.push(DiskConfig { size_bytes: file.size_bytes, base_fd, layers, writable_fd });
+    }
+    let config = RestoreConfig {
+        state_fd: fds.add(state),
+        memory_fd: fds.add(memory),
+        disks: configs,
+        generation: identity::random(),
+        working_set_fd: working_set.map(|file| fds.add(file)),
+        paused: false,
+    };
+    vm.update(|live| live.disks = disks);
+    Ok((config, fds.0, pin))
+}
+
+/// What a VMM is told that boots `vm`, and what keeps the image in the store.
+fn boot(
+    daemon: &Daemon,
+    vm: &Vm,
+    boot: BootSource,
+    image: Image,
+    kernel: Kernel,
+    fds: &mut Fds,
+) -> Outcome<(Start, Pin)> {
+    let Image { manifest, disk, pin } = image;
+    let mut disks = vm.live().disks;
+    let (layer, data) = daemon.depot.writable(vm.id, 0)?;
+    disks[0].writable = Some(layer);
+    let config = DiskConfig {
+        size_bytes: manifest.disk.bytes,
+        base_fd: fds.add(disk),
+        layers: Vec::new(),
+        writable_fd: Some(fds.add(data)),
+    };
+    let init = boot.init.map(|init| format!(" dayfly.init={init}")).unwrap_or_default();
+    let start = BootConfig {
+        kernel_fd: fds.add(kernel.vmlinux),
+        initrd_fd: Some(fds.add(kernel.initrd)),
+        cmdline: format!("{CMDLINE}{init}"),
+        memory_bytes: boot.memory_bytes,
+        vcpus: boot.vcpus,
+        disks: vec![config],
+    };
+    vm.update(|live| live.disks = disks);
+    Ok((Start::Boot(start), pin))
+}
+
+/// Collects descriptors that go with a message, and numbers them by their places.
+#[derive(Debug, Default)]
+struct Places(Vec<OwnedFd>);
+
+impl Places {
+    fn add(&mut self, fd: impl Into<OwnedFd>) -> FdNumber {
+        self.0.push(fd.into());
+        FdNumber::try_from(self.0.len() - 1).unwrap_or(FdNumber::MAX)
     }
 }
 
@@ -260,16 +285,33 @@ pub async fn birth(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome<
     let source = order.source;
     let opened = blocking(move || Opened::open(&shared, source)).await?;
     let opened_us = asked.elapsed_us();
+    let _birth = daemon.pool.birth();
     let facts = opened.facts(order.labels, order.ephemeral);
-    let vm = daemon.registry.reserve(&daemon.config, order.name, facts)?;
+    let shell = opened.shape()?.and_then(|shape| daemon.pool.take(shape));
+    let seat = shell.as_ref().map(|shell| shell.seat);
+    let vm = match daemon.registry.reserve(&daemon.config, order.name, facts, seat) {
+        Ok(vm) => vm,
+        Err(refused) => {
+            if let Some(shell) = shell {
+                daemon.pool.give_back(shell);
+            }
+            return Err(refused.into());
+        }
+    };
     let newborn = Newborn { daemon: daemon.clone(), vm: Some(vm.clone()) };
     vm.update(|live| {
         live.disks = opened.disks();
         live.asked_us = Some(asked.at_us());
         live.timeline.push(("source verified and open".into(), opened_us));
     });
-    let ready = start(daemon, &vm, opened, order.watch).await?;
-    vm.mark("vmm started", asked.elapsed_us());
+    let ready_made = shell.is_some();
+    let ready = match start(daemon, &vm, opened, shell).await {
+        Ok(ready) => ready,
+        Err(fault) if vm.process().is_some() => return Err(explain(&vm, fault).await),
+        Err(fault) => return Err(fault),
+    };
+    let how = if ready_made { "vmm runs, from a ready-made shell" } else { "vmm runs" };
+    vm.mark(how, asked.elapsed_us());
     let alive = async {
         if let Some(listener) = ready {
             let ready = booted(daemon, listener).await?;
@@ -306,27 +348,39 @@ async fn start(
     daemon: &Arc<Daemon>,
     vm: &Arc<Vm>,
     opened: Opened,
-    watch: bool,
+    shell: Option<Shell>,
 ) -> Outcome<Option<UnixListener>> {
     let launching = vm.launching.clone().lock_owned().await;
     let (daemon, vm) = (daemon.clone(), vm.clone());
     let ready = blocking(move || {
         let _launching = launching;
-        let mut fds = Fds::default();
-        let snapshot_agent = match &opened {
-            Opened::Snapshot(open) => Some(open.manifest.agent_version.clone()),
-            Opened::Boot { .. } => None,
+        let held = |process: Arc<Process>| {
+            vm.hold(process.clone());
+            death::watch(&daemon, vm.clone(), process);
         };
-        let (start, pin) = opened.start(&daemon, &vm, watch, &mut fds)?;
-        vm.keep_pinned(pin);
-        let Launched { process, ready } = launch::launch(&daemon.config, &vm, start, fds)?;
-        if let Some(version) = snapshot_agent {
-            vm.update(|live| live.agent_version = version);
+        match (opened.shape()?, opened) {
+            (Some(shape), Opened::Snapshot(open)) => {
+                match shell {
+                    Some(shell) => held(shell.process),
+                    None => held(pool::launch(&daemon.config, vm.seat(), shape)?),
+                }
+                let agent_version = open.manifest.agent_version.clone();
+                let (config, fds, pin) = restore(&daemon, &vm, *open)?;
+                vm.keep_pinned(pin);
+                vm.update(|live| live.agent_version = agent_version);
+                control_link::restore(&vm.dir.control(), config, &fds, daemon.config.deadlines.control)?;
+                Ok(None)
+            }
+            (_, Opened::Boot { boot: source, image, kernel }) => {
+                let mut fds = Fds::default();
+                let (start, pin) = boot(&daemon, &vm, source, *image, *kernel, &mut fds)?;
+                vm.keep_pinned(pin);
+                let Launched { process, ready } = launch::launch(&daemon.config, vm.seat(), start, fds)?;
+                held(Arc::new(process));
+                Ok(ready)
+            }
+            (None, Opened::Snapshot(_)) => Err(Fault::internal("a snapshot without a shape")),
         }
-        let process = Arc::new(process);
-        vm.hold(process.clone());
-        death::watch(&daemon, vm, process);
-        Ok(ready)
     })
     .await?;
     let listener = ready.map(|ready| {

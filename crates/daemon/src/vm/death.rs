@@ -74,7 +74,11 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
     });
 }
 
-async fn readable(process: &Process) -> io::Result<()> {
+/// Resolves when `process` has ended.
+///
+/// # Errors
+/// When it cannot be waited for.
+pub async fn readable(process: &Process) -> io::Result<()> {
     let fd = process.as_fd().try_clone_to_owned()?;
     // SAFETY: `OwnedFd` gives the same open descriptor as long as it lives, and the `AsyncFd` owns it.
     let fd = unsafe { AsyncFd::register_with_interest(fd, tokio::io::Interest::READABLE) }?;

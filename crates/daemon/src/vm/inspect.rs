@@ -75,9 +75,9 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
     }
     let mut timeline = live.timeline;
     if let (Some(status), Some(zero)) = (status, live.asked_us) {
-        timeline.extend(
-            status.phases.into_iter().map(|(what, at)| (format!("vmm: {what}"), at.saturating_sub(zero))),
-        );
+        // What a ready-made shell did before it was asked for is no part of the birth.
+        let phases = status.phases.into_iter().filter(|(_, at)| *at >= zero);
+        timeline.extend(phases.map(|(what, at)| (format!("vmm: {what}"), at - zero)));
         timeline.sort_by_key(|(_, us)| *us);
     }
     VmDetails {

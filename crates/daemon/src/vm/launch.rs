@@ -1,7 +1,6 @@
 //! Starting a VMM: its folder, its sockets, its descriptors, its process. Blocks.
 
-use super::registry::FIRST_UID;
-use super::{Vm, VmDir};
+use super::registry::{FIRST_UID, Seat};
 use crate::config::{CONSOLE_MAX_BYTES, Config};
 use dayfly_host::process::Process;
 use dayfly_host::spawn::{FIRST_FD, Namespaces, Program, Spawn, SpawnError};
@@ -83,13 +82,13 @@ fn file(path: &Path, append: bool) -> Result<File, LaunchError> {
     options.open(path).map_err(io_error("making", path))
 }
 
-/// Makes the VM's folder and starts its VMM with `start`, whose descriptors are in `fds`.
+/// Makes a VM's folder and starts its VMM with `start`, whose descriptors are in `fds`.
 ///
 /// # Errors
 /// [`LaunchError`]; there is no process then. What is in the folder is left for the caller to remove.
-pub fn launch(config: &Config, vm: &Vm, start: Start, mut fds: Fds) -> Result<Launched, LaunchError> {
-    let dir: &VmDir = &vm.dir;
-    let uid = FIRST_UID + vm.slot;
+pub fn launch(config: &Config, seat: Seat, start: Start, mut fds: Fds) -> Result<Launched, LaunchError> {
+    let dir = config.vm(seat.id);
+    let uid = FIRST_UID + seat.slot;
     let boots = matches!(start, Start::Boot(_));
     folder(dir.path(), 0o700)?;
     folder(&dir.root(), 0o755)?;
@@ -103,7 +102,7 @@ pub fn launch(config: &Config, vm: &Vm, start: Start, mut fds: Fds) -> Result<La
     let kvm = Path::new("/dev/kvm");
     let kvm = File::options().read(true).write(true).open(kvm).map_err(io_error("opening", kvm))?;
     let vmm = VmmConfig {
-        id: vm.id,
+        id: seat.id,
         jail: Some(JailConfig { root: dir.root(), uid, gid: uid }),
         kvm_fd: fds.add(kvm),
         control_fd: fds.add(control),
@@ -116,7 +115,7 @@ pub fn launch(config: &Config, vm: &Vm, start: Start, mut fds: Fds) -> Result<La
     };
     let config_fd = fds.add(sent(&serde_json::to_vec(&vmm)?)?);
     let mut spawn = Spawn::new(Program::Path(config.vmm.clone()), config.vmm_name());
-    for argument in ["--config-fd", &config_fd.to_string(), "--id", &vm.id.to_string()] {
+    for argument in ["--config-fd", &config_fd.to_string(), "--id", &seat.id.to_string()] {
         spawn.argv.push(argument.into());
     }
     spawn.namespaces = Namespaces::ALL;

@@ -10,6 +10,7 @@ pub mod death;
 pub mod identity;
 pub mod inspect;
 pub mod launch;
+pub mod pool;
 pub mod power;
 pub mod record;
 pub mod registry;
@@ -22,7 +23,7 @@ use dayfly_api::types::{self, ErrorCode, VmExit};
 use dayfly_host::process::{Process, ProcessId};
 use dayfly_store::{ChainLayer, ImageConfig, ImageRef, KernelRef, Pin, VmLayer};
 use dayfly_units::{Name, VmId};
-use registry::lock;
+use registry::{Seat, lock};
 use serde::{Deserialize, Serialize};
 use state::{Event, Phase, Refused};
 use std::collections::BTreeMap;
@@ -169,6 +170,12 @@ impl Vm {
             slot_held: Mutex::new(alive),
             gone: watch::Sender::new(!alive),
         }
+    }
+
+    /// Its id and slot.
+    #[must_use]
+    pub fn seat(&self) -> Seat {
+        Seat { id: self.id, slot: self.slot }
     }
 
     /// What it is now.

@@ -169,7 +169,7 @@ mod tests {
             ephemeral: true,
             labels: [("a".to_owned(), "b".to_owned())].into(),
         };
-        let vm = Registry::default().reserve(&config, None, facts).unwrap();
+        let vm = Registry::default().reserve(&config, None, facts, None).unwrap();
         let id = vm.id;
         vm.update(|live| {
             live.phase = Phase::Paused;

@@ -5,7 +5,7 @@
 use super::{Facts, Vm};
 use crate::config::Config;
 use dayfly_units::{Name, VmId};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The user id of slot 0; VM n runs as user and group `FIRST_UID + n`.
@@ -89,9 +89,20 @@ impl Slots {
     }
 }
 
+/// An id and a slot that nobody else has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Seat {
+    /// The id.
+    pub id: VmId,
+    /// The user is `FIRST_UID + slot`.
+    pub slot: u32,
+}
+
 #[derive(Debug, Default)]
 struct Inner {
     vms: HashMap<VmId, Arc<Vm>>,
+    /// Of shells that wait for their guests.
+    seats: HashSet<VmId>,
     names: HashMap<Name, VmId>,
     slots: Slots,
 }
@@ -107,16 +118,52 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+impl Inner {
+    fn seat(&mut self) -> Result<Seat, ReserveError> {
+        let slot = self.slots.take().ok_or(ReserveError::Full)?;
+        let id = std::iter::repeat_with(VmId::random)
+            .find(|id| !self.vms.contains_key(id) && !self.seats.contains(id))
+            .unwrap_or_else(VmId::random);
+        Ok(Seat { id, slot })
+    }
+}
+
 impl Registry {
-    /// Reserves an id, a name and a slot, all or nothing; the VM is `Starting`.
+    /// A seat for a shell.
     ///
     /// # Errors
-    /// [`ReserveError`].
+    /// No slot is free.
+    pub fn seat(&self) -> Result<Seat, ReserveError> {
+        let mut inner = lock(&self.inner);
+        let seat = inner.seat()?;
+        inner.seats.insert(seat.id);
+        Ok(seat)
+    }
+
+    /// Gives back the seat of a shell whose process and files are gone.
+    pub fn unseat(&self, seat: Seat) {
+        let mut inner = lock(&self.inner);
+        if inner.seats.remove(&seat.id) {
+            inner.slots.give_back(seat.slot);
+        }
+    }
+
+    /// The ids of all shells.
+    #[must_use]
+    pub fn seats(&self) -> Vec<VmId> {
+        lock(&self.inner).seats.iter().copied().collect()
+    }
+
+    /// Reserves a name, and an id and a slot where there is no shell that has them, all or nothing; the VM is `Starting`.
+    ///
+    /// # Errors
+    /// [`ReserveError`]; the shell keeps its seat.
     pub fn reserve(
         &self,
         config: &Config,
         name: Option<Name>,
         facts: Facts,
+        shell: Option<Seat>,
     ) -> Result<Arc<Vm>, ReserveError> {
         if let Some(name) = &name
             && name.as_str().parse::<VmId>().is_ok()
@@ -129,10 +176,12 @@ impl Registry {
         {
             return Err(ReserveError::Taken { name: name.clone(), holder: *holder });
         }
-        let slot = inner.slots.take().ok_or(ReserveError::Full)?;
-        let id = std::iter::repeat_with(VmId::random)
-            .find(|id| !inner.vms.contains_key(id))
-            .unwrap_or_else(VmId::random);
+        let seat = match shell {
+            Some(seat) => seat,
+            None => inner.seat()?,
+        };
+        inner.seats.remove(&seat.id);
+        let Seat { id, slot } = seat;
         let name = name.unwrap_or_else(|| id_as_name(id));
         let vm = Arc::new(Vm::new(id, name.clone(), slot, config.vm(id), facts));
         inner.names.insert(name, id);

@@ -35,7 +35,7 @@ pub const DEVICE_LOOP_SYSCALLS: &[i64] = &[
 /// What a vCPU thread calls in a device's registers: locks, and eventfds.
 pub const VCPU_SYSCALLS: &[i64] = &[libc::SYS_futex, libc::SYS_write];
 
-/// What the control thread calls to pause, resume, save, freeze and stop.
+/// What the control thread calls to insert disks, pause, resume, save, freeze and stop.
 pub const CONTROL_SYSCALLS: &[i64] = &[
     libc::SYS_futex,
     libc::SYS_write,
@@ -43,6 +43,7 @@ pub const CONTROL_SYSCALLS: &[i64] = &[
     libc::SYS_newfstatat,
     libc::SYS_fcntl,
     libc::SYS_ftruncate,
+    libc::SYS_preadv,
     libc::SYS_pwritev,
     libc::SYS_close,
     libc::SYS_clock_gettime,
