@@ -35,6 +35,7 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
         name: None,
         labels: [(LABEL.to_owned(), name.to_string())].into(),
         ephemeral: true,
+        record: false,
     };
     let newborn = birth(&daemon, asked, order).await?;
     let vm = newborn.vm();

@@ -1,6 +1,6 @@
-//! Rehearsal: the first moments of a clone, played once after a bake to learn which pages every clone will write.
+//! Rehearsal: the first moments of a clone, played once after a bake to learn which pages every clone will touch.
 //!
-//! A throw-away clone takes its identity, and runs the rehearsal program if there is one; the VMM tells which pages that wrote
+//! A throw-away clone takes its identity, and runs the rehearsal program if there is one; the VMM tells which pages that touched
 //! (`dayfly_vmm::memory::working_set`), and the store keeps the record beside the snapshot. Later clones have those pages
 //! laid ready before they run.
 
@@ -67,6 +67,7 @@ pub async fn rehearse(
         name: None,
         labels: BTreeMap::new(),
         ephemeral: true,
+        record: true,
     };
     let newborn = birth(daemon, Asked::now(), order).await?;
     let vm = newborn.vm();

@@ -67,7 +67,12 @@ pub enum Start {
     /// Cold, from a kernel, at once.
     Boot(BootConfig),
     /// When it is told from which saved machine, by `Restore` over the control socket.
-    Shell(Shape),
+    Shell {
+        /// For which VMs.
+        shape: Shape,
+        /// Whether to note which pages the guest touches, for `WorkingSet` ([`crate::memory::recorder`]).
+        record: bool,
+    },
 }
 
 impl Start {
@@ -80,7 +85,7 @@ impl Start {
                 vcpus: boot.vcpus,
                 disks: u8::try_from(boot.disks.len()).unwrap_or(u8::MAX),
             },
-            Self::Shell(shape) => *shape,
+            Self::Shell { shape, .. } => *shape,
         }
     }
 }

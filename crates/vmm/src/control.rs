@@ -35,8 +35,8 @@ pub enum Command {
     /// for each writable disk an empty file for the map of its writable layer, and an empty file that becomes the new
     /// writable layer. After `Ok` the old writable layers are frozen: never written again.
     Save,
-    /// Write the sealed record of the pages written since the restore ([`crate::memory::working_set`]) to the one
-    /// descriptor that comes along, an empty file.
+    /// Write the sealed record of the pages touched since the restore ([`crate::memory::working_set`]) to the one
+    /// descriptor that comes along, an empty file. Only of a VM that was started to be recorded.
     WorkingSet,
     /// End this VMM now, without asking the guest.
     Quit,

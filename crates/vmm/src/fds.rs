@@ -109,7 +109,10 @@ impl Descriptors for Received {
     fn take(&mut self, what: &'static str, number: FdNumber) -> Result<OwnedFd, FdError> {
         let expected = self.0.len();
         let place = usize::try_from(number).ok().and_then(|place| self.0.get_mut(place));
-        place.ok_or(FdError::Missing { what, number, expected })?.take().ok_or(FdError::Twice { what, number })
+        place
+            .ok_or(FdError::Missing { what, number, expected })?
+            .take()
+            .ok_or(FdError::Twice { what, number })
     }
 }
 

@@ -172,11 +172,8 @@ impl Platform {
     /// # Errors
     /// When they are impossible, or descriptors are short.
     pub fn load(&self, saved: &SerialSave) -> Result<(), PlatformError> {
-        let again = |source| PlatformError::Interrupt {
-            what: "the serial port",
-            gsi: layout::GSI_COM1,
-            source,
-        };
+        let again =
+            |source| PlatformError::Interrupt { what: "the serial port", gsi: layout::GSI_COM1, source };
         let mut serial = self.serial();
         let line = serial.interrupt_evt().0.try_clone().map(Line).map_err(again)?;
         let console = serial.writer().again().map_err(again)?;

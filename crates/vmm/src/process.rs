@@ -4,6 +4,7 @@ use crate::config::{MAX_CONFIG_BYTES, Start, VmmConfig};
 use crate::control::server::Hosted;
 use crate::fds::{self, Descriptors as _, FdError, FdTable};
 use crate::jail::{self, JailError};
+use crate::memory::recorder;
 use crate::platform::Console;
 use crate::seccomp::{FilterError, Filters};
 use crate::timeline::Timeline;
@@ -33,6 +34,9 @@ pub enum ProcessError {
     /// A descriptor in it is not usable.
     #[error("configuration")]
     Fd(#[from] FdError),
+    /// No userfaultfd.
+    #[error("userfaultfd for a rehearsal")]
+    Userfaultfd(#[source] io::Error),
     /// The jail.
     #[error(transparent)]
     Jail(#[from] JailError),
@@ -70,6 +74,11 @@ fn run(mut timeline: Timeline) -> Result<std::convert::Infallible, ProcessError>
     jail::close_all_but(&fds::all(&config))?;
     // The one file opened by path, while there is a path to it: which of our own pages were written.
     let pagemap = File::open("/proc/self/pagemap").ok();
+    // Another thing that only the privileged may make.
+    let uffd = match config.start {
+        Start::Shell { record: true, .. } => Some(recorder::open().map_err(ProcessError::Userfaultfd)?),
+        _ => None,
+    };
     match &config.jail {
         Some(jail) => jail::enter(jail)?,
         None => jail::no_new_privileges()?,
@@ -88,11 +97,12 @@ fn run(mut timeline: Timeline) -> Result<std::convert::Infallible, ProcessError>
         vsock_listener: table.take("the vsock socket", config.vsock_fd)?,
         vsock_path: config.vsock_path,
         pagemap,
+        recorder: uffd,
         timeline,
     };
     let shell = Shell::new(host, config.start.shape(), &filters)?;
     let mut hosted = match config.start {
-        Start::Shell(_) => Hosted::Shell(Box::new(shell)),
+        Start::Shell { .. } => Hosted::Shell(Box::new(shell)),
         Start::Boot(boot) => {
             let disks = boot.disks.iter().map(|disk| table.take_disk(disk)).collect::<Result<_, _>>()?;
             let kernel = File::from(table.take("the kernel", boot.kernel_fd)?);

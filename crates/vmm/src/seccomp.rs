@@ -1,11 +1,12 @@
 //! Which system calls each kind of thread may make (seccomp(2)); everything else is the end of the VM, with a record that
 //! names the call.
 //!
-//! Three kinds: vCPU threads run the guest, so they may ask of KVM only KVM_RUN, KVM_KVMCLOCK_CTRL and registers for a last
-//! message; the device thread moves bytes between guest memory, disks and sockets; the main thread serves the control socket
-//! and saves. The filters are applied after all set-up: no thread may open a file, map memory executable, or start another
+//! Four kinds: vCPU threads run the guest, so they may ask of KVM only KVM_RUN, KVM_KVMCLOCK_CTRL and registers for a last
+//! message; the device thread moves bytes between guest memory, disks and sockets; the main thread serves the control socket,
+//! loads and saves; the recorder of a rehearsal gives pages. The filters are applied after all set-up: no thread may open a file, map memory executable, or start another
 //! process or thread.
 
+use crate::memory::recorder;
 use crate::virtio;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
@@ -26,6 +27,8 @@ pub struct Filters {
     pub devices: Option<Arc<Program>>,
     /// For the main thread.
     pub main: Option<Arc<Program>>,
+    /// For the recorder's thread.
+    pub recorder: Option<Arc<Program>>,
 }
 
 /// A filter could not be made.
@@ -114,7 +117,7 @@ fn filter(calls: &[&[i64]], ioctls: Vec<SeccompRule>) -> Result<Program, seccomp
 }
 
 impl Filters {
-    /// All three.
+    /// All of them.
     ///
     /// # Errors
     /// When seccompiler refuses a rule.
@@ -130,6 +133,11 @@ impl Filters {
             let ioctls = vec![non_blocking()?, masked(1, 0xff00, KVM_TYPE << 8)?];
             filter(&[MAIN, virtio::CONTROL_SYSCALLS], ioctls)
         })();
+        let recorder = (|| {
+            let ioctls = [recorder::UFFDIO_REGISTER, recorder::UFFDIO_COPY, recorder::UFFDIO_WAKE];
+            let ioctls = ioctls.into_iter().map(|request| equals(1, request)).collect::<Result<_, _>>()?;
+            filter(&[&[libc::SYS_read, libc::SYS_pread64]], ioctls)
+        })();
         let named = |kind, program: Result<Program, _>| {
             program.map(|p| Some(Arc::new(p))).map_err(|e| FilterError(kind, e))
         };
@@ -137,6 +145,7 @@ impl Filters {
             vcpu: named("vCPU", vcpu)?,
             devices: named("device", devices)?,
             main: named("main", main)?,
+            recorder: named("recorder", recorder)?,
         })
     }
 }

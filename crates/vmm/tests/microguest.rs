@@ -6,7 +6,8 @@ mod harness;
 use dayfly_microguest::{End, elf, orders};
 use dayfly_vmm::arch::layout;
 use dayfly_vmm::config::Shape;
-use dayfly_vmm::control::{ClientError, ExitReason};
+use dayfly_vmm::control::{ClientError, Command, ExitReason};
+use dayfly_vmm::memory::working_set;
 use harness::{Boot, Disk, Snapshot, Vmm, kvm_or_nothing, write_file};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -266,6 +267,51 @@ fn a_shell_waits_for_a_guest_of_its_shape() {
         let (record, _) = other.wait_exit(10);
         assert!(record.message.contains(expected), "{}", record.message);
     }
+}
+
+#[test]
+fn what_a_rehearsal_touched_is_laid_ready_in_the_clones_after_it() {
+    if !kvm_or_nothing("rehearsal") {
+        return;
+    }
+    // SAFETY: geteuid(2) has no arguments and cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        println!("rehearsal: not root, no userfaultfd that sees KVM's faults: nothing was tested");
+        return;
+    }
+    let room = Room::new();
+    let (_parent, snapshot) = room.snapshot(1, true);
+    let binary = Path::new(BINARY);
+    let mut rehearsal = Vmm::recording_shell(binary, &room.path("rehearsal"), snapshot.shape, true);
+    rehearsal.adopt(&snapshot, orders(0x51, End::Not), false).unwrap();
+    let console = rehearsal.wait_for("obeyed 51\n", 60);
+    assert!(console.contains("verify ok seed 7\n"), "it sees the pages as they were saved: {console}");
+    let record = room.path("working-set");
+    let file = std::fs::File::create(&record).unwrap();
+    let fds = [std::os::fd::AsFd::as_fd(&file)];
+    rehearsal.client().call(&Command::WorkingSet, &fds).unwrap();
+    let runs = working_set::decode(&std::fs::read(&record).unwrap(), 64 * MIB).unwrap();
+    let count = |written| -> u32 { runs.iter().filter(|r| r.written == written).map(|r| r.pages).sum() };
+    // It verified 64 pages and filled them anew; its code it only read. Nothing else of its 16,384 pages.
+    assert!((64..100).contains(&count(true)) && (1..100).contains(&count(false)), "{runs:?}");
+    // A saved rehearsal is a snapshot like any other.
+    let next = rehearsal.save(&room.path("next"));
+    let mut after = room.clone("after", &next, 0x52, End::PowerOff);
+    assert_eq!(after.wait_exit(60).0.reason, ExitReason::PowerOff);
+    assert!(after.console().contains("verify ok seed 51\n"), "{}", after.console());
+
+    let ready = Snapshot { working_set: Some(record), ..snapshot.clone() };
+    let mut clone = room.clone("clone", &ready, 0x53, End::PowerOff);
+    assert_eq!(clone.wait_exit(60).0.reason, ExitReason::PowerOff);
+    assert!(
+        clone.console().contains("verify ok seed 7\n") && clone.console().contains("verify ok seed 53\n")
+    );
+    let plain = room.clone("plain", &snapshot, 0x54, End::Not);
+    let refused = plain.client().call(&Command::WorkingSet, &fds);
+    assert!(
+        matches!(&refused, Err(ClientError::Refused(why)) if why.contains("to be recorded")),
+        "{refused:?}"
+    );
 }
 
 #[test]

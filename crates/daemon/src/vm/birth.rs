@@ -8,8 +8,8 @@
 
 use super::agent_link::{self, LinkError};
 use super::launch::{self, Fds, Launched};
-use super::state::Event;
 use super::pool::{self, Shell};
+use super::state::Event;
 use super::{Disk, Facts, Vm, control_link, death, identity};
 use crate::config::{MEMORY_BYTES, MEMORY_STEP_BYTES};
 use crate::daemon::Daemon;
@@ -49,13 +49,21 @@ pub struct Order {
     pub labels: BTreeMap<String, String>,
     /// Whether it goes with the connection or the bake that wants it.
     pub ephemeral: bool,
+    /// Whether to note which pages it touches.
+    pub record: bool,
 }
 
 impl Order {
     /// What `create` asks for.
     #[must_use]
     pub fn create(request: CreateRequest) -> Self {
-        Self { source: request.source, name: request.name, labels: request.labels, ephemeral: false }
+        Self {
+            source: request.source,
+            name: request.name,
+            labels: request.labels,
+            ephemeral: false,
+            record: false,
+        }
     }
 }
 
@@ -287,7 +295,7 @@ pub async fn birth(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome<
     let opened_us = asked.elapsed_us();
     let _birth = daemon.pool.birth();
     let facts = opened.facts(order.labels, order.ephemeral);
-    let shell = opened.shape()?.and_then(|shape| daemon.pool.take(shape));
+    let shell = opened.shape()?.filter(|_| !order.record).and_then(|shape| daemon.pool.take(shape));
     let seat = shell.as_ref().map(|shell| shell.seat);
     let vm = match daemon.registry.reserve(&daemon.config, order.name, facts, seat) {
         Ok(vm) => vm,
@@ -305,7 +313,7 @@ pub async fn birth(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome<
         live.timeline.push(("source verified and open".into(), opened_us));
     });
     let ready_made = shell.is_some();
-    let ready = match start(daemon, &vm, opened, shell).await {
+    let ready = match start(daemon, &vm, opened, shell, order.record).await {
         Ok(ready) => ready,
         Err(fault) if vm.process().is_some() => return Err(explain(&vm, fault).await),
         Err(fault) => return Err(fault),
@@ -349,6 +357,7 @@ async fn start(
     vm: &Arc<Vm>,
     opened: Opened,
     shell: Option<Shell>,
+    record: bool,
 ) -> Outcome<Option<UnixListener>> {
     let launching = vm.launching.clone().lock_owned().await;
     let (daemon, vm) = (daemon.clone(), vm.clone());
@@ -362,7 +371,7 @@ async fn start(
             (Some(shape), Opened::Snapshot(open)) => {
                 match shell {
                     Some(shell) => held(shell.process),
-                    None => held(pool::launch(&daemon.config, vm.seat(), shape)?),
+                    None => held(pool::launch(&daemon.config, vm.seat(), shape, record)?),
                 }
                 let agent_version = open.manifest.agent_version.clone();
                 let (config, fds, pin) = restore(&daemon, &vm, *open)?;

@@ -196,12 +196,12 @@ impl Pool {
     }
 }
 
-/// Starts a shell. Blocks.
+/// Starts a shell; with `record`, one that notes which pages its guest touches. Blocks.
 ///
 /// # Errors
 /// [`LaunchError`]; what is in its folder is left for the caller to remove.
-pub fn launch(config: &Config, seat: Seat, shape: Shape) -> Result<Arc<Process>, LaunchError> {
-    let launched = launch::launch(config, seat, Start::Shell(shape), Fds::default())?;
+pub fn launch(config: &Config, seat: Seat, shape: Shape, record: bool) -> Result<Arc<Process>, LaunchError> {
+    let launched = launch::launch(config, seat, Start::Shell { shape, record }, Fds::default())?;
     Ok(Arc::new(launched.process))
 }
 
@@ -241,7 +241,7 @@ async fn hold_back(pool: &Pool) {
 async fn fill(daemon: &Arc<Daemon>, shape: Shape) -> Outcome<()> {
     let seat = daemon.registry.seat()?;
     let maker = daemon.clone();
-    let made = blocking(move || Ok(launch(&maker.config, seat, shape)?)).await;
+    let made = blocking(move || Ok(launch(&maker.config, seat, shape, false)?)).await;
     let process = match made {
         Ok(process) => process,
         Err(fault) => {

@@ -53,8 +53,9 @@ fn a_name_that_reads_as_an_id_is_refused() {
 #[test]
 fn a_vm_is_found_by_id_name_and_unique_start() {
     let registry = Registry::default();
-    let vms: Vec<_> =
-        (0..40).map(|i| registry.reserve(&config(), name(&format!("vm-{i}")), facts(), None).unwrap()).collect();
+    let vms: Vec<_> = (0..40)
+        .map(|i| registry.reserve(&config(), name(&format!("vm-{i}")), facts(), None).unwrap())
+        .collect();
     for vm in &vms {
         assert_eq!(registry.find(vm.name.as_str()).unwrap().id, vm.id);
         let id = vm.id.to_string();

@@ -20,9 +20,9 @@ const MIN_HOLE_BYTES: u64 = 1 << 20;
 pub const MAX_HOLES: usize = 8192;
 pub(super) const PAGE: usize = 4096;
 const CHUNK_PAGES: usize = 2048; // 8 MiB
-pub(super) const PRESENT: u64 = 1 << 63;
-pub(super) const SWAPPED: u64 = 1 << 62;
-pub(super) const OF_FILE: u64 = 1 << 61;
+const PRESENT: u64 = 1 << 63;
+const SWAPPED: u64 = 1 << 62;
+const OF_FILE: u64 = 1 << 61;
 
 /// Why RAM could not be written.
 #[derive(Debug, thiserror::Error)]
@@ -99,7 +99,7 @@ pub fn dump(
 }
 
 /// Fills `entries` for the pages from `start`; false when there is no pagemap or it cannot be read.
-pub(super) fn read_pagemap(pagemap: Option<&File>, start: *const u8, entries: &mut [u64]) -> bool {
+fn read_pagemap(pagemap: Option<&File>, start: *const u8, entries: &mut [u64]) -> bool {
     let Some(pagemap) = pagemap else { return false };
     let mut bytes = vec![0; entries.len() * 8];
     if pagemap.read_exact_at(&mut bytes, (start.addr() / PAGE * 8) as u64).is_err() {

@@ -3,6 +3,7 @@
 //! A memory file holds RAM without the hole below 4 GiB ([`crate::arch::layout::ram`]).
 
 mod dump;
+pub mod recorder;
 pub mod working_set;
 
 pub use dump::{Dump, DumpError, MAX_HOLES, dump, large_holes};
@@ -101,6 +102,15 @@ pub fn anonymous(memory_bytes: u64) -> Result<GuestMemoryMmap, MemoryError> {
     GuestMemoryMmap::from_regions(regions).map_err(MemoryError::Regions)
 }
 
+/// Whether `file` is as long as RAM.
+///
+/// # Errors
+/// When it is not.
+pub fn check_file(file: &File, memory_bytes: u64) -> Result<(), MemoryError> {
+    let got = file.metadata().map_err(MemoryError::Stat)?.len();
+    if got == memory_bytes { Ok(()) } else { Err(MemoryError::FileLength { expected: memory_bytes, got }) }
+}
+
 /// Lays `file` over RAM that [`anonymous`] made and nobody has touched: its pages are shared with every other clone until
 /// written, and the file never changes. `holes` are what [`large_holes`] found in it when it was written; they stay anonymous.
 ///
@@ -112,10 +122,7 @@ pub fn lay_over(
     memory_bytes: u64,
     holes: &[(u64, u64)],
 ) -> Result<(), MemoryError> {
-    let got = file.metadata().map_err(MemoryError::Stat)?.len();
-    if got != memory_bytes {
-        return Err(MemoryError::FileLength { expected: memory_bytes, got });
-    }
+    check_file(file, memory_bytes)?;
     if holes.len() > MAX_HOLES {
         return Err(MemoryError::Holes(holes.len()));
     }

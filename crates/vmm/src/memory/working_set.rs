@@ -1,20 +1,16 @@
-//! The working set: the pages a clone writes first, recorded once and laid ready in every later clone.
+//! The working set: the pages a clone touches first, recorded once and laid ready in every later clone.
 //!
 //! A clone's first seconds are spent in nested page faults: each page costs an exit, and one that is first read and then
 //! written costs two, with an invalidation between them. The *set* of pages repeats from clone to clone (Jaccard 0.93, shared
 //! facts; the idea is Prebaked uVMs, section III: what a resume needs is small and known beforehand). So what a throw-away
-//! clone wrote is recorded once ([`record`]), and every restore that is given the record populates those pages before the guest
-//! runs: in the process by MADV_POPULATE_WRITE ([`populate`]), then in KVM by KVM_PRE_FAULT_MEMORY ([`map`], Linux 6.11).
-//!
-//! Pages that are only read are not in it: the kernel maps sixteen at a time (fault-around), so which of them were meant is not
-//! known. A userfaultfd armed for asynchronous write protection turns fault-around off, but clones watched so stood still
-//! for half a minute now and then (Linux 6.12 under emulation, cause not found), and the pages read gained 5 %.
+//! clone touches is recorded once ([`super::recorder`]), and every restore that is given the record lays those pages ready
+//! before the guest runs: written ones are copied by MADV_POPULATE_WRITE ([`populate`]), then all of them are mapped in KVM by
+//! KVM_PRE_FAULT_MEMORY ([`map`], Linux 6.11).
 //!
 //! The record is a hint: wrong pages cost memory or faults, never correctness. It is sealed all the same, and a damaged one is
 //! refused. Payload, after the seal: runs of 8 bytes, u32 little-endian first page (byte in the memory file ÷ 4096), u32 count of
-//! pages; ascending, disjoint.
+//! pages × 2 + 1 if they were written; ascending, disjoint.
 
-use super::dump::{OF_FILE, PAGE, PRESENT, SWAPPED, read_pagemap};
 use crate::arch::layout;
 use dayfly_units::PAGE_SIZE;
 use dayfly_units::sealed::{self, Magic, SealError};
@@ -33,13 +29,15 @@ const MAX_RUNS: usize = 4 << 20 >> 3;
 /// The longest file.
 pub const MAX_FILE_BYTES: u64 = MAX_BYTES + sealed::HEADER_BYTES as u64;
 
-/// Pages in a row.
+/// Pages in a row that are alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
     /// The first, counted from the start of the memory file.
     pub first: u32,
     /// How many.
     pub pages: u32,
+    /// Whether the guest wrote to them.
+    pub written: bool,
 }
 
 /// Why a record was refused.
@@ -77,13 +75,13 @@ pub enum WorkingSetError {
     },
 }
 
-/// The sealed record of `runs`.
+/// The sealed record of `runs`; what does not fit is left to page faults.
 #[must_use]
 pub fn encode(runs: &[Run]) -> Vec<u8> {
     let mut payload = Vec::with_capacity(runs.len() * RUN_BYTES);
-    for run in runs {
+    for run in runs.iter().take(MAX_RUNS) {
         payload.extend_from_slice(&run.first.to_le_bytes());
-        payload.extend_from_slice(&run.pages.to_le_bytes());
+        payload.extend_from_slice(&((run.pages << 1) | u32::from(run.written)).to_le_bytes());
     }
     sealed::seal(&MAGIC, VERSION, &payload)
 }
@@ -100,14 +98,15 @@ pub fn decode(bytes: &[u8], memory_bytes: u64) -> Result<Vec<Run>, WorkingSetErr
     for (number, run) in payload.chunks(RUN_BYTES).enumerate() {
         let word =
             |at: usize| run.get(at..at + 4).map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-        let (first, pages) = (word(0), word(4));
+        let (first, count) = (word(0), word(4));
+        let (pages, written) = (count >> 1, count & 1 == 1);
         let end = u64::from(first) + u64::from(pages);
         if run.len() != RUN_BYTES || pages == 0 || u64::from(first) < next || end > limit {
             let at = sealed::HEADER_BYTES + number * RUN_BYTES;
             return Err(WorkingSetError::Run { number, at, limit, first, pages });
         }
         next = end;
-        runs.push(Run { first, pages });
+        runs.push(Run { first, pages, written });
     }
     Ok(runs)
 }
@@ -126,40 +125,6 @@ pub fn read(file: &File, memory_bytes: u64) -> Result<Vec<Run>, WorkingSetError>
     let mut bytes = vec![0; usize::try_from(got).unwrap_or(0)];
     file.read_exact_at(&mut bytes, 0).map_err(WorkingSetError::Read)?;
     decode(&bytes, memory_bytes)
-}
-
-/// What was written so far. `pagemap` is this process's `/proc/self/pagemap`; without it nothing is known.
-#[must_use]
-pub fn record(memory: &GuestMemoryMmap, memory_bytes: u64, pagemap: Option<&File>) -> Vec<Run> {
-    const CHUNK: usize = 2048;
-    let mut runs: Vec<Run> = Vec::new();
-    let mut entries = vec![0u64; CHUNK];
-    for (guest, offset, len) in layout::ram(memory_bytes) {
-        // A run lies within one region: the file has no hole where the guest's addresses have one.
-        let region = runs.len();
-        let Some(host) = memory.get_host_address(guest).ok() else { continue };
-        let pages = usize::try_from(len).unwrap_or(0) / PAGE;
-        for start in (0..pages).step_by(CHUNK) {
-            let entries = &mut entries[..CHUNK.min(pages - start)];
-            if !read_pagemap(pagemap, host.wrapping_add(start * PAGE), entries) {
-                return Vec::new();
-            }
-            for (n, entry) in entries.iter().enumerate() {
-                if entry & (PRESENT | SWAPPED) == 0 || entry & OF_FILE != 0 {
-                    continue;
-                }
-                let Ok(page) = u32::try_from(offset / PAGE_SIZE + (start + n) as u64) else { continue };
-                let full = runs.len() == MAX_RUNS;
-                match runs[region..].last_mut() {
-                    Some(run) if run.first + run.pages == page => run.pages += 1,
-                    // A longer record would not be read; what is left out is left to page faults.
-                    _ if full => return runs,
-                    _ => runs.push(Run { first: page, pages: 1 }),
-                }
-            }
-        }
-    }
-    runs
 }
 
 // linux/kvm.h: _IOWR(KVMIO, 0xd5, struct kvm_pre_fault_memory)
@@ -184,7 +149,7 @@ fn place(ram: &[(GuestAddress, u64, u64)], run: &Run) -> Option<(GuestAddress, u
 /// Gives the clone its own copy of the pages that will be written. What cannot be done is left to page faults.
 pub fn populate(memory: &GuestMemoryMmap, memory_bytes: u64, runs: &[Run]) {
     let ram = layout::ram(memory_bytes);
-    for run in runs {
+    for run in runs.iter().filter(|run| run.written) {
         let Some((guest, len)) = place(&ram, run) else { continue };
         let Ok(size) = usize::try_from(len) else { continue };
         let Ok(slice) = memory.get_slice(guest, size) else { continue };
@@ -230,9 +195,9 @@ mod tests {
 
     fn sample() -> Vec<Run> {
         vec![
-            Run { first: 0, pages: 3 },
-            Run { first: 3, pages: 1 },
-            Run { first: 16_383, pages: 1 },
+            Run { first: 0, pages: 3, written: true },
+            Run { first: 3, pages: 1, written: false },
+            Run { first: 16_383, pages: 1, written: true },
         ]
     }
 
@@ -256,7 +221,7 @@ mod tests {
 
     #[test]
     fn runs_outside_memory_or_out_of_order_are_refused() {
-        let run = |first, pages| Run { first, pages };
+        let run = |first, pages| Run { first, pages, written: false };
         for bad in [vec![run(16_384, 1)], vec![run(0, 0)], vec![run(5, 2), run(6, 1)], vec![run(u32::MAX, 9)]]
         {
             assert!(matches!(decode(&encode(&bad), RAM), Err(WorkingSetError::Run { .. })), "{bad:?}");
@@ -270,22 +235,5 @@ mod tests {
                 prop_assert!(runs.iter().all(|r| u64::from(r.first) + u64::from(r.pages) <= RAM / PAGE_SIZE));
             }
         }
-    }
-
-    #[test]
-    fn what_was_written_is_recorded_and_what_was_read_is_not() {
-        use std::os::unix::fs::FileExt;
-        let file = File::from(rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
-        file.write_all_at(&vec![7; usize::try_from(RAM).unwrap()], 0).unwrap();
-        let memory = crate::memory::anonymous(RAM).unwrap();
-        crate::memory::lay_over(&memory, &file, RAM, &[]).unwrap();
-        let at = |page: u64| vm_memory::GuestAddress(page * PAGE_SIZE);
-        use vm_memory::Bytes;
-        // Looked at, or the compiler leaves the read out.
-        assert_eq!(memory.read_obj::<u8>(at(100)).unwrap(), 7);
-        memory.write_obj(1u8, at(300)).unwrap();
-        memory.write_obj(1u8, at(301)).unwrap();
-        let pagemap = File::open("/proc/self/pagemap").unwrap();
-        assert_eq!(record(&memory, RAM, Some(&pagemap)), [Run { first: 300, pages: 2 }]);
     }
 }

@@ -1,8 +1,8 @@
 //! A guest that starts from a kernel.
 
+use super::Vm;
 use super::error::BuildError;
 use super::shell::{Shell, on};
-use super::Vm;
 use crate::arch::{acpi, boot, cpuid, layout, regs};
 use crate::config::BootConfig;
 use crate::disk::DiskSpec;

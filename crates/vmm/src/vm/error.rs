@@ -52,6 +52,9 @@ pub enum BuildError {
     /// Virtio devices.
     #[error("devices")]
     Devices(#[from] DeviceError),
+    /// Pages cannot be served one by one.
+    #[error("recording which pages are touched")]
+    Recorder(#[source] io::Error),
     /// The record of pages to lay ready.
     #[error(transparent)]
     WorkingSet(#[from] memory::working_set::WorkingSetError),
@@ -155,6 +158,9 @@ pub enum SaveError {
     /// Memory could not be written.
     #[error("save")]
     Memory(#[from] memory::DumpError),
+    /// Nobody notes what this VM touches.
+    #[error("working set: expected a VM that was started to be recorded")]
+    NotRecorded,
     /// The record of touched pages could not be written.
     #[error("working set file")]
     WorkingSet(#[source] io::Error),

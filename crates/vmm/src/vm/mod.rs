@@ -153,7 +153,7 @@ impl Vm {
         self.shell.devices.freeze_layers(layers).map_err(SaveError::Disks)
     }
 
-    /// Writes which pages were written since the restore.
+    /// Writes which pages were touched since the restore.
     ///
     /// # Errors
     /// When there is not one descriptor, an empty file, or it cannot be written.
@@ -162,8 +162,11 @@ impl Vm {
         let Ok([file]) = <[OwnedFd; 1]>::try_from(fds) else {
             return Err(SaveError::Fds { expected: 1, writable: 0, got });
         };
-        let Shell { memory, shape, pagemap, .. } = &self.shell;
-        let runs = working_set::record(memory, shape.memory_bytes, pagemap.as_ref());
+        let Shell { memory, shape, recorder, .. } = &self.shell;
+        let (Some(recorder), Some(parent)) = (recorder, &self.parent) else {
+            return Err(SaveError::NotRecorded);
+        };
+        let runs = recorder.record(memory, shape.memory_bytes, parent).map_err(SaveError::WorkingSet)?;
         File::from(file).write_all(&working_set::encode(&runs)).map_err(SaveError::WorkingSet)
     }
 

@@ -60,9 +60,15 @@ impl Shell {
         let state = read_state(files.state)?;
         self.fits(&state)?;
         self.timeline.done("state");
-        memory::lay_over(&self.memory, &files.memory, state.memory_bytes, &state.holes)?;
-        let pages =
-            files.working_set.map(|file| working_set::read(&file, state.memory_bytes)).transpose()?;
+        match &self.recorder {
+            None => memory::lay_over(&self.memory, &files.memory, state.memory_bytes, &state.holes)?,
+            Some(recorder) => {
+                memory::check_file(&files.memory, state.memory_bytes)?;
+                let file = files.memory.try_clone().map_err(BuildError::Recorder)?;
+                recorder.serve(&self.memory, state.memory_bytes, file).map_err(BuildError::Recorder)?;
+            }
+        }
+        let pages = files.working_set.map(|file| working_set::read(&file, state.memory_bytes)).transpose()?;
         self.timeline.done("memory");
         let writable_disks = self.devices.insert_disks(files.disks)?;
         self.devices.load(&state.devices)?;

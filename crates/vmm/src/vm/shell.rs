@@ -4,7 +4,7 @@ use super::error::BuildError;
 use crate::arch::layout;
 use crate::config::{GUEST_CID, MAX_DISKS, MAX_VCPUS, Shape};
 use crate::control::Status;
-use crate::memory;
+use crate::memory::{self, recorder::Recorder};
 use crate::platform::{Console, Platform};
 use crate::seccomp::{self, Filters};
 use crate::timeline::Timeline;
@@ -30,6 +30,8 @@ pub struct Host {
     pub vsock_path: std::path::PathBuf,
     /// `/proc/self/pagemap`, if it could be opened.
     pub pagemap: Option<File>,
+    /// A userfaultfd, for a guest whose touches are to be noted.
+    pub recorder: Option<OwnedFd>,
     /// When what was done.
     pub timeline: Timeline,
 }
@@ -46,6 +48,7 @@ pub struct Shell {
     pub(super) devices: Arc<DeviceSet>,
     pub(super) limits: HostLimits,
     pub(super) pagemap: Option<File>,
+    pub(super) recorder: Option<Recorder>,
     pub(super) timeline: Timeline,
 }
 
@@ -97,7 +100,7 @@ impl Shell {
     /// When no VM may have this shape, or the host refuses.
     pub fn new(host: Host, shape: Shape, filters: &Filters) -> Result<Self, BuildError> {
         check(shape)?;
-        let Host { kvm, console, vsock_listener, vsock_path, pagemap, mut timeline } = host;
+        let Host { kvm, console, vsock_listener, vsock_path, pagemap, recorder, mut timeline } = host;
         let memory = memory::anonymous(shape.memory_bytes)?;
         let vm = create_vm(&kvm, &memory)?;
         timeline.done("kvm");
@@ -120,6 +123,8 @@ impl Shell {
                 }
             })
             .map_err(BuildError::Thread)?;
+        let recorder = recorder.map(|uffd| Recorder::start(uffd, filters.recorder.clone())).transpose();
+        let recorder = recorder.map_err(BuildError::Thread)?;
         vcpu::install_kick_handler();
         let mut vcpus = Vec::new();
         for id in 0..shape.vcpus {
@@ -129,7 +134,7 @@ impl Shell {
         }
         let limits = HostLimits::new(&kvm, &vm).map_err(|source| BuildError::Vcpu { id: 0, source })?;
         timeline.done("vcpus");
-        Ok(Self { kvm, vm, shape, memory, vcpus, platform, devices, limits, pagemap, timeline })
+        Ok(Self { kvm, vm, shape, memory, vcpus, platform, devices, limits, pagemap, recorder, timeline })
     }
 
     /// What it does now: it waits.

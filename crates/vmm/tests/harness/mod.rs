@@ -2,7 +2,9 @@
 #![allow(dead_code, reason = "each user takes what it needs")]
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, missing_docs, reason = "a test harness")]
 
-use dayfly_vmm::config::{BootConfig, DiskConfig, JailConfig, LayerConfig, RestoreConfig, Shape, Start, VmmConfig};
+use dayfly_vmm::config::{
+    BootConfig, DiskConfig, JailConfig, LayerConfig, RestoreConfig, Shape, Start, VmmConfig,
+};
 use dayfly_vmm::control::{Client, ClientError, ExitRecord};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -54,6 +56,7 @@ pub struct Snapshot {
     pub memory: PathBuf,
     pub disks: Vec<Disk>,
     pub shape: Shape,
+    pub working_set: Option<PathBuf>,
     pub jailed: bool,
 }
 
@@ -141,7 +144,12 @@ impl Vmm {
 
     /// Starts a shell for VMs of this shape.
     pub fn shell(binary: &Path, folder: &Path, shape: Shape, jailed: bool) -> Self {
-        Self::spawn(binary, folder, Vec::new(), jailed, |_| Start::Shell(shape))
+        Self::spawn(binary, folder, Vec::new(), jailed, |_| Start::Shell { shape, record: false })
+    }
+
+    /// A shell that notes which pages its guest touches.
+    pub fn recording_shell(binary: &Path, folder: &Path, shape: Shape, jailed: bool) -> Self {
+        Self::spawn(binary, folder, Vec::new(), jailed, |_| Start::Shell { shape, record: true })
     }
 
     /// Gives a shell its guest.
@@ -158,7 +166,7 @@ impl Vmm {
             memory_fd: files.read(&snapshot.memory),
             disks,
             generation,
-            working_set_fd: None,
+            working_set_fd: snapshot.working_set.as_ref().map(|path| files.read(path)),
             paused,
         };
         self.disks.clone_from(&snapshot.disks);
@@ -302,7 +310,7 @@ impl Vmm {
         client.save(&fds).unwrap();
         self.disks.clone_from(&disks);
         let shape = client.status().unwrap().shape;
-        Snapshot { state, memory, disks, shape, jailed: self.jailed }
+        Snapshot { state, memory, disks, shape, working_set: None, jailed: self.jailed }
     }
 }
 

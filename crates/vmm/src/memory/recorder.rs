@@ -1,0 +1,288 @@
+//! The recorder: serves a clone's memory page by page, and notes which it touched.
+//!
+//! For the rehearsal only: RAM stays anonymous, and every first touch of a page, by the guest, a device or KVM, waits in a
+//! userfaultfd (userfaultfd(2), mode MISSING) until the recorder's thread has copied the page from the snapshot's file. So the
+//! record is exact and in order. A mapping of the file would tell less: the kernel maps sixteen pages at a time.
+//!
+//! The descriptor is made before the jail is entered: faults in the kernel (KVM's own) need CAP_SYS_PTRACE at that moment. It
+//! is never closed while the VM lives: a page missing then would read as zero.
+
+use super::dump::PAGE;
+use super::working_set::Run;
+use crate::arch::layout;
+use crate::seccomp::{self, Program};
+use dayfly_units::PAGE_SIZE;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+// linux/userfaultfd.h
+const UFFD_API: u64 = 0xaa;
+const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
+const UFFDIO_REGISTER_MODE_MISSING: u64 = 1;
+/// `_IOWR(0xaa, 0x3f, struct uffdio_api)`
+const UFFDIO_API: u64 = 0xc018_aa3f;
+/// `_IOWR(0xaa, 0x00, struct uffdio_register)`
+pub(crate) const UFFDIO_REGISTER: u64 = 0xc020_aa00;
+/// `_IOR(0xaa, 0x02, struct uffdio_range)`
+pub(crate) const UFFDIO_WAKE: u64 = 0x8010_aa02;
+/// `_IOWR(0xaa, 0x03, struct uffdio_copy)`
+pub(crate) const UFFDIO_COPY: u64 = 0xc028_aa03;
+/// `struct uffd_msg`: the event at 0, the address of a fault at 16.
+const MESSAGE_BYTES: usize = 32;
+
+#[repr(C)]
+struct UffdioApi {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct UffdioRegister {
+    start: u64,
+    len: u64,
+    mode: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct UffdioRange {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+struct UffdioCopy {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    copy: i64,
+}
+
+fn check(result: libc::c_long) -> io::Result<libc::c_long> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// A userfaultfd that also sees the kernel's faults. Before the jail is entered.
+///
+/// # Errors
+/// Without CAP_SYS_PTRACE, or where the kernel has none.
+pub fn open() -> io::Result<OwnedFd> {
+    // SAFETY: makes a descriptor; the flags are integers.
+    let fd = check(unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) })?;
+    let fd = i32::try_from(fd).map_err(io::Error::other)?;
+    // SAFETY: the kernel has just made it, and nobody else knows it.
+    let uffd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let mut api = UffdioApi { api: UFFD_API, features: 0, ioctls: 0 };
+    // SAFETY: the ioctl reads and writes one struct uffdio_api, which `api` is laid out as.
+    check(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_API, &raw mut api) }.into())?;
+    Ok(uffd)
+}
+
+struct Job {
+    memory: GuestMemoryMmap,
+    memory_bytes: u64,
+    file: File,
+    ready: Sender<io::Result<()>>,
+}
+
+/// The thread, and what it has noted.
+#[derive(Debug)]
+pub struct Recorder {
+    jobs: Sender<Job>,
+    /// Pages of the memory file in the order of their first touch.
+    touched: Arc<Mutex<Vec<u32>>>,
+}
+
+impl Recorder {
+    /// Starts the thread, which waits for its memory.
+    ///
+    /// # Errors
+    /// When the thread cannot be made.
+    pub fn start(uffd: OwnedFd, filter: Option<Arc<Program>>) -> io::Result<Self> {
+        let (jobs, waiting) = channel();
+        let touched = Arc::<Mutex<Vec<u32>>>::default();
+        let notes = Arc::clone(&touched);
+        std::thread::Builder::new().name("recorder".to_owned()).spawn(move || {
+            seccomp::apply(filter.as_deref());
+            if let Err(error) = run(File::from(uffd), &waiting, &notes) {
+                // Whoever waits for a page would wait for ever.
+                crate::exit::end(
+                    crate::control::ExitReason::Failed,
+                    &format!("serving the pages of a rehearsal: {error}"),
+                );
+            }
+        })?;
+        Ok(Self { jobs, touched })
+    }
+
+    /// From now on the untouched `memory` gets its pages from `file`, and each is noted.
+    ///
+    /// # Errors
+    /// What userfaultfd says.
+    pub fn serve(&self, memory: &GuestMemoryMmap, memory_bytes: u64, file: File) -> io::Result<()> {
+        let (ready, answer) = channel();
+        let job = Job { memory: memory.clone(), memory_bytes, file, ready };
+        self.jobs.send(job).map_err(|_| io::ErrorKind::BrokenPipe)?;
+        answer.recv().map_err(|_| io::ErrorKind::BrokenPipe)?
+    }
+
+    /// What was touched so far, as runs; written is what differs from `file` now.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn record(&self, memory: &GuestMemoryMmap, memory_bytes: u64, file: &File) -> io::Result<Vec<Run>> {
+        let mut pages = self.touched.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        pages.sort_unstable();
+        pages.dedup();
+        let ram = layout::ram(memory_bytes);
+        let (mut now, mut then) = (vec![0; PAGE], vec![0; PAGE]);
+        let mut runs: Vec<Run> = Vec::new();
+        for page in pages {
+            let offset = u64::from(page) * PAGE_SIZE;
+            let Some((guest, start, _)) = ram.iter().rfind(|(_, start, _)| offset >= *start) else {
+                continue;
+            };
+            let at = GuestAddress(guest.0 + (offset - start));
+            memory.read_slice(&mut now, at).map_err(io::Error::other)?;
+            file.read_exact_at(&mut then, offset)?;
+            let written = now != then;
+            match runs.last_mut() {
+                // A run lies within one region: the file has no hole where the guest's addresses have one.
+                Some(run) if run.first + run.pages == page && run.written == written && offset != *start => {
+                    run.pages += 1;
+                }
+                _ => runs.push(Run { first: page, pages: 1, written }),
+            }
+        }
+        Ok(runs)
+    }
+}
+
+/// Where a region lies in this process, and in the file.
+struct Place {
+    host: u64,
+    len: u64,
+    offset: u64,
+}
+
+fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<u32>>) -> io::Result<()> {
+    let Ok(Job { memory, memory_bytes, file, ready }) = jobs.recv() else {
+        return Ok(()); // the VM ended before it had a guest
+    };
+    let mut places = Vec::new();
+    let registered = (|| {
+        for (guest, offset, len) in layout::ram(memory_bytes) {
+            let host = memory.get_host_address(guest).map_err(io::Error::other)?.addr() as u64;
+            let mode = UFFDIO_REGISTER_MODE_MISSING;
+            let mut register = UffdioRegister { start: host, len, mode, ioctls: 0 };
+            // SAFETY: the ioctl reads and writes one struct uffdio_register; the range is guest memory, which nobody has
+            // touched yet.
+            check(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) }.into())?;
+            places.push(Place { host, len, offset });
+        }
+        Ok(())
+    })();
+    let failed = registered.is_err();
+    let _ = ready.send(registered);
+    if failed {
+        return Ok(());
+    }
+    let mut page = vec![0; PAGE];
+    let mut messages = [0; 16 * MESSAGE_BYTES];
+    loop {
+        let got = match uffd.read(&mut messages) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            got => got?,
+        };
+        for message in messages[..got].chunks_exact(MESSAGE_BYTES) {
+            let Some(address) = message[16..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes)) else {
+                continue;
+            };
+            if message[0] != UFFD_EVENT_PAGEFAULT {
+                continue;
+            }
+            let at = address & !(PAGE_SIZE - 1);
+            let Some(place) = places.iter().find(|p| (p.host..p.host + p.len).contains(&at)) else {
+                continue;
+            };
+            let offset = place.offset + (at - place.host);
+            file.read_exact_at(&mut page, offset)?;
+            give(&uffd, at, &page)?;
+            if let Ok(number) = u32::try_from(offset / PAGE_SIZE) {
+                notes.lock().unwrap_or_else(PoisonError::into_inner).push(number);
+            }
+        }
+    }
+}
+
+/// Makes `page` the content at `at`, and lets whoever waits for it go on.
+fn give(uffd: &File, at: u64, page: &[u8]) -> io::Result<()> {
+    loop {
+        let src = page.as_ptr().addr() as u64;
+        let mut copy = UffdioCopy { dst: at, src, len: PAGE_SIZE, mode: 0, copy: 0 };
+        // SAFETY: the ioctl reads and writes one struct uffdio_copy; it reads `page`, which is one page long, and fills a
+        // page of guest memory that is missing.
+        let result = check(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_COPY, &raw mut copy) }.into());
+        match result.map_err(|error| (error.raw_os_error(), error)) {
+            Ok(_) => return Ok(()),
+            // The mapping was just changing.
+            Err((Some(libc::EAGAIN), _)) => {}
+            // Somebody else waited for it too, and it is there.
+            Err((Some(libc::EEXIST), _)) => {
+                let mut range = UffdioRange { start: at, len: PAGE_SIZE };
+                // SAFETY: the ioctl reads one struct uffdio_range.
+                check(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WAKE, &raw mut range) }.into())?;
+                return Ok(());
+            }
+            Err((_, error)) => return Err(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RAM: u64 = 64 << 20;
+
+    #[test]
+    fn what_is_touched_is_noted_page_by_page_and_what_is_written_is_told_from_what_is_read() {
+        let Ok(uffd) = open() else {
+            println!("recorder: no userfaultfd here (not root): nothing was tested");
+            return;
+        };
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(RAM).unwrap();
+        file.write_all_at(&[7; 3 * PAGE], 100 * PAGE_SIZE).unwrap();
+        let memory = crate::memory::anonymous(RAM).unwrap();
+        let recorder = Recorder::start(uffd, None).unwrap();
+        recorder.serve(&memory, RAM, file.try_clone().unwrap()).unwrap();
+        let at = |page: u64| GuestAddress(page * PAGE_SIZE);
+        assert_eq!(memory.read_obj::<u8>(at(101)).unwrap(), 7);
+        memory.write_obj(1u8, at(300)).unwrap();
+        memory.write_obj(1u8, at(301)).unwrap();
+        memory.write_obj(9u8, at(102)).unwrap();
+        // By the kernel, on the way of a disk's data.
+        let (from, to) = io::pipe().unwrap();
+        rustix::io::write(&to, &[5; 10]).unwrap();
+        let mut from = File::from(OwnedFd::from(from));
+        let mut slice = memory.get_slice(at(500), 10).unwrap();
+        assert_eq!(vm_memory::ReadVolatile::read_volatile(&mut from, &mut slice).unwrap(), 10);
+        let runs = recorder.record(&memory, RAM, &file).unwrap();
+        let expected = [
+            Run { first: 101, pages: 1, written: false },
+            Run { first: 102, pages: 1, written: true },
+            Run { first: 300, pages: 2, written: true },
+            Run { first: 500, pages: 1, written: true },
+        ];
+        assert_eq!(runs, expected);
+        assert_eq!(*recorder.touched.lock().unwrap(), [101, 300, 301, 102, 500], "in order");
+    }
+}
