@@ -16,6 +16,7 @@ use crate::{session, snapshot};
 use dayfly_api::agent::Exit;
 use dayfly_api::types::{BakeRequest, BootSource, ErrorCode, Snapshot, Source};
 use dayfly_units::Bytes;
+use dayfly_vmm::config::Shape;
 use std::sync::Arc;
 
 /// The label of a VM that is being baked; its value is the snapshot's name.
@@ -38,6 +39,8 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
         record: false,
     };
     let newborn = birth(&daemon, asked, order).await?;
+    // Whoever bakes clones soon. A VM that is baked has one disk.
+    daemon.pool.expect(Shape { memory_bytes, vcpus, disks: 1 });
     let vm = newborn.vm();
     let booted_ms = vm.live().ready_us.unwrap_or_default() / 1000;
     tell.phase(format!("booted in {booted_ms} ms")).await;

@@ -135,6 +135,14 @@ impl Pool {
         waiting.remove(alive)
     }
 
+    /// Says that shells of this shape will soon be asked for.
+    pub fn expect(&self, shape: Shape) {
+        let now = Instant::now();
+        let mut shelves = lock(&self.shelves);
+        shelves.demand.entry(shape).or_insert_with(|| Demand::new(now)).last = now;
+        self.wanted.notify_one();
+    }
+
     /// Takes a shell back that was not used.
     pub fn give_back(&self, shell: Shell) {
         lock(&self.shelves).waiting.entry(shell.shape).or_default().push_front(shell);
