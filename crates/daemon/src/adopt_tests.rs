@@ -5,6 +5,7 @@ use crate::vm::Facts;
 use crate::vm::registry::Registry;
 use dayfly_host::process::ProcessId;
 use dayfly_store::{Digest, KernelRef, Store};
+use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::Status;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
@@ -74,7 +75,8 @@ fn answer(config: &Config, id: VmId, paused: bool) {
         stream.read_exact(&mut length).unwrap();
         let mut json = vec![0; u32::from_le_bytes(length) as usize];
         stream.read_exact(&mut json).unwrap();
-        let status = Status { paused, vcpus: 1, memory_bytes: 64 << 20, phases: Vec::new() };
+        let shape = Shape { memory_bytes: 64 << 20, vcpus: 1, disks: 1 };
+        let status = Status { paused, shape, phases: Vec::new() };
         let json = serde_json::to_vec(&Answer::Status(status)).unwrap();
         let length = u32::try_from(json.len()).unwrap().to_le_bytes();
         stream.write_all(&[length.to_vec(), json].concat()).unwrap();

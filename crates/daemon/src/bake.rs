@@ -11,6 +11,7 @@ use crate::ndjson::Teller;
 use crate::rehearsal::{Unwanted, rehearse};
 use crate::time::Asked;
 use crate::vm::birth::{Order, birth};
+use crate::vm::source::Template;
 use crate::vm::state::Event;
 use crate::{session, snapshot};
 use dayfly_api::agent::Exit;
@@ -40,7 +41,7 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
     };
     let newborn = birth(&daemon, asked, order).await?;
     // Whoever bakes clones soon. A VM that is baked has one disk.
-    daemon.pool.expect(Shape { memory_bytes, vcpus, disks: 1 });
+    daemon.pool.expect_shape(Shape { memory_bytes, vcpus, disks: 1 });
     let vm = newborn.vm();
     let booted_ms = vm.live().ready_us.unwrap_or_default() / 1000;
     tell.phase(format!("booted in {booted_ms} ms")).await;
@@ -71,6 +72,7 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
         Err(fault) => return Err(fault),
     }
     unwanted.keep();
+    daemon.pool.expect(Template::of(&committed.manifest)?);
     Ok(shown_snapshot(&committed.manifest))
 }
 

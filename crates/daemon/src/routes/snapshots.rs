@@ -2,6 +2,7 @@
 
 use super::{Json, Named, Shared};
 use crate::error::{Outcome, blocking};
+use crate::vm::pool;
 use crate::{bake, ndjson};
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -26,7 +27,10 @@ pub async fn inspect(State(daemon): Shared, Named(name): Named) -> Outcome<axum:
 #[utoipa::path(delete, path = "/v1/snapshots/{name}", params(("name" = String, Path)),
     responses((status = 204), (status = 404, body = ApiError), (status = 409, body = ApiError)))]
 pub async fn remove(State(daemon): Shared, Named(name): Named) -> Outcome<StatusCode> {
-    blocking(move || daemon.depot.remove_snapshot(&name)).await?;
+    let (shared, gone) = (daemon.clone(), name.clone());
+    blocking(move || shared.depot.remove_snapshot(&gone)).await?;
+    // After it: nobody can prime another one now.
+    pool::forget(&daemon, &name).await;
     Ok(StatusCode::NO_CONTENT)
 }
 

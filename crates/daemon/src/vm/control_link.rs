@@ -100,6 +100,15 @@ pub fn restore(
     told.map_err(ControlError::Restore)
 }
 
+/// Lets the VM behind the control socket at `path` go on. Blocks.
+///
+/// # Errors
+/// [`ControlError`].
+pub fn resume(path: &Path, within: Duration) -> Result<(), ControlError> {
+    let told = Client::connect(path, Some(within)).and_then(|mut vmm| vmm.resume());
+    told.map_err(|source| ControlError::Client { command: Command::Resume, source })
+}
+
 /// Asks for something that is answered with [`Answer::Ok`].
 ///
 /// # Errors

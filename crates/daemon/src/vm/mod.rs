@@ -14,6 +14,7 @@ pub mod pool;
 pub mod power;
 pub mod record;
 pub mod registry;
+pub mod source;
 pub mod state;
 
 use crate::config::VmDir;

@@ -1,23 +1,29 @@
-//! Shells made ahead of demand: jailed VMMs with everything but a guest.
+//! What is made ahead of demand: shells, which are jailed VMMs with everything but a guest, and primed clones, which are shells
+//! with a guest that only has to be let go.
 //!
 //! The work of a birth that depends on nothing in the request is done before it comes (Swift Birth and Quick Death, section
-//! 4.1.2). A shell fits every snapshot of its [`Shape`]. How many wait follows the demand: as many as were taken at
-//! the busiest of the last seconds, and none once nobody has asked for ten minutes. An empty pool delays nobody: a birth
-//! then makes its own shell. Shells are made while no birth is under way, where there is such a moment.
+//! 4.1.2). A shell fits every snapshot of its [`Shape`]. A primed clone is of one snapshot: memory mapped, state
+//! loaded, working set laid ready, and an identity of its own still to come. How many wait follows the demand: as many as were
+//! taken at the busiest of the last seconds, and none once nobody has asked for ten minutes. An empty pool delays nobody: a
+//! birth then makes what it needs. What is made ahead is made while no birth is under way, where there is such a moment.
 //!
 //! ```text
-//!  keeper ──launch──▶ waiting ──take──▶ birth          waiting ──died, too many, daemon stops──▶ ended, folder removed
+//!  keeper ──launch──▶ shell ──prime──▶ clone ──take──▶ birth       waiting ──died, too many, removed, stop──▶ ended
+//!                       └──────────take──────────────▶
 //! ```
 //!
-//! A daemon that is killed leaves its shells; they have no record, so the next one sweeps them.
+//! A daemon that is killed leaves what waits; it has no record, so the next one sweeps it.
 
 use super::launch::{self, Fds, LaunchError};
 use super::registry::{Seat, lock};
+use super::source::{CloneOf, Template};
+use super::{Disk, control_link};
 use crate::config::Config;
 use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome, blocking};
 use dayfly_host::process::Process;
-use dayfly_units::VmId;
+use dayfly_store::Pin;
+use dayfly_units::{Name, VmId};
 use dayfly_vmm::config::{Shape, Start};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -26,20 +32,22 @@ use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-/// The fewest that wait of a shape that is in use.
-const LEAST: usize = 2;
-/// The most that wait of one shape; about 2 MiB each.
-const MOST: usize = 64;
+/// Shells that wait of a shape that is in use, and the fewest clones of a snapshot.
+const LEAST: usize = 1;
+/// The most that wait of one snapshot; about 2 MiB each, and its written working set.
+const MOST: usize = 32;
+/// The most that wait in all. Where it is reached, what was not asked for longest makes room.
+const ALL: usize = 64;
 /// Demand is what was taken within this time.
 const WINDOW: Duration = Duration::from_secs(2);
 /// How often surplus is looked for, and by how much the remembered demand fades: a quarter each time.
 const TICK: Duration = Duration::from_secs(2);
-/// A shape that nobody has asked for as long is not in use.
+/// What nobody has asked for as long is not in use.
 const IDLE: Duration = Duration::from_secs(600);
 /// How long the keeper holds back for births that are under way.
 const YIELD: Duration = Duration::from_millis(100);
 
-/// A VMM that waits for its guest.
+/// A VMM that waits.
 #[derive(Debug)]
 pub struct Shell {
     /// Its id and slot.
@@ -47,9 +55,29 @@ pub struct Shell {
     /// Its process.
     pub process: Arc<Process>,
     shape: Shape,
+    /// The guest of a primed clone.
+    pub guest: Option<Guest>,
 }
 
-/// The demand for shells of one shape.
+impl Shell {
+    /// Whether it has its guest.
+    #[must_use]
+    pub fn is_primed(&self) -> bool {
+        self.guest.is_some()
+    }
+}
+
+/// What a primed clone has.
+#[derive(Debug)]
+pub struct Guest {
+    /// Its disks.
+    pub disks: Vec<Disk>,
+    /// Keeps their layers in the store.
+    pub pin: Pin,
+    template: Template,
+}
+
+/// The demand for clones of one snapshot.
 #[derive(Debug)]
 struct Demand {
     taken: VecDeque<Instant>,
@@ -90,12 +118,43 @@ impl Demand {
 
 #[derive(Debug, Default)]
 struct Shelves {
-    waiting: HashMap<Shape, VecDeque<Shell>>,
-    demand: HashMap<Shape, Demand>,
+    shells: HashMap<Shape, VecDeque<Shell>>,
+    primed: HashMap<Template, VecDeque<Shell>>,
+    demand: HashMap<Template, Demand>,
+    /// Shapes of snapshots that will soon be asked for, and since when.
+    expected: HashMap<Shape, Instant>,
     closed: bool,
 }
 
-/// All shells that wait.
+impl Shelves {
+    fn put(&mut self, shell: Shell) {
+        let shelf = match &shell.guest {
+            Some(guest) => self.primed.entry(guest.template.clone()).or_default(),
+            None => self.shells.entry(shell.shape).or_default(),
+        };
+        shelf.push_back(shell);
+    }
+
+    fn count(&self) -> usize {
+        self.shells.values().chain(self.primed.values()).map(VecDeque::len).sum()
+    }
+
+    /// Whether shells of this shape are to wait.
+    fn in_use(&self, shape: Shape, now: Instant) -> bool {
+        let recent = |since: &Instant| now.duration_since(*since) <= IDLE;
+        self.expected.get(&shape).is_some_and(recent)
+            || self.demand.iter().any(|(template, demand)| template.shape == shape && recent(&demand.last))
+    }
+}
+
+/// What is to be made.
+#[derive(Debug, PartialEq, Eq)]
+enum Missing {
+    Shell(Shape),
+    Primed(Template),
+}
+
+/// All that wait.
 #[derive(Debug, Default)]
 pub struct Pool {
     shelves: Mutex<Shelves>,
@@ -123,36 +182,32 @@ impl Pool {
         UnderWay(self)
     }
 
-    /// The shell of this shape that waits longest, if there is one.
-    pub fn take(&self, shape: Shape) -> Option<Shell> {
+    /// The clone of this snapshot that waits longest, else a shell for it, if there is one.
+    pub fn take(&self, template: &Template) -> Option<Shell> {
         let mut shelves = lock(&self.shelves);
         let now = Instant::now();
-        shelves.demand.entry(shape).or_insert_with(|| Demand::new(now)).note(now);
+        shelves.demand.entry(template.clone()).or_insert_with(|| Demand::new(now)).note(now);
         self.wanted.notify_one();
-        let waiting = shelves.waiting.get_mut(&shape)?;
-        // One that has died is left to its watcher.
-        let alive = waiting.iter().position(|shell| shell.process.is_alive().unwrap_or(false))?;
-        waiting.remove(alive)
+        let Shelves { shells, primed, .. } = &mut *shelves;
+        alive(primed.get_mut(template)).or_else(|| alive(shells.get_mut(&template.shape)))
     }
 
-    /// Says that shells of this shape will soon be asked for.
-    pub fn expect(&self, shape: Shape) {
-        let now = Instant::now();
-        let mut shelves = lock(&self.shelves);
-        shelves.demand.entry(shape).or_insert_with(|| Demand::new(now)).last = now;
-        self.wanted.notify_one();
-    }
-
-    /// Takes a shell back that was not used.
+    /// Takes back what was not used.
     pub fn give_back(&self, shell: Shell) {
-        lock(&self.shelves).waiting.entry(shell.shape).or_default().push_front(shell);
+        lock(&self.shelves).put(shell);
+    }
+
+    /// Says that snapshots of this shape will soon be cloned.
+    pub fn expect_shape(&self, shape: Shape) {
+        lock(&self.shelves).expected.insert(shape, Instant::now());
         self.wanted.notify_one();
     }
 
-    /// How many wait.
-    #[must_use]
-    pub fn waiting(&self) -> usize {
-        lock(&self.shelves).waiting.values().map(VecDeque::len).sum()
+    /// Says that this snapshot will soon be cloned.
+    pub fn expect(&self, template: Template) {
+        let now = Instant::now();
+        lock(&self.shelves).demand.entry(template).or_insert_with(|| Demand::new(now)).last = now;
+        self.wanted.notify_one();
     }
 
     fn put(&self, shell: Shell) -> Result<(), Shell> {
@@ -160,39 +215,63 @@ impl Pool {
         if shelves.closed {
             return Err(shell);
         }
-        shelves.waiting.entry(shell.shape).or_default().push_back(shell);
+        shelves.put(shell);
         Ok(())
     }
 
-    fn remove(&self, shape: Shape, id: VmId) -> Option<Shell> {
+    /// Takes out the one with this id.
+    fn remove(&self, id: VmId) -> Option<Shell> {
         let mut shelves = lock(&self.shelves);
-        let waiting = shelves.waiting.get_mut(&shape)?;
-        let place = waiting.iter().position(|shell| shell.seat.id == id)?;
-        waiting.remove(place)
+        let Shelves { shells, primed, .. } = &mut *shelves;
+        shells.values_mut().chain(primed.values_mut()).find_map(|shelf| {
+            let place = shelf.iter().position(|shell| shell.seat.id == id)?;
+            shelf.remove(place)
+        })
     }
 
-    /// A shape of which too few wait.
-    fn missing(&self) -> Option<Shape> {
+    /// What too few wait of.
+    fn missing(&self) -> Option<Missing> {
         let shelves = lock(&self.shelves);
         let now = Instant::now();
-        let waiting = |shape| shelves.waiting.get(shape).map_or(0, VecDeque::len);
-        shelves.demand.iter().find(|(shape, d)| waiting(shape) < d.target(now)).map(|(shape, _)| *shape)
+        if shelves.count() >= ALL {
+            return None;
+        }
+        let primed = |template| shelves.primed.get(template).map_or(0, VecDeque::len);
+        let template = shelves.demand.iter().find(|(t, demand)| primed(t) < demand.target(now));
+        if let Some((template, _)) = template {
+            return Some(Missing::Primed(template.clone()));
+        }
+        let shells = |shape| shelves.shells.get(&shape).map_or(0, VecDeque::len);
+        let shapes = shelves.demand.keys().map(|template| template.shape);
+        let mut shapes = shapes.chain(shelves.expected.keys().copied());
+        shapes.find(|shape| shells(*shape) < LEAST && shelves.in_use(*shape, now)).map(Missing::Shell)
     }
 
     /// Lets the remembered demand fade, and takes out what is then too much.
     fn surplus(&self) -> Vec<Shell> {
         let mut shelves = lock(&self.shelves);
         let now = Instant::now();
-        let Shelves { waiting, demand, .. } = &mut *shelves;
+        let full = shelves.count() >= ALL;
+        let Shelves { primed, demand, .. } = &mut *shelves;
         let mut out = Vec::new();
-        demand.retain(|shape, demand| {
+        if full && let Some(oldest) = demand.iter().min_by_key(|(_, d)| d.last).map(|(t, _)| t.clone()) {
+            demand.remove(&oldest);
+        }
+        demand.retain(|_, demand| {
             demand.fade(now);
-            let target = demand.target(now);
-            if let Some(waiting) = waiting.get_mut(shape) {
-                out.extend(waiting.drain(target.min(waiting.len())..));
-            }
-            target > 0
+            demand.target(now) > 0
         });
+        primed.retain(|template, shelf| {
+            let target = demand.get(template).map_or(0, |demand| demand.target(now));
+            out.extend(shelf.drain(target.min(shelf.len())..));
+            !shelf.is_empty()
+        });
+        shelves.expected.retain(|_, since| now.duration_since(*since) <= IDLE);
+        let idle: Vec<Shape> =
+            shelves.shells.keys().copied().filter(|shape| !shelves.in_use(*shape, now)).collect();
+        for shape in idle {
+            out.extend(shelves.shells.remove(&shape).into_iter().flatten());
+        }
         out
     }
 
@@ -200,8 +279,29 @@ impl Pool {
     fn close(&self) -> Vec<Shell> {
         let mut shelves = lock(&self.shelves);
         shelves.closed = true;
-        shelves.waiting.drain().flat_map(|(_, shells)| shells).collect()
+        let shells: Vec<Shell> = shelves.shells.drain().flat_map(|(_, shelf)| shelf).collect();
+        shells.into_iter().chain(shelves.primed.drain().flat_map(|(_, shelf)| shelf)).collect()
     }
+
+    /// Takes out all clones of snapshots called `name`, which is being removed.
+    fn forget(&self, name: &Name) -> Vec<Shell> {
+        let mut shelves = lock(&self.shelves);
+        shelves.demand.retain(|template, _| template.name != *name);
+        let Shelves { primed, .. } = &mut *shelves;
+        primed.extract_if(|template, _| template.name == *name).flat_map(|(_, shelf)| shelf).collect()
+    }
+
+    /// The snapshot cannot be cloned: nothing is made ahead for it.
+    fn give_up(&self, template: &Template) {
+        lock(&self.shelves).demand.remove(template);
+    }
+}
+
+/// Takes out the first that lives; one that has died is left to its watcher.
+fn alive(shelf: Option<&mut VecDeque<Shell>>) -> Option<Shell> {
+    let shelf = shelf?;
+    let place = shelf.iter().position(|shell| shell.process.is_alive().unwrap_or(false))?;
+    shelf.remove(place)
 }
 
 /// Starts a shell; with `record`, one that notes which pages its guest touches. Blocks.
@@ -221,11 +321,21 @@ pub async fn keep(daemon: Arc<Daemon>) {
             last_look = Instant::now();
             end(&daemon, daemon.pool.surplus()).await;
         }
-        if let Some(shape) = daemon.pool.missing() {
+        if let Some(missing) = daemon.pool.missing() {
             hold_back(&daemon.pool).await;
-            if let Err(fault) = fill(&daemon, shape).await {
-                tracing::error!("making a shell ahead of demand: {fault}");
-                tokio::time::sleep(TICK).await; // births make their own meanwhile
+            let made = match &missing {
+                Missing::Shell(shape) => make(&daemon, *shape).await.map(|shell| (shell, true)),
+                Missing::Primed(template) => prime(&daemon, template).await,
+            };
+            match made {
+                Ok((shell, new)) => shelve(&daemon, shell, new).await,
+                Err(fault) => {
+                    tracing::error!("making {missing:?} ahead of demand: {fault}");
+                    match &missing {
+                        Missing::Primed(template) => daemon.pool.give_up(template),
+                        Missing::Shell(_) => tokio::time::sleep(TICK).await, // births make their own meanwhile
+                    }
+                }
             }
             continue;
         }
@@ -246,38 +356,77 @@ async fn hold_back(pool: &Pool) {
     }
 }
 
-async fn fill(daemon: &Arc<Daemon>, shape: Shape) -> Outcome<()> {
+/// A new shell.
+async fn make(daemon: &Arc<Daemon>, shape: Shape) -> Outcome<Shell> {
     let seat = daemon.registry.seat()?;
     let maker = daemon.clone();
     let made = blocking(move || Ok(launch(&maker.config, seat, shape, false)?)).await;
-    let process = match made {
-        Ok(process) => process,
+    match made {
+        Ok(process) => Ok(Shell { seat, process, shape, guest: None }),
         Err(fault) => {
             discard(daemon, seat).await;
-            return Err(fault);
+            Err(fault)
         }
-    };
-    match daemon.pool.put(Shell { seat, process: process.clone(), shape }) {
-        Ok(()) => watch(daemon, shape, seat.id, process),
-        Err(shell) => end(daemon, vec![shell]).await,
     }
-    Ok(())
 }
 
-/// Removes a shell that dies while it waits.
-fn watch(daemon: &Arc<Daemon>, shape: Shape, id: VmId, process: Arc<Process>) {
+/// A shell, one that waits if there is one, with its guest; also says whether it is a new one.
+async fn prime(daemon: &Arc<Daemon>, template: &Template) -> Outcome<(Shell, bool)> {
+    let waiting = alive(lock(&daemon.pool.shelves).shells.get_mut(&template.shape));
+    let new = waiting.is_none();
+    let shell = match waiting {
+        Some(shell) => shell,
+        None => make(daemon, template.shape).await?,
+    };
+    let (maker, wanted, seat) = (daemon.clone(), template.clone(), shell.seat);
+    let guest = blocking(move || {
+        let open = maker.depot.open_snapshot(&wanted.name)?;
+        if Template::of(&open.manifest)? != wanted {
+            return Err(Fault::not_found(format_args!("snapshot {}: is another one by now", wanted.name)));
+        }
+        let CloneOf { config, fds, disks, pin } = CloneOf::new(&maker, seat.id, open, true)?;
+        let control = maker.config.vm(seat.id).control();
+        control_link::restore(&control, config, &fds, maker.config.deadlines.control)?;
+        Ok(Guest { disks, pin, template: wanted })
+    });
+    match guest.await {
+        Ok(guest) => Ok((Shell { guest: Some(guest), ..shell }, new)),
+        Err(fault) => {
+            end(daemon, vec![shell]).await;
+            Err(fault)
+        }
+    }
+}
+
+/// Puts away what was made, and watches it if it is new.
+async fn shelve(daemon: &Arc<Daemon>, shell: Shell, new: bool) {
+    let (id, process) = (shell.seat.id, shell.process.clone());
+    match daemon.pool.put(shell) {
+        Ok(()) if new => watch(daemon, id, process),
+        Ok(()) => {}
+        Err(shell) => end(daemon, vec![shell]).await,
+    }
+}
+
+/// Removes what dies while it waits.
+fn watch(daemon: &Arc<Daemon>, id: VmId, process: Arc<Process>) {
     let daemon = daemon.clone();
     tokio::spawn(async move {
         if let Err(e) = super::death::readable(&process).await {
             tracing::error!("waiting for a shell: {e}");
             return;
         }
-        if let Some(shell) = daemon.pool.remove(shape, id) {
-            tracing::warn!(shell = %id, "a shell ended while it waited for a guest");
+        if let Some(shell) = daemon.pool.remove(id) {
+            tracing::warn!(shell = %id, "a shell ended while it waited");
             end(&daemon, vec![shell]).await;
             daemon.pool.wanted.notify_one();
         }
     });
+}
+
+/// Ends the clones that wait of snapshots called `name`, which is being removed.
+pub async fn forget(daemon: &Arc<Daemon>, name: &Name) {
+    end(daemon, daemon.pool.forget(name)).await;
 }
 
 /// Ends shells and removes what they have.
@@ -288,6 +437,7 @@ async fn end(daemon: &Arc<Daemon>, shells: Vec<Shell>) {
         let ended = blocking(move || {
             asked.map_err(|e| Fault::internal(format_args!("SIGKILL for a shell: {e}")))?;
             shell.process.wait(Some(within)).map_err(|e| Fault::internal(format_args!("a shell: {e}")))?;
+            // Its pin goes here.
             Ok(shell.seat)
         });
         match ended.await {
@@ -297,14 +447,18 @@ async fn end(daemon: &Arc<Daemon>, shells: Vec<Shell>) {
     }
 }
 
-/// Removes the folder of a shell whose process is gone, and gives its seat back.
+/// Removes the files of a shell whose process is gone, and gives its seat back.
 async fn discard(daemon: &Arc<Daemon>, seat: Seat) {
-    let path = daemon.config.vm(seat.id);
+    let (path, depot) = (daemon.config.vm(seat.id), daemon.depot.clone());
     let removed = blocking(move || match std::fs::remove_dir_all(path.path()) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
             Err(Fault::internal(format_args!("removing {}: {e}", path.path().display())))
         }
-        _ => Ok(()),
+        _ => {
+            depot.remove_vm(seat.id)?;
+            depot.unpinned();
+            Ok(())
+        }
     });
     match removed.await {
         Ok(()) => daemon.registry.unseat(seat),

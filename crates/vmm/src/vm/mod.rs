@@ -95,6 +95,7 @@ impl Vm {
         if !self.paused {
             return Ok(());
         }
+        let first = self.not_yet_run.is_some();
         self.set_clocks()?;
         self.shell.devices.resume();
         for vcpu in &self.shell.vcpus {
@@ -104,6 +105,9 @@ impl Vm {
         self.paused = false;
         for vcpu in &self.shell.vcpus {
             vcpu.resume();
+        }
+        if first {
+            self.shell.timeline.done("running");
         }
         Ok(())
     }

@@ -98,7 +98,6 @@ impl Shell {
         if !config.paused {
             vm.resume()?;
         }
-        vm.shell.timeline.done("running");
         Ok(vm)
     }
 }

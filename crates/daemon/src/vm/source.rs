@@ -1,0 +1,241 @@
+//! What VMs start from: a snapshot or an image and a kernel, open, and what a VMM is told of it.
+
+use super::launch::Fds;
+use super::{Disk, Facts, Vm, identity};
+use crate::config::{MEMORY_BYTES, MEMORY_STEP_BYTES};
+use crate::daemon::Daemon;
+use crate::error::{Fault, Outcome};
+use crate::time::unix_ms;
+use dayfly_api::types::{BootSource, Source};
+use dayfly_store::{Digest, DiskRef, Image, Kernel, OpenSnapshot, Pin, SnapshotManifest};
+use dayfly_units::{Name, VmId};
+use dayfly_vmm::config::{
+    BootConfig, DiskConfig, FdNumber, LayerConfig, MAX_VCPUS, RestoreConfig, Shape, Start,
+};
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+
+/// The kernel's command line of a cold boot. A panic is told by pvpanic, then ends the machine.
+const CMDLINE: &str =
+    "console=ttyS0 quiet reboot=t panic=-1 i8042.noaux i8042.nokbd random.trust_cpu=on root=/dev/vda";
+/// What a VM starts from, open.
+pub(super) enum Opened {
+    Snapshot(Box<OpenSnapshot>),
+    Boot { boot: BootSource, image: Box<Image>, kernel: Box<Kernel> },
+}
+
+fn check(boot: &BootSource) -> Outcome<()> {
+    let (least, most) = (MEMORY_BYTES.start(), MEMORY_BYTES.end());
+    if !(1..=MAX_VCPUS).contains(&boot.vcpus) {
+        return Err(Fault::invalid(format_args!("vcpus: expected 1 to {MAX_VCPUS}, got {}", boot.vcpus)));
+    }
+    if !MEMORY_BYTES.contains(&boot.memory_bytes) || !boot.memory_bytes.is_multiple_of(MEMORY_STEP_BYTES) {
+        return Err(Fault::invalid(format_args!(
+            "memory_bytes: expected {least} to {most}, a multiple of {MEMORY_STEP_BYTES}, got {}",
+            boot.memory_bytes
+        )));
+    }
+    if let Some(init) = &boot.init
+        && (!init.starts_with('/')
+            || init.bytes().any(|b| b.is_ascii_whitespace() || b.is_ascii_control() || b == b'"'))
+    {
+        return Err(Fault::invalid(format_args!(
+            "init: expected an absolute path without spaces, got {init:?}"
+        )));
+    }
+    Ok(())
+}
+
+impl Opened {
+    pub(super) fn open(daemon: &Daemon, source: Source) -> Outcome<Self> {
+        match source {
+            Source::Snapshot(name) => Ok(Self::Snapshot(Box::new(daemon.depot.open_snapshot(&name)?))),
+            Source::Boot(boot) => {
+                check(&boot)?;
+                let image = Box::new(daemon.depot.open_image(&boot.image)?);
+                let kernel = Box::new(daemon.depot.open_kernel(boot.kernel.as_ref())?);
+                Ok(Self::Boot { boot, image, kernel })
+            }
+        }
+    }
+
+    pub(super) fn facts(&self, labels: BTreeMap<String, String>, ephemeral: bool) -> Facts {
+        let (snapshot, image, kernel, vcpus, memory_bytes) = match self {
+            Self::Snapshot(open) => {
+                let m = &open.manifest;
+                // A manifest without a disk is refused when it is read.
+                let image = m.disks[0].image.name.clone();
+                (Some(m.name.clone()), image, m.kernel.clone(), m.vcpus, m.memory_bytes)
+            }
+            Self::Boot { boot, image, kernel } => {
+                (None, image.manifest.name.clone(), kernel.reference(), boot.vcpus, boot.memory_bytes)
+            }
+        };
+        let config = match self {
+            Self::Snapshot(open) => open.manifest.config.clone(),
+            Self::Boot { image, .. } => image.manifest.config.clone(),
+        };
+        let created_unix_ms = unix_ms();
+        Facts { snapshot, image, kernel, vcpus, memory_bytes, created_unix_ms, ephemeral, labels, config }
+    }
+
+    pub(super) fn disks(&self) -> Vec<Disk> {
+        match self {
+            Self::Snapshot(open) => open.manifest.disks.iter().map(Disk::of).collect(),
+            Self::Boot { image, .. } => {
+                let size_bytes = image.manifest.disk.bytes;
+                vec![Disk::of(&DiskRef {
+                    image: image.reference(),
+                    size_bytes,
+                    writable: true,
+                    layers: Vec::new(),
+                })]
+            }
+        }
+    }
+
+    /// Which clones could be ready for it, where it is a snapshot.
+    pub(super) fn template(&self) -> Outcome<Option<Template>> {
+        match self {
+            Self::Snapshot(open) => Template::of(&open.manifest).map(Some),
+            Self::Boot { .. } => Ok(None),
+        }
+    }
+}
+
+/// A snapshot, as far as what is made ahead of demand depends on it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Template {
+    /// The snapshot's name.
+    pub name: Name,
+    /// What tells it from another of that name.
+    pub state: Digest,
+    /// For which shells it is.
+    pub shape: Shape,
+}
+
+impl Template {
+    /// That of a snapshot.
+    ///
+    /// # Errors
+    /// It has more disks than a VM may have.
+    pub fn of(manifest: &SnapshotManifest) -> Outcome<Self> {
+        let (vcpus, memory_bytes) = (manifest.vcpus, manifest.memory_bytes);
+        let shape = Shape { memory_bytes, vcpus, disks: number(manifest.disks.len())? };
+        Ok(Self { name: manifest.name.clone(), state: manifest.state.digest, shape })
+    }
+}
+
+fn number(disk: usize) -> Outcome<u8> {
+    u8::try_from(disk).map_err(|_| Fault::internal("more disks than a byte counts"))
+}
+
+/// A clone that a shell can be told to become.
+pub(super) struct CloneOf {
+    /// What the shell is told.
+    pub(super) config: RestoreConfig,
+    /// The descriptors that go with it.
+    pub(super) fds: Vec<OwnedFd>,
+    /// Its disks, each with a writable layer of its own.
+    pub(super) disks: Vec<Disk>,
+    /// Keeps the snapshot's layers in the store.
+    pub(super) pin: Pin,
+}
+
+impl CloneOf {
+    /// The clone `id` of `open`.
+    pub(super) fn new(daemon: &Daemon, id: VmId, open: OpenSnapshot, paused: bool) -> Outcome<Self> {
+        let OpenSnapshot { manifest, state, memory, working_set, disks: files, pin } = open;
+        let mut fds = Places::default();
+        let mut disks: Vec<Disk> = manifest.disks.iter().map(Disk::of).collect();
+        let mut configs = Vec::with_capacity(files.len());
+        for (d, file) in files.into_iter().enumerate() {
+            let base_fd = fds.add(file.base);
+            let layers = file
+                .layers
+                .into_iter()
+                .map(|layer| LayerConfig { data_fd: fds.add(layer.data), map_fd: fds.add(layer.map) })
+                .collect();
+            let mut writable_fd = None;
+            if file.writable {
+                let (layer, data) = daemon.depot.writable(id, number(d)?)?;
+                disks[d].writable = Some(layer);
+                writable_fd = Some(fds.add(data));
+            }
+            configs.push(DiskConfig { size_bytes: file.size_bytes, base_fd, layers, writable_fd });
+        }
+        let config = RestoreConfig {
+            state_fd: fds.add(state),
+            memory_fd: fds.add(memory),
+            disks: configs,
+            generation: identity::random(),
+            working_set_fd: working_set.map(|file| fds.add(file)),
+            paused,
+        };
+        Ok(Self { config, fds: fds.0, disks, pin })
+    }
+}
+
+/// What a VMM is told that boots `vm`, and what keeps the image in the store.
+pub(super) fn boot(
+    daemon: &Daemon,
+    vm: &Vm,
+    boot: BootSource,
+    image: Image,
+    kernel: Kernel,
+    fds: &mut Fds,
+) -> Outcome<(Start, Pin)> {
+    let Image { manifest, disk, pin } = image;
+    let mut disks = vm.live().disks;
+    let (layer, data) = daemon.depot.writable(vm.id, 0)?;
+    disks[0].writable = Some(layer);
+    let config = DiskConfig {
+        size_bytes: manifest.disk.bytes,
+        base_fd: fds.add(disk),
+        layers: Vec::new(),
+        writable_fd: Some(fds.add(data)),
+    };
+    let init = boot.init.map(|init| format!(" dayfly.init={init}")).unwrap_or_default();
+    let start = BootConfig {
+        kernel_fd: fds.add(kernel.vmlinux),
+        initrd_fd: Some(fds.add(kernel.initrd)),
+        cmdline: format!("{CMDLINE}{init}"),
+        memory_bytes: boot.memory_bytes,
+        vcpus: boot.vcpus,
+        disks: vec![config],
+    };
+    vm.update(|live| live.disks = disks);
+    Ok((Start::Boot(start), pin))
+}
+
+/// Collects descriptors that go with a message, and numbers them by their places.
+#[derive(Debug, Default)]
+struct Places(Vec<OwnedFd>);
+
+impl Places {
+    fn add(&mut self, fd: impl Into<OwnedFd>) -> FdNumber {
+        self.0.push(fd.into());
+        FdNumber::try_from(self.0.len() - 1).unwrap_or(FdNumber::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use dayfly_api::types::ErrorCode;
+
+    #[test]
+    fn an_init_that_would_change_the_command_line_is_refused() {
+        let boot = |init: &str| BootSource {
+            image: "i".parse().unwrap(),
+            kernel: None,
+            memory_bytes: 64 << 20,
+            vcpus: 1,
+            init: Some(init.to_owned()),
+        };
+        assert!(check(&boot("/sbin/init")).is_ok());
+        for bad in ["", "sbin/init", "/a b", "/a\tb", "/a\"b", "/a\nroot=/dev/vdb"] {
+            assert_eq!(check(&boot(bad)).unwrap_err().0.code, ErrorCode::Invalid, "{bad:?}");
+        }
+    }
+}
