@@ -11,5 +11,6 @@ pub mod cgroup;
 pub mod leaks;
 pub mod memory;
 pub mod mounts;
+pub mod priority;
 pub mod process;
 pub mod spawn;

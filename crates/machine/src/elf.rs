@@ -11,6 +11,26 @@ pub(crate) fn shear(mut file: Vec<u8>) -> Vec<u8> {
     file
 }
 
+/// Whether a program asks for a dynamic linker (PT_INTERP), which an initramfs does not have.
+pub(crate) fn needs_a_linker(file: &[u8]) -> bool {
+    const PT_INTERP: [u8; 4] = [3, 0, 0, 0];
+    headers(file).is_some_and(|mut headers| headers.any(|header| header.starts_with(&PT_INTERP)))
+}
+
+/// The program headers of a 64-bit little-endian ELF file, those that lie within it.
+fn headers(file: &[u8]) -> Option<impl Iterator<Item = &[u8]>> {
+    if file.get(..6)? != b"\x7fELF\x02\x01" {
+        return None;
+    }
+    let table = usize::try_from(u64::from_le_bytes(file.get(0x20..0x28)?.try_into().ok()?)).ok()?;
+    let size = usize::from(u16::from_le_bytes(file.get(0x36..0x38)?.try_into().ok()?));
+    let count = usize::from(u16::from_le_bytes(file.get(0x38..0x3a)?.try_into().ok()?));
+    Some((0..count).filter_map(move |index| {
+        let start = table.checked_add(index.checked_mul(size)?)?;
+        file.get(start..start.checked_add(0x38)?)
+    }))
+}
+
 /// Where the last byte that a program header names ends; `None` when the file is not what we understand.
 fn loaded_end(file: &[u8]) -> Option<usize> {
     if file.get(..6)? != b"\x7fELF\x02\x01" {
@@ -33,6 +53,18 @@ fn loaded_end(file: &[u8]) -> Option<usize> {
 mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_dynamic_program_is_told_from_a_static_one() {
+        assert!(needs_a_linker(&std::fs::read("/bin/true").unwrap()));
+        // Tests are linked statically, as all of dayfly.
+        let own = std::fs::read(std::env::current_exe().unwrap()).unwrap();
+        assert!(!needs_a_linker(&own));
+        for length in 0..200 {
+            needs_a_linker(&own[..length]);
+        }
+        assert!(!needs_a_linker(b"#!/bin/sh"));
+    }
 
     #[test]
     fn a_shorn_program_still_runs_and_is_smaller() {

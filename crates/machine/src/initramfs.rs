@@ -90,13 +90,18 @@ fn programs(options: &InitOptions) -> Result<BTreeMap<String, PathBuf>, BuildErr
 }
 
 fn find_busybox() -> Result<PathBuf, BuildError> {
-    ["/bin/busybox", "/usr/bin/busybox"].iter().map(PathBuf::from).find(|p| p.exists()).ok_or_else(|| {
-        BuildError::Program {
-            program: "busybox".to_owned(),
-            why: "not found in /bin or /usr/bin".to_owned(),
-            package: "busybox-static",
-        }
-    })
+    let fails = |why: &str| BuildError::Program {
+        program: "busybox".to_owned(),
+        why: why.to_owned(),
+        package: "busybox-static",
+    };
+    let mut places = ["/bin/busybox", "/usr/bin/busybox"].iter().map(PathBuf::from);
+    let path = places.find(|p| p.exists()).ok_or_else(|| fails("not found in /bin or /usr/bin"))?;
+    let body = fs::read(&path).map_err(|e| FileError::new("reading", &path, e))?;
+    if elf::needs_a_linker(&body) {
+        return Err(fails("expected a static program, got one that needs a dynamic linker"));
+    }
+    Ok(path)
 }
 
 fn stat(path: &Path) -> Result<(u64, u64, i128), FileError> {

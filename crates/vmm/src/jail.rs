@@ -101,6 +101,9 @@ pub fn enter(jail: &JailConfig) -> Result<(), JailError> {
     chdir("/").map_err(step("changing to the new root"))?;
     drop(new);
 
+    // It may have been started at a lower priority, and come back to the normal one when its guest runs: 20 - 20 = nice 0.
+    setrlimit(Resource::Nice, Rlimit { current: Some(20), maximum: Some(20) })
+        .map_err(step("allowing the normal priority"))?;
     drop_privileges(jail.uid, jail.gid)?;
     no_new_privileges()?;
     let limit = |what, resource, n| {
@@ -117,6 +120,12 @@ pub fn enter(jail: &JailConfig) -> Result<(), JailError> {
 /// When prctl(2) fails.
 pub fn no_new_privileges() -> Result<(), JailError> {
     rustix::thread::set_no_new_privs(true).map_err(step("setting no_new_privs"))
+}
+
+/// Gives this thread the normal priority: a shell is made at a lower one, its guest does not run so. Allowed by [`enter`].
+pub fn normal_priority() {
+    // SAFETY: setpriority(2) with integers; 0 is the calling thread. Where it is not allowed the thread stays as it is.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 0) };
 }
 
 fn drop_privileges(uid: u32, gid: u32) -> Result<(), JailError> {

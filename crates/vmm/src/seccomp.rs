@@ -82,6 +82,7 @@ const MAIN: &[i64] = &[
     libc::SYS_read,
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,
+    libc::SYS_setpriority,
     libc::SYS_setsockopt,
     libc::SYS_statx,
 ];

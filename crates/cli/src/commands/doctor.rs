@@ -93,10 +93,14 @@ fn tools(machine: bool) -> Vec<Check> {
         .collect();
     let debian = [
         ("mke2fs", "e2fsprogs", true, "image build, machine init"),
+        ("debugfs", "e2fsprogs", true, "image build"),
+        ("e2fsck", "e2fsprogs", true, "image build"),
+        ("depmod", "kmod", true, "kernel fetch"),
         ("mmdebstrap", "mmdebstrap", false, "image build --debian"),
         ("apt-get", "apt", false, "kernel fetch"),
         ("dpkg-deb", "dpkg", false, "kernel fetch"),
         ("qemu-system-x86_64", "qemu-system-x86", machine, "the machine"),
+        ("busybox", "busybox-static", machine, "the machine"),
         ("virtiofsd", "qemu-system-common", false, "this host's files in the machine"),
     ];
     checks.extend(debian.into_iter().map(|(name, package, needed, purpose)| match on_path(name) {

@@ -5,7 +5,8 @@
 //! 4.1.2). A shell fits every snapshot of its [`Shape`]. A primed clone is of one snapshot: memory mapped, state
 //! loaded, working set laid ready, and an identity of its own still to come. How many wait follows the demand: as many as were
 //! taken at the busiest of the last seconds, and none once nobody has asked for ten minutes. An empty pool delays nobody: a
-//! birth then makes what it needs. What is made ahead is made while no birth is under way, where there is such a moment.
+//! birth then makes what it needs. What is made ahead is made at a lower priority, and while no birth is under way, where there is
+//! such a moment.
 //!
 //! ```text
 //!  keeper ──launch──▶ shell ──prime──▶ clone ──take──▶ birth       waiting ──died, too many, removed, stop──▶ ended
@@ -21,6 +22,7 @@ use super::{Disk, control_link};
 use crate::config::Config;
 use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome, blocking};
+use dayfly_host::priority::background;
 use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId};
@@ -360,7 +362,7 @@ async fn hold_back(pool: &Pool) {
 async fn make(daemon: &Arc<Daemon>, shape: Shape) -> Outcome<Shell> {
     let seat = daemon.registry.seat()?;
     let maker = daemon.clone();
-    let made = blocking(move || Ok(launch(&maker.config, seat, shape, false)?)).await;
+    let made = blocking(move || background(|| Ok(launch(&maker.config, seat, shape, false)?))).await;
     match made {
         Ok(process) => Ok(Shell { seat, process, shape, guest: None }),
         Err(fault) => {
@@ -379,7 +381,7 @@ async fn prime(daemon: &Arc<Daemon>, template: &Template) -> Outcome<(Shell, boo
         None => make(daemon, template.shape).await?,
     };
     let (maker, wanted, seat) = (daemon.clone(), template.clone(), shell.seat);
-    let guest = blocking(move || {
+    let guest = move || {
         let open = maker.depot.open_snapshot(&wanted.name)?;
         if Template::of(&open.manifest)? != wanted {
             return Err(Fault::not_found(format_args!("snapshot {}: is another one by now", wanted.name)));
@@ -388,8 +390,8 @@ async fn prime(daemon: &Arc<Daemon>, template: &Template) -> Outcome<(Shell, boo
         let control = maker.config.vm(seat.id).control();
         control_link::restore(&control, config, &fds, maker.config.deadlines.control)?;
         Ok(Guest { disks, pin, template: wanted })
-    });
-    match guest.await {
+    };
+    match blocking(move || background(guest)).await {
         Ok(guest) => Ok((Shell { guest: Some(guest), ..shell }, new)),
         Err(fault) => {
             end(daemon, vec![shell]).await;

@@ -6,7 +6,7 @@ use crate::config::RestoreConfig;
 use crate::exit;
 use crate::fds::{self, Descriptors as _, FdError};
 use crate::vm::{BuildError, Files, Shell, Vm};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -14,6 +14,8 @@ use std::time::Duration;
 
 /// Most connections at once; more are closed at once.
 const MAX_CONNECTIONS: usize = 32;
+/// How long callers wait while descriptors are short.
+const STARVED: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 /// How long a client may keep the VMM waiting for room in its socket.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -80,10 +82,13 @@ struct Connection {
 pub fn serve(listener: &UnixListener, hosted: &mut Hosted) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let mut connections: Vec<Connection> = Vec::new();
+    let mut starved = false;
     loop {
-        let mut polled = vec![PollFd::new(listener, PollFlags::IN)];
+        // While descriptors are short, callers wait: a listener that cannot be served would be ready for ever.
+        let events = if starved { PollFlags::empty() } else { PollFlags::IN };
+        let mut polled = vec![PollFd::new(listener, events)];
         polled.extend(connections.iter().map(|c| PollFd::new(&c.stream, PollFlags::IN)));
-        match poll(&mut polled, None) {
+        match poll(&mut polled, starved.then_some(&STARVED)) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
             Err(error) => return Err(error.into()),
@@ -93,18 +98,27 @@ pub fn serve(listener: &UnixListener, hosted: &mut Hosted) -> io::Result<()> {
             connection.turn(hosted);
         }
         connections.retain(|c| c.open);
-        if ready[0] {
-            accept(listener, &mut connections);
+        if ready[0] || starved {
+            starved = !accept(listener, &mut connections);
         }
     }
 }
 
-fn accept(listener: &UnixListener, connections: &mut Vec<Connection>) {
-    // An error means that the client went away again, or that descriptors are short now: poll says when to try again.
-    while let Ok((stream, _)) = listener.accept() {
-        let fits = connections.len() < MAX_CONNECTIONS;
-        if fits && stream.set_nonblocking(true).is_ok() {
-            connections.push(Connection { stream, receiver: Receiver::default(), open: true });
+/// Takes every caller; says whether there were descriptors for all.
+fn accept(listener: &UnixListener, connections: &mut Vec<Connection>) -> bool {
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                let fits = connections.len() < MAX_CONNECTIONS;
+                if fits && stream.set_nonblocking(true).is_ok() {
+                    connections.push(Connection { stream, receiver: Receiver::default(), open: true });
+                }
+            }
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EINTR | libc::ECONNABORTED) => {}
+                Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS) => return false,
+                _ => return true,
+            },
         }
     }
 }

@@ -114,6 +114,7 @@ impl Vcpu {
             Arc::new(Shared { fd: Mutex::new(fd), phase: Mutex::new(wanted), changed: Condvar::new() });
         let mine = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name(format!("vcpu{id}")).spawn(move || {
+            crate::jail::normal_priority();
             seccomp::apply(filter.as_deref());
             mine.run(id, &platform);
         })?;

@@ -23,6 +23,7 @@ pub use restore::Files;
 pub use shell::{Host, Shell};
 
 use crate::control::Status;
+use crate::jail;
 use crate::memory::{self, working_set};
 use crate::state::{self, VmState};
 use crate::vcpu::Vcpu;
@@ -115,6 +116,7 @@ impl Vm {
     /// Gives a restored VM that has not run yet its time and tells it its new generation.
     fn set_clocks(&mut self) -> Result<(), VmError> {
         let Some(restored) = self.not_yet_run.take() else { return Ok(()) };
+        jail::normal_priority();
         let fds: Vec<_> = self.shell.vcpus.iter().map(Vcpu::fd).collect();
         let fds: Vec<&VcpuFd> = fds.iter().map(|fd| &**fd).collect();
         let result = clocks::start(&self.shell.vm, &restored.clock, &fds, &restored.vcpus)

@@ -4,6 +4,7 @@ use super::error::BuildError;
 use crate::arch::layout;
 use crate::config::{GUEST_CID, MAX_DISKS, MAX_VCPUS, Shape};
 use crate::control::Status;
+use crate::jail::normal_priority;
 use crate::memory::{self, recorder::Recorder};
 use crate::platform::{Console, Platform};
 use crate::seccomp::{self, Filters};
@@ -116,6 +117,7 @@ impl Shell {
         std::thread::Builder::new()
             .name("devices".to_owned())
             .spawn(move || {
+                normal_priority();
                 seccomp::apply(filter.as_deref());
                 match served.run_loop() {
                     Ok(()) => {}

@@ -260,8 +260,10 @@ impl Muxer {
 
     fn remove(&mut self, token: Token, ports: Ports, now: Instant) {
         self.forget_ports(ports, token);
-        // Closing its socket ends the watch; it may still stand in line, where it is skipped.
-        self.connections.remove(&token);
+        // Closing its socket ends the watch.
+        if self.connections.remove(&token).is_some_and(|connection| connection.in_line) {
+            self.line.retain(|waiting| *waiting != token);
+        }
         if self.starved {
             self.accept(now);
         }

@@ -1,0 +1,46 @@
+//! Work that gives way: what is made ahead of demand must not slow down what is asked for now.
+
+use std::io;
+
+/// The nice value of such work: about a tenth of the weight of the rest.
+const BACKGROUND: i32 = 10;
+
+fn set(nice: i32) -> io::Result<()> {
+    // SAFETY: setpriority(2) with integers; 0 is the calling thread (Linux sets the nice value of one thread).
+    let result = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, nice) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Does `work` with this thread's priority lowered. Processes and threads it starts inherit that, until they call [`normal`].
+///
+/// Without CAP_SYS_NICE a thread could not come back, so it works as it is.
+pub fn background<T>(work: impl FnOnce() -> T) -> T {
+    let lowered = rustix::process::geteuid().is_root() && set(BACKGROUND).is_ok();
+    let result = work();
+    if lowered && let Err(e) = set(0) {
+        // Only a thread of a pool that stays slow: told, not fatal.
+        eprintln!("priority of a thread: {e}");
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nice() -> String {
+        let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+        // Field 19, counted after the name, which may hold spaces.
+        stat.rsplit(')').next().unwrap().split_whitespace().nth(16).unwrap().to_owned()
+    }
+
+    #[test]
+    fn work_in_the_background_has_its_priority_and_no_longer() {
+        let before = nice();
+        let within = background(nice);
+        assert_eq!(nice(), before);
+        if rustix::process::geteuid().is_root() {
+            assert_eq!(within, "10");
+        }
+    }
+}
