@@ -3,11 +3,13 @@
 
 use crate::arch::layout;
 use crate::control::ExitReason;
+use crate::timeline::now_us;
 use crate::virtio::DeviceSet;
 use kvm_ioctls::VmFd;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{self, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vm_superio::serial::{NoEvents, SerialState};
 use vm_superio::{Serial, Trigger};
@@ -153,6 +155,8 @@ pub struct Platform {
     serial: Mutex<Com1>,
     generation: Line,
     devices: Arc<DeviceSet>,
+    /// When the guest first wrote to a port, in microseconds of CLOCK_MONOTONIC; 0 while it has not.
+    first_port_write_us: AtomicU64,
 }
 
 impl Platform {
@@ -164,7 +168,8 @@ impl Platform {
         let line = Line::new(vm, "the serial port", layout::GSI_COM1)?;
         let serial = Serial::new(line, console);
         let generation = Line::new(vm, "the VM generation id", layout::GSI_GENERATION)?;
-        Ok(Self { serial: Mutex::new(serial), generation, devices })
+        let first_port_write_us = AtomicU64::new(0);
+        Ok(Self { serial: Mutex::new(serial), generation, devices, first_port_write_us })
     }
 
     /// Gives the serial port the registers that it had.
@@ -184,6 +189,12 @@ impl Platform {
 
     fn serial(&self) -> MutexGuard<'_, Com1> {
         self.serial.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// When the guest in this process first wrote to a port, in microseconds of CLOCK_MONOTONIC.
+    #[must_use]
+    pub fn first_port_write_us(&self) -> Option<u64> {
+        Some(self.first_port_write_us.load(Ordering::Relaxed)).filter(|us| *us != 0)
     }
 
     /// Tells the guest that its generation id changed.
@@ -219,6 +230,9 @@ impl Platform {
 
     /// The guest writes to a port; some writes are its end.
     pub fn port_write(&self, port: u16, data: &[u8]) -> Option<GuestEnd> {
+        if self.first_port_write_us.load(Ordering::Relaxed) == 0 {
+            self.first_port_write_us.store(now_us(), Ordering::Relaxed);
+        }
         let &[.., last] = data else { return None };
         match port {
             layout::PORT_COM1..=0x3ff => {

@@ -63,7 +63,11 @@ impl Vm {
     /// What it does now.
     #[must_use]
     pub fn status(&self) -> Status {
-        Status { paused: self.paused, shape: self.shell.shape, phases: self.shell.timeline.phases() }
+        let mut phases = self.shell.timeline.phases();
+        // It is the guest's doing, so it may lie anywhere after `running`.
+        let first = self.shell.platform.first_port_write_us();
+        phases.extend(first.map(|us| ("first port write".to_owned(), us)));
+        Status { paused: self.paused, shape: self.shell.shape, phases }
     }
 
     /// Stops every vCPU between two instructions, then every device between two requests.
