@@ -6,7 +6,7 @@
 
 use crate::daemon::Daemon;
 use crate::depot::shown_snapshot;
-use crate::error::{Fault, Outcome};
+use crate::error::{Fault, Outcome, blocking};
 use crate::ndjson::Teller;
 use crate::rehearsal::{Unwanted, rehearse};
 use crate::time::Asked;
@@ -72,7 +72,9 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
         Err(fault) => return Err(fault),
     }
     unwanted.keep();
-    daemon.pool.expect(Template::of(&committed.manifest)?);
+    let (shared, name) = (daemon.clone(), committed.manifest.name.clone());
+    let template = blocking(move || Template::of(&shared.depot.open_snapshot(&name)?)).await?;
+    daemon.pool.expect(template);
     Ok(shown_snapshot(&committed.manifest))
 }
 

@@ -9,6 +9,7 @@ use crate::digest::Digest;
 use crate::errors::{Damage, IoError};
 use crate::manifest::FileRef;
 use crate::sparse;
+use dayfly_units::sealed;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -130,6 +131,27 @@ impl Verifier {
             .into());
         }
         *known = Some((stamp, got.digest));
+        Ok(())
+    }
+}
+
+impl Verifier {
+    /// Verifies `file`, open at `path`, which carries its digest in its seal, unless it is known to be right.
+    pub(crate) fn check_sealed(&self, path: &Path, file: &File, cap: u64) -> Result<(), VerifyError> {
+        let io = |e| IoError::new("reading", path)(e);
+        let stamp = Stamp::of(file).map_err(io)?;
+        let slot = self.slot(path);
+        let mut known = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.is_some_and(|(then, _)| then == stamp) {
+            return Ok(());
+        }
+        *known = None;
+        rewind(file).map_err(io)?;
+        let mut bytes = Vec::new();
+        file.take(cap + sealed::HEADER_BYTES as u64 + 1).read_to_end(&mut bytes).map_err(io)?;
+        rewind(file).map_err(io)?;
+        sealed::verify(cap, &bytes).map_err(|error| Damage::Seal { file: path.to_owned(), error })?;
+        *known = Some((stamp, Digest::of(&bytes)));
         Ok(())
     }
 }

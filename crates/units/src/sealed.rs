@@ -170,6 +170,15 @@ pub fn open<'a>(
     Ok((version, payload))
 }
 
+/// Verifies `bytes` of whatever kind and version, for who keeps them and does not decode them.
+///
+/// # Errors
+/// [`SealError`].
+pub fn verify(cap: u64, bytes: &[u8]) -> Result<(), SealError> {
+    let magic = bytes.first_chunk().ok_or(SealError::Short { got: bytes.len() })?;
+    open(magic, 0..=u32::MAX, cap, bytes).map(|_| ())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -190,6 +199,7 @@ mod tests {
         let whole = sample();
         for len in 0..whole.len() {
             assert!(open(&MAGIC, 1..=3, 64, &whole[..len]).is_err(), "truncated to {len} bytes");
+            assert!(verify(64, &whole[..len]).is_err(), "truncated to {len} bytes");
         }
         let mut longer = whole;
         longer.push(0);

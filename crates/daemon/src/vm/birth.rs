@@ -206,7 +206,7 @@ async fn start(
         match opened {
             Opened::Snapshot(open) => {
                 vm.update(|live| live.agent_version.clone_from(&open.manifest.agent_version));
-                let shape = Template::of(&open.manifest)?.shape;
+                let shape = Template::of(&open)?.shape;
                 let (process, guest) = match shell {
                     Some(shell) => (shell.process, shell.guest),
                     None => (pool::launch(&daemon.config, vm.seat(), shape, record)?, None),

@@ -383,7 +383,7 @@ async fn prime(daemon: &Arc<Daemon>, template: &Template) -> Outcome<(Shell, boo
     let (maker, wanted, seat) = (daemon.clone(), template.clone(), shell.seat);
     let guest = move || {
         let open = maker.depot.open_snapshot(&wanted.name)?;
-        if Template::of(&open.manifest)? != wanted {
+        if Template::of(&open)? != wanted {
             return Err(Fault::not_found(format_args!("snapshot {}: is another one by now", wanted.name)));
         }
         let CloneOf { config, fds, disks, pin } = CloneOf::new(&maker, seat.id, open, true)?;

@@ -7,7 +7,7 @@ use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome};
 use crate::time::unix_ms;
 use dayfly_api::types::{BootSource, Source};
-use dayfly_store::{Digest, DiskRef, Image, Kernel, OpenSnapshot, Pin, SnapshotManifest};
+use dayfly_store::{Digest, DiskRef, Image, Kernel, OpenSnapshot, Pin};
 use dayfly_units::{Name, VmId};
 use dayfly_vmm::config::{
     BootConfig, DiskConfig, FdNumber, LayerConfig, MAX_VCPUS, RestoreConfig, Shape, Start,
@@ -97,7 +97,7 @@ impl Opened {
     /// Which clones could be ready for it, where it is a snapshot.
     pub(super) fn template(&self) -> Outcome<Option<Template>> {
         match self {
-            Self::Snapshot(open) => Template::of(&open.manifest).map(Some),
+            Self::Snapshot(open) => Template::of(open).map(Some),
             Self::Boot { .. } => Ok(None),
         }
     }
@@ -108,8 +108,8 @@ impl Opened {
 pub struct Template {
     /// The snapshot's name.
     pub name: Name,
-    /// What tells it from another of that name.
-    pub state: Digest,
+    /// What tells its files from others of that name, or from what they were before.
+    pub fingerprint: Digest,
     /// For which shells it is.
     pub shape: Shape,
 }
@@ -119,10 +119,11 @@ impl Template {
     ///
     /// # Errors
     /// It has more disks than a VM may have.
-    pub fn of(manifest: &SnapshotManifest) -> Outcome<Self> {
+    pub fn of(open: &OpenSnapshot) -> Outcome<Self> {
+        let manifest = &open.manifest;
         let (vcpus, memory_bytes) = (manifest.vcpus, manifest.memory_bytes);
         let shape = Shape { memory_bytes, vcpus, disks: number(manifest.disks.len())? };
-        Ok(Self { name: manifest.name.clone(), state: manifest.state.digest, shape })
+        Ok(Self { name: manifest.name.clone(), fingerprint: open.fingerprint, shape })
     }
 }
 
@@ -145,7 +146,7 @@ pub(super) struct CloneOf {
 impl CloneOf {
     /// The clone `id` of `open`.
     pub(super) fn new(daemon: &Daemon, id: VmId, open: OpenSnapshot, paused: bool) -> Outcome<Self> {
-        let OpenSnapshot { manifest, state, memory, working_set, disks: files, pin } = open;
+        let OpenSnapshot { manifest, state, memory, working_set, disks: files, fingerprint: _, pin } = open;
         let mut fds = Places::default();
         let mut disks: Vec<Disk> = manifest.disks.iter().map(Disk::of).collect();
         let mut configs = Vec::with_capacity(files.len());

@@ -50,7 +50,7 @@ fn damaged_foreign_and_incomplete_snapshots_are_refused() {
     let record = format!("{}/snapshots/{BASE}/working-set", state_dir());
     for damage in [flip(100), "truncate -s 90 $f".to_owned()] {
         with_damage(&record, &damage, || {
-            refused(&["run", BASE, "true"], &["working set", "expected", "got"])
+            refused(&["run", BASE, "true"], &["working-set", "expected", "got"])
         });
     }
     assert_eq!(ok(&["run", BASE, "echo", "well"]), "well");

@@ -15,6 +15,8 @@ pub use writer::{CommitError, Committed, DiskSpec, Freeze, SavedSnapshot, Snapsh
 pub(crate) const STATE: &str = "state";
 pub(crate) const MEMORY: &str = "memory";
 pub(crate) const WORKING_SET: &str = "working-set";
+/// The longest payload of one that is looked at; its reader may allow less.
+pub(crate) const MAX_WORKING_SET_BYTES: u64 = 16 << 20;
 
 #[cfg(test)]
 #[path = "damage_tests.rs"]

@@ -1,12 +1,13 @@
 //! Opening a snapshot to clone from it: everything verified, everything open, everything pinned.
 
-use super::{MEMORY, STATE, WORKING_SET};
+use super::{MAX_WORKING_SET_BYTES, MEMORY, STATE, WORKING_SET};
+use crate::digest::Digest;
 use crate::errors::{Damage, IoError};
 use crate::layers::{LayerId, LayerRef};
 use crate::manifest::{self, DiskRef, ImageRef, Listing, SnapshotManifest};
 use crate::pins::{Pin, Pinned};
 use crate::publish::{OpenError, RemoveError, folder, needed};
-use crate::verify::Kind;
+use crate::verify::{Kind, Stamp};
 use crate::{Inner, Store};
 use dayfly_units::Name;
 use std::collections::BTreeMap;
@@ -23,10 +24,12 @@ pub struct OpenSnapshot {
     pub state: File,
     /// RAM, sparse.
     pub memory: File,
-    /// The sealed record of the pages that clones touch first, if there is one; its reader verifies it.
+    /// The sealed record of the pages that clones touch first, if there is one.
     pub working_set: Option<File>,
     /// In order vda, vdb, ….
     pub disks: Vec<OpenDisk>,
+    /// Of the identities and times of all its files: another one means that a file was replaced or changed since.
+    pub fingerprint: Digest,
     /// Keeps its images and layers in the store; a clone holds it as long as it lives.
     pub pin: Pin,
 }
@@ -145,6 +148,18 @@ impl Store {
     }
 }
 
+impl OpenLayer {
+    fn files(&self) -> [&File; 2] {
+        [&self.data, &self.map]
+    }
+}
+
+fn fingerprint<'a>(files: impl Iterator<Item = &'a File>) -> std::io::Result<Digest> {
+    let stamps: std::io::Result<Vec<String>> =
+        files.map(|file| Ok(format!("{:?}", Stamp::of(file)?))).collect();
+    Ok(Digest::of(stamps?.join("\n").as_bytes()))
+}
+
 impl Sizes {
     fn add(&mut self, file: &File) -> std::io::Result<()> {
         let meta = file.metadata()?;
@@ -173,6 +188,9 @@ impl Inner {
             (dir, manifest, state, memory, working_set, disks, pin)
         };
         self.verify(&dir, STATE, &state, &manifest.state, Kind::Plain)?;
+        if let Some(record) = &working_set {
+            self.verifier.check_sealed(&dir.path().join(WORKING_SET), record, MAX_WORKING_SET_BYTES)?;
+        }
         let mut open = Vec::with_capacity(disks.len());
         for (disk, base, layers) in disks {
             for (dir, l) in &layers {
@@ -184,7 +202,12 @@ impl Inner {
             open.push(OpenDisk { image, base, size_bytes, writable, layers });
         }
         self.verify(&dir, MEMORY, &memory, &manifest.memory, Kind::Sparse)?;
-        Ok(OpenSnapshot { manifest, state, memory, working_set, disks: open, pin })
+        let disk_files = open
+            .iter()
+            .flat_map(|disk| [&disk.base].into_iter().chain(disk.layers.iter().flat_map(OpenLayer::files)));
+        let files = [&state, &memory].into_iter().chain(&working_set).chain(disk_files);
+        let fingerprint = fingerprint(files).map_err(IoError::new("looking at", dir.path()))?;
+        Ok(OpenSnapshot { manifest, state, memory, working_set, disks: open, fingerprint, pin })
     }
 
     fn open_disk(&self, disk: &DiskRef, by: &str) -> Result<RawDisk, OpenError> {

@@ -182,6 +182,37 @@ fn pins_hold_layers_while_they_live() {
 }
 
 #[test]
+fn a_snapshot_whose_files_are_others_has_another_fingerprint() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    bake(&store, "base", 1).unwrap();
+    let fingerprint = || store.open_snapshot(&name("base")).unwrap().fingerprint;
+    let first = fingerprint();
+    assert_eq!(fingerprint(), first);
+    let record = dayfly_units::sealed::seal(b"DFtest\r\n", 1, b"pages");
+    store.put_working_set(&name("base"), &record).unwrap();
+    let second = fingerprint();
+    assert_ne!(second, first);
+    // The same bytes in another file: who has the old one open has something else.
+    let memory = root.path().join("snapshots/base/memory");
+    let beside = root.path().join("snapshots/base/beside");
+    std::fs::copy(&memory, &beside).unwrap();
+    std::fs::rename(&beside, &memory).unwrap();
+    assert_ne!(fingerprint(), second);
+    // And a damaged record is refused like any other file.
+    let path = root.path().join("snapshots/base/working-set");
+    let mut bad = record;
+    *bad.last_mut().unwrap() ^= 1;
+    std::fs::remove_file(&path).unwrap();
+    std::fs::write(&path, bad).unwrap();
+    let refused = store.open_snapshot(&name("base"));
+    assert!(
+        matches!(&refused, Err(OpenError::Damage(Damage::Seal { file, .. })) if *file == path),
+        "{refused:?}"
+    );
+}
+
+#[test]
 fn nothing_is_collected_while_a_manifest_cannot_be_read() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());

@@ -1,0 +1,74 @@
+//! What is made ahead of demand: it serves, it follows the demand, it dies without harm, and it goes with its snapshot and daemon.
+
+use crate::harness::{BASE, dayfly, inspect, ok, on_host, sh, until, world};
+use std::time::Duration;
+
+/// Whether this VM's birth found a clone that only had to be let go.
+fn was_ready(vm: &str) -> bool {
+    inspect(vm)["timeline"].to_string().contains("the clone was ready")
+}
+
+/// Makes VMs until one was ready; gives its name.
+fn a_ready_one(snapshot: &str, name: &str) -> String {
+    let mut n = 0;
+    let mut vm = String::new();
+    until("a clone that was ready", || {
+        n += 1;
+        vm = format!("{name}-{n}");
+        ok(&["create", "--name", &vm, snapshot]);
+        was_ready(&vm) || {
+            ok(&["rm", "-f", &vm]);
+            std::thread::sleep(Duration::from_millis(500));
+            false
+        }
+    });
+    vm
+}
+
+/// Processes of VMMs on the VMs' host.
+fn vmms() -> usize {
+    on_host("pgrep -f '[d]ayfly-vmm --config-fd' | wc -l").out.trim().parse().unwrap()
+}
+
+#[test]
+fn a_clone_that_was_ready_is_one_like_any_other() {
+    let world = world();
+    let (a, b) = (a_ready_one(BASE, "a"), a_ready_one(BASE, "b"));
+    for what in ["hostname", "cat /etc/machine-id", "od -An -tx1 -N16 /dev/urandom"] {
+        assert_ne!(sh(&a, what), sh(&b, what));
+    }
+    // However long it waited, its clock is right.
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+    assert!(sh(&a, "date +%s").parse::<u64>().unwrap().abs_diff(now) < 30);
+    // Its disk is its own, and can be snapshotted in turn.
+    sh(&a, "echo mine >/root/mine; sync");
+    assert_eq!(dayfly(&["exec", &b, "test", "-e", "/root/mine"]).code, 1);
+    ok(&["snapshot", &a, "-t", "e2e-of-ready"]);
+    assert_eq!(ok(&["run", "e2e-of-ready", "cat", "/root/mine"]), "mine");
+    // With its snapshot go the clones that wait for nobody now; those that live stay.
+    let third = a_ready_one("e2e-of-ready", "c");
+    ok(&["snapshots", "rm", "e2e-of-ready"]);
+    assert_eq!(sh(&third, "cat /root/mine"), "mine");
+    assert_eq!(dayfly(&["create", "e2e-of-ready"]).code, 125);
+    world.clean();
+}
+
+#[test]
+fn what_waits_may_die_and_goes_with_its_daemon() {
+    let world = world();
+    let vm = a_ready_one(BASE, "a");
+    until("something that waits", || vmms() > 1);
+    let keep = inspect(&vm)["pid"].as_u64().unwrap();
+    let struck = on_host(&format!(
+        "for p in $(pgrep -f '[d]ayfly-vmm --config-fd'); do [ $p = {keep} ] || kill -9 $p; done"
+    ));
+    assert_eq!(struck.code, 0, "{struck:?}");
+    assert_eq!(ok(&["run", BASE, "echo", "well"]), "well");
+    // A daemon that is asked to stop takes along what waits, and nothing else.
+    until("something that waits", || vmms() > 1);
+    on_host("pkill -TERM -x dayflyd || killall -TERM dayflyd");
+    until("only the VM", || vmms() == 1);
+    assert_eq!(sh(&vm, "echo here"), "here");
+    assert_eq!(inspect(&vm)["pid"].as_u64(), Some(keep));
+    world.clean();
+}
