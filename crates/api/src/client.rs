@@ -1,22 +1,24 @@
 //! The typed client of the daemon: one method for each route, over the daemon's unix socket.
 //!
 //! Every call opens a connection of its own and closes it at its end. Dropping the answer of a long call ([`ProgressStream`],
-//! [`ByteStream`], [`Exec`]) closes its connection, by which the daemon knows that nobody waits any more.
+//! [`ByteStream`], [`Exec`], [`Connection`]) closes its connection, by which the daemon knows that nobody waits any more.
 //!
 //! What may not enter: retries, starting a daemon, anything that prints.
 
 mod call;
 mod exec;
+mod port;
 mod stream;
 
 pub use call::{Body, ClientError, empty_body, stream_body};
 pub use exec::{Exec, ExecEvent, ExecInput, ExecOutput, Finished};
+pub use port::Connection;
 pub use stream::{ByteStream, MAX_LINE_BYTES, ProgressStream};
 
 use crate::agent::ExecSpec;
 use crate::types::{
-    BakeRequest, CreateRequest, Image, ImageUpload, Info, Kernel, KernelUpload, Leak, List, RunRequest,
-    Snapshot, SnapshotRequest, Vm, VmDetails,
+    BakeRequest, ConnectRequest, CreateRequest, Image, ImageUpload, Info, Kernel, KernelUpload, Leak, List,
+    RunRequest, Snapshot, SnapshotRequest, Vm, VmDetails,
 };
 use call::{query, segment};
 use dayfly_units::Name;
@@ -257,6 +259,23 @@ impl Client {
     /// As for [`Client::exec`].
     pub async fn run(&self, request: &RunRequest) -> Result<Exec> {
         self.upgrade("/v1/run", request).await
+    }
+
+    /// Connects to the vsock port of a program that runs in a VM. Each direction ends by itself.
+    ///
+    /// # Errors
+    /// [`ClientError`]; [`ClientError::Refused`] when nobody listens there.
+    pub async fn connect(&self, vm: &str, port: u32) -> Result<Connection> {
+        let path = format!("/v1/vms/{}/ports/{port}", segment(vm));
+        self.to_port(Method::GET, &path, empty_body()).await
+    }
+
+    /// Clones (or boots) a VM and connects to a vsock port of it; the VM ends with our half of the connection, unless `keep`.
+    ///
+    /// # Errors
+    /// As for [`Client::connect`]; then there is no VM.
+    pub async fn run_connected(&self, request: &ConnectRequest) -> Result<Connection> {
+        self.to_port(Method::POST, "/v1/connect", call::json_body(request)?).await
     }
 
     /// What a crash left behind. Looks, and changes nothing.

@@ -364,6 +364,20 @@ wire! {
         pub keep: bool,
     }
 
+    /// Clone (or boot) a VM to talk to a program that runs in it as soon as the VM does, by its vsock port.
+    ///
+    /// `POST /v1/connect` with `Upgrade: dayfly-port` and this as its body: `101` once the port has taken the connection, which is from
+    /// there on the port's bytes both ways. The client keeps its half open as long as it wants the VM: its end of stream ends the VM,
+    /// unless `keep`.
+    pub struct ConnectRequest {
+        /// The VM.
+        pub create: CreateRequest,
+        /// The guest's vsock port.
+        pub port: u32,
+        /// Leave the VM running afterwards.
+        pub keep: bool,
+    }
+
     /// Exec in a VM: `POST /v1/vms/{vm}/exec` with `Upgrade: dayfly-exec`; after `101` the client sends [`ExecSpec`] as a `Request` frame and
     /// receives [`RunReply`] as a `Reply` frame.
     #[serde(tag = "reply", rename_all = "snake_case")]
@@ -406,3 +420,7 @@ pub struct List<T> {
 pub const MAX_JSON_BYTES: usize = 1 << 20;
 /// The value of the `Upgrade` header for exec and run.
 pub const UPGRADE: &str = "dayfly-exec";
+/// The value of the `Upgrade` header for connections to ports.
+pub const UPGRADE_PORT: &str = "dayfly-port";
+/// The header of a `101` to a port that describes the VM: a [`Vm`] in JSON, in ASCII.
+pub const VM_HEADER: &str = "dayfly-vm";

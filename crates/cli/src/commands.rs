@@ -1,6 +1,7 @@
 //! The commands, one file each, in docker's grammar.
 
 mod bake;
+mod connect;
 mod cp;
 mod create;
 mod doctor;
@@ -57,6 +58,8 @@ pub enum Command {
     Create(create::Args),
     /// Run a program in a VM that runs
     Exec(exec::Args),
+    /// Talk to a program that listens on a vsock port of a VM that runs
+    Connect(connect::Args),
     /// List VMs
     Ps(ps::Args),
     /// Show what a VM wrote to its console
@@ -120,6 +123,7 @@ impl Command {
             Self::Run(args) => args.run().await,
             Self::Create(args) => args.run().await.map(|()| 0),
             Self::Exec(args) => args.run().await,
+            Self::Connect(args) => args.run().await.map(|()| 0),
             Self::Ps(args) => args.run().await.map(|()| 0),
             Self::Logs(args) => args.run().await.map(|()| 0),
             Self::Cp(args) => args.run().await.map(|()| 0),

@@ -117,7 +117,7 @@ fn forward_signals(
 }
 
 /// Reads standard input on a thread of its own, which nobody waits for: a read of a terminal cannot be called off.
-fn read_stdin() -> std::io::Result<mpsc::Receiver<Vec<u8>>> {
+pub(crate) fn read_stdin() -> std::io::Result<mpsc::Receiver<Vec<u8>>> {
     let (pieces, receiver) = mpsc::channel(4);
     std::thread::Builder::new().name("stdin".into()).spawn(move || {
         let mut stdin = std::io::stdin().lock();

@@ -35,6 +35,9 @@ pub struct Deadlines {
     pub boot: Duration,
     /// For the agent to take an identity, to seal, or to answer.
     pub agent: Duration,
+    /// For a guest to take a connection to one of its ports. Shorter than the 30 s after which the VMM gives up: what it says then is
+    /// what it says of a port where nobody listens.
+    pub port: Duration,
     /// For a question on the side (`Stat`), after which it is left out of an answer.
     pub stat: Duration,
     /// For an answer of the VMM's control socket, apart from `Save`.
@@ -57,6 +60,7 @@ impl Default for Deadlines {
         Self {
             boot: s(120),
             agent: s(30),
+            port: s(20),
             stat: s(3),
             control: s(20),
             save: s(600),

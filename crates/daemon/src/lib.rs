@@ -1,8 +1,8 @@
 //! # daemon
 //!
 //! The room for `dayflyd`: the HTTP API ([`routes`]), which VMs there are and what may happen to them ([`vm`]), baking ([`bake`]), snapshots of
-//! running VMs ([`snapshot`]), programs on upgraded connections ([`session`], [`relay`]), and what is found again after a restart
-//! ([`adopt`], [`sweep`]).
+//! running VMs ([`snapshot`]), programs on upgraded connections ([`session`], [`relay`]), connections to guests' ports ([`ports`]), and
+//! what is found again after a restart ([`adopt`], [`sweep`]).
 //!
 //! What may not enter: KVM and devices (the `vmm`'s), formats on disk (the `store`'s), how an image is built (the `image`'s).
 //!
@@ -17,6 +17,7 @@ pub mod depot;
 pub mod error;
 pub mod kvm;
 pub mod ndjson;
+pub mod ports;
 mod rehearsal;
 pub mod relay;
 pub mod routes;

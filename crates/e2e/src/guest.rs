@@ -1,7 +1,9 @@
 //! What runs in the guests: a small Python server that a warm-up leaves running, and how it is asked.
 //!
-//! The server reads one line at a time from the pipe `/run/ask` and writes one line of JSON to the pipe `/run/answer`. Asking
-//! takes one `/bin/sh` and nothing else, so that what is measured is the clone, not the asking.
+//! It listens on vsock port [`PORT`]: one line in, one line of JSON out, until the peer closes. The answer comes from the process that
+//! was running when the snapshot was taken; nothing is started for it. Inside the guest it is asked by pipes (a line into `/run/ask`,
+//! the answer from `/run/answer`), which takes one `/bin/sh` and goes through the same code: a question by pipe, in a warm-up or a
+//! rehearsal, also warms up what the port takes.
 
 use dayfly_api::agent::ExecSpec;
 use serde::Deserialize;
@@ -11,9 +13,12 @@ use std::collections::BTreeMap;
 /// How often the checksum's hash is applied.
 const ROUNDS: u32 = 200;
 
-/// The server. Python starts and imports once, in the warm-up; a clone finds it waiting in `open`.
+/// The vsock port that the server listens on.
+pub const PORT: u32 = 5000;
+
+/// The server. Python starts and imports once, in the warm-up; a clone finds it waiting for whoever comes first.
 const SERVER: &str = r#"
-import hashlib, json, os, socket
+import hashlib, json, os, selectors, socket
 
 started = os.getrandom(16).hex()
 kept = {}
@@ -34,35 +39,107 @@ def answer(words):
         kept[words[1]] = words[2]
     return {"kept": kept, "started": started}
 
-while True:
-    with open("/run/ask") as ask:
-        line = ask.readline()
+class Peer:
+    """One line in, one line out. After the line `echo`, whatever comes in goes out."""
+
+    def __init__(self, stream):
+        self.stream, self.heard, self.echo = stream, b"", False
+
+    def hear(self):
+        """False: the peer has closed."""
+        try:
+            piece = self.stream.recv(1 << 16)
+            self.heard += piece
+            while not self.echo and b"\n" in self.heard:
+                line, self.heard = self.heard.split(b"\n", 1)
+                if line.strip() == b"echo":
+                    self.echo = True
+                else:
+                    self.stream.sendall(self.reply(line))
+            if self.echo:
+                self.stream.sendall(self.heard)
+                self.heard = b""
+        except OSError:
+            return False
+        return bool(piece)
+
+    def reply(self, line):
+        try:
+            said = answer(line.decode().split())
+        except Exception as e:
+            said = {"error": repr(e)}
+        return json.dumps(said).encode() + b"\n"
+
+waiting = selectors.DefaultSelector()
+
+def take():
     try:
-        said = answer(line.split())
-    except Exception as e:
-        said = {"error": repr(e)}
-    with open("/run/answer", "w") as out:
-        out.write(json.dumps(said) + "\n")
+        stream, _ = port.accept()
+    except OSError:
+        return
+    peer = Peer(stream)
+
+    def hear():
+        if not peer.hear():
+            waiting.unregister(stream)
+            stream.close()
+    waiting.register(stream, selectors.EVENT_READ, hear)
+
+def asked():
+    line = os.read(pipe, 4096)
+    near, far = socket.socketpair()
+    with near:
+        near.sendall(line)
+        Peer(far).hear()
+        # What is no line has no answer.
+        far.close()
+        said = near.recv(1 << 16)
+    with open("/run/answer", "wb") as out:
+        out.write(said)
+
+port = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+port.bind((socket.VMADDR_CID_ANY, PORT))
+port.listen(64)
+port.setblocking(False)
+pipe = os.open("/run/ask", os.O_RDWR)
+waiting.register(port, selectors.EVENT_READ, take)
+waiting.register(pipe, selectors.EVENT_READ, asked)
+with open("/run/answer", "w") as out:
+    out.write("listening\n")
+while True:
+    for key, _ in waiting.select():
+        key.data()
 "#;
 
 /// Asks, and prints the answer. Only the shell's own commands: no further process.
 const ASK: &str = r#"echo "$*" >/run/ask; read -r said </run/answer; printf '%s\n' "$said""#;
 
 /// Keeps the program, and with it an ephemeral VM, until its standard input ends.
-const STAY: &str = "\nread -r end\n";
+const STAY: &str = "read -r end\n";
 
 /// A guest that does not answer within this is lost.
 const PATIENCE_MS: u64 = 60_000;
 
+/// The server's text.
+fn server() -> String {
+    // Numbers of ours under the names that the text has for them.
+    SERVER.replace("ROUNDS", &ROUNDS.to_string()).replace("PORT", &PORT.to_string())
+}
+
+/// A text for `/bin/sh` that starts the server and waits until it listens.
+fn start() -> String {
+    format!(
+        "set -e\nmkfifo /run/ask /run/answer\ncat >/run/server.py <<'END'\n{}END\n\
+         setsid python3 /run/server.py >/run/server.log 2>&1 </dev/null &\n\
+         read -r said </run/answer\n",
+        server()
+    )
+}
+
 /// A text for `/bin/sh` that starts the server and has it answer once.
 #[must_use]
 pub fn warmup() -> String {
-    let server = SERVER.replace("ROUNDS", &ROUNDS.to_string());
-    format!(
-        "set -e\nmkfifo /run/ask /run/answer\ncat >/run/server.py <<'END'\n{server}END\n\
-         setsid python3 /run/server.py >/run/server.log 2>&1 </dev/null &\n\
-         set -- sum 0\n{ASK}\n"
-    )
+    format!("{}set -- sum 0\n{ASK}\n", start())
 }
 
 /// The program that runs [`warmup`].
@@ -71,16 +148,10 @@ pub fn warmup_exec() -> ExecSpec {
     shell(&warmup(), &[])
 }
 
-/// The program that runs [`warmup`] and then stays until its connection ends.
+/// The program that starts the server, says `listening` in a line once it does, and then stays until its connection ends.
 #[must_use]
-pub fn warmup_and_stay() -> ExecSpec {
-    ExecSpec { stdin: true, ..shell(&(warmup() + STAY), &[]) }
-}
-
-/// The program that asks the server and then stays until its connection ends.
-#[must_use]
-pub fn ask_and_stay(words: &[&str]) -> ExecSpec {
-    ExecSpec { stdin: true, ..shell(&format!("{ASK}{STAY}"), words) }
+pub fn start_and_stay() -> ExecSpec {
+    ExecSpec { stdin: true, ..shell(&format!("{}printf '%s\\n' \"$said\"\n{STAY}", start()), &[]) }
 }
 
 /// The program that asks the server.
@@ -140,7 +211,7 @@ mod tests {
     /// The server's own text, run by this host's Python if it has one, gives what [`checksum`] expects.
     #[test]
     fn both_sides_compute_the_same() {
-        let function = SERVER.replace("ROUNDS", &ROUNDS.to_string());
+        let function = server();
         let until = function.find("def answer").expect("the function after checksum");
         let text = format!("{}\nprint(checksum(7), end='')\n", &function[..until]);
         let python = Command::new("python3").arg("-").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();

@@ -1,7 +1,7 @@
 //! A daemon that runs today's programs, with a kernel and an image to work on.
 
 use anyhow::{Context, Result};
-use dayfly_api::client::{Client, Exec, ExecEvent};
+use dayfly_api::client::{Client, Connection, Exec, ExecEvent};
 use dayfly_api::types::{ErrorCode, Kernel};
 use dayfly_cli::connect::{self, Place};
 use dayfly_cli::progress::Steps;
@@ -9,6 +9,7 @@ use dayfly_cli::{artefacts, home};
 use dayfly_units::Name;
 use std::path::PathBuf;
 use std::sync::Arc;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// The image that demo and tests share: Debian bookworm and python3.
 pub const IMAGE: &str = "dayfly-demo-bookworm";
@@ -104,4 +105,26 @@ pub async fn first_line(exec: &mut Exec) -> Result<String> {
             }
         }
     }
+}
+
+/// The server's answer to `words`, over a connection to its port ([`crate::guest::PORT`]).
+///
+/// # Errors
+/// When the connection ends before the answer, or the answer is no line of at most 64 KiB.
+pub async fn ask(connection: &mut Connection, words: &[&str]) -> Result<String> {
+    const ANSWER_BYTES: usize = 64 << 10;
+    let question = words.join(" ") + "\n";
+    connection.write_all(question.as_bytes()).await.context("asking")?;
+    let mut line = Vec::new();
+    while line.last() != Some(&b'\n') {
+        let got = connection.read_buf(&mut line).await.context("the answer")?;
+        anyhow::ensure!(
+            got > 0 && line.len() <= ANSWER_BYTES,
+            "{words:?}: expected a line, got {:?}{}",
+            String::from_utf8_lossy(&line),
+            if got == 0 { " and the end" } else { " and no end" }
+        );
+    }
+    line.pop();
+    String::from_utf8(line).context("the answer")
 }

@@ -1,7 +1,7 @@
 //! One HTTP exchange: connect, send, tell answers from errors.
 
-use super::{Client, Exec};
-use crate::types::{ApiError, ErrorCode, UPGRADE};
+use super::{Client, Connection, Exec};
+use crate::types::{ApiError, ErrorCode, UPGRADE, UPGRADE_PORT, VM_HEADER};
 use bytes::Bytes;
 use futures::{Stream, StreamExt};
 use http::{Method, Request, Response, StatusCode, header};
@@ -9,6 +9,7 @@ use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Empty, Full, Limited, StreamBody};
 use hyper::body::{Frame, Incoming};
 use hyper::client::conn::http1;
+use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -206,13 +207,43 @@ impl Client {
 
     /// Asks for the upgrade and, once it is granted, sends `first` as a `Request` frame.
     pub(super) async fn upgrade(&self, path: &str, first: &impl Serialize) -> Result<Exec, ClientError> {
-        let call = format!("POST {path}");
+        let (call, answer) = self.switch(Method::POST, path, UPGRADE, empty_body()).await?;
+        let io = leave_http(&call, answer).await?;
+        Exec::start(call, io, &to_json(first)?).await
+    }
+
+    /// Asks for a connection to a port.
+    pub(super) async fn to_port(
+        &self,
+        method: Method,
+        path: &str,
+        body: Body,
+    ) -> Result<Connection, ClientError> {
+        let (call, answer) = self.switch(method, path, UPGRADE_PORT, body).await?;
+        let vm = answer.headers().get(VM_HEADER).map(http::HeaderValue::as_bytes).unwrap_or_default();
+        let vm = serde_json::from_slice(vm).map_err(|e| ClientError::Foreign {
+            call: call.clone(),
+            expected: "a VM in the header dayfly-vm",
+            got: format!("{:?}: {e}", String::from_utf8_lossy(vm)),
+        })?;
+        Ok(Connection::new(vm, leave_http(&call, answer).await?))
+    }
+
+    /// Asks for `protocol`; gives what was asked, in words, and the 101.
+    async fn switch(
+        &self,
+        method: Method,
+        path: &str,
+        protocol: &'static str,
+        body: Body,
+    ) -> Result<(String, Response<Incoming>), ClientError> {
+        let call = format!("{method} {path}");
         let request = Request::builder()
-            .method(Method::POST)
+            .method(method)
             .uri(path)
             .header(header::CONNECTION, "upgrade")
-            .header(header::UPGRADE, UPGRADE);
-        let answer = self.send(request, empty_body()).await?;
+            .header(header::UPGRADE, protocol);
+        let answer = self.send(request, body).await?;
         if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
             return Err(ClientError::Foreign {
                 call,
@@ -220,10 +251,15 @@ impl Client {
                 got: answer.status().to_string(),
             });
         }
-        let upgraded = hyper::upgrade::on(answer).await;
-        let upgraded = upgraded.map_err(|e| ClientError::Broken { call: call.clone(), source: e.into() })?;
-        Exec::start(call, TokioIo::new(upgraded), &to_json(first)?).await
+        Ok((call, answer))
     }
+}
+
+/// What is left of a connection after its 101.
+async fn leave_http(call: &str, answer: Response<Incoming>) -> Result<TokioIo<Upgraded>, ClientError> {
+    let upgraded = hyper::upgrade::on(answer).await;
+    let broken = |e: hyper::Error| ClientError::Broken { call: call.to_owned(), source: e.into() };
+    upgraded.map(TokioIo::new).map_err(broken)
 }
 
 #[cfg(test)]

@@ -2,7 +2,10 @@
 
 use super::{Client, ClientError, ExecEvent, stream_body};
 use crate::agent::{ExecSpec, Exit, FrameKind, WindowSize, encode};
-use crate::types::{ApiError, ErrorCode, ImageConfig, ImageUpload, Progress, RunReply, Vm, VmState};
+use crate::types::{
+    ApiError, ConnectRequest, CreateRequest, ErrorCode, ImageConfig, ImageUpload, Progress, RunReply, Source,
+    Vm, VmState,
+};
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -264,4 +267,65 @@ async fn a_program_that_does_not_start_and_one_that_is_cut_off_are_errors() {
         assert_eq!(got.code(), code, "{got:?}");
         server.await.expect("no panic");
     }
+}
+
+#[tokio::test]
+async fn a_port_is_asked_for_and_its_bytes_are_whole() {
+    let request = ConnectRequest {
+        create: CreateRequest {
+            source: Source::Snapshot("base".parse().expect("a name")),
+            name: None,
+            labels: BTreeMap::new(),
+        },
+        port: 5000,
+        keep: false,
+    };
+    let body = serde_json::to_vec(&request).expect("JSON");
+    for (run, first_line, length) in [
+        (false, "GET /v1/vms/a%2Fb/ports/5000 HTTP/1.1\r\n", 0),
+        (true, "POST /v1/connect HTTP/1.1\r\n", body.len()),
+    ] {
+        let (_dir, path) = socket();
+        let listener = UnixListener::bind(&path).expect("a socket");
+        let server = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.expect("a client");
+            let head = head(&mut stream).await;
+            let mut body = vec![0; length];
+            stream.read_exact(&mut body).await.expect("a body");
+            // Head and first bytes in one write: the client must not lose what follows the head.
+            let answer = format!(
+                "HTTP/1.1 101 x\r\nConnection: upgrade\r\nUpgrade: dayfly-port\r\nDayfly-Vm: {}\r\n\r\nfirst",
+                serde_json::json!(vm())
+            );
+            stream.write_all(answer.as_bytes()).await.expect("a reader");
+            let mut rest = String::new();
+            stream.read_to_string(&mut rest).await.expect("an end");
+            stream.write_all(b" last").await.expect("a reader");
+            (head, body, rest)
+        });
+        let client = Client::new(path);
+        let asked =
+            if run { client.run_connected(&request).await } else { client.connect("a/b", 5000).await };
+        let mut connection = asked.expect("a connection");
+        assert_eq!(connection.vm, vm());
+        connection.write_all(b"question").await.expect("open");
+        connection.shutdown().await.expect("open");
+        let mut got = String::new();
+        connection.read_to_string(&mut got).await.expect("an end");
+        assert_eq!(got, "first last");
+        let (head, sent, rest) = server.await.expect("no panic");
+        assert!(head.starts_with(first_line), "{head}");
+        assert!(head.to_ascii_lowercase().contains("upgrade: dayfly-port\r\n"), "{head}");
+        assert_eq!(rest, "question");
+        assert_eq!(sent, if run { body.clone() } else { Vec::new() });
+    }
+}
+
+#[tokio::test]
+async fn a_port_without_a_vm_is_a_strangers() {
+    let (_dir, path) = socket();
+    let server = answer_once(&path, "HTTP/1.1 101 x\r\nConnection: upgrade\r\nUpgrade: dayfly-port\r\n\r\n");
+    let got = Client::new(path).connect("web", 5000).await.expect_err("no VM");
+    assert!(matches!(got, ClientError::Foreign { .. }), "{got:?}");
+    server.await.expect("no panic");
 }

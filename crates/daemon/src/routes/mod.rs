@@ -8,7 +8,9 @@ mod host;
 mod images;
 mod kernels;
 mod logs;
+mod ports;
 mod snapshots;
+mod upgrade;
 mod vms;
 
 use crate::daemon::Daemon;
@@ -59,6 +61,8 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(archive::read, archive::write))
         .routes(routes!(exec::exec))
         .routes(routes!(exec::run))
+        .routes(routes!(ports::connect))
+        .routes(routes!(ports::run_connected))
         .split_for_parts()
 }
 

@@ -4,6 +4,7 @@ use crate::depot::Depot;
 use dayfly_api::client::Client;
 use dayfly_api::types::ErrorCode;
 use std::path::{Path as FilePath, PathBuf};
+use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 
@@ -15,12 +16,16 @@ struct Served {
 }
 
 fn served() -> Served {
+    served_within(Deadlines::default())
+}
+
+fn served_within(deadlines: Deadlines) -> Served {
     let folder = tempfile::tempdir().unwrap();
     let config = Config {
         state: folder.path().join("s"),
         run: folder.path().join("r"),
         vmm: "/nonexistent/dayfly-vmm".into(),
-        deadlines: Deadlines::default(),
+        deadlines,
     };
     std::fs::create_dir_all(config.vms()).unwrap();
     std::fs::create_dir_all(&config.state).unwrap();
@@ -85,6 +90,10 @@ async fn errors_are_json_with_their_status() {
         ("POST", "/v1/vms", r#"{"source":{"snapshot":"none"}}"#, 404, ErrorCode::NotFound),
         ("POST", "/v1/run", "", 400, ErrorCode::Invalid),
         ("POST", "/v1/vms/nobody/exec", "", 400, ErrorCode::Invalid),
+        ("POST", "/v1/connect", "", 400, ErrorCode::Invalid),
+        ("GET", "/v1/vms/nobody/ports/5000", "", 400, ErrorCode::Invalid),
+        ("GET", "/v1/vms/nobody/ports/x", "", 400, ErrorCode::Invalid),
+        ("POST", "/v1/vms/nobody/ports/5000", "", 405, ErrorCode::Invalid),
     ] {
         let (line, body) = raw(&served.socket, &request(method, path, body)).await;
         let error: dayfly_api::types::ApiError =
@@ -132,6 +141,152 @@ async fn what_nobody_knows_in_the_run_folder_is_a_leak_and_swept() {
     assert_eq!(client.sweep().await.unwrap(), before);
     assert!(!dir.path().exists());
     assert!(client.leaks().await.unwrap().is_empty());
+}
+
+/// A VM that runs, as far as the daemon knows, and the socket that its VMM listens on.
+fn running(served: &Served, name: &str) -> (Arc<crate::vm::Vm>, UnixListener) {
+    let facts = crate::vm::Facts {
+        snapshot: None,
+        image: "i".parse().unwrap(),
+        kernel: dayfly_store::KernelRef {
+            name: "k".parse().unwrap(),
+            release: "6.12".into(),
+            digest: dayfly_store::Digest::of(b"k"),
+        },
+        vcpus: 1,
+        memory_bytes: 64 << 20,
+        created_unix_ms: 0,
+        config: Default::default(),
+        ephemeral: false,
+        labels: [("schön".to_owned(), "\u{7f}".to_owned())].into(),
+    };
+    let name = Some(name.parse().unwrap());
+    let vm = served.daemon.registry.reserve(&served.daemon.config, name, facts, None).unwrap();
+    std::fs::create_dir_all(vm.dir.root()).unwrap();
+    let listener = UnixListener::bind(vm.dir.vsock()).unwrap();
+    vm.step(crate::vm::state::Event::Ready).unwrap();
+    (vm, listener)
+}
+
+/// Takes one connection and reads its first line.
+async fn called(listener: &UnixListener) -> (UnixStream, String) {
+    let (mut stream, _) = listener.accept().await.unwrap();
+    let mut line = Vec::new();
+    while line.last() != Some(&b'\n') {
+        line.push(stream.read_u8().await.unwrap());
+    }
+    (stream, String::from_utf8(line).unwrap())
+}
+
+#[tokio::test]
+async fn a_connection_to_a_port_carries_bytes_both_ways() {
+    let served = served();
+    let (vm, listener) = running(&served, "web");
+    let guest = tokio::spawn(async move {
+        let (mut stream, line) = called(&listener).await;
+        assert_eq!(line, "CONNECT 5000\n");
+        // The first words right behind the greeting are the client's.
+        stream.write_all(b"OK 7\nhello\n").await.unwrap();
+        let mut heard = String::new();
+        stream.read_to_string(&mut heard).await.unwrap();
+        stream.write_all(heard.to_uppercase().as_bytes()).await.unwrap();
+    });
+    let mut connection = Client::new(&served.socket).connect("web", 5000).await.unwrap();
+    assert_eq!(connection.vm, vm.shown());
+    connection.write_all(b"question").await.unwrap();
+    connection.shutdown().await.unwrap();
+    let mut said = String::new();
+    connection.read_to_string(&mut said).await.unwrap();
+    assert_eq!(said, "hello\nQUESTION");
+    guest.await.unwrap();
+}
+
+#[tokio::test]
+async fn a_port_is_refused_before_the_upgrade_and_says_why() {
+    let served = served();
+    let (vm, listener) = running(&served, "web");
+    let client = Client::new(&served.socket);
+    let refused = async |port| client.connect("web", port).await.unwrap_err();
+    for (port, word) in [(1024, "agent"), (1025, "agent"), (0, "expected a number")] {
+        let e = refused(port).await;
+        assert_eq!(e.code(), Some(ErrorCode::Invalid), "{e}");
+        assert!(e.to_string().contains(word) && e.to_string().contains(&port.to_string()), "{e}");
+    }
+    let nobody = async {
+        drop(called(&listener).await);
+    };
+    let (e, ()) = tokio::join!(refused(5001), nobody);
+    assert_eq!(e.code(), Some(ErrorCode::Guest), "{e}");
+    assert!(["VM web", "port 5001", "listen"].iter().all(|word| e.to_string().contains(word)), "{e}");
+    let stranger = async {
+        called(&listener).await.0.write_all(b"what?\n").await.unwrap();
+    };
+    let (e, ()) = tokio::join!(refused(5001), stranger);
+    assert_eq!(e.code(), Some(ErrorCode::Guest), "{e}");
+    assert!(e.to_string().contains("what?"), "{e}");
+
+    vm.step(crate::vm::state::Event::Pause).unwrap();
+    let e = refused(5000).await;
+    assert_eq!((e.code(), e.to_string().contains("paused")), (Some(ErrorCode::State), true), "{e}");
+    vm.step(crate::vm::state::Event::Die).unwrap();
+    let e = refused(5000).await;
+    assert_eq!((e.code(), e.to_string().contains("exited")), (Some(ErrorCode::State), true), "{e}");
+    let e = client.connect("nobody", 5000).await.unwrap_err();
+    assert_eq!(e.code(), Some(ErrorCode::NotFound), "{e}");
+}
+
+#[tokio::test]
+async fn a_guest_that_does_not_answer_is_given_up() {
+    let served = served_within(Deadlines { port: Duration::from_millis(50), ..Deadlines::default() });
+    let (_vm, _listener) = running(&served, "web");
+    let e = Client::new(&served.socket).connect("web", 5000).await.unwrap_err();
+    assert_eq!(e.code(), Some(ErrorCode::Timeout), "{e}");
+}
+
+#[tokio::test]
+async fn the_end_of_the_vm_or_the_daemon_ends_a_connection() {
+    for daemon_ends in [false, true] {
+        let served = served();
+        let (vm, listener) = running(&served, "web");
+        let greet = async {
+            let mut guest = called(&listener).await.0;
+            guest.write_all(b"OK 7\n").await.unwrap();
+            guest
+        };
+        let client = Client::new(&served.socket);
+        let (connection, guest) = tokio::join!(client.connect("web", 5000), greet);
+        let mut connection = connection.unwrap();
+        // A VMM that ends closes its sockets.
+        let _guest = if daemon_ends {
+            served.daemon.stop.cancel();
+            Some(guest)
+        } else {
+            vm.ended(crate::vm::exit_now(dayfly_api::types::ExitKind::Killed, "killed"));
+            drop(guest);
+            None
+        };
+        assert_eq!(connection.read(&mut [0; 1]).await.unwrap(), 0);
+    }
+}
+
+#[tokio::test]
+async fn a_connected_run_that_cannot_be_leaves_nothing() {
+    let served = served();
+    let client = Client::new(&served.socket);
+    let request = |port| dayfly_api::types::ConnectRequest {
+        create: dayfly_api::types::CreateRequest {
+            source: dayfly_api::types::Source::Snapshot("none".parse().unwrap()),
+            name: None,
+            labels: Default::default(),
+        },
+        port,
+        keep: false,
+    };
+    let e = client.run_connected(&request(5000)).await.unwrap_err();
+    assert_eq!(e.code(), Some(ErrorCode::NotFound), "{e}");
+    let e = client.run_connected(&request(1024)).await.unwrap_err();
+    assert_eq!(e.code(), Some(ErrorCode::Invalid), "{e}");
+    assert!(served.daemon.registry.is_empty());
 }
 
 #[tokio::test]

@@ -4,6 +4,7 @@
 //! has a deadline.
 
 use crate::error::Fault;
+use crate::ports::{DialError, dial, is_closed};
 use dayfly_api::agent::{
     Failure, Frame, FrameError, FrameKind, HEADER_BYTES, Identity, PORT, Ready, Reply, Request, Stat,
     decode_header, encode,
@@ -16,8 +17,6 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::{Instant, sleep, timeout_at};
 
-/// The longest answer to `CONNECT <port>\n`.
-const GREETING_MAX: usize = 32;
 /// Between two attempts to connect, when a guest does not take connections yet.
 const AGAIN: Duration = Duration::from_millis(2);
 
@@ -135,10 +134,7 @@ impl AgentLink {
                 Ok(Ok(stream)) => return Ok(Self { stream, waited: within, deadline }),
                 // The VMM is there, the guest's port is not: the VMM closes the connection.
                 Ok(Err(LinkError::Io { source, .. }))
-                    if matches!(
-                        source.kind(),
-                        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset
-                    ) && Instant::now() + AGAIN < deadline =>
+                    if is_closed(&source) && Instant::now() + AGAIN < deadline =>
                 {
                     sleep(AGAIN).await;
                 }
@@ -149,20 +145,10 @@ impl AgentLink {
     }
 
     async fn attempt(path: &Path) -> Result<UnixStream, LinkError> {
-        let io = |source| LinkError::Io { doing: "connecting", source };
-        let mut stream = UnixStream::connect(path).await.map_err(io)?;
-        stream.write_all(format!("CONNECT {PORT}\n").as_bytes()).await.map_err(io)?;
-        let mut greeting = Vec::with_capacity(GREETING_MAX);
-        // Byte by byte: what follows the line belongs to the agent's first frame.
-        while greeting.last() != Some(&b'\n') && greeting.len() < GREETING_MAX {
-            greeting.push(stream.read_u8().await.map_err(io)?);
-        }
-        let port = greeting.strip_prefix(b"OK ").and_then(|g| g.strip_suffix(b"\n"));
-        if port.is_some_and(|p| !p.is_empty() && p.iter().all(u8::is_ascii_digit)) {
-            Ok(stream)
-        } else {
-            Err(LinkError::Greeting { got: greeting.escape_ascii().to_string() })
-        }
+        dial(path, PORT).await.map_err(|e| match e {
+            DialError::Io(source) => LinkError::Io { doing: "connecting", source },
+            DialError::Greeting { got } => LinkError::Greeting { got },
+        })
     }
 
     async fn timed<T>(

@@ -13,3 +13,5 @@ mod harness;
 mod integrity;
 mod kernels;
 mod life;
+mod pool;
+mod ports;

@@ -1,8 +1,8 @@
 //! Making clones, asking them, and removing all that was made.
 
 use anyhow::{Context, Result};
-use dayfly_api::client::{Client, Exec};
-use dayfly_api::types::{CreateRequest, ErrorCode, RunRequest, Snapshot, Source, VmDetails};
+use dayfly_api::client::{Client, Connection};
+use dayfly_api::types::{ConnectRequest, CreateRequest, ErrorCode, Snapshot, Source, VmDetails};
 use dayfly_cli::progress::Steps;
 use dayfly_e2e::guest::{self, Sum};
 use dayfly_e2e::setup::{self, Host};
@@ -28,7 +28,7 @@ pub struct Clone {
     /// What it weighs after it.
     pub details: VmDetails,
     /// Its VM ends with this connection, however the demo ends.
-    pub running: Option<Exec>,
+    pub running: Option<Connection>,
 }
 
 /// The daemon, and everything that the demo made in it.
@@ -140,23 +140,24 @@ impl Demo {
     }
 }
 
-/// The measured part: one connection, from the request to the first answer.
+/// The measured part: one connection, from the request to the first answer. The one who answers is the Python process that was running
+/// when the snapshot was taken, asked over vsock; no process is started for it.
 async fn ask_a_clone(
     client: &Client,
     snapshot: &Name,
     name: Name,
     index: usize,
-) -> Result<(Duration, Sum, Exec)> {
+) -> Result<(Duration, Sum, Connection)> {
     let source = Source::Snapshot(snapshot.clone());
-    let request = RunRequest {
+    let request = ConnectRequest {
         create: CreateRequest { source, name: Some(name), labels: BTreeMap::new() },
-        exec: guest::ask_and_stay(&["sum", &index.to_string()]),
+        port: guest::PORT,
         keep: false,
     };
     let begun = Instant::now();
-    let mut exec = client.run(&request).await?;
-    let line = setup::first_line(&mut exec).await?;
+    let mut connection = client.run_connected(&request).await?;
+    let line = setup::ask(&mut connection, &["sum", &index.to_string()]).await?;
     let took = begun.elapsed();
     let sum = serde_json::from_str(&line).with_context(|| format!("the answer {line:?}"))?;
-    Ok((took, sum, exec))
+    Ok((took, sum, connection))
 }

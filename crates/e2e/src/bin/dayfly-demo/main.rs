@@ -1,6 +1,10 @@
 //! First light: one command boots a Debian, bakes it, starts twenty copies of it, and shows what that took.
 //!
 //! Everything goes through the typed client, as any program would do it. `target/demo.json` has the figures.
+//!
+//! Booted guest and copies are asked in the same way: over a connection to the vsock port of a Python server. In the booted guest it has
+//! to be started first; in a copy the answer comes from the very process that was running when the snapshot was taken. No process is
+//! spawned for it, and that the server is the baked one is verified: all answers bear the number that it drew when it started.
 
 mod chain;
 mod clones;
@@ -142,12 +146,14 @@ async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
     demo.vms.push(name.to_string());
     let request = RunRequest {
         create: CreateRequest { source: Source::Boot(source), name: Some(name), labels: BTreeMap::new() },
-        // Starts Python, imports, and asks.
-        exec: guest::warmup_and_stay(),
+        // Starts Python, which imports and listens.
+        exec: guest::start_and_stay(),
         keep: false,
     };
     let mut exec = demo.host.client.run(&request).await?;
-    let line = setup::first_line(&mut exec).await?;
+    setup::first_line(&mut exec).await?;
+    let mut connection = demo.host.client.connect(&exec.vm.id.to_string(), guest::PORT).await?;
+    let line = setup::ask(&mut connection, &["sum", "0"]).await?;
     let took = begun.elapsed();
     let sum: guest::Sum = serde_json::from_str(&line).with_context(|| format!("the answer {line:?}"))?;
     ensure!(sum.checksum == guest::checksum(0), "the booted guest computed {}", sum.checksum);
@@ -166,6 +172,7 @@ async fn bake(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
         memory_bytes: options.memory.0,
         vcpus: options.cpus,
         warmup: Some(guest::warmup_exec()),
+        // By pipe, for there is no vsock to itself in a guest; the server's part in it is the same.
         rehearsal: Some(guest::ask(&["sum", "0"])),
         init: None,
     };
