@@ -112,7 +112,8 @@ while True:
 "#;
 
 /// Asks, and prints the answer. Only the shell's own commands: no further process.
-const ASK: &str = r#"echo "$*" >/run/ask; read -r said </run/answer; printf '%s\n' "$said""#;
+/// Opened for writing too, the pipe has no end that the shell could meet before the answer: the server closes it after each.
+const ASK: &str = r#"echo "$*" >/run/ask; read -r said <>/run/answer; printf '%s\n' "$said""#;
 
 /// Keeps the program, and with it an ephemeral VM, until its standard input ends.
 const STAY: &str = "read -r end\n";
@@ -131,7 +132,7 @@ fn start() -> String {
     format!(
         "set -e\nmkfifo /run/ask /run/answer\ncat >/run/server.py <<'END'\n{}END\n\
          setsid python3 /run/server.py >/run/server.log 2>&1 </dev/null &\n\
-         read -r said </run/answer\n",
+         read -r said <>/run/answer\n",
         server()
     )
 }

@@ -212,13 +212,14 @@ impl Pool {
         self.wanted.notify_one();
     }
 
-    fn put(&self, shell: Shell) -> Result<(), Shell> {
+    /// Puts it away; gives it back where nothing is to wait any more.
+    fn put(&self, shell: Shell) -> Option<Shell> {
         let mut shelves = lock(&self.shelves);
         if shelves.closed {
-            return Err(shell);
+            return Some(shell);
         }
         shelves.put(shell);
-        Ok(())
+        None
     }
 
     /// Takes out the one with this id.
@@ -404,9 +405,9 @@ async fn prime(daemon: &Arc<Daemon>, template: &Template) -> Outcome<(Shell, boo
 async fn shelve(daemon: &Arc<Daemon>, shell: Shell, new: bool) {
     let (id, process) = (shell.seat.id, shell.process.clone());
     match daemon.pool.put(shell) {
-        Ok(()) if new => watch(daemon, id, process),
-        Ok(()) => {}
-        Err(shell) => end(daemon, vec![shell]).await,
+        None if new => watch(daemon, id, process),
+        None => {}
+        Some(shell) => end(daemon, vec![shell]).await,
     }
 }
 
