@@ -24,7 +24,7 @@ test: build
 	@echo "test: unit and property tests, and the microguest on /dev/kvm"
 	@cargo test --release --workspace --exclude dayfly-e2e
 	@echo "test: stock kernels, natively or in the machine"
-	@cargo test --release -p dayfly-e2e
+	@cargo test --release -p dayfly-e2e; status=$$?; DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; exit $$status
 
 lint:
 	cargo fmt --all --check
