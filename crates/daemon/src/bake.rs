@@ -74,7 +74,7 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
     unwanted.keep();
     let (shared, name) = (daemon.clone(), committed.manifest.name.clone());
     let template = blocking(move || Template::of(&shared.depot.open_snapshot(&name)?)).await?;
-    daemon.pool.expect(template);
+    daemon.pool.expect(&template).await;
     Ok(shown_snapshot(&committed.manifest))
 }
 

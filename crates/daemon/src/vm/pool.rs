@@ -46,6 +46,8 @@ const WINDOW: Duration = Duration::from_secs(2);
 const TICK: Duration = Duration::from_secs(2);
 /// What nobody has asked for as long is not in use.
 const IDLE: Duration = Duration::from_secs(600);
+/// How long whoever expects births waits for the first clone.
+const EXPECT: Duration = Duration::from_secs(5);
 /// How long the keeper holds back for births that are under way.
 const YIELD: Duration = Duration::from_millis(100);
 
@@ -161,6 +163,8 @@ enum Missing {
 pub struct Pool {
     shelves: Mutex<Shelves>,
     wanted: Notify,
+    /// Something was put away.
+    shelved: Notify,
     births: AtomicUsize,
     quiet: Notify,
 }
@@ -205,11 +209,21 @@ impl Pool {
         self.wanted.notify_one();
     }
 
-    /// Says that this snapshot will soon be cloned.
-    pub fn expect(&self, template: Template) {
+    /// Says that this snapshot will soon be cloned, and waits until one clone of it is ready, but not for long.
+    pub async fn expect(&self, template: &Template) {
         let now = Instant::now();
-        lock(&self.shelves).demand.entry(template).or_insert_with(|| Demand::new(now)).last = now;
+        lock(&self.shelves).demand.entry(template.clone()).or_insert_with(|| Demand::new(now)).last = now;
         self.wanted.notify_one();
+        let ready = async {
+            loop {
+                let shelved = self.shelved.notified();
+                if lock(&self.shelves).primed.contains_key(template) {
+                    return;
+                }
+                shelved.await;
+            }
+        };
+        let _ = timeout(EXPECT, ready).await;
     }
 
     /// Puts it away; gives it back where nothing is to wait any more.
@@ -219,6 +233,8 @@ impl Pool {
             return Some(shell);
         }
         shelves.put(shell);
+        drop(shelves);
+        self.shelved.notify_waiters();
         None
     }
 
