@@ -44,8 +44,6 @@ pub struct Deadlines {
     pub control: Duration,
     /// For `Save`, which writes the guest's memory.
     pub save: Duration,
-    /// From `Quit` to SIGKILL.
-    pub quit: Duration,
     /// From SIGKILL to the end of the process: freeing memory takes about 40 ms a GiB.
     pub reap: Duration,
     /// For a client to send the first frame after an upgrade.
@@ -64,7 +62,6 @@ impl Default for Deadlines {
             stat: s(3),
             control: s(20),
             save: s(600),
-            quit: s(5),
             reap: s(60),
             first_frame: s(30),
             shutdown: s(15),

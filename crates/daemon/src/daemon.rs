@@ -2,6 +2,7 @@
 
 use crate::config::Config;
 use crate::depot::Depot;
+use crate::metrics::Metrics;
 use crate::vm::pool::Pool;
 use crate::vm::registry::Registry;
 use tokio_util::sync::CancellationToken;
@@ -14,8 +15,10 @@ pub struct Daemon {
     pub config: Config,
     /// Which VMs there are.
     pub registry: Registry,
-    /// Shells that wait for their guests.
+    /// What is made ahead of demand.
     pub pool: Pool,
+    /// What is counted and timed.
+    pub metrics: Metrics,
     /// Images, kernels, snapshots, layers.
     pub depot: Depot,
     /// Undoing: the daemon waits for it before it ends.
@@ -32,6 +35,7 @@ impl Daemon {
             config,
             registry: Registry::default(),
             pool: Pool::default(),
+            metrics: Metrics::default(),
             depot,
             undo: TaskTracker::new(),
             stop: CancellationToken::new(),

@@ -16,6 +16,7 @@ pub mod daemon;
 pub mod depot;
 pub mod error;
 pub mod kvm;
+pub mod metrics;
 pub mod ndjson;
 pub mod ports;
 mod rehearsal;

@@ -2,9 +2,11 @@
 
 use super::Shared;
 use crate::error::Outcome;
-use crate::sweep;
+use crate::{metrics, sweep};
 use axum::Json;
 use axum::extract::State;
+use axum::http::HeaderName;
+use axum::http::header::CONTENT_TYPE;
 use dayfly_api::types::{ApiError, Info, Leak, List};
 
 /// What this daemon is and runs on.
@@ -30,4 +32,11 @@ pub async fn leaks(State(daemon): Shared) -> Outcome<Json<List<Leak>>> {
 #[utoipa::path(post, path = "/v1/sweep", responses((status = 200, body = List<Leak>), (status = 500, body = ApiError)))]
 pub async fn sweep(State(daemon): Shared) -> Outcome<Json<List<Leak>>> {
     Ok(Json(List { items: sweep::sweep(&daemon).await?.iter().map(sweep::shown).collect() }))
+}
+
+/// What is counted and timed, for Prometheus.
+#[utoipa::path(get, path = "/metrics", responses((status = 200, body = String, content_type = "application/openmetrics-text")))]
+pub async fn metrics(State(daemon): Shared) -> ([(HeaderName, &'static str); 1], String) {
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(CONTENT_TYPE, kind)], metrics::text(&daemon))
 }

@@ -44,6 +44,7 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(host::info))
         .routes(routes!(host::leaks))
         .routes(routes!(host::sweep))
+        .routes(routes!(host::metrics))
         .routes(routes!(images::list))
         .routes(routes!(images::inspect, images::upload, images::remove))
         .routes(routes!(kernels::list))

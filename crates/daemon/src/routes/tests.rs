@@ -57,6 +57,35 @@ fn request(method: &str, path: &str, body: &str) -> Vec<u8> {
     .into_bytes()
 }
 
+#[tokio::test]
+async fn what_is_counted_and_timed_is_told_to_prometheus() {
+    use crate::metrics::{Birth, Start};
+    let served = served();
+    let metrics = &served.daemon.metrics;
+    metrics.birth(
+        Start::Clone,
+        &[(Birth::Open, 100), (Birth::Run, 400), (Birth::Connect, 450), (Birth::Identity, 900)],
+    );
+    metrics.birth(Start::Nothing, &[(Birth::Open, 3_000_000)]);
+    metrics.death(Duration::from_millis(1), Duration::from_millis(15));
+    let (status, body) = raw(&served.socket, &request("GET", "/metrics", "")).await;
+    assert_eq!(status, "HTTP/1.1 200 OK");
+    for line in [
+        r#"dayfly_birth_seconds_bucket{le="0.0005",phase="run"} 1"#,
+        r#"dayfly_birth_seconds_bucket{le="0.0002",phase="run"} 0"#,
+        r#"dayfly_birth_seconds_count{phase="open"} 2"#,
+        r#"dayfly_birth_seconds_bucket{le="0.001",phase="total"} 1"#,
+        r#"dayfly_births_total{from="clone"} 1"#,
+        r#"dayfly_births_total{from="nothing"} 1"#,
+        r#"dayfly_death_seconds_bucket{le="0.02",phase="gone"} 1"#,
+        "dayfly_vms 0",
+        "dayfly_waiting 0",
+        "# EOF",
+    ] {
+        assert!(body.lines().any(|l| l == line), "{line} in\n{body}");
+    }
+}
+
 #[test]
 fn the_document_is_frozen() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/openapi.json");

@@ -14,6 +14,7 @@ use super::state::Event;
 use super::{Vm, control_link, death, identity};
 use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome, blocking};
+use crate::metrics::{self, Birth};
 use crate::time::Asked;
 use dayfly_api::agent::Ready;
 use dayfly_api::types::{CreateRequest, ErrorCode, Source};
@@ -22,6 +23,7 @@ use dayfly_units::Name;
 use std::collections::BTreeMap;
 use std::io::{Read, Seek, SeekFrom};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::net::UnixListener;
 use tokio::time::timeout;
 
@@ -140,17 +142,20 @@ pub async fn birth(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome<
         live.asked_us = Some(asked.at_us());
         live.timeline.push(("source verified and open".into(), opened_us));
     });
-    let how = match &shell {
-        Some(shell) if shell.is_primed() => "vmm runs: the clone was ready",
-        Some(_) => "vmm runs: a shell was ready",
-        None => "vmm runs",
+    let (began, how) = match &shell {
+        Some(shell) if shell.is_primed() => (metrics::Start::Clone, "vmm runs: the clone was ready"),
+        Some(_) => (metrics::Start::Shell, "vmm runs: a shell was ready"),
+        None if matches!(opened, Opened::Boot { .. }) => (metrics::Start::Boot, "vmm runs"),
+        None => (metrics::Start::Nothing, "vmm runs"),
     };
     let ready = match start(daemon, &vm, opened, shell, order.record).await {
         Ok(ready) => ready,
         Err(fault) if vm.process().is_some() => return Err(explain(&vm, fault).await),
         Err(fault) => return Err(fault),
     };
-    vm.mark(how, asked.elapsed_us());
+    let running_us = asked.elapsed_us();
+    let connected_us = AtomicU64::new(running_us);
+    vm.mark(how, running_us);
     let alive = async {
         if let Some(listener) = ready {
             let ready = booted(daemon, listener).await?;
@@ -161,9 +166,13 @@ pub async fn birth(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome<
             // A guest without an agent, as benchmarks have: it is there once it runs.
             return Ok(());
         }
-        identity::give(daemon, &vm, || vm.mark("agent connected", asked.elapsed_us()))
-            .await
-            .map_err(Fault::from)
+        identity::give(daemon, &vm, || {
+            let us = asked.elapsed_us();
+            connected_us.store(us, Ordering::Relaxed);
+            vm.mark("agent connected", us);
+        })
+        .await
+        .map_err(Fault::from)
     };
     let result = tokio::select! {
         biased;
@@ -178,6 +187,13 @@ pub async fn birth(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome<
         live.ready_us = Some(ready_us);
         live.timeline.push(("identity taken".into(), ready_us));
     });
+    let phases = [
+        (Birth::Open, opened_us),
+        (Birth::Run, running_us),
+        (Birth::Connect, connected_us.into_inner()),
+        (Birth::Identity, ready_us),
+    ];
+    daemon.metrics.birth(began, &phases);
     vm.step(Event::Ready)?;
     if !vm.facts.ephemeral {
         death::note(daemon, &vm).await;

@@ -4,16 +4,16 @@
 //! waits until that task has seen it.
 
 use super::record::{Record, RecordError, read_json};
-use super::{Vm, control_link, exit_now};
+use super::{Vm, exit_now};
 use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome, blocking};
 use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
 use dayfly_host::process::Process;
-use dayfly_vmm::control::{Command, ExitReason, ExitRecord};
+use dayfly_vmm::control::{ExitReason, ExitRecord};
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::io::unix::AsyncFd;
 use tokio::time::timeout;
 
@@ -61,6 +61,7 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
             Err(fault) => exit_now(ExitKind::Lost, fault.0.message),
         };
         tracing::info!(vm = %vm.id, name = %vm.name, reason = ?exit.reason, "ended: {}", exit.message);
+        vm.mark_now("vmm gone");
         vm.ended(exit);
         daemon.registry.release_slot(&vm);
         if vm.facts.ephemeral {
@@ -101,25 +102,15 @@ pub async fn note(daemon: &Daemon, vm: &Arc<Vm>) {
     let _ = written.await;
 }
 
-/// Ends a VM and waits until its process is gone: `Quit` first, so that it leaves a record, then SIGKILL.
+/// Ends a VM at once and waits until its memory is free and its process is gone.
+///
+/// Nobody asks the guest, and not the VMM either: SIGKILL, then its memory is freed by a thread of ours while the kernel is still
+/// taking KVM's VM apart, which waits for grace periods (Swift Birth and Quick Death, section 5: when the call returns, destroyed
+/// means free).
 ///
 /// # Errors
 /// Its process survives SIGKILL.
 pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
-    vm.update(|live| live.kill_asked = true);
-    let deadlines = daemon.config.deadlines;
-    let quit = async {
-        let _ = control_link::command(&vm.dir.control(), Command::Quit, deadlines.quit).await;
-        vm.wait_gone().await;
-    };
-    if vm.process().is_some() && timeout(deadlines.quit, quit).await.is_ok() {
-        return Ok(());
-    }
-    end(daemon, vm).await
-}
-
-/// Ends a VM at once and waits until its process is gone.
-async fn end(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
     vm.update(|live| live.kill_asked = true);
     // A start that is under way ends first: its process is then known.
     let _started = vm.launching.lock().await;
@@ -130,14 +121,28 @@ async fn end(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
         }
         return Ok(());
     };
-    process.kill().map_err(|e| Fault::internal(format_args!("SIGKILL for VM {}: {e}", vm.id)))?;
+    let asked = Instant::now();
+    vm.mark_now("end asked for");
+    let id = vm.id;
+    blocking(move || {
+        process.kill().map_err(|e| Fault::internal(format_args!("SIGKILL for VM {id}: {e}")))?;
+        if let Err(e) = process.release_memory() {
+            tracing::debug!(vm = %id, "its memory goes with its process: {e}");
+        }
+        Ok(())
+    })
+    .await?;
+    vm.mark_now("memory free");
+    let freed = asked.elapsed();
     let within = daemon.config.deadlines.reap;
     timeout(within, vm.wait_gone()).await.map_err(|_| {
         Fault::new(
             ErrorCode::Timeout,
             format_args!("VM {}: its process is still there {} s after SIGKILL", vm.id, within.as_secs()),
         )
-    })
+    })?;
+    daemon.metrics.death(freed, asked.elapsed());
+    Ok(())
 }
 
 /// Ends a VM where it lives, and removes everything of it.
@@ -145,7 +150,7 @@ async fn end(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
 /// # Errors
 /// Its process survives SIGKILL, or a file cannot be removed.
 pub async fn remove(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
-    end(daemon, vm).await?;
+    kill(daemon, vm).await?;
     discard(daemon, vm).await
 }
 

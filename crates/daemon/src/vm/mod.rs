@@ -19,7 +19,7 @@ pub mod state;
 
 use crate::config::VmDir;
 use crate::error::Fault;
-use crate::time::unix_ms;
+use crate::time::{monotonic_us, unix_ms};
 use dayfly_api::types::{self, ErrorCode, VmExit};
 use dayfly_host::process::{Process, ProcessId};
 use dayfly_store::{ChainLayer, ImageConfig, ImageRef, KernelRef, Pin, VmLayer};
@@ -222,6 +222,14 @@ impl Vm {
     /// Adds a phase to the timeline.
     pub fn mark(&self, what: impl Into<String>, us: u64) {
         lock(&self.live).timeline.push((what.into(), us));
+    }
+
+    /// Adds a phase that is done now, counted from the request as those of its birth; not for one that an earlier daemon started.
+    pub fn mark_now(&self, what: &str) {
+        let mut live = lock(&self.live);
+        if let Some(asked) = live.asked_us {
+            live.timeline.push((what.to_owned(), monotonic_us().saturating_sub(asked)));
+        }
     }
 
     /// Keeps what it stands on in the store, until it ends.

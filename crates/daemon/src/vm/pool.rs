@@ -238,6 +238,11 @@ impl Pool {
         None
     }
 
+    /// How many wait.
+    pub fn waiting(&self) -> usize {
+        lock(&self.shelves).count()
+    }
+
     /// Takes out the one with this id.
     fn remove(&self, id: VmId) -> Option<Shell> {
         let mut shelves = lock(&self.shelves);
