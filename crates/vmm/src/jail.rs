@@ -101,9 +101,11 @@ pub fn enter(jail: &JailConfig) -> Result<(), JailError> {
     chdir("/").map_err(step("changing to the new root"))?;
     drop(new);
 
-    // It may have been started at a lower priority, and come back to the normal one when its guest runs: 20 - 20 = nice 0.
-    setrlimit(Resource::Nice, Rlimit { current: Some(20), maximum: Some(20) })
-        .map_err(step("allowing the normal priority"))?;
+    // It may have been started at a lower priority, and comes back to the normal one when its guest runs: 20 - 20 = nice 0.
+    if setrlimit(Resource::Nice, Rlimit { current: Some(20), maximum: Some(20) }).is_err() {
+        // Without CAP_SYS_RESOURCE it could not: it works at the normal one from now on.
+        normal_priority();
+    }
     drop_privileges(jail.uid, jail.gid)?;
     no_new_privileges()?;
     let limit = |what, resource, n| {
