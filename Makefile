@@ -1,12 +1,14 @@
 # dayfly: the commands of the front door. Each says what it does while it does it.
 BIN := target/x86_64-unknown-linux-gnu/release
 DEMO ?=
+BENCH ?=
 
-.PHONY: help setup build demo test lint clean
+.PHONY: help setup build demo test bench lint clean
 
 help:
 	@echo "make demo    build, bake a Debian machine, start 40 copies of it, show the figures"
 	@echo "make test    every test: unit, microguest on bare /dev/kvm, stock kernels natively or in the machine"
+	@echo "make bench   births, scale, deaths against a C program with nothing to spare (BENCH=birth|scale|death for one)"
 	@echo "make lint    rustfmt, clippy, cargo-deny"
 	@echo "make setup   install what is missing from Debian's packages"
 
@@ -25,6 +27,9 @@ test: build
 	@cargo test --release --workspace --exclude dayfly-e2e
 	@echo "test: stock kernels, natively or in the machine"
 	@cargo test --release -p dayfly-e2e; status=$$?; DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; exit $$status
+
+bench: build
+	@$(BIN)/dayfly-bench $(BENCH)
 
 lint:
 	cargo fmt --all --check

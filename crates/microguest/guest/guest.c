@@ -13,6 +13,7 @@ enum {
     PAGE = 4096,
 };
 static const u64 PATTERN_BASE = 0x2000000; /* 32 MiB: above the guest itself */
+static const u64 HOLE_START = 0xc0000000, HOLE_END = 0x100000000; /* no RAM between them */
 
 static inline void outb(u16 port, u8 value) { __asm__ volatile("outb %0, %1" : : "a"(value), "Nd"(port) : "memory"); }
 
@@ -93,6 +94,30 @@ static void count(u64 generation) {
     }
 }
 
+/* Waits until the 16 bytes at `generation` change. Prints nothing: what a clone prints first is its own. */
+static void until(u64 generation) {
+    volatile u64 *id = (volatile u64 *)generation;
+    u64 low = id[0], high = id[1];
+    while (id[0] == low && id[1] == high) {}
+}
+
+/* Maps the second 4 GiB and more onto themselves too, as the VMM did the first: what is above the hole below 4 GiB. */
+static void map_high(void) {
+    static u64 directories[8][512] __attribute__((aligned(PAGE)));
+    u64 *pml4, *pdpt;
+    __asm__ volatile("mov %%cr3, %0" : "=r"(pml4));
+    pdpt = (u64 *)(pml4[0] & ~(u64)(PAGE - 1));
+    for (u64 gib = 4; gib < 12; gib++) {
+        for (u64 n = 0; n < 512; n++) directories[gib - 4][n] = gib << 30 | n << 21 | 1 << 7 | 3;
+        pdpt[gib] = (u64)directories[gib - 4] | 3;
+    }
+}
+
+/* Writes one word to each page of [from, end); the least that makes a page this VM's own. */
+static void touch(u64 from, u64 end) {
+    for (u64 at = from; at < end; at += PAGE) *(volatile u64 *)at = at;
+}
+
 /* After a restore: the new generation says what this copy does (see lib.rs, `Orders`). */
 static void obey(u64 generation, u64 *seed, u64 pages) {
     volatile u8 *id = (volatile u8 *)generation;
@@ -135,6 +160,19 @@ void guest_main(const u8 *boot_params) {
             for (;;) {
                 count(generation);
                 obey(generation, &seed, pages);
+            }
+        } else if (starts(at, "until=")) {
+            at += 6;
+            u64 generation = hex(&at);
+            put("ready\n");
+            until(generation);
+        } else if (starts(at, "touch=")) {
+            at += 6;
+            u64 end = PATTERN_BASE + hex(&at) * PAGE;
+            touch(PATTERN_BASE, end < HOLE_START ? end : HOLE_START);
+            if (end > HOLE_START) {
+                map_high();
+                touch(HOLE_END, end - HOLE_START + HOLE_END);
             }
         } else if (starts(at, "count")) {
             count(0);

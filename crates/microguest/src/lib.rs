@@ -11,6 +11,8 @@
 //! | `say=TEXT` | prints TEXT |
 //! | `fill=SEED:PAGES` | writes SEED's pattern to pages from 32 MiB on, verifies it (numbers in hexadecimal) |
 //! | `verify=SEED:PAGES` | prints `verify ok seed SEED` or `verify bad page N` |
+//! | `touch=PAGES` | writes one word to each of PAGES pages from 32 MiB on, jumping over the hole below 4 GiB; at most 11 GiB of RAM |
+//! | `until=ADDR` | prints `ready`, waits until the VM generation id at ADDR changes, whatever to, then goes on with the next word |
 //! | `count` | prints `count N` now and then, for ever |
 //! | `wait=ADDR` | prints `ready`, counts until the VM generation id at ADDR changes, then obeys it ([`orders`]), over and over |
 //! | `end=HOW` | ends the VM, see [`End`] |

@@ -1,0 +1,170 @@
+//! Makes snapshots of the microguest: plays the daemon's part of a bake, which knows guests with an agent only.
+
+use crate::common::MIB;
+use crate::room::Room;
+use anyhow::{Context, Result, bail};
+use dayfly_host::process::Process;
+use dayfly_host::spawn::{FIRST_FD, Namespaces, Program, Spawn, Stdio};
+use dayfly_store::{DiskSpec, ImageConfig, ImageSpec, KernelSpec, SnapshotSpec, Store, sparse};
+use dayfly_units::{Name, VmId};
+use dayfly_vmm::config::{BootConfig, DiskConfig, FdNumber, JailConfig, Start, VmmConfig};
+use dayfly_vmm::control::Client;
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Where VMs of the bench's daemon will not be: its users start lower.
+const UID: u32 = 190_000;
+const WITHIN: Duration = Duration::from_secs(60);
+
+/// A VMM, killed when it is dropped.
+struct Vmm(Process);
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait(Some(WITHIN));
+    }
+}
+
+/// Descriptors of a process, numbered.
+#[derive(Default)]
+struct Fds(Vec<(OwnedFd, FdNumber)>);
+
+impl Fds {
+    fn add(&mut self, fd: impl Into<OwnedFd>) -> FdNumber {
+        let number = FIRST_FD + FdNumber::try_from(self.0.len()).unwrap_or(FdNumber::MAX - FIRST_FD);
+        self.0.push((fd.into(), number));
+        number
+    }
+}
+
+/// Boots the microguest with `words`, whose `until=` makes it say that it is ready, and keeps it as the snapshot `name`, without
+/// an agent. The store must not be open elsewhere.
+pub fn bake(room: &Room, name: &Name, memory_bytes: u64, words: &str) -> Result<()> {
+    let store = Store::open(&room.state())?;
+    let guest: Name = "microguest".parse()?;
+    if store.kernel(&guest).is_err() {
+        publish(&store, &guest)?;
+    }
+    let (image, kernel) = (store.image(&guest)?, store.kernel(&guest)?);
+    let (image_ref, kernel_ref, size_bytes) =
+        (image.reference(), kernel.reference(), image.manifest.disk.bytes);
+
+    let id = VmId::random();
+    let folder = tempfile::Builder::new().prefix("bake").tempdir_in(room.run())?;
+    let (writable, data) = store.create_vm_layer(id, 0)?;
+    let mut fds = Fds::default();
+    let disk = DiskConfig {
+        size_bytes,
+        base_fd: fds.add(image.disk),
+        layers: Vec::new(),
+        writable_fd: Some(fds.add(data)),
+    };
+    let start = Start::Boot(BootConfig {
+        kernel_fd: fds.add(kernel.vmlinux),
+        initrd_fd: None,
+        cmdline: words.to_owned(),
+        memory_bytes,
+        vcpus: 1,
+        disks: vec![disk],
+    });
+    let _vmm = spawn(room, folder.path(), id, start, fds)?;
+    wait_ready(folder.path())?;
+
+    let mut control = Client::connect(&folder.path().join("control.sock"), Some(WITHIN))?;
+    control.pause()?;
+    let mut writer = store.snapshot_writer(name)?;
+    let freeze = writer.freeze(&writable)?;
+    let files =
+        [writer.state().as_fd(), writer.memory().as_fd(), freeze.map.as_fd(), freeze.next_data.as_fd()];
+    control.save(&files)?;
+    let disk = DiskSpec { image: image_ref, size_bytes, writable: true, layers: vec![freeze.frozen] };
+    writer.saved().commit(&SnapshotSpec {
+        parent: None,
+        kernel: kernel_ref,
+        vcpus: 1,
+        memory_bytes,
+        // There is none: the daemon counts its clones as ready once they run.
+        agent_version: String::new(),
+        config: ImageConfig::default(),
+        labels: Default::default(),
+        disks: vec![disk],
+    })?;
+    store.remove_vm(id)?;
+    Ok(())
+}
+
+/// The microguest as a kernel, and an empty disk.
+fn publish(store: &Store, name: &Name) -> Result<()> {
+    let elf = dayfly_microguest::elf();
+    let spec = KernelSpec {
+        release: name.to_string(),
+        vmlinux_bytes: elf.len() as u64,
+        initrd_bytes: 0,
+        digest: blake3::hash(elf).into(),
+    };
+    store.put_kernel(name, &spec, &mut zstd::encode_all(elf, 1)?.as_slice())?;
+    let disk = tempfile::tempfile()?;
+    disk.set_len(MIB)?;
+    let digest = sparse::digest(&disk)?.digest;
+    let spec = ImageSpec {
+        size_bytes: MIB,
+        digest,
+        source: "dayfly-bench: nothing but zeroes".to_owned(),
+        config: ImageConfig::default(),
+    };
+    store.put_image_raw(name, &spec, &mut &disk)?;
+    Ok(())
+}
+
+/// A jailed VMM as the daemon starts it.
+fn spawn(room: &Room, folder: &Path, id: VmId, start: Start, mut fds: Fds) -> Result<Vmm> {
+    let root = folder.join("root");
+    std::fs::create_dir(&root)?;
+    let make = |name: &str| File::options().append(true).create_new(true).open(folder.join(name));
+    let config = VmmConfig {
+        id,
+        jail: Some(JailConfig { root: root.clone(), uid: UID, gid: UID }),
+        kvm_fd: fds.add(File::options().read(true).write(true).open("/dev/kvm")?),
+        control_fd: fds.add(UnixListener::bind(folder.join("control.sock"))?),
+        vsock_fd: fds.add(UnixListener::bind(root.join("vsock.sock"))?),
+        vsock_path: "/vsock.sock".into(),
+        console_fd: fds.add(make("console.log")?),
+        console_max_bytes: MIB,
+        exit_fd: fds.add(make("exit.json")?),
+        start,
+    };
+    let path = folder.join("config.json");
+    std::fs::write(&path, serde_json::to_vec(&config)?)?;
+    let config_fd = fds.add(File::open(&path)?);
+    let mut spawn = Spawn::new(Program::Path(room.vmm()), room.vmm_name());
+    for argument in ["--config-fd", &config_fd.to_string(), "--id", &id.to_string()] {
+        spawn.argv.push(argument.into());
+    }
+    spawn.namespaces = Namespaces::ALL;
+    spawn.fds = fds.0;
+    spawn.stderr = Stdio::Inherit;
+    Ok(Vmm(Process::from_child(spawn.run()?)?))
+}
+
+/// Waits until the guest says that it is ready, and then until it surely waits.
+fn wait_ready(folder: &Path) -> Result<()> {
+    let begun = Instant::now();
+    loop {
+        let console = std::fs::read_to_string(folder.join("console.log")).context("the guest's console")?;
+        if console.ends_with("ready\n") {
+            break;
+        }
+        if begun.elapsed() > WITHIN {
+            let exit = std::fs::read_to_string(folder.join("exit.json")).unwrap_or_default();
+            bail!("the guest is not ready; console {console:?}, exit record {exit:?}");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // A handful of instructions.
+    std::thread::sleep(Duration::from_millis(100));
+    Ok(())
+}

@@ -1,0 +1,102 @@
+//! # bench
+//!
+//! The room for benchmarks: what dayfly costs, measured from outside, against the least that it could cost (the *floor*, a C
+//! program in `floor/`, compiled and run in the same minute). Each writes `target/bench/NAME.json` and a plot, and prints a table.
+//!
+//! Everything runs on the bare `/dev/kvm` with the microguest, because that runs on any: a daemon of its own in a temporary folder,
+//! asked over its unix socket by the typed client, as users ask it. Births end at the restored guest's first write to a port, as
+//! the VMM saw it; that clock and the client's are one (CLOCK_MONOTONIC).
+//!
+//! What may not enter: anything that makes a figure look better than what a user gets; switches in other rooms that exist for a
+//! benchmark alone; retries.
+
+mod bake;
+mod birth;
+mod common;
+mod death;
+mod floor;
+mod plot;
+mod room;
+mod scale;
+
+use anyhow::{Context, Result, bail};
+use clap::{Parser, ValueEnum};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Which benchmark.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Bench {
+    /// Request to first port write, one at a time.
+    Birth,
+    /// Many at once, and many beside many.
+    Scale,
+    /// How fast memory comes back.
+    Death,
+}
+
+/// Benchmarks of dayfly against a C program with nothing to spare.
+#[derive(Debug, Parser)]
+#[command(name = "dayfly-bench", version)]
+struct Options {
+    /// Which; all of them where none is given.
+    benches: Vec<Bench>,
+    /// Larger: 2,000 VMs, 8 GiB.
+    #[arg(long)]
+    full: bool,
+    /// Where results go.
+    #[arg(long)]
+    out: Option<PathBuf>,
+}
+
+/// The folder of our programs, and the one for results: `target/bench`, wherever target is.
+fn places(out: Option<PathBuf>) -> Result<(PathBuf, PathBuf)> {
+    let own = std::env::current_exe().context("finding dayfly-bench's own program")?;
+    let programs = own.parent().context("a program lies in a folder")?.to_owned();
+    // target/<triple>/release
+    let target = programs.ancestors().nth(2).unwrap_or(Path::new("target"));
+    let out = out.unwrap_or_else(|| target.join("bench"));
+    std::fs::create_dir_all(&out).with_context(|| format!("making {}", out.display()))?;
+    Ok((programs, out))
+}
+
+async fn run(options: &Options, programs: &Path, out: &Path) -> Result<()> {
+    let wanted = |bench| options.benches.is_empty() || options.benches.contains(&bench);
+    let floor = floor::compile(out)?;
+    if wanted(Bench::Birth) {
+        birth::run(programs, &floor, out).await?;
+    }
+    if wanted(Bench::Scale) {
+        scale::run(programs, &floor.fast, out, options.full).await?;
+    }
+    if wanted(Bench::Death) {
+        death::run(programs, &floor.fast, out, options.full).await?;
+    }
+    Ok(())
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> ExitCode {
+    match until_a_signal(Options::parse()).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("dayfly-bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn until_a_signal(options: Options) -> Result<()> {
+    let (programs, out) = places(options.out.clone())?;
+    if !Path::new("/dev/kvm").exists() {
+        bail!("/dev/kvm: there is none; the benchmarks need a host with KVM (any: their guest is tiny)");
+    }
+    let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
+    // What is dropped here removes its processes and its folder.
+    tokio::select! {
+        result = run(&options, &programs, &out) => result,
+        _ = tokio::signal::ctrl_c() => bail!("interrupted; what was started is gone"),
+        _ = terminate.recv() => bail!("terminated; what was started is gone"),
+    }
+}

@@ -1,0 +1,252 @@
+//! A store, a run folder and a daemon of our own, in a temporary folder.
+
+use crate::bake;
+use anyhow::{Context, Result, bail};
+use dayfly_api::client::Client;
+use dayfly_api::types::{CreateRequest, Source, Vm};
+use dayfly_host::process::{Process, ProcessId};
+use dayfly_units::{Name, VmId};
+use dayfly_vmm::control;
+use rustix::process::{Pid, Signal, kill_process};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long anything here may take before it counts as hung.
+const WITHIN: Duration = Duration::from_secs(60);
+/// For how long nothing may change for the pool to count as full.
+const QUIET: Duration = Duration::from_millis(60);
+
+/// The folder, and the daemon if it runs. Dropped, it takes everything with it.
+#[derive(Debug)]
+pub struct Room {
+    folder: tempfile::TempDir,
+    programs: PathBuf,
+    daemon: Option<Child>,
+    /// Asks the daemon.
+    pub client: Client,
+}
+
+/// A birth as client and VMM saw it, in microseconds of one clock.
+#[derive(Debug)]
+pub struct Birth {
+    /// The VM.
+    pub vm: Vm,
+    /// Just before the request was sent.
+    pub sent_us: u64,
+    /// When the answer had been read.
+    pub answered_us: u64,
+    /// The restored guest's first write to a port.
+    pub written_us: u64,
+}
+
+impl Birth {
+    /// Request to first port write.
+    pub fn took_us(&self) -> u64 {
+        self.written_us - self.sent_us
+    }
+}
+
+impl Room {
+    /// A room with an empty store.
+    pub fn new(programs: &Path) -> Result<Self> {
+        let folder = tempfile::Builder::new().prefix("dfbench").tempdir().context("a temporary folder")?;
+        let client = Client::new(folder.path().join("run/dayflyd.sock"));
+        let room = Self { folder, programs: programs.to_owned(), daemon: None, client };
+        std::fs::create_dir(room.run())?;
+        Ok(room)
+    }
+
+    /// The store's folder.
+    pub fn state(&self) -> PathBuf {
+        self.folder.path().join("state")
+    }
+
+    /// The daemon's run folder.
+    pub fn run(&self) -> PathBuf {
+        self.folder.path().join("run")
+    }
+
+    /// The program that is a VMM; `DAYFLY_VMM` names another, as for the daemon.
+    pub fn vmm(&self) -> PathBuf {
+        std::env::var_os("DAYFLY_VMM").map_or_else(|| self.programs.join("dayfly-vmm"), PathBuf::from)
+    }
+
+    /// What VMMs of this room are called in process listings.
+    pub fn vmm_name(&self) -> PathBuf {
+        self.run().join("dayfly-vmm")
+    }
+
+    /// A snapshot of a guest that obeys `words` and then waits; see [`bake`]. Not while the daemon runs.
+    pub fn bake(&self, name: &Name, memory_bytes: u64, words: &str) -> Result<()> {
+        bake::bake(self, name, memory_bytes, words).with_context(|| format!("baking {name}"))
+    }
+
+    /// The memory file of a snapshot.
+    pub fn memory_of(&self, name: &Name) -> PathBuf {
+        self.state().join("snapshots").join(name.as_str()).join("memory")
+    }
+
+    /// Starts the daemon, and waits until it answers.
+    pub async fn start(&mut self) -> Result<()> {
+        let log = std::fs::File::options().append(true).create(true).open(self.folder.path().join("log"))?;
+        let daemon = Command::new(self.programs.join("dayflyd"))
+            .env("DAYFLY_STATE", self.state())
+            .env("DAYFLY_RUN", self.run())
+            .env("DAYFLY_VMM", self.vmm())
+            .env_remove("RUST_LOG")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .context("starting dayflyd")?;
+        let daemon = self.daemon.insert(daemon);
+        let begun = Instant::now();
+        loop {
+            if self.client.info().await.is_ok() {
+                return Ok(());
+            }
+            if daemon.try_wait()?.is_some() || begun.elapsed() > WITHIN {
+                bail!("dayflyd did not start:\n{}", self.log());
+            }
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+    }
+
+    /// Stops the daemon as an administrator would.
+    pub fn stop(&mut self) -> Result<()> {
+        let Some(mut daemon) = self.daemon.take() else { return Ok(()) };
+        kill_process(pid(&daemon)?, Signal::TERM)?;
+        daemon.wait()?;
+        Ok(())
+    }
+
+    /// Asks for a clone of `snapshot`; gives it, and when that was asked.
+    pub async fn create(&self, snapshot: &Name) -> Result<(Vm, u64)> {
+        let request =
+            CreateRequest { source: Source::Snapshot(snapshot.clone()), name: None, labels: BTreeMap::new() };
+        let sent_us = crate::common::now_us();
+        Ok((self.client.create(&request).await?, sent_us))
+    }
+
+    /// As [`Self::create`], with all its times.
+    pub async fn birth(&self, snapshot: &Name) -> Result<Birth> {
+        let (vm, sent_us) = self.create(snapshot).await?;
+        let answered_us = crate::common::now_us();
+        let written_us = self.first_port_write_us(vm.id)?;
+        Ok(Birth { vm, sent_us, answered_us, written_us })
+    }
+
+    /// When the guest of a VM first wrote to a port. It may be about to.
+    pub fn first_port_write_us(&self, id: VmId) -> Result<u64> {
+        let begun = Instant::now();
+        while begun.elapsed() < WITHIN {
+            let status = self.control(id)?.status()?;
+            if let Some((_, us)) = status.phases.iter().find(|(phase, _)| phase == "first port write") {
+                return Ok(*us);
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        bail!("VM {id}: its guest wrote to no port");
+    }
+
+    fn control(&self, id: VmId) -> Result<control::Client> {
+        let path = self.run().join(format!("vms/{id}/control.sock"));
+        Ok(control::Client::connect(&path, Some(WITHIN))?)
+    }
+
+    /// What the guest of a VM has written to its console.
+    pub fn console(&self, id: VmId) -> String {
+        std::fs::read_to_string(self.run().join(format!("vms/{id}/console.log"))).unwrap_or_default()
+    }
+
+    /// Removes a VM that runs; the microseconds until the daemon answered.
+    pub async fn remove(&self, id: VmId) -> Result<u64> {
+        let before = crate::common::now_us();
+        self.client.remove_vm(&id.to_string(), true).await?;
+        Ok(crate::common::now_us() - before)
+    }
+
+    /// Ids of the VMMs that wait in the daemon's pool: they have a folder, but no record.
+    pub fn waiting(&self) -> Result<BTreeSet<String>> {
+        let entries = std::fs::read_dir(self.run().join("vms"))?.filter_map(Result::ok);
+        let waiting = entries.filter(|entry| !entry.path().join("vm.json").exists());
+        Ok(waiting.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
+    }
+
+    /// Whether a VMM that waits has its guest already.
+    fn is_primed(&self, id: &str) -> bool {
+        let Ok(id) = id.parse() else { return false };
+        let status = self.control(id).and_then(|mut client| Ok(client.status()?));
+        status.is_ok_and(|status| status.phases.iter().any(|(phase, _)| phase == "vcpus loaded"))
+    }
+
+    /// Waits until the pool is as full as it gets: a clone and a shell wait at least, and nothing changed for a while.
+    pub async fn pool_is_full(&self) -> Result<()> {
+        let begun = Instant::now();
+        let mut before = (BTreeSet::new(), Instant::now());
+        while begun.elapsed() < WITHIN {
+            let now = self.waiting()?;
+            if now != before.0 {
+                before = (now, Instant::now());
+            } else if before.1.elapsed() >= QUIET {
+                let primed = now.iter().filter(|id| self.is_primed(id)).count();
+                if primed > 0 && primed < now.len() {
+                    return Ok(());
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        bail!("the pool did not fill:\n{}", self.log())
+    }
+
+    /// Stops the daemon and counts the processes that are still there: there should be none.
+    pub fn end(&mut self) -> Result<usize> {
+        self.stop()?;
+        let left = self.vmms();
+        for id in &left {
+            eprintln!("leaked: VMM process {}", id.pid);
+        }
+        Ok(left.len())
+    }
+
+    /// All VMM processes of this room, by the name that no other room has.
+    fn vmms(&self) -> Vec<ProcessId> {
+        let name = self.vmm_name();
+        let pids = std::fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok);
+        let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let ours = pids.filter_map(|pid| {
+            let id = ProcessId::of(pid).ok()??;
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+            let program = line.split(|byte| *byte == 0).next()?;
+            (program == name.as_os_str().as_encoded_bytes()).then_some(id)
+        });
+        ours.collect()
+    }
+}
+
+fn pid(child: &Child) -> Result<Pid> {
+    i32::try_from(child.id()).ok().and_then(Pid::from_raw).context("a process id")
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        if let Some(mut daemon) = self.daemon.take() {
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
+        let processes: Vec<_> =
+            self.vmms().into_iter().filter_map(|id| Process::open(id).ok().flatten()).collect();
+        for process in &processes {
+            let _ = process.kill();
+        }
+        for process in &processes {
+            let _ = process.wait(Some(WITHIN));
+        }
+    }
+}

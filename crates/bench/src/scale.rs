@@ -1,0 +1,205 @@
+//! Many VMs: 512 asked for at once, and the n-th one beside all that were born before it.
+//!
+//! The n-th birth is the median of nine births around n, each after the pool had the time to fill; `nth_back_to_back` are those
+//! just before, one right after the other.
+
+use crate::birth::{MEMORY_BYTES, words};
+use crate::common::{self, median, ratio, shown};
+use crate::floor::Floor;
+use crate::plot::{Curve, Plot};
+use crate::room::Room;
+use anyhow::Result;
+use dayfly_units::{Name, VmId};
+use futures::future::try_join_all;
+use serde_json::{Map, json};
+use std::ops::RangeInclusive;
+use std::path::Path;
+
+const AT_ONCE: usize = 512;
+const ROUNDS: usize = 3;
+/// Births around n whose median is the n-th.
+const WINDOW: usize = 9;
+
+/// The births that stand for the n-th of `last`.
+fn window(n: usize, last: usize) -> RangeInclusive<usize> {
+    let first = n.saturating_sub(WINDOW / 2).max(1).min(last.saturating_sub(WINDOW - 1).max(1));
+    first..=(first + WINDOW - 1).min(last)
+}
+
+/// What asking for many at once took, in microseconds.
+struct AtOnce {
+    /// First request to last first port write.
+    all_us: u64,
+    /// First request to last answer.
+    answered_us: u64,
+    /// Each from its own request.
+    each_us: Vec<u64>,
+    ids: Vec<VmId>,
+}
+
+async fn at_once(room: &Room, name: &Name, count: usize) -> Result<AtOnce> {
+    // All are asked for before any is looked at.
+    let begun = common::now_us();
+    let created = try_join_all((0..count).map(|_| room.create(name))).await?;
+    let answered_us = common::now_us() - begun;
+    let mut last = begun;
+    let mut each_us = Vec::with_capacity(count);
+    for (vm, sent_us) in &created {
+        let written_us = room.first_port_write_us(vm.id)?;
+        last = last.max(written_us);
+        each_us.push(written_us - sent_us);
+    }
+    let ids = created.iter().map(|(vm, _)| vm.id).collect();
+    Ok(AtOnce { all_us: last - begun, answered_us, each_us, ids })
+}
+
+/// Removes VMs, all asked for at once; the microseconds until all were answered.
+pub async fn remove_all(room: &Room, ids: &[VmId]) -> Result<u64> {
+    let begun = common::now_us();
+    try_join_all(ids.iter().map(|id| room.remove(*id))).await?;
+    Ok(common::now_us() - begun)
+}
+
+/// Runs it.
+pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Result<()> {
+    let last = if full { 2000 } else { AT_ONCE };
+    println!("scale: {AT_ONCE} at once, {last} one after another; load {}", common::load());
+    let mut room = Room::new(programs)?;
+    let name: Name = "scale".parse()?;
+    room.bake(&name, MEMORY_BYTES, &words())?;
+    let mut floor = Floor::start(floor, &room.memory_of(&name), MEMORY_BYTES)?;
+    room.start().await?;
+    let first = room.birth(&name).await?;
+    room.remove(first.vm.id).await?;
+
+    room.pool_is_full().await?;
+    let before = common::settled_available()?;
+    floor.many_us(AT_ONCE)?;
+    let per_floor = before.saturating_sub(common::settled_available()?) / AT_ONCE as u64;
+    floor.end_us()?;
+
+    let marks: Vec<usize> = [1, 64, 256, 512, 1024, 2000].into_iter().filter(|n| *n <= last).collect();
+    let calm: Vec<_> = marks.iter().map(|n| window(*n, last)).collect();
+    room.pool_is_full().await?;
+    let (before, waited) = (common::settled_available()?, room.waiting()?.len());
+    let (mut ids, mut took) = (Vec::new(), Vec::new());
+    for n in 1..=last {
+        if calm.iter().any(|window| window.contains(&n)) {
+            room.pool_is_full().await?;
+        }
+        let birth = room.birth(&name).await?;
+        took.push(birth.took_us());
+        ids.push(birth.vm.id);
+    }
+    room.pool_is_full().await?;
+    // Those that wait in the pool weigh as much as those that were asked for.
+    let weighed = (last + room.waiting()?.len()).saturating_sub(waited) as u64;
+    let per_clone = before.saturating_sub(common::settled_available()?) / weighed.max(1);
+    let of = |range: RangeInclusive<usize>| median(&took[range.start() - 1..*range.end()]);
+    let nth: Vec<u64> = calm.iter().map(|window| of(window.clone())).collect();
+    let busy: Vec<Option<u64>> = calm
+        .iter()
+        .map(|window| {
+            (*window.start() > 2 * WINDOW).then(|| of(window.start() - WINDOW..=window.start() - 1))
+        })
+        .collect();
+    let removed_us = remove_all(&room, &ids).await?;
+
+    let mut counts = vec![AT_ONCE; ROUNDS];
+    counts.extend(full.then_some(2000));
+    let mut rounds = Vec::new();
+    let mut each_us = Vec::new();
+    for count in counts {
+        room.pool_is_full().await?;
+        let ours = at_once(&room, &name, count).await?;
+        let removed_us = remove_all(&room, &ours.ids).await?;
+        room.pool_is_full().await?;
+        let floor_us = floor.many_us(count)?;
+        let floor_end_us = floor.end_us()?;
+        println!(
+            "  {count} at once: {} to the last port write, {} to the last answer; floor {}; removed in {}, floor {}",
+            shown(ours.all_us),
+            shown(ours.answered_us),
+            shown(floor_us),
+            shown(removed_us),
+            shown(floor_end_us)
+        );
+        each_us.extend(ours.each_us);
+        rounds.push((count, ours.all_us, ours.answered_us, floor_us));
+    }
+    let at_once = |count: usize| {
+        let of = |pick: fn(&(usize, u64, u64, u64)) -> u64| {
+            median(&rounds.iter().filter(|r| r.0 == count).map(pick).collect::<Vec<_>>())
+        };
+        let (all, answered, floor) = (of(|r| r.1), of(|r| r.2), of(|r| r.3));
+        json!({
+            "all_us": all, "answered_us": answered, "floor_us": floor,
+            "per_vm_us": all / count as u64, "ratio_to_floor": ratio(all, floor),
+            "rounds": rounds.iter().filter(|r| r.0 == count).count(),
+        })
+    };
+
+    let leaked = room.end()?;
+
+    println!("  {:>8}{:>14}{:>18}", "n", "n-th birth", "back to back");
+    for ((n, us), busy) in marks.iter().zip(&nth).zip(&busy) {
+        println!("  {n:>8}{:>14}{:>18}", shown(*us), busy.map(shown).unwrap_or_default());
+    }
+    println!("  memory of an idle clone: {} KiB, of the floor's: {} KiB", per_clone >> 10, per_floor >> 10);
+    println!("  leaked processes: {leaked}");
+    #[expect(clippy::cast_precision_loss, reason = "milliseconds for people")]
+    let ms = |us: u64| us as f64 / 1000.0;
+    let by_n = |values: &mut dyn Iterator<Item = Option<u64>>| -> Map<String, serde_json::Value> {
+        marks.iter().zip(values).filter_map(|(n, us)| Some((n.to_string(), ms(us?).into()))).collect()
+    };
+    let mut value = json!({
+        "at_once_512": at_once(AT_ONCE),
+        "nth": by_n(&mut nth.iter().copied().map(Some)),
+        "nth_back_to_back": by_n(&mut busy.iter().copied()),
+        "last_to_first": ratio(nth.last().copied().unwrap_or(0), nth[0]),
+        "one_after_another": last,
+        "removed_at_once_us": removed_us,
+        "memory": {
+            "per_clone_bytes": per_clone, "per_floor_bytes": per_floor,
+            "over_floor_bytes": per_clone.saturating_sub(per_floor),
+        },
+        "load": common::load(),
+        "leaked": leaked,
+    });
+    if full {
+        value["at_once_2000"] = at_once(2000);
+    }
+    common::write(out, "scale.json", &value)?;
+    #[expect(clippy::cast_precision_loss, reason = "a drawing")]
+    let points = took.iter().enumerate().map(|(n, us)| ((n + 1) as f64, ms(*us)));
+    let points = Curve { label: "each birth".into(), points: points.collect() };
+    Plot {
+        title: "The n-th birth, beside all that were born before it".into(),
+        x: "n",
+        y: "milliseconds",
+        log_x: false,
+        curves: vec![points],
+    }
+    .write(out, "scale.svg")?;
+    Plot {
+        title: format!("{AT_ONCE} births asked for at once"),
+        x: "milliseconds from its own request to its first port write",
+        y: "part of the births",
+        log_x: false,
+        curves: vec![Curve::cdf("dayfly", &each_us)],
+    }
+    .write(out, "scale-at-once.svg")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_are_nine_births_around_n() {
+        assert_eq!(window(1, 512), 1..=9);
+        assert_eq!(window(64, 512), 60..=68);
+        assert_eq!(window(512, 512), 504..=512);
+        assert_eq!(window(1, 4), 1..=4);
+    }
+}
