@@ -17,7 +17,7 @@ use crate::error::{Fault, Outcome, blocking};
 use crate::metrics::{self, Birth};
 use crate::time::Asked;
 use dayfly_api::agent::Ready;
-use dayfly_api::types::{CreateRequest, ErrorCode, Source};
+use dayfly_api::types::{CreateRequest, ErrorCode, ExitKind, Source};
 use dayfly_host::process::Process;
 use dayfly_units::Name;
 use std::collections::BTreeMap;
@@ -33,7 +33,7 @@ const CONSOLE_READ_BYTES: u64 = 16 << 10;
 const CONSOLE_LINES: usize = 20;
 
 /// What is to be born.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Order {
     /// What it starts from.
     pub source: Source,
@@ -118,13 +118,44 @@ impl Drop for Newborn {
 /// # Errors
 /// What is missing, damaged, taken or exhausted; or why the guest did not come to life, with the end of its console.
 pub async fn birth(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome<Newborn> {
+    match attempt(daemon, asked, order.clone(), true).await {
+        Err(Failed { fault, was_dying: true }) => {
+            tracing::warn!("what was ready for a birth was dying, making another: {fault}");
+            attempt(daemon, asked, order, false).await.map_err(|failed| failed.fault)
+        }
+        result => result.map_err(|failed| failed.fault),
+    }
+}
+
+/// Why there is no newborn: a fault, and whether another attempt may do better because the shell or clone that the pool had
+/// did not live any more.
+struct Failed {
+    fault: Fault,
+    was_dying: bool,
+}
+
+impl<E> From<E> for Failed
+where
+    Fault: From<E>,
+{
+    fn from(e: E) -> Self {
+        Self { fault: e.into(), was_dying: false }
+    }
+}
+
+async fn attempt(
+    daemon: &Arc<Daemon>,
+    asked: Asked,
+    order: Order,
+    from_pool: bool,
+) -> Result<Newborn, Failed> {
     let shared = daemon.clone();
     let source = order.source;
     let opened = blocking(move || Opened::open(&shared, source)).await?;
     let opened_us = asked.elapsed_us();
     let _birth = daemon.pool.birth();
     let facts = opened.facts(order.labels, order.ephemeral);
-    let template = opened.template()?.filter(|_| !order.record);
+    let template = opened.template()?.filter(|_| from_pool && !order.record);
     let shell = template.and_then(|template| daemon.pool.take(&template));
     let seat = shell.as_ref().map(|shell| shell.seat);
     let vm = match daemon.registry.reserve(&daemon.config, order.name, facts, seat) {
@@ -148,10 +179,18 @@ pub async fn birth(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome<
         None if matches!(opened, Opened::Boot { .. }) => (metrics::Start::Boot, "vmm runs"),
         None => (metrics::Start::Nothing, "vmm runs"),
     };
+    let ready_made = shell.is_some();
     let ready = match start(daemon, &vm, opened, shell, order.record).await {
         Ok(ready) => ready,
-        Err(fault) if vm.process().is_some() => return Err(explain(&vm, fault).await),
-        Err(fault) => return Err(fault),
+        Err(fault) => {
+            let fault = explain(&vm, fault).await;
+            let lost = vm.live().exit.is_some_and(|exit| exit.reason == ExitKind::Lost);
+            if ready_made && lost {
+                newborn.end().await?; // its name is free again
+                return Err(Failed { fault, was_dying: true });
+            }
+            return Err(fault.into());
+        }
     };
     let running_us = asked.elapsed_us();
     let connected_us = AtomicU64::new(running_us);
@@ -180,7 +219,7 @@ pub async fn birth(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome<
         () = vm.wait_gone() => Err(Fault::new(ErrorCode::Guest, "its VMM ended")),
     };
     if let Err(fault) = result {
-        return Err(explain(&vm, fault).await);
+        return Err(explain(&vm, fault).await.into());
     }
     let ready_us = asked.elapsed_us();
     vm.update(|live| {
@@ -274,6 +313,9 @@ async fn booted(daemon: &Daemon, listener: UnixListener) -> Outcome<Ready> {
 
 /// Adds to an error what the VM and its console say.
 async fn explain(vm: &Arc<Vm>, mut fault: Fault) -> Fault {
+    if vm.process().is_none() && vm.live().exit.is_none() {
+        return fault; // there was no VMM
+    }
     // Where the VMM is ending, its record says more than a broken connection.
     let _ = timeout(std::time::Duration::from_millis(300), vm.wait_gone()).await;
     if let Some(exit) = vm.live().exit {

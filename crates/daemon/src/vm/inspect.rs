@@ -38,8 +38,10 @@ pub fn disk_warning(stat: &Stat) -> Option<String> {
 pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
     let phase = vm.phase();
     let deadlines = daemon.config.deadlines;
+    // A guest may have no agent.
+    let asked = phase == Phase::Running && vm.update(|live| !live.agent_version.is_empty());
     let guest = async {
-        if phase != Phase::Running {
+        if !asked {
             return None;
         }
         agent_link::stat(&vm.dir.vsock(), deadlines.stat).await.ok()
@@ -70,7 +72,7 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
     let mut warnings = Vec::new();
     warnings.extend(guest.as_ref().and_then(disk_warning));
     warnings.extend(live.no_snapshot.map(|why| format!("no snapshot can be taken of it: {why}")));
-    if phase == Phase::Running && guest.is_none() {
+    if asked && guest.is_none() {
         warnings.push(format!("its agent did not answer within {} s", deadlines.stat.as_secs()));
     }
     let mut timeline = live.timeline;

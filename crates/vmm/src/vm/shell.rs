@@ -74,9 +74,6 @@ fn create_vm(kvm: &Kvm, memory: &GuestMemoryMmap) -> Result<VmFd, BuildError> {
     let vm = kvm.create_vm().map_err(on("KVM_CREATE_VM"))?;
     vm.set_identity_map_address(layout::KVM_IDENTITY_MAP).map_err(on("KVM_SET_IDENTITY_MAP_ADDR"))?;
     vm.set_tss_address(layout::KVM_TSS).map_err(on("KVM_SET_TSS_ADDR"))?;
-    vm.create_irq_chip().map_err(on("KVM_CREATE_IRQCHIP"))?;
-    let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
-    vm.create_pit2(pit).map_err(on("KVM_CREATE_PIT2"))?;
     for (slot, region) in (0..).zip(memory.iter()) {
         let Ok(host) = region.get_host_address(vm_memory::MemoryRegionAddress(0)) else { continue };
         let area = kvm_userspace_memory_region {
@@ -91,6 +88,11 @@ fn create_vm(kvm: &Kvm, memory: &GuestMemoryMmap) -> Result<VmFd, BuildError> {
         // do not.
         unsafe { vm.set_user_memory_region(area) }.map_err(on("KVM_SET_USER_MEMORY_REGION"))?;
     }
+    // After the slots: each waits for the grace periods that are under way, and the chips' places on the I/O bus begin some
+    // (9 ms against 1, measured on Linux 6.18).
+    vm.create_irq_chip().map_err(on("KVM_CREATE_IRQCHIP"))?;
+    let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
+    vm.create_pit2(pit).map_err(on("KVM_CREATE_PIT2"))?;
     Ok(vm)
 }
 
