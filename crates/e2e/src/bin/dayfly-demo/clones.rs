@@ -13,6 +13,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::Barrier;
 
+/// So many guests may be lost to the emulation in one run, and made again; where KVM is the host's own, none.
+const MAX_LOST: usize = 3;
 /// A demo takes less than this: an older snapshot of one is a leftover.
 const STALE_MS: u64 = 60 * 60 * 1000;
 
@@ -42,6 +44,8 @@ pub struct Demo {
     pub vms: Vec<String>,
     /// Snapshots that there may be, parents first.
     pub snapshots: Vec<Name>,
+    /// Guests that the emulation crashed, and that were made again.
+    pub lost: usize,
     /// Tells this run's names from another's.
     run: String,
 }
@@ -51,7 +55,7 @@ impl Demo {
     pub fn new(host: Host, steps: Arc<Steps>) -> Result<Self> {
         let now = std::time::UNIX_EPOCH.elapsed().context("the clock")?.as_millis();
         let run = format!("{:x}", now & 0xff_ffff_ffff);
-        Ok(Self { host, steps, vms: Vec::new(), snapshots: Vec::new(), run })
+        Ok(Self { host, steps, vms: Vec::new(), snapshots: Vec::new(), lost: 0, run })
     }
 
     /// A name that is this run's own.
@@ -59,13 +63,36 @@ impl Demo {
         Ok(format!("demo-{}-{what}", self.run).parse()?)
     }
 
+    /// Whether what failed with `why` was lost to the emulation, and may be made again. QEMU 7.2 crashes guests now and then,
+    /// and its own host kernel, when several of its CPUs run them (ARCHITECTURE.md). Each is told and counted.
+    ///
+    /// # Errors
+    /// `why`, where guests run on the host's own KVM, or too many were lost.
+    pub fn lost(&mut self, what: &str, why: anyhow::Error) -> Result<()> {
+        if self.host.machine.is_none() || self.lost == MAX_LOST {
+            return Err(why.context(what.to_owned()));
+        }
+        self.lost += 1;
+        self.steps.say(&format!("{what}: the guest was lost to the emulation, making it again: {why:#}"));
+        Ok(())
+    }
+
     /// One clone: asked for, its answer taken, its weight looked at. It stays until [`Demo::remove_vms`].
     pub async fn clone_and_ask(&mut self, snapshot: &Name, index: usize) -> Result<Clone> {
-        let name = self.name(&format!("one-{index}"))?;
-        self.vms.push(name.to_string());
-        let (took, sum, running) = ask_a_clone(&self.host.client, snapshot, name, index).await?;
-        let details = self.host.client.vm(&running.vm.id.to_string()).await?;
-        Ok(Clone { index, took, sum, details, running: Some(running) })
+        loop {
+            let name = self.name(&format!("one-{index}-{}", self.lost))?;
+            self.vms.push(name.to_string());
+            let client = &self.host.client;
+            let clone = async {
+                let (took, sum, running) = ask_a_clone(client, snapshot, name, index).await?;
+                let details = client.vm(&running.vm.id.to_string()).await?;
+                anyhow::Ok(Clone { index, took, sum, details, running: Some(running) })
+            };
+            match clone.await {
+                Ok(clone) => return Ok(clone),
+                Err(why) => self.lost(&format!("clone {index}"), why)?,
+            }
+        }
     }
 
     /// Clones asked for at the same moment; also gives the time until the last has answered.
@@ -84,18 +111,29 @@ impl Demo {
         start.wait().await;
         let begun = Instant::now();
         let answers = join_all(tasks).await;
-        let took = begun.elapsed();
+        let mut took = begun.elapsed();
         let mut answered = Vec::new();
         for (index, answer) in (1..).zip(answers) {
-            let answer = answer.context("a task")?;
-            let (took, sum, running) = answer.with_context(|| format!("clone {index} of the burst"))?;
-            answered.push((index, took, sum, running));
+            match answer.context("a task")? {
+                Ok(answer) => answered.push((index, answer)),
+                Err(why) => {
+                    self.lost(&format!("clone {index} of the burst"), why)?;
+                    let clone = self.clone_and_ask(snapshot, index).await?;
+                    took += clone.took;
+                    answered.extend(clone.running.map(|running| (index, (clone.took, clone.sum, running))));
+                }
+            }
         }
         let mut clones = Vec::new();
-        for (index, took, sum, running) in answered {
+        for (index, (took, sum, running)) in answered {
             // All of them are alive: what they share is counted as shared.
-            let details = self.host.client.vm(&running.vm.id.to_string()).await?;
-            clones.push(Clone { index, took, sum, details, running: Some(running) });
+            match self.host.client.vm(&running.vm.id.to_string()).await {
+                Ok(details) => clones.push(Clone { index, took, sum, details, running: Some(running) }),
+                Err(why) => {
+                    self.lost(&format!("clone {index} of the burst, after its answer"), why.into())?;
+                    clones.push(self.clone_and_ask(snapshot, index).await?);
+                }
+            }
         }
         Ok((clones, took))
     }

@@ -92,8 +92,18 @@ async fn run(options: &Options) -> Result<Report> {
 }
 
 async fn measure(demo: &mut Demo, options: &Options, image: &Name, kernel: &Kernel) -> Result<Report> {
-    let boot = boot(demo, options, image, &kernel.name).await?;
-    let snapshot = bake(demo, options, image, &kernel.name).await?;
+    let boot = loop {
+        match boot(demo, options, image, &kernel.name).await {
+            Ok(took) => break took,
+            Err(why) => demo.lost("the cold boot", why)?,
+        }
+    };
+    let snapshot = loop {
+        match bake(demo, options, image, &kernel.name).await {
+            Ok(name) => break name,
+            Err(why) => demo.lost("the bake", why)?,
+        }
+    };
     let stored = demo.host.client.snapshot(&snapshot).await?;
 
     let count = usize::from(options.clones);
@@ -120,7 +130,7 @@ async fn measure(demo: &mut Demo, options: &Options, image: &Name, kernel: &Kern
         "a copy answered from another Python than the baked one"
     );
     let latencies: Vec<Duration> = serial.iter().map(|c| c.took).collect();
-    Ok(Report::new(
+    let mut report = Report::new(
         demo.host.kvm(),
         &kernel.release,
         boot,
@@ -128,7 +138,9 @@ async fn measure(demo: &mut Demo, options: &Options, image: &Name, kernel: &Kern
         burst_took,
         [&serial, &burst],
         &stored,
-    ))
+    );
+    report.figures.lost = demo.lost;
+    Ok(report)
 }
 
 /// A cold boot, up to the answer to the very same question that the clones get.
@@ -142,7 +154,7 @@ async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
         init: None,
     };
     let begun = Instant::now();
-    let name = demo.name("boot")?;
+    let name = demo.name(&format!("boot-{}", demo.lost))?;
     demo.vms.push(name.to_string());
     let request = RunRequest {
         create: CreateRequest { source: Source::Boot(source), name: Some(name), labels: BTreeMap::new() },

@@ -32,6 +32,8 @@ pub struct Figures {
     pub unique: Unique,
     /// Memory that only one clone takes, all of them being alive: the mean.
     pub rss_kib_per_clone: u64,
+    /// Guests that the emulation crashed, and that were made again; 0 where KVM is the host's own.
+    pub lost: usize,
     /// Things left over after everything was removed.
     pub leaked: usize,
 }
@@ -116,6 +118,7 @@ impl Report {
                     random: least(a.random, b.random, both.random),
                 },
                 rss_kib_per_clone: mean(|c| c.details.private_kib),
+                lost: 0,
                 leaked: 0,
             },
             disk_bytes_per_clone: mean(|c| c.details.disk_bytes),
@@ -168,6 +171,7 @@ impl fmt::Display for Report {
         row(f, "different hostnames", format!("{} of {n}", figures.unique.hostname))?;
         row(f, "different machine-ids", format!("{} of {n}", figures.unique.machine_id))?;
         row(f, "different random bytes", format!("{} of {n}", figures.unique.random))?;
+        row(f, "lost to the emulation, and made again", figures.lost.to_string())?;
         row(f, "left over", figures.leaked.to_string())
     }
 }
