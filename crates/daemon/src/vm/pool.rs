@@ -217,7 +217,7 @@ impl Pool {
         let ready = async {
             loop {
                 let shelved = self.shelved.notified();
-                if lock(&self.shelves).primed.contains_key(template) {
+                if lock(&self.shelves).primed.get(template).is_some_and(|shelf| !shelf.is_empty()) {
                     return;
                 }
                 shelved.await;
@@ -278,7 +278,10 @@ impl Pool {
         let full = shelves.count() >= ALL;
         let Shelves { primed, demand, .. } = &mut *shelves;
         let mut out = Vec::new();
-        if full && let Some(oldest) = demand.iter().min_by_key(|(_, d)| d.last).map(|(t, _)| t.clone()) {
+        // What is asked for right now stays, however full it is.
+        let resting = demand.iter().filter(|(_, d)| now.duration_since(d.last) > WINDOW);
+        let oldest = resting.min_by_key(|(_, d)| d.last).map(|(template, _)| template.clone());
+        if full && let Some(oldest) = oldest {
             demand.remove(&oldest);
         }
         demand.retain(|_, demand| {
@@ -427,6 +430,10 @@ async fn shelve(daemon: &Arc<Daemon>, shell: Shell, new: bool) {
     let (id, process) = (shell.seat.id, shell.process.clone());
     match daemon.pool.put(shell) {
         None if new => watch(daemon, id, process),
+        // It may have died while it was on no shelf, where its watcher did not find it.
+        None if !process.is_alive().unwrap_or(false) => {
+            end(daemon, daemon.pool.remove(id).into_iter().collect()).await
+        }
         None => {}
         Some(shell) => end(daemon, vec![shell]).await,
     }

@@ -47,9 +47,14 @@ fn user_folder_variables_terminal_and_time_are_as_asked() {
     // The program's children end with it.
     let got = dayfly(&["exec", "--timeout", "1s", "asked", "/bin/sh", "-c", "sleep 977 & wait"]);
     assert!(got.code != 0 && begun.elapsed() < Duration::from_secs(60), "{got:?}");
-    let left =
-        dayfly(&["exec", "asked", "/bin/sh", "-c", "grep -l '^sleep.977' /proc/[0-9]*/cmdline 2>/dev/null"]);
-    assert_eq!(left.out, "", "the timeout left a child");
+    let sleepers = |seconds: u32| {
+        let list = "for f in /proc/[0-9]*/cmdline; do tr '\\0' ' ' <$f 2>/dev/null; echo; done";
+        let all = ok(&["exec", "asked", "--", "/bin/sh", "-c", list]);
+        all.lines().filter(|line| line.trim() == format!("sleep {seconds}")).count()
+    };
+    assert_eq!(sleepers(977), 0, "the timeout left a child");
+    ok(&["exec", "asked", "--", "/bin/sh", "-c", "setsid sleep 976 >/dev/null 2>&1 </dev/null &"]);
+    assert_eq!(sleepers(976), 1, "one that is there is seen");
     world.clean();
 }
 
