@@ -62,6 +62,17 @@ impl Pins {
     }
 }
 
+impl Clone for Pin {
+    /// Another that holds the same.
+    fn clone(&self) -> Self {
+        let pinned = {
+            let inner = self.pins.0.lock().unwrap_or_else(PoisonError::into_inner);
+            inner.1.get(&self.key).cloned().unwrap_or_default()
+        };
+        self.pins.pin(pinned)
+    }
+}
+
 impl Drop for Pin {
     fn drop(&mut self) {
         self.pins.0.lock().unwrap_or_else(PoisonError::into_inner).1.remove(&self.key);

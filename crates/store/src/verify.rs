@@ -11,7 +11,7 @@ use crate::manifest::FileRef;
 use crate::sparse;
 use dayfly_units::sealed;
 use std::collections::HashMap;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{self, Read, Seek};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -38,14 +38,24 @@ pub(crate) struct Stamp {
 
 impl Stamp {
     pub(crate) fn of(file: &File) -> io::Result<Self> {
-        let m = file.metadata()?;
-        Ok(Self {
+        Ok(Self::from(&file.metadata()?))
+    }
+
+    /// Of the file that is at `path` now.
+    pub(crate) fn at(path: &Path) -> io::Result<Self> {
+        Ok(Self::from(&std::fs::symlink_metadata(path)?))
+    }
+}
+
+impl From<&Metadata> for Stamp {
+    fn from(m: &Metadata) -> Self {
+        Self {
             device: m.dev(),
             inode: m.ino(),
             bytes: m.len(),
             mtime: (m.mtime(), m.mtime_nsec()),
             ctime: (m.ctime(), m.ctime_nsec()),
-        })
+        }
     }
 }
 

@@ -12,7 +12,9 @@ use crate::{Inner, Store};
 use dayfly_units::Name;
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// A snapshot, verified and open. Every descriptor is read-only.
@@ -30,9 +32,25 @@ pub struct OpenSnapshot {
     pub disks: Vec<OpenDisk>,
     /// Of the identities and times of all its files: another one means that a file was replaced or changed since.
     pub fingerprint: Digest,
-    /// Keeps its images and layers in the store; a clone holds it as long as it lives.
+    /// Keeps its images and layers in the store; a clone holds it, or a clone of it, as long as it lives.
     pub pin: Pin,
+    /// What was verified, and where.
+    files: Vec<Seen>,
 }
+
+impl OpenSnapshot {
+    /// Whether every file that was looked at is still where it was, and unchanged: what is open is then what would be opened now.
+    #[must_use]
+    pub fn is_current(&self) -> bool {
+        self.files.iter().all(|(path, seen)| match Stamp::at(path) {
+            Ok(now) => *seen == Some(now),
+            Err(e) => e.kind() == ErrorKind::NotFound && seen.is_none(),
+        })
+    }
+}
+
+/// A path, and what was there, if anything was.
+type Seen = (PathBuf, Option<Stamp>);
 
 /// A disk of an open snapshot.
 #[derive(Debug)]
@@ -148,16 +166,26 @@ impl Store {
     }
 }
 
-impl OpenLayer {
-    fn files(&self) -> [&File; 2] {
-        [&self.data, &self.map]
-    }
+fn fingerprint(files: &[Seen]) -> Digest {
+    let stamps: Vec<String> = files.iter().map(|(_, stamp)| format!("{stamp:?}")).collect();
+    Digest::of(stamps.join("\n").as_bytes())
 }
 
-fn fingerprint<'a>(files: impl Iterator<Item = &'a File>) -> std::io::Result<Digest> {
-    let stamps: std::io::Result<Vec<String>> =
-        files.map(|file| Ok(format!("{:?}", Stamp::of(file)?))).collect();
-    Ok(Digest::of(stamps?.join("\n").as_bytes()))
+/// The files that are open, and the manifests that say what they are, with their stamps.
+struct Stamps(Vec<Seen>);
+
+impl Stamps {
+    fn add(&mut self, path: PathBuf, file: &File) -> Result<(), IoError> {
+        let stamp = Stamp::of(file).map_err(IoError::new("looking at", &path))?;
+        self.0.push((path, Some(stamp)));
+        Ok(())
+    }
+
+    fn add_at(&mut self, path: PathBuf) -> Result<(), IoError> {
+        let stamp = Stamp::at(&path).map_err(IoError::new("looking at", &path))?;
+        self.0.push((path, Some(stamp)));
+        Ok(())
+    }
 }
 
 impl Sizes {
@@ -176,9 +204,12 @@ impl Inner {
     pub(crate) fn open_snapshot(self: &Arc<Self>, name: &Name) -> Result<OpenSnapshot, OpenError> {
         let by = format!("snapshot {name}");
         // Under the lock everything is opened and pinned; the hashing, which takes long the first time, needs the descriptors only.
+        let mut stamps = Stamps(Vec::new());
         let (dir, manifest, state, memory, working_set, disks, pin) = {
             let _publishing = self.publishing();
             let dir = folder(&self.snapshots, "snapshot", name)?;
+            // Before it is read: a later one would then differ.
+            stamps.add_at(dir.path().join(manifest::FILE))?;
             let manifest: SnapshotManifest = manifest::read(&dir)?;
             let (state, memory) = (needed(&dir, STATE, &by)?, needed(&dir, MEMORY, &by)?);
             let working_set = if dir.has(WORKING_SET)? { Some(dir.open(WORKING_SET)?) } else { None };
@@ -191,23 +222,31 @@ impl Inner {
         if let Some(record) = &working_set {
             self.verifier.check_sealed(&dir.path().join(WORKING_SET), record, MAX_WORKING_SET_BYTES)?;
         }
+        stamps.add(dir.path().join(STATE), &state)?;
+        stamps.add(dir.path().join(MEMORY), &memory)?;
+        match &working_set {
+            Some(record) => stamps.add(dir.path().join(WORKING_SET), record)?,
+            None => stamps.0.push((dir.path().join(WORKING_SET), None)),
+        }
         let mut open = Vec::with_capacity(disks.len());
         for (disk, base, layers) in disks {
             for (dir, l) in &layers {
                 self.verify_layer(dir, &l.layer, &l.data, &l.map)?;
+                for (file, open) in [(crate::layers::DATA, &l.data), (crate::layers::MAP, &l.map)] {
+                    stamps.add(dir.path().join(file), open)?;
+                }
             }
+            let image = self.images.path().join(disk.image.name.as_str());
+            stamps.add_at(image.join(manifest::FILE))?;
             self.verify_base(&disk, &base)?;
+            stamps.add(image.join("disk"), &base)?;
             let layers = layers.into_iter().map(|(_, l)| l).collect();
             let DiskRef { image, size_bytes, writable, .. } = disk;
             open.push(OpenDisk { image, base, size_bytes, writable, layers });
         }
         self.verify(&dir, MEMORY, &memory, &manifest.memory, Kind::Sparse)?;
-        let disk_files = open
-            .iter()
-            .flat_map(|disk| [&disk.base].into_iter().chain(disk.layers.iter().flat_map(OpenLayer::files)));
-        let files = [&state, &memory].into_iter().chain(&working_set).chain(disk_files);
-        let fingerprint = fingerprint(files).map_err(IoError::new("looking at", dir.path()))?;
-        Ok(OpenSnapshot { manifest, state, memory, working_set, disks: open, fingerprint, pin })
+        let (files, fingerprint) = (stamps.0.clone(), fingerprint(&stamps.0));
+        Ok(OpenSnapshot { manifest, state, memory, working_set, disks: open, fingerprint, pin, files })
     }
 
     fn open_disk(&self, disk: &DiskRef, by: &str) -> Result<RawDisk, OpenError> {
