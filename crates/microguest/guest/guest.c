@@ -5,6 +5,7 @@ typedef unsigned int u32;
 typedef unsigned long u64;
 
 enum {
+    POST = 0x80, /* where firmware reports how far it is; nobody listens */
     COM1 = 0x3f8,
     I8042 = 0x64,
     PVPANIC = 0x505,
@@ -94,11 +95,13 @@ static void count(u64 generation) {
     }
 }
 
-/* Waits until the 16 bytes at `generation` change. Prints nothing: what a clone prints first is its own. */
+/* Waits until the 16 bytes at `generation` change. Prints nothing: what a clone prints first is its own. That it lives it tells at
+ * once, before it reads its next word: hundreds of instructions, where KVM emulates each of them. */
 static void until(u64 generation) {
     volatile u64 *id = (volatile u64 *)generation;
     u64 low = id[0], high = id[1];
     while (id[0] == low && id[1] == high) {}
+    outb(POST, 1);
 }
 
 /* Maps the second 4 GiB and more onto themselves too, as the VMM did the first: what is above the hole below 4 GiB. */
@@ -116,6 +119,50 @@ static void map_high(void) {
 /* Writes one word to each page of [from, end); the least that makes a page this VM's own. */
 static void touch(u64 from, u64 end) {
     for (u64 at = from; at < end; at += PAGE) *(volatile u64 *)at = at;
+}
+
+/* One pass of a counting sort, stable, by eight bits of the keys. */
+static void sort_pass(const volatile u32 *from, volatile u32 *to, u64 keys, int shift) {
+    static volatile u32 places[256];
+    for (u64 d = 0; d < 256; d++) places[d] = 0;
+    for (u64 n = 0; n < keys; n++) places[from[n] >> shift & 255]++;
+    u32 place = 0;
+    for (u64 d = 0; d < 256; d++) {
+        u32 count = places[d];
+        places[d] = place;
+        place += count;
+    }
+    for (u64 n = 0; n < keys; n++) to[places[from[n] >> shift & 255]++] = from[n];
+}
+
+/* Makes keys from the seed, sorts them, and says whether they are in order; the digest tells whether they are the right ones. */
+static void sort(u64 seed, u64 keys) {
+    volatile u32 *at = (volatile u32 *)PATTERN_BASE, *other = at + keys;
+    u64 state = seed * 2 + 1, digest = 0;
+    for (u64 n = 0; n < keys; n++) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        at[n] = (u32)(state >> 32);
+    }
+    for (int shift = 0; shift < 32; shift += 16) {
+        sort_pass(at, other, keys, shift);
+        sort_pass(other, at, keys, shift + 8);
+    }
+    for (u64 n = 0; n < keys; n++) {
+        if (n > 0 && at[n - 1] > at[n]) {
+            put("sort wrong at ");
+            put_hex(n);
+            put("\n");
+            return;
+        }
+        digest = digest * 31 + at[n];
+    }
+    put("sorted ");
+    put_hex(keys);
+    put(" digest ");
+    put_hex(digest);
+    put("\n");
 }
 
 /* After a restore: the new generation says what this copy does (see lib.rs, `Orders`). */
@@ -166,6 +213,12 @@ void guest_main(const u8 *boot_params) {
             u64 generation = hex(&at);
             put("ready\n");
             until(generation);
+        } else if (starts(at, "born=")) {
+            at += 5;
+            u64 generation = hex(&at);
+            put("ready\n");
+            until(generation);
+            halt();
         } else if (starts(at, "touch=")) {
             at += 6;
             u64 end = PATTERN_BASE + hex(&at) * PAGE;
@@ -174,6 +227,11 @@ void guest_main(const u8 *boot_params) {
                 map_high();
                 touch(HOLE_END, end - HOLE_START + HOLE_END);
             }
+        } else if (starts(at, "sort=")) {
+            at += 5;
+            u64 from = hex(&at);
+            if (*at == ':') at++;
+            sort(from, hex(&at));
         } else if (starts(at, "count")) {
             count(0);
         } else if (starts(at, "end=")) {

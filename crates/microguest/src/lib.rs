@@ -12,7 +12,9 @@
 //! | `fill=SEED:PAGES` | writes SEED's pattern to pages from 32 MiB on, verifies it (numbers in hexadecimal) |
 //! | `verify=SEED:PAGES` | prints `verify ok seed SEED` or `verify bad page N` |
 //! | `touch=PAGES` | writes one word to each of PAGES pages from 32 MiB on, jumping over the hole below 4 GiB; at most 11 GiB of RAM |
-//! | `until=ADDR` | prints `ready`, waits until the VM generation id at ADDR changes, whatever to, then goes on with the next word |
+//! | `sort=SEED:KEYS` | makes KEYS 32-bit integers from SEED, sorts them, looks through them, and prints the line of [`sorted`] or `sort wrong at N` |
+//! | `born=ADDR` | as `until`, and then halts: the least that a clone can do |
+//! | `until=ADDR` | prints `ready`, waits until the VM generation id at ADDR changes, whatever to, writes to port 0x80 and goes on with the next word |
 //! | `count` | prints `count N` now and then, for ever |
 //! | `wait=ADDR` | prints `ready`, counts until the VM generation id at ADDR changes, then obeys it ([`orders`]), over and over |
 //! | `end=HOW` | ends the VM, see [`End`] |
@@ -52,4 +54,22 @@ pub fn orders(seed: u32, end: End) -> [u8; 16] {
     id[4] = end as u8;
     id[15] = 0x5a;
     id
+}
+
+/// The line that `sort=SEED:KEYS` prints. Computed here by other means: keys that are in order but are not those of the seed have
+/// another digest.
+#[must_use]
+pub fn sorted(seed: u64, keys: usize) -> String {
+    let mut state = seed.wrapping_mul(2).wrapping_add(1);
+    let mut made: Vec<u64> = std::iter::repeat_with(|| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state >> 32
+    })
+    .take(keys)
+    .collect();
+    made.sort_unstable();
+    let digest = made.iter().fold(0u64, |digest, key| digest.wrapping_mul(31).wrapping_add(*key));
+    format!("sorted {keys:x} digest {digest:x}\n")
 }

@@ -1,7 +1,9 @@
 //! What a VMM process is told: everything it needs arrives as open file descriptors named in a [`VmmConfig`].
 //!
-//! `dayfly-vmm --config-fd N` reads the JSON of a [`VmmConfig`] from descriptor N to its end, once. The process opens
-//! no file by path, except guest-initiated vsock connections to sockets inside its jail's root folder.
+//! A zygote ([`crate::zygote`]) reads one with each message, and forks the process that it is for; descriptors are numbered by
+//! their places in the message. `dayfly-vmm --config-fd N` reads the JSON of one from descriptor N to its end, once, and is
+//! that process itself. The process opens no file by path, except guest-initiated vsock connections to sockets inside its
+//! jail's root folder.
 
 use dayfly_units::VmId;
 use serde::{Deserialize, Serialize};
@@ -30,10 +32,16 @@ pub struct VmmConfig {
     pub id: VmId,
     /// The jail to enter before the guest runs. `None` only in tests of a single room.
     pub jail: Option<JailConfig>,
-    /// `/dev/kvm`, opened read-write.
-    pub kvm_fd: FdNumber,
+    /// `/dev/kvm`, opened read-write; a zygote has it already.
+    pub kvm_fd: Option<FdNumber>,
     /// A listening unix stream socket that speaks [`crate::control`].
     pub control_fd: FdNumber,
+    /// A connection that speaks the same, made ahead: what is sent on it before the process is there waits in it.
+    #[serde(default)]
+    pub link_fd: Option<FdNumber>,
+    /// Whether to work at a lower priority until the guest runs.
+    #[serde(default)]
+    pub background: bool,
     /// A listening unix stream socket: `CONNECT <port>\n` → `OK <n>\n` → bytes to and from that port of the guest.
     pub vsock_fd: FdNumber,
     /// Where guest-initiated connections go: to port P of CID 2 is to the unix socket `<vsock_path>_<P>`,
@@ -49,10 +57,24 @@ pub struct VmmConfig {
     pub start: Start,
 }
 
+/// What a zygote is told once, before the first VM; with it comes `/dev/kvm`, opened
+/// read-write.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ZygoteConfig {
+    /// All that it and its VMMs will see of the host's files: the folder in which VMs have their folders.
+    pub folder: PathBuf,
+    /// The CPUs that its VMMs run on; empty: all.
+    #[serde(default)]
+    pub cpus: Vec<u32>,
+    /// The NUMA node from which their memory comes, while there is some; `None`: wherever they run.
+    #[serde(default)]
+    pub node: Option<u32>,
+}
+
 /// Where a VMM lives.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct JailConfig {
-    /// Folder that becomes the root of its mount namespace; the daemon made it, it holds only this VM's sockets.
+    /// Folder that becomes its root, a path in what its zygote sees; the daemon made it, it holds only this VM's sockets.
     pub root: PathBuf,
     /// The VM's own user.
     pub uid: u32,

@@ -36,7 +36,7 @@ pub enum Command {
     /// writable layer. After `Ok` the old writable layers are frozen: never written again.
     Save,
     /// Write the sealed record of the pages touched since the restore ([`crate::memory::working_set`]) to the one
-    /// descriptor that comes along, an empty file. Only of a VM that was started to be recorded.
+    /// descriptor that comes along, an empty file; of a clone that was not started to be recorded, of the pages written.
     WorkingSet,
     /// End this VMM now, without asking the guest.
     Quit,

@@ -119,13 +119,9 @@ impl Descriptors for Received {
 /// Every descriptor number in a configuration.
 #[must_use]
 pub fn all(config: &VmmConfig) -> BTreeSet<FdNumber> {
-    let mut numbers = BTreeSet::from([
-        config.kvm_fd,
-        config.control_fd,
-        config.vsock_fd,
-        config.console_fd,
-        config.exit_fd,
-    ]);
+    let mut numbers = BTreeSet::from([config.control_fd, config.vsock_fd, config.console_fd, config.exit_fd]);
+    numbers.extend(config.kvm_fd);
+    numbers.extend(config.link_fd);
     let Start::Boot(boot) = &config.start else { return numbers };
     numbers.insert(boot.kernel_fd);
     numbers.extend(boot.initrd_fd);

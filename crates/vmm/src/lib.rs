@@ -1,8 +1,8 @@
 //! # vmm
 //!
 //! The room for exactly one VM in one process: KVM, memory, devices, saving and loading the whole machine, and the jail
-//! around it. The binary `dayfly-vmm` is [`process::main`]; the daemon uses [`config`], [`control::Client`] and
-//! [`disk::layer`].
+//! around it. The binary `dayfly-vmm` is [`process::main`]: a [`zygote`], and every VMM that is forked from it. The daemon uses
+//! [`config`], [`zygote::Client`], [`control::Client`] and [`disk::layer`].
 //!
 //! What may not enter: anything about more than one VM, names, images, templates, policy, or where files lie on disk:
 //! everything arrives as an open descriptor.
@@ -26,3 +26,4 @@ pub mod timeline;
 pub mod vcpu;
 pub mod virtio;
 pub mod vm;
+pub mod zygote;

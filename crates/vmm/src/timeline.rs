@@ -20,6 +20,12 @@ impl Timeline {
         timeline
     }
 
+    /// A timeline whose first phase was at `us`.
+    #[must_use]
+    pub fn since(us: u64) -> Self {
+        Self(vec![("started".to_owned(), us)])
+    }
+
     /// `phase` is done now.
     pub fn done(&mut self, phase: &str) {
         self.0.push((phase.to_owned(), now_us()));

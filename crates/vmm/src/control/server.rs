@@ -75,13 +75,17 @@ struct Connection {
     open: bool,
 }
 
-/// Serves commands until `Quit` or the guest's end.
+/// Serves commands until `Quit` or the guest's end: of whoever connects, and over `link` if there is one.
 ///
 /// # Errors
 /// When the listener fails.
-pub fn serve(listener: &UnixListener, hosted: &mut Hosted) -> io::Result<()> {
+pub fn serve(listener: &UnixListener, link: Option<UnixStream>, hosted: &mut Hosted) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let mut connections: Vec<Connection> = Vec::new();
+    if let Some(stream) = link {
+        stream.set_nonblocking(true)?;
+        connections.push(Connection::new(stream));
+    }
     let mut starved = false;
     loop {
         // While descriptors are short, callers wait: a listener that cannot be served would be ready for ever.
@@ -111,7 +115,7 @@ fn accept(listener: &UnixListener, connections: &mut Vec<Connection>) -> bool {
             Ok((stream, _)) => {
                 let fits = connections.len() < MAX_CONNECTIONS;
                 if fits && stream.set_nonblocking(true).is_ok() {
-                    connections.push(Connection { stream, receiver: Receiver::default(), open: true });
+                    connections.push(Connection::new(stream));
                 }
             }
             Err(error) => match error.raw_os_error() {
@@ -124,6 +128,10 @@ fn accept(listener: &UnixListener, connections: &mut Vec<Connection>) -> bool {
 }
 
 impl Connection {
+    fn new(stream: UnixStream) -> Self {
+        Self { stream, receiver: Receiver::default(), open: true }
+    }
+
     /// Reads what is there and answers at most one message.
     fn turn(&mut self, hosted: &mut Hosted) {
         match self.receiver.receive(&self.stream) {

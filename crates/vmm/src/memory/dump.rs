@@ -6,9 +6,11 @@
 //! of the file was written; every other one still reads as the file does. In anonymous memory, a page that is neither
 //! present nor swapped was never written and reads as zero. Without a pagemap every page is read.
 
+use super::working_set::{self, Run};
 use crate::arch::layout;
 use dayfly_units::PAGE_SIZE;
 use rustix::fs::{SeekFrom, copy_file_range, seek};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -96,6 +98,31 @@ pub fn dump(
         }
     }
     Ok(dump)
+}
+
+/// The pages of RAM that are this process's own, where a file was laid over it: copied because something wrote to them. Nothing
+/// where the pagemap cannot be read.
+#[must_use]
+pub fn written(memory: &GuestMemoryMmap, memory_bytes: u64, pagemap: &File) -> Vec<Run> {
+    let mut pages = BTreeMap::new();
+    let mut entries = vec![0u64; CHUNK_PAGES];
+    for (guest, offset, len) in layout::ram(memory_bytes) {
+        let Some(region) = memory.find_region(guest) else { continue };
+        let Ok(host) = region.get_host_address(vm_memory::MemoryRegionAddress(0)) else { continue };
+        for at in (0..len).step_by(CHUNK_PAGES * PAGE) {
+            let count = CHUNK_PAGES.min(usize::try_from((len - at) / PAGE_SIZE).unwrap_or(CHUNK_PAGES));
+            let start = host.wrapping_add(usize::try_from(at).unwrap_or(0));
+            if !read_pagemap(Some(pagemap), start, &mut entries[..count]) {
+                return Vec::new();
+            }
+            let own = |entry: &u64| entry & (PRESENT | SWAPPED) != 0 && entry & OF_FILE == 0;
+            for (n, _) in entries[..count].iter().enumerate().filter(|(_, entry)| own(entry)) {
+                let page = (offset + at) / PAGE_SIZE + n as u64;
+                pages.extend(u32::try_from(page).ok().map(|page| (page, true)));
+            }
+        }
+    }
+    working_set::runs(&pages, memory_bytes)
 }
 
 /// Fills `entries` for the pages from `start`; false when there is no pagemap or it cannot be read.

@@ -6,7 +6,7 @@ mod dump;
 pub mod recorder;
 pub mod working_set;
 
-pub use dump::{Dump, DumpError, MAX_HOLES, dump, large_holes};
+pub use dump::{Dump, DumpError, MAX_HOLES, dump, large_holes, written};
 
 use crate::arch::layout;
 use dayfly_units::PAGE_SIZE;
@@ -140,7 +140,7 @@ pub fn lay_over(
         last_end = offset + len;
     }
     for (guest, start, size) in ram {
-        small_pages(memory, guest, size)?;
+        pages(memory, guest, size, libc::MADV_NOHUGEPAGE)?;
         let end = start + size;
         let mut at = start;
         let inside = holes.iter().filter(|(offset, _)| (start..end).contains(offset));
@@ -149,21 +149,33 @@ pub fn lay_over(
             if offset > at {
                 map_part(memory, guest.unchecked_add(at - start), file, at, offset - at)?;
             }
+            if len >= LARGE_BYTES {
+                pages(memory, guest.unchecked_add(offset - start), len, libc::MADV_HUGEPAGE)?;
+            }
             at = offset + len;
         }
     }
     Ok(())
 }
 
-/// Small pages, because a clone is to cost what it touches.
-fn small_pages(memory: &GuestMemoryMmap, at: GuestAddress, len: u64) -> Result<(), MemoryError> {
+/// A hole from which on its pages are 2 MiB: memory by the hundreds of megabytes that nothing had touched when the snapshot was taken is
+/// there to be filled. Filling and freeing it then costs a fraction (of 8 GiB, freeing: 3 ms instead of 330, measured on Linux 6.18).
+const LARGE_BYTES: u64 = 256 << 20;
+
+/// The size of pages: small ones, because a clone is to cost what it touches, but for large holes.
+fn pages(
+    memory: &GuestMemoryMmap,
+    at: GuestAddress,
+    len: u64,
+    advice: libc::c_int,
+) -> Result<(), MemoryError> {
     let fails = |source| MemoryError::Map { at: at.0, len, source };
     let size = usize::try_from(len).map_err(|_| fails(io::ErrorKind::InvalidInput.into()))?;
     let host = memory.get_slice(at, size).map_err(|e| fails(io::Error::other(e)))?;
     let host = host.ptr_guard_mut().as_ptr();
     // SAFETY: the `size` bytes from `host` are guest memory, as the slice shows. A kernel without huge pages refuses; it then
     // does what is asked anyway.
-    unsafe { libc::madvise(host.cast(), size, libc::MADV_NOHUGEPAGE) };
+    unsafe { libc::madvise(host.cast(), size, advice) };
     Ok(())
 }
 

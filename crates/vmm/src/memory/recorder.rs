@@ -8,10 +8,11 @@
 //! is never closed while the VM lives: a page missing then would read as zero.
 
 use super::dump::PAGE;
-use super::working_set::Run;
+use super::working_set::{self, Run};
 use crate::arch::layout;
 use crate::seccomp::{self, Program};
 use dayfly_units::PAGE_SIZE;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -141,9 +142,9 @@ impl Recorder {
         let mut pages = self.touched.lock().unwrap_or_else(PoisonError::into_inner).clone();
         pages.sort_unstable();
         pages.dedup();
+        let mut found = BTreeMap::new();
         let ram = layout::ram(memory_bytes);
         let (mut now, mut then) = (vec![0; PAGE], vec![0; PAGE]);
-        let mut runs: Vec<Run> = Vec::new();
         for page in pages {
             let offset = u64::from(page) * PAGE_SIZE;
             let Some((guest, start, _)) = ram.iter().rfind(|(_, start, _)| offset >= *start) else {
@@ -152,16 +153,9 @@ impl Recorder {
             let at = GuestAddress(guest.0 + (offset - start));
             memory.read_slice(&mut now, at).map_err(io::Error::other)?;
             file.read_exact_at(&mut then, offset)?;
-            let written = now != then;
-            match runs.last_mut() {
-                // A run lies within one region: the file has no hole where the guest's addresses have one.
-                Some(run) if run.first + run.pages == page && run.written == written && offset != *start => {
-                    run.pages += 1;
-                }
-                _ => runs.push(Run { first: page, pages: 1, written }),
-            }
+            found.insert(page, now != then);
         }
-        Ok(runs)
+        Ok(working_set::runs(&found, memory_bytes))
     }
 }
 
@@ -214,10 +208,11 @@ fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<u32>>) -> io::Res
             };
             let offset = place.offset + (at - place.host);
             file.read_exact_at(&mut page, offset)?;
-            give(&uffd, at, &page)?;
+            // Noted first: who touched it goes on with the next line, and may ask for the record.
             if let Ok(number) = u32::try_from(offset / PAGE_SIZE) {
                 notes.lock().unwrap_or_else(PoisonError::into_inner).push(number);
             }
+            give(&uffd, at, &page)?;
         }
     }
 }

@@ -13,11 +13,13 @@
 //! A restored VM's clocks are set when it first goes on, not when it is loaded: a clone that waits loses no time and wakes
 //! to no backlog of timers.
 
+mod bare;
 mod boot;
 mod error;
 mod restore;
 mod shell;
 
+pub use bare::Bare;
 pub use error::{BuildError, SaveError, VmError};
 pub use restore::Files;
 pub use shell::{Host, Shell};
@@ -28,7 +30,7 @@ use crate::memory::{self, working_set};
 use crate::state::{self, VmState};
 use crate::vcpu::Vcpu;
 use crate::vcpu::clocks;
-use crate::vcpu::state::{self as vcpu_state, VcpuState};
+use crate::vcpu::state::{self as vcpu_state, HostLimits, VcpuState};
 use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_clock_data, kvm_irqchip,
 };
@@ -102,7 +104,6 @@ impl Vm {
         }
         let first = self.not_yet_run.is_some();
         self.set_clocks()?;
-        self.shell.devices.resume();
         for vcpu in &self.shell.vcpus {
             // Tells the guest's watchdogs that it was stopped; fails where the guest has no kvmclock, which is fine.
             let _ = vcpu.fd().kvmclock_ctrl();
@@ -111,6 +112,8 @@ impl Vm {
         for vcpu in &self.shell.vcpus {
             vcpu.resume();
         }
+        // After the vCPUs, which would wait for a CPU behind it; what they ask of devices meanwhile waits in eventfds.
+        self.shell.devices.resume();
         if first {
             self.shell.timeline.done("running");
         }
@@ -163,7 +166,7 @@ impl Vm {
         self.shell.devices.freeze_layers(layers).map_err(SaveError::Disks)
     }
 
-    /// Writes which pages were touched since the restore.
+    /// Writes which pages were touched since the restore; of a VM that was not started to be recorded, which were written.
     ///
     /// # Errors
     /// When there is not one descriptor, an empty file, or it cannot be written.
@@ -172,19 +175,24 @@ impl Vm {
         let Ok([file]) = <[OwnedFd; 1]>::try_from(fds) else {
             return Err(SaveError::Fds { expected: 1, writable: 0, got });
         };
-        let Shell { memory, shape, recorder, .. } = &self.shell;
-        let (Some(recorder), Some(parent)) = (recorder, &self.parent) else {
-            return Err(SaveError::NotRecorded);
+        let Shell { memory, shape, recorder, pagemap, .. } = &self.shell;
+        let bytes = shape.memory_bytes;
+        let runs = match (recorder, &self.parent, pagemap) {
+            (Some(recorder), Some(parent), _) => recorder.record(memory, bytes, parent),
+            (None, Some(_), Some(pagemap)) => Ok(memory::written(memory, bytes, pagemap)),
+            _ => return Err(SaveError::NotRecorded),
         };
-        let runs = recorder.record(memory, shape.memory_bytes, parent).map_err(SaveError::WorkingSet)?;
+        let runs = runs.map_err(SaveError::WorkingSet)?;
         File::from(file).write_all(&working_set::encode(&runs)).map_err(SaveError::WorkingSet)
     }
 
     fn read_state(&self, holes: Vec<(u64, u64)>) -> Result<VmState, SaveError> {
         let on = |what: &'static str| move |error| SaveError::Kvm(what, error);
+        let limits = HostLimits::new(&self.shell.kvm, &self.shell.vm)
+            .map_err(|source| SaveError::Vcpu { id: 0, source })?;
         let mut vcpus = Vec::new();
         for vcpu in &self.shell.vcpus {
-            let saved = vcpu_state::save(&vcpu.fd(), &self.shell.limits)
+            let saved = vcpu_state::save(&vcpu.fd(), &limits)
                 .map_err(|source| SaveError::Vcpu { id: vcpu.id(), source })?;
             vcpus.push(saved);
         }

@@ -10,7 +10,7 @@ use crate::memory::{self, working_set};
 use crate::state::{self, VmState};
 use crate::vcpu::state as vcpu_state;
 use std::fs::File;
-use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
 use vm_memory::Bytes;
 
 /// The open files of a snapshot.
@@ -25,15 +25,15 @@ pub struct Files {
     pub disks: Vec<DiskSpec>,
 }
 
-fn read_state(mut file: File) -> Result<VmState, BuildError> {
+/// Other clones have the same open file: where it stands says nothing.
+fn read_state(file: &File) -> Result<VmState, BuildError> {
     let got = file.metadata().map_err(BuildError::StateRead)?.len();
     let max = state::MAX_BYTES + dayfly_units::sealed::HEADER_BYTES as u64;
     if got > max {
         return Err(BuildError::StateLength { got, max });
     }
-    let mut bytes = Vec::with_capacity(usize::try_from(got).unwrap_or(0));
-    io::Seek::rewind(&mut file).map_err(BuildError::StateRead)?;
-    file.take(max + 1).read_to_end(&mut bytes).map_err(BuildError::StateRead)?;
+    let mut bytes = vec![0; usize::try_from(got).unwrap_or(0)];
+    file.read_exact_at(&mut bytes, 0).map_err(BuildError::StateRead)?;
     Ok(state::decode(&bytes)?)
 }
 
@@ -57,7 +57,7 @@ impl Shell {
     /// more use.
     pub fn restore(mut self, config: &RestoreConfig, files: Files) -> Result<Vm, BuildError> {
         self.timeline.done("asked");
-        let state = read_state(files.state)?;
+        let state = read_state(&files.state)?;
         self.fits(&state)?;
         self.timeline.done("state");
         match &self.recorder {

@@ -1,7 +1,7 @@
 //! All of a VM that does not depend on what will run in it.
 
+use super::bare::Bare;
 use super::error::BuildError;
-use crate::arch::layout;
 use crate::config::{GUEST_CID, MAX_DISKS, MAX_VCPUS, Shape};
 use crate::control::Status;
 use crate::jail::normal_priority;
@@ -9,20 +9,20 @@ use crate::memory::{self, recorder::Recorder};
 use crate::platform::{Console, Platform};
 use crate::seccomp::{self, Filters};
 use crate::timeline::Timeline;
-use crate::vcpu::state::HostLimits;
 use crate::vcpu::{self, Vcpu};
 use crate::virtio::{DeviceSet, VsockSpec};
-use kvm_bindings::{KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VmFd};
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vm_memory::GuestMemoryMmap;
 
 /// What the process has for its VM from the beginning.
 pub struct Host {
     /// `/dev/kvm`.
     pub kvm: Kvm,
+    /// A VM of KVM's, as far as there is one.
+    pub bare: Bare,
     /// The console.
     pub console: Console,
     /// The vsock device's outer end.
@@ -47,7 +47,6 @@ pub struct Shell {
     pub(super) vcpus: Vec<Vcpu>,
     pub(super) platform: Arc<Platform>,
     pub(super) devices: Arc<DeviceSet>,
-    pub(super) limits: HostLimits,
     pub(super) pagemap: Option<File>,
     pub(super) recorder: Option<Recorder>,
     pub(super) timeline: Timeline,
@@ -69,33 +68,6 @@ fn check(shape: Shape) -> Result<(), BuildError> {
     Ok(memory::check_size(shape.memory_bytes)?)
 }
 
-/// A KVM VM with interrupt controllers, timer and RAM.
-fn create_vm(kvm: &Kvm, memory: &GuestMemoryMmap) -> Result<VmFd, BuildError> {
-    let vm = kvm.create_vm().map_err(on("KVM_CREATE_VM"))?;
-    vm.set_identity_map_address(layout::KVM_IDENTITY_MAP).map_err(on("KVM_SET_IDENTITY_MAP_ADDR"))?;
-    vm.set_tss_address(layout::KVM_TSS).map_err(on("KVM_SET_TSS_ADDR"))?;
-    for (slot, region) in (0..).zip(memory.iter()) {
-        let Ok(host) = region.get_host_address(vm_memory::MemoryRegionAddress(0)) else { continue };
-        let area = kvm_userspace_memory_region {
-            slot,
-            flags: 0,
-            guest_phys_addr: region.start_addr().0,
-            memory_size: region.len(),
-            userspace_addr: host.addr() as u64,
-        };
-        // SAFETY: the region is mapped for as long as the `Shell` holds the memory, which is until the process ends, and
-        // whatever is mapped over it is again guest RAM; slots do not overlap because the regions of a GuestMemoryMmap
-        // do not.
-        unsafe { vm.set_user_memory_region(area) }.map_err(on("KVM_SET_USER_MEMORY_REGION"))?;
-    }
-    // After the slots: each waits for the grace periods that are under way, and the chips' places on the I/O bus begin some
-    // (9 ms against 1, measured on Linux 6.18).
-    vm.create_irq_chip().map_err(on("KVM_CREATE_IRQCHIP"))?;
-    let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
-    vm.create_pit2(pit).map_err(on("KVM_CREATE_PIT2"))?;
-    Ok(vm)
-}
-
 impl Shell {
     /// Makes one, with all its threads.
     ///
@@ -103,9 +75,9 @@ impl Shell {
     /// When no VM may have this shape, or the host refuses.
     pub fn new(host: Host, shape: Shape, filters: &Filters) -> Result<Self, BuildError> {
         check(shape)?;
-        let Host { kvm, console, vsock_listener, vsock_path, pagemap, recorder, mut timeline } = host;
+        let Host { kvm, bare, console, vsock_listener, vsock_path, pagemap, recorder, mut timeline } = host;
         let memory = memory::anonymous(shape.memory_bytes)?;
-        let vm = create_vm(&kvm, &memory)?;
+        let (vm, mut first) = bare.finish(&memory)?;
         timeline.done("kvm");
 
         let vsock = VsockSpec { listener: vsock_listener, path: vsock_path, guest_cid: GUEST_CID };
@@ -132,13 +104,15 @@ impl Shell {
         vcpu::install_kick_handler();
         let mut vcpus = Vec::new();
         for id in 0..shape.vcpus {
-            let fd = vm.create_vcpu(u64::from(id)).map_err(on("KVM_CREATE_VCPU"))?;
+            let fd = match first.take() {
+                Some(first) => first,
+                None => vm.create_vcpu(u64::from(id)).map_err(on("KVM_CREATE_VCPU"))?,
+            };
             let vcpu = Vcpu::start(id, fd, Arc::clone(&platform), filters.vcpu.clone());
             vcpus.push(vcpu.map_err(BuildError::Thread)?);
         }
-        let limits = HostLimits::new(&kvm, &vm).map_err(|source| BuildError::Vcpu { id: 0, source })?;
         timeline.done("vcpus");
-        Ok(Self { kvm, vm, shape, memory, vcpus, platform, devices, limits, pagemap, recorder, timeline })
+        Ok(Self { kvm, vm, shape, memory, vcpus, platform, devices, pagemap, recorder, timeline })
     }
 
     /// What it does now: it waits.

@@ -208,8 +208,10 @@ impl Vmm {
         let config = VmmConfig {
             id: dayfly_units::VmId::random(),
             jail,
-            kvm_fd: files.keep(kvm.into()),
+            kvm_fd: Some(files.keep(kvm.into())),
             control_fd: files.keep(control.into()),
+            link_fd: None,
+            background: false,
             vsock_fd: files.keep(vsock.into()),
             vsock_path,
             console_fd: files.keep(append("console.log").into()),

@@ -6,17 +6,17 @@
 //! loads and saves; the recorder of a rehearsal gives pages. The filters are applied after all set-up: no thread may open a file, map memory executable, or start another
 //! process or thread.
 
+mod tree;
+
+pub use tree::TreeError;
+
 use crate::memory::recorder;
 use crate::virtio;
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch,
-};
-use std::collections::BTreeMap;
 use std::sync::Arc;
+use tree::{Calls, Condition};
 
 /// A compiled filter.
-pub type Program = BpfProgram;
+pub type Program = seccompiler::BpfProgram;
 
 /// One filter for each kind of thread.
 #[derive(Debug, Clone)]
@@ -34,13 +34,21 @@ pub struct Filters {
 /// A filter could not be made.
 #[derive(Debug, thiserror::Error)]
 #[error("seccomp filter of {0} threads")]
-pub struct FilterError(&'static str, #[source] seccompiler::BackendError);
+pub struct FilterError(&'static str, #[source] TreeError);
 
 // ioctl(2) requests of KVM (include/uapi/linux/kvm.h); the type is 0xAE.
-const KVM_RUN: u64 = 0xae80;
-const KVM_GET_REGS: u64 = 0x8090_ae81;
-const KVM_GET_SREGS: u64 = 0x8138_ae83;
-const KVM_TYPE: u64 = 0xae;
+const KVM_RUN: u32 = 0xae80;
+const KVM_GET_REGS: u32 = 0x8090_ae81;
+const KVM_GET_SREGS: u32 = 0x8138_ae83;
+const KVM_TYPE: u32 = 0xae;
+const FIONBIO: u32 = 0x5421;
+const AF_UNIX: u32 = 1;
+
+/// The 32 bits of an ioctl's number.
+#[expect(clippy::cast_possible_truncation, reason = "as the kernel takes it: unsigned int")]
+const fn low(request: u64) -> u32 {
+    request as u32
+}
 
 /// Calls that every thread needs: memory, locks, time, its end.
 const EVERYONE: &[i64] = &[
@@ -87,58 +95,50 @@ const MAIN: &[i64] = &[
     libc::SYS_statx,
 ];
 
-/// `argument` is exactly `value`.
-fn equals(argument: u8, value: u64) -> Result<SeccompRule, seccompiler::BackendError> {
-    SeccompRule::new(vec![SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)?])
+/// The low half of `argument` is exactly `value`: no argument that is told apart here has a high one that the kernel looks at.
+const fn equals(argument: u8, value: u32) -> Condition {
+    Condition { argument, mask: u32::MAX, value }
 }
 
 /// The bits of `mask` in `argument` are exactly `value`.
-fn masked(argument: u8, mask: u64, value: u64) -> Result<SeccompRule, seccompiler::BackendError> {
-    SeccompRule::new(vec![SeccompCondition::new(
-        argument,
-        SeccompCmpArgLen::Dword,
-        SeccompCmpOp::MaskedEq(mask),
-        value,
-    )?])
+const fn masked(argument: u8, mask: u32, value: u32) -> Condition {
+    Condition { argument, mask, value }
 }
 
-fn filter(calls: &[&[i64]], ioctls: Vec<SeccompRule>) -> Result<Program, seccompiler::BackendError> {
-    const PROT_EXEC: u64 = 4;
-    let calls = EVERYONE.iter().chain(calls.iter().copied().flatten());
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = calls.map(|call| (*call, Vec::new())).collect();
-    if let Some(socket) = rules.get_mut(&libc::SYS_socket) {
-        socket.push(equals(0, 1)?); // AF_UNIX
+fn filter(calls: &[&[i64]], ioctls: Vec<Condition>) -> Result<Program, TreeError> {
+    const PROT_EXEC: u32 = 4;
+    let number = |call: i64| u32::try_from(call).map_err(|_| TreeError::Number(call));
+    let mut all = Calls::new();
+    for call in EVERYONE.iter().chain(calls.iter().copied().flatten()) {
+        let conditions = if *call == libc::SYS_socket { vec![equals(0, AF_UNIX)] } else { Vec::new() };
+        all.insert(number(*call)?, conditions);
     }
     // The allocator maps and protects memory; never executable.
-    rules.insert(libc::SYS_mmap, vec![masked(2, PROT_EXEC, 0)?]);
-    rules.insert(libc::SYS_mprotect, vec![masked(2, PROT_EXEC, 0)?]);
-    rules.insert(libc::SYS_ioctl, ioctls);
-    // Trap rather than kill: the handler of SIGSYS writes the exit record, then ends the process.
-    SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, TargetArch::x86_64)?.try_into()
+    all.insert(number(libc::SYS_mmap)?, vec![masked(2, PROT_EXEC, 0)]);
+    all.insert(number(libc::SYS_mprotect)?, vec![masked(2, PROT_EXEC, 0)]);
+    if !ioctls.is_empty() {
+        all.insert(number(libc::SYS_ioctl)?, ioctls);
+    }
+    // What is not allowed traps rather than kills: the handler of SIGSYS writes the exit record, then ends the process.
+    tree::compile(&all)
 }
 
 impl Filters {
     /// All of them.
     ///
     /// # Errors
-    /// When seccompiler refuses a rule.
+    /// When one is too long.
     pub fn new() -> Result<Self, FilterError> {
-        let non_blocking = || equals(1, libc::FIONBIO);
-        let vcpu = (|| {
-            let ioctls = vec![equals(1, KVM_RUN)?, equals(1, KVM_GET_REGS)?, equals(1, KVM_GET_SREGS)?];
-            filter(&[virtio::VCPU_SYSCALLS], ioctls)
-        })();
-        let devices = non_blocking().and_then(|rule| filter(&[virtio::DEVICE_LOOP_SYSCALLS], vec![rule]));
+        let non_blocking = equals(1, FIONBIO);
+        let runs = vec![equals(1, KVM_RUN), equals(1, KVM_GET_REGS), equals(1, KVM_GET_SREGS)];
+        let vcpu = filter(&[virtio::VCPU_SYSCALLS], runs);
+        let devices = filter(&[virtio::DEVICE_LOOP_SYSCALLS], vec![non_blocking]);
         // The main thread saves: any ioctl of KVM's type.
-        let main = (|| {
-            let ioctls = vec![non_blocking()?, masked(1, 0xff00, KVM_TYPE << 8)?];
-            filter(&[MAIN, virtio::CONTROL_SYSCALLS], ioctls)
-        })();
-        let recorder = (|| {
-            let ioctls = [recorder::UFFDIO_REGISTER, recorder::UFFDIO_COPY, recorder::UFFDIO_WAKE];
-            let ioctls = ioctls.into_iter().map(|request| equals(1, request)).collect::<Result<_, _>>()?;
-            filter(&[&[libc::SYS_read, libc::SYS_pread64]], ioctls)
-        })();
+        let kvm = masked(1, 0xff00, KVM_TYPE << 8);
+        let main = filter(&[MAIN, virtio::CONTROL_SYSCALLS], vec![non_blocking, kvm]);
+        let serves = [recorder::UFFDIO_REGISTER, recorder::UFFDIO_COPY, recorder::UFFDIO_WAKE];
+        let serves = serves.into_iter().map(|request| equals(1, low(request))).collect();
+        let recorder = filter(&[&[libc::SYS_read, libc::SYS_pread64]], serves);
         let named = |kind, program: Result<Program, _>| {
             program.map(|p| Some(Arc::new(p))).map_err(|e| FilterError(kind, e))
         };
