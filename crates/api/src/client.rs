@@ -1,6 +1,6 @@
 //! The typed client of the daemon: one method for each route, over the daemon's unix socket.
 //!
-//! Every call opens a connection of its own and closes it at its end. Dropping the answer of a long call ([`ProgressStream`],
+//! A call with a short answer leaves its connection open for the next one; any other has a connection of its own. Dropping the answer of a long call ([`ProgressStream`],
 //! [`ByteStream`], [`Exec`], [`Connection`]) closes its connection, by which the daemon knows that nobody waits any more.
 //!
 //! What may not enter: retries, starting a daemon, anything that prints.
@@ -17,18 +17,26 @@ pub use stream::{ByteStream, MAX_LINE_BYTES, ProgressStream};
 
 use crate::agent::ExecSpec;
 use crate::types::{
-    BakeRequest, ConnectRequest, CreateRequest, Image, ImageUpload, Info, Kernel, KernelUpload, Leak, List,
-    RunRequest, Snapshot, SnapshotRequest, Vm, VmDetails,
+    BakeRequest, ConnectRequest, CreateManyRequest, CreateRequest, Image, ImageUpload, Info, Kernel,
+    KernelUpload, Leak, List, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest, Vm, VmDetails,
 };
 use call::{query, segment};
 use dayfly_units::Name;
 use http::Method;
+use hyper::client::conn::http1::SendRequest;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A daemon, by its socket.
 #[derive(Debug, Clone)]
 pub struct Client {
     socket: PathBuf,
+    /// A connection on which nothing is under way.
+    idle: Arc<Mutex<Option<SendRequest<Body>>>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 type Result<T> = std::result::Result<T, ClientError>;
@@ -37,7 +45,7 @@ impl Client {
     /// The daemon that listens on `socket`. Nothing is opened yet.
     #[must_use]
     pub fn new(socket: impl Into<PathBuf>) -> Self {
-        Self { socket: socket.into() }
+        Self { socket: socket.into(), idle: Arc::default() }
     }
 
     /// Where the daemon listens.
@@ -167,6 +175,24 @@ impl Client {
         self.json(Method::POST, "/v1/vms".into(), call::json_body(request)?).await
     }
 
+    /// Makes and starts many VMs, all of them or none; answered when each agent has its identity.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn create_many(&self, request: &CreateManyRequest) -> Result<Vec<Vm>> {
+        let list: List<Vm> =
+            self.json(Method::POST, "/v1/batch/create".into(), call::json_body(request)?).await?;
+        Ok(list.items)
+    }
+
+    /// Removes many VMs; answered when the memory of all is free.
+    ///
+    /// # Errors
+    /// [`ClientError`], which names the first that was not removed; the others were.
+    pub async fn remove_many(&self, request: &RemoveManyRequest) -> Result<()> {
+        self.nothing(Method::POST, "/v1/batch/remove".into(), call::json_body(request)?).await
+    }
+
     /// A VM by id or name, measured now.
     ///
     /// # Errors
@@ -293,6 +319,15 @@ impl Client {
     pub async fn sweep(&self) -> Result<Vec<Leak>> {
         let list: List<Leak> = self.json(Method::POST, "/v1/sweep".into(), empty_body()).await?;
         Ok(list.items)
+    }
+
+    /// What is counted and timed, as Prometheus reads it.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn metrics(&self) -> Result<String> {
+        let text = self.short(Method::GET, "/metrics", empty_body()).await?;
+        Ok(String::from_utf8_lossy(&text).into_owned())
     }
 
     async fn list<T: serde::de::DeserializeOwned>(&self, path: &str) -> Result<Vec<T>> {

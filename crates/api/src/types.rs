@@ -250,6 +250,26 @@ wire! {
         pub labels: BTreeMap<String, String>,
     }
 
+    /// Make and start many VMs of one kind; all of them, or none.
+    pub struct CreateManyRequest {
+        /// What each starts from.
+        pub source: Source,
+        /// How many: 1 to 4096.
+        pub count: u32,
+        /// Of each of them.
+        #[serde(default)]
+        pub labels: BTreeMap<String, String>,
+    }
+
+    /// Remove many VMs; answered when the memory of all is free.
+    pub struct RemoveManyRequest {
+        /// By id, unique start of an id, or name; at most 4096.
+        pub vms: Vec<String>,
+        /// Also those that run.
+        #[serde(default)]
+        pub force: bool,
+    }
+
     /// What a VM does.
     #[derive(Copy)]
     #[serde(rename_all = "snake_case")]

@@ -144,6 +144,7 @@ async fn one(daemon: &Arc<Daemon>, record: Record) {
         vm.update(|live| live.phase = phase);
     }
     if vm.phase().alive() {
+        vm.keep_memory(daemon.budget.adopt(vm.node, vm.facts.memory_bytes));
         match daemon.depot.pin(&vm.name, &vm.live()) {
             Ok(pin) => vm.keep_pinned(pin),
             // It has everything open; only its next snapshot would have nothing to stand on.

@@ -1,6 +1,7 @@
 use super::*;
 use crate::config::{Config, Deadlines};
 use crate::depot::Depot;
+use crate::fixture;
 use crate::vm::Facts;
 use crate::vm::registry::Registry;
 use dayfly_host::process::ProcessId;
@@ -96,7 +97,9 @@ fn recorded(config: &Config, name: &str, phase: Phase, ephemeral: bool, process:
         ephemeral,
         labels: Default::default(),
     };
-    let vm = Registry::default().reserve(config, Some(name.parse().unwrap()), facts, None).unwrap();
+    let vm = Registry::default()
+        .reserve(config, Some(name.parse().unwrap()), facts, fixture::memory(), None)
+        .unwrap();
     vm.update(|live| {
         live.phase = phase;
         live.process = process;
@@ -109,12 +112,8 @@ fn recorded(config: &Config, name: &str, phase: Phase, ephemeral: bool, process:
 #[tokio::test]
 async fn a_new_daemon_finds_what_lives_and_sweeps_the_rest() {
     let folder = tempfile::tempdir().unwrap();
-    let config = Config {
-        state: folder.path().join("s"),
-        run: folder.path().join("r"),
-        vmm: "/nonexistent".into(),
-        deadlines: Deadlines { control: Duration::from_millis(500), ..Deadlines::default() },
-    };
+    let deadlines = Deadlines { control: Duration::from_millis(500), ..Deadlines::default() };
+    let config = Config { deadlines, ..fixture::config(folder.path()) };
     std::fs::create_dir_all(config.vms()).unwrap();
     // Records name their process, whose command line names their VM: the record is written twice.
     let with_standin = |name: &str, phase, ephemeral| {
@@ -140,7 +139,8 @@ async fn a_new_daemon_finds_what_lives_and_sweeps_the_rest() {
     std::fs::create_dir_all(config.vm(damaged).root()).unwrap();
     std::fs::write(config.vm(damaged).record(), "{").unwrap();
 
-    let daemon = Arc::new(Daemon::new(config.clone(), Depot::new(Store::open(&config.state).unwrap())));
+    let depot = Depot::new(Store::open(&config.state).unwrap());
+    let daemon = Arc::new(Daemon::new(config.clone(), depot, fixture::nodes()).unwrap());
     adopt(&daemon).await;
 
     let state = |id: VmId| {

@@ -10,7 +10,7 @@ use crate::error::{Fault, Outcome, blocking};
 use crate::ndjson::Teller;
 use crate::rehearsal::{Unwanted, rehearse};
 use crate::time::Asked;
-use crate::vm::birth::{Order, birth};
+use crate::vm::birth::{Order, Part, birth};
 use crate::vm::source::Template;
 use crate::vm::state::Event;
 use crate::{session, snapshot};
@@ -37,7 +37,7 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
         name: None,
         labels: [(LABEL.to_owned(), name.to_string())].into(),
         ephemeral: true,
-        record: false,
+        part: Part::User,
     };
     let newborn = birth(&daemon, asked, order).await?;
     // Whoever bakes clones soon. A VM that is baked has one disk.
@@ -73,7 +73,7 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
     }
     unwanted.keep();
     let (shared, name) = (daemon.clone(), committed.manifest.name.clone());
-    let template = blocking(move || Template::of(&shared.depot.open_snapshot(&name)?)).await?;
+    let template = blocking(move || Template::of(&*shared.depot.open_snapshot(&name)?)).await?;
     daemon.pool.expect(&template).await;
     Ok(shown_snapshot(&committed.manifest))
 }

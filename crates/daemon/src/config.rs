@@ -24,6 +24,10 @@ pub struct Config {
     pub run: PathBuf,
     /// The `dayfly-vmm` program.
     pub vmm: PathBuf,
+    /// How much memory VMs may have in all, in percent of what the host has.
+    pub overcommit: u32,
+    /// How many shells and clones wait at most.
+    pub pool: usize,
     /// How long things may take.
     pub deadlines: Deadlines,
 }
@@ -73,6 +77,14 @@ impl Default for Deadlines {
 pub const VMM_NAME: &str = "dayfly-vmm";
 /// Bytes of console that are kept of each VM.
 pub const CONSOLE_MAX_BYTES: u64 = 4 << 20;
+/// What [`Config::overcommit`] is where nobody says: clones share what they do not write.
+pub const OVERCOMMIT: u32 = 1000;
+/// What [`Config::pool`] is on a host with this much memory where nobody says: a clone that waits weighs about 2 MiB, and those that wait a
+/// twentieth of the host at most. They are as many only while as many were just asked for.
+#[must_use]
+pub fn pool(memory_bytes: u64) -> usize {
+    usize::try_from(memory_bytes / 20 / (2 << 20)).unwrap_or(usize::MAX).clamp(16, 2048)
+}
 /// Bytes of RAM a VM may have, least and most.
 pub const MEMORY_BYTES: std::ops::RangeInclusive<u64> = (64 << 20)..=(64 << 30);
 /// RAM comes in pieces of this many bytes.
@@ -133,6 +145,11 @@ impl VmDir {
     #[must_use]
     pub fn root(&self) -> PathBuf {
         self.0.join("root")
+    }
+    /// The same, seen from inside the folder of VMs' folders.
+    #[must_use]
+    pub fn root_in_jail(&self) -> PathBuf {
+        Path::new("/").join(self.0.file_name().unwrap_or_default()).join("root")
     }
     /// The VMM's control socket.
     #[must_use]

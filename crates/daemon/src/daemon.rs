@@ -3,8 +3,14 @@
 use crate::config::Config;
 use crate::depot::Depot;
 use crate::metrics::Metrics;
+use crate::vm::budget::Budget;
 use crate::vm::pool::Pool;
 use crate::vm::registry::Registry;
+use crate::vm::zygotes::Zygotes;
+use dayfly_host::numa::Node;
+use dayfly_host::reaper::Reapers;
+use std::sync::Arc;
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -15,6 +21,16 @@ pub struct Daemon {
     pub config: Config,
     /// Which VMs there are.
     pub registry: Registry,
+    /// The host's memory nodes; a VM's [`Seat`](crate::vm::registry::Seat) says by place which is its own.
+    pub nodes: Vec<Node>,
+    /// How much memory VMs may have.
+    pub budget: Arc<Budget>,
+    /// What frees their memory.
+    pub reapers: Reapers,
+    /// What VMMs are forked from.
+    pub zygotes: Zygotes,
+    /// Turns to make VMMs that somebody waits for: two for each CPU.
+    pub makers: Arc<Semaphore>,
     /// What is made ahead of demand.
     pub pool: Pool,
     /// What is counted and timed.
@@ -27,18 +43,29 @@ pub struct Daemon {
     pub stop: CancellationToken,
 }
 
+fn cpus() -> usize {
+    std::thread::available_parallelism().map_or(2, std::num::NonZero::get)
+}
+
 impl Daemon {
     /// A daemon that knows no VM.
-    #[must_use]
-    pub fn new(config: Config, depot: Depot) -> Self {
-        Self {
-            config,
+    ///
+    /// # Errors
+    /// The host gives no threads.
+    pub fn new(config: Config, depot: Depot, nodes: Vec<Node>) -> std::io::Result<Self> {
+        Ok(Self {
+            reapers: Reapers::new(&nodes)?,
             registry: Registry::default(),
-            pool: Pool::default(),
+            budget: Arc::new(Budget::new(&nodes, config.overcommit)),
+            makers: Arc::new(Semaphore::new(2 * cpus())),
+            zygotes: Zygotes::new(&config, &nodes),
+            nodes,
+            pool: Pool::new(config.pool),
+            config,
             metrics: Metrics::default(),
             depot,
             undo: TaskTracker::new(),
             stop: CancellationToken::new(),
-        }
+        })
     }
 }

@@ -1,6 +1,7 @@
 //! The store as the daemon uses it: its manifests in the API's words, its errors as answers. Blocks.
 
 use crate::error::{Fault, Outcome, chain};
+use crate::vm::registry::lock;
 use crate::vm::{Disk, Live};
 use dayfly_api::types::{self, ErrorCode};
 use dayfly_store::{
@@ -12,8 +13,8 @@ use dayfly_units::{Name, VmId};
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// The store.
 #[derive(Debug, Clone)]
@@ -21,6 +22,36 @@ pub struct Depot {
     store: Store,
     /// A snapshot was removed while VMs lived: when one of them goes, layers may be free.
     collect_later: Arc<AtomicBool>,
+    open: Arc<Mutex<Recent>>,
+}
+
+/// Snapshots that are open, the one that was asked for last at the end.
+#[derive(Debug, Default)]
+struct Recent(Vec<(Name, Arc<OpenSnapshot>)>);
+
+/// How many stay open.
+const RECENT: usize = 32;
+
+impl Recent {
+    fn find(&mut self, name: &Name) -> Option<Arc<OpenSnapshot>> {
+        let place = self.0.iter().position(|(n, _)| n == name)?;
+        let found = self.0.remove(place);
+        let open = found.1.clone();
+        self.0.push(found);
+        Some(open)
+    }
+
+    fn keep(&mut self, name: Name, open: Arc<OpenSnapshot>) {
+        self.forget(&name);
+        if self.0.len() >= RECENT {
+            self.0.remove(0);
+        }
+        self.0.push((name, open));
+    }
+
+    fn forget(&mut self, name: &Name) {
+        self.0.retain(|(n, _)| n != name);
+    }
 }
 
 fn listed<T, U>(kind: &str, listing: Listing<T>, shown: impl Fn(T) -> U) -> Vec<U> {
@@ -43,7 +74,7 @@ impl Depot {
     /// Uses this store.
     #[must_use]
     pub fn new(store: Store) -> Self {
-        Self { store, collect_later: Arc::default() }
+        Self { store, collect_later: Arc::default(), open: Arc::default() }
     }
 
     /// The store itself.
@@ -178,12 +209,28 @@ impl Depot {
         Ok(shown_snapshot(&self.open_snapshot(name)?.manifest))
     }
 
-    /// One snapshot, verified, open and pinned.
+    /// One snapshot, verified, open and pinned; kept open for the next who asks.
     ///
     /// # Errors
     /// As [`Self::snapshot`].
-    pub fn open_snapshot(&self, name: &Name) -> Outcome<OpenSnapshot> {
-        Ok(self.store.open_snapshot(name)?)
+    pub fn open_snapshot(&self, name: &Name) -> Outcome<Arc<OpenSnapshot>> {
+        if let Some(open) = self.known_snapshot(name) {
+            return Ok(open);
+        }
+        let open = Arc::new(self.store.open_snapshot(name)?);
+        lock(&self.open).keep(name.clone(), open.clone());
+        Ok(open)
+    }
+
+    /// One snapshot, if it is open already and nothing of it has changed since: some ten calls of stat(2).
+    #[must_use]
+    pub fn known_snapshot(&self, name: &Name) -> Option<Arc<OpenSnapshot>> {
+        let open = lock(&self.open).find(name)?;
+        if open.is_current() {
+            return Some(open);
+        }
+        lock(&self.open).forget(name);
+        None
     }
 
     /// Removes a snapshot, and the layers that only it needed.
@@ -192,6 +239,7 @@ impl Depot {
     /// There is none.
     pub fn remove_snapshot(&self, name: &Name) -> Outcome<()> {
         self.store.remove_snapshot(name)?;
+        lock(&self.open).forget(name);
         self.collect_later.store(true, Ordering::Relaxed);
         self.collect();
         Ok(())

@@ -15,6 +15,8 @@ pub mod config;
 pub mod daemon;
 pub mod depot;
 pub mod error;
+#[cfg(test)]
+pub(crate) mod fixture;
 pub mod kvm;
 pub mod metrics;
 pub mod ndjson;

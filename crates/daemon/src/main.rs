@@ -2,7 +2,7 @@
 
 use anyhow::Context;
 use clap::Parser;
-use dayfly_daemon::config::{Config, Deadlines};
+use dayfly_daemon::config::{self, Config, Deadlines};
 use std::path::PathBuf;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -19,6 +19,12 @@ struct Options {
     /// The dayfly-vmm program; the one beside dayflyd where none is given.
     #[arg(long, env = "DAYFLY_VMM")]
     vmm: Option<PathBuf>,
+    /// How much memory VMs may have in all, in percent of the host's: clones share what they do not write.
+    #[arg(long, env = "DAYFLY_OVERCOMMIT", value_name = "PERCENT", default_value_t = dayfly_daemon::config::OVERCOMMIT)]
+    overcommit: u32,
+    /// How many VMMs and clones may be made ahead of demand and wait, 0 for none; without it, as many as fit a twentieth of the memory.
+    #[arg(long, env = "DAYFLY_POOL", value_name = "N")]
+    pool: Option<usize>,
 }
 
 fn beside() -> anyhow::Result<PathBuf> {
@@ -34,10 +40,14 @@ async fn main() -> anyhow::Result<()> {
     let absolute = |path: PathBuf| std::path::absolute(&path).with_context(|| format!("{}", path.display()));
     let vmm = absolute(options.vmm.map_or_else(beside, Ok)?)?;
     anyhow::ensure!(vmm.is_file(), "{}: no such program; DAYFLY_VMM names another", vmm.display());
+    let nodes = dayfly_host::numa::nodes().context("looking at the host's memory")?;
+    let memory_bytes = nodes.iter().map(|node| node.memory_bytes).sum();
     let config = Config {
         state: absolute(options.state)?,
         run: absolute(options.run)?,
         vmm,
+        overcommit: options.overcommit,
+        pool: options.pool.unwrap_or_else(|| config::pool(memory_bytes)),
         deadlines: Deadlines::default(),
     };
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;

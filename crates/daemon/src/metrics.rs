@@ -7,6 +7,8 @@
 //! | `dayfly_death_seconds` | `phase` | from the request until the memory is `free`, until the process is `gone` |
 //! | `dayfly_vms` | | VMs there are, those that have ended included |
 //! | `dayfly_waiting` | | VMMs that wait for births |
+//! | `dayfly_memory_reserved_bytes` | | memory that VMs may come to use |
+//! | `dayfly_memory_budget_bytes` | | the most of it that they may have |
 
 use crate::daemon::Daemon;
 use prometheus_client::encoding::EncodeLabelSet;
@@ -134,9 +136,26 @@ pub fn text(daemon: &Daemon) -> String {
     registry.register_with_unit("birth", "Phases of births", seconds(), metrics.birth.clone());
     registry.register("births", "Births by what they began with", metrics.births.clone());
     registry.register_with_unit("death", "Phases of deaths", seconds(), metrics.death.clone());
+    let bytes = |n: u64| ConstGauge::new(i64::try_from(n).unwrap_or(i64::MAX));
+    let (reserved, budget) =
+        daemon.budget.shares().into_iter().fold((0, 0), |sum: (u64, u64), (reserved, budget)| {
+            (sum.0.saturating_add(reserved), sum.1.saturating_add(budget))
+        });
     let count = |n: usize| ConstGauge::new(i64::try_from(n).unwrap_or(i64::MAX));
     registry.register("vms", "VMs there are", count(daemon.registry.len()));
     registry.register("waiting", "VMMs that wait for births", count(daemon.pool.waiting()));
+    registry.register_with_unit(
+        "memory_reserved",
+        "Memory that VMs may come to use",
+        Unit::Bytes,
+        bytes(reserved),
+    );
+    registry.register_with_unit(
+        "memory_budget",
+        "The most of it that they may have",
+        Unit::Bytes,
+        bytes(budget),
+    );
     let mut text = String::new();
     // Writing to a String does not fail.
     let _ = encode(&mut text, &registry);

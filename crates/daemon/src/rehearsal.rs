@@ -1,7 +1,7 @@
 //! Rehearsal: the first moments of a clone, played once after a bake to learn which pages every clone will touch.
 //!
-//! A throw-away clone takes its identity, and runs the rehearsal program if there is one; the VMM tells which pages that touched
-//! (`dayfly_vmm::memory::working_set`), and the store keeps the record beside the snapshot. Later clones have those pages
+//! Two throw-away clones take identities, and run the rehearsal program if there is one; their VMMs tell which pages the one touched and the
+//! other wrote (`dayfly_vmm::memory::working_set`), and the store keeps the record beside the snapshot. Later clones have those pages
 //! laid ready before they run.
 
 use crate::daemon::Daemon;
@@ -9,13 +9,13 @@ use crate::error::{Fault, Outcome, blocking};
 use crate::ndjson::Teller;
 use crate::session;
 use crate::time::Asked;
-use crate::vm::birth::{Order, birth};
+use crate::vm::birth::{Order, Part, birth};
 use crate::vm::control_link;
 use dayfly_api::agent::ExecSpec;
 use dayfly_api::types::{ErrorCode, Source};
 use dayfly_units::Name;
 use dayfly_vmm::control::{Answer, Command};
-use dayfly_vmm::memory::working_set;
+use dayfly_vmm::memory::working_set::{self, Run};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek};
@@ -52,28 +52,38 @@ impl Drop for Unwanted {
     }
 }
 
-/// Plays the first moments of a clone of `name` and keeps what it touched.
+/// Plays the first moments of a clone of `name` twice, and keeps what that touched and wrote.
 ///
 /// # Errors
-/// The clone does not come to life, the program does not end with 0, or the record cannot be stored.
+/// A clone does not come to life, the program does not end with 0, or the record cannot be stored.
 pub async fn rehearse(
     daemon: &Arc<Daemon>,
     name: &Name,
     program: Option<ExecSpec>,
     tell: &Teller,
 ) -> Outcome<()> {
-    let order = Order {
-        source: Source::Snapshot(name.clone()),
-        name: None,
-        labels: BTreeMap::new(),
-        ephemeral: true,
-        record: true,
-    };
+    let (touched, memory_bytes) = play(daemon, name, program.as_ref(), Part::Touched, tell).await?;
+    let (written, _) = play(daemon, name, program.as_ref(), Part::Written, tell).await?;
+    let record = working_set::encode(&working_set::merge(&touched, &written, memory_bytes));
+    let (daemon, name) = (daemon.clone(), name.clone());
+    blocking(move || Ok(daemon.depot.store().put_working_set(&name, &record)?)).await
+}
+
+/// One throw-away clone; gives the pages it noted, and how much RAM it had.
+async fn play(
+    daemon: &Arc<Daemon>,
+    name: &Name,
+    program: Option<&ExecSpec>,
+    part: Part,
+    tell: &Teller,
+) -> Outcome<(Vec<Run>, u64)> {
+    let source = Source::Snapshot(name.clone());
+    let order = Order { source, name: None, labels: BTreeMap::new(), ephemeral: true, part };
     let newborn = birth(daemon, Asked::now(), order).await?;
     let vm = newborn.vm();
     // Twice: the pages that a guest takes from its free lists differ a little from clone to clone; the second run takes the
     // next ones. How that ends says nothing: the program need not be one that can be repeated.
-    for (run, spec) in program.iter().cycle().take(2).cloned().enumerate() {
+    for (run, spec) in program.iter().cycle().take(2).copied().cloned().enumerate() {
         let text = spec.argv.join(" ");
         let ended = session::to_its_end(daemon, &vm, spec, tell).await;
         let (exit, stderr) = ended.map_err(|fault| fault.during("rehearsal"))?;
@@ -98,15 +108,18 @@ pub async fn rehearse(
         got => return Err(Fault::internal(format_args!("rehearsal: the VMM: expected Ok, got {got:?}"))),
     }
     newborn.end().await?;
-    let (daemon, name, memory_bytes) = (daemon.clone(), name.clone(), vm.facts.memory_bytes);
-    blocking(move || {
+    let memory_bytes = vm.facts.memory_bytes;
+    let pages = blocking(move || {
         let mut record = Vec::new();
         file.rewind().map_err(failed)?;
         // What the VMM writes is bounded by what it would read.
         file.take(working_set::MAX_FILE_BYTES).read_to_end(&mut record).map_err(failed)?;
         working_set::decode(&record, memory_bytes)
-            .map_err(|e| Fault::internal(format_args!("rehearsal: {e}")))?;
-        Ok(daemon.depot.store().put_working_set(&name, &record)?)
-    })
-    .await
+            .map_err(|e| Fault::internal(format_args!("rehearsal: {e}")))
+    });
+    let pages = pages.await?;
+    let sum = |runs: &mut dyn Iterator<Item = &Run>| runs.map(|run| run.pages).sum::<u32>();
+    let (all, written) = (sum(&mut pages.iter()), sum(&mut pages.iter().filter(|run| run.written)));
+    tracing::info!(snapshot = %name, ?part, all, written, "pages of a rehearsal");
+    Ok((pages, memory_bytes))
 }

@@ -33,7 +33,10 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let _lock = lock(&config)?;
     folder(&config.state, 0o700)?;
     let store = Store::open(&config.state).map_err(|e| anyhow::anyhow!(crate::error::chain(&e)))?;
-    let daemon = Arc::new(Daemon::new(config, Depot::new(store)));
+    let nodes = dayfly_host::numa::nodes().context("looking at the host's memory")?;
+    let daemon = Daemon::new(config, Depot::new(store), nodes).context("starting threads")?;
+    let daemon = Arc::new(daemon);
+    daemon.zygotes.warm().map_err(|e| anyhow::anyhow!(crate::error::chain(&e)))?;
     adopt::adopt(&daemon).await;
     let keeper = tokio::spawn(pool::keep(daemon.clone()));
     let path = daemon.config.socket();
@@ -60,6 +63,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     if timeout(daemon.config.deadlines.shutdown, quiet).await.is_err() {
         tracing::warn!("not everything ended in time; the next daemon sweeps what is left");
     }
+    daemon.zygotes.end();
     tracing::info!(vms = daemon.registry.len(), "stopped; VMs live on");
     Ok(())
 }

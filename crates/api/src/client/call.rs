@@ -1,6 +1,6 @@
 //! One HTTP exchange: connect, send, tell answers from errors.
 
-use super::{Client, Connection, Exec};
+use super::{Client, Connection, Exec, lock};
 use crate::types::{ApiError, ErrorCode, UPGRADE, UPGRADE_PORT, VM_HEADER};
 use bytes::Bytes;
 use futures::{Stream, StreamExt};
@@ -8,7 +8,7 @@ use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Empty, Full, Limited, StreamBody};
 use hyper::body::{Frame, Incoming};
-use hyper::client::conn::http1;
+use hyper::client::conn::http1::{self, SendRequest};
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use serde::Serialize;
@@ -139,14 +139,17 @@ impl Client {
         path: &str,
         body: Body,
     ) -> Result<Response<Incoming>, ClientError> {
-        self.send(Request::builder().method(method).uri(path), body).await
+        let request = Request::builder().method(method).uri(path);
+        Ok(self.send(request, body, None).await?.0)
     }
 
+    /// Sends a request over `connection` or a new one, and gives both back.
     async fn send(
         &self,
         request: http::request::Builder,
         body: Body,
-    ) -> Result<Response<Incoming>, ClientError> {
+        connection: Option<SendRequest<Body>>,
+    ) -> Result<(Response<Incoming>, SendRequest<Body>), ClientError> {
         let call = match (request.method_ref(), request.uri_ref()) {
             (Some(method), Some(uri)) => format!("{method} {uri}"),
             _ => "a request".to_owned(),
@@ -157,17 +160,24 @@ impl Client {
             .header(header::CONTENT_TYPE, "application/json")
             .body(body)
             .map_err(|e| broken(e.into()))?;
-        let stream = UnixStream::connect(&self.socket)
-            .await
-            .map_err(|source| ClientError::Connect { socket: self.socket.clone(), source })?;
-        let (mut sender, connection) =
-            http1::handshake(TokioIo::new(stream)).await.map_err(|e| broken(e.into()))?;
-        // Ends when the answer's body was read or dropped; its own error reaches us through that body.
-        tokio::spawn(connection.with_upgrades());
+        let mut sender = match connection {
+            Some(sender) => sender,
+            None => {
+                let stream = UnixStream::connect(&self.socket)
+                    .await
+                    .map_err(|source| ClientError::Connect { socket: self.socket.clone(), source })?;
+                let (sender, connection) =
+                    http1::handshake(TokioIo::new(stream)).await.map_err(|e| broken(e.into()))?;
+                // Ends when its sender is gone and the last answer's body was read or dropped; its own error reaches us
+                // through that body.
+                tokio::spawn(connection.with_upgrades());
+                sender
+            }
+        };
         let answer = sender.send_request(request).await.map_err(|e| broken(e.into()))?;
         let status = answer.status();
         if status.is_success() || status == StatusCode::SWITCHING_PROTOCOLS {
-            return Ok(answer);
+            return Ok((answer, sender));
         }
         let body = Limited::new(answer.into_body(), MAX_ERROR_BYTES);
         let body = body.collect().await.map_err(broken)?.to_bytes();
@@ -188,9 +198,7 @@ impl Client {
         body: Body,
     ) -> Result<T, ClientError> {
         let call = format!("{method} {path}");
-        let answer = self.call(method, &path, body).await?;
-        let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES).collect().await;
-        let body = body.map_err(|source| ClientError::Broken { call: call.clone(), source })?.to_bytes();
+        let body = self.short(method, &path, body).await?;
         serde_json::from_slice(&body).map_err(|e| ClientError::Foreign {
             call,
             expected: std::any::type_name::<T>(),
@@ -199,10 +207,24 @@ impl Client {
     }
 
     pub(super) async fn nothing(&self, method: Method, path: String, body: Body) -> Result<(), ClientError> {
+        self.short(method, &path, body).await.map(drop)
+    }
+
+    /// A call whose answer is short. Its connection stays open for the next one, which saves both sides a tenth of a millisecond.
+    pub(super) async fn short(&self, method: Method, path: &str, body: Body) -> Result<Bytes, ClientError> {
         let call = format!("{method} {path}");
-        let answer = self.call(method, &path, body).await?;
+        let mut idle = lock(&self.idle).take();
+        if let Some(sender) = &mut idle
+            && sender.ready().await.is_err()
+        {
+            idle = None; // the daemon, or the runtime that served the connection, has gone
+        }
+        let request = Request::builder().method(method).uri(path);
+        let (answer, sender) = self.send(request, body, idle).await?;
         let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES).collect().await;
-        body.map(drop).map_err(|source| ClientError::Broken { call, source })
+        let body = body.map_err(|source| ClientError::Broken { call, source })?.to_bytes();
+        *lock(&self.idle) = Some(sender);
+        Ok(body)
     }
 
     /// Asks for the upgrade and, once it is granted, sends `first` as a `Request` frame.
@@ -243,7 +265,7 @@ impl Client {
             .uri(path)
             .header(header::CONNECTION, "upgrade")
             .header(header::UPGRADE, protocol);
-        let answer = self.send(request, body).await?;
+        let (answer, _) = self.send(request, body, None).await?;
         if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
             return Err(ClientError::Foreign {
                 call,

@@ -4,7 +4,7 @@ use super::options::label;
 use crate::progress::Steps;
 use crate::{artefacts, connect, output};
 use anyhow::Result;
-use dayfly_api::types::{BootSource, CreateRequest, Source};
+use dayfly_api::types::{BootSource, CreateManyRequest, CreateRequest, Source};
 use dayfly_units::{Bytes, Name};
 
 /// Arguments of `dayfly create`.
@@ -13,6 +13,10 @@ pub struct Args {
     /// Name and hostname of the VM; its id where there is none
     #[arg(long)]
     name: Option<Name>,
+    /// Make as many at once, all or none
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096),
+        conflicts_with = "name")]
+    count: u32,
     /// Label it NAME=VALUE; may be repeated
     #[arg(short, long, value_parser = label)]
     label: Vec<(String, String)>,
@@ -51,6 +55,12 @@ impl Args {
             (None, None) => anyhow::bail!("expected a snapshot, or --boot with an image"),
         };
         let labels = self.label.into_iter().collect();
+        if self.count > 1 {
+            steps.begin(format!("making {} VMs", self.count));
+            let vms = client.create_many(&CreateManyRequest { source, count: self.count, labels }).await?;
+            drop(steps);
+            return vms.iter().try_for_each(|vm| output::line(vm.id));
+        }
         let vm = client.create(&CreateRequest { source, name: self.name, labels }).await?;
         drop(steps);
         output::line(vm.id)

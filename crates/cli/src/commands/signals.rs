@@ -3,6 +3,10 @@
 use crate::{connect, failure, output};
 use anyhow::Result;
 use dayfly_api::client::{Client, ClientError};
+use futures::{StreamExt, stream};
+
+/// To how many at once.
+const AT_ONCE: usize = 64;
 
 /// Arguments of `dayfly pause`.
 #[derive(Debug, clap::Args)]
@@ -53,8 +57,14 @@ pub(super) async fn each<N: std::fmt::Display>(
 ) -> Result<u8> {
     let client = connect::client().await?;
     let mut code = 0;
-    for name in names {
-        match action(&client, name).await {
+    // Side by side, told in the order of the names.
+    let done = names.iter().map(|name| {
+        let (client, action) = (&client, &action);
+        async move { (name, action(client, name).await) }
+    });
+    let mut done = std::pin::pin!(stream::iter(done).buffered(AT_ONCE));
+    while let Some((name, result)) = done.next().await {
+        match result {
             Ok(()) => output::line(name)?,
             Err(e) => code = failure::report(&e.into()),
         }

@@ -3,6 +3,7 @@
 //! The OpenAPI document is derived from the handlers, served at `/openapi.json` and frozen in `docs/openapi.json`.
 
 mod archive;
+mod batch;
 mod exec;
 mod host;
 mod images;
@@ -54,6 +55,8 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(snapshots::bake))
         .routes(routes!(vms::list, vms::create))
         .routes(routes!(vms::inspect, vms::remove))
+        .routes(routes!(batch::create))
+        .routes(routes!(batch::remove))
         .routes(routes!(vms::pause))
         .routes(routes!(vms::unpause))
         .routes(routes!(vms::kill))

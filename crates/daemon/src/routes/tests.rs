@@ -1,6 +1,7 @@
 use super::*;
 use crate::config::{Config, Deadlines};
 use crate::depot::Depot;
+use crate::fixture;
 use dayfly_api::client::Client;
 use dayfly_api::types::ErrorCode;
 use std::path::{Path as FilePath, PathBuf};
@@ -21,16 +22,11 @@ fn served() -> Served {
 
 fn served_within(deadlines: Deadlines) -> Served {
     let folder = tempfile::tempdir().unwrap();
-    let config = Config {
-        state: folder.path().join("s"),
-        run: folder.path().join("r"),
-        vmm: "/nonexistent/dayfly-vmm".into(),
-        deadlines,
-    };
+    let config = Config { deadlines, ..fixture::config(folder.path()) };
     std::fs::create_dir_all(config.vms()).unwrap();
     std::fs::create_dir_all(&config.state).unwrap();
     let depot = Depot::new(dayfly_store::Store::open(&config.state).unwrap());
-    let daemon = Arc::new(Daemon::new(config, depot));
+    let daemon = Arc::new(Daemon::new(config, depot, fixture::nodes()).unwrap());
     let socket = daemon.config.socket();
     let listener = UnixListener::bind(&socket).unwrap();
     let app = router(daemon.clone()).unwrap();
@@ -68,6 +64,7 @@ async fn what_is_counted_and_timed_is_told_to_prometheus() {
     );
     metrics.birth(Start::Nothing, &[(Birth::Open, 3_000_000)]);
     metrics.death(Duration::from_millis(1), Duration::from_millis(15));
+    let _memory = served.daemon.budget.reserve(64 << 20, None).unwrap();
     let (status, body) = raw(&served.socket, &request("GET", "/metrics", "")).await;
     assert_eq!(status, "HTTP/1.1 200 OK");
     for line in [
@@ -80,6 +77,8 @@ async fn what_is_counted_and_timed_is_told_to_prometheus() {
         r#"dayfly_death_seconds_bucket{le="0.02",phase="gone"} 1"#,
         "dayfly_vms 0",
         "dayfly_waiting 0",
+        "dayfly_memory_reserved_bytes 67108864",
+        "dayfly_memory_budget_bytes 1099511627776",
         "# EOF",
     ] {
         assert!(body.lines().any(|l| l == line), "{line} in\n{body}");
@@ -190,7 +189,8 @@ fn running(served: &Served, name: &str) -> (Arc<crate::vm::Vm>, UnixListener) {
         labels: [("schön".to_owned(), "\u{7f}".to_owned())].into(),
     };
     let name = Some(name.parse().unwrap());
-    let vm = served.daemon.registry.reserve(&served.daemon.config, name, facts, None).unwrap();
+    let vm =
+        served.daemon.registry.reserve(&served.daemon.config, name, facts, fixture::memory(), None).unwrap();
     std::fs::create_dir_all(vm.dir.root()).unwrap();
     let listener = UnixListener::bind(vm.dir.vsock()).unwrap();
     vm.step(crate::vm::state::Event::Ready).unwrap();

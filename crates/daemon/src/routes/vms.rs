@@ -1,6 +1,7 @@
 //! VMs.
 
 use super::{Json, Params, Shared, Word};
+use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome};
 use crate::time::Asked;
 use crate::vm::{birth, death, inspect as measure, power};
@@ -10,9 +11,10 @@ use axum::http::StatusCode;
 use axum::response::Response;
 use dayfly_api::types::{ApiError, CreateRequest, ErrorCode, List, Progress, SnapshotRequest, Vm, VmDetails};
 use serde::Deserialize;
+use std::sync::Arc;
 
 /// Does what must not stop half-way because the client went away.
-async fn to_the_end(work: impl Future<Output = Outcome<()>> + Send + 'static) -> Outcome<()> {
+pub(super) async fn to_the_end(work: impl Future<Output = Outcome<()>> + Send + 'static) -> Outcome<()> {
     tokio::spawn(work)
         .await
         .unwrap_or_else(|e| Err(Fault::internal(format_args!("a step of the daemon ended: {e}"))))
@@ -70,6 +72,17 @@ pub struct RemoveParams {
     force: bool,
 }
 
+/// The VM of that name, if it may be removed.
+pub(super) fn removable(daemon: &Daemon, word: &str, force: bool) -> Outcome<Arc<crate::vm::Vm>> {
+    let vm = daemon.registry.find(word)?;
+    let phase = vm.phase();
+    if phase.alive() && !force {
+        let message = format!("VM {}: is {phase}; kill it first, or use force", vm.name);
+        return Err(Fault::new(ErrorCode::State, message));
+    }
+    Ok(vm)
+}
+
 /// Removes a VM; answered when its memory is free again.
 #[utoipa::path(delete, path = "/v1/vms/{vm}", params(("vm" = String, Path), RemoveParams),
     responses((status = 204), (status = 404, body = ApiError), (status = 409, body = ApiError)))]
@@ -78,12 +91,7 @@ pub async fn remove(
     Word(word): Word,
     Params(params): Params<RemoveParams>,
 ) -> Outcome<StatusCode> {
-    let vm = daemon.registry.find(&word)?;
-    let phase = vm.phase();
-    if phase.alive() && !params.force {
-        let message = format!("VM {}: is {phase}; kill it first, or use force", vm.name);
-        return Err(Fault::new(ErrorCode::State, message));
-    }
+    let vm = removable(&daemon, &word, params.force)?;
     to_the_end(async move { death::remove(&daemon, &vm).await }).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -7,11 +7,12 @@
 //! A [`Newborn`] that is dropped takes its VM with it: whoever waits for it may go away at any moment.
 
 use super::agent_link::{self, LinkError};
-use super::launch::{self, Fds, Launched};
-use super::pool::{self, Guest, Shell};
+use super::launch::{self, Fds};
+use super::pool::{Guest, Shell};
 use super::source::{self, CloneOf, Opened, Template};
 use super::state::Event;
-use super::{Vm, control_link, death, identity};
+use super::step::{self, Step};
+use super::{Vm, death, identity};
 use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome, blocking};
 use crate::metrics::{self, Birth};
@@ -20,6 +21,8 @@ use dayfly_api::agent::Ready;
 use dayfly_api::types::{CreateRequest, ErrorCode, ExitKind, Source};
 use dayfly_host::process::Process;
 use dayfly_units::Name;
+use dayfly_vmm::config::Start;
+use dayfly_vmm::control::Command;
 use std::collections::BTreeMap;
 use std::io::{Read, Seek, SeekFrom};
 use std::sync::Arc;
@@ -43,8 +46,19 @@ pub struct Order {
     pub labels: BTreeMap<String, String>,
     /// Whether it goes with the connection or the bake that wants it.
     pub ephemeral: bool,
-    /// Whether to note which pages it touches.
-    pub record: bool,
+    /// Whether it plays a rehearsal.
+    pub part: Part,
+}
+
+/// What a VM is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// To be used.
+    User,
+    /// To learn which pages it touches; its VMM notes each.
+    Touched,
+    /// To learn which pages it writes; nothing was made ready for it.
+    Written,
 }
 
 impl Order {
@@ -56,7 +70,7 @@ impl Order {
             name: request.name,
             labels: request.labels,
             ephemeral: false,
-            record: false,
+            part: Part::User,
         }
     }
 }
@@ -149,22 +163,32 @@ async fn attempt(
     order: Order,
     from_pool: bool,
 ) -> Result<Newborn, Failed> {
-    let shared = daemon.clone();
-    let source = order.source;
-    let opened = blocking(move || Opened::open(&shared, source)).await?;
+    let opened = match Opened::known(daemon, &order.source) {
+        Some(opened) => opened,
+        None => {
+            let (shared, source) = (daemon.clone(), order.source);
+            blocking(move || Opened::open(&shared, source)).await.map_err(Step::Source.failed())?
+        }
+    };
+    let wanted = order.name.clone();
+    let done = |step| step::done(step, wanted.as_ref());
+    done(Step::Source)?;
     let opened_us = asked.elapsed_us();
     let _birth = daemon.pool.birth();
     let facts = opened.facts(order.labels, order.ephemeral);
-    let template = opened.template()?.filter(|_| from_pool && !order.record);
-    let shell = template.and_then(|template| daemon.pool.take(&template));
+    let template = opened.template()?.filter(|_| from_pool && order.part == Part::User);
+    let ready = template.as_ref().and_then(|template| daemon.pool.node_of(template));
+    let memory = daemon.budget.reserve(facts.memory_bytes, ready).map_err(Step::Memory.failed())?;
+    done(Step::Memory)?;
+    let shell = template.and_then(|template| daemon.pool.take(&template, memory.node));
     let seat = shell.as_ref().map(|shell| shell.seat);
-    let vm = match daemon.registry.reserve(&daemon.config, order.name, facts, seat) {
+    let vm = match daemon.registry.reserve(&daemon.config, order.name, facts, memory, seat) {
         Ok(vm) => vm,
         Err(refused) => {
             if let Some(shell) = shell {
                 daemon.pool.give_back(shell);
             }
-            return Err(refused.into());
+            return Err(Step::Name.failed()(refused).into());
         }
     };
     let newborn = Newborn { daemon: daemon.clone(), vm: Some(vm.clone()) };
@@ -180,10 +204,12 @@ async fn attempt(
         None => (metrics::Start::Nothing, "vmm runs"),
     };
     let ready_made = shell.is_some();
-    let ready = match start(daemon, &vm, opened, shell, order.record).await {
+    let ready = match start(daemon, &vm, opened, shell, order.part == Part::Touched).await {
         Ok(ready) => ready,
         Err(fault) => {
-            let fault = explain(&vm, fault).await;
+            let step =
+                if vm.process().is_none() && vm.live().exit.is_none() { Step::Vmm } else { Step::Guest };
+            let fault = explain(&vm, fault).await.during(step.text());
             let lost = vm.live().exit.is_some_and(|exit| exit.reason == ExitKind::Lost);
             if ready_made && lost {
                 newborn.end().await?; // its name is free again
@@ -192,7 +218,11 @@ async fn attempt(
             return Err(fault.into());
         }
     };
+    done(Step::Guest)?;
     let running_us = asked.elapsed_us();
+    if !ready_made {
+        daemon.zygotes.prepare(vm.node);
+    }
     let connected_us = AtomicU64::new(running_us);
     vm.mark(how, running_us);
     let alive = async {
@@ -219,8 +249,9 @@ async fn attempt(
         () = vm.wait_gone() => Err(Fault::new(ErrorCode::Guest, "its VMM ended")),
     };
     if let Err(fault) = result {
-        return Err(explain(&vm, fault).await.into());
+        return Err(explain(&vm, fault).await.during(Step::Identity.text()).into());
     }
+    done(Step::Identity)?;
     let ready_us = asked.elapsed_us();
     vm.update(|live| {
         live.ready_us = Some(ready_us);
@@ -233,11 +264,14 @@ async fn attempt(
         (Birth::Identity, ready_us),
     ];
     daemon.metrics.birth(began, &phases);
-    vm.step(Event::Ready)?;
+    if let Err(refused) = vm.step(Event::Ready) {
+        // It ended in this very moment.
+        return Err(explain(&vm, refused.into()).await.into());
+    }
     if !vm.facts.ephemeral {
         death::note(daemon, &vm).await;
     }
-    tracing::info!(vm = %vm.id, name = %vm.name, ready_us, "born");
+    tracing::debug!(vm = %vm.id, name = %vm.name, ready_us, "born");
     Ok(newborn)
 }
 
@@ -249,52 +283,80 @@ async fn start(
     shell: Option<Shell>,
     record: bool,
 ) -> Outcome<Option<UnixListener>> {
+    let within = daemon.config.deadlines.control;
+    // A clone that is ready is let go here and now: no thread is changed, no file is touched.
+    if let Some(Shell { process, mut link, guest: Some(guest), .. }) = shell {
+        vm.hold(process.clone());
+        let Guest { disks, pin, agent_version, .. } = guest;
+        vm.keep_pinned(pin);
+        vm.update(|live| {
+            live.disks = disks;
+            live.agent_version = agent_version;
+        });
+        let asked = link.ask(&Command::Resume, &[]);
+        // After it, for the guest's sake; and whatever came of it.
+        death::watch(daemon, vm.clone(), process);
+        asked?;
+        link.done(within).await?;
+        return Ok(None);
+    }
+    // Before anything is waited for: who waits may go away, and the process with it.
+    let link = shell.map(|Shell { process, link, .. }| {
+        held(daemon, vm, process);
+        link
+    });
     let launching = vm.launching.clone().lock_owned().await;
-    let (daemon, vm) = (daemon.clone(), vm.clone());
-    let ready = blocking(move || {
-        let _launching = launching;
-        let held = |process: Arc<Process>| {
-            vm.hold(process.clone());
-            death::watch(&daemon, vm.clone(), process);
-        };
-        let within = daemon.config.deadlines.control;
+    let (shared, started) = (daemon.clone(), vm.clone());
+    // It is a CPU that this takes: more at once would only make all of them later.
+    let turn = daemon.makers.clone().acquire_owned().await.map_err(Fault::internal)?;
+    let (mut link, ready) = blocking(move || {
+        let (_launching, _turn) = (launching, turn);
+        let (daemon, vm) = (shared, started);
         match opened {
             Opened::Snapshot(open) => {
                 vm.update(|live| live.agent_version.clone_from(&open.manifest.agent_version));
-                let shape = Template::of(&open)?.shape;
-                let (process, guest) = match shell {
-                    Some(shell) => (shell.process, shell.guest),
-                    None => (pool::launch(&daemon.config, vm.seat(), shape, record)?, None),
+                // First the process: it gets ready while its disks are made.
+                let link = match link {
+                    Some(link) => link,
+                    None => {
+                        let start = Start::Shell { shape: Template::of(&open)?.shape, record };
+                        let launched = launch::launch(&daemon, vm.seat(), start, Fds::default(), false)?;
+                        held(&daemon, &vm, launched.process);
+                        launched.link
+                    }
                 };
-                held(process);
-                if let Some(Guest { disks, pin, .. }) = guest {
-                    vm.keep_pinned(pin);
-                    vm.update(|live| live.disks = disks);
-                    control_link::resume(&vm.dir.control(), within)?;
-                } else {
-                    let CloneOf { config, fds, disks, pin } = CloneOf::new(&daemon, vm.id, *open, false)?;
-                    vm.keep_pinned(pin);
-                    vm.update(|live| live.disks = disks);
-                    control_link::restore(&vm.dir.control(), config, &fds, within)?;
-                }
-                Ok(None)
+                step::done(Step::Vmm, Some(&vm.name))?;
+                let clone = CloneOf::new(&daemon, vm.id, &open, false)?;
+                vm.keep_pinned(clone.pin);
+                vm.update(|live| live.disks = clone.disks);
+                link.ask(&Command::Restore(clone.config), &clone.fds)?;
+                Ok((Some(link), None))
             }
             Opened::Boot { boot, image, kernel } => {
                 let mut fds = Fds::default();
                 let (start, pin) = source::boot(&daemon, &vm, boot, *image, *kernel, &mut fds)?;
                 vm.keep_pinned(pin);
-                let Launched { process, ready } = launch::launch(&daemon.config, vm.seat(), start, fds)?;
-                held(Arc::new(process));
-                Ok(ready)
+                let launched = launch::launch(&daemon, vm.seat(), start, fds, false)?;
+                held(&daemon, &vm, launched.process);
+                Ok((None, launched.ready))
             }
         }
     })
     .await?;
+    if let Some(link) = &mut link {
+        link.done(within).await?;
+    }
     let listener = ready.map(|ready| {
         ready.set_nonblocking(true)?;
         UnixListener::from_std(ready)
     });
     listener.transpose().map_err(|e| Fault::internal(format_args!("listening for a guest: {e}")))
+}
+
+/// The VM has its process: from now on its end is noticed.
+fn held(daemon: &Arc<Daemon>, vm: &Arc<Vm>, process: Arc<Process>) {
+    vm.hold(process.clone());
+    death::watch(daemon, vm.clone(), process);
 }
 
 /// Waits until the agent of a cold boot is there.
@@ -357,9 +419,15 @@ fn telling(console: &str) -> String {
 
 impl From<launch::LaunchError> for Fault {
     fn from(e: launch::LaunchError) -> Self {
-        let full = matches!(&e, launch::LaunchError::Io { source, .. }
-            if matches!(source.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::OutOfMemory));
-        Self::new(if full { ErrorCode::Exhausted } else { ErrorCode::Internal }, e)
+        use std::io::ErrorKind::{OutOfMemory, StorageFull};
+        let code = match &e {
+            launch::LaunchError::Io { source, .. } if matches!(source.kind(), StorageFull | OutOfMemory) => {
+                ErrorCode::Exhausted
+            }
+            launch::LaunchError::Killed(_) => ErrorCode::Guest,
+            _ => ErrorCode::Internal,
+        };
+        Self::new(code, e)
     }
 }
 
@@ -377,3 +445,7 @@ mod tests {
         assert!(telling(&panicked).ends_with("line 29\nKernel panic - not syncing"));
     }
 }
+
+#[cfg(test)]
+#[path = "birth_tests.rs"]
+mod failing;

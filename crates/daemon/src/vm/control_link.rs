@@ -2,7 +2,6 @@
 
 use crate::error::{Fault, chain};
 use dayfly_api::types::ErrorCode;
-use dayfly_vmm::config::RestoreConfig;
 use dayfly_vmm::control::{Answer, Client, ClientError, Command};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -19,9 +18,6 @@ pub enum ControlError {
         /// Why not.
         source: ClientError,
     },
-    /// The conversation with a shell.
-    #[error("the VMM, for Restore: {}", chain(.0))]
-    Restore(ClientError),
     /// It answered something else.
     #[error("the VMM, for {command:?}: expected Ok, got {got:?}")]
     Unexpected {
@@ -83,30 +79,6 @@ pub async fn with_fds(
         Ok(Err(source)) => Err(ControlError::Client { command, source }),
         Err(e) => Err(ControlError::Thread { command, cause: e.to_string() }),
     }
-}
-
-/// Gives the shell behind the control socket at `path` its guest. Blocks.
-///
-/// # Errors
-/// [`ControlError`].
-pub fn restore(
-    path: &Path,
-    config: RestoreConfig,
-    fds: &[OwnedFd],
-    within: Duration,
-) -> Result<(), ControlError> {
-    let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
-    let told = Client::connect(path, Some(within)).and_then(|mut vmm| vmm.restore(config, &fds));
-    told.map_err(ControlError::Restore)
-}
-
-/// Lets the VM behind the control socket at `path` go on. Blocks.
-///
-/// # Errors
-/// [`ControlError`].
-pub fn resume(path: &Path, within: Duration) -> Result<(), ControlError> {
-    let told = Client::connect(path, Some(within)).and_then(|mut vmm| vmm.resume());
-    told.map_err(|source| ControlError::Client { command: Command::Resume, source })
 }
 
 /// Asks for something that is answered with [`Answer::Ok`].

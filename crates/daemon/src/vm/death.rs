@@ -6,6 +6,7 @@
 use super::record::{Record, RecordError, read_json};
 use super::{Vm, exit_now};
 use crate::daemon::Daemon;
+use crate::depot::Depot;
 use crate::error::{Fault, Outcome, blocking};
 use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
 use dayfly_host::process::Process;
@@ -13,8 +14,9 @@ use dayfly_vmm::control::{ExitReason, ExitRecord};
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tokio::io::unix::AsyncFd;
+use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 /// Why a VM ended, from what it left: its exit record, whether its end was asked for, and how its process ended.
@@ -41,7 +43,7 @@ pub fn judge(record: Result<ExitRecord, RecordError>, kill_asked: bool) -> VmExi
     }
 }
 
-/// Waits for the end of `process`, the VMM of `vm`, and does what is to be done then.
+/// Waits for the end of `process`, the VMM of `vm`, and does what is to be done then. Nobody need reap it: it is a child of a zygote's.
 pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
     let daemon = daemon.clone();
     tokio::spawn(async move {
@@ -49,24 +51,25 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
             // Without this notice nothing would ever free what the VM has.
             tracing::error!("waiting for VM {}: {e}", vm.id);
         }
-        let dir = vm.dir.clone();
-        let reap = blocking(move || {
-            process
-                .wait(Some(Duration::from_secs(1)))
-                .map_err(|e| Fault::internal(format_args!("reaping a VMM: {e}")))?;
-            Ok(read_json::<ExitRecord>(&dir.exit()))
-        });
-        let exit = match reap.await {
-            Ok(record) => judge(record, vm.live().kill_asked),
-            Err(fault) => exit_now(ExitKind::Lost, fault.0.message),
+        drop(process);
+        let exit = if daemon.registry.has(vm.id) {
+            let dir = vm.dir.clone();
+            match blocking(move || Ok(read_json::<ExitRecord>(&dir.exit()))).await {
+                Ok(record) => judge(record, vm.live().kill_asked),
+                Err(fault) => exit_now(ExitKind::Lost, fault.0.message),
+            }
+        } else {
+            exit_now(ExitKind::Killed, "removed")
         };
-        tracing::info!(vm = %vm.id, name = %vm.name, reason = ?exit.reason, "ended: {}", exit.message);
+        tracing::debug!(vm = %vm.id, name = %vm.name, reason = ?exit.reason, "ended: {}", exit.message);
         vm.mark_now("vmm gone");
         vm.ended(exit);
         daemon.registry.release_slot(&vm);
+        // What it stood on may be nobody's now.
+        daemon.depot.unpinned();
         if vm.facts.ephemeral {
             // Those who wait for it have it in hand; nobody else shall find it.
-            if let Err(e) = discard(&daemon, &vm).await {
+            if let Err(e) = discard(&daemon, &vm, None).await {
                 tracing::error!("removing VM {}: {e}", vm.id);
             }
         } else {
@@ -104,13 +107,33 @@ pub async fn note(daemon: &Daemon, vm: &Arc<Vm>) {
 
 /// Ends a VM at once and waits until its memory is free and its process is gone.
 ///
-/// Nobody asks the guest, and not the VMM either: SIGKILL, then its memory is freed by a thread of ours while the kernel is still
-/// taking KVM's VM apart, which waits for grace periods (Swift Birth and Quick Death, section 5: when the call returns, destroyed
-/// means free).
-///
 /// # Errors
 /// Its process survives SIGKILL.
 pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
+    let Some(process) = strike(vm).await? else { return Ok(()) };
+    let asked = Instant::now();
+    freed(daemon, vm, move || free(&process)).await?;
+    let freed = asked.elapsed();
+    gone(daemon, vm).await?;
+    daemon.metrics.death(freed, asked.elapsed());
+    Ok(())
+}
+
+/// Ends a VM where it lives, and removes everything of it: answered when its memory is free, its files are gone and its name is free.
+///
+/// Nobody asks the guest, and not the VMM either: SIGKILL, then a thread on the VM's own memory node frees its memory while the kernel is
+/// still taking KVM's VM apart, which waits for grace periods (Swift Birth and Quick Death, section 5: when the call returns,
+/// destroyed means free). Its user, which another VM may not have before that is done, is returned by [`watch`].
+///
+/// # Errors
+/// Its process survives SIGKILL, or a file cannot be removed.
+pub async fn remove(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
+    let process = strike(vm).await?;
+    discard(daemon, vm, process).await
+}
+
+/// SIGKILL. Gives the process, where there is one.
+async fn strike(vm: &Vm) -> Outcome<Option<Arc<Process>>> {
     vm.update(|live| live.kill_asked = true);
     // A start that is under way ends first: its process is then known.
     let _started = vm.launching.lock().await;
@@ -119,61 +142,84 @@ pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
         if vm.phase().alive() {
             vm.ended(exit_now(ExitKind::Killed, "ended before its VMM was started"));
         }
-        return Ok(());
+        return Ok(None);
     };
-    let asked = Instant::now();
     vm.mark_now("end asked for");
-    let id = vm.id;
-    blocking(move || {
-        process.kill().map_err(|e| Fault::internal(format_args!("SIGKILL for VM {id}: {e}")))?;
-        if let Err(e) = process.release_memory() {
-            tracing::debug!(vm = %id, "its memory goes with its process: {e}");
+    process.kill().map_err(|e| Fault::internal(format_args!("SIGKILL for VM {}: {e}", vm.id)))?;
+    Ok(Some(process))
+}
+
+/// Frees the memory of a process that was killed; whether that was done, or goes with the process.
+fn free(process: &Process) -> bool {
+    match process.release_memory() {
+        Ok(()) => true,
+        Err(e) => {
+            tracing::debug!("the memory of process {} goes with it: {e}", process.id().pid);
+            false
         }
-        Ok(())
-    })
-    .await?;
+    }
+}
+
+/// Does `work`, which says whether it has freed the memory of `vm`, on the node of that; where it has not, waits until the process is gone.
+async fn freed(daemon: &Daemon, vm: &Vm, work: impl FnOnce() -> bool + Send + 'static) -> Outcome<()> {
+    let (done, free) = oneshot::channel();
+    // Whoever waits may have gone away.
+    daemon.reapers.run(vm.node, move || {
+        let _ = done.send(work());
+    });
+    if free.await != Ok(true) {
+        gone(daemon, vm).await?;
+    }
+    vm.return_memory();
     vm.mark_now("memory free");
-    let freed = asked.elapsed();
+    Ok(())
+}
+
+async fn gone(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
     let within = daemon.config.deadlines.reap;
     timeout(within, vm.wait_gone()).await.map_err(|_| {
         Fault::new(
             ErrorCode::Timeout,
             format_args!("VM {}: its process is still there {} s after SIGKILL", vm.id, within.as_secs()),
         )
-    })?;
-    daemon.metrics.death(freed, asked.elapsed());
-    Ok(())
+    })
 }
 
-/// Ends a VM where it lives, and removes everything of it.
-///
-/// # Errors
-/// Its process survives SIGKILL, or a file cannot be removed.
-pub async fn remove(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
-    kill(daemon, vm).await?;
-    discard(daemon, vm).await
-}
-
-/// Removes the files of a VM whose process is gone, then forgets it. May be done twice.
-async fn discard(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
+/// Removes the files of a VM whose process is gone or was killed; with `process`, frees that one's memory first. Then forgets it. May be
+/// done twice.
+async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -> Outcome<()> {
     let _one = vm.removal.lock().await;
     if !daemon.registry.has(vm.id) {
         return Ok(());
     }
-    let (depot, gone) = (daemon.depot.clone(), vm.clone());
-    blocking(move || {
-        match std::fs::remove_dir_all(gone.dir.path()) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                return Err(Fault::internal(format_args!("removing {}: {e}", gone.dir.path().display())));
-            }
-            _ => {}
-        }
-        depot.remove_vm(gone.id)?;
-        depot.unpinned();
-        Ok(())
-    })
-    .await?;
+    let asked = Instant::now();
+    let killed = process.is_some();
+    let (depot, dead) = (daemon.depot.clone(), vm.clone());
+    let (told, removed) = oneshot::channel();
+    let work = move || {
+        let free = process.is_none_or(|process| free(&process));
+        drop(told.send(files(&depot, &dead)));
+        free
+    };
+    freed(daemon, vm, work).await?;
+    let freed = asked.elapsed();
+    removed.await.unwrap_or_else(|e| Err(Fault::internal(format_args!("removing VM {}: {e}", vm.id))))?;
+    if killed {
+        daemon.metrics.death(freed, asked.elapsed());
+    }
     daemon.registry.forget(vm);
+    Ok(())
+}
+
+fn files(depot: &Depot, vm: &Vm) -> Outcome<()> {
+    match std::fs::remove_dir_all(vm.dir.path()) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            return Err(Fault::internal(format_args!("removing {}: {e}", vm.dir.path().display())));
+        }
+        _ => {}
+    }
+    depot.remove_vm(vm.id)?;
+    depot.unpinned();
     Ok(())
 }
 

@@ -1,17 +1,20 @@
 //! Starting a VMM: its folder, its sockets, its descriptors, its process. Blocks.
 
+use super::link::Link;
 use super::registry::{FIRST_UID, Seat};
-use crate::config::{CONSOLE_MAX_BYTES, Config};
+use super::zygotes::ZygoteError;
+use crate::config::CONSOLE_MAX_BYTES;
+use crate::daemon::Daemon;
 use dayfly_host::process::Process;
-use dayfly_host::spawn::{FIRST_FD, Namespaces, Program, Spawn, SpawnError};
+use dayfly_host::spawn::Child;
 use dayfly_vmm::config::{FdNumber, JailConfig, Start, VmmConfig};
-use rustix::fs::{Mode, OFlags};
 use std::fs::{File, Permissions};
-use std::io::{self, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Why no VMM was started.
 #[derive(Debug, thiserror::Error)]
@@ -27,24 +30,23 @@ pub enum LaunchError {
         #[source]
         source: io::Error,
     },
+    /// Somebody killed it before it was known.
+    #[error("starting a VMM: its process {0} was killed from outside")]
+    Killed(u32),
     /// The process.
     #[error("{}", crate::error::chain(.0))]
-    Spawn(#[from] SpawnError),
-    /// Its configuration cannot be written as JSON.
-    #[error("starting a VMM: its configuration: {0}")]
-    Config(#[from] serde_json::Error),
+    Zygote(#[from] ZygoteError),
 }
 
-/// Collects the descriptors that a process gets, and numbers them.
+/// Collects descriptors that go with a message, and numbers them by their places.
 #[derive(Debug, Default)]
-pub struct Fds(Vec<(OwnedFd, i32)>);
+pub struct Fds(pub Vec<OwnedFd>);
 
 impl Fds {
     /// Gives `fd` the next number.
     pub fn add(&mut self, fd: impl Into<OwnedFd>) -> FdNumber {
-        let number = FIRST_FD + i32::try_from(self.0.len()).unwrap_or(i32::MAX - FIRST_FD);
-        self.0.push((fd.into(), number));
-        number
+        self.0.push(fd.into());
+        FdNumber::try_from(self.0.len() - 1).unwrap_or(FdNumber::MAX)
     }
 }
 
@@ -52,7 +54,9 @@ impl Fds {
 #[derive(Debug)]
 pub struct Launched {
     /// Its process.
-    pub process: Process,
+    pub process: Arc<Process>,
+    /// The connection over which its guest is brought to life.
+    pub link: Link,
     /// Where the agent reports after a cold boot.
     pub ready: Option<UnixListener>,
 }
@@ -82,12 +86,19 @@ fn file(path: &Path, append: bool) -> Result<File, LaunchError> {
     options.open(path).map_err(io_error("making", path))
 }
 
-/// Makes a VM's folder and starts its VMM with `start`, whose descriptors are in `fds`.
+/// Makes a VM's folder and starts its VMM with `start`, whose descriptors are in `fds`; with `background`, at a lower priority until its
+/// guest runs. Within a runtime.
 ///
 /// # Errors
 /// [`LaunchError`]; there is no process then. What is in the folder is left for the caller to remove.
-pub fn launch(config: &Config, seat: Seat, start: Start, mut fds: Fds) -> Result<Launched, LaunchError> {
-    let dir = config.vm(seat.id);
+pub fn launch(
+    daemon: &Daemon,
+    seat: Seat,
+    start: Start,
+    mut fds: Fds,
+    background: bool,
+) -> Result<Launched, LaunchError> {
+    let dir = daemon.config.vm(seat.id);
     let uid = FIRST_UID + seat.slot;
     let boots = matches!(start, Start::Boot(_));
     folder(dir.path(), 0o700)?;
@@ -99,13 +110,14 @@ pub fn launch(config: &Config, seat: Seat, start: Start, mut fds: Fds) -> Result
         // The VMM connects to it as its own user.
         chown(dir.ready(), Some(uid), Some(uid)).map_err(io_error("giving away", &dir.ready()))?;
     }
-    let kvm = Path::new("/dev/kvm");
-    let kvm = File::options().read(true).write(true).open(kvm).map_err(io_error("opening", kvm))?;
+    let (link, theirs) = Link::new().map_err(io_error("connecting to", &dir.control()))?;
     let vmm = VmmConfig {
         id: seat.id,
-        jail: Some(JailConfig { root: dir.root(), uid, gid: uid }),
-        kvm_fd: fds.add(kvm),
+        jail: Some(JailConfig { root: dir.root_in_jail(), uid, gid: uid }),
+        kvm_fd: None,
         control_fd: fds.add(control),
+        link_fd: Some(fds.add(theirs)),
+        background,
         vsock_fd: fds.add(vsock),
         vsock_path: "/vsock.sock".into(),
         console_fd: fds.add(file(&dir.console(), true)?),
@@ -113,29 +125,37 @@ pub fn launch(config: &Config, seat: Seat, start: Start, mut fds: Fds) -> Result
         exit_fd: fds.add(file(&dir.exit(), false)?),
         start,
     };
-    let config_fd = fds.add(sent(&serde_json::to_vec(&vmm)?)?);
-    let mut spawn = Spawn::new(Program::Path(config.vmm.clone()), config.vmm_name());
-    for argument in ["--config-fd", &config_fd.to_string(), "--id", &seat.id.to_string()] {
-        spawn.argv.push(argument.into());
+    let child = daemon.zygotes.fork(seat.node, &vmm, &fds.0)?;
+    if background || daemon.pool.busy() {
+        // Another is wanted at once. Else the next one is made when this one's guest runs.
+        daemon.zygotes.prepare(seat.node);
     }
-    spawn.namespaces = Namespaces::ALL;
-    spawn.fds = fds.0;
-    spawn.stderr = dayfly_host::spawn::Stdio::Inherit;
-    let child = spawn.run()?;
-    let process = Process::from_child(child).map_err(io_error("finding the process of", &config.vmm))?;
-    Ok(Launched { process, ready })
+    Ok(Launched { process: Arc::new(found(child, dir.path())?), link, ready })
 }
 
-/// A descriptor from which `bytes` can be read, to the end, once: an unnamed file in memory.
-fn sent(bytes: &[u8]) -> Result<File, LaunchError> {
-    let name = Path::new("memfd:config");
-    let fd = rustix::fs::memfd_create("config", rustix::fs::MemfdFlags::CLOEXEC)
-        .map_err(|e| io_error("making", name)(e.into()))?;
-    let mut file = File::from(fd);
-    file.write_all(bytes).map_err(io_error("writing", name))?;
-    // A read-only view from the start.
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    rustix::fs::open(&path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
-        .map(File::from)
-        .map_err(|e| io_error("opening", Path::new(&path))(e.into()))
+/// The process of a new VMM. It is nobody's who would have to reap it: killed, it is gone at once.
+fn found(child: Child, dir: &Path) -> Result<Process, LaunchError> {
+    let pid = child.pid;
+    Process::from_child(child).map_err(|e| match e.kind() {
+        io::ErrorKind::NotFound => LaunchError::Killed(pid),
+        _ => io_error("finding the process of", dir)(e),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Fault;
+    use dayfly_api::types::ErrorCode;
+
+    #[test]
+    fn a_vmm_that_is_killed_at_once_is_no_fault_of_the_daemon_s() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = rustix::process::Pid::from_child(&child);
+        let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
+        child.wait().unwrap();
+        let error = found(Child { pid: child.id(), pidfd }, Path::new("/")).unwrap_err();
+        let fault = Fault::from(error);
+        assert_eq!(fault.0.code, ErrorCode::Guest, "{fault}");
+    }
 }

@@ -5,21 +5,26 @@
 
 pub mod agent_link;
 pub mod birth;
+pub mod budget;
 pub mod control_link;
 pub mod death;
 pub mod identity;
 pub mod inspect;
 pub mod launch;
+pub mod link;
 pub mod pool;
 pub mod power;
 pub mod record;
 pub mod registry;
 pub mod source;
 pub mod state;
+pub mod step;
+pub mod zygotes;
 
 use crate::config::VmDir;
 use crate::error::Fault;
 use crate::time::{monotonic_us, unix_ms};
+use budget::Reservation;
 use dayfly_api::types::{self, ErrorCode, VmExit};
 use dayfly_host::process::{Process, ProcessId};
 use dayfly_store::{ChainLayer, ImageConfig, ImageRef, KernelRef, Pin, VmLayer};
@@ -112,6 +117,8 @@ pub struct Vm {
     pub name: Name,
     /// Its user is `registry::FIRST_UID + slot`.
     pub slot: u32,
+    /// The place of its memory node in the host's list of nodes.
+    pub node: usize,
     /// Its folder.
     pub dir: VmDir,
     /// What does not change.
@@ -127,6 +134,7 @@ pub struct Vm {
     live: Mutex<Live>,
     process: Mutex<Option<Arc<Process>>>,
     pin: Mutex<Option<Pin>>,
+    memory: Mutex<Option<Reservation>>,
     slot_held: Mutex<bool>,
     gone: watch::Sender<bool>,
 }
@@ -134,7 +142,7 @@ pub struct Vm {
 impl Vm {
     /// A VM that is starting.
     #[must_use]
-    pub fn new(id: VmId, name: Name, slot: u32, dir: VmDir, facts: Facts) -> Self {
+    pub fn new(seat: Seat, name: Name, dir: VmDir, facts: Facts, memory: Reservation) -> Self {
         let live = Live {
             phase: Phase::Starting,
             exit: None,
@@ -148,17 +156,21 @@ impl Vm {
             disks: Vec::new(),
             no_snapshot: None,
         };
-        Self::with(id, name, slot, dir, facts, live)
+        let vm = Self::with(seat, name, dir, facts, live);
+        vm.keep_memory(memory);
+        vm
     }
 
     /// A VM as it was left.
     #[must_use]
-    pub fn with(id: VmId, name: Name, slot: u32, dir: VmDir, facts: Facts, live: Live) -> Self {
+    pub fn with(seat: Seat, name: Name, dir: VmDir, facts: Facts, live: Live) -> Self {
+        let Seat { id, slot, node } = seat;
         let alive = live.phase.alive();
         Self {
             id,
             name,
             slot,
+            node,
             dir,
             facts,
             turn: tokio::sync::Mutex::default(),
@@ -168,6 +180,7 @@ impl Vm {
             live: Mutex::new(live),
             process: Mutex::default(),
             pin: Mutex::default(),
+            memory: Mutex::default(),
             slot_held: Mutex::new(alive),
             gone: watch::Sender::new(!alive),
         }
@@ -176,7 +189,7 @@ impl Vm {
     /// Its id and slot.
     #[must_use]
     pub fn seat(&self) -> Seat {
-        Seat { id: self.id, slot: self.slot }
+        Seat { id: self.id, slot: self.slot, node: self.node }
     }
 
     /// What it is now.
@@ -241,6 +254,16 @@ impl Vm {
         }
     }
 
+    /// Its memory, which others may not have until it ends.
+    pub fn keep_memory(&self, memory: Reservation) {
+        *lock(&self.memory) = Some(memory);
+    }
+
+    /// Others may have its memory.
+    pub fn return_memory(&self) {
+        lock(&self.memory).take();
+    }
+
     /// Its process is gone, and this is why. The first cause stays.
     pub fn ended(&self, exit: VmExit) {
         {
@@ -251,6 +274,7 @@ impl Vm {
         }
         lock(&self.process).take();
         lock(&self.pin).take();
+        lock(&self.memory).take();
         self.gone.send_replace(true);
     }
 
@@ -259,6 +283,12 @@ impl Vm {
         let mut gone = self.gone.subscribe();
         // The sender lives in `self`, so this ends with `true` and not with a closed channel.
         let _ = gone.wait_for(|gone| *gone).await;
+    }
+
+    /// Whether its process is gone, or never was.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        *self.gone.borrow()
     }
 
     /// Whether it is on its way out and nobody's any more.
@@ -315,6 +345,12 @@ impl From<registry::ReserveError> for Fault {
             registry::ReserveError::Full => ErrorCode::Exhausted,
         };
         Self::new(code, e)
+    }
+}
+
+impl From<budget::NoMemory> for Fault {
+    fn from(e: budget::NoMemory) -> Self {
+        Self::new(ErrorCode::Exhausted, e)
     }
 }
 

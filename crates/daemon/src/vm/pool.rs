@@ -15,18 +15,21 @@
 //!
 //! A daemon that is killed leaves what waits; it has no record, so the next one sweeps it.
 
-use super::launch::{self, Fds, LaunchError};
+use super::Disk;
+use super::launch::{self, Fds, Launched};
+use super::link::{self, Link};
+use super::record::read_json;
 use super::registry::{Seat, lock};
 use super::source::{CloneOf, Template};
-use super::{Disk, control_link};
-use crate::config::Config;
 use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome, blocking};
+use dayfly_api::types::ErrorCode;
 use dayfly_host::priority::background;
 use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId};
 use dayfly_vmm::config::{Shape, Start};
+use dayfly_vmm::control::{Command, ExitRecord};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -36,13 +39,11 @@ use tokio::time::timeout;
 
 /// Shells that wait of a shape that is in use, and the fewest clones of a snapshot.
 const LEAST: usize = 1;
-/// The most that wait of one snapshot; about 2 MiB each, and its written working set.
-const MOST: usize = 32;
-/// The most that wait in all. Where it is reached, what was not asked for longest makes room.
-const ALL: usize = 64;
 /// Demand is what was taken within this time.
 const WINDOW: Duration = Duration::from_secs(2);
-/// How often surplus is looked for, and by how much the remembered demand fades: a quarter each time.
+/// How long the busiest moment is remembered in full.
+const HOLD: Duration = Duration::from_secs(20);
+/// How often surplus is looked for, and by how much the remembered demand fades then: a quarter each time.
 const TICK: Duration = Duration::from_secs(2);
 /// What nobody has asked for as long is not in use.
 const IDLE: Duration = Duration::from_secs(600);
@@ -58,6 +59,8 @@ pub struct Shell {
     pub seat: Seat,
     /// Its process.
     pub process: Arc<Process>,
+    /// The connection to it.
+    pub link: Link,
     shape: Shape,
     /// The guest of a primed clone.
     pub guest: Option<Guest>,
@@ -78,6 +81,8 @@ pub struct Guest {
     pub disks: Vec<Disk>,
     /// Keeps their layers in the store.
     pub pin: Pin,
+    /// Of the agent in it.
+    pub agent_version: String,
     template: Template,
 }
 
@@ -85,38 +90,47 @@ pub struct Guest {
 #[derive(Debug)]
 struct Demand {
     taken: VecDeque<Instant>,
+    /// What was taken at the busiest moment; fades.
     peak: usize,
+    /// When that was.
+    peak_at: Instant,
     last: Instant,
 }
 
 impl Demand {
     fn new(now: Instant) -> Self {
-        Self { taken: VecDeque::new(), peak: 0, last: now }
+        Self { taken: VecDeque::new(), peak: 0, peak_at: now, last: now }
     }
 
-    fn note(&mut self, now: Instant) {
+    /// One was taken; no more than `most` are remembered.
+    fn note(&mut self, now: Instant, most: usize) {
         self.last = now;
         self.taken.push_back(now);
+        while self.taken.len() > most {
+            self.taken.pop_front();
+        }
         self.forget(now);
-        self.peak = self.peak.max(self.taken.len());
+        if self.taken.len() >= self.peak {
+            (self.peak, self.peak_at) = (self.taken.len(), now);
+        }
     }
 
     fn forget(&mut self, now: Instant) {
-        while self.taken.len() > MOST
-            || self.taken.front().is_some_and(|then| now.duration_since(*then) > WINDOW)
-        {
+        while self.taken.front().is_some_and(|then| now.duration_since(*then) > WINDOW) {
             self.taken.pop_front();
         }
     }
 
     fn fade(&mut self, now: Instant) {
         self.forget(now);
-        self.peak = self.taken.len().max(self.peak - self.peak.div_ceil(4));
+        if now.duration_since(self.peak_at) > HOLD {
+            self.peak = self.taken.len().max(self.peak - self.peak.div_ceil(4));
+        }
     }
 
     /// How many shall wait.
     fn target(&self, now: Instant) -> usize {
-        if now.duration_since(self.last) > IDLE { 0 } else { self.peak.clamp(LEAST, MOST) }
+        if now.duration_since(self.last) > IDLE { 0 } else { self.peak.max(LEAST) }
     }
 }
 
@@ -159,8 +173,10 @@ enum Missing {
 }
 
 /// All that wait.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Pool {
+    /// The most that wait in all. Where it is reached, what was not asked for longest makes room.
+    all: usize,
     shelves: Mutex<Shelves>,
     wanted: Notify,
     /// Something was put away.
@@ -177,25 +193,64 @@ impl Drop for UnderWay<'_> {
     fn drop(&mut self) {
         if self.0.births.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.0.quiet.notify_waiters();
+            // Not when something was taken: the keeper would take the CPU that the guest needs.
+            self.0.wanted.notify_one();
         }
     }
 }
 
 impl Pool {
+    /// An empty one, in which at most `all` wait.
+    #[must_use]
+    pub fn new(all: usize) -> Self {
+        Self {
+            all,
+            shelves: Mutex::default(),
+            wanted: Notify::new(),
+            shelved: Notify::new(),
+            births: AtomicUsize::new(0),
+            quiet: Notify::new(),
+        }
+    }
+
+    /// Whether several births are under way.
+    pub fn busy(&self) -> bool {
+        self.births.load(Ordering::SeqCst) > 1
+    }
+
     /// Says that a birth is under way, until it is dropped.
     pub fn birth(&self) -> UnderWay<'_> {
         self.births.fetch_add(1, Ordering::SeqCst);
         UnderWay(self)
     }
 
-    /// The clone of this snapshot that waits longest, else a shell for it, if there is one.
-    pub fn take(&self, template: &Template) -> Option<Shell> {
+    /// The clone of this snapshot that waits longest on the node, else a shell for it, if there is one.
+    pub fn take(&self, template: &Template, node: usize) -> Option<Shell> {
         let mut shelves = lock(&self.shelves);
         let now = Instant::now();
-        shelves.demand.entry(template.clone()).or_insert_with(|| Demand::new(now)).note(now);
-        self.wanted.notify_one();
+        shelves.demand.entry(template.clone()).or_insert_with(|| Demand::new(now)).note(now, self.all);
         let Shelves { shells, primed, .. } = &mut *shelves;
-        alive(primed.get_mut(template)).or_else(|| alive(shells.get_mut(&template.shape)))
+        alive(primed.get_mut(template), Some(node))
+            .or_else(|| alive(shells.get_mut(&template.shape), Some(node)))
+    }
+
+    /// The node of the clone of this snapshot that waits longest, else of a shell for it.
+    pub fn node_of(&self, template: &Template) -> Option<usize> {
+        let shelves = lock(&self.shelves);
+        let first = |shelf: Option<&VecDeque<Shell>>| shelf?.front().map(|shell| shell.seat.node);
+        first(shelves.primed.get(template)).or_else(|| first(shelves.shells.get(&template.shape)))
+    }
+
+    /// The guests' memory of all that wait, by node.
+    fn memory_by_node(&self, nodes: usize) -> Vec<u64> {
+        let mut memory = vec![0; nodes];
+        let shelves = lock(&self.shelves);
+        for shell in shelves.shells.values().chain(shelves.primed.values()).flatten() {
+            if let Some(bytes) = memory.get_mut(shell.seat.node) {
+                *bytes += shell.shape.memory_bytes;
+            }
+        }
+        memory
     }
 
     /// Takes back what was not used.
@@ -257,25 +312,29 @@ impl Pool {
     fn missing(&self) -> Option<Missing> {
         let shelves = lock(&self.shelves);
         let now = Instant::now();
-        if shelves.count() >= ALL {
+        if shelves.count() >= self.all {
             return None;
         }
-        let primed = |template| shelves.primed.get(template).map_or(0, VecDeque::len);
-        let template = shelves.demand.iter().find(|(t, demand)| primed(t) < demand.target(now));
-        if let Some((template, _)) = template {
-            return Some(Missing::Primed(template.clone()));
-        }
+        // First the shells, which fit anything.
         let shells = |shape| shelves.shells.get(&shape).map_or(0, VecDeque::len);
         let shapes = shelves.demand.keys().map(|template| template.shape);
         let mut shapes = shapes.chain(shelves.expected.keys().copied());
-        shapes.find(|shape| shells(*shape) < LEAST && shelves.in_use(*shape, now)).map(Missing::Shell)
+        let shell = shapes.find(|shape| shells(*shape) < LEAST && shelves.in_use(*shape, now));
+        if let Some(shape) = shell {
+            return Some(Missing::Shell(shape));
+        }
+        let primed = |template| shelves.primed.get(template).map_or(0, VecDeque::len);
+        // The last place is a shell's.
+        let most = self.all - 1;
+        let template = shelves.demand.iter().find(|(t, demand)| primed(t) < demand.target(now).min(most));
+        template.map(|(template, _)| Missing::Primed(template.clone()))
     }
 
     /// Lets the remembered demand fade, and takes out what is then too much.
     fn surplus(&self) -> Vec<Shell> {
         let mut shelves = lock(&self.shelves);
         let now = Instant::now();
-        let full = shelves.count() >= ALL;
+        let (full, most) = (shelves.count() >= self.all, self.all.saturating_sub(1));
         let Shelves { primed, demand, .. } = &mut *shelves;
         let mut out = Vec::new();
         // What is asked for right now stays, however full it is.
@@ -289,7 +348,7 @@ impl Pool {
             demand.target(now) > 0
         });
         primed.retain(|template, shelf| {
-            let target = demand.get(template).map_or(0, |demand| demand.target(now));
+            let target = demand.get(template).map_or(0, |demand| demand.target(now).min(most));
             out.extend(shelf.drain(target.min(shelf.len())..));
             !shelf.is_empty()
         });
@@ -324,20 +383,12 @@ impl Pool {
     }
 }
 
-/// Takes out the first that lives; one that has died is left to its watcher.
-fn alive(shelf: Option<&mut VecDeque<Shell>>) -> Option<Shell> {
+/// Takes out the first that lives, of this node where that matters; one that has died is left to its watcher.
+fn alive(shelf: Option<&mut VecDeque<Shell>>, node: Option<usize>) -> Option<Shell> {
     let shelf = shelf?;
-    let place = shelf.iter().position(|shell| shell.process.is_alive().unwrap_or(false))?;
+    let fits = |shell: &Shell| node.is_none_or(|node| shell.seat.node == node);
+    let place = shelf.iter().position(|shell| fits(shell) && shell.process.is_alive().unwrap_or(false))?;
     shelf.remove(place)
-}
-
-/// Starts a shell; with `record`, one that notes which pages its guest touches. Blocks.
-///
-/// # Errors
-/// [`LaunchError`]; what is in its folder is left for the caller to remove.
-pub fn launch(config: &Config, seat: Seat, shape: Shape, record: bool) -> Result<Arc<Process>, LaunchError> {
-    let launched = launch::launch(config, seat, Start::Shell { shape, record }, Fds::default())?;
-    Ok(Arc::new(launched.process))
 }
 
 /// Keeps the pool as full as the demand says, until the daemon stops; then ends all shells.
@@ -354,14 +405,21 @@ pub async fn keep(daemon: Arc<Daemon>) {
                 Missing::Shell(shape) => make(&daemon, *shape).await.map(|shell| (shell, true)),
                 Missing::Primed(template) => prime(&daemon, template).await,
             };
-            match made {
-                Ok((shell, new)) => shelve(&daemon, shell, new).await,
-                Err(fault) => {
+            match (made, &missing) {
+                (Ok((shell, new)), _) => shelve(&daemon, shell, new).await,
+                // It was killed, which says nothing of the next one.
+                (Err(fault), _) if fault.0.code == ErrorCode::Guest => {
+                    tracing::warn!("making {missing:?} ahead of demand: {fault}");
+                    // By a host without memory, perhaps.
+                    tokio::time::sleep(YIELD).await;
+                }
+                (Err(fault), Missing::Primed(template)) => {
                     tracing::error!("making {missing:?} ahead of demand: {fault}");
-                    match &missing {
-                        Missing::Primed(template) => daemon.pool.give_up(template),
-                        Missing::Shell(_) => tokio::time::sleep(TICK).await, // births make their own meanwhile
-                    }
+                    daemon.pool.give_up(template);
+                }
+                (Err(fault), Missing::Shell(_)) => {
+                    tracing::error!("making {missing:?} ahead of demand: {fault}");
+                    tokio::time::sleep(TICK).await; // births make their own meanwhile
                 }
             }
             continue;
@@ -385,11 +443,15 @@ async fn hold_back(pool: &Pool) {
 
 /// A new shell.
 async fn make(daemon: &Arc<Daemon>, shape: Shape) -> Outcome<Shell> {
-    let seat = daemon.registry.seat()?;
+    // Births go where VMMs wait, so these are spread as births are to be.
+    let waiting = daemon.pool.memory_by_node(daemon.nodes.len());
+    let seat = daemon.registry.seat(daemon.budget.emptiest(&waiting))?;
     let maker = daemon.clone();
-    let made = blocking(move || background(|| Ok(launch(&maker.config, seat, shape, false)?))).await;
-    match made {
-        Ok(process) => Ok(Shell { seat, process, shape, guest: None }),
+    let start = Start::Shell { shape, record: false };
+    let made =
+        blocking(move || background(|| Ok(launch::launch(&maker, seat, start, Fds::default(), true)?)));
+    match made.await {
+        Ok(Launched { process, link, ready: _ }) => Ok(Shell { seat, process, link, shape, guest: None }),
         Err(fault) => {
             discard(daemon, seat).await;
             Err(fault)
@@ -399,9 +461,9 @@ async fn make(daemon: &Arc<Daemon>, shape: Shape) -> Outcome<Shell> {
 
 /// A shell, one that waits if there is one, with its guest; also says whether it is a new one.
 async fn prime(daemon: &Arc<Daemon>, template: &Template) -> Outcome<(Shell, bool)> {
-    let waiting = alive(lock(&daemon.pool.shelves).shells.get_mut(&template.shape));
+    let waiting = alive(lock(&daemon.pool.shelves).shells.get_mut(&template.shape), None);
     let new = waiting.is_none();
-    let shell = match waiting {
+    let mut shell = match waiting {
         Some(shell) => shell,
         None => make(daemon, template.shape).await?,
     };
@@ -411,18 +473,32 @@ async fn prime(daemon: &Arc<Daemon>, template: &Template) -> Outcome<(Shell, boo
         if Template::of(&open)? != wanted {
             return Err(Fault::not_found(format_args!("snapshot {}: is another one by now", wanted.name)));
         }
-        let CloneOf { config, fds, disks, pin } = CloneOf::new(&maker, seat.id, open, true)?;
-        let control = maker.config.vm(seat.id).control();
-        control_link::restore(&control, config, &fds, maker.config.deadlines.control)?;
-        Ok(Guest { disks, pin, template: wanted })
+        Ok((open.manifest.agent_version.clone(), CloneOf::new(&maker, seat.id, &open, true)?))
     };
-    match blocking(move || background(guest)).await {
+    let primed = async {
+        let (agent_version, clone) = blocking(move || background(guest)).await?;
+        let CloneOf { config, fds, disks, pin } = clone;
+        let within = daemon.config.deadlines.control;
+        link::tell(&mut shell.link, &Command::Restore(config), &fds, within).await?;
+        Ok(Guest { disks, pin, agent_version, template: template.clone() })
+    };
+    match primed.await {
         Ok(guest) => Ok((Shell { guest: Some(guest), ..shell }, new)),
         Err(fault) => {
+            let killed = was_killed(daemon, &shell).await;
             end(daemon, vec![shell]).await;
-            Err(fault)
+            Err(if killed { Fault::new(ErrorCode::Guest, "its VMM was killed from outside") } else { fault })
         }
     }
+}
+
+/// Whether a shell has ended, and not by itself: that would be in its exit record.
+async fn was_killed(daemon: &Daemon, shell: &Shell) -> bool {
+    // Where its connection broke it is ending.
+    let ended = timeout(YIELD, super::death::readable(&shell.process)).await;
+    let record = daemon.config.vm(shell.seat.id).exit();
+    matches!(ended, Ok(Ok(())))
+        && blocking(move || Ok(read_json::<ExitRecord>(&record).is_err())).await == Ok(true)
 }
 
 /// Puts away what was made, and watches it if it is new.
@@ -508,16 +584,16 @@ mod tests {
         let mut demand = Demand::new(begun);
         assert_eq!(demand.target(begun), LEAST);
         for ms in 0..20 {
-            demand.note(at(ms));
+            demand.note(at(ms), 64);
         }
         assert_eq!(demand.target(at(20)), 20);
         let mut targets = Vec::new();
-        for tick in 2..12u64 {
+        for tick in 2..32u64 {
             demand.fade(at(tick * 2000));
             targets.push(demand.target(at(tick * 2000)));
         }
         assert!(targets.is_sorted_by(|a, b| a >= b), "{targets:?}");
-        assert_eq!((targets[0], targets.last()), (15, Some(&LEAST)));
+        assert_eq!((targets[0], targets[8], targets[9], targets.last()), (20, 20, 15, Some(&LEAST)));
         assert_eq!(demand.target(begun + IDLE), LEAST);
         assert_eq!(demand.target(begun + IDLE + WINDOW), 0);
     }
@@ -527,9 +603,9 @@ mod tests {
         let begun = Instant::now();
         let mut demand = Demand::new(begun);
         for _ in 0..10_000 {
-            demand.note(begun);
+            demand.note(begun, 64);
         }
-        assert_eq!(demand.target(begun), MOST);
-        assert!(demand.taken.len() <= MOST);
+        assert_eq!(demand.target(begun), 64);
+        assert!(demand.taken.len() <= 64);
     }
 }

@@ -3,6 +3,7 @@
 //! Written by rename, so it is whole or not there. Read with care all the same: the run folder survives a crash, not a reboot,
 //! but a human may have been there.
 
+use super::registry::Seat;
 use super::{Facts, Live, Vm};
 use crate::config::VmDir;
 use dayfly_units::{Name, VmId};
@@ -26,6 +27,9 @@ pub struct Record {
     pub name: Name,
     /// Its slot.
     pub slot: u32,
+    /// Its memory node.
+    #[serde(default)]
+    pub node: usize,
     /// What does not change.
     pub facts: Facts,
     /// What it was when this was written.
@@ -81,13 +85,15 @@ impl Record {
     #[must_use]
     pub fn of(vm: &Vm) -> Self {
         let (facts, live) = (vm.facts.clone(), vm.live());
-        Self { version: VERSION, id: vm.id, name: vm.name.clone(), slot: vm.slot, facts, live }
+        let (id, name, slot, node) = (vm.id, vm.name.clone(), vm.slot, vm.node);
+        Self { version: VERSION, id, name, slot, node, facts, live }
     }
 
     /// The VM it tells of.
     #[must_use]
     pub fn into_vm(self, dir: VmDir) -> Vm {
-        Vm::with(self.id, self.name, self.slot, dir, self.facts, self.live)
+        let seat = Seat { id: self.id, slot: self.slot, node: self.node };
+        Vm::with(seat, self.name, dir, self.facts, self.live)
     }
 
     /// Writes it; whole or not at all.
@@ -141,19 +147,15 @@ fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Config, Deadlines};
+    use crate::config::Config;
+    use crate::fixture;
     use crate::vm::registry::Registry;
     use crate::vm::state::Phase;
     use crate::vm::{Disk, Who};
     use dayfly_store::{ChainLayer, Digest, ImageRef, KernelRef, VmLayer};
 
     fn vm(run: &Path) -> std::sync::Arc<Vm> {
-        let config = Config {
-            state: run.join("s"),
-            run: run.into(),
-            vmm: "v".into(),
-            deadlines: Deadlines::default(),
-        };
+        let config = Config { run: run.into(), ..fixture::config(run) };
         let facts = Facts {
             snapshot: Some("s".parse().unwrap()),
             image: "i".parse().unwrap(),
@@ -169,7 +171,7 @@ mod tests {
             ephemeral: true,
             labels: [("a".to_owned(), "b".to_owned())].into(),
         };
-        let vm = Registry::default().reserve(&config, None, facts, None).unwrap();
+        let vm = Registry::default().reserve(&config, None, facts, fixture::memory(), None).unwrap();
         let id = vm.id;
         vm.update(|live| {
             live.phase = Phase::Paused;

@@ -2,6 +2,7 @@
 //!
 //! One short critical section per question and no I/O inside; a birth costs the same with one VM and with thousands.
 
+use super::budget::Reservation;
 use super::{Facts, Vm};
 use crate::config::Config;
 use dayfly_units::{Name, VmId};
@@ -96,12 +97,14 @@ pub struct Seat {
     pub id: VmId,
     /// The user is `FIRST_UID + slot`.
     pub slot: u32,
+    /// The place of its memory node in the host's list of nodes.
+    pub node: usize,
 }
 
 #[derive(Debug, Default)]
 struct Inner {
     vms: HashMap<VmId, Arc<Vm>>,
-    /// Of shells that wait for their guests.
+    /// Of shells that wait for their guests, and of VMs that are forgotten but whose processes are still ending.
     seats: HashSet<VmId>,
     names: HashMap<Name, VmId>,
     slots: Slots,
@@ -119,23 +122,31 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Inner {
-    fn seat(&mut self) -> Result<Seat, ReserveError> {
+    fn seat(&mut self, node: usize) -> Result<Seat, ReserveError> {
         let slot = self.slots.take().ok_or(ReserveError::Full)?;
         let id = std::iter::repeat_with(VmId::random)
             .find(|id| !self.vms.contains_key(id) && !self.seats.contains(id))
             .unwrap_or_else(VmId::random);
-        Ok(Seat { id, slot })
+        Ok(Seat { id, slot, node })
+    }
+}
+
+impl Inner {
+    fn release_slot(&mut self, vm: &Vm) {
+        if vm.drop_slot() {
+            self.slots.give_back(vm.slot);
+        }
     }
 }
 
 impl Registry {
-    /// A seat for a shell.
+    /// A seat for a shell on this node.
     ///
     /// # Errors
     /// No slot is free.
-    pub fn seat(&self) -> Result<Seat, ReserveError> {
+    pub fn seat(&self, node: usize) -> Result<Seat, ReserveError> {
         let mut inner = lock(&self.inner);
-        let seat = inner.seat()?;
+        let seat = inner.seat(node)?;
         inner.seats.insert(seat.id);
         Ok(seat)
     }
@@ -148,13 +159,14 @@ impl Registry {
         }
     }
 
-    /// The ids of all shells.
+    /// The ids of all shells, and of what is still ending.
     #[must_use]
     pub fn seats(&self) -> Vec<VmId> {
         lock(&self.inner).seats.iter().copied().collect()
     }
 
-    /// Reserves a name, and an id and a slot where there is no shell that has them, all or nothing; the VM is `Starting`.
+    /// Reserves a name, and an id and a slot where there is no shell that has them, all or nothing; the VM is `Starting` and has
+    /// its `memory`.
     ///
     /// # Errors
     /// [`ReserveError`]; the shell keeps its seat.
@@ -163,6 +175,7 @@ impl Registry {
         config: &Config,
         name: Option<Name>,
         facts: Facts,
+        memory: Reservation,
         shell: Option<Seat>,
     ) -> Result<Arc<Vm>, ReserveError> {
         if let Some(name) = &name
@@ -178,12 +191,12 @@ impl Registry {
         }
         let seat = match shell {
             Some(seat) => seat,
-            None => inner.seat()?,
+            None => inner.seat(memory.node)?,
         };
         inner.seats.remove(&seat.id);
-        let Seat { id, slot } = seat;
+        let id = seat.id;
         let name = name.unwrap_or_else(|| id_as_name(id));
-        let vm = Arc::new(Vm::new(id, name.clone(), slot, config.vm(id), facts));
+        let vm = Arc::new(Vm::new(seat, name.clone(), config.vm(id), facts, memory));
         inner.names.insert(name, id);
         inner.vms.insert(id, vm.clone());
         Ok(vm)
@@ -212,17 +225,21 @@ impl Registry {
 
     /// The process of `vm` is gone: another VM may have its user. Once per VM that holds its slot.
     pub fn release_slot(&self, vm: &Vm) {
-        if vm.drop_slot() {
-            lock(&self.inner).slots.give_back(vm.slot);
-        }
+        let mut inner = lock(&self.inner);
+        inner.seats.remove(&vm.id);
+        inner.release_slot(vm);
     }
 
-    /// Forgets a VM whose process and files are gone.
+    /// Forgets a VM whose files are gone. Its process may still be ending: until [`Self::release_slot`] its seat is taken.
     pub fn forget(&self, vm: &Vm) {
-        self.release_slot(vm);
         let mut inner = lock(&self.inner);
         if inner.vms.remove(&vm.id).is_some() {
             inner.names.remove(&vm.name);
+            if vm.is_gone() {
+                inner.release_slot(vm);
+            } else if vm.holds_slot() {
+                inner.seats.insert(vm.id);
+            }
         }
     }
 

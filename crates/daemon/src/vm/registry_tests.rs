@@ -1,12 +1,13 @@
 use super::*;
-use crate::config::Deadlines;
+use crate::fixture::{self, memory};
 use crate::vm::exit_now;
 use dayfly_api::types::ExitKind;
 use proptest::prelude::*;
 use std::collections::HashSet;
+use std::path::Path;
 
 fn config() -> Config {
-    Config { state: "/s".into(), run: "/r".into(), vmm: "/v".into(), deadlines: Deadlines::default() }
+    fixture::config(Path::new("/"))
 }
 
 fn facts() -> Facts {
@@ -34,19 +35,19 @@ fn name(text: &str) -> Option<Name> {
 #[test]
 fn a_name_is_reserved_once_and_free_after_the_vm_is_forgotten() {
     let registry = Registry::default();
-    let vm = registry.reserve(&config(), name("a"), facts(), None).unwrap();
-    let again = registry.reserve(&config(), name("a"), facts(), None);
+    let vm = registry.reserve(&config(), name("a"), facts(), memory(), None).unwrap();
+    let again = registry.reserve(&config(), name("a"), facts(), memory(), None);
     assert_eq!(again.unwrap_err(), ReserveError::Taken { name: "a".parse().unwrap(), holder: vm.id });
     assert_eq!(registry.len(), 1, "a refused reservation leaves nothing");
     registry.forget(&vm);
     registry.forget(&vm);
     assert!(registry.is_empty());
-    registry.reserve(&config(), name("a"), facts(), None).unwrap();
+    registry.reserve(&config(), name("a"), facts(), memory(), None).unwrap();
 }
 
 #[test]
 fn a_name_that_reads_as_an_id_is_refused() {
-    let refused = Registry::default().reserve(&config(), name("0123456789ab"), facts(), None);
+    let refused = Registry::default().reserve(&config(), name("0123456789ab"), facts(), memory(), None);
     assert!(matches!(refused, Err(ReserveError::LooksLikeAnId(_))));
 }
 
@@ -54,7 +55,7 @@ fn a_name_that_reads_as_an_id_is_refused() {
 fn a_vm_is_found_by_id_name_and_unique_start() {
     let registry = Registry::default();
     let vms: Vec<_> = (0..40)
-        .map(|i| registry.reserve(&config(), name(&format!("vm-{i}")), facts(), None).unwrap())
+        .map(|i| registry.reserve(&config(), name(&format!("vm-{i}")), facts(), memory(), None).unwrap())
         .collect();
     for vm in &vms {
         assert_eq!(registry.find(vm.name.as_str()).unwrap().id, vm.id);
@@ -77,39 +78,39 @@ fn a_vm_is_found_by_id_name_and_unique_start() {
 #[test]
 fn a_slot_outlives_no_process_and_is_never_shared() {
     let registry = Registry::default();
-    let a = registry.reserve(&config(), None, facts(), None).unwrap();
-    let b = registry.reserve(&config(), None, facts(), None).unwrap();
+    let a = registry.reserve(&config(), None, facts(), memory(), None).unwrap();
+    let b = registry.reserve(&config(), None, facts(), memory(), None).unwrap();
     assert_ne!(a.slot, b.slot);
     a.ended(exit_now(ExitKind::Killed, "test"));
     registry.release_slot(&a);
-    let c = registry.reserve(&config(), None, facts(), None).unwrap();
+    let c = registry.reserve(&config(), None, facts(), memory(), None).unwrap();
     assert_eq!(c.slot, a.slot, "slots are reused");
     // Forgetting the exited VM later must not give the slot away a second time.
     registry.forget(&a);
-    let d = registry.reserve(&config(), None, facts(), None).unwrap();
+    let d = registry.reserve(&config(), None, facts(), memory(), None).unwrap();
     assert!(![b.slot, c.slot].contains(&d.slot));
 }
 
 #[test]
 fn a_shell_keeps_its_seat_until_a_vm_takes_it_or_it_is_given_back() {
     let registry = Registry::default();
-    let (first, second) = (registry.seat().unwrap(), registry.seat().unwrap());
+    let (first, second) = (registry.seat(0).unwrap(), registry.seat(0).unwrap());
     assert_ne!((first.id, first.slot), (second.id, second.slot));
     assert!(registry.is_empty() && registry.seats().len() == 2);
-    let other = registry.reserve(&config(), name("a"), facts(), None).unwrap();
-    let taken = registry.reserve(&config(), name("a"), facts(), Some(first));
+    let other = registry.reserve(&config(), name("a"), facts(), memory(), None).unwrap();
+    let taken = registry.reserve(&config(), name("a"), facts(), memory(), Some(first));
     assert!(matches!(taken, Err(ReserveError::Taken { .. })));
     assert_eq!(registry.seats().len(), 2, "a refused reservation leaves the seat");
-    let vm = registry.reserve(&config(), name("b"), facts(), Some(first)).unwrap();
+    let vm = registry.reserve(&config(), name("b"), facts(), memory(), Some(first)).unwrap();
     assert_eq!((vm.id, vm.slot), (first.id, first.slot));
     assert_eq!(registry.seats(), [second.id]);
     registry.unseat(first);
     registry.unseat(second);
     registry.unseat(second);
     // Only the second slot is free again.
-    let next = registry.seat().unwrap();
+    let next = registry.seat(0).unwrap();
     assert_eq!(next.slot, second.slot);
-    assert!(![vm.slot, other.slot].contains(&registry.seat().unwrap().slot));
+    assert!(![vm.slot, other.slot].contains(&registry.seat(0).unwrap().slot));
 }
 
 proptest! {

@@ -9,18 +9,18 @@ use crate::time::unix_ms;
 use dayfly_api::types::{BootSource, Source};
 use dayfly_store::{Digest, DiskRef, Image, Kernel, OpenSnapshot, Pin};
 use dayfly_units::{Name, VmId};
-use dayfly_vmm::config::{
-    BootConfig, DiskConfig, FdNumber, LayerConfig, MAX_VCPUS, RestoreConfig, Shape, Start,
-};
+use dayfly_vmm::config::{BootConfig, DiskConfig, LayerConfig, MAX_VCPUS, RestoreConfig, Shape, Start};
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 /// The kernel's command line of a cold boot. A panic is told by pvpanic, then ends the machine.
 const CMDLINE: &str =
     "console=ttyS0 quiet reboot=t panic=-1 i8042.noaux i8042.nokbd random.trust_cpu=on root=/dev/vda";
 /// What a VM starts from, open.
 pub(super) enum Opened {
-    Snapshot(Box<OpenSnapshot>),
+    Snapshot(Arc<OpenSnapshot>),
     Boot { boot: BootSource, image: Box<Image>, kernel: Box<Kernel> },
 }
 
@@ -47,9 +47,18 @@ fn check(boot: &BootSource) -> Outcome<()> {
 }
 
 impl Opened {
+    /// What is open already.
+    pub(super) fn known(daemon: &Daemon, source: &Source) -> Option<Self> {
+        match source {
+            Source::Snapshot(name) => daemon.depot.known_snapshot(name).map(Self::Snapshot),
+            Source::Boot(_) => None,
+        }
+    }
+
+    /// Opens it. Blocks.
     pub(super) fn open(daemon: &Daemon, source: Source) -> Outcome<Self> {
         match source {
-            Source::Snapshot(name) => Ok(Self::Snapshot(Box::new(daemon.depot.open_snapshot(&name)?))),
+            Source::Snapshot(name) => Ok(Self::Snapshot(daemon.depot.open_snapshot(&name)?)),
             Source::Boot(boot) => {
                 check(&boot)?;
                 let image = Box::new(daemon.depot.open_image(&boot.image)?);
@@ -145,35 +154,32 @@ pub(super) struct CloneOf {
 
 impl CloneOf {
     /// The clone `id` of `open`.
-    pub(super) fn new(daemon: &Daemon, id: VmId, open: OpenSnapshot, paused: bool) -> Outcome<Self> {
-        let OpenSnapshot { manifest, state, memory, working_set, disks: files, fingerprint: _, pin } = open;
-        let mut fds = Places::default();
-        let mut disks: Vec<Disk> = manifest.disks.iter().map(Disk::of).collect();
-        let mut configs = Vec::with_capacity(files.len());
-        for (d, file) in files.into_iter().enumerate() {
-            let base_fd = fds.add(file.base);
+    pub(super) fn new(daemon: &Daemon, id: VmId, open: &OpenSnapshot, paused: bool) -> Outcome<Self> {
+        let failed = |e| Fault::internal(format_args!("a clone's descriptors: {e}"));
+        let mut fds = Fds::default();
+        let mut shared = |file: &File| Ok::<_, Fault>(fds.add(file.try_clone().map_err(failed)?));
+        let (state_fd, memory_fd) = (shared(&open.state)?, shared(&open.memory)?);
+        let working_set_fd = open.working_set.as_ref().map(&mut shared).transpose()?;
+        let mut disks: Vec<Disk> = open.manifest.disks.iter().map(Disk::of).collect();
+        let mut configs = Vec::with_capacity(open.disks.len());
+        for file in &open.disks {
+            let base_fd = shared(&file.base)?;
             let layers = file
                 .layers
-                .into_iter()
-                .map(|layer| LayerConfig { data_fd: fds.add(layer.data), map_fd: fds.add(layer.map) })
-                .collect();
-            let mut writable_fd = None;
-            if file.writable {
-                let (layer, data) = daemon.depot.writable(id, number(d)?)?;
-                disks[d].writable = Some(layer);
-                writable_fd = Some(fds.add(data));
-            }
-            configs.push(DiskConfig { size_bytes: file.size_bytes, base_fd, layers, writable_fd });
+                .iter()
+                .map(|layer| Ok(LayerConfig { data_fd: shared(&layer.data)?, map_fd: shared(&layer.map)? }));
+            let layers = layers.collect::<Outcome<_>>()?;
+            configs.push(DiskConfig { size_bytes: file.size_bytes, base_fd, layers, writable_fd: None });
         }
-        let config = RestoreConfig {
-            state_fd: fds.add(state),
-            memory_fd: fds.add(memory),
-            disks: configs,
-            generation: identity::random(),
-            working_set_fd: working_set.map(|file| fds.add(file)),
-            paused,
-        };
-        Ok(Self { config, fds: fds.0, disks, pin })
+        for (d, _) in open.disks.iter().enumerate().filter(|(_, file)| file.writable) {
+            let (layer, data) = daemon.depot.writable(id, number(d)?)?;
+            disks[d].writable = Some(layer);
+            configs[d].writable_fd = Some(fds.add(data));
+        }
+        let generation = identity::random();
+        let config =
+            RestoreConfig { state_fd, memory_fd, disks: configs, generation, working_set_fd, paused };
+        Ok(Self { config, fds: fds.0, disks, pin: open.pin.clone() })
     }
 }
 
@@ -207,17 +213,6 @@ pub(super) fn boot(
     };
     vm.update(|live| live.disks = disks);
     Ok((Start::Boot(start), pin))
-}
-
-/// Collects descriptors that go with a message, and numbers them by their places.
-#[derive(Debug, Default)]
-struct Places(Vec<OwnedFd>);
-
-impl Places {
-    fn add(&mut self, fd: impl Into<OwnedFd>) -> FdNumber {
-        self.0.push(fd.into());
-        FdNumber::try_from(self.0.len() - 1).unwrap_or(FdNumber::MAX)
-    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,240 @@
+//! Births that fail at each of their steps, with a real VMM and the microguest on `/dev/kvm`.
+
+use super::*;
+use crate::config::Config;
+use crate::depot::Depot;
+use crate::fixture;
+use crate::vm::registry::Seat;
+use crate::vm::step::injected;
+use dayfly_store::{DiskSpec, ImageConfig, ImageSpec, KernelSpec, SnapshotSpec, Store, sparse};
+use dayfly_vmm::arch::layout;
+use dayfly_vmm::config::{BootConfig, DiskConfig};
+use dayfly_vmm::control::Client;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+const MEMORY_BYTES: u64 = 64 << 20;
+const WITHIN: Duration = Duration::from_secs(30);
+
+/// The program that is built beside this test's.
+fn vmm() -> PathBuf {
+    let own = std::env::current_exe().unwrap();
+    let vmm = own.ancestors().nth(2).unwrap().join("dayfly-vmm");
+    assert!(vmm.is_file(), "{}: build the programs first: cargo build --release", vmm.display());
+    vmm
+}
+
+async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < WITHIN, "{what}: not within {} s", WITHIN.as_secs());
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+struct Room {
+    _folder: tempfile::TempDir,
+    daemon: Arc<Daemon>,
+    snapshot: Name,
+}
+
+impl Room {
+    async fn new(pool: usize) -> Self {
+        let folder = tempfile::Builder::new().prefix("births").tempdir_in("/dev/shm").unwrap();
+        let config = Config { vmm: vmm(), pool, ..fixture::config(folder.path()) };
+        std::fs::create_dir_all(config.vms()).unwrap();
+        std::fs::create_dir_all(&config.state).unwrap();
+        let store = Store::open(&config.state).unwrap();
+        let nodes = dayfly_host::numa::nodes().unwrap();
+        let daemon = Arc::new(Daemon::new(config, Depot::new(store), nodes).unwrap());
+        let snapshot: Name = "s".parse().unwrap();
+        bake(&daemon, &snapshot).await;
+        Self { _folder: folder, daemon, snapshot }
+    }
+
+    fn order(&self, name: &Name) -> Order {
+        Order {
+            source: Source::Snapshot(self.snapshot.clone()),
+            name: Some(name.clone()),
+            labels: BTreeMap::new(),
+            ephemeral: false,
+            part: Part::User,
+        }
+    }
+
+    async fn birth(&self, name: &Name) -> Outcome<Newborn> {
+        birth(&self.daemon, Asked::now(), self.order(name)).await
+    }
+
+    /// Nothing is left of any VM; what waits in the pool is not one.
+    async fn empty(&self) {
+        let daemon = &self.daemon;
+        until("VMs are forgotten", || daemon.registry.is_empty()).await;
+        until("memory is returned", || daemon.budget.shares().iter().all(|share| share.0 == 0)).await;
+        until("seats are those of the pool", || daemon.registry.seats().len() == daemon.pool.waiting()).await;
+        let left = |path: PathBuf| std::fs::read_dir(path).unwrap().count();
+        until("folders are those of the pool", || left(daemon.config.vms()) == daemon.pool.waiting()).await;
+        assert!(left(daemon.depot.vms_folder()) <= daemon.pool.waiting());
+    }
+}
+
+/// A snapshot of a guest that waits for its generation to change.
+async fn bake(daemon: &Arc<Daemon>, name: &Name) {
+    let store = daemon.depot.store();
+    let guest: Name = "guest".parse().unwrap();
+    let elf = dayfly_microguest::elf();
+    let spec = KernelSpec {
+        release: "guest".into(),
+        vmlinux_bytes: elf.len() as u64,
+        initrd_bytes: 0,
+        digest: dayfly_store::Digest::of(elf),
+    };
+    store.put_kernel(&guest, &spec, &mut zstd::encode_all(elf, 1).unwrap().as_slice()).unwrap();
+    let disk = tempfile::tempfile().unwrap();
+    disk.set_len(1 << 20).unwrap();
+    let spec = ImageSpec {
+        size_bytes: 1 << 20,
+        digest: sparse::digest(&disk).unwrap().digest,
+        source: "nothing".into(),
+        config: ImageConfig::default(),
+    };
+    store.put_image_raw(&guest, &spec, &mut &disk).unwrap();
+    let (image, kernel) = (store.image(&guest).unwrap(), store.kernel(&guest).unwrap());
+    let (image_ref, kernel_ref) = (image.reference(), kernel.reference());
+
+    let seat: Seat = daemon.registry.seat(0).unwrap();
+    let (writable, data) = store.create_vm_layer(seat.id, 0).unwrap();
+    let mut fds = Fds::default();
+    let disk = DiskConfig {
+        size_bytes: 1 << 20,
+        base_fd: fds.add(image.disk),
+        layers: Vec::new(),
+        writable_fd: Some(fds.add(data)),
+    };
+    let start = Start::Boot(BootConfig {
+        kernel_fd: fds.add(kernel.vmlinux),
+        initrd_fd: None,
+        cmdline: format!("born={:x}", layout::GENERATION.0),
+        memory_bytes: MEMORY_BYTES,
+        vcpus: 1,
+        disks: vec![disk],
+    });
+    let launched = launch::launch(daemon, seat, start, fds, false).unwrap();
+    let dir = daemon.config.vm(seat.id);
+    until("the guest is ready", || console_tail(&dir).ends_with("ready")).await;
+    let mut control = Client::connect(&dir.control(), Some(WITHIN)).unwrap();
+    control.pause().unwrap();
+    let mut writer = store.snapshot_writer(name).unwrap();
+    let freeze = writer.freeze(&writable).unwrap();
+    let files =
+        [writer.state().as_fd(), writer.memory().as_fd(), freeze.map.as_fd(), freeze.next_data.as_fd()];
+    control.save(&files).unwrap();
+    let disk =
+        DiskSpec { image: image_ref, size_bytes: 1 << 20, writable: true, layers: vec![freeze.frozen] };
+    writer
+        .saved()
+        .commit(&SnapshotSpec {
+            parent: None,
+            kernel: kernel_ref,
+            vcpus: 1,
+            memory_bytes: MEMORY_BYTES,
+            agent_version: String::new(),
+            config: ImageConfig::default(),
+            labels: BTreeMap::new(),
+            disks: vec![disk],
+        })
+        .unwrap();
+    launched.process.kill().unwrap();
+    launched.process.wait(Some(WITHIN)).unwrap();
+    std::fs::remove_dir_all(dir.path()).unwrap();
+    store.remove_vm(seat.id).unwrap();
+    daemon.registry.unseat(seat);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_birth_that_fails_at_any_step_returns_everything_and_names_the_step() {
+    let room = Room::new(0).await;
+    for step in [Step::Source, Step::Memory, Step::Vmm, Step::Guest, Step::Identity] {
+        let name: Name = format!("cold-{}", step as u8).parse().unwrap();
+        injected::order(&name, step);
+        let fault = room.birth(&name).await.unwrap_err();
+        assert!(fault.0.message.contains(step.text()), "{step:?}: {fault}");
+        room.empty().await;
+        // The name is free, and nothing stands in the way of another.
+        let newborn = room.birth(&name).await.unwrap();
+        assert_eq!(newborn.vm().name, name);
+        newborn.end().await.unwrap();
+        room.empty().await;
+    }
+    let name: Name = "taken".parse().unwrap();
+    let holder = room.birth(&name).await.unwrap();
+    let fault = room.birth(&name).await.unwrap_err();
+    assert!(fault.0.message.starts_with(Step::Name.text()), "{fault}");
+    assert_eq!(room.daemon.budget.shares().iter().map(|share| share.0).sum::<u64>(), MEMORY_BYTES);
+    holder.end().await.unwrap();
+    room.empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn so_does_one_whose_clone_was_ready() {
+    let room = Room::new(8).await;
+    let daemon = room.daemon.clone();
+    let keeper = tokio::spawn(crate::vm::pool::keep(daemon.clone()));
+    let template = Template::of(&daemon.depot.open_snapshot(&room.snapshot).unwrap()).unwrap();
+    for step in [Step::Source, Step::Memory, Step::Guest, Step::Identity] {
+        daemon.pool.expect(&template).await;
+        let name: Name = format!("ready-{}", step as u8).parse().unwrap();
+        injected::order(&name, step);
+        let fault = room.birth(&name).await.unwrap_err();
+        assert!(fault.0.message.contains(step.text()), "{step:?}: {fault}");
+        room.empty().await;
+        let newborn = room.birth(&name).await.unwrap();
+        newborn.end().await.unwrap();
+        room.empty().await;
+    }
+    // One that is killed while it waits is replaced, by the birth itself if need be.
+    daemon.pool.expect(&template).await;
+    for id in daemon.registry.seats() {
+        let scanned = dayfly_host::process::scan("dayfly-vmm").unwrap();
+        let process = scanned.iter().find(|found| found.vm == id).unwrap().process;
+        Process::open(process).unwrap().unwrap().kill().unwrap();
+    }
+    let newborn = room.birth(&"after".parse().unwrap()).await.unwrap();
+    newborn.end().await.unwrap();
+    room.empty().await;
+    daemon.stop.cancel();
+    keeper.await.unwrap();
+    assert_eq!(daemon.registry.seats(), []);
+    room.empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn more_memory_than_there_is_is_refused_and_says_how_much_is_missing() {
+    let room = Room::new(0).await;
+    let held: u64 = room.daemon.budget.shares().iter().map(|share| share.1 - share.1 % MEMORY_BYTES).sum();
+    let _most: Vec<_> =
+        (0..held / MEMORY_BYTES).map_while(|_| room.daemon.budget.reserve(MEMORY_BYTES, None).ok()).collect();
+    let fault = room.birth(&"large".parse().unwrap()).await.unwrap_err();
+    assert_eq!(fault.0.code, ErrorCode::Exhausted);
+    assert!(fault.0.message.contains("are missing"), "{fault}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_zygote_that_was_killed_is_replaced() {
+    let room = Room::new(0).await;
+    let name: Name = "first".parse().unwrap();
+    room.birth(&name).await.unwrap().end().await.unwrap();
+    let zygote = room.daemon.zygotes.pids()[0];
+    rustix::process::kill_process(
+        rustix::process::Pid::from_raw(i32::try_from(zygote).unwrap()).unwrap(),
+        rustix::process::Signal::KILL,
+    )
+    .unwrap();
+    for n in 0..3 {
+        let name: Name = format!("after-{n}").parse().unwrap();
+        room.birth(&name).await.unwrap().end().await.unwrap();
+    }
+    assert_ne!(room.daemon.zygotes.pids()[0], zygote);
+    room.empty().await;
+}
