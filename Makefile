@@ -8,7 +8,10 @@ BENCH ?=
 help:
 	@echo "make demo    build, bake a Debian machine, start 40 copies of it, show the figures"
 	@echo "make test    every test: unit, microguest on bare /dev/kvm, stock kernels natively or in the machine"
-	@echo "make bench   births, scale, deaths against a C program with nothing to spare (BENCH=birth|scale|death for one)"
+	@echo "make bench   births, scale, deaths against a C program with nothing to spare; jobs beside idle VMs; a trace in bursts;"
+	@echo "             boot against clone of a stock Linux; whose CPUs free memory, in a machine with memory nodes"
+	@echo "             (BENCH=birth|scale|death|jobs|trace|birth-linux|numa for one)"
+	@echo "             BENCH=soak: 10,000 births and deaths with kills from outside; fails where anything is left"
 	@echo "make lint    rustfmt, clippy, cargo-deny"
 	@echo "make setup   install what is missing from Debian's packages"
 
@@ -28,8 +31,15 @@ test: build
 	@echo "test: stock kernels, natively or in the machine"
 	@cargo test --release -p dayfly-e2e; status=$$?; DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; exit $$status
 
+# birth-linux has a program of its own: it needs stock kernels, natively or in the machine; numa has one that starts a machine with
+# several memory nodes, beside what this host has of them.
+BARE := $(filter-out birth-linux numa,$(BENCH))
+NUMA := $(BIN)/dayfly-bench numa --out target/bench/native && $(BIN)/dayfly-bench-numa
+
 bench: build
-	@$(BIN)/dayfly-bench $(BENCH)
+	@$(if $(BENCH),$(if $(BARE),$(BIN)/dayfly-bench $(BARE),:),$(BIN)/dayfly-bench)
+	@$(if $(BENCH),$(if $(filter birth-linux,$(BENCH)),$(BIN)/dayfly-bench-linux,:),$(BIN)/dayfly-bench-linux)
+	@$(if $(BENCH),$(if $(filter numa,$(BENCH)),$(NUMA),:),$(NUMA))
 
 lint:
 	cargo fmt --all --check

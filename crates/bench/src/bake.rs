@@ -41,7 +41,7 @@ impl Fds {
     }
 }
 
-/// Boots the microguest with `words`, whose `until=` makes it say that it is ready, and keeps it as the snapshot `name`, without
+/// Boots the microguest with `words`, whose `born=` or `until=` makes it say that it is ready, and keeps it as the snapshot `name`, without
 /// an agent. The store must not be open elsewhere.
 pub fn bake(room: &Room, name: &Name, memory_bytes: u64, words: &str) -> Result<()> {
     let store = Store::open(&room.state())?;
@@ -75,12 +75,16 @@ pub fn bake(room: &Room, name: &Name, memory_bytes: u64, words: &str) -> Result<
     wait_ready(folder.path())?;
 
     let mut control = Client::connect(&folder.path().join("control.sock"), Some(WITHIN))?;
-    control.pause()?;
+    let ended = || {
+        let exit = std::fs::read_to_string(folder.path().join("exit.json")).unwrap_or_default();
+        format!("the VMM's exit record: {exit:?}")
+    };
+    control.pause().with_context(ended)?;
     let mut writer = store.snapshot_writer(name)?;
     let freeze = writer.freeze(&writable)?;
     let files =
         [writer.state().as_fd(), writer.memory().as_fd(), freeze.map.as_fd(), freeze.next_data.as_fd()];
-    control.save(&files)?;
+    control.save(&files).with_context(ended)?;
     let disk = DiskSpec { image: image_ref, size_bytes, writable: true, layers: vec![freeze.frozen] };
     writer.saved().commit(&SnapshotSpec {
         parent: None,
@@ -128,8 +132,10 @@ fn spawn(room: &Room, folder: &Path, id: VmId, start: Start, mut fds: Fds) -> Re
     let config = VmmConfig {
         id,
         jail: Some(JailConfig { root: root.clone(), uid: UID, gid: UID }),
-        kvm_fd: fds.add(File::options().read(true).write(true).open("/dev/kvm")?),
+        kvm_fd: Some(fds.add(File::options().read(true).write(true).open("/dev/kvm")?)),
         control_fd: fds.add(UnixListener::bind(folder.join("control.sock"))?),
+        link_fd: None,
+        background: false,
         vsock_fd: fds.add(UnixListener::bind(root.join("vsock.sock"))?),
         vsock_path: "/vsock.sock".into(),
         console_fd: fds.add(make("console.log")?),

@@ -1,10 +1,8 @@
 //! Births one at a time: request on the API's socket to the first port write of the restored guest.
 //!
-//! A **hit** finds a clone ready in the pool: before each, the pool is given the time to fill. A **miss** finds nothing: the daemon is
-//! started anew, is warmed up by births from another snapshot of another size, and is then asked for one that nobody has asked it
-//! for, so that neither a clone nor a shell waits and nothing is being made beside it. That miss includes what the first use of a
-//! snapshot costs (its files are hashed; see the phase `source verified and open`). What a birth found it says itself, by a mark in
-//! its timeline; whatever is neither is counted apart.
+//! A **hit** finds a clone ready in the pool: before each, the pool is given the time to fill. A **miss** finds neither a clone nor a
+//! shell, and nothing is being made beside it: the daemon runs with `--pool 0`, so that every birth forks a VMM. What a birth found it
+//! says itself, by a mark in its timeline; whatever is neither is counted apart.
 //!
 //! The floor runs in turns with the births, each after the same wait.
 
@@ -18,17 +16,20 @@ use dayfly_vmm::arch::layout;
 use futures::future::try_join_all;
 use serde_json::json;
 use std::path::Path;
+use std::time::Duration;
 
 /// RAM of the guests.
 pub const MEMORY_BYTES: u64 = 256 * MIB;
 const HITS: usize = 100;
-const MISSES: usize = 60;
+const MISSES: usize = 100;
+/// Between two of them: what the one before left to be done is done.
+const PAUSE: Duration = Duration::from_millis(20);
 /// Clones that live beside each other before they are looked at and removed.
 const TOGETHER: usize = 20;
 
-/// What a guest does that is only to be born: it has written 64 pages before the snapshot, and writes a letter after it.
+/// What a guest does that is only to be born: it has written 64 pages before the snapshot, and writes to one port after it.
 pub fn words() -> String {
-    format!("fill=7:40 until={:x} say=b", layout::GENERATION.0)
+    format!("fill=7:40 born={:x}", layout::GENERATION.0)
 }
 
 /// How births of one kind went.
@@ -88,9 +89,8 @@ impl Kinds {
 pub async fn run(programs: &Path, floors: &Programs, out: &Path) -> Result<()> {
     println!("birth: {HITS} + {MISSES} births one at a time, 256 MiB, 1 vCPU; load {}", common::load());
     let mut room = Room::new(programs)?;
-    let (name, other): (Name, Name) = ("birth".parse()?, "other".parse()?);
+    let name: Name = "birth".parse()?;
     room.bake(&name, MEMORY_BYTES, &words())?;
-    room.bake(&other, MEMORY_BYTES / 2, &words())?;
     let start = |program| Floor::start(program, &room.memory_of(&name), MEMORY_BYTES);
     let (mut floor, mut plain) = (start(&floors.fast)?, start(&floors.plain)?);
     let (mut floor_us, mut plain_us) = (Vec::new(), Vec::new());
@@ -111,18 +111,23 @@ pub async fn run(programs: &Path, floors: &Programs, out: &Path) -> Result<()> {
         }
         kinds.note(&room, births).await?;
     }
-    for _ in 0..MISSES {
-        room.stop()?;
-        room.start().await?;
-        for _ in 0..2 {
-            let warm = room.birth(&other).await?;
-            room.remove(warm.vm.id).await?;
-            room.pool_is_full().await?;
+    room.stop()?;
+    room.start_with(&["--pool", "0"]).await?;
+    for _ in 0..MISSES / TOGETHER {
+        let mut births = Vec::with_capacity(TOGETHER);
+        for n in 0..=TOGETHER {
+            tokio::time::sleep(PAUSE).await;
+            let birth = room.birth(&name).await?;
+            if n == 0 {
+                // The first of a daemon reads all files of its snapshot.
+                room.remove(birth.vm.id).await?;
+                continue;
+            }
+            births.push(birth);
+            tokio::time::sleep(PAUSE).await;
+            floor_us.push(floor.one_us()?);
         }
-        let birth = room.birth(&name).await?;
-        kinds.note(&room, vec![birth]).await?;
-        room.pool_is_full().await?;
-        floor_us.push(floor.one_us()?);
+        kinds.note(&room, births).await?;
     }
     let leaked = room.end()?;
 

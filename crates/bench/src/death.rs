@@ -10,11 +10,10 @@ use crate::common::{self, MIB, Spread, median, ratio, shown};
 use crate::floor::Floor;
 use crate::plot::{Curve, Plot};
 use crate::room::Room;
-use crate::scale::remove_all;
+use crate::scale::{at_once, remove_all};
 use anyhow::{Result, bail};
 use dayfly_units::{Name, PAGE_SIZE};
 use dayfly_vmm::arch::layout;
-use futures::future::try_join_all;
 use serde_json::{Map, Value, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -132,11 +131,7 @@ pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Resul
     let mut rounds = Vec::new();
     for _ in 0..ROUNDS {
         let free = common::settled_available()?;
-        let vms = try_join_all((0..AT_ONCE).map(|_| room.create(&idle))).await?;
-        let ids: Vec<_> = vms.iter().map(|(vm, _)| vm.id).collect();
-        for id in &ids {
-            room.first_port_write_us(*id)?;
-        }
+        let ids = at_once(&room, &idle, AT_ONCE).await?.ids;
         room.pool_is_full().await?;
         let held = free.saturating_sub(common::settled_available()?);
         let target = free - held / 100;

@@ -7,6 +7,9 @@
 //! asked over its unix socket by the typed client, as users ask it. Births end at the restored guest's first write to a port, as
 //! the VMM saw it; that clock and the client's are one (CLOCK_MONOTONIC).
 //!
+//! `soak` measures nothing that could be fast: it makes and ends thousands of VMs, kills their processes meanwhile, and fails where
+//! anything is left of them.
+//!
 //! What may not enter: anything that makes a figure look better than what a user gets; switches in other rooms that exist for a
 //! benchmark alone; retries.
 
@@ -15,9 +18,14 @@ mod birth;
 mod common;
 mod death;
 mod floor;
+mod jobs;
+mod numa;
 mod plot;
+mod random;
 mod room;
 mod scale;
+mod soak;
+mod trace;
 
 use anyhow::{Context, Result, bail};
 use clap::{Parser, ValueEnum};
@@ -34,20 +42,37 @@ enum Bench {
     Scale,
     /// How fast memory comes back.
     Death,
+    /// Short jobs per minute, beside idle VMs.
+    Jobs,
+    /// Births of a trace, in bursts.
+    Trace,
+    /// Births and deaths with kills from outside, and what is left after them; only where it is asked for.
+    Soak,
+    /// Which node's CPUs free a VM's memory; only where it is named, on a host with several nodes.
+    Numa,
 }
 
 /// Benchmarks of dayfly against a C program with nothing to spare.
 #[derive(Debug, Parser)]
 #[command(name = "dayfly-bench", version)]
 struct Options {
-    /// Which; all of them where none is given.
+    /// Which; where none is given all but `soak` and `numa`.
     benches: Vec<Bench>,
     /// Larger: 2,000 VMs, 8 GiB.
     #[arg(long)]
     full: bool,
+    /// Births of `soak`.
+    #[arg(long, value_name = "N", default_value_t = soak::BIRTHS)]
+    births: usize,
     /// Where results go.
     #[arg(long)]
     out: Option<PathBuf>,
+    /// Replay this trace (CSV: `arrival_ms,memory_mib,lifetime_ms`) instead of one that is made.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Write the trace that is replayed otherwise, and do nothing else.
+    #[arg(long, value_name = "FILE")]
+    make_trace: Option<PathBuf>,
 }
 
 /// The folder of our programs, and the one for results: `target/bench`, wherever target is.
@@ -63,6 +88,13 @@ fn places(out: Option<PathBuf>) -> Result<(PathBuf, PathBuf)> {
 
 async fn run(options: &Options, programs: &Path, out: &Path) -> Result<()> {
     let wanted = |bench| options.benches.is_empty() || options.benches.contains(&bench);
+    if options.benches.contains(&Bench::Numa) {
+        numa::run(programs, out).await?;
+    }
+    // The machine has no compiler.
+    if options.benches == [Bench::Numa] {
+        return Ok(());
+    }
     let floor = floor::compile(out)?;
     if wanted(Bench::Birth) {
         birth::run(programs, &floor, out).await?;
@@ -72,6 +104,15 @@ async fn run(options: &Options, programs: &Path, out: &Path) -> Result<()> {
     }
     if wanted(Bench::Death) {
         death::run(programs, &floor.fast, out, options.full).await?;
+    }
+    if wanted(Bench::Jobs) {
+        jobs::run(programs, out).await?;
+    }
+    if wanted(Bench::Trace) {
+        trace::run(programs, out, options.trace.as_deref()).await?;
+    }
+    if options.benches.contains(&Bench::Soak) {
+        soak::run(programs, out, options.births).await?;
     }
     Ok(())
 }
@@ -88,6 +129,9 @@ async fn main() -> ExitCode {
 }
 
 async fn until_a_signal(options: Options) -> Result<()> {
+    if let Some(path) = &options.make_trace {
+        return trace::make(path);
+    }
     let (programs, out) = places(options.out.clone())?;
     if !Path::new("/dev/kvm").exists() {
         bail!("/dev/kvm: there is none; the benchmarks need a host with KVM (any: their guest is tiny)");

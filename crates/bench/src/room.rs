@@ -22,6 +22,8 @@ const QUIET: Duration = Duration::from_millis(60);
 #[derive(Debug)]
 pub struct Room {
     folder: tempfile::TempDir,
+    /// On a tmpfs, as /run is.
+    run: tempfile::TempDir,
     programs: PathBuf,
     daemon: Option<Child>,
     /// Asks the daemon.
@@ -52,10 +54,9 @@ impl Room {
     /// A room with an empty store.
     pub fn new(programs: &Path) -> Result<Self> {
         let folder = tempfile::Builder::new().prefix("dfbench").tempdir().context("a temporary folder")?;
-        let client = Client::new(folder.path().join("run/dayflyd.sock"));
-        let room = Self { folder, programs: programs.to_owned(), daemon: None, client };
-        std::fs::create_dir(room.run())?;
-        Ok(room)
+        let run = tempfile::Builder::new().prefix("dfbench").tempdir_in("/dev/shm").context("/dev/shm")?;
+        let client = Client::new(run.path().join("dayflyd.sock"));
+        Ok(Self { folder, run, programs: programs.to_owned(), daemon: None, client })
     }
 
     /// The store's folder.
@@ -65,7 +66,7 @@ impl Room {
 
     /// The daemon's run folder.
     pub fn run(&self) -> PathBuf {
-        self.folder.path().join("run")
+        self.run.path().to_owned()
     }
 
     /// The program that is a VMM; `DAYFLY_VMM` names another, as for the daemon.
@@ -90,12 +91,20 @@ impl Room {
 
     /// Starts the daemon, and waits until it answers.
     pub async fn start(&mut self) -> Result<()> {
+        self.start_with(&[]).await
+    }
+
+    /// As [`Self::start`], with arguments.
+    pub async fn start_with(&mut self, arguments: &[&str]) -> Result<()> {
         let log = std::fs::File::options().append(true).create(true).open(self.folder.path().join("log"))?;
         let daemon = Command::new(self.programs.join("dayflyd"))
             .env("DAYFLY_STATE", self.state())
             .env("DAYFLY_RUN", self.run())
             .env("DAYFLY_VMM", self.vmm())
             .env_remove("RUST_LOG")
+            // Thousands of VMs of which each touches next to nothing.
+            .args(["--overcommit", "10000"])
+            .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)
@@ -114,7 +123,8 @@ impl Room {
         }
     }
 
-    fn log(&self) -> String {
+    /// What the daemon has logged.
+    pub fn log(&self) -> String {
         std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
 
@@ -146,7 +156,11 @@ impl Room {
     pub fn first_port_write_us(&self, id: VmId) -> Result<u64> {
         let begun = Instant::now();
         while begun.elapsed() < WITHIN {
-            let status = self.control(id)?.status()?;
+            let status = self.control(id).and_then(|mut control| Ok(control.status()?));
+            let status = status.with_context(|| {
+                let exit = self.run().join(format!("vms/{id}/exit.json"));
+                format!("VM {id}; its exit record: {:?}", std::fs::read_to_string(exit).unwrap_or_default())
+            })?;
             if let Some((_, us)) = status.phases.iter().find(|(phase, _)| phase == "first port write") {
                 return Ok(*us);
             }
@@ -215,19 +229,53 @@ impl Room {
         Ok(left.len())
     }
 
-    /// All VMM processes of this room, by the name that no other room has.
+    /// All VMM processes of this room.
     fn vmms(&self) -> Vec<ProcessId> {
-        let name = self.vmm_name();
-        let pids = std::fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok);
-        let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-        let ours = pids.filter_map(|pid| {
-            let id = ProcessId::of(pid).ok()??;
-            let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-            let program = line.split(|byte| *byte == 0).next()?;
-            (program == name.as_os_str().as_encoded_bytes()).then_some(id)
-        });
-        ours.collect()
+        processes(&self.vmm_name()).into_iter().map(|vmm| vmm.process).collect()
     }
+
+    /// The daemon's process.
+    pub fn daemon(&self) -> Result<u32> {
+        Ok(self.daemon.as_ref().context("the daemon does not run")?.id())
+    }
+}
+
+/// A process of a room that is not the daemon.
+#[derive(Debug, Clone, Copy)]
+pub struct Vmm {
+    /// It.
+    pub process: ProcessId,
+    /// Its VM; the zygote and its spare have none.
+    pub vm: Option<VmId>,
+    /// Its parent's pid.
+    pub parent: u32,
+}
+
+/// All processes called `name`, which no other room's are; zombies have no name.
+pub fn processes(name: &Path) -> Vec<Vmm> {
+    let pids = std::fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok);
+    pids.filter_map(|entry| Vmm::at(entry.file_name().to_str()?.parse().ok()?, name)).collect()
+}
+
+impl Vmm {
+    /// The process with this pid, if it is called `name`.
+    pub fn at(pid: u32, name: &Path) -> Option<Self> {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        let mut words = line.split(|byte| *byte == 0);
+        (words.next()? == name.as_os_str().as_encoded_bytes()).then_some(())?;
+        let process = ProcessId::of(pid).ok()??;
+        words.find(|word| *word == b"--id");
+        let vm = words.next().and_then(|id| std::str::from_utf8(id).ok()?.parse().ok());
+        Some(Self { process, vm, parent: parent(pid)?.0 })
+    }
+}
+
+/// The parent of a process, and the letter of its state.
+pub fn parent(pid: u32) -> Option<(u32, char)> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let mut fields = stat.rsplit(')').next()?.split_ascii_whitespace();
+    let state = fields.next()?.chars().next()?;
+    Some((fields.next()?.parse().ok()?, state))
 }
 
 fn pid(child: &Child) -> Result<Pid> {

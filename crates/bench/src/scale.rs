@@ -1,5 +1,8 @@
 //! Many VMs: 512 asked for at once, and the n-th one beside all that were born before it.
 //!
+//! `at_once_512_first` is what a daemon does that has never been asked for so many: nearly all of them are made from nothing. It then
+//! expects that such a burst comes again (`dayfly_daemon::vm::pool`), and `at_once_512` are those after it.
+//!
 //! The n-th birth is the median of nine births around n, each after the pool had the time to fill; `nth_back_to_back` are those
 //! just before, one right after the other.
 
@@ -9,9 +12,10 @@ use crate::floor::Floor;
 use crate::plot::{Curve, Plot};
 use crate::room::Room;
 use anyhow::Result;
+use dayfly_api::types::{CreateManyRequest, RemoveManyRequest, Source};
 use dayfly_units::{Name, VmId};
-use futures::future::try_join_all;
 use serde_json::{Map, json};
+use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::Path;
 
@@ -27,36 +31,41 @@ fn window(n: usize, last: usize) -> RangeInclusive<usize> {
 }
 
 /// What asking for many at once took, in microseconds.
-struct AtOnce {
+pub struct AtOnce {
     /// First request to last first port write.
     all_us: u64,
     /// First request to last answer.
     answered_us: u64,
     /// Each from its own request.
     each_us: Vec<u64>,
-    ids: Vec<VmId>,
+    pub ids: Vec<VmId>,
 }
 
-async fn at_once(room: &Room, name: &Name, count: usize) -> Result<AtOnce> {
-    // All are asked for before any is looked at.
+pub async fn at_once(room: &Room, name: &Name, count: usize) -> Result<AtOnce> {
+    let request = CreateManyRequest {
+        source: Source::Snapshot(name.clone()),
+        count: u32::try_from(count)?,
+        labels: BTreeMap::new(),
+    };
     let begun = common::now_us();
-    let created = try_join_all((0..count).map(|_| room.create(name))).await?;
+    let created = room.client.create_many(&request).await?;
     let answered_us = common::now_us() - begun;
     let mut last = begun;
     let mut each_us = Vec::with_capacity(count);
-    for (vm, sent_us) in &created {
+    for vm in &created {
         let written_us = room.first_port_write_us(vm.id)?;
         last = last.max(written_us);
-        each_us.push(written_us - sent_us);
+        each_us.push(written_us - begun);
     }
-    let ids = created.iter().map(|(vm, _)| vm.id).collect();
+    let ids = created.iter().map(|vm| vm.id).collect();
     Ok(AtOnce { all_us: last - begun, answered_us, each_us, ids })
 }
 
 /// Removes VMs, all asked for at once; the microseconds until all were answered.
 pub async fn remove_all(room: &Room, ids: &[VmId]) -> Result<u64> {
+    let vms = ids.iter().map(ToString::to_string).collect();
     let begun = common::now_us();
-    try_join_all(ids.iter().map(|id| room.remove(*id))).await?;
+    room.client.remove_many(&RemoveManyRequest { vms, force: true }).await?;
     Ok(common::now_us() - begun)
 }
 
@@ -104,6 +113,23 @@ pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Resul
         })
         .collect();
     let removed_us = remove_all(&room, &ids).await?;
+
+    // A daemon that has seen no such burst has made next to nothing ahead for it.
+    room.stop()?;
+    room.start().await?;
+    let first = room.birth(&name).await?;
+    room.remove(first.vm.id).await?;
+    room.pool_is_full().await?;
+    let first = at_once(&room, &name, AT_ONCE).await?;
+    remove_all(&room, &first.ids).await?;
+    room.pool_is_full().await?;
+    let first_floor = floor.many_us(AT_ONCE)?;
+    floor.end_us()?;
+    println!(
+        "  {AT_ONCE} at once, for the first time: {}; floor {}",
+        shown(first.all_us),
+        shown(first_floor)
+    );
 
     let mut counts = vec![AT_ONCE; ROUNDS];
     counts.extend(full.then_some(2000));
@@ -154,6 +180,10 @@ pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Resul
     };
     let mut value = json!({
         "at_once_512": at_once(AT_ONCE),
+        "at_once_512_first": {
+            "all_us": first.all_us, "answered_us": first.answered_us, "floor_us": first_floor,
+            "ratio_to_floor": ratio(first.all_us, first_floor),
+        },
         "nth": by_n(&mut nth.iter().copied().map(Some)),
         "nth_back_to_back": by_n(&mut busy.iter().copied()),
         "last_to_first": ratio(nth.last().copied().unwrap_or(0), nth[0]),

@@ -27,9 +27,9 @@ fn a_ready_one(snapshot: &str, name: &str) -> String {
 
 /// Processes of VMMs on the VMs' host.
 fn vmms() -> Vec<u64> {
-    // The machine's busybox has no pgrep; the brackets keep this shell's own command line out.
+    // The machine's busybox has no pgrep; the brackets keep this shell's own command line out. A zygote has no id.
     let list = "for p in /proc/[0-9]*; do \
-        tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '[d]ayfly-vmm --config-fd' && echo ${p#/proc/}; done; true";
+        tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '[d]ayfly-vmm .*--id [0-9a-f]' && echo ${p#/proc/}; done; true";
     on_host(list).out.lines().map(|pid| pid.trim().parse().unwrap()).collect()
 }
 
@@ -74,5 +74,28 @@ fn what_waits_may_die_and_goes_with_its_daemon() {
     until("only the VM", || vmms() == [keep]);
     assert_eq!(sh(&vm, "echo here"), "here");
     assert_eq!(inspect(&vm)["pid"].as_u64(), Some(keep));
+    world.clean();
+}
+
+#[test]
+fn many_are_made_and_removed_with_one_command() {
+    let world = world();
+    let made = ok(&["create", "--count", "4", "--label", "kind=many", BASE]);
+    let ids: Vec<&str> = made.lines().collect();
+    assert_eq!(ids.len(), 4, "{made}");
+    let names: std::collections::BTreeSet<String> = ids.iter().map(|id| sh(id, "hostname")).collect();
+    assert_eq!(names.len(), 4, "each is somebody else");
+    // All or none: a name is one VM's, and more than there may be is refused before any is made.
+    assert_ne!(dayfly(&["create", "--count", "2", "--name", "twin", BASE]).code, 0);
+    let refused = dayfly(&["create", "--count", "4096", BASE]);
+    assert!(refused.code != 0 && refused.err.contains("are missing"), "{refused:?}");
+    let listed = ok(&["ps", "-a"]);
+    assert_eq!(
+        listed.lines().filter(|line| ids.iter().any(|id| line.starts_with(id))).count(),
+        4,
+        "{listed}"
+    );
+    let removed = ok(&[&["rm", "-f"], ids.as_slice()].concat());
+    assert_eq!(removed.lines().collect::<Vec<_>>(), ids);
     world.clean();
 }
