@@ -61,7 +61,12 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
         } else {
             exit_now(ExitKind::Killed, "removed")
         };
-        tracing::debug!(vm = %vm.id, name = %vm.name, reason = ?exit.reason, "ended: {}", exit.message);
+        if exit.reason == ExitKind::Killed {
+            tracing::debug!(vm = %vm.id, name = %vm.name, "ended: {}", exit.message);
+        } else {
+            // Nobody asked for it.
+            tracing::info!(vm = %vm.id, name = %vm.name, reason = ?exit.reason, "ended: {}", exit.message);
+        }
         vm.mark_now("vmm gone");
         vm.ended(exit);
         daemon.registry.release_slot(&vm);
