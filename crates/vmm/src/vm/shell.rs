@@ -77,7 +77,7 @@ impl Shell {
         check(shape)?;
         let Host { kvm, bare, console, vsock_listener, vsock_path, pagemap, recorder, mut timeline } = host;
         let memory = memory::anonymous(shape.memory_bytes)?;
-        let (vm, mut first) = bare.finish(&memory)?;
+        let vm = bare.finish(&memory)?;
         timeline.done("kvm");
 
         let vsock = VsockSpec { listener: vsock_listener, path: vsock_path, guest_cid: GUEST_CID };
@@ -104,10 +104,7 @@ impl Shell {
         vcpu::install_kick_handler();
         let mut vcpus = Vec::new();
         for id in 0..shape.vcpus {
-            let fd = match first.take() {
-                Some(first) => first,
-                None => vm.create_vcpu(u64::from(id)).map_err(on("KVM_CREATE_VCPU"))?,
-            };
+            let fd = vm.create_vcpu(u64::from(id)).map_err(on("KVM_CREATE_VCPU"))?;
             let vcpu = Vcpu::start(id, fd, Arc::clone(&platform), filters.vcpu.clone());
             vcpus.push(vcpu.map_err(BuildError::Thread)?);
         }

@@ -36,7 +36,6 @@ use crate::timeline::now_us;
 use crate::vm::{Bare, BuildError};
 use kvm_ioctls::Kvm;
 use name::Name;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -113,9 +112,6 @@ pub struct Child {
     pub began_us: u64,
 }
 
-/// Births come one after another, or not.
-const IDLE: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
-
 fn step<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> ZygoteError {
     move |error| ZygoteError::Step(what, error.into())
 }
@@ -157,20 +153,12 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let pagemap = rustix::fs::openat(&procfs, "self/pagemap", flags, Mode::empty());
         let pagemap = pagemap.ok().map(File::from);
-        let mut bare = Bare::new(&kvm)?;
+        let bare = Bare::new(&kvm)?;
         mapped.touch();
-        if is_idle(&theirs) {
-            bare.ahead()?;
-        }
         let (json, fds) = next(&theirs)?;
         let began_us = now_us();
         return Ok(Child { json, fds, kvm, bare, filters, pagemap, may_return, name, began_us });
     }
-}
-
-/// Whether nobody has wanted this spare for a while: then it has the time for what would be too slow in a burst.
-fn is_idle(stream: &UnixStream) -> bool {
-    matches!(poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&IDLE)), Ok(0))
 }
 
 /// The next message; the end of the connection is the end of the process.
