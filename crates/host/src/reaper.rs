@@ -6,7 +6,7 @@ use std::io;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The most threads of one node: freeing is bound by the locks of the node's lists, not by CPUs.
+/// The most threads of one node: they wait for most of the time.
 const MOST: usize = 4;
 
 type Job = Box<dyn FnOnce() + Send>;

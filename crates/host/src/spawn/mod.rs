@@ -44,7 +44,7 @@ impl Namespaces {
     pub const IPC: Self = Self(libc::CLONE_NEWIPC as u64);
     /// Its own host name.
     pub const UTS: Self = Self(libc::CLONE_NEWUTS as u64);
-    /// All of the above: what a jailed VMM gets.
+    /// All of the above: what a VMM gets that is started without a zygote.
     pub const ALL: Self = Self(Self::PID.0 | Self::MOUNT.0 | Self::NET.0 | Self::IPC.0 | Self::UTS.0);
 
     /// These and those.

@@ -1,8 +1,8 @@
 //! A filter as a decision tree over system call numbers.
 //!
 //! When a filter is installed, the kernel runs it for every system call there is, to know which it allows whatever their arguments
-//! (`seccomp_cache_prepare`, Linux 5.11), so a chain of comparisons costs its length squared: 150 us for sixty calls, for each thread of
-//! each VMM, against 40 for a tree (Linux 6.18). Only what the filters need is here: numbers, and the low halves of arguments.
+//! (`seccomp_cache_prepare`, Linux 5.11), so a chain of comparisons costs its length squared, for each thread of each VMM: installing one
+//! of sixty calls took 153 us, a tree with a leaf for each 90, a filter of one instruction 26 (Linux 6.18). Only what the filters need is here: numbers, and the low halves of arguments.
 
 use seccompiler::sock_filter;
 use std::collections::BTreeMap;

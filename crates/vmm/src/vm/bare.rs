@@ -15,16 +15,6 @@ pub struct Bare {
     vm: VmFd,
 }
 
-fn area(slot: u32, address: u64, size: u64, host: *const u8) -> kvm_userspace_memory_region {
-    kvm_userspace_memory_region {
-        slot,
-        flags: 0,
-        guest_phys_addr: address,
-        memory_size: size,
-        userspace_addr: host.addr() as u64,
-    }
-}
-
 impl Bare {
     /// A new one.
     ///
@@ -37,14 +27,20 @@ impl Bare {
         Ok(Self { vm })
     }
 
-    /// Gives it its memory, and what it does not have yet.
+    /// Gives it its memory, then interrupt controllers and timer.
     ///
     /// # Errors
     /// What KVM says.
     pub(super) fn finish(self, memory: &GuestMemoryMmap) -> Result<VmFd, BuildError> {
         for (slot, region) in (0..).zip(memory.iter()) {
             let Ok(host) = region.get_host_address(vm_memory::MemoryRegionAddress(0)) else { continue };
-            let area = area(slot, region.start_addr().raw_value(), region.len(), host);
+            let area = kvm_userspace_memory_region {
+                slot,
+                flags: 0,
+                guest_phys_addr: region.start_addr().raw_value(),
+                memory_size: region.len(),
+                userspace_addr: host.addr() as u64,
+            };
             // SAFETY: the region is mapped for as long as the `Shell` holds the memory, which is until the process ends, and
             // whatever is mapped over it is again guest RAM; slots do not overlap because the regions of a GuestMemoryMmap
             // do not.

@@ -21,7 +21,7 @@ use vm_memory::GuestMemoryMmap;
 pub struct Host {
     /// `/dev/kvm`.
     pub kvm: Kvm,
-    /// A VM of KVM's, as far as there is one.
+    /// Its VM, without memory.
     pub bare: Bare,
     /// The console.
     pub console: Console,
