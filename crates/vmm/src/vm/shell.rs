@@ -1,6 +1,6 @@
 //! All of a VM that does not depend on what will run in it.
 
-use super::bare::Bare;
+use super::bare::{Bare, Parts};
 use super::error::BuildError;
 use crate::config::{GUEST_CID, MAX_DISKS, MAX_VCPUS, Shape};
 use crate::control::Status;
@@ -21,7 +21,7 @@ use vm_memory::GuestMemoryMmap;
 pub struct Host {
     /// `/dev/kvm`.
     pub kvm: Kvm,
-    /// Its VM, without memory.
+    /// Its VM, without devices.
     pub bare: Bare,
     /// The console.
     pub console: Console,
@@ -76,8 +76,7 @@ impl Shell {
     pub fn new(host: Host, shape: Shape, filters: &Filters) -> Result<Self, BuildError> {
         check(shape)?;
         let Host { kvm, bare, console, vsock_listener, vsock_path, pagemap, recorder, mut timeline } = host;
-        let memory = memory::anonymous(shape.memory_bytes)?;
-        let vm = bare.finish(&memory)?;
+        let Parts { vm, memory, vcpus: fds } = bare.parts(&kvm, shape)?;
         timeline.done("kvm");
 
         let vsock = VsockSpec { listener: vsock_listener, path: vsock_path, guest_cid: GUEST_CID };
@@ -103,8 +102,7 @@ impl Shell {
         let recorder = recorder.map_err(BuildError::Thread)?;
         vcpu::install_kick_handler();
         let mut vcpus = Vec::new();
-        for id in 0..shape.vcpus {
-            let fd = vm.create_vcpu(u64::from(id)).map_err(on("KVM_CREATE_VCPU"))?;
+        for (id, fd) in (0..).zip(fds) {
             let vcpu = Vcpu::start(id, fd, Arc::clone(&platform), filters.vcpu.clone());
             vcpus.push(vcpu.map_err(BuildError::Thread)?);
         }

@@ -2,7 +2,7 @@
 
 use super::name::PLACE;
 use super::{Command, Told};
-use crate::config::{VmmConfig, ZygoteConfig};
+use crate::config::{Shape, VmmConfig, ZygoteConfig};
 use crate::control::wire::{Received, Receiver, WireError, send};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io;
@@ -46,6 +46,8 @@ pub struct Client {
     /// A spare was asked for, and not yet told of.
     asked: bool,
     spare: Option<Spare>,
+    /// The shape of the last VM.
+    last: Option<Shape>,
     forks: u32,
 }
 
@@ -71,7 +73,7 @@ impl Client {
         let json = serde_json::to_vec(config).map_err(WireError::Json)?;
         send(&stream, &json, &[kvm])?;
         let receiver = Receiver::default();
-        let mut client = Self { stream, receiver, asked: false, spare: None, forks: 0 };
+        let mut client = Self { stream, receiver, asked: false, spare: None, last: None, forks: 0 };
         client.prepare()?;
         client.spare = Some(client.told()?);
         Ok(client)
@@ -83,7 +85,7 @@ impl Client {
     /// [`ClientError`]; the zygote is then of no more use.
     pub fn prepare(&mut self) -> Result<(), ClientError> {
         if self.spare.is_none() && !self.asked {
-            let json = serde_json::to_vec(&Command::Fork).map_err(WireError::Json)?;
+            let json = serde_json::to_vec(&Command::Fork { likely: self.last }).map_err(WireError::Json)?;
             send(&self.stream, &json, &[])?;
             self.asked = true;
         }
@@ -100,6 +102,7 @@ impl Client {
         fds: &[BorrowedFd<'_>],
     ) -> Result<(u32, OwnedFd), ClientError> {
         let json = serde_json::to_vec(config).map_err(WireError::Json)?;
+        self.last = Some(config.start.shape());
         // One that was killed while it was idle has not read anything.
         self.spare.take_if(|spare| !alive(&spare.pidfd));
         self.prepare()?;

@@ -7,7 +7,7 @@
 //!        ──Fork─────────────────────▶  │ clone3(new PID, IPC, UTS namespace)
 //!        ◀──Forked { pid } ─────────────┤
 //!           + pidfd, socket             ▼
-//!        ──VmmConfig, descriptors───▶ spare: has an empty VM of KVM's. Becomes a VMM: its root, its user, its guest.
+//!        ──VmmConfig, descriptors───▶ spare: has a VM of KVM's of the shape of the last. Becomes a VMM: its root, its user, its guest.
 //! ```
 //!
 //! It saves what a program of its own costs a VMM: 0.5 ms to execute and link, 0.4 ms for a network namespace, the waits of mounts
@@ -28,7 +28,7 @@ mod warm;
 pub use client::Client;
 pub use name::NameError;
 
-use crate::config::ZygoteConfig;
+use crate::config::{Shape, ZygoteConfig};
 use crate::control::wire::{Received, Receiver, WireError, send};
 use crate::jail::{self, JailError};
 use crate::seccomp::{FilterError, Filters};
@@ -50,7 +50,11 @@ use warm::Mapped;
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     /// Fork a spare.
-    Fork,
+    Fork {
+        /// What the next VM will probably be.
+        #[serde(default)]
+        likely: Option<Shape>,
+    },
 }
 
 /// What a zygote tells the daemon.
@@ -98,7 +102,7 @@ pub struct Child {
     pub fds: Vec<OwnedFd>,
     /// `/dev/kvm`.
     pub kvm: Kvm,
-    /// A VM of KVM's with next to nothing in it.
+    /// A VM of KVM's, perhaps of the right shape.
     pub bare: Bare,
     /// What its threads may call.
     pub filters: Filters,
@@ -143,7 +147,7 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
     let filters = Filters::new()?;
     loop {
         let (json, _) = next(stream)?;
-        let Command::Fork = serde_json::from_slice(&json).map_err(ZygoteError::Config)?;
+        let Command::Fork { likely } = serde_json::from_slice(&json).map_err(ZygoteError::Config)?;
         let (ours, theirs) = UnixStream::pair().map_err(step("a socket for a spare"))?;
         if let Some((pid, spare)) = fork::fork().map_err(step("clone3"))? {
             tell(stream, &Told::Forked { pid }, &[spare.as_fd(), ours.as_fd()])?;
@@ -153,7 +157,11 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let pagemap = rustix::fs::openat(&procfs, "self/pagemap", flags, Mode::empty());
         let pagemap = pagemap.ok().map(File::from);
-        let bare = Bare::new(&kvm)?;
+        // Another shape is asked for where this one cannot be had, or it is asked for again and told of then.
+        let bare = match likely.map(|shape| Bare::likely(&kvm, shape)) {
+            Some(Ok(bare)) => bare,
+            _ => Bare::new(&kvm)?,
+        };
         mapped.touch();
         let (json, fds) = next(&theirs)?;
         let began_us = now_us();
