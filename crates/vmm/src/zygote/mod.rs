@@ -28,7 +28,7 @@ mod warm;
 pub use client::Client;
 pub use name::NameError;
 
-use crate::config::{Shape, ZygoteConfig};
+use crate::config::{MAX_VCPUS, Shape, ZygoteConfig};
 use crate::control::wire::{Received, Receiver, WireError, send};
 use crate::jail::{self, JailError};
 use crate::seccomp::{FilterError, Filters};
@@ -163,6 +163,7 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
             _ => Bare::new(&kvm)?,
         };
         mapped.touch();
+        warm::threads(likely.map_or(1, |shape| usize::from(shape.vcpus.min(MAX_VCPUS))) + 1);
         let (json, fds) = next(&theirs)?;
         let began_us = now_us();
         return Ok(Child { json, fds, kvm, bare, filters, pagemap, may_return, name, began_us });
