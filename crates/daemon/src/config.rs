@@ -111,6 +111,12 @@ impl Config {
         self.run.join("vms")
     }
 
+    /// Folder of what will be folders of VMs.
+    #[must_use]
+    pub fn berths(&self) -> PathBuf {
+        self.run.join("berths")
+    }
+
     /// The folder of one VM.
     #[must_use]
     pub fn vm(&self, id: VmId) -> VmDir {
@@ -136,6 +142,11 @@ impl Config {
 pub struct VmDir(PathBuf);
 
 impl VmDir {
+    /// One that will be a VM's.
+    #[must_use]
+    pub fn at(path: PathBuf) -> Self {
+        Self(path)
+    }
     /// The folder itself.
     #[must_use]
     pub fn path(&self) -> &Path {

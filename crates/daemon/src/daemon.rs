@@ -3,6 +3,7 @@
 use crate::config::Config;
 use crate::depot::Depot;
 use crate::metrics::Metrics;
+use crate::vm::berth::Berths;
 use crate::vm::budget::Budget;
 use crate::vm::pool::Pool;
 use crate::vm::registry::Registry;
@@ -29,6 +30,8 @@ pub struct Daemon {
     pub reapers: Reapers,
     /// What VMMs are forked from.
     pub zygotes: Zygotes,
+    /// What VMMs have of the host's files, ahead of them.
+    pub berths: Berths,
     /// Turns to make VMMs that somebody waits for: two for each CPU.
     pub makers: Arc<Semaphore>,
     /// What is made ahead of demand.
@@ -58,6 +61,7 @@ impl Daemon {
             registry: Registry::default(),
             budget: Arc::new(Budget::new(&nodes, config.overcommit)),
             makers: Arc::new(Semaphore::new(2 * cpus())),
+            berths: Berths::new(&config),
             zygotes: Zygotes::new(&config, &nodes),
             nodes,
             pool: Pool::new(config.pool),

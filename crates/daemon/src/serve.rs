@@ -36,6 +36,8 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let nodes = dayfly_host::numa::nodes().context("looking at the host's memory")?;
     let daemon = Daemon::new(config, Depot::new(store), nodes).context("starting threads")?;
     let daemon = Arc::new(daemon);
+    daemon.berths.sweep()?;
+    daemon.berths.prepare()?;
     daemon.zygotes.warm().map_err(|e| anyhow::anyhow!(crate::error::chain(&e)))?;
     adopt::adopt(&daemon).await;
     let keeper = tokio::spawn(pool::keep(daemon.clone()));
@@ -63,6 +65,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     if timeout(daemon.config.deadlines.shutdown, quiet).await.is_err() {
         tracing::warn!("not everything ended in time; the next daemon sweeps what is left");
     }
+    daemon.berths.end();
     daemon.zygotes.end();
     tracing::info!(vms = daemon.registry.len(), "stopped; VMs live on");
     Ok(())

@@ -221,7 +221,7 @@ async fn attempt(
     done(Step::Guest)?;
     let running_us = asked.elapsed_us();
     if !ready_made {
-        daemon.zygotes.prepare(vm.node);
+        launch::prepare(daemon, vm.node);
     }
     let connected_us = AtomicU64::new(running_us);
     vm.mark(how, running_us);
@@ -421,7 +421,7 @@ impl From<launch::LaunchError> for Fault {
     fn from(e: launch::LaunchError) -> Self {
         use std::io::ErrorKind::{OutOfMemory, StorageFull};
         let code = match &e {
-            launch::LaunchError::Io { source, .. } if matches!(source.kind(), StorageFull | OutOfMemory) => {
+            launch::LaunchError::Berth(e) if matches!(e.source.kind(), StorageFull | OutOfMemory) => {
                 ErrorCode::Exhausted
             }
             launch::LaunchError::Killed(_) => ErrorCode::Guest,

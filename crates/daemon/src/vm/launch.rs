@@ -1,5 +1,6 @@
-//! Starting a VMM: its folder, its sockets, its descriptors, its process. Blocks.
+//! Starting a VMM: a berth for it, its descriptors, its process. Blocks.
 
+use super::berth::{Berth, BerthError, failed, listener};
 use super::link::Link;
 use super::registry::{FIRST_UID, Seat};
 use super::zygotes::ZygoteError;
@@ -8,28 +9,19 @@ use crate::daemon::Daemon;
 use dayfly_host::process::Process;
 use dayfly_host::spawn::Child;
 use dayfly_vmm::config::{FdNumber, JailConfig, Start, VmmConfig};
-use std::fs::{File, Permissions};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, chown};
+use std::os::unix::fs::chown;
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 /// Why no VMM was started.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
     /// Something of its folder, or a descriptor.
-    #[error("starting a VMM: {what} {}: {source}", path.display())]
-    Io {
-        /// What was being done.
-        what: &'static str,
-        /// To what.
-        path: PathBuf,
-        /// Why not.
-        #[source]
-        source: io::Error,
-    },
+    #[error("starting a VMM: {0}")]
+    Berth(#[from] BerthError),
     /// Somebody killed it before it was known.
     #[error("starting a VMM: its process {0} was killed from outside")]
     Killed(u32),
@@ -61,32 +53,7 @@ pub struct Launched {
     pub ready: Option<UnixListener>,
 }
 
-fn io_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> LaunchError {
-    move |source| LaunchError::Io { what, path: path.to_owned(), source }
-}
-
-fn folder(path: &Path, mode: u32) -> Result<(), LaunchError> {
-    std::fs::DirBuilder::new().mode(mode).create(path).map_err(io_error("making folder", path))?;
-    // Whatever the daemon's umask is.
-    std::fs::set_permissions(path, Permissions::from_mode(mode)).map_err(io_error("making folder", path))
-}
-
-fn listener(path: &Path) -> Result<UnixListener, LaunchError> {
-    UnixListener::bind(path).map_err(io_error("listening on", path))
-}
-
-fn file(path: &Path, append: bool) -> Result<File, LaunchError> {
-    let mut options = File::options();
-    options.create_new(true).mode(0o600);
-    if append {
-        options.append(true)
-    } else {
-        options.write(true)
-    };
-    options.open(path).map_err(io_error("making", path))
-}
-
-/// Makes a VM's folder and starts its VMM with `start`, whose descriptors are in `fds`; with `background`, at a lower priority until its
+/// Gives a VM its folder and starts its VMM with `start`, whose descriptors are in `fds`; with `background`, at a lower priority until its
 /// guest runs. Within a runtime.
 ///
 /// # Errors
@@ -101,16 +68,14 @@ pub fn launch(
     let dir = daemon.config.vm(seat.id);
     let uid = FIRST_UID + seat.slot;
     let boots = matches!(start, Start::Boot(_));
-    folder(dir.path(), 0o700)?;
-    folder(&dir.root(), 0o755)?;
-    let control = listener(&dir.control())?;
-    let vsock = listener(&dir.vsock())?;
+    let mut berth = daemon.berths.take()?;
+    berth.become_vm(&dir)?;
+    let Berth { control, vsock, console, exit, link, theirs, .. } = berth;
     let ready = boots.then(|| listener(&dir.ready())).transpose()?;
     if ready.is_some() {
         // The VMM connects to it as its own user.
-        chown(dir.ready(), Some(uid), Some(uid)).map_err(io_error("giving away", &dir.ready()))?;
+        chown(dir.ready(), Some(uid), Some(uid)).map_err(failed("giving away", &dir.ready()))?;
     }
-    let (link, theirs) = Link::new().map_err(io_error("connecting to", &dir.control()))?;
     let vmm = VmmConfig {
         id: seat.id,
         jail: Some(JailConfig { root: dir.root_in_jail(), uid, gid: uid }),
@@ -120,9 +85,9 @@ pub fn launch(
         background,
         vsock_fd: fds.add(vsock),
         vsock_path: "/vsock.sock".into(),
-        console_fd: fds.add(file(&dir.console(), true)?),
+        console_fd: fds.add(console),
         console_max_bytes: CONSOLE_MAX_BYTES,
-        exit_fd: fds.add(file(&dir.exit(), false)?),
+        exit_fd: fds.add(exit),
         start,
     };
     let child = daemon.zygotes.fork(seat.node, &vmm, &fds.0)?;
@@ -133,12 +98,23 @@ pub fn launch(
     Ok(Launched { process: Arc::new(found(child, dir.path())?), link, ready })
 }
 
+/// Has a process and a berth made for the next VMM on this node, and does not wait for them.
+pub fn prepare(daemon: &Arc<Daemon>, node: usize) {
+    daemon.zygotes.prepare(node);
+    let daemon = daemon.clone();
+    tokio::task::spawn_blocking(move || {
+        if let Err(e) = daemon.berths.prepare() {
+            tracing::warn!("for the next VMM: {e}");
+        }
+    });
+}
+
 /// The process of a new VMM. It is nobody's who would have to reap it: killed, it is gone at once.
 fn found(child: Child, dir: &Path) -> Result<Process, LaunchError> {
     let pid = child.pid;
     Process::from_child(child).map_err(|e| match e.kind() {
         io::ErrorKind::NotFound => LaunchError::Killed(pid),
-        _ => io_error("finding the process of", dir)(e),
+        _ => failed("finding the process of", dir)(e).into(),
     })
 }
 

@@ -4,6 +4,7 @@
 //! [`death`] do the work, [`agent_link`] and [`control_link`] talk to the guest's agent and to the VMM, [`inspect`] measures.
 
 pub mod agent_link;
+pub mod berth;
 pub mod birth;
 pub mod budget;
 pub mod control_link;
