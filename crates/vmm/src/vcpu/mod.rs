@@ -169,7 +169,7 @@ impl Vcpu {
 
 /// A KVM_RUN that does not enter the guest. The first one of a VM starts a thread in the kernel (kvm_mmu_post_init_vm, Linux 6.14), some
 /// 50 us of a birth, and the first of a vCPU makes it this thread's: neither is left to the birth.
-fn first_run(vcpu: &mut VcpuFd) {
+pub fn first_run(vcpu: &mut VcpuFd) {
     vcpu.set_kvm_immediate_exit(1);
     // EINTR, as asked; whatever else it is, the first real one says.
     let _ = vcpu.run();

@@ -10,7 +10,8 @@ use super::error::BuildError;
 use super::shell::on;
 use crate::arch::layout;
 use crate::config::{MAX_VCPUS, Shape};
-use crate::memory;
+use crate::memory::{self, working_set};
+use crate::vcpu;
 use kvm_bindings::{KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
@@ -57,7 +58,12 @@ impl Bare {
     pub fn likely(kvm: &Kvm, shape: Shape) -> Result<Self, BuildError> {
         let mut bare = Self::new(kvm)?;
         if shape.memory_bytes <= MOST_GUESSED_BYTES && shape.vcpus <= MAX_VCPUS {
-            bare.filled = Some(bare.fill(shape)?);
+            let mut filled = bare.fill(shape)?;
+            for vcpu in &mut filled.vcpus {
+                vcpu::first_run(vcpu);
+                working_set::ready(vcpu);
+            }
+            bare.filled = Some(filled);
         }
         Ok(bare)
     }

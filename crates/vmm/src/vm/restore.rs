@@ -87,11 +87,16 @@ impl Shell {
         self.vm.set_pit2(&state.pit).map_err(on("KVM_SET_PIT2"))?;
         self.memory.write_slice(&config.generation, layout::GENERATION).map_err(BuildError::Generation)?;
         self.timeline.done("vcpus loaded");
-        if let (Some(pages), Some(vcpu)) = (pages, self.vcpus.first()) {
-            working_set::populate(&self.memory, state.memory_bytes, &pages);
-            working_set::map(state.memory_bytes, &pages, &vcpu.fd());
-            self.timeline.done("working set");
+        if let Some(pages) = &pages {
+            working_set::populate(&self.memory, state.memory_bytes, pages);
         }
+        for vcpu in &self.vcpus {
+            working_set::ready(&vcpu.fd());
+        }
+        if let (Some(pages), Some(vcpu)) = (pages, self.vcpus.first()) {
+            working_set::map(state.memory_bytes, &pages, &vcpu.fd());
+        }
+        self.timeline.done("working set");
         let not_yet_run = Some(Restored { vcpus: state.vcpus, clock: state.clock });
         let parent = Some(files.memory);
         let mut vm = Vm { shell: self, parent, writable_disks, not_yet_run, paused: true };
