@@ -135,20 +135,16 @@ pub fn narrow() -> Result<bool, JailError> {
     Ok(may_return)
 }
 
-/// Enters the jail, for ever, after [`see_only`] and [`narrow`].
+/// Enters the jail, for ever, after [`see_only`] and [`narrow`]. Other threads come along to the new root, and become its user by
+/// themselves ([`become_user`]).
 ///
 /// # Errors
 /// Naming the step that failed; the process is then of no use.
 pub fn enter(jail: &JailConfig) -> Result<(), JailError> {
-    for (what, id) in [("uid", jail.uid), ("gid", jail.gid)] {
-        if id == 0 {
-            return Err(JailError::Root { what });
-        }
-    }
     let root = jail.root.as_path();
     chroot(root).map_err(step(format!("changing the root to {}", root.display())))?;
     chdir("/").map_err(step("changing to the new root"))?;
-    become_user(jail.uid, jail.gid)?;
+    become_user(jail)?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(step("becoming non-dumpable"))
 }
 
@@ -172,10 +168,26 @@ pub fn normal_priority() {
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 0) };
 }
 
-fn become_user(uid: u32, gid: u32) -> Result<(), JailError> {
-    // SAFETY: plain system calls with integers and an empty list; glibc applies them to all threads, of which there is one.
+/// Makes this thread the user of `jail`, who has no capabilities.
+///
+/// # Errors
+/// Naming the step that failed; the process is then of no use.
+pub fn become_user(jail: &JailConfig) -> Result<(), JailError> {
+    let (uid, gid) = (jail.uid, jail.gid);
+    for (what, id) in [("uid", uid), ("gid", gid)] {
+        if id == 0 {
+            return Err(JailError::Root { what });
+        }
+    }
+    // The bare calls change one thread; glibc's would stop every other one to have it do the same.
+    let none: *const libc::gid_t = std::ptr::null();
+    // SAFETY: setgroups(2) of no group reads nothing; the others take integers.
     let (groups, group, user) = unsafe {
-        (libc::setgroups(0, std::ptr::null()), libc::setresgid(gid, gid, gid), libc::setresuid(uid, uid, uid))
+        (
+            libc::syscall(libc::SYS_setgroups, 0, none),
+            libc::syscall(libc::SYS_setresgid, gid, gid, gid),
+            libc::syscall(libc::SYS_setresuid, uid, uid, uid),
+        )
     };
     for (what, result) in [("clearing groups", groups), ("changing group", group), ("changing user", user)] {
         if result != 0 {

@@ -13,6 +13,7 @@
 pub mod arch;
 pub mod config;
 pub mod control;
+pub mod crew;
 pub mod disk;
 pub mod exit;
 pub mod fds;

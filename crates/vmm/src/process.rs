@@ -4,6 +4,7 @@
 
 use crate::config::{FdNumber, JailConfig, MAX_CONFIG_BYTES, Start, VmmConfig};
 use crate::control::server::Hosted;
+use crate::crew::Crew;
 use crate::fds::{self, Descriptors, FdError, FdTable};
 use crate::jail::{self, JailError};
 use crate::memory::recorder;
@@ -41,6 +42,9 @@ pub enum ProcessError {
     /// No userfaultfd.
     #[error("userfaultfd for a rehearsal")]
     Userfaultfd(#[source] io::Error),
+    /// A thread could not be made.
+    #[error("its threads")]
+    Crew(#[source] io::Error),
     /// The zygote.
     #[error(transparent)]
     Zygote(#[from] ZygoteError),
@@ -77,7 +81,7 @@ fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
         ("--zygote-fd", number) => {
             // Goes on in a child.
             let child = zygote::run(FdTable::default().take("the daemon's connection", number)?)?;
-            let zygote::Child { json, fds, kvm, bare, filters, pagemap, may_return, name, began_us } = child;
+            let zygote::Child { json, fds, kvm, bare, crew, filters, pagemap, may_return, name, began_us } = child;
             let config: VmmConfig = serde_json::from_slice(&json).map_err(ProcessError::Config)?;
             let mut fds = fds::Received::new(fds);
             exit::set_file(fds.take("the exit record", config.exit_fd)?.into_raw_fd());
@@ -89,7 +93,7 @@ fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
             if let Some(jail) = &config.jail {
                 jail::enter(jail)?;
             }
-            live(config, fds, inside, Timeline::since(began_us))
+            live(config, fds, inside, crew, Timeline::since(began_us))
         }
         (_, number) => {
             let config = read_config(number)?;
@@ -103,15 +107,16 @@ fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
             let bare = Bare::new(&kvm)?;
             let pagemap = File::open("/proc/self/pagemap").ok();
             let inside = Inside::new((kvm, bare), Filters::new()?, pagemap, &config)?;
-            match &config.jail {
-                Some(jail) => {
-                    jail::see_only(&jail.root)?;
-                    jail::narrow()?;
-                    jail::enter(&JailConfig { root: "/".into(), ..jail.clone() })?;
-                }
-                None => jail::no_new_privileges()?,
+            if let Some(jail) = &config.jail {
+                jail::see_only(&jail.root)?;
+                jail::narrow()?;
             }
-            live(config, fds, inside, timeline)
+            jail::no_new_privileges()?;
+            let crew = Crew::new(&inside.filters, config.start.shape().vcpus).map_err(ProcessError::Crew)?;
+            if let Some(jail) = &config.jail {
+                jail::enter(&JailConfig { root: "/".into(), ..jail.clone() })?;
+            }
+            live(config, fds, inside, crew, timeline)
         }
     }
 }
@@ -145,10 +150,13 @@ fn live(
     config: VmmConfig,
     mut fds: impl Descriptors,
     inside: Inside,
+    crew: Crew,
     mut timeline: Timeline,
 ) -> Result<Infallible, ProcessError> {
     let Inside { kvm: (kvm, bare), filters, pagemap, recorder } = inside;
     timeline.done("jail");
+    let crew = crew.enlist(&filters, config.start.shape().vcpus, config.jail.as_ref());
+    let crew = crew.map_err(ProcessError::Crew)?;
     let control = UnixListener::from(fds.take("the control socket", config.control_fd)?);
     let link = config.link_fd.map(|number| fds.take("the connection to the daemon", number)).transpose()?;
     let console = File::from(fds.take("the console", config.console_fd)?);
@@ -160,6 +168,7 @@ fn live(
         vsock_path: config.vsock_path,
         pagemap,
         recorder,
+        crew,
         timeline,
     };
     let shell = Shell::new(host, config.start.shape(), &filters)?;

@@ -213,15 +213,25 @@ fn a_jailed_guest_with_four_vcpus_is_saved_and_cloned() {
     }
     let room = Room::new();
     let (parent, snapshot) = room.snapshot(4, true);
-    let status = std::fs::read_to_string(format!("/proc/{}/status", parent.child.id())).unwrap();
-    for line in [
-        "Uid:\t61234\t61234\t61234\t61234",
-        "CapBnd:\t0000000000000000",
-        "CapEff:\t0000000000000000",
-        "Seccomp:\t2",
-        "NoNewPrivs:\t1",
-    ] {
-        assert!(status.contains(line), "{line}: {status}");
+    let threads: Vec<_> =
+        std::fs::read_dir(format!("/proc/{}/task", parent.child.id())).unwrap().map(Result::unwrap).collect();
+    assert_eq!(threads.len(), 6, "main, devices, vCPUs");
+    for thread in threads {
+        let status = std::fs::read_to_string(thread.path().join("status")).unwrap();
+        for line in [
+            "Uid:\t61234\t61234\t61234\t61234",
+            "Gid:\t61234\t61234\t61234\t61234",
+            "Groups:\t \n",
+            "CapInh:\t0000000000000000",
+            "CapPrm:\t0000000000000000",
+            "CapBnd:\t0000000000000000",
+            "CapEff:\t0000000000000000",
+            "CapAmb:\t0000000000000000",
+            "Seccomp:\t2",
+            "NoNewPrivs:\t1",
+        ] {
+            assert!(status.contains(line), "{line}: {status}");
+        }
     }
     let root = std::fs::read_dir(format!("/proc/{}/root/", parent.child.id())).unwrap();
     let names: Vec<_> = root.map(|entry| entry.unwrap().file_name()).collect();

@@ -74,6 +74,9 @@ const EVERYONE: &[i64] = &[
     libc::SYS_write,
 ];
 
+/// What a thread of the crew calls once, to become the VM's user ([`crate::crew`]); without capabilities these change nothing.
+const BECOME_USER: &[i64] = &[libc::SYS_capset, libc::SYS_setgroups, libc::SYS_setresgid, libc::SYS_setresuid];
+
 /// What the main thread needs besides [`EVERYONE`] and [`virtio::CONTROL_SYSCALLS`]: its sockets, and writing a snapshot.
 const MAIN: &[i64] = &[
     libc::SYS_accept4,
@@ -131,8 +134,8 @@ impl Filters {
     pub fn new() -> Result<Self, FilterError> {
         let non_blocking = equals(1, FIONBIO);
         let runs = vec![equals(1, KVM_RUN), equals(1, KVM_GET_REGS), equals(1, KVM_GET_SREGS)];
-        let vcpu = filter(&[virtio::VCPU_SYSCALLS], runs);
-        let devices = filter(&[virtio::DEVICE_LOOP_SYSCALLS], vec![non_blocking]);
+        let vcpu = filter(&[BECOME_USER, virtio::VCPU_SYSCALLS], runs);
+        let devices = filter(&[BECOME_USER, virtio::DEVICE_LOOP_SYSCALLS], vec![non_blocking]);
         // The main thread saves: any ioctl of KVM's type.
         let kvm = masked(1, 0xff00, KVM_TYPE << 8);
         let main = filter(&[MAIN, virtio::CONTROL_SYSCALLS], vec![non_blocking, kvm]);

@@ -15,11 +15,10 @@ pub mod clocks;
 pub mod run;
 pub mod state;
 
+use crate::crew::Hand;
 use crate::platform::Platform;
-use crate::seccomp;
 use kvm_ioctls::VcpuFd;
 use std::cell::Cell;
-use std::io;
 use std::os::unix::thread::JoinHandleExt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -99,26 +98,15 @@ pub fn install_kick_handler() {
 }
 
 impl Vcpu {
-    /// Starts the thread, parked.
-    ///
-    /// # Errors
-    /// When the thread cannot be made.
-    pub fn start(
-        id: u8,
-        fd: VcpuFd,
-        platform: Arc<Platform>,
-        filter: Option<Arc<seccomp::Program>>,
-    ) -> io::Result<Self> {
+    /// Sets `hand` to running it, parked.
+    #[must_use]
+    pub fn start(id: u8, fd: VcpuFd, platform: Arc<Platform>, hand: Hand) -> Self {
         let wanted = Wanted { want: Phase::Parked, is: Phase::Parked };
         let shared =
             Arc::new(Shared { fd: Mutex::new(fd), phase: Mutex::new(wanted), changed: Condvar::new() });
         let mine = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name(format!("vcpu{id}")).spawn(move || {
-            crate::jail::normal_priority();
-            seccomp::apply(filter.as_deref());
-            mine.run(id, &platform);
-        })?;
-        Ok(Self { id, shared, thread })
+        let thread = hand.set_to(move || mine.run(id, &platform));
+        Self { id, shared, thread }
     }
 
     /// The APIC id.

@@ -4,10 +4,10 @@ use super::bare::{Bare, Parts};
 use super::error::BuildError;
 use crate::config::{GUEST_CID, MAX_DISKS, MAX_VCPUS, Shape};
 use crate::control::Status;
-use crate::jail::normal_priority;
+use crate::crew::Crew;
 use crate::memory::{self, recorder::Recorder};
 use crate::platform::{Console, Platform};
-use crate::seccomp::{self, Filters};
+use crate::seccomp::Filters;
 use crate::timeline::Timeline;
 use crate::vcpu::{self, Vcpu};
 use crate::virtio::{DeviceSet, VsockSpec};
@@ -33,6 +33,8 @@ pub struct Host {
     pub pagemap: Option<File>,
     /// A userfaultfd, for a guest whose touches are to be noted.
     pub recorder: Option<OwnedFd>,
+    /// Its threads.
+    pub crew: Crew,
     /// When what was done.
     pub timeline: Timeline,
 }
@@ -75,7 +77,7 @@ impl Shell {
     /// When no VM may have this shape, or the host refuses.
     pub fn new(host: Host, shape: Shape, filters: &Filters) -> Result<Self, BuildError> {
         check(shape)?;
-        let Host { kvm, bare, console, vsock_listener, vsock_path, pagemap, recorder, mut timeline } = host;
+        let Host { kvm, bare, console, vsock_listener, vsock_path, pagemap, recorder, crew, mut timeline } = host;
         let Parts { vm, memory, vcpus: fds } = bare.parts(&kvm, shape)?;
         timeline.done("kvm");
 
@@ -86,26 +88,18 @@ impl Shell {
 
         // A device must not raise an interrupt before the clocks are set: until the VM goes on.
         devices.pause();
-        let (served, filter) = (Arc::clone(&devices), filters.devices.clone());
-        std::thread::Builder::new()
-            .name("devices".to_owned())
-            .spawn(move || {
-                normal_priority();
-                seccomp::apply(filter.as_deref());
-                match served.run_loop() {
-                    Ok(()) => {}
-                    Err(error) => crate::exit::fail(&error),
-                }
-            })
-            .map_err(BuildError::Thread)?;
+        let Crew { devices: hand, vcpus: hands } = crew;
+        let served = Arc::clone(&devices);
+        hand.set_to(move || match served.run_loop() {
+            Ok(()) => {}
+            Err(error) => crate::exit::fail(&error),
+        });
         let recorder = recorder.map(|uffd| Recorder::start(uffd, filters.recorder.clone())).transpose();
         let recorder = recorder.map_err(BuildError::Thread)?;
         vcpu::install_kick_handler();
-        let mut vcpus = Vec::new();
-        for (id, fd) in (0..).zip(fds) {
-            let vcpu = Vcpu::start(id, fd, Arc::clone(&platform), filters.vcpu.clone());
-            vcpus.push(vcpu.map_err(BuildError::Thread)?);
-        }
+        let started = (0..).zip(fds.into_iter().zip(hands));
+        let start = |(id, (fd, hand))| Vcpu::start(id, fd, Arc::clone(&platform), hand);
+        let vcpus = started.map(start).collect();
         timeline.done("vcpus");
         Ok(Self { kvm, vm, shape, memory, vcpus, platform, devices, pagemap, recorder, timeline })
     }

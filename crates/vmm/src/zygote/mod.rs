@@ -7,7 +7,7 @@
 //!        ──Fork─────────────────────▶  │ clone3(new PID, IPC, UTS namespace)
 //!        ◀──Forked { pid } ─────────────┤
 //!           + pidfd, socket             ▼
-//!        ──VmmConfig, descriptors───▶ spare: has a VM of KVM's of the shape of the last. Becomes a VMM: its root, its user, its guest.
+//!        ──VmmConfig, descriptors───▶ spare: has a VM of KVM's of the shape of the last, and its threads. Becomes a VMM: its root, its user, its guest.
 //! ```
 //!
 //! It saves what a program of its own costs a VMM: 0.5 ms to execute and link, 0.4 ms for a network namespace, the waits of mounts
@@ -30,6 +30,7 @@ pub use name::NameError;
 
 use crate::config::{MAX_VCPUS, Shape, ZygoteConfig};
 use crate::control::wire::{Received, Receiver, WireError, send};
+use crate::crew::Crew;
 use crate::jail::{self, JailError};
 use crate::seccomp::{FilterError, Filters};
 use crate::timeline::now_us;
@@ -104,6 +105,8 @@ pub struct Child {
     pub kvm: Kvm,
     /// A VM of KVM's, perhaps of the right shape.
     pub bare: Bare,
+    /// Its threads, which wait for their work.
+    pub crew: Crew,
     /// What its threads may call.
     pub filters: Filters,
     /// Its own `/proc/self/pagemap`, if there is one.
@@ -163,10 +166,11 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
             _ => Bare::new(&kvm)?,
         };
         mapped.touch();
-        warm::threads(likely.map_or(1, |shape| usize::from(shape.vcpus.min(MAX_VCPUS))) + 1);
+        let vcpus = likely.map_or(1, |shape| shape.vcpus.min(MAX_VCPUS));
+        let crew = Crew::new(&filters, vcpus).map_err(step("threads"))?;
         let (json, fds) = next(&theirs)?;
         let began_us = now_us();
-        return Ok(Child { json, fds, kvm, bare, filters, pagemap, may_return, name, began_us });
+        return Ok(Child { json, fds, kvm, bare, crew, filters, pagemap, may_return, name, began_us });
     }
 }
 

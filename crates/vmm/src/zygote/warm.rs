@@ -1,8 +1,7 @@
 //! Page faults taken ahead: a fork has to fault in what it reads and to copy what it writes, some hundred pages of a VMM's first
-//! millisecond. A spare has time for that, and for the first threads of its process.
+//! millisecond. A spare has time for that.
 
 use std::io;
-use std::sync::Mutex;
 
 /// The most of anything that is touched ahead, in bytes.
 const MOST: usize = 16 << 20;
@@ -49,20 +48,6 @@ impl Mapped {
             }
         }
     }
-}
-
-/// Starts `count` threads and ends them: what the first thread of a process costs (0.2 ms in a fork), and what the stack of each does
-/// (0.02), is then paid; their stacks wait for the next ones.
-pub(super) fn threads(count: usize) {
-    let gate = Mutex::new(());
-    std::thread::scope(|scope| {
-        // None ends before all are there: each has a stack of its own.
-        let _closed = gate.lock();
-        let pass = || drop(gate.lock());
-        let started = (0..count).map(|_| std::thread::Builder::new().spawn_scoped(scope, pass));
-        // One that cannot be had is missed when it is needed.
-        drop(started.collect::<io::Result<Vec<_>>>());
-    });
 }
 
 #[cfg(test)]
