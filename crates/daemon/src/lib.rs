@@ -17,6 +17,7 @@ pub mod depot;
 pub mod error;
 #[cfg(test)]
 pub(crate) mod fixture;
+pub mod heap;
 pub mod kvm;
 pub mod metrics;
 pub mod ndjson;

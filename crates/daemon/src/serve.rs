@@ -4,7 +4,7 @@ use crate::config::{Config, SOCKET_PATH_MAX};
 use crate::daemon::Daemon;
 use crate::depot::Depot;
 use crate::vm::pool;
-use crate::{adopt, routes};
+use crate::{adopt, heap, routes};
 use anyhow::{Context, bail};
 use dayfly_store::Store;
 use rustix::fs::{FlockOperation, flock};
@@ -38,14 +38,16 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let daemon = Arc::new(daemon);
     daemon.berths.sweep()?;
     daemon.berths.prepare()?;
+    daemon.depot.store().prepare_vm_layer()?;
     daemon.zygotes.warm().map_err(|e| anyhow::anyhow!(crate::error::chain(&e)))?;
     adopt::adopt(&daemon).await;
     let keeper = tokio::spawn(pool::keep(daemon.clone()));
+    tokio::spawn(heap::give_back(daemon.stop.clone()));
     let path = daemon.config.socket();
     let listener = listen(&path)?;
     let app = routes::router(daemon.clone()).context("the OpenAPI document")?;
     let stop = daemon.stop.clone();
-    let server = axum::serve(listener, app).with_graceful_shutdown(async move { stop.cancelled().await });
+    let server = axum::serve(listener, app.into_make_service()).with_graceful_shutdown(async move { stop.cancelled().await });
     let mut server = tokio::spawn(server.into_future());
     tracing::info!(socket = %path.display(), vms = daemon.registry.len(), "serving");
     tokio::select! {

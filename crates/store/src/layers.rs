@@ -86,6 +86,9 @@ pub struct VmLayer {
 }
 
 impl VmLayer {
+    /// [`Self::data_name`] of the first layer of the first disk.
+    pub(crate) const FIRST_DATA: &str = "disk0.0.data";
+
     pub(crate) fn data_name(&self) -> String {
         format!("disk{}.{}.data", self.disk, self.number)
     }

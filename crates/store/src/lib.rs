@@ -95,6 +95,8 @@ struct Inner {
     verifier: verify::Verifier,
     pins: Arc<pins::Pins>,
     counter: AtomicU64,
+    /// The first layer of the next VM.
+    spare: Mutex<Option<vms::Spare>>,
     /// Closed, and so unlocked, last.
     _lock: File,
 }
@@ -136,6 +138,7 @@ impl Store {
             verifier: verify::Verifier::default(),
             pins: Arc::default(),
             counter: AtomicU64::new(0),
+            spare: Mutex::default(),
             _lock: lock,
         };
         inner.root.sync()?;

@@ -251,3 +251,28 @@ fn putting_an_image_fails_or_crashes_at_any_step_and_leaves_the_old_or_the_new()
         assert!(steps > 10, "only {steps} steps");
     }
 }
+
+#[test]
+fn a_layer_made_ahead_is_the_first_one_of_one_vm() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::open(folder.path()).unwrap();
+    let ids = [(); 4].map(|()| dayfly_units::VmId::random());
+    let id = |n: usize| ids[n];
+    store.prepare_vm_layer().unwrap();
+    store.prepare_vm_layer().unwrap();
+    assert_eq!(store.staged().unwrap().len(), 1);
+    let (second, _) = store.create_vm_layer(id(1), 1).unwrap();
+    assert_eq!((second.disk, second.number), (1, 0));
+    // It has a folder already.
+    let (first, _) = store.create_vm_layer(id(1), 0).unwrap();
+    let (ahead, data) = store.create_vm_layer(id(2), 0).unwrap();
+    let (next, _) = store.create_vm_layer(id(2), 0).unwrap();
+    assert_eq!((first.number, ahead.number, next.number), (0, 0, 1));
+    data.set_len(7).unwrap();
+    assert_eq!(store.open_vm_layer(&ahead, true).unwrap().metadata().unwrap().len(), 7);
+    store.prepare_vm_layer().unwrap();
+    let (third, data) = store.create_vm_layer(id(3), 0).unwrap();
+    assert_eq!((third.vm, data.metadata().unwrap().len()), (id(3), 0));
+    drop(store);
+    assert_eq!(std::fs::read_dir(folder.path().join("staging")).unwrap().count(), 0);
+}

@@ -106,6 +106,9 @@ pub fn prepare(daemon: &Arc<Daemon>, node: usize) {
         if let Err(e) = daemon.berths.prepare() {
             tracing::warn!("for the next VMM: {e}");
         }
+        if let Err(e) = daemon.depot.store().prepare_vm_layer() {
+            tracing::warn!("for the next VM: {}", crate::error::chain(&e));
+        }
     });
 }
 
