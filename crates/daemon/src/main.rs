@@ -33,7 +33,7 @@ fn beside() -> anyhow::Result<PathBuf> {
 }
 
 fn main() -> anyhow::Result<()> {
-    dayfly_daemon::heap::share();
+    dayfly_daemon::heap::keep_less();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     runtime.context("starting threads")?.block_on(run())
 }
