@@ -26,9 +26,9 @@ pub fn keep_less() {
     let ours = TUNABLES.map(|(name, value)| format!("{name}={value}")).join(":");
     let all = if set.is_empty() { ours } else { format!("{set}:{ours}") };
     let mut arguments = std::env::args_os();
-    let Some(name) = arguments.next() else { return };
+    let (Some(name), Ok(program)) = (arguments.next(), std::env::current_exe()) else { return };
     // Returns only where it fails, which costs memory and nothing else.
-    let _ = Command::new("/proc/self/exe").arg0(name).args(arguments).env(VARIABLE, all).exec();
+    let _ = Command::new(program).arg0(name).args(arguments).env(VARIABLE, all).exec();
 }
 
 /// Bytes that the allocator holds and nobody uses.
