@@ -191,7 +191,11 @@ impl Agent {
 
     fn connection(&self, mut conn: Conn, id: u64, crowded: bool) -> Buffers {
         let patience = if crowded { Duration::from_secs(1) } else { PATIENCE };
-        if let Err(error) = self.request(&mut conn, id, patience, crowded)
+        let mut served = Ok(true);
+        while let Ok(true) = served {
+            served = self.request(&mut conn, id, patience, crowded);
+        }
+        if let Err(error) = served
             && let Some(failure) = error.failure()
             && conn.reply(&Reply::Err(failure)).is_ok()
         {
@@ -200,27 +204,36 @@ impl Agent {
         conn.into_buffers()
     }
 
-    fn request(&self, conn: &mut Conn, id: u64, patience: Duration, crowded: bool) -> Result<(), WireError> {
+    /// Serves one request; says whether another may follow it. After an identity one may: whoever makes a clone has something for it to
+    /// do, and another connection costs a guest as much as the identity itself.
+    fn request(
+        &self,
+        conn: &mut Conn,
+        id: u64,
+        patience: Duration,
+        crowded: bool,
+    ) -> Result<bool, WireError> {
         if !conn.wait_frame(patience)? {
-            return Ok(());
+            return Ok(false);
         }
         let request = match conn.frame()? {
             Some((FrameKind::Request, body)) => serde_json::from_slice::<Request>(body)
                 .map_err(|source| WireError::Json { what: "request", source })?,
             Some((got, _)) => return Err(WireError::Unexpected { expected: "a request", got }),
-            None => return Ok(()),
+            None => return Ok(false),
         };
         conn.consume();
         let wish = Wish::from(&request);
         let asked = self.state().gate.ask(wish);
         if let Err(refusal) = asked {
-            return self.refuse(conn, refusal);
+            return self.refuse(conn, refusal).map(|()| false);
         }
         if crowded && takes_long(&request) {
             let message = format!("{MAX_WORKERS} connections are open: expected fewer");
-            return conn.reply(&Reply::Err(Failure { code: FailureCode::Io, message }));
+            return conn.reply(&Reply::Err(Failure { code: FailureCode::Io, message })).map(|()| false);
         }
-        match request {
+        let mut goes_on = false;
+        let served = match request {
             Request::Ping => conn.reply(&Reply::Ready(self.ready())),
             Request::Seal => {
                 identity::prepare(&self.root);
@@ -229,6 +242,7 @@ impl Agent {
             }
             Request::Identity(identity) => {
                 let reply = self.become_machine(&identity, id);
+                goes_on = matches!(reply, Reply::Ok);
                 conn.reply(&reply)
             }
             Request::Exec(spec) => exec::run(&self.programs, conn, &spec),
@@ -246,7 +260,8 @@ impl Agent {
                 self.kernel.end(reboot);
                 told
             }
-        }
+        };
+        served.map(|()| goes_on)
     }
 
     fn refuse(&self, conn: &mut Conn, refusal: Refusal) -> Result<(), WireError> {

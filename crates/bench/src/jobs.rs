@@ -9,7 +9,7 @@
 //! looks through what it sorted, prints a digest of it, and powers itself off; a job whose digest is not the one that the keys
 //! have ends the benchmark. Nobody polls: the console's stream ends when the daemon has seen the VMM's end.
 //!
-//! Idle VMs have written their letter and halted. Counts take turns: no idle VMs, 128, 256, and again; a figure is the median of
+//! Idle VMs have written to their port and halted. Counts take turns: no idle VMs, 128, 256, and again; a figure is the median of
 //! its turns.
 
 use crate::birth::{MEMORY_BYTES, words};
@@ -89,18 +89,12 @@ async fn lane(room: &Room, name: &Name, expected: &str, end: Instant) -> Result<
     Ok(jobs)
 }
 
-/// Idle VMs, until there are as many as `count`, halted.
+/// Idle VMs, until there are as many as `count` and all have written to their port: the next instruction halts them.
 async fn idle(room: &Room, name: &Name, ids: &mut Vec<VmId>, count: usize) -> Result<()> {
     let made = try_join_all((ids.len()..count).map(|_| room.create(name))).await?;
     ids.extend(made.iter().map(|(vm, _)| vm.id));
-    let begun = Instant::now();
     for id in ids {
-        while !room.console(*id).ends_with("done\n") {
-            if begun.elapsed() > WITHIN {
-                bail!("VM {id} does not halt; console {:?}", room.console(*id));
-            }
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        room.first_port_write_us(*id)?;
     }
     Ok(())
 }

@@ -175,7 +175,7 @@ async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<vm::Vm>) {
         control_link::done(&vm.dir.control(), Command::Resume, deadlines.control)
             .await
             .map_err(|e| e.to_string())?;
-        identity::give(daemon, vm, || ()).await.map_err(|e| e.to_string())?;
+        identity::give(daemon, vm, None, || ()).await.map_err(|e| e.to_string())?;
         vm.step(vm::state::Event::Thaw).map_err(|e| e.to_string())
     };
     if let Err(e) = result.await {

@@ -38,6 +38,7 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
         labels: [(LABEL.to_owned(), name.to_string())].into(),
         ephemeral: true,
         part: Part::User,
+        next: None,
     };
     let newborn = birth(&daemon, asked, order).await?;
     // Whoever bakes clones soon. A VM that is baked has one disk.

@@ -78,7 +78,7 @@ async fn play(
     tell: &Teller,
 ) -> Outcome<(Vec<Run>, u64)> {
     let source = Source::Snapshot(name.clone());
-    let order = Order { source, name: None, labels: BTreeMap::new(), ephemeral: true, part };
+    let order = Order { source, name: None, labels: BTreeMap::new(), ephemeral: true, part, next: None };
     let newborn = birth(daemon, Asked::now(), order).await?;
     let vm = newborn.vm();
     // Twice: the pages that a guest takes from its free lists differ a little from clone to clone; the second run takes the

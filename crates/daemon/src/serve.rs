@@ -47,7 +47,8 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let listener = listen(&path)?;
     let app = routes::router(daemon.clone()).context("the OpenAPI document")?;
     let stop = daemon.stop.clone();
-    let server = axum::serve(listener, app.into_make_service()).with_graceful_shutdown(async move { stop.cancelled().await });
+    let server = axum::serve(listener, app.into_make_service())
+        .with_graceful_shutdown(async move { stop.cancelled().await });
     let mut server = tokio::spawn(server.into_future());
     tracing::info!(socket = %path.display(), vms = daemon.registry.len(), "serving");
     tokio::select! {

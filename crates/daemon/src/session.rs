@@ -107,7 +107,7 @@ pub async fn exec(daemon: Arc<Daemon>, vm: Arc<Vm>, client: Client) {
     tokio::select! {
         () = async {
             match caller.request::<ExecSpec>(daemon.config.deadlines.first_frame).await {
-                Ok(spec) => serve(&daemon, &vm, spec, false, &mut caller).await,
+                Ok(spec) => serve(&daemon, &vm, Program::New(spec), false, &mut caller).await,
                 Err(fault) => caller.fail(fault).await,
             }
         } => {}
@@ -128,19 +128,22 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
                 Ok(request) => request,
                 Err(fault) => return caller.fail(fault).await,
             };
-            let order = Order { ephemeral: !request.keep, ..Order::create(request.create) };
-            let born = match caller.while_there(birth::birth(&daemon, asked, order)).await {
+            // Without arguments there is no program: that is told once there is a VM.
+            let next = (!request.exec.argv.is_empty()).then(|| Request::Exec(Box::new(request.exec.clone())));
+            let order = Order { ephemeral: !request.keep, next, ..Order::create(request.create) };
+            let mut born = match caller.while_there(birth::birth(&daemon, asked, order)).await {
                 Ok(Ok(born)) => born,
                 Ok(Err(fault)) => return caller.fail(fault).await,
                 Err(Gone) => return,
             };
             let vm = born.vm();
+            let program = born.asked().map_or(Program::New(request.exec), Program::Asked);
             if request.keep {
                 let _lives_on = born.keep();
             } else {
                 newborn = Some(born);
             }
-            serve(&daemon, &vm, request.exec, !request.keep, &mut caller).await;
+            serve(&daemon, &vm, program, !request.keep, &mut caller).await;
         } => {}
         () = stop.cancelled() => {}
     }
@@ -148,8 +151,8 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
 }
 
 /// Runs one program and tells the client of it. With `last` the VM goes when it ends.
-async fn serve(daemon: &Daemon, vm: &Vm, spec: ExecSpec, last: bool, caller: &mut Caller) {
-    let started = match caller.while_there(start(daemon, vm, spec)).await {
+async fn serve(daemon: &Daemon, vm: &Vm, program: Program, last: bool, caller: &mut Caller) {
+    let started = match caller.while_there(start(daemon, vm, program)).await {
         Ok(started) => started,
         Err(Gone) => return,
     };
@@ -186,19 +189,34 @@ async fn serve(daemon: &Daemon, vm: &Vm, spec: ExecSpec, last: bool, caller: &mu
     }
 }
 
+/// A program in a guest.
+#[derive(Debug)]
+pub enum Program {
+    /// To be asked for.
+    New(ExecSpec),
+    /// Asked for with the guest's identity; this is where the answer comes from.
+    Asked(AgentLink),
+}
+
 /// Starts a program: its connection and its process id in the guest.
 ///
 /// # Errors
 /// The agent's, or [`explain`]'s where the VM ended.
-pub async fn start(daemon: &Daemon, vm: &Vm, spec: ExecSpec) -> Outcome<(UnixStream, u32)> {
+pub async fn start(daemon: &Daemon, vm: &Vm, program: Program) -> Outcome<(UnixStream, u32)> {
     let doing = "starting a program";
-    if spec.argv.is_empty() {
+    if matches!(&program, Program::New(spec) if spec.argv.is_empty()) {
         return Err(Fault::invalid("exec: argv: expected a program, got nothing"));
     }
     vm.phase().serves("run a program in")?;
     let work = async {
-        let mut link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
-        link.send(&Request::Exec(Box::new(spec)), doing).await?;
+        let mut link = match program {
+            Program::Asked(link) => link,
+            Program::New(spec) => {
+                let mut link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
+                link.send(&Request::Exec(Box::new(spec)), doing).await?;
+                link
+            }
+        };
         match link.reply(doing).await? {
             Reply::Started { pid } => Ok((link.into_stream(), pid)),
             reply => Err(LinkError::Unexpected { doing, expected: "Started", got: format!("{reply:?}") }),
@@ -252,7 +270,7 @@ pub async fn explain(vm: &Vm) -> Fault {
 pub async fn to_its_end(daemon: &Daemon, vm: &Vm, spec: ExecSpec, tell: &Teller) -> Outcome<(Exit, Vec<u8>)> {
     const TAIL_BYTES: usize = 4 << 10;
     let doing = "running a program";
-    let (mut agent, _) = start(daemon, vm, spec).await?;
+    let (mut agent, _) = start(daemon, vm, Program::New(spec)).await?;
     let mut tail = Vec::new();
     let say =
         |bytes: &[u8]| tell.tell(Progress::Output { text: String::from_utf8_lossy(bytes).into_owned() });

@@ -147,7 +147,7 @@ pub async fn save(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<Sa
 async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
     let result = async {
         control_link::done(&vm.dir.control(), Command::Resume, daemon.config.deadlines.control).await?;
-        identity::give(daemon, vm, || ()).await?;
+        identity::give(daemon, vm, None, || ()).await?;
         Ok::<_, Fault>(vm.step(Event::Thaw)?)
     };
     let Err(fault) = result.await else { return Ok(()) };

@@ -7,7 +7,7 @@
 //! What may not enter: anything about more than one VM, names, images, templates, policy, or where files lie on disk:
 //! everything arrives as an open descriptor.
 //!
-//! Threads: `main` (control socket, save), `devices` (queues, sockets), `vcpu0`… Locks are taken in this order:
+//! Threads: `main` (control socket, save), `devices` (queues, sockets), `vcpu0`…, which a [`crew`] has ready. Locks are taken in this order:
 //! a vCPU's phase, a vCPU's descriptor, a device. [`vm`] draws the VM's states, [`vcpu`] those of one vCPU.
 
 pub mod arch;

@@ -81,7 +81,8 @@ fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
         ("--zygote-fd", number) => {
             // Goes on in a child.
             let child = zygote::run(FdTable::default().take("the daemon's connection", number)?)?;
-            let zygote::Child { json, fds, kvm, bare, crew, filters, pagemap, may_return, name, began_us } = child;
+            let zygote::Child { json, fds, kvm, bare, crew, filters, pagemap, may_return, name, began_us } =
+                child;
             let config: VmmConfig = serde_json::from_slice(&json).map_err(ProcessError::Config)?;
             let mut fds = fds::Received::new(fds);
             exit::set_file(fds.take("the exit record", config.exit_fd)?.into_raw_fd());

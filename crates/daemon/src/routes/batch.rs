@@ -45,7 +45,8 @@ pub async fn create(
     // Refused before any is made, where it is clear that not all fit; each then reserves its own.
     let fit = (0..count).map(|_| daemon.budget.reserve(memory_bytes, None)).collect::<Result<Vec<_>, _>>();
     drop(fit.map_err(Step::Memory.failed())?);
-    let order = birth::Order { source, name: None, labels, ephemeral: false, part: birth::Part::User };
+    let order =
+        birth::Order { source, name: None, labels, ephemeral: false, part: birth::Part::User, next: None };
     // Each a task of its own, so that they are born on all CPUs. One that fails drops the others, which takes their VMs with them.
     let births = (0..count).map(|_| {
         let (daemon, order) = (daemon.clone(), order.clone());

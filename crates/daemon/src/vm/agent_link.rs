@@ -162,21 +162,18 @@ impl AgentLink {
         }
     }
 
-    /// Sends the request of this connection.
+    /// Sends a request: the only one of this connection, or one after an identity.
     ///
     /// # Errors
     /// [`LinkError`].
     pub async fn send(&mut self, request: &Request, doing: &'static str) -> Result<(), LinkError> {
-        let json = serde_json::to_vec(request)
-            .map_err(|e| LinkError::Io { doing, source: io::Error::new(io::ErrorKind::InvalidData, e) })?;
-        if json.len() > dayfly_api::agent::MAX_FRAME_BYTES {
-            let length = u32::try_from(json.len()).unwrap_or(u32::MAX);
-            return Err(LinkError::Frame { doing, source: FrameError::TooLong(length) });
-        }
+        let frame = request_frame(request, doing)?;
+        self.write(&frame, doing).await
+    }
+
+    async fn write(&mut self, frames: &[u8], doing: &'static str) -> Result<(), LinkError> {
         self.timed(doing, async |stream| {
-            write_frame(stream, FrameKind::Request, &json)
-                .await
-                .map_err(|source| LinkError::Io { doing, source })
+            stream.write_all(frames).await.map_err(|source| LinkError::Io { doing, source })
         })
         .await
     }
@@ -204,6 +201,17 @@ impl AgentLink {
     pub fn into_stream(self) -> UnixStream {
         self.stream
     }
+}
+
+/// A request's frame.
+fn request_frame(request: &Request, doing: &'static str) -> Result<Vec<u8>, LinkError> {
+    let json = serde_json::to_vec(request)
+        .map_err(|e| LinkError::Io { doing, source: io::Error::new(io::ErrorKind::InvalidData, e) })?;
+    if json.len() > dayfly_api::agent::MAX_FRAME_BYTES {
+        let length = u32::try_from(json.len()).unwrap_or(u32::MAX);
+        return Err(LinkError::Frame { doing, source: FrameError::TooLong(length) });
+    }
+    Ok(encode(FrameKind::Request, &json))
 }
 
 /// A frame that must be a reply.
@@ -237,19 +245,25 @@ async fn done(
     }
 }
 
-/// Gives a guest its identity, which ends the seal. `connected` is called in between.
+/// Gives a guest its identity, which ends the seal; `connected` is called in between. A `next` request goes with it, in the same packet, to
+/// be served as soon as the guest is who it is; its reply is then to be read from the link that is given.
 ///
 /// # Errors
 /// [`LinkError`].
 pub async fn identify(
     path: &Path,
     within: Duration,
+    next: Option<&Request>,
     connected: impl FnOnce() -> Identity,
-) -> Result<(), LinkError> {
+) -> Result<AgentLink, LinkError> {
     let doing = "taking its identity";
-    let link = AgentLink::connect(path, within).await?;
-    match link.ask(&Request::Identity(connected()), doing).await? {
-        Reply::Ok => Ok(()),
+    let next = next.map(|request| request_frame(request, doing)).transpose()?;
+    let mut link = AgentLink::connect(path, within).await?;
+    let mut frames = request_frame(&Request::Identity(connected()), doing)?;
+    frames.extend(next.into_iter().flatten());
+    link.write(&frames, doing).await?;
+    match link.reply(doing).await? {
+        Reply::Ok => Ok(link),
         reply => Err(other(&reply, doing, "Ok")),
     }
 }

@@ -6,7 +6,7 @@
 //!
 //! A [`Newborn`] that is dropped takes its VM with it: whoever waits for it may go away at any moment.
 
-use super::agent_link::{self, LinkError};
+use super::agent_link::{self, AgentLink, LinkError};
 use super::launch::{self, Fds};
 use super::pool::{Guest, Shell};
 use super::source::{self, CloneOf, Opened, Template};
@@ -17,7 +17,7 @@ use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome, blocking};
 use crate::metrics::{self, Birth};
 use crate::time::Asked;
-use dayfly_api::agent::Ready;
+use dayfly_api::agent::{Ready, Request};
 use dayfly_api::types::{CreateRequest, ErrorCode, ExitKind, Source};
 use dayfly_host::process::Process;
 use dayfly_units::Name;
@@ -48,6 +48,8 @@ pub struct Order {
     pub ephemeral: bool,
     /// Whether it plays a rehearsal.
     pub part: Part,
+    /// What is asked of its agent as soon as it is who it is: [`Newborn::asked`] gives the link for the answer.
+    pub next: Option<Request>,
 }
 
 /// What a VM is for.
@@ -71,6 +73,7 @@ impl Order {
             labels: request.labels,
             ephemeral: false,
             part: Part::User,
+            next: None,
         }
     }
 }
@@ -80,9 +83,15 @@ impl Order {
 pub struct Newborn {
     daemon: Arc<Daemon>,
     vm: Option<Arc<Vm>>,
+    asked: Option<AgentLink>,
 }
 
 impl Newborn {
+    /// Where the answer to [`Order::next`] comes from; once.
+    pub fn asked(&mut self) -> Option<AgentLink> {
+        self.asked.take()
+    }
+
     /// The VM.
     ///
     /// # Panics
@@ -191,7 +200,7 @@ async fn attempt(
             return Err(Step::Name.failed()(refused).into());
         }
     };
-    let newborn = Newborn { daemon: daemon.clone(), vm: Some(vm.clone()) };
+    let mut newborn = Newborn { daemon: daemon.clone(), vm: Some(vm.clone()), asked: None };
     vm.update(|live| {
         live.disks = opened.disks();
         live.asked_us = Some(asked.at_us());
@@ -233,14 +242,15 @@ async fn attempt(
         }
         if vm.update(|live| live.agent_version.is_empty()) {
             // A guest without an agent, as benchmarks have: it is there once it runs.
-            return Ok(());
+            return Ok(None);
         }
-        identity::give(daemon, &vm, || {
+        identity::give(daemon, &vm, order.next.as_ref(), || {
             let us = asked.elapsed_us();
             connected_us.store(us, Ordering::Relaxed);
             vm.mark("agent connected", us);
         })
         .await
+        .map(Some)
         .map_err(Fault::from)
     };
     let result = tokio::select! {
@@ -248,8 +258,9 @@ async fn attempt(
         result = alive => result,
         () = vm.wait_gone() => Err(Fault::new(ErrorCode::Guest, "its VMM ended")),
     };
-    if let Err(fault) = result {
-        return Err(explain(&vm, fault).await.during(Step::Identity.text()).into());
+    match result {
+        Ok(link) => newborn.asked = link.filter(|_| order.next.is_some()),
+        Err(fault) => return Err(explain(&vm, fault).await.during(Step::Identity.text()).into()),
     }
     done(Step::Identity)?;
     let ready_us = asked.elapsed_us();

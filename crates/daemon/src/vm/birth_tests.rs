@@ -60,6 +60,7 @@ impl Room {
             labels: BTreeMap::new(),
             ephemeral: false,
             part: Part::User,
+            next: None,
         }
     }
 

@@ -1,10 +1,10 @@
 //! Who a guest is, and telling it.
 
-use super::agent_link::{LinkError, identify};
+use super::agent_link::{AgentLink, LinkError, identify};
 use super::{Vm, Who};
 use crate::daemon::Daemon;
 use crate::time::unix_ns;
-use dayfly_api::agent::Identity;
+use dayfly_api::agent::{Identity, Request};
 use dayfly_units::VmId;
 
 /// Bytes of entropy given to a guest each time.
@@ -39,14 +39,19 @@ fn hostname(name: &str, id: VmId) -> String {
 }
 
 /// Tells a guest who it is (calling `connected` once it listens), what time it is, and reseeds its random numbers; ends its seal. One that has been told before stays
-/// who it was.
+/// who it was. What is to come `next` goes with it, and is answered over the link that is given.
 ///
 /// # Errors
 /// [`LinkError`].
-pub async fn give(daemon: &Daemon, vm: &Vm, connected: impl FnOnce()) -> Result<(), LinkError> {
+pub async fn give(
+    daemon: &Daemon,
+    vm: &Vm,
+    next: Option<&Request>,
+    connected: impl FnOnce(),
+) -> Result<AgentLink, LinkError> {
     let who = vm.update(|live| live.who.get_or_insert_with(|| fresh(vm)).clone());
     // What time it is, as late as possible.
-    identify(&vm.dir.vsock(), daemon.config.deadlines.agent, || {
+    identify(&vm.dir.vsock(), daemon.config.deadlines.agent, next, || {
         connected();
         Identity {
             hostname: who.hostname,

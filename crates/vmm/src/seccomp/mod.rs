@@ -75,7 +75,8 @@ const EVERYONE: &[i64] = &[
 ];
 
 /// What a thread of the crew calls once, to become the VM's user ([`crate::crew`]); without capabilities these change nothing.
-const BECOME_USER: &[i64] = &[libc::SYS_capset, libc::SYS_setgroups, libc::SYS_setresgid, libc::SYS_setresuid];
+const BECOME_USER: &[i64] =
+    &[libc::SYS_capset, libc::SYS_setgroups, libc::SYS_setresgid, libc::SYS_setresuid];
 
 /// What the main thread needs besides [`EVERYONE`] and [`virtio::CONTROL_SYSCALLS`]: its sockets, and writing a snapshot.
 const MAIN: &[i64] = &[

@@ -73,9 +73,8 @@ impl Bare {
     /// # Errors
     /// When no VM may have as much memory, or what KVM says.
     pub(super) fn parts(self, kvm: &Kvm, shape: Shape) -> Result<Parts, BuildError> {
-        let fits = |f: &Filled| {
-            f.memory_bytes == shape.memory_bytes && f.vcpus.len() == usize::from(shape.vcpus)
-        };
+        let fits =
+            |f: &Filled| f.memory_bytes == shape.memory_bytes && f.vcpus.len() == usize::from(shape.vcpus);
         let bare = match &self.filled {
             Some(filled) if !fits(filled) => Self::new(kvm)?,
             _ => self,

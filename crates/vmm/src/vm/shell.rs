@@ -77,7 +77,8 @@ impl Shell {
     /// When no VM may have this shape, or the host refuses.
     pub fn new(host: Host, shape: Shape, filters: &Filters) -> Result<Self, BuildError> {
         check(shape)?;
-        let Host { kvm, bare, console, vsock_listener, vsock_path, pagemap, recorder, crew, mut timeline } = host;
+        let Host { kvm, bare, console, vsock_listener, vsock_path, pagemap, recorder, crew, mut timeline } =
+            host;
         let Parts { vm, memory, vcpus: fds } = bare.parts(&kvm, shape)?;
         timeline.done("kvm");
 
