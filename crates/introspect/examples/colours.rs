@@ -53,7 +53,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("{}", report.census());
     println!("{:.1} ms, of which opening {:.1} ms", all.as_secs_f64() * 1e3, opened.as_secs_f64() * 1e3);
     if let Some(png) = png {
-        picture::write_png(&report.colours, NonZeroU32::new(512).unwrap_or(NonZeroU32::MIN), File::create(png)?)?;
+        picture::write_png(
+            &report.colours,
+            NonZeroU32::new(512).unwrap_or(NonZeroU32::MIN),
+            File::create(png)?,
+        )?;
     }
     Ok(())
 }

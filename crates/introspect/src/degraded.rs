@@ -44,7 +44,10 @@ pub(crate) fn colours(memory: &dyn PhysMemory, hints: &[RootHint]) -> (Vec<Colou
             (&kernel_code, Colour::KernelCode),
             (&kernel_data, Colour::KernelData),
         ];
-        by_rank.iter().find(|(mapped, _)| mapped.contains(frame, pfn)).map_or(Colour::Unknown, |(_, colour)| *colour)
+        by_rank
+            .iter()
+            .find(|(mapped, _)| mapped.contains(frame, pfn))
+            .map_or(Colour::Unknown, |(_, colour)| *colour)
     };
     ((0..layout.frames()).map(|n| colour(Frame(n))).collect(), found.len())
 }
@@ -58,7 +61,8 @@ fn find_roots(memory: &dyn PhysMemory, hints: &[RootHint]) -> Vec<Tables> {
         if !found.iter().any(|tables| tables.root == root) {
             found.push(Tables { root, levels: hint.levels });
             let upper = roots::upper_half(memory.page(root));
-            let others = roots::sharing(memory, &upper, |frame| found.iter().all(|tables| tables.root != frame));
+            let others =
+                roots::sharing(memory, &upper, |frame| found.iter().all(|tables| tables.root != frame));
             found.extend(others.into_iter().map(|root| Tables { root, levels: hint.levels }));
         }
     }

@@ -135,7 +135,8 @@ impl<'m> Kernel<'m> {
         if page_size != PAGE_SIZE {
             return Err(Rejection::PageSize(page_size));
         }
-        let levels = if info.number("pgtable_l5_enabled").unwrap_or(0) == 1 { Levels::Five } else { Levels::Four };
+        let levels =
+            if info.number("pgtable_l5_enabled").unwrap_or(0) == 1 { Levels::Five } else { Levels::Four };
         let swapper = info.symbol("swapper_pg_dir")?;
         let expected = swapper.wrapping_sub(KERNEL_MAP).wrapping_add(info.number("phys_base")?);
         let root = memory.layout().frame(Pfn(expected / PAGE_SIZE));
@@ -204,7 +205,8 @@ impl<'m> Kernel<'m> {
     pub(crate) fn is_file(&self, mapping: u64) -> bool {
         let inode = self.tables.word(self.memory, mapping);
         inode.is_some_and(|inode| {
-            mapping >> 63 == 1 && mapping.checked_sub(inode).is_some_and(|n| (1..MAX_INODE_BYTES).contains(&n))
+            mapping >> 63 == 1
+                && mapping.checked_sub(inode).is_some_and(|n| (1..MAX_INODE_BYTES).contains(&n))
         })
     }
 }

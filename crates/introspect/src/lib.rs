@@ -52,6 +52,7 @@ use kernel::Kernel;
 use memory::Frame;
 use owners::Owners;
 use paging::{Half, Mapped, Tables, Walk};
+use shape::Owner;
 
 /// Colours every frame of a guest's memory. `hints` are where its vCPUs' page tables are, when that is known: they tell a running kernel from
 /// the remains of an earlier one, and are where an unknown kernel's page tables begin.
@@ -94,7 +95,12 @@ fn with_kernel(memory: &dyn PhysMemory, kernel: &Kernel<'_>) -> Report {
             && matches!(colours.get(frame.0), Some(Colour::KernelData | Colour::PageTable))
     };
     let upper = roots::upper_half(memory.page(kernel.tables.root));
-    let processes = roots::sharing(memory, &upper, eligible);
+    let mut processes = roots::sharing(memory, &upper, eligible);
+    // On CPUs' lists of free pages there are tables of processes that have ended.
+    processes.retain(|&root| {
+        let owner = memory.layout().pfn(root).and_then(|pfn| kernel.owner(pfn));
+        matches!(owner, Some(Owner::Kernel | Owner::Table))
+    });
     for &root in &processes {
         let tables = Tables { root, levels: kernel.tables.levels };
         walk.half(tables, Half::User, &mut |leaf| {

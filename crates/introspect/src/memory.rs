@@ -116,7 +116,8 @@ impl Layout {
             if guest < expected {
                 return Err(LayoutError::Order { at, expected, extent });
             }
-            let count = usize::try_from(bytes / PAGE_SIZE).map_err(|_| LayoutError::TooHigh { at, extent })?;
+            let count =
+                usize::try_from(bytes / PAGE_SIZE).map_err(|_| LayoutError::TooHigh { at, extent })?;
             placed.push(Placed { pfn: guest / PAGE_SIZE, frame: frames, frames: count, offset });
             frames += count;
             expected = guest + bytes;

@@ -37,8 +37,11 @@ impl Owners {
             }
         }
         let chunks = parallel::each(jobs, |pfns| Chunk::new(kernel).read(pfns.start.0..pfns.end.0));
-        let mut owners =
-            Self { colours: Vec::with_capacity(layout.frames()), files: vec![0; layout.frames()], groups: Vec::new() };
+        let mut owners = Self {
+            colours: Vec::with_capacity(layout.frames()),
+            files: vec![0; layout.frames()],
+            groups: Vec::new(),
+        };
         let mut known = HashMap::new();
         for (colours, mappings) in chunks {
             let base = owners.colours.len();
@@ -160,7 +163,7 @@ impl<'k, 'm> Chunk<'k, 'm> {
             Some(Owner::Slab) => Colour::Slab,
             Some(Owner::Table) => Colour::PageTable,
             Some(Owner::User) => Colour::UserData,
-            Some(Owner::Kernel) => Colour::KernelData,
+            Some(Owner::Kernel | Owner::Unheld) => Colour::KernelData,
             Some(Owner::Tail { .. } | Owner::Unknown) | None => Colour::Unknown,
         };
         (colour, None)

@@ -27,7 +27,8 @@ pub fn rgb(colour: Colour) -> [u8; 3] {
 /// Writing failed, or there are more rows than a PNG can have.
 pub fn write_png(colours: &[Colour], width: NonZeroU32, to: impl Write) -> Result<(), png::EncodingError> {
     let row = usize::try_from(width.get()).map_err(|_| png::EncodingError::LimitsExceeded)?;
-    let rows = u32::try_from(colours.len().div_ceil(row).max(1)).map_err(|_| png::EncodingError::LimitsExceeded)?;
+    let rows =
+        u32::try_from(colours.len().div_ceil(row).max(1)).map_err(|_| png::EncodingError::LimitsExceeded)?;
     let mut encoder = png::Encoder::new(to, width.get(), rows);
     encoder.set_color(png::ColorType::Indexed);
     encoder.set_depth(png::BitDepth::Eight);

@@ -126,6 +126,8 @@ pub(crate) enum Owner {
     },
     /// In use otherwise.
     Kernel,
+    /// Nobody holds it: within a block whose first page somebody holds, or on a CPU's list of free pages. Nothing tells which.
+    Unheld,
     /// Never initialised.
     Unknown,
 }
@@ -209,8 +211,7 @@ impl PageShape {
         }
         let mapping = read(self.mapping);
         if low(read(self.refcount)) == 0 {
-            // Within a block that the kernel uses, or free but on no list of blocks.
-            return Owner::Kernel;
+            return Owner::Unheld;
         }
         if mapping & MAPPING_ANONYMOUS != 0 {
             Owner::User

@@ -72,7 +72,8 @@ impl RamFile {
             rustix::mm::mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, file, 0)
         };
         let base = base.map_err(|e| io("mapping it")(e.into()))?;
-        let base = NonNull::new(base).ok_or_else(|| io("mapping it")(io::ErrorKind::AddrNotAvailable.into()))?;
+        let base =
+            NonNull::new(base).ok_or_else(|| io("mapping it")(io::ErrorKind::AddrNotAvailable.into()))?;
         Ok(Self { layout, base, bytes, data })
     }
 }

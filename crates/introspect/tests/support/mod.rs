@@ -1,0 +1,5 @@
+//! Frozen guests for tests: stock Debian kernels under plain QEMU, with what they said of their own memory just before.
+
+pub mod cpio;
+pub mod fixture;
+pub mod oracle;
