@@ -74,16 +74,19 @@ fn find_roots(memory: &dyn PhysMemory, hints: &[RootHint]) -> Vec<Tables> {
     found
 }
 
-/// The number of levels under which a table reaches more code of a kernel in the top 2 GiB.
+/// The number of levels under which a table reaches more code of a kernel in the top 2 GiB. Read with a level too few, tables
+/// are taken for pages; with one too many, pages for tables, whose entries hardly ever point to RAM.
 fn levels_by_looks(memory: &dyn PhysMemory, root: Frame) -> Levels {
     let code = |levels| {
         let mut pages = 0_u64;
         Walk::new(memory).half(Tables { root, levels }, Half::Kernel, &mut |leaf| {
-            if leaf.executable && !leaf.user && leaf.address >= IMAGE_START {
+            let in_ram = memory.layout().frame(leaf.pfn).is_some();
+            if leaf.executable && !leaf.user && leaf.address >= IMAGE_START && in_ram {
                 pages = pages.saturating_add(leaf.pages);
             }
         });
         pages
     };
-    if code(Levels::Five) > code(Levels::Four) { Levels::Five } else { Levels::Four }
+    let five = code(Levels::Five);
+    if five > 0 && five >= code(Levels::Four) { Levels::Five } else { Levels::Four }
 }

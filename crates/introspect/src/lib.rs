@@ -130,3 +130,10 @@ fn with_kernel(memory: &dyn PhysMemory, kernel: &Kernel<'_>) -> Report {
 fn pfns(memory: &dyn PhysMemory) -> impl Iterator<Item = memory::Pfn> + '_ {
     memory.layout().stretches().flat_map(|(first, frames)| (first.0..).take(frames.len()).map(memory::Pfn))
 }
+
+#[cfg(test)]
+mod synthetic;
+
+#[cfg(test)]
+#[path = "lib_tests.rs"]
+mod tests;

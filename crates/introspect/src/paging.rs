@@ -60,10 +60,15 @@ pub(crate) fn target(memory: &dyn PhysMemory, entry: u64) -> Option<Frame> {
     memory.layout().frame(Pfn((entry & ADDRESS) / PAGE_SIZE))
 }
 
-/// Whether an entry at `level` is a leaf; none where it is neither leaf nor table.
+/// Bit 12 of a large leaf: a memory type, not an address.
+const LARGE_PAT: u64 = 1 << 12;
+
+/// Whether an entry at `level` is a leaf; none where reserved bits make it neither leaf nor table.
 fn is_leaf(entry: u64, level: u32) -> Option<bool> {
+    let within = (1 << shift(level)) - 1;
     match (level, entry & LARGE != 0) {
-        (1, _) | (2 | 3, true) => Some(true),
+        (1, _) => Some(true),
+        (2 | 3, true) => (entry & ADDRESS & within & !LARGE_PAT == 0).then_some(true),
         (_, false) => Some(false),
         (_, true) => None,
     }

@@ -49,7 +49,9 @@ mod tests {
         let colours: Vec<Colour> = Colour::ALL.into_iter().cycle().take(100).collect();
         let mut file = Vec::new();
         write_png(&colours, NonZeroU32::new(32).unwrap(), &mut file).unwrap();
-        let mut reader = png::Decoder::new(std::io::Cursor::new(file)).read_info().unwrap();
+        let mut decoder = png::Decoder::new(std::io::Cursor::new(file));
+        decoder.set_transformations(png::Transformations::EXPAND);
+        let mut reader = decoder.read_info().unwrap();
         let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
         let info = reader.next_frame(&mut pixels).unwrap();
         assert_eq!((info.width, info.height), (32, 4));

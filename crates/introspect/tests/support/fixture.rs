@@ -43,7 +43,7 @@ pub struct Fixture {
     pub folder: PathBuf,
     pub hints: Vec<RootHint>,
     /// /proc/iomem.
-    pub iomem: String,
+    iomem: String,
     /// The first 16 KiB of /proc/kcore.
     pub kcore: Vec<u8>,
     /// Page numbers of a process' mapped code and of its heap, by /proc/PID/pagemap.
@@ -173,6 +173,14 @@ impl Fixture {
     /// The RAM file.
     pub fn ram(&self) -> File {
         File::open(self.folder.join("ram")).unwrap()
+    }
+
+    /// Page numbers of the kernel's code, by /proc/iomem.
+    pub fn kernel_code(&self) -> Vec<u64> {
+        let line = self.iomem.lines().find(|line| line.ends_with("Kernel code")).unwrap();
+        let (start, end) = line.trim().split_once(' ').unwrap().0.split_once('-').unwrap();
+        let page = |text| u64::from_str_radix(text, 16).unwrap() / 4096;
+        (page(start)..=page(end)).collect()
     }
 
     /// Where its RAM lies.

@@ -31,12 +31,13 @@ pub fn class(colour: Colour) -> Option<Class> {
 /// Bits of /proc/kpageflags (include/uapi/linux/kernel-page-flags.h).
 mod kpf {
     pub const LRU: u64 = 1 << 5;
+    pub const SLAB: u64 = 1 << 7;
     pub const BUDDY: u64 = 1 << 10;
-    pub const MMAP: u64 = 1 << 11;
     pub const ANON: u64 = 1 << 12;
     pub const HUGE: u64 = 1 << 17;
     pub const NOPAGE: u64 = 1 << 20;
     pub const OFFLINE: u64 = 1 << 23;
+    pub const PGTABLE: u64 = 1 << 26;
 }
 
 /// The class that the kernel itself gives a frame; none where it has no `struct page`.
@@ -44,12 +45,22 @@ pub fn class_of_flags(flags: u64) -> Option<Class> {
     match flags {
         f if f & kpf::NOPAGE != 0 => None,
         f if f & (kpf::BUDDY | kpf::OFFLINE) != 0 => Some(Class::Free),
+        // First, as 6.12 calls some slab anonymous too: it looks at a field that slab uses for something else.
+        f if f & kpf::SLAB != 0 => Some(Class::Kernel),
         f if f & (kpf::ANON | kpf::HUGE) != 0 => Some(Class::User),
         f if f & kpf::LRU != 0 => Some(Class::Cache),
-        // Mapped by processes but neither anonymous nor on a list: the kernel's (vDSO, shared rings).
-        f if f & kpf::MMAP != 0 => Some(Class::Kernel),
         _ => Some(Class::Kernel),
     }
+}
+
+/// Whether the kernel calls a frame slab.
+pub fn is_slab(flags: u64) -> bool {
+    flags & kpf::SLAB != 0
+}
+
+/// Whether the kernel calls a frame a page table; it does not do so for those of the top level, nor for its own.
+pub fn is_table(flags: u64) -> bool {
+    flags & kpf::PGTABLE != 0
 }
 
 /// makedumpfile's view of the frames, by page number: the pages that it leaves out of a dump, level by level.
