@@ -4,6 +4,7 @@
 //! those that it can execute are coloured, and data in the top 2 GiB, where the x86-64 ABI's kernel code model puts a kernel's image.
 
 use crate::colour::Colour;
+use crate::frame_set::FrameSet;
 use crate::memory::{Frame, PhysMemory};
 use crate::paging::{Half, Levels, Mapped, Tables, Walk};
 use crate::report::RootHint;
@@ -55,15 +56,18 @@ pub(crate) fn colours(memory: &dyn PhysMemory, hints: &[RootHint]) -> (Vec<Colou
 /// The vCPUs' tables and all that share their upper halves; without vCPUs, what looks like top-level tables.
 fn find_roots(memory: &dyn PhysMemory, hints: &[RootHint]) -> Vec<Tables> {
     let mut found: Vec<Tables> = Vec::new();
+    let mut known = FrameSet::new(memory.layout().frames());
     for hint in hints {
         let Some(root) = hint.root(memory) else { continue };
         let root = roots::whole_of_twin(memory, root).unwrap_or(root);
-        if !found.iter().any(|tables| tables.root == root) {
-            found.push(Tables { root, levels: hint.levels });
+        if known.insert(root.0) {
             let upper = roots::upper_half(memory.page(root));
-            let others =
-                roots::sharing(memory, &upper, |frame| found.iter().all(|tables| tables.root != frame));
-            found.extend(others.into_iter().map(|root| Tables { root, levels: hint.levels }));
+            let mut same = roots::sharing(memory, &upper, |frame| !known.contains(frame.0));
+            same.push(root);
+            for root in same {
+                known.insert(root.0);
+                found.push(Tables { root, levels: hint.levels });
+            }
         }
     }
     if found.is_empty() {

@@ -154,7 +154,7 @@ fn an_unknown_kernel_has_the_colours_of_its_page_tables() {
     for levels in [Levels::Four, Levels::Five] {
         let guest = Guest::new(Like::Linux6_12, levels);
         guest.ram.put(TEXT * 4096, 0);
-        let hint = RootHint { cr3: (PROCESS + 1) * 4096 | 0x802, levels };
+        let hint = RootHint { cr3: ((PROCESS + 1) * 4096) | 0x802, levels };
         for hints in [&[][..], &[hint]] {
             let report = introspect(&guest.ram, hints);
             assert_eq!(report.degraded, Some(Degraded::NoNote { roots: 2 }), "{hints:?}");
@@ -216,6 +216,24 @@ fn structures_that_lie_end_where_they_are() {
 }
 
 #[test]
+fn up_to_5_10_another_bit_marks_page_tables() {
+    let mut guest = Guest::new(Like::Linux6_1, Levels::Four);
+    let kind = |kind: u32| u64::from(kind) | 1 << 32;
+    guest.page(36, [0, 0, 0, 0, 0, 0, kind(!0x400), 0]);
+    guest.page(37, [0, 0, 0, 0, 0, 0, kind(!0x200), 0]);
+    let colours = |guest: &Guest| {
+        let report = introspect(&guest.ram, &[]);
+        assert_eq!(report.degraded, None);
+        (colour(&report, 36), colour(&report, 37))
+    };
+    assert_eq!(colours(&guest), (Colour::KernelData, Colour::PageTable));
+    guest.rename("5.10-6-x");
+    assert_eq!(colours(&guest), (Colour::PageTable, Colour::KernelData));
+    guest.rename("5.11.0-x");
+    assert_eq!(colours(&guest), (Colour::KernelData, Colour::PageTable));
+}
+
+#[test]
 fn a_free_block_ends_where_its_chunk_does() {
     let mut guest = Guest::new(Like::Linux6_12, Levels::Four);
     guest.edit("LENGTH(zone.free_area)=11", "LENGTH(zone.free_area)=18446744073709551615");
@@ -236,7 +254,7 @@ fn hostile_tables_end() {
             }
             // Every frame below a process is one of them.
             for index in 1..256 {
-                let table = (FREE + index) * 4096 | PRESENT | USER;
+                let table = ((FREE + index) * 4096) | PRESENT | USER;
                 guest.put_entry(PROCESS, index, table);
                 guest.put_entry(PROCESS + 2, index, table);
                 guest.put_entry(PROCESS + 3, index, table);
@@ -300,7 +318,7 @@ proptest! {
             let value = match how {
                 0 => value,
                 1 => old ^ 1 << (value % 64),
-                2 => (value % (FRAMES as u64)) * 4096 | value >> 56,
+                2 => ((value % (FRAMES as u64)) * 4096) | (value >> 56),
                 _ => guest.vmemmap() + value % (1 << 17),
             };
             guest.ram.put(word * 8, value);

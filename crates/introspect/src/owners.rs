@@ -97,12 +97,11 @@ impl<'k, 'm> Chunk<'k, 'm> {
         while pfn < pfns.end {
             let owner = self.owner(pfn);
             if let Some(Owner::Free { order }) = owner {
-                // A block lies at a multiple of its size; anything else is a lie, or a page that was once the first of a block.
+                // A block lies at a multiple of its size; anything else is a lie.
                 let pages = if pfn.is_multiple_of(1 << order) { 1 << order } else { 1 };
-                for _ in pfn..pfns.end.min(pfn + pages) {
-                    colours.push(Colour::Free);
-                    pfn += 1;
-                }
+                let pages = pages.min(pfns.end - pfn);
+                colours.extend((0..pages).map(|_| Colour::Free));
+                pfn += pages;
                 continue;
             }
             let (colour, mapping) = match owner {

@@ -7,6 +7,11 @@ fn table(ram: &RamImage, frame: u64, index: u64, entry: u64) {
     ram.put(frame * 4096 + index * 8, entry);
 }
 
+/// An entry for a frame.
+fn to(frame: u64) -> u64 {
+    (frame * 4096) | PRESENT
+}
+
 /// Leaves below half of a table.
 fn leaves(ram: &RamImage, tables: Tables, half: Half) -> Vec<Leaf> {
     let mut leaves = Vec::new();
@@ -20,23 +25,23 @@ fn pages_of_all_sizes_with_four_and_five_levels() {
         let ram = RamImage::new(16);
         let mut root = 1;
         if levels == Levels::Five {
-            table(&ram, 9, 0, 4096 | PRESENT | WRITE | USER);
-            table(&ram, 9, 511, 4096 | PRESENT | WRITE);
+            table(&ram, 9, 0, to(1) | WRITE | USER);
+            table(&ram, 9, 511, to(1) | WRITE);
             root = 9;
         }
-        table(&ram, 1, 0, 2 * 4096 | PRESENT | USER);
-        table(&ram, 1, 511, 2 * 4096 | PRESENT);
-        table(&ram, 2, 0, 3 * 4096 | PRESENT | USER);
-        table(&ram, 2, 1, 1 << 30 | PRESENT | USER | LARGE | NO_EXECUTE);
-        table(&ram, 3, 0, 4 * 4096 | PRESENT | USER);
-        table(&ram, 3, 1, 2 << 20 | PRESENT | LARGE | 1 << 12);
-        table(&ram, 4, 5, 7 * 4096 | PRESENT | USER | 1 << 7);
+        table(&ram, 1, 0, to(2) | USER);
+        table(&ram, 1, 511, to(2));
+        table(&ram, 2, 0, to(3) | USER);
+        table(&ram, 2, 1, to(1 << 18) | USER | LARGE | NO_EXECUTE);
+        table(&ram, 3, 0, to(4) | USER);
+        table(&ram, 3, 1, to(512) | LARGE | LARGE_PAT);
+        table(&ram, 4, 5, to(7) | USER | LARGE);
         let tables = Tables { root: Frame(root), levels };
         assert_eq!(tables.translate(&ram, 0x5123), Some(0x7123));
         assert_eq!(tables.translate(&ram, 0x6000), None);
         assert_eq!(tables.translate(&ram, 0x20_0042), Some(0x20_0042));
         assert_eq!(tables.translate(&ram, 0x4000_0042), Some(0x4000_0042));
-        let top = 511 << 39 | if levels == Levels::Five { 0xff << 56 | 511 << 48 } else { 0xffff << 48 };
+        let top = (0xffff << 48) | (511 << 39);
         assert_eq!(tables.translate(&ram, top + 0x5123), Some(0x7123));
 
         let user: Vec<Leaf> = leaves(&ram, tables, Half::User);
@@ -54,11 +59,7 @@ fn pages_of_all_sizes_with_four_and_five_levels() {
             assert_eq!(kernel, high);
         } else {
             // Both halves of the five-level table lead through one table, whose entry 0 comes first.
-            let high = low.map(|leaf| Leaf {
-                address: leaf.address + (0xff << 56 | 511 << 48),
-                user: false,
-                ..leaf
-            });
+            let high = low.map(|leaf| Leaf { address: leaf.address + (0xffff << 48), user: false, ..leaf });
             assert_eq!(kernel, high);
         }
     }
@@ -67,11 +68,11 @@ fn pages_of_all_sizes_with_four_and_five_levels() {
 #[test]
 fn isolation_forbids_execution_at_the_top_and_nowhere_else() {
     let ram = RamImage::new(8);
-    table(&ram, 1, 0, 2 * 4096 | PRESENT | USER | NO_EXECUTE);
-    table(&ram, 2, 0, 3 * 4096 | PRESENT | USER);
-    table(&ram, 2, 1, 4 * 4096 | PRESENT | USER | NO_EXECUTE);
+    table(&ram, 1, 0, to(2) | USER | NO_EXECUTE);
+    table(&ram, 2, 0, to(3) | USER);
+    table(&ram, 2, 1, to(4) | USER | NO_EXECUTE);
     for (frame, index) in [(3, 5), (4, 6)] {
-        table(&ram, frame, 0, index << 30 | PRESENT | USER | LARGE);
+        table(&ram, frame, 0, to(index << 18) | USER | LARGE);
     }
     let tables = Tables { root: Frame(1), levels: Levels::Four };
     let executable: Vec<bool> = leaves(&ram, tables, Half::User).iter().map(|leaf| leaf.executable).collect();
@@ -82,8 +83,8 @@ fn isolation_forbids_execution_at_the_top_and_nowhere_else() {
 fn a_table_that_is_its_own_child_is_entered_once() {
     let ram = RamImage::new(4);
     for index in 0..512 {
-        table(&ram, 1, index, 4096 | PRESENT);
-        table(&ram, 2, index, 4096 | PRESENT);
+        table(&ram, 1, index, to(1));
+        table(&ram, 2, index, to(1));
     }
     let tables = Tables { root: Frame(2), levels: Levels::Five };
     let mut walk = Walk::new(&ram);
@@ -98,9 +99,9 @@ fn a_table_that_is_its_own_child_is_entered_once() {
 fn entries_that_point_outside_of_ram_lead_nowhere() {
     let ram = RamImage::new(4);
     table(&ram, 1, 0, ADDRESS | PRESENT);
-    table(&ram, 1, 1, 4 * 4096 | PRESENT);
-    table(&ram, 1, 2, 2 * 4096 | PRESENT);
-    table(&ram, 2, 0, (ADDRESS >> 30 << 30) | PRESENT | LARGE);
+    table(&ram, 1, 1, to(4));
+    table(&ram, 1, 2, to(2));
+    table(&ram, 2, 0, ((ADDRESS >> 30) << 30) | PRESENT | LARGE);
     // Reserved bits: it would fault.
     table(&ram, 2, 1, ADDRESS | PRESENT | LARGE);
     let tables = Tables { root: Frame(1), levels: Levels::Four };

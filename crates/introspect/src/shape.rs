@@ -14,9 +14,10 @@ const MAPPING_MOVABLE: u64 = 2;
 const TAIL: u64 = 1;
 /// Upper bits of the older page types: set in every field that holds a type.
 const TYPE_BASE: u32 = 0xf000_0000;
-/// Type numbers that VMCOREINFO does not tell: page tables in either encoding (include/linux/page-flags.h, 5.11 and 6.12).
-const TABLE_BIT: u32 = 0x200;
-const TABLE_BYTE: u8 = 0xf2;
+/// What VMCOREINFO does not tell, the whole field of a page table (include/linux/page-flags.h): until 5.10, until 6.10, from 6.12.
+const TABLE_TO_5_10: u32 = !0x400;
+const TABLE_TO_6_10: u32 = !0x200;
+const TABLE_FROM_6_12: u32 = 0xf200_0000;
 /// The order of the largest free block that is believed: 64 MiB. Linux itself has 10.
 pub(crate) const MAX_ORDER: u32 = 14;
 
@@ -76,6 +77,8 @@ pub(crate) struct PageShape {
     compound_head: Field,
     lru: u64,
     types: Types,
+    buddy_type: u32,
+    table_type: u32,
     /// Slab as a flag (to 6.9), else as a type.
     slab_flag: Option<u64>,
     slab_type: Option<u32>,
@@ -151,9 +154,12 @@ impl PageShape {
             u32::try_from(got).ok().and_then(|n| 1u64.checked_shl(n)).ok_or(ShapeError::Flag { flag, got })
         };
         let buddy = low(info.number("PAGE_BUDDY_MAPCOUNT_VALUE")?);
-        let types = match buddy {
-            0xffff_ff7f => Types::Cleared,
-            0xf000_0000 => Types::Byte,
+        let (types, table_type) = match buddy {
+            0xffff_ff7f if info.version().is_some_and(|version| version <= (5, 10)) => {
+                (Types::Cleared, TABLE_TO_5_10)
+            }
+            0xffff_ff7f => (Types::Cleared, TABLE_TO_6_10),
+            0xf000_0000 => (Types::Byte, TABLE_FROM_6_12),
             other => return Err(ShapeError::Types(i64::from(other.cast_signed()))),
         };
         let kind = |name| info.number(name).ok().map(low);
@@ -172,6 +178,8 @@ impl PageShape {
             compound_head: field("compound_head", 8)?,
             lru: flag("PG_lru")?,
             types,
+            buddy_type: buddy,
+            table_type,
             slab_flag: flag("PG_slab").ok(),
             slab_type: kind("PAGE_SLAB_MAPCOUNT_VALUE"),
             offline_type: kind("PAGE_OFFLINE_MAPCOUNT_VALUE"),
@@ -193,7 +201,7 @@ impl PageShape {
             return Owner::Tail { head: head - TAIL };
         }
         let kind = low(read(self.page_type));
-        if self.is_buddy(kind) {
+        if self.is(kind, Some(self.buddy_type)) {
             let order = u32::try_from(read(self.private)).unwrap_or(0);
             return Owner::Free { order: if order > self.max_order { 0 } else { order } };
         }
@@ -203,7 +211,7 @@ impl PageShape {
         if self.is(kind, self.offline_type) {
             return Owner::Offline;
         }
-        if self.is_table(kind) {
+        if self.is(kind, Some(self.table_type)) {
             return Owner::Table;
         }
         if self.is(kind, self.hugetlb_type) || self.is_hugetlb(flags, page, at) {
@@ -221,20 +229,6 @@ impl PageShape {
             Owner::MaybeFile { mapping }
         } else {
             Owner::Kernel
-        }
-    }
-
-    fn is_buddy(&self, kind: u32) -> bool {
-        match self.types {
-            Types::Cleared => kind & (TYPE_BASE | 0x80) == TYPE_BASE,
-            Types::Byte => kind >> 24 == 0xf0,
-        }
-    }
-
-    fn is_table(&self, kind: u32) -> bool {
-        match self.types {
-            Types::Cleared => kind & (TYPE_BASE | TABLE_BIT) == TYPE_BASE,
-            Types::Byte => kind >> 24 == u32::from(TABLE_BYTE),
         }
     }
 

@@ -142,6 +142,13 @@ impl Guest {
         }
     }
 
+    /// Gives the kernel another release, of eight characters.
+    pub(crate) fn rename(&mut self, release: &str) {
+        let old = self.text.lines().next().unwrap().to_owned();
+        self.edit(&old, &format!("OSRELEASE={release}"));
+        self.ram.put_bytes(UTS * 4096 + 128, &[b"\0\0", release.as_bytes(), b"\0"].concat());
+    }
+
     pub(crate) fn entry(&self, table: u64, index: u64) -> u64 {
         use crate::memory::PhysRead;
         self.ram.word_at(table * 4096 + index * 8).unwrap()

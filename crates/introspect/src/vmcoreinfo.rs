@@ -70,6 +70,13 @@ impl VmcoreInfo {
         text.chars().filter(char::is_ascii_graphic).take(64).collect()
     }
 
+    /// The release's first two numbers.
+    pub(crate) fn version(&self) -> Option<(u32, u32)> {
+        let release = self.release();
+        let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+        Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+    }
+
     /// A symbol's virtual address.
     pub(crate) fn symbol(&self, name: &str) -> Result<u64, NoteError> {
         let key = format!("SYMBOL({name})");

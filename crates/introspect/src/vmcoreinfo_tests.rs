@@ -16,7 +16,7 @@ fn the_text_alone_and_in_its_note() {
     let found: Vec<_> = (0..4).filter_map(|n| VmcoreInfo::in_frame(&ram, Frame(n))).collect();
     assert_eq!(found.len(), 2);
     for info in found {
-        assert_eq!(info.release(), "6.1.0x");
+        assert_eq!((info.release().as_str(), info.version()), ("6.1.0x", Some((6, 1))));
         assert_eq!(info.symbol("a"), Ok(0xffff_ffff_8100_0000));
         assert_eq!(info.number("b"), Ok((-129_i64).cast_unsigned()));
         assert_eq!(info.size("c"), Ok(64));

@@ -1,5 +1,7 @@
 //! Stock Debian kernels, frozen under QEMU, against what they said of themselves and what makedumpfile says of them.
 
+#![allow(clippy::unwrap_used, reason = "tests")]
+
 mod support;
 
 use dayfly_introspect::memory::{Frame, Page, Pfn};
