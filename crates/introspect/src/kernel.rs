@@ -13,7 +13,7 @@ use crate::shape::{Owner, PageShape, ShapeError};
 use crate::vmcoreinfo::{NoteError, VmcoreInfo};
 use crate::{parallel, roots};
 use dayfly_units::PAGE_SIZE;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Where x86-64 Linux maps its image (`__START_KERNEL_map`).
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
@@ -90,15 +90,16 @@ pub(crate) struct Search<'m> {
 }
 
 impl<'m> Kernel<'m> {
-    /// Looks through RAM from its start for a kernel; ends with the first one that a vCPU's tables confirm, or, where
-    /// nothing is known of vCPUs, with the first.
+    /// Looks through RAM from its start for a kernel: the first one that a vCPU's tables confirm, or, where no vCPU does,
+    /// the first.
     pub(crate) fn search(memory: &'m dyn PhysMemory, hints: &[RootHint]) -> Search<'m> {
-        let done = AtomicBool::new(false);
+        // The first frame with a kernel that needs no better one: what lies behind it is not looked at.
+        let end = AtomicUsize::new(usize::MAX);
         let claims = AtomicUsize::new(0);
         let found = parallel::chunks(memory.layout().frames(), SCAN_FRAMES, |frames| {
             let (mut kernels, mut rejections) = (Vec::new(), Vec::new());
             for frame in frames.map(Frame) {
-                if done.load(Ordering::Relaxed) {
+                if frame.0 > end.load(Ordering::Relaxed) {
                     break;
                 }
                 let Some(info) = VmcoreInfo::in_frame(memory, frame) else { continue };
@@ -108,7 +109,7 @@ impl<'m> Kernel<'m> {
                 match Self::accept(memory, &info, frame) {
                     Ok(kernel) => {
                         if hints.is_empty() || kernel.runs(hints) {
-                            done.store(true, Ordering::Relaxed);
+                            end.fetch_min(frame.0, Ordering::Relaxed);
                         }
                         kernels.push(kernel);
                     }

@@ -15,8 +15,8 @@
 //! | kernel code | the kernel's page tables can execute it, and nobody else owns it |
 //! | kernel data | in use, and nothing of all this. Free pages on CPUs' own lists are among them: nothing marks them |
 //! | user code | page cache that a process' page tables can execute |
-//! | user data | `struct page`: anonymous, or a huge page |
-//! | page cache | `struct page`: its file's `address_space` |
+//! | user data | `struct page`: anonymous (code made at run time too), or a huge page |
+//! | page cache | `struct page`: its file's `address_space`; tmpfs and memory that processes share are files as well |
 //! | page tables | reached as one in a walk, or its `struct page` says so |
 //! | slab | `struct page` |
 //! | unknown | no `struct page`, or one never initialised |
@@ -54,7 +54,7 @@ use owners::Owners;
 use paging::{Half, Mapped, Tables, Walk};
 use shape::Owner;
 
-/// Colours every frame of a guest's memory. `hints` are where its vCPUs' page tables are, when that is known: they tell a running kernel from
+/// Colours every frame of a guest's memory. `hints` are where the page tables are of those of its vCPUs that use any (CR0.PG), when that is known: they tell a running kernel from
 /// the remains of an earlier one, and are where an unknown kernel's page tables begin.
 #[must_use]
 pub fn introspect(memory: &dyn PhysMemory, hints: &[RootHint]) -> Report {

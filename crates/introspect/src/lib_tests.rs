@@ -147,6 +147,11 @@ fn of_two_kernels_that_hold_together_a_vcpu_tells_the_running_one() {
     assert_eq!(root(PROCESS * 4096 + 0x18), Some(ROOT * 4096), "flags in CR3 are no address");
     assert_eq!(root((PROCESS + 1) * 4096), Some(ROOT * 4096), "a vCPU in a process, isolated");
     assert_eq!(root(u64::MAX), Some(ROOT * 4096), "nonsense leaves the first");
+    assert_eq!(
+        introspect(&guest.ram, &[]).kernel.map(|kernel| kernel.root),
+        Some(ROOT * 4096),
+        "so does nothing"
+    );
 }
 
 #[test]

@@ -38,8 +38,8 @@ pub enum OpenError {
 
 /// A memory file in a read-only mapping. Holes of the file are never touched: on tmpfs a read would fill them.
 ///
-/// The file may be written to meanwhile, which gives stale answers and nothing worse. It must not become shorter: the process gets
-/// SIGBUS then, as from every mapping of a file.
+/// The file may be written to meanwhile, which gives stale answers and nothing worse. It must not become shorter, and its
+/// disk must not fail: the process gets SIGBUS then, as from every mapping of a file.
 #[derive(Debug)]
 pub struct RamFile {
     layout: Layout,

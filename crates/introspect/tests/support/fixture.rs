@@ -1,6 +1,7 @@
 //! Boots a guest, lets it fill its memory, freezes it, and keeps its RAM as a file below `target/tmp`. What is kept is made
 //! once for each kernel, script and command line.
 
+use super::kpageflags::PageFlags;
 use dayfly_introspect::{Extent, Layout, RootHint};
 use flate2::bufread::GzDecoder;
 use std::collections::hash_map::DefaultHasher;
@@ -21,6 +22,8 @@ const BOOT_LIMIT: Duration = Duration::from_secs(150);
 pub const DISK_FILES: usize = 8;
 /// Bytes in each: no whole number of pages.
 pub const DISK_FILE_BYTES: usize = 2_500_000;
+/// Pages of 2 MiB that the guest sets aside.
+pub const HUGE_PAGES: usize = 2;
 /// Where RAM goes on above the hole.
 const HOLE_END: u64 = 4 << 30;
 
@@ -50,7 +53,7 @@ pub struct Fixture {
     pub code: Vec<u64>,
     pub heap: Vec<u64>,
     /// /proc/kpageflags by page number.
-    pub flags: Vec<u64>,
+    pub flags: PageFlags,
 }
 
 impl Spec {
@@ -106,7 +109,8 @@ impl Spec {
             path("ram")
         ));
         qemu.arg("-kernel").arg(vmlinuz).arg("-initrd").arg(path("initrd"));
-        qemu.arg("-append").arg(format!("console=ttyS0 loglevel=4 panic=-1 pti={pti}"));
+        qemu.arg("-append")
+            .arg(format!("console=ttyS0 loglevel=4 panic=-1 hugepages={HUGE_PAGES} pti={pti}"));
         qemu.arg("-serial").arg(format!("file:{}", path("log")));
         qemu.arg("-serial").arg(format!("file:{}", path("told")));
         qemu.arg("-monitor").arg(format!("unix:{},server=on,wait=off", path("monitor")));
@@ -157,7 +161,7 @@ impl Fixture {
         let kcore = member();
         let mut words =
             || member().as_chunks::<8>().0.iter().map(|w| u64::from_le_bytes(*w)).collect::<Vec<_>>();
-        let (code, heap, flags) = (mapped(&words()), mapped(&words()), words());
+        let (code, heap, flags) = (mapped(&words()), mapped(&words()), PageFlags(words()));
         let said = String::from_utf8_lossy(&fs::read(folder.join("registers")).unwrap()).into_owned();
         let values = |name: &str| {
             let after = said.split(name).skip(1);

@@ -5,11 +5,13 @@ export PATH=/bin
 mount -t proc proc /proc
 mount -t sysfs sys /sys
 mount -t devtmpfs dev /dev
-mount -t tmpfs tmp /tmp
+mount -t tmpfs -o huge=always tmp /tmp
 mount -t ext4 /dev/nvme0n1 /mnt
 stty -F /dev/ttyS1 raw -echo
 exec 3> /dev/ttyS1
 
+# Linux leaves it off where there is less than 512 MiB.
+echo always > /sys/kernel/mm/transparent_hugepage/enabled
 cat /mnt/files/* > /dev/null
 dd if=/dev/urandom of=/tmp/kept bs=1M count=24 2> /dev/null
 dd if=/dev/zero of=/tmp/gone bs=1M count=40 2> /dev/null
@@ -17,6 +19,8 @@ rm /tmp/gone
 for i in 1 2 3 4 5 6 7; do /mnt/bin/busybox sleep 100000 & done
 /mnt/bin/busybox awk 'BEGIN { for (i = 0; i < 200000; i++) a[i] = i "x"; system("touch /tmp/ready; sleep 100000") }' &
 awk=$!
+# A buffer of huge pages, full and never taken from.
+dd if=/dev/zero bs=16M count=1 2> /dev/null | sleep 100000 &
 until [ -e /tmp/ready ]; do sleep 0.1; done
 sync
 sleep 1

@@ -2,6 +2,8 @@
 
 #![allow(missing_docs, reason = "a test harness")]
 
+pub mod class;
 pub mod cpio;
 pub mod fixture;
-pub mod oracle;
+pub mod kpageflags;
+pub mod makedumpfile;

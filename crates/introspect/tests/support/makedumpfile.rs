@@ -1,97 +1,69 @@
-//! What others say of the same frames: the guest's own kernel (/proc/kpageflags) and makedumpfile.
+//! What makedumpfile says of the frames of a guest: which pages it leaves out of a dump.
 
+use super::class::Class;
 use super::fixture::Fixture;
-use dayfly_introspect::Colour;
+use super::kpageflags::{HUGE, SLAB};
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// What all of them tell apart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Class {
-    Free,
-    Cache,
-    User,
-    Kernel,
+/// Its view of all pages.
+pub struct Dumps {
+    no_free: Vec<u8>,
+    no_free_cache: Vec<u8>,
+    no_free_user: Vec<u8>,
 }
 
-/// The class of a colour; none for unknown frames.
-pub fn class(colour: Colour) -> Option<Class> {
-    match colour {
-        Colour::Unknown => None,
-        Colour::Free => Some(Class::Free),
-        Colour::UserData => Some(Class::User),
-        Colour::UserCode | Colour::PageCache => Some(Class::Cache),
-        Colour::KernelCode | Colour::KernelData | Colour::PageTable | Colour::Slab => Some(Class::Kernel),
-    }
-}
-
-/// Bits of /proc/kpageflags (include/uapi/linux/kernel-page-flags.h).
-mod kpf {
-    pub const LRU: u64 = 1 << 5;
-    pub const SLAB: u64 = 1 << 7;
-    pub const BUDDY: u64 = 1 << 10;
-    pub const ANON: u64 = 1 << 12;
-    pub const HUGE: u64 = 1 << 17;
-    pub const NOPAGE: u64 = 1 << 20;
-    pub const OFFLINE: u64 = 1 << 23;
-    pub const PGTABLE: u64 = 1 << 26;
-}
-
-/// The class that the kernel itself gives a frame; none where it has no `struct page`.
-pub fn class_of_flags(flags: u64) -> Option<Class> {
-    match flags {
-        f if f & kpf::NOPAGE != 0 => None,
-        f if f & (kpf::BUDDY | kpf::OFFLINE) != 0 => Some(Class::Free),
-        // First, as 6.12 calls some slab anonymous too: it looks at a field that slab uses for something else.
-        f if f & kpf::SLAB != 0 => Some(Class::Kernel),
-        f if f & (kpf::ANON | kpf::HUGE) != 0 => Some(Class::User),
-        f if f & kpf::LRU != 0 => Some(Class::Cache),
-        _ => Some(Class::Kernel),
-    }
-}
-
-/// Whether the kernel calls a frame slab.
-pub fn is_slab(flags: u64) -> bool {
-    flags & kpf::SLAB != 0
-}
-
-/// Whether the kernel calls a frame a page table; it does not do so for those of the top level, nor for its own.
-pub fn is_table(flags: u64) -> bool {
-    flags & kpf::PGTABLE != 0
-}
-
-/// makedumpfile's view of the frames, by page number: the pages that it leaves out of a dump, level by level.
-pub fn makedumpfile(fixture: &Fixture) -> impl Fn(u64) -> Class + use<> {
-    let core = fixture.folder.join("core");
-    let without = |level: u32| {
-        let kept = fixture.folder.join(format!("kept-{level}"));
-        if !kept.exists() {
-            if !core.exists() {
-                write_core(fixture, &core);
+impl Dumps {
+    /// Runs it, once for each guest.
+    pub fn of(fixture: &Fixture) -> Self {
+        let core = fixture.folder.join("core");
+        let without = |level: u32| {
+            let kept = fixture.folder.join(format!("kept-{level}"));
+            if !kept.exists() {
+                if !core.exists() {
+                    write_core(fixture, &core);
+                }
+                fs::write(&kept, dump(&core, &fixture.folder.join("dump"), level)).unwrap();
             }
-            fs::write(&kept, dump(&core, &fixture.folder.join("dump"), level)).unwrap();
-        }
-        fs::read(kept).unwrap()
-    };
-    // Levels: 2 and 4 leave out page cache, 8 user data, 16 free pages.
-    let (no_free, no_free_cache, no_free_user) = (without(16), without(16 | 2 | 4), without(16 | 8));
-    let _ = fs::remove_file(core);
-    let has = |bitmap: &[u8], pfn: u64| {
-        let byte = usize::try_from(pfn / 8).unwrap();
-        bitmap.get(byte).is_some_and(|byte| byte >> (pfn % 8) & 1 == 1)
-    };
-    move |pfn| {
-        if !has(&no_free, pfn) {
+            fs::read(kept).unwrap()
+        };
+        // Levels: 2 and 4 leave out page cache, 8 user data, 16 free pages.
+        let (no_free, no_free_cache, no_free_user) = (without(16), without(16 | 2 | 4), without(16 | 8));
+        let _ = fs::remove_file(core);
+        Self { no_free, no_free_cache, no_free_user }
+    }
+
+    /// The class of a page.
+    pub fn class(&self, pfn: u64) -> Class {
+        let has = |bitmap: &[u8]| {
+            let byte = usize::try_from(pfn / 8).unwrap();
+            bitmap.get(byte).is_some_and(|byte| byte >> (pfn % 8) & 1 == 1)
+        };
+        if !has(&self.no_free) {
             Class::Free
-        } else if !has(&no_free_cache, pfn) {
+        } else if !has(&self.no_free_cache) {
             Class::Cache
-        } else if !has(&no_free_user, pfn) {
+        } else if !has(&self.no_free_user) {
             Class::User
         } else {
             Class::Kernel
+        }
+    }
+
+    /// The class of a page of 6.12, which Debian 12's makedumpfile 1.7.2 (2022) cannot know in three respects: how long a compound
+    /// page is, of which it leaves out the first page only; slab and huge pages, which are page types now: some slab looks anonymous
+    /// to it, huge pages like the kernel's. There the kernel's own flags are taken.
+    pub fn class_of_6_12(&self, fixture: &Fixture, pfn: u64) -> Class {
+        let flags = fixture.flags.of(pfn);
+        if flags & HUGE != 0 {
+            Class::User
+        } else if flags & SLAB != 0 {
+            Class::Kernel
+        } else {
+            self.class(fixture.flags.head(pfn))
         }
     }
 }
