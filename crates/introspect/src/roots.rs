@@ -6,7 +6,7 @@ use crate::parallel;
 
 /// Frames that a thread looks through at a time: 64 MiB.
 const SCAN_FRAMES: usize = 1 << 14;
-/// Entries above this one map the kernel's image in Linux.
+/// The entry that maps the image of an x86-64 Linux.
 const LAST: usize = PAGE_WORDS - 1;
 
 /// The upper half of a top-level table: address and presence of each entry, without flags that the CPU sets.

@@ -38,14 +38,16 @@ const BYTES_PER_FRAME: usize = 64;
 /// For threads, texts, and what does not depend on RAM.
 const BYTES_ONCE: usize = 4 << 20;
 
+/// The word `n` of frame `f`, by `(f, n)`.
+type Words = Box<dyn Fn(u64, u64) -> u64>;
+
 struct Hostile {
     layout: Layout,
     pages: Vec<Page>,
 }
 
 impl Hostile {
-    /// Memory whose word `n` of frame `f` is `word(f, n)`.
-    fn new(word: impl Fn(u64, u64) -> u64) -> Self {
+    fn new(word: &Words) -> Self {
         let layout = Layout::new(&[Extent { guest: 0, offset: 0, bytes: FRAMES as u64 * 4096 }]).unwrap();
         let page = |f: u64| std::array::from_fn(|n| AtomicU64::new(word(f, n as u64)));
         Self { layout, pages: (0..FRAMES as u64).map(page).collect() }
@@ -76,7 +78,7 @@ fn hostile_memory_costs_a_bound_for_each_frame_and_ends() {
         let x = (f << 20 | n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         (x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9)
     };
-    let hostiles: [(&str, Box<dyn Fn(u64, u64) -> u64>); 6] = [
+    let hostiles: [(&str, Words); 6] = [
         ("texts", Box::new(move |_, n| text_word(n))),
         ("tables of tables", Box::new(move |f, n| ((f * 512 + n) % frames * 4096) | TABLE)),
         ("tables of themselves", Box::new(move |f, _| (f * 4096) | TABLE)),
@@ -85,7 +87,7 @@ fn hostile_memory_costs_a_bound_for_each_frame_and_ends() {
         ("noise", Box::new(random)),
     ];
     for (name, word) in hostiles {
-        let memory = Hostile::new(word);
+        let memory = Hostile::new(&word);
         let hints = [0, 4096, 1 << 20].map(|cr3| RootHint { cr3, levels: Levels::Five });
         for hints in [&hints[..], &[]] {
             let (before, start) = (LIVE_BYTES.load(Relaxed), Instant::now());
