@@ -1,0 +1,96 @@
+//! What can be said of a kernel that is not known: colours by page tables alone (Kaleidoscope, section 4.1).
+//!
+//! Linear maps of all memory, which every kernel has, say nothing of what a frame is for: of frames that only the kernel may use,
+//! those that it can execute are coloured, and data in the top 2 GiB, where the x86-64 ABI's kernel code model puts a kernel's image.
+
+use crate::colour::Colour;
+use crate::frame_set::FrameSet;
+use crate::memory::{Frame, PhysMemory};
+use crate::paging::{Half, Levels, Mapped, Tables, Walk};
+use crate::report::RootHint;
+use crate::roots;
+
+/// Where the top 2 GiB start.
+const IMAGE_START: u64 = 0xffff_ffff_8000_0000;
+
+/// Colours and the number of top-level tables that they come from.
+pub(crate) fn colours(memory: &dyn PhysMemory, hints: &[RootHint]) -> (Vec<Colour>, usize) {
+    let found = find_roots(memory, hints);
+    let mut walk = Walk::new(memory);
+    let new = || Mapped::new(memory);
+    let (mut kernel_code, mut kernel_data, mut user_code, mut user_data) = (new(), new(), new(), new());
+    for &tables in &found {
+        for half in [Half::Kernel, Half::User] {
+            walk.half(tables, half, &mut |leaf| {
+                let mapped = match (leaf.user, leaf.executable) {
+                    (true, true) => &mut user_code,
+                    (true, false) => &mut user_data,
+                    (false, true) => &mut kernel_code,
+                    (false, false) if leaf.address >= IMAGE_START => &mut kernel_data,
+                    (false, false) => return,
+                };
+                mapped.insert(memory, leaf);
+            });
+        }
+    }
+    let layout = memory.layout();
+    let colour = |frame| {
+        let Some(pfn) = layout.pfn(frame) else { return Colour::Unknown };
+        if walk.tables().contains(frame.0) {
+            return Colour::PageTable;
+        }
+        let by_rank = [
+            (&user_code, Colour::UserCode),
+            (&user_data, Colour::UserData),
+            (&kernel_code, Colour::KernelCode),
+            (&kernel_data, Colour::KernelData),
+        ];
+        by_rank
+            .iter()
+            .find(|(mapped, _)| mapped.contains(frame, pfn))
+            .map_or(Colour::Unknown, |(_, colour)| *colour)
+    };
+    ((0..layout.frames()).map(|n| colour(Frame(n))).collect(), found.len())
+}
+
+/// The vCPUs' tables and all that share their upper halves; without vCPUs, what looks like top-level tables.
+fn find_roots(memory: &dyn PhysMemory, hints: &[RootHint]) -> Vec<Tables> {
+    let mut found: Vec<Tables> = Vec::new();
+    let mut known = FrameSet::new(memory.layout().frames());
+    for hint in hints {
+        let Some(root) = hint.root(memory) else { continue };
+        let root = roots::whole_of_twin(memory, root).unwrap_or(root);
+        if known.insert(root.0) {
+            let upper = roots::upper_half(memory.page(root));
+            let mut same = roots::sharing(memory, &upper, |frame| !known.contains(frame.0));
+            same.push(root);
+            for root in same {
+                known.insert(root.0);
+                found.push(Tables { root, levels: hint.levels });
+            }
+        }
+    }
+    if found.is_empty() {
+        let looks = roots::by_looks(memory);
+        let levels = looks.first().map_or(Levels::Four, |&root| levels_by_looks(memory, root));
+        found.extend(looks.into_iter().map(|root| Tables { root, levels }));
+    }
+    found
+}
+
+/// The number of levels under which a table reaches more code of a kernel in the top 2 GiB. Read with a level too few, tables
+/// are taken for pages; with one too many, pages for tables, whose entries hardly ever point to RAM.
+fn levels_by_looks(memory: &dyn PhysMemory, root: Frame) -> Levels {
+    let code = |levels| {
+        let mut pages = 0_u64;
+        Walk::new(memory).half(Tables { root, levels }, Half::Kernel, &mut |leaf| {
+            let in_ram = memory.layout().frame(leaf.pfn).is_some();
+            if leaf.executable && !leaf.user && leaf.address >= IMAGE_START && in_ram {
+                pages = pages.saturating_add(leaf.pages);
+            }
+        });
+        pages
+    };
+    let five = code(Levels::Five);
+    if five > 0 && five >= code(Levels::Four) { Levels::Five } else { Levels::Four }
+}

@@ -1,0 +1,23 @@
+//! What all oracles tell apart.
+
+use dayfly_introspect::Colour;
+
+/// What a frame is used for, roughly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Class {
+    Free,
+    Cache,
+    User,
+    Kernel,
+}
+
+/// The class of a colour; none for unknown frames.
+pub fn class(colour: Colour) -> Option<Class> {
+    match colour {
+        Colour::Unknown => None,
+        Colour::Free => Some(Class::Free),
+        Colour::UserData => Some(Class::User),
+        Colour::UserCode | Colour::PageCache => Some(Class::Cache),
+        Colour::KernelCode | Colour::KernelData | Colour::PageTable | Colour::Slab => Some(Class::Kernel),
+    }
+}
