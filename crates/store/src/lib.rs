@@ -9,6 +9,9 @@
 //! | `kernels/` | name | `vmlinux`, `initrd`, `manifest` |
 //! | `layers/` | content id | `data` (sparse), `map` (sealed; opaque here) |
 //! | `snapshots/` | name | `state`, `memory` (sparse), `manifest` |
+//! | | | or, in place of `memory`, `table` ([`Table`]) |
+//! | `pages/` | tenant | packs of unique pages ([`Tenant`]) |
+//! | `blocks/` | digest of a disk file | its blocks by content: a cache |
 //! | `vms/` | VM id | `disk<d>.<n>.data`, `disk<d>.<n>.map`: layers that belong to one VM |
 //! | `staging/` | anything | what is not finished; emptied when a store opens |
 //! | `lock` | – | `flock`ed by the one process that has the store open |
@@ -42,6 +45,8 @@ mod images;
 mod kernels;
 mod layers;
 mod manifest;
+mod memory;
+mod pages;
 mod pins;
 mod publish;
 pub mod refs;
@@ -50,6 +55,7 @@ pub mod sparse;
 mod upload;
 mod verify;
 mod vms;
+mod workers;
 
 pub use digest::{Digest, DigestError};
 pub use errors::{Damage, IoError};
@@ -61,11 +67,17 @@ pub use manifest::{
     DiskRef, FileRef, ImageConfig, ImageManifest, ImageRef, KernelManifest, KernelRef, Listing,
     ManifestError, SnapshotManifest,
 };
+pub use memory::{
+    BlockHint, DiskLayer, FramesDigest, Kind, MAX_FRAMES, Materialised, MemorySpec, PutMemory, Run, Table,
+};
+pub use pages::gc::{GcPagesError, GcPagesReport, REWRITE_BELOW_PERCENT};
+pub use pages::report::{PagesStats, Scope, SnapshotUse, VerifyReport};
+pub use pages::{Group, Lease, PagesError, Put, PutStats, Tenant};
 pub use pins::{Pin, PinError};
 pub use publish::{OpenError, PutError, RemoveError};
 pub use snapshots::{
-    CommitError, Committed, DiskSpec, Freeze, OpenDisk, OpenLayer, OpenSnapshot, SavedSnapshot, Sizes,
-    SnapshotSpec, SnapshotWriter,
+    CommitError, Committed, DiskSpec, Freeze, OpenDisk, OpenLayer, OpenSnapshot, PagedSpec, SavedSnapshot,
+    Sizes, SnapshotPages, SnapshotSpec, SnapshotWriter,
 };
 
 use blob::Dir;
@@ -93,6 +105,7 @@ struct Inner {
     /// Held while something becomes visible or goes away, so that references are decided on one state of the folders.
     publish: Mutex<()>,
     verifier: verify::Verifier,
+    tenants: pages::Tenants,
     pins: Arc<pins::Pins>,
     counter: AtomicU64,
     /// Closed, and so unlocked, last.
@@ -134,6 +147,7 @@ impl Store {
             root,
             publish: Mutex::new(()),
             verifier: verify::Verifier::default(),
+            tenants: pages::Tenants::default(),
             pins: Arc::default(),
             counter: AtomicU64::new(0),
             _lock: lock,
