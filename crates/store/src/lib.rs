@@ -211,4 +211,6 @@ impl Inner {
 #[cfg(test)]
 mod fixture;
 #[cfg(test)]
+mod fixture_pages;
+#[cfg(test)]
 mod tests;
