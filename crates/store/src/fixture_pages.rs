@@ -1,8 +1,8 @@
 //! RAM for tests, and snapshots of it in pages.
 
 use crate::fixture::{IMAGE, Vm, disk, name};
-use crate::{CommitError, Committed, PagedSpec, Store};
-use dayfly_units::Name;
+use crate::{CommitError, Committed, PagedSpec, SnapshotSpec, Store};
+use dayfly_units::{Name, VmId};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
@@ -51,20 +51,31 @@ pub(crate) fn bake_paged(
     memory: &[u8],
     pages: &PagedSpec,
 ) -> Result<Committed, CommitError> {
-    let vm = Vm::boot(store);
-    vm.write(store, seed);
-    let result = (|| {
-        let mut writer = store.snapshot_writer(&name(to))?;
-        let freeze = writer.freeze(&vm.writable)?;
-        writer.state().write_all_at(&[seed; 300], 0).unwrap();
-        write(writer.memory(), memory);
-        freeze.map.write_all_at(&[seed ^ 0xff; 200], 0).unwrap();
-        let mut spec = vm.spec(seed, None);
-        spec.memory_bytes = memory.len() as u64;
-        spec.disks[0].layers = vec![freeze.frozen];
-        writer.saved().commit_paged(&spec, pages)
-    })();
-    store.remove_vm(vm.id).map_err(CommitError::from).and(result)
+    let id = VmId::random();
+    let result = save(store, to, seed, memory, pages, id);
+    store.remove_vm(id).map_err(CommitError::from).and(result)
+}
+
+fn save(
+    store: &Store,
+    to: &str,
+    seed: u8,
+    memory: &[u8],
+    pages: &PagedSpec,
+    id: VmId,
+) -> Result<Committed, CommitError> {
+    let image = store.image(&name(IMAGE))?.reference();
+    let (writable, data) = store.create_vm_layer(id, 0)?;
+    data.set_len(16 * 4096).unwrap();
+    data.write_all_at(&[seed; PAGE], 3 * 4096).unwrap();
+    let mut writer = store.snapshot_writer(&name(to))?;
+    let freeze = writer.freeze(&writable)?;
+    writer.state().write_all_at(&[seed; 300], 0).unwrap();
+    write(writer.memory(), memory);
+    freeze.map.write_all_at(&[seed ^ 0xff; 200], 0).unwrap();
+    let vm = Vm { id, image, chain: vec![freeze.frozen], writable };
+    let spec = SnapshotSpec { memory_bytes: memory.len() as u64, ..vm.spec(seed, None) };
+    writer.saved().commit_paged(&spec, pages)
 }
 
 /// The RAM of a snapshot, materialised by both ways to it.
@@ -81,4 +92,15 @@ pub(crate) fn restored(store: &Store, tenant: &Name, snapshot: &str) -> Vec<u8> 
 pub(crate) fn image_block() -> (u32, Vec<u8>) {
     assert_eq!(IMAGE, "debian");
     (1, disk(1)[PAGE..2 * PAGE].to_vec())
+}
+
+/// The bytes of a file in `golden/`, which must be there. With `DAYFLY_GOLDEN=write` it is made of `now` first: for a new format only.
+pub(crate) fn golden(file: &str, now: &[u8]) -> Vec<u8> {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(file);
+    if std::env::var_os("DAYFLY_GOLDEN").is_some_and(|v| v == "write") {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, now).unwrap();
+    }
+    std::fs::read(&path)
+        .unwrap_or_else(|e| panic!("{}: {e}: a golden file is part of the format", path.display()))
 }

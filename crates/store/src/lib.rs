@@ -209,6 +209,8 @@ impl Inner {
 }
 
 #[cfg(test)]
+mod crash_tests;
+#[cfg(test)]
 mod fixture;
 #[cfg(test)]
 mod fixture_pages;

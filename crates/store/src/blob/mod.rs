@@ -3,6 +3,8 @@
 //! Every change goes through a [`Dir`] and passes [`fault::step`] first, where tests make it fail; once it is made it is told to
 //! [`watch::made`], from which tests build every disk that a crash may leave.
 
+#[cfg(test)]
+pub(crate) mod disk;
 pub(crate) mod fault;
 pub(crate) mod watch;
 

@@ -21,7 +21,7 @@ pub(crate) enum Change<'a> {
 pub(crate) const fn made(_change: &Change) {}
 
 #[cfg(test)]
-pub(crate) use recorded::{Event, listening, made, record};
+pub(crate) use recorded::{Event, acknowledge, listening, made, record};
 
 #[cfg(test)]
 mod recorded {
@@ -56,6 +56,8 @@ mod recorded {
             to: PathBuf,
         },
         Remove(PathBuf),
+        /// A caller was told that what it asked for is done.
+        Acknowledged,
     }
 
     thread_local!(static LOG: RefCell<Option<Vec<Event>>> = const { RefCell::new(None) });
@@ -91,6 +93,11 @@ mod recorded {
         LOG.set(Some(Vec::new()));
         let result = run();
         (result, LOG.take().unwrap())
+    }
+
+    /// What was recorded up to now was acknowledged.
+    pub(crate) fn acknowledge() {
+        LOG.with_borrow_mut(|log| log.iter_mut().for_each(|log| log.push(Event::Acknowledged)));
     }
 
     /// Whether somebody listens on this thread.

@@ -129,23 +129,18 @@ impl Inner {
         drop(tables);
         let victims = space.victims(&live, report)?;
         if victims.is_empty() {
-            return Ok(());
+            let _changing = space.changing();
+            return Ok(self.retire_packs(space)?);
         }
         let stage = self.stage()?;
         let source = LivePages::of(space, &victims);
         let staged = writer::stage(&stage, &space.tenant, &source)?;
+        let _changing = space.changing();
         let packs = writer::publish(&stage, &space.dir, &space.tenant, &staged)?;
         let written: u64 = packs.iter().map(|p| p.bytes).sum();
         let hashes = staged.into_iter().map(|s| s.hashes);
         let gone = space.change_over(victims, packs.into_iter().zip(hashes).collect())?;
-        for victim in &gone {
-            let name = victim.pack.id.to_string();
-            match space.dir.rename(&name, &stage, &format!("old-{name}"), IfTaken::Refuse) {
-                Err(e) if e.is_not_found() => {}
-                other => other?,
-            }
-        }
-        space.dir.sync()?;
+        self.retire_packs(space)?;
         report.packs += gone.len() as u64;
         report.rewritten_packs += gone.iter().filter(|v| !v.live.is_empty()).count() as u64;
         report.copied_pages += gone.iter().map(|v| v.live.len() as u64).sum::<u64>();
@@ -154,6 +149,26 @@ impl Inner {
         let freed: u64 = gone.iter().map(|v| v.pack.bytes).sum();
         report.freed_bytes =
             report.freed_bytes.saturating_add_unsigned(freed).saturating_sub_unsigned(written);
+        Ok(())
+    }
+
+    /// Removes the files of packs that are in no state any more. Where that fails, the next gc does it, or finds that a put has
+    /// made the same pack again. Call it while you hold `changing`.
+    fn retire_packs(self: &Arc<Self>, space: &Space) -> IoResult<()> {
+        let retired = space.read().retired.clone();
+        if retired.is_empty() {
+            return Ok(());
+        }
+        let stage = self.stage()?;
+        for id in &retired {
+            let name = id.to_string();
+            match space.dir.rename(&name, &stage, &name, IfTaken::Refuse) {
+                Err(e) if e.is_not_found() => {}
+                other => other?,
+            }
+        }
+        space.dir.sync()?;
+        space.write().retired.clear();
         Ok(())
     }
 
@@ -230,6 +245,7 @@ impl Space {
         let numbers: Vec<u32> = gone.iter().map(|v| v.number).collect();
         state.index.retain(|place| !numbers.contains(&place.pack));
         state.packs.retain(|number, _| !numbers.contains(number));
+        state.retired.extend(gone.iter().map(|v| v.pack.id));
         for (pack, hashes) in copies {
             self.enter(&mut state, pack, &hashes)?;
         }

@@ -142,6 +142,7 @@ impl Space {
     }
 
     fn publish(&self, stage: &crate::blob::Stage, staged: Vec<writer::Staged>) -> Result<(), PagesError> {
+        let _changing = self.changing();
         let packs = writer::publish(stage, &self.dir, &self.tenant, &staged)?;
         let hashes = staged.into_iter().map(|s| s.hashes);
         Ok(self.add(packs.into_iter().zip(hashes).collect())?)

@@ -23,6 +23,9 @@ pub(crate) struct Space {
     leases: Arc<Leases>,
     /// Held by the one gc.
     pub(super) collecting: Mutex<()>,
+    /// Held while the packs in the folder and those in the state differ: from a rename into the folder until the index has the pack, and
+    /// from the change of the index until the files are out of the folder. A put may make the very pack that a gc is about to retire.
+    changing: Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -30,6 +33,8 @@ pub(super) struct State {
     pub(super) index: Index,
     pub(super) packs: BTreeMap<u32, Arc<Pack>>,
     next: u32,
+    /// Files of packs that are in no state any more, and could not be removed.
+    pub(super) retired: Vec<Digest>,
     /// Packs that could not be opened, and why.
     pub(super) damaged: Vec<Damage>,
 }
@@ -52,6 +57,7 @@ impl Space {
             files: Mutex::default(),
             leases: Arc::default(),
             collecting: Mutex::default(),
+            changing: Mutex::default(),
         };
         for name in space.dir.entries()? {
             let id: Result<Digest, DigestError> = name.parse();
@@ -90,6 +96,10 @@ impl Space {
         self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 
+    pub(super) fn changing(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn files(&self) -> MutexGuard<'_, Vec<(u32, Arc<File>)>> {
         self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -114,6 +124,7 @@ impl Space {
         if state.packs.values().any(|p| p.id == pack.id) {
             return Ok(());
         }
+        state.retired.retain(|id| *id != pack.id);
         let (number, pack) = (state.next, Arc::new(pack));
         state.next += 1;
         state.packs.insert(number, pack);

@@ -8,8 +8,8 @@ use crate::workers;
 use dayfly_units::Name;
 use std::fs::File;
 
-/// Compressed bytes that are collected before they are written.
-const WRITE_BYTES: usize = 1 << 20;
+/// Compressed bytes that are collected before they are written; few in tests, so that there are writes to be torn and lost.
+const WRITE_BYTES: usize = if cfg!(test) { 8 << 10 } else { 1 << 20 };
 
 /// A pack in the making, in a staging folder.
 struct Writer<'a> {
