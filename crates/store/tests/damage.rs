@@ -1,6 +1,8 @@
 //! Damage to every file that a snapshot of pages stands on, with the allocations counted: cut at every offset, 10,000 bits flipped, counts that
 //! lie. What is read is refused or right; nothing panics; no lie makes the process allocate.
 
+#![expect(clippy::unwrap_used, reason = "in a test it is how a failure is told")]
+
 use dayfly_store::{
     ChainLayer, Digest, DiskSpec, ImageConfig, ImageSpec, KernelRef, PagedSpec, SnapshotSpec, Store, sparse,
 };

@@ -279,15 +279,16 @@ impl Source for LivePages<'_> {
         range: Range<usize>,
         push: &mut dyn FnMut(Digest, &[u8]) -> IoResult<()>,
     ) -> Result<(), PackError> {
-        let mut raw = Vec::new();
-        let group =
+        let (mut buffer, mut raw) = (Vec::new(), Vec::new());
+        let group_of =
             |&(n, at): &(usize, usize)| (n, self.victims[n].live[at].0 / self.victims[n].pack.group_pages);
-        for of_group in self.pages[range].chunk_by(|a, b| group(a) == group(b)) {
-            let (n, number) = group(&of_group[0]);
+        for of_group in self.pages[range].chunk_by(|a, b| group_of(a) == group_of(b)) {
+            let (n, number) = group_of(&of_group[0]);
             let victim = &self.victims[n];
             let file = self.space.file(victim.number, &victim.pack)?;
-            let stored = read_span(&victim.pack, &file, number as usize, number as usize)?;
-            victim.pack.decode(number as usize, victim.live[of_group[0].1].0, &stored, &mut raw)?;
+            let group = number as usize;
+            let stored = read_span(&victim.pack, &file, group, group, &mut buffer)?;
+            victim.pack.decode(group, victim.live[of_group[0].1].0, stored, &mut raw)?;
             for &(_, at) in of_group {
                 let (page, hash) = victim.live[at];
                 let start = (page % victim.pack.group_pages) as usize * PAGE;

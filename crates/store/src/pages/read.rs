@@ -9,9 +9,9 @@ use super::{PagesError, Tenant};
 use crate::digest::Digest;
 use crate::errors::{IoError, IoResult};
 use crate::workers;
+use std::cell::RefCell;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 
 /// Times a page is looked up again because its pack went away meanwhile.
 const TRIES: u32 = 16;
@@ -53,13 +53,15 @@ impl Tenant {
     /// # Errors
     /// As [`Self::fetch`]; also when another page of the group is damaged.
     pub fn group(&self, hash: &Digest) -> Result<Group, PagesError> {
-        let (found, bytes, hashes) = self.space.read_group(hash)?;
-        let number = found.page / found.pack.group_pages;
-        let first = number * found.pack.group_pages;
-        for ((page, hash), bytes) in (first..).zip(&hashes).zip(bytes.chunks_exact(PAGE)) {
-            found.pack.check(page, hash, bytes)?;
-        }
-        Ok(Group { pack: found.pack.id, number, hashes, bytes })
+        self.space.with_group(hash, |found, file, bytes| {
+            let number = found.page / found.pack.group_pages;
+            let pages = found.pack.pages_of(number as usize);
+            let hashes = found.pack.hashes(file, pages.clone())?;
+            for ((page, hash), bytes) in pages.zip(&hashes).zip(bytes.chunks_exact(PAGE)) {
+                found.pack.check(page, hash, bytes)?;
+            }
+            Ok(Group { pack: found.pack.id, number, hashes, bytes: bytes.to_vec() })
+        })
     }
 
     /// Fetches many pages: in the order they lie in, neighbouring groups in one read, every group decompressed once, on all cores. `give` gets the position in
@@ -99,15 +101,22 @@ pub(crate) type Give<'a> = dyn Fn(&[u8], &[Given]) -> Result<(), PagesError> + S
 
 impl Space {
     pub(crate) fn fetch(&self, hash: &Digest) -> Result<Vec<u8>, PagesError> {
-        let (found, bytes, _) = self.read_group(hash)?;
-        let at = (found.page % found.pack.group_pages) as usize * PAGE;
-        let page = &bytes[at..at + PAGE];
-        found.pack.check(found.page, hash, page)?;
-        Ok(page.to_vec())
+        self.with_group(hash, |found, _, bytes| {
+            let at = (found.page % found.pack.group_pages) as usize * PAGE;
+            let page = &bytes[at..at + PAGE];
+            found.pack.check(found.page, hash, page)?;
+            Ok(page.to_vec())
+        })
     }
 
-    /// The group of a page: where the page is, the bytes of the group, and its hashes.
-    fn read_group(&self, hash: &Digest) -> Result<(Found, Vec<u8>, Vec<Digest>), PagesError> {
+    /// Calls `use_it` with where the page is, the file of its pack, and the bytes of its group.
+    fn with_group<T>(
+        &self,
+        hash: &Digest,
+        use_it: impl FnOnce(&Found, &File, &[u8]) -> Result<T, PagesError>,
+    ) -> Result<T, PagesError> {
+        // Kept by the thread: fresh memory for each group is more page faults than the fetch has other work.
+        thread_local!(static SCRATCH: RefCell<Scratch> = RefCell::default());
         for _ in 0..TRIES {
             let found = self.find(hash)?.ok_or_else(|| self.missing(hash, "who asks"))?;
             let file = match self.file(found.number, &found.pack) {
@@ -115,11 +124,11 @@ impl Space {
                 other => other?,
             };
             let group = (found.page / found.pack.group_pages) as usize;
-            let stored = read_span(&found.pack, &file, group, group)?;
-            let mut bytes = Vec::new();
-            found.pack.decode(group, found.page, &stored, &mut bytes)?;
-            let hashes = found.pack.hashes(&file, found.pack.pages_of(group))?;
-            return Ok((found, bytes, hashes));
+            return SCRATCH.with_borrow_mut(|Scratch { stored, raw }| {
+                let stored = read_span(&found.pack, &file, group, group, stored)?;
+                found.pack.decode(group, found.page, stored, raw)?;
+                use_it(&found, &file, raw)
+            });
         }
         Err(self.missing(hash, "who asks").into())
     }
@@ -139,7 +148,9 @@ impl Space {
         }
         wanted.sort_unstable_by_key(|w| (w.place, w.tag));
         let pieces = self.spans(&wanted);
-        workers::each(pieces.len(), Vec::new, |raw, n| self.give_span(pieces[n], hash, give, raw))
+        workers::each(pieces.len(), Scratch::default, |scratch, n| {
+            self.give_span(pieces[n], hash, give, scratch)
+        })
     }
 
     /// Cuts what is wanted into stretches of groups that lie side by side in one pack.
@@ -173,7 +184,7 @@ impl Space {
         span: &[Wanted],
         hash: &(dyn Fn(u32) -> Digest + Sync),
         give: &Give,
-        raw: &mut Vec<u8>,
+        Scratch { stored, raw }: &mut Scratch,
     ) -> Result<(), PagesError> {
         let one_by_one =
             || span.iter().try_for_each(|w| give(&self.fetch(&hash(w.tag))?, &[Given { at: 0, tag: w.tag }]));
@@ -189,7 +200,7 @@ impl Space {
             other => other?,
         };
         let group = |w: &Wanted| (w.place.page / pack.group_pages) as usize;
-        let stored = read_span(&pack, &file, group(first), group(last))?;
+        let stored = read_span(&pack, &file, group(first), group(last), stored)?;
         let start = pack.span(group(first), group(first)).start;
         for of_group in span.chunk_by(|a, b| group(a) == group(b)) {
             let number = group(&of_group[0]);
@@ -222,10 +233,27 @@ impl Space {
     }
 }
 
-/// The stored bytes of the groups `first` to `last`.
-pub(super) fn read_span(pack: &Pack, file: &Arc<File>, first: usize, last: usize) -> IoResult<Vec<u8>> {
+/// Memory that is used again.
+#[derive(Default)]
+struct Scratch {
+    stored: Vec<u8>,
+    raw: Vec<u8>,
+}
+
+/// The stored bytes of the groups `first` to `last`, read into `buffer`, which only grows.
+pub(super) fn read_span<'a>(
+    pack: &Pack,
+    file: &File,
+    first: usize,
+    last: usize,
+    buffer: &'a mut Vec<u8>,
+) -> IoResult<&'a [u8]> {
     let span = pack.span(first, last);
-    let mut stored = vec![0; usize::try_from(span.end - span.start).unwrap_or(0)];
-    file.read_exact_at(&mut stored, span.start).map_err(IoError::new("reading", &pack.path))?;
+    let length = usize::try_from(span.end - span.start).unwrap_or(0);
+    if buffer.len() < length {
+        buffer.resize(length, 0);
+    }
+    let stored = &mut buffer[..length];
+    file.read_exact_at(stored, span.start).map_err(IoError::new("reading", &pack.path))?;
     Ok(stored)
 }

@@ -223,9 +223,9 @@ impl Space {
         let packs: Vec<Arc<Pack>> = self.read().packs.values().cloned().collect();
         let unopened = self.read().damaged.clone();
         let done = Mutex::new((0_u64, 0_u64, Vec::new()));
-        workers::each(packs.len(), Vec::new, |raw, n| {
+        workers::each(packs.len(), <(Vec<u8>, Vec<u8>)>::default, |scratch, n| {
             let mut damage = Vec::new();
-            let pages = match self.verify_pack(&packs[n], only, raw, &mut damage) {
+            let pages = match self.verify_pack(&packs[n], only, scratch, &mut damage) {
                 Ok(pages) => pages,
                 // Written anew meanwhile: its live pages are in another pack, which was hashed when it was made.
                 Err(PackError::Io(e)) if e.is_not_found() => return Ok(()),
@@ -253,10 +253,10 @@ impl Space {
         &self,
         pack: &Pack,
         only: Option<&HashSet<u64>>,
-        raw: &mut Vec<u8>,
+        (buffer, raw): &mut (Vec<u8>, Vec<u8>),
         damage: &mut Vec<Damage>,
     ) -> Result<u64, PackError> {
-        let file = Arc::new(self.dir.open(&pack.id.to_string())?);
+        let file = self.dir.open(&pack.id.to_string())?;
         let again = Pack::open(&pack.path, &file, &self.tenant)?;
         let mut pages = 0;
         for group in 0..again.groups() {
@@ -264,14 +264,11 @@ impl Space {
             if only.is_some_and(|only| !hashes.iter().any(|hash| only.contains(&prefix(hash)))) {
                 continue;
             }
-            let stored = read_span(&again, &file, group, group)?;
+            let stored = read_span(&again, &file, group, group, buffer)?;
             for (slot, (page, hash)) in again.pages_of(group).zip(&hashes).enumerate() {
                 // Decoded for each page of a damaged group, so that every page that is lost is named.
-                let decoded = if slot == 0 || raw.is_empty() {
-                    again.decode(group, page, &stored, raw)
-                } else {
-                    Ok(())
-                };
+                let decoded =
+                    if slot == 0 || raw.is_empty() { again.decode(group, page, stored, raw) } else { Ok(()) };
                 match decoded {
                     Ok(()) => damage.extend(again.check(page, hash, &raw[slot * PAGE..][..PAGE]).err()),
                     Err(d) => {

@@ -22,6 +22,8 @@ struct Writer<'a> {
     groups: Vec<(u32, Sum)>,
     hashes: Vec<Digest>,
     group: Vec<u8>,
+    /// The last group, compressed.
+    stored: Vec<u8>,
     zstd: zstd::bulk::Compressor<'static>,
 }
 
@@ -32,7 +34,8 @@ impl<'a> Writer<'a> {
         let zstd = zstd.map_err(IoError::new("making a compressor for", &dir.path().join(&name)))?;
         let group = Vec::with_capacity(GROUP_PAGES as usize * PAGE);
         let (pending, groups, hashes) = (Vec::new(), Vec::new(), Vec::new());
-        Ok(Self { dir, name, file, at: 0, pending, groups, hashes, group, zstd })
+        let stored = Vec::new();
+        Ok(Self { dir, name, file, at: 0, pending, groups, hashes, group, stored, zstd })
     }
 
     fn push(&mut self, hash: Digest, page: &[u8]) -> IoResult<()> {
@@ -42,10 +45,12 @@ impl<'a> Writer<'a> {
     }
 
     fn end_group(&mut self) -> IoResult<()> {
-        let stored = self.zstd.compress(&self.group);
-        let stored = stored.map_err(IoError::new("compressing", &self.dir.path().join(&self.name)))?;
-        self.groups.push((u32::try_from(stored.len()).unwrap_or(u32::MAX), sum(&stored)));
-        self.pending.extend_from_slice(&stored);
+        self.stored.clear();
+        self.stored.reserve(zstd::zstd_safe::compress_bound(self.group.len()));
+        let length = self.zstd.compress_to_buffer(&self.group, &mut self.stored);
+        let length = length.map_err(IoError::new("compressing", &self.dir.path().join(&self.name)))?;
+        self.groups.push((u32::try_from(length).unwrap_or(u32::MAX), sum(&self.stored)));
+        self.pending.extend_from_slice(&self.stored);
         self.group.clear();
         if self.pending.len() >= WRITE_BYTES { self.flush() } else { Ok(()) }
     }
