@@ -10,7 +10,7 @@
 //!
 //! A crash after 4 leaves pages twice; the next open takes one of them, the next gc finds the other unused.
 
-use super::index::prefix;
+use super::index::{Place, prefix};
 use super::pack::{PAGE, Pack, PackError};
 use super::read::read_span;
 use super::space::Space;
@@ -21,7 +21,7 @@ use crate::errors::{Damage, IoError, IoResult};
 use crate::memory::{BLOCKS, Table};
 use crate::publish::OpenError;
 use crate::{Inner, Store, manifest};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
@@ -138,8 +138,7 @@ impl Inner {
         let _changing = space.changing();
         let packs = writer::publish(&stage, &space.dir, &space.tenant, &staged)?;
         let written: u64 = packs.iter().map(|p| p.bytes).sum();
-        let hashes = staged.into_iter().map(|s| s.hashes);
-        let gone = space.change_over(victims, packs.into_iter().zip(hashes).collect())?;
+        let gone = space.change_over(victims, packs);
         self.retire_packs(space)?;
         report.packs += gone.len() as u64;
         report.rewritten_packs += gone.iter().filter(|v| !v.live.is_empty()).count() as u64;
@@ -229,28 +228,34 @@ impl Space {
         Ok(victims)
     }
 
-    /// Changes the index over to the copies; gives the victims that nobody needs from now on.
-    fn change_over(&self, victims: Vec<Victim>, copies: Vec<(Pack, Vec<Digest>)>) -> IoResult<Vec<Victim>> {
+    /// Changes the index over to the copies, which hold the victims' live pages in their order; gives the victims that nobody needs from now
+    /// on. Nothing in it can fail, so that the index is never left half changed.
+    fn change_over(&self, victims: Vec<Victim>, copies: Vec<Pack>) -> Vec<Victim> {
+        let places = |v: &Victim| -> Vec<Place> {
+            v.live.iter().map(|(page, _)| Place { pack: v.number, page: *page }).collect()
+        };
+        let old: Vec<Place> = victims.iter().flat_map(places).collect();
         let mut state = self.write();
         let late = self.leases().prefixes();
-        let copied: BTreeSet<(u32, u32)> =
-            victims.iter().flat_map(|v| v.live.iter().map(|(page, _)| (v.number, *page))).collect();
-        let needed: BTreeSet<u32> = state
-            .index
-            .iter()
-            .filter(|(p, place)| late.contains(p) && !copied.contains(&(place.pack, place.page)))
-            .map(|(_, place)| place.pack)
-            .collect();
+        let copied: HashSet<Place> = old.iter().copied().collect();
+        let left = state.index.iter().filter(|(p, place)| late.contains(p) && !copied.contains(place));
+        let needed: BTreeSet<u32> = left.map(|(_, place)| place.pack).collect();
         let gone: Vec<Victim> = victims.into_iter().filter(|v| !needed.contains(&v.number)).collect();
-        let numbers: Vec<u32> = gone.iter().map(|v| v.number).collect();
-        state.index.retain(|place| !numbers.contains(&place.pack));
+        let numbers: BTreeSet<u32> = gone.iter().map(|v| v.number).collect();
         state.packs.retain(|number, _| !numbers.contains(number));
         state.retired.extend(gone.iter().map(|v| v.pack.id));
-        for (pack, hashes) in copies {
-            self.enter(&mut state, pack, &hashes)?;
-        }
+        let new = copies.into_iter().flat_map(|pack| {
+            let pages = pack.pages;
+            let number = state.enter(pack);
+            (0..pages).map(move |page| Place { pack: number, page })
+        });
+        let moved: HashMap<Place, Place> = old.into_iter().zip(new.collect::<Vec<_>>()).collect();
+        state.index.remap(|place| match numbers.contains(&place.pack) {
+            true => moved.get(&place).copied(),
+            false => Some(place),
+        });
         self.close(&numbers);
-        Ok(gone)
+        gone
     }
 }
 

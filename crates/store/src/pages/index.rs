@@ -71,7 +71,7 @@ impl Index {
     pub(crate) fn insert(&mut self, prefix: u64, place: Place) {
         if (self.entries + 1) * 20 > self.slots.len() * 17 {
             let length = (self.slots.len() + self.slots.len() / 8).max(64);
-            self.rebuild(length, |_| true);
+            self.rebuild(length, Some);
         }
         self.put(Slot { prefix, place });
     }
@@ -85,17 +85,19 @@ impl Index {
         }
     }
 
-    /// Removes what `keep` does not want.
-    pub(crate) fn retain(&mut self, keep: impl Fn(Place) -> bool) {
-        let kept = self.iter().filter(|&(_, place)| keep(place)).count();
-        self.rebuild((kept * 20 / 16).max(64), keep);
+    /// Gives each entry the place that `to` says, or removes it.
+    pub(crate) fn remap(&mut self, to: impl Fn(Place) -> Option<Place>) {
+        let kept = self.iter().filter(|&(_, place)| to(place).is_some()).count();
+        self.rebuild((kept * 20 / 16).max(64), to);
     }
 
-    fn rebuild(&mut self, length: usize, keep: impl Fn(Place) -> bool) {
+    fn rebuild(&mut self, length: usize, to: impl Fn(Place) -> Option<Place>) {
         let old = std::mem::replace(&mut self.slots, vec![FREE; length]);
         self.entries = 0;
-        for slot in old.into_iter().filter(|s| s.place.pack != FREE.place.pack && keep(s.place)) {
-            self.put(slot);
+        for slot in old.into_iter().filter(|s| s.place.pack != FREE.place.pack) {
+            if let Some(place) = to(slot.place) {
+                self.put(Slot { place, ..slot });
+            }
         }
     }
 

@@ -34,7 +34,7 @@ proptest! {
                 _ => hash(n),
             };
             if page == 4 {
-                index.retain(|place| place.pack != pack);
+                index.remap(|place| Some(place).filter(|p| p.pack != pack));
                 model.retain(|(_, place)| place.pack != pack);
             } else if model.insert((prefix, Place { pack, page })) {
                 index.insert(prefix, Place { pack, page });

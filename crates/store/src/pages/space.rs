@@ -7,7 +7,7 @@ use crate::blob::Dir;
 use crate::digest::{Digest, DigestError};
 use crate::errors::{Damage, IoError, IoResult};
 use dayfly_units::Name;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -37,6 +37,20 @@ pub(super) struct State {
     pub(super) retired: Vec<Digest>,
     /// Packs that could not be opened, and why.
     pub(super) damaged: Vec<Damage>,
+}
+
+impl State {
+    /// Numbers a pack that is in the folder. One with the same id is the same file, and must be known once, whatever was to become of it.
+    pub(super) fn enter(&mut self, pack: Pack) -> u32 {
+        self.retired.retain(|id| *id != pack.id);
+        if let Some((number, _)) = self.packs.iter().find(|(_, known)| known.id == pack.id) {
+            return *number;
+        }
+        let number = self.next;
+        self.next += 1;
+        self.packs.insert(number, Arc::new(pack));
+        number
+    }
 }
 
 /// A page found: in which pack, and which of its pages.
@@ -116,18 +130,11 @@ impl Space {
     /// Makes packs findable. A page that is there already keeps its first place.
     pub(super) fn add(&self, packs: Vec<(Pack, Vec<Digest>)>) -> IoResult<()> {
         let mut state = self.write();
-        packs.into_iter().try_for_each(|(pack, hashes)| self.enter(&mut state, pack, &hashes))
+        packs.into_iter().try_for_each(|(pack, hashes)| self.add_pack(&mut state, pack, &hashes))
     }
 
-    /// As [`Self::add`], for who holds the state.
-    pub(super) fn enter(&self, state: &mut State, pack: Pack, hashes: &[Digest]) -> IoResult<()> {
-        if state.packs.values().any(|p| p.id == pack.id) {
-            return Ok(());
-        }
-        state.retired.retain(|id| *id != pack.id);
-        let (number, pack) = (state.next, Arc::new(pack));
-        state.next += 1;
-        state.packs.insert(number, pack);
+    fn add_pack(&self, state: &mut State, pack: Pack, hashes: &[Digest]) -> IoResult<()> {
+        let number = state.enter(pack);
         for (page, hash) in (0..).zip(hashes) {
             if self.find_in(state, hash)?.is_none() {
                 state.index.insert(prefix(hash), Place { pack: number, page });
@@ -177,7 +184,7 @@ impl Space {
     }
 
     /// Closes the files of packs that are gone.
-    pub(super) fn close(&self, gone: &[u32]) {
+    pub(super) fn close(&self, gone: &BTreeSet<u32>) {
         self.files().retain(|(number, _)| !gone.contains(number));
     }
 

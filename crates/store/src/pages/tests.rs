@@ -103,7 +103,7 @@ fn a_second_page_of_the_same_prefix_is_another_page() {
     let (right, wrong) = (place(&wanted), place(&other));
     {
         let mut state = tenant.space.write();
-        state.index.retain(|p| p != right);
+        state.index.remap(|p| Some(p).filter(|p| *p != right));
         state.index.insert(super::index::prefix(&wanted), wrong);
         state.index.insert(super::index::prefix(&wanted), right);
     }
@@ -112,7 +112,7 @@ fn a_second_page_of_the_same_prefix_is_another_page() {
     tenant.fetch_many(&[wanted], &|_, bytes| assert_eq!(bytes, page(50))).unwrap();
     {
         // And where only the wrong one is left, the page is not there: it would be stored again.
-        tenant.space.write().index.retain(|p| p != right);
+        tenant.space.write().index.remap(|p| Some(p).filter(|p| *p != right));
         assert!(!tenant.has(&wanted).unwrap());
         assert_eq!(tenant.put(&file(&page(50)), &[]).unwrap().stats.new_pages, 1);
         assert_eq!(tenant.fetch(&wanted).unwrap(), page(50));
