@@ -88,6 +88,24 @@ fn gc(store: &Store) -> Result<(), String> {
     Ok(())
 }
 
+/// Two snapshots that stay, and one that goes.
+fn with_three(root: &Path) -> Store {
+    let store = with_old(root);
+    let one = name("one");
+    bake_paged(&store, "other", 6, &ram(300..340), &PagedSpec::of(&one)).unwrap();
+    bake_paged(&store, "new", 6, &new(), &PagedSpec::of(&one)).unwrap();
+    store
+}
+
+fn remove_and_gc(store: &Store) -> Result<(), String> {
+    match store.remove_snapshot(&name("new")) {
+        Ok(()) | Err(crate::RemoveError::NotFound { .. }) => {}
+        Err(e) => return Err(e.to_string()),
+    }
+    acknowledge();
+    store.gc_pages().map(|_| ()).map_err(|e| e.to_string())
+}
+
 fn cases() -> Vec<(&'static str, Case)> {
     let one: BTreeMap<_, _> = [("old", old())].into();
     let with_new: BTreeMap<_, _> = [("old", old()), ("new", new())].into();
@@ -119,7 +137,15 @@ fn cases() -> Vec<(&'static str, Case)> {
         between: BTreeMap::new(),
         perhaps: Vec::new(),
     };
-    vec![("a snapshot's put", put), ("a put of pages", push), ("a gc", gc)]
+    let removal = Case {
+        prepare: with_three,
+        run: remove_and_gc,
+        before: known(&two),
+        after: known(&two),
+        between: [("new", new())].into(),
+        perhaps: Vec::new(),
+    };
+    vec![("a snapshot's put", put), ("a put of pages", push), ("a gc", gc), ("a removal and a gc", removal)]
 }
 
 /// Opens what is at `root`, and looks at all that is known and all that may be there; then collects, twice, and looks again.
@@ -143,7 +169,8 @@ fn check(root: &Path, case: &Case, acknowledged: bool, at: &str) {
         assert!(listing.damaged.is_empty(), "{at}: {:?}", listing.damaged);
         for manifest in listing.items {
             let snapshot = manifest.name.as_str();
-            let expected = known.snapshots.get(snapshot).or_else(|| case.between.get(snapshot));
+            let between = case.between.get(snapshot).filter(|_| !acknowledged);
+            let expected = known.snapshots.get(snapshot).or(between);
             let expected = expected.unwrap_or_else(|| panic!("{at}: {snapshot} is there"));
             assert!(restored(&store, &one, snapshot) == *expected, "{at}: half of {snapshot} is there");
         }

@@ -22,9 +22,10 @@
 //! 1. every file is written, made read-only and `fsync`ed;
 //! 2. its staging folder is `fsync`ed, and the folder above it;
 //! 3. layers are renamed into `layers/`, which is `fsync`ed;
-//! 4. only then the snapshot is renamed into `snapshots/`, which is `fsync`ed.
+//! 4. packs of pages likewise into `pages/<tenant>/`, before the table that names them is written;
+//! 5. only then the snapshot is renamed into `snapshots/`, which is `fsync`ed.
 //!
-//! A layer nobody refers to is harmless ([`Store::gc`]); a snapshot that is there has all it needs. Removal goes the other
+//! A layer or a pack nobody refers to is harmless ([`Store::gc`], [`Store::gc_pages`]); a snapshot that is there has all it needs. Removal goes the other
 //! way: rename into `staging/`, `fsync`, delete.
 //!
 //! ## Trust

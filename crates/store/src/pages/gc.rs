@@ -121,7 +121,11 @@ impl Inner {
     fn collect(self: &Arc<Self>, space: &Space, report: &mut GcPagesReport) -> Result<(), GcPagesError> {
         let _one_at_a_time = space.collecting.lock().unwrap_or_else(PoisonError::into_inner);
         let _collecting = space.leases().collect();
-        let tables = self.tables()?;
+        let tables = {
+            // A removal that is not on disk yet may still fail, or be undone by a crash: its snapshot counts until it is over.
+            let _publishing = self.publishing();
+            self.tables()?
+        };
         let named = tables.iter().filter(|(_, t)| t.tenant == space.tenant).flat_map(|(_, t)| t.hashes());
         let mut live: Vec<u64> = named.map(prefix).chain(space.leases().prefixes()).collect();
         live.sort_unstable();

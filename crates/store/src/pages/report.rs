@@ -154,6 +154,7 @@ impl Store {
     /// The host cannot read a folder, or it cannot read a file for another reason than what is in it.
     pub fn verify_pages(&self, scope: &Scope) -> Result<VerifyReport, IoError> {
         let mut report = VerifyReport::default();
+        self.0.verifier.forget(self.root());
         match scope {
             Scope::All => {
                 for tenant in self.0.tenant_names()? {
@@ -173,7 +174,6 @@ impl Store {
 
     /// With `pages`, also hashes the pages that its table names.
     fn verify_snapshot(&self, name: &Name, pages: bool, report: &mut VerifyReport) -> Result<(), IoError> {
-        self.0.verifier.forget(self.root());
         report.snapshots += 1;
         let opened = match self.0.open_snapshot_parts(name) {
             Ok(opened) => opened,

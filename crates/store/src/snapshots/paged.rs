@@ -195,10 +195,11 @@ impl Inner {
         disks: &[OpenDisk],
     ) -> Result<File, OpenError> {
         let stage = self.stage()?;
-        let file = stage.create("memory")?;
+        let file = stage.create(super::MEMORY)?;
         let tenant = Tenant { inner: Arc::clone(self), space: self.space(&table.tenant)? };
         match tenant.materialise(table, &layers(disks), &file) {
-            Ok(_) => Ok(file),
+            // Another descriptor, to read only, as those of the other files are.
+            Ok(_) => Ok(stage.open(super::MEMORY)?),
             Err(PagesError::Io(e)) => Err(e.into()),
             Err(PagesError::Damage(d)) => Err(d.into()),
             Err(PagesError::Invalid { place, expected, got }) => {
