@@ -119,6 +119,15 @@ pub(crate) struct StagedLayer {
     published: bool,
 }
 
+impl StagedLayer {
+    /// Another descriptor of its data.
+    pub(crate) fn data(&self) -> IoResult<File> {
+        self.data
+            .try_clone()
+            .map_err(IoError::new("duplicating the descriptor of", std::path::Path::new(&self.folder)))
+    }
+}
+
 impl Inner {
     /// Hashes a VM's frozen layer, and gives its files a second name in the stage.
     pub(crate) fn stage_layer(&self, stage: &Stage, n: usize, from: VmLayer) -> IoResult<StagedLayer> {

@@ -9,6 +9,9 @@
 //! | `kernels/` | name | `vmlinux`, `initrd`, `manifest` |
 //! | `layers/` | content id | `data` (sparse), `map` (sealed; opaque here) |
 //! | `snapshots/` | name | `state`, `memory` (sparse), `manifest` |
+//! | | | or, in place of `memory`, `table` ([`Table`]) |
+//! | `pages/` | tenant | packs of unique pages ([`Tenant`]) |
+//! | `blocks/` | digest of a disk file | its blocks by content: a cache |
 //! | `vms/` | VM id | `disk<d>.<n>.data`, `disk<d>.<n>.map`: layers that belong to one VM |
 //! | `staging/` | anything | what is not finished; emptied when a store opens |
 //! | `lock` | – | `flock`ed by the one process that has the store open |
@@ -19,9 +22,10 @@
 //! 1. every file is written, made read-only and `fsync`ed;
 //! 2. its staging folder is `fsync`ed, and the folder above it;
 //! 3. layers are renamed into `layers/`, which is `fsync`ed;
-//! 4. only then the snapshot is renamed into `snapshots/`, which is `fsync`ed.
+//! 4. packs of pages likewise into `pages/<tenant>/`, before the table that names them is written;
+//! 5. only then the snapshot is renamed into `snapshots/`, which is `fsync`ed.
 //!
-//! A layer nobody refers to is harmless ([`Store::gc`]); a snapshot that is there has all it needs. Removal goes the other
+//! A layer or a pack nobody refers to is harmless ([`Store::gc`], [`Store::gc_pages`]); a snapshot that is there has all it needs. Removal goes the other
 //! way: rename into `staging/`, `fsync`, delete.
 //!
 //! ## Trust
@@ -42,6 +46,8 @@ mod images;
 mod kernels;
 mod layers;
 mod manifest;
+mod memory;
+mod pages;
 mod pins;
 mod publish;
 pub mod refs;
@@ -50,6 +56,7 @@ pub mod sparse;
 mod upload;
 mod verify;
 mod vms;
+mod workers;
 
 pub use digest::{Digest, DigestError};
 pub use errors::{Damage, IoError};
@@ -61,11 +68,17 @@ pub use manifest::{
     DiskRef, FileRef, ImageConfig, ImageManifest, ImageRef, KernelManifest, KernelRef, Listing,
     ManifestError, SnapshotManifest,
 };
+pub use memory::{
+    BlockHint, DiskLayer, FramesDigest, Kind, MAX_FRAMES, Materialised, MemorySpec, PutMemory, Run, Table,
+};
+pub use pages::gc::{GcPagesError, GcPagesReport, REWRITE_BELOW_PERCENT};
+pub use pages::report::{PagesStats, Scope, SnapshotUse, VerifyReport};
+pub use pages::{Group, Lease, PagesError, Put, PutStats, Tenant};
 pub use pins::{Pin, PinError};
 pub use publish::{OpenError, PutError, RemoveError};
 pub use snapshots::{
-    CommitError, Committed, DiskSpec, Freeze, OpenDisk, OpenLayer, OpenSnapshot, SavedSnapshot, Sizes,
-    SnapshotSpec, SnapshotWriter,
+    CommitError, Committed, DiskSpec, Freeze, OpenDisk, OpenLayer, OpenSnapshot, PagedSpec, SavedSnapshot,
+    Sizes, SnapshotPages, SnapshotSpec, SnapshotWriter,
 };
 
 use blob::Dir;
@@ -93,6 +106,7 @@ struct Inner {
     /// Held while something becomes visible or goes away, so that references are decided on one state of the folders.
     publish: Mutex<()>,
     verifier: verify::Verifier,
+    tenants: pages::Tenants,
     pins: Arc<pins::Pins>,
     counter: AtomicU64,
     /// The first layer of the next VM.
@@ -136,6 +150,7 @@ impl Store {
             root,
             publish: Mutex::new(()),
             verifier: verify::Verifier::default(),
+            tenants: pages::Tenants::default(),
             pins: Arc::default(),
             counter: AtomicU64::new(0),
             spare: Mutex::default(),
@@ -198,6 +213,10 @@ impl Inner {
 }
 
 #[cfg(test)]
+mod crash_tests;
+#[cfg(test)]
 mod fixture;
+#[cfg(test)]
+mod fixture_pages;
 #[cfg(test)]
 mod tests;

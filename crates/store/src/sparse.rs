@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 
-const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);
 static ZERO: [u8; PAGE] = [0; PAGE];
 
@@ -21,7 +21,7 @@ const CHUNK_BYTES: usize = 1 << 20;
 const BATCH_BYTES: usize = 256 << 10;
 
 /// Whether a page has nothing but zeroes in it.
-fn is_zero(page: &[u8]) -> bool {
+pub(crate) fn is_zero(page: &[u8]) -> bool {
     ZERO.get(..page.len()) == Some(page)
 }
 
@@ -105,7 +105,7 @@ pub fn digest(file: &File) -> io::Result<Sparse> {
 }
 
 /// The next stretch of data at or after `at`; a file system that knows no holes tells all of the file.
-fn next_data(file: &File, at: u64, len: u64) -> io::Result<Option<(u64, u64)>> {
+pub(crate) fn next_data(file: &File, at: u64, len: u64) -> io::Result<Option<(u64, u64)>> {
     if at >= len {
         return Ok(None);
     }

@@ -10,8 +10,15 @@ pub(crate) const fn step(_doing: &'static str, _path: &Path) -> io::Result<()> {
     Ok(())
 }
 
+/// Whether faults are planned for this thread, which must then do all the work itself.
+#[cfg(not(test))]
+#[inline]
+pub(crate) const fn planned() -> bool {
+    false
+}
+
 #[cfg(test)]
-pub(crate) use injected::{step, with_crash_at, with_failure_at, with_trace};
+pub(crate) use injected::{planned, step, with_crash_at, with_errno_at, with_failure_at, with_trace};
 
 #[cfg(test)]
 mod injected {
@@ -25,6 +32,9 @@ mod injected {
         left: Option<u32>,
         /// Whether every later step fails too, as after a crash.
         crash: bool,
+        /// What the fault is; any error without it.
+        errno: Option<i32>,
+        active: bool,
         hit: bool,
         trace: Vec<(&'static str, PathBuf)>,
     }
@@ -41,14 +51,33 @@ mod injected {
             };
             plan.left = plan.left.map(|n| n.saturating_sub(1));
             plan.hit |= fails;
-            if fails { Err(io::Error::other("injected fault")) } else { Ok(()) }
+            match plan.errno {
+                _ if !fails => Ok(()),
+                Some(errno) => Err(io::Error::from_raw_os_error(errno)),
+                None => Err(io::Error::other("injected fault")),
+            }
         })
     }
 
+    pub(crate) fn planned() -> bool {
+        PLAN.with_borrow(|plan| plan.active) || crate::blob::watch::listening()
+    }
+
     fn with<T>(left: Option<u32>, crash: bool, run: impl FnOnce() -> T) -> (T, Plan) {
-        PLAN.set(Plan { left, crash, ..Plan::default() });
+        with_plan(Plan { left, crash, ..Plan::default() }, run)
+    }
+
+    fn with_plan<T>(plan: Plan, run: impl FnOnce() -> T) -> (T, Plan) {
+        PLAN.set(Plan { active: true, ..plan });
         let result = run();
         (result, PLAN.take())
+    }
+
+    /// Runs with step number `n` alone failing with `errno`; tells whether it came to that.
+    pub(crate) fn with_errno_at<T>(n: u32, errno: i32, run: impl FnOnce() -> T) -> (T, bool) {
+        let plan = Plan { left: Some(n), errno: Some(errno), ..Plan::default() };
+        let (result, plan) = with_plan(plan, run);
+        (result, plan.hit)
     }
 
     /// Runs with step number `n` and all after it failing; tells whether it came to that.

@@ -1,8 +1,12 @@
 //! The one module that changes the disk: folders by descriptor, files by single names in them, no symbolic link followed.
 //!
-//! Every change goes through a [`Dir`] and passes [`fault::step`] first, where tests make it fail.
+//! Every change goes through a [`Dir`] and passes [`fault::step`] first, where tests make it fail; once it is made it is told to
+//! [`watch::made`], from which tests build every disk that a crash may leave.
 
+#[cfg(test)]
+pub(crate) mod disk;
 pub(crate) mod fault;
+pub(crate) mod watch;
 
 use crate::errors::{IoError, IoResult};
 use rustix::fs::{
@@ -11,10 +15,12 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use watch::Change;
 
 const DIR: OFlags = OFlags::DIRECTORY.union(OFlags::RDONLY).union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW);
 const FILE: OFlags = OFlags::CLOEXEC.union(OFlags::NOFOLLOW).union(OFlags::NOCTTY).union(OFlags::NONBLOCK);
@@ -67,6 +73,7 @@ impl Dir {
     pub(crate) fn make(&self, name: &str) -> IoResult<Self> {
         self.step("making folder", name)?;
         mkdirat(&self.fd, name, Mode::from_raw_mode(0o700)).map_err(self.fail("making folder", name))?;
+        watch::made(&Change::Folder(&self.path.join(name)));
         self.sub(name)
     }
 
@@ -83,6 +90,7 @@ impl Dir {
         let flags = FILE | OFlags::RDWR | OFlags::CREATE | OFlags::EXCL;
         let fd =
             openat(&self.fd, name, flags, Mode::from_raw_mode(0o600)).map_err(self.fail("creating", name))?;
+        watch::made(&Change::File(&self.path.join(name)));
         Ok(File::from(fd))
     }
 
@@ -121,10 +129,18 @@ impl Dir {
 
     /// A new file with these bytes, read-only and on disk.
     pub(crate) fn write(&self, name: &str, bytes: &[u8]) -> IoResult<()> {
-        let mut file = self.create(name)?;
-        self.step("writing", name)?;
-        file.write_all(bytes).map_err(IoError::new("writing", &self.path.join(name)))?;
+        let file = self.create(name)?;
+        self.write_at(name, &file, bytes, 0)?;
         self.finish(name, &file)
+    }
+
+    /// Writes `bytes` at byte `at` of `name`, which [`Self::create`] gave as `file`.
+    pub(crate) fn write_at(&self, name: &str, file: &File, bytes: &[u8], at: u64) -> IoResult<()> {
+        self.step("writing", name)?;
+        let path = self.path.join(name);
+        file.write_all_at(bytes, at).map_err(IoError::new("writing", &path))?;
+        watch::made(&Change::Write { path: &path, at, bytes });
+        Ok(())
     }
 
     /// Makes a file that has its final content read-only, and waits until it is on disk.
@@ -132,13 +148,18 @@ impl Dir {
         self.step("making read-only", name)?;
         fchmod(file, Mode::from_raw_mode(0o400)).map_err(self.fail("making read-only", name))?;
         self.step("syncing", name)?;
-        file.sync_all().map_err(IoError::new("syncing", &self.path.join(name)))
+        let path = self.path.join(name);
+        file.sync_all().map_err(IoError::new("syncing", &path))?;
+        watch::made(&Change::SyncFile { path: &path, file });
+        Ok(())
     }
 
     /// Waits until this folder's names are on disk.
     pub(crate) fn sync(&self) -> IoResult<()> {
         self.step("syncing folder", "")?;
-        rustix::fs::fsync(&self.fd).map_err(self.fail("syncing folder", ""))
+        rustix::fs::fsync(&self.fd).map_err(self.fail("syncing folder", ""))?;
+        watch::made(&Change::SyncFolder(&self.path));
+        Ok(())
     }
 
     /// Moves `name` to `to`/`new`, in one step.
@@ -148,22 +169,33 @@ impl Dir {
             IfTaken::Exchange => RenameFlags::EXCHANGE,
         };
         to.step("renaming to", new)?;
-        renameat_with(&self.fd, name, &to.fd, new, flags).map_err(to.fail("renaming to", new))
+        renameat_with(&self.fd, name, &to.fd, new, flags).map_err(to.fail("renaming to", new))?;
+        let (from, to) = (&self.path.join(name), &to.path.join(new));
+        watch::made(&Change::Rename { from, to, exchange: if_taken == IfTaken::Exchange });
+        Ok(())
     }
 
     /// Gives the file `name` a second name, `to`/`new`.
     pub(crate) fn link(&self, name: &str, to: &Self, new: &str) -> IoResult<()> {
         to.step("linking", new)?;
-        linkat(&self.fd, name, &to.fd, new, AtFlags::empty()).map_err(to.fail("linking", new))
+        linkat(&self.fd, name, &to.fd, new, AtFlags::empty()).map_err(to.fail("linking", new))?;
+        watch::made(&Change::Link { from: &self.path.join(name), to: &to.path.join(new) });
+        Ok(())
     }
 
     /// Removes the name of a file; one that is not there is no error.
     pub(crate) fn unlink(&self, name: &str) -> IoResult<()> {
         self.step("removing", name)?;
-        match unlinkat(&self.fd, name, AtFlags::empty()) {
-            Ok(()) | Err(Errno::NOENT) => Ok(()),
-            Err(e) => Err(self.fail("removing", name)(e)),
+        self.unlinkat(name, AtFlags::empty())
+    }
+
+    fn unlinkat(&self, name: &str, flags: AtFlags) -> IoResult<()> {
+        match unlinkat(&self.fd, name, flags) {
+            Ok(()) => watch::made(&Change::Remove(&self.path.join(name))),
+            Err(Errno::NOENT) => {}
+            Err(e) => return Err(self.fail("removing", name)(e)),
         }
+        Ok(())
     }
 
     /// Removes a file, or a folder with all in it; one that is not there is no error.
@@ -181,10 +213,7 @@ impl Dir {
             folder.remove(&inner)?;
         }
         self.step("removing", name)?;
-        match unlinkat(&self.fd, name, AtFlags::REMOVEDIR) {
-            Ok(()) | Err(Errno::NOENT) => Ok(()),
-            Err(e) => Err(self.fail("removing", name)(e)),
-        }
+        self.unlinkat(name, AtFlags::REMOVEDIR)
     }
 
     /// Whether there is something of that name.

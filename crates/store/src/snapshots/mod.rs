@@ -7,13 +7,17 @@
 //! ```
 
 mod open;
+mod paged;
 mod writer;
 
 pub use open::{OpenDisk, OpenLayer, OpenSnapshot, Sizes};
+pub use paged::{PagedSpec, SnapshotPages};
 pub use writer::{CommitError, Committed, DiskSpec, Freeze, SavedSnapshot, SnapshotSpec, SnapshotWriter};
 
 pub(crate) const STATE: &str = "state";
 pub(crate) const MEMORY: &str = "memory";
+/// In place of `memory` where RAM is in pages.
+pub(crate) const TABLE: &str = "table";
 pub(crate) const WORKING_SET: &str = "working-set";
 /// The longest payload of one that is looked at; its reader may allow less.
 pub(crate) const MAX_WORKING_SET_BYTES: u64 = 16 << 20;

@@ -1,10 +1,12 @@
 //! Opening a snapshot to clone from it: everything verified, everything open, everything pinned.
 
-use super::{MAX_WORKING_SET_BYTES, MEMORY, STATE, WORKING_SET};
+use super::{MAX_WORKING_SET_BYTES, MEMORY, STATE, TABLE, WORKING_SET};
 use crate::digest::Digest;
 use crate::errors::{Damage, IoError};
 use crate::layers::{LayerId, LayerRef};
 use crate::manifest::{self, DiskRef, ImageRef, Listing, SnapshotManifest};
+use crate::memory::{DiskLayer, Table};
+use crate::pages::Lease;
 use crate::pins::{Pin, Pinned};
 use crate::publish::{OpenError, RemoveError, folder, needed};
 use crate::verify::{Kind, Stamp};
@@ -151,7 +153,8 @@ impl Store {
         let manifest: SnapshotManifest = manifest::read(&dir)?;
         let by = format!("snapshot {name}");
         let mut own = Sizes::default();
-        for file in [manifest::FILE, STATE, MEMORY] {
+        let ram = if dir.has(TABLE)? { TABLE } else { MEMORY };
+        for file in [manifest::FILE, STATE, ram] {
             own.add(&needed(&dir, file, &by)?).map_err(IoError::new("looking at", &dir.path().join(file)))?;
         }
         let mut layers = Sizes::default();
@@ -200,30 +203,75 @@ impl Sizes {
 /// A disk whose files are open but not verified.
 type RawDisk = (DiskRef, File, Vec<(crate::blob::Dir, OpenLayer)>);
 
+impl Parts {
+    /// Its table and the files that it refers to, where RAM is in pages.
+    pub(crate) fn table(&self) -> Option<(&Table, Vec<Vec<DiskLayer<'_>>>)> {
+        match &self.ram {
+            Ram::Table(table, _) => Some((table, super::paged::layers(&self.disks))),
+            Ram::File(_) => None,
+        }
+    }
+}
+
+/// A snapshot's RAM: a file, or a table and the lease of its pages.
+pub(super) enum Ram {
+    File(File),
+    Table(Box<Table>, Lease),
+}
+
+/// A snapshot that is open but for its RAM, where that is in pages.
+pub(crate) struct Parts {
+    pub(super) manifest: SnapshotManifest,
+    state: File,
+    pub(super) ram: Ram,
+    working_set: Option<File>,
+    pub(super) disks: Vec<OpenDisk>,
+    pub(super) pin: Pin,
+    files: Vec<Seen>,
+}
+
 impl Inner {
     pub(crate) fn open_snapshot(self: &Arc<Self>, name: &Name) -> Result<OpenSnapshot, OpenError> {
+        let Parts { manifest, state, ram, working_set, disks, pin, files } =
+            self.open_snapshot_parts(name)?;
+        let memory = match ram {
+            Ram::File(memory) => memory,
+            Ram::Table(table, _lease) => self.materialised(&table, &disks)?,
+        };
+        let fingerprint = fingerprint(&files);
+        Ok(OpenSnapshot { manifest, state, memory, working_set, disks, fingerprint, pin, files })
+    }
+
+    pub(crate) fn open_snapshot_parts(self: &Arc<Self>, name: &Name) -> Result<Parts, OpenError> {
         let by = format!("snapshot {name}");
         // Under the lock everything is opened and pinned; the hashing, which takes long the first time, needs the descriptors only.
         let mut stamps = Stamps(Vec::new());
-        let (dir, manifest, state, memory, working_set, disks, pin) = {
+        let (dir, manifest, state, ram, working_set, disks, pin) = {
             let _publishing = self.publishing();
             let dir = folder(&self.snapshots, "snapshot", name)?;
             // Before it is read: a later one would then differ.
             stamps.add_at(dir.path().join(manifest::FILE))?;
             let manifest: SnapshotManifest = manifest::read(&dir)?;
-            let (state, memory) = (needed(&dir, STATE, &by)?, needed(&dir, MEMORY, &by)?);
+            let state = needed(&dir, STATE, &by)?;
+            let ram = match self.leased_table(&dir, &manifest)? {
+                Some((table, lease)) => Ram::Table(Box::new(table), lease),
+                None => Ram::File(needed(&dir, MEMORY, &by)?),
+            };
             let working_set = if dir.has(WORKING_SET)? { Some(dir.open(WORKING_SET)?) } else { None };
             let disks =
                 manifest.disks.iter().map(|d| self.open_disk(d, &by)).collect::<Result<Vec<_>, _>>()?;
             let pin = self.pins.pin(Pinned::of(&manifest, format!("a clone of {by}")));
-            (dir, manifest, state, memory, working_set, disks, pin)
+            (dir, manifest, state, ram, working_set, disks, pin)
         };
         self.verify(&dir, STATE, &state, &manifest.state, Kind::Plain)?;
         if let Some(record) = &working_set {
             self.verifier.check_sealed(&dir.path().join(WORKING_SET), record, MAX_WORKING_SET_BYTES)?;
         }
         stamps.add(dir.path().join(STATE), &state)?;
-        stamps.add(dir.path().join(MEMORY), &memory)?;
+        match &ram {
+            Ram::File(memory) => stamps.add(dir.path().join(MEMORY), memory)?,
+            Ram::Table(..) => stamps.add_at(dir.path().join(TABLE))?,
+        }
         match &working_set {
             Some(record) => stamps.add(dir.path().join(WORKING_SET), record)?,
             None => stamps.0.push((dir.path().join(WORKING_SET), None)),
@@ -244,9 +292,11 @@ impl Inner {
             let DiskRef { image, size_bytes, writable, .. } = disk;
             open.push(OpenDisk { image, base, size_bytes, writable, layers });
         }
-        self.verify(&dir, MEMORY, &memory, &manifest.memory, Kind::Sparse)?;
-        let (files, fingerprint) = (stamps.0.clone(), fingerprint(&stamps.0));
-        Ok(OpenSnapshot { manifest, state, memory, working_set, disks: open, fingerprint, pin, files })
+        if let Ram::File(memory) = &ram {
+            self.verify(&dir, MEMORY, memory, &manifest.memory, Kind::Sparse)?;
+        }
+        let (disks, files) = (open, stamps.0);
+        Ok(Parts { manifest, state, ram, working_set, disks, pin, files })
     }
 
     fn open_disk(&self, disk: &DiskRef, by: &str) -> Result<RawDisk, OpenError> {

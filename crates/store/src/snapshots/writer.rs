@@ -220,6 +220,15 @@ impl SavedSnapshot {
     /// # Errors
     /// [`CommitError`]. The layers that the VM froze stay in its folder, and the next snapshot's `spec` names them again.
     pub fn commit(self, spec: &SnapshotSpec) -> Result<Committed, CommitError> {
+        self.commit_with(spec, None)
+    }
+
+    /// With `pages`, RAM goes there.
+    pub(super) fn commit_with(
+        self,
+        spec: &SnapshotSpec,
+        pages: Option<&super::PagedSpec>,
+    ) -> Result<Committed, CommitError> {
         check(spec)?;
         let Parts { inner, name, stage, state: state_file, memory: memory_file } = self.parts;
         let dir = stage.sub("snapshot")?;
@@ -228,10 +237,17 @@ impl SavedSnapshot {
             verify::digest(file, kind).map_err(IoError::new("reading", &dir.path().join(name)))
         };
         let state = content(&state_file, STATE, Kind::Plain)?;
-        let memory = content(&memory_file, MEMORY, Kind::Sparse)?;
         let mut staged = Staged { frozen: Vec::new(), layers: Vec::new() };
         let disks =
             spec.disks.iter().map(|d| staged.disk(&inner, &stage, d)).collect::<Result<Vec<_>, _>>()?;
+        // The lease ends when the snapshot is there, or will not be.
+        let (memory, _lease) = match pages {
+            None => (content(&memory_file, MEMORY, Kind::Sparse)?, None),
+            Some(pages) => {
+                let (ram, lease) = inner.stage_table(&dir, &memory_file, pages, &disks, &staged.layers)?;
+                (ram, Some(lease))
+            }
+        };
         let manifest = SnapshotManifest {
             name: name.clone(),
             created_unix_ms: Store::now_unix_ms(),
@@ -259,7 +275,9 @@ impl SavedSnapshot {
         }
         let folder = inner.snapshots.path().join(name.as_str());
         inner.verifier.remember(&folder.join(STATE), &state_file, state.digest);
-        inner.verifier.remember(&folder.join(MEMORY), &memory_file, memory.digest);
+        if pages.is_none() {
+            inner.verifier.remember(&folder.join(MEMORY), &memory_file, memory.digest);
+        }
         staged.layers.iter().for_each(|layer| inner.remember_layer(layer));
         Ok(Committed { manifest, pin })
     }

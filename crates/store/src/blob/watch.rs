@@ -1,0 +1,107 @@
+//! Where tests learn of every change that was made. Outside tests nobody listens.
+
+use std::fs::File;
+use std::path::Path;
+
+/// A change of the disk, after it was made.
+#[cfg_attr(not(test), expect(dead_code, reason = "read in tests"))]
+pub(crate) enum Change<'a> {
+    Folder(&'a Path),
+    File(&'a Path),
+    Write { path: &'a Path, at: u64, bytes: &'a [u8] },
+    SyncFile { path: &'a Path, file: &'a File },
+    SyncFolder(&'a Path),
+    Rename { from: &'a Path, to: &'a Path, exchange: bool },
+    Link { from: &'a Path, to: &'a Path },
+    Remove(&'a Path),
+}
+
+#[cfg(not(test))]
+#[inline]
+pub(crate) const fn made(_change: &Change) {}
+
+#[cfg(test)]
+pub(crate) use recorded::{Event, acknowledge, listening, made, record};
+
+#[cfg(test)]
+mod recorded {
+    use super::Change;
+    use std::cell::RefCell;
+    use std::os::unix::fs::FileExt;
+    use std::path::PathBuf;
+
+    /// A [`Change`] that is kept.
+    #[derive(Debug, Clone)]
+    pub(crate) enum Event {
+        Folder(PathBuf),
+        File(PathBuf),
+        Write {
+            path: PathBuf,
+            at: usize,
+            bytes: Vec<u8>,
+        },
+        /// With what the file held then: tests also write to files behind the back of this module, as a VMM does.
+        SyncFile {
+            path: PathBuf,
+            bytes: Vec<u8>,
+        },
+        SyncFolder(PathBuf),
+        Rename {
+            from: PathBuf,
+            to: PathBuf,
+            exchange: bool,
+        },
+        Link {
+            from: PathBuf,
+            to: PathBuf,
+        },
+        Remove(PathBuf),
+        /// A caller was told that what it asked for is done.
+        Acknowledged,
+    }
+
+    thread_local!(static LOG: RefCell<Option<Vec<Event>>> = const { RefCell::new(None) });
+
+    pub(crate) fn made(change: &Change) {
+        LOG.with_borrow_mut(|log| {
+            let Some(log) = log else { return };
+            log.push(match *change {
+                Change::Folder(path) => Event::Folder(path.to_owned()),
+                Change::File(path) => Event::File(path.to_owned()),
+                Change::Write { path, at, bytes } => Event::Write {
+                    path: path.to_owned(),
+                    at: usize::try_from(at).unwrap(),
+                    bytes: bytes.to_owned(),
+                },
+                Change::SyncFile { path, file } => {
+                    let mut bytes = vec![0; usize::try_from(file.metadata().unwrap().len()).unwrap()];
+                    file.read_exact_at(&mut bytes, 0).unwrap();
+                    Event::SyncFile { path: path.to_owned(), bytes }
+                }
+                Change::SyncFolder(path) => Event::SyncFolder(path.to_owned()),
+                Change::Rename { from, to, exchange } => {
+                    Event::Rename { from: from.to_owned(), to: to.to_owned(), exchange }
+                }
+                Change::Link { from, to } => Event::Link { from: from.to_owned(), to: to.to_owned() },
+                Change::Remove(path) => Event::Remove(path.to_owned()),
+            });
+        });
+    }
+
+    /// Runs, and tells every change that this thread made.
+    pub(crate) fn record<T>(run: impl FnOnce() -> T) -> (T, Vec<Event>) {
+        LOG.set(Some(Vec::new()));
+        let result = run();
+        (result, LOG.take().unwrap())
+    }
+
+    /// What was recorded up to now was acknowledged.
+    pub(crate) fn acknowledge() {
+        LOG.with_borrow_mut(|log| log.iter_mut().for_each(|log| log.push(Event::Acknowledged)));
+    }
+
+    /// Whether somebody listens on this thread.
+    pub(crate) fn listening() -> bool {
+        LOG.with_borrow(Option::is_some)
+    }
+}

@@ -1,0 +1,282 @@
+//! Every write, fsync and rename of a snapshot's put, of a put of pages and of a gc, interrupted in every way: by a crash, from which every state of
+//! the disk that `blob::disk` thinks possible is opened, and by an error, on the path that goes on living.
+
+use crate::blob::disk::{Disk, build};
+use crate::blob::fault;
+use crate::blob::watch::{Event, acknowledge, record};
+use crate::fixture::{name, store};
+use crate::fixture_pages::{bake_paged, file, page, ram, restored};
+use crate::{Digest, PagedSpec, Scope, Store};
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+
+const EIO: i32 = 5;
+const ENOSPC: i32 = 28;
+
+fn folder() -> tempfile::TempDir {
+    // In memory where the host can: thousands of disks are built.
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
+/// What was acknowledged: snapshots, by name, and pages that were put without a snapshot.
+#[derive(Debug, Clone, Default)]
+struct Known {
+    snapshots: BTreeMap<&'static str, Vec<u8>>,
+    pages: Vec<Vec<u8>>,
+}
+
+/// An operation on a store, and what is known before, and after it was acknowledged.
+struct Case {
+    prepare: fn(&Path) -> Store,
+    run: fn(&Store) -> Result<(), String>,
+    before: Known,
+    after: Known,
+    /// Snapshots that may be there or not until it is acknowledged, but never in part.
+    between: BTreeMap<&'static str, Vec<u8>>,
+    /// Pages that may be there or not.
+    perhaps: Vec<Vec<u8>>,
+}
+
+fn old() -> Vec<u8> {
+    ram(1..40)
+}
+
+fn new() -> Vec<u8> {
+    ram(20..70)
+}
+
+/// A store with the snapshot `old`, and pages of a snapshot that is gone.
+fn with_old(root: &Path) -> Store {
+    let store = store(root);
+    bake_paged(&store, "old", 5, &old(), &PagedSpec::of(&name("one"))).unwrap();
+    store
+}
+
+fn put_new(store: &Store) -> Result<(), String> {
+    let done = bake_paged(store, "new", 6, &new(), &PagedSpec::of(&name("one"))).map_err(|e| e.to_string());
+    acknowledge();
+    done.map(|_| ())
+}
+
+fn push(store: &Store) -> Result<(), String> {
+    let tenant = store.tenant(&name("one")).map_err(|e| e.to_string())?;
+    let put = tenant.put(&file(&new()), &[]).map_err(|e| e.to_string())?;
+    acknowledge();
+    drop(put);
+    Ok(())
+}
+
+/// Snapshots of which one was removed: most pages of the first pack are its own.
+fn with_garbage(root: &Path) -> Store {
+    let store = store(root);
+    let one = name("one");
+    bake_paged(&store, "gone", 5, &ram(1..200), &PagedSpec::of(&one)).unwrap();
+    bake_paged(&store, "old", 5, &old(), &PagedSpec::of(&one)).unwrap();
+    bake_paged(&store, "other", 6, &ram(300..340), &PagedSpec::of(&one)).unwrap();
+    bake_paged(&store, "gone2", 6, &ram(400..440), &PagedSpec::of(&one)).unwrap();
+    store.remove_snapshot(&name("gone")).unwrap();
+    store.remove_snapshot(&name("gone2")).unwrap();
+    store
+}
+
+fn gc(store: &Store) -> Result<(), String> {
+    store.gc_pages().map_err(|e| e.to_string())?;
+    acknowledge();
+    // Whatever an attempt before this one left.
+    let left = std::fs::read_dir(store.root().join("pages/one")).unwrap().count();
+    assert_eq!(left, 2, "packs are left");
+    Ok(())
+}
+
+/// Two snapshots that stay, and one that goes.
+fn with_three(root: &Path) -> Store {
+    let store = with_old(root);
+    let one = name("one");
+    bake_paged(&store, "other", 6, &ram(300..340), &PagedSpec::of(&one)).unwrap();
+    bake_paged(&store, "new", 6, &new(), &PagedSpec::of(&one)).unwrap();
+    store
+}
+
+fn remove_and_gc(store: &Store) -> Result<(), String> {
+    match store.remove_snapshot(&name("new")) {
+        Ok(()) | Err(crate::RemoveError::NotFound { .. }) => {}
+        Err(e) => return Err(e.to_string()),
+    }
+    acknowledge();
+    store.gc_pages().map(|_| ()).map_err(|e| e.to_string())
+}
+
+fn cases() -> Vec<(&'static str, Case)> {
+    let one: BTreeMap<_, _> = [("old", old())].into();
+    let with_new: BTreeMap<_, _> = [("old", old()), ("new", new())].into();
+    let two: BTreeMap<_, _> = [("old", old()), ("other", ram(300..340))].into();
+    let known = |snapshots: &BTreeMap<_, _>| Known { snapshots: snapshots.clone(), pages: Vec::new() };
+    let pages: Vec<Vec<u8>> = (20..70).filter(|n| n % 7 != 0).map(page).collect();
+    let put = Case {
+        prepare: with_old,
+        run: put_new,
+        before: known(&one),
+        after: known(&with_new),
+        between: [("new", new())].into(),
+        perhaps: Vec::new(),
+    };
+    let pushed = Known { snapshots: one.clone(), pages: pages.clone() };
+    let push = Case {
+        prepare: with_old,
+        run: push,
+        before: known(&one),
+        after: pushed,
+        between: BTreeMap::new(),
+        perhaps: pages,
+    };
+    let gc = Case {
+        prepare: with_garbage,
+        run: gc,
+        before: known(&two),
+        after: known(&two),
+        between: BTreeMap::new(),
+        perhaps: Vec::new(),
+    };
+    let removal = Case {
+        prepare: with_three,
+        run: remove_and_gc,
+        before: known(&two),
+        after: known(&two),
+        between: [("new", new())].into(),
+        perhaps: Vec::new(),
+    };
+    vec![("a snapshot's put", put), ("a put of pages", push), ("a gc", gc), ("a removal and a gc", removal)]
+}
+
+/// Opens what is at `root`, and looks at all that is known and all that may be there; then collects, twice, and looks again.
+fn check(root: &Path, case: &Case, acknowledged: bool, at: &str) {
+    let store = Store::open(root).unwrap_or_else(|e| panic!("{at}: {e}"));
+    let known = if acknowledged { &case.after } else { &case.before };
+    let one = name("one");
+    let tenant = store.tenant(&one).unwrap();
+    for page in &known.pages {
+        assert!(tenant.fetch(&Digest::of(page)).is_ok_and(|got| got == *page), "{at}: a page is lost");
+    }
+    for page in &case.perhaps {
+        let hash = Digest::of(page);
+        assert!(!tenant.has(&hash).unwrap() || tenant.fetch(&hash).unwrap() == *page, "{at}: half a page");
+    }
+    let all = || {
+        for (snapshot, memory) in &known.snapshots {
+            assert!(restored(&store, &one, snapshot) == *memory, "{at}: {snapshot} is lost");
+        }
+        let listing = store.snapshots().unwrap();
+        assert!(listing.damaged.is_empty(), "{at}: {:?}", listing.damaged);
+        for manifest in listing.items {
+            let snapshot = manifest.name.as_str();
+            let between = case.between.get(snapshot).filter(|_| !acknowledged);
+            let expected = known.snapshots.get(snapshot).or(between);
+            let expected = expected.unwrap_or_else(|| panic!("{at}: {snapshot} is there"));
+            assert!(restored(&store, &one, snapshot) == *expected, "{at}: half of {snapshot} is there");
+        }
+        let report = store.verify_pages(&Scope::All).unwrap();
+        assert_eq!(report.damage, [], "{at}");
+    };
+    all();
+    store.gc().unwrap();
+    store.gc_pages().unwrap();
+    all();
+    let again = store.gc_pages().unwrap();
+    assert_eq!((again.packs, again.block_indexes), (0, 0), "{at}: garbage is left");
+    assert_eq!(store.gc().unwrap().layers, [], "{at}: garbage is left");
+    assert_eq!(store.staged().unwrap(), Vec::<std::path::PathBuf>::new(), "{at}");
+    let named: HashSet<Digest> = known
+        .snapshots
+        .keys()
+        .chain(case.between.keys())
+        .filter_map(|s| store.open_snapshot_pages(&one, &name(s)).ok())
+        .flat_map(|open| open.table.hashes().to_vec())
+        .collect();
+    let unique = tenant.stats().unwrap().unique_pages;
+    assert!(unique < 2 * named.len() as u64 + 1, "{at}: {unique} pages for {} that are named", named.len());
+}
+
+#[test]
+fn every_state_that_a_crash_may_leave_keeps_what_was_acknowledged_and_nothing_half() {
+    for (what, case) in cases() {
+        let root = folder();
+        let store = (case.prepare)(root.path());
+        let mut disk = Disk::read(root.path());
+        let (done, events) = record(|| (case.run)(&store));
+        done.unwrap();
+        drop(store);
+        let (mut points, mut states, mut seen) = (0, 0, HashSet::new());
+        let mut acknowledged = false;
+        for n in 0..=events.len() {
+            for crash in disk.crashes() {
+                states += 1;
+                let state = disk.state(crash);
+                let digest = blake3::hash(format!("{acknowledged} {state:?}").as_bytes());
+                if seen.insert(digest) {
+                    let crashed = folder();
+                    build(&state, crashed.path());
+                    let after = n.checked_sub(1).map(|n| &events[n]);
+                    check(
+                        crashed.path(),
+                        &case,
+                        acknowledged,
+                        &format!("{what}: {crash:?} after {n}, {after:?}"),
+                    );
+                }
+            }
+            let Some(event) = events.get(n) else { break };
+            disk.apply(root.path(), event);
+            match event {
+                Event::Acknowledged => acknowledged = true,
+                _ => points += 1,
+            }
+        }
+        assert!(points > 9, "{what}: only {points} points");
+        println!(
+            "{what}: {points} points, {states} states, {} of them different, none lost anything",
+            seen.len()
+        );
+    }
+}
+
+#[test]
+fn every_step_that_fails_or_is_the_last_leaves_the_old_or_the_new() {
+    for (what, case) in cases() {
+        let mut steps = 0;
+        for kind in [None, Some(EIO), Some(ENOSPC)] {
+            let mut n = 0;
+            loop {
+                let root = folder();
+                let store = (case.prepare)(root.path());
+                let run = || (case.run)(&store);
+                let (result, hit) = match kind {
+                    None => fault::with_crash_at(n, run),
+                    Some(errno) => fault::with_errno_at(n, errno, run),
+                };
+                let at = format!("{what}: {kind:?} at step {n}: {result:?}");
+                let live = if result.is_ok() { &case.after } else { &case.before };
+                for (snapshot, memory) in &live.snapshots {
+                    assert!(restored(&store, &name("one"), snapshot) == *memory, "{at}: {snapshot}");
+                }
+                if kind.is_some() {
+                    // One, when it was its removal that failed; the next open sweeps it.
+                    assert!(store.staged().unwrap().len() <= 1, "{at}");
+                    // The same again, on the store that goes on.
+                    if result.is_err() && store.snapshot(&name("new")).is_err() {
+                        (case.run)(&store).unwrap_or_else(|e| panic!("{at}: and again: {e}"));
+                    }
+                }
+                let acknowledged = result.is_ok();
+                drop(store);
+                check(root.path(), &case, acknowledged, &at);
+                if !hit {
+                    break;
+                }
+                n += 1;
+            }
+            steps += n;
+        }
+        assert!(steps > 30, "{what}: only {steps} steps");
+        println!("{what}: {steps} steps failed or were the last");
+    }
+}

@@ -1,0 +1,166 @@
+//! What each frame of RAM is: zero, free, a block of a disk, or a page.
+//!
+//! A page that equals a block of the snapshot's own disks is not stored: it is on disk already, and most of a guest's memory may be such pages (Efficiently
+//! Restoring VMs, section 2.1: the page cache often is 80 % of RAM). There the hypervisor's record of transfers is believed; here every hint, the
+//! record's and the block index's, is only the place to look: the bytes are compared before a reference is made.
+
+use super::blocks::BlockIndex;
+use super::{BlockHint, MemorySpec};
+use crate::digest::Digest;
+use crate::errors::{IoError, IoResult};
+use crate::pages::PagesError;
+use crate::pages::pack::PAGE;
+use crate::pages::put::{pieces, read_piece};
+use crate::sparse::{SparseHasher, is_zero};
+use crate::workers;
+use dayfly_units::PAGE_SIZE;
+use std::collections::HashMap;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// A frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Frame {
+    Zero,
+    Free,
+    Disk(BlockHint, Digest),
+    Page(Digest),
+}
+
+/// How the references to disk came about, for the report.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Hints {
+    /// Hints of the record that held.
+    pub(crate) held: u64,
+    /// Hints of the record that did not.
+    pub(crate) wrong: u64,
+}
+
+/// Which frames are free: not all of a range need be in RAM.
+pub(super) struct FreeFrames(Vec<bool>);
+
+impl FreeFrames {
+    pub(super) fn new(frames: u32, ranges: &[std::ops::Range<u32>]) -> Self {
+        let mut free = vec![false; frames as usize];
+        for range in ranges {
+            let (start, end) = (range.start.min(frames) as usize, range.end.min(frames) as usize);
+            free.get_mut(start..end).unwrap_or_default().fill(true);
+        }
+        Self(free)
+    }
+
+    fn has(&self, frame: u32) -> bool {
+        self.0.get(frame as usize).copied().unwrap_or(false)
+    }
+}
+
+/// Everything that frames are compared with.
+pub(super) struct Sources<'a> {
+    pub(super) spec: &'a MemorySpec<'a>,
+    pub(super) free: &'a FreeFrames,
+    /// For each disk and layer.
+    pub(super) indexes: &'a [Vec<BlockIndex>],
+    pub(super) path: &'a Path,
+}
+
+/// Every frame of RAM.
+pub(super) fn classify(sources: &Sources, frames: u32) -> Result<(Vec<Frame>, Hints), PagesError> {
+    let mut hints: HashMap<u32, Vec<BlockHint>> = HashMap::new();
+    for (frame, hint) in sources.spec.hints {
+        hints.entry(*frame).or_default().push(*hint);
+    }
+    let pieces = pieces(sources.spec.memory, sources.path)?;
+    let found = workers::map(
+        pieces.len(),
+        || (Vec::new(), vec![0; PAGE]),
+        |(buffer, block), n| -> IoResult<(u32, Vec<Frame>, Hints)> {
+            let (first, bytes) = read_piece(sources.spec.memory, &pieces[n], buffer, sources.path)?;
+            let mut tally = Hints::default();
+            let mut kinds = Vec::with_capacity(bytes.len() / PAGE);
+            for (frame, page) in (first..).zip(bytes.chunks_exact(PAGE)) {
+                let hints = hints.get(&frame).map_or(&[][..], Vec::as_slice);
+                kinds.push(sources.frame(frame, page, hints, block, &mut tally)?);
+            }
+            Ok((first, kinds, tally))
+        },
+    )?;
+    let mut all: Vec<Frame> =
+        (0..frames).map(|n| if sources.free.has(n) { Frame::Free } else { Frame::Zero }).collect();
+    let mut tally = Hints::default();
+    for (first, kinds, of_piece) in found {
+        let first = first as usize;
+        if let Some(slots) = all.get_mut(first..first + kinds.len()) {
+            slots.copy_from_slice(&kinds);
+        }
+        tally.held += of_piece.held;
+        tally.wrong += of_piece.wrong;
+    }
+    Ok((all, tally))
+}
+
+impl Sources<'_> {
+    fn frame(
+        &self,
+        frame: u32,
+        page: &[u8],
+        hints: &[BlockHint],
+        buffer: &mut [u8],
+        tally: &mut Hints,
+    ) -> IoResult<Frame> {
+        if self.free.has(frame) {
+            return Ok(Frame::Free);
+        }
+        if is_zero(page) {
+            return Ok(Frame::Zero);
+        }
+        let hash = Digest::of(page);
+        for hint in hints {
+            if self.equals(*hint, page, buffer)? {
+                tally.held += 1;
+                return Ok(Frame::Disk(*hint, hash));
+            }
+            tally.wrong += 1;
+        }
+        for (disk, layers) in (0..).zip(self.indexes) {
+            for (layer, index) in (0..).zip(layers) {
+                let Some(block) = index.find(&hash) else { continue };
+                let found = BlockHint { disk, layer, block };
+                if self.equals(found, page, buffer)? {
+                    return Ok(Frame::Disk(found, hash));
+                }
+            }
+        }
+        Ok(Frame::Page(hash))
+    }
+
+    /// Whether that block is this page. One that is not there is not.
+    fn equals(&self, at: BlockHint, page: &[u8], buffer: &mut [u8]) -> IoResult<bool> {
+        let layers = self.spec.disks.get(usize::from(at.disk));
+        let Some(layer) = layers.and_then(|layers| layers.get(usize::from(at.layer))) else {
+            return Ok(false);
+        };
+        match layer.file.read_exact_at(buffer, u64::from(at.block) * PAGE_SIZE) {
+            Ok(()) => Ok(buffer == page),
+            Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => Ok(false),
+            Err(e) => Err(IoError::new("comparing a page with a block, for", self.path)(e)),
+        }
+    }
+}
+
+/// The sparse digest of RAM as it will be restored: free frames read as zeroes.
+pub(super) fn ram_digest(
+    spec: &MemorySpec,
+    free: &FreeFrames,
+    path: &Path,
+) -> Result<crate::sparse::Sparse, PagesError> {
+    let mut hasher = SparseHasher::default();
+    let mut buffer = Vec::new();
+    for piece in pieces(spec.memory, path)? {
+        let (first, bytes) = read_piece(spec.memory, &piece, &mut buffer, path)?;
+        for (frame, page) in (first..).zip(bytes.chunks_exact(PAGE)).filter(|(n, _)| !free.has(*n)) {
+            hasher.update(u64::from(frame) * PAGE_SIZE, page);
+        }
+    }
+    let length = spec.memory.metadata().map_err(IoError::new("looking at", path))?.len();
+    Ok(hasher.finish(length))
+}

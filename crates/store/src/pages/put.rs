@@ -1,0 +1,190 @@
+//! Putting pages: hash, look up, write what is new.
+
+use super::pack::{PAGE, PackError};
+use super::space::Space;
+use super::writer::{self, Source};
+use super::{Lease, PagesError, Tenant};
+use crate::Inner;
+use crate::digest::Digest;
+use crate::errors::{Damage, IoError, IoResult};
+use crate::sparse::is_zero;
+use crate::workers;
+use dayfly_units::PAGE_SIZE;
+use std::collections::HashSet;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Bytes read at once.
+pub(crate) const PIECE_BYTES: u64 = 1 << 20;
+/// The most pages of a file: 1 TiB.
+pub(crate) const MAX_FILE_PAGES: u64 = 1 << 28;
+
+/// What a put did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PutStats {
+    /// Different pages that were asked for.
+    pub pages: u64,
+    /// Those that were not there.
+    pub new_pages: u64,
+}
+
+/// Pages that are in a tenant's namespace.
+#[derive(Debug)]
+pub struct Put {
+    /// Number of each page in the file that is not all zero, and its hash; ascending.
+    pub pages: Vec<(u32, Digest)>,
+    /// What was done.
+    pub stats: PutStats,
+    /// Keeps them until somebody's table does.
+    pub lease: Lease,
+}
+
+impl Tenant {
+    /// Puts every 4 KiB page of `file` that is not all zero: disk blocks, for which there is no table. `first` are numbers of pages that will be
+    /// fetched together before others; the rest follows in ascending order. Nobody may write to `file` meanwhile.
+    ///
+    /// # Errors
+    /// [`PagesError`]; what was there before is there still. A length that is no multiple of 4096 is `Invalid`.
+    pub fn put(&self, file: &File, first: &[u32]) -> Result<Put, PagesError> {
+        let path = self.space.dir.path();
+        let pieces = pieces(file, path)?;
+        let found = workers::map(pieces.len(), Vec::new, |buffer, n| -> IoResult<Vec<(u32, Digest)>> {
+            let (at, bytes) = read_piece(file, &pieces[n], buffer, path)?;
+            let pages = (at..).zip(bytes.chunks_exact(PAGE)).filter(|(_, page)| !is_zero(page));
+            Ok(pages.map(|(number, page)| (number, Digest::of(page))).collect())
+        })?;
+        let pages: Vec<(u32, Digest)> = found.into_iter().flatten().collect();
+        let lookup = |number: &u32| pages.binary_search_by_key(number, |(n, _)| *n).ok().map(|at| pages[at]);
+        let ordered = first.iter().filter_map(lookup).chain(pages.iter().copied());
+        let (stats, lease) = self.space.store(&self.inner, file, ordered)?;
+        Ok(Put { pages, stats, lease })
+    }
+}
+
+/// Stretches of data of at most [`PIECE_BYTES`], whole pages each.
+pub(crate) fn pieces(file: &File, path: &Path) -> Result<Vec<std::ops::Range<u64>>, PagesError> {
+    let io = |e| IoError::new("reading", path)(e);
+    let length = file.metadata().map_err(io)?.len();
+    if !length.is_multiple_of(PAGE_SIZE) || length / PAGE_SIZE > MAX_FILE_PAGES {
+        let expected = format!("a multiple of 4096, at most {}", MAX_FILE_PAGES * PAGE_SIZE);
+        return Err(PagesError::Invalid {
+            place: "bytes of the file".to_owned(),
+            expected,
+            got: length.to_string(),
+        });
+    }
+    let mut pieces = Vec::new();
+    let mut at = 0;
+    while let Some((start, end)) = crate::sparse::next_data(file, at, length).map_err(io)? {
+        // The edges of data are the file system's blocks, which may be smaller than a page.
+        at = (start - start % PAGE_SIZE).max(at);
+        let end = end.next_multiple_of(PAGE_SIZE);
+        while at < end {
+            let next = (at + PIECE_BYTES).min(end);
+            pieces.push(at..next);
+            at = next;
+        }
+    }
+    Ok(pieces)
+}
+
+/// Reads a piece: the number of its first page, and its bytes.
+pub(crate) fn read_piece<'a>(
+    file: &File,
+    piece: &std::ops::Range<u64>,
+    buffer: &'a mut Vec<u8>,
+    path: &Path,
+) -> IoResult<(u32, &'a [u8])> {
+    let bytes = usize::try_from(piece.end - piece.start).unwrap_or(0);
+    buffer.resize(bytes, 0);
+    file.read_exact_at(buffer, piece.start).map_err(IoError::new("reading", path))?;
+    Ok((u32::try_from(piece.start / PAGE_SIZE).unwrap_or(u32::MAX), buffer))
+}
+
+impl Space {
+    /// Puts pages of `file` by number, in this order; of pages that are alike the first counts.
+    pub(crate) fn store(
+        &self,
+        inner: &Arc<Inner>,
+        file: &File,
+        ordered: impl Iterator<Item = (u32, Digest)>,
+    ) -> Result<(PutStats, Lease), PagesError> {
+        let mut seen = HashSet::new();
+        let wanted: Vec<(u32, Digest)> = ordered.filter(|(_, hash)| seen.insert(*hash)).collect();
+        drop(seen);
+        let lease = self.lease(wanted.iter().map(|(_, hash)| hash));
+        let chunks: Vec<&[(u32, Digest)]> = wanted.chunks(4096).collect();
+        let fresh = workers::map(
+            chunks.len(),
+            || (),
+            |(), n| {
+                let missing = |page: &&(u32, Digest)| self.find(&page.1).map(|found| found.is_none());
+                let mut fresh = Vec::new();
+                for page in chunks[n] {
+                    if missing(&page)? {
+                        fresh.push(*page);
+                    }
+                }
+                Ok::<_, IoError>(fresh)
+            },
+        )?;
+        let fresh: Vec<(u32, Digest)> = fresh.into_iter().flatten().collect();
+        let stats = PutStats { pages: wanted.len() as u64, new_pages: fresh.len() as u64 };
+        if !fresh.is_empty() {
+            let stage = inner.stage()?;
+            let source = FilePages { file, pages: &fresh, path: self.dir.path() };
+            let staged = writer::stage(&stage, &self.tenant, &source)?;
+            self.publish(&stage, staged)?;
+        }
+        Ok((stats, lease))
+    }
+
+    fn publish(&self, stage: &crate::blob::Stage, staged: Vec<writer::Staged>) -> Result<(), PagesError> {
+        let _changing = self.changing();
+        let packs = writer::publish(stage, &self.dir, &self.tenant, &staged)?;
+        let hashes = staged.into_iter().map(|s| s.hashes);
+        Ok(self.add(packs.into_iter().zip(hashes).collect())?)
+    }
+}
+
+/// Pages of a file, by number.
+struct FilePages<'a> {
+    file: &'a File,
+    pages: &'a [(u32, Digest)],
+    path: &'a Path,
+}
+
+impl Source for FilePages<'_> {
+    fn count(&self) -> usize {
+        self.pages.len()
+    }
+
+    /// Reads neighbours at once, and hashes every page again: a file that changes meanwhile must not bring a page under a wrong hash, from
+    /// which others would then be deduplicated.
+    fn pages(
+        &self,
+        range: std::ops::Range<usize>,
+        push: &mut dyn FnMut(Digest, &[u8]) -> IoResult<()>,
+    ) -> Result<(), PackError> {
+        let mut buffer = Vec::new();
+        for run in self.pages[range].chunk_by(|a, b| a.0.checked_add(1) == Some(b.0)) {
+            for run in run.chunks(256) {
+                let start = u64::from(run[0].0) * PAGE_SIZE;
+                let piece = start..start + run.len() as u64 * PAGE_SIZE;
+                let (_, bytes) = read_piece(self.file, &piece, &mut buffer, self.path)?;
+                for ((number, hash), page) in run.iter().zip(bytes.chunks_exact(PAGE)) {
+                    let got = Digest::of(page);
+                    if got != *hash {
+                        let place = format!("page {number}, while it was put");
+                        let (file, expected, got) = (self.path.to_owned(), hash.to_string(), got.to_string());
+                        return Err(Damage::Content { file, place, expected, got }.into());
+                    }
+                    push(*hash, page)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,259 @@
+//! Fetching pages. Every page is hashed before it is given; a damaged one is named with its pack, group and place, and never given.
+//!
+//! A gc may move a page between the look at the index and the look at the file. The pack is then gone, and the page is looked up again.
+
+use super::index::Place;
+use super::pack::{PAGE, Pack};
+use super::space::{Found, Space};
+use super::{PagesError, Tenant};
+use crate::digest::Digest;
+use crate::errors::{IoError, IoResult};
+use crate::workers;
+use std::cell::RefCell;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+/// Times a page is looked up again because its pack went away meanwhile.
+const TRIES: u32 = 16;
+/// Compressed bytes read at once, of groups that lie side by side.
+const SPAN_BYTES: u64 = 512 << 10;
+
+/// All pages of a group: what fetching one of them gives for nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Group {
+    /// The pack: BLAKE3 of its footer.
+    pub pack: Digest,
+    /// Which group of it.
+    pub number: u32,
+    /// The pages' hashes, in the order they lie in.
+    pub hashes: Vec<Digest>,
+    /// Their bytes, one page after the other.
+    pub bytes: Vec<u8>,
+}
+
+impl Tenant {
+    /// Whether the page is in this namespace.
+    ///
+    /// # Errors
+    /// The host cannot look.
+    pub fn has(&self, hash: &Digest) -> Result<bool, IoError> {
+        Ok(self.space.find(hash)?.is_some())
+    }
+
+    /// The 4096 bytes of a page.
+    ///
+    /// # Errors
+    /// `Damage`: there is no such page here, or its pack is damaged.
+    pub fn fetch(&self, hash: &Digest) -> Result<Vec<u8>, PagesError> {
+        self.space.fetch(hash)
+    }
+
+    /// The group that a page lies in, every page of it verified.
+    ///
+    /// # Errors
+    /// As [`Self::fetch`]; also when another page of the group is damaged.
+    pub fn group(&self, hash: &Digest) -> Result<Group, PagesError> {
+        self.space.with_group(hash, |found, file, bytes| {
+            let number = found.page / found.pack.group_pages;
+            let pages = found.pack.pages_of(number as usize);
+            let hashes = found.pack.hashes(file, pages.clone())?;
+            for ((page, hash), bytes) in pages.zip(&hashes).zip(bytes.chunks_exact(PAGE)) {
+                found.pack.check(page, hash, bytes)?;
+            }
+            Ok(Group { pack: found.pack.id, number, hashes, bytes: bytes.to_vec() })
+        })
+    }
+
+    /// Fetches many pages: in the order they lie in, neighbouring groups in one read, every group decompressed once, on all cores. `give` gets the position in
+    /// `hashes` and the page, in any order.
+    ///
+    /// # Errors
+    /// As [`Self::fetch`], of the first page that cannot be given; others may have been given before.
+    pub fn fetch_many(
+        &self,
+        hashes: &[Digest],
+        give: &(dyn Fn(usize, &[u8]) + Sync),
+    ) -> Result<(), PagesError> {
+        let wanted: Vec<u32> = (0..).take(hashes.len()).collect();
+        self.space.scatter(&wanted, &|n| hashes[n as usize], &|bytes, pages| {
+            for page in pages {
+                give(page.tag as usize, &bytes[page.at..page.at + PAGE]);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// A verified page in a group's bytes: where it begins, and who wants it.
+pub(crate) struct Given {
+    pub(crate) at: usize,
+    pub(crate) tag: u32,
+}
+
+/// A page that is wanted, and where it is thought to be.
+struct Wanted {
+    place: Place,
+    tag: u32,
+}
+
+/// What [`Space::scatter`] calls with the bytes of a group and the pages of it that are wanted.
+pub(crate) type Give<'a> = dyn Fn(&[u8], &[Given]) -> Result<(), PagesError> + Sync + 'a;
+
+impl Space {
+    pub(crate) fn fetch(&self, hash: &Digest) -> Result<Vec<u8>, PagesError> {
+        self.with_group(hash, |found, _, bytes| {
+            let at = (found.page % found.pack.group_pages) as usize * PAGE;
+            let page = &bytes[at..at + PAGE];
+            found.pack.check(found.page, hash, page)?;
+            Ok(page.to_vec())
+        })
+    }
+
+    /// Calls `use_it` with where the page is, the file of its pack, and the bytes of its group.
+    fn with_group<T>(
+        &self,
+        hash: &Digest,
+        use_it: impl FnOnce(&Found, &File, &[u8]) -> Result<T, PagesError>,
+    ) -> Result<T, PagesError> {
+        // Kept by the thread: fresh memory for each group is more page faults than the fetch has other work.
+        thread_local!(static SCRATCH: RefCell<Scratch> = RefCell::default());
+        for _ in 0..TRIES {
+            let found = self.find(hash)?.ok_or_else(|| self.missing(hash, "who asks"))?;
+            let file = match self.file(found.number, &found.pack) {
+                Err(e) if e.is_not_found() => continue,
+                other => other?,
+            };
+            let group = (found.page / found.pack.group_pages) as usize;
+            return SCRATCH.with_borrow_mut(|Scratch { stored, raw }| {
+                let stored = read_span(&found.pack, &file, group, group, stored)?;
+                found.pack.decode(group, found.page, stored, raw)?;
+                use_it(&found, &file, raw)
+            });
+        }
+        Err(self.missing(hash, "who asks").into())
+    }
+
+    /// Gives each tag's page, whose hash is `hash(tag)`.
+    pub(crate) fn scatter(
+        &self,
+        tags: &[u32],
+        hash: &(dyn Fn(u32) -> Digest + Sync),
+        give: &Give,
+    ) -> Result<(), PagesError> {
+        let mut wanted = Vec::with_capacity(tags.len());
+        for &tag in tags {
+            let hash = hash(tag);
+            let (place, _) = self.guess(&hash).ok_or_else(|| self.missing(&hash, "who asks"))?;
+            wanted.push(Wanted { place, tag });
+        }
+        wanted.sort_unstable_by_key(|w| (w.place, w.tag));
+        let pieces = self.spans(&wanted);
+        workers::each(pieces.len(), Scratch::default, |scratch, n| {
+            self.give_span(pieces[n], hash, give, scratch)
+        })
+    }
+
+    /// Cuts what is wanted into stretches of groups that lie side by side in one pack.
+    fn spans<'a>(&self, wanted: &'a [Wanted]) -> Vec<&'a [Wanted]> {
+        let state = self.read();
+        let mut spans = Vec::new();
+        for of_pack in wanted.chunk_by(|a, b| a.place.pack == b.place.pack) {
+            let Some(pack) = state.packs.get(&of_pack[0].place.pack) else {
+                spans.push(of_pack);
+                continue;
+            };
+            let group = |w: &Wanted| (w.place.page / pack.group_pages) as usize;
+            let mut rest = of_pack;
+            while let Some(first) = rest.first() {
+                let start = pack.span(group(first), group(first)).start;
+                let joins = |pair: &[Wanted]| {
+                    let (before, after) = (group(&pair[0]), group(&pair[1]));
+                    after <= before + 1 && pack.span(after, after).end - start <= SPAN_BYTES
+                };
+                let length = 1 + rest.windows(2).take_while(|pair| joins(pair)).count();
+                let (span, after) = rest.split_at(length);
+                spans.push(span);
+                rest = after;
+            }
+        }
+        spans
+    }
+
+    fn give_span(
+        &self,
+        span: &[Wanted],
+        hash: &(dyn Fn(u32) -> Digest + Sync),
+        give: &Give,
+        Scratch { stored, raw }: &mut Scratch,
+    ) -> Result<(), PagesError> {
+        let one_by_one =
+            || span.iter().try_for_each(|w| give(&self.fetch(&hash(w.tag))?, &[Given { at: 0, tag: w.tag }]));
+        let (first, last) = match span {
+            [] => return Ok(()),
+            [only] => (only, only),
+            [first, .., last] => (first, last),
+        };
+        let pack = self.read().packs.get(&first.place.pack).cloned();
+        let Some(pack) = pack else { return one_by_one() };
+        let file = match self.file(first.place.pack, &pack) {
+            Err(e) if e.is_not_found() => return one_by_one(),
+            other => other?,
+        };
+        let group = |w: &Wanted| (w.place.page / pack.group_pages) as usize;
+        let stored = read_span(&pack, &file, group(first), group(last), stored)?;
+        let start = pack.span(group(first), group(first)).start;
+        for of_group in span.chunk_by(|a, b| group(a) == group(b)) {
+            let number = group(&of_group[0]);
+            let within = pack.span(number, number);
+            let slice = |at: u64| usize::try_from(at - start).unwrap_or(0);
+            pack.decode(
+                number,
+                of_group[0].place.page,
+                &stored[slice(within.start)..slice(within.end)],
+                raw,
+            )?;
+            let mut given = Vec::with_capacity(of_group.len());
+            let mut checked = None;
+            for w in of_group {
+                let at = (w.place.page % pack.group_pages) as usize * PAGE;
+                let hash = hash(w.tag);
+                if checked != Some((w.place.page, hash))
+                    && pack.check(w.place.page, &hash, &raw[at..at + PAGE]).is_err()
+                {
+                    // Damaged, or another page with the same prefix: the slow way tells which.
+                    give(&self.fetch(&hash)?, &[Given { at: 0, tag: w.tag }])?;
+                    continue;
+                }
+                checked = Some((w.place.page, hash));
+                given.push(Given { at, tag: w.tag });
+            }
+            give(raw, &given)?;
+        }
+        Ok(())
+    }
+}
+
+/// Memory that is used again.
+#[derive(Default)]
+struct Scratch {
+    stored: Vec<u8>,
+    raw: Vec<u8>,
+}
+
+/// The stored bytes of the groups `first` to `last`, read into `buffer`, which only grows.
+pub(super) fn read_span<'a>(
+    pack: &Pack,
+    file: &File,
+    first: usize,
+    last: usize,
+    buffer: &'a mut Vec<u8>,
+) -> IoResult<&'a [u8]> {
+    let span = pack.span(first, last);
+    let length = usize::try_from(span.end - span.start).unwrap_or(0);
+    if buffer.len() < length {
+        buffer.resize(length, 0);
+    }
+    let stored = &mut buffer[..length];
+    file.read_exact_at(stored, span.start).map_err(IoError::new("reading", &pack.path))?;
+    Ok(stored)
+}

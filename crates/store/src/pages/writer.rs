@@ -1,0 +1,161 @@
+//! Writing packs: staged in full, synced, then renamed into the tenant's folder.
+
+use super::pack::{Footer, GROUP_PAGES, LEVEL, MAX_PACK_PAGES, PAGE, Pack, PackError, Sum, sum};
+use crate::blob::{Dir, IfTaken, Stage};
+use crate::digest::Digest;
+use crate::errors::{Damage, IoError, IoResult};
+use crate::workers;
+use dayfly_units::Name;
+use std::fs::File;
+
+/// Compressed bytes that are collected before they are written; few in tests, so that there are writes to be torn and lost.
+const WRITE_BYTES: usize = if cfg!(test) { 8 << 10 } else { 1 << 20 };
+
+/// A pack in the making, in a staging folder.
+struct Writer<'a> {
+    dir: &'a Dir,
+    name: String,
+    file: File,
+    /// Bytes written so far.
+    at: u64,
+    pending: Vec<u8>,
+    groups: Vec<(u32, Sum)>,
+    hashes: Vec<Digest>,
+    group: Vec<u8>,
+    /// The last group, compressed.
+    stored: Vec<u8>,
+    zstd: zstd::bulk::Compressor<'static>,
+}
+
+impl<'a> Writer<'a> {
+    fn new(dir: &'a Dir, name: String) -> IoResult<Self> {
+        let file = dir.create(&name)?;
+        let zstd = zstd::bulk::Compressor::new(LEVEL);
+        let zstd = zstd.map_err(IoError::new("making a compressor for", &dir.path().join(&name)))?;
+        let group = Vec::with_capacity(GROUP_PAGES as usize * PAGE);
+        let (pending, groups, hashes) = (Vec::new(), Vec::new(), Vec::new());
+        let stored = Vec::new();
+        Ok(Self { dir, name, file, at: 0, pending, groups, hashes, group, stored, zstd })
+    }
+
+    fn push(&mut self, hash: Digest, page: &[u8]) -> IoResult<()> {
+        self.hashes.push(hash);
+        self.group.extend_from_slice(page);
+        if self.group.len() == GROUP_PAGES as usize * PAGE { self.end_group() } else { Ok(()) }
+    }
+
+    fn end_group(&mut self) -> IoResult<()> {
+        self.stored.clear();
+        self.stored.reserve(zstd::zstd_safe::compress_bound(self.group.len()));
+        let length = self.zstd.compress_to_buffer(&self.group, &mut self.stored);
+        let length = length.map_err(IoError::new("compressing", &self.dir.path().join(&self.name)))?;
+        self.groups.push((u32::try_from(length).unwrap_or(u32::MAX), sum(&self.stored)));
+        self.pending.extend_from_slice(&self.stored);
+        self.group.clear();
+        if self.pending.len() >= WRITE_BYTES { self.flush() } else { Ok(()) }
+    }
+
+    fn flush(&mut self) -> IoResult<()> {
+        self.dir.write_at(&self.name, &self.file, &self.pending, self.at)?;
+        self.at += self.pending.len() as u64;
+        self.pending.clear();
+        Ok(())
+    }
+
+    /// Writes the footer, and waits until all of it is on disk.
+    fn finish(mut self, tenant: &Name) -> IoResult<Staged> {
+        if !self.group.is_empty() {
+            self.end_group()?;
+        }
+        let footer = Footer { tenant, group_pages: GROUP_PAGES, groups: &self.groups, hashes: &self.hashes };
+        let (id, footer) = footer.encode(self.at + self.pending.len() as u64);
+        self.pending.extend_from_slice(&footer);
+        self.flush()?;
+        self.dir.finish(&self.name, &self.file)?;
+        Ok(Staged { id, name: self.name, hashes: self.hashes, file: self.file })
+    }
+}
+
+/// A pack that is on disk, but not in its folder.
+pub(super) struct Staged {
+    id: Digest,
+    name: String,
+    pub(super) hashes: Vec<Digest>,
+    file: File,
+}
+
+/// Pages for packs, by number: the hash of each, and its bytes.
+pub(super) trait Source: Sync {
+    fn count(&self) -> usize;
+    /// Gives the pages of a range to `push`, in order.
+    fn pages(
+        &self,
+        range: std::ops::Range<usize>,
+        push: &mut dyn FnMut(Digest, &[u8]) -> IoResult<()>,
+    ) -> Result<(), PackError>;
+}
+
+/// Writes all pages of `source` to packs in `stage`, on all cores: each makes packs of its own, so that the order of the pages is that of
+/// the source in every pack, and of the packs.
+pub(super) fn stage(stage: &Stage, tenant: &Name, source: &dyn Source) -> Result<Vec<Staged>, PackError> {
+    let group = GROUP_PAGES as usize;
+    let share = source.count().div_ceil(workers::threads()).next_multiple_of(group);
+    let pages = share.clamp(64 * group, MAX_PACK_PAGES as usize);
+    let packs = source.count().div_ceil(pages);
+    workers::map(
+        packs,
+        || (),
+        |(), n| {
+            let mut writer = Writer::new(stage, format!("pack{n}"))?;
+            let range = n * pages..source.count().min((n + 1) * pages);
+            source.pages(range, &mut |hash, page| writer.push(hash, page))?;
+            Ok(writer.finish(tenant)?)
+        },
+    )
+}
+
+/// Renames staged packs into the tenant's folder, and waits until their names are on disk. A file of the same name holds the same pages, or is damaged:
+/// then it is replaced. After an error none of them is there that was not before, as far as the host lets us.
+pub(super) fn publish(stage: &Stage, dir: &Dir, tenant: &Name, staged: &[Staged]) -> IoResult<Vec<Pack>> {
+    if staged.is_empty() {
+        return Ok(Vec::new());
+    }
+    stage.sync()?;
+    let mut packs = Vec::with_capacity(staged.len());
+    let mut fresh: Vec<String> = Vec::new();
+    let all = staged.iter().try_for_each(|pack| {
+        let name = pack.id.to_string();
+        let path = dir.path().join(&name);
+        let there = dir.has(&name)?;
+        let sound = there && dir.open(&name).is_ok_and(|file| Pack::open(&path, &file, tenant).is_ok());
+        if !sound {
+            let if_taken = if there { IfTaken::Exchange } else { IfTaken::Refuse };
+            stage.rename(&pack.name, dir, &name, if_taken)?;
+            if !there {
+                fresh.push(name);
+            }
+        }
+        packs.push(open(&path, &pack.file, tenant)?);
+        Ok(())
+    });
+    all.and_then(|()| dir.sync()).inspect_err(|_| {
+        for name in &fresh {
+            // Harmless where it stays: the next open finds its pages, and the next gc that nobody needs them.
+            let _best_effort = dir.unlink(name);
+        }
+    })?;
+    Ok(packs)
+}
+
+/// A pack just written, read back from the page cache.
+fn open(path: &std::path::Path, file: &File, tenant: &Name) -> IoResult<Pack> {
+    Pack::open(path, file, tenant).map_err(|e| match e {
+        PackError::Io(e) => e,
+        PackError::Damage(damage) => damaged(path, &damage),
+    })
+}
+
+fn damaged(path: &std::path::Path, damage: &Damage) -> IoError {
+    let source = std::io::Error::new(std::io::ErrorKind::InvalidData, damage.to_string());
+    IoError { doing: "reading back", path: path.to_owned(), source }
+}

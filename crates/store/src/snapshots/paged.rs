@@ -1,0 +1,279 @@
+//! Snapshots whose RAM is a table of pages (`table`) instead of a file (`memory`): committed, opened, and read page by page.
+//!
+//! The manifest is the same: its `memory` says what RAM is, the table in its place must say the same, and must refer to the very files of
+//! the manifest's disks. Like everything of a snapshot the table becomes visible with the one rename of its folder; its pages are on disk by then, and a
+//! lease keeps them until it is.
+
+use super::TABLE;
+use super::open::{OpenDisk, Ram};
+use super::writer::{CommitError, Committed, SavedSnapshot, SnapshotSpec};
+use crate::blob::Dir;
+use crate::digest::Digest;
+use crate::errors::{Damage, IoError};
+use crate::layers::StagedLayer;
+use crate::manifest::{DiskRef, FileRef, SnapshotManifest};
+use crate::memory::table::MAX_BYTES;
+use crate::memory::{BlockHint, DiskLayer, Kind, Materialised, MemorySpec, Table};
+use crate::pages::{Lease, PagesError, Tenant};
+use crate::pins::Pin;
+use crate::publish::OpenError;
+use crate::{Inner, Store};
+use dayfly_units::sealed::HEADER_BYTES;
+use dayfly_units::{Name, PAGE_SIZE};
+use std::fs::File;
+use std::io::Read;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+/// What is known of RAM when it is committed as pages; see [`MemorySpec`]. The disks are those of the [`SnapshotSpec`].
+#[derive(Debug, Clone, Copy)]
+pub struct PagedSpec<'a> {
+    /// In whose namespace the pages go.
+    pub tenant: &'a Name,
+    /// Frames that the guest does not use.
+    pub free: &'a [Range<u32>],
+    /// For each frame what the guest uses it for.
+    pub colours: &'a [u8],
+    /// Frames in the order in which clones will want them.
+    pub order: &'a [u32],
+    /// Where frames were read from or written to.
+    pub hints: &'a [(u32, BlockHint)],
+}
+
+impl<'a> PagedSpec<'a> {
+    /// Nothing is known.
+    #[must_use]
+    pub const fn of(tenant: &'a Name) -> Self {
+        Self { tenant, free: &[], colours: &[], order: &[], hints: &[] }
+    }
+}
+
+impl SavedSnapshot {
+    /// As [`Self::commit`], with RAM as a table of pages in the tenant's namespace.
+    ///
+    /// # Errors
+    /// [`CommitError`]. Pages that were put already stay until [`Store::gc_pages`].
+    pub fn commit_paged(self, spec: &SnapshotSpec, pages: &PagedSpec) -> Result<Committed, CommitError> {
+        self.commit_with(spec, Some(pages))
+    }
+}
+
+/// A snapshot's RAM, open to be read page by page.
+#[derive(Debug)]
+pub struct SnapshotPages {
+    /// What the snapshot is.
+    pub manifest: SnapshotManifest,
+    /// What its frames are.
+    pub table: Table,
+    /// Where its pages are.
+    pub tenant: Tenant,
+    /// Its disks, verified: what the table's references lead to.
+    pub disks: Vec<OpenDisk>,
+    /// Keeps its images and layers in the store.
+    pub pin: Pin,
+    /// Keeps its pages there.
+    pub lease: Lease,
+}
+
+impl SnapshotPages {
+    /// Writes RAM to the empty file `to`, holes where it is zero.
+    ///
+    /// # Errors
+    /// As [`Tenant::materialise`].
+    pub fn materialise(&self, to: &File) -> Result<Materialised, PagesError> {
+        self.tenant.materialise(&self.table, &layers(&self.disks), to)
+    }
+
+    /// The 4096 bytes of one frame.
+    ///
+    /// # Errors
+    /// `Invalid`: there is no such frame. Else as [`Tenant::fetch`].
+    pub fn frame(&self, frame: u32) -> Result<Vec<u8>, PagesError> {
+        let invalid = |expected: String| PagesError::Invalid {
+            place: "frame".to_owned(),
+            expected,
+            got: frame.to_string(),
+        };
+        let run =
+            self.table.from_frame(frame).ok_or_else(|| invalid(format!("below {}", self.table.frames())))?;
+        match run.kind {
+            Kind::Zero | Kind::Free => Ok(vec![0; 4096]),
+            Kind::Page { hash } => self.tenant.fetch(&self.table.hashes()[hash as usize]),
+            Kind::Disk { disk, layer, block } => {
+                let layers = layers(&self.disks);
+                let layer = layers.get(usize::from(disk)).and_then(|disk| disk.get(usize::from(layer)));
+                let file = layer.ok_or_else(|| invalid("of a disk of this snapshot".to_owned()))?.file;
+                let mut bytes = vec![0; 4096];
+                let read = file.read_exact_at(&mut bytes, u64::from(block) * PAGE_SIZE);
+                read.map_err(IoError::new("reading a disk for", self.tenant.space.dir.path()))?;
+                Ok(bytes)
+            }
+        }
+    }
+}
+
+/// The files of open disks, as tables count them.
+pub(super) fn layers(disks: &[OpenDisk]) -> Vec<Vec<DiskLayer<'_>>> {
+    disks.iter().map(files_of).collect()
+}
+
+fn files_of(disk: &OpenDisk) -> Vec<DiskLayer<'_>> {
+    let base = DiskLayer { file: &disk.base, digest: disk.image.digest };
+    let frozen = disk.layers.iter().map(|l| DiskLayer { file: &l.data, digest: l.layer.data.digest });
+    std::iter::once(base).chain(frozen).collect()
+}
+
+impl Store {
+    /// Opens the RAM of the snapshot `name` of `tenant`: table, disks and pages are verified as they are read, pinned and leased.
+    ///
+    /// # Errors
+    /// [`OpenError`]: `Damage` also when the snapshot's RAM is no table, or the table is another tenant's.
+    pub fn open_snapshot_pages(&self, tenant: &Name, name: &Name) -> Result<SnapshotPages, OpenError> {
+        let opened = self.0.open_snapshot_parts(name)?;
+        let path = self.0.snapshots.path().join(name.as_str()).join(TABLE);
+        let Ram::Table(table, lease) = opened.ram else {
+            let by = format!("snapshot {name}, read page by page,");
+            return Err(Damage::Missing { file: path, what: "its table".to_owned(), by }.into());
+        };
+        if table.tenant != *tenant {
+            let (expected, got) = (tenant.to_string(), table.tenant.to_string());
+            return Err(Damage::Content { file: path, place: "tenant".to_owned(), expected, got }.into());
+        }
+        let tenant = Tenant { inner: Arc::clone(&self.0), space: self.0.space(tenant)? };
+        let (manifest, disks, pin) = (opened.manifest, opened.disks, opened.pin);
+        Ok(SnapshotPages { manifest, table: *table, tenant, disks, pin, lease })
+    }
+}
+
+impl Inner {
+    /// The table in a snapshot's folder, if its RAM is one.
+    pub(crate) fn table_in(&self, dir: &Dir) -> Result<Option<Table>, OpenError> {
+        if !dir.has(TABLE)? {
+            return Ok(None);
+        }
+        let path = dir.path().join(TABLE);
+        let mut bytes = Vec::new();
+        let file = dir.open(TABLE)?;
+        let read = file.take(MAX_BYTES + HEADER_BYTES as u64 + 1).read_to_end(&mut bytes);
+        read.map_err(IoError::new("reading", &path))?;
+        Ok(Some(Table::decode(&path, &bytes)?))
+    }
+
+    /// The table of a snapshot, which must be of the same RAM and the same disks as its manifest; and a lease of its pages. Call it while publishing:
+    /// the snapshot then stays until its pages are leased.
+    pub(super) fn leased_table(
+        &self,
+        dir: &Dir,
+        manifest: &SnapshotManifest,
+    ) -> Result<Option<(Table, Lease)>, OpenError> {
+        let Some(table) = self.table_in(dir)? else { return Ok(None) };
+        let wrong = |place: &str, expected: String, got: String| {
+            let (file, place) = (dir.path().join(TABLE), place.to_owned());
+            Damage::Content { file, place, expected, got }
+        };
+        if table.ram != manifest.memory {
+            let (expected, got) = (format!("{:?}", manifest.memory), format!("{:?}", table.ram));
+            return Err(wrong("RAM, as the manifest has it", expected, got).into());
+        }
+        let files = |disk: &DiskRef| {
+            std::iter::once(disk.image.digest).chain(disk.layers.iter().map(|l| l.data.digest)).collect()
+        };
+        let disks: Vec<Vec<Digest>> = manifest.disks.iter().map(files).collect();
+        if table.disks != disks {
+            let (expected, got) = (format!("{disks:?}"), format!("{:?}", table.disks));
+            return Err(wrong("files of the disks, as the manifest has them", expected, got).into());
+        }
+        let lease = self.space(&table.tenant)?.lease(table.hashes().iter());
+        Ok(Some((table, lease)))
+    }
+
+    /// RAM in a file of its own that has no name.
+    pub(super) fn materialised(
+        self: &Arc<Self>,
+        table: &Table,
+        disks: &[OpenDisk],
+    ) -> Result<File, OpenError> {
+        let stage = self.stage()?;
+        let file = stage.create(super::MEMORY)?;
+        let tenant = Tenant { inner: Arc::clone(self), space: self.space(&table.tenant)? };
+        match tenant.materialise(table, &layers(disks), &file) {
+            // Another descriptor, to read only, as those of the other files are.
+            Ok(_) => Ok(stage.open(super::MEMORY)?),
+            Err(PagesError::Io(e)) => Err(e.into()),
+            Err(PagesError::Damage(d)) => Err(d.into()),
+            Err(PagesError::Invalid { place, expected, got }) => {
+                let file = self.space(&table.tenant)?.dir.path().to_owned();
+                Err(Damage::Content { file, place, expected, got }.into())
+            }
+        }
+    }
+
+    /// Puts the pages of a saved RAM, and writes its table into the snapshot's staged folder in place of it.
+    pub(super) fn stage_table(
+        self: &Arc<Self>,
+        dir: &Dir,
+        memory: &File,
+        pages: &PagedSpec,
+        disks: &[DiskRef],
+        staged: &[StagedLayer],
+    ) -> Result<(FileRef, Lease), CommitError> {
+        let files = disks.iter().map(|disk| self.disk_files(disk, staged)).collect::<Result<Vec<_>, _>>()?;
+        let layers: Vec<Vec<DiskLayer>> = files
+            .iter()
+            .map(|disk| disk.iter().map(|(file, digest)| DiskLayer { file, digest: *digest }).collect())
+            .collect();
+        let PagedSpec { tenant, free, colours, order, hints } = *pages;
+        let spec = MemorySpec { memory, free, colours, order, hints, disks: &layers };
+        let tenant = Tenant { inner: Arc::clone(self), space: self.space(tenant)? };
+        let put = tenant.put_memory(&spec)?;
+        dir.unlink(super::MEMORY)?;
+        dir.write(TABLE, &put.table.encode())?;
+        Ok((put.table.ram, put.lease))
+    }
+
+    /// The files of a disk of a snapshot that is not committed yet, verified.
+    fn disk_files(&self, disk: &DiskRef, staged: &[StagedLayer]) -> Result<Vec<(File, Digest)>, CommitError> {
+        let image = self.open_image(&disk.image.name, "a snapshot in the making")?;
+        if image.manifest.disk.digest != disk.image.digest {
+            let file = self.image_path(&disk.image.name);
+            let (expected, got) = (disk.image.digest.to_string(), image.manifest.disk.digest.to_string());
+            return Err(
+                Damage::Content { file, place: "digest of the image".to_owned(), expected, got }.into()
+            );
+        }
+        let mut files = vec![(image.disk, disk.image.digest)];
+        for layer in &disk.layers {
+            let file = match staged.iter().find(|s| s.layer.id == layer.id) {
+                Some(staged) => staged.data().map_err(CommitError::from)?,
+                None => self.open_layer(layer, "a snapshot in the making")?.0,
+            };
+            files.push((file, layer.data.digest));
+        }
+        Ok(files)
+    }
+}
+
+impl From<PagesError> for CommitError {
+    fn from(e: PagesError) -> Self {
+        match e {
+            PagesError::Invalid { place, expected, got } => Self::Invalid { place, expected, got },
+            PagesError::Damage(d) => Self::Damage(d),
+            PagesError::Io(e) => Self::Io(e),
+        }
+    }
+}
+
+impl From<OpenError> for CommitError {
+    fn from(e: OpenError) -> Self {
+        match e {
+            OpenError::NotFound { kind, name } => Self::Damage(Damage::Missing {
+                file: std::path::PathBuf::from(name.as_str()),
+                what: format!("{kind} {name}"),
+                by: "a snapshot in the making".to_owned(),
+            }),
+            OpenError::Damage(d) => Self::Damage(d),
+            OpenError::Io(e) => Self::Io(e),
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! Work in numbered pieces, on all cores.
+
+use crate::blob::fault;
+use std::num::NonZero;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Threads that work at once: one for each core that this process may use.
+pub(crate) fn threads() -> usize {
+    if fault::planned() { 1 } else { std::thread::available_parallelism().map_or(1, NonZero::get) }
+}
+
+/// Calls `work` once for every number below `pieces`, handing them out in ascending order to [`threads`] threads, each with its own
+/// `state()`. After an error no further piece is begun; the error of the lowest piece is given.
+pub(crate) fn each<S, E: Send>(
+    pieces: usize,
+    state: impl Fn() -> S + Sync,
+    work: impl Fn(&mut S, usize) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let next = AtomicUsize::new(0);
+    let stop = AtomicBool::new(false);
+    let failed: Mutex<Option<(usize, E)>> = Mutex::new(None);
+    let run = || {
+        let mut state = state();
+        while !stop.load(Ordering::Relaxed) {
+            let piece = next.fetch_add(1, Ordering::Relaxed);
+            if piece >= pieces {
+                return;
+            }
+            if let Err(error) = work(&mut state, piece) {
+                stop.store(true, Ordering::Relaxed);
+                let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                if failed.as_ref().is_none_or(|(first, _)| piece < *first) {
+                    *failed = Some((piece, error));
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads().min(pieces) {
+            scope.spawn(run);
+        }
+        run();
+    });
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), |(_, error)| Err(error))
+}
+
+/// As [`each`], and gathers what the pieces give, in their order.
+pub(crate) fn map<S, T: Send, E: Send>(
+    pieces: usize,
+    state: impl Fn() -> S + Sync,
+    work: impl Fn(&mut S, usize) -> Result<T, E> + Sync,
+) -> Result<Vec<T>, E> {
+    let done = Mutex::new(Vec::new());
+    each(pieces, state, |state, piece| {
+        let result = work(state, piece)?;
+        done.lock().unwrap_or_else(PoisonError::into_inner).push((piece, result));
+        Ok(())
+    })?;
+    let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+    done.sort_unstable_by_key(|(piece, _)| *piece);
+    Ok(done.into_iter().map(|(_, result)| result).collect())
+}
