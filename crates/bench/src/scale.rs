@@ -90,7 +90,7 @@ pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Resul
     let marks: Vec<usize> = [1, 64, 256, 512, 1024, 2000].into_iter().filter(|n| *n <= last).collect();
     let calm: Vec<_> = marks.iter().map(|n| window(*n, last)).collect();
     room.pool_is_full().await?;
-    let (before, waited) = (common::settled_available()?, room.waiting()?.len());
+    let (before, waited) = (common::settled_available()?, room.waiting().await?.0);
     let (mut ids, mut took) = (Vec::new(), Vec::new());
     for n in 1..=last {
         if calm.iter().any(|window| window.contains(&n)) {
@@ -102,7 +102,7 @@ pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Resul
     }
     room.pool_is_full().await?;
     // Those that wait in the pool weigh as much as those that were asked for.
-    let weighed = (last + room.waiting()?.len()).saturating_sub(waited) as u64;
+    let weighed = (last + room.waiting().await?.0).saturating_sub(waited) as u64;
     let per_clone = before.saturating_sub(common::settled_available()?) / weighed.max(1);
     let of = |range: RangeInclusive<usize>| median(&took[range.start() - 1..*range.end()]);
     let nth: Vec<u64> = calm.iter().map(|window| of(window.clone())).collect();

@@ -82,6 +82,7 @@ pub async fn adopt(daemon: &Arc<Daemon>) {
     // After everything that lives has pinned what it stands on.
     let _ = crate::error::blocking(move || {
         depot.collect();
+        depot.collect_pages();
         Ok(())
     })
     .await;

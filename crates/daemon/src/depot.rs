@@ -242,7 +242,24 @@ impl Depot {
         lock(&self.open).forget(name);
         self.collect_later.store(true, Ordering::Relaxed);
         self.collect();
+        self.collect_pages();
         Ok(())
+    }
+
+    /// In whose namespace the pages of snapshots are: this daemon has one user.
+    #[must_use]
+    #[expect(clippy::missing_panics_doc, clippy::expect_used, reason = "locally proven: letters are a name")]
+    pub fn tenant(&self) -> Name {
+        "default".parse().expect("letters are a name")
+    }
+
+    /// Removes pages that no snapshot needs. VMs need none: theirs were read when their snapshot was opened.
+    pub fn collect_pages(&self) {
+        match self.store.gc_pages() {
+            Ok(report) if report.freed_bytes == 0 => {}
+            Ok(report) => tracing::info!(bytes = report.freed_bytes, "collected pages"),
+            Err(e) => tracing::warn!("collecting pages: {}", chain(&e)),
+        }
     }
 
     /// Removes layers that nobody needs.

@@ -7,6 +7,7 @@
 //! | `dayfly_death_seconds` | `phase` | from the request until the memory is `free`, until the process is `gone` |
 //! | `dayfly_vms` | | VMs there are, those that have ended included |
 //! | `dayfly_waiting` | | VMMs that wait for births |
+//! | `dayfly_waiting_clones` | | of these, clones that only have to be let go |
 //! | `dayfly_memory_reserved_bytes` | | memory that VMs may come to use |
 //! | `dayfly_memory_budget_bytes` | | the most of it that they may have |
 
@@ -143,7 +144,9 @@ pub fn text(daemon: &Daemon) -> String {
         });
     let count = |n: usize| ConstGauge::new(i64::try_from(n).unwrap_or(i64::MAX));
     registry.register("vms", "VMs there are", count(daemon.registry.len()));
-    registry.register("waiting", "VMMs that wait for births", count(daemon.pool.waiting()));
+    let (waiting, primed) = daemon.pool.waiting();
+    registry.register("waiting", "VMMs that wait for births", count(waiting));
+    registry.register("waiting_clones", "Of these, clones that only have to be let go", count(primed));
     registry.register_with_unit(
         "memory_reserved",
         "Memory that VMs may come to use",

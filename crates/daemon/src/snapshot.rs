@@ -14,7 +14,7 @@ use crate::ndjson::Teller;
 use crate::vm::state::Event;
 use crate::vm::{Vm, agent_link, control_link, death, identity};
 use dayfly_api::types::{ErrorCode, Snapshot, SnapshotRequest};
-use dayfly_store::{ChainLayer, Committed, DiskSpec, SavedSnapshot, SnapshotSpec};
+use dayfly_store::{ChainLayer, Committed, DiskSpec, PagedSpec, SavedSnapshot, SnapshotSpec};
 use dayfly_units::Name;
 use dayfly_vmm::config::MAX_LAYERS;
 use dayfly_vmm::control::{Answer, Command};
@@ -214,7 +214,8 @@ fn spec(vm: &Vm) -> SnapshotSpec {
 }
 
 fn store(daemon: &Daemon, vm: &Vm, saved: SavedSnapshot, spec: &SnapshotSpec) -> Outcome<Box<Committed>> {
-    let committed = saved.commit(spec)?;
+    let tenant = daemon.depot.tenant();
+    let committed = saved.commit_paged(spec, &PagedSpec::of(&tenant))?;
     let live = vm.update(|live| {
         for (disk, stored) in live.disks.iter_mut().zip(&committed.manifest.disks) {
             for (layer, stored) in disk.layers.iter_mut().zip(&stored.layers) {

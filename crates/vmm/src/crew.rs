@@ -78,7 +78,8 @@ impl Crew {
         Ok(Self { devices, vcpus: (0..vcpus).map(vcpu).collect::<io::Result<_>>()? })
     }
 
-    /// Those of a VM with this many vCPUs, all of which will live in `jail`; other threads than these do not stay.
+    /// Those of a VM with this many vCPUs, all of which live in `jail` before they do anything. The calling thread is in it already: threads
+    /// that have to be made now, because there are not as many as wanted, have its rights from the beginning.
     ///
     /// # Errors
     /// When a thread cannot be made.
@@ -86,7 +87,7 @@ impl Crew {
         if self.vcpus.len() != usize::from(vcpus) {
             self.devices.end();
             self.vcpus.into_iter().for_each(Hand::end);
-            self = Self::new(filters, vcpus)?;
+            return Self::new(filters, vcpus);
         }
         for hand in self.vcpus.iter_mut().chain([&mut self.devices]) {
             hand.jail = jail.cloned();

@@ -77,6 +77,7 @@ async fn what_is_counted_and_timed_is_told_to_prometheus() {
         r#"dayfly_death_seconds_bucket{le="0.02",phase="gone"} 1"#,
         "dayfly_vms 0",
         "dayfly_waiting 0",
+        "dayfly_waiting_clones 0",
         "dayfly_memory_reserved_bytes 67108864",
         "dayfly_memory_budget_bytes 1099511627776",
         "# EOF",

@@ -73,10 +73,11 @@ impl Room {
         let daemon = &self.daemon;
         until("VMs are forgotten", || daemon.registry.is_empty()).await;
         until("memory is returned", || daemon.budget.shares().iter().all(|share| share.0 == 0)).await;
-        until("seats are those of the pool", || daemon.registry.seats().len() == daemon.pool.waiting()).await;
+        until("seats are those of the pool", || daemon.registry.seats().len() == daemon.pool.waiting().0)
+            .await;
         let left = |path: PathBuf| std::fs::read_dir(path).unwrap().count();
-        until("folders are those of the pool", || left(daemon.config.vms()) == daemon.pool.waiting()).await;
-        assert!(left(daemon.depot.vms_folder()) <= daemon.pool.waiting());
+        until("folders are those of the pool", || left(daemon.config.vms()) == daemon.pool.waiting().0).await;
+        assert!(left(daemon.depot.vms_folder()) <= daemon.pool.waiting().0);
     }
 }
 

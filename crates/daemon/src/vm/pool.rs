@@ -293,9 +293,10 @@ impl Pool {
         None
     }
 
-    /// How many wait.
-    pub fn waiting(&self) -> usize {
-        lock(&self.shelves).count()
+    /// How many wait, and how many of them are primed clones.
+    pub fn waiting(&self) -> (usize, usize) {
+        let shelves = lock(&self.shelves);
+        (shelves.count(), shelves.primed.values().map(VecDeque::len).sum())
     }
 
     /// Takes out the one with this id.

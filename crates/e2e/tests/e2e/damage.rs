@@ -37,8 +37,9 @@ fn damaged_foreign_and_incomplete_snapshots_are_refused() {
         ("state", flip(3), "state"),
         ("state", flip(41), "state"),
         ("state", flip(2000), "state"),
-        ("memory", "truncate -s 1M $f".to_owned(), "memory"),
-        ("memory", flip(0x0120_0000), "memory"),
+        ("table", "truncate -s 5000 $f".to_owned(), "table"),
+        ("table", flip(41), "table"),
+        ("table", flip(3000), "table"),
         ("manifest", "truncate -s 20 $f".to_owned(), "manifest"),
         ("manifest", flip(200), "manifest"),
     ] {
