@@ -391,10 +391,10 @@ fn a_save_that_fails_leaves_the_vm_paused_and_usable() {
     };
     assert!(refused(client.save(&[])).contains("pause it first"));
     client.pause().unwrap();
-    assert!(refused(client.save(&[])).contains("expected 4 descriptors"));
+    assert!(refused(client.save(&[])).contains("expected 5 descriptors"));
     use std::os::fd::AsFd;
     let read_only = std::fs::File::open(&room.kernel).unwrap();
-    let message = refused(client.save(&[read_only.as_fd(); 4]));
+    let message = refused(client.save(&[read_only.as_fd(); 5]));
     assert!(message.contains("empty file"), "{message}");
     assert!(client.status().unwrap().paused);
     drop(client);
