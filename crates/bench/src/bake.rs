@@ -82,8 +82,10 @@ pub fn bake(room: &Room, name: &Name, memory_bytes: u64, words: &str) -> Result<
     control.pause().with_context(ended)?;
     let mut writer = store.snapshot_writer(name)?;
     let freeze = writer.freeze(&writable)?;
-    let files =
-        [writer.state().as_fd(), writer.memory().as_fd(), freeze.map.as_fd(), freeze.next_data.as_fd()];
+    // The microguest reads and writes no disk.
+    let page_map = tempfile::tempfile()?;
+    let (state, memory) = (writer.state().as_fd(), writer.memory().as_fd());
+    let files = [state, memory, page_map.as_fd(), freeze.map.as_fd(), freeze.next_data.as_fd()];
     control.save(&files).with_context(ended)?;
     let disk = DiskSpec { image: image_ref, size_bytes, writable: true, layers: vec![freeze.frozen] };
     writer.saved().commit(&SnapshotSpec {

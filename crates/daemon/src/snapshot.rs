@@ -9,15 +9,18 @@
 
 use crate::daemon::Daemon;
 use crate::depot::shown_snapshot;
-use crate::error::{Fault, Outcome, blocking};
+use crate::error::{Fault, Outcome, blocking, chain};
 use crate::ndjson::Teller;
 use crate::vm::state::Event;
 use crate::vm::{Vm, agent_link, control_link, death, identity};
 use dayfly_api::types::{ErrorCode, Snapshot, SnapshotRequest};
-use dayfly_store::{ChainLayer, Committed, DiskSpec, PagedSpec, SavedSnapshot, SnapshotSpec};
+use dayfly_store::{BlockHint, ChainLayer, Committed, DiskSpec, PagedSpec, SavedSnapshot, SnapshotSpec};
 use dayfly_units::Name;
 use dayfly_vmm::config::MAX_LAYERS;
 use dayfly_vmm::control::{Answer, Command};
+use dayfly_vmm::disk::page_map::{self, PageMapError};
+use rustix::fs::{MemfdFlags, memfd_create};
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use tokio::sync::oneshot;
@@ -96,22 +99,42 @@ fn allowed(vm: &Vm) -> Outcome<()> {
     Ok(())
 }
 
+/// What a VMM saved, and the store does not have yet.
+#[derive(Debug)]
+pub struct Saved {
+    snapshot: SavedSnapshot,
+    page_map: File,
+}
+
+impl Saved {
+    /// Which frames of its RAM, which has `memory_bytes`, held which blocks of the disks' chains as they are now, by the VMM's word: a
+    /// hint, to be compared by content. Read and decoded at each call.
+    ///
+    /// # Errors
+    /// It is not what a VMM writes.
+    pub fn page_map(&self, memory_bytes: u64) -> Result<Vec<page_map::Run>, PageMapError> {
+        page_map::record::read(&self.page_map, memory_bytes)
+    }
+}
+
 /// Seals, stops and saves a VM that is `Freezing`. It stays stopped; its disks stand on one more layer each.
 ///
 /// # Errors
 /// A step failed; the disks are as they were.
-pub async fn save(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<SavedSnapshot> {
+pub async fn save(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<Saved> {
     allowed(vm)?;
     let deadlines = daemon.config.deadlines;
     agent_link::seal(&vm.dir.vsock(), deadlines.agent).await?;
     control_link::done(&vm.dir.control(), Command::Pause, deadlines.control).await?;
     let (shared, same, name) = (daemon.clone(), vm.clone(), name.clone());
-    let (writer, fds, disks) = blocking(move || {
+    let (writer, page_map, fds, disks) = blocking(move || {
         let mut disks = same.live().disks;
         let mut writer = shared.depot.store().snapshot_writer(&name)?;
-        let failed = |e: std::io::Error| Fault::internal(format_args!("duplicating a descriptor: {e}"));
+        let failed = |e: std::io::Error| Fault::internal(format_args!("descriptors for a snapshot: {e}"));
         let mut fds: Vec<OwnedFd> = Vec::new();
-        for file in [writer.state(), writer.memory()] {
+        let page_map: File =
+            memfd_create("page-map", MemfdFlags::CLOEXEC).map_err(|e| failed(e.into()))?.into();
+        for file in [writer.state(), writer.memory(), &page_map] {
             fds.push(file.try_clone().map_err(failed)?.into());
         }
         for disk in &mut disks {
@@ -122,14 +145,14 @@ pub async fn save(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<Sa
                 disk.writable = Some(freeze.next);
             }
         }
-        Ok((writer, fds, disks))
+        Ok((writer, page_map, fds, disks))
     })
     .await?;
     let answer = control_link::with_fds(&vm.dir.control(), Command::Save, fds, deadlines.save).await;
     let fault = match answer {
         Ok(Answer::Ok) => {
             vm.update(|live| live.disks = disks);
-            return Ok(writer.saved());
+            return Ok(Saved { snapshot: writer.saved(), page_map });
         }
         // Not done, and the VM is as it was: the new layers go with the writer.
         Err(e) if e.was_refused() => return Err(e.into()),
@@ -165,12 +188,7 @@ async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
 ///
 /// # Errors
 /// Something it stands on is gone, or the disk is full. The VM keeps its layers.
-pub async fn commit(
-    daemon: &Arc<Daemon>,
-    vm: &Arc<Vm>,
-    saved: SavedSnapshot,
-    name: Name,
-) -> Outcome<Box<Committed>> {
+pub async fn commit(daemon: &Arc<Daemon>, vm: &Arc<Vm>, saved: Saved, name: Name) -> Outcome<Box<Committed>> {
     let spec = spec(vm);
     let (sender, receiver) = oneshot::channel();
     let (work, same) = (daemon.clone(), vm.clone());
@@ -213,9 +231,22 @@ fn spec(vm: &Vm) -> SnapshotSpec {
     }
 }
 
-fn store(daemon: &Daemon, vm: &Vm, saved: SavedSnapshot, spec: &SnapshotSpec) -> Outcome<Box<Committed>> {
+fn store(daemon: &Daemon, vm: &Vm, saved: Saved, spec: &SnapshotSpec) -> Outcome<Box<Committed>> {
     let tenant = daemon.depot.tenant();
-    let committed = saved.commit_paged(spec, &PagedSpec::of(&tenant))?;
+    // By the VMM's word, which is not trusted: what it says is compared by content, and without it blocks are found by their hashes.
+    let runs = saved.page_map(spec.memory_bytes).unwrap_or_else(|e| {
+        tracing::warn!(vm = %vm.id, "its page map is not used: {}", chain(&e));
+        Vec::new()
+    });
+    let hint = |run: page_map::Run| {
+        (0..run.count).map(move |n| {
+            let block = run.block.saturating_add(n);
+            (run.first.saturating_add(n), BlockHint { disk: run.disk, layer: run.layer, block })
+        })
+    };
+    let hints: Vec<(u32, BlockHint)> = runs.into_iter().flat_map(hint).collect();
+    let pages = PagedSpec { hints: &hints, ..PagedSpec::of(&tenant) };
+    let committed = saved.snapshot.commit_paged(spec, &pages)?;
     let live = vm.update(|live| {
         for (disk, stored) in live.disks.iter_mut().zip(&committed.manifest.disks) {
             for (layer, stored) in disk.layers.iter_mut().zip(&stored.layers) {

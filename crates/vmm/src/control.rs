@@ -31,8 +31,8 @@ pub enum Command {
     Resume,
     /// Write the whole machine; it must be paused, and stays so.
     ///
-    /// Descriptors, in order: an empty file for the state, an empty file for guest memory (sparse: zero pages become holes), then
-    /// for each writable disk an empty file for the map of its writable layer, and an empty file that becomes the new
+    /// Descriptors, in order: an empty file for the state, an empty file for guest memory (sparse: zero pages become holes), an
+    /// empty file for the page map ([`crate::disk::page_map::record`]), then for each writable disk an empty file for the map of its writable layer, and an empty file that becomes the new
     /// writable layer. After `Ok` the old writable layers are frozen: never written again.
     Save,
     /// Write the sealed record of the pages touched since the restore ([`crate::memory::working_set`]) to the one

@@ -129,8 +129,9 @@ async fn bake(daemon: &Arc<Daemon>, name: &Name) {
     control.pause().unwrap();
     let mut writer = store.snapshot_writer(name).unwrap();
     let freeze = writer.freeze(&writable).unwrap();
-    let files =
-        [writer.state().as_fd(), writer.memory().as_fd(), freeze.map.as_fd(), freeze.next_data.as_fd()];
+    let page_map = tempfile::tempfile().unwrap();
+    let (state, memory) = (writer.state().as_fd(), writer.memory().as_fd());
+    let files = [state, memory, page_map.as_fd(), freeze.map.as_fd(), freeze.next_data.as_fd()];
     control.save(&files).unwrap();
     let disk =
         DiskSpec { image: image_ref, size_bytes: 1 << 20, writable: true, layers: vec![freeze.frozen] };

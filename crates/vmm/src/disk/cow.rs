@@ -261,10 +261,7 @@ impl Disk {
             let (layer, blocks) = self.run(at / DISK_BLOCK_BYTES, end.div_ceil(DISK_BLOCK_BYTES));
             let stop = end.min(blocks * DISK_BLOCK_BYTES);
             let part = data.window(length(at - offset), length(stop - at));
-            let (file, file_bytes) = match layer.checked_sub(1).map(usize::from) {
-                None => (self.base.as_ref().ok_or(io::ErrorKind::NotFound)?, self.base_bytes),
-                Some(n) => (self.layer(n)?, self.size_bytes),
-            };
+            let (file, file_bytes) = self.file(layer)?;
             let there = length(file_bytes.min(stop).saturating_sub(at));
             if there > 0 {
                 let got = part.window(0, there).read_at(file.as_fd(), at)?;
@@ -279,19 +276,23 @@ impl Disk {
     }
 
     /// The layer that has `block`, and the block (at most `end`) at which that changes.
-    fn run(&self, block: u64, end: u64) -> (u8, u64) {
+    pub(super) fn run(&self, block: u64, end: u64) -> (u8, u64) {
         let rest = self.index.get(span(&(block..end))).unwrap_or_default();
         let layer = rest.first().copied().unwrap_or_default();
         let same = rest.iter().take_while(|l| **l == layer).count();
         (layer, block + (same as u64).max(1))
     }
 
-    /// The file of layer `n` + 1.
-    fn layer(&self, n: usize) -> io::Result<&OwnedFd> {
+    /// The file of layer `layer` of the index, and its length in bytes.
+    pub(super) fn file(&self, layer: u8) -> io::Result<(&OwnedFd, u64)> {
+        let Some(n) = layer.checked_sub(1).map(usize::from) else {
+            return Ok((self.base.as_ref().ok_or(io::ErrorKind::NotFound)?, self.base_bytes));
+        };
         let file = if n == self.frozen.len() { self.writable.as_ref() } else { self.frozen.get(n) };
-        file.ok_or_else(|| {
+        let file = file.ok_or_else(|| {
             io::Error::other(format!("index names layer {}, there are {}", n + 1, self.frozen.len()))
-        })
+        })?;
+        Ok((file, self.size_bytes))
     }
 
     fn writable(&self) -> io::Result<BorrowedFd<'_>> {

@@ -47,6 +47,12 @@ impl<'a> IoList<'a> {
         }
     }
 
+    /// The pieces, none of them empty.
+    #[must_use]
+    pub fn pieces(&self) -> &[VolatileSlice<'a>] {
+        &self.pieces
+    }
+
     /// Bytes in all.
     #[must_use]
     pub const fn len(&self) -> usize {

@@ -17,8 +17,10 @@
 //! ```
 
 mod cow;
+mod held;
 mod iolist;
 pub mod layer;
+pub mod page_map;
 
 pub use cow::{Disk, DiskSpec, FreezeError, LayerSpec, MAX_DISK_BYTES, OpenDiskError};
 pub use iolist::IoList;

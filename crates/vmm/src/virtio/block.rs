@@ -6,6 +6,7 @@
 
 use super::interrupt::Interrupt;
 use super::ring::{Broken, Chain, Ring};
+use crate::disk::page_map::PageMap;
 use crate::disk::{Disk, IoList};
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -66,6 +67,7 @@ pub struct BlockState {
 #[derive(Debug)]
 pub struct Block {
     disk: Disk,
+    number: u8,
     id: [u8; ID_BYTES],
     counters: DiskCounters,
 }
@@ -78,7 +80,9 @@ impl Block {
         let text = format!("dayfly-{number}");
         let length = text.len().min(ID_BYTES);
         id[..length].copy_from_slice(&text.as_bytes()[..length]);
-        Self { disk, id, counters: DiskCounters::default() }
+        // A number past the last that a VM may have is one that the page map notes nothing of.
+        let number = u8::try_from(number).unwrap_or(u8::MAX);
+        Self { disk, number, id, counters: DiskCounters::default() }
     }
 
     /// What the device can do.
@@ -133,7 +137,8 @@ impl Block {
         &mut self.disk
     }
 
-    /// Serves requests until there are none or `stop` says so; returns whether some may be left.
+    /// Serves requests until there are none or `stop` says so, and notes in `pages` what they moved; returns whether some may be
+    /// left.
     ///
     /// # Errors
     /// [`Broken`].
@@ -142,13 +147,14 @@ impl Block {
         ring: &mut Ring<'_, '_>,
         features: u64,
         interrupt: &Interrupt,
+        pages: &mut PageMap,
         stop: &dyn Fn() -> bool,
     ) -> Result<bool, Broken> {
         loop {
             ring.hush()?;
             while let Some(chain) = ring.pop()? {
                 let head = chain.head;
-                let len = self.answer(&chain, features)?;
+                let len = self.answer(&chain, features, pages)?;
                 ring.push(head, len)?;
                 ring.signal(interrupt)?;
                 if stop() {
@@ -162,11 +168,11 @@ impl Block {
     }
 
     /// Does a request and writes its status; returns the bytes written to the chain.
-    fn answer(&mut self, chain: &Chain<'_>, features: u64) -> Result<u32, Broken> {
+    fn answer(&mut self, chain: &Chain<'_>, features: u64, pages: &mut PageMap) -> Result<u32, Broken> {
         let Some(data_in) = chain.writable.len().checked_sub(1) else {
             return Err(Broken::Chain { head: chain.head, what: "no place for the status" });
         };
-        let (status, written) = match self.request(chain, data_in, features) {
+        let (status, written) = match self.request(chain, data_in, features, pages) {
             Ok(written) => (Status::Ok, written),
             Err(Refusal::Host(error)) => {
                 let full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
@@ -185,7 +191,13 @@ impl Block {
     }
 
     /// Checks and does a request whose data area for reading has `data_in` bytes; returns how many of these it wrote.
-    fn request(&mut self, chain: &Chain<'_>, data_in: usize, features: u64) -> Result<usize, Refusal> {
+    fn request(
+        &mut self,
+        chain: &Chain<'_>,
+        data_in: usize,
+        features: u64,
+        pages: &mut PageMap,
+    ) -> Result<usize, Refusal> {
         let mut header = [0; HEADER_BYTES];
         if !chain.in_order || chain.readable.copy_to(&mut header) != HEADER_BYTES {
             return Err(Refusal::INVALID);
@@ -200,7 +212,12 @@ impl Block {
                     return Err(Refusal::INVALID);
                 }
                 let offset = self.place(sector, data_in)?;
-                self.disk.read(offset, &chain.writable.window(0, data_in))?;
+                let data = chain.writable.window(0, data_in);
+                if let Err(error) = self.disk.read(offset, &data) {
+                    pages.lost(&data);
+                    return Err(error.into());
+                }
+                pages.filled(self.number, offset, &data);
                 Ok(data_in)
             }
             spec::VIRTIO_BLK_T_OUT => {
@@ -209,6 +226,7 @@ impl Block {
                 }
                 let offset = self.place(sector, data_out.len())?;
                 self.disk.write(offset, &data_out)?;
+                pages.written(self.number, offset, &data_out);
                 Ok(0)
             }
             spec::VIRTIO_BLK_T_FLUSH => {

@@ -7,6 +7,7 @@ use super::testing::{
     DATA, HIGH, HIGH_END, INDIRECT, LOW_END, NEXT, Piece, WRITE, disk, memory, reads, writes,
 };
 use crate::config::DISK_BLOCK_BYTES;
+use crate::disk::page_map::PageMap;
 use crate::disk::{Disk, LayerSpec};
 use proptest::prelude::*;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -27,9 +28,10 @@ const IOERR: u8 = 1;
 const UNSUPP: u8 = 2;
 
 /// A block device and a queue, driven directly.
-struct Bench {
-    mem: GuestMemoryMmap,
-    block: Block,
+pub struct Bench {
+    pub mem: GuestMemoryMmap,
+    pub pages: PageMap,
+    pub block: Block,
     queue: Queue,
     features: u64,
     interrupt: Interrupt,
@@ -42,7 +44,7 @@ impl Bench {
         Self::of(Disk::open(disk(BLOCKS, &[7; 10_000], vec![], writable)).unwrap())
     }
 
-    fn of(disk: Disk) -> Self {
+    pub fn of(disk: Disk) -> Self {
         let block = Block::new(disk, 3);
         let [desc_table, avail_ring, used_ring] = RINGS;
         let (max_size, size, ready) = (QUEUES[0], QUEUES[0], true);
@@ -51,7 +53,9 @@ impl Bench {
         let queue = Queue::try_from(queue).unwrap();
         let features = block.features();
         let interrupt = Interrupt::new().unwrap();
-        Self { mem: memory(), block, queue, features, interrupt, avail: 0, used: 0 }
+        let mem = memory();
+        let pages = PageMap::new(&mem);
+        Self { mem, pages, block, queue, features, interrupt, avail: 0, used: 0 }
     }
 
     fn descriptor(&self, table: u64, index: u16, address: u64, len: u32, flags: u16, next: u16) {
@@ -76,7 +80,7 @@ impl Bench {
 
     fn serve(&mut self) -> Result<bool, Broken> {
         let mut ring = Ring::new(&mut self.queue, &self.mem);
-        self.block.serve(&mut ring, self.features, &self.interrupt, &|| false)
+        self.block.serve(&mut ring, self.features, &self.interrupt, &mut self.pages, &|| false)
     }
 
     /// Serves one chain at descriptor 0 and returns the used length.
@@ -103,7 +107,7 @@ impl Bench {
     }
 
     /// A request of the usual shape: status and used length.
-    fn request(&mut self, kind: u32, sector: u64, body: &[Piece]) -> (u8, u32) {
+    pub fn request(&mut self, kind: u32, sector: u64, body: &[Piece]) -> (u8, u32) {
         self.header(kind, sector);
         let pieces = [&[reads(HEADER, 16)], body, &[writes(STATUS, 1)]].concat();
         self.chain(RINGS[0], &pieces);
@@ -111,7 +115,7 @@ impl Bench {
         (self.status(), len)
     }
 
-    fn bytes(&self, at: u64, len: usize) -> Vec<u8> {
+    pub fn bytes(&self, at: u64, len: usize) -> Vec<u8> {
         let mut out = vec![0; len];
         self.mem.read_slice(&mut out, GuestAddress(at)).unwrap();
         out

@@ -14,7 +14,7 @@
 //! - **The control thread** pauses, saves, loads, freezes. Its calls take the device's locks too, so a vCPU that still
 //!   runs cannot tear what is saved, but what is saved is one instant of the whole only if the vCPUs stand.
 //!
-//! Order of locks: gate's state, then one device; never two devices.
+//! Order of locks: gate's state, then one device, then the page map; never two devices.
 
 mod block;
 #[cfg(test)]
@@ -22,6 +22,8 @@ mod block_tests;
 mod event_loop;
 mod gate;
 mod interrupt;
+#[cfg(test)]
+mod page_map_tests;
 mod ring;
 mod rng;
 mod slot;
@@ -44,6 +46,7 @@ pub use syscalls::{CONTROL_SYSCALLS, DEVICE_LOOP_SYSCALLS, VCPU_SYSCALLS};
 pub use transport::{QueueRegisters, TransportState, TransportStateError};
 pub use vsock::socket_path;
 
+use crate::disk::page_map::{self, PageMap};
 use crate::disk::{Disk, FreezeError, OpenDiskError};
 use block::Block;
 use gate::{Gate, lock};
@@ -52,8 +55,8 @@ use slot::{Kind, Slot};
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -172,6 +175,7 @@ pub struct DeviceHealth {
 #[derive(Debug)]
 pub struct DeviceSet {
     mem: GuestMemoryMmap,
+    pages: Mutex<PageMap>,
     slots: Vec<Slot>,
     epoll: Arc<Epoll>,
     wake: EventFd,
@@ -236,7 +240,8 @@ impl DeviceSet {
         }
         let wake = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("eventfd2"))?;
         watch(wake.as_raw_fd(), EventSet::IN, event_loop::WAKE)?;
-        Ok(Self { mem, slots, epoll, wake, gate: Gate::default(), loaded: AtomicBool::new(false) })
+        let (pages, gate, loaded) = (Mutex::new(PageMap::new(&mem)), Gate::default(), AtomicBool::new(false));
+        Ok(Self { mem, pages, slots, epoll, wake, gate, loaded })
     }
 
     /// Puts the media into the disks, vda, vdb, …; returns how many are writable. Before the guest runs.
@@ -373,6 +378,26 @@ impl DeviceSet {
             slot.with_disk(|disk| disk.freeze(next));
         }
         Ok(())
+    }
+
+    /// Which frames hold which blocks, as far as disks moved them since this VM was made. Layers are numbered as after a freeze
+    /// ([`Disk::held`]), whether or not it is done yet. The devices are paused.
+    ///
+    /// # Errors
+    /// [`DeviceError::NotPaused`].
+    pub fn page_map(&self) -> Result<Vec<page_map::Run>, DeviceError> {
+        if !self.gate.paused() {
+            return Err(DeviceError::NotPaused("page map"));
+        }
+        let mut stretches = lock(&self.pages).stretches();
+        stretches.sort_unstable_by_key(|stretch| (stretch.disk, stretch.block));
+        let mut runs = Vec::with_capacity(stretches.len());
+        for of_one in stretches.chunk_by(|one, next| one.disk == next.disk) {
+            let slot = of_one.first().and_then(|stretch| self.slots.get(usize::from(stretch.disk)));
+            slot.and_then(|slot| slot.with_disk(|disk| disk.held(of_one, &mut runs)));
+        }
+        runs.sort_unstable_by_key(|run| run.first);
+        Ok(runs)
     }
 
     /// How the devices fare, in the order of [`Self::slots`].

@@ -8,6 +8,7 @@ use super::transport::{Effect, Transport, register};
 use super::vsock::{self, Service, Vsock};
 use super::{DeviceError, DeviceHealth, host, lock, rng};
 use crate::disk::Disk;
+use crate::disk::page_map::PageMap;
 use std::sync::Mutex;
 use std::time::Instant;
 use vm_memory::GuestMemoryMmap;
@@ -143,7 +144,13 @@ impl Slot {
     }
 
     /// Serves the device; returns whether some work may be left. Only the device thread comes here.
-    pub fn serve(&self, mem: &GuestMemoryMmap, now: Instant, stop: &dyn Fn() -> bool) -> bool {
+    pub fn serve(
+        &self,
+        mem: &GuestMemoryMmap,
+        pages: &Mutex<PageMap>,
+        now: Instant,
+        stop: &dyn Fn() -> bool,
+    ) -> bool {
         let mut inner = lock(&self.inner);
         let Inner { transport, kind, broken } = &mut *inner;
         if !transport.live() {
@@ -156,7 +163,7 @@ impl Slot {
         let queues = transport.queues();
         let served = match (&mut *kind, queues) {
             (Kind::Block(block), [queue]) => {
-                block.serve(&mut Ring::new(queue, mem), features, interrupt, stop)
+                block.serve(&mut Ring::new(queue, mem), features, interrupt, &mut lock(pages), stop)
             }
             (Kind::Rng, [queue]) => rng::serve(&mut Ring::new(queue, mem), interrupt, stop),
             (Kind::Vsock(vsock), queues) => vsock.serve(&mut Service { mem, queues, interrupt, now, stop }),

@@ -42,6 +42,7 @@ pub const CONTROL_SYSCALLS: &[i64] = &[
     libc::SYS_fstat,
     libc::SYS_newfstatat,
     libc::SYS_fcntl,
+    libc::SYS_lseek,
     libc::SYS_ftruncate,
     libc::SYS_preadv,
     libc::SYS_pwritev,

@@ -121,7 +121,7 @@ pub enum SaveError {
     Running,
     /// Not the descriptors that Save takes.
     #[error(
-        "save: expected {expected} descriptors (state, memory, two for each of {writable} writable disks), got {got}"
+        "save: expected {expected} descriptors (state, memory, page map, two for each of {writable} writable disks), got {got}"
     )]
     Fds {
         /// How many there have to be.
@@ -155,6 +155,12 @@ pub enum SaveError {
     /// The state file holds something already.
     #[error("save: state file: expected an empty file, got {0} bytes")]
     StateNotEmpty(u64),
+    /// The page map's file could not be written.
+    #[error("save: page map file")]
+    PageMapWrite(#[source] io::Error),
+    /// The page map's file holds something already.
+    #[error("save: page map file: expected an empty file, got {0} bytes")]
+    PageMapNotEmpty(u64),
     /// Memory could not be written.
     #[error("save")]
     Memory(#[from] memory::DumpError),
@@ -164,7 +170,7 @@ pub enum SaveError {
     /// The record of touched pages could not be written.
     #[error("working set file")]
     WorkingSet(#[source] io::Error),
-    /// The disks could not be frozen.
+    /// The disks could not be asked what is where, or not be frozen.
     #[error("save: disks")]
     Disks(#[source] DeviceError),
 }

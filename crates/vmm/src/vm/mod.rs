@@ -25,6 +25,7 @@ pub use restore::Files;
 pub use shell::{Host, Shell};
 
 use crate::control::Status;
+use crate::disk::page_map;
 use crate::jail;
 use crate::memory::{self, working_set};
 use crate::state::{self, VmState};
@@ -36,7 +37,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::VcpuFd;
 use std::fs::File;
-use std::io::Write;
+use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 
 /// What a restored VM still has to be given when it first goes on.
@@ -143,12 +144,13 @@ impl Vm {
         if !self.paused {
             return Err(SaveError::Running);
         }
-        let (expected, got) = (2 + 2 * self.writable_disks, fds.len());
+        let (expected, got) = (3 + 2 * self.writable_disks, fds.len());
         if got != expected {
             return Err(SaveError::Fds { expected, writable: self.writable_disks, got });
         }
         let mut fds = fds.into_iter();
-        let (Some(state_file), Some(memory_file)) = (fds.next(), fds.next()) else {
+        let (Some(state_file), Some(memory_file), Some(page_map_file)) = (fds.next(), fds.next(), fds.next())
+        else {
             return Err(SaveError::Fds { expected, writable: self.writable_disks, got });
         };
         self.set_clocks().map_err(SaveError::Clocks)?;
@@ -156,7 +158,10 @@ impl Vm {
         let Shell { memory, shape, pagemap, .. } = &self.shell;
         memory::dump(memory, shape.memory_bytes, pagemap.as_ref(), self.parent.as_ref(), &memory_file)?;
         let holes = memory::large_holes(&memory_file, self.shell.shape.memory_bytes)?;
-        write_state(File::from(state_file), &self.read_state(holes)?)?;
+        let state = state::encode(&self.read_state(holes)?).map_err(SaveError::Encode)?;
+        write_new(state_file, &state, SaveError::StateNotEmpty, SaveError::StateWrite)?;
+        let page_map = page_map::record::encode(&self.shell.devices.page_map().map_err(SaveError::Disks)?);
+        write_new(page_map_file, &page_map, SaveError::PageMapNotEmpty, SaveError::PageMapWrite)?;
 
         // Last, because it cannot be undone.
         let mut layers = Vec::new();
@@ -213,11 +218,17 @@ impl Vm {
     }
 }
 
-fn write_state(mut file: File, state: &VmState) -> Result<(), SaveError> {
-    let bytes = state::encode(state).map_err(SaveError::Encode)?;
-    let got = file.metadata().map_err(SaveError::StateWrite)?.len();
+/// Writes `bytes` to an empty file.
+fn write_new(
+    file: OwnedFd,
+    bytes: &[u8],
+    not_empty: fn(u64) -> SaveError,
+    failed: fn(io::Error) -> SaveError,
+) -> Result<(), SaveError> {
+    let mut file = File::from(file);
+    let got = file.metadata().map_err(failed)?.len();
     if got != 0 {
-        return Err(SaveError::StateNotEmpty(got));
+        return Err(not_empty(got));
     }
-    file.write_all(&bytes).map_err(SaveError::StateWrite)
+    file.write_all(bytes).map_err(failed)
 }

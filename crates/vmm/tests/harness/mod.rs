@@ -296,7 +296,8 @@ impl Vmm {
         client.pause().unwrap();
         let (state, state_file) = create("state".to_owned());
         let (memory, memory_file) = create("memory".to_owned());
-        let mut files = vec![state_file, memory_file];
+        let (_, page_map_file) = create("pagemap".to_owned());
+        let mut files = vec![state_file, memory_file, page_map_file];
         let mut disks = self.disks.clone();
         for (n, disk) in disks.iter_mut().enumerate().filter(|(_, disk)| disk.writable) {
             let (map, map_file) = create(format!("disk{n}.map"));

@@ -1,0 +1,65 @@
+//! Which file of a disk's chain holds a block's bytes.
+
+use super::Disk;
+use super::page_map::{Run, Stretch};
+use dayfly_units::PAGE_SIZE;
+use rustix::fs::{SeekFrom, seek};
+use std::ops::Range;
+
+/// Blocks of one file that are alike.
+#[derive(Debug, Clone)]
+struct Extent {
+    blocks: Range<u64>,
+    /// Whether they are not a hole.
+    data: bool,
+}
+
+impl Disk {
+    /// Adds to `runs` what of `stretches`, all of this disk, lies in a file: not in a hole, and not at or past the end of a base that
+    /// is shorter than the disk, even if only a part of the block is. A run's layer is 0 for the base, else which layer, the writable
+    /// one being the last: the number that it keeps when it is frozen.
+    ///
+    /// Moves the offsets of the files. Each file is walked once if the blocks ascend.
+    pub fn held(&self, stretches: &[Stretch], runs: &mut Vec<Run>) {
+        let nothing = Extent { blocks: 0..0, data: false };
+        let mut extents = vec![nothing; self.frozen_layers() + 2];
+        for &Stretch { first, count, disk, block } in stretches {
+            let (start, end) = (u64::from(block), u64::from(block) + u64::from(count));
+            let mut at = start;
+            while at < end {
+                let (layer, same) = self.run(at, end);
+                let Some(extent) = extents.get_mut(usize::from(layer)) else { break };
+                if !extent.blocks.contains(&at) {
+                    *extent = self.extent(layer, at);
+                }
+                let stop = same.min(extent.blocks.end);
+                let (done, len) = (u32::try_from(at - start), u32::try_from(stop - at));
+                if let (true, Ok(done), Ok(count)) = (extent.data, done, len) {
+                    runs.push(Run { first: first + done, count, disk, layer, block: block + done });
+                }
+                at = stop;
+            }
+        }
+    }
+
+    /// The extent of a layer's file that begins with `block` or around it.
+    fn extent(&self, layer: u8, block: u64) -> Extent {
+        let hole_to = |end: u64| Extent { blocks: block..end, data: false };
+        let Ok((file, bytes)) = self.file(layer) else { return hole_to(u64::MAX) };
+        let blocks = bytes / PAGE_SIZE;
+        if block >= blocks {
+            return hole_to(u64::MAX);
+        }
+        let data = match seek(file, SeekFrom::Data(block * PAGE_SIZE)) {
+            Ok(start) => start / PAGE_SIZE,
+            Err(rustix::io::Errno::NXIO) => blocks,
+            // A file system that knows no holes.
+            Err(_) => block,
+        };
+        if data > block {
+            return hole_to(data);
+        }
+        let end = seek(file, SeekFrom::Hole(block * PAGE_SIZE)).map_or(blocks, |at| at.div_ceil(PAGE_SIZE));
+        Extent { blocks: block..end.clamp(block + 1, blocks), data: true }
+    }
+}
