@@ -70,7 +70,7 @@ pub enum SealError {
     },
     /// Truncated, extended, or longer than the caller allows.
     #[error(
-        "payload length at byte 48: header says {stated} bytes, {present} are present, {cap} are allowed"
+        "payload length at byte 48: expected {stated} bytes as the header says, of at most {cap}, got {present}"
     )]
     Length {
         /// Length in the header.
