@@ -253,11 +253,12 @@ fn a_jailed_guest_with_four_vcpus_is_saved_and_cloned() {
     let start = status.phases[0].1;
     let names: Vec<_> = status.phases.iter().map(|(name, _)| name.as_str()).collect();
     let (before, after) = names.split_at(5);
-    let (after, guest) = after.split_at(6);
+    let (after, guest) = after.split_at(7);
     assert!(guest.is_empty() || guest == ["first port write"]);
     assert_eq!(before, ["started", "jail", "kvm", "devices", "vcpus"]);
-    assert_eq!(after, ["asked", "state", "memory", "devices loaded", "vcpus loaded", "running"]);
-    assert!(status.phases[..11].is_sorted_by_key(|(_, us)| *us));
+    let expected = ["asked", "state", "memory", "devices loaded", "vcpus loaded", "working set", "running"];
+    assert_eq!(after, expected);
+    assert!(status.phases[..12].is_sorted_by_key(|(_, us)| *us));
     println!("phases in us: {:?}", status.phases.iter().map(|(n, us)| (n, us - start)).collect::<Vec<_>>());
 }
 
