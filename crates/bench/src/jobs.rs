@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 const IDLE: [usize; 3] = [0, 128, 256];
 const ROUNDS: usize = 3;
 const TURN: Duration = Duration::from_secs(20);
-/// How long a job or the halting of the idle may take before it counts as hung.
+/// How long a job may take before it counts as hung.
 const WITHIN: Duration = Duration::from_secs(60);
 const SEED: u64 = 7;
 const KEYS: usize = 256;

@@ -187,7 +187,7 @@ impl Room {
     }
 
     /// How many VMMs wait in the daemon's pool, and how many of them have their guest already. Asked of the daemon: looking through the folders
-    /// of thousands of VMs left caches cold for the birth that came next (a third more time beside 2,000).
+    /// of thousands of VMs is work that grows with them, just before the birth that is to be measured.
     pub async fn waiting(&self) -> Result<(usize, usize)> {
         let metrics = self.client.metrics().await?;
         let number = |name: &str| {

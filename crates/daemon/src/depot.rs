@@ -256,8 +256,14 @@ impl Depot {
     /// Removes pages that no snapshot needs. VMs need none: theirs were read when their snapshot was opened.
     pub fn collect_pages(&self) {
         match self.store.gc_pages() {
-            Ok(report) if report.freed_bytes == 0 => {}
-            Ok(report) => tracing::info!(bytes = report.freed_bytes, "collected pages"),
+            Ok(report) => {
+                for damage in &report.damage {
+                    tracing::warn!("collecting pages: left alone: {damage}");
+                }
+                if report.packs > 0 {
+                    tracing::info!(packs = report.packs, bytes = report.freed_bytes, "collected pages");
+                }
+            }
             Err(e) => tracing::warn!("collecting pages: {}", chain(&e)),
         }
     }

@@ -137,7 +137,7 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
                 Err(Gone) => return,
             };
             let vm = born.vm();
-            let program = born.asked().map_or(Program::New(request.exec), Program::Asked);
+            let program = born.take_next_link().map_or(Program::New(request.exec), Program::Asked);
             if request.keep {
                 let _lives_on = born.keep();
             } else {

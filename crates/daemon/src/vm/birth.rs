@@ -48,7 +48,7 @@ pub struct Order {
     pub ephemeral: bool,
     /// Whether it plays a rehearsal.
     pub part: Part,
-    /// What is asked of its agent as soon as it is who it is: [`Newborn::asked`] gives the link for the answer.
+    /// What is asked of its agent as soon as it is who it is: [`Newborn::take_next_link`] gives the link for the answer.
     pub next: Option<Request>,
 }
 
@@ -83,13 +83,13 @@ impl Order {
 pub struct Newborn {
     daemon: Arc<Daemon>,
     vm: Option<Arc<Vm>>,
-    asked: Option<AgentLink>,
+    next_link: Option<AgentLink>,
 }
 
 impl Newborn {
     /// Where the answer to [`Order::next`] comes from; once.
-    pub fn asked(&mut self) -> Option<AgentLink> {
-        self.asked.take()
+    pub fn take_next_link(&mut self) -> Option<AgentLink> {
+        self.next_link.take()
     }
 
     /// The VM.
@@ -200,7 +200,7 @@ async fn attempt(
             return Err(Step::Name.failed()(refused).into());
         }
     };
-    let mut newborn = Newborn { daemon: daemon.clone(), vm: Some(vm.clone()), asked: None };
+    let mut newborn = Newborn { daemon: daemon.clone(), vm: Some(vm.clone()), next_link: None };
     vm.update(|live| {
         live.disks = opened.disks();
         live.asked_us = Some(asked.at_us());
@@ -259,7 +259,7 @@ async fn attempt(
         () = vm.wait_gone() => Err(Fault::new(ErrorCode::Guest, "its VMM ended")),
     };
     match result {
-        Ok(link) => newborn.asked = link.filter(|_| order.next.is_some()),
+        Ok(link) => newborn.next_link = link.filter(|_| order.next.is_some()),
         Err(fault) => return Err(explain(&vm, fault).await.during(Step::Identity.text()).into()),
     }
     done(Step::Identity)?;

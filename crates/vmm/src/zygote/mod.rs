@@ -160,7 +160,7 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let pagemap = rustix::fs::openat(&procfs, "self/pagemap", flags, Mode::empty());
         let pagemap = pagemap.ok().map(File::from);
-        // Another shape is asked for where this one cannot be had, or it is asked for again and told of then.
+        // A guess that KVM refuses is dropped; where that VM is really asked for, the refusal is told.
         let bare = match likely.map(|shape| Bare::likely(&kvm, shape)) {
             Some(Ok(bare)) => bare,
             _ => Bare::new(&kvm)?,
