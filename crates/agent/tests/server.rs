@@ -88,6 +88,33 @@ fn connections_from_before_a_seal_do_not_hang_in_a_clone() {
 }
 
 #[test]
+fn after_an_identity_the_connection_takes_one_thing_more() {
+    let guest = Guest::start();
+    let program = Request::Exec(Box::new(sh("echo hello")));
+    for (n, sealed) in [(1, false), (2, true)] {
+        if sealed {
+            assert_eq!(guest.ask(&Request::Seal), Reply::Ok);
+        }
+        let mut client = guest.connect();
+        client.requests(&[&Request::Identity(identity(&format!("clone{n}"), '3')), &program]);
+        assert_eq!(client.reply(), Reply::Ok);
+        assert!(matches!(client.reply(), Reply::Started { .. }));
+        assert_eq!(client.frame(), Some((FrameKind::Stdout, b"hello\n".to_vec())));
+        assert!(matches!(client.frame(), Some((FrameKind::Exit, _))));
+        assert_eq!(client.frame(), None);
+    }
+    // After anything else it ends, and what follows an identity that was refused is not served.
+    let mut client = guest.connect();
+    client.requests(&[&Request::Ping, &Request::Ping]);
+    assert!(matches!(client.reply(), Reply::Ready(_)));
+    assert!(client.frame().is_none());
+    let mut client = guest.connect();
+    client.requests(&[&Request::Identity(identity("no/hostname", '4')), &program]);
+    assert!(matches!(client.reply(), Reply::Err(_)));
+    assert!(client.frame().is_none());
+}
+
+#[test]
 fn archives_over_the_wire() {
     let guest = Guest::start();
     let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());

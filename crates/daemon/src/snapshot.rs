@@ -14,7 +14,9 @@ use crate::ndjson::Teller;
 use crate::vm::state::Event;
 use crate::vm::{Vm, agent_link, control_link, death, identity};
 use dayfly_api::types::{ErrorCode, Snapshot, SnapshotRequest};
-use dayfly_store::{BlockHint, ChainLayer, Committed, DiskSpec, PagedSpec, SavedSnapshot, SnapshotSpec};
+use dayfly_store::{
+    BlockHint, ChainLayer, Committed, DiskSpec, Known, PagedSpec, SavedSnapshot, SnapshotSpec,
+};
 use dayfly_units::Name;
 use dayfly_vmm::config::MAX_LAYERS;
 use dayfly_vmm::control::{Answer, Command};
@@ -245,8 +247,8 @@ fn store(daemon: &Daemon, vm: &Vm, saved: Saved, spec: &SnapshotSpec) -> Outcome
         })
     };
     let hints: Vec<(u32, BlockHint)> = runs.into_iter().flat_map(hint).collect();
-    let pages = PagedSpec { hints: &hints, ..PagedSpec::of(&tenant) };
-    let committed = saved.snapshot.commit_paged(spec, &pages)?;
+    let known = Known { hints: &hints, ..Known::default() };
+    let committed = saved.snapshot.commit_paged(spec, &PagedSpec { tenant: &tenant, known })?;
     let live = vm.update(|live| {
         for (disk, stored) in live.disks.iter_mut().zip(&committed.manifest.disks) {
             for (layer, stored) in disk.layers.iter_mut().zip(&stored.layers) {

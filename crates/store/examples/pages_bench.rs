@@ -6,7 +6,7 @@
 mod common;
 
 use common::{PAGE, percentile, ram};
-use dayfly_store::{Digest, MemorySpec, Store};
+use dayfly_store::{Digest, Known, MemorySpec, Store};
 use rustix::fs::{Advice, MemfdFlags, fadvise, memfd_create};
 use serde_json::{Value, json};
 use std::error::Error;
@@ -75,7 +75,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     command("sync", &[raw.to_str().unwrap_or_default()])?;
     let data_bytes = dayfly_store::sparse::digest(&File::open(&raw)?)?.data_bytes as f64;
 
-    let spec = MemorySpec { memory: &memory, free: &[], colours: &[], order: &[], hints: &[], disks: &[] };
+    let spec = MemorySpec { memory: &memory, known: Known::default(), disks: &[] };
     let (put, put_figures) = timed(data_bytes, || Ok(tenant.put_memory(&spec)?))?;
     let (again, again_figures) = timed(data_bytes, || Ok(tenant.put_memory(&spec)?))?;
     let copy = folder.path().join("copy").display().to_string();

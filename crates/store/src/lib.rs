@@ -69,7 +69,8 @@ pub use manifest::{
     ManifestError, SnapshotManifest,
 };
 pub use memory::{
-    BlockHint, DiskLayer, FramesDigest, Kind, MAX_FRAMES, Materialised, MemorySpec, PutMemory, Run, Table,
+    BlockHint, DiskLayer, FramesDigest, Kind, Known, MAX_FRAMES, Materialised, MemorySpec, PutMemory, Run,
+    Table,
 };
 pub use pages::gc::{GcPagesError, GcPagesReport, REWRITE_BELOW_PERCENT};
 pub use pages::report::{PagesStats, Scope, SnapshotUse, VerifyReport};

@@ -246,10 +246,7 @@ fn a_damaged_index_of_blocks_is_made_again_when_it_is_used() {
             memory.write_all_at(&[77; 4096], 4096).unwrap();
             let spec = dayfly_store::MemorySpec {
                 memory: &memory,
-                free: &[],
-                colours: &[],
-                order: &[],
-                hints: &[],
+                known: dayfly_store::Known::default(),
                 disks: &layers,
             };
             let put = store.tenant(&name("one")).unwrap().put_memory(&spec).unwrap();

@@ -166,6 +166,13 @@ impl Client {
         self.send(FrameKind::Request, &serde_json::to_vec(request).unwrap());
     }
 
+    /// Several in one packet: all are there before the first is served.
+    pub fn requests(&mut self, requests: &[&Request]) {
+        let frame = |request| encode(FrameKind::Request, &serde_json::to_vec(request).unwrap());
+        let packet: Vec<u8> = requests.iter().flat_map(|request| frame(request)).collect();
+        self.stream.write_all(&packet).unwrap();
+    }
+
     /// `None` at the end of the connection.
     pub fn frame(&mut self) -> Option<(FrameKind, Vec<u8>)> {
         let mut header = [0; HEADER_BYTES];

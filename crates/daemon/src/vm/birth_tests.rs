@@ -4,11 +4,11 @@ use super::*;
 use crate::config::Config;
 use crate::depot::Depot;
 use crate::fixture;
-use crate::vm::registry::Seat;
+use crate::vm::registry::{FIRST_UID, Seat};
 use crate::vm::step::injected;
 use dayfly_store::{DiskSpec, ImageConfig, ImageSpec, KernelSpec, SnapshotSpec, Store, sparse};
 use dayfly_vmm::arch::layout;
-use dayfly_vmm::config::{BootConfig, DiskConfig};
+use dayfly_vmm::config::{BootConfig, DiskConfig, Shape};
 use dayfly_vmm::control::Client;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -239,5 +239,44 @@ async fn a_zygote_that_was_killed_is_replaced() {
         room.birth(&name).await.unwrap().end().await.unwrap();
     }
     assert_ne!(room.daemon.zygotes.pids()[0], zygote);
+    room.empty().await;
+}
+
+/// How many threads of a process are jailed; none where one is not. KVM keeps a thread of its own in it, which runs nothing of ours.
+fn jailed(pid: u32, uid: u32) -> usize {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let status =
+        threads.map(|thread| std::fs::read_to_string(thread.unwrap().path().join("status")).unwrap());
+    let ours: Vec<String> = status.filter(|status| !status.starts_with("Name:\tkvm-")).collect();
+    let user = format!("Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n");
+    let all = ours.iter().all(|status| {
+        [&user, "CapPrm:\t0000000000000000", "Seccomp:\t2"].iter().all(|line| status.contains(*line))
+    });
+    if all { ours.len() } else { 0 }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vmm_of_another_shape_than_the_last_is_made_anew_and_no_thread_of_it_is_root() {
+    let room = Room::new(0).await;
+    let daemon = &room.daemon;
+    // Twice each: the first is guessed wrong, the second right.
+    for vcpus in [2, 2, 1, 1, 4] {
+        daemon.zygotes.prepare(0);
+        let seat = daemon.registry.seat(0).unwrap();
+        let shape = Shape { memory_bytes: MEMORY_BYTES, vcpus, disks: 1 };
+        let start = Start::Shell { shape, record: false };
+        let launched = launch::launch(daemon, seat, start, Fds::default(), false).unwrap();
+        let dir = daemon.config.vm(seat.id);
+        let status = Client::connect(&dir.control(), Some(WITHIN)).unwrap().status().unwrap();
+        assert_eq!(status.shape, shape);
+        // A thread becomes the VM's user when it begins its work, which is no later than its guest.
+        let (pid, uid) = (launched.process.id().pid, FIRST_UID + seat.slot);
+        until("main, devices and vCPUs are the VM's user", || jailed(pid, uid) == 2 + usize::from(vcpus))
+            .await;
+        launched.process.kill().unwrap();
+        launched.process.wait(Some(WITHIN)).unwrap();
+        std::fs::remove_dir_all(dir.path()).unwrap();
+        daemon.registry.unseat(seat);
+    }
     room.empty().await;
 }

@@ -66,7 +66,7 @@ pub(super) struct Sources<'a> {
 /// Every frame of RAM.
 pub(super) fn classify(sources: &Sources, frames: u32) -> Result<(Vec<Frame>, Hints), PagesError> {
     let mut hints: HashMap<u32, Vec<BlockHint>> = HashMap::new();
-    for (frame, hint) in sources.spec.hints {
+    for (frame, hint) in sources.spec.known.hints {
         hints.entry(*frame).or_default().push(*hint);
     }
     let pieces = pieces(sources.spec.memory, sources.path)?;

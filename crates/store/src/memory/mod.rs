@@ -45,12 +45,10 @@ pub struct BlockHint {
     pub block: u32,
 }
 
-/// RAM, and what is known of it. Everything but `memory` may be empty, and everything but `free` may be wrong: it then costs space or
-/// time, never a byte of content.
-#[derive(Debug, Clone, Copy)]
-pub struct MemorySpec<'a> {
-    /// RAM, raw: byte `frame` × 4096. Nobody may write to it meanwhile.
-    pub memory: &'a File,
+/// What is known of RAM. All of it may be missing, and everything but `free` may be wrong: it then costs space or time, never a byte of
+/// content.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Known<'a> {
     /// Frames that the guest does not use: they read as zeroes after a restore.
     pub free: &'a [Range<u32>],
     /// For each frame what the guest uses it for; 0, or past the end, is unknown.
@@ -59,6 +57,15 @@ pub struct MemorySpec<'a> {
     pub order: &'a [u32],
     /// The block device's record of which frame was last read from or written to which block.
     pub hints: &'a [(u32, BlockHint)],
+}
+
+/// RAM that is to be put.
+#[derive(Debug, Clone, Copy)]
+pub struct MemorySpec<'a> {
+    /// RAM, raw: byte `frame` × 4096. Nobody may write to it meanwhile.
+    pub memory: &'a File,
+    /// What is known of it.
+    pub known: Known<'a>,
     /// For each disk its image and its frozen layers, the lowest first.
     pub disks: &'a [Vec<DiskLayer<'a>>],
 }
@@ -85,7 +92,7 @@ impl Tenant {
     pub fn put_memory(&self, spec: &MemorySpec) -> Result<PutMemory, PagesError> {
         let path = self.space.dir.path();
         let frames = check(spec, path)?;
-        let free = FreeFrames::new(frames, spec.free);
+        let free = FreeFrames::new(frames, spec.known.free);
         let indexes = spec
             .disks
             .iter()
@@ -128,7 +135,7 @@ impl Tenant {
                     Kind::Page { hash: number }
                 }
             };
-            let colour = spec.colours.get(first as usize).copied().unwrap_or(0);
+            let colour = spec.known.colours.get(first as usize).copied().unwrap_or(0);
             match runs.last_mut() {
                 Some(last) if last.colour == colour && follows(last, kind) => last.frames += 1,
                 _ => runs.push(Run { first, frames: 1, kind, colour }),
@@ -182,10 +189,10 @@ fn follows(run: &Run, kind: Kind) -> bool {
 
 /// Frames that are pages, in the order they will be wanted in; the first of each content counts.
 fn ordered<'a>(kinds: &'a [Frame], spec: &'a MemorySpec) -> impl Iterator<Item = (u32, Digest)> + 'a {
-    let colour = |frame: u32| spec.colours.get(frame as usize).copied().unwrap_or(0);
+    let colour = |frame: u32| spec.known.colours.get(frame as usize).copied().unwrap_or(0);
     let mut rest: Vec<u32> = (0..).take(kinds.len()).collect();
     rest.sort_by_key(|&frame| colour(frame));
-    spec.order.iter().copied().chain(rest).filter_map(|frame| match kinds.get(frame as usize)? {
+    spec.known.order.iter().copied().chain(rest).filter_map(|frame| match kinds.get(frame as usize)? {
         Frame::Page(hash) => Some((frame, *hash)),
         _ => None,
     })

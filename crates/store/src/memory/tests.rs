@@ -5,7 +5,7 @@ use crate::{CommitError, PagedSpec, Scope, Store};
 use std::os::unix::fs::{FileExt, MetadataExt};
 
 fn spec(memory: &File) -> MemorySpec<'_> {
-    MemorySpec { memory, free: &[], colours: &[], order: &[], hints: &[], disks: &[] }
+    MemorySpec { memory, known: Known::default(), disks: &[] }
 }
 
 #[test]
@@ -15,7 +15,10 @@ fn ram_comes_back_and_zero_and_free_frames_are_holes() {
     let tenant = store.tenant(&name("one")).unwrap();
     let mut expected = ram((0..600).map(|n| n % 250));
     let memory = file(&expected);
-    let put = tenant.put_memory(&MemorySpec { free: &[100..300, 590..9000], ..spec(&memory) }).unwrap();
+    let put = {
+        let known = Known { free: &[100..300, 590..9000], ..Known::default() };
+        tenant.put_memory(&MemorySpec { known, ..spec(&memory) }).unwrap()
+    };
     expected[100 * PAGE..300 * PAGE].fill(0);
     expected[590 * PAGE..].fill(0);
     let to = tempfile::tempfile().unwrap();
@@ -44,7 +47,13 @@ fn frames_that_equal_blocks_are_references_and_hints_are_compared_first() {
     let at = |disk, layer, block| BlockHint { disk, layer, block };
     let hints =
         [(2, at(0, 0, 3)), (3, at(0, 1, 1)), (5, at(0, 9, 0)), (5, at(7, 0, 0)), (5, at(0, 0, u32::MAX))];
-    let put = tenant.put_memory(&MemorySpec { hints: &hints, disks: &disks, ..spec(&memory) }).unwrap();
+    let put = tenant
+        .put_memory(&MemorySpec {
+            known: Known { hints: &hints, ..Known::default() },
+            disks: &disks,
+            ..spec(&memory)
+        })
+        .unwrap();
     let kinds: Vec<Kind> = (0..6).map(|n| put.table.from_frame(n).unwrap().kind).collect();
     let block = |layer, block| Kind::Disk { disk: 0, layer, block };
     assert_eq!(kinds[..4], [block(0, 2), block(1, 2), block(0, 3), block(0, 0)]);
@@ -93,7 +102,10 @@ fn pages_lie_by_working_set_then_colour_then_frame() {
     let tenant = store.tenant(&name("one")).unwrap();
     let memory = file(&ram([1, 2, 3, 4, 5, 6]));
     let put = tenant
-        .put_memory(&MemorySpec { order: &[4, 77, 2], colours: &[9, 1, 1, 1, 1], ..spec(&memory) })
+        .put_memory(&MemorySpec {
+            known: Known { order: &[4, 77, 2], colours: &[9, 1, 1, 1, 1], ..Known::default() },
+            ..spec(&memory)
+        })
         .unwrap();
     let group = tenant.group(&Digest::of(&page(1))).unwrap();
     // Frame 5 has no colour, which is 0.

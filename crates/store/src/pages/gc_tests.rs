@@ -1,6 +1,6 @@
 use crate::fixture::{name, store};
 use crate::fixture_pages::{bake_paged, file, page, ram, restored};
-use crate::{Digest, PagedSpec, Store};
+use crate::{Digest, Known, PagedSpec, Store};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::fs;
@@ -252,7 +252,7 @@ proptest! {
                     let mut memory = ram(at..at + count);
                     let free = free.map(|(a, b)| a.min(b)..a.max(b));
                     let free: Vec<_> = free.into_iter().collect();
-                    let spec = PagedSpec { free: &free, ..PagedSpec::of(&one) };
+                    let spec = PagedSpec { known: Known { free: &free, ..Known::default() }, ..PagedSpec::of(&one) };
                     bake_paged(&store, &format!("s{n}"), n, &memory, &spec).unwrap();
                     for range in free {
                         let end = (range.end as usize * 4096).min(memory.len());

@@ -13,7 +13,7 @@ use crate::errors::{Damage, IoError};
 use crate::layers::StagedLayer;
 use crate::manifest::{DiskRef, FileRef, SnapshotManifest};
 use crate::memory::table::MAX_BYTES;
-use crate::memory::{BlockHint, DiskLayer, Kind, Materialised, MemorySpec, Table};
+use crate::memory::{DiskLayer, Kind, Known, Materialised, MemorySpec, Table};
 use crate::pages::{Lease, PagesError, Tenant};
 use crate::pins::Pin;
 use crate::publish::OpenError;
@@ -22,30 +22,23 @@ use dayfly_units::sealed::HEADER_BYTES;
 use dayfly_units::{Name, PAGE_SIZE};
 use std::fs::File;
 use std::io::Read;
-use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-/// What is known of RAM when it is committed as pages; see [`MemorySpec`]. The disks are those of the [`SnapshotSpec`].
+/// How RAM is committed as pages. The disks are those of the [`SnapshotSpec`].
 #[derive(Debug, Clone, Copy)]
 pub struct PagedSpec<'a> {
     /// In whose namespace the pages go.
     pub tenant: &'a Name,
-    /// Frames that the guest does not use.
-    pub free: &'a [Range<u32>],
-    /// For each frame what the guest uses it for.
-    pub colours: &'a [u8],
-    /// Frames in the order in which clones will want them.
-    pub order: &'a [u32],
-    /// Where frames were read from or written to.
-    pub hints: &'a [(u32, BlockHint)],
+    /// What is known of it.
+    pub known: Known<'a>,
 }
 
 impl<'a> PagedSpec<'a> {
     /// Nothing is known.
     #[must_use]
-    pub const fn of(tenant: &'a Name) -> Self {
-        Self { tenant, free: &[], colours: &[], order: &[], hints: &[] }
+    pub fn of(tenant: &'a Name) -> Self {
+        Self { tenant, known: Known::default() }
     }
 }
 
@@ -223,8 +216,8 @@ impl Inner {
             .iter()
             .map(|disk| disk.iter().map(|(file, digest)| DiskLayer { file, digest: *digest }).collect())
             .collect();
-        let PagedSpec { tenant, free, colours, order, hints } = *pages;
-        let spec = MemorySpec { memory, free, colours, order, hints, disks: &layers };
+        let PagedSpec { tenant, known } = *pages;
+        let spec = MemorySpec { memory, known, disks: &layers };
         let tenant = Tenant { inner: Arc::clone(self), space: self.space(tenant)? };
         let put = tenant.put_memory(&spec)?;
         dir.unlink(super::MEMORY)?;

@@ -173,31 +173,26 @@ fn answer(hosted: &mut Hosted, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool)
         Ok(command) => command,
         Err(error) => return (refused(&WireError::Json(error)), false),
     };
-    let vm = match (hosted, &command) {
-        (_, Command::Quit) => return (Answer::Ok, true),
-        (hosted, Command::Restore(config)) => {
-            return match hosted.restore(config, fds) {
+    let refuse = |message: &str| (Answer::Err { message: message.to_owned() }, false);
+    let no_guest = "there is no guest yet: restore one first";
+    let done = match (command, hosted) {
+        (Command::Quit, _) => return (Answer::Ok, true),
+        (Command::Restore(config), hosted) => {
+            return match hosted.restore(&config, fds) {
                 Ok(()) => (Answer::Ok, false),
-                Err(message) => (Answer::Err { message: message.to_owned() }, false),
+                Err(message) => refuse(message),
             };
         }
-        (Hosted::Shell(shell), Command::Status) => return (Answer::Status(shell.status()), false),
-        (Hosted::Vm(vm), _) => vm,
-        (Hosted::Shell(_) | Hosted::Nothing, _) => {
-            let message = "there is no guest yet: restore one first".to_owned();
-            return (Answer::Err { message }, false);
-        }
-    };
-    let done = match command {
-        Command::Status => return (Answer::Status(vm.status()), false),
-        Command::Quit | Command::Restore(_) => return (Answer::Ok, false), // above
-        Command::Pause => vm.pause(),
-        Command::Resume => vm.resume(),
-        Command::WorkingSet => match vm.write_working_set(fds) {
+        (Command::Status, Hosted::Shell(shell)) => return (Answer::Status(shell.status()), false),
+        (_, Hosted::Shell(_) | Hosted::Nothing) => return refuse(no_guest),
+        (Command::Status, Hosted::Vm(vm)) => return (Answer::Status(vm.status()), false),
+        (Command::Pause, Hosted::Vm(vm)) => vm.pause(),
+        (Command::Resume, Hosted::Vm(vm)) => vm.resume(),
+        (Command::WorkingSet, Hosted::Vm(vm)) => match vm.write_working_set(fds) {
             Ok(()) => return (Answer::Ok, false),
             Err(error) => return (refused(&error), false),
         },
-        Command::Save => match vm.save(fds) {
+        (Command::Save, Hosted::Vm(vm)) => match vm.save(fds) {
             Ok(()) => return (Answer::Ok, false),
             Err(error) => return (refused(&error), false),
         },

@@ -3,6 +3,7 @@
 //! A memory file holds RAM without the hole below 4 GiB ([`crate::arch::layout::ram`]).
 
 mod dump;
+pub mod pre_fault;
 pub mod recorder;
 pub mod working_set;
 

@@ -15,6 +15,7 @@
 //! refused. Payload, after the seal: runs of 8 bytes, u32 little-endian first page (byte in the memory file ÷ 4096), u32 count of
 //! pages × 2 + 1 if they were written; ascending, disjoint.
 
+use super::pre_fault;
 use crate::arch::layout;
 use dayfly_units::PAGE_SIZE;
 use dayfly_units::sealed::{self, Magic, SealError};
@@ -22,7 +23,6 @@ use kvm_ioctls::VcpuFd;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 const MAGIC: Magic = *b"DFwset\r\n";
@@ -160,17 +160,6 @@ pub fn read(file: &File, memory_bytes: u64) -> Result<Vec<Run>, WorkingSetError>
     decode(&bytes, memory_bytes)
 }
 
-// linux/kvm.h: _IOWR(KVMIO, 0xd5, struct kvm_pre_fault_memory)
-const KVM_PRE_FAULT_MEMORY: libc::c_ulong = 0xc040_aed5;
-
-#[repr(C)]
-struct KvmPreFaultMemory {
-    gpa: u64,
-    size: u64,
-    flags: u64,
-    padding: [u64; 5],
-}
-
 /// The guest's address and the length in bytes of a run.
 fn place(ram: &[(GuestAddress, u64, u64)], run: &Run) -> Option<(GuestAddress, u64)> {
     let (start, len) = (u64::from(run.first) * PAGE_SIZE, u64::from(run.pages) * PAGE_SIZE);
@@ -192,38 +181,14 @@ pub fn populate(memory: &GuestMemoryMmap, memory_bytes: u64, runs: &[Run]) {
     }
 }
 
-/// Has KVM make what a vCPU needs of its MMU before its first instruction, some forty pages and the roots of its tables: mapping any page
-/// does, even where KVM then says that it maps nothing ahead. The page is one that every clone has written already.
-pub fn ready(vcpu: &VcpuFd) {
-    // Where it cannot be done ahead, KVM_RUN does it.
-    let _ = pre_fault(vcpu, layout::GENERATION.0, PAGE_SIZE);
-}
-
 /// Maps the pages of `runs` for the guest, where KVM can. `vcpu` has its registers and does not run yet.
 pub fn map(memory_bytes: u64, runs: &[Run], vcpu: &VcpuFd) {
     let ram = layout::ram(memory_bytes);
     for (guest, len) in runs.iter().filter_map(|run| place(&ram, run)) {
-        if pre_fault(vcpu, guest.0, len).is_err() {
+        if pre_fault::range(vcpu, guest.0, len).is_err() {
             return; // an older kernel, or no nested paging: page faults do it
         }
     }
-}
-
-/// KVM maps the range for the guest.
-fn pre_fault(vcpu: &VcpuFd, gpa: u64, size: u64) -> io::Result<()> {
-    let mut range = KvmPreFaultMemory { gpa, size, flags: 0, padding: [0; 5] };
-    while range.size > 0 {
-        let left = range.size;
-        // SAFETY: the ioctl reads and writes one struct kvm_pre_fault_memory, which `range` is laid out as.
-        if unsafe { libc::ioctl(vcpu.as_raw_fd(), KVM_PRE_FAULT_MEMORY, &raw mut range) } < 0 {
-            let error = io::Error::last_os_error();
-            let again = matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN));
-            if !again || range.size == left {
-                return Err(error);
-            }
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

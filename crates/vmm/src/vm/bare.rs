@@ -10,7 +10,7 @@ use super::error::BuildError;
 use super::shell::on;
 use crate::arch::layout;
 use crate::config::{MAX_VCPUS, Shape};
-use crate::memory::{self, working_set};
+use crate::memory::{self, pre_fault};
 use crate::vcpu;
 use kvm_bindings::{KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
@@ -61,7 +61,7 @@ impl Bare {
             let mut filled = bare.fill(shape)?;
             for vcpu in &mut filled.vcpus {
                 vcpu::first_run(vcpu);
-                working_set::ready(vcpu);
+                pre_fault::roots(vcpu);
             }
             bare.filled = Some(filled);
         }

@@ -6,7 +6,7 @@ use super::{Restored, Vm};
 use crate::arch::layout;
 use crate::config::RestoreConfig;
 use crate::disk::DiskSpec;
-use crate::memory::{self, working_set};
+use crate::memory::{self, pre_fault, working_set};
 use crate::state::{self, VmState};
 use crate::vcpu::state as vcpu_state;
 use std::fs::File;
@@ -91,7 +91,7 @@ impl Shell {
             working_set::populate(&self.memory, state.memory_bytes, pages);
         }
         for vcpu in &self.vcpus {
-            working_set::ready(&vcpu.fd());
+            pre_fault::roots(&vcpu.fd());
         }
         if let (Some(pages), Some(vcpu)) = (pages, self.vcpus.first()) {
             working_set::map(state.memory_bytes, &pages, &vcpu.fd());
