@@ -7,7 +7,7 @@ use dayfly_api::types::{self, ErrorCode};
 use dayfly_store::{
     ChainLayer, CommitError, Digest, DiskRef, GcError, Image, ImageConfig, ImageManifest, ImageSpec, IoError,
     Kernel, KernelManifest, KernelSpec, LayerId, Listing, OpenError, OpenSnapshot, Pin, PinError, PutError,
-    RemoveError, SnapshotManifest, Store, VmLayer,
+    RemoveError, Resident, SnapshotManifest, Store, VmLayer,
 };
 use dayfly_units::{Name, VmId};
 use std::fs::File;
@@ -23,35 +23,59 @@ pub struct Depot {
     /// A snapshot was removed while VMs lived: when one of them goes, layers may be free.
     collect_later: Arc<AtomicBool>,
     open: Arc<Mutex<Recent>>,
+    /// Bytes of the host's memory that open snapshots may take.
+    resident_most: u64,
 }
 
 /// Snapshots that are open, the one that was asked for last at the end.
 #[derive(Debug, Default)]
-struct Recent(Vec<(Name, Arc<OpenSnapshot>)>);
+struct Recent(Vec<Entry>);
+
+#[derive(Debug)]
+struct Entry {
+    name: Name,
+    open: Arc<OpenSnapshot>,
+    /// Bytes of the host's memory that it takes, which cannot be had back while it is open.
+    resident_bytes: u64,
+}
 
 /// How many stay open.
 const RECENT: usize = 32;
+/// Which part of the host's memory the RAM of snapshots just made may take while they are open: an eighth.
+const RESIDENT_PART: u64 = 8;
 
 impl Recent {
     fn find(&mut self, name: &Name) -> Option<Arc<OpenSnapshot>> {
-        let place = self.0.iter().position(|(n, _)| n == name)?;
+        let place = self.0.iter().position(|entry| entry.name == *name)?;
         let found = self.0.remove(place);
-        let open = found.1.clone();
+        let open = found.open.clone();
         self.0.push(found);
         Some(open)
     }
 
-    fn keep(&mut self, name: Name, open: Arc<OpenSnapshot>) {
-        self.forget(&name);
+    /// Keeps what was asked for last, of those in memory as many as `most` bytes allow.
+    fn keep(&mut self, entry: Entry, most: u64) {
+        self.forget(&entry.name);
         if self.0.len() >= RECENT {
             self.0.remove(0);
         }
-        self.0.push((name, open));
+        self.0.push(entry);
+        let mut fits = kept(self.0.iter().map(|entry| entry.resident_bytes), most).into_iter();
+        self.0.retain(|_| fits.next().unwrap_or(false));
     }
 
     fn forget(&mut self, name: &Name) {
-        self.0.retain(|(n, _)| n != name);
+        self.0.retain(|entry| entry.name != *name);
     }
+}
+
+/// Which stay when all together may take `most` bytes: the last ones first, and what takes nothing in any case.
+fn kept(bytes: impl DoubleEndedIterator<Item = u64>, most: u64) -> Vec<bool> {
+    let mut left = most;
+    let mut kept: Vec<bool> =
+        bytes.rev().map(|bytes| left.checked_sub(bytes).inspect(|rest| left = *rest).is_some()).collect();
+    kept.reverse();
+    kept
 }
 
 fn listed<T, U>(kind: &str, listing: Listing<T>, shown: impl Fn(T) -> U) -> Vec<U> {
@@ -74,7 +98,9 @@ impl Depot {
     /// Uses this store.
     #[must_use]
     pub fn new(store: Store) -> Self {
-        Self { store, collect_later: Arc::default(), open: Arc::default() }
+        let host = rustix::system::sysinfo();
+        let resident_most = u64::from(host.mem_unit).saturating_mul(host.totalram) / RESIDENT_PART;
+        Self { store, collect_later: Arc::default(), open: Arc::default(), resident_most }
     }
 
     /// The store itself.
@@ -218,8 +244,26 @@ impl Depot {
             return Ok(open);
         }
         let open = Arc::new(self.store.open_snapshot(name)?);
-        lock(&self.open).keep(name.clone(), open.clone());
+        self.keep(name, open.clone(), 0);
         Ok(open)
+    }
+
+    /// Opens a snapshot just made with the RAM that was saved, which stays in the host's memory while it is open; an eighth of that is
+    /// for such.
+    ///
+    /// # Errors
+    /// As [`Self::snapshot`].
+    pub fn keep_resident(&self, name: &Name, resident: Resident) -> Outcome<()> {
+        let bytes = resident.data_bytes();
+        if bytes <= self.resident_most {
+            let open = Arc::new(self.store.open_resident(name, resident)?);
+            self.keep(name, open, bytes);
+        }
+        Ok(())
+    }
+
+    fn keep(&self, name: &Name, open: Arc<OpenSnapshot>, resident_bytes: u64) {
+        lock(&self.open).keep(Entry { name: name.clone(), open, resident_bytes }, self.resident_most);
     }
 
     /// One snapshot, if it is open already and nothing of it has changed since: some ten calls of stat(2).
@@ -470,6 +514,15 @@ impl From<GcError> for Fault {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_asked_for_last_stays_in_memory() {
+        let kept = |bytes: &[u64]| kept(bytes.iter().copied(), 10);
+        assert_eq!(kept(&[4, 0, 4, 6]), [false, true, true, true]);
+        assert_eq!(kept(&[4, 0, 4, 2]), [true; 4]);
+        assert_eq!(kept(&[1, 7, 9]), [true, false, true]);
+        assert_eq!(kept(&[u64::MAX, u64::MAX]), [false, false]);
+    }
 
     #[test]
     fn releases_compare_as_numbers() {

@@ -11,6 +11,7 @@
 
 pub mod adopt;
 pub mod bake;
+mod colours;
 pub mod config;
 pub mod daemon;
 pub mod depot;

@@ -7,6 +7,7 @@
 //!
 //! From `Freeze` to `Thaw` runs to its end even when the client goes away: nobody else would let the VM go on.
 
+use crate::colours::{self, Coloured};
 use crate::daemon::Daemon;
 use crate::depot::shown_snapshot;
 use crate::error::{Fault, Outcome, blocking, chain};
@@ -131,7 +132,7 @@ pub async fn save(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<Sa
     let (shared, same, name) = (daemon.clone(), vm.clone(), name.clone());
     let (writer, page_map, fds, disks) = blocking(move || {
         let mut disks = same.live().disks;
-        let mut writer = shared.depot.store().snapshot_writer(&name)?;
+        let mut writer = shared.depot.store().snapshot_writer_in_memory(&name, same.facts.memory_bytes)?;
         let failed = |e: std::io::Error| Fault::internal(format_args!("descriptors for a snapshot: {e}"));
         let mut fds: Vec<OwnedFd> = Vec::new();
         let page_map: File =
@@ -247,8 +248,9 @@ fn store(daemon: &Daemon, vm: &Vm, saved: Saved, spec: &SnapshotSpec) -> Outcome
         })
     };
     let hints: Vec<(u32, BlockHint)> = runs.into_iter().flat_map(hint).collect();
-    let known = Known { hints: &hints, ..Known::default() };
-    let committed = saved.snapshot.commit_paged(spec, &PagedSpec { tenant: &tenant, known })?;
+    let Coloured { colours, free } = coloured(vm, &saved.snapshot, spec.memory_bytes);
+    let known = Known { hints: &hints, colours: &colours, free: &free, ..Known::default() };
+    let mut committed = saved.snapshot.commit_paged(spec, &PagedSpec { tenant: &tenant, known })?;
     let live = vm.update(|live| {
         for (disk, stored) in live.disks.iter_mut().zip(&committed.manifest.disks) {
             for (layer, stored) in disk.layers.iter_mut().zip(&stored.layers) {
@@ -261,5 +263,21 @@ fn store(daemon: &Daemon, vm: &Vm, saved: Saved, spec: &SnapshotSpec) -> Outcome
     if live.phase.alive() {
         vm.keep_pinned(daemon.depot.pin(&vm.name, &live)?);
     }
+    if let Some(resident) = committed.resident.take() {
+        daemon.depot.keep_resident(&committed.manifest.name, resident)?;
+    }
     Ok(Box::new(committed))
+}
+
+fn coloured(vm: &Vm, saved: &SavedSnapshot, memory_bytes: u64) -> Coloured {
+    match colours::coloured(saved.memory(), saved.state(), memory_bytes) {
+        Ok((coloured, report)) => {
+            tracing::info!(vm = %vm.id, "frames of {}", colours::told(&report));
+            coloured
+        }
+        Err(e) => {
+            tracing::warn!(vm = %vm.id, "its memory is stored without colours: {}", chain(&e));
+            Coloured::default()
+        }
+    }
 }

@@ -161,7 +161,7 @@ impl<'m> Kernel<'m> {
             Ok(vmemmap) => vmemmap,
             Err(_) => memmap_by_sections(memory, info, tables)?.ok_or(Rejection::Memmap)?,
         };
-        let info = KernelInfo { release, levels, root: expected };
+        let info = KernelInfo { release, levels, root: expected, runs: false };
         let kernel = Self { memory, info, tables, shape, vmemmap };
         let pfn = memory.layout().pfn(frame).unwrap_or(Pfn(0));
         match kernel.owner(pfn) {
@@ -172,7 +172,7 @@ impl<'m> Kernel<'m> {
     }
 
     /// Whether a vCPU uses this kernel's tables or a process' that has the same kernel in its upper half.
-    fn runs(&self, hints: &[RootHint]) -> bool {
+    pub(crate) fn runs(&self, hints: &[RootHint]) -> bool {
         let top = |root| memory::word(self.memory.page(root), PAGE_WORDS - 1) & ADDRESS;
         let same = |root| top(root) == top(self.tables.root);
         hints.iter().filter(|hint| hint.levels == self.tables.levels).any(|hint| {

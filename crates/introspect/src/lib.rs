@@ -24,7 +24,7 @@
 //! **Guest memory is hostile.** Nothing in it can make this room loop, recurse beyond five levels, panic, or allocate more than a
 //! constant number of bytes for each frame of RAM: a walk enters a frame as a table once; texts are at most a page, and at most 256 of them are tested;
 //! compound pages are followed one step; free blocks are at most 64 MiB and end with their chunk. Wrong colours are all that a lying guest can
-//! get, and they are hints: nothing but speed may depend on them.
+//! get: a guest whose frames are called free and are not loses its own content, nobody else's.
 
 mod colour;
 mod degraded;
@@ -60,7 +60,7 @@ use shape::Owner;
 pub fn introspect(memory: &dyn PhysMemory, hints: &[RootHint]) -> Report {
     let search = Kernel::search(memory, hints);
     if let Some(kernel) = search.kernel {
-        return with_kernel(memory, &kernel);
+        return with_kernel(memory, &kernel, hints);
     }
     let (colours, roots) = degraded::colours(memory, hints);
     let degraded = match search.rejection {
@@ -77,7 +77,7 @@ pub fn introspect(memory: &dyn PhysMemory, hints: &[RootHint]) -> Report {
     }
 }
 
-fn with_kernel(memory: &dyn PhysMemory, kernel: &Kernel<'_>) -> Report {
+fn with_kernel(memory: &dyn PhysMemory, kernel: &Kernel<'_>, hints: &[RootHint]) -> Report {
     let Owners { mut colours, files, groups } = Owners::read(memory, kernel);
 
     let mut walk = Walk::new(memory);
@@ -122,7 +122,7 @@ fn with_kernel(memory: &dyn PhysMemory, kernel: &Kernel<'_>) -> Report {
             other => other,
         };
     }
-    let kernel = Some(kernel.info.clone());
+    let kernel = Some(KernelInfo { runs: kernel.runs(hints), ..kernel.info.clone() });
     Report { colours, files, groups, kernel, processes: processes.len(), degraded: None }
 }
 

@@ -34,10 +34,13 @@ fn every_colour_in_either_encoding_and_number_of_levels() {
     for (like, levels) in KINDS {
         let guest = Guest::new(like, levels);
         let hint = RootHint { cr3: PROCESS * 4096, levels };
+        let foreign = introspect(&guest.ram, &[RootHint { cr3: USER_DATA * 4096, levels }]);
+        assert!(!foreign.kernel.unwrap().runs, "{like:?} {levels:?}");
         for hints in [&[][..], &[hint]] {
             let report = introspect(&guest.ram, hints);
             assert_eq!(report.degraded, None, "{like:?} {levels:?}");
-            let info = KernelInfo { release: "test-1.0".to_owned(), levels, root: ROOT * 4096 };
+            let (release, runs) = ("test-1.0".to_owned(), !hints.is_empty());
+            let info = KernelInfo { release, levels, root: ROOT * 4096, runs };
             assert_eq!(report.kernel, Some(info));
             for (frame, expected) in [
                 (0, Colour::Unknown),

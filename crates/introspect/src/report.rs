@@ -41,6 +41,8 @@ pub struct KernelInfo {
     pub levels: Levels,
     /// Guest-physical address of `swapper_pg_dir`.
     pub root: u64,
+    /// Whether a vCPU's page tables, by the hints, are this kernel's: it is then no remains of an earlier one.
+    pub runs: bool,
 }
 
 /// A file in the page cache. Nothing is known of it but that its pages belong together.

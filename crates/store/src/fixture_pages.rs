@@ -51,31 +51,46 @@ pub(crate) fn bake_paged(
     memory: &[u8],
     pages: &PagedSpec,
 ) -> Result<Committed, CommitError> {
+    bake_paged_while(store, to, seed, memory, pages, |_| ())
+}
+
+/// As [`bake_paged`]; `while_saved` has the RAM between save and commit.
+pub(crate) fn bake_paged_while<T>(
+    store: &Store,
+    to: &str,
+    seed: u8,
+    memory: &[u8],
+    pages: &PagedSpec,
+    while_saved: impl FnOnce(&File) -> T,
+) -> Result<Committed, CommitError> {
     let id = VmId::random();
-    let result = save(store, to, seed, memory, pages, id);
+    let result = save(store, to, seed, memory, pages, id, while_saved);
     store.remove_vm(id).map_err(CommitError::from).and(result)
 }
 
-fn save(
+fn save<T>(
     store: &Store,
     to: &str,
     seed: u8,
     memory: &[u8],
     pages: &PagedSpec,
     id: VmId,
+    while_saved: impl FnOnce(&File) -> T,
 ) -> Result<Committed, CommitError> {
     let image = store.image(&name(IMAGE))?.reference();
     let (writable, data) = store.create_vm_layer(id, 0)?;
     data.set_len(16 * 4096).unwrap();
     data.write_all_at(&[seed; PAGE], 3 * 4096).unwrap();
-    let mut writer = store.snapshot_writer(&name(to))?;
+    let mut writer = store.snapshot_writer_in_memory(&name(to), memory.len() as u64)?;
     let freeze = writer.freeze(&writable)?;
     writer.state().write_all_at(&[seed; 300], 0).unwrap();
     write(writer.memory(), memory);
     freeze.map.write_all_at(&[seed ^ 0xff; 200], 0).unwrap();
     let vm = Vm { id, image, chain: vec![freeze.frozen], writable };
     let spec = SnapshotSpec { memory_bytes: memory.len() as u64, ..vm.spec(seed, None) };
-    writer.saved().commit_paged(&spec, pages)
+    let saved = writer.saved();
+    let _until_committed = while_saved(saved.memory());
+    saved.commit_paged(&spec, pages)
 }
 
 /// The RAM of a snapshot, materialised by both ways to it.

@@ -78,8 +78,8 @@ pub use pages::{Group, Lease, PagesError, Put, PutStats, Tenant};
 pub use pins::{Pin, PinError};
 pub use publish::{OpenError, PutError, RemoveError};
 pub use snapshots::{
-    CommitError, Committed, DiskSpec, Freeze, OpenDisk, OpenLayer, OpenSnapshot, PagedSpec, SavedSnapshot,
-    Sizes, SnapshotPages, SnapshotSpec, SnapshotWriter,
+    CommitError, Committed, DiskSpec, Freeze, OpenDisk, OpenLayer, OpenSnapshot, PagedSpec, Resident,
+    SavedSnapshot, Sizes, SnapshotPages, SnapshotSpec, SnapshotWriter,
 };
 
 use blob::Dir;

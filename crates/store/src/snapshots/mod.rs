@@ -8,10 +8,12 @@
 
 mod open;
 mod paged;
+mod ram;
 mod writer;
 
 pub use open::{OpenDisk, OpenLayer, OpenSnapshot, Sizes};
 pub use paged::{PagedSpec, SnapshotPages};
+pub use ram::Resident;
 pub use writer::{CommitError, Committed, DiskSpec, Freeze, SavedSnapshot, SnapshotSpec, SnapshotWriter};
 
 pub(crate) const STATE: &str = "state";

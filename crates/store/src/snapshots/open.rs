@@ -1,5 +1,6 @@
 //! Opening a snapshot to clone from it: everything verified, everything open, everything pinned.
 
+use super::ram::Resident;
 use super::{MAX_WORKING_SET_BYTES, MEMORY, STATE, TABLE, WORKING_SET};
 use crate::digest::Digest;
 use crate::errors::{Damage, IoError};
@@ -96,7 +97,16 @@ impl Store {
     /// # Errors
     /// [`OpenError`]: `Damage` names the file, the place, what was expected and what was got.
     pub fn open_snapshot(&self, name: &Name) -> Result<OpenSnapshot, OpenError> {
-        self.0.open_snapshot(name)
+        self.0.open_snapshot(name, None)
+    }
+
+    /// As [`Self::open_snapshot`], but its RAM is not read from the store where `resident` is the same: nothing then is read or written but
+    /// the small files.
+    ///
+    /// # Errors
+    /// As [`Self::open_snapshot`].
+    pub fn open_resident(&self, name: &Name, resident: Resident) -> Result<OpenSnapshot, OpenError> {
+        self.0.open_snapshot(name, Some(resident))
     }
 
     /// The manifest of the snapshot `name`, without a look at the other files.
@@ -231,12 +241,17 @@ pub(crate) struct Parts {
 }
 
 impl Inner {
-    pub(crate) fn open_snapshot(self: &Arc<Self>, name: &Name) -> Result<OpenSnapshot, OpenError> {
+    pub(crate) fn open_snapshot(
+        self: &Arc<Self>,
+        name: &Name,
+        resident: Option<Resident>,
+    ) -> Result<OpenSnapshot, OpenError> {
         let Parts { manifest, state, ram, working_set, disks, pin, files } =
             self.open_snapshot_parts(name)?;
-        let memory = match ram {
-            Ram::File(memory) => memory,
-            Ram::Table(table, _lease) => self.materialised(&table, &disks)?,
+        let memory = match (ram, resident) {
+            (Ram::File(memory), _) => memory,
+            (Ram::Table(table, _lease), Some(known)) if known.ram == table.ram => known.file,
+            (Ram::Table(table, _lease), _) => self.materialised(&table, &disks)?,
         };
         let fingerprint = fingerprint(&files);
         Ok(OpenSnapshot { manifest, state, memory, working_set, disks, fingerprint, pin, files })

@@ -220,7 +220,9 @@ impl Inner {
         let spec = MemorySpec { memory, known, disks: &layers };
         let tenant = Tenant { inner: Arc::clone(self), space: self.space(tenant)? };
         let put = tenant.put_memory(&spec)?;
-        dir.unlink(super::MEMORY)?;
+        if dir.has(super::MEMORY)? {
+            dir.unlink(super::MEMORY)?;
+        }
         dir.write(TABLE, &put.table.encode())?;
         Ok((put.table.ram, put.lease))
     }

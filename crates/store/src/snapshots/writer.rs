@@ -1,5 +1,6 @@
 //! Making a snapshot: staged, then committed.
 
+use super::ram::{self, Resident};
 use super::{MEMORY, STATE};
 use crate::blob::{IfTaken, Stage};
 use crate::errors::{Damage, IoError, IoResult};
@@ -139,13 +140,34 @@ impl Store {
     /// # Errors
     /// The name is taken, or the host cannot make its files.
     pub fn snapshot_writer(&self, name: &Name) -> Result<SnapshotWriter, CommitError> {
+        self.writer(name, None)
+    }
+
+    /// Begins the snapshot `name`, whose RAM of `memory_bytes` is saved into memory of the host's: for [`SavedSnapshot::commit_paged`], which
+    /// needs no file of it.
+    ///
+    /// # Errors
+    /// As [`Self::snapshot_writer`].
+    pub fn snapshot_writer_in_memory(
+        &self,
+        name: &Name,
+        memory_bytes: u64,
+    ) -> Result<SnapshotWriter, CommitError> {
+        self.writer(name, Some(memory_bytes))
+    }
+
+    fn writer(&self, name: &Name, in_memory: Option<u64>) -> Result<SnapshotWriter, CommitError> {
         let inner = Arc::clone(&self.0);
         if inner.snapshots.has(name.as_str())? {
             return Err(CommitError::Exists { name: name.clone() });
         }
         let stage = inner.stage()?;
         let dir = stage.make("snapshot")?;
-        let (state, memory) = (dir.create(STATE)?, dir.create(MEMORY)?);
+        let state = dir.create(STATE)?;
+        let memory = match in_memory {
+            Some(bytes) => ram::create(bytes)?,
+            None => dir.create(MEMORY)?,
+        };
         Ok(SnapshotWriter {
             parts: Parts { inner, name: name.clone(), stage, state, memory },
             undo: Vec::new(),
@@ -160,7 +182,7 @@ impl SnapshotWriter {
         &self.parts.state
     }
 
-    /// The empty file for RAM.
+    /// The file for RAM, without content.
     #[must_use]
     pub const fn memory(&self) -> &File {
         &self.parts.memory
@@ -211,9 +233,23 @@ pub struct Committed {
     pub manifest: SnapshotManifest,
     /// Keeps its images and layers in the store: for a VM that goes on.
     pub pin: Pin,
+    /// Its RAM, where that is in memory.
+    pub resident: Option<Resident>,
 }
 
 impl SavedSnapshot {
+    /// RAM as it was saved. Whoever saved it may still write to it, but not change its length where it is in memory.
+    #[must_use]
+    pub const fn memory(&self) -> &File {
+        &self.parts.memory
+    }
+
+    /// The state as it was saved.
+    #[must_use]
+    pub const fn state(&self) -> &File {
+        &self.parts.state
+    }
+
     /// Hashes, syncs and publishes everything, layers first. Layers that were `Frozen` are then `Stored`, as the manifest
     /// tells, and gone from the VM's folder.
     ///
@@ -241,11 +277,13 @@ impl SavedSnapshot {
         let disks =
             spec.disks.iter().map(|d| staged.disk(&inner, &stage, d)).collect::<Result<Vec<_>, _>>()?;
         // The lease ends when the snapshot is there, or will not be.
-        let (memory, _lease) = match pages {
-            None => (content(&memory_file, MEMORY, Kind::Sparse)?, None),
+        let (memory, _lease, resident) = match pages {
+            None => (content(&memory_file, MEMORY, Kind::Sparse)?, None, None),
             Some(pages) => {
+                ram::seal(&memory_file, pages.known.free)?;
                 let (ram, lease) = inner.stage_table(&dir, &memory_file, pages, &disks, &staged.layers)?;
-                (ram, Some(lease))
+                let resident = Resident::of(&memory_file, ram);
+                (ram, Some(lease), resident.map_err(IoError::new("opening", dir.path()))?)
             }
         };
         let manifest = SnapshotManifest {
@@ -279,7 +317,7 @@ impl SavedSnapshot {
             inner.verifier.remember(&folder.join(MEMORY), &memory_file, memory.digest);
         }
         staged.layers.iter().for_each(|layer| inner.remember_layer(layer));
-        Ok(Committed { manifest, pin })
+        Ok(Committed { manifest, pin, resident })
     }
 }
 

@@ -29,8 +29,8 @@ const OF_FILE: u64 = 1 << 61;
 /// Why RAM could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum DumpError {
-    /// The target is not an empty file.
-    #[error("memory file to write: expected an empty file, got {0} bytes")]
+    /// The target holds something, or has a length of its own that is not RAM's.
+    #[error("memory file to write: expected an empty file, or a hole as long as RAM, got {0} bytes")]
     NotEmpty(u64),
     /// A read or write failed.
     #[error("memory file: {what} at byte {at:#x}")]
@@ -54,7 +54,7 @@ pub struct Dump {
     pub parent_bytes: u64,
 }
 
-/// Writes the RAM of a VM to the empty file `target`. Nobody may write to guest memory meanwhile: vCPUs and devices are
+/// Writes the RAM of a VM to `target`, an empty file or a hole as long as RAM. Nobody may write to guest memory meanwhile: vCPUs and devices are
 /// paused. `pagemap` is this process's `/proc/self/pagemap`, `parent` the file that was laid over the memory.
 ///
 /// # Errors
@@ -68,7 +68,12 @@ pub fn dump(
 ) -> Result<Dump, DumpError> {
     let io_at = |what, at| move |source| DumpError::Io { what, at, source };
     let got = target.metadata().map_err(io_at("reading the length", 0))?.len();
-    if got != 0 {
+    let empty = match got {
+        0 => true,
+        got if got == memory_bytes => seek(target, SeekFrom::Data(0)) == Err(rustix::io::Errno::NXIO),
+        _ => false,
+    };
+    if !empty {
         return Err(DumpError::NotEmpty(got));
     }
     target.set_len(memory_bytes).map_err(io_at("setting the length", 0))?;
@@ -328,6 +333,10 @@ mod tests {
         let target = tempfile::tempfile().unwrap();
         target.set_len(5).unwrap();
         assert!(matches!(dump(&memory, SIZE, None, None, &target), Err(DumpError::NotEmpty(5))));
+        target.set_len(SIZE).unwrap();
+        assert!(matches!(dump(&memory, SIZE, None, None, &target), Ok(Dump { own_bytes: 0, .. })));
+        target.write_all_at(b"x", SIZE - 1).unwrap();
+        assert!(matches!(dump(&memory, SIZE, None, None, &target), Err(DumpError::NotEmpty(SIZE))));
     }
 
     #[test]

@@ -1,0 +1,81 @@
+use super::*;
+use crate::fixture::{name, store};
+use crate::fixture_pages::{PAGE, bake_paged, bake_paged_while, bytes, ram, restored};
+use crate::{Known, PagedSpec, Store};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+/// RAM whose frames 100 to 199 are free.
+fn pages(tenant: &dayfly_units::Name) -> PagedSpec<'_> {
+    PagedSpec { tenant, known: Known { free: &[100..200, 590..9000], ..Known::default() } }
+}
+
+#[test]
+fn ram_that_was_just_saved_is_what_the_store_would_give() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let tenant = name("one");
+    let all = ram((0..600).map(|n| n % 250));
+    let mut committed = bake_paged(&store, "s", 3, &all, &pages(&tenant)).unwrap();
+    let resident = committed.resident.take().unwrap();
+    assert!(resident.data_bytes() > 0);
+    let open = store.open_resident(&name("s"), resident).unwrap();
+    let again = store.open_snapshot(&name("s")).unwrap();
+    let expected = restored(&store, &tenant, "s");
+    assert!(expected[100 * PAGE..200 * PAGE].iter().all(|b| *b == 0));
+    assert!(expected[..100 * PAGE] == all[..100 * PAGE]);
+    assert!(bytes(&open.memory) == expected);
+    assert!(bytes(&again.memory) == expected);
+    assert_eq!(open.fingerprint, again.fingerprint);
+    assert_eq!(open.memory.metadata().unwrap().blocks() * 512, open.manifest.memory.data_bytes);
+}
+
+#[test]
+fn nobody_writes_to_it_after_the_commit() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let tenant = name("one");
+    let mut vmm: Option<File> = None;
+    let keep = |file: &File| vmm = Some(file.try_clone().unwrap());
+    let all = ram(0..600);
+    let mut committed = bake_paged_while(&store, "s", 3, &all, &pages(&tenant), keep).unwrap();
+    let vmm = vmm.unwrap();
+    assert!(vmm.write_all_at(b"x", 0).is_err());
+    assert!(vmm.set_len(0).is_err() && vmm.set_len(1 << 30).is_err());
+    let open = store.open_resident(&name("s"), committed.resident.take().unwrap()).unwrap();
+    assert!(open.memory.write_all_at(b"x", 0).is_err());
+    assert!(bytes(&open.memory) == restored(&store, &tenant, "s"));
+}
+
+/// Before the commit it can be written, but never be made shorter: who maps it cannot be made to fault.
+#[test]
+fn whoever_can_still_write_to_it_gets_no_snapshot() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let tenant = name("one");
+    let all = ram(0..600);
+    let map = |file: &File| {
+        assert!(file.set_len(PAGE as u64).is_err() && file.set_len(1 << 30).is_err());
+        let flags = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping of a file that keeps its length; nothing reads or writes it.
+        unsafe { rustix::mm::mmap(std::ptr::null_mut(), PAGE, flags, MapFlags::SHARED, file, 0) }.unwrap()
+    };
+    let Err(error) = bake_paged_while(&store, "s", 3, &all, &pages(&tenant), map) else {
+        panic!("committed")
+    };
+    assert!(error.to_string().contains("expected no mapping to write"), "{error}");
+    assert!(store.snapshot(&name("s")).is_err());
+}
+
+#[test]
+fn ram_of_another_snapshot_of_that_name_is_not_taken() {
+    let root = tempfile::tempdir().unwrap();
+    let store: Store = store(root.path());
+    let tenant = name("one");
+    let mut old = bake_paged(&store, "s", 3, &ram(0..600), &pages(&tenant)).unwrap();
+    let old = old.resident.take().unwrap();
+    store.remove_snapshot(&name("s")).unwrap();
+    bake_paged(&store, "s", 3, &ram(1..601), &pages(&tenant)).unwrap();
+    let open = store.open_resident(&name("s"), old).unwrap();
+    assert!(bytes(&open.memory) == restored(&store, &tenant, "s"));
+}
