@@ -45,12 +45,13 @@ const RECENT: usize = 32;
 const RESIDENT_PART: u64 = 8;
 
 impl Recent {
-    fn find(&mut self, name: &Name) -> Option<Arc<OpenSnapshot>> {
+    /// The snapshot, and how much of the host's memory it takes.
+    fn find(&mut self, name: &Name) -> Option<(Arc<OpenSnapshot>, u64)> {
         let place = self.0.iter().position(|entry| entry.name == *name)?;
         let found = self.0.remove(place);
-        let open = found.open.clone();
+        let answer = (found.open.clone(), found.resident_bytes);
         self.0.push(found);
-        Some(open)
+        Some(answer)
     }
 
     /// Keeps what was asked for last, of those in memory as many as `most` bytes allow.
@@ -240,11 +241,20 @@ impl Depot {
     /// # Errors
     /// As [`Self::snapshot`].
     pub fn open_snapshot(&self, name: &Name) -> Outcome<Arc<OpenSnapshot>> {
-        if let Some(open) = self.known_snapshot(name) {
-            return Ok(open);
-        }
-        let open = Arc::new(self.store.open_snapshot(name)?);
-        self.keep(name, open.clone(), 0);
+        let known = lock(&self.open).find(name);
+        let (resident, bytes) = match known {
+            Some((open, _)) if open.is_current() => return Ok(open),
+            // Such as a bake's working set that has come: RAM need not be read again.
+            Some((open, bytes)) => (open.resident().unwrap_or(None), bytes),
+            None => (None, 0),
+        };
+        lock(&self.open).forget(name);
+        let open = match resident {
+            Some(resident) => self.store.open_resident(name, resident)?,
+            None => self.store.open_snapshot(name)?,
+        };
+        let open = Arc::new(open);
+        self.keep(name, open.clone(), bytes);
         Ok(open)
     }
 
@@ -269,12 +279,8 @@ impl Depot {
     /// One snapshot, if it is open already and nothing of it has changed since: some ten calls of stat(2).
     #[must_use]
     pub fn known_snapshot(&self, name: &Name) -> Option<Arc<OpenSnapshot>> {
-        let open = lock(&self.open).find(name)?;
-        if open.is_current() {
-            return Some(open);
-        }
-        lock(&self.open).forget(name);
-        None
+        let (open, _) = lock(&self.open).find(name)?;
+        open.is_current().then_some(open)
     }
 
     /// Removes a snapshot, and the layers that only it needed.

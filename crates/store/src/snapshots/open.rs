@@ -39,9 +39,20 @@ pub struct OpenSnapshot {
     pub pin: Pin,
     /// What was verified, and where.
     files: Vec<Seen>,
+    /// Nobody else has `memory`: it is what it was verified to be as long as it is open.
+    own_memory: bool,
 }
 
 impl OpenSnapshot {
+    /// Its RAM, to open the snapshot once more when another file of it has changed.
+    ///
+    /// # Errors
+    /// The process has too many descriptors.
+    pub fn resident(&self) -> std::io::Result<Option<Resident>> {
+        let resident = || Ok(Resident { file: self.memory.try_clone()?, ram: self.manifest.memory });
+        self.own_memory.then(resident).transpose()
+    }
+
     /// Whether every file that was looked at is still where it was, and unchanged: what is open is then what would be opened now.
     #[must_use]
     pub fn is_current(&self) -> bool {
@@ -248,13 +259,14 @@ impl Inner {
     ) -> Result<OpenSnapshot, OpenError> {
         let Parts { manifest, state, ram, working_set, disks, pin, files } =
             self.open_snapshot_parts(name)?;
+        let own_memory = matches!(ram, Ram::Table(..));
         let memory = match (ram, resident) {
             (Ram::File(memory), _) => memory,
             (Ram::Table(table, _lease), Some(known)) if known.ram == table.ram => known.file,
             (Ram::Table(table, _lease), _) => self.materialised(&table, &disks)?,
         };
         let fingerprint = fingerprint(&files);
-        Ok(OpenSnapshot { manifest, state, memory, working_set, disks, fingerprint, pin, files })
+        Ok(OpenSnapshot { manifest, state, memory, working_set, disks, fingerprint, pin, files, own_memory })
     }
 
     pub(crate) fn open_snapshot_parts(self: &Arc<Self>, name: &Name) -> Result<Parts, OpenError> {

@@ -79,3 +79,22 @@ fn ram_of_another_snapshot_of_that_name_is_not_taken() {
     let open = store.open_resident(&name("s"), old).unwrap();
     assert!(bytes(&open.memory) == restored(&store, &tenant, "s"));
 }
+
+#[test]
+fn ram_is_not_read_again_when_a_working_set_comes() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let tenant = name("one");
+    bake_paged(&store, "s", 3, &ram(0..600), &pages(&tenant)).unwrap();
+    let open = store.open_snapshot(&name("s")).unwrap();
+    let record = dayfly_units::sealed::seal(b"DFworkse", 1, b"");
+    store.put_working_set(&name("s"), &record).unwrap();
+    assert!(!open.is_current());
+    let again = store.open_resident(&name("s"), open.resident().unwrap().unwrap()).unwrap();
+    assert!(again.is_current() && again.working_set.is_some());
+    let inode = |file: &File| file.metadata().unwrap().ino();
+    assert_eq!(inode(&again.memory), inode(&open.memory));
+    // RAM in a file that has a name may change under that name.
+    crate::fixture::bake(&store, "file", 4).unwrap();
+    assert!(store.open_snapshot(&name("file")).unwrap().resident().unwrap().is_none());
+}
