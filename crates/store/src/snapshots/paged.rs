@@ -155,7 +155,7 @@ impl Inner {
 
     /// The table of a snapshot, which must be of the same RAM and the same disks as its manifest; and a lease of its pages. Call it while publishing:
     /// the snapshot then stays until its pages are leased.
-    pub(super) fn leased_table(
+    pub(crate) fn leased_table(
         &self,
         dir: &Dir,
         manifest: &SnapshotManifest,
