@@ -18,6 +18,7 @@ mod run;
 mod signals;
 mod snapshot;
 mod snapshots;
+mod store;
 mod version;
 
 use anyhow::Result;
@@ -78,6 +79,9 @@ pub enum Command {
     Snapshot(snapshot::Args),
     /// List and remove snapshots
     Snapshots(snapshots::Args),
+    /// Show what the store holds, verify it, and remove what nothing needs
+    #[command(subcommand)]
+    Store(store::Command),
     /// Show everything about a VM, a snapshot or an image, as JSON
     Inspect(inspect::Args),
     /// Tell what this host can do, what is missing, and what was left over
@@ -133,6 +137,7 @@ impl Command {
             Self::Rm(args) => args.run().await,
             Self::Snapshot(args) => args.run().await.map(|()| 0),
             Self::Snapshots(args) => args.run().await,
+            Self::Store(command) => command.run().await,
             Self::Inspect(args) => args.run().await.map(|()| 0),
             Self::Doctor(args) => args.run().await,
             Self::Machine(command) => command.run().await,
