@@ -15,3 +15,4 @@ mod kernels;
 mod life;
 mod pool;
 mod ports;
+mod store;
