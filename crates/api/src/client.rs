@@ -17,7 +17,7 @@ pub use stream::{ByteStream, MAX_LINE_BYTES, ProgressStream};
 
 use crate::agent::ExecSpec;
 use crate::types::{
-    BakeRequest, ConnectRequest, CreateManyRequest, CreateRequest, Image, ImageUpload, Info, Kernel,
+    BakeRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest, Image, ImageUpload, Info, Kernel,
     KernelUpload, Leak, List, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest, StoreStats,
     StoreUsage, VerifyRequest, Vm, VmDetails,
 };
@@ -141,6 +141,23 @@ impl Client {
     /// [`ClientError`].
     pub async fn snapshot(&self, name: &Name) -> Result<Snapshot> {
         self.json(Method::GET, format!("/v1/snapshots/{name}"), empty_body()).await
+    }
+
+    /// What a snapshot's RAM is used for.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn snapshot_colours(&self, name: &Name) -> Result<Colours> {
+        self.json(Method::GET, format!("/v1/snapshots/{name}/colours"), empty_body()).await
+    }
+
+    /// The same as a picture, a PNG, `width` pages to a row.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn snapshot_picture(&self, name: &Name, width: u32) -> Result<Vec<u8>> {
+        let path = format!("/v1/snapshots/{name}/colours.png?width={width}");
+        Ok(self.short(Method::GET, &path, empty_body()).await?.to_vec())
     }
 
     /// Removes a snapshot that nothing uses.

@@ -18,8 +18,10 @@ macro_rules! wire {
     )* };
 }
 
+mod colours;
 mod store;
 
+pub use colours::{ColourUse, Colours, MAX_PICTURE_WIDTH};
 pub use store::{
     Collected, Counted, Damaged, LeftAlone, MemoryKinds, Pages, SnapshotUse, StoreStats, StoreUsage,
     Unreadable, Verified, VerifyRequest,

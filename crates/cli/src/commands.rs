@@ -1,6 +1,7 @@
 //! The commands, one file each, in docker's grammar.
 
 mod bake;
+mod colours;
 mod connect;
 mod cp;
 mod create;
@@ -79,6 +80,8 @@ pub enum Command {
     Snapshot(snapshot::Args),
     /// List and remove snapshots
     Snapshots(snapshots::Args),
+    /// Show what a snapshot's memory is used for, and draw it
+    Colours(colours::Args),
     /// Show what the store holds, verify it, and remove what nothing needs
     #[command(subcommand)]
     Store(store::Command),
@@ -137,6 +140,7 @@ impl Command {
             Self::Rm(args) => args.run().await,
             Self::Snapshot(args) => args.run().await.map(|()| 0),
             Self::Snapshots(args) => args.run().await,
+            Self::Colours(args) => args.run().await.map(|()| 0),
             Self::Store(command) => command.run().await,
             Self::Inspect(args) => args.run().await.map(|()| 0),
             Self::Doctor(args) => args.run().await,

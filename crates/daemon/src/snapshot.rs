@@ -7,7 +7,7 @@
 //!
 //! From `Freeze` to `Thaw` runs to its end even when the client goes away: nobody else would let the VM go on.
 
-use crate::colours::{self, Coloured};
+use crate::colours::saved::{self as colours, Coloured};
 use crate::daemon::Daemon;
 use crate::depot::shown_snapshot;
 use crate::error::{Fault, Outcome, blocking, chain};

@@ -53,6 +53,8 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(kernels::inspect, kernels::upload, kernels::remove))
         .routes(routes!(snapshots::list))
         .routes(routes!(snapshots::inspect, snapshots::remove))
+        .routes(routes!(snapshots::colours))
+        .routes(routes!(snapshots::picture))
         .routes(routes!(snapshots::bake))
         .routes(routes!(store::stats))
         .routes(routes!(store::usage))
