@@ -17,8 +17,9 @@ pub use stream::{ByteStream, MAX_LINE_BYTES, ProgressStream};
 
 use crate::agent::ExecSpec;
 use crate::types::{
-    BakeRequest, ConnectRequest, CreateManyRequest, CreateRequest, Image, ImageUpload, Info, Kernel,
-    KernelUpload, Leak, List, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest, Vm, VmDetails,
+    BakeRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest, Image, ImageUpload, Info, Kernel,
+    KernelUpload, Leak, List, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest, StoreStats,
+    StoreUsage, VerifyRequest, Vm, VmDetails,
 };
 use call::{query, segment};
 use dayfly_units::Name;
@@ -140,6 +141,23 @@ impl Client {
     /// [`ClientError`].
     pub async fn snapshot(&self, name: &Name) -> Result<Snapshot> {
         self.json(Method::GET, format!("/v1/snapshots/{name}"), empty_body()).await
+    }
+
+    /// What a snapshot's RAM is used for.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn snapshot_colours(&self, name: &Name) -> Result<Colours> {
+        self.json(Method::GET, format!("/v1/snapshots/{name}/colours"), empty_body()).await
+    }
+
+    /// The same as a picture, a PNG, `width` pages to a row.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn snapshot_picture(&self, name: &Name, width: u32) -> Result<Vec<u8>> {
+        let path = format!("/v1/snapshots/{name}/colours.png?width={width}");
+        Ok(self.short(Method::GET, &path, empty_body()).await?.to_vec())
     }
 
     /// Removes a snapshot that nothing uses.
@@ -319,6 +337,40 @@ impl Client {
     pub async fn sweep(&self) -> Result<Vec<Leak>> {
         let list: List<Leak> = self.json(Method::POST, "/v1/sweep".into(), empty_body()).await?;
         Ok(list.items)
+    }
+
+    /// The store in numbers.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn store_stats(&self) -> Result<StoreStats> {
+        self.json(Method::GET, "/v1/store".into(), empty_body()).await
+    }
+
+    /// What each snapshot takes.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn store_usage(&self) -> Result<StoreUsage> {
+        self.json(Method::GET, "/v1/store/usage".into(), empty_body()).await
+    }
+
+    /// Reads and hashes everything that is stored, or some snapshots and what they stand on.
+    ///
+    /// # Errors
+    /// [`ClientError`] until the stream begins; what goes wrong later is in the stream.
+    pub async fn verify_store(&self, request: &VerifyRequest) -> Result<ProgressStream> {
+        let answer = self.call(Method::POST, "/v1/store/verify", call::json_body(request)?).await?;
+        Ok(ProgressStream::new(answer))
+    }
+
+    /// Removes from the store what nothing needs.
+    ///
+    /// # Errors
+    /// [`ClientError`] until the stream begins; what goes wrong later is in the stream.
+    pub async fn collect_store(&self) -> Result<ProgressStream> {
+        let answer = self.call(Method::POST, "/v1/store/gc", empty_body()).await?;
+        Ok(ProgressStream::new(answer))
     }
 
     /// What is counted and timed, as Prometheus reads it.

@@ -18,6 +18,15 @@ macro_rules! wire {
     )* };
 }
 
+mod colours;
+mod store;
+
+pub use colours::{ColourUse, Colours, MAX_PICTURE_WIDTH};
+pub use store::{
+    Collected, Counted, Damaged, LeftAlone, MemoryKinds, Pages, SnapshotUse, StoreStats, StoreUsage,
+    Unreadable, Verified, VerifyRequest,
+};
+
 wire! {
     /// Any error: HTTP status 4xx or 5xx, and this body.
     pub struct ApiError {
@@ -212,6 +221,10 @@ wire! {
         },
         /// The snapshot is there; the stream ends.
         Snapshot(Box<Snapshot>),
+        /// Everything was read; the stream ends. Damage is no failure of the operation.
+        Verified(Box<Verified>),
+        /// Everything that could be was removed; the stream ends.
+        Collected(Box<Collected>),
         /// It failed; nothing stays of it; the stream ends.
         Failed(ApiError),
     }
@@ -438,6 +451,8 @@ pub struct List<T> {
 
 /// The longest JSON body that the daemon reads, in bytes.
 pub const MAX_JSON_BYTES: usize = 1 << 20;
+/// The longest line of [`Progress`], in bytes.
+pub const MAX_PROGRESS_BYTES: usize = 1 << 20;
 /// The value of the `Upgrade` header for exec and run.
 pub const UPGRADE: &str = "dayfly-exec";
 /// The value of the `Upgrade` header for connections to ports.

@@ -1,6 +1,7 @@
 //! The commands, one file each, in docker's grammar.
 
 mod bake;
+mod colours;
 mod connect;
 mod cp;
 mod create;
@@ -18,6 +19,7 @@ mod run;
 mod signals;
 mod snapshot;
 mod snapshots;
+mod store;
 mod version;
 
 use anyhow::Result;
@@ -78,6 +80,11 @@ pub enum Command {
     Snapshot(snapshot::Args),
     /// List and remove snapshots
     Snapshots(snapshots::Args),
+    /// Show what a snapshot's memory is used for, and draw it
+    Colours(colours::Args),
+    /// Show what the store holds, verify it, and remove what nothing needs
+    #[command(subcommand)]
+    Store(store::Command),
     /// Show everything about a VM, a snapshot or an image, as JSON
     Inspect(inspect::Args),
     /// Tell what this host can do, what is missing, and what was left over
@@ -133,6 +140,8 @@ impl Command {
             Self::Rm(args) => args.run().await,
             Self::Snapshot(args) => args.run().await.map(|()| 0),
             Self::Snapshots(args) => args.run().await,
+            Self::Colours(args) => args.run().await.map(|()| 0),
+            Self::Store(command) => command.run().await,
             Self::Inspect(args) => args.run().await.map(|()| 0),
             Self::Doctor(args) => args.run().await,
             Self::Machine(command) => command.run().await,

@@ -17,6 +17,14 @@ pub enum Format {
     Json,
 }
 
+/// The option of what has no names to list.
+#[derive(Debug, Clone, Copy, Default, Args)]
+pub struct FormatArgs {
+    /// For people, or as JSON
+    #[arg(long, value_enum, default_value_t)]
+    pub format: Format,
+}
+
 /// The options that every listing has.
 #[derive(Debug, Clone, Copy, Default, Args)]
 pub struct ListArgs {

@@ -12,6 +12,8 @@ const SHOWN_AFTER: Duration = Duration::from_secs(1);
 /// Without a terminal, a step that goes on says so this often.
 const AGAIN_AFTER: Duration = Duration::from_secs(15);
 const TICK: Duration = Duration::from_millis(100);
+/// A step whose end is known, in indicatif's words.
+const BAR: &str = "{spinner} [{bar:24}] {msg}";
 
 /// The steps of a command, one at a time. Dropping it ends the last one and clears its spinner.
 #[derive(Debug)]
@@ -140,10 +142,18 @@ impl Step {
             return;
         }
         let text = format!("{}{} ({})", self.label, self.share(), seconds(self.began.elapsed()));
-        let bar = self.bar.get_or_insert_with(|| {
-            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-            bar.with_style(ProgressStyle::default_spinner())
-        });
+        let bar =
+            self.bar.get_or_insert_with(|| ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr()));
+        match self.bytes {
+            Some((done, total)) if total > 0 => {
+                if bar.length() != Some(total) {
+                    bar.set_length(total);
+                    bar.set_style(bar_style());
+                }
+                bar.set_position(done.min(total));
+            }
+            _ => {}
+        }
         bar.set_message(text);
         bar.tick();
     }
@@ -173,6 +183,11 @@ impl Step {
     }
 }
 
+fn bar_style() -> ProgressStyle {
+    let style = ProgressStyle::with_template(BAR);
+    style.map_or_else(|_| ProgressStyle::default_spinner(), |style| style.progress_chars("=> "))
+}
+
 /// A label's first line, and not more of it than fits beside the figures; a warm-up's whole text can be in one.
 fn one_line(label: &str) -> String {
     const LONGEST: usize = 90;
@@ -200,6 +215,34 @@ mod tests {
         assert_eq!(one_line("warming up: sh -c set -e\nmkfifo"), "warming up: sh -c set -e ...");
         assert_eq!(one_line(&"x".repeat(200)).chars().count(), 94);
         assert_eq!(one_line("a\u{1b}[2Jb"), "a[2Jb ...");
+    }
+
+    /// A step that has lasted 2 s, drawn where nobody sees it.
+    fn drawn(bytes: Option<(u64, u64)>) -> ProgressBar {
+        let hidden = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
+        let mut step = Step {
+            label: "reading".into(),
+            began: Instant::now().checked_sub(Duration::from_secs(2)).expect("an uptime of 2 s"),
+            bytes,
+            shown: None,
+            bar: Some(hidden.clone()),
+        };
+        step.draw();
+        hidden
+    }
+
+    #[test]
+    fn a_terminal_shows_a_bar_where_the_end_is_known_and_a_spinner_elsewhere() {
+        let bar = drawn(Some((512 << 20, 1 << 30)));
+        assert_eq!((bar.position(), bar.length()), (512 << 20, Some(1 << 30)));
+        assert!(bar.message().starts_with("reading 512.0 MiB of 1.0 GiB (2."), "{}", bar.message());
+        assert_eq!(drawn(Some((9, 5))).position(), 5, "an estimate that was too low");
+        for (bytes, text) in [(Some((512 << 20, 0)), "reading 512.0 MiB (2."), (None, "reading (2.")] {
+            let bar = drawn(bytes);
+            assert_eq!(bar.length(), None);
+            assert!(bar.message().starts_with(text), "{}", bar.message());
+        }
+        assert!(ProgressStyle::with_template(BAR).is_ok());
     }
 
     #[test]

@@ -59,7 +59,7 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
     vm.step(Event::Freeze)?;
     let saved = snapshot::save(&daemon, &vm, &name).await?;
     tell.phase("hashing and storing").await;
-    let committed = snapshot::commit(&daemon, &vm, saved, name.clone()).await?;
+    let committed = snapshot::commit(&daemon, &vm, saved, name.clone(), &tell).await?;
     let unwanted = Unwanted::new(&daemon, name.clone());
     newborn.end().await?;
     tell.phase("rehearsing: which pages a clone touches first").await;

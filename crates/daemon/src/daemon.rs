@@ -3,6 +3,7 @@
 use crate::config::Config;
 use crate::depot::Depot;
 use crate::metrics::Metrics;
+use crate::upkeep::Turns;
 use crate::vm::berth::Berths;
 use crate::vm::budget::Budget;
 use crate::vm::pool::Pool;
@@ -40,6 +41,8 @@ pub struct Daemon {
     pub metrics: Metrics,
     /// Images, kernels, snapshots, layers.
     pub depot: Depot,
+    /// Whose turn it is to search all of it, and to collect.
+    pub turns: Turns,
     /// Undoing: the daemon waits for it before it ends.
     pub undo: TaskTracker,
     /// The daemon was asked to stop: long operations undo themselves.
@@ -68,6 +71,7 @@ impl Daemon {
             config,
             metrics: Metrics::default(),
             depot,
+            turns: Turns::default(),
             undo: TaskTracker::new(),
             stop: CancellationToken::new(),
         })

@@ -1,7 +1,7 @@
 //! # daemon
 //!
 //! The room for `dayflyd`: the HTTP API ([`routes`]), which VMs there are and what may happen to them ([`vm`]), baking ([`bake`]), snapshots of
-//! running VMs ([`snapshot`]), programs on upgraded connections ([`session`], [`relay`]), connections to guests' ports ([`ports`]), and
+//! running VMs ([`snapshot`]), upkeep of the store ([`upkeep`]), programs on upgraded connections ([`session`], [`relay`]), connections to guests' ports ([`ports`]), and
 //! what is found again after a restart ([`adopt`], [`sweep`]).
 //!
 //! What may not enter: KVM and devices (the `vmm`'s), formats on disk (the `store`'s), how an image is built (the `image`'s).
@@ -31,5 +31,6 @@ pub mod session;
 pub mod snapshot;
 pub mod sweep;
 pub mod time;
+pub mod upkeep;
 pub mod upload;
 pub mod vm;

@@ -5,8 +5,10 @@ use axum::body::Body;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use dayfly_api::types::{ErrorCode, Progress, Snapshot};
+use dayfly_api::types::{Collected, ErrorCode, Progress, Snapshot, Verified};
+use dayfly_store::Meter;
 use std::future::Future;
+use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
@@ -14,6 +16,8 @@ use tokio_util::sync::CancellationToken;
 
 /// Lines that wait for a slow reader before the operation waits for him.
 const BACKLOG: usize = 64;
+/// How often a meter is read.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// Where an operation says how far it is.
 #[derive(Debug, Clone)]
@@ -36,19 +40,77 @@ impl Teller {
     }
 }
 
+/// What an operation ends with.
+pub trait Ending {
+    /// As the last line of its stream.
+    fn line(self) -> Progress;
+}
+
+impl Ending for Snapshot {
+    fn line(self) -> Progress {
+        Progress::Snapshot(Box::new(self))
+    }
+}
+
+impl Ending for Verified {
+    fn line(self) -> Progress {
+        Progress::Verified(Box::new(self))
+    }
+}
+
+impl Ending for Collected {
+    fn line(self) -> Progress {
+        Progress::Collected(Box::new(self))
+    }
+}
+
+/// Waits for `work` of the store, and tells what `meter` shows meanwhile: each of its parts is a phase.
+pub async fn metered<T>(tell: &Teller, meter: &Meter, work: impl Future<Output = T>) -> T {
+    let mut work = std::pin::pin!(work);
+    let mut look = tokio::time::interval(LOOK);
+    let mut last = dayfly_store::Reading::default();
+    loop {
+        tokio::select! {
+            biased;
+            done = &mut work => return done,
+            _ = look.tick() => {
+                let now = meter.reading();
+                if now.part != last.part {
+                    tell.phase(now.part).await;
+                }
+                if now != last && now.done > 0 {
+                    tell.tell_if_heard(Progress::Step { done: now.done, total: now.total });
+                }
+                last = now;
+            }
+        }
+    }
+}
+
+/// Stops what a meter belongs to when nobody waits for it any more.
+#[derive(Debug)]
+pub struct StopWhenDropped(pub std::sync::Arc<Meter>);
+
+impl Drop for StopWhenDropped {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
 /// Starts `operation` and answers with what it tells. When the client goes away, or the daemon stops, the operation is dropped
 /// where it waits, and undoes itself.
-pub fn stream<F, Fut>(stop: CancellationToken, operation: F) -> Response
+pub fn stream<F, Fut, T>(stop: CancellationToken, operation: F) -> Response
 where
     F: FnOnce(Teller) -> Fut,
-    Fut: Future<Output = Outcome<Snapshot>> + Send + 'static,
+    Fut: Future<Output = Outcome<T>> + Send + 'static,
+    T: Ending,
 {
     let (sender, receiver) = mpsc::channel(BACKLOG);
     let work = operation(Teller(sender.clone()));
     tokio::spawn(async move {
         let last = tokio::select! {
             outcome = work => match outcome {
-                Ok(snapshot) => Progress::Snapshot(Box::new(snapshot)),
+                Ok(ending) => ending.line(),
                 Err(Fault(error)) => Progress::Failed(error),
             },
             () = sender.closed() => return,

@@ -7,16 +7,16 @@
 //!
 //! From `Freeze` to `Thaw` runs to its end even when the client goes away: nobody else would let the VM go on.
 
-use crate::colours::{self, Coloured};
+use crate::colours::saved::{self as colours, Coloured};
 use crate::daemon::Daemon;
 use crate::depot::shown_snapshot;
 use crate::error::{Fault, Outcome, blocking, chain};
-use crate::ndjson::Teller;
+use crate::ndjson::{Teller, metered};
 use crate::vm::state::Event;
 use crate::vm::{Vm, agent_link, control_link, death, identity};
 use dayfly_api::types::{ErrorCode, Snapshot, SnapshotRequest};
 use dayfly_store::{
-    BlockHint, ChainLayer, Committed, DiskSpec, Known, PagedSpec, SavedSnapshot, SnapshotSpec,
+    BlockHint, ChainLayer, Committed, DiskSpec, Known, Meter, PagedSpec, SavedSnapshot, SnapshotSpec,
 };
 use dayfly_units::Name;
 use dayfly_vmm::config::MAX_LAYERS;
@@ -61,7 +61,7 @@ pub async fn snapshot(
     let saved =
         section.await.map_err(|e| Fault::internal(format_args!("snapshotting VM {}: {e}", vm.name)))??;
     tell.phase("hashing and storing").await;
-    let committed = commit(&daemon, &vm, saved, request.name).await?;
+    let committed = commit(&daemon, &vm, saved, request.name, &tell).await?;
     Ok(shown_snapshot(&committed.manifest))
 }
 
@@ -191,13 +191,21 @@ async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
 ///
 /// # Errors
 /// Something it stands on is gone, or the disk is full. The VM keeps its layers.
-pub async fn commit(daemon: &Arc<Daemon>, vm: &Arc<Vm>, saved: Saved, name: Name) -> Outcome<Box<Committed>> {
+pub async fn commit(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    saved: Saved,
+    name: Name,
+    tell: &Teller,
+) -> Outcome<Box<Committed>> {
     let spec = spec(vm);
+    let meter = Arc::new(Meter::default());
+    let working = meter.clone();
     let (sender, receiver) = oneshot::channel();
     let (work, same) = (daemon.clone(), vm.clone());
     daemon.undo.spawn(async move {
         let (shared, vm) = (work.clone(), same.clone());
-        let result = blocking(move || store(&shared, &vm, saved, &spec)).await;
+        let result = blocking(move || store(&shared, &vm, saved, &spec, &working)).await;
         death::note(&work, &same).await;
         if let Err(Ok(_)) = sender.send(result) {
             tracing::info!(snapshot = %name, "nobody waits for it any more: removing it");
@@ -210,7 +218,7 @@ pub async fn commit(daemon: &Arc<Daemon>, vm: &Arc<Vm>, saved: Saved, name: Name
     let gone = |_| {
         Fault::internal(format_args!("storing a snapshot of VM {}: the daemon's own thread ended", vm.name))
     };
-    receiver.await.map_err(gone)?
+    metered(tell, &meter, receiver).await.map_err(gone)?
 }
 
 fn spec(vm: &Vm) -> SnapshotSpec {
@@ -234,7 +242,13 @@ fn spec(vm: &Vm) -> SnapshotSpec {
     }
 }
 
-fn store(daemon: &Daemon, vm: &Vm, saved: Saved, spec: &SnapshotSpec) -> Outcome<Box<Committed>> {
+fn store(
+    daemon: &Daemon,
+    vm: &Vm,
+    saved: Saved,
+    spec: &SnapshotSpec,
+    meter: &Meter,
+) -> Outcome<Box<Committed>> {
     let tenant = daemon.depot.tenant();
     // By the VMM's word, which is not trusted: what it says is compared by content, and without it blocks are found by their hashes.
     let runs = saved.page_map(spec.memory_bytes).unwrap_or_else(|e| {
@@ -249,7 +263,8 @@ fn store(daemon: &Daemon, vm: &Vm, saved: Saved, spec: &SnapshotSpec) -> Outcome
     };
     let hints: Vec<(u32, BlockHint)> = runs.into_iter().flat_map(hint).collect();
     let Coloured { colours, free } = coloured(vm, &saved.snapshot, spec.memory_bytes);
-    let known = Known { hints: &hints, colours: &colours, free: &free, ..Known::default() };
+    let known =
+        Known { hints: &hints, colours: &colours, free: &free, meter: Some(meter), ..Known::default() };
     let mut committed = saved.snapshot.commit_paged(spec, &PagedSpec { tenant: &tenant, known })?;
     let live = vm.update(|live| {
         for (disk, stored) in live.disks.iter_mut().zip(&committed.manifest.disks) {

@@ -174,7 +174,7 @@ fn check(root: &Path, case: &Case, acknowledged: bool, at: &str) {
             let expected = expected.unwrap_or_else(|| panic!("{at}: {snapshot} is there"));
             assert!(restored(&store, &one, snapshot) == *expected, "{at}: half of {snapshot} is there");
         }
-        let report = store.verify_pages(&Scope::All).unwrap();
+        let report = store.verify(&Scope::All, &crate::Meter::default()).unwrap();
         assert_eq!(report.damage, [], "{at}");
     };
     all();

@@ -37,6 +37,11 @@ impl IoError {
     }
 }
 
+/// An error of the host with its cause, in one line.
+pub(crate) fn told(e: &IoError) -> String {
+    format!("{e}: {}", e.source)
+}
+
 /// Stored bytes are damaged, foreign or incomplete.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Damage {
@@ -70,4 +75,14 @@ pub enum Damage {
         /// Who refers to it, such as `snapshot base`.
         by: String,
     },
+}
+
+impl Damage {
+    /// Which file.
+    #[must_use]
+    pub fn file(&self) -> &Path {
+        match self {
+            Self::Seal { file, .. } | Self::Content { file, .. } | Self::Missing { file, .. } => file,
+        }
+    }
 }

@@ -119,3 +119,9 @@ pub(crate) fn golden(file: &str, now: &[u8]) -> Vec<u8> {
     std::fs::read(&path)
         .unwrap_or_else(|e| panic!("{}: {e}: a golden file is part of the format", path.display()))
 }
+
+/// What a snapshot takes.
+pub(crate) fn used(store: &Store, tenant: &Name, snapshot: &str) -> crate::SnapshotUse {
+    let usage = store.usage(tenant).unwrap();
+    usage.snapshots.into_iter().find(|s| s.name.as_str() == snapshot).unwrap()
+}

@@ -15,7 +15,7 @@ use std::path::Path;
 
 /// The largest disk: 1 TiB.
 pub(crate) const MAX_DISK_BYTES: u64 = 1 << 40;
-const DISK: &str = "disk";
+pub(crate) const DISK: &str = "disk";
 
 /// What is announced before an image's bytes.
 #[derive(Debug, Clone)]

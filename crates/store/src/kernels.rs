@@ -14,8 +14,8 @@ use std::io::{self, Read, Write};
 
 /// The largest vmlinux, and the largest initramfs: 1 GiB.
 const MAX_FILE_BYTES: u64 = 1 << 30;
-const VMLINUX: &str = "vmlinux";
-const INITRD: &str = "initrd";
+pub(crate) const VMLINUX: &str = "vmlinux";
+pub(crate) const INITRD: &str = "initrd";
 
 /// What is announced before a kernel's bytes.
 #[derive(Debug, Clone)]

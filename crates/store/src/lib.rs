@@ -47,20 +47,23 @@ mod kernels;
 mod layers;
 mod manifest;
 mod memory;
+mod meter;
 mod pages;
 mod pins;
 mod publish;
 pub mod refs;
+mod scrub;
 mod snapshots;
 pub mod sparse;
 mod upload;
+mod usage;
 mod verify;
 mod vms;
 mod workers;
 
 pub use digest::{Digest, DigestError};
 pub use errors::{Damage, IoError};
-pub use gc::{GcError, GcReport};
+pub use gc::{GcError, GcReport, GcStagingReport};
 pub use images::{Image, ImageSpec};
 pub use kernels::{Kernel, KernelSpec};
 pub use layers::{ChainLayer, LayerId, LayerRef, VmLayer};
@@ -72,15 +75,18 @@ pub use memory::{
     BlockHint, DiskLayer, FramesDigest, Kind, Known, MAX_FRAMES, Materialised, MemorySpec, PutMemory, Run,
     Table,
 };
+pub use meter::{Meter, Reading};
 pub use pages::gc::{GcPagesError, GcPagesReport, REWRITE_BELOW_PERCENT};
-pub use pages::report::{PagesStats, Scope, SnapshotUse, VerifyReport};
+pub use pages::report::PagesStats;
 pub use pages::{Group, Lease, PagesError, Put, PutStats, Tenant};
 pub use pins::{Pin, PinError};
 pub use publish::{OpenError, PutError, RemoveError};
+pub use scrub::{Finding, MAX_FINDINGS, Object, Scope, SearchError, VerifyReport};
 pub use snapshots::{
     CommitError, Committed, DiskSpec, Freeze, OpenDisk, OpenLayer, OpenSnapshot, PagedSpec, Resident,
     SavedSnapshot, Sizes, SnapshotPages, SnapshotSpec, SnapshotWriter,
 };
+pub use usage::{Counted, Frames, SnapshotUse, StoreStats, Usage};
 
 use blob::Dir;
 use errors::IoResult;
@@ -110,6 +116,8 @@ struct Inner {
     tenants: pages::Tenants,
     pins: Arc<pins::Pins>,
     counter: AtomicU64,
+    /// The entries of `staging` that somebody works on.
+    stages: blob::Stages,
     /// The first layer of the next VM.
     spare: Mutex<Option<vms::Spare>>,
     /// Closed, and so unlocked, last.
@@ -154,6 +162,7 @@ impl Store {
             tenants: pages::Tenants::default(),
             pins: Arc::default(),
             counter: AtomicU64::new(0),
+            stages: blob::Stages::default(),
             spare: Mutex::default(),
             _lock: lock,
         };
@@ -206,10 +215,10 @@ impl Inner {
     }
 
     /// A fresh folder in `staging/`, removed when dropped.
-    fn stage(self: &Arc<Self>) -> IoResult<blob::Stage> {
+    fn stage(&self) -> IoResult<blob::Stage> {
         let n = self.counter.fetch_add(1, Ordering::Relaxed);
         let name = format!("{}-{n}", std::process::id());
-        blob::Stage::new(&self.staging, &name)
+        blob::Stage::listed(&self.staging, &name, &self.stages)
     }
 }
 

@@ -85,6 +85,11 @@ pub struct Sparse {
 /// # Errors
 /// The file cannot be read, or becomes shorter while it is.
 pub fn digest(file: &File) -> io::Result<Sparse> {
+    digest_with(file, &|_| Ok(()))
+}
+
+/// As [`digest`]; calls `on` with the bytes of each piece that was read, and ends with its error.
+pub(crate) fn digest_with(file: &File, on: &dyn Fn(u64) -> io::Result<()>) -> io::Result<Sparse> {
     let len = file.metadata()?.len();
     let mut hasher = SparseHasher::default();
     let mut buffer = vec![0; CHUNK_BYTES];
@@ -99,6 +104,7 @@ pub fn digest(file: &File) -> io::Result<Sparse> {
             file.read_exact_at(piece, at)?;
             hasher.update(at, piece);
             at += n as u64;
+            on(n as u64)?;
         }
     }
     Ok(hasher.finish(len))

@@ -104,15 +104,7 @@ impl Verifier {
         kind: Kind,
     ) -> Result<(), VerifyError> {
         let stamp = Stamp::of(file).map_err(IoError::new("looking at", path))?;
-        let differs = |place: &str, expected: String, got: String| Damage::Content {
-            file: path.to_owned(),
-            place: place.to_owned(),
-            expected,
-            got,
-        };
-        if stamp.bytes != expected.bytes {
-            return Err(differs("size in bytes", expected.bytes.to_string(), stamp.bytes.to_string()).into());
-        }
+        same_length(path, expected, stamp.bytes)?;
         let slot = self.slot(path);
         let mut known = slot.lock().unwrap_or_else(PoisonError::into_inner);
         if *known == Some((stamp, expected.digest)) {
@@ -120,25 +112,10 @@ impl Verifier {
         }
         *known = None;
         let got = digest(file, kind).map_err(IoError::new("reading", path))?;
-        if got.digest != expected.digest {
-            return Err(differs(
-                "digest of the content",
-                expected.digest.to_string(),
-                got.digest.to_string(),
-            )
-            .into());
-        }
-        if got.data_bytes != expected.data_bytes {
-            let (want, got) = (expected.data_bytes.to_string(), got.data_bytes.to_string());
-            return Err(differs("bytes in pages that are not zero", want, got).into());
-        }
+        same(path, expected, &got)?;
         if Stamp::of(file).map_err(IoError::new("looking at", path))? != stamp {
-            return Err(differs(
-                "modification time",
-                "no change while it is read".to_owned(),
-                "a change".to_owned(),
-            )
-            .into());
+            let (expected, got) = ("no change while it is read".to_owned(), "a change".to_owned());
+            return Err(differs(path, "modification time", expected, got).into());
         }
         *known = Some((stamp, got.digest));
         Ok(())
@@ -166,14 +143,48 @@ impl Verifier {
     }
 }
 
+fn differs(path: &Path, place: &str, expected: String, got: String) -> Damage {
+    Damage::Content { file: path.to_owned(), place: place.to_owned(), expected, got }
+}
+
+/// Whether the file at `path`, which has so many bytes, has the length that it must.
+pub(crate) fn same_length(path: &Path, expected: &FileRef, bytes: u64) -> Result<(), Damage> {
+    if bytes == expected.bytes {
+        return Ok(());
+    }
+    Err(differs(path, "size in bytes", expected.bytes.to_string(), bytes.to_string()))
+}
+
+/// Whether the file at `path` is what it must be.
+pub(crate) fn same(path: &Path, expected: &FileRef, got: &FileRef) -> Result<(), Damage> {
+    if got.digest != expected.digest {
+        let (expected, got) = (expected.digest.to_string(), got.digest.to_string());
+        return Err(differs(path, "digest of the content", expected, got));
+    }
+    if got.data_bytes != expected.data_bytes {
+        let (expected, got) = (expected.data_bytes.to_string(), got.data_bytes.to_string());
+        return Err(differs(path, "bytes in pages that are not zero", expected, got));
+    }
+    Ok(())
+}
+
 /// What `file` is.
 pub(crate) fn digest(file: &File, kind: Kind) -> io::Result<FileRef> {
+    digest_with(file, kind, &|_| Ok(()))
+}
+
+/// As [`digest`]; calls `on` with the bytes of each piece that was read, and ends with its error.
+pub(crate) fn digest_with(
+    file: &File,
+    kind: Kind,
+    on: &dyn Fn(u64) -> io::Result<()>,
+) -> io::Result<FileRef> {
     let got = match kind {
         Kind::Sparse => {
-            let sparse = sparse::digest(file)?;
+            let sparse = sparse::digest_with(file, on)?;
             FileRef { digest: sparse.digest, bytes: sparse.bytes, data_bytes: sparse.data_bytes }
         }
-        Kind::Plain => plain(file)?,
+        Kind::Plain => plain(file, on)?,
     };
     // The descriptor goes to a VMM, which may read it from where it stands.
     rewind(file)?;
@@ -184,7 +195,7 @@ fn rewind(mut file: &File) -> io::Result<()> {
     file.rewind()
 }
 
-fn plain(file: &File) -> io::Result<FileRef> {
+fn plain(file: &File, on: &dyn Fn(u64) -> io::Result<()>) -> io::Result<FileRef> {
     let mut reader = file;
     rewind(file)?;
     let mut hasher = blake3::Hasher::new();
@@ -196,6 +207,7 @@ fn plain(file: &File) -> io::Result<FileRef> {
             Ok(n) => {
                 hasher.update(&buffer[..n]);
                 bytes += n as u64;
+                on(n as u64)?;
             }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) => return Err(e),

@@ -8,7 +8,7 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 
 /// The longest line of a [`ProgressStream`].
-pub const MAX_LINE_BYTES: usize = 1 << 20;
+pub const MAX_LINE_BYTES: usize = crate::types::MAX_PROGRESS_BYTES;
 
 /// Bytes of a log or an archive.
 #[derive(Debug)]

@@ -28,7 +28,7 @@ impl Args {
         }
         if let Ok(name) = self.name.parse::<Name>() {
             match client.snapshot(&name).await {
-                Ok(snapshot) => return output::json(&snapshot),
+                Ok(snapshot) => return super::snapshots::show(&client, snapshot).await,
                 Err(e) if found(&e) => return Err(e.into()),
                 Err(_) => {}
             }

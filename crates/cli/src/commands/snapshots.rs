@@ -5,7 +5,10 @@ use crate::connect;
 use crate::output::{self, ListArgs, ago};
 use anyhow::Result;
 use clap::Subcommand;
+use dayfly_api::client::Client;
+use dayfly_api::types::{Snapshot, SnapshotUse};
 use dayfly_units::{Bytes, Name};
+use serde::Serialize;
 
 /// Arguments of `dayfly snapshots`.
 #[derive(Debug, clap::Args)]
@@ -39,13 +42,29 @@ impl Args {
         match self.command.unwrap_or(Command::Ls(self.list)) {
             Command::Ls(list) => ls(list).await.map(|()| 0),
             Command::Inspect { name } => {
-                output::json(&connect::client().await?.snapshot(&name).await?).map(|()| 0)
+                let client = connect::client().await?;
+                show(&client, client.snapshot(&name).await?).await.map(|()| 0)
             }
             Command::Rm { names } => {
                 each(&names, async |client, name| client.remove_snapshot(name).await).await
             }
         }
     }
+}
+
+/// A snapshot, and what it takes of the store.
+#[derive(Debug, Serialize)]
+struct Shown {
+    #[serde(flatten)]
+    snapshot: Snapshot,
+    store: Option<SnapshotUse>,
+}
+
+/// Writes a snapshot as JSON.
+pub(super) async fn show(client: &Client, snapshot: Snapshot) -> Result<()> {
+    let usage = client.store_usage().await?;
+    let store = usage.snapshots.into_iter().find(|used| used.name == snapshot.name);
+    output::json(&Shown { snapshot, store })
 }
 
 async fn ls(list: ListArgs) -> Result<()> {

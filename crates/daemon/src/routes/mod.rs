@@ -11,6 +11,7 @@ mod kernels;
 mod logs;
 mod ports;
 mod snapshots;
+mod store;
 mod upgrade;
 mod vms;
 
@@ -52,7 +53,13 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(kernels::inspect, kernels::upload, kernels::remove))
         .routes(routes!(snapshots::list))
         .routes(routes!(snapshots::inspect, snapshots::remove))
+        .routes(routes!(snapshots::colours))
+        .routes(routes!(snapshots::picture))
         .routes(routes!(snapshots::bake))
+        .routes(routes!(store::stats))
+        .routes(routes!(store::usage))
+        .routes(routes!(store::verify))
+        .routes(routes!(store::gc))
         .routes(routes!(vms::list, vms::create))
         .routes(routes!(vms::inspect, vms::remove))
         .routes(routes!(batch::create))
@@ -166,5 +173,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Word {
     }
 }
 
+#[cfg(test)]
+mod store_tests;
 #[cfg(test)]
 mod tests;

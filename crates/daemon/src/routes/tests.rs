@@ -10,13 +10,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 
 /// A daemon that serves from a folder of its own, without KVM.
-struct Served {
+pub(super) struct Served {
     _folder: tempfile::TempDir,
-    socket: PathBuf,
-    daemon: Arc<Daemon>,
+    pub(super) socket: PathBuf,
+    pub(super) daemon: Arc<Daemon>,
 }
 
-fn served() -> Served {
+pub(super) fn served() -> Served {
     served_within(Deadlines::default())
 }
 
@@ -114,6 +114,9 @@ async fn errors_are_json_with_their_status() {
         ("DELETE", "/v1/images/none", "", 404, ErrorCode::NotFound),
         ("GET", "/v1/images/UPPER", "", 400, ErrorCode::Invalid),
         ("GET", "/v1/snapshots/..%2f..", "", 400, ErrorCode::Invalid),
+        ("POST", "/v1/store/verify", "{", 400, ErrorCode::Invalid),
+        ("POST", "/v1/store/verify", r#"{"snapshots":["../x"]}"#, 400, ErrorCode::Invalid),
+        ("DELETE", "/v1/store", "", 405, ErrorCode::Invalid),
         ("PUT", "/v1/images/x", "abc", 400, ErrorCode::Invalid),
         ("POST", "/v1/vms", "{", 400, ErrorCode::Invalid),
         ("POST", "/v1/vms", r#"{"source":{"snapshot":"none"}}"#, 404, ErrorCode::NotFound),

@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
+mod colours;
 mod crashes;
 mod damage;
 mod ends;
@@ -15,3 +16,4 @@ mod kernels;
 mod life;
 mod pool;
 mod ports;
+mod store;

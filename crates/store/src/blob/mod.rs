@@ -14,12 +14,14 @@ use rustix::fs::{
     renameat_with, statat, unlinkat,
 };
 use rustix::io::Errno;
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use watch::Change;
 
 const DIR: OFlags = OFlags::DIRECTORY.union(OFlags::RDONLY).union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW);
@@ -257,13 +259,61 @@ pub(crate) struct Stage {
     parent: OwnedFd,
     parent_path: PathBuf,
     name: String,
+    /// Dropped after the folder is removed.
+    _in_use: Option<InUse>,
+}
+
+/// The names of the stages that live.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Stages(Arc<Mutex<BTreeSet<String>>>);
+
+/// A name of one of [`Stages`]; take it before you make the stage.
+#[derive(Debug)]
+pub(crate) struct InUse {
+    stages: Stages,
+    name: String,
+}
+
+impl Stages {
+    fn lock(&self) -> MutexGuard<'_, BTreeSet<String>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn take(&self, name: &str) -> InUse {
+        self.lock().insert(name.to_owned());
+        InUse { stages: self.clone(), name: name.to_owned() }
+    }
+
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.lock().contains(name)
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        self.stages.lock().remove(&self.name);
+    }
 }
 
 impl Stage {
+    /// A stage of that name, for as long as which it is in `stages`.
+    pub(crate) fn listed(staging: &Dir, name: &str, stages: &Stages) -> IoResult<Self> {
+        let in_use = stages.take(name);
+        let mut stage = Self::new(staging, name)?;
+        stage._in_use = Some(in_use);
+        Ok(stage)
+    }
+
     pub(crate) fn new(staging: &Dir, name: &str) -> IoResult<Self> {
         let path = staging.path();
         let parent = staging.fd.try_clone().map_err(IoError::new("duplicating the descriptor of", path))?;
-        Ok(Self { dir: staging.make(name)?, parent, parent_path: path.to_owned(), name: name.to_owned() })
+        Ok(Self {
+            dir: staging.make(name)?,
+            parent,
+            parent_path: path.to_owned(),
+            name: name.to_owned(),
+            _in_use: None,
+        })
     }
 }
 

@@ -8,6 +8,7 @@ use crate::Inner;
 use crate::blob::IfTaken;
 use crate::digest::Digest;
 use crate::errors::{Damage, IoError, IoResult};
+use crate::meter::Meter;
 use crate::pages::PagesError;
 use crate::pages::pack::PAGE;
 use crate::pages::put::{MAX_FILE_PAGES, pieces, read_piece};
@@ -41,10 +42,11 @@ fn prefix(hash: &Digest) -> u64 {
 
 impl BlockIndex {
     /// Reads and hashes all of `file`, but for its holes.
-    fn of(file: &File, path: &Path) -> Result<Self, PagesError> {
+    fn of(file: &File, path: &Path, meter: &Meter) -> Result<Self, PagesError> {
         let pieces = pieces(file, path)?;
         let found = workers::map(pieces.len(), Vec::new, |buffer, n| -> IoResult<Vec<(u64, u32)>> {
             let (at, bytes) = read_piece(file, &pieces[n], buffer, path)?;
+            meter.add(bytes.len() as u64);
             let blocks = (at..).zip(bytes.chunks_exact(PAGE)).filter(|(_, block)| !is_zero(block));
             Ok(blocks.map(|(number, block)| (prefix(&Digest::of(block)), number)).collect())
         })?;
@@ -53,6 +55,12 @@ impl BlockIndex {
         entries.dedup_by_key(|(prefix, _)| *prefix);
         let (prefixes, blocks) = entries.into_iter().unzip();
         Ok(Self { prefixes, blocks })
+    }
+
+    /// Whether the file `name` of `dir` is the index of the blocks of `of`.
+    pub(crate) fn check(dir: &crate::blob::Dir, name: &str, of: &Digest) -> Result<(), PagesError> {
+        let bytes = read(dir, name)?;
+        Ok(Self::decode(&dir.path().join(name), of, &bytes).map(drop)?)
     }
 
     /// A block whose content may have this hash.
@@ -99,7 +107,12 @@ impl BlockIndex {
 
 impl Inner {
     /// The index of `file`, whose sparse digest was verified.
-    pub(crate) fn block_index(&self, of: &Digest, file: &File) -> Result<BlockIndex, PagesError> {
+    pub(crate) fn block_index(
+        &self,
+        of: &Digest,
+        file: &File,
+        meter: &Meter,
+    ) -> Result<BlockIndex, PagesError> {
         let dir = self.root.make_or_open(BLOCKS)?;
         let name = of.to_string();
         let path = dir.path().join(&name);
@@ -110,7 +123,7 @@ impl Inner {
                 Err(error) => tracing::warn!(%error, "making an index of blocks again"),
             }
         }
-        let index = BlockIndex::of(file, &path)?;
+        let index = BlockIndex::of(file, &path, meter)?;
         if let Err(error) = self.keep_block_index(&dir, &name, &index.encode(of)) {
             // It is a cache: the work goes on without.
             tracing::warn!(%error, cause = %error.source, "not keeping an index of blocks");
@@ -119,8 +132,7 @@ impl Inner {
     }
 
     fn keep_block_index(&self, dir: &crate::blob::Dir, name: &str, bytes: &[u8]) -> IoResult<()> {
-        let n = self.counter.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let stage = crate::blob::Stage::new(&self.staging, &format!("{}-{n}", std::process::id()))?;
+        let stage = self.stage()?;
         stage.write(name, bytes)?;
         stage.sync()?;
         let if_taken = if dir.has(name)? { IfTaken::Exchange } else { IfTaken::Refuse };

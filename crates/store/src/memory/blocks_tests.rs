@@ -6,7 +6,7 @@ use std::fs;
 #[test]
 fn every_block_that_is_not_zero_is_found_and_no_other() {
     let disk = file(&ram((0..500).map(|n| n % 300)));
-    let index = BlockIndex::of(&disk, Path::new("disk")).unwrap();
+    let index = BlockIndex::of(&disk, Path::new("disk"), &crate::Meter::default()).unwrap();
     for n in 0..500_u64 {
         let found = index.find(&Digest::of(&page(n)));
         let expected = if n < 300 && !n.is_multiple_of(7) { Some(u32::try_from(n).unwrap()) } else { None };
@@ -29,7 +29,7 @@ fn damage_is_refused_and_the_index_made_again() {
     let store = Store::open(root.path()).unwrap();
     let disk = file(&ram(0..40));
     let of = crate::sparse::digest(&disk).unwrap().digest;
-    let good = store.0.block_index(&of, &disk).unwrap();
+    let good = store.0.block_index(&of, &disk, &crate::Meter::default()).unwrap();
     let path = root.path().join("blocks").join(of.to_string());
     let whole = fs::read(&path).unwrap();
     assert_eq!(BlockIndex::decode(&path, &of, &whole).unwrap(), good);
@@ -57,7 +57,7 @@ fn damage_is_refused_and_the_index_made_again() {
     for damaged in [&whole[..50], &[]] {
         fs::remove_file(&path).unwrap();
         fs::write(&path, damaged).unwrap();
-        assert_eq!(store.0.block_index(&of, &disk).unwrap(), good);
+        assert_eq!(store.0.block_index(&of, &disk, &crate::Meter::default()).unwrap(), good);
         assert_eq!(fs::read(&path).unwrap(), whole);
     }
 }

@@ -8,6 +8,7 @@ use super::blocks::BlockIndex;
 use super::{BlockHint, MemorySpec};
 use crate::digest::Digest;
 use crate::errors::{IoError, IoResult};
+use crate::meter::Meter;
 use crate::pages::PagesError;
 use crate::pages::pack::PAGE;
 use crate::pages::put::{pieces, read_piece};
@@ -61,6 +62,7 @@ pub(super) struct Sources<'a> {
     /// For each disk and layer.
     pub(super) indexes: &'a [Vec<BlockIndex>],
     pub(super) path: &'a Path,
+    pub(super) meter: &'a Meter,
 }
 
 /// Every frame of RAM.
@@ -81,6 +83,8 @@ pub(super) fn classify(sources: &Sources, frames: u32) -> Result<(Vec<Frame>, Hi
                 let hints = hints.get(&frame).map_or(&[][..], Vec::as_slice);
                 kinds.push(sources.frame(frame, page, hints, block, &mut tally)?);
             }
+            // The other half is told by `ram_digest`, which reads the same bytes beside this.
+            sources.meter.add(bytes.len() as u64 / 2);
             Ok((first, kinds, tally))
         },
     )?;
@@ -152,6 +156,7 @@ pub(super) fn ram_digest(
     spec: &MemorySpec,
     free: &FreeFrames,
     path: &Path,
+    meter: &Meter,
 ) -> Result<crate::sparse::Sparse, PagesError> {
     let mut hasher = SparseHasher::default();
     let mut buffer = Vec::new();
@@ -160,6 +165,7 @@ pub(super) fn ram_digest(
         for (frame, page) in (first..).zip(bytes.chunks_exact(PAGE)).filter(|(n, _)| !free.has(*n)) {
             hasher.update(u64::from(frame) * PAGE_SIZE, page);
         }
+        meter.add(bytes.len() as u64 / 2);
     }
     let length = spec.memory.metadata().map_err(IoError::new("looking at", path))?.len();
     Ok(hasher.finish(length))

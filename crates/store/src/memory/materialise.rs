@@ -7,6 +7,7 @@ use super::table::{FramesDigest, Kind, Table};
 use super::{DiskLayer, Run};
 use crate::digest::Digest;
 use crate::errors::{Damage, IoError, IoResult};
+use crate::meter::Meter;
 use crate::pages::pack::PAGE;
 use crate::pages::put::PIECE_BYTES;
 use crate::pages::read::Given;
@@ -43,7 +44,8 @@ impl Tenant {
         to: &File,
     ) -> Result<Materialised, PagesError> {
         self.check(table, disks)?;
-        let job = Job { space: &self.space, table, disks, to: Some(to), path: self.space.dir.path() };
+        let meter = &Meter::default();
+        let job = Job { space: &self.space, table, disks, to: Some(to), path: self.space.dir.path(), meter };
         let io = |e| IoError::new("writing RAM to a file for", job.path)(e);
         let length = to.metadata().map_err(io)?.len();
         if length != 0 {
@@ -55,10 +57,18 @@ impl Tenant {
         job.run()
     }
 
-    /// As [`Self::materialise`], but for the writing: whether everything is there, and makes the RAM that the table says.
-    pub(crate) fn prove(&self, table: &Table, disks: &[Vec<DiskLayer>]) -> Result<(), PagesError> {
+    /// Whether the hashes of the table's pages, and its blocks as they are on disk now, make the RAM that the table says. The pages
+    /// themselves are not read: whoever asks has hashed them. Tells `meter` of the blocks.
+    pub(crate) fn prove(
+        &self,
+        table: &Table,
+        disks: &[Vec<DiskLayer>],
+        meter: &Meter,
+    ) -> Result<(), PagesError> {
         self.check(table, disks)?;
-        Job { space: &self.space, table, disks, to: None, path: self.space.dir.path() }.run().map(|_| ())
+        let job = Job { space: &self.space, table, disks, to: None, path: self.space.dir.path(), meter };
+        let blocks = job.blocks()?;
+        job.prove(&blocks)
     }
 
     /// Whether the table is of this tenant, and of these disks.
@@ -84,6 +94,7 @@ struct Job<'a> {
     /// Nowhere, where RAM is only to be proven.
     to: Option<&'a File>,
     path: &'a Path,
+    meter: &'a Meter,
 }
 
 /// A run of frames, and the hashes of what was written there.
@@ -165,6 +176,7 @@ impl Job<'_> {
             other => other.map_err(IoError::new("reading a disk for", self.path))?,
         }
         self.write(run.first, buffer)?;
+        self.meter.step_at(buffer.len() as u64, self.path)?;
         Ok(buffer.chunks_exact(PAGE).map(Digest::of).collect())
     }
 

@@ -14,11 +14,13 @@ pub(crate) mod table;
 pub use materialise::Materialised;
 pub use table::{FramesDigest, Kind, MAX_FRAMES, Run, Table};
 
-pub(crate) use blocks::BLOCKS;
+pub(crate) use blocks::{BLOCKS, BlockIndex};
 
 use crate::digest::Digest;
 use crate::errors::IoError;
 use crate::manifest::{FileRef, MAX_DISKS, MAX_LAYERS};
+use crate::meter::Meter;
+use crate::pages::put::pieces;
 use crate::pages::{Lease, PagesError, PutStats, Tenant};
 use classify::{Frame, FreeFrames, Sources};
 use std::collections::HashMap;
@@ -57,6 +59,8 @@ pub struct Known<'a> {
     pub order: &'a [u32],
     /// The block device's record of which frame was last read from or written to which block.
     pub hints: &'a [(u32, BlockHint)],
+    /// Where to tell how far the work with it is, if anybody asks. It is not stopped by it.
+    pub meter: Option<&'a Meter>,
 }
 
 /// RAM that is to be put.
@@ -92,22 +96,26 @@ impl Tenant {
     pub fn put_memory(&self, spec: &MemorySpec) -> Result<PutMemory, PagesError> {
         let path = self.space.dir.path();
         let frames = check(spec, path)?;
+        let nobody = Meter::default();
+        let meter = spec.known.meter.unwrap_or(&nobody);
+        meter.begin("reading the disks' blocks", 0);
         let free = FreeFrames::new(frames, spec.known.free);
-        let indexes = spec
-            .disks
-            .iter()
-            .map(|disk| disk.iter().map(|layer| self.inner.block_index(&layer.digest, layer.file)).collect());
+        let indexes = spec.disks.iter().map(|disk| {
+            disk.iter().map(|layer| self.inner.block_index(&layer.digest, layer.file, meter)).collect()
+        });
         let indexes = indexes.collect::<Result<Vec<Vec<_>>, _>>()?;
-        let sources = Sources { spec, free: &free, indexes: &indexes, path };
+        let data = pieces(spec.memory, path)?.iter().map(|piece| piece.end - piece.start).sum();
+        meter.begin("hashing memory", data);
+        let sources = Sources { spec, free: &free, indexes: &indexes, path, meter };
         // One core computes the digest that cannot be computed on many.
         let (ram, found) = std::thread::scope(|scope| {
-            let ram = scope.spawn(|| classify::ram_digest(spec, &free, path));
+            let ram = scope.spawn(|| classify::ram_digest(spec, &free, path, meter));
             let found = classify::classify(&sources, frames);
             (ram.join(), found)
         });
         let ram = ram.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         let (kinds, hints) = found?;
-        let (stats, lease) = self.space.store(&self.inner, spec.memory, ordered(&kinds, spec))?;
+        let (stats, lease) = self.space.store(&self.inner, spec.memory, ordered(&kinds, spec), meter)?;
         let ram = FileRef { digest: ram.digest, bytes: ram.bytes, data_bytes: ram.data_bytes };
         let table = self.table(ram, &kinds, spec);
         Ok(PutMemory { table, stats, hints: (hints.held, hints.wrong), lease })

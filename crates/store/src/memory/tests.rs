@@ -1,6 +1,6 @@
 use super::*;
 use crate::fixture::{name, store};
-use crate::fixture_pages::{PAGE, bake_paged, bytes, file, image_block, page, ram, restored};
+use crate::fixture_pages::{PAGE, bake_paged, bytes, file, image_block, page, ram, restored, used};
 use crate::{CommitError, PagedSpec, Scope, Store};
 use std::os::unix::fs::{FileExt, MetadataExt};
 
@@ -86,8 +86,8 @@ fn blocks_of_a_snapshots_own_disks_are_not_stored_again() {
     // The layer of seed 5 has a page of fives at block 3.
     bake_paged(&store, "base", 5, &memory, &PagedSpec::of(&one)).unwrap();
     assert!(restored(&store, &one, "base") == memory);
-    let used = store.snapshot_use(&one, &name("base")).unwrap();
-    assert_eq!((used.disk, used.own_pages, used.page_frames, used.shared_pages), (2, 2, 2, 0));
+    let used = used(&store, &one, "base");
+    assert_eq!((used.frames.disk, used.own_pages, used.frames.own, used.shared_pages), (2, 2, 2, 0));
     let open = store.open_snapshot_pages(&one, &name("base")).unwrap();
     let all: Vec<u8> = (0..4).flat_map(|n| open.frame(n).unwrap()).collect();
     assert!(all == memory);
@@ -127,7 +127,7 @@ fn snapshots_share_pages_and_a_removed_one_takes_only_its_own() {
     }
     let stats = store.pages_stats().unwrap()[0].1;
     assert!(stats.dedupe_ratio > 2.5, "{stats:?}");
-    let used = store.snapshot_use(&one, &name("s0")).unwrap();
+    let used = used(&store, &one, "s0");
     assert_eq!(used.own_pages, (1..=40_u64).filter(|n| n % 7 != 0).count() as u64);
     store.remove_snapshot(&name("s0")).unwrap();
     store.remove_snapshot(&name("s2")).unwrap();
@@ -136,7 +136,7 @@ fn snapshots_share_pages_and_a_removed_one_takes_only_its_own() {
     for n in [1, 3] {
         assert!(restored(&store, &one, &format!("s{n}")) == rams[n]);
     }
-    assert_eq!(store.verify_pages(&Scope::All).unwrap().damage, []);
+    assert_eq!(store.verify(&Scope::All, &crate::Meter::default()).unwrap().damage, []);
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn another_tenant_sees_nothing_by_existence_statistics_or_reference() {
     assert_eq!(put.stats.new_pages, put.stats.pages);
     assert_eq!(a.stats().unwrap(), before);
     drop(put);
-    assert!(store.snapshot_use(&two, &name("base")).is_err());
+    assert_eq!(store.usage(&two).unwrap(), crate::Usage::default());
     // By reference: the right table in the wrong hands, and a forged one that names another's page.
     assert!(
         store
@@ -183,7 +183,7 @@ fn another_tenant_sees_nothing_by_existence_statistics_or_reference() {
     drop((a, b, theirs, store));
     let store = Store::open(root.path()).unwrap();
     assert!(!store.tenant(&two).unwrap().has(&hash).unwrap());
-    let damage = store.verify_pages(&Scope::All).unwrap().damage;
+    let damage = store.verify(&Scope::All, &crate::Meter::default()).unwrap().damage;
     assert!(
         matches!(&damage[..], [only] if only.to_string().contains("tenant: expected two, got \\x03one")),
         "{damage:?}"

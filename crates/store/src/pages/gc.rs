@@ -18,9 +18,12 @@ use super::writer::{self, Source};
 use crate::blob::IfTaken;
 use crate::digest::Digest;
 use crate::errors::{Damage, IoError, IoResult};
+use crate::gc::allocated_below;
 use crate::memory::{BLOCKS, Table};
+use crate::meter::Meter;
 use crate::publish::OpenError;
 use crate::{Inner, Store, manifest};
+use dayfly_units::Name;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
@@ -43,6 +46,8 @@ pub struct GcPagesReport {
     pub freed_bytes: i64,
     /// Indexes of blocks that nobody needs any more.
     pub block_indexes: u64,
+    /// Bytes of disk they took.
+    pub block_index_bytes: u64,
     /// What was found damaged and left alone.
     pub damage: Vec<Damage>,
 }
@@ -86,9 +91,22 @@ impl Store {
         let mut report = GcPagesReport::default();
         for tenant in self.0.tenant_names()? {
             let space = self.0.space(&tenant)?;
-            self.0.collect(&space, &mut report)?;
+            self.0.collect(&space, &mut report, &Meter::default())?;
         }
         self.0.collect_block_indexes(&mut report)?;
+        Ok(report)
+    }
+
+    /// As [`Self::gc_pages`], for one tenant; also tells packs that could not be opened. Tells `meter` how far it is.
+    ///
+    /// # Errors
+    /// [`GcPagesError`]; [`Meter::stop`] ends it before anything of the tenant was changed.
+    pub fn gc_pages_of(&self, tenant: &Name, meter: &Meter) -> Result<GcPagesReport, GcPagesError> {
+        let mut report = GcPagesReport::default();
+        let space = self.0.space(tenant)?;
+        self.0.collect(&space, &mut report, meter)?;
+        self.0.collect_block_indexes(&mut report)?;
+        report.damage.extend(space.unopened()?);
         Ok(report)
     }
 }
@@ -118,7 +136,13 @@ impl Inner {
         Ok(tables)
     }
 
-    fn collect(self: &Arc<Self>, space: &Space, report: &mut GcPagesReport) -> Result<(), GcPagesError> {
+    fn collect(
+        self: &Arc<Self>,
+        space: &Space,
+        report: &mut GcPagesReport,
+        meter: &Meter,
+    ) -> Result<(), GcPagesError> {
+        meter.begin("looking for pages that nobody needs", 0);
         let _one_at_a_time = space.collecting.lock().unwrap_or_else(PoisonError::into_inner);
         let _collecting = space.leases().collect();
         let tables = {
@@ -131,13 +155,14 @@ impl Inner {
         live.sort_unstable();
         live.dedup();
         drop(tables);
-        let victims = space.victims(&live, report)?;
+        let victims = space.victims(&live, report, meter)?;
         if victims.is_empty() {
             let _changing = space.changing();
             return Ok(self.retire_packs(space)?);
         }
         let stage = self.stage()?;
-        let source = LivePages::of(space, &victims);
+        let source = LivePages::of(space, &victims, meter);
+        meter.begin("copying pages out of packs that go", source.pages.len() as u64 * PAGE as u64);
         let staged = writer::stage(&stage, &space.tenant, &source)?;
         let _changing = space.changing();
         let packs = writer::publish(&stage, &space.dir, &space.tenant, &staged)?;
@@ -188,8 +213,10 @@ impl Inner {
         let needed: BTreeSet<String> = images.chain(layers).map(|d| d.to_string()).collect();
         let dir = self.root.sub(BLOCKS)?;
         for name in dir.entries()?.into_iter().filter(|name| !needed.contains(name)) {
+            let bytes = allocated_below(&dir, &name);
             dir.remove(&name)?;
             report.block_indexes += 1;
+            report.block_index_bytes += bytes;
         }
         Ok(())
     }
@@ -197,7 +224,7 @@ impl Inner {
 
 impl Space {
     /// The packs that go, given the prefixes of the pages that stay.
-    fn victims(&self, live: &[u64], report: &mut GcPagesReport) -> IoResult<Vec<Victim>> {
+    fn victims(&self, live: &[u64], report: &mut GcPagesReport, meter: &Meter) -> IoResult<Vec<Victim>> {
         let (packs, used) = {
             let state = self.read();
             let mut used: BTreeMap<u32, Vec<u32>> = state.packs.keys().map(|&n| (n, Vec::new())).collect();
@@ -221,7 +248,7 @@ impl Space {
                 pages.into_iter().map(|page| (page, hashes[page as usize])).collect()
             };
             let victim = Victim { number, pack: Arc::clone(pack), live };
-            match LivePages::of(self, std::slice::from_ref(&victim))
+            match LivePages::of(self, std::slice::from_ref(&victim), meter)
                 .pages(0..victim.live.len(), &mut |_, _| Ok(()))
             {
                 Ok(()) => victims.push(victim),
@@ -269,12 +296,13 @@ struct LivePages<'a> {
     victims: &'a [Victim],
     /// Victim and place in its `live`.
     pages: Vec<(usize, usize)>,
+    meter: &'a Meter,
 }
 
 impl<'a> LivePages<'a> {
-    fn of(space: &'a Space, victims: &'a [Victim]) -> Self {
+    fn of(space: &'a Space, victims: &'a [Victim], meter: &'a Meter) -> Self {
         let of = |(n, victim): (usize, &Victim)| (0..victim.live.len()).map(move |at| (n, at));
-        Self { space, victims, pages: victims.iter().enumerate().flat_map(of).collect() }
+        Self { space, victims, pages: victims.iter().enumerate().flat_map(of).collect(), meter }
     }
 }
 
@@ -305,6 +333,7 @@ impl Source for LivePages<'_> {
                 victim.pack.check(page, &hash, bytes)?;
                 push(hash, bytes)?;
             }
+            self.meter.step_at((of_group.len() * PAGE) as u64, &victim.pack.path)?;
         }
         Ok(())
     }

@@ -43,7 +43,8 @@ fn a_lease_taken_while_a_gc_works_is_seen_and_one_that_ended_meanwhile_too() {
         let space = store.tenant(&name("one")).unwrap().space;
         drop(store.tenant(&name("one")).unwrap().put(&file(&pages(0..100)), &[]).unwrap());
         let _collecting = space.leases().collect();
-        let victims = space.victims(&[], &mut crate::GcPagesReport::default()).unwrap();
+        let victims =
+            space.victims(&[], &mut crate::GcPagesReport::default(), &crate::Meter::default()).unwrap();
         assert_eq!(victims.len(), 1);
         let hash = Digest::of(&page(8));
         let lease = space.lease([hash].iter());
@@ -205,10 +206,10 @@ fn puts_opens_removals_and_gcs_at_once() {
             }
         });
     });
-    assert_eq!(store.verify_pages(&crate::Scope::All).unwrap().damage, []);
+    assert_eq!(store.verify(&crate::Scope::All, &crate::Meter::default()).unwrap().damage, []);
     drop(store);
     let store = Store::open(root.path()).unwrap();
-    assert_eq!(store.verify_pages(&crate::Scope::All).unwrap().damage, []);
+    assert_eq!(store.verify(&crate::Scope::All, &crate::Meter::default()).unwrap().damage, []);
     for thread in 0..4_u64 {
         for round in (0..12_u64).filter(|r| r % 3 == 0) {
             let memory = pages(thread * 30 + round * 11..thread * 30 + round * 11 + 120);

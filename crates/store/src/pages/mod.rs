@@ -19,7 +19,7 @@
 //! A pack never changes. One nobody needs is harmless: the next open finds its pages, the next gc that nobody names them.
 
 pub(crate) mod gc;
-mod index;
+pub(crate) mod index;
 mod lease;
 pub(crate) mod pack;
 pub(crate) mod put;
@@ -93,7 +93,7 @@ impl Store {
     /// The namespace of a tenant, empty if it has none. The first call in a process reads the footers of its packs: 32 bytes a page.
     ///
     /// # Errors
-    /// The host cannot make or read its folder. A damaged pack is no error here: [`Store::verify_pages`] tells.
+    /// The host cannot make or read its folder. A damaged pack is no error here: [`Store::verify`] tells.
     pub fn tenant(&self, name: &Name) -> Result<Tenant, IoError> {
         Ok(Tenant { inner: Arc::clone(&self.0), space: self.0.space(name)? })
     }

@@ -106,7 +106,7 @@ fn a_damaged_page_is_named_with_what_it_should_be() {
         assert!(text.contains("group 0, page 0: digest of the group as stored: expected "), "{text}");
     }
     // A search tells of each of the 16 pages, and of nothing else.
-    let report = store.verify_pages(&crate::Scope::All).unwrap();
+    let report = store.verify(&crate::Scope::All, &crate::Meter::default()).unwrap();
     assert_eq!((report.damage.len(), report.pages, report.packs), (16, 20, 1));
     for (n, damage) in report.damage.iter().enumerate() {
         assert!(damage.to_string().contains(&format!("group 0, page {n}: ")), "{damage}");

@@ -7,6 +7,7 @@ use super::{Lease, PagesError, Tenant};
 use crate::Inner;
 use crate::digest::Digest;
 use crate::errors::{Damage, IoError, IoResult};
+use crate::meter::Meter;
 use crate::sparse::is_zero;
 use crate::workers;
 use dayfly_units::PAGE_SIZE;
@@ -58,7 +59,7 @@ impl Tenant {
         let pages: Vec<(u32, Digest)> = found.into_iter().flatten().collect();
         let lookup = |number: &u32| pages.binary_search_by_key(number, |(n, _)| *n).ok().map(|at| pages[at]);
         let ordered = first.iter().filter_map(lookup).chain(pages.iter().copied());
-        let (stats, lease) = self.space.store(&self.inner, file, ordered)?;
+        let (stats, lease) = self.space.store(&self.inner, file, ordered, &Meter::default())?;
         Ok(Put { pages, stats, lease })
     }
 }
@@ -110,6 +111,7 @@ impl Space {
         inner: &Arc<Inner>,
         file: &File,
         ordered: impl Iterator<Item = (u32, Digest)>,
+        meter: &Meter,
     ) -> Result<(PutStats, Lease), PagesError> {
         let mut seen = HashSet::new();
         let wanted: Vec<(u32, Digest)> = ordered.filter(|(_, hash)| seen.insert(*hash)).collect();
@@ -134,7 +136,8 @@ impl Space {
         let stats = PutStats { pages: wanted.len() as u64, new_pages: fresh.len() as u64 };
         if !fresh.is_empty() {
             let stage = inner.stage()?;
-            let source = FilePages { file, pages: &fresh, path: self.dir.path() };
+            meter.begin("storing new pages", fresh.len() as u64 * PAGE_SIZE);
+            let source = FilePages { file, pages: &fresh, path: self.dir.path(), meter };
             let staged = writer::stage(&stage, &self.tenant, &source)?;
             self.publish(&stage, staged)?;
         }
@@ -154,6 +157,7 @@ struct FilePages<'a> {
     file: &'a File,
     pages: &'a [(u32, Digest)],
     path: &'a Path,
+    meter: &'a Meter,
 }
 
 impl Source for FilePages<'_> {
@@ -183,6 +187,7 @@ impl Source for FilePages<'_> {
                     }
                     push(*hash, page)?;
                 }
+                self.meter.add(bytes.len() as u64);
             }
         }
         Ok(())

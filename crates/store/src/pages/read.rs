@@ -241,7 +241,7 @@ struct Scratch {
 }
 
 /// The stored bytes of the groups `first` to `last`, read into `buffer`, which only grows.
-pub(super) fn read_span<'a>(
+pub(crate) fn read_span<'a>(
     pack: &Pack,
     file: &File,
     first: usize,

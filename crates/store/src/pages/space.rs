@@ -29,14 +29,14 @@ pub(crate) struct Space {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct State {
-    pub(super) index: Index,
-    pub(super) packs: BTreeMap<u32, Arc<Pack>>,
+pub(crate) struct State {
+    pub(crate) index: Index,
+    pub(crate) packs: BTreeMap<u32, Arc<Pack>>,
     next: u32,
     /// Files of packs that are in no state any more, and could not be removed.
     pub(super) retired: Vec<Digest>,
     /// Packs that could not be opened, and why.
-    pub(super) damaged: Vec<Damage>,
+    pub(crate) damaged: Vec<Damage>,
 }
 
 impl State {
@@ -102,7 +102,17 @@ impl Space {
         Ok((pack, hashes))
     }
 
-    pub(super) fn read(&self) -> RwLockReadGuard<'_, State> {
+    /// Packs that could not be opened and are still there, and why.
+    pub(crate) fn unopened(&self) -> IoResult<Vec<Damage>> {
+        let mut damaged = self.read().damaged.clone();
+        let present: BTreeSet<String> = self.dir.entries()?.into_iter().collect();
+        damaged.retain(|d| {
+            d.file().file_name().is_some_and(|n| n.to_str().is_some_and(|n| present.contains(n)))
+        });
+        Ok(damaged)
+    }
+
+    pub(crate) fn read(&self) -> RwLockReadGuard<'_, State> {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -163,7 +173,7 @@ impl Space {
     }
 
     /// Where the page with this hash is likely to be: right unless two hashes share 8 bytes, so look at the page before you believe it.
-    pub(super) fn guess(&self, hash: &Digest) -> Option<(Place, Arc<Pack>)> {
+    pub(crate) fn guess(&self, hash: &Digest) -> Option<(Place, Arc<Pack>)> {
         let state = self.read();
         let place = state.index.candidates(prefix(hash)).next()?;
         Some((place, Arc::clone(state.packs.get(&place.pack)?)))
@@ -184,7 +194,7 @@ impl Space {
     }
 
     /// Closes the files of packs that are gone.
-    pub(super) fn close(&self, gone: &BTreeSet<u32>) {
+    pub(crate) fn close(&self, gone: &BTreeSet<u32>) {
         self.files().retain(|(number, _)| !gone.contains(number));
     }
 

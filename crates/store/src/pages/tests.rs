@@ -127,7 +127,10 @@ fn a_file_that_changes_while_it_is_put_brings_no_page_under_a_wrong_hash() {
     let memory = file(&ram(1..6));
     let hash = Digest::of(&page(1));
     memory.write_all_at(&page(99), 0).unwrap();
-    let error = tenant.space.store(&tenant.inner, &memory, [(0, hash)].into_iter()).unwrap_err();
+    let error = tenant
+        .space
+        .store(&tenant.inner, &memory, [(0, hash)].into_iter(), &crate::Meter::default())
+        .unwrap_err();
     assert!(error.to_string().contains(&format!("page 0, while it was put: expected {hash}")), "{error}");
     assert!(!tenant.has(&hash).unwrap());
     assert_eq!(store.staged().unwrap(), Vec::<std::path::PathBuf>::new());

@@ -6,7 +6,7 @@ use crate::digest::Digest;
 use crate::errors::{Damage, IoError};
 use crate::layers::{LayerId, LayerRef};
 use crate::manifest::{self, DiskRef, ImageRef, Listing, SnapshotManifest};
-use crate::memory::{DiskLayer, Table};
+use crate::memory::Table;
 use crate::pages::Lease;
 use crate::pins::{Pin, Pinned};
 use crate::publish::{OpenError, RemoveError, folder, needed};
@@ -223,16 +223,6 @@ impl Sizes {
 
 /// A disk whose files are open but not verified.
 type RawDisk = (DiskRef, File, Vec<(crate::blob::Dir, OpenLayer)>);
-
-impl Parts {
-    /// Its table and the files that it refers to, where RAM is in pages.
-    pub(crate) fn table(&self) -> Option<(&Table, Vec<Vec<DiskLayer<'_>>>)> {
-        match &self.ram {
-            Ram::Table(table, _) => Some((table, super::paged::layers(&self.disks))),
-            Ram::File(_) => None,
-        }
-    }
-}
 
 /// A snapshot's RAM: a file, or a table and the lease of its pages.
 pub(super) enum Ram {

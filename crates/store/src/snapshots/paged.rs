@@ -11,18 +11,19 @@ use crate::blob::Dir;
 use crate::digest::Digest;
 use crate::errors::{Damage, IoError};
 use crate::layers::StagedLayer;
-use crate::manifest::{DiskRef, FileRef, SnapshotManifest};
+use crate::manifest::{self, DiskRef, FileRef, SnapshotManifest};
 use crate::memory::table::MAX_BYTES;
 use crate::memory::{DiskLayer, Kind, Known, Materialised, MemorySpec, Table};
 use crate::pages::{Lease, PagesError, Tenant};
 use crate::pins::Pin;
-use crate::publish::OpenError;
+use crate::publish::{OpenError, folder};
 use crate::{Inner, Store};
 use dayfly_units::sealed::HEADER_BYTES;
 use dayfly_units::{Name, PAGE_SIZE};
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// How RAM is committed as pages. The disks are those of the [`SnapshotSpec`].
@@ -118,6 +119,20 @@ fn files_of(disk: &OpenDisk) -> Vec<DiskLayer<'_>> {
 }
 
 impl Store {
+    /// What the snapshot `name` of `tenant` is, and its table, as it stands: neither disks nor pages are looked at.
+    ///
+    /// # Errors
+    /// As [`Self::open_snapshot_pages`].
+    pub fn snapshot_table(&self, tenant: &Name, name: &Name) -> Result<(SnapshotManifest, Table), OpenError> {
+        let _publishing = self.0.publishing();
+        let dir = folder(&self.0.snapshots, "snapshot", name)?;
+        let manifest: SnapshotManifest = manifest::read(&dir)?;
+        match self.0.leased_table(&dir, &manifest)? {
+            Some((table, _lease)) => Ok((manifest, owned(table, tenant, dir.path().join(TABLE))?)),
+            None => Err(no_table(name, dir.path().join(TABLE)).into()),
+        }
+    }
+
     /// Opens the RAM of the snapshot `name` of `tenant`: table, disks and pages are verified as they are read, pinned and leased.
     ///
     /// # Errors
@@ -125,18 +140,26 @@ impl Store {
     pub fn open_snapshot_pages(&self, tenant: &Name, name: &Name) -> Result<SnapshotPages, OpenError> {
         let opened = self.0.open_snapshot_parts(name)?;
         let path = self.0.snapshots.path().join(name.as_str()).join(TABLE);
-        let Ram::Table(table, lease) = opened.ram else {
-            let by = format!("snapshot {name}, read page by page,");
-            return Err(Damage::Missing { file: path, what: "its table".to_owned(), by }.into());
-        };
-        if table.tenant != *tenant {
-            let (expected, got) = (tenant.to_string(), table.tenant.to_string());
-            return Err(Damage::Content { file: path, place: "tenant".to_owned(), expected, got }.into());
-        }
+        let Ram::Table(table, lease) = opened.ram else { return Err(no_table(name, path).into()) };
+        let table = owned(*table, tenant, path)?;
         let tenant = Tenant { inner: Arc::clone(&self.0), space: self.0.space(tenant)? };
         let (manifest, disks, pin) = (opened.manifest, opened.disks, opened.pin);
-        Ok(SnapshotPages { manifest, table: *table, tenant, disks, pin, lease })
+        Ok(SnapshotPages { manifest, table, tenant, disks, pin, lease })
     }
+}
+
+fn no_table(name: &Name, file: PathBuf) -> Damage {
+    let by = format!("snapshot {name}, read page by page,");
+    Damage::Missing { file, what: "its table".to_owned(), by }
+}
+
+/// `table`, if it is of `tenant`.
+fn owned(table: Table, tenant: &Name, file: PathBuf) -> Result<Table, Damage> {
+    if table.tenant == *tenant {
+        return Ok(table);
+    }
+    let (expected, got) = (tenant.to_string(), table.tenant.to_string());
+    Err(Damage::Content { file, place: "tenant".to_owned(), expected, got })
 }
 
 impl Inner {
@@ -155,7 +178,7 @@ impl Inner {
 
     /// The table of a snapshot, which must be of the same RAM and the same disks as its manifest; and a lease of its pages. Call it while publishing:
     /// the snapshot then stays until its pages are leased.
-    pub(super) fn leased_table(
+    pub(crate) fn leased_table(
         &self,
         dir: &Dir,
         manifest: &SnapshotManifest,

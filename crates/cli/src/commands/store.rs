@@ -1,0 +1,234 @@
+//! `dayfly store`: what the daemon keeps on disk, whether it is sound, and room.
+
+use crate::output::{self, Format, FormatArgs};
+use crate::progress::Steps;
+use crate::{artefacts, connect};
+use anyhow::Result;
+use clap::Subcommand;
+use dayfly_api::types::{
+    Collected, Counted, MemoryKinds, SnapshotUse, StoreStats, StoreUsage, Verified, VerifyRequest,
+};
+use dayfly_units::{Bytes, Name};
+use std::fmt::Write as _;
+
+/// Arguments of `dayfly store`.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Show how much is stored, and how well it compresses and deduplicates
+    Stats(FormatArgs),
+    /// Show what each snapshot takes, and what its removal would give back
+    Du(FormatArgs),
+    /// Read and hash everything that is stored; exit code 1 if anything is damaged
+    Verify(Verify),
+    /// Remove what nothing needs; exit code 1 if anything was left alone because of damage
+    Gc(FormatArgs),
+}
+
+/// Arguments of `dayfly store verify`.
+#[derive(Debug, clap::Args)]
+pub struct Verify {
+    /// Only these snapshots and what they stand on
+    snapshots: Vec<Name>,
+    #[command(flatten)]
+    format: FormatArgs,
+}
+
+impl Command {
+    pub async fn run(self) -> Result<u8> {
+        let client = connect::client().await?;
+        match self {
+            Self::Stats(args) => {
+                let stats = client.store_stats().await?;
+                show(args, &stats, || stats_text(&stats)).map(|()| 0)
+            }
+            Self::Du(FormatArgs { format: Format::Json }) => {
+                let usage = client.store_usage().await?;
+                warn(&usage);
+                let lines = usage.snapshots.iter().map(|used| Ok(serde_json::to_string(used)? + "\n"));
+                output::emit(&lines.collect::<Result<String>>()?).map(|()| 0)
+            }
+            Self::Du(_) => {
+                let usage = client.store_usage().await?;
+                warn(&usage);
+                output::emit(&usage_text(&usage)).map(|()| 0)
+            }
+            Self::Verify(Verify { snapshots, format }) => {
+                let steps = Steps::new();
+                let stream = client.verify_store(&VerifyRequest { snapshots }).await?;
+                let verified = artefacts::watch_verify(stream, &steps).await?;
+                drop(steps);
+                show(format, &verified, || verified_text(&verified))?;
+                Ok(u8::from(!verified.damaged.is_empty()))
+            }
+            Self::Gc(args) => {
+                let steps = Steps::new();
+                let collected = artefacts::watch_collect(client.collect_store().await?, &steps).await?;
+                drop(steps);
+                show(args, &collected, || collected_text(&collected))?;
+                Ok(u8::from(!collected.left_alone.is_empty()))
+            }
+        }
+    }
+}
+
+fn show(args: FormatArgs, value: &impl serde::Serialize, text: impl FnOnce() -> String) -> Result<()> {
+    match args.format {
+        Format::Json => output::json(value),
+        Format::Table => output::emit(&text()),
+    }
+}
+
+fn bytes(n: u64) -> String {
+    Bytes(n).to_string()
+}
+
+/// `part` of `whole` in per cent; nothing of nothing.
+fn share(part: u64, whole: u64) -> String {
+    let tenths = (u128::from(part) * 1000).checked_div(u128::from(whole)).unwrap_or(0);
+    format!("{}.{} %", tenths / 10, tenths % 10)
+}
+
+fn stats_text(stats: &StoreStats) -> String {
+    let row = |what: &str, of: Counted| {
+        [what.to_owned(), of.count.to_string(), bytes(of.apparent_bytes), bytes(of.disk_bytes)]
+    };
+    let pages = stats.pages;
+    let packs = Counted {
+        count: pages.packs,
+        apparent_bytes: pages.raw_bytes,
+        disk_bytes: pages.stored_bytes.saturating_add(pages.index_disk_bytes),
+    };
+    let rows = [
+        row("images", stats.images),
+        row("kernels", stats.kernels),
+        row("disk layers", stats.layers),
+        row("snapshots", stats.snapshots),
+        row("packs of pages", packs),
+        row("block indexes", stats.block_indexes),
+    ];
+    let mut text = output::table(["WHAT", "COUNT", "SIZE", "ON DISK"], rows);
+    let facts = [
+        ["unique pages".into(), format!("{} ({})", pages.unique, bytes(pages.raw_bytes))],
+        ["compressed".into(), format!("{}, {:.2} to 1", bytes(pages.stored_bytes), stats.compression_ratio)],
+        [
+            "deduplicated".into(),
+            format!("{} pages of RAM, {:.2} to 1", pages.referring_frames, stats.dedup_ratio),
+        ],
+        [
+            "index".into(),
+            format!(
+                "{} on disk, {} in memory",
+                bytes(pages.index_disk_bytes),
+                bytes(pages.index_memory_bytes)
+            ),
+        ],
+    ];
+    text += "\n";
+    text += &output::table(["PAGES", ""], facts);
+    let MemoryKinds { zero_bytes, free_bytes, disk_bytes, shared_bytes, own_bytes } = stats.memory;
+    let all = stats.memory.total_bytes();
+    let kinds = [
+        ("zero", zero_bytes),
+        ("free", free_bytes),
+        ("disk", disk_bytes),
+        ("shared pages", shared_bytes),
+        ("own pages", own_bytes),
+    ];
+    let kinds = kinds.map(|(kind, part)| [kind.into(), bytes(part), share(part, all)]);
+    text += "\n";
+    text += &output::table(["RAM OF SNAPSHOTS", "SIZE", "SHARE"], kinds);
+    let damaged = [
+        (pages.damaged_packs, "packs could not be opened"),
+        (stats.unreadable, "snapshots cannot be read, and are in no figure"),
+    ];
+    for (count, what) in damaged.iter().filter(|(count, _)| *count > 0) {
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "\n{count} {what}: see dayfly store verify");
+    }
+    text
+}
+
+fn warn(usage: &StoreUsage) {
+    for unreadable in &usage.unreadable {
+        eprintln!("dayfly: snapshot {} cannot be read: {}", unreadable.name, unreadable.message);
+        eprintln!("dayfly: see dayfly store verify; what it shares with others counts as theirs alone");
+    }
+}
+
+fn usage_text(usage: &StoreUsage) -> String {
+    let row = |name: String, memory: u64, kinds: MemoryKinds, layers: u64, own: u64| {
+        let MemoryKinds { zero_bytes, free_bytes, disk_bytes, shared_bytes, own_bytes } = kinds;
+        let [memory, zero, free, disk, shared, pages, own] =
+            [memory, zero_bytes, free_bytes, disk_bytes, shared_bytes, own_bytes, own].map(bytes);
+        [name, memory, zero, free, disk, shared, pages, layers.to_string(), own]
+    };
+    let of = |s: &SnapshotUse| {
+        row(s.name.to_string(), s.memory_bytes, s.memory, s.layers.count, s.own_stored_bytes)
+    };
+    let sum = |of: fn(&SnapshotUse) -> u64| usage.snapshots.iter().map(of).fold(0, u64::saturating_add);
+    let kinds = MemoryKinds {
+        zero_bytes: sum(|s| s.memory.zero_bytes),
+        free_bytes: sum(|s| s.memory.free_bytes),
+        disk_bytes: sum(|s| s.memory.disk_bytes),
+        shared_bytes: sum(|s| s.memory.shared_bytes),
+        own_bytes: sum(|s| s.memory.own_bytes),
+    };
+    let layers = sum(|s| s.layers.count);
+    let total = row("total".into(), sum(|s| s.memory_bytes), kinds, layers, sum(|s| s.own_stored_bytes));
+    let rows = usage.snapshots.iter().map(of).chain((usage.snapshots.len() > 1).then_some(total));
+    let header =
+        ["SNAPSHOT", "RAM", "ZERO", "FREE", "DISK", "SHARED PAGES", "OWN PAGES", "LAYERS", "ONLY ITS OWN"];
+    output::table(header, rows)
+}
+
+fn verified_text(verified: &Verified) -> String {
+    let mut text = String::new();
+    for damaged in &verified.damaged {
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "{} {}: {}", damaged.kind, damaged.name, damaged.message);
+        if !damaged.snapshots.is_empty() {
+            let _ = writeln!(text, "  needed by: {}", damaged.snapshots.join(", "));
+        }
+        let _ = writeln!(text, "  next: {}", damaged.next);
+    }
+    if verified.more_damaged > 0 {
+        let _ = writeln!(text, "and {} more", verified.more_damaged);
+    }
+    let counts = [
+        (verified.images, "images"),
+        (verified.kernels, "kernels"),
+        (verified.layers, "disk layers"),
+        (verified.snapshots, "snapshots"),
+        (verified.packs, "packs"),
+        (verified.pages, "pages"),
+        (verified.block_indexes, "block indexes"),
+    ];
+    let counts = counts.map(|(count, what)| format!("{count} {what}")).join(", ");
+    let damaged = (verified.damaged.len() as u64).saturating_add(verified.more_damaged);
+    let verdict = if damaged == 0 { "nothing is damaged".to_owned() } else { format!("{damaged} damaged") };
+    let _ = writeln!(text, "read {counts}: {verdict}");
+    text
+}
+
+fn collected_text(collected: &Collected) -> String {
+    let packs = match u64::try_from(collected.pack_bytes) {
+        Ok(freed) => bytes(freed),
+        Err(_) => format!("-{}", bytes(collected.pack_bytes.unsigned_abs())),
+    };
+    let rows = [
+        ["disk layers".into(), collected.layers.to_string(), bytes(collected.layer_bytes)],
+        ["pages".into(), collected.pages.to_string(), packs],
+        ["block indexes".into(), collected.block_indexes.to_string(), bytes(collected.block_index_bytes)],
+        ["staging".into(), collected.staged.to_string(), bytes(collected.staged_bytes)],
+    ];
+    let mut text = output::table(["REMOVED", "COUNT", "FREED"], rows);
+    for left in &collected.left_alone {
+        // Writing to a String cannot fail.
+        let _ = write!(text, "left alone: {}\n  {}\n  next: {}\n", left.what, left.message, left.next);
+    }
+    text
+}
+
+#[cfg(test)]
+#[path = "store_tests.rs"]
+mod tests;

@@ -1,0 +1,102 @@
+//! The colours of a snapshot, as its table has them: counted, and as a picture (Kaleidoscope, figure 3).
+
+use crate::depot::Depot;
+use crate::error::{Fault, Outcome};
+use dayfly_api::types::{ColourUse, Colours, MAX_PICTURE_WIDTH};
+use dayfly_introspect::{Colour, picture};
+use dayfly_store::{Kind, Run};
+use dayfly_units::{Name, PAGE_SIZE};
+use std::num::NonZeroU32;
+
+/// How much of a snapshot's RAM has which colour, and where that is stored.
+///
+/// # Errors
+/// There is no such snapshot, it is damaged, or its RAM is not in pages.
+pub fn colours(depot: &Depot, name: &Name) -> Outcome<Colours> {
+    let (manifest, table) = depot.store().snapshot_table(&depot.tenant(), name)?;
+    Ok(Colours { memory_bytes: manifest.memory_bytes, colours: counted(table.runs()) })
+}
+
+fn counted(runs: &[Run]) -> Vec<ColourUse> {
+    let mut all: Vec<ColourUse> = Colour::ALL.iter().map(|colour| of(*colour)).collect();
+    for run in runs {
+        // A number that is not known comes from a newer dayfly.
+        let number = Colour::from_number(run.colour).unwrap_or(Colour::Unknown).number();
+        let Some(of) = all.get_mut(usize::from(number)) else { continue };
+        let bytes = u64::from(run.frames) * PAGE_SIZE;
+        let kind = match run.kind {
+            Kind::Zero => &mut of.zero_bytes,
+            Kind::Free => &mut of.free_bytes,
+            Kind::Disk { .. } => &mut of.disk_bytes,
+            Kind::Page { .. } => &mut of.page_bytes,
+        };
+        *kind = kind.saturating_add(bytes);
+    }
+    all
+}
+
+fn of(colour: Colour) -> ColourUse {
+    let [red, green, blue] = picture::rgb(colour);
+    let rgb = format!("#{red:02x}{green:02x}{blue:02x}");
+    ColourUse {
+        colour: colour.name().to_owned(),
+        rgb,
+        zero_bytes: 0,
+        free_bytes: 0,
+        disk_bytes: 0,
+        page_bytes: 0,
+    }
+}
+
+/// A PNG with a pixel for each frame, `width` of them to a row.
+///
+/// # Errors
+/// As [`colours`]; the width is 0 or above [`MAX_PICTURE_WIDTH`].
+pub fn picture(depot: &Depot, name: &Name, width: u32) -> Outcome<Vec<u8>> {
+    let fits = NonZeroU32::new(width).filter(|_| width <= MAX_PICTURE_WIDTH);
+    let width = fits.ok_or_else(|| {
+        Fault::invalid(format_args!("width: expected 1 to {MAX_PICTURE_WIDTH} frames, got {width}"))
+    })?;
+    let (_, table) = depot.store().snapshot_table(&depot.tenant(), name)?;
+    let frames: Vec<Colour> = table
+        .runs()
+        .iter()
+        .flat_map(|run| {
+            let colour = Colour::from_number(run.colour).unwrap_or(Colour::Unknown);
+            std::iter::repeat_n(colour, run.frames as usize)
+        })
+        .collect();
+    let mut png = Vec::new();
+    picture::write_png(&frames, width, &mut png)
+        .map_err(|e| Fault::internal(format_args!("the picture of {name}: {e}")))?;
+    Ok(png)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_are_counted_by_colour_and_kind() {
+        let run = |first, frames, kind, colour: u8| Run { first, frames, kind, colour };
+        let disk = Kind::Disk { disk: 0, layer: 0, block: 7 };
+        let (cache, unknown) = (Colour::PageCache.number(), Colour::Unknown.number());
+        let runs = vec![
+            run(0, 3, Kind::Zero, cache),
+            run(3, 2, disk, cache),
+            run(5, 1, Kind::Page { hash: 0 }, cache),
+            run(6, 4, Kind::Free, Colour::Free.number()),
+            // From a newer dayfly.
+            run(10, 5, Kind::Zero, 200),
+            run(15, 1, Kind::Zero, unknown),
+        ];
+        let used = counted(&runs);
+        assert_eq!(used.len(), Colour::ALL.len());
+        let find = |colour: Colour| used.iter().find(|used| used.colour == colour.name()).unwrap();
+        let of = find(Colour::PageCache);
+        assert_eq!((of.zero_bytes, of.disk_bytes, of.page_bytes, of.free_bytes), (12288, 8192, 4096, 0));
+        assert_eq!(of.rgb, "#ffd700");
+        assert_eq!(find(Colour::Free).free_bytes, 16384);
+        assert_eq!(find(Colour::Unknown).zero_bytes, 6 * 4096);
+    }
+}

@@ -1,0 +1,155 @@
+//! Packs of pages.
+
+use super::{Finding, Object, Scrub, is_damage};
+use crate::errors::{Damage, IoError};
+use crate::pages::index::prefix;
+use crate::pages::pack::{PAGE, Pack, PackError};
+use crate::pages::read::read_span;
+use crate::pages::space::Space;
+use crate::workers;
+use dayfly_units::Name;
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// What is wrong with a pack, and which pages that concerns: the first bytes of their hashes.
+type Wrong = (String, String, Vec<u64>);
+
+/// What was read of a pack.
+#[derive(Default)]
+struct Seen {
+    pages: u64,
+    wrong: Vec<(Damage, Vec<u64>)>,
+}
+
+impl Scrub<'_> {
+    pub(super) fn packs(&mut self) -> Result<(), IoError> {
+        for tenant in self.tenants()? {
+            let space = self.inner.space(&tenant)?;
+            let only =
+                if self.chosen { Some(self.wanted.get(&tenant).cloned().unwrap_or_default()) } else { None };
+            let wrong = self.packs_of(&space, only.as_ref())?;
+            for (name, text, pages) in wrong {
+                let at = self.tell(Finding { object: Object::Pack, name, text, snapshots: Vec::new() });
+                for page in pages {
+                    self.bad_pages.entry((tenant.clone(), page)).or_insert(at);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The tenants whose pages are looked at.
+    pub(super) fn tenants(&self) -> Result<Vec<Name>, IoError> {
+        let mut all = self.inner.tenant_names()?;
+        all.retain(|name| self.tenant.as_ref().is_none_or(|only| only == name));
+        Ok(all)
+    }
+
+    /// Reads packs again: all of them, or the groups with pages of these prefixes. On all cores.
+    fn packs_of(&mut self, space: &Space, only: Option<&HashSet<u64>>) -> Result<Vec<Wrong>, IoError> {
+        let packs: Vec<(u32, Arc<Pack>)> = {
+            let state = space.read();
+            let places = only.iter().flat_map(|only| only.iter()).flat_map(|p| state.index.candidates(*p));
+            let needed: HashSet<u32> = places.map(|place| place.pack).collect();
+            let all = state.packs.iter().filter(|(n, _)| only.is_none() || needed.contains(n));
+            all.map(|(n, pack)| (*n, Arc::clone(pack))).collect()
+        };
+        let done = Mutex::new((0_u64, 0_u64, Vec::new()));
+        workers::each(packs.len(), <(Vec<u8>, Vec<u8>)>::default, |scratch, n| {
+            let (number, pack) = &packs[n];
+            let mut seen = Seen::default();
+            match self.pack(space, pack, only, scratch, &mut seen) {
+                Ok(()) => {}
+                // Written anew meanwhile: its live pages are in another pack, which was hashed when it was made. One that somebody
+                // took away is told by the snapshots that miss its pages.
+                Err(PackError::Io(e)) if e.is_not_found() => return Ok(()),
+                Err(PackError::Io(e)) if is_damage(&e) => {
+                    let (file, got) = (pack.path.clone(), crate::errors::told(&e));
+                    let (place, expected) = ("the file".to_owned(), "that it can be read".to_owned());
+                    seen.wrong.push((Damage::Content { file, place, expected, got }, all_of(space, *number)));
+                }
+                Err(PackError::Io(e)) => return Err(e),
+                Err(PackError::Damage(d)) => seen.wrong.push((d, all_of(space, *number))),
+            }
+            let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
+            done.0 += 1;
+            done.1 += seen.pages;
+            done.2.extend(seen.wrong.into_iter().map(|wrong| (n, wrong)));
+            Ok(())
+        })?;
+        let (opened, pages, mut wrong) = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+        self.report.packs += opened;
+        self.report.pages += pages;
+        wrong.sort_by_key(|(n, _)| *n);
+        // The next use opens them anew: perhaps somebody has put good copies in their place.
+        space.close(&wrong.iter().map(|(n, _)| packs[*n].0).collect());
+        let wrong = wrong
+            .into_iter()
+            .map(|(n, (damage, pages))| (packs[n].1.id.to_string(), damage.to_string(), pages));
+        // Which pages those have that could not be opened, nobody knows: the snapshots that miss some tell.
+        let unopened = space.unopened()?;
+        let unopened = unopened.iter().map(|damage| {
+            let name = damage.file().file_name().unwrap_or_default().to_string_lossy().into_owned();
+            (name, damage.to_string(), Vec::new())
+        });
+        Ok(wrong.chain(if only.is_none() { Some(unopened) } else { None }.into_iter().flatten()).collect())
+    }
+
+    fn pack(
+        &self,
+        space: &Space,
+        pack: &Pack,
+        only: Option<&HashSet<u64>>,
+        (buffer, raw): &mut (Vec<u8>, Vec<u8>),
+        seen: &mut Seen,
+    ) -> Result<(), PackError> {
+        let file = space.dir.open(&pack.id.to_string())?;
+        let again = Pack::open(&pack.path, &file, &space.tenant)?;
+        for group in 0..again.groups() {
+            let hashes = again.hashes(&file, again.pages_of(group))?;
+            if only.is_some_and(|only| !hashes.iter().any(|hash| only.contains(&prefix(hash)))) {
+                continue;
+            }
+            let stored = read_span(&again, &file, group, group, buffer)?;
+            self.meter.step_at(stored.len() as u64, &pack.path)?;
+            // Decoded for each page of a damaged group, so that every page that is lost is named.
+            raw.clear();
+            for (slot, (page, hash)) in again.pages_of(group).zip(&hashes).enumerate() {
+                let decoded = if raw.is_empty() { again.decode(group, page, stored, raw) } else { Ok(()) };
+                let decoded = decoded.inspect_err(|_| raw.clear());
+                let checked = decoded.and_then(|()| again.check(page, hash, &raw[slot * PAGE..][..PAGE]));
+                if let Err(damage) = checked {
+                    seen.wrong.push((damage, vec![prefix(hash)]));
+                }
+                seen.pages += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The pages of pack `number`, as far as they are known.
+fn all_of(space: &Space, number: u32) -> Vec<u64> {
+    let state = space.read();
+    state.index.iter().filter(|(_, place)| place.pack == number).map(|(prefix, _)| prefix).collect()
+}
+
+impl Space {
+    /// Bytes of the groups that have pages of these prefixes; of all packs without.
+    pub(super) fn bytes_to_read(&self, only: Option<&HashSet<u64>>) -> u64 {
+        let state = self.read();
+        let Some(only) = only else { return state.packs.values().map(|pack| pack.stored_bytes()).sum() };
+        let places = only.iter().flat_map(|prefix| state.index.candidates(*prefix));
+        let groups: HashSet<(u32, usize)> = places
+            .filter_map(|place| {
+                let pack = state.packs.get(&place.pack)?;
+                Some((place.pack, (place.page / pack.group_pages) as usize))
+            })
+            .collect();
+        let bytes = |&(pack, group): &(u32, usize)| {
+            let span = state.packs.get(&pack).map_or(0..0, |pack| pack.span(group, group));
+            span.end - span.start
+        };
+        groups.iter().map(bytes).sum()
+    }
+}
