@@ -31,7 +31,7 @@
 //! ## Trust
 //! Manifests are sealed ([`dayfly_units::sealed`]). A file is hashed in full before its first use by this process, and then
 //! trusted while its device, inode, size, mtime and ctime stay (`verify.rs`); [`Store::open_snapshot`] is then a few `fstat`s. No
-//! symbolic link is followed below the state folder.
+//! symbolic link is followed below the state folder. [`Store::verify`] reads everything again, whatever is trusted.
 //!
 //! ## References
 //! Counted from the snapshots' manifests whenever they are needed ([`refs`]), never stored. What a running VM stands on is held by a [`Pin`].
@@ -86,7 +86,7 @@ pub use snapshots::{
     CommitError, Committed, DiskSpec, Freeze, OpenDisk, OpenLayer, OpenSnapshot, PagedSpec, Resident,
     SavedSnapshot, Sizes, SnapshotPages, SnapshotSpec, SnapshotWriter,
 };
-pub use usage::{Counted, Frames, SnapshotUse, StoreStats, Usage};
+pub use usage::{Counted, Frames, SnapshotUse, StoreStats, Unreadable, Usage};
 
 use blob::Dir;
 use errors::IoResult;

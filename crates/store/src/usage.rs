@@ -73,13 +73,16 @@ impl SnapshotUse {
     }
 }
 
+/// Names of snapshots that cannot be read, and why.
+pub type Unreadable = Vec<(String, String)>;
+
 /// What the snapshots of a tenant take.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Usage {
     /// By name.
     pub snapshots: Vec<SnapshotUse>,
     /// Snapshots that cannot be read, and why. What they share with others counts as those others' own.
-    pub unreadable: Vec<(String, String)>,
+    pub unreadable: Unreadable,
 }
 
 /// What a tenant sees of the store.
@@ -186,7 +189,7 @@ impl Store {
     }
 
     /// The snapshots of `tenant`, and what could not be read. A snapshot without a table is everybody's.
-    fn known(&self, tenant: &Name) -> Result<(Vec<Known>, Vec<(String, String)>), IoError> {
+    fn known(&self, tenant: &Name) -> Result<(Vec<Known>, Unreadable), IoError> {
         let snapshots = &self.0.snapshots;
         let (mut known, mut unreadable) = (Vec::new(), Vec::new());
         for name in snapshots.entries()? {

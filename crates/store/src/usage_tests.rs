@@ -10,6 +10,7 @@ fn the_frames_of_a_snapshot_are_told_by_kind_and_add_up_to_its_ram() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());
     let one = name("one");
+    #[expect(clippy::single_range_in_vec_init, reason = "one range of frames")]
     let free = [95_u32..100];
     let a = [ram(1..90), image_block().1, ram(200..210)].concat();
     let known = KnownOf { free: &free, ..KnownOf::default() };

@@ -177,7 +177,7 @@ fn usage_text(usage: &StoreUsage) -> String {
     let total = row("total".into(), sum(|s| s.memory_bytes), kinds, layers, sum(|s| s.own_stored_bytes));
     let rows = usage.snapshots.iter().map(of).chain((usage.snapshots.len() > 1).then_some(total));
     let header =
-        ["SNAPSHOT", "RAM", "ZERO", "FREE", "DISK", "SHARED PAGES", "OWN PAGES", "LAYERS", "ONLY ITS OWN"];
+        ["SNAPSHOT", "RAM", "ZERO", "FREE", "DISK", "SHARED PAGES", "OWN PAGES", "LAYERS", "OWN STORED"];
     output::table(header, rows)
 }
 

@@ -169,10 +169,10 @@ struct Scrub<'a> {
     report: VerifyReport,
     bad_images: BTreeSet<Name>,
     bad_layers: BTreeSet<LayerId>,
-    /// Pages that are damaged where they are: which finding tells so.
-    bad_pages: HashMap<(Name, u64), Option<usize>>,
+    /// Pages that are damaged where they are, by tenant and the first bytes of their hashes: which finding tells so.
+    bad_pages: HashMap<Name, HashMap<u64, Option<usize>>>,
     /// Pages that were looked up and found.
-    found: HashSet<(Name, Digest)>,
+    found: HashMap<Name, HashSet<Digest>>,
 }
 
 impl Scrub<'_> {

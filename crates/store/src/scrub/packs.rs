@@ -1,6 +1,6 @@
 //! Packs of pages.
 
-use super::{Finding, Object, Scrub, is_damage};
+use super::{Finding, MAX_FINDINGS, Object, Scrub, is_damage};
 use crate::errors::{Damage, IoError};
 use crate::pages::index::prefix;
 use crate::pages::pack::{PAGE, Pack, PackError};
@@ -8,10 +8,11 @@ use crate::pages::read::read_span;
 use crate::pages::space::Space;
 use crate::workers;
 use dayfly_units::Name;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What is wrong with a pack, and which pages that concerns: the first bytes of their hashes.
+/// A pack's name, what is wrong with it, and which pages that concerns: the first bytes of their hashes.
 type Wrong = (String, String, Vec<u64>);
 
 /// What was read of a pack.
@@ -19,7 +20,12 @@ type Wrong = (String, String, Vec<u64>);
 struct Seen {
     pages: u64,
     wrong: Vec<(Damage, Vec<u64>)>,
+    /// Damaged pages of which no more is said: there is no room in the report.
+    unsaid: Vec<u64>,
 }
+
+/// What was read of all packs: how many, pages, by place what is wrong, damaged pages of which no more is said.
+type All = (u64, u64, Vec<(usize, (Damage, Vec<u64>))>, Vec<u64>);
 
 impl Scrub<'_> {
     pub(super) fn packs(&mut self) -> Result<(), IoError> {
@@ -27,13 +33,15 @@ impl Scrub<'_> {
             let space = self.inner.space(&tenant)?;
             let only =
                 if self.chosen { Some(self.wanted.get(&tenant).cloned().unwrap_or_default()) } else { None };
-            let wrong = self.packs_of(&space, only.as_ref())?;
+            let (wrong, unsaid) = self.packs_of(&space, only.as_ref())?;
+            let mut bad = HashMap::new();
             for (name, text, pages) in wrong {
                 let at = self.tell(Finding { object: Object::Pack, name, text, snapshots: Vec::new() });
-                for page in pages {
-                    self.bad_pages.entry((tenant.clone(), page)).or_insert(at);
-                }
+                bad.extend(pages.into_iter().map(|page| (page, at)));
             }
+            self.report.more_damage += unsaid.len() as u64;
+            bad.extend(unsaid.into_iter().map(|page| (page, None)));
+            self.bad_pages.insert(tenant, bad);
         }
         Ok(())
     }
@@ -46,7 +54,11 @@ impl Scrub<'_> {
     }
 
     /// Reads packs again: all of them, or the groups with pages of these prefixes. On all cores.
-    fn packs_of(&mut self, space: &Space, only: Option<&HashSet<u64>>) -> Result<Vec<Wrong>, IoError> {
+    fn packs_of(
+        &mut self,
+        space: &Space,
+        only: Option<&HashSet<u64>>,
+    ) -> Result<(Vec<Wrong>, Vec<u64>), IoError> {
         let packs: Vec<(u32, Arc<Pack>)> = {
             let state = space.read();
             let places = only.iter().flat_map(|only| only.iter()).flat_map(|p| state.index.candidates(*p));
@@ -54,11 +66,12 @@ impl Scrub<'_> {
             let all = state.packs.iter().filter(|(n, _)| only.is_none() || needed.contains(n));
             all.map(|(n, pack)| (*n, Arc::clone(pack))).collect()
         };
-        let done = Mutex::new((0_u64, 0_u64, Vec::new()));
+        let done: Mutex<All> = Mutex::default();
+        let said = AtomicUsize::new(self.report.damage.len());
         workers::each(packs.len(), <(Vec<u8>, Vec<u8>)>::default, |scratch, n| {
             let (number, pack) = &packs[n];
             let mut seen = Seen::default();
-            match self.pack(space, pack, only, scratch, &mut seen) {
+            match self.pack(space, pack, only, scratch, &said, &mut seen) {
                 Ok(()) => {}
                 // Written anew meanwhile: its live pages are in another pack, which was hashed when it was made. One that somebody
                 // took away is told by the snapshots that miss its pages.
@@ -75,9 +88,10 @@ impl Scrub<'_> {
             done.0 += 1;
             done.1 += seen.pages;
             done.2.extend(seen.wrong.into_iter().map(|wrong| (n, wrong)));
+            done.3.append(&mut seen.unsaid);
             Ok(())
         })?;
-        let (opened, pages, mut wrong) = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let (opened, pages, mut wrong, unsaid) = done.into_inner().unwrap_or_else(PoisonError::into_inner);
         self.report.packs += opened;
         self.report.pages += pages;
         wrong.sort_by_key(|(n, _)| *n);
@@ -92,7 +106,8 @@ impl Scrub<'_> {
             let name = damage.file().file_name().unwrap_or_default().to_string_lossy().into_owned();
             (name, damage.to_string(), Vec::new())
         });
-        Ok(wrong.chain(if only.is_none() { Some(unopened) } else { None }.into_iter().flatten()).collect())
+        let unopened = unopened.filter(|_| only.is_none());
+        Ok((wrong.chain(unopened).collect(), unsaid))
     }
 
     fn pack(
@@ -101,6 +116,7 @@ impl Scrub<'_> {
         pack: &Pack,
         only: Option<&HashSet<u64>>,
         (buffer, raw): &mut (Vec<u8>, Vec<u8>),
+        said: &AtomicUsize,
         seen: &mut Seen,
     ) -> Result<(), PackError> {
         let file = space.dir.open(&pack.id.to_string())?;
@@ -119,7 +135,11 @@ impl Scrub<'_> {
                 let decoded = decoded.inspect_err(|_| raw.clear());
                 let checked = decoded.and_then(|()| again.check(page, hash, &raw[slot * PAGE..][..PAGE]));
                 if let Err(damage) = checked {
-                    seen.wrong.push((damage, vec![prefix(hash)]));
+                    if said.fetch_add(1, Ordering::Relaxed) < MAX_FINDINGS {
+                        seen.wrong.push((damage, vec![prefix(hash)]));
+                    } else {
+                        seen.unsaid.push(prefix(hash));
+                    }
                 }
                 seen.pages += 1;
             }

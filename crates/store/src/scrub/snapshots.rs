@@ -1,6 +1,6 @@
 //! Snapshots: the plan of a search, and what each of them has of its own.
 
-use super::{Object, Planned, Read, Scope, Scrub, SearchError, entry, length, missing};
+use super::{Object, Planned, Read, Scope, Scrub, SearchError, entry, length, missing, same_folder};
 use crate::Store;
 use crate::blob::Dir;
 use crate::errors::{Damage, IoError};
@@ -16,7 +16,7 @@ use crate::publish::needed;
 use crate::snapshots::{MAX_WORKING_SET_BYTES, MEMORY, STATE, TABLE, WORKING_SET};
 use crate::verify::Kind;
 use dayfly_units::{Name, PAGE_SIZE, sealed};
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
 use std::io::{Read as _, Seek as _};
 
@@ -40,7 +40,7 @@ impl<'a> Scrub<'a> {
             bad_images: BTreeSet::new(),
             bad_layers: BTreeSet::new(),
             bad_pages: HashMap::new(),
-            found: HashSet::new(),
+            found: HashMap::new(),
         };
         let mut total = 0;
         if scrub.chosen {
@@ -139,7 +139,8 @@ impl<'a> Scrub<'a> {
             let Some(dir) = entry(&self.inner.snapshots, name.as_str())? else { continue };
             self.report.snapshots += 1;
             match self.open(&dir, &name) {
-                Ok(open) => self.snapshot(&dir, &name, &open, &mut users)?,
+                Ok(Some(open)) => self.snapshot(&dir, &name, &open, &mut users)?,
+                Ok(None) => {}
                 Err(trouble) => {
                     let at = (&self.inner.snapshots, &dir);
                     self.judge(Object::Snapshot, name.as_str(), at, Err(trouble), Vec::new())?;
@@ -154,19 +155,29 @@ impl<'a> Scrub<'a> {
         Ok(())
     }
 
-    /// Everything that the rest needs, as of one moment; nothing of it can go while it is held.
-    fn open(&self, dir: &Dir, name: &Name) -> Read<Open> {
+    /// Everything that the rest needs; nothing of it can go while it is held. `None` where the snapshot has gone.
+    fn open(&self, dir: &Dir, name: &Name) -> Read<Option<Open>> {
         let by = format!("snapshot {name}");
-        let _publishing = self.inner.publishing();
         let manifest: SnapshotManifest = manifest::read(dir)?;
-        let ram = match self.inner.leased_table(dir, &manifest)? {
+        let table = self.inner.checked_table(dir, &manifest)?;
+        let space = table.as_ref().map(|table| self.inner.space(&table.tenant)).transpose()?;
+        // Held for no more than this: births wait for it.
+        let (lease, pin) = {
+            let _publishing = self.inner.publishing();
+            if !same_folder(&self.inner.snapshots, dir)? {
+                return Ok(None);
+            }
+            let lease = space.zip(table.as_ref()).map(|(space, table)| space.lease(table.hashes().iter()));
+            let pinned = Pinned::of(&manifest, format!("a verification of {by}"));
+            (lease, self.inner.pins.pin(pinned))
+        };
+        let ram = match table.zip(lease) {
             Some((table, lease)) => Ram::Table(Box::new(table), lease),
             None => Ram::File(needed(dir, MEMORY, &by)?),
         };
         let state = needed(dir, STATE, &by)?;
         let working_set = if dir.has(WORKING_SET)? { Some(dir.open(WORKING_SET)?) } else { None };
-        let pin = self.inner.pins.pin(Pinned::of(&manifest, format!("a verification of {by}")));
-        Ok(Open { manifest, ram, state, working_set, _pin: pin })
+        Ok(Some(Open { manifest, ram, state, working_set, _pin: pin }))
     }
 
     fn snapshot(
@@ -248,20 +259,18 @@ impl<'a> Scrub<'a> {
         users: &mut BTreeMap<usize, BTreeSet<String>>,
     ) -> Result<Option<Read<()>>, IoError> {
         let space = self.inner.space(&table.tenant)?;
+        let bad = self.bad_pages.get(&table.tenant);
+        let found = self.found.entry(table.tenant.clone()).or_default();
         let (mut damaged, mut lost, mut first) = (false, 0_u64, None);
         for hash in table.hashes() {
-            let key = (table.tenant.clone(), prefix(hash));
-            if let Some(finding) = self.bad_pages.get(&key) {
+            if let Some(finding) = bad.and_then(|bad| bad.get(&prefix(hash))) {
                 damaged = true;
                 if let Some(finding) = finding {
                     users.entry(*finding).or_default().insert(name.to_string());
                 }
-                continue;
-            }
-            let key = (key.0, *hash);
-            if !self.found.contains(&key) {
+            } else if !found.contains(hash) {
                 if space.find(hash)?.is_some() {
-                    self.found.insert(key);
+                    found.insert(*hash);
                 } else {
                     lost += 1;
                     first = first.or(Some(*hash));

@@ -277,8 +277,8 @@ fn findings_beyond_the_list_are_counted() {
             .unwrap();
     }
     let report = all(&store);
-    let pages = (1..1500).filter(|n| n % 7 != 0).count();
-    assert_eq!((report.damage.len(), report.more_damage as usize), (MAX_FINDINGS, pages - MAX_FINDINGS));
+    let pages = (1..1500).filter(|n| n % 7 != 0).count() as u64;
+    assert_eq!((report.damage.len(), report.more_damage), (MAX_FINDINGS, pages - MAX_FINDINGS as u64));
 }
 
 #[test]

@@ -178,11 +178,22 @@ impl Inner {
 
     /// The table of a snapshot, which must be of the same RAM and the same disks as its manifest; and a lease of its pages. Call it while publishing:
     /// the snapshot then stays until its pages are leased.
-    pub(crate) fn leased_table(
+    pub(super) fn leased_table(
         &self,
         dir: &Dir,
         manifest: &SnapshotManifest,
     ) -> Result<Option<(Table, Lease)>, OpenError> {
+        let Some(table) = self.checked_table(dir, manifest)? else { return Ok(None) };
+        let lease = self.space(&table.tenant)?.lease(table.hashes().iter());
+        Ok(Some((table, lease)))
+    }
+
+    /// The table of a snapshot, if its RAM is one, which must be of the same RAM and the same disks as its manifest.
+    pub(crate) fn checked_table(
+        &self,
+        dir: &Dir,
+        manifest: &SnapshotManifest,
+    ) -> Result<Option<Table>, OpenError> {
         let Some(table) = self.table_in(dir)? else { return Ok(None) };
         let wrong = |place: &str, expected: String, got: String| {
             let (file, place) = (dir.path().join(TABLE), place.to_owned());
@@ -200,8 +211,7 @@ impl Inner {
             let (expected, got) = (format!("{disks:?}"), format!("{:?}", table.disks));
             return Err(wrong("files of the disks, as the manifest has them", expected, got).into());
         }
-        let lease = self.space(&table.tenant)?.lease(table.hashes().iter());
-        Ok(Some((table, lease)))
+        Ok(Some(table))
     }
 
     /// RAM in a file of its own that has no name.
