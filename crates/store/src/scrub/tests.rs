@@ -5,7 +5,7 @@ use crate::{KernelSpec, Meter, PagedSpec};
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 
-/// An image, a kernel, two snapshots of pages on one layer, one of a file on another, an index of blocks.
+/// An image, a kernel, two snapshots of pages on one layer, one of a file on another, a layer of nobody, indexes of blocks.
 fn filled(root: &Path) -> Store {
     let store = store(root);
     let one = name("one");
@@ -21,6 +21,8 @@ fn filled(root: &Path) -> Store {
     bake_paged(&store, "base", 5, &memory, &PagedSpec::of(&one)).unwrap();
     bake_paged(&store, "next", 5, &ram(60..200), &PagedSpec::of(&one)).unwrap();
     bake(&store, "raw", 7).unwrap();
+    bake(&store, "gone", 9).unwrap();
+    store.remove_snapshot(&name("gone")).unwrap();
     let record = dayfly_units::sealed::seal(b"DFwset\r\n", 1, b"record");
     store.put_working_set(&name("base"), &record).unwrap();
     store
@@ -59,7 +61,7 @@ fn what_is_sound_is_read_to_the_last_byte_and_found_so() {
     let report = store.verify(&Scope::All, &meter).unwrap();
     assert_eq!(report.damage, []);
     let VerifyReport { images, kernels, layers, snapshots, packs, block_indexes, .. } = report;
-    assert_eq!((images, kernels, layers, snapshots, packs, block_indexes), (1, 1, 2, 3, 2, 2));
+    assert_eq!((images, kernels, layers, snapshots, packs, block_indexes), (1, 1, 3, 3, 2, 2));
     let reading = meter.reading();
     assert!(reading.total > 0 && reading.done == reading.total, "{reading:?}");
     let meter = Meter::default();
@@ -158,12 +160,11 @@ fn damage_found_is_not_forgotten_by_the_next_use() {
     let store = filled(root.path());
     let layer = store.snapshot(&name("raw")).unwrap().layer_ids()[0];
     let path = root.path().join(format!("layers/{layer}/data"));
-    drop(store.open_snapshot(&name("raw")).unwrap());
-    // Bytes that rotted on disk: no time of the file tells.
-    let before = fs::metadata(&path).unwrap();
+    let expected = store.snapshot(&name("raw")).unwrap().disks[0].layers[0].data.digest;
     flip(&path, 3 * 4096);
-    let file = File::options().append(true).open(&path).unwrap();
-    file.set_modified(before.modified().unwrap()).unwrap();
+    // As when bytes rot on disk, and no time of the file tells.
+    store.0.verifier.remember(&path, &File::open(&path).unwrap(), expected);
+    drop(store.open_snapshot(&name("raw")).unwrap());
     let report = all(&store);
     assert_eq!(report.damage.len(), 1, "{:?}", report.damage);
     assert_eq!(
@@ -256,6 +257,28 @@ fn what_changes_meanwhile_is_not_damaged() {
         }
         assert!(searches > 3, "{searches}");
     });
+}
+
+#[test]
+fn what_was_removed_or_replaced_while_it_was_read_is_not_told() {
+    let root = tempfile::tempdir().unwrap();
+    let store = filled(root.path());
+    let meter = Meter::default();
+    let mut scrub = Scrub::plan(&store, &Scope::All, &meter).unwrap();
+    let (folder, aside) = (root.path().join("kernels/6.12"), root.path().join("aside"));
+    let dir = store.0.kernels.sub("6.12").unwrap();
+    let mut judged = || {
+        let wrong = missing(folder.join("initrd"), "file initrd".to_owned(), "kernel 6.12".to_owned());
+        scrub.judge(Object::Kernel, "6.12", (&store.0.kernels, &dir), Err(wrong), Vec::new()).unwrap()
+    };
+    fs::rename(&folder, &aside).unwrap();
+    assert!(judged(), "it has gone");
+    fs::create_dir(&folder).unwrap();
+    assert!(judged(), "it is another");
+    fs::remove_dir(&folder).unwrap();
+    fs::rename(&aside, &folder).unwrap();
+    assert!(!judged(), "it is still there");
+    assert_eq!(scrub.report.damage.len(), 1);
 }
 
 #[test]
