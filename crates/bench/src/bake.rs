@@ -6,15 +6,15 @@ use anyhow::{Context, Result, bail};
 use dayfly_host::process::Process;
 use dayfly_host::spawn::{FIRST_FD, Namespaces, Program, Spawn, Stdio};
 use dayfly_store::{
-    BlockHint, Committed, DiskSpec, ImageConfig, ImageSpec, KernelSpec, Known, PagedSpec, SnapshotSpec, Store,
-    VmLayer, sparse,
+    BlockHint, Committed, DiskSpec, ImageConfig, ImageSpec, KernelSpec, Known, Merged, PagedSpec,
+    SnapshotSpec, Store, VmLayer, sparse,
 };
 use dayfly_units::{Name, VmId};
 use dayfly_vmm::config::{BootConfig, DiskConfig, FdNumber, JailConfig, Start, VmmConfig};
 use dayfly_vmm::control::Client;
-use dayfly_vmm::disk::page_map;
+use dayfly_vmm::disk::{Merge, page_map};
 use std::fs::File;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -53,13 +53,14 @@ pub fn bake(room: &Room, name: &Name, memory_bytes: u64, words: &str) -> Result<
 }
 
 /// How snapshots are baked.
+#[derive(Clone, Copy)]
 pub struct Bake<'a> {
     pub room: &'a Room,
     pub store: &'a Store,
     pub memory_bytes: u64,
     /// Bytes of the empty disk; the first bake in a store decides.
     pub disk_bytes: u64,
-    /// In whose namespace RAM's pages go, as the daemon does it; `None`: RAM is a file, which the floor can map.
+    /// As [`Keep::tenant`].
     pub tenant: Option<&'a Name>,
 }
 
@@ -107,15 +108,26 @@ impl Bake<'_> {
             labels: Default::default(),
             disks: vec![disk],
         };
-        save(store, folder.path(), name, spec, &writable, self.tenant)?;
+        save(store, folder.path(), name, spec, &writable, Keep { tenant: self.tenant, flat: true })?;
         store.remove_vm(id)?;
         Ok(())
     }
 }
 
+/// How a snapshot is kept.
+#[derive(Clone, Copy)]
+pub struct Keep<'a> {
+    /// In whose namespace RAM's pages go, as the daemon does it; `None`: RAM is a file, which the floor can map.
+    pub tenant: Option<&'a Name>,
+    /// Whether long chains are flattened, as the daemon does it.
+    pub flat: bool,
+}
+
 /// What a snapshot of a VM came to.
 pub struct Saved {
     pub committed: Committed,
+    /// The data of the layer that was frozen.
+    pub top: File,
     /// The layer that the VM, which stands, writes from now on.
     pub writable: VmLayer,
     /// Microseconds of the VMM's part, and of the store's.
@@ -130,7 +142,7 @@ pub fn save(
     name: &Name,
     mut spec: SnapshotSpec,
     writable: &VmLayer,
-    tenant: Option<&Name>,
+    keep: Keep<'_>,
 ) -> Result<Saved> {
     let mut control = Client::connect(&folder.join("control.sock"), Some(WITHIN))?;
     let ended = || {
@@ -145,17 +157,32 @@ pub fn save(
     let (state, memory) = (writer.state().as_fd(), writer.memory().as_fd());
     let files = [state, memory, page_map.as_fd(), freeze.map.as_fd(), freeze.next_data.as_fd()];
     control.save(&files).with_context(ended)?;
-    let saved = now_us();
+    let saved_us = now_us();
     spec.disks[0].layers.push(freeze.frozen);
-    let committed = match tenant {
+    let top = store.open_vm_layer(writable, false)?;
+    let saved = if keep.flat { writer.saved().merging(merge) } else { writer.saved() };
+    let committed = match keep.tenant {
         Some(tenant) => {
             let hints = hints(&page_map, spec.memory_bytes)?;
             let known = Known { hints: &hints, ..Known::default() };
-            writer.saved().commit_paged(&spec, &PagedSpec { tenant, known })?
+            saved.commit_paged(&spec, &PagedSpec { tenant, known })?
         }
-        None => writer.saved().commit(&spec)?,
+        None => saved.commit(&spec)?,
     };
-    Ok(Saved { committed, writable: freeze.next, save_us: saved - begun, commit_us: now_us() - saved })
+    Ok(Saved {
+        committed,
+        top,
+        writable: freeze.next,
+        save_us: saved_us - begun,
+        commit_us: now_us() - saved_us,
+    })
+}
+
+/// What layers are as one, as the daemon tells the store.
+fn merge(maps: &[BorrowedFd<'_>]) -> Result<Merged, Box<dyn std::error::Error + Send + Sync>> {
+    let merge = Merge::of(maps)?;
+    let map = merge.map().encode();
+    Ok(Merged { map, runs: Box::new(merge.into_runs()) })
 }
 
 fn hints(page_map: &File, memory_bytes: u64) -> Result<Vec<(u32, BlockHint)>> {

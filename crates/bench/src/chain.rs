@@ -5,13 +5,17 @@
 //! (`depth_1`), and `depth_1_same`, a snapshot whose guest wrote all of that before it was snapshotted once. The last differs
 //! from the chain's end in nothing but depth.
 //!
+//! `depth_10_long` is the same chain committed without flattening (`store::snapshots::flatten`): what a chain costs that is as long as it is deep.
+//!
+//! And one VM that writes all the time is snapshotted [`ROW`] times in a row while it goes on.
+//!
 //! Births are those of [`crate::birth`], in turns: **hit**, **miss**, and **cold**, the first of a daemon, which reads and verifies all files
 //! and materialises RAM. A clone of each is told to read all its blocks and pages and compare them with what it remembers.
 
 mod reads;
 mod vm;
 
-use crate::bake::Bake;
+use crate::bake::{Bake, Keep};
 use crate::common::{self, MIB, Spread, ratio, shown};
 use crate::floor::{Floor, Programs};
 use crate::room::Room;
@@ -33,6 +37,10 @@ const DISK_BYTES: u64 = 2048 * MIB;
 const DEPTH: u32 = 10;
 /// Blocks, and pages, that each of them writes.
 const COUNT: u64 = 0x100;
+/// Blocks, and pages, that a guest writes which writes much: with those drawn twice 9 MiB of each.
+const MUCH: u64 = 0xa80;
+/// Snapshots of one VM.
+const ROW: u32 = 100;
 /// Births of each kind and depth.
 const BIRTHS: usize = 100;
 /// First births of a daemon, of each depth.
@@ -47,11 +55,14 @@ fn words(seeds: u32) -> String {
 
 /// What was made, and what that took.
 struct Chain {
-    names: [(&'static str, Name); 3],
+    names: [(&'static str, Name); 4],
     /// Layers of the disk of each.
     layers: BTreeMap<&'static str, usize>,
     /// Per snapshot of the chain: microseconds of save and commit, bytes of the store.
     made: Vec<Value>,
+    row: Value,
+    /// What a snapshot costs of a clone that has done nothing, and of one that has written much.
+    spent: Value,
 }
 
 fn state_bytes(room: &Room) -> Result<u64> {
@@ -75,28 +86,98 @@ fn make(room: &Room, floor: &Name) -> Result<Chain> {
     bake.bake(&name(1)?, &words(1))?;
     let same: Name = "same".parse()?;
     bake.bake(&same, &words(DEPTH))?;
+    let long = |n: u32| format!("long-{n}").parse::<Name>();
     let mut made = Vec::new();
     for depth in 2..=DEPTH {
-        let before = state_bytes(room)?;
-        let mut vm = vm::Grower::new(room, &store, &name(depth - 1)?, Growth::Grow(depth))?;
-        let saved = vm.snapshot(&name(depth)?, &tenant)?;
-        vm.end()?;
-        let layers = saved.committed.manifest.disks[0].layers.len();
-        let bytes = state_bytes(room)?.saturating_sub(before);
-        made.push(json!({
-            "depth": depth, "layers": layers, "save_us": saved.save_us, "commit_us": saved.commit_us,
-            "store_bytes": bytes,
-        }));
+        made.push(deeper(
+            room,
+            &store,
+            depth,
+            &name(depth - 1)?,
+            &name(depth)?,
+            Keep { tenant: Some(&tenant), flat: true },
+        )?);
+        let from = if depth == 2 { name(1)? } else { long(depth - 1)? };
+        deeper(
+            room,
+            &store,
+            Growth::Grow(depth),
+            &from,
+            &long(depth)?,
+            Keep { tenant: Some(&tenant), flat: false },
+        )?;
     }
-    let names = [("depth_1", name(1)?), ("depth_1_same", same), ("depth_10", name(DEPTH)?)];
+    let names = [
+        ("depth_1", name(1)?),
+        ("depth_1_same", same),
+        ("depth_10", name(DEPTH)?),
+        ("depth_10_long", long(DEPTH)?),
+    ];
     let mut layers = BTreeMap::new();
     let mut found = Vec::new();
     for (what, name) in &names {
         layers.insert(*what, store.snapshot(name)?.disks[0].layers.len());
         found.push(vm::look(room, &store, name)?);
     }
-    ensure!(found[0] < found[1] && found[1] == found[2], "slots found: {found:?}");
-    Ok(Chain { names, layers, made })
+    ensure!(found[0] < found[1] && found[1..].iter().all(|n| *n == found[1]), "slots found: {found:?}");
+    let row = row(room, &store, &name(1)?, &tenant)?;
+    let spent = spent(room, &store, bake, &tenant)?;
+    Ok(Chain { names, layers, made, row, spent })
+}
+
+/// A clone of `from` does `what`, and is kept as `to`.
+fn deeper(room: &Room, store: &Store, what: Growth, from: &Name, to: &Name, keep: Keep<'_>) -> Result<Value> {
+    let before = state_bytes(room)?;
+    let mut vm = vm::Grower::new(room, store, from, what)?;
+    let saved = vm.snapshot(to, keep)?;
+    vm.end()?;
+    let layers = saved.committed.manifest.disks[0].layers.len();
+    let bytes = state_bytes(room)?.saturating_sub(before);
+    Ok(json!({
+        "what": format!("{what:?}"), "layers": layers, "save_us": saved.save_us, "commit_us": saved.commit_us,
+        "store_bytes": bytes,
+    }))
+}
+
+/// Snapshots of clones of a guest that has [`MUCH`] slots of its own: one that does nothing, one that writes as many.
+fn spent(room: &Room, store: &Store, bake: Bake<'_>, tenant: &Name) -> Result<Value> {
+    let much: Name = "much".parse()?;
+    bake.bake(&much, &format!("grow={:x}:{MUCH:x}:1", layout::GENERATION.0))?;
+    let keep = Keep { tenant: Some(tenant), flat: true };
+    let mut all = Vec::new();
+    for n in 0..5 {
+        for what in [Growth::Idle, Growth::Grow(n + 2)] {
+            let to = format!("much-{n}-{}", if what == Growth::Idle { "idle" } else { "grown" }).parse()?;
+            all.push(deeper(room, store, what, &much, &to, keep)?);
+        }
+    }
+    println!("  snapshots of clones of a guest with {MUCH} slots: {all:?}");
+    Ok(all.into())
+}
+
+/// Snapshots one VM again and again while it writes; clones of some of them look whether they have what was there.
+fn row(room: &Room, store: &Store, from: &Name, tenant: &Name) -> Result<Value> {
+    let mut vm = vm::Grower::new(room, store, from, Growth::Churn(1000))?;
+    let name = |n: u32| format!("row-{n}").parse::<Name>();
+    let (mut commits, mut most) = (Vec::new(), 0);
+    for n in 1..=ROW {
+        std::thread::sleep(Duration::from_millis(10));
+        let saved = vm.snapshot(&name(n)?, Keep { tenant: Some(tenant), flat: true })?;
+        most = most.max(vm.go_on(&saved)?);
+        commits.push(saved.commit_us);
+    }
+    vm.end()?;
+    let mut found = BTreeMap::new();
+    for n in [1, 2, 5, 6, 20, 50, 63, 64, 65, 66, ROW - 1, ROW] {
+        found.insert(n, vm::look(room, store, &name(n)?)?);
+    }
+    ensure!(found.values().is_sorted(), "slots found: {found:?}");
+    let commit = Spread::of(&commits, None);
+    println!(
+        "  {ROW} snapshots of one VM: at most {most} layers, commit p50 {}, slots found {found:?}",
+        shown(commit.p50_us)
+    );
+    Ok(json!({ "snapshots": ROW, "most_layers": most, "commit": commit, "slots_found": found }))
 }
 
 /// Times by kind and depth.
@@ -169,7 +250,14 @@ pub async fn run(programs: &Path, floors: &Programs, out: &Path) -> Result<()> {
     report(&chain, &times, &floor_us, reads, leaked, out)
 }
 
-fn report(chain: &Chain, times: &Times, floor: &[u64], reads: Value, leaked: usize, out: &Path) -> Result<()> {
+fn report(
+    chain: &Chain,
+    times: &Times,
+    floor: &[u64],
+    reads: Value,
+    leaked: usize,
+    out: &Path,
+) -> Result<()> {
     let floor = Spread::of(floor, None);
     println!("  floor: {}", shown(floor.p50_us));
     let (mut value, mut ratios) = (serde_json::Map::new(), serde_json::Map::new());
@@ -177,7 +265,9 @@ fn report(chain: &Chain, times: &Times, floor: &[u64], reads: Value, leaked: usi
         let mut of_kind = serde_json::Map::new();
         let spread = |what| times.0.get(&(kind, what)).map(|(us, _)| Spread::of(us, Some(&floor)));
         for (what, _) in &chain.names {
-            let (Some(spread), Some((_, phases))) = (spread(*what), times.0.get(&(kind, *what))) else { continue };
+            let (Some(spread), Some((_, phases))) = (spread(*what), times.0.get(&(kind, *what))) else {
+                continue;
+            };
             let layers = chain.layers.get(what);
             println!(
                 "  {kind:<6}{what:<14}{:>3} layers, n {:>4}: p50 {:>9}, p99 {:>9}, least {:>9}",
@@ -192,10 +282,11 @@ fn report(chain: &Chain, times: &Times, floor: &[u64], reads: Value, leaked: usi
                 json!({ "birth": spread, "layers": layers, "phases": phases.json() }),
             );
         }
-        if let (Some(same), Some(deep)) = (spread("depth_1_same"), spread("depth_10")) {
-            let (p50, least) = (ratio(deep.p50_us, same.p50_us), ratio(deep.min_us, same.min_us));
-            println!("  {kind}: depth 10 against depth 1 with the same content: {p50} (p50), {least} (least)");
-            ratios.insert(kind.to_owned(), json!({ "p50": p50, "least": least }));
+        for deep in ["depth_10", "depth_10_long"] {
+            let (Some(same), Some(it)) = (spread("depth_1_same"), spread(deep)) else { continue };
+            let (p50, least) = (ratio(it.p50_us, same.p50_us), ratio(it.min_us, same.min_us));
+            println!("  {kind}: {deep} against depth 1 with the same content: {p50} (p50), {least} (least)");
+            ratios.insert(format!("{deep}_{kind}"), json!({ "p50": p50, "least": least }));
         }
         value.insert(kind.to_owned(), of_kind.into());
     }
@@ -203,9 +294,11 @@ fn report(chain: &Chain, times: &Times, floor: &[u64], reads: Value, leaked: usi
     let value = json!({
         "floor": floor,
         "births": value,
-        "depth_10_against_depth_1_same": ratios,
+        "against_depth_1_same": ratios,
         "reads": reads,
         "made": chain.made,
+        "row": chain.row,
+        "spent": chain.spent,
         "memory_bytes": MEMORY_BYTES,
         "disk_bytes": DISK_BYTES,
         "blocks_of_each": COUNT,

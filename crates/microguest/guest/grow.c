@@ -17,18 +17,40 @@ static void own(volatile u64 *at, u64 seed, u64 slot) {
     at[511] = ~word(seed, slot);
 }
 
+static u64 next(u64 *state) {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    return (*state >> 32) % SLOTS;
+}
+
+/* Between any two of these steps the VM may be snapshotted: a clone does the rest, to its own disk and memory. */
+static const char *write_slot(u64 seed, u64 slot, u64 stride) {
+    own(buffer, seed, slot);
+    const char *failed = disk_move(slot * stride, (void *)buffer, 1);
+    if (failed) return failed;
+    own(page(slot), seed, slot);
+    owners[slot] = (u32)seed;
+    return 0;
+}
+
 static const char *write(u64 seed, u64 count, u64 stride) {
     u64 state = seed * 2 + 1;
     for (u64 n = 0; n < count; n++) {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        u64 slot = (state >> 32) % SLOTS;
-        own(buffer, seed, slot);
-        const char *failed = disk_move(slot * stride, (void *)buffer, 1);
+        const char *failed = write_slot(seed, next(&state), stride);
         if (failed) return failed;
-        own(page(slot), seed, slot);
-        owners[slot] = (u32)seed;
+    }
+    return 0;
+}
+
+/* Writes slots, each with another seed, until the generation changes. */
+static const char *churn(u64 seed, u64 stride, u64 generation) {
+    volatile u64 *id = (volatile u64 *)generation;
+    u64 low = id[0], high = id[1], state = seed * 2 + 1;
+    put("churning\n");
+    for (; id[0] == low && id[1] == high; seed++) {
+        const char *failed = write_slot(seed, next(&state), stride);
+        if (failed) return failed;
     }
     return 0;
 }
@@ -44,19 +66,21 @@ static const char *look(u64 stride, u64 *slot, u64 *found) {
     return 0;
 }
 
-static const char *obey(u64 seed, char what, u64 count) {
+static const char *obey(u64 seed, char what, u64 count, u64 generation) {
     u64 blocks = 0, slot = 0, found = 0;
     const char *failed = disk_open(&blocks);
     if (!failed && blocks < SLOTS) failed = "the disk is too small";
-    if (!failed) failed = what == 'g' ? write(seed, count, blocks / SLOTS) : look(blocks / SLOTS, &slot, &found);
+    if (!failed && what == 'g') failed = write(seed, count, blocks / SLOTS);
+    if (!failed && what == 'c') failed = churn(seed, blocks / SLOTS, generation);
+    if (!failed && what == 'l') failed = look(blocks / SLOTS, &slot, &found);
     if (failed) {
         put("failed: ");
         put(failed);
         put(", slot ");
         put_hex(slot);
     } else {
-        put(what == 'g' ? "grown " : "found ");
-        put_hex(what == 'g' ? seed : found);
+        put(what == 'l' ? "found " : "grown ");
+        put_hex(what == 'l' ? found : seed);
     }
     put("\n");
     return failed;
@@ -65,11 +89,14 @@ static const char *obey(u64 seed, char what, u64 count) {
 void grow(u64 generation, u64 count, u64 seeds) {
     volatile u32 *id = (volatile u32 *)generation;
     for (u64 seed = 1; seed <= seeds; seed++)
-        if (obey(seed, 'g', count)) halt();
-    for (;;) {
-        put("ready\n");
-        until(generation);
+        if (obey(seed, 'g', count, generation)) halt();
+    for (char what = 0;;) {
+        if (what != 'c') {
+            put("ready\n");
+            until(generation);
+        }
+        what = (char)id[1];
         if (id[2] != 0x68434644 || id[3] != 0x0a6e6961) halt(); /* "DFChain\n" */
-        if (obey(id[0], (char)id[1], count)) halt();
+        if (obey(id[0], what, count, generation)) halt();
     }
 }

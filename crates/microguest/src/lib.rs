@@ -65,6 +65,10 @@ pub fn orders(seed: u32, end: End) -> [u8; 16] {
 pub enum Growth {
     /// Write COUNT slots, some of them perhaps twice, and print `grown SEED`. The seed is not 0.
     Grow(u32),
+    /// Write slots without end, each with the next seed from this on, after the line `churning`.
+    Churn(u32),
+    /// Do nothing but print `grown 0`.
+    Idle,
     /// Read all slots, and print `found N`, how many were ever written, or `failed: WHY, slot N` and halt.
     Look,
 }
@@ -76,6 +80,8 @@ impl Growth {
         let mut id = [0; 16];
         let (seed, what) = match self {
             Self::Grow(seed) => (seed, b'g'),
+            Self::Churn(seed) => (seed, b'c'),
+            Self::Idle => (0, b'i'),
             Self::Look => (0, b'l'),
         };
         id[..4].copy_from_slice(&seed.to_le_bytes());

@@ -1,6 +1,6 @@
 //! A VM of a chain: a clone that grows, and is snapshotted, again and again. Plays the daemon's part, as [`crate::bake`] does.
 
-use crate::bake::{self, Fds, Saved, Vmm, WITHIN};
+use crate::bake::{self, Fds, Keep, Saved, Vmm, WITHIN};
 use crate::room::Room;
 use anyhow::{Context, Result, bail, ensure};
 use dayfly_microguest::Growth;
@@ -30,14 +30,16 @@ impl<'a> Grower<'a> {
         let id = VmId::random();
         let folder = tempfile::Builder::new().prefix("grow").tempdir_in(room.run())?;
         let shape = Shape { memory_bytes: manifest.memory_bytes, vcpus: manifest.vcpus, disks: 1 };
-        let vmm = bake::spawn(room, folder.path(), id, Start::Shell { shape, record: false }, Fds::default())?;
+        let vmm =
+            bake::spawn(room, folder.path(), id, Start::Shell { shape, record: false }, Fds::default())?;
         let (writable, data) = store.create_vm_layer(id, 0)?;
         let mut fds: Vec<OwnedFd> = Vec::new();
         let mut add = |fd: OwnedFd| {
             fds.push(fd);
             i32::try_from(fds.len() - 1)
         };
-        let (state_fd, memory_fd) = (add(open.state.try_clone()?.into())?, add(open.memory.try_clone()?.into())?);
+        let (state_fd, memory_fd) =
+            (add(open.state.try_clone()?.into())?, add(open.memory.try_clone()?.into())?);
         let base_fd = add(file.base.try_clone()?.into())?;
         let mut layers = Vec::new();
         for layer in &file.layers {
@@ -87,7 +89,7 @@ impl<'a> Grower<'a> {
         let begun = Instant::now();
         loop {
             let console = self.console()?;
-            if console.ends_with("ready\n") {
+            if ["ready\n", "churning\n"].iter().any(|end| console.ends_with(end)) {
                 // A handful of instructions until it waits.
                 std::thread::sleep(Duration::from_millis(20));
                 return Ok(());
@@ -101,11 +103,26 @@ impl<'a> Grower<'a> {
     }
 
     /// Snapshots it; it stands then.
-    pub fn snapshot(&mut self, to: &Name, tenant: &Name) -> Result<Saved> {
-        let saved =
-            bake::save(self.store, self.folder.path(), to, self.spec.clone(), &self.writable, Some(tenant))?;
+    pub fn snapshot(&mut self, to: &Name, keep: Keep<'_>) -> Result<Saved> {
+        let saved = bake::save(self.store, self.folder.path(), to, self.spec.clone(), &self.writable, keep)?;
         self.writable = saved.writable;
         Ok(saved)
+    }
+
+    /// Lets it go on after that, told of the chain that was committed if that is another than its own; gives the layers it stands on.
+    pub fn go_on(&mut self, saved: &Saved) -> Result<usize> {
+        let mut control = Client::connect(&self.folder.path().join("control.sock"), Some(WITHIN))?;
+        control.resume()?;
+        let stored = &saved.committed.manifest.disks[0].layers;
+        let chain = &mut self.spec.disks[0].layers;
+        if stored.len() <= chain.len() {
+            let open = self.store.open_layers(stored, "a VM that goes on")?;
+            let files = open.iter().flat_map(|layer| [layer.data.as_fd(), layer.map.as_fd()]);
+            let fds: Vec<_> = std::iter::once(saved.top.as_fd()).chain(files).collect();
+            control.rebase(0, &fds)?;
+        }
+        *chain = stored.iter().copied().map(ChainLayer::Stored).collect();
+        Ok(chain.len())
     }
 
     /// Ends it.
