@@ -92,7 +92,7 @@ fn make(room: &Room, floor: &Name) -> Result<Chain> {
         made.push(deeper(
             room,
             &store,
-            depth,
+            Growth::Grow(depth),
             &name(depth - 1)?,
             &name(depth)?,
             Keep { tenant: Some(&tenant), flat: true },

@@ -1,7 +1,7 @@
 //! RAM for tests, and snapshots of it in pages.
 
 use crate::fixture::{IMAGE, Vm, disk, name};
-use crate::{CommitError, Committed, PagedSpec, SnapshotSpec, Store};
+use crate::{ChainLayer, CommitError, Committed, PagedSpec, SnapshotSpec, Store};
 use dayfly_units::{Name, VmId};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -137,8 +137,15 @@ pub(crate) fn grow(
     seed: u8,
     memory: &[u8],
 ) -> Result<(), CommitError> {
-    let vm = from.map_or_else(|| Vm::boot(store), |from| Vm::clone_of(store, from));
-    let id = vm.id;
+    let id = VmId::random();
+    let (image, chain) = match from {
+        None => (store.image(&name(IMAGE))?.reference(), Vec::new()),
+        Some(from) => {
+            let disk = store.snapshot(&name(from))?.disks.remove(0);
+            (disk.image, disk.layers.into_iter().map(ChainLayer::Stored).collect())
+        }
+    };
+    let vm = Vm { id, image, chain, writable: store.create_vm_layer(id, 0)?.0 };
     let result = grown(store, vm, to, seed, memory);
     store.remove_vm(id).map_err(CommitError::from).and(result)
 }

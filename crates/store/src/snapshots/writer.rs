@@ -348,8 +348,9 @@ pub(super) struct Staged {
 impl Staged {
     /// A name that no folder in the stage has yet.
     pub(super) fn folder(&mut self) -> String {
+        let folder = format!("layer{}", self.folders);
         self.folders += 1;
-        format!("layer{}", self.folders)
+        folder
     }
 
     fn disk(&mut self, inner: &Inner, stage: &Stage, disk: &DiskSpec) -> IoResult<DiskRef> {
