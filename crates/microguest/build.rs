@@ -11,7 +11,15 @@ fn main() {
         .args(["-static", "-fno-pie", "-no-pie", "-fno-stack-protector", "-mgeneral-regs-only"])
         .args(["-mno-red-zone", "-fcf-protection=none", "-fno-asynchronous-unwind-tables"])
         .args(["-Wl,--build-id=none", "-Wl,-z,max-page-size=4096", "-Wl,--no-warn-rwx-segments"])
-        .args(["-T", "guest/guest.ld", "guest/start.S", "guest/guest.c", "-o"])
+        .args([
+            "-T",
+            "guest/guest.ld",
+            "guest/start.S",
+            "guest/guest.c",
+            "guest/disk.c",
+            "guest/grow.c",
+            "-o",
+        ])
         .arg(&out)
         .status()
         .expect("gcc is needed to build the microguest (Debian package gcc)");

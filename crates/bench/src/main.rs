@@ -15,6 +15,7 @@
 
 mod bake;
 mod birth;
+mod chain;
 mod common;
 mod death;
 mod floor;
@@ -38,6 +39,8 @@ use tokio::signal::unix::{SignalKind, signal};
 enum Bench {
     /// Request to first port write, one at a time.
     Birth,
+    /// Clones of deep chains of snapshots.
+    Chain,
     /// Many at once, and many beside many.
     Scale,
     /// How fast memory comes back.
@@ -98,6 +101,9 @@ async fn run(options: &Options, programs: &Path, out: &Path) -> Result<()> {
     let floor = floor::compile(out)?;
     if wanted(Bench::Birth) {
         birth::run(programs, &floor, out).await?;
+    }
+    if wanted(Bench::Chain) {
+        chain::run(programs, &floor, out).await?;
     }
     if wanted(Bench::Scale) {
         scale::run(programs, &floor.fast, out, options.full).await?;

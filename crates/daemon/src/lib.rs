@@ -18,6 +18,7 @@ pub mod depot;
 pub mod error;
 #[cfg(test)]
 pub(crate) mod fixture;
+pub mod flatten;
 pub mod heap;
 pub mod kvm;
 pub mod metrics;

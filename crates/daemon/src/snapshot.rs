@@ -11,13 +11,12 @@ use crate::colours::saved::{self as colours, Coloured};
 use crate::daemon::Daemon;
 use crate::depot::shown_snapshot;
 use crate::error::{Fault, Outcome, blocking, chain};
+use crate::flatten;
 use crate::ndjson::{Teller, metered};
 use crate::vm::state::Event;
 use crate::vm::{Vm, agent_link, control_link, death, identity};
 use dayfly_api::types::{ErrorCode, Snapshot, SnapshotRequest};
-use dayfly_store::{
-    BlockHint, ChainLayer, Committed, DiskSpec, Known, Meter, PagedSpec, SavedSnapshot, SnapshotSpec,
-};
+use dayfly_store::{BlockHint, Committed, DiskSpec, Known, Meter, PagedSpec, SavedSnapshot, SnapshotSpec};
 use dayfly_units::Name;
 use dayfly_vmm::config::MAX_LAYERS;
 use dayfly_vmm::control::{Answer, Command};
@@ -88,11 +87,12 @@ fn allowed(vm: &Vm) -> Outcome<()> {
         ));
     }
     for (d, disk) in live.disks.iter().enumerate() {
+        // Each snapshot that is stored makes the chain short again.
         if disk.writable.is_some() && disk.layers.len() >= MAX_LAYERS {
             return Err(Fault::new(
                 ErrorCode::Exhausted,
                 format_args!(
-                    "VM {}: disk {d}: expected fewer than {MAX_LAYERS} layers for another snapshot, got {}; bake a new one from the image",
+                    "VM {}: disk {d}: expected fewer than {MAX_LAYERS} layers for another snapshot, got {}: they could not be merged, the daemon's log says why",
                     vm.name,
                     disk.layers.len()
                 ),
@@ -207,6 +207,14 @@ pub async fn commit(
         let (shared, vm) = (work.clone(), same.clone());
         let result = blocking(move || store(&shared, &vm, saved, &spec, &working)).await;
         death::note(&work, &same).await;
+        let result = match result {
+            Ok((committed, flattened)) => {
+                // After the note: a daemon that dies in between believes in fewer layers than the VMM has, never in more.
+                flatten::rebase(&work, &same, flattened).await;
+                Ok(committed)
+            }
+            Err(fault) => Err(fault),
+        };
         if let Err(Ok(_)) = sender.send(result) {
             tracing::info!(snapshot = %name, "nobody waits for it any more: removing it");
             let removed = blocking(move || work.depot.remove_snapshot(&name)).await;
@@ -248,7 +256,7 @@ fn store(
     saved: Saved,
     spec: &SnapshotSpec,
     meter: &Meter,
-) -> Outcome<Box<Committed>> {
+) -> Outcome<(Box<Committed>, Vec<flatten::Rebase>)> {
     let tenant = daemon.depot.tenant();
     // By the VMM's word, which is not trusted: what it says is compared by content, and without it blocks are found by their hashes.
     let runs = saved.page_map(spec.memory_bytes).unwrap_or_else(|e| {
@@ -265,23 +273,26 @@ fn store(
     let Coloured { colours, free } = coloured(vm, &saved.snapshot, spec.memory_bytes);
     let known =
         Known { hints: &hints, colours: &colours, free: &free, meter: Some(meter), ..Known::default() };
-    let mut committed = saved.snapshot.commit_paged(spec, &PagedSpec { tenant: &tenant, known })?;
+    let tops = flatten::tops(daemon, spec);
+    let snapshot = saved.snapshot.merging(flatten::merge);
+    let mut committed = snapshot.commit_paged(spec, &PagedSpec { tenant: &tenant, known })?;
     let live = vm.update(|live| {
-        for (disk, stored) in live.disks.iter_mut().zip(&committed.manifest.disks) {
-            for (layer, stored) in disk.layers.iter_mut().zip(&stored.layers) {
-                *layer = ChainLayer::Stored(*stored);
-            }
-        }
+        let disks = live.disks.iter_mut().zip(spec.disks.iter().zip(&committed.manifest.disks));
+        disks
+            .for_each(|(disk, (was, stored))| flatten::stored(&mut disk.layers, &was.layers, &stored.layers));
         live.clone()
     });
     // The pin of `committed` keeps the layers until the VM's own does.
     if live.phase.alive() {
         vm.keep_pinned(daemon.depot.pin(&vm.name, &live)?);
     }
-    if let Some(resident) = committed.resident.take() {
-        daemon.depot.keep_resident(&committed.manifest.name, resident)?;
+    if let Some(resident) = committed.resident.take()
+        && let Err(fault) = daemon.depot.keep_resident(&committed.manifest.name, resident)
+    {
+        tracing::warn!(snapshot = %committed.manifest.name, "its first clone will read its RAM: {fault}");
     }
-    Ok(Box::new(committed))
+    let flattened = flatten::rebases(daemon, tops, spec, &committed.manifest);
+    Ok((Box::new(committed), flattened))
 }
 
 fn coloured(vm: &Vm, saved: &SavedSnapshot, memory_bytes: u64) -> Coloured {

@@ -1,8 +1,5 @@
 /* The microguest: runs the words of its command line, one after another. See ../src/lib.rs for the words. */
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long u64;
+#include "guest.h"
 
 enum {
     POST = 0x80, /* where firmware reports how far it is; nobody listens */
@@ -11,18 +8,16 @@ enum {
     PVPANIC = 0x505,
     ACPI_SLEEP = 0x600,
     ACPI_RESET = 0x602,
-    PAGE = 4096,
 };
-static const u64 PATTERN_BASE = 0x2000000; /* 32 MiB: above the guest itself */
 static const u64 HOLE_START = 0xc0000000, HOLE_END = 0x100000000; /* no RAM between them */
 
 static inline void outb(u16 port, u8 value) { __asm__ volatile("outb %0, %1" : : "a"(value), "Nd"(port) : "memory"); }
 
-static void put(const char *text) {
+void put(const char *text) {
     for (; *text; text++) outb(COM1, (u8)*text);
 }
 
-static void put_hex(u64 n) {
+void put_hex(u64 n) {
     int shift = 60;
     while (shift > 0 && !(n >> shift)) shift -= 4;
     for (; shift >= 0; shift -= 4) outb(COM1, (u8)"0123456789abcdef"[(n >> shift) & 15]);
@@ -37,9 +32,6 @@ static u64 hex(const char **at) {
         else return n;
     }
 }
-
-static volatile u64 *page(u64 n) { return (volatile u64 *)(PATTERN_BASE + n * PAGE); }
-static u64 word(u64 seed, u64 n) { return (seed + n + 1) * 0x9e3779b97f4a7c15ul; }
 
 static void fill(u64 seed, u64 pages) {
     for (u64 n = 0; n < pages; n++) {
@@ -62,7 +54,7 @@ static void verify(u64 seed, u64 pages) {
     put("\n");
 }
 
-static void halt(void) {
+void halt(void) {
     for (;;) __asm__ volatile("cli; hlt");
 }
 
@@ -97,7 +89,7 @@ static void count(u64 generation) {
 
 /* Waits until the 16 bytes at `generation` change. Prints nothing: what a clone prints first is its own. That it lives it tells at
  * once, before it reads its next word: hundreds of instructions, where KVM emulates each of them. */
-static void until(u64 generation) {
+void until(u64 generation) {
     volatile u64 *id = (volatile u64 *)generation;
     u64 low = id[0], high = id[1];
     while (id[0] == low && id[1] == high) {}
@@ -219,6 +211,13 @@ void guest_main(const u8 *boot_params) {
             put("ready\n");
             until(generation);
             halt();
+        } else if (starts(at, "grow=")) {
+            at += 5;
+            u64 generation = hex(&at);
+            if (*at == ':') at++;
+            u64 count = hex(&at);
+            if (*at == ':') at++;
+            grow(generation, count, hex(&at));
         } else if (starts(at, "touch=")) {
             at += 6;
             u64 end = PATTERN_BASE + hex(&at) * PAGE;

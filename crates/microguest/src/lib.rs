@@ -11,6 +11,7 @@
 //! | `say=TEXT` | prints TEXT |
 //! | `fill=SEED:PAGES` | writes SEED's pattern to pages from 32 MiB on, verifies it (numbers in hexadecimal) |
 //! | `verify=SEED:PAGES` | prints `verify ok seed SEED` or `verify bad page N` |
+//! | `grow=ADDR:COUNT:SEEDS` | grows ([`Growth`]) with the seeds 1 to SEEDS, prints `ready`, waits as `until` does, and obeys the generation id, over and over; an id that is no [`Growth`] halts it |
 //! | `touch=PAGES` | writes one word to each of PAGES pages from 32 MiB on, jumping over the hole below 4 GiB; at most 11 GiB of RAM |
 //! | `sort=SEED:KEYS` | makes KEYS 32-bit integers from SEED, sorts them, looks through them, and prints the line of [`sorted`] or `sort wrong at N` |
 //! | `born=ADDR` | as `until`, and then halts: the least that a clone can do |
@@ -54,6 +55,40 @@ pub fn orders(seed: u32, end: End) -> [u8; 16] {
     id[4] = end as u8;
     id[15] = 0x5a;
     id
+}
+
+/// What a guest with the word `grow=` is told by its generation id.
+///
+/// It knows 8,192 slots: a block each, spread over the first disk, and a page each, from 32 MiB on. Which seed wrote a slot last it
+/// remembers in its memory, so that a snapshot's memory tells what the snapshot's disk must hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Growth {
+    /// Write COUNT slots, some of them perhaps twice, and print `grown SEED`. The seed is not 0.
+    Grow(u32),
+    /// Write slots without end, each with the next seed from this on, after the line `churning`.
+    Churn(u32),
+    /// Do nothing but print `grown 0`.
+    Idle,
+    /// Read all slots, and print `found N`, how many were ever written, or `failed: WHY, slot N` and halt.
+    Look,
+}
+
+impl Growth {
+    /// The generation id that says it.
+    #[must_use]
+    pub fn generation(self) -> [u8; 16] {
+        let mut id = [0; 16];
+        let (seed, what) = match self {
+            Self::Grow(seed) => (seed, b'g'),
+            Self::Churn(seed) => (seed, b'c'),
+            Self::Idle => (0, b'i'),
+            Self::Look => (0, b'l'),
+        };
+        id[..4].copy_from_slice(&seed.to_le_bytes());
+        id[4] = what;
+        id[8..].copy_from_slice(b"DFChain\n");
+        id
+    }
 }
 
 /// The line that `sort=SEED:KEYS` prints. Computed here by other means: keys that are in order but are not those of the seed have

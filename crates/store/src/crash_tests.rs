@@ -5,7 +5,7 @@ use crate::blob::disk::{Disk, build};
 use crate::blob::fault;
 use crate::blob::watch::{Event, acknowledge, record};
 use crate::fixture::{name, store};
-use crate::fixture_pages::{bake_paged, file, page, ram, restored};
+use crate::fixture_pages::{PAGE, bake_paged, file, grow, page, ram, restored};
 use crate::{Digest, PagedSpec, Scope, Store};
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -79,6 +79,29 @@ fn with_garbage(root: &Path) -> Store {
     store
 }
 
+/// RAM of a clone that has its disk's blocks in its page cache: none of it is right when they are not.
+fn cached(seeds: std::ops::RangeInclusive<u8>) -> Vec<u8> {
+    [seeds.flat_map(|seed| [seed; PAGE]).collect(), old()].concat()
+}
+
+/// A chain as deep as may be; `old` is its end.
+fn with_chain(root: &Path) -> Store {
+    let store = store(root);
+    let mut from = None;
+    for (seed, to) in (21..).zip(["s1", "s2", "s3", "old"]) {
+        grow(&store, from, to, seed, &cached(21..=seed)).unwrap();
+        from = Some(to);
+    }
+    assert_eq!(store.snapshot(&name("old")).unwrap().disks[0].layers.len(), crate::MOST_LAYERS);
+    store
+}
+
+fn put_flattened(store: &Store) -> Result<(), String> {
+    let done = grow(store, Some("old"), "new", 25, &cached(21..=25)).map_err(|e| e.to_string());
+    acknowledge();
+    done
+}
+
 fn gc(store: &Store) -> Result<(), String> {
     store.gc_pages().map_err(|e| e.to_string())?;
     acknowledge();
@@ -145,7 +168,26 @@ fn cases() -> Vec<(&'static str, Case)> {
         between: [("new", new())].into(),
         perhaps: Vec::new(),
     };
-    vec![("a snapshot's put", put), ("a put of pages", push), ("a gc", gc), ("a removal and a gc", removal)]
+    let chain: BTreeMap<_, _> =
+        [("s1", cached(21..=21)), ("s2", cached(21..=22)), ("s3", cached(21..=23)), ("old", cached(21..=24))]
+            .into();
+    let mut longer = chain.clone();
+    longer.insert("new", cached(21..=25));
+    let flattened = Case {
+        prepare: with_chain,
+        run: put_flattened,
+        before: known(&chain),
+        after: known(&longer),
+        between: [("new", cached(21..=25))].into(),
+        perhaps: Vec::new(),
+    };
+    vec![
+        ("a put that flattens", flattened),
+        ("a snapshot's put", put),
+        ("a put of pages", push),
+        ("a gc", gc),
+        ("a removal and a gc", removal),
+    ]
 }
 
 /// Opens what is at `root`, and looks at all that is known and all that may be there; then collects, twice, and looks again.

@@ -1,7 +1,7 @@
 //! RAM for tests, and snapshots of it in pages.
 
 use crate::fixture::{IMAGE, Vm, disk, name};
-use crate::{CommitError, Committed, PagedSpec, SnapshotSpec, Store};
+use crate::{ChainLayer, CommitError, Committed, PagedSpec, SnapshotSpec, Store};
 use dayfly_units::{Name, VmId};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -124,4 +124,52 @@ pub(crate) fn golden(file: &str, now: &[u8]) -> Vec<u8> {
 pub(crate) fn used(store: &Store, tenant: &Name, snapshot: &str) -> crate::SnapshotUse {
     let usage = store.usage(tenant).unwrap();
     usage.snapshots.into_iter().find(|s| s.name.as_str() == snapshot).unwrap()
+}
+
+/// Layers as one, as those who write their maps read them.
+pub(crate) fn merge(
+    maps: &[std::os::fd::BorrowedFd<'_>],
+) -> Result<crate::Merged, Box<dyn std::error::Error + Send + Sync>> {
+    let merge = dayfly_vmm::disk::Merge::of(maps)?;
+    let map = merge.map().encode();
+    Ok(crate::Merged { map, runs: Box::new(merge.into_runs()) })
+}
+
+/// A snapshot of a VM, a clone of `from` if there is one, that writes a page of `seed` to block `seed` % 16 first.
+pub(crate) fn grow(
+    store: &Store,
+    from: Option<&str>,
+    to: &str,
+    seed: u8,
+    memory: &[u8],
+) -> Result<(), CommitError> {
+    let id = VmId::random();
+    let (image, chain) = match from {
+        None => (store.image(&name(IMAGE))?.reference(), Vec::new()),
+        Some(from) => {
+            let disk = store.snapshot(&name(from))?.disks.remove(0);
+            (disk.image, disk.layers.into_iter().map(ChainLayer::Stored).collect())
+        }
+    };
+    let vm = Vm { id, image, chain, writable: store.create_vm_layer(id, 0)?.0 };
+    let result = grown(store, vm, to, seed, memory);
+    store.remove_vm(id).map_err(CommitError::from).and(result)
+}
+
+fn grown(store: &Store, mut vm: Vm, to: &str, seed: u8, memory: &[u8]) -> Result<(), CommitError> {
+    let data = store.open_vm_layer(&vm.writable, true)?;
+    data.set_len(16 * 4096).unwrap();
+    let block = u64::from(seed) % 16;
+    data.write_all_at(&[seed; PAGE], block * 4096).unwrap();
+    let mut map = dayfly_vmm::disk::layer::LayerMap::empty(16).unwrap();
+    map.insert(block);
+    let mut writer = store.snapshot_writer(&name(to))?;
+    let freeze = writer.freeze(&vm.writable)?;
+    writer.state().write_all_at(&[seed; 300], 0).unwrap();
+    write(writer.memory(), memory);
+    freeze.map.write_all_at(&map.encode(), 0).unwrap();
+    vm.chain.push(freeze.frozen);
+    let spec = SnapshotSpec { memory_bytes: memory.len() as u64, ..vm.spec(seed, None) };
+    writer.saved().merging(merge).commit_paged(&spec, &PagedSpec::of(&name("one")))?;
+    Ok(())
 }

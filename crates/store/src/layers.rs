@@ -6,7 +6,7 @@ use crate::digest::Digest;
 use crate::errors::{Damage, IoError, IoResult};
 use crate::manifest::FileRef;
 use crate::publish::{OpenError, needed};
-use crate::snapshots::CommitError;
+use crate::snapshots::{CommitError, OpenLayer};
 use crate::verify::{self, Kind};
 use dayfly_units::VmId;
 use serde::{Deserialize, Serialize};
@@ -128,11 +128,42 @@ impl StagedLayer {
     }
 }
 
+impl StagedLayer {
+    /// A layer that was written into `folder` of a stage, open here as `dir`, with this data and this map.
+    pub(crate) fn made(dir: &Dir, folder: String, data: crate::sparse::Sparse, map: &[u8]) -> IoResult<Self> {
+        let data = FileRef { digest: data.digest, bytes: data.bytes, data_bytes: data.data_bytes };
+        let bytes = map.len() as u64;
+        let map = FileRef { digest: Digest::of(map), bytes, data_bytes: bytes };
+        let layer = LayerRef { id: LayerId::of(&data, &map), data, map };
+        Ok(Self { layer, folder, data: dir.open(DATA)?, map: dir.open(MAP)?, published: false })
+    }
+
+    /// Another descriptor of its map.
+    pub(crate) fn map(&self) -> IoResult<File> {
+        self.map
+            .try_clone()
+            .map_err(IoError::new("duplicating the descriptor of", std::path::Path::new(&self.folder)))
+    }
+}
+
+impl crate::Store {
+    /// Opens stored layers, which `by` needs, and verifies them.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn open_layers(&self, layers: &[LayerRef], by: &str) -> Result<Vec<OpenLayer>, OpenError> {
+        let open = |layer: &LayerRef| {
+            let (data, map) = self.0.open_layer(layer, by)?;
+            Ok(OpenLayer { layer: *layer, data, map })
+        };
+        layers.iter().map(open).collect()
+    }
+}
+
 impl Inner {
     /// Hashes a VM's frozen layer, and gives its files a second name in the stage.
-    pub(crate) fn stage_layer(&self, stage: &Stage, n: usize, from: VmLayer) -> IoResult<StagedLayer> {
+    pub(crate) fn stage_layer(&self, stage: &Stage, folder: String, from: VmLayer) -> IoResult<StagedLayer> {
         let vm = self.vms.sub(&from.vm.to_string())?;
-        let folder = format!("layer{n}");
         let staged = stage.make(&folder)?;
         vm.link(&from.data_name(), &staged, DATA)?;
         vm.link(&from.map_name(), &staged, MAP)?;

@@ -21,7 +21,7 @@
 //!
 //! 1. every file is written, made read-only and `fsync`ed;
 //! 2. its staging folder is `fsync`ed, and the folder above it;
-//! 3. layers are renamed into `layers/`, which is `fsync`ed;
+//! 3. layers, those that a long chain was merged into among them, are renamed into `layers/`, which is `fsync`ed;
 //! 4. packs of pages likewise into `pages/<tenant>/`, before the table that names them is written;
 //! 5. only then the snapshot is renamed into `snapshots/`, which is `fsync`ed.
 //!
@@ -83,8 +83,8 @@ pub use pins::{Pin, PinError};
 pub use publish::{OpenError, PutError, RemoveError};
 pub use scrub::{Finding, MAX_FINDINGS, Object, Scope, SearchError, VerifyReport};
 pub use snapshots::{
-    CommitError, Committed, DiskSpec, Freeze, OpenDisk, OpenLayer, OpenSnapshot, PagedSpec, Resident,
-    SavedSnapshot, Sizes, SnapshotPages, SnapshotSpec, SnapshotWriter,
+    CommitError, Committed, DiskSpec, Freeze, MOST_LAYERS, Merge, Merged, OpenDisk, OpenLayer, OpenSnapshot,
+    PagedSpec, Resident, SavedSnapshot, Sizes, SnapshotPages, SnapshotSpec, SnapshotWriter,
 };
 pub use usage::{Counted, Frames, SnapshotUse, StoreStats, Unreadable, Usage};
 

@@ -38,6 +38,14 @@ pub enum Command {
     /// Write the sealed record of the pages touched since the restore ([`crate::memory::working_set`]) to the one
     /// descriptor that comes along, an empty file; of a clone that was not started to be recorded, of the pages written.
     WorkingSet,
+    /// Put other frozen layers in the place of the lower ones of a disk: the same blocks, merged into fewer files. At any time.
+    ///
+    /// Descriptors: the data of the highest layer to be replaced, the very file that this VMM has; then for each layer that
+    /// takes their place, the lowest first, its data and its map.
+    Rebase {
+        /// Which disk, from 0.
+        disk: u8,
+    },
     /// End this VMM now, without asking the guest.
     Quit,
 }

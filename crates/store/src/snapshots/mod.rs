@@ -6,11 +6,13 @@
 //!                                ▼ of it, nor of the new layers                ▼ the VM froze stays in vms/, as it stands on it
 //! ```
 
+mod flatten;
 mod open;
 mod paged;
 mod ram;
 mod writer;
 
+pub use flatten::{MOST as MOST_LAYERS, Merge, Merged};
 pub use open::{OpenDisk, OpenLayer, OpenSnapshot, Sizes};
 pub use paged::{PagedSpec, SnapshotPages};
 pub use ram::Resident;

@@ -1,7 +1,7 @@
 //! Making a snapshot: staged, then committed.
 
 use super::ram::{self, Resident};
-use super::{MEMORY, STATE};
+use super::{MEMORY, Merge, STATE};
 use crate::blob::{IfTaken, Stage};
 use crate::errors::{Damage, IoError, IoResult};
 use crate::layers::{ChainLayer, LayerRef, StagedLayer, VmLayer};
@@ -132,6 +132,7 @@ pub struct Freeze {
 #[derive(Debug)]
 pub struct SavedSnapshot {
     parts: Parts,
+    merge: Option<Merge>,
 }
 
 impl Store {
@@ -207,7 +208,7 @@ impl SnapshotWriter {
     #[must_use]
     pub fn saved(mut self) -> SavedSnapshot {
         self.undo.iter_mut().for_each(|undo| undo.armed = false);
-        SavedSnapshot { parts: self.parts }
+        SavedSnapshot { parts: self.parts, merge: None }
     }
 }
 
@@ -250,7 +251,14 @@ impl SavedSnapshot {
         &self.parts.state
     }
 
-    /// Hashes, syncs and publishes everything, layers first. Layers that were `Frozen` are then `Stored`, as the manifest
+    /// Has chains of more than [`MOST_LAYERS`](super::MOST_LAYERS) flattened: what is committed has then fewer layers than its spec, which
+    /// read the same. A VM that goes on stands on what it stood on, until its VMM is told of the others.
+    #[must_use]
+    pub fn merging(self, merge: Merge) -> Self {
+        Self { merge: Some(merge), ..self }
+    }
+
+    /// Hashes, syncs and publishes everything, layers first. Layers that were `Frozen` are then `Stored`, alone or merged with others, as the manifest
     /// tells, and gone from the VM's folder.
     ///
     /// # Errors
@@ -266,22 +274,30 @@ impl SavedSnapshot {
         pages: Option<&super::PagedSpec>,
     ) -> Result<Committed, CommitError> {
         check(spec)?;
-        let Parts { inner, name, stage, state: state_file, memory: memory_file } = self.parts;
+        let Self { parts, merge } = self;
+        let Parts { inner, name, stage, state: state_file, memory: memory_file } = parts;
         let dir = stage.sub("snapshot")?;
         let content = |file: &File, name: &str, kind: Kind| -> IoResult<FileRef> {
             dir.finish(name, file)?;
             verify::digest(file, kind).map_err(IoError::new("reading", &dir.path().join(name)))
         };
         let state = content(&state_file, STATE, Kind::Plain)?;
-        let mut staged = Staged { frozen: Vec::new(), layers: Vec::new() };
-        let disks =
+        let mut staged = Staged::default();
+        let mut disks =
             spec.disks.iter().map(|d| staged.disk(&inner, &stage, d)).collect::<Result<Vec<_>, _>>()?;
+        let moves = merge.and_then(|merge| staged.flatten(&inner, &stage, &mut disks, merge));
         // The lease ends when the snapshot is there, or will not be.
         let (memory, _lease, resident) = match pages {
             None => (content(&memory_file, MEMORY, Kind::Sparse)?, None, None),
             Some(pages) => {
+                let hints: Vec<_>;
+                let mut pages = *pages;
+                if let Some(moves) = &moves {
+                    hints = pages.known.hints.iter().map(|hint| moves.hint(*hint)).collect();
+                    pages.known.hints = &hints;
+                }
                 ram::seal(&memory_file, pages.known.free)?;
-                let (ram, lease) = inner.stage_table(&dir, &memory_file, pages, &disks, &staged.layers)?;
+                let (ram, lease) = inner.stage_table(&dir, &memory_file, &pages, &disks, &staged.layers)?;
                 let resident = Resident::of(&memory_file, ram);
                 (ram, Some(lease), resident.map_err(IoError::new("opening", dir.path()))?)
             }
@@ -322,19 +338,29 @@ impl SavedSnapshot {
 }
 
 /// The layers of a snapshot that are not stored yet.
-struct Staged {
+#[derive(Default)]
+pub(super) struct Staged {
     frozen: Vec<VmLayer>,
-    layers: Vec<StagedLayer>,
+    pub(super) layers: Vec<StagedLayer>,
+    folders: usize,
 }
 
 impl Staged {
+    /// A name that no folder in the stage has yet.
+    pub(super) fn folder(&mut self) -> String {
+        let folder = format!("layer{}", self.folders);
+        self.folders += 1;
+        folder
+    }
+
     fn disk(&mut self, inner: &Inner, stage: &Stage, disk: &DiskSpec) -> IoResult<DiskRef> {
         let mut layers: Vec<LayerRef> = Vec::with_capacity(disk.layers.len());
         for layer in &disk.layers {
             layers.push(match layer {
                 ChainLayer::Stored(layer) => *layer,
                 ChainLayer::Frozen(vm_layer) => {
-                    let staged = inner.stage_layer(stage, self.layers.len(), *vm_layer)?;
+                    let folder = self.folder();
+                    let staged = inner.stage_layer(stage, folder, *vm_layer)?;
                     let layer = staged.layer;
                     self.frozen.push(*vm_layer);
                     self.layers.push(staged);

@@ -154,6 +154,14 @@ impl Client {
         self.call_ok(&Command::Save, fds)
     }
 
+    /// Puts other layers under a disk, as [`Command::Rebase`] says.
+    ///
+    /// # Errors
+    /// As [`Client::call`].
+    pub fn rebase(&mut self, disk: u8, fds: &[BorrowedFd<'_>]) -> Result<(), ClientError> {
+        self.call_ok(&Command::Rebase { disk }, fds)
+    }
+
     /// Ends the VMM.
     ///
     /// # Errors

@@ -192,6 +192,10 @@ fn answer(hosted: &mut Hosted, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool)
             Ok(()) => return (Answer::Ok, false),
             Err(error) => return (refused(&error), false),
         },
+        (Command::Rebase { disk }, Hosted::Vm(vm)) => match vm.rebase(disk, fds) {
+            Ok(()) => return (Answer::Ok, false),
+            Err(error) => return (refused(&error), false),
+        },
         (Command::Save, Hosted::Vm(vm)) => match vm.save(fds) {
             Ok(()) => return (Answer::Ok, false),
             Err(error) => return (refused(&error), false),

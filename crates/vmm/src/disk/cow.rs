@@ -72,6 +72,18 @@ pub enum OpenDiskError {
         /// Blocks of the layer's disk.
         got: u64,
     },
+    /// Layers that were to replace others hold other blocks.
+    #[error(
+        "block {block}: expected from layer {was} or one that took its place, 0 being the base, got {now}"
+    )]
+    Differs {
+        /// Which.
+        block: usize,
+        /// The layer it is in.
+        was: u8,
+        /// The new layer it would be in.
+        now: u8,
+    },
     /// The host refused.
     #[error("{what}")]
     Host {
@@ -158,6 +170,35 @@ fn make_writable(file: BorrowedFd<'_>, size_bytes: u64, what: &str) -> Result<()
     rustix::fs::ftruncate(file, size_bytes).map_err(host(format!("extending {what} to {size_bytes} bytes")))
 }
 
+/// Opens and verifies the frozen layers of a disk: their data, and the index of what they hold.
+fn open_layers(size_bytes: u64, layers: Vec<LayerSpec>) -> Result<(Vec<OwnedFd>, Vec<u8>), OpenDiskError> {
+    if layers.len() > MAX_LAYERS {
+        return Err(OpenDiskError::Layers(layers.len()));
+    }
+    let blocks = size_bytes / DISK_BLOCK_BYTES;
+    let mut index = vec![0; usize::try_from(blocks).map_err(|_| OpenDiskError::Size(size_bytes))?];
+    let mut frozen = Vec::with_capacity(layers.len());
+    for (layer, number) in layers.into_iter().zip(1_u8..) {
+        let place = usize::from(number);
+        let what = format!("data of layer {number}");
+        let data_bytes = regular_size(layer.data.as_fd(), &what)?;
+        if data_bytes != size_bytes {
+            let (expected, got) = (format!("{size_bytes} bytes"), format!("{data_bytes} bytes"));
+            return Err(OpenDiskError::File { what, expected, got });
+        }
+        let map = LayerMap::read(layer.map.as_fd())
+            .map_err(|source| OpenDiskError::Map { number: place, source })?;
+        if map.blocks() != blocks {
+            return Err(OpenDiskError::Blocks { number: place, expected: blocks, got: map.blocks() });
+        }
+        for run in map.runs() {
+            index[span(&run)].fill(number);
+        }
+        frozen.push(layer.data);
+    }
+    Ok((frozen, index))
+}
+
 impl Disk {
     /// A drive without a medium.
     #[must_use]
@@ -181,35 +222,12 @@ impl Disk {
         if size_bytes == 0 || !size_bytes.is_multiple_of(DISK_BLOCK_BYTES) || size_bytes > MAX_DISK_BYTES {
             return Err(OpenDiskError::Size(size_bytes));
         }
-        if spec.layers.len() > MAX_LAYERS {
-            return Err(OpenDiskError::Layers(spec.layers.len()));
-        }
         let base_bytes = regular_size(spec.base.as_fd(), "base image")?;
         if base_bytes > size_bytes {
             let (expected, got) = (format!("at most {size_bytes} bytes"), format!("{base_bytes} bytes"));
             return Err(OpenDiskError::File { what: "base image".into(), expected, got });
         }
-        let blocks = size_bytes / DISK_BLOCK_BYTES;
-        let mut index = vec![0; usize::try_from(blocks).map_err(|_| OpenDiskError::Size(size_bytes))?];
-        let mut frozen = Vec::with_capacity(spec.layers.len());
-        for (layer, number) in spec.layers.into_iter().zip(1_u8..) {
-            let place = usize::from(number);
-            let what = format!("data of layer {number}");
-            let data_bytes = regular_size(layer.data.as_fd(), &what)?;
-            if data_bytes != size_bytes {
-                let (expected, got) = (format!("{size_bytes} bytes"), format!("{data_bytes} bytes"));
-                return Err(OpenDiskError::File { what, expected, got });
-            }
-            let map = LayerMap::read(layer.map.as_fd())
-                .map_err(|source| OpenDiskError::Map { number: place, source })?;
-            if map.blocks() != blocks {
-                return Err(OpenDiskError::Blocks { number: place, expected: blocks, got: map.blocks() });
-            }
-            for run in map.runs() {
-                index[span(&run)].fill(number);
-            }
-            frozen.push(layer.data);
-        }
+        let (frozen, index) = open_layers(size_bytes, spec.layers)?;
         if let Some(file) = &spec.writable {
             make_writable(file.as_fd(), size_bytes, "writable layer")?;
         }
@@ -418,6 +436,48 @@ impl Disk {
         IoList::of(&mut bytes).write_at(map, 0).map_err(FreezeError::WriteMap)
     }
 
+    /// Puts `layers` in the place of the frozen ones up to the one with the data file `top`: they hold the same blocks in another
+    /// number of files. Who asks knows the file: he may not know how many layers lie under it, nor that others were frozen since.
+    ///
+    /// # Errors
+    /// There is no such layer, they cannot be used, or hold other blocks; the disk is as it was.
+    pub fn rebase(&mut self, top: BorrowedFd<'_>, layers: Vec<LayerSpec>) -> Result<(), OpenDiskError> {
+        let replaced = 1 + self.place(top)?;
+        let (mut frozen, mut index) = open_layers(self.size_bytes, layers)?;
+        let number = |layers: usize| u8::try_from(layers).unwrap_or(u8::MAX);
+        let (old, new) = (number(replaced), number(frozen.len()));
+        let above = self.frozen.len() - replaced;
+        if frozen.len() + above > MAX_LAYERS {
+            return Err(OpenDiskError::Layers(frozen.len() + above));
+        }
+        for (block, (now, was)) in index.iter_mut().zip(&self.index).enumerate() {
+            if *was > old {
+                *now = was - old + new;
+            } else if (*was == 0) != (*now == 0) {
+                return Err(OpenDiskError::Differs { block, was: *was, now: *now });
+            }
+        }
+        frozen.extend(self.frozen.drain(replaced..));
+        (self.frozen, self.index) = (frozen, index);
+        Ok(())
+    }
+
+    /// Which of the frozen layers, from 0, has this very file as its data.
+    fn place(&self, data: BorrowedFd<'_>) -> Result<usize, OpenDiskError> {
+        let identity = |file: BorrowedFd<'_>| {
+            let stat = rustix::fs::fstat(file).map_err(host("fstat of a layer's data"))?;
+            Ok::<_, OpenDiskError>((stat.st_dev, stat.st_ino))
+        };
+        let wanted = identity(data)?;
+        for (place, file) in self.frozen.iter().enumerate().rev() {
+            if identity(file.as_fd())? == wanted {
+                return Ok(place);
+            }
+        }
+        let (expected, got) = ("a frozen layer of this disk".into(), format!("inode {}", wanted.1));
+        Err(OpenDiskError::File { what: "layer to replace".into(), expected, got })
+    }
+
     /// The second half of a freeze: the writable layer becomes a frozen one, `next` the writable one.
     pub fn freeze(&mut self, next: OwnedFd) {
         self.frozen.extend(self.writable.replace(next));
@@ -449,6 +509,6 @@ fn length(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-fn span(blocks: &Range<u64>) -> Range<usize> {
+pub(super) fn span(blocks: &Range<u64>) -> Range<usize> {
     length(blocks.start)..length(blocks.end)
 }

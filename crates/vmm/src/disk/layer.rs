@@ -1,15 +1,19 @@
 //! The map of a frozen layer: which blocks it has.
 //!
-//! Sealed ([`dayfly_units::sealed`]) with the magic [`MAGIC`], version [`VERSION`]. The payload, little-endian:
+//! Sealed ([`dayfly_units::sealed`]) with the magic [`MAGIC`]. The payload, little-endian:
 //!
 //! | offset | size | field | checked |
 //! |---|---|---|---|
 //! | 0 | 4 | block size in bytes | equals [`DISK_BLOCK_BYTES`] |
-//! | 4 | 8 | blocks of the disk | at most [`MAX_BLOCKS`], and exactly what the bitmap's length fits |
-//! | 12 | ⌈blocks / 8⌉ | bitmap, block b is bit b % 8 of byte b / 8; bits past the last block are zero | as said |
+//! | 4 | 8 | blocks of the disk | at most [`MAX_BLOCKS`] |
+//! | 12 | | version 1, a bitmap: ⌈blocks / 8⌉ bytes, block b is bit b % 8 of byte b / 8 | the length fits exactly; bits past the last block are zero |
+//! | 12 | | version 2, runs of 8 bytes: first block (4), how many (4) | whole runs, each not empty, behind the one before and not touching it, within the disk |
+//!
+//! The shorter of the two is written, the bitmap where they are equal: a map of few blocks of a large disk is read in a tenth of
+//! the time, and there is one for each layer of a chain.
 //!
 //! The layer's data is another file, sparse, as long as the disk: block b at byte b × block size. A block in the map
-//! whose place is a hole is a block of zeroes. To change the layout: a new version, both read.
+//! whose place is a hole is a block of zeroes. To change the layout: a new version, all read.
 
 use crate::config::DISK_BLOCK_BYTES;
 use dayfly_units::sealed::{self, HEADER_BYTES, Magic, SealError};
@@ -19,8 +23,12 @@ use std::os::fd::BorrowedFd;
 
 /// What a map begins with.
 pub const MAGIC: Magic = *b"DFlayer\n";
-/// The version written and read.
-pub const VERSION: u32 = 1;
+/// The version that is a bitmap.
+pub const BITMAP: u32 = 1;
+/// The version that is runs.
+pub const RUNS: u32 = 2;
+/// Bytes of a run.
+const RUN_BYTES: usize = 8;
 /// The most blocks a disk may have: 1 TiB in blocks of 4 KiB.
 pub const MAX_BLOCKS: u64 = super::MAX_DISK_BYTES / DISK_BLOCK_BYTES;
 /// Bytes before the bitmap.
@@ -71,6 +79,25 @@ pub enum LayerMapError {
         /// Bytes there are.
         got: usize,
     },
+    /// Bytes after the last whole run.
+    #[error("layer map: runs at payload byte 12: expected whole runs of {RUN_BYTES} bytes, got {0} bytes")]
+    Runs(usize),
+    /// A run that is empty, out of order, or past the disk's end.
+    #[error(
+        "layer map: run {number}: expected at least 1 block, from {from} on, below {blocks}, got {count} from {first}"
+    )]
+    Run {
+        /// Which, from 0.
+        number: usize,
+        /// The first block that it may begin with.
+        from: u64,
+        /// Blocks of the disk.
+        blocks: u64,
+        /// Its first block.
+        first: u64,
+        /// Its blocks.
+        count: u64,
+    },
     /// A bit past the last block is set.
     #[error("layer map: bitmap names a block past the disk's last, block {0}")]
     Stray(u64),
@@ -94,8 +121,8 @@ impl LayerMap {
     /// # Errors
     /// [`LayerMapError`]; nothing is decoded before the seal has been verified.
     pub fn decode(bytes: &[u8]) -> Result<Self, LayerMapError> {
-        let (_, payload) = sealed::open(&MAGIC, VERSION..=VERSION, MAX_PAYLOAD_BYTES, bytes)?;
-        let Some((fixed, bits)) = payload.split_at_checked(FIXED_BYTES) else {
+        let (version, payload) = sealed::open(&MAGIC, BITMAP..=RUNS, MAX_PAYLOAD_BYTES, bytes)?;
+        let Some((fixed, rest)) = payload.split_at_checked(FIXED_BYTES) else {
             return Err(LayerMapError::Short(payload.len()));
         };
         let (mut size, mut count) = ([0; 4], [0; 8]);
@@ -108,15 +135,37 @@ impl LayerMap {
         if blocks > MAX_BLOCKS {
             return Err(LayerMapError::Blocks(blocks));
         }
-        let expected = blocks.div_ceil(8);
-        if bits.len() as u64 != expected {
-            return Err(LayerMapError::Bitmap { blocks, expected, got: bits.len() });
+        if version == RUNS {
+            return Self::of_runs(blocks, rest);
         }
-        let map = Self { blocks, bits: bits.to_vec() };
+        let expected = blocks.div_ceil(8);
+        if rest.len() as u64 != expected {
+            return Err(LayerMapError::Bitmap { blocks, expected, got: rest.len() });
+        }
+        let map = Self { blocks, bits: rest.to_vec() };
         match map.runs().last_end() {
             end if end > blocks => Err(LayerMapError::Stray(end - 1)),
             _ => Ok(map),
         }
+    }
+
+    fn of_runs(blocks: u64, bytes: &[u8]) -> Result<Self, LayerMapError> {
+        let (runs, rest) = bytes.as_chunks::<RUN_BYTES>();
+        if !rest.is_empty() {
+            return Err(LayerMapError::Runs(bytes.len()));
+        }
+        let (mut map, mut from) = (Self::empty(blocks)?, 0);
+        for (number, [a, b, c, d, e, f, g, h]) in runs.iter().copied().enumerate() {
+            let first = u64::from(u32::from_le_bytes([a, b, c, d]));
+            let count = u64::from(u32::from_le_bytes([e, f, g, h]));
+            if count == 0 || first < from || first + count > blocks {
+                return Err(LayerMapError::Run { number, from, blocks, first, count });
+            }
+            map.insert_run(&(first..first + count));
+            // A run that touches this one would be part of it.
+            from = first + count + 1;
+        }
+        Ok(map)
     }
 
     /// Reads and decodes a file from its start, wherever its descriptor stands.
@@ -143,8 +192,19 @@ impl LayerMap {
         #[expect(clippy::cast_possible_truncation, reason = "a constant of 4096")]
         payload.extend_from_slice(&(DISK_BLOCK_BYTES as u32).to_le_bytes());
         payload.extend_from_slice(&self.blocks.to_le_bytes());
-        payload.extend_from_slice(&self.bits);
-        sealed::seal(&MAGIC, VERSION, &payload)
+        let most = self.bits.len() / RUN_BYTES;
+        let shorter = self.runs().take(most.saturating_add(1)).count() < most;
+        if !shorter {
+            payload.extend_from_slice(&self.bits);
+            return sealed::seal(&MAGIC, BITMAP, &payload);
+        }
+        for run in self.runs() {
+            // Blocks are counted in 28 bits.
+            for number in [run.start, run.end - run.start] {
+                payload.extend_from_slice(&u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes());
+            }
+        }
+        sealed::seal(&MAGIC, RUNS, &payload)
     }
 
     /// Blocks of the disk.
@@ -174,6 +234,20 @@ impl LayerMap {
         if let Some(byte) = usize::try_from(block / 8).ok().and_then(|at| self.bits.get_mut(at)) {
             *byte |= 1 << (block % 8);
         }
+    }
+
+    /// Adds blocks; those past the disk's last are not added.
+    pub fn insert_run(&mut self, run: &Range<u64>) {
+        let end = run.end.min(self.blocks);
+        let whole = run.start.next_multiple_of(8).min(end)..end - end % 8;
+        if whole.start >= whole.end {
+            return (run.start..end).for_each(|block| self.insert(block));
+        }
+        let at = |block: u64| usize::try_from(block / 8).unwrap_or(usize::MAX);
+        if let Some(bytes) = self.bits.get_mut(at(whole.start)..at(whole.end)) {
+            bytes.fill(0xff);
+        }
+        (run.start..whole.start).chain(whole.end..end).for_each(|block| self.insert(block));
     }
 
     /// The blocks the layer has, ascending, as runs that neither touch nor overlap.

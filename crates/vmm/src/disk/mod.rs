@@ -15,15 +15,20 @@
 //! layer 1         ■   ■
 //! base        ■ ■ ■ ■ ■ ■
 //! ```
+//!
+//! Layers may become fewer while the VM runs: [`Merge`] says what several are as one, who has the files makes it, and
+//! [`Disk::rebase`] puts it in their place.
 
 mod cow;
 mod held;
 mod iolist;
 pub mod layer;
+mod merge;
 pub mod page_map;
 
 pub use cow::{Disk, DiskSpec, FreezeError, LayerSpec, MAX_DISK_BYTES, OpenDiskError};
 pub use iolist::IoList;
+pub use merge::{Merge, MergeError};
 
 #[cfg(test)]
 mod tests;

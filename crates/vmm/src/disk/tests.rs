@@ -1,14 +1,14 @@
 #![expect(clippy::cast_possible_truncation, reason = "tests: patterns of bytes, small numbers")]
 
-use super::layer::{LayerMap, LayerMapError, MAGIC, VERSION};
-use super::{Disk, DiskSpec, FreezeError, IoList, LayerSpec, OpenDiskError};
+use super::layer::{BITMAP, LayerMap, LayerMapError, MAGIC, RUNS};
+use super::{Disk, DiskSpec, FreezeError, IoList, LayerSpec, Merge, MergeError, OpenDiskError};
 use crate::config::{DISK_BLOCK_BYTES, MAX_LAYERS};
 use dayfly_units::sealed;
 use proptest::prelude::*;
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::os::fd::AsFd as _;
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 
 const BLOCKS: u64 = 40;
 const SIZE: u64 = BLOCKS * DISK_BLOCK_BYTES;
@@ -55,6 +55,31 @@ impl Files {
         Ok(())
     }
 
+    /// Merges layers as a store does, if there are as many, and puts the chain up to the layer `above` further up under the disk.
+    fn merge(&mut self, disk: &mut Disk, first: usize, count: usize, above: usize) {
+        let Some(layers) = self.layers.get(first..first + count) else { return };
+        let maps: Vec<_> = layers.iter().map(|(_, map)| map.as_fd()).collect();
+        let merge = Merge::of(&maps).unwrap();
+        let (data, mut map) = (file(), file());
+        data.set_len(SIZE).unwrap();
+        map.write_all(&merge.map().encode()).unwrap();
+        let mut end = 0;
+        for (layer, bytes) in merge.into_runs() {
+            assert!(bytes.start >= end && bytes.end > bytes.start, "{bytes:?} after {end}");
+            end = bytes.end;
+            let mut buffer = vec![0; (bytes.end - bytes.start) as usize];
+            layers[layer].0.read_exact_at(&mut buffer, bytes.start).unwrap();
+            data.write_all_at(&buffer, bytes.start).unwrap();
+        }
+        let top = (first + count - 1 + above).min(self.layers.len() - 1);
+        let old_top = self.layers[top].0.try_clone().unwrap();
+        self.layers.splice(first..first + count, [(data, map)]);
+        let replacing = self.spec().layers.into_iter().take(top + 2 - count).collect();
+        let layers = disk.frozen_layers();
+        disk.rebase(old_top.as_fd(), replacing).unwrap();
+        assert_eq!(disk.frozen_layers(), layers + 1 - count);
+    }
+
     fn content(&self) -> Vec<u8> {
         let mut content = Vec::new();
         let mut base = &self.base;
@@ -82,11 +107,30 @@ fn write(disk: &mut Disk, offset: u64, mut bytes: Vec<u8>) -> std::io::Result<()
 
 #[derive(Debug, Clone)]
 enum Step {
-    Write { sector: u64, sectors: u64, fill: u8 },
-    Zero { sector: u64, sectors: u64 },
-    Discard { sector: u64, sectors: u64 },
-    Read { sector: u64, sectors: u64 },
+    Write {
+        sector: u64,
+        sectors: u64,
+        fill: u8,
+    },
+    Zero {
+        sector: u64,
+        sectors: u64,
+    },
+    Discard {
+        sector: u64,
+        sectors: u64,
+    },
+    Read {
+        sector: u64,
+        sectors: u64,
+    },
     Freeze,
+    /// Makes one of some layers, and lets the disk go on with it and those up to another.
+    Merge {
+        first: usize,
+        count: usize,
+        top: usize,
+    },
     Reopen,
 }
 
@@ -97,7 +141,8 @@ fn step() -> impl Strategy<Value = Step> {
         2 => range().prop_map(|(sector, sectors)| Step::Zero { sector, sectors }),
         2 => range().prop_map(|(sector, sectors)| Step::Discard { sector, sectors }),
         4 => range().prop_map(|(sector, sectors)| Step::Read { sector, sectors }),
-        1 => Just(Step::Freeze),
+        2 => Just(Step::Freeze),
+        1 => (0..8_usize, 2..5_usize, 0..8_usize).prop_map(|(first, count, top)| Step::Merge { first, count, top }),
         1 => Just(Step::Reopen),
     ]
 }
@@ -143,6 +188,7 @@ proptest! {
                 }
                 Step::Freeze if files.layers.len() < MAX_LAYERS => files.freeze(&mut disk).unwrap(),
                 Step::Freeze => {}
+                Step::Merge { first, count, top } => files.merge(&mut disk, first, count, top),
                 // What is not frozen is lost with its VM: a clone starts from frozen layers only.
                 Step::Reopen => {
                     files.freeze(&mut disk).unwrap();
@@ -206,7 +252,7 @@ fn every_truncation_and_every_flipped_bit_of_a_map_is_refused() {
 fn a_sealed_payload_that_lies_is_refused() {
     let with = |size: u32, blocks: u64, bits: &[u8]| {
         let payload = [&size.to_le_bytes()[..], &blocks.to_le_bytes(), bits].concat();
-        LayerMap::decode(&sealed::seal(&MAGIC, VERSION, &payload))
+        LayerMap::decode(&sealed::seal(&MAGIC, BITMAP, &payload))
     };
     assert!(with(4096, 12, &[0xff, 0x0f]).is_ok());
     assert!(matches!(with(512, 12, &[0, 0]), Err(LayerMapError::BlockBytes(512))));
@@ -214,9 +260,89 @@ fn a_sealed_payload_that_lies_is_refused() {
     assert!(matches!(with(4096, 17, &[0, 0]), Err(LayerMapError::Bitmap { expected: 3, got: 2, .. })));
     assert!(matches!(with(4096, 8, &[0, 0]), Err(LayerMapError::Bitmap { expected: 1, got: 2, .. })));
     assert!(matches!(with(4096, 12, &[0, 0x10]), Err(LayerMapError::Stray(12))));
-    let short = LayerMap::decode(&sealed::seal(&MAGIC, VERSION, &[0; 11]));
+    let short = LayerMap::decode(&sealed::seal(&MAGIC, BITMAP, &[0; 11]));
     assert!(matches!(short, Err(LayerMapError::Short(11))));
-    assert!(matches!(LayerMap::decode(&sealed::seal(&MAGIC, 2, b"")), Err(LayerMapError::Seal(_))));
+    assert!(matches!(LayerMap::decode(&sealed::seal(&MAGIC, 3, b"")), Err(LayerMapError::Seal(_))));
+}
+
+#[test]
+fn a_map_is_written_in_the_shorter_way_and_read_in_both() {
+    let mut map = LayerMap::empty(1024).unwrap();
+    let version = |map: &LayerMap| {
+        let bytes = map.encode();
+        assert_eq!(&LayerMap::decode(&bytes).unwrap(), map);
+        (sealed::open(&MAGIC, BITMAP..=RUNS, 1 << 20, &bytes).unwrap().0, bytes.len())
+    };
+    assert_eq!(version(&map), (RUNS, sealed::HEADER_BYTES + 12));
+    map.insert_run(&(3..900));
+    assert_eq!(version(&map), (RUNS, sealed::HEADER_BYTES + 12 + 8));
+    (0..14).for_each(|n| map.insert(902 + 2 * n));
+    assert_eq!(version(&map), (RUNS, sealed::HEADER_BYTES + 12 + 8 * 15));
+    map.insert(1023);
+    assert_eq!(version(&map), (BITMAP, sealed::HEADER_BYTES + 12 + 128));
+    let mut whole = LayerMap::empty(1021).unwrap();
+    whole.insert_run(&(0..5000));
+    assert_eq!((whole.present(), whole.runs().collect::<Vec<_>>()), (1021, vec![0..1021]));
+}
+
+#[test]
+fn runs_that_lie_are_refused() {
+    let with = |blocks: u64, runs: &[[u32; 2]]| {
+        let runs: Vec<u8> = runs.iter().flatten().flat_map(|n| n.to_le_bytes()).collect();
+        let payload = [&4096_u32.to_le_bytes()[..], &blocks.to_le_bytes(), &runs].concat();
+        LayerMap::decode(&sealed::seal(&MAGIC, RUNS, &payload))
+    };
+    assert_eq!(with(12, &[[0, 3], [4, 8]]).unwrap().present(), 11);
+    for (runs, number) in [
+        (&[[0, 13]][..], 0),
+        (&[[12, 1]], 0),
+        (&[[0, 0]], 0),
+        (&[[0, 3], [3, 1]], 1),
+        (&[[4, 1], [0, 1]], 1),
+        (&[[0, 1], [u32::MAX, u32::MAX]], 1),
+    ] {
+        let error = with(12, runs).unwrap_err();
+        assert!(matches!(error, LayerMapError::Run { number: n, .. } if n == number), "{runs:?}: {error}");
+    }
+    let odd = [&4096_u32.to_le_bytes()[..], &12_u64.to_le_bytes(), &[0; 9]].concat();
+    assert!(matches!(LayerMap::decode(&sealed::seal(&MAGIC, RUNS, &odd)), Err(LayerMapError::Runs(9))));
+    assert!(matches!(with(u64::MAX, &[]), Err(LayerMapError::Blocks(u64::MAX))));
+}
+
+#[test]
+fn layers_that_are_not_those_of_the_disk_do_not_get_under_it() {
+    let mut files = Files::new(SIZE);
+    let mut disk = files.open().unwrap();
+    for block in 0..3 {
+        write(&mut disk, block * DISK_BLOCK_BYTES, vec![block as u8 + 1; 4096]).unwrap();
+        files.freeze(&mut disk).unwrap();
+    }
+    let layers = |places: &[usize]| -> Vec<LayerSpec> {
+        let mut all: Vec<_> = files.spec().layers.into_iter().map(Some).collect();
+        places.iter().map(|at| all[*at].take().unwrap()).collect()
+    };
+    let same = |disk: &Disk| {
+        assert_eq!(disk.frozen_layers(), 3);
+        assert_eq!(read(disk, 0, 3 * 4096).unwrap(), [[1; 4096], [2; 4096], [3; 4096]].concat());
+    };
+    let (second, other) = (files.layers[1].0.as_fd(), file());
+    let error = disk.rebase(other.as_fd(), layers(&[0, 1])).unwrap_err().to_string();
+    assert!(error.contains("a frozen layer of this disk"), "{error}");
+    same(&disk);
+    let error = disk.rebase(second, layers(&[0])).unwrap_err();
+    assert!(matches!(error, OpenDiskError::Differs { block: 1, was: 2, now: 0 }), "{error}");
+    same(&disk);
+    // Block 2 is in the third layer, which stays above.
+    disk.rebase(second, layers(&[0, 1])).unwrap();
+    same(&disk);
+    disk.rebase(second, layers(&[1, 0])).unwrap();
+    same(&disk);
+    let foreign = file();
+    (&foreign).write_all(&LayerMap::empty(BLOCKS + 1).unwrap().encode()).unwrap();
+    let maps = [files.layers[0].1.as_fd(), foreign.as_fd()];
+    assert!(matches!(Merge::of(&maps), Err(MergeError::Blocks { number: 2, .. })));
+    assert!(matches!(Merge::of(&[]), Err(MergeError::Count(0))));
+    assert!(matches!(Merge::of(&[other.as_fd()]), Err(MergeError::Map { number: 1, .. })));
 }
 
 #[test]

@@ -53,7 +53,7 @@ use gate::{Gate, lock};
 use kvm_ioctls::{IoEventAddress, VmFd};
 use slot::{Kind, Slot};
 use std::io;
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -103,6 +103,14 @@ pub enum DeviceError {
         expected: usize,
         /// Media.
         got: usize,
+    },
+    /// No such disk.
+    #[error("disk {number}: expected one below {expected}")]
+    NoDisk {
+        /// Which was asked for, from 0.
+        number: usize,
+        /// Disks of this VM.
+        expected: usize,
     },
     /// A disk was refused.
     #[error("disk {number}: {source}")]
@@ -359,7 +367,6 @@ impl DeviceSet {
     /// # Errors
     /// [`DeviceError`]; no layer was frozen, the files may have been written to.
     pub fn freeze_layers(&self, files: Vec<(OwnedFd, OwnedFd)>) -> Result<(), DeviceError> {
-        use std::os::fd::AsFd as _;
         if !self.gate.paused() {
             return Err(DeviceError::NotPaused("freeze"));
         }
@@ -378,6 +385,20 @@ impl DeviceSet {
             slot.with_disk(|disk| disk.freeze(next));
         }
         Ok(())
+    }
+
+    /// Puts other frozen layers in the place of those of disk `number` up to `top`; requests wait meanwhile.
+    ///
+    /// # Errors
+    /// There is no such disk, or [`Disk::rebase`] refuses them.
+    pub fn rebase(&self, number: u8, top: &OwnedFd, layers: Vec<LayerSpec>) -> Result<(), DeviceError> {
+        let number = usize::from(number);
+        let rebase = |slot: &Slot| slot.with_disk(|disk| disk.rebase(top.as_fd(), layers));
+        let rebased = self.slots.get(number).and_then(rebase);
+        let expected = self.slots.iter().filter(|slot| slot.is_disk()).count();
+        rebased
+            .ok_or(DeviceError::NoDisk { number, expected })?
+            .map_err(|source| DeviceError::Disk { number, source })
     }
 
     /// Which frames hold which blocks, as far as disks moved them since this VM was made. Layers are numbered as after a freeze

@@ -164,6 +164,12 @@ pub enum SaveError {
     /// Memory could not be written.
     #[error("save")]
     Memory(#[from] memory::DumpError),
+    /// Layers without a map.
+    #[error("rebase: expected the data of a layer, then data and map of each new one, got {0} descriptors")]
+    Pairs(usize),
+    /// The disk refused.
+    #[error("rebase")]
+    Rebase(#[source] DeviceError),
     /// Nobody notes what this VM touches.
     #[error("working set: expected a VM that was started to be recorded")]
     NotRecorded,

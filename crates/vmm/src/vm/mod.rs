@@ -25,7 +25,7 @@ pub use restore::Files;
 pub use shell::{Host, Shell};
 
 use crate::control::Status;
-use crate::disk::page_map;
+use crate::disk::{LayerSpec, page_map};
 use crate::jail;
 use crate::memory::{self, working_set};
 use crate::state::{self, VmState};
@@ -169,6 +169,23 @@ impl Vm {
             layers.push((map, writable));
         }
         self.shell.devices.freeze_layers(layers).map_err(SaveError::Disks)
+    }
+
+    /// Puts other frozen layers in the place of a disk's lower ones, with `fds` as
+    /// [`Command::Rebase`](crate::control::Command::Rebase) says.
+    ///
+    /// # Errors
+    /// They are not such layers; the disk is as it was.
+    pub fn rebase(&self, disk: u8, fds: Vec<OwnedFd>) -> Result<(), SaveError> {
+        let got = fds.len();
+        let mut fds = fds.into_iter();
+        let top = fds.next().ok_or(SaveError::Pairs(got))?;
+        let mut layers = Vec::new();
+        while let Some(data) = fds.next() {
+            let map = fds.next().ok_or(SaveError::Pairs(got))?;
+            layers.push(LayerSpec { data, map });
+        }
+        self.shell.devices.rebase(disk, &top, layers).map_err(SaveError::Rebase)
     }
 
     /// Writes which pages were touched since the restore; of a VM that was not started to be recorded, which were written.

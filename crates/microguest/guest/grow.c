@@ -1,0 +1,102 @@
+/* A guest that is cloned and snapshotted again and again: it writes blocks and pages when it is told, remembers which, and can tell
+ * whether all of them are as the last that wrote them left them. See ../src/lib.rs, `Growth`. */
+#include "guest.h"
+
+enum { SLOTS = 8192 };
+
+/* Which seed wrote a slot's block and page last; 0: none. In RAM, so every snapshot has its own. */
+static volatile u32 owners[SLOTS];
+static volatile u64 buffer[PAGE / 8] __attribute__((aligned(PAGE)));
+
+static int owned(const volatile u64 *at, u64 seed, u64 slot) {
+    return seed ? at[0] == word(seed, slot) && at[511] == ~word(seed, slot) : !at[0] && !at[511];
+}
+
+static void own(volatile u64 *at, u64 seed, u64 slot) {
+    at[0] = word(seed, slot);
+    at[511] = ~word(seed, slot);
+}
+
+static u64 next(u64 *state) {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    return (*state >> 32) % SLOTS;
+}
+
+/* Between any two of these steps the VM may be snapshotted: a clone does the rest, to its own disk and memory. */
+static const char *write_slot(u64 seed, u64 slot, u64 stride) {
+    own(buffer, seed, slot);
+    const char *failed = disk_move(slot * stride, (void *)buffer, 1);
+    if (failed) return failed;
+    own(page(slot), seed, slot);
+    owners[slot] = (u32)seed;
+    return 0;
+}
+
+static const char *write(u64 seed, u64 count, u64 stride) {
+    u64 state = seed * 2 + 1;
+    for (u64 n = 0; n < count; n++) {
+        const char *failed = write_slot(seed, next(&state), stride);
+        if (failed) return failed;
+    }
+    return 0;
+}
+
+/* Writes slots, each with another seed, until the generation changes. */
+static const char *churn(u64 seed, u64 stride, u64 generation) {
+    volatile u64 *id = (volatile u64 *)generation;
+    u64 low = id[0], high = id[1], state = seed * 2 + 1;
+    put("churning\n");
+    for (; id[0] == low && id[1] == high; seed++) {
+        const char *failed = write_slot(seed, next(&state), stride);
+        if (failed) return failed;
+    }
+    return 0;
+}
+
+static const char *look(u64 stride, u64 *slot, u64 *found) {
+    for (*slot = 0; *slot < SLOTS; (*slot)++) {
+        const char *failed = disk_move(*slot * stride, (void *)buffer, 0);
+        if (failed) return failed;
+        if (!owned(buffer, owners[*slot], *slot)) return "another block";
+        if (!owned(page(*slot), owners[*slot], *slot)) return "another page";
+        *found += owners[*slot] != 0;
+    }
+    return 0;
+}
+
+static const char *obey(u64 seed, char what, u64 count, u64 generation) {
+    u64 blocks = 0, slot = 0, found = 0;
+    const char *failed = disk_open(&blocks);
+    if (!failed && blocks < SLOTS) failed = "the disk is too small";
+    if (!failed && what == 'g') failed = write(seed, count, blocks / SLOTS);
+    if (!failed && what == 'c') failed = churn(seed, blocks / SLOTS, generation);
+    if (!failed && what == 'l') failed = look(blocks / SLOTS, &slot, &found);
+    if (failed) {
+        put("failed: ");
+        put(failed);
+        put(", slot ");
+        put_hex(slot);
+    } else {
+        put(what == 'l' ? "found " : "grown ");
+        put_hex(what == 'l' ? found : seed);
+    }
+    put("\n");
+    return failed;
+}
+
+void grow(u64 generation, u64 count, u64 seeds) {
+    volatile u32 *id = (volatile u32 *)generation;
+    for (u64 seed = 1; seed <= seeds; seed++)
+        if (obey(seed, 'g', count, generation)) halt();
+    for (char what = 0;;) {
+        if (what != 'c') {
+            put("ready\n");
+            until(generation);
+        }
+        what = (char)id[1];
+        if (id[2] != 0x68434644 || id[3] != 0x0a6e6961) halt(); /* "DFChain\n" */
+        if (obey(id[0], what, count, generation)) halt();
+    }
+}

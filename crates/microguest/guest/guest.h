@@ -1,0 +1,22 @@
+/* What the files of the microguest share. */
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long u64;
+
+enum { PAGE = 4096 };
+static const u64 PATTERN_BASE = 0x2000000; /* 32 MiB: above the guest itself */
+
+static inline volatile u64 *page(u64 n) { return (volatile u64 *)(PATTERN_BASE + n * PAGE); }
+static inline u64 word(u64 seed, u64 n) { return (seed + n + 1) * 0x9e3779b97f4a7c15ul; }
+
+void put(const char *text);
+void put_hex(u64 n);
+__attribute__((noreturn)) void halt(void);
+void until(u64 generation);
+
+/* grow.c */
+__attribute__((noreturn)) void grow(u64 generation, u64 count, u64 seeds);
+/* disk.c: both return 0, or why not. */
+const char *disk_open(u64 *blocks);
+const char *disk_move(u64 block, void *buffer, int write);
