@@ -30,7 +30,7 @@ fn a_large_layer_is_not_copied_for_a_small_one() {
     assert_eq!(plan(&[1000 * MIB, MIB, MIB, MIB], 4), [0..1, 1..2, 2..3, 3..4]);
     assert_eq!(plan(&[1000 * MIB, MIB, MIB, MIB, MIB], 4), [0..1, 1..5]);
     assert_eq!(plan(&[MIB, 1000 * MIB, 5 * MIB, MIB, MIB], 4), [0..1, 1..2, 2..3, 3..5]);
-    assert_eq!(plan(&[MIB; 64], 4), [0..64]);
+    assert!(plan(&[MIB; 64], 4).iter().eq([&(0..64)]));
     // What N snapshots of one VM that writes 1 MiB before each copy in all.
     let (mut sizes, mut copied) = (vec![1000 * MIB], 0);
     for _ in 0..100 {
