@@ -169,7 +169,7 @@ impl Client {
     /// Several in one packet: all are there before the first is served.
     pub fn requests(&mut self, requests: &[&Request]) {
         let frame = |request| encode(FrameKind::Request, &serde_json::to_vec(request).unwrap());
-        let packet: Vec<u8> = requests.iter().flat_map(|request| frame(request)).collect();
+        let packet: Vec<u8> = requests.iter().copied().flat_map(frame).collect();
         self.stream.write_all(&packet).unwrap();
     }
 
