@@ -14,7 +14,7 @@
 //!             ├──▶ exec ──▶ spawn, cage, users
 //!             ├──▶ archive
 //!             ├──▶ identity
-//!             └──▶ stat, power
+//!             └──▶ stat, power, priority
 //! ```
 
 pub mod archive;
@@ -25,6 +25,7 @@ pub mod identity;
 pub mod init;
 pub mod kernel;
 pub mod power;
+pub mod priority;
 pub mod server;
 pub mod stat;
 pub mod vsock;

@@ -14,6 +14,7 @@ use crate::exec::{self, Programs};
 use crate::gate::{Gate, Refusal, Wish};
 use crate::identity;
 use crate::kernel::Kernel;
+use crate::priority;
 use crate::stat;
 use crate::wire::{Buffers, Conn, PATIENCE, WireError};
 use dayfly_api::agent::{Failure, FailureCode, FrameKind, Ready, Reply, Request};
@@ -130,6 +131,7 @@ impl Agent {
     }
 
     fn work(self: &Arc<Self>, listener: &Arc<dyn Listener>) {
+        priority::after_programs();
         let mut buffers = Buffers::default();
         loop {
             let fd = match listener.accept() {

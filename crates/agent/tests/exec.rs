@@ -65,6 +65,27 @@ fn a_program_starts_clean() {
     let fields: Vec<&str> = text.rsplit(") ").next().unwrap().split(' ').collect();
     let (group, session) = (fields[2], fields[3]);
     assert_eq!((group, session), (out.pid.to_string().as_str(), out.pid.to_string().as_str()));
+    // SCHED_OTHER, though the agent's own threads are SCHED_BATCH (3): field 41 of proc_pid_stat(5).
+    assert_eq!(fields[41 - 3], "0", "{text}");
+}
+
+#[test]
+fn that_a_program_runs_is_told_with_its_first_output_or_soon() {
+    let guest = Guest::start();
+    let told = |script: &str| {
+        let mut client = guest.connect();
+        let begun = Instant::now();
+        let pid = started(&mut client, sh(script));
+        (begun.elapsed(), client, pid)
+    };
+    let (after, mut client, pid) = told("sleep 0.05; echo here; sleep 0.3");
+    assert!(after >= Duration::from_millis(50), "told {after:?} after the start, alone");
+    let begun = Instant::now();
+    let out = client.output(pid);
+    assert_eq!((out.text().as_str(), out.exit.code), ("here\n", Some(0)));
+    assert!(begun.elapsed() >= Duration::from_millis(200), "its output waited for its end");
+    let (after, _client, _) = told("sleep 5");
+    assert!(after < Duration::from_secs(2), "a silent program is told of {after:?} after its start");
 }
 
 #[test]

@@ -69,20 +69,25 @@ impl Kinds {
         } else {
             &mut self.shell
         };
-        let in_timeline = |phase: &str| timeline.iter().find(|(p, _)| p == phase).map(|(_, us)| *us);
-        // The timeline counts from when the daemon had read the request; the guest's write is known in both clocks.
-        let written =
-            in_timeline("vmm: first port write").context("a timeline without the first port write")?;
-        let asked_us = birth.took_us().saturating_sub(written);
-        kind.phases.add("daemon asked", asked_us);
-        for (phase, us) in timeline {
-            kind.phases.add(phase, asked_us + us);
-        }
-        kind.phases.add("client has the answer", birth.answered_us - birth.sent_us);
+        note_phases(&mut kind.phases, birth, timeline)?;
         kind.us.push(birth.took_us());
         kind.answers.push(birth.answered_us - birth.sent_us);
         Ok(())
     }
+}
+
+/// Adds what a birth's timeline tells, since the request was sent.
+pub fn note_phases(phases: &mut Phases, birth: &Birth, timeline: &[(String, u64)]) -> Result<()> {
+    let written = timeline.iter().find(|(phase, _)| phase == "vmm: first port write").map(|(_, us)| *us);
+    // The timeline counts from when the daemon had read the request; the guest's write is known in both clocks.
+    let asked_us =
+        birth.took_us().saturating_sub(written.context("a timeline without the first port write")?);
+    phases.add("daemon asked", asked_us);
+    for (phase, us) in timeline {
+        phases.add(phase, asked_us + us);
+    }
+    phases.add("client has the answer", birth.answered_us - birth.sent_us);
+    Ok(())
 }
 
 /// Runs it.

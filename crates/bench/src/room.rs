@@ -211,7 +211,8 @@ impl Room {
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        bail!("the pool did not fill:\n{}", self.log())
+        let (all, primed) = before.0;
+        bail!("the pool did not fill within {WITHIN:?}: {all} wait, {primed} of them clones:\n{}", self.log())
     }
 
     /// Stops the daemon and counts the processes that are still there: there should be none.

@@ -1,10 +1,9 @@
-//! Many VMs: 512 asked for at once, and the n-th one beside all that were born before it.
+//! Many VMs: 512 asked for at once, and the n-th one beside all that were born before it ([`nth`]).
 //!
 //! `at_once_512_first` is what a daemon does that has never been asked for so many: nearly all of them are made from nothing. It then
 //! expects that such a burst comes again (`dayfly_daemon::vm::pool`), and `at_once_512` are those after it.
-//!
-//! The n-th birth is the median of nine births around n, each after the pool had the time to fill; `nth_back_to_back` are those
-//! just before, one right after the other.
+
+mod nth;
 
 use crate::birth::{MEMORY_BYTES, words};
 use crate::common::{self, median, ratio, shown};
@@ -14,21 +13,13 @@ use crate::room::Room;
 use anyhow::Result;
 use dayfly_api::types::{CreateManyRequest, RemoveManyRequest, Source};
 use dayfly_units::{Name, VmId};
-use serde_json::{Map, json};
+use nth::Nth;
+use serde_json::json;
 use std::collections::BTreeMap;
-use std::ops::RangeInclusive;
 use std::path::Path;
 
 const AT_ONCE: usize = 512;
 const ROUNDS: usize = 3;
-/// Births around n whose median is the n-th.
-const WINDOW: usize = 9;
-
-/// The births that stand for the n-th of `last`.
-fn window(n: usize, last: usize) -> RangeInclusive<usize> {
-    let first = n.saturating_sub(WINDOW / 2).max(1).min(last.saturating_sub(WINDOW - 1).max(1));
-    first..=(first + WINDOW - 1).min(last)
-}
 
 /// What asking for many at once took, in microseconds.
 pub struct AtOnce {
@@ -87,32 +78,7 @@ pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Resul
     let per_floor = before.saturating_sub(common::settled_available()?) / AT_ONCE as u64;
     floor.end_us()?;
 
-    let marks: Vec<usize> = [1, 64, 256, 512, 1024, 2000].into_iter().filter(|n| *n <= last).collect();
-    let calm: Vec<_> = marks.iter().map(|n| window(*n, last)).collect();
-    room.pool_is_full().await?;
-    let (before, waited) = (common::settled_available()?, room.waiting().await?.0);
-    let (mut ids, mut took) = (Vec::new(), Vec::new());
-    for n in 1..=last {
-        if calm.iter().any(|window| window.contains(&n)) {
-            room.pool_is_full().await?;
-        }
-        let birth = room.birth(&name).await?;
-        took.push(birth.took_us());
-        ids.push(birth.vm.id);
-    }
-    room.pool_is_full().await?;
-    // Those that wait in the pool weigh as much as those that were asked for.
-    let weighed = (last + room.waiting().await?.0).saturating_sub(waited) as u64;
-    let per_clone = before.saturating_sub(common::settled_available()?) / weighed.max(1);
-    let of = |range: RangeInclusive<usize>| median(&took[range.start() - 1..*range.end()]);
-    let nth: Vec<u64> = calm.iter().map(|window| of(window.clone())).collect();
-    let busy: Vec<Option<u64>> = calm
-        .iter()
-        .map(|window| {
-            (*window.start() > 2 * WINDOW).then(|| of(window.start() - WINDOW..=window.start() - 1))
-        })
-        .collect();
-    let removed_us = remove_all(&room, &ids).await?;
+    let nth = Nth::measure(&room, &name, last).await?;
 
     // A daemon that has seen no such burst has made next to nothing ahead for it.
     room.stop()?;
@@ -167,31 +133,13 @@ pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Resul
 
     let leaked = room.end()?;
 
-    println!("  {:>8}{:>14}{:>18}", "n", "n-th birth", "back to back");
-    for ((n, us), busy) in marks.iter().zip(&nth).zip(&busy) {
-        println!("  {n:>8}{:>14}{:>18}", shown(*us), busy.map(shown).unwrap_or_default());
-    }
-    println!("  memory of an idle clone: {} KiB, of the floor's: {} KiB", per_clone >> 10, per_floor >> 10);
+    nth.print(per_floor);
     println!("  leaked processes: {leaked}");
-    #[expect(clippy::cast_precision_loss, reason = "milliseconds for people")]
-    let ms = |us: u64| us as f64 / 1000.0;
-    let by_n = |values: &mut dyn Iterator<Item = Option<u64>>| -> Map<String, serde_json::Value> {
-        marks.iter().zip(values).filter_map(|(n, us)| Some((n.to_string(), ms(us?).into()))).collect()
-    };
     let mut value = json!({
         "at_once_512": at_once(AT_ONCE),
         "at_once_512_first": {
             "all_us": first.all_us, "answered_us": first.answered_us, "floor_us": first_floor,
             "ratio_to_floor": ratio(first.all_us, first_floor),
-        },
-        "nth": by_n(&mut nth.iter().copied().map(Some)),
-        "nth_back_to_back": by_n(&mut busy.iter().copied()),
-        "last_to_first": ratio(nth.last().copied().unwrap_or(0), nth[0]),
-        "one_after_another": last,
-        "removed_at_once_us": removed_us,
-        "memory": {
-            "per_clone_bytes": per_clone, "per_floor_bytes": per_floor,
-            "over_floor_bytes": per_clone.saturating_sub(per_floor),
         },
         "load": common::load(),
         "leaked": leaked,
@@ -199,16 +147,16 @@ pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Resul
     if full {
         value["at_once_2000"] = at_once(2000);
     }
+    if let Some(value) = value.as_object_mut() {
+        nth.write(per_floor, value);
+    }
     common::write(out, "scale.json", &value)?;
-    #[expect(clippy::cast_precision_loss, reason = "a drawing")]
-    let points = took.iter().enumerate().map(|(n, us)| ((n + 1) as f64, ms(*us)));
-    let points = Curve { label: "each birth".into(), points: points.collect() };
     Plot {
         title: "The n-th birth, beside all that were born before it".into(),
         x: "n",
         y: "milliseconds",
         log_x: false,
-        curves: vec![points],
+        curves: vec![nth.curve()],
     }
     .write(out, "scale.svg")?;
     Plot {
@@ -219,17 +167,4 @@ pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Resul
         curves: vec![Curve::cdf("dayfly", &each_us)],
     }
     .write(out, "scale-at-once.svg")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn windows_are_nine_births_around_n() {
-        assert_eq!(window(1, 512), 1..=9);
-        assert_eq!(window(64, 512), 60..=68);
-        assert_eq!(window(512, 512), 504..=512);
-        assert_eq!(window(1, 4), 1..=4);
-    }
 }

@@ -36,7 +36,7 @@ pub struct Daemon {
     /// Turns to make VMMs that somebody waits for: two for each CPU.
     pub makers: Arc<Semaphore>,
     /// What is made ahead of demand.
-    pub pool: Pool,
+    pub pool: Arc<Pool>,
     /// What is counted and timed.
     pub metrics: Metrics,
     /// Images, kernels, snapshots, layers.
@@ -67,7 +67,7 @@ impl Daemon {
             berths: Berths::new(&config),
             zygotes: Zygotes::new(&config, &nodes),
             nodes,
-            pool: Pool::new(config.pool),
+            pool: Arc::new(Pool::new(config.pool)),
             config,
             metrics: Metrics::default(),
             depot,

@@ -6,7 +6,8 @@ use crate::ndjson::Teller;
 use crate::relay::{self, Ended, RelayError};
 use crate::time::Asked;
 use crate::vm::agent_link::{self, AgentLink, LinkError, read_frame, write_frame};
-use crate::vm::birth::{self, Newborn, Order};
+use crate::vm::birth::{self, Newborn, Next, Order};
+use crate::vm::pool::Lasting;
 use crate::vm::{Vm, inspect};
 use bytes::BytesMut;
 use dayfly_api::agent::{ExecSpec, Exit, Frame, FrameKind, Reply, Request};
@@ -107,7 +108,7 @@ pub async fn exec(daemon: Arc<Daemon>, vm: Arc<Vm>, client: Client) {
     tokio::select! {
         () = async {
             match caller.request::<ExecSpec>(daemon.config.deadlines.first_frame).await {
-                Ok(spec) => serve(&daemon, &vm, Program::New(spec), false, &mut caller).await,
+                Ok(spec) => serve(&daemon, &vm, Program::New(spec), None, false, &mut caller).await,
                 Err(fault) => caller.fail(fault).await,
             }
         } => {}
@@ -137,21 +138,32 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
                 Err(Gone) => return,
             };
             let vm = born.vm();
-            let program = born.take_next_link().map_or(Program::New(request.exec), Program::Asked);
+            let (program, lasting) = match born.take_next() {
+                Some(Next { link, lasting }) => (Program::Asked(link), Some(lasting)),
+                None => (Program::New(request.exec), None),
+            };
             if request.keep {
                 let _lives_on = born.keep();
             } else {
                 newborn = Some(born);
             }
-            serve(&daemon, &vm, program, !request.keep, &mut caller).await;
+            serve(&daemon, &vm, program, lasting, !request.keep, &mut caller).await;
         } => {}
         () = stop.cancelled() => {}
     }
     drop(newborn);
 }
 
-/// Runs one program and tells the client of it. With `last` the VM goes when it ends.
-async fn serve(daemon: &Daemon, vm: &Vm, program: Program, last: bool, caller: &mut Caller) {
+/// Runs one program and tells the client of it. A birth is `lasting` until the program's first output or its end. With `last` the VM goes
+/// when it ends.
+async fn serve(
+    daemon: &Daemon,
+    vm: &Vm,
+    program: Program,
+    lasting: Option<Lasting>,
+    last: bool,
+    caller: &mut Caller,
+) {
     let started = match caller.while_there(start(daemon, vm, program)).await {
         Ok(started) => started,
         Err(Gone) => return,
@@ -167,7 +179,12 @@ async fn serve(daemon: &Daemon, vm: &Vm, program: Program, last: bool, caller: &
     let (mut from_agent, mut to_agent) = agent.into_split();
     let early = caller.early.split();
     let ended = tokio::select! {
-        ended = relay::outwards(&mut from_agent, &mut caller.write) => ended,
+        ended = async {
+            // What comes then is read, and an error met, by the relay.
+            let _ = from_agent.readable().await;
+            drop(lasting);
+            relay::outwards(&mut from_agent, &mut caller.write).await
+        } => ended,
         () = async {
             let _ = to_agent.write_all(&early).await;
             relay::inwards(&mut caller.read, &mut to_agent).await;

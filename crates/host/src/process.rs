@@ -145,31 +145,6 @@ impl Process {
         self.signal(Signal::KILL)
     }
 
-    /// Frees its memory now, on this thread and this thread's CPU, while it is still being torn down (process_mrelease(2), Linux
-    /// 5.15): when it returns, the memory that was only its own can be used again, however long the end of the process
-    /// itself takes. It was [`Self::kill`]ed before.
-    ///
-    /// # Errors
-    /// ESRCH where its memory is gone already is no error; others say that the kernel could not, and the process does it when it
-    /// ends.
-    pub fn release_memory(&self) -> io::Result<()> {
-        use std::os::fd::AsRawFd;
-        loop {
-            // SAFETY: process_mrelease(2) with a pidfd that lives and no flags; it touches nothing of this process.
-            let result = unsafe { libc::syscall(libc::SYS_process_mrelease, self.pidfd.as_raw_fd(), 0) };
-            if result == 0 {
-                return Ok(());
-            }
-            let error = io::Error::last_os_error();
-            match error.raw_os_error() {
-                Some(libc::ESRCH) => return Ok(()),
-                // Some of it was being changed just now.
-                Some(libc::EAGAIN | libc::EINTR) => {}
-                _ => return Err(error),
-            }
-        }
-    }
-
     /// Waits until it ended, at most `timeout` (`None`: for ever), and reaps it where it is our child. `None`: it runs on.
     ///
     /// # Errors

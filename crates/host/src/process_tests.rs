@@ -9,17 +9,6 @@ fn sleeper() -> Process {
 }
 
 #[test]
-fn memory_is_released_only_from_a_process_that_ends() {
-    let process = sleeper();
-    assert!(process.release_memory().is_err(), "it has not been killed");
-    assert!(process.is_alive().unwrap());
-    process.kill().unwrap();
-    process.release_memory().unwrap();
-    process.wait(None).unwrap();
-    process.release_memory().unwrap();
-}
-
-#[test]
 fn a_process_is_found_again_by_its_identity_and_only_by_it() {
     let process = sleeper();
     let id = process.id();

@@ -108,9 +108,17 @@ static void map_high(void) {
     }
 }
 
-/* Writes one word to each page of [from, end); the least that makes a page this VM's own. */
+/* Writes one word to each page of [from, end); the least that makes a page this VM's own. Eight pages to a turn: where KVM emulates each
+ * instruction, counting them took longer than the writes. */
 static void touch(u64 from, u64 end) {
-    for (u64 at = from; at < end; at += PAGE) *(volatile u64 *)at = at;
+    const u64 words = PAGE / sizeof(u64);
+    u64 at = from;
+    for (; at + 8 * PAGE <= end; at += 8 * PAGE) {
+        volatile u64 *page = (volatile u64 *)at;
+        page[0] = page[words] = page[2 * words] = page[3 * words] = at;
+        page[4 * words] = page[5 * words] = page[6 * words] = page[7 * words] = at;
+    }
+    for (; at < end; at += PAGE) *(volatile u64 *)at = at;
 }
 
 /* One pass of a counting sort, stable, by eight bits of the keys. */

@@ -19,16 +19,20 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid};
 use rustix::termios::tcsetwinsize;
+use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How long output is awaited that something else than the ended program may still write to its streams.
 const GRACE: Duration = Duration::from_millis(50);
-/// How long after its start a program's first output may wait for more, so that the whole answer of a short program
+/// How long the news that a program runs may wait for its first output, so that the whole answer of a short program
 /// goes out at once: over virtio every message costs an exit and an interrupt on each side. A program that takes input
 /// is answered at once, since its client may wait for that.
-const GATHER: Duration = Duration::from_millis(10);
+const SILENT: Duration = Duration::from_millis(100);
+/// How long that first output may wait for more then: a quarter of the time that it took to come, within these bounds. A short program's end
+/// comes sooner.
+const GATHER: RangeInclusive<Duration> = Duration::from_millis(2)..=Duration::from_millis(10);
 /// Bytes that are gathered before they go out in any case.
 const GATHER_BYTES: usize = 32 << 10;
 /// What is read from a program at once: a pipe's usual capacity.
@@ -58,6 +62,7 @@ struct Session<'a> {
     /// Whether that frame's rest waits for the program.
     blocked: bool,
     deadline: Option<Instant>,
+    started: Instant,
     /// Until when output is gathered.
     gather: Option<Instant>,
     timed_out: bool,
@@ -92,7 +97,8 @@ pub(super) fn run(
         taken: 0,
         blocked: false,
         deadline: spec.timeout_ms.and_then(|ms| Instant::now().checked_add(Duration::from_millis(ms))),
-        gather: (!spec.stdin && !spec.detach).then(|| Instant::now() + GATHER),
+        started: Instant::now(),
+        gather: (!spec.stdin && !spec.detach).then(|| Instant::now() + SILENT),
         timed_out: false,
         gone: false,
         malformed: None,
@@ -129,7 +135,6 @@ impl Session<'_> {
                 if self.gone || dry || (enough && !self.conn.pending()) {
                     return;
                 }
-                self.release();
             } else if self.gone && self.detach {
                 return;
             }
@@ -231,6 +236,14 @@ impl Session<'_> {
         self.gather.is_none() && self.conn.pending()
     }
 
+    /// The first has come: what was gathered waits for little more.
+    fn hurry(&mut self) {
+        if let Some(gather) = &mut self.gather {
+            let quarter = self.started.elapsed() / 4;
+            *gather = (*gather).min(Instant::now() + quarter.clamp(*GATHER.start(), *GATHER.end()));
+        }
+    }
+
     /// No more gathering.
     fn release(&mut self) {
         if self.gather.take().is_some() {
@@ -317,6 +330,7 @@ impl Session<'_> {
                 if let Some(ended) = &mut self.exit {
                     ended.owed = ended.owed.saturating_sub(n as u64);
                 }
+                self.hurry();
                 self.flush_some();
             }
             Err(Errno::INTR | Errno::AGAIN) => {}
@@ -332,6 +346,7 @@ impl Session<'_> {
         };
         let owed = waiting(&self.streams.stdout) + waiting(&self.streams.stderr);
         self.streams.stdin = None;
+        self.hurry();
         let exit = Exit { timed_out: self.timed_out, ..exit };
         self.exit = Some(Ended { exit, until: Instant::now() + GRACE, owed });
     }

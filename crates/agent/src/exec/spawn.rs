@@ -245,6 +245,9 @@ fn prepare_and_exec(shared: &Shared<'_>) -> (Step, i32) {
                 _ => return (Step::Cwd, why),
             }
         }
+        // The agent gives way to programs (`priority`); these do not.
+        let usual = libc::sched_param { sched_priority: 0 };
+        libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const usual);
         // The agent ignores SIGPIPE and blocks every signal; a program starts with neither.
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
         let none: u64 = 0;

@@ -8,7 +8,7 @@
 
 use super::agent_link::{self, AgentLink, LinkError};
 use super::launch::{self, Fds};
-use super::pool::{Guest, Shell};
+use super::pool::{Guest, Lasting, Shell};
 use super::source::{self, CloneOf, Opened, Template};
 use super::state::Event;
 use super::step::{self, Step};
@@ -27,6 +27,7 @@ use std::collections::BTreeMap;
 use std::io::{Read, Seek, SeekFrom};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 use tokio::net::UnixListener;
 use tokio::time::timeout;
 
@@ -34,6 +35,12 @@ use tokio::time::timeout;
 const CONSOLE_READ_BYTES: u64 = 16 << 10;
 /// Of these, what an error shows.
 const CONSOLE_LINES: usize = 20;
+
+/// While a clone's program starts, which takes so many times as long as the clone itself, the pool holds back: the CPU that it takes is the
+/// guest's. An emulated host needs 25 ms and then some 100, one with KVM of its own a twentieth of both.
+const PROGRAM: u32 = 4;
+/// … and so long at most.
+const PROGRAM_AT_MOST: Duration = Duration::from_millis(500);
 
 /// What is to be born.
 #[derive(Debug, Clone)]
@@ -48,7 +55,7 @@ pub struct Order {
     pub ephemeral: bool,
     /// Whether it plays a rehearsal.
     pub part: Part,
-    /// What is asked of its agent as soon as it is who it is: [`Newborn::take_next_link`] gives the link for the answer.
+    /// What is asked of its agent as soon as it is who it is: [`Newborn::take_next`] gives the link for the answer.
     pub next: Option<Request>,
 }
 
@@ -83,13 +90,22 @@ impl Order {
 pub struct Newborn {
     daemon: Arc<Daemon>,
     vm: Option<Arc<Vm>>,
-    next_link: Option<AgentLink>,
+    next: Option<Next>,
+}
+
+/// The answer to [`Order::next`] is on its way.
+#[derive(Debug)]
+pub struct Next {
+    /// Where it comes from.
+    pub link: AgentLink,
+    /// To be dropped with the first of it.
+    pub lasting: Lasting,
 }
 
 impl Newborn {
     /// Where the answer to [`Order::next`] comes from; once.
-    pub fn take_next_link(&mut self) -> Option<AgentLink> {
-        self.next_link.take()
+    pub fn take_next(&mut self) -> Option<Next> {
+        self.next.take()
     }
 
     /// The VM.
@@ -183,7 +199,7 @@ async fn attempt(
     let done = |step| step::done(step, wanted.as_ref());
     done(Step::Source)?;
     let opened_us = asked.elapsed_us();
-    let _birth = daemon.pool.birth();
+    let mut under_way = Some(daemon.pool.birth());
     let facts = opened.facts(order.labels, order.ephemeral);
     let template = opened.template()?.filter(|_| from_pool && order.part == Part::User);
     let ready = template.as_ref().and_then(|template| daemon.pool.node_of(template));
@@ -200,7 +216,7 @@ async fn attempt(
             return Err(Step::Name.failed()(refused).into());
         }
     };
-    let mut newborn = Newborn { daemon: daemon.clone(), vm: Some(vm.clone()), next_link: None };
+    let mut newborn = Newborn { daemon: daemon.clone(), vm: Some(vm.clone()), next: None };
     vm.update(|live| {
         live.disks = opened.disks();
         live.asked_us = Some(asked.at_us());
@@ -258,12 +274,14 @@ async fn attempt(
         result = alive => result,
         () = vm.wait_gone() => Err(Fault::new(ErrorCode::Guest, "its VMM ended")),
     };
-    match result {
-        Ok(link) => newborn.next_link = link.filter(|_| order.next.is_some()),
+    let link = match result {
+        Ok(link) => link.filter(|_| order.next.is_some()),
         Err(fault) => return Err(explain(&vm, fault).await.during(Step::Identity.text()).into()),
-    }
+    };
     done(Step::Identity)?;
     let ready_us = asked.elapsed_us();
+    let longest = Duration::from_micros(ready_us).saturating_mul(PROGRAM).min(PROGRAM_AT_MOST);
+    newborn.next = link.and_then(|link| Some(Next { link, lasting: under_way.take()?.lasting(longest) }));
     vm.update(|live| {
         live.ready_us = Some(ready_us);
         live.timeline.push(("identity taken".into(), ready_us));
@@ -390,7 +408,7 @@ async fn explain(vm: &Arc<Vm>, mut fault: Fault) -> Fault {
         return fault; // there was no VMM
     }
     // Where the VMM is ending, its record says more than a broken connection.
-    let _ = timeout(std::time::Duration::from_millis(300), vm.wait_gone()).await;
+    let _ = timeout(Duration::from_millis(300), vm.wait_gone()).await;
     if let Some(exit) = vm.live().exit {
         fault = Fault::new(
             ErrorCode::Guest,

@@ -115,9 +115,9 @@ pub async fn note(daemon: &Daemon, vm: &Arc<Vm>) {
 /// # Errors
 /// Its process survives SIGKILL.
 pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
-    let Some(process) = strike(vm).await? else { return Ok(()) };
+    let Some(process) = condemn(vm).await else { return Ok(()) };
     let asked = Instant::now();
-    freed(daemon, vm, move || free(&process)).await?;
+    freed(daemon, vm, move || strike(&process)).await?;
     let freed = asked.elapsed();
     gone(daemon, vm).await?;
     daemon.metrics.death(freed, asked.elapsed());
@@ -133,12 +133,12 @@ pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
 /// # Errors
 /// Its process survives SIGKILL, or a file cannot be removed.
 pub async fn remove(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
-    let process = strike(vm).await?;
+    let process = condemn(vm).await;
     discard(daemon, vm, process).await
 }
 
-/// SIGKILL. Gives the process, where there is one.
-async fn strike(vm: &Vm) -> Outcome<Option<Arc<Process>>> {
+/// From now on the VM's end is asked for. Gives the process that is to be killed, where there is one.
+async fn condemn(vm: &Vm) -> Option<Arc<Process>> {
     vm.update(|live| live.kill_asked = true);
     // A start that is under way ends first: its process is then known.
     let _started = vm.launching.lock().await;
@@ -147,15 +147,18 @@ async fn strike(vm: &Vm) -> Outcome<Option<Arc<Process>>> {
         if vm.phase().alive() {
             vm.ended(exit_now(ExitKind::Killed, "ended before its VMM was started"));
         }
-        return Ok(None);
+        return None;
     };
     vm.mark_now("end asked for");
-    process.kill().map_err(|e| Fault::internal(format_args!("SIGKILL for VM {}: {e}", vm.id)))?;
-    Ok(Some(process))
+    Some(process)
 }
 
-/// Frees the memory of a process that was killed; whether that was done, or goes with the process.
-fn free(process: &Process) -> bool {
+/// SIGKILL, and in the same breath, before its threads let go of it, its memory; whether that is free, or goes with the process.
+fn strike(process: &Process) -> bool {
+    if let Err(e) = process.kill() {
+        tracing::error!("SIGKILL for process {}: {e}", process.id().pid);
+        return false;
+    }
     match process.release_memory() {
         Ok(()) => true,
         Err(e) => {
@@ -190,8 +193,8 @@ async fn gone(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
     })
 }
 
-/// Removes the files of a VM whose process is gone or was killed; with `process`, frees that one's memory first. Then forgets it. May be
-/// done twice.
+/// Removes the files of a VM whose process is gone; with `process`, ends that one and frees its memory first. Then forgets it. May be done
+/// twice.
 async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -> Outcome<()> {
     let _one = vm.removal.lock().await;
     if !daemon.registry.has(vm.id) {
@@ -202,7 +205,7 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
     let (depot, dead) = (daemon.depot.clone(), vm.clone());
     let (told, removed) = oneshot::channel();
     let work = move || {
-        let free = process.is_none_or(|process| free(&process));
+        let free = process.is_none_or(|process| strike(&process));
         drop(told.send(files(&depot, &dead)));
         free
     };

@@ -9,6 +9,7 @@ pub mod birth;
 pub mod budget;
 pub mod control_link;
 pub mod death;
+mod demand;
 pub mod identity;
 pub mod inspect;
 pub mod launch;

@@ -6,7 +6,7 @@
 //! loaded, working set laid ready, and an identity of its own still to come. How many wait follows the demand: as many as were
 //! taken at the busiest of the last seconds, and none once nobody has asked for ten minutes. An empty pool delays nobody: a
 //! birth then makes what it needs. What is made ahead is made at a lower priority, and while no birth is under way, where there is
-//! such a moment.
+//! such a moment; a birth with a program lasts until that has said something ([`UnderWay::lasting`]).
 //!
 //! ```text
 //!  keeper ──launch──▶ shell ──prime──▶ clone ──take──▶ birth       waiting ──died, too many, removed, stop──▶ ended
@@ -16,6 +16,7 @@
 //! A daemon that is killed leaves what waits; it has no record, so the next one sweeps it.
 
 use super::Disk;
+use super::demand::{Demand, IDLE, LEAST, TICK, WINDOW};
 use super::launch::{self, Fds, Launched};
 use super::link::{self, Link};
 use super::record::read_json;
@@ -34,19 +35,9 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 use tokio::time::timeout;
 
-/// Shells that wait of a shape that is in use, and the fewest clones of a snapshot.
-const LEAST: usize = 1;
-/// Demand is what was taken within this time.
-const WINDOW: Duration = Duration::from_secs(2);
-/// How long the busiest moment is remembered in full.
-const HOLD: Duration = Duration::from_secs(20);
-/// How often surplus is looked for, and by how much the remembered demand fades then: a quarter each time.
-const TICK: Duration = Duration::from_secs(2);
-/// What nobody has asked for as long is not in use.
-const IDLE: Duration = Duration::from_secs(600);
 /// How long whoever expects births waits for the first clone.
 const EXPECT: Duration = Duration::from_secs(5);
 /// How long the keeper holds back for births that are under way.
@@ -86,54 +77,6 @@ pub struct Guest {
     template: Template,
 }
 
-/// The demand for clones of one snapshot.
-#[derive(Debug)]
-struct Demand {
-    taken: VecDeque<Instant>,
-    /// What was taken at the busiest moment; fades.
-    peak: usize,
-    /// When that was.
-    peak_at: Instant,
-    last: Instant,
-}
-
-impl Demand {
-    fn new(now: Instant) -> Self {
-        Self { taken: VecDeque::new(), peak: 0, peak_at: now, last: now }
-    }
-
-    /// One was taken; no more than `most` are remembered.
-    fn note(&mut self, now: Instant, most: usize) {
-        self.last = now;
-        self.taken.push_back(now);
-        while self.taken.len() > most {
-            self.taken.pop_front();
-        }
-        self.forget(now);
-        if self.taken.len() >= self.peak {
-            (self.peak, self.peak_at) = (self.taken.len(), now);
-        }
-    }
-
-    fn forget(&mut self, now: Instant) {
-        while self.taken.front().is_some_and(|then| now.duration_since(*then) > WINDOW) {
-            self.taken.pop_front();
-        }
-    }
-
-    fn fade(&mut self, now: Instant) {
-        self.forget(now);
-        if now.duration_since(self.peak_at) > HOLD {
-            self.peak = self.taken.len().max(self.peak - self.peak.div_ceil(4));
-        }
-    }
-
-    /// How many shall wait.
-    fn target(&self, now: Instant) -> usize {
-        if now.duration_since(self.last) > IDLE { 0 } else { self.peak.max(LEAST) }
-    }
-}
-
 #[derive(Debug, Default)]
 struct Shelves {
     shells: HashMap<Shape, VecDeque<Shell>>,
@@ -155,6 +98,18 @@ impl Shelves {
 
     fn count(&self) -> usize {
         self.shells.values().chain(self.primed.values()).map(VecDeque::len).sum()
+    }
+
+    /// What too few wait of, with at most so many clones of a snapshot; first the shells, which fit anything.
+    fn short(&self, now: Instant, most: usize) -> impl Iterator<Item = Missing> {
+        let shells = |shape| self.shells.get(&shape).map_or(0, VecDeque::len);
+        let shapes = self.demand.keys().map(|template| template.shape).chain(self.expected.keys().copied());
+        let shapes = shapes.filter(move |shape| shells(*shape) < LEAST && self.in_use(*shape, now));
+        let primed = |template| self.primed.get(template).map_or(0, VecDeque::len);
+        let templates = self.demand.iter();
+        let templates = templates.filter(move |(t, demand)| primed(t) < demand.target(now).min(most));
+        let templates = templates.map(|(template, _)| Missing::Primed(template.clone()));
+        shapes.map(Missing::Shell).chain(templates)
     }
 
     /// Whether shells of this shape are to wait.
@@ -187,9 +142,26 @@ pub struct Pool {
 
 /// A birth is under way.
 #[derive(Debug)]
-pub struct UnderWay<'a>(&'a Pool);
+pub struct UnderWay(Arc<Pool>);
 
-impl Drop for UnderWay<'_> {
+/// The birth is under way until this is dropped, but not for ever.
+#[derive(Debug)]
+pub struct Lasting(#[expect(dead_code, reason = "it is waited for, not used")] oneshot::Sender<()>);
+
+impl UnderWay {
+    /// Goes on until the end of what is given, but at most `longest`.
+    #[must_use]
+    pub fn lasting(self, longest: Duration) -> Lasting {
+        let (here, gone) = oneshot::channel();
+        tokio::spawn(async move {
+            let _ = timeout(longest, gone).await;
+            drop(self);
+        });
+        Lasting(here)
+    }
+}
+
+impl Drop for UnderWay {
     fn drop(&mut self) {
         if self.0.births.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.0.quiet.notify_waiters();
@@ -219,12 +191,13 @@ impl Pool {
     }
 
     /// Says that a birth is under way, until it is dropped.
-    pub fn birth(&self) -> UnderWay<'_> {
+    pub fn birth(self: &Arc<Self>) -> UnderWay {
         self.births.fetch_add(1, Ordering::SeqCst);
-        UnderWay(self)
+        UnderWay(self.clone())
     }
 
-    /// The clone of this snapshot that waits longest on the node, else a shell for it, if there is one.
+    /// The clone of this snapshot that was made last on the node, else a shell for it, if there is one. What was made last is still in the
+    /// caches of the CPUs: among hundreds that wait, the oldest is not.
     pub fn take(&self, template: &Template, node: usize) -> Option<Shell> {
         let mut shelves = lock(&self.shelves);
         let now = Instant::now();
@@ -234,10 +207,10 @@ impl Pool {
             .or_else(|| alive(shells.get_mut(&template.shape), Some(node)))
     }
 
-    /// The node of the clone of this snapshot that waits longest, else of a shell for it.
+    /// The node of the clone of this snapshot that was made last, else of a shell for it.
     pub fn node_of(&self, template: &Template) -> Option<usize> {
         let shelves = lock(&self.shelves);
-        let first = |shelf: Option<&VecDeque<Shell>>| shelf?.front().map(|shell| shell.seat.node);
+        let first = |shelf: Option<&VecDeque<Shell>>| shelf?.back().map(|shell| shell.seat.node);
         first(shelves.primed.get(template)).or_else(|| first(shelves.shells.get(&template.shape)))
     }
 
@@ -312,23 +285,11 @@ impl Pool {
     /// What too few wait of.
     fn missing(&self) -> Option<Missing> {
         let shelves = lock(&self.shelves);
-        let now = Instant::now();
         if shelves.count() >= self.all {
             return None;
         }
-        // First the shells, which fit anything.
-        let shells = |shape| shelves.shells.get(&shape).map_or(0, VecDeque::len);
-        let shapes = shelves.demand.keys().map(|template| template.shape);
-        let mut shapes = shapes.chain(shelves.expected.keys().copied());
-        let shell = shapes.find(|shape| shells(*shape) < LEAST && shelves.in_use(*shape, now));
-        if let Some(shape) = shell {
-            return Some(Missing::Shell(shape));
-        }
-        let primed = |template| shelves.primed.get(template).map_or(0, VecDeque::len);
         // The last place is a shell's.
-        let most = self.all - 1;
-        let template = shelves.demand.iter().find(|(t, demand)| primed(t) < demand.target(now).min(most));
-        template.map(|(template, _)| Missing::Primed(template.clone()))
+        shelves.short(Instant::now(), self.all - 1).next()
     }
 
     /// Lets the remembered demand fade, and takes out what is then too much.
@@ -336,13 +297,20 @@ impl Pool {
         let mut shelves = lock(&self.shelves);
         let now = Instant::now();
         let (full, most) = (shelves.count() >= self.all, self.all.saturating_sub(1));
+        // What is asked for right now stays, however full it is; and so does all where nothing else is to take its place.
+        let resting = shelves.demand.iter().filter(|(_, d)| now.duration_since(d.last) > WINDOW);
+        let oldest = resting.min_by_key(|(_, d)| d.last).map(|(template, _)| template.clone());
+        let others = |oldest: &Template| {
+            shelves.short(now, most).any(|missing| match missing {
+                Missing::Shell(shape) => shape != oldest.shape,
+                Missing::Primed(template) => template != *oldest,
+            })
+        };
+        let in_the_way = oldest.filter(|oldest| full && others(oldest));
         let Shelves { primed, demand, .. } = &mut *shelves;
         let mut out = Vec::new();
-        // What is asked for right now stays, however full it is.
-        let resting = demand.iter().filter(|(_, d)| now.duration_since(d.last) > WINDOW);
-        let oldest = resting.min_by_key(|(_, d)| d.last).map(|(template, _)| template.clone());
-        if full && let Some(oldest) = oldest {
-            demand.remove(&oldest);
+        if let Some(template) = in_the_way {
+            demand.remove(&template);
         }
         demand.retain(|_, demand| {
             demand.fade(now);
@@ -350,7 +318,7 @@ impl Pool {
         });
         primed.retain(|template, shelf| {
             let target = demand.get(template).map_or(0, |demand| demand.target(now).min(most));
-            out.extend(shelf.drain(target.min(shelf.len())..));
+            out.extend(shelf.drain(..shelf.len().saturating_sub(target)));
             !shelf.is_empty()
         });
         shelves.expected.retain(|_, since| now.duration_since(*since) <= IDLE);
@@ -384,11 +352,11 @@ impl Pool {
     }
 }
 
-/// Takes out the first that lives, of this node where that matters; one that has died is left to its watcher.
+/// Takes out the last that lives, of this node where that matters; one that has died is left to its watcher.
 fn alive(shelf: Option<&mut VecDeque<Shell>>, node: Option<usize>) -> Option<Shell> {
     let shelf = shelf?;
     let fits = |shell: &Shell| node.is_none_or(|node| shell.seat.node == node);
-    let place = shelf.iter().position(|shell| fits(shell) && shell.process.is_alive().unwrap_or(false))?;
+    let place = shelf.iter().rposition(|shell| fits(shell) && shell.process.is_alive().unwrap_or(false))?;
     shelf.remove(place)
 }
 
@@ -577,36 +545,48 @@ async fn discard(daemon: &Arc<Daemon>, seat: Seat) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use dayfly_store::Digest;
 
-    #[test]
-    fn as_many_wait_as_were_taken_at_the_busiest_moment_and_fewer_later() {
-        let begun = Instant::now();
-        let at = |ms| begun + Duration::from_millis(ms);
-        let mut demand = Demand::new(begun);
-        assert_eq!(demand.target(begun), LEAST);
-        for ms in 0..20 {
-            demand.note(at(ms), 64);
-        }
-        assert_eq!(demand.target(at(20)), 20);
-        let mut targets = Vec::new();
-        for tick in 2..32u64 {
-            demand.fade(at(tick * 2000));
-            targets.push(demand.target(at(tick * 2000)));
-        }
-        assert!(targets.is_sorted_by(|a, b| a >= b), "{targets:?}");
-        assert_eq!((targets[0], targets[8], targets[9], targets.last()), (20, 20, 15, Some(&LEAST)));
-        assert_eq!(demand.target(begun + IDLE), LEAST);
-        assert_eq!(demand.target(begun + IDLE + WINDOW), 0);
+    fn template(name: &str, memory_bytes: u64) -> Template {
+        let shape = Shape { memory_bytes, vcpus: 1, disks: 1 };
+        Template { name: name.parse().unwrap(), fingerprint: Digest::of(b"s"), shape }
     }
 
     #[test]
-    fn no_demand_fills_the_host() {
-        let begun = Instant::now();
-        let mut demand = Demand::new(begun);
-        for _ in 0..10_000 {
-            demand.note(begun, 64);
-        }
-        assert_eq!(demand.target(begun), 64);
-        assert!(demand.taken.len() <= 64);
+    fn a_full_pool_makes_room_for_something_else_and_for_nothing() {
+        // One in which nothing may wait is full.
+        let pool = Pool::new(0);
+        let asked = |name: &str, memory_bytes, ago| {
+            let demand = Demand::new(Instant::now().checked_sub(ago).unwrap());
+            lock(&pool.shelves).demand.insert(template(name, memory_bytes), demand);
+        };
+        let known = || lock(&pool.shelves).demand.len();
+        asked("a", 64 << 20, WINDOW * 2);
+        pool.surplus();
+        assert_eq!(known(), 1, "it was forgotten, for nothing");
+        asked("b", 128 << 20, Duration::ZERO);
+        pool.surplus();
+        assert_eq!(known(), 1);
+        assert!(lock(&pool.shelves).demand.contains_key(&template("b", 128 << 20)), "the newer one went");
+    }
+
+    #[tokio::test]
+    async fn a_birth_lasts_until_its_program_has_said_something_but_not_for_ever() {
+        let pool = Arc::new(Pool::new(1));
+        let ended = async || {
+            let none = async {
+                while pool.births.load(Ordering::SeqCst) > 0 {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            };
+            timeout(Duration::from_secs(5), none).await.is_ok()
+        };
+        let lasting = pool.birth().lasting(Duration::from_secs(60));
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        assert_eq!(pool.births.load(Ordering::SeqCst), 1, "it ended by itself");
+        drop(lasting);
+        assert!(ended().await, "it goes on after its end");
+        let _silent = pool.birth().lasting(Duration::from_millis(20));
+        assert!(ended().await, "it goes on for ever");
     }
 }

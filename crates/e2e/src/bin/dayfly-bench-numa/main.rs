@@ -1,7 +1,11 @@
-//! `numa`: which memory node's CPUs free a VM's memory, in a machine with several emulated nodes.
+//! `numa`: which memory node's CPUs free a VM's memory, in machines with 2 to 4 emulated nodes, one after the other.
 //!
-//! The machine is one of its own, made for this and stopped at the end; `dayfly-bench numa` is copied in and does the rest, with the
+//! Each machine is one of its own, made for this and stopped at the end; `dayfly-bench numa` is copied in and does the rest, with the
 //! microguest and a daemon of its own. Emulated nodes have no distances: what is worth something is where, not how long.
+//!
+//! A page that another node's CPU freed, or of which nobody saw that it was freed, makes this fail.
+
+mod figures;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
@@ -9,6 +13,7 @@ use dayfly_cli::progress::Steps;
 use dayfly_cli::{connect, home};
 use dayfly_e2e::inside;
 use dayfly_machine::{Machine, Stopped};
+use figures::{Figures, Machines};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -24,9 +29,9 @@ const STOP: Duration = Duration::from_secs(20);
 #[derive(Debug, Parser)]
 #[command(name = "dayfly-bench-numa", version)]
 struct Options {
-    /// Memory nodes of the machine
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..=4))]
-    nodes: u32,
+    /// Memory nodes of the machines, one number for each
+    #[arg(long, value_delimiter = ',', default_value = "2,3,4", value_parser = clap::value_parser!(u32).range(2..=4))]
+    nodes: Vec<u32>,
     /// CPUs of the machine, all nodes together
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..=16))]
     cpus: u32,
@@ -51,31 +56,37 @@ async fn main() -> ExitCode {
 
 async fn run(options: &Options) -> Result<()> {
     let folder = std::path::absolute(&options.home).context("the machine's folder")?;
-    let measured = tokio::select! {
-        measured = measured(options, &folder) => measured,
-        _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted; the machine is stopped")),
-    };
-    let stopped = tokio::task::spawn_blocking(move || stop(&folder)).await?;
-    let figures = measured?;
-    stopped?;
+    let mut machines = Machines::default();
+    for nodes in &options.nodes {
+        let measured = tokio::select! {
+            measured = measured(options.cpus, *nodes, &folder) => measured,
+            _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted; the machine is stopped")),
+        };
+        let place = folder.clone();
+        let stopped = tokio::task::spawn_blocking(move || stop(&place)).await?;
+        let figures = measured.with_context(|| format!("a machine with {nodes} memory nodes"))?;
+        stopped?;
+        machines.add(*nodes, figures)?;
+    }
     if let Some(folder) = options.out.parent() {
         std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     }
-    std::fs::write(&options.out, figures).with_context(|| options.out.display().to_string())?;
+    let text = serde_json::to_string_pretty(&machines)? + "\n";
+    std::fs::write(&options.out, text).with_context(|| options.out.display().to_string())?;
     println!("  {}", options.out.display());
-    Ok(())
+    machines.judge()
 }
 
 /// The figures, as the copy wrote them.
-async fn measured(options: &Options, home: &Path) -> Result<Vec<u8>> {
-    let (cpus, nodes, place) = (options.cpus, options.nodes, home.to_owned());
+async fn measured(cpus: u32, nodes: u32, home: &Path) -> Result<Figures> {
+    let place = home.to_owned();
     let machine = tokio::task::spawn_blocking(move || start(&place, cpus, nodes)).await??;
     inside::copy(machine, home::program("dayfly-bench")?, COPY).await?;
     let status = inside::command(home, [COPY, "numa", "--out", OUT])?.status().await?;
     ensure!(status.success(), "measuring in the machine failed; see above");
     let figures = inside::command(home, ["cat", &format!("{OUT}/numa.json")])?.output().await?;
     ensure!(figures.status.success(), "the machine does not give its figures; see above");
-    Ok(figures.stdout)
+    serde_json::from_slice(&figures.stdout).context("the figures from the machine")
 }
 
 fn start(home: &Path, cpus: u32, nodes: u32) -> Result<Machine> {

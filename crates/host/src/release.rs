@@ -1,0 +1,126 @@
+//! Freeing the memory of a process that was killed, before it is gone.
+
+use crate::process::Process;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// How often a process that is freeing its memory itself is looked at.
+const LOOK: Duration = Duration::from_micros(100);
+/// How long it may take: the kernel frees some 25 GiB of 4 KiB pages in a second.
+const WITHIN: Duration = Duration::from_secs(10);
+
+impl Process {
+    /// Frees its memory now, on this thread and this thread's CPU, while it is still being torn down (process_mrelease(2), Linux
+    /// 5.15): when it returns, the memory that was only its own can be used again, however long the end of the process
+    /// itself takes. It was [`Self::kill`]ed before, best just before: one whose last thread has let go of its memory frees that itself,
+    /// behind grace periods where KVM has a VM in it, and that is waited for.
+    ///
+    /// # Errors
+    /// The kernel could not, or the process takes too long; its memory is free once it has ended.
+    pub fn release_memory(&self) -> io::Result<()> {
+        loop {
+            // SAFETY: process_mrelease(2) with a pidfd that lives and no flags; it touches nothing of this process.
+            let result = unsafe { libc::syscall(libc::SYS_process_mrelease, self.as_fd().as_raw_fd(), 0) };
+            if result == 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            match error.raw_os_error() {
+                // No thread of it has any memory: it was freed, or is being freed.
+                Some(libc::ESRCH) => return self.wait_released(),
+                // Some of it was being changed just now.
+                Some(libc::EAGAIN | libc::EINTR) => {}
+                _ => return Err(error),
+            }
+        }
+    }
+
+    /// Waits until it has freed its memory itself. A thread closes its files after it has let go of its memory, and the last to let go
+    /// frees all of it (do_exit in kernel/exit.c: exit_mm, then exit_files), so threads without files tell.
+    fn wait_released(&self) -> io::Result<()> {
+        let threads = format!("/proc/{}/task", self.id().pid);
+        let begun = Instant::now();
+        // While it has not ended, its pid is nobody else's.
+        while self.is_alive()? && have_files(Path::new(&threads)) {
+            if begun.elapsed() > WITHIN {
+                let message = format!("it is still freeing its memory after {} s", WITHIN.as_secs());
+                return Err(io::Error::new(io::ErrorKind::TimedOut, message));
+            }
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+}
+
+/// Whether any of these threads has a file open; one that is gone has none.
+fn have_files(threads: &Path) -> bool {
+    let threads = std::fs::read_dir(threads).into_iter().flatten().filter_map(Result::ok);
+    threads
+        .map(|thread| std::fs::read_dir(thread.path().join("fd")))
+        .any(|files| files.is_ok_and(|mut files| files.next().is_some()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::ProcessId;
+    use std::process::{Command, Stdio};
+
+    /// The value in kB of a line `name:` in a file of /proc.
+    fn kib(path: &str, name: &str) -> Option<u64> {
+        let text = std::fs::read_to_string(path).ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        line.trim().strip_suffix(" kB")?.trim().parse().ok()
+    }
+
+    /// Free memory, with what lies in the CPUs' own lists.
+    fn free_kib() -> u64 {
+        let zones = std::fs::read_to_string("/proc/zoneinfo").unwrap();
+        let lists =
+            zones.lines().filter_map(|line| line.trim().strip_prefix("count:")?.trim().parse::<u64>().ok());
+        kib("/proc/meminfo", "MemFree").unwrap() + lists.sum::<u64>() * 4
+    }
+
+    #[test]
+    fn memory_is_released_only_from_a_process_that_ends() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = Process::open(ProcessId::of(child.id()).unwrap().unwrap()).unwrap().unwrap();
+        assert!(process.release_memory().is_err(), "it has not been killed");
+        assert!(process.is_alive().unwrap());
+        process.kill().unwrap();
+        process.release_memory().unwrap();
+        child.wait().unwrap();
+        process.release_memory().unwrap();
+    }
+
+    #[test]
+    fn memory_that_a_process_is_freeing_itself_is_waited_for() {
+        const KIB: u64 = 512 << 10;
+        // Its buffer is one block; nobody reads what it writes, so it stays.
+        let mut child = Command::new("dd")
+            .args(["if=/dev/zero", &format!("bs={KIB}K"), "count=1"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let status = format!("/proc/{}/status", child.id());
+        let begun = Instant::now();
+        while kib(&status, "VmRSS").is_some_and(|rss| rss < KIB) {
+            assert!(begun.elapsed() < Duration::from_secs(60), "dd does not fill its buffer");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let process = Process::open(ProcessId::of(child.id()).unwrap().unwrap()).unwrap().unwrap();
+        let before = free_kib();
+        process.kill().unwrap();
+        // From here on process_mrelease(2) finds no memory.
+        while kib(&status, "VmRSS").is_some() {}
+        process.release_memory().unwrap();
+        let after = free_kib();
+        // Others take memory meanwhile.
+        assert!(after > before + KIB / 2, "{before} KiB were free before, {after} after");
+        child.wait().unwrap();
+        process.release_memory().unwrap();
+    }
+}
