@@ -196,8 +196,8 @@ impl Pool {
         UnderWay(self.clone())
     }
 
-    /// The clone of this snapshot that was made last on the node, else a shell for it, if there is one. What was made last is still in the
-    /// caches of the CPUs: among hundreds that wait, the oldest is not.
+    /// The clone of this snapshot that was made last on the node, else a shell for it, if there is one. What was made last
+    /// should be warmest in the CPUs' caches (not measured against the oldest).
     pub fn take(&self, template: &Template, node: usize) -> Option<Shell> {
         let mut shelves = lock(&self.shelves);
         let now = Instant::now();
