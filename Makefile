@@ -8,9 +8,9 @@ BENCH ?=
 help:
 	@echo "make demo    build, bake a Debian machine, start 40 copies of it, show the figures"
 	@echo "make test    every test: unit, microguest on bare /dev/kvm, stock kernels natively or in the machine"
-	@echo "make bench   births, scale, deaths against a C program with nothing to spare; jobs beside idle VMs; a trace in bursts;"
+	@echo "make bench   births, scale, deep chains, deaths against a C program with nothing to spare; jobs beside idle VMs; a trace in bursts;"
 	@echo "             boot against clone of a stock Linux; whose CPUs free memory, in a machine with memory nodes"
-	@echo "             (BENCH=birth|scale|death|jobs|trace|birth-linux|numa for one)"
+	@echo "             (BENCH=birth|scale|chain|death|jobs|trace|birth-linux|numa for one)"
 	@echo "             BENCH=soak: 10,000 births and deaths with kills from outside; fails where anything is left"
 	@echo "make lint    rustfmt, clippy, cargo-deny"
 	@echo "make setup   install what is missing from Debian's packages"
