@@ -25,11 +25,12 @@ build: setup
 demo: build
 	@$(BIN)/dayfly-demo $(DEMO)
 
+# The end-to-end tests are chosen from the whole workspace: by themselves they would have everything built again, with fewer features.
 test: build
 	@echo "test: unit and property tests, and the microguest on /dev/kvm"
 	@cargo test --release --workspace --exclude dayfly-e2e
 	@echo "test: stock kernels, natively or in the machine"
-	@cargo test --release -p dayfly-e2e; status=$$?; DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; exit $$status
+	@cargo test --release --workspace --bins --test guest --test e2e; status=$$?; DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; exit $$status
 
 # birth-linux has a program of its own: it needs stock kernels, natively or in the machine; numa has one that starts a machine with
 # several memory nodes, beside what this host has of them.
