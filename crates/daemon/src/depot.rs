@@ -1,5 +1,7 @@
 //! The store as the daemon uses it: its manifests in the API's words, its errors as answers. Blocks.
 
+mod recent;
+
 use crate::error::{Fault, Outcome, chain};
 use crate::vm::registry::lock;
 use crate::vm::{Disk, Live};
@@ -10,6 +12,7 @@ use dayfly_store::{
     RemoveError, Resident, SnapshotManifest, Store, VmLayer,
 };
 use dayfly_units::{Name, VmId};
+use recent::Recent;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::PathBuf;
@@ -23,60 +26,6 @@ pub struct Depot {
     /// A snapshot was removed while VMs lived: when one of them goes, layers may be free.
     collect_later: Arc<AtomicBool>,
     open: Arc<Mutex<Recent>>,
-    /// Bytes of the host's memory that open snapshots may take.
-    resident_most: u64,
-}
-
-/// Snapshots that are open, the one that was asked for last at the end.
-#[derive(Debug, Default)]
-struct Recent(Vec<Entry>);
-
-#[derive(Debug)]
-struct Entry {
-    name: Name,
-    open: Arc<OpenSnapshot>,
-    /// Bytes of the host's memory that it takes, which cannot be had back while it is open.
-    resident_bytes: u64,
-}
-
-/// How many stay open.
-const RECENT: usize = 32;
-/// Which part of the host's memory the RAM of snapshots just made may take while they are open: an eighth.
-const RESIDENT_PART: u64 = 8;
-
-impl Recent {
-    /// The snapshot, and how much of the host's memory it takes.
-    fn find(&mut self, name: &Name) -> Option<(Arc<OpenSnapshot>, u64)> {
-        let place = self.0.iter().position(|entry| entry.name == *name)?;
-        let found = self.0.remove(place);
-        let answer = (found.open.clone(), found.resident_bytes);
-        self.0.push(found);
-        Some(answer)
-    }
-
-    /// Keeps what was asked for last, of those in memory as many as `most` bytes allow.
-    fn keep(&mut self, entry: Entry, most: u64) {
-        self.forget(&entry.name);
-        if self.0.len() >= RECENT {
-            self.0.remove(0);
-        }
-        self.0.push(entry);
-        let mut fits = kept(self.0.iter().map(|entry| entry.resident_bytes), most).into_iter();
-        self.0.retain(|_| fits.next().unwrap_or(false));
-    }
-
-    fn forget(&mut self, name: &Name) {
-        self.0.retain(|entry| entry.name != *name);
-    }
-}
-
-/// Which stay when all together may take `most` bytes: the last ones first, and what takes nothing in any case.
-fn kept(bytes: impl DoubleEndedIterator<Item = u64>, most: u64) -> Vec<bool> {
-    let mut left = most;
-    let mut kept: Vec<bool> =
-        bytes.rev().map(|bytes| left.checked_sub(bytes).inspect(|rest| left = *rest).is_some()).collect();
-    kept.reverse();
-    kept
 }
 
 fn listed<T, U>(kind: &str, listing: Listing<T>, shown: impl Fn(T) -> U) -> Vec<U> {
@@ -99,9 +48,7 @@ impl Depot {
     /// Uses this store.
     #[must_use]
     pub fn new(store: Store) -> Self {
-        let host = rustix::system::sysinfo();
-        let resident_most = u64::from(host.mem_unit).saturating_mul(host.totalram) / RESIDENT_PART;
-        Self { store, collect_later: Arc::default(), open: Arc::default(), resident_most }
+        Self { store, collect_later: Arc::default(), open: Arc::new(Mutex::new(Recent::new())) }
     }
 
     /// The store itself.
@@ -254,7 +201,7 @@ impl Depot {
             None => self.store.open_snapshot(name)?,
         };
         let open = Arc::new(open);
-        self.keep(name, open.clone(), bytes);
+        lock(&self.open).keep(name.clone(), open.clone(), bytes);
         Ok(open)
     }
 
@@ -265,15 +212,11 @@ impl Depot {
     /// As [`Self::snapshot`].
     pub fn keep_resident(&self, name: &Name, resident: Resident) -> Outcome<()> {
         let bytes = resident.data_bytes();
-        if bytes <= self.resident_most {
+        if bytes <= lock(&self.open).resident_most {
             let open = Arc::new(self.store.open_resident(name, resident)?);
-            self.keep(name, open, bytes);
+            lock(&self.open).keep(name.clone(), open, bytes);
         }
         Ok(())
-    }
-
-    fn keep(&self, name: &Name, open: Arc<OpenSnapshot>, resident_bytes: u64) {
-        lock(&self.open).keep(Entry { name: name.clone(), open, resident_bytes }, self.resident_most);
     }
 
     /// One snapshot, if it is open already and nothing of it has changed since: some ten calls of stat(2).
@@ -520,15 +463,6 @@ impl From<GcError> for Fault {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn what_was_asked_for_last_stays_in_memory() {
-        let kept = |bytes: &[u64]| kept(bytes.iter().copied(), 10);
-        assert_eq!(kept(&[4, 0, 4, 6]), [false, true, true, true]);
-        assert_eq!(kept(&[4, 0, 4, 2]), [true; 4]);
-        assert_eq!(kept(&[1, 7, 9]), [true, false, true]);
-        assert_eq!(kept(&[u64::MAX, u64::MAX]), [false, false]);
-    }
 
     #[test]
     fn releases_compare_as_numbers() {

@@ -7,7 +7,7 @@
 //!
 //! From `Freeze` to `Thaw` runs to its end even when the client goes away: nobody else would let the VM go on.
 
-use crate::colours::saved::{self as colours, Coloured};
+use crate::colours::saved::{self, Coloured};
 use crate::daemon::Daemon;
 use crate::depot::shown_snapshot;
 use crate::error::{Fault, Outcome, blocking, chain};
@@ -295,10 +295,10 @@ fn store(
     Ok((Box::new(committed), flattened))
 }
 
-fn coloured(vm: &Vm, saved: &SavedSnapshot, memory_bytes: u64) -> Coloured {
-    match colours::coloured(saved.memory(), saved.state(), memory_bytes) {
+fn coloured(vm: &Vm, snapshot: &SavedSnapshot, memory_bytes: u64) -> Coloured {
+    match saved::coloured(snapshot.memory(), snapshot.state(), memory_bytes) {
         Ok((coloured, report)) => {
-            tracing::info!(vm = %vm.id, "frames of {}", colours::told(&report));
+            tracing::info!(vm = %vm.id, "frames of {}", saved::told(&report));
             coloured
         }
         Err(e) => {

@@ -196,8 +196,7 @@ impl Pool {
         UnderWay(self.clone())
     }
 
-    /// The clone of this snapshot that was made last on the node, else a shell for it, if there is one. What was made last
-    /// should be warmest in the CPUs' caches (not measured against the oldest).
+    /// The clone of this snapshot that waits longest on the node, else a shell for it, if there is one.
     pub fn take(&self, template: &Template, node: usize) -> Option<Shell> {
         let mut shelves = lock(&self.shelves);
         let now = Instant::now();
@@ -207,10 +206,10 @@ impl Pool {
             .or_else(|| alive(shells.get_mut(&template.shape), Some(node)))
     }
 
-    /// The node of the clone of this snapshot that was made last, else of a shell for it.
+    /// The node of the clone of this snapshot that waits longest, else of a shell for it.
     pub fn node_of(&self, template: &Template) -> Option<usize> {
         let shelves = lock(&self.shelves);
-        let first = |shelf: Option<&VecDeque<Shell>>| shelf?.back().map(|shell| shell.seat.node);
+        let first = |shelf: Option<&VecDeque<Shell>>| shelf?.front().map(|shell| shell.seat.node);
         first(shelves.primed.get(template)).or_else(|| first(shelves.shells.get(&template.shape)))
     }
 
@@ -318,7 +317,7 @@ impl Pool {
         });
         primed.retain(|template, shelf| {
             let target = demand.get(template).map_or(0, |demand| demand.target(now).min(most));
-            out.extend(shelf.drain(..shelf.len().saturating_sub(target)));
+            out.extend(shelf.drain(target.min(shelf.len())..));
             !shelf.is_empty()
         });
         shelves.expected.retain(|_, since| now.duration_since(*since) <= IDLE);
@@ -352,11 +351,11 @@ impl Pool {
     }
 }
 
-/// Takes out the last that lives, of this node where that matters; one that has died is left to its watcher.
+/// Takes out the first that lives, of this node where that matters; one that has died is left to its watcher.
 fn alive(shelf: Option<&mut VecDeque<Shell>>, node: Option<usize>) -> Option<Shell> {
     let shelf = shelf?;
     let fits = |shell: &Shell| node.is_none_or(|node| shell.seat.node == node);
-    let place = shelf.iter().rposition(|shell| fits(shell) && shell.process.is_alive().unwrap_or(false))?;
+    let place = shelf.iter().position(|shell| fits(shell) && shell.process.is_alive().unwrap_or(false))?;
     shelf.remove(place)
 }
 
