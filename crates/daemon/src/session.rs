@@ -247,8 +247,12 @@ pub async fn start(daemon: &Daemon, vm: &Vm, program: Program) -> Outcome<(UnixS
     match result {
         Ok(started) => Ok(started),
         Err(LinkError::Refused(failure)) => Err(Fault::from_exec(&failure)),
-        Err(LinkError::Io { .. } | LinkError::Unexpected { .. }) if !vm.phase().alive() => {
-            Err(explain(vm).await)
+        // The guest's end is seen here before the VMM has told its reason.
+        Err(e @ (LinkError::Io { .. } | LinkError::Unexpected { .. })) => {
+            match timeout(EXPLANATION, vm.wait_gone()).await {
+                Ok(()) => Err(explain(vm).await),
+                Err(_) => Err(e.into()),
+            }
         }
         Err(e) => Err(e.into()),
     }
