@@ -2,6 +2,7 @@
 BIN := target/x86_64-unknown-linux-gnu/release
 DEMO ?=
 BENCH ?=
+STORE ?=
 
 .PHONY: help setup build demo test bench lint clean
 
@@ -11,6 +12,8 @@ help:
 	@echo "make bench   births, scale, deep chains, deaths against a C program with nothing to spare; jobs beside idle VMs; a trace in bursts;"
 	@echo "             boot against clone of a stock Linux; whose CPUs free memory, in a machine with memory nodes"
 	@echo "             (BENCH=birth|scale|chain|death|jobs|trace|birth-linux|numa for one)"
+	@echo "             BENCH=store: what snapshots take in the store, of workloads and of 28 images; needs root and Debian's mirror the first"
+	@echo "             time, about two hours under emulation (STORE=--resume goes on, STORE='--images 2 --workloads copy' is short)"
 	@echo "             BENCH=soak: 10,000 births and deaths with kills from outside; fails where anything is left"
 	@echo "make lint    rustfmt, clippy, cargo-deny"
 	@echo "make setup   install what is missing from Debian's packages"
@@ -33,14 +36,15 @@ test: build
 	@cargo test --release --workspace --bins --test guest --test e2e; status=$$?; DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; exit $$status
 
 # birth-linux has a program of its own: it needs stock kernels, natively or in the machine; numa has one that starts a machine with
-# several memory nodes, beside what this host has of them.
-BARE := $(filter-out birth-linux numa,$(BENCH))
+# several memory nodes, beside what this host has of them; store has one that makes machines of its own, and only runs when asked for.
+BARE := $(filter-out birth-linux numa store,$(BENCH))
 NUMA := $(BIN)/dayfly-bench numa --out target/bench/native && $(BIN)/dayfly-bench-numa
 
 bench: build
 	@$(if $(BENCH),$(if $(BARE),$(BIN)/dayfly-bench $(BARE),:),$(BIN)/dayfly-bench)
 	@$(if $(BENCH),$(if $(filter birth-linux,$(BENCH)),$(BIN)/dayfly-bench-linux,:),$(BIN)/dayfly-bench-linux)
 	@$(if $(BENCH),$(if $(filter numa,$(BENCH)),$(NUMA),:),$(NUMA))
+	@$(if $(filter store,$(BENCH)),$(BIN)/dayfly-bench-store $(STORE),:)
 
 lint:
 	cargo fmt --all --check

@@ -8,9 +8,9 @@
 
 use crate::common::{self, MIB, Phases, Spread, shown};
 use crate::floor::{Floor, Programs};
-use crate::plot::{Curve, Plot};
 use crate::room::{Birth, Room};
 use anyhow::{Context, Result};
+use dayfly_bench::plot::{Curve, Plot};
 use dayfly_units::Name;
 use dayfly_vmm::arch::layout;
 use futures::future::try_join_all;

@@ -8,10 +8,10 @@
 use crate::birth;
 use crate::common::{self, MIB, Spread, median, ratio, shown};
 use crate::floor::Floor;
-use crate::plot::{Curve, Plot};
 use crate::room::Room;
 use crate::scale::{at_once, remove_all};
 use anyhow::{Result, bail};
+use dayfly_bench::plot::{Curve, Plot};
 use dayfly_units::{Name, PAGE_SIZE};
 use dayfly_vmm::arch::layout;
 use serde_json::{Map, Value, json};

@@ -14,10 +14,10 @@
 
 use crate::birth::{MEMORY_BYTES, words};
 use crate::common::{self, median, ratio, shown};
-use crate::plot::{Curve, Plot};
 use crate::room::Room;
 use crate::scale::remove_all;
 use anyhow::{Context, Result, bail};
+use dayfly_bench::plot::{Curve, Plot};
 use dayfly_units::{Name, VmId};
 use dayfly_vmm::arch::layout;
 use futures::future::try_join_all;

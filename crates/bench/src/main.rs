@@ -21,7 +21,7 @@ mod death;
 mod floor;
 mod jobs;
 mod numa;
-mod plot;
+
 mod random;
 mod room;
 mod scale;

@@ -16,12 +16,15 @@ const COLOURS: [&str; 6] = ["#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7
 /// A line through points.
 #[derive(Debug)]
 pub struct Curve {
+    /// What it is, beside the plot.
     pub label: String,
+    /// x and y, in the order of the line.
     pub points: Vec<(f64, f64)>,
 }
 
 impl Curve {
-    /// Which part of `values` is not above x.
+    /// Which part of `values`, in microseconds, is not above x, in milliseconds.
+    #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a drawing")]
     pub fn cdf(label: &str, values: &[u64]) -> Self {
         let mut sorted = values.to_vec();
@@ -35,11 +38,15 @@ impl Curve {
 /// What is on the axes.
 #[derive(Debug)]
 pub struct Plot {
+    /// Above it.
     pub title: String,
+    /// Along the x axis.
     pub x: &'static str,
+    /// Along the y axis.
     pub y: &'static str,
     /// Whether the x axis is logarithmic; values then have to be above 0.
     pub log_x: bool,
+    /// At most as many as there are colours, or colours repeat.
     pub curves: Vec<Curve>,
 }
 
@@ -67,6 +74,7 @@ fn ticks(low: f64, high: f64, log: bool) -> Vec<f64> {
 
 impl Plot {
     /// The drawing.
+    #[must_use]
     pub fn svg(&self) -> String {
         let all =
             || self.curves.iter().flat_map(|c| &c.points).filter(|(x, y)| x.is_finite() && y.is_finite());
@@ -137,6 +145,9 @@ impl Plot {
     }
 
     /// Writes the drawing to `out/name`.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
     pub fn write(&self, out: &Path, name: &str) -> Result<()> {
         let path = out.join(name);
         std::fs::write(&path, self.svg()).with_context(|| path.display().to_string())?;

@@ -12,10 +12,10 @@ mod google;
 
 use crate::birth::words;
 use crate::common::{self, MIB, Spread, percentile, shown};
-use crate::plot::{Curve, Plot};
 use crate::room::Room;
 use anyhow::{Context, Result};
 use csv::Arrival;
+use dayfly_bench::plot::{Curve, Plot};
 use dayfly_units::Name;
 use futures::channel::mpsc::{UnboundedReceiver, unbounded};
 use futures::{StreamExt, TryStreamExt};

@@ -1,9 +1,10 @@
 //! # e2e
 //!
 //! The room for what is shown from outside: the demo (`dayfly-demo`), the end-to-end tests, and the benchmarks that need stock Linux
-//! guests (`dayfly-bench-linux`) or a machine of their own (`dayfly-bench-numa`). All use the typed client and the programs as a user does, natively or in the machine.
+//! guests (`dayfly-bench-linux`) or a machine of their own (`dayfly-bench-numa`, `dayfly-bench-store`). All use the typed client and the programs as a user does,
+//! natively or in the machine. `dayfly-witness` is what the last one has in its guests.
 //!
-//! What may not enter: anything that looks inside another room.
+//! What may not enter: anything that looks inside another room. `dayfly-bench-store` alone reads the store's tables and a copy of its packs, through crate `store`.
 
 pub mod guest;
 pub mod inside;

@@ -7,7 +7,7 @@
 use super::remove_all;
 use crate::birth::note_phases;
 use crate::common::{self, Phases, median, ratio, shown};
-use crate::plot::Curve;
+use dayfly_bench::plot::Curve;
 use crate::room::{Birth, Room};
 use anyhow::Result;
 use dayfly_units::{Name, VmId};

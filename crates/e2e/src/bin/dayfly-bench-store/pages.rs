@@ -1,21 +1,19 @@
-//! What the page store costs, as JSON: `cargo run --release -p dayfly-store --example pages_bench [RAM [FOLDER]]`.
+//! What the page store costs for one RAM, on this host: `dayfly-bench-store --ram FILE` measures any raw file.
 //!
-//! FOLDER (default: the host's for temporary files) gets a store that is removed again; what is measured cold comes from its disk. Rates are of
-//! bytes in pages that are not zero. `cp` and `zstd` do the same RAM in the same run; CPU time is theirs and ours from /proc/self/stat, in ticks of 10 ms.
+//! A store in a folder of its own takes it; what is measured cold comes from the folder's disk. Rates are of bytes in pages that are not zero. `cp` and `zstd` do
+//! the same RAM in the same run; CPU time is theirs and ours from /proc/self/stat, in ticks of 10 ms.
 
-mod common;
-
-use common::{PAGE, percentile, ram};
+use anyhow::{Context, Result, ensure};
 use dayfly_store::{Digest, Known, MemorySpec, Store};
 use rustix::fs::{Advice, MemfdFlags, fadvise, memfd_create};
 use serde_json::{Value, json};
-use std::error::Error;
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
+const PAGE: usize = 4096;
 const FETCHES: usize = 500;
 
 /// Seconds of CPU: this process's own, and its ended children's.
@@ -29,10 +27,7 @@ fn cpu() -> io::Result<(f64, f64)> {
 }
 
 /// Runs `work`, and tells seconds, CPU seconds and MB/s of `bytes`.
-fn timed<T>(
-    bytes: f64,
-    work: impl FnOnce() -> Result<T, Box<dyn Error>>,
-) -> Result<(T, Value), Box<dyn Error>> {
+fn timed<T>(bytes: f64, work: impl FnOnce() -> Result<T>) -> Result<(T, Value)> {
     let (before, started) = (cpu()?, Instant::now());
     let done = work()?;
     let seconds = started.elapsed().as_secs_f64();
@@ -46,9 +41,17 @@ fn timed<T>(
     Ok((done, figures))
 }
 
-fn command(program: &str, args: &[&str]) -> Result<(), Box<dyn Error>> {
-    let status = Command::new(program).args(args).stdout(Stdio::null()).stderr(Stdio::null()).status()?;
-    if status.success() { Ok(()) } else { Err(format!("{program}: {status}").into()) }
+fn command(program: &str, args: &[&str]) -> Result<()> {
+    let status = Command::new(program).args(args).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    let status = status.with_context(|| program.to_owned())?;
+    ensure!(status.success(), "{program}: {status}");
+    Ok(())
+}
+
+/// The value below which so many of a hundred lie.
+fn percentile(values: &mut [f64], part: usize) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() * part / 100).or(values.last()).copied().unwrap_or(0.0)
 }
 
 fn files(folder: &Path) -> io::Result<Vec<PathBuf>> {
@@ -60,20 +63,15 @@ fn cold(files: &[File]) -> io::Result<()> {
     files.iter().try_for_each(|file| Ok(fadvise(file, 0, None, Advice::DontNeed)?))
 }
 
+/// Puts the RAM in the file `raw` into a new store in a new folder below `parent`, and takes it out again, in several ways.
 #[expect(clippy::cast_precision_loss, reason = "figures for people")]
-fn main() -> Result<(), Box<dyn Error>> {
-    let (memory, what) = ram()?;
-    let parent = std::env::args_os().nth(2).map_or_else(std::env::temp_dir, PathBuf::from);
+pub fn measure(raw: &Path, parent: &Path) -> Result<Value> {
     let folder = tempfile::tempdir_in(parent)?;
     let store = Store::open(&folder.path().join("store"))?;
     let tenant = store.tenant(&"bench".parse()?)?;
-
-    // The same RAM as a file, for cp and zstd.
-    let raw = folder.path().join("ram");
-    let mut reader = &memory;
-    io::copy(&mut reader, &mut File::create(&raw)?)?;
-    command("sync", &[raw.to_str().unwrap_or_default()])?;
-    let data_bytes = dayfly_store::sparse::digest(&File::open(&raw)?)?.data_bytes as f64;
+    let memory = File::open(raw).with_context(|| raw.display().to_string())?;
+    memory.sync_all()?;
+    let data_bytes = dayfly_store::sparse::digest(&memory)?.data_bytes as f64;
 
     let spec = MemorySpec { memory: &memory, known: Known::default(), disks: &[] };
     let (put, put_figures) = timed(data_bytes, || Ok(tenant.put_memory(&spec)?))?;
@@ -94,7 +92,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let pages_folder = folder.path().join("store/pages/bench");
     let packs = files(&pages_folder)?.iter().map(File::open).collect::<Result<Vec<_>, _>>()?;
     let hashes = put.table.hashes();
-    let fetch = |is_cold: bool| -> Result<Value, Box<dyn Error>> {
+    ensure!(!hashes.is_empty(), "{}: expected a page that is not zero", raw.display());
+    let fetch = |is_cold: bool| -> Result<Value> {
         let mut times = Vec::with_capacity(FETCHES);
         if !is_cold {
             // The cold ones left nothing in the page cache.
@@ -108,13 +107,13 @@ fn main() -> Result<(), Box<dyn Error>> {
             let started = Instant::now();
             let page = tenant.fetch(hash)?;
             times.push(started.elapsed().as_secs_f64() * 1e6);
-            assert_eq!(page.len(), PAGE);
+            ensure!(page.len() == PAGE, "a page: expected {PAGE} bytes, got {}", page.len());
         }
         Ok(json!({ "p50_us": percentile(&mut times, 50), "p99_us": percentile(&mut times, 99) }))
     };
     let (cold_fetch, warm_fetch) = (fetch(true)?, fetch(false)?);
 
-    let materialise = || -> Result<(), Box<dyn Error>> {
+    let materialise = || -> Result<()> {
         let to = File::from(memfd_create("ram", MemfdFlags::CLOEXEC)?);
         tenant.materialise(&put.table, &[], &to)?;
         Ok(())
@@ -124,8 +123,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let ((), warm_ram) = timed(data_bytes, materialise)?;
     let ((), cp_ram) = timed(data_bytes, || {
         let mut to = File::from(memfd_create("ram", MemfdFlags::CLOEXEC)?);
-        io::copy(&mut File::open(&raw)?, &mut to)?;
-        Ok(to.flush()?)
+        io::copy(&mut File::open(raw)?, &mut to)?;
+        Ok(())
     })?;
 
     let stats = tenant.stats()?;
@@ -136,9 +135,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let store = Store::open(&folder.path().join("store"))?;
     let reopened = store.tenant(&"bench".parse()?)?.stats()?;
     let open_ms = started.elapsed().as_secs_f64() * 1e3;
-    assert_eq!(reopened.unique_pages, stats.unique_pages);
+    let (expected, got) = (stats.unique_pages, reopened.unique_pages);
+    ensure!(got == expected, "pages after the store was opened again: expected {expected}, got {got}");
     let report = json!({
-        "ram": what,
+        "ram": raw.display().to_string(),
         "cores": std::thread::available_parallelism()?.get(),
         "frames": put.table.frames(),
         "data_bytes": data_bytes,
@@ -158,6 +158,5 @@ fn main() -> Result<(), Box<dyn Error>> {
         "materialise_warm": warm_ram,
         "copy_to_memfd_warm": cp_ram,
     });
-    println!("{}", serde_json::to_string_pretty(&report)?);
-    Ok(())
+    Ok(report)
 }

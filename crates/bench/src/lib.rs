@@ -1,0 +1,3 @@
+//! What the benchmarks of other rooms share with `dayfly-bench`: drawing.
+
+pub mod plot;

@@ -1,0 +1,91 @@
+//! What a snapshot's RAM consists of, and what the store has more because of it.
+
+use anyhow::{Context, Result};
+use dayfly_api::client::Client;
+use dayfly_api::types::StoreStats;
+use dayfly_units::Name;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+const PAGE: u64 = 4096;
+
+/// RAM by what its frames are, and what the store grew by. All in bytes.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Split {
+    /// All of RAM.
+    pub ram_bytes: u64,
+    /// Frames of zeroes.
+    pub zero_bytes: u64,
+    /// Frames that the guest did not use.
+    pub free_bytes: u64,
+    /// Frames that are blocks of the snapshot's disks.
+    pub disk_bytes: u64,
+    /// Frames that are pages of the store.
+    pub page_bytes: u64,
+    /// Of these, contents that the store did not have before, each once.
+    pub new_bytes: u64,
+    /// The packs' growth: these pages compressed, and footers.
+    pub packs_bytes: u64,
+    /// The growth of snapshots' own files: the table, and devices, manifest, working set.
+    pub files_bytes: u64,
+    /// Frames that are pages, by what the guest uses them for.
+    pub page_bytes_by_colour: BTreeMap<String, u64>,
+}
+
+impl Split {
+    /// Of the snapshot `name`, since the store was as `before`.
+    ///
+    /// # Errors
+    /// The daemon does not know it, or the store has shrunk meanwhile.
+    pub async fn since(client: &Client, before: &StoreStats, name: &Name) -> Result<Self> {
+        let (now, usage) = (client.store_stats().await?, client.store_usage().await?);
+        let of = usage.snapshots.iter().find(|snapshot| snapshot.name == *name);
+        let of = of.with_context(|| format!("what snapshot {name} takes: the daemon does not say"))?;
+        let colours = client.snapshot_colours(name).await?.colours;
+        let colours = colours.into_iter().filter(|c| c.page_bytes > 0).map(|c| (c.colour, c.page_bytes));
+        let grown = |what: &str, before: u64, now: u64| {
+            now.checked_sub(before)
+                .with_context(|| format!("{what} shrank while {name} was made: {before} before, {now} after"))
+        };
+        let packs = |stats: &StoreStats| stats.pages.stored_bytes + stats.pages.index_disk_bytes;
+        Ok(Self {
+            ram_bytes: of.memory_bytes,
+            zero_bytes: of.memory.zero_bytes,
+            free_bytes: of.memory.free_bytes,
+            disk_bytes: of.memory.disk_bytes,
+            page_bytes: of.memory.shared_bytes + of.memory.own_bytes,
+            new_bytes: PAGE * grown("the number of pages", before.pages.unique, now.pages.unique)?,
+            packs_bytes: grown("packs", packs(before), packs(&now))?,
+            files_bytes: grown(
+                "files of snapshots",
+                before.snapshots.apparent_bytes,
+                now.snapshots.apparent_bytes,
+            )?,
+            page_bytes_by_colour: colours.collect(),
+        })
+    }
+
+    /// What the store has more because of this memory.
+    #[must_use]
+    pub const fn stored_bytes(&self) -> u64 {
+        self.packs_bytes + self.files_bytes
+    }
+
+    /// Frames that are restored as something else than zeroes.
+    #[must_use]
+    pub const fn data_bytes(&self) -> u64 {
+        self.disk_bytes + self.page_bytes
+    }
+}
+
+/// `part` of a hundred `whole`s, to three digits.
+#[expect(clippy::cast_precision_loss, reason = "for people")]
+pub fn percent(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { (part as f64 / whole as f64 * 1e5).round() / 1e3 }
+}
+
+/// `whole` by `part`, to three digits.
+#[expect(clippy::cast_precision_loss, reason = "for people")]
+pub fn ratio(whole: u64, part: u64) -> f64 {
+    if part == 0 { 0.0 } else { (whole as f64 / part as f64 * 1e3).round() / 1e3 }
+}
