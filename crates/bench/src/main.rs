@@ -18,10 +18,10 @@ mod birth;
 mod chain;
 mod common;
 mod death;
+mod faults;
 mod floor;
 mod jobs;
 mod numa;
-
 mod random;
 mod room;
 mod scale;
@@ -45,6 +45,8 @@ enum Bench {
     Scale,
     /// How fast memory comes back.
     Death,
+    /// What a page costs that a pager brings.
+    Faults,
     /// Short jobs per minute, beside idle VMs.
     Jobs,
     /// Births of a trace, in bursts.
@@ -97,6 +99,9 @@ async fn run(options: &Options, programs: &Path, out: &Path) -> Result<()> {
     // The machine has no compiler.
     if options.benches == [Bench::Numa] {
         return Ok(());
+    }
+    if wanted(Bench::Faults) {
+        faults::run(out)?;
     }
     let floor = floor::compile(out)?;
     if wanted(Bench::Birth) {

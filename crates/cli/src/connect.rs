@@ -165,12 +165,13 @@ fn last_lines(path: &Path) -> String {
 /// When a program is missing, or the machine's kernel cannot be fetched.
 pub fn machine_options(steps: &Steps) -> Result<InitOptions> {
     let init = program("dayfly-machine-init")?;
-    let (daemon, vmm) = (program("dayflyd")?, program("dayfly-vmm")?);
+    let (daemon, vmm, pager) = (program("dayflyd")?, program("dayfly-vmm")?, program("dayfly-pager")?);
     let cpus = std::thread::available_parallelism().map_or(2, |n| n.get().clamp(2, 8));
     let mut options = InitOptions::new(artefacts::machine_kernel(steps)?, init);
     options.cpus = u32::try_from(cpus).unwrap_or(2);
     options.daemon = Some(daemon);
     options.vmm = Some(vmm);
+    options.pager = Some(pager);
     Ok(options)
 }
 

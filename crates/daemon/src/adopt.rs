@@ -9,7 +9,7 @@ use crate::daemon::Daemon;
 use crate::vm::record::{Record, read_json};
 use crate::vm::state::Phase;
 use crate::vm::{Vm, control_link, death, exit_now, identity};
-use crate::{sweep, vm};
+use crate::{pagers, sweep, vm};
 use dayfly_api::types::{ExitKind, VmExit};
 use dayfly_host::process::Process;
 use dayfly_units::VmId;
@@ -109,12 +109,16 @@ async fn one(daemon: &Arc<Daemon>, record: Record) {
         None => None,
     };
     let alive = process.as_ref().is_some_and(|p| p.is_alive().unwrap_or(false));
+    let mut whole = true;
     let seen = if alive {
         // A VMM that is saving answers when it has saved.
         let deadlines = daemon.config.deadlines;
         let within = if phase == Phase::Freezing { deadlines.save } else { deadlines.control };
         match control_link::command(&dir.control(), Command::Status, within).await {
-            Ok(Answer::Status(status)) => Seen::Answers { paused: status.paused },
+            Ok(Answer::Status(status)) => {
+                whole = status.whole;
+                Seen::Answers { paused: status.paused }
+            }
             _ => Seen::Mute,
         }
     } else {
@@ -159,7 +163,10 @@ async fn one(daemon: &Arc<Daemon>, record: Record) {
     };
     if let (Verdict::Adopt(_) | Verdict::Thaw, Some(process)) = (verdict, process) {
         vm.hold(process.clone());
-        death::watch(daemon, vm.clone(), process);
+        death::watch(daemon, vm.clone(), process.clone());
+        if !whole {
+            tokio::spawn(pagers::watch_left(daemon.clone(), vm.clone(), process));
+        }
     }
     if verdict == Verdict::Thaw {
         thaw(daemon, &vm).await;

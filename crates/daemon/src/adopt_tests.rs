@@ -2,6 +2,7 @@ use super::*;
 use crate::config::{Config, Deadlines};
 use crate::depot::Depot;
 use crate::fixture;
+use crate::pagers::Pagers;
 use crate::vm::Facts;
 use crate::vm::registry::Registry;
 use dayfly_host::process::ProcessId;
@@ -77,7 +78,7 @@ fn answer(config: &Config, id: VmId, paused: bool) {
         let mut json = vec![0; u32::from_le_bytes(length) as usize];
         stream.read_exact(&mut json).unwrap();
         let shape = Shape { memory_bytes: 64 << 20, vcpus: 1, disks: 1 };
-        let status = Status { paused, shape, phases: Vec::new() };
+        let status = Status { paused, whole: true, shape, phases: Vec::new() };
         let json = serde_json::to_vec(&Answer::Status(status)).unwrap();
         let length = u32::try_from(json.len()).unwrap().to_le_bytes();
         stream.write_all(&[length.to_vec(), json].concat()).unwrap();
@@ -139,7 +140,7 @@ async fn a_new_daemon_finds_what_lives_and_sweeps_the_rest() {
     std::fs::create_dir_all(config.vm(damaged).root()).unwrap();
     std::fs::write(config.vm(damaged).record(), "{").unwrap();
 
-    let depot = Depot::new(Store::open(&config.state).unwrap());
+    let depot = Depot::new(Store::open(&config.state).unwrap(), Pagers::new(&config));
     let daemon = Arc::new(Daemon::new(config.clone(), depot, fixture::nodes()).unwrap());
     adopt(&daemon).await;
 

@@ -3,6 +3,7 @@
 mod recent;
 
 use crate::error::{Fault, Outcome, chain};
+use crate::pagers::{Pager, Pagers};
 use crate::vm::registry::lock;
 use crate::vm::{Disk, Live};
 use dayfly_api::types::{self, ErrorCode};
@@ -26,6 +27,41 @@ pub struct Depot {
     /// A snapshot was removed while VMs lived: when one of them goes, layers may be free.
     collect_later: Arc<AtomicBool>,
     open: Arc<Mutex<Recent>>,
+    pagers: Pagers,
+}
+
+/// A snapshot that is open, and who fills its RAM where that is not whole yet.
+#[derive(Debug)]
+pub struct Loaded {
+    snapshot: OpenSnapshot,
+    /// Who fills its memory, or has filled it.
+    pub pager: Option<Arc<Pager>>,
+}
+
+impl std::ops::Deref for Loaded {
+    type Target = OpenSnapshot;
+
+    fn deref(&self) -> &OpenSnapshot {
+        &self.snapshot
+    }
+}
+
+impl Loaded {
+    /// Whether what is open is what would be opened now, and can be had.
+    fn is_current(&self) -> bool {
+        !self.is_lost() && self.snapshot.is_current()
+    }
+
+    /// Whether a part of its memory is missing for ever.
+    fn is_lost(&self) -> bool {
+        self.pager.as_ref().is_some_and(|pager| pager.is_gone())
+    }
+
+    /// Who has to be told of a clone.
+    #[must_use]
+    pub fn filling(&self) -> Option<&Arc<Pager>> {
+        self.pager.as_ref().filter(|pager| pager.is_filling())
+    }
 }
 
 fn listed<T, U>(kind: &str, listing: Listing<T>, shown: impl Fn(T) -> U) -> Vec<U> {
@@ -47,8 +83,8 @@ fn by_version(release: &str) -> Vec<u64> {
 impl Depot {
     /// Uses this store.
     #[must_use]
-    pub fn new(store: Store) -> Self {
-        Self { store, collect_later: Arc::default(), open: Arc::new(Mutex::new(Recent::new())) }
+    pub fn new(store: Store, pagers: Pagers) -> Self {
+        Self { store, collect_later: Arc::default(), open: Arc::new(Mutex::new(Recent::new())), pagers }
     }
 
     /// The store itself.
@@ -183,26 +219,44 @@ impl Depot {
         Ok(shown_snapshot(&self.open_snapshot(name)?.manifest))
     }
 
-    /// One snapshot, verified, open and pinned; kept open for the next who asks.
+    /// One snapshot, verified, open and pinned; kept open for the next who asks. Its RAM may still be on its way.
     ///
     /// # Errors
     /// As [`Self::snapshot`].
-    pub fn open_snapshot(&self, name: &Name) -> Outcome<Arc<OpenSnapshot>> {
+    pub fn open_snapshot(&self, name: &Name) -> Outcome<Arc<Loaded>> {
         let known = lock(&self.open).find(name);
-        let (resident, bytes) = match known {
+        let known = match known {
             Some((open, _)) if open.is_current() => return Ok(open),
             // Such as a bake's working set that has come: RAM need not be read again.
-            Some((open, bytes)) => (open.resident().unwrap_or(None), bytes),
-            None => (None, 0),
+            Some((open, bytes)) if !open.is_lost() => {
+                open.snapshot.resident().unwrap_or(None).map(|resident| (resident, open.pager.clone(), bytes))
+            }
+            _ => None,
         };
         lock(&self.open).forget(name);
-        let open = match resident {
-            Some(resident) => self.store.open_resident(name, resident)?,
-            None => self.store.open_snapshot(name)?,
+        let (open, bytes) = match known {
+            Some((resident, pager, bytes)) => {
+                (Loaded { snapshot: self.store.open_resident(name, resident)?, pager }, bytes)
+            }
+            None => self.load(name)?,
         };
         let open = Arc::new(open);
         lock(&self.open).keep(name.clone(), open.clone(), bytes);
         Ok(open)
+    }
+
+    /// Opens a snapshot whose RAM is not in memory, and says how much of that it will take.
+    fn load(&self, name: &Name) -> Outcome<(Loaded, u64)> {
+        let bytes = self.store.snapshot(name)?.memory.data_bytes;
+        if bytes <= lock(&self.open).resident_most {
+            let (snapshot, plan) = self.store.open_lazily(name)?;
+            let Some(plan) = plan else { return Ok((Loaded { snapshot, pager: None }, 0)) };
+            match self.pagers.start(&snapshot, &plan) {
+                Ok(pager) => return Ok((Loaded { snapshot, pager: Some(pager) }, bytes)),
+                Err(e) => tracing::warn!("snapshot {name}: its memory is read before it runs: {}", chain(&e)),
+            }
+        }
+        Ok((Loaded { snapshot: self.store.open_snapshot(name)?, pager: None }, 0))
     }
 
     /// Opens a snapshot just made with the RAM that was saved, which stays in the host's memory while it is open; an eighth of that is
@@ -213,7 +267,8 @@ impl Depot {
     pub fn keep_resident(&self, name: &Name, resident: Resident) -> Outcome<()> {
         let bytes = resident.data_bytes();
         if bytes <= lock(&self.open).resident_most {
-            let open = Arc::new(self.store.open_resident(name, resident)?);
+            let snapshot = self.store.open_resident(name, resident)?;
+            let open = Arc::new(Loaded { snapshot, pager: None });
             lock(&self.open).keep(name.clone(), open, bytes);
         }
         Ok(())
@@ -221,7 +276,7 @@ impl Depot {
 
     /// One snapshot, if it is open already and nothing of it has changed since: some ten calls of stat(2).
     #[must_use]
-    pub fn known_snapshot(&self, name: &Name) -> Option<Arc<OpenSnapshot>> {
+    pub fn known_snapshot(&self, name: &Name) -> Option<Arc<Loaded>> {
         let (open, _) = lock(&self.open).find(name)?;
         open.is_current().then_some(open)
     }

@@ -23,6 +23,7 @@ pub mod heap;
 pub mod kvm;
 pub mod metrics;
 pub mod ndjson;
+pub mod pagers;
 pub mod ports;
 mod rehearsal;
 pub mod relay;

@@ -3,6 +3,7 @@
 use crate::config::{Config, SOCKET_PATH_MAX};
 use crate::daemon::Daemon;
 use crate::depot::Depot;
+use crate::pagers::Pagers;
 use crate::vm::pool;
 use crate::{adopt, heap, routes};
 use anyhow::{Context, bail};
@@ -34,7 +35,8 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     folder(&config.state, 0o700)?;
     let store = Store::open(&config.state).map_err(|e| anyhow::anyhow!(crate::error::chain(&e)))?;
     let nodes = dayfly_host::numa::nodes().context("looking at the host's memory")?;
-    let daemon = Daemon::new(config, Depot::new(store), nodes).context("starting threads")?;
+    let pagers = Pagers::new(&config);
+    let daemon = Daemon::new(config, Depot::new(store, pagers), nodes).context("starting threads")?;
     let daemon = Arc::new(daemon);
     daemon.berths.sweep()?;
     daemon.berths.prepare()?;

@@ -42,6 +42,7 @@ pub async fn snapshot(
     let _one = vm.snapshots.lock().await;
     free(&daemon, &request.name).await?;
     allowed(&vm)?;
+    arrived(&daemon, &vm, &tell).await?;
     tell.phase(format!("saving {} of memory", dayfly_units::Bytes(vm.facts.memory_bytes))).await;
     let section = {
         let (daemon, vm, name) = (daemon.clone(), vm.clone(), request.name.clone());
@@ -62,6 +63,16 @@ pub async fn snapshot(
     tell.phase("hashing and storing").await;
     let committed = commit(&daemon, &vm, saved, request.name, &tell).await?;
     Ok(shown_snapshot(&committed.manifest))
+}
+
+/// Waits until all memory is there of what the VM is a clone of: what it has not written is read from that.
+async fn arrived(daemon: &Arc<Daemon>, vm: &Vm, tell: &Teller) -> Outcome<()> {
+    let Some(template) = vm.facts.snapshot.as_ref().and_then(|name| daemon.depot.known_snapshot(name)) else {
+        return Ok(());
+    };
+    let Some(pager) = template.filling().cloned() else { return Ok(()) };
+    tell.phase("waiting for the rest of its memory").await;
+    pager.whole(daemon.config.deadlines.save).await
 }
 
 /// Checks that no snapshot has this name.

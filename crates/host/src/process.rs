@@ -217,6 +217,22 @@ pub fn scan(program: &str) -> io::Result<Vec<VmProcess>> {
     Ok(found)
 }
 
+/// Whether a process lives whose `argv[0]` is `name`.
+///
+/// # Errors
+/// `/proc` cannot be listed.
+pub fn lives(name: &std::path::Path) -> io::Result<bool> {
+    use std::os::unix::ffi::OsStrExt;
+    let wanted = name.as_os_str().as_bytes();
+    for entry in std::fs::read_dir("/proc")? {
+        let Some(pid) = entry?.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
+        if command_line(pid).is_some_and(|line| line.split(|&b| b == 0).next() == Some(wanted)) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 /// The command line of a process that has one.
 ///
 /// While a process executes a new program there is a moment in which it has the program but no command line yet (the kernel ends

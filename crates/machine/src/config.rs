@@ -28,6 +28,8 @@ pub struct InitOptions {
     pub daemon_env: Vec<(String, String)>,
     /// `dayfly-vmm`.
     pub vmm: Option<PathBuf>,
+    /// `dayfly-pager`.
+    pub pager: Option<PathBuf>,
     /// Whether the host's files are shown in the machine at /host.
     pub host_files: bool,
     /// Folders of the host that change while the machine runs (a build's output), shown read-only and fresh below
@@ -49,6 +51,7 @@ impl Default for InitOptions {
             daemon_arguments: Vec::new(),
             daemon_env: Vec::new(),
             vmm: None,
+            pager: None,
             host_files: true,
             shares: Vec::new(),
         }

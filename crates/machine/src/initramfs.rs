@@ -86,6 +86,9 @@ fn programs(options: &InitOptions) -> Result<BTreeMap<String, PathBuf>, BuildErr
     if let Some(vmm) = &options.vmm {
         programs.insert("usr/bin/dayfly-vmm".to_owned(), vmm.clone());
     }
+    if let Some(pager) = &options.pager {
+        programs.insert("usr/bin/dayfly-pager".to_owned(), pager.clone());
+    }
     Ok(programs)
 }
 

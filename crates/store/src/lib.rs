@@ -83,8 +83,9 @@ pub use pins::{Pin, PinError};
 pub use publish::{OpenError, PutError, RemoveError};
 pub use scrub::{Finding, MAX_FINDINGS, Object, Scope, SearchError, VerifyReport};
 pub use snapshots::{
-    CommitError, Committed, DiskSpec, Freeze, MOST_LAYERS, Merge, Merged, OpenDisk, OpenLayer, OpenSnapshot,
-    PagedSpec, Resident, SavedSnapshot, Sizes, SnapshotPages, SnapshotSpec, SnapshotWriter,
+    CommitError, Committed, DiskSpec, Freeze, GroupBuffer, GroupId, MOST_LAYERS, Merge, Merged, OpenDisk,
+    OpenLayer, OpenSnapshot, PageReader, PagedSpec, Plan, Resident, SavedSnapshot, Sizes, SnapshotPages,
+    SnapshotSpec, SnapshotWriter,
 };
 pub use usage::{Counted, Frames, SnapshotUse, StoreStats, Unreadable, Usage};
 

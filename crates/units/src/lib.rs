@@ -7,6 +7,7 @@
 
 mod ids;
 mod pages;
+pub mod regions;
 pub mod sealed;
 
 pub use ids::{IdError, Name, NameError, VmId};

@@ -154,6 +154,9 @@ pub struct RestoreConfig {
     /// The record of pages to lay ready before the guest runs ([`crate::memory::working_set`]).
     #[serde(default)]
     pub working_set_fd: Option<FdNumber>,
+    /// A socket to the pager that fills the memory file, where that is not whole yet ([`crate::memory::lazy`]).
+    #[serde(default)]
+    pub pager_fd: Option<FdNumber>,
     /// Whether to wait for `Resume`.
     pub paused: bool,
 }

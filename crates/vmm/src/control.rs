@@ -65,9 +65,17 @@ pub enum Answer {
     },
 }
 
+/// What a VMM is that does not say whether it is whole.
+const fn yes() -> bool {
+    true
+}
+
 /// What a VMM does now.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
+    /// Whether all of its memory is there: nothing of it is still to come from a pager.
+    #[serde(default = "yes")]
+    pub whole: bool,
     /// Whether vCPUs are stopped.
     pub paused: bool,
     /// How large it is.

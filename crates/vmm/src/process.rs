@@ -7,7 +7,7 @@ use crate::control::server::Hosted;
 use crate::crew::Crew;
 use crate::fds::{self, Descriptors, FdError, FdTable};
 use crate::jail::{self, JailError};
-use crate::memory::recorder;
+use crate::memory::lazy;
 use crate::platform::Console;
 use crate::seccomp::{FilterError, Filters};
 use crate::timeline::Timeline;
@@ -128,8 +128,8 @@ struct Inside {
     filters: Filters,
     /// The one file opened by path, while there is a path to it: which of our own pages were written.
     pagemap: Option<File>,
-    /// Another thing that only the privileged may make.
-    recorder: Option<OwnedFd>,
+    /// Another thing that only the privileged may make: a userfaultfd, for a guest whose memory is given page by page.
+    uffd: Option<OwnedFd>,
 }
 
 impl Inside {
@@ -139,11 +139,13 @@ impl Inside {
         pagemap: Option<File>,
         config: &VmmConfig,
     ) -> Result<Self, ProcessError> {
-        let recorder = match config.start {
-            Start::Shell { record: true, .. } => Some(recorder::open().map_err(ProcessError::Userfaultfd)?),
-            _ => None,
+        let uffd = match config.start {
+            Start::Shell { record: true, .. } => Some(lazy::open().map_err(ProcessError::Userfaultfd)?),
+            // Where there is none, RAM has to be whole.
+            Start::Shell { .. } => lazy::open().ok(),
+            Start::Boot(_) => None,
         };
-        Ok(Self { kvm, filters, pagemap, recorder })
+        Ok(Self { kvm, filters, pagemap, uffd })
     }
 }
 
@@ -154,7 +156,7 @@ fn live(
     crew: Crew,
     mut timeline: Timeline,
 ) -> Result<Infallible, ProcessError> {
-    let Inside { kvm: (kvm, bare), filters, pagemap, recorder } = inside;
+    let Inside { kvm: (kvm, bare), filters, pagemap, uffd } = inside;
     timeline.done("jail");
     let crew = crew.enlist(&filters, config.start.shape().vcpus, config.jail.as_ref());
     let crew = crew.map_err(ProcessError::Crew)?;
@@ -168,7 +170,8 @@ fn live(
         vsock_listener: fds.take("the vsock socket", config.vsock_fd)?,
         vsock_path: config.vsock_path,
         pagemap,
-        recorder,
+        uffd,
+        record: matches!(config.start, Start::Shell { record: true, .. }),
         crew,
         timeline,
     };

@@ -54,6 +54,7 @@ impl<'a> Grower<'a> {
             disks: vec![disk],
             generation: what.generation(),
             working_set_fd: None,
+            pager_fd: None,
             paused: false,
         };
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();

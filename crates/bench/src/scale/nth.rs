@@ -7,9 +7,9 @@
 use super::remove_all;
 use crate::birth::note_phases;
 use crate::common::{self, Phases, median, ratio, shown};
-use dayfly_bench::plot::Curve;
 use crate::room::{Birth, Room};
 use anyhow::Result;
+use dayfly_bench::plot::Curve;
 use dayfly_units::{Name, VmId};
 use futures::future::try_join_all;
 use serde_json::{Map, Value, json};

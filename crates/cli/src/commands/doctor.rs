@@ -82,8 +82,9 @@ impl Args {
 
 /// Programs that dayfly uses, and the Debian packages they come from.
 fn tools(machine: bool) -> Vec<Check> {
-    let ours =
-        ["dayflyd", "dayfly-vmm", "dayfly-agent"].into_iter().chain(machine.then_some("dayfly-machine-init"));
+    let ours = ["dayflyd", "dayfly-vmm", "dayfly-pager", "dayfly-agent"]
+        .into_iter()
+        .chain(machine.then_some("dayfly-machine-init"));
     let mut checks: Vec<Check> = ours
         .map(|name| {
             let found = program(name);

@@ -1,6 +1,6 @@
 //! Snapshots that stay open for the next who asks.
 
-use dayfly_store::OpenSnapshot;
+use super::Loaded;
 use dayfly_units::Name;
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub(super) struct Recent {
 #[derive(Debug)]
 struct Entry {
     name: Name,
-    open: Arc<OpenSnapshot>,
+    open: Arc<Loaded>,
     /// Bytes of the host's memory that it takes, which cannot be had back while it is open.
     resident_bytes: u64,
 }
@@ -34,7 +34,7 @@ impl Recent {
     }
 
     /// The snapshot, and how much of the host's memory it takes.
-    pub(super) fn find(&mut self, name: &Name) -> Option<(Arc<OpenSnapshot>, u64)> {
+    pub(super) fn find(&mut self, name: &Name) -> Option<(Arc<Loaded>, u64)> {
         let place = self.entries.iter().position(|entry| entry.name == *name)?;
         let found = self.entries.remove(place);
         let answer = (found.open.clone(), found.resident_bytes);
@@ -43,7 +43,7 @@ impl Recent {
     }
 
     /// Keeps it, and of all those that were asked for last as many as may be.
-    pub(super) fn keep(&mut self, name: Name, open: Arc<OpenSnapshot>, resident_bytes: u64) {
+    pub(super) fn keep(&mut self, name: Name, open: Arc<Loaded>, resident_bytes: u64) {
         self.forget(&name);
         if self.entries.len() >= MOST {
             self.entries.remove(0);

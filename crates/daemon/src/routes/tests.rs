@@ -25,7 +25,8 @@ fn served_within(deadlines: Deadlines) -> Served {
     let config = Config { deadlines, ..fixture::config(folder.path()) };
     std::fs::create_dir_all(config.vms()).unwrap();
     std::fs::create_dir_all(&config.state).unwrap();
-    let depot = Depot::new(dayfly_store::Store::open(&config.state).unwrap());
+    let depot =
+        Depot::new(dayfly_store::Store::open(&config.state).unwrap(), crate::pagers::Pagers::new(&config));
     let daemon = Arc::new(Daemon::new(config, depot, fixture::nodes()).unwrap());
     let socket = daemon.config.socket();
     let listener = UnixListener::bind(&socket).unwrap();

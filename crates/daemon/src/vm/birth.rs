@@ -195,6 +195,13 @@ async fn attempt(
             blocking(move || Opened::open(&shared, source)).await.map_err(Step::Source.failed())?
         }
     };
+    if order.part != Part::User
+        && let Opened::Snapshot(open) = &opened
+        && let Some(pager) = open.filling()
+    {
+        // What a rehearsal touches is compared with the file.
+        pager.whole(daemon.config.deadlines.save).await?;
+    }
     let wanted = order.name.clone();
     let done = |step| step::done(step, wanted.as_ref());
     done(Step::Source)?;
@@ -355,7 +362,8 @@ async fn start(
                     }
                 };
                 step::done(Step::Vmm, Some(&vm.name))?;
-                let clone = CloneOf::new(&daemon, vm.id, &open, false)?;
+                let vmm = vm.process().ok_or_else(|| Fault::new(ErrorCode::Guest, "its VMM ended"))?;
+                let clone = CloneOf::new(&daemon, vm.id, &vmm, &open, false)?;
                 vm.keep_pinned(clone.pin);
                 vm.update(|live| live.disks = clone.disks);
                 link.ask(&Command::Restore(clone.config), &clone.fds)?;

@@ -4,9 +4,11 @@ use super::*;
 use crate::config::Config;
 use crate::depot::Depot;
 use crate::fixture;
+use crate::pagers::Pagers;
 use crate::vm::registry::{FIRST_UID, Seat};
 use crate::vm::step::injected;
-use dayfly_store::{DiskSpec, ImageConfig, ImageSpec, KernelSpec, SnapshotSpec, Store, sparse};
+use dayfly_pager::wire::Settings;
+use dayfly_store::{DiskSpec, ImageConfig, ImageSpec, KernelSpec, PagedSpec, SnapshotSpec, Store, sparse};
 use dayfly_vmm::arch::layout;
 use dayfly_vmm::config::{BootConfig, DiskConfig, Shape};
 use dayfly_vmm::control::Client;
@@ -41,15 +43,23 @@ struct Room {
 
 impl Room {
     async fn new(pool: usize) -> Self {
+        let told = format!("born={:x}", layout::GENERATION.0);
+        Self::with(pool, Settings::default(), &told, false).await
+    }
+
+    /// With a snapshot of a guest that was told `told`, its RAM in pages or in a file.
+    async fn with(pool: usize, settings: Settings, told: &str, paged: bool) -> Self {
         let folder = tempfile::Builder::new().prefix("births").tempdir_in("/dev/shm").unwrap();
         let config = Config { vmm: vmm(), pool, ..fixture::config(folder.path()) };
         std::fs::create_dir_all(config.vms()).unwrap();
         std::fs::create_dir_all(&config.state).unwrap();
         let store = Store::open(&config.state).unwrap();
         let nodes = dayfly_host::numa::nodes().unwrap();
-        let daemon = Arc::new(Daemon::new(config, Depot::new(store), nodes).unwrap());
+        let mut pagers = Pagers::new(&config);
+        pagers.settings = settings;
+        let daemon = Arc::new(Daemon::new(config, Depot::new(store, pagers), nodes).unwrap());
         let snapshot: Name = "s".parse().unwrap();
-        bake(&daemon, &snapshot).await;
+        bake(&daemon, &snapshot, told, paged).await;
         Self { _folder: folder, daemon, snapshot }
     }
 
@@ -81,8 +91,8 @@ impl Room {
     }
 }
 
-/// A snapshot of a guest that waits for its generation to change.
-async fn bake(daemon: &Arc<Daemon>, name: &Name) {
+/// A snapshot of a guest that was told `told` and is ready.
+async fn bake(daemon: &Arc<Daemon>, name: &Name, told: &str, paged: bool) {
     let store = daemon.depot.store();
     let guest: Name = "guest".parse().unwrap();
     let elf = dayfly_microguest::elf();
@@ -117,7 +127,7 @@ async fn bake(daemon: &Arc<Daemon>, name: &Name) {
     let start = Start::Boot(BootConfig {
         kernel_fd: fds.add(kernel.vmlinux),
         initrd_fd: None,
-        cmdline: format!("born={:x}", layout::GENERATION.0),
+        cmdline: told.to_owned(),
         memory_bytes: MEMORY_BYTES,
         vcpus: 1,
         disks: vec![disk],
@@ -135,19 +145,21 @@ async fn bake(daemon: &Arc<Daemon>, name: &Name) {
     control.save(&files).unwrap();
     let disk =
         DiskSpec { image: image_ref, size_bytes: 1 << 20, writable: true, layers: vec![freeze.frozen] };
-    writer
-        .saved()
-        .commit(&SnapshotSpec {
-            parent: None,
-            kernel: kernel_ref,
-            vcpus: 1,
-            memory_bytes: MEMORY_BYTES,
-            agent_version: String::new(),
-            config: ImageConfig::default(),
-            labels: BTreeMap::new(),
-            disks: vec![disk],
-        })
-        .unwrap();
+    let spec = SnapshotSpec {
+        parent: None,
+        kernel: kernel_ref,
+        vcpus: 1,
+        memory_bytes: MEMORY_BYTES,
+        agent_version: String::new(),
+        config: ImageConfig::default(),
+        labels: BTreeMap::new(),
+        disks: vec![disk],
+    };
+    if paged {
+        writer.saved().commit_paged(&spec, &PagedSpec::of(&daemon.depot.tenant())).unwrap();
+    } else {
+        writer.saved().commit(&spec).unwrap();
+    }
     launched.process.kill().unwrap();
     launched.process.wait(Some(WITHIN)).unwrap();
     std::fs::remove_dir_all(dir.path()).unwrap();
@@ -278,5 +290,62 @@ async fn a_vmm_of_another_shape_than_the_last_is_made_anew_and_no_thread_of_it_i
         std::fs::remove_dir_all(dir.path()).unwrap();
         daemon.registry.unseat(seat);
     }
+    room.empty().await;
+}
+
+/// Fills 2 MiB, gets ready, and when it has become a clone looks whether that is still there.
+fn remembers() -> String {
+    format!("fill=7:200 until={:x} verify=7:200", layout::GENERATION.0)
+}
+
+const REMEMBERED: &str = "verify ok seed 7\ndone";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clones_run_before_their_memory_has_arrived() {
+    let room = Room::with(0, Settings::default(), &remembers(), true).await;
+    let mut newborns = Vec::new();
+    for n in 0..3 {
+        newborns.push(room.birth(&format!("early-{n}").parse().unwrap()).await.unwrap());
+    }
+    let open = room.daemon.depot.known_snapshot(&room.snapshot).unwrap();
+    let pager = open.pager.clone().unwrap();
+    for newborn in &newborns {
+        let dir = &newborn.vm().dir;
+        until("a guest has its memory", || console_tail(dir).ends_with(REMEMBERED)).await;
+    }
+    pager.whole(WITHIN).await.unwrap();
+    assert!(open.filling().is_none());
+    // All is there: the pager ends, and clones need none.
+    until("the pager ends", || !pager.process().is_alive().unwrap()).await;
+    let late = room.birth(&"late".parse().unwrap()).await.unwrap();
+    let dir = late.vm().dir.clone();
+    until("a guest has its memory", || console_tail(&dir).ends_with(REMEMBERED)).await;
+    for newborn in newborns.into_iter().chain([late]) {
+        newborn.end().await.unwrap();
+    }
+    room.empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pager_that_dies_takes_its_clones_along_and_is_replaced() {
+    // It fetches what is asked for, and hardly anything else.
+    let settings = Settings { ahead_bytes_per_s: 4096, ..Settings::default() };
+    let room = Room::with(0, settings, &remembers(), true).await;
+    let first = room.birth(&"first".parse().unwrap()).await.unwrap();
+    let pager = room.daemon.depot.known_snapshot(&room.snapshot).unwrap().pager.clone().unwrap();
+    assert!(pager.is_filling());
+    pager.process().kill().unwrap();
+    let vm = first.vm();
+    tokio::time::timeout(WITHIN, vm.wait_gone()).await.unwrap();
+    let exit = vm.live().exit.unwrap();
+    assert_eq!(exit.reason, ExitKind::Failed);
+    assert!(exit.message.contains("pager"), "{}", exit.message);
+    first.end().await.unwrap();
+    until("the snapshot is not open any more", || room.daemon.depot.known_snapshot(&room.snapshot).is_none())
+        .await;
+    let second = room.birth(&"second".parse().unwrap()).await.unwrap();
+    let dir = second.vm().dir.clone();
+    until("a guest has its memory", || console_tail(&dir).ends_with(REMEMBERED)).await;
+    second.end().await.unwrap();
     room.empty().await;
 }

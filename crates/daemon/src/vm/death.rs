@@ -9,6 +9,7 @@ use crate::daemon::Daemon;
 use crate::depot::Depot;
 use crate::error::{Fault, Outcome, blocking};
 use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
+use dayfly_host::priority;
 use dayfly_host::process::Process;
 use dayfly_vmm::control::{ExitReason, ExitRecord};
 use std::io;
@@ -110,12 +111,16 @@ pub async fn note(daemon: &Daemon, vm: &Arc<Vm>) {
     let _ = written.await;
 }
 
+/// RAM that is freed in no time: 12 ms at most, where all of it was written.
+const SHORT_BYTES: u64 = 512 << 20;
+
 /// Ends a VM at once and waits until its memory is free and its process is gone.
 ///
 /// # Errors
 /// Its process survives SIGKILL.
 pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
     let Some(process) = condemn(vm).await else { return Ok(()) };
+    let _under_way = daemon.pool.death();
     let asked = Instant::now();
     freed(daemon, vm, move || strike(&process)).await?;
     let freed = asked.elapsed();
@@ -200,14 +205,20 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
     if !daemon.registry.has(vm.id) {
         return Ok(());
     }
+    let _under_way = daemon.pool.death();
     let asked = Instant::now();
     let killed = process.is_some();
     let (depot, dead) = (daemon.depot.clone(), vm.clone());
     let (told, removed) = oneshot::channel();
     let work = move || {
-        let free = process.is_none_or(|process| strike(&process));
-        drop(told.send(files(&depot, &dead)));
-        free
+        let all = || {
+            let free = process.is_none_or(|process| strike(&process));
+            drop(told.send(files(&depot, &dead)));
+            free
+        };
+        // Of many VMMs that are killed at once each has threads that tear it down, and whoever frees their memory would have his turn after
+        // all of these: 512 took 0.33 to 0.45 s, three times what bare processes need for their ends.
+        if dead.facts.memory_bytes <= SHORT_BYTES { priority::first(all) } else { all() }
     };
     freed(daemon, vm, work).await?;
     let freed = asked.elapsed();

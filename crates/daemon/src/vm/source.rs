@@ -4,9 +4,11 @@ use super::launch::Fds;
 use super::{Disk, Facts, Vm, identity};
 use crate::config::{MEMORY_BYTES, MEMORY_STEP_BYTES};
 use crate::daemon::Daemon;
+use crate::depot::Loaded;
 use crate::error::{Fault, Outcome};
 use crate::time::unix_ms;
 use dayfly_api::types::{BootSource, Source};
+use dayfly_host::process::Process;
 use dayfly_store::{Digest, DiskRef, Image, Kernel, OpenSnapshot, Pin};
 use dayfly_units::{Name, VmId};
 use dayfly_vmm::config::{BootConfig, DiskConfig, LayerConfig, MAX_VCPUS, RestoreConfig, Shape, Start};
@@ -20,7 +22,7 @@ const CMDLINE: &str =
     "console=ttyS0 quiet reboot=t panic=-1 i8042.noaux i8042.nokbd random.trust_cpu=on root=/dev/vda";
 /// What a VM starts from, open.
 pub(super) enum Opened {
-    Snapshot(Arc<OpenSnapshot>),
+    Snapshot(Arc<Loaded>),
     Boot { boot: BootSource, image: Box<Image>, kernel: Box<Kernel> },
 }
 
@@ -153,13 +155,21 @@ pub(super) struct CloneOf {
 }
 
 impl CloneOf {
-    /// The clone `id` of `open`.
-    pub(super) fn new(daemon: &Daemon, id: VmId, open: &OpenSnapshot, paused: bool) -> Outcome<Self> {
+    /// The clone `id` of `open`, whose VMM is `vmm`.
+    pub(super) fn new(
+        daemon: &Daemon,
+        id: VmId,
+        vmm: &Arc<Process>,
+        open: &Loaded,
+        paused: bool,
+    ) -> Outcome<Self> {
         let failed = |e| Fault::internal(format_args!("a clone's descriptors: {e}"));
         let mut fds = Fds::default();
         let mut shared = |file: &File| Ok::<_, Fault>(fds.add(file.try_clone().map_err(failed)?));
         let (state_fd, memory_fd) = (shared(&open.state)?, shared(&open.memory)?);
-        let working_set_fd = open.working_set.as_ref().map(&mut shared).transpose()?;
+        // Laying ready what is missing would wait for all of it.
+        let laid_ready = open.filling().is_none_or(|pager| pager.has_first());
+        let working_set_fd = open.working_set.as_ref().filter(|_| laid_ready).map(&mut shared).transpose()?;
         let mut disks: Vec<Disk> = open.manifest.disks.iter().map(Disk::of).collect();
         let mut configs = Vec::with_capacity(open.disks.len());
         for file in &open.disks {
@@ -177,8 +187,17 @@ impl CloneOf {
             configs[d].writable_fd = Some(fds.add(data));
         }
         let generation = identity::random();
-        let config =
-            RestoreConfig { state_fd, memory_fd, disks: configs, generation, working_set_fd, paused };
+        let pager = open.filling().map(|pager| pager.clone_comes(id, vmm, &daemon.config.vm(id).exit()));
+        let pager_fd = pager.transpose()?.flatten().map(|socket| fds.add(socket));
+        let config = RestoreConfig {
+            state_fd,
+            memory_fd,
+            disks: configs,
+            generation,
+            working_set_fd,
+            pager_fd,
+            paused,
+        };
         Ok(Self { config, fds: fds.0, disks, pin: open.pin.clone() })
     }
 }

@@ -9,12 +9,14 @@
 mod flatten;
 mod open;
 mod paged;
+mod plan;
 mod ram;
 mod writer;
 
 pub use flatten::{MOST as MOST_LAYERS, Merge, Merged};
 pub use open::{OpenDisk, OpenLayer, OpenSnapshot, Sizes};
 pub use paged::{PagedSpec, SnapshotPages};
+pub use plan::{GroupBuffer, GroupId, PageReader, Plan};
 pub use ram::Resident;
 pub use writer::{CommitError, Committed, DiskSpec, Freeze, SavedSnapshot, SnapshotSpec, SnapshotWriter};
 

@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A snapshot, verified and open. Every descriptor is read-only.
@@ -241,22 +241,30 @@ pub(crate) struct Parts {
     files: Vec<Seen>,
 }
 
+impl Parts {
+    /// The snapshot, with what RAM is in.
+    pub(super) fn with(self, memory: File) -> OpenSnapshot {
+        let Self { manifest, state, ram, working_set, disks, pin, files } = self;
+        let (fingerprint, own_memory) = (fingerprint(&files), matches!(ram, Ram::Table(..)));
+        OpenSnapshot { manifest, state, memory, working_set, disks, fingerprint, pin, files, own_memory }
+    }
+}
+
 impl Inner {
     pub(crate) fn open_snapshot(
         self: &Arc<Self>,
         name: &Name,
         resident: Option<Resident>,
     ) -> Result<OpenSnapshot, OpenError> {
-        let Parts { manifest, state, ram, working_set, disks, pin, files } =
-            self.open_snapshot_parts(name)?;
-        let own_memory = matches!(ram, Ram::Table(..));
-        let memory = match (ram, resident) {
-            (Ram::File(memory), _) => memory,
+        let parts = self.open_snapshot_parts(name)?;
+        let memory = match (&parts.ram, resident) {
+            (Ram::File(memory), _) => {
+                memory.try_clone().map_err(IoError::new("opening", Path::new(MEMORY)))?
+            }
             (Ram::Table(table, _lease), Some(known)) if known.ram == table.ram => known.file,
-            (Ram::Table(table, _lease), _) => self.materialised(&table, &disks)?,
+            (Ram::Table(table, _lease), _) => self.materialised(table, &parts.disks)?,
         };
-        let fingerprint = fingerprint(&files);
-        Ok(OpenSnapshot { manifest, state, memory, working_set, disks, fingerprint, pin, files, own_memory })
+        Ok(parts.with(memory))
     }
 
     pub(crate) fn open_snapshot_parts(self: &Arc<Self>, name: &Name) -> Result<Parts, OpenError> {

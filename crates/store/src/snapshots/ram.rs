@@ -67,6 +67,12 @@ pub(super) fn seal(file: &File, free: &[Range<u32>]) -> Result<(), CommitError> 
     }
 }
 
+/// The same memory, only to be read.
+pub(super) fn to_read(file: &File) -> io::Result<File> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, rustix::fs::Mode::empty())?.into())
+}
+
 /// RAM of a snapshot just made, in memory as its table has it, and nobody can write to it: [`crate::Store::open_resident`] takes it.
 #[derive(Debug)]
 pub struct Resident {
@@ -82,9 +88,7 @@ impl Resident {
         if !is_in_memory(file) {
             return Ok(None);
         }
-        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        let file = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, rustix::fs::Mode::empty())?;
-        Ok(Some(Self { file: file.into(), ram }))
+        Ok(Some(Self { file: to_read(file)?, ram }))
     }
 
     /// Bytes of the host's memory that it takes.

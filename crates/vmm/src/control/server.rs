@@ -65,6 +65,7 @@ fn restored(shell: Shell, config: &RestoreConfig, fds: Vec<OwnedFd>) -> Result<V
             None => None,
         },
         disks: config.disks.iter().map(|disk| fds.take_disk(disk)).collect::<Result<_, _>>()?,
+        pager: config.pager_fd.map(|number| fds.take("the pager", number)).transpose()?,
     };
     Ok(shell.restore(config, files)?)
 }

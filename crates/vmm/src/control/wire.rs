@@ -12,9 +12,9 @@ use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-/// Most descriptors with one message: state, memory and working set, and for each disk base, layers with their maps, and writable
+/// Most descriptors with one message: state, memory, working set and pager, and for each disk base, layers with their maps, and writable
 /// layer.
-pub const MAX_FDS: usize = 3 + MAX_DISKS * (2 + 2 * MAX_LAYERS);
+pub const MAX_FDS: usize = 4 + MAX_DISKS * (2 + 2 * MAX_LAYERS);
 /// Most that one sendmsg(2) takes are 253 (SCM_MAX_FD).
 const FDS_AT_ONCE: usize = 250;
 const SPACE: usize = rustix::cmsg_space!(ScmRights(FDS_AT_ONCE));

@@ -272,7 +272,7 @@ mod tests {
 
     fn laid(file: &File, bytes: u64, holes: &[(u64, u64)]) -> Result<GuestMemoryMmap, MemoryError> {
         let memory = anonymous(bytes)?;
-        lay_over(&memory, file, bytes, holes).map(|()| memory)
+        lay_over(&memory, file, bytes, holes).map(|_| memory)
     }
 
     fn content(file: &File) -> Vec<u8> {

@@ -3,8 +3,10 @@
 //! A memory file holds RAM without the hole below 4 GiB ([`crate::arch::layout::ram`]).
 
 mod dump;
+pub mod lazy;
 pub mod pre_fault;
 pub mod recorder;
+mod uffd;
 pub mod working_set;
 
 pub use dump::{Dump, DumpError, MAX_HOLES, dump, large_holes, written};
@@ -113,7 +115,8 @@ pub fn check_file(file: &File, memory_bytes: u64) -> Result<(), MemoryError> {
 }
 
 /// Lays `file` over RAM that [`anonymous`] made and nobody has touched: its pages are shared with every other clone until
-/// written, and the file never changes. `holes` are what [`large_holes`] found in it when it was written; they stay anonymous.
+/// written, and the file never changes. `holes` are what [`large_holes`] found in it when it was written; they stay anonymous. Gives what was
+/// mapped.
 ///
 /// # Errors
 /// When the file has another length, a hole makes no sense, or mmap(2) fails.
@@ -122,7 +125,7 @@ pub fn lay_over(
     file: &File,
     memory_bytes: u64,
     holes: &[(u64, u64)],
-) -> Result<(), MemoryError> {
+) -> Result<Vec<Part>, MemoryError> {
     check_file(file, memory_bytes)?;
     if holes.len() > MAX_HOLES {
         return Err(MemoryError::Holes(holes.len()));
@@ -140,6 +143,7 @@ pub fn lay_over(
         }
         last_end = offset + len;
     }
+    let mut parts = Vec::with_capacity(holes.len() + ram.len());
     for (guest, start, size) in ram {
         pages(memory, guest, size, libc::MADV_NOHUGEPAGE)?;
         let end = start + size;
@@ -148,7 +152,7 @@ pub fn lay_over(
         // What lies before each hole, then what lies after the last.
         for (offset, len) in inside.copied().chain([(end, 0)]) {
             if offset > at {
-                map_part(memory, guest.unchecked_add(at - start), file, at, offset - at)?;
+                parts.push(map_part(memory, guest.unchecked_add(at - start), file, at, offset - at)?);
             }
             if len >= LARGE_BYTES {
                 pages(memory, guest.unchecked_add(offset - start), len, libc::MADV_HUGEPAGE)?;
@@ -156,7 +160,16 @@ pub fn lay_over(
             at = offset + len;
         }
     }
-    Ok(())
+    Ok(parts)
+}
+
+/// A part of RAM that is a mapping of the memory file, by its address in this process.
+#[derive(Debug, Clone, Copy)]
+pub struct Part {
+    /// Its address.
+    pub host: u64,
+    /// Its length in bytes.
+    pub len: u64,
 }
 
 /// A hole from which on its pages are 2 MiB: memory by the hundreds of megabytes that nothing had touched when the snapshot was taken is
@@ -187,7 +200,7 @@ fn map_part(
     file: &File,
     offset: u64,
     len: u64,
-) -> Result<(), MemoryError> {
+) -> Result<Part, MemoryError> {
     let fails = |source| MemoryError::Map { at: at.0, len, source };
     let size = usize::try_from(len).map_err(|_| fails(io::ErrorKind::InvalidInput.into()))?;
     let place = i64::try_from(offset).map_err(|_| fails(io::ErrorKind::InvalidInput.into()))?;
@@ -198,5 +211,8 @@ fn map_part(
     // SAFETY: `host` and the `size` bytes from it lie within one region of `memory`, as the slice shows; nothing refers to
     // their content yet, and the region's later munmap(2) covers whatever is mapped there.
     let mapped = unsafe { libc::mmap(host.cast(), size, protection, flags, file.as_raw_fd(), place) };
-    if mapped == libc::MAP_FAILED { Err(fails(io::Error::last_os_error())) } else { Ok(()) }
+    if mapped == libc::MAP_FAILED {
+        return Err(fails(io::Error::last_os_error()));
+    }
+    Ok(Part { host: host.addr() as u64, len })
 }

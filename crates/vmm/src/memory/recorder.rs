@@ -3,11 +3,11 @@
 //! For the rehearsal only: RAM stays anonymous, and every first touch of a page, by the guest, a device or KVM, waits in a
 //! userfaultfd (userfaultfd(2), mode MISSING) until the recorder's thread has copied the page from the snapshot's file. So the
 //! record is exact and in order. A mapping of the file would tell less: the kernel maps sixteen pages at a time.
-//!
-//! The descriptor is made before the jail is entered: faults in the kernel (KVM's own) need CAP_SYS_PTRACE at that moment. It
-//! is never closed while the VM lives: a page missing then would read as zero.
 
 use super::dump::PAGE;
+use super::uffd::{
+    MESSAGE_BYTES, UFFD_EVENT_PAGEFAULT, UFFDIO_COPY, UFFDIO_WAKE, UffdioCopy, UffdioRange, check, register,
+};
 use super::working_set::{self, Run};
 use crate::arch::layout;
 use crate::seccomp::{self, Program};
@@ -15,76 +15,11 @@ use dayfly_units::PAGE_SIZE;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
-
-// linux/userfaultfd.h
-const UFFD_API: u64 = 0xaa;
-const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
-const UFFDIO_REGISTER_MODE_MISSING: u64 = 1;
-/// `_IOWR(0xaa, 0x3f, struct uffdio_api)`
-const UFFDIO_API: u64 = 0xc018_aa3f;
-/// `_IOWR(0xaa, 0x00, struct uffdio_register)`
-pub(crate) const UFFDIO_REGISTER: u64 = 0xc020_aa00;
-/// `_IOR(0xaa, 0x02, struct uffdio_range)`
-pub(crate) const UFFDIO_WAKE: u64 = 0x8010_aa02;
-/// `_IOWR(0xaa, 0x03, struct uffdio_copy)`
-pub(crate) const UFFDIO_COPY: u64 = 0xc028_aa03;
-/// `struct uffd_msg`: the event at 0, the address of a fault at 16.
-const MESSAGE_BYTES: usize = 32;
-
-#[repr(C)]
-struct UffdioApi {
-    api: u64,
-    features: u64,
-    ioctls: u64,
-}
-
-#[repr(C)]
-struct UffdioRegister {
-    start: u64,
-    len: u64,
-    mode: u64,
-    ioctls: u64,
-}
-
-#[repr(C)]
-struct UffdioRange {
-    start: u64,
-    len: u64,
-}
-
-#[repr(C)]
-struct UffdioCopy {
-    dst: u64,
-    src: u64,
-    len: u64,
-    mode: u64,
-    copy: i64,
-}
-
-fn check(result: libc::c_long) -> io::Result<libc::c_long> {
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
-}
-
-/// A userfaultfd that also sees the kernel's faults. Before the jail is entered.
-///
-/// # Errors
-/// Without CAP_SYS_PTRACE, or where the kernel has none.
-pub fn open() -> io::Result<OwnedFd> {
-    // SAFETY: makes a descriptor; the flags are integers.
-    let fd = check(unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) })?;
-    let fd = i32::try_from(fd).map_err(io::Error::other)?;
-    // SAFETY: the kernel has just made it, and nobody else knows it.
-    let uffd = unsafe { OwnedFd::from_raw_fd(fd) };
-    let mut api = UffdioApi { api: UFFD_API, features: 0, ioctls: 0 };
-    // SAFETY: the ioctl reads and writes one struct uffdio_api, which `api` is laid out as.
-    check(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_API, &raw mut api) }.into())?;
-    Ok(uffd)
-}
 
 struct Job {
     memory: GuestMemoryMmap,
@@ -174,11 +109,7 @@ fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<u32>>) -> io::Res
     let registered = (|| {
         for (guest, offset, len) in layout::ram(memory_bytes) {
             let host = memory.get_host_address(guest).map_err(io::Error::other)?.addr() as u64;
-            let mode = UFFDIO_REGISTER_MODE_MISSING;
-            let mut register = UffdioRegister { start: host, len, mode, ioctls: 0 };
-            // SAFETY: the ioctl reads and writes one struct uffdio_register; the range is guest memory, which nobody has
-            // touched yet.
-            check(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) }.into())?;
+            register(&uffd, host, len)?;
             places.push(Place { host, len, offset });
         }
         Ok(())
@@ -249,7 +180,7 @@ mod tests {
 
     #[test]
     fn what_is_touched_is_noted_page_by_page_and_what_is_written_is_told_from_what_is_read() {
-        let Ok(uffd) = open() else {
+        let Ok(uffd) = super::super::uffd::open() else {
             println!("recorder: no userfaultfd here (not root): nothing was tested");
             return;
         };

@@ -10,7 +10,7 @@ mod tree;
 
 pub use tree::TreeError;
 
-use crate::memory::recorder;
+use crate::memory::lazy;
 use crate::virtio;
 use std::sync::Arc;
 use tree::{Calls, Condition};
@@ -92,6 +92,7 @@ const MAIN: &[i64] = &[
     libc::SYS_pread64,
     libc::SYS_pwrite64,
     libc::SYS_read,
+    libc::SYS_recvfrom,
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,
     libc::SYS_setpriority,
@@ -137,10 +138,11 @@ impl Filters {
         let runs = vec![equals(1, KVM_RUN), equals(1, KVM_GET_REGS), equals(1, KVM_GET_SREGS)];
         let vcpu = filter(&[BECOME_USER, virtio::VCPU_SYSCALLS], runs);
         let devices = filter(&[BECOME_USER, virtio::DEVICE_LOOP_SYSCALLS], vec![non_blocking]);
-        // The main thread saves: any ioctl of KVM's type.
+        // The main thread saves: any ioctl of KVM's type; and restores, perhaps memory that a pager fills.
         let kvm = masked(1, 0xff00, KVM_TYPE << 8);
-        let main = filter(&[MAIN, virtio::CONTROL_SYSCALLS], vec![non_blocking, kvm]);
-        let serves = [recorder::UFFDIO_REGISTER, recorder::UFFDIO_COPY, recorder::UFFDIO_WAKE];
+        let lazy = equals(1, low(lazy::UFFDIO_REGISTER));
+        let main = filter(&[MAIN, virtio::CONTROL_SYSCALLS], vec![non_blocking, kvm, lazy]);
+        let serves = [lazy::UFFDIO_REGISTER, lazy::UFFDIO_COPY, lazy::UFFDIO_WAKE];
         let serves = serves.into_iter().map(|request| equals(1, low(request))).collect();
         let recorder = filter(&[&[libc::SYS_read, libc::SYS_pread64]], serves);
         let named = |kind, program: Result<Program, _>| {

@@ -55,6 +55,12 @@ pub enum BuildError {
     /// Pages cannot be served one by one.
     #[error("recording which pages are touched")]
     Recorder(#[source] io::Error),
+    /// RAM is to be filled by a pager, but nobody can be made to wait for it.
+    #[error("restore: memory that a pager fills: this kernel gave no userfaultfd")]
+    NoUserfaultfd,
+    /// The pager does not serve it.
+    #[error("restore: the pager of its memory")]
+    Pager(#[source] io::Error),
     /// The record of pages to lay ready.
     #[error(transparent)]
     WorkingSet(#[from] memory::working_set::WorkingSetError),
@@ -119,6 +125,9 @@ pub enum SaveError {
     /// It runs.
     #[error("save: the VM runs; pause it first")]
     Running,
+    /// Pages that nobody wrote are read from its template, in which some are missing.
+    #[error("save: not all of the template's memory has arrived yet; try again when it has")]
+    NotWhole,
     /// Not the descriptors that Save takes.
     #[error(
         "save: expected {expected} descriptors (state, memory, page map, two for each of {writable} writable disks), got {got}"

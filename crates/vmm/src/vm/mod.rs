@@ -57,6 +57,8 @@ pub struct Vm {
     shell: Shell,
     /// The file that its memory was restored from.
     parent: Option<File>,
+    /// Whether that was being filled then.
+    lazy: bool,
     writable_disks: usize,
     not_yet_run: Option<Restored>,
     paused: bool,
@@ -70,7 +72,11 @@ impl Vm {
         // It is the guest's doing, so it may lie anywhere after `running`.
         let first = self.shell.platform.first_port_write_us();
         phases.extend(first.map(|us| ("first port write".to_owned(), us)));
-        Status { paused: self.paused, shape: self.shell.shape, phases }
+        Status { paused: self.paused, whole: self.is_whole(), shape: self.shell.shape, phases }
+    }
+
+    fn is_whole(&self) -> bool {
+        !self.lazy || self.parent.as_ref().is_some_and(memory::lazy::is_whole)
     }
 
     /// Stops every vCPU between two instructions, then every device between two requests.
@@ -153,6 +159,9 @@ impl Vm {
         else {
             return Err(SaveError::Fds { expected, writable: self.writable_disks, got });
         };
+        if !self.is_whole() {
+            return Err(SaveError::NotWhole);
+        }
         self.set_clocks().map_err(SaveError::Clocks)?;
         let memory_file = File::from(memory_file);
         let Shell { memory, shape, pagemap, .. } = &self.shell;

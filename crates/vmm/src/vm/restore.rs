@@ -6,10 +6,11 @@ use super::{Restored, Vm};
 use crate::arch::layout;
 use crate::config::RestoreConfig;
 use crate::disk::DiskSpec;
-use crate::memory::{self, pre_fault, working_set};
+use crate::memory::{self, lazy, pre_fault, working_set};
 use crate::state::{self, VmState};
 use crate::vcpu::state as vcpu_state;
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use vm_memory::Bytes;
 
@@ -23,6 +24,8 @@ pub struct Files {
     pub working_set: Option<File>,
     /// The disks, in order.
     pub disks: Vec<DiskSpec>,
+    /// The pager that fills `memory` while it is mapped already.
+    pub pager: Option<OwnedFd>,
 }
 
 /// Other clones have the same open file: where it stands says nothing.
@@ -61,7 +64,14 @@ impl Shell {
         self.fits(&state)?;
         self.timeline.done("state");
         match &self.recorder {
-            None => memory::lay_over(&self.memory, &files.memory, state.memory_bytes, &state.holes)?,
+            None => {
+                let bytes = state.memory_bytes;
+                let parts = memory::lay_over(&self.memory, &files.memory, bytes, &state.holes)?;
+                if let Some(pager) = &files.pager {
+                    let uffd = self.uffd.as_ref().ok_or(BuildError::NoUserfaultfd)?;
+                    lazy::serve(&self.memory, bytes, &parts, uffd, pager).map_err(BuildError::Pager)?;
+                }
+            }
             Some(recorder) => {
                 memory::check_file(&files.memory, state.memory_bytes)?;
                 let file = files.memory.try_clone().map_err(BuildError::Recorder)?;
@@ -98,8 +108,8 @@ impl Shell {
         }
         self.timeline.done("working set");
         let not_yet_run = Some(Restored { vcpus: state.vcpus, clock: state.clock });
-        let parent = Some(files.memory);
-        let mut vm = Vm { shell: self, parent, writable_disks, not_yet_run, paused: true };
+        let (parent, lazy) = (Some(files.memory), files.pager.is_some());
+        let mut vm = Vm { shell: self, parent, lazy, writable_disks, not_yet_run, paused: true };
         if !config.paused {
             vm.resume()?;
         }

@@ -31,8 +31,10 @@ pub struct Host {
     pub vsock_path: std::path::PathBuf,
     /// `/proc/self/pagemap`, if it could be opened.
     pub pagemap: Option<File>,
-    /// A userfaultfd, for a guest whose touches are to be noted.
-    pub recorder: Option<OwnedFd>,
+    /// A userfaultfd, for a guest whose memory is given page by page.
+    pub uffd: Option<OwnedFd>,
+    /// Whether what the guest touches is to be noted; it then is given its memory here.
+    pub record: bool,
     /// Its threads.
     pub crew: Crew,
     /// When what was done.
@@ -51,6 +53,8 @@ pub struct Shell {
     pub(super) devices: Arc<DeviceSet>,
     pub(super) pagemap: Option<File>,
     pub(super) recorder: Option<Recorder>,
+    /// Stays open as long as the process lives ([`memory::lazy`]).
+    pub(super) uffd: Option<OwnedFd>,
     pub(super) timeline: Timeline,
 }
 
@@ -77,8 +81,18 @@ impl Shell {
     /// When no VM may have this shape, or the host refuses.
     pub fn new(host: Host, shape: Shape, filters: &Filters) -> Result<Self, BuildError> {
         check(shape)?;
-        let Host { kvm, bare, console, vsock_listener, vsock_path, pagemap, recorder, crew, mut timeline } =
-            host;
+        let Host {
+            kvm,
+            bare,
+            console,
+            vsock_listener,
+            vsock_path,
+            pagemap,
+            uffd,
+            record,
+            crew,
+            mut timeline,
+        } = host;
         let Parts { vm, memory, vcpus: fds } = bare.parts(&kvm, shape)?;
         timeline.done("kvm");
 
@@ -95,19 +109,20 @@ impl Shell {
             Ok(()) => {}
             Err(error) => crate::exit::fail(&error),
         });
-        let recorder = recorder.map(|uffd| Recorder::start(uffd, filters.recorder.clone())).transpose();
+        let (noted, uffd) = if record { (uffd, None) } else { (None, uffd) };
+        let recorder = noted.map(|uffd| Recorder::start(uffd, filters.recorder.clone())).transpose();
         let recorder = recorder.map_err(BuildError::Thread)?;
         vcpu::install_kick_handler();
         let started = (0..).zip(fds.into_iter().zip(hands));
         let start = |(id, (fd, hand))| Vcpu::start(id, fd, Arc::clone(&platform), hand);
         let vcpus = started.map(start).collect();
         timeline.done("vcpus");
-        Ok(Self { kvm, vm, shape, memory, vcpus, platform, devices, pagemap, recorder, timeline })
+        Ok(Self { kvm, vm, shape, memory, vcpus, platform, devices, pagemap, recorder, uffd, timeline })
     }
 
     /// What it does now: it waits.
     #[must_use]
     pub fn status(&self) -> Status {
-        Status { paused: true, shape: self.shape, phases: self.timeline.phases() }
+        Status { paused: true, whole: true, shape: self.shape, phases: self.timeline.phases() }
     }
 }

@@ -167,6 +167,7 @@ impl Vmm {
             disks,
             generation,
             working_set_fd: snapshot.working_set.as_ref().map(|path| files.read(path)),
+            pager_fd: None,
             paused,
         };
         self.disks.clone_from(&snapshot.disks);

@@ -3,7 +3,7 @@
 use crate::sum::Sum;
 use crate::{Result, at};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
-use std::fs::{self, File, Metadata, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::IoSliceMut;
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;

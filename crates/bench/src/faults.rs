@@ -1,0 +1,125 @@
+//! Faults: what a page costs that has to come from a pager, with its source in memory.
+//!
+//! One thread touches a page of each batch, one after the other, in memory that is served by [`dayfly_pager`] with threads of its own; then it touches
+//! all pages as another clone, for which all is there. Held against 4 KiB that are copied (`floor`).
+
+use crate::common::{self, Spread, ratio};
+use anyhow::{Context, Result, ensure};
+use dayfly_pager::guest::{self, Guest};
+use dayfly_pager::order::Window;
+use dayfly_pager::serve;
+use dayfly_pager::source::{Batch, Layout, Put, Source, SourceError};
+use dayfly_pager::template::Template;
+use dayfly_pager::wire::{Settings, pair};
+use rustix::fd::AsFd;
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::time::Instant;
+
+const PAGE: usize = 4096;
+/// 64 MiB.
+const FRAMES: u32 = 16_384;
+const TIMES: usize = 31;
+/// Pages that come at once.
+const BATCHES: [u32; 4] = [1, 4, 8, 16];
+
+/// Pages in memory.
+struct Memory {
+    layout: Layout,
+    bytes: Vec<u8>,
+}
+
+impl Memory {
+    fn new(each: u32) -> Self {
+        let batch = |number| Batch { first: number * each, frames: each, colour: 0 };
+        let batches: Vec<Batch> = (0..FRAMES / each).map(batch).collect();
+        let batch_of = (0..FRAMES).map(|frame| frame / each).collect();
+        let by_place = (0..FRAMES / each).collect();
+        let bytes = (0..FRAMES as usize * PAGE).map(|n| (n / PAGE) as u8 | 1).collect();
+        Self { layout: Layout { batch_of, batches, by_place }, bytes }
+    }
+}
+
+impl Source for Memory {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError> {
+        let Batch { first, frames, .. } = self.layout.batches[batch as usize];
+        let from = first as usize * PAGE;
+        put(first, &self.bytes[from..from + frames as usize * PAGE]).map_err(SourceError::Install)
+    }
+}
+
+/// Nanoseconds a page: of a clone that brings all, and of one that finds all.
+fn one(each: u32) -> Result<(u64, u64)> {
+    let window = Window { before: 0, after: 0, of_colour: false };
+    let settings = Settings { background: false, window, ..Settings::default() };
+    let memory = guest::memory(u64::from(FRAMES) * PAGE as u64)?;
+    let template = Template::new(memory.try_clone()?, Memory::new(each))?;
+    let (ours, theirs) = pair()?;
+    let pager = std::thread::spawn(move || serve::fill(template, &[], settings, theirs));
+    let own = pidfd_open(getpid(), PidfdFlags::empty())?;
+    let exit = tempfile::tempfile()?;
+    let clone = || -> Result<Guest> {
+        let guest = Guest::new(&ours, &memory, own.as_fd(), &exit)?;
+        ensure!(guest.tell(&guest.regions(), guest.uffd())?.is_some(), "the pager does not serve it");
+        Ok(guest)
+    };
+    let (first, second) = (clone()?, clone()?);
+    let time = |guest: &Guest, step: u32| {
+        let began = Instant::now();
+        let mut sum = 0_u64;
+        for frame in (0..FRAMES).step_by(step as usize) {
+            sum += u64::from(guest.touch(frame));
+        }
+        (began.elapsed().as_nanos() / u128::from(FRAMES), sum)
+    };
+    let (bringing, sum) = time(&first, each);
+    ensure!(sum > 0, "nothing was read");
+    // All of it is there, but the pager has not been asked to say so to this one.
+    let (finding, sum) = time(&second, 1);
+    ensure!(sum > 0, "nothing was read");
+    // Whole, it ends with its daemon.
+    drop((first, second, ours));
+    pager.join().map_err(|_| anyhow::anyhow!("the pager panicked"))?.context("the pager")?;
+    Ok((u64::try_from(bringing)?, u64::try_from(finding)?))
+}
+
+/// Nanoseconds to copy a page.
+fn copied() -> u64 {
+    let from = Memory::new(1).bytes;
+    let mut to = vec![1; from.len()];
+    let began = Instant::now();
+    to.copy_from_slice(std::hint::black_box(&from));
+    std::hint::black_box(&to);
+    u64::try_from(began.elapsed().as_nanos() / u128::from(FRAMES)).unwrap_or(u64::MAX)
+}
+
+/// Measures, prints, writes `faults.json`.
+pub fn run(out: &Path) -> Result<()> {
+    println!("faults: {} pages, {TIMES} times; load {}", FRAMES, common::load());
+    let copies: Vec<u64> = (0..TIMES).map(|_| copied()).collect();
+    let floor = Spread::of(&copies, None);
+    println!("  {:>16} {:>12} {:>12} {:>12}", "pages at once", "ns a page", "least", "2nd clone");
+    let mut figures = Vec::<Value>::new();
+    for each in BATCHES {
+        let runs = (0..TIMES).map(|_| one(each)).collect::<Result<Vec<_>>>()?;
+        let (bringing, finding): (Vec<u64>, Vec<u64>) = runs.into_iter().unzip();
+        let (bring, find) = (common::median(&bringing), common::median(&finding));
+        let least = bringing.iter().min().copied().unwrap_or(0);
+        println!("  {each:>16} {bring:>12} {least:>12} {find:>12}");
+        figures.push(json!({
+            "pages_at_once": each, "ns_per_page": bring, "least_ns_per_page": least, "second_clone_ns_per_page": find,
+            "by_a_copy": ratio(bring, common::median(&copies)),
+        }));
+    }
+    println!("  a copy of a page: {} ns", common::median(&copies));
+    common::write(
+        out,
+        "faults",
+        &json!({ "frames": FRAMES, "times": TIMES, "copy_ns": floor, "faults": figures }),
+    )
+}

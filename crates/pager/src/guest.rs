@@ -1,0 +1,127 @@
+//! A clone without a VMM: memory of this very process that a pager serves. For tests and benchmarks.
+
+use crate::uffd::Uffd;
+use crate::wire::{ToPager, pair, receive_bytes, send, send_bytes};
+use dayfly_units::regions::{self, Region};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use std::fs::File;
+use std::io;
+
+const PAGE: usize = 4096;
+
+/// An empty template's memory.
+///
+/// # Errors
+/// The host has no memory.
+pub fn memory(bytes: u64) -> io::Result<File> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let memory = File::from(rustix::fs::memfd_create("template", flags)?);
+    memory.set_len(bytes)?;
+    Ok(memory)
+}
+
+/// A private mapping of a template, and the userfaultfd that watches it.
+#[derive(Debug)]
+pub struct Guest {
+    at: usize,
+    bytes: usize,
+    uffd: Uffd,
+    socket: OwnedFd,
+}
+
+impl Guest {
+    /// Maps `memory`, and has the pager at the other end of `daemon` told of it: `process` is ended, with the cause in `exit`, where a page
+    /// cannot be had.
+    ///
+    /// # Errors
+    /// The host refuses.
+    pub fn new(daemon: &OwnedFd, memory: &File, process: BorrowedFd<'_>, exit: &File) -> io::Result<Self> {
+        let bytes = usize::try_from(memory.metadata()?.len()).map_err(io::Error::other)?;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping, at an address of the kernel's choice.
+        let at = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE, memory, 0)? };
+        let at = at.expose_provenance();
+        let (socket, theirs) = pair()?;
+        let guest = Self { at, bytes, uffd: Uffd::own()?, socket };
+        guest.uffd.register(at as u64, bytes as u64)?;
+        let message = ToPager::Clone { vm: "0123456789ab".to_owned() };
+        send(daemon, &message, &[theirs.as_fd(), process, exit.as_fd()])?;
+        Ok(guest)
+    }
+
+    /// Its memory, in two regions.
+    #[must_use]
+    pub fn regions(&self) -> Vec<Region> {
+        let half = (self.bytes / 2) as u64;
+        let region = |offset| Region { host: self.at as u64 + offset, bytes: half, offset };
+        vec![region(half), region(0)]
+    }
+
+    /// Its userfaultfd.
+    #[must_use]
+    pub const fn uffd(&self) -> &OwnedFd {
+        self.uffd.fd()
+    }
+
+    /// Tells its pager where its memory is; gives the answer, nothing where the pager will not have it.
+    ///
+    /// # Errors
+    /// The pager is gone.
+    pub fn tell(&self, told: &[Region], uffd: &OwnedFd) -> io::Result<Option<Vec<u8>>> {
+        send_bytes(&self.socket, &regions::encode(told), &[uffd.as_fd()])?;
+        Ok(receive_bytes(&self.socket)?.map(|(bytes, _)| bytes))
+    }
+
+    /// Where a frame is; `byte` of it.
+    fn place(&self, frame: u32, byte: usize) -> usize {
+        let place = frame as usize * PAGE + byte;
+        assert!(
+            byte < PAGE && place < self.bytes,
+            "frame {frame}, byte {byte}: RAM has {} bytes",
+            self.bytes
+        );
+        self.at + place
+    }
+
+    /// Reads one byte of a frame; waits until it is there.
+    #[must_use]
+    pub fn touch(&self, frame: u32) -> u8 {
+        let from = std::ptr::with_exposed_provenance::<u8>(self.place(frame, 0));
+        // SAFETY: it lies in our mapping, as `place` asserts.
+        unsafe { std::ptr::read_volatile(from) }
+    }
+
+    /// Reads a frame; waits until it is there.
+    #[must_use]
+    pub fn read(&self, frame: u32) -> [u8; PAGE] {
+        let from = std::ptr::with_exposed_provenance::<u8>(self.place(frame, 0));
+        let mut bytes = [0; PAGE];
+        // SAFETY: the page lies in our mapping, as `place` asserts, and `bytes` does not.
+        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), PAGE) };
+        bytes
+    }
+
+    /// Writes one byte of a frame.
+    pub fn write(&self, frame: u32, byte: usize, value: u8) {
+        let to = std::ptr::with_exposed_provenance_mut::<u8>(self.place(frame, byte));
+        // SAFETY: it lies in our mapping, as `place` asserts, which nobody has a reference to.
+        unsafe { std::ptr::write_volatile(to, value) };
+    }
+
+    /// Lets go whoever waits for a page: it reads as zeroes.
+    ///
+    /// # Errors
+    /// The host refuses.
+    pub fn let_go(&self) -> io::Result<()> {
+        self.uffd.unregister(self.at as u64, self.bytes as u64)
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        // SAFETY: the mapping of `new`, to which nobody has a reference. A failure leaves it mapped.
+        let _ = unsafe { munmap(std::ptr::with_exposed_provenance_mut(self.at), self.bytes) };
+    }
+}

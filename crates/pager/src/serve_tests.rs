@@ -1,0 +1,307 @@
+use super::*;
+use crate::guest::Guest;
+use crate::order::Window;
+use crate::source::{Batch, Layout, Put, SourceError, ZERO};
+use crate::wire::pair;
+use rustix::fs::SealFlags;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use std::process::{Child, Command};
+use std::sync::atomic::AtomicU32;
+use std::thread;
+
+const PAGE: usize = 4096;
+/// Frames of a batch.
+const EACH: u32 = 4;
+const SLOW: u32 = 900;
+
+/// What a frame has.
+fn content(frame: u32) -> [u8; PAGE] {
+    let mut bytes = [0; PAGE];
+    for (n, chunk) in bytes.chunks_exact_mut(4).enumerate() {
+        chunk.copy_from_slice(&frame.wrapping_mul(0x9e37_79b9).wrapping_add(n as u32 + 1).to_le_bytes());
+    }
+    bytes
+}
+
+/// Pages that are made up, of which every fifth batch is zeroes; it fails as it is told.
+struct Made {
+    layout: Layout,
+    /// For each batch how often it was fetched.
+    fetched: Arc<Vec<AtomicU32>>,
+    fails: fn(batch: u32, time: u32) -> Option<SourceError>,
+}
+
+impl Made {
+    fn new(frames: u32, fails: fn(u32, u32) -> Option<SourceError>) -> Self {
+        let mut layout = Layout { batch_of: vec![ZERO; frames as usize], ..Layout::default() };
+        for first in (0..frames).step_by(EACH as usize).filter(|first| first / EACH % 5 != 4) {
+            let number = layout.batches.len() as u32;
+            layout.batch_of[first as usize..(first + EACH) as usize].fill(number);
+            layout.batches.push(Batch { first, frames: EACH, colour: 0 });
+            layout.by_place.push(number);
+        }
+        let fetched = Arc::new(layout.batches.iter().map(|_| AtomicU32::new(0)).collect());
+        Self { layout, fetched, fails }
+    }
+}
+
+impl Source for Made {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError> {
+        let time = self.fetched[batch as usize].fetch_add(1, Ordering::SeqCst);
+        if let Some(error) = (self.fails)(batch, time) {
+            return Err(error);
+        }
+        let first = self.layout.batches[batch as usize].first;
+        // Two at once and two alone, the last ones first.
+        for frame in (first + 2..first + EACH).rev() {
+            put(frame, &content(frame)).map_err(SourceError::Install)?;
+        }
+        put(first, &[content(first), content(first + 1)].concat()).map_err(SourceError::Install)
+    }
+}
+
+/// A pager in this process, and the daemon's end of it.
+struct Room {
+    daemon: Option<OwnedFd>,
+    memory: File,
+    thread: Option<JoinHandle<Result<(), ServeError>>>,
+}
+
+impl Room {
+    fn new(source: Made, settings: Settings, first: &[u32]) -> Self {
+        let frames = source.layout.batch_of.len() as u32;
+        let memory = crate::guest::memory(u64::from(frames) * PAGE as u64).unwrap();
+        let template = Template::new(memory.try_clone().unwrap(), source).unwrap();
+        let server = Server::start(template, first, settings, Descriptors::open().unwrap()).unwrap();
+        let (ours, theirs) = pair().unwrap();
+        let thread = Some(thread::spawn(move || server.talk(theirs)));
+        Self { daemon: Some(ours), memory, thread }
+    }
+
+    fn told(&self) -> Option<FromPager> {
+        receive(self.daemon.as_ref().unwrap()).unwrap().map(|(told, _)| told)
+    }
+
+    fn whole(&self) -> Report {
+        loop {
+            match self.told() {
+                Some(FromPager::Whole(report)) => return report,
+                Some(FromPager::First) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// The daemon goes, and the pager's end is waited for.
+    fn end(mut self) {
+        self.daemon.take();
+        self.thread.take().unwrap().join().unwrap().unwrap();
+    }
+
+    fn clone(&self) -> Standin {
+        let guest = Standin::new(self);
+        assert_eq!(guest.tell(&guest.regions(), guest.uffd()).unwrap(), Some(regions::SERVED.to_vec()));
+        guest
+    }
+}
+
+/// A clone, with another process that stands for its VMM.
+struct Standin {
+    guest: Guest,
+    vmm: Child,
+    exit: File,
+}
+
+impl std::ops::Deref for Standin {
+    type Target = Guest;
+
+    fn deref(&self) -> &Guest {
+        &self.guest
+    }
+}
+
+impl Standin {
+    fn new(room: &Room) -> Self {
+        let vmm = Command::new("sleep").arg("1000").spawn().unwrap();
+        let pidfd = pidfd_open(Pid::from_child(&vmm), PidfdFlags::empty()).unwrap();
+        let exit = tempfile::tempfile().unwrap();
+        let guest = Guest::new(room.daemon.as_ref().unwrap(), &room.memory, pidfd.as_fd(), &exit).unwrap();
+        Self { guest, vmm, exit }
+    }
+
+    fn check(&self, frame: u32) {
+        let expected = if frame / EACH % 5 == 4 { [0; PAGE] } else { content(frame) };
+        assert!(self.read(frame) == expected, "frame {frame}");
+    }
+
+    /// Waits until its VMM was killed, as another thread waits for a page; gives the cause. Then lets that thread go.
+    fn killed(&self) -> String {
+        let pidfd = pidfd_open(Pid::from_child(&self.vmm), PidfdFlags::empty()).unwrap();
+        let mut ended = [PollFd::new(&pidfd, PollFlags::IN)];
+        assert_eq!(
+            poll(&mut ended, Some(&Timespec { tv_sec: 20, tv_nsec: 0 })).unwrap(),
+            1,
+            "it was not killed"
+        );
+        self.let_go().unwrap();
+        let mut text = vec![0; usize::try_from(self.exit.metadata().unwrap().len()).unwrap()];
+        self.exit.read_exact_at(&mut text, 0).unwrap();
+        let record: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        assert_eq!(record["reason"], "failed");
+        record["message"].as_str().unwrap().to_owned()
+    }
+}
+
+impl Drop for Standin {
+    fn drop(&mut self) {
+        let _ = self.vmm.kill();
+        let _ = self.vmm.wait();
+    }
+}
+
+const NO_WINDOW: Window = Window { before: 0, after: 0, of_colour: false };
+
+fn settings(background: bool) -> Settings {
+    Settings { background, window: NO_WINDOW, ..Settings::default() }
+}
+
+/// Numbers below `n` in no order.
+fn shuffled(n: u32, seed: u32) -> impl Iterator<Item = u32> {
+    // A step that shares no factor with a power of two visits all.
+    assert!(n.is_power_of_two());
+    (0..n).map(move |k| (k.wrapping_mul(0x9e37_79b1 | 1).wrapping_add(seed * 7919)) % n)
+}
+
+#[test]
+fn many_clones_find_every_page_right_and_each_is_fetched_once() {
+    let frames = 1024;
+    for background in [false, true] {
+        let source = Made::new(frames, |_, _| None);
+        let fetched = source.fetched.clone();
+        // Not so fast that all is there before anybody asks.
+        let settings = Settings { ahead_bytes_per_s: 8 << 20, ..settings(background) };
+        let room = Room::new(source, settings, &[]);
+        let guests: Vec<Standin> = (0..6).map(|_| room.clone()).collect();
+        thread::scope(|scope| {
+            for (n, guest) in (0..).zip(&guests) {
+                scope.spawn(move || {
+                    for frame in shuffled(frames, n) {
+                        if frame % 7 == n {
+                            guest.write(frame, 100, 0xee);
+                            let mut now = guest.read(frame);
+                            assert_eq!(std::mem::replace(&mut now[100], content(frame)[100]), 0xee);
+                            assert!(frame / EACH % 5 == 4 || now == content(frame), "frame {frame}");
+                        } else {
+                            guest.check(frame);
+                        }
+                    }
+                });
+            }
+        });
+        let report = room.whole();
+        assert_eq!((report.clones, report.asked + report.ahead), (6, fetched.len() as u64));
+        assert!(fetched.iter().all(|n| n.load(Ordering::SeqCst) == 1));
+        assert!(report.faults >= report.zero_faults + report.late_faults + report.asked);
+        let seals = rustix::fs::fcntl_get_seals(&room.memory).unwrap();
+        assert!(seals.contains(SealFlags::FUTURE_WRITE), "it is not sealed");
+        assert!(room.memory.write_at(&[1], 0).is_err());
+        // One that comes when all is there is told so, and the kernel finds its pages.
+        let late = room.clone();
+        (0..frames).for_each(|frame| late.check(frame));
+        room.end();
+    }
+}
+
+#[test]
+fn what_is_to_come_first_is_told() {
+    let room = Room::new(
+        Made::new(1024, |batch, _| {
+            thread::sleep(Duration::from_millis(u64::from(batch / 64)));
+            None
+        }),
+        settings(true),
+        &[500, 3, 501],
+    );
+    assert_eq!(room.told(), Some(FromPager::First));
+    room.whole();
+    room.end();
+}
+
+#[test]
+fn a_clone_that_cannot_have_its_page_is_killed_with_the_cause_and_others_live() {
+    let damaged =
+        |batch, _| (batch == 2).then(|| SourceError::Damaged("pack 7: group 3: flipped".to_owned()));
+    let room = Room::new(Made::new(64, damaged), settings(false), &[]);
+    let (dies, lives) = (room.clone(), room.clone());
+    thread::scope(|scope| {
+        let _stuck = scope.spawn(|| dies.touch(9));
+        assert!(dies.killed().contains("pack 7: group 3: flipped"));
+    });
+    (0..64).filter(|frame| frame / EACH != 2).for_each(|frame| lives.check(frame));
+    drop(lives);
+    room.end();
+}
+
+#[test]
+fn a_source_that_fails_for_a_while_is_asked_again() {
+    let unreadable = |_, time| (time < 2).then(|| SourceError::Unreadable("EIO".to_owned()));
+    let room = Room::new(Made::new(64, unreadable), settings(false), &[]);
+    let guest = room.clone();
+    guest.check(1);
+    drop(guest);
+    room.end();
+}
+
+#[test]
+fn who_waits_too_long_is_killed() {
+    let slow = |batch, _| {
+        if batch == 1 {
+            thread::sleep(Duration::from_millis(u64::from(SLOW) * 4));
+        }
+        None
+    };
+    let room = Room::new(Made::new(64, slow), Settings { deadline_s: 1, ..settings(false) }, &[]);
+    let guest = room.clone();
+    thread::scope(|scope| {
+        scope.spawn(|| guest.touch(4));
+        let cause = guest.killed();
+        assert!(cause.contains("not come within 1 s") && cause.contains("frame 4"), "{cause}");
+    });
+    // Others are served while that one is being read.
+    room.clone().check(40);
+    room.end();
+}
+
+#[test]
+fn a_vmm_that_tells_nonsense_is_not_served() {
+    let room = Room::new(Made::new(64, |_, _| None), settings(false), &[]);
+    let outside = |guest: &Standin| {
+        let mut regions = guest.regions();
+        regions[0].offset += PAGE as u64;
+        regions
+    };
+    let guest = Standin::new(&room);
+    assert_eq!(guest.tell(&outside(&guest), guest.uffd()).unwrap(), None);
+    let guest = Standin::new(&room);
+    let (read, _write) = rustix::pipe::pipe().unwrap();
+    assert_eq!(guest.tell(&guest.regions(), &read).unwrap(), None, "a pipe is no userfaultfd");
+    let guest = Standin::new(&room);
+    drop(guest); // without a word
+    room.clone().check(5);
+    room.end();
+}
+
+#[test]
+fn it_goes_on_without_its_daemon_and_ends_with_its_last_clone() {
+    let mut room = Room::new(Made::new(64, |_, _| None), settings(false), &[]);
+    let guest = room.clone();
+    room.daemon.take();
+    (0..16).for_each(|frame| guest.check(frame));
+    assert!(!room.thread.as_ref().unwrap().is_finished());
+    drop(guest);
+    room.end();
+}

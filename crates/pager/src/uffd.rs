@@ -1,0 +1,239 @@
+//! userfaultfd(2), as far as a pager needs it.
+//!
+//! Pages enter a template by UFFDIO_COPY over a mapping of its memfd: the kernel fills a page before anybody can see it. A pwrite(2) is not that
+//! safe: where its source is not mapped at that moment (the page is just being moved), the kernel makes a page of zeroes visible, and tries again.
+
+use rustix::fd::{AsRawFd, FromRawFd, OwnedFd};
+use rustix::fs::{Mode, OFlags};
+use std::io;
+
+// linux/userfaultfd.h
+const API: u64 = 0xaa;
+const USER_MODE_ONLY: libc::c_int = 1;
+const EVENT_PAGEFAULT: u8 = 0x12;
+const MODE_MISSING: u64 = 1;
+const COPY_DONTWAKE: u64 = 1;
+/// `_IOWR(0xaa, 0x3f, struct uffdio_api)`
+const UFFDIO_API: u64 = 0xc018_aa3f;
+/// `_IOWR(0xaa, 0x00, struct uffdio_register)`
+const UFFDIO_REGISTER: u64 = 0xc020_aa00;
+/// `_IOR(0xaa, 0x01, struct uffdio_range)`
+const UFFDIO_UNREGISTER: u64 = 0x8010_aa01;
+/// `_IOR(0xaa, 0x02, struct uffdio_range)`
+const UFFDIO_WAKE: u64 = 0x8010_aa02;
+/// `_IOWR(0xaa, 0x03, struct uffdio_copy)`
+const UFFDIO_COPY: u64 = 0xc028_aa03;
+/// `_IOWR(0xaa, 0x04, struct uffdio_zeropage)`
+const UFFDIO_ZEROPAGE: u64 = 0xc020_aa04;
+/// `struct uffd_msg`: the event at 0, the address of a fault at 16.
+const MESSAGE_BYTES: usize = 32;
+/// What /proc/self/fd shows for one.
+const KIND: &[u8] = b"anon_inode:[userfaultfd]";
+
+#[repr(C)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct Range {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+struct Register {
+    range: Range,
+    mode: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct Copy {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    copy: i64,
+}
+
+#[repr(C)]
+struct Zeropage {
+    range: Range,
+    mode: u64,
+    zeropage: i64,
+}
+
+/// /proc/self/fd, opened while there is a path to it: what this process's descriptors are.
+#[derive(Debug)]
+pub struct Descriptors(OwnedFd);
+
+impl Descriptors {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// There is no /proc.
+    pub fn open() -> io::Result<Self> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Ok(Self(rustix::fs::open("/proc/self/fd", flags, Mode::empty())?))
+    }
+
+    fn kind(&self, fd: &OwnedFd) -> io::Result<Vec<u8>> {
+        let shown = rustix::fs::readlinkat(&self.0, fd.as_raw_fd().to_string(), Vec::new())?;
+        Ok(shown.into_bytes())
+    }
+}
+
+/// A userfaultfd: this process's own, or one that a VMM has sent.
+#[derive(Debug)]
+pub struct Uffd(OwnedFd);
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Whether the kernel asks to try again: the mapping was just changing.
+fn again(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EAGAIN)
+}
+
+impl Uffd {
+    /// One of this process's own, which sees no faults of the kernel's.
+    ///
+    /// # Errors
+    /// The kernel has none.
+    pub fn own() -> io::Result<Self> {
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY;
+        // SAFETY: makes a descriptor; the flags are integers.
+        let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
+        let fd = i32::try_from(fd).map_err(io::Error::other)?;
+        check(fd)?;
+        // SAFETY: the kernel has just made it, and nobody else knows it.
+        let uffd = Self(unsafe { OwnedFd::from_raw_fd(fd) });
+        let mut api = Api { api: API, features: 0, ioctls: 0 };
+        // SAFETY: the ioctl reads and writes one struct uffdio_api, which `api` is laid out as.
+        check(unsafe { libc::ioctl(uffd.0.as_raw_fd(), UFFDIO_API, &raw mut api) })?;
+        Ok(uffd)
+    }
+
+    /// One that somebody has sent, who says that it is one; it is made non-blocking.
+    ///
+    /// # Errors
+    /// It is something else, which could keep whoever reads it for ever.
+    pub fn sent(fd: OwnedFd, descriptors: &Descriptors) -> io::Result<Self> {
+        let shown = descriptors.kind(&fd)?;
+        if shown != KIND {
+            let text =
+                format!("a userfaultfd: expected {}, got {}", KIND.escape_ascii(), shown.escape_ascii());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        rustix::io::ioctl_fionbio(&fd, true)?;
+        Ok(Self(fd))
+    }
+
+    /// Its descriptor, for epoll.
+    #[must_use]
+    pub const fn fd(&self) -> &OwnedFd {
+        &self.0
+    }
+
+    /// From now on, missing pages of the mapping at `start` are told.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn register(&self, start: u64, len: u64) -> io::Result<()> {
+        let range = Range { start, len };
+        let mut register = Register { range, mode: MODE_MISSING, ioctls: 0 };
+        // SAFETY: the ioctl reads and writes one struct uffdio_register.
+        check(unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) })
+    }
+
+    /// Missing pages of the mapping are the kernel's own concern again; who waits goes on.
+    ///
+    /// # Errors
+    /// The process has no such mapping any more, or is gone.
+    pub fn unregister(&self, start: u64, len: u64) -> io::Result<()> {
+        let mut range = Range { start, len };
+        // SAFETY: the ioctl reads one struct uffdio_range.
+        check(unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) })
+    }
+
+    /// Whoever waits for a page there looks again.
+    ///
+    /// # Errors
+    /// The process is gone.
+    pub fn wake(&self, start: u64, len: u64) -> io::Result<()> {
+        let mut range = Range { start, len };
+        // SAFETY: the ioctl reads one struct uffdio_range.
+        check(unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_WAKE, &raw mut range) })
+    }
+
+    /// Makes whole pages the content of missing ones from `at` on, which is one of a mapping of this process's own. Those that are there stay
+    /// as they are. Wakes nobody.
+    ///
+    /// # Errors
+    /// The kernel has no memory, or there is no such mapping.
+    ///
+    /// # Safety
+    /// Nothing of this process may take the pages at `at` for unchanging, or they are missing as yet.
+    pub unsafe fn copy(&self, at: u64, bytes: &[u8], page: usize) -> io::Result<()> {
+        let mut done = 0;
+        while done < bytes.len() {
+            let (src, len) = (bytes[done..].as_ptr().addr() as u64, (bytes.len() - done) as u64);
+            let mut copy = Copy { dst: at + done as u64, src, len, mode: COPY_DONTWAKE, copy: 0 };
+            // SAFETY: the ioctl reads and writes one struct uffdio_copy, reads `bytes`, and fills pages that the caller answers for.
+            let result = check(unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_COPY, &raw mut copy) });
+            done += usize::try_from(copy.copy).unwrap_or(0);
+            match result {
+                Ok(()) => {}
+                Err(e) if again(&e) => {}
+                Err(e) if e.raw_os_error() == Some(libc::EEXIST) => done += page,
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives a page of zeroes to who waits for it at `at`, in a private mapping.
+    ///
+    /// # Errors
+    /// The process is gone, or has no such mapping any more.
+    pub fn zero(&self, at: u64, page: u64) -> io::Result<()> {
+        loop {
+            let range = Range { start: at, len: page };
+            let mut zeropage = Zeropage { range, mode: 0, zeropage: 0 };
+            // SAFETY: the ioctl reads and writes one struct uffdio_zeropage.
+            let result =
+                check(unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_ZEROPAGE, &raw mut zeropage) });
+            match result {
+                Err(e) if again(&e) => {}
+                Err(e) if e.raw_os_error() == Some(libc::EEXIST) => return self.wake(at, page),
+                other => return other,
+            }
+        }
+    }
+
+    /// The address of the next fault; `None` when there is none.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn next(&self) -> io::Result<Option<u64>> {
+        let mut message = [0_u8; MESSAGE_BYTES];
+        loop {
+            match rustix::io::read(&self.0, &mut message) {
+                Ok(MESSAGE_BYTES) if message[0] == EVENT_PAGEFAULT => {
+                    return Ok(Some(u64::from_le_bytes(std::array::from_fn(|n| message[16 + n]))));
+                }
+                // Of mappings that go or move nobody asked to be told.
+                Ok(MESSAGE_BYTES) | Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Ok(None),
+                Ok(n) => {
+                    return Err(io::Error::other(format!("a fault: expected {MESSAGE_BYTES} bytes, got {n}")));
+                }
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
+}

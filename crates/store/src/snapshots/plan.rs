@@ -1,0 +1,288 @@
+//! What another process needs to give a snapshot's RAM page by page: descriptors, and where in them each page is.
+//!
+//! A pager outlives the daemon that started it, and must not depend on what a gc does meanwhile. So it gets open files: a pack that is
+//! retired stays readable as long as somebody has it open. Nothing is believed for having been sent: every group has its sum compared, every
+//! page its hash with the table's. Blocks of disks are those of files that were verified whole before they were sent, and are never written.
+
+use super::open::{OpenDisk, Ram};
+use super::ram;
+use crate::Store;
+use crate::errors::{Damage, IoError};
+use crate::memory::Table;
+use crate::pages::PagesError;
+use crate::pages::index::Place;
+use crate::pages::pack::{PAGE, Pack, PackError};
+use crate::pages::read::read_span;
+use crate::pages::space::Space;
+use crate::publish::OpenError;
+use crate::snapshots::OpenSnapshot;
+use dayfly_units::{Name, PAGE_SIZE};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// Times that packs are looked for again because a gc moved pages meanwhile.
+const TRIES: u32 = 16;
+const PLACE_BYTES: usize = 8;
+/// What errors call the places.
+const PLACES: &str = "places of pages";
+
+/// All that a pager is given.
+#[derive(Debug)]
+pub struct Plan {
+    /// The sealed table.
+    pub table: Vec<u8>,
+    /// For each of the table's hashes, u32 little-endian, which of `packs`, and which page of it.
+    pub places: Vec<u8>,
+    /// Packs, open to be read.
+    pub packs: Vec<File>,
+    /// The files of each of the snapshot's disks as the table counts them: the image, then its layers.
+    pub disks: Vec<Vec<File>>,
+    /// RAM, all of it missing: a memfd as long as RAM, which keeps its length.
+    pub memory: File,
+}
+
+impl Store {
+    /// Opens the snapshot `name` with RAM that is still to be filled by whoever follows the plan; whole and without a plan where RAM is a
+    /// file on disk. All is verified that [`Store::open_snapshot`] verifies, but pages, which are when they are read.
+    ///
+    /// # Errors
+    /// As [`Store::open_snapshot`].
+    pub fn open_lazily(&self, name: &Name) -> Result<(OpenSnapshot, Option<Plan>), OpenError> {
+        let parts = self.0.open_snapshot_parts(name)?;
+        let failed = |e| IoError::new("opening for a pager", &self.0.snapshots.path().join(name.as_str()))(e);
+        // The lease keeps the pages until their packs are open.
+        let table = match &parts.ram {
+            Ram::Table(table, _lease) => table,
+            Ram::File(memory) => {
+                let memory = memory.try_clone().map_err(failed)?;
+                return Ok((parts.with(memory), None));
+            }
+        };
+        let space = self.0.space(&table.tenant)?;
+        let (packs, places) = located(&space, table)?;
+        let disks = parts.disks.iter().map(files_of).collect::<io::Result<_>>().map_err(failed)?;
+        let memory = ram::create(table.ram.bytes)?;
+        let to_read = ram::to_read(&memory).map_err(failed)?;
+        let plan = Plan { table: table.encode(), places, packs, disks, memory };
+        Ok((parts.with(to_read), Some(plan)))
+    }
+}
+
+fn files_of(disk: &OpenDisk) -> io::Result<Vec<File>> {
+    std::iter::once(&disk.base).chain(disk.layers.iter().map(|l| &l.data)).map(File::try_clone).collect()
+}
+
+/// Opens the packs that the table's pages are in, and says where each is.
+fn located(space: &Space, table: &Table) -> Result<(Vec<File>, Vec<u8>), OpenError> {
+    'again: for _ in 0..TRIES {
+        let mut packs: BTreeMap<u32, (u32, Vec<crate::Digest>)> = BTreeMap::new();
+        let mut files = Vec::new();
+        let mut places = Vec::with_capacity(table.hashes().len() * PLACE_BYTES);
+        for hash in table.hashes() {
+            let missing = || space.missing(hash, "who asks");
+            let (mut place, mut pack) = space.guess(hash).ok_or_else(missing)?;
+            let (at, hashes) = match packs.entry(place.pack) {
+                std::collections::btree_map::Entry::Occupied(known) => known.into_mut(),
+                std::collections::btree_map::Entry::Vacant(free) => {
+                    let Some((file, hashes)) = opened(space, &pack)? else { continue 'again };
+                    files.push(file);
+                    free.insert((count(files.len() - 1), hashes))
+                }
+            };
+            let mut at = *at;
+            if hashes.get(place.page as usize) != Some(hash) {
+                // Two pages with the same prefix.
+                let found = space.find(hash)?.ok_or_else(missing)?;
+                (place, pack) = (Place { pack: found.number, page: found.page }, found.pack);
+                at = match packs.get(&place.pack) {
+                    Some((at, _)) => *at,
+                    None => {
+                        let Some((file, hashes)) = opened(space, &pack)? else { continue 'again };
+                        files.push(file);
+                        packs.insert(place.pack, (count(files.len() - 1), hashes));
+                        count(files.len() - 1)
+                    }
+                };
+            }
+            places.extend_from_slice(&at.to_le_bytes());
+            places.extend_from_slice(&place.page.to_le_bytes());
+        }
+        return Ok((files, places));
+    }
+    Err(Damage::Missing {
+        file: space.dir.path().to_owned(),
+        what: "a pack that stays".to_owned(),
+        by: format!("a snapshot's table, {TRIES} times in a row,"),
+    }
+    .into())
+}
+
+fn count(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+/// A pack's file, and the hashes of its pages; `None` when it has just been retired.
+fn opened(space: &Space, pack: &Pack) -> Result<Option<(File, Vec<crate::Digest>)>, IoError> {
+    match space.dir.open(&pack.id.to_string()) {
+        Ok(file) => {
+            let hashes = pack.hashes(&file, 0..pack.pages)?;
+            Ok(Some((file, hashes)))
+        }
+        Err(e) if e.is_not_found() => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// A group of pages that are compressed together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct GroupId {
+    /// Which of the plan's packs.
+    pub pack: u32,
+    /// Which group of it.
+    pub group: u32,
+}
+
+/// Memory that is used again for group after group.
+#[derive(Debug, Default)]
+pub struct GroupBuffer {
+    stored: Vec<u8>,
+    raw: Vec<u8>,
+}
+
+/// A plan, at whoever follows it: reads the pages and blocks of a snapshot's RAM. Every method may be called from any thread, and blocks.
+#[derive(Debug)]
+pub struct PageReader {
+    table: Table,
+    packs: Vec<(Pack, File)>,
+    places: Vec<Place>,
+    disks: Vec<Vec<File>>,
+}
+
+impl PageReader {
+    /// Verifies table, packs and places.
+    ///
+    /// # Errors
+    /// `Damage` or `Invalid` name what does not fit.
+    pub fn open(
+        table: &[u8],
+        places: &[u8],
+        packs: Vec<File>,
+        disks: Vec<Vec<File>>,
+    ) -> Result<Self, PagesError> {
+        let table = Table::decode(Path::new("the table of a plan"), table)?;
+        let invalid =
+            |place: String, expected: String, got: String| PagesError::Invalid { place, expected, got };
+        let counts = |disks: &mut dyn Iterator<Item = usize>| disks.collect::<Vec<_>>();
+        let (expected, got) =
+            (counts(&mut table.disks.iter().map(Vec::len)), counts(&mut disks.iter().map(Vec::len)));
+        if expected != got {
+            return Err(invalid("files of disks".to_owned(), format!("{expected:?}"), format!("{got:?}")));
+        }
+        let mut opened = Vec::with_capacity(packs.len());
+        for (n, file) in packs.into_iter().enumerate() {
+            let path = PathBuf::from(format!("pack {n} of a plan"));
+            let mut pack = Pack::open(&path, &file, &table.tenant).map_err(|e| match e {
+                PackError::Io(e) => PagesError::Io(e),
+                PackError::Damage(e) => PagesError::Damage(e),
+            })?;
+            pack.path = PathBuf::from(format!("pages/{}/{}", table.tenant, pack.id));
+            opened.push((pack, file));
+        }
+        let (chunks, rest) = places.as_chunks::<PLACE_BYTES>();
+        if chunks.len() != table.hashes().len() || !rest.is_empty() {
+            let expected = (table.hashes().len() * PLACE_BYTES).to_string();
+            return Err(invalid(format!("bytes of {PLACES}"), expected, places.len().to_string()));
+        }
+        let number = |bytes: &[u8]| u32::from_le_bytes(std::array::from_fn(|n| bytes[n]));
+        let places: Vec<Place> =
+            chunks.iter().map(|c| Place { pack: number(&c[..4]), page: number(&c[4..]) }).collect();
+        for (n, place) in places.iter().enumerate() {
+            let pages = opened.get(place.pack as usize).map_or(0, |(pack, _)| pack.pages);
+            if place.page >= pages {
+                let (expected, got) = (format!("below {pages}"), place.page.to_string());
+                return Err(invalid(
+                    format!("{PLACES}: page of number {n}, pack {}", place.pack),
+                    expected,
+                    got,
+                ));
+            }
+        }
+        Ok(Self { table, packs: opened, places, disks })
+    }
+
+    /// What each frame is.
+    #[must_use]
+    pub const fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// In which group the page of the table's hash number `hash` is.
+    #[must_use]
+    pub fn group_of(&self, hash: u32) -> Option<GroupId> {
+        let place = self.places.get(hash as usize)?;
+        let (pack, _) = self.packs.get(place.pack as usize)?;
+        Some(GroupId { pack: place.pack, group: place.page / pack.group_pages })
+    }
+
+    /// Reads a group into `buffer`, the sum of its stored bytes compared. Pages of it are not verified yet.
+    ///
+    /// # Errors
+    /// `Damage` names pack and group; the host cannot read.
+    pub fn read_group(&self, id: GroupId, buffer: &mut GroupBuffer) -> Result<(), PagesError> {
+        let group = id.group as usize;
+        let known = self.packs.get(id.pack as usize).filter(|(pack, _)| group < pack.groups());
+        let Some((pack, file)) = known else {
+            let (expected, got) = ("one of the plan".to_owned(), format!("{id:?}"));
+            return Err(PagesError::Invalid { place: "group".to_owned(), expected, got });
+        };
+        let stored = read_span(pack, file, group, group, &mut buffer.stored)?;
+        Ok(pack.decode(group, pack.pages_of(group).start, stored, &mut buffer.raw)?)
+    }
+
+    /// The page of the table's hash number `hash`, out of the buffer that its group was read into, verified.
+    ///
+    /// # Errors
+    /// `Damage` names pack, group and page.
+    pub fn page<'a>(&self, hash: u32, buffer: &'a GroupBuffer) -> Result<&'a [u8], PagesError> {
+        let found = self.places.get(hash as usize).zip(self.table.hashes().get(hash as usize));
+        let found =
+            found.and_then(|(place, digest)| Some((place, digest, self.packs.get(place.pack as usize)?)));
+        let page = found.and_then(|(place, digest, (pack, _))| {
+            let at = (place.page % pack.group_pages) as usize * PAGE;
+            Some((place.page, digest, pack, buffer.raw.get(at..at + PAGE)?))
+        });
+        let Some((page, digest, pack, bytes)) = page else {
+            let (expected, got) = ("one of the group that was read".to_owned(), hash.to_string());
+            return Err(PagesError::Invalid { place: "hash".to_owned(), expected, got });
+        };
+        pack.check(page, digest, bytes)?;
+        Ok(bytes)
+    }
+
+    /// Reads blocks of a disk's file, from `block` on as many as `bytes` takes.
+    ///
+    /// # Errors
+    /// `Damage`: there is no such file, or it ends before. The host cannot read.
+    pub fn read_blocks(&self, disk: u8, layer: u8, block: u32, bytes: &mut [u8]) -> Result<(), PagesError> {
+        let path = PathBuf::from(format!("layer {layer} of disk {disk}"));
+        let file = self.disks.get(usize::from(disk)).and_then(|layers| layers.get(usize::from(layer)));
+        let length = bytes.len();
+        let missing = || Damage::Missing {
+            file: path.clone(),
+            what: format!("block {block} and {length} bytes from there"),
+            by: "RAM".to_owned(),
+        };
+        let file = file.ok_or_else(missing)?;
+        match file.read_exact_at(bytes, u64::from(block) * PAGE_SIZE) {
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Err(missing().into()),
+            other => Ok(other.map_err(IoError::new("reading", &path))?),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;
