@@ -36,7 +36,7 @@ impl Memory {
         let batches: Vec<Batch> = (0..FRAMES / each).map(batch).collect();
         let batch_of = (0..FRAMES).map(|frame| frame / each).collect();
         let by_place = (0..FRAMES / each).collect();
-        let bytes = (0..FRAMES as usize * PAGE).map(|n| (n / PAGE) as u8 | 1).collect();
+        let bytes = (0..FRAMES).flat_map(|frame| [frame.to_le_bytes()[0] | 1; PAGE]).collect();
         Self { layout: Layout { batch_of, batches, by_place }, bytes }
     }
 }

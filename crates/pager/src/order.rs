@@ -78,7 +78,7 @@ impl Order {
     }
 
     /// The next; those that are there already come too.
-    pub fn next(&mut self) -> Option<(u32, Why)> {
+    pub fn take(&mut self) -> Option<(u32, Why)> {
         if let Some(batch) = self.beside.pop_front() {
             return Some((batch, Why::Beside));
         }
@@ -112,7 +112,7 @@ mod tests {
     }
 
     fn all(mut order: Order) -> Vec<u32> {
-        std::iter::from_fn(|| order.next().map(|(batch, _)| batch)).collect()
+        std::iter::from_fn(|| order.take().map(|(batch, _)| batch)).collect()
     }
 
     const NONE: Window = Window { before: 0, after: 0, of_colour: false };
@@ -121,7 +121,7 @@ mod tests {
     fn the_working_set_comes_first_and_everything_once() {
         assert_eq!(all(Order::new(&layout(), &[5, 4, 1, 12, 900], true, NONE)), [2, 0, 5, 4, 3, 1]);
         let mut order = Order::new(&layout(), &[5, 1, 4], false, NONE);
-        assert_eq!((order.lead(), order.next()), (2, Some((2, Why::Turn))));
+        assert_eq!((order.lead(), order.take()), (2, Some((2, Why::Turn))));
         assert_eq!((order.lead(), all(order)), (1, vec![0]));
     }
 

@@ -240,7 +240,7 @@ impl<S: Source> Shared<S> {
             let next = {
                 let mut order = self.order();
                 let lead = order.lead();
-                let next = order.next();
+                let next = order.take();
                 if lead > 0 && order.lead() == 0 {
                     self.tell();
                 }

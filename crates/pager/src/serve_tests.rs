@@ -17,8 +17,8 @@ const SLOW: u32 = 900;
 /// What a frame has.
 fn content(frame: u32) -> [u8; PAGE] {
     let mut bytes = [0; PAGE];
-    for (n, chunk) in bytes.chunks_exact_mut(4).enumerate() {
-        chunk.copy_from_slice(&frame.wrapping_mul(0x9e37_79b9).wrapping_add(n as u32 + 1).to_le_bytes());
+    for (n, chunk) in (1_u32..).zip(bytes.chunks_exact_mut(4)) {
+        chunk.copy_from_slice(&frame.wrapping_mul(0x9e37_79b9).wrapping_add(n).to_le_bytes());
     }
     bytes
 }
@@ -34,8 +34,8 @@ struct Made {
 impl Made {
     fn new(frames: u32, fails: fn(u32, u32) -> Option<SourceError>) -> Self {
         let mut layout = Layout { batch_of: vec![ZERO; frames as usize], ..Layout::default() };
-        for first in (0..frames).step_by(EACH as usize).filter(|first| first / EACH % 5 != 4) {
-            let number = layout.batches.len() as u32;
+        let firsts = (0..frames).step_by(EACH as usize).filter(|first| first / EACH % 5 != 4);
+        for (number, first) in (0..).zip(firsts) {
             layout.batch_of[first as usize..(first + EACH) as usize].fill(number);
             layout.batches.push(Batch { first, frames: EACH, colour: 0 });
             layout.by_place.push(number);
@@ -73,8 +73,7 @@ struct Room {
 
 impl Room {
     fn new(source: Made, settings: Settings, first: &[u32]) -> Self {
-        let frames = source.layout.batch_of.len() as u32;
-        let memory = crate::guest::memory(u64::from(frames) * PAGE as u64).unwrap();
+        let memory = crate::guest::memory((source.layout.batch_of.len() * PAGE) as u64).unwrap();
         let template = Template::new(memory.try_clone().unwrap(), source).unwrap();
         let server = Server::start(template, first, settings, Descriptors::open().unwrap()).unwrap();
         let (ours, theirs) = pair().unwrap();

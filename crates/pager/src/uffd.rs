@@ -230,7 +230,9 @@ impl Uffd {
                 Ok(MESSAGE_BYTES) | Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Ok(None),
                 Ok(n) => {
-                    return Err(io::Error::other(format!("a fault: expected {MESSAGE_BYTES} bytes, got {n}")));
+                    return Err(io::Error::other(format!(
+                        "a fault: expected {MESSAGE_BYTES} bytes, got {n}"
+                    )));
                 }
                 Err(e) => return Err(e.into()),
             }
