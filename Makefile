@@ -11,7 +11,7 @@ help:
 	@echo "make test    every test: unit, microguest on bare /dev/kvm, stock kernels natively or in the machine"
 	@echo "make bench   births, scale, deep chains, deaths against a C program with nothing to spare; jobs beside idle VMs; a trace in bursts;"
 	@echo "             boot against clone of a stock Linux; whose CPUs free memory, in a machine with memory nodes"
-	@echo "             (BENCH=birth|scale|chain|death|jobs|trace|birth-linux|numa for one)"
+	@echo "             (BENCH=birth|scale|chain|faults|death|jobs|trace|birth-linux|numa for one)"
 	@echo "             BENCH=store: what snapshots take in the store, of workloads and of 28 images; needs root and Debian's mirror the first"
 	@echo "             time, about two hours under emulation (STORE=--resume goes on, STORE='--images 2 --workloads copy' is short)"
 	@echo "             BENCH=soak: 10,000 births and deaths with kills from outside; fails where anything is left"
@@ -29,11 +29,12 @@ demo: build
 	@$(BIN)/dayfly-demo $(DEMO)
 
 # The end-to-end tests are chosen from the whole workspace: by themselves they would have everything built again, with fewer features.
-test: build
-	@echo "test: unit and property tests, and the microguest on /dev/kvm"
-	@cargo test --release --workspace --exclude dayfly-e2e
-	@echo "test: stock kernels, natively or in the machine"
-	@cargo test --release --workspace --bins --test guest --test e2e; status=$$?; DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; exit $$status
+# Programs and tests are built by one command: features of what only tests use would have every crate above them built twice.
+test: setup
+	@echo "test: building programs and tests (about ten minutes the first time)"
+	@cargo build --release --workspace --bins --tests
+	@echo "test: unit and property tests, the microguest on /dev/kvm, and stock kernels, natively or in the machine"
+	@cargo test --release --workspace; status=$$?; DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; exit $$status
 
 # birth-linux has a program of its own: it needs stock kernels, natively or in the machine; numa has one that starts a machine with
 # several memory nodes, beside what this host has of them; store has one that makes machines of its own, and only runs when asked for.

@@ -13,6 +13,7 @@ mod exec;
 mod harness;
 mod integrity;
 mod kernels;
+mod lazy;
 mod life;
 mod pool;
 mod ports;

@@ -18,7 +18,7 @@ fn pattern(mib: usize, seed: u64) -> Vec<u8> {
             0 => noise.fill(page),
             1 => page
                 .chunks_exact_mut(8)
-                .for_each(|word| word.copy_from_slice(&(n as u64 ^ seed).to_le_bytes())),
+                .for_each(|word| word.copy_from_slice(&(!(n as u64 ^ seed)).to_le_bytes())),
             _ => {}
         }
     }

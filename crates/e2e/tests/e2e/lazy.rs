@@ -1,0 +1,47 @@
+//! Clones that run before their memory has arrived.
+
+use crate::harness::{BASE, ok, on_host, sh, start, until, wait, world};
+
+/// The daemon ends, and another one comes, which has no snapshot's RAM in memory.
+fn another_daemon() {
+    let pid = || on_host("pidof dayflyd").out;
+    let before = pid();
+    assert_eq!(on_host("pkill -TERM -x dayflyd || killall -TERM dayflyd").code, 0);
+    until("another daemon", || {
+        let now = pid();
+        !now.trim().is_empty() && now != before
+    });
+    until("its answer", || ok(&["ps", "-q"]).is_empty());
+}
+
+#[test]
+fn clones_have_all_of_their_memory_and_their_template_is_read_once() {
+    let world = world();
+    ok(&["create", "--name", "early", BASE]);
+    sh(
+        "early",
+        "head -c 20000000 /dev/urandom >/dev/shm/file; head -c 3000000 /dev/urandom >/root/file; sync",
+    );
+    let sums = "sha256sum /dev/shm/file /root/file /bin/busybox /usr/bin/* /bin/* 2>/dev/null | sha256sum";
+    let expected = sh("early", sums);
+    ok(&["snapshot", "early", "-t", "e2e-late"]);
+    ok(&["rm", "-f", "early"]);
+    another_daemon();
+    let clones: Vec<_> = (0..3).map(|_| start(&["run", "e2e-late", "/bin/sh", "-c", sums])).collect();
+    let pagers = || on_host("pidof dayfly-pager").out.split_whitespace().count();
+    until("a pager", || pagers() == 1);
+    for clone in clones {
+        let got = wait(clone);
+        assert_eq!((got.code, got.out.trim()), (0, expected.trim()), "{got:?}");
+    }
+    // Whole, it needs nobody; a snapshot of a clone waits for that.
+    ok(&["create", "--name", "late", "e2e-late"]);
+    ok(&["snapshot", "late", "-t", "e2e-later"]);
+    until("the pager's end", || pagers() == 0);
+    assert_eq!(ok(&["run", "e2e-later", "/bin/sh", "-c", sums]).trim(), expected.trim());
+    ok(&["rm", "-f", "late"]);
+    for snapshot in ["e2e-later", "e2e-late"] {
+        ok(&["snapshots", "rm", snapshot]);
+    }
+    world.clean();
+}
