@@ -32,7 +32,7 @@ demo: build
 # Programs and tests are built by one command: features of what only tests use would have every crate above them built twice.
 test: setup
 	@echo "test: building programs and tests (about ten minutes the first time)"
-	@cargo build --release --workspace --bins --tests
+	@cargo build --release --workspace --bins --tests --examples
 	@echo "test: unit and property tests, the microguest on /dev/kvm, and stock kernels, natively or in the machine"
 	@cargo test --release --workspace; status=$$?; DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; exit $$status
 

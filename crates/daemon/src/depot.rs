@@ -14,6 +14,7 @@ use dayfly_store::{
 };
 use dayfly_units::{Name, VmId};
 use recent::Recent;
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::PathBuf;
@@ -28,6 +29,8 @@ pub struct Depot {
     collect_later: Arc<AtomicBool>,
     open: Arc<Mutex<Recent>>,
     pagers: Pagers,
+    /// For each snapshot that was ever opened, who opens it now.
+    loading: Arc<Mutex<HashMap<Name, Arc<Mutex<()>>>>>,
 }
 
 /// A snapshot that is open, and who fills its RAM where that is not whole yet.
@@ -84,7 +87,13 @@ impl Depot {
     /// Uses this store.
     #[must_use]
     pub fn new(store: Store, pagers: Pagers) -> Self {
-        Self { store, collect_later: Arc::default(), open: Arc::new(Mutex::new(Recent::new())), pagers }
+        Self {
+            store,
+            collect_later: Arc::default(),
+            open: Arc::new(Mutex::new(Recent::new())),
+            pagers,
+            loading: Arc::default(),
+        }
     }
 
     /// The store itself.
@@ -224,19 +233,28 @@ impl Depot {
     /// # Errors
     /// As [`Self::snapshot`].
     pub fn open_snapshot(&self, name: &Name) -> Outcome<Arc<Loaded>> {
+        if let Some(open) = self.known_snapshot(name) {
+            return Ok(open);
+        }
+        // Who asks for it at once with others finds what the first of them has opened: RAM comes once.
+        let turn = lock(&self.loading).entry(name.clone()).or_default().clone();
+        let _turn = lock(&turn);
         let known = lock(&self.open).find(name);
         let known = match known {
             Some((open, _)) if open.is_current() => return Ok(open),
             // Such as a bake's working set that has come: RAM need not be read again.
             Some((open, bytes)) if !open.is_lost() => {
-                open.snapshot.resident().unwrap_or(None).map(|resident| (resident, open.pager.clone(), bytes))
+                open.snapshot.resident().unwrap_or(None).map(|resident| (resident, open, bytes))
             }
             _ => None,
         };
         lock(&self.open).forget(name);
         let (open, bytes) = match known {
-            Some((resident, pager, bytes)) => {
-                (Loaded { snapshot: self.store.open_resident(name, resident)?, pager }, bytes)
+            Some((resident, before, bytes)) => {
+                let snapshot = self.store.open_resident(name, resident)?;
+                // Another snapshot of that name has other RAM, which that pager does not fill.
+                let same = snapshot.manifest.memory == before.snapshot.manifest.memory;
+                (Loaded { snapshot, pager: before.pager.clone().filter(|_| same) }, bytes)
             }
             None => self.load(name)?,
         };
@@ -288,6 +306,7 @@ impl Depot {
     pub fn remove_snapshot(&self, name: &Name) -> Outcome<()> {
         self.store.remove_snapshot(name)?;
         lock(&self.open).forget(name);
+        lock(&self.loading).remove(name);
         self.collect_later.store(true, Ordering::Relaxed);
         self.collect();
         self.collect_pages();

@@ -17,19 +17,24 @@ use dayfly_pager::wire::{FromPager, Report, Settings, pair};
 use dayfly_store::{OpenSnapshot, Plan};
 use dayfly_units::{Name, VmId};
 use dayfly_vmm::control::{Answer, Command, ExitReason, ExitRecord};
-use dayfly_vmm::memory::working_set;
+use dayfly_vmm::memory::{lazy, working_set};
 use rustix::fd::{AsFd, OwnedFd};
+use rustix::net::sockopt::Timeout;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
 /// The last component of a pager's `argv[0]`.
 pub const PAGER_NAME: &str = "dayfly-pager";
 
+/// How long a pager may take to begin, and to hear of a clone: births wait for both.
+const BEGIN: Duration = Duration::from_secs(60);
+/// See [`BEGIN`].
+const TELL: Duration = Duration::from_secs(5);
 /// How often it is looked whether a VM of a daemon before has all of its memory.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -67,6 +72,8 @@ pub struct Pager {
     client: Mutex<Option<Arc<Client>>>,
     served: Mutex<Vec<Served>>,
     process: Process,
+    /// The template's memory: sealed, it is whole, whatever its pager has told.
+    memory: File,
 }
 
 /// What pagers are started with.
@@ -102,8 +109,20 @@ impl Pagers {
         spawn.fds = vec![(theirs, FIRST_FD)];
         spawn.stderr = Stdio::Inherit;
         let process = Process::from_child(spawn.run()?)?;
-        let client = Arc::new(Client::begin(ours, plan, &touched_first(open), self.settings)?);
+        let begun = || -> io::Result<_> {
+            rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Recv, Some(BEGIN))?;
+            rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Send, Some(TELL))?;
+            let told = ours.try_clone()?;
+            let client = Client::begin(ours, plan, &touched_first(open), self.settings)?;
+            // From here on it tells what it likes, when it likes.
+            rustix::net::sockopt::set_socket_timeout(&told, Timeout::Recv, None)?;
+            Ok((Arc::new(client), open.memory.try_clone()?))
+        };
+        let (client, memory) = begun().inspect_err(|_| {
+            let _ = process.kill().and_then(|()| process.wait(Some(TELL)));
+        })?;
         let pager = Arc::new(Pager {
+            memory,
             snapshot: open.manifest.name.clone(),
             state: watch::Sender::new(State::Filling { first: false }),
             client: Mutex::new(Some(client.clone())),
@@ -219,6 +238,13 @@ impl Pager {
     fn end_gone(&self, why: &str) {
         let _ = self.process.kill();
         let ended = self.process.wait(None);
+        if lazy::is_whole(&self.memory) {
+            // It let go of all clones before it sealed that.
+            self.state.send_replace(State::Whole);
+            lock(&self.served).clear();
+            lock(&self.client).take();
+            return;
+        }
         self.state.send_replace(State::Gone);
         lock(&self.client).take();
         tracing::error!(snapshot = %self.snapshot, ?ended, "its pager died while memory was missing: {why}");
@@ -236,6 +262,7 @@ impl Pager {
 /// are missing all the same, the VM is ended.
 pub async fn watch_left(daemon: Arc<Daemon>, vm: Arc<Vm>, vmm: Arc<Process>) {
     let control = vm.dir.control();
+    let mut answered = Instant::now();
     while !daemon.stop.is_cancelled() && !vm.is_gone() {
         let name = daemon.config.run.join(PAGER_NAME);
         let lives = blocking(move || {
@@ -244,11 +271,19 @@ pub async fn watch_left(daemon: Arc<Daemon>, vm: Arc<Vm>, vmm: Arc<Process>) {
         });
         // Asked after it is known whether somebody still fills it.
         let lives = lives.await.unwrap_or(true);
-        let within = daemon.config.deadlines.control;
-        let status = control_link::command(&control, Command::Status, within).await;
-        match status {
-            Ok(Answer::Status(status)) if status.whole => return,
-            _ if !lives => {
+        let deadlines = daemon.config.deadlines;
+        let status = control_link::command(&control, Command::Status, deadlines.control).await;
+        let (whole, silent) = match status {
+            Ok(Answer::Status(status)) => {
+                answered = Instant::now();
+                (status.whole, false)
+            }
+            // Busy, or waiting for memory itself.
+            _ => (false, true),
+        };
+        match () {
+            () if whole => return,
+            () if !lives && (!silent || answered.elapsed() > deadlines.save) => {
                 let cause = "the pager of its memory died while pages were missing, and no daemon was there";
                 if let Err(e) = end_with(&vmm, &vm.dir.exit(), cause) {
                     tracing::error!(vm = %vm.id, "ending a VM without a pager: {e}");

@@ -36,12 +36,19 @@ fn policy(policy: libc::c_int, priority: libc::c_int) -> io::Result<()> {
 ///
 /// Without CAP_SYS_NICE it works as all others do.
 pub fn first<T>(work: impl FnOnce() -> T) -> T {
-    let raised = policy(libc::SCHED_RR, 1).is_ok();
-    let result = work();
-    if raised && let Err(e) = policy(libc::SCHED_OTHER, 0) {
-        eprintln!("policy of a thread: {e}");
+    struct Back(bool);
+    impl Drop for Back {
+        fn drop(&mut self) {
+            if self.0
+                && let Err(e) = policy(libc::SCHED_OTHER, 0)
+            {
+                eprintln!("policy of a thread: {e}");
+            }
+        }
     }
-    result
+    // Threads that it starts are as all others are.
+    let _back = Back(policy(libc::SCHED_RR | libc::SCHED_RESET_ON_FORK, 1).is_ok());
+    work()
 }
 
 #[cfg(test)]
@@ -61,7 +68,7 @@ mod tests {
         let within = first(now);
         assert_eq!(now(), libc::SCHED_OTHER);
         if rustix::process::geteuid().is_root() {
-            assert_eq!(within, libc::SCHED_RR);
+            assert_eq!(within, libc::SCHED_RR | libc::SCHED_RESET_ON_FORK);
         }
     }
 

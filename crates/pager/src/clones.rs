@@ -72,14 +72,27 @@ impl Clone {
 
     /// Gives zeroes to who waits at `address`.
     pub fn zero(&self, address: u64) {
-        let _ = self.uffd.zero(address & !(PAGE_SIZE - 1), PAGE_SIZE);
+        if let Err(e) = self.uffd.zero(address & !(PAGE_SIZE - 1), PAGE_SIZE) {
+            self.kill(&format!("a page of zeroes for {address:#x}: {e}"));
+        }
     }
 
     /// All of its memory is there: from now on the kernel finds it by itself.
     pub fn release(&self) {
         for region in &self.regions {
-            let _ = self.uffd.unregister(region.host, region.bytes);
+            match self.uffd.unregister(region.host, region.bytes) {
+                Err(e) if e.raw_os_error() != Some(libc::ESRCH) => {
+                    self.kill(&format!("letting go of its memory: {e}"));
+                }
+                _ => {}
+            }
         }
+    }
+
+    /// Whether it was ended by this process.
+    #[must_use]
+    pub fn is_killed(&self) -> bool {
+        self.killed.load(Ordering::SeqCst)
     }
 
     /// Ends it, with a cause in its exit record: a clone that cannot have its memory must not run. `true` the first time.

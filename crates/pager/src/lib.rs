@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!  vCPU touches a page that is missing
-//!    └─▶ userfaultfd of its VMM ──▶ a fault thread: frame ─▶ batch ─▶ Source::fetch (pack or disk, every page hashed)
+//!    └─▶ userfaultfd of its VMM ──▶ a fault thread: frame ─▶ batch ─▶ Source::fetch (pages of packs are hashed, disks were)
 //!                                      │ another clone waits for that batch: it is woken too        │
 //!                                      └──── UFFDIO_WAKE ◀── the pages are in the memfd ◀── UFFDIO_COPY over it
 //!  a batch: what one read gives: the pages of a compressed group, or blocks in a row (Efficiently Restoring VMs, section 3.3)

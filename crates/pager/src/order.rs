@@ -63,9 +63,10 @@ impl Order {
         Self { window, beside: VecDeque::new(), rest, lead, by_frame, rank }
     }
 
-    /// Somebody asked for `batch`: what lies beside it comes next.
-    pub fn asked(&mut self, layout: &Layout, batch: u32) {
-        let Some(&rank) = self.rank.get(batch as usize) else { return };
+    /// Somebody asked for `batch`: what lies beside it comes next. Says whether there is anything.
+    pub fn asked(&mut self, layout: &Layout, batch: u32) -> bool {
+        let Some(&rank) = self.rank.get(batch as usize) else { return false };
+        let before_this = self.beside.len();
         let colour = layout.batches[batch as usize].colour;
         let Window { before, after, of_colour } = self.window;
         let places = (rank + 1..=rank.saturating_add(after)).chain((rank.saturating_sub(before)..rank).rev());
@@ -75,6 +76,7 @@ impl Order {
                 self.beside.push_back(beside);
             }
         }
+        self.beside.len() > before_this
     }
 
     /// The next; those that are there already come too.
@@ -130,7 +132,7 @@ mod tests {
         let asked = |batch, window| {
             let layout = layout();
             let mut order = Order::new(&layout, &[0], false, window);
-            order.asked(&layout, batch);
+            assert_eq!(order.asked(&layout, batch), batch < 6);
             all(order)
         };
         let window = Window { before: 1, after: 2, of_colour: false };

@@ -29,6 +29,8 @@ use std::time::{Duration, Instant};
 const STOP: u64 = u64::MAX;
 /// How often it is looked whether a clone waits too long.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
+/// How long a thread may take to end.
+const END: Duration = Duration::from_secs(10);
 /// How long fetching ahead rests after a batch that could not be had.
 const REST: Duration = Duration::from_millis(500);
 /// The most bytes of a sheet: the largest table's, and twice that for places and order.
@@ -158,6 +160,9 @@ struct Shared<S> {
     /// Readable when there is something to tell: what was to come first is there, or everything is.
     news: OwnedFd,
     stop: AtomicBool,
+    began: Instant,
+    /// For each thread for faults, since when it is at one: milliseconds after `began`, 0 where it is at none.
+    busy: Vec<AtomicU64>,
     /// Readable when fault threads are to end.
     stopped: OwnedFd,
     settings: Settings,
@@ -173,7 +178,7 @@ impl<S: Source> Shared<S> {
         let _ = rustix::io::write(&self.news, &1_u64.to_ne_bytes());
     }
 
-    fn serve_faults(&self) {
+    fn serve_faults(&self, thread: usize) {
         let mut events = Vec::with_capacity(1);
         loop {
             events.clear();
@@ -187,20 +192,27 @@ impl<S: Source> Shared<S> {
                     return;
                 }
                 let clone = self.clones.read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned();
-                if let Some(clone) = clone {
-                    self.serve_clone(&clone);
+                if let (Some(clone), Some(busy)) = (clone, self.busy.get(thread)) {
+                    self.serve_clone(&clone, busy);
                 }
             }
         }
     }
 
-    fn serve_clone(&self, clone: &Arc<Clone>) {
-        loop {
+    fn serve_clone(&self, clone: &Arc<Clone>, busy: &AtomicU64) {
+        // One that faults without end must not keep the others, nor the end of this process.
+        while !self.stop.load(Ordering::Acquire) {
             match clone.uffd().next() {
                 Ok(Some(address)) => {
-                    if let Some(batch) = self.template.fault(clone, address) {
-                        self.order().asked(self.template.layout(), batch);
-                        self.more.notify_one();
+                    let now = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+                    busy.store(now.max(1), Ordering::Relaxed);
+                    let fetched = self.template.fault(clone, address);
+                    busy.store(0, Ordering::Relaxed);
+                    if let Some(batch) = fetched {
+                        // Woken for nothing, who fetches ahead would only take a CPU from the guest.
+                        if self.order().asked(self.template.layout(), batch) {
+                            self.more.notify_one();
+                        }
                         self.look();
                     }
                 }
@@ -256,6 +268,8 @@ impl<S: Source> Shared<S> {
             }
             match self.template.ahead(batch) {
                 Brought::Done => self.look(),
+                // Whoever touches it learns that it is damaged.
+                Brought::Lost => {}
                 Brought::Failed => {
                     if self.settings.background {
                         self.order().later(batch);
@@ -306,7 +320,11 @@ impl<S: Source + 'static> Server<S> {
         let faults = epoll::create(CreateFlags::CLOEXEC).map_err(step("epoll"))?;
         let (news, stopped) = (event().map_err(step("eventfd"))?, event().map_err(step("eventfd"))?);
         epoll::add(&faults, &stopped, EventData::new_u64(STOP), EventFlags::IN).map_err(step("epoll"))?;
+        let fault_threads = settings.fault_threads.clamp(1, MAX_THREADS);
+        let began = Instant::now();
         let shared = Arc::new(Shared {
+            began,
+            busy: (0..fault_threads).map(|_| AtomicU64::new(0)).collect(),
             template,
             order: Mutex::new(order),
             more: Condvar::new(),
@@ -318,18 +336,17 @@ impl<S: Source + 'static> Server<S> {
             settings,
         });
         let mut threads = Vec::new();
-        let mut spawn = |name: &str, work: fn(&Shared<S>)| {
+        for thread in 0..shared.busy.len() {
             let shared = Arc::clone(&shared);
-            let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || work(&shared));
-            thread.map(|thread| threads.push(thread)).map_err(step("threads"))
-        };
-        for _ in 0..settings.fault_threads.clamp(1, MAX_THREADS) {
-            spawn("faults", Shared::serve_faults)?;
+            let builder = std::thread::Builder::new().name("faults".to_owned());
+            threads.push(builder.spawn(move || shared.serve_faults(thread)).map_err(step("threads"))?);
         }
-        spawn("ahead", Shared::fetch_ahead)?;
+        let ahead = Arc::clone(&shared);
+        let builder = std::thread::Builder::new().name("ahead".to_owned());
+        threads.push(builder.spawn(move || ahead.fetch_ahead()).map_err(step("threads"))?);
         // A template of nothing but zeroes is whole.
         shared.look();
-        Ok(Self { shared, threads, descriptors, began: Instant::now(), next_id: 0, clones: 0 })
+        Ok(Self { shared, threads, descriptors, began, next_id: 0, clones: 0 })
     }
 
     /// Talks until nothing is left to do.
@@ -346,6 +363,10 @@ impl<S: Source + 'static> Server<S> {
             }
             self.turn(&mut daemon, &mut coming, true)?;
             self.shared.template.end_who_waits(deadline);
+            if self.stands_still(deadline) {
+                eprintln!("dayfly-pager: no page has come for {} s", deadline.as_secs());
+                std::process::exit(1);
+            }
             if !first_told && self.shared.order().lead() == 0 {
                 first_told = true;
                 if let Some(daemon) = &daemon {
@@ -371,10 +392,7 @@ impl<S: Source + 'static> Server<S> {
         while daemon.is_some() || !coming.is_empty() {
             let (from_daemon, told) = wait(daemon.as_ref(), &coming, &[], None)?;
             for number in told.into_iter().rev() {
-                let one = coming.swap_remove(number);
-                if let Ok(clone) = one.arrive(bytes, &descriptors) {
-                    clone.release();
-                }
+                coming.swap_remove(number).arrive_late(bytes, &descriptors);
             }
             if from_daemon {
                 hear(&mut daemon, &mut coming);
@@ -440,9 +458,28 @@ impl<S: Source + 'static> Server<S> {
         }
         let _ = rustix::io::write(&self.shared.stopped, &1_u64.to_ne_bytes());
         self.shared.more.notify_all();
+        let until = Instant::now() + END;
         for thread in self.threads.drain(..) {
+            while !thread.is_finished() && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if !thread.is_finished() {
+                // It waits in a read that a VMM or a disk does not let end. The daemon ends those who are served.
+                eprintln!("dayfly-pager: a thread does not end within {} s", END.as_secs());
+                std::process::exit(1);
+            }
             let _ = thread.join();
         }
+    }
+
+    /// Whether every thread for faults has been at one fault for longer than `limit`: nobody reads what other clones wait for.
+    fn stands_still(&self, limit: Duration) -> bool {
+        let now = self.began.elapsed();
+        let since = |busy: &AtomicU64| match busy.load(Ordering::Relaxed) {
+            0 => Duration::ZERO,
+            ms => now.saturating_sub(Duration::from_millis(ms)),
+        };
+        self.shared.busy.iter().all(|busy| since(busy) > limit)
     }
 
     fn report(&self) -> Report {
@@ -478,12 +515,14 @@ impl Coming {
         Ok(Clone::new(self.handle, Uffd::sent(uffd, descriptors)?, regions))
     }
 
-    /// As [`Self::arrive_silently`], and answers.
-    fn arrive(self, file_bytes: u64, descriptors: &Descriptors) -> io::Result<Clone> {
-        let socket = self.socket.try_clone()?;
-        let clone = self.arrive_silently(file_bytes, descriptors)?;
-        send_bytes(&socket, regions::SERVED, &[])?;
-        Ok(clone)
+    /// When all is there: lets it go, and only then answers.
+    fn arrive_late(self, file_bytes: u64, descriptors: &Descriptors) {
+        let Ok(socket) = self.socket.try_clone() else { return };
+        // One that tells nonsense, or has ended, is not answered.
+        if let Ok(clone) = self.arrive_silently(file_bytes, descriptors) {
+            clone.release();
+            let _ = send_bytes(&socket, regions::SERVED, &[]);
+        }
     }
 }
 

@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 /// Blocks of a disk that are read at once: those in the same aligned window of so many frames. A read costs as much as hashing two pages, and
 /// who waits for one waits for all (64 KiB in 20 us from the page cache).
 const WINDOW: u32 = 16;
+/// The most frames of a batch, which bounds what who waits for one waits for: a guest may have filled all of its RAM with one page.
+const MOST_FRAMES: usize = 64;
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);
 
@@ -50,7 +52,11 @@ impl Stored {
             }
         }
         // As they lie: pack by pack, then disk by disk.
-        let of_groups = groups.into_iter().map(|(id, frames)| Place::Group(id, frames));
+        let of_groups = groups.into_iter().flat_map(|(id, frames)| {
+            let parts: Vec<Place> =
+                frames.chunks(MOST_FRAMES).map(|part| Place::Group(id, part.to_vec())).collect();
+            parts
+        });
         blocks.sort_unstable_by_key(|b: &Place| match b {
             Place::Blocks { disk, layer, block, .. } => (*disk, *layer, *block),
             Place::Group(..) => (0, 0, 0),

@@ -29,6 +29,15 @@ struct Waiter {
     since: Instant,
 }
 
+impl Waiter {
+    /// Ends the clone, and lets go whoever waits in its name: a thread of the kernel's own takes no signal, and the end of the process waits for
+    /// it. Nothing of the clone runs any more that could see the zeroes.
+    fn kill(&self, cause: &str) {
+        self.clone.kill(cause);
+        self.clone.zero(self.address);
+    }
+}
+
 /// What was done.
 #[derive(Debug, Default)]
 pub struct Counters {
@@ -55,8 +64,10 @@ pub struct Counters {
 pub enum Brought {
     /// It is there, or somebody else brings it.
     Done,
-    /// It could not be had.
+    /// It could not be had this time.
     Failed,
+    /// It is damaged, and will not be had.
+    Lost,
 }
 
 /// A template that is being filled.
@@ -96,7 +107,7 @@ impl<S: Source> Template<S> {
         // SAFETY: a new mapping, at an address of the kernel's choice.
         let mapping =
             unsafe { mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, &memory, 0)? };
-        let mapping = mapping.addr() as u64;
+        let mapping = mapping.expose_provenance() as u64;
         uffd.register(mapping, bytes)?;
         let states = layout.batches.iter().map(|_| AtomicU8::new(ABSENT)).collect();
         let missing = AtomicU32::new(u32::try_from(layout.batches.len()).map_err(io::Error::other)?);
@@ -132,6 +143,11 @@ impl<S: Source> Template<S> {
     pub fn fault(&self, clone: &Arc<Clone>, address: u64) -> Option<u32> {
         let since = Instant::now();
         count(&self.counters.faults, 1);
+        if clone.is_killed() {
+            // It will not run any more; the kernel may still wait in its name.
+            clone.zero(address);
+            return None;
+        }
         let Some(&batch) = clone.frame(address).and_then(|frame| self.layout().batch_of.get(frame as usize))
         else {
             clone.kill(&format!("a page fault at {address:#x}, which is no memory of the guest's"));
@@ -204,9 +220,15 @@ impl<S: Source> Template<S> {
             };
             eprintln!("dayfly-pager: batch {batch}: {error}");
             for waiter in waiters.into_iter().flatten() {
-                waiter.clone.kill(&format!("memory that it touched cannot be had: {error}"));
+                waiter.kill(&format!("memory that it touched cannot be had: {error}"));
             }
-            break;
+            if let SourceError::Install(e) = &error
+                && e.kind() == io::ErrorKind::InvalidData
+            {
+                // What else is in the template is not known. The daemon ends everybody who has it.
+                std::process::exit(1);
+            }
+            return if matches!(error, SourceError::Damaged(_)) { Brought::Lost } else { Brought::Failed };
         }
         Brought::Failed
     }
@@ -239,7 +261,7 @@ impl<S: Source> Template<S> {
                 let waited = waiter.since.elapsed();
                 if waited > limit {
                     let frame = self.layout().batches.get(*batch as usize).map_or(0, |b| b.first);
-                    waiter.clone.kill(&format!(
+                    waiter.kill(&format!(
                         "memory that it touched has not come within {} s (batch {batch}, from frame {frame} on)",
                         waited.as_secs()
                     ));

@@ -170,11 +170,11 @@ impl Uffd {
         check(unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_WAKE, &raw mut range) })
     }
 
-    /// Makes whole pages the content of missing ones from `at` on, which is one of a mapping of this process's own. Those that are there stay
-    /// as they are. Wakes nobody.
+    /// Makes whole pages the content of missing ones from `at` on, which is one of a mapping of this process's own. One that is there already
+    /// must be the same: who has the memory open may have made it one of zeroes by reading it. Wakes nobody.
     ///
     /// # Errors
-    /// The kernel has no memory, or there is no such mapping.
+    /// `InvalidData`: one that is there is another. The kernel has no memory, or there is no such mapping.
     ///
     /// # Safety
     /// Nothing of this process may take the pages at `at` for unchanging, or they are missing as yet.
@@ -189,7 +189,18 @@ impl Uffd {
             match result {
                 Ok(()) => {}
                 Err(e) if again(&e) => {}
-                Err(e) if e.raw_os_error() == Some(libc::EEXIST) => done += page,
+                Err(e) if e.raw_os_error() == Some(libc::EEXIST) => {
+                    let there = usize::try_from(at).map_err(io::Error::other)?.wrapping_add(done);
+                    // SAFETY: the page is in the mapping that the caller answers for, and there; nobody changes it any more.
+                    let there = unsafe {
+                        std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<u8>(there), page)
+                    };
+                    if there != &bytes[done..done + page] {
+                        let text = "a page of the template was made by somebody else, and is another";
+                        return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+                    }
+                    done += page;
+                }
                 Err(e) => return Err(e),
             }
         }
@@ -199,7 +210,7 @@ impl Uffd {
     /// Gives a page of zeroes to who waits for it at `at`, in a private mapping.
     ///
     /// # Errors
-    /// The process is gone, or has no such mapping any more.
+    /// The kernel has no memory.
     pub fn zero(&self, at: u64, page: u64) -> io::Result<()> {
         loop {
             let range = Range { start: at, len: page };
@@ -210,6 +221,8 @@ impl Uffd {
             match result {
                 Err(e) if again(&e) => {}
                 Err(e) if e.raw_os_error() == Some(libc::EEXIST) => return self.wake(at, page),
+                // The process is ending, or has no such mapping any more: nobody waits.
+                Err(e) if matches!(e.raw_os_error(), Some(libc::ESRCH | libc::ENOENT)) => return Ok(()),
                 other => return other,
             }
         }

@@ -46,8 +46,9 @@ pub fn decode(packet: &[u8], file_bytes: u64) -> Option<Vec<Region>> {
         let inside = r.offset.checked_add(r.bytes).is_some_and(|end| end <= file_bytes);
         whole && inside && r.bytes > 0 && r.host > 0 && r.host.checked_add(r.bytes).is_some()
     };
-    let apart = regions.windows(2).all(|two| two[0].host + two[0].bytes <= two[1].host);
-    (regions.iter().all(fits) && apart).then_some(regions)
+    // Only of regions that fit can an end be told.
+    let apart = |two: &[Region]| two[0].host + two[0].bytes <= two[1].host;
+    (regions.iter().all(fits) && regions.windows(2).all(apart)).then_some(regions)
 }
 
 #[cfg(test)]
@@ -76,6 +77,7 @@ mod tests {
         refused(&[region(0x1000, 0x1000, 0x4000)]);
         refused(&[region(0x1000, u64::MAX - 0xfff, 0x1000)]);
         refused(&[region(u64::MAX - 0xfff, 0x1000, 0)]);
+        refused(&[region(0x1000, u64::MAX - 0xfff, 0), region(0x2000, 0x1000, 0)]);
         refused(&[region(0x1000, 0x2000, 0), region(0x2000, 0x1000, 0x2000)]);
         refused(&vec![region(0x1000, 0x1000, 0); MAX_REGIONS + 1]);
         assert_eq!(decode(&encode(&[region(0x1000, 0x1000, 0)])[1..], 0x4000), None);
