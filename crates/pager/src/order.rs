@@ -32,15 +32,6 @@ pub struct Order {
     rank: Vec<u32>,
 }
 
-/// Why a batch is fetched.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Why {
-    /// It lies beside what was asked for.
-    Beside,
-    /// Its turn has come.
-    Turn,
-}
-
 impl Order {
     /// Those of `layout`: first those of the frames in `first`, then, if `all`, the rest.
     #[must_use]
@@ -80,13 +71,13 @@ impl Order {
     }
 
     /// The next; those that are there already come too.
-    pub fn take(&mut self) -> Option<(u32, Why)> {
+    pub fn take(&mut self) -> Option<u32> {
         if let Some(batch) = self.beside.pop_front() {
-            return Some((batch, Why::Beside));
+            return Some(batch);
         }
         let batch = self.rest.pop_front()?;
         self.lead = self.lead.saturating_sub(1);
-        Some((batch, Why::Turn))
+        Some(batch)
     }
 
     /// How many of those to be fetched first are still to come.
@@ -114,7 +105,7 @@ mod tests {
     }
 
     fn all(mut order: Order) -> Vec<u32> {
-        std::iter::from_fn(|| order.take().map(|(batch, _)| batch)).collect()
+        std::iter::from_fn(|| order.take()).collect()
     }
 
     const NONE: Window = Window { before: 0, after: 0, of_colour: false };
@@ -123,7 +114,7 @@ mod tests {
     fn the_working_set_comes_first_and_everything_once() {
         assert_eq!(all(Order::new(&layout(), &[5, 4, 1, 12, 900], true, NONE)), [2, 0, 5, 4, 3, 1]);
         let mut order = Order::new(&layout(), &[5, 1, 4], false, NONE);
-        assert_eq!((order.lead(), order.take()), (2, Some((2, Why::Turn))));
+        assert_eq!((order.lead(), order.take()), (2, Some(2)));
         assert_eq!((order.lead(), all(order)), (1, vec![0]));
     }
 

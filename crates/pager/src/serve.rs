@@ -262,7 +262,7 @@ impl<S: Source> Shared<S> {
                 }
                 next
             };
-            let Some((batch, _)) = next else { continue };
+            let Some(batch) = next else { continue };
             if self.template.has(batch) {
                 continue;
             }
@@ -361,7 +361,7 @@ impl<S: Source + 'static> Server<S> {
                 self.stop();
                 return Ok(());
             }
-            self.turn(&mut daemon, &mut coming, true)?;
+            self.turn(&mut daemon, &mut coming)?;
             self.shared.template.end_who_waits(deadline);
             if self.stands_still(deadline) {
                 eprintln!("dayfly-pager: no page has come for {} s", deadline.as_secs());
@@ -390,7 +390,7 @@ impl<S: Source + 'static> Server<S> {
             let _ = send(daemon, &FromPager::Whole(report), &[]);
         }
         while daemon.is_some() || !coming.is_empty() {
-            let (from_daemon, told) = wait(daemon.as_ref(), &coming, &[], None)?;
+            let (from_daemon, told) = wait(daemon.as_ref(), &coming, &[], None, &mut Vec::new())?;
             for number in told.into_iter().rev() {
                 coming.swap_remove(number).arrive_late(bytes, &descriptors);
             }
@@ -402,12 +402,7 @@ impl<S: Source + 'static> Server<S> {
     }
 
     /// Waits for something to happen, and does what follows from it.
-    fn turn(
-        &mut self,
-        daemon: &mut Option<OwnedFd>,
-        coming: &mut Vec<Coming>,
-        look: bool,
-    ) -> Result<(), ServeError> {
+    fn turn(&mut self, daemon: &mut Option<OwnedFd>, coming: &mut Vec<Coming>) -> Result<(), ServeError> {
         let living: Vec<(u64, Arc<Clone>)> = {
             let clones = self.shared.clones.read().unwrap_or_else(PoisonError::into_inner);
             clones.iter().map(|(id, clone)| (*id, Arc::clone(clone))).collect()
@@ -415,8 +410,7 @@ impl<S: Source + 'static> Server<S> {
         let mut others: Vec<&OwnedFd> = vec![&self.shared.news];
         others.extend(living.iter().map(|(_, clone)| clone.process()));
         let mut ready = Vec::new();
-        let (from_daemon, told) =
-            wait_for(daemon.as_ref(), coming, &others, look.then_some(&LOOK), &mut ready)?;
+        let (from_daemon, told) = wait(daemon.as_ref(), coming, &others, Some(&LOOK), &mut ready)?;
         if ready.first() == Some(&true) {
             let _ = rustix::io::read(&self.shared.news, &mut [0_u8; 8]);
         }
@@ -439,7 +433,7 @@ impl<S: Source + 'static> Server<S> {
 
     fn arrive(&mut self, coming: Coming) -> io::Result<()> {
         let socket = coming.socket.try_clone()?;
-        let clone = Arc::new(coming.arrive_silently(self.shared.template.bytes(), &self.descriptors)?);
+        let clone = Arc::new(coming.told_its_memory(self.shared.template.bytes(), &self.descriptors)?);
         let id = self.next_id;
         self.next_id += 1;
         self.clones += 1;
@@ -503,7 +497,7 @@ impl<S: Source + 'static> Server<S> {
 
 impl Coming {
     /// Reads what its VMM tells.
-    fn arrive_silently(self, file_bytes: u64, descriptors: &Descriptors) -> io::Result<Clone> {
+    fn told_its_memory(self, file_bytes: u64, descriptors: &Descriptors) -> io::Result<Clone> {
         let wrong =
             |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("VM {}: {what}", self.handle.vm));
         let (packet, fds) =
@@ -519,7 +513,7 @@ impl Coming {
     fn arrive_late(self, file_bytes: u64, descriptors: &Descriptors) {
         let Ok(socket) = self.socket.try_clone() else { return };
         // One that tells nonsense, or has ended, is not answered.
-        if let Ok(clone) = self.arrive_silently(file_bytes, descriptors) {
+        if let Ok(clone) = self.told_its_memory(file_bytes, descriptors) {
             clone.release();
             let _ = send_bytes(&socket, regions::SERVED, &[]);
         }
@@ -549,7 +543,7 @@ type Ready = (bool, Vec<usize>);
 
 /// Waits until the daemon, a VMM that comes, or one of `others` has something; says whether the daemon has, which VMMs have, in rising
 /// order, and in `ready` which others.
-fn wait_for(
+fn wait(
     daemon: Option<&OwnedFd>,
     coming: &[Coming],
     others: &[&OwnedFd],
@@ -569,15 +563,6 @@ fn wait_for(
     let coming = (0..coming.len()).filter(|_| told.next().unwrap_or(false)).collect();
     ready.extend(told);
     Ok((from_daemon, coming))
-}
-
-fn wait(
-    daemon: Option<&OwnedFd>,
-    coming: &[Coming],
-    others: &[&OwnedFd],
-    within: Option<&Timespec>,
-) -> Result<Ready, ServeError> {
-    wait_for(daemon, coming, others, within, &mut Vec::new())
 }
 
 #[cfg(test)]

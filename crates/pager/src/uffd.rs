@@ -252,3 +252,32 @@ impl Uffd {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::mm::{MapFlags, ProtFlags, mmap};
+    use std::os::unix::fs::FileExt;
+
+    #[test]
+    fn a_page_that_is_there_must_be_the_one_that_is_to_come() {
+        const PAGE: usize = 4096;
+        let memory = crate::guest::memory(2 * PAGE as u64).unwrap();
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping, at an address of the kernel's choice; it stays as long as this process.
+        let at = unsafe { mmap(std::ptr::null_mut(), 2 * PAGE, protection, MapFlags::SHARED, &memory, 0) };
+        let at = at.unwrap().expose_provenance() as u64;
+        let uffd = Uffd::own().unwrap();
+        uffd.register(at, 2 * PAGE as u64).unwrap();
+        // Somebody who has the memory open makes its second page.
+        memory.write_all_at(&[7; PAGE], PAGE as u64).unwrap();
+        let bytes = |second: u8| [[1; PAGE], [second; PAGE]].concat();
+        // SAFETY: pages of the mapping above, which nobody has a reference to.
+        let copy = |bytes: &[u8]| unsafe { uffd.copy(at, bytes, PAGE) };
+        assert_eq!(copy(&bytes(0)).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        copy(&bytes(7)).unwrap();
+        let mut now = [0; PAGE];
+        memory.read_exact_at(&mut now, 0).unwrap();
+        assert_eq!(now, [1; PAGE]);
+    }
+}

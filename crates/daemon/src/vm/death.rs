@@ -111,7 +111,7 @@ pub async fn note(daemon: &Daemon, vm: &Arc<Vm>) {
     let _ = written.await;
 }
 
-/// RAM that is freed in no time: 12 ms at most, where all of it was written.
+/// RAM that is soon freed: munmap(2) of so much, all of it written, took 15 to 40 ms (`make bench BENCH=death`).
 const SHORT_BYTES: u64 = 512 << 20;
 
 /// Ends a VM at once and waits until its memory is free and its process is gone.
