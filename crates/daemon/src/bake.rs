@@ -1,14 +1,16 @@
-//! Bake: boot an image, warm it up, snapshot it, rehearse a clone.
+//! Bake: boot an image, warm it up, save it, rehearse clones, store it.
+//!
+//! Clones rehearse before anything of RAM is stored, so that the pages they touch lie together in the packs, in that order.
 //!
 //! What fails, and a client that goes away, leaves nothing: the VM goes with its [`crate::vm::birth::Newborn`], what was saved with its
-//! writer, and a snapshot that nobody waited for is removed again. A daemon that is killed during the rehearsal leaves a
-//! snapshot that is whole but for its working set: its clones start slower.
+//! writer, and a snapshot that nobody waited for is removed again.
 
 use crate::daemon::Daemon;
 use crate::depot::shown_snapshot;
 use crate::error::{Fault, Outcome, blocking};
 use crate::ndjson::Teller;
-use crate::rehearsal::{Unwanted, rehearse};
+use crate::rehearsal::rehearse;
+use crate::snapshot::Ready;
 use crate::time::Asked;
 use crate::vm::birth::{Order, Part, birth};
 use crate::vm::source::Template;
@@ -38,6 +40,7 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
         labels: [(LABEL.to_owned(), name.to_string())].into(),
         ephemeral: true,
         part: Part::User,
+        template: None,
         next: None,
     };
     let newborn = birth(&daemon, asked, order).await?;
@@ -58,12 +61,11 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
     tell.phase(format!("saving {} of memory", Bytes(memory_bytes))).await;
     vm.step(Event::Freeze)?;
     let saved = snapshot::save(&daemon, &vm, &name).await?;
-    tell.phase("hashing and storing").await;
-    let committed = snapshot::commit(&daemon, &vm, saved, name.clone(), &tell).await?;
-    let unwanted = Unwanted::new(&daemon, name.clone());
+    let spec = snapshot::spec(&vm);
+    let mut ready = blocking(move || Ready::new(&vm, saved, &spec)).await?;
     newborn.end().await?;
     tell.phase("rehearsing: which pages a clone touches first").await;
-    match rehearse(&daemon, &name, rehearsal, &tell).await {
+    match rehearse(&daemon, &mut ready, rehearsal, &tell).await {
         Ok(()) => {}
         // The record is a hint: a host too busy to rehearse in time still has its snapshot.
         Err(fault) if fault.0.code == ErrorCode::Timeout => {
@@ -72,7 +74,8 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
         }
         Err(fault) => return Err(fault),
     }
-    unwanted.keep();
+    tell.phase("hashing and storing").await;
+    let committed = snapshot::publish(&daemon, ready, name, &tell).await?;
     let (shared, name) = (daemon.clone(), committed.manifest.name.clone());
     let template = blocking(move || Template::of(&*shared.depot.open_snapshot(&name)?)).await?;
     daemon.pool.expect(&template).await;

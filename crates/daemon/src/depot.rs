@@ -36,7 +36,8 @@ pub struct Depot {
 /// A snapshot that is open, and who fills its RAM where that is not whole yet.
 #[derive(Debug)]
 pub struct Loaded {
-    snapshot: OpenSnapshot,
+    /// Open.
+    pub(crate) snapshot: OpenSnapshot,
     /// Who fills its memory, or has filled it.
     pub pager: Option<Arc<Pager>>,
 }

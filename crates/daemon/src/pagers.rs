@@ -135,12 +135,11 @@ impl Pagers {
     }
 }
 
-/// The frames that clones touch first, as recorded.
+/// The frames that clones touch first, in that order, as recorded.
 fn touched_first(open: &OpenSnapshot) -> Vec<u32> {
     let record = open.working_set.as_ref().map(|file| working_set::read(file, open.manifest.memory_bytes));
     // A damaged record is refused where clones are told to use it.
-    let runs = record.and_then(Result::ok).unwrap_or_default();
-    runs.iter().flat_map(|run| run.first..run.first + run.pages).collect()
+    record.and_then(Result::ok).unwrap_or_default().in_order()
 }
 
 impl Pager {

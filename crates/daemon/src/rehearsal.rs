@@ -1,84 +1,62 @@
-//! Rehearsal: the first moments of a clone, played once after a bake to learn which pages every clone will touch.
+//! Rehearsal: the first moments of a clone, played once before what was saved is stored, to learn which pages every clone will touch.
 //!
 //! Two throw-away clones take identities, and run the rehearsal program if there is one; their VMMs tell which pages the one touched and the
 //! other wrote (`dayfly_vmm::memory::working_set`), and the store keeps the record beside the snapshot. Later clones have those pages
-//! laid ready before they run.
+//! laid ready before they run, and a clone whose memory has not arrived gets them first.
 
 use crate::daemon::Daemon;
+use crate::depot::Loaded;
 use crate::error::{Fault, Outcome, blocking};
 use crate::ndjson::Teller;
 use crate::session;
+use crate::snapshot::Ready;
 use crate::time::Asked;
 use crate::vm::birth::{Order, Part, birth};
 use crate::vm::control_link;
 use dayfly_api::agent::ExecSpec;
 use dayfly_api::types::{ErrorCode, Source};
-use dayfly_units::Name;
 use dayfly_vmm::control::{Answer, Command};
-use dayfly_vmm::memory::working_set::{self, Run};
+use dayfly_vmm::memory::working_set::{self, Record, Run};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// A snapshot that goes again unless it is [`Self::keep`]t: who asked for it may go away at any moment.
-pub struct Unwanted {
-    daemon: Arc<Daemon>,
-    name: Option<Name>,
-}
-
-impl Unwanted {
-    /// Guards the snapshot `name`, which is there.
-    pub fn new(daemon: &Arc<Daemon>, name: Name) -> Self {
-        Self { daemon: daemon.clone(), name: Some(name) }
-    }
-
-    /// It stays.
-    pub fn keep(mut self) {
-        self.name = None;
-    }
-}
-
-impl Drop for Unwanted {
-    fn drop(&mut self) {
-        let Some(name) = self.name.take() else { return };
-        let daemon = self.daemon.clone();
-        self.daemon.undo.spawn(async move {
-            if let Err(e) = blocking(move || daemon.depot.remove_snapshot(&name)).await {
-                tracing::error!("{e}");
-            }
-        });
-    }
-}
-
-/// Plays the first moments of a clone of `name` twice, and keeps what that touched and wrote.
+/// Plays the first moments of a clone of what is `ready` twice, and keeps with it what that touched and wrote.
 ///
 /// # Errors
 /// A clone does not come to life, the program does not end with 0, or the record cannot be stored.
 pub async fn rehearse(
     daemon: &Arc<Daemon>,
-    name: &Name,
+    ready: &mut Ready,
     program: Option<ExecSpec>,
     tell: &Teller,
 ) -> Outcome<()> {
-    let (touched, memory_bytes) = play(daemon, name, program.as_ref(), Part::Touched, tell).await?;
-    let (written, _) = play(daemon, name, program.as_ref(), Part::Written, tell).await?;
-    let record = working_set::encode(&working_set::merge(&touched, &written, memory_bytes));
-    let (daemon, name) = (daemon.clone(), name.clone());
-    blocking(move || Ok(daemon.depot.store().put_working_set(&name, &record)?)).await
+    let template = Arc::new(ready.open()?);
+    let touched = play(daemon, &template, program.as_ref(), Part::Touched, tell).await?;
+    let written = play(daemon, &template, program.as_ref(), Part::Written, tell).await?;
+    ready.expect(&working_set::merge(&touched, &written, template.manifest.memory_bytes))
 }
 
-/// One throw-away clone; gives the pages it noted, and how much RAM it had.
+/// One throw-away clone; gives the pages it noted.
 async fn play(
     daemon: &Arc<Daemon>,
-    name: &Name,
+    template: &Arc<Loaded>,
     program: Option<&ExecSpec>,
     part: Part,
     tell: &Teller,
-) -> Outcome<(Vec<Run>, u64)> {
-    let source = Source::Snapshot(name.clone());
-    let order = Order { source, name: None, labels: BTreeMap::new(), ephemeral: true, part, next: None };
+) -> Outcome<Record> {
+    let name = &template.manifest.name;
+    let order = Order {
+        source: Source::Snapshot(name.clone()),
+        name: None,
+        labels: BTreeMap::new(),
+        ephemeral: true,
+        part,
+        template: Some(template.clone()),
+        next: None,
+    };
     let newborn = birth(daemon, Asked::now(), order).await?;
     let vm = newborn.vm();
     // Twice: the pages that a guest takes from its free lists differ a little from clone to clone; the second run takes the
@@ -109,7 +87,7 @@ async fn play(
     }
     newborn.end().await?;
     let memory_bytes = vm.facts.memory_bytes;
-    let pages = blocking(move || {
+    let record = blocking(move || {
         let mut record = Vec::new();
         file.rewind().map_err(failed)?;
         // What the VMM writes is bounded by what it would read.
@@ -117,9 +95,10 @@ async fn play(
         working_set::decode(&record, memory_bytes)
             .map_err(|e| Fault::internal(format_args!("rehearsal: {e}")))
     });
-    let pages = pages.await?;
+    let record = record.await?;
     let sum = |runs: &mut dyn Iterator<Item = &Run>| runs.map(|run| run.pages).sum::<u32>();
-    let (all, written) = (sum(&mut pages.iter()), sum(&mut pages.iter().filter(|run| run.written)));
+    let runs = &record.runs;
+    let (all, written) = (sum(&mut runs.iter()), sum(&mut runs.iter().filter(|run| run.written)));
     tracing::info!(snapshot = %name, ?part, all, written, "pages of a rehearsal");
-    Ok((pages, memory_bytes))
+    Ok(record)
 }

@@ -9,18 +9,21 @@
 
 use crate::colours::saved::{self, Coloured};
 use crate::daemon::Daemon;
-use crate::depot::shown_snapshot;
+use crate::depot::{Loaded, shown_snapshot};
 use crate::error::{Fault, Outcome, blocking, chain};
 use crate::flatten;
 use crate::ndjson::{Teller, metered};
 use crate::vm::state::Event;
 use crate::vm::{Vm, agent_link, control_link, death, identity};
 use dayfly_api::types::{ErrorCode, Snapshot, SnapshotRequest};
-use dayfly_store::{BlockHint, Committed, DiskSpec, Known, Meter, PagedSpec, SavedSnapshot, SnapshotSpec};
+use dayfly_store::{
+    BlockHint, Committed, DiskSpec, Known, Meter, PagedSpec, Prepared, SavedSnapshot, SnapshotSpec,
+};
 use dayfly_units::Name;
 use dayfly_vmm::config::MAX_LAYERS;
 use dayfly_vmm::control::{Answer, Command};
 use dayfly_vmm::disk::page_map::{self, PageMapError};
+use dayfly_vmm::memory::working_set::{self, Record};
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -197,12 +200,8 @@ async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
 
 /// Hashes, syncs and publishes what was saved; the VM's frozen layers are then in the store, and pinned as long as it lives.
 ///
-/// This runs to its end in any case, as the VM must learn where its layers are. When nobody waits for it any more, the snapshot is
-/// removed again.
-///
-/// # Errors
-/// Something it stands on is gone, or the disk is full. The VM keeps its layers.
-pub async fn commit(
+/// This runs to its end in any case, as the VM must learn where its layers are.
+async fn commit(
     daemon: &Arc<Daemon>,
     vm: &Arc<Vm>,
     saved: Saved,
@@ -210,37 +209,63 @@ pub async fn commit(
     tell: &Teller,
 ) -> Outcome<Box<Committed>> {
     let spec = spec(vm);
-    let meter = Arc::new(Meter::default());
-    let working = meter.clone();
-    let (sender, receiver) = oneshot::channel();
     let (work, same) = (daemon.clone(), vm.clone());
-    daemon.undo.spawn(async move {
+    to_its_end(daemon, name, tell, |meter| async move {
         let (shared, vm) = (work.clone(), same.clone());
-        let result = blocking(move || store(&shared, &vm, saved, &spec, &working)).await;
+        let result = blocking(move || store(&shared, &vm, saved, &spec, &meter)).await;
         death::note(&work, &same).await;
-        let result = match result {
-            Ok((committed, flattened)) => {
-                // After the note: a daemon that dies in between believes in fewer layers than the VMM has, never in more.
-                flatten::rebase(&work, &same, flattened).await;
-                Ok(committed)
-            }
-            Err(fault) => Err(fault),
-        };
-        if let Err(Ok(_)) = sender.send(result) {
-            tracing::info!(snapshot = %name, "nobody waits for it any more: removing it");
-            let removed = blocking(move || work.depot.remove_snapshot(&name)).await;
+        let (committed, flattened) = result?;
+        // After the note: a daemon that dies in between believes in fewer layers than the VMM has, never in more.
+        flatten::rebase(&work, &same, flattened).await;
+        Ok(committed)
+    })
+    .await
+}
+
+/// Stores and publishes what is `ready`, of a VM that has ended.
+///
+/// # Errors
+/// The disk is full.
+pub async fn publish(
+    daemon: &Arc<Daemon>,
+    ready: Ready,
+    name: Name,
+    tell: &Teller,
+) -> Outcome<Box<Committed>> {
+    let work = daemon.clone();
+    to_its_end(daemon, name, tell, |meter| async move { blocking(move || ready.store(&work, &meter)).await })
+        .await
+}
+
+/// Does `work`, which makes the snapshot `name`, whether or not somebody waits for it. A snapshot that nobody waits for any more is removed again.
+async fn to_its_end<F>(
+    daemon: &Arc<Daemon>,
+    name: Name,
+    tell: &Teller,
+    work: impl FnOnce(Arc<Meter>) -> F,
+) -> Outcome<Box<Committed>>
+where
+    F: Future<Output = Outcome<Box<Committed>>> + Send + 'static,
+{
+    let meter = Arc::new(Meter::default());
+    let (sender, receiver) = oneshot::channel();
+    let (work, shared, made) = (work(meter.clone()), daemon.clone(), name.clone());
+    daemon.undo.spawn(async move {
+        if let Err(Ok(_)) = sender.send(work.await) {
+            tracing::info!(snapshot = %made, "nobody waits for it any more: removing it");
+            let removed = blocking(move || shared.depot.remove_snapshot(&made)).await;
             if let Err(e) = removed {
                 tracing::error!("{e}");
             }
         }
     });
-    let gone = |_| {
-        Fault::internal(format_args!("storing a snapshot of VM {}: the daemon's own thread ended", vm.name))
-    };
+    let gone =
+        |_| Fault::internal(format_args!("storing the snapshot {name}: the daemon's own thread ended"));
     metered(tell, &meter, receiver).await.map_err(gone)?
 }
 
-fn spec(vm: &Vm) -> SnapshotSpec {
+/// What the store is told of a VM.
+pub fn spec(vm: &Vm) -> SnapshotSpec {
     let facts = &vm.facts;
     let live = vm.live();
     let disks = live.disks.iter().map(|disk| DiskSpec {
@@ -261,6 +286,74 @@ fn spec(vm: &Vm) -> SnapshotSpec {
     }
 }
 
+/// What was saved, ready to be stored: clones of it can run.
+#[derive(Debug)]
+pub struct Ready {
+    prepared: Prepared,
+    hints: Vec<(u32, BlockHint)>,
+    colours: Vec<u8>,
+    /// Frames in the order in which clones will want them.
+    order: Vec<u32>,
+}
+
+impl Ready {
+    /// Colours RAM and stages all but that. Blocks.
+    ///
+    /// # Errors
+    /// Something it stands on is gone, or the disk is full. The VM keeps its layers.
+    pub fn new(vm: &Vm, saved: Saved, spec: &SnapshotSpec) -> Outcome<Self> {
+        // By the VMM's word, which is not trusted: what it says is compared by content, and without it blocks are found by their hashes.
+        let runs = saved.page_map(spec.memory_bytes).unwrap_or_else(|e| {
+            tracing::warn!(vm = %vm.id, "its page map is not used: {}", chain(&e));
+            Vec::new()
+        });
+        let hint = |run: page_map::Run| {
+            (0..run.count).map(move |n| {
+                let block = run.block.saturating_add(n);
+                (run.first.saturating_add(n), BlockHint { disk: run.disk, layer: run.layer, block })
+            })
+        };
+        let hints = runs.into_iter().flat_map(hint).collect();
+        let Coloured { colours, free } = coloured(vm, &saved.snapshot, spec.memory_bytes);
+        let prepared = saved.snapshot.merging(flatten::merge).prepare(spec, &free)?;
+        Ok(Self { prepared, hints, colours, order: Vec::new() })
+    }
+
+    /// As a template that nobody finds. Blocks.
+    ///
+    /// # Errors
+    /// Something it stands on is gone or damaged.
+    pub fn open(&self) -> Outcome<Loaded> {
+        Ok(Loaded { snapshot: self.prepared.open()?, pager: None })
+    }
+
+    /// What clones touch first, which is stored so that it is fetched together.
+    ///
+    /// # Errors
+    /// The disk is full.
+    pub fn expect(&mut self, record: &Record) -> Outcome<()> {
+        self.prepared.keep_working_set(&working_set::encode(record))?;
+        self.order = record.in_order();
+        Ok(())
+    }
+
+    /// Stores and publishes it. Blocks.
+    fn store(self, daemon: &Daemon, meter: &Meter) -> Outcome<Box<Committed>> {
+        let Self { prepared, hints, colours, order } = self;
+        let tenant = daemon.depot.tenant();
+        let known =
+            Known { hints: &hints, colours: &colours, order: &order, meter: Some(meter), ..Known::default() };
+        let mut committed = prepared.commit_paged(&PagedSpec { tenant: &tenant, known })?;
+        if let Some(resident) = committed.resident.take()
+            && let Err(fault) = daemon.depot.keep_resident(&committed.manifest.name, resident)
+        {
+            tracing::warn!(snapshot = %committed.manifest.name, "its first clone will read its RAM: {fault}");
+        }
+        Ok(Box::new(committed))
+    }
+}
+
+/// Stores what was saved of a VM that may go on.
 fn store(
     daemon: &Daemon,
     vm: &Vm,
@@ -268,25 +361,8 @@ fn store(
     spec: &SnapshotSpec,
     meter: &Meter,
 ) -> Outcome<(Box<Committed>, Vec<flatten::Rebase>)> {
-    let tenant = daemon.depot.tenant();
-    // By the VMM's word, which is not trusted: what it says is compared by content, and without it blocks are found by their hashes.
-    let runs = saved.page_map(spec.memory_bytes).unwrap_or_else(|e| {
-        tracing::warn!(vm = %vm.id, "its page map is not used: {}", chain(&e));
-        Vec::new()
-    });
-    let hint = |run: page_map::Run| {
-        (0..run.count).map(move |n| {
-            let block = run.block.saturating_add(n);
-            (run.first.saturating_add(n), BlockHint { disk: run.disk, layer: run.layer, block })
-        })
-    };
-    let hints: Vec<(u32, BlockHint)> = runs.into_iter().flat_map(hint).collect();
-    let Coloured { colours, free } = coloured(vm, &saved.snapshot, spec.memory_bytes);
-    let known =
-        Known { hints: &hints, colours: &colours, free: &free, meter: Some(meter), ..Known::default() };
     let tops = flatten::tops(daemon, spec);
-    let snapshot = saved.snapshot.merging(flatten::merge);
-    let mut committed = snapshot.commit_paged(spec, &PagedSpec { tenant: &tenant, known })?;
+    let committed = Ready::new(vm, saved, spec)?.store(daemon, meter)?;
     let live = vm.update(|live| {
         let disks = live.disks.iter_mut().zip(spec.disks.iter().zip(&committed.manifest.disks));
         disks
@@ -297,13 +373,8 @@ fn store(
     if live.phase.alive() {
         vm.keep_pinned(daemon.depot.pin(&vm.name, &live)?);
     }
-    if let Some(resident) = committed.resident.take()
-        && let Err(fault) = daemon.depot.keep_resident(&committed.manifest.name, resident)
-    {
-        tracing::warn!(snapshot = %committed.manifest.name, "its first clone will read its RAM: {fault}");
-    }
     let flattened = flatten::rebases(daemon, tops, spec, &committed.manifest);
-    Ok((Box::new(committed), flattened))
+    Ok((committed, flattened))
 }
 
 fn coloured(vm: &Vm, snapshot: &SavedSnapshot, memory_bytes: u64) -> Coloured {

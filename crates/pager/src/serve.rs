@@ -27,6 +27,8 @@ use std::time::{Duration, Instant};
 
 /// The number under which fault threads are told to end.
 const STOP: u64 = u64::MAX;
+/// How long after a fault the next is looked for before its thread sleeps: waking one takes longer than most clones take to their next fault.
+const LINGER: Duration = Duration::from_micros(20);
 /// How often it is looked whether a clone waits too long.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 /// How long a thread may take to end.
@@ -201,12 +203,14 @@ impl<S: Source> Shared<S> {
 
     fn serve_clone(&self, clone: &Arc<Clone>, busy: &AtomicU64) {
         // One that faults without end must not keep the others, nor the end of this process.
+        let mut last: Option<Instant> = None;
         while !self.stop.load(Ordering::Acquire) {
             match clone.uffd().next() {
                 Ok(Some(address)) => {
                     let now = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
                     busy.store(now.max(1), Ordering::Relaxed);
                     let fetched = self.template.fault(clone, address);
+                    last = Some(Instant::now());
                     busy.store(0, Ordering::Relaxed);
                     if let Some(batch) = fetched {
                         // Woken for nothing, who fetches ahead would only take a CPU from the guest.
@@ -216,6 +220,7 @@ impl<S: Source> Shared<S> {
                         self.look();
                     }
                 }
+                Ok(None) if last.is_some_and(|last| last.elapsed() < LINGER) => std::hint::spin_loop(),
                 Ok(None) => return,
                 Err(e) => {
                     clone.kill(&format!("its page faults cannot be read: {e}"));

@@ -1,7 +1,7 @@
 //! RAM for tests, and snapshots of it in pages.
 
 use crate::fixture::{IMAGE, Vm, disk, name};
-use crate::{ChainLayer, CommitError, Committed, PagedSpec, SnapshotSpec, Store};
+use crate::{ChainLayer, CommitError, Committed, PagedSpec, SavedSnapshot, SnapshotSpec, Store};
 use dayfly_units::{Name, VmId};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -64,19 +64,21 @@ pub(crate) fn bake_paged_while<T>(
     while_saved: impl FnOnce(&File) -> T,
 ) -> Result<Committed, CommitError> {
     let id = VmId::random();
-    let result = save(store, to, seed, memory, pages, id, while_saved);
+    let result = saved(store, to, seed, memory, id).and_then(|(saved, spec)| {
+        let _until_committed = while_saved(saved.memory());
+        saved.commit_paged(&spec, pages)
+    });
     store.remove_vm(id).map_err(CommitError::from).and(result)
 }
 
-fn save<T>(
+/// What the VMM of the VM `id` has saved; its frozen layer is in the VM's folder.
+pub(crate) fn saved(
     store: &Store,
     to: &str,
     seed: u8,
     memory: &[u8],
-    pages: &PagedSpec,
     id: VmId,
-    while_saved: impl FnOnce(&File) -> T,
-) -> Result<Committed, CommitError> {
+) -> Result<(SavedSnapshot, SnapshotSpec), CommitError> {
     let image = store.image(&name(IMAGE))?.reference();
     let (writable, data) = store.create_vm_layer(id, 0)?;
     data.set_len(16 * 4096).unwrap();
@@ -88,9 +90,7 @@ fn save<T>(
     freeze.map.write_all_at(&[seed ^ 0xff; 200], 0).unwrap();
     let vm = Vm { id, image, chain: vec![freeze.frozen], writable };
     let spec = SnapshotSpec { memory_bytes: memory.len() as u64, ..vm.spec(seed, None) };
-    let saved = writer.saved();
-    let _until_committed = while_saved(saved.memory());
-    saved.commit_paged(&spec, pages)
+    Ok((writer.saved(), spec))
 }
 
 /// The RAM of a snapshot, materialised by both ways to it.

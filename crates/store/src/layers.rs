@@ -109,6 +109,7 @@ pub enum ChainLayer {
 }
 
 /// A layer made ready in a staging folder.
+#[derive(Debug)]
 pub(crate) struct StagedLayer {
     pub(crate) layer: LayerRef,
     /// Its folder in the stage.

@@ -329,10 +329,12 @@ fn what_a_rehearsal_touched_is_laid_ready_in_the_clones_after_it() {
     let file = std::fs::File::create(&record).unwrap();
     let fds = [std::os::fd::AsFd::as_fd(&file)];
     rehearsal.client().call(&Command::WorkingSet, &fds).unwrap();
-    let runs = working_set::decode(&std::fs::read(&record).unwrap(), 64 * MIB).unwrap();
+    let working_set::Record { runs, order } =
+        working_set::decode(&std::fs::read(&record).unwrap(), 64 * MIB).unwrap();
     let count = |written| -> u32 { runs.iter().filter(|r| r.written == written).map(|r| r.pages).sum() };
     // It verified 64 pages and filled them anew; its code it only read. Nothing else of its 16,384 pages.
     assert!((64..100).contains(&count(true)) && (1..100).contains(&count(false)), "{runs:?}");
+    assert_eq!(order.len(), runs.iter().map(|run| run.pages as usize).sum::<usize>(), "each once");
     // A saved rehearsal is a snapshot like any other.
     let next = rehearsal.save(&room.path("next"));
     let mut after = room.clone("after", &next, 0x52, End::PowerOff);
@@ -351,7 +353,7 @@ fn what_a_rehearsal_touched_is_laid_ready_in_the_clones_after_it() {
     let second = room.path("written");
     let file = std::fs::File::create(&second).unwrap();
     plain.client().call(&Command::WorkingSet, &[std::os::fd::AsFd::as_fd(&file)]).unwrap();
-    let written = working_set::decode(&std::fs::read(&second).unwrap(), 64 * MIB).unwrap();
+    let written = working_set::decode(&std::fs::read(&second).unwrap(), 64 * MIB).unwrap().runs;
     assert!(written.iter().all(|run| run.written), "{written:?}");
     let pages = |runs: &[working_set::Run]| -> std::collections::BTreeSet<u32> {
         runs.iter().filter(|run| run.written).flat_map(|run| run.first..run.first + run.pages).collect()

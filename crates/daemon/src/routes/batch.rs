@@ -8,7 +8,7 @@ use crate::vm::step::Step;
 use crate::vm::{birth, death};
 use axum::extract::State;
 use axum::http::StatusCode;
-use dayfly_api::types::{ApiError, CreateManyRequest, ErrorCode, List, RemoveManyRequest, Source, Vm};
+use dayfly_api::types::{ApiError, CreateManyRequest, CreateRequest, ErrorCode, List, RemoveManyRequest, Source, Vm};
 use futures::future::{join_all, try_join_all};
 
 /// The most of one request.
@@ -45,8 +45,7 @@ pub async fn create(
     // Refused before any is made, where it is clear that not all fit; each then reserves its own.
     let fit = (0..count).map(|_| daemon.budget.reserve(memory_bytes, None)).collect::<Result<Vec<_>, _>>();
     drop(fit.map_err(Step::Memory.failed())?);
-    let order =
-        birth::Order { source, name: None, labels, ephemeral: false, part: birth::Part::User, next: None };
+    let order = birth::Order::create(CreateRequest { source, name: None, labels });
     // Each a task of its own, so that they are born on all CPUs. One that fails drops the others, which takes their VMs with them.
     let births = (0..count).map(|_| {
         let (daemon, order) = (daemon.clone(), order.clone());

@@ -14,6 +14,7 @@ use super::state::Event;
 use super::step::{self, Step};
 use super::{Vm, death, identity};
 use crate::daemon::Daemon;
+use crate::depot::Loaded;
 use crate::error::{Fault, Outcome, blocking};
 use crate::metrics::{self, Birth};
 use crate::time::Asked;
@@ -55,6 +56,8 @@ pub struct Order {
     pub ephemeral: bool,
     /// Whether it plays a rehearsal.
     pub part: Part,
+    /// What it is a clone of, where that is not found by its name.
+    pub template: Option<Arc<Loaded>>,
     /// What is asked of its agent as soon as it is who it is: [`Newborn::take_next`] gives the link for the answer.
     pub next: Option<Request>,
 }
@@ -80,6 +83,7 @@ impl Order {
             labels: request.labels,
             ephemeral: false,
             part: Part::User,
+            template: None,
             next: None,
         }
     }
@@ -188,20 +192,14 @@ async fn attempt(
     order: Order,
     from_pool: bool,
 ) -> Result<Newborn, Failed> {
-    let opened = match Opened::known(daemon, &order.source) {
+    let given = order.template.map(Opened::Snapshot);
+    let opened = match given.or_else(|| Opened::known(daemon, &order.source)) {
         Some(opened) => opened,
         None => {
             let (shared, source) = (daemon.clone(), order.source);
             blocking(move || Opened::open(&shared, source)).await.map_err(Step::Source.failed())?
         }
     };
-    if order.part != Part::User
-        && let Opened::Snapshot(open) = &opened
-        && let Some(pager) = open.filling()
-    {
-        // What a rehearsal touches is compared with the file.
-        pager.whole(daemon.config.deadlines.save).await?;
-    }
     let wanted = order.name.clone();
     let done = |step| step::done(step, wanted.as_ref());
     done(Step::Source)?;

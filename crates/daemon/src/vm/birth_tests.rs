@@ -70,6 +70,7 @@ impl Room {
             labels: BTreeMap::new(),
             ephemeral: false,
             part: Part::User,
+            template: None,
             next: None,
         }
     }

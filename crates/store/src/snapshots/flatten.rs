@@ -10,7 +10,7 @@
 //!
 //! Which blocks a layer has only its maker can read ([`Merge`]). Where he cannot, or the disk is full, the chain stays as it is.
 
-use super::writer::Staged;
+use super::commit::Staged;
 use crate::Inner;
 use crate::blob::{Dir, Stage};
 use crate::errors::IoError;

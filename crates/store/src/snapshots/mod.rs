@@ -1,11 +1,12 @@
 //! Snapshots: memory, state and disk layers of one instant.
 //!
 //! ```text
-//! Store::snapshot_writer ──▶ SnapshotWriter ──freeze(disk)…──▶ the VMM saves ──saved()──▶ SavedSnapshot ──commit(spec)──▶ Committed
+//! Store::snapshot_writer ──▶ SnapshotWriter ──freeze(disk)…──▶ the VMM saves ──saved()──▶ SavedSnapshot ──prepare(spec)──▶ Prepared ──▶ Committed
 //!                                │ dropped: nothing stays                      │ dropped, or commit failed: no snapshot; what
 //!                                ▼ of it, nor of the new layers                ▼ the VM froze stays in vms/, as it stands on it
 //! ```
 
+mod commit;
 mod flatten;
 mod open;
 mod paged;
@@ -13,12 +14,13 @@ mod plan;
 mod ram;
 mod writer;
 
+pub use commit::{Committed, Prepared};
 pub use flatten::{MOST as MOST_LAYERS, Merge, Merged};
 pub use open::{OpenDisk, OpenLayer, OpenSnapshot, Sizes};
 pub use paged::{PagedSpec, SnapshotPages};
 pub use plan::{GroupBuffer, GroupId, PageReader, Plan};
 pub use ram::Resident;
-pub use writer::{CommitError, Committed, DiskSpec, Freeze, SavedSnapshot, SnapshotSpec, SnapshotWriter};
+pub use writer::{CommitError, DiskSpec, Freeze, SavedSnapshot, SnapshotSpec, SnapshotWriter};
 
 pub(crate) const STATE: &str = "state";
 pub(crate) const MEMORY: &str = "memory";

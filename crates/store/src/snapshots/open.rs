@@ -44,6 +44,19 @@ pub struct OpenSnapshot {
 }
 
 impl OpenSnapshot {
+    /// One that is not in the store yet.
+    pub(super) fn unpublished(
+        manifest: SnapshotManifest,
+        state: File,
+        memory: File,
+        disks: Vec<OpenDisk>,
+        pin: Pin,
+    ) -> Self {
+        let (working_set, files, own_memory) = (None, Vec::new(), false);
+        let fingerprint = fingerprint(&files);
+        Self { manifest, state, memory, working_set, disks, fingerprint, pin, files, own_memory }
+    }
+
     /// Its RAM, to open the snapshot once more when another file of it has changed.
     ///
     /// # Errors

@@ -6,11 +6,10 @@
 
 use super::TABLE;
 use super::open::{OpenDisk, Ram};
-use super::writer::{CommitError, Committed, SavedSnapshot, SnapshotSpec};
+use super::writer::CommitError;
 use crate::blob::Dir;
 use crate::digest::Digest;
 use crate::errors::{Damage, IoError};
-use crate::layers::StagedLayer;
 use crate::manifest::{self, DiskRef, FileRef, SnapshotManifest};
 use crate::memory::table::MAX_BYTES;
 use crate::memory::{DiskLayer, Kind, Known, Materialised, MemorySpec, Table};
@@ -26,7 +25,7 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// How RAM is committed as pages. The disks are those of the [`SnapshotSpec`].
+/// How RAM is committed as pages. The disks are those of the [`SnapshotSpec`](super::SnapshotSpec).
 #[derive(Debug, Clone, Copy)]
 pub struct PagedSpec<'a> {
     /// In whose namespace the pages go.
@@ -40,16 +39,6 @@ impl<'a> PagedSpec<'a> {
     #[must_use]
     pub fn of(tenant: &'a Name) -> Self {
         Self { tenant, known: Known::default() }
-    }
-}
-
-impl SavedSnapshot {
-    /// As [`Self::commit`], with RAM as a table of pages in the tenant's namespace.
-    ///
-    /// # Errors
-    /// [`CommitError`]. Pages that were put already stay until [`Store::gc_pages`].
-    pub fn commit_paged(self, spec: &SnapshotSpec, pages: &PagedSpec) -> Result<Committed, CommitError> {
-        self.commit_with(spec, Some(pages))
     }
 }
 
@@ -241,14 +230,9 @@ impl Inner {
         dir: &Dir,
         memory: &File,
         pages: &PagedSpec,
-        disks: &[DiskRef],
-        staged: &[StagedLayer],
+        disks: &[OpenDisk],
     ) -> Result<(FileRef, Lease), CommitError> {
-        let files = disks.iter().map(|disk| self.disk_files(disk, staged)).collect::<Result<Vec<_>, _>>()?;
-        let layers: Vec<Vec<DiskLayer>> = files
-            .iter()
-            .map(|disk| disk.iter().map(|(file, digest)| DiskLayer { file, digest: *digest }).collect())
-            .collect();
+        let layers = layers(disks);
         let PagedSpec { tenant, known } = *pages;
         let spec = MemorySpec { memory, known, disks: &layers };
         let tenant = Tenant { inner: Arc::clone(self), space: self.space(tenant)? };
@@ -258,27 +242,6 @@ impl Inner {
         }
         dir.write(TABLE, &put.table.encode())?;
         Ok((put.table.ram, put.lease))
-    }
-
-    /// The files of a disk of a snapshot that is not committed yet, verified.
-    fn disk_files(&self, disk: &DiskRef, staged: &[StagedLayer]) -> Result<Vec<(File, Digest)>, CommitError> {
-        let image = self.open_image(&disk.image.name, "a snapshot in the making")?;
-        if image.manifest.disk.digest != disk.image.digest {
-            let file = self.image_path(&disk.image.name);
-            let (expected, got) = (disk.image.digest.to_string(), image.manifest.disk.digest.to_string());
-            return Err(
-                Damage::Content { file, place: "digest of the image".to_owned(), expected, got }.into()
-            );
-        }
-        let mut files = vec![(image.disk, disk.image.digest)];
-        for layer in &disk.layers {
-            let file = match staged.iter().find(|s| s.layer.id == layer.id) {
-                Some(staged) => staged.data().map_err(CommitError::from)?,
-                None => self.open_layer(layer, "a snapshot in the making")?.0,
-            };
-            files.push((file, layer.data.digest));
-        }
-        Ok(files)
     }
 }
 

@@ -1,16 +1,11 @@
-//! Making a snapshot: staged, then committed.
+//! Making a snapshot: the files that a VMM saves into.
 
-use super::ram::{self, Resident};
-use super::{MEMORY, Merge, STATE};
-use crate::blob::{IfTaken, Stage};
-use crate::errors::{Damage, IoError, IoResult};
-use crate::layers::{ChainLayer, LayerRef, StagedLayer, VmLayer};
-use crate::manifest::{
-    DiskRef, FileRef, ImageConfig, ImageRef, KernelRef, MAX_DISKS, MAX_LAYERS, SnapshotManifest,
-};
-use crate::pins::{Pin, PinError, Pinned};
-use crate::publish::seal;
-use crate::verify::{self, Kind};
+use super::{MEMORY, Merge, STATE, ram};
+use crate::blob::Stage;
+use crate::errors::{Damage, IoError};
+use crate::layers::{ChainLayer, VmLayer};
+use crate::manifest::{ImageConfig, ImageRef, KernelRef};
+use crate::pins::PinError;
 use crate::{Inner, Store};
 use dayfly_units::Name;
 use std::collections::BTreeMap;
@@ -99,12 +94,12 @@ pub struct SnapshotWriter {
 }
 
 #[derive(Debug)]
-struct Parts {
-    inner: Arc<Inner>,
-    name: Name,
-    stage: Stage,
-    state: File,
-    memory: File,
+pub(super) struct Parts {
+    pub(super) inner: Arc<Inner>,
+    pub(super) name: Name,
+    pub(super) stage: Stage,
+    pub(super) state: File,
+    pub(super) memory: File,
 }
 
 #[derive(Debug)]
@@ -131,8 +126,8 @@ pub struct Freeze {
 /// A snapshot whose files the VMM has written.
 #[derive(Debug)]
 pub struct SavedSnapshot {
-    parts: Parts,
-    merge: Option<Merge>,
+    pub(super) parts: Parts,
+    pub(super) merge: Option<Merge>,
 }
 
 impl Store {
@@ -227,17 +222,6 @@ impl Drop for Undo {
     }
 }
 
-/// A snapshot just made.
-#[derive(Debug)]
-pub struct Committed {
-    /// What it is; its disks' layers are the chain that a VM which goes on stands on now.
-    pub manifest: SnapshotManifest,
-    /// Keeps its images and layers in the store: for a VM that goes on.
-    pub pin: Pin,
-    /// Its RAM, where that is in memory.
-    pub resident: Option<Resident>,
-}
-
 impl SavedSnapshot {
     /// RAM as it was saved. Whoever saved it may still write to it, but not change its length where it is in memory.
     #[must_use]
@@ -256,173 +240,5 @@ impl SavedSnapshot {
     #[must_use]
     pub fn merging(self, merge: Merge) -> Self {
         Self { merge: Some(merge), ..self }
-    }
-
-    /// Hashes, syncs and publishes everything, layers first. Layers that were `Frozen` are then `Stored`, alone or merged with others, as the manifest
-    /// tells, and gone from the VM's folder.
-    ///
-    /// # Errors
-    /// [`CommitError`]. The layers that the VM froze stay in its folder, and the next snapshot's `spec` names them again.
-    pub fn commit(self, spec: &SnapshotSpec) -> Result<Committed, CommitError> {
-        self.commit_with(spec, None)
-    }
-
-    /// With `pages`, RAM goes there.
-    pub(super) fn commit_with(
-        self,
-        spec: &SnapshotSpec,
-        pages: Option<&super::PagedSpec>,
-    ) -> Result<Committed, CommitError> {
-        check(spec)?;
-        let Self { parts, merge } = self;
-        let Parts { inner, name, stage, state: state_file, memory: memory_file } = parts;
-        let dir = stage.sub("snapshot")?;
-        let content = |file: &File, name: &str, kind: Kind| -> IoResult<FileRef> {
-            dir.finish(name, file)?;
-            verify::digest(file, kind).map_err(IoError::new("reading", &dir.path().join(name)))
-        };
-        let state = content(&state_file, STATE, Kind::Plain)?;
-        let mut staged = Staged::default();
-        let mut disks =
-            spec.disks.iter().map(|d| staged.disk(&inner, &stage, d)).collect::<Result<Vec<_>, _>>()?;
-        let moves = merge.and_then(|merge| staged.flatten(&inner, &stage, &mut disks, merge));
-        // The lease ends when the snapshot is there, or will not be.
-        let (memory, _lease, resident) = match pages {
-            None => (content(&memory_file, MEMORY, Kind::Sparse)?, None, None),
-            Some(pages) => {
-                let hints: Vec<_>;
-                let mut pages = *pages;
-                if let Some(moves) = &moves {
-                    hints = pages.known.hints.iter().map(|hint| moves.hint(*hint)).collect();
-                    pages.known.hints = &hints;
-                }
-                ram::seal(&memory_file, pages.known.free)?;
-                let (ram, lease) = inner.stage_table(&dir, &memory_file, &pages, &disks, &staged.layers)?;
-                let resident = Resident::of(&memory_file, ram);
-                (ram, Some(lease), resident.map_err(IoError::new("opening", dir.path()))?)
-            }
-        };
-        let manifest = SnapshotManifest {
-            name: name.clone(),
-            created_unix_ms: Store::now_unix_ms(),
-            parent: spec.parent.clone(),
-            kernel: spec.kernel.clone(),
-            vcpus: spec.vcpus,
-            memory_bytes: spec.memory_bytes,
-            agent_version: spec.agent_version.clone(),
-            config: spec.config.clone(),
-            labels: spec.labels.clone(),
-            disks,
-            memory,
-            state,
-        };
-        seal(&dir, &manifest)?;
-        // Before it is published: from then on it may be removed, and its layers collected.
-        let pin = inner.pins.pin(Pinned::of(&manifest, format!("the VM of snapshot {name}")));
-        inner.publish_snapshot(&stage, &manifest, &mut staged)?;
-        // From here on nothing may fail: the snapshot is there.
-        for frozen in &staged.frozen {
-            // It only has a second name by now; it goes with its VM if this fails.
-            if let Err(error) = Store(Arc::clone(&inner)).remove_vm_layer(frozen) {
-                tracing::warn!(%error, cause = %error.source, "leaving the VM's name of a stored layer");
-            }
-        }
-        let folder = inner.snapshots.path().join(name.as_str());
-        inner.verifier.remember(&folder.join(STATE), &state_file, state.digest);
-        if pages.is_none() {
-            inner.verifier.remember(&folder.join(MEMORY), &memory_file, memory.digest);
-        }
-        staged.layers.iter().for_each(|layer| inner.remember_layer(layer));
-        Ok(Committed { manifest, pin, resident })
-    }
-}
-
-/// The layers of a snapshot that are not stored yet.
-#[derive(Default)]
-pub(super) struct Staged {
-    frozen: Vec<VmLayer>,
-    pub(super) layers: Vec<StagedLayer>,
-    folders: usize,
-}
-
-impl Staged {
-    /// A name that no folder in the stage has yet.
-    pub(super) fn folder(&mut self) -> String {
-        let folder = format!("layer{}", self.folders);
-        self.folders += 1;
-        folder
-    }
-
-    fn disk(&mut self, inner: &Inner, stage: &Stage, disk: &DiskSpec) -> IoResult<DiskRef> {
-        let mut layers: Vec<LayerRef> = Vec::with_capacity(disk.layers.len());
-        for layer in &disk.layers {
-            layers.push(match layer {
-                ChainLayer::Stored(layer) => *layer,
-                ChainLayer::Frozen(vm_layer) => {
-                    let folder = self.folder();
-                    let staged = inner.stage_layer(stage, folder, *vm_layer)?;
-                    let layer = staged.layer;
-                    self.frozen.push(*vm_layer);
-                    self.layers.push(staged);
-                    layer
-                }
-            });
-        }
-        let DiskSpec { image, size_bytes, writable, .. } = disk;
-        Ok(DiskRef { image: image.clone(), size_bytes: *size_bytes, writable: *writable, layers })
-    }
-}
-
-fn check(spec: &SnapshotSpec) -> Result<(), CommitError> {
-    let within = |place: String, min: usize, max: usize, got: usize| {
-        if (min..=max).contains(&got) {
-            return Ok(());
-        }
-        Err(CommitError::Invalid { place, expected: format!("{min} to {max}"), got: got.to_string() })
-    };
-    within("disks".to_owned(), 1, MAX_DISKS, spec.disks.len())?;
-    for (d, disk) in spec.disks.iter().enumerate() {
-        within(format!("layers of disk {d}"), 0, MAX_LAYERS, disk.layers.len())?;
-    }
-    Ok(())
-}
-
-impl Inner {
-    fn publish_snapshot(
-        &self,
-        stage: &Stage,
-        manifest: &SnapshotManifest,
-        staged: &mut Staged,
-    ) -> Result<(), CommitError> {
-        let by = format!("snapshot {}", manifest.name);
-        let _publishing = self.publishing();
-        if self.snapshots.has(manifest.name.as_str())? {
-            return Err(CommitError::Exists { name: manifest.name.clone() });
-        }
-        for disk in &manifest.disks {
-            self.image_is(&disk.image, &by)?;
-        }
-        let fresh = |layer: &LayerRef| staged.layers.iter().any(|s| s.layer.id == layer.id);
-        for layer in manifest.disks.iter().flat_map(|d| &d.layers).filter(|l| !fresh(l)) {
-            self.layer_is(layer.id, &by)?;
-        }
-        stage.sync()?;
-        for layer in &mut staged.layers {
-            self.publish_layer(stage, layer)?;
-        }
-        self.layers.sync()?;
-        match stage.rename("snapshot", &self.snapshots, manifest.name.as_str(), IfTaken::Refuse) {
-            Err(e) if e.source.kind() == std::io::ErrorKind::AlreadyExists => {
-                return Err(CommitError::Exists { name: manifest.name.clone() });
-            }
-            other => other?,
-        }
-        if let Err(error) = self.snapshots.sync() {
-            // Perhaps on disk, perhaps not: an error must mean that it is not there.
-            let _best_effort =
-                self.snapshots.rename(manifest.name.as_str(), stage, "snapshot", IfTaken::Refuse);
-            return Err(error.into());
-        }
-        Ok(())
     }
 }

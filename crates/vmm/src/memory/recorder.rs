@@ -8,7 +8,7 @@ use super::dump::PAGE;
 use super::uffd::{
     MESSAGE_BYTES, UFFD_EVENT_PAGEFAULT, UFFDIO_COPY, UFFDIO_WAKE, UffdioCopy, UffdioRange, check, register,
 };
-use super::working_set::{self, Run};
+use super::working_set::{self, Record};
 use crate::arch::layout;
 use crate::seccomp::{self, Program};
 use dayfly_units::PAGE_SIZE;
@@ -69,12 +69,13 @@ impl Recorder {
         answer.recv().map_err(|_| io::ErrorKind::BrokenPipe)?
     }
 
-    /// What was touched so far, as runs; written is what differs from `file` now.
+    /// What was touched so far, and in which order; written is what differs from `file` now.
     ///
     /// # Errors
     /// When the file cannot be read.
-    pub fn record(&self, memory: &GuestMemoryMmap, memory_bytes: u64, file: &File) -> io::Result<Vec<Run>> {
-        let mut pages = self.touched.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    pub fn record(&self, memory: &GuestMemoryMmap, memory_bytes: u64, file: &File) -> io::Result<Record> {
+        let order = self.touched.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut pages = order.clone();
         pages.sort_unstable();
         pages.dedup();
         let mut found = BTreeMap::new();
@@ -90,7 +91,7 @@ impl Recorder {
             file.read_exact_at(&mut then, offset)?;
             found.insert(page, now != then);
         }
-        Ok(working_set::runs(&found, memory_bytes))
+        Ok(Record { runs: working_set::runs(&found, memory_bytes), order })
     }
 }
 
@@ -174,6 +175,7 @@ fn give(uffd: &File, at: u64, page: &[u8]) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::working_set::Run;
     use super::*;
 
     const RAM: u64 = 64 << 20;
@@ -201,7 +203,7 @@ mod tests {
         let mut from = File::from(OwnedFd::from(from));
         let mut slice = memory.get_slice(at(500), 10).unwrap();
         assert_eq!(vm_memory::ReadVolatile::read_volatile(&mut from, &mut slice).unwrap(), 10);
-        let runs = recorder.record(&memory, RAM, &file).unwrap();
+        let Record { runs, order } = recorder.record(&memory, RAM, &file).unwrap();
         let expected = [
             Run { first: 101, pages: 1, written: false },
             Run { first: 102, pages: 1, written: true },
@@ -209,6 +211,6 @@ mod tests {
             Run { first: 500, pages: 1, written: true },
         ];
         assert_eq!(runs, expected);
-        assert_eq!(*recorder.touched.lock().unwrap(), [101, 300, 301, 102, 500], "in order");
+        assert_eq!(order, [101, 300, 301, 102, 500]);
     }
 }

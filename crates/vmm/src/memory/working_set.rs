@@ -12,25 +12,30 @@
 //! ([`super::written`]) count as written too (some hundred more of two thousand; 30 of 143 ms of an emulated host, measured on 6.12).
 //!
 //! The record is a hint: wrong pages cost memory or faults, never correctness. It is sealed all the same, and a damaged one is
-//! refused. Payload, after the seal: runs of 8 bytes, u32 little-endian first page (byte in the memory file ÷ 4096), u32 count of
-//! pages × 2 + 1 if they were written; ascending, disjoint.
+//! refused. Payload, after the seal, all little-endian: u32 count of runs; runs of 8 bytes, u32 first page (byte in the memory file ÷ 4096),
+//! u32 count of pages × 2 + 1 if they were written, ascending, disjoint; then the order of first touches, a u32 for each page.
 
 use super::pre_fault;
 use crate::arch::layout;
 use dayfly_units::PAGE_SIZE;
 use dayfly_units::sealed::{self, Magic, SealError};
 use kvm_ioctls::VcpuFd;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
 use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 const MAGIC: Magic = *b"DFwset\r\n";
-const VERSION: u32 = 1;
+/// The first version had nothing but the runs.
+const FIRST_VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const RUN_BYTES: usize = 8;
+const WORD_BYTES: usize = 4;
 /// The longest payload of a record.
 pub const MAX_BYTES: u64 = 4 << 20;
-const MAX_RUNS: usize = 4 << 20 >> 3;
+/// Half of it for runs, half for their order.
+const MAX_RUNS: usize = (2 << 20) / RUN_BYTES - 1;
+const MAX_ORDER: usize = (2 << 20) / WORD_BYTES;
 /// The longest file.
 pub const MAX_FILE_BYTES: u64 = MAX_BYTES + sealed::HEADER_BYTES as u64;
 
@@ -43,6 +48,15 @@ pub struct Run {
     pub pages: u32,
     /// Whether the guest wrote to them.
     pub written: bool,
+}
+
+/// What was touched.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Record {
+    /// Every page, ascending.
+    pub runs: Vec<Run>,
+    /// Pages in the order of their first touch, as far as that is known.
+    pub order: Vec<u32>,
 }
 
 /// Why a record was refused.
@@ -78,6 +92,26 @@ pub enum WorkingSetError {
         /// Its length in pages.
         pages: u32,
     },
+    /// The length of a part.
+    #[error("working set file: {what}: expected {expected}, got {got} bytes")]
+    Part {
+        /// Which.
+        what: &'static str,
+        /// What it may be.
+        expected: String,
+        /// What is there.
+        got: usize,
+    },
+    /// A page that memory does not have.
+    #[error("working set file: order, number {number}: expected a page below {limit}, got {page}")]
+    Order {
+        /// Which, from 0.
+        number: usize,
+        /// Pages of RAM.
+        limit: u64,
+        /// What is there.
+        page: u32,
+    },
 }
 
 /// Runs of `pages`, each with whether it is written, in RAM of `memory_bytes`. None of them crosses from one region to the next: the file
@@ -96,26 +130,42 @@ pub fn runs(pages: &BTreeMap<u32, bool>, memory_bytes: u64) -> Vec<Run> {
     runs
 }
 
-/// All pages of both; written are those that are in either.
+/// All pages of both; written are those that are in either. The order is that of `one`, then of `other`.
 #[must_use]
-pub fn merge(one: &[Run], other: &[Run], memory_bytes: u64) -> Vec<Run> {
+pub fn merge(one: &Record, other: &Record, memory_bytes: u64) -> Record {
     let mut pages = BTreeMap::new();
-    for run in one.iter().chain(other) {
+    for run in one.runs.iter().chain(&other.runs) {
         for page in run.first..run.first.saturating_add(run.pages) {
             *pages.entry(page).or_insert(false) |= run.written;
         }
     }
-    runs(&pages, memory_bytes)
+    let mut seen = BTreeSet::new();
+    let order = one.order.iter().chain(&other.order).copied().filter(|page| seen.insert(*page)).collect();
+    Record { runs: runs(&pages, memory_bytes), order }
 }
 
-/// The sealed record of `runs`; what does not fit is left to page faults.
+impl Record {
+    /// Every page, those first whose place in the order is known.
+    #[must_use]
+    pub fn in_order(&self) -> Vec<u32> {
+        let mut seen = BTreeSet::new();
+        let rest = self.runs.iter().flat_map(|run| run.first..run.first.saturating_add(run.pages));
+        self.order.iter().copied().chain(rest).filter(|page| seen.insert(*page)).collect()
+    }
+}
+
+/// The sealed record; what does not fit is left to page faults.
 #[must_use]
-pub fn encode(runs: &[Run]) -> Vec<u8> {
-    let mut payload = Vec::with_capacity(runs.len() * RUN_BYTES);
-    for run in runs.iter().take(MAX_RUNS) {
+pub fn encode(record: &Record) -> Vec<u8> {
+    let Record { runs, order } = record;
+    let (runs, order) = (&runs[..runs.len().min(MAX_RUNS)], &order[..order.len().min(MAX_ORDER)]);
+    let mut payload = Vec::with_capacity(WORD_BYTES + runs.len() * RUN_BYTES + order.len() * WORD_BYTES);
+    payload.extend_from_slice(&u32::try_from(runs.len()).unwrap_or(u32::MAX).to_le_bytes());
+    for run in runs {
         payload.extend_from_slice(&run.first.to_le_bytes());
         payload.extend_from_slice(&((run.pages << 1) | u32::from(run.written)).to_le_bytes());
     }
+    order.iter().for_each(|page| payload.extend_from_slice(&page.to_le_bytes()));
     sealed::seal(&MAGIC, VERSION, &payload)
 }
 
@@ -123,32 +173,46 @@ pub fn encode(runs: &[Run]) -> Vec<u8> {
 ///
 /// # Errors
 /// [`WorkingSetError`].
-pub fn decode(bytes: &[u8], memory_bytes: u64) -> Result<Vec<Run>, WorkingSetError> {
-    let (_, payload) = sealed::open(&MAGIC, VERSION..=VERSION, MAX_BYTES, bytes)?;
+pub fn decode(bytes: &[u8], memory_bytes: u64) -> Result<Record, WorkingSetError> {
+    let (version, payload) = sealed::open(&MAGIC, FIRST_VERSION..=VERSION, MAX_BYTES, bytes)?;
     let limit = memory_bytes / PAGE_SIZE;
+    let (words, rest) = payload.as_chunks::<WORD_BYTES>();
+    let part = |what, expected: String| WorkingSetError::Part { what, expected, got: payload.len() };
+    let words: Vec<u32> = words.iter().map(|word| u32::from_le_bytes(*word)).collect();
+    let (count, words) = match (words.as_slice(), version) {
+        (all, FIRST_VERSION) => (all.len().div_ceil(2), all),
+        ([count, words @ ..], _) => (usize::try_from(*count).unwrap_or(usize::MAX), words),
+        ([], _) => return Err(part("payload", "a count of runs".to_owned())),
+    };
+    if !rest.is_empty() {
+        return Err(part("payload", format!("words of {WORD_BYTES} bytes")));
+    }
+    let Some((of_runs, order)) = count.checked_mul(2).and_then(|end| words.split_at_checked(end)) else {
+        return Err(part("runs", format!("{count} of {RUN_BYTES} bytes")));
+    };
     let mut next = 0;
-    let mut runs = Vec::with_capacity(payload.len() / RUN_BYTES);
-    for (number, run) in payload.chunks(RUN_BYTES).enumerate() {
-        let word =
-            |at: usize| run.get(at..at + 4).map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-        let (first, count) = (word(0), word(4));
+    let mut runs = Vec::with_capacity(of_runs.len() / 2);
+    for (number, &[first, count]) in of_runs.as_chunks().0.iter().enumerate() {
         let (pages, written) = (count >> 1, count & 1 == 1);
         let end = u64::from(first) + u64::from(pages);
-        if run.len() != RUN_BYTES || pages == 0 || u64::from(first) < next || end > limit {
-            let at = sealed::HEADER_BYTES + number * RUN_BYTES;
+        if pages == 0 || u64::from(first) < next || end > limit {
+            let at = sealed::HEADER_BYTES + WORD_BYTES + number * RUN_BYTES;
             return Err(WorkingSetError::Run { number, at, limit, first, pages });
         }
         next = end;
         runs.push(Run { first, pages, written });
     }
-    Ok(runs)
+    if let Some((number, &page)) = order.iter().enumerate().find(|(_, page)| u64::from(**page) >= limit) {
+        return Err(WorkingSetError::Order { number, limit, page });
+    }
+    Ok(Record { runs, order: order.to_vec() })
 }
 
 /// Reads the record in `file`.
 ///
 /// # Errors
 /// [`WorkingSetError`].
-pub fn read(file: &File, memory_bytes: u64) -> Result<Vec<Run>, WorkingSetError> {
+pub fn read(file: &File, memory_bytes: u64) -> Result<Record, WorkingSetError> {
     use std::os::unix::fs::FileExt;
     let got = file.metadata().map_err(WorkingSetError::Read)?.len();
     let max = MAX_FILE_BYTES;
@@ -198,12 +262,13 @@ mod tests {
 
     const RAM: u64 = 64 << 20;
 
-    fn sample() -> Vec<Run> {
-        vec![
+    fn sample() -> Record {
+        let runs = vec![
             Run { first: 0, pages: 3, written: true },
             Run { first: 3, pages: 1, written: false },
             Run { first: 16_383, pages: 1, written: true },
-        ]
+        ];
+        Record { runs, order: vec![16_383, 1, 3] }
     }
 
     #[test]
@@ -229,31 +294,63 @@ mod tests {
         let run = |first, pages| Run { first, pages, written: false };
         for bad in [vec![run(16_384, 1)], vec![run(0, 0)], vec![run(5, 2), run(6, 1)], vec![run(u32::MAX, 9)]]
         {
+            let bad = Record { runs: bad, order: Vec::new() };
             assert!(matches!(decode(&encode(&bad), RAM), Err(WorkingSetError::Run { .. })), "{bad:?}");
         }
+        let bad = Record { order: vec![3, 16_384], ..sample() };
+        assert!(matches!(decode(&encode(&bad), RAM), Err(WorkingSetError::Order { number: 1, .. })));
+    }
+
+    #[test]
+    fn a_count_of_runs_that_lies_is_refused() {
+        let sealed = |words: &[u32]| {
+            let payload: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+            decode(&sealed::seal(&MAGIC, VERSION, &payload), RAM)
+        };
+        assert_eq!(sealed(&[1, 5, 2 << 1]).unwrap().runs, [Run { first: 5, pages: 2, written: false }]);
+        for bad in [&[][..], &[1], &[1, 5], &[u32::MAX, 5, 2], &[1 << 31, 0, 0]] {
+            assert!(matches!(sealed(bad), Err(WorkingSetError::Part { .. })), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_record_of_the_first_version_has_no_order() {
+        let payload: Vec<u8> = [5_u32, (2 << 1) | 1].iter().flat_map(|word| word.to_le_bytes()).collect();
+        let read = |payload: &[u8]| decode(&sealed::seal(&MAGIC, FIRST_VERSION, payload), RAM);
+        let runs = vec![Run { first: 5, pages: 2, written: true }];
+        assert_eq!(read(&payload).unwrap(), Record { runs, order: Vec::new() });
+        assert!(matches!(read(&payload[..4]), Err(WorkingSetError::Part { .. })));
+        assert!(matches!(read(&payload[..7]), Err(WorkingSetError::Part { .. })));
+    }
+
+    #[test]
+    fn pages_whose_order_is_not_known_come_last() {
+        assert_eq!(sample().in_order(), [16_383, 1, 3, 0, 2]);
     }
 
     #[test]
     fn a_merged_record_has_the_pages_of_both_and_what_either_wrote() {
         let run = |first, pages, written| Run { first, pages, written };
-        let touched = [run(0, 4, false), run(9, 1, true)];
-        let wrote = [run(2, 1, true), run(20, 2, true)];
+        let of = |runs: &[Run], order: &[u32]| Record { runs: runs.to_vec(), order: order.to_vec() };
+        let touched = of(&[run(0, 4, false), run(9, 1, true)], &[9, 2, 0]);
+        let wrote = of(&[run(2, 1, true), run(20, 2, true)], &[21, 2]);
         let expected =
             [run(0, 2, false), run(2, 1, true), run(3, 1, false), run(9, 1, true), run(20, 2, true)];
-        assert_eq!(merge(&touched, &wrote, RAM), expected);
-        assert_eq!(merge(&touched, &[], RAM), touched);
+        assert_eq!(merge(&touched, &wrote, RAM), of(&expected, &[9, 2, 0, 21]));
+        assert_eq!(merge(&touched, &Record::default(), RAM), touched);
         // Across the hole below 4 GiB a run ends.
         let large = 8 << 30;
         let (_, below, _) = layout::ram(large)[1];
         let at = u32::try_from(below / PAGE_SIZE).unwrap();
-        assert_eq!(merge(&[run(at - 1, 2, true)], &[], large), [run(at - 1, 1, true), run(at, 1, true)]);
+        let across = merge(&of(&[run(at - 1, 2, true)], &[]), &Record::default(), large);
+        assert_eq!(across.runs, [run(at - 1, 1, true), run(at, 1, true)]);
     }
 
     proptest! {
         #[test]
         fn any_sealed_payload_is_read_or_refused(payload in proptest::collection::vec(any::<u8>(), 0..200)) {
-            if let Ok(runs) = decode(&sealed::seal(&MAGIC, VERSION, &payload), RAM) {
-                prop_assert!(runs.iter().all(|r| u64::from(r.first) + u64::from(r.pages) <= RAM / PAGE_SIZE));
+            if let Ok(record) = decode(&sealed::seal(&MAGIC, VERSION, &payload), RAM) {
+                prop_assert!(record.runs.iter().all(|r| u64::from(r.first) + u64::from(r.pages) <= RAM / PAGE_SIZE));
             }
         }
     }

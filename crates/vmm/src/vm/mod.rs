@@ -27,7 +27,8 @@ pub use shell::{Host, Shell};
 use crate::control::Status;
 use crate::disk::{LayerSpec, page_map};
 use crate::jail;
-use crate::memory::{self, working_set};
+use crate::memory;
+use crate::memory::working_set::{self, Record};
 use crate::state::{self, VmState};
 use crate::vcpu::Vcpu;
 use crate::vcpu::clocks;
@@ -208,13 +209,15 @@ impl Vm {
         };
         let Shell { memory, shape, recorder, pagemap, .. } = &self.shell;
         let bytes = shape.memory_bytes;
-        let runs = match (recorder, &self.parent, pagemap) {
+        let record = match (recorder, &self.parent, pagemap) {
             (Some(recorder), Some(parent), _) => recorder.record(memory, bytes, parent),
-            (None, Some(_), Some(pagemap)) => Ok(memory::written(memory, bytes, pagemap)),
+            (None, Some(_), Some(pagemap)) => {
+                Ok(Record { runs: memory::written(memory, bytes, pagemap), order: Vec::new() })
+            }
             _ => return Err(SaveError::NotRecorded),
         };
-        let runs = runs.map_err(SaveError::WorkingSet)?;
-        File::from(file).write_all(&working_set::encode(&runs)).map_err(SaveError::WorkingSet)
+        let record = record.map_err(SaveError::WorkingSet)?;
+        File::from(file).write_all(&working_set::encode(&record)).map_err(SaveError::WorkingSet)
     }
 
     fn read_state(&self, holes: Vec<(u64, u64)>) -> Result<VmState, SaveError> {
