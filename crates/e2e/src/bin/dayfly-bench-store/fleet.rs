@@ -116,9 +116,9 @@ pub async fn bake(
     steps.begin(format!("baking {name}, {memory}"));
     let (port, question) = (set.ask.0.to_string(), set.ask.1);
     let words = [port.as_str(), question, set.start];
-    // What the service says goes to a file: the warm-up ends when its output does.
+    // What the service says goes to a file: the warm-up ends when its output does. Some want the folder that systemd would make.
     let text = format!(
-        "(eval \"$3\") >/run/log 2>&1 </dev/null || {{ cat /run/log; exit 1; }}\n{ASK}\nsleep 2; DAYFLY_GUEST=1 dayfly-witness stop && dayfly-witness memory"
+        "mkdir -p /run/lock; (eval \"$3\") >/run/log 2>&1 </dev/null || {{ cat /run/log; exit 1; }}\n{ASK}\nsleep 2; DAYFLY_GUEST=1 dayfly-witness stop && dayfly-witness memory"
     );
     let began = Instant::now();
     let (snapshot, said) = guests.bake(&image.name, &name, memory.0, shell(&text, &words)).await?;
