@@ -6,7 +6,7 @@
 use crate::common::{self, Spread, ratio};
 use anyhow::{Context, Result, ensure};
 use dayfly_pager::guest::{self, Guest};
-use dayfly_pager::order::Window;
+use dayfly_pager::policy::Policy;
 use dayfly_pager::serve;
 use dayfly_pager::source::{Batch, Layout, Put, Source, SourceError};
 use dayfly_pager::template::Template;
@@ -35,9 +35,8 @@ impl Memory {
         let batch = |number| Batch { first: number * each, frames: each, colour: 0 };
         let batches: Vec<Batch> = (0..FRAMES / each).map(batch).collect();
         let batch_of = (0..FRAMES).map(|frame| frame / each).collect();
-        let by_place = (0..FRAMES / each).collect();
         let bytes = (0..FRAMES).flat_map(|frame| [frame.to_le_bytes()[0] | 1; PAGE]).collect();
-        Self { layout: Layout { batch_of, batches, by_place }, bytes }
+        Self { layout: Layout { batch_of, batches }, bytes }
     }
 }
 
@@ -55,8 +54,7 @@ impl Source for Memory {
 
 /// Nanoseconds a page: of a clone that brings all, and of one that finds all.
 fn one(each: u32) -> Result<(u64, u64)> {
-    let window = Window { before: 0, after: 0, of_colour: false };
-    let settings = Settings { background: false, window, ..Settings::default() };
+    let settings = Settings { policy: Policy::MINIMAL, ..Settings::default() };
     let memory = guest::memory(u64::from(FRAMES) * PAGE as u64)?;
     let template = Template::new(memory.try_clone()?, Memory::new(each))?;
     let (ours, theirs) = pair()?;

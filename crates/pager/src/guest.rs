@@ -109,14 +109,6 @@ impl Guest {
         // SAFETY: it lies in our mapping, as `place` asserts, which nobody has a reference to.
         unsafe { std::ptr::write_volatile(to, value) };
     }
-
-    /// Lets go whoever waits for a page: it reads as zeroes.
-    ///
-    /// # Errors
-    /// The host refuses.
-    pub fn let_go(&self) -> io::Result<()> {
-        self.uffd.unregister(self.at as u64, self.bytes as u64)
-    }
 }
 
 impl Drop for Guest {

@@ -21,7 +21,7 @@
 //! | [`source`], [`stored`] | where pages come from; out of the store |
 //! | [`template`] | the memfd, which batches are there, who waits for which |
 //! | [`clones`] | a clone's regions and descriptors; how it is let go, or killed with a cause |
-//! | [`order`] | what is fetched before anybody asks |
+//! | [`policy`], [`order`] | what comes together; what is fetched before anybody asks |
 //! | [`serve`] | the process's threads |
 //! | [`wire`], [`client`] | what daemon, pager and VMM tell each other |
 //! | [`uffd`] | userfaultfd(2) |
@@ -33,6 +33,7 @@ pub mod client;
 pub mod clones;
 pub mod guest;
 pub mod order;
+pub mod policy;
 pub mod serve;
 pub mod source;
 pub mod stored;

@@ -1,72 +1,45 @@
-//! What is fetched before anybody asks.
+//! What is fetched before anybody asks: what lies beside a fault, then the recorded working set in its order, then all batches as they lie.
 //!
-//! Kaleidoscope, section 4.2, prefetches neighbours of the same colour, with a window for each colour; Efficiently Restoring VMs, algorithm 1, goes
-//! through the rest by where it lies on disk. Here: what lies beside a fault, then the recorded working set in its order, then all batches as
-//! they lie.
+//! Efficiently Restoring VMs, algorithm 1, goes through the rest by where it lies on disk; batches are numbered so.
 
+use crate::policy::Policy;
 use crate::source::{Layout, ZERO};
-use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
-
-/// How far around a fault is fetched next.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Window {
-    /// Batches before it.
-    pub before: u32,
-    /// Batches after it.
-    pub after: u32,
-    /// Whether only those of the same colour.
-    pub of_colour: bool,
-}
 
 /// Batches still to be fetched, the next first.
 #[derive(Debug)]
 pub struct Order {
-    window: Window,
+    beside_each: u32,
     beside: VecDeque<u32>,
     rest: VecDeque<u32>,
     /// So many of `rest` are those to be fetched first.
     lead: usize,
-    /// Batches by their first frames, and for each batch its place in that.
-    by_frame: Vec<u32>,
-    rank: Vec<u32>,
 }
 
 impl Order {
-    /// Those of `layout`: first those of the frames in `first`, then, if `all`, the rest.
+    /// Those of `layout` that the policy has fetched unasked; `first` are the frames of the working set.
     #[must_use]
-    pub fn new(layout: &Layout, first: &[u32], all: bool, window: Window) -> Self {
+    pub fn new(layout: &Layout, first: &[u32], policy: &Policy) -> Self {
         let mut taken = vec![false; layout.batches.len()];
         let of = |frame: &u32| layout.batch_of.get(*frame as usize).copied().filter(|batch| *batch != ZERO);
         let mut once =
             |batch: &u32| taken.get_mut(*batch as usize).is_some_and(|t| !std::mem::replace(t, true));
-        let mut rest: VecDeque<u32> = first.iter().filter_map(of).filter(&mut once).collect();
+        let first = first.iter().filter(|_| policy.working_set);
+        let mut rest: VecDeque<u32> = first.filter_map(of).filter(&mut once).collect();
         let lead = rest.len();
-        if all {
-            rest.extend(layout.by_place.iter().copied().filter(&mut once));
+        if policy.background {
+            rest.extend((0..).take(layout.batches.len()).filter(&mut once));
         }
-        let mut by_frame: Vec<u32> = (0..).take(layout.batches.len()).collect();
-        by_frame.sort_by_key(|batch| layout.batches[*batch as usize].first);
-        let mut rank = vec![0; by_frame.len()];
-        for (place, batch) in (0..).zip(&by_frame) {
-            rank[*batch as usize] = place;
-        }
-        Self { window, beside: VecDeque::new(), rest, lead, by_frame, rank }
+        Self { beside_each: policy.beside, beside: VecDeque::new(), rest, lead }
     }
 
-    /// Somebody asked for `batch`: what lies beside it comes next. Says whether there is anything.
+    /// Somebody asked for `batch`: those of its colour that lie behind it come next. Says whether there are any.
     pub fn asked(&mut self, layout: &Layout, batch: u32) -> bool {
-        let Some(&rank) = self.rank.get(batch as usize) else { return false };
         let before_this = self.beside.len();
-        let colour = layout.batches[batch as usize].colour;
-        let Window { before, after, of_colour } = self.window;
-        let places = (rank + 1..=rank.saturating_add(after)).chain((rank.saturating_sub(before)..rank).rev());
-        for place in places {
-            let Some(&beside) = self.by_frame.get(place as usize) else { continue };
-            if !of_colour || layout.batches[beside as usize].colour == colour {
-                self.beside.push_back(beside);
-            }
-        }
+        let Some(colour) = layout.batches.get(batch as usize).map(|asked| asked.colour) else { return false };
+        let last = batch.saturating_add(self.beside_each);
+        let same = |n: &u32| layout.batches.get(*n as usize).is_some_and(|beside| beside.colour == colour);
+        self.beside.extend((batch + 1..=last).filter(same));
         self.beside.len() > before_this
     }
 
@@ -97,40 +70,44 @@ mod tests {
     use super::*;
     use crate::source::Batch;
 
-    /// Batches of two frames, in the order of frames; by place they lie the other way round. The last two are of another colour.
+    /// Batches of two frames. The last two are of another colour.
     fn layout() -> Layout {
         let batches = (0..6).map(|n| Batch { first: 2 * n, frames: 2, colour: u8::from(n > 3) }).collect();
         let batch_of = (0..12).map(|frame| frame / 2).chain([ZERO, ZERO]).collect();
-        Layout { batch_of, batches, by_place: (0..6).rev().collect() }
+        Layout { batch_of, batches }
     }
 
     fn all(mut order: Order) -> Vec<u32> {
         std::iter::from_fn(|| order.take()).collect()
     }
 
-    const NONE: Window = Window { before: 0, after: 0, of_colour: false };
-
-    #[test]
-    fn the_working_set_comes_first_and_everything_once() {
-        assert_eq!(all(Order::new(&layout(), &[5, 4, 1, 12, 900], true, NONE)), [2, 0, 5, 4, 3, 1]);
-        let mut order = Order::new(&layout(), &[5, 1, 4], false, NONE);
-        assert_eq!((order.lead(), order.take()), (2, Some(2)));
-        assert_eq!((order.lead(), all(order)), (1, vec![0]));
+    fn order(first: &[u32], policy: Policy) -> Order {
+        Order::new(&layout(), first, &policy)
     }
 
     #[test]
-    fn neighbours_of_what_was_asked_for_come_before_all_else() {
-        let asked = |batch, window| {
-            let layout = layout();
-            let mut order = Order::new(&layout, &[0], false, window);
-            assert_eq!(order.asked(&layout, batch), batch < 6);
-            all(order)
+    fn the_working_set_comes_first_and_everything_once() {
+        assert_eq!(all(order(&[5, 4, 1, 12, 900], Policy::default())), [2, 0, 1, 3, 4, 5]);
+        let only = Policy::MINIMAL.with_working_set();
+        let mut first = order(&[5, 1, 4], only);
+        assert_eq!((first.lead(), first.take()), (2, Some(2)));
+        assert_eq!((first.lead(), all(first)), (1, vec![0]));
+        assert!(all(order(&[5, 1, 4], Policy::MINIMAL)).is_empty());
+    }
+
+    #[test]
+    fn what_lies_behind_what_was_asked_for_comes_before_all_else() {
+        let asked = |batch, beside| {
+            let mut order = order(&[0], Policy { beside, ..Policy::MINIMAL.with_working_set() });
+            let any = order.asked(&layout(), batch);
+            (any, all(order))
         };
-        let window = Window { before: 1, after: 2, of_colour: false };
-        assert_eq!(asked(2, window), [3, 4, 1, 0]);
-        assert_eq!(asked(2, Window { of_colour: true, ..window }), [3, 1, 0]);
-        assert_eq!(asked(5, window), [4, 0]);
-        assert_eq!(asked(0, window), [1, 2, 0]);
-        assert_eq!(asked(99, window), [0]);
+        assert_eq!(asked(0, 2), (true, vec![1, 2, 0]));
+        assert_eq!(asked(2, 3), (true, vec![3, 0]), "those of its colour");
+        assert_eq!(asked(4, 3), (true, vec![5, 0]));
+        assert_eq!(asked(5, 2), (false, vec![0]));
+        assert_eq!(asked(1, 0), (false, vec![0]));
+        assert_eq!(asked(99, 2), (false, vec![0]));
+        assert_eq!(asked(u32::MAX, 2), (false, vec![0]));
     }
 }

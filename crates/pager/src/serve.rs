@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 
 /// The number under which fault threads are told to end.
 const STOP: u64 = u64::MAX;
-/// How long after a fault the next is looked for before its thread sleeps: waking one takes longer than most clones take to their next fault.
+/// So long after a fault its thread looks for the next before it sleeps: to wake one takes longer than many a guest takes to its next fault.
 const LINGER: Duration = Duration::from_micros(20);
 /// How often it is looked whether a clone waits too long.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
@@ -130,7 +130,7 @@ fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
     };
     let (table, places) = (part(0, table_bytes)?, part(table_bytes, places_bytes)?);
     let order = part(table_bytes + places_bytes, order_bytes)?;
-    let first = order.as_chunks().0.iter().map(|frame| u32::from_le_bytes(*frame)).collect();
+    let first: Vec<u32> = order.as_chunks().0.iter().map(|frame| u32::from_le_bytes(*frame)).collect();
     let wanted = disks.iter().fold(u64::from(packs), |sum, files| sum + u64::from(*files));
     let mut files: Vec<File> = Vec::new();
     while (files.len() as u64) < wanted {
@@ -148,7 +148,8 @@ fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
     let packs = files.by_ref().take(packs as usize).collect();
     let disks = disks.iter().map(|n| files.by_ref().take(*n as usize).collect()).collect();
     let reader = PageReader::open(&table, &places, packs, disks)?;
-    Ok(Beginning { source: Stored::new(reader), memory: memory.into(), first, settings })
+    let source = Stored::new(reader, &first, &settings.policy);
+    Ok(Beginning { source, memory: memory.into(), first, settings })
 }
 
 /// What all threads have.
@@ -276,7 +277,7 @@ impl<S: Source> Shared<S> {
                 // Whoever touches it learns that it is damaged.
                 Brought::Lost => {}
                 Brought::Failed => {
-                    if self.settings.background {
+                    if self.settings.policy.background {
                         self.order().later(batch);
                     }
                     self.rest(REST);
@@ -320,7 +321,7 @@ impl<S: Source + 'static> Server<S> {
         settings: Settings,
         descriptors: Descriptors,
     ) -> Result<Self, ServeError> {
-        let order = Order::new(template.layout(), first, settings.background, settings.window);
+        let order = Order::new(template.layout(), first, &settings.policy);
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let faults = epoll::create(CreateFlags::CLOEXEC).map_err(step("epoll"))?;
         let (news, stopped) = (event().map_err(step("eventfd"))?, event().map_err(step("eventfd"))?);

@@ -1,6 +1,6 @@
 use super::*;
 use crate::guest::Guest;
-use crate::order::Window;
+use crate::policy::Policy;
 use crate::source::{Batch, Layout, Put, SourceError, ZERO};
 use crate::wire::pair;
 use rustix::fs::SealFlags;
@@ -38,7 +38,6 @@ impl Made {
         for (number, first) in (0..).zip(firsts) {
             layout.batch_of[first as usize..(first + EACH) as usize].fill(number);
             layout.batches.push(Batch { first, frames: EACH, colour: 0 });
-            layout.by_place.push(number);
         }
         let fetched = Arc::new(layout.batches.iter().map(|_| AtomicU32::new(0)).collect());
         Self { layout, fetched, fails }
@@ -137,7 +136,7 @@ impl Standin {
         assert!(self.read(frame) == expected, "frame {frame}");
     }
 
-    /// Waits until its VMM was killed, as another thread waits for a page; gives the cause. Then lets that thread go.
+    /// Waits until its VMM was killed, as another thread waits for a page, which the pager lets go; gives the cause.
     fn killed(&self) -> String {
         let pidfd = pidfd_open(Pid::from_child(&self.vmm), PidfdFlags::empty()).unwrap();
         let mut ended = [PollFd::new(&pidfd, PollFlags::IN)];
@@ -146,7 +145,6 @@ impl Standin {
             1,
             "it was not killed"
         );
-        self.let_go().unwrap();
         let mut text = vec![0; usize::try_from(self.exit.metadata().unwrap().len()).unwrap()];
         self.exit.read_exact_at(&mut text, 0).unwrap();
         let record: serde_json::Value = serde_json::from_slice(&text).unwrap();
@@ -162,10 +160,9 @@ impl Drop for Standin {
     }
 }
 
-const NO_WINDOW: Window = Window { before: 0, after: 0, of_colour: false };
-
 fn settings(background: bool) -> Settings {
-    Settings { background, window: NO_WINDOW, ..Settings::default() }
+    let policy = Policy { background, beside: 0, ..Policy::default() };
+    Settings { policy, ..Settings::default() }
 }
 
 /// Numbers below `n` in no order.

@@ -22,10 +22,8 @@ pub struct Batch {
 pub struct Layout {
     /// For each frame its batch, or [`ZERO`].
     pub batch_of: Vec<u32>,
-    /// By number.
+    /// By number: in the order in which they lie where they are read from.
     pub batches: Vec<Batch>,
-    /// The batches in the order in which they lie where they are read from.
-    pub by_place: Vec<u32>,
 }
 
 /// Why a batch could not be had.

@@ -1,26 +1,53 @@
 //! Pages out of the store: compressed groups of packs, and blocks of disks.
 
+use crate::policy::{Policy, UNIT};
 use crate::source::{Batch, Layout, Put, Source, SourceError, ZERO};
-use dayfly_store::{GroupBuffer, GroupId, Kind, PageReader, Run};
+use dayfly_store::{GroupBuffer, GroupId, Kind, PageReader, PagesError};
 use dayfly_units::PAGE_SIZE;
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
-/// Blocks of a disk that are read at once: those in the same aligned window of so many frames, as many as a pack's group has pages. Who waits
-/// for one waits for all. Other sizes were not measured.
-const WINDOW: u32 = 16;
 /// The most frames of a batch, which bounds what who waits for one waits for: a guest may have filled all of its RAM with one page.
 const MOST_FRAMES: usize = 64;
+/// Groups that were read last: whoever asks for another part of one need not have it read and unpacked again. 4 MiB at most.
+const KEPT_GROUPS: usize = 64;
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);
 
-/// What a batch is made of.
-#[derive(Debug)]
+/// Where a frame's page is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Place {
-    /// Pages of a group: frames with their hashes' numbers, in the order of the frames.
-    Group(GroupId, Vec<(u32, u32)>),
-    /// Blocks in a row for frames in a row.
-    Blocks { first: u32, frames: u32, disk: u8, layer: u8, block: u32 },
+    /// The table's hash of that number, in that group.
+    Page(GroupId, u32),
+    /// A block of a layer of a disk.
+    Block(u8, u8, u32),
+}
+
+/// What one read gives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Unit {
+    Group(GroupId),
+    /// Blocks in a row of a layer of a disk, from that multiple of [`UNIT`] on.
+    Blocks(u8, u8, u32),
+}
+
+impl Place {
+    fn unit(self) -> Unit {
+        match self {
+            Self::Page(group, _) => Unit::Group(group),
+            Self::Block(disk, layer, block) => Unit::Blocks(disk, layer, block / u32::from(UNIT)),
+        }
+    }
+}
+
+/// A frame that is not zero.
+#[derive(Debug, Clone, Copy)]
+struct Slot {
+    frame: u32,
+    place: Place,
+    colour: u8,
 }
 
 /// A snapshot's RAM.
@@ -28,83 +55,134 @@ enum Place {
 pub struct Stored {
     reader: PageReader,
     layout: Layout,
-    places: Vec<Place>,
+    /// Batch by batch.
+    slots: Vec<Slot>,
+    /// Where in `slots` each batch is.
+    ranges: Vec<Range<usize>>,
+    kept: Kept,
+}
+
+/// All frames that are not zero, by number.
+fn slots(reader: &PageReader) -> Vec<Slot> {
+    let mut slots = Vec::new();
+    for run in reader.table().runs() {
+        let place = |n: u32| match run.kind {
+            Kind::Zero | Kind::Free => None,
+            Kind::Page { hash } => Some(Place::Page(reader.group_of(hash + n)?, hash + n)),
+            Kind::Disk { disk, layer, block } => Some(Place::Block(disk, layer, block + n)),
+        };
+        let colour = run.colour;
+        let slot = |n| Some(Slot { frame: run.first + n, place: place(n)?, colour });
+        slots.extend((0..run.frames).filter_map(slot));
+    }
+    slots
+}
+
+/// Frames that come together, in the order in which they lie in the store: by what one read gives, apart what is in `first`, and as many as the windows say.
+fn batches(slots: Vec<Slot>, first: &[u32], policy: &Policy) -> Vec<Vec<Slot>> {
+    let mut batches: HashMap<(Unit, bool, u8), Vec<Slot>> = HashMap::new();
+    let mut blind: HashMap<(u32, bool), Vec<Slot>> = HashMap::new();
+    let early: std::collections::HashSet<u32> =
+        first.iter().copied().filter(|_| policy.working_set).collect();
+    for slot in slots {
+        let early = early.contains(&slot.frame);
+        if policy.blind {
+            let window = slot.frame / u32::from(policy.window(slot.colour));
+            blind.entry((window, early)).or_default().push(slot);
+        } else {
+            // All of the working set that one read gives comes with it, whatever its colour.
+            let colour = if early { 0 } else { slot.colour };
+            batches.entry((slot.place.unit(), early, colour)).or_default().push(slot);
+        }
+    }
+    let cut = |((_, early, colour), mut slots): ((Unit, bool, u8), Vec<Slot>)| {
+        slots.sort_unstable_by_key(|slot| (slot.place, slot.frame));
+        let most = if early { MOST_FRAMES } else { usize::from(policy.window(colour)) };
+        // Frames of one page come with it.
+        let mut parts: Vec<Vec<Slot>> = Vec::new();
+        let mut pages = 0;
+        for slot in slots {
+            let same = |part: &Vec<Slot>| part.last().is_some_and(|last| last.place == slot.place);
+            let full = |part: &Vec<Slot>| {
+                part.len() >= MOST_FRAMES || pages >= most && !same(part)
+            };
+            match parts.last_mut() {
+                Some(part) if !full(part) => {
+                    pages += usize::from(!same(part));
+                    part.push(slot);
+                }
+                _ => {
+                    pages = 1;
+                    parts.push(vec![slot]);
+                }
+            }
+        }
+        parts
+    };
+    let mut all: Vec<Vec<Slot>> = batches.into_iter().flat_map(cut).chain(blind.into_values()).collect();
+    for batch in &mut all {
+        batch.sort_unstable_by_key(|slot| (slot.place.unit(), slot.frame));
+    }
+    all.sort_unstable_by_key(|batch| batch.first().map(|slot| (slot.place, slot.frame)));
+    all
 }
 
 impl Stored {
-    /// That of a plan's reader.
+    /// That of a plan's reader; `first` are the frames of the working set.
     #[must_use]
-    pub fn new(reader: PageReader) -> Self {
-        let table = reader.table();
-        let mut groups: BTreeMap<GroupId, Vec<(u32, u32)>> = BTreeMap::new();
-        let mut blocks = Vec::new();
-        for run in table.runs() {
-            match run.kind {
-                Kind::Zero | Kind::Free => {}
-                Kind::Page { hash } => {
-                    for (frame, hash) in (run.first..run.first + run.frames).zip(hash..) {
-                        if let Some(group) = reader.group_of(hash) {
-                            groups.entry(group).or_default().push((frame, hash));
-                        }
-                    }
-                }
-                Kind::Disk { disk, layer, block } => windows(*run, (disk, layer, block), &mut blocks),
+    pub fn new(reader: PageReader, first: &[u32], policy: &Policy) -> Self {
+        let frames = reader.table().frames();
+        let batches = batches(slots(&reader), first, policy);
+        let mut layout = Layout { batch_of: vec![ZERO; frames as usize], ..Layout::default() };
+        let (mut slots, mut ranges) = (Vec::new(), Vec::with_capacity(batches.len()));
+        for (number, batch) in (0..).zip(batches) {
+            for slot in &batch {
+                layout.batch_of[slot.frame as usize] = number;
             }
-        }
-        // As they lie: pack by pack, then disk by disk.
-        let of_groups = groups.into_iter().flat_map(|(id, frames)| {
-            let parts: Vec<Place> =
-                frames.chunks(MOST_FRAMES).map(|part| Place::Group(id, part.to_vec())).collect();
-            parts
-        });
-        blocks.sort_unstable_by_key(|b: &Place| match b {
-            Place::Blocks { disk, layer, block, .. } => (*disk, *layer, *block),
-            Place::Group(..) => (0, 0, 0),
-        });
-        let places: Vec<Place> = of_groups.chain(blocks).collect();
-        let mut layout = Layout { batch_of: vec![ZERO; table.frames() as usize], ..Layout::default() };
-        for (number, place) in (0..).zip(&places) {
-            let frames: Vec<u32> = place.frames().collect();
-            for frame in &frames {
-                layout.batch_of[*frame as usize] = number;
-            }
-            let first = frames.first().copied().unwrap_or(0);
-            let colour = table.from_frame(first).map_or(0, |run| run.colour);
             layout.batches.push(Batch {
-                first,
-                frames: u32::try_from(frames.len()).unwrap_or(u32::MAX),
-                colour,
+                first: batch.first().map_or(0, |slot| slot.frame),
+                frames: u32::try_from(batch.len()).unwrap_or(u32::MAX),
+                colour: batch.first().map_or(0, |slot| slot.colour),
             });
-            layout.by_place.push(number);
+            let start = slots.len();
+            slots.extend(batch);
+            ranges.push(start..slots.len());
         }
-        Self { reader, layout, places }
+        Self { reader, layout, slots, ranges, kept: Kept::default() }
     }
-}
 
-impl Place {
-    fn frames(&self) -> Box<dyn Iterator<Item = u32> + '_> {
-        match self {
-            Self::Group(_, frames) => Box::new(frames.iter().map(|(frame, _)| *frame)),
-            Self::Blocks { first, frames, .. } => Box::new(*first..first + frames),
+    /// Frames of one group.
+    fn group(&self, id: GroupId, slots: &[Slot], bytes: &mut Vec<u8>, put: &mut Put<'_>) -> Result<(), SourceError> {
+        let group = self.kept.get(id, |buffer| self.reader.read_group(id, buffer))?;
+        // Frames in a row are put at once, wherever their pages lie in the group.
+        for run in slots.chunk_by(|a, b| a.frame + 1 == b.frame) {
+            bytes.clear();
+            for slot in run {
+                if let Place::Page(_, hash) = slot.place {
+                    bytes.extend_from_slice(self.reader.page(hash, &group)?);
+                }
+            }
+            put(run[0].frame, bytes).map_err(SourceError::Install)?;
         }
+        Ok(())
     }
-}
 
-/// Cuts a run of blocks, from `block` of a layer of a disk on, where windows end.
-fn windows(run: Run, (disk, layer, mut block): (u8, u8, u32), out: &mut Vec<Place>) {
-    let (mut first, mut left) = (run.first, run.frames);
-    while left > 0 {
-        let frames = left.min(WINDOW - first % WINDOW);
-        out.push(Place::Blocks { first, frames, disk, layer, block });
-        (first, left, block) = (first + frames, left - frames, block + frames);
+    /// Frames that are blocks.
+    fn blocks(&self, slots: &[Slot], bytes: &mut Vec<u8>, put: &mut Put<'_>) -> Result<(), SourceError> {
+        let follows = |a: &Slot, b: &Slot| match (a.place, b.place) {
+            (Place::Block(disk, layer, block), Place::Block(d, l, next)) => {
+                (disk, layer, block.checked_add(1)) == (d, l, Some(next)) && a.frame + 1 == b.frame
+            }
+            _ => false,
+        };
+        for run in slots.chunk_by(follows) {
+            let Place::Block(disk, layer, block) = run[0].place else { continue };
+            bytes.resize(run.len() * PAGE, 0);
+            self.reader.read_blocks(disk, layer, block, bytes)?;
+            put(run[0].frame, bytes).map_err(SourceError::Install)?;
+        }
+        Ok(())
     }
-}
-
-/// Memory that a thread uses again and again.
-#[derive(Default)]
-struct Scratch {
-    group: GroupBuffer,
-    bytes: Vec<u8>,
 }
 
 impl Source for Stored {
@@ -113,27 +191,130 @@ impl Source for Stored {
     }
 
     fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError> {
-        thread_local!(static SCRATCH: RefCell<Scratch> = RefCell::default());
-        let unknown = || SourceError::Damaged(format!("batch {batch}: there is none"));
-        let place = self.places.get(batch as usize).ok_or_else(unknown)?;
-        SCRATCH.with_borrow_mut(|Scratch { group, bytes }| match place {
-            Place::Group(id, frames) => {
-                self.reader.read_group(*id, group)?;
-                // Frames in a row are put at once, wherever their pages lie in the group.
-                for run in frames.chunk_by(|a, b| a.0 + 1 == b.0) {
-                    bytes.clear();
-                    for (_, hash) in run {
-                        bytes.extend_from_slice(self.reader.page(*hash, group)?);
-                    }
-                    put(run[0].0, bytes).map_err(SourceError::Install)?;
+        thread_local!(static BYTES: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) });
+        let slots = self.ranges.get(batch as usize).and_then(|range| self.slots.get(range.clone()));
+        let slots = slots.ok_or_else(|| SourceError::Damaged(format!("batch {batch}: there is none")))?;
+        BYTES.with_borrow_mut(|bytes| {
+            for part in slots.chunk_by(|a, b| a.place.unit() == b.place.unit()) {
+                match part[0].place {
+                    Place::Page(id, _) => self.group(id, part, bytes, put)?,
+                    Place::Block(..) => self.blocks(part, bytes, put)?,
                 }
-                Ok(())
             }
-            Place::Blocks { first, frames, disk, layer, block } => {
-                bytes.resize(*frames as usize * PAGE, 0);
-                self.reader.read_blocks(*disk, *layer, *block, bytes)?;
-                put(*first, bytes).map_err(SourceError::Install)
-            }
+            Ok(())
         })
+    }
+}
+
+/// The groups that were read last, the last one at the end.
+#[derive(Debug, Default)]
+struct Kept(Mutex<VecDeque<(GroupId, Arc<GroupBuffer>)>>);
+
+impl Kept {
+    /// The group, read by `read` where it is not there.
+    fn get(
+        &self,
+        id: GroupId,
+        read: impl FnOnce(&mut GroupBuffer) -> Result<(), PagesError>,
+    ) -> Result<Arc<GroupBuffer>, PagesError> {
+        let kept = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut spare = {
+            let mut kept = kept();
+            if let Some((_, group)) = kept.iter().rev().find(|(known, _)| *known == id) {
+                return Ok(Arc::clone(group));
+            }
+            let oldest = if kept.len() >= KEPT_GROUPS { kept.pop_front() } else { None };
+            oldest.and_then(|(_, group)| Arc::into_inner(group)).unwrap_or_default()
+        };
+        read(&mut spare)?;
+        let group = Arc::new(spare);
+        kept().push_back((id, Arc::clone(&group)));
+        Ok(group)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(frame: u32, group: u32, hash: u32, colour: u8) -> Slot {
+        Slot { frame, place: Place::Page(GroupId { pack: 0, group }, hash), colour }
+    }
+
+    fn block(frame: u32, block: u32) -> Slot {
+        Slot { frame, place: Place::Block(0, 0, block), colour: 6 }
+    }
+
+    fn frames(slots: Vec<Slot>, first: &[u32], policy: &Policy) -> Vec<Vec<u32>> {
+        let batches = batches(slots, first, policy);
+        batches.iter().map(|batch| batch.iter().map(|slot| slot.frame).collect()).collect()
+    }
+
+    /// Two groups and blocks in a row across a unit's end; frame 30 has the page of frame 3.
+    fn sample() -> Vec<Slot> {
+        let mut slots: Vec<Slot> = (0..4).map(|n| page(n, 0, n, 3)).collect();
+        slots.extend([page(8, 1, 4, 5), page(9, 1, 5, 5), page(7, 1, 6, 3), page(30, 0, 3, 3)]);
+        slots.extend((20..24).map(|n| block(n, n - 6)));
+        slots
+    }
+
+    #[test]
+    fn what_one_read_gives_in_one_colour_comes_together() {
+        let whole = Policy::colour([16; 16]);
+        let expected: [&[u32]; 5] = [&[0, 1, 2, 3, 30], &[8, 9], &[7], &[20, 21], &[22, 23]];
+        assert_eq!(frames(sample(), &[1], &whole), expected);
+        let mut windows = [1; 16];
+        windows[3] = 2;
+        let expected: [&[u32]; 9] = [&[0, 1], &[2, 3, 30], &[8], &[9], &[7], &[20], &[21], &[22], &[23]];
+        assert_eq!(frames(sample(), &[1], &Policy::colour(windows)), expected, "frames of one page count once");
+    }
+
+    #[test]
+    fn the_working_set_is_apart_and_whole() {
+        let minimal = Policy::colour([1; 16]).with_working_set();
+        let expected: [&[u32]; 8] = [&[0], &[1, 2, 30], &[3], &[8], &[7, 9], &[20], &[21], &[22, 23]];
+        assert_eq!(frames(sample(), &[30, 9, 7, 22, 2, 1, 23], &minimal), expected);
+    }
+
+    #[test]
+    fn the_blind_take_what_lies_beside_in_ram() {
+        let mut got = frames(sample(), &[], &Policy::blind(16));
+        got.iter_mut().for_each(|batch| batch.sort_unstable());
+        assert_eq!(got, [vec![0, 1, 2, 3, 7, 8, 9], vec![20, 21, 22, 23, 30]]);
+        assert_eq!(frames(sample(), &[], &Policy::MINIMAL).len(), sample().len());
+    }
+
+    #[test]
+    fn a_batch_has_a_most() {
+        let slots: Vec<Slot> = (0..1000).map(|n| page(n, 0, 7, 3)).collect();
+        for policy in [Policy::default(), Policy::colour([1; 16])] {
+            let got = frames(slots.clone(), &[5], &policy);
+            assert!(got.iter().all(|batch| batch.len() <= MOST_FRAMES), "{got:?}");
+            assert_eq!(got.iter().map(Vec::len).sum::<usize>(), 1000);
+        }
+    }
+
+    #[test]
+    fn a_group_is_read_once_while_it_is_kept() {
+        let kept = Kept::default();
+        let id = |group| GroupId { pack: 0, group };
+        let get = |group| {
+            let mut read = false;
+            let result = kept.get(id(group), |_| {
+                read = true;
+                Ok(())
+            });
+            result.map(|_| read)
+        };
+        assert!(get(0).unwrap() && !get(0).unwrap());
+        for group in 1..=u32::try_from(KEPT_GROUPS).unwrap() {
+            assert!(get(group).unwrap());
+        }
+        assert!(get(0).unwrap(), "the oldest went");
+        assert_eq!(kept.0.lock().unwrap().len(), KEPT_GROUPS);
+        let failed = kept.get(id(1 << 20), |_| {
+            Err(PagesError::Invalid { place: String::new(), expected: String::new(), got: String::new() })
+        });
+        assert!(failed.is_err() && get(1 << 20).unwrap(), "one that could not be read is not kept");
     }
 }

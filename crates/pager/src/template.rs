@@ -255,8 +255,7 @@ impl<S: Source> Template<S> {
 
     /// Kills who has waited longer than `limit` for a page.
     pub fn end_who_waits(&self, limit: Duration) {
-        let mut waiting = self.waiting();
-        for (batch, waiters) in waiting.iter_mut() {
+        self.waiting().retain(|batch, waiters| {
             waiters.retain(|waiter| {
                 let waited = waiter.since.elapsed();
                 if waited > limit {
@@ -268,7 +267,9 @@ impl<S: Source> Template<S> {
                 }
                 waited <= limit
             });
-        }
+            // A batch that nobody waits for any more is not tried again.
+            !waiters.is_empty()
+        });
     }
 
     /// Nobody can write to it any more, which also says to others that all of it is there (F_SEAL_FUTURE_WRITE).

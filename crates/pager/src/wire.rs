@@ -1,6 +1,6 @@
 //! What daemon and pager tell each other: JSON with descriptors, in packets of a unix socket that keeps their bounds.
 
-use crate::order::Window;
+use crate::policy::Policy;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -21,10 +21,8 @@ const SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_FDS));
 pub struct Settings {
     /// Threads that serve faults: so many slow reads may be under way.
     pub fault_threads: u32,
-    /// What is fetched beside a fault.
-    pub window: Window,
-    /// Whether everything is fetched in the end.
-    pub background: bool,
+    /// What is fetched when.
+    pub policy: Policy,
     /// Bytes a second that are fetched ahead at most; 0: as fast as can be.
     pub ahead_bytes_per_s: u64,
     /// Seconds that a clone waits for a page at most.
@@ -36,8 +34,7 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             fault_threads: 4,
-            window: Window { before: 1, after: 2, of_colour: true },
-            background: true,
+            policy: Policy::default(),
             ahead_bytes_per_s: 0,
             deadline_s: 30,
         }
