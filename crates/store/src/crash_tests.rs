@@ -5,8 +5,9 @@ use crate::blob::disk::{Disk, build};
 use crate::blob::fault;
 use crate::blob::watch::{Event, acknowledge, record};
 use crate::fixture::{name, store};
-use crate::fixture_pages::{PAGE, bake_paged, file, grow, page, ram, restored};
-use crate::{Digest, PagedSpec, Scope, Store};
+use crate::fixture_pages::{PAGE, bake_paged, bytes, file, grow, page, ram, restored, saved};
+use crate::{CommitError, Digest, PagedSpec, Scope, Store};
+use dayfly_units::VmId;
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
@@ -35,6 +36,8 @@ struct Case {
     between: BTreeMap<&'static str, Vec<u8>>,
     /// Pages that may be there or not.
     perhaps: Vec<Vec<u8>>,
+    /// Whether the snapshot `new` has a working set wherever it is there.
+    put_with_working_set: bool,
 }
 
 fn old() -> Vec<u8> {
@@ -52,10 +55,23 @@ fn with_old(root: &Path) -> Store {
     store
 }
 
+/// As a bake does it: prepared, its clones' working set kept, stored.
 fn put_new(store: &Store) -> Result<(), String> {
-    let done = bake_paged(store, "new", 6, &new(), &PagedSpec::of(&name("one"))).map_err(|e| e.to_string());
+    let vm = VmId::random();
+    let bake = || {
+        let (saved, spec) = saved(store, "new", 6, &new(), vm)?;
+        let mut prepared = saved.prepare(&spec, &[])?;
+        prepared.keep_working_set(&working_set())?;
+        prepared.commit_paged(&PagedSpec::of(&name("one")))
+    };
+    let done: Result<_, CommitError> = bake();
+    let done = store.remove_vm(vm).map_err(CommitError::from).and(done).map_err(|e| e.to_string());
     acknowledge();
     done.map(|_| ())
+}
+
+fn working_set() -> Vec<u8> {
+    dayfly_units::sealed::seal(b"DFworkse", 1, &[7; 600])
 }
 
 fn push(store: &Store) -> Result<(), String> {
@@ -142,6 +158,7 @@ fn cases() -> Vec<(&'static str, Case)> {
         after: known(&with_new),
         between: [("new", new())].into(),
         perhaps: Vec::new(),
+        put_with_working_set: true,
     };
     let pushed = Known { snapshots: one.clone(), pages: pages.clone() };
     let push = Case {
@@ -151,6 +168,7 @@ fn cases() -> Vec<(&'static str, Case)> {
         after: pushed,
         between: BTreeMap::new(),
         perhaps: pages,
+        put_with_working_set: false,
     };
     let gc = Case {
         prepare: with_garbage,
@@ -159,6 +177,7 @@ fn cases() -> Vec<(&'static str, Case)> {
         after: known(&two),
         between: BTreeMap::new(),
         perhaps: Vec::new(),
+        put_with_working_set: false,
     };
     let removal = Case {
         prepare: with_three,
@@ -167,6 +186,7 @@ fn cases() -> Vec<(&'static str, Case)> {
         after: known(&two),
         between: [("new", new())].into(),
         perhaps: Vec::new(),
+        put_with_working_set: false,
     };
     let chain: BTreeMap<_, _> =
         [("s1", cached(21..=21)), ("s2", cached(21..=22)), ("s3", cached(21..=23)), ("old", cached(21..=24))]
@@ -180,6 +200,7 @@ fn cases() -> Vec<(&'static str, Case)> {
         after: known(&longer),
         between: [("new", cached(21..=25))].into(),
         perhaps: Vec::new(),
+        put_with_working_set: false,
     };
     vec![
         ("a put that flattens", flattened),
@@ -215,6 +236,9 @@ fn check(root: &Path, case: &Case, acknowledged: bool, at: &str) {
             let expected = known.snapshots.get(snapshot).or(between);
             let expected = expected.unwrap_or_else(|| panic!("{at}: {snapshot} is there"));
             assert!(restored(&store, &one, snapshot) == *expected, "{at}: half of {snapshot} is there");
+            let record = store.open_snapshot(&manifest.name).unwrap().working_set.map(|file| bytes(&file));
+            let has_one = snapshot == "new" && case.put_with_working_set;
+            assert!(record == has_one.then(working_set), "{at}: half of a working set");
         }
         let report = store.verify(&Scope::All, &crate::Meter::default()).unwrap();
         assert_eq!(report.damage, [], "{at}");
