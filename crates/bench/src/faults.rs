@@ -45,6 +45,10 @@ impl Source for Memory {
         &self.layout
     }
 
+    fn read_bytes(&self) -> u64 {
+        0
+    }
+
     fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError> {
         let Batch { first, frames, .. } = self.layout.batches[batch as usize];
         let from = first as usize * PAGE;

@@ -243,7 +243,7 @@ impl Depot {
         let known = lock(&self.open).find(name);
         let known = match known {
             Some((open, _)) if open.is_current() => return Ok(open),
-            // Such as a bake's working set that has come: RAM need not be read again.
+            // Another of its files has changed: RAM need not be read again.
             Some((open, bytes)) if !open.is_lost() => {
                 open.snapshot.resident().unwrap_or(None).map(|resident| (resident, open, bytes))
             }

@@ -353,6 +353,13 @@ impl Ready {
     }
 }
 
+/// What clones of the VM's own template touch first: clones of the VM take their identities in the same way.
+fn inherited(daemon: &Daemon, vm: &Vm) -> Option<Record> {
+    let template = daemon.depot.known_snapshot(vm.facts.snapshot.as_ref()?)?;
+    // A damaged one is refused where clones are told to use it.
+    working_set::read(template.working_set.as_ref()?, vm.facts.memory_bytes).ok()
+}
+
 /// Stores what was saved of a VM that may go on.
 fn store(
     daemon: &Daemon,
@@ -362,7 +369,11 @@ fn store(
     meter: &Meter,
 ) -> Outcome<(Box<Committed>, Vec<flatten::Rebase>)> {
     let tops = flatten::tops(daemon, spec);
-    let committed = Ready::new(vm, saved, spec)?.store(daemon, meter)?;
+    let mut ready = Ready::new(vm, saved, spec)?;
+    if let Some(record) = inherited(daemon, vm) {
+        ready.expect(&record)?;
+    }
+    let committed = ready.store(daemon, meter)?;
     let live = vm.update(|live| {
         let disks = live.disks.iter_mut().zip(spec.disks.iter().zip(&committed.manifest.disks));
         disks

@@ -32,13 +32,7 @@ impl Policy {
     /// So many frames in a row, and nothing else.
     #[must_use]
     pub const fn blind(frames: u8) -> Self {
-        Self {
-            windows: [frames; COLOURS],
-            blind: true,
-            working_set: false,
-            beside: 0,
-            background: false,
-        }
+        Self { windows: [frames; COLOURS], blind: true, working_set: false, beside: 0, background: false }
     }
 
     /// Frames of one colour, and nothing else.

@@ -328,6 +328,7 @@ impl<S: Source + 'static> Server<S> {
         epoll::add(&faults, &stopped, EventData::new_u64(STOP), EventFlags::IN).map_err(step("epoll"))?;
         let fault_threads = settings.fault_threads.clamp(1, MAX_THREADS);
         let began = Instant::now();
+        let template = template.retrying(Duration::from_millis(u64::from(settings.retry_ms)));
         let shared = Arc::new(Shared {
             began,
             busy: (0..fault_threads).map(|_| AtomicU64::new(0)).collect(),
@@ -493,6 +494,7 @@ impl<S: Source + 'static> Server<S> {
             asked: of(asked),
             ahead: of(ahead),
             bytes: of(bytes),
+            read_bytes: self.shared.template.read_bytes(),
             clones: self.clones,
             fault_ns: of(fault_ns) / of(faults).max(1),
             longest_fault_ns: of(longest_fault_ns),
@@ -574,3 +576,7 @@ fn wait(
 #[cfg(test)]
 #[path = "serve_tests.rs"]
 mod tests;
+
+#[cfg(test)]
+#[path = "combinations_tests.rs"]
+mod combinations;

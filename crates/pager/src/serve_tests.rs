@@ -9,13 +9,13 @@ use std::process::{Child, Command};
 use std::sync::atomic::AtomicU32;
 use std::thread;
 
-const PAGE: usize = 4096;
+pub(super) const PAGE: usize = 4096;
 /// Frames of a batch.
 const EACH: u32 = 4;
 const SLOW: u32 = 900;
 
 /// What a frame has.
-fn content(frame: u32) -> [u8; PAGE] {
+pub(super) fn content(frame: u32) -> [u8; PAGE] {
     let mut bytes = [0; PAGE];
     for (n, chunk) in (1_u32..).zip(bytes.chunks_exact_mut(4)) {
         chunk.copy_from_slice(&frame.wrapping_mul(0x9e37_79b9).wrapping_add(n).to_le_bytes());
@@ -49,6 +49,10 @@ impl Source for Made {
         &self.layout
     }
 
+    fn read_bytes(&self) -> u64 {
+        0
+    }
+
     fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError> {
         let time = self.fetched[batch as usize].fetch_add(1, Ordering::SeqCst);
         if let Some(error) = (self.fails)(batch, time) {
@@ -64,8 +68,8 @@ impl Source for Made {
 }
 
 /// A pager in this process, and the daemon's end of it.
-struct Room {
-    daemon: Option<OwnedFd>,
+pub(super) struct Room {
+    pub(super) daemon: Option<OwnedFd>,
     memory: File,
     thread: Option<JoinHandle<Result<(), ServeError>>>,
 }
@@ -73,6 +77,15 @@ struct Room {
 impl Room {
     fn new(source: Made, settings: Settings, first: &[u32]) -> Self {
         let memory = crate::guest::memory((source.layout.batch_of.len() * PAGE) as u64).unwrap();
+        Self::over(memory, source, settings, first)
+    }
+
+    pub(super) fn over(
+        memory: File,
+        source: impl Source + 'static,
+        settings: Settings,
+        first: &[u32],
+    ) -> Self {
         let template = Template::new(memory.try_clone().unwrap(), source).unwrap();
         let server = Server::start(template, first, settings, Descriptors::open().unwrap()).unwrap();
         let (ours, theirs) = pair().unwrap();
@@ -95,12 +108,12 @@ impl Room {
     }
 
     /// The daemon goes, and the pager's end is waited for.
-    fn end(mut self) {
+    pub(super) fn end(mut self) {
         self.daemon.take();
         self.thread.take().unwrap().join().unwrap().unwrap();
     }
 
-    fn clone(&self) -> Standin {
+    pub(super) fn clone(&self) -> Standin {
         let guest = Standin::new(self);
         assert_eq!(guest.tell(&guest.regions(), guest.uffd()).unwrap(), Some(regions::SERVED.to_vec()));
         guest
@@ -108,7 +121,7 @@ impl Room {
 }
 
 /// A clone, with another process that stands for its VMM.
-struct Standin {
+pub(super) struct Standin {
     guest: Guest,
     vmm: Child,
     exit: File,
@@ -134,6 +147,11 @@ impl Standin {
     fn check(&self, frame: u32) {
         let expected = if frame / EACH % 5 == 4 { [0; PAGE] } else { content(frame) };
         assert!(self.read(frame) == expected, "frame {frame}");
+    }
+
+    /// Whether its pager has ended it.
+    pub(super) fn was_killed(&self) -> bool {
+        self.exit.metadata().unwrap().len() > 0
     }
 
     /// Waits until its VMM was killed, as another thread waits for a page, which the pager lets go; gives the cause.

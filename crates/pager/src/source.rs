@@ -57,6 +57,9 @@ pub trait Source: Send + Sync {
     /// Which frames come at once.
     fn layout(&self) -> &Layout;
 
+    /// Bytes that were read so far, as they are stored.
+    fn read_bytes(&self) -> u64;
+
     /// Reads a batch and puts every frame of it, verified. Called by several threads at once.
     ///
     /// # Errors

@@ -7,6 +7,7 @@ use dayfly_units::PAGE_SIZE;
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The most frames of a batch, which bounds what who waits for one waits for: a guest may have filled all of its RAM with one page.
@@ -60,6 +61,8 @@ pub struct Stored {
     /// Where in `slots` each batch is.
     ranges: Vec<Range<usize>>,
     kept: Kept,
+    /// Bytes that were read, as they are stored.
+    read_bytes: AtomicU64,
 }
 
 /// All frames that are not zero, by number.
@@ -103,9 +106,7 @@ fn batches(slots: Vec<Slot>, first: &[u32], policy: &Policy) -> Vec<Vec<Slot>> {
         let mut pages = 0;
         for slot in slots {
             let same = |part: &Vec<Slot>| part.last().is_some_and(|last| last.place == slot.place);
-            let full = |part: &Vec<Slot>| {
-                part.len() >= MOST_FRAMES || pages >= most && !same(part)
-            };
+            let full = |part: &Vec<Slot>| part.len() >= MOST_FRAMES || pages >= most && !same(part);
             match parts.last_mut() {
                 Some(part) if !full(part) => {
                     pages += usize::from(!same(part));
@@ -148,12 +149,25 @@ impl Stored {
             slots.extend(batch);
             ranges.push(start..slots.len());
         }
-        Self { reader, layout, slots, ranges, kept: Kept::default() }
+        Self { reader, layout, slots, ranges, kept: Kept::default(), read_bytes: AtomicU64::new(0) }
+    }
+
+    fn count(&self, bytes: usize) {
+        self.read_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     /// Frames of one group.
-    fn group(&self, id: GroupId, slots: &[Slot], bytes: &mut Vec<u8>, put: &mut Put<'_>) -> Result<(), SourceError> {
-        let group = self.kept.get(id, |buffer| self.reader.read_group(id, buffer))?;
+    fn group(
+        &self,
+        id: GroupId,
+        slots: &[Slot],
+        bytes: &mut Vec<u8>,
+        put: &mut Put<'_>,
+    ) -> Result<(), SourceError> {
+        let group = self.kept.get(id, |buffer| {
+            self.count(self.reader.read_group(id, buffer)?);
+            Ok(())
+        })?;
         // Frames in a row are put at once, wherever their pages lie in the group.
         for run in slots.chunk_by(|a, b| a.frame + 1 == b.frame) {
             bytes.clear();
@@ -179,6 +193,7 @@ impl Stored {
             let Place::Block(disk, layer, block) = run[0].place else { continue };
             bytes.resize(run.len() * PAGE, 0);
             self.reader.read_blocks(disk, layer, block, bytes)?;
+            self.count(bytes.len());
             put(run[0].frame, bytes).map_err(SourceError::Install)?;
         }
         Ok(())
@@ -188,6 +203,10 @@ impl Stored {
 impl Source for Stored {
     fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    fn read_bytes(&self) -> u64 {
+        self.read_bytes.load(Ordering::Relaxed)
     }
 
     fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError> {
@@ -266,7 +285,11 @@ mod tests {
         let mut windows = [1; 16];
         windows[3] = 2;
         let expected: [&[u32]; 9] = [&[0, 1], &[2, 3, 30], &[8], &[9], &[7], &[20], &[21], &[22], &[23]];
-        assert_eq!(frames(sample(), &[1], &Policy::colour(windows)), expected, "frames of one page count once");
+        assert_eq!(
+            frames(sample(), &[1], &Policy::colour(windows)),
+            expected,
+            "frames of one page count once"
+        );
     }
 
     #[test]

@@ -18,9 +18,8 @@ const ABSENT: u8 = 0;
 const COMING: u8 = 1;
 const PRESENT: u8 = 2;
 
-/// How often a batch that somebody waits for is tried to be read, and how long is waited before it is tried again.
+/// How often a batch that somebody waits for is tried to be read.
 const TRIES: u32 = 5;
-const PAUSE: Duration = Duration::from_millis(200);
 
 /// A clone that waits for a batch.
 struct Waiter {
@@ -81,6 +80,8 @@ pub struct Template<S> {
     states: Vec<AtomicU8>,
     missing: AtomicU32,
     waiting: Mutex<HashMap<u32, Vec<Waiter>>>,
+    /// How long is waited before a batch that cannot be read is tried again.
+    pause: Duration,
     /// What was done so far.
     pub counters: Counters,
 }
@@ -111,13 +112,23 @@ impl<S: Source> Template<S> {
         uffd.register(mapping, bytes)?;
         let states = layout.batches.iter().map(|_| AtomicU8::new(ABSENT)).collect();
         let missing = AtomicU32::new(u32::try_from(layout.batches.len()).map_err(io::Error::other)?);
-        let (waiting, counters) = (Mutex::default(), Counters::default());
-        Ok(Self { memory, mapping, bytes, uffd, source, states, missing, waiting, counters })
+        let (waiting, counters, pause) = (Mutex::default(), Counters::default(), Duration::ZERO);
+        Ok(Self { memory, mapping, bytes, uffd, source, states, missing, waiting, pause, counters })
+    }
+
+    /// With so long a pause before a batch that cannot be read is tried again.
+    pub fn retrying(self, pause: Duration) -> Self {
+        Self { pause, ..self }
     }
 
     /// Which frames come at once.
     pub fn layout(&self) -> &Layout {
         self.source.layout()
+    }
+
+    /// Bytes that were read for it.
+    pub fn read_bytes(&self) -> u64 {
+        self.source.read_bytes()
     }
 
     /// Length of RAM.
@@ -212,7 +223,7 @@ impl<S: Source> Template<S> {
                 let again = tries < TRIES && !matches!(error, SourceError::Damaged(_));
                 if again && waiting.contains_key(&batch) {
                     drop(waiting);
-                    std::thread::sleep(PAUSE);
+                    std::thread::sleep(self.pause);
                     continue;
                 }
                 self.states[batch as usize].store(ABSENT, Ordering::Release);

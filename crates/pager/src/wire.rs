@@ -27,6 +27,8 @@ pub struct Settings {
     pub ahead_bytes_per_s: u64,
     /// Seconds that a clone waits for a page at most.
     pub deadline_s: u32,
+    /// Milliseconds before a batch that could not be read and that a clone waits for is tried again; five times in all.
+    pub retry_ms: u32,
 }
 
 /// Windows and threads are guesses: none was measured against another.
@@ -37,6 +39,7 @@ impl Default for Settings {
             policy: Policy::default(),
             ahead_bytes_per_s: 0,
             deadline_s: 30,
+            retry_ms: 200,
         }
     }
 }
@@ -85,6 +88,8 @@ pub struct Report {
     pub ahead: u64,
     /// Bytes put into the template.
     pub bytes: u64,
+    /// Bytes read for that, as they are stored.
+    pub read_bytes: u64,
     /// Clones that were served.
     pub clones: u64,
     /// Mean time of a fault, from reading to waking, in nanoseconds.

@@ -84,8 +84,8 @@ pub use publish::{OpenError, PutError, RemoveError};
 pub use scrub::{Finding, MAX_FINDINGS, Object, Scope, SearchError, VerifyReport};
 pub use snapshots::{
     CommitError, Committed, DiskSpec, Freeze, GroupBuffer, GroupId, MOST_LAYERS, Merge, Merged, OpenDisk,
-    OpenLayer, OpenSnapshot, PageReader, PagedSpec, Plan, Prepared, Resident, SavedSnapshot, Sizes, SnapshotPages,
-    SnapshotSpec, SnapshotWriter,
+    OpenLayer, OpenSnapshot, PageReader, PagedSpec, Plan, Prepared, Resident, SavedSnapshot, Sizes,
+    SnapshotPages, SnapshotSpec, SnapshotWriter,
 };
 pub use usage::{Counted, Frames, SnapshotUse, StoreStats, Unreadable, Usage};
 

@@ -8,7 +8,9 @@ use crate::vm::step::Step;
 use crate::vm::{birth, death};
 use axum::extract::State;
 use axum::http::StatusCode;
-use dayfly_api::types::{ApiError, CreateManyRequest, CreateRequest, ErrorCode, List, RemoveManyRequest, Source, Vm};
+use dayfly_api::types::{
+    ApiError, CreateManyRequest, CreateRequest, ErrorCode, List, RemoveManyRequest, Source, Vm,
+};
 use futures::future::{join_all, try_join_all};
 
 /// The most of one request.

@@ -24,7 +24,7 @@ fn filled(root: &Path) -> Store {
     bake(&store, "gone", 9).unwrap();
     store.remove_snapshot(&name("gone")).unwrap();
     let record = dayfly_units::sealed::seal(b"DFwset\r\n", 1, b"record");
-    store.put_working_set(&name("base"), &record).unwrap();
+    std::fs::write(root.join("snapshots/base/working-set"), &record).unwrap();
     store
 }
 

@@ -85,7 +85,17 @@ impl SavedSnapshot {
             state,
         };
         let free = free.to_vec();
-        Ok(Prepared { inner, stage, dir, manifest, state: state_file, memory: memory_file, free, staged, moves })
+        Ok(Prepared {
+            inner,
+            stage,
+            dir,
+            manifest,
+            state: state_file,
+            memory: memory_file,
+            free,
+            staged,
+            moves,
+        })
     }
 
     /// Hashes, syncs and publishes everything, layers first. Layers that were `Frozen` are then `Stored`, alone or merged with others, as the manifest

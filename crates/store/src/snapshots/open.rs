@@ -149,21 +149,6 @@ impl Store {
         manifest::list(&self.0.snapshots)
     }
 
-    /// Keeps `record`, the sealed working set of the snapshot `name`, beside it: staged, synced, renamed. A snapshot has one
-    /// for good.
-    ///
-    /// # Errors
-    /// There is no such snapshot, it has one already, or the host cannot write it.
-    pub fn put_working_set(&self, name: &Name, record: &[u8]) -> Result<(), OpenError> {
-        let stage = self.0.stage()?;
-        let staged = stage.make("working-set")?;
-        staged.write(WORKING_SET, record)?;
-        let _publishing = self.0.publishing();
-        let dir = folder(&self.0.snapshots, "snapshot", name)?;
-        staged.rename(WORKING_SET, &dir, WORKING_SET, crate::blob::IfTaken::Refuse)?;
-        Ok(dir.sync()?)
-    }
-
     /// Removes the snapshot `name`, which may be damaged. Its layers stay until [`Store::gc`]; clones of it run on.
     ///
     /// # Errors

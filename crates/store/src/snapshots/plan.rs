@@ -227,11 +227,11 @@ impl PageReader {
         Some(GroupId { pack: place.pack, group: place.page / pack.group_pages })
     }
 
-    /// Reads a group into `buffer`, the sum of its stored bytes compared. Pages of it are not verified yet.
+    /// Reads a group into `buffer`, the sum of its stored bytes compared; gives how many these were. Pages of it are not verified yet.
     ///
     /// # Errors
     /// `Damage` names pack and group; the host cannot read.
-    pub fn read_group(&self, id: GroupId, buffer: &mut GroupBuffer) -> Result<(), PagesError> {
+    pub fn read_group(&self, id: GroupId, buffer: &mut GroupBuffer) -> Result<usize, PagesError> {
         let group = id.group as usize;
         let known = self.packs.get(id.pack as usize).filter(|(pack, _)| group < pack.groups());
         let Some((pack, file)) = known else {
@@ -239,7 +239,8 @@ impl PageReader {
             return Err(PagesError::Invalid { place: "group".to_owned(), expected, got });
         };
         let stored = read_span(pack, file, group, group, &mut buffer.stored)?;
-        Ok(pack.decode(group, pack.pages_of(group).start, stored, &mut buffer.raw)?)
+        pack.decode(group, pack.pages_of(group).start, stored, &mut buffer.raw)?;
+        Ok(stored.len())
     }
 
     /// The page of the table's hash number `hash`, out of the buffer that its group was read into, verified.

@@ -81,14 +81,14 @@ fn ram_of_another_snapshot_of_that_name_is_not_taken() {
 }
 
 #[test]
-fn ram_is_not_read_again_when_a_working_set_comes() {
+fn ram_is_not_read_again_when_another_file_has_changed() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());
     let tenant = name("one");
     bake_paged(&store, "s", 3, &ram(0..600), &pages(&tenant)).unwrap();
     let open = store.open_snapshot(&name("s")).unwrap();
     let record = dayfly_units::sealed::seal(b"DFworkse", 1, b"");
-    store.put_working_set(&name("s"), &record).unwrap();
+    std::fs::write(root.path().join("snapshots/s/working-set"), &record).unwrap();
     assert!(!open.is_current());
     let again = store.open_resident(&name("s"), open.resident().unwrap().unwrap()).unwrap();
     assert!(again.is_current() && again.working_set.is_some());

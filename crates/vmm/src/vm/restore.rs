@@ -78,7 +78,8 @@ impl Shell {
                 recorder.serve(&self.memory, state.memory_bytes, file).map_err(BuildError::Recorder)?;
             }
         }
-        let record = files.working_set.map(|file| working_set::read(&file, state.memory_bytes)).transpose()?;
+        let record =
+            files.working_set.map(|file| working_set::read(&file, state.memory_bytes)).transpose()?;
         let pages = record.map(|record| record.runs);
         self.timeline.done("memory");
         let writable_disks = self.devices.insert_disks(files.disks)?;
