@@ -18,8 +18,8 @@ pub use stream::{ByteStream, MAX_LINE_BYTES, ProgressStream};
 use crate::agent::ExecSpec;
 use crate::types::{
     BakeRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest, Image, ImageUpload, Info, Kernel,
-    KernelUpload, Leak, List, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest, StoreStats,
-    StoreUsage, VerifyRequest, Vm, VmDetails,
+    KernelUpload, Leak, List, RehearseRequest, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest,
+    StoreStats, StoreUsage, VerifyRequest, Vm, VmDetails,
 };
 use call::{query, segment};
 use dayfly_units::Name;
@@ -158,6 +158,16 @@ impl Client {
     pub async fn snapshot_picture(&self, name: &Name, width: u32) -> Result<Vec<u8>> {
         let path = format!("/v1/snapshots/{name}/colours.png?width={width}");
         Ok(self.short(Method::GET, &path, empty_body()).await?.to_vec())
+    }
+
+    /// Records which pages one run of a clone touches.
+    ///
+    /// # Errors
+    /// [`ClientError`] until the stream begins; what goes wrong later is in the stream.
+    pub async fn rehearse(&self, name: &Name, request: &RehearseRequest) -> Result<ProgressStream> {
+        let path = format!("/v1/snapshots/{name}/rehearse");
+        let answer = self.call(Method::POST, &path, call::json_body(request)?).await?;
+        Ok(ProgressStream::new(answer))
     }
 
     /// Removes a snapshot that nothing uses.

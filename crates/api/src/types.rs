@@ -19,9 +19,11 @@ macro_rules! wire {
 }
 
 mod colours;
+mod rehearsal;
 mod store;
 
 pub use colours::{ColourUse, Colours, MAX_PICTURE_WIDTH};
+pub use rehearsal::{ColourTouched, MAX_TOUCHES, Rehearsal, RehearseRequest};
 pub use store::{
     Collected, Counted, Damaged, LeftAlone, MemoryKinds, Pages, SnapshotUse, StoreStats, StoreUsage,
     Unreadable, Verified, VerifyRequest,
@@ -219,6 +221,13 @@ wire! {
             /// Its text, lossy.
             text: String,
         },
+        /// First touches of pages, in their order: each a frame, and microseconds since the restore.
+        Touched {
+            /// At most 2,000.
+            touches: Vec<[u32; 2]>,
+        },
+        /// The run was recorded; the stream ends.
+        Rehearsed(Box<Rehearsal>),
         /// The snapshot is there; the stream ends.
         Snapshot(Box<Snapshot>),
         /// Everything was read; the stream ends. Damage is no failure of the operation.

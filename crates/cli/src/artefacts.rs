@@ -10,7 +10,7 @@ pub use kernels::{add_kernel, ensure_kernel, fetch_kernel, machine_kernel, refre
 use crate::progress::Steps;
 use anyhow::{Result, bail};
 use dayfly_api::client::{ClientError, ProgressStream};
-use dayfly_api::types::{Collected, Progress, Snapshot, Verified};
+use dayfly_api::types::{Collected, Progress, Rehearsal, Snapshot, Verified};
 
 /// Shows what a long operation reports; gives the snapshot at its end.
 ///
@@ -50,6 +50,31 @@ pub async fn watch_collect(stream: ProgressStream, steps: &Steps) -> Result<Coll
     }
 }
 
+/// Shows how far a recorded run is; gives what it touched, and each touch: a frame, and microseconds.
+///
+/// # Errors
+/// When it failed, or its connection broke.
+pub async fn watch_rehearsal(
+    mut stream: ProgressStream,
+    steps: &Steps,
+) -> Result<(Rehearsal, Vec<[u32; 2]>)> {
+    let mut all = Vec::new();
+    while let Some(progress) = stream.next().await? {
+        match progress {
+            Progress::Touched { touches } => all.extend(touches),
+            Progress::Rehearsed(rehearsal) => {
+                steps.end();
+                return Ok((*rehearsal, all));
+            }
+            Progress::Phase { label } => steps.begin(label),
+            Progress::Output { text } => steps.say(text.trim_end_matches('\n')),
+            Progress::Failed(error) => return Err(ClientError::Refused(error).into()),
+            other => return Err(foreign("touches, or rehearsed", &other)),
+        }
+    }
+    bail!("the daemon ended before the run did")
+}
+
 fn snapshot(last: Progress) -> Result<Snapshot> {
     match last {
         Progress::Snapshot(snapshot) => Ok(*snapshot),
@@ -70,7 +95,11 @@ async fn follow(mut stream: ProgressStream, steps: &Steps, output: impl Fn(&str)
             Progress::Step { done, total } => steps.bytes(done, total),
             Progress::Output { text } => output(&text),
             Progress::Failed(error) => return Err(ClientError::Refused(error).into()),
-            last @ (Progress::Snapshot(_) | Progress::Verified(_) | Progress::Collected(_)) => {
+            Progress::Touched { .. } => {}
+            last @ (Progress::Snapshot(_)
+            | Progress::Verified(_)
+            | Progress::Collected(_)
+            | Progress::Rehearsed(_)) => {
                 steps.end();
                 return Ok(last);
             }

@@ -14,6 +14,7 @@ mod logs;
 mod machine;
 mod options;
 mod ps;
+mod rehearse;
 mod rm;
 mod run;
 mod signals;
@@ -82,6 +83,8 @@ pub enum Command {
     Snapshots(snapshots::Args),
     /// Show what a snapshot's memory is used for, and draw it
     Colours(colours::Args),
+    /// Record which memory a run of a clone touches, and show how much of it was expected
+    Rehearse(rehearse::Args),
     /// Show what the store holds, verify it, and remove what nothing needs
     #[command(subcommand)]
     Store(store::Command),
@@ -141,6 +144,7 @@ impl Command {
             Self::Snapshot(args) => args.run().await.map(|()| 0),
             Self::Snapshots(args) => args.run().await,
             Self::Colours(args) => args.run().await.map(|()| 0),
+            Self::Rehearse(args) => args.run().await.map(|()| 0),
             Self::Store(command) => command.run().await,
             Self::Inspect(args) => args.run().await.map(|()| 0),
             Self::Doctor(args) => args.run().await,

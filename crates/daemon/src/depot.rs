@@ -3,7 +3,7 @@
 mod recent;
 
 use crate::error::{Fault, Outcome, chain};
-use crate::pagers::{Pager, Pagers};
+use crate::pagers::{Pager, Pagers, Wanted};
 use crate::vm::registry::lock;
 use crate::vm::{Disk, Live};
 use dayfly_api::types::{self, ErrorCode};
@@ -39,7 +39,7 @@ pub struct Loaded {
     /// Open.
     pub(crate) snapshot: OpenSnapshot,
     /// Who fills its memory, or has filled it.
-    pub pager: Option<Arc<Pager>>,
+    pub pager: Option<Arc<Wanted>>,
 }
 
 impl std::ops::Deref for Loaded {
@@ -58,13 +58,13 @@ impl Loaded {
 
     /// Whether a part of its memory is missing for ever.
     fn is_lost(&self) -> bool {
-        self.pager.as_ref().is_some_and(|pager| pager.is_gone())
+        self.pager.as_ref().is_some_and(|wanted| wanted.pager().is_gone())
     }
 
     /// Who has to be told of a clone.
     #[must_use]
     pub fn filling(&self) -> Option<&Arc<Pager>> {
-        self.pager.as_ref().filter(|pager| pager.is_filling())
+        self.pager.as_ref().map(|wanted| wanted.pager()).filter(|pager| pager.is_filling())
     }
 }
 
@@ -271,7 +271,7 @@ impl Depot {
             let (snapshot, plan) = self.store.open_lazily(name)?;
             let Some(plan) = plan else { return Ok((Loaded { snapshot, pager: None }, 0)) };
             match self.pagers.start(&snapshot, &plan) {
-                Ok(pager) => return Ok((Loaded { snapshot, pager: Some(pager) }, bytes)),
+                Ok(wanted) => return Ok((Loaded { snapshot, pager: Some(Arc::new(wanted)) }, bytes)),
                 Err(e) => tracing::warn!("snapshot {name}: its memory is read before it runs: {}", chain(&e)),
             }
         }

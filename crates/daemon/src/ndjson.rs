@@ -5,7 +5,7 @@ use axum::body::Body;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use dayfly_api::types::{Collected, ErrorCode, Progress, Snapshot, Verified};
+use dayfly_api::types::{Collected, ErrorCode, Progress, Rehearsal, Snapshot, Verified};
 use dayfly_store::Meter;
 use std::future::Future;
 use std::time::Duration;
@@ -49,6 +49,12 @@ pub trait Ending {
 impl Ending for Snapshot {
     fn line(self) -> Progress {
         Progress::Snapshot(Box::new(self))
+    }
+}
+
+impl Ending for Rehearsal {
+    fn line(self) -> Progress {
+        Progress::Rehearsed(Box::new(self))
     }
 }
 

@@ -10,7 +10,7 @@ use crate::vm::Vm;
 use crate::vm::control_link;
 use crate::vm::registry::lock;
 use dayfly_api::types::ErrorCode;
-use dayfly_host::process::Process;
+use dayfly_host::process::{Ended, Process};
 use dayfly_host::spawn::{FIRST_FD, Namespaces, Program, Spawn, SpawnError, Stdio};
 use dayfly_pager::client::Client;
 use dayfly_pager::wire::{FromPager, Report, Settings, pair};
@@ -76,6 +76,25 @@ pub struct Pager {
     memory: File,
 }
 
+/// A pager whose template is open. When nobody has that open any more, and no clone runs, it ends before all is there.
+#[derive(Debug)]
+pub struct Wanted(Arc<Pager>);
+
+impl Wanted {
+    /// The pager.
+    pub const fn pager(&self) -> &Arc<Pager> {
+        &self.0
+    }
+}
+
+impl Drop for Wanted {
+    fn drop(&mut self) {
+        if let Some(client) = lock(&self.0.client).take() {
+            client.leave();
+        }
+    }
+}
+
 /// What pagers are started with.
 #[derive(Debug, Clone)]
 pub struct Pagers {
@@ -100,7 +119,7 @@ impl Pagers {
     ///
     /// # Errors
     /// [`PagerError`]; nobody fills it then.
-    pub fn start(&self, open: &OpenSnapshot, plan: &Plan) -> Result<Arc<Pager>, PagerError> {
+    pub fn start(&self, open: &OpenSnapshot, plan: &Plan) -> Result<Wanted, PagerError> {
         let (ours, theirs) = pair()?;
         let mut spawn = Spawn::new(Program::Path(self.program.clone()), &self.name);
         spawn.argv.push(OsString::from(FIRST_FD.to_string()));
@@ -131,7 +150,7 @@ impl Pagers {
         });
         let watched = pager.clone();
         std::thread::Builder::new().name("pager".to_owned()).spawn(move || watched.watch(client))?;
-        Ok(pager)
+        Ok(Wanted(pager))
     }
 }
 
@@ -235,18 +254,24 @@ impl Pager {
     }
 
     fn end_gone(&self, why: &str) {
-        let _ = self.process.kill();
+        // One that was left goes on by itself for clones that still run.
+        let left = lock(&self.client).take().is_none();
+        if !left {
+            let _ = self.process.kill();
+        }
         let ended = self.process.wait(None);
         if lazy::is_whole(&self.memory) {
             // It let go of all clones before it sealed that.
             self.state.send_replace(State::Whole);
             lock(&self.served).clear();
-            lock(&self.client).take();
             return;
         }
         self.state.send_replace(State::Gone);
-        lock(&self.client).take();
-        tracing::error!(snapshot = %self.snapshot, ?ended, "its pager died while memory was missing: {why}");
+        if left && matches!(ended, Ok(Some(Ended::Code(0)))) {
+            tracing::info!(snapshot = %self.snapshot, "its pager ended with the last who wanted it");
+        } else {
+            tracing::error!(snapshot = %self.snapshot, ?ended, "its pager died while memory was missing: {why}");
+        }
         for (vm, vmm, exit) in lock(&self.served).drain(..) {
             let cause =
                 format!("the pager of its memory died while pages were missing (snapshot {})", self.snapshot);

@@ -4,9 +4,10 @@
 //! other wrote (`dayfly_vmm::memory::working_set`), and the store keeps the record beside the snapshot. Later clones have those pages
 //! laid ready before they run, and a clone whose memory has not arrived gets them first.
 
+use crate::colours::shown;
 use crate::daemon::Daemon;
 use crate::depot::Loaded;
-use crate::error::{Fault, Outcome, blocking};
+use crate::error::{Fault, Outcome, blocking, chain};
 use crate::ndjson::Teller;
 use crate::session;
 use crate::snapshot::Ready;
@@ -14,7 +15,8 @@ use crate::time::Asked;
 use crate::vm::birth::{Order, Part, birth};
 use crate::vm::control_link;
 use dayfly_api::agent::ExecSpec;
-use dayfly_api::types::{ErrorCode, Source};
+use dayfly_api::types::{ErrorCode, MAX_TOUCHES, Progress, Rehearsal, RehearseRequest, Source};
+use dayfly_units::Name;
 use dayfly_vmm::control::{Answer, Command};
 use dayfly_vmm::memory::working_set::{self, Record, Run};
 use std::collections::BTreeMap;
@@ -22,6 +24,10 @@ use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+
+/// How often a program runs in a rehearsal: the pages that a guest takes from its free lists differ a little from clone to clone; the second run
+/// takes the next ones.
+const TIMES: usize = 2;
 
 /// Plays the first moments of a clone of what is `ready` twice, and keeps with it what that touched and wrote.
 ///
@@ -34,16 +40,56 @@ pub async fn rehearse(
     tell: &Teller,
 ) -> Outcome<()> {
     let template = Arc::new(ready.open()?);
-    let touched = play(daemon, &template, program.as_ref(), Part::Touched, tell).await?;
-    let written = play(daemon, &template, program.as_ref(), Part::Written, tell).await?;
+    let touched = play(daemon, &template, program.as_ref(), TIMES, Part::Touched, tell).await?;
+    let written = play(daemon, &template, program.as_ref(), TIMES, Part::Written, tell).await?;
     ready.expect(&working_set::merge(&touched, &written, template.manifest.memory_bytes))
 }
 
-/// One throw-away clone; gives the pages it noted.
+/// Plays one run of a clone of the snapshot `name`, and holds what it touched against the working set.
+///
+/// # Errors
+/// There is no such snapshot, the clone does not come to life, or the program does not end with 0.
+pub async fn once(
+    daemon: Arc<Daemon>,
+    name: Name,
+    request: RehearseRequest,
+    tell: Teller,
+) -> Outcome<Rehearsal> {
+    let shared = daemon.clone();
+    let (template, table) = blocking(move || {
+        let (_, table) = shared.depot.store().snapshot_table(&shared.depot.tenant(), &name)?;
+        Ok((shared.depot.open_snapshot(&name)?, table))
+    })
+    .await?;
+    if let Some(pager) = template.filling() {
+        // What it touches is compared with the file.
+        tell.phase("waiting for all of its memory").await;
+        pager.whole(daemon.config.deadlines.save).await?;
+    }
+    tell.phase("recording a run of a clone").await;
+    let record = play(&daemon, &template, request.program.as_ref(), 1, Part::Touched, &tell).await?;
+    let expected = template.working_set.as_ref();
+    let expected = expected.map(|file| working_set::read(file, template.manifest.memory_bytes)).transpose();
+    let expected = expected.map_err(|e| Fault::new(ErrorCode::Damaged, chain(&e)))?.unwrap_or_default();
+    if request.touches {
+        for touches in record.order.chunks(MAX_TOUCHES) {
+            let touches = touches.iter().map(|touch| [touch.page, touch.us]).collect();
+            tell.tell(Progress::Touched { touches }).await;
+        }
+    }
+    Ok(Rehearsal {
+        memory_bytes: template.manifest.memory_bytes,
+        took_us: record.order.last().map_or(0, |touch| u64::from(touch.us)),
+        colours: shown::touched(table.runs(), &record, &expected),
+    })
+}
+
+/// One throw-away clone, in which the program runs so often; gives the pages it noted.
 async fn play(
     daemon: &Arc<Daemon>,
     template: &Arc<Loaded>,
     program: Option<&ExecSpec>,
+    times: usize,
     part: Part,
     tell: &Teller,
 ) -> Outcome<Record> {
@@ -59,9 +105,8 @@ async fn play(
     };
     let newborn = birth(daemon, Asked::now(), order).await?;
     let vm = newborn.vm();
-    // Twice: the pages that a guest takes from its free lists differ a little from clone to clone; the second run takes the
-    // next ones. How that ends says nothing: the program need not be one that can be repeated.
-    for (run, spec) in program.iter().cycle().take(2).copied().cloned().enumerate() {
+    // How a second run ends says nothing: the program need not be one that can be repeated.
+    for (run, spec) in program.iter().cycle().take(times).copied().cloned().enumerate() {
         let text = spec.argv.join(" ");
         let ended = session::to_its_end(daemon, &vm, spec, tell).await;
         let (exit, stderr) = ended.map_err(|fault| fault.during("rehearsal"))?;

@@ -56,6 +56,12 @@ impl Client {
         Ok(theirs)
     }
 
+    /// Nobody will tell it anything any more: it ends with its last clone, or when all is there.
+    pub fn leave(&self) {
+        // One that is gone needs not be told.
+        let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Write);
+    }
+
     /// What it tells next; `None` when it has ended. Blocks.
     ///
     /// # Errors

@@ -1,5 +1,7 @@
 //! A pager over a real store: what clones of one template read, and what they get where a pack or a disk is damaged.
 
+#![expect(clippy::unwrap_used, reason = "in a test it is how a failure is told")]
+
 use dayfly_pager::guest::{self, Guest};
 use dayfly_pager::policy::Policy;
 use dayfly_pager::serve;
@@ -198,7 +200,7 @@ fn sixty_four_clones_read_what_one_would() {
     let policy = Policy { background: false, beside: 0, ..Policy::default() };
     // The working set is of another part of RAM than what is touched.
     let first: Vec<u32> = (0..300).map(|n| n * 3 % (FRAMES / 4)).collect();
-    let touched = |frame: &u32| *frame >= FRAMES / 4 && frame / 64 % 2 == 0;
+    let touched = |frame: &u32| *frame >= FRAMES / 4 && (frame / 64).is_multiple_of(2);
     let read = |clones: u32| {
         let room = Room::new(reader(&plan, again(&plan.packs), disks(&plan)), policy, &first);
         let vmms: Vec<Vmm> = (0..clones).map(|_| Vmm::new()).collect();
@@ -206,7 +208,8 @@ fn sixty_four_clones_read_what_one_would() {
         thread::scope(|scope| {
             for (seed, guest) in (0..).zip(&guests) {
                 // Each two thirds of it; one alone all.
-                let mine = move |frame: &u32| touched(frame) && (clones == 1 || (frame + seed) % 3 != 0);
+                let mine =
+                    move |frame: &u32| touched(frame) && (clones == 1 || !(frame + seed).is_multiple_of(3));
                 scope.spawn(move || {
                     for frame in shuffled(seed).filter(mine) {
                         assert!(guest.read(frame)[..] == content(frame), "frame {frame}");
@@ -237,8 +240,8 @@ fn sixty_four_clones_read_what_one_would() {
         stored.read_bytes()
     };
     let (one, many) = (read(1), read(64));
-    println!("one clone read {one} bytes, 64 clones {many}: {:.3} x", many as f64 / one as f64);
-    assert!(many as f64 <= one as f64 * 1.02, "one clone read {one} bytes, 64 clones {many}");
+    println!("one clone read {one} bytes, 64 clones {many}");
+    assert!(many * 100 <= one * 102, "one clone read {one} bytes, 64 clones {many}");
 }
 
 /// A copy of a file in memory, to damage it.

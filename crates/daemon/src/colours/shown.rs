@@ -2,10 +2,11 @@
 
 use crate::depot::Depot;
 use crate::error::{Fault, Outcome};
-use dayfly_api::types::{ColourUse, Colours, MAX_PICTURE_WIDTH};
+use dayfly_api::types::{ColourTouched, ColourUse, Colours, MAX_PICTURE_WIDTH};
 use dayfly_introspect::{Colour, picture};
 use dayfly_store::{Kind, Run};
 use dayfly_units::{Name, PAGE_SIZE};
+use dayfly_vmm::memory::working_set::Record;
 use std::num::NonZeroU32;
 
 /// How much of a snapshot's RAM has which colour, and where that is stored.
@@ -46,6 +47,47 @@ fn of(colour: Colour) -> ColourUse {
         disk_bytes: 0,
         page_bytes: 0,
     }
+}
+
+/// What a run touched of RAM with these runs, by colour, held against the pages that it was expected to touch.
+pub fn touched(runs: &[Run], record: &Record, expected: &Record) -> Vec<ColourTouched> {
+    let frames = runs.last().map_or(0, |run| run.first + run.frames) as usize;
+    let flags = |record: &Record| {
+        let mut flags = vec![false; frames];
+        for page in record.in_order() {
+            if let Some(flag) = flags.get_mut(page as usize) {
+                *flag = true;
+            }
+        }
+        flags
+    };
+    let (touched, expected) = (flags(record), flags(expected));
+    let none = |colour: &Colour| ColourTouched {
+        colour: colour.name().to_owned(),
+        touched_bytes: 0,
+        expected_bytes: 0,
+        unneeded_bytes: 0,
+        zero_bytes: 0,
+    };
+    let mut all: Vec<ColourTouched> = Colour::ALL.iter().map(none).collect();
+    for run in runs {
+        let number = Colour::from_number(run.colour).unwrap_or(Colour::Unknown).number();
+        let Some(of) = all.get_mut(usize::from(number)) else { continue };
+        let range = run.first as usize..(run.first + run.frames) as usize;
+        for (touched, expected) in touched[range.clone()].iter().zip(&expected[range]) {
+            match (run.kind, touched, expected) {
+                (Kind::Zero | Kind::Free, true, _) => of.zero_bytes += PAGE_SIZE,
+                (Kind::Zero | Kind::Free, false, _) | (_, false, false) => {}
+                (_, true, true) => {
+                    of.touched_bytes += PAGE_SIZE;
+                    of.expected_bytes += PAGE_SIZE;
+                }
+                (_, true, false) => of.touched_bytes += PAGE_SIZE,
+                (_, false, true) => of.unneeded_bytes += PAGE_SIZE,
+            }
+        }
+    }
+    all
 }
 
 /// A PNG with a pixel for each frame, `width` of them to a row.

@@ -54,6 +54,7 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(snapshots::list))
         .routes(routes!(snapshots::inspect, snapshots::remove))
         .routes(routes!(snapshots::colours))
+        .routes(routes!(snapshots::rehearse))
         .routes(routes!(snapshots::picture))
         .routes(routes!(snapshots::bake))
         .routes(routes!(store::stats))

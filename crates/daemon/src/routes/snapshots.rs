@@ -4,11 +4,11 @@ use super::{Json, Named, Params, Shared};
 use crate::colours::shown;
 use crate::error::{Outcome, blocking};
 use crate::vm::pool;
-use crate::{bake, ndjson};
+use crate::{bake, ndjson, rehearsal};
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use dayfly_api::types::{ApiError, BakeRequest, Colours, List, Progress, Snapshot};
+use dayfly_api::types::{ApiError, BakeRequest, Colours, List, Progress, RehearseRequest, Snapshot};
 use serde::Deserialize;
 
 /// How a picture is drawn.
@@ -59,6 +59,18 @@ pub async fn picture(
 ) -> Outcome<Response> {
     let png = blocking(move || shown::picture(&daemon.depot, &name, query.width)).await?;
     Ok(([(header::CONTENT_TYPE, "image/png")], png).into_response())
+}
+
+/// Records which pages one run of a clone touches, and holds them against the working set. The answer is one Progress in JSON a line, the last of them
+/// `rehearsed` or `failed`.
+#[utoipa::path(post, path = "/v1/snapshots/{name}/rehearse", params(("name" = String, Path)), request_body = RehearseRequest,
+    responses((status = 200, body = Progress, content_type = "application/x-ndjson"), (status = 400, body = ApiError)))]
+pub async fn rehearse(
+    State(daemon): Shared,
+    Named(name): Named,
+    Json(request): Json<RehearseRequest>,
+) -> Response {
+    ndjson::stream(daemon.stop.clone(), move |tell| rehearsal::once(daemon, name, request, tell))
 }
 
 /// Removes a snapshot. Its running clones keep what they use; layers that nobody uses any more go with it.

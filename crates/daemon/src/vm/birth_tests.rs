@@ -4,7 +4,7 @@ use super::*;
 use crate::config::Config;
 use crate::depot::Depot;
 use crate::fixture;
-use crate::pagers::Pagers;
+use crate::pagers::{Pager, Pagers};
 use crate::vm::registry::{FIRST_UID, Seat};
 use crate::vm::step::injected;
 use dayfly_pager::wire::Settings;
@@ -77,6 +77,12 @@ impl Room {
 
     async fn birth(&self, name: &Name) -> Outcome<Newborn> {
         birth(&self.daemon, Asked::now(), self.order(name)).await
+    }
+
+    /// Who fills the snapshot, which is open.
+    fn pager(&self) -> Arc<Pager> {
+        let open = self.daemon.depot.known_snapshot(&self.snapshot).unwrap();
+        open.pager.as_ref().unwrap().pager().clone()
     }
 
     /// Nothing is left of any VM; what waits in the pool is not one.
@@ -309,7 +315,7 @@ async fn clones_run_before_their_memory_has_arrived() {
         newborns.push(room.birth(&format!("early-{n}").parse().unwrap()).await.unwrap());
     }
     let open = room.daemon.depot.known_snapshot(&room.snapshot).unwrap();
-    let pager = open.pager.clone().unwrap();
+    let pager = open.pager.as_ref().unwrap().pager().clone();
     for newborn in &newborns {
         let dir = &newborn.vm().dir;
         until("a guest has its memory", || console_tail(dir).ends_with(REMEMBERED)).await;
@@ -333,7 +339,7 @@ async fn a_pager_that_dies_takes_its_clones_along_and_is_replaced() {
     let settings = Settings { ahead_bytes_per_s: 4096, ..Settings::default() };
     let room = Room::with(0, settings, &remembers(), true).await;
     let first = room.birth(&"first".parse().unwrap()).await.unwrap();
-    let pager = room.daemon.depot.known_snapshot(&room.snapshot).unwrap().pager.clone().unwrap();
+    let pager = room.pager();
     assert!(pager.is_filling());
     pager.process().kill().unwrap();
     let vm = first.vm();
@@ -348,5 +354,22 @@ async fn a_pager_that_dies_takes_its_clones_along_and_is_replaced() {
     let dir = second.vm().dir.clone();
     until("a guest has its memory", || console_tail(&dir).ends_with(REMEMBERED)).await;
     second.end().await.unwrap();
+    room.empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pager_of_a_snapshot_that_was_removed_ends_with_its_last_clone() {
+    let settings = Settings { ahead_bytes_per_s: 4096, ..Settings::default() };
+    let room = Room::with(0, settings, &remembers(), true).await;
+    let clone = room.birth(&"last".parse().unwrap()).await.unwrap();
+    let pager = room.pager();
+    room.daemon.depot.remove_snapshot(&room.snapshot).unwrap();
+    // Its clone has all that it wants, and still runs when nobody else knows of the snapshot.
+    let dir = clone.vm().dir.clone();
+    until("a guest has its memory", || console_tail(&dir).ends_with(REMEMBERED)).await;
+    assert!(pager.process().is_alive().unwrap(), "it has left its clone");
+    assert!(clone.vm().live().exit.is_none());
+    clone.end().await.unwrap();
+    until("the pager ends", || !pager.process().is_alive().unwrap()).await;
     room.empty().await;
 }

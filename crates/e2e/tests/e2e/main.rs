@@ -17,4 +17,5 @@ mod lazy;
 mod life;
 mod pool;
 mod ports;
+mod rehearse;
 mod store;

@@ -83,7 +83,7 @@ fn a_flipped_byte_of_a_pack_is_found_and_named() {
     let again = on_host(&flip);
     assert_eq!(again.code, 0, "{again:?}");
     assert_eq!(got.code, 1, "{got:?}");
-    for says in [pack.as_str(), "group 0, page 0: ", "expected", "got", BASE, "next: ", "damaged\n"] {
+    for says in [pack.as_str(), ": group ", ", page ", "expected", "got", BASE, "next: ", "damaged\n"] {
         assert!(got.out.contains(says), "expected {says:?} in {got:?}");
     }
     let sound = dayfly(&["store", "verify", BASE]);

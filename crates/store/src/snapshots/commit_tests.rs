@@ -4,7 +4,7 @@ use crate::{Kind, Known, OpenSnapshot, PageReader, PagedSpec, Plan, Store};
 use dayfly_units::VmId;
 use std::os::unix::fs::FileExt;
 
-const FREE: [std::ops::Range<u32>; 1] = [100..200];
+const FREE: std::ops::Range<u32> = 100..200;
 
 fn read(open: &OpenSnapshot) -> (Vec<u8>, Vec<u8>, Vec<u8>) {
     let mut block = vec![0; PAGE];
@@ -18,7 +18,7 @@ fn what_is_prepared_can_be_used_before_it_is_stored_and_is_what_is_stored() {
     let store: Store = store(root.path());
     let (tenant, s, vm) = (name("one"), name("s"), VmId::random());
     let (saved, spec) = saved(&store, "s", 3, &ram(0..600), vm).unwrap();
-    let mut prepared = saved.prepare(&spec, &FREE).unwrap();
+    let mut prepared = saved.prepare(&spec, &[FREE]).unwrap();
     // The VM may go at once.
     store.remove_vm(vm).unwrap();
     assert!(store.snapshot(&s).is_err(), "nobody finds it");

@@ -8,7 +8,7 @@ use super::dump::PAGE;
 use super::uffd::{
     MESSAGE_BYTES, UFFD_EVENT_PAGEFAULT, UFFDIO_COPY, UFFDIO_WAKE, UffdioCopy, UffdioRange, check, register,
 };
-use super::working_set::{self, Record};
+use super::working_set::{self, Record, Touch};
 use crate::arch::layout;
 use crate::seccomp::{self, Program};
 use dayfly_units::PAGE_SIZE;
@@ -19,6 +19,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 struct Job {
@@ -33,7 +34,7 @@ struct Job {
 pub struct Recorder {
     jobs: Sender<Job>,
     /// Pages of the memory file in the order of their first touch.
-    touched: Arc<Mutex<Vec<u32>>>,
+    touched: Arc<Mutex<Vec<Touch>>>,
 }
 
 impl Recorder {
@@ -43,7 +44,7 @@ impl Recorder {
     /// When the thread cannot be made.
     pub fn start(uffd: OwnedFd, filter: Option<Arc<Program>>) -> io::Result<Self> {
         let (jobs, waiting) = channel();
-        let touched = Arc::<Mutex<Vec<u32>>>::default();
+        let touched = Arc::<Mutex<Vec<Touch>>>::default();
         let notes = Arc::clone(&touched);
         std::thread::Builder::new().name("recorder".to_owned()).spawn(move || {
             seccomp::apply(filter.as_deref());
@@ -75,7 +76,7 @@ impl Recorder {
     /// When the file cannot be read.
     pub fn record(&self, memory: &GuestMemoryMmap, memory_bytes: u64, file: &File) -> io::Result<Record> {
         let order = self.touched.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let mut pages = order.clone();
+        let mut pages: Vec<u32> = order.iter().map(|touch| touch.page).collect();
         pages.sort_unstable();
         pages.dedup();
         let mut found = BTreeMap::new();
@@ -102,7 +103,7 @@ struct Place {
     offset: u64,
 }
 
-fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<u32>>) -> io::Result<()> {
+fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<Touch>>) -> io::Result<()> {
     let Ok(Job { memory, memory_bytes, file, ready }) = jobs.recv() else {
         return Ok(()); // the VM ended before it had a guest
     };
@@ -120,6 +121,7 @@ fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<u32>>) -> io::Res
     if failed {
         return Ok(());
     }
+    let began = Instant::now();
     let mut page = vec![0; PAGE];
     let mut messages = [0; 16 * MESSAGE_BYTES];
     loop {
@@ -141,8 +143,9 @@ fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<u32>>) -> io::Res
             let offset = place.offset + (at - place.host);
             file.read_exact_at(&mut page, offset)?;
             // Noted first: who touched it goes on with the next line, and may ask for the record.
-            if let Ok(number) = u32::try_from(offset / PAGE_SIZE) {
-                notes.lock().unwrap_or_else(PoisonError::into_inner).push(number);
+            if let Ok(page) = u32::try_from(offset / PAGE_SIZE) {
+                let us = u32::try_from(began.elapsed().as_micros()).unwrap_or(u32::MAX);
+                notes.lock().unwrap_or_else(PoisonError::into_inner).push(Touch { page, us });
             }
             give(&uffd, at, &page)?;
         }
@@ -211,6 +214,8 @@ mod tests {
             Run { first: 500, pages: 1, written: true },
         ];
         assert_eq!(runs, expected);
-        assert_eq!(order, [101, 300, 301, 102, 500]);
+        let pages: Vec<u32> = order.iter().map(|touch| touch.page).collect();
+        assert_eq!(pages, [101, 300, 301, 102, 500]);
+        assert!(order.is_sorted_by_key(|touch| touch.us));
     }
 }

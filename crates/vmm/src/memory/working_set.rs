@@ -13,7 +13,8 @@
 //!
 //! The record is a hint: wrong pages cost memory or faults, never correctness. It is sealed all the same, and a damaged one is
 //! refused. Payload, after the seal, all little-endian: u32 count of runs; runs of 8 bytes, u32 first page (byte in the memory file ÷ 4096),
-//! u32 count of pages × 2 + 1 if they were written, ascending, disjoint; then the order of first touches, a u32 for each page.
+//! u32 count of pages × 2 + 1 if they were written, ascending, disjoint; then the order of first touches, for each u32 page and u32
+//! microseconds since the restore.
 
 use super::pre_fault;
 use crate::arch::layout;
@@ -31,11 +32,12 @@ const FIRST_VERSION: u32 = 1;
 const VERSION: u32 = 2;
 const RUN_BYTES: usize = 8;
 const WORD_BYTES: usize = 4;
+const TOUCH_BYTES: usize = 8;
 /// The longest payload of a record.
 pub const MAX_BYTES: u64 = 4 << 20;
 /// Half of it for runs, half for their order.
 const MAX_RUNS: usize = (2 << 20) / RUN_BYTES - 1;
-const MAX_ORDER: usize = (2 << 20) / WORD_BYTES;
+const MAX_ORDER: usize = (2 << 20) / TOUCH_BYTES;
 /// The longest file.
 pub const MAX_FILE_BYTES: u64 = MAX_BYTES + sealed::HEADER_BYTES as u64;
 
@@ -50,13 +52,22 @@ pub struct Run {
     pub written: bool,
 }
 
+/// A page's first touch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Touch {
+    /// The page, counted from the start of the memory file.
+    pub page: u32,
+    /// When, in microseconds after the restore.
+    pub us: u32,
+}
+
 /// What was touched.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Record {
     /// Every page, ascending.
     pub runs: Vec<Run>,
-    /// Pages in the order of their first touch, as far as that is known.
-    pub order: Vec<u32>,
+    /// First touches in their order, as far as that is known.
+    pub order: Vec<Touch>,
 }
 
 /// Why a record was refused.
@@ -140,7 +151,8 @@ pub fn merge(one: &Record, other: &Record, memory_bytes: u64) -> Record {
         }
     }
     let mut seen = BTreeSet::new();
-    let order = one.order.iter().chain(&other.order).copied().filter(|page| seen.insert(*page)).collect();
+    let order =
+        one.order.iter().chain(&other.order).copied().filter(|touch| seen.insert(touch.page)).collect();
     Record { runs: runs(&pages, memory_bytes), order }
 }
 
@@ -150,7 +162,7 @@ impl Record {
     pub fn in_order(&self) -> Vec<u32> {
         let mut seen = BTreeSet::new();
         let rest = self.runs.iter().flat_map(|run| run.first..run.first.saturating_add(run.pages));
-        self.order.iter().copied().chain(rest).filter(|page| seen.insert(*page)).collect()
+        self.order.iter().map(|touch| touch.page).chain(rest).filter(|page| seen.insert(*page)).collect()
     }
 }
 
@@ -159,13 +171,16 @@ impl Record {
 pub fn encode(record: &Record) -> Vec<u8> {
     let Record { runs, order } = record;
     let (runs, order) = (&runs[..runs.len().min(MAX_RUNS)], &order[..order.len().min(MAX_ORDER)]);
-    let mut payload = Vec::with_capacity(WORD_BYTES + runs.len() * RUN_BYTES + order.len() * WORD_BYTES);
+    let mut payload = Vec::with_capacity(WORD_BYTES + runs.len() * RUN_BYTES + order.len() * TOUCH_BYTES);
     payload.extend_from_slice(&u32::try_from(runs.len()).unwrap_or(u32::MAX).to_le_bytes());
     for run in runs {
         payload.extend_from_slice(&run.first.to_le_bytes());
         payload.extend_from_slice(&((run.pages << 1) | u32::from(run.written)).to_le_bytes());
     }
-    order.iter().for_each(|page| payload.extend_from_slice(&page.to_le_bytes()));
+    for touch in order {
+        payload.extend_from_slice(&touch.page.to_le_bytes());
+        payload.extend_from_slice(&touch.us.to_le_bytes());
+    }
     sealed::seal(&MAGIC, VERSION, &payload)
 }
 
@@ -202,10 +217,16 @@ pub fn decode(bytes: &[u8], memory_bytes: u64) -> Result<Record, WorkingSetError
         next = end;
         runs.push(Run { first, pages, written });
     }
-    if let Some((number, &page)) = order.iter().enumerate().find(|(_, page)| u64::from(**page) >= limit) {
+    let (touches, rest) = order.as_chunks();
+    if !rest.is_empty() {
+        return Err(part("order", format!("touches of {TOUCH_BYTES} bytes")));
+    }
+    let order: Vec<Touch> = touches.iter().map(|&[page, us]| Touch { page, us }).collect();
+    let beyond = |(_, touch): &(usize, &Touch)| u64::from(touch.page) >= limit;
+    if let Some((number, &Touch { page, .. })) = order.iter().enumerate().find(beyond) {
         return Err(WorkingSetError::Order { number, limit, page });
     }
-    Ok(Record { runs, order: order.to_vec() })
+    Ok(Record { runs, order })
 }
 
 /// Reads the record in `file`.
@@ -262,13 +283,17 @@ mod tests {
 
     const RAM: u64 = 64 << 20;
 
+    fn touches(pages: &[u32]) -> Vec<Touch> {
+        pages.iter().zip(7..).map(|(&page, us)| Touch { page, us }).collect()
+    }
+
     fn sample() -> Record {
         let runs = vec![
             Run { first: 0, pages: 3, written: true },
             Run { first: 3, pages: 1, written: false },
             Run { first: 16_383, pages: 1, written: true },
         ];
-        Record { runs, order: vec![16_383, 1, 3] }
+        Record { runs, order: touches(&[16_383, 1, 3]) }
     }
 
     #[test]
@@ -297,7 +322,7 @@ mod tests {
             let bad = Record { runs: bad, order: Vec::new() };
             assert!(matches!(decode(&encode(&bad), RAM), Err(WorkingSetError::Run { .. })), "{bad:?}");
         }
-        let bad = Record { order: vec![3, 16_384], ..sample() };
+        let bad = Record { order: touches(&[3, 16_384]), ..sample() };
         assert!(matches!(decode(&encode(&bad), RAM), Err(WorkingSetError::Order { number: 1, .. })));
     }
 
@@ -308,7 +333,7 @@ mod tests {
             decode(&sealed::seal(&MAGIC, VERSION, &payload), RAM)
         };
         assert_eq!(sealed(&[1, 5, 2 << 1]).unwrap().runs, [Run { first: 5, pages: 2, written: false }]);
-        for bad in [&[][..], &[1], &[1, 5], &[u32::MAX, 5, 2], &[1 << 31, 0, 0]] {
+        for bad in [&[][..], &[1], &[1, 5], &[u32::MAX, 5, 2], &[1 << 31, 0, 0], &[1, 5, 4, 9]] {
             assert!(matches!(sealed(bad), Err(WorkingSetError::Part { .. })), "{bad:?}");
         }
     }
@@ -331,12 +356,14 @@ mod tests {
     #[test]
     fn a_merged_record_has_the_pages_of_both_and_what_either_wrote() {
         let run = |first, pages, written| Run { first, pages, written };
-        let of = |runs: &[Run], order: &[u32]| Record { runs: runs.to_vec(), order: order.to_vec() };
+        let of = |runs: &[Run], order: &[u32]| Record { runs: runs.to_vec(), order: touches(order) };
         let touched = of(&[run(0, 4, false), run(9, 1, true)], &[9, 2, 0]);
         let wrote = of(&[run(2, 1, true), run(20, 2, true)], &[21, 2]);
         let expected =
             [run(0, 2, false), run(2, 1, true), run(3, 1, false), run(9, 1, true), run(20, 2, true)];
-        assert_eq!(merge(&touched, &wrote, RAM), of(&expected, &[9, 2, 0, 21]));
+        let merged = merge(&touched, &wrote, RAM);
+        assert_eq!(merged.runs, expected);
+        assert_eq!(merged.in_order()[..4], [9, 2, 0, 21]);
         assert_eq!(merge(&touched, &Record::default(), RAM), touched);
         // Across the hole below 4 GiB a run ends.
         let large = 8 << 30;

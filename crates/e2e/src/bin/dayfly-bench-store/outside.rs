@@ -43,8 +43,7 @@ pub async fn look(place: &Place, name: &Name, parent: &Path) -> Result<Outside> 
     let folder = tempfile::tempdir_in(parent).context("a folder for the copy")?;
     let copy = folder.path().join("store");
     std::fs::create_dir(&copy).with_context(|| copy.display().to_string())?;
-    let image = place.client.snapshot(name).await?.image;
-    place.export(name, &image, &copy).await?;
+    place.export(name, &copy).await?;
     let name = name.clone();
     tokio::task::spawn_blocking(move || measured(&name, folder.path())).await?
 }

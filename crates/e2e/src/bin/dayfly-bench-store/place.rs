@@ -107,9 +107,15 @@ impl Place {
     ///
     /// # Errors
     /// When it cannot be read or written.
-    pub async fn export(&self, name: &Name, image: &Name, to: &Path) -> Result<()> {
-        let text = "cd \"$1\" && tar -cf - pages/default snapshots layers images/\"$3\"";
-        let mut from = self.command(text, &[name.as_str(), image.as_str()])?;
+    pub async fn export(&self, name: &Name, to: &Path) -> Result<()> {
+        let snapshot = self.client.snapshot(name).await?;
+        // Holes are copied as zeroes, so no layers but its own.
+        let text = r#"cd "$1" && shift && tar -cf - pages/default snapshots "$@""#;
+        let image = format!("images/{}", snapshot.image);
+        let mut files = vec![image];
+        files.extend(snapshot.layers.iter().map(|layer| format!("layers/{layer}")));
+        let files: Vec<&str> = files.iter().map(String::as_str).collect();
+        let mut from = self.command(text, &files)?;
         let mut from = from.stdout(Stdio::piped()).spawn().context("tar")?;
         let pipe: Stdio = from.stdout.take().context("tar's output")?.try_into()?;
         let mut into = Command::new("tar");

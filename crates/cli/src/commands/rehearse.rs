@@ -1,0 +1,100 @@
+//! `dayfly rehearse`: which memory a run of a clone touches, and how much of that was expected.
+
+use crate::output::{self, Format, FormatArgs};
+use crate::progress::Steps;
+use crate::{artefacts, connect};
+use anyhow::{Context, Result};
+use dayfly_api::agent::ExecSpec;
+use dayfly_api::types::{ColourTouched, Rehearsal, RehearseRequest};
+use dayfly_units::{Bytes, Name};
+use serde_json::json;
+use std::path::PathBuf;
+
+/// Arguments of `dayfly rehearse`.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "A throw-away clone runs once, and every page that it touches first is noted. What the bake's own rehearsal touched comes before it is asked \
+                        for when a clone starts and its memory has not arrived; this says how well that fits another program:\n  \
+                        dayfly rehearse web --cmd 'curl -s localhost >/dev/null'"
+)]
+pub struct Args {
+    /// The snapshot
+    snapshot: Name,
+    /// What runs, as a text for /bin/sh
+    #[arg(long, value_name = "TEXT")]
+    cmd: Option<String>,
+    /// Every first touch goes there as JSON: frame and microseconds
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    #[command(flatten)]
+    format: FormatArgs,
+    /// What runs, as a program and its arguments
+    #[arg(last = true, conflicts_with = "cmd", value_name = "PROGRAM")]
+    argv: Vec<String>,
+}
+
+impl Args {
+    pub async fn run(self) -> Result<()> {
+        let argv = self.cmd.map_or(self.argv, |text| vec!["/bin/sh".into(), "-c".into(), text]);
+        let program = (!argv.is_empty()).then(|| ExecSpec { argv, ..ExecSpec::default() });
+        let client = connect::client().await?;
+        let steps = Steps::new();
+        let request = RehearseRequest { program, touches: self.output.is_some() };
+        let stream = client.rehearse(&self.snapshot, &request).await?;
+        let (rehearsal, touches) = artefacts::watch_rehearsal(stream, &steps).await?;
+        drop(steps);
+        if let Some(path) = &self.output {
+            let file = json!({ "snapshot": self.snapshot, "memory_bytes": rehearsal.memory_bytes, "touches": touches });
+            std::fs::write(path, file.to_string())
+                .with_context(|| format!("writing the touches to {}", path.display()))?;
+        }
+        match self.format.format {
+            Format::Json => output::json(&rehearsal),
+            Format::Table => output::emit(&text(&rehearsal)),
+        }
+    }
+}
+
+fn text(rehearsal: &Rehearsal) -> String {
+    let bytes = |n: u64| if n == 0 { "-".to_owned() } else { Bytes(n).to_string() };
+    let row = |name: &str, of: &ColourTouched| {
+        let tenths = (u128::from(of.expected_bytes) * 1000).checked_div(u128::from(of.touched_bytes));
+        let share = tenths.map_or_else(|| "-".to_owned(), |n| format!("{}.{} %", n / 10, n % 10));
+        [
+            name.to_owned(),
+            bytes(of.touched_bytes),
+            bytes(of.expected_bytes),
+            share,
+            bytes(of.unneeded_bytes),
+            bytes(of.zero_bytes),
+        ]
+    };
+    let any = |of: &&ColourTouched| of.touched_bytes + of.unneeded_bytes + of.zero_bytes > 0;
+    let mut rows: Vec<_> = rehearsal.colours.iter().filter(any).map(|of| row(&of.colour, of)).collect();
+    rows.push(row("all", &rehearsal.total()));
+    output::table(["COLOUR", "TOUCHED", "EXPECTED", "OF IT", "NOT NEEDED", "ZERO"], rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_expected_is_a_share_of_what_was_touched() {
+        let of = |colour: &str, touched_bytes, expected_bytes, unneeded_bytes, zero_bytes| ColourTouched {
+            colour: colour.into(),
+            touched_bytes,
+            expected_bytes,
+            unneeded_bytes,
+            zero_bytes,
+        };
+        let colours =
+            vec![of("slab", 0, 0, 0, 0), of("user data", 8192, 4096, 0, 4096), of("free", 0, 0, 0, 8192)];
+        let text = text(&Rehearsal { memory_bytes: 1 << 30, took_us: 5, colours });
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(lines[1], ["user", "data", "8.0", "KiB", "4.0", "KiB", "50.0", "%", "-", "4.0", "KiB"]);
+        assert_eq!(lines[2], ["free", "-", "-", "-", "-", "8.0", "KiB"]);
+        assert_eq!(lines[3][..5], ["all", "8.0", "KiB", "4.0", "KiB"]);
+        assert!(!text.contains("slab"));
+    }
+}
