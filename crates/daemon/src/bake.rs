@@ -3,7 +3,7 @@
 //! Clones rehearse before anything of RAM is stored, so that the pages they touch lie together in the packs, in that order.
 //!
 //! What fails, and a client that goes away, leaves nothing: the VM goes with its [`crate::vm::birth::Newborn`], what was saved with its
-//! writer, and a snapshot that nobody waited for is removed again.
+//! writer, and a snapshot that nobody waited for while it was stored is removed again.
 
 use crate::daemon::Daemon;
 use crate::depot::shown_snapshot;
@@ -62,11 +62,17 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
     vm.step(Event::Freeze)?;
     let saved = snapshot::save(&daemon, &vm, &name).await?;
     let spec = snapshot::spec(&vm);
-    let mut ready = blocking(move || Ready::new(&vm, saved, &spec)).await?;
+    let prepared = blocking(move || {
+        let ready = Ready::new(&vm, saved, &spec)?;
+        let template = Arc::new(ready.open()?);
+        Ok((ready, template))
+    });
+    // While it is open its image stays in the store: to the end.
+    let (mut ready, template) = prepared.await?;
     newborn.end().await?;
     tell.phase("rehearsing: which pages a clone touches first").await;
-    match rehearse(&daemon, &mut ready, rehearsal, &tell).await {
-        Ok(()) => {}
+    match rehearse(&daemon, &template, rehearsal, &tell).await {
+        Ok(record) => ready = blocking(move || ready.expecting(&record)).await?,
         // The record is a hint: a host too busy to rehearse in time still has its snapshot.
         Err(fault) if fault.0.code == ErrorCode::Timeout => {
             tracing::warn!(snapshot = %name, "no working set: {fault}");
@@ -76,6 +82,7 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
     }
     tell.phase("hashing and storing").await;
     let committed = snapshot::publish(&daemon, ready, name, &tell).await?;
+    drop(template);
     let (shared, name) = (daemon.clone(), committed.manifest.name.clone());
     let template = blocking(move || Template::of(&*shared.depot.open_snapshot(&name)?)).await?;
     daemon.pool.expect(&template).await;

@@ -191,7 +191,9 @@ impl Pager {
             Fault::internal(format_args!("telling the pager of snapshot {} of a clone: {e}", self.snapshot))
         };
         let Some(client) = lock(&self.client).clone() else {
-            return if self.is_gone() { Err(failed(io::ErrorKind::BrokenPipe.into())) } else { Ok(None) };
+            // Without anybody to tell, only a template that is whole may be cloned: what is missing would read as zeroes.
+            let whole = *self.state.borrow() == State::Whole;
+            return if whole { Ok(None) } else { Err(failed(io::ErrorKind::BrokenPipe.into())) };
         };
         let record = File::options().write(true).open(exit).map_err(failed)?;
         {
@@ -268,6 +270,8 @@ impl Pager {
         }
         self.state.send_replace(State::Gone);
         if left && matches!(ended, Ok(Some(Ended::Code(0)))) {
+            // All of its clones had ended.
+            lock(&self.served).clear();
             tracing::info!(snapshot = %self.snapshot, "its pager ended with the last who wanted it");
         } else {
             tracing::error!(snapshot = %self.snapshot, ?ended, "its pager died while memory was missing: {why}");

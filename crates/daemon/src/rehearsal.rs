@@ -10,7 +10,6 @@ use crate::depot::Loaded;
 use crate::error::{Fault, Outcome, blocking, chain};
 use crate::ndjson::Teller;
 use crate::session;
-use crate::snapshot::Ready;
 use crate::time::Asked;
 use crate::vm::birth::{Order, Part, birth};
 use crate::vm::control_link;
@@ -29,20 +28,19 @@ use std::sync::Arc;
 /// takes the next ones.
 const TIMES: usize = 2;
 
-/// Plays the first moments of a clone of what is `ready` twice, and keeps with it what that touched and wrote.
+/// Plays the first moments of a clone of `template` twice; gives what that touched and wrote.
 ///
 /// # Errors
-/// A clone does not come to life, the program does not end with 0, or the record cannot be stored.
+/// A clone does not come to life, or the program does not end with 0.
 pub async fn rehearse(
     daemon: &Arc<Daemon>,
-    ready: &mut Ready,
+    template: &Arc<Loaded>,
     program: Option<ExecSpec>,
     tell: &Teller,
-) -> Outcome<()> {
-    let template = Arc::new(ready.open()?);
-    let touched = play(daemon, &template, program.as_ref(), TIMES, Part::Touched, tell).await?;
-    let written = play(daemon, &template, program.as_ref(), TIMES, Part::Written, tell).await?;
-    ready.expect(&working_set::merge(&touched, &written, template.manifest.memory_bytes))
+) -> Outcome<Record> {
+    let touched = play(daemon, template, program.as_ref(), TIMES, Part::Touched, tell).await?;
+    let written = play(daemon, template, program.as_ref(), TIMES, Part::Written, tell).await?;
+    Ok(working_set::merge(&touched, &written, template.manifest.memory_bytes))
 }
 
 /// Plays one run of a clone of the snapshot `name`, and holds what it touched against the working set.
@@ -61,10 +59,10 @@ pub async fn once(
         Ok((shared.depot.open_snapshot(&name)?, table))
     })
     .await?;
-    if let Some(pager) = template.filling() {
+    if let Some(wanted) = &template.pager {
         // What it touches is compared with the file.
         tell.phase("waiting for all of its memory").await;
-        pager.whole(daemon.config.deadlines.save).await?;
+        wanted.pager().whole(daemon.config.deadlines.save).await?;
     }
     tell.phase("recording a run of a clone").await;
     let record = play(&daemon, &template, request.program.as_ref(), 1, Part::Touched, &tell).await?;

@@ -327,14 +327,14 @@ impl Ready {
         Ok(Loaded { snapshot: self.prepared.open()?, pager: None })
     }
 
-    /// What clones touch first, which is stored so that it is fetched together.
+    /// With what clones touch first, which is stored so that it is fetched together. Blocks.
     ///
     /// # Errors
     /// The disk is full.
-    pub fn expect(&mut self, record: &Record) -> Outcome<()> {
+    pub fn expecting(mut self, record: &Record) -> Outcome<Self> {
         self.prepared.keep_working_set(&working_set::encode(record))?;
         self.order = record.in_order();
-        Ok(())
+        Ok(self)
     }
 
     /// Stores and publishes it. Blocks.
@@ -371,7 +371,7 @@ fn store(
     let tops = flatten::tops(daemon, spec);
     let mut ready = Ready::new(vm, saved, spec)?;
     if let Some(record) = inherited(daemon, vm) {
-        ready.expect(&record)?;
+        ready = ready.expecting(&record)?;
     }
     let committed = ready.store(daemon, meter)?;
     let live = vm.update(|live| {

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// The most frames of a batch, which bounds what who waits for one waits for: a guest may have filled all of its RAM with one page.
 const MOST_FRAMES: usize = 64;
-/// Groups that were read last: whoever asks for another part of one need not have it read and unpacked again. 4 MiB at most.
+/// Groups that were read last: whoever asks for another part of one need not have it read and unpacked again. Some MiB, with groups of 16 pages.
 const KEPT_GROUPS: usize = 64;
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);

@@ -187,7 +187,9 @@ impl CloneOf {
             configs[d].writable_fd = Some(fds.add(data));
         }
         let generation = identity::random();
-        let pager = open.filling().map(|pager| pager.clone_comes(id, vmm, &daemon.config.vm(id).exit()));
+        // Also of one that has just died: it must not be taken for whole.
+        let pager = open.pager.as_ref().map(|wanted| wanted.pager());
+        let pager = pager.map(|pager| pager.clone_comes(id, vmm, &daemon.config.vm(id).exit()));
         let pager_fd = pager.transpose()?.flatten().map(|socket| fds.add(socket));
         let config = RestoreConfig {
             state_fd,
