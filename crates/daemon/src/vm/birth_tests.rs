@@ -367,7 +367,6 @@ async fn a_pager_of_a_snapshot_that_was_removed_ends_with_its_last_clone() {
     // Its clone has all that it wants, and still runs when nobody else knows of the snapshot.
     let dir = clone.vm().dir.clone();
     until("a guest has its memory", || console_tail(&dir).ends_with(REMEMBERED)).await;
-    assert!(pager.process().is_alive().unwrap(), "it has left its clone");
     assert!(clone.vm().live().exit.is_none());
     clone.end().await.unwrap();
     until("the pager ends", || !pager.process().is_alive().unwrap()).await;
