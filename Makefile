@@ -14,6 +14,7 @@ help:
 	@echo "             (BENCH=birth|scale|chain|faults|death|jobs|trace|birth-linux|numa for one)"
 	@echo "             BENCH=store: what snapshots take in the store, of workloads and of 28 images; needs root and Debian's mirror the first"
 	@echo "             time, about two hours under emulation (STORE=--resume goes on, STORE='--images 2 --workloads copy' is short)"
+	@echo "             BENCH=restore, BENCH=prefetch: what clones wait for whose memory has not arrived, with what stock guests touch; likewise, an hour"
 	@echo "             BENCH=soak: 10,000 births and deaths with kills from outside; fails where anything is left"
 	@echo "make lint    rustfmt, clippy, cargo-deny"
 	@echo "make setup   install what is missing from Debian's packages"
@@ -37,8 +38,12 @@ test: setup
 	@cargo test --release --workspace; status=$$?; DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; exit $$status
 
 # birth-linux has a program of its own: it needs stock kernels, natively or in the machine; numa has one that starts a machine with
-# several memory nodes, beside what this host has of them; store has one that makes machines of its own, and only runs when asked for.
-BARE := $(filter-out birth-linux numa store,$(BENCH))
+# several memory nodes, beside what this host has of them; store, restore and prefetch have some that make machines of their own, and only
+# run when asked for.
+BARE := $(filter-out birth-linux numa store restore prefetch,$(BENCH))
+comma := ,
+empty :=
+RESTORE := $(subst $(empty) $(empty),$(comma),$(strip $(filter restore prefetch,$(BENCH))))
 NUMA := $(BIN)/dayfly-bench numa --out target/bench/native && $(BIN)/dayfly-bench-numa
 
 bench: build
@@ -46,6 +51,7 @@ bench: build
 	@$(if $(BENCH),$(if $(filter birth-linux,$(BENCH)),$(BIN)/dayfly-bench-linux,:),$(BIN)/dayfly-bench-linux)
 	@$(if $(BENCH),$(if $(filter numa,$(BENCH)),$(NUMA),:),$(NUMA))
 	@$(if $(filter store,$(BENCH)),$(BIN)/dayfly-bench-store $(STORE),:)
+	@$(if $(RESTORE),$(BIN)/dayfly-bench-restore --benches $(RESTORE),:)
 
 lint:
 	cargo fmt --all --check

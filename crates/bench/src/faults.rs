@@ -4,13 +4,13 @@
 //! all pages as another clone, for which all is there. Held against 4 KiB that are copied (`floor`).
 
 use crate::common::{self, Spread, ratio};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use dayfly_pager::guest::{self, Guest};
 use dayfly_pager::policy::Policy;
 use dayfly_pager::serve;
 use dayfly_pager::source::{Batch, Layout, Put, Source, SourceError};
 use dayfly_pager::template::Template;
-use dayfly_pager::wire::{Settings, pair};
+use dayfly_pager::wire::{FromPager, Settings, pair, receive};
 use rustix::fd::AsFd;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use serde_json::{Value, json};
@@ -32,7 +32,7 @@ struct Memory {
 
 impl Memory {
     fn new(each: u32) -> Self {
-        let batch = |number| Batch { first: number * each, frames: each, colour: 0 };
+        let batch = |number| Batch { first: number * each, frames: each, colour: 0, group: 0 };
         let batches: Vec<Batch> = (0..FRAMES / each).map(batch).collect();
         let batch_of = (0..FRAMES).map(|frame| frame / each).collect();
         let bytes = (0..FRAMES).flat_map(|frame| [frame.to_le_bytes()[0] | 1; PAGE]).collect();
@@ -84,7 +84,14 @@ fn one(each: u32) -> Result<(u64, u64)> {
     // All of it is there, but the pager has not been asked to say so to this one.
     let (finding, sum) = time(&second, 1);
     ensure!(sum > 0, "nothing was read");
-    // Whole, it ends with its daemon.
+    // Whole, it lets go of its clones' memory, which must still be there, and ends with its daemon.
+    loop {
+        match receive::<FromPager>(&ours)?.context("the pager ended")?.0 {
+            FromPager::Whole(_) => break,
+            FromPager::Begun | FromPager::First => {}
+            FromPager::Failed { cause } => bail!("the pager: {cause}"),
+        }
+    }
     drop((first, second, ours));
     pager.join().map_err(|_| anyhow::anyhow!("the pager panicked"))?.context("the pager")?;
     Ok((u64::try_from(bringing)?, u64::try_from(finding)?))

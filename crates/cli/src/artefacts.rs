@@ -17,7 +17,12 @@ use dayfly_api::types::{Collected, Progress, Rehearsal, Snapshot, Verified};
 /// # Errors
 /// When it failed, or its connection broke.
 pub async fn watch(stream: ProgressStream, steps: &Steps) -> Result<Snapshot> {
-    snapshot(follow(stream, steps, |text| steps.say(text.trim_end_matches('\n'))).await?)
+    let output = |news| {
+        if let News::Output(text) = news {
+            steps.say(text.trim_end_matches('\n'));
+        }
+    };
+    snapshot(follow(stream, steps, output).await?)
 }
 
 /// As [`watch`], without what a warm-up program writes.
@@ -54,25 +59,16 @@ pub async fn watch_collect(stream: ProgressStream, steps: &Steps) -> Result<Coll
 ///
 /// # Errors
 /// When it failed, or its connection broke.
-pub async fn watch_rehearsal(
-    mut stream: ProgressStream,
-    steps: &Steps,
-) -> Result<(Rehearsal, Vec<[u32; 2]>)> {
+pub async fn watch_rehearsal(stream: ProgressStream, steps: &Steps) -> Result<(Rehearsal, Vec<[u32; 2]>)> {
     let mut all = Vec::new();
-    while let Some(progress) = stream.next().await? {
-        match progress {
-            Progress::Touched { touches } => all.extend(touches),
-            Progress::Rehearsed(rehearsal) => {
-                steps.end();
-                return Ok((*rehearsal, all));
-            }
-            Progress::Phase { label } => steps.begin(label),
-            Progress::Output { text } => steps.say(text.trim_end_matches('\n')),
-            Progress::Failed(error) => return Err(ClientError::Refused(error).into()),
-            other => return Err(foreign("touches, or rehearsed", &other)),
-        }
+    let last = follow(stream, steps, |news| match news {
+        News::Output(text) => steps.say(text.trim_end_matches('\n')),
+        News::Touches(touches) => all.extend(touches),
+    });
+    match last.await? {
+        Progress::Rehearsed(rehearsal) => Ok((*rehearsal, all)),
+        other => Err(foreign("rehearsed", &other)),
     }
-    bail!("the daemon ended before the run did")
 }
 
 fn snapshot(last: Progress) -> Result<Snapshot> {
@@ -87,15 +83,23 @@ fn foreign(expected: &'static str, got: &Progress) -> anyhow::Error {
     ClientError::Foreign { call, expected, got }.into()
 }
 
+/// What a long operation tells on the way that is not for [`Steps`].
+enum News {
+    /// Of a program in a guest.
+    Output(String),
+    /// Frames, and the microseconds after the run's begin at which they were first touched.
+    Touches(Vec<[u32; 2]>),
+}
+
 /// Shows what is reported on the way; gives the last line.
-async fn follow(mut stream: ProgressStream, steps: &Steps, output: impl Fn(&str)) -> Result<Progress> {
+async fn follow(mut stream: ProgressStream, steps: &Steps, mut hear: impl FnMut(News)) -> Result<Progress> {
     while let Some(progress) = stream.next().await? {
         match progress {
             Progress::Phase { label } => steps.begin(label),
             Progress::Step { done, total } => steps.bytes(done, total),
-            Progress::Output { text } => output(&text),
+            Progress::Output { text } => hear(News::Output(text)),
+            Progress::Touched { touches } => hear(News::Touches(touches)),
             Progress::Failed(error) => return Err(ClientError::Refused(error).into()),
-            Progress::Touched { .. } => {}
             last @ (Progress::Snapshot(_)
             | Progress::Verified(_)
             | Progress::Collected(_)

@@ -10,6 +10,7 @@ use dayfly_store::{Digest, KernelRef, Store};
 use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::Status;
 use std::io::{Read, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixListener;
 use std::process::{Child, Stdio};
 
@@ -52,6 +53,14 @@ impl Standin {
             .spawn()
             .unwrap();
         let id = ProcessId::of(child.id()).unwrap().unwrap();
+        // It is one only when the second program runs.
+        let cmdline = format!("/proc/{}/cmdline", child.id());
+        let named = || std::fs::read(&cmdline).unwrap().starts_with(config.vmm_name().as_os_str().as_bytes());
+        let began = std::time::Instant::now();
+        while !named() {
+            assert!(began.elapsed() < Duration::from_secs(10), "{cmdline}: the stand-in has not started");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         Self(child, id)
     }
 

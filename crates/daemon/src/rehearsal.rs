@@ -11,6 +11,7 @@ use crate::error::{Fault, Outcome, blocking, chain};
 use crate::ndjson::Teller;
 use crate::session;
 use crate::time::Asked;
+use crate::vm::Vm;
 use crate::vm::birth::{Order, Part, birth};
 use crate::vm::control_link;
 use dayfly_api::agent::ExecSpec;
@@ -119,6 +120,17 @@ async fn play(
             ));
         }
     }
+    let record = noted(daemon, &vm).await?;
+    newborn.end().await?;
+    let sum = |runs: &mut dyn Iterator<Item = &Run>| runs.map(|run| run.pages).sum::<u32>();
+    let runs = &record.runs;
+    let (all, written) = (sum(&mut runs.iter()), sum(&mut runs.iter().filter(|run| run.written)));
+    tracing::info!(snapshot = %name, ?part, all, written, "pages of a rehearsal");
+    Ok(record)
+}
+
+/// What the VMM of a VM that is recorded has noted.
+pub async fn noted(daemon: &Daemon, vm: &Vm) -> Outcome<Record> {
     let failed = |e: std::io::Error| Fault::internal(format_args!("rehearsal: the file for the record: {e}"));
     let memfd = rustix::fs::memfd_create("working-set", rustix::fs::MemfdFlags::CLOEXEC);
     let mut file = File::from(memfd.map_err(|e| failed(e.into()))?);
@@ -128,20 +140,14 @@ async fn play(
         Answer::Ok => {}
         got => return Err(Fault::internal(format_args!("rehearsal: the VMM: expected Ok, got {got:?}"))),
     }
-    newborn.end().await?;
     let memory_bytes = vm.facts.memory_bytes;
-    let record = blocking(move || {
+    blocking(move || {
         let mut record = Vec::new();
         file.rewind().map_err(failed)?;
         // What the VMM writes is bounded by what it would read.
         file.take(working_set::MAX_FILE_BYTES).read_to_end(&mut record).map_err(failed)?;
         working_set::decode(&record, memory_bytes)
             .map_err(|e| Fault::internal(format_args!("rehearsal: {e}")))
-    });
-    let record = record.await?;
-    let sum = |runs: &mut dyn Iterator<Item = &Run>| runs.map(|run| run.pages).sum::<u32>();
-    let runs = &record.runs;
-    let (all, written) = (sum(&mut runs.iter()), sum(&mut runs.iter().filter(|run| run.written)));
-    tracing::info!(snapshot = %name, ?part, all, written, "pages of a rehearsal");
-    Ok(record)
+    })
+    .await
 }

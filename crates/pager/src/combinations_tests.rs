@@ -129,15 +129,17 @@ impl Faulty {
     }
 }
 
-/// Makes a frame what it will be, as somebody else who has the memory open.
+/// Makes a frame what it will be, as somebody else who has the memory open; in one step, as stores into it would show zeroes first.
 fn put_directly(memory: &File, frame: u32) {
     let bytes = FRAMES as usize * PAGE;
     let protection = ProtFlags::READ | ProtFlags::WRITE;
+    let uffd = Uffd::own().unwrap();
     // SAFETY: a new mapping, at an address of the kernel's choice, that goes with this function; nobody has a reference to it.
     unsafe {
         let at = mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, memory, 0).unwrap();
-        let to = at.cast::<u8>().add(frame as usize * PAGE);
-        std::ptr::copy_nonoverlapping(content(frame).as_ptr(), to, PAGE);
+        let start = at.expose_provenance();
+        uffd.register(start as u64, bytes as u64).unwrap();
+        uffd.copy((start + frame as usize * PAGE) as u64, &content(frame), PAGE).unwrap();
         munmap(at, bytes).unwrap();
     }
 }
@@ -205,7 +207,7 @@ fn walk(clone: &Standin, case: &Case) -> Walked {
 fn play(case: Case) -> Duration {
     let memory = crate::guest::memory(u64::from(FRAMES) * PAGE as u64).unwrap();
     let batch_of = (0..FRAMES).map(|frame| if frame < BATCHES * EACH { frame / EACH } else { ZERO });
-    let batches = (0..BATCHES).map(|n| Batch { first: n * EACH, frames: EACH, colour: 0 });
+    let batches = (0..BATCHES).map(|n| Batch { first: n * EACH, frames: EACH, colour: 0, group: 0 });
     let layout = Layout { batch_of: batch_of.collect(), batches: batches.collect() };
     let (at, hit) = sync_channel(1);
     let (go, gone) = sync_channel(1);

@@ -22,6 +22,7 @@
 //! | [`template`] | the memfd, which batches are there, who waits for which |
 //! | [`clones`] | a clone's regions and descriptors; how it is let go, or killed with a cause |
 //! | [`policy`], [`order`] | what comes together; what is fetched before anybody asks |
+//! | [`learn`] | what recorded runs say of both |
 //! | [`serve`] | the process's threads |
 //! | [`wire`], [`client`] | what daemon, pager and VMM tell each other |
 //! | [`uffd`] | userfaultfd(2) |
@@ -32,6 +33,7 @@
 pub mod client;
 pub mod clones;
 pub mod guest;
+pub mod learn;
 pub mod order;
 pub mod policy;
 pub mod serve;

@@ -1,11 +1,17 @@
 //! What is fetched before anybody asks: what lies beside a fault, then the recorded working set in its order, then all batches as they lie.
 //!
-//! Efficiently Restoring VMs, algorithm 1, goes through the rest by where it lies on disk; batches are numbered so.
+//! Efficiently Restoring VMs, algorithm 1, goes through the rest by where it lies on disk; batches are numbered so. The working set is cut into slices, each
+//! twice as long as the one before and by itself as it lies: what is wanted at once comes at once, and a disk need not go back and forth for
+//! what is wanted later.
 
 use crate::policy::Policy;
-use crate::source::{Layout, ZERO};
+use crate::source::{Batch, Layout, ZERO};
 use std::collections::VecDeque;
 
+/// Batches of the working set's first slice.
+const SLICE: usize = 32;
+/// So many batches of a group, before and behind, come with one that was asked for.
+const GROUP: usize = 64;
 /// Batches still to be fetched, the next first.
 #[derive(Debug)]
 pub struct Order {
@@ -27,16 +33,29 @@ impl Order {
         let first = first.iter().filter(|_| policy.working_set);
         let mut rest: VecDeque<u32> = first.filter_map(of).filter(&mut once).collect();
         let lead = rest.len();
+        let (mut left, mut slice) = (rest.make_contiguous(), SLICE);
+        while !left.is_empty() {
+            let (now, later) = left.split_at_mut(slice.min(left.len()));
+            now.sort_unstable();
+            (left, slice) = (later, slice * 2);
+        }
         if policy.background {
             rest.extend((0..).take(layout.batches.len()).filter(&mut once));
         }
         Self { beside_each: policy.beside, beside: VecDeque::new(), rest, lead }
     }
 
-    /// Somebody asked for `batch`: those of its colour that lie behind it come next. Says whether there are any.
+    /// Somebody asked for `batch`: those of its group come next, and where it has none, those of its colour that lie behind it. Says whether there are any.
     pub fn asked(&mut self, layout: &Layout, batch: u32) -> bool {
         let before_this = self.beside.len();
-        let Some(colour) = layout.batches.get(batch as usize).map(|asked| asked.colour) else { return false };
+        let of = |n: u32| layout.batches.get(n as usize);
+        let Some(&Batch { colour, group, .. }) = of(batch) else { return false };
+        if group != 0 {
+            let same = |n: &u32| of(*n).is_some_and(|beside| beside.group == group);
+            self.beside.extend((batch + 1..).take(GROUP).take_while(same));
+            self.beside.extend((0..batch).rev().take(GROUP).take_while(same));
+            return self.beside.len() > before_this;
+        }
         let last = batch.saturating_add(self.beside_each);
         let same = |n: &u32| layout.batches.get(*n as usize).is_some_and(|beside| beside.colour == colour);
         self.beside.extend((batch + 1..=last).filter(same));
@@ -68,11 +87,11 @@ impl Order {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::Batch;
 
     /// Batches of two frames. The last two are of another colour.
     fn layout() -> Layout {
-        let batches = (0..6).map(|n| Batch { first: 2 * n, frames: 2, colour: u8::from(n > 3) }).collect();
+        let batches =
+            (0..6).map(|n| Batch { first: 2 * n, frames: 2, colour: u8::from(n > 3), group: 0 }).collect();
         let batch_of = (0..12).map(|frame| frame / 2).chain([ZERO, ZERO]).collect();
         Layout { batch_of, batches }
     }
@@ -87,12 +106,38 @@ mod tests {
 
     #[test]
     fn the_working_set_comes_first_and_everything_once() {
-        assert_eq!(all(order(&[5, 4, 1, 12, 900], Policy::default())), [2, 0, 1, 3, 4, 5]);
+        assert_eq!(all(order(&[5, 4, 1, 12, 900], Policy::default())), [0, 2, 1, 3, 4, 5]);
         let only = Policy::MINIMAL.with_working_set();
         let mut first = order(&[5, 1, 4], only);
-        assert_eq!((first.lead(), first.take()), (2, Some(2)));
-        assert_eq!((first.lead(), all(first)), (1, vec![0]));
+        assert_eq!((first.lead(), first.take()), (2, Some(0)));
+        assert_eq!((first.lead(), all(first)), (1, vec![2]));
         assert!(all(order(&[5, 1, 4], Policy::MINIMAL)).is_empty());
+    }
+
+    #[test]
+    fn a_group_comes_whole() {
+        let mut layout = layout();
+        for (number, group) in [(1, 7), (2, 7), (3, 7), (4, 8), (5, 7)] {
+            layout.batches[number].group = group;
+        }
+        let asked = |batch, beside| {
+            let mut order = Order::new(&layout, &[], &Policy { beside, ..Policy::MINIMAL });
+            (order.asked(&layout, batch), all(order))
+        };
+        assert_eq!(asked(2, 0), (true, vec![3, 1]));
+        assert_eq!(asked(1, 2), (true, vec![2, 3]));
+        assert_eq!(asked(4, 2), (false, vec![]), "its group, and not its colour");
+        assert_eq!(asked(5, 0), (false, vec![]), "neighbours only");
+    }
+
+    #[test]
+    fn slices_of_the_working_set_come_as_they_lie() {
+        let batches = (0..500).map(|n| Batch { first: n, frames: 1, colour: 0, group: 0 }).collect();
+        let layout = Layout { batch_of: (0..500).collect(), batches };
+        let backwards: Vec<u32> = (0..500).rev().collect();
+        let order = all(Order::new(&layout, &backwards, &Policy::MINIMAL.with_working_set()));
+        let expected = [468..500, 404..468, 276..404, 20..276, 0..20].into_iter().flatten();
+        assert_eq!(order, expected.collect::<Vec<u32>>());
     }
 
     #[test]

@@ -37,7 +37,7 @@ impl Made {
         let firsts = (0..frames).step_by(EACH as usize).filter(|first| first / EACH % 5 != 4);
         for (number, first) in (0..).zip(firsts) {
             layout.batch_of[first as usize..(first + EACH) as usize].fill(number);
-            layout.batches.push(Batch { first, frames: EACH, colour: 0 });
+            layout.batches.push(Batch { first, frames: EACH, colour: 0, group: 0 });
         }
         let fetched = Arc::new(layout.batches.iter().map(|_| AtomicU32::new(0)).collect());
         Self { layout, fetched, fails }

@@ -15,6 +15,8 @@ pub struct Batch {
     pub frames: u32,
     /// What the guest uses the first for (`dayfly-introspect`'s numbers; 0 is unknown).
     pub colour: u8,
+    /// Neighbours of one group belong together; 0 is none.
+    pub group: u32,
 }
 
 /// Which frames come at once.

@@ -1,6 +1,6 @@
 //! Pages out of the store: compressed groups of packs, and blocks of disks.
 
-use crate::policy::{Policy, UNIT};
+use crate::policy::{COLOURS, Policy, UNIT};
 use crate::source::{Batch, Layout, Put, Source, SourceError, ZERO};
 use dayfly_store::{GroupBuffer, GroupId, Kind, PageReader, PagesError};
 use dayfly_units::PAGE_SIZE;
@@ -32,6 +32,19 @@ enum Unit {
     Group(GroupId),
     /// Blocks in a row of a layer of a disk, from that multiple of [`UNIT`] on.
     Blocks(u8, u8, u32),
+}
+
+impl Unit {
+    /// Whether the other is the next.
+    fn is_before(self, other: Self) -> bool {
+        match (self, other) {
+            (Self::Group(a), Self::Group(b)) => a.pack == b.pack && a.group.checked_add(1) == Some(b.group),
+            (Self::Blocks(disk, layer, n), Self::Blocks(d, l, next)) => {
+                (disk, layer, n.checked_add(1)) == (d, l, Some(next))
+            }
+            _ => false,
+        }
+    }
 }
 
 impl Place {
@@ -81,12 +94,23 @@ fn slots(reader: &PageReader) -> Vec<Slot> {
     slots
 }
 
-/// Frames that come together, in the order in which they lie in the store: by what one read gives, apart what is in `first`, and as many as the windows say.
-fn batches(slots: Vec<Slot>, first: &[u32], policy: &Policy) -> Vec<Vec<Slot>> {
-    let mut batches: HashMap<(Unit, bool, u8), Vec<Slot>> = HashMap::new();
+/// What is known of what clones touch.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Expected {
+    /// Frames of the working set, the first first.
+    pub first: Vec<u32>,
+    /// Of other frames, which recorded runs touched them, one bit each: those that lie side by side and were touched by the same runs belong together
+    /// (they are of one file, mostly), and come together.
+    pub together: HashMap<u32, u64>,
+}
+
+/// Frames that come together, in the order in which they lie in the store: by what one read gives, apart what is in the working set, whole where they belong
+/// together, and as many as the windows say elsewhere.
+fn batches(slots: Vec<Slot>, expected: &Expected, policy: &Policy) -> Vec<(u64, Vec<Slot>)> {
+    let mut batches: HashMap<(Unit, bool, u8, u64), Vec<Slot>> = HashMap::new();
     let mut blind: HashMap<(u32, bool), Vec<Slot>> = HashMap::new();
     let early: std::collections::HashSet<u32> =
-        first.iter().copied().filter(|_| policy.working_set).collect();
+        expected.first.iter().copied().filter(|_| policy.working_set).collect();
     for slot in slots {
         let early = early.contains(&slot.frame);
         if policy.blind {
@@ -94,13 +118,15 @@ fn batches(slots: Vec<Slot>, first: &[u32], policy: &Policy) -> Vec<Vec<Slot>> {
             blind.entry((window, early)).or_default().push(slot);
         } else {
             // All of the working set that one read gives comes with it, whatever its colour.
+            let runs = expected.together.get(&slot.frame).copied().filter(|_| !early).unwrap_or(0);
             let colour = if early { 0 } else { slot.colour };
-            batches.entry((slot.place.unit(), early, colour)).or_default().push(slot);
+            batches.entry((slot.place.unit(), early, colour, runs)).or_default().push(slot);
         }
     }
-    let cut = |((_, early, colour), mut slots): ((Unit, bool, u8), Vec<Slot>)| {
+    let cut = |((_, early, colour, runs), mut slots): ((Unit, bool, u8, u64), Vec<Slot>)| {
         slots.sort_unstable_by_key(|slot| (slot.place, slot.frame));
-        let most = if early { MOST_FRAMES } else { usize::from(policy.window(colour)) };
+        let whole = early || runs != 0;
+        let most = if whole { MOST_FRAMES } else { usize::from(policy.window(colour)) };
         // Frames of one page come with it.
         let mut parts: Vec<Vec<Slot>> = Vec::new();
         let mut pages = 0;
@@ -118,33 +144,89 @@ fn batches(slots: Vec<Slot>, first: &[u32], policy: &Policy) -> Vec<Vec<Slot>> {
                 }
             }
         }
-        parts
+        parts.into_iter().map(move |part| (runs, part))
     };
-    let mut all: Vec<Vec<Slot>> = batches.into_iter().flat_map(cut).chain(blind.into_values()).collect();
-    for batch in &mut all {
+    let blind = blind.into_values().map(|batch| (0, batch));
+    let mut all: Vec<(u64, Vec<Slot>)> = batches.into_iter().flat_map(cut).chain(blind).collect();
+    for (_, batch) in &mut all {
         batch.sort_unstable_by_key(|slot| (slot.place.unit(), slot.frame));
     }
-    all.sort_unstable_by_key(|batch| batch.first().map(|slot| (slot.place, slot.frame)));
+    all.sort_unstable_by_key(|(_, batch)| batch.first().map(|slot| (slot.place, slot.frame)));
     all
 }
 
-impl Stored {
-    /// That of a plan's reader; `first` are the frames of the working set.
+/// Batches as [`Layout`] has them: neighbours that belong together are of one group.
+fn layout(frames: u32, batches: &[(u64, Vec<Slot>)]) -> Layout {
+    let mut layout = Layout { batch_of: vec![ZERO; frames as usize], ..Layout::default() };
+    let mut before: Option<(u64, u8, Unit)> = None;
+    let mut group = 0;
+    for (number, (runs, batch)) in (0..).zip(batches) {
+        for slot in batch {
+            layout.batch_of[slot.frame as usize] = number;
+        }
+        let (Some(first), Some(last)) = (batch.first(), batch.last()) else { continue };
+        let this = (*runs, first.colour, first.place.unit());
+        let goes_on = before.is_some_and(|(runs, colour, unit)| {
+            (runs, colour) == (this.0, this.1) && (unit == this.2 || unit.is_before(this.2))
+        });
+        group += u32::from(!goes_on);
+        layout.batches.push(Batch {
+            first: first.frame,
+            frames: u32::try_from(batch.len()).unwrap_or(u32::MAX),
+            colour: first.colour,
+            group: if *runs == 0 { 0 } else { group },
+        });
+        before = Some((*runs, first.colour, last.place.unit()));
+    }
+    layout
+}
+
+/// Where a snapshot's frames are, without anything to read them with.
+#[derive(Debug, Clone)]
+pub struct Shape {
+    frames: u32,
+    slots: Vec<Slot>,
+    /// By frame; nothing where it is zero.
+    colours: Vec<Option<u8>>,
+}
+
+impl Shape {
+    /// That of a plan's reader.
     #[must_use]
-    pub fn new(reader: PageReader, first: &[u32], policy: &Policy) -> Self {
-        let frames = reader.table().frames();
-        let batches = batches(slots(&reader), first, policy);
-        let mut layout = Layout { batch_of: vec![ZERO; frames as usize], ..Layout::default() };
+    pub fn of(reader: &PageReader) -> Self {
+        Self::new(reader.table().frames(), slots(reader))
+    }
+
+    fn new(frames: u32, slots: Vec<Slot>) -> Self {
+        let mut colours = vec![None; frames as usize];
+        for slot in &slots {
+            colours[slot.frame as usize] = Some(slot.colour);
+        }
+        Self { frames, slots, colours }
+    }
+
+    /// The colour of a frame that is not zero.
+    #[must_use]
+    pub fn colour(&self, frame: u32) -> Option<u8> {
+        self.colours.get(frame as usize).copied().flatten()
+    }
+
+    /// Which frames come together where this is expected and all windows are `window`.
+    #[must_use]
+    pub fn layout(&self, expected: &Expected, window: u8) -> Layout {
+        let policy = Policy::colour([window; COLOURS]).with_working_set();
+        layout(self.frames, &batches(self.slots.clone(), expected, &policy))
+    }
+}
+
+impl Stored {
+    /// That of a plan's reader.
+    #[must_use]
+    pub fn new(reader: PageReader, expected: &Expected, policy: &Policy) -> Self {
+        let batches = batches(slots(&reader), expected, policy);
+        let layout = layout(reader.table().frames(), &batches);
         let (mut slots, mut ranges) = (Vec::new(), Vec::with_capacity(batches.len()));
-        for (number, batch) in (0..).zip(batches) {
-            for slot in &batch {
-                layout.batch_of[slot.frame as usize] = number;
-            }
-            layout.batches.push(Batch {
-                first: batch.first().map_or(0, |slot| slot.frame),
-                frames: u32::try_from(batch.len()).unwrap_or(u32::MAX),
-                colour: batch.first().map_or(0, |slot| slot.colour),
-            });
+        for (_, batch) in batches {
             let start = slots.len();
             slots.extend(batch);
             ranges.push(start..slots.len());
@@ -253,10 +335,14 @@ impl Kept {
 }
 
 #[cfg(test)]
+#[path = "learn_tests.rs"]
+mod learning;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
-    fn page(frame: u32, group: u32, hash: u32, colour: u8) -> Slot {
+    pub(super) fn page(frame: u32, group: u32, hash: u32, colour: u8) -> Slot {
         Slot { frame, place: Place::Page(GroupId { pack: 0, group }, hash), colour }
     }
 
@@ -265,8 +351,12 @@ mod tests {
     }
 
     fn frames(slots: Vec<Slot>, first: &[u32], policy: &Policy) -> Vec<Vec<u32>> {
-        let batches = batches(slots, first, policy);
-        batches.iter().map(|batch| batch.iter().map(|slot| slot.frame).collect()).collect()
+        together(slots, &Expected { first: first.to_vec(), ..Expected::default() }, policy)
+    }
+
+    fn together(slots: Vec<Slot>, expected: &Expected, policy: &Policy) -> Vec<Vec<u32>> {
+        let batches = batches(slots, expected, policy);
+        batches.iter().map(|(_, batch)| batch.iter().map(|slot| slot.frame).collect()).collect()
     }
 
     /// Two groups and blocks in a row across a unit's end; frame 30 has the page of frame 3.
@@ -297,6 +387,35 @@ mod tests {
         let minimal = Policy::colour([1; 16]).with_working_set();
         let expected: [&[u32]; 8] = [&[0], &[1, 2, 30], &[3], &[8], &[7, 9], &[20], &[21], &[22, 23]];
         assert_eq!(frames(sample(), &[30, 9, 7, 22, 2, 1, 23], &minimal), expected);
+    }
+
+    #[test]
+    fn what_the_same_runs_touched_comes_together_and_has_a_group() {
+        let known = [(1, 2), (2, 2), (3, 1), (20, 4), (21, 4), (22, 4), (23, 1), (8, 1), (9, 1)];
+        let expected = Expected { first: vec![9], together: known.into() };
+        let policy = Policy::colour([1; 16]).with_working_set();
+        let batches = [
+            vec![0],
+            vec![1, 2],
+            vec![3],
+            vec![30],
+            vec![9],
+            vec![8],
+            vec![7],
+            vec![20, 21],
+            vec![22],
+            vec![23],
+        ];
+        let mut got = together(sample(), &expected, &policy);
+        let mut wanted = batches.to_vec();
+        got.sort_unstable();
+        wanted.sort_unstable();
+        assert_eq!(got, wanted);
+        let layout = layout(40, &super::batches(sample(), &expected, &policy));
+        let group = |frame: usize| layout.batches[layout.batch_of[frame] as usize].group;
+        assert_eq!([0, 30, 7, 9].map(group), [0; 4]);
+        assert!(group(20) != 0 && group(20) == group(22), "across the end of what one read gives");
+        assert!(group(22) != group(23) && group(1) != group(3) && group(1) != 0, "{layout:?}");
     }
 
     #[test]

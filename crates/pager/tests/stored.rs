@@ -6,7 +6,7 @@ use dayfly_pager::guest::{self, Guest};
 use dayfly_pager::policy::Policy;
 use dayfly_pager::serve;
 use dayfly_pager::source::{Layout, Put, Source, SourceError};
-use dayfly_pager::stored::Stored;
+use dayfly_pager::stored::{Expected, Stored};
 use dayfly_pager::template::Template;
 use dayfly_pager::wire::{Settings, pair};
 use dayfly_store::{
@@ -138,7 +138,11 @@ struct Room {
 impl Room {
     fn new(reader: PageReader, policy: Policy, first: &[u32]) -> Self {
         let memory = guest::memory(u64::from(FRAMES) * PAGE as u64).unwrap();
-        let stored = Arc::new(Stored::new(reader, first, &policy));
+        let stored = Arc::new(Stored::new(
+            reader,
+            &Expected { first: first.to_vec(), ..Expected::default() },
+            &policy,
+        ));
         let fetched = Arc::new(stored.layout().batches.iter().map(|_| AtomicU32::new(0)).collect::<Vec<_>>());
         let watched = Watched { stored: stored.clone(), fetched: fetched.clone() };
         let template = Template::new(memory.try_clone().unwrap(), watched).unwrap();

@@ -11,7 +11,7 @@ wire! {
     pub struct RehearseRequest {
         /// Run once in a throw-away clone; nothing: only its first moments, until it has its identity.
         pub program: Option<ExecSpec>,
-        /// Whether every touch is told.
+        /// Whether every touch is told, the first 262,144 of them.
         pub touches: bool,
     }
 
@@ -33,7 +33,7 @@ wire! {
     pub struct Rehearsal {
         /// RAM.
         pub memory_bytes: u64,
-        /// From the restore to the last first touch, in microseconds; every first touch of a page waits for the recorder.
+        /// From the restore to the last first touch that was noted (at most 262,144 are), in microseconds; every one waits for the recorder.
         pub took_us: u64,
         /// Every colour, touched or not.
         pub colours: Vec<ColourTouched>,

@@ -1,10 +1,9 @@
 //! `dayfly bake`: from an image to a snapshot.
 
-use super::options::Shape;
+use super::options::{Shape, program};
 use crate::progress::Steps;
 use crate::{artefacts, connect, output};
 use anyhow::Result;
-use dayfly_api::agent::ExecSpec;
 use dayfly_api::types::BakeRequest;
 use dayfly_units::Name;
 
@@ -35,9 +34,6 @@ pub struct Args {
 
 impl Args {
     pub async fn run(self) -> Result<()> {
-        let shell = |text| vec!["/bin/sh".into(), "-c".into(), text];
-        let argv = self.cmd.map_or(self.argv, shell);
-        let rehearsal = self.rehearse.map(|text| ExecSpec { argv: shell(text), ..ExecSpec::default() });
         let Shape { memory, cpus, kernel, init } = self.shape;
         let client = connect::client().await?;
         let steps = Steps::new();
@@ -47,8 +43,8 @@ impl Args {
             kernel: artefacts::ensure_kernel(&client, kernel.as_ref(), &steps).await?,
             memory_bytes: memory.0,
             vcpus: cpus,
-            warmup: (!argv.is_empty()).then(|| ExecSpec { argv, ..ExecSpec::default() }),
-            rehearsal,
+            warmup: program(self.cmd, self.argv),
+            rehearsal: program(self.rehearse, Vec::new()),
             init,
         };
         let snapshot = artefacts::watch(client.bake(&request).await?, &steps).await?;

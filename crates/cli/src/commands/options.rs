@@ -79,6 +79,12 @@ impl ExecArgs {
     }
 }
 
+/// The program that a text for the shell, or else an argument list, comes to.
+pub fn program(text: Option<String>, argv: Vec<String>) -> Option<ExecSpec> {
+    let argv = text.map_or(argv, |text| vec!["/bin/sh".into(), "-c".into(), text]);
+    (!argv.is_empty()).then(|| ExecSpec { argv, ..ExecSpec::default() })
+}
+
 /// Docker's `-e`: `NAME=VALUE`, or `NAME` for our own value where we have one.
 fn environment(given: &[String], ours: impl Fn(&str) -> Option<String>) -> BTreeMap<String, String> {
     given

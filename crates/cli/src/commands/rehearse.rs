@@ -1,10 +1,10 @@
 //! `dayfly rehearse`: which memory a run of a clone touches, and how much of that was expected.
 
+use super::options::program;
 use crate::output::{self, Format, FormatArgs};
 use crate::progress::Steps;
 use crate::{artefacts, connect};
 use anyhow::{Context, Result};
-use dayfly_api::agent::ExecSpec;
 use dayfly_api::types::{ColourTouched, Rehearsal, RehearseRequest};
 use dayfly_units::{Bytes, Name};
 use serde_json::json;
@@ -35,11 +35,10 @@ pub struct Args {
 
 impl Args {
     pub async fn run(self) -> Result<()> {
-        let argv = self.cmd.map_or(self.argv, |text| vec!["/bin/sh".into(), "-c".into(), text]);
-        let program = (!argv.is_empty()).then(|| ExecSpec { argv, ..ExecSpec::default() });
         let client = connect::client().await?;
         let steps = Steps::new();
-        let request = RehearseRequest { program, touches: self.output.is_some() };
+        let request =
+            RehearseRequest { program: program(self.cmd, self.argv), touches: self.output.is_some() };
         let stream = client.rehearse(&self.snapshot, &request).await?;
         let (rehearsal, touches) = artefacts::watch_rehearsal(stream, &steps).await?;
         drop(steps);

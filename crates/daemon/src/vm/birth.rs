@@ -67,7 +67,9 @@ pub struct Order {
 pub enum Part {
     /// To be used.
     User,
-    /// To learn which pages it touches; its VMM notes each.
+    /// To be used, once somebody wants it; it waits until then.
+    Pool,
+    /// To learn which pages it touches; its VMM notes each. What is known of that is not laid ready: it would be noted too.
     Touched,
     /// To learn which pages it writes; nothing was made ready for it.
     Written,
@@ -234,7 +236,7 @@ async fn attempt(
         None => (metrics::Start::Nothing, "vmm runs"),
     };
     let ready_made = shell.is_some();
-    let ready = match start(daemon, &vm, opened, shell, order.part == Part::Touched).await {
+    let ready = match start(daemon, &vm, opened, shell, order.part).await {
         Ok(ready) => ready,
         Err(fault) => {
             let step =
@@ -315,7 +317,7 @@ async fn start(
     vm: &Arc<Vm>,
     opened: Opened,
     shell: Option<Shell>,
-    record: bool,
+    part: Part,
 ) -> Outcome<Option<UnixListener>> {
     let within = daemon.config.deadlines.control;
     // A clone that is ready is let go here and now: no thread is changed, no file is touched.
@@ -353,6 +355,7 @@ async fn start(
                 let link = match link {
                     Some(link) => link,
                     None => {
+                        let record = part == Part::Touched;
                         let start = Start::Shell { shape: Template::of(&open)?.shape, record };
                         let launched = launch::launch(&daemon, vm.seat(), start, Fds::default(), false)?;
                         held(&daemon, &vm, launched.process);
@@ -361,7 +364,7 @@ async fn start(
                 };
                 step::done(Step::Vmm, Some(&vm.name))?;
                 let vmm = vm.process().ok_or_else(|| Fault::new(ErrorCode::Guest, "its VMM ended"))?;
-                let clone = CloneOf::new(&daemon, vm.id, &vmm, &open, false)?;
+                let clone = CloneOf::new(&daemon, vm.id, &vmm, &open, part)?;
                 vm.keep_pinned(clone.pin);
                 vm.update(|live| live.disks = clone.disks);
                 link.ask(&Command::Restore(clone.config), &clone.fds)?;

@@ -5,6 +5,7 @@ use crate::config::Config;
 use crate::depot::Depot;
 use crate::fixture;
 use crate::pagers::{Pager, Pagers};
+use crate::rehearsal;
 use crate::vm::registry::{FIRST_UID, Seat};
 use crate::vm::step::injected;
 use dayfly_pager::wire::Settings;
@@ -12,6 +13,7 @@ use dayfly_store::{DiskSpec, ImageConfig, ImageSpec, KernelSpec, PagedSpec, Snap
 use dayfly_vmm::arch::layout;
 use dayfly_vmm::config::{BootConfig, DiskConfig, Shape};
 use dayfly_vmm::control::Client;
+use dayfly_vmm::memory::working_set::{self, Record, Run};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -49,6 +51,17 @@ impl Room {
 
     /// With a snapshot of a guest that was told `told`, its RAM in pages or in a file.
     async fn with(pool: usize, settings: Settings, told: &str, paged: bool) -> Self {
+        Self::expecting(pool, settings, told, paged, None).await
+    }
+
+    /// With a working set, too.
+    async fn expecting(
+        pool: usize,
+        settings: Settings,
+        told: &str,
+        paged: bool,
+        record: Option<&Record>,
+    ) -> Self {
         let folder = tempfile::Builder::new().prefix("births").tempdir_in("/dev/shm").unwrap();
         let config = Config { vmm: vmm(), pool, ..fixture::config(folder.path()) };
         std::fs::create_dir_all(config.vms()).unwrap();
@@ -59,7 +72,7 @@ impl Room {
         pagers.settings = settings;
         let daemon = Arc::new(Daemon::new(config, Depot::new(store, pagers), nodes).unwrap());
         let snapshot: Name = "s".parse().unwrap();
-        bake(&daemon, &snapshot, told, paged).await;
+        bake(&daemon, &snapshot, told, paged, record).await;
         Self { _folder: folder, daemon, snapshot }
     }
 
@@ -99,7 +112,7 @@ impl Room {
 }
 
 /// A snapshot of a guest that was told `told` and is ready.
-async fn bake(daemon: &Arc<Daemon>, name: &Name, told: &str, paged: bool) {
+async fn bake(daemon: &Arc<Daemon>, name: &Name, told: &str, paged: bool, record: Option<&Record>) {
     let store = daemon.depot.store();
     let guest: Name = "guest".parse().unwrap();
     let elf = dayfly_microguest::elf();
@@ -163,8 +176,13 @@ async fn bake(daemon: &Arc<Daemon>, name: &Name, told: &str, paged: bool) {
         disks: vec![disk],
     };
     if paged {
-        writer.saved().commit_paged(&spec, &PagedSpec::of(&daemon.depot.tenant())).unwrap();
+        let mut prepared = writer.saved().prepare(&spec, &[]).unwrap();
+        if let Some(record) = record {
+            prepared.keep_working_set(&working_set::encode(record)).unwrap();
+        }
+        prepared.commit_paged(&PagedSpec::of(&daemon.depot.tenant())).unwrap();
     } else {
+        assert!(record.is_none(), "only where pages are stored");
         writer.saved().commit(&spec).unwrap();
     }
     launched.process.kill().unwrap();
@@ -305,6 +323,13 @@ fn remembers() -> String {
     format!("fill=7:200 until={:x} verify=7:200", layout::GENERATION.0)
 }
 
+/// With a snapshot of a guest that fills 8 MiB and, as a clone, looks at 64 KiB, and a pager that fetches hardly anything but what is asked for.
+async fn never_whole() -> Room {
+    let settings = Settings { ahead_bytes_per_s: 4096, ..Settings::default() };
+    let told = format!("fill=7:800 until={:x} verify=7:10", layout::GENERATION.0);
+    Room::with(0, settings, &told, true).await
+}
+
 const REMEMBERED: &str = "verify ok seed 7\ndone";
 
 #[tokio::test(flavor = "multi_thread")]
@@ -335,9 +360,7 @@ async fn clones_run_before_their_memory_has_arrived() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pager_that_dies_takes_its_clones_along_and_is_replaced() {
-    // It fetches what is asked for, and hardly anything else.
-    let settings = Settings { ahead_bytes_per_s: 4096, ..Settings::default() };
-    let room = Room::with(0, settings, &remembers(), true).await;
+    let room = never_whole().await;
     let first = room.birth(&"first".parse().unwrap()).await.unwrap();
     let pager = room.pager();
     assert!(pager.is_filling());
@@ -359,8 +382,7 @@ async fn a_pager_that_dies_takes_its_clones_along_and_is_replaced() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pager_of_a_snapshot_that_was_removed_ends_with_its_last_clone() {
-    let settings = Settings { ahead_bytes_per_s: 4096, ..Settings::default() };
-    let room = Room::with(0, settings, &remembers(), true).await;
+    let room = never_whole().await;
     let clone = room.birth(&"last".parse().unwrap()).await.unwrap();
     let pager = room.pager();
     room.daemon.depot.remove_snapshot(&room.snapshot).unwrap();
@@ -368,7 +390,29 @@ async fn a_pager_of_a_snapshot_that_was_removed_ends_with_its_last_clone() {
     let dir = clone.vm().dir.clone();
     until("a guest has its memory", || console_tail(&dir).ends_with(REMEMBERED)).await;
     assert!(clone.vm().live().exit.is_none());
+    assert!(pager.is_filling() && pager.process().is_alive().unwrap(), "it has left its clone");
     clone.end().await.unwrap();
     until("the pager ends", || !pager.process().is_alive().unwrap()).await;
+    room.empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_clone_that_is_recorded_has_nothing_laid_ready() {
+    // The guest touches nothing from 40 MiB on; what is laid ready would be noted.
+    let runs = vec![Run { first: 10_240, pages: 2048, written: true }];
+    let expected = Record { runs, order: Vec::new() };
+    let told = format!("born={:x}", layout::GENERATION.0);
+    let room = Room::expecting(0, Settings::default(), &told, true, Some(&expected)).await;
+    let template = room.daemon.depot.open_snapshot(&room.snapshot).unwrap();
+    // What is noted is compared with the file.
+    template.pager.as_ref().unwrap().pager().whole(WITHIN).await.unwrap();
+    let order =
+        Order { part: Part::Touched, template: Some(template), ..room.order(&"noted".parse().unwrap()) };
+    let newborn = birth(&room.daemon, Asked::now(), order).await.unwrap();
+    let record = rehearsal::noted(&room.daemon, &newborn.vm()).await.unwrap();
+    assert!(!record.runs.is_empty() && !record.order.is_empty(), "{record:?}");
+    let beyond = record.runs.iter().filter(|run| run.first + run.pages > 10_240);
+    assert_eq!(beyond.count(), 0, "{record:?}");
+    newborn.end().await.unwrap();
     room.empty().await;
 }

@@ -16,6 +16,7 @@
 //! A daemon that is killed leaves what waits; it has no record, so the next one sweeps it.
 
 use super::Disk;
+use super::birth::Part;
 use super::demand::{Demand, IDLE, LEAST, TICK, WINDOW};
 use super::launch::{self, Fds, Launched};
 use super::link::{self, Link};
@@ -460,7 +461,7 @@ async fn prime(daemon: &Arc<Daemon>, template: &Template) -> Outcome<(Shell, boo
         if Template::of(&open)? != wanted {
             return Err(Fault::not_found(format_args!("snapshot {}: is another one by now", wanted.name)));
         }
-        Ok((open.manifest.agent_version.clone(), CloneOf::new(&maker, seat.id, &vmm, &open, true)?))
+        Ok((open.manifest.agent_version.clone(), CloneOf::new(&maker, seat.id, &vmm, &open, Part::Pool)?))
     };
     let primed = async {
         let (agent_version, clone) = blocking(move || background(guest)).await?;

@@ -1,5 +1,6 @@
 //! What VMs start from: a snapshot or an image and a kernel, open, and what a VMM is told of it.
 
+use super::birth::Part;
 use super::launch::Fds;
 use super::{Disk, Facts, Vm, identity};
 use crate::config::{MEMORY_BYTES, MEMORY_STEP_BYTES};
@@ -155,20 +156,21 @@ pub(super) struct CloneOf {
 }
 
 impl CloneOf {
-    /// The clone `id` of `open`, whose VMM is `vmm`.
+    /// The clone `id` of `open` that is made for `part`, whose VMM is `vmm`.
     pub(super) fn new(
         daemon: &Daemon,
         id: VmId,
         vmm: &Arc<Process>,
         open: &Loaded,
-        paused: bool,
+        part: Part,
     ) -> Outcome<Self> {
         let failed = |e| Fault::internal(format_args!("a clone's descriptors: {e}"));
         let mut fds = Fds::default();
         let mut shared = |file: &File| Ok::<_, Fault>(fds.add(file.try_clone().map_err(failed)?));
         let (state_fd, memory_fd) = (shared(&open.state)?, shared(&open.memory)?);
         // Laying ready what is missing would wait for all of it.
-        let laid_ready = open.filling().is_none_or(|pager| pager.has_first());
+        let used = matches!(part, Part::User | Part::Pool);
+        let laid_ready = used && open.filling().is_none_or(|pager| pager.has_first());
         let working_set_fd = open.working_set.as_ref().filter(|_| laid_ready).map(&mut shared).transpose()?;
         let mut disks: Vec<Disk> = open.manifest.disks.iter().map(Disk::of).collect();
         let mut configs = Vec::with_capacity(open.disks.len());
@@ -198,7 +200,7 @@ impl CloneOf {
             generation,
             working_set_fd,
             pager_fd,
-            paused,
+            paused: part == Part::Pool,
         };
         Ok(Self { config, fds: fds.0, disks, pin: open.pin.clone() })
     }

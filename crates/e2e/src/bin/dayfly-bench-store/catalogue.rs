@@ -1,21 +1,6 @@
 //! The images: package sets of Debian over one base, each with the service that its snapshot has running.
 
-/// A root file system, and what is done in it.
-#[derive(Debug, Clone, Copy)]
-pub struct Set {
-    /// Its name, and with a prefix that of its image and its snapshot.
-    pub name: &'static str,
-    /// Debian packages beside the base.
-    pub packages: &'static str,
-    /// Debian source packages, unpacked into /usr/src.
-    pub sources: &'static str,
-    /// A text for /bin/sh that is run in the new system while it is built, at the host's own speed.
-    pub prepare: &'static str,
-    /// A text for /bin/sh that starts the service.
-    pub start: &'static str,
-    /// The TCP port it answers on, and what it is sent first (as printf(1) writes it); nothing where the service speaks first.
-    pub ask: (u16, &'static str),
-}
+use dayfly_e2e::bench::images::Set;
 
 const fn set(
     name: &'static str,
@@ -134,24 +119,10 @@ pub const FLEET: [Set; 28] = [
     set("dovecot", "dovecot-imapd", "dovecot", (143, "")),
 ];
 
-/// The image of the workloads.
-pub const WORKLOADS: Set = Set {
-    name: "workloads",
-    packages: "gcc libc6-dev make flac postmark xvfb openbox xterm dillo abiword",
-    sources: "lua5.4",
-    prepare: r#"head -c 536870912 /dev/urandom >/srv/random
-head -c 268435456 /dev/urandom | flac -s -0 --bps=8 --channels=2 --sample-rate=44100 --sign=signed --endian=little --force-raw-format - -o /srv/media.flac
-mkdir /srv/documents
-for n in 1 2 3 4; do
-  { echo "<html><body>"; for m in $(seq 1 4000); do echo "<p>Document $n, paragraph $m: $(head -c 60 /dev/urandom | base64 -w0)</p>"; done; echo "</body></html>"; } >/srv/documents/$n.html
-done"#,
-    start: "",
-    ask: (0, ""),
-};
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use dayfly_e2e::bench::scripts::WORKLOADS;
     use dayfly_units::Name;
     use std::collections::BTreeSet;
 

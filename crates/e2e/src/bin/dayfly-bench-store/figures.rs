@@ -3,9 +3,10 @@
 use crate::fleet::Fleet;
 use crate::outside::Outside;
 use crate::split::{Split, percent};
-use crate::workloads::{Figure, Workload};
+use crate::workloads::Figure;
 use anyhow::{Context, Result};
 use dayfly_bench::plot::{Curve, Plot};
+use dayfly_e2e::bench::scripts::Workload;
 use dayfly_units::Bytes;
 use serde::{Deserialize, Serialize};
 use std::fmt;

@@ -3,14 +3,14 @@
 //! In the moment of the snapshot its programs are stopped (SIGSTOP), so that their memory can be compared with a clone's; there they go on, and the
 //! service must answer again.
 
-use crate::catalogue::Set;
 use crate::exact::{Exact, Memory, parse};
-use crate::guests::Guests;
-use crate::images::Images;
-use crate::place::Place;
 use crate::split::{Split, ratio};
 use anyhow::{Context, Result, ensure};
 use dayfly_cli::progress::Steps;
+use dayfly_e2e::bench::guests::Guests;
+use dayfly_e2e::bench::images::Images;
+use dayfly_e2e::bench::images::Set;
+use dayfly_e2e::bench::place::Place;
 use dayfly_e2e::guest::shell;
 use dayfly_units::{Bytes, Name};
 use serde::{Deserialize, Serialize};
@@ -121,7 +121,7 @@ pub async fn bake(
         "mkdir -p /run/lock; (eval \"$3\") >/run/log 2>&1 </dev/null || {{ cat /run/log; exit 1; }}\n{ASK}\nsleep 2; DAYFLY_GUEST=1 dayfly-witness stop && dayfly-witness memory"
     );
     let began = Instant::now();
-    let (snapshot, said) = guests.bake(&image.name, &name, memory.0, shell(&text, &words)).await?;
+    let (snapshot, said) = guests.bake(&image.name, &name, memory.0, shell(&text, &words), None).await?;
     let bake_s = began.elapsed().as_secs_f64();
     let stopped: Memory = parse(&said).context("memory before the snapshot")?;
     ensure!(stopped.programs > 0, "{name}: no program of the service was running: {said}");

@@ -11,38 +11,34 @@
 //!
 //! | file | concern |
 //! |---|---|
-//! | `catalogue`, `images`, `image.sh` | package sets; how they become images |
+//! | `catalogue` | package sets |
 //! | `workloads`, `fleet`, `outside`, `pages` | the parts |
-//! | `place`, `guests` | the daemon and its state folder; VMs, and losses to the emulation |
 //! | `split`, `exact`, `figures` | what RAM consists of; what is compared; what is written |
 
 mod catalogue;
 mod exact;
 mod figures;
 mod fleet;
-mod guests;
-mod images;
 mod outside;
 mod pages;
-mod place;
 mod split;
 mod workloads;
 
 use anyhow::{Context, Result, bail};
-use catalogue::{FLEET, WORKLOADS};
+use catalogue::FLEET;
 use clap::{Parser, ValueEnum};
 use dayfly_cli::progress::Steps;
+use dayfly_e2e::bench::guests::Guests;
+use dayfly_e2e::bench::images::Images;
+use dayfly_e2e::bench::place::{self, Place};
+use dayfly_e2e::bench::scripts::{WORKLOADS, Workload};
 use dayfly_e2e::setup;
 use dayfly_units::{Bytes, Name};
 use figures::Figures;
-use guests::Guests;
-use images::Images;
-use place::Place;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
-use workloads::Workload;
 
 /// So many guests in all may be lost to the emulation; natively, none.
 const MAX_LOST: usize = 12;

@@ -1,8 +1,8 @@
 //! A snapshot's RAM on this host: copied out of the daemon's store, opened as a store of its own, written to a file, compared, and measured.
 
 use crate::pages;
-use crate::place::Place;
 use anyhow::{Context, Result};
+use dayfly_e2e::bench::place::Place;
 use dayfly_store::{Store, sparse};
 use dayfly_units::{Bytes, Name};
 use serde::{Deserialize, Serialize};

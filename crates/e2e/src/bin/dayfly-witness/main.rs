@@ -7,6 +7,7 @@
 //! | `memory` | checksum of all present private anonymous memory of the programs that are stopped, by way of /proc/PID/mem |
 //! | `disk FOLDER` | checksum of all files of the folder's file system, read past the page cache (`O_DIRECT`) |
 //! | `files FOLDER` | the same; and what the page cache has of them is held against that |
+//! | `spin` | microseconds that a fixed computation takes: how much slower than its host a guest is |
 //! | `hold MIB SEED FILE` | fills memory, then FILE, with a pattern (a third noise, a third compressible, a third zeroes), and stays |
 //!
 //! All but `hold` end with one line of JSON. What the guest's kernel keeps for itself is not seen from here.
@@ -35,8 +36,9 @@ fn main() -> ExitCode {
         ["memory"] => memory::digest(),
         ["files", folder] => files::digest(Path::new(folder), true),
         ["disk", folder] => files::digest(Path::new(folder), false),
+        ["spin"] => Ok(spin()),
         ["hold", mib, seed, file] => pattern::hold(mib, seed, Path::new(file)),
-        _ => Err("expected stop, go, memory, files FOLDER, disk FOLDER, or hold MIB SEED FILE".into()),
+        _ => Err("expected stop, go, memory, files FOLDER, disk FOLDER, spin, or hold MIB SEED FILE".into()),
     };
     match said {
         Ok(line) => {
@@ -48,6 +50,23 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Microseconds, the least of three.
+fn spin() -> String {
+    let once = || {
+        let began = std::time::Instant::now();
+        let mut x = 88_172_645_463_325_252_u64;
+        for _ in 0..20_000_000_u32 {
+            // xorshift64 (Marsaglia): each step needs the one before.
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+        }
+        std::hint::black_box(x);
+        began.elapsed().as_micros()
+    };
+    (0..3).map(|_| once()).min().unwrap_or_default().to_string()
 }
 
 /// What goes wrong, in words.

@@ -2,8 +2,7 @@
 //!
 //! The base and what each set adds stay in the cache; an image that the daemon has is not made again.
 
-use crate::catalogue::Set;
-use crate::place::Place;
+use super::place::Place;
 use anyhow::{Context, Result, ensure};
 use dayfly_api::types::{ErrorCode, Image};
 use dayfly_cli::home::program;
@@ -16,6 +15,23 @@ use tokio::process::Command;
 const SCRIPT: &str = include_str!("image.sh");
 /// Run in the finished root file system, with the witness, `dayfly`, the disk's size and the image's name.
 const BUILD: &str = "install -m 755 \"$1\" usr/local/bin/dayfly-witness && exec \"$2\" image build --from . --size \"$3\" \"$4\"";
+
+/// A root file system, and what is done in it.
+#[derive(Debug, Clone, Copy)]
+pub struct Set {
+    /// Its name, and with a prefix that of its image and its snapshot.
+    pub name: &'static str,
+    /// Debian packages beside the base.
+    pub packages: &'static str,
+    /// Debian source packages, unpacked into /usr/src.
+    pub sources: &'static str,
+    /// A text for /bin/sh that is run in the new system while it is built, at the host's own speed.
+    pub prepare: &'static str,
+    /// A text for /bin/sh that starts the service.
+    pub start: &'static str,
+    /// The TCP port it answers on, and what it is sent first (as printf(1) writes it); nothing where the service speaks first.
+    pub ask: (u16, &'static str),
+}
 
 /// What images are made from.
 #[derive(Debug, Clone)]

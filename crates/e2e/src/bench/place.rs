@@ -2,11 +2,11 @@
 //!
 //! Where KVM cannot run Linux, that is a machine of this benchmark's own, so that nobody else's snapshots are in its store.
 
+use crate::inside;
 use anyhow::{Context, Result, bail, ensure};
 use dayfly_api::client::Client;
 use dayfly_cli::connect;
 use dayfly_cli::progress::Steps;
-use dayfly_e2e::inside;
 use dayfly_machine::{InitError, Machine, Stopped};
 use dayfly_units::{Bytes, Name};
 use std::path::{Path, PathBuf};

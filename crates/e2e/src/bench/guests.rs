@@ -1,17 +1,17 @@
 //! Guests: programs in them, bakes, snapshots and clones; and what is done about those that the emulation loses.
 
+use crate::guest::shell;
 use anyhow::{Context, Result, bail, ensure};
 use dayfly_api::agent::ExecSpec;
 use dayfly_api::client::{Client, ProgressStream};
 use dayfly_api::types::{
     BakeRequest, BootSource, CreateRequest, ErrorCode, Progress, Snapshot, SnapshotRequest, Source,
 };
-use dayfly_e2e::guest::shell;
 use dayfly_units::{Name, VmId};
 use std::time::Duration;
 
 /// The label of all VMs of ours.
-const LABEL: &str = "dayfly.bench-store";
+const LABEL: &str = "dayfly.bench";
 /// So much output of a program is kept.
 const CAP: usize = 1 << 20;
 /// Nothing of ours takes longer.
@@ -74,13 +74,14 @@ impl Guests {
         timed(async { Ok(follow(self.client.snapshot_vm(&vm.to_string(), &request).await?).await?.0) }).await
     }
 
-    /// A snapshot of a new VM in which `warmup` has run, and what that wrote.
+    /// A snapshot of a new VM in which `warmup` has run, and what that wrote; clones play `rehearsal` before it is stored.
     pub async fn bake(
         &self,
         image: &Name,
         name: &Name,
         memory_bytes: u64,
         warmup: ExecSpec,
+        rehearsal: Option<ExecSpec>,
     ) -> Result<(Snapshot, String)> {
         let request = BakeRequest {
             image: image.clone(),
@@ -89,7 +90,7 @@ impl Guests {
             memory_bytes,
             vcpus: 1,
             warmup: Some(warmup),
-            rehearsal: None,
+            rehearsal,
             init: None,
         };
         timed(async { follow(self.client.bake(&request).await?).await }).await
