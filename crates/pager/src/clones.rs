@@ -28,6 +28,9 @@ pub struct Clone {
     uffd: Uffd,
     /// In the order of their addresses.
     regions: Vec<Region>,
+    /// Somebody ends it.
+    ending: AtomicBool,
+    /// It has been told.
     killed: AtomicBool,
 }
 
@@ -35,7 +38,7 @@ impl Clone {
     /// A clone with these regions, in the order of their addresses.
     #[must_use]
     pub const fn new(handle: Handle, uffd: Uffd, regions: Vec<Region>) -> Self {
-        Self { handle, uffd, regions, killed: AtomicBool::new(false) }
+        Self { handle, uffd, regions, ending: AtomicBool::new(false), killed: AtomicBool::new(false) }
     }
 
     /// Its VM's id.
@@ -95,17 +98,21 @@ impl Clone {
         self.killed.load(Ordering::SeqCst)
     }
 
-    /// Ends it, with a cause in its exit record: a clone that cannot have its memory must not run. `true` the first time.
-    pub fn kill(&self, cause: &str) -> bool {
-        if self.killed.swap(true, Ordering::SeqCst) {
-            return false;
+    /// Ends it, with a cause in its exit record: a clone that cannot have its memory must not run. When this returns it has been ended, whoever
+    /// was first: only then may it be given zeroes.
+    pub fn kill(&self, cause: &str) {
+        if self.ending.swap(true, Ordering::SeqCst) {
+            while !self.is_killed() {
+                std::thread::yield_now();
+            }
+            return;
         }
         if let Err(e) = self.record(cause) {
             eprintln!("dayfly-pager: the exit record of VM {}: {e}", self.vm());
         }
         // One that has just ended by itself is no error.
         let _ = pidfd_send_signal(&self.handle.process, Signal::KILL);
-        true
+        self.killed.store(true, Ordering::SeqCst);
     }
 
     fn record(&self, cause: &str) -> io::Result<()> {

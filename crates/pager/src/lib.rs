@@ -23,7 +23,7 @@
 //! | [`clones`] | a clone's regions and descriptors; how it is let go, or killed with a cause |
 //! | [`policy`], [`order`] | what comes together; what is fetched before anybody asks |
 //! | [`learn`] | what recorded runs say of both |
-//! | [`serve`] | the process's threads |
+//! | [`serve`], `threads` | the process, and its threads |
 //! | [`wire`], [`client`] | what daemon, pager and VMM tell each other |
 //! | [`uffd`] | userfaultfd(2) |
 //! | [`guest`] | a clone without a VMM, for tests and benchmarks |
@@ -40,5 +40,6 @@ pub mod serve;
 pub mod source;
 pub mod stored;
 pub mod template;
+mod threads;
 pub mod uffd;
 pub mod wire;

@@ -7,18 +7,26 @@
 use crate::policy::Policy;
 use crate::source::{Batch, Layout, ZERO};
 use std::collections::VecDeque;
+use std::ops::Range;
 
 /// Batches of the working set's first slice.
 const SLICE: usize = 32;
 /// So many batches of a group, before and behind, come with one that was asked for.
 const GROUP: usize = 64;
+/// In no place of the row.
+const NOWHERE: u32 = u32::MAX;
+
 /// Batches still to be fetched, the next first.
 #[derive(Debug)]
 pub struct Order {
     beside_each: u32,
     beside: VecDeque<u32>,
-    rest: VecDeque<u32>,
-    /// So many of `rest` are those to be fetched first.
+    /// All that come unasked, in a row, and for each batch its place there.
+    row: Vec<u32>,
+    places: Vec<u32>,
+    /// The next of them.
+    at: usize,
+    /// So many from there on are those to be fetched first.
     lead: usize,
 }
 
@@ -31,18 +39,43 @@ impl Order {
         let mut once =
             |batch: &u32| taken.get_mut(*batch as usize).is_some_and(|t| !std::mem::replace(t, true));
         let first = first.iter().filter(|_| policy.working_set);
-        let mut rest: VecDeque<u32> = first.filter_map(of).filter(&mut once).collect();
-        let lead = rest.len();
-        let (mut left, mut slice) = (rest.make_contiguous(), SLICE);
+        let mut row: Vec<u32> = first.filter_map(of).filter(&mut once).collect();
+        let lead = row.len();
+        let (mut left, mut slice) = (row.as_mut_slice(), SLICE);
         while !left.is_empty() {
             let (now, later) = left.split_at_mut(slice.min(left.len()));
             now.sort_unstable();
             (left, slice) = (later, slice * 2);
         }
         if policy.background {
-            rest.extend((0..).take(layout.batches.len()).filter(&mut once));
+            row.extend((0..).take(layout.batches.len()).filter(&mut once));
         }
-        Self { beside_each: policy.beside, beside: VecDeque::new(), rest, lead }
+        let places = vec![NOWHERE; layout.batches.len()];
+        let mut order =
+            Self { beside_each: policy.beside, beside: VecDeque::new(), row, places, at: 0, lead };
+        order.place(0..order.row.len());
+        order
+    }
+
+    /// Notes the places of these of the row.
+    fn place(&mut self, of: Range<usize>) {
+        for (place, batch) in (0_u32..).zip(&self.row).skip(of.start).take(of.len()) {
+            self.places[*batch as usize] = place;
+        }
+    }
+
+    /// How many come before this one, of those that come unasked; nothing where it does not, or was taken.
+    #[must_use]
+    pub fn comes_after(&self, batch: u32) -> Option<usize> {
+        let place = self.places.get(batch as usize).filter(|place| **place != NOWHERE)?;
+        Some((*place as usize).checked_sub(self.at)? + self.beside.len())
+    }
+
+    /// What is left to be fetched first is fetched as it lies.
+    pub fn sweep(&mut self) {
+        let left = self.at..self.at + self.lead;
+        self.row[left.clone()].sort_unstable();
+        self.place(left);
     }
 
     /// Somebody asked for `batch`: those of its group come next, and where it has none, those of its colour that lie behind it. Says whether there are any.
@@ -67,7 +100,8 @@ impl Order {
         if let Some(batch) = self.beside.pop_front() {
             return Some(batch);
         }
-        let batch = self.rest.pop_front()?;
+        let batch = *self.row.get(self.at)?;
+        self.at += 1;
         self.lead = self.lead.saturating_sub(1);
         Some(batch)
     }
@@ -80,7 +114,8 @@ impl Order {
 
     /// It could not be had: it is tried again at the end.
     pub fn later(&mut self, batch: u32) {
-        self.rest.push_back(batch);
+        self.row.push(batch);
+        self.place(self.row.len() - 1..self.row.len());
     }
 }
 
@@ -138,6 +173,22 @@ mod tests {
         let order = all(Order::new(&layout, &backwards, &Policy::MINIMAL.with_working_set()));
         let expected = [468..500, 404..468, 276..404, 20..276, 0..20].into_iter().flatten();
         assert_eq!(order, expected.collect::<Vec<u32>>());
+    }
+
+    #[test]
+    fn a_sweep_takes_what_is_left_of_the_working_set_as_it_lies() {
+        let mut order = order(&[10, 0, 6, 2], Policy::default());
+        order.row[..4].copy_from_slice(&[5, 0, 3, 1]);
+        order.place(0..4);
+        let after = |order: &Order| [0, 1, 2, 3, 4, 5, 6].map(|batch| order.comes_after(batch));
+        assert_eq!(after(&order), [Some(1), Some(3), Some(4), Some(2), Some(5), Some(0), None]);
+        assert_eq!(order.take(), Some(5));
+        order.sweep();
+        assert_eq!(after(&order), [Some(0), Some(1), Some(3), Some(2), Some(4), None, None]);
+        assert_eq!(order.take(), Some(0));
+        order.later(0);
+        assert_eq!(order.comes_after(0), Some(4));
+        assert_eq!((order.lead(), all(order)), (2, vec![1, 3, 2, 4, 0]));
     }
 
     #[test]

@@ -1,41 +1,30 @@
-//! The process: threads that serve faults, one that fetches ahead, and this one, which talks.
-//!
-//! Fault threads share one epoll(7) of all clones' userfaultfds, edge-triggered: each new fault wakes one of them, which serves it to its end
-//! by itself. Nothing is handed from thread to thread on the way of a fault; while one thread waits for a slow read, others serve.
+//! The process: threads that bring pages ([`crate::threads`]), and this one, which talks.
 
 use crate::clones::{Clone, Handle};
 use crate::order::Order;
 use crate::source::Source;
 use crate::stored::{Expected, Stored};
-use crate::template::{Brought, Counters, Template};
+use crate::template::{Counters, Template};
+use crate::threads::{Pace, STOP, Shared};
 use crate::uffd::{Descriptors, Uffd};
 use crate::wire::{FromPager, Report, Settings, ToPager, receive, receive_bytes, send, send_bytes};
 use dayfly_store::{PageReader, PagesError};
 use dayfly_units::regions;
-use rustix::buffer::spare_capacity;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::{AsFd, OwnedFd};
-use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The number under which fault threads are told to end.
-const STOP: u64 = u64::MAX;
-/// So long after a fault its thread looks for the next before it sleeps: to wake one takes longer than many a guest takes to its next fault.
-/// A single fault takes 13 us instead of 16 so, of 16 at once 2.8 instead of 3.1 us each; with 50 us it is the same (`dayfly-bench faults`).
-const LINGER: Duration = Duration::from_micros(20);
 /// How often it is looked whether a clone waits too long.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 /// How long a thread may take to end.
 const END: Duration = Duration::from_secs(10);
-/// How long fetching ahead rests after a batch that could not be had.
-const REST: Duration = Duration::from_millis(500);
 /// The most bytes of a sheet: the largest table's, and twice that for places and order.
 const MAX_SHEET_BYTES: u64 = 12 << 30;
 /// The most threads for faults.
@@ -154,152 +143,6 @@ fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
     Ok(Beginning { source, memory: memory.into(), first, settings })
 }
 
-/// What all threads have.
-struct Shared<S> {
-    template: Template<S>,
-    order: Mutex<Order>,
-    /// There is more in `order`, or it is time to end.
-    more: Condvar,
-    clones: RwLock<HashMap<u64, Arc<Clone>>>,
-    faults: OwnedFd,
-    /// Readable when there is something to tell: what was to come first is there, or everything is.
-    news: OwnedFd,
-    stop: AtomicBool,
-    began: Instant,
-    /// For each thread for faults, since when it is at one: milliseconds after `began`, 0 where it is at none.
-    busy: Vec<AtomicU64>,
-    /// Readable when fault threads are to end.
-    stopped: OwnedFd,
-    settings: Settings,
-}
-
-impl<S: Source> Shared<S> {
-    fn order(&self) -> MutexGuard<'_, Order> {
-        self.order.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn tell(&self) {
-        // Fails only where it stands at the most that it counts to, and is readable then.
-        let _ = rustix::io::write(&self.news, &1_u64.to_ne_bytes());
-    }
-
-    fn serve_faults(&self, thread: usize) {
-        let mut events = Vec::with_capacity(1);
-        loop {
-            events.clear();
-            match epoll::wait(&self.faults, spare_capacity(&mut events), None) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return eprintln!("dayfly-pager: waiting for faults: {e}"),
-            }
-            for event in &events {
-                let id = event.data.u64();
-                if id == STOP {
-                    return;
-                }
-                let clone = self.clones.read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned();
-                if let (Some(clone), Some(busy)) = (clone, self.busy.get(thread)) {
-                    self.serve_clone(&clone, busy);
-                }
-            }
-        }
-    }
-
-    fn serve_clone(&self, clone: &Arc<Clone>, busy: &AtomicU64) {
-        // One that faults without end must not keep the others, nor the end of this process.
-        let mut last: Option<Instant> = None;
-        while !self.stop.load(Ordering::Acquire) {
-            match clone.uffd().next() {
-                Ok(Some(address)) => {
-                    let now = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
-                    busy.store(now.max(1), Ordering::Relaxed);
-                    let fetched = self.template.fault(clone, address);
-                    last = Some(Instant::now());
-                    busy.store(0, Ordering::Relaxed);
-                    if let Some(batch) = fetched {
-                        // Woken for nothing, who fetches ahead would only take a CPU from the guest.
-                        if self.order().asked(self.template.layout(), batch) {
-                            self.more.notify_one();
-                        }
-                        self.look();
-                    }
-                }
-                Ok(None) if last.is_some_and(|last| last.elapsed() < LINGER) => std::hint::spin_loop(),
-                Ok(None) => return,
-                Err(e) => {
-                    clone.kill(&format!("its page faults cannot be read: {e}"));
-                    return;
-                }
-            }
-        }
-    }
-
-    fn look(&self) {
-        if self.template.missing() == 0 {
-            self.tell();
-        }
-    }
-
-    /// Waits so long, or until it is time to end.
-    fn rest(&self, time: Duration) {
-        let until = Instant::now() + time;
-        let mut order = self.order();
-        while !self.stop.load(Ordering::Acquire) {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            // Woken, too, when there is more to do: that has its time.
-            order = self.more.wait_timeout(order, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-
-    fn fetch_ahead(&self) {
-        let Settings { ahead_bytes_per_s: rate, .. } = self.settings;
-        let (began, mut bytes) = (Instant::now(), 0_u64);
-        while !self.stop.load(Ordering::Acquire) {
-            let next = {
-                let mut order = self.order();
-                let lead = order.lead();
-                let next = order.take();
-                if lead > 0 && order.lead() == 0 {
-                    self.tell();
-                }
-                if next.is_none() && !self.stop.load(Ordering::Acquire) {
-                    let waited = self.more.wait_timeout(order, Duration::from_millis(100));
-                    drop(waited.unwrap_or_else(PoisonError::into_inner));
-                }
-                next
-            };
-            let Some(batch) = next else { continue };
-            if self.template.has(batch) {
-                continue;
-            }
-            match self.template.ahead(batch) {
-                Brought::Done => self.look(),
-                // Whoever touches it learns that it is damaged.
-                Brought::Lost => {}
-                Brought::Failed => {
-                    if self.settings.policy.background {
-                        self.order().later(batch);
-                    }
-                    self.rest(REST);
-                }
-            }
-            let frames = self.template.layout().batches.get(batch as usize).map_or(0, |b| b.frames);
-            bytes += u64::from(frames) * dayfly_units::PAGE_SIZE;
-            if rate > 0 {
-                let due = Duration::from_secs_f64(bytes_f64(bytes) / bytes_f64(rate));
-                self.rest(due.saturating_sub(began.elapsed()));
-            }
-        }
-    }
-}
-
-#[expect(clippy::cast_precision_loss, reason = "a rate")]
-const fn bytes_f64(bytes: u64) -> f64 {
-    bytes as f64
-}
-
 /// A clone whose VMM has not told its regions yet.
 struct Coming {
     handle: Handle,
@@ -338,6 +181,7 @@ impl<S: Source + 'static> Server<S> {
             order: Mutex::new(order),
             more: Condvar::new(),
             clones: RwLock::default(),
+            pace: Pace::default(),
             faults,
             news,
             stop: AtomicBool::new(false),
@@ -365,7 +209,7 @@ impl<S: Source + 'static> Server<S> {
         let mut coming: Vec<Coming> = Vec::new();
         let mut first_told = false;
         while self.shared.template.missing() > 0 {
-            let living = self.shared.clones.read().unwrap_or_else(PoisonError::into_inner).len();
+            let living = self.shared.clones().len();
             if daemon.is_none() && coming.is_empty() && living == 0 {
                 self.stop();
                 return Ok(());
@@ -384,9 +228,7 @@ impl<S: Source + 'static> Server<S> {
             }
         }
         self.stop();
-        for clone in
-            std::mem::take(&mut *self.shared.clones.write().unwrap_or_else(PoisonError::into_inner)).values()
-        {
+        for clone in std::mem::take(&mut *self.shared.clones_mut()).values() {
             clone.release();
         }
         let report = self.report();
@@ -413,7 +255,7 @@ impl<S: Source + 'static> Server<S> {
     /// Waits for something to happen, and does what follows from it.
     fn turn(&mut self, daemon: &mut Option<OwnedFd>, coming: &mut Vec<Coming>) -> Result<(), ServeError> {
         let living: Vec<(u64, Arc<Clone>)> = {
-            let clones = self.shared.clones.read().unwrap_or_else(PoisonError::into_inner);
+            let clones = self.shared.clones();
             clones.iter().map(|(id, clone)| (*id, Arc::clone(clone))).collect()
         };
         let mut others: Vec<&OwnedFd> = vec![&self.shared.news];
@@ -424,8 +266,7 @@ impl<S: Source + 'static> Server<S> {
             let _ = rustix::io::read(&self.shared.news, &mut [0_u8; 8]);
         }
         for ((id, clone), _) in living.iter().zip(ready.iter().skip(1)).filter(|(_, ended)| **ended) {
-            let _ = epoll::delete(&self.shared.faults, clone.uffd().fd());
-            self.shared.clones.write().unwrap_or_else(PoisonError::into_inner).remove(id);
+            self.shared.forget(*id, clone);
         }
         for number in told.into_iter().rev() {
             let one = coming.swap_remove(number);
@@ -446,9 +287,7 @@ impl<S: Source + 'static> Server<S> {
         let id = self.next_id;
         self.next_id += 1;
         self.clones += 1;
-        self.shared.clones.write().unwrap_or_else(PoisonError::into_inner).insert(id, Arc::clone(&clone));
-        let events = EventFlags::IN | EventFlags::ET;
-        epoll::add(&self.shared.faults, clone.uffd().fd(), EventData::new_u64(id), events)?;
+        self.shared.watch(id, &clone)?;
         send_bytes(&socket, regions::SERVED, &[])
     }
 

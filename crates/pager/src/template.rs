@@ -150,8 +150,9 @@ impl<S: Source> Template<S> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sees to it that `clone` goes on at `address`: its page is there, or the clone is killed. Gives the batch if it had to be fetched for it.
-    pub fn fault(&self, clone: &Arc<Clone>, address: u64) -> Option<u32> {
+    /// Sees to it that `clone` goes on at `address`: its page is there, or somebody brings it, or the clone is killed. Gives the batch if it had to be
+    /// fetched for it. Of a batch that nobody brings, `comes` says whether who fetches ahead is going to, and it can be waited for.
+    pub fn fault(&self, clone: &Arc<Clone>, address: u64, comes: impl FnOnce(u32) -> bool) -> Option<u32> {
         let since = Instant::now();
         count(&self.counters.faults, 1);
         if clone.is_killed() {
@@ -170,7 +171,7 @@ impl<S: Source> Template<S> {
             return None;
         }
         let state = &self.states[batch as usize];
-        let ours = {
+        {
             // Whoever brings a batch takes its waiters under this lock, after it has become present.
             let mut waiting = self.waiting();
             if state.load(Ordering::Acquire) == PRESENT {
@@ -180,9 +181,10 @@ impl<S: Source> Template<S> {
                 return None;
             }
             waiting.entry(batch).or_default().push(Waiter { clone: Arc::clone(clone), address, since });
-            state.compare_exchange(ABSENT, COMING, Ordering::AcqRel, Ordering::Acquire).is_ok()
-        };
-        if ours {
+        }
+        // Whoever claims it from here on finds the waiter, also who fetches ahead and has not come to it yet.
+        let waits = state.load(Ordering::Acquire) == ABSENT && comes(batch);
+        if !waits && self.claim(batch) {
             count(&self.counters.asked, 1);
             self.bring(batch);
             Some(batch)
@@ -192,10 +194,17 @@ impl<S: Source> Template<S> {
         }
     }
 
+    /// Whether it is this thread that brings a batch from now on.
+    fn claim(&self, batch: u32) -> bool {
+        let claimed = |state: &AtomicU8| {
+            state.compare_exchange(ABSENT, COMING, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        };
+        self.states.get(batch as usize).is_some_and(claimed)
+    }
+
     /// Fetches a batch that nobody has asked for yet.
     pub fn ahead(&self, batch: u32) -> Brought {
-        let Some(state) = self.states.get(batch as usize) else { return Brought::Done };
-        if state.compare_exchange(ABSENT, COMING, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        if !self.claim(batch) {
             return Brought::Done;
         }
         count(&self.counters.ahead, 1);

@@ -152,12 +152,16 @@ impl Uffd {
 
     /// Missing pages of the mapping are the kernel's own concern again; who waits goes on.
     ///
+    /// UFFDIO_UNREGISTER wakes who waits before it keeps others from beginning to: whoever faults in between, under the lock of his mapping
+    /// alone (Linux from 6.6 on), would wait for ever. So all are woken once more.
+    ///
     /// # Errors
     /// The process has no such mapping any more, or is gone.
     pub fn unregister(&self, start: u64, len: u64) -> io::Result<()> {
         let mut range = Range { start, len };
         // SAFETY: the ioctl reads one struct uffdio_range.
-        check(unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) })
+        check(unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) })?;
+        self.wake(start, len)
     }
 
     /// Whoever waits for a page there looks again.
@@ -256,8 +260,11 @@ impl Uffd {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::mm::{MapFlags, ProtFlags, mmap};
+    use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
     use std::os::unix::fs::FileExt;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn a_page_that_is_there_must_be_the_one_that_is_to_come() {
@@ -279,5 +286,49 @@ mod tests {
         let mut now = [0; PAGE];
         memory.read_exact_at(&mut now, 0).unwrap();
         assert_eq!(now, [1; PAGE]);
+    }
+
+    #[test]
+    fn who_faults_just_as_memory_is_let_go_goes_on() {
+        const PAGE: usize = 4096;
+        const PAGES: usize = 64;
+        let memory = crate::guest::memory((PAGES * PAGE) as u64).unwrap();
+        let until = Instant::now() + Duration::from_secs(3);
+        let mut rounds = 0;
+        while Instant::now() < until {
+            rounds += 1;
+            // SAFETY: a new mapping, at an address of the kernel's choice; it goes at the end of this round, after all who read it.
+            let at = unsafe {
+                mmap(std::ptr::null_mut(), PAGES * PAGE, ProtFlags::READ, MapFlags::SHARED, &memory, 0)
+            };
+            let at = at.unwrap().expose_provenance();
+            let uffd = Uffd::own().unwrap();
+            uffd.register(at as u64, (PAGES * PAGE) as u64).unwrap();
+            let (begun, read) = (AtomicBool::new(false), AtomicBool::new(false));
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    begun.store(true, Ordering::SeqCst);
+                    // SAFETY: a page of the mapping above.
+                    let byte = unsafe { std::ptr::with_exposed_provenance::<u8>(at).read_volatile() };
+                    assert_eq!(byte, 0);
+                    read.store(true, Ordering::SeqCst);
+                });
+                while !begun.load(Ordering::SeqCst) {}
+                let moment = Instant::now() + Duration::from_nanos(rounds * 37 % 20_000);
+                while Instant::now() < moment {}
+                uffd.unregister(at as u64, (PAGES * PAGE) as u64).unwrap();
+                let late = Instant::now() + Duration::from_secs(2);
+                while !read.load(Ordering::SeqCst) && Instant::now() < late {
+                    thread::yield_now();
+                }
+                let waits = !read.load(Ordering::SeqCst);
+                uffd.wake(at as u64, (PAGES * PAGE) as u64).unwrap();
+                assert!(!waits, "it still waits, in round {rounds}");
+            });
+            // SAFETY: nobody reads it any more.
+            unsafe { munmap(std::ptr::with_exposed_provenance_mut(at), PAGES * PAGE).unwrap() };
+            memory.set_len(0).unwrap();
+            memory.set_len((PAGES * PAGE) as u64).unwrap();
+        }
     }
 }
