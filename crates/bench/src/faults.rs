@@ -1,7 +1,8 @@
 //! Faults: what a page costs that has to come from a pager, with its source in memory.
 //!
 //! One thread touches a page of each batch, one after the other, in memory that is served by [`dayfly_pager`] with threads of its own; then it touches
-//! all pages as another clone, for which all is there. Held against 4 KiB that are copied (`floor`).
+//! all pages as another clone, for which all is there. Held against 4 KiB that are copied, and against a thread that is woken by another which looks out
+//! for its answer: what a fault has of the host's own, as who faults sleeps until the page is there.
 
 use crate::common::{self, Spread, ratio};
 use anyhow::{Context, Result, bail, ensure};
@@ -11,6 +12,7 @@ use dayfly_pager::serve;
 use dayfly_pager::source::{Batch, Layout, Put, Source, SourceError};
 use dayfly_pager::template::Template;
 use dayfly_pager::wire::{FromPager, Settings, pair, receive};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::AsFd;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use serde_json::{Value, json};
@@ -107,11 +109,39 @@ fn copied() -> u64 {
     u64::try_from(began.elapsed().as_nanos() / u128::from(FRAMES)).unwrap_or(u64::MAX)
 }
 
+/// Nanoseconds from a thread's word to another, which sleeps, to that one's answer.
+fn woken() -> Result<u64> {
+    const ROUNDS: u64 = 2000;
+    let event = |flags| eventfd(0, flags | EventfdFlags::CLOEXEC).context("eventfd");
+    let (word, answer) = (event(EventfdFlags::empty())?, event(EventfdFlags::NONBLOCK)?);
+    std::thread::scope(|scope| {
+        let sleeper = scope.spawn(|| -> rustix::io::Result<()> {
+            for _ in 0..ROUNDS {
+                rustix::io::read(&word, &mut [0_u8; 8])?;
+                rustix::io::write(&answer, &1_u64.to_ne_bytes())?;
+            }
+            Ok(())
+        });
+        let began = Instant::now();
+        for _ in 0..ROUNDS {
+            rustix::io::write(&word, &1_u64.to_ne_bytes())?;
+            while rustix::io::read(&answer, &mut [0_u8; 8]).is_err() {
+                std::hint::spin_loop();
+            }
+        }
+        let took = began.elapsed().as_nanos() / u128::from(ROUNDS);
+        sleeper.join().map_err(|_| anyhow::anyhow!("the sleeper panicked"))??;
+        Ok(u64::try_from(took)?)
+    })
+}
+
 /// Measures, prints, writes `faults.json`.
 pub fn run(out: &Path) -> Result<()> {
     println!("faults: {} pages, {TIMES} times; load {}", FRAMES, common::load());
     let copies: Vec<u64> = (0..TIMES).map(|_| copied()).collect();
     let floor = Spread::of(&copies, None);
+    let wakes = (0..TIMES).map(|_| woken()).collect::<Result<Vec<u64>>>()?;
+    let wake = common::median(&wakes);
     println!("  {:>16} {:>12} {:>12} {:>12}", "pages at once", "ns a page", "least", "2nd clone");
     let mut figures = Vec::<Value>::new();
     for each in BATCHES {
@@ -122,13 +152,13 @@ pub fn run(out: &Path) -> Result<()> {
         println!("  {each:>16} {bring:>12} {least:>12} {find:>12}");
         figures.push(json!({
             "pages_at_once": each, "ns_per_page": bring, "least_ns_per_page": least, "second_clone_ns_per_page": find,
-            "by_a_copy": ratio(bring, common::median(&copies)),
+            "by_a_copy": ratio(bring, common::median(&copies)), "of_a_fault_by_a_wake": ratio(bring * u64::from(each), wake),
         }));
     }
-    println!("  a copy of a page: {} ns", common::median(&copies));
+    println!("  a copy of a page: {} ns; a thread woken, and its answer: {wake} ns", common::median(&copies));
     common::write(
         out,
         "faults",
-        &json!({ "frames": FRAMES, "times": TIMES, "copy_ns": floor, "faults": figures }),
+        &json!({ "frames": FRAMES, "times": TIMES, "copy_ns": floor, "wake_ns": Spread::of(&wakes, None), "faults": figures }),
     )
 }

@@ -23,8 +23,9 @@ use std::time::{Duration, Instant};
 
 /// The number under which fault threads are told to end.
 pub const STOP: u64 = u64::MAX;
-/// So long after a fault its thread looks for the next before it sleeps: to wake one takes longer than many a guest takes to its next fault.
-const LINGER: Duration = Duration::from_micros(20);
+/// So long after a fault its thread looks for the next before it sleeps: to wake one takes longer than many a guest takes to its next fault. 20 us are
+/// enough where a thread is woken in 5 us; where that takes 20, a single fault takes 55 us with 20, 29 with 50, 100 or 200 (`dayfly-bench faults`).
+const LINGER: Duration = Duration::from_micros(50);
 /// How a clone's faults are told.
 const WATCHED: EventFlags = EventFlags::IN.union(EventFlags::ONESHOT);
 /// How long fetching ahead rests after a batch that could not be had.
@@ -39,7 +40,7 @@ pub struct Pace {
 
 impl Pace {
     /// From here on another thread is let look at a clone before a page is fetched for it.
-    const SLOW: u64 = 40_000;
+    const SLOW: u64 = 150_000;
     /// From here on a batch that is asked for may be one that a disk had to seek.
     const SEEK: u64 = 1_000_000;
 

@@ -33,6 +33,25 @@ pub struct Set {
     pub ask: (u16, &'static str),
 }
 
+impl Set {
+    /// Packages, and what is prepared with them.
+    #[must_use]
+    pub const fn prepared(name: &'static str, packages: &'static str, prepare: &'static str) -> Self {
+        Self { name, packages, sources: "", prepare, start: "", ask: (0, "") }
+    }
+
+    /// A service as its packages leave it.
+    #[must_use]
+    pub const fn service(
+        name: &'static str,
+        packages: &'static str,
+        start: &'static str,
+        ask: (u16, &'static str),
+    ) -> Self {
+        Self { name, packages, sources: "", prepare: "", start, ask }
+    }
+}
+
 /// What images are made from.
 #[derive(Debug, Clone)]
 pub struct Images {

@@ -67,11 +67,10 @@ END
     };
 }
 
-const OLAP: Set = Set {
-    name: "olap",
-    packages: "sqlite3",
-    sources: "",
-    prepare: r#"sqlite3 /srv/olap.db <<'END'
+const OLAP: Set = Set::prepared(
+    "olap",
+    "sqlite3",
+    r#"sqlite3 /srv/olap.db <<'END'
 pragma page_size = 4096;
 create table part (id integer primary key, brand text, size integer);
 create table line (id integer primary key, part integer, shipped integer, quantity integer, price real, discount real, mode text, comment text);
@@ -93,28 +92,22 @@ select brand, count(*), avg(price) from line join part on part.id = line.part wh
 select shipped / 100, count(*), max(price) from line group by 1 order by 3 desc limit 10;
 SQL
 END"#,
-    start: "",
-    ask: (0, ""),
-};
+);
 
-const STATIC: Set = Set {
-    name: "static",
-    packages: "nginx-light python3",
-    sources: "",
-    prepare: concat!(
+const STATIC: Set = Set::prepared(
+    "static",
+    "nginx-light python3",
+    concat!(
         client!(),
         "mkdir -p /var/www/html/f
 for n in $(seq 0 299); do head -c $(( (n * 7919 % 61 + 1) * 3000 )) /dev/urandom | base64 >/var/www/html/f/$n.html; done"
     ),
-    start: "",
-    ask: (0, ""),
-};
+);
 
-const DYNAMIC: Set = Set {
-    name: "dynamic",
-    packages: "php-cli php-sqlite3 sqlite3 python3",
-    sources: "",
-    prepare: concat!(
+const DYNAMIC: Set = Set::prepared(
+    "dynamic",
+    "php-cli php-sqlite3 sqlite3 python3",
+    concat!(
         client!(),
         r#"sqlite3 /srv/shop.db <<'END'
 create table product (id integer primary key, category integer, name text, price real, about text);
@@ -137,24 +130,19 @@ foreach ($rows as $row) {
 echo "</ul>", json_encode(array_slice($rows, 0, 5)), "</body></html>";
 END"#
     ),
-    start: "",
-    ask: (0, ""),
-};
+);
 
-const NUMPY: Set = Set {
-    name: "numpy",
-    packages: "python3 python3-numpy",
-    sources: "",
-    prepare: r#"cat >/srv/job.py <<'END'
+const NUMPY: Set = Set::prepared(
+    "numpy",
+    "python3 python3-numpy",
+    r#"cat >/srv/job.py <<'END'
 import sys, json, csv, sqlite3, decimal, hashlib, http.client, xml.etree.ElementTree
 import numpy
 seed = int(sys.argv[1])
 values = numpy.random.default_rng(seed).normal(size=(60, 60))
 print(json.dumps({"trace": float(numpy.trace(values @ values.T)), "median": float(numpy.median(values))}))
 END"#,
-    start: "",
-    ask: (0, ""),
-};
+);
 
 const fn middle(name: &'static str, what: &'static str, interactive: bool, workload: Workload) -> Subject {
     let begin = Begin::Middle(workload, 75);

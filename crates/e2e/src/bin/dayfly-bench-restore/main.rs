@@ -23,9 +23,10 @@ use anyhow::{Context, Result, ensure};
 use catalogue::{SUBJECTS, Subject};
 use clap::Parser;
 use dayfly_cli::progress::Steps;
+use dayfly_e2e::bench as shared;
 use dayfly_e2e::bench::guests::Guests;
 use dayfly_e2e::bench::images::Images;
-use dayfly_e2e::bench::place::{self, Place};
+use dayfly_e2e::bench::place::Place;
 use dayfly_e2e::setup;
 use dayfly_pager::learn::{Learned, learn};
 use dayfly_pager::policy::Policy;
@@ -112,20 +113,13 @@ impl Options {
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
 async fn main() -> ExitCode {
     let options = Options::parse();
-    let result = tokio::select! {
-        result = run(&options) => result,
-        _ = tokio::signal::ctrl_c() => {
-            place::stop_left(&options.home);
-            Err(anyhow::anyhow!("interrupted; what was recorded stays"))
-        }
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(e) => {
-            eprintln!("dayfly-bench-restore: {e:#}");
-            ExitCode::FAILURE
-        }
-    }
+    shared::end(
+        "dayfly-bench-restore",
+        run(&options),
+        std::slice::from_ref(&options.home),
+        "what was recorded stays",
+    )
+    .await
 }
 
 async fn run(options: &Options) -> Result<()> {

@@ -28,9 +28,10 @@ use anyhow::{Context, Result, bail};
 use catalogue::FLEET;
 use clap::{Parser, ValueEnum};
 use dayfly_cli::progress::Steps;
+use dayfly_e2e::bench as shared;
 use dayfly_e2e::bench::guests::Guests;
 use dayfly_e2e::bench::images::Images;
-use dayfly_e2e::bench::place::{self, Place};
+use dayfly_e2e::bench::place::Place;
 use dayfly_e2e::bench::scripts::{WORKLOADS, Workload};
 use dayfly_e2e::setup;
 use dayfly_units::{Bytes, Name};
@@ -96,20 +97,13 @@ fn images_number(text: &str) -> Result<usize, String> {
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
 async fn main() -> ExitCode {
     let options = Options::parse();
-    let result = tokio::select! {
-        result = run(&options) => result,
-        _ = tokio::signal::ctrl_c() => {
-            PARTS.iter().for_each(|part| place::stop_left(&options.home.join(part)));
-            Err(anyhow::anyhow!("interrupted; --resume goes on"))
-        }
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(e) => {
-            eprintln!("dayfly-bench-store: {e:#}");
-            ExitCode::FAILURE
-        }
-    }
+    shared::end(
+        "dayfly-bench-store",
+        run(&options),
+        &PARTS.map(|part| options.home.join(part)),
+        "--resume goes on",
+    )
+    .await
 }
 
 async fn run(options: &Options) -> Result<()> {
