@@ -17,7 +17,7 @@ pub use stream::{ByteStream, MAX_LINE_BYTES, ProgressStream};
 
 use crate::agent::ExecSpec;
 use crate::types::{
-    BakeRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest, Image, ImageUpload, Info, Kernel,
+    BakeRequest, Colours, Footprint, ConnectRequest, CreateManyRequest, CreateRequest, Image, ImageUpload, Info, Kernel,
     KernelUpload, Leak, List, RehearseRequest, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest,
     StoreStats, StoreUsage, VerifyRequest, Vm, VmDetails,
 };
@@ -227,6 +227,14 @@ impl Client {
     /// [`ClientError`].
     pub async fn vm(&self, vm: &str) -> Result<VmDetails> {
         self.json(Method::GET, format!("/v1/vms/{}", segment(vm)), empty_body()).await
+    }
+
+    /// What a VM holds of its RAM now.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn footprint(&self, vm: &str) -> Result<Footprint> {
+        self.json(Method::GET, format!("/v1/vms/{}/footprint", segment(vm)), empty_body()).await
     }
 
     /// Removes a VM; a running one only with `force`.

@@ -22,7 +22,7 @@ mod colours;
 mod rehearsal;
 mod store;
 
-pub use colours::{ColourUse, Colours, MAX_PICTURE_WIDTH};
+pub use colours::{ColourHeld, ColourUse, Colours, Footprint, MAX_PICTURE_WIDTH};
 pub use rehearsal::{ColourTouched, MAX_TOUCHES, Rehearsal, RehearseRequest};
 pub use store::{
     Collected, Counted, Damaged, LeftAlone, MemoryKinds, Pages, SnapshotUse, StoreStats, StoreUsage,

@@ -20,6 +20,7 @@ mod run;
 mod signals;
 mod snapshot;
 mod snapshots;
+mod stats;
 mod store;
 mod version;
 
@@ -65,6 +66,8 @@ pub enum Command {
     Connect(connect::Args),
     /// List VMs
     Ps(ps::Args),
+    /// Show what VMs hold of their memory; of one VM, by colour
+    Stats(stats::Args),
     /// Show what a VM wrote to its console
     Logs(logs::Args),
     /// Copy files and folders between this host and a VM
@@ -135,6 +138,7 @@ impl Command {
             Self::Exec(args) => args.run().await,
             Self::Connect(args) => args.run().await.map(|()| 0),
             Self::Ps(args) => args.run().await.map(|()| 0),
+            Self::Stats(args) => args.run().await.map(|()| 0),
             Self::Logs(args) => args.run().await.map(|()| 0),
             Self::Cp(args) => args.run().await.map(|()| 0),
             Self::Pause(args) => args.run().await,

@@ -15,7 +15,9 @@ use dayfly_api::types::{ErrorCode, Progress, RunReply, RunRequest};
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
+use dayfly_units::Name;
 use std::future::Future;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
@@ -29,6 +31,9 @@ pub type Client = TokioIo<Upgraded>;
 const EARLY_MAX_BYTES: usize = 256 << 10;
 /// After the guest's connection ended without `Exit`: how long to wait for the end of the VM, which explains it.
 const EXPLANATION: Duration = Duration::from_millis(1500);
+
+/// A program that has said nothing for so long is asked after.
+const SILENCE: Duration = Duration::from_secs(30);
 
 /// The client's side of a session.
 struct Caller {
@@ -284,6 +289,36 @@ pub async fn explain(vm: &Vm) -> Fault {
     }
 }
 
+/// Where an agent is asked whether it is still there, and when.
+struct Pulse<'a> {
+    vm: &'a Name,
+    socket: &'a Path,
+    silence: Duration,
+    within: Duration,
+}
+
+impl Pulse<'_> {
+    /// Waits for what the agent says `next`. A program may be silent for as long as it likes; an agent that does not answer on the side either, twice in a
+    /// row, has gone with its kernel, and nothing else would end the wait.
+    async fn wait<T>(&self, next: impl Future<Output = T>) -> Outcome<T> {
+        let mut next = std::pin::pin!(next);
+        let mut mute = false;
+        loop {
+            if let Ok(got) = timeout(self.silence, &mut next).await {
+                return Ok(got);
+            }
+            match agent_link::stat(self.socket, self.within).await {
+                Ok(_) => mute = false,
+                Err(_) if !mute => mute = true,
+                Err(e) => {
+                    let text = format_args!("VM {}: its agent answers no more, as a program runs: {e}", self.vm);
+                    return Err(Fault::new(ErrorCode::Timeout, text));
+                }
+            }
+        }
+    }
+}
+
 /// Runs a program to its end and tells its output; gives how it ended and the last of its standard error.
 ///
 /// # Errors
@@ -292,11 +327,13 @@ pub async fn to_its_end(daemon: &Daemon, vm: &Vm, spec: ExecSpec, tell: &Teller)
     const TAIL_BYTES: usize = 4 << 10;
     let doing = "running a program";
     let (mut agent, _) = start(daemon, vm, Program::New(spec)).await?;
+    let (socket, within) = (vm.dir.vsock(), daemon.config.deadlines.agent);
+    let pulse = Pulse { vm: &vm.name, socket: &socket, silence: SILENCE, within };
     let mut tail = Vec::new();
     let say =
         |bytes: &[u8]| tell.tell(Progress::Output { text: String::from_utf8_lossy(bytes).into_owned() });
     loop {
-        match read_frame(&mut agent, doing).await {
+        match pulse.wait(read_frame(&mut agent, doing)).await? {
             Ok(Some(Frame { kind: FrameKind::Stdout, body })) => say(&body).await,
             Ok(Some(Frame { kind: FrameKind::Stderr, body })) => {
                 tail.extend_from_slice(&body);
@@ -318,5 +355,37 @@ pub async fn to_its_end(daemon: &Daemon, vm: &Vm, spec: ExecSpec, tell: &Teller)
             Ok(None) | Err(LinkError::Io { .. }) => return Err(explain(vm).await),
             Err(e) => return Err(e.into()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::net::UnixListener;
+    use tokio::sync::oneshot;
+
+    #[tokio::test]
+    async fn an_agent_that_answers_no_more_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("agent");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let vm = "quiet".parse().unwrap();
+        let (silence, within) = (Duration::from_millis(5), Duration::from_millis(50));
+        let pulse = Pulse { vm: &vm, socket: &socket, silence, within };
+        assert_eq!(pulse.wait(std::future::ready(7)).await.unwrap(), 7);
+
+        // One answer that is missing is no end.
+        let (say, said) = oneshot::channel();
+        let agent = async {
+            drop(listener.accept().await.unwrap());
+            say.send(8).unwrap();
+        };
+        let (got, ()) = tokio::join!(pulse.wait(said), agent);
+        assert_eq!(got.unwrap(), Ok(8));
+
+        // It takes connections, and that is all.
+        let fault = pulse.wait(std::future::pending::<()>()).await.unwrap_err();
+        assert_eq!(fault.0.code, ErrorCode::Timeout);
+        assert!(fault.to_string().contains("quiet"), "{fault}");
     }
 }

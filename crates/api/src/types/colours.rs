@@ -29,6 +29,30 @@ wire! {
         /// Every colour, used or not.
         pub colours: Vec<ColourUse>,
     }
+
+    /// RAM of one colour that a VM holds, in bytes.
+    pub struct ColourHeld {
+        /// Such as `page cache`; what the frame was when the VM's snapshot was saved.
+        pub colour: String,
+        /// Its own: pages that it has written.
+        pub own_bytes: u64,
+        /// Touched, or laid ready for it, and as its snapshot has them: every clone of that holds the same.
+        pub shared_bytes: u64,
+        /// Touched, and zeroes that take no memory.
+        pub zero_bytes: u64,
+    }
+
+    /// What a VM holds of its RAM. All of it is `unknown`, and includes its VMM's own memory, where the VM is no clone; all of it is `unknown` where its snapshot is gone.
+    pub struct Footprint {
+        /// The VM.
+        pub id: VmId,
+        /// Its name.
+        pub name: Name,
+        /// RAM.
+        pub memory_bytes: u64,
+        /// Every colour, held or not.
+        pub colours: Vec<ColourHeld>,
+    }
 }
 
 impl ColourUse {
@@ -53,6 +77,21 @@ impl Colours {
             free_bytes: sum(|c| c.free_bytes),
             disk_bytes: sum(|c| c.disk_bytes),
             page_bytes: sum(|c| c.page_bytes),
+        }
+    }
+}
+
+impl Footprint {
+    /// All colours together.
+    #[must_use]
+    pub fn total(&self) -> ColourHeld {
+        let sum =
+            |of: fn(&ColourHeld) -> u64| self.colours.iter().fold(0, |sum: u64, c| sum.saturating_add(of(c)));
+        ColourHeld {
+            colour: "all".into(),
+            own_bytes: sum(|c| c.own_bytes),
+            shared_bytes: sum(|c| c.shared_bytes),
+            zero_bytes: sum(|c| c.zero_bytes),
         }
     }
 }

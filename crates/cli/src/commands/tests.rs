@@ -29,6 +29,8 @@ fn what_follows_the_snapshot_is_the_programs() {
         "bake debian -t web -- python3 -c pass",
         "ps -aq",
         "ps --format json",
+        "stats",
+        "stats web --format json",
         "snapshots",
         "snapshots -q",
         "snapshots rm a b",

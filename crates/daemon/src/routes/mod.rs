@@ -63,6 +63,7 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(store::gc))
         .routes(routes!(vms::list, vms::create))
         .routes(routes!(vms::inspect, vms::remove))
+        .routes(routes!(vms::footprint))
         .routes(routes!(batch::create))
         .routes(routes!(batch::remove))
         .routes(routes!(vms::pause))

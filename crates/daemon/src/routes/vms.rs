@@ -4,12 +4,12 @@ use super::{Json, Params, Shared, Word};
 use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome};
 use crate::time::Asked;
-use crate::vm::{birth, death, inspect as measure, power};
+use crate::vm::{birth, death, footprint as weigh, inspect as measure, power};
 use crate::{ndjson, snapshot as freeze};
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
-use dayfly_api::types::{ApiError, CreateRequest, ErrorCode, List, Progress, SnapshotRequest, Vm, VmDetails};
+use dayfly_api::types::{ApiError, CreateRequest, ErrorCode, Footprint, List, Progress, SnapshotRequest, Vm, VmDetails};
 use serde::Deserialize;
 use std::sync::Arc;
 
@@ -61,6 +61,14 @@ pub async fn create(
 pub async fn inspect(State(daemon): Shared, Word(word): Word) -> Outcome<axum::Json<VmDetails>> {
     let vm = daemon.registry.find(&word)?;
     Ok(axum::Json(measure::details(&daemon, &vm).await))
+}
+
+/// What a VM holds of its RAM now, by the colours of its snapshot.
+#[utoipa::path(get, path = "/v1/vms/{vm}/footprint", params(("vm" = String, Path, description = "id, unique start of an id, or name")),
+    responses((status = 200, body = Footprint), (status = 404, body = ApiError), (status = 409, body = ApiError)))]
+pub async fn footprint(State(daemon): Shared, Word(word): Word) -> Outcome<axum::Json<Footprint>> {
+    let vm = daemon.registry.find(&word)?;
+    weigh::footprint(&daemon, &vm).await.map(axum::Json)
 }
 
 /// How to remove a VM.

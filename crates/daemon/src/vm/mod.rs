@@ -11,6 +11,7 @@ pub mod control_link;
 pub mod death;
 mod demand;
 pub mod identity;
+pub mod footprint;
 pub mod inspect;
 pub mod launch;
 pub mod link;

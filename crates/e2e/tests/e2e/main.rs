@@ -18,4 +18,5 @@ mod life;
 mod pool;
 mod ports;
 mod rehearse;
+mod stats;
 mod store;

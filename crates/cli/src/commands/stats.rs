@@ -1,0 +1,117 @@
+//! `dayfly stats`: what VMs hold of their memory.
+
+use crate::connect;
+use crate::output::{self, Format, FormatArgs};
+use anyhow::Result;
+use dayfly_api::client::ClientError;
+use dayfly_api::types::{ColourHeld, ErrorCode, Footprint};
+use dayfly_units::Bytes;
+
+/// Arguments of `dayfly stats`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// A VM by id or name, shown by colour [default: all that run]
+    vm: Option<String>,
+    #[command(flatten)]
+    format: FormatArgs,
+}
+
+impl Args {
+    pub async fn run(self) -> Result<()> {
+        let client = connect::client().await?;
+        if let Some(vm) = &self.vm {
+            let footprint = client.footprint(vm).await?;
+            return match self.format.format {
+                Format::Json => output::json(&footprint),
+                Format::Table => output::emit(&by_colour(&footprint)),
+            };
+        }
+        let mut all = Vec::new();
+        for vm in client.vms(false).await? {
+            match client.footprint(&vm.id.to_string()).await {
+                Ok(footprint) => all.push(footprint),
+                // It has ended meanwhile.
+                Err(e) if ended(&e) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+        match self.format.format {
+            Format::Json => output::json(&all),
+            Format::Table => output::emit(&by_vm(&all)),
+        }
+    }
+}
+
+fn ended(error: &ClientError) -> bool {
+    matches!(error.code(), Some(ErrorCode::NotFound | ErrorCode::State))
+}
+
+fn bytes(n: u64) -> String {
+    if n == 0 { "-".to_owned() } else { Bytes(n).to_string() }
+}
+
+fn share(n: u64, of: u64) -> String {
+    let tenths = (u128::from(n) * 1000).checked_div(u128::from(of)).unwrap_or(0);
+    format!("{}.{} %", tenths / 10, tenths % 10)
+}
+
+fn by_vm(all: &[Footprint]) -> String {
+    let row = |of: &Footprint| {
+        let total = of.total();
+        [
+            of.id.to_string(),
+            of.name.to_string(),
+            Bytes(of.memory_bytes).to_string(),
+            bytes(total.own_bytes),
+            share(total.own_bytes, of.memory_bytes),
+            bytes(total.shared_bytes),
+        ]
+    };
+    output::table(["VM ID", "NAME", "MEMORY", "OWN", "OF MEMORY", "SHARED"], all.iter().map(row))
+}
+
+fn by_colour(of: &Footprint) -> String {
+    let row = |name: &str, held: &ColourHeld| {
+        [
+            name.to_owned(),
+            bytes(held.own_bytes),
+            share(held.own_bytes, of.memory_bytes),
+            bytes(held.shared_bytes),
+            bytes(held.zero_bytes),
+        ]
+    };
+    let any = |held: &&ColourHeld| held.own_bytes + held.shared_bytes + held.zero_bytes > 0;
+    let mut rows: Vec<_> = of.colours.iter().filter(any).map(|held| row(&held.colour, held)).collect();
+    rows.push(row("all", &of.total()));
+    output::table(["COLOUR", "OWN", "OF MEMORY", "SHARED", "ZERO"], rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_show_what_is_held() {
+        let held = |colour: &str, own_bytes, shared_bytes, zero_bytes| ColourHeld {
+            colour: colour.into(),
+            own_bytes,
+            shared_bytes,
+            zero_bytes,
+        };
+        let colours = vec![held("kernel data", 3 << 20, 1 << 20, 0), held("free", 0, 0, 4096), held("user", 0, 0, 0)];
+        let of = Footprint {
+            id: "0123456789ab".parse().unwrap(),
+            name: "web".parse().unwrap(),
+            memory_bytes: 256 << 20,
+            colours,
+        };
+        let text = by_colour(&of);
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(lines.len(), 4, "{text}");
+        assert_eq!(lines[1], ["kernel", "data", "3.0", "MiB", "1.1", "%", "1.0", "MiB", "-"]);
+        assert_eq!(lines[2], ["free", "-", "0.0", "%", "-", "4.0", "KiB"]);
+        assert_eq!(lines[3][0], "all");
+        let text = by_vm(&[of]);
+        assert!(text.contains("web") && text.contains("1.1 %") && text.contains("256.0 MiB"), "{text}");
+    }
+}

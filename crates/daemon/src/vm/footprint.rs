@@ -1,0 +1,109 @@
+//! What a VM holds of its RAM, by colour: its fractional footprint (Kaleidoscope, section 4.3).
+//!
+//! A clone's RAM is a private mapping of its snapshot's: pages that it has written are its own, those it has only read are everybody's, and what it has
+//! not touched it does not have. The colours are those of the snapshot.
+
+use super::Vm;
+use crate::daemon::Daemon;
+use crate::error::{Fault, Outcome, blocking};
+use dayfly_api::types::{ColourHeld, ErrorCode, Footprint};
+use dayfly_host::pagemap::{self, Held};
+use dayfly_host::memory;
+use dayfly_introspect::Colour;
+use dayfly_store::{OpenError, Run};
+use dayfly_units::PAGE_SIZE;
+use std::sync::Arc;
+
+/// What the maps of a VMM call the RAM of a snapshot (`dayfly_store`'s memfd).
+const RAM: &str = "/memfd:ram (deleted)";
+
+/// Looks at a VM.
+///
+/// # Errors
+/// It does not run.
+pub async fn footprint(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Footprint> {
+    let (daemon, vm) = (daemon.clone(), vm.clone());
+    blocking(move || {
+        let phase = vm.phase();
+        let ended = || Fault::new(ErrorCode::State, format_args!("VM {}: is {phase}", vm.name));
+        let pid = vm.process().filter(|_| phase.alive()).ok_or_else(ended)?.id().pid;
+        let mut colours: Vec<ColourHeld> = Colour::ALL.iter().map(|colour| none(*colour)).collect();
+        let looked = if vm.facts.snapshot.is_some() {
+            let table = saved(&daemon, &vm)?;
+            let most = vm.facts.memory_bytes / PAGE_SIZE;
+            pagemap::held(pid, RAM, most, |frame, held| count(&mut colours, &table, frame, held))
+        } else {
+            memory::of(pid).map(|memory| {
+                let unknown = &mut colours[usize::from(Colour::Unknown.number())];
+                unknown.own_bytes = memory.anonymous_kib << 10;
+            })
+        };
+        looked.map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => ended(),
+            _ => Fault::internal(format_args!("the memory of VM {}: {e}", vm.name)),
+        })?;
+        Ok(Footprint { id: vm.id, name: vm.name.clone(), memory_bytes: vm.facts.memory_bytes, colours })
+    })
+    .await
+}
+
+/// The runs of the snapshot that the VM is a clone of; none where that is gone, or its RAM is not in pages.
+fn saved(daemon: &Daemon, vm: &Vm) -> Outcome<Vec<Run>> {
+    let Some(name) = &vm.facts.snapshot else { return Ok(Vec::new()) };
+    match daemon.depot.store().snapshot_table(&daemon.depot.tenant(), name) {
+        // A younger one of that name is another.
+        Ok((manifest, table)) if manifest.created_unix_ms <= vm.facts.created_unix_ms => {
+            Ok(table.runs().to_vec())
+        }
+        Ok(_) | Err(OpenError::NotFound { .. }) => Ok(Vec::new()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn none(colour: Colour) -> ColourHeld {
+    ColourHeld { colour: colour.name().to_owned(), own_bytes: 0, shared_bytes: 0, zero_bytes: 0 }
+}
+
+fn count(colours: &mut [ColourHeld], table: &[Run], frame: u64, held: Held) {
+    let at = table.partition_point(|run| u64::from(run.first) + u64::from(run.frames) <= frame);
+    let colour = table.get(at).and_then(|run| Colour::from_number(run.colour)).unwrap_or(Colour::Unknown);
+    let Some(of) = colours.get_mut(usize::from(colour.number())) else { return };
+    let bytes = match held {
+        Held::Own => &mut of.own_bytes,
+        Held::Shared => &mut of.shared_bytes,
+        Held::Zero => &mut of.zero_bytes,
+    };
+    *bytes = bytes.saturating_add(PAGE_SIZE);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use dayfly_store::Kind;
+
+    #[test]
+    fn pages_count_for_the_colour_of_their_frame() {
+        let run = |first, frames, colour: Colour| Run { first, frames, colour: colour.number(), kind: Kind::Zero };
+        let table = [run(0, 10, Colour::KernelData), run(10, 5, Colour::PageCache), run(15, 1, Colour::Free)];
+        let mut colours: Vec<ColourHeld> = Colour::ALL.iter().map(|colour| none(*colour)).collect();
+        let touched = [
+            (0, Held::Own),
+            (9, Held::Own),
+            (10, Held::Shared),
+            (14, Held::Own),
+            (15, Held::Zero),
+            (16, Held::Shared),
+            (1 << 50, Held::Own),
+        ];
+        touched.iter().for_each(|(frame, held)| count(&mut colours, &table, *frame, *held));
+        let of = |colour: Colour| {
+            let of = &colours[usize::from(colour.number())];
+            assert_eq!(of.colour, colour.name());
+            [of.own_bytes, of.shared_bytes, of.zero_bytes].map(|bytes| bytes / PAGE_SIZE)
+        };
+        assert_eq!(of(Colour::KernelData), [2, 0, 0]);
+        assert_eq!(of(Colour::PageCache), [1, 1, 0]);
+        assert_eq!(of(Colour::Free), [0, 0, 1]);
+        assert_eq!(of(Colour::Unknown), [1, 1, 0]);
+    }
+}
