@@ -17,9 +17,9 @@ pub use stream::{ByteStream, MAX_LINE_BYTES, ProgressStream};
 
 use crate::agent::ExecSpec;
 use crate::types::{
-    BakeRequest, Colours, Footprint, ConnectRequest, CreateManyRequest, CreateRequest, Image, ImageUpload, Info, Kernel,
-    KernelUpload, Leak, List, RehearseRequest, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest,
-    StoreStats, StoreUsage, VerifyRequest, Vm, VmDetails,
+    BakeRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest, Footprint, Image, ImageUpload,
+    Info, Kernel, KernelUpload, Leak, List, RehearseRequest, RemoveManyRequest, RunRequest, Snapshot,
+    SnapshotRequest, StoreStats, StoreUsage, VerifyRequest, Vm, VmDetails,
 };
 use call::{query, segment};
 use dayfly_units::Name;

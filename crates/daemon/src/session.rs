@@ -12,10 +12,10 @@ use crate::vm::{Vm, inspect};
 use bytes::BytesMut;
 use dayfly_api::agent::{ExecSpec, Exit, Frame, FrameKind, Reply, Request};
 use dayfly_api::types::{ErrorCode, Progress, RunReply, RunRequest};
+use dayfly_units::Name;
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
-use dayfly_units::Name;
 use std::future::Future;
 use std::path::Path;
 use std::sync::Arc;
@@ -311,7 +311,8 @@ impl Pulse<'_> {
                 Ok(_) => mute = false,
                 Err(_) if !mute => mute = true,
                 Err(e) => {
-                    let text = format_args!("VM {}: its agent answers no more, as a program runs: {e}", self.vm);
+                    let text =
+                        format_args!("VM {}: its agent answers no more, as a program runs: {e}", self.vm);
                     return Err(Fault::new(ErrorCode::Timeout, text));
                 }
             }

@@ -98,7 +98,8 @@ mod tests {
             shared_bytes,
             zero_bytes,
         };
-        let colours = vec![held("kernel data", 3 << 20, 1 << 20, 0), held("free", 0, 0, 4096), held("user", 0, 0, 0)];
+        let colours =
+            vec![held("kernel data", 3 << 20, 1 << 20, 0), held("free", 0, 0, 4096), held("user", 0, 0, 0)];
         let of = Footprint {
             id: "0123456789ab".parse().unwrap(),
             name: "web".parse().unwrap(),

@@ -9,7 +9,9 @@ use crate::{ndjson, snapshot as freeze};
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
-use dayfly_api::types::{ApiError, CreateRequest, ErrorCode, Footprint, List, Progress, SnapshotRequest, Vm, VmDetails};
+use dayfly_api::types::{
+    ApiError, CreateRequest, ErrorCode, Footprint, List, Progress, SnapshotRequest, Vm, VmDetails,
+};
 use serde::Deserialize;
 use std::sync::Arc;
 

@@ -7,8 +7,8 @@ use super::Vm;
 use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome, blocking};
 use dayfly_api::types::{ColourHeld, ErrorCode, Footprint};
-use dayfly_host::pagemap::{self, Held};
 use dayfly_host::memory;
+use dayfly_host::pagemap::{self, Held};
 use dayfly_introspect::Colour;
 use dayfly_store::{OpenError, Run};
 use dayfly_units::PAGE_SIZE;
@@ -83,7 +83,8 @@ mod tests {
 
     #[test]
     fn pages_count_for_the_colour_of_their_frame() {
-        let run = |first, frames, colour: Colour| Run { first, frames, colour: colour.number(), kind: Kind::Zero };
+        let run =
+            |first, frames, colour: Colour| Run { first, frames, colour: colour.number(), kind: Kind::Zero };
         let table = [run(0, 10, Colour::KernelData), run(10, 5, Colour::PageCache), run(15, 1, Colour::Free)];
         let mut colours: Vec<ColourHeld> = Colour::ALL.iter().map(|colour| none(*colour)).collect();
         let touched = [

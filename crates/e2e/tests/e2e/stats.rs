@@ -16,7 +16,10 @@ fn a_clone_holds_what_it_has_touched() {
     let (own, shared) = (sum(&before, "own_bytes"), sum(&before, "shared_bytes"));
     let memory_bytes = before["memory_bytes"].as_u64().unwrap();
     assert!(own > 0 && shared > 0, "{before}");
-    assert!(own + shared + sum(&before, "zero_bytes") < memory_bytes / 2, "not what it never touched: {before}");
+    assert!(
+        own + shared + sum(&before, "zero_bytes") < memory_bytes / 2,
+        "not what it never touched: {before}"
+    );
     let colour = |name: &str| {
         let all = before["colours"].as_array().unwrap();
         all.iter().find(|of| of["colour"] == name).unwrap_or_else(|| panic!("{name}: {before}"))

@@ -10,6 +10,8 @@ mount -t ext4 /dev/nvme0n1 /mnt
 stty -F /dev/ttyS1 raw -echo
 exec 3> /dev/ttyS1
 
+# What is told of pages must hold until they are frozen: nothing is made a huge page later.
+echo 100000000 > /sys/kernel/mm/transparent_hugepage/khugepaged/scan_sleep_millisecs
 # Linux leaves it off where there is less than 512 MiB.
 echo always > /sys/kernel/mm/transparent_hugepage/enabled
 cat /mnt/files/* > /dev/null
