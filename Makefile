@@ -29,13 +29,19 @@ build: setup
 demo: build
 	@$(BIN)/dayfly-demo $(DEMO)
 
-# The end-to-end tests are chosen from the whole workspace: by themselves they would have everything built again, with fewer features.
-# Programs and tests are built by one command: features of what only tests use would have every crate above them built twice.
+# The end-to-end tests mostly wait for the machine's guests, and take as long as all others: both run at once, chosen from the whole workspace (by
+# themselves they would have everything built again, with fewer features). Programs and tests are built by one command: features of what only tests use would have every crate above them built twice.
 test: setup
 	@echo "test: building programs and tests (about ten minutes the first time)"
 	@cargo build --release --workspace --bins --tests --examples
-	@echo "test: unit and property tests, the microguest on /dev/kvm, and stock kernels, natively or in the machine"
-	@cargo test --release --workspace; status=$$?; DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; exit $$status
+	@echo "test: stock kernels end to end, natively or in the machine; beside them unit and property tests, and the microguest on /dev/kvm (shown afterwards)"
+	@mkdir -p target/test; \
+	cargo test --release --workspace --no-fail-fast --lib --bins --test '[!e]*' --test exec >target/test/units.log 2>&1 & units=$$!; \
+	trap 'kill $$units' INT TERM; \
+	cargo test --release --workspace --test e2e; status=$$?; \
+	wait $$units || status=$$?; cat target/test/units.log; \
+	DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; \
+	[ $$status = 0 ] || grep -h -A3 '^failures:\|FAILED' target/test/units.log; exit $$status
 
 # birth-linux has a program of its own: it needs stock kernels, natively or in the machine; numa has one that starts a machine with
 # several memory nodes, beside what this host has of them; store, restore and prefetch have some that make machines of their own, and only
