@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 const PAGE: u64 = 4096;
@@ -27,27 +28,29 @@ pub enum Held {
     Zero,
 }
 
-/// Tells of each page that process `pid` holds of its mappings of files whose path in its maps is `path`: the page's number in the file, and how it is held. No more
-/// than `most` pages are looked at.
+/// Tells of each page that process `pid` holds of a file whose path in its maps is `path`: the page's number in the file, and how it is held. Each of `parts`, in pages
+/// of the file, lies in one row in the process, apart from what it has mapped anonymously instead (holes), which counts; a part of which nothing is
+/// mapped is nowhere. Zeroes in huge pages count as its own.
 ///
 /// # Errors
 /// The files cannot be read: `NotFound` when there is no such process, `PermissionDenied` when it is another user's.
-pub fn held(pid: u32, path: &str, most: u64, mut tell: impl FnMut(u64, Held)) -> io::Result<()> {
+pub fn held(pid: u32, path: &str, parts: &[Range<u64>], mut tell: impl FnMut(u64, Held)) -> io::Result<()> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
     let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
     let zero = zero_page()?;
-    let mut left = most;
+    let all: Vec<Mapping> = maps.lines().filter_map(mapping).collect();
     let mut bytes = Vec::new();
-    for mapping in maps.lines().filter_map(|line| mapping(line, path)) {
-        let pages = mapping.pages.min(left);
-        left -= pages;
-        for from in (0..pages).step_by(usize::try_from(CHUNK).unwrap_or(usize::MAX)) {
-            let count = CHUNK.min(pages - from);
-            bytes.resize(usize::try_from(count * ENTRY).map_err(io::Error::other)?, 0);
-            pagemap.read_exact_at(&mut bytes, (mapping.page + from) * ENTRY)?;
-            for (entry, number) in bytes.as_chunks().0.iter().zip(mapping.in_file + from..) {
-                if let Some(held) = classify(u64::from_le_bytes(*entry), zero) {
-                    tell(number, held);
+    for part in parts {
+        let Some(base) = base(&all, path, part) else { continue };
+        for pages in all.iter().filter_map(|one| one.within(path, base, part)) {
+            for from in pages.clone().step_by(usize::try_from(CHUNK).unwrap_or(usize::MAX)) {
+                let count = CHUNK.min(pages.end - from);
+                bytes.resize(usize::try_from(count * ENTRY).map_err(io::Error::other)?, 0);
+                pagemap.read_exact_at(&mut bytes, from * ENTRY)?;
+                for (entry, page) in bytes.as_chunks().0.iter().zip(from..) {
+                    if let Some(held) = classify(u64::from_le_bytes(*entry), zero) {
+                        tell(page - base + part.start, held);
+                    }
                 }
             }
         }
@@ -55,25 +58,41 @@ pub fn held(pid: u32, path: &str, most: u64, mut tell: impl FnMut(u64, Held)) ->
     Ok(())
 }
 
-/// A mapping, in pages.
+/// Where in the process a part begins.
+fn base(all: &[Mapping], path: &str, part: &Range<u64>) -> Option<u64> {
+    let one = all.iter().find(|one| one.path == path && part.contains(&one.in_file))?;
+    one.pages.start.checked_sub(one.in_file - part.start)
+}
+
+/// A mapping, in pages of the process and of its file.
 #[derive(Debug, PartialEq, Eq)]
-struct Mapping {
-    page: u64,
-    pages: u64,
+struct Mapping<'a> {
+    pages: Range<u64>,
     in_file: u64,
+    /// Empty where it is anonymous.
+    path: &'a str,
+}
+
+impl Mapping<'_> {
+    /// Its pages of a part that begins at `base`.
+    fn within(&self, path: &str, base: u64, part: &Range<u64>) -> Option<Range<u64>> {
+        if !(self.path.is_empty() || self.path == path) {
+            return None;
+        }
+        let end = base.checked_add(part.end - part.start)?;
+        let pages = self.pages.start.max(base)..self.pages.end.min(end);
+        (!pages.is_empty()).then_some(pages)
+    }
 }
 
 /// `start-end perms offset dev inode path`
-fn mapping(line: &str, path: &str) -> Option<Mapping> {
+fn mapping(line: &str) -> Option<Mapping<'_>> {
     let mut words = line.splitn(6, ' ');
     let (start, end) = words.next()?.split_once('-')?;
     let offset = words.nth(1)?;
-    if words.nth(2)?.trim_start() != path {
-        return None;
-    }
-    let number = |text| u64::from_str_radix(text, 16).ok();
-    let (start, end, offset) = (number(start)?, number(end)?, number(offset)?);
-    Some(Mapping { page: start / PAGE, pages: end.checked_sub(start)? / PAGE, in_file: offset / PAGE })
+    let path = words.nth(2).unwrap_or("").trim_start();
+    let number = |text| u64::from_str_radix(text, 16).ok().map(|at| at / PAGE);
+    Some(Mapping { pages: number(start)?..number(end)?, in_file: number(offset)?, path })
 }
 
 fn classify(entry: u64, zero: Option<u64>) -> Option<Held> {
@@ -109,17 +128,28 @@ fn zero_page() -> io::Result<Option<u64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+    use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
     #[test]
     fn lines_of_maps_are_read() {
         let line = "7f00000000-7f00004000 rw-p 00002000 00:01 1027   /memfd:ram (deleted)";
-        let expected = Mapping { page: 0x7f0_0000, pages: 4, in_file: 2 };
-        assert_eq!(mapping(line, "/memfd:ram (deleted)"), Some(expected));
-        assert_eq!(mapping(line, "/memfd:ram"), None);
-        for bad in ["", "x", "1-2", "7f-x r 0 0 0 /a", "9-8 r 0 0 0 /a", "1-2 r 0 0 0"] {
-            assert_eq!(mapping(bad, "/a"), None, "{bad}");
+        let ram = "/memfd:ram (deleted)";
+        let pages = 0x7f0_0000..0x7f0_0004;
+        assert_eq!(mapping(line), Some(Mapping { pages: pages.clone(), in_file: 2, path: ram }));
+        let anonymous = mapping("7f00004000-7f00010000 rw-p 00000000 00:00 0 ").unwrap();
+        assert_eq!((anonymous.pages.clone(), anonymous.path), (0x7f0_0004..0x7f0_0010, ""));
+        for bad in ["", "x", "1-2", "7f-x r 0 0 0 /a", "g-8 r 0 0 0 /a", "1-2 r x 0 0 /a"] {
+            assert_eq!(mapping(bad), None, "{bad}");
         }
+        // Pages 2 to 5 of the file, and a hole behind them, of which the part has two.
+        let all = [mapping(line).unwrap(), anonymous];
+        let part = 0..8;
+        assert_eq!(base(&all, ram, &part), Some(0x7ef_fffe));
+        assert_eq!((base(&all, "/other", &part), base(&all, ram, &(3..9))), (None, None));
+        let within = all.each_ref().map(|one| one.within(ram, 0x7ef_fffe, &part));
+        assert_eq!(within, [Some(pages), Some(0x7f0_0004..0x7f0_0006)]);
+        assert_eq!(all[0].within("/other", 0x7ef_fffe, &part), None);
+        assert_eq!(all[1].within(ram, 0x7e0_0000, &part), None);
     }
 
     #[test]
@@ -142,28 +172,32 @@ mod tests {
         file.set_len(pages * PAGE).unwrap();
         let length = usize::try_from(pages * PAGE).unwrap();
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping, at an address of the kernel's choice, and pages inside it.
+        // SAFETY: a new mapping, at an address of the kernel's choice, its page 6 made anonymous, and pages inside it.
         let at = unsafe {
             let at = mmap(std::ptr::null_mut(), length, protection, MapFlags::PRIVATE, &file, 0).unwrap();
-            at.cast::<u8>().add(2 * 4096).read_volatile();
-            at.cast::<u8>().add(5 * 4096).write_volatile(1);
+            let byte = |page: usize| at.cast::<u8>().add(page * 4096);
+            mmap_anonymous(byte(6).cast(), 4096, protection, MapFlags::PRIVATE | MapFlags::FIXED).unwrap();
+            byte(2).read_volatile();
+            byte(5).write_volatile(1);
+            byte(6).write_volatile(1);
             at
         };
         let path = format!("/memfd:{name} (deleted)");
-        let mut all = Vec::new();
-        let mut look = |most| {
-            all.clear();
-            held(std::process::id(), &path, most, |page, held| all.push((page, held))).unwrap();
-            all.clone()
+        let look = |part: Range<u64>| {
+            let mut all = Vec::new();
+            held(std::process::id(), &path, &[part], |page, held| all.push((page, held))).unwrap();
+            all
         };
-        let found = look(pages);
+        let found = look(0..pages);
         // Neighbours of what was read may be mapped with it.
-        assert!(found.contains(&(2, Held::Shared)) && found.contains(&(5, Held::Own)), "{found:?}");
-        assert_eq!(found.iter().filter(|(_, held)| *held == Held::Own).count(), 1, "{found:?}");
-        assert!(look(5).iter().all(|(page, _)| *page < 5), "no more than asked for");
+        assert!(found.contains(&(2, Held::Shared)), "{found:?}");
+        let own: Vec<u64> =
+            found.iter().filter(|(_, held)| *held == Held::Own).map(|(page, _)| *page).collect();
+        assert_eq!(own, [5, 6], "{found:?}");
+        assert!(look(0..5).iter().all(|(page, _)| *page < 5), "no more than asked for");
         // SAFETY: nobody refers to it.
         unsafe { munmap(at, length).unwrap() };
-        assert_eq!(look(pages), [], "it is not mapped any more");
-        assert_eq!(held(u32::MAX, "x", 1, |_, _| ()).unwrap_err().kind(), io::ErrorKind::NotFound);
+        assert_eq!(look(0..pages), [], "it is not mapped any more");
+        assert_eq!(held(u32::MAX, "x", &[], |_, _| ()).unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 }

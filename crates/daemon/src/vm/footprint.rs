@@ -1,6 +1,6 @@
 //! What a VM holds of its RAM, by colour: its fractional footprint (Kaleidoscope, section 4.3).
 //!
-//! A clone's RAM is a private mapping of its snapshot's: pages that it has written are its own, those it has only read are everybody's, and what it has
+//! A clone's RAM is a private mapping of its snapshot's, and anonymous where that has large holes: pages that it has written are its own, those it has only read are everybody's, and what it has
 //! not touched it does not have. The colours are those of the snapshot.
 
 use super::Vm;
@@ -12,6 +12,7 @@ use dayfly_host::pagemap::{self, Held};
 use dayfly_introspect::Colour;
 use dayfly_store::{OpenError, Run};
 use dayfly_units::PAGE_SIZE;
+use dayfly_vmm::arch::layout;
 use std::sync::Arc;
 
 /// What the maps of a VMM call the RAM of a snapshot (`dayfly_store`'s memfd).
@@ -30,8 +31,10 @@ pub async fn footprint(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Footprint>
         let mut colours: Vec<ColourHeld> = Colour::ALL.iter().map(|colour| none(*colour)).collect();
         let looked = if vm.facts.snapshot.is_some() {
             let table = saved(&daemon, &vm)?;
-            let most = vm.facts.memory_bytes / PAGE_SIZE;
-            pagemap::held(pid, RAM, most, |frame, held| count(&mut colours, &table, frame, held))
+            let parts = layout::ram(vm.facts.memory_bytes).into_iter();
+            let parts = parts.map(|(_, start, len)| start / PAGE_SIZE..(start + len) / PAGE_SIZE);
+            let parts: Vec<_> = parts.collect();
+            pagemap::held(pid, RAM, &parts, |frame, held| count(&mut colours, &table, frame, held))
         } else {
             memory::of(pid).map(|memory| {
                 let unknown = &mut colours[usize::from(Colour::Unknown.number())];
