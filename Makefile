@@ -14,7 +14,7 @@ help:
 	@echo "             (BENCH=birth|scale|chain|faults|death|jobs|trace|birth-linux|numa for one)"
 	@echo "             BENCH=store: what snapshots take in the store, of workloads and of 28 images; needs root and Debian's mirror the first"
 	@echo "             time, about two hours under emulation (STORE=--resume goes on, STORE='--images 2 --workloads copy' is short)"
-	@echo "             BENCH=restore, BENCH=prefetch: what clones wait for whose memory has not arrived, with what stock guests touch; likewise, an hour"
+	@echo "             BENCH=restore, BENCH=prefetch: what clones wait for whose memory has not arrived, with what stock guests touch; likewise, an hour and a half"
 	@echo "             BENCH=soak: 10,000 births and deaths with kills from outside; fails where anything is left"
 	@echo "make lint    rustfmt, clippy, cargo-deny"
 	@echo "make setup   install what is missing from Debian's packages"

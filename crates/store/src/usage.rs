@@ -285,14 +285,17 @@ fn file_counted(path: &Path) -> Counted {
 }
 
 impl crate::Inner {
-    /// A folder of files, as one.
+    /// A folder of files, as one; nothing where it is gone, also if it goes while it is looked at: what is open then has no entries, and cannot be listed.
     fn folder_counted(&self, parent: &Dir, name: &str) -> Result<Counted, IoError> {
-        let folder = match parent.sub(name) {
+        let (folder, files) = match parent.sub(name).and_then(|folder| {
+            let files = folder.entries()?;
+            Ok((folder, files))
+        }) {
             Err(e) if e.is_not_found() => return Ok(Counted::default()),
             other => other?,
         };
         let mut counted = Counted::default();
-        folder.entries()?.iter().for_each(|file| counted.add(file_counted(&folder.path().join(file))));
+        files.iter().for_each(|file| counted.add(file_counted(&folder.path().join(file))));
         Ok(Counted { count: 1, ..counted })
     }
 
