@@ -22,7 +22,7 @@ fn clones_have_all_of_their_memory_and_their_template_is_read_once() {
         "early",
         "head -c 20000000 /dev/urandom >/dev/shm/file; head -c 3000000 /dev/urandom >/root/file; sync",
     );
-    let sums = "sha256sum /dev/shm/file /root/file /bin/busybox /usr/bin/* /bin/* 2>/dev/null | sha256sum";
+    let sums = "sha256sum /dev/shm/file /root/file /bin/busybox /usr/bin/* 2>/dev/null | sha256sum";
     let expected = sh("early", sums);
     ok(&["snapshot", "early", "-t", "e2e-late"]);
     ok(&["rm", "-f", "early"]);
