@@ -313,9 +313,13 @@ mod tests {
                     assert_eq!(byte, 0);
                     read.store(true, Ordering::SeqCst);
                 });
-                while !begun.load(Ordering::SeqCst) {}
+                while !begun.load(Ordering::SeqCst) {
+                    std::hint::spin_loop();
+                }
                 let moment = Instant::now() + Duration::from_nanos(rounds * 37 % 20_000);
-                while Instant::now() < moment {}
+                while Instant::now() < moment {
+                    std::hint::spin_loop();
+                }
                 uffd.unregister(at as u64, (PAGES * PAGE) as u64).unwrap();
                 let late = Instant::now() + Duration::from_secs(2);
                 while !read.load(Ordering::SeqCst) && Instant::now() < late {
