@@ -1,6 +1,6 @@
 //! Which frames come together, and which come before anybody asks.
 //!
-//! Kaleidoscope, section 4.2, fetches beside a fault what has its colour, as much as a window of that colour says; Efficiently Restoring VMs, section
+//! Kaleidoscope, section 4.3, fetches beside a fault what has its colour, as much as a window of that colour says; Efficiently Restoring VMs, section
 //! 3.3, what one read gives, and in the end everything. Policies of others are here to be compared with.
 
 use serde::{Deserialize, Serialize};

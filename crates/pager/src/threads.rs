@@ -1,7 +1,7 @@
 //! The threads that bring pages: those that serve faults, and one that fetches ahead.
 //!
 //! Fault threads share one epoll(7) of all clones' userfaultfds. A clone's faults are told to one of them at a time, which serves it until it is quiet: two that
-//! look at one clone only take CPUs from the guest (a single fault took 13 us so, and takes 6). Where pages come slowly it lets another look before it
+//! look at one clone only take CPUs from the guest. Where pages come slowly it lets another look before it
 //! reads. Nothing is handed from thread to thread on the way of a fault; while one waits for a slow read, others serve.
 //!
 //! Where a page that is asked for costs much more than one that comes in a row (a disk that seeks), what is left of the working set is read in one sweep,
@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 
 /// The number under which fault threads are told to end.
 pub const STOP: u64 = u64::MAX;
-/// So long after a fault its thread looks for the next before it sleeps: to wake one takes longer than many a guest takes to its next fault. 20 us are
-/// enough where a thread is woken in 5 us; where that takes 20, a single fault takes 55 us with 20, 29 with 50, 100 or 200 (`dayfly-bench faults`).
+/// So long after a fault its thread looks for the next before it sleeps: to wake one takes longer than many a guest takes to its next fault. Where a
+/// thread is woken in 15 us, a single fault takes 55 us with 20, 29 with 50, 100 or 200 (`dayfly-bench faults`).
 const LINGER: Duration = Duration::from_micros(50);
 /// How a clone's faults are told.
 const WATCHED: EventFlags = EventFlags::IN.union(EventFlags::ONESHOT);
@@ -39,7 +39,8 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// From here on another thread is let look at a clone before a page is fetched for it.
+    /// From here on another thread is let look at a clone before a page is fetched for it. Well above what a page takes that is at hand: what a second
+    /// thread costs is in the times, and must not keep it coming.
     const SLOW: u64 = 150_000;
     /// From here on a batch that is asked for may be one that a disk had to seek.
     const SEEK: u64 = 1_000_000;
@@ -69,7 +70,7 @@ impl Pace {
     /// Whether so many batches in a row take less than to jump to the last of them, and back.
     fn waits(&self, batches: usize) -> bool {
         let (asked, ahead) = self.times();
-        self.seeks() && (batches as u64 + 1).saturating_mul(ahead) < asked.saturating_mul(2)
+        self.seeks() && (batches as u64).saturating_add(1).saturating_mul(ahead) < asked.saturating_mul(2)
     }
 }
 
@@ -272,3 +273,7 @@ impl<S: Source> Shared<S> {
 const fn bytes_f64(bytes: u64) -> f64 {
     bytes as f64
 }
+
+#[cfg(test)]
+#[path = "threads_tests.rs"]
+mod tests;

@@ -42,7 +42,8 @@ wire! {
         pub zero_bytes: u64,
     }
 
-    /// What a VM holds of its RAM. All of it is `unknown`, and includes its VMM's own memory, where the VM is no clone; all of it is `unknown` where its snapshot is gone.
+    /// What a VM holds of its RAM. All of it is `unknown` where its snapshot is gone, or cannot be read, and where it is no clone; then its VMM's own
+    /// memory is in it.
     pub struct Footprint {
         /// The VM.
         pub id: VmId,

@@ -1,11 +1,11 @@
-//! What a VM holds of its RAM, by colour: its fractional footprint (Kaleidoscope, section 4.3).
+//! What a VM holds of its RAM, by colour: its fractional footprint (Kaleidoscope, section 5.1).
 //!
-//! A clone's RAM is a private mapping of its snapshot's, and anonymous where that has large holes: pages that it has written are its own, those it has only read are everybody's, and what it has
-//! not touched it does not have. The colours are those of the snapshot.
+//! A clone's RAM is a private mapping of its snapshot's, and anonymous where that has large holes: pages that it has written are its own, those it has
+//! only read are everybody's, and what it has not touched it does not have. The colours are those of the snapshot.
 
 use super::Vm;
 use crate::daemon::Daemon;
-use crate::error::{Fault, Outcome, blocking};
+use crate::error::{Fault, Outcome, blocking, chain};
 use dayfly_api::types::{ColourHeld, ErrorCode, Footprint};
 use dayfly_host::memory;
 use dayfly_host::pagemap::{self, Held};
@@ -30,7 +30,7 @@ pub async fn footprint(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Footprint>
         let pid = vm.process().filter(|_| phase.alive()).ok_or_else(ended)?.id().pid;
         let mut colours: Vec<ColourHeld> = Colour::ALL.iter().map(|colour| none(*colour)).collect();
         let looked = if vm.facts.snapshot.is_some() {
-            let table = saved(&daemon, &vm)?;
+            let table = saved(&daemon, &vm);
             let parts = layout::ram(vm.facts.memory_bytes).into_iter();
             let parts = parts.map(|(_, start, len)| start / PAGE_SIZE..(start + len) / PAGE_SIZE);
             let parts: Vec<_> = parts.collect();
@@ -50,16 +50,19 @@ pub async fn footprint(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Footprint>
     .await
 }
 
-/// The runs of the snapshot that the VM is a clone of; none where that is gone, or its RAM is not in pages.
-fn saved(daemon: &Daemon, vm: &Vm) -> Outcome<Vec<Run>> {
-    let Some(name) = &vm.facts.snapshot else { return Ok(Vec::new()) };
+/// The runs of the snapshot that the VM is a clone of; none where that is gone, or has no colours to tell.
+fn saved(daemon: &Daemon, vm: &Vm) -> Vec<Run> {
+    let Some(name) = &vm.facts.snapshot else { return Vec::new() };
     match daemon.depot.store().snapshot_table(&daemon.depot.tenant(), name) {
         // A younger one of that name is another.
         Ok((manifest, table)) if manifest.created_unix_ms <= vm.facts.created_unix_ms => {
-            Ok(table.runs().to_vec())
+            table.runs().to_vec()
         }
-        Ok(_) | Err(OpenError::NotFound { .. }) => Ok(Vec::new()),
-        Err(e) => Err(e.into()),
+        Ok(_) | Err(OpenError::NotFound { .. }) => Vec::new(),
+        Err(e) => {
+            tracing::warn!(vm = %vm.name, snapshot = %name, "colours of what it holds: {}", chain(&e));
+            Vec::new()
+        }
     }
 }
 

@@ -23,7 +23,7 @@ use anyhow::{Context, Result, ensure};
 use catalogue::{SUBJECTS, Subject};
 use clap::Parser;
 use dayfly_cli::progress::Steps;
-use dayfly_e2e::bench as shared;
+use dayfly_e2e::bench;
 use dayfly_e2e::bench::guests::Guests;
 use dayfly_e2e::bench::images::Images;
 use dayfly_e2e::bench::place::Place;
@@ -113,7 +113,7 @@ impl Options {
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
 async fn main() -> ExitCode {
     let options = Options::parse();
-    shared::end(
+    bench::end(
         "dayfly-bench-restore",
         run(&options),
         std::slice::from_ref(&options.home),

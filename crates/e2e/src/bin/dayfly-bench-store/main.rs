@@ -28,7 +28,7 @@ use anyhow::{Context, Result, bail};
 use catalogue::FLEET;
 use clap::{Parser, ValueEnum};
 use dayfly_cli::progress::Steps;
-use dayfly_e2e::bench as shared;
+use dayfly_e2e::bench;
 use dayfly_e2e::bench::guests::Guests;
 use dayfly_e2e::bench::images::Images;
 use dayfly_e2e::bench::place::Place;
@@ -97,7 +97,7 @@ fn images_number(text: &str) -> Result<usize, String> {
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
 async fn main() -> ExitCode {
     let options = Options::parse();
-    shared::end(
+    bench::end(
         "dayfly-bench-store",
         run(&options),
         &PARTS.map(|part| options.home.join(part)),

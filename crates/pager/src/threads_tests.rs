@@ -1,0 +1,96 @@
+use super::*;
+use crate::clones::Handle;
+use crate::guest::Guest;
+use crate::source::{Batch, Layout, Put, SourceError};
+use crate::uffd::{Descriptors, Uffd};
+use crate::wire::pair;
+use rustix::fd::AsFd;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use std::process::Command;
+use std::thread;
+
+const PAGE: usize = 4096;
+
+#[test]
+fn faults_wait_for_a_sweep_only_where_to_seek_is_dear() {
+    let pace = |asked: u64, ahead: u64| Pace { asked: asked.into(), ahead: ahead.into() };
+    assert!(!Pace::default().is_quick() && !Pace::default().seeks(), "nothing is known");
+    assert!(pace(6_000, 0).is_quick() && !pace(8_000_000, 0).is_quick());
+    // A network: what is asked for takes as long as what is not. Memory: neither takes long.
+    assert!(!pace(2_000_000, 1_500_000).seeks() && !pace(20_000, 1000).seeks());
+    // A disk: 8 ms to go there, and to go back; 0.5 ms for a batch in a row.
+    let disk = pace(8_000_000, 500_000);
+    assert!(disk.seeks() && disk.waits(0) && disk.waits(30) && !disk.waits(31), "{disk:?}");
+    assert!(!disk.waits(usize::MAX) && !pace(8_000_000, 3_000_000).waits(0));
+    let paced = Pace::default();
+    Pace::note(&paced.asked, Duration::from_nanos(800));
+    assert_eq!(paced.times(), (800, 0), "the first is believed");
+    Pace::note(&paced.asked, Duration::from_nanos(1600));
+    assert_eq!(paced.times().0, 900);
+}
+
+/// Two batches of one page.
+struct Two(Layout);
+
+impl Source for Two {
+    fn layout(&self) -> &Layout {
+        &self.0
+    }
+
+    fn read_bytes(&self) -> u64 {
+        0
+    }
+
+    fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError> {
+        put(batch, &[u8::try_from(batch).unwrap() + 1; PAGE]).map_err(SourceError::Install)
+    }
+}
+
+#[test]
+fn who_waits_for_what_comes_gets_it_from_who_brings_it() {
+    let memory = crate::guest::memory(2 * PAGE as u64).unwrap();
+    let batch = |first| Batch { first, frames: 1, colour: 0, group: 0 };
+    let layout = Layout { batch_of: vec![0, 1], batches: vec![batch(0), batch(1)] };
+    let template = Template::new(memory.try_clone().unwrap(), Two(layout)).unwrap();
+    let (ours, _theirs) = pair().unwrap();
+    let mut vmm = Command::new("sleep").arg("1000").spawn().unwrap();
+    let process = pidfd_open(Pid::from_child(&vmm), PidfdFlags::empty()).unwrap();
+    let exit = tempfile::tempfile().unwrap();
+    let guest = Guest::new(&ours, &memory, process.as_fd(), &exit).unwrap();
+    let uffd = guest.uffd().try_clone().unwrap();
+    let uffd = Uffd::sent(uffd, &Descriptors::open().unwrap()).unwrap();
+    let handle = Handle { vm: "waits".to_owned(), process, exit };
+    let mut regions = guest.regions();
+    regions.sort_by_key(|region| region.host);
+    let clone = Arc::new(Clone::new(handle, uffd, regions));
+    let fault = || {
+        loop {
+            match clone.uffd().next().unwrap() {
+                Some(address) => return address,
+                None => thread::yield_now(),
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let reader = scope.spawn(|| [guest.touch(0), guest.touch(1)]);
+        assert_eq!(template.fault(&clone, fault(), |_| true), None);
+        assert_eq!(
+            (template.missing(), template.counters.asked.load(Ordering::SeqCst)),
+            (2, 0),
+            "it is waited for"
+        );
+        assert_eq!(template.ahead(0), Brought::Done);
+        // The second is not to come, and is fetched for it.
+        assert_eq!(template.fault(&clone, fault(), |_| false), Some(1));
+        let until = Instant::now() + Duration::from_secs(20);
+        while !reader.is_finished() && Instant::now() < until {
+            thread::yield_now();
+        }
+        let waits = !reader.is_finished();
+        clone.release();
+        assert_eq!((waits, reader.join().unwrap()), (false, [1, 2]));
+    });
+    assert_eq!((template.missing(), clone.is_killed()), (0, false));
+    vmm.kill().unwrap();
+    vmm.wait().unwrap();
+}
