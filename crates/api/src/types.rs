@@ -176,6 +176,17 @@ wire! {
         pub layers: Vec<String>,
         /// Bytes those layers hold.
         pub layers_stored_bytes: u64,
+        /// What of its RAM is in the host's memory; nothing where no clone was made of it of late.
+        #[serde(default)]
+        pub resident: Option<Resident>,
+    }
+
+    /// RAM of a snapshot in the host's memory, once for all clones.
+    pub struct Resident {
+        /// Bytes so far that only it has.
+        pub own_bytes: u64,
+        /// Bytes that its clones have from other snapshots, which have the same pages.
+        pub shared_bytes: u64,
     }
 
     /// Boot an image, warm it up, snapshot it. Answered with a stream of [`Progress`], one JSON object a line.

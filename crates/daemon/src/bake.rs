@@ -6,7 +6,6 @@
 //! writer, and a snapshot that nobody waited for while it was stored is removed again.
 
 use crate::daemon::Daemon;
-use crate::depot::shown_snapshot;
 use crate::error::{Fault, Outcome, blocking};
 use crate::ndjson::Teller;
 use crate::rehearsal::rehearse;
@@ -86,7 +85,7 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
     let (shared, name) = (daemon.clone(), committed.manifest.name.clone());
     let template = blocking(move || Template::of(&*shared.depot.open_snapshot(&name)?)).await?;
     daemon.pool.expect(&template).await;
-    Ok(shown_snapshot(&committed.manifest))
+    Ok(daemon.depot.shown(&committed.manifest))
 }
 
 fn failed(program: &str, exit: &Exit, stderr: &[u8]) -> Fault {

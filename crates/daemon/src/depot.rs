@@ -1,6 +1,7 @@
 //! The store as the daemon uses it: its manifests in the API's words, its errors as answers. Blocks.
 
 mod recent;
+pub mod sharing;
 
 use crate::error::{Fault, Outcome, chain};
 use crate::pagers::{Pager, Pagers, Wanted};
@@ -14,9 +15,11 @@ use dayfly_store::{
 };
 use dayfly_units::{Name, VmId};
 use recent::Recent;
+use sharing::Shared;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -40,6 +43,8 @@ pub struct Loaded {
     pub(crate) snapshot: OpenSnapshot,
     /// Who fills its memory, or has filled it.
     pub pager: Option<Arc<Wanted>>,
+    /// What its clones have from other templates.
+    pub shared: Option<Arc<Shared>>,
 }
 
 impl std::ops::Deref for Loaded {
@@ -51,6 +56,11 @@ impl std::ops::Deref for Loaded {
 }
 
 impl Loaded {
+    /// One whose memory is all there, in its own file.
+    pub(crate) const fn whole(snapshot: OpenSnapshot) -> Self {
+        Self { snapshot, pager: None, shared: None }
+    }
+
     /// Whether what is open is what would be opened now, and can be had.
     fn is_current(&self) -> bool {
         !self.is_lost() && self.snapshot.is_current()
@@ -59,6 +69,13 @@ impl Loaded {
     /// Whether a part of its memory is missing for ever.
     fn is_lost(&self) -> bool {
         self.pager.as_ref().is_some_and(|wanted| wanted.pager().is_gone())
+    }
+
+    /// What of its RAM is in the host's memory, where it is not a file on disk.
+    fn resident(&self) -> Option<types::Resident> {
+        rustix::fs::fcntl_get_seals(&self.memory).ok()?;
+        let own_bytes = self.memory.metadata().ok()?.blocks() * 512;
+        Some(types::Resident { own_bytes, shared_bytes: self.shared.as_ref().map_or(0, |s| s.bytes()) })
     }
 
     /// Who has to be told of a clone.
@@ -218,7 +235,7 @@ impl Depot {
     /// # Errors
     /// The folder cannot be listed.
     pub fn snapshots(&self) -> Outcome<Vec<types::Snapshot>> {
-        Ok(listed("snapshot", self.store.snapshots()?, |m| shown_snapshot(&m)))
+        Ok(listed("snapshot", self.store.snapshots()?, |m| self.shown(&m)))
     }
 
     /// One snapshot, verified.
@@ -226,7 +243,33 @@ impl Depot {
     /// # Errors
     /// There is none, or it is damaged.
     pub fn snapshot(&self, name: &Name) -> Outcome<types::Snapshot> {
-        Ok(shown_snapshot(&self.open_snapshot(name)?.manifest))
+        let open = self.open_snapshot(name)?;
+        Ok(self.shown(&open.manifest))
+    }
+
+    /// A snapshot in the API's words.
+    ///
+    /// # Panics
+    /// Never: a manifest without a disk is refused when it is read.
+    #[must_use]
+    pub fn shown(&self, manifest: &SnapshotManifest) -> types::Snapshot {
+        let layers = || manifest.disks.iter().flat_map(|disk| &disk.layers);
+        let open = lock(&self.open).peek(&manifest.name).filter(|open| open.manifest == *manifest);
+        types::Snapshot {
+            name: manifest.name.clone(),
+            created_unix_ms: manifest.created_unix_ms,
+            image: manifest.disks[0].image.name.clone(),
+            kernel: manifest.kernel.name.clone(),
+            parent: manifest.parent.clone(),
+            vcpus: manifest.vcpus,
+            memory_bytes: manifest.memory_bytes,
+            memory_stored_bytes: manifest.memory.data_bytes,
+            layers: layers().map(|layer| layer.id.to_string()).collect(),
+            layers_stored_bytes: layers()
+                .map(|layer| layer.data.data_bytes.saturating_add(layer.map.bytes))
+                .sum(),
+            resident: open.and_then(|open| open.resident()),
+        }
     }
 
     /// One snapshot, verified, open and pinned; kept open for the next who asks. Its RAM may still be on its way.
@@ -255,7 +298,8 @@ impl Depot {
                 let snapshot = self.store.open_resident(name, resident)?;
                 // Another snapshot of that name has other RAM, which that pager does not fill.
                 let same = snapshot.manifest.memory == before.snapshot.manifest.memory;
-                (Loaded { snapshot, pager: before.pager.clone().filter(|_| same) }, bytes)
+                let pager = before.pager.clone().filter(|_| same);
+                (Loaded { snapshot, pager, shared: before.shared.clone().filter(|_| same) }, bytes)
             }
             None => self.load(name)?,
         };
@@ -269,13 +313,18 @@ impl Depot {
         let bytes = self.store.snapshot(name)?.memory.data_bytes;
         if bytes <= lock(&self.open).resident_most {
             let (snapshot, plan) = self.store.open_lazily(name)?;
-            let Some(plan) = plan else { return Ok((Loaded { snapshot, pager: None }, 0)) };
-            match self.pagers.start(&snapshot, &plan) {
-                Ok(wanted) => return Ok((Loaded { snapshot, pager: Some(Arc::new(wanted)) }, bytes)),
+            let Some(plan) = plan else { return Ok((Loaded::whole(snapshot), 0)) };
+            let open = lock(&self.open).all();
+            let shared = sharing::with(&self.store, &self.tenant(), &snapshot, &plan, &open);
+            match self.pagers.start(&snapshot, &plan, shared.as_ref()) {
+                Ok(wanted) => {
+                    let (pager, shared) = (Some(Arc::new(wanted)), shared.map(Arc::new));
+                    return Ok((Loaded { snapshot, pager, shared }, bytes));
+                }
                 Err(e) => tracing::warn!("snapshot {name}: its memory is read before it runs: {}", chain(&e)),
             }
         }
-        Ok((Loaded { snapshot: self.store.open_snapshot(name)?, pager: None }, 0))
+        Ok((Loaded::whole(self.store.open_snapshot(name)?), 0))
     }
 
     /// Opens a snapshot just made with the RAM that was saved, which stays in the host's memory while it is open; an eighth of that is
@@ -287,7 +336,7 @@ impl Depot {
         let bytes = resident.data_bytes();
         if bytes <= lock(&self.open).resident_most {
             let snapshot = self.store.open_resident(name, resident)?;
-            let open = Arc::new(Loaded { snapshot, pager: None });
+            let open = Arc::new(Loaded::whole(snapshot));
             lock(&self.open).keep(name.clone(), open, bytes);
         }
         Ok(())
@@ -429,29 +478,6 @@ fn shown_kernel(manifest: KernelManifest) -> types::Kernel {
         release: manifest.release,
         digest: manifest.digest.to_string(),
         created_unix_ms: manifest.created_unix_ms,
-    }
-}
-
-/// A snapshot in the API's words.
-///
-/// # Panics
-/// Never: a manifest without a disk is refused when it is read.
-#[must_use]
-pub fn shown_snapshot(manifest: &SnapshotManifest) -> types::Snapshot {
-    let layers = || manifest.disks.iter().flat_map(|disk| &disk.layers);
-    types::Snapshot {
-        name: manifest.name.clone(),
-        created_unix_ms: manifest.created_unix_ms,
-        image: manifest.disks[0].image.name.clone(),
-        kernel: manifest.kernel.name.clone(),
-        parent: manifest.parent.clone(),
-        vcpus: manifest.vcpus,
-        memory_bytes: manifest.memory_bytes,
-        memory_stored_bytes: manifest.memory.data_bytes,
-        layers: layers().map(|layer| layer.id.to_string()).collect(),
-        layers_stored_bytes: layers()
-            .map(|layer| layer.data.data_bytes.saturating_add(layer.map.bytes))
-            .sum(),
     }
 }
 

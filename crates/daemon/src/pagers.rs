@@ -5,6 +5,7 @@
 
 use crate::config::Config;
 use crate::daemon::Daemon;
+use crate::depot::sharing::Shared;
 use crate::error::{Fault, Outcome, blocking};
 use crate::vm::Vm;
 use crate::vm::control_link;
@@ -115,11 +116,16 @@ impl Pagers {
         }
     }
 
-    /// Starts one that fills the RAM of `open` by `plan`.
+    /// Starts one that fills the RAM of `open` by `plan`, but for what clones have from other templates.
     ///
     /// # Errors
     /// [`PagerError`]; nobody fills it then.
-    pub fn start(&self, open: &OpenSnapshot, plan: &Plan) -> Result<Wanted, PagerError> {
+    pub fn start(
+        &self,
+        open: &OpenSnapshot,
+        plan: &Plan,
+        shared: Option<&Shared>,
+    ) -> Result<Wanted, PagerError> {
         let (ours, theirs) = pair()?;
         let mut spawn = Spawn::new(Program::Path(self.program.clone()), &self.name);
         spawn.argv.push(OsString::from(FIRST_FD.to_string()));
@@ -132,7 +138,8 @@ impl Pagers {
             rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Recv, Some(BEGIN))?;
             rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Send, Some(TELL))?;
             let told = ours.try_clone()?;
-            let client = Client::begin(ours, plan, &touched_first(open), self.settings)?;
+            let elsewhere = shared.map(Shared::frames).unwrap_or_default();
+            let client = Client::begin(ours, plan, &touched_first(open), &elsewhere, self.settings)?;
             // From here on it tells what it likes, when it likes.
             rustix::net::sockopt::set_socket_timeout(&told, Timeout::Recv, None)?;
             Ok((Arc::new(client), open.memory.try_clone()?))

@@ -9,7 +9,7 @@
 
 use crate::colours::saved::{self, Coloured};
 use crate::daemon::Daemon;
-use crate::depot::{Loaded, shown_snapshot};
+use crate::depot::Loaded;
 use crate::error::{Fault, Outcome, blocking, chain};
 use crate::flatten;
 use crate::ndjson::{Teller, metered};
@@ -65,7 +65,7 @@ pub async fn snapshot(
         section.await.map_err(|e| Fault::internal(format_args!("snapshotting VM {}: {e}", vm.name)))??;
     tell.phase("hashing and storing").await;
     let committed = commit(&daemon, &vm, saved, request.name, &tell).await?;
-    Ok(shown_snapshot(&committed.manifest))
+    Ok(daemon.depot.shown(&committed.manifest))
 }
 
 /// Waits until all memory is there of what the VM is a clone of: what it has not written is read from that.
@@ -324,7 +324,7 @@ impl Ready {
     /// # Errors
     /// Something it stands on is gone or damaged.
     pub fn open(&self) -> Outcome<Loaded> {
-        Ok(Loaded { snapshot: self.prepared.open()?, pager: None })
+        Ok(Loaded::whole(self.prepared.open()?))
     }
 
     /// With what clones touch first, which is stored so that it is fetched together. Blocks.

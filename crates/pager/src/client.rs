@@ -6,21 +6,30 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::MemfdFlags;
 use std::fs::File;
 use std::io::{self, Write};
+use std::ops::Range;
 
 /// A pager that was told what it is for.
 #[derive(Debug)]
 pub struct Client(OwnedFd);
 
 impl Client {
-    /// Tells the process at the other end of `socket` to follow `plan`, and to fetch the frames in `first` first, in that order. Waits until
-    /// it is ready.
+    /// Tells the process at the other end of `socket` to follow `plan`, to fetch the frames in `first` first, in that order, and none of those that clones
+    /// have `elsewhere`, ascending and apart. Waits until it is ready.
     ///
     /// # Errors
     /// It is gone, or says why it cannot.
-    pub fn begin(socket: OwnedFd, plan: &Plan, first: &[u32], settings: Settings) -> io::Result<Self> {
+    pub fn begin(
+        socket: OwnedFd,
+        plan: &Plan,
+        first: &[u32],
+        elsewhere: &[Range<u32>],
+        settings: Settings,
+    ) -> io::Result<Self> {
         let order: Vec<u8> = first.iter().flat_map(|frame| frame.to_le_bytes()).collect();
         let mut sheet = File::from(rustix::fs::memfd_create("sheet", MemfdFlags::CLOEXEC)?);
-        for part in [&plan.table, &plan.places, &order] {
+        let elsewhere = elsewhere.iter().flat_map(|range| [range.start, range.end]);
+        let elsewhere: Vec<u8> = elsewhere.flat_map(u32::to_le_bytes).collect();
+        for part in [&plan.table, &plan.places, &order, &elsewhere] {
             sheet.write_all(part)?;
         }
         let number = |n: usize| u32::try_from(n).map_err(io::Error::other);
@@ -28,6 +37,7 @@ impl Client {
             table_bytes: plan.table.len() as u64,
             places_bytes: plan.places.len() as u64,
             order_bytes: order.len() as u64,
+            elsewhere_bytes: elsewhere.len() as u64,
             packs: number(plan.packs.len())?,
             disks: plan.disks.iter().map(|files| number(files.len())).collect::<io::Result<_>>()?,
             settings,

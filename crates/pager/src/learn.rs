@@ -1,7 +1,7 @@
 //! What recorded runs say of the next: which frames to have before they are asked for, which belong together, and for each colour how many of the others to
 //! have with one that is asked for.
 //!
-//! Kaleidoscope, section 4.2, sets a window for each colour by hand and leaves it to future work to find them. Here they are found: for each
+//! Kaleidoscope, section 4.3, sets a window for each colour by hand and leaves it to future work to find them. Here they are found: for each
 //! choice, each run is held against what the others would have had fetched for it, so that no run speaks for itself. What is chosen has the fewest
 //! faults of those choices whose fetched frames are hardly ever in vain.
 
@@ -102,7 +102,7 @@ fn expected(runs: &[&Vec<u32>], least: usize) -> Expected {
         run.iter().for_each(|frame| *together.entry(*frame).or_default() |= 1 << (number % 64));
     }
     together.retain(|frame, _| !early.contains(frame));
-    Expected { first, together }
+    Expected { first, together, ..Expected::default() }
 }
 
 /// The smallest number of runs that must have touched a frame for it to be worth fetching.

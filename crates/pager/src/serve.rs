@@ -15,6 +15,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, RwLock};
@@ -103,14 +104,17 @@ fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
     let next = || receive::<ToPager>(socket).map_err(step("the daemon's words"));
     let ended = || step("the daemon's words")(io::Error::from(io::ErrorKind::UnexpectedEof));
     let (first, fds) = next()?.ok_or_else(ended)?;
-    let ToPager::Begin { table_bytes, places_bytes, order_bytes, packs, disks, settings } = first else {
+    let ToPager::Begin { table_bytes, places_bytes, order_bytes, elsewhere_bytes, packs, disks, settings } =
+        first
+    else {
         return Err(invalid("first message", "Begin", format!("{first:?}")));
     };
     let [memory, sheet] = <[OwnedFd; 2]>::try_from(fds)
         .map_err(|fds| invalid("descriptors of Begin", "RAM and the sheet", fds.len()))?;
     let sheet = File::from(sheet);
     let length = sheet.metadata().map_err(step("the sheet"))?.len();
-    let told = table_bytes.saturating_add(places_bytes).saturating_add(order_bytes);
+    let parts = [table_bytes, places_bytes, order_bytes, elsewhere_bytes];
+    let told = parts.into_iter().fold(0, u64::saturating_add);
     if told != length || length > MAX_SHEET_BYTES {
         return Err(invalid("bytes of the sheet", format!("{told}, at most {MAX_SHEET_BYTES}"), length));
     }
@@ -121,6 +125,8 @@ fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
     let (table, places) = (part(0, table_bytes)?, part(table_bytes, places_bytes)?);
     let order = part(table_bytes + places_bytes, order_bytes)?;
     let first: Vec<u32> = order.as_chunks().0.iter().map(|frame| u32::from_le_bytes(*frame)).collect();
+    let elsewhere = part(table_bytes + places_bytes + order_bytes, elsewhere_bytes)?;
+    let elsewhere = rows(&elsewhere)?;
     let wanted = disks.iter().fold(u64::from(packs), |sum, files| sum + u64::from(*files));
     let mut files: Vec<File> = Vec::new();
     while (files.len() as u64) < wanted {
@@ -138,9 +144,22 @@ fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
     let packs = files.by_ref().take(packs as usize).collect();
     let disks = disks.iter().map(|n| files.by_ref().take(*n as usize).collect()).collect();
     let reader = PageReader::open(&table, &places, packs, disks)?;
-    let expected = Expected { first: first.clone(), ..Expected::default() };
+    let expected = Expected { first: first.clone(), elsewhere, ..Expected::default() };
     let source = Stored::new(reader, &expected, &settings.policy);
     Ok(Beginning { source, memory: memory.into(), first, settings })
+}
+
+/// The rows in `bytes`, of each the first and the one behind the last, u32 little-endian.
+fn rows(bytes: &[u8]) -> Result<Vec<Range<u32>>, ServeError> {
+    let number = |bytes: &[u8]| u32::from_le_bytes(std::array::from_fn(|n| bytes[n]));
+    let (chunks, rest) = bytes.as_chunks::<8>();
+    let rows: Vec<Range<u32>> = chunks.iter().map(|c| number(&c[..4])..number(&c[4..])).collect();
+    let apart =
+        rows.iter().all(|row| row.start < row.end) && rows.windows(2).all(|two| two[0].end <= two[1].start);
+    if rest.is_empty() && apart {
+        return Ok(rows);
+    }
+    Err(invalid("frames elsewhere", "rows that ascend and do not overlap", format!("{} bytes", bytes.len())))
 }
 
 /// A clone whose VMM has not told its regions yet.

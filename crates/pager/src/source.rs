@@ -5,6 +5,8 @@ use std::io;
 
 /// A frame that is in no batch: it reads as zeroes.
 pub const ZERO: u32 = u32::MAX;
+/// A frame that is in no batch: clones have it from another template's memory.
+pub const ELSEWHERE: u32 = u32::MAX - 1;
 
 /// Frames that come at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,7 +24,7 @@ pub struct Batch {
 /// Which frames come at once.
 #[derive(Debug, Clone, Default)]
 pub struct Layout {
-    /// For each frame its batch, or [`ZERO`].
+    /// For each frame its batch, or [`ZERO`], or [`ELSEWHERE`].
     pub batch_of: Vec<u32>,
     /// By number: in the order in which they lie where they are read from.
     pub batches: Vec<Batch>,

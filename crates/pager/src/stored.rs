@@ -1,7 +1,7 @@
 //! Pages out of the store: compressed groups of packs, and blocks of disks.
 
 use crate::policy::{COLOURS, Policy, UNIT};
-use crate::source::{Batch, Layout, Put, Source, SourceError, ZERO};
+use crate::source::{Batch, ELSEWHERE, Layout, Put, Source, SourceError, ZERO};
 use dayfly_store::{GroupBuffer, GroupId, Kind, PageReader, PagesError};
 use dayfly_units::PAGE_SIZE;
 use std::cell::RefCell;
@@ -102,6 +102,8 @@ pub struct Expected {
     /// Of other frames, which recorded runs touched them, one bit each: those that lie side by side and were touched by the same runs belong together
     /// (they are of one file, mostly), and come together.
     pub together: HashMap<u32, u64>,
+    /// Frames that clones have from other templates, ascending and apart: these are not fetched.
+    pub elsewhere: Vec<Range<u32>>,
 }
 
 /// Frames that come together, in the order in which they lie in the store: by what one read gives, apart what is in the working set, whole where they belong
@@ -156,8 +158,12 @@ fn batches(slots: Vec<Slot>, expected: &Expected, policy: &Policy) -> Vec<(u64, 
 }
 
 /// Batches as [`Layout`] has them: neighbours that belong together are of one group.
-fn layout(frames: u32, batches: &[(u64, Vec<Slot>)]) -> Layout {
+fn layout(frames: u32, batches: &[(u64, Vec<Slot>)], elsewhere: &[Range<u32>]) -> Layout {
     let mut layout = Layout { batch_of: vec![ZERO; frames as usize], ..Layout::default() };
+    for range in elsewhere {
+        let frames = layout.batch_of.get_mut(range.start as usize..range.end as usize);
+        frames.into_iter().for_each(|frames| frames.fill(ELSEWHERE));
+    }
     let mut before: Option<(u64, u8, Unit)> = None;
     let mut group = 0;
     for (number, (runs, batch)) in (0..).zip(batches) {
@@ -215,7 +221,7 @@ impl Shape {
     #[must_use]
     pub fn layout(&self, expected: &Expected, window: u8) -> Layout {
         let policy = Policy::colour([window; COLOURS]).with_working_set();
-        layout(self.frames, &batches(self.slots.clone(), expected, &policy))
+        layout(self.frames, &batches(self.slots.clone(), expected, &policy), &[])
     }
 }
 
@@ -223,8 +229,14 @@ impl Stored {
     /// That of a plan's reader.
     #[must_use]
     pub fn new(reader: PageReader, expected: &Expected, policy: &Policy) -> Self {
-        let batches = batches(slots(&reader), expected, policy);
-        let layout = layout(reader.table().frames(), &batches);
+        let mut slots = slots(&reader);
+        let mut apart = expected.elsewhere.iter().peekable();
+        slots.retain(|slot| {
+            while apart.next_if(|range| range.end <= slot.frame).is_some() {}
+            apart.peek().is_none_or(|range| slot.frame < range.start)
+        });
+        let batches = batches(slots, expected, policy);
+        let layout = layout(reader.table().frames(), &batches, &expected.elsewhere);
         let (mut slots, mut ranges) = (Vec::new(), Vec::with_capacity(batches.len()));
         for (_, batch) in batches {
             let start = slots.len();
@@ -392,7 +404,7 @@ mod tests {
     #[test]
     fn what_the_same_runs_touched_comes_together_and_has_a_group() {
         let known = [(1, 2), (2, 2), (3, 1), (20, 4), (21, 4), (22, 4), (23, 1), (8, 1), (9, 1)];
-        let expected = Expected { first: vec![9], together: known.into() };
+        let expected = Expected { first: vec![9], together: known.into(), ..Expected::default() };
         let policy = Policy::colour([1; 16]).with_working_set();
         let batches = [
             vec![0],
@@ -411,7 +423,7 @@ mod tests {
         got.sort_unstable();
         wanted.sort_unstable();
         assert_eq!(got, wanted);
-        let layout = layout(40, &super::batches(sample(), &expected, &policy));
+        let layout = layout(40, &super::batches(sample(), &expected, &policy), &[]);
         let group = |frame: usize| layout.batches[layout.batch_of[frame] as usize].group;
         assert_eq!([0, 30, 7, 9].map(group), [0; 4]);
         assert!(group(20) != 0 && group(20) == group(22), "across the end of what one read gives");

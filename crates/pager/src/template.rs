@@ -1,7 +1,7 @@
 //! The memfd that clones map, which of its batches are there, and who waits for which.
 
 use crate::clones::Clone;
-use crate::source::{Layout, Source, SourceError, ZERO};
+use crate::source::{ELSEWHERE, Layout, Source, SourceError, ZERO};
 use crate::uffd::Uffd;
 use dayfly_units::PAGE_SIZE;
 use rustix::fs::SealFlags;
@@ -167,6 +167,11 @@ impl<S: Source> Template<S> {
         };
         if batch == ZERO {
             count(&self.counters.zero_faults, 1);
+            clone.zero(address);
+            return None;
+        }
+        if batch == ELSEWHERE {
+            clone.kill(&format!("a page fault at {address:#x}, which it has from another template"));
             clone.zero(address);
             return None;
         }

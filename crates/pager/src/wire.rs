@@ -48,7 +48,7 @@ impl Default for Settings {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum ToPager {
-    /// First: what it is for. With it come RAM and the sheet: table, places and frames in order, one after the other. Packs and the files of
+    /// First: what it is for. With it come RAM and the sheet: table, places, frames in order and frames elsewhere, one after the other. Packs and the files of
     /// disks come with what follows.
     Begin {
         /// Bytes of the table.
@@ -57,6 +57,8 @@ pub enum ToPager {
         places_bytes: u64,
         /// Bytes of the frames to fetch first, u32 little-endian each.
         order_bytes: u64,
+        /// Bytes of the frames that clones have from other templates: of each row the first and the one behind the last, u32 little-endian.
+        elsewhere_bytes: u64,
         /// How many packs.
         packs: u32,
         /// How many files each disk has.

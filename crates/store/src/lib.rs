@@ -72,8 +72,8 @@ pub use manifest::{
     ManifestError, SnapshotManifest,
 };
 pub use memory::{
-    BlockHint, DiskLayer, FramesDigest, Kind, Known, MAX_FRAMES, Materialised, MemorySpec, PutMemory, Run,
-    Table,
+    Alike, BlockHint, Comparable, DiskLayer, FramesDigest, Kind, Known, MAX_FRAMES, Materialised, MemorySpec,
+    PutMemory, Run, Table, alike,
 };
 pub use meter::{Meter, Reading};
 pub use pages::gc::{GcPagesError, GcPagesReport, REWRITE_BELOW_PERCENT};

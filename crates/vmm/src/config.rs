@@ -147,6 +147,9 @@ pub struct RestoreConfig {
     pub state_fd: FdNumber,
     /// Guest RAM as `Save` wrote it, mapped `MAP_PRIVATE`: nothing is copied, pages are shared until written.
     pub memory_fd: FdNumber,
+    /// Pages of RAM that other memory files have.
+    #[serde(default)]
+    pub shared: Option<SharedConfig>,
     /// The same disks as when it was saved, each with a fresh writable layer.
     pub disks: Vec<DiskConfig>,
     /// The clone's VM generation id: new for every clone.
@@ -159,6 +162,15 @@ pub struct RestoreConfig {
     pub pager_fd: Option<FdNumber>,
     /// Whether to wait for `Resume`.
     pub paused: bool,
+}
+
+/// Pages of RAM that are mapped from other memory files than the snapshot's own ([`crate::memory::backing`]).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SharedConfig {
+    /// The sealed list of them.
+    pub list_fd: FdNumber,
+    /// The files, which are whole.
+    pub file_fds: Vec<FdNumber>,
 }
 
 /// A disk: read-only layers under one writable layer.

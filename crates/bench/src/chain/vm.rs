@@ -51,6 +51,7 @@ impl<'a> Grower<'a> {
         let config = RestoreConfig {
             state_fd,
             memory_fd,
+            shared: None,
             disks: vec![disk],
             generation: what.generation(),
             working_set_fd: None,

@@ -69,7 +69,10 @@ pub(super) async fn show(client: &Client, snapshot: Snapshot) -> Result<()> {
 
 async fn ls(list: ListArgs) -> Result<()> {
     let snapshots = connect::client().await?.snapshots().await?;
-    let header = ["NAME", "IMAGE", "KERNEL", "PARENT", "CPUS", "MEMORY", "STORED", "LAYERS", "CREATED"];
+    let header = [
+        "NAME", "IMAGE", "KERNEL", "PARENT", "CPUS", "MEMORY", "STORED", "LAYERS", "RESIDENT", "SHARED",
+        "CREATED",
+    ];
     output::list(
         list,
         &snapshots,
@@ -85,6 +88,8 @@ async fn ls(list: ListArgs) -> Result<()> {
                 Bytes(s.memory_bytes).to_string(),
                 Bytes(s.memory_stored_bytes.saturating_add(s.layers_stored_bytes)).to_string(),
                 s.layers.len().to_string(),
+                s.resident.as_ref().map_or("-".into(), |r| Bytes(r.own_bytes).to_string()),
+                s.resident.as_ref().map_or("-".into(), |r| Bytes(r.shared_bytes).to_string()),
                 ago(s.created_unix_ms),
             ]
         },

@@ -42,6 +42,11 @@ impl Recent {
         Some(answer)
     }
 
+    /// The snapshot, without having been asked for.
+    pub(super) fn peek(&self, name: &Name) -> Option<Arc<Loaded>> {
+        self.entries.iter().find(|entry| entry.name == *name).map(|entry| entry.open.clone())
+    }
+
     /// Keeps it, and of all those that were asked for last as many as may be.
     pub(super) fn keep(&mut self, name: Name, open: Arc<Loaded>, resident_bytes: u64) {
         self.forget(&name);
@@ -52,6 +57,11 @@ impl Recent {
         let bytes = self.entries.iter().map(|entry| entry.resident_bytes);
         let mut fits = kept(bytes, self.resident_most).into_iter();
         self.entries.retain(|_| fits.next().unwrap_or(false));
+    }
+
+    /// All of them.
+    pub(super) fn all(&self) -> Vec<Arc<Loaded>> {
+        self.entries.iter().map(|entry| entry.open.clone()).collect()
     }
 
     pub(super) fn forget(&mut self, name: &Name) {

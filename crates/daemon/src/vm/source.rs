@@ -12,7 +12,9 @@ use dayfly_api::types::{BootSource, Source};
 use dayfly_host::process::Process;
 use dayfly_store::{Digest, DiskRef, Image, Kernel, OpenSnapshot, Pin};
 use dayfly_units::{Name, VmId};
-use dayfly_vmm::config::{BootConfig, DiskConfig, LayerConfig, MAX_VCPUS, RestoreConfig, Shape, Start};
+use dayfly_vmm::config::{
+    BootConfig, DiskConfig, LayerConfig, MAX_VCPUS, RestoreConfig, Shape, SharedConfig, Start,
+};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -168,6 +170,12 @@ impl CloneOf {
         let mut fds = Fds::default();
         let mut shared = |file: &File| Ok::<_, Fault>(fds.add(file.try_clone().map_err(failed)?));
         let (state_fd, memory_fd) = (shared(&open.state)?, shared(&open.memory)?);
+        let others = open.shared.as_ref().map(|others| {
+            let list_fd = shared(&others.list)?;
+            let file_fds = others.files.iter().map(&mut shared).collect::<Outcome<_>>()?;
+            Ok::<_, Fault>(SharedConfig { list_fd, file_fds })
+        });
+        let others = others.transpose()?;
         // Laying ready what is missing would wait for all of it.
         let used = matches!(part, Part::User | Part::Pool);
         let laid_ready = used && open.filling().is_none_or(|pager| pager.has_first());
@@ -196,6 +204,7 @@ impl CloneOf {
         let config = RestoreConfig {
             state_fd,
             memory_fd,
+            shared: others,
             disks: configs,
             generation,
             working_set_fd,

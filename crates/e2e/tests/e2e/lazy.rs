@@ -1,6 +1,7 @@
 //! Clones that run before their memory has arrived.
 
 use crate::harness::{BASE, ok, on_host, sh, start, until, wait, world};
+use serde_json::Value;
 
 /// The daemon ends, and another one comes, which has no snapshot's RAM in memory.
 fn another_daemon() {
@@ -27,8 +28,11 @@ fn clones_have_all_of_their_memory_and_their_template_is_read_once() {
     ok(&["snapshot", "early", "-t", "e2e-late"]);
     ok(&["rm", "-f", "early"]);
     another_daemon();
-    let clones: Vec<_> = (0..3).map(|_| start(&["run", "e2e-late", "/bin/sh", "-c", sums])).collect();
     let pagers = || on_host("pidof dayfly-pager").out.split_whitespace().count();
+    // What it was made from is in memory first.
+    ok(&["run", BASE, "true"]);
+    until("the base's pager's end", || pagers() == 0);
+    let clones: Vec<_> = (0..3).map(|_| start(&["run", "e2e-late", "/bin/sh", "-c", sums])).collect();
     until("a pager", || pagers() == 1);
     for clone in clones {
         let got = wait(clone);
@@ -38,6 +42,13 @@ fn clones_have_all_of_their_memory_and_their_template_is_read_once() {
     ok(&["create", "--name", "late", "e2e-late"]);
     ok(&["snapshot", "late", "-t", "e2e-later"]);
     until("the pager's end", || pagers() == 0);
+    // Most of it is the base's, and is in the host's memory once.
+    let snapshots: Vec<Value> = serde_json::from_str(&ok(&["snapshots", "--format", "json"])).unwrap();
+    let late = snapshots.iter().find(|s| s["name"] == "e2e-late").unwrap();
+    let bytes = |kind: &str| late["resident"][kind].as_u64().unwrap();
+    let (own, shared, stored) =
+        (bytes("own_bytes"), bytes("shared_bytes"), late["memory_stored_bytes"].as_u64().unwrap());
+    assert!(shared > stored / 4 && own + shared <= stored + stored / 50, "{late}");
     assert_eq!(ok(&["run", "e2e-later", "/bin/sh", "-c", sums]).trim(), expected.trim());
     ok(&["rm", "-f", "late"]);
     for snapshot in ["e2e-later", "e2e-late"] {

@@ -6,11 +6,13 @@
 //! what disk holds already. Both together: a table in the snapshot's folder, page bodies in the tenant's namespace ([`crate::pages`]), and
 //! references into the files of the snapshot's own disks.
 
+mod alike;
 mod blocks;
 mod classify;
 mod materialise;
 pub(crate) mod table;
 
+pub use alike::{Alike, Comparable, alike};
 pub use materialise::Materialised;
 pub use table::{FramesDigest, Kind, MAX_FRAMES, Run, Table};
 

@@ -2,11 +2,13 @@
 
 use super::wire::{Received, Receiver, WireError, send};
 use super::{Answer, Command, ExitReason, MAX_MESSAGE_BYTES};
-use crate::config::RestoreConfig;
+use crate::config::{FdNumber, RestoreConfig};
 use crate::exit;
 use crate::fds::{self, Descriptors as _, FdError};
+use crate::memory::backing::{Backing, BackingError};
 use crate::vm::{BuildError, Files, Shell, Vm};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -51,15 +53,26 @@ impl Hosted {
 enum RestoreError {
     #[error("restore")]
     Fd(#[from] FdError),
+    #[error("restore")]
+    Backing(#[from] BackingError),
     #[error(transparent)]
     Build(#[from] BuildError),
+}
+
+fn backing(fds: &mut fds::Received, config: &RestoreConfig) -> Result<Backing, RestoreError> {
+    let file = fds.take("the memory", config.memory_fd)?.into();
+    let Some(shared) = &config.shared else { return Ok(Backing::of(file)) };
+    let list = File::from(fds.take("the list of shared pages", shared.list_fd)?);
+    let other = |number: &FdNumber| Ok(fds.take("a file of shared pages", *number)?.into());
+    let others = shared.file_fds.iter().map(other).collect::<Result<_, FdError>>()?;
+    Ok(Backing::sharing(file, &list, others)?)
 }
 
 fn restored(shell: Shell, config: &RestoreConfig, fds: Vec<OwnedFd>) -> Result<Vm, RestoreError> {
     let mut fds = fds::Received::new(fds);
     let files = Files {
         state: fds.take("the state", config.state_fd)?.into(),
-        memory: fds.take("the memory", config.memory_fd)?.into(),
+        memory: backing(&mut fds, config)?,
         working_set: match config.working_set_fd {
             Some(number) => Some(fds.take("the working set", number)?.into()),
             None => None,

@@ -6,6 +6,7 @@
 //! of the file was written; every other one still reads as the file does. In anonymous memory, a page that is neither
 //! present nor swapped was never written and reads as zero. Without a pagemap every page is read.
 
+use super::backing::Backing;
 use super::working_set::{self, Run};
 use crate::arch::layout;
 use dayfly_units::PAGE_SIZE;
@@ -55,7 +56,7 @@ pub struct Dump {
 }
 
 /// Writes the RAM of a VM to `target`, an empty file or a hole as long as RAM. Nobody may write to guest memory meanwhile: vCPUs and devices are
-/// paused. `pagemap` is this process's `/proc/self/pagemap`, `parent` the file that was laid over the memory.
+/// paused. `pagemap` is this process's `/proc/self/pagemap`, `parent` what was laid over the memory.
 ///
 /// # Errors
 /// When a file cannot be read or written; the target then holds a part.
@@ -63,7 +64,7 @@ pub fn dump(
     memory: &GuestMemoryMmap,
     memory_bytes: u64,
     pagemap: Option<&File>,
-    parent: Option<&File>,
+    parent: Option<&Backing>,
     target: &File,
 ) -> Result<Dump, DumpError> {
     let io_at = |what, at| move |source| DumpError::Io { what, at, source };
@@ -159,7 +160,7 @@ fn dump_chunk(
     bytes: &[u8],
     at: u64,
     own: &dyn Fn(usize) -> bool,
-    parent: Option<&File>,
+    parent: Option<&Backing>,
     dump: &mut Dump,
 ) -> Result<(), DumpError> {
     let kind = |n: usize| match (own(n), parent) {
@@ -181,7 +182,11 @@ fn dump_chunk(
                     .map_err(|source| DumpError::Io { what: "writing", at: from, source })?;
                 dump.own_bytes += to - from;
             }
-            (Kind::Parent, Some(parent)) => dump.parent_bytes += copy_data(parent, target, from, to)?,
+            (Kind::Parent, Some(parent)) => {
+                for piece in parent.pieces(from..to) {
+                    dump.parent_bytes += copy_data(piece.file, piece.at, target, piece.offset, piece.len)?;
+                }
+            }
             _ => {}
         }
         start = end;
@@ -189,33 +194,33 @@ fn dump_chunk(
     Ok(())
 }
 
-/// Copies what `parent` has between `from` and `to`, leaving its holes holes; shares blocks where the file system can.
-fn copy_data(parent: &File, target: &File, from: u64, to: u64) -> Result<u64, DumpError> {
-    let mut copied = 0;
-    let mut at = from;
-    while at < to {
-        let data = match seek(parent, SeekFrom::Data(at)) {
+/// Copies the `len` bytes that `source` has from `at` on to `to` of `target`, leaving its holes holes; shares blocks where the file system can.
+fn copy_data(source: &File, at: u64, target: &File, to: u64, len: u64) -> Result<u64, DumpError> {
+    let (start, end) = (at, at + len);
+    let (mut copied, mut at) = (0, start);
+    while at < end {
+        let data = match seek(source, SeekFrom::Data(at)) {
             Ok(data) => data,
             Err(rustix::io::Errno::NXIO) => break, // only a hole follows
             Err(_) => at,                          // a file system that cannot tell
         };
-        if data >= to {
+        if data >= end {
             break;
         }
-        let hole = seek(parent, SeekFrom::Hole(data)).unwrap_or(to).clamp(data, to);
-        let hole = if hole == data { to } else { hole };
-        copy_exactly(parent, target, data, hole)?;
+        let hole = seek(source, SeekFrom::Hole(data)).unwrap_or(end).clamp(data, end);
+        let hole = if hole == data { end } else { hole };
+        copy_exactly(source, data, target, to + (data - start), hole - data)?;
         copied += hole - data;
         at = hole;
     }
     Ok(copied)
 }
 
-fn copy_exactly(parent: &File, target: &File, from: u64, to: u64) -> Result<(), DumpError> {
-    let (mut read_at, mut write_at) = (from, from);
-    while read_at < to {
-        let left = usize::try_from(to - read_at).unwrap_or(usize::MAX);
-        match copy_file_range(parent, Some(&mut read_at), target, Some(&mut write_at), left) {
+fn copy_exactly(source: &File, at: u64, target: &File, to: u64, len: u64) -> Result<(), DumpError> {
+    let (mut read_at, mut write_at, end) = (at, to, at + len);
+    while read_at < end {
+        let left = usize::try_from(end - read_at).unwrap_or(usize::MAX);
+        match copy_file_range(source, Some(&mut read_at), target, Some(&mut write_at), left) {
             Ok(0) => break,
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => {}
@@ -223,12 +228,13 @@ fn copy_exactly(parent: &File, target: &File, from: u64, to: u64) -> Result<(), 
         }
     }
     let mut buffer = vec![0; 1 << 20];
-    while read_at < to {
-        let len = usize::try_from(to - read_at).unwrap_or(usize::MAX).min(buffer.len());
+    while read_at < end {
+        let len = usize::try_from(end - read_at).unwrap_or(usize::MAX).min(buffer.len());
         let fails = |what| move |source| DumpError::Io { what, at: read_at, source };
-        parent.read_exact_at(&mut buffer[..len], read_at).map_err(fails("reading the parent's file"))?;
-        target.write_all_at(&buffer[..len], read_at).map_err(fails("writing"))?;
+        source.read_exact_at(&mut buffer[..len], read_at).map_err(fails("reading the parent's file"))?;
+        target.write_all_at(&buffer[..len], write_at).map_err(fails("writing"))?;
         read_at += len as u64;
+        write_at += len as u64;
     }
     Ok(())
 }
@@ -265,6 +271,7 @@ pub fn large_holes(file: &File, memory_bytes: u64) -> Result<Vec<(u64, u64)>, Du
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::backing::{self, Row};
     use crate::memory::{MemoryError, anonymous, lay_over};
     use vm_memory::{Bytes, GuestAddress};
 
@@ -272,7 +279,7 @@ mod tests {
 
     fn laid(file: &File, bytes: u64, holes: &[(u64, u64)]) -> Result<GuestMemoryMmap, MemoryError> {
         let memory = anonymous(bytes)?;
-        lay_over(&memory, file, bytes, holes).map(|_| memory)
+        lay_over(&memory, &Backing::of(file.try_clone().unwrap()), bytes, holes).map(|_| memory)
     }
 
     fn content(file: &File) -> Vec<u8> {
@@ -314,7 +321,8 @@ mod tests {
             clone.write_slice(&[5; PAGE], GuestAddress(20 << 20)).unwrap(); // in a hole
             assert_eq!(clone.read_obj::<u8>(GuestAddress(40 << 20)).unwrap(), 9);
             let second = tempfile::tempfile().unwrap();
-            let dumped = dump(&clone, SIZE, pagemap, Some(&first), &second).unwrap();
+            let parent = Backing::of(first.try_clone().unwrap());
+            let dumped = dump(&clone, SIZE, pagemap, Some(&parent), &second).unwrap();
             if pagemap.is_some() {
                 assert_eq!(dumped, Dump { own_bytes: 2 * PAGE_SIZE, parent_bytes: 2 * PAGE_SIZE });
             }
@@ -324,6 +332,49 @@ mod tests {
             expected[20 << 20..(20 << 20) + PAGE].fill(5);
             assert!(content(&second) == expected);
             assert!(blocks(&second) < 1 << 20);
+        }
+    }
+
+    #[test]
+    fn a_dump_reads_back_what_was_mapped_from_several_files() {
+        let pagemap = File::open("/proc/self/pagemap").unwrap();
+        let file = |salt: u8| {
+            let file = tempfile::tempfile().unwrap();
+            file.set_len(SIZE).unwrap();
+            for page in 0..100 {
+                file.write_all_at(&[salt + page; PAGE], u64::from(page) * PAGE_SIZE).unwrap();
+            }
+            file
+        };
+        let (own, other) = (file(1), file(101));
+        own.write_all_at(&[0; 20 * PAGE], 40 * PAGE_SIZE).unwrap();
+        let rows = [
+            Row { first: 10, pages: 5, file: 0, from: 60 },
+            Row { first: 40, pages: 10, file: 0, from: 30 },
+            // Across the end of what the other file has.
+            Row { first: 5000, pages: 4, file: 0, from: 98 },
+        ];
+        let list = tempfile::tempfile().unwrap();
+        list.write_all_at(&backing::encode(&rows), 0).unwrap();
+        let backing = Backing::sharing(own.try_clone().unwrap(), &list, vec![other.try_clone().unwrap()]);
+        let backing = backing.unwrap();
+        let mut expected = content(&own);
+        for row in &rows {
+            let (to, from, len) =
+                (row.first as usize * PAGE, row.from as usize * PAGE, row.pages as usize * PAGE);
+            expected[to..to + len].copy_from_slice(&content(&other)[from..from + len]);
+        }
+        for pagemap in [Some(&pagemap), None] {
+            let memory = anonymous(SIZE).unwrap();
+            let parts = lay_over(&memory, &backing, SIZE, &[]).unwrap();
+            let (all, apart) = (parts.iter().map(|part| part.len).sum::<u64>(), 19 * PAGE_SIZE);
+            assert_eq!(all + apart, SIZE, "what another file has is no part of its own");
+            memory.write_slice(&[200; PAGE], GuestAddress(11 * PAGE_SIZE)).unwrap();
+            let mut expected = expected.clone();
+            expected[11 * PAGE..12 * PAGE].fill(200);
+            let dumped = tempfile::tempfile().unwrap();
+            dump(&memory, SIZE, pagemap, Some(&backing), &dumped).unwrap();
+            assert!(content(&dumped) == expected);
         }
     }
 

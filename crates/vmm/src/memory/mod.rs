@@ -2,6 +2,7 @@
 //!
 //! A memory file holds RAM without the hole below 4 GiB ([`crate::arch::layout::ram`]).
 
+pub mod backing;
 mod dump;
 pub mod lazy;
 pub mod pre_fault;
@@ -12,6 +13,7 @@ pub mod working_set;
 pub use dump::{Dump, DumpError, MAX_HOLES, dump, large_holes, written};
 
 use crate::arch::layout;
+use backing::{Backing, Piece};
 use dayfly_units::PAGE_SIZE;
 use std::fs::File;
 use std::io;
@@ -114,19 +116,19 @@ pub fn check_file(file: &File, memory_bytes: u64) -> Result<(), MemoryError> {
     if got == memory_bytes { Ok(()) } else { Err(MemoryError::FileLength { expected: memory_bytes, got }) }
 }
 
-/// Lays `file` over RAM that [`anonymous`] made and nobody has touched: its pages are shared with every other clone until
-/// written, and the file never changes. `holes` are what [`large_holes`] found in it when it was written; they stay anonymous. Gives what was
-/// mapped.
+/// Lays `backing` over RAM that [`anonymous`] made and nobody has touched: its pages are shared with every other clone until
+/// written, and its files never change. `holes` are what [`large_holes`] found in it when it was written; they stay anonymous. Gives what was
+/// mapped from the snapshot's own file.
 ///
 /// # Errors
 /// When the file has another length, a hole makes no sense, or mmap(2) fails.
 pub fn lay_over(
     memory: &GuestMemoryMmap,
-    file: &File,
+    backing: &Backing,
     memory_bytes: u64,
     holes: &[(u64, u64)],
 ) -> Result<Vec<Part>, MemoryError> {
-    check_file(file, memory_bytes)?;
+    check_file(backing.file(), memory_bytes)?;
     if holes.len() > MAX_HOLES {
         return Err(MemoryError::Holes(holes.len()));
     }
@@ -151,8 +153,9 @@ pub fn lay_over(
         let inside = holes.iter().filter(|(offset, _)| (start..end).contains(offset));
         // What lies before each hole, then what lies after the last.
         for (offset, len) in inside.copied().chain([(end, 0)]) {
-            if offset > at {
-                parts.push(map_part(memory, guest.unchecked_add(at - start), file, at, offset - at)?);
+            for piece in backing.pieces(at..offset) {
+                let part = map_part(memory, guest.unchecked_add(piece.offset - start), &piece)?;
+                parts.extend(piece.own.then_some(part));
             }
             if len >= LARGE_BYTES {
                 pages(memory, guest.unchecked_add(offset - start), len, libc::MADV_HUGEPAGE)?;
@@ -193,24 +196,19 @@ fn pages(
     Ok(())
 }
 
-/// Maps `len` bytes of `file` from `offset` on over RAM at `at`.
-fn map_part(
-    memory: &GuestMemoryMmap,
-    at: GuestAddress,
-    file: &File,
-    offset: u64,
-    len: u64,
-) -> Result<Part, MemoryError> {
+/// Maps `piece` over RAM at `at`.
+fn map_part(memory: &GuestMemoryMmap, at: GuestAddress, piece: &Piece<'_>) -> Result<Part, MemoryError> {
+    let len = piece.len;
     let fails = |source| MemoryError::Map { at: at.0, len, source };
     let size = usize::try_from(len).map_err(|_| fails(io::ErrorKind::InvalidInput.into()))?;
-    let place = i64::try_from(offset).map_err(|_| fails(io::ErrorKind::InvalidInput.into()))?;
+    let place = i64::try_from(piece.at).map_err(|_| fails(io::ErrorKind::InvalidInput.into()))?;
     let host = memory.get_slice(at, size).map_err(|e| fails(io::Error::other(e)))?;
     let host = host.ptr_guard_mut().as_ptr();
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE | libc::MAP_FIXED;
     // SAFETY: `host` and the `size` bytes from it lie within one region of `memory`, as the slice shows; nothing refers to
     // their content yet, and the region's later munmap(2) covers whatever is mapped there.
-    let mapped = unsafe { libc::mmap(host.cast(), size, protection, flags, file.as_raw_fd(), place) };
+    let mapped = unsafe { libc::mmap(host.cast(), size, protection, flags, piece.file.as_raw_fd(), place) };
     if mapped == libc::MAP_FAILED {
         return Err(fails(io::Error::last_os_error()));
     }

@@ -4,6 +4,7 @@
 //! userfaultfd (userfaultfd(2), mode MISSING) until the recorder's thread has copied the page from the snapshot's file. So the
 //! record is exact and in order. A mapping of the file would tell less: the kernel maps sixteen pages at a time.
 
+use super::backing::Backing;
 use super::dump::PAGE;
 use super::uffd::{
     MESSAGE_BYTES, UFFD_EVENT_PAGEFAULT, UFFDIO_COPY, UFFDIO_WAKE, UffdioCopy, UffdioRange, check, register,
@@ -16,7 +17,6 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -25,7 +25,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 struct Job {
     memory: GuestMemoryMmap,
     memory_bytes: u64,
-    file: File,
+    backing: Backing,
     ready: Sender<io::Result<()>>,
 }
 
@@ -59,22 +59,27 @@ impl Recorder {
         Ok(Self { jobs, touched })
     }
 
-    /// From now on the untouched `memory` gets its pages from `file`, and each is noted.
+    /// From now on the untouched `memory` gets its pages from `backing`, and each is noted.
     ///
     /// # Errors
     /// What userfaultfd says.
-    pub fn serve(&self, memory: &GuestMemoryMmap, memory_bytes: u64, file: File) -> io::Result<()> {
+    pub fn serve(&self, memory: &GuestMemoryMmap, memory_bytes: u64, backing: Backing) -> io::Result<()> {
         let (ready, answer) = channel();
-        let job = Job { memory: memory.clone(), memory_bytes, file, ready };
+        let job = Job { memory: memory.clone(), memory_bytes, backing, ready };
         self.jobs.send(job).map_err(|_| io::ErrorKind::BrokenPipe)?;
         answer.recv().map_err(|_| io::ErrorKind::BrokenPipe)?
     }
 
-    /// What was touched so far, and in which order; written is what differs from `file` now.
+    /// What was touched so far, and in which order; written is what differs from `backing` now.
     ///
     /// # Errors
-    /// When the file cannot be read.
-    pub fn record(&self, memory: &GuestMemoryMmap, memory_bytes: u64, file: &File) -> io::Result<Record> {
+    /// When a file cannot be read.
+    pub fn record(
+        &self,
+        memory: &GuestMemoryMmap,
+        memory_bytes: u64,
+        backing: &Backing,
+    ) -> io::Result<Record> {
         let order = self.touched.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut pages: Vec<u32> = order.iter().map(|touch| touch.page).collect();
         pages.sort_unstable();
@@ -89,7 +94,7 @@ impl Recorder {
             };
             let at = GuestAddress(guest.0 + (offset - start));
             memory.read_slice(&mut now, at).map_err(io::Error::other)?;
-            file.read_exact_at(&mut then, offset)?;
+            backing.read_page(page, &mut then)?;
             found.insert(page, now != then);
         }
         Ok(Record { runs: working_set::runs(&found, memory_bytes), order })
@@ -104,7 +109,7 @@ struct Place {
 }
 
 fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<Touch>>) -> io::Result<()> {
-    let Ok(Job { memory, memory_bytes, file, ready }) = jobs.recv() else {
+    let Ok(Job { memory, memory_bytes, backing, ready }) = jobs.recv() else {
         return Ok(()); // the VM ended before it had a guest
     };
     let mut places = Vec::new();
@@ -141,12 +146,11 @@ fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<Touch>>) -> io::R
                 continue;
             };
             let offset = place.offset + (at - place.host);
-            file.read_exact_at(&mut page, offset)?;
+            let Ok(number) = u32::try_from(offset / PAGE_SIZE) else { continue };
+            backing.read_page(number, &mut page)?;
             // Noted first: who touched it goes on with the next line, and may ask for the record.
-            if let Ok(page) = u32::try_from(offset / PAGE_SIZE) {
-                let us = u32::try_from(began.elapsed().as_micros()).unwrap_or(u32::MAX);
-                notes.lock().unwrap_or_else(PoisonError::into_inner).push(Touch { page, us });
-            }
+            let us = u32::try_from(began.elapsed().as_micros()).unwrap_or(u32::MAX);
+            notes.lock().unwrap_or_else(PoisonError::into_inner).push(Touch { page: number, us });
             give(&uffd, at, &page)?;
         }
     }
@@ -180,6 +184,7 @@ fn give(uffd: &File, at: u64, page: &[u8]) -> io::Result<()> {
 mod tests {
     use super::super::working_set::Run;
     use super::*;
+    use std::os::unix::fs::FileExt;
 
     const RAM: u64 = 64 << 20;
 
@@ -194,7 +199,8 @@ mod tests {
         file.write_all_at(&[7; 3 * PAGE], 100 * PAGE_SIZE).unwrap();
         let memory = crate::memory::anonymous(RAM).unwrap();
         let recorder = Recorder::start(uffd, None).unwrap();
-        recorder.serve(&memory, RAM, file.try_clone().unwrap()).unwrap();
+        let backing = Backing::of(file);
+        recorder.serve(&memory, RAM, backing.try_clone().unwrap()).unwrap();
         let at = |page: u64| GuestAddress(page * PAGE_SIZE);
         assert_eq!(memory.read_obj::<u8>(at(101)).unwrap(), 7);
         memory.write_obj(1u8, at(300)).unwrap();
@@ -206,7 +212,7 @@ mod tests {
         let mut from = File::from(OwnedFd::from(from));
         let mut slice = memory.get_slice(at(500), 10).unwrap();
         assert_eq!(vm_memory::ReadVolatile::read_volatile(&mut from, &mut slice).unwrap(), 10);
-        let Record { runs, order } = recorder.record(&memory, RAM, &file).unwrap();
+        let Record { runs, order } = recorder.record(&memory, RAM, &backing).unwrap();
         let expected = [
             Run { first: 101, pages: 1, written: false },
             Run { first: 102, pages: 1, written: true },

@@ -28,6 +28,7 @@ use crate::control::Status;
 use crate::disk::{LayerSpec, page_map};
 use crate::jail;
 use crate::memory;
+use crate::memory::backing::Backing;
 use crate::memory::working_set::{self, Record};
 use crate::state::{self, VmState};
 use crate::vcpu::Vcpu;
@@ -56,8 +57,8 @@ const IRQCHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_I
 /// A VM with a guest in it.
 pub struct Vm {
     shell: Shell,
-    /// The file that its memory was restored from.
-    parent: Option<File>,
+    /// What its memory was restored from.
+    parent: Option<Backing>,
     /// Whether that was being filled then.
     lazy: bool,
     writable_disks: usize,
@@ -77,7 +78,7 @@ impl Vm {
     }
 
     fn is_whole(&self) -> bool {
-        !self.lazy || self.parent.as_ref().is_some_and(memory::lazy::is_whole)
+        !self.lazy || self.parent.as_ref().is_some_and(|parent| memory::lazy::is_whole(parent.file()))
     }
 
     /// Stops every vCPU between two instructions, then every device between two requests.

@@ -6,6 +6,7 @@ use super::{Restored, Vm};
 use crate::arch::layout;
 use crate::config::RestoreConfig;
 use crate::disk::DiskSpec;
+use crate::memory::backing::Backing;
 use crate::memory::{self, lazy, pre_fault, working_set};
 use crate::state::{self, VmState};
 use crate::vcpu::state as vcpu_state;
@@ -19,7 +20,7 @@ pub struct Files {
     /// The sealed state.
     pub state: File,
     /// Guest RAM.
-    pub memory: File,
+    pub memory: Backing,
     /// The record of pages to lay ready.
     pub working_set: Option<File>,
     /// The disks, in order.
@@ -73,9 +74,9 @@ impl Shell {
                 }
             }
             Some(recorder) => {
-                memory::check_file(&files.memory, state.memory_bytes)?;
-                let file = files.memory.try_clone().map_err(BuildError::Recorder)?;
-                recorder.serve(&self.memory, state.memory_bytes, file).map_err(BuildError::Recorder)?;
+                memory::check_file(files.memory.file(), state.memory_bytes)?;
+                let backing = files.memory.try_clone().map_err(BuildError::Recorder)?;
+                recorder.serve(&self.memory, state.memory_bytes, backing).map_err(BuildError::Recorder)?;
             }
         }
         let record =

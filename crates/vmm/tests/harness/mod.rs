@@ -164,6 +164,7 @@ impl Vmm {
         let config = RestoreConfig {
             state_fd: files.read(&snapshot.state),
             memory_fd: files.read(&snapshot.memory),
+            shared: None,
             disks,
             generation,
             working_set_fd: snapshot.working_set.as_ref().map(|path| files.read(path)),
