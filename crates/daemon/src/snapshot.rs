@@ -1,9 +1,11 @@
 //! A snapshot of a running VM: sealed, stopped, saved, and going on.
 //!
 //! ```text
-//! Running ─Freeze▶ seal ─▶ Pause ─▶ Save ─▶ Resume ─▶ Identity ─Thaw▶ Running ─▶ hash, sync, publish
-//!                  ╰────────── a failure goes straight here ──▲
+//! Running ─▶ Precopy ─Freeze▶ seal ─▶ pause, save, go on ─▶ Identity ─Thaw▶ Running ─▶ hash, sync, publish
+//!                             ╰────── a failure goes straight here ──▲
 //! ```
+//!
+//! RAM is copied while the VM runs; it stands still for what it wrote last (`dayfly_vmm::memory::live`).
 //!
 //! From `Freeze` to `Thaw` runs to its end even when the client goes away: nobody else would let the VM go on.
 
@@ -18,10 +20,11 @@ use crate::vm::{Vm, agent_link, control_link, death, identity};
 use dayfly_api::types::{ErrorCode, Snapshot, SnapshotRequest};
 use dayfly_store::{
     BlockHint, Committed, DiskSpec, Known, Meter, PagedSpec, Prepared, SavedSnapshot, SnapshotSpec,
+    SnapshotWriter,
 };
 use dayfly_units::Name;
 use dayfly_vmm::config::MAX_LAYERS;
-use dayfly_vmm::control::{Answer, Command};
+use dayfly_vmm::control::{Answer, Command, Frozen};
 use dayfly_vmm::disk::page_map::{self, PageMapError};
 use dayfly_vmm::memory::working_set::{self, Record};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -50,10 +53,17 @@ pub async fn snapshot(
     let section = {
         let (daemon, vm, name) = (daemon.clone(), vm.clone(), request.name.clone());
         daemon.undo.clone().spawn(async move {
+            let writer = begin(&daemon, &vm, &name).await?;
+            precopy(&daemon, &vm, &writer).await?;
             let _turn = vm.turn.lock().await;
-            vm.step(Event::Freeze)?;
+            if let Err(e) = vm.step(Event::Freeze) {
+                // It runs, or has ended: either way nothing is to be noted for us any more.
+                let within = daemon.config.deadlines.control;
+                let _ = control_link::command(&vm.dir.control(), Command::Precopy, within).await;
+                return Err(e.into());
+            }
             death::note(&daemon, &vm).await;
-            let saved = save(&daemon, &vm, &name).await;
+            let saved = save_into(&daemon, &vm, writer, Command::Freeze).await;
             let awake = thaw(&daemon, &vm).await;
             death::note(&daemon, &vm).await;
             let saved = saved?;
@@ -63,6 +73,10 @@ pub async fn snapshot(
     };
     let saved =
         section.await.map_err(|e| Fault::internal(format_args!("snapshotting VM {}: {e}", vm.name)))??;
+    if let Some(Frozen { paused_us, pages }) = saved.frozen {
+        let (ms, part) = (paused_us / 1000, paused_us % 1000 / 100);
+        tell.phase(format!("stood still for {ms}.{part} ms, while {pages} pages were copied")).await;
+    }
     tell.phase("hashing and storing").await;
     let committed = commit(&daemon, &vm, saved, request.name, &tell).await?;
     Ok(daemon.depot.shown(&committed.manifest))
@@ -121,6 +135,8 @@ fn allowed(vm: &Vm) -> Outcome<()> {
 pub struct Saved {
     snapshot: SavedSnapshot,
     page_map: File,
+    /// How it stood still, where it goes on.
+    frozen: Option<Frozen>,
 }
 
 impl Saved {
@@ -139,14 +155,47 @@ impl Saved {
 /// # Errors
 /// A step failed; the disks are as they were.
 pub async fn save(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<Saved> {
+    let writer = begin(daemon, vm, name).await?;
+    save_into(daemon, vm, writer, Command::Save).await
+}
+
+/// The files of a snapshot to be.
+async fn begin(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<SnapshotWriter> {
+    let (shared, bytes, name) = (daemon.clone(), vm.facts.memory_bytes, name.clone());
+    blocking(move || Ok(shared.depot.store().snapshot_writer_in_memory(&name, bytes)?)).await
+}
+
+/// Copies RAM while the VM runs.
+async fn precopy(daemon: &Arc<Daemon>, vm: &Arc<Vm>, writer: &SnapshotWriter) -> Outcome<()> {
+    let memory = writer.memory().try_clone();
+    let memory = memory.map_err(|e| Fault::internal(format_args!("descriptors for a snapshot: {e}")))?;
+    let within = daemon.config.deadlines.save;
+    match control_link::with_fds(&vm.dir.control(), Command::Precopy, vec![memory.into()], within).await? {
+        Answer::Precopied(done) => {
+            tracing::info!(vm = %vm.id, rounds = done.rounds, pages = done.pages, us = done.took_us, "copied its memory");
+            Ok(())
+        }
+        got => Err(Fault::internal(format_args!("the VMM, for Precopy: expected Precopied, got {got:?}"))),
+    }
+}
+
+/// Seals a VM and saves it by `how`: `Save`, for which it is stopped and stays so, or `Freeze`.
+async fn save_into(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    writer: SnapshotWriter,
+    how: Command,
+) -> Outcome<Saved> {
     allowed(vm)?;
     let deadlines = daemon.config.deadlines;
     agent_link::seal(&vm.dir.vsock(), deadlines.agent).await?;
-    control_link::done(&vm.dir.control(), Command::Pause, deadlines.control).await?;
-    let (shared, same, name) = (daemon.clone(), vm.clone(), name.clone());
+    if how == Command::Save {
+        control_link::done(&vm.dir.control(), Command::Pause, deadlines.control).await?;
+    }
+    let same = vm.clone();
     let (writer, page_map, fds, disks) = blocking(move || {
         let mut disks = same.live().disks;
-        let mut writer = shared.depot.store().snapshot_writer_in_memory(&name, same.facts.memory_bytes)?;
+        let mut writer = writer;
         let failed = |e: std::io::Error| Fault::internal(format_args!("descriptors for a snapshot: {e}"));
         let mut fds: Vec<OwnedFd> = Vec::new();
         let page_map: File =
@@ -165,16 +214,17 @@ pub async fn save(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<Sa
         Ok((writer, page_map, fds, disks))
     })
     .await?;
-    let answer = control_link::with_fds(&vm.dir.control(), Command::Save, fds, deadlines.save).await;
+    let answer = control_link::with_fds(&vm.dir.control(), how, fds, deadlines.save).await;
     let fault = match answer {
-        Ok(Answer::Ok) => {
+        Ok(answer @ (Answer::Ok | Answer::Frozen(_))) => {
+            let frozen = if let Answer::Frozen(frozen) = answer { Some(frozen) } else { None };
             vm.update(|live| live.disks = disks);
-            return Ok(Saved { snapshot: writer.saved(), page_map });
+            return Ok(Saved { snapshot: writer.saved(), page_map, frozen });
         }
         // Not done, and the VM is as it was: the new layers go with the writer.
         Err(e) if e.was_refused() => return Err(e.into()),
         Err(e) => e.into(),
-        Ok(got) => Fault::internal(format_args!("the VMM, for Save: expected Ok, got {got:?}")),
+        Ok(got) => Fault::internal(format_args!("the VMM, for a save: expected Ok or Frozen, got {got:?}")),
     };
     // It may have been done: then the VM writes to its new layers already, and they must stay.
     drop(writer.saved());

@@ -35,6 +35,11 @@ pub enum Command {
     /// empty file for the page map ([`crate::disk::page_map::record`]), then for each writable disk an empty file for the map of its writable layer, and an empty file that becomes the new
     /// writable layer. After `Ok` the old writable layers are frozen: never written again.
     Save,
+    /// Copy RAM to the one descriptor that comes along, as `Save` does, while the VM runs, again and again what it writes meanwhile.
+    /// `Save` or `Freeze` with that descriptor then has little left to copy. Without a descriptor: the end of it.
+    Precopy,
+    /// `Pause`, `Save` and `Resume` in one, with the descriptors of `Save`: the VM stands still for as short as can be.
+    Freeze,
     /// Write the sealed record of the pages touched since the restore ([`crate::memory::working_set`]) to the one
     /// descriptor that comes along, an empty file; of a clone that was not started to be recorded, of the pages written.
     WorkingSet,
@@ -58,11 +63,35 @@ pub enum Answer {
     Ok,
     /// The answer to `Status`.
     Status(Status),
+    /// The answer to `Precopy`.
+    Precopied(Precopied),
+    /// The answer to `Freeze`.
+    Frozen(Frozen),
     /// Not done; the VM is as it was.
     Err {
         /// What, where, expected and got.
         message: String,
     },
+}
+
+/// What copying RAM beneath a VM came to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Precopied {
+    /// How often what had been written was copied again.
+    pub rounds: u32,
+    /// Pages in all of these.
+    pub pages: u64,
+    /// Microseconds.
+    pub took_us: u64,
+}
+
+/// How a VM was frozen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Frozen {
+    /// For so many microseconds it stood still.
+    pub paused_us: u64,
+    /// Pages that were copied meanwhile.
+    pub pages: u64,
 }
 
 /// What a VMM is that does not say whether it is whole.

@@ -3,12 +3,13 @@
 
 mod harness;
 
-use dayfly_microguest::{End, elf, orders, sorted};
+use dayfly_microguest::{End, Growth, elf, orders, sorted};
 use dayfly_vmm::arch::layout;
 use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::{ClientError, Command, ExitReason};
 use dayfly_vmm::memory::working_set;
 use harness::{Boot, Disk, Snapshot, Vmm, kvm_or_nothing, write_file};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -184,6 +185,74 @@ fn a_saved_guest_goes_on_and_its_clones_share_nothing_they_write() {
         seed = fresh;
         clone = child;
     }
+}
+
+/// A guest that writes pages and blocks without end.
+fn churner(room: &Room) -> Vmm {
+    let base = room.path("churner.raw");
+    std::fs::File::create(&base).unwrap().set_len(64 * MIB).unwrap();
+    let boot = Boot {
+        kernel: room.kernel.clone(),
+        initrd: None,
+        cmdline: format!("grow={:x}:1:0", layout::GENERATION.0),
+        memory_bytes: 80 * MIB,
+        vcpus: 1,
+        disks: vec![Disk { size_bytes: 64 * MIB, base, layers: Vec::new(), writable: true }],
+        jailed: false,
+    };
+    let mut idle = Vmm::boot(Path::new(BINARY), &room.path("idle"), &boot);
+    idle.wait_for("ready\n", 30);
+    let snapshot = idle.save(&room.path("grown"));
+    let churn = Growth::Churn(1).generation();
+    let mut vm = Vmm::restore(Path::new(BINARY), &room.path("churner"), &snapshot, churn, false);
+    vm.wait_for("churning\n", 30);
+    vm
+}
+
+#[test]
+fn what_was_copied_beneath_a_guest_is_what_it_has_when_it_stands() {
+    if !kvm_or_nothing("precopy") {
+        return;
+    }
+    let room = Room::new();
+    let mut vm = churner(&room);
+    let mut again = 0;
+    for turn in 0..24_u64 {
+        let (copied, files) = vm.files(&room.path(&format!("copied{turn}")));
+        vm.disks.clone_from(&copied.disks);
+        let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        again += vm.client().precopy(fds[1]).unwrap().pages;
+        std::thread::sleep(Duration::from_micros(turn * 700));
+        vm.client().pause().unwrap();
+        vm.client().save(&fds).unwrap();
+        let whole = vm.save(&room.path(&format!("whole{turn}")));
+        let (copied, whole) = (content(&copied.memory), content(&whole.memory));
+        let wrong = copied.chunks(4096).zip(whole.chunks(4096)).position(|(copied, whole)| copied != whole);
+        assert_eq!(wrong, None, "page in turn {turn}");
+        vm.client().resume().unwrap();
+    }
+    println!("{again} pages were copied more than once");
+}
+
+#[test]
+fn a_guest_that_is_saved_while_it_runs_has_its_memory_and_disk_of_one_instant() {
+    if !kvm_or_nothing("freeze") {
+        return;
+    }
+    let room = Room::new();
+    let mut vm = churner(&room);
+    for turn in 0..3 {
+        std::thread::sleep(Duration::from_millis(200));
+        let (snapshot, frozen) = vm.freeze(&room.path(&format!("frozen{turn}")));
+        println!("stood still for {} us, {} pages", frozen.paused_us, frozen.pages);
+        let look = Growth::Look.generation();
+        let mut child =
+            Vmm::restore(Path::new(BINARY), &room.path(&format!("look{turn}")), &snapshot, look, false);
+        let console = child.wait_for("ready\n", 120);
+        assert!(console.contains("found ") && !console.contains("failed"), "{console}");
+    }
+    // It goes on, and nothing is noted any more.
+    assert!(!vm.client().status().unwrap().paused);
 }
 
 #[test]

@@ -79,7 +79,7 @@ impl Link {
         match timeout(within, self.answer()).await.map_err(|_| LinkError::Timeout(within))?? {
             Answer::Ok => Ok(()),
             Answer::Err { message } => Err(LinkError::Refused(message)),
-            other @ Answer::Status(_) => Err(LinkError::Unexpected(other)),
+            other => Err(LinkError::Unexpected(other)),
         }
     }
 

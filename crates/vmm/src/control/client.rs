@@ -1,7 +1,7 @@
 //! The daemon's side: a small blocking client.
 
 use super::wire::{Received, Receiver, WireError, send};
-use super::{Answer, Command, Status};
+use super::{Answer, Command, Frozen, Precopied, Status};
 use crate::config::RestoreConfig;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -103,9 +103,7 @@ impl Client {
     fn call_ok(&mut self, command: &Command, fds: &[BorrowedFd<'_>]) -> Result<(), ClientError> {
         match self.call(command, fds)? {
             Answer::Ok => Ok(()),
-            got @ (Answer::Status(_) | Answer::Err { .. }) => {
-                Err(ClientError::Unexpected { expected: "ok", got: Box::new(got) })
-            }
+            got => Err(ClientError::Unexpected { expected: "ok", got: Box::new(got) }),
         }
     }
 
@@ -116,9 +114,7 @@ impl Client {
     pub fn status(&mut self) -> Result<Status, ClientError> {
         match self.call(&Command::Status, &[])? {
             Answer::Status(status) => Ok(status),
-            got @ (Answer::Ok | Answer::Err { .. }) => {
-                Err(ClientError::Unexpected { expected: "a status", got: Box::new(got) })
-            }
+            got => Err(ClientError::Unexpected { expected: "a status", got: Box::new(got) }),
         }
     }
 
@@ -152,6 +148,28 @@ impl Client {
     /// As [`Client::call`].
     pub fn save(&mut self, fds: &[BorrowedFd<'_>]) -> Result<(), ClientError> {
         self.call_ok(&Command::Save, fds)
+    }
+
+    /// Copies RAM to `memory` while the VM runs.
+    ///
+    /// # Errors
+    /// As [`Client::call`].
+    pub fn precopy(&mut self, memory: BorrowedFd<'_>) -> Result<Precopied, ClientError> {
+        match self.call(&Command::Precopy, &[memory])? {
+            Answer::Precopied(done) => Ok(done),
+            got => Err(ClientError::Unexpected { expected: "how RAM was copied", got: Box::new(got) }),
+        }
+    }
+
+    /// Saves the running VM to `fds`, in the order that [`Command::Save`] says.
+    ///
+    /// # Errors
+    /// As [`Client::call`].
+    pub fn freeze(&mut self, fds: &[BorrowedFd<'_>]) -> Result<Frozen, ClientError> {
+        match self.call(&Command::Freeze, fds)? {
+            Answer::Frozen(done) => Ok(done),
+            got => Err(ClientError::Unexpected { expected: "how it was frozen", got: Box::new(got) }),
+        }
     }
 
     /// Puts other layers under a disk, as [`Command::Rebase`] says.

@@ -210,6 +210,14 @@ fn answer(hosted: &mut Hosted, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool)
             Ok(()) => return (Answer::Ok, false),
             Err(error) => return (refused(&error), false),
         },
+        (Command::Precopy, Hosted::Vm(vm)) => match vm.precopy(fds) {
+            Ok(done) => return (Answer::Precopied(done), false),
+            Err(error) => return (refused(&error), false),
+        },
+        (Command::Freeze, Hosted::Vm(vm)) => match vm.freeze(fds) {
+            Ok(done) => return (Answer::Frozen(done), false),
+            Err(error) => return (refused(&error), false),
+        },
         (Command::Save, Hosted::Vm(vm)) => match vm.save(fds) {
             Ok(()) => return (Answer::Ok, false),
             Err(error) => return (refused(&error), false),

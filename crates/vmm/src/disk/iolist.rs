@@ -1,5 +1,6 @@
 //! Pieces of memory, in the guest or ours, as one run of bytes for vectored system calls.
 
+use crate::memory::writes::Writes;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use vm_memory::VolatileSlice;
@@ -15,13 +16,33 @@ const MAX_IOVECS: usize = 1024;
 pub struct IoList<'a> {
     pieces: Vec<VolatileSlice<'a>>,
     len: usize,
+    /// Where it is noted what is written to the pieces.
+    writes: Option<&'a Writes>,
 }
 
 impl<'a> IoList<'a> {
     /// No bytes.
     #[must_use]
     pub const fn new() -> Self {
-        Self { pieces: Vec::new(), len: 0 }
+        Self { pieces: Vec::new(), len: 0, writes: None }
+    }
+
+    /// No bytes; what is written to those to come is noted in `writes`.
+    #[must_use]
+    pub const fn noted(writes: &'a Writes) -> Self {
+        Self { pieces: Vec::new(), len: 0, writes: Some(writes) }
+    }
+
+    /// Some of its first `bytes` were written to, or may have been.
+    fn written(&self, bytes: usize) {
+        let Some(writes) = self.writes else { return };
+        let mut left = bytes;
+        let ranges = self.pieces.iter().map(|piece| {
+            let (start, len) = (pointer(piece).addr(), piece.len().min(left));
+            left -= len;
+            start..start + len
+        });
+        writes.note(ranges);
     }
 
     /// The bytes of a buffer of ours.
@@ -42,6 +63,7 @@ impl<'a> IoList<'a> {
 
     /// Appends all pieces of another list.
     pub fn append(&mut self, other: &Self) {
+        self.writes = self.writes.or(other.writes);
         for piece in &other.pieces {
             self.push(*piece);
         }
@@ -68,7 +90,7 @@ impl<'a> IoList<'a> {
     /// At most `len` bytes from `start` on; what lies past the end is left out.
     #[must_use]
     pub fn window(&self, start: usize, len: usize) -> Self {
-        let mut out = Self::new();
+        let mut out = Self { writes: self.writes, ..Self::new() };
         let (mut skip, mut want) = (start, len);
         for piece in &self.pieces {
             if want == 0 {
@@ -110,6 +132,7 @@ impl<'a> IoList<'a> {
             piece.copy_from(&bytes[done..done + take]);
             done += take;
         }
+        self.written(done);
         done
     }
 
@@ -126,6 +149,7 @@ impl<'a> IoList<'a> {
                 at += take;
             }
         }
+        self.written(self.len);
     }
 
     fn iovecs(&self) -> Vec<libc::iovec> {
@@ -141,11 +165,13 @@ impl<'a> IoList<'a> {
     /// # Errors
     /// What `preadv(2)` says; `EINTR` is tried again.
     pub fn read_at(&self, fd: BorrowedFd<'_>, offset: u64) -> io::Result<usize> {
-        self.repeat(offset, |iovecs, offset| {
+        let read = self.repeat(offset, |iovecs, offset| {
             // SAFETY: each iovec is a piece of memory that a live VolatileSlice of `self` bounds; the kernel writes
             // only into them, and nobody holds a Rust reference to these bytes. The count is at most MAX_IOVECS.
             unsafe { libc::preadv(fd.as_raw_fd(), iovecs.as_ptr(), count(iovecs), offset) }
-        })
+        });
+        self.written(self.len);
+        read
     }
 
     /// Writes all bytes at a file's offset.
@@ -184,7 +210,10 @@ impl<'a> IoList<'a> {
         // SAFETY: `message` points to `iovecs`, alive here, whose pieces live VolatileSlices of `self` bound; the
         // kernel writes only into them and into `message`; nobody holds a Rust reference to these bytes. No control
         // buffer is given, so the kernel closes descriptors that a peer sends along.
-        retry(|| unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })
+        let received =
+            retry(|| unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) });
+        self.written(received.as_ref().map_or(0, |bytes| *bytes));
+        received
     }
 
     /// Calls `transfer` with what is left until all is done or it does nothing.

@@ -10,19 +10,20 @@ use super::backing::Backing;
 use super::working_set::{self, Run};
 use crate::arch::layout;
 use dayfly_units::PAGE_SIZE;
-use rustix::fs::{SeekFrom, copy_file_range, seek};
+use rustix::fs::{FallocateFlags, SeekFrom, copy_file_range, fallocate, seek};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
 /// The shortest hole that is worth a mapping.
-const MIN_HOLE_BYTES: u64 = 1 << 20;
+pub const MIN_HOLE_BYTES: u64 = 1 << 20;
 /// The most holes that get a mapping of their own; the kernel allows 65,530 mappings.
 pub const MAX_HOLES: usize = 8192;
 pub(super) const PAGE: usize = 4096;
 const CHUNK_PAGES: usize = 2048; // 8 MiB
+const BUFFER_PAGES: usize = 64;
 const PRESENT: u64 = 1 << 63;
 const SWAPPED: u64 = 1 << 62;
 const OF_FILE: u64 = 1 << 61;
@@ -55,8 +56,7 @@ pub struct Dump {
     pub parent_bytes: u64,
 }
 
-/// Writes the RAM of a VM to `target`, an empty file or a hole as long as RAM. Nobody may write to guest memory meanwhile: vCPUs and devices are
-/// paused. `pagemap` is this process's `/proc/self/pagemap`, `parent` what was laid over the memory.
+/// Writes the RAM of a VM to `target`, an empty file or a hole as long as RAM. Of pages that are written meanwhile, any part may be what it was. `pagemap` is this process's `/proc/self/pagemap`, `parent` what was laid over the memory.
 ///
 /// # Errors
 /// When a file cannot be read or written; the target then holds a part.
@@ -79,31 +79,100 @@ pub fn dump(
     }
     target.set_len(memory_bytes).map_err(io_at("setting the length", 0))?;
     let mut dump = Dump::default();
-    let mut entries = vec![0u64; CHUNK_PAGES];
+    let (mut entries, mut buffer) = (vec![0u64; CHUNK_PAGES], PageBuffer::new());
     for (guest, offset, len) in layout::ram(memory_bytes) {
         let Some(region) = memory.find_region(guest) else { continue };
         let Ok(host) = region.get_host_address(vm_memory::MemoryRegionAddress(0)) else { continue };
         let pages = usize::try_from(len).unwrap_or(0) / PAGE;
         for first in (0..pages).step_by(CHUNK_PAGES) {
             let count = CHUNK_PAGES.min(pages - first);
-            // SAFETY: `host` maps `len` bytes for as long as `memory` is borrowed; `first + count` pages lie within.
-            // The caller has paused every writer, so the bytes do not change while the slice lives.
-            let bytes = unsafe { std::slice::from_raw_parts(host.add(first * PAGE), count * PAGE) };
             let at = offset + first as u64 * PAGE_SIZE;
             let entries = &mut entries[..count];
-            let own: &dyn Fn(usize) -> bool = if read_pagemap(pagemap, bytes.as_ptr(), entries) {
-                let entries = &*entries;
-                match parent {
-                    Some(_) => &move |n| entries[n] & (PRESENT | SWAPPED) != 0 && entries[n] & OF_FILE == 0,
-                    None => &move |n| entries[n] & (PRESENT | SWAPPED) != 0,
-                }
-            } else {
-                &|_| true
+            let own: &dyn Fn(usize) -> bool =
+                if read_pagemap(pagemap, host.wrapping_add(first * PAGE), entries) {
+                    let entries = &*entries;
+                    match parent {
+                        Some(_) => {
+                            &move |n| entries[n] & (PRESENT | SWAPPED) != 0 && entries[n] & OF_FILE == 0
+                        }
+                        None => &move |n| entries[n] & (PRESENT | SWAPPED) != 0,
+                    }
+                } else {
+                    &|_| true
+                };
+            let read = |from: usize, bytes: &mut [u8]| {
+                let place = vm_memory::MemoryRegionAddress(((first + from) * PAGE) as u64);
+                region.read_slice(bytes, place)
             };
-            dump_chunk(target, bytes, at, own, parent, &mut dump)?;
+            let mut start = 0;
+            while start < count {
+                let mine = own(start);
+                let end = (start + 1..count).find(|&n| own(n) != mine).unwrap_or(count);
+                let (from, to) = (at + (start * PAGE) as u64, at + (end * PAGE) as u64);
+                if mine {
+                    for some in (start..end).step_by(BUFFER_PAGES) {
+                        let (size, to) =
+                            ((BUFFER_PAGES.min(end - some) * PAGE) as u64, at + (some * PAGE) as u64);
+                        dump.own_bytes += buffer.copy(target, to, size, false, |bytes| read(some, bytes))?;
+                    }
+                } else if let Some(parent) = parent {
+                    for piece in parent.pieces(from..to) {
+                        dump.parent_bytes +=
+                            copy_data(piece.file, piece.at, target, piece.offset, piece.len)?;
+                    }
+                }
+                start = end;
+            }
         }
     }
     Ok(dump)
+}
+
+/// Pages on their way from guest memory, which may change at any moment, to a file.
+#[derive(Debug)]
+pub(super) struct PageBuffer(Vec<u8>);
+
+impl PageBuffer {
+    pub(super) fn new() -> Self {
+        Self(vec![0; BUFFER_PAGES * PAGE])
+    }
+
+    /// The most bytes at once.
+    pub(super) const fn capacity(&self) -> u64 {
+        (BUFFER_PAGES * PAGE) as u64
+    }
+
+    /// Copies what `read` gives, `size` bytes, whole pages, to `at` in `target`; says how many were not zero. Zeroes become holes; where there is none yet,
+    /// it is to be made (`punch`).
+    pub(super) fn copy<E>(
+        &mut self,
+        target: &File,
+        at: u64,
+        size: u64,
+        punch: bool,
+        read: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<u64, DumpError>
+    where
+        E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let fails = |what, at| move |source| DumpError::Io { what, at, source };
+        let bytes = &mut self.0[..usize::try_from(size).unwrap_or(0)];
+        read(bytes).map_err(|e| fails("reading guest memory", at)(io::Error::other(e)))?;
+        let (pages, _) = bytes.as_chunks::<PAGE>();
+        let (mut start, mut written) = (0, 0);
+        for run in pages.chunk_by(|one, next| is_zero(one) == is_zero(next)) {
+            let (to, len) = (at + (start * PAGE) as u64, (run.len() * PAGE) as u64);
+            if !is_zero(&run[0]) {
+                target.write_all_at(run.as_flattened(), to).map_err(fails("writing", to))?;
+                written += len;
+            } else if punch {
+                let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                fallocate(target, hole, to, len).map_err(|e| fails("making a hole", to)(e.into()))?;
+            }
+            start += run.len();
+        }
+        Ok(written)
+    }
 }
 
 /// The pages of RAM that are this process's own, where a file was laid over it: copied because something wrote to them. Nothing
@@ -144,54 +213,8 @@ fn read_pagemap(pagemap: Option<&File>, start: *const u8, entries: &mut [u64]) -
     true
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Zero,
-    Own,
-    Parent,
-}
-
-fn is_zero(page: &[u8]) -> bool {
+fn is_zero(page: &[u8; PAGE]) -> bool {
     page.as_chunks::<64>().0.iter().all(|line| line == &[0; 64])
-}
-
-fn dump_chunk(
-    target: &File,
-    bytes: &[u8],
-    at: u64,
-    own: &dyn Fn(usize) -> bool,
-    parent: Option<&Backing>,
-    dump: &mut Dump,
-) -> Result<(), DumpError> {
-    let kind = |n: usize| match (own(n), parent) {
-        (true, _) if is_zero(&bytes[n * PAGE..][..PAGE]) => Kind::Zero,
-        (true, _) => Kind::Own,
-        (false, Some(_)) => Kind::Parent,
-        (false, None) => Kind::Zero,
-    };
-    let pages = bytes.len() / PAGE;
-    let mut start = 0;
-    while start < pages {
-        let now = kind(start);
-        let end = (start + 1..pages).find(|&n| kind(n) != now).unwrap_or(pages);
-        let (from, to) = (at + (start * PAGE) as u64, at + (end * PAGE) as u64);
-        match (now, parent) {
-            (Kind::Own, _) => {
-                target
-                    .write_all_at(&bytes[start * PAGE..end * PAGE], from)
-                    .map_err(|source| DumpError::Io { what: "writing", at: from, source })?;
-                dump.own_bytes += to - from;
-            }
-            (Kind::Parent, Some(parent)) => {
-                for piece in parent.pieces(from..to) {
-                    dump.parent_bytes += copy_data(piece.file, piece.at, target, piece.offset, piece.len)?;
-                }
-            }
-            _ => {}
-        }
-        start = end;
-    }
-    Ok(())
 }
 
 /// Copies the `len` bytes that `source` has from `at` on to `to` of `target`, leaving its holes holes; shares blocks where the file system can.

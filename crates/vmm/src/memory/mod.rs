@@ -5,12 +5,15 @@
 pub mod backing;
 mod dump;
 pub mod lazy;
+pub mod live;
+pub mod pages;
 pub mod pre_fault;
 pub mod recorder;
 mod uffd;
 pub mod working_set;
+pub mod writes;
 
-pub use dump::{Dump, DumpError, MAX_HOLES, dump, large_holes, written};
+pub use dump::{Dump, DumpError, MAX_HOLES, MIN_HOLE_BYTES, dump, large_holes, written};
 
 use crate::arch::layout;
 use backing::{Backing, Piece};

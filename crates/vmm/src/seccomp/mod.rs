@@ -82,6 +82,7 @@ const BECOME_USER: &[i64] =
 const MAIN: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_copy_file_range,
+    libc::SYS_fallocate,
     libc::SYS_fcntl,
     libc::SYS_fstat,
     libc::SYS_ftruncate,

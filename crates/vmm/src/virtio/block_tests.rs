@@ -79,7 +79,8 @@ impl Bench {
     }
 
     fn serve(&mut self) -> Result<bool, Broken> {
-        let mut ring = Ring::new(&mut self.queue, &self.mem);
+        let noted = crate::memory::writes::Writes::default();
+        let mut ring = Ring::new(&mut self.queue, &self.mem, &noted);
         self.block.serve(&mut ring, self.features, &self.interrupt, &mut self.pages, &|| false)
     }
 

@@ -46,7 +46,7 @@ impl DeviceSet {
             for (slot, pending) in self.slots.iter().zip(&mut pending) {
                 let next = slot.with_vsock(|vsock| vsock.deadline()).flatten();
                 if (*pending || next.is_some_and(|next| next <= now)) && !self.gate.wanted() {
-                    *pending = slot.serve(&self.mem, &self.pages, now, &|| self.gate.wanted());
+                    *pending = slot.serve(&self.mem, &self.writes, &self.pages, now, &|| self.gate.wanted());
                 }
                 deadline = slot.with_vsock(|vsock| vsock.deadline()).flatten().or(deadline);
             }

@@ -48,6 +48,7 @@ pub use vsock::socket_path;
 
 use crate::disk::page_map::{self, PageMap};
 use crate::disk::{Disk, FreezeError, OpenDiskError};
+use crate::memory::writes::Writes;
 use block::Block;
 use gate::{Gate, lock};
 use kvm_ioctls::{IoEventAddress, VmFd};
@@ -184,6 +185,7 @@ pub struct DeviceHealth {
 pub struct DeviceSet {
     mem: GuestMemoryMmap,
     pages: Mutex<PageMap>,
+    writes: Writes,
     slots: Vec<Slot>,
     epoll: Arc<Epoll>,
     wake: EventFd,
@@ -249,7 +251,8 @@ impl DeviceSet {
         let wake = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("eventfd2"))?;
         watch(wake.as_raw_fd(), EventSet::IN, event_loop::WAKE)?;
         let (pages, gate, loaded) = (Mutex::new(PageMap::new(&mem)), Gate::default(), AtomicBool::new(false));
-        Ok(Self { mem, pages, slots, epoll, wake, gate, loaded })
+        let writes = Writes::default();
+        Ok(Self { mem, pages, writes, slots, epoll, wake, gate, loaded })
     }
 
     /// Puts the media into the disks, vda, vdb, …; returns how many are writable. Before the guest runs.
@@ -419,6 +422,18 @@ impl DeviceSet {
         }
         runs.sort_unstable_by_key(|run| run.first);
         Ok(runs)
+    }
+
+    /// What the devices write to guest memory, but for [`Self::used_rings`].
+    #[must_use]
+    pub const fn writes(&self) -> &Writes {
+        &self.writes
+    }
+
+    /// The used rings of all queues that are set up, as guest addresses and lengths.
+    #[must_use]
+    pub fn used_rings(&self) -> Vec<(u64, u64)> {
+        self.slots.iter().flat_map(Slot::used_rings).collect()
     }
 
     /// How the devices fare, in the order of [`Self::slots`].

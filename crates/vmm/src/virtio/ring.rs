@@ -2,6 +2,7 @@
 
 use super::interrupt::{Interrupt, USED_BUFFER};
 use crate::disk::IoList;
+use crate::memory::writes::Writes;
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT as _, QueueT as _};
 use vm_memory::{GuestMemory as _, GuestMemoryMmap, Permissions};
 
@@ -46,12 +47,13 @@ pub struct Chain<'m> {
 pub struct Ring<'q, 'm> {
     queue: &'q mut Queue,
     mem: &'m GuestMemoryMmap,
+    writes: &'m Writes,
 }
 
 impl<'q, 'm> Ring<'q, 'm> {
-    /// A queue to serve; one that is not ready gives no chains.
-    pub const fn new(queue: &'q mut Queue, mem: &'m GuestMemoryMmap) -> Self {
-        Self { queue, mem }
+    /// A queue to serve; one that is not ready gives no chains. What is written to their buffers is noted in `writes`.
+    pub const fn new(queue: &'q mut Queue, mem: &'m GuestMemoryMmap, writes: &'m Writes) -> Self {
+        Self { queue, mem, writes }
     }
 
     /// Whether the driver set the queue up.
@@ -70,7 +72,7 @@ impl<'q, 'm> Ring<'q, 'm> {
         }
         let longest = self.queue.size();
         let next = self.queue.iter(self.mem)?.next();
-        next.map(|chain| walk(self.mem, chain, longest)).transpose()
+        next.map(|chain| walk(self.mem, self.writes, chain, longest)).transpose()
     }
 
     /// Gives the last `count` popped chains back, to be popped again.
@@ -144,12 +146,13 @@ impl<'q, 'm> Ring<'q, 'm> {
 /// not end with a descriptor that says so is an error.
 fn walk<'m>(
     mem: &'m GuestMemoryMmap,
+    writes: &'m Writes,
     chain: DescriptorChain<&'m GuestMemoryMmap>,
     longest: u16,
 ) -> Result<Chain<'m>, Broken> {
     let head = chain.head_index();
     let broken = |what| Broken::Chain { head, what };
-    let mut out = Chain { head, readable: IoList::new(), writable: IoList::new(), in_order: true };
+    let mut out = Chain { head, readable: IoList::new(), writable: IoList::noted(writes), in_order: true };
     let (mut count, mut ended) = (0_u16, false);
     for descriptor in chain {
         if count == longest {

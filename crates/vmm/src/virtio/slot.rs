@@ -9,8 +9,10 @@ use super::vsock::{self, Service, Vsock};
 use super::{DeviceError, DeviceHealth, host, lock, rng};
 use crate::disk::Disk;
 use crate::disk::page_map::PageMap;
+use crate::memory::writes::Writes;
 use std::sync::Mutex;
 use std::time::Instant;
+use virtio_queue::QueueT as _;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -147,6 +149,7 @@ impl Slot {
     pub fn serve(
         &self,
         mem: &GuestMemoryMmap,
+        writes: &Writes,
         pages: &Mutex<PageMap>,
         now: Instant,
         stop: &dyn Fn() -> bool,
@@ -163,10 +166,12 @@ impl Slot {
         let queues = transport.queues();
         let served = match (&mut *kind, queues) {
             (Kind::Block(block), [queue]) => {
-                block.serve(&mut Ring::new(queue, mem), features, interrupt, &mut lock(pages), stop)
+                block.serve(&mut Ring::new(queue, mem, writes), features, interrupt, &mut lock(pages), stop)
             }
-            (Kind::Rng, [queue]) => rng::serve(&mut Ring::new(queue, mem), interrupt, stop),
-            (Kind::Vsock(vsock), queues) => vsock.serve(&mut Service { mem, queues, interrupt, now, stop }),
+            (Kind::Rng, [queue]) => rng::serve(&mut Ring::new(queue, mem, writes), interrupt, stop),
+            (Kind::Vsock(vsock), queues) => {
+                vsock.serve(&mut Service { mem, writes, queues, interrupt, now, stop })
+            }
             _ => Ok(false),
         };
         served.unwrap_or_else(|cause| {
@@ -214,6 +219,14 @@ impl Slot {
     /// Whether this is a disk with a writable layer.
     pub fn writable_disk(&self) -> bool {
         self.with_disk(|disk| !disk.read_only()) == Some(true)
+    }
+
+    /// Where the device writes in guest memory besides buffers: the used rings of its queues (2.7.8), as addresses and lengths.
+    pub fn used_rings(&self) -> Vec<(u64, u64)> {
+        let mut inner = lock(&self.inner);
+        let ready = inner.transport.queues().iter().filter(|queue| queue.ready());
+        // Flags, index and event index, of 2 bytes each, and 8 bytes for each buffer.
+        ready.map(|queue| (queue.used_ring(), 6 + 8 * u64::from(queue.size()))).collect()
     }
 
     /// How the device fares.

@@ -44,8 +44,15 @@ impl Shell {
                 regs::prepare_first(&fd, entry)?;
             }
         }
-        let mut vm =
-            Vm { shell: self, parent: None, lazy: false, writable_disks, not_yet_run: None, paused: true };
+        let mut vm = Vm {
+            shell: self,
+            parent: None,
+            lazy: false,
+            writable_disks,
+            not_yet_run: None,
+            paused: true,
+            copying: None,
+        };
         vm.resume()?;
         vm.shell.timeline.done("running");
         Ok(vm)

@@ -173,6 +173,12 @@ pub enum SaveError {
     /// Memory could not be written.
     #[error("save")]
     Memory(#[from] memory::DumpError),
+    /// It did not stop.
+    #[error("freeze")]
+    Freeze(#[source] VmError),
+    /// RAM was copied to another file before.
+    #[error("save: expected the memory file that RAM was copied to before")]
+    OtherMemory,
     /// Layers without a map.
     #[error("rebase: expected the data of a layer, then data and map of each new one, got {0} descriptors")]
     Pairs(usize),

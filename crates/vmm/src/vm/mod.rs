@@ -16,6 +16,7 @@
 mod bare;
 mod boot;
 mod error;
+mod live;
 mod restore;
 mod shell;
 
@@ -34,6 +35,7 @@ use crate::state::{self, VmState};
 use crate::vcpu::Vcpu;
 use crate::vcpu::clocks;
 use crate::vcpu::state::{self as vcpu_state, HostLimits, VcpuState};
+use dayfly_units::PAGE_SIZE;
 use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_clock_data, kvm_irqchip,
 };
@@ -64,6 +66,8 @@ pub struct Vm {
     writable_disks: usize,
     not_yet_run: Option<Restored>,
     paused: bool,
+    /// RAM that is being copied.
+    copying: Option<live::Copying>,
 }
 
 impl Vm {
@@ -109,6 +113,7 @@ impl Vm {
     /// When a restored VM's clocks cannot be set; it then stays paused.
     pub fn resume(&mut self) -> Result<(), VmError> {
         if !self.paused {
+            self.end_precopy();
             return Ok(());
         }
         let first = self.not_yet_run.is_some();
@@ -126,6 +131,7 @@ impl Vm {
         if first {
             self.shell.timeline.done("running");
         }
+        self.end_precopy();
         Ok(())
     }
 
@@ -152,6 +158,15 @@ impl Vm {
         if !self.paused {
             return Err(SaveError::Running);
         }
+        let saved = self.save_stopped(fds);
+        self.end_precopy();
+        let (late, _) = saved?;
+        late.write();
+        Ok(())
+    }
+
+    /// As [`Self::save`], but for what can be written when the VM goes on again; with it comes how many pages were copied, where most had been before.
+    fn save_stopped(&mut self, fds: Vec<OwnedFd>) -> Result<(Late, u64), SaveError> {
         let (expected, got) = (3 + 2 * self.writable_disks, fds.len());
         if got != expected {
             return Err(SaveError::Fds { expected, writable: self.writable_disks, got });
@@ -166,20 +181,31 @@ impl Vm {
         }
         self.set_clocks().map_err(SaveError::Clocks)?;
         let memory_file = File::from(memory_file);
-        let Shell { memory, shape, pagemap, .. } = &self.shell;
-        memory::dump(memory, shape.memory_bytes, pagemap.as_ref(), self.parent.as_ref(), &memory_file)?;
-        let holes = memory::large_holes(&memory_file, self.shell.shape.memory_bytes)?;
+        let (holes, pages) = match &self.copying {
+            Some(copying) => self.finish_precopy(copying, &memory_file)?,
+            None => {
+                let Shell { memory, shape, pagemap, .. } = &self.shell;
+                let (bytes, pagemap, parent) = (shape.memory_bytes, pagemap.as_ref(), self.parent.as_ref());
+                let dump = memory::dump(memory, bytes, pagemap, parent, &memory_file)?;
+                let holes = memory::large_holes(&memory_file, bytes)?;
+                (holes, (dump.own_bytes + dump.parent_bytes) / PAGE_SIZE)
+            }
+        };
         let state = state::encode(&self.read_state(holes)?).map_err(SaveError::Encode)?;
         write_new(state_file, &state, SaveError::StateNotEmpty, SaveError::StateWrite)?;
-        let page_map = page_map::record::encode(&self.shell.devices.page_map().map_err(SaveError::Disks)?);
-        write_new(page_map_file, &page_map, SaveError::PageMapNotEmpty, SaveError::PageMapWrite)?;
+        let runs = self.shell.devices.page_map().map_err(SaveError::Disks)?;
+        let late = Late {
+            page_map: empty(page_map_file, SaveError::PageMapNotEmpty, SaveError::PageMapWrite)?,
+            runs,
+        };
 
         // Last, because it cannot be undone.
         let mut layers = Vec::new();
         while let (Some(map), Some(writable)) = (fds.next(), fds.next()) {
             layers.push((map, writable));
         }
-        self.shell.devices.freeze_layers(layers).map_err(SaveError::Disks)
+        self.shell.devices.freeze_layers(layers).map_err(SaveError::Disks)?;
+        Ok((late, pages))
     }
 
     /// Puts other frozen layers in the place of a disk's lower ones, with `fds` as
@@ -248,6 +274,31 @@ impl Vm {
     }
 }
 
+/// What can be written when the VM has gone on.
+struct Late {
+    page_map: File,
+    runs: Vec<page_map::Run>,
+}
+
+impl Late {
+    /// The page map is a hint: one that cannot be written is refused where it is read, and missed nowhere.
+    fn write(mut self) {
+        let _ = self.page_map.write_all(&page_map::record::encode(&self.runs));
+    }
+}
+
+fn empty(
+    file: OwnedFd,
+    not_empty: fn(u64) -> SaveError,
+    failed: fn(io::Error) -> SaveError,
+) -> Result<File, SaveError> {
+    let file = File::from(file);
+    match file.metadata().map_err(failed)?.len() {
+        0 => Ok(file),
+        got => Err(not_empty(got)),
+    }
+}
+
 /// Writes `bytes` to an empty file.
 fn write_new(
     file: OwnedFd,
@@ -255,10 +306,5 @@ fn write_new(
     not_empty: fn(u64) -> SaveError,
     failed: fn(io::Error) -> SaveError,
 ) -> Result<(), SaveError> {
-    let mut file = File::from(file);
-    let got = file.metadata().map_err(failed)?.len();
-    if got != 0 {
-        return Err(not_empty(got));
-    }
-    file.write_all(bytes).map_err(failed)
+    empty(file, not_empty, failed)?.write_all(bytes).map_err(failed)
 }

@@ -112,7 +112,8 @@ impl Shell {
         self.timeline.done("working set");
         let not_yet_run = Some(Restored { vcpus: state.vcpus, clock: state.clock });
         let (parent, lazy) = (Some(files.memory), files.pager.is_some());
-        let mut vm = Vm { shell: self, parent, lazy, writable_disks, not_yet_run, paused: true };
+        let mut vm =
+            Vm { shell: self, parent, lazy, writable_disks, not_yet_run, paused: true, copying: None };
         if !config.paused {
             vm.resume()?;
         }

@@ -5,7 +5,7 @@
 use dayfly_vmm::config::{
     BootConfig, DiskConfig, JailConfig, LayerConfig, RestoreConfig, Shape, Start, VmmConfig,
 };
-use dayfly_vmm::control::{Client, ClientError, ExitRecord};
+use dayfly_vmm::control::{Client, ClientError, ExitRecord, Frozen};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -288,14 +288,32 @@ impl Vmm {
 
     /// Pauses, saves to `target` and leaves the VM paused.
     pub fn save(&mut self, target: &Path) -> Snapshot {
+        let (snapshot, files) = self.files(target);
+        let mut client = self.client();
+        client.pause().unwrap();
+        client.save(&files.iter().map(AsFd::as_fd).collect::<Vec<_>>()).unwrap();
+        self.disks.clone_from(&snapshot.disks);
+        snapshot
+    }
+
+    /// Saves the VM, which goes on, to `target`; says how long it stood still.
+    pub fn freeze(&mut self, target: &Path) -> (Snapshot, Frozen) {
+        let (snapshot, files) = self.files(target);
+        let mut client = self.client();
+        client.precopy(files[1].as_fd()).unwrap();
+        let frozen = client.freeze(&files.iter().map(AsFd::as_fd).collect::<Vec<_>>()).unwrap();
+        self.disks.clone_from(&snapshot.disks);
+        (snapshot, frozen)
+    }
+
+    /// What a save writes to `target`: state, memory, page map, and two files for each writable disk.
+    pub fn files(&mut self, target: &Path) -> (Snapshot, Vec<File>) {
         std::fs::create_dir_all(target).unwrap();
         let create = |name: String| {
             let path = target.join(name);
             let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
             (path, file)
         };
-        let mut client = self.client();
-        client.pause().unwrap();
         let (state, state_file) = create("state".to_owned());
         let (memory, memory_file) = create("memory".to_owned());
         let (_, page_map_file) = create("pagemap".to_owned());
@@ -311,11 +329,8 @@ impl Vmm {
             disk.layers.push((frozen, map));
             files.extend([map_file, fresh_file]);
         }
-        let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-        client.save(&fds).unwrap();
-        self.disks.clone_from(&disks);
-        let shape = client.status().unwrap().shape;
-        Snapshot { state, memory, disks, shape, working_set: None, jailed: self.jailed }
+        let shape = self.client().status().unwrap().shape;
+        (Snapshot { state, memory, disks, shape, working_set: None, jailed: self.jailed }, files)
     }
 }
 

@@ -28,6 +28,7 @@ pub use muxer::{Token, socket_path};
 use super::interrupt::Interrupt;
 use super::ring::{Broken, Chain, Ring};
 use crate::disk::IoList;
+use crate::memory::writes::Writes;
 use muxer::Muxer;
 use packet::{HEADER_BYTES, Header};
 use serde::{Deserialize, Serialize};
@@ -88,6 +89,8 @@ pub struct Vsock {
 pub struct Service<'a> {
     /// Guest memory.
     pub mem: &'a GuestMemoryMmap,
+    /// Where it is noted what is written to it.
+    pub writes: &'a Writes,
     /// The three queues.
     pub queues: &'a mut [Queue],
     /// The device's interrupt.
@@ -100,7 +103,7 @@ pub struct Service<'a> {
 
 impl Service<'_> {
     fn ring(&mut self, index: usize) -> Option<Ring<'_, '_>> {
-        Some(Ring::new(self.queues.get_mut(index)?, self.mem))
+        Some(Ring::new(self.queues.get_mut(index)?, self.mem, self.writes))
     }
 }
 
@@ -192,7 +195,7 @@ impl Vsock {
         let Some(events) = service.queues.get_mut(EVENTS) else {
             return Ok(true);
         };
-        let mut ring = Ring::new(events, service.mem);
+        let mut ring = Ring::new(events, service.mem, service.writes);
         if !ring.ready() {
             // A driver without this queue cannot be told.
             self.gate = Gate::Open;

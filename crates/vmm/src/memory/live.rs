@@ -1,0 +1,180 @@
+//! Copying RAM beneath a running guest, as live migration does (pre-copy), so that it stands still only for what it wrote last.
+//!
+//! All of RAM is copied once; then, round by round, what was written meanwhile, each round shorter than the one before, because it leaves less time to
+//! write. What is left when rounds get no shorter is copied while the guest stands.
+//!
+//! Measured against this and lost (`examples/freeze_cost.rs`): fork(2) of the VMM, and write-protection of all that was written
+//! (userfaultfd(2), UFFDIO_WRITEPROTECT): both walk the page tables of all RAM that is mapped while the guest stands, and every page
+//! that it writes afterwards faults.
+
+use super::dump::{DumpError, PageBuffer};
+use super::pages::Pages;
+use crate::arch::layout;
+use dayfly_units::PAGE_SIZE;
+use std::fs::File;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+/// So few pages are left to the time when the guest stands: 1 MiB.
+const FEW: u64 = 256;
+/// The most rounds.
+const MOST_ROUNDS: u32 = 12;
+
+/// What copying came to.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Rounds {
+    /// How often what had been written was copied again.
+    pub rounds: u32,
+    /// Pages in all of them.
+    pub pages: u64,
+}
+
+/// Copies what `written` tells, again and again, while that makes it less; gives what was told last, and is not copied yet.
+///
+/// # Errors
+/// A page cannot be read or written, or it cannot be told.
+pub fn rounds<E: From<DumpError>>(
+    memory: &GuestMemoryMmap,
+    memory_bytes: u64,
+    target: &File,
+    mut written: impl FnMut() -> Result<Pages, E>,
+) -> Result<(Pages, Rounds), E> {
+    let mut done = Rounds::default();
+    let mut before = u64::MAX;
+    loop {
+        let pages = written()?;
+        let count = pages.count();
+        // A round that was not shorter by a quarter will not be followed by one that is much shorter.
+        if count <= FEW || count > before / 4 * 3 || done.rounds >= MOST_ROUNDS {
+            return Ok((pages, done));
+        }
+        copy(memory, memory_bytes, &pages, target)?;
+        done = Rounds { rounds: done.rounds + 1, pages: done.pages + count };
+        before = count;
+    }
+}
+
+/// Copies `pages` over what `target` has of them; those that are zero become holes.
+///
+/// # Errors
+/// One cannot be read or written.
+pub fn copy(
+    memory: &GuestMemoryMmap,
+    memory_bytes: u64,
+    pages: &Pages,
+    target: &File,
+) -> Result<(), DumpError> {
+    let ram = layout::ram(memory_bytes);
+    let mut buffer = PageBuffer::new();
+    for run in pages.runs() {
+        let (mut at, end) = (run.start * PAGE_SIZE, (run.end * PAGE_SIZE).min(memory_bytes));
+        while at < end {
+            let Some((guest, offset, len)) = ram.iter().rfind(|(_, offset, _)| at >= *offset) else { break };
+            let size = (end.min(offset + len) - at).min(buffer.capacity());
+            buffer.copy(target, at, size, true, |bytes| {
+                memory.read_slice(bytes, GuestAddress(guest.0 + (at - offset)))
+            })?;
+            at += size;
+        }
+    }
+    Ok(())
+}
+
+/// `holes` without `pages`: what is left of each that is worth a mapping.
+#[must_use]
+pub fn without(holes: &[(u64, u64)], pages: &Pages, least: u64) -> Vec<(u64, u64)> {
+    let mut left = Vec::with_capacity(holes.len());
+    let mut runs = pages.runs().map(|run| (run.start * PAGE_SIZE, run.end * PAGE_SIZE)).peekable();
+    for &(offset, len) in holes {
+        let (mut at, end) = (offset, offset + len);
+        let mut keep = |from: u64, to: u64| {
+            if to.saturating_sub(from) >= least {
+                left.push((from, to - from));
+            }
+        };
+        while let Some(&(start, stop)) = runs.peek().filter(|(start, _)| *start < end) {
+            keep(at, start.max(at));
+            at = at.max(stop);
+            if stop > end {
+                // It reaches into the next hole, perhaps.
+                break;
+            }
+            runs.next();
+        }
+        keep(at, end.max(at));
+    }
+    left
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::anonymous;
+    use std::os::unix::fs::{FileExt, MetadataExt};
+
+    const RAM: u64 = 64 << 20;
+
+    fn pages(of: &[u64]) -> Pages {
+        let mut pages = Pages::none(RAM);
+        of.iter().for_each(|page| pages.insert(*page));
+        pages
+    }
+
+    fn page(file: &File, page: u64) -> Vec<u8> {
+        let mut bytes = vec![1; 4096];
+        file.read_exact_at(&mut bytes, page * PAGE_SIZE).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn pages_are_copied_over_and_zeroes_become_holes() {
+        let (memory, target) = (anonymous(RAM).unwrap(), tempfile::tempfile().unwrap());
+        target.set_len(RAM).unwrap();
+        target.write_all_at(&[9; 5 * 4096], 4 * PAGE_SIZE).unwrap();
+        let at = |page: u64| GuestAddress(page * PAGE_SIZE);
+        memory.write_slice(&[7; 4096], at(5)).unwrap();
+        memory.write_slice(&[8; 4096], at(7)).unwrap();
+        memory.write_slice(&[6; 300 * 4096], at(1000)).unwrap();
+        let written: Vec<u64> = [5, 6].into_iter().chain(1000..1300).collect();
+        copy(&memory, RAM, &pages(&written), &target).unwrap();
+        for (number, expected) in [(4, 9), (5, 7), (6, 0), (7, 9), (8, 9), (1000, 6), (1299, 6), (1300, 0)] {
+            assert!(page(&target, number) == [expected; 4096], "page {number}");
+        }
+        assert_eq!(target.metadata().unwrap().blocks() * 512, 304 * PAGE_SIZE);
+    }
+
+    #[test]
+    fn rounds_end_when_they_get_no_shorter() {
+        let (memory, target) = (anonymous(RAM).unwrap(), tempfile::tempfile().unwrap());
+        target.set_len(RAM).unwrap();
+        let told = |counts: &[u64]| {
+            let mut counts = counts.iter();
+            let written = || Ok::<_, DumpError>(pages(&(0..*counts.next().unwrap()).collect::<Vec<_>>()));
+            let (left, done) = rounds(&memory, RAM, &target, written).unwrap();
+            (left.count(), done.rounds, done.pages)
+        };
+        assert_eq!(told(&[0]), (0, 0, 0));
+        assert_eq!(told(&[256]), (256, 0, 0));
+        assert_eq!(told(&[9000, 4000, 2000, 10]), (10, 3, 15_000));
+        assert_eq!(told(&[9000, 7000]), (7000, 1, 9000), "the writer is as fast as the copier");
+        let slowly: Vec<u64> = (0..20).map(|n| 16_000 * 7_u64.pow(n) / 10_u64.pow(n)).collect();
+        assert_eq!(told(&slowly[..13]).1, 12);
+    }
+
+    #[test]
+    fn holes_lose_what_was_written() {
+        let page = PAGE_SIZE;
+        let holes = [(10 * page, 10 * page), (30 * page, 2 * page), (40 * page, 8 * page)];
+        let told = |of: &[u64], least| {
+            let left = without(&holes, &pages(of), least * page);
+            left.iter().map(|(at, len)| (at / page, len / page)).collect::<Vec<_>>()
+        };
+        assert_eq!(told(&[], 1), [(10, 10), (30, 2), (40, 8)]);
+        assert_eq!(told(&[9, 20, 48], 1), [(10, 10), (30, 2), (40, 8)]);
+        assert_eq!(told(&[12, 13, 19], 1), [(10, 2), (14, 5), (30, 2), (40, 8)]);
+        assert_eq!(told(&[12, 13, 19], 3), [(14, 5), (40, 8)]);
+        let across: Vec<u64> = (18..44).collect();
+        assert_eq!(told(&across, 1), [(10, 8), (44, 4)]);
+        let all: Vec<u64> = (0..64).collect();
+        assert_eq!(told(&all, 1), []);
+    }
+}
