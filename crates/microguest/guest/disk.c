@@ -32,7 +32,8 @@ static volatile struct {
     struct {
         u32 id, len;
     } ring[SIZE];
-} used __attribute__((aligned(4)));
+    u8 alone[PAGE - 4 - SIZE * 8]; /* only the device writes to its page */
+} used __attribute__((aligned(PAGE)));
 static volatile struct {
     u32 type, reserved;
     u64 sector;

@@ -209,6 +209,26 @@ fn churner(room: &Room) -> Vmm {
     vm
 }
 
+/// Copies memory beneath the running VM, stops it, copies the rest, and compares that with a copy of all of it; so often.
+fn copied_beneath(room: &Room, vm: &mut Vmm, name: &str, turns: u64) {
+    let mut again = 0;
+    for turn in 0..turns {
+        let (copied, files) = vm.files(&room.path(&format!("{name}{turn}")));
+        vm.disks.clone_from(&copied.disks);
+        let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        again += vm.client().precopy(fds[1]).unwrap().pages;
+        std::thread::sleep(Duration::from_micros(turn * 700));
+        vm.client().pause().unwrap();
+        vm.client().save(&fds).unwrap();
+        let whole = vm.save(&room.path(&format!("{name}-whole{turn}")));
+        let (copied, whole) = (content(&copied.memory), content(&whole.memory));
+        let wrong = copied.chunks(4096).zip(whole.chunks(4096)).position(|(copied, whole)| copied != whole);
+        assert_eq!(wrong, None, "the first page that is not the same, {name}, turn {turn}");
+        vm.client().resume().unwrap();
+    }
+    println!("{name}: {again} pages were copied more than once");
+}
+
 #[test]
 fn what_was_copied_beneath_a_guest_is_what_it_has_when_it_stands() {
     if !kvm_or_nothing("precopy") {
@@ -216,22 +236,14 @@ fn what_was_copied_beneath_a_guest_is_what_it_has_when_it_stands() {
     }
     let room = Room::new();
     let mut vm = churner(&room);
-    let mut again = 0;
-    for turn in 0..24_u64 {
-        let (copied, files) = vm.files(&room.path(&format!("copied{turn}")));
-        vm.disks.clone_from(&copied.disks);
-        let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-        again += vm.client().precopy(fds[1]).unwrap().pages;
-        std::thread::sleep(Duration::from_micros(turn * 700));
-        vm.client().pause().unwrap();
-        vm.client().save(&fds).unwrap();
-        let whole = vm.save(&room.path(&format!("whole{turn}")));
-        let (copied, whole) = (content(&copied.memory), content(&whole.memory));
-        let wrong = copied.chunks(4096).zip(whole.chunks(4096)).position(|(copied, whole)| copied != whole);
-        assert_eq!(wrong, None, "page in turn {turn}");
-        vm.client().resume().unwrap();
-    }
-    println!("{again} pages were copied more than once");
+    copied_beneath(&room, &mut vm, "writes", 12);
+    // One that reads: what its disk's device writes, no vCPU does.
+    let (snapshot, _) = vm.freeze(&room.path("frozen"));
+    drop(vm);
+    let look = Growth::Look.generation();
+    let mut vm = Vmm::restore(Path::new(BINARY), &room.path("reads"), &snapshot, look, false);
+    copied_beneath(&room, &mut vm, "reads", 6);
+    assert!(!vm.console().contains("ready"), "it had nothing more to read: {}", vm.console());
 }
 
 #[test]
