@@ -139,7 +139,16 @@ mod tests {
         fixture::snapshot(&store, "default", "first", 1..81);
         fixture::snapshot(&store, "default", "second", 31..111);
         fixture::snapshot(&store, "other", "foreign", 31..111);
-        let whole = |of: &str| Arc::new(Loaded::whole(store.open_snapshot(&name(of)).unwrap()));
+        // As a pager would leave it.
+        let filled = |of: &str| {
+            let (snapshot, plan) = store.open_lazily(&name(of)).unwrap();
+            let tenant = if of == "foreign" { "other" } else { "default" };
+            let memory = plan.unwrap().memory;
+            store.open_snapshot_pages(&name(tenant), &name(of)).unwrap().materialise(&memory).unwrap();
+            rustix::fs::fcntl_add_seals(&memory, SealFlags::FUTURE_WRITE).unwrap();
+            Loaded::whole(snapshot)
+        };
+        let whole = |of: &str| Arc::new(filled(of));
         let page = |memory: &File, page: u64| {
             let mut bytes = vec![0; 4096];
             memory.read_exact_at(&mut bytes, page * PAGE_SIZE).unwrap();
@@ -169,10 +178,7 @@ mod tests {
         // What the other has from a third it does not have.
         let rows = vec![Row { first: 30, pages: 40, file: 0, from: 0 }];
         let third = Shared::new(rows, vec![first.memory.try_clone().unwrap()]).unwrap();
-        let part = Loaded {
-            shared: Some(Arc::new(third)),
-            ..Loaded::whole(store.open_snapshot(&name("first")).unwrap())
-        };
+        let part = Loaded { shared: Some(Arc::new(third)), ..filled("first") };
         assert_eq!(with(&[Arc::new(part)]).map(|shared| shared.frames()), None, "10 pages are too few");
     }
 }
