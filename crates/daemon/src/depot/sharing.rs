@@ -144,7 +144,10 @@ mod tests {
             let (snapshot, plan) = store.open_lazily(&name(of)).unwrap();
             let tenant = if of == "foreign" { "other" } else { "default" };
             let memory = plan.unwrap().memory;
-            store.open_snapshot_pages(&name(tenant), &name(of)).unwrap().materialise(&memory).unwrap();
+            let pages = store.open_snapshot_pages(&name(tenant), &name(of)).unwrap();
+            for n in 0..80 {
+                memory.write_all_at(&pages.frame(n).unwrap(), u64::from(n) * PAGE_SIZE).unwrap();
+            }
             rustix::fs::fcntl_add_seals(&memory, SealFlags::FUTURE_WRITE).unwrap();
             Loaded::whole(snapshot)
         };

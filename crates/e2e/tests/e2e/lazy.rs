@@ -43,8 +43,9 @@ fn clones_have_all_of_their_memory_and_their_template_is_read_once() {
     ok(&["snapshot", "late", "-t", "e2e-later"]);
     until("the pager's end", || pagers() == 0);
     // Most of it is the base's, and is in the host's memory once.
-    let snapshots: Vec<Value> = serde_json::from_str(&ok(&["snapshots", "--format", "json"])).unwrap();
-    let late = snapshots.iter().find(|s| s["name"] == "e2e-late").unwrap();
+    let snapshots = ok(&["snapshots", "--format", "json"]);
+    let mut snapshots = snapshots.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let late = snapshots.find(|s| s["name"] == "e2e-late").unwrap();
     let bytes = |kind: &str| late["resident"][kind].as_u64().unwrap();
     let (own, shared, stored) =
         (bytes("own_bytes"), bytes("shared_bytes"), late["memory_stored_bytes"].as_u64().unwrap());
