@@ -11,7 +11,7 @@ help:
 	@echo "make test    every test: unit, microguest on bare /dev/kvm, stock kernels natively or in the machine"
 	@echo "make bench   births, scale, deep chains, deaths against a C program with nothing to spare; jobs beside idle VMs; a trace in bursts;"
 	@echo "             boot against clone of a stock Linux; whose CPUs free memory, in a machine with memory nodes"
-	@echo "             (BENCH=birth|scale|chain|faults|death|jobs|trace|birth-linux|numa for one)"
+	@echo "             (BENCH=birth|scale|chain|faults|death|fork|jobs|trace|birth-linux|numa for one)"
 	@echo "             BENCH=store: what snapshots take in the store, of workloads and of 28 images; needs root and Debian's mirror the first"
 	@echo "             time, about two hours under emulation (STORE=--resume goes on, STORE='--images 2 --workloads copy' is short)"
 	@echo "             BENCH=restore, BENCH=prefetch: what clones wait for whose memory has not arrived, with what stock guests touch; likewise, an hour and a half"

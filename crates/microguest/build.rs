@@ -18,6 +18,7 @@ fn main() {
             "guest/guest.c",
             "guest/disk.c",
             "guest/grow.c",
+            "guest/rings.c",
             "-o",
         ])
         .arg(&out)

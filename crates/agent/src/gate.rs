@@ -48,6 +48,8 @@ impl From<&Request> for Wish {
             | Request::ReadArchive { .. }
             | Request::WriteArchive { .. }
             | Request::Stat
+            | Request::Fork
+            | Request::Forked
             | Request::Shutdown { .. } => Self::Work,
         }
     }
@@ -112,6 +114,13 @@ impl Gate {
             }
             (State::Sealed, Wish::Seal | Wish::Work) => Err(Refusal::Sealed),
             (State::Becoming, Wish::Seal | Wish::Identity | Wish::Work) => Err(Refusal::Becoming),
+        }
+    }
+
+    /// What was to follow the seal does not.
+    pub const fn unseal(&mut self) {
+        if matches!(self.state, State::Sealed) {
+            self.state = State::Open;
         }
     }
 

@@ -1,6 +1,7 @@
 //! What the agent asks of the guest's kernel that changes the machine: behind a trait, so that the steps of an
 //! identity and a shutdown can be tested, and failed one by one, on a machine that must not change.
 
+use crate::network::{self, NetworkError, Settings};
 use rustix::io::Errno;
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -31,6 +32,11 @@ pub trait Kernel: Send + Sync {
     /// # Errors
     /// What the kernel says.
     fn set_hostname(&self, name: &str) -> Result<(), Errno>;
+    /// Gives the machine whose root is `root` its place on the network, or none: [`network::take_on`].
+    ///
+    /// # Errors
+    /// [`NetworkError`].
+    fn set_network(&self, root: &Path, new: Option<&Settings>, clone: bool) -> Result<(), NetworkError>;
     /// Ends the machine; does not return where that works.
     fn end(&self, reboot: bool);
 }
@@ -94,6 +100,10 @@ impl Kernel for Linux {
 
     fn set_hostname(&self, name: &str) -> Result<(), Errno> {
         rustix::system::sethostname(name.as_bytes())
+    }
+
+    fn set_network(&self, root: &Path, new: Option<&Settings>, clone: bool) -> Result<(), NetworkError> {
+        network::take_on(root, new, clone)
     }
 
     fn end(&self, reboot: bool) {

@@ -13,20 +13,26 @@
 //!             │  └──▶ wire (frames in and out)
 //!             ├──▶ exec ──▶ spawn, cage, users
 //!             ├──▶ archive
-//!             ├──▶ identity
+//!             ├──▶ identity ──▶ network, hooks, watch (the image's own programs learn of it)
 //!             └──▶ stat, power, priority
+//! local ──▶ the host: a program in the guest asks for clones of it
+//!   └─────▶ watch
 //! ```
 
 pub mod archive;
 pub mod console;
 pub mod exec;
 pub mod gate;
+pub mod hooks;
 pub mod identity;
 pub mod init;
 pub mod kernel;
+pub mod local;
+pub mod network;
 pub mod power;
 pub mod priority;
 pub mod server;
 pub mod stat;
 pub mod vsock;
+pub mod watch;
 pub mod wire;

@@ -1,8 +1,15 @@
-//! `dayfly-agent`: `/init` of the initramfs, or the image's init's child.
+//! `dayfly-agent`: `/init` of the initramfs, or the image's init's child; by another name `dayfly-fork`.
 
+use dayfly_agent::local;
+use std::path::Path;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    let mut arguments = std::env::args_os();
+    let own = arguments.next().unwrap_or_default();
+    if Path::new(&own).file_name().is_some_and(|name| name == local::NAME) {
+        return local::ask(arguments);
+    }
     match dayfly_agent::init::run() {
         Ok(never) => match never {},
         Err(error) => {

@@ -7,17 +7,19 @@
 //!
 //! A snapshot holds the connections that were open when it was taken. In a clone nobody is at their other end, and not
 //! every transport says so: when an identity makes this another machine, all that were accepted before the seal are
-//! shut down, which ends whatever serves them.
+//! shut down, which ends whatever serves them. A machine that is forked is not sealed; programs of such connections live on there.
 
 use crate::archive;
 use crate::exec::{self, Programs};
 use crate::gate::{Gate, Refusal, Wish};
+use crate::hooks;
 use crate::identity;
 use crate::kernel::Kernel;
 use crate::priority;
 use crate::stat;
+use crate::watch::Is;
 use crate::wire::{Buffers, Conn, PATIENCE, WireError};
-use dayfly_api::agent::{Failure, FailureCode, FrameKind, Ready, Reply, Request};
+use dayfly_api::agent::{Failure, FailureCode, FrameKind, Identity, Ready, Reply, Request};
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
 use std::io;
@@ -79,6 +81,12 @@ impl Agent {
     pub fn new(root: PathBuf, kernel: Box<dyn Kernel>, programs: Programs) -> Arc<Self> {
         let state = Shared { gate: Gate::open(), next: 0, open: HashMap::new(), workers: 0, waiting: 0 };
         Arc::new(Self { root, kernel, programs: Arc::new(programs), state: Mutex::new(state) })
+    }
+
+    /// What it runs.
+    #[must_use]
+    pub fn programs(&self) -> &Arc<Programs> {
+        &self.programs
     }
 
     fn state(&self) -> MutexGuard<'_, Shared> {
@@ -238,8 +246,24 @@ impl Agent {
         let served = match request {
             Request::Ping => conn.reply(&Reply::Ready(self.ready())),
             Request::Seal => {
-                identity::prepare(&self.root);
-                rustix::fs::sync();
+                let reply = self.hold();
+                if reply == Reply::Ok {
+                    rustix::fs::sync();
+                } else {
+                    self.state().gate.unseal();
+                }
+                conn.reply(&reply)
+            }
+            Request::Fork => {
+                let reply = self.hold();
+                if reply == Reply::Ok {
+                    self.programs.fork.begin();
+                }
+                conn.reply(&reply)
+            }
+            Request::Forked => {
+                self.programs.fork.end(None);
+                self.programs.watchers.release(Is::Parent);
                 conn.reply(&Reply::Ok)
             }
             Request::Identity(identity) => {
@@ -266,6 +290,17 @@ impl Agent {
         served.map(|()| goes_on)
     }
 
+    /// Makes ready for this machine's being copied; programs hold their writes from here on.
+    fn hold(&self) -> Reply {
+        match self.programs.watchers.hold() {
+            Ok(()) => {
+                identity::prepare(&self.root);
+                Reply::Ok
+            }
+            Err(why) => Reply::Err(Failure { code: FailureCode::Io, message: why }),
+        }
+    }
+
     fn refuse(&self, conn: &mut Conn, refusal: Refusal) -> Result<(), WireError> {
         conn.reply(&Reply::Err(refusal.into()))?;
         conn.linger();
@@ -273,9 +308,10 @@ impl Agent {
     }
 
     /// The gate has let an identity in: takes it on, and lets the gate know how that went, come what may.
-    fn become_machine(&self, identity: &dayfly_api::agent::Identity, own: u64) -> Reply {
-        let result =
-            catch_unwind(AssertUnwindSafe(|| identity::take_on(self.kernel.as_ref(), &self.root, identity)));
+    fn become_machine(&self, identity: &Identity, own: u64) -> Reply {
+        let hooks = || hooks::run(&self.programs, identity);
+        let become_machine = || identity::take_on(self.kernel.as_ref(), &self.root, identity, hooks);
+        let result = catch_unwind(AssertUnwindSafe(become_machine));
         let reply = match &result {
             Ok(Ok(_)) => Reply::Ok,
             Ok(Err(error)) => Reply::Err(Failure::from(error)),
@@ -287,6 +323,17 @@ impl Agent {
         let mut state = self.state();
         state.gate.became(matches!(result, Ok(Ok(_))));
         let another_machine = matches!(result, Ok(Ok(true)));
+        if matches!(result, Ok(Ok(_))) {
+            self.programs.fork.end(another_machine.then_some(identity.number));
+        }
+        match &result {
+            Ok(Ok(true)) => {
+                let Identity { number, machine_id, .. } = identity;
+                self.programs.watchers.release(Is::Clone { number: *number, id: machine_id });
+            }
+            Ok(Ok(false)) => self.programs.watchers.release(Is::Parent),
+            _ => {}
+        }
         if another_machine {
             for (_, open) in state.open.iter().filter(|(id, open)| **id != own && open.before_seal) {
                 let _ = rustix::net::shutdown(&open.fd, rustix::net::Shutdown::Both);

@@ -17,9 +17,9 @@ pub use stream::{ByteStream, MAX_LINE_BYTES, ProgressStream};
 
 use crate::agent::ExecSpec;
 use crate::types::{
-    BakeRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest, Footprint, Image, ImageUpload,
-    Info, Kernel, KernelUpload, Leak, List, RehearseRequest, RemoveManyRequest, RunRequest, Snapshot,
-    SnapshotRequest, StoreStats, StoreUsage, VerifyRequest, Vm, VmDetails,
+    BakeRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest, Footprint, ForkRequest, Forked,
+    Image, ImageUpload, Info, Kernel, KernelUpload, Leak, List, RehearseRequest, RemoveManyRequest,
+    RunRequest, Snapshot, SnapshotRequest, StoreStats, StoreUsage, VerifyRequest, Vm, VmDetails,
 };
 use call::{query, segment};
 use dayfly_units::Name;
@@ -211,6 +211,15 @@ impl Client {
         let list: List<Vm> =
             self.json(Method::POST, "/v1/batch/create".into(), call::json_body(request)?).await?;
         Ok(list.items)
+    }
+
+    /// Starts clones of a VM that runs, all of them or none; answered when each agent has its identity.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn fork(&self, vm: &str, request: &ForkRequest) -> Result<Forked> {
+        let path = format!("/v1/vms/{}/fork", segment(vm));
+        self.json(Method::POST, path, call::json_body(request)?).await
     }
 
     /// Removes many VMs; answered when the memory of all is free.

@@ -6,6 +6,7 @@ use crate::agent::{ExecSpec, Stat};
 use dayfly_units::{Name, VmId};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr};
 
 #[cfg(feature = "openapi")]
 use utoipa::ToSchema;
@@ -28,6 +29,10 @@ pub use store::{
     Collected, Counted, Damaged, LeftAlone, MemoryKinds, Pages, SnapshotUse, StoreStats, StoreUsage,
     Unreadable, Verified, VerifyRequest,
 };
+
+const fn one() -> u32 {
+    1
+}
 
 wire! {
     /// Any error: HTTP status 4xx or 5xx, and this body.
@@ -176,6 +181,9 @@ wire! {
         pub layers: Vec<String>,
         /// Bytes those layers hold.
         pub layers_stored_bytes: u64,
+        /// Whether it is a fork that is being stored: it can be cloned, and is gone if the daemon ends first.
+        #[serde(default)]
+        pub forming: bool,
         /// What of its RAM is in the host's memory; nothing where no clone was made of it of late.
         #[serde(default)]
         pub resident: Option<Resident>,
@@ -281,6 +289,54 @@ wire! {
         /// For people and programs.
         #[serde(default)]
         pub labels: BTreeMap<String, String>,
+        /// How many clones of itself, at one time, its guest may ask for.
+        #[serde(default)]
+        pub forks: u32,
+        /// What it has of the network.
+        #[serde(default)]
+        pub network: NetworkRequest,
+    }
+
+    /// What a VM has of the network. Clones that are made of it by a fork have the same, but no published ports.
+    #[derive(Default)]
+    pub struct NetworkRequest {
+        /// It has no address, and whatever it sends is lost.
+        #[serde(default)]
+        pub none: bool,
+        /// Ports of the host at which ports of the guest are reached; at most 256.
+        #[serde(default)]
+        pub publish: Vec<Publish>,
+        /// Bytes a second that it may send, after a burst of a tenth of them; no limit where there is none.
+        #[serde(default)]
+        pub sends_bytes_per_second: Option<u64>,
+        /// The same that it may receive.
+        #[serde(default)]
+        pub receives_bytes_per_second: Option<u64>,
+    }
+
+    /// A TCP port of the host at which one of a guest is reached.
+    #[derive(Copy)]
+    pub struct Publish {
+        /// The host's address; all of them where there is none.
+        #[serde(default)]
+        #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+        pub host: Option<IpAddr>,
+        /// The host's port.
+        pub host_port: u16,
+        /// The guest's.
+        pub guest_port: u16,
+    }
+
+    /// Where a VM is on the network.
+    pub struct VmNetwork {
+        /// Its address, which other VMs and its host reach.
+        #[cfg_attr(feature = "openapi", schema(value_type = String))]
+        pub address: Ipv4Addr,
+        /// That of its interface, such as `02:df:0a:58:00:02`.
+        pub mac: String,
+        /// What is reached of it at the host's ports.
+        #[serde(default)]
+        pub published: Vec<Publish>,
     }
 
     /// Make and start many VMs of one kind; all of them, or none.
@@ -292,6 +348,9 @@ wire! {
         /// Of each of them.
         #[serde(default)]
         pub labels: BTreeMap<String, String>,
+        /// Of each of them; without published ports.
+        #[serde(default)]
+        pub network: NetworkRequest,
     }
 
     /// Remove many VMs; answered when the memory of all is free.
@@ -355,8 +414,11 @@ wire! {
         pub state: VmState,
         /// Why it ended.
         pub exit: Option<VmExit>,
-        /// Snapshot it was cloned from.
+        /// Snapshot it was cloned from, or what it was forked from.
         pub snapshot: Option<Name>,
+        /// The VM it was forked from.
+        #[serde(default)]
+        pub forked_from: Option<VmId>,
         /// Image of its root disk.
         pub image: Name,
         /// Its kernel.
@@ -371,6 +433,9 @@ wire! {
         pub ready_us: Option<u64>,
         /// Whether it goes when the connection of the `run` that made it ends.
         pub ephemeral: bool,
+        /// Where it is on the network, if it is.
+        #[serde(default)]
+        pub network: Option<VmNetwork>,
         /// As given.
         pub labels: BTreeMap<String, String>,
     }
@@ -450,6 +515,37 @@ wire! {
     pub struct SnapshotRequest {
         /// Name of the snapshot to make; must be free.
         pub name: Name,
+    }
+
+    /// Start clones of a VM that runs, with its memory and its disks as they are at one instant: `POST /v1/vms/{vm}/fork`. All of them, or none.
+    pub struct ForkRequest {
+        /// How many: 1 to 4096; 0 where there is a template.
+        #[serde(default = "one")]
+        pub count: u32,
+        /// Name of the clone, where there is one; the id where there is none.
+        #[serde(default)]
+        pub name: Option<Name>,
+        /// Of each of them.
+        #[serde(default)]
+        pub labels: BTreeMap<String, String>,
+        /// How many clones of itself, at one time, the guest of each may ask for.
+        #[serde(default)]
+        pub forks: u32,
+        /// A snapshot of this name, which must be free, is made of that instant; it can be cloned at once, and is stored meanwhile.
+        #[serde(default)]
+        pub template: Option<Name>,
+    }
+
+    /// What came of a fork.
+    pub struct Forked {
+        /// For so many microseconds the VM stood still.
+        pub paused_us: u64,
+        /// Pages that were copied meanwhile; all others were before.
+        pub pages: u64,
+        /// Microseconds from the request until it went on: from then on clones were born.
+        pub frozen_us: u64,
+        /// The clones; each has its identity.
+        pub items: Vec<Vm>,
     }
 
     /// Something that a crash left behind.

@@ -93,6 +93,7 @@ impl Bake<'_> {
             memory_bytes,
             vcpus: 1,
             disks: vec![disk],
+            nets: 0,
         });
         let _vmm = spawn(room, folder.path(), id, start, fds)?;
         wait_ready(folder.path())?;
@@ -101,6 +102,7 @@ impl Bake<'_> {
             parent: None,
             kernel: kernel_ref,
             vcpus: 1,
+            nets: 0,
             memory_bytes,
             // There is none: the daemon counts its clones as ready once they run.
             agent_version: String::new(),

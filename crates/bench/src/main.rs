@@ -20,6 +20,7 @@ mod common;
 mod death;
 mod faults;
 mod floor;
+mod fork;
 mod jobs;
 mod numa;
 mod random;
@@ -47,6 +48,8 @@ enum Bench {
     Death,
     /// What a page costs that a pager brings.
     Faults,
+    /// Clones of a VM that runs.
+    Fork,
     /// Short jobs per minute, beside idle VMs.
     Jobs,
     /// Births of a trace, in bursts.
@@ -115,6 +118,9 @@ async fn run(options: &Options, programs: &Path, out: &Path) -> Result<()> {
     }
     if wanted(Bench::Death) {
         death::run(programs, &floor.fast, out, options.full).await?;
+    }
+    if wanted(Bench::Fork) {
+        fork::run(programs, &floor.fast, out, options.full).await?;
     }
     if wanted(Bench::Jobs) {
         jobs::run(programs, out).await?;

@@ -3,7 +3,7 @@
 use crate::bake;
 use anyhow::{Context, Result, bail};
 use dayfly_api::client::Client;
-use dayfly_api::types::{CreateRequest, Source, Vm};
+use dayfly_api::types::{CreateRequest, NetworkRequest, Source, Vm};
 use dayfly_host::process::{Process, ProcessId};
 use dayfly_units::{Name, VmId};
 use dayfly_vmm::control;
@@ -103,7 +103,7 @@ impl Room {
             .env("DAYFLY_VMM", self.vmm())
             .env_remove("RUST_LOG")
             // Thousands of VMs of which each touches next to nothing.
-            .args(["--overcommit", "10000"])
+            .args(["--overcommit", "10000", "--network", "none"])
             .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -138,8 +138,13 @@ impl Room {
 
     /// Asks for a clone of `snapshot`; gives it, and when that was asked.
     pub async fn create(&self, snapshot: &Name) -> Result<(Vm, u64)> {
-        let request =
-            CreateRequest { source: Source::Snapshot(snapshot.clone()), name: None, labels: BTreeMap::new() };
+        let request = CreateRequest {
+            source: Source::Snapshot(snapshot.clone()),
+            name: None,
+            labels: BTreeMap::new(),
+            forks: 0,
+            network: NetworkRequest::default(),
+        };
         let sent_us = crate::common::now_us();
         Ok((self.client.create(&request).await?, sent_us))
     }
@@ -169,7 +174,8 @@ impl Room {
         bail!("VM {id}: its guest wrote to no port");
     }
 
-    fn control(&self, id: VmId) -> Result<control::Client> {
+    /// A connection to the VMM of a VM.
+    pub fn control(&self, id: VmId) -> Result<control::Client> {
         let path = self.run().join(format!("vms/{id}/control.sock"));
         Ok(control::Client::connect(&path, Some(WITHIN))?)
     }
@@ -177,6 +183,11 @@ impl Room {
     /// What the guest of a VM has written to its console.
     pub fn console(&self, id: VmId) -> String {
         std::fs::read_to_string(self.run().join(format!("vms/{id}/console.log"))).unwrap_or_default()
+    }
+
+    /// How much that is.
+    pub fn console_bytes(&self, id: VmId) -> Result<u64> {
+        Ok(std::fs::metadata(self.run().join(format!("vms/{id}/console.log")))?.len())
     }
 
     /// Removes a VM that runs; the microseconds until the daemon answered.

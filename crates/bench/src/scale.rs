@@ -10,7 +10,7 @@ use crate::common::{self, median, ratio, shown};
 use crate::floor::Floor;
 use crate::room::Room;
 use anyhow::Result;
-use dayfly_api::types::{CreateManyRequest, RemoveManyRequest, Source};
+use dayfly_api::types::{CreateManyRequest, NetworkRequest, RemoveManyRequest, Source};
 use dayfly_bench::plot::{Curve, Plot};
 use dayfly_units::{Name, VmId};
 use nth::Nth;
@@ -32,11 +32,19 @@ pub struct AtOnce {
     pub ids: Vec<VmId>,
 }
 
+impl AtOnce {
+    /// First request to last answer.
+    pub const fn answered_us(&self) -> u64 {
+        self.answered_us
+    }
+}
+
 pub async fn at_once(room: &Room, name: &Name, count: usize) -> Result<AtOnce> {
     let request = CreateManyRequest {
         source: Source::Snapshot(name.clone()),
         count: u32::try_from(count)?,
         labels: BTreeMap::new(),
+        network: NetworkRequest::default(),
     };
     let begun = common::now_us();
     let created = room.client.create_many(&request).await?;

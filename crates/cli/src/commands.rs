@@ -7,11 +7,13 @@ mod cp;
 mod create;
 mod doctor;
 mod exec;
+mod fork;
 mod image;
 mod inspect;
 mod kernel;
 mod logs;
 mod machine;
+mod network;
 mod options;
 mod ps;
 mod rehearse;
@@ -60,6 +62,8 @@ pub enum Command {
     Run(run::Args),
     /// Start a VM and leave it running; prints its id
     Create(create::Args),
+    /// Clone a VM that runs, with its memory and disk as they are now; prints the clones' ids
+    Fork(fork::Args),
     /// Run a program in a VM that runs
     Exec(exec::Args),
     /// Talk to a program that listens on a vsock port of a VM that runs
@@ -135,6 +139,7 @@ impl Command {
             Self::Bake(args) => args.run().await.map(|()| 0),
             Self::Run(args) => args.run().await,
             Self::Create(args) => args.run().await.map(|()| 0),
+            Self::Fork(args) => args.run().await.map(|()| 0),
             Self::Exec(args) => args.run().await,
             Self::Connect(args) => args.run().await.map(|()| 0),
             Self::Ps(args) => args.run().await.map(|()| 0),

@@ -6,6 +6,8 @@
 //! ```
 
 use crate::daemon::Daemon;
+use crate::door;
+use crate::net::Wires;
 use crate::vm::record::{Record, read_json};
 use crate::vm::state::Phase;
 use crate::vm::{Vm, control_link, death, exit_now, identity};
@@ -36,7 +38,7 @@ pub enum Seen {
 pub enum Verdict {
     /// It lives on, in this phase.
     Adopt(Phase),
-    /// A snapshot of it was cut off: let it go on and give it its identity again.
+    /// A snapshot or a fork of it was cut off: let it go on and give it its identity again.
     Thaw,
     /// It is listed as exited; its process is ended where there is one.
     Bury,
@@ -54,7 +56,7 @@ pub fn decide(phase: Phase, ephemeral: bool, seen: Seen) -> Verdict {
         (Phase::Starting, _) => Verdict::Discard,
         (Phase::Exited, _) => Verdict::Keep,
         (_, Seen::Gone | Seen::Mute) => Verdict::Bury,
-        (Phase::Freezing, Seen::Answers { .. }) => Verdict::Thaw,
+        (Phase::Freezing | Phase::Forking, Seen::Answers { .. }) => Verdict::Thaw,
         // The VMM knows better: the daemon may have died between a command and its record.
         (Phase::Running | Phase::Paused, Seen::Answers { paused: true }) => Verdict::Adopt(Phase::Paused),
         (Phase::Running | Phase::Paused, Seen::Answers { paused: false }) => Verdict::Adopt(Phase::Running),
@@ -113,7 +115,11 @@ async fn one(daemon: &Arc<Daemon>, record: Record) {
     let seen = if alive {
         // A VMM that is saving answers when it has saved.
         let deadlines = daemon.config.deadlines;
-        let within = if phase == Phase::Freezing { deadlines.save } else { deadlines.control };
+        let within = if matches!(phase, Phase::Freezing | Phase::Forking) {
+            deadlines.save
+        } else {
+            deadlines.control
+        };
         match control_link::command(&dir.control(), Command::Status, within).await {
             Ok(Answer::Status(status)) => {
                 whole = status.whole;
@@ -149,6 +155,7 @@ async fn one(daemon: &Arc<Daemon>, record: Record) {
         vm.update(|live| live.phase = phase);
     }
     if vm.phase().alive() {
+        vm.wire(Wires::adopt(daemon, vm.live().network));
         vm.keep_memory(daemon.budget.adopt(vm.node, vm.facts.memory_bytes));
         match daemon.depot.pin(&vm.name, &vm.live()) {
             Ok(pin) => vm.keep_pinned(pin),
@@ -164,6 +171,11 @@ async fn one(daemon: &Arc<Daemon>, record: Record) {
     if let (Verdict::Adopt(_) | Verdict::Thaw, Some(process)) = (verdict, process) {
         vm.hold(process.clone());
         death::watch(daemon, vm.clone(), process.clone());
+        if vm.facts.fork.may > 0
+            && let Err(fault) = door::open(daemon, &vm)
+        {
+            tracing::error!(vm = %id, "it cannot fork itself any more: {fault}");
+        }
         if !whole {
             tokio::spawn(pagers::watch_left(daemon.clone(), vm.clone(), process));
         }
@@ -174,9 +186,9 @@ async fn one(daemon: &Arc<Daemon>, record: Record) {
     death::note(daemon, &vm).await;
 }
 
-/// A snapshot was cut off. Whether its layer was frozen is not known, so the VM lives on without further snapshots.
+/// A snapshot or a fork was cut off. Whether its layer was frozen is not known, so the VM lives on without further snapshots.
 async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<vm::Vm>) {
-    let why = "the daemon ended in the middle of a snapshot of it";
+    let why = "the daemon ended in the middle of a snapshot or a fork of it";
     vm.update(|live| live.no_snapshot = Some(why.to_owned()));
     let deadlines = daemon.config.deadlines;
     let result = async {

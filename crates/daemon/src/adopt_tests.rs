@@ -14,7 +14,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixListener;
 use std::process::{Child, Stdio};
 
-const PHASES: [Phase; 5] = [Phase::Starting, Phase::Running, Phase::Paused, Phase::Freezing, Phase::Exited];
+const PHASES: [Phase; 6] =
+    [Phase::Starting, Phase::Running, Phase::Paused, Phase::Freezing, Phase::Forking, Phase::Exited];
 const SEEN: [Seen; 4] =
     [Seen::Gone, Seen::Mute, Seen::Answers { paused: false }, Seen::Answers { paused: true }];
 
@@ -29,7 +30,12 @@ fn every_case_is_decided_as_promised() {
                     assert!(matches!(phase, Phase::Running | Phase::Paused));
                     assert_eq!(seen, Seen::Answers { paused: now == Phase::Paused });
                 }
-                Verdict::Thaw => assert!(phase == Phase::Freezing && matches!(seen, Seen::Answers { .. })),
+                Verdict::Thaw => {
+                    assert!(matches!(
+                        (phase, seen),
+                        (Phase::Freezing | Phase::Forking, Seen::Answers { .. })
+                    ));
+                }
                 Verdict::Bury => assert!(phase != Phase::Exited && matches!(seen, Seen::Gone | Seen::Mute)),
                 Verdict::Keep => assert_eq!(phase, Phase::Exited),
                 Verdict::Discard => {
@@ -86,7 +92,7 @@ fn answer(config: &Config, id: VmId, paused: bool) {
         stream.read_exact(&mut length).unwrap();
         let mut json = vec![0; u32::from_le_bytes(length) as usize];
         stream.read_exact(&mut json).unwrap();
-        let shape = Shape { memory_bytes: 64 << 20, vcpus: 1, disks: 1 };
+        let shape = Shape { memory_bytes: 64 << 20, vcpus: 1, disks: 1, nets: 0 };
         let status = Status { paused, whole: true, shape, phases: Vec::new() };
         let json = serde_json::to_vec(&Answer::Status(status)).unwrap();
         let length = u32::try_from(json.len()).unwrap().to_le_bytes();
@@ -98,10 +104,13 @@ fn answer(config: &Config, id: VmId, paused: bool) {
 fn recorded(config: &Config, name: &str, phase: Phase, ephemeral: bool, process: Option<ProcessId>) -> VmId {
     let facts = Facts {
         snapshot: None,
+        fork: crate::vm::ForkFacts::default(),
         image: "i".parse().unwrap(),
         kernel: KernelRef { name: "k".parse().unwrap(), release: "6.12".into(), digest: Digest::of(b"k") },
         vcpus: 1,
         memory_bytes: 64 << 20,
+        nets: 0,
+        network: Default::default(),
         created_unix_ms: 0,
         config: Default::default(),
         ephemeral,

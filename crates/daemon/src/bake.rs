@@ -11,14 +11,14 @@ use crate::ndjson::Teller;
 use crate::rehearsal::rehearse;
 use crate::snapshot::Ready;
 use crate::time::Asked;
-use crate::vm::birth::{Order, Part, birth};
+use crate::vm::birth::{Order, Origin, Part, birth};
 use crate::vm::source::Template;
 use crate::vm::state::Event;
 use crate::{session, snapshot};
 use dayfly_api::agent::Exit;
 use dayfly_api::types::{BakeRequest, BootSource, ErrorCode, Snapshot, Source};
 use dayfly_units::Bytes;
-use dayfly_vmm::config::Shape;
+use dayfly_vmm::config::{MAX_NETS, Shape};
 use std::sync::Arc;
 
 /// The label of a VM that is being baked; its value is the snapshot's name.
@@ -34,17 +34,18 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
     snapshot::free(&daemon, &name).await?;
     tell.phase(format!("booting {image} with {} and {vcpus} vCPUs", Bytes(memory_bytes))).await;
     let order = Order {
-        source: Source::Boot(BootSource { image, kernel, memory_bytes, vcpus, init }),
+        origin: Origin::Source(Source::Boot(BootSource { image, kernel, memory_bytes, vcpus, init })),
         name: None,
         labels: [(LABEL.to_owned(), name.to_string())].into(),
+        forks: 0,
         ephemeral: true,
         part: Part::User,
-        template: None,
+        network: None,
         next: None,
     };
     let newborn = birth(&daemon, asked, order).await?;
     // Whoever bakes clones soon. A VM that is baked has one disk.
-    daemon.pool.expect_shape(Shape { memory_bytes, vcpus, disks: 1 });
+    daemon.pool.expect_shape(Shape { memory_bytes, vcpus, disks: 1, nets: MAX_NETS });
     let vm = newborn.vm();
     let booted_ms = vm.live().ready_us.unwrap_or_default() / 1000;
     tell.phase(format!("booted in {booted_ms} ms")).await;
@@ -62,7 +63,7 @@ pub async fn bake(daemon: Arc<Daemon>, request: BakeRequest, tell: Teller) -> Ou
     let saved = snapshot::save(&daemon, &vm, &name).await?;
     let spec = snapshot::spec(&vm);
     let prepared = blocking(move || {
-        let ready = Ready::new(&vm, saved, &spec)?;
+        let ready = Ready::new(&vm.name, saved, &spec)?;
         let template = Arc::new(ready.open()?);
         Ok((ready, template))
     });

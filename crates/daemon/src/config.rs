@@ -3,14 +3,16 @@
 //! ```text
 //! <run>/dayflyd.sock            the API
 //! <run>/dayflyd.lock            held by the daemon as long as it lives
+//! <run>/netns                   the network namespace of VMs, mounted ([`crate::net`])
 //! <run>/vms/<id>/vm.json        what the next daemon must know ([`crate::vm::record`])
 //! <run>/vms/<id>/control.sock   the VMM's control socket
 //! <run>/vms/<id>/console.log    what the guest wrote to its console
 //! <run>/vms/<id>/exit.json      why the VMM ended
-//! <run>/vms/<id>/root/          the jail's root: vsock.sock, and vsock.sock_1025 during a boot
+//! <run>/vms/<id>/root/          the jail's root: vsock.sock, vsock.sock_1025 during a boot, vsock.sock_1026 where it may fork itself
 //! <state>/                      the store: images, kernels, layers, snapshots, staging
 //! ```
 
+use crate::net::Prefix;
 use dayfly_units::VmId;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -28,6 +30,8 @@ pub struct Config {
     pub overcommit: u32,
     /// How many shells and clones wait at most.
     pub pool: usize,
+    /// The addresses of VMs; `None`: they have no network.
+    pub network: Option<Prefix>,
     /// How long things may take.
     pub deadlines: Deadlines,
 }
@@ -85,6 +89,8 @@ pub const OVERCOMMIT: u32 = 1000;
 pub fn pool(memory_bytes: u64) -> usize {
     usize::try_from(memory_bytes / 20 / (2 << 20)).unwrap_or(usize::MAX).clamp(16, 2048)
 }
+/// What [`Config::network`] is where nobody says.
+pub const NETWORK: &str = "10.88.0.0/16";
 /// Bytes of RAM a VM may have, least and most.
 pub const MEMORY_BYTES: std::ops::RangeInclusive<u64> = (64 << 20)..=(64 << 30);
 /// RAM comes in pieces of this many bytes.
@@ -109,6 +115,19 @@ impl Config {
     #[must_use]
     pub fn vms(&self) -> PathBuf {
         self.run.join("vms")
+    }
+
+    /// Where the network namespace of VMs is mounted.
+    #[must_use]
+    pub fn netns(&self) -> PathBuf {
+        self.run.join("netns")
+    }
+
+    /// The host's end of what joins that to the host's network: a daemon with another run folder has another.
+    #[must_use]
+    pub fn uplink(&self) -> String {
+        let digest = dayfly_store::Digest::of(self.run.as_os_str().as_encoded_bytes()).to_string();
+        format!("dayfly{}", &digest[..8])
     }
 
     /// Folder of what will be folders of VMs.
@@ -176,6 +195,11 @@ impl VmDir {
     #[must_use]
     pub fn ready(&self) -> PathBuf {
         self.root().join(format!("vsock.sock_{}", dayfly_api::agent::READY_PORT))
+    }
+    /// Where its guest asks for clones of itself, if it may.
+    #[must_use]
+    pub fn door(&self) -> PathBuf {
+        self.root().join(format!("vsock.sock_{}", dayfly_api::agent::HOST_PORT))
     }
     /// The guest's console.
     #[must_use]

@@ -3,6 +3,7 @@
 use crate::config::Config;
 use crate::depot::Depot;
 use crate::metrics::Metrics;
+use crate::net::Networks;
 use crate::upkeep::Turns;
 use crate::vm::berth::Berths;
 use crate::vm::budget::Budget;
@@ -35,6 +36,8 @@ pub struct Daemon {
     pub berths: Berths,
     /// Turns to make VMMs that somebody waits for: two for each CPU.
     pub makers: Arc<Semaphore>,
+    /// Their network.
+    pub networks: Networks,
     /// What is made ahead of demand.
     pub pool: Arc<Pool>,
     /// What is counted and timed.
@@ -66,6 +69,7 @@ impl Daemon {
             makers: Arc::new(Semaphore::new(2 * cpus())),
             berths: Berths::new(&config),
             zygotes: Zygotes::new(&config, &nodes),
+            networks: Networks::new(&config),
             nodes,
             pool: Arc::new(Pool::new(config.pool)),
             config,

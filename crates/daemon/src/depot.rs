@@ -1,9 +1,11 @@
 //! The store as the daemon uses it: its manifests in the API's words, its errors as answers. Blocks.
 
+pub mod keeping;
 mod recent;
 pub mod sharing;
 
 use crate::error::{Fault, Outcome, chain};
+use crate::forming::Forming;
 use crate::pagers::{Pager, Pagers, Wanted};
 use crate::vm::registry::lock;
 use crate::vm::{Disk, Live};
@@ -14,6 +16,7 @@ use dayfly_store::{
     RemoveError, Resident, SnapshotManifest, Store, VmLayer,
 };
 use dayfly_units::{Name, VmId};
+use keeping::Keepers;
 use recent::Recent;
 use sharing::Shared;
 use std::collections::HashMap;
@@ -32,6 +35,8 @@ pub struct Depot {
     collect_later: Arc<AtomicBool>,
     open: Arc<Mutex<Recent>>,
     pagers: Pagers,
+    forming: Arc<Forming>,
+    keepers: Keepers,
     /// For each snapshot that was ever opened, who opens it now.
     loading: Arc<Mutex<HashMap<Name, Arc<Mutex<()>>>>>,
 }
@@ -110,6 +115,8 @@ impl Depot {
             collect_later: Arc::default(),
             open: Arc::new(Mutex::new(Recent::new())),
             pagers,
+            forming: Arc::default(),
+            keepers: Keepers::default(),
             loading: Arc::default(),
         }
     }
@@ -118,6 +125,12 @@ impl Depot {
     #[must_use]
     pub fn store(&self) -> &Store {
         &self.store
+    }
+
+    /// Forks that are not stored yet, and can be cloned by the name that they will have.
+    #[must_use]
+    pub fn forming(&self) -> &Forming {
+        &self.forming
     }
 
     /// Every image that can be read.
@@ -235,7 +248,13 @@ impl Depot {
     /// # Errors
     /// The folder cannot be listed.
     pub fn snapshots(&self) -> Outcome<Vec<types::Snapshot>> {
-        Ok(listed("snapshot", self.store.snapshots()?, |m| self.shown(&m)))
+        // First: what is stored in between is in both.
+        let mut all = self.forming.all();
+        let stored = listed("snapshot", self.store.snapshots()?, |m| self.shown(&m));
+        all.retain(|forming| stored.iter().all(|s| s.name != forming.name));
+        all.extend(stored);
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(all)
     }
 
     /// One snapshot, verified.
@@ -243,6 +262,9 @@ impl Depot {
     /// # Errors
     /// There is none, or it is damaged.
     pub fn snapshot(&self, name: &Name) -> Outcome<types::Snapshot> {
+        if let Some(forming) = self.forming.shown(name) {
+            return Ok(forming);
+        }
         let open = self.open_snapshot(name)?;
         Ok(self.shown(&open.manifest))
     }
@@ -268,6 +290,7 @@ impl Depot {
             layers_stored_bytes: layers()
                 .map(|layer| layer.data.data_bytes.saturating_add(layer.map.bytes))
                 .sum(),
+            forming: false,
             resident: open.and_then(|open| open.resident()),
         }
     }
@@ -279,6 +302,14 @@ impl Depot {
     pub fn open_snapshot(&self, name: &Name) -> Outcome<Arc<Loaded>> {
         if let Some(open) = self.known_snapshot(name) {
             return Ok(open);
+        }
+        if self.forming.has(name) {
+            return Err(Fault::new(
+                ErrorCode::State,
+                format_args!(
+                    "snapshot {name}: is being stored; until it is, it can be cloned, and nothing else"
+                ),
+            ));
         }
         // Who asks for it at once with others finds what the first of them has opened: RAM comes once.
         let turn = lock(&self.loading).entry(name.clone()).or_default().clone();
@@ -342,6 +373,17 @@ impl Depot {
         Ok(())
     }
 
+    /// RAM of a snapshot's clones.
+    ///
+    /// # Errors
+    /// As [`Self::snapshot`].
+    pub fn memory_bytes(&self, name: &Name) -> Outcome<u64> {
+        match self.forming.find(name) {
+            Some(epoch) => Ok(epoch.facts.memory_bytes),
+            None => Ok(self.open_snapshot(name)?.manifest.memory_bytes),
+        }
+    }
+
     /// One snapshot, if it is open already and nothing of it has changed since: some ten calls of stat(2).
     #[must_use]
     pub fn known_snapshot(&self, name: &Name) -> Option<Arc<Loaded>> {
@@ -354,6 +396,15 @@ impl Depot {
     /// # Errors
     /// There is none.
     pub fn remove_snapshot(&self, name: &Name) -> Outcome<()> {
+        // Whoever stores it removes it.
+        if self.forming.remove(name) { Ok(()) } else { self.remove_stored(name) }
+    }
+
+    /// The same of one that is no longer forming.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn remove_stored(&self, name: &Name) -> Outcome<()> {
         self.store.remove_snapshot(name)?;
         lock(&self.open).forget(name);
         lock(&self.loading).remove(name);

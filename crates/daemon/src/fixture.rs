@@ -18,6 +18,7 @@ pub(crate) fn config(folder: &Path) -> Config {
         run: folder.join("r"),
         vmm: "/nonexistent/dayfly-vmm".into(),
         overcommit: 100,
+        network: None,
         pool: 0,
         deadlines: Deadlines::default(),
     }
@@ -65,6 +66,7 @@ pub(crate) fn snapshot(store: &Store, tenant: &str, to: &str, pages: std::ops::R
         parent: None,
         kernel: KernelRef { name: name("6.12"), release: "6.12".into(), digest: Digest([7; 32]) },
         vcpus: 1,
+        nets: 0,
         memory_bytes,
         agent_version: "0".into(),
         config: ImageConfig::default(),

@@ -9,13 +9,16 @@
 //! open that nobody else needs, and its page map's hints are wrong more often.
 
 use crate::daemon::Daemon;
-use crate::error::chain;
-use crate::vm::{Vm, control_link};
-use dayfly_store::{ChainLayer, LayerRef, Merged, SnapshotManifest, SnapshotSpec};
+use crate::error::{Fault, Outcome, blocking, chain};
+use crate::vm::{Vm, control_link, death};
+use dayfly_store::{ChainLayer, LayerRef, Merged, SnapshotManifest, SnapshotSpec, VmLayer};
 use dayfly_vmm::control::{Answer, Command};
 use dayfly_vmm::disk::Merge;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
+
+/// So many layers a VM's disk may have frozen for its forks before they are merged.
+const MOST_FROZEN: usize = 4;
 
 /// What a VMM is to be told of one of its disks.
 #[derive(Debug)]
@@ -86,6 +89,85 @@ pub async fn rebase(daemon: &Daemon, vm: &Arc<Vm>, rebases: Vec<Rebase>) {
             Ok(Answer::Ok) => {}
             Ok(got) => tracing::warn!(vm = %vm.id, ?got, "its disk {disk} keeps its layers"),
             Err(e) => tracing::warn!(vm = %vm.id, "its disk {disk} keeps its layers: {e}"),
+        }
+    }
+}
+
+/// Merges what a VM has frozen for its forks, where that is more than a few layers: each clone gets a name, and two files to open, for each of them. Whoever calls
+/// holds `vm.snapshots`. What cannot be merged stays as it is.
+pub async fn merge_frozen(daemon: &Arc<Daemon>, vm: &Arc<Vm>) {
+    for disk in 0..vm.live().disks.len() {
+        if let Err(fault) = merge_disk(daemon, vm, disk).await
+            && vm.phase().alive()
+        {
+            tracing::warn!(vm = %vm.id, "its disk {disk} keeps its layers: {fault}");
+        }
+    }
+}
+
+async fn merge_disk(daemon: &Arc<Daemon>, vm: &Arc<Vm>, number: usize) -> Outcome<()> {
+    let live = vm.live();
+    let Some(disk) = live.disks.get(number) else { return Ok(()) };
+    let stored: Vec<LayerRef> = disk
+        .layers
+        .iter()
+        .map_while(|layer| match layer {
+            ChainLayer::Stored(layer) => Some(*layer),
+            ChainLayer::Frozen(_) => None,
+        })
+        .collect();
+    let frozen: Vec<VmLayer> = disk.layers[stored.len()..]
+        .iter()
+        .filter_map(|layer| match layer {
+            ChainLayer::Frozen(layer) => Some(*layer),
+            ChainLayer::Stored(_) => None,
+        })
+        .collect();
+    // None lies beneath one that is stored.
+    if frozen.len() <= MOST_FROZEN || stored.len() + frozen.len() != disk.layers.len() {
+        return Ok(());
+    }
+    let failed = |e: &dyn std::error::Error| Fault::internal(format_args!("merging layers: {}", chain(e)));
+    let (store, size_bytes, of_vm, below) =
+        (daemon.depot.store().clone(), disk.size_bytes, frozen.clone(), stored.clone());
+    let made = blocking(move || {
+        let merged = store.merge_vm_layers(&of_vm, size_bytes, merge).map_err(|e| failed(&e))?;
+        let Some((merged, top)) = merged.zip(of_vm.last()) else { return Ok(None) };
+        let mut fds = vec![OwnedFd::from(store.open_vm_layer(top, false)?)];
+        for layer in store.open_layers(&below, "a VM that goes on")? {
+            fds.extend([OwnedFd::from(layer.data), OwnedFd::from(layer.map)]);
+        }
+        let (data, map) = store.open_frozen_layer(&merged)?;
+        fds.extend([OwnedFd::from(data), OwnedFd::from(map)]);
+        Ok(Some((merged, fds)))
+    });
+    let Some((merged, fds)) = made.await? else { return Ok(()) };
+    let command = Command::Rebase { disk: u8::try_from(number).unwrap_or(u8::MAX) };
+    let answer =
+        control_link::with_fds(&vm.dir.control(), command, fds, daemon.config.deadlines.control).await;
+    let store = daemon.depot.store().clone();
+    match answer {
+        Ok(Answer::Ok) => {
+            vm.update(|live| {
+                if let Some(disk) = live.disks.get_mut(number) {
+                    disk.layers = stored.iter().copied().map(ChainLayer::Stored).collect();
+                    disk.layers.push(ChainLayer::Frozen(merged));
+                }
+            });
+            // Before they go: a daemon that dies in between believes in them.
+            death::note(daemon, vm).await;
+            blocking(move || Ok(frozen.iter().try_for_each(|layer| store.remove_vm_layer(layer))?)).await
+        }
+        // It keeps its files open, and both chains read the same.
+        Ok(got) => {
+            blocking(move || Ok(store.remove_vm_layer(&merged)?)).await?;
+            Err(Fault::internal(format_args!("the VMM, for a rebase: expected Ok, got {got:?}")))
+        }
+        Err(e) => {
+            if e.was_refused() {
+                blocking(move || Ok(store.remove_vm_layer(&merged)?)).await?;
+            }
+            Err(e.into())
         }
     }
 }

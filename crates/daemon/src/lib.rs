@@ -1,7 +1,7 @@
 //! # daemon
 //!
 //! The room for `dayflyd`: the HTTP API ([`routes`]), which VMs there are and what may happen to them ([`vm`]), baking ([`bake`]), snapshots of
-//! running VMs ([`snapshot`]), upkeep of the store ([`upkeep`]), programs on upgraded connections ([`session`], [`relay`]), connections to guests' ports ([`ports`]), and
+//! running VMs ([`snapshot`]), upkeep of the store ([`upkeep`]), programs on upgraded connections ([`session`], [`relay`]), connections to guests' ports ([`ports`]), their network ([`net`]), and
 //! what is found again after a restart ([`adopt`], [`sweep`]).
 //!
 //! What may not enter: KVM and devices (the `vmm`'s), formats on disk (the `store`'s), how an image is built (the `image`'s).
@@ -15,14 +15,18 @@ mod colours;
 pub mod config;
 pub mod daemon;
 pub mod depot;
+mod door;
 pub mod error;
 #[cfg(test)]
 pub(crate) mod fixture;
 pub mod flatten;
+pub mod fork;
+pub mod forming;
 pub mod heap;
 pub mod kvm;
 pub mod metrics;
 pub mod ndjson;
+pub mod net;
 pub mod pagers;
 pub mod ports;
 mod rehearsal;

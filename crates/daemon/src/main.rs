@@ -3,6 +3,7 @@
 use anyhow::Context;
 use clap::Parser;
 use dayfly_daemon::config::{self, Config, Deadlines};
+use dayfly_daemon::net::Prefix;
 use std::path::PathBuf;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -25,6 +26,17 @@ struct Options {
     /// How many VMMs and clones may be made ahead of demand and wait, 0 for none; without it, as many as fit a twentieth of the memory.
     #[arg(long, env = "DAYFLY_POOL", value_name = "N")]
     pool: Option<usize>,
+    /// The addresses of VMs, such as 10.88.0.0/16, or none: then they have no network.
+    #[arg(long, env = "DAYFLY_NETWORK", value_name = "ADDRESS/BITS", default_value = dayfly_daemon::config::NETWORK, value_parser = network)]
+    network: Network,
+}
+
+/// Of [`Options::network`].
+#[derive(Debug, Clone, Copy)]
+struct Network(Option<Prefix>);
+
+fn network(text: &str) -> Result<Network, String> {
+    if text == "none" { Ok(Network(None)) } else { text.parse().map(|prefix| Network(Some(prefix))) }
 }
 
 fn beside() -> anyhow::Result<PathBuf> {
@@ -53,6 +65,7 @@ async fn run() -> anyhow::Result<()> {
         vmm,
         overcommit: options.overcommit,
         pool: options.pool.unwrap_or_else(|| config::pool(memory_bytes)),
+        network: options.network.0,
         deadlines: Deadlines::default(),
     };
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;

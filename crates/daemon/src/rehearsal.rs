@@ -12,10 +12,10 @@ use crate::ndjson::Teller;
 use crate::session;
 use crate::time::Asked;
 use crate::vm::Vm;
-use crate::vm::birth::{Order, Part, birth};
+use crate::vm::birth::{Order, Origin, Part, birth};
 use crate::vm::control_link;
 use dayfly_api::agent::ExecSpec;
-use dayfly_api::types::{ErrorCode, MAX_TOUCHES, Progress, Rehearsal, RehearseRequest, Source};
+use dayfly_api::types::{ErrorCode, MAX_TOUCHES, Progress, Rehearsal, RehearseRequest};
 use dayfly_units::Name;
 use dayfly_vmm::control::{Answer, Command};
 use dayfly_vmm::memory::working_set::{self, Record, Run};
@@ -94,12 +94,13 @@ async fn play(
 ) -> Outcome<Record> {
     let name = &template.manifest.name;
     let order = Order {
-        source: Source::Snapshot(name.clone()),
+        origin: Origin::Template(template.clone()),
         name: None,
         labels: BTreeMap::new(),
+        forks: 0,
         ephemeral: true,
         part,
-        template: Some(template.clone()),
+        network: None,
         next: None,
     };
     let newborn = birth(daemon, Asked::now(), order).await?;

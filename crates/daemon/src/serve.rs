@@ -5,7 +5,7 @@ use crate::daemon::Daemon;
 use crate::depot::Depot;
 use crate::pagers::Pagers;
 use crate::vm::pool;
-use crate::{adopt, heap, routes};
+use crate::{adopt, heap, net, routes};
 use anyhow::{Context, bail};
 use dayfly_store::Store;
 use rustix::fs::{FlockOperation, flock};
@@ -44,6 +44,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     daemon.zygotes.warm().map_err(|e| anyhow::anyhow!(crate::error::chain(&e)))?;
     adopt::adopt(&daemon).await;
     let keeper = tokio::spawn(pool::keep(daemon.clone()));
+    let wiring = tokio::spawn(net::keep(daemon.clone()));
     tokio::spawn(heap::give_back(daemon.stop.clone()));
     let path = daemon.config.socket();
     let listener = listen(&path)?;
@@ -64,6 +65,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let quiet = async {
         let _ = server.await;
         let _ = keeper.await;
+        let _ = wiring.await;
         daemon.undo.close();
         daemon.undo.wait().await;
     };
@@ -72,6 +74,8 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     }
     daemon.berths.end();
     daemon.zygotes.end();
+    let shared = daemon.clone();
+    let _ = tokio::task::spawn_blocking(move || shared.networks.end()).await;
     tracing::info!(vms = daemon.registry.len(), "stopped; VMs live on");
     Ok(())
 }

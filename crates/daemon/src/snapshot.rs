@@ -15,12 +15,14 @@ use crate::depot::Loaded;
 use crate::error::{Fault, Outcome, blocking, chain};
 use crate::flatten;
 use crate::ndjson::{Teller, metered};
+use crate::vm::beneath::Beneath;
+use crate::vm::control_link::ControlError;
 use crate::vm::state::Event;
-use crate::vm::{Vm, agent_link, control_link, death, identity};
+use crate::vm::{Disk, Facts, Vm, agent_link, control_link, death, identity};
 use dayfly_api::types::{ErrorCode, Snapshot, SnapshotRequest};
 use dayfly_store::{
-    BlockHint, Committed, DiskSpec, Known, Meter, PagedSpec, Prepared, SavedSnapshot, SnapshotSpec,
-    SnapshotWriter,
+    BlockHint, Committed, DiskSpec, Freeze, IoError, Known, Meter, PagedSpec, Prepared, SavedSnapshot,
+    SnapshotSpec, SnapshotWriter, VmLayer,
 };
 use dayfly_units::Name;
 use dayfly_vmm::config::MAX_LAYERS;
@@ -48,18 +50,18 @@ pub async fn snapshot(
     let _one = vm.snapshots.lock().await;
     free(&daemon, &request.name).await?;
     allowed(&vm)?;
-    arrived(&daemon, &vm, &tell).await?;
+    arrived(&daemon, &vm, Some(&tell)).await?;
     tell.phase(format!("saving {} of memory", dayfly_units::Bytes(vm.facts.memory_bytes))).await;
     let section = {
         let (daemon, vm, name) = (daemon.clone(), vm.clone(), request.name.clone());
         daemon.undo.clone().spawn(async move {
             let writer = begin(&daemon, &vm, &name).await?;
-            precopy(&daemon, &vm, &writer).await?;
+            precopy(&daemon, &vm, PRECOPY, writer.memory()).await?;
             let _turn = vm.turn.lock().await;
             if let Err(e) = vm.step(Event::Freeze) {
                 // It runs, or has ended: either way nothing is to be noted for us any more.
                 let within = daemon.config.deadlines.control;
-                let _ = control_link::command(&vm.dir.control(), Command::Precopy, within).await;
+                let _ = control_link::command(&vm.dir.control(), PRECOPY, within).await;
                 return Err(e.into());
             }
             death::note(&daemon, &vm).await;
@@ -83,12 +85,16 @@ pub async fn snapshot(
 }
 
 /// Waits until all memory is there of what the VM is a clone of: what it has not written is read from that.
-async fn arrived(daemon: &Arc<Daemon>, vm: &Vm, tell: &Teller) -> Outcome<()> {
-    let Some(template) = vm.facts.snapshot.as_ref().and_then(|name| daemon.depot.known_snapshot(name)) else {
-        return Ok(());
-    };
-    let Some(pager) = template.filling().cloned() else { return Ok(()) };
-    tell.phase("waiting for the rest of its memory").await;
+///
+/// # Errors
+/// It takes too long, or who brings it died.
+pub async fn arrived(daemon: &Arc<Daemon>, vm: &Vm, tell: Option<&Teller>) -> Outcome<()> {
+    let template = vm.facts.snapshot.as_ref().and_then(|name| daemon.depot.known_snapshot(name));
+    let beneath = vm.beneath().or_else(|| template.map(Beneath::Snapshot));
+    let Some(pager) = beneath.as_ref().and_then(Beneath::filling).cloned() else { return Ok(()) };
+    if let Some(tell) = tell {
+        tell.phase("waiting for the rest of its memory").await;
+    }
     pager.whole(daemon.config.deadlines.save).await
 }
 
@@ -99,19 +105,28 @@ async fn arrived(daemon: &Arc<Daemon>, vm: &Vm, tell: &Teller) -> Outcome<()> {
 pub async fn free(daemon: &Arc<Daemon>, name: &Name) -> Outcome<()> {
     let (daemon, name) = (daemon.clone(), name.clone());
     blocking(move || match daemon.depot.store().snapshot(&name) {
-        Err(dayfly_store::OpenError::NotFound { .. }) => Ok(()),
-        _ => Err(Fault::conflict(format_args!("snapshot {name}: exists; remove it or choose another name"))),
+        Err(dayfly_store::OpenError::NotFound { .. }) if !daemon.depot.forming().has(&name) => Ok(()),
+        _ => Err(taken(&name)),
     })
     .await
 }
 
+/// What is said where one has.
+#[must_use]
+pub fn taken(name: &Name) -> Fault {
+    Fault::conflict(format_args!("snapshot {name}: exists; remove it or choose another name"))
+}
+
 /// Checks that another layer may be frozen.
-fn allowed(vm: &Vm) -> Outcome<()> {
+///
+/// # Errors
+/// There are too many, or it is not known on which the VM stands.
+pub fn allowed(vm: &Vm) -> Outcome<()> {
     let live = vm.live();
     if let Some(why) = live.no_snapshot {
         return Err(Fault::new(
             ErrorCode::State,
-            format_args!("VM {}: no snapshot can be taken of it: {why}", vm.name),
+            format_args!("VM {}: neither a snapshot nor a fork of it can be made: {why}", vm.name),
         ));
     }
     for (d, disk) in live.disks.iter().enumerate() {
@@ -130,11 +145,14 @@ fn allowed(vm: &Vm) -> Outcome<()> {
     Ok(())
 }
 
+/// To copy all of RAM.
+const PRECOPY: Command = Command::Precopy { own: false };
+
 /// What a VMM saved, and the store does not have yet.
 #[derive(Debug)]
 pub struct Saved {
     snapshot: SavedSnapshot,
-    page_map: File,
+    page_map: Option<File>,
     /// How it stood still, where it goes on.
     frozen: Option<Frozen>,
 }
@@ -146,7 +164,13 @@ impl Saved {
     /// # Errors
     /// It is not what a VMM writes.
     pub fn page_map(&self, memory_bytes: u64) -> Result<Vec<page_map::Run>, PageMapError> {
-        page_map::record::read(&self.page_map, memory_bytes)
+        self.page_map.as_ref().map_or(Ok(Vec::new()), |file| page_map::record::read(file, memory_bytes))
+    }
+
+    /// Of a VM that nobody asked which frames held blocks.
+    #[must_use]
+    pub const fn without_page_map(snapshot: SavedSnapshot) -> Self {
+        Self { snapshot, page_map: None, frozen: None }
     }
 }
 
@@ -165,12 +189,15 @@ async fn begin(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<Snaps
     blocking(move || Ok(shared.depot.store().snapshot_writer_in_memory(&name, bytes)?)).await
 }
 
-/// Copies RAM while the VM runs.
-async fn precopy(daemon: &Arc<Daemon>, vm: &Arc<Vm>, writer: &SnapshotWriter) -> Outcome<()> {
-    let memory = writer.memory().try_clone();
+/// Copies RAM to `memory` while the VM runs, as `how`, a `Precopy`, says.
+///
+/// # Errors
+/// The VMM did not.
+pub async fn precopy(daemon: &Arc<Daemon>, vm: &Arc<Vm>, how: Command, memory: &File) -> Outcome<()> {
+    let memory = memory.try_clone();
     let memory = memory.map_err(|e| Fault::internal(format_args!("descriptors for a snapshot: {e}")))?;
     let within = daemon.config.deadlines.save;
-    match control_link::with_fds(&vm.dir.control(), Command::Precopy, vec![memory.into()], within).await? {
+    match control_link::with_fds(&vm.dir.control(), how, vec![memory.into()], within).await? {
         Answer::Precopied(done) => {
             tracing::info!(vm = %vm.id, rounds = done.rounds, pages = done.pages, us = done.took_us, "copied its memory");
             Ok(())
@@ -203,32 +230,63 @@ async fn save_into(
         for file in [writer.state(), writer.memory(), &page_map] {
             fds.push(file.try_clone().map_err(failed)?.into());
         }
-        for disk in &mut disks {
-            if let Some(layer) = disk.writable {
-                let freeze = writer.freeze(&layer)?;
-                fds.extend([OwnedFd::from(freeze.map), OwnedFd::from(freeze.next_data)]);
-                disk.layers.push(freeze.frozen);
-                disk.writable = Some(freeze.next);
-            }
-        }
+        freeze_disks(&mut disks, &mut fds, |layer| writer.freeze(layer))?;
         Ok((writer, page_map, fds, disks))
     })
     .await?;
     let answer = control_link::with_fds(&vm.dir.control(), how, fds, deadlines.save).await;
+    let mut snapshot = None;
+    let frozen = answered(vm, answer, disks, |done| {
+        // It may have been done: then the VM writes to its new layers already, and they must stay.
+        snapshot = Some(writer.saved()).filter(|_| done);
+    })?;
+    let none = || Fault::internal("a save that was done and has no files");
+    Ok(Saved { snapshot: snapshot.ok_or_else(none)?, page_map: Some(page_map), frozen })
+}
+
+/// Makes ready to freeze the writable layers of `disks`, for a VMM that gets `fds`; they are then as they are when it is done.
+///
+/// # Errors
+/// A layer is not there, or the host cannot make the files.
+pub fn freeze_disks(
+    disks: &mut [Disk],
+    fds: &mut Vec<OwnedFd>,
+    mut freeze: impl FnMut(&VmLayer) -> Result<Freeze, IoError>,
+) -> Outcome<()> {
+    for disk in disks {
+        if let Some(layer) = disk.writable {
+            let freeze = freeze(&layer)?;
+            fds.extend([OwnedFd::from(freeze.map), OwnedFd::from(freeze.next_data)]);
+            disk.layers.push(freeze.frozen);
+            disk.writable = Some(freeze.next);
+        }
+    }
+    Ok(())
+}
+
+/// What a VMM's answer means for the VM, whose disks are `disks` if it was done. `keep` is called where it was (`true`), and where it may have been:
+/// what was made for it must stay then. Where it is not called, it was not done, and the VM is as it was.
+///
+/// # Errors
+/// It was not done, or perhaps not.
+pub fn answered(
+    vm: &Vm,
+    answer: Result<Answer, ControlError>,
+    disks: Vec<Disk>,
+    keep: impl FnOnce(bool),
+) -> Outcome<Option<Frozen>> {
     let fault = match answer {
         Ok(answer @ (Answer::Ok | Answer::Frozen(_))) => {
-            let frozen = if let Answer::Frozen(frozen) = answer { Some(frozen) } else { None };
+            keep(true);
             vm.update(|live| live.disks = disks);
-            return Ok(Saved { snapshot: writer.saved(), page_map, frozen });
+            return Ok(if let Answer::Frozen(frozen) = answer { Some(frozen) } else { None });
         }
-        // Not done, and the VM is as it was: the new layers go with the writer.
         Err(e) if e.was_refused() => return Err(e.into()),
         Err(e) => e.into(),
         Ok(got) => Fault::internal(format_args!("the VMM, for a save: expected Ok or Frozen, got {got:?}")),
     };
-    // It may have been done: then the VM writes to its new layers already, and they must stay.
-    drop(writer.saved());
-    let why = "its VMM did not say whether a snapshot of it was saved";
+    keep(false);
+    let why = "its VMM did not say whether its disks were frozen for a snapshot or a fork";
     vm.update(|live| live.no_snapshot = Some(why.to_owned()));
     Err(fault)
 }
@@ -316,9 +374,14 @@ where
 
 /// What the store is told of a VM.
 pub fn spec(vm: &Vm) -> SnapshotSpec {
-    let facts = &vm.facts;
     let live = vm.live();
-    let disks = live.disks.iter().map(|disk| DiskSpec {
+    spec_of(&vm.facts, &live.disks, live.agent_version)
+}
+
+/// The same of what is no VM.
+#[must_use]
+pub fn spec_of(facts: &Facts, disks: &[Disk], agent_version: String) -> SnapshotSpec {
+    let disks = disks.iter().map(|disk| DiskSpec {
         image: disk.image.clone(),
         size_bytes: disk.size_bytes,
         writable: disk.writable.is_some(),
@@ -328,8 +391,9 @@ pub fn spec(vm: &Vm) -> SnapshotSpec {
         parent: facts.snapshot.clone(),
         kernel: facts.kernel.clone(),
         vcpus: facts.vcpus,
+        nets: facts.nets,
         memory_bytes: facts.memory_bytes,
-        agent_version: live.agent_version,
+        agent_version,
         config: facts.config.clone(),
         labels: facts.labels.clone(),
         disks: disks.collect(),
@@ -347,14 +411,14 @@ pub struct Ready {
 }
 
 impl Ready {
-    /// Colours RAM and stages all but that. Blocks.
+    /// Colours RAM of the VM or fork `of` and stages all but that. Blocks.
     ///
     /// # Errors
     /// Something it stands on is gone, or the disk is full. The VM keeps its layers.
-    pub fn new(vm: &Vm, saved: Saved, spec: &SnapshotSpec) -> Outcome<Self> {
+    pub fn new(of: &Name, saved: Saved, spec: &SnapshotSpec) -> Outcome<Self> {
         // By the VMM's word, which is not trusted: what it says is compared by content, and without it blocks are found by their hashes.
         let runs = saved.page_map(spec.memory_bytes).unwrap_or_else(|e| {
-            tracing::warn!(vm = %vm.id, "its page map is not used: {}", chain(&e));
+            tracing::warn!(vm = %of, "its page map is not used: {}", chain(&e));
             Vec::new()
         });
         let hint = |run: page_map::Run| {
@@ -364,7 +428,7 @@ impl Ready {
             })
         };
         let hints = runs.into_iter().flat_map(hint).collect();
-        let Coloured { colours, free } = coloured(vm, &saved.snapshot, spec.memory_bytes);
+        let Coloured { colours, free } = coloured(of, &saved.snapshot, spec.memory_bytes);
         let prepared = saved.snapshot.merging(flatten::merge).prepare(spec, &free)?;
         Ok(Self { prepared, hints, colours, order: Vec::new() })
     }
@@ -388,7 +452,10 @@ impl Ready {
     }
 
     /// Stores and publishes it. Blocks.
-    fn store(self, daemon: &Daemon, meter: &Meter) -> Outcome<Box<Committed>> {
+    ///
+    /// # Errors
+    /// The name is taken, or the disk is full.
+    pub fn store(self, daemon: &Daemon, meter: &Meter) -> Outcome<Box<Committed>> {
         let Self { prepared, hints, colours, order } = self;
         let tenant = daemon.depot.tenant();
         let known =
@@ -404,10 +471,11 @@ impl Ready {
 }
 
 /// What clones of the VM's own template touch first: clones of the VM take their identities in the same way.
-fn inherited(daemon: &Daemon, vm: &Vm) -> Option<Record> {
-    let template = daemon.depot.known_snapshot(vm.facts.snapshot.as_ref()?)?;
+#[must_use]
+pub fn inherited(daemon: &Daemon, facts: &Facts) -> Option<Record> {
+    let template = daemon.depot.known_snapshot(facts.snapshot.as_ref()?)?;
     // A damaged one is refused where clones are told to use it.
-    working_set::read(template.working_set.as_ref()?, vm.facts.memory_bytes).ok()
+    working_set::read(template.working_set.as_ref()?, facts.memory_bytes).ok()
 }
 
 /// Stores what was saved of a VM that may go on.
@@ -419,8 +487,8 @@ fn store(
     meter: &Meter,
 ) -> Outcome<(Box<Committed>, Vec<flatten::Rebase>)> {
     let tops = flatten::tops(daemon, spec);
-    let mut ready = Ready::new(vm, saved, spec)?;
-    if let Some(record) = inherited(daemon, vm) {
+    let mut ready = Ready::new(&vm.name, saved, spec)?;
+    if let Some(record) = inherited(daemon, &vm.facts) {
         ready = ready.expecting(&record)?;
     }
     let committed = ready.store(daemon, meter)?;
@@ -438,14 +506,14 @@ fn store(
     Ok((committed, flattened))
 }
 
-fn coloured(vm: &Vm, snapshot: &SavedSnapshot, memory_bytes: u64) -> Coloured {
+fn coloured(of: &Name, snapshot: &SavedSnapshot, memory_bytes: u64) -> Coloured {
     match saved::coloured(snapshot.memory(), snapshot.state(), memory_bytes) {
         Ok((coloured, report)) => {
-            tracing::info!(vm = %vm.id, "frames of {}", saved::told(&report));
+            tracing::info!(vm = %of, "frames of {}", saved::told(&report));
             coloured
         }
         Err(e) => {
-            tracing::warn!(vm = %vm.id, "its memory is stored without colours: {}", chain(&e));
+            tracing::warn!(vm = %of, "its memory is stored without colours: {}", chain(&e));
             Coloured::default()
         }
     }

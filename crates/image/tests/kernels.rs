@@ -42,6 +42,11 @@ fn debian_6_1() {
             "virtio-rng.ko",
             "pvpanic.ko",
             "pvpanic-mmio.ko",
+            "failover.ko",
+            "net_failover.ko",
+            "virtio_net.ko",
+            "inet_diag.ko",
+            "tcp_diag.ko",
         ],
     );
 }
@@ -59,6 +64,11 @@ fn debian_6_12() {
             "virtio-rng.ko",
             "pvpanic.ko",
             "pvpanic-mmio.ko",
+            "failover.ko",
+            "net_failover.ko",
+            "virtio_net.ko",
+            "inet_diag.ko",
+            "tcp_diag.ko",
         ],
     );
 }

@@ -6,17 +6,25 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// Loaded before the daemon starts, in an order that satisfies their dependencies.
-pub(crate) const MODULES: &[&str] =
-    &["virtio_net", "virtio_blk", "virtio_rng", "kvm_amd", "tun", "vhost_vsock", "overlay", "virtio_balloon"];
-
-/// Carried so that `modprobe` finds them; names that a kernel has built in or lacks are left out.
-const EXTRA_MODULES: &[&str] = &[
-    "bridge",
+pub(crate) const MODULES: &[&str] = &[
+    "virtio_net",
+    "virtio_blk",
+    "virtio_rng",
+    "kvm_amd",
+    "tun",
+    "vhost_vsock",
+    "overlay",
+    "virtio_balloon",
     "veth",
     "nf_tables",
     "nft_chain_nat",
     "nft_masq",
     "nft_ct",
+];
+
+/// Carried so that `modprobe` finds them; names that a kernel has built in or lacks are left out.
+const EXTRA_MODULES: &[&str] = &[
+    "bridge",
     "loop",
     "vsock_loopback",
     "dm_mod",

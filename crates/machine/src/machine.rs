@@ -27,6 +27,8 @@ const COMMAND_PATIENCE: Duration = Duration::from_secs(180);
 const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
 /// How often the machine's kernel may crash while it boots before that is an error.
 const BOOT_CRASHES: u32 = 3;
+/// What a kernel's console says when that has crashed, or part of it (`oops=panic` makes a panic of it, unless nothing goes on any more).
+const CRASHES: [&str; 4] = ["Kernel panic", "Oops: ", "exited with irqs disabled", "---[ end trace"];
 /// How long the machine may take to become ready.
 const START_PATIENCE: Duration = Duration::from_secs(120);
 
@@ -242,7 +244,7 @@ impl Machine {
         // QEMU's emulation (7.2) races when a kernel patches its code while another CPU runs it, and a booting kernel does.
         let mut crashes_left = BOOT_CRASHES;
         while let Err(error) = self.launch(reexec, build.digest.clone(), progress) {
-            if crashes_left == 0 || !error.to_string().contains("Kernel panic") {
+            if crashes_left == 0 || !is_crash(&error.to_string()) {
                 return Err(error);
             }
             crashes_left -= 1;
@@ -533,6 +535,11 @@ fn check(what: &'static str, got: u64, least: u64, most: u64) -> Result<(), Init
     Err(InitError::Option { what, expected: format!("{least} to {most}"), got })
 }
 
+/// Whether a start failed because the machine's kernel crashed.
+fn is_crash(told: &str) -> bool {
+    CRASHES.iter().any(|mark| told.contains(mark))
+}
+
 fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
@@ -554,6 +561,27 @@ fn ended_within(handle: &OwnedFd, patience: Duration) -> bool {
             Ok(_) => return true,
             Err(rustix::io::Errno::INTR) => {}
             Err(_) => return false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_that_crashed_is_told_from_a_machine_that_cannot_start() {
+        for told in [
+            "the machine ended: [    1.9] Kernel panic - not syncing: Fatal exception",
+            "not ready within 120 s; its console: [    2.1] Oops: 0002 [#1] PREEMPT SMP NOPTI",
+            "[    2.1] note: swapper/0[1] exited with irqs disabled",
+        ] {
+            assert!(is_crash(told), "{told}");
+        }
+        for told in
+            ["qemu-system-x86_64: cannot set up guest memory", "not ready within 120 s; its console: ", ""]
+        {
+            assert!(!is_crash(told), "{told}");
         }
     }
 }

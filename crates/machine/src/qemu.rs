@@ -76,8 +76,7 @@ pub(crate) fn arguments(layout: &Layout, options: &QemuOptions<'_>) -> Vec<OsStr
     // A comma in an option's value is doubled (QEMU's QemuOpts syntax).
     let quoted = |path: &Path| path.display().to_string().replace(',', ",,");
     let cpus = options.cpus.to_string();
-    let command_line =
-        "console=ttyS0 quiet panic=-1 reboot=t mitigations=off tsc=reliable random.trust_cpu=on rdinit=/init";
+    let command_line = "console=ttyS0 quiet panic=-1 oops=panic reboot=t mitigations=off tsc=reliable random.trust_cpu=on rdinit=/init";
     add(&[
         "-name",
         &format!("dayfly-machine,process={}", options.process_name),

@@ -91,10 +91,7 @@ void grow(u64 generation, u64 count, u64 seeds) {
     for (u64 seed = 1; seed <= seeds; seed++)
         if (obey(seed, 'g', count, generation)) halt();
     for (char what = 0;;) {
-        if (what != 'c') {
-            put("ready\n");
-            until(generation);
-        }
+        if (what != 'c') until(generation);
         what = (char)id[1];
         if (id[2] != 0x68434644 || id[3] != 0x0a6e6961) halt(); /* "DFChain\n" */
         if (obey(id[0], what, count, generation)) halt();

@@ -73,10 +73,9 @@ static void end(char how) {
     if (how == 'p') outb(PVPANIC, 1);
 }
 
-/* Prints a growing count now and then, until the 16 bytes at `generation` change (0: for ever). */
-static void count(u64 generation) {
+/* Prints a growing count now and then, until the 16 bytes at `generation` are no longer `low` and `high` (0: for ever). */
+static void count(u64 generation, u64 low, u64 high) {
     volatile u64 *id = (volatile u64 *)generation;
-    u64 low = generation ? id[0] : 0, high = generation ? id[1] : 0;
     for (u64 n = 0;; n++) {
         if ((n & 0x3fff) == 0) {
             put("count ");
@@ -87,11 +86,13 @@ static void count(u64 generation) {
     }
 }
 
-/* Waits until the 16 bytes at `generation` change. Prints nothing: what a clone prints first is its own. That it lives it tells at
- * once, before it reads its next word: hundreds of instructions, where KVM emulates each of them. */
+/* Prints `ready` and waits until the 16 bytes at `generation` change. They are read first: whoever saw the word may save this VM
+ * before its next instruction, and the clone would wait for the id after its own. Prints nothing then: what a clone prints first is
+ * its own. That it lives it tells at once, before it reads its next word: hundreds of instructions, where KVM emulates each of them. */
 void until(u64 generation) {
     volatile u64 *id = (volatile u64 *)generation;
     u64 low = id[0], high = id[1];
+    put("ready\n");
     while (id[0] == low && id[1] == high) {}
     outb(POST, 1);
 }
@@ -119,6 +120,14 @@ static void touch(u64 from, u64 end) {
         page[4 * words] = page[5 * words] = page[6 * words] = page[7 * words] = at;
     }
     for (; at < end; at += PAGE) *(volatile u64 *)at = at;
+}
+
+/* Rewrites pages over and over, and prints a dot whenever it has done so `turns` times. */
+static void work(u64 pages, u64 turns) {
+    for (;;) {
+        for (u64 n = 0; n < turns; n++) touch(PATTERN_BASE, PATTERN_BASE + pages * PAGE);
+        put(".");
+    }
 }
 
 /* One pass of a counting sort, stable, by eight bits of the keys. */
@@ -203,20 +212,21 @@ void guest_main(const u8 *boot_params) {
         } else if (starts(at, "wait=")) {
             at += 5;
             u64 generation = hex(&at);
+            volatile u64 *id = (volatile u64 *)generation;
+            u64 low = generation ? id[0] : 0, high = generation ? id[1] : 0;
             put("ready\n");
             for (;;) {
-                count(generation);
+                count(generation, low, high);
+                low = id[0], high = id[1];
                 obey(generation, &seed, pages);
             }
         } else if (starts(at, "until=")) {
             at += 6;
             u64 generation = hex(&at);
-            put("ready\n");
             until(generation);
         } else if (starts(at, "born=")) {
             at += 5;
             u64 generation = hex(&at);
-            put("ready\n");
             until(generation);
             halt();
         } else if (starts(at, "grow=")) {
@@ -226,6 +236,11 @@ void guest_main(const u8 *boot_params) {
             u64 count = hex(&at);
             if (*at == ':') at++;
             grow(generation, count, hex(&at));
+        } else if (starts(at, "rings=")) {
+            at += 6;
+            u64 generation = hex(&at);
+            if (*at == ':') at++;
+            rings(generation, hex(&at));
         } else if (starts(at, "touch=")) {
             at += 6;
             u64 end = PATTERN_BASE + hex(&at) * PAGE;
@@ -234,13 +249,18 @@ void guest_main(const u8 *boot_params) {
                 map_high();
                 touch(HOLE_END, end - HOLE_START + HOLE_END);
             }
+        } else if (starts(at, "work=")) {
+            at += 5;
+            u64 hot = hex(&at);
+            if (*at == ':') at++;
+            work(hot, hex(&at));
         } else if (starts(at, "sort=")) {
             at += 5;
             u64 from = hex(&at);
             if (*at == ':') at++;
             sort(from, hex(&at));
         } else if (starts(at, "count")) {
-            count(0);
+            count(0, 0, 0);
         } else if (starts(at, "end=")) {
             end(at[4]);
         } else if (starts(at, "say=")) {

@@ -17,6 +17,8 @@ void until(u64 generation);
 
 /* grow.c */
 __attribute__((noreturn)) void grow(u64 generation, u64 count, u64 seeds);
+/* rings.c */
+__attribute__((noreturn)) void rings(u64 generation, u64 cpus);
 /* disk.c: both return 0, or why not. */
 const char *disk_open(u64 *blocks);
 const char *disk_move(u64 block, void *buffer, int write);

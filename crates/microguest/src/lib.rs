@@ -4,7 +4,7 @@
 //! starts like a vmlinux and obeys the words of its command line, so that the VMM's tests run on any `/dev/kvm`, even
 //! one that emulates every instruction (about two million a second).
 //!
-//! What may not enter: anything that needs interrupts, SSE or more than one vCPU; stock kernels test those.
+//! What may not enter: anything that needs interrupts or SSE; stock kernels test those.
 //!
 //! | word | what it does |
 //! |---|---|
@@ -12,11 +12,13 @@
 //! | `fill=SEED:PAGES` | writes SEED's pattern to pages from 32 MiB on, verifies it (numbers in hexadecimal) |
 //! | `verify=SEED:PAGES` | prints `verify ok seed SEED` or `verify bad page N` |
 //! | `grow=ADDR:COUNT:SEEDS` | grows ([`Growth`]) with the seeds 1 to SEEDS, prints `ready`, waits as `until` does, and obeys the generation id, over and over; an id that is no [`Growth`] halts it |
+//! | `rings=ADDR:CPUS` | starts the other vCPUs, prints `writing`, and all of them write numbered pages, the first one blocks too, until the generation id at ADDR changes; then each looks whether what it wrote is there, all of it and nothing else; prints `rings ok N`, or `rings wrong: WHY`, and goes on where the id is that of [`Growth::Churn`] |
 //! | `touch=PAGES` | writes one word to each of PAGES pages from 32 MiB on, jumping over the hole below 4 GiB; at most 11 GiB of RAM |
 //! | `sort=SEED:KEYS` | makes KEYS 32-bit integers from SEED, sorts them, looks through them, and prints the line of [`sorted`] or `sort wrong at N` |
 //! | `born=ADDR` | as `until`, and then halts: the least that a clone can do |
 //! | `until=ADDR` | prints `ready`, waits until the VM generation id at ADDR changes, whatever to, writes to port 0x80 and goes on with the next word |
 //! | `count` | prints `count N` now and then, for ever |
+//! | `work=PAGES:TURNS` | writes one word to each of PAGES pages from 32 MiB on, over and over, and prints a dot whenever it has done so TURNS times; for ever |
 //! | `wait=ADDR` | prints `ready`, counts until the VM generation id at ADDR changes, then obeys it ([`orders`]), over and over |
 //! | `end=HOW` | ends the VM, see [`End`] |
 //!

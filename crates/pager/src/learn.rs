@@ -12,9 +12,9 @@ use crate::stored::{Expected, Shape};
 use std::collections::{HashMap, HashSet};
 
 /// Of the frames that are fetched, so many thousandths may be in vain in a run that is not learned from: all of them, and those of the working set.
-const WASTE: usize = 30;
+const WASTE: usize = 20;
 /// See [`WASTE`].
-const WASTE_OF_FIRST: usize = 20;
+const WASTE_OF_FIRST: usize = 10;
 /// The windows that are tried.
 const WINDOWS: [u8; 5] = [1, 2, 4, 8, UNIT];
 
@@ -182,7 +182,7 @@ fn replayed(
     for (frame, batch) in (0..).zip(&layout.batch_of).filter(|(_, batch)| **batch != ZERO) {
         frames.entry(*batch).or_default().push(frame);
     }
-    let mut order = Order::new(&layout, &[], &Policy::MINIMAL);
+    let mut order = Order::new(&layout, &[], &Policy { streams: true, ..Policy::MINIMAL });
     let mut there: HashSet<u32> = HashSet::new();
     let early: HashSet<u32> = expected.first.iter().copied().collect();
     let mut costs: HashMap<u8, Cost> = HashMap::new();
@@ -192,8 +192,9 @@ fn replayed(
         if there.contains(&batch) {
             continue;
         }
-        order.asked(&layout, batch);
-        let beside = std::iter::from_fn(|| order.take());
+        let with = order.with(&layout, batch, |other| other != batch && !there.contains(&other));
+        order.asked(&layout, batch, 0);
+        let beside = with.into_iter().chain(std::iter::from_fn(|| order.take()));
         let cost = costs.entry(colour).or_default();
         cost.faults += 1;
         for batch in std::iter::once(batch).chain(beside).filter(|batch| there.insert(*batch)) {

@@ -22,8 +22,10 @@
 //! | [`template`] | the memfd, which batches are there, who waits for which |
 //! | [`clones`] | a clone's regions and descriptors; how it is let go, or killed with a cause |
 //! | [`policy`], [`order`] | what comes together; what is fetched before anybody asks |
+//! | [`streams`] | what is asked for one after the other |
 //! | [`learn`] | what recorded runs say of both |
 //! | [`serve`], `threads` | the process, and its threads |
+//! | `pace` | what fetching takes, and what is better waited for |
 //! | [`wire`], [`client`] | what daemon, pager and VMM tell each other |
 //! | [`uffd`] | userfaultfd(2) |
 //! | [`guest`] | a clone without a VMM, for tests and benchmarks |
@@ -35,10 +37,12 @@ pub mod clones;
 pub mod guest;
 pub mod learn;
 pub mod order;
+mod pace;
 pub mod policy;
 pub mod serve;
 pub mod source;
 pub mod stored;
+pub mod streams;
 pub mod template;
 mod threads;
 pub mod uffd;

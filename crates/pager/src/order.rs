@@ -6,6 +6,7 @@
 
 use crate::policy::Policy;
 use crate::source::{Batch, Layout, ZERO};
+use crate::streams::Streams;
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -28,6 +29,8 @@ pub struct Order {
     at: usize,
     /// So many from there on are those to be fetched first.
     lead: usize,
+    /// Where the policy has them.
+    streams: Option<Streams>,
 }
 
 impl Order {
@@ -51,8 +54,9 @@ impl Order {
             row.extend((0..).take(layout.batches.len()).filter(&mut once));
         }
         let places = vec![NOWHERE; layout.batches.len()];
-        let mut order =
-            Self { beside_each: policy.beside, beside: VecDeque::new(), row, places, at: 0, lead };
+        let streams = policy.streams.then(Streams::default);
+        let (beside_each, beside) = (policy.beside, VecDeque::new());
+        let mut order = Self { beside_each, beside, row, places, at: 0, lead, streams };
         order.place(0..order.row.len());
         order
     }
@@ -78,9 +82,33 @@ impl Order {
         self.place(left);
     }
 
+    /// All that is left is fetched as it lies, and all of it is to come first.
+    pub fn sweep_all(&mut self) {
+        let left = self.at..self.row.len();
+        if self.lead < left.len() {
+            self.row[left.clone()].sort_unstable();
+            self.place(left.clone());
+            self.lead = left.len();
+        }
+    }
+
+    /// Somebody asks for `batch`: what is to come with it. `missing` says which are not there.
+    pub fn with(&mut self, layout: &Layout, batch: u32, missing: impl Fn(u32) -> bool) -> Vec<u32> {
+        self.streams.as_mut().map_or_else(Vec::new, |streams| streams.asked(layout, batch, missing))
+    }
+
     /// Somebody asked for `batch`: those of its group come next, and where it has none, those of its colour that lie behind it. Says whether there are any.
-    pub fn asked(&mut self, layout: &Layout, batch: u32) -> bool {
+    ///
+    /// So many others `behind` it come too, of those that are to come anyway.
+    pub fn asked(&mut self, layout: &Layout, batch: u32, behind: usize) -> bool {
+        if behind > 0 {
+            // What lies behind an earlier one comes with all others: to go back there would be another jump.
+            self.beside.clear();
+        }
         let before_this = self.beside.len();
+        let places = (0_u32..).zip(&self.places).skip((batch as usize).saturating_add(1)).take(behind);
+        let to_come = places.filter(|(_, place)| **place != NOWHERE && **place as usize >= self.at);
+        self.beside.extend(to_come.map(|(batch, _)| batch));
         let of = |n: u32| layout.batches.get(n as usize);
         let Some(&Batch { colour, group, .. }) = of(batch) else { return false };
         if group != 0 {
@@ -110,6 +138,12 @@ impl Order {
     #[must_use]
     pub const fn lead(&self) -> usize {
         self.lead
+    }
+
+    /// How many are still to come; those beside one that was asked for are mostly some of them.
+    #[must_use]
+    pub fn left(&self) -> usize {
+        self.row.len().saturating_sub(self.at).max(self.beside.len())
     }
 
     /// It could not be had: it is tried again at the end.
@@ -157,12 +191,25 @@ mod tests {
         }
         let asked = |batch, beside| {
             let mut order = Order::new(&layout, &[], &Policy { beside, ..Policy::MINIMAL });
-            (order.asked(&layout, batch), all(order))
+            (order.asked(&layout, batch, 0), all(order))
         };
         assert_eq!(asked(2, 0), (true, vec![3, 1]));
         assert_eq!(asked(1, 2), (true, vec![2, 3]));
         assert_eq!(asked(4, 2), (false, vec![]), "its group, and not its colour");
         assert_eq!(asked(5, 0), (false, vec![]), "neighbours only");
+    }
+
+    #[test]
+    fn what_lies_behind_comes_where_it_is_to_come_anyway() {
+        let asked = |batch, behind, policy: Policy| {
+            let mut order = order(&[2], Policy { beside: 0, ..policy });
+            assert_eq!(order.take(), Some(1));
+            (order.asked(&layout(), batch, behind), order.beside.into_iter().collect::<Vec<u32>>())
+        };
+        assert_eq!(asked(0, 3, Policy::default()), (true, vec![2, 3]), "1 has come");
+        assert_eq!(asked(3, 9, Policy::default()), (true, vec![4, 5]));
+        assert_eq!(asked(u32::MAX, 9, Policy::default()), (false, vec![]));
+        assert_eq!(asked(0, 3, Policy::MINIMAL.with_working_set()), (false, vec![]));
     }
 
     #[test]
@@ -192,10 +239,20 @@ mod tests {
     }
 
     #[test]
+    fn a_sweep_over_all_takes_the_rest_with_it() {
+        let mut order = order(&[10, 2], Policy::default());
+        assert_eq!(order.take(), Some(1));
+        order.sweep_all();
+        assert_eq!((order.lead(), order.left()), (5, 5));
+        assert_eq!(order.comes_after(5), Some(4));
+        assert_eq!(all(order), [0, 2, 3, 4, 5]);
+    }
+
+    #[test]
     fn what_lies_behind_what_was_asked_for_comes_before_all_else() {
         let asked = |batch, beside| {
             let mut order = order(&[0], Policy { beside, ..Policy::MINIMAL.with_working_set() });
-            let any = order.asked(&layout(), batch);
+            let any = order.asked(&layout(), batch, 0);
             (any, all(order))
         };
         assert_eq!(asked(0, 2), (true, vec![1, 2, 0]));

@@ -19,6 +19,8 @@ pub struct Policy {
     pub blind: bool,
     /// The recorded working set comes first, in its order.
     pub working_set: bool,
+    /// What is asked for one after the other has more and more come with it ([`crate::streams`]).
+    pub streams: bool,
     /// So many batches after one that was asked for are next.
     pub beside: u32,
     /// Everything comes in the end.
@@ -32,13 +34,20 @@ impl Policy {
     /// So many frames in a row, and nothing else.
     #[must_use]
     pub const fn blind(frames: u8) -> Self {
-        Self { windows: [frames; COLOURS], blind: true, working_set: false, beside: 0, background: false }
+        Self {
+            windows: [frames; COLOURS],
+            blind: true,
+            working_set: false,
+            streams: false,
+            beside: 0,
+            background: false,
+        }
     }
 
-    /// Frames of one colour, and nothing else.
+    /// Frames of one colour, of streams more of them, and nothing else.
     #[must_use]
     pub const fn colour(windows: [u8; COLOURS]) -> Self {
-        Self { windows, blind: false, working_set: false, beside: 0, background: false }
+        Self { windows, blind: false, streams: true, ..Self::MINIMAL }
     }
 
     /// With the working set.
@@ -57,6 +66,13 @@ impl Policy {
 /// Everything comes, the working set first; who waits gets all that one read gives.
 impl Default for Policy {
     fn default() -> Self {
-        Self { windows: [UNIT; COLOURS], blind: false, working_set: true, beside: 2, background: true }
+        Self {
+            windows: [UNIT; COLOURS],
+            blind: false,
+            working_set: true,
+            streams: false,
+            beside: 2,
+            background: true,
+        }
     }
 }

@@ -2,10 +2,11 @@
 
 use crate::clones::{Clone, Handle};
 use crate::order::Order;
+use crate::pace::Pace;
 use crate::source::Source;
 use crate::stored::{Expected, Stored};
 use crate::template::{Counters, Template};
-use crate::threads::{Pace, STOP, Shared};
+use crate::threads::{STOP, Shared};
 use crate::uffd::{Descriptors, Uffd};
 use crate::wire::{FromPager, Report, Settings, ToPager, receive, receive_bytes, send, send_bytes};
 use dayfly_store::{PageReader, PagesError};
@@ -18,7 +19,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, RwLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -201,6 +202,7 @@ impl<S: Source + 'static> Server<S> {
             more: Condvar::new(),
             clones: RwLock::default(),
             pace: Pace::default(),
+            puzzled: OnceLock::new(),
             faults,
             news,
             stop: AtomicBool::new(false),

@@ -231,6 +231,39 @@ fn many_clones_find_every_page_right_and_each_is_fetched_once() {
 }
 
 #[test]
+fn streams_have_more_come_at_once_and_none_of_it_is_wrong_where_some_cannot_be_read() {
+    let frames = 4096;
+    let fails: [fn(u32, u32) -> Option<SourceError>; 2] = [
+        |_, _| None,
+        |batch, time| (batch % 7 == 3 && time == 0).then(|| SourceError::Unreadable("for a test".to_owned())),
+    ];
+    for fails in fails {
+        let source = Made::new(frames, fails);
+        let fetched = source.fetched.clone();
+        let policy = Policy { streams: true, ..settings(false).policy };
+        let room = Room::new(source, Settings { policy, ..settings(false) }, &[]);
+        let guests: Vec<Standin> = (0..3).map(|_| room.clone()).collect();
+        thread::scope(|scope| {
+            scope.spawn(|| (0..frames).for_each(|frame| guests[0].check(frame)));
+            scope.spawn(|| (0..frames).rev().for_each(|frame| guests[1].check(frame)));
+            scope.spawn(|| (frames / 2..frames).for_each(|frame| guests[2].check(frame)));
+        });
+        let report = room.whole();
+        let batches = fetched.len() as u64;
+        assert!(report.asked * 4 < batches, "{report:?}");
+        assert!(report.asked + report.ahead >= batches);
+        let times: u32 = fetched.iter().map(|n| n.load(Ordering::SeqCst)).sum();
+        // Those that came with one that failed come again.
+        assert!(u64::from(times) < batches * 4, "{times} fetches");
+        if fails(3, 0).is_none() {
+            assert_eq!((u64::from(times), report.asked + report.ahead), (batches, batches));
+        }
+        drop(guests);
+        room.end();
+    }
+}
+
+#[test]
 fn what_is_to_come_first_is_told() {
     let room = Room::new(
         Made::new(1024, |batch, _| {
@@ -317,5 +350,46 @@ fn it_goes_on_without_its_daemon_and_ends_with_its_last_clone() {
     (0..16).for_each(|frame| guest.check(frame));
     assert!(!room.thread.as_ref().unwrap().is_finished());
     drop(guest);
+    room.end();
+}
+
+/// A disk with one head, which takes long to be anywhere else than behind where it was.
+struct Disk {
+    made: Made,
+    head: Mutex<u32>,
+    read: AtomicU64,
+}
+
+impl Source for Disk {
+    fn layout(&self) -> &Layout {
+        &self.made.layout
+    }
+
+    fn read_bytes(&self) -> u64 {
+        self.read.load(Ordering::SeqCst)
+    }
+
+    fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError> {
+        let mut head = self.head.lock().unwrap();
+        thread::sleep(if batch == *head { Duration::from_micros(200) } else { Duration::from_millis(8) });
+        *head = batch + 1;
+        self.read.fetch_add(u64::from(EACH) * PAGE as u64, Ordering::SeqCst);
+        drop(head);
+        self.made.fetch(batch, put)
+    }
+}
+
+#[test]
+fn a_guest_that_faults_all_over_a_disk_does_not_keep_it_from_being_read_in_a_row() {
+    let made = Made::new(4096, |_, _| None);
+    let batches = made.layout.batches.len() as u64;
+    let disk = Disk { made, head: Mutex::new(0), read: AtomicU64::new(0) };
+    let memory = crate::guest::memory(4096 * PAGE as u64).unwrap();
+    let room = Room::over(memory, disk, settings(true), &[]);
+    let guest = room.clone();
+    shuffled(4096, 1).for_each(|frame| guest.check(frame));
+    let report = room.whole();
+    // Each jump takes as long as a twentieth of all in a row.
+    assert!(report.asked < batches / 8, "of {batches} batches {} were jumped to", report.asked);
     room.end();
 }

@@ -69,4 +69,12 @@ pub trait Source: Send + Sync {
     /// # Errors
     /// [`SourceError`]; some of its frames may have been put.
     fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError>;
+
+    /// As [`Self::fetch`], of several: where they lie side by side they cost no more than one read.
+    ///
+    /// # Errors
+    /// [`SourceError`], of any of them; some frames of any of them may have been put.
+    fn fetch_all(&self, batches: &[u32], put: &mut Put<'_>) -> Result<(), SourceError> {
+        batches.iter().try_for_each(|batch| self.fetch(*batch, put))
+    }
 }

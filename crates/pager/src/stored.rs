@@ -250,6 +250,25 @@ impl Stored {
         self.read_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
+    /// What lies in these places, in their order.
+    fn read(&self, slots: &[Slot], put: &mut Put<'_>) -> Result<(), SourceError> {
+        thread_local!(static BYTES: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) });
+        BYTES.with_borrow_mut(|bytes| {
+            for part in slots.chunk_by(|a, b| a.place.unit() == b.place.unit()) {
+                match part[0].place {
+                    Place::Page(id, _) => self.group(id, part, bytes, put)?,
+                    Place::Block(..) => self.blocks(part, bytes, put)?,
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn slots_of(&self, batch: u32) -> Result<&[Slot], SourceError> {
+        let slots = self.ranges.get(batch as usize).and_then(|range| self.slots.get(range.clone()));
+        slots.ok_or_else(|| SourceError::Damaged(format!("batch {batch}: there is none")))
+    }
+
     /// Frames of one group.
     fn group(
         &self,
@@ -304,18 +323,19 @@ impl Source for Stored {
     }
 
     fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError> {
-        thread_local!(static BYTES: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) });
-        let slots = self.ranges.get(batch as usize).and_then(|range| self.slots.get(range.clone()));
-        let slots = slots.ok_or_else(|| SourceError::Damaged(format!("batch {batch}: there is none")))?;
-        BYTES.with_borrow_mut(|bytes| {
-            for part in slots.chunk_by(|a, b| a.place.unit() == b.place.unit()) {
-                match part[0].place {
-                    Place::Page(id, _) => self.group(id, part, bytes, put)?,
-                    Place::Block(..) => self.blocks(part, bytes, put)?,
-                }
-            }
-            Ok(())
-        })
+        self.read(self.slots_of(batch)?, put)
+    }
+
+    fn fetch_all(&self, batches: &[u32], put: &mut Put<'_>) -> Result<(), SourceError> {
+        if let [batch] = batches {
+            return self.fetch(*batch, put);
+        }
+        let mut slots = Vec::new();
+        for batch in batches {
+            slots.extend_from_slice(self.slots_of(*batch)?);
+        }
+        slots.sort_unstable_by_key(|slot| (slot.place.unit(), slot.frame));
+        self.read(&slots, put)
     }
 }
 

@@ -151,8 +151,15 @@ impl<S: Source> Template<S> {
     }
 
     /// Sees to it that `clone` goes on at `address`: its page is there, or somebody brings it, or the clone is killed. Gives the batch if it had to be
-    /// fetched for it. Of a batch that nobody brings, `comes` says whether who fetches ahead is going to, and it can be waited for.
-    pub fn fault(&self, clone: &Arc<Clone>, address: u64, comes: impl FnOnce(u32) -> bool) -> Option<u32> {
+    /// fetched for it. Of a batch that nobody brings, `comes` says whether who fetches ahead is going to, and it can be waited for; if not, `with` says
+    /// which others come with it.
+    pub fn fault(
+        &self,
+        clone: &Arc<Clone>,
+        address: u64,
+        comes: impl FnOnce(u32) -> bool,
+        with: impl FnOnce(u32) -> Vec<u32>,
+    ) -> Option<u32> {
         let since = Instant::now();
         count(&self.counters.faults, 1);
         if clone.is_killed() {
@@ -191,7 +198,11 @@ impl<S: Source> Template<S> {
         let waits = state.load(Ordering::Acquire) == ABSENT && comes(batch);
         if !waits && self.claim(batch) {
             count(&self.counters.asked, 1);
-            self.bring(batch);
+            let mut with = with(batch);
+            with.retain(|batch| self.claim(*batch));
+            if !self.bring_all(batch, with) {
+                self.bring(batch);
+            }
             Some(batch)
         } else {
             count(&self.counters.late_faults, 1);
@@ -216,18 +227,43 @@ impl<S: Source> Template<S> {
         self.bring(batch)
     }
 
+    /// Fetches batches that this thread has claimed, `batch` and others `with` it, and wakes who waits for them. If one of them cannot be had, says so, and `batch`
+    /// is to be brought by itself: the others are there or not, as if nobody had asked for them.
+    fn bring_all(&self, batch: u32, mut with: Vec<u32>) -> bool {
+        if with.is_empty() {
+            return false;
+        }
+        count(&self.counters.ahead, with.len() as u64);
+        with.push(batch);
+        if self.fetch_all(&with).is_ok() {
+            // The one that is asked for last: who has waited for it finds the others.
+            with.into_iter().for_each(|batch| self.arrived(batch));
+            return true;
+        }
+        with.pop();
+        for other in with {
+            self.bring(other);
+        }
+        false
+    }
+
+    /// All frames of a batch that this thread has claimed are there.
+    fn arrived(&self, batch: u32) {
+        let waiters = {
+            let mut waiting = self.waiting();
+            self.states[batch as usize].store(PRESENT, Ordering::Release);
+            waiting.remove(&batch)
+        };
+        waiters.into_iter().flatten().for_each(|waiter| self.woken(&waiter));
+        self.missing.fetch_sub(1, Ordering::AcqRel);
+    }
+
     /// Fetches a batch that this thread has claimed, wakes who waits for it, and kills who waits in vain.
     fn bring(&self, batch: u32) -> Brought {
         for tries in 1.. {
-            let error = match self.fetch(batch) {
+            let error = match self.fetch_all(&[batch]) {
                 Ok(()) => {
-                    let waiters = {
-                        let mut waiting = self.waiting();
-                        self.states[batch as usize].store(PRESENT, Ordering::Release);
-                        waiting.remove(&batch)
-                    };
-                    waiters.into_iter().flatten().for_each(|waiter| self.woken(&waiter));
-                    self.missing.fetch_sub(1, Ordering::AcqRel);
+                    self.arrived(batch);
                     return Brought::Done;
                 }
                 Err(e) => e,
@@ -265,8 +301,8 @@ impl<S: Source> Template<S> {
         self.counters.longest_fault_ns.fetch_max(took, Ordering::Relaxed);
     }
 
-    fn fetch(&self, batch: u32) -> Result<(), SourceError> {
-        self.source.fetch(batch, &mut |frame, bytes| {
+    fn fetch_all(&self, batches: &[u32]) -> Result<(), SourceError> {
+        self.source.fetch_all(batches, &mut |frame, bytes| {
             let at = u64::from(frame) * PAGE_SIZE;
             let fits = bytes.len().is_multiple_of(PAGE) && at + bytes.len() as u64 <= self.bytes;
             if !fits {

@@ -9,6 +9,7 @@
 
 use crate::clones::Clone;
 use crate::order::Order;
+use crate::pace::Pace;
 use crate::source::Source;
 use crate::template::{Brought, Template};
 use crate::wire::Settings;
@@ -18,7 +19,9 @@ use rustix::fd::OwnedFd;
 use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{
+    Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+};
 use std::time::{Duration, Instant};
 
 /// The number under which fault threads are told to end.
@@ -28,51 +31,10 @@ pub const STOP: u64 = u64::MAX;
 const LINGER: Duration = Duration::from_micros(50);
 /// How a clone's faults are told.
 const WATCHED: EventFlags = EventFlags::IN.union(EventFlags::ONESHOT);
+/// For so long nobody jumps at most, once, so that some are read in a row.
+const FIND_OUT: Duration = Duration::from_millis(100);
 /// How long fetching ahead rests after a batch that could not be had.
 const REST: Duration = Duration::from_millis(500);
-
-/// What a batch takes, lately; nanoseconds, 0 where none has come yet.
-#[derive(Debug, Default)]
-pub struct Pace {
-    asked: AtomicU64,
-    ahead: AtomicU64,
-}
-
-impl Pace {
-    /// From here on another thread is let look at a clone before a page is fetched for it. Well above what a page takes that is at hand: what a second
-    /// thread costs is in the times, and must not keep it coming.
-    const SLOW: u64 = 150_000;
-    /// From here on a batch that is asked for may be one that a disk had to seek.
-    const SEEK: u64 = 1_000_000;
-
-    fn note(of: &AtomicU64, took: Duration) {
-        let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).max(1);
-        let before = of.load(Ordering::Relaxed);
-        // Several may note at once; that one is lost is no harm.
-        of.store(if before == 0 { took } else { before - before / 8 + took / 8 }, Ordering::Relaxed);
-    }
-
-    fn times(&self) -> (u64, u64) {
-        (self.asked.load(Ordering::Relaxed), self.ahead.load(Ordering::Relaxed))
-    }
-
-    /// Whether what is asked for comes at once.
-    fn is_quick(&self) -> bool {
-        (1..Self::SLOW).contains(&self.times().0)
-    }
-
-    /// Whether to jump to a page is dear.
-    fn seeks(&self) -> bool {
-        let (asked, ahead) = self.times();
-        ahead > 0 && asked > Self::SEEK && asked / 4 > ahead
-    }
-
-    /// Whether so many batches in a row take less than to jump to the last of them, and back.
-    fn waits(&self, batches: usize) -> bool {
-        let (asked, ahead) = self.times();
-        self.seeks() && (batches as u64).saturating_add(1).saturating_mul(ahead) < asked.saturating_mul(2)
-    }
-}
 
 /// What all threads have.
 pub struct Shared<S> {
@@ -91,6 +53,8 @@ pub struct Shared<S> {
     /// Readable when fault threads are to end.
     pub stopped: OwnedFd,
     pub pace: Pace,
+    /// Since when nobody jumped, for a moment.
+    pub puzzled: OnceLock<Instant>,
     pub settings: Settings,
 }
 
@@ -166,15 +130,20 @@ impl<S: Source> Shared<S> {
                     if !self.pace.is_quick() {
                         self.watch_again(id, clone);
                     }
+                    self.find_out();
                     let began = Instant::now();
-                    let fetched = self.template.fault(clone, address, |batch| self.comes(batch));
+                    let with = |batch| {
+                        let missing = |n: u32| !self.template.has(n);
+                        self.order().with(self.template.layout(), batch, missing)
+                    };
+                    let fetched = self.template.fault(clone, address, |batch| self.comes(batch), with);
                     let ended = Instant::now();
                     last = Some(ended);
                     busy.store(0, Ordering::Relaxed);
                     if let Some(batch) = fetched {
-                        Pace::note(&self.pace.asked, ended - began);
+                        self.pace.jumped(ended - began, ended - self.began);
                         // Woken for nothing, who fetches ahead would only take a CPU from the guest.
-                        if self.order().asked(self.template.layout(), batch) {
+                        if self.order().asked(self.template.layout(), batch, self.pace.worth()) {
                             self.more.notify_one();
                         }
                         self.look();
@@ -190,11 +159,29 @@ impl<S: Source> Shared<S> {
         }
     }
 
+    /// Lets who fetches ahead read some in a row, where it is not known what these take.
+    fn find_out(&self) {
+        let reads = || self.settings.ahead_bytes_per_s == 0 && self.order().left() > 0;
+        while self.pace.is_puzzled() && !self.stop.load(Ordering::Acquire) && reads() {
+            if self.puzzled.get_or_init(Instant::now).elapsed() > FIND_OUT {
+                return;
+            }
+            self.more.notify_one();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     /// Whether who fetches ahead is about to bring a batch sooner than one could go there.
     fn comes(&self, batch: u32) -> bool {
-        self.settings.ahead_bytes_per_s == 0
-            && self.pace.seeks()
-            && self.order().comes_after(batch).is_some_and(|batches| self.pace.waits(batches))
+        self.settings.ahead_bytes_per_s == 0 && self.pace.seeks() && {
+            let order = self.order();
+            order.comes_after(batch).is_some_and(|batches| self.pace.waits(batches, self.left(&order)))
+        }
+    }
+
+    /// How many that come unasked are still to come; some of these may be there already.
+    fn left(&self, order: &Order) -> usize {
+        order.left().min(self.template.missing() as usize)
     }
 
     /// Tells if all is there.
@@ -222,6 +209,8 @@ impl<S: Source> Shared<S> {
     pub fn fetch_ahead(&self) {
         let Settings { ahead_bytes_per_s: rate, .. } = self.settings;
         let (began, mut bytes, mut swept) = (Instant::now(), 0_u64, false);
+        // The last batch, and how many others had asked for by then.
+        let (mut last, asked) = (None, &self.template.counters.asked);
         while !self.stop.load(Ordering::Acquire) {
             let next = {
                 let mut order = self.order();
@@ -240,13 +229,25 @@ impl<S: Source> Shared<S> {
             if self.template.has(batch) {
                 continue;
             }
-            let at = Instant::now();
-            match self.template.ahead(batch) {
+            let (at, read) = (Instant::now(), self.template.read_bytes());
+            // One that is under way has the disk elsewhere.
+            let alone = self.pace.jumps() == asked.load(Ordering::Relaxed);
+            let brought = self.template.ahead(batch);
+            let (took, jumps) = (at.elapsed(), asked.load(Ordering::Relaxed));
+            let in_a_row = alone && last == Some((batch.wrapping_sub(1), jumps));
+            last = Some((batch, jumps));
+            match brought {
                 Brought::Done => {
-                    Pace::note(&self.pace.ahead, at.elapsed());
+                    self.pace.went_on(took, in_a_row, self.template.read_bytes() > read);
                     if !swept && self.pace.seeks() {
                         swept = true;
                         self.order().sweep();
+                    }
+                    if swept && self.settings.policy.background {
+                        let mut order = self.order();
+                        if self.pace.all_is_sooner(order.lead(), self.left(&order)) {
+                            order.sweep_all();
+                        }
                     }
                     self.look();
                 }

@@ -11,24 +11,6 @@ use std::thread;
 
 const PAGE: usize = 4096;
 
-#[test]
-fn faults_wait_for_a_sweep_only_where_to_seek_is_dear() {
-    let pace = |asked: u64, ahead: u64| Pace { asked: asked.into(), ahead: ahead.into() };
-    assert!(!Pace::default().is_quick() && !Pace::default().seeks(), "nothing is known");
-    assert!(pace(6_000, 0).is_quick() && !pace(8_000_000, 0).is_quick());
-    // A network: what is asked for takes as long as what is not. Memory: neither takes long.
-    assert!(!pace(2_000_000, 1_500_000).seeks() && !pace(20_000, 1000).seeks());
-    // A disk: 8 ms to go there, and to go back; 0.5 ms for a batch in a row.
-    let disk = pace(8_000_000, 500_000);
-    assert!(disk.seeks() && disk.waits(0) && disk.waits(30) && !disk.waits(31), "{disk:?}");
-    assert!(!disk.waits(usize::MAX) && !pace(8_000_000, 3_000_000).waits(0));
-    let paced = Pace::default();
-    Pace::note(&paced.asked, Duration::from_nanos(800));
-    assert_eq!(paced.times(), (800, 0), "the first is believed");
-    Pace::note(&paced.asked, Duration::from_nanos(1600));
-    assert_eq!(paced.times().0, 900);
-}
-
 /// Two batches of one page.
 struct Two(Layout);
 
@@ -73,7 +55,7 @@ fn who_waits_for_what_comes_gets_it_from_who_brings_it() {
     };
     thread::scope(|scope| {
         let reader = scope.spawn(|| [guest.touch(0), guest.touch(1)]);
-        assert_eq!(template.fault(&clone, fault(), |_| true), None);
+        assert_eq!(template.fault(&clone, fault(), |_| true, |_| Vec::new()), None);
         assert_eq!(
             (template.missing(), template.counters.asked.load(Ordering::SeqCst)),
             (2, 0),
@@ -81,7 +63,7 @@ fn who_waits_for_what_comes_gets_it_from_who_brings_it() {
         );
         assert_eq!(template.ahead(0), Brought::Done);
         // The second is not to come, and is fetched for it.
-        assert_eq!(template.fault(&clone, fault(), |_| false), Some(1));
+        assert_eq!(template.fault(&clone, fault(), |_| false, |_| Vec::new()), Some(1));
         let until = Instant::now() + Duration::from_secs(20);
         while !reader.is_finished() && Instant::now() < until {
             thread::yield_now();

@@ -81,6 +81,7 @@ fn planned() -> (tempfile::TempDir, Plan) {
         parent: None,
         kernel: KernelRef { name: name("6.12"), release: "6.12".into(), digest: Digest([7; 32]) },
         vcpus: 1,
+        nets: 0,
         memory_bytes,
         agent_version: "0".into(),
         config: ImageConfig::default(),

@@ -94,6 +94,7 @@ impl Vm {
             parent: parent.map(name),
             kernel: KernelRef { name: name("6.12"), release: "6.12.0".to_owned(), digest: Digest([7; 32]) },
             vcpus: 1,
+            nets: 0,
             memory_bytes: 64 * 4096,
             agent_version: format!("0.{seed}"),
             config: ImageConfig::default(),

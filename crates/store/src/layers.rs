@@ -81,7 +81,7 @@ pub struct VmLayer {
     pub vm: VmId,
     /// Which of its disks, from 0.
     pub disk: u8,
-    /// Counts the layers of that disk; a later one lies above.
+    /// Counts the layers of that disk.
     pub number: u32,
 }
 

@@ -41,6 +41,7 @@
 mod blob;
 mod digest;
 mod errors;
+mod freezing;
 mod gc;
 mod images;
 mod kernels;
@@ -63,6 +64,7 @@ mod workers;
 
 pub use digest::{Digest, DigestError};
 pub use errors::{Damage, IoError};
+pub use freezing::{Freeze, Freezing};
 pub use gc::{GcError, GcReport, GcStagingReport};
 pub use images::{Image, ImageSpec};
 pub use kernels::{Kernel, KernelSpec};
@@ -83,9 +85,9 @@ pub use pins::{Pin, PinError};
 pub use publish::{OpenError, PutError, RemoveError};
 pub use scrub::{Finding, MAX_FINDINGS, Object, Scope, SearchError, VerifyReport};
 pub use snapshots::{
-    CommitError, Committed, DiskSpec, Freeze, GroupBuffer, GroupId, MOST_LAYERS, Merge, Merged, OpenDisk,
-    OpenLayer, OpenSnapshot, PageReader, PagedSpec, Plan, Prepared, Resident, SavedSnapshot, Sizes,
-    SnapshotPages, SnapshotSpec, SnapshotWriter,
+    CommitError, Committed, DiskSpec, FlattenError, GroupBuffer, GroupId, MOST_LAYERS, Merge, Merged,
+    OpenDisk, OpenLayer, OpenSnapshot, PageReader, PagedSpec, Plan, Prepared, Resident, SavedSnapshot, Sizes,
+    SnapshotPages, SnapshotSpec, SnapshotWriter, seal_content,
 };
 pub use usage::{Counted, Frames, SnapshotUse, StoreStats, Unreadable, Usage};
 

@@ -1,7 +1,7 @@
 //! The sealed JSON manifests: what an image, a kernel and a snapshot are made of.
 //!
 //! A manifest is read in this order: size against [`MAX_MANIFEST_BYTES`], the seal (magic, header digest, version, length,
-//! payload digest), then JSON, then [`Manifest::check`]. Version 1 of each has exactly the fields below; a field is added by raising the version, and
+//! payload digest), then JSON, then [`Manifest::check`]. The last version of each has exactly the fields below; a field is added by raising the version, and
 //! reading the older one with a default.
 
 use crate::blob::Dir;
@@ -139,6 +139,9 @@ pub struct SnapshotManifest {
     pub vcpus: u8,
     /// RAM.
     pub memory_bytes: u64,
+    /// Network devices; since version 2, before which there were none.
+    #[serde(default)]
+    pub nets: u8,
     /// Version of the agent in it.
     pub agent_version: String,
     /// How its image wants to be started.
@@ -177,6 +180,8 @@ pub struct Listing<T> {
 pub(crate) trait Manifest: Serialize + DeserializeOwned {
     const MAGIC: Magic;
     const VERSION: u32 = 1;
+    /// The oldest version that is read.
+    const OLDEST: u32 = 1;
     /// Such as `image`.
     const KIND: &'static str;
     fn name(&self) -> &Name;
@@ -209,6 +214,7 @@ impl Manifest for KernelManifest {
 
 impl Manifest for SnapshotManifest {
     const MAGIC: Magic = *b"DFsnaps\n";
+    const VERSION: u32 = 2;
     const KIND: &'static str = "snapshot";
     fn name(&self) -> &Name {
         &self.name
@@ -276,7 +282,7 @@ pub(crate) fn decode<M: Manifest>(path: &std::path::Path, bytes: &[u8]) -> Resul
         expected,
         got,
     };
-    let opened = sealed::open(&M::MAGIC, M::VERSION..=M::VERSION, MAX_MANIFEST_BYTES, bytes);
+    let opened = sealed::open(&M::MAGIC, M::OLDEST..=M::VERSION, MAX_MANIFEST_BYTES, bytes);
     let (_, json) = opened.map_err(|error| Damage::Seal { file: PathBuf::from(path), error })?;
     let manifest: M = serde_json::from_slice(json).map_err(|e| {
         content(

@@ -1,6 +1,6 @@
 //! The layers that belong to running VMs: `vms/<id>/disk<d>.<n>.data`. They outlive a daemon, and go with their VM.
 
-use crate::blob::{IfTaken, Stage};
+use crate::blob::{Dir, IfTaken, Stage};
 use crate::errors::{IoError, IoResult};
 use crate::layers::VmLayer;
 use crate::{Inner, Store};
@@ -25,6 +25,14 @@ impl Inner {
     fn spare(&self) -> MutexGuard<'_, Option<Spare>> {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The number of the next layer of a disk.
+pub(crate) fn next_number(dir: &Dir, disk: u8) -> IoResult<u32> {
+    let numbers = dir.entries()?.into_iter().filter_map(|name| {
+        name.strip_prefix(&format!("disk{disk}."))?.split('.').next()?.parse::<u32>().ok()
+    });
+    Ok(numbers.max().map_or(0, |n| n.saturating_add(1)))
 }
 
 impl Store {
@@ -74,10 +82,7 @@ impl Store {
             return Ok((layer, data));
         }
         let dir = self.0.vms.make_or_open(&vm.to_string())?;
-        let numbers = dir.entries()?.into_iter().filter_map(|name| {
-            name.strip_prefix(&format!("disk{disk}."))?.split('.').next()?.parse::<u32>().ok()
-        });
-        let layer = VmLayer { number: numbers.max().map_or(0, |n| n.saturating_add(1)), ..layer };
+        let layer = VmLayer { number: next_number(&dir, disk)?, ..layer };
         let file = dir.create(&layer.data_name())?;
         Ok((layer, file))
     }
@@ -89,6 +94,28 @@ impl Store {
     pub fn open_vm_layer(&self, layer: &VmLayer, writable: bool) -> Result<File, IoError> {
         let dir = self.0.vms.sub(&layer.vm.to_string())?;
         if writable { dir.open_rw(&layer.data_name()) } else { dir.open(&layer.data_name()) }
+    }
+
+    /// Data and map of a layer that a VM has frozen.
+    ///
+    /// # Errors
+    /// One is not there.
+    pub fn open_frozen_layer(&self, layer: &VmLayer) -> Result<(File, File), IoError> {
+        let dir = self.0.vms.sub(&layer.vm.to_string())?;
+        Ok((dir.open(&layer.data_name())?, dir.open(&layer.map_name())?))
+    }
+
+    /// Gives a layer that another VM has frozen a second name among those of `vm`, which from then on stands on it by itself.
+    ///
+    /// # Errors
+    /// It is not there, or the host cannot.
+    pub fn share_vm_layer(&self, layer: &VmLayer, vm: VmId) -> Result<VmLayer, IoError> {
+        let from = self.0.vms.sub(&layer.vm.to_string())?;
+        let to = self.0.vms.make_or_open(&vm.to_string())?;
+        let shared = VmLayer { vm, number: next_number(&to, layer.disk)?, ..*layer };
+        from.link(&layer.map_name(), &to, &shared.map_name())?;
+        from.link(&layer.data_name(), &to, &shared.data_name())?;
+        Ok(shared)
     }
 
     /// Removes one layer of a VM, such as a new writable one when the VM's `Save` failed. One that is not there is no error.
@@ -120,7 +147,7 @@ impl Store {
         Ok(names.into_iter().map(|n| (n.parse().ok(), self.0.vms.path().join(n))).collect())
     }
 
-    /// Bytes of disk that only `vm` takes: the blocks of its own layers.
+    /// Bytes of disk that only `vm` takes: the blocks of its own layers, but for those that others stand on too.
     ///
     /// # Errors
     /// The folder cannot be read.
@@ -132,7 +159,7 @@ impl Store {
         let allocated = |name: &String| -> IoResult<u64> {
             let path = dir.path().join(name);
             let meta = dir.open(name)?.metadata().map_err(IoError::new("looking at", &path))?;
-            Ok(meta.blocks() * 512)
+            Ok(if meta.nlink() > 1 { 0 } else { meta.blocks() * 512 })
         };
         dir.entries()?.iter().map(allocated).sum()
     }

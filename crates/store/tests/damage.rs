@@ -100,6 +100,7 @@ fn sample(root: &Path) -> (Store, Vec<u8>) {
         parent: None,
         kernel: KernelRef { name: name("6.12"), release: "6.12".to_owned(), digest: Digest([7; 32]) },
         vcpus: 1,
+        nets: 0,
         memory_bytes: ram.len() as u64,
         agent_version: "0".to_owned(),
         config,

@@ -40,8 +40,7 @@ fn ram(bytes: u64) -> (GuestMemoryMmap, Vec<u64>) {
     lay_over(&memory, &Backing::of(file), bytes, &[]).unwrap();
     // In rows of 64, as a guest's memory is.
     let step = bytes / PAGE / (WRITTEN / 64);
-    let written: Vec<u64> =
-        (0..WRITTEN).map(|n| (n / 64 * step + n % 64) * PAGE).map(|at| beyond_hole(at)).collect();
+    let written: Vec<u64> = (0..WRITTEN).map(|n| (n / 64 * step + n % 64) * PAGE).map(beyond_hole).collect();
     written.iter().for_each(|at| memory.write_obj(1_u8, GuestAddress(*at)).unwrap());
     (memory, written)
 }

@@ -7,6 +7,7 @@
 
 use dayfly_units::VmId;
 use serde::{Deserialize, Serialize};
+use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
 /// A descriptor's number in the VMM process, or its place among those of a message.
@@ -14,6 +15,8 @@ pub type FdNumber = i32;
 
 /// The most vCPUs a VM may have.
 pub const MAX_VCPUS: u8 = 16;
+/// The most network devices a VM may have.
+pub const MAX_NETS: u8 = 1;
 /// The most disks a VM may have.
 pub const MAX_DISKS: usize = 8;
 /// The most layers a disk may have under its writable one.
@@ -106,6 +109,7 @@ impl Start {
                 memory_bytes: boot.memory_bytes,
                 vcpus: boot.vcpus,
                 disks: u8::try_from(boot.disks.len()).unwrap_or(u8::MAX),
+                nets: boot.nets,
             },
             Self::Shell { shape, .. } => *shape,
         }
@@ -121,6 +125,33 @@ pub struct Shape {
     pub vcpus: u8,
     /// At most [`MAX_DISKS`].
     pub disks: u8,
+    /// Network devices, at most [`MAX_NETS`].
+    #[serde(default)]
+    pub nets: u8,
+}
+
+/// What a network device is joined to ([`crate::control::Command::Connect`]).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LinkConfig {
+    /// The address of the interface.
+    pub mac: [u8; 6],
+    /// The only address that packets may come from.
+    pub address: Ipv4Addr,
+    /// How fast the guest may send; `None`: as fast as it can.
+    #[serde(default)]
+    pub sends: Option<Rate>,
+    /// How fast it may receive.
+    #[serde(default)]
+    pub receives: Option<Rate>,
+}
+
+/// A limit on bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rate {
+    /// In the long run.
+    pub bytes_per_second: u64,
+    /// At once, after nothing for long.
+    pub burst_bytes: u64,
 }
 
 /// A cold boot.
@@ -138,6 +169,9 @@ pub struct BootConfig {
     pub vcpus: u8,
     /// In order vda, vdb, …; at most [`MAX_DISKS`].
     pub disks: Vec<DiskConfig>,
+    /// Network devices, at most [`MAX_NETS`]; without a link.
+    #[serde(default)]
+    pub nets: u8,
 }
 
 /// A start from a snapshot. A descriptor is numbered by its place among those that come with the message, from 0.

@@ -10,7 +10,7 @@ pub mod wire;
 
 pub use client::{Client, ClientError};
 
-use crate::config::{RestoreConfig, Shape};
+use crate::config::{LinkConfig, RestoreConfig, Shape};
 use serde::{Deserialize, Serialize};
 
 /// The longest message either side accepts.
@@ -36,10 +36,18 @@ pub enum Command {
     /// writable layer. After `Ok` the old writable layers are frozen: never written again.
     Save,
     /// Copy RAM to the one descriptor that comes along, as `Save` does, while the VM runs, again and again what it writes meanwhile.
-    /// `Save` or `Freeze` with that descriptor then has little left to copy. Without a descriptor: the end of it.
-    Precopy,
+    /// `Save`, `Freeze` or `Fork` with that descriptor then has little left to copy. Without a descriptor: the end of it.
+    Precopy {
+        /// Only pages that are not as what it is a clone of has them: for `Fork`.
+        #[serde(default)]
+        own: bool,
+    },
     /// `Pause`, `Save` and `Resume` in one, with the descriptors of `Save`: the VM stands still for as short as can be.
     Freeze,
+    /// The same for clones that run beside it at once; only after `Precopy`. In place of the page map an empty file is for the sealed list of the pages that
+    /// the memory file has where it was copied to with `own` ([`crate::memory::backing`]): all others are as in what this VM is a clone of. Without `own` the
+    /// list is empty, and the memory file has all of RAM.
+    Fork,
     /// Write the sealed record of the pages touched since the restore ([`crate::memory::working_set`]) to the one
     /// descriptor that comes along, an empty file; of a clone that was not started to be recorded, of the pages written.
     WorkingSet,
@@ -51,6 +59,11 @@ pub enum Command {
         /// Which disk, from 0.
         disk: u8,
     },
+    /// Join the network device to the tap whose one descriptor comes along; without a descriptor, what the guest sends is lost. Until the first of these
+    /// the same. At any time.
+    ///
+    /// The tap does not block, and has a header of 12 bytes and its offloads set.
+    Connect(LinkConfig),
     /// End this VMM now, without asking the guest.
     Quit,
 }
@@ -65,7 +78,7 @@ pub enum Answer {
     Status(Status),
     /// The answer to `Precopy`.
     Precopied(Precopied),
-    /// The answer to `Freeze`.
+    /// The answer to `Freeze` and `Fork`.
     Frozen(Frozen),
     /// Not done; the VM is as it was.
     Err {

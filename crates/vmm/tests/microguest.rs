@@ -7,7 +7,7 @@ use dayfly_microguest::{End, Growth, elf, orders, sorted};
 use dayfly_vmm::arch::layout;
 use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::{ClientError, Command, ExitReason};
-use dayfly_vmm::memory::working_set;
+use dayfly_vmm::memory::{backing, working_set};
 use harness::{Boot, Disk, Snapshot, Vmm, kvm_or_nothing, write_file};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -216,7 +216,7 @@ fn copied_beneath(room: &Room, vm: &mut Vmm, name: &str, turns: u64) {
         let (copied, files) = vm.files(&room.path(&format!("{name}{turn}")));
         vm.disks.clone_from(&copied.disks);
         let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-        again += vm.client().precopy(fds[1]).unwrap().pages;
+        again += vm.client().precopy(false, fds[1]).unwrap().pages;
         std::thread::sleep(Duration::from_micros(turn * 700));
         vm.client().pause().unwrap();
         vm.client().save(&fds).unwrap();
@@ -265,6 +265,97 @@ fn a_guest_that_is_saved_while_it_runs_has_its_memory_and_disk_of_one_instant() 
     }
     // It goes on, and nothing is noted any more.
     assert!(!vm.client().status().unwrap().paused);
+}
+
+/// All of RAM that clones of `snapshot` have.
+fn ram(snapshot: &Snapshot) -> Vec<u8> {
+    let mut ram = content(&snapshot.memory);
+    if let Some((list, others)) = &snapshot.shared {
+        let others: Vec<Vec<u8>> = others.iter().map(|file| content(file)).collect();
+        for row in backing::decode(&std::fs::File::open(list).unwrap()).unwrap() {
+            let bytes = |page: u32| page as usize * 4096..(page + row.pages) as usize * 4096;
+            ram[bytes(row.first)].copy_from_slice(&others[row.file as usize][bytes(row.from)]);
+        }
+    }
+    ram
+}
+
+#[test]
+fn clones_of_a_running_guest_have_what_it_had_when_it_stood_still() {
+    if !kvm_or_nothing("fork") {
+        return;
+    }
+    let room = Room::new();
+    let mut vm = churner(&room);
+    let mut rows = 0;
+    for turn in 0..8 {
+        // Forked while it stands: what it has then, another save tells.
+        std::thread::sleep(Duration::from_millis(turn * 5));
+        let (forked, _) = vm.fork(&room.path(&format!("stood{turn}")), |vm| {
+            std::thread::sleep(Duration::from_micros(turn * 700));
+            vm.client().pause().unwrap();
+        });
+        assert!(vm.client().status().unwrap().paused, "one that stood goes on standing");
+        let whole = vm.save(&room.path(&format!("stood-whole{turn}")));
+        let (got, expected) = (ram(&forked), ram(&whole));
+        let wrong = got.chunks(4096).zip(expected.chunks(4096)).position(|(got, expected)| got != expected);
+        assert_eq!(wrong, None, "the first page that is not the same, turn {turn}");
+        let list = &forked.shared.as_ref().unwrap().0;
+        rows = rows.max(backing::decode(&std::fs::File::open(list).unwrap()).unwrap().len());
+        vm.client().resume().unwrap();
+    }
+    assert!(rows > 10, "{rows} rows: what it wrote lies apart");
+    // While it runs: its memory tells what its disk must hold. And clones of clones of clones.
+    for turn in 0..4 {
+        let (snapshot, frozen) = vm.fork(&room.path(&format!("forked{turn}")), |_| ());
+        println!("stood still for {} us, {} pages", frozen.paused_us, frozen.pages);
+        assert!(!vm.client().status().unwrap().paused);
+        let look = |name: String, snapshot: &Snapshot| {
+            let look = Growth::Look.generation();
+            let mut child = Vmm::restore(Path::new(BINARY), &room.path(&name), snapshot, look, false);
+            let console = child.wait_for("ready\n", 120);
+            assert!(console.contains("found ") && !console.contains("failed"), "{name}: {console}");
+        };
+        look(format!("looks{turn}"), &snapshot);
+        let churn = Growth::Churn(1000 * (1 + u32::try_from(turn).unwrap())).generation();
+        let mut child =
+            Vmm::restore(Path::new(BINARY), &room.path(&format!("child{turn}")), &snapshot, churn, false);
+        child.wait_for("churning\n", 30);
+        std::thread::sleep(Duration::from_millis(100));
+        let (grandchild, _) = child.fork(&room.path(&format!("forked-child{turn}")), |_| ());
+        look(format!("grandchild{turn}"), &grandchild);
+        // From here on the line of descent is the child's.
+        if turn == 1 {
+            vm = child;
+        }
+    }
+}
+
+#[test]
+fn a_guest_that_booted_is_forked_whole() {
+    if !kvm_or_nothing("fork-booted") {
+        return;
+    }
+    let room = Room::new();
+    let words = format!("fill=7:40 wait={:x}", layout::GENERATION.0);
+    let mut vm = room.boot("parent", &words);
+    vm.wait_for("count 4000\n", 30);
+    assert!(vm.client().fork(&[]).is_err(), "without descriptors");
+    let (_, files) = vm.files(&room.path("refused"));
+    let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+    let refused = |result: Result<_, ClientError>, why: &str| match result {
+        Err(ClientError::Refused(message)) => assert!(message.contains(why), "{message}"),
+        other => panic!("{other:?}"),
+    };
+    refused(vm.client().fork(&fds).map(drop), "memory was copied before");
+    refused(vm.client().precopy(true, fds[1]).map(drop), "expected a VM that is a clone");
+    std::fs::rename(room.path("refused").join("disk0.layer"), room.path("parent").join("disk0.cow")).unwrap();
+    let (snapshot, _) = vm.fork(&room.path("forked"), |_| ());
+    let mut child = room.clone("child", &snapshot, 0x100, End::Not);
+    child.wait_for("obeyed 100\n", 60);
+    assert_eq!(child.console().matches("verify ok seed 7\n").count(), 1, "{}", child.console());
+    let (_, files) = child.files(&room.path("short"));
+    refused(child.client().precopy(true, files[1].as_fd()).map(drop), "expected 67108864 bytes, got 0");
 }
 
 #[test]

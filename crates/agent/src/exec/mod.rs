@@ -11,9 +11,10 @@ mod session;
 pub mod spawn;
 pub mod users;
 
+use crate::watch::Watchers;
 use crate::wire::{Conn, WireError};
 use cage::{Cage, Cages};
-use dayfly_api::agent::{ExecSpec, Failure, FailureCode, Reply, WindowSize};
+use dayfly_api::agent::{ExecSpec, Exit, Failure, FailureCode, Reply, WindowSize};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -25,6 +26,8 @@ use std::ffi::CString;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Instant;
 
 /// Where programs are looked for when the request names no PATH.
 pub const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -97,6 +100,62 @@ pub struct Programs {
     pub cages: Cages,
     /// Whether the agent is protected from the out-of-memory killer by a setting that programs would inherit.
     pub mortal: bool,
+    /// Whether this machine may be a clone of itself by now.
+    pub fork: Fork,
+    /// Who wants to know that.
+    pub watchers: Watchers,
+}
+
+impl Programs {
+    /// Programs of the machine at `root`, none of which runs yet.
+    #[must_use]
+    pub fn new(root: PathBuf, cages: Cages, mortal: bool) -> Self {
+        Self { root, cages, mortal, fork: Fork::default(), watchers: Watchers::default() }
+    }
+}
+
+/// Which machine this is, where it is forked while programs run: in the clone nobody is at the other end of their connections, and they live on.
+#[derive(Debug, Default)]
+pub struct Fork {
+    under_way: AtomicBool,
+    /// How often it became another machine by that.
+    times: AtomicU64,
+    /// Which clone it is, of the last fork.
+    number: AtomicU32,
+}
+
+impl Fork {
+    /// Any moment now there may be two of this machine.
+    pub fn begin(&self) {
+        self.under_way.store(true, Ordering::SeqCst);
+    }
+
+    /// It is known which of them this is: the clone of that number, or the one that was forked.
+    pub fn end(&self, clone: Option<u32>) {
+        if let Some(number) = clone.filter(|_| self.is_under_way()) {
+            self.number.store(number, Ordering::SeqCst);
+            self.times.fetch_add(1, Ordering::SeqCst);
+        }
+        self.under_way.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether that is not known.
+    #[must_use]
+    pub fn is_under_way(&self) -> bool {
+        self.under_way.load(Ordering::SeqCst)
+    }
+
+    /// How often it became another machine; read after [`Self::is_under_way`], which ends later.
+    #[must_use]
+    pub fn times(&self) -> u64 {
+        self.times.load(Ordering::SeqCst)
+    }
+
+    /// Which clone it is, if [`Self::times`] is not 0.
+    #[must_use]
+    pub fn number(&self) -> u32 {
+        self.number.load(Ordering::SeqCst)
+    }
 }
 
 /// The agent's ends of a program's streams.
@@ -125,6 +184,17 @@ pub fn run(programs: &Arc<Programs>, conn: &mut Conn, spec: &ExecSpec) -> Result
         Ok(running) => session::run(programs, conn, spec, running),
         Err(error) => conn.reply(&Reply::Err(Failure::from(&error))),
     }
+}
+
+/// Runs `spec`, to which nobody listens, to its end, or kills it when it is time.
+///
+/// # Errors
+/// [`ExecError`]; nothing ran then.
+pub fn run_alone(programs: &Programs, spec: &ExecSpec, until: Instant) -> Result<Exit, ExecError> {
+    let Running { child, cage, .. } = start(programs, spec)?;
+    let exit = session::outlast(&child, &cage, Some(until));
+    programs.cages.give_back(cage);
+    Ok(exit)
 }
 
 /// Reads a small text file; a missing one is empty.

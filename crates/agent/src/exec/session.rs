@@ -9,10 +9,13 @@
 //!   │ └──(time is up: kill)──▲
 //!   └──(client gone: kill, or detach)──▶ waits for the end, says nothing
 //! ```
+//!
+//! In the clone of a machine that was forked the client is gone, too, but the program lives on ([`super::Fork`]): what it writes goes nowhere, and its
+//! input has ended.
 
 use super::cage::Cage;
 use super::spawn::Child;
-use super::{Programs, Running, Streams, window};
+use super::{Fork, Programs, Running, Streams, window};
 use crate::wire::{Conn, Filled, WireError, timespec};
 use dayfly_api::agent::{ExecSpec, Exit, Failure, FrameKind, Reply, WindowSize};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -37,6 +40,8 @@ const GATHER: RangeInclusive<Duration> = Duration::from_millis(2)..=Duration::fr
 const GATHER_BYTES: usize = 32 << 10;
 /// What is read from a program at once: a pipe's usual capacity.
 const CHUNK_BYTES: usize = 64 << 10;
+/// How often it is looked whether this is a clone, while that is not known.
+const SETTLE: Duration = Duration::from_millis(100);
 /// `^D`: the end of input on a terminal.
 const END_OF_INPUT: &[u8] = b"\x04";
 
@@ -51,6 +56,9 @@ struct Events {
 }
 
 struct Session<'a> {
+    fork: &'a Fork,
+    /// How often this machine had become another when the program was started.
+    forks: u64,
     conn: &'a mut Conn,
     child: Child,
     cage: Cage,
@@ -67,8 +75,19 @@ struct Session<'a> {
     gather: Option<Instant>,
     timed_out: bool,
     gone: bool,
+    /// The client is gone because this is a clone, or may be one.
+    orphan: Orphan,
     malformed: Option<WireError>,
     exit: Option<Ended>,
+}
+
+/// Whether a program lives on though its client is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Orphan {
+    No,
+    /// Where this turns out to be a clone.
+    Perhaps,
+    Yes,
 }
 
 /// The program has ended; its streams may hold more.
@@ -85,9 +104,12 @@ pub(super) fn run(
     spec: &ExecSpec,
     running: Running,
 ) -> Result<(), WireError> {
+    let forks = programs.fork.times();
     let Running { child, cage, streams } = running;
     conn.push_json(FrameKind::Reply, &Reply::Started { pid: child.pid });
     let mut session = Session {
+        fork: &programs.fork,
+        forks,
         conn,
         child,
         cage,
@@ -101,6 +123,7 @@ pub(super) fn run(
         gather: (!spec.stdin && !spec.detach).then(|| Instant::now() + SILENT),
         timed_out: false,
         gone: false,
+        orphan: Orphan::No,
         malformed: None,
         exit: None,
     };
@@ -138,6 +161,7 @@ impl Session<'_> {
             } else if self.gone && self.detach {
                 return;
             }
+            self.settle();
             if self.gather.is_some_and(|g| now >= g) {
                 self.release();
             }
@@ -179,7 +203,8 @@ impl Session<'_> {
             None if self.timed_out => None,
             None => self.deadline,
         };
-        let until = [until, self.gather].into_iter().flatten().min();
+        let settled = (self.orphan == Orphan::Perhaps).then(|| now + SETTLE);
+        let until = [until, self.gather, settled].into_iter().flatten().min();
         let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(5);
         let mut add = |fd, flags| {
             fds.push(PollFd::from_borrowed_fd(fd, flags));
@@ -221,19 +246,48 @@ impl Session<'_> {
             return;
         }
         self.gone = true;
-        self.malformed = malformed;
         if self.detach {
+            self.malformed = malformed;
             return;
         }
+        // In this order: it is a clone before the fork is over.
+        let under_way = self.fork.is_under_way();
+        let cloned = self.fork.times() != self.forks;
+        if malformed.is_none() && (under_way || cloned) {
+            self.orphan = Orphan::Perhaps;
+            self.streams.stdin = None;
+            return;
+        }
+        self.malformed = malformed;
+        self.end();
+    }
+
+    /// Nobody wants it any more.
+    fn end(&mut self) {
         self.streams = Streams::default();
         if self.exit.is_none() {
             self.cage.kill(self.child.pid);
         }
     }
 
+    /// Whether this is a clone, once that is known.
+    fn settle(&mut self) {
+        if self.orphan != Orphan::Perhaps {
+            return;
+        }
+        // In this order, as above.
+        let under_way = self.fork.is_under_way();
+        if self.fork.times() != self.forks {
+            self.orphan = Orphan::Yes;
+        } else if !under_way {
+            self.orphan = Orphan::No;
+            self.end();
+        }
+    }
+
     /// Whether a slow client has to take something before more is read from the program.
     fn stuck(&self) -> bool {
-        self.gather.is_none() && self.conn.pending()
+        !self.gone && self.gather.is_none() && self.conn.pending()
     }
 
     /// The first has come: what was gathered waits for little more.
@@ -246,7 +300,7 @@ impl Session<'_> {
 
     /// No more gathering.
     fn release(&mut self) {
-        if self.gather.take().is_some() {
+        if self.gather.take().is_some() && !self.gone {
             self.flush_some();
         }
     }
@@ -324,6 +378,14 @@ impl Session<'_> {
         let stream =
             if kind == FrameKind::Stdout { &mut self.streams.stdout } else { &mut self.streams.stderr };
         let Some(fd) = stream else { return };
+        if self.orphan != Orphan::No {
+            let mut nowhere = [0; 4096];
+            match rustix::io::read(&*fd, &mut nowhere) {
+                Ok(1..) | Err(Errno::INTR | Errno::AGAIN) => {}
+                Ok(0) | Err(_) => *stream = None,
+            }
+            return;
+        }
         match self.conn.push_from(kind, fd.as_fd(), CHUNK_BYTES) {
             Ok(0) => *stream = None,
             Ok(n) => {
@@ -428,24 +490,29 @@ impl Child {
     }
 }
 
+/// Waits for a program's end; kills it at the deadline.
+pub(super) fn outlast(child: &Child, cage: &Cage, mut deadline: Option<Instant>) -> Exit {
+    let mut timed_out = false;
+    loop {
+        let timeout = deadline.map(|d| timespec(d.saturating_duration_since(Instant::now())));
+        let mut fds = [PollFd::new(&child.pidfd, PollFlags::IN)];
+        let _ = poll(&mut fds, timeout.as_ref());
+        if let Some(exit) = child.reap() {
+            return Exit { timed_out, ..exit };
+        }
+        if deadline.is_some_and(|d| Instant::now() >= d) {
+            (deadline, timed_out) = (None, true);
+            cage.kill(child.pid);
+        }
+    }
+}
+
 /// Waits for a program that nobody listens to any more, in a thread of its own.
 fn mind(programs: &Arc<Programs>, child: Child, cage: Cage, deadline: Option<Instant>) {
     let pid = child.pid;
     let programs = Arc::clone(programs);
     let minder = move || {
-        let mut deadline = deadline;
-        loop {
-            let timeout = deadline.map(|d| timespec(d.saturating_duration_since(Instant::now())));
-            let mut fds = [PollFd::new(&child.pidfd, PollFlags::IN)];
-            let _ = poll(&mut fds, timeout.as_ref());
-            if child.reap().is_some() {
-                break;
-            }
-            if deadline.is_some_and(|d| Instant::now() >= d) {
-                deadline = None;
-                cage.kill(child.pid);
-            }
-        }
+        outlast(&child, &cage, deadline);
         programs.cages.give_back(cage);
     };
     let thread = std::thread::Builder::new().name(format!("mind-{pid}")).stack_size(64 << 10);

@@ -17,6 +17,8 @@ const MAX_BYTES: usize = 1 << 20;
 const SPARES: &str = "var/lib/dayfly/spare";
 /// The files that have one.
 const NAMED: [&str; 4] = ["etc/hostname", "etc/hosts", "etc/machine-id", COPY];
+/// Which machine this is, for its programs.
+const CLONE_ID: &str = "run/dayfly/clone-id";
 /// D-Bus's copy of the machine's id, or a link to it.
 const COPY: &str = "var/lib/dbus/machine-id";
 /// Seeds and keys that must not be used by two machines. All are made anew by their owners.
@@ -76,7 +78,7 @@ impl Files<'_> {
     }
 
     /// Replaces a file, unless it has these bytes already. An existing file's mode is kept.
-    fn replace(&self, name: &str, old: Option<&[u8]>, new: &[u8], mode: u32) -> Result<(), Errno> {
+    pub(super) fn replace(&self, name: &str, old: Option<&[u8]>, new: &[u8], mode: u32) -> Result<(), Errno> {
         let path = self.root.join(name);
         if old == Some(new) || self.exchange(name, new, mode).is_ok() {
             return Ok(());
@@ -125,7 +127,7 @@ impl Files<'_> {
         rustix::fs::renameat_with(CWD, &spare, CWD, &path, how)
     }
 
-    fn failed(&self, step: Step, name: &str) -> impl Fn(Errno) -> IdentityError + use<> {
+    pub(super) fn failed(&self, step: Step, name: &str) -> impl Fn(Errno) -> IdentityError + use<> {
         let path = self.root.join(name);
         move |errno| IdentityError::File { step, path: path.clone(), errno }
     }
@@ -184,9 +186,17 @@ impl Files<'_> {
         Ok(())
     }
 
-    /// Says in /run/dayfly/clone-id which machine this is, now that all steps are done.
-    pub(super) fn publish(&self, id: &str) -> Result<(), IdentityError> {
-        let (folder, name) = ("run/dayfly", "run/dayfly/clone-id");
+    /// What [`Self::publish`] wrote last.
+    pub(super) fn published(&self) -> Result<Option<Vec<u8>>, IdentityError> {
+        match read(&self.root.join(CLONE_ID)) {
+            Err(Errno::NOTDIR) => Ok(None),
+            other => other.map_err(self.failed(Step::Publish, CLONE_ID)),
+        }
+    }
+
+    /// Says in /run/dayfly/clone-id, which says `old`, which machine this is, now that all steps are done.
+    pub(super) fn publish(&self, id: &str, old: Option<&[u8]>) -> Result<(), IdentityError> {
+        let (folder, name) = ("run/dayfly", CLONE_ID);
         for part in ["run", folder] {
             match rustix::fs::mkdir(self.root.join(part), Mode::from_raw_mode(0o755)) {
                 Ok(()) | Err(Errno::EXIST) => {}
@@ -194,13 +204,12 @@ impl Files<'_> {
             }
         }
         let failed = self.failed(Step::Publish, name);
-        let old = read(&self.root.join(name)).map_err(&failed)?;
-        self.replace(name, old.as_deref(), format!("{id}\n").as_bytes(), 0o644).map_err(&failed)
+        self.replace(name, old, format!("{id}\n").as_bytes(), 0o644).map_err(&failed)
     }
 }
 
 /// Reads a file; `None` where there is none.
-fn read(path: &Path) -> Result<Option<Vec<u8>>, Errno> {
+pub(super) fn read(path: &Path) -> Result<Option<Vec<u8>>, Errno> {
     // Never waits: an image may have put a fifo here.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
     let file = match rustix::fs::open(path, flags, Mode::empty()) {

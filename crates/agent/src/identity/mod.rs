@@ -1,13 +1,15 @@
 //! Making a clone the machine it is to be, before anything else is served.
 //!
 //! The steps, in this order, each named in the error when it fails: entropy (first: whatever follows may draw random
-//! numbers), clock, hostname, files of /etc, stale seeds, and last /run/dayfly/clone-id, which says that all others are done.
+//! numbers), clock, hostname, files of /etc, stale seeds, the network, the image's hooks, and last /run/dayfly/clone-id, which says that all others are done.
 //! Every step can be repeated: a failed identity is simply sent again. Files are replaced by rename, so nobody reads
 //! half of one; they are not synced, since a clone that loses its power is not started again from its disk.
 
 mod files;
+mod resolver;
 
 use crate::kernel::{Kernel, MAX_ENTROPY_BYTES};
+use crate::network::{self, NetworkError, Settings};
 use dayfly_api::agent::{Failure, FailureCode, Identity};
 use rustix::io::Errno;
 use std::path::{Path, PathBuf};
@@ -32,6 +34,10 @@ pub enum Step {
     MachineId,
     /// Seeds and keys that two machines must not share.
     StaleState,
+    /// The interface's addresses and routes, connections, /etc/resolv.conf.
+    Network,
+    /// /etc/dayfly/clone.d.
+    Hooks,
     /// /run/dayfly.
     Publish,
 }
@@ -46,6 +52,8 @@ impl std::fmt::Display for Step {
             Self::HostsFile => "hosts file",
             Self::MachineId => "machine id",
             Self::StaleState => "stale state",
+            Self::Network => "network",
+            Self::Hooks => "hooks",
             Self::Publish => "publish",
         })
     }
@@ -72,6 +80,12 @@ pub enum IdentityError {
         /// Why.
         errno: Errno,
     },
+    /// The machine did not get its place on the network.
+    #[error("identity: {step}: {0}", step = Step::Network)]
+    Network(#[from] NetworkError),
+    /// A hook failed.
+    #[error("identity: {step}: {0}", step = Step::Hooks)]
+    Hook(String),
     /// A file could not be changed.
     #[error("identity: {step}: {path}: {errno}")]
     File {
@@ -93,7 +107,13 @@ impl From<&IdentityError> for Failure {
             | IdentityError::File { errno: Errno::PERM | Errno::ACCESS | Errno::ROFS, .. } => {
                 FailureCode::NotPermitted
             }
-            IdentityError::Kernel { .. } | IdentityError::File { .. } => FailureCode::Io,
+            IdentityError::Network(error) if matches!(error.errno(), Some(Errno::PERM | Errno::ACCESS)) => {
+                FailureCode::NotPermitted
+            }
+            IdentityError::Kernel { .. }
+            | IdentityError::File { .. }
+            | IdentityError::Network(_)
+            | IdentityError::Hook(_) => FailureCode::Io,
         };
         Self { code, message: error.to_string() }
     }
@@ -106,6 +126,7 @@ struct Checked {
     machine_id: String,
     entropy: Vec<u8>,
     wall_clock_ns: u64,
+    network: Option<Settings>,
 }
 
 fn short(text: &str) -> String {
@@ -137,7 +158,9 @@ fn check(identity: &Identity) -> Result<Checked, IdentityError> {
             expected: "64 to 4096 bytes in hexadecimal",
             got: format!("{} characters", hex.len()),
         })?;
+    let bad = |network::Bad { field, expected, got }| IdentityError::Invalid { field, expected, got };
     Ok(Checked {
+        network: identity.network.as_ref().map(Settings::check).transpose().map_err(bad)?,
         hostname: name.clone(),
         machine_id: id.clone(),
         entropy,
@@ -161,24 +184,38 @@ pub fn prepare(root: &Path) {
     files::Files { root }.prepare();
 }
 
-/// Takes on `identity` in the machine whose root is `root`. Whether it is another machine than before.
+/// Takes on `identity` in the machine whose root is `root`. Whether it is another machine than before; where it is a clone of one that had an identity,
+/// `hooks` are called before that is known to anybody.
 ///
 /// # Errors
 /// [`IdentityError`]; the steps before the failed one are done, and can be done again.
-pub fn take_on(kernel: &dyn Kernel, root: &Path, identity: &Identity) -> Result<bool, IdentityError> {
+pub fn take_on(
+    kernel: &dyn Kernel,
+    root: &Path,
+    identity: &Identity,
+    hooks: impl FnOnce() -> Result<(), String>,
+) -> Result<bool, IdentityError> {
     let new = check(identity)?;
     let by_kernel = |step| move |errno| IdentityError::Kernel { step, errno };
     kernel.reseed(&new.entropy).map_err(by_kernel(Step::Entropy))?;
     kernel.set_clock(new.wall_clock_ns).map_err(by_kernel(Step::Clock))?;
     kernel.set_hostname(&new.hostname).map_err(by_kernel(Step::Hostname))?;
     let files = files::Files { root };
+    let was = files.published()?;
     let old = files.write_hostname(&new.hostname)?;
     files.fix_hosts(old.as_deref(), &new.hostname)?;
-    let changed = files.write_machine_id(&new.machine_id)?;
+    // One that failed in the middle has its machine id, and not been told of it.
+    let clone = was.as_deref().is_some_and(|was| was != format!("{}\n", new.machine_id).as_bytes());
+    let changed = files.write_machine_id(&new.machine_id)? || clone || was.is_none();
     if changed {
         files.drop_stale()?;
     }
-    files.publish(&new.machine_id)?;
+    kernel.set_network(root, new.network.as_ref(), clone)?;
+    files.write_nameservers(new.network.as_ref().map_or(&[], |network| &network.nameservers))?;
+    if clone {
+        hooks().map_err(IdentityError::Hook)?;
+    }
+    files.publish(&new.machine_id, was.as_deref())?;
     Ok(changed)
 }
 

@@ -1,7 +1,9 @@
 //! Every step against a folder, and every kernel step failed once.
 
 use super::*;
+use dayfly_api::agent::NetworkIdentity;
 use std::fs;
+use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Mutex;
 
@@ -31,6 +33,10 @@ impl Kernel for Fake {
     fn set_hostname(&self, name: &str) -> Result<(), Errno> {
         self.call("set_hostname", format!("hostname {name}"))
     }
+    fn set_network(&self, _: &Path, new: Option<&Settings>, clone: bool) -> Result<(), NetworkError> {
+        let address = new.map(|new| new.address);
+        self.call("set_network", format!("network {address:?} clone {clone}")).map_err(NetworkError::Netlink)
+    }
     fn end(&self, _: bool) {
         unreachable!("an identity does not end the machine")
     }
@@ -42,7 +48,23 @@ fn identity(name: &str, digit: char) -> Identity {
         machine_id: digit.to_string().repeat(32),
         wall_clock_ns: 1_800_000_000_123_456_789,
         entropy: "5A".repeat(64),
+        number: 0,
+        network: None,
     }
+}
+
+fn network() -> NetworkIdentity {
+    NetworkIdentity {
+        mac: "02:df:0a:58:00:02".into(),
+        address: Ipv4Addr::new(10, 88, 0, 2),
+        gateway: Ipv4Addr::new(10, 88, 0, 1),
+        gateway_mac: None,
+        nameservers: vec![Ipv4Addr::new(10, 88, 0, 1), Ipv4Addr::new(9, 9, 9, 9)],
+    }
+}
+
+const fn no_hooks() -> Result<(), String> {
+    Ok(())
 }
 
 fn root() -> tempfile::TempDir {
@@ -66,8 +88,8 @@ fn text(root: &tempfile::TempDir, name: &str) -> String {
 #[test]
 fn every_step_is_done_and_can_be_repeated() {
     let (fake, root) = (Fake::default(), root());
-    assert!(take_on(&fake, root.path(), &identity("fly-1", 'a')).unwrap());
-    let calls = ["reseed 64", "clock 1800000000123456789", "hostname fly-1"];
+    assert!(take_on(&fake, root.path(), &identity("fly-1", 'a'), no_hooks).unwrap());
+    let calls = ["reseed 64", "clock 1800000000123456789", "hostname fly-1", "network None clone false"];
     assert_eq!(*fake.calls.lock().unwrap(), calls);
     let id = format!("{}\n", "a".repeat(32));
     assert_eq!(text(&root, "etc/hostname"), "fly-1\n");
@@ -80,7 +102,10 @@ fn every_step_is_done_and_can_be_repeated() {
     assert_eq!(mode & 0o7777, 0o440, "the mode is kept");
 
     fs::write(root.path().join("var/lib/systemd/random-seed"), "mine").unwrap();
-    assert!(!take_on(&fake, root.path(), &identity("fly-1", 'a')).unwrap(), "the same machine as before");
+    assert!(
+        !take_on(&fake, root.path(), &identity("fly-1", 'a'), no_hooks).unwrap(),
+        "the same machine as before"
+    );
     assert!(root.path().join("var/lib/systemd/random-seed").exists(), "its own seed is not stale");
     let leftovers: Vec<_> = fs::read_dir(root.path().join("etc"))
         .unwrap()
@@ -99,7 +124,7 @@ fn a_link_is_replaced_not_followed() {
     std::os::unix::fs::symlink(&outside, root.path().join("etc/hostname")).unwrap();
     fs::remove_file(root.path().join("var/lib/dbus/machine-id")).unwrap();
     std::os::unix::fs::symlink("/etc/machine-id", root.path().join("var/lib/dbus/machine-id")).unwrap();
-    take_on(&fake, root.path(), &identity("fly-2", 'b')).unwrap();
+    take_on(&fake, root.path(), &identity("fly-2", 'b'), no_hooks).unwrap();
     assert_eq!(fs::read_to_string(&outside).unwrap(), "untouched");
     assert_eq!(text(&root, "etc/hostname"), "fly-2\n");
     assert!(fs::symlink_metadata(root.path().join("var/lib/dbus/machine-id")).unwrap().is_symlink());
@@ -107,10 +132,15 @@ fn a_link_is_replaced_not_followed() {
 
 #[test]
 fn each_kernel_step_that_fails_is_named() {
-    for (fails, step) in [("reseed", "entropy"), ("set_clock", "clock"), ("set_hostname", "hostname")] {
+    for (fails, step) in [
+        ("reseed", "entropy"),
+        ("set_clock", "clock"),
+        ("set_hostname", "hostname"),
+        ("set_network", "network"),
+    ] {
         let root = root();
         let fake = Fake { fails: Some(fails), ..Fake::default() };
-        let error = take_on(&fake, root.path(), &identity("fly-3", 'c')).unwrap_err();
+        let error = take_on(&fake, root.path(), &identity("fly-3", 'c'), no_hooks).unwrap_err();
         let failure = Failure::from(&error);
         assert_eq!(failure.code, FailureCode::NotPermitted);
         assert!(failure.message.contains(&format!("identity: {step}: ")), "{}", failure.message);
@@ -131,7 +161,7 @@ fn each_file_step_that_fails_is_named() {
         let (fake, root) = (Fake::default(), root());
         let _ = fs::remove_file(root.path().join(name));
         fs::create_dir_all(root.path().join(name)).unwrap();
-        let error = take_on(&fake, root.path(), &identity("fly-4", 'd')).unwrap_err().to_string();
+        let error = take_on(&fake, root.path(), &identity("fly-4", 'd'), no_hooks).unwrap_err().to_string();
         assert!(error.starts_with(&format!("identity: {step}: ")), "{name}: {error}");
         assert!(error.contains(name.rsplit_once('/').unwrap().0), "{name}: {error}");
     }
@@ -154,11 +184,12 @@ fn what_is_no_identity_changes_nothing() {
         Identity { entropy: "00".repeat(63), ..good.clone() },
         Identity { entropy: "00".repeat(4097), ..good.clone() },
         Identity { entropy: "0g".repeat(64), ..good.clone() },
-        Identity { entropy: "0".repeat(129), ..good },
+        Identity { entropy: "0".repeat(129), ..good.clone() },
+        Identity { network: Some(NetworkIdentity { mac: "02".into(), ..network() }), ..good },
     ];
     for identity in bad {
         let (fake, root) = (Fake::default(), root());
-        let error = take_on(&fake, root.path(), &identity).unwrap_err();
+        let error = take_on(&fake, root.path(), &identity, no_hooks).unwrap_err();
         assert_eq!(Failure::from(&error).code, FailureCode::Invalid, "{error}");
         assert!(fake.calls.lock().unwrap().is_empty());
         assert_eq!(text(&root, "etc/hostname"), "template\n");
@@ -176,7 +207,7 @@ fn a_spare_takes_the_files_place_and_the_file_the_spares() {
     let (file, other) = (inode("etc/hostname"), inode(spare));
     for (name, digit) in [("a-much-longer-name", 'a'), ("b", 'b'), ("c", 'c'), ("name-of-the-next", 'd')] {
         prepare(root.path());
-        take_on(&fake, root.path(), &identity(name, digit)).unwrap();
+        take_on(&fake, root.path(), &identity(name, digit), no_hooks).unwrap();
         assert_eq!(text(&root, "etc/hostname"), format!("{name}\n"));
         assert_eq!(text(&root, "etc/hosts"), format!("127.0.0.1 localhost\n127.0.1.1 {name}\n"));
         let id = format!("{}\n", digit.to_string().repeat(32));
@@ -199,7 +230,7 @@ fn a_file_that_the_image_left_out_is_there_afterwards() {
         if prepared {
             prepare(root.path());
         }
-        take_on(&fake, root.path(), &identity("fly", 'f')).unwrap();
+        take_on(&fake, root.path(), &identity("fly", 'f'), no_hooks).unwrap();
         assert_eq!(text(&root, "etc/hostname"), "fly\n");
         assert_eq!(text(&root, "etc/hosts"), "127.0.0.1 localhost\n::1 localhost\n127.0.1.1 fly\n");
         assert_eq!(text(&root, "etc/machine-id"), format!("{}\n", "f".repeat(32)));
@@ -233,11 +264,99 @@ fn a_spare_that_does_not_fit_is_left_alone() {
         fs::write(&victim, "untouched").unwrap();
         prepare(root.path());
         spoil(&root);
-        take_on(&fake, root.path(), &identity("fly", 'a')).unwrap();
+        take_on(&fake, root.path(), &identity("fly", 'a'), no_hooks).unwrap();
         assert_eq!(text(&root, "etc/hostname"), "fly\n", "{n}");
         assert_eq!(fs::read_to_string(&victim).unwrap(), "untouched");
         if root.path().join("linked").exists() {
             assert_eq!(text(&root, "linked"), "template\n", "a file with two names was changed");
         }
+    }
+}
+
+#[test]
+fn hooks_are_called_in_a_clone_of_a_machine_that_was_somebody_until_they_do_not_fail() {
+    let (fake, root) = (Fake::default(), root());
+    let mut called = 0;
+    let mut become_machine = |name: &str, digit: char, result: Result<(), String>| {
+        take_on(&fake, root.path(), &identity(name, digit), || {
+            called += 1;
+            result
+        })
+    };
+    assert!(become_machine("first", 'a', Err("never".into())).unwrap(), "a boot is no clone");
+    assert!(!become_machine("first", 'a', Err("never".into())).unwrap(), "nor is a repetition");
+    for _ in 0..2 {
+        let error = become_machine("clone", 'b', Err("10-a: no".into())).unwrap_err();
+        assert_eq!(error.to_string(), "identity: hooks: 10-a: no");
+        assert_eq!(text(&root, "run/dayfly/clone-id"), format!("{}\n", "a".repeat(32)));
+    }
+    assert!(become_machine("clone", 'b', Ok(())).unwrap(), "it is another machine still");
+    assert!(!become_machine("clone", 'b', Err("never".into())).unwrap());
+    assert_eq!(called, 3);
+    assert_eq!(text(&root, "run/dayfly/clone-id"), format!("{}\n", "b".repeat(32)));
+}
+
+#[test]
+fn the_network_comes_before_the_hooks_and_is_told_of_a_clone_until_all_is_done() {
+    let (fake, root) = (Fake::default(), root());
+    let told = || fake.calls.lock().unwrap().last().unwrap().clone();
+    let with = |name: &str, digit| Identity { network: Some(network()), ..identity(name, digit) };
+    take_on(&fake, root.path(), &with("first", 'a'), no_hooks).unwrap();
+    assert_eq!(told(), "network Some(10.88.0.2) clone false");
+    for result in [Err("10-a: no".to_owned()), Ok(())] {
+        let hooks = || {
+            assert_eq!(told(), "network Some(10.88.0.2) clone true");
+            assert!(text(&root, "etc/resolv.conf").ends_with("nameserver 10.88.0.1\nnameserver 9.9.9.9\n"));
+            result.clone()
+        };
+        assert_eq!(take_on(&fake, root.path(), &with("clone", 'b'), hooks).is_ok(), result.is_ok());
+    }
+    take_on(&fake, root.path(), &with("clone", 'b'), no_hooks).unwrap();
+    assert_eq!(told(), "network Some(10.88.0.2) clone false");
+}
+
+#[test]
+fn resolv_conf_is_written_where_it_is_nobodys() {
+    let with = Identity { network: Some(network()), ..identity("fly", 'a') };
+    let other = Identity {
+        network: Some(NetworkIdentity { nameservers: vec![Ipv4Addr::new(1, 1, 1, 1)], ..network() }),
+        ..identity("fly", 'a')
+    };
+    let link = |to: &'static str| move |path: &Path| std::os::unix::fs::symlink(to, path).unwrap();
+    type Case<'a> = (&'a str, bool, &'a dyn Fn(&Path));
+    let cases: [Case<'_>; 6] = [
+        ("missing", true, &|_| {}),
+        ("empty", true, &|path| fs::write(path, "").unwrap()),
+        ("a link to nothing", true, &link("../run/nobody/resolv.conf")),
+        ("a user's", false, &|path| fs::write(path, "nameserver 8.8.8.8\n").unwrap()),
+        ("a link to a program's", false, &link("hosts")),
+        ("a folder", false, &|path| fs::create_dir(path).unwrap()),
+    ];
+    for (name, written, make) in cases {
+        let (fake, root) = (Fake::default(), root());
+        let path = root.path().join("etc/resolv.conf");
+        make(&path);
+        let before = fs::read(&path).ok();
+        take_on(&fake, root.path(), &identity("fly", 'a'), no_hooks).unwrap();
+        let still = fs::symlink_metadata(&path).is_ok() == (name != "missing");
+        assert!(still, "{name}: no network, no file");
+        take_on(&fake, root.path(), &with, no_hooks).unwrap();
+        if !written {
+            let hosts = name.contains("link").then(|| text(&root, "etc/hosts").into_bytes());
+            assert_eq!(fs::read(&path).ok(), hosts.or(before), "{name}");
+            continue;
+        }
+        let ours = text(&root, "etc/resolv.conf");
+        assert!(ours.starts_with("# dayfly") && ours.contains("\nnameserver 10.88.0.1\n"), "{name}: {ours}");
+        let stat = fs::symlink_metadata(&path).unwrap();
+        assert!(stat.is_file() && stat.permissions().mode() & 0o7777 == 0o644, "{name}");
+        // It is ours from now on, and follows.
+        take_on(&fake, root.path(), &other, no_hooks).unwrap();
+        assert_eq!(text(&root, "etc/resolv.conf").matches("nameserver").count(), 1, "{name}");
+        take_on(&fake, root.path(), &identity("fly", 'a'), no_hooks).unwrap();
+        assert!(!text(&root, "etc/resolv.conf").contains("nameserver"), "{name}");
+        fs::write(&path, "nameserver 8.8.8.8\n").unwrap();
+        take_on(&fake, root.path(), &with, no_hooks).unwrap();
+        assert_eq!(text(&root, "etc/resolv.conf"), "nameserver 8.8.8.8\n", "{name}: it was taken over");
     }
 }

@@ -18,10 +18,11 @@ mod root;
 use crate::exec::Programs;
 use crate::exec::cage::{CGROUP_ROOT, Cages};
 use crate::kernel::Linux;
+use crate::local;
 use crate::server::{Agent, Listener};
 use crate::vsock::{VsockListener, connect_host};
 use cmdline::Options;
-use dayfly_api::agent::{FrameKind, PORT, READY_PORT, Reply};
+use dayfly_api::agent::{FrameKind, HOST_PORT, PORT, READY_PORT, Reply};
 use rustix::io::Errno;
 use std::convert::Infallible;
 use std::ffi::CString;
@@ -110,9 +111,10 @@ pub fn run() -> Result<Infallible, BootError> {
         return serve(true);
     }
     let options = up()?;
+    // An image's own init may leave it to services that the image lacks.
+    mounts::loopback_up();
     match options.init {
         None => {
-            mounts::loopback_up();
             mounts::hostname();
             serve(false)
         }
@@ -185,7 +187,7 @@ fn hand_over(program: &str) -> Result<Infallible, BootError> {
 
 /// Serves, reports that it does, and reaps.
 fn serve(mortal: bool) -> Result<Infallible, BootError> {
-    let programs = Programs { root: "/".into(), cages: Cages::open(Path::new(CGROUP_ROOT)), mortal };
+    let programs = Programs::new("/".into(), Cages::open(Path::new(CGROUP_ROOT)), mortal);
     if !programs.cages.grouped() {
         // Orphans of programs come to the agent, where no control group finds them.
         let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
@@ -194,6 +196,10 @@ fn serve(mortal: bool) -> Result<Infallible, BootError> {
     let listener = VsockListener::bind(PORT).map_err(|errno| BootError::Listen { source: errno.into() })?;
     let listener: Arc<dyn Listener> = Arc::new(listener);
     agent.serve(&listener).map_err(|source| BootError::Listen { source })?;
+    if let Err(error) = local::serve(Path::new("/"), Arc::clone(agent.programs()), || connect_host(HOST_PORT))
+    {
+        crate::say!("programs cannot ask for clones of this machine: {error}");
+    }
     report(&agent);
     reaper::run(mortal)
 }

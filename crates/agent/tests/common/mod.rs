@@ -4,6 +4,7 @@
 use dayfly_agent::exec::Programs;
 use dayfly_agent::exec::cage::{CGROUP_ROOT, Cages};
 use dayfly_agent::kernel::Kernel;
+use dayfly_agent::network::{NetworkError, Settings};
 use dayfly_agent::server::{Agent, Listener};
 use dayfly_api::agent::{
     ExecSpec, Exit, FrameKind, HEADER_BYTES, Identity, Reply, Request, decode_header, encode,
@@ -40,6 +41,10 @@ impl Kernel for Fake {
     fn set_hostname(&self, name: &str) -> Result<(), Errno> {
         self.call(format!("hostname {name}"))
     }
+    fn set_network(&self, _: &Path, new: Option<&Settings>, _: bool) -> Result<(), NetworkError> {
+        // Most tests are of machines without.
+        new.map_or(Ok(()), |new| self.call(format!("network {}", new.address)).map_err(NetworkError::Netlink))
+    }
     fn end(&self, reboot: bool) {
         let _ = self.call(format!("end {reboot}"));
     }
@@ -62,7 +67,7 @@ impl Guest {
         }
         let kernel = Fake::default();
         let cages = Cages::open(Path::new(CGROUP_ROOT));
-        let programs = Programs { root: folder.path().into(), cages, mortal: false };
+        let programs = Programs::new(folder.path().into(), cages, false);
         let agent = Agent::new(folder.path().into(), Box::new(kernel.clone()), programs);
         let listener: Arc<dyn Listener> = Arc::new(UnixListener::bind(folder.path().join("s")).unwrap());
         agent.serve(&listener).unwrap();
@@ -132,6 +137,8 @@ pub fn identity(name: &str, digit: char) -> Identity {
         machine_id: digit.to_string().repeat(32),
         wall_clock_ns: 1_800_000_000_000_000_000,
         entropy: "a5".repeat(64),
+        number: 0,
+        network: None,
     }
 }
 

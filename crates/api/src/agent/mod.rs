@@ -28,13 +28,45 @@ mod frame;
 
 pub use frame::{Frame, FrameError, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, decode_header, encode};
 
+use dayfly_units::VmId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
 
 /// The vsock port that the agent listens on.
 pub const PORT: u32 = 1024;
 /// The vsock port on the host (CID 2) to which the agent reports [`Ready`] after a cold boot.
 pub const READY_PORT: u32 = 1025;
+
+/// The vsock port on the host (CID 2) at which a VM that may asks for clones of itself: one [`HostRequest`], one [`HostReply`], as frames.
+pub const HOST_PORT: u32 = 1026;
+
+/// What a guest asks of its host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
+pub enum HostRequest {
+    /// Clones of this machine as it is now. In a clone the connection breaks; who it is comes with its identity.
+    Fork {
+        /// How many.
+        count: u32,
+    },
+}
+
+/// What the host answers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum HostReply {
+    /// This is the machine that was forked, and these are its clones.
+    Forked {
+        /// By number, from 1.
+        ids: Vec<VmId>,
+    },
+    /// It was not done.
+    Err {
+        /// What, expected and got.
+        message: String,
+    },
+}
 
 /// What is asked of the agent; the first frame of a connection, as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,6 +77,11 @@ pub enum Request {
     /// Before a snapshot: flush what can be flushed (sync), then serve nothing but `Ping` and `Identity` until the next
     /// [`Request::Identity`]. A clone therefore starts sealed.
     Seal,
+    /// Before a fork: do what can be done before an identity is known. From now until [`Request::Forked`] or [`Request::Identity`] this may be a
+    /// clone any moment: programs whose connections break live on.
+    Fork,
+    /// The fork is over, and this is the machine that was forked: programs whose connections broke meanwhile end.
+    Forked,
     /// Become this machine; ends the seal. Every step is done before the reply.
     Identity(Identity),
     /// Run a program.
@@ -79,6 +116,28 @@ pub struct Identity {
     pub wall_clock_ns: u64,
     /// Fresh host entropy (hexadecimal, at least 64 bytes) mixed in and credited: RNDADDENTROPY, then RNDRESEEDCRNG.
     pub entropy: String,
+    /// Which clone of a fork it is, from 1; 0: of none.
+    #[serde(default)]
+    pub number: u32,
+    /// Who it is on its network; `None`: it has none, and what it was configured with before is taken away.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<NetworkIdentity>,
+}
+
+/// Who a machine is on its network. It has one interface, and everything but the gateway lies behind the gateway.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NetworkIdentity {
+    /// The interface's address: six bytes in hexadecimal, `02:df:0a:58:00:02`.
+    pub mac: String,
+    /// The machine's address, on its own: no other is on the same link.
+    pub address: Ipv4Addr,
+    /// Where everything is sent to.
+    pub gateway: Ipv4Addr,
+    /// Its interface's address, so that it need not be asked for; where it is not known, it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gateway_mac: Option<String>,
+    /// Who knows names: the lines of /etc/resolv.conf.
+    pub nameservers: Vec<Ipv4Addr>,
 }
 
 /// A program to run in the guest.

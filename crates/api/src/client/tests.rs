@@ -3,8 +3,8 @@
 use super::{Client, ClientError, ExecEvent, stream_body};
 use crate::agent::{ExecSpec, Exit, FrameKind, WindowSize, encode};
 use crate::types::{
-    ApiError, ConnectRequest, CreateRequest, ErrorCode, ImageConfig, ImageUpload, Progress, RunReply, Source,
-    Vm, VmState,
+    ApiError, ConnectRequest, CreateRequest, ErrorCode, ImageConfig, ImageUpload, NetworkRequest, Progress,
+    RunReply, Source, Vm, VmState,
 };
 use bytes::Bytes;
 use std::collections::BTreeMap;
@@ -74,6 +74,7 @@ fn vm() -> Vm {
         name: "web".parse().expect("a name"),
         state: VmState::Running,
         exit: None,
+        forked_from: None,
         snapshot: None,
         image: "debian".parse().expect("a name"),
         kernel: "6.12".parse().expect("a name"),
@@ -82,6 +83,7 @@ fn vm() -> Vm {
         created_unix_ms: 1,
         ready_us: Some(5),
         ephemeral: true,
+        network: None,
         labels: BTreeMap::new(),
     }
 }
@@ -278,6 +280,8 @@ async fn a_port_is_asked_for_and_its_bytes_are_whole() {
             source: Source::Snapshot("base".parse().expect("a name")),
             name: None,
             labels: BTreeMap::new(),
+            forks: 0,
+            network: NetworkRequest::default(),
         },
         port: 5000,
         keep: false,

@@ -29,7 +29,7 @@ impl<'a> Grower<'a> {
         let (manifest, file) = (&open.manifest, open.disks.first().context("a snapshot has a disk")?);
         let id = VmId::random();
         let folder = tempfile::Builder::new().prefix("grow").tempdir_in(room.run())?;
-        let shape = Shape { memory_bytes: manifest.memory_bytes, vcpus: manifest.vcpus, disks: 1 };
+        let shape = Shape { memory_bytes: manifest.memory_bytes, vcpus: manifest.vcpus, disks: 1, nets: 0 };
         let vmm =
             bake::spawn(room, folder.path(), id, Start::Shell { shape, record: false }, Fds::default())?;
         let (writable, data) = store.create_vm_layer(id, 0)?;
@@ -65,6 +65,7 @@ impl<'a> Grower<'a> {
             parent: Some(from.clone()),
             kernel: manifest.kernel.clone(),
             vcpus: manifest.vcpus,
+            nets: 0,
             memory_bytes: manifest.memory_bytes,
             agent_version: manifest.agent_version.clone(),
             config: manifest.config.clone(),

@@ -7,7 +7,7 @@ use crate::room::Room;
 use anyhow::{Context, Result, bail};
 use dayfly_api::client::ClientError;
 use dayfly_api::types::{
-    CreateManyRequest, CreateRequest, ErrorCode, RemoveManyRequest, Source, Vm, VmState,
+    CreateManyRequest, CreateRequest, ErrorCode, NetworkRequest, RemoveManyRequest, Source, Vm, VmState,
 };
 use dayfly_units::{Name, VmId};
 use futures::future::{join_all, try_join_all};
@@ -164,7 +164,13 @@ impl<'a> Lanes<'a> {
 
     async fn create(&self, own: &mut Vec<VmId>, hang_up: bool) -> Result<()> {
         let source = Source::Snapshot(self.name.clone());
-        let request = CreateRequest { source, name: None, labels: Self::labels(hang_up) };
+        let request = CreateRequest {
+            source,
+            name: None,
+            labels: Self::labels(hang_up),
+            forks: 0,
+            network: NetworkRequest::default(),
+        };
         match self.perhaps(hang_up, "create", self.room.client.create(&request)).await? {
             Some(answer) => self.born_or_failed("create", answer.map(|vm| vec![vm]), own),
             None => Ok(()),
@@ -174,7 +180,12 @@ impl<'a> Lanes<'a> {
     async fn create_many(&self, own: &mut Vec<VmId>, hang_up: bool) -> Result<()> {
         let source = Source::Snapshot(self.name.clone());
         let count = u32::try_from(2 + self.draw(MANY - 1))?;
-        let request = CreateManyRequest { source, count, labels: Self::labels(hang_up) };
+        let request = CreateManyRequest {
+            source,
+            count,
+            labels: Self::labels(hang_up),
+            network: NetworkRequest::default(),
+        };
         match self.perhaps(hang_up, "batch create", self.room.client.create_many(&request)).await? {
             Some(answer) => self.born_or_failed("batch create", answer, own),
             None => Ok(()),

@@ -5,7 +5,7 @@ use crate::common;
 use crate::room::{Room, parent, processes};
 use crate::scale::remove_all;
 use anyhow::{Context, Result, bail};
-use dayfly_api::types::{CreateManyRequest, Source};
+use dayfly_api::types::{CreateManyRequest, NetworkRequest, Source};
 use dayfly_units::{Name, PAGE_SIZE};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -139,8 +139,12 @@ pub fn head() {
 /// Has the daemon fill its pool, by a burst of births that are ended at once, and looks once everything is as it has to be.
 pub async fn settled(room: &Room, name: &Name, first: Option<&Sample>) -> Result<Sample> {
     let count = u32::try_from(2 * POOL)?;
-    let request =
-        CreateManyRequest { source: Source::Snapshot(name.clone()), count, labels: BTreeMap::new() };
+    let request = CreateManyRequest {
+        source: Source::Snapshot(name.clone()),
+        count,
+        labels: BTreeMap::new(),
+        network: NetworkRequest::default(),
+    };
     let vms = room.client.create_many(&request).await.context("a burst while nothing is killed")?;
     remove_all(room, &vms.iter().map(|vm| vm.id).collect::<Vec<_>>()).await?;
     let begun = Instant::now();

@@ -1,5 +1,6 @@
 //! `dayfly create`: a VM that stays.
 
+use super::network::NetworkArgs;
 use super::options::label;
 use crate::progress::Steps;
 use crate::{artefacts, connect, output};
@@ -20,6 +21,11 @@ pub struct Args {
     /// Label it NAME=VALUE; may be repeated
     #[arg(short, long, value_parser = label)]
     label: Vec<(String, String)>,
+    /// So many clones of itself, at one time, its guest may ask for (/run/dayfly/dayfly-fork)
+    #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "count")]
+    forks: u32,
+    #[command(flatten)]
+    network: NetworkArgs,
     /// Boot this image cold instead of cloning a snapshot
     #[arg(long, value_name = "IMAGE", conflicts_with = "snapshot")]
     boot: Option<Name>,
@@ -55,13 +61,17 @@ impl Args {
             (None, None) => anyhow::bail!("expected a snapshot, or --boot with an image"),
         };
         let labels = self.label.into_iter().collect();
+        let network = self.network.request();
         if self.count > 1 {
             steps.begin(format!("making {} VMs", self.count));
-            let vms = client.create_many(&CreateManyRequest { source, count: self.count, labels }).await?;
+            let vms =
+                client.create_many(&CreateManyRequest { source, count: self.count, labels, network }).await?;
             drop(steps);
             return vms.iter().try_for_each(|vm| output::line(vm.id));
         }
-        let vm = client.create(&CreateRequest { source, name: self.name, labels }).await?;
+        let vm = client
+            .create(&CreateRequest { source, name: self.name, labels, forks: self.forks, network })
+            .await?;
         drop(steps);
         output::line(vm.id)
     }

@@ -1,5 +1,6 @@
 //! `dayfly ps`: the VMs.
 
+use super::network;
 use crate::output::{self, ListArgs, ago};
 use anyhow::Result;
 use dayfly_api::types::{ExitKind, Vm, VmState};
@@ -18,27 +19,46 @@ pub struct Args {
 impl Args {
     pub async fn run(self) -> Result<()> {
         let vms = crate::connect::client().await?.vms(self.all).await?;
-        let header = ["VM ID", "NAME", "STATE", "FROM", "KERNEL", "CPUS", "MEMORY", "CREATED"];
+        let header =
+            ["VM ID", "NAME", "STATE", "FROM", "KERNEL", "CPUS", "MEMORY", "ADDRESS", "PORTS", "CREATED"];
         output::list(
             self.list,
             &vms,
             header,
             |vm| vm.id.to_string(),
             |vm| {
-                let from = vm.snapshot.as_ref().unwrap_or(&vm.image);
+                let from = from(vm, &vms);
                 [
                     vm.id.to_string(),
                     vm.name.to_string(),
                     state(vm),
-                    from.to_string(),
+                    from,
                     vm.kernel.to_string(),
                     vm.vcpus.to_string(),
                     Bytes(vm.memory_bytes).to_string(),
+                    vm.network.as_ref().map_or_else(String::new, |network| network.address.to_string()),
+                    ports(vm),
                     ago(vm.created_unix_ms),
                 ]
             },
         )
     }
+}
+
+/// What a VM is a copy of: a VM, by its name if it is listed too, a snapshot, or an image.
+fn from(vm: &Vm, vms: &[Vm]) -> String {
+    let Some(id) = vm.forked_from else {
+        return vm.snapshot.as_ref().unwrap_or(&vm.image).to_string();
+    };
+    let parent =
+        vms.iter().find(|other| other.id == id).map_or_else(|| id.to_string(), |vm| vm.name.to_string());
+    format!("{parent} (fork)")
+}
+
+/// What of the host leads to a VM.
+fn ports(vm: &Vm) -> String {
+    let ports = vm.network.iter().flat_map(|network| &network.published);
+    ports.map(network::shown).collect::<Vec<_>>().join(", ")
 }
 
 /// What a VM does, and why it ended.

@@ -1,5 +1,6 @@
 //! `dayfly run`: clone, run, remove.
 
+use super::network::NetworkArgs;
 use super::options::ExecArgs;
 use crate::{connect, session};
 use anyhow::Result;
@@ -17,6 +18,8 @@ pub struct Args {
     #[arg(long)]
     keep: bool,
     #[command(flatten)]
+    network: NetworkArgs,
+    #[command(flatten)]
     exec: ExecArgs,
     /// Snapshot to clone (dayfly snapshots)
     snapshot: Name,
@@ -29,7 +32,13 @@ impl Args {
     pub async fn run(self) -> Result<u8> {
         let exec = self.exec.spec(self.argv, false)?;
         let source = Source::Snapshot(self.snapshot);
-        let create = CreateRequest { source, name: self.name, labels: BTreeMap::new() };
+        let create = CreateRequest {
+            source,
+            name: self.name,
+            labels: BTreeMap::new(),
+            forks: 0,
+            network: self.network.request(),
+        };
         let client = connect::client().await?;
         let running = client.run(&RunRequest { create, exec, keep: self.keep }).await?;
         if self.keep {

@@ -86,7 +86,11 @@ async fn ls(list: ListArgs) -> Result<()> {
                 s.parent.as_ref().map_or("-".into(), Name::to_string),
                 s.vcpus.to_string(),
                 Bytes(s.memory_bytes).to_string(),
-                Bytes(s.memory_stored_bytes.saturating_add(s.layers_stored_bytes)).to_string(),
+                if s.forming {
+                    "soon".to_owned()
+                } else {
+                    Bytes(s.memory_stored_bytes.saturating_add(s.layers_stored_bytes)).to_string()
+                },
                 s.layers.len().to_string(),
                 s.resident.as_ref().map_or("-".into(), |r| Bytes(r.own_bytes).to_string()),
                 s.resident.as_ref().map_or("-".into(), |r| Bytes(r.shared_bytes).to_string()),

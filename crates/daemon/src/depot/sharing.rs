@@ -41,6 +41,39 @@ impl Shared {
         Ok(Self { list, files, rows })
     }
 
+    /// `rows` of `file`, and what others have of the rest, laid over it. Nothing where these are more than a VMM takes.
+    ///
+    /// # Errors
+    /// The host cannot make the list, or has too few descriptors.
+    pub fn over(beneath: Option<&Self>, rows: &[Row], file: &File) -> io::Result<Option<Self>> {
+        let (below, others) = beneath.map_or((&[][..], &[][..]), |shared| (&shared.rows, &shared.files));
+        let number = u32::try_from(others.len()).unwrap_or(u32::MAX);
+        let above: Vec<Row> = rows.iter().map(|row| Row { file: number, ..*row }).collect();
+        let mut rows = backing::laid_over(below, &above);
+        // Those of which nothing is left are not passed on.
+        let (mut files, mut number_of) = (Vec::new(), vec![None; others.len() + 1]);
+        for row in &mut rows {
+            let was = row.file as usize;
+            row.file = match number_of[was] {
+                Some(number) => number,
+                None => {
+                    files.push(others.get(was).unwrap_or(file).try_clone()?);
+                    *number_of[was].insert(u32::try_from(files.len() - 1).unwrap_or(u32::MAX))
+                }
+            };
+        }
+        if rows.len() > backing::MAX_ROWS || files.len() > backing::MAX_FILES {
+            return Ok(None);
+        }
+        Self::new(rows, files).map(Some)
+    }
+
+    /// How many mappings they are.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.rows.len()
+    }
+
     /// The frames that are not in the snapshot's own memory file.
     #[must_use]
     pub fn frames(&self) -> Vec<Range<u32>> {

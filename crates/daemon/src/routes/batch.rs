@@ -34,20 +34,25 @@ pub async fn create(
     Json(request): Json<CreateManyRequest>,
 ) -> Outcome<(StatusCode, axum::Json<List<Vm>>)> {
     let asked = Asked::now();
-    let CreateManyRequest { source, count, labels } = request;
+    let CreateManyRequest { source, count, labels, network } = request;
+    if count > 1 && !network.publish.is_empty() {
+        return Err(Fault::invalid(
+            "publish: expected no ports for many VMs at once: each port leads to one",
+        ));
+    }
     let count = usize::try_from(count).unwrap_or(usize::MAX);
     check("count", count)?;
     let memory_bytes = match &source {
         Source::Boot(boot) => boot.memory_bytes,
         Source::Snapshot(name) => {
             let (daemon, name) = (daemon.clone(), name.clone());
-            blocking(move || Ok(daemon.depot.open_snapshot(&name)?.manifest.memory_bytes)).await?
+            blocking(move || daemon.depot.memory_bytes(&name)).await?
         }
     };
     // Refused before any is made, where it is clear that not all fit; each then reserves its own.
     let fit = (0..count).map(|_| daemon.budget.reserve(memory_bytes, None)).collect::<Result<Vec<_>, _>>();
     drop(fit.map_err(Step::Memory.failed())?);
-    let order = birth::Order::create(CreateRequest { source, name: None, labels });
+    let order = birth::Order::create(CreateRequest { source, name: None, labels, forks: 0, network });
     // Each a task of its own, so that they are born on all CPUs. One that fails drops the others, which takes their VMs with them.
     let births = (0..count).map(|_| {
         let (daemon, order) = (daemon.clone(), order.clone());

@@ -70,6 +70,7 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(vms::unpause))
         .routes(routes!(vms::kill))
         .routes(routes!(vms::snapshot))
+        .routes(routes!(vms::fork))
         .routes(routes!(logs::logs))
         .routes(routes!(archive::read, archive::write))
         .routes(routes!(exec::exec))

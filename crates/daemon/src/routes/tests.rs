@@ -180,6 +180,7 @@ async fn what_nobody_knows_in_the_run_folder_is_a_leak_and_swept() {
 fn running(served: &Served, name: &str) -> (Arc<crate::vm::Vm>, UnixListener) {
     let facts = crate::vm::Facts {
         snapshot: None,
+        fork: crate::vm::ForkFacts::default(),
         image: "i".parse().unwrap(),
         kernel: dayfly_store::KernelRef {
             name: "k".parse().unwrap(),
@@ -188,6 +189,8 @@ fn running(served: &Served, name: &str) -> (Arc<crate::vm::Vm>, UnixListener) {
         },
         vcpus: 1,
         memory_bytes: 64 << 20,
+        nets: 0,
+        network: Default::default(),
         created_unix_ms: 0,
         config: Default::default(),
         ephemeral: false,
@@ -312,6 +315,8 @@ async fn a_connected_run_that_cannot_be_leaves_nothing() {
             source: dayfly_api::types::Source::Snapshot("none".parse().unwrap()),
             name: None,
             labels: Default::default(),
+            forks: 0,
+            network: dayfly_api::types::NetworkRequest::default(),
         },
         port,
         keep: false,
@@ -365,6 +370,8 @@ async fn a_birth_that_fails_leaves_nothing() {
         }),
         name: Some("v".parse().unwrap()),
         labels: Default::default(),
+        forks: 0,
+        network: dayfly_api::types::NetworkRequest::default(),
     };
     for (memory, vcpus) in [(0, 1), (64 << 20, 0), (64 << 20, 17), ((64 << 20) + 4096, 1)] {
         assert_eq!(client.create(&boot(memory, vcpus)).await.unwrap_err().code(), Some(ErrorCode::Invalid));

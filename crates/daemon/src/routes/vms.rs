@@ -5,12 +5,13 @@ use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome};
 use crate::time::Asked;
 use crate::vm::{birth, death, footprint as weigh, inspect as measure, power};
-use crate::{ndjson, snapshot as freeze};
+use crate::{fork as forking, ndjson, snapshot as freeze};
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
 use dayfly_api::types::{
-    ApiError, CreateRequest, ErrorCode, Footprint, List, Progress, SnapshotRequest, Vm, VmDetails,
+    ApiError, CreateRequest, ErrorCode, Footprint, ForkRequest, Forked, List, Progress, SnapshotRequest, Vm,
+    VmDetails,
 };
 use serde::Deserialize;
 use std::sync::Arc;
@@ -147,4 +148,21 @@ pub async fn snapshot(
 ) -> Outcome<Response> {
     let vm = daemon.registry.find(&word)?;
     Ok(ndjson::stream(daemon.stop.clone(), move |tell| freeze::snapshot(daemon, vm, request, tell)))
+}
+
+/// Starts clones of a running VM, which goes on: all of them, or none; answered when each agent has its identity. When the client goes away before that, so
+/// do the clones.
+#[utoipa::path(post, path = "/v1/vms/{vm}/fork", params(("vm" = String, Path)), request_body = ForkRequest,
+    responses((status = 201, body = Forked), (status = 400, body = ApiError), (status = 404, body = ApiError),
+        (status = 409, body = ApiError), (status = 502, body = ApiError), (status = 504, body = ApiError),
+        (status = 507, body = ApiError)))]
+pub async fn fork(
+    State(daemon): Shared,
+    Word(word): Word,
+    Json(request): Json<ForkRequest>,
+) -> Outcome<(StatusCode, axum::Json<Forked>)> {
+    let asked = Asked::now();
+    let vm = daemon.registry.find(&word)?;
+    let forked = forking::fork(&daemon, &vm, request, asked).await?;
+    Ok((StatusCode::CREATED, axum::Json(forked)))
 }

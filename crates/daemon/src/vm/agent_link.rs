@@ -276,6 +276,22 @@ pub async fn seal(path: &Path, within: Duration) -> Result<(), LinkError> {
     done(path, &Request::Seal, "sealing", within).await
 }
 
+/// Tells a guest that it is about to be forked: its programs live on where nobody is at the other end of their connections any more.
+///
+/// # Errors
+/// [`LinkError`].
+pub async fn fork(path: &Path, within: Duration) -> Result<(), LinkError> {
+    done(path, &Request::Fork, "getting ready for a fork", within).await
+}
+
+/// Tells a guest that the fork is over, and that it is the one that was forked.
+///
+/// # Errors
+/// [`LinkError`].
+pub async fn forked(path: &Path, within: Duration) -> Result<(), LinkError> {
+    done(path, &Request::Forked, "going on after a fork", within).await
+}
+
 /// How full a guest is.
 ///
 /// # Errors

@@ -8,24 +8,29 @@
 
 use super::agent_link::{self, AgentLink, LinkError};
 use super::launch::{self, Fds};
+use super::link::{self, Link};
 use super::pool::{Guest, Lasting, Shell};
-use super::source::{self, CloneOf, Opened, Template};
+use super::source::{self, CloneOf, Frozen, Opened, Template};
 use super::state::Event;
 use super::step::{self, Step};
 use super::{Vm, death, identity};
 use crate::daemon::Daemon;
 use crate::depot::Loaded;
+use crate::door;
 use crate::error::{Fault, Outcome, blocking};
+use crate::fork::Epoch;
 use crate::metrics::{self, Birth};
+use crate::net::Wires;
 use crate::time::Asked;
 use dayfly_api::agent::{Ready, Request};
-use dayfly_api::types::{CreateRequest, ErrorCode, ExitKind, Source};
+use dayfly_api::types::{CreateRequest, ErrorCode, ExitKind, NetworkRequest, Source};
 use dayfly_host::process::Process;
 use dayfly_units::Name;
-use dayfly_vmm::config::Start;
+use dayfly_vmm::config::{Shape, Start};
 use dayfly_vmm::control::Command;
 use std::collections::BTreeMap;
 use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::net::UnixListener as StdListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -47,19 +52,32 @@ const PROGRAM_AT_MOST: Duration = Duration::from_millis(500);
 #[derive(Debug, Clone)]
 pub struct Order {
     /// What it starts from.
-    pub source: Source,
+    pub origin: Origin,
     /// Its name; the id where there is none.
     pub name: Option<Name>,
     /// As given.
     pub labels: BTreeMap<String, String>,
     /// Whether it goes with the connection or the bake that wants it.
     pub ephemeral: bool,
+    /// How many clones of itself, at one time, its guest may ask for.
+    pub forks: u32,
     /// Whether it plays a rehearsal.
     pub part: Part,
-    /// What it is a clone of, where that is not found by its name.
-    pub template: Option<Arc<Loaded>>,
+    /// What it has of the network; `None`: what it is a clone of has, or all.
+    pub network: Option<NetworkRequest>,
     /// What is asked of its agent as soon as it is who it is: [`Newborn::take_next`] gives the link for the answer.
     pub next: Option<Request>,
+}
+
+/// What a VM starts from.
+#[derive(Debug, Clone)]
+pub enum Origin {
+    /// What is found by its name.
+    Source(Source),
+    /// A snapshot that is open, and perhaps not found yet.
+    Template(Arc<Loaded>),
+    /// A VM that was forked, and which of its clones this is, from 1.
+    Fork(Arc<Epoch>, u32),
 }
 
 /// What a VM is for.
@@ -80,12 +98,13 @@ impl Order {
     #[must_use]
     pub fn create(request: CreateRequest) -> Self {
         Self {
-            source: request.source,
+            origin: Origin::Source(request.source),
             name: request.name,
             labels: request.labels,
+            forks: request.forks,
             ephemeral: false,
             part: Part::User,
-            template: None,
+            network: Some(request.network),
             next: None,
         }
     }
@@ -194,25 +213,37 @@ async fn attempt(
     order: Order,
     from_pool: bool,
 ) -> Result<Newborn, Failed> {
-    let given = order.template.map(Opened::Snapshot);
-    let opened = match given.or_else(|| Opened::known(daemon, &order.source)) {
-        Some(opened) => opened,
-        None => {
-            let (shared, source) = (daemon.clone(), order.source);
-            blocking(move || Opened::open(&shared, source)).await.map_err(Step::Source.failed())?
-        }
+    let opened = match order.origin {
+        Origin::Template(open) => Opened::Snapshot(open),
+        Origin::Fork(epoch, number) => Opened::Fork(epoch, number),
+        Origin::Source(source) => match Opened::known(daemon, &source) {
+            Some(opened) => opened,
+            None => {
+                let shared = daemon.clone();
+                blocking(move || Opened::open(&shared, source)).await.map_err(Step::Source.failed())?
+            }
+        },
     };
     let wanted = order.name.clone();
     let done = |step| step::done(step, wanted.as_ref());
     done(Step::Source)?;
     let opened_us = asked.elapsed_us();
     let mut under_way = Some(daemon.pool.birth());
-    let facts = opened.facts(order.labels, order.ephemeral);
-    let template = opened.template()?.filter(|_| from_pool && order.part == Part::User);
-    let ready = template.as_ref().and_then(|template| daemon.pool.node_of(template));
+    let facts = opened.facts(order.labels, order.ephemeral, order.forks, order.network);
+    let pooled = from_pool && order.part == Part::User;
+    let (template, shape) = (opened.template()?.filter(|_| pooled), opened.shape()?.filter(|_| pooled));
+    let ready = match &template {
+        Some(template) => daemon.pool.node_of(template),
+        None => shape.and_then(|shape| daemon.pool.node_of_shell(shape)),
+    };
     let memory = daemon.budget.reserve(facts.memory_bytes, ready).map_err(Step::Memory.failed())?;
     done(Step::Memory)?;
-    let shell = template.and_then(|template| daemon.pool.take(&template, memory.node));
+    let wires = Wires::lay(daemon, &facts).await.map_err(Step::Network.failed())?;
+    done(Step::Network)?;
+    let shell = match template {
+        Some(template) => daemon.pool.take(&template, memory.node),
+        None => shape.and_then(|shape| daemon.pool.take_shell(shape, memory.node)),
+    };
     let seat = shell.as_ref().map(|shell| shell.seat);
     let vm = match daemon.registry.reserve(&daemon.config, order.name, facts, memory, seat) {
         Ok(vm) => vm,
@@ -224,6 +255,7 @@ async fn attempt(
         }
     };
     let mut newborn = Newborn { daemon: daemon.clone(), vm: Some(vm.clone()), next: None };
+    vm.wire(wires);
     vm.update(|live| {
         live.disks = opened.disks();
         live.asked_us = Some(asked.at_us());
@@ -236,8 +268,8 @@ async fn attempt(
         None => (metrics::Start::Nothing, "vmm runs"),
     };
     let ready_made = shell.is_some();
-    let ready = match start(daemon, &vm, opened, shell, order.part).await {
-        Ok(ready) => ready,
+    let (mut vmm, ready) = match start(daemon, &vm, opened, shell, order.part).await {
+        Ok(started) => started,
         Err(fault) => {
             let step =
                 if vm.process().is_none() && vm.live().exit.is_none() { Step::Vmm } else { Step::Guest };
@@ -255,6 +287,9 @@ async fn attempt(
     if !ready_made {
         launch::prepare(daemon, vm.node);
     }
+    if vm.facts.fork.may > 0 {
+        door::open(daemon, &vm)?;
+    }
     let connected_us = AtomicU64::new(running_us);
     vm.mark(how, running_us);
     let alive = async {
@@ -265,16 +300,17 @@ async fn attempt(
         }
         if vm.update(|live| live.agent_version.is_empty()) {
             // A guest without an agent, as benchmarks have: it is there once it runs.
+            plug(daemon, &vm, &mut vmm).await?;
             return Ok(None);
         }
-        identity::give(daemon, &vm, order.next.as_ref(), || {
+        let link = identity::give(daemon, &vm, order.next.as_ref(), || {
             let us = asked.elapsed_us();
             connected_us.store(us, Ordering::Relaxed);
             vm.mark("agent connected", us);
         })
-        .await
-        .map(Some)
-        .map_err(Fault::from)
+        .await?;
+        plug(daemon, &vm, &mut vmm).await?;
+        Ok(Some(link))
     };
     let result = tokio::select! {
         biased;
@@ -311,6 +347,19 @@ async fn attempt(
     Ok(newborn)
 }
 
+/// From now on packets pass: the guest is who it is to be.
+async fn plug(daemon: &Daemon, vm: &Vm, vmm: &mut Link) -> Outcome<()> {
+    let failed = |e| Fault::internal(format_args!("a tap: {e}"));
+    let Some((link, tap)) = vm.wires(|wires| wires.link(&vm.facts.network)).transpose().map_err(failed)?
+    else {
+        // Whatever it sends is lost, as before.
+        return Ok(());
+    };
+    link::tell(vmm, &Command::Connect(link), &tap, daemon.config.deadlines.control).await?;
+    vm.wires(Wires::lead);
+    Ok(())
+}
+
 /// Starts the VMM. Whoever waits may go away meanwhile; the process is known to its VM before anybody can end that.
 async fn start(
     daemon: &Arc<Daemon>,
@@ -318,13 +367,14 @@ async fn start(
     opened: Opened,
     shell: Option<Shell>,
     part: Part,
-) -> Outcome<Option<UnixListener>> {
+) -> Outcome<(Link, Option<UnixListener>)> {
     let within = daemon.config.deadlines.control;
     // A clone that is ready is let go here and now: no thread is changed, no file is touched.
     if let Some(Shell { process, mut link, guest: Some(guest), .. }) = shell {
         vm.hold(process.clone());
-        let Guest { disks, pin, agent_version, .. } = guest;
+        let Guest { disks, beneath, pin, agent_version, .. } = guest;
         vm.keep_pinned(pin);
+        vm.stand_on(beneath);
         vm.update(|live| {
             live.disks = disks;
             live.agent_version = agent_version;
@@ -334,7 +384,7 @@ async fn start(
         death::watch(daemon, vm.clone(), process);
         asked?;
         link.done(within).await?;
-        return Ok(None);
+        return Ok((link, None));
     }
     // Before anything is waited for: who waits may go away, and the process with it.
     let link = shell.map(|Shell { process, link, .. }| {
@@ -350,25 +400,12 @@ async fn start(
         let (daemon, vm) = (shared, started);
         match opened {
             Opened::Snapshot(open) => {
-                vm.update(|live| live.agent_version.clone_from(&open.manifest.agent_version));
-                // First the process: it gets ready while its disks are made.
-                let link = match link {
-                    Some(link) => link,
-                    None => {
-                        let record = part == Part::Touched;
-                        let start = Start::Shell { shape: Template::of(&open)?.shape, record };
-                        let launched = launch::launch(&daemon, vm.seat(), start, Fds::default(), false)?;
-                        held(&daemon, &vm, launched.process);
-                        launched.link
-                    }
-                };
-                step::done(Step::Vmm, Some(&vm.name))?;
-                let vmm = vm.process().ok_or_else(|| Fault::new(ErrorCode::Guest, "its VMM ended"))?;
-                let clone = CloneOf::new(&daemon, vm.id, &vmm, &open, part)?;
-                vm.keep_pinned(clone.pin);
-                vm.update(|live| live.disks = clone.disks);
-                link.ask(&Command::Restore(clone.config), &clone.fds)?;
-                Ok((Some(link), None))
+                let (shape, version) = (Template::of(&open)?.shape, &open.manifest.agent_version);
+                clone(&daemon, &vm, (&open).into(), shape, version, part, link)
+            }
+            Opened::Fork(epoch, _) => {
+                let (shape, version) = (epoch.shape(), &epoch.agent_version);
+                clone(&daemon, &vm, (&*epoch).into(), shape, version, part, link)
             }
             Opened::Boot { boot, image, kernel } => {
                 let mut fds = Fds::default();
@@ -376,19 +413,52 @@ async fn start(
                 vm.keep_pinned(pin);
                 let launched = launch::launch(&daemon, vm.seat(), start, fds, false)?;
                 held(&daemon, &vm, launched.process);
-                Ok((None, launched.ready))
+                Ok((launched.link, launched.ready))
             }
         }
     })
     .await?;
-    if let Some(link) = &mut link {
+    if ready.is_none() {
         link.done(within).await?;
     }
     let listener = ready.map(|ready| {
         ready.set_nonblocking(true)?;
         UnixListener::from_std(ready)
     });
-    listener.transpose().map_err(|e| Fault::internal(format_args!("listening for a guest: {e}")))
+    let listener =
+        listener.transpose().map_err(|e| Fault::internal(format_args!("listening for a guest: {e}")))?;
+    Ok((link, listener))
+}
+
+/// Tells a shell, the one of `link` or a new one, to become a clone. Blocks.
+fn clone(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    frozen: Frozen<'_>,
+    shape: Shape,
+    agent_version: &str,
+    part: Part,
+    link: Option<Link>,
+) -> Outcome<(Link, Option<StdListener>)> {
+    vm.update(|live| agent_version.clone_into(&mut live.agent_version));
+    // First the process: it gets ready while its disks are made.
+    let link = match link {
+        Some(link) => link,
+        None => {
+            let start = Start::Shell { shape, record: part == Part::Touched };
+            let launched = launch::launch(daemon, vm.seat(), start, Fds::default(), false)?;
+            held(daemon, vm, launched.process);
+            launched.link
+        }
+    };
+    step::done(Step::Vmm, Some(&vm.name))?;
+    let vmm = vm.process().ok_or_else(|| Fault::new(ErrorCode::Guest, "its VMM ended"))?;
+    let clone = CloneOf::new(daemon, vm.id, &vmm, frozen, part)?;
+    vm.keep_pinned(clone.pin);
+    vm.stand_on(clone.beneath);
+    vm.update(|live| live.disks = clone.disks);
+    link.ask(&Command::Restore(clone.config), &clone.fds)?;
+    Ok((link, None))
 }
 
 /// The VM has its process: from now on its end is noticed.
@@ -487,3 +557,7 @@ mod tests {
 #[cfg(test)]
 #[path = "birth_tests.rs"]
 mod failing;
+
+#[cfg(test)]
+#[path = "fork_tests.rs"]
+mod forking;

@@ -8,6 +8,7 @@ use super::{Vm, exit_now};
 use crate::daemon::Daemon;
 use crate::depot::Depot;
 use crate::error::{Fault, Outcome, blocking};
+use crate::net::Wires;
 use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
 use dayfly_host::priority;
 use dayfly_host::process::Process;
@@ -145,6 +146,7 @@ pub async fn remove(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
 /// From now on the VM's end is asked for. Gives the process that is to be killed, where there is one.
 async fn condemn(vm: &Vm) -> Option<Arc<Process>> {
     vm.update(|live| live.kill_asked = true);
+    vm.wires(Wires::unpublish);
     // A start that is under way ends first: its process is then known.
     let _started = vm.launching.lock().await;
     let Some(process) = vm.process() else {

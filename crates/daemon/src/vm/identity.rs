@@ -58,6 +58,8 @@ pub async fn give(
             machine_id: who.machine_id,
             wall_clock_ns: unix_ns(),
             entropy: hex::encode(random::<ENTROPY_BYTES>()),
+            number: vm.facts.fork.number,
+            network: vm.wires(|wires| wires.identity()),
         }
     })
     .await

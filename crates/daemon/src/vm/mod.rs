@@ -4,6 +4,7 @@
 //! [`death`] do the work, [`agent_link`] and [`control_link`] talk to the guest's agent and to the VMM, [`inspect`] measures.
 
 pub mod agent_link;
+pub mod beneath;
 pub mod berth;
 pub mod birth;
 pub mod budget;
@@ -26,7 +27,9 @@ pub mod zygotes;
 
 use crate::config::VmDir;
 use crate::error::Fault;
+use crate::net::Wires;
 use crate::time::{monotonic_us, unix_ms};
+use beneath::Beneath;
 use budget::Reservation;
 use dayfly_api::types::{self, ErrorCode, VmExit};
 use dayfly_host::process::{Process, ProcessId};
@@ -42,8 +45,11 @@ use tokio::sync::watch;
 /// What does not change in a VM's life.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Facts {
-    /// Snapshot it was cloned from.
+    /// Snapshot it was cloned from, or what it was forked from.
     pub snapshot: Option<Name>,
+    /// What it has to do with forks.
+    #[serde(default)]
+    pub fork: ForkFacts,
     /// Image of its root disk.
     pub image: Name,
     /// Its kernel.
@@ -52,14 +58,31 @@ pub struct Facts {
     pub vcpus: u8,
     /// RAM.
     pub memory_bytes: u64,
+    /// Network devices.
+    #[serde(default)]
+    pub nets: u8,
     /// When it was asked for.
     pub created_unix_ms: u64,
+    /// What was asked for of the network.
+    #[serde(default)]
+    pub network: types::NetworkRequest,
     /// How its image wants to be started.
     pub config: ImageConfig,
     /// Whether it goes with the connection or the bake that made it.
     pub ephemeral: bool,
     /// As given.
     pub labels: BTreeMap<String, String>,
+}
+
+/// What a VM has to do with forks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ForkFacts {
+    /// The VM it was forked from.
+    pub from: Option<VmId>,
+    /// Which clone of that fork it is, from 1.
+    pub number: u32,
+    /// How many clones of itself, at one time, its guest may ask for.
+    pub may: u32,
 }
 
 /// Who a guest is; given again after a snapshot, which ends the seal.
@@ -103,6 +126,9 @@ pub struct Live {
     pub process: Option<ProcessId>,
     /// Who it is.
     pub who: Option<Who>,
+    /// Where it is on the network.
+    #[serde(default)]
+    pub network: Option<types::VmNetwork>,
     /// Version of the agent in it.
     pub agent_version: String,
     /// In order vda, vdb, ….
@@ -129,7 +155,7 @@ pub struct Vm {
     /// Held while its vCPUs are stopped, let go, or its state is saved: one after the other.
     pub turn: tokio::sync::Mutex<()>,
     /// Held while a snapshot of it is made, until that is stored.
-    pub snapshots: tokio::sync::Mutex<()>,
+    pub snapshots: Arc<tokio::sync::Mutex<()>>,
     /// Held while its files are being removed.
     pub removal: tokio::sync::Mutex<()>,
     /// Held while its VMM is being started: who ends it waits for that.
@@ -138,6 +164,8 @@ pub struct Vm {
     process: Mutex<Option<Arc<Process>>>,
     pin: Mutex<Option<Pin>>,
     memory: Mutex<Option<Reservation>>,
+    beneath: Mutex<Option<Beneath>>,
+    wires: Mutex<Wires>,
     slot_held: Mutex<bool>,
     gone: watch::Sender<bool>,
 }
@@ -155,6 +183,7 @@ impl Vm {
             asked_us: None,
             process: None,
             who: None,
+            network: None,
             agent_version: String::new(),
             disks: Vec::new(),
             no_snapshot: None,
@@ -177,13 +206,15 @@ impl Vm {
             dir,
             facts,
             turn: tokio::sync::Mutex::default(),
-            snapshots: tokio::sync::Mutex::default(),
+            snapshots: Arc::default(),
             removal: tokio::sync::Mutex::default(),
             launching: Arc::default(),
             live: Mutex::new(live),
             process: Mutex::default(),
             pin: Mutex::default(),
             memory: Mutex::default(),
+            beneath: Mutex::default(),
+            wires: Mutex::default(),
             slot_held: Mutex::new(alive),
             gone: watch::Sender::new(!alive),
         }
@@ -257,6 +288,34 @@ impl Vm {
         }
     }
 
+    /// Its RAM is mapped from this.
+    pub fn stand_on(&self, beneath: Beneath) {
+        let live = lock(&self.live);
+        if live.phase.alive() {
+            *lock(&self.beneath) = Some(beneath);
+        }
+    }
+
+    /// What its RAM is mapped from; not known of one that an earlier daemon started, nothing for one that booted.
+    #[must_use]
+    pub fn beneath(&self) -> Option<Beneath> {
+        lock(&self.beneath).clone()
+    }
+
+    /// What it has of the network, until it ends.
+    pub fn wire(&self, wires: Wires) {
+        let mut live = lock(&self.live);
+        if live.phase.alive() {
+            live.network = wires.shown();
+            *lock(&self.wires) = wires;
+        }
+    }
+
+    /// What it has of the network.
+    pub fn wires<T>(&self, with: impl FnOnce(&mut Wires) -> T) -> T {
+        with(&mut lock(&self.wires))
+    }
+
     /// Its memory, which others may not have until it ends.
     pub fn keep_memory(&self, memory: Reservation) {
         *lock(&self.memory) = Some(memory);
@@ -278,6 +337,8 @@ impl Vm {
         lock(&self.process).take();
         lock(&self.pin).take();
         lock(&self.memory).take();
+        lock(&self.beneath).take();
+        *lock(&self.wires) = Wires::default();
         self.gone.send_replace(true);
     }
 
@@ -322,6 +383,7 @@ impl Vm {
             state: live.phase.shown(),
             exit: live.exit,
             snapshot: facts.snapshot,
+            forked_from: facts.fork.from,
             image: facts.image,
             kernel: facts.kernel.name,
             vcpus: facts.vcpus,
@@ -329,6 +391,7 @@ impl Vm {
             created_unix_ms: facts.created_unix_ms,
             ready_us: live.ready_us,
             ephemeral: facts.ephemeral,
+            network: live.network,
             labels: facts.labels,
         }
     }

@@ -16,6 +16,7 @@
 //! A daemon that is killed leaves what waits; it has no record, so the next one sweeps it.
 
 use super::Disk;
+use super::beneath::Beneath;
 use super::birth::Part;
 use super::demand::{Demand, IDLE, LEAST, TICK, WINDOW};
 use super::launch::{self, Fds, Launched};
@@ -71,6 +72,8 @@ impl Shell {
 pub struct Guest {
     /// Its disks.
     pub disks: Vec<Disk>,
+    /// What its RAM is mapped from.
+    pub beneath: Beneath,
     /// Keeps their layers in the store.
     pub pin: Pin,
     /// Of the agent in it.
@@ -83,8 +86,8 @@ struct Shelves {
     shells: HashMap<Shape, VecDeque<Shell>>,
     primed: HashMap<Template, VecDeque<Shell>>,
     demand: HashMap<Template, Demand>,
-    /// Shapes of snapshots that will soon be asked for, and since when.
-    expected: HashMap<Shape, Instant>,
+    /// Demand for shells by themselves: of VMs that are forked, and of snapshots that will soon be asked for.
+    shapes: HashMap<Shape, Demand>,
     closed: bool,
 }
 
@@ -101,11 +104,11 @@ impl Shelves {
         self.shells.values().chain(self.primed.values()).map(VecDeque::len).sum()
     }
 
-    /// What too few wait of, with at most so many clones of a snapshot; first the shells, which fit anything.
+    /// What too few wait of, with at most so many clones of a snapshot, and a shell more; first the shells, which fit anything.
     fn short(&self, now: Instant, most: usize) -> impl Iterator<Item = Missing> {
         let shells = |shape| self.shells.get(&shape).map_or(0, VecDeque::len);
-        let shapes = self.demand.keys().map(|template| template.shape).chain(self.expected.keys().copied());
-        let shapes = shapes.filter(move |shape| shells(*shape) < LEAST && self.in_use(*shape, now));
+        let shapes = self.demand.keys().map(|template| template.shape).chain(self.shapes.keys().copied());
+        let shapes = shapes.filter(move |shape| shells(*shape) < self.shells(*shape, now).min(most + 1));
         let primed = |template| self.primed.get(template).map_or(0, VecDeque::len);
         let templates = self.demand.iter();
         let templates = templates.filter(move |(t, demand)| primed(t) < demand.target(now).min(most));
@@ -113,11 +116,12 @@ impl Shelves {
         shapes.map(Missing::Shell).chain(templates)
     }
 
-    /// Whether shells of this shape are to wait.
-    fn in_use(&self, shape: Shape, now: Instant) -> bool {
-        let recent = |since: &Instant| now.duration_since(*since) <= IDLE;
-        self.expected.get(&shape).is_some_and(recent)
-            || self.demand.iter().any(|(template, demand)| template.shape == shape && recent(&demand.last))
+    /// How many shells of this shape are to wait.
+    fn shells(&self, shape: Shape, now: Instant) -> usize {
+        let recent = |demand: &Demand| now.duration_since(demand.last) <= IDLE;
+        let used = self.demand.iter().any(|(template, demand)| template.shape == shape && recent(demand));
+        let by_themselves = self.shapes.get(&shape).map_or(0, |demand| demand.target(now));
+        by_themselves.max(if used { LEAST } else { 0 })
     }
 }
 
@@ -226,6 +230,19 @@ impl Pool {
             .or_else(|| alive(shells.get_mut(&template.shape), Some(node)))
     }
 
+    /// The shell of this shape that waits longest on the node, for what is no clone of a snapshot.
+    pub fn take_shell(&self, shape: Shape, node: usize) -> Option<Shell> {
+        let mut shelves = lock(&self.shelves);
+        let now = Instant::now();
+        shelves.shapes.entry(shape).or_insert_with(|| Demand::new(now)).note(now, self.all);
+        alive(shelves.shells.get_mut(&shape), Some(node))
+    }
+
+    /// Where the shell of this shape is that waits longest.
+    pub fn node_of_shell(&self, shape: Shape) -> Option<usize> {
+        lock(&self.shelves).shells.get(&shape)?.front().map(|shell| shell.seat.node)
+    }
+
     /// The node of the clone of this snapshot that waits longest, else of a shell for it.
     pub fn node_of(&self, template: &Template) -> Option<usize> {
         let shelves = lock(&self.shelves);
@@ -252,7 +269,8 @@ impl Pool {
 
     /// Says that snapshots of this shape will soon be cloned.
     pub fn expect_shape(&self, shape: Shape) {
-        lock(&self.shelves).expected.insert(shape, Instant::now());
+        let now = Instant::now();
+        lock(&self.shelves).shapes.entry(shape).or_insert_with(|| Demand::new(now)).last = now;
         self.wanted.notify_one();
     }
 
@@ -316,6 +334,12 @@ impl Pool {
         let mut shelves = lock(&self.shelves);
         let now = Instant::now();
         let (full, most) = (shelves.count() >= self.all, self.all.saturating_sub(1));
+        // A clone that is asked for goes before shells that were.
+        let crowded = full && shelves.short(now, most).any(|missing| matches!(missing, Missing::Primed(_)));
+        shelves.shapes.retain(|_, demand| {
+            demand.fade(now);
+            demand.target(now) > 0 && !(crowded && now.duration_since(demand.last) > WINDOW)
+        });
         // What is asked for right now stays, however full it is; and so does all where nothing else is to take its place.
         let resting = shelves.demand.iter().filter(|(_, d)| now.duration_since(d.last) > WINDOW);
         let oldest = resting.min_by_key(|(_, d)| d.last).map(|(template, _)| template.clone());
@@ -340,12 +364,14 @@ impl Pool {
             out.extend(shelf.drain(target.min(shelf.len())..));
             !shelf.is_empty()
         });
-        shelves.expected.retain(|_, since| now.duration_since(*since) <= IDLE);
-        let idle: Vec<Shape> =
-            shelves.shells.keys().copied().filter(|shape| !shelves.in_use(*shape, now)).collect();
-        for shape in idle {
-            out.extend(shelves.shells.remove(&shape).into_iter().flatten());
+        let most: Vec<(Shape, usize)> =
+            shelves.shells.keys().map(|shape| (*shape, shelves.shells(*shape, now))).collect();
+        for (shape, most) in most {
+            if let Some(shelf) = shelves.shells.get_mut(&shape) {
+                out.extend(shelf.drain(most.min(shelf.len())..));
+            }
         }
+        shelves.shells.retain(|_, shelf| !shelf.is_empty());
         out
     }
 
@@ -461,14 +487,17 @@ async fn prime(daemon: &Arc<Daemon>, template: &Template) -> Outcome<(Shell, boo
         if Template::of(&open)? != wanted {
             return Err(Fault::not_found(format_args!("snapshot {}: is another one by now", wanted.name)));
         }
-        Ok((open.manifest.agent_version.clone(), CloneOf::new(&maker, seat.id, &vmm, &open, Part::Pool)?))
+        Ok((
+            open.manifest.agent_version.clone(),
+            CloneOf::new(&maker, seat.id, &vmm, (&open).into(), Part::Pool)?,
+        ))
     };
     let primed = async {
         let (agent_version, clone) = blocking(move || background(guest)).await?;
-        let CloneOf { config, fds, disks, pin } = clone;
+        let CloneOf { config, fds, disks, beneath, pin } = clone;
         let within = daemon.config.deadlines.control;
         link::tell(&mut shell.link, &Command::Restore(config), &fds, within).await?;
-        Ok(Guest { disks, pin, agent_version, template: template.clone() })
+        Ok(Guest { disks, beneath, pin, agent_version, template: template.clone() })
     };
     match primed.await {
         Ok(guest) => Ok((Shell { guest: Some(guest), ..shell }, new)),
@@ -567,7 +596,7 @@ mod tests {
     use dayfly_store::Digest;
 
     fn template(name: &str, memory_bytes: u64) -> Template {
-        let shape = Shape { memory_bytes, vcpus: 1, disks: 1 };
+        let shape = Shape { memory_bytes, vcpus: 1, disks: 1, nets: 0 };
         Template { name: name.parse().unwrap(), fingerprint: Digest::of(b"s"), shape }
     }
 
@@ -587,6 +616,19 @@ mod tests {
         pool.surplus();
         assert_eq!(known(), 1);
         assert!(lock(&pool.shelves).demand.contains_key(&template("b", 128 << 20)), "the newer one went");
+    }
+
+    #[test]
+    fn as_many_shells_wait_as_forks_took_at_once() {
+        let pool = Pool::new(64);
+        let (few, many) = (template("a", 64 << 20).shape, template("b", 128 << 20).shape);
+        pool.expect_shape(few);
+        for _ in 0..20 {
+            assert!(pool.take_shell(many, 0).is_none());
+        }
+        let wanted = |shape| lock(&pool.shelves).shells(shape, Instant::now());
+        assert_eq!((wanted(few), wanted(many)), (LEAST, 20));
+        assert!(matches!(pool.missing(), Some(Missing::Shell(_))));
     }
 
     #[tokio::test]

@@ -158,6 +158,7 @@ mod tests {
         let config = Config { run: run.into(), ..fixture::config(run) };
         let facts = Facts {
             snapshot: Some("s".parse().unwrap()),
+            fork: crate::vm::ForkFacts::default(),
             image: "i".parse().unwrap(),
             kernel: KernelRef {
                 name: "k".parse().unwrap(),
@@ -167,6 +168,8 @@ mod tests {
             config: Default::default(),
             vcpus: 4,
             memory_bytes: 1 << 30,
+            nets: 0,
+            network: Default::default(),
             created_unix_ms: 7,
             ephemeral: true,
             labels: [("a".to_owned(), "b".to_owned())].into(),

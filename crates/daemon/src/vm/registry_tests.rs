@@ -13,6 +13,7 @@ fn config() -> Config {
 fn facts() -> Facts {
     Facts {
         snapshot: None,
+        fork: crate::vm::ForkFacts::default(),
         image: "i".parse().unwrap(),
         kernel: dayfly_store::KernelRef {
             name: "k".parse().unwrap(),
@@ -22,6 +23,8 @@ fn facts() -> Facts {
         config: Default::default(),
         vcpus: 1,
         memory_bytes: 64 << 20,
+        nets: 0,
+        network: Default::default(),
         created_unix_ms: 0,
         ephemeral: false,
         labels: Default::default(),

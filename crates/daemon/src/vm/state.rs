@@ -14,6 +14,8 @@
 //!                      Exited ───────────▶ (gone)
 //! ```
 //!
+//! `Forking` is `Running` but for whose turn it is: clients see no difference.
+//!
 //! One mutex around a [`Phase`] judges every request; who changes it then does the work. `Freezing` is what a running VM is
 //! while its snapshot is taken: clients see it as paused, and it is nobody else's turn.
 
@@ -31,6 +33,8 @@ pub enum Phase {
     Paused,
     /// A snapshot is being taken of it.
     Freezing,
+    /// It is being forked; its guest goes on, but for a moment.
+    Forking,
     /// Its process is gone.
     Exited,
 }
@@ -46,7 +50,9 @@ pub enum Event {
     Unpause,
     /// A snapshot begins.
     Freeze,
-    /// A snapshot ended, well or not, and the VM runs.
+    /// A fork begins.
+    Fork,
+    /// A snapshot or a fork ended, well or not, and the VM runs.
     Thaw,
     /// Its process is gone.
     Die,
@@ -68,6 +74,7 @@ impl std::fmt::Display for Phase {
             Self::Running => "running",
             Self::Paused => "paused",
             Self::Freezing => "being snapshotted",
+            Self::Forking => "being forked",
             Self::Exited => "exited",
         })
     }
@@ -80,7 +87,7 @@ impl Phase {
     /// [`Refused`] where the drawing above has no such arrow. `Pause` of a paused VM and `Unpause` of a running one are allowed
     /// and change nothing, as is `Die` of one that has exited.
     pub fn after(self, event: Event) -> Result<Self, Refused> {
-        use Phase::{Exited, Freezing, Paused, Running, Starting};
+        use Phase::{Exited, Forking, Freezing, Paused, Running, Starting};
         let refused = |what, needs| Err(Refused { what, phase: self, needs });
         match (event, self) {
             (Event::Ready, Starting) => Ok(Running),
@@ -91,8 +98,10 @@ impl Phase {
             (Event::Unpause, _) => refused("unpause", "paused"),
             (Event::Freeze, Running) => Ok(Freezing),
             (Event::Freeze, _) => refused("snapshot", "running"),
-            (Event::Thaw, Freezing) => Ok(Running),
-            (Event::Thaw, _) => refused("go on with", "being snapshotted"),
+            (Event::Fork, Running) => Ok(Forking),
+            (Event::Fork, _) => refused("fork", "running"),
+            (Event::Thaw, Freezing | Forking) => Ok(Running),
+            (Event::Thaw, _) => refused("go on with", "being snapshotted or forked"),
             (Event::Die, _) => Ok(Exited),
         }
     }
@@ -108,7 +117,11 @@ impl Phase {
     /// # Errors
     /// [`Refused`] unless running.
     pub fn serves(self, what: &'static str) -> Result<(), Refused> {
-        if self == Self::Running { Ok(()) } else { Err(Refused { what, phase: self, needs: "running" }) }
+        if matches!(self, Self::Running | Self::Forking) {
+            Ok(())
+        } else {
+            Err(Refused { what, phase: self, needs: "running" })
+        }
     }
 
     /// As clients see it.
@@ -116,7 +129,7 @@ impl Phase {
     pub fn shown(self) -> VmState {
         match self {
             Self::Starting => VmState::Starting,
-            Self::Running => VmState::Running,
+            Self::Running | Self::Forking => VmState::Running,
             Self::Paused | Self::Freezing => VmState::Paused,
             Self::Exited => VmState::Exited,
         }
@@ -128,8 +141,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const EVENTS: [Event; 6] =
-        [Event::Ready, Event::Pause, Event::Unpause, Event::Freeze, Event::Thaw, Event::Die];
+    const EVENTS: [Event; 7] =
+        [Event::Ready, Event::Pause, Event::Unpause, Event::Freeze, Event::Fork, Event::Thaw, Event::Die];
 
     /// The model: what a VM is, in three facts that the daemon's user relies on.
     #[derive(Clone, Copy, PartialEq, Debug)]
@@ -153,8 +166,8 @@ mod tests {
                 (Event::Ready, _) => Some(Self { ready: true, ..self }),
                 (Event::Pause, None | Some(Event::Pause)) => held(Some(Event::Pause)),
                 (Event::Unpause, None | Some(Event::Pause)) => held(None),
-                (Event::Freeze, None) => held(Some(Event::Freeze)),
-                (Event::Thaw, Some(Event::Freeze)) => held(None),
+                (Event::Freeze | Event::Fork, None) => held(Some(event)),
+                (Event::Thaw, Some(Event::Freeze | Event::Fork)) => held(None),
                 _ => None,
             }
         }
@@ -165,6 +178,7 @@ mod tests {
                 Self { ready: false, .. } => Phase::Starting,
                 Self { vcpus_held_by: None, .. } => Phase::Running,
                 Self { vcpus_held_by: Some(Event::Freeze), .. } => Phase::Freezing,
+                Self { vcpus_held_by: Some(Event::Fork), .. } => Phase::Forking,
                 Self { .. } => Phase::Paused,
             }
         }

@@ -11,6 +11,8 @@ pub enum Step {
     Source,
     /// Memory reserved.
     Memory,
+    /// An address, and ports of the host.
+    Network,
     /// Name, id and slot reserved.
     Name,
     /// There is a VMM, and what its guest needs.
@@ -28,6 +30,7 @@ impl Step {
         match self {
             Self::Source => "opening the source",
             Self::Memory => "reserving memory",
+            Self::Network => "giving it an address",
             Self::Name => "reserving the name",
             Self::Vmm => "starting the VMM",
             Self::Guest => "starting the guest",

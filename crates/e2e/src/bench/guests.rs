@@ -5,7 +5,8 @@ use anyhow::{Context, Result, bail, ensure};
 use dayfly_api::agent::ExecSpec;
 use dayfly_api::client::{Client, ProgressStream};
 use dayfly_api::types::{
-    BakeRequest, BootSource, CreateRequest, ErrorCode, Progress, Snapshot, SnapshotRequest, Source,
+    BakeRequest, BootSource, CreateRequest, ErrorCode, NetworkRequest, Progress, Snapshot, SnapshotRequest,
+    Source,
 };
 use dayfly_units::{Name, VmId};
 use std::time::Duration;
@@ -49,7 +50,8 @@ impl Guests {
 
     async fn create(&self, source: Source) -> Result<VmId> {
         let labels = [(LABEL.to_owned(), String::new())].into();
-        let request = CreateRequest { source, name: None, labels };
+        let request =
+            CreateRequest { source, name: None, labels, forks: 0, network: NetworkRequest::default() };
         Ok(timed(async { Ok(self.client.create(&request).await?) }).await?.id)
     }
 

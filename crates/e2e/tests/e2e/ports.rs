@@ -2,7 +2,7 @@
 
 use crate::harness::{BASE, dayfly, fed, home, inspect, machine, ok, refused, sh, start, until, wait, world};
 use dayfly_api::client::Client;
-use dayfly_api::types::{ConnectRequest, CreateRequest, Source};
+use dayfly_api::types::{ConnectRequest, CreateRequest, NetworkRequest, Source};
 use dayfly_e2e::guest::{self, Sum};
 use dayfly_e2e::setup;
 use std::collections::BTreeMap;
@@ -90,6 +90,8 @@ fn ports_that_cannot_be_reached_are_refused_with_the_reason() {
     let ended = wait(open);
     drop(input);
     assert_eq!((ended.code, ended.out.as_str()), (0, ""), "{}", ended.err);
+    // Its sockets close one after the other.
+    sh("web", &format!("while [ -e {server} ]; do sleep 0.05; done"));
     refused(&["connect", "web", PORT], &["port 5000", "listen"]);
     assert_eq!(dayfly(&["kill", "web"]).code, 0);
     assert_eq!(inspect("web")["vm"]["state"], "exited");
@@ -111,6 +113,8 @@ fn ports_of_clones_that_live_as_long_as_their_connection() {
             source: Source::Snapshot(BASE.parse().unwrap()),
             name: Some(name.parse().unwrap()),
             labels: BTreeMap::from([("what".to_owned(), "schön".to_owned())]),
+            forks: 0,
+            network: NetworkRequest::default(),
         },
         port,
         keep,

@@ -7,8 +7,15 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// What a guest needs: its devices' drivers. What they depend on comes with them.
-pub const GUEST_MODULES: &[&str] =
-    &["virtio_mmio", "virtio_blk", "vmw_vsock_virtio_transport", "virtio-rng", "pvpanic-mmio"];
+pub const GUEST_MODULES: &[&str] = &[
+    "virtio_mmio",
+    "virtio_blk",
+    "vmw_vsock_virtio_transport",
+    "virtio-rng",
+    "pvpanic-mmio",
+    "virtio_net",
+    "tcp_diag",
+];
 
 /// Largest module, unpacked.
 const MAX_MODULE_BYTES: u64 = 64 << 20;

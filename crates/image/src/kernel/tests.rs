@@ -262,7 +262,14 @@ fn a_kernel_is_built_once() {
     let names: Vec<&str> = first.manifest.modules.iter().map(|m| m.rsplit('/').next().unwrap()).collect();
     assert_eq!(
         names,
-        ["virtio-rng.ko", "virtio_mmio.ko", "vmw_vsock_virtio_transport.ko", "pvpanic-mmio.ko"]
+        [
+            "virtio-rng.ko",
+            "virtio_mmio.ko",
+            "vmw_vsock_virtio_transport.ko",
+            "pvpanic-mmio.ko",
+            "virtio_net.ko",
+            "tcp_diag.ko"
+        ]
     );
     assert_eq!(std::fs::read(&first.vmlinux).unwrap(), elf());
     assert_eq!(digest(&std::fs::read(&first.initrd).unwrap()), first.manifest.initrd);
@@ -312,9 +319,8 @@ fn what_is_missing_is_named() {
     )
     .unwrap();
     std::fs::write(temp.path().join("outside.ko"), b"\x7fELF").unwrap();
-    let all =
-        "virtio_mmio virtio_blk vmw_vsock_virtio_transport virtio-rng pvpanic-mmio".replace(' ', ".ko\n");
-    std::fs::write(place.join("lib/modules/6.12.1/modules.builtin"), all + ".ko\n").unwrap();
+    let all = GUEST_MODULES.join(".ko\n") + ".ko\n";
+    std::fs::write(place.join("lib/modules/6.12.1/modules.builtin"), all).unwrap();
     let text = failed(&agent);
     assert!(text.contains("open") && text.contains("outside.ko"), "{text}");
     let text = failed(Path::new("/bin/sh"));

@@ -76,6 +76,7 @@ impl SavedSnapshot {
             parent: spec.parent.clone(),
             kernel: spec.kernel.clone(),
             vcpus: spec.vcpus,
+            nets: spec.nets,
             memory_bytes: spec.memory_bytes,
             agent_version: spec.agent_version.clone(),
             config: spec.config.clone(),

@@ -11,14 +11,15 @@
 //! Which blocks a layer has only its maker can read ([`Merge`]). Where he cannot, or the disk is full, the chain stays as it is.
 
 use super::commit::Staged;
-use crate::Inner;
 use crate::blob::{Dir, Stage};
 use crate::errors::IoError;
-use crate::layers::{DATA, LayerRef, MAP, StagedLayer};
+use crate::layers::{DATA, LayerRef, MAP, StagedLayer, VmLayer};
 use crate::manifest::DiskRef;
 use crate::memory::BlockHint;
 use crate::publish::OpenError;
 use crate::sparse::{SparseHasher, is_zero, next_data};
+use crate::vms::next_number;
+use crate::{Inner, Store};
 use dayfly_units::PAGE_SIZE;
 use std::fs::File;
 use std::ops::Range;
@@ -45,17 +46,38 @@ pub type Merge = fn(&[BorrowedFd<'_>]) -> Result<Merged, Box<dyn std::error::Err
 
 /// Why layers were not merged.
 #[derive(Debug, thiserror::Error)]
-enum FlattenError {
+pub enum FlattenError {
+    /// What their maker says of their maps.
     #[error("the maps")]
     Maps(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// A run that cannot be.
     #[error(
         "runs of a merged layer: expected bytes ascending from {from}, below {end}, in a layer below {layers}, got {got:?} in {layer}"
     )]
-    Run { from: u64, end: u64, layers: usize, got: Range<u64>, layer: usize },
+    Run {
+        /// The end of the one before.
+        from: u64,
+        /// The end of the disk.
+        end: u64,
+        /// How many layers there are.
+        layers: usize,
+        /// Its bytes.
+        got: Range<u64>,
+        /// Its layer.
+        layer: usize,
+    },
+    /// A layer of another disk.
     #[error("data of a layer: expected {expected} bytes, got {got}")]
-    Length { expected: u64, got: u64 },
+    Length {
+        /// The disk's.
+        expected: u64,
+        /// The layer's.
+        got: u64,
+    },
+    /// A layer cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
+    /// The host.
     #[error(transparent)]
     Io(#[from] IoError),
 }
@@ -179,12 +201,12 @@ impl Staged {
         let dir = stage.make(&folder)?;
         let file = dir.create(DATA)?;
         file.set_len(size_bytes).map_err(IoError::new("extending", &dir.path().join(DATA)))?;
-        let mut copy =
-            Copy { dir: &dir, file: &file, hasher: SparseHasher::default(), from: 0, end: size_bytes };
+        let hasher = Some(SparseHasher::default());
+        let mut copy = Copy { dir: &dir, name: DATA, file: &file, hasher, from: 0, end: size_bytes };
         for (layer, bytes) in runs {
             copy.run(&data, layer, bytes)?;
         }
-        let content = copy.hasher.finish(size_bytes);
+        let content = copy.hasher.unwrap_or_default().finish(size_bytes);
         dir.finish(DATA, &file)?;
         dir.write(MAP, &map)?;
         dir.sync()?;
@@ -192,11 +214,50 @@ impl Staged {
     }
 }
 
+impl Store {
+    /// One layer of a disk of `size_bytes` in the place of several that a VM has frozen, the lowest first; these stay. Nothing of it is hashed: it is no snapshot's.
+    ///
+    /// # Errors
+    /// [`FlattenError`]; there is no new layer then.
+    pub fn merge_vm_layers(
+        &self,
+        layers: &[VmLayer],
+        size_bytes: u64,
+        merge: Merge,
+    ) -> Result<Option<VmLayer>, FlattenError> {
+        let Some(lowest) = layers.first() else { return Ok(None) };
+        let dir = self.0.vms.sub(&lowest.vm.to_string())?;
+        let open = layers.iter().map(|layer| self.open_frozen_layer(layer));
+        let (data, maps): (Vec<File>, Vec<File>) = open.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
+        let borrowed: Vec<BorrowedFd<'_>> = maps.iter().map(AsFd::as_fd).collect();
+        let Merged { map, runs } = merge(&borrowed).map_err(FlattenError::Maps)?;
+        let merged = VmLayer { number: next_number(&dir, lowest.disk)?, ..*lowest };
+        let name = merged.data_name();
+        let made = || {
+            let file = dir.create(&name)?;
+            file.set_len(size_bytes).map_err(IoError::new("extending", &dir.path().join(&name)))?;
+            let (dir, name, file) = (&dir, name.as_str(), &file);
+            let mut copy = Copy { dir, name, file, hasher: None, from: 0, end: size_bytes };
+            runs.into_iter().try_for_each(|(layer, bytes)| copy.run(&data, layer, bytes))?;
+            Ok(dir.write(&merged.map_name(), &map)?)
+        };
+        match made() {
+            Ok(()) => Ok(Some(merged)),
+            Err(error) => {
+                // What is left of it goes with its VM.
+                let _best_effort = self.remove_vm_layer(&merged);
+                Err(error)
+            }
+        }
+    }
+}
+
 /// The data of a merged layer in the making.
 struct Copy<'a> {
     dir: &'a Dir,
+    name: &'a str,
     file: &'a File,
-    hasher: SparseHasher,
+    hasher: Option<SparseHasher>,
     /// The end of the last run.
     from: u64,
     /// The end of the disk.
@@ -213,7 +274,7 @@ impl Copy<'_> {
             return Err(FlattenError::Run { from, end, layers, got: bytes, layer });
         };
         self.from = bytes.end;
-        let path = self.dir.path().join(DATA);
+        let path = self.dir.path().join(self.name);
         let reading = |e| IoError::new("reading a layer for", &path)(e);
         let mut buffer = Vec::new();
         let mut at = bytes.start;
@@ -224,8 +285,10 @@ impl Copy<'_> {
             buffer.resize(usize::try_from(end - start).unwrap_or(0), 0);
             source.read_exact_at(&mut buffer, start).map_err(reading)?;
             if !is_zero_all(&buffer) {
-                self.dir.write_at(DATA, self.file, &buffer, start)?;
-                self.hasher.update(start, &buffer);
+                self.dir.write_at(self.name, self.file, &buffer, start)?;
+                if let Some(hasher) = &mut self.hasher {
+                    hasher.update(start, &buffer);
+                }
             }
             at = end;
         }

@@ -5,6 +5,7 @@ use crate::fixture::{IMAGE, Vm, disk as image, name, store};
 use crate::fixture_pages::{PAGE, bytes, merge};
 use crate::memory::Kind;
 use crate::{ChainLayer, Known, OpenSnapshot, PagedSpec, SnapshotSpec, Store};
+use dayfly_units::VmId;
 use dayfly_vmm::disk::{Disk, DiskSpec, IoList, LayerSpec};
 use proptest::prelude::*;
 
@@ -235,4 +236,100 @@ fn a_map_that_nobody_can_read_leaves_the_chain_as_long_as_it_is() {
         assert!(store.staged().unwrap().is_empty());
         store.open_snapshot(&name(&format!("s{n}"))).unwrap();
     }
+}
+
+impl Machine {
+    /// Freezes as a fork does, and keeps the layers: no snapshot is made.
+    fn freeze(&mut self, store: &Store) {
+        let mut freezing = store.freezing();
+        let freeze = freezing.freeze(&self.vm.writable).unwrap();
+        self.disk.prepare_freeze(freeze.map.as_fd(), freeze.next_data.as_fd()).unwrap();
+        self.disk.freeze(freeze.next_data.into());
+        freezing.keep();
+        self.vm.chain.push(freeze.frozen);
+        self.vm.writable = freeze.next;
+    }
+}
+
+fn frozen(chain: &[ChainLayer]) -> Vec<VmLayer> {
+    let frozen = |layer: &ChainLayer| match layer {
+        ChainLayer::Frozen(layer) => *layer,
+        ChainLayer::Stored(layer) => panic!("a snapshot's layer: {layer:?}"),
+    };
+    chain.iter().map(frozen).collect()
+}
+
+/// The disk that stands on layers that VMs have frozen.
+fn standing_on(store: &Store, layers: &[VmLayer]) -> Disk {
+    let layer = |layer: &VmLayer| {
+        let (data, map) = store.open_frozen_layer(layer).unwrap();
+        LayerSpec { data: data.into(), map: map.into() }
+    };
+    let base = store.image(&name(IMAGE)).unwrap().disk.into();
+    let layers = layers.iter().map(layer).collect();
+    Disk::open(DiskSpec { size_bytes: (BLOCKS * PAGE) as u64, base, layers, writable: None }).unwrap()
+}
+
+#[test]
+fn layers_that_a_vm_froze_are_shared_and_merged_and_outlive_it() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let mut parent = Machine::boot(&store);
+    let (mut random, mut children) = (9, Vec::new());
+    for _ in 0..30 {
+        parent.write(&mut random);
+        parent.freeze(&store);
+        let child = VmId::random();
+        let share = |layer| store.share_vm_layer(layer, child).unwrap();
+        let shared: Vec<VmLayer> = frozen(&parent.vm.chain).iter().map(share).collect();
+        assert!(shared.iter().zip(0..).all(|(layer, number)| (layer.vm, layer.number) == (child, number)));
+        assert_eq!(store.vm_disk_bytes(child).unwrap(), 0, "both stand on them");
+        children.push((child, shared, parent.content.clone()));
+        if parent.vm.chain.len() > MOST {
+            let old = frozen(&parent.vm.chain);
+            let one = store.merge_vm_layers(&old, (BLOCKS * PAGE) as u64, merge).unwrap().unwrap();
+            assert_eq!(read(&standing_on(&store, &[one])), parent.content);
+            old.iter().for_each(|layer| store.remove_vm_layer(layer).unwrap());
+            parent.vm.chain = vec![ChainLayer::Frozen(one)];
+            assert_ne!(one.number, parent.vm.writable.number);
+        }
+    }
+    store.remove_vm(parent.vm.id).unwrap();
+    for (child, layers, content) in children {
+        assert_eq!(read(&standing_on(&store, &layers)), content, "{child}");
+        store.remove_vm(child).unwrap();
+    }
+    assert_eq!(store.vm_folders().unwrap(), []);
+}
+
+#[test]
+fn layers_that_cannot_be_merged_stay_and_nothing_else_does() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let mut parent = Machine::boot(&store);
+    let mut random = 3;
+    for _ in 0..3 {
+        parent.write(&mut random);
+        parent.freeze(&store);
+    }
+    let layers = frozen(&parent.vm.chain);
+    let size = (BLOCKS * PAGE) as u64;
+    let files = || {
+        let folder = root.path().join(format!("vms/{}", parent.vm.id));
+        let mut names: Vec<_> =
+            std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    let before = files();
+    let no = store.merge_vm_layers(&layers, size, |_| Err("no".into())).unwrap_err();
+    assert!(matches!(no, FlattenError::Maps(_)), "{no}");
+    let short = store.merge_vm_layers(&layers, 4096, merge).unwrap_err();
+    assert!(matches!(short, FlattenError::Run { end: 4096, .. }), "{short}");
+    assert_eq!(store.merge_vm_layers(&[], size, merge).unwrap(), None);
+    let gone = VmLayer { number: 77, ..layers[0] };
+    assert!(matches!(store.merge_vm_layers(&[layers[0], gone], size, merge), Err(FlattenError::Io(_))));
+    assert!(store.share_vm_layer(&gone, VmId::random()).unwrap_err().is_not_found());
+    assert_eq!(files(), before);
+    assert_eq!(read(&standing_on(&store, &layers)), parent.content);
 }

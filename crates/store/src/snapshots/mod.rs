@@ -15,12 +15,12 @@ mod ram;
 mod writer;
 
 pub use commit::{Committed, Prepared};
-pub use flatten::{MOST as MOST_LAYERS, Merge, Merged};
+pub use flatten::{FlattenError, MOST as MOST_LAYERS, Merge, Merged};
 pub use open::{OpenDisk, OpenLayer, OpenSnapshot, Sizes};
 pub use paged::{PagedSpec, SnapshotPages};
 pub use plan::{GroupBuffer, GroupId, PageReader, Plan};
-pub use ram::Resident;
-pub use writer::{CommitError, DiskSpec, Freeze, SavedSnapshot, SnapshotSpec, SnapshotWriter};
+pub use ram::{Resident, seal_content};
+pub use writer::{CommitError, DiskSpec, SavedSnapshot, SnapshotSpec, SnapshotWriter};
 
 pub(crate) const STATE: &str = "state";
 pub(crate) const MEMORY: &str = "memory";

@@ -98,3 +98,21 @@ fn ram_is_not_read_again_when_another_file_has_changed() {
     crate::fixture::bake(&store, "file", 4).unwrap();
     assert!(store.open_snapshot(&name("file")).unwrap().resident().unwrap().is_none());
 }
+
+#[test]
+fn what_is_in_use_for_a_moment_is_sealed_afterwards() {
+    let file = create(1 << 20).unwrap();
+    let (flags, len) = (ProtFlags::READ | ProtFlags::WRITE, 1 << 20);
+    // SAFETY: a new mapping of a file that keeps its length; nothing reads or writes it.
+    let mapped = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, flags, MapFlags::SHARED, &file, 0) };
+    let mapped = mapped.unwrap() as usize;
+    assert_eq!(seal_content(&file), Err(Errno::BUSY));
+    let later = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(100));
+        // SAFETY: what was mapped above, which nobody uses.
+        unsafe { rustix::mm::munmap(mapped as *mut _, len) }.unwrap();
+    });
+    seal_content(&file).unwrap();
+    later.join().unwrap();
+    assert!(file.write_all_at(b"x", 0).is_err());
+}

@@ -3,6 +3,7 @@
 use super::{MEMORY, Merge, STATE, ram};
 use crate::blob::Stage;
 use crate::errors::{Damage, IoError};
+use crate::freezing::{Freeze, Freezing};
 use crate::layers::{ChainLayer, VmLayer};
 use crate::manifest::{ImageConfig, ImageRef, KernelRef};
 use crate::pins::PinError;
@@ -57,6 +58,8 @@ pub struct SnapshotSpec {
     pub kernel: KernelRef,
     /// vCPUs.
     pub vcpus: u8,
+    /// Network devices.
+    pub nets: u8,
     /// RAM.
     pub memory_bytes: u64,
     /// Version of the agent in it.
@@ -89,8 +92,8 @@ pub struct DiskSpec {
 #[derive(Debug)]
 pub struct SnapshotWriter {
     parts: Parts,
-    /// Layers that exist only for this save: removed unless it is `saved`.
-    undo: Vec<Undo>,
+    /// Removed unless it is `saved`.
+    layers: Freezing,
 }
 
 #[derive(Debug)]
@@ -100,27 +103,6 @@ pub(super) struct Parts {
     pub(super) stage: Stage,
     pub(super) state: File,
     pub(super) memory: File,
-}
-
-#[derive(Debug)]
-struct Undo {
-    store: Store,
-    frozen: VmLayer,
-    next: VmLayer,
-    armed: bool,
-}
-
-/// A writable disk of the VM that is saved.
-#[derive(Debug)]
-pub struct Freeze {
-    /// The layer that the VM writes now; frozen once it is saved.
-    pub frozen: ChainLayer,
-    /// An empty file for the map of that layer.
-    pub map: File,
-    /// The layer that the VM writes afterwards.
-    pub next: VmLayer,
-    /// Its empty file.
-    pub next_data: File,
 }
 
 /// A snapshot whose files the VMM has written.
@@ -164,10 +146,8 @@ impl Store {
             Some(bytes) => ram::create(bytes)?,
             None => dir.create(MEMORY)?,
         };
-        Ok(SnapshotWriter {
-            parts: Parts { inner, name: name.clone(), stage, state, memory },
-            undo: Vec::new(),
-        })
+        let layers = Freezing::new(&inner);
+        Ok(SnapshotWriter { parts: Parts { inner, name: name.clone(), stage, state, memory }, layers })
     }
 }
 
@@ -189,36 +169,14 @@ impl SnapshotWriter {
     /// # Errors
     /// The layer is not there, or the host cannot make the files.
     pub fn freeze(&mut self, writable: &VmLayer) -> Result<Freeze, IoError> {
-        let store = Store(Arc::clone(&self.parts.inner));
-        let dir = self.parts.inner.vms.sub(&writable.vm.to_string())?;
-        dir.open(&writable.data_name())?;
-        dir.unlink(&writable.map_name())?;
-        let (next, next_data) = store.create_vm_layer(writable.vm, writable.disk)?;
-        self.undo.push(Undo { store, frozen: *writable, next, armed: true });
-        let map = dir.create(&writable.map_name())?;
-        Ok(Freeze { frozen: ChainLayer::Frozen(*writable), map, next, next_data })
+        self.layers.freeze(writable)
     }
 
     /// The VMM has answered `Ok` to `Save`: the layers are frozen, and the VM stands on them.
     #[must_use]
-    pub fn saved(mut self) -> SavedSnapshot {
-        self.undo.iter_mut().for_each(|undo| undo.armed = false);
+    pub fn saved(self) -> SavedSnapshot {
+        self.layers.keep();
         SavedSnapshot { parts: self.parts, merge: None }
-    }
-}
-
-impl Drop for Undo {
-    /// The map and the next layer of a save that did not happen.
-    fn drop(&mut self) {
-        if !self.armed {
-            return;
-        }
-        let dir = self.store.0.vms.sub(&self.frozen.vm.to_string());
-        let map = dir.and_then(|d| d.unlink(&self.frozen.map_name()));
-        if let Err(error) = map.and_then(|()| self.store.remove_vm_layer(&self.next)) {
-            // It goes with its VM.
-            tracing::warn!(%error, cause = %error.source, "leaving a layer of a save that failed");
-        }
     }
 }
 

@@ -150,12 +150,12 @@ impl Client {
         self.call_ok(&Command::Save, fds)
     }
 
-    /// Copies RAM to `memory` while the VM runs.
+    /// Copies RAM to `memory` while the VM runs; with `own` only what is not as in its template.
     ///
     /// # Errors
     /// As [`Client::call`].
-    pub fn precopy(&mut self, memory: BorrowedFd<'_>) -> Result<Precopied, ClientError> {
-        match self.call(&Command::Precopy, &[memory])? {
+    pub fn precopy(&mut self, own: bool, memory: BorrowedFd<'_>) -> Result<Precopied, ClientError> {
+        match self.call(&Command::Precopy { own }, &[memory])? {
             Answer::Precopied(done) => Ok(done),
             got => Err(ClientError::Unexpected { expected: "how RAM was copied", got: Box::new(got) }),
         }
@@ -166,7 +166,19 @@ impl Client {
     /// # Errors
     /// As [`Client::call`].
     pub fn freeze(&mut self, fds: &[BorrowedFd<'_>]) -> Result<Frozen, ClientError> {
-        match self.call(&Command::Freeze, fds)? {
+        self.stand_still(&Command::Freeze, fds)
+    }
+
+    /// Writes the running VM to `fds` for clones that start at once, in the order that [`Command::Fork`] says.
+    ///
+    /// # Errors
+    /// As [`Client::call`].
+    pub fn fork(&mut self, fds: &[BorrowedFd<'_>]) -> Result<Frozen, ClientError> {
+        self.stand_still(&Command::Fork, fds)
+    }
+
+    fn stand_still(&mut self, how: &Command, fds: &[BorrowedFd<'_>]) -> Result<Frozen, ClientError> {
+        match self.call(how, fds)? {
             Answer::Frozen(done) => Ok(done),
             got => Err(ClientError::Unexpected { expected: "how it was frozen", got: Box::new(got) }),
         }

@@ -210,11 +210,19 @@ fn answer(hosted: &mut Hosted, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool)
             Ok(()) => return (Answer::Ok, false),
             Err(error) => return (refused(&error), false),
         },
-        (Command::Precopy, Hosted::Vm(vm)) => match vm.precopy(fds) {
+        (Command::Connect(link), Hosted::Vm(vm)) => match vm.connect(&link, fds) {
+            Ok(()) => return (Answer::Ok, false),
+            Err(error) => return (refused(&error), false),
+        },
+        (Command::Precopy { own }, Hosted::Vm(vm)) => match vm.precopy(own, fds) {
             Ok(done) => return (Answer::Precopied(done), false),
             Err(error) => return (refused(&error), false),
         },
         (Command::Freeze, Hosted::Vm(vm)) => match vm.freeze(fds) {
+            Ok(done) => return (Answer::Frozen(done), false),
+            Err(error) => return (refused(&error), false),
+        },
+        (Command::Fork, Hosted::Vm(vm)) => match vm.fork(fds) {
             Ok(done) => return (Answer::Frozen(done), false),
             Err(error) => return (refused(&error), false),
         },

@@ -216,6 +216,18 @@ impl<'a> IoList<'a> {
         received
     }
 
+    /// One `writev(2)` of all bytes, which are a packet: in at most [`MAX_IOVECS`] pieces.
+    ///
+    /// # Errors
+    /// What `writev(2)` says; `WriteZero` where not all was taken.
+    pub fn write(&self, to: BorrowedFd<'_>) -> io::Result<()> {
+        let iovecs = self.iovecs();
+        // SAFETY: each iovec is a piece of memory that a live VolatileSlice of `self` bounds; the kernel only reads
+        // them. The count is at most MAX_IOVECS.
+        let written = retry(|| unsafe { libc::writev(to.as_raw_fd(), iovecs.as_ptr(), count(&iovecs)) })?;
+        if written == self.len { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
+    }
+
     /// Calls `transfer` with what is left until all is done or it does nothing.
     fn repeat(&self, offset: u64, transfer: impl Fn(&[libc::iovec], i64) -> isize) -> io::Result<usize> {
         let mut done = 0;

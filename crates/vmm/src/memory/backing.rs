@@ -71,6 +71,87 @@ pub enum BackingError {
     },
 }
 
+/// The rows of a sealed list.
+///
+/// # Errors
+/// [`BackingError`]; whether such rows can be is not looked at.
+pub fn decode(list: &File) -> Result<Vec<Row>, BackingError> {
+    let got = list.metadata().map_err(BackingError::Read)?.len();
+    if got > MAX_BYTES {
+        return Err(BackingError::Length(got));
+    }
+    let mut bytes = vec![0; usize::try_from(got).unwrap_or(0)];
+    list.read_exact_at(&mut bytes, 0).map_err(BackingError::Read)?;
+    let (_, payload) = sealed::open(&MAGIC, VERSION..=VERSION, MAX_BYTES, &bytes)?;
+    let (chunks, rest) = payload.as_chunks::<ROW_BYTES>();
+    if !rest.is_empty() {
+        return Err(BackingError::Rows(payload.len()));
+    }
+    let row = |chunk: &[u8; ROW_BYTES]| {
+        let word = |n: usize| u32::from_le_bytes(std::array::from_fn(|i| chunk[4 * n + i]));
+        Row { first: word(0), pages: word(1), file: word(2), from: word(3) }
+    };
+    Ok(chunks.iter().map(row).collect())
+}
+
+/// Whether files of so many pages can have `rows` of RAM of `pages`.
+///
+/// # Errors
+/// [`BackingError::Row`].
+pub fn check(rows: &[Row], pages: u64, files: &[u64]) -> Result<(), BackingError> {
+    let mut next = 0;
+    for (number, &row) in rows.iter().enumerate() {
+        let at = HEADER_BYTES + number * ROW_BYTES;
+        let wrong = |what, expected: String| BackingError::Row { number, at, what, expected, row };
+        let (start, end) = (u64::from(row.first), u64::from(row.first) + u64::from(row.pages));
+        if row.pages == 0 || start < next || end > pages {
+            return Err(wrong("pages of RAM", format!("some of {next} to {pages}")));
+        }
+        let Some(there) = files.get(row.file as usize) else {
+            return Err(wrong("file", format!("below {}", files.len())));
+        };
+        if u64::from(row.from) + u64::from(row.pages) > *there {
+            return Err(wrong("pages of the file", format!("below {there}")));
+        }
+        next = end;
+    }
+    Ok(())
+}
+
+/// `above`, and of `beneath` what these leave. Both ascend and do not overlap.
+#[must_use]
+pub fn laid_over(beneath: &[Row], above: &[Row]) -> Vec<Row> {
+    let end = |row: &Row| row.first.saturating_add(row.pages);
+    let mut rows = Vec::with_capacity(beneath.len() + above.len());
+    let mut next = 0;
+    for row in beneath {
+        let part = |first: u32, until: u32| Row {
+            first,
+            pages: until - first,
+            file: row.file,
+            from: row.from.saturating_add(first - row.first),
+        };
+        let mut at = row.first;
+        // One that reaches beyond this row is looked at again for the next.
+        while let Some(over) = above.get(next).filter(|over| over.first < end(row)) {
+            if over.first > at {
+                rows.push(part(at, over.first));
+            }
+            at = at.max(end(over));
+            if end(over) > end(row) {
+                break;
+            }
+            next += 1;
+        }
+        if at < end(row) {
+            rows.push(part(at, end(row)));
+        }
+    }
+    rows.extend_from_slice(above);
+    rows.sort_unstable_by_key(|row| row.first);
+    rows
+}
+
 /// What RAM is mapped from.
 #[derive(Debug)]
 pub struct Backing {
@@ -113,46 +194,14 @@ impl Backing {
     /// # Errors
     /// [`BackingError`] where these files cannot have those rows.
     pub fn sharing(file: File, list: &File, others: Vec<File>) -> Result<Self, BackingError> {
-        let length = |file: &File| file.metadata().map_err(BackingError::Read).map(|file| file.len());
-        let got = length(list)?;
-        if got > MAX_BYTES {
-            return Err(BackingError::Length(got));
-        }
         if others.len() > MAX_FILES {
             return Err(BackingError::Files(others.len()));
         }
-        let mut bytes = vec![0; usize::try_from(got).unwrap_or(0)];
-        list.read_exact_at(&mut bytes, 0).map_err(BackingError::Read)?;
-        let (_, payload) = sealed::open(&MAGIC, VERSION..=VERSION, MAX_BYTES, &bytes)?;
-        let (chunks, rest) = payload.as_chunks::<ROW_BYTES>();
-        if !rest.is_empty() {
-            return Err(BackingError::Rows(payload.len()));
-        }
-        let pages = length(&file)? / PAGE_SIZE;
-        let others_pages = others
-            .iter()
-            .map(|file| Ok(length(file)? / PAGE_SIZE))
-            .collect::<Result<Vec<_>, BackingError>>()?;
-        let mut rows = Vec::with_capacity(chunks.len());
-        let mut next = 0;
-        for (number, chunk) in chunks.iter().enumerate() {
-            let word = |n: usize| u32::from_le_bytes(std::array::from_fn(|i| chunk[4 * n + i]));
-            let row = Row { first: word(0), pages: word(1), file: word(2), from: word(3) };
-            let at = HEADER_BYTES + number * ROW_BYTES;
-            let wrong = |what, expected: String| BackingError::Row { number, at, what, expected, row };
-            let (start, end) = (u64::from(row.first), u64::from(row.first) + u64::from(row.pages));
-            if row.pages == 0 || start < next || end > pages {
-                return Err(wrong("pages of RAM", format!("some of {next} to {pages}")));
-            }
-            let Some(there) = others_pages.get(row.file as usize) else {
-                return Err(wrong("file", format!("below {}", others.len())));
-            };
-            if u64::from(row.from) + u64::from(row.pages) > *there {
-                return Err(wrong("pages of the file", format!("below {there}")));
-            }
-            next = end;
-            rows.push(row);
-        }
+        let rows = decode(list)?;
+        let pages = |file: &File| {
+            Ok::<_, BackingError>(file.metadata().map_err(BackingError::Read)?.len() / PAGE_SIZE)
+        };
+        check(&rows, pages(&file)?, &others.iter().map(pages).collect::<Result<Vec<_>, _>>()?)?;
         Ok(Self { file, others, rows })
     }
 

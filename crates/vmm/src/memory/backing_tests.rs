@@ -105,3 +105,31 @@ fn a_list_that_is_cut_or_changed_is_refused() {
     part.fill(0);
     assert!(matches!(told(&sealed::seal(&MAGIC, VERSION, &part)), Err(BackingError::Rows(15))));
 }
+
+proptest::proptest! {
+    #[test]
+    fn what_is_laid_over_rows_leaves_the_rest_of_them(
+        beneath in proptest::collection::vec((0_u32..6, 1_u32..9, 0_u32..3, 0_u32..50), 0..12),
+        above in proptest::collection::vec((0_u32..6, 1_u32..9, 3_u32..5, 0_u32..50), 0..12),
+    ) {
+        // Each after a gap.
+        let rows = |of: Vec<(u32, u32, u32, u32)>| {
+            let mut at = 0;
+            let placed = of.into_iter().map(|(gap, pages, file, from)| {
+                at += gap + pages;
+                row(at - pages, pages, file, from)
+            });
+            placed.collect::<Vec<_>>()
+        };
+        let of = |rows: &[Row], page: u32| {
+            let row = rows.iter().find(|row| (row.first..row.first + row.pages).contains(&page))?;
+            Some((row.file, row.from + page - row.first))
+        };
+        let (beneath, above) = (rows(beneath), rows(above));
+        let both = laid_over(&beneath, &above);
+        check(&both, 200, &[1000; 5]).unwrap();
+        for page in 0..200 {
+            proptest::prop_assert_eq!(of(&both, page), of(&above, page).or_else(|| of(&beneath, page)), "page {}", page);
+        }
+    }
+}

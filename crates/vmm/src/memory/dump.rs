@@ -7,11 +7,11 @@
 //! present nor swapped was never written and reads as zero. Without a pagemap every page is read.
 
 use super::backing::Backing;
+use super::pages::Pages;
 use super::working_set::{self, Run};
 use crate::arch::layout;
 use dayfly_units::PAGE_SIZE;
 use rustix::fs::{FallocateFlags, SeekFrom, copy_file_range, fallocate, seek};
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -88,18 +88,17 @@ pub fn dump(
             let count = CHUNK_PAGES.min(pages - first);
             let at = offset + first as u64 * PAGE_SIZE;
             let entries = &mut entries[..count];
-            let own: &dyn Fn(usize) -> bool =
-                if read_pagemap(pagemap, host.wrapping_add(first * PAGE), entries) {
-                    let entries = &*entries;
-                    match parent {
-                        Some(_) => {
-                            &move |n| entries[n] & (PRESENT | SWAPPED) != 0 && entries[n] & OF_FILE == 0
-                        }
-                        None => &move |n| entries[n] & (PRESENT | SWAPPED) != 0,
-                    }
-                } else {
-                    &|_| true
-                };
+            let own: &dyn Fn(usize) -> bool = if pagemap
+                .is_some_and(|map| read_pagemap(map, host.wrapping_add(first * PAGE), entries).is_ok())
+            {
+                let entries = &*entries;
+                match parent {
+                    Some(_) => &move |n| entries[n] & (PRESENT | SWAPPED) != 0 && entries[n] & OF_FILE == 0,
+                    None => &move |n| entries[n] & (PRESENT | SWAPPED) != 0,
+                }
+            } else {
+                &|_| true
+            };
             let read = |from: usize, bytes: &mut [u8]| {
                 let place = vm_memory::MemoryRegionAddress(((first + from) * PAGE) as u64);
                 region.read_slice(bytes, place)
@@ -179,7 +178,17 @@ impl PageBuffer {
 /// where the pagemap cannot be read.
 #[must_use]
 pub fn written(memory: &GuestMemoryMmap, memory_bytes: u64, pagemap: &File) -> Vec<Run> {
-    let mut pages = BTreeMap::new();
+    let own = own(memory, memory_bytes, pagemap).unwrap_or_default();
+    let pages = own.runs().flatten().filter_map(|page| Some((u32::try_from(page).ok()?, true)));
+    working_set::runs(&pages.collect(), memory_bytes)
+}
+
+/// The pages of RAM that are this process's own.
+///
+/// # Errors
+/// The pagemap cannot be read.
+pub fn own(memory: &GuestMemoryMmap, memory_bytes: u64, pagemap: &File) -> io::Result<Pages> {
+    let mut pages = Pages::none(memory_bytes);
     let mut entries = vec![0u64; CHUNK_PAGES];
     for (guest, offset, len) in layout::ram(memory_bytes) {
         let Some(region) = memory.find_region(guest) else { continue };
@@ -187,30 +196,24 @@ pub fn written(memory: &GuestMemoryMmap, memory_bytes: u64, pagemap: &File) -> V
         for at in (0..len).step_by(CHUNK_PAGES * PAGE) {
             let count = CHUNK_PAGES.min(usize::try_from((len - at) / PAGE_SIZE).unwrap_or(CHUNK_PAGES));
             let start = host.wrapping_add(usize::try_from(at).unwrap_or(0));
-            if !read_pagemap(Some(pagemap), start, &mut entries[..count]) {
-                return Vec::new();
-            }
+            read_pagemap(pagemap, start, &mut entries[..count])?;
             let own = |entry: &u64| entry & (PRESENT | SWAPPED) != 0 && entry & OF_FILE == 0;
             for (n, _) in entries[..count].iter().enumerate().filter(|(_, entry)| own(entry)) {
-                let page = (offset + at) / PAGE_SIZE + n as u64;
-                pages.extend(u32::try_from(page).ok().map(|page| (page, true)));
+                pages.insert((offset + at) / PAGE_SIZE + n as u64);
             }
         }
     }
-    working_set::runs(&pages, memory_bytes)
+    Ok(pages)
 }
 
-/// Fills `entries` for the pages from `start`; false when there is no pagemap or it cannot be read.
-fn read_pagemap(pagemap: Option<&File>, start: *const u8, entries: &mut [u64]) -> bool {
-    let Some(pagemap) = pagemap else { return false };
+/// Fills `entries` for the pages from `start`.
+fn read_pagemap(pagemap: &File, start: *const u8, entries: &mut [u64]) -> io::Result<()> {
     let mut bytes = vec![0; entries.len() * 8];
-    if pagemap.read_exact_at(&mut bytes, (start.addr() / PAGE * 8) as u64).is_err() {
-        return false;
-    }
+    pagemap.read_exact_at(&mut bytes, (start.addr() / PAGE * 8) as u64)?;
     for (entry, bytes) in entries.iter_mut().zip(bytes.as_chunks::<8>().0) {
         *entry = u64::from_le_bytes(*bytes);
     }
-    true
+    Ok(())
 }
 
 fn is_zero(page: &[u8; PAGE]) -> bool {

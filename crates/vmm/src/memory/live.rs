@@ -12,10 +12,17 @@ use super::pages::Pages;
 use crate::arch::layout;
 use dayfly_units::PAGE_SIZE;
 use std::fs::File;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 /// So few pages are left to the time when the guest stands: 1 MiB.
 const FEW: u64 = 256;
+/// So many mappings more has a clone of a VM that was forked: pages that lie between two others come along rather than that there are more.
+pub const FORK_ROWS: usize = 512;
+/// As many at most, when what was written last is counted too.
+pub const MOST_FORK_ROWS: usize = 1024;
 /// The most rounds.
 const MOST_ROUNDS: u32 = 12;
 
@@ -63,20 +70,70 @@ pub fn copy(
     pages: &Pages,
     target: &File,
 ) -> Result<(), DumpError> {
-    let ram = layout::ram(memory_bytes);
     let mut buffer = PageBuffer::new();
-    for run in pages.runs() {
-        let (mut at, end) = (run.start * PAGE_SIZE, (run.end * PAGE_SIZE).min(memory_bytes));
-        while at < end {
-            let Some((guest, offset, len)) = ram.iter().rfind(|(_, offset, _)| at >= *offset) else { break };
-            let size = (end.min(offset + len) - at).min(buffer.capacity());
-            buffer.copy(target, at, size, true, |bytes| {
-                memory.read_slice(bytes, GuestAddress(guest.0 + (at - offset)))
-            })?;
-            at += size;
+    let ram = layout::ram(memory_bytes);
+    for (guest, from, len) in pages.runs().flat_map(|run| parts(run, &ram, memory_bytes)) {
+        let mut done = 0;
+        while done < len {
+            let size = (len - done).min(buffer.capacity());
+            let here = GuestAddress(guest.0 + done);
+            buffer.copy(target, from + done, size, true, |bytes| memory.read_slice(bytes, here))?;
+            done += size;
         }
     }
     Ok(())
+}
+
+/// The same of a guest that stands: straight from its memory, zeroes too.
+///
+/// # Errors
+/// One cannot be read or written.
+pub fn copy_last(
+    memory: &GuestMemoryMmap,
+    memory_bytes: u64,
+    pages: &Pages,
+    target: &File,
+) -> Result<(), DumpError> {
+    let ram = layout::ram(memory_bytes);
+    for (guest, at, size) in pages.runs().flat_map(|run| parts(run, &ram, memory_bytes)) {
+        let fails = |source| DumpError::Io { what: "writing", at, source };
+        let slice = memory.get_slice(guest, usize::try_from(size).unwrap_or(0));
+        let slice = slice.map_err(|e| fails(io::Error::other(e)))?;
+        let guard = slice.ptr_guard();
+        let mut done = 0;
+        while done < slice.len() {
+            let to = i64::try_from(at + done as u64).unwrap_or(i64::MAX);
+            // SAFETY: `slice` is guest memory of that length, mapped as long as `memory` is, of which the kernel reads what lies behind `done`; no
+            // reference to it is made.
+            let wrote = unsafe {
+                libc::pwrite(target.as_raw_fd(), guard.as_ptr().add(done).cast(), slice.len() - done, to)
+            };
+            match usize::try_from(wrote) {
+                Ok(0) => return Err(fails(io::ErrorKind::WriteZero.into())),
+                Ok(wrote) => done += wrote,
+                Err(_) => match io::Error::last_os_error() {
+                    e if e.kind() == io::ErrorKind::Interrupted => {}
+                    e => return Err(fails(e)),
+                },
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The parts of pages in a row that also lie in a row for the guest: address, place in a memory file, bytes.
+fn parts(
+    run: Range<u64>,
+    ram: &[(GuestAddress, u64, u64)],
+    memory_bytes: u64,
+) -> impl Iterator<Item = (GuestAddress, u64, u64)> {
+    let (mut at, end) = (run.start * PAGE_SIZE, (run.end * PAGE_SIZE).min(memory_bytes));
+    std::iter::from_fn(move || {
+        let (guest, offset, len) = ram.iter().rfind(|(_, offset, _)| at < end && at >= *offset)?;
+        let part = (GuestAddress(guest.0 + (at - offset)), at, end.min(offset + len) - at);
+        at += part.2;
+        Some(part)
+    })
 }
 
 /// `holes` without `pages`: what is left of each that is worth a mapping.
@@ -140,6 +197,26 @@ mod tests {
             assert!(page(&target, number) == [expected; 4096], "page {number}");
         }
         assert_eq!(target.metadata().unwrap().blocks() * 512, 304 * PAGE_SIZE);
+    }
+
+    #[test]
+    fn what_is_left_is_copied_as_it_is_on_both_sides_of_the_hole() {
+        const LARGE: u64 = 5 << 30;
+        let (memory, target) = (anonymous(LARGE).unwrap(), tempfile::tempfile().unwrap());
+        target.set_len(LARGE).unwrap();
+        target.write_all_at(&[9; 3 * 4096], 4 * PAGE_SIZE).unwrap();
+        let below = layout::ram(LARGE)[0].2 / PAGE_SIZE;
+        let mut left = Pages::none(LARGE);
+        [4, 5, below - 1, below, below + 1].into_iter().for_each(|page| left.insert(page));
+        memory.write_slice(&[7; 4096], GuestAddress(5 * PAGE_SIZE)).unwrap();
+        memory.write_slice(&[8; 4096], GuestAddress((below - 1) * PAGE_SIZE)).unwrap();
+        memory.write_slice(&[6; 2 * 4096], layout::ram(LARGE)[1].0).unwrap();
+        copy_last(&memory, LARGE, &left, &target).unwrap();
+        for (number, expected) in
+            [(4, 0), (5, 7), (6, 9), (below - 1, 8), (below, 6), (below + 1, 6), (below + 2, 0)]
+        {
+            assert!(page(&target, number) == [expected; 4096], "page {number}");
+        }
     }
 
     #[test]

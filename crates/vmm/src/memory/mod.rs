@@ -13,7 +13,7 @@ mod uffd;
 pub mod working_set;
 pub mod writes;
 
-pub use dump::{Dump, DumpError, MAX_HOLES, MIN_HOLE_BYTES, dump, large_holes, written};
+pub use dump::{Dump, DumpError, MAX_HOLES, MIN_HOLE_BYTES, dump, large_holes, own, written};
 
 use crate::arch::layout;
 use backing::{Backing, Piece};

@@ -2,71 +2,148 @@
 
 use std::ops::Range;
 
-/// A bit for each page of a memory file.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Pages(Vec<u64>);
+/// A bit for each page of a memory file, and one for each word of these that may have any: what is done with few pages of much RAM takes as long as with few of
+/// little, because a guest stands still meanwhile.
+#[derive(Debug, Clone, Default)]
+pub struct Pages {
+    words: Vec<u64>,
+    marks: Vec<u64>,
+}
+
+impl PartialEq for Pages {
+    fn eq(&self, other: &Self) -> bool {
+        self.words == other.words
+    }
+}
+
+impl Eq for Pages {}
 
 impl Pages {
     /// None of RAM of `memory_bytes`.
     #[must_use]
     pub fn none(memory_bytes: u64) -> Self {
         let words = (memory_bytes / dayfly_units::PAGE_SIZE).div_ceil(64);
-        Self(vec![0; usize::try_from(words).unwrap_or(0)])
+        let words = usize::try_from(words).unwrap_or(0);
+        Self { words: vec![0; words], marks: vec![0; words.div_ceil(64)] }
+    }
+
+    fn or(&mut self, at: usize, bits: u64) {
+        if let (Some(word), Some(mark)) = (self.words.get_mut(at), self.marks.get_mut(at / 64)) {
+            *word |= bits;
+            *mark |= u64::from(bits != 0) << (at % 64);
+        }
+    }
+
+    /// The places of words that may have any, ascending.
+    fn marked(&self) -> impl Iterator<Item = usize> {
+        let bits = |(n, mark): (usize, &u64)| {
+            let mut mark = *mark;
+            std::iter::from_fn(move || {
+                let bit = mark.trailing_zeros() as usize;
+                mark &= mark.wrapping_sub(1);
+                (bit < 64).then_some(n * 64 + bit)
+            })
+        };
+        self.marks.iter().enumerate().flat_map(bits)
+    }
+
+    fn word(&self, at: usize) -> u64 {
+        self.words.get(at).copied().unwrap_or_default()
     }
 
     /// With a page; one that RAM does not have is none.
     pub fn insert(&mut self, page: u64) {
-        let word = usize::try_from(page / 64).ok().and_then(|word| self.0.get_mut(word));
-        word.into_iter().for_each(|word| *word |= 1 << (page % 64));
+        self.or(usize::try_from(page / 64).unwrap_or(usize::MAX), 1 << (page % 64));
     }
 
     /// With the pages of `bitmap`, whose first bit is page `first`.
     pub fn insert_bitmap(&mut self, first: u64, bitmap: &[u64]) {
         let (word, shift) = (usize::try_from(first / 64).unwrap_or(usize::MAX), first % 64);
         for (n, bits) in bitmap.iter().enumerate().filter(|(_, bits)| **bits != 0) {
-            let mut or = |at: usize, bits: u64| {
-                let word = at.checked_add(word).and_then(|at| self.0.get_mut(at));
-                word.into_iter().for_each(|word| *word |= bits);
-            };
-            or(n, bits << shift);
+            let at = word.saturating_add(n);
+            self.or(at, bits << shift);
             if shift > 0 {
-                or(n + 1, bits >> (64 - shift));
+                self.or(at.saturating_add(1), bits >> (64 - shift));
             }
         }
     }
 
     /// With all pages of the other.
     pub fn insert_all(&mut self, other: &Self) {
-        self.insert_bitmap(0, &other.0);
+        other.marked().for_each(|at| self.or(at, other.word(at)));
+    }
+
+    /// Without those of the other.
+    pub fn remove_all(&mut self, other: &Self) {
+        for at in other.marked() {
+            self.words.get_mut(at).into_iter().for_each(|word| *word &= !other.word(at));
+        }
+    }
+
+    /// With the shortest gaps between its pages closed, so that there are at most `most` runs of them.
+    #[must_use]
+    pub fn joined(&self, most: usize) -> Self {
+        let mut joined = self.clone();
+        let ends = self.runs().zip(self.runs().skip(1));
+        let mut gaps: Vec<Range<u64>> = ends.map(|(run, next)| run.end..next.start).collect();
+        let close = (gaps.len() + 1).saturating_sub(most.max(1));
+        if close > 0 && close <= gaps.len() {
+            gaps.select_nth_unstable_by_key(close - 1, |gap| gap.end - gap.start);
+            gaps.truncate(close);
+            gaps.into_iter().flatten().for_each(|page| joined.insert(page));
+        }
+        joined
     }
 
     /// How many.
     #[must_use]
     pub fn count(&self) -> u64 {
-        self.0.iter().map(|word| u64::from(word.count_ones())).sum()
+        self.marked().map(|at| u64::from(self.word(at).count_ones())).sum()
     }
 
     /// Pages in a row, ascending.
     pub fn runs(&self) -> impl Iterator<Item = Range<u64>> {
         let mut at = 0;
         std::iter::from_fn(move || {
-            let start = self.next(at, true)?;
-            let end = self.next(start, false).unwrap_or(self.0.len() as u64 * 64);
-            at = end;
-            Some(start..end)
+            let start = self.next(at)?;
+            at = self.end(start);
+            Some(start..at)
         })
     }
 
-    /// The first page from `at` on that is in the set, or is not.
-    fn next(&self, at: u64, inside: bool) -> Option<u64> {
-        let mut word = usize::try_from(at / 64).ok()?;
-        let bits = |word: usize| self.0.get(word).map(|bits| if inside { *bits } else { !bits });
-        let mut left = bits(word)? & (u64::MAX << (at % 64));
+    /// The first page from `at` on that is in the set.
+    fn next(&self, at: u64) -> Option<u64> {
+        let word = usize::try_from(at / 64).ok()?;
+        let found =
+            |word: usize, bits: u64| (bits != 0).then(|| word as u64 * 64 + u64::from(bits.trailing_zeros()));
+        if let Some(page) = found(word, self.word(word) & (u64::MAX << (at % 64))) {
+            return Some(page);
+        }
+        let word = word + 1;
+        let mut mark = word / 64;
+        let mut left = self.marks.get(mark)? & (u64::MAX << (word % 64));
+        loop {
+            while left == 0 {
+                mark += 1;
+                left = *self.marks.get(mark)?;
+            }
+            let at = mark * 64 + left.trailing_zeros() as usize;
+            if let Some(page) = found(at, self.word(at)) {
+                return Some(page);
+            }
+            left &= left - 1;
+        }
+    }
+
+    /// The first page from `at` on that is not.
+    fn end(&self, at: u64) -> u64 {
+        let mut word = usize::try_from(at / 64).unwrap_or(usize::MAX);
+        let mut left = !self.word(word) & (u64::MAX << (at % 64));
         while left == 0 {
             word += 1;
-            left = bits(word)?;
+            left = !self.word(word);
         }
-        Some(word as u64 * 64 + u64::from(left.trailing_zeros()))
+        (word as u64 * 64 + u64::from(left.trailing_zeros())).min(self.words.len() as u64 * 64)
     }
 }
 
@@ -76,7 +153,35 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
+    fn set(of: &BTreeSet<u64>) -> Pages {
+        let mut set = Pages::none(512 * 4096);
+        of.iter().for_each(|page| set.insert(*page));
+        set
+    }
+
     proptest! {
+        #[test]
+        fn runs_are_joined_over_the_shortest_gaps(
+            pages in prop::collection::btree_set(0_u64..512, 0..80), others in prop::collection::btree_set(0_u64..512, 0..80), most in 0_usize..40,
+        ) {
+            let whole = set(&pages);
+            let joined = whole.joined(most);
+            let mut left = whole.clone();
+            left.remove_all(&joined);
+            prop_assert_eq!(left.count(), 0, "nothing is lost");
+            prop_assert_eq!(joined.runs().count(), whole.runs().count().min(most.max(1)));
+            // What was closed is no longer than what was left open, and lies between pages.
+            let mut closed = joined.clone();
+            closed.remove_all(&whole);
+            let open = joined.runs().zip(joined.runs().skip(1)).map(|(run, next)| next.start - run.end).min();
+            let longest = closed.runs().map(|gap| gap.end - gap.start).max();
+            prop_assert!(longest.zip(open).is_none_or(|(closed, open)| closed <= open));
+            prop_assert!(closed.runs().all(|gap| gap.start > 0 && pages.contains(&(gap.start - 1)) && pages.contains(&gap.end)));
+            let mut without = whole.clone();
+            without.remove_all(&set(&others));
+            prop_assert_eq!(without, set(&(&pages - &others)));
+        }
+
         #[test]
         fn it_is_a_set(
             pages in prop::collection::btree_set(0_u64..512, 0..80),

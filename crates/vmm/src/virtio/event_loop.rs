@@ -9,6 +9,8 @@ use vmm_sys_util::epoll::{EpollEvent, EventSet};
 pub const WAKE: u64 = 0xffff;
 /// The vsock listener.
 pub const LISTENER: u64 = 0xfffe;
+/// The network device's tap.
+pub const TAP: u64 = 0xfffd;
 /// Sockets of connections have numbers from here up.
 pub const FIRST_SOCKET: u64 = 0x1_0000;
 /// Most events taken at once.
@@ -44,11 +46,11 @@ impl DeviceSet {
             self.take(&events[..count], now, &mut pending);
             let mut deadline: Option<Instant> = None;
             for (slot, pending) in self.slots.iter().zip(&mut pending) {
-                let next = slot.with_vsock(|vsock| vsock.deadline()).flatten();
+                let next = slot.deadline();
                 if (*pending || next.is_some_and(|next| next <= now)) && !self.gate.wanted() {
                     *pending = slot.serve(&self.mem, &self.writes, &self.pages, now, &|| self.gate.wanted());
                 }
-                deadline = slot.with_vsock(|vsock| vsock.deadline()).flatten().or(deadline);
+                deadline = deadline.into_iter().chain(slot.deadline()).min();
             }
             self.gate.leave();
             timeout = if pending.contains(&true) { 0 } else { milliseconds(deadline, now) };
@@ -62,6 +64,11 @@ impl DeviceSet {
                 // The thread passes the gate and looks at what is pending: that is all a wake is for.
                 WAKE => drop(self.wake.read()),
                 LISTENER => self.vsock_event(pending, |vsock| vsock.accept(now)),
+                TAP => {
+                    for (slot, pending) in self.slots.iter().zip(&mut *pending) {
+                        *pending |= slot.is_net();
+                    }
+                }
                 token if token >= FIRST_SOCKET => {
                     let set = EventSet::from_bits_truncate(event.events());
                     self.vsock_event(pending, |vsock| vsock.event(token, set, now));

@@ -1,4 +1,4 @@
-//! Virtio devices over MMIO: disks, vsock, entropy.
+//! Virtio devices over MMIO: disks, vsock, entropy, network.
 //!
 //! The room for what the guest sees of its devices and for the one thread that serves them. What may not enter: KVM
 //! beyond two registrations, ACPI, the order in which a VM is paused and saved (the core has that), disk formats
@@ -19,9 +19,11 @@
 mod block;
 #[cfg(test)]
 mod block_tests;
+mod bucket;
 mod event_loop;
 mod gate;
 mod interrupt;
+mod net;
 #[cfg(test)]
 mod page_map_tests;
 mod ring;
@@ -40,18 +42,21 @@ mod vsock;
 
 pub use crate::disk::{DiskSpec, LayerSpec};
 pub use block::DiskCounters;
+pub use net::NetCounters;
 pub use ring::Broken;
 pub use state::{DeviceState, DeviceStates, KindState, LoadError};
 pub use syscalls::{CONTROL_SYSCALLS, DEVICE_LOOP_SYSCALLS, VCPU_SYSCALLS};
 pub use transport::{QueueRegisters, TransportState, TransportStateError};
 pub use vsock::socket_path;
 
+use crate::config::LinkConfig;
 use crate::disk::page_map::{self, PageMap};
 use crate::disk::{Disk, FreezeError, OpenDiskError};
 use crate::memory::writes::Writes;
 use block::Block;
 use gate::{Gate, lock};
 use kvm_ioctls::{IoEventAddress, VmFd};
+use net::Net;
 use slot::{Kind, Slot};
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
@@ -113,6 +118,9 @@ pub enum DeviceError {
         /// Disks of this VM.
         expected: usize,
     },
+    /// There is no network device.
+    #[error("connect: expected a network device, this VM has none")]
+    NoNet,
     /// A disk was refused.
     #[error("disk {number}: {source}")]
     Disk {
@@ -170,12 +178,14 @@ fn host(what: impl Into<String>) -> impl FnOnce(io::Error) -> DeviceError {
 /// How a device fares.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceHealth {
-    /// The virtio device id: 2 block, 4 entropy, 19 vsock.
+    /// The virtio device id: 1 network, 2 block, 4 entropy, 19 vsock.
     pub device_id: u32,
     /// Why it needs a reset, if the driver broke a rule since the last one.
     pub broken: Option<Broken>,
     /// For a disk: requests that failed.
     pub disk: Option<DiskCounters>,
+    /// For a network device: what went through.
+    pub net: Option<NetCounters>,
 }
 
 /// All virtio devices of a VM.
@@ -195,7 +205,7 @@ pub struct DeviceSet {
 }
 
 impl DeviceSet {
-    /// Makes the devices, in this order: disks without media, vsock, rng; and registers their kicks and interrupts with a VM
+    /// Makes the devices, in this order: disks without media, vsock, rng, network without links; and registers their kicks and interrupts with a VM
     /// whose interrupt controller exists.
     ///
     /// # Errors
@@ -203,13 +213,14 @@ impl DeviceSet {
     pub fn new(
         mem: GuestMemoryMmap,
         disks: u8,
+        nets: u8,
         vsock: VsockSpec,
         vm: &VmFd,
     ) -> Result<Arc<Self>, DeviceError> {
-        let set = Self::without_vm(mem, disks, vsock)?;
+        let set = Self::without_vm(mem, disks, nets, vsock)?;
         for (slot, place) in set.slots.iter().zip(set.slots()) {
             let notify = IoEventAddress::Mmio(place.base + transport::register::QUEUE_NOTIFY);
-            for (kick, queue) in slot.fast_kicks().iter().zip(0_u32..) {
+            for (queue, kick) in slot.fast_kicks() {
                 let what = || format!("KVM_IOEVENTFD at {:#x}, queue {queue}", place.base);
                 vm.register_ioevent(kick, &notify, queue).map_err(|e| host(what())(e.into()))?;
             }
@@ -220,7 +231,7 @@ impl DeviceSet {
     }
 
     /// The devices alone, for tests: without a VM kicks come as register writes.
-    fn without_vm(mem: GuestMemoryMmap, disks: u8, vsock: VsockSpec) -> Result<Self, DeviceError> {
+    fn without_vm(mem: GuestMemoryMmap, disks: u8, nets: u8, vsock: VsockSpec) -> Result<Self, DeviceError> {
         let VsockSpec { listener, path, guest_cid } = vsock;
         let longest = vsock::socket_path(&path, u32::MAX).as_os_str().len();
         if longest > MAX_SOCKET_PATH {
@@ -235,13 +246,16 @@ impl DeviceSet {
         };
         watch(listener.as_raw_fd(), EventSet::IN | EventSet::EDGE_TRIGGERED, event_loop::LISTENER)?;
 
-        let mut slots = Vec::with_capacity(usize::from(disks) + 2);
+        let mut slots = Vec::with_capacity(usize::from(disks) + 2 + usize::from(nets));
         for number in 0..usize::from(disks) {
             slots.push(Slot::new(Kind::Block(Block::new(Disk::none(), number)))?);
         }
         let vsock = Vsock::new(guest_cid, listener, path, Arc::clone(&epoll), event_loop::FIRST_SOCKET);
         slots.push(Slot::new(Kind::Vsock(vsock))?);
         slots.push(Slot::new(Kind::Rng)?);
+        for _ in 0..nets {
+            slots.push(Slot::new(Kind::Net(Net::new(Arc::clone(&epoll))))?);
+        }
 
         for (number, slot) in slots.iter().enumerate() {
             for (queue, kick) in slot.kicks().iter().enumerate() {
@@ -271,6 +285,17 @@ impl DeviceSet {
             slot.insert(Block::new(disk, number));
         }
         Ok(writable)
+    }
+
+    /// Joins the network device to a tap, whose header has [`net::HEADER_BYTES`] and which does not block; without one, and before, whatever the guest sends is
+    /// lost.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoNet`].
+    pub fn connect(&self, config: &LinkConfig, tap: Option<OwnedFd>) -> Result<(), DeviceError> {
+        let mut nets = self.slots.iter().filter(|slot| slot.is_net());
+        let connected = nets.next().is_some_and(|slot| slot.connect(config, tap));
+        if connected { Ok(()) } else { Err(DeviceError::NoNet) }
     }
 
     /// Where the devices are, in their order.

@@ -2,14 +2,17 @@
 
 use super::block::{self, Block};
 use super::interrupt::{CONFIG_CHANGE, Interrupt};
+use super::net::{self, Net, Turn};
 use super::ring::{Broken, Ring};
 use super::state::{DeviceState, KindState, LoadError};
 use super::transport::{Effect, Transport, register};
 use super::vsock::{self, Service, Vsock};
 use super::{DeviceError, DeviceHealth, host, lock, rng};
+use crate::config::LinkConfig;
 use crate::disk::Disk;
 use crate::disk::page_map::PageMap;
 use crate::memory::writes::Writes;
+use std::os::fd::OwnedFd;
 use std::sync::Mutex;
 use std::time::Instant;
 use virtio_queue::QueueT as _;
@@ -25,6 +28,8 @@ pub enum Kind {
     Vsock(Vsock),
     /// Entropy.
     Rng,
+    /// A network device.
+    Net(Net),
 }
 
 /// What the device's lock covers.
@@ -54,6 +59,7 @@ impl Slot {
             Kind::Block(block) => (block::DEVICE_ID, block.features(), block::QUEUES),
             Kind::Vsock(_) => (vsock::DEVICE_ID, 0, vsock::QUEUES),
             Kind::Rng => (rng::DEVICE_ID, 0, rng::QUEUES),
+            Kind::Net(_) => (net::DEVICE_ID, net::FEATURES, net::QUEUES),
         };
         let kicks: Result<_, _> = queues.iter().map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)).collect();
         let inner = Inner { transport: Transport::new(id, features, queues), kind, broken: None };
@@ -69,16 +75,17 @@ impl Slot {
         &self.kicks
     }
 
-    /// Those of the queues that are kicked often, the first few: KVM writes them. A kick of another comes as a
+    /// Those of the queues that are kicked often: KVM writes them. A kick of another comes as a
     /// register write, which does the same, and saves a birth what KVM_IOEVENTFD takes (a grace period, 1 to 3 ms in the
     /// machine).
-    pub fn fast_kicks(&self) -> &[EventFd] {
-        let count = match &lock(&self.inner).kind {
-            Kind::Block(_) => 1,
-            Kind::Vsock(_) => vsock::FAST_QUEUES,
-            Kind::Rng => 0,
+    pub fn fast_kicks(&self) -> impl Iterator<Item = (u32, &EventFd)> {
+        let fast = match &lock(&self.inner).kind {
+            Kind::Block(_) => 0..1,
+            Kind::Vsock(_) => 0..vsock::FAST_QUEUES,
+            Kind::Rng => 0..0,
+            Kind::Net(_) => net::TRANSMIT..net::TRANSMIT + 1,
         };
-        &self.kicks[..count.min(self.kicks.len())]
+        (0..).zip(&self.kicks).skip(fast.start).take(fast.len())
     }
 
     /// The interrupt.
@@ -94,6 +101,7 @@ impl Slot {
             match &lock(&self.inner).kind {
                 Kind::Block(block) => block.read_config(at, data),
                 Kind::Vsock(vsock) => vsock.read_config(at, data),
+                Kind::Net(net) => net.read_config(at, data),
                 Kind::Rng => {}
             }
         } else if let Ok(word) = <&mut [u8; 4]>::try_from(data) {
@@ -126,8 +134,10 @@ impl Slot {
             Effect::Reset => {
                 inner.broken = None;
                 self.interrupt.set_status(0);
-                if let Kind::Vsock(vsock) = &mut inner.kind {
-                    vsock.reset();
+                match &mut inner.kind {
+                    Kind::Vsock(vsock) => vsock.reset(),
+                    Kind::Net(net) => net.reset(),
+                    Kind::Block(_) | Kind::Rng => {}
                 }
                 self.kick_all();
             }
@@ -172,6 +182,9 @@ impl Slot {
             (Kind::Vsock(vsock), queues) => {
                 vsock.serve(&mut Service { mem, writes, queues, interrupt, now, stop })
             }
+            (Kind::Net(net), queues) => {
+                net.serve(&mut Turn { mem, writes, queues, features, interrupt, now, stop })
+            }
             _ => Ok(false),
         };
         served.unwrap_or_else(|cause| {
@@ -194,6 +207,28 @@ impl Slot {
             Kind::Vsock(vsock) => Some(act(vsock)),
             _ => None,
         }
+    }
+
+    /// When the device has to be served though nothing happens.
+    pub fn deadline(&self) -> Option<Instant> {
+        match &lock(&self.inner).kind {
+            Kind::Vsock(vsock) => vsock.deadline(),
+            Kind::Net(net) => net.deadline(),
+            Kind::Block(_) | Kind::Rng => None,
+        }
+    }
+
+    /// Whether this is a network device.
+    pub fn is_net(&self) -> bool {
+        matches!(lock(&self.inner).kind, Kind::Net(_))
+    }
+
+    /// Joins this network device to a tap; `false`: it is none.
+    pub fn connect(&self, config: &LinkConfig, tap: Option<OwnedFd>) -> bool {
+        let Kind::Net(net) = &mut lock(&self.inner).kind else { return false };
+        net.connect(config, tap);
+        self.kick_all();
+        true
     }
 
     /// Does something with the disk, if there is one.
@@ -236,7 +271,11 @@ impl Slot {
             Kind::Block(block) => Some(block.counters()),
             _ => None,
         };
-        DeviceHealth { device_id: inner.transport.device_id(), broken: inner.broken.clone(), disk }
+        let net = match &inner.kind {
+            Kind::Net(net) => Some(net.counters()),
+            _ => None,
+        };
+        DeviceHealth { device_id: inner.transport.device_id(), broken: inner.broken.clone(), disk, net }
     }
 
     /// What has to be saved.
@@ -249,6 +288,7 @@ impl Slot {
                 Kind::Block(block) => KindState::Block(block.save()),
                 Kind::Vsock(vsock) => KindState::Vsock(vsock.save()),
                 Kind::Rng => KindState::Rng,
+                Kind::Net(_) => KindState::Net,
             },
         }
     }
@@ -273,10 +313,11 @@ impl Slot {
         match (&inner.kind, &state.kind) {
             (Kind::Block(block), KindState::Block(saved)) if block.save() == *saved => {}
             (Kind::Vsock(vsock), KindState::Vsock(saved)) if vsock.fits(saved) => {}
-            (Kind::Rng, KindState::Rng) => {}
+            (Kind::Rng, KindState::Rng) | (Kind::Net(_), KindState::Net) => {}
             (Kind::Block(block), got) => return Err(differs(format!("{:?}", block.save()), got)),
             (Kind::Vsock(vsock), got) => return Err(differs(format!("{:?}", vsock.save()), got)),
             (Kind::Rng, got) => return Err(differs("Rng".into(), got)),
+            (Kind::Net(_), got) => return Err(differs("Net".into(), got)),
         }
         inner
             .transport

@@ -32,6 +32,8 @@ pub enum KindState {
     Vsock(VsockState),
     /// Entropy.
     Rng,
+    /// A network device: its link is not the machine's.
+    Net,
 }
 
 /// Why saved devices were refused.

@@ -8,6 +8,7 @@ pub const DEVICE_LOOP_SYSCALLS: &[i64] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_read,
     libc::SYS_write,
+    libc::SYS_writev,
     libc::SYS_close,
     libc::SYS_futex,
     libc::SYS_preadv,

@@ -63,11 +63,16 @@ pub struct Machine {
 
 impl Machine {
     pub fn new(mem: GuestMemoryMmap, disks: Vec<DiskSpec>) -> Self {
+        Self::with_nets(mem, disks, 0)
+    }
+
+    pub fn with_nets(mem: GuestMemoryMmap, disks: Vec<DiskSpec>, nets: u8) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("v");
         let listener = UnixListener::bind(&path).unwrap().into();
         let vsock = VsockSpec { listener, path, guest_cid: 3 };
-        let set = DeviceSet::without_vm(mem.clone(), u8::try_from(disks.len()).unwrap(), vsock).unwrap();
+        let set =
+            DeviceSet::without_vm(mem.clone(), u8::try_from(disks.len()).unwrap(), nets, vsock).unwrap();
         set.insert_disks(disks).unwrap();
         Self { mem, set: Arc::new(set), folder, thread: None }
     }

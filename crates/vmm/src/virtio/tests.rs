@@ -356,6 +356,6 @@ fn a_vsock_path_without_room_for_a_port_is_refused() {
     let listener = std::os::unix::net::UnixListener::bind(folder.path().join("v")).unwrap();
     let path = std::path::PathBuf::from("/".repeat(97));
     let vsock = super::VsockSpec { listener: listener.into(), path, guest_cid: 3 };
-    let error = super::DeviceSet::without_vm(memory(), 0, vsock).unwrap_err();
+    let error = super::DeviceSet::without_vm(memory(), 0, 0, vsock).unwrap_err();
     assert!(matches!(error, DeviceError::VsockPath { max: 96, .. }), "{error}");
 }

@@ -48,6 +48,7 @@ impl Shell {
             shell: self,
             parent: None,
             lazy: false,
+            holes: Vec::new(),
             writable_disks,
             not_yet_run: None,
             paused: true,

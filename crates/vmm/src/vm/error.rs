@@ -119,6 +119,17 @@ pub enum VmError {
     Generation(#[source] io::Error),
 }
 
+/// Why a VM has no link.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// Not the descriptors that Connect takes.
+    #[error("connect: expected one descriptor, a tap, or none, got {0}")]
+    Fds(usize),
+    /// It has no network device.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
 /// Why a VM could not be saved. It is as it was: paused, on its old writable layers.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveError {
@@ -176,6 +187,23 @@ pub enum SaveError {
     /// It did not stop.
     #[error("freeze")]
     Freeze(#[source] VmError),
+    /// RAM is to be copied where it differs from a template, and there is none.
+    #[error("fork: expected a VM that is a clone, and a pagemap: all of its memory has to be copied")]
+    NoTemplate,
+    /// Which pages are the VM's own could not be read.
+    #[error("fork: reading which pages are the VM's own")]
+    Pagemap(#[source] io::Error),
+    /// The memory file has another length than RAM.
+    #[error("fork: memory file: expected {expected} bytes, got {got}")]
+    MemoryLength {
+        /// RAM in bytes.
+        expected: u64,
+        /// The file's length.
+        got: u64,
+    },
+    /// Nothing was copied before.
+    #[error("fork: expected that its memory was copied before")]
+    NotCopied,
     /// RAM was copied to another file before.
     #[error("save: expected the memory file that RAM was copied to before")]
     OtherMemory,

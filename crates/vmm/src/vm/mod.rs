@@ -18,30 +18,30 @@ mod boot;
 mod error;
 mod live;
 mod restore;
+mod saving;
 mod shell;
 
 pub use bare::Bare;
-pub use error::{BuildError, SaveError, VmError};
+pub use error::{BuildError, ConnectError, SaveError, VmError};
 pub use restore::Files;
 pub use shell::{Host, Shell};
 
+use crate::config::LinkConfig;
 use crate::control::Status;
-use crate::disk::{LayerSpec, page_map};
+use crate::disk::LayerSpec;
 use crate::jail;
 use crate::memory;
 use crate::memory::backing::Backing;
 use crate::memory::working_set::{self, Record};
-use crate::state::{self, VmState};
 use crate::vcpu::Vcpu;
 use crate::vcpu::clocks;
-use crate::vcpu::state::{self as vcpu_state, HostLimits, VcpuState};
-use dayfly_units::PAGE_SIZE;
+use crate::vcpu::state::VcpuState;
 use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_clock_data, kvm_irqchip,
 };
 use kvm_ioctls::VcpuFd;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::Write;
 use std::os::fd::OwnedFd;
 
 /// What a restored VM still has to be given when it first goes on.
@@ -63,6 +63,8 @@ pub struct Vm {
     parent: Option<Backing>,
     /// Whether that was being filled then.
     lazy: bool,
+    /// Its large holes, which were left anonymous.
+    holes: Vec<(u64, u64)>,
     writable_disks: usize,
     not_yet_run: Option<Restored>,
     paused: bool,
@@ -165,49 +167,6 @@ impl Vm {
         Ok(())
     }
 
-    /// As [`Self::save`], but for what can be written when the VM goes on again; with it comes how many pages were copied, where most had been before.
-    fn save_stopped(&mut self, fds: Vec<OwnedFd>) -> Result<(Late, u64), SaveError> {
-        let (expected, got) = (3 + 2 * self.writable_disks, fds.len());
-        if got != expected {
-            return Err(SaveError::Fds { expected, writable: self.writable_disks, got });
-        }
-        let mut fds = fds.into_iter();
-        let (Some(state_file), Some(memory_file), Some(page_map_file)) = (fds.next(), fds.next(), fds.next())
-        else {
-            return Err(SaveError::Fds { expected, writable: self.writable_disks, got });
-        };
-        if !self.is_whole() {
-            return Err(SaveError::NotWhole);
-        }
-        self.set_clocks().map_err(SaveError::Clocks)?;
-        let memory_file = File::from(memory_file);
-        let (holes, pages) = match &self.copying {
-            Some(copying) => self.finish_precopy(copying, &memory_file)?,
-            None => {
-                let Shell { memory, shape, pagemap, .. } = &self.shell;
-                let (bytes, pagemap, parent) = (shape.memory_bytes, pagemap.as_ref(), self.parent.as_ref());
-                let dump = memory::dump(memory, bytes, pagemap, parent, &memory_file)?;
-                let holes = memory::large_holes(&memory_file, bytes)?;
-                (holes, (dump.own_bytes + dump.parent_bytes) / PAGE_SIZE)
-            }
-        };
-        let state = state::encode(&self.read_state(holes)?).map_err(SaveError::Encode)?;
-        write_new(state_file, &state, SaveError::StateNotEmpty, SaveError::StateWrite)?;
-        let runs = self.shell.devices.page_map().map_err(SaveError::Disks)?;
-        let late = Late {
-            page_map: empty(page_map_file, SaveError::PageMapNotEmpty, SaveError::PageMapWrite)?,
-            runs,
-        };
-
-        // Last, because it cannot be undone.
-        let mut layers = Vec::new();
-        while let (Some(map), Some(writable)) = (fds.next(), fds.next()) {
-            layers.push((map, writable));
-        }
-        self.shell.devices.freeze_layers(layers).map_err(SaveError::Disks)?;
-        Ok((late, pages))
-    }
-
     /// Puts other frozen layers in the place of a disk's lower ones, with `fds` as
     /// [`Command::Rebase`](crate::control::Command::Rebase) says.
     ///
@@ -223,6 +182,19 @@ impl Vm {
             layers.push(LayerSpec { data, map });
         }
         self.shell.devices.rebase(disk, &top, layers).map_err(SaveError::Rebase)
+    }
+
+    /// Joins its network device to the tap that comes along, or to nothing ([`Command::Connect`](crate::control::Command::Connect)).
+    ///
+    /// # Errors
+    /// It has none, or more than one descriptor came.
+    pub fn connect(&self, link: &LinkConfig, fds: Vec<OwnedFd>) -> Result<(), ConnectError> {
+        let got = fds.len();
+        let mut fds = fds.into_iter();
+        match (fds.next(), got) {
+            (tap, 0 | 1) => Ok(self.shell.devices.connect(link, tap)?),
+            _ => Err(ConnectError::Fds(got)),
+        }
     }
 
     /// Writes which pages were touched since the restore; of a VM that was not started to be recorded, which were written.
@@ -246,65 +218,4 @@ impl Vm {
         let record = record.map_err(SaveError::WorkingSet)?;
         File::from(file).write_all(&working_set::encode(&record)).map_err(SaveError::WorkingSet)
     }
-
-    fn read_state(&self, holes: Vec<(u64, u64)>) -> Result<VmState, SaveError> {
-        let on = |what: &'static str| move |error| SaveError::Kvm(what, error);
-        let limits = HostLimits::new(&self.shell.kvm, &self.shell.vm)
-            .map_err(|source| SaveError::Vcpu { id: 0, source })?;
-        let mut vcpus = Vec::new();
-        for vcpu in &self.shell.vcpus {
-            let saved = vcpu_state::save(&vcpu.fd(), &limits)
-                .map_err(|source| SaveError::Vcpu { id: vcpu.id(), source })?;
-            vcpus.push(saved);
-        }
-        let mut irqchips = IRQCHIPS.map(irqchip);
-        for chip in &mut irqchips {
-            self.shell.vm.get_irqchip(chip).map_err(on("KVM_GET_IRQCHIP"))?;
-        }
-        Ok(VmState {
-            memory_bytes: self.shell.shape.memory_bytes,
-            holes,
-            vcpus,
-            irqchips,
-            pit: self.shell.vm.get_pit2().map_err(on("KVM_GET_PIT2"))?,
-            clock: self.shell.vm.get_clock().map_err(on("KVM_GET_CLOCK"))?,
-            serial: self.shell.platform.save(),
-            devices: self.shell.devices.save(),
-        })
-    }
-}
-
-/// What can be written when the VM has gone on.
-struct Late {
-    page_map: File,
-    runs: Vec<page_map::Run>,
-}
-
-impl Late {
-    /// The page map is a hint: one that cannot be written is refused where it is read, and missed nowhere.
-    fn write(mut self) {
-        let _ = self.page_map.write_all(&page_map::record::encode(&self.runs));
-    }
-}
-
-fn empty(
-    file: OwnedFd,
-    not_empty: fn(u64) -> SaveError,
-    failed: fn(io::Error) -> SaveError,
-) -> Result<File, SaveError> {
-    let file = File::from(file);
-    match file.metadata().map_err(failed)?.len() {
-        0 => Ok(file),
-        got => Err(not_empty(got)),
-    }
-}
-
-/// Writes `bytes` to an empty file.
-fn write_new(
-    file: OwnedFd,
-    bytes: &[u8],
-    not_empty: fn(u64) -> SaveError,
-    failed: fn(io::Error) -> SaveError,
-) -> Result<(), SaveError> {
-    empty(file, not_empty, failed)?.write_all(bytes).map_err(failed)
 }

@@ -112,8 +112,9 @@ impl Shell {
         self.timeline.done("working set");
         let not_yet_run = Some(Restored { vcpus: state.vcpus, clock: state.clock });
         let (parent, lazy) = (Some(files.memory), files.pager.is_some());
+        let holes = if self.recorder.is_none() { state.holes } else { Vec::new() };
         let mut vm =
-            Vm { shell: self, parent, lazy, writable_disks, not_yet_run, paused: true, copying: None };
+            Vm { shell: self, parent, lazy, holes, writable_disks, not_yet_run, paused: true, copying: None };
         if !config.paused {
             vm.resume()?;
         }

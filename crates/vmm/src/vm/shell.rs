@@ -2,7 +2,7 @@
 
 use super::bare::{Bare, Parts};
 use super::error::BuildError;
-use crate::config::{GUEST_CID, MAX_DISKS, MAX_VCPUS, Shape};
+use crate::config::{GUEST_CID, MAX_DISKS, MAX_NETS, MAX_VCPUS, Shape};
 use crate::control::Status;
 use crate::crew::Crew;
 use crate::memory::{self, recorder::Recorder};
@@ -71,6 +71,10 @@ fn check(shape: Shape) -> Result<(), BuildError> {
         let expected = format!("at most {MAX_DISKS}");
         return Err(BuildError::Config { what: "disks", expected, got: u64::from(shape.disks) });
     }
+    if shape.nets > MAX_NETS {
+        let expected = format!("at most {MAX_NETS}");
+        return Err(BuildError::Config { what: "network devices", expected, got: u64::from(shape.nets) });
+    }
     Ok(memory::check_size(shape.memory_bytes)?)
 }
 
@@ -97,7 +101,7 @@ impl Shell {
         timeline.done("kvm");
 
         let vsock = VsockSpec { listener: vsock_listener, path: vsock_path, guest_cid: GUEST_CID };
-        let devices = DeviceSet::new(memory.clone(), shape.disks, vsock, &vm)?;
+        let devices = DeviceSet::new(memory.clone(), shape.disks, shape.nets, vsock, &vm)?;
         let platform = Arc::new(Platform::new(&vm, console, Arc::clone(&devices))?);
         timeline.done("devices");
 

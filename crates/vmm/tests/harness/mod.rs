@@ -3,9 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, missing_docs, reason = "a test harness")]
 
 use dayfly_vmm::config::{
-    BootConfig, DiskConfig, JailConfig, LayerConfig, RestoreConfig, Shape, Start, VmmConfig,
+    BootConfig, DiskConfig, JailConfig, LayerConfig, RestoreConfig, Shape, SharedConfig, Start, VmmConfig,
 };
 use dayfly_vmm::control::{Client, ClientError, ExitRecord, Frozen};
+use dayfly_vmm::memory::backing::{self, Row};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -58,6 +59,8 @@ pub struct Snapshot {
     pub shape: Shape,
     pub working_set: Option<PathBuf>,
     pub jailed: bool,
+    /// A list of pages that are in these other files.
+    pub shared: Option<(PathBuf, Vec<PathBuf>)>,
 }
 
 /// A running VMM process and its folder.
@@ -67,6 +70,8 @@ pub struct Vmm {
     pub folder: PathBuf,
     pub disks: Vec<Disk>,
     pub jailed: bool,
+    /// What it is a clone of.
+    pub of: Option<Snapshot>,
     pub spawned: Instant,
     ended: bool,
 }
@@ -138,6 +143,7 @@ impl Vmm {
                 memory_bytes: boot.memory_bytes,
                 vcpus: boot.vcpus,
                 disks,
+                nets: 0,
             })
         })
     }
@@ -164,7 +170,10 @@ impl Vmm {
         let config = RestoreConfig {
             state_fd: files.read(&snapshot.state),
             memory_fd: files.read(&snapshot.memory),
-            shared: None,
+            shared: snapshot.shared.as_ref().map(|(list, others)| SharedConfig {
+                list_fd: files.read(list),
+                file_fds: others.iter().map(|file| files.read(file)).collect(),
+            }),
             disks,
             generation,
             working_set_fd: snapshot.working_set.as_ref().map(|path| files.read(path)),
@@ -172,6 +181,7 @@ impl Vmm {
             paused,
         };
         self.disks.clone_from(&snapshot.disks);
+        self.of = Some(snapshot.clone());
         let fds: Vec<_> = files.0.iter().map(AsFd::as_fd).collect();
         self.client().restore(config, &fds)
     }
@@ -239,7 +249,7 @@ impl Vmm {
         let spawned = Instant::now();
         let child = command.spawn().unwrap();
         let binary = binary.to_owned();
-        Self { binary, child, folder: folder.to_owned(), disks, jailed, spawned, ended: false }
+        Self { binary, child, folder: folder.to_owned(), disks, jailed, of: None, spawned, ended: false }
     }
 
     pub fn client(&self) -> Client {
@@ -300,9 +310,37 @@ impl Vmm {
     pub fn freeze(&mut self, target: &Path) -> (Snapshot, Frozen) {
         let (snapshot, files) = self.files(target);
         let mut client = self.client();
-        client.precopy(files[1].as_fd()).unwrap();
+        client.precopy(false, files[1].as_fd()).unwrap();
         let frozen = client.freeze(&files.iter().map(AsFd::as_fd).collect::<Vec<_>>()).unwrap();
         self.disks.clone_from(&snapshot.disks);
+        (snapshot, frozen)
+    }
+
+    /// Forks the VM, which goes on, to `target`: a clone copies what it wrote since its own birth; says how long it stood still. `between` is called when
+    /// memory was copied.
+    pub fn fork(&mut self, target: &Path, between: impl FnOnce(&mut Self)) -> (Snapshot, Frozen) {
+        let (mut snapshot, files) = self.files(target);
+        let mut client = self.client();
+        let bytes = snapshot.shape.memory_bytes;
+        files[1].set_len(bytes).unwrap();
+        let of = self.of.clone();
+        client.precopy(of.is_some(), files[1].as_fd()).unwrap();
+        between(self);
+        let frozen = client.fork(&files.iter().map(AsFd::as_fd).collect::<Vec<_>>()).unwrap();
+        self.disks.clone_from(&snapshot.disks);
+        let rows = backing::decode(&File::open(target.join("pagemap")).unwrap()).unwrap();
+        let Some(of) = of else {
+            assert!(rows.is_empty(), "everything was copied");
+            return (snapshot, frozen);
+        };
+        let (below, mut others) = of.shared.map_or_else(Default::default, |(list, others)| {
+            (backing::decode(&File::open(list).unwrap()).unwrap(), others)
+        });
+        let file = u32::try_from(others.len()).unwrap();
+        let above: Vec<Row> = rows.into_iter().map(|row| Row { file, ..row }).collect();
+        let list = write_file(&target.join("list"), &backing::encode(&backing::laid_over(&below, &above)));
+        others.push(std::mem::replace(&mut snapshot.memory, of.memory));
+        snapshot.shared = Some((list, others));
         (snapshot, frozen)
     }
 
@@ -330,7 +368,10 @@ impl Vmm {
             files.extend([map_file, fresh_file]);
         }
         let shape = self.client().status().unwrap().shape;
-        (Snapshot { state, memory, disks, shape, working_set: None, jailed: self.jailed }, files)
+        (
+            Snapshot { state, memory, disks, shape, working_set: None, jailed: self.jailed, shared: None },
+            files,
+        )
     }
 }
 

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use dayfly_api::agent::ExecSpec;
 use dayfly_api::client::{Client, ExecEvent};
-use dayfly_api::types::{CreateRequest, ErrorCode, RunRequest, Source};
+use dayfly_api::types::{CreateRequest, ErrorCode, NetworkRequest, RunRequest, Source};
 use dayfly_cli::progress::Steps;
 use dayfly_units::{Name, VmId};
 use futures::future::try_join_all;
@@ -104,7 +104,7 @@ impl Guests {
 /// The measured part. The VM is kept: its timeline is asked for when nothing is measured any more.
 pub async fn first_answer(client: &Client, source: Source) -> Result<Answer> {
     let labels = [(LABEL.to_owned(), SNAPSHOT.to_owned())].into();
-    let create = CreateRequest { source, name: None, labels };
+    let create = CreateRequest { source, name: None, labels, forks: 0, network: NetworkRequest::default() };
     let request = RunRequest { create, exec: program(), keep: true };
     let begun = Instant::now();
     let measured = async {

@@ -72,15 +72,16 @@ impl Slow {
         }
     }
 
-    /// When bytes that were asked for now are there.
-    fn due(&self, head: &mut Head, batch: u32, bytes: u64, batch_bytes: u64, stream: bool) -> Instant {
+    /// When bytes that were asked for now are there; `batches` are the lowest and the highest of what they are.
+    fn due(&self, head: &mut Head, batches: [u32; 2], bytes: u64, batch_bytes: u64, stream: bool) -> Instant {
         let Speed { bytes_per_s, seek_us, ahead_bytes, .. } = self.speed;
         let now = Instant::now();
-        if bytes_per_s == 0 || bytes == 0 {
+        if bytes_per_s == 0 {
             return now;
         }
         let time = |bytes: u64| Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / bytes_per_s);
-        let skipped = batch.checked_sub(head.at);
+        let [lowest, highest] = batches;
+        let skipped = lowest.checked_sub(head.at);
         let start = if skipped == Some(0) || stream {
             // It has read on already.
             let ahead = if stream { head.free } else { now.checked_sub(time(ahead_bytes)).unwrap_or(now) };
@@ -90,27 +91,30 @@ impl Slow {
             let seek = Duration::from_micros(seek_us);
             head.free.max(now) + through.map_or(seek, |through| through.min(seek))
         };
-        head.at = batch + 1;
+        head.at = highest.saturating_add(1);
         head.free = start + time(bytes);
         head.free
     }
 
-    /// Reads a batch; `stream` for who reads everything as it lies and has asked for it beforehand.
-    pub fn read(&self, batch: u32, stream: bool, put: &mut Put<'_>) -> Result<(), SourceError> {
+    /// Reads batches at once; `stream` for who reads everything as it lies and has asked for it beforehand.
+    pub fn read(&self, batches: &[u32], stream: bool, put: &mut Put<'_>) -> Result<(), SourceError> {
         let mut pages: Vec<(u32, Vec<u8>)> = Vec::new();
+        let lowest = batches.iter().min().copied().unwrap_or(0);
+        let highest = batches.iter().max().copied().unwrap_or(0);
         let due = {
             let mut head = self.head.lock().unwrap_or_else(PoisonError::into_inner);
             let before = self.stored.read_bytes();
-            self.stored.fetch(batch, &mut |frame, bytes| {
+            self.stored.fetch_all(batches, &mut |frame, bytes| {
                 pages.push((frame, bytes.to_vec()));
                 Ok(())
             })?;
             let read = self.stored.read_bytes();
             self.read.store(read, Ordering::Relaxed);
             let mean = read / u64::from(self.fetches.fetch_add(1, Ordering::Relaxed) + 1);
-            self.due(&mut head, batch, read - before, mean, stream)
+            // What the pager still has of an earlier read is asked of nobody.
+            (read > before).then(|| self.due(&mut head, [lowest, highest], read - before, mean, stream))
         };
-        if self.speed.bytes_per_s > 0 {
+        if let Some(due) = due.filter(|_| self.speed.bytes_per_s > 0) {
             // Who streams is not held up by every batch: only when it is ahead of the device by more than a sleep's error.
             let wait = due + Duration::from_micros(if stream { 0 } else { self.speed.delay_us });
             let left = wait.saturating_duration_since(Instant::now());
@@ -121,14 +125,14 @@ impl Slow {
         for (frame, bytes) in pages {
             put(frame, &bytes).map_err(SourceError::Install)?;
         }
-        self.there[batch as usize].store(true, Ordering::Release);
+        batches.iter().for_each(|batch| self.there[*batch as usize].store(true, Ordering::Release));
         Ok(())
     }
 
     /// When `bytes` of a file that is read as it lies are there.
     pub fn stream(&self, bytes: u64) -> Instant {
         let mut head = self.head.lock().unwrap_or_else(PoisonError::into_inner);
-        self.due(&mut head, 0, bytes, 0, true)
+        self.due(&mut head, [0, 0], bytes, 0, true)
     }
 
     /// When the device has given all that was asked of it.
@@ -159,6 +163,10 @@ impl Source for Slow {
     }
 
     fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError> {
-        self.read(batch, false, put)
+        self.read(&[batch], false, put)
+    }
+
+    fn fetch_all(&self, batches: &[u32], put: &mut Put<'_>) -> Result<(), SourceError> {
+        self.read(batches, false, put)
     }
 }

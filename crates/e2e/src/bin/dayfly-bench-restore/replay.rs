@@ -100,8 +100,9 @@ impl Image {
         let source = Slow::new(Stored::new(self.reader()?, &Expected::default(), &Policy::default()), speed);
         let began = Instant::now();
         for batch in 0..u32::try_from(source.there.len())? {
-            source
-                .read(batch, true, &mut |frame, bytes| memory.write_all_at(bytes, u64::from(frame) * PAGE))?;
+            source.read(&[batch], true, &mut |frame, bytes| {
+                memory.write_all_at(bytes, u64::from(frame) * PAGE)
+            })?;
         }
         sleep_until(source.done());
         let read = dayfly_pager::source::Source::read_bytes(&source);

@@ -4,7 +4,7 @@
 use crate::clones::Demo;
 use anyhow::{Context, Result, ensure};
 use dayfly_api::agent::ExecSpec;
-use dayfly_api::types::{CreateRequest, SnapshotRequest, Source};
+use dayfly_api::types::{CreateRequest, NetworkRequest, SnapshotRequest, Source};
 use dayfly_cli::artefacts;
 use dayfly_e2e::guest::{self, Kept};
 use dayfly_units::Name;
@@ -22,7 +22,13 @@ pub async fn run(demo: &mut Demo, snapshot: &Name) -> Result<()> {
         let name = demo.name(&format!("generation-{generation}"))?;
         demo.vms.push(name.to_string());
         let source = Source::Snapshot(parent.clone());
-        let create = CreateRequest { source, name: Some(name.clone()), labels: BTreeMap::new() };
+        let create = CreateRequest {
+            source,
+            name: Some(name.clone()),
+            labels: BTreeMap::new(),
+            forks: 0,
+            network: NetworkRequest::default(),
+        };
         demo.host.client.create(&create).await?;
         let vm = name.to_string();
         verify(demo, &vm, generation).await.with_context(|| format!("generation {generation}"))?;

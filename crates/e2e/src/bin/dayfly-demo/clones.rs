@@ -2,7 +2,9 @@
 
 use anyhow::{Context, Result};
 use dayfly_api::client::{Client, Connection};
-use dayfly_api::types::{ConnectRequest, CreateRequest, ErrorCode, Snapshot, Source, VmDetails};
+use dayfly_api::types::{
+    ConnectRequest, CreateRequest, ErrorCode, NetworkRequest, Snapshot, Source, VmDetails,
+};
 use dayfly_cli::progress::Steps;
 use dayfly_e2e::guest::{self, Sum};
 use dayfly_e2e::setup::{self, Host};
@@ -188,7 +190,13 @@ async fn ask_a_clone(
 ) -> Result<(Duration, Sum, Connection)> {
     let source = Source::Snapshot(snapshot.clone());
     let request = ConnectRequest {
-        create: CreateRequest { source, name: Some(name), labels: BTreeMap::new() },
+        create: CreateRequest {
+            source,
+            name: Some(name),
+            labels: BTreeMap::new(),
+            forks: 0,
+            network: NetworkRequest::default(),
+        },
         port: guest::PORT,
         keep: false,
     };

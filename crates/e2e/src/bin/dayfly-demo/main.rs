@@ -13,7 +13,7 @@ mod report;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use clones::{Clone, Demo};
-use dayfly_api::types::{BakeRequest, BootSource, CreateRequest, Kernel, RunRequest, Source};
+use dayfly_api::types::{BakeRequest, BootSource, CreateRequest, Kernel, NetworkRequest, RunRequest, Source};
 use dayfly_cli::artefacts;
 use dayfly_cli::progress::{Steps, seconds};
 use dayfly_e2e::{guest, setup};
@@ -157,7 +157,13 @@ async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
     let name = demo.name(&format!("boot-{}", demo.lost))?;
     demo.vms.push(name.to_string());
     let request = RunRequest {
-        create: CreateRequest { source: Source::Boot(source), name: Some(name), labels: BTreeMap::new() },
+        create: CreateRequest {
+            source: Source::Boot(source),
+            name: Some(name),
+            labels: BTreeMap::new(),
+            forks: 0,
+            network: NetworkRequest::default(),
+        },
         // Starts Python, which imports and listens.
         exec: guest::start_and_stay(),
         keep: false,

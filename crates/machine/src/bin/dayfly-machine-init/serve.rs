@@ -97,6 +97,8 @@ pub(crate) fn run() -> Result<(), BootError> {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
+    // A crash while it boots is the end, and it is booted again (`oops=panic`); from now on there are VMs that it need not take along.
+    drop(fs::write("/proc/sys/kernel/panic_on_oops", "0"));
     control.write_all(b"ready\n").map_err(|e| BootError::new("control line", e))?;
     let reader = control.try_clone().map_err(|e| BootError::new("control line", e))?;
     for line in BufReader::new(reader).lines() {

@@ -1,0 +1,97 @@
+use super::*;
+use crate::exec::cage::Cages;
+use dayfly_api::agent::NetworkIdentity;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+/// Programs in a machine with these hooks.
+fn machine(hooks: &[(&str, u32, &str)]) -> (tempfile::TempDir, Programs) {
+    let root = tempfile::tempdir().unwrap();
+    let folder = root.path().join(FOLDER);
+    fs::create_dir_all(&folder).unwrap();
+    for (name, mode, script) in hooks {
+        let path = folder.join(name);
+        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(*mode)).unwrap();
+    }
+    let programs = Programs::new(root.path().into(), Cages::open(&root.path().join("no-cgroups")), false);
+    (root, programs)
+}
+
+fn identity(number: u32) -> Identity {
+    Identity {
+        hostname: "fly".into(),
+        machine_id: "a".repeat(32),
+        wall_clock_ns: 1,
+        entropy: String::new(),
+        number,
+        network: None,
+    }
+}
+
+#[test]
+fn hooks_run_by_name_and_know_who_they_are() {
+    let told = tempfile::NamedTempFile::new().unwrap();
+    let tell = |name: &str| {
+        format!(
+            "echo {name} $DAYFLY_CLONE_ID $DAYFLY_CLONE_NUMBER $DAYFLY_HOSTNAME ${{DAYFLY_ADDRESS-none}} $PWD >>{}",
+            told.path().display()
+        )
+    };
+    let (second, first, never) = (tell("second"), tell("first"), tell("never"));
+    let hooks = [
+        ("20-b", 0o755, second.as_str()),
+        ("10-a", 0o700, first.as_str()),
+        (".hidden", 0o755, never.as_str()),
+        ("30-old~", 0o755, never.as_str()),
+    ];
+    let (root, programs) = machine(&hooks);
+    fs::create_dir(root.path().join(FOLDER).join("folder")).unwrap();
+    run(&programs, &identity(7)).unwrap();
+    let id = "a".repeat(32);
+    let expected = format!("first {id} 7 fly none /\nsecond {id} 7 fly none /\n");
+    assert_eq!(fs::read_to_string(told.path()).unwrap(), expected);
+
+    fs::write(told.path(), "").unwrap();
+    let network = NetworkIdentity {
+        mac: "02:df:0a:58:00:02".into(),
+        address: "10.88.0.2".parse().unwrap(),
+        gateway: "10.88.0.1".parse().unwrap(),
+        gateway_mac: None,
+        nameservers: Vec::new(),
+    };
+    run(&programs, &Identity { network: Some(network), ..identity(7) }).unwrap();
+    assert_eq!(fs::read_to_string(told.path()).unwrap(), expected.replace("none", "10.88.0.2"));
+}
+
+#[test]
+fn a_hook_that_fails_is_named_and_ends_them() {
+    let never = "exit 9";
+    for (script, why) in [
+        ("exit 3", "10-a: expected exit code 0, got 3"),
+        ("kill -9 $$", "10-a: ended by signal 9"),
+        ("exit 3 # 2", "got 3"),
+    ] {
+        let (_root, programs) = machine(&[("10-a", 0o755, script), ("20-b", 0o755, never)]);
+        let error = run(&programs, &identity(0)).unwrap_err();
+        assert!(error.ends_with(why), "{error}");
+    }
+    let (root, programs) = machine(&[]);
+    let hook = root.path().join(FOLDER).join("hook");
+    fs::write(&hook, "\u{7f}ELF").unwrap();
+    fs::set_permissions(&hook, fs::Permissions::from_mode(0o755)).unwrap();
+    let error = run(&programs, &identity(0)).unwrap_err();
+    assert!(error.contains("hook"), "{error}");
+    let many: Vec<String> = (0..=MOST).map(|n| n.to_string()).collect();
+    let many: Vec<_> = many.iter().map(|name| (name.as_str(), 0o755, "exit 0")).collect();
+    let (_root, programs) = machine(&many);
+    assert!(run(&programs, &identity(0)).unwrap_err().contains("expected at most 64 hooks"));
+}
+
+#[test]
+fn no_folder_is_no_hooks() {
+    let (root, programs) = machine(&[]);
+    run(&programs, &identity(0)).unwrap();
+    fs::remove_dir_all(root.path().join("etc")).unwrap();
+    run(&programs, &identity(0)).unwrap();
+}

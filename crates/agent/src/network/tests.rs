@@ -1,0 +1,470 @@
+//! Against the kernel, in network namespaces that end with their threads: a machine (`v0`), and a peer behind a cable
+//! who is its gateway (`v1`) and, unlike a host, lets everything through.
+
+use super::*;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::process::Command;
+use std::sync::mpsc::{Sender, channel};
+use std::time::{Duration, Instant};
+
+const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 88, 0, 1);
+const PORT: u16 = 4000;
+
+/// The settings of machine number `n`.
+fn machine(n: u8) -> Settings {
+    Settings {
+        mac: [2, 0xdf, 10, 88, 0, n],
+        address: Ipv4Addr::new(10, 88, 0, n),
+        gateway: GATEWAY,
+        gateway_mac: None,
+        nameservers: Vec::new(),
+    }
+}
+
+/// Runs `work` in a thread with a network of its own, with loopback up.
+fn apart<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let alone = move || {
+        // SAFETY: no pointers; changes this thread alone.
+        assert_eq!(unsafe { libc::unshare(libc::CLONE_NEWNET) }, 0, "these tests need CAP_SYS_ADMIN");
+        ip("link set lo up");
+        work()
+    };
+    std::thread::spawn(alone).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// ip(8) with these arguments.
+fn ip(arguments: &str) -> String {
+    let done = Command::new("ip").args(arguments.split_ascii_whitespace()).output().unwrap();
+    let (out, err) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+    assert!(done.status.success(), "ip {arguments}: {err}");
+    out.into_owned()
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Another machine's thread.
+struct Peer(Sender<Job>);
+
+impl Peer {
+    fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
+        let (done, result) = channel();
+        self.0.send(Box::new(move || done.send(job()).unwrap())).unwrap();
+        result.recv().unwrap()
+    }
+
+    /// A listener there, and its end of the next connection.
+    fn listen(&self) -> TcpListener {
+        self.run(|| TcpListener::bind((GATEWAY, PORT)).unwrap())
+    }
+}
+
+/// A root in which interface `names` are virtio_net's, and /proc is the machine's.
+fn root(names: &[&str]) -> tempfile::TempDir {
+    let root = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink("/proc", root.path().join("proc")).unwrap();
+    for (name, driver) in names.iter().map(|n| (*n, "virtio_net")).chain([("eth9", "e1000")]) {
+        let device = root.path().join("sys/class/net").join(name).join("device");
+        std::fs::create_dir_all(&device).unwrap();
+        std::os::unix::fs::symlink(format!("../../bus/virtio/drivers/{driver}"), device.join("driver"))
+            .unwrap();
+    }
+    std::fs::create_dir_all(root.path().join("sys/class/net/lo")).unwrap();
+    root
+}
+
+/// A machine with `v0`, which is down, and its peer.
+fn wired<T: Send + 'static>(work: impl FnOnce(&Path, &Peer) -> T + Send + 'static) -> T {
+    apart(move || {
+        let (jobs, queue) = channel::<Job>();
+        let (known, thread) = channel();
+        let peer = std::thread::spawn(move || {
+            apart_here(&known);
+            queue.iter().for_each(|job| job());
+        });
+        ip(&format!("link add v0 type veth peer name v1 netns {}", thread.recv().unwrap()));
+        let peer = (Peer(jobs), peer);
+        peer.0.run(|| {
+            ip("address add 10.88.0.1/24 dev v1");
+            ip("link set v1 up");
+        });
+        let root = root(&["v0"]);
+        let result = work(root.path(), &peer.0);
+        drop(peer.0);
+        peer.1.join().unwrap();
+        result
+    })
+}
+
+fn apart_here(known: &Sender<i32>) {
+    // SAFETY: no pointers; changes this thread alone.
+    assert_eq!(unsafe { libc::unshare(libc::CLONE_NEWNET) }, 0);
+    ip("link set lo up");
+    known.send(rustix::thread::gettid().as_raw_nonzero().get()).unwrap();
+}
+
+/// Writes and reads a byte each way.
+fn alive(a: &mut TcpStream, b: &mut TcpStream) {
+    for stream in [&*a, &*b] {
+        stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    }
+    let mut byte = [0];
+    a.write_all(b"x").unwrap();
+    b.read_exact(&mut byte).unwrap();
+    b.write_all(b"y").unwrap();
+    a.read_exact(&mut byte).unwrap();
+    assert_eq!(byte, *b"y");
+}
+
+/// What a thread that reads from it is told, and when.
+fn reader(stream: &TcpStream) -> std::thread::JoinHandle<(ErrorKind, Instant)> {
+    let mut stream = stream.try_clone().unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    std::thread::spawn(move || {
+        let error = stream.read(&mut [0]).unwrap_err().kind();
+        (error, Instant::now())
+    })
+}
+
+/// Whether the other end has heard nothing, a while later.
+fn heard_nothing(stream: &mut TcpStream) {
+    stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    let error = stream.read(&mut [0]).expect_err("it was closed").kind();
+    assert_eq!(error, ErrorKind::WouldBlock);
+}
+
+/// Its program is told that it is over, and not only that nothing comes.
+fn ended(stream: &mut TcpStream) {
+    stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionAborted);
+}
+
+fn pair(listener: &TcpListener, to: impl Into<SocketAddr>) -> (TcpStream, TcpStream) {
+    let one = TcpStream::connect_timeout(&to.into(), Duration::from_secs(5)).unwrap();
+    (one, listener.accept().unwrap().0)
+}
+
+fn addresses() -> String {
+    ip("-o -4 address show dev v0")
+}
+
+#[test]
+fn an_interface_becomes_another_machines_and_keeps_its_users_routes() {
+    wired(|root, peer| {
+        // As another tool leaves it: a network of 256, two addresses in it, one besides, and one of IPv6.
+        ip("link set v0 address 02:00:00:00:00:99 up");
+        for address in ["10.88.0.2/24", "10.88.0.66/24", "192.168.7.7/30"] {
+            ip(&format!("address add {address} dev v0"));
+        }
+        ip("address add fd00::7/64 dev v0 nodad");
+        assert!(ip("-6 address show dev v0").contains("fe80::"), "it has made itself an address");
+        ip("route add 10.88.0.9/32 dev v0");
+        ip("route add default via 10.88.0.9 dev v0");
+        ip("route add 10.99.0.0/16 via 10.88.0.1 dev v0 metric 7");
+        ip("route add 203.0.113.0/24 dev v0 table 50");
+
+        take_on(root, Some(&machine(3)), true).unwrap();
+        let now = addresses();
+        assert_eq!((now.lines().count(), now.contains(" 10.88.0.3/32 ")), (1, true), "{now}");
+        let link = ip("link show dev v0");
+        assert!(link.contains("02:df:0a:58:00:03") && link.contains(",UP"), "{link}");
+        assert_eq!(ip("-6 address show dev v0"), "");
+        let routes = ip("-4 route show dev v0");
+        assert!(routes.contains("default via 10.88.0.1 proto static src 10.88.0.3"), "{routes}");
+        assert!(routes.contains("10.88.0.1 proto static scope link src 10.88.0.3"), "{routes}");
+        assert!(routes.contains("10.99.0.0/16 via 10.88.0.1 metric 7"), "{routes}");
+        assert!(!routes.contains("10.88.0.0/24") && routes.matches("default").count() == 1, "{routes}");
+        assert!(ip("-4 route show table 50").contains("203.0.113.0/24 dev v0"));
+        let mut ends = pair(&peer.listen(), (GATEWAY, PORT));
+        assert_eq!(ends.1.peer_addr().unwrap().ip(), machine(3).address);
+        alive(&mut ends.0, &mut ends.1);
+
+        // From one of ours to the next nothing of ours stays, but what users added does.
+        let gateway = Settings { gateway: Ipv4Addr::new(10, 88, 1, 1), ..machine(4) };
+        take_on(root, Some(&gateway), true).unwrap();
+        let routes = ip("-4 route show dev v0");
+        assert!(routes.contains("default via 10.88.1.1 proto static src 10.88.0.4"), "{routes}");
+        assert!(!routes.contains("10.88.0.1 proto") && !routes.contains("10.88.0.3"), "{routes}");
+        assert!(routes.contains("10.99.0.0/16 via 10.88.0.1 metric 7"), "{routes}");
+        assert!(addresses().contains(" 10.88.0.4/32 ") && addresses().lines().count() == 1);
+    });
+}
+
+#[test]
+fn connections_of_the_machine_it_was_end_at_once_and_nobody_else_hears_of_it() {
+    wired(|root, peer| {
+        take_on(root, Some(&machine(2)), false).unwrap();
+        ip("link add v8 type veth peer name v9");
+        ip("address add 172.17.0.1/24 dev v8");
+        ip("link set v8 up");
+        // One that this machine began, one in IPv6 form that it was asked for, one of datagrams.
+        let there = peer.listen();
+        let (here, mut far) = pair(&there, (GATEWAY, PORT));
+        let door = TcpListener::bind(("::", PORT)).unwrap();
+        let mut asked = peer.run(|| TcpStream::connect((machine(2).address, PORT)).unwrap());
+        let answered = door.accept().unwrap().0;
+        assert!(answered.local_addr().unwrap().is_ipv6());
+        let old_door = TcpListener::bind((machine(2).address, PORT + 1)).unwrap();
+        // One that nobody has accepted yet.
+        let mut waits = peer.run(|| TcpStream::connect((machine(2).address, PORT)).unwrap());
+        let datagrams = UdpSocket::bind("0.0.0.0:0").unwrap();
+        datagrams.connect((GATEWAY, 53)).unwrap();
+        datagrams.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        // And some that have both ends in this machine.
+        let inner = TcpListener::bind("127.0.0.5:0").unwrap();
+        let mut looped = pair(&inner, inner.local_addr().unwrap());
+        let six = TcpListener::bind("[::1]:0").unwrap();
+        let mut looped6 = pair(&six, six.local_addr().unwrap());
+        let both = TcpListener::bind(("::", PORT + 2)).unwrap();
+        let mut mapped = pair(&both, (Ipv4Addr::LOCALHOST, PORT + 2));
+        let bridge = TcpListener::bind("172.17.0.1:0").unwrap();
+        let mut bridged = pair(&bridge, bridge.local_addr().unwrap());
+
+        let readers = [reader(&here), reader(&answered)];
+        std::thread::sleep(Duration::from_millis(50));
+        let before = Instant::now();
+        take_on(root, Some(&machine(3)), true).unwrap();
+        let took = before.elapsed();
+        for reader in readers {
+            let (error, at) = reader.join().unwrap();
+            assert_eq!(error, ErrorKind::ConnectionAborted);
+            let told = at.saturating_duration_since(before);
+            println!("told after {told:?}; all took {took:?}");
+            assert!(told < took + Duration::from_millis(500), "told after {told:?} of {took:?}");
+        }
+        assert_eq!(datagrams.recv(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionAborted);
+        for end in [&mut looped, &mut looped6, &mut mapped, &mut bridged] {
+            alive(&mut end.0, &mut end.1);
+        }
+        // The cable lets everything through, and yet:
+        for end in [&mut far, &mut asked, &mut waits] {
+            heard_nothing(end);
+        }
+        // What was not accepted is over as well; what listens goes on.
+        ended(&mut door.accept().unwrap().0);
+        old_door.set_nonblocking(true).unwrap();
+        assert_eq!(old_door.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+        let mut again = peer.run(|| TcpStream::connect((machine(3).address, PORT)).unwrap());
+        let mut answered = door.accept().unwrap().0;
+        alive(&mut again, &mut answered);
+        let mut ends = pair(&there, (GATEWAY, PORT));
+        alive(&mut ends.0, &mut ends.1);
+        assert!(here.peer_addr().is_err());
+    });
+}
+
+#[test]
+fn more_connections_than_go_into_one_message_end_all() {
+    wired(|root, peer| {
+        take_on(root, Some(&machine(2)), false).unwrap();
+        let there = peer.listen();
+        let ends: Vec<_> = (0..150).map(|_| pair(&there, (GATEWAY, PORT))).collect();
+        // One that has said its last, and is not over before the other has.
+        ends[0].0.shutdown(std::net::Shutdown::Write).unwrap();
+        // One that has no program any more.
+        let orphan = ends[1].0.local_addr().unwrap().port();
+        let ends: Vec<_> = ends
+            .into_iter()
+            .enumerate()
+            .map(|(n, (mut here, there))| {
+                if n == 1 {
+                    let _ = here.write(&[0; 100_000]);
+                    return (None, there);
+                }
+                (Some(here), there)
+            })
+            .collect();
+        take_on(root, Some(&machine(3)), true).unwrap();
+        for here in ends.iter().filter_map(|(here, _)| here.as_ref()) {
+            assert!(here.peer_addr().is_err(), "still connected");
+        }
+        let left = std::fs::read_to_string(proc_net(Path::new("/")).join("tcp")).unwrap();
+        assert!(!left.contains(&format!(":{orphan:04X} ")), "{left}");
+    });
+}
+
+#[test]
+fn who_it_is_already_keeps_its_connections_unless_it_was_another() {
+    wired(|root, peer| {
+        take_on(root, Some(&machine(2)), false).unwrap();
+        let there = peer.listen();
+        let mut ends = pair(&there, (GATEWAY, PORT));
+        take_on(root, Some(&machine(2)), false).unwrap();
+        alive(&mut ends.0, &mut ends.1);
+        // A clone that got the address of its parent, which is no more.
+        take_on(root, Some(&machine(2)), true).unwrap();
+        ended(&mut ends.0);
+
+        let mut ends = pair(&there, (GATEWAY, PORT));
+        take_on(root, Some(&Settings { mac: machine(9).mac, ..machine(2) }), false).unwrap();
+        ended(&mut ends.0); // Another MAC is another machine.
+    });
+}
+
+#[test]
+fn a_machine_without_a_network_has_no_address() {
+    wired(|root, peer| {
+        take_on(root, Some(&machine(2)), false).unwrap();
+        ip("address add 192.168.7.7/30 dev v0");
+        let mut ends = pair(&peer.listen(), (GATEWAY, PORT));
+        for _ in 0..2 {
+            take_on(root, None, false).unwrap();
+            assert_eq!(addresses(), "");
+            assert!(!ip("link show dev v0").contains(",UP"));
+            assert_eq!(ip("route show"), "");
+        }
+        ended(&mut ends.0);
+        take_on(root, Some(&machine(3)), false).unwrap();
+        assert!(addresses().contains(" 10.88.0.3/32 "));
+    });
+}
+
+#[test]
+fn which_interface_it_is_has_to_be_clear() {
+    let none = root(&[]);
+    take_on(none.path(), None, true).unwrap();
+    let error = take_on(none.path(), Some(&machine(2)), true).unwrap_err().to_string();
+    assert!(
+        error.contains("virtio_net") && error.contains("sys/class/net") && error.contains("got none"),
+        "{error}"
+    );
+    let error = take_on(tempfile::tempdir().unwrap().path(), Some(&machine(2)), true).unwrap_err();
+    assert!(matches!(error, NetworkError::Missing { .. }), "{error}");
+    let error = take_on(root(&["v0", "v1"]).path(), None, true).unwrap_err().to_string();
+    assert!(error.contains("v0") && error.contains("v1") && error.contains("expected one"), "{error}");
+    apart(|| {
+        let error = take_on(root(&["v7"]).path(), Some(&machine(2)), true).unwrap_err();
+        assert_eq!(error.to_string(), format!("interface v7: read it: {}", Errno::NODEV));
+    });
+}
+
+#[test]
+fn a_mac_that_cannot_change_while_up_changes_with_the_routes_kept() {
+    wired(|root, _| {
+        take_on(root, Some(&machine(2)), false).unwrap();
+        ip("route add 10.99.0.0/16 via 10.88.0.1 dev v0 metric 7");
+        ip("route add 203.0.113.0/24 dev v0 table 50");
+        let before = ip("-4 route show table all dev v0");
+        let mut channel = Channel::open(NETLINK_ROUTE).unwrap();
+        let interface = Interface::read(&mut channel, "v0".into()).unwrap();
+        interface.replug(&mut channel, machine(3).mac).unwrap();
+        assert_eq!(ip("-4 route show table all dev v0"), before);
+        let link = ip("link show dev v0");
+        assert!(link.contains("02:df:0a:58:00:03") && link.contains(",UP"), "{link}");
+    });
+}
+
+#[test]
+fn the_gateways_mac_is_forgotten_where_it_may_be_another() {
+    wired(|root, _| {
+        take_on(root, Some(&machine(2)), false).unwrap();
+        ip("neighbour replace 10.88.0.1 lladdr 02:00:00:00:00:11 dev v0 nud reachable");
+        take_on(root, Some(&machine(2)), false).unwrap();
+        assert!(ip("neighbour show dev v0").contains("02:00:00:00:00:11"));
+        take_on(root, Some(&Settings { mac: machine(2).mac, ..machine(3) }), false).unwrap();
+        assert!(!ip("neighbour show dev v0").contains("02:00:00:00:00:11"));
+        ip("neighbour replace 10.88.0.1 lladdr 02:00:00:00:00:11 dev v0 nud reachable");
+        take_on(root, Some(&machine(4)), false).unwrap();
+        assert!(!ip("neighbour show dev v0").contains("02:00:00:00:00:11"));
+    });
+}
+
+#[test]
+fn a_gateway_whose_mac_is_told_is_never_asked_for_it() {
+    wired(|root, _| {
+        let told = |n| Settings { gateway_mac: Some([2, 0, 0, 0, 0, 0x22]), ..machine(n) };
+        for n in [2, 3] {
+            take_on(root, Some(&told(n)), false).unwrap();
+            let known = ip("neighbour show dev v0");
+            assert!(known.contains("02:00:00:00:00:22") && known.contains("PERMANENT"), "{known}");
+        }
+    });
+}
+
+/// Lets this thread open no socket of NETLINK_SOCK_DIAG, as a kernel without it (seccomp(2)).
+fn without_sock_diag() {
+    let code = |code: u32, jt, jf, k| libc::sock_filter { code: u16::try_from(code).unwrap(), jt, jf, k };
+    let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
+    let equal = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
+    let answer = libc::BPF_RET | libc::BPF_K;
+    let refuse = libc::SECCOMP_RET_ERRNO | u32::try_from(libc::EPROTONOSUPPORT).unwrap();
+    let mut program = [
+        // `struct seccomp_data`: the call's number is at 0, its third argument at 32.
+        code(load, 0, 0, 0),
+        code(equal, 0, 3, u32::try_from(libc::SYS_socket).unwrap()),
+        code(load, 0, 0, 32),
+        code(equal, 0, 1, u32::try_from(libc::NETLINK_SOCK_DIAG).unwrap()),
+        code(answer, 0, 0, refuse),
+        code(answer, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: 6, filter: program.as_mut_ptr() };
+    // SAFETY: the program has six instructions and lives until the kernel has copied it, in this call; it holds for
+    // this thread and what it starts.
+    let done = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) };
+    assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+}
+
+#[test]
+fn connections_that_cannot_be_ended_are_an_error_until_there_are_none() {
+    wired(|root, peer| {
+        take_on(root, Some(&machine(2)), false).unwrap();
+        let _door = TcpListener::bind(("0.0.0.0", PORT)).unwrap();
+        let inner = TcpListener::bind("127.0.0.5:0").unwrap();
+        let _looped = pair(&inner, inner.local_addr().unwrap());
+        without_sock_diag();
+        take_on(root, Some(&machine(3)), true).unwrap();
+        let (here, there) = pair(&peer.listen(), (GATEWAY, PORT));
+        // The second time the address is the new one already, and nobody says that it is a clone.
+        for clone in [true, false] {
+            let error = take_on(root, Some(&machine(4)), clone).unwrap_err();
+            assert!(matches!(error, NetworkError::Unable { count: 1, .. }), "{error}");
+            assert!(error.to_string().contains("the first from 10.88.0.3"), "{error}");
+            assert!(!ip("link show dev v0").contains(",UP"), "nothing goes out");
+        }
+        rustix::net::sockopt::set_socket_linger(&here, Some(Duration::ZERO)).unwrap();
+        drop((here, there));
+        take_on(root, Some(&machine(4)), false).unwrap();
+        assert!(ip("link show dev v0").contains(",UP") && ip("route show").contains("default via 10.88.0.1"));
+    });
+}
+
+#[test]
+fn a_step_that_failed_is_named_and_does_not_spare_the_connections_of_the_machine_it_was() {
+    wired(|root, peer| {
+        take_on(root, Some(&machine(2)), false).unwrap();
+        let mut ends = pair(&peer.listen(), (GATEWAY, PORT));
+        // A group's MAC, which no interface takes.
+        let bad = Settings { mac: [1, 0, 0, 0, 0, 1], ..machine(3) };
+        let error = take_on(root, Some(&bad), false).unwrap_err().to_string();
+        assert!(error.starts_with("interface v0: set the MAC, and up: "), "{error}");
+        // Now it has that address and the MAC it had.
+        take_on(root, Some(&Settings { mac: machine(2).mac, ..machine(3) }), false).unwrap();
+        ended(&mut ends.0);
+    });
+}
+
+/// What a birth pays: `cargo test -p dayfly-agent --lib -- --ignored --nocapture birth`.
+#[test]
+#[ignore = "a measurement"]
+fn what_it_costs_at_a_birth() {
+    wired(|root, peer| {
+        let there = peer.listen();
+        let median = |name: &str, with: &dyn Fn() -> Vec<(TcpStream, TcpStream)>| {
+            let mut times = Vec::new();
+            for n in 0..201 {
+                let kept = with();
+                let before = Instant::now();
+                take_on(root, Some(&machine(2 + n % 2)), true).unwrap();
+                times.push(before.elapsed());
+                drop(kept);
+            }
+            times.sort_unstable();
+            println!("{name}: {:?}, least {:?}", times[100], times[0]);
+        };
+        median("no socket", &Vec::new);
+        let door = TcpListener::bind(("0.0.0.0", PORT)).unwrap();
+        median("one that listens", &Vec::new);
+        median("one connection", &|| vec![pair(&there, (GATEWAY, PORT))]);
+        drop(door);
+    });
+}

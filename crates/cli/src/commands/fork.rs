@@ -1,0 +1,50 @@
+//! `dayfly fork`: clones of a VM that runs.
+
+use super::options::label;
+use crate::progress::Steps;
+use crate::{connect, output};
+use anyhow::Result;
+use dayfly_api::types::ForkRequest;
+use dayfly_units::Name;
+
+/// Arguments of `dayfly fork`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Name and hostname of the clone; its id where there is none
+    #[arg(long)]
+    name: Option<Name>,
+    /// Make as many at once, all or none; they share what the VM has written [default: 1, with --as 0]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096), conflicts_with = "name")]
+    count: Option<u32>,
+    /// Make a snapshot of this instant, which can be cloned at once and is stored meanwhile
+    #[arg(long = "as", value_name = "SNAPSHOT")]
+    template: Option<Name>,
+    /// Label it NAME=VALUE; may be repeated
+    #[arg(short, long, value_parser = label)]
+    label: Vec<(String, String)>,
+    /// So many clones of itself, at one time, each clone's guest may ask for (/run/dayfly/dayfly-fork)
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    forks: u32,
+    /// The VM, by id or name; it goes on
+    vm: String,
+}
+
+impl Args {
+    pub async fn run(self) -> Result<()> {
+        let client = connect::client().await?;
+        let steps = Steps::new();
+        steps.begin(format!("forking {}", self.vm));
+        let labels = self.label.into_iter().collect();
+        let count = self.count.unwrap_or(u32::from(self.template.is_none() || self.name.is_some()));
+        let template = self.template.clone();
+        let request = ForkRequest { count, name: self.name, labels, forks: self.forks, template };
+        let forked = client.fork(&self.vm, &request).await?;
+        let (ms, part) = (forked.paused_us / 1000, forked.paused_us % 1000 / 100);
+        steps.begin(format!("{} stood still for {ms}.{part} ms", self.vm));
+        drop(steps);
+        if let Some(template) = self.template {
+            output::line(template)?;
+        }
+        forked.items.iter().try_for_each(|vm| output::line(vm.id))
+    }
+}

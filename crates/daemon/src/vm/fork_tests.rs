@@ -1,0 +1,266 @@
+//! Forks of the microguest on `/dev/kvm`, with real VMMs and pagers.
+
+use super::failing::{MEMORY_BYTES, Room, WITHIN, until};
+use super::*;
+use crate::fork::fork;
+use crate::vm::power;
+use dayfly_api::types::{ForkRequest, Forked, VmState};
+use dayfly_pager::wire::Settings;
+use dayfly_vmm::arch::layout;
+use std::time::Instant;
+
+/// A guest that, as a clone, looks at what it was left and writes something else, again and again.
+fn generations(left: &str, looks_at: &str) -> String {
+    let until = format!("until={:x}", layout::GENERATION.0);
+    format!(
+        "fill=7:{left} {until} verify=7:{looks_at} fill=8:40 {until} verify=8:40 verify=7:1 fill=9:40 {until} verify=9:40"
+    )
+}
+
+const ASKED: ForkRequest =
+    ForkRequest { count: 1, name: None, labels: BTreeMap::new(), forks: 0, template: None };
+
+async fn forked(room: &Room, vm: &Arc<Vm>, count: u32) -> (Vec<Arc<Vm>>, Forked) {
+    let request = ForkRequest { count, ..ASKED };
+    let forked = fork(&room.daemon, vm, request, Asked::now()).await.unwrap();
+    let found = forked.items.iter().map(|item| room.daemon.registry.find(&item.id.to_string()).unwrap());
+    (found.collect(), forked)
+}
+
+async fn says(vm: &Vm, text: &str) {
+    let begun = Instant::now();
+    while !console_tail(&vm.dir).contains(text) {
+        let (said, phase) = (console_tail(&vm.dir), vm.phase());
+        assert!(
+            begun.elapsed() < WITHIN,
+            "VM {} is {phase:?} and has not said {text:?}, but {said:?}",
+            vm.name
+        );
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+async fn end(room: &Room, vm: &Arc<Vm>) {
+    death::remove(&room.daemon, vm).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clones_of_a_running_vm_have_what_it_had_and_so_have_theirs() {
+    for paged in [false, true] {
+        let room = Room::with(0, Settings::default(), &generations("200", "200"), paged).await;
+        let parent = room.birth(&"parent".parse().unwrap()).await.unwrap().keep();
+        says(&parent, "verify ok seed 8\nready").await;
+        let (children, told) = forked(&room, &parent, 3).await;
+        assert!(told.paused_us > 0 && children.len() == 3, "{told:?}");
+        for (child, item) in children.iter().zip(&told.items) {
+            // What its parent filled, not what the snapshot has there; then it fills anew.
+            says(child, "verify ok seed 8\nverify bad page 0\nverify ok seed 9\nready").await;
+            assert_eq!((item.forked_from, item.state), (Some(parent.id), VmState::Running));
+            let disks = child.live().disks;
+            let own = disks[0].layers.iter().filter(|layer| match layer {
+                dayfly_store::ChainLayer::Frozen(layer) => layer.vm == child.id,
+                dayfly_store::ChainLayer::Stored(_) => false,
+            });
+            assert_eq!(own.count(), 1, "the layer that its parent froze has a name of its own: {disks:?}");
+            assert_ne!(child.live().disks[0].writable.unwrap().vm, parent.id);
+        }
+        // The parent stands on its snapshot, goes on waiting, and is forked again when its first clones have gone.
+        end(&room, &children[0]).await;
+        assert_eq!(parent.phase(), super::super::state::Phase::Running);
+        assert_eq!(parent.live().disks[0].layers.len(), 2);
+        let (grandchildren, _) = forked(&room, &children[1], 2).await;
+        // Nobody needs what they were made of.
+        end(&room, &parent).await;
+        end(&room, &children[1]).await;
+        for grandchild in &grandchildren {
+            says(grandchild, "verify ok seed 9\ndone").await;
+            end(&room, grandchild).await;
+        }
+        end(&room, &children[2]).await;
+        room.empty().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_is_forked_while_its_own_memory_is_still_coming() {
+    let settings = Settings { ahead_bytes_per_s: 4096, ..Settings::default() };
+    let room = Room::with(0, settings, &generations("800", "10"), true).await;
+    let parent = room.birth(&"parent".parse().unwrap()).await.unwrap().keep();
+    says(&parent, "verify ok seed 8\nready").await;
+    let pager = room.pager();
+    assert!(pager.is_filling());
+    let (children, _) = forked(&room, &parent, 2).await;
+    assert!(pager.is_filling(), "it was waited for");
+    says(&children[0], "verify ok seed 8\nverify bad page 0\nverify ok seed 9\nready").await;
+    // What is missing beneath them comes from the same pager, and they die with it.
+    pager.process().kill().unwrap();
+    for vm in children.iter().chain([&parent]) {
+        tokio::time::timeout(WITHIN, vm.wait_gone()).await.unwrap();
+        assert!(vm.live().exit.unwrap().message.contains("pager"));
+        end(&room, vm).await;
+    }
+    room.empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fork_that_cannot_be_says_why_and_leaves_the_vm_as_it_was() {
+    let room = Room::with(0, Settings::default(), &generations("200", "200"), false).await;
+    let parent = room.birth(&"parent".parse().unwrap()).await.unwrap().keep();
+    says(&parent, "verify ok seed 8\nready").await;
+    let refused =
+        async |request: ForkRequest| fork(&room.daemon, &parent, request, Asked::now()).await.unwrap_err().0;
+    let name: Name = "twice".parse().unwrap();
+    for request in [
+        ForkRequest { count: 0, ..ASKED },
+        ForkRequest { count: 5000, ..ASKED },
+        ForkRequest { count: 2, name: Some(name), ..ASKED },
+    ] {
+        assert_eq!(refused(request).await.code, ErrorCode::Invalid);
+    }
+    let taken = ForkRequest { name: Some("parent".parse().unwrap()), ..ASKED };
+    assert_eq!(refused(taken).await.code, ErrorCode::Conflict);
+    let held: u64 = room.daemon.budget.shares().iter().map(|share| share.1).sum();
+    let many = u32::try_from(held / MEMORY_BYTES + 1).unwrap().min(4096);
+    if u64::from(many) * MEMORY_BYTES > held {
+        assert_eq!(refused(ForkRequest { count: many, ..ASKED }).await.code, ErrorCode::Exhausted);
+    }
+    power::pause(&room.daemon, &parent).await.unwrap();
+    let fault = refused(ASKED).await;
+    assert_eq!(fault.code, ErrorCode::State);
+    assert!(fault.message.contains("cannot fork a VM that is paused"), "{}", fault.message);
+    power::unpause(&room.daemon, &parent).await.unwrap();
+    let (children, _) = forked(&room, &parent, 1).await;
+    says(&children[0], "verify ok seed 9\nready").await;
+    parent.update(|live| live.no_snapshot = Some("for a test".to_owned()));
+    assert!(refused(ASKED).await.message.contains("for a test"));
+    end(&room, &children[0]).await;
+    end(&room, &parent).await;
+    assert_eq!(refused(ASKED).await.code, ErrorCode::State);
+    room.empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn layers_that_forks_froze_are_merged() {
+    let room = Room::with(0, Settings::default(), &generations("200", "200"), false).await;
+    let parent = room.birth(&"parent".parse().unwrap()).await.unwrap().keep();
+    says(&parent, "verify ok seed 8\nready").await;
+    let chain = || parent.live().disks[0].layers.clone();
+    let below = chain();
+    let mut last = None;
+    for turn in 0..12 {
+        let (children, _) = forked(&room, &parent, 1).await;
+        if let Some(before) = last.replace(children[0].clone()) {
+            end(&room, &before).await;
+        }
+        let now = chain();
+        assert!(now.len() <= below.len() + 5, "turn {turn}: {now:?}");
+        assert_eq!(now[..below.len()], below, "what it shares with others");
+    }
+    until("no file of those that were merged is left", || {
+        let files = std::fs::read_dir(room.daemon.depot.vms_folder().join(parent.id.to_string())).unwrap();
+        // Two for each frozen one, and the one that it writes.
+        files.count() == 2 * (chain().len() - below.len()) + 1
+    })
+    .await;
+    let last = last.unwrap();
+    says(&last, "verify ok seed 8\nverify bad page 0\nverify ok seed 9\nready").await;
+    end(&room, &last).await;
+    end(&room, &parent).await;
+    room.empty().await;
+}
+
+async fn born_of(room: &Room, template: &str) -> Outcome<Arc<Vm>> {
+    let source = Source::Snapshot(template.parse().unwrap());
+    let order = Order::create(dayfly_api::types::CreateRequest {
+        source,
+        name: None,
+        labels: BTreeMap::new(),
+        forks: 0,
+        network: dayfly_api::types::NetworkRequest::default(),
+    });
+    Ok(birth(&room.daemon, Asked::now(), order).await?.keep())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fork_becomes_a_template_and_can_be_cloned_before_it_is_stored() {
+    for paged in [false, true] {
+        let slow = Settings { ahead_bytes_per_s: 1 << 20, ..Settings::default() };
+        let room = Room::with(0, slow, &generations("800", "10"), paged).await;
+        let depot = &room.daemon.depot;
+        let parent = room.birth(&"parent".parse().unwrap()).await.unwrap().keep();
+        says(&parent, "verify ok seed 8\nready").await;
+        let name: Name = "kept".parse().unwrap();
+        let asked = |count| ForkRequest { count, template: Some(name.clone()), ..ASKED };
+        let told = fork(&room.daemon, &parent, asked(0), Asked::now()).await.unwrap();
+        assert!(told.items.is_empty() && told.paused_us > 0, "{told:?}");
+        let listed = depot.snapshots().unwrap();
+        assert_eq!(listed.iter().filter(|s| s.name == name).count(), 1, "{listed:?}");
+        let first = born_of(&room, "kept").await.unwrap();
+        assert_eq!((first.facts.snapshot.clone(), first.facts.fork.from), (Some(name.clone()), None));
+        if paged {
+            assert!(depot.snapshot(&name).unwrap().forming, "it did not wait for what is still to come");
+            let fault = depot.open_snapshot(&name).unwrap_err().0;
+            assert!(fault.message.contains("is being stored"), "{}", fault.message);
+        }
+        // Leaks are what belongs to nobody; this belongs to what is stored.
+        assert_eq!(crate::sweep::find(&room.daemon).await.unwrap(), []);
+        let fault = fork(&room.daemon, &parent, asked(0), Asked::now()).await.unwrap_err().0;
+        assert_eq!(fault.code, ErrorCode::Conflict, "{}", fault.message);
+        end(&room, &parent).await;
+        says(&first, "verify ok seed 8\nverify bad page 0\nverify ok seed 9\nready").await;
+        until("it is stored", || !depot.forming().has(&name)).await;
+        let stored = depot.snapshot(&name).unwrap();
+        assert!(!stored.forming && stored.layers.len() == 2, "{stored:?}");
+        assert_eq!(stored.parent, Some("s".parse().unwrap()));
+        assert!(stored.memory_stored_bytes > 0);
+        let second = born_of(&room, "kept").await.unwrap();
+        says(&second, "verify ok seed 8\nverify bad page 0\nverify ok seed 9\nready").await;
+        // Its own memory is what it was made of.
+        depot.remove_snapshot(&"s".parse().unwrap()).unwrap();
+        let third = born_of(&room, "kept").await.unwrap();
+        says(&third, "verify ok seed 8\nverify bad page 0\nverify ok seed 9\nready").await;
+        for vm in [first, second, third] {
+            end(&room, &vm).await;
+        }
+        until("nothing is kept for it", || depot.keepers().is_empty()).await;
+        room.empty().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_template_that_is_removed_while_it_is_stored_is_not_stored() {
+    let slow = Settings { ahead_bytes_per_s: 1 << 20, ..Settings::default() };
+    let room = Room::with(0, slow, &generations("800", "10"), true).await;
+    let depot = &room.daemon.depot;
+    let parent = room.birth(&"parent".parse().unwrap()).await.unwrap().keep();
+    says(&parent, "verify ok seed 8\nready").await;
+    let name: Name = "kept".parse().unwrap();
+    let request = ForkRequest { count: 1, template: Some(name.clone()), ..ASKED };
+    // Nor is one whose clones cannot be born.
+    let taken = ForkRequest { name: Some("parent".parse().unwrap()), ..request.clone() };
+    let fault = fork(&room.daemon, &parent, taken, Asked::now()).await.unwrap_err().0;
+    assert_eq!(fault.code, ErrorCode::Conflict, "{}", fault.message);
+    until("its name is free", || !depot.forming().has(&name)).await;
+    assert_eq!(depot.snapshot(&name).unwrap_err().0.code, ErrorCode::NotFound);
+    let told = fork(&room.daemon, &parent, request.clone(), Asked::now()).await.unwrap();
+    assert!(depot.forming().has(&name), "it was stored too soon for this test");
+    depot.remove_snapshot(&name).unwrap();
+    let code = born_of(&room, "kept").await.unwrap_err().0.code;
+    assert!(matches!(code, ErrorCode::State | ErrorCode::NotFound), "it is being removed, or was: {code:?}");
+    assert_eq!(depot.remove_snapshot(&name).unwrap_err().0.code, ErrorCode::NotFound);
+    until("its name is free", || !depot.forming().has(&name)).await;
+    assert_eq!(depot.snapshot(&name).unwrap_err().0.code, ErrorCode::NotFound);
+    // Its name is free before its layers are.
+    until("nothing is kept for it", || depot.keepers().is_empty()).await;
+    // The clone of the same instant knows nothing of it.
+    let child = room.daemon.registry.find(&told.items[0].id.to_string()).unwrap();
+    says(&child, "verify ok seed 8\nverify bad page 0\nverify ok seed 9\nready").await;
+    let told = fork(&room.daemon, &child, request, Asked::now()).await.unwrap();
+    let grandchild = room.daemon.registry.find(&told.items[0].id.to_string()).unwrap();
+    until("it is stored", || !depot.forming().has(&name)).await;
+    assert!(!depot.snapshot(&name).unwrap().forming);
+    for vm in [parent, child, grandchild] {
+        end(&room, &vm).await;
+    }
+    room.empty().await;
+}

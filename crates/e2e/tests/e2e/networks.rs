@@ -1,0 +1,248 @@
+//! VMs on the network: who reaches whom, what is published, and what a fork of a busy web server costs those who use it.
+
+use crate::harness::{BASE, World, dayfly, inspect, ok, on_host, refused, sh, start, until, wait, world};
+use std::time::Duration;
+
+/// Answers each line `GET …` of connections that stay open with who it is; HTTP/1.1, as much as there is to say.
+const WEB: &str = r#"
+import socket, threading
+def serve(stream):
+    lines = stream.makefile("rb")
+    while True:
+        head = lines.readline()
+        if not head:
+            return stream.shutdown(socket.SHUT_RDWR)
+        while lines.readline().strip():
+            pass
+        body = socket.gethostname().encode()
+        stream.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+listener = socket.create_server(("", 80), backlog=256)
+open("/run/web", "w").close()
+while True:
+    stream, _ = listener.accept()
+    threading.Thread(target=serve, args=(stream,), daemon=True).start()
+"#;
+
+/// Asks over connections that stay open, each again and again, until /run/enough is there; tells how often, and what went wrong.
+const LOAD: &str = r#"
+import os, socket, sys, threading, time
+address, asked, wrong, worst = sys.argv[1], [0] * 8, [], [0.0] * 8
+def ask(n):
+    try:
+        stream = socket.create_connection((address, 80), 60)
+        lines = stream.makefile("rb")
+        while not os.path.exists("/run/enough"):
+            began = time.monotonic()
+            stream.sendall(b"GET / HTTP/1.1\r\nHost: web\r\n\r\n")
+            length = 0
+            while line := lines.readline().strip():
+                if line.lower().startswith(b"content-length:"):
+                    length = int(line.split(b":")[1])
+            body = lines.read(length)
+            assert body == b"web", body
+            worst[n] = max(worst[n], time.monotonic() - began)
+            asked[n] += 1
+    except Exception as e:
+        wrong.append(repr(e))
+threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+[t.start() for t in threads]
+open("/run/loading", "w").close()
+[t.join() for t in threads]
+print(sum(asked), min(asked), len(wrong), round(max(worst) * 1000), *wrong)
+"#;
+
+/// Holds a connection to a server that says nothing, and notes how it ends.
+const WAITING: &str = r#"
+import socket, sys
+stream = socket.create_connection((sys.argv[1], 80), 60)
+stream.settimeout(None)
+open("/run/waiting", "w").close()
+try:
+    end = "end" if not stream.recv(1) else "bytes"
+except OSError as e:
+    end = type(e).__name__
+open("/run/broke", "w").write(end)
+"#;
+
+/// One question, and who answered.
+const ASK: &str = r#"
+import socket, sys
+stream = socket.create_connection((sys.argv[1], int(sys.argv[2])), 20)
+stream.sendall(b"GET / HTTP/1.1\r\n\r\n")
+lines = stream.makefile("rb")
+while lines.readline().strip():
+    pass
+stream.shutdown(socket.SHUT_WR)
+print(lines.read().decode())
+"#;
+
+fn address(vm: &str) -> String {
+    inspect(vm)["vm"]["network"]["address"]
+        .as_str()
+        .unwrap_or_else(|| panic!("{vm} has no address"))
+        .to_owned()
+}
+
+fn python(vm: &str, program: &str, arguments: &[&str]) -> crate::harness::Ended {
+    let mut words = vec!["exec", vm, "--", "python3", "-c", program];
+    words.extend(arguments);
+    dayfly(&words)
+}
+
+fn ask(from: &str, whom: &str) -> String {
+    let got = python(from, ASK, &[whom, "80"]);
+    assert_eq!(got.code, 0, "{from} asks {whom}: {got:?}");
+    got.out.trim().to_owned()
+}
+
+fn there(vm: &str, file: &str) {
+    until(&format!("{file} in {vm}"), || sh(vm, &format!("test -e {file} && echo yes || :")) == "yes");
+}
+
+/// A VM that serves, and one that asks.
+fn web_and_client() -> World {
+    let world = world();
+    ok(&["create", "--name", "web", "--publish", "18080:80", BASE]);
+    ok(&["create", "--name", "client", BASE]);
+    ok(&["exec", "-d", "web", "--", "python3", "-c", WEB]);
+    there("web", "/run/web");
+    world
+}
+
+#[test]
+fn vms_find_each_other_by_name_and_the_host_finds_their_ports() {
+    let world = web_and_client();
+    assert_eq!(ask("client", &address("web")), "web");
+    assert_eq!(ask("client", "web"), "web", "by name");
+    assert_eq!(ask("client", "web.dayfly.internal"), "web");
+    let unknown = python("client", ASK, &["nobody.dayfly.internal", "80"]);
+    assert!(unknown.code != 0 && unknown.err.contains("gaierror"), "{unknown:?}");
+    for place in ["127.0.0.1:18080".to_owned(), format!("{}:80", address("web"))] {
+        let got = on_host(&format!("wget -q -O - http://{place}/ || curl -s http://{place}/"));
+        assert_eq!(got.out.trim(), "web", "{place}: {got:?}");
+    }
+    assert!(ok(&["ps"]).contains("18080->80"));
+    refused(&["create", "-p", "18080:81", BASE], &["port 18080"]);
+    // What is asked for is what it has, and one without a network has none.
+    ok(&["create", "--name", "alone", "--network", "none", BASE]);
+    assert!(inspect("alone")["vm"]["network"].is_null());
+    let got = python("alone", ASK, &[&address("web"), "80"]);
+    assert!(got.code != 0, "{got:?}");
+    refused(&["create", "--network", "none", "-p", "18081:80", BASE], &["no network"]);
+    // The port is free again with its VM.
+    ok(&["rm", "-f", "web"]);
+    ok(&["create", "--name", "again", "-p", "18080:80", BASE]);
+    world.clean();
+}
+
+#[test]
+fn a_daemon_that_was_killed_publishes_again_and_its_vms_keep_their_addresses() {
+    let world = web_and_client();
+    let before = address("web");
+    assert_eq!(on_host("pkill -9 -x dayflyd || killall -9 dayflyd").code, 0);
+    assert_eq!(address("web"), before);
+    assert_eq!(ask("client", "web"), "web");
+    let got = on_host("wget -q -O - http://127.0.0.1:18080/ || curl -s http://127.0.0.1:18080/");
+    assert_eq!(got.out.trim(), "web", "{got:?}");
+    let other = ok(&["create", BASE]);
+    assert_ne!(address(&other), before, "an address that is taken was given away");
+    world.clean();
+}
+
+#[test]
+fn a_web_server_is_forked_under_load_and_nobody_notices() {
+    let world = web_and_client();
+    // From the server's machine a connection to a third one, which says nothing.
+    ok(&["create", "--name", "silent", BASE]);
+    let silent = "import socket, time; s = socket.create_server((\"\", 80)); open(\"/run/web\", \"w\").close(); c = s.accept(); time.sleep(600)";
+    ok(&["exec", "-d", "silent", "--", "python3", "-c", silent]);
+    there("silent", "/run/web");
+    ok(&["exec", "-d", "web", "--", "python3", "-c", WAITING, &address("silent")]);
+    there("web", "/run/waiting");
+    let (web, load) =
+        (address("web"), start(&["exec", "client", "--", "python3", "-c", LOAD, &address("web")]));
+    there("client", "/run/loading");
+    let mut clones = Vec::new();
+    for _ in 0..3 {
+        std::thread::sleep(Duration::from_secs(1));
+        let clone = ok(&["fork", "web"]);
+        // Nothing was served in it before, and what it had of its parent's connections was gone by then.
+        assert_eq!(sh(&clone, "cat /run/broke"), "ConnectionAbortedError", "{clone}");
+        // It serves at once, with the listener it has from its parent, at its own address.
+        assert_ne!(address(&clone), web);
+        assert_eq!(ask("silent", &address(&clone)), inspect(&clone)["vm"]["name"].as_str().unwrap());
+        let timeline = inspect(&clone)["timeline"].clone();
+        eprintln!("e2e: {clone}: {timeline}");
+        clones.push(clone);
+    }
+    sh("client", "touch /run/enough");
+    let load = wait(load);
+    assert_eq!(load.code, 0, "{load:?}");
+    let told: Vec<&str> = load.out.split_whitespace().collect();
+    eprintln!("e2e: requests, least of a connection, failed, longest in ms: {told:?}");
+    assert_eq!(told[2], "0", "requests were lost: {told:?}");
+    assert_ne!(told[1], "0", "a connection stood still: {told:?}");
+    assert_eq!(
+        sh("web", "test -e /run/broke || echo open"),
+        "open",
+        "the parent's own connection was broken"
+    );
+    // Everybody has an own address, and a MAC to it.
+    let mut seen = std::collections::BTreeSet::new();
+    for vm in clones.iter().map(String::as_str).chain(["web", "client", "silent"]) {
+        let network = inspect(vm)["vm"]["network"].clone();
+        let mac = sh(vm, "cat /sys/class/net/eth0/address");
+        assert_eq!(network["mac"].as_str(), Some(mac.as_str()), "{vm}");
+        assert!(seen.insert(mac) && seen.insert(network["address"].to_string()), "{vm}: {network} twice");
+    }
+    world.clean();
+}
+
+#[test]
+fn no_packet_of_a_clone_passes_before_its_hooks_are_done() {
+    let world = world();
+    ok(&["create", "--name", "parent", BASE]);
+    ok(&["create", "--name", "listener", BASE]);
+    let hook = "mkdir -p /etc/dayfly/clone.d; printf '#!/bin/sh\\nsleep 3\\n' >/etc/dayfly/clone.d/10-slow; chmod +x /etc/dayfly/clone.d/10-slow";
+    sh("parent", hook);
+    let listen = r#"
+import socket
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.bind(("", 999))
+open("/run/web", "w").close()
+while True:
+    said, (address, _) = s.recvfrom(99)
+    with open("/run/heard", "a") as f:
+        f.write("%s %s\n" % (address, said.decode()))
+"#;
+    ok(&["exec", "-d", "listener", "--", "python3", "-c", listen]);
+    there("listener", "/run/web");
+    let say = r#"
+import os, socket, sys, time
+while True:
+    try:
+        with open("/run/dayfly/clone-id") as f:
+            who = f.read().strip()
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(who.encode(), (sys.argv[1], 999))
+    except OSError:
+        pass
+    time.sleep(0.02)
+"#;
+    ok(&["exec", "-d", "parent", "--", "python3", "-c", say, &address("listener")]);
+    let heard = || sh("listener", "sort /run/heard 2>/dev/null | uniq -c || :");
+    until("the parent to be heard", || !heard().is_empty());
+    let clone = ok(&["fork", "parent"]);
+    until("the clone to be heard", || heard().contains(&address(&clone)));
+    // The parent spoke from its address, the clone from its own, and each said who it is. The clone's hooks took three seconds, in
+    // which it said a hundred times who it had been; once more at most it can have looked before their end and spoken after it.
+    let (parent, own) = (address("parent"), address(&clone));
+    let (parent_id, clone_id) =
+        (sh("parent", "cat /run/dayfly/clone-id"), sh(&clone, "cat /run/dayfly/clone-id"));
+    assert_ne!(parent_id, clone_id);
+    for line in heard().lines() {
+        let [count, from, who] = line.split_whitespace().collect::<Vec<_>>()[..] else { panic!("{line:?}") };
+        let itself = (from == parent && who == parent_id) || (from == own && who == clone_id);
+        assert!(itself || (from == own && who == parent_id && count == "1"), "{line}, of {parent} and {own}");
+    }
+    world.clean();
+}
