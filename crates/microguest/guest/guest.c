@@ -174,9 +174,11 @@ static void sort(u64 seed, u64 keys) {
     put("\n");
 }
 
-/* After a restore: the new generation says what this copy does (see lib.rs, `Orders`). */
+/* After a restore: the new generation says what this copy does (see lib.rs, `orders`). All of it is read before anything is printed:
+ * who saw `obeyed` may save this VM before its next instruction, and the clone would end as its own orders say, without having obeyed. */
 static void obey(u64 generation, u64 *seed, u64 pages) {
     volatile u8 *id = (volatile u8 *)generation;
+    char how = (char)id[4];
     u64 fresh = (u64)id[0] | (u64)id[1] << 8 | (u64)id[2] << 16 | (u64)id[3] << 24;
     verify(*seed, pages);
     fill(fresh, pages);
@@ -185,7 +187,7 @@ static void obey(u64 generation, u64 *seed, u64 pages) {
     put("obeyed ");
     put_hex(fresh);
     put("\n");
-    end((char)id[4]);
+    end(how);
 }
 
 static int starts(const char *text, const char *with) {
