@@ -41,7 +41,9 @@ test: setup
 	trap 'kill $$units' INT TERM; \
 	cargo test --release --workspace --test e2e; status=$$?; \
 	wait $$units || status=$$?; cat target/test/units.log; \
-	DAYFLY_HOME=target/e2e/home $(BIN)/dayfly machine stop; \
+	for home in target/e2e/home target/e2e/second/home; do \
+		[ ! -e $$home ] || DAYFLY_HOME=$$home $(BIN)/dayfly machine stop; \
+	done; \
 	[ $$status = 0 ] || grep -h -A3 '^failures:\|FAILED' target/test/units.log; exit $$status
 
 # birth-linux has a program of its own: it needs stock kernels, natively or in the machine; numa has one that starts a machine with

@@ -99,6 +99,7 @@ use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 /// The state folder, held by this process alone. Cheap to clone; every method may be called from any thread, and blocks.
 #[derive(Debug, Clone)]
@@ -178,9 +179,17 @@ impl Store {
     }
 
     fn lock(root: &Dir) -> Result<File, StoreError> {
+        /// A child of who had the lock has its descriptors too, from fork(2) to execve(2).
+        const WAIT: Duration = Duration::from_millis(500);
         let mut lock = root.open_or_create("lock")?;
         let path = root.path().join("lock");
-        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        let begun = Instant::now();
+        let mut locked = flock(&lock, FlockOperation::NonBlockingLockExclusive);
+        while locked == Err(rustix::io::Errno::WOULDBLOCK) && begun.elapsed() < WAIT {
+            std::thread::sleep(Duration::from_millis(5));
+            locked = flock(&lock, FlockOperation::NonBlockingLockExclusive);
+        }
+        match locked {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => {
                 let mut holder = String::new();

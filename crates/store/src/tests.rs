@@ -20,6 +20,21 @@ fn one_process_at_a_time_has_a_store_open() {
     Store::open(root.path()).unwrap();
 }
 
+/// As one that forks and is killed before its child has become another program.
+#[test]
+fn a_lock_that_goes_at_once_is_waited_for() {
+    let root = tempfile::tempdir().unwrap();
+    drop(store(root.path()));
+    let held = std::fs::File::open(root.path().join("lock")).unwrap();
+    rustix::fs::flock(&held, FlockOperation::NonBlockingLockExclusive).unwrap();
+    let goes = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(30));
+        drop(held);
+    });
+    Store::open(root.path()).unwrap();
+    goes.join().unwrap();
+}
+
 #[test]
 fn what_is_left_in_staging_is_swept_at_open() {
     let root = tempfile::tempdir().unwrap();

@@ -1,10 +1,11 @@
-//! One world for all tests, and the words they are written in.
+//! The worlds that tests share, and the words they are written in.
 
 use dayfly_e2e::guest;
+use std::cell::Cell;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
 /// The snapshot that most tests clone: Debian with the warmed-up Python server of the demo, one vCPU.
@@ -16,24 +17,63 @@ const INCLUDE: &str = "python3-minimal,fio,stress-ng";
 /// Whatever takes longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(240);
 
-/// The only one who uses the world now.
-pub struct World {
-    _turn: MutexGuard<'static, ()>,
+/// A daemon (in a machine) of its own. Tests that use the same take turns.
+struct Lane {
+    turn: Mutex<()>,
+    ready: OnceLock<Result<(), String>>,
 }
 
-/// Waits for the turn, and sets the world up if it is the first.
+/// A machine emulates on one CPU, and tests wait for it most of their time: two keep both CPUs of a small host busy. Natively there is one, as tests
+/// kill what has the daemon's name.
+static LANES: [Lane; 2] = [const { Lane { turn: Mutex::new(()), ready: OnceLock::new() } }; 2];
+
+thread_local! {
+    /// Which lane this thread's test has.
+    static LANE: Cell<usize> = const { Cell::new(0) };
+}
+
+/// The only one who uses its lane now.
+pub struct World {
+    _turn: MutexGuard<'static, ()>,
+    begun: Instant,
+}
+
+/// Waits for the first lane that comes free, and sets it up if this is its first test.
 pub fn world() -> World {
-    static TURN: Mutex<()> = Mutex::new(());
-    static READY: OnceLock<Result<(), String>> = OnceLock::new();
-    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    let ready =
-        READY.get_or_init(|| std::panic::catch_unwind(set_up).map_err(|_| "set-up failed, see above".into()));
+    let (lane, turn) = free_lane();
+    LANE.set(lane);
+    let ready = LANES[lane]
+        .ready
+        .get_or_init(|| std::panic::catch_unwind(set_up).map_err(|_| "set-up failed, see above".into()));
     if let Err(why) = ready {
         panic!("{why}");
     }
-    let world = World { _turn: turn };
+    let world = World { _turn: turn, begun: Instant::now() };
     world.remove_all();
     world
+}
+
+fn free_lane() -> (usize, MutexGuard<'static, ()>) {
+    let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let lanes = if machine() { LANES.len().min(cpus) } else { 1 };
+    loop {
+        for (n, lane) in LANES[..lanes].iter().enumerate() {
+            match lane.turn.try_lock() {
+                Ok(turn) => return (n, turn),
+                Err(TryLockError::Poisoned(failed)) => return (n, failed.into_inner()),
+                Err(TryLockError::WouldBlock) => {}
+            }
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+impl Drop for World {
+    /// Where the time of a run goes.
+    fn drop(&mut self) {
+        let name = std::thread::current().name().unwrap_or_default().to_owned();
+        eprintln!("e2e: {name}: {} s in lane {}", self.begun.elapsed().as_secs(), LANE.get());
+    }
 }
 
 fn set_up() {
@@ -59,7 +99,7 @@ fn set_up() {
         ok(&["image", "build", "--debian", "bookworm", "--include", INCLUDE, IMAGE]);
     }
     bake(IMAGE, BASE, &[]);
-    eprintln!("e2e: set up in {} s", begun.elapsed().as_secs());
+    eprintln!("e2e: lane {} set up in {} s", LANE.get(), begun.elapsed().as_secs());
 }
 
 /// Bakes the demo's server.
@@ -94,9 +134,9 @@ pub fn bin() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_dayfly-demo")).parent().unwrap()
 }
 
-/// The user's folder.
+/// The user's folder of this thread's lane.
 pub fn home() -> PathBuf {
-    bin().join("../../e2e")
+    bin().join("../../e2e").join(["", "second"][LANE.get()])
 }
 
 /// Whether stock kernels need the machine here.

@@ -1,6 +1,6 @@
 //! End-to-end: the programs as a user runs them, with stock kernels, natively or in the machine.
 //!
-//! All tests share one daemon (and machine) in a home of their own below `target/e2e`, and take turns: they kill it, and
+//! All tests share a daemon in a home of their own below `target/e2e`, or two in two machines, and take turns: they kill it, and
 //! look for what stayed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]

@@ -1,7 +1,8 @@
 //! Every file of a snapshot, truncated at every length and flipped at every bit, is refused with the right file named.
 
 use crate::fixture::{assert_is, bake, name, reopen, store};
-use crate::{OpenError, Store};
+use crate::fixture_pages::{bake_paged, ram};
+use crate::{Known, OpenError, PagedSpec, Store};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -155,4 +156,43 @@ fn an_image_of_the_same_name_with_other_content_is_not_it() {
     fs::rename(other.path().join("images/debian"), root.path().join("images/debian")).unwrap();
     let text = refusal(&reopen(root.path()), &files[6]);
     assert!(text.contains("digest of image debian, which snapshot base needs: expected"), "{text}");
+}
+
+/// What is open is held against what the files are; whoever opens while a file is changed must not take the changed one for what was read.
+#[test]
+fn what_is_changed_while_it_is_opened_is_not_taken_for_what_was_read() {
+    const ROUNDS: u64 = 40;
+    // Timestamps of the kernel move in ticks of up to 10 ms.
+    let tick = std::time::Duration::from_millis(12);
+    let root = tempfile::tempdir().unwrap();
+    let (store, tenant) = (store(root.path()), name("one"));
+    let pages = PagedSpec { tenant: &tenant, known: Known::default() };
+    bake_paged(&store, "base", 3, &ram(0..200), &pages).unwrap();
+    let layer =
+        root.path().join("layers").join(store.snapshot(&name("base")).unwrap().layer_ids()[0].to_string());
+    let (snapshot, image) = (root.path().join("snapshots/base"), root.path().join("images/debian"));
+    let files =
+        [snapshot.join("manifest"), snapshot.join("state"), snapshot.join("table"), image.join("manifest")];
+    for path in files.iter().chain(&[layer.join("data"), layer.join("map")]) {
+        let file = writable(path);
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, 120).unwrap();
+        for round in 0..ROUNDS {
+            store.0.verifier.forget(store.root());
+            std::thread::sleep(tick);
+            let opened = std::thread::scope(|scope| {
+                let opening = scope.spawn(|| store.open_snapshot(&name("base")));
+                let begun = std::time::Instant::now();
+                while begun.elapsed() < std::time::Duration::from_micros(round * 20) {
+                    std::hint::spin_loop();
+                }
+                file.write_all_at(&[byte[0] ^ 1], 120).unwrap();
+                opening.join().unwrap()
+            });
+            if let Ok(open) = opened {
+                assert!(!open.is_current(), "round {round}: {}", path.display());
+            }
+            file.write_all_at(&byte, 120).unwrap();
+        }
+    }
 }

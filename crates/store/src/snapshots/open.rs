@@ -272,50 +272,56 @@ impl Inner {
         let (dir, manifest, state, ram, working_set, disks, pin) = {
             let _publishing = self.publishing();
             let dir = folder(&self.snapshots, "snapshot", name)?;
-            // Before it is read: a later one would then differ.
+            // Each before it is read: what is changed meanwhile then has another.
             stamps.add_at(dir.path().join(manifest::FILE))?;
             let manifest: SnapshotManifest = manifest::read(&dir)?;
             let state = needed(&dir, STATE, &by)?;
+            if dir.has(TABLE)? {
+                stamps.add_at(dir.path().join(TABLE))?;
+            }
             let ram = match self.leased_table(&dir, &manifest)? {
                 Some((table, lease)) => Ram::Table(Box::new(table), lease),
                 None => Ram::File(needed(&dir, MEMORY, &by)?),
             };
             let working_set = if dir.has(WORKING_SET)? { Some(dir.open(WORKING_SET)?) } else { None };
+            for disk in &manifest.disks {
+                // What is missing is told apart where it is opened.
+                let path = self.images.path().join(disk.image.name.as_str()).join(manifest::FILE);
+                let stamp = Stamp::at(&path).ok();
+                stamps.0.push((path, stamp));
+            }
             let disks =
                 manifest.disks.iter().map(|d| self.open_disk(d, &by)).collect::<Result<Vec<_>, _>>()?;
             let pin = self.pins.pin(Pinned::of(&manifest, format!("a clone of {by}")));
             (dir, manifest, state, ram, working_set, disks, pin)
         };
-        self.verify(&dir, STATE, &state, &manifest.state, Kind::Plain)?;
-        if let Some(record) = &working_set {
-            self.verifier.check_sealed(&dir.path().join(WORKING_SET), record, MAX_WORKING_SET_BYTES)?;
-        }
         stamps.add(dir.path().join(STATE), &state)?;
-        match &ram {
-            Ram::File(memory) => stamps.add(dir.path().join(MEMORY), memory)?,
-            Ram::Table(..) => stamps.add_at(dir.path().join(TABLE))?,
-        }
+        self.verify(&dir, STATE, &state, &manifest.state, Kind::Plain)?;
         match &working_set {
-            Some(record) => stamps.add(dir.path().join(WORKING_SET), record)?,
+            Some(record) => {
+                let path = dir.path().join(WORKING_SET);
+                stamps.add(path.clone(), record)?;
+                self.verifier.check_sealed(&path, record, MAX_WORKING_SET_BYTES)?;
+            }
             None => stamps.0.push((dir.path().join(WORKING_SET), None)),
         }
         let mut open = Vec::with_capacity(disks.len());
         for (disk, base, layers) in disks {
             for (dir, l) in &layers {
-                self.verify_layer(dir, &l.layer, &l.data, &l.map)?;
                 for (file, open) in [(crate::layers::DATA, &l.data), (crate::layers::MAP, &l.map)] {
                     stamps.add(dir.path().join(file), open)?;
                 }
+                self.verify_layer(dir, &l.layer, &l.data, &l.map)?;
             }
             let image = self.images.path().join(disk.image.name.as_str());
-            stamps.add_at(image.join(manifest::FILE))?;
-            self.verify_base(&disk, &base)?;
             stamps.add(image.join("disk"), &base)?;
+            self.verify_base(&disk, &base)?;
             let layers = layers.into_iter().map(|(_, l)| l).collect();
             let DiskRef { image, size_bytes, writable, .. } = disk;
             open.push(OpenDisk { image, base, size_bytes, writable, layers });
         }
         if let Ram::File(memory) = &ram {
+            stamps.add(dir.path().join(MEMORY), memory)?;
             self.verify(&dir, MEMORY, memory, &manifest.memory, Kind::Sparse)?;
         }
         let (disks, files) = (open, stamps.0);
