@@ -1,7 +1,8 @@
 //! Clones of a machine that runs: they have what it had at one instant, are somebody else, and it goes on.
 
-use crate::harness::{BASE, dayfly, inspect, ok, refused, sh, start, until, wait, world};
+use crate::harness::{BASE, dayfly, fed, inspect, ok, refused, sh, start, until, wait, world};
 use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader, Write};
 use std::time::Duration;
 
 /// Counts in a file in memory, without end.
@@ -74,6 +75,60 @@ fn clones_of_a_running_vm_have_its_memory_its_disk_and_its_programs() {
     assert_eq!(sh("heir", "cat /root/before /root/mine"), "disk\nmine");
     ok(&["rm", "-f", "heir"]);
     ok(&["snapshots", "rm", "e2e-forked"]);
+    world.clean();
+}
+
+/// Takes connections on a vsock port, one after the other: tells how each ended, and answers every line with the host's name.
+const LISTENER: &str = r#"
+import socket
+listener = socket.socket(socket.AF_VSOCK)
+listener.bind((socket.VMADDR_CID_ANY, 7000))
+listener.listen()
+with open("/run/listens", "w"):
+    pass
+while True:
+    stream, _ = listener.accept()
+    try:
+        while stream.recv(100):
+            stream.sendall(socket.gethostname().encode() + b"\n")
+        how = "closed"
+    except OSError as e:
+        how = e.strerror
+    stream.close()
+    with open("/run/ends", "a") as ends:
+        ends.write(how + "\n")
+"#;
+
+#[test]
+fn a_connection_ends_in_the_clone_and_goes_on_in_the_parent() {
+    let world = world();
+    ok(&["create", "--name", "parent", BASE]);
+    let program = start(&["exec", "parent", "--", "python3", "-c", LISTENER]);
+    until("the program to listen", || sh("parent", "test -e /run/listens && echo yes; true") == "yes");
+    let mut open = start(&["connect", "parent", "7000"]);
+    let (mut input, mut output) = (open.stdin.take().unwrap(), BufReader::new(open.stdout.take().unwrap()));
+    let mut ask = || {
+        let mut line = String::new();
+        input.write_all(b"who\n").unwrap();
+        output.read_line(&mut line).unwrap();
+        line
+    };
+    assert_eq!(ask(), "parent\n");
+    let [clone] = <[String; 1]>::try_from(fork("parent", &["--name", "clone"])).unwrap();
+    // What it inherited is over, so that the same program takes the next one.
+    let got = fed(&["connect", &clone, "7000"], b"who\n");
+    assert_eq!((got.code, got.out.as_str()), (0, "clone\n"), "{}", got.err);
+    let ends = || sh("clone", "cat /run/ends").lines().map(str::to_owned).collect::<Vec<_>>();
+    until("the second end", || ends().len() > 1);
+    assert_eq!(ends(), ["Connection reset by peer", "closed"]);
+    assert_eq!(ask(), "parent\n", "the parent's connection did not outlive the fork");
+    assert_eq!(sh("parent", "test -e /run/ends || echo none"), "none");
+    drop(input);
+    wait(open);
+    until("the end in the parent", || sh("parent", "cat /run/ends 2>/dev/null; true") == "closed");
+    let mut program = program;
+    program.kill().unwrap();
+    wait(program);
     world.clean();
 }
 
