@@ -146,7 +146,10 @@ pub fn machine() -> bool {
 
 /// `dayfly` in the tests' world.
 pub fn command(words: &[&str]) -> Command {
-    let mut command = Command::new(bin().join("dayfly"));
+    in_world(Command::new(bin().join("dayfly")), words)
+}
+
+fn in_world(mut command: Command, words: &[&str]) -> Command {
     command.args(words).stdin(Stdio::null()).env_remove("DAYFLY_HOST");
     let home = home();
     command.env("DAYFLY_HOME", home.join("home"));
@@ -162,7 +165,18 @@ fn ended(output: Output) -> Ended {
 
 /// Starts `dayfly` and does not wait; its streams are pipes.
 pub fn start(words: &[&str]) -> Child {
-    command(words).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    piped(command(words))
+}
+
+fn piped(mut command: Command) -> Child {
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// One that fails where it takes too long, with code 124: an image, and a bake on a busy host, take minutes.
+fn started_in_time(words: &[&str]) -> Child {
+    let mut command = Command::new("timeout");
+    command.args(["--foreground", "--kill-after=5", "900"]).arg(bin().join("dayfly"));
+    piped(in_world(command, words))
 }
 
 /// Waits for what [`start`] began.
@@ -172,12 +186,12 @@ pub fn wait(child: Child) -> Ended {
 
 /// Runs `dayfly`.
 pub fn dayfly(words: &[&str]) -> Ended {
-    wait(start(words))
+    wait(started_in_time(words))
 }
 
 /// Runs `dayfly` with this on its standard input.
 pub fn fed(words: &[&str], input: &[u8]) -> Ended {
-    let mut child = start(words);
+    let mut child = started_in_time(words);
     let mut pipe = child.stdin.take().unwrap();
     let input = input.to_vec();
     let feeder = std::thread::spawn(move || {
