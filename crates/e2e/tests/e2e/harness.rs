@@ -40,7 +40,7 @@ pub struct World {
 
 /// Waits for the first lane that comes free, and sets it up if this is its first test.
 pub fn world() -> World {
-    let (lane, turn) = free_lane();
+    let (lane, turn, failed) = free_lane();
     LANE.set(lane);
     let ready = LANES[lane]
         .ready
@@ -50,17 +50,23 @@ pub fn world() -> World {
     }
     let world = World { _turn: turn, begun: Instant::now() };
     world.remove_all();
+    if failed {
+        for snapshot in ok(&["snapshots", "-q"]).lines().filter(|name| *name != BASE) {
+            ok(&["snapshots", "rm", snapshot]);
+        }
+    }
     world
 }
 
-fn free_lane() -> (usize, MutexGuard<'static, ()>) {
+/// Its number, and whether a test before failed there, which may have left snapshots.
+fn free_lane() -> (usize, MutexGuard<'static, ()>, bool) {
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let lanes = if machine() { LANES.len().min(cpus) } else { 1 };
     loop {
         for (n, lane) in LANES[..lanes].iter().enumerate() {
             match lane.turn.try_lock() {
-                Ok(turn) => return (n, turn),
-                Err(TryLockError::Poisoned(failed)) => return (n, failed.into_inner()),
+                Ok(turn) => return (n, turn, false),
+                Err(TryLockError::Poisoned(failed)) => return (n, failed.into_inner(), true),
                 Err(TryLockError::WouldBlock) => {}
             }
         }
@@ -229,6 +235,16 @@ pub fn on_host(text: &str) -> Ended {
         return dayfly(&["machine", "exec", "--", "sh", "-c", text]);
     }
     ended(Command::new("sh").args(["-c", text]).output().unwrap())
+}
+
+/// Begins a shell text there.
+pub fn start_on_host(text: &str) -> Child {
+    if machine() {
+        return start(&["machine", "exec", "--", "sh", "-c", text]);
+    }
+    let mut command = Command::new("sh");
+    command.args(["-c", text]);
+    piped(command)
 }
 
 /// The daemon's folders there.

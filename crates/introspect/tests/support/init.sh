@@ -39,5 +39,7 @@ head -c 16384 /proc/kcore | gzip -1 >&3
 pages $awk ' r-xp .*busybox' | gzip -1 >&3
 pages $awk 'heap' | gzip -1 >&3
 gzip -1 < /proc/kpageflags >&3
+# It returns when all of that was sent: what freezes the guest takes the rest with it.
+stty -F /dev/ttyS1 raw -echo
 echo FROZEN
 sleep 100000

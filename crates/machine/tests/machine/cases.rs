@@ -163,9 +163,9 @@ fn exec(scene: &Scene) {
 }
 
 fn terminal(scene: &Scene) {
-    let mut with = spec(&["sh", "-c", "tty; stty size; cat"]);
+    let mut with = spec(&["sh", "-c", "cat; tty; stty size"]);
     with.tty = Some(WindowSize { rows: 33, columns: 101 });
-    // 4 is the end of input that a terminal understands.
+    // 4 is the end of input that a terminal understands. Programs that write while input is echoed would mix with it: cat reads all first.
     let out = scene.machine().exec_output(&with, b"typed\n\x04").unwrap();
     let text = String::from_utf8(out.stdout).unwrap();
     assert!(
