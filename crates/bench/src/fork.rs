@@ -33,6 +33,7 @@ const SECOND: Duration = Duration::from_secs(1);
 /// What the guest rewrites.
 const HOT_PAGES: u64 = 8 * MIB / PAGE_SIZE;
 const CHILDREN: u32 = 100;
+const ROUNDS: usize = 5;
 const WITHIN: Duration = Duration::from_secs(120);
 
 /// A parent: RAM, and pages that it has written.
@@ -207,7 +208,13 @@ fn ratio_ppm(a: u64, b: u64) -> u64 {
     (a * 1_000_000).checked_div(b).unwrap_or(0)
 }
 
-/// Many clones of one that runs and is idle afterwards, against as many births and against the floor's VMs.
+/// Snapshots that nobody has cloned before, one for each round.
+fn fresh(round: usize) -> Result<Name> {
+    Ok(format!("fresh-{round}").parse()?)
+}
+
+/// Many clones of one that runs and is idle afterwards, against the floor's VMs and as many births: of a snapshot whose clones wait primed, and of one that
+/// nobody asked for before, whose clones start in shells as children do.
 async fn children(room: &Room, floor: &mut Floor, parent_of: &Name, plain: &Name) -> Result<Value> {
     let id = room.birth(parent_of).await?.vm.id;
     let begun = Instant::now();
@@ -218,9 +225,9 @@ async fn children(room: &Room, floor: &mut Floor, parent_of: &Name, plain: &Name
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     let count = usize::try_from(CHILDREN)?;
-    let (mut forks, mut pauses, mut plains, mut per_child, mut per_floor) =
-        (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..5 {
+    let (mut forks, mut pauses, mut plains, mut freshes, mut per_child, mut per_floor) =
+        (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for round in 0..ROUNDS {
         room.pool_is_full().await?;
         let (before, waited) = (common::settled_available()?, room.waiting().await?.0);
         let begun = Instant::now();
@@ -239,6 +246,15 @@ async fn children(room: &Room, floor: &mut Floor, parent_of: &Name, plain: &Name
         let births = at_once(room, plain, count).await?;
         plains.push(births.answered_us());
         remove_all(room, &births.ids).await?;
+        // One, so that it is open.
+        let fresh = fresh(round)?;
+        let one = room.birth(&fresh).await?.vm.id;
+        room.remove(one).await?;
+        room.pool_is_full().await?;
+        let births = at_once(room, &fresh, count).await?;
+        freshes.push(births.answered_us());
+        remove_all(room, &births.ids).await?;
+        room.client.remove_snapshot(&fresh).await?;
         room.pool_is_full().await?;
         let before = common::settled_available()?;
         floor.many_us(count)?;
@@ -246,18 +262,20 @@ async fn children(room: &Room, floor: &mut Floor, parent_of: &Name, plain: &Name
         floor.end_us()?;
     }
     room.remove(id).await?;
-    let (forked, births) = (median(&forks), median(&plains));
+    let (forked, births, unprimed) = (median(&forks), median(&plains), median(&freshes));
     let (child, floor) = (median(&per_child), median(&per_floor));
     println!(
-        "  {CHILDREN} children: {}; as many births {}; each takes {} KiB of memory, the floor's VM {} KiB",
+        "  {CHILDREN} children: {}; as many births in shells {}, of clones that wait primed {}; each takes {} KiB of memory, the floor's VM {} KiB",
         shown(forked),
+        shown(unprimed),
         shown(births),
         child >> 10,
         floor >> 10
     );
     Ok(json!({
-        "children": CHILDREN, "answered_us": forked, "pause_us": median(&pauses), "births_us": births,
-        "ratio_to_births": ratio(forked, births), "memory_each_bytes": child, "floor_each_bytes": floor,
+        "children": CHILDREN, "answered_us": forked, "pause_us": median(&pauses), "births_us": unprimed,
+        "primed_births_us": births, "ratio_to_primed_births": ratio(forked, births),
+        "ratio_to_births": ratio(forked, unprimed), "memory_each_bytes": child, "floor_each_bytes": floor,
         "memory_over_floor_bytes": child.saturating_sub(floor), "rounds": forks.len(),
     }))
 }
@@ -275,6 +293,9 @@ pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Resul
     }
     let (plain, idle): (Name, Name) = ("plain".parse()?, "idle".parse()?);
     room.bake(&plain, birth::MEMORY_BYTES, &birth::words())?;
+    for round in 0..ROUNDS {
+        room.bake(&fresh(round)?, birth::MEMORY_BYTES, &birth::words())?;
+    }
     let until = layout::GENERATION.0;
     room.bake(&idle, birth::MEMORY_BYTES, &format!("until={until:x} touch=400 say=b until={until:x}"))?;
     let mut floor = Floor::start(floor, &room.memory_of(&plain), birth::MEMORY_BYTES)?;
