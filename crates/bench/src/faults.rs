@@ -1,8 +1,9 @@
 //! Faults: what a page costs that has to come from a pager, with its source in memory.
 //!
 //! One thread touches a page of each batch, one after the other, in memory that is served by [`dayfly_pager`] with threads of its own; then it touches
-//! all pages as another clone, for which all is there. Held against 4 KiB that are copied, and against a thread that is woken by another which looks out
-//! for its answer: what a fault has of the host's own, as who faults sleeps until the page is there.
+//! all pages as another clone, for which all is there. Held against 4 KiB that are copied, against a thread that is woken by another which looks out
+//! for its answer: what a fault has of the host's own, as who faults sleeps until the page is there; and against a server with nothing to spare, which
+//! never sleeps, writes pages into the memory and wakes, and keeps no account of anything.
 
 use crate::common::{self, Spread, ratio};
 use anyhow::{Context, Result, bail, ensure};
@@ -11,12 +12,15 @@ use dayfly_pager::policy::Policy;
 use dayfly_pager::serve;
 use dayfly_pager::source::{Batch, Layout, Put, Source, SourceError};
 use dayfly_pager::template::Template;
+use dayfly_pager::uffd::{Descriptors, Uffd};
 use dayfly_pager::wire::{FromPager, Settings, pair, receive};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::AsFd;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use serde_json::{Value, json};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 const PAGE: usize = 4096;
@@ -99,6 +103,45 @@ fn one(each: u32) -> Result<(u64, u64)> {
     Ok((u64::try_from(bringing)?, u64::try_from(finding)?))
 }
 
+/// Nanoseconds a page, of faults that a server with nothing to spare answers.
+fn bare(each: u32) -> Result<u64> {
+    let bytes = Memory::new(each).bytes;
+    let memory = guest::memory(bytes.len() as u64)?;
+    let (ours, _daemon) = pair()?;
+    let guest = Guest::new(
+        &ours,
+        &memory,
+        pidfd_open(getpid(), PidfdFlags::empty())?.as_fd(),
+        &tempfile::tempfile()?,
+    )?;
+    let regions = guest.regions();
+    let lowest = regions.iter().map(|region| region.host).min().context("a region")?;
+    let uffd = Uffd::sent(guest.uffd().try_clone()?, &Descriptors::open()?)?;
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let server = scope.spawn(|| -> std::io::Result<()> {
+            while !done.load(Ordering::Relaxed) {
+                let Some(address) = uffd.next()? else {
+                    std::hint::spin_loop();
+                    continue;
+                };
+                let at = (address & !(PAGE as u64 - 1)) - lowest;
+                let from = usize::try_from(at).map_err(std::io::Error::other)?;
+                memory.write_all_at(&bytes[from..from + each as usize * PAGE], at)?;
+                uffd.wake(lowest + at, PAGE as u64)?;
+            }
+            Ok(())
+        });
+        let began = Instant::now();
+        let sum: u64 = (0..FRAMES).step_by(each as usize).map(|frame| u64::from(guest.touch(frame))).sum();
+        let took = began.elapsed().as_nanos() / u128::from(FRAMES);
+        done.store(true, Ordering::Relaxed);
+        server.join().map_err(|_| anyhow::anyhow!("the server panicked"))??;
+        ensure!(sum > 0, "nothing was read");
+        Ok(u64::try_from(took)?)
+    })
+}
+
 /// Nanoseconds to copy a page.
 fn copied() -> u64 {
     let from = Memory::new(1).bytes;
@@ -142,16 +185,23 @@ pub fn run(out: &Path) -> Result<()> {
     let floor = Spread::of(&copies, None);
     let wakes = (0..TIMES).map(|_| woken()).collect::<Result<Vec<u64>>>()?;
     let wake = common::median(&wakes);
-    println!("  {:>16} {:>12} {:>12} {:>12}", "pages at once", "ns a page", "least", "2nd clone");
+    println!(
+        "  {:>16} {:>12} {:>12} {:>12} {:>12}",
+        "pages at once", "ns a page", "least", "bare", "2nd clone"
+    );
     let mut figures = Vec::<Value>::new();
     for each in BATCHES {
-        let runs = (0..TIMES).map(|_| one(each)).collect::<Result<Vec<_>>>()?;
-        let (bringing, finding): (Vec<u64>, Vec<u64>) = runs.into_iter().unzip();
-        let (bring, find) = (common::median(&bringing), common::median(&finding));
+        // By turns: what the host does besides hits both alike.
+        let runs = (0..TIMES).map(|_| Ok((one(each)?, bare(each)?))).collect::<Result<Vec<_>>>()?;
+        let (ours, bares): (Vec<_>, Vec<u64>) = runs.into_iter().unzip();
+        let (bringing, finding): (Vec<u64>, Vec<u64>) = ours.into_iter().unzip();
+        let (bring, find, bare) =
+            (common::median(&bringing), common::median(&finding), common::median(&bares));
         let least = bringing.iter().min().copied().unwrap_or(0);
-        println!("  {each:>16} {bring:>12} {least:>12} {find:>12}");
+        println!("  {each:>16} {bring:>12} {least:>12} {bare:>12} {find:>12}");
         figures.push(json!({
             "pages_at_once": each, "ns_per_page": bring, "least_ns_per_page": least, "second_clone_ns_per_page": find,
+            "bare_ns_per_page": bare, "by_bare": ratio(bring, bare),
             "by_a_copy": ratio(bring, common::median(&copies)), "of_a_fault_by_a_wake": ratio(bring * u64::from(each), wake),
         }));
     }
