@@ -208,7 +208,7 @@ pub fn run(out: &Path) -> Result<()> {
     println!("  a copy of a page: {} ns; a thread woken, and its answer: {wake} ns", common::median(&copies));
     common::write(
         out,
-        "faults",
+        "faults.json",
         &json!({ "frames": FRAMES, "times": TIMES, "copy_ns": floor, "wake_ns": Spread::of(&wakes, None), "faults": figures }),
     )
 }

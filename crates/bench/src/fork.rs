@@ -297,7 +297,7 @@ pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Resul
         room.bake(&fresh(round)?, birth::MEMORY_BYTES, &birth::words())?;
     }
     let until = layout::GENERATION.0;
-    room.bake(&idle, birth::MEMORY_BYTES, &format!("until={until:x} touch=400 say=b until={until:x}"))?;
+    room.bake(&idle, birth::MEMORY_BYTES, &format!("until={until:x} touch=400 say=b born={until:x}"))?;
     let mut floor = Floor::start(floor, &room.memory_of(&plain), birth::MEMORY_BYTES)?;
     room.start().await?;
     println!(

@@ -40,7 +40,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let daemon = Arc::new(daemon);
     daemon.berths.sweep()?;
     daemon.berths.prepare()?;
-    daemon.depot.store().prepare_vm_layer()?;
+    daemon.depot.store().prepare_vm_layers(1)?;
     daemon.zygotes.warm().map_err(|e| anyhow::anyhow!(crate::error::chain(&e)))?;
     adopt::adopt(&daemon).await;
     let keeper = tokio::spawn(pool::keep(daemon.clone()));

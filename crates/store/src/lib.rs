@@ -122,8 +122,8 @@ struct Inner {
     counter: AtomicU64,
     /// The entries of `staging` that somebody works on.
     stages: blob::Stages,
-    /// The first layer of the next VM.
-    spare: Mutex<Option<vms::Spare>>,
+    /// The first layers of the next VMs.
+    spares: Mutex<vms::Spares>,
     /// Closed, and so unlocked, last.
     _lock: File,
 }
@@ -167,7 +167,7 @@ impl Store {
             pins: Arc::default(),
             counter: AtomicU64::new(0),
             stages: blob::Stages::default(),
-            spare: Mutex::default(),
+            spares: Mutex::default(),
             _lock: lock,
         };
         inner.root.sync()?;

@@ -273,21 +273,27 @@ fn a_layer_made_ahead_is_the_first_one_of_one_vm() {
     let store = Store::open(folder.path()).unwrap();
     let ids = [(); 4].map(|()| dayfly_units::VmId::random());
     let id = |n: usize| ids[n];
-    store.prepare_vm_layer().unwrap();
-    store.prepare_vm_layer().unwrap();
-    assert_eq!(store.staged().unwrap().len(), 1);
+    let made = || {
+        let stage = std::fs::read_dir(folder.path().join("staging")).unwrap().next().unwrap().unwrap();
+        std::fs::read_dir(stage.path()).unwrap().count()
+    };
+    store.prepare_vm_layers(3).unwrap();
+    store.prepare_vm_layers(2).unwrap();
+    assert_eq!((store.staged().unwrap().len(), made()), (1, 3));
+    store.trim_vm_layers(5).unwrap();
+    store.trim_vm_layers(2).unwrap();
+    assert_eq!(made(), 2);
     let (second, _) = store.create_vm_layer(id(1), 1).unwrap();
     assert_eq!((second.disk, second.number), (1, 0));
     // It has a folder already.
     let (first, _) = store.create_vm_layer(id(1), 0).unwrap();
     let (ahead, data) = store.create_vm_layer(id(2), 0).unwrap();
     let (next, _) = store.create_vm_layer(id(2), 0).unwrap();
-    assert_eq!((first.number, ahead.number, next.number), (0, 0, 1));
+    assert_eq!((first.number, ahead.number, next.number, made()), (0, 0, 1, 1));
     data.set_len(7).unwrap();
     assert_eq!(store.open_vm_layer(&ahead, true).unwrap().metadata().unwrap().len(), 7);
-    store.prepare_vm_layer().unwrap();
     let (third, data) = store.create_vm_layer(id(3), 0).unwrap();
-    assert_eq!((third.vm, data.metadata().unwrap().len()), (id(3), 0));
+    assert_eq!((third.vm, data.metadata().unwrap().len(), made()), (id(3), 0, 0));
     drop(store);
     assert_eq!(std::fs::read_dir(folder.path().join("staging")).unwrap().count(), 0);
 }

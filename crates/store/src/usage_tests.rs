@@ -99,7 +99,7 @@ fn staging_is_emptied_of_what_nobody_works_on() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());
     // Somebody's: the next VM's first layer.
-    store.prepare_vm_layer().unwrap();
+    store.prepare_vm_layers(1).unwrap();
     let staging = root.path().join("staging");
     fs::create_dir_all(staging.join("77-1/retired")).unwrap();
     fs::write(staging.join("77-1/retired/data"), vec![1; 100_000]).unwrap();

@@ -9,21 +9,26 @@ use std::fs::File;
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 
-/// A folder in `staging/` for a folder with the first layer of a VM that is not known yet.
-#[derive(Debug)]
-pub(crate) struct Spare {
-    stage: Stage,
-    /// The layer, while it is there.
-    data: Option<File>,
+/// Folders in `staging/`, each with the first layer of a VM that is not known yet.
+#[derive(Debug, Default)]
+pub(crate) struct Spares {
+    stage: Option<Arc<Stage>>,
+    made: u64,
+    ready: Vec<Spare>,
 }
 
-const SPARE: &str = "vm";
+/// One of these: its name, and the layer.
+#[derive(Debug)]
+struct Spare {
+    name: String,
+    data: File,
+}
 
 impl Inner {
-    fn spare(&self) -> MutexGuard<'_, Option<Spare>> {
-        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
+    fn spares(&self) -> MutexGuard<'_, Spares> {
+        self.spares.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -35,37 +40,81 @@ pub(crate) fn next_number(dir: &Dir, disk: u8) -> IoResult<u32> {
     Ok(numbers.max().map_or(0, |n| n.saturating_add(1)))
 }
 
+/// Names of shared layers that are tried before all are listed.
+const TRIED: u32 = 4;
+
+/// Gives a frozen layer another name; says whether that was free. First its map: data without one is a writable layer.
+fn link_layer(from: &Dir, layer: &VmLayer, to: &Dir, shared: &VmLayer) -> IoResult<bool> {
+    let link = |old: &str, new: &str| match from.link(old, to, new) {
+        Err(e) if e.source.kind() == ErrorKind::AlreadyExists => Ok(false),
+        linked => linked.map(|()| true),
+    };
+    let map = shared.map_name();
+    if !link(&layer.map_name(), &map)? {
+        return Ok(false);
+    }
+    let data = link(&layer.data_name(), &shared.data_name())?;
+    if !data {
+        to.unlink(&map)?;
+    }
+    Ok(data)
+}
+
 impl Store {
-    /// Makes the first writable layer of the next VM ahead, if that is not done yet: finding room for a folder and a file takes a file
+    /// Makes the first writable layers of the next VMs ahead, until so many are ready: finding room for a folder and a file takes a file
     /// system 0.1 ms and more, and all that depends on the VM is the folder's name.
     ///
     /// # Errors
-    /// The host cannot make it.
-    pub fn prepare_vm_layer(&self) -> Result<(), IoError> {
-        let mut spare = self.0.spare();
-        let stage = match spare.take() {
-            Some(there @ Spare { data: Some(_), .. }) => {
-                *spare = Some(there);
-                return Ok(());
-            }
-            Some(Spare { stage, data: None }) => stage,
-            None => self.0.stage()?,
-        };
-        let data = Some(stage.make(SPARE)?.create(VmLayer::FIRST_DATA)?);
-        *spare = Some(Spare { stage, data });
-        Ok(())
+    /// The host cannot make one.
+    pub fn prepare_vm_layers(&self, count: usize) -> Result<(), IoError> {
+        loop {
+            // Whoever wants one that is ready does not wait for the next.
+            let (stage, name) = {
+                let mut spares = self.0.spares();
+                if spares.ready.len() >= count {
+                    return Ok(());
+                }
+                let stage = match &spares.stage {
+                    Some(stage) => stage.clone(),
+                    None => spares.stage.insert(Arc::new(self.0.stage()?)).clone(),
+                };
+                spares.made += 1;
+                (stage, format!("vm{}", spares.made))
+            };
+            let data = stage.make(&name)?.create(VmLayer::FIRST_DATA)?;
+            self.0.spares().ready.push(Spare { name, data });
+        }
     }
 
-    /// The layer made ahead, if there is one and `vm` has none yet.
+    /// Removes what is ready of these beyond so many.
+    ///
+    /// # Errors
+    /// The host cannot remove one.
+    pub fn trim_vm_layers(&self, count: usize) -> Result<(), IoError> {
+        let (stage, surplus) = {
+            let mut spares = self.0.spares();
+            let kept = count.min(spares.ready.len());
+            (spares.stage.clone(), spares.ready.split_off(kept))
+        };
+        let Some(stage) = stage else { return Ok(()) };
+        surplus.into_iter().try_for_each(|spare| stage.remove(&spare.name))
+    }
+
+    /// A layer made ahead, if there is one and `vm` has none yet.
     fn take_spare(&self, vm: VmId) -> IoResult<Option<File>> {
-        let mut spare = self.0.spare();
-        let Some(Spare { stage, data }) = spare.as_mut() else { return Ok(None) };
-        if data.is_none() {
-            return Ok(None);
-        }
-        match stage.rename(SPARE, &self.0.vms, &vm.to_string(), IfTaken::Refuse) {
-            Ok(()) => Ok(data.take()),
-            Err(e) if e.source.kind() == ErrorKind::AlreadyExists => Ok(None),
+        let (stage, spare) = {
+            let mut spares = self.0.spares();
+            let (Some(stage), Some(spare)) = (spares.stage.clone(), spares.ready.pop()) else {
+                return Ok(None);
+            };
+            (stage, spare)
+        };
+        match stage.rename(&spare.name, &self.0.vms, &vm.to_string(), IfTaken::Refuse) {
+            Ok(()) => Ok(Some(spare.data)),
+            Err(e) if e.source.kind() == ErrorKind::AlreadyExists => {
+                self.0.spares().ready.push(spare);
+                Ok(None)
+            }
             Err(e) => Err(e),
         }
     }
@@ -111,11 +160,19 @@ impl Store {
     /// It is not there, or the host cannot.
     pub fn share_vm_layer(&self, layer: &VmLayer, vm: VmId) -> Result<VmLayer, IoError> {
         let from = self.0.vms.sub(&layer.vm.to_string())?;
-        let to = self.0.vms.make_or_open(&vm.to_string())?;
-        let shared = VmLayer { vm, number: next_number(&to, layer.disk)?, ..*layer };
-        from.link(&layer.map_name(), &to, &shared.map_name())?;
-        from.link(&layer.data_name(), &to, &shared.data_name())?;
-        Ok(shared)
+        let to = match self.0.vms.sub(&vm.to_string()) {
+            Err(e) if e.is_not_found() => self.0.vms.make_or_open(&vm.to_string())?,
+            there => there?,
+        };
+        // A new clone has nothing but a writable one and a few of these: to try takes less than to list them.
+        let mut number = 1;
+        loop {
+            let shared = VmLayer { vm, number, ..*layer };
+            if link_layer(&from, layer, &to, &shared)? {
+                return Ok(shared);
+            }
+            number = if number < TRIED { number + 1 } else { next_number(&to, layer.disk)? };
+        }
     }
 
     /// Removes one layer of a VM, such as a new writable one when the VM's `Save` failed. One that is not there is no error.

@@ -106,7 +106,7 @@ pub fn prepare(daemon: &Arc<Daemon>, node: usize) {
         if let Err(e) = daemon.berths.prepare() {
             tracing::warn!("for the next VMM: {e}");
         }
-        if let Err(e) = daemon.depot.store().prepare_vm_layer() {
+        if let Err(e) = daemon.depot.store().prepare_vm_layers(1) {
             tracing::warn!("for the next VM: {}", crate::error::chain(&e));
         }
     });

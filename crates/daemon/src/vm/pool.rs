@@ -25,7 +25,7 @@ use super::record::read_json;
 use super::registry::{Seat, lock};
 use super::source::{CloneOf, Template};
 use crate::daemon::Daemon;
-use crate::error::{Fault, Outcome, blocking};
+use crate::error::{Fault, Outcome, blocking, chain};
 use dayfly_api::types::ErrorCode;
 use dayfly_host::priority::background;
 use dayfly_host::process::Process;
@@ -309,6 +309,12 @@ impl Pool {
         (shelves.count(), shelves.primed.values().map(VecDeque::len).sum())
     }
 
+    /// How many writable layers those that have no guest yet will want.
+    fn layers(&self) -> usize {
+        let shelves = lock(&self.shelves);
+        shelves.shells.iter().filter(|(shape, _)| shape.disks > 0).map(|(_, shelf)| shelf.len()).sum()
+    }
+
     /// Takes out the one with this id.
     fn remove(&self, id: VmId) -> Option<Shell> {
         let mut shelves = lock(&self.shelves);
@@ -460,10 +466,20 @@ async fn make(daemon: &Arc<Daemon>, shape: Shape) -> Outcome<Shell> {
     // Births go where VMMs wait, so these are spread as births are to be.
     let waiting = daemon.pool.memory_by_node(daemon.nodes.len());
     let seat = daemon.registry.seat(daemon.budget.emptiest(&waiting))?;
-    let maker = daemon.clone();
+    let (maker, layers) = (daemon.clone(), daemon.pool.layers() + 1);
     let start = Start::Shell { shape, record: false };
-    let made =
-        blocking(move || background(|| Ok(launch::launch(&maker, seat, start, Fds::default(), true)?)));
+    let made = blocking(move || {
+        background(|| {
+            let launched = launch::launch(&maker, seat, start, Fds::default(), true)?;
+            if shape.disks > 0
+                && let Err(e) = maker.depot.store().prepare_vm_layers(layers)
+            {
+                // Births make their own.
+                tracing::warn!("layers for the next VMs: {}", chain(&e));
+            }
+            Ok(launched)
+        })
+    });
     match made.await {
         Ok(Launched { process, link, ready: _ }) => Ok(Shell { seat, process, link, shape, guest: None }),
         Err(fault) => {
@@ -573,13 +589,14 @@ async fn end(daemon: &Arc<Daemon>, shells: Vec<Shell>) {
 
 /// Removes the files of a shell whose process is gone, and gives its seat back.
 async fn discard(daemon: &Arc<Daemon>, seat: Seat) {
-    let (path, depot) = (daemon.config.vm(seat.id), daemon.depot.clone());
+    let (path, depot, layers) = (daemon.config.vm(seat.id), daemon.depot.clone(), daemon.pool.layers() + 1);
     let removed = blocking(move || match std::fs::remove_dir_all(path.path()) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
             Err(Fault::internal(format_args!("removing {}: {e}", path.path().display())))
         }
         _ => {
             depot.remove_vm(seat.id)?;
+            depot.store().trim_vm_layers(layers)?;
             depot.unpinned();
             Ok(())
         }

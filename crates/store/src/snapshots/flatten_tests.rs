@@ -282,7 +282,7 @@ fn layers_that_a_vm_froze_are_shared_and_merged_and_outlive_it() {
         let child = VmId::random();
         let share = |layer| store.share_vm_layer(layer, child).unwrap();
         let shared: Vec<VmLayer> = frozen(&parent.vm.chain).iter().map(share).collect();
-        assert!(shared.iter().zip(0..).all(|(layer, number)| (layer.vm, layer.number) == (child, number)));
+        assert!(shared.iter().zip(1..).all(|(layer, number)| (layer.vm, layer.number) == (child, number)));
         assert_eq!(store.vm_disk_bytes(child).unwrap(), 0, "both stand on them");
         children.push((child, shared, parent.content.clone()));
         if parent.vm.chain.len() > MOST {
