@@ -119,7 +119,7 @@ fn bare(each: u32) -> Result<u64> {
     let uffd = Uffd::sent(guest.uffd().try_clone()?, &Descriptors::open()?)?;
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let server = scope.spawn(|| -> std::io::Result<()> {
+        let serve = || -> std::io::Result<()> {
             while !done.load(Ordering::Relaxed) {
                 let Some(address) = uffd.next()? else {
                     std::hint::spin_loop();
@@ -131,6 +131,14 @@ fn bare(each: u32) -> Result<u64> {
                 uffd.wake(lowest + at, PAGE as u64)?;
             }
             Ok(())
+        };
+        let server = scope.spawn(|| {
+            let served = serve();
+            if served.is_err() {
+                // Who waits for a page goes on without it.
+                regions.iter().try_for_each(|region| uffd.unregister(region.host, region.bytes))?;
+            }
+            served
         });
         let began = Instant::now();
         let sum: u64 = (0..FRAMES).step_by(each as usize).map(|frame| u64::from(guest.touch(frame))).sum();

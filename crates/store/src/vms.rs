@@ -11,7 +11,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-/// Folders in `staging/`, each with the first layer of a VM that is not known yet.
+/// Folders in one stage, each with the first layer of a VM that is not known yet.
 #[derive(Debug, Default)]
 pub(crate) struct Spares {
     stage: Option<Arc<Stage>>,
@@ -61,7 +61,7 @@ fn link_layer(from: &Dir, layer: &VmLayer, to: &Dir, shared: &VmLayer) -> IoResu
 }
 
 impl Store {
-    /// Makes the first writable layers of the next VMs ahead, until so many are ready: finding room for a folder and a file takes a file
+    /// Makes the first writable layers of the next VMs ahead, until so many are ready (a few more where several ask at once): finding room for a folder and a file takes a file
     /// system 0.1 ms and more, and all that depends on the VM is the folder's name.
     ///
     /// # Errors
@@ -109,14 +109,11 @@ impl Store {
             };
             (stage, spare)
         };
-        match stage.rename(&spare.name, &self.0.vms, &vm.to_string(), IfTaken::Refuse) {
-            Ok(()) => Ok(Some(spare.data)),
-            Err(e) if e.source.kind() == ErrorKind::AlreadyExists => {
-                self.0.spares().ready.push(spare);
-                Ok(None)
-            }
-            Err(e) => Err(e),
-        }
+        let Err(e) = stage.rename(&spare.name, &self.0.vms, &vm.to_string(), IfTaken::Refuse) else {
+            return Ok(Some(spare.data));
+        };
+        self.0.spares().ready.push(spare);
+        if e.source.kind() == ErrorKind::AlreadyExists { Ok(None) } else { Err(e) }
     }
 
     /// A fresh empty writable layer for disk number `disk` of `vm`: open for reading and writing.

@@ -266,6 +266,27 @@ async fn so_does_one_whose_clone_was_ready() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn layers_are_made_ahead_for_as_many_shells_as_wait() {
+    let room = Room::new(8).await;
+    let daemon = room.daemon.clone();
+    let shape = Template::of(&daemon.depot.open_snapshot(&room.snapshot).unwrap()).unwrap().shape;
+    for _ in 0..5 {
+        assert!(daemon.pool.take_shell(shape, 0).is_none());
+    }
+    let layers = || {
+        let staged = daemon.depot.store().staged().unwrap();
+        let names = staged.iter().flat_map(|stage| std::fs::read_dir(stage).unwrap());
+        names.filter(|name| name.as_ref().unwrap().file_name().to_string_lossy().starts_with("vm")).count()
+    };
+    assert_eq!(layers(), 0);
+    let keeper = tokio::spawn(crate::vm::pool::keep(daemon.clone()));
+    until("shells", || daemon.pool.waiting() == (5, 0)).await;
+    assert_eq!(layers(), 5);
+    daemon.stop.cancel();
+    keeper.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn more_memory_than_there_is_is_refused_and_says_how_much_is_missing() {
     let room = Room::new(0).await;
     let held: u64 = room.daemon.budget.shares().iter().map(|share| share.1 - share.1 % MEMORY_BYTES).sum();

@@ -417,7 +417,11 @@ pub async fn keep(daemon: Arc<Daemon>) {
     while !daemon.stop.is_cancelled() {
         if last_look.elapsed() >= TICK {
             last_look = Instant::now();
-            end(&daemon, daemon.pool.surplus()).await;
+            let surplus = daemon.pool.surplus();
+            if !surplus.is_empty() {
+                end(&daemon, surplus).await;
+                trim_layers(&daemon).await;
+            }
         }
         if let Some(missing) = daemon.pool.missing() {
             hold_back(&daemon.pool).await;
@@ -451,6 +455,15 @@ pub async fn keep(daemon: Arc<Daemon>) {
         }
     }
     end(&daemon, daemon.pool.close()).await;
+}
+
+/// Removes layers made ahead that no shell waits for any more. One stays, for who finds no shell.
+async fn trim_layers(daemon: &Arc<Daemon>) {
+    let (depot, layers) = (daemon.depot.clone(), daemon.pool.layers() + 1);
+    if let Err(fault) = blocking(move || Ok(depot.store().trim_vm_layers(layers)?)).await {
+        // The next start sweeps them.
+        tracing::warn!("layers made ahead: {fault}");
+    }
 }
 
 /// Waits until no birth and no death is under way, but not for long.
@@ -589,14 +602,13 @@ async fn end(daemon: &Arc<Daemon>, shells: Vec<Shell>) {
 
 /// Removes the files of a shell whose process is gone, and gives its seat back.
 async fn discard(daemon: &Arc<Daemon>, seat: Seat) {
-    let (path, depot, layers) = (daemon.config.vm(seat.id), daemon.depot.clone(), daemon.pool.layers() + 1);
+    let (path, depot) = (daemon.config.vm(seat.id), daemon.depot.clone());
     let removed = blocking(move || match std::fs::remove_dir_all(path.path()) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
             Err(Fault::internal(format_args!("removing {}: {e}", path.path().display())))
         }
         _ => {
             depot.remove_vm(seat.id)?;
-            depot.store().trim_vm_layers(layers)?;
             depot.unpinned();
             Ok(())
         }
