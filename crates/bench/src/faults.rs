@@ -118,20 +118,20 @@ fn bare(each: u32) -> Result<u64> {
     let lowest = regions.iter().map(|region| region.host).min().context("a region")?;
     let uffd = Uffd::sent(guest.uffd().try_clone()?, &Descriptors::open()?)?;
     let done = AtomicBool::new(false);
+    let serve = || -> std::io::Result<()> {
+        while !done.load(Ordering::Relaxed) {
+            let Some(address) = uffd.next()? else {
+                std::hint::spin_loop();
+                continue;
+            };
+            let at = (address & !(PAGE as u64 - 1)) - lowest;
+            let from = usize::try_from(at).map_err(std::io::Error::other)?;
+            memory.write_all_at(&bytes[from..from + each as usize * PAGE], at)?;
+            uffd.wake(lowest + at, PAGE as u64)?;
+        }
+        Ok(())
+    };
     std::thread::scope(|scope| {
-        let serve = || -> std::io::Result<()> {
-            while !done.load(Ordering::Relaxed) {
-                let Some(address) = uffd.next()? else {
-                    std::hint::spin_loop();
-                    continue;
-                };
-                let at = (address & !(PAGE as u64 - 1)) - lowest;
-                let from = usize::try_from(at).map_err(std::io::Error::other)?;
-                memory.write_all_at(&bytes[from..from + each as usize * PAGE], at)?;
-                uffd.wake(lowest + at, PAGE as u64)?;
-            }
-            Ok(())
-        };
         let server = scope.spawn(|| {
             let served = serve();
             if served.is_err() {

@@ -7,10 +7,11 @@
 
 use crate::daemon::Daemon;
 use crate::door;
+use crate::error::chain;
 use crate::net::Wires;
 use crate::vm::record::{Record, read_json};
 use crate::vm::state::Phase;
-use crate::vm::{Vm, control_link, death, exit_now, identity};
+use crate::vm::{Disk, Vm, control_link, death, exit_now, identity};
 use crate::{pagers, sweep, vm};
 use dayfly_api::types::{ExitKind, VmExit};
 use dayfly_host::process::Process;
@@ -80,11 +81,12 @@ pub async fn adopt(daemon: &Arc<Daemon>) {
             Err(e) => tracing::info!(vm = %id, "no record, to be swept: {e}"),
         }
     }
-    let depot = daemon.depot.clone();
+    let same = daemon.clone();
     // After everything that lives has pinned what it stands on.
     let _ = crate::error::blocking(move || {
-        depot.collect();
-        depot.collect_pages();
+        let_layers_go(&same);
+        same.depot.collect();
+        same.depot.collect_pages();
         Ok(())
     })
     .await;
@@ -95,6 +97,22 @@ pub async fn adopt(daemon: &Arc<Daemon>) {
             "adopted what a daemon before left"
         ),
         Err(fault) => tracing::error!("sweeping what a daemon before left: {fault}"),
+    }
+}
+
+/// Layers that VMs had frozen for their forks, and had let go when the daemon ended: they go now, or with the last clone that stands on them.
+fn let_layers_go(daemon: &Daemon) {
+    let (store, vms) = (daemon.depot.store(), daemon.registry.all());
+    let of_the_living = vms.iter().filter_map(|vm| {
+        let live = vm.live();
+        // Of one that was cut off it is not known what it has.
+        let known = live.phase.alive() && live.no_snapshot.is_none();
+        known.then(|| store.keep_vm_layers(vm.id, &live.disks.iter().flat_map(Disk::own).collect::<Vec<_>>()))
+    });
+    let gone = |vm: &VmId| !daemon.registry.has(*vm);
+    let of_the_gone = store.held_vms().into_iter().filter(gone).map(|vm| store.remove_vm(vm));
+    for failed in of_the_living.chain(of_the_gone).filter_map(Result::err) {
+        tracing::warn!("leaving layers of a VM: {}", chain(&failed));
     }
 }
 
@@ -157,7 +175,7 @@ async fn one(daemon: &Arc<Daemon>, record: Record) {
     if vm.phase().alive() {
         vm.wire(Wires::adopt(daemon, vm.live().network));
         vm.keep_memory(daemon.budget.adopt(vm.node, vm.facts.memory_bytes));
-        match daemon.depot.pin(&vm.name, &vm.live()) {
+        match daemon.depot.pin(&vm.name, &vm.live().disks) {
             Ok(pin) => vm.keep_pinned(pin),
             // It has everything open; only its next snapshot would have nothing to stand on.
             Err(fault) => vm.update(|live| live.no_snapshot = Some(fault.0.message)),

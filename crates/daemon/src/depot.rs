@@ -1,14 +1,13 @@
 //! The store as the daemon uses it: its manifests in the API's words, its errors as answers. Blocks.
 
-pub mod keeping;
 mod recent;
 pub mod sharing;
 
 use crate::error::{Fault, Outcome, chain};
 use crate::forming::Forming;
 use crate::pagers::{Pager, Pagers, Wanted};
+use crate::vm::Disk;
 use crate::vm::registry::lock;
-use crate::vm::{Disk, Live};
 use dayfly_api::types::{self, ErrorCode};
 use dayfly_store::{
     ChainLayer, CommitError, Digest, DiskRef, GcError, Image, ImageConfig, ImageManifest, ImageSpec, IoError,
@@ -16,7 +15,6 @@ use dayfly_store::{
     RemoveError, Resident, SnapshotManifest, Store, VmLayer,
 };
 use dayfly_units::{Name, VmId};
-use keeping::Keepers;
 use recent::Recent;
 use sharing::Shared;
 use std::collections::HashMap;
@@ -36,7 +34,6 @@ pub struct Depot {
     open: Arc<Mutex<Recent>>,
     pagers: Pagers,
     forming: Arc<Forming>,
-    keepers: Keepers,
     /// For each snapshot that was ever opened, who opens it now.
     loading: Arc<Mutex<HashMap<Name, Arc<Mutex<()>>>>>,
 }
@@ -116,7 +113,6 @@ impl Depot {
             open: Arc::new(Mutex::new(Recent::new())),
             pagers,
             forming: Arc::default(),
-            keepers: Keepers::default(),
             loading: Arc::default(),
         }
     }
@@ -455,10 +451,11 @@ impl Depot {
         Ok(self.store.create_vm_layer(vm, disk)?)
     }
 
-    /// Bytes of disk that only `vm` takes.
+    /// Bytes of disk that only `vm` takes, whose disks these are.
     #[must_use]
-    pub fn vm_bytes(&self, vm: VmId) -> u64 {
-        self.store.vm_disk_bytes(vm).unwrap_or(0)
+    pub fn vm_bytes(&self, vm: VmId, disks: &[Disk]) -> u64 {
+        let borrowed: Vec<VmLayer> = disks.iter().flat_map(Disk::borrowed).collect();
+        self.store.vm_disk_bytes(vm, &borrowed).unwrap_or(0)
     }
 
     /// Removes the layers of a VM that is gone.
@@ -476,14 +473,15 @@ impl Depot {
         }
     }
 
-    /// Keeps what a VM stands on.
+    /// Keeps what a VM with these disks stands on.
     ///
     /// # Errors
     /// Something of it is missing.
-    pub fn pin(&self, name: &Name, live: &Live) -> Outcome<Pin> {
-        let images: Vec<_> = live.disks.iter().map(|disk| disk.image.clone()).collect();
-        let layers: Vec<LayerId> = live.disks.iter().flat_map(Disk::stored).collect();
-        Ok(self.store.pin(&format!("VM {name}"), &images, &layers)?)
+    pub fn pin(&self, name: &Name, disks: &[Disk]) -> Outcome<Pin> {
+        let images: Vec<_> = disks.iter().map(|disk| disk.image.clone()).collect();
+        let layers: Vec<LayerId> = disks.iter().flat_map(Disk::stored).collect();
+        let borrowed: Vec<VmLayer> = disks.iter().flat_map(Disk::borrowed).collect();
+        Ok(self.store.pin(&format!("VM {name}"), &images, &layers, &borrowed)?)
     }
 
     /// The folders of VMs' own layers.
@@ -505,8 +503,36 @@ impl Disk {
     pub fn stored(&self) -> impl Iterator<Item = LayerId> + '_ {
         self.layers.iter().filter_map(|layer| match layer {
             ChainLayer::Stored(layer) => Some(layer.id),
-            ChainLayer::Frozen(_) => None,
+            ChainLayer::Frozen(_) | ChainLayer::Borrowed(_) => None,
         })
+    }
+
+    /// The layers that other VMs have frozen.
+    pub fn borrowed(&self) -> impl Iterator<Item = VmLayer> + '_ {
+        self.layers.iter().filter_map(|layer| match layer {
+            ChainLayer::Borrowed(layer) => Some(*layer),
+            ChainLayer::Stored(_) | ChainLayer::Frozen(_) => None,
+        })
+    }
+
+    /// The layers that the VM has made itself.
+    pub fn own(&self) -> impl Iterator<Item = VmLayer> + '_ {
+        let frozen = self.layers.iter().filter_map(|layer| match layer {
+            ChainLayer::Frozen(layer) => Some(*layer),
+            ChainLayer::Stored(_) | ChainLayer::Borrowed(_) => None,
+        });
+        frozen.chain(self.writable)
+    }
+
+    /// The same disk for clones of the VM.
+    #[must_use]
+    pub fn lent(mut self) -> Self {
+        for layer in &mut self.layers {
+            if let ChainLayer::Frozen(own) = *layer {
+                *layer = ChainLayer::Borrowed(own);
+            }
+        }
+        self
     }
 }
 

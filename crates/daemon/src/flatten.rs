@@ -50,7 +50,7 @@ pub fn stored(chain: &mut Vec<ChainLayer>, was: &[ChainLayer], stored: &[LayerRe
 pub fn tops(daemon: &Daemon, spec: &SnapshotSpec) -> Vec<Option<OwnedFd>> {
     let top = |layers: &Vec<ChainLayer>| match layers.last()? {
         ChainLayer::Frozen(layer) => daemon.depot.store().open_vm_layer(layer, false).ok().map(OwnedFd::from),
-        ChainLayer::Stored(_) => None,
+        ChainLayer::Stored(_) | ChainLayer::Borrowed(_) => None,
     };
     spec.disks.iter().map(|disk| top(&disk.layers)).collect()
 }
@@ -93,8 +93,8 @@ pub async fn rebase(daemon: &Daemon, vm: &Arc<Vm>, rebases: Vec<Rebase>) {
     }
 }
 
-/// Merges what a VM has frozen for its forks, where that is more than a few layers: each clone gets a name, and two files to open, for each of them. Whoever calls
-/// holds `vm.snapshots`. What cannot be merged stays as it is.
+/// Merges what a VM has frozen for its forks, and what it has borrowed as a fork itself, where that is more than a few layers: each clone gets two files to open
+/// for each of them. Whoever calls holds `vm.snapshots`. What cannot be merged stays as it is.
 pub async fn merge_frozen(daemon: &Arc<Daemon>, vm: &Arc<Vm>) {
     for disk in 0..vm.live().disks.len() {
         if let Err(fault) = merge_disk(daemon, vm, disk).await
@@ -113,13 +113,13 @@ async fn merge_disk(daemon: &Arc<Daemon>, vm: &Arc<Vm>, number: usize) -> Outcom
         .iter()
         .map_while(|layer| match layer {
             ChainLayer::Stored(layer) => Some(*layer),
-            ChainLayer::Frozen(_) => None,
+            ChainLayer::Frozen(_) | ChainLayer::Borrowed(_) => None,
         })
         .collect();
     let frozen: Vec<VmLayer> = disk.layers[stored.len()..]
         .iter()
         .filter_map(|layer| match layer {
-            ChainLayer::Frozen(layer) => Some(*layer),
+            ChainLayer::Frozen(layer) | ChainLayer::Borrowed(layer) => Some(*layer),
             ChainLayer::Stored(_) => None,
         })
         .collect();
@@ -128,11 +128,12 @@ async fn merge_disk(daemon: &Arc<Daemon>, vm: &Arc<Vm>, number: usize) -> Outcom
         return Ok(());
     }
     let failed = |e: &dyn std::error::Error| Fault::internal(format_args!("merging layers: {}", chain(e)));
-    let (store, size_bytes, of_vm, below) =
-        (daemon.depot.store().clone(), disk.size_bytes, frozen.clone(), stored.clone());
+    let (store, size_bytes, id, below) =
+        (daemon.depot.store().clone(), disk.size_bytes, vm.id, stored.clone());
+    let own: Vec<VmLayer> = frozen.iter().copied().filter(|layer| layer.vm == id).collect();
     let made = blocking(move || {
-        let merged = store.merge_vm_layers(&of_vm, size_bytes, merge).map_err(|e| failed(&e))?;
-        let Some((merged, top)) = merged.zip(of_vm.last()) else { return Ok(None) };
+        let merged = store.merge_vm_layers(id, &frozen, size_bytes, merge).map_err(|e| failed(&e))?;
+        let Some((merged, top)) = merged.zip(frozen.last()) else { return Ok(None) };
         let mut fds = vec![OwnedFd::from(store.open_vm_layer(top, false)?)];
         for layer in store.open_layers(&below, "a VM that goes on")? {
             fds.extend([OwnedFd::from(layer.data), OwnedFd::from(layer.map)]);
@@ -148,15 +149,21 @@ async fn merge_disk(daemon: &Arc<Daemon>, vm: &Arc<Vm>, number: usize) -> Outcom
     let store = daemon.depot.store().clone();
     match answer {
         Ok(Answer::Ok) => {
-            vm.update(|live| {
+            let disks = vm.update(|live| {
                 if let Some(disk) = live.disks.get_mut(number) {
                     disk.layers = stored.iter().copied().map(ChainLayer::Stored).collect();
                     disk.layers.push(ChainLayer::Frozen(merged));
                 }
+                live.disks.clone()
             });
             // Before they go: a daemon that dies in between believes in them.
             death::note(daemon, vm).await;
-            blocking(move || Ok(frozen.iter().try_for_each(|layer| store.remove_vm_layer(layer))?)).await
+            let (depot, vm) = (daemon.depot.clone(), vm.clone());
+            blocking(move || {
+                vm.keep_pinned(depot.pin(&vm.name, &disks)?);
+                Ok(own.iter().try_for_each(|layer| store.remove_vm_layer(layer))?)
+            })
+            .await
         }
         // It keeps its files open, and both chains read the same.
         Ok(got) => {

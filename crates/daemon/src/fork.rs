@@ -12,7 +12,6 @@
 //! From `Fork` to `Thaw` runs to its end even when the client goes away.
 
 use crate::daemon::Daemon;
-use crate::depot::keeping::Kept;
 use crate::depot::sharing::Shared;
 use crate::error::{Fault, Outcome, blocking, chain};
 use crate::snapshot::{allowed, answered, arrived, freeze_disks, precopy};
@@ -52,10 +51,8 @@ pub struct Epoch {
     pub facts: Facts,
     /// Of the agent in it.
     pub agent_version: String,
-    /// Keeps what it stands on in the store.
+    /// Keeps what it stands on in the store, and what the VM has frozen.
     pub pin: Pin,
-    /// Keeps its frozen layers, where it is a template.
-    pub kept: Option<Kept>,
     /// How the VM stood still.
     pub frozen: Frozen,
 }
@@ -292,12 +289,13 @@ async fn epoch(
             }
         };
         let live = vm.live();
-        let disks = live.disks.into_iter().map(|disk| open(&daemon, disk)).collect::<Outcome<_>>()?;
-        let pin = daemon.depot.pin(&vm.name, &vm.live())?;
+        let disks: Vec<Disk> = live.disks.into_iter().map(Disk::lent).collect();
+        let pin = daemon.depot.pin(&vm.name, &disks)?;
+        let disks = disks.into_iter().map(|disk| open(&daemon, disk)).collect::<Outcome<_>>()?;
         let fork = ForkFacts { from: Some(vm.id), ..ForkFacts::default() };
         let facts = Facts { fork, ..vm.facts.clone() };
         let agent_version = live.agent_version;
-        Ok(Epoch { ram: Arc::new(ram), state, disks, facts, agent_version, pin, kept: None, frozen })
+        Ok(Epoch { ram: Arc::new(ram), state, disks, facts, agent_version, pin, frozen })
     })
     .await
 }
@@ -317,7 +315,9 @@ fn open(daemon: &Daemon, disk: Disk) -> Outcome<EpochDisk> {
         ));
     }
     let layer = |layer: &ChainLayer| match layer {
-        ChainLayer::Frozen(layer) => Ok::<_, Fault>(store.open_frozen_layer(layer)?),
+        ChainLayer::Frozen(layer) | ChainLayer::Borrowed(layer) => {
+            Ok::<_, Fault>(store.open_frozen_layer(layer)?)
+        }
         ChainLayer::Stored(layer) => {
             let open = store.open_layers(std::slice::from_ref(layer), "a fork")?.pop();
             let open = open.ok_or_else(|| Fault::internal("a layer that was opened"))?;

@@ -8,7 +8,6 @@
 //! Until it is published it lives with the daemon: one that ends before has not made it.
 
 use crate::daemon::Daemon;
-use crate::depot::keeping::Kept;
 use crate::error::{Fault, Outcome, blocking, chain};
 use crate::fork::{Epoch, EpochDisk};
 use crate::snapshot::{self, Ready, Saved};
@@ -137,17 +136,15 @@ fn shown(name: &Name, facts: &Facts) -> types::Snapshot {
 }
 
 impl Epoch {
-    /// The same as a template, which outlives the VM and whatever becomes of its layers. Blocks.
-    fn as_template(&self, daemon: &Daemon, name: &Name) -> Outcome<Self> {
+    /// The same as a template, which outlives the VM and whatever becomes of its layers.
+    fn as_template(&self, name: &Name) -> Outcome<Self> {
         let failed = |e: io::Error| Fault::internal(format_args!("template {name}: descriptors: {e}"));
-        let mut disks: Vec<Disk> = self.disks.iter().map(|open| open.disk.clone()).collect();
-        let kept = daemon.depot.keep_frozen(&mut disks)?;
-        let open = |(disk, open): (Disk, &EpochDisk)| {
+        let open = |open: &EpochDisk| {
             let both = |(data, map): &(File, File)| Ok::<_, io::Error>((data.try_clone()?, map.try_clone()?));
             let layers = open.layers.iter().map(both).collect::<Result<_, _>>()?;
-            Ok::<_, io::Error>(EpochDisk { base: open.base.try_clone()?, layers, disk })
+            Ok::<_, io::Error>(EpochDisk { base: open.base.try_clone()?, layers, disk: open.disk.clone() })
         };
-        let disks = disks.into_iter().zip(&self.disks).map(open).collect::<Result<_, _>>().map_err(failed)?;
+        let disks = self.disks.iter().map(open).collect::<Result<_, _>>().map_err(failed)?;
         let facts = Facts {
             snapshot: Some(name.clone()),
             fork: ForkFacts::default(),
@@ -162,7 +159,6 @@ impl Epoch {
             agent_version: self.agent_version.clone(),
             pin: self.pin.clone(),
             frozen: self.frozen,
-            kept: Some(kept),
         })
     }
 }
@@ -198,8 +194,7 @@ impl Drop for Begun {
 /// # Errors
 /// The name is taken, or the host cannot.
 pub async fn begin(daemon: &Arc<Daemon>, epoch: &Arc<Epoch>, name: Name) -> Outcome<Begun> {
-    let (shared, of, called) = (daemon.clone(), epoch.clone(), name.clone());
-    let template = Arc::new(blocking(move || of.as_template(&shared, &called)).await?);
+    let template = Arc::new(epoch.as_template(&name)?);
     let removed = daemon.depot.forming().begin(&name, template.clone())?;
     let begun = Begun { daemon: daemon.clone(), name: Some(name.clone()) };
     // That of the VM which was forked.
@@ -261,9 +256,7 @@ fn commit(daemon: &Daemon, epoch: &Epoch, name: &Name, parent: Option<Name>) -> 
     copy_ram(epoch, writer.memory()).map_err(failed)?;
     copy(&epoch.state, 0, epoch.state.metadata().map_err(failed)?.len(), writer.state(), 0)
         .map_err(failed)?;
-    // The store takes frozen layers away from where they are; clones that are born now still stand on those of the epoch.
-    let mut disks: Vec<Disk> = epoch.disks.iter().map(|open| open.disk.clone()).collect();
-    let _kept: Kept = daemon.depot.keep_frozen(&mut disks)?;
+    let disks: Vec<Disk> = epoch.disks.iter().map(|open| open.disk.clone()).collect();
     let facts = Facts { snapshot: parent, ..epoch.facts.clone() };
     let spec = snapshot::spec_of(&facts, &disks, epoch.agent_version.clone());
     let mut ready = Ready::new(name, Saved::without_page_map(writer.saved()), &spec)?;

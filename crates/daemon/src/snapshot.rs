@@ -500,7 +500,7 @@ fn store(
     });
     // The pin of `committed` keeps the layers until the VM's own does.
     if live.phase.alive() {
-        vm.keep_pinned(daemon.depot.pin(&vm.name, &live)?);
+        vm.keep_pinned(daemon.depot.pin(&vm.name, &live.disks)?);
     }
     let flattened = flatten::rebases(daemon, tops, spec, &committed.manifest);
     Ok((committed, flattened))

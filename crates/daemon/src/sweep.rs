@@ -27,7 +27,7 @@ fn known(daemon: &Daemon, found: &Found, into: &mut Known) {
         let entry = into.vms.entry(id).or_insert(None);
         *entry = entry.or_else(|| found.processes.iter().find(|p| p.vm == id).map(|p| p.process));
     }
-    into.vms.extend(daemon.depot.keepers().into_iter().map(|id| (id, None)));
+    into.vms.extend(daemon.depot.store().held_vms().into_iter().map(|id| (id, None)));
     for vm in daemon.registry.all() {
         let running = vm.live().process;
         let starting = || found.processes.iter().find(|p| p.vm == vm.id).map(|p| p.process);

@@ -73,8 +73,8 @@ impl LayerRef {
     }
 }
 
-/// A layer that belongs to one VM: its writable one, or one that it has frozen and that is in no snapshot yet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+/// A layer that one VM has made: its writable one, or one that it has frozen and that is in no snapshot yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VmLayer {
     /// The VM.
@@ -96,6 +96,14 @@ impl VmLayer {
     pub(crate) fn map_name(&self) -> String {
         format!("disk{}.{}.map", self.disk, self.number)
     }
+
+    /// That of which `name` is a file.
+    pub(crate) fn named(vm: VmId, name: &str) -> Option<Self> {
+        let (disk, number) = name.strip_prefix("disk")?.split_once('.')?;
+        let (number, _) = number.split_once('.')?;
+        let layer = Self { vm, disk: disk.parse().ok()?, number: number.parse().ok()? };
+        (name == layer.data_name() || name == layer.map_name()).then_some(layer)
+    }
 }
 
 /// A frozen layer of a running VM's disk, wherever it is.
@@ -104,8 +112,10 @@ impl VmLayer {
 pub enum ChainLayer {
     /// In `layers/`.
     Stored(LayerRef),
-    /// Frozen by the VM, but its snapshot was never committed.
+    /// Frozen by the VM itself, and in no snapshot.
     Frozen(VmLayer),
+    /// Frozen by the VM that it was forked from, or one above that, which may have gone: a [`crate::Pin`] holds it.
+    Borrowed(VmLayer),
 }
 
 /// A layer made ready in a staging folder.

@@ -43,6 +43,7 @@ mod digest;
 mod errors;
 mod freezing;
 mod gc;
+mod held;
 mod images;
 mod kernels;
 mod layers;
@@ -119,6 +120,7 @@ struct Inner {
     verifier: verify::Verifier,
     tenants: pages::Tenants,
     pins: Arc<pins::Pins>,
+    held: Arc<held::Held>,
     counter: AtomicU64,
     /// The entries of `staging` that somebody works on.
     stages: blob::Stages,
@@ -158,6 +160,7 @@ impl Store {
             kernels: folder("kernels")?,
             layers: folder("layers")?,
             snapshots: folder("snapshots")?,
+            held: Arc::new(held::Held::new(folder("vms")?)),
             vms: folder("vms")?,
             staging: folder("staging")?,
             root,

@@ -2,7 +2,8 @@
 //! before it calls [`Store::gc`].
 
 use crate::errors::{Damage, IoError};
-use crate::layers::LayerId;
+use crate::held::Hold;
+use crate::layers::{LayerId, VmLayer};
 use crate::manifest::{ImageManifest, ImageRef, ManifestError, SnapshotManifest};
 use crate::{Store, manifest};
 use dayfly_units::Name;
@@ -35,6 +36,8 @@ impl Pinned {
 pub struct Pin {
     pins: Arc<Pins>,
     key: u64,
+    /// Layers that VMs have frozen, and the VM that has this stands on.
+    borrowed: Option<Hold>,
 }
 
 /// Why something was not pinned.
@@ -54,7 +57,7 @@ impl Pins {
         let key = inner.0;
         inner.0 += 1;
         inner.1.insert(key, pinned);
-        Pin { pins: Arc::clone(self), key }
+        Pin { pins: Arc::clone(self), key, borrowed: None }
     }
 
     pub(crate) fn all(&self) -> Vec<Pinned> {
@@ -69,7 +72,9 @@ impl Clone for Pin {
             let inner = self.pins.0.lock().unwrap_or_else(PoisonError::into_inner);
             inner.1.get(&self.key).cloned().unwrap_or_default()
         };
-        self.pins.pin(pinned)
+        let mut pin = self.pins.pin(pinned);
+        pin.borrowed = self.borrowed.clone();
+        pin
     }
 }
 
@@ -80,11 +85,22 @@ impl Drop for Pin {
 }
 
 impl Store {
-    /// Pins what a VM found after a restart stands on. `holder` is shown to who wants to remove it, such as `VM web-1`.
+    /// Pins what a VM stands on: images, stored layers, and those that other VMs have frozen. `holder` is shown to who wants to remove it, such as `VM web-1`.
     ///
     /// # Errors
     /// Something of it is missing; nothing is pinned then. Content is not verified: the VM has it open already.
-    pub fn pin(&self, holder: &str, images: &[ImageRef], layers: &[LayerId]) -> Result<Pin, PinError> {
+    pub fn pin(
+        &self,
+        holder: &str,
+        images: &[ImageRef],
+        layers: &[LayerId],
+        borrowed: &[VmLayer],
+    ) -> Result<Pin, PinError> {
+        // Held first: what is found then stays.
+        let hold = (!borrowed.is_empty()).then(|| self.0.held.hold(borrowed.to_vec()));
+        for layer in borrowed {
+            self.0.vm_layer_is(layer, holder)?;
+        }
         let _publishing = self.0.publishing();
         for image in images {
             self.0.image_is(image, holder)?;
@@ -94,7 +110,9 @@ impl Store {
         }
         let images = images.iter().map(|i| i.name.clone()).collect();
         let layers = layers.iter().copied().collect();
-        Ok(self.0.pins.pin(Pinned { holder: holder.to_owned(), images, layers }))
+        let mut pin = self.0.pins.pin(Pinned { holder: holder.to_owned(), images, layers });
+        pin.borrowed = hold;
+        Ok(pin)
     }
 }
 
@@ -119,6 +137,20 @@ impl crate::Inner {
             return Err(Damage::Content { file: path.join(manifest::FILE), place, expected, got }.into());
         }
         Ok(())
+    }
+
+    /// Whether the layer that a VM has frozen is there.
+    fn vm_layer_is(&self, layer: &VmLayer, by: &str) -> Result<(), PinError> {
+        let (vm, data) = (layer.vm.to_string(), layer.data_name());
+        let there = match self.vms.sub(&vm) {
+            Err(e) if e.is_not_found() => false,
+            dir => dir?.has(&data)?,
+        };
+        if there {
+            return Ok(());
+        }
+        let (file, what) = (self.vms.path().join(&vm).join(data), format!("a layer that VM {vm} has frozen"));
+        Err(Damage::Missing { file, what, by: by.to_owned() }.into())
     }
 
     /// Whether the layer is there.

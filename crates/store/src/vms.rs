@@ -40,29 +40,9 @@ pub(crate) fn next_number(dir: &Dir, disk: u8) -> IoResult<u32> {
     Ok(numbers.max().map_or(0, |n| n.saturating_add(1)))
 }
 
-/// Names of shared layers that are tried before all are listed.
-const TRIED: u32 = 4;
-
-/// Gives a frozen layer another name; says whether that was free. First its map: data without one is a writable layer.
-fn link_layer(from: &Dir, layer: &VmLayer, to: &Dir, shared: &VmLayer) -> IoResult<bool> {
-    let link = |old: &str, new: &str| match from.link(old, to, new) {
-        Err(e) if e.source.kind() == ErrorKind::AlreadyExists => Ok(false),
-        linked => linked.map(|()| true),
-    };
-    let map = shared.map_name();
-    if !link(&layer.map_name(), &map)? {
-        return Ok(false);
-    }
-    let data = link(&layer.data_name(), &shared.data_name())?;
-    if !data {
-        to.unlink(&map)?;
-    }
-    Ok(data)
-}
-
 impl Store {
-    /// Makes the first writable layers of the next VMs ahead, until so many are ready (a few more where several ask at once): finding room for a folder and a file takes a file
-    /// system 0.1 ms and more, and all that depends on the VM is the folder's name.
+    /// Makes the first writable layers of the next VMs ahead, until so many are ready (a few more where several ask at once): finding room for a folder and a
+    /// file takes a file system 0.1 ms and more, and all that depends on the VM is the folder's name.
     ///
     /// # Errors
     /// The host cannot make one.
@@ -151,45 +131,51 @@ impl Store {
         Ok((dir.open(&layer.data_name())?, dir.open(&layer.map_name())?))
     }
 
-    /// Gives a layer that another VM has frozen a second name among those of `vm`, which from then on stands on it by itself.
-    ///
-    /// # Errors
-    /// It is not there, or the host cannot.
-    pub fn share_vm_layer(&self, layer: &VmLayer, vm: VmId) -> Result<VmLayer, IoError> {
-        let from = self.0.vms.sub(&layer.vm.to_string())?;
-        let to = match self.0.vms.sub(&vm.to_string()) {
-            Err(e) if e.is_not_found() => self.0.vms.make_or_open(&vm.to_string())?,
-            there => there?,
-        };
-        // A new clone has nothing but a writable one and a few of these: to try takes less than to list them.
-        let mut number = 1;
-        loop {
-            let shared = VmLayer { vm, number, ..*layer };
-            if link_layer(&from, layer, &to, &shared)? {
-                return Ok(shared);
-            }
-            number = if number < TRIED { number + 1 } else { next_number(&to, layer.disk)? };
-        }
-    }
-
-    /// Removes one layer of a VM, such as a new writable one when the VM's `Save` failed. One that is not there is no error.
+    /// Removes one layer of a VM, such as a new writable one when the VM's `Save` failed; one that others stand on goes with the last of them. One that is not
+    /// there is no error.
     ///
     /// # Errors
     /// The host cannot remove it.
     pub fn remove_vm_layer(&self, layer: &VmLayer) -> Result<(), IoError> {
-        match self.0.vms.sub(&layer.vm.to_string()) {
-            Err(e) if e.is_not_found() => Ok(()),
-            Err(e) => Err(e),
-            Ok(dir) => dir.unlink(&layer.map_name()).and_then(|()| dir.unlink(&layer.data_name())),
-        }
+        self.0.held.let_go(layer)
     }
 
-    /// Removes every layer of `vm`. Nothing there is no error.
+    /// Removes every layer of `vm`; those that others stand on go with the last of them. Nothing there is no error.
     ///
     /// # Errors
     /// The host cannot remove it.
     pub fn remove_vm(&self, vm: VmId) -> Result<(), IoError> {
-        self.0.vms.remove(&vm.to_string())
+        if self.0.held.let_go_held(vm).is_empty() {
+            return self.0.vms.remove(&vm.to_string());
+        }
+        self.keep_vm_layers(vm, &[])?;
+        // Nobody may have held them for long.
+        self.0.vms.remove_if_empty(&vm.to_string())
+    }
+
+    /// Removes every layer of `vm` but these, as [`Self::remove_vm_layer`]: what a daemon before had removed already, but that others stood on it.
+    ///
+    /// # Errors
+    /// The host cannot remove one.
+    pub fn keep_vm_layers(&self, vm: VmId, layers: &[VmLayer]) -> Result<(), IoError> {
+        let dir = match self.0.vms.sub(&vm.to_string()) {
+            Err(e) if e.is_not_found() => return Ok(()),
+            dir => dir?,
+        };
+        for name in dir.entries()? {
+            match VmLayer::named(vm, &name) {
+                Some(layer) if layers.contains(&layer) => {}
+                Some(layer) => self.0.held.let_go(&layer)?,
+                None => dir.remove(&name)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// VMs of which others stand on a layer, and which may have gone.
+    #[must_use]
+    pub fn held_vms(&self) -> Vec<VmId> {
+        self.0.held.vms()
     }
 
     /// The VMs that have a folder here, and anything else that is in its place, by path; for a search for leaks.
@@ -201,20 +187,30 @@ impl Store {
         Ok(names.into_iter().map(|n| (n.parse().ok(), self.0.vms.path().join(n))).collect())
     }
 
-    /// Bytes of disk that only `vm` takes: the blocks of its own layers, but for those that others stand on too.
+    /// Bytes of disk that only `vm` takes: the blocks of its own layers and of those it has `borrowed`, but for those that others stand on too.
     ///
     /// # Errors
     /// The folder cannot be read.
-    pub fn vm_disk_bytes(&self, vm: VmId) -> Result<u64, IoError> {
-        let dir = match self.0.vms.sub(&vm.to_string()) {
-            Err(e) if e.is_not_found() => return Ok(0),
-            other => other?,
-        };
-        let allocated = |name: &String| -> IoResult<u64> {
-            let path = dir.path().join(name);
-            let meta = dir.open(name)?.metadata().map_err(IoError::new("looking at", &path))?;
-            Ok(if meta.nlink() > 1 { 0 } else { meta.blocks() * 512 })
-        };
-        dir.entries()?.iter().map(allocated).sum()
+    pub fn vm_disk_bytes(&self, vm: VmId, borrowed: &[VmLayer]) -> Result<u64, IoError> {
+        let mut bytes = 0;
+        let dir = self.0.vms.sub(&vm.to_string());
+        if !dir.as_ref().is_err_and(IoError::is_not_found) {
+            let dir = dir?;
+            for name in dir.entries()? {
+                let shared = VmLayer::named(vm, &name).is_some_and(|layer| self.0.held.holders(&layer).0 > 0);
+                bytes += if shared { 0 } else { allocated(&dir, &name)? };
+            }
+        }
+        for layer in borrowed.iter().filter(|layer| self.0.held.holders(layer) == (1, true)) {
+            let dir = self.0.vms.sub(&layer.vm.to_string())?;
+            bytes += allocated(&dir, &layer.data_name())? + allocated(&dir, &layer.map_name())?;
+        }
+        Ok(bytes)
     }
+}
+
+/// Bytes of disk of a file that has this name alone.
+fn allocated(dir: &Dir, name: &str) -> IoResult<u64> {
+    let meta = dir.open(name)?.metadata().map_err(IoError::new("looking at", &dir.path().join(name)))?;
+    Ok(if meta.nlink() > 1 { 0 } else { meta.blocks() * 512 })
 }

@@ -57,11 +57,8 @@ async fn clones_of_a_running_vm_have_what_it_had_and_so_have_theirs() {
             says(child, "verify ok seed 8\nverify bad page 0\nverify ok seed 9\nready").await;
             assert_eq!((item.forked_from, item.state), (Some(parent.id), VmState::Running));
             let disks = child.live().disks;
-            let own = disks[0].layers.iter().filter(|layer| match layer {
-                dayfly_store::ChainLayer::Frozen(layer) => layer.vm == child.id,
-                dayfly_store::ChainLayer::Stored(_) => false,
-            });
-            assert_eq!(own.count(), 1, "the layer that its parent froze has a name of its own: {disks:?}");
+            let borrowed: Vec<_> = disks[0].borrowed().map(|layer| layer.vm).collect();
+            assert_eq!(borrowed, [parent.id], "the layer that its parent froze: {disks:?}");
             assert_ne!(child.live().disks[0].writable.unwrap().vm, parent.id);
         }
         // The parent stands on its snapshot, goes on waiting, and is forked again when its first clones have gone.
@@ -222,7 +219,7 @@ async fn a_fork_becomes_a_template_and_can_be_cloned_before_it_is_stored() {
         for vm in [first, second, third] {
             end(&room, &vm).await;
         }
-        until("nothing is kept for it", || depot.keepers().is_empty()).await;
+        until("nothing is kept for it", || depot.store().held_vms().is_empty()).await;
         room.empty().await;
     }
 }
@@ -251,7 +248,7 @@ async fn a_template_that_is_removed_while_it_is_stored_is_not_stored() {
     until("its name is free", || !depot.forming().has(&name)).await;
     assert_eq!(depot.snapshot(&name).unwrap_err().0.code, ErrorCode::NotFound);
     // Its name is free before its layers are.
-    until("nothing is kept for it", || depot.keepers().is_empty()).await;
+    until("nothing is kept for it", || depot.store().held_vms().is_empty()).await;
     // The clone of the same instant knows nothing of it.
     let child = room.daemon.registry.find(&told.items[0].id.to_string()).unwrap();
     says(&child, "verify ok seed 8\nverify bad page 0\nverify ok seed 9\nready").await;

@@ -56,13 +56,13 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
         }
     };
     let weight = {
-        let (process, depot, id) = (vm.process(), daemon.depot.clone(), vm.id);
+        let (process, depot, id, disks) = (vm.process(), daemon.depot.clone(), vm.id, vm.live().disks);
         blocking(move || {
             let memory = match process {
                 Some(process) => memory::of(process.id().pid).map_err(Fault::not_found)?,
                 None => Memory::default(),
             };
-            Ok((memory, depot.vm_bytes(id)))
+            Ok((memory, depot.vm_bytes(id, &disks)))
         })
     };
     let (guest, status, weight) = tokio::join!(guest, status, weight);

@@ -12,7 +12,7 @@ use crate::fork::Epoch;
 use crate::time::unix_ms;
 use dayfly_api::types::{BootSource, NetworkRequest, Source};
 use dayfly_host::process::Process;
-use dayfly_store::{ChainLayer, Digest, DiskRef, Image, Kernel, OpenSnapshot, Pin};
+use dayfly_store::{Digest, DiskRef, Image, Kernel, OpenSnapshot, Pin};
 use dayfly_units::{Name, VmId};
 use dayfly_vmm::config::{
     BootConfig, DiskConfig, LayerConfig, MAX_NETS, MAX_VCPUS, RestoreConfig, Shape, SharedConfig, Start,
@@ -136,10 +136,9 @@ impl Opened {
     pub(super) fn disks(&self) -> Vec<Disk> {
         match self {
             Self::Snapshot(open) => open.manifest.disks.iter().map(Disk::of).collect(),
-            // Layers that its parent has frozen get names of its own.
             Self::Fork(epoch, _) => {
                 let disks = epoch.disks.iter().map(|open| open.disk.clone());
-                disks.map(|disk| Disk { layers: Vec::new(), writable: None, ..disk }).collect()
+                disks.map(|disk| Disk { writable: None, ..disk }).collect()
             }
             Self::Boot { image, .. } => {
                 let size_bytes = image.manifest.disk.bytes;
@@ -294,12 +293,6 @@ impl CloneOf {
             let (layer, data) = daemon.depot.writable(id, number)?;
             disks[usize::from(number)].writable = Some(layer);
             configs[usize::from(number)].writable_fd = Some(fds.add(data));
-        }
-        // After the writable ones, whose folder may be there already.
-        for layer in disks.iter_mut().flat_map(|disk| &mut disk.layers) {
-            if let ChainLayer::Frozen(of_parent) = layer {
-                *of_parent = daemon.depot.store().share_vm_layer(of_parent, id)?;
-            }
         }
         let generation = identity::random();
         // Also of one that has just died: it must not be taken for whole.

@@ -218,6 +218,15 @@ impl Dir {
         self.unlinkat(name, AtFlags::REMOVEDIR)
     }
 
+    /// Removes a folder that has nothing in it; one that has, or is not there, is no error.
+    pub(crate) fn remove_if_empty(&self, name: &str) -> IoResult<()> {
+        self.step("removing", name)?;
+        match self.unlinkat(name, AtFlags::REMOVEDIR) {
+            Err(e) if e.source.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
+            removed => removed,
+        }
+    }
+
     /// Whether there is something of that name.
     pub(crate) fn has(&self, name: &str) -> IoResult<bool> {
         match statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) {

@@ -208,13 +208,14 @@ impl Staged {
         for layer in &disk.layers {
             layers.push(match layer {
                 ChainLayer::Stored(layer) => *layer,
-                ChainLayer::Frozen(vm_layer) => {
+                ChainLayer::Frozen(vm_layer) | ChainLayer::Borrowed(vm_layer) => {
                     let folder = self.folder();
                     let staged = inner.stage_layer(stage, folder, *vm_layer)?;
-                    let layer = staged.layer;
-                    self.frozen.push(*vm_layer);
+                    let stored = staged.layer;
+                    // What is borrowed is not the VM's to let go.
+                    self.frozen.extend(matches!(layer, ChainLayer::Frozen(_)).then_some(*vm_layer));
                     self.layers.push(staged);
-                    layer
+                    stored
                 }
             });
         }

@@ -20,7 +20,7 @@ use crate::publish::OpenError;
 use crate::sparse::{SparseHasher, is_zero, next_data};
 use crate::vms::next_number;
 use crate::{Inner, Store};
-use dayfly_units::PAGE_SIZE;
+use dayfly_units::{PAGE_SIZE, VmId};
 use std::fs::File;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -215,23 +215,25 @@ impl Staged {
 }
 
 impl Store {
-    /// One layer of a disk of `size_bytes` in the place of several that a VM has frozen, the lowest first; these stay. Nothing of it is hashed: it is no snapshot's.
+    /// One layer of `vm` in the place of several that VMs have frozen of a disk of `size_bytes`, the lowest first; these stay. Nothing of it is hashed: it is no
+    /// snapshot's.
     ///
     /// # Errors
     /// [`FlattenError`]; there is no new layer then.
     pub fn merge_vm_layers(
         &self,
+        vm: VmId,
         layers: &[VmLayer],
         size_bytes: u64,
         merge: Merge,
     ) -> Result<Option<VmLayer>, FlattenError> {
         let Some(lowest) = layers.first() else { return Ok(None) };
-        let dir = self.0.vms.sub(&lowest.vm.to_string())?;
+        let dir = self.0.vms.sub(&vm.to_string())?;
         let open = layers.iter().map(|layer| self.open_frozen_layer(layer));
         let (data, maps): (Vec<File>, Vec<File>) = open.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
         let borrowed: Vec<BorrowedFd<'_>> = maps.iter().map(AsFd::as_fd).collect();
         let Merged { map, runs } = merge(&borrowed).map_err(FlattenError::Maps)?;
-        let merged = VmLayer { number: next_number(&dir, lowest.disk)?, ..*lowest };
+        let merged = VmLayer { vm, number: next_number(&dir, lowest.disk)?, ..*lowest };
         let name = merged.data_name();
         let made = || {
             let file = dir.create(&name)?;

@@ -254,7 +254,7 @@ impl Machine {
 fn frozen(chain: &[ChainLayer]) -> Vec<VmLayer> {
     let frozen = |layer: &ChainLayer| match layer {
         ChainLayer::Frozen(layer) => *layer,
-        ChainLayer::Stored(layer) => panic!("a snapshot's layer: {layer:?}"),
+        other => panic!("not frozen by the VM: {other:?}"),
     };
     chain.iter().map(frozen).collect()
 }
@@ -280,26 +280,37 @@ fn layers_that_a_vm_froze_are_shared_and_merged_and_outlive_it() {
         parent.write(&mut random);
         parent.freeze(&store);
         let child = VmId::random();
-        let share = |layer| store.share_vm_layer(layer, child).unwrap();
-        let shared: Vec<VmLayer> = frozen(&parent.vm.chain).iter().map(share).collect();
-        assert!(shared.iter().zip(1..).all(|(layer, number)| (layer.vm, layer.number) == (child, number)));
-        assert_eq!(store.vm_disk_bytes(child).unwrap(), 0, "both stand on them");
-        children.push((child, shared, parent.content.clone()));
+        let borrowed = frozen(&parent.vm.chain);
+        let pin = store.pin("a child", &[], &[], &borrowed).unwrap();
+        let takes = || store.vm_disk_bytes(child, &borrowed).unwrap();
+        assert_eq!(takes(), 0, "both stand on them");
+        children.push((child, borrowed.clone(), parent.content.clone(), pin));
         if parent.vm.chain.len() > MOST {
             let old = frozen(&parent.vm.chain);
-            let one = store.merge_vm_layers(&old, (BLOCKS * PAGE) as u64, merge).unwrap().unwrap();
+            let size = (BLOCKS * PAGE) as u64;
+            let one = store.merge_vm_layers(parent.vm.id, &old, size, merge).unwrap().unwrap();
             assert_eq!(read(&standing_on(&store, &[one])), parent.content);
             old.iter().for_each(|layer| store.remove_vm_layer(layer).unwrap());
             parent.vm.chain = vec![ChainLayer::Frozen(one)];
             assert_ne!(one.number, parent.vm.writable.number);
+            // Of the one that was frozen last only this child knows.
+            assert!(takes() >= 4096);
         }
     }
+    // A child's own: what it borrowed and what it froze are one, and the former stays for the others.
+    let (child, borrowed, content, _pin) = children.last().unwrap();
+    store.create_vm_layer(*child, 0).unwrap();
+    let size = (BLOCKS * PAGE) as u64;
+    let one = store.merge_vm_layers(*child, borrowed, size, merge).unwrap().unwrap();
+    assert_eq!((one.vm, one.number), (*child, 1));
+    assert_eq!(read(&standing_on(&store, &[one])), *content);
+    store.remove_vm(*child).unwrap();
     store.remove_vm(parent.vm.id).unwrap();
-    for (child, layers, content) in children {
+    assert_eq!(store.held_vms(), [parent.vm.id]);
+    for (child, layers, content, _pin) in children {
         assert_eq!(read(&standing_on(&store, &layers)), content, "{child}");
-        store.remove_vm(child).unwrap();
     }
-    assert_eq!(store.vm_folders().unwrap(), []);
+    assert_eq!((store.held_vms(), store.vm_folders().unwrap()), (vec![], vec![]));
 }
 
 #[test]
@@ -322,14 +333,17 @@ fn layers_that_cannot_be_merged_stay_and_nothing_else_does() {
         names
     };
     let before = files();
-    let no = store.merge_vm_layers(&layers, size, |_| Err("no".into())).unwrap_err();
+    let no = store.merge_vm_layers(parent.vm.id, &layers, size, |_| Err("no".into())).unwrap_err();
     assert!(matches!(no, FlattenError::Maps(_)), "{no}");
-    let short = store.merge_vm_layers(&layers, 4096, merge).unwrap_err();
+    let short = store.merge_vm_layers(parent.vm.id, &layers, 4096, merge).unwrap_err();
     assert!(matches!(short, FlattenError::Run { end: 4096, .. }), "{short}");
-    assert_eq!(store.merge_vm_layers(&[], size, merge).unwrap(), None);
+    assert_eq!(store.merge_vm_layers(parent.vm.id, &[], size, merge).unwrap(), None);
     let gone = VmLayer { number: 77, ..layers[0] };
-    assert!(matches!(store.merge_vm_layers(&[layers[0], gone], size, merge), Err(FlattenError::Io(_))));
-    assert!(store.share_vm_layer(&gone, VmId::random()).unwrap_err().is_not_found());
+    let with_gone = store.merge_vm_layers(parent.vm.id, &[layers[0], gone], size, merge);
+    assert!(matches!(with_gone, Err(FlattenError::Io(_))));
+    let missing = store.pin("a child", &[], &[], &[layers[0], gone]);
+    assert!(matches!(missing, Err(crate::PinError::Damage(crate::Damage::Missing { .. }))));
+    assert_eq!(store.held_vms(), [], "nothing is held");
     assert_eq!(files(), before);
     assert_eq!(read(&standing_on(&store, &layers)), parent.content);
 }

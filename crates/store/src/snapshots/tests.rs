@@ -75,9 +75,9 @@ fn a_vm_that_goes_on_is_snapshotted_again() {
     store.remove_snapshot(&name("s2")).unwrap();
     assert_eq!(store.gc().unwrap().layers, []);
     assert_is(&store, "s3", 3);
-    assert!(store.vm_disk_bytes(vm.id).unwrap() == 0);
+    assert!(store.vm_disk_bytes(vm.id, &[]).unwrap() == 0);
     vm.write(&store, 9);
-    assert!(store.vm_disk_bytes(vm.id).unwrap() >= 4096);
+    assert!(store.vm_disk_bytes(vm.id, &[]).unwrap() >= 4096);
     store.remove_vm(vm.id).unwrap();
     assert_eq!(store.vm_folders().unwrap(), []);
 }
@@ -157,13 +157,16 @@ fn a_commit_names_what_it_stands_on_that_is_gone() {
         }
         other => panic!("{other:?}"),
     }
-    assert!(matches!(store.pin("VM x", &[], &[layer]), Err(crate::PinError::Damage(Damage::Missing { .. }))));
+    assert!(matches!(
+        store.pin("VM x", &[], &[layer], &[]),
+        Err(crate::PinError::Damage(Damage::Missing { .. }))
+    ));
     let image = vm.image.clone();
-    let pin = store.pin("VM x", std::slice::from_ref(&image), &[]).unwrap();
+    let pin = store.pin("VM x", std::slice::from_ref(&image), &[], &[]).unwrap();
     assert!(matches!(store.remove_image(&name(IMAGE)), Err(RemoveError::InUse { by, .. }) if by == ["VM x"]));
     drop(pin);
     store.remove_image(&name(IMAGE)).unwrap();
-    assert!(store.pin("VM x", &[image], &[]).is_err());
+    assert!(store.pin("VM x", &[image], &[], &[]).is_err());
 }
 
 #[test]
@@ -174,7 +177,7 @@ fn pins_hold_layers_while_they_live() {
     let open = store.open_snapshot(&name("base")).unwrap();
     store.remove_snapshot(&name("base")).unwrap();
     assert_eq!(store.gc().unwrap().layers, []);
-    let pin = store.pin("VM adopted", &open.manifest.images(), &open.manifest.layer_ids()).unwrap();
+    let pin = store.pin("VM adopted", &open.manifest.images(), &open.manifest.layer_ids(), &[]).unwrap();
     drop(open);
     assert_eq!(store.gc().unwrap().layers, []);
     drop(pin);

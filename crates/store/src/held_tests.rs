@@ -1,0 +1,136 @@
+use crate::fixture::{Vm, name, store};
+use crate::{ChainLayer, Pin, Store, VmLayer};
+use std::path::Path;
+
+/// Freezes what it writes, as a fork does.
+fn freeze(store: &Store, vm: &mut Vm) -> VmLayer {
+    let mut freezing = store.freezing();
+    let freeze = freezing.freeze(&vm.writable).unwrap();
+    freezing.keep();
+    let frozen = vm.writable;
+    vm.chain.push(freeze.frozen);
+    vm.writable = freeze.next;
+    frozen
+}
+
+fn hold(store: &Store, layers: &[VmLayer]) -> Pin {
+    store.pin("a clone", &[], &[], layers).unwrap()
+}
+
+fn files(root: &Path, layer: &VmLayer) -> usize {
+    let has = |name: String| root.join("vms").join(layer.vm.to_string()).join(name).exists();
+    usize::from(has(layer.data_name())) + usize::from(has(layer.map_name()))
+}
+
+/// All orders of `n` things.
+fn orders(n: usize) -> Vec<Vec<usize>> {
+    let Some(last) = n.checked_sub(1) else { return vec![vec![]] };
+    let with_last = |order: Vec<usize>| {
+        (0..n).map(move |place| [&order[..place], &[last], &order[place..]].concat()).collect::<Vec<_>>()
+    };
+    orders(last).into_iter().flat_map(with_last).collect()
+}
+
+#[test]
+fn a_layer_stays_as_long_as_its_vm_or_a_clone_needs_it() {
+    let all = orders(6);
+    assert_eq!(all.len(), 720);
+    for order in all {
+        let root = tempfile::tempdir().unwrap();
+        let store = store(root.path());
+        let mut vm = Vm::boot(&store);
+        let layers = [freeze(&store, &mut vm), freeze(&store, &mut vm)];
+        // One of each, one of both, and one that has what another has.
+        let mut pins = vec![Some(hold(&store, &layers[..1])), Some(hold(&store, &layers))];
+        pins.push(pins[1].clone());
+        let mut needed = [[true, true, true, true], [true, false, true, true]];
+        for step in order {
+            match step {
+                0..3 => {
+                    pins[step] = None;
+                    needed.iter_mut().for_each(|needed| needed[step + 1] = false);
+                }
+                3 | 4 => {
+                    store.remove_vm_layer(&layers[step - 3]).unwrap();
+                    needed[step - 3][0] = false;
+                }
+                _ => {
+                    store.remove_vm(vm.id).unwrap();
+                    needed.iter_mut().for_each(|needed| needed[0] = false);
+                }
+            }
+            for (layer, needed) in layers.iter().zip(&needed) {
+                let expected = if needed.contains(&true) { 2 } else { 0 };
+                assert_eq!(files(root.path(), layer), expected, "{layer:?}, needed by {needed:?}");
+            }
+        }
+        assert_eq!((store.held_vms(), store.vm_folders().unwrap()), (vec![], vec![]));
+    }
+}
+
+#[test]
+fn a_clone_that_commits_takes_nothing_away_from_its_parent() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let mut parent = Vm::boot(&store);
+    let frozen = freeze(&store, &mut parent);
+    let mut clone = Vm::boot(&store);
+    clone.chain = vec![ChainLayer::Borrowed(frozen)];
+    let pin = hold(&store, &[frozen]);
+    clone.snapshot(&store, "of-the-clone", 1).unwrap();
+    drop(pin);
+    assert_eq!(files(root.path(), &frozen), 2);
+    parent.snapshot(&store, "of-the-parent", 1).unwrap();
+    assert_eq!(files(root.path(), &frozen), 0);
+    let layers = |of: &str| store.snapshot(&name(of)).unwrap().layer_ids();
+    assert_eq!(layers("of-the-clone")[0], layers("of-the-parent")[0], "the same content is stored once");
+}
+
+#[test]
+fn a_store_that_is_opened_again_lets_go_what_was_let_go_before() {
+    let root = tempfile::tempdir().unwrap();
+    let (vm, layers) = {
+        let store = store(root.path());
+        let mut vm = Vm::boot(&store);
+        let layers = [freeze(&store, &mut vm), freeze(&store, &mut vm), freeze(&store, &mut vm)];
+        let pin = hold(&store, &layers[..1]);
+        store.remove_vm_layer(&layers[0]).unwrap();
+        // As a daemon that is killed.
+        std::mem::forget(pin);
+        (vm, layers)
+    };
+    let store = Store::open(root.path()).unwrap();
+    let pin = hold(&store, &layers[..2]);
+    let left = || layers.each_ref().map(|layer| files(root.path(), layer));
+    assert_eq!(left(), [2, 2, 2]);
+    store.keep_vm_layers(vm.id, &[layers[1], layers[2], vm.writable]).unwrap();
+    assert_eq!(left(), [2, 2, 2], "a clone stands on the first");
+    let again = pin.clone();
+    drop(pin);
+    assert_eq!(left(), [2, 2, 2]);
+    drop(again);
+    assert_eq!(left(), [0, 2, 2]);
+    store.keep_vm_layers(vm.id, &[layers[2], vm.writable]).unwrap();
+    assert_eq!(left(), [0, 0, 2], "nobody stands on it");
+    assert!(store.open_vm_layer(&vm.writable, true).is_ok());
+    store.remove_vm(vm.id).unwrap();
+    assert_eq!(store.vm_folders().unwrap(), []);
+}
+
+#[test]
+fn whoever_is_last_removes_it() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    for _ in 0..200 {
+        let mut vm = Vm::boot(&store);
+        let layers = [freeze(&store, &mut vm), freeze(&store, &mut vm)];
+        let pins = [hold(&store, &layers[..1]), hold(&store, &layers), hold(&store, &layers[1..])];
+        std::thread::scope(|scope| {
+            scope.spawn(|| store.remove_vm(vm.id).unwrap());
+            for pin in pins {
+                scope.spawn(|| drop(pin));
+            }
+        });
+        assert_eq!((store.held_vms(), store.vm_folders().unwrap()), (vec![], vec![]));
+    }
+}
