@@ -33,7 +33,7 @@ const SECOND: Duration = Duration::from_secs(1);
 /// What the guest rewrites.
 const HOT_PAGES: u64 = 8 * MIB / PAGE_SIZE;
 const CHILDREN: u32 = 100;
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 9;
 const WITHIN: Duration = Duration::from_secs(120);
 
 /// A parent: RAM, and pages that it has written.
@@ -225,8 +225,9 @@ async fn children(room: &Room, floor: &mut Floor, parent_of: &Name, plain: &Name
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     let count = usize::try_from(CHILDREN)?;
-    let (mut forks, mut pauses, mut plains, mut freshes, mut per_child, mut per_floor) =
-        (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let (mut forks, mut pauses, mut frozen) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut plains, mut freshes, mut per_child, mut per_floor) =
+        (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for round in 0..ROUNDS {
         room.pool_is_full().await?;
         let (before, waited) = (common::settled_available()?, room.waiting().await?.0);
@@ -234,6 +235,7 @@ async fn children(room: &Room, floor: &mut Floor, parent_of: &Name, plain: &Name
         let forked = fork(room, id, CHILDREN).await?;
         forks.push(u64::try_from(begun.elapsed().as_micros())?);
         pauses.push(forked.paused_us);
+        frozen.push(forked.frozen_us);
         for child in &forked.items {
             room.first_port_write_us(child.id)?;
         }
@@ -262,18 +264,21 @@ async fn children(room: &Room, floor: &mut Floor, parent_of: &Name, plain: &Name
         floor.end_us()?;
     }
     room.remove(id).await?;
-    let (forked, births, unprimed) = (median(&forks), median(&plains), median(&freshes));
+    let (forked, births, unprimed, frozen) =
+        (median(&forks), median(&plains), median(&freshes), median(&frozen));
     let (child, floor) = (median(&per_child), median(&per_floor));
     println!(
-        "  {CHILDREN} children: {}; as many births in shells {}, of clones that wait primed {}; each takes {} KiB of memory, the floor's VM {} KiB",
+        "  {CHILDREN} children: {}, of which {} until their parent goes on; as many births in shells {}, of clones that wait primed {}; each takes {} KiB of memory, the floor's VM {} KiB",
         shown(forked),
+        shown(frozen),
         shown(unprimed),
         shown(births),
         child >> 10,
         floor >> 10
     );
     Ok(json!({
-        "children": CHILDREN, "answered_us": forked, "pause_us": median(&pauses), "births_us": unprimed,
+        "children": CHILDREN, "answered_us": forked, "pause_us": median(&pauses), "frozen_us": frozen, "births_us": unprimed,
+        "ratio_of_the_rest_to_births": ratio(forked.saturating_sub(frozen), unprimed),
         "primed_births_us": births, "ratio_to_primed_births": ratio(forked, births),
         "ratio_to_births": ratio(forked, unprimed), "memory_each_bytes": child, "floor_each_bytes": floor,
         "memory_over_floor_bytes": child.saturating_sub(floor), "rounds": forks.len(),

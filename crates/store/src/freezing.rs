@@ -2,6 +2,7 @@
 
 use crate::errors::IoError;
 use crate::layers::{ChainLayer, VmLayer};
+use crate::vms::next_number;
 use crate::{Inner, Store};
 use std::fs::File;
 use std::sync::Arc;
@@ -51,9 +52,10 @@ impl Freezing {
         let dir = self.store.0.vms.sub(&writable.vm.to_string())?;
         dir.open(&writable.data_name())?;
         dir.unlink(&writable.map_name())?;
-        let (next, next_data) = self.store.create_vm_layer(writable.vm, writable.disk)?;
+        let next = VmLayer { number: next_number(&dir, writable.disk)?, ..*writable };
+        let next_data = self.store.fresh_file(&dir, &next.data_name())?;
         self.undo.push((*writable, next));
-        let map = dir.create(&writable.map_name())?;
+        let map = self.store.fresh_file(&dir, &writable.map_name())?;
         Ok(Freeze { frozen: ChainLayer::Frozen(*writable), map, next, next_data })
     }
 

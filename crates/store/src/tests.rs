@@ -294,6 +294,27 @@ fn a_layer_made_ahead_is_the_first_one_of_one_vm() {
     assert_eq!(store.open_vm_layer(&ahead, true).unwrap().metadata().unwrap().len(), 7);
     let (third, data) = store.create_vm_layer(id(3), 0).unwrap();
     assert_eq!((third.vm, data.metadata().unwrap().len(), made()), (id(3), 0, 0));
+    // Files for freezes are made once somebody froze a layer.
+    let freeze = |layer: &VmLayer| {
+        let mut freezing = store.freezing();
+        let freeze = freezing.freeze(layer).unwrap();
+        freezing.keep();
+        assert_eq!(
+            (freeze.map.metadata().unwrap().len(), freeze.next_data.metadata().unwrap().len()),
+            (0, 0)
+        );
+        freeze.next_data.set_len(3).unwrap();
+        freeze.next
+    };
+    let next = freeze(&third);
+    store.prepare_vm_layers(0).unwrap();
+    assert_eq!(made(), 4);
+    let last = freeze(&next);
+    assert_eq!((next.number, last.number, made()), (1, 2, 2));
+    assert_eq!(store.open_vm_layer(&last, true).unwrap().metadata().unwrap().len(), 3);
+    assert_eq!(store.open_frozen_layer(&next).unwrap().0.metadata().unwrap().len(), 3);
+    store.prepare_vm_layers(0).unwrap();
+    assert_eq!(made(), 4);
     drop(store);
     assert_eq!(std::fs::read_dir(folder.path().join("staging")).unwrap().count(), 0);
 }

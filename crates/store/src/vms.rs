@@ -11,20 +11,28 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-/// Folders in one stage, each with the first layer of a VM that is not known yet.
+/// What is made ahead, in one stage.
 #[derive(Debug, Default)]
 pub(crate) struct Spares {
     stage: Option<Arc<Stage>>,
     made: u64,
+    /// Folders, each with the first layer of a VM that is not known yet.
     ready: Vec<Spare>,
+    /// Empty files for whoever freezes his layers next.
+    files: Vec<Spare>,
+    /// How many of these there should be: none before somebody froze one.
+    files_wanted: usize,
 }
 
-/// One of these: its name, and the layer.
+/// The name of a folder or a file, and the file.
 #[derive(Debug)]
 struct Spare {
     name: String,
     data: File,
 }
+
+/// A map and a layer for each of two disks, or for one that is frozen twice in a row.
+const FILES: usize = 4;
 
 impl Inner {
     fn spares(&self) -> MutexGuard<'_, Spares> {
@@ -41,17 +49,19 @@ pub(crate) fn next_number(dir: &Dir, disk: u8) -> IoResult<u32> {
 }
 
 impl Store {
-    /// Makes the first writable layers of the next VMs ahead, until so many are ready (a few more where several ask at once): finding room for a folder and a
-    /// file takes a file system 0.1 ms and more, and all that depends on the VM is the folder's name.
+    /// Makes the first writable layers of the next VMs ahead, until so many are ready (a few more where several ask at once), and empty files where VMs
+    /// freeze theirs: finding room for a folder or a file takes a file system 0.1 ms, or 0.5 where many were removed just before, and all that depends on the VM
+    /// is the name.
     ///
     /// # Errors
     /// The host cannot make one.
     pub fn prepare_vm_layers(&self, count: usize) -> Result<(), IoError> {
         loop {
             // Whoever wants one that is ready does not wait for the next.
-            let (stage, name) = {
+            let (stage, number, folder) = {
                 let mut spares = self.0.spares();
-                if spares.ready.len() >= count {
+                let folder = spares.ready.len() < count;
+                if !folder && spares.files.len() >= spares.files_wanted {
                     return Ok(());
                 }
                 let stage = match &spares.stage {
@@ -59,11 +69,34 @@ impl Store {
                     None => spares.stage.insert(Arc::new(self.0.stage()?)).clone(),
                 };
                 spares.made += 1;
-                (stage, format!("vm{}", spares.made))
+                (stage, spares.made, folder)
             };
-            let data = stage.make(&name)?.create(VmLayer::FIRST_DATA)?;
-            self.0.spares().ready.push(Spare { name, data });
+            if folder {
+                let name = format!("vm{number}");
+                let data = stage.make(&name)?.create(VmLayer::FIRST_DATA)?;
+                self.0.spares().ready.push(Spare { name, data });
+            } else {
+                let name = format!("file{number}");
+                let data = stage.create(&name)?;
+                self.0.spares().files.push(Spare { name, data });
+            }
         }
+    }
+
+    /// A new empty file for a layer that is frozen or the one that follows: one made ahead, if there is one.
+    pub(crate) fn fresh_file(&self, dir: &Dir, name: &str) -> IoResult<File> {
+        let spare = {
+            let mut spares = self.0.spares();
+            spares.files_wanted = FILES;
+            spares.stage.clone().zip(spares.files.pop())
+        };
+        if let Some((stage, spare)) = spare {
+            if stage.rename(&spare.name, dir, name, IfTaken::Refuse).is_ok() {
+                return Ok(spare.data);
+            }
+            self.0.spares().files.push(spare);
+        }
+        dir.create(name)
     }
 
     /// Removes what is ready of these beyond so many.
