@@ -6,7 +6,7 @@ use crate::pagers::Pagers;
 use crate::vm::Facts;
 use crate::vm::registry::Registry;
 use dayfly_host::process::ProcessId;
-use dayfly_store::{Digest, KernelRef, Store};
+use dayfly_store::{ChainLayer, Digest, KernelRef, Store, VmLayer};
 use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::Status;
 use std::io::{Read, Write};
@@ -128,22 +128,31 @@ fn recorded(config: &Config, name: &str, phase: Phase, ephemeral: bool, process:
     vm.id
 }
 
+/// The same of one whose VMM runs, with what `change` makes of it. Records name their process, whose command line names their VM: they are written twice.
+fn recorded_with(
+    config: &Config,
+    name: &str,
+    phase: Phase,
+    ephemeral: bool,
+    change: impl FnOnce(&mut Record),
+) -> (VmId, Standin) {
+    let id = recorded(config, name, phase, ephemeral, None);
+    let standin = Standin::start(config, id);
+    let dir = config.vm(id);
+    let mut record = Record::read(&dir, id).unwrap();
+    record.live.process = Some(standin.1);
+    change(&mut record);
+    record.write(&dir).unwrap();
+    (id, standin)
+}
+
 #[tokio::test]
 async fn a_new_daemon_finds_what_lives_and_sweeps_the_rest() {
     let folder = tempfile::tempdir().unwrap();
     let deadlines = Deadlines { control: Duration::from_millis(500), ..Deadlines::default() };
     let config = Config { deadlines, ..fixture::config(folder.path()) };
     std::fs::create_dir_all(config.vms()).unwrap();
-    // Records name their process, whose command line names their VM: the record is written twice.
-    let with_standin = |name: &str, phase, ephemeral| {
-        let id = recorded(&config, name, phase, ephemeral, None);
-        let standin = Standin::start(&config, id);
-        let dir = config.vm(id);
-        let mut record = Record::read(&dir, id).unwrap();
-        record.live.process = Some(standin.1);
-        record.write(&dir).unwrap();
-        (id, standin)
-    };
+    let with_standin = |name: &str, phase, ephemeral| recorded_with(&config, name, phase, ephemeral, |_| ());
     let (lives, mut lives_process) = with_standin("lives", Phase::Running, false);
     answer(&config, lives, true);
     let (mute, mute_process) = with_standin("mute", Phase::Running, false);
@@ -196,4 +205,67 @@ async fn a_new_daemon_finds_what_lives_and_sweeps_the_rest() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     panic!("the end of an adopted VM was not written down");
+}
+
+#[tokio::test]
+async fn layers_that_clones_stand_on_stay_and_no_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let deadlines = Deadlines { control: Duration::from_millis(500), ..Deadlines::default() };
+    let config = Config { deadlines, ..fixture::config(folder.path()) };
+    std::fs::create_dir_all(config.vms()).unwrap();
+    let store = Store::open(&config.state).unwrap();
+    fixture::snapshot(&store, "default", "s", 0..1);
+    let image = store.image(&"debian".parse().unwrap()).unwrap().reference();
+    // A VM's layers: frozen ones, the lowest first, and the one that it writes.
+    let layers = |vm: VmId, frozen: usize| -> Vec<VmLayer> {
+        let mut layers = vec![store.create_vm_layer(vm, 0).unwrap().0];
+        for _ in 0..frozen {
+            let mut freezing = store.freezing();
+            layers.push(freezing.freeze(layers.last().unwrap()).unwrap().next);
+            freezing.keep();
+        }
+        layers
+    };
+    let disk = |layers: Vec<ChainLayer>, writable| {
+        vec![Disk { image: image.clone(), size_bytes: 8 * 4096, layers, writable: Some(writable) }]
+    };
+    let gone = VmId::random();
+    let of_gone = layers(gone, 2);
+    // Its lowest was let go when a daemon ended, as a clone stood on it.
+    let mut of_parent = Vec::new();
+    let (parent, _parent_process) = recorded_with(&config, "parent", Phase::Running, false, |record| {
+        of_parent = layers(record.id, 2);
+        record.live.disks = disk(vec![ChainLayer::Frozen(of_parent[1])], of_parent[2]);
+    });
+    let (child, _child_process) = recorded_with(&config, "child", Phase::Running, false, |record| {
+        record.slot += 1;
+        let borrowed = [of_gone[1], of_parent[0]].map(ChainLayer::Borrowed);
+        record.live.disks = disk(borrowed.into(), layers(record.id, 0)[0]);
+    });
+    answer(&config, parent, false);
+    answer(&config, child, false);
+    drop(store);
+
+    let depot = Depot::new(Store::open(&config.state).unwrap(), Pagers::new(&config));
+    let daemon = Arc::new(Daemon::new(config.clone(), depot, fixture::nodes()).unwrap());
+    adopt(&daemon).await;
+    let there = |vm: VmId| -> Vec<String> {
+        let Ok(entries) = std::fs::read_dir(daemon.depot.vms_folder().join(vm.to_string())) else {
+            return Vec::new();
+        };
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    let vm = daemon.registry.find("child").unwrap();
+    assert_eq!((vm.live().no_snapshot, vm.phase()), (None, Phase::Running));
+    let (lowest, own) = (["disk0.0.data", "disk0.0.map"], ["disk0.1.data", "disk0.1.map", "disk0.2.data"]);
+    assert_eq!(there(gone), ["disk0.1.data", "disk0.1.map"]);
+    assert_eq!(there(parent), [&lowest[..], &own].concat());
+    assert_eq!(sweep::find(&daemon).await.unwrap(), []);
+    death::remove(&daemon, &vm).await.unwrap();
+    assert_eq!((there(gone), there(child)), (Vec::<String>::new(), Vec::new()));
+    assert_eq!(there(parent), own);
+    assert!(!daemon.depot.vms_folder().join(gone.to_string()).exists());
 }

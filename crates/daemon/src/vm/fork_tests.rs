@@ -247,8 +247,6 @@ async fn a_template_that_is_removed_while_it_is_stored_is_not_stored() {
     assert_eq!(depot.remove_snapshot(&name).unwrap_err().0.code, ErrorCode::NotFound);
     until("its name is free", || !depot.forming().has(&name)).await;
     assert_eq!(depot.snapshot(&name).unwrap_err().0.code, ErrorCode::NotFound);
-    // Its name is free before its layers are.
-    until("nothing is kept for it", || depot.store().held_vms().is_empty()).await;
     // The clone of the same instant knows nothing of it.
     let child = room.daemon.registry.find(&told.items[0].id.to_string()).unwrap();
     says(&child, "verify ok seed 8\nverify bad page 0\nverify ok seed 9\nready").await;
@@ -259,5 +257,7 @@ async fn a_template_that_is_removed_while_it_is_stored_is_not_stored() {
     for vm in [parent, child, grandchild] {
         end(&room, &vm).await;
     }
+    // Its name was free before its layers were.
+    until("no layer is held", || depot.store().held_vms().is_empty()).await;
     room.empty().await;
 }
