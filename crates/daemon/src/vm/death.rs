@@ -242,6 +242,8 @@ fn files(depot: &Depot, vm: &Vm) -> Outcome<()> {
         }
         _ => {}
     }
+    // Layers of others that it was the last to stand on are its files too.
+    vm.let_go_pinned();
     depot.remove_vm(vm.id)
 }
 

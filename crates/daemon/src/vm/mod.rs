@@ -288,6 +288,13 @@ impl Vm {
         }
     }
 
+    /// It stands on nothing any more.
+    pub fn let_go_pinned(&self) {
+        let pin = lock(&self.pin).take();
+        // May remove layers, which nobody waits for who only looks.
+        drop(pin);
+    }
+
     /// Its RAM is mapped from this.
     pub fn stand_on(&self, beneath: Beneath) {
         let live = lock(&self.live);
@@ -335,7 +342,7 @@ impl Vm {
             live.process = None;
         }
         lock(&self.process).take();
-        lock(&self.pin).take();
+        self.let_go_pinned();
         lock(&self.memory).take();
         lock(&self.beneath).take();
         *lock(&self.wires) = Wires::default();
