@@ -134,3 +134,30 @@ fn whoever_is_last_removes_it() {
         assert_eq!((store.held_vms(), store.vm_folders().unwrap()), (vec![], vec![]));
     }
 }
+
+#[test]
+fn a_vm_goes_although_its_layers_are_just_being_frozen() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    for held in [false, true] {
+        for _ in 0..300 {
+            let mut vm = Vm::boot(&store);
+            let _pin = held.then(|| hold(&store, &[freeze(&store, &mut vm)]));
+            let (id, mut layer) = (vm.id, vm.writable);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    for _ in 0..4 {
+                        let mut freezing = store.freezing();
+                        let Ok(freeze) = freezing.freeze(&layer) else { return };
+                        freezing.keep();
+                        layer = freeze.next;
+                    }
+                });
+                scope.spawn(|| store.remove_vm(id).unwrap());
+            });
+            // Whoever froze them does so once he learns that the VM has gone.
+            store.remove_vm(id).unwrap();
+        }
+        assert_eq!((store.held_vms(), store.vm_folders().unwrap()), (vec![], vec![]));
+    }
+}

@@ -34,7 +34,23 @@ struct Spare {
 /// A map and a layer for each of two disks, or for one that is frozen twice in a row.
 const FILES: usize = 4;
 
+/// How often a VM's folder is emptied into which files are still being put: freezing all disks of a VM makes two for each.
+const EMPTIED: usize = 16;
+
 impl Inner {
+    /// Removes the folder of a VM that ends, into which a fork of it, or a merge of its layers, may put another file just then.
+    fn remove_vm_folder(&self, name: &str) -> IoResult<()> {
+        let mut result = Ok(());
+        for _ in 0..EMPTIED {
+            result = self.vms.remove(name);
+            match &result {
+                Err(e) if e.source.kind() == ErrorKind::DirectoryNotEmpty => {}
+                _ => break,
+            }
+        }
+        result
+    }
+
     fn spares(&self) -> MutexGuard<'_, Spares> {
         self.spares.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -179,7 +195,7 @@ impl Store {
     /// The host cannot remove it.
     pub fn remove_vm(&self, vm: VmId) -> Result<(), IoError> {
         if self.0.held.let_go_held(vm).is_empty() {
-            return self.0.vms.remove(&vm.to_string());
+            return self.0.remove_vm_folder(&vm.to_string());
         }
         self.keep_vm_layers(vm, &[])?;
         // Nobody may have held them for long.

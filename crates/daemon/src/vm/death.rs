@@ -232,7 +232,23 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
         daemon.metrics.death(freed, asked.elapsed());
     }
     daemon.registry.forget(vm);
+    if vm.snapshots.try_lock().is_err() {
+        remove_what_comes_late(daemon, vm);
+    }
     Ok(())
+}
+
+/// A fork or a snapshot of the VM, or a merge of its layers, is under way, and may make one more file of it before it learns that the VM has gone.
+fn remove_what_comes_late(daemon: &Daemon, vm: &Arc<Vm>) {
+    let (depot, vm) = (daemon.depot.clone(), vm.clone());
+    daemon.undo.spawn(async move {
+        let _over = vm.snapshots.lock().await;
+        let id = vm.id;
+        if let Err(fault) = blocking(move || depot.remove_vm(id)).await {
+            // The next start sweeps it.
+            tracing::warn!(vm = %id, "leaving layers of a VM that has gone: {fault}");
+        }
+    });
 }
 
 fn files(depot: &Depot, vm: &Vm) -> Outcome<()> {

@@ -166,6 +166,24 @@ async fn layers_that_forks_froze_are_merged() {
     room.empty().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_goes_although_it_was_just_forked() {
+    let room = Room::with(0, Settings::default(), &generations("200", "200"), false).await;
+    for turn in 0..8 {
+        let parent = room.birth(&format!("parent-{turn}").parse().unwrap()).await.unwrap().keep();
+        let mut all = Vec::new();
+        // Once there are more than a few layers, they are merged after the fork.
+        for _ in 0..6 {
+            all.extend(forked(&room, &parent, 1).await.0);
+        }
+        end(&room, &parent).await;
+        for child in &all {
+            end(&room, child).await;
+        }
+    }
+    room.empty().await;
+}
+
 async fn born_of(room: &Room, template: &str) -> Outcome<Arc<Vm>> {
     let source = Source::Snapshot(template.parse().unwrap());
     let order = Order::create(dayfly_api::types::CreateRequest {
