@@ -167,20 +167,45 @@ async fn layers_that_forks_froze_are_merged() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vm_goes_although_it_was_just_forked() {
+async fn a_vm_goes_although_it_is_being_forked_or_its_layers_merged() {
     let room = Room::with(0, Settings::default(), &generations("200", "200"), false).await;
-    for turn in 0..8 {
+    for turn in 0..16 {
         let parent = room.birth(&format!("parent-{turn}").parse().unwrap()).await.unwrap().keep();
-        let mut all = Vec::new();
-        // Once there are more than a few layers, they are merged after the fork.
-        for _ in 0..6 {
-            all.extend(forked(&room, &parent, 1).await.0);
+        let mut children = Vec::new();
+        // After the sixth of them layers are merged, once it has answered.
+        for _ in 0..turn % 2 * 5 {
+            children.extend(forked(&room, &parent, 1).await.0);
         }
-        end(&room, &parent).await;
-        for child in &all {
+        let (daemon, vm) = (room.daemon.clone(), parent.clone());
+        let last = tokio::spawn(async move { fork(&daemon, &vm, ASKED, Asked::now()).await });
+        if turn % 2 == 0 {
+            tokio::time::sleep(Duration::from_micros(turn * 400)).await;
+            end(&room, &parent).await;
+        }
+        // It ended before its parent did, or it was refused.
+        for item in last.await.unwrap().into_iter().flat_map(|forked| forked.items) {
+            children.extend(room.daemon.registry.find(&item.id.to_string()));
+        }
+        if turn % 2 == 1 {
+            end(&room, &parent).await;
+        }
+        for child in &children {
             end(&room, child).await;
         }
     }
+    // What a merge makes when the folder, which is there for the clone's sake, has been looked through.
+    let parent = room.birth(&"parent".parse().unwrap()).await.unwrap().keep();
+    let (children, _) = forked(&room, &parent, 1).await;
+    let merging = parent.snapshots.clone().lock_owned().await;
+    end(&room, &parent).await;
+    let folder = room.daemon.depot.vms_folder().join(parent.id.to_string());
+    let late = folder.join("disk0.9.data");
+    std::fs::write(&late, "late").unwrap();
+    drop(merging);
+    until("what came late is gone", || !late.exists()).await;
+    assert!(folder.exists(), "a clone stands on what is in it");
+    end(&room, &children[0]).await;
+    assert!(!folder.exists());
     room.empty().await;
 }
 
