@@ -9,6 +9,7 @@
 
 use dayfly_units::PAGE_SIZE;
 use dayfly_units::sealed::{self, HEADER_BYTES, Magic, SealError};
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -21,6 +22,9 @@ const ROW_BYTES: usize = 16;
 pub const MAX_ROWS: usize = 4096;
 /// The most files besides the first.
 pub const MAX_FILES: usize = 16;
+/// The longest row that a clone copies rather than maps, and the most pages of all such rows: see [`Backing::parted`].
+const SHORT_PAGES: u32 = 4;
+const MOST_COPIED: u32 = 64;
 /// The longest list, in bytes of its file.
 const MAX_BYTES: u64 = (MAX_ROWS * ROW_BYTES + HEADER_BYTES) as u64;
 
@@ -211,33 +215,58 @@ impl Backing {
         &self.file
     }
 
+    /// The rows of other files.
+    pub(super) fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
+    /// The rows that are worth a mapping, and those whose pages a clone better copies.
+    ///
+    /// A row in the middle of another mapping is two mappings more, 9 us of each clone, and a page in it that the clone writes, as most of those are that its
+    /// parent wrote by themselves (stacks, page tables), is a fault and a flush of other CPUs' TLBs besides. Copying takes 1 us a page
+    /// (`perf record` over 100 children in `dayfly-bench fork`).
+    pub(super) fn parted(&self) -> (Vec<Row>, Vec<Row>) {
+        let mut short: Vec<&Row> = self.rows.iter().filter(|row| row.pages <= SHORT_PAGES).collect();
+        short.sort_by_key(|row| row.pages);
+        let mut left = MOST_COPIED;
+        let copied: BTreeSet<u32> = short
+            .iter()
+            .map_while(|row| {
+                left = left.checked_sub(row.pages)?;
+                Some(row.first)
+            })
+            .collect();
+        self.rows.iter().partition(|row| !copied.contains(&row.first))
+    }
+
     /// The parts of RAM between two places, in order.
     pub fn pieces(&self, within: Range<u64>) -> impl Iterator<Item = Piece<'_>> {
+        self.pieces_with(&self.rows, within)
+    }
+
+    /// The same with only some of its rows.
+    pub(super) fn pieces_with<'a>(
+        &'a self,
+        rows: &'a [Row],
+        within: Range<u64>,
+    ) -> impl Iterator<Item = Piece<'a>> {
         let page = |number: u32| u64::from(number) * PAGE_SIZE;
-        let mut next = self.rows.partition_point(|row| page(row.first) + page(row.pages) <= within.start);
+        let mut next = rows.partition_point(|row| page(row.first) + page(row.pages) <= within.start);
         let mut at = within.start;
         std::iter::from_fn(move || {
             let offset = at;
             if offset >= within.end {
                 return None;
             }
-            let row = self.rows.get(next).filter(|row| page(row.first) < within.end);
+            let row = rows.get(next).filter(|row| page(row.first) < within.end);
             let (end, piece) = match row {
                 Some(row) if page(row.first) <= offset => {
                     next += 1;
                     let end = (page(row.first) + page(row.pages)).min(within.end);
                     // Rows are of files that are there, as `sharing` has seen.
                     let file = self.others.get(row.file as usize)?;
-                    (
-                        end,
-                        Piece {
-                            offset,
-                            len: 0,
-                            file,
-                            at: page(row.from) + offset - page(row.first),
-                            own: false,
-                        },
-                    )
+                    let at = page(row.from) + offset - page(row.first);
+                    (end, Piece { offset, len: 0, file, at, own: false })
                 }
                 _ => {
                     let end = row.map_or(within.end, |row| page(row.first));

@@ -63,6 +63,26 @@ fn pieces_cover_what_was_asked_for_and_nothing_twice() {
 }
 
 #[test]
+fn the_shortest_rows_are_copied_and_not_too_many() {
+    let told = |rows: &[Row]| {
+        let (mapped, copied) = sharing(rows).unwrap().parted();
+        let pages = |rows: Vec<Row>| rows.iter().map(|row| (row.first, row.pages)).collect::<Vec<_>>();
+        (pages(mapped), pages(copied))
+    };
+    let rows = [row(0, 4, 0, 0), row(5, 5, 0, 4), row(12, 1, 1, 0), row(20, 2, 1, 3)];
+    assert_eq!(told(&rows), (vec![(5, 5)], vec![(0, 4), (12, 1), (20, 2)]));
+    assert_eq!(told(&[]), (vec![], vec![]));
+    // 1 and 12 times 4 pages, and 8 times 2, which come first: 65.
+    let of = |n: u32, pages| row(n * 5, pages, 0, 0);
+    let long: Vec<Row> = (0..21).map(|n| of(n, if n < 12 { 4 } else { 2 })).chain([of(21, 1)]).collect();
+    let file = || file(128, 0);
+    let backing = Backing::sharing(file(), &list(&long), vec![file()]).unwrap();
+    let (mapped, copied) = backing.parted();
+    assert_eq!((mapped.len(), copied.iter().map(|row| row.pages).sum::<u32>()), (1, 63));
+    assert_eq!(mapped, [of(11, 4)]);
+}
+
+#[test]
 fn rows_that_cannot_be_are_refused() {
     let bad: [(&[Row], &str); 7] = [
         (&[row(0, 0, 0, 0)], "row 0 at byte"),

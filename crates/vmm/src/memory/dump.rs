@@ -305,7 +305,7 @@ mod tests {
 
     fn laid(file: &File, bytes: u64, holes: &[(u64, u64)]) -> Result<GuestMemoryMmap, MemoryError> {
         let memory = anonymous(bytes)?;
-        lay_over(&memory, &Backing::of(file.try_clone().unwrap()), bytes, holes).map(|_| memory)
+        lay_over(&memory, &Backing::of(file.try_clone().unwrap()), bytes, holes, true).map(|_| memory)
     }
 
     fn content(file: &File) -> Vec<u8> {
@@ -390,11 +390,15 @@ mod tests {
                 (row.first as usize * PAGE, row.from as usize * PAGE, row.pages as usize * PAGE);
             expected[to..to + len].copy_from_slice(&content(&other)[from..from + len]);
         }
-        for pagemap in [Some(&pagemap), None] {
+        for (pagemap, whole) in [(Some(&pagemap), false), (Some(&pagemap), true), (None, false)] {
             let memory = anonymous(SIZE).unwrap();
-            let parts = lay_over(&memory, &backing, SIZE, &[]).unwrap();
-            let (all, apart) = (parts.iter().map(|part| part.len).sum::<u64>(), 19 * PAGE_SIZE);
+            let parts = lay_over(&memory, &backing, SIZE, &[], whole).unwrap();
+            // The row of four pages is copied where that may be.
+            let mapped = if whole { 15 } else { 19 };
+            let (all, apart) = (parts.iter().map(|part| part.len).sum::<u64>(), mapped * PAGE_SIZE);
             assert_eq!(all + apart, SIZE, "what another file has is no part of its own");
+            let copied = super::own(&memory, SIZE, &File::open("/proc/self/pagemap").unwrap()).unwrap();
+            assert_eq!(copied.runs().collect::<Vec<_>>(), if whole { vec![5000..5004] } else { vec![] });
             memory.write_slice(&[200; PAGE], GuestAddress(11 * PAGE_SIZE)).unwrap();
             let mut expected = expected.clone();
             expected[11 * PAGE..12 * PAGE].fill(200);

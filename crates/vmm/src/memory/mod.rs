@@ -16,13 +16,16 @@ pub mod writes;
 pub use dump::{Dump, DumpError, MAX_HOLES, MIN_HOLE_BYTES, dump, large_holes, own, written};
 
 use crate::arch::layout;
-use backing::{Backing, Piece};
+use backing::{Backing, Piece, Row};
+use dump::PAGE;
 use dayfly_units::PAGE_SIZE;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use vm_memory::mmap::MmapRegionBuilder;
-use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap};
 
 /// Why guest RAM could not be set up.
 #[derive(Debug, thiserror::Error)]
@@ -52,6 +55,17 @@ pub enum MemoryError {
     /// mmap(2) failed.
     #[error("mapping {len:#x} bytes of RAM at guest address {at:#x}")]
     Map {
+        /// Guest address.
+        at: u64,
+        /// Length in bytes.
+        len: u64,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Pages of another file could not be copied.
+    #[error("copying {len:#x} bytes of another memory file to RAM at guest address {at:#x}")]
+    Copy {
         /// Guest address.
         at: u64,
         /// Length in bytes.
@@ -120,16 +134,17 @@ pub fn check_file(file: &File, memory_bytes: u64) -> Result<(), MemoryError> {
 }
 
 /// Lays `backing` over RAM that [`anonymous`] made and nobody has touched: its pages are shared with every other clone until
-/// written, and its files never change. `holes` are what [`large_holes`] found in it when it was written; they stay anonymous. Gives what was
-/// mapped from the snapshot's own file.
+/// written, and its files never change. `holes` are what [`large_holes`] found in it when it was written; they stay anonymous. Where it is
+/// `whole`, a few pages are copied at once ([`Backing::parted`]). Gives what was mapped from the snapshot's own file.
 ///
 /// # Errors
-/// When the file has another length, a hole makes no sense, or mmap(2) fails.
+/// When the file has another length, a hole makes no sense, a page cannot be read, or mmap(2) fails.
 pub fn lay_over(
     memory: &GuestMemoryMmap,
     backing: &Backing,
     memory_bytes: u64,
     holes: &[(u64, u64)],
+    whole: bool,
 ) -> Result<Vec<Part>, MemoryError> {
     check_file(backing.file(), memory_bytes)?;
     if holes.len() > MAX_HOLES {
@@ -148,6 +163,8 @@ pub fn lay_over(
         }
         last_end = offset + len;
     }
+    // Writing to a page beneath which something is missing would make it one of zeroes for all who map it.
+    let (mapped, copied) = if whole { backing.parted() } else { (backing.rows().to_vec(), Vec::new()) };
     let mut parts = Vec::with_capacity(holes.len() + ram.len());
     for (guest, start, size) in ram {
         pages(memory, guest, size, libc::MADV_NOHUGEPAGE)?;
@@ -156,9 +173,16 @@ pub fn lay_over(
         let inside = holes.iter().filter(|(offset, _)| (start..end).contains(offset));
         // What lies before each hole, then what lies after the last.
         for (offset, len) in inside.copied().chain([(end, 0)]) {
-            for piece in backing.pieces(at..offset) {
+            for piece in backing.pieces_with(&mapped, at..offset) {
                 let part = map_part(memory, guest.unchecked_add(piece.offset - start), &piece)?;
                 parts.extend(piece.own.then_some(part));
+            }
+            for row in within(&copied, at..offset) {
+                let from = u64::from(row.first) * PAGE_SIZE;
+                let until = from + u64::from(row.pages) * PAGE_SIZE;
+                for piece in backing.pieces_with(std::slice::from_ref(row), from.max(at)..until.min(offset)) {
+                    copy_piece(memory, guest.unchecked_add(piece.offset - start), &piece)?;
+                }
             }
             if len >= LARGE_BYTES {
                 pages(memory, guest.unchecked_add(offset - start), len, libc::MADV_HUGEPAGE)?;
@@ -196,6 +220,24 @@ fn pages(
     // SAFETY: the `size` bytes from `host` are guest memory, as the slice shows. A kernel without huge pages refuses; it then
     // does what is asked anyway.
     unsafe { libc::madvise(host.cast(), size, advice) };
+    Ok(())
+}
+
+/// Those of `rows` that have a page between two places, given in bytes.
+fn within(rows: &[Row], place: Range<u64>) -> impl Iterator<Item = &Row> {
+    let page = |number: u32| u64::from(number) * PAGE_SIZE;
+    let from = rows.partition_point(|row| page(row.first) + page(row.pages) <= place.start);
+    rows[from..].iter().take_while(move |row| page(row.first) < place.end)
+}
+
+/// Copies `piece` to RAM at `at`.
+fn copy_piece(memory: &GuestMemoryMmap, at: GuestAddress, piece: &Piece<'_>) -> Result<(), MemoryError> {
+    let fails = |source| MemoryError::Copy { at: at.0, len: piece.len, source };
+    let mut bytes = [0; PAGE];
+    for done in (0..piece.len).step_by(PAGE) {
+        piece.file.read_exact_at(&mut bytes, piece.at + done).map_err(fails)?;
+        memory.write_slice(&bytes, at.unchecked_add(done)).map_err(|e| fails(io::Error::other(e)))?;
+    }
     Ok(())
 }
 

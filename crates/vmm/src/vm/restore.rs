@@ -67,7 +67,8 @@ impl Shell {
         match &self.recorder {
             None => {
                 let bytes = state.memory_bytes;
-                let parts = memory::lay_over(&self.memory, &files.memory, bytes, &state.holes)?;
+                let whole = files.pager.is_none();
+                let parts = memory::lay_over(&self.memory, &files.memory, bytes, &state.holes, whole)?;
                 if let Some(pager) = &files.pager {
                     let uffd = self.uffd.as_ref().ok_or(BuildError::NoUserfaultfd)?;
                     lazy::serve(&self.memory, bytes, &parts, uffd, pager).map_err(BuildError::Pager)?;
