@@ -17,8 +17,8 @@ pub use dump::{Dump, DumpError, MAX_HOLES, MIN_HOLE_BYTES, dump, large_holes, ow
 
 use crate::arch::layout;
 use backing::{Backing, Piece, Row};
-use dump::PAGE;
 use dayfly_units::PAGE_SIZE;
+use dump::PAGE;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
