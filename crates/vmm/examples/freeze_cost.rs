@@ -37,7 +37,7 @@ fn ram(bytes: u64) -> (GuestMemoryMmap, Vec<u64>) {
     let file = File::from(rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
     file.set_len(bytes).unwrap();
     let memory = anonymous(bytes).unwrap();
-    lay_over(&memory, &Backing::of(file), bytes, &[]).unwrap();
+    lay_over(&memory, &Backing::of(file), bytes, &[], true).unwrap();
     // In rows of 64, as a guest's memory is.
     let step = bytes / PAGE / (WRITTEN / 64);
     let written: Vec<u64> = (0..WRITTEN).map(|n| (n / 64 * step + n % 64) * PAGE).map(beyond_hole).collect();
