@@ -231,6 +231,8 @@ async fn layers_that_clones_stand_on_stay_and_no_others() {
     };
     let gone = VmId::random();
     let of_gone = layers(gone, 2);
+    // That others stand on its layers keeps nothing else of it.
+    std::fs::create_dir_all(config.vm(gone).path()).unwrap();
     // Its lowest was let go when a daemon ended, as a clone stood on it.
     let mut of_parent = Vec::new();
     let (parent, _parent_process) = recorded_with(&config, "parent", Phase::Running, false, |record| {
@@ -262,6 +264,7 @@ async fn layers_that_clones_stand_on_stay_and_no_others() {
     assert_eq!((vm.live().no_snapshot, vm.phase()), (None, Phase::Running));
     let (lowest, own) = (["disk0.0.data", "disk0.0.map"], ["disk0.1.data", "disk0.1.map", "disk0.2.data"]);
     assert_eq!(there(gone), ["disk0.1.data", "disk0.1.map"]);
+    assert!(!config.vm(gone).path().exists());
     assert_eq!(there(parent), [&lowest[..], &own].concat());
     assert_eq!(sweep::find(&daemon).await.unwrap(), []);
     death::remove(&daemon, &vm).await.unwrap();

@@ -160,8 +160,9 @@ async fn merge_disk(daemon: &Arc<Daemon>, vm: &Arc<Vm>, number: usize) -> Outcom
             death::note(daemon, vm).await;
             let (depot, vm) = (daemon.depot.clone(), vm.clone());
             blocking(move || {
-                vm.keep_pinned(depot.pin(&vm.name, &disks)?);
-                Ok(own.iter().try_for_each(|layer| store.remove_vm_layer(layer))?)
+                let pinned = depot.pin(&vm.name, &disks).map(|pin| vm.keep_pinned(pin));
+                own.iter().try_for_each(|layer| store.remove_vm_layer(layer))?;
+                pinned
             })
             .await
         }

@@ -219,6 +219,8 @@ struct Written {
     /// The rows of `ram`.
     list: File,
     frozen: Frozen,
+    /// Keeps what the VM stands on, should it end before the epoch does so.
+    pin: Option<Pin>,
 }
 
 /// What a VMM is to write.
@@ -252,10 +254,11 @@ async fn target(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Target> {
 async fn stand_still(daemon: &Arc<Daemon>, vm: &Arc<Vm>, target: Target) -> Outcome<Written> {
     let Target { state, ram, list, fds, disks, freezing } = target;
     let within = daemon.config.deadlines.save;
+    let pin = vm.pinned();
     let answer = control_link::with_fds(&vm.dir.control(), Command::Fork, fds, within).await;
     let frozen = answered(vm, answer, disks, |_| freezing.keep())?;
     let frozen = frozen.ok_or_else(|| Fault::internal("the VMM, for a fork: expected Frozen, got Ok"))?;
-    Ok(Written { state, ram, list, frozen })
+    Ok(Written { state, ram, list, frozen, pin })
 }
 
 /// What clones start from.
@@ -267,7 +270,7 @@ async fn epoch(
 ) -> Outcome<Epoch> {
     let (vm, daemon) = (vm.clone(), daemon.clone());
     blocking(move || {
-        let Written { state, ram, list, frozen } = written;
+        let Written { state, ram, list, frozen, pin: before } = written;
         for (file, what) in [(&state, "state"), (&ram, "memory"), (&list, "list of pages")] {
             // Fails where a VMM still could write to it.
             seal_content(file)
@@ -291,6 +294,7 @@ async fn epoch(
         let live = vm.live();
         let disks: Vec<Disk> = live.disks.into_iter().map(Disk::lent).collect();
         let pin = daemon.depot.pin(&vm.name, &disks)?;
+        drop(before);
         let disks = disks.into_iter().map(|disk| open(&daemon, disk)).collect::<Outcome<_>>()?;
         let fork = ForkFacts { from: Some(vm.id), ..ForkFacts::default() };
         let facts = Facts { fork, ..vm.facts.clone() };

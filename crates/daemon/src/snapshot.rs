@@ -21,7 +21,7 @@ use crate::vm::state::Event;
 use crate::vm::{Disk, Facts, Vm, agent_link, control_link, death, identity};
 use dayfly_api::types::{ErrorCode, Snapshot, SnapshotRequest};
 use dayfly_store::{
-    BlockHint, Committed, DiskSpec, Freeze, IoError, Known, Meter, PagedSpec, Prepared, SavedSnapshot,
+    BlockHint, Committed, DiskSpec, Freeze, IoError, Known, Meter, PagedSpec, Pin, Prepared, SavedSnapshot,
     SnapshotSpec, SnapshotWriter, VmLayer,
 };
 use dayfly_units::Name;
@@ -155,6 +155,8 @@ pub struct Saved {
     page_map: Option<File>,
     /// How it stood still, where it goes on.
     frozen: Option<Frozen>,
+    /// Keeps what it stands on, should the VM end before that is staged.
+    pin: Option<Pin>,
 }
 
 impl Saved {
@@ -170,7 +172,7 @@ impl Saved {
     /// Of a VM that nobody asked which frames held blocks.
     #[must_use]
     pub const fn without_page_map(snapshot: SavedSnapshot) -> Self {
-        Self { snapshot, page_map: None, frozen: None }
+        Self { snapshot, page_map: None, frozen: None, pin: None }
     }
 }
 
@@ -234,6 +236,7 @@ async fn save_into(
         Ok((writer, page_map, fds, disks))
     })
     .await?;
+    let pin = vm.pinned();
     let answer = control_link::with_fds(&vm.dir.control(), how, fds, deadlines.save).await;
     let mut snapshot = None;
     let frozen = answered(vm, answer, disks, |done| {
@@ -241,7 +244,7 @@ async fn save_into(
         snapshot = Some(writer.saved()).filter(|_| done);
     })?;
     let none = || Fault::internal("a save that was done and has no files");
-    Ok(Saved { snapshot: snapshot.ok_or_else(none)?, page_map: Some(page_map), frozen })
+    Ok(Saved { snapshot: snapshot.ok_or_else(none)?, page_map: Some(page_map), frozen, pin })
 }
 
 /// Makes ready to freeze the writable layers of `disks`, for a VMM that gets `fds`; they are then as they are when it is done.
@@ -428,8 +431,10 @@ impl Ready {
             })
         };
         let hints = runs.into_iter().flat_map(hint).collect();
-        let Coloured { colours, free } = coloured(of, &saved.snapshot, spec.memory_bytes);
-        let prepared = saved.snapshot.merging(flatten::merge).prepare(spec, &free)?;
+        let Saved { snapshot, pin, .. } = saved;
+        let Coloured { colours, free } = coloured(of, &snapshot, spec.memory_bytes);
+        let prepared = snapshot.merging(flatten::merge).prepare(spec, &free)?;
+        drop(pin);
         Ok(Self { prepared, hints, colours, order: Vec::new() })
     }
 

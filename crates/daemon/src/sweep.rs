@@ -8,7 +8,9 @@ use crate::daemon::Daemon;
 use crate::error::{Fault, Outcome, blocking};
 use dayfly_api::types;
 use dayfly_host::leaks::{self, Found, Known, Leak, Places};
+use dayfly_units::VmId;
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::sync::Arc;
 
 fn places(daemon: &Daemon) -> Places {
@@ -27,7 +29,6 @@ fn known(daemon: &Daemon, found: &Found, into: &mut Known) {
         let entry = into.vms.entry(id).or_insert(None);
         *entry = entry.or_else(|| found.processes.iter().find(|p| p.vm == id).map(|p| p.process));
     }
-    into.vms.extend(daemon.depot.store().held_vms().into_iter().map(|id| (id, None)));
     for vm in daemon.registry.all() {
         let running = vm.live().process;
         let starting = || found.processes.iter().find(|p| p.vm == vm.id).map(|p| p.process);
@@ -45,16 +46,27 @@ fn ours(config: &Config, pid: u32) -> bool {
     cmdline.strip_prefix(name).is_some_and(|rest| rest.first() == Some(&0))
 }
 
+/// Whether it is the folder of a VM that has gone, of which others stand on a layer; nothing else of that VM is there rightly.
+fn held(leak: &Leak, folder: &Path, vms: &[VmId]) -> bool {
+    let Leak::File(path) = leak else { return false };
+    path.parent() == Some(folder) && vms.iter().any(|vm| path.ends_with(vm.to_string()))
+}
+
 fn look(daemon: &Daemon) -> Outcome<Vec<Leak>> {
     let failed = |e: std::io::Error| Fault::internal(format_args!("looking for leaks: {e}"));
     let places = places(daemon);
     // The run folder itself may be a mount of somebody's.
     let mut before = Known { mounts: [daemon.config.vms()].into(), ..Known::default() };
     known(daemon, &Found::default(), &mut before);
+    let mut of_others = daemon.depot.store().held_vms();
     let mut found = leaks::scan(&places, None).map_err(failed)?;
     found.processes.retain(|p| ours(&daemon.config, p.process.pid));
+    of_others.extend(daemon.depot.store().held_vms());
     known(daemon, &found, &mut before);
-    Ok(leaks::judge(&found, &before))
+    let mut leaks = leaks::judge(&found, &before);
+    let folder = daemon.depot.vms_folder();
+    leaks.retain(|leak| !held(leak, &folder, &of_others));
+    Ok(leaks)
 }
 
 /// What belongs to no VM and no operation.

@@ -60,39 +60,40 @@ impl Held {
         vms
     }
 
+    /// Whether a layer of this VM is held.
+    pub(crate) fn has(&self, vm: VmId) -> bool {
+        let layer = |disk, number| VmLayer { vm, disk, number };
+        self.lock().range(layer(0, 0)..=layer(u8::MAX, u32::MAX)).next().is_some()
+    }
+
     /// Removes a layer, now or when nobody holds it any more.
     pub(crate) fn let_go(&self, layer: &VmLayer) -> IoResult<()> {
-        if let Some(holders) = self.lock().get_mut(layer) {
+        let mut all = self.lock();
+        if let Some(holders) = all.get_mut(layer) {
             holders.let_go = true;
             return Ok(());
         }
-        self.remove(layer)
+        let dir = self.folder(layer)?;
+        Self::end(dir.as_ref(), layer)?;
+        drop(all);
+        Self::remove(dir.as_ref(), layer)
     }
 
-    /// The same of all layers of a VM that are held; these.
-    pub(crate) fn let_go_held(&self, vm: VmId) -> Vec<VmLayer> {
-        let layer = |disk, number| VmLayer { vm, disk, number };
-        let mut all = self.lock();
-        let held = all.range_mut(layer(0, 0)..=layer(u8::MAX, u32::MAX));
-        held.map(|(layer, holders)| {
-            holders.let_go = true;
-            *layer
-        })
-        .collect()
-    }
-
-    fn remove(&self, layer: &VmLayer) -> IoResult<()> {
+    /// The folder of its VM; `None` where that has gone.
+    fn folder(&self, layer: &VmLayer) -> IoResult<Option<Dir>> {
         match self.vms.sub(&layer.vm.to_string()) {
-            Err(e) if e.is_not_found() => Ok(()),
-            Err(e) => Err(e),
-            Ok(dir) => dir.unlink(&layer.map_name()).and_then(|()| dir.unlink(&layer.data_name())),
+            Err(e) if e.is_not_found() => Ok(None),
+            dir => dir.map(Some),
         }
     }
 
-    /// The same, and the folder of a VM that has gone, when it was the last in it: that of one that lives has the layer that it writes.
-    fn remove_last(&self, layer: &VmLayer) -> IoResult<()> {
-        self.remove(layer)?;
-        self.vms.remove_if_empty(&layer.vm.to_string())
+    /// From now on nobody finds it: whoever holds a layer looks for its map ([`crate::Store::pin`]). Small, so that it is done under the lock.
+    fn end(dir: Option<&Dir>, layer: &VmLayer) -> IoResult<()> {
+        dir.map_or(Ok(()), |dir| dir.unlink(&layer.map_name()))
+    }
+
+    fn remove(dir: Option<&Dir>, layer: &VmLayer) -> IoResult<()> {
+        dir.map_or(Ok(()), |dir| dir.unlink(&layer.data_name()))
     }
 }
 
@@ -110,12 +111,19 @@ impl Drop for Hold {
             let Entry::Occupied(mut entry) = all.entry(layer) else { continue };
             entry.get_mut().count -= 1;
             if entry.get().count == 0 && entry.remove().let_go {
-                free.push(layer);
+                let ended = self.held.folder(&layer).and_then(|dir| {
+                    Held::end(dir.as_ref(), &layer)?;
+                    Ok(dir)
+                });
+                free.push((layer, ended));
             }
         }
         drop(all);
-        for layer in free {
-            if let Err(e) = self.held.remove_last(&layer) {
+        for (layer, ended) in free {
+            // And the folder of a VM that has gone, when it was the last in it: that of one that lives has the layer that it writes.
+            let removed = ended.and_then(|dir| Held::remove(dir.as_ref(), &layer));
+            let removed = removed.and_then(|()| self.held.vms.remove_if_empty(&layer.vm.to_string()));
+            if let Err(e) = removed {
                 // The next start sweeps it.
                 tracing::warn!("leaving a layer that nobody stands on: {}", told(&e));
             }

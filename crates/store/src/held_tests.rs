@@ -161,3 +161,31 @@ fn a_vm_goes_although_its_layers_are_just_being_frozen() {
         assert_eq!((store.held_vms(), store.vm_folders().unwrap()), (vec![], vec![]));
     }
 }
+
+#[test]
+fn what_was_pinned_while_its_vm_went_is_there() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let mut pinned = 0;
+    for _ in 0..600 {
+        let mut vm = Vm::boot(&store);
+        let layers = [freeze(&store, &mut vm), freeze(&store, &mut vm)];
+        let both = std::sync::Barrier::new(2);
+        let pin = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                both.wait();
+                store.remove_vm(vm.id).unwrap();
+            });
+            both.wait();
+            let pin = store.pin("a clone", &[], &[], &layers).ok();
+            if pin.is_some() {
+                layers.iter().for_each(|layer| drop(store.open_frozen_layer(layer).unwrap()));
+            }
+            pin
+        });
+        pinned += usize::from(pin.is_some());
+        drop(pin);
+        assert_eq!((store.held_vms(), store.vm_folders().unwrap()), (vec![], vec![]));
+    }
+    println!("{pinned} of 600 were pinned in time");
+}

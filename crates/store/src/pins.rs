@@ -141,15 +141,16 @@ impl crate::Inner {
 
     /// Whether the layer that a VM has frozen is there.
     fn vm_layer_is(&self, layer: &VmLayer, by: &str) -> Result<(), PinError> {
-        let (vm, data) = (layer.vm.to_string(), layer.data_name());
+        // Its map goes first (`Held::end`).
+        let (vm, map) = (layer.vm.to_string(), layer.map_name());
         let there = match self.vms.sub(&vm) {
             Err(e) if e.is_not_found() => false,
-            dir => dir?.has(&data)?,
+            dir => dir?.has(&map)?,
         };
         if there {
             return Ok(());
         }
-        let (file, what) = (self.vms.path().join(&vm).join(data), format!("a layer that VM {vm} has frozen"));
+        let (file, what) = (self.vms.path().join(&vm).join(map), format!("a layer that VM {vm} has frozen"));
         Err(Damage::Missing { file, what, by: by.to_owned() }.into())
     }
 

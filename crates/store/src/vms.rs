@@ -34,23 +34,10 @@ struct Spare {
 /// A map and a layer for each of two disks, or for one that is frozen twice in a row.
 const FILES: usize = 4;
 
-/// How often a VM's folder is emptied into which files are still being put: freezing all disks of a VM makes two for each.
+/// How often the folder of a VM that ends is emptied, into which a fork of it, or a merge of its layers, may put another file just then.
 const EMPTIED: usize = 16;
 
 impl Inner {
-    /// Removes the folder of a VM that ends, into which a fork of it, or a merge of its layers, may put another file just then.
-    fn remove_vm_folder(&self, name: &str) -> IoResult<()> {
-        let mut result = Ok(());
-        for _ in 0..EMPTIED {
-            result = self.vms.remove(name);
-            match &result {
-                Err(e) if e.source.kind() == ErrorKind::DirectoryNotEmpty => {}
-                _ => break,
-            }
-        }
-        result
-    }
-
     fn spares(&self) -> MutexGuard<'_, Spares> {
         self.spares.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -194,12 +181,16 @@ impl Store {
     /// # Errors
     /// The host cannot remove it.
     pub fn remove_vm(&self, vm: VmId) -> Result<(), IoError> {
-        if self.0.held.let_go_held(vm).is_empty() {
-            return self.0.remove_vm_folder(&vm.to_string());
+        for _ in 1..EMPTIED {
+            self.keep_vm_layers(vm, &[])?;
+            // Who holds one removes the folder with it; but nobody may have held it for long.
+            let held = self.0.held.has(vm);
+            self.0.vms.remove_if_empty(&vm.to_string())?;
+            if held || !self.0.vms.has(&vm.to_string())? {
+                return Ok(());
+            }
         }
-        self.keep_vm_layers(vm, &[])?;
-        // Nobody may have held them for long.
-        self.0.vms.remove_if_empty(&vm.to_string())
+        self.0.vms.remove(&vm.to_string())
     }
 
     /// Removes every layer of `vm` but these, as [`Self::remove_vm_layer`]: what a daemon before had removed already, but that others stood on it.
@@ -211,7 +202,12 @@ impl Store {
             Err(e) if e.is_not_found() => return Ok(()),
             dir => dir?,
         };
-        for name in dir.entries()? {
+        let names = match dir.entries() {
+            // It was removed since.
+            Err(e) if e.is_not_found() => return Ok(()),
+            names => names?,
+        };
+        for name in names {
             match VmLayer::named(vm, &name) {
                 Some(layer) if layers.contains(&layer) => {}
                 Some(layer) => self.0.held.let_go(&layer)?,

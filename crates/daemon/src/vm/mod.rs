@@ -282,10 +282,16 @@ impl Vm {
     /// Keeps what it stands on in the store, until it ends.
     pub fn keep_pinned(&self, pin: Pin) {
         let live = lock(&self.live);
-        if live.phase.alive() {
-            // The old pin goes after the new one is there.
-            let _before = lock(&self.pin).replace(pin);
-        }
+        let before = if live.phase.alive() { lock(&self.pin).replace(pin) } else { Some(pin) };
+        drop(live);
+        // After the new one is there; it may remove layers, which nobody waits for who only looks.
+        drop(before);
+    }
+
+    /// What it stands on, kept for somebody else too.
+    #[must_use]
+    pub fn pinned(&self) -> Option<Pin> {
+        lock(&self.pin).clone()
     }
 
     /// It stands on nothing any more.

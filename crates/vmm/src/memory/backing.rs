@@ -2,7 +2,7 @@
 //!
 //! Two templates that have a page in common need it in the host's memory once: where enough of them lie in a row, clones of the one map them from the
 //! other's memory file (Kaleidoscope, section 5.2, with the hashes that the store has anyway). A page of a memfd cannot be in two, so each row costs a
-//! mapping.
+//! mapping; a clone copies the shortest.
 //!
 //! Which pages those are is told in a sealed list. Payload, all little-endian: for each row u32 first page of RAM, u32 count of pages, u32 number of
 //! the file, u32 first page in that file; rows ascend and do not overlap.
@@ -224,7 +224,7 @@ impl Backing {
     ///
     /// A row in the middle of another mapping is two mappings more, 9 us of each clone, and a page in it that the clone writes, as most of those are that its
     /// parent wrote by themselves (stacks, page tables), is a fault and a flush of other CPUs' TLBs besides. Copying takes 1 us a page
-    /// (`perf record` over 100 children in `dayfly-bench fork`).
+    /// (`perf record` over 100 children in `dayfly-bench fork`). They then count as written by the clone, whose own clones get them anew.
     pub(super) fn parted(&self) -> (Vec<Row>, Vec<Row>) {
         let mut short: Vec<&Row> = self.rows.iter().filter(|row| row.pages <= SHORT_PAGES).collect();
         short.sort_by_key(|row| row.pages);

@@ -72,7 +72,7 @@ fn the_shortest_rows_are_copied_and_not_too_many() {
     let rows = [row(0, 4, 0, 0), row(5, 5, 0, 4), row(12, 1, 1, 0), row(20, 2, 1, 3)];
     assert_eq!(told(&rows), (vec![(5, 5)], vec![(0, 4), (12, 1), (20, 2)]));
     assert_eq!(told(&[]), (vec![], vec![]));
-    // 1 and 12 times 4 pages, and 8 times 2, which come first: 65.
+    // One page and 9 times 2, which come first, and 12 times 4: 67.
     let of = |n: u32, pages| row(n * 5, pages, 0, 0);
     let long: Vec<Row> = (0..21).map(|n| of(n, if n < 12 { 4 } else { 2 })).chain([of(21, 1)]).collect();
     let file = || file(128, 0);
