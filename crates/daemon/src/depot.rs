@@ -3,7 +3,7 @@
 mod recent;
 pub mod sharing;
 
-use crate::error::{Fault, Outcome, chain};
+use crate::error::{Fault, Outcome, blocking, chain};
 use crate::forming::Forming;
 use crate::pagers::{Pager, Pagers, Wanted};
 use crate::vm::Disk;
@@ -22,15 +22,16 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
 
 /// The store.
 #[derive(Debug, Clone)]
 pub struct Depot {
     store: Store,
-    /// A snapshot was removed while VMs lived: when one of them goes, layers may be free.
-    collect_later: Arc<AtomicBool>,
+    /// Layers of a snapshot that was removed have lost the last VM, shell or template that stood on them.
+    garbage: Arc<Notify>,
     open: Arc<Mutex<Recent>>,
     pagers: Pagers,
     forming: Arc<Forming>,
@@ -107,9 +108,12 @@ impl Depot {
     /// Uses this store.
     #[must_use]
     pub fn new(store: Store, pagers: Pagers) -> Self {
+        let garbage: Arc<Notify> = Arc::default();
+        let told = garbage.clone();
+        store.when_garbage(move || told.notify_one());
         Self {
             store,
-            collect_later: Arc::default(),
+            garbage,
             open: Arc::new(Mutex::new(Recent::new())),
             pagers,
             forming: Arc::default(),
@@ -387,7 +391,7 @@ impl Depot {
         open.is_current().then_some(open)
     }
 
-    /// Removes a snapshot, and the layers that only it needed.
+    /// Removes a snapshot, and the layers that only it needed; those that VMs stand on go with the last of these.
     ///
     /// # Errors
     /// There is none.
@@ -404,7 +408,6 @@ impl Depot {
         self.store.remove_snapshot(name)?;
         lock(&self.open).forget(name);
         lock(&self.loading).remove(name);
-        self.collect_later.store(true, Ordering::Relaxed);
         self.collect();
         self.collect_pages();
         Ok(())
@@ -443,6 +446,19 @@ impl Depot {
         }
     }
 
+    /// Removes layers of snapshots that are gone when what stood on them has gone too, until `stop`.
+    pub async fn keep_collected(self, stop: CancellationToken) {
+        while stop.run_until_cancelled(self.garbage.notified()).await.is_some() {
+            let depot = self.clone();
+            // Reads manifests, perhaps all of them.
+            let _it_logs = blocking(move || {
+                depot.collect();
+                Ok(())
+            })
+            .await;
+        }
+    }
+
     /// A new writable layer.
     ///
     /// # Errors
@@ -464,13 +480,6 @@ impl Depot {
     /// The host cannot remove them.
     pub fn remove_vm(&self, vm: VmId) -> Outcome<()> {
         Ok(self.store.remove_vm(vm)?)
-    }
-
-    /// A VM is gone, and its pin with it.
-    pub fn unpinned(&self) {
-        if self.collect_later.load(Ordering::Relaxed) {
-            self.collect();
-        }
     }
 
     /// Keeps what a VM with these disks stands on.

@@ -45,6 +45,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     adopt::adopt(&daemon).await;
     let keeper = tokio::spawn(pool::keep(daemon.clone()));
     let wiring = tokio::spawn(net::keep(daemon.clone()));
+    let collector = tokio::spawn(daemon.depot.clone().keep_collected(daemon.stop.clone()));
     tokio::spawn(heap::give_back(daemon.stop.clone()));
     let path = daemon.config.socket();
     let listener = listen(&path)?;
@@ -66,6 +67,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
         let _ = server.await;
         let _ = keeper.await;
         let _ = wiring.await;
+        let _ = collector.await;
         daemon.undo.close();
         daemon.undo.wait().await;
     };

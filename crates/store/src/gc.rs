@@ -63,7 +63,8 @@ impl Store {
         Ok(report)
     }
 
-    /// Removes every layer that no snapshot refers to and no [`crate::Pin`] holds. Excludes every commit while it runs.
+    /// Removes every layer that no snapshot refers to and no [`crate::Pin`] holds. Excludes every commit while it runs. What it leaves for pins alone is
+    /// told when they go ([`Self::when_garbage`]).
     ///
     /// # Errors
     /// [`GcError`]; what is still referred to stays in any case.
@@ -76,9 +77,8 @@ impl Store {
         }
         // What is not named like a layer was not put here by us.
         let present = inner.layers.entries()?.iter().filter_map(|n| n.parse().ok()).collect();
-        let pinned = inner.pins.all().into_iter().flat_map(|p| p.layers).collect();
         let mut report = GcReport::default();
-        for id in refs::unreferenced(&present, &snapshots.items, &pinned) {
+        for id in inner.pins.unheld(refs::unreferenced(&present, &snapshots.items)) {
             let bytes = self.layer_allocated(id);
             if inner.retire(&inner.layers, &id.to_string())? {
                 report.layers.push(id);

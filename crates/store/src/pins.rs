@@ -8,11 +8,24 @@ use crate::manifest::{ImageManifest, ImageRef, ManifestError, SnapshotManifest};
 use crate::{Store, manifest};
 use dayfly_units::Name;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// All pins of a store.
+#[derive(Default)]
+pub(crate) struct Pins {
+    all: Mutex<All>,
+    /// Called when the last has gone that kept a layer.
+    garbage: OnceLock<Box<dyn Fn() + Send + Sync>>,
+}
+
 #[derive(Debug, Default)]
-pub(crate) struct Pins(Mutex<(u64, BTreeMap<u64, Pinned>)>);
+struct All {
+    next: u64,
+    pins: BTreeMap<u64, Pinned>,
+    /// Layers that were there for pins alone when that was last looked at.
+    kept: BTreeSet<LayerId>,
+}
 
 /// What one pin holds.
 #[derive(Debug, Clone, Default)]
@@ -51,27 +64,59 @@ pub enum PinError {
     Damage(#[from] Damage),
 }
 
+impl fmt::Debug for Pins {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pins").field("all", &self.all).finish_non_exhaustive()
+    }
+}
+
 impl Pins {
+    fn lock(&self) -> MutexGuard<'_, All> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn pin(self: &Arc<Self>, pinned: Pinned) -> Pin {
-        let mut inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = inner.0;
-        inner.0 += 1;
-        inner.1.insert(key, pinned);
+        let mut all = self.lock();
+        let key = all.next;
+        all.next += 1;
+        all.pins.insert(key, pinned);
         Pin { pins: Arc::clone(self), key, borrowed: None }
     }
 
     pub(crate) fn all(&self) -> Vec<Pinned> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).1.values().cloned().collect()
+        self.lock().pins.values().cloned().collect()
+    }
+
+    pub(crate) fn when_garbage(&self, call: impl Fn() + Send + Sync + 'static) {
+        let _is_set = self.garbage.set(Box::new(call));
+    }
+
+    /// Of layers that no snapshot needs, those that no pin holds either. When the last pin goes that holds one of the others, it is garbage.
+    pub(crate) fn unheld(&self, layers: BTreeSet<LayerId>) -> BTreeSet<LayerId> {
+        let mut all = self.lock();
+        let (kept, unheld) = layers.into_iter().partition(|layer| all.holds(layer));
+        all.kept = kept;
+        unheld
+    }
+}
+
+impl All {
+    fn holds(&self, layer: &LayerId) -> bool {
+        self.pins.values().any(|pinned| pinned.layers.contains(layer))
+    }
+
+    /// Whether a layer was kept for the pin `key` alone, which has gone then.
+    fn remove(&mut self, key: u64) -> bool {
+        let Some(pinned) = self.pins.remove(&key) else { return false };
+        let kept: Vec<LayerId> = pinned.layers.intersection(&self.kept).copied().collect();
+        kept.iter().any(|layer| !self.holds(layer))
     }
 }
 
 impl Clone for Pin {
     /// Another that holds the same.
     fn clone(&self) -> Self {
-        let pinned = {
-            let inner = self.pins.0.lock().unwrap_or_else(PoisonError::into_inner);
-            inner.1.get(&self.key).cloned().unwrap_or_default()
-        };
+        let pinned = self.pins.lock().pins.get(&self.key).cloned().unwrap_or_default();
         let mut pin = self.pins.pin(pinned);
         pin.borrowed = self.borrowed.clone();
         pin
@@ -80,11 +125,20 @@ impl Clone for Pin {
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        self.pins.0.lock().unwrap_or_else(PoisonError::into_inner).1.remove(&self.key);
+        let garbage = self.pins.lock().remove(self.key);
+        if garbage && let Some(call) = self.pins.garbage.get() {
+            call();
+        }
     }
 }
 
 impl Store {
+    /// From now on `call` is called whenever a layer that [`Self::gc`] left for pins alone has lost the last of them: it is time for another. From
+    /// the thread that lets go, so it should only tell somebody. Once for a store; a second call changes nothing.
+    pub fn when_garbage(&self, call: impl Fn() + Send + Sync + 'static) {
+        self.0.pins.when_garbage(call);
+    }
+
     /// Pins what a VM stands on: images, stored layers, and those that other VMs have frozen. `holder` is shown to who wants to remove it, such as `VM web-1`.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Who refers to what: pure functions of the snapshots' manifests and the pins, so that a property test can hold them against a model.
+//! Who refers to what: pure functions of the snapshots' manifests, so that a property test can hold them against a model.
 
 use crate::digest::Digest;
 use crate::layers::LayerId;
@@ -18,15 +18,11 @@ pub fn layer_users(snapshots: &[SnapshotManifest]) -> BTreeMap<LayerId, BTreeSet
     users
 }
 
-/// The layers of `present` that no snapshot and no pin needs.
+/// The layers of `present` that no snapshot needs.
 #[must_use]
-pub fn unreferenced(
-    present: &BTreeSet<LayerId>,
-    snapshots: &[SnapshotManifest],
-    pinned: &BTreeSet<LayerId>,
-) -> BTreeSet<LayerId> {
+pub fn unreferenced(present: &BTreeSet<LayerId>, snapshots: &[SnapshotManifest]) -> BTreeSet<LayerId> {
     let users = layer_users(snapshots);
-    present.iter().copied().filter(|id| !users.contains_key(id) && !pinned.contains(id)).collect()
+    present.iter().copied().filter(|id| !users.contains_key(id)).collect()
 }
 
 /// The snapshots that stand on the image `name`; with `replacement`, only those that need another digest than that.

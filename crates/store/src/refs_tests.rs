@@ -1,6 +1,9 @@
 use super::*;
 use crate::manifest::tests::snapshot;
+use crate::pins::{Pin, Pinned, Pins};
 use proptest::prelude::*;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A step in the life of a store.
 #[derive(Debug, Clone)]
@@ -31,35 +34,51 @@ fn id(n: u8) -> LayerId {
 proptest! {
     #[test]
     fn collecting_removes_all_that_nobody_needs_and_nothing_else(steps in prop::collection::vec(step(), 0..40)) {
+        let pins: Arc<Pins> = Arc::default();
+        let told: Arc<AtomicBool> = Arc::default();
+        let garbage = told.clone();
+        pins.when_garbage(move || garbage.store(true, Ordering::Relaxed));
         let mut snapshots: BTreeMap<u8, Vec<u8>> = BTreeMap::new();
-        let mut pins: BTreeSet<u8> = BTreeSet::new();
+        let mut held: Vec<(u8, Pin)> = Vec::new();
         let mut present: BTreeSet<u8> = BTreeSet::new();
+        // No snapshot has come or gone since.
+        let mut collected = false;
         for step in steps {
+            let mut collect = false;
             match step {
                 Step::Add(n, layers) => {
                     present.extend(&layers);
                     snapshots.insert(n, layers);
+                    collected = false;
                 }
                 Step::Remove(n) => {
                     snapshots.remove(&n);
+                    collected = false;
                 }
                 Step::Pin(l) if present.contains(&l) => {
-                    pins.insert(l);
+                    held.push((l, pins.pin(Pinned { layers: [id(l)].into(), ..Pinned::default() })));
                 }
                 Step::Pin(_) => {}
+                // One of those that hold it.
                 Step::Unpin(l) => {
-                    pins.remove(&l);
+                    if let Some(at) = held.iter().position(|(layer, _)| *layer == l) {
+                        held.remove(at);
+                    }
+                    collect = told.swap(false, Ordering::Relaxed);
                 }
-                Step::Collect => {
-                    let manifests: Vec<_> = snapshots.iter().map(|(n, l)| snapshot(&format!("s{n}"), l)).collect();
-                    let ids = |set: &BTreeSet<u8>| set.iter().copied().map(id).collect::<BTreeSet<_>>();
-                    let gone = unreferenced(&ids(&present), &manifests, &ids(&pins));
-                    let needed = |l: &u8| pins.contains(l) || snapshots.values().any(|layers| layers.contains(l));
-                    prop_assert_eq!(&gone, &present.iter().copied().filter(|l| !needed(l)).map(id).collect());
-                    present.retain(|&l| !gone.contains(&id(l)));
-                    prop_assert!(snapshots.values().flatten().all(|l| present.contains(l)), "a snapshot lost a layer");
-                }
+                Step::Collect => collect = true,
             }
+            let needed = |l: &u8| held.iter().any(|(h, _)| h == l) || snapshots.values().any(|layers| layers.contains(l));
+            if collect {
+                let manifests: Vec<_> = snapshots.iter().map(|(n, l)| snapshot(&format!("s{n}"), l)).collect();
+                let gone = pins.unheld(unreferenced(&present.iter().copied().map(id).collect(), &manifests));
+                prop_assert_eq!(&gone, &present.iter().copied().filter(|l| !needed(l)).map(id).collect());
+                present.retain(|&l| !gone.contains(&id(l)));
+                prop_assert!(snapshots.values().flatten().all(|l| present.contains(l)), "a snapshot lost a layer");
+                collected = true;
+            }
+            // It is told in time, whoever lets go last.
+            prop_assert!(!collected || present.iter().all(needed), "garbage is left");
         }
     }
 }

@@ -72,8 +72,6 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
         vm.mark_now("vmm gone");
         vm.ended(exit);
         daemon.registry.release_slot(&vm);
-        // What it stood on may be nobody's now.
-        daemon.depot.unpinned();
         if vm.facts.ephemeral {
             // Those who wait for it have it in hand; nobody else shall find it.
             if let Err(e) = discard(&daemon, &vm, None).await {
@@ -220,10 +218,7 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
         };
         // Of many VMMs that are killed at once each has threads that tear it down, and whoever frees their memory would have his turn after
         // all of these: 512 took 0.33 to 0.45 s, three times what bare processes need for their ends.
-        let free = if dead.facts.memory_bytes <= SHORT_BYTES { priority::first(all) } else { all() };
-        // Reads manifests, perhaps all of them.
-        depot.unpinned();
-        free
+        if dead.facts.memory_bytes <= SHORT_BYTES { priority::first(all) } else { all() }
     };
     freed(daemon, vm, work).await?;
     let freed = asked.elapsed();

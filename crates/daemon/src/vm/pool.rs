@@ -437,6 +437,10 @@ pub async fn keep(daemon: Arc<Daemon>) {
                     // By a host without memory, perhaps.
                     tokio::time::sleep(YIELD).await;
                 }
+                (Err(fault), Missing::Primed(template)) if fault.0.code == ErrorCode::NotFound => {
+                    tracing::debug!("making {missing:?} ahead of demand: {fault}"); // it was removed meanwhile
+                    daemon.pool.give_up(template);
+                }
                 (Err(fault), Missing::Primed(template)) => {
                     tracing::error!("making {missing:?} ahead of demand: {fault}");
                     daemon.pool.give_up(template);
@@ -607,11 +611,7 @@ async fn discard(daemon: &Arc<Daemon>, seat: Seat) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
             Err(Fault::internal(format_args!("removing {}: {e}", path.path().display())))
         }
-        _ => {
-            depot.remove_vm(seat.id)?;
-            depot.unpinned();
-            Ok(())
-        }
+        _ => depot.remove_vm(seat.id),
     });
     match removed.await {
         Ok(()) => daemon.registry.unseat(seat),

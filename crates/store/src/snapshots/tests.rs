@@ -3,7 +3,8 @@ use crate::blob::fault;
 use crate::fixture::{IMAGE, Vm, assert_is, bake, name, reopen, store, tree};
 use crate::{ChainLayer, Damage, GcError, OpenError, RemoveError, Store};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 fn layers(root: &Path) -> usize {
     std::fs::read_dir(root.join("layers")).unwrap().count()
@@ -178,9 +179,16 @@ fn pins_hold_layers_while_they_live() {
     store.remove_snapshot(&name("base")).unwrap();
     assert_eq!(store.gc().unwrap().layers, []);
     let pin = store.pin("VM adopted", &open.manifest.images(), &open.manifest.layer_ids(), &[]).unwrap();
+    let told = Arc::new(AtomicU32::new(0));
+    let garbage = told.clone();
+    store.when_garbage(move || {
+        garbage.fetch_add(1, Ordering::Relaxed);
+    });
     drop(open);
+    assert_eq!(told.load(Ordering::Relaxed), 0);
     assert_eq!(store.gc().unwrap().layers, []);
     drop(pin);
+    assert_eq!(told.load(Ordering::Relaxed), 1);
     assert_eq!(store.gc().unwrap().layers.len(), 1);
 }
 
