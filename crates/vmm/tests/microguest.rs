@@ -4,11 +4,13 @@
 mod harness;
 
 use dayfly_microguest::{End, Growth, elf, orders, sorted};
-use dayfly_vmm::arch::layout;
+use dayfly_vmm::arch::{cpuid, layout};
 use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::{ClientError, Command, ExitReason};
 use dayfly_vmm::memory::{backing, working_set};
+use dayfly_vmm::{state, vcpu};
 use harness::{Boot, Disk, Snapshot, Vmm, kvm_or_nothing, write_file};
+use kvm_ioctls::{Kvm, VmFd};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -100,6 +102,49 @@ fn a_guest_sorts_what_its_seed_makes() {
         assert_eq!(vm.console(), format!("microguest\n{}", sorted(seed, keys)), "seed {seed:x}");
     }
     assert_ne!(sorted(7, 0x100), sorted(8, 0x100));
+}
+
+#[test]
+fn vcpus_that_were_told_their_cpuid_ahead_are_those_of_the_guest() {
+    if !kvm_or_nothing("cpuid") {
+        return;
+    }
+    let room = Room::new();
+    let (_parent, snapshot) = room.snapshot(4, false);
+    let saved = state::decode(&std::fs::read(&snapshot.state).unwrap()).unwrap();
+    let kvm = Kvm::new().unwrap();
+    let limits = |vm: &VmFd| vcpu::state::HostLimits::new(&kvm, vm).unwrap();
+    // vCPUs as a spare has them, of a VM of so many: and what they are when they have loaded the guest's.
+    let loaded = |told: Option<cpuid::Template>| {
+        let vm = kvm.create_vm().unwrap();
+        vm.set_identity_map_address(layout::KVM_IDENTITY_MAP).unwrap();
+        vm.set_tss_address(layout::KVM_TSS).unwrap();
+        vm.create_irq_chip().unwrap();
+        let words = vcpu::state::host_xsave_words(&vm);
+        let vcpus: Vec<_> = (0..4).map(|id| vm.create_vcpu(id).unwrap()).collect();
+        let mut alike = Vec::new();
+        for (id, (fd, state)) in (0..).zip(vcpus.iter().zip(&saved.vcpus)) {
+            let is = told.as_ref().map(|told| {
+                fd.set_cpuid2(&cpuid::for_kvm(&told.of(id)).unwrap()).unwrap();
+                fd.get_cpuid2(vcpu::state::MAX_CPUID).unwrap().as_slice().to_vec()
+            });
+            vcpu::state::load(fd, state, is.as_deref(), words).unwrap();
+            alike.push(is.is_some_and(|is| cpuid::alike(&is, &state.cpuid)));
+        }
+        let cpuid = |fd| vcpu::state::save(fd, &limits(&vm)).unwrap().cpuid;
+        (alike, vcpus.iter().map(cpuid).collect::<Vec<_>>())
+    };
+    let wanted: Vec<_> = saved.vcpus.iter().map(|state| state.cpuid.clone()).collect();
+    let of = |vcpus| Some(cpuid::Template::new(&kvm, vcpus).unwrap());
+    // What CR4, XCR0 and others decide is as it was in the guest, whoever told it.
+    for (told, expected) in [(of(4), true), (of(1), false), (None, false)] {
+        let (alike, is) = loaded(told);
+        assert_eq!(alike, [expected; 4]);
+        assert!(
+            is == wanted,
+            "vCPUs that were told anything or nothing ahead ({expected}) are not the guest's"
+        );
+    }
 }
 
 #[test]

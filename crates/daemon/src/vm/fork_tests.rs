@@ -209,6 +209,34 @@ async fn a_vm_goes_although_it_is_being_forked_or_its_layers_merged() {
     room.empty().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_vm_stood_on_stays_for_its_fork_although_it_ends_meanwhile() {
+    let room = Room::with(0, Settings::default(), &generations("200", "200"), false).await;
+    let depot = &room.daemon.depot;
+    let first = room.birth(&"first".parse().unwrap()).await.unwrap().keep();
+    says(&first, "verify ok seed 8\nready").await;
+    let (children, _) = forked(&room, &first, 1).await;
+    let parent = &children[0];
+    says(parent, "verify ok seed 9\nready").await;
+    end(&room, &first).await;
+    let process = parent.process().unwrap();
+    let ended = async {
+        assert_eq!(depot.store().held_vms(), [first.id]);
+        process.kill().unwrap();
+        parent.wait_gone().await;
+    };
+    let epoch = crate::fork::freeze_and(&room.daemon, parent, ended).await.unwrap();
+    assert!(parent.pinned().is_none(), "it has ended, and kept nothing");
+    assert_eq!(
+        epoch.disks[0].disk.borrowed().map(|layer| layer.vm).collect::<Vec<_>>(),
+        [first.id, parent.id]
+    );
+    drop(epoch);
+    assert_eq!(depot.store().held_vms(), [], "nor does anybody else");
+    end(&room, parent).await;
+    room.empty().await;
+}
+
 async fn born_of(room: &Room, template: &str) -> Outcome<Arc<Vm>> {
     let source = Source::Snapshot(template.parse().unwrap());
     let order = Order::create(dayfly_api::types::CreateRequest {

@@ -116,6 +116,29 @@ impl Template {
     }
 }
 
+/// Whether a vCPU of which KVM gives `is` will be, once it has the other registers of a guest, what it would be if it were told `wanted`, which KVM
+/// gave of that guest.
+///
+/// KVM itself keeps some bits as CR4, XCR0, the APIC base and IA32_MISC_ENABLE say, and does so anew whenever one of them is set
+/// (`kvm_update_cpuid_runtime`, Linux `arch/x86/kvm/cpuid.c`).
+#[must_use]
+pub fn alike(is: &[kvm_cpuid_entry2], wanted: &[kvm_cpuid_entry2]) -> bool {
+    let fixed = |e: &kvm_cpuid_entry2| {
+        let mut e = *e;
+        match (e.function, e.index) {
+            (1, _) => {
+                e.ecx &= !(1 << 27 | 1 << 3); // OSXSAVE, MONITOR
+                e.edx &= !(1 << 9); // APIC
+            }
+            (7, 0) => e.ecx &= !(1 << 4), // OSPKE
+            (0xd, 0 | 1) => e.ebx = 0,    // bytes of what XCR0 enables
+            _ => {}
+        }
+        (e.function, e.index, e.flags, e.eax, e.ebx, e.ecx, e.edx)
+    };
+    is.iter().map(fixed).eq(wanted.iter().map(fixed))
+}
+
 /// Entries as KVM_SET_CPUID2 takes them; `None` when there are too many.
 #[must_use]
 pub fn for_kvm(entries: &[kvm_cpuid_entry2]) -> Option<CpuId> {
@@ -125,6 +148,28 @@ pub fn for_kvm(entries: &[kvm_cpuid_entry2]) -> Option<CpuId> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+
+    /// `(function, register, bit)` of a change.
+    fn bit(entries: &mut [kvm_cpuid_entry2], (entry, register, bit): (usize, usize, u32)) {
+        let e = &mut entries[entry];
+        *[&mut e.eax, &mut e.ebx, &mut e.ecx, &mut e.edx][register] ^= 1 << bit;
+    }
+
+    proptest! {
+        #[test]
+        fn what_kvm_derives_makes_no_difference_and_every_other_bit_does(n in 0..5_usize, register in 0..4_usize, b in 0..32_u32) {
+            let is = [
+                entry(1, 0, 1, 2, 3, 4), entry(7, 0, 1, 2, 3, 4), entry(0xd, 0, 1, 2, 3, 4), entry(0xd, 1, 1, 2, 3, 4),
+                entry(0xd, 2, 1, 2, 3, 4),
+            ];
+            let derived = matches!((n, register, b), (0, 2, 3 | 27) | (0, 3, 9) | (1, 2, 4) | (2 | 3, 1, _));
+            let mut wanted = is;
+            bit(&mut wanted, (n, register, b));
+            prop_assert_eq!(alike(&is, &wanted), derived);
+            prop_assert!(alike(&is, &is) && !alike(&is, &is[..n]));
+        }
+    }
 
     fn entry(function: u32, index: u32, eax: u32, ebx: u32, ecx: u32, edx: u32) -> kvm_cpuid_entry2 {
         kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }

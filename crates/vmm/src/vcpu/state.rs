@@ -172,17 +172,24 @@ pub fn save(vcpu: &VcpuFd, limits: &HostLimits) -> Result<VcpuState, StateError>
     })
 }
 
-/// Writes everything to a fresh vCPU, except what depends on the moment it goes on ([`super::clocks`]).
+/// Writes everything to a fresh vCPU, whose CPUID `is` that already if it was told any, except what depends on the moment it goes on ([`super::clocks`]).
 ///
 /// # Errors
 /// Naming the ioctl or MSR.
-pub fn load(vcpu: &VcpuFd, state: &VcpuState, xsave_words_here: usize) -> Result<(), StateError> {
-    let entries = cpuid::for_kvm(&state.cpuid).ok_or(StateError::TooMany {
-        what: "CPUID entries",
-        got: state.cpuid.len(),
-        max: MAX_CPUID,
-    })?;
-    vcpu.set_cpuid2(&entries).map_err(on("KVM_SET_CPUID2"))?;
+pub fn load(
+    vcpu: &VcpuFd,
+    state: &VcpuState,
+    is: Option<&[kvm_cpuid_entry2]>,
+    xsave_words_here: usize,
+) -> Result<(), StateError> {
+    if !is.is_some_and(|is| cpuid::alike(is, &state.cpuid)) {
+        let entries = cpuid::for_kvm(&state.cpuid).ok_or(StateError::TooMany {
+            what: "CPUID entries",
+            got: state.cpuid.len(),
+            max: MAX_CPUID,
+        })?;
+        vcpu.set_cpuid2(&entries).map_err(on("KVM_SET_CPUID2"))?;
+    }
     let host_khz = vcpu.get_tsc_khz().map_err(on("KVM_GET_TSC_KHZ"))?;
     // KVM itself takes frequencies within 250 ppm for equal; so do we.
     if host_khz.abs_diff(state.tsc_khz) > host_khz / 4000 {

@@ -11,6 +11,7 @@ use crate::seccomp::Filters;
 use crate::timeline::Timeline;
 use crate::vcpu::{self, Vcpu};
 use crate::virtio::{DeviceSet, VsockSpec};
+use kvm_bindings::kvm_cpuid_entry2;
 use kvm_ioctls::{Kvm, VmFd};
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -49,6 +50,8 @@ pub struct Shell {
     pub(super) shape: Shape,
     pub(super) memory: GuestMemoryMmap,
     pub(super) vcpus: Vec<Vcpu>,
+    /// What KVM says that they are, where they were told anything.
+    pub(super) cpuid: Vec<Vec<kvm_cpuid_entry2>>,
     pub(super) platform: Arc<Platform>,
     pub(super) devices: Arc<DeviceSet>,
     pub(super) pagemap: Option<File>,
@@ -97,7 +100,7 @@ impl Shell {
             crew,
             mut timeline,
         } = host;
-        let Parts { vm, memory, vcpus: fds } = bare.parts(&kvm, shape)?;
+        let Parts { vm, memory, vcpus: fds, cpuid } = bare.parts(&kvm, shape)?;
         timeline.done("kvm");
 
         let vsock = VsockSpec { listener: vsock_listener, path: vsock_path, guest_cid: GUEST_CID };
@@ -121,7 +124,20 @@ impl Shell {
         let start = |(id, (fd, hand))| Vcpu::start(id, fd, Arc::clone(&platform), hand);
         let vcpus = started.map(start).collect();
         timeline.done("vcpus");
-        Ok(Self { kvm, vm, shape, memory, vcpus, platform, devices, pagemap, recorder, uffd, timeline })
+        Ok(Self {
+            kvm,
+            vm,
+            shape,
+            memory,
+            vcpus,
+            cpuid,
+            platform,
+            devices,
+            pagemap,
+            recorder,
+            uffd,
+            timeline,
+        })
     }
 
     /// What it does now: it waits.
