@@ -1,6 +1,7 @@
 use crate::fixture::{Vm, name, store};
 use crate::{ChainLayer, Pin, Store, VmLayer};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 /// Freezes what it writes, as a fork does.
 fn freeze(store: &Store, vm: &mut Vm) -> VmLayer {
@@ -167,7 +168,7 @@ fn what_was_pinned_while_its_vm_went_is_there() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());
     let mut pinned = 0;
-    for _ in 0..600 {
+    for turn in 0..2000 {
         let mut vm = Vm::boot(&store);
         let layers = [freeze(&store, &mut vm), freeze(&store, &mut vm)];
         let both = std::sync::Barrier::new(2);
@@ -177,6 +178,11 @@ fn what_was_pinned_while_its_vm_went_is_there() {
                 store.remove_vm(vm.id).unwrap();
             });
             both.wait();
+            // At every point of the other's way.
+            let (begun, late) = (Instant::now(), Duration::from_nanos(turn % 200 * 500));
+            while begun.elapsed() < late {
+                std::hint::spin_loop();
+            }
             let pin = store.pin("a clone", &[], &[], &layers).ok();
             if pin.is_some() {
                 layers.iter().for_each(|layer| drop(store.open_frozen_layer(layer).unwrap()));
@@ -187,5 +193,5 @@ fn what_was_pinned_while_its_vm_went_is_there() {
         drop(pin);
         assert_eq!((store.held_vms(), store.vm_folders().unwrap()), (vec![], vec![]));
     }
-    println!("{pinned} of 600 were pinned in time");
+    println!("{pinned} of 2000 were pinned in time");
 }
