@@ -162,7 +162,7 @@ pub fn low_priority() {
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };
 }
 
-/// Gives this thread the normal priority: a shell is made at a lower one, its guest does not run so. Allowed by [`narrow`].
+/// Gives this thread the normal priority: a shell is made at a lower one, but nobody waits behind that. Allowed by [`narrow`].
 pub fn normal_priority() {
     // SAFETY: setpriority(2) with integers; 0 is the calling thread. Where it is not allowed the thread stays as it is.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 0) };

@@ -6,6 +6,7 @@ use super::{Restored, Vm};
 use crate::arch::layout;
 use crate::config::RestoreConfig;
 use crate::disk::DiskSpec;
+use crate::jail;
 use crate::memory::backing::Backing;
 use crate::memory::{self, lazy, pre_fault, working_set};
 use crate::state::{self, VmState};
@@ -61,6 +62,10 @@ impl Shell {
     /// more use.
     pub fn restore(mut self, config: &RestoreConfig, files: Files) -> Result<Vm, BuildError> {
         self.timeline.done("asked");
+        if !config.paused {
+            // Somebody waits for it: from now on it is behind no guest that runs.
+            jail::normal_priority();
+        }
         let state = read_state(&files.state)?;
         self.fits(&state)?;
         self.timeline.done("state");
