@@ -47,7 +47,7 @@ const WHO: &str = "touch /run/served; cat /run/first; echo; od -An -tx1 -N32 /de
 fn nobody_in_waves_of_clones_is_somebody_else() {
     let all = times("DAYFLY_CLONES", 8);
     // All of a wave run their hooks at once, on one emulated CPU.
-    let wave = (all / 2).clamp(1, 20);
+    let wave = (all / 2).clamp(1, 10);
     let world = world();
     ok(&["create", "--name", "parent", BASE]);
     sh("parent", HOOK);
