@@ -23,8 +23,12 @@ use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
+
+/// When layers that the host could not remove are looked for again.
+const AGAIN: Duration = Duration::from_secs(30);
 
 /// The store.
 #[derive(Debug, Clone)]
@@ -335,7 +339,7 @@ impl Depot {
             None => self.load(name)?,
         };
         let open = Arc::new(open);
-        lock(&self.open).keep(name.clone(), open.clone(), bytes);
+        self.keep(name, &open, bytes);
         Ok(open)
     }
 
@@ -367,10 +371,18 @@ impl Depot {
         let bytes = resident.data_bytes();
         if bytes <= lock(&self.open).resident_most {
             let snapshot = self.store.open_resident(name, resident)?;
-            let open = Arc::new(Loaded::whole(snapshot));
-            lock(&self.open).keep(name.clone(), open, bytes);
+            self.keep(name, &Arc::new(Loaded::whole(snapshot)), bytes);
         }
         Ok(())
+    }
+
+    /// Keeps it open, but not if it was removed since: then nobody would ask for it any more, and it would keep its layers and RAM.
+    fn keep(&self, name: &Name, open: &Arc<Loaded>, bytes: u64) {
+        let mut recent = lock(&self.open);
+        recent.keep(name.clone(), open.clone(), bytes);
+        if !open.is_current() {
+            recent.forget(name);
+        }
     }
 
     /// RAM of a snapshot's clones.
@@ -435,15 +447,32 @@ impl Depot {
         }
     }
 
-    /// Removes layers that nobody needs.
+    /// Removes layers that nobody needs; what the host does not remove is tried again.
     pub fn collect(&self) {
-        match self.store.gc() {
-            Ok(report) if report.layers.is_empty() => {}
-            Ok(report) => {
-                tracing::info!(layers = report.layers.len(), bytes = report.freed_bytes, "collected")
-            }
-            Err(e) => tracing::warn!("collecting layers: {}", chain(&e)),
+        if self.failed_to_collect() {
+            self.look_for_garbage();
         }
+    }
+
+    fn failed_to_collect(&self) -> bool {
+        match self.store.gc() {
+            Ok(report) => {
+                if !report.layers.is_empty() {
+                    tracing::info!(layers = report.layers.len(), bytes = report.freed_bytes, "collected");
+                }
+                false
+            }
+            Err(e) => {
+                tracing::warn!("collecting layers: {}", chain(&e));
+                // A snapshot that cannot be read is removed first, which collects.
+                matches!(e, GcError::Io(_))
+            }
+        }
+    }
+
+    /// Has layers removed that nobody needs, soon.
+    pub fn look_for_garbage(&self) {
+        self.garbage.notify_one();
     }
 
     /// Removes layers of snapshots that are gone when what stood on them has gone too, until `stop`.
@@ -451,11 +480,10 @@ impl Depot {
         while stop.run_until_cancelled(self.garbage.notified()).await.is_some() {
             let depot = self.clone();
             // Reads manifests, perhaps all of them.
-            let _it_logs = blocking(move || {
-                depot.collect();
-                Ok(())
-            })
-            .await;
+            if blocking(move || Ok(depot.failed_to_collect())).await != Ok(false) {
+                stop.run_until_cancelled(tokio::time::sleep(AGAIN)).await;
+                self.look_for_garbage();
+            }
         }
     }
 

@@ -193,24 +193,8 @@ async fn freeze(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Epoch> {
     epoch(vm, daemon, beneath, written?).await
 }
 
-/// The same, with something that happens when it has stood still.
-///
-/// # Errors
-/// As the same.
-#[cfg(test)]
-pub(crate) async fn freeze_and(
-    daemon: &Arc<Daemon>,
-    vm: &Arc<Vm>,
-    then: impl Future<Output = ()>,
-) -> Outcome<Epoch> {
-    let beneath = vm.beneath();
-    let written = freeze_told(daemon, vm, beneath.is_some()).await?;
-    then.await;
-    epoch(vm, daemon, beneath, written).await
-}
-
 /// The same of a VM whose agent knows; with `own` only what is not as in its template is copied.
-async fn freeze_told(daemon: &Arc<Daemon>, vm: &Arc<Vm>, own: bool) -> Outcome<Written> {
+pub(crate) async fn freeze_told(daemon: &Arc<Daemon>, vm: &Arc<Vm>, own: bool) -> Outcome<Written> {
     // Before it: what takes time between the last round of copying and the standing still makes more pages that are copied then.
     let target = target(daemon, vm).await?;
     precopy(daemon, vm, Command::Precopy { own }, &target.ram).await?;
@@ -229,7 +213,7 @@ async fn freeze_told(daemon: &Arc<Daemon>, vm: &Arc<Vm>, own: bool) -> Outcome<W
 }
 
 /// What a VMM has written.
-struct Written {
+pub(crate) struct Written {
     state: File,
     ram: File,
     /// The rows of `ram`.
@@ -278,7 +262,7 @@ async fn stand_still(daemon: &Arc<Daemon>, vm: &Arc<Vm>, target: Target) -> Outc
 }
 
 /// What clones start from.
-async fn epoch(
+pub(crate) async fn epoch(
     vm: &Arc<Vm>,
     daemon: &Arc<Daemon>,
     beneath: Option<Beneath>,

@@ -155,7 +155,7 @@ pub struct Saved {
     page_map: Option<File>,
     /// How it stood still, where it goes on.
     frozen: Option<Frozen>,
-    /// Keeps what it stands on, should the VM end before that is staged.
+    /// Keeps what it stands on, should the VM end before it is stored.
     pin: Option<Pin>,
 }
 
@@ -217,7 +217,10 @@ async fn save_into(
 ) -> Outcome<Saved> {
     allowed(vm)?;
     let deadlines = daemon.config.deadlines;
-    agent_link::seal(&vm.dir.vsock(), deadlines.agent).await?;
+    // One without an agent, as benchmarks have, is told nothing.
+    if !vm.live().agent_version.is_empty() {
+        agent_link::seal(&vm.dir.vsock(), deadlines.agent).await?;
+    }
     if how == Command::Save {
         control_link::done(&vm.dir.control(), Command::Pause, deadlines.control).await?;
     }
@@ -411,6 +414,8 @@ pub struct Ready {
     colours: Vec<u8>,
     /// Frames in the order in which clones will want them.
     order: Vec<u32>,
+    /// As in [`Saved`].
+    pin: Option<Pin>,
 }
 
 impl Ready {
@@ -434,8 +439,7 @@ impl Ready {
         let Saved { snapshot, pin, .. } = saved;
         let Coloured { colours, free } = coloured(of, &snapshot, spec.memory_bytes);
         let prepared = snapshot.merging(flatten::merge).prepare(spec, &free)?;
-        drop(pin);
-        Ok(Self { prepared, hints, colours, order: Vec::new() })
+        Ok(Self { prepared, hints, colours, order: Vec::new(), pin })
     }
 
     /// As a template that nobody finds. Blocks.
@@ -461,11 +465,17 @@ impl Ready {
     /// # Errors
     /// The name is taken, or the disk is full.
     pub fn store(self, daemon: &Daemon, meter: &Meter) -> Outcome<Box<Committed>> {
-        let Self { prepared, hints, colours, order } = self;
+        let Self { prepared, hints, colours, order, pin } = self;
         let tenant = daemon.depot.tenant();
         let known =
             Known { hints: &hints, colours: &colours, order: &order, meter: Some(meter), ..Known::default() };
-        let mut committed = prepared.commit_paged(&PagedSpec { tenant: &tenant, known })?;
+        let committed = prepared.commit_paged(&PagedSpec { tenant: &tenant, known });
+        if committed.is_err() {
+            // It may have published layers.
+            daemon.depot.look_for_garbage();
+        }
+        drop(pin);
+        let mut committed = committed?;
         if let Some(resident) = committed.resident.take()
             && let Err(fault) = daemon.depot.keep_resident(&committed.manifest.name, resident)
         {

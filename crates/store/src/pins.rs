@@ -7,6 +7,7 @@ use crate::layers::{LayerId, VmLayer};
 use crate::manifest::{ImageManifest, ImageRef, ManifestError, SnapshotManifest};
 use crate::{Store, manifest};
 use dayfly_units::Name;
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -23,6 +24,8 @@ pub(crate) struct Pins {
 struct All {
     next: u64,
     pins: BTreeMap<u64, Pinned>,
+    /// How many pins hold each layer.
+    layers: BTreeMap<LayerId, u64>,
     /// Layers that were there for pins alone when that was last looked at.
     kept: BTreeSet<LayerId>,
 }
@@ -79,6 +82,9 @@ impl Pins {
         let mut all = self.lock();
         let key = all.next;
         all.next += 1;
+        for layer in &pinned.layers {
+            *all.layers.entry(*layer).or_default() += 1;
+        }
         all.pins.insert(key, pinned);
         Pin { pins: Arc::clone(self), key, borrowed: None }
     }
@@ -94,22 +100,26 @@ impl Pins {
     /// Of layers that no snapshot needs, those that no pin holds either. When the last pin goes that holds one of the others, it is garbage.
     pub(crate) fn unheld(&self, layers: BTreeSet<LayerId>) -> BTreeSet<LayerId> {
         let mut all = self.lock();
-        let (kept, unheld) = layers.into_iter().partition(|layer| all.holds(layer));
+        let (kept, unheld) = layers.into_iter().partition(|layer| all.layers.contains_key(layer));
         all.kept = kept;
         unheld
     }
 }
 
 impl All {
-    fn holds(&self, layer: &LayerId) -> bool {
-        self.pins.values().any(|pinned| pinned.layers.contains(layer))
-    }
-
     /// Whether a layer was kept for the pin `key` alone, which has gone then.
     fn remove(&mut self, key: u64) -> bool {
         let Some(pinned) = self.pins.remove(&key) else { return false };
-        let kept: Vec<LayerId> = pinned.layers.intersection(&self.kept).copied().collect();
-        kept.iter().any(|layer| !self.holds(layer))
+        let mut garbage = false;
+        for layer in pinned.layers {
+            let Entry::Occupied(mut count) = self.layers.entry(layer) else { continue };
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+                garbage |= self.kept.contains(&layer);
+            }
+        }
+        garbage
     }
 }
 

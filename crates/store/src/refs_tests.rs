@@ -11,8 +11,11 @@ enum Step {
     /// Snapshot number n appears, standing on these layers.
     Add(u8, Vec<u8>),
     Remove(u8),
-    Pin(u8),
-    Unpin(u8),
+    Pin(Vec<u8>),
+    /// A second pin like the first of those there are.
+    Copy,
+    /// The oldest of so many, counted from the newest.
+    Unpin(usize),
     Collect,
 }
 
@@ -21,8 +24,9 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         3 => (0_u8..6, prop::collection::vec(layer.clone(), 0..5)).prop_map(|(n, l)| Step::Add(n, l)),
         2 => (0_u8..6).prop_map(Step::Remove),
-        1 => layer.clone().prop_map(Step::Pin),
-        1 => layer.prop_map(Step::Unpin),
+        1 => prop::collection::vec(layer, 1..4).prop_map(Step::Pin),
+        1 => Just(Step::Copy),
+        2 => (0_usize..4).prop_map(Step::Unpin),
         2 => Just(Step::Collect),
     ]
 }
@@ -39,7 +43,7 @@ proptest! {
         let garbage = told.clone();
         pins.when_garbage(move || garbage.store(true, Ordering::Relaxed));
         let mut snapshots: BTreeMap<u8, Vec<u8>> = BTreeMap::new();
-        let mut held: Vec<(u8, Pin)> = Vec::new();
+        let mut held: Vec<(Vec<u8>, Pin)> = Vec::new();
         let mut present: BTreeSet<u8> = BTreeSet::new();
         // No snapshot has come or gone since.
         let mut collected = false;
@@ -55,20 +59,21 @@ proptest! {
                     snapshots.remove(&n);
                     collected = false;
                 }
-                Step::Pin(l) if present.contains(&l) => {
-                    held.push((l, pins.pin(Pinned { layers: [id(l)].into(), ..Pinned::default() })));
+                Step::Pin(mut layers) => {
+                    layers.retain(|l| present.contains(l));
+                    let ids = layers.iter().copied().map(id).collect();
+                    held.push((layers, pins.pin(Pinned { layers: ids, ..Pinned::default() })));
                 }
-                Step::Pin(_) => {}
-                // One of those that hold it.
-                Step::Unpin(l) => {
-                    if let Some(at) = held.iter().position(|(layer, _)| *layer == l) {
+                Step::Copy => held.extend(held.first().cloned()),
+                Step::Unpin(n) => {
+                    if let Some(at) = held.len().checked_sub(n + 1) {
                         held.remove(at);
                     }
                     collect = told.swap(false, Ordering::Relaxed);
                 }
                 Step::Collect => collect = true,
             }
-            let needed = |l: &u8| held.iter().any(|(h, _)| h == l) || snapshots.values().any(|layers| layers.contains(l));
+            let needed = |l: &u8| held.iter().any(|(h, _)| h.contains(l)) || snapshots.values().any(|layers| layers.contains(l));
             if collect {
                 let manifests: Vec<_> = snapshots.iter().map(|(n, l)| snapshot(&format!("s{n}"), l)).collect();
                 let gone = pins.unheld(unreferenced(&present.iter().copied().map(id).collect(), &manifests));

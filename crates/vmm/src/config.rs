@@ -42,7 +42,7 @@ pub struct VmmConfig {
     /// A connection that speaks the same, made ahead: what is sent on it before the process is there waits in it.
     #[serde(default)]
     pub link_fd: Option<FdNumber>,
-    /// Whether to work at a lower priority until the guest runs.
+    /// Whether to work at a lower priority until somebody waits for the guest.
     #[serde(default)]
     pub background: bool,
     /// A listening unix stream socket: `CONNECT <port>\n` → `OK <n>\n` → bytes to and from that port of the guest.

@@ -28,6 +28,8 @@ impl Hand {
     fn start(name: String, filter: Option<Arc<Program>>) -> io::Result<Self> {
         let (work, waiting): (Sender<Work>, Receiver<Work>) = channel();
         let thread = std::thread::Builder::new().name(name).spawn(move || {
+            // One that has to be made now is made by a thread of low priority, perhaps; guests run at the normal one.
+            jail::normal_priority();
             seccomp::apply(filter.as_deref());
             // Where the other end is gone there is nothing to do.
             if let Ok(work) = waiting.recv() {

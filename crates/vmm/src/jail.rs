@@ -107,7 +107,7 @@ pub fn see_only(folder: &Path) -> Result<(), JailError> {
 /// # Errors
 /// Naming the step that failed; the process is then of no use.
 pub fn narrow() -> Result<bool, JailError> {
-    // A VMM may be started at a lower priority, and comes back to the normal one when its guest runs: 20 - 20 = nice 0.
+    // A VMM may be started at a lower priority, and comes back to the normal one when somebody waits for its guest: 20 - 20 = nice 0.
     // Needs CAP_SYS_RESOURCE.
     let may_return = setrlimit(Resource::Nice, Rlimit { current: Some(20), maximum: Some(20) }).is_ok();
     for capability in CAPABILITIES {
@@ -156,13 +156,13 @@ pub fn no_new_privileges() -> Result<(), JailError> {
     rustix::thread::set_no_new_privs(true).map_err(step("setting no_new_privs"))
 }
 
-/// Gives this thread, and those it starts, a lower priority, until they call [`normal_priority`].
+/// Gives this thread, and those it starts, a lower priority; each calls [`normal_priority`] before somebody waits for it.
 pub fn low_priority() {
     // SAFETY: setpriority(2) with integers; 0 is the calling thread.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };
 }
 
-/// Gives this thread the normal priority: a shell is made at a lower one, but nobody waits behind that. Allowed by [`narrow`].
+/// Gives this thread the normal priority. A shell is made at a lower one, with which it would be behind every guest that runs. Allowed by [`narrow`].
 pub fn normal_priority() {
     // SAFETY: setpriority(2) with integers; 0 is the calling thread. Where it is not allowed the thread stays as it is.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 0) };

@@ -114,16 +114,17 @@ fn vcpus_that_were_told_their_cpuid_ahead_are_those_of_the_guest() {
     let saved = state::decode(&std::fs::read(&snapshot.state).unwrap()).unwrap();
     let kvm = Kvm::new().unwrap();
     let limits = |vm: &VmFd| vcpu::state::HostLimits::new(&kvm, vm).unwrap();
-    // vCPUs as a spare has them, of a VM of so many: and what they are when they have loaded the guest's.
+    // vCPUs that were told to be those of a VM of so many, and what they are when they have loaded the guest's.
     let loaded = |told: Option<cpuid::Template>| {
         let vm = kvm.create_vm().unwrap();
         vm.set_identity_map_address(layout::KVM_IDENTITY_MAP).unwrap();
         vm.set_tss_address(layout::KVM_TSS).unwrap();
         vm.create_irq_chip().unwrap();
         let words = vcpu::state::host_xsave_words(&vm);
-        let vcpus: Vec<_> = (0..4).map(|id| vm.create_vcpu(id).unwrap()).collect();
+        let mut vcpus: Vec<_> = (0..4).map(|id| vm.create_vcpu(id).unwrap()).collect();
         let mut alike = Vec::new();
-        for (id, (fd, state)) in (0..).zip(vcpus.iter().zip(&saved.vcpus)) {
+        for (id, (fd, state)) in (0..).zip(vcpus.iter_mut().zip(&saved.vcpus)) {
+            vcpu::first_run(fd);
             let is = told.as_ref().map(|told| {
                 fd.set_cpuid2(&cpuid::for_kvm(&told.of(id)).unwrap()).unwrap();
                 fd.get_cpuid2(vcpu::state::MAX_CPUID).unwrap().as_slice().to_vec()
@@ -135,7 +136,8 @@ fn vcpus_that_were_told_their_cpuid_ahead_are_those_of_the_guest() {
         (alike, vcpus.iter().map(cpuid).collect::<Vec<_>>())
     };
     let wanted: Vec<_> = saved.vcpus.iter().map(|state| state.cpuid.clone()).collect();
-    let of = |vcpus| Some(cpuid::Template::new(&kvm, vcpus).unwrap());
+    let supported = cpuid::Supported::new(&kvm).unwrap();
+    let of = |vcpus| Some(cpuid::Template::new(&supported, vcpus));
     // What CR4, XCR0 and others decide is as it was in the guest, whoever told it.
     for (told, expected) in [(of(4), true), (of(1), false), (None, false)] {
         let (alike, is) = loaded(told);

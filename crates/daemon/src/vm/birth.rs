@@ -561,3 +561,7 @@ mod failing;
 #[cfg(test)]
 #[path = "fork_tests.rs"]
 mod forking;
+
+#[cfg(test)]
+#[path = "garbage_tests.rs"]
+mod garbage;

@@ -2,7 +2,7 @@
 
 use super::failing::{MEMORY_BYTES, Room, WITHIN, until};
 use super::*;
-use crate::fork::fork;
+use crate::fork::{epoch, fork, freeze_told};
 use crate::vm::power;
 use dayfly_api::types::{ForkRequest, Forked, VmState};
 use dayfly_pager::wire::Settings;
@@ -219,13 +219,12 @@ async fn what_a_vm_stood_on_stays_for_its_fork_although_it_ends_meanwhile() {
     let parent = &children[0];
     says(parent, "verify ok seed 9\nready").await;
     end(&room, &first).await;
-    let process = parent.process().unwrap();
-    let ended = async {
-        assert_eq!(depot.store().held_vms(), [first.id]);
-        process.kill().unwrap();
-        parent.wait_gone().await;
-    };
-    let epoch = crate::fork::freeze_and(&room.daemon, parent, ended).await.unwrap();
+    let (process, beneath) = (parent.process().unwrap(), parent.beneath());
+    let written = freeze_told(&room.daemon, parent, beneath.is_some()).await.unwrap();
+    assert_eq!(depot.store().held_vms(), [first.id]);
+    process.kill().unwrap();
+    parent.wait_gone().await;
+    let epoch = epoch(parent, &room.daemon, beneath, written).await.unwrap();
     assert!(parent.pinned().is_none(), "it has ended, and kept nothing");
     assert_eq!(
         epoch.disks[0].disk.borrowed().map(|layer| layer.vm).collect::<Vec<_>>(),

@@ -53,8 +53,8 @@ pub struct Launched {
     pub ready: Option<UnixListener>,
 }
 
-/// Gives a VM its folder and starts its VMM with `start`, whose descriptors are in `fds`; with `background`, at a lower priority until its
-/// guest runs. Within a runtime.
+/// Gives a VM its folder and starts its VMM with `start`, whose descriptors are in `fds`; with `background`, at a lower priority until
+/// somebody waits for its guest. Within a runtime.
 ///
 /// # Errors
 /// [`LaunchError`]; there is no process then. What is in the folder is left for the caller to remove.

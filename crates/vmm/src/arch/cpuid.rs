@@ -22,16 +22,30 @@ fn core_bits(vcpus: u8) -> u32 {
     u32::from(vcpus.max(1)).next_power_of_two().trailing_zeros()
 }
 
-impl Template {
-    /// What `kvm` supports, for VMs of `vcpus` CPUs.
+/// What KVM can give any vCPU on this host.
+#[derive(Debug)]
+pub struct Supported {
+    entries: CpuId,
+    tsc_deadline: bool,
+}
+
+impl Supported {
+    /// Asks KVM, which executes CPUID for it.
     ///
     /// # Errors
     /// When KVM_GET_SUPPORTED_CPUID fails.
-    pub fn new(kvm: &Kvm, vcpus: u8) -> Result<Self, kvm_ioctls::Error> {
-        let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?;
+    pub fn new(kvm: &Kvm) -> Result<Self, kvm_ioctls::Error> {
+        let entries = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?;
         // KVM_GET_SUPPORTED_CPUID leaves this bit out; it depends on the in-kernel local APIC, which we have.
-        let deadline = kvm.check_extension(Cap::TscDeadlineTimer);
-        Ok(Self::from_supported(supported.as_slice(), vcpus, deadline))
+        Ok(Self { entries, tsc_deadline: kvm.check_extension(Cap::TscDeadlineTimer) })
+    }
+}
+
+impl Template {
+    /// All of that, for VMs of `vcpus` CPUs, at least one.
+    #[must_use]
+    pub fn new(supported: &Supported, vcpus: u8) -> Self {
+        Self::from_supported(supported.entries.as_slice(), vcpus.max(1), supported.tsc_deadline)
     }
 
     fn from_supported(supported: &[kvm_cpuid_entry2], vcpus: u8, tsc_deadline: bool) -> Self {
@@ -119,7 +133,7 @@ impl Template {
 /// Whether a vCPU of which KVM gives `is` will be, once it has the other registers of a guest, what it would be if it were told `wanted`, which KVM
 /// gave of that guest.
 ///
-/// KVM itself keeps some bits as CR4, XCR0, the APIC base and IA32_MISC_ENABLE say, and does so anew whenever one of them is set
+/// KVM itself keeps some bits as CR4, XCR0 and the APIC base say, and does so anew whenever one of them is set
 /// (`kvm_update_cpuid_runtime`, Linux `arch/x86/kvm/cpuid.c`).
 #[must_use]
 pub fn alike(is: &[kvm_cpuid_entry2], wanted: &[kvm_cpuid_entry2]) -> bool {
@@ -127,11 +141,11 @@ pub fn alike(is: &[kvm_cpuid_entry2], wanted: &[kvm_cpuid_entry2]) -> bool {
         let mut e = *e;
         match (e.function, e.index) {
             (1, _) => {
-                e.ecx &= !(1 << 27 | 1 << 3); // OSXSAVE, MONITOR
+                e.ecx &= !(1 << 27); // OSXSAVE
                 e.edx &= !(1 << 9); // APIC
             }
             (7, 0) => e.ecx &= !(1 << 4), // OSPKE
-            (0xd, 0 | 1) => e.ebx = 0,    // bytes of what XCR0 enables
+            (0xd, 0 | 1) => e.ebx = 0,    // bytes of what is enabled
             _ => {}
         }
         (e.function, e.index, e.flags, e.eax, e.ebx, e.ecx, e.edx)
@@ -163,7 +177,7 @@ mod tests {
                 entry(1, 0, 1, 2, 3, 4), entry(7, 0, 1, 2, 3, 4), entry(0xd, 0, 1, 2, 3, 4), entry(0xd, 1, 1, 2, 3, 4),
                 entry(0xd, 2, 1, 2, 3, 4),
             ];
-            let derived = matches!((n, register, b), (0, 2, 3 | 27) | (0, 3, 9) | (1, 2, 4) | (2 | 3, 1, _));
+            let derived = matches!((n, register, b), (0, 2, 27) | (0, 3, 9) | (1, 2, 4) | (2 | 3, 1, _));
             let mut wanted = is;
             bit(&mut wanted, (n, register, b));
             prop_assert_eq!(alike(&is, &wanted), derived);

@@ -57,14 +57,15 @@ impl Bare {
         Ok(Self { vm, filled: None })
     }
 
-    /// A new one that will probably have this shape, and vCPUs that were told `cpuid`, as a guest that was booted on this host has them.
+    /// A new one that will probably have this shape, and vCPUs of all that KVM has `supported`, as a guest that was booted on this host has them.
     ///
     /// # Errors
     /// What KVM says.
-    pub fn likely(kvm: &Kvm, shape: Shape, cpuid: &cpuid::Template) -> Result<Self, BuildError> {
+    pub fn likely(kvm: &Kvm, shape: Shape, supported: &cpuid::Supported) -> Result<Self, BuildError> {
         let mut bare = Self::new(kvm)?;
-        if shape.memory_bytes <= MOST_GUESSED_BYTES && shape.vcpus <= MAX_VCPUS {
+        if shape.memory_bytes <= MOST_GUESSED_BYTES && (1..=MAX_VCPUS).contains(&shape.vcpus) {
             let mut filled = bare.fill(shape)?;
+            let cpuid = cpuid::Template::new(supported, shape.vcpus);
             for (id, vcpu) in (0..).zip(&mut filled.vcpus) {
                 let entries = cpuid::for_kvm(&cpuid.of(id)).ok_or(BuildError::Cpuid)?;
                 vcpu.set_cpuid2(&entries).map_err(on("KVM_SET_CPUID2"))?;

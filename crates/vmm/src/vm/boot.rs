@@ -32,8 +32,8 @@ impl Shell {
             .map_err(|error| BuildError::Random(error.into()))?;
         self.memory.write_slice(&generation, layout::GENERATION).map_err(BuildError::Generation)?;
 
-        let template =
-            cpuid::Template::new(&self.kvm, config.vcpus).map_err(on("KVM_GET_SUPPORTED_CPUID"))?;
+        let supported = cpuid::Supported::new(&self.kvm).map_err(on("KVM_GET_SUPPORTED_CPUID"))?;
+        let template = cpuid::Template::new(&supported, config.vcpus);
         regs::write_tables(&self.memory)?;
         for vcpu in &self.vcpus {
             let fd = vcpu.fd();

@@ -148,17 +148,13 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
     stay_on(&config)?;
     jail::see_only(&config.folder)?;
     let may_return = jail::narrow()?;
+    // Who wanted it may be at a low one.
+    jail::normal_priority();
     let filters = Filters::new()?;
-    // What vCPUs of VMs with as many are.
-    let mut known: Option<(u8, cpuid::Template)> = None;
+    let supported = cpuid::Supported::new(&kvm).map_err(step("KVM_GET_SUPPORTED_CPUID"))?;
     loop {
         let (json, _) = next(stream)?;
         let Command::Fork { likely } = serde_json::from_slice(&json).map_err(ZygoteError::Config)?;
-        if let Some(vcpus) = likely.map(|shape| shape.vcpus)
-            && known.as_ref().is_none_or(|(of, _)| *of != vcpus)
-        {
-            known = cpuid::Template::new(&kvm, vcpus).ok().map(|template| (vcpus, template));
-        }
         let (ours, theirs) = UnixStream::pair().map_err(step("a socket for a spare"))?;
         if let Some((pid, spare)) = fork::fork().map_err(step("clone3"))? {
             tell(stream, &Told::Forked { pid }, &[spare.as_fd(), ours.as_fd()])?;
@@ -169,8 +165,7 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
         let pagemap = rustix::fs::openat(&procfs, "self/pagemap", flags, Mode::empty());
         let pagemap = pagemap.ok().map(File::from);
         // A guess that KVM refuses is dropped; where that VM is really asked for, the refusal is told.
-        let guess = likely.zip(known.as_ref());
-        let bare = match guess.map(|(shape, (_, cpuid))| Bare::likely(&kvm, shape, cpuid)) {
+        let bare = match likely.map(|shape| Bare::likely(&kvm, shape, &supported)) {
             Some(Ok(bare)) => bare,
             _ => Bare::new(&kvm)?,
         };
