@@ -1,9 +1,10 @@
 //! The store as the daemon uses it: its manifests in the API's words, its errors as answers. Blocks.
 
+mod garbage;
 mod recent;
 pub mod sharing;
 
-use crate::error::{Fault, Outcome, blocking, chain};
+use crate::error::{Fault, Outcome, chain};
 use crate::forming::Forming;
 use crate::pagers::{Pager, Pagers, Wanted};
 use crate::vm::Disk;
@@ -23,12 +24,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use tokio::sync::Notify;
-use tokio_util::sync::CancellationToken;
-
-/// When layers that the host could not remove are looked for again.
-const AGAIN: Duration = Duration::from_secs(30);
 
 /// The store.
 #[derive(Debug, Clone)]
@@ -430,61 +426,6 @@ impl Depot {
     #[expect(clippy::missing_panics_doc, clippy::expect_used, reason = "locally proven: letters are a name")]
     pub fn tenant(&self) -> Name {
         "default".parse().expect("letters are a name")
-    }
-
-    /// Removes pages that no snapshot needs. VMs need none: theirs were read when their snapshot was opened.
-    pub fn collect_pages(&self) {
-        match self.store.gc_pages() {
-            Ok(report) => {
-                for damage in &report.damage {
-                    tracing::warn!("collecting pages: left alone: {damage}");
-                }
-                if report.packs > 0 {
-                    tracing::info!(packs = report.packs, bytes = report.freed_bytes, "collected pages");
-                }
-            }
-            Err(e) => tracing::warn!("collecting pages: {}", chain(&e)),
-        }
-    }
-
-    /// Removes layers that nobody needs; what the host does not remove is tried again.
-    pub fn collect(&self) {
-        if self.failed_to_collect() {
-            self.look_for_garbage();
-        }
-    }
-
-    fn failed_to_collect(&self) -> bool {
-        match self.store.gc() {
-            Ok(report) => {
-                if !report.layers.is_empty() {
-                    tracing::info!(layers = report.layers.len(), bytes = report.freed_bytes, "collected");
-                }
-                false
-            }
-            Err(e) => {
-                tracing::warn!("collecting layers: {}", chain(&e));
-                // A snapshot that cannot be read is removed first, which collects.
-                matches!(e, GcError::Io(_))
-            }
-        }
-    }
-
-    /// Has layers removed that nobody needs, soon.
-    pub fn look_for_garbage(&self) {
-        self.garbage.notify_one();
-    }
-
-    /// Removes layers of snapshots that are gone when what stood on them has gone too, until `stop`.
-    pub async fn keep_collected(self, stop: CancellationToken) {
-        while stop.run_until_cancelled(self.garbage.notified()).await.is_some() {
-            let depot = self.clone();
-            // Reads manifests, perhaps all of them.
-            if blocking(move || Ok(depot.failed_to_collect())).await != Ok(false) {
-                stop.run_until_cancelled(tokio::time::sleep(AGAIN)).await;
-                self.look_for_garbage();
-            }
-        }
     }
 
     /// A new writable layer.

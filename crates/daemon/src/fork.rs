@@ -173,8 +173,7 @@ async fn freeze(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Epoch> {
         arrived(daemon, vm, None).await?;
     }
     vm.phase().after(Event::Fork)?;
-    // One without an agent, as benchmarks have, is told nothing.
-    let has_agent = !vm.live().agent_version.is_empty();
+    let has_agent = vm.has_agent();
     let (socket, within) = (vm.dir.vsock(), daemon.config.deadlines.agent);
     if has_agent {
         agent_link::fork(&socket, within).await?;

@@ -24,6 +24,12 @@ const LOOK: Duration = Duration::from_millis(200);
 pub struct Teller(mpsc::Sender<Progress>);
 
 impl Teller {
+    /// Nobody hears it.
+    #[cfg(test)]
+    pub(crate) fn of_nobody() -> Self {
+        Self(mpsc::channel(1).0)
+    }
+
     /// A phase begins.
     pub async fn phase(&self, label: impl Into<String>) {
         self.tell(Progress::Phase { label: label.into() }).await;

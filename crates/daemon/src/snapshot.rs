@@ -217,8 +217,7 @@ async fn save_into(
 ) -> Outcome<Saved> {
     allowed(vm)?;
     let deadlines = daemon.config.deadlines;
-    // One without an agent, as benchmarks have, is told nothing.
-    if !vm.live().agent_version.is_empty() {
+    if vm.has_agent() {
         agent_link::seal(&vm.dir.vsock(), deadlines.agent).await?;
     }
     if how == Command::Save {
@@ -301,7 +300,9 @@ pub fn answered(
 async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
     let result = async {
         control_link::done(&vm.dir.control(), Command::Resume, daemon.config.deadlines.control).await?;
-        identity::give(daemon, vm, None, || ()).await?;
+        if vm.has_agent() {
+            identity::give(daemon, vm, None, || ()).await?;
+        }
         Ok::<_, Fault>(vm.step(Event::Thaw)?)
     };
     let Err(fault) = result.await else { return Ok(()) };
@@ -465,17 +466,14 @@ impl Ready {
     /// # Errors
     /// The name is taken, or the disk is full.
     pub fn store(self, daemon: &Daemon, meter: &Meter) -> Outcome<Box<Committed>> {
-        let Self { prepared, hints, colours, order, pin } = self;
+        let Self { prepared, hints, colours, order, pin: _pin } = self;
         let tenant = daemon.depot.tenant();
         let known =
             Known { hints: &hints, colours: &colours, order: &order, meter: Some(meter), ..Known::default() };
-        let committed = prepared.commit_paged(&PagedSpec { tenant: &tenant, known });
-        if committed.is_err() {
-            // It may have published layers.
-            daemon.depot.look_for_garbage();
-        }
-        drop(pin);
-        let mut committed = committed?;
+        // One that failed may have published layers.
+        let mut committed = prepared
+            .commit_paged(&PagedSpec { tenant: &tenant, known })
+            .inspect_err(|_| daemon.depot.look_for_garbage())?;
         if let Some(resident) = committed.resident.take()
             && let Err(fault) = daemon.depot.keep_resident(&committed.manifest.name, resident)
         {

@@ -298,8 +298,8 @@ async fn attempt(
             vm.mark("agent ready", asked.elapsed_us());
             vm.update(|live| live.agent_version = ready.version);
         }
-        if vm.update(|live| live.agent_version.is_empty()) {
-            // A guest without an agent, as benchmarks have: it is there once it runs.
+        if !vm.has_agent() {
+            // It is there once it runs.
             plug(daemon, &vm, &mut vmm).await?;
             return Ok(None);
         }

@@ -1,10 +1,12 @@
-//! Forks of the microguest on `/dev/kvm`, with real VMMs and pagers.
+//! Forks and snapshots of the microguest on `/dev/kvm`, with real VMMs and pagers.
 
 use super::failing::{MEMORY_BYTES, Room, WITHIN, until};
 use super::*;
 use crate::fork::{epoch, fork, freeze_told};
+use crate::ndjson::Teller;
+use crate::snapshot;
 use crate::vm::power;
-use dayfly_api::types::{ForkRequest, Forked, VmState};
+use dayfly_api::types::{ForkRequest, Forked, SnapshotRequest, VmState};
 use dayfly_pager::wire::Settings;
 use dayfly_vmm::arch::layout;
 use std::time::Instant;
@@ -233,6 +235,26 @@ async fn what_a_vm_stood_on_stays_for_its_fork_although_it_ends_meanwhile() {
     drop(epoch);
     assert_eq!(depot.store().held_vms(), [], "nor does anybody else");
     end(&room, parent).await;
+    room.empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_without_an_agent_goes_on_after_its_snapshot() {
+    let room = Room::with(0, Settings::default(), &generations("200", "200"), true).await;
+    let vm = room.birth(&"vm".parse().unwrap()).await.unwrap().keep();
+    says(&vm, "verify ok seed 8\nready").await;
+    let name: Name = "next".parse().unwrap();
+    let request = SnapshotRequest { name: name.clone() };
+    let taken = snapshot::snapshot(room.daemon.clone(), vm.clone(), request, Teller::of_nobody()).await;
+    assert_eq!(taken.unwrap().name, name);
+    assert_eq!(vm.phase(), crate::vm::state::Phase::Running);
+    let (children, _) = forked(&room, &vm, 1).await;
+    let clone = born_of(&room, "next").await.unwrap();
+    for vm in [&clone, &children[0]] {
+        says(vm, "verify ok seed 8\nverify bad page 0\nverify ok seed 9\nready").await;
+        end(&room, vm).await;
+    }
+    end(&room, &vm).await;
     room.empty().await;
 }
 

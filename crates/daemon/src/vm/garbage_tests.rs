@@ -10,11 +10,17 @@ use std::io::Write;
 use tokio::task::{JoinHandle, block_in_place};
 
 /// A room whose daemon collects.
-async fn room(pool: usize) -> (Room, JoinHandle<()>) {
+async fn room() -> (Room, JoinHandle<()>) {
     let told = format!("born={:x}", layout::GENERATION.0);
-    let room = Room::with(pool, Settings::default(), &told, true).await;
+    let room = Room::with(0, Settings::default(), &told, true).await;
     let collector = room.daemon.depot.clone().keep_collected(room.daemon.stop.clone());
     (room, tokio::spawn(collector))
+}
+
+async fn close(room: Room, collector: JoinHandle<()>) {
+    room.empty().await;
+    room.daemon.stop.cancel();
+    collector.await.unwrap();
 }
 
 fn layers(room: &Room) -> usize {
@@ -32,7 +38,7 @@ async fn kill(vm: &Vm) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn layers_of_a_removed_snapshot_go_with_the_last_vm_on_them() {
-    let (room, collector) = room(0).await;
+    let (room, collector) = room().await;
     let first = room.birth(&name("first")).await.unwrap().keep();
     let second = room.birth(&name("second")).await.unwrap().keep();
     assert_eq!(layers(&room), 1);
@@ -44,14 +50,12 @@ async fn layers_of_a_removed_snapshot_go_with_the_last_vm_on_them() {
     kill(&second).await;
     until("its layer is gone", || layers(&room) == 0).await;
     death::remove(&room.daemon, &second).await.unwrap();
-    room.empty().await;
-    room.daemon.stop.cancel();
-    collector.await.unwrap();
+    close(room, collector).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_is_stored_although_its_vm_ended_and_what_that_was_made_from_is_removed() {
-    let (room, collector) = room(0).await;
+    let (room, collector) = room().await;
     let vm = room.birth(&name("vm")).await.unwrap().keep();
     room.daemon.depot.remove_snapshot(&name("s")).unwrap();
     // It writes nothing to its disk: its layer would be the one that it stands on.
@@ -74,22 +78,19 @@ async fn a_snapshot_is_stored_although_its_vm_ended_and_what_that_was_made_from_
     depot.remove_snapshot(&name("next")).unwrap();
     until("no layer is left", || layers(&room) == 0).await;
     death::remove(&room.daemon, &vm).await.unwrap();
-    room.empty().await;
-    room.daemon.stop.cancel();
-    collector.await.unwrap();
+    close(room, collector).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_that_is_removed_while_it_is_opened_does_not_stay_open() {
     for turn in 0..64 {
-        let (room, collector) = room(0).await;
+        let (room, collector) = room().await;
         let depot = room.daemon.depot.clone();
         let opener = std::thread::spawn(move || drop(depot.open_snapshot(&name("s"))));
         tokio::time::sleep(Duration::from_micros(turn * 20)).await;
         room.daemon.depot.remove_snapshot(&name("s")).unwrap();
         opener.join().unwrap();
         until("its layer is gone", || layers(&room) == 0).await;
-        room.daemon.stop.cancel();
-        collector.await.unwrap();
+        close(room, collector).await;
     }
 }

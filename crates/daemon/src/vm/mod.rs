@@ -238,6 +238,12 @@ impl Vm {
         lock(&self.live).phase
     }
 
+    /// Whether its guest has an agent. Those of benchmarks have none, and are told nothing.
+    #[must_use]
+    pub fn has_agent(&self) -> bool {
+        !lock(&self.live).agent_version.is_empty()
+    }
+
     /// Changes what is not decided by [`Phase::after`].
     pub fn update<T>(&self, change: impl FnOnce(&mut Live) -> T) -> T {
         change(&mut lock(&self.live))

@@ -172,17 +172,18 @@ pub fn save(vcpu: &VcpuFd, limits: &HostLimits) -> Result<VcpuState, StateError>
     })
 }
 
-/// Writes everything to a fresh vCPU, whose CPUID `is` that already if it was told any, except what depends on the moment it goes on ([`super::clocks`]).
+/// Writes everything to a fresh vCPU, except what depends on the moment it goes on ([`super::clocks`]). `has`: what KVM_GET_CPUID2 gave of it, if it
+/// was told a CPUID before.
 ///
 /// # Errors
 /// Naming the ioctl or MSR.
 pub fn load(
     vcpu: &VcpuFd,
     state: &VcpuState,
-    is: Option<&[kvm_cpuid_entry2]>,
+    has: Option<&[kvm_cpuid_entry2]>,
     xsave_words_here: usize,
 ) -> Result<(), StateError> {
-    if !is.is_some_and(|is| cpuid::alike(is, &state.cpuid)) {
+    if !has.is_some_and(|has| cpuid::alike(has, &state.cpuid)) {
         let entries = cpuid::for_kvm(&state.cpuid).ok_or(StateError::TooMany {
             what: "CPUID entries",
             got: state.cpuid.len(),

@@ -6,7 +6,8 @@
 //! Memory slots come before the interrupt controllers: each waits for the grace periods that are under way, and the chips' places on the
 //! I/O bus begin some (9 ms against 1, measured on Linux 6.18).
 //!
-//! KVM_SET_CPUID2 executes CPUID, and each of these exits to the hypervisor where the host is a guest itself: 67 us of a birth.
+//! KVM_SET_CPUID2 executes CPUID, and each of these exits to the hypervisor where the host is a guest itself: 67 us of a
+//! birth, so vCPUs are told on a guess, too.
 
 use super::error::BuildError;
 use super::shell::on;
@@ -32,7 +33,7 @@ struct Filled {
     memory_bytes: u64,
     memory: GuestMemoryMmap,
     vcpus: Vec<VcpuFd>,
-    /// What KVM says that they are, where they were told anything.
+    /// What KVM_GET_CPUID2 gave of each, where they were told their CPUID; else nothing.
     cpuid: Vec<Vec<kvm_cpuid_entry2>>,
 }
 
@@ -41,7 +42,7 @@ pub(super) struct Parts {
     pub(super) vm: VmFd,
     pub(super) memory: GuestMemoryMmap,
     pub(super) vcpus: Vec<VcpuFd>,
-    /// What KVM says that the vCPUs are, where they were told anything.
+    /// What KVM_GET_CPUID2 gave of each vCPU, where they were told their CPUID; else nothing.
     pub(super) cpuid: Vec<Vec<kvm_cpuid_entry2>>,
 }
 
@@ -70,8 +71,8 @@ impl Bare {
                 let entries = cpuid::for_kvm(&cpuid.of(id)).ok_or(BuildError::Cpuid)?;
                 vcpu.set_cpuid2(&entries).map_err(on("KVM_SET_CPUID2"))?;
                 // It may be more than what was told.
-                let is = vcpu.get_cpuid2(MAX_CPUID).map_err(on("KVM_GET_CPUID2"))?;
-                filled.cpuid.push(is.as_slice().to_vec());
+                let has = vcpu.get_cpuid2(MAX_CPUID).map_err(on("KVM_GET_CPUID2"))?;
+                filled.cpuid.push(has.as_slice().to_vec());
                 vcpu::first_run(vcpu);
                 pre_fault::roots(vcpu);
             }

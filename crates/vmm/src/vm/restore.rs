@@ -96,8 +96,8 @@ impl Shell {
 
         let xsave_words = vcpu_state::host_xsave_words(&self.vm);
         for (id, (vcpu, saved)) in self.vcpus.iter().zip(&state.vcpus).enumerate() {
-            let is = self.cpuid.get(id).map(Vec::as_slice);
-            vcpu_state::load(&vcpu.fd(), saved, is, xsave_words)
+            let has = self.cpuid.get(id).map(Vec::as_slice);
+            vcpu_state::load(&vcpu.fd(), saved, has, xsave_words)
                 .map_err(|source| BuildError::Vcpu { id, source })?;
         }
         // After the local APICs: loading the I/O APIC delivers what it has pending to them.

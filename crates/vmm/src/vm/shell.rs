@@ -50,7 +50,7 @@ pub struct Shell {
     pub(super) shape: Shape,
     pub(super) memory: GuestMemoryMmap,
     pub(super) vcpus: Vec<Vcpu>,
-    /// What KVM says that they are, where they were told anything.
+    /// What KVM_GET_CPUID2 gave of each, where they were told their CPUID; else nothing.
     pub(super) cpuid: Vec<Vec<kvm_cpuid_entry2>>,
     pub(super) platform: Arc<Platform>,
     pub(super) devices: Arc<DeviceSet>,
