@@ -32,13 +32,17 @@ pub struct Clone {
     ending: AtomicBool,
     /// It has been told.
     killed: AtomicBool,
+    /// Its process has ended.
+    ended: AtomicBool,
 }
 
 impl Clone {
     /// A clone with these regions, in the order of their addresses.
     #[must_use]
     pub const fn new(handle: Handle, uffd: Uffd, regions: Vec<Region>) -> Self {
-        Self { handle, uffd, regions, ending: AtomicBool::new(false), killed: AtomicBool::new(false) }
+        let (ending, killed, ended) =
+            (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
+        Self { handle, uffd, regions, ending, killed, ended }
     }
 
     /// Its VM's id.
@@ -51,6 +55,18 @@ impl Clone {
     #[must_use]
     pub const fn process(&self) -> &OwnedFd {
         &self.handle.process
+    }
+
+    /// Its process has ended. Its faults are served on while its memory is there: KVM's workers may touch that in its name, and where the last
+    /// userfaultfd were closed they would find zeroes, which then were the template's.
+    pub fn end(&self) {
+        self.ended.store(true, Ordering::Release);
+    }
+
+    /// Whether its process has ended.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
     }
 
     /// Where its faults are read.
@@ -107,7 +123,9 @@ impl Clone {
             }
             return;
         }
-        if let Err(e) = self.record(cause) {
+        if !self.has_ended()
+            && let Err(e) = self.record(cause)
+        {
             eprintln!("dayfly-pager: the exit record of VM {}: {e}", self.vm());
         }
         // One that has just ended by itself is no error.

@@ -27,7 +27,8 @@ pub fn memory(bytes: u64) -> io::Result<File> {
 pub struct Guest {
     at: usize,
     bytes: usize,
-    uffd: Uffd,
+    /// Nothing where it was closed.
+    uffd: Option<Uffd>,
     socket: OwnedFd,
 }
 
@@ -44,8 +45,9 @@ impl Guest {
         let at = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE, memory, 0)? };
         let at = at.expose_provenance();
         let (socket, theirs) = pair()?;
-        let guest = Self { at, bytes, uffd: Uffd::own()?, socket };
-        guest.uffd.register(at as u64, bytes as u64)?;
+        let uffd = Uffd::own()?;
+        uffd.register(at as u64, bytes as u64)?;
+        let guest = Self { at, bytes, uffd: Some(uffd), socket };
         let message = ToPager::Clone { vm: "0123456789ab".to_owned() };
         send(daemon, &message, &[theirs.as_fd(), process, exit.as_fd()])?;
         Ok(guest)
@@ -60,9 +62,18 @@ impl Guest {
     }
 
     /// Its userfaultfd.
+    ///
+    /// # Panics
+    /// It was closed.
     #[must_use]
+    #[expect(clippy::expect_used, reason = "for tests and benchmarks, which know")]
     pub const fn uffd(&self) -> &OwnedFd {
-        self.uffd.fd()
+        self.uffd.as_ref().expect("a guest's userfaultfd").fd()
+    }
+
+    /// Closes its userfaultfd, as the end of a process does; its pager has it, too.
+    pub fn close(&mut self) {
+        self.uffd = None;
     }
 
     /// Tells its pager where its memory is; gives the answer, nothing where the pager will not have it.

@@ -230,7 +230,7 @@ impl<S: Source + 'static> Server<S> {
         let mut coming: Vec<Coming> = Vec::new();
         let mut first_told = false;
         while self.shared.template.missing() > 0 {
-            let living = self.shared.clones().len();
+            let living = self.shared.clones().values().filter(|clone| !clone.has_ended()).count();
             if daemon.is_none() && coming.is_empty() && living == 0 {
                 self.stop();
                 return Ok(());
@@ -279,6 +279,7 @@ impl<S: Source + 'static> Server<S> {
             let clones = self.shared.clones();
             clones.iter().map(|(id, clone)| (*id, Arc::clone(clone))).collect()
         };
+        let (living, ended): (Vec<_>, Vec<_>) = living.into_iter().partition(|(_, clone)| !clone.has_ended());
         let mut others: Vec<&OwnedFd> = vec![&self.shared.news];
         others.extend(living.iter().map(|(_, clone)| clone.process()));
         let mut ready = Vec::new();
@@ -286,7 +287,9 @@ impl<S: Source + 'static> Server<S> {
         if ready.first() == Some(&true) {
             let _ = rustix::io::read(&self.shared.news, &mut [0_u8; 8]);
         }
-        for ((id, clone), _) in living.iter().zip(ready.iter().skip(1)).filter(|(_, ended)| **ended) {
+        let just_ended = living.iter().zip(ready.iter().skip(1)).filter(|(_, ended)| **ended);
+        let just_ended = just_ended.map(|(one, _)| one).inspect(|(_, clone)| clone.end());
+        for (id, clone) in just_ended.chain(&ended).filter(|(_, clone)| clone.uffd().is_of_nobody()) {
             self.shared.forget(*id, clone);
         }
         for number in told.into_iter().rev() {

@@ -353,6 +353,23 @@ fn it_goes_on_without_its_daemon_and_ends_with_its_last_clone() {
     room.end();
 }
 
+#[test]
+fn what_is_touched_in_the_name_of_a_clone_that_has_ended_is_no_zeroes_of_the_templates() {
+    let room = Room::new(Made::new(64, |_, _| None), settings(false), &[]);
+    let mut guest = room.clone();
+    // Its process ends, but its memory stays, as when a worker of KVM's has it.
+    guest.vmm.kill().unwrap();
+    guest.vmm.wait().unwrap();
+    guest.guest.close();
+    thread::sleep(Duration::from_millis(200));
+    (0..32).for_each(|frame| guest.check(frame));
+    // Its pager does not wait for its memory's end.
+    let other = room.clone();
+    (0..48).for_each(|frame| other.check(frame));
+    drop(other);
+    room.end();
+}
+
 /// A disk with one head, which takes long to be anywhere else than behind where it was.
 struct Disk {
     made: Made,

@@ -90,7 +90,7 @@ impl<S: Source> Shared<S> {
         let _ = epoll::modify(&self.faults, clone.uffd().fd(), EventData::new_u64(id), WATCHED);
     }
 
-    /// The clone has ended.
+    /// The clone has ended, and its memory is gone.
     pub fn forget(&self, id: u64, clone: &Clone) {
         let _ = epoll::delete(&self.faults, clone.uffd().fd());
         self.clones_mut().remove(&id);

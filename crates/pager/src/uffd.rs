@@ -232,6 +232,18 @@ impl Uffd {
         }
     }
 
+    /// Whether the memory that it watches is gone, and nothing can fault in it any more.
+    #[must_use]
+    pub fn is_of_nobody(&self) -> bool {
+        // The highest page that a process may map (x86-64, four levels of tables), in no mapping that is watched: ENOENT while there is memory.
+        const NOWHERE: u64 = (1 << 47) - 2 * 4096;
+        let range = Range { start: NOWHERE, len: 4096 };
+        let mut zeropage = Zeropage { range, mode: 0, zeropage: 0 };
+        // SAFETY: the ioctl reads and writes one struct uffdio_zeropage. Where a process has put its memory there, it gets a page of zeroes.
+        let result = check(unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_ZEROPAGE, &raw mut zeropage) });
+        result.is_err_and(|e| e.raw_os_error() == Some(libc::ESRCH))
+    }
+
     /// The address of the next fault; `None` when there is none.
     ///
     /// # Errors
@@ -260,6 +272,7 @@ impl Uffd {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fd::AsFd;
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
     use std::os::unix::fs::FileExt;
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -286,6 +299,37 @@ mod tests {
         let mut now = [0; PAGE];
         memory.read_exact_at(&mut now, 0).unwrap();
         assert_eq!(now, [1; PAGE]);
+    }
+
+    #[test]
+    fn memory_is_somebodys_until_its_process_has_ended() {
+        let own = Uffd::own().unwrap();
+        assert!(!own.is_of_nobody());
+        let (ours, theirs) = crate::wire::pair().unwrap();
+        let pid = {
+            // SAFETY: the child calls nothing but what follows, none of which takes a lock that another thread of ours may have.
+            let pid = unsafe { libc::fork() };
+            if pid == 0 {
+                let told =
+                    Uffd::own().map(|uffd| crate::wire::send_bytes(&theirs, b"it", &[uffd.fd().as_fd()]));
+                // SAFETY: waits for a signal, and ends; runs no code of ours at its end.
+                unsafe {
+                    if told.is_ok_and(|sent| sent.is_ok()) {
+                        libc::pause();
+                    }
+                    libc::_exit(1)
+                }
+            }
+            pid
+        };
+        drop(theirs);
+        let (_, mut fds) = crate::wire::receive_bytes(&ours).unwrap().unwrap();
+        let childs = Uffd(fds.pop().unwrap());
+        assert!(!childs.is_of_nobody());
+        // SAFETY: our child, which nobody else waits for.
+        let ended = unsafe { (libc::kill(pid, libc::SIGKILL), libc::waitpid(pid, std::ptr::null_mut(), 0)) };
+        assert_eq!(ended, (0, pid));
+        assert!(childs.is_of_nobody() && !own.is_of_nobody());
     }
 
     #[test]
