@@ -36,14 +36,14 @@ pub struct Config {
     pub deadlines: Deadlines,
 }
 
-/// How long the daemon waits before it gives up and undoes. An emulated host is about 20 times slower than a native one.
+/// How long the daemon waits before it gives up and undoes.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadlines {
     /// From a cold boot's first instruction to the agent's `Ready`.
     pub boot: Duration,
     /// For the agent to take an identity, to seal, or to answer.
     pub agent: Duration,
-    /// For a guest to take a connection to one of its ports. Shorter than the 30 s after which the VMM gives up: what it says then is
+    /// For a guest to take a connection to one of its ports. Shorter than what the VMM gives a guest (`ANSWER_TIME`): what it says then is
     /// what it says of a port where nobody listens.
     pub port: Duration,
     /// For a question on the side (`Stat`), after which it is left out of an answer.
@@ -74,6 +74,18 @@ impl Default for Deadlines {
             first_frame: s(30),
             shutdown: s(15),
         }
+    }
+}
+
+impl Deadlines {
+    /// Where guests and VMMs take so many times as long as elsewhere: on a host that is emulated, or that has far more to do than CPUs. What clients and a daemon
+    /// that stops are given stays as it is.
+    #[must_use]
+    pub fn times(self, patience: u32) -> Self {
+        let Self { boot, agent, control, save, reap, .. } = self;
+        let [boot, agent, control, save, reap] =
+            [boot, agent, control, save, reap].map(|usual| usual.saturating_mul(patience));
+        Self { boot, agent, control, save, reap, ..self }
     }
 }
 

@@ -29,6 +29,9 @@ struct Options {
     /// The addresses of VMs, such as 10.88.0.0/16, or none: then they have no network.
     #[arg(long, env = "DAYFLY_NETWORK", value_name = "ADDRESS/BITS", default_value = dayfly_daemon::config::NETWORK, value_parser = network)]
     network: Network,
+    /// How many times as long as usual guests and VMMs may take, 1 to 100: more than once on a host that is emulated, or far too small.
+    #[arg(long, env = "DAYFLY_PATIENCE", value_name = "TIMES", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    patience: u32,
 }
 
 /// Of [`Options::network`].
@@ -66,7 +69,7 @@ async fn run() -> anyhow::Result<()> {
         overcommit: options.overcommit,
         pool: options.pool.unwrap_or_else(|| config::pool(memory_bytes)),
         network: options.network.0,
-        deadlines: Deadlines::default(),
+        deadlines: Deadlines::default().times(options.patience),
     };
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;

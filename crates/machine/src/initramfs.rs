@@ -17,6 +17,8 @@ use std::process::Command;
 
 /// Raised when what we write into the initramfs changes in a way that its inputs do not show.
 const RECIPE: u32 = 1;
+/// `--patience` of `dayflyd` where nobody says: an emulated CPU is about 20 times slower than the one it runs on, and shares that with all that its user does.
+const PATIENCE: &str = "4";
 
 /// Why the machine's kernel and initramfs could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -201,8 +203,10 @@ fn difference(before: &Record, inputs: &BTreeMap<String, Input>, config: &GuestC
 
 fn guest_config(options: &InitOptions, shares: &[PathBuf]) -> GuestConfig {
     let mut env = options.daemon_env.clone();
-    if !env.iter().any(|(name, _)| name == "RUST_BACKTRACE") {
-        env.push(("RUST_BACKTRACE".to_owned(), "1".to_owned()));
+    for (name, value) in [("RUST_BACKTRACE", "1"), ("DAYFLY_PATIENCE", PATIENCE)] {
+        if !env.iter().any(|(known, _)| known == name) {
+            env.push((name.to_owned(), value.to_owned()));
+        }
     }
     let mut argv = vec!["/usr/bin/dayflyd".to_owned()];
     argv.extend(options.daemon_arguments.iter().cloned());

@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 
 /// What is buffered of the guest's data for a host that does not read, and the credit the guest gets.
 pub const BUFFER_BYTES: u32 = 256 << 10;
-/// How long the guest may take to answer a REQUEST, or to end a connection whose host side has gone.
-pub const ANSWER_TIME: Duration = Duration::from_secs(30);
+/// How long the guest may take to answer a REQUEST, or to end a connection whose host side has gone. Whoever waits has a limit of its own, and leaves.
+pub const ANSWER_TIME: Duration = Duration::from_secs(120);
 /// How long the host may leave data of a guest that has gone unread.
 pub const LINGER_TIME: Duration = Duration::from_secs(600);
 
