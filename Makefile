@@ -44,7 +44,7 @@ test: setup
 	for home in target/e2e/home target/e2e/second/home; do \
 		[ ! -e $$home ] || DAYFLY_HOME=$$home $(BIN)/dayfly machine stop; \
 	done; \
-	[ $$status = 0 ] || grep -h -A3 '^failures:\|FAILED' target/test/units.log; exit $$status
+	[ $$status = 0 ] || awk '/^failures:/ { on = 1 } /^test result:/ { on = 0 } on && !/^ +([0-9]+: |at )/' target/test/units.log; exit $$status
 
 # birth-linux has a program of its own: it needs stock kernels, natively or in the machine; numa has one that starts a machine with
 # several memory nodes, beside what this host has of them; store, restore and prefetch have some that make machines of their own, and only

@@ -139,11 +139,25 @@ pub fn unless_the_machine_stands_still(test: impl Fn()) {
         let before = lockups();
         let Err(failed) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(&test)) else { return };
         if tries_left == 0 || !machine() || lockups() <= before {
+            eprintln!("{}", how_it_was());
             std::panic::resume_unwind(failed);
         }
         let where_it_was = on_host("dmesg | grep -A 45 'soft lockup' | tail -n 50").out;
         eprintln!("e2e: the machine stood still under emulation, trying again:\n{where_it_was}");
     }
+}
+
+/// How much host and machine have to do, and what was said there last: for who reads of a failure that nobody can repeat.
+fn how_it_was() -> String {
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let machine = on_host("cat /proc/uptime /proc/loadavg; dmesg | tail -n 15").out;
+    let log = std::fs::read(home().join("home/machine/daemon.log")).unwrap_or_default();
+    let log = String::from_utf8_lossy(&log);
+    let lines: Vec<&str> = log.lines().collect();
+    let said = lines[lines.len().saturating_sub(30)..].join("\n");
+    format!(
+        "e2e: load of the host {load}the machine's uptime, load and kernel:\n{machine}its daemon:\n{said}"
+    )
 }
 
 /// How a command ended.
