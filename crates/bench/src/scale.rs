@@ -20,6 +20,8 @@ use std::path::Path;
 
 const AT_ONCE: usize = 512;
 const ROUNDS: usize = 3;
+/// So many may wait for them, however much memory the host has: by itself a pool takes a twentieth of that, room for 512 from 20 GiB on.
+const POOL: usize = 2048;
 
 /// What asking for many at once took, in microseconds.
 pub struct AtOnce {
@@ -90,7 +92,7 @@ pub async fn run(programs: &Path, floor: &Path, out: &Path, full: bool) -> Resul
 
     // A daemon that has seen no such burst has made next to nothing ahead for it.
     room.stop()?;
-    room.start().await?;
+    room.start_with(&["--pool", &POOL.to_string()]).await?;
     let first = room.birth(&name).await?;
     room.remove(first.vm.id).await?;
     room.pool_is_full().await?;
