@@ -52,6 +52,8 @@ pub struct Deadlines {
     pub control: Duration,
     /// For `Save`, which writes the guest's memory.
     pub save: Duration,
+    /// For a page that a clone touches before it has come. A clone that waits longer is ended.
+    pub page: Duration,
     /// From SIGKILL to the end of the process: freeing memory takes about 40 ms a GiB.
     pub reap: Duration,
     /// For a client to send the first frame after an upgrade.
@@ -70,6 +72,7 @@ impl Default for Deadlines {
             stat: s(3),
             control: s(20),
             save: s(600),
+            page: s(30),
             reap: s(60),
             first_frame: s(30),
             shutdown: s(15),
@@ -82,10 +85,10 @@ impl Deadlines {
     /// that stops are given stays as it is.
     #[must_use]
     pub fn times(self, patience: u32) -> Self {
-        let Self { boot, agent, control, save, reap, .. } = self;
-        let [boot, agent, control, save, reap] =
-            [boot, agent, control, save, reap].map(|usual| usual.saturating_mul(patience));
-        Self { boot, agent, control, save, reap, ..self }
+        let Self { boot, agent, control, save, page, reap, .. } = self;
+        let [boot, agent, control, save, page, reap] =
+            [boot, agent, control, save, page, reap].map(|usual| usual.saturating_mul(patience));
+        Self { boot, agent, control, save, page, reap, ..self }
     }
 }
 

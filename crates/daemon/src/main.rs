@@ -29,7 +29,7 @@ struct Options {
     /// The addresses of VMs, such as 10.88.0.0/16, or none: then they have no network.
     #[arg(long, env = "DAYFLY_NETWORK", value_name = "ADDRESS/BITS", default_value = dayfly_daemon::config::NETWORK, value_parser = network)]
     network: Network,
-    /// How many times as long as usual guests and VMMs may take, 1 to 100: more than once on a host that is emulated, or far too small.
+    /// How many times as long as usual guests, VMMs and pages may take, 1 to 100: more than once on a host that is emulated, or far too small.
     #[arg(long, env = "DAYFLY_PATIENCE", value_name = "TIMES", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
     patience: u32,
 }

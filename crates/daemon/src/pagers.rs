@@ -109,10 +109,11 @@ impl Pagers {
     /// Those of a daemon.
     #[must_use]
     pub fn new(config: &Config) -> Self {
+        let deadline_s = u32::try_from(config.deadlines.page.as_secs()).unwrap_or(u32::MAX);
         Self {
             program: config.vmm.with_file_name(PAGER_NAME),
             name: config.run.join(PAGER_NAME),
-            settings: Settings::default(),
+            settings: Settings { deadline_s, ..Settings::default() },
         }
     }
 
@@ -346,4 +347,20 @@ pub fn end_with(vmm: &Process, exit: &Path, cause: &str) -> io::Result<()> {
         tracing::warn!("{}: {e}", exit.display());
     }
     vmm.kill()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture;
+
+    #[test]
+    fn a_patient_daemons_clones_wait_longer_for_a_page() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut config = fixture::config(folder.path());
+        let usual = Pagers::new(&config).settings;
+        assert_eq!(usual, Settings::default());
+        config.deadlines = config.deadlines.times(4);
+        assert_eq!(Pagers::new(&config).settings, Settings { deadline_s: usual.deadline_s * 4, ..usual });
+    }
 }

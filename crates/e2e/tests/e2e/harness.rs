@@ -137,9 +137,11 @@ pub fn unless_the_machine_stands_still(test: impl Fn()) {
     };
     for tries_left in (0..3).rev() {
         let before = lockups();
+        let watched = Watched::begin();
         let Err(failed) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(&test)) else { return };
         if tries_left == 0 || !machine() || lockups() <= before {
             eprintln!("{}", how_it_was());
+            drop(watched);
             std::panic::resume_unwind(failed);
         }
         let where_it_was = on_host("dmesg | grep -A 45 'soft lockup' | tail -n 50").out;
@@ -147,16 +149,41 @@ pub fn unless_the_machine_stands_still(test: impl Fn()) {
     }
 }
 
+/// Notes in the machine, every other second, who has its CPU.
+struct Watched(Option<Child>);
+
+/// Where.
+const WHO: &str = "/tmp/who.log";
+
+impl Watched {
+    fn begin() -> Self {
+        Self(machine().then(|| start_on_host(&format!("top -b -d 2 -n 300 >{WHO}"))))
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        if let Some(top) = &mut self.0 {
+            on_host("killall top");
+            let _ = top.kill();
+            let _ = top.wait();
+        }
+    }
+}
+
 /// How much host and machine have to do, and what was said there last: for who reads of a failure that nobody can repeat.
 fn how_it_was() -> String {
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    let machine = on_host("cat /proc/uptime /proc/loadavg; dmesg | tail -n 15").out;
+    let who = format!(
+        "date; cat /proc/uptime /proc/loadavg; dmesg | tail -n 15; grep -A 7 '^Load' {WHO} | tail -n 360"
+    );
+    let machine = on_host(&who).out;
     let log = std::fs::read(home().join("home/machine/daemon.log")).unwrap_or_default();
     let log = String::from_utf8_lossy(&log);
     let lines: Vec<&str> = log.lines().collect();
     let said = lines[lines.len().saturating_sub(30)..].join("\n");
     format!(
-        "e2e: load of the host {load}the machine's uptime, load and kernel:\n{machine}its daemon:\n{said}"
+        "e2e: load of the host {load}the machine's time, uptime, load, kernel and busiest processes:\n{machine}its daemon:\n{said}"
     )
 }
 
