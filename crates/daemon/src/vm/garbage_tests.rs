@@ -11,8 +11,13 @@ use tokio::task::{JoinHandle, block_in_place};
 
 /// A room whose daemon collects.
 async fn room() -> (Room, JoinHandle<()>) {
-    let told = format!("born={:x}", layout::GENERATION.0);
-    let room = Room::with(0, Settings::default(), &told, true).await;
+    room_of("", Settings::default()).await
+}
+
+/// The same with a guest that is told something first.
+async fn room_of(first: &str, settings: Settings) -> (Room, JoinHandle<()>) {
+    let told = format!("{first}born={:x}", layout::GENERATION.0);
+    let room = Room::with(0, settings, &told, true).await;
     let collector = room.daemon.depot.clone().keep_collected(room.daemon.stop.clone());
     (room, tokio::spawn(collector))
 }
@@ -55,7 +60,9 @@ async fn layers_of_a_removed_snapshot_go_with_the_last_vm_on_them() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_is_stored_although_its_vm_ended_and_what_that_was_made_from_is_removed() {
-    let (room, collector) = room().await;
+    // Its memory has not arrived when what it was made from is removed.
+    let slow = Settings { ahead_bytes_per_s: 2 << 20, ..Settings::default() };
+    let (room, collector) = room_of("fill=7:100 ", slow).await;
     let vm = room.birth(&name("vm")).await.unwrap().keep();
     room.daemon.depot.remove_snapshot(&name("s")).unwrap();
     // It writes nothing to its disk: its layer would be the one that it stands on.
@@ -63,6 +70,7 @@ async fn a_snapshot_is_stored_although_its_vm_ended_and_what_that_was_made_from_
     let file = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let file = file.filter(|path| path.extension().is_some_and(|end| end == "data")).last().unwrap();
     std::fs::OpenOptions::new().write(true).open(file).unwrap().write_all(b"its own").unwrap();
+    snapshot::arrived(&room.daemon, &vm, None).await.unwrap();
     vm.step(Event::Freeze).unwrap();
     let saved = snapshot::save(&room.daemon, &vm, &name("next")).await.unwrap();
     let spec = snapshot::spec(&vm);
