@@ -12,7 +12,8 @@ use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use std::time::{Duration, Instant};
 
-/// How long an exchange may take; the kernel answers during the send, unless others hold its lock (RTNL).
+/// How long an answer may take after the one before. The kernel does what was sent, and answers, during the send, unless others hold its lock
+/// (RTNL); how long a send takes is no reason to leave what was answered unread.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The most bytes of one answer. The kernel fits the parts of a list to what is read; one interface is about 2 KiB.
 const ANSWER_BYTES: usize = 16 << 10;
@@ -32,8 +33,8 @@ pub(super) struct Refused {
 #[derive(Default)]
 pub(super) struct Batch {
     bytes: Vec<u8>,
-    /// Where the last message begins.
-    last: usize,
+    /// Where each message begins.
+    starts: Vec<usize>,
     asks: Vec<Ask>,
 }
 
@@ -61,33 +62,38 @@ impl Batch {
         header.length = u32::try_from(length).unwrap_or(u32::MAX);
         header.message_type = kind;
         header.flags = flags | NLM_F_REQUEST;
-        header.sequence_number = u32::try_from(self.asks.len()).unwrap_or(u32::MAX);
         if let Some((head, rest)) =
             self.bytes.get_mut(start..).and_then(|m| m.split_at_mut_checked(HEADER_BYTES))
         {
             header.emit(head);
             body.emit(rest.get_mut(..length - HEADER_BYTES).unwrap_or_default());
         }
-        self.last = start;
+        self.starts.push(start);
         self.asks.push(Ask { what, list: flags & NLM_F_DUMP == NLM_F_DUMP, fine });
     }
 
-    /// Asks for the last message's answer; a list has an end of its own.
-    fn close(&mut self) {
-        if let (Some(message), Some(Ask { list: false, .. })) =
-            (self.bytes.get_mut(self.last..), self.asks.last())
-        {
+    /// Numbers the messages, and asks for the last one's answer; a list has an end of its own.
+    fn close(&mut self, first: u32) {
+        for (number, start) in (0..).zip(&self.starts) {
+            if let Some(message) = self.bytes.get_mut(*start..) {
+                NetlinkBuffer::new(message).set_sequence_number(first.wrapping_add(number));
+            }
+        }
+        let last = self.starts.last().and_then(|start| self.bytes.get_mut(*start..));
+        if let (Some(message), Some(Ask { list: false, .. })) = (last, self.asks.last()) {
             let mut header = NetlinkBuffer::new(message);
             header.set_flags(header.flags() | NLM_F_ACK);
         }
     }
 }
 
-/// A connection to one of the kernel's netlink families. After an error of the exchange (not of a message) it is of no
-/// more use: answers may still come.
+/// A connection to one of the kernel's netlink families. Of an exchange that failed answers may still come: those have
+/// other numbers than the next one's, which passes over them.
 pub(super) struct Channel {
     socket: Socket,
     buffer: Vec<u8>,
+    /// The next message's number.
+    next: u32,
 }
 
 impl Channel {
@@ -98,7 +104,7 @@ impl Channel {
         // Connected: takes nothing from other programs.
         socket.connect(&SocketAddr::new(0, 0)).map_err(failed)?;
         set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
-        Ok(Self { socket, buffer: Vec::with_capacity(ANSWER_BYTES) })
+        Ok(Self { socket, buffer: Vec::with_capacity(ANSWER_BYTES), next: 0 })
     }
 
     /// Sends a batch and gives `each` what comes back but acknowledgements: the message's type and what is behind its
@@ -112,22 +118,20 @@ impl Channel {
         each: &mut dyn FnMut(u16, &[u8]),
     ) -> Result<(), Refused> {
         let Some(last) = batch.asks.len().checked_sub(1) else { return Ok(()) };
-        batch.close();
-        let failed = |errno| Refused { what: batch.asks.first().map_or("", |ask| ask.what), errno };
-        let until = Instant::now() + PATIENCE;
-        let sent = self.socket.send(&batch.bytes, 0);
-        let sent = sent.map_err(|e| failed(Errno::from_io_error(&e).unwrap_or(Errno::IO)))?;
-        if sent != batch.bytes.len() {
-            return Err(failed(Errno::MSGSIZE));
-        }
+        let first = self.next;
+        let what = batch.asks.first().map_or("", |ask| ask.what);
+        let failed = |errno| Refused { what, errno };
+        self.send(&mut batch).map_err(failed)?;
         let mut refused = None;
         loop {
-            self.receive(until).map_err(failed)?;
+            self.receive().map_err(failed)?;
             let mut rest = self.buffer.as_slice();
             while !rest.is_empty() {
                 let message = NetlinkBuffer::new_checked(rest).map_err(|_| failed(Errno::BADMSG))?;
-                let at = usize::try_from(message.sequence_number()).unwrap_or(usize::MAX);
-                let ask = batch.asks.get(at).ok_or_else(|| failed(Errno::BADMSG))?;
+                let length = usize::try_from(message.length()).unwrap_or(usize::MAX).next_multiple_of(4);
+                rest = rest.get(length..).unwrap_or_default();
+                let at = usize::try_from(message.sequence_number().wrapping_sub(first)).unwrap_or(usize::MAX);
+                let Some(ask) = batch.asks.get(at) else { continue };
                 let end = match message.message_type() {
                     NLMSG_NOOP => None,
                     // Both begin with the error as a negative number (an empty list on old kernels with nothing).
@@ -154,24 +158,30 @@ impl Channel {
                 if at == last && (kind == NLMSG_ERROR || kind == NLMSG_DONE) {
                     return refused.map_or(Ok(()), Err);
                 }
-                let length = usize::try_from(message.length()).unwrap_or(usize::MAX).next_multiple_of(4);
-                rest = rest.get(length..).unwrap_or_default();
             }
         }
     }
 
+    /// Sends a batch, with numbers that no other had.
+    fn send(&mut self, batch: &mut Batch) -> Result<(), Errno> {
+        batch.close(self.next);
+        self.next = self.next.wrapping_add(u32::try_from(batch.asks.len()).unwrap_or(u32::MAX));
+        let sent = self.socket.send(&batch.bytes, 0);
+        let sent = sent.map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))?;
+        if sent == batch.bytes.len() { Ok(()) } else { Err(Errno::MSGSIZE) }
+    }
+
     /// The next datagram, whole.
-    fn receive(&mut self, until: Instant) -> Result<(), Errno> {
+    fn receive(&mut self) -> Result<(), Errno> {
+        let until = Instant::now() + PATIENCE;
         loop {
             self.buffer.clear();
-            if Instant::now() > until {
-                return Err(Errno::TIMEDOUT);
-            }
             match self.socket.recv(&mut self.buffer, libc::MSG_TRUNC) {
                 Ok(length) if length > self.buffer.len() => return Err(Errno::MSGSIZE),
                 Ok(_) => return Ok(()),
                 Err(error) => match Errno::from_io_error(&error).unwrap_or(Errno::IO) {
-                    Errno::INTR => {}
+                    Errno::INTR if Instant::now() < until => {}
+                    Errno::INTR => return Err(Errno::TIMEDOUT),
                     Errno::AGAIN => return Err(Errno::TIMEDOUT),
                     errno => return Err(errno),
                 },
@@ -190,5 +200,36 @@ impl Emitable for Raw {
 
     fn emit(&self, buffer: &mut [u8]) {
         buffer.copy_from_slice(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use netlink_sys::protocols::NETLINK_ROUTE;
+
+    /// Asks for the interface with this index (RTM_GETLINK, `struct ifinfomsg`).
+    fn ask(batch: &mut Batch, what: &'static str, index: i32) {
+        let mut body = vec![0; 16];
+        body[4..8].copy_from_slice(&index.to_ne_bytes());
+        batch.push(what, (18, 0), &Raw(body), &[]);
+    }
+
+    #[test]
+    fn answers_that_nobody_waited_for_are_not_the_next_exchanges() {
+        let mut channel = Channel::open(NETLINK_ROUTE).unwrap();
+        let mut given_up = Batch::default();
+        for index in [1, 1, i32::MAX] {
+            ask(&mut given_up, "given up", index);
+        }
+        channel.send(&mut given_up).unwrap();
+
+        let mut batch = Batch::default();
+        ask(&mut batch, "one that is there", 1);
+        ask(&mut batch, "one that is not", i32::MAX);
+        let mut answers = 0;
+        let refused = channel.exchange(batch, &mut |_, _| answers += 1).unwrap_err();
+        assert_eq!(refused, Refused { what: "one that is not", errno: Errno::NODEV });
+        assert_eq!(answers, 1);
     }
 }
