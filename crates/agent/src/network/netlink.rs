@@ -12,8 +12,8 @@ use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use std::time::{Duration, Instant};
 
-/// How long an answer may take after the one before. The kernel does what was sent, and answers, during the send, unless others hold its lock
-/// (RTNL); how long a send takes is no reason to leave what was answered unread.
+/// How long an answer may take after the send, or the answer before: how long those took is no reason to leave unread
+/// what came. The kernel answers during the send, unless others hold its lock (RTNL).
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The most bytes of one answer. The kernel fits the parts of a list to what is read; one interface is about 2 KiB.
 const ANSWER_BYTES: usize = 16 << 10;
@@ -181,8 +181,7 @@ impl Channel {
                 Ok(_) => return Ok(()),
                 Err(error) => match Errno::from_io_error(&error).unwrap_or(Errno::IO) {
                     Errno::INTR if Instant::now() < until => {}
-                    Errno::INTR => return Err(Errno::TIMEDOUT),
-                    Errno::AGAIN => return Err(Errno::TIMEDOUT),
+                    Errno::INTR | Errno::AGAIN => return Err(Errno::TIMEDOUT),
                     errno => return Err(errno),
                 },
             }
@@ -212,7 +211,7 @@ mod tests {
     fn ask(batch: &mut Batch, what: &'static str, index: i32) {
         let mut body = vec![0; 16];
         body[4..8].copy_from_slice(&index.to_ne_bytes());
-        batch.push(what, (18, 0), &Raw(body), &[]);
+        batch.push(what, (libc::RTM_GETLINK, 0), &Raw(body), &[]);
     }
 
     #[test]

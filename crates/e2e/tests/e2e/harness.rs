@@ -152,12 +152,12 @@ pub fn unless_the_machine_stands_still(test: impl Fn()) {
 /// Notes in the machine, every other second, who has its CPU.
 struct Watched(Option<Child>);
 
-/// Where.
-const WHO: &str = "/tmp/who.log";
+/// The file in the machine that they are noted in.
+const BUSIEST: &str = "/tmp/busiest.log";
 
 impl Watched {
     fn begin() -> Self {
-        Self(machine().then(|| start_on_host(&format!("top -b -d 2 -n 300 >{WHO}"))))
+        Self(machine().then(|| start_on_host(&format!("top -b -d 2 -n 300 >{BUSIEST}"))))
     }
 }
 
@@ -175,7 +175,7 @@ impl Drop for Watched {
 fn how_it_was() -> String {
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let who = format!(
-        "date; cat /proc/uptime /proc/loadavg; dmesg | tail -n 15; grep -A 7 '^Load' {WHO} | tail -n 360"
+        "date; cat /proc/uptime /proc/loadavg; dmesg | tail -n 15; grep -A 7 '^Load' {BUSIEST} | tail -n 360"
     );
     let machine = on_host(&who).out;
     let log = std::fs::read(home().join("home/machine/daemon.log")).unwrap_or_default();
