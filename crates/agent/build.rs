@@ -1,4 +1,4 @@
-//! The agent travels in every initramfs: its binary carries no symbols and no debug information.
+//! Strips the agent's binary of symbols and debug information, because every initramfs contains it.
 
 fn main() {
     println!("cargo::rustc-link-arg-bins=-Wl,--strip-all");

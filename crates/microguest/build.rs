@@ -4,10 +4,20 @@ use std::path::PathBuf;
 use std::process::Command;
 
 fn main() {
-    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("microguest.elf");
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"))
+        .join("microguest.elf");
     println!("cargo::rerun-if-changed=guest");
     let status = Command::new("gcc")
-        .args(["-m64", "-Os", "-std=c11", "-Wall", "-Wextra", "-Werror", "-ffreestanding", "-nostdlib"])
+        .args([
+            "-m64",
+            "-Os",
+            "-std=c11",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-ffreestanding",
+            "-nostdlib",
+        ])
         .args(["-static", "-fno-pie", "-no-pie", "-fno-stack-protector", "-mgeneral-regs-only"])
         .args(["-mno-red-zone", "-fcf-protection=none", "-fno-asynchronous-unwind-tables"])
         .args(["-Wl,--build-id=none", "-Wl,-z,max-page-size=4096", "-Wl,--no-warn-rwx-segments"])

@@ -1,11 +1,11 @@
-//! Lines on the console: what a person finds in `dayfly logs`.
+//! Messages on the console, which `dayfly logs` shows.
 
 use std::fmt;
 use std::time::{Duration, Instant};
 
 /// Writes one line, `dayfly-agent: …`, to standard error, which is the console in a guest.
 ///
-/// A console that takes no more bytes loses the line rather than holding the agent up for good.
+/// A full console loses the line after one second, so that it cannot block the agent for good.
 pub fn say(text: fmt::Arguments<'_>) {
     let line = format!("dayfly-agent: {text}\n");
     let mut rest = line.as_bytes();

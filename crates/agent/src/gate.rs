@@ -8,24 +8,24 @@
 //!     └── Identity ──▶ Becoming
 //! ```
 //!
-//! A snapshot is taken while `Sealed`, so a clone starts there and serves nothing but `Ping` and `Identity`. While
-//! `Becoming`, the machine is half one and half the other: nothing but `Ping` is served, not even a second
-//! `Identity`. The decision does no I/O; [`crate::server`] carries it out.
+//! A snapshot is taken while `Sealed`, so a clone starts in that state and serves only `Ping` and
+//! `Identity`. While `Becoming`, the machine has parts of two identities: only `Ping` is served,
+//! not even a second `Identity`. The decision does no I/O; [`crate::server`] acts on it.
 
 use dayfly_api::agent::{Failure, FailureCode, Request};
 
-/// Where the agent stands.
+/// The state of the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Everything is served.
+    /// Every request is served.
     Open,
-    /// Waits for an identity.
+    /// The agent waits for an identity.
     Sealed,
     /// An identity is being taken on.
     Becoming,
 }
 
-/// What is asked, as far as the gate cares.
+/// The kinds of requests that the gate distinguishes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wish {
     /// [`Request::Ping`].
@@ -34,7 +34,7 @@ pub enum Wish {
     Seal,
     /// [`Request::Identity`].
     Identity,
-    /// Everything else.
+    /// Any other request.
     Work,
 }
 
@@ -47,6 +47,7 @@ impl From<&Request> for Wish {
             Request::Exec(_)
             | Request::ReadArchive { .. }
             | Request::WriteArchive { .. }
+            | Request::Log { .. }
             | Request::Stat
             | Request::Fork
             | Request::Forked
@@ -55,13 +56,13 @@ impl From<&Request> for Wish {
     }
 }
 
-/// Refused; the state the gate was in says why.
+/// Why a request is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Before an identity.
+    /// The agent waits for an identity.
     #[error("the agent is sealed: expected an identity first")]
     Sealed,
-    /// While another request's identity is being taken on.
+    /// Another request's identity is being taken on.
     #[error("the agent is taking on an identity: expected nothing but a ping until that is done")]
     Becoming,
 }
@@ -72,20 +73,20 @@ impl From<Refusal> for Failure {
     }
 }
 
-/// The state and its rules.
+/// The state with its transitions.
 #[derive(Debug)]
 pub struct Gate {
     state: State,
 }
 
 impl Gate {
-    /// A gate as a cold boot has it: open.
+    /// An open gate, as after a cold boot.
     #[must_use]
     pub const fn open() -> Self {
         Self { state: State::Open }
     }
 
-    /// Where the gate stands.
+    /// The state.
     #[must_use]
     pub const fn state(&self) -> State {
         self.state
@@ -97,7 +98,8 @@ impl Gate {
         !matches!(self.state, State::Open)
     }
 
-    /// Asks to serve `wish`. After `Ok` for [`Wish::Identity`] the caller must call [`Gate::became`].
+    /// Asks whether `wish` may be served, and changes the state. After `Ok` for [`Wish::Identity`]
+    /// the caller must call [`Gate::became`].
     ///
     /// # Errors
     /// [`Refusal`]; the state has not changed.
@@ -117,14 +119,14 @@ impl Gate {
         }
     }
 
-    /// What was to follow the seal does not.
+    /// Opens a sealed gate, if the snapshot after the seal does not take place.
     pub const fn unseal(&mut self) {
         if matches!(self.state, State::Sealed) {
             self.state = State::Open;
         }
     }
 
-    /// The identity that was asked for is taken on (`done`), or a step of it failed.
+    /// Ends `Becoming`: the identity was taken on (`done`), or a step failed.
     pub const fn became(&mut self, done: bool) {
         if matches!(self.state, State::Becoming) {
             self.state = if done { State::Open } else { State::Sealed };
@@ -155,19 +157,23 @@ mod tests {
     }
 
     proptest! {
-        /// The model remembers history instead of a state: work is served exactly when no seal was granted and no
-        /// identity was begun since the last identity that ended well (or since boot).
+        /// The model is the history of granted requests. Work is served exactly if no seal was
+        /// granted and no identity begun since the last successful identity (or since boot).
         #[test]
         fn work_is_served_only_after_an_identity_that_ended_well(steps in steps()) {
             let mut gate = Gate::open();
             let mut granted: Vec<Step> = Vec::new();
             for step in steps {
-                let since = granted.iter().rposition(|s| matches!(s, Step::Became(true))).map_or(0, |i| i + 1);
+                let since = granted
+                    .iter()
+                    .rposition(|s| matches!(s, Step::Became(true)))
+                    .map_or(0, |i| i + 1);
                 let recent = &granted[since..];
                 let began = recent.iter().rposition(|s| matches!(s, Step::Ask(Wish::Identity)));
                 let ended = recent.iter().rposition(|s| matches!(s, Step::Became(_)));
                 let becoming = began.is_some() && ended < began;
-                let closed = recent.iter().any(|s| matches!(s, Step::Ask(Wish::Seal | Wish::Identity)));
+                let closed =
+                    recent.iter().any(|s| matches!(s, Step::Ask(Wish::Seal | Wish::Identity)));
                 let expected = match step {
                     Step::Ask(Wish::Ping) => true,
                     Step::Ask(Wish::Identity) => !becoming,
@@ -175,7 +181,10 @@ mod tests {
                     Step::Became(_) => becoming,
                 };
                 match step {
-                    Step::Ask(wish) => prop_assert_eq!(gate.ask(wish).is_ok(), expected, "{:?} after {:?}", step, granted),
+                    Step::Ask(wish) => {
+                        let granted_now = gate.ask(wish).is_ok();
+                        prop_assert_eq!(granted_now, expected, "{:?} after {:?}", step, granted);
+                    }
                     Step::Became(done) => gate.became(done),
                 }
                 if expected {

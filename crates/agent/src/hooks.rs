@@ -1,9 +1,14 @@
-//! Programs of the image that make a clone what it is to be, before anything is served: `/etc/dayfly/clone.d/*` (Kaleidoscope, section 6.2.2: the
-//! reconfiguration hook).
+//! Programs of the image that adapt a clone before the agent serves any request:
+//! `/etc/dayfly/clone.d/*` (Kaleidoscope, section 6.2.2: the reconfiguration hook).
 //!
-//! They run one after the other, by name, as root, with `DAYFLY_CLONE_ID`, `DAYFLY_CLONE_NUMBER` (0 where it is no clone of a machine that was forked),
-//! `DAYFLY_HOSTNAME` and, where it has a network, `DAYFLY_ADDRESS` (IPv4, the machine's own by then); what they print goes to the console. What begins with `.`, ends with `~` or cannot be executed is no hook. All steps of the identity
-//! but the last are done by then, and it fails where a hook does: then the machine is not served.
+//! Hooks run as root, one after the other, in the order of their names. Their environment has
+//! `DAYFLY_CLONE_ID`, `DAYFLY_CLONE_NUMBER` (0 unless the machine is a clone of a fork) and
+//! `DAYFLY_HOSTNAME`. With a network it also has `DAYFLY_ADDRESS`, the machine's IPv4 address,
+//! which is already set. Output goes to the console.
+//!
+//! A file whose name begins with `.` or ends with `~`, or that is not executable, is no hook. All
+//! steps of the identity but the last are done before the hooks run. If a hook fails, the identity
+//! fails, and the machine is not served.
 
 use crate::exec::{self, Programs};
 use dayfly_api::agent::{ExecSpec, Identity};
@@ -13,12 +18,12 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 const FOLDER: &str = "etc/dayfly/clone.d";
-/// The most hooks.
+/// Maximum number of hooks.
 const MOST: usize = 64;
-/// How long all of them may take; the host waits longer for the identity.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Time limit for all hooks together; the host waits longer for the identity.
+const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The hooks below `root`, in their order.
+/// The hooks below `root`, in order.
 fn find(root: &Path) -> Result<Vec<PathBuf>, String> {
     let folder = root.join(FOLDER);
     let failed = |e: std::io::Error| format!("{}: {e}", folder.display());
@@ -32,7 +37,10 @@ fn find(root: &Path) -> Result<Vec<PathBuf>, String> {
         let path = entry.map_err(failed)?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let named = !name.starts_with('.') && !name.ends_with('~');
-        if named && path.is_file() && rustix::fs::access(&path, Access::EXEC_OK) != Err(Errno::ACCESS) {
+        if named
+            && path.is_file()
+            && rustix::fs::access(&path, Access::EXEC_OK) != Err(Errno::ACCESS)
+        {
             hooks.push(path);
         }
         if hooks.len() > MOST {
@@ -43,23 +51,29 @@ fn find(root: &Path) -> Result<Vec<PathBuf>, String> {
     Ok(hooks)
 }
 
-/// Runs them all, in a machine that becomes `identity`.
+/// Runs all hooks, in a machine that takes on `identity`.
 ///
 /// # Errors
-/// Which failed, and how; those after it did not run.
+/// The hook that failed, and its failure; later hooks did not run.
 pub fn run(programs: &Programs, identity: &Identity) -> Result<(), String> {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     for hook in find(&programs.root)? {
         let shown = hook.display().to_string();
         let env = [
             ("DAYFLY_CLONE_ID", Some(identity.machine_id.clone())),
             ("DAYFLY_CLONE_NUMBER", Some(identity.number.to_string())),
             ("DAYFLY_HOSTNAME", Some(identity.hostname.clone())),
-            ("DAYFLY_ADDRESS", identity.network.as_ref().map(|network| network.address.to_string())),
+            (
+                "DAYFLY_ADDRESS",
+                identity.network.as_ref().map(|network| network.address.to_string()),
+            ),
         ];
         let spec = ExecSpec {
             argv: vec![shown.clone()],
-            env: env.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect(),
+            env: env
+                .into_iter()
+                .filter_map(|(name, value)| Some((name.to_owned(), value?)))
+                .collect(),
             cwd: "/".to_owned(),
             detach: true,
             ..ExecSpec::default()
@@ -67,11 +81,13 @@ pub fn run(programs: &Programs, identity: &Identity) -> Result<(), String> {
         let exit = exec::run_alone(programs, &spec, until).map_err(|e| e.to_string())?;
         match (exit.code, exit.signal) {
             _ if exit.timed_out => {
-                return Err(format!("{shown}: all hooks took longer than {} s", PATIENCE.as_secs()));
+                return Err(format!("{shown}: all hooks took longer than {} s", TIMEOUT.as_secs()));
             }
             (Some(0), _) => {}
             (Some(code), _) => return Err(format!("{shown}: expected exit code 0, got {code}")),
-            (None, signal) => return Err(format!("{shown}: ended by signal {}", signal.unwrap_or_default())),
+            (None, signal) => {
+                return Err(format!("{shown}: ended by signal {}", signal.unwrap_or_default()));
+            }
         }
     }
     Ok(())

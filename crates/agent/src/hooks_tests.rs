@@ -4,7 +4,7 @@ use dayfly_api::agent::NetworkIdentity;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
-/// Programs in a machine with these hooks.
+/// The programs of a machine with these hooks.
 fn machine(hooks: &[(&str, u32, &str)]) -> (tempfile::TempDir, Programs) {
     let root = tempfile::tempdir().unwrap();
     let folder = root.path().join(FOLDER);
@@ -14,7 +14,8 @@ fn machine(hooks: &[(&str, u32, &str)]) -> (tempfile::TempDir, Programs) {
         fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(*mode)).unwrap();
     }
-    let programs = Programs::new(root.path().into(), Cages::open(&root.path().join("no-cgroups")), false);
+    let programs =
+        Programs::new(root.path().into(), Cages::open(&root.path().join("no-cgroups")), false);
     (root, programs)
 }
 
@@ -30,15 +31,16 @@ fn identity(number: u32) -> Identity {
 }
 
 #[test]
-fn hooks_run_by_name_and_know_who_they_are() {
-    let told = tempfile::NamedTempFile::new().unwrap();
-    let tell = |name: &str| {
+fn hooks_run_by_name_and_know_the_identity() {
+    let output = tempfile::NamedTempFile::new().unwrap();
+    let script = |name: &str| {
         format!(
-            "echo {name} $DAYFLY_CLONE_ID $DAYFLY_CLONE_NUMBER $DAYFLY_HOSTNAME ${{DAYFLY_ADDRESS-none}} $PWD >>{}",
-            told.path().display()
+            "echo {name} $DAYFLY_CLONE_ID $DAYFLY_CLONE_NUMBER $DAYFLY_HOSTNAME \
+             ${{DAYFLY_ADDRESS-none}} $PWD >>{}",
+            output.path().display()
         )
     };
-    let (second, first, never) = (tell("second"), tell("first"), tell("never"));
+    let (second, first, never) = (script("second"), script("first"), script("never"));
     let hooks = [
         ("20-b", 0o755, second.as_str()),
         ("10-a", 0o700, first.as_str()),
@@ -50,9 +52,9 @@ fn hooks_run_by_name_and_know_who_they_are() {
     run(&programs, &identity(7)).unwrap();
     let id = "a".repeat(32);
     let expected = format!("first {id} 7 fly none /\nsecond {id} 7 fly none /\n");
-    assert_eq!(fs::read_to_string(told.path()).unwrap(), expected);
+    assert_eq!(fs::read_to_string(output.path()).unwrap(), expected);
 
-    fs::write(told.path(), "").unwrap();
+    fs::write(output.path(), "").unwrap();
     let network = NetworkIdentity {
         mac: "02:df:0a:58:00:02".into(),
         address: "10.88.0.2".parse().unwrap(),
@@ -61,7 +63,7 @@ fn hooks_run_by_name_and_know_who_they_are() {
         nameservers: Vec::new(),
     };
     run(&programs, &Identity { network: Some(network), ..identity(7) }).unwrap();
-    assert_eq!(fs::read_to_string(told.path()).unwrap(), expected.replace("none", "10.88.0.2"));
+    assert_eq!(fs::read_to_string(output.path()).unwrap(), expected.replace("none", "10.88.0.2"));
 }
 
 #[test]

@@ -1,5 +1,6 @@
-//! What the agent asks of the guest's kernel that changes the machine: behind a trait, so that the steps of an
-//! identity and a shutdown can be tested, and failed one by one, on a machine that must not change.
+//! Changes of the machine that the agent requests from the guest's kernel. They are behind a trait,
+//! so that tests can run and fail each step of an identity or a shutdown without changing their
+//! machine.
 
 use crate::network::{self, NetworkError, Settings};
 use rustix::io::Errno;
@@ -11,33 +12,40 @@ use std::path::Path;
 const RNDADDENTROPY: libc::c_ulong = 0x4008_5203;
 /// `_IO('R', 0x07)` of linux/random.h.
 const RNDRESEEDCRNG: libc::c_ulong = 0x5207;
-/// The most entropy taken in one call.
+/// Maximum bytes of entropy in one call.
 pub const MAX_ENTROPY_BYTES: usize = 4096;
 
-/// The machine's own state.
+/// Operations that change the machine.
 pub trait Kernel: Send + Sync {
-    /// Mixes `bytes` into the random number generator, credits all of their bits, and makes the generator use
-    /// them at once (without the reseed, credited entropy waits for the next one, up to five minutes away).
+    /// Mixes `bytes` into the random number generator, credits all of their bits, and reseeds the
+    /// generator at once. (Otherwise credited entropy waits for the next reseed, up to five minutes
+    /// later.)
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     fn reseed(&self, bytes: &[u8]) -> Result<(), Errno>;
     /// Sets the wall clock to `ns` nanoseconds since 1970.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     fn set_clock(&self, ns: u64) -> Result<(), Errno>;
     /// Sets the hostname.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     fn set_hostname(&self, name: &str) -> Result<(), Errno>;
-    /// Gives the machine whose root is `root` its place on the network, or none: [`network::take_on`].
+    /// Gives the machine whose root is `root` its place on the network, or none:
+    /// [`network::take_on`].
     ///
     /// # Errors
     /// [`NetworkError`].
-    fn set_network(&self, root: &Path, new: Option<&Settings>, clone: bool) -> Result<(), NetworkError>;
-    /// Ends the machine; does not return where that works.
+    fn set_network(
+        &self,
+        root: &Path,
+        new: Option<&Settings>,
+        clone: bool,
+    ) -> Result<(), NetworkError>;
+    /// Ends the machine. Returns only if that fails.
     fn end(&self, reboot: bool);
 }
 
@@ -52,12 +60,12 @@ struct RandPoolInfo {
     bytes: [u8; MAX_ENTROPY_BYTES],
 }
 
-/// Opens the random device for its ioctls; a folder without devices (a test's) has none.
+/// Opens the random device for its ioctls. A missing device gives an error.
 fn random_device() -> Result<File, Errno> {
     File::open(Path::new("/dev/urandom")).map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))
 }
 
-/// The real work of [`Kernel::reseed`].
+/// The implementation of [`Kernel::reseed`].
 ///
 /// # Errors
 /// `INVAL` for no bytes or more than [`MAX_ENTROPY_BYTES`], `PERM` without CAP_SYS_ADMIN.
@@ -66,10 +74,12 @@ pub fn reseed(bytes: &[u8]) -> Result<(), Errno> {
         return Err(Errno::INVAL);
     }
     let size = i32::try_from(bytes.len()).map_err(|_| Errno::INVAL)?;
-    let mut info = RandPoolInfo { entropy_bits: size * 8, size_bytes: size, bytes: [0; MAX_ENTROPY_BYTES] };
+    let mut info =
+        RandPoolInfo { entropy_bits: size * 8, size_bytes: size, bytes: [0; MAX_ENTROPY_BYTES] };
     info.bytes[..bytes.len()].copy_from_slice(bytes);
     let device = random_device()?;
-    // SAFETY: RNDADDENTROPY reads a `rand_pool_info`: two ints and `size_bytes` bytes, which `info` holds.
+    // SAFETY: RNDADDENTROPY reads a `rand_pool_info`: two ints and `size_bytes` bytes, which `info`
+    // holds.
     if unsafe { libc::ioctl(device.as_raw_fd(), RNDADDENTROPY, &raw const info) } != 0 {
         return Err(last_errno());
     }
@@ -102,7 +112,12 @@ impl Kernel for Linux {
         rustix::system::sethostname(name.as_bytes())
     }
 
-    fn set_network(&self, root: &Path, new: Option<&Settings>, clone: bool) -> Result<(), NetworkError> {
+    fn set_network(
+        &self,
+        root: &Path,
+        new: Option<&Settings>,
+        clone: bool,
+    ) -> Result<(), NetworkError> {
         network::take_on(root, new, clone)
     }
 

@@ -1,21 +1,23 @@
 //! # agent
 //!
-//! The room for what runs inside a guest: the first process of the initramfs ([`init`]), and the server behind
-//! vsock port 1024 ([`server`]) that runs programs ([`exec`]), moves files ([`archive`]) and makes a clone the
-//! machine it is to be ([`identity`]).
+//! The code that runs inside a guest: the first process of the initramfs ([`init`]), and the server
+//! behind vsock port 1024 ([`server`]). The server runs programs ([`exec`]), moves files
+//! ([`archive`]) and gives a clone its identity ([`identity`]).
 //!
-//! What may not enter: an asynchronous runtime, name-service switches or anything else that loads code or data of
-//! the guest's own libc (the binary is static and meets images we do not know), and features that exist only for
-//! tests. This is process 1: nothing that arrives over the wire, from a file or from a tar stream may panic.
+//! Not allowed here: an asynchronous runtime; name-service switches, or anything else that loads
+//! code or data of the guest's libc (the binary is static and runs in unknown images); features
+//! that exist only for tests. The agent is PID 1, so nothing that arrives over the wire, from a
+//! file or from a tar stream may cause a panic.
 //!
 //! ```text
 //! init ──▶ server ──▶ gate (may this be served now?)
 //!             │  └──▶ wire (frames in and out)
-//!             ├──▶ exec ──▶ spawn, cage, users
+//!             ├──▶ exec ──▶ spawn, cage, users, detached (output of detached programs)
 //!             ├──▶ archive
-//!             ├──▶ identity ──▶ network, hooks, watch (the image's own programs learn of it)
+//!             ├──▶ identity ──▶ network, hooks, watch (informs the image's own programs)
 //!             └──▶ stat, power, priority
-//! local ──▶ the host: a program in the guest asks for clones of it
+//! small_file ◀── every module that reads a file of the image by its path
+//! local ──▶ the host: a program in the guest requests clones of its machine
 //!   └─────▶ watch
 //! ```
 
@@ -32,6 +34,7 @@ pub mod network;
 pub mod power;
 pub mod priority;
 pub mod server;
+pub mod small_file;
 pub mod stat;
 pub mod vsock;
 pub mod watch;

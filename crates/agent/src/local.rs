@@ -1,12 +1,16 @@
-//! What programs in the guest may ask for, at the socket `/run/dayfly/agent.sock`, which is root's: a line in, a line out.
+//! Requests from programs in the guest, at the socket `/run/dayfly/agent.sock`: one line in, one
+//! line out. Only root may connect: the socket's mode is 0600, and the agent also checks each
+//! peer's user (`SO_PEERCRED`), because an image may change modes.
 //!
-//! `fork` or `fork N` makes N clones of this machine. As of fork(2), there are two answers to one question: in the machine that was forked `0` and the ids of its
-//! clones, in each clone its number, from 1. By then it has its identity. `error: WHY` where nothing was forked.
+//! `fork` or `fork N` makes N clones of this machine. As with fork(2), one request has two answers.
+//! The original machine gets `0` and the ids of its clones. Each clone gets its number, from 1,
+//! once it has its identity. The answer is `error: WHY` if no fork took place.
 //!
-//! `watch ...` makes the connection one that is told when the machine is forked ([`crate::watch`]).
+//! `watch ...` registers the connection for news of forks ([`crate::watch`]).
 //!
-//! `/run/dayfly/dayfly-fork [N]` asks that, prints the answer, and ends with 0 or 1. It is a link to the agent's own program, which knows it by that name: an
-//! image need not have anything.
+//! `/run/dayfly/dayfly-fork [N]` sends a fork request, prints the answer, and exits with 0 or 1. It
+//! is a link to the agent's executable, which checks the name under which it runs, so an image
+//! needs no program for this.
 
 use crate::exec::Programs;
 use crate::wire::{Buffers, Conn};
@@ -24,30 +28,30 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// The socket, below the root.
+/// The socket's path relative to the root.
 const SOCKET: &str = "run/dayfly/agent.sock";
-/// The program, below the root.
+/// The path of the `dayfly-fork` link relative to the root.
 const PROGRAM: &str = "run/dayfly/dayfly-fork";
-/// The name of that.
+/// The file name of that link.
 pub const NAME: &str = "dayfly-fork";
-/// The longest line.
+/// Maximum bytes of a request line.
 const LINE_BYTES: usize = 64;
-/// Programs that are answered at one time.
+/// Maximum number of concurrent connections.
 const MOST: usize = 8;
-/// How long a program may take to say what it wants, and to take the answer.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// How long the host may take.
-const HOST_PATIENCE: Duration = Duration::from_secs(120);
-/// What JSON of a few thousand ids takes, with room.
+/// Time limit for a program to send its line, and to take the answer.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Time limit for the host's reply.
+const HOST_TIMEOUT: Duration = Duration::from_secs(120);
+/// Stack of a connection's thread: enough for JSON with a few thousand ids.
 const STACK_BYTES: usize = 256 << 10;
 
 /// Connects to the host.
 pub type Host = fn() -> Result<OwnedFd, Errno>;
 
-/// Listens below `root`, in a thread of its own.
+/// Listens on the socket below `root`, in a new thread.
 ///
 /// # Errors
-/// The socket cannot be made.
+/// The socket cannot be created.
 pub fn serve(root: &Path, programs: Arc<Programs>, host: Host) -> io::Result<()> {
     let (socket, program) = (root.join(SOCKET), root.join(PROGRAM));
     if let Some(folder) = socket.parent() {
@@ -70,22 +74,26 @@ fn accept(listener: &UnixListener, programs: &Arc<Programs>, host: Host) {
     let open = Arc::new(AtomicUsize::new(0));
     loop {
         let Ok((stream, _)) = listener.accept() else {
-            // Of descriptors, perhaps, which come back.
+            // Perhaps no descriptor is free; some become free later.
             std::thread::sleep(Duration::from_millis(100));
             continue;
         };
+        if let Err(why) = is_ours(&stream) {
+            write_line(&stream, &format!("error: {why}"));
+            continue;
+        }
         if open.fetch_add(1, Ordering::SeqCst) >= MOST {
             open.fetch_sub(1, Ordering::SeqCst);
-            tell(&stream, &format!("error: {MOST} programs are answered: expected fewer"));
+            write_line(&stream, &format!("error: {MOST} programs are answered: expected fewer"));
             continue;
         }
         let (programs, counted) = (Arc::clone(programs), Arc::clone(&open));
         let thread = std::thread::Builder::new().name("local".into()).stack_size(STACK_BYTES);
         let started = thread.spawn(move || {
             match answer(&stream, &programs, host) {
-                Ok(Some(answer)) => tell(&stream, &answer),
+                Ok(Some(answer)) => write_line(&stream, &answer),
                 Ok(None) => {}
-                Err(why) => tell(&stream, &format!("error: {why}")),
+                Err(why) => write_line(&stream, &format!("error: {why}")),
             }
             counted.fetch_sub(1, Ordering::SeqCst);
         });
@@ -95,16 +103,34 @@ fn accept(listener: &UnixListener, programs: &Arc<Programs>, host: Host) {
     }
 }
 
-/// One that is gone is told nothing.
-fn tell(mut stream: &UnixStream, line: &str) {
-    let _ = stream.set_write_timeout(Some(PATIENCE));
+/// Whether the peer had this process's user (root) when it connected.
+fn is_ours(stream: &UnixStream) -> Result<(), String> {
+    let own = rustix::process::geteuid();
+    match rustix::net::sockopt::socket_peercred(stream) {
+        Ok(peer) if peer.uid == own => Ok(()),
+        Ok(peer) => Err(format!(
+            "expected a program of user {}, got one of {}",
+            own.as_raw(),
+            peer.uid.as_raw()
+        )),
+        Err(errno) => Err(format!("which user asks: {errno}")),
+    }
+}
+
+/// Writes a line; errors are ignored, because the peer may be gone.
+fn write_line(mut stream: &UnixStream, line: &str) {
+    let _ = stream.set_write_timeout(Some(TIMEOUT));
     let _ = stream.write_all(format!("{line}\n").as_bytes());
 }
 
-/// Reads a line and does what it says; tells what to answer.
-fn answer(mut stream: &UnixStream, programs: &Programs, host: Host) -> Result<Option<String>, String> {
+/// Reads and executes a request line. Returns the answer, if one is due.
+fn answer(
+    mut stream: &UnixStream,
+    programs: &Programs,
+    host: Host,
+) -> Result<Option<String>, String> {
     let failed = |e: io::Error| format!("reading a line: {e}");
-    stream.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
+    stream.set_read_timeout(Some(TIMEOUT)).map_err(failed)?;
     let (mut line, mut byte) = (Vec::new(), [0]);
     while stream.read(&mut byte).map_err(failed)? == 1 && byte != *b"\n" {
         line.extend(byte);
@@ -124,32 +150,37 @@ fn answer(mut stream: &UnixStream, programs: &Programs, host: Host) -> Result<Op
         (Some("fork"), Some(count), None) => count.parse().ok().filter(|count| *count > 0),
         _ => None,
     };
-    let count = count.ok_or_else(|| format!("expected `fork`, `fork COUNT` or `watch`, got {line:?}"))?;
+    let count =
+        count.ok_or_else(|| format!("expected `fork`, `fork COUNT` or `watch`, got {line:?}"))?;
     fork(programs, host, count).map(Some)
 }
 
-/// Asks the host for clones, and finds out which of them this is.
+/// Requests clones from the host, and finds out whether this machine is the original or one of
+/// them.
 fn fork(programs: &Programs, host: Host, count: u32) -> Result<String, String> {
     let before = programs.fork.times();
-    let fd = host()
-        .map_err(|errno| format!("the host did not listen: this machine may not fork itself ({errno})"))?;
+    let fd = host().map_err(|errno| {
+        format!("the host did not listen: this machine may not fork itself ({errno})")
+    })?;
     let mut conn = Conn::new(Arc::new(fd), Buffers::default());
     conn.push_json(FrameKind::Request, &HostRequest::Fork { count });
-    let asked = conn.flush().and_then(|()| conn.wait_frame(HOST_PATIENCE));
+    let asked = conn.flush().and_then(|()| conn.wait_frame(HOST_TIMEOUT));
     if let Ok(true) = asked
         && let Ok(Some((FrameKind::Reply, body))) = conn.frame()
     {
         return match serde_json::from_slice(body) {
             Ok(HostReply::Forked { ids }) => {
-                let words = std::iter::once("0".to_owned()).chain(ids.iter().map(ToString::to_string));
+                let words =
+                    std::iter::once("0".to_owned()).chain(ids.iter().map(ToString::to_string));
                 Ok(words.collect::<Vec<_>>().join(" "))
             }
             Ok(HostReply::Err { message }) => Err(message.replace('\n', " ")),
             Err(e) => Err(format!("the host's reply: {e}")),
         };
     }
-    // It broke: nobody is at its other end in a clone, which is one as soon as it has an identity.
-    let until = Instant::now() + HOST_PATIENCE;
+    // The connection broke. In a clone the host's end does not exist; the clone is known as such
+    // once it has its identity.
+    let until = Instant::now() + HOST_TIMEOUT;
     while programs.fork.is_under_way() && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -162,17 +193,18 @@ fn fork(programs: &Programs, host: Host, count: u32) -> Result<String, String> {
     ))
 }
 
-/// The program: asks with these arguments, and prints the answer.
+/// The program `dayfly-fork`: sends the request and prints the answer.
 #[must_use]
 pub fn ask(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let words: Vec<String> = arguments.map(|word| word.to_string_lossy().into_owned()).collect();
     let ask = || -> io::Result<String> {
         let mut stream = UnixStream::connect(Path::new("/").join(SOCKET))?;
-        stream.write_all(format!("fork {}\n", words.join(" ")).as_bytes())?;
+        // The agent refuses other users before it reads, so a write error may come with an answer.
+        let asked = stream.write_all(format!("fork {}\n", words.join(" ")).as_bytes());
         let mut answer = String::new();
-        // The host's patience ends it.
-        stream.read_to_string(&mut answer)?;
-        Ok(answer)
+        // No time limit here: the agent's limit for the host ends the wait.
+        let read = stream.read_to_string(&mut answer);
+        if answer.is_empty() { asked.and(read).map(|_| answer) } else { Ok(answer) }
     };
     match ask() {
         Ok(answer) if !answer.is_empty() && !answer.starts_with("error") => {

@@ -1,11 +1,12 @@
 use super::*;
 use crate::exec::cage::Cages;
 use dayfly_api::agent::{HEADER_BYTES, decode_header, encode};
-use dayfly_units::VmId;
+use dayfly_units::{VmId, sync::lock};
 use std::io::BufRead;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
-/// The host's end of the connection that is made next. A function pointer carries nothing, so tests take turns.
+/// The host's end of the next connection. `Host` is a function pointer without state, so tests take
+/// turns.
 static HOST: Mutex<Option<UnixStream>> = Mutex::new(None);
 static TURN: Mutex<()> = Mutex::new(());
 
@@ -15,10 +16,10 @@ fn host() -> Result<OwnedFd, Errno> {
     Ok(ours.into())
 }
 
-/// An agent's socket, and the programs it knows.
+/// An agent's socket and its `Programs`.
 fn local(host: Host) -> (MutexGuard<'static, ()>, tempfile::TempDir, Arc<Programs>) {
-    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    *HOST.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    let turn = lock(&TURN);
+    *lock(&HOST) = None;
     let root = tempfile::tempdir().unwrap();
     let cages = Cages::open(&root.path().join("no-cgroups"));
     let programs = Arc::new(Programs::new(root.path().into(), cages, false));
@@ -38,7 +39,7 @@ fn answer(stream: UnixStream) -> String {
     line
 }
 
-/// What the host is asked.
+/// The host's end, and the request that arrived.
 fn asked() -> (UnixStream, HostRequest) {
     let mut stream = loop {
         match HOST.lock().unwrap().take() {
@@ -60,7 +61,7 @@ fn reply(mut stream: &UnixStream, reply: &HostReply) {
 }
 
 #[test]
-fn the_one_that_was_forked_is_told_its_clones_and_a_clone_its_number() {
+fn the_original_gets_the_ids_of_its_clones_and_a_clone_its_number() {
     let (_turn, root, programs) = local(host);
     let waits = ask(&root, "fork 2\n");
     let (stream, request) = asked();
@@ -80,7 +81,8 @@ fn the_one_that_was_forked_is_told_its_clones_and_a_clone_its_number() {
     programs.fork.end(Some(1));
     assert_eq!(answer(waits), "1\n");
 
-    // Its identity may be there before it sees that the connection broke; and it may be forked again.
+    // The clone's identity may be complete before it sees the broken connection, and a clone may be
+    // forked again.
     let waits = ask(&root, "fork 9\n");
     let (stream, _) = asked();
     programs.fork.begin();
@@ -105,14 +107,47 @@ fn what_was_not_forked_says_why() {
     let (stream, _) = asked();
     (&stream).write_all(&encode(FrameKind::Reply, b"{")).unwrap();
     assert!(answer(waits).starts_with("error: the host's reply: "));
-    for line in ["\n", "fork 0\n", "fork x\n", "fork 1 2\n", "spoon\n", "fork -1\n", "fork 99999999999\n"] {
+    for line in
+        ["\n", "fork 0\n", "fork x\n", "fork 1 2\n", "spoon\n", "fork -1\n", "fork 99999999999\n"]
+    {
         assert!(answer(ask(&root, line)).starts_with("error: expected `fork`"), "{line:?}");
     }
-    assert!(answer(ask(&root, &"f".repeat(100))).starts_with("error: expected a line of at most 64 bytes"));
+    assert!(
+        answer(ask(&root, &"f".repeat(100)))
+            .starts_with("error: expected a line of at most 64 bytes")
+    );
 }
 
 #[test]
 fn a_machine_that_may_not_fork_itself_says_so() {
     let (_turn, root, _) = local(|| Err(Errno::CONNRESET));
-    assert!(answer(ask(&root, "fork\n")).starts_with("error: the host did not listen: this machine may not"));
+    assert!(
+        answer(ask(&root, "fork\n"))
+            .starts_with("error: the host did not listen: this machine may not")
+    );
+}
+
+#[test]
+fn another_user_is_refused_whatever_the_mode_of_the_socket_is() {
+    let (_turn, root, _) = local(host);
+    assert!(rustix::process::geteuid().is_root(), "this test has to run as root");
+    let socket = root.path().join(SOCKET);
+    let open = |path: &Path| std::fs::set_permissions(path, Permissions::from_mode(0o777)).unwrap();
+    for path in socket.ancestors().take_while(|path| path.starts_with(root.path())) {
+        open(path);
+    }
+    let asked = std::thread::spawn(move || {
+        const UNPRIVILEGED: libc::uid_t = 65_534;
+        // SAFETY: the bare system call changes only the user of this thread (credentials(7)), which
+        // ends at once.
+        let changed =
+            unsafe { libc::syscall(libc::SYS_setresuid, UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED) };
+        assert_eq!(changed, 0, "{}", io::Error::last_os_error());
+        let mut stream = UnixStream::connect(socket).unwrap();
+        // The agent may have refused the connection already.
+        let _ = stream.write_all(b"fork 1\n");
+        answer(stream)
+    });
+    assert_eq!(asked.join().unwrap(), "error: expected a program of user 0, got one of 65534\n");
+    assert!(HOST.lock().unwrap().is_none(), "the host was asked");
 }

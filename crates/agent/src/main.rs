@@ -1,4 +1,5 @@
-//! `dayfly-agent`: `/init` of the initramfs, or the image's init's child; by another name `dayfly-fork`.
+//! `dayfly-agent`: `/init` of the initramfs, or a child of the image's init. Under the name
+//! `dayfly-fork` it is the program that requests clones.
 
 use dayfly_agent::local;
 use std::path::Path;
@@ -14,7 +15,8 @@ fn main() -> ExitCode {
         Ok(never) => match never {},
         Err(error) => {
             dayfly_agent::say!("fatal: {error}");
-            // What was said must be out before the kernel panics because process 1 has ended.
+            // Flush the message before this process ends, because the kernel panics when PID 1
+            // ends.
             let _ = rustix::termios::tcdrain(rustix::stdio::stderr());
             ExitCode::FAILURE
         }

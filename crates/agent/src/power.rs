@@ -1,4 +1,5 @@
-//! The machine's end: everything is asked to stop, then made to, disks are settled, then power.
+//! Ending the machine: ask all processes to stop, kill them, settle the disks, then power off or
+//! reboot.
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -7,14 +8,14 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// How long programs have between SIGTERM and SIGKILL.
+/// Time limit between SIGTERM and SIGKILL.
 const TERM_GRACE: Duration = Duration::from_secs(2);
-/// How long dead programs may take to be gone.
+/// Time limit for killed processes to disappear.
 const KILL_GRACE: Duration = Duration::from_secs(2);
-/// How long the image's own init may take.
+/// Time limit for the image's own init.
 const INIT_GRACE: Duration = Duration::from_secs(30);
 
-/// Ends the machine. Returns only where the kernel refuses.
+/// Ends the machine. Returns only if the kernel refuses.
 pub fn end(reboot: bool) {
     let what = if reboot { "reboot" } else { "power off" };
     crate::say!("{what}");
@@ -22,7 +23,7 @@ pub fn end(reboot: bool) {
         std::thread::sleep(INIT_GRACE);
         crate::say!("{what}: systemd did not in {INIT_GRACE:?}: now without it");
     }
-    // SAFETY: kill(2) of every process but this one and init has no memory effects.
+    // SAFETY: kill(2) of every process except this one and init has no memory effects.
     unsafe { libc::kill(-1, libc::SIGTERM) };
     wait_for_others(TERM_GRACE);
     // SAFETY: as above.
@@ -35,9 +36,9 @@ pub fn end(reboot: bool) {
     }
 }
 
-/// systemd's SIGRTMIN+4 (power off) and SIGRTMIN+5 (reboot), see systemd(1).
+/// Sends systemd's SIGRTMIN+4 (power off) or SIGRTMIN+5 (reboot), see systemd(1).
 fn ask_systemd(reboot: bool) -> bool {
-    // SAFETY: kill(2) of process 1 has no memory effects.
+    // SAFETY: kill(2) of PID 1 has no memory effects.
     Path::new("/run/systemd/system").exists()
         && unsafe { libc::kill(1, libc::SIGRTMIN() + if reboot { 5 } else { 4 }) } == 0
 }
@@ -50,7 +51,7 @@ fn others() -> Vec<OwnedFd> {
         .filter_map(|entry| {
             let pid: i32 = entry.ok()?.file_name().to_str()?.parse().ok()?;
             let pid = Pid::from_raw(pid).filter(|p| *p != own && !p.is_init())?;
-            // Kernel threads have no program.
+            // Skips kernel threads, which have no program.
             std::fs::read_link(format!("/proc/{pid}/exe", pid = pid.as_raw_nonzero())).ok()?;
             pidfd_open(pid, PidfdFlags::empty()).ok()
         })
@@ -66,7 +67,7 @@ fn wait_for_others(grace: Duration) {
     }
 }
 
-/// Writes everything out and makes every file system on a disk read-only.
+/// Syncs, and unmounts every file system on a disk or makes it read-only.
 fn settle_disks() {
     rustix::fs::sync();
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();

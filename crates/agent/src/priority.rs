@@ -1,11 +1,12 @@
-//! Programs first.
+//! Scheduling of the agent's threads below programs.
 
-/// From now on this thread takes the CPU from no program when it wakes (`SCHED_BATCH`, sched(7)): a program of a guest with one vCPU goes
-/// on where it was, and what it writes and how it ends are seen together. It has its share like any other, from the next tick on.
-/// Children inherit it: [`crate::exec::spawn`] gives programs the usual policy.
+/// From now on this thread preempts no program when it wakes (`SCHED_BATCH`, sched(7)). In a guest
+/// with one vCPU a program continues undisturbed, so its output and its end are seen together. From
+/// the next tick on, the thread has its normal share of the CPU. Children inherit the policy:
+/// [`crate::exec::spawn`] resets it for programs.
 pub fn after_programs() {
     let none = libc::sched_param { sched_priority: 0 };
-    // SAFETY: reads `none`, which lives; changes how the kernel schedules this thread, nothing else. An old kernel that refuses it does
-    // without.
+    // SAFETY: reads `none`, which lives through the call, and only changes the scheduling of this
+    // thread. A kernel that refuses leaves the policy unchanged.
     unsafe { libc::sched_setscheduler(0, libc::SCHED_BATCH, &raw const none) };
 }

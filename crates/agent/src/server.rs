@@ -1,13 +1,14 @@
-//! The server: one thread for a connection, one request for a connection.
+//! The server: one thread per connection, and usually one request per connection.
 //!
-//! Threads wait in `accept(2)` themselves, so that the first request after a restore wakes the thread which serves it,
-//! on a stack that is already there. A thread that takes the last place to wait in starts another one; at the bound
-//! ([`MAX_WORKERS`]) the last one serves only what is over at once and refuses programs and archives, so the agent
-//! answers always.
+//! Worker threads wait in `accept(2)` themselves. So the first request after a restore wakes the
+//! thread that serves it, on a stack that is already mapped. A thread that takes the last waiting
+//! place starts another thread. At the limit ([`MAX_WORKERS`]) the last thread serves only short
+//! requests and refuses programs and archives, so the agent always answers.
 //!
-//! A snapshot holds the connections that were open when it was taken. In a clone nobody is at their other end, and not
-//! every transport says so: when an identity makes this another machine, all that were accepted before the seal are
-//! shut down, which ends whatever serves them. A machine that is forked is not sealed; programs of such connections live on there.
+//! A snapshot contains the connections that were open when it was taken. In a clone they have no
+//! peer, and not every transport reports that. So when an identity makes this another machine, the
+//! server shuts down all connections that were accepted before the seal, which ends their requests.
+//! A fork does not seal the machine, so programs of such connections live on in the clones.
 
 use crate::archive;
 use crate::exec::{self, Programs};
@@ -18,8 +19,9 @@ use crate::kernel::Kernel;
 use crate::priority;
 use crate::stat;
 use crate::watch::Is;
-use crate::wire::{Buffers, Conn, PATIENCE, WireError};
+use crate::wire::{Buffers, Conn, TIMEOUT, WireError};
 use dayfly_api::agent::{Failure, FailureCode, FrameKind, Identity, Ready, Reply, Request};
+use dayfly_units::sync::lock;
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
 use std::io;
@@ -27,22 +29,24 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// Threads, and so connections, at most.
+/// Maximum number of worker threads, and so of connections.
 pub const MAX_WORKERS: usize = 128;
-/// Threads that wait for a connection at the start.
+/// Number of threads that wait for a connection at the start.
 const FIRST_WORKERS: usize = 2;
-/// What a worker's deepest call (a tree of 512 folders, JSON of 256 KiB) needs, with room.
+/// Bytes of stack for a worker's deepest call (a tree of 512 folders, JSON of 256 KiB), with
+/// reserve.
 const STACK_BYTES: usize = 1 << 20;
 
-/// Where connections come from.
+/// A source of connections.
 pub trait Listener: Send + Sync {
-    /// Waits for the next connection: a stream socket.
+    /// Waits for the next connection, a stream socket.
     ///
     /// # Errors
-    /// What the kernel says. Lack of descriptors or memory is waited out, anything else ends the server.
+    /// The kernel's error. After a lack of descriptors or memory the server tries again; any other
+    /// error ends it.
     fn accept(&self) -> io::Result<OwnedFd>;
 }
 
@@ -52,9 +56,9 @@ impl Listener for UnixListener {
     }
 }
 
-/// The agent: everything that requests share.
+/// The state that all requests share.
 pub struct Agent {
-    /// `/` but in tests.
+    /// `/` except in tests.
     root: PathBuf,
     kernel: Box<dyn Kernel>,
     programs: Arc<Programs>,
@@ -71,7 +75,7 @@ struct Shared {
 
 struct Open {
     fd: Arc<OwnedFd>,
-    /// Accepted while nothing was sealed: a clone made since then has nobody at the other end.
+    /// Accepted while nothing was sealed: in a clone made since then the connection has no peer.
     before_seal: bool,
 }
 
@@ -79,22 +83,23 @@ impl Agent {
     /// An agent for the machine at `root`.
     #[must_use]
     pub fn new(root: PathBuf, kernel: Box<dyn Kernel>, programs: Programs) -> Arc<Self> {
-        let state = Shared { gate: Gate::open(), next: 0, open: HashMap::new(), workers: 0, waiting: 0 };
+        let state =
+            Shared { gate: Gate::open(), next: 0, open: HashMap::new(), workers: 0, waiting: 0 };
         Arc::new(Self { root, kernel, programs: Arc::new(programs), state: Mutex::new(state) })
     }
 
-    /// What it runs.
+    /// The programs that the agent runs.
     #[must_use]
     pub fn programs(&self) -> &Arc<Programs> {
         &self.programs
     }
 
     fn state(&self) -> MutexGuard<'_, Shared> {
-        // A panic while it was held left counters and a map, each of which is valid at every point.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        // A panic leaves counters and a map that are valid at every point.
+        lock(&self.state)
     }
 
-    /// What the agent says of itself.
+    /// The agent's description of itself.
     #[must_use]
     pub fn ready(&self) -> Ready {
         let up = clock_gettime(ClockId::Boottime);
@@ -107,10 +112,10 @@ impl Agent {
         }
     }
 
-    /// Starts the first threads that wait on `listener`.
+    /// Starts the first worker threads for `listener`.
     ///
     /// # Errors
-    /// Where no thread can be started.
+    /// No thread can be started.
     pub fn serve(self: &Arc<Self>, listener: &Arc<dyn Listener>) -> io::Result<()> {
         for _ in 0..FIRST_WORKERS {
             self.add_worker(listener)?;
@@ -127,9 +132,9 @@ impl Agent {
             state.workers += 1;
             state.waiting += 1;
         }
-        let (agent, door) = (Arc::clone(self), Arc::clone(listener));
+        let (agent, shared) = (Arc::clone(self), Arc::clone(listener));
         let thread = std::thread::Builder::new().name("agent".into()).stack_size(STACK_BYTES);
-        let started = thread.spawn(move || agent.work(&door)).map(drop);
+        let started = thread.spawn(move || agent.work(&shared)).map(drop);
         if started.is_err() {
             let mut state = self.state();
             state.workers -= 1;
@@ -165,7 +170,7 @@ impl Agent {
             let id = self.register(&fd);
             let conn = Conn::new(fd, std::mem::take(&mut buffers));
             let served = catch_unwind(AssertUnwindSafe(|| self.connection(conn, id, crowded)));
-            // A bug that ends one connection must not end process 1; the panic's own message is on the console.
+            // A bug in one connection must not end PID 1; the panic's message is on the console.
             buffers = served.unwrap_or_default();
             self.forget(id);
             if self.leave_pool() {
@@ -174,7 +179,8 @@ impl Agent {
         }
     }
 
-    /// Goes back to wait, unless enough others do.
+    /// Whether this thread must end because enough threads wait. Otherwise counts it as waiting
+    /// again.
     fn leave_pool(&self) -> bool {
         let mut state = self.state();
         let leave = state.waiting >= FIRST_WORKERS;
@@ -200,10 +206,10 @@ impl Agent {
     }
 
     fn connection(&self, mut conn: Conn, id: u64, crowded: bool) -> Buffers {
-        let patience = if crowded { Duration::from_secs(1) } else { PATIENCE };
+        let time_limit = if crowded { Duration::from_secs(1) } else { TIMEOUT };
         let mut served = Ok(true);
         while let Ok(true) = served {
-            served = self.request(&mut conn, id, patience, crowded);
+            served = self.request(&mut conn, id, time_limit, crowded);
         }
         if let Err(error) = served
             && let Some(failure) = error.failure()
@@ -214,16 +220,17 @@ impl Agent {
         conn.into_buffers()
     }
 
-    /// Serves one request; says whether another may follow it. After an identity one may: whoever makes a clone has something for it to
-    /// do, and another connection costs a guest as much as the identity itself.
+    /// Serves one request and returns whether another may follow. After an identity one may: a new
+    /// clone usually gets work at once, and another connection costs a guest as much as the
+    /// identity itself.
     fn request(
         &self,
         conn: &mut Conn,
         id: u64,
-        patience: Duration,
+        time_limit: Duration,
         crowded: bool,
     ) -> Result<bool, WireError> {
-        if !conn.wait_frame(patience)? {
+        if !conn.wait_frame(time_limit)? {
             return Ok(false);
         }
         let request = match conn.frame()? {
@@ -240,7 +247,9 @@ impl Agent {
         }
         if crowded && takes_long(&request) {
             let message = format!("{MAX_WORKERS} connections are open: expected fewer");
-            return conn.reply(&Reply::Err(Failure { code: FailureCode::Io, message })).map(|()| false);
+            return conn
+                .reply(&Reply::Err(Failure { code: FailureCode::Io, message }))
+                .map(|()| false);
         }
         let mut goes_on = false;
         let served = match request {
@@ -274,6 +283,7 @@ impl Agent {
             Request::Exec(spec) => exec::run(&self.programs, conn, &spec),
             Request::ReadArchive { path } => archive::send(conn, &path),
             Request::WriteArchive { path } => archive::receive(conn, &path),
+            Request::Log { pid, follow } => self.programs.logs.send(conn, pid, follow),
             Request::Stat => {
                 let reply = stat::stat(&self.root).map_or_else(
                     |e| Reply::Err(Failure { code: FailureCode::Io, message: e.to_string() }),
@@ -282,15 +292,16 @@ impl Agent {
                 conn.reply(&reply)
             }
             Request::Shutdown { reboot } => {
-                let told = conn.reply(&Reply::Ok);
+                let sent = conn.reply(&Reply::Ok);
                 self.kernel.end(reboot);
-                told
+                sent
             }
         };
         served.map(|()| goes_on)
     }
 
-    /// Makes ready for this machine's being copied; programs hold their writes from here on.
+    /// Prepares for a snapshot of this machine: waits until the watching programs hold their
+    /// writes.
     fn hold(&self) -> Reply {
         match self.programs.watchers.hold() {
             Ok(()) => {
@@ -307,10 +318,12 @@ impl Agent {
         Ok(())
     }
 
-    /// The gate has let an identity in: takes it on, and lets the gate know how that went, come what may.
+    /// Takes on an identity that the gate has admitted, and reports the result to the gate, even
+    /// after a panic.
     fn become_machine(&self, identity: &Identity, own: u64) -> Reply {
         let hooks = || hooks::run(&self.programs, identity);
-        let become_machine = || identity::take_on(self.kernel.as_ref(), &self.root, identity, hooks);
+        let become_machine =
+            || identity::take_on(self.kernel.as_ref(), &self.root, identity, hooks);
         let result = catch_unwind(AssertUnwindSafe(become_machine));
         let reply = match &result {
             Ok(Ok(_)) => Reply::Ok,
@@ -335,7 +348,8 @@ impl Agent {
             _ => {}
         }
         if another_machine {
-            for (_, open) in state.open.iter().filter(|(id, open)| **id != own && open.before_seal) {
+            for (_, open) in state.open.iter().filter(|(id, open)| **id != own && open.before_seal)
+            {
                 let _ = rustix::net::shutdown(&open.fd, rustix::net::Shutdown::Both);
             }
         }
@@ -343,13 +357,20 @@ impl Agent {
     }
 }
 
-/// Whether `accept` can be tried again.
+/// Whether `accept` may be tried again after this error.
 fn patient(error: &io::Error) -> bool {
-    let short = [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::ENOBUFS, libc::EINTR, libc::ECONNABORTED];
+    let short =
+        [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::ENOBUFS, libc::EINTR, libc::ECONNABORTED];
     error.raw_os_error().is_some_and(|e| short.contains(&e))
 }
 
-/// Whether a request keeps its thread for as long as the client likes.
+/// Whether a request occupies its thread as long as the client likes.
 const fn takes_long(request: &Request) -> bool {
-    matches!(request, Request::Exec(_) | Request::ReadArchive { .. } | Request::WriteArchive { .. })
+    matches!(
+        request,
+        Request::Exec(_)
+            | Request::ReadArchive { .. }
+            | Request::WriteArchive { .. }
+            | Request::Log { .. }
+    )
 }

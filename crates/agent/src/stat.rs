@@ -1,39 +1,39 @@
-//! How full the guest is.
+//! Disk and memory use of the guest.
 
 use dayfly_api::agent::Stat;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why that is not known.
+/// Why the figures cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum StatError {
     /// `statvfs(2)` failed.
     #[error("{path}: file system statistics: {source}")]
     Disk {
-        /// Of which folder.
+        /// The folder.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
-    /// /proc/meminfo is missing or has no such line.
+    /// /proc/meminfo cannot be read, or lacks a line.
     #[error("{path}: {what}: {source}")]
     Memory {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// Which line.
+        /// The operation or the line.
         what: &'static str,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// Looks at the file system of `root` and at `root`/proc/meminfo.
+/// Reads the statistics of `root`'s file system, and `root`/proc/meminfo.
 ///
 /// # Errors
 /// [`StatError`].
 pub fn stat(root: &Path) -> Result<Stat, StatError> {
-    let fs =
-        rustix::fs::statvfs(root).map_err(|e| StatError::Disk { path: root.to_owned(), source: e.into() })?;
+    let fs = rustix::fs::statvfs(root)
+        .map_err(|e| StatError::Disk { path: root.to_owned(), source: e.into() })?;
     let path = root.join("proc/meminfo");
     let text = std::fs::read_to_string(&path).map_err(|source| StatError::Memory {
         path: path.clone(),
@@ -69,7 +69,10 @@ mod tests {
     #[test]
     fn this_machine_has_a_size() {
         let stat = stat(Path::new("/")).unwrap();
-        assert!(stat.disk_available_bytes <= stat.disk_total_bytes && stat.disk_total_bytes > 0, "{stat:?}");
+        assert!(
+            stat.disk_available_bytes <= stat.disk_total_bytes && stat.disk_total_bytes > 0,
+            "{stat:?}"
+        );
         assert!(stat.memory_available_bytes <= stat.memory_total_bytes, "{stat:?}");
         assert!(stat.memory_available_bytes > 1 << 20, "{stat:?}");
     }

@@ -1,37 +1,41 @@
-//! Programs in the guest that watch whether their machine is forked or becomes another one (Kaleidoscope, sections 6.2.1 and 6.2.2: the write barrier, SIGCLONE).
+//! Programs in the guest that are informed when their machine is forked or becomes a clone
+//! (Kaleidoscope, sections 6.2.1 and 6.2.2: the write barrier, SIGCLONE).
 //!
 //! ```text
 //! program                              agent
 //!    │── watch [barrier] [SIGNAL] ─────▶│
 //!    │◀──────────────────────────── ok ─│
-//!    │◀────────── fork (with barrier) ──│  before the machine is forked or snapshotted, which waits
-//!    │── go ───────────────────────────▶│  for the program to have let its writes end
-//!    │◀──── parent │ clone NUMBER ID ───│  which of them it is; in a clone SIGNAL comes too, if one was named
+//!    │◀────────── fork (with barrier) ──│  before a fork or snapshot, which waits until
+//!    │── go ───────────────────────────▶│  the program has finished its writes
+//!    │◀──── parent │ clone NUMBER ID ───│  which machine this is; a clone also gets SIGNAL,
+//!    │                                  │  if the program named one
 //! ```
 //!
-//! A program watches as long as its connection is open. One that does not say `go` in time keeps the machine from being forked: that ends with an error.
+//! A program watches as long as its connection is open. If a program does not send `go` in time,
+//! the fork fails with an error.
 
+use dayfly_units::sync::lock;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Programs that watch at one time, at most.
+/// Maximum number of watching programs.
 const MOST: usize = 64;
-/// How long all of them may take to say `go`; the host waits longer.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// How long a program that does not read may hold up the others.
-const TELL: Duration = Duration::from_millis(100);
-/// Real-time signals that libc does not keep for itself.
+/// Time limit for all programs together to send `go`; the host waits longer.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Time limit for a write to a program that does not read.
+const WRITE_TIMEOUT: Duration = Duration::from_millis(100);
+/// Real-time signals that libc does not reserve.
 const SIGNALS: std::ops::RangeInclusive<i32> = 34..=64;
 
-/// Which machine this turned out to be.
+/// Which machine this is after a fork.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Is<'a> {
-    /// The one that was forked, or that nothing was made of.
+    /// The original machine, or a machine whose fork did not take place.
     Parent,
     /// A clone.
     Clone {
@@ -49,17 +53,17 @@ struct Watcher {
     program: OwnedFd,
     signal: Option<Signal>,
     barrier: bool,
-    /// It was told that the machine is about to be forked.
-    told: bool,
+    /// Whether the program got `fork` and waits for the result.
+    waits: bool,
 }
 
-/// All of them.
+/// All watching programs.
 #[derive(Debug, Default)]
 pub struct Watchers(Mutex<Vec<Watcher>>);
 
 impl Watcher {
-    /// Whether it took that.
-    fn tell(&mut self, line: &str) -> bool {
+    /// Sends a line; returns whether the program took it.
+    fn send(&mut self, line: &str) -> bool {
         self.stream.write_all(format!("{line}\n").as_bytes()).is_ok()
     }
 
@@ -74,15 +78,16 @@ impl Watcher {
         let mut line = Vec::new();
         while !line.ends_with(b"\n") && line.len() < 16 {
             let left = until.saturating_duration_since(Instant::now());
-            let late = || format!("process {}: no `go` within {} s", self.pid, PATIENCE.as_secs());
+            let late = || format!("process {}: no `go` within {} s", self.pid, TIMEOUT.as_secs());
             if left.is_zero() {
                 return Err(late());
             }
             let mut byte = [0];
-            let got = self.stream.set_read_timeout(Some(left)).and_then(|()| self.stream.read(&mut byte));
+            let got =
+                self.stream.set_read_timeout(Some(left)).and_then(|()| self.stream.read(&mut byte));
             match got {
                 Ok(1) => line.extend(byte),
-                // It has ended, or does not care any more.
+                // The program has ended or closed the connection.
                 Ok(_) => return Ok(()),
                 Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return Err(late()),
@@ -99,13 +104,13 @@ impl Watcher {
 
 impl Watchers {
     fn all(&self) -> MutexGuard<'_, Vec<Watcher>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
-    /// Adds the program at the other end, which said `watch` and these words.
+    /// Adds the program at the other end, which sent `watch` and these words.
     ///
     /// # Errors
-    /// What is wrong with them, or that there are too many.
+    /// A word is invalid, or too many programs watch.
     pub fn add<'a>(
         &self,
         mut stream: UnixStream,
@@ -115,21 +120,23 @@ impl Watchers {
         for word in words {
             match word.parse::<i32>() {
                 Ok(number) if SIGNALS.contains(&number) && signal.is_none() => {
-                    // SAFETY: 34 to 64 are Linux's signals, none of them libc's own.
+                    // SAFETY: 34 to 64 are Linux's signals, and libc reserves none of them.
                     signal = Some(unsafe { Signal::from_raw_unchecked(number) });
                 }
                 _ if word == "barrier" => barrier = true,
                 _ => {
                     return Err(format!(
-                        "expected `watch [barrier] [SIGNAL]` with a signal from 34 to 64, got {word:?}"
+                        "expected `watch [barrier] [SIGNAL]` with a signal from 34 to 64, got \
+                         {word:?}"
                     ));
                 }
             }
         }
-        let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(|e| format!("who asks: {e}"))?;
+        let peer =
+            rustix::net::sockopt::socket_peercred(&stream).map_err(|e| format!("who asks: {e}"))?;
         let program = pidfd_open(peer.pid, PidfdFlags::empty())
             .map_err(|e| format!("process {}: {e}", Pid::as_raw(Some(peer.pid))))?;
-        let timeouts = stream.set_write_timeout(Some(TELL));
+        let timeouts = stream.set_write_timeout(Some(WRITE_TIMEOUT));
         timeouts.map_err(|e| format!("a timeout: {e}"))?;
         let mut all = self.all();
         all.retain(Watcher::is_there);
@@ -138,24 +145,24 @@ impl Watchers {
         }
         if stream.write_all(b"ok\n").is_ok() {
             let pid = Pid::as_raw(Some(peer.pid));
-            all.push(Watcher { stream, pid, program, signal, barrier, told: false });
+            all.push(Watcher { stream, pid, program, signal, barrier, waits: false });
         }
         Ok(())
     }
 
-    /// Tells those with a barrier that the machine is about to be forked, and waits for their `go`.
+    /// Informs programs with a barrier of the coming fork, and waits for their `go`.
     ///
     /// # Errors
-    /// Who did not say it; nobody is kept then.
+    /// Names a program that did not send `go`; all programs are released then.
     pub fn hold(&self) -> Result<(), String> {
         let mut all = self.all();
         all.retain(Watcher::is_there);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         for watcher in all.iter_mut().filter(|watcher| watcher.barrier) {
-            watcher.told = watcher.tell("fork");
+            watcher.waits = watcher.send("fork");
         }
-        let mut held = all.iter_mut().filter(|watcher| watcher.told);
-        let result = held.try_for_each(|watcher| watcher.go(until));
+        let mut waiting = all.iter_mut().filter(|watcher| watcher.waits);
+        let result = waiting.try_for_each(|watcher| watcher.go(until));
         drop(all);
         if result.is_err() {
             self.release(Is::Parent);
@@ -163,18 +170,18 @@ impl Watchers {
         result
     }
 
-    /// Tells what this machine is: a parent to those who hold for that, a clone to all.
+    /// Reports which machine this is: a parent to the programs that wait, a clone to all.
     pub fn release(&self, is: Is<'_>) {
         let mut all = self.all();
         all.retain_mut(|watcher| {
-            let told = std::mem::take(&mut watcher.told);
+            let waits = std::mem::take(&mut watcher.waits);
             match is {
-                Is::Parent => !told || watcher.tell("parent"),
+                Is::Parent => !waits || watcher.send("parent"),
                 Is::Clone { number, id } => {
                     if let Some(signal) = watcher.signal {
                         let _ended = pidfd_send_signal(&watcher.program, signal);
                     }
-                    watcher.tell(&format!("clone {number} {id}"))
+                    watcher.send(&format!("clone {number} {id}"))
                 }
             }
         });

@@ -3,7 +3,7 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// A program that watches; what it reads is what it is told.
+/// A watching program; the reader gets the agent's lines.
 fn watch(watchers: &Watchers, words: &str) -> Result<BufReader<UnixStream>, String> {
     let (ours, theirs) = UnixStream::pair().unwrap();
     watchers.add(theirs, words.split_ascii_whitespace())?;
@@ -19,7 +19,7 @@ fn line(program: &mut BufReader<UnixStream>) -> String {
     line.trim_end().to_owned()
 }
 
-/// Whether nothing is there to be read.
+/// Whether nothing can be read.
 fn quiet(program: &BufReader<UnixStream>) -> bool {
     let mut fds = [PollFd::new(program.get_ref(), PollFlags::IN)];
     poll(&mut fds, Some(&rustix::time::Timespec::default())).unwrap() == 0
@@ -28,12 +28,13 @@ fn quiet(program: &BufReader<UnixStream>) -> bool {
 #[test]
 fn those_with_a_barrier_are_waited_for_and_all_learn_what_the_machine_is() {
     let watchers = Watchers::default();
-    let (mut plain, mut held) = (watch(&watchers, "").unwrap(), watch(&watchers, "barrier").unwrap());
+    let (mut plain, mut held) =
+        (watch(&watchers, "").unwrap(), watch(&watchers, "barrier").unwrap());
     std::thread::scope(|scope| {
         let holding = scope.spawn(|| watchers.hold());
         assert_eq!(line(&mut held), "fork");
         std::thread::sleep(Duration::from_millis(30));
-        assert!(!holding.is_finished(), "nobody said go");
+        assert!(!holding.is_finished(), "no program said go");
         held.get_ref().write_all(b"go\n").unwrap();
         holding.join().unwrap().unwrap();
     });
@@ -46,11 +47,11 @@ fn those_with_a_barrier_are_waited_for_and_all_learn_what_the_machine_is() {
     assert_eq!((line(&mut plain), line(&mut held)), ("clone 3 abc".into(), "clone 3 abc".into()));
     drop((plain, held));
     watchers.hold().unwrap();
-    assert!(watchers.all().is_empty(), "who is gone is forgotten");
+    assert!(watchers.all().is_empty(), "a program that is gone is forgotten");
 }
 
 #[test]
-fn who_does_not_let_go_keeps_the_machine_from_being_forked() {
+fn a_program_that_does_not_say_go_prevents_the_fork() {
     let watchers = Watchers::default();
     let (mut first, mut second) =
         (watch(&watchers, "barrier").unwrap(), watch(&watchers, "barrier").unwrap());
@@ -66,8 +67,8 @@ fn who_does_not_let_go_keeps_the_machine_from_being_forked() {
     first.get_ref().write_all(b"go\n").unwrap();
     let began = Instant::now();
     assert_eq!(watchers.hold().unwrap_err(), format!("process {pid}: no `go` within 10 s"));
-    assert!(began.elapsed() >= PATIENCE);
-    // One that ends meanwhile is not waited for.
+    assert!(began.elapsed() >= TIMEOUT);
+    // The wait ends early for a program that ends meanwhile.
     first.get_ref().write_all(b"go\n").unwrap();
     drop(second);
     watchers.hold().unwrap();
@@ -76,14 +77,14 @@ fn who_does_not_let_go_keeps_the_machine_from_being_forked() {
 #[test]
 fn a_clone_signals_who_named_a_signal() {
     let watchers = Watchers::default();
-    // The program that is signalled is the one at the other end.
+    // The signal goes to the program at the other end.
     let mut program = Command::new("sleep");
     let mut child = program.arg("100").process_group(0).spawn().unwrap();
     let pid = Pid::from_child(&child);
     let (ours, theirs) = UnixStream::pair().unwrap();
     drop(ours);
     let signal = Some(SIGNALS).map(|signals| {
-        // SAFETY: one of Linux's signals, none of them libc's own.
+        // SAFETY: a signal of Linux, which libc does not reserve.
         unsafe { Signal::from_raw_unchecked(*signals.start() + 3) }
     });
     let pidfd = pidfd_open(pid, PidfdFlags::empty()).unwrap();
@@ -94,7 +95,7 @@ fn a_clone_signals_who_named_a_signal() {
         program: pidfd,
         signal,
         barrier: false,
-        told: false,
+        waits: false,
     });
     watchers.release(Is::Parent);
     std::thread::sleep(Duration::from_millis(20));

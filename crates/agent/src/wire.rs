@@ -1,7 +1,9 @@
-//! Frames over a stream socket: read whole or not at all, capped before anything is allocated.
+//! Frames over a stream socket: a frame is read whole or not at all, and its length is checked
+//! before memory is allocated.
 
 use dayfly_api::agent::{
-    Failure, FailureCode, FrameError, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, Reply, decode_header,
+    Failure, FailureCode, FrameError, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, Reply,
+    decode_header,
 };
 use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -11,53 +13,53 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long a connection may take to bring its first request, or the next piece of an archive.
-pub const PATIENCE: Duration = Duration::from_secs(30);
-/// Bytes read at once where no longer frame is expected.
+/// Time limit for a connection's first request, and for the next piece of an archive.
+pub const TIMEOUT: Duration = Duration::from_secs(30);
+/// Bytes per read if no longer frame is expected.
 const READ_BYTES: usize = 16 << 10;
 
 /// Why a frame could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
-    /// The other side closed its half between two frames.
+    /// The client closed its half between two frames.
     #[error("the client closed the connection")]
     Closed,
-    /// The other side closed its half within a frame.
+    /// The client closed its half within a frame.
     #[error("the client closed the connection within a frame, after {got} bytes of it")]
     Cut {
-        /// Bytes of the frame that had come.
+        /// Bytes of the frame that had arrived.
         got: usize,
     },
-    /// Nothing came.
+    /// Nothing arrived within the time limit.
     #[error("nothing came for {0:?}")]
     Slow(Duration),
-    /// What came is not a frame.
+    /// The bytes are no valid frame.
     #[error(transparent)]
     Frame(#[from] FrameError),
-    /// A frame that has no place here.
+    /// A frame of a kind that is not permitted at this point.
     #[error("frame: expected {expected}, got {got:?}")]
     Unexpected {
-        /// What would have been right.
+        /// The permitted kinds.
         expected: &'static str,
-        /// What came.
+        /// The kind that arrived.
         got: FrameKind,
     },
-    /// A frame's body cannot be read.
+    /// A frame's JSON body is invalid.
     #[error("{what}: {source}")]
     Json {
-        /// What it should have been.
+        /// What the body should be.
         what: &'static str,
-        /// Why it is not.
+        /// The parser's error.
         source: serde_json::Error,
     },
     /// A frame's body has the wrong length.
     #[error("{what}: expected {expected} bytes, got {got}")]
     Length {
-        /// What it should have been.
+        /// What the body should be.
         what: &'static str,
-        /// Bytes expected.
+        /// Expected bytes.
         expected: usize,
-        /// Bytes found.
+        /// Received bytes.
         got: usize,
     },
     /// The socket failed.
@@ -66,7 +68,7 @@ pub enum WireError {
 }
 
 impl WireError {
-    /// What to tell a client that may still listen; `None` where it is gone.
+    /// The failure to send to a client that may still listen; `None` if the client is gone.
     #[must_use]
     pub fn failure(&self) -> Option<Failure> {
         match self {
@@ -76,26 +78,34 @@ impl WireError {
     }
 }
 
-/// What one read brought.
+impl From<&WireError> for Failure {
+    fn from(error: &WireError) -> Self {
+        error
+            .failure()
+            .unwrap_or_else(|| Self { code: FailureCode::Io, message: error.to_string() })
+    }
+}
+
+/// The result of one read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Filled {
-    /// At least a byte.
+    /// At least one byte.
     Some,
-    /// Nothing yet.
+    /// No bytes yet.
     Nothing,
-    /// The other side has closed its half.
+    /// The client has closed its half.
     End,
 }
 
-/// Memory that a worker keeps from connection to connection, so that the first request after a restore touches
-/// pages that are already there.
+/// Memory that a worker thread keeps between connections, so that the first request after a restore
+/// touches pages that are already mapped.
 #[derive(Debug, Default)]
 pub struct Buffers {
     inbox: Vec<u8>,
     outbox: Vec<u8>,
 }
 
-/// A connection.
+/// A connection with its buffers.
 #[derive(Debug)]
 pub struct Conn {
     fd: Arc<OwnedFd>,
@@ -115,7 +125,7 @@ impl Conn {
         Self { fd, inbox, at: 0, outbox, sent: 0 }
     }
 
-    /// Gives the memory back and lets go of the socket.
+    /// Returns the memory and drops the socket.
     #[must_use]
     pub fn into_buffers(self) -> Buffers {
         let Self { mut inbox, outbox, .. } = self;
@@ -124,18 +134,20 @@ impl Conn {
         Buffers { inbox, outbox }
     }
 
-    /// The whole frame at the head of what was read; stays there until [`Conn::consume`].
+    /// The first complete frame in the read buffer. The frame stays there until [`Conn::consume`].
     ///
     /// # Errors
-    /// [`FrameError`] where the bytes are no frame.
+    /// [`FrameError`] if the bytes are no valid frame.
     pub fn frame(&self) -> Result<Option<(FrameKind, &[u8])>, FrameError> {
         let have = self.inbox.get(self.at..).unwrap_or_default();
-        let Some((header, rest)) = have.split_first_chunk::<HEADER_BYTES>() else { return Ok(None) };
+        let Some((header, rest)) = have.split_first_chunk::<HEADER_BYTES>() else {
+            return Ok(None);
+        };
         let (kind, length) = decode_header(*header)?;
         Ok(rest.get(..length).map(|body| (kind, body)))
     }
 
-    /// Drops the frame that [`Conn::frame`] shows.
+    /// Removes the frame that [`Conn::frame`] returns.
     pub fn consume(&mut self) {
         if let Ok(Some((_, body))) = self.frame() {
             self.at += HEADER_BYTES + body.len();
@@ -149,10 +161,11 @@ impl Conn {
     /// Reads once, without waiting.
     ///
     /// # Errors
-    /// [`WireError::Frame`] before memory is taken for a frame that is none; [`WireError::Io`].
+    /// [`WireError::Frame`] before memory is allocated for an invalid frame; [`WireError::Io`].
     pub fn fill(&mut self) -> Result<Filled, WireError> {
         let have = self.inbox.len() - self.at;
-        let need = match self.inbox.get(self.at..).unwrap_or_default().first_chunk::<HEADER_BYTES>() {
+        let need = match self.inbox.get(self.at..).unwrap_or_default().first_chunk::<HEADER_BYTES>()
+        {
             Some(header) => HEADER_BYTES + decode_header(*header)?.1,
             None => HEADER_BYTES,
         };
@@ -163,7 +176,8 @@ impl Conn {
             self.inbox.reserve_exact(room);
         }
         loop {
-            match rustix::net::recv(&self.fd, spare_capacity(&mut self.inbox), RecvFlags::DONTWAIT) {
+            match rustix::net::recv(&self.fd, spare_capacity(&mut self.inbox), RecvFlags::DONTWAIT)
+            {
                 Ok((_, 0)) => return Ok(Filled::End),
                 Ok(_) => return Ok(Filled::Some),
                 Err(Errno::INTR) => {}
@@ -173,25 +187,25 @@ impl Conn {
         }
     }
 
-    /// Waits until a whole frame is at the head. `Ok(false)`: the client closed between frames.
+    /// Waits for a complete frame. `Ok(false)`: the client closed between frames.
     ///
     /// # Errors
-    /// Any [`WireError`] but `Closed`; `Slow` when nothing came within `patience`.
-    pub fn wait_frame(&mut self, patience: Duration) -> Result<bool, WireError> {
+    /// Any [`WireError`] but `Closed`; `Slow` if nothing arrived within `time_limit`.
+    pub fn wait_frame(&mut self, time_limit: Duration) -> Result<bool, WireError> {
         loop {
             if self.frame()?.is_some() {
                 return Ok(true);
             }
             match self.fill()? {
                 Filled::Some => {}
-                Filled::Nothing => wait(self.fd.as_fd(), PollFlags::IN, patience)?,
+                Filled::Nothing => wait(self.fd.as_fd(), PollFlags::IN, time_limit)?,
                 Filled::End if self.inbox.len() == self.at => return Ok(false),
                 Filled::End => return Err(WireError::Cut { got: self.inbox.len() - self.at }),
             }
         }
     }
 
-    /// Bytes that wait to be sent.
+    /// Number of bytes that wait to be sent.
     #[must_use]
     pub fn pending_bytes(&self) -> usize {
         self.outbox.len().saturating_sub(self.sent)
@@ -203,22 +217,28 @@ impl Conn {
         self.pending_bytes() > 0
     }
 
-    /// Appends a frame of `body` (at most [`MAX_FRAME_BYTES`]) to what is to be sent.
+    /// Appends a frame of `body` (at most [`MAX_FRAME_BYTES`]) to the send buffer.
     pub fn push(&mut self, kind: FrameKind, body: &[u8]) {
         self.tidy();
-        // Longer bodies do not occur: replies are capped and streams are cut. A cut reply is an error to its
-        // reader; an assertion here would end the machine.
+        // Longer bodies do not occur, because replies are capped and streams are cut. Truncation
+        // makes the reader report an error; an assertion here would end the machine.
         let body = body.get(..MAX_FRAME_BYTES).unwrap_or(body);
         self.outbox.reserve(HEADER_BYTES + body.len());
         self.outbox.extend_from_slice(&header(kind, body.len()));
         self.outbox.extend_from_slice(body);
     }
 
-    /// Reads at most `most` bytes from `from` into a new frame to be sent. Gives the number read; none, no frame.
+    /// Reads at most `most` bytes from `from` into a new frame in the send buffer. Returns the
+    /// number of bytes; if it is 0, no frame is added.
     ///
     /// # Errors
-    /// What `read(2)` says.
-    pub fn push_from(&mut self, kind: FrameKind, from: BorrowedFd<'_>, most: usize) -> Result<usize, Errno> {
+    /// The error of `read(2)`.
+    pub fn push_from(
+        &mut self,
+        kind: FrameKind,
+        from: BorrowedFd<'_>,
+        most: usize,
+    ) -> Result<usize, Errno> {
         self.tidy();
         let start = self.outbox.len();
         let most = most.min(MAX_FRAME_BYTES);
@@ -229,8 +249,8 @@ impl Conn {
         let result = rustix::io::read(from, &mut room[..most]).map(|(read, _)| read.len());
         match result {
             Ok(n) if n > 0 => {
-                // SAFETY: read(2) initialised the first `n` bytes of the spare capacity, which starts at the
-                // vector's length, start + HEADER_BYTES.
+                // SAFETY: read(2) initialised the first `n` bytes of the spare capacity, which
+                // starts at the vector's length, start + HEADER_BYTES.
                 unsafe { self.outbox.set_len(start + HEADER_BYTES + n) };
                 self.outbox[start..start + HEADER_BYTES].copy_from_slice(&header(kind, n));
             }
@@ -246,7 +266,7 @@ impl Conn {
         }
     }
 
-    /// Sends what fits, without waiting.
+    /// Sends what the socket takes, without waiting.
     ///
     /// # Errors
     /// [`WireError::Io`].
@@ -264,7 +284,7 @@ impl Conn {
         Ok(())
     }
 
-    /// Sends everything, waiting for a slow client as long as it is there.
+    /// Sends everything; waits for a slow client as long as it is connected.
     ///
     /// # Errors
     /// [`WireError::Io`].
@@ -291,15 +311,16 @@ impl Conn {
         self.flush()
     }
 
-    /// Appends a frame of JSON.
+    /// Appends a frame with a JSON body.
     pub fn push_json<T: serde::Serialize>(&mut self, kind: FrameKind, value: &T) {
-        // Our wire types serialise without fail; were one not to, the client reads an empty body as an error.
+        // The wire types always serialise; if one did not, the client would report the empty body
+        // as an error.
         let body = serde_json::to_vec(value).unwrap_or_default();
         self.push(kind, &body);
     }
 
-    /// Lets a client that is still sending finish, so that a reply which is already on its way is not lost to a
-    /// reset connection. Bounded in time and bytes.
+    /// Reads and drops what a client still sends, so that a reset does not destroy a reply that is
+    /// on its way. Limited to 5 s and 1 GiB.
     pub fn linger(&mut self) {
         let until = Instant::now() + Duration::from_secs(5);
         let mut left: usize = 1 << 30;
@@ -307,10 +328,11 @@ impl Conn {
         self.at = 0;
         let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Write);
         while left > 0 && Instant::now() < until {
-            // Not `fill`: after malformed input there are no frames to find.
+            // Not `fill`, because there are no frames after malformed input.
             self.inbox.clear();
             self.inbox.reserve(READ_BYTES);
-            match rustix::net::recv(&self.fd, spare_capacity(&mut self.inbox), RecvFlags::DONTWAIT) {
+            match rustix::net::recv(&self.fd, spare_capacity(&mut self.inbox), RecvFlags::DONTWAIT)
+            {
                 Ok((_, 0)) => break,
                 Ok((_, n)) => left = left.saturating_sub(n),
                 Err(Errno::INTR) => {}
@@ -333,7 +355,7 @@ impl AsFd for Conn {
 }
 
 fn header(kind: FrameKind, length: usize) -> [u8; HEADER_BYTES] {
-    // `length` is at most MAX_FRAME_BYTES (256 KiB), see both callers.
+    // Both callers limit `length` to MAX_FRAME_BYTES (256 KiB).
     let [a, b, c, d] = u32::try_from(length).unwrap_or(0).to_le_bytes();
     [a, b, c, d, kind as u8]
 }
@@ -341,14 +363,14 @@ fn header(kind: FrameKind, length: usize) -> [u8; HEADER_BYTES] {
 /// Waits for `flags` (or an error state) on `fd`.
 ///
 /// # Errors
-/// [`WireError::Slow`] after `patience`.
-pub fn wait(fd: BorrowedFd<'_>, flags: PollFlags, patience: Duration) -> Result<(), WireError> {
-    let until = Instant::now() + patience;
+/// [`WireError::Slow`] after `time_limit`.
+pub fn wait(fd: BorrowedFd<'_>, flags: PollFlags, time_limit: Duration) -> Result<(), WireError> {
+    let until = Instant::now() + time_limit;
     loop {
         let left = until.saturating_duration_since(Instant::now());
         let mut fds = [PollFd::new(&fd, flags)];
         match poll(&mut fds, Some(&timespec(left))) {
-            Ok(0) if left.is_zero() => return Err(WireError::Slow(patience)),
+            Ok(0) if left.is_zero() => return Err(WireError::Slow(time_limit)),
             Ok(0) | Err(Errno::INTR) => {}
             Ok(_) => return Ok(()),
             Err(errno) => return Err(WireError::Io(errno)),
@@ -356,7 +378,7 @@ pub fn wait(fd: BorrowedFd<'_>, flags: PollFlags, patience: Duration) -> Result<
     }
 }
 
-/// A duration as poll(2) takes it.
+/// A duration in poll(2)'s form.
 #[must_use]
 pub fn timespec(duration: Duration) -> Timespec {
     Timespec {

@@ -1,12 +1,12 @@
-//! Programs, over a unix socket, in every variant.
+//! Programs over a unix socket, in every variant.
 
 mod common;
 
-use common::{Client, Guest, alive, argv, eventually, sh};
-use dayfly_api::agent::{ExecSpec, FailureCode, FrameKind, Reply, Request, WindowSize};
+use common::{Client, Guest, alive, argv, eventually, sh, started};
+use dayfly_api::agent::{ExecSpec, FailureCode, FrameKind, Reply, Request};
 use std::time::{Duration, Instant};
 
-/// Bytes without a pattern that a lost or doubled piece would keep.
+/// Pseudo-random bytes, so that a lost or doubled piece shows.
 fn noise(len: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut out = Vec::with_capacity(len + 8);
@@ -18,14 +18,6 @@ fn noise(len: usize) -> Vec<u8> {
     }
     out.truncate(len);
     out
-}
-
-fn started(client: &mut Client, spec: ExecSpec) -> u32 {
-    client.request(&Request::Exec(Box::new(spec)));
-    match client.reply() {
-        Reply::Started { pid } => pid,
-        other => panic!("{other:?}"),
-    }
 }
 
 fn refused(guest: &Guest, spec: ExecSpec) -> (FailureCode, String) {
@@ -51,41 +43,47 @@ fn a_signal_is_not_an_exit_code() {
 #[test]
 fn a_program_starts_clean() {
     let guest = Guest::start();
-    // SAFETY: duplicates standard input to 200 or above, not close-on-exec; it stays open for this process's life.
+    // SAFETY: duplicates standard input to 200 or above without close-on-exec; the descriptor stays
+    // open until this process ends.
     assert!(unsafe { libc::fcntl(0, libc::F_DUPFD, 200) } >= 200);
-    let out =
-        guest.sh("grep -E '^Sig(Blk|Ign)' /proc/self/status; ls /proc/self/fd; umask; cat /proc/self/stat");
+    let out = guest.sh(
+        "grep -E '^Sig(Blk|Ign)' /proc/self/status; ls /proc/self/fd; umask; cat /proc/self/stat",
+    );
     let text = out.text();
     assert!(text.contains("SigBlk:\t0000000000000000\n"), "{text}");
     let ignored = text.split("SigIgn:\t").nth(1).unwrap().split('\n').next().unwrap();
-    // Whoever started the tests may ignore signals too; SIGPIPE is what the agent itself does not want.
+    // The parent of the tests may ignore signals too; only SIGPIPE is ignored by the agent.
     assert_eq!(u64::from_str_radix(ignored, 16).unwrap() & (1 << (libc::SIGPIPE - 1)), 0, "{text}");
-    // Three streams, and the folder that ls reads.
+    // Three streams, and the folder that ls opens.
     assert!(text.contains("\n0\n1\n2\n3\n0022\n"), "{text}");
     let fields: Vec<&str> = text.rsplit(") ").next().unwrap().split(' ').collect();
     let (group, session) = (fields[2], fields[3]);
     assert_eq!((group, session), (out.pid.to_string().as_str(), out.pid.to_string().as_str()));
-    // SCHED_OTHER, though the agent's own threads are SCHED_BATCH (3): field 41 of proc_pid_stat(5).
+    // SCHED_OTHER, though the agent's own threads are SCHED_BATCH (3): field 41 of
+    // proc_pid_stat(5).
     assert_eq!(fields[41 - 3], "0", "{text}");
 }
 
 #[test]
-fn that_a_program_runs_is_told_with_its_first_output_or_soon() {
+fn the_reply_that_a_program_runs_comes_with_its_first_output_or_soon() {
     let guest = Guest::start();
-    let told = |script: &str| {
+    let reported = |script: &str| {
         let mut client = guest.connect();
         let begun = Instant::now();
         let pid = started(&mut client, sh(script));
         (begun.elapsed(), client, pid)
     };
-    let (after, mut client, pid) = told("sleep 0.05; echo here; sleep 0.3");
-    assert!(after >= Duration::from_millis(50), "told {after:?} after the start, alone");
+    let (after, mut client, pid) = reported("sleep 0.05; echo here; sleep 0.3");
+    assert!(after >= Duration::from_millis(50), "reported {after:?} after the start, alone");
     let begun = Instant::now();
     let out = client.output(pid);
     assert_eq!((out.text().as_str(), out.exit.code), ("here\n", Some(0)));
     assert!(begun.elapsed() >= Duration::from_millis(200), "its output waited for its end");
-    let (after, _client, _) = told("sleep 5");
-    assert!(after < Duration::from_secs(2), "a silent program is told of {after:?} after its start");
+    let (after, _client, _) = reported("sleep 5");
+    assert!(
+        after < Duration::from_secs(2),
+        "a silent program is reported {after:?} after its start"
+    );
 }
 
 #[test]
@@ -130,9 +128,10 @@ fn a_background_child_that_holds_the_streams_does_not_hold_the_answer() {
         rustix::process::Signal::KILL,
     )
     .unwrap();
-    // One that writes without end is cut off too.
+    // The output of a remaining process that writes endlessly is cut off too.
     let start = Instant::now();
-    let out = guest.sh("(trap '' PIPE; while :; do echo x || exit; done) & head -c 200000 /dev/zero; exit 4");
+    let out = guest
+        .sh("(trap '' PIPE; while :; do echo x || exit; done) & head -c 200000 /dev/zero; exit 4");
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
     assert_eq!(out.exit.code, Some(4));
     assert!(out.stdout.iter().filter(|b| **b == 0).count() == 200_000);
@@ -141,8 +140,9 @@ fn a_background_child_that_holds_the_streams_does_not_hold_the_answer() {
 #[test]
 fn what_a_program_left_in_its_streams_is_owed_to_a_slow_client() {
     let guest = Guest::start();
-    // Around what the socket and the agent hold together: in some of these the program has ended, its last output
-    // still in the pipe, long before the client reads; and the pipe has no end, since something holds it.
+    // Sizes around the combined capacity of socket and agent. In some cases the program has ended
+    // long before the client reads, with its last output still in the pipe. The pipe does not reach
+    // its end, because `sleep` holds it.
     for size in (200_000..400_000).step_by(25_000) {
         let mut client = guest.connect();
         let spec = sh(&format!("sleep 5 & head -c {size} /dev/zero; echo last"));
@@ -154,7 +154,7 @@ fn what_a_program_left_in_its_streams_is_owed_to_a_slow_client() {
 }
 
 #[test]
-fn input_that_nobody_reads_is_dropped() {
+fn input_that_no_program_reads_is_dropped() {
     let out = Guest::start()
         .exec(ExecSpec { stdin: true, ..sh("exec 0<&-; sleep 0.2; echo done") }, &noise(4 << 20));
     assert_eq!((out.text().as_str(), out.exit.code), ("done\n", Some(0)));
@@ -164,8 +164,8 @@ fn input_that_nobody_reads_is_dropped() {
 fn signals_reach_the_group() {
     let guest = Guest::start();
     let mut client = guest.connect();
-    // The shell answers only once its child has ended, which it does by the same signal. Nothing is forked meanwhile: a shell
-    // that a signal meets between fork and exec is another test.
+    // `sh` answers only after its child has ended by the same signal. Nothing is forked
+    // meanwhile, because a signal between fork and exec is a different case.
     let pid = started(
         &mut client,
         sh("sleep 1000 & trap 'wait; echo caught; exit 7' TERM; echo up; wait; echo no"),
@@ -179,11 +179,14 @@ fn signals_reach_the_group() {
 #[test]
 fn time_runs_out_for_everything_that_was_started() {
     let guest = Guest::start();
-    let script = "sleep 1000 & echo $!; setsid sleep 1000 & echo $!; (sleep 1000 & echo $!; wait) & sleep 0.1; \
+    let script = "sleep 1000 & echo $!; setsid sleep 1000 & echo $!; (sleep 1000 & echo $!; wait) \
+                  & sleep 0.1; \
                   sh -c 'trap \"\" TERM; sleep 1000' & wait";
     let start = Instant::now();
     let out = guest.exec(ExecSpec { timeout_ms: Some(700), ..sh(script) }, b"");
-    assert!(start.elapsed() >= Duration::from_millis(700) && start.elapsed() < Duration::from_secs(5));
+    assert!(
+        start.elapsed() >= Duration::from_millis(700) && start.elapsed() < Duration::from_secs(5)
+    );
     assert_eq!((out.exit.signal, out.exit.timed_out), (Some(libc::SIGKILL), true));
     let children: Vec<u32> = out.text().lines().map(|l| l.parse().unwrap()).collect();
     assert_eq!(children.len(), 3);
@@ -196,11 +199,15 @@ fn time_runs_out_for_everything_that_was_started() {
 fn time_runs_out_even_when_neither_side_reads() {
     let guest = Guest::start();
     let mut client = guest.connect();
-    let spec =
-        ExecSpec { stdin: true, timeout_ms: Some(500), ..sh("head -c 100000000 /dev/zero; sleep 100") };
+    let spec = ExecSpec {
+        stdin: true,
+        timeout_ms: Some(500),
+        ..sh("head -c 100000000 /dev/zero; sleep 100")
+    };
     let pid = started(&mut client, spec);
     let mut writer = Client { stream: client.stream.try_clone().unwrap() };
-    let feeder = std::thread::spawn(move || while writer.try_send(FrameKind::Stdin, &[0; 65536]).is_ok() {});
+    let feeder =
+        std::thread::spawn(move || while writer.try_send(FrameKind::Stdin, &[0; 65536]).is_ok() {});
     eventually("the program is gone", || !alive(pid));
     let out = client.output(pid);
     assert!(out.exit.timed_out);
@@ -219,7 +226,8 @@ fn a_client_that_leaves_takes_everything_along() {
             line.extend(client.frame().unwrap().1);
         }
         let text = String::from_utf8_lossy(&line).into_owned();
-        let child: u32 = text.lines().find_map(|l| l.parse().ok()).unwrap_or_else(|| panic!("{text:.80}"));
+        let child: u32 =
+            text.lines().find_map(|l| l.parse().ok()).unwrap_or_else(|| panic!("{text:.80}"));
         drop(client);
         eventually("the program is gone", || !alive(pid));
         eventually("its child is gone", || !alive(child));
@@ -230,13 +238,15 @@ fn a_client_that_leaves_takes_everything_along() {
 fn a_detached_program_lives_on_until_its_time_is_up() {
     let guest = Guest::start();
     let mut client = guest.connect();
-    let pid =
-        started(&mut client, ExecSpec { detach: true, timeout_ms: Some(1500), ..sh("sleep 1000 & wait") });
+    let pid = started(
+        &mut client,
+        ExecSpec { detach: true, timeout_ms: Some(1500), ..sh("sleep 1000 & wait") },
+    );
     drop(client);
     std::thread::sleep(Duration::from_millis(500));
     assert!(alive(pid));
     eventually("its time is up", || !alive(pid));
-    // A client that stays hears of the end.
+    // A client that stays gets the exit code.
     let out = guest.exec(ExecSpec { detach: true, ..sh("exit 5") }, b"");
     assert_eq!((out.exit.code, out.stdout.len()), (Some(5), 0));
     let (code, _) = refused(&guest, ExecSpec { detach: true, stdin: true, ..sh("cat") });
@@ -244,45 +254,67 @@ fn a_detached_program_lives_on_until_its_time_is_up() {
 }
 
 #[test]
-fn a_terminal_with_a_size_that_changes() {
+fn what_a_detached_program_writes_is_kept_by_program() {
     let guest = Guest::start();
-    let mut client = guest.connect();
-    let spec = ExecSpec {
-        stdin: true,
-        pty: Some(WindowSize { rows: 24, cols: 80 }),
-        ..sh(
-            "tty >/dev/null && stty size; trap 'stty size' WINCH; echo up; until read x; do :; done; echo got $x $TERM; ps -o tty= -p $$ >/dev/null; cat; echo err >&2",
-        )
+    let detached = |text: &str| {
+        let mut client = guest.connect();
+        started(&mut client, ExecSpec { detach: true, ..sh(text) })
     };
-    let pid = started(&mut client, spec);
-    let mut seen = String::new();
-    let until = |client: &mut Client, seen: &mut String, wanted: &str| {
-        while !seen.contains(wanted) {
-            let (kind, body) = client.frame().unwrap();
-            assert_eq!(kind, FrameKind::Stdout);
-            seen.push_str(&String::from_utf8_lossy(&body));
+    let log = |pid: u32| {
+        let mut client = guest.connect();
+        client.request(&Request::Log { pid, follow: true });
+        assert_eq!(client.reply(), Reply::Ok);
+        let mut text = Vec::new();
+        loop {
+            match client.frame() {
+                Some((FrameKind::Data, body)) => text.extend(body),
+                Some((FrameKind::End, _)) => return String::from_utf8(text).unwrap(),
+                other => panic!("{other:?}"),
+            }
         }
     };
-    until(&mut client, &mut seen, "24 80\r\nup\r\n");
-    client.send(FrameKind::Resize, br#"{"rows":50,"cols":132}"#);
-    // The signal finds the shell before its read, or ends the read, which is then done again.
-    client.send(FrameKind::Stdin, b"hello\n");
-    until(&mut client, &mut seen, "got hello xterm\r\n");
-    assert!(seen.contains("50 132\r\n"), "{seen}");
-    client.send(FrameKind::StdinEnd, &[]);
-    let out = client.output(pid);
-    assert!(out.text().contains("err\r\n") && out.stderr.is_empty(), "{out:?}");
-    assert_eq!(out.exit.code, Some(0));
+    let (one, two) = (detached("echo one; echo two >&2; exec sleep 0.2"), detached("echo 2"));
+    let many = detached("yes 0123456789abcde | head -c 5242880; echo; echo the newest line");
+    assert_eq!((log(one).as_str(), log(two).as_str()), ("one\ntwo\n", "2\n"));
+    let newest = log(many);
+    assert!(
+        newest.ends_with("\nthe newest line\n") && newest.len() < 300 << 10,
+        "{} bytes",
+        newest.len()
+    );
+    let unknown = guest.ask(&Request::Log { pid: 1, follow: false });
+    assert!(
+        matches!(&unknown, Reply::Err(f) if f.message.contains(&format!("{many} (/bin/sh)"))),
+        "{unknown:?}"
+    );
 }
 
 #[test]
-fn a_terminal_loses_no_output_at_its_end() {
-    let guest = Guest::start();
-    for _ in 0..20 {
-        let spec = ExecSpec { pty: Some(WindowSize { rows: 24, cols: 80 }), ..sh("seq 1 20000") };
-        let out = guest.exec(spec, b"");
-        assert_eq!(out.text().lines().count(), 20_000);
+fn accounts_that_cannot_be_read_refuse_a_program_at_once() {
+    for (file, got) in
+        [("etc/passwd", "a fifo"), ("etc/group", "a fifo"), ("etc/passwd", "a folder")]
+    {
+        let guest = Guest::start();
+        let path = guest.root().join(file);
+        std::fs::remove_file(&path).unwrap();
+        if got == "a fifo" {
+            let mode = rustix::fs::Mode::from_raw_mode(0o644);
+            rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0)
+                .unwrap();
+        } else {
+            std::fs::create_dir(&path).unwrap();
+        }
+        let (code, message) = refused(&guest, sh("true"));
+        assert_eq!(code, FailureCode::Io);
+        assert_eq!(
+            message,
+            format!("exec: {}: expected a regular file, got {got}", path.display())
+        );
     }
+    let guest = Guest::start();
+    std::fs::File::create(guest.root().join("etc/passwd")).unwrap().set_len(1 << 40).unwrap();
+    let (_, message) = refused(&guest, sh("true"));
+    assert!(message.ends_with("expected at most 4194304 bytes, got more"), "{message}");
 }
 
 #[test]
@@ -302,10 +334,14 @@ fn users_folders_and_variables() {
     };
     let path = dayfly_agent::exec::DEFAULT_PATH;
     assert_eq!(as_user("", ""), format!("0\n0\n0\n/root\n/root {path}\n"));
-    assert_eq!(as_user("nobody", "/tmp"), format!("65534\n65534\n65534\n/tmp\n/nonexistent {path}\n"));
+    assert_eq!(
+        as_user("nobody", "/tmp"),
+        format!("65534\n65534\n65534\n/tmp\n/nonexistent {path}\n")
+    );
     assert_eq!(as_user("nobody", ""), format!("65534\n65534\n65534\n/\n/nonexistent {path}\n"));
     assert_eq!(as_user("4321:1234", "/usr"), format!("4321\n1234\n1234\n/usr\n/ {path}\n"));
-    let groups = format!("{}\nextra:x:777:daemon\n", std::fs::read_to_string("/etc/group").unwrap());
+    let groups =
+        format!("{}\nextra:x:777:daemon\n", std::fs::read_to_string("/etc/group").unwrap());
     std::fs::write(guest.root().join("etc/group"), groups).unwrap();
     assert_eq!(as_user("daemon", "/"), format!("1\n1\n1 777\n/\n/usr/sbin {path}\n"));
     // The agent's own threads are still root.
@@ -342,7 +378,7 @@ fn what_cannot_be_run_is_told_apart_before_it_starts() {
     let mut in_path = argv(&["plain"]);
     in_path.env = [("PATH".into(), format!("/no/such:{}", folder.path().display()))].into();
     assert_eq!(refused(&guest, in_path.clone()).0, FailureCode::NotPermitted);
-    // As execvp(3): a file that cannot be run does not hide one further on.
+    // As in execvp(3): a file that cannot be run does not hide a later one.
     in_path.argv = vec!["true".into()];
     file("true", "", 0o644);
     in_path.env = [("PATH".into(), format!("{}:/bin", folder.path().display()))].into();
@@ -387,7 +423,7 @@ fn nothing_is_left_of_a_hundred_programs() {
         assert_eq!(guest.sh("exit 1").exit.code, Some(1));
         refused(&guest, argv(&["no-such-program"]));
     }
-    // Other tests of this process come and go; a leak of one per program would show.
+    // Other tests of this process start and end programs; a leak per program would show.
     eventually("descriptors are closed", || count("fd") < before + 60);
     eventually("programs are reaped", || zombies() < 20);
 }
@@ -407,7 +443,10 @@ fn malformed_frames_end_the_program_and_are_named() {
         client.send(kind, &body);
         let reply = client.reply();
         let Reply::Err(failure) = reply else { panic!("{reply:?}") };
-        assert!(failure.message.contains(wanted) && failure.code == FailureCode::Invalid, "{failure:?}");
+        assert!(
+            failure.message.contains(wanted) && failure.code == FailureCode::Invalid,
+            "{failure:?}"
+        );
         assert_eq!(client.frame(), None);
         eventually("the program is gone", || !alive(pid));
     }

@@ -1,4 +1,4 @@
-//! The seal, archives over the wire, hostile frames, and an agent that answers always.
+//! The seal, archives over the wire, hostile frames, and that the agent always answers.
 
 mod common;
 
@@ -72,18 +72,18 @@ fn connections_from_before_a_seal_do_not_hang_in_a_clone() {
     receiving.request(&Request::WriteArchive { path: guest.root().to_str().unwrap().into() });
     assert_eq!(receiving.reply(), Reply::Ok);
     assert_eq!(guest.ask(&Request::Seal), Reply::Ok);
-    // The same machine goes on after its snapshot: nothing of it is ended.
+    // The machine continues after its snapshot, and none of its connections ends.
     assert_eq!(guest.ask(&Request::Identity(identity("template", '1'))), Reply::Ok);
     running.send(FrameKind::Stdin, b"still here");
     assert_eq!(running.frame(), Some((FrameKind::Stdout, b"still here".to_vec())));
-    // A clone of it does not.
+    // In a clone, these connections end.
     assert_eq!(guest.ask(&Request::Seal), Reply::Ok);
     let start = Instant::now();
     assert_eq!(guest.ask(&Request::Identity(identity("clone", '2'))), Reply::Ok);
     for client in [&mut idle, &mut half, &mut running, &mut receiving] {
         while client.frame().is_some() {}
     }
-    eventually("the program of a client that is nobody", || !alive(pid));
+    eventually("the program of a client that is gone", || !alive(pid));
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
@@ -103,7 +103,8 @@ fn after_an_identity_the_connection_takes_one_thing_more() {
         assert!(matches!(client.frame(), Some((FrameKind::Exit, _))));
         assert_eq!(client.frame(), None);
     }
-    // After anything else it ends, and what follows an identity that was refused is not served.
+    // After any other request the connection ends, and a request after a refused identity is not
+    // served.
     let mut client = guest.connect();
     client.requests(&[&Request::Ping, &Request::Ping]);
     assert!(matches!(client.reply(), Reply::Ready(_)));
@@ -121,7 +122,8 @@ fn archives_over_the_wire() {
     std::fs::create_dir(from.path().join("tree")).unwrap();
     std::fs::write(from.path().join("tree/big"), vec![3; 5_000_001]).unwrap();
     let mut client = guest.connect();
-    client.request(&Request::ReadArchive { path: from.path().join("tree").to_str().unwrap().into() });
+    client
+        .request(&Request::ReadArchive { path: from.path().join("tree").to_str().unwrap().into() });
     assert_eq!(client.reply(), Reply::Ok);
     let mut archive = Vec::new();
     loop {
@@ -146,34 +148,47 @@ fn archives_over_the_wire() {
     };
     assert_eq!(write(&archive, true).reply(), Reply::Ok);
     assert_eq!(std::fs::read(to.path().join("tree/big")).unwrap(), vec![3; 5_000_001]);
-    // An archive that is refused at its first entry, sent by a client that sends all before it listens.
-    let mut hostile = archive.clone();
-    hostile[..8].copy_from_slice(b"../tree/");
-    let mut header = tar::Header::from_byte_slice(&hostile[..512]).clone();
+    // An archive that is refused at its first entry, from a client that sends everything before it
+    // reads.
+    let mut header = tar::Header::new_ustar();
+    header.as_old_mut().name[..8].copy_from_slice(b"../tree/");
+    header.set_entry_type(tar::EntryType::Directory);
+    header.set_size(0);
     header.set_cksum();
-    hostile[..512].copy_from_slice(header.as_bytes());
+    let hostile = [header.as_bytes(), archive.as_slice()].concat();
     let reply = write(&hostile, true).reply();
     assert!(matches!(&reply, Reply::Err(f) if f.message.contains("../tree/")), "{reply:?}");
-    // One that breaks off.
+    // A truncated archive.
     assert_eq!(code(&write(&archive[..100_000], true).reply()), FailureCode::Invalid);
-    let client = write(&archive[..100_000], false);
-    drop(client);
-    for request in
-        [Request::ReadArchive { path: "/no/such".into() }, Request::WriteArchive { path: "/no/such".into() }]
-    {
+    // A client that disconnects midway or before `End` leaves nothing.
+    std::fs::remove_dir_all(to.path().join("tree")).unwrap();
+    for bytes in [&archive[..100_000], &archive[..]] {
+        drop(write(bytes, false));
+        eventually("nothing is left", || std::fs::read_dir(to.path()).unwrap().next().is_none());
+    }
+    for request in [
+        Request::ReadArchive { path: "/no/such".into() },
+        Request::WriteArchive { path: "/no/such".into() },
+    ] {
         assert_eq!(code(&guest.ask(&request)), FailureCode::NotFound);
     }
-    assert_eq!(code(&guest.ask(&Request::WriteArchive { path: "relative".into() })), FailureCode::Invalid);
+    assert_eq!(
+        code(&guest.ask(&Request::WriteArchive { path: "relative".into() })),
+        FailureCode::Invalid
+    );
 }
 
 #[test]
 fn stat_and_shutdown() {
     let guest = Guest::start();
-    assert!(
-        matches!(guest.ask(&Request::Stat), Reply::Stat(s) if s.disk_total_bytes > 0 && s.memory_total_bytes > 0)
-    );
+    assert!(matches!(
+        guest.ask(&Request::Stat),
+        Reply::Stat(s) if s.disk_total_bytes > 0 && s.memory_total_bytes > 0
+    ));
     assert_eq!(guest.ask(&Request::Shutdown { reboot: true }), Reply::Ok);
-    eventually("the machine ends", || guest.kernel.calls.lock().unwrap().contains(&"end true".to_owned()));
+    eventually("the machine ends", || {
+        guest.kernel.calls.lock().unwrap().contains(&"end true".to_owned())
+    });
 }
 
 #[test]
@@ -193,7 +208,7 @@ fn an_agent_with_all_its_threads_in_use_still_answers() {
     assert!(refused.message.contains("connections are open"), "{refused:?}");
     assert!(running.len() >= 100, "{}", running.len());
     assert!(!sealed(&guest));
-    // Idle connections do not keep the last thread either.
+    // Idle connections do not occupy the last thread either.
     let idle: Vec<Client> = (0..3).map(|_| guest.connect()).collect();
     assert!(!sealed(&guest));
     drop((running, idle));
@@ -219,12 +234,15 @@ fn frames_that_are_none_are_named_and_end_the_connection() {
         client.stream.write_all(&bytes).unwrap();
         let reply = client.reply();
         assert!(
-            matches!(&reply, Reply::Err(f) if f.message.contains(wanted) && f.code == FailureCode::Invalid),
+            matches!(
+                &reply,
+                Reply::Err(f) if f.message.contains(wanted) && f.code == FailureCode::Invalid
+            ),
             "{reply:?}"
         );
         assert_eq!(client.frame(), None);
     }
-    // A frame in pieces is a frame.
+    // A frame may arrive in pieces.
     let mut client = guest.connect();
     for byte in encode(FrameKind::Request, b"{\"op\":\"ping\"}") {
         client.stream.write_all(&[byte]).unwrap();
@@ -240,7 +258,12 @@ fn shared() -> &'static Guest {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
     #[test]
-    fn any_bytes_get_an_answer_or_an_end(kind in 0..14_u8, claimed in 0..400_u32, body in proptest::collection::vec(any::<u8>(), 0..400), raw in any::<bool>()) {
+    fn any_bytes_get_an_answer_or_an_end(
+        kind in 0..14_u8,
+        claimed in 0..400_u32,
+        body in proptest::collection::vec(any::<u8>(), 0..400),
+        raw in any::<bool>(),
+    ) {
         let guest = shared();
         let mut client = guest.connect();
         let mut bytes = Vec::with_capacity(HEADER_BYTES + body.len());
@@ -257,15 +280,26 @@ proptest! {
         prop_assert!(matches!(guest.ask(&Request::Ping), Reply::Ready(_)));
     }
 
-    /// JSON that is nearly a request.
+    /// JSON that is almost a request.
     #[test]
-    fn any_request_gets_an_answer(path in ".{0,40}", user in ".{0,12}", argv0 in "[a-z/.]{0,12}", cwd in ".{0,12}", timeout in proptest::option::of(any::<u64>()), which in 0..3) {
+    fn any_request_gets_an_answer(
+        path in ".{0,40}",
+        user in ".{0,12}",
+        argv0 in "[a-z/.]{0,12}",
+        cwd in ".{0,12}",
+        timeout in proptest::option::of(any::<u64>()),
+        which in 0..3,
+    ) {
         let guest = shared();
         let request = match which {
             0 => Request::ReadArchive { path: format!("/no-such-folder/{path}") },
             1 => Request::WriteArchive { path: format!("/no-such-folder/{path}") },
             _ => Request::Exec(Box::new(ExecSpec {
-                argv: vec![format!("/no-such-folder/{argv0}")], user, cwd, timeout_ms: timeout, ..ExecSpec::default()
+                argv: vec![format!("/no-such-folder/{argv0}")],
+                user,
+                cwd,
+                timeout_ms: timeout,
+                ..ExecSpec::default()
             })),
         };
         prop_assert!(matches!(guest.ask(&request), Reply::Err(_)));

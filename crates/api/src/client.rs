@@ -1,69 +1,48 @@
-//! The typed client of the daemon: one method for each route, over the daemon's unix socket.
+//! A typed client of the daemon, with one method for each route, over the daemon's unix socket.
 //!
-//! A call with a short answer leaves its connection open for the next one; any other has a connection of its own. Dropping the answer of a long call ([`ProgressStream`],
-//! [`ByteStream`], [`Exec`], [`Connection`]) closes its connection, by which the daemon knows that nobody waits any more.
+//! A call with a short answer leaves its connection open for the next such call; each other call
+//! has a separate connection. A long call returns a [`ProgressStream`], [`ByteStream`], [`Exec`] or
+//! [`Connection`]. Dropping that value closes the connection, by which the daemon detects that the
+//! caller no longer waits.
 //!
-//! What may not enter: retries, starting a daemon, anything that prints.
+//! This module does not retry, does not start a daemon, and prints nothing.
 
 mod call;
+mod error;
 mod exec;
 mod port;
 mod stream;
 
-pub use call::{Body, ClientError, empty_body, stream_body};
+pub use call::{Body, Client, empty_body, stream_body};
+pub use error::ClientError;
 pub use exec::{Exec, ExecEvent, ExecInput, ExecOutput, Finished};
 pub use port::Connection;
 pub use stream::{ByteStream, MAX_LINE_BYTES, ProgressStream};
 
 use crate::agent::ExecSpec;
 use crate::types::{
-    BakeRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest, Footprint, ForkRequest, Forked,
-    Image, ImageUpload, Info, Kernel, KernelUpload, Leak, List, RehearseRequest, RemoveManyRequest,
-    RunRequest, Snapshot, SnapshotRequest, StoreStats, StoreUsage, VerifyRequest, Vm, VmDetails,
+    BakeRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest, Footprint, ForkRequest,
+    Forked, Image, ImageUpload, Info, Kernel, KernelUpload, Leak, List, RecordRequest,
+    RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest, StoreStats, StoreUsage,
+    VerifyRequest, Vm, VmDetails,
 };
 use call::{query, segment};
 use dayfly_units::Name;
 use http::Method;
-use hyper::client::conn::http1::SendRequest;
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// A daemon, by its socket.
-#[derive(Debug, Clone)]
-pub struct Client {
-    socket: PathBuf,
-    /// A connection on which nothing is under way.
-    idle: Arc<Mutex<Option<SendRequest<Body>>>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 type Result<T> = std::result::Result<T, ClientError>;
 
 impl Client {
-    /// The daemon that listens on `socket`. Nothing is opened yet.
-    #[must_use]
-    pub fn new(socket: impl Into<PathBuf>) -> Self {
-        Self { socket: socket.into(), idle: Arc::default() }
-    }
-
-    /// Where the daemon listens.
-    #[must_use]
-    pub fn socket(&self) -> &Path {
-        &self.socket
-    }
-
-    /// What the daemon is and runs on.
+    /// Describes the daemon and its host.
     ///
     /// # Errors
-    /// [`ClientError`], as for every call below: no connection, an answer that is none of ours, or the daemon's own error.
+    /// [`ClientError`], as for every method: no connection, an unknown answer, or the daemon's
+    /// error.
     pub async fn info(&self) -> Result<Info> {
         self.json(Method::GET, "/v1/info".into(), empty_body()).await
     }
 
-    /// Every image.
+    /// Lists all images.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -71,7 +50,7 @@ impl Client {
         self.list("/v1/images").await
     }
 
-    /// One image.
+    /// Describes one image.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -79,7 +58,7 @@ impl Client {
         self.json(Method::GET, format!("/v1/images/{name}"), empty_body()).await
     }
 
-    /// Stores an image; `disk` is one zstd frame of the raw disk.
+    /// Stores an image. `disk` is one zstd frame of the raw disk.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -95,7 +74,7 @@ impl Client {
         self.nothing(Method::DELETE, format!("/v1/images/{name}"), empty_body()).await
     }
 
-    /// Every kernel.
+    /// Lists all kernels.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -103,7 +82,7 @@ impl Client {
         self.list("/v1/kernels").await
     }
 
-    /// One kernel.
+    /// Describes one kernel.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -111,11 +90,16 @@ impl Client {
         self.json(Method::GET, format!("/v1/kernels/{name}"), empty_body()).await
     }
 
-    /// Stores a kernel; `files` is one zstd frame of vmlinux followed by the initramfs.
+    /// Stores a kernel. `files` is one zstd frame of vmlinux followed by the initramfs.
     ///
     /// # Errors
     /// [`ClientError`].
-    pub async fn upload_kernel(&self, name: &Name, head: &KernelUpload, files: Body) -> Result<Kernel> {
+    pub async fn upload_kernel(
+        &self,
+        name: &Name,
+        head: &KernelUpload,
+        files: Body,
+    ) -> Result<Kernel> {
         self.json(Method::PUT, format!("/v1/kernels/{name}"), call::with_head(head, files)?).await
     }
 
@@ -127,7 +111,7 @@ impl Client {
         self.nothing(Method::DELETE, format!("/v1/kernels/{name}"), empty_body()).await
     }
 
-    /// Every snapshot.
+    /// Lists all snapshots.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -135,7 +119,7 @@ impl Client {
         self.list("/v1/snapshots").await
     }
 
-    /// One snapshot.
+    /// Describes one snapshot.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -143,7 +127,7 @@ impl Client {
         self.json(Method::GET, format!("/v1/snapshots/{name}"), empty_body()).await
     }
 
-    /// What a snapshot's RAM is used for.
+    /// Reports what a snapshot's RAM is used for, by colour.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -151,7 +135,7 @@ impl Client {
         self.json(Method::GET, format!("/v1/snapshots/{name}/colours"), empty_body()).await
     }
 
-    /// The same as a picture, a PNG, `width` pages to a row.
+    /// Returns the colours of a snapshot's RAM as a PNG picture with `width` pages in a row.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -163,9 +147,9 @@ impl Client {
     /// Records which pages one run of a clone touches.
     ///
     /// # Errors
-    /// [`ClientError`] until the stream begins; what goes wrong later is in the stream.
-    pub async fn rehearse(&self, name: &Name, request: &RehearseRequest) -> Result<ProgressStream> {
-        let path = format!("/v1/snapshots/{name}/rehearse");
+    /// [`ClientError`] before the stream begins; later failures are reported in the stream.
+    pub async fn record(&self, name: &Name, request: &RecordRequest) -> Result<ProgressStream> {
+        let path = format!("/v1/snapshots/{name}/record");
         let answer = self.call(Method::POST, &path, call::json_body(request)?).await?;
         Ok(ProgressStream::new(answer))
     }
@@ -178,16 +162,16 @@ impl Client {
         self.nothing(Method::DELETE, format!("/v1/snapshots/{name}"), empty_body()).await
     }
 
-    /// Boots an image, warms it up, snapshots it.
+    /// Boots an image, warms it up, and makes a snapshot of it.
     ///
     /// # Errors
-    /// [`ClientError`] until the stream begins; what goes wrong later is in the stream.
+    /// [`ClientError`] before the stream begins; later failures are reported in the stream.
     pub async fn bake(&self, request: &BakeRequest) -> Result<ProgressStream> {
         let answer = self.call(Method::POST, "/v1/bake", call::json_body(request)?).await?;
         Ok(ProgressStream::new(answer))
     }
 
-    /// The VMs that run, or all.
+    /// Lists the running VMs, or all VMs if `all` is set.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -195,7 +179,7 @@ impl Client {
         self.list(&format!("/v1/vms?all={all}")).await
     }
 
-    /// Makes and starts a VM; answered when its agent has its identity.
+    /// Creates and starts a VM. The daemon answers when the VM's agent has its identity.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -203,7 +187,8 @@ impl Client {
         self.json(Method::POST, "/v1/vms".into(), call::json_body(request)?).await
     }
 
-    /// Makes and starts many VMs, all of them or none; answered when each agent has its identity.
+    /// Creates and starts many VMs, all of them or none. The daemon answers when each agent has its
+    /// identity.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -213,7 +198,8 @@ impl Client {
         Ok(list.items)
     }
 
-    /// Starts clones of a VM that runs, all of them or none; answered when each agent has its identity.
+    /// Starts clones of a running VM, all of them or none. The daemon answers when each agent has
+    /// its identity.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -222,15 +208,15 @@ impl Client {
         self.json(Method::POST, path, call::json_body(request)?).await
     }
 
-    /// Removes many VMs; answered when the memory of all is free.
+    /// Removes many VMs. The daemon answers when the memory of all is free.
     ///
     /// # Errors
-    /// [`ClientError`], which names the first that was not removed; the others were.
+    /// [`ClientError`] names the first VM that was not removed; the others were removed.
     pub async fn remove_many(&self, request: &RemoveManyRequest) -> Result<()> {
         self.nothing(Method::POST, "/v1/batch/remove".into(), call::json_body(request)?).await
     }
 
-    /// A VM by id or name, measured now.
+    /// Describes and measures a VM, given by id or name.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -238,7 +224,7 @@ impl Client {
         self.json(Method::GET, format!("/v1/vms/{}", segment(vm)), empty_body()).await
     }
 
-    /// What a VM holds of its RAM now.
+    /// Reports a VM's present memory use, by colour.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -246,7 +232,7 @@ impl Client {
         self.json(Method::GET, format!("/v1/vms/{}/footprint", segment(vm)), empty_body()).await
     }
 
-    /// Removes a VM; a running one only with `force`.
+    /// Removes a VM. Without `force`, only a VM that has exited is removed.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -263,7 +249,7 @@ impl Client {
         self.nothing(Method::POST, format!("/v1/vms/{}/pause", segment(vm)), empty_body()).await
     }
 
-    /// Lets them go on.
+    /// Resumes a VM's vCPUs.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -271,7 +257,7 @@ impl Client {
         self.nothing(Method::POST, format!("/v1/vms/{}/unpause", segment(vm)), empty_body()).await
     }
 
-    /// Ends a VM without asking it.
+    /// Kills a VM without a shutdown of the guest.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -279,17 +265,17 @@ impl Client {
         self.nothing(Method::POST, format!("/v1/vms/{}/kill", segment(vm)), empty_body()).await
     }
 
-    /// Snapshots a VM.
+    /// Makes a snapshot of a VM.
     ///
     /// # Errors
-    /// [`ClientError`] until the stream begins; what goes wrong later is in the stream.
+    /// [`ClientError`] before the stream begins; later failures are reported in the stream.
     pub async fn snapshot_vm(&self, vm: &str, request: &SnapshotRequest) -> Result<ProgressStream> {
         let path = format!("/v1/vms/{}/snapshot", segment(vm));
         let answer = self.call(Method::POST, &path, call::json_body(request)?).await?;
         Ok(ProgressStream::new(answer))
     }
 
-    /// What a VM wrote to its console; with `follow` until it ends.
+    /// Reads a VM's console output; with `follow`, until the VM ends.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -298,13 +284,22 @@ impl Client {
         Ok(ByteStream::new(self.call(Method::GET, &path, empty_body()).await?))
     }
 
-    /// A file or folder of a VM, as a tar archive whose first entry is it.
+    /// Reads a detached program's output; with `follow`, until no process can write to it any more.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn program_log(&self, vm: &str, program: u32, follow: bool) -> Result<ByteStream> {
+        let path = format!("/v1/vms/{}/logs?follow={follow}&program={program}", segment(vm));
+        Ok(ByteStream::new(self.stream(&path).await?))
+    }
+
+    /// Reads a file or folder of a VM as a tar archive. The first entry is that file or folder.
     ///
     /// # Errors
     /// [`ClientError`].
     pub async fn read_archive(&self, vm: &str, path: &str) -> Result<ByteStream> {
         let path = format!("/v1/vms/{}/archive?path={}", segment(vm), query(path));
-        Ok(ByteStream::new(self.call(Method::GET, &path, empty_body()).await?))
+        Ok(ByteStream::new(self.stream(&path).await?))
     }
 
     /// Unpacks a tar archive into an existing folder of a VM.
@@ -319,12 +314,14 @@ impl Client {
     /// Runs a program in a VM.
     ///
     /// # Errors
-    /// [`ClientError`]; [`ClientError::Refused`] when the daemon or the agent did not start it.
+    /// [`ClientError`]; [`ClientError::Refused`] if the daemon or the agent did not start the
+    /// program.
     pub async fn exec(&self, vm: &str, spec: &ExecSpec) -> Result<Exec> {
         self.upgrade(&format!("/v1/vms/{}/exec", segment(vm)), spec).await
     }
 
-    /// Clones (or boots) a VM and runs a program in it; the VM ends with the connection, unless `keep`.
+    /// Clones (or boots) a VM and runs a program in it. The VM ends with the connection, unless
+    /// `keep` is set.
     ///
     /// # Errors
     /// As for [`Client::exec`].
@@ -332,24 +329,26 @@ impl Client {
         self.upgrade("/v1/run", request).await
     }
 
-    /// Connects to the vsock port of a program that runs in a VM. Each direction ends by itself.
+    /// Connects to the vsock port of a program that runs in a VM. Each direction ends
+    /// independently.
     ///
     /// # Errors
-    /// [`ClientError`]; [`ClientError::Refused`] when nobody listens there.
+    /// [`ClientError`]; [`ClientError::Refused`] if no program listens on the port.
     pub async fn connect(&self, vm: &str, port: u32) -> Result<Connection> {
         let path = format!("/v1/vms/{}/ports/{port}", segment(vm));
         self.to_port(Method::GET, &path, empty_body()).await
     }
 
-    /// Clones (or boots) a VM and connects to a vsock port of it; the VM ends with our half of the connection, unless `keep`.
+    /// Clones (or boots) a VM and connects to one of its vsock ports. The VM ends with the client's
+    /// half of the connection, unless `keep` is set.
     ///
     /// # Errors
-    /// As for [`Client::connect`]; then there is no VM.
+    /// As for [`Client::connect`]; no VM is left then.
     pub async fn run_connected(&self, request: &ConnectRequest) -> Result<Connection> {
         self.to_port(Method::POST, "/v1/connect", call::json_body(request)?).await
     }
 
-    /// What a crash left behind. Looks, and changes nothing.
+    /// Lists the leftovers of a crash, and changes nothing.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -357,7 +356,7 @@ impl Client {
         self.list("/v1/leaks").await
     }
 
-    /// Removes what a crash left behind.
+    /// Removes the leftovers of a crash, and lists what was removed.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -366,7 +365,7 @@ impl Client {
         Ok(list.items)
     }
 
-    /// The store in numbers.
+    /// Reports the store's statistics.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -374,7 +373,7 @@ impl Client {
         self.json(Method::GET, "/v1/store".into(), empty_body()).await
     }
 
-    /// What each snapshot takes.
+    /// Reports the storage that each snapshot takes.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -382,25 +381,25 @@ impl Client {
         self.json(Method::GET, "/v1/store/usage".into(), empty_body()).await
     }
 
-    /// Reads and hashes everything that is stored, or some snapshots and what they stand on.
+    /// Reads and hashes everything in the store, or some snapshots and what they depend on.
     ///
     /// # Errors
-    /// [`ClientError`] until the stream begins; what goes wrong later is in the stream.
+    /// [`ClientError`] before the stream begins; later failures are reported in the stream.
     pub async fn verify_store(&self, request: &VerifyRequest) -> Result<ProgressStream> {
         let answer = self.call(Method::POST, "/v1/store/verify", call::json_body(request)?).await?;
         Ok(ProgressStream::new(answer))
     }
 
-    /// Removes from the store what nothing needs.
+    /// Removes unreferenced layers and pages from the store.
     ///
     /// # Errors
-    /// [`ClientError`] until the stream begins; what goes wrong later is in the stream.
+    /// [`ClientError`] before the stream begins; later failures are reported in the stream.
     pub async fn collect_store(&self) -> Result<ProgressStream> {
         let answer = self.call(Method::POST, "/v1/store/gc", empty_body()).await?;
         Ok(ProgressStream::new(answer))
     }
 
-    /// What is counted and timed, as Prometheus reads it.
+    /// Returns the daemon's metrics in Prometheus' text format.
     ///
     /// # Errors
     /// [`ClientError`].

@@ -1,9 +1,10 @@
 //! # api
 //!
-//! The room for every wire type: the frames that go to the agent in a guest ([`agent`]), the HTTP API of the daemon
-//! ([`types`]; with its OpenAPI schemas under the feature `openapi`), and its typed client (feature `client`).
+//! All wire types: the frames between host and agent ([`agent`]), and the HTTP API of the daemon
+//! ([`types`]). The feature `openapi` adds the OpenAPI schemas, the feature `client` a typed
+//! client.
 //!
-//! What may not enter: logic. A type here says what goes over a wire, its units and its caps.
+//! This crate holds no logic. A type defines what goes over a wire, with its units and its limits.
 
 pub mod agent;
 #[cfg(feature = "client")]

@@ -1,15 +1,20 @@
-/* The floor: what a VM costs at the least, in a process of its own. No jail, no devices, no daemon: open /dev/kvm, VM,
- * interrupt controllers, one vCPU, one memory slot on a MAP_PRIVATE mapping of a snapshot's memory file, registers, KVM_RUN
- * to the first port write.
+/* The floor: the least that a VM in a separate process costs. No jail, no devices, no daemon: open
+ * /dev/kvm, VM, interrupt controllers, one vCPU, one memory slot on a MAP_PRIVATE mapping of a
+ * snapshot's memory file, registers, KVM_RUN to the first port write.
  *
- * What runs is the template's own code: the reset vector that dayfly's VMM lays at 0xffff0 of every VM (real mode,
- * `mov dx, 0x602; mov al, 6; out dx, al`), so no page is copied.
+ * The guest runs the template's code: the reset vector that dayfly's VMM writes to 0xffff0 of every
+ * VM (real mode, `mov dx, 0x602; mov al, 6; out dx, al`), so no page is copied.
  *
- * usage: birth MEMORY-FILE BYTES        the driver: commands on stdin, an answer of times in ns (CLOCK_MONOTONIC) on stdout
- *   one      one process, ended and reaped before the answer: "BEFORE-THE-FORK FIRST-PORT-WRITE"
- *   many N   N processes at once, which stay:                 "BEFORE-THE-FIRST-FORK LAST-FIRST-PORT-WRITE"
- *   end      SIGKILL for all of them, then reap all:          "BEFORE ALL-REAPED"
- *   munmap B touches B bytes of private anonymous memory in 4 KiB pages, one thread unmaps them: "BEFORE AFTER"
+ * usage: birth MEMORY-FILE BYTES
+ * The driver reads commands from stdin and answers on stdout with times in ns (CLOCK_MONOTONIC):
+ *   one      one process, ended and reaped before the answer:
+ *            "BEFORE-THE-FORK FIRST-PORT-WRITE"
+ *   many N   N processes at once, which stay:
+ *            "BEFORE-THE-FIRST-FORK LAST-FIRST-PORT-WRITE"
+ *   end      SIGKILL for all of them, then reap all:
+ *            "BEFORE ALL-REAPED"
+ *   munmap B touches B bytes of private anonymous memory in 4 KiB pages, then unmaps them on one
+ *            thread: "BEFORE AFTER"
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -42,7 +47,8 @@ static void fail(const char *what) {
     _exit(1);
 }
 
-/* The process of one VM: reports when its guest wrote to a port, then waits to be killed, or ends. */
+/* The process of one VM: reports when its guest wrote to a port, then ends, or with `hold` waits
+ * for SIGKILL. */
 static int child(const char *memory, size_t bytes, int hold) {
     int kvm = open("/dev/kvm", O_RDWR | O_CLOEXEC);
     int vm = ioctl(kvm, KVM_CREATE_VM, 0);
@@ -55,8 +61,9 @@ static int child(const char *memory, size_t bytes, int hold) {
         .guest_phys_addr = 0, .memory_size = bytes, .userspace_addr = (uint64_t)ram,
     };
     if (ioctl(vm, KVM_SET_USER_MEMORY_REGION, &slot)) fail("KVM_SET_USER_MEMORY_REGION");
-    /* After the slot: it leaves a grace period of the VM's SRCU under way (kvm_io_bus_register_dev's call_srcu, Linux 6.18), for
-     * which KVM_SET_USER_MEMORY_REGION waits: 0.7 ms become 5 to 8. */
+    /* After the slot, because KVM_CREATE_IRQCHIP starts a grace period of the VM's SRCU
+     * (kvm_io_bus_register_dev's call_srcu, Linux 6.18). KVM_SET_USER_MEMORY_REGION would wait for
+     * its end: 5 to 8 ms instead of 0.7. */
     if (ioctl(vm, KVM_CREATE_IRQCHIP, 0)) fail("KVM_CREATE_IRQCHIP");
     int vcpu = ioctl(vm, KVM_CREATE_VCPU, 0);
     if (vcpu < 0) fail("KVM_CREATE_VCPU");
@@ -72,7 +79,8 @@ static int child(const char *memory, size_t bytes, int hold) {
     if (run == MAP_FAILED) fail("mmap of the vCPU");
     if (ioctl(vcpu, KVM_RUN, 0)) fail("KVM_RUN");
     uint64_t written = now();
-    if (run->exit_reason != KVM_EXIT_IO || run->io.direction != KVM_EXIT_IO_OUT || run->io.port != 0x602) {
+    if (run->exit_reason != KVM_EXIT_IO || run->io.direction != KVM_EXIT_IO_OUT ||
+        run->io.port != 0x602) {
         fprintf(stderr, "floor: expected a write to port 0x602, got exit %u\n", run->exit_reason);
         _exit(1);
     }
@@ -85,7 +93,8 @@ static pid_t pids[MOST];
 static unsigned running;
 
 /* Starts `count` processes and waits until each has reported; prints the times. */
-static void start(const char *self, const char *memory, const char *bytes, unsigned count, int hold) {
+static void start(const char *self, const char *memory, const char *bytes, unsigned count,
+                  int hold) {
     int report[2];
     if (pipe2(report, O_CLOEXEC)) fail("pipe");
     posix_spawn_file_actions_t actions;
@@ -101,7 +110,8 @@ static void start(const char *self, const char *memory, const char *bytes, unsig
     }
     close(report[1]);
     for (unsigned n = 0; n < count; n++) {
-        if (read(report[0], &written, sizeof written) != sizeof written) fail("a process that did not report");
+        if (read(report[0], &written, sizeof written) != sizeof written)
+            fail("a process that did not report");
         if (written > last) last = written;
     }
     close(report[0]);
@@ -118,7 +128,8 @@ static void end(void) {
 }
 
 static void unmap(size_t bytes) {
-    char *memory = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    char *memory = mmap(0, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (memory == MAP_FAILED) fail("mmap");
     madvise(memory, bytes, MADV_NOHUGEPAGE);
     for (size_t at = 0; at < bytes; at += 4096) memory[at] = 1;
@@ -141,7 +152,7 @@ int main(int argc, char **argv) {
         else if (sscanf(line, "munmap %lu", &number) == 1) unmap(number);
         else { fprintf(stderr, "floor: unknown command: %s", line); break; }
     }
-    /* Whoever drives this is gone: so is all of it. */
+    /* stdin is closed, so the benchmark has ended. */
     for (unsigned n = 0; n < running; n++) kill(pids[n], SIGKILL);
     while (running) waitpid(pids[--running], NULL, 0);
     return 0;

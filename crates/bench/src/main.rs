@@ -1,142 +1,142 @@
 //! # bench
 //!
-//! The room for benchmarks: what dayfly costs, measured from outside, against the least that it could cost (the *floor*, a C
-//! program in `floor/`, compiled and run in the same minute). Each writes `target/bench/NAME.json` and a plot, and prints a table.
+//! What dayfly costs, measured from outside: `dayfly-bench SCENARIO`. Each scenario prints a table,
+//! and writes `target/bench/SCENARIO.json` and plots. Most scenarios compare with the *floor*, the
+//! least that a VM could cost: a C program in `floor/`, compiled and run in the same minute.
 //!
-//! Everything runs on the bare `/dev/kvm` with the microguest, because that runs on any: a daemon of its own in a temporary folder,
-//! asked over its unix socket by the typed client, as users ask it. Births end at the restored guest's first write to a port, as
-//! the VMM saw it; that clock and the client's are one (CLOCK_MONOTONIC).
+//! | folder | concern |
+//! |---|---|
+//! | `figures` | samples, tables, plots, the report |
+//! | `testbed` | a daemon of the benchmark's own with the microguest, and the floor |
+//! | `stock` | stock Linux guests, natively or in a machine |
+//! | `scenarios` | what is measured |
 //!
-//! `soak` measures nothing that could be fast: it makes and ends thousands of VMs, kills their processes meanwhile, and fails where
-//! anything is left of them.
+//! Most scenarios run on any `/dev/kvm` with the microguest and a daemon in a temporary folder. The
+//! typed client asks that daemon over its unix socket, as users do. A birth ends at the restored
+//! guest's first write to a port, as the VMM saw it; the VMM and the client read the same clock
+//! (CLOCK_MONOTONIC). `dns` needs no VM. `linux`, `store`, `restore` and `prefetch` need stock
+//! Linux guests; where KVM cannot run Linux, they use a machine, as `numa` does.
 //!
-//! What may not enter: anything that makes a figure look better than what a user gets; switches in other rooms that exist for a
-//! benchmark alone; retries.
+//! What may not enter: anything that makes a figure look better than what a user gets; switches in
+//! other crates that exist for a benchmark alone; retries.
 
-mod bake;
-mod birth;
-mod chain;
-mod common;
-mod death;
-mod faults;
-mod floor;
-mod fork;
-mod jobs;
-mod numa;
-mod random;
-mod room;
-mod scale;
-mod soak;
-mod trace;
+mod counts;
+mod figures;
+mod places;
+mod prelude;
+mod proc;
+mod requests;
+mod scenarios;
+mod stock;
+mod testbed;
 
-use anyhow::{Context, Result, bail};
-use clap::{Parser, ValueEnum};
-use std::path::{Path, PathBuf};
+use clap::{Parser, Subcommand};
+use prelude::*;
+use scenarios::restore::Kind;
+use scenarios::{birth, chain, death, dns, faults, fork, jobs, linux, numa, restore, scale};
+use scenarios::{soak, store, trace};
 use std::process::ExitCode;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Which benchmark.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Bench {
-    /// Request to first port write, one at a time.
-    Birth,
-    /// Clones of deep chains of snapshots.
-    Chain,
-    /// Many at once, and many beside many.
-    Scale,
-    /// How fast memory comes back.
-    Death,
-    /// What a page costs that a pager brings.
-    Faults,
-    /// Clones of a VM that runs.
-    Fork,
-    /// Short jobs per minute, beside idle VMs.
-    Jobs,
-    /// Births of a trace, in bursts.
-    Trace,
-    /// Births and deaths with kills from outside, and what is left after them; only where it is asked for.
-    Soak,
-    /// Which node's CPUs free a VM's memory; only where it is named, on a host with several nodes.
-    Numa,
-}
-
-/// Benchmarks of dayfly against a C program with nothing to spare.
+/// What dayfly costs, one scenario at a time
 #[derive(Debug, Parser)]
-#[command(name = "dayfly-bench", version)]
+#[command(name = "dayfly-bench", version, args_override_self = true)]
 struct Options {
-    /// Which; where none is given all but `soak` and `numa`.
-    benches: Vec<Bench>,
-    /// Larger: 2,000 VMs, 8 GiB.
-    #[arg(long)]
-    full: bool,
-    /// Births of `soak`.
-    #[arg(long, value_name = "N", default_value_t = soak::BIRTHS)]
-    births: usize,
-    /// Where results go.
-    #[arg(long)]
+    /// The folder for results [default: target/bench]
+    #[arg(long, global = true, value_name = "FOLDER")]
     out: Option<PathBuf>,
-    /// Replay this trace (CSV: `arrival_ms,memory_mib,lifetime_ms`) instead of one that is made.
-    #[arg(long, value_name = "FILE")]
-    trace: Option<PathBuf>,
-    /// Write the trace that is replayed otherwise, and do nothing else.
-    #[arg(long, value_name = "FILE")]
-    make_trace: Option<PathBuf>,
+    #[command(subcommand)]
+    scenario: Scenario,
 }
 
-/// The folder of our programs, and the one for results: `target/bench`, wherever target is.
-fn places(out: Option<PathBuf>) -> Result<(PathBuf, PathBuf)> {
-    let own = std::env::current_exe().context("finding dayfly-bench's own program")?;
-    let programs = own.parent().context("a program lies in a folder")?.to_owned();
-    // target/<triple>/release
-    let target = programs.ancestors().nth(2).unwrap_or(Path::new("target"));
-    let out = out.unwrap_or_else(|| target.join("bench"));
-    std::fs::create_dir_all(&out).with_context(|| format!("making {}", out.display()))?;
-    Ok((programs, out))
+#[derive(Debug, Subcommand)]
+enum Scenario {
+    /// Request to first port write, one at a time
+    Birth(birth::Options),
+    /// Many births at once, and many beside many
+    Scale(scale::Options),
+    /// Clones of deep chains of snapshots
+    Chain(chain::Options),
+    /// A page that comes from a pager
+    Faults(faults::Options),
+    /// How fast memory is free again
+    Death(death::Options),
+    /// Clones of a running VM
+    Fork(fork::Options),
+    /// Short jobs a minute, beside idle VMs
+    Jobs(jobs::Options),
+    /// Births of a trace, in bursts
+    Trace(trace::Options),
+    /// Names of VMs while one VM floods their service
+    Dns,
+    /// Births and deaths with kills from outside; fails if anything is left
+    Soak(soak::Options),
+    /// Which memory node's CPUs free a VM's memory, on this host and in machines
+    Numa(numa::Options),
+    /// Boot against clone of a stock Linux, to the first answer of a program
+    #[command(alias = "birth-linux")]
+    Linux(linux::Options),
+    /// What snapshots of stock guests take in the store, and whether they come back bit for bit
+    Store(store::Options),
+    /// How long clones wait whose memory has not arrived, against an eager restore
+    Restore(restore::Options),
+    /// Which pages to fetch first: policies against each other
+    Prefetch(restore::Options),
 }
 
-async fn run(options: &Options, programs: &Path, out: &Path) -> Result<()> {
-    let wanted = |bench| options.benches.is_empty() || options.benches.contains(&bench);
-    if options.benches.contains(&Bench::Numa) {
-        numa::run(programs, out).await?;
+impl Scenario {
+    async fn run(&self, places: &Places) -> Result<()> {
+        match self {
+            Self::Birth(options) => birth::run(options, places).await,
+            Self::Scale(options) => scale::run(options, places).await,
+            Self::Chain(options) => chain::run(options, places).await,
+            Self::Faults(options) => faults::run(options, places),
+            Self::Death(options) => death::run(options, places).await,
+            Self::Fork(options) => fork::run(options, places).await,
+            Self::Jobs(options) => jobs::run(options, places).await,
+            Self::Trace(options) => trace::run(options, places).await,
+            Self::Dns => dns::run(places).await,
+            Self::Soak(options) => soak::run(options, places).await,
+            Self::Numa(options) => numa::run(options, places).await,
+            Self::Linux(options) => linux::run(options, places).await,
+            Self::Store(options) => store::run(options, places).await,
+            Self::Restore(options) => restore::run(Kind::Restore, options, places).await,
+            Self::Prefetch(options) => restore::run(Kind::Prefetch, options, places).await,
+        }
     }
-    // The machine has no compiler.
-    if options.benches == [Bench::Numa] {
-        return Ok(());
+
+    /// Whether the client has several threads: many requests to stock guests are under way at once.
+    /// The other scenarios have one, so that a birth is not measured with switches between threads.
+    const fn is_threaded(&self) -> bool {
+        matches!(self, Self::Linux(_) | Self::Store(_) | Self::Restore(_) | Self::Prefetch(_))
     }
-    if wanted(Bench::Faults) {
-        faults::run(out)?;
+
+    /// After a signal: stops machines and removes VMs. What belongs to this process a drop has
+    /// removed already.
+    async fn clean_up(&self, places: &Places) -> Result<()> {
+        let (homes, what_stays) = match self {
+            Self::Linux(_) => return linux::clean_up().await,
+            Self::Numa(options) => (vec![options.home(places)], ""),
+            Self::Store(options) => (options.homes(places), "--resume goes on; "),
+            Self::Restore(options) | Self::Prefetch(options) => {
+                (vec![options.home(places)], "what was recorded stays; ")
+            }
+            _ => return Ok(()),
+        };
+        eprint!("{what_stays}");
+        homes.iter().try_for_each(|home| stock::machine::stop(home))
     }
-    let floor = floor::compile(out)?;
-    if wanted(Bench::Birth) {
-        birth::run(programs, &floor, out).await?;
-    }
-    if wanted(Bench::Chain) {
-        chain::run(programs, &floor, out).await?;
-    }
-    if wanted(Bench::Scale) {
-        scale::run(programs, &floor.fast, out, options.full).await?;
-    }
-    if wanted(Bench::Death) {
-        death::run(programs, &floor.fast, out, options.full).await?;
-    }
-    if wanted(Bench::Fork) {
-        fork::run(programs, &floor.fast, out, options.full).await?;
-    }
-    if wanted(Bench::Jobs) {
-        jobs::run(programs, out).await?;
-    }
-    if wanted(Bench::Trace) {
-        trace::run(programs, out, options.trace.as_deref()).await?;
-    }
-    if options.benches.contains(&Bench::Soak) {
-        soak::run(programs, out, options.births).await?;
-    }
-    Ok(())
 }
 
-#[tokio::main(flavor = "current_thread")]
-async fn main() -> ExitCode {
-    match until_a_signal(Options::parse()).await {
+fn main() -> ExitCode {
+    let options = Options::parse();
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    if options.scenario.is_threaded() {
+        runtime = tokio::runtime::Builder::new_multi_thread();
+        runtime.worker_threads(2);
+    }
+    let runtime = runtime.enable_all().build().context("threads");
+    match runtime.and_then(|runtime| runtime.block_on(until_a_signal(&options))) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("dayfly-bench: {error:#}");
@@ -145,19 +145,14 @@ async fn main() -> ExitCode {
     }
 }
 
-async fn until_a_signal(options: Options) -> Result<()> {
-    if let Some(path) = &options.make_trace {
-        return trace::make(path);
-    }
-    let (programs, out) = places(options.out.clone())?;
-    if !Path::new("/dev/kvm").exists() {
-        bail!("/dev/kvm: there is none; the benchmarks need a host with KVM (any: their guest is tiny)");
-    }
+async fn until_a_signal(options: &Options) -> Result<()> {
+    let places = Places::new(options.out.as_deref())?;
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
-    // What is dropped here removes its processes and its folder.
-    tokio::select! {
-        result = run(&options, &programs, &out) => result,
-        _ = tokio::signal::ctrl_c() => bail!("interrupted; what was started is gone"),
-        _ = terminate.recv() => bail!("terminated; what was started is gone"),
-    }
+    let name = tokio::select! {
+        result = options.scenario.run(&places) => return result,
+        _ = tokio::signal::ctrl_c() => "interrupted",
+        _ = terminate.recv() => "terminated",
+    };
+    options.scenario.clean_up(&places).await?;
+    bail!("{name}; what was started is gone")
 }

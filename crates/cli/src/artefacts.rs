@@ -1,4 +1,4 @@
-//! Images and kernels on their way to the daemon, and the watching of long operations.
+//! Uploads images and kernels to the daemon, and shows the progress of long operations.
 
 mod images;
 mod kernels;
@@ -10,12 +10,12 @@ pub use kernels::{add_kernel, ensure_kernel, fetch_kernel, machine_kernel, refre
 use crate::progress::Steps;
 use anyhow::{Result, bail};
 use dayfly_api::client::{ClientError, ProgressStream};
-use dayfly_api::types::{Collected, Progress, Rehearsal, Snapshot, Verified};
+use dayfly_api::types::{Collected, Progress, Recording, Snapshot, Verified};
 
-/// Shows what a long operation reports; gives the snapshot at its end.
+/// Shows the progress of a long operation. Returns the snapshot at its end.
 ///
 /// # Errors
-/// When it failed, or its connection broke.
+/// If the operation failed, or its connection broke.
 pub async fn watch(stream: ProgressStream, steps: &Steps) -> Result<Snapshot> {
     let output = |news| {
         if let News::Output(text) = news {
@@ -25,18 +25,18 @@ pub async fn watch(stream: ProgressStream, steps: &Steps) -> Result<Snapshot> {
     snapshot(follow(stream, steps, output).await?)
 }
 
-/// As [`watch`], without what a warm-up program writes.
+/// Like [`watch`], without the output of a warm-up program.
 ///
 /// # Errors
-/// When it failed, or its connection broke.
+/// If the operation failed, or its connection broke.
 pub async fn watch_quietly(stream: ProgressStream, steps: &Steps) -> Result<Snapshot> {
     snapshot(follow(stream, steps, |_| ()).await?)
 }
 
-/// Shows how far a verification is; gives what it found.
+/// Shows the progress of a verification. Returns what it found.
 ///
 /// # Errors
-/// When it failed, or its connection broke.
+/// If the operation failed, or its connection broke.
 pub async fn watch_verify(stream: ProgressStream, steps: &Steps) -> Result<Verified> {
     match follow(stream, steps, |_| ()).await? {
         Progress::Verified(verified) => Ok(*verified),
@@ -44,10 +44,10 @@ pub async fn watch_verify(stream: ProgressStream, steps: &Steps) -> Result<Verif
     }
 }
 
-/// Shows how far a collection is; gives what it removed.
+/// Shows the progress of a collection. Returns what it removed.
 ///
 /// # Errors
-/// When it failed, or its connection broke.
+/// If the operation failed, or its connection broke.
 pub async fn watch_collect(stream: ProgressStream, steps: &Steps) -> Result<Collected> {
     match follow(stream, steps, |_| ()).await? {
         Progress::Collected(collected) => Ok(*collected),
@@ -55,19 +55,23 @@ pub async fn watch_collect(stream: ProgressStream, steps: &Steps) -> Result<Coll
     }
 }
 
-/// Shows how far a recorded run is; gives what it touched, and each touch: a frame, and microseconds.
+/// Shows the progress of a recorded run. Returns the recording, and each touch as a frame number
+/// and microseconds.
 ///
 /// # Errors
-/// When it failed, or its connection broke.
-pub async fn watch_rehearsal(stream: ProgressStream, steps: &Steps) -> Result<(Rehearsal, Vec<[u32; 2]>)> {
+/// If the operation failed, or its connection broke.
+pub async fn watch_recording(
+    stream: ProgressStream,
+    steps: &Steps,
+) -> Result<(Recording, Vec<[u32; 2]>)> {
     let mut all = Vec::new();
     let last = follow(stream, steps, |news| match news {
         News::Output(text) => steps.say(text.trim_end_matches('\n')),
         News::Touches(touches) => all.extend(touches),
     });
     match last.await? {
-        Progress::Rehearsed(rehearsal) => Ok((*rehearsal, all)),
-        other => Err(foreign("rehearsed", &other)),
+        Progress::Recorded(recording) => Ok((*recording, all)),
+        other => Err(foreign("recorded", &other)),
     }
 }
 
@@ -83,16 +87,20 @@ fn foreign(expected: &'static str, got: &Progress) -> anyhow::Error {
     ClientError::Foreign { call, expected, got }.into()
 }
 
-/// What a long operation tells on the way that is not for [`Steps`].
+/// Reports of a long operation that [`Steps`] does not show.
 enum News {
-    /// Of a program in a guest.
+    /// Output of a program in a guest.
     Output(String),
-    /// Frames, and the microseconds after the run's begin at which they were first touched.
+    /// Touched frames, each with the microseconds from the run's start to the first touch.
     Touches(Vec<[u32; 2]>),
 }
 
-/// Shows what is reported on the way; gives the last line.
-async fn follow(mut stream: ProgressStream, steps: &Steps, mut hear: impl FnMut(News)) -> Result<Progress> {
+/// Shows the progress until the stream's last line, and returns that line.
+async fn follow(
+    mut stream: ProgressStream,
+    steps: &Steps,
+    mut hear: impl FnMut(News),
+) -> Result<Progress> {
     while let Some(progress) = stream.next().await? {
         match progress {
             Progress::Phase { label } => steps.begin(label),
@@ -103,7 +111,7 @@ async fn follow(mut stream: ProgressStream, steps: &Steps, mut hear: impl FnMut(
             last @ (Progress::Snapshot(_)
             | Progress::Verified(_)
             | Progress::Collected(_)
-            | Progress::Rehearsed(_)) => {
+            | Progress::Recorded(_)) => {
                 steps.end();
                 return Ok(last);
             }

@@ -1,14 +1,14 @@
-//! From pieces of an async stream to a blocking reader, and back.
+//! Adapters between async streams of pieces and blocking readers and writers.
 
 use bytes::Bytes;
 use dayfly_api::client::ByteStream;
 use std::io::{self, Read, Write};
 use tokio::sync::mpsc;
 
-/// Pieces that may be waiting between the two sides.
+/// Upper limit for the pieces that wait between the two sides.
 const WAITING: usize = 8;
 
-/// Reads pieces as one stream.
+/// A blocking reader of a stream's pieces.
 #[derive(Debug)]
 pub struct PieceReader {
     pieces: mpsc::Receiver<io::Result<Bytes>>,
@@ -29,18 +29,31 @@ impl Read for PieceReader {
     }
 }
 
-/// Gives a stream to a blocking reader; when the reader goes, so does the stream.
+/// Reads `stream` through a blocking reader. Dropping the reader drops the stream.
 #[must_use]
-pub fn pump(mut stream: ByteStream) -> PieceReader {
+pub fn pump(stream: ByteStream) -> PieceReader {
+    pump_until(stream, std::future::pending())
+}
+
+/// Like [`pump`]. When `stop` completes, the reader gets an error in place of the rest.
+#[must_use]
+pub fn pump_until(
+    mut stream: ByteStream,
+    stop: impl Future<Output = ()> + Send + 'static,
+) -> PieceReader {
     let (sender, pieces) = mpsc::channel(WAITING);
     tokio::spawn(async move {
+        let mut stop = std::pin::pin!(stop);
         loop {
-            let piece = match stream.next().await {
-                Ok(Some(piece)) => Ok(piece),
-                Ok(None) => return,
-                Err(e) => Err(io::Error::other(e)),
+            let next = tokio::select! {
+                // `stop` is polled first, because it must take effect from the first piece on.
+                biased;
+                () = &mut stop => Err(io::Error::other("interrupted")),
+                next = stream.next() => next.map_err(io::Error::other),
             };
-            if sender.send(piece).await.is_err() {
+            let Some(piece) = next.transpose() else { return };
+            let last = piece.is_err();
+            if sender.send(piece).await.is_err() || last {
                 return;
             }
         }
@@ -48,25 +61,26 @@ pub fn pump(mut stream: ByteStream) -> PieceReader {
     PieceReader { pieces, current: Bytes::new() }
 }
 
-/// Writes become pieces of a stream.
+/// A blocking writer whose writes become pieces of a stream.
 #[derive(Debug)]
 pub struct PieceWriter {
     pieces: mpsc::Sender<io::Result<Bytes>>,
 }
 
 impl PieceWriter {
-    /// A writer, and the stream that comes out of it.
+    /// Makes a writer and the stream of its pieces.
     pub fn new() -> (Self, impl futures::Stream<Item = io::Result<Bytes>> + Send + 'static) {
         let (pieces, mut receiver) = mpsc::channel(WAITING);
         (Self { pieces }, futures::stream::poll_fn(move |cx| receiver.poll_recv(cx)))
     }
 
-    /// Breaks the stream off with `error`, so that the other side keeps nothing of it.
+    /// Ends the stream with `error`, so that the peer keeps nothing of it.
     pub fn fail(&self, error: &io::Error) {
         let _ = self.pieces.blocking_send(Err(io::Error::new(error.kind(), error.to_string())));
     }
 
-    /// Another hand on the same stream, to [`PieceWriter::fail`] it once the first was given away.
+    /// A second writer to the same stream, which can call [`PieceWriter::fail`] after the first was
+    /// given away.
     #[must_use]
     pub fn handle(&self) -> Self {
         Self { pieces: self.pieces.clone() }

@@ -1,4 +1,4 @@
-//! The commands, one file each, in docker's grammar.
+//! The commands, one file each, with docker's command-line grammar.
 
 mod bake;
 mod colours;
@@ -16,7 +16,7 @@ mod machine;
 mod network;
 mod options;
 mod ps;
-mod rehearse;
+mod record;
 mod rm;
 mod run;
 mod signals;
@@ -30,24 +30,25 @@ use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;
 
-/// Bake a booted machine once; start copies of it in milliseconds.
+/// Bake a virtual machine once; start copies of it in milliseconds
 #[derive(Debug, Parser)]
 #[command(
     name = "dayfly",
     version,
     propagate_version = true,
-    after_help = "The daemon is found by itself: DAYFLY_HOST=unix:///path if it is set; else this host's own, where KVM can run \
-                  Linux; else one in the machine (dayfly machine). It is started when it does not run.\n\
-                  Exit codes: the program's own; 125: dayfly failed; 126: the program cannot be run; 127: it is not there; \
-                  128+n: signal n ended it."
+    after_help = "The daemon is found by itself: DAYFLY_HOST=unix:///path if it is set; else this \
+                  host's own, where KVM can run Linux; else one in the machine (dayfly machine). \
+                  It is started when it does not run.\n\
+                  Exit codes: the program's own; 125: dayfly failed; 126: the program cannot be \
+                  run; 127: it is not there; 128+n: signal n ended it."
 )]
 pub struct Args {
-    /// What to do.
+    /// The command to run.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// A command.
+/// The commands of `dayfly`.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Build, list, show and remove root disks
@@ -56,82 +57,88 @@ pub enum Command {
     /// Fetch, list and remove guest kernels
     #[command(subcommand)]
     Kernel(kernel::Command),
-    /// Boot an image, warm it up, and snapshot it
+    /// Boot an image, warm it up, and make a snapshot of it
     Bake(bake::Args),
     /// Clone a snapshot, run a program in it, and remove it
     Run(run::Args),
     /// Start a VM and leave it running; prints its id
     Create(create::Args),
-    /// Clone a VM that runs, with its memory and disk as they are now; prints the clones' ids
+    /// Clone a running VM, with its memory and disk as they are now; prints the clones' ids
     Fork(fork::Args),
-    /// Run a program in a VM that runs
+    /// Run a program in a running VM
     Exec(exec::Args),
-    /// Talk to a program that listens on a vsock port of a VM that runs
+    /// Connect to a vsock port of a running VM
     Connect(connect::Args),
     /// List VMs
     Ps(ps::Args),
-    /// Show what VMs hold of their memory; of one VM, by colour
+    /// Show the memory use of VMs; for one VM, by colour
     Stats(stats::Args),
-    /// Show what a VM wrote to its console
+    /// Show a VM's console, or the output of a detached program in the VM
     Logs(logs::Args),
     /// Copy files and folders between this host and a VM
     Cp(cp::Args),
     /// Stop the vCPUs of VMs
     Pause(signals::Pause),
-    /// Let the vCPUs of VMs go on
+    /// Resume the vCPUs of VMs
     Unpause(signals::Unpause),
-    /// End VMs without asking them
+    /// Kill VMs without a shutdown of the guest
     Kill(signals::Kill),
     /// Remove VMs
     Rm(rm::Args),
-    /// Snapshot a VM that runs
+    /// Make a snapshot of a running VM
     Snapshot(snapshot::Args),
     /// List and remove snapshots
     Snapshots(snapshots::Args),
-    /// Show what a snapshot's memory is used for, and draw it
+    /// Show what a snapshot's memory is used for, and draw a picture of it
     Colours(colours::Args),
-    /// Record which memory a run of a clone touches, and show how much of it was expected
-    Rehearse(rehearse::Args),
-    /// Show what the store holds, verify it, and remove what nothing needs
+    /// Record which memory a run of a clone touches, and compare it with the working set
+    Record(record::Args),
+    /// Show what the store holds, verify it, and remove unused data
     #[command(subcommand)]
     Store(store::Command),
     /// Show everything about a VM, a snapshot or an image, as JSON
     Inspect(inspect::Args),
-    /// Tell what this host can do, what is missing, and what was left over
+    /// Check what this host can do, what is missing, and what crashes left behind
     Doctor(doctor::Args),
-    /// The Linux host with KVM under QEMU, for hosts whose KVM cannot run Linux
+    /// Manage the Linux host under QEMU, for hosts whose KVM cannot run Linux
     #[command(subcommand)]
     Machine(machine::Command),
-    /// Print the completions of a shell
+    /// Print the completion script of a shell
     Completions {
-        /// Which shell
+        /// Name of the shell
         shell: clap_complete::Shell,
     },
     /// Show the versions of dayfly and of the daemon
     Version(version::Args),
-    /// Started by `dayfly machine start`: keeps the machine's processes
+    /// Started by `dayfly machine start`: supervises the machine's processes
     #[command(hide = true)]
     MachineSupervise(machine::Supervise),
 }
 
 impl Command {
-    /// Runs what must not have the runtime's threads; `None` for every other command.
+    /// Runs the commands that must not have the runtime's threads. Returns `None` for every other
+    /// command.
     #[must_use]
     pub fn before_runtime(&self) -> Option<ExitCode> {
         match self {
             Self::MachineSupervise(args) => Some(args.run()),
             Self::Completions { shell } => {
-                clap_complete::generate(*shell, &mut Args::command(), "dayfly", &mut std::io::stdout());
+                clap_complete::generate(
+                    *shell,
+                    &mut Args::command(),
+                    "dayfly",
+                    &mut std::io::stdout(),
+                );
                 Some(ExitCode::SUCCESS)
             }
             _ => None,
         }
     }
 
-    /// Runs the command; gives the exit code.
+    /// Runs the command and returns the exit code.
     ///
     /// # Errors
-    /// Whatever went wrong, for [`crate::failure::report`].
+    /// Any error, for [`crate::failure::report`].
     pub async fn run(self) -> Result<u8> {
         match self {
             Self::Image(command) => command.run().await,
@@ -153,7 +160,7 @@ impl Command {
             Self::Snapshot(args) => args.run().await.map(|()| 0),
             Self::Snapshots(args) => args.run().await,
             Self::Colours(args) => args.run().await.map(|()| 0),
-            Self::Rehearse(args) => args.run().await.map(|()| 0),
+            Self::Record(args) => args.run().await.map(|()| 0),
             Self::Store(command) => command.run().await,
             Self::Inspect(args) => args.run().await.map(|()| 0),
             Self::Doctor(args) => args.run().await,

@@ -1,11 +1,12 @@
-//! Finding a daemon: `DAYFLY_HOST`, this host's own, or the machine's; started where it does not run.
+//! Finds a daemon and starts it if it does not run: `DAYFLY_HOST`, this host's own daemon, or the
+//! machine's.
 //!
 //! ```text
 //! DAYFLY_HOST set? ──yes──▶ that socket, as it is
 //!      │ no
 //! KVM runs Linux here? ──yes──▶ this host's dayflyd ──not answering──▶ start it
 //!      │ no
-//!      └──────────────────────▶ the machine's dayflyd ──not answering──▶ make and start the machine
+//!      └──────────────────────▶ the machine's dayflyd ──not answering──▶ make and start it
 //! ```
 
 use crate::artefacts;
@@ -15,34 +16,35 @@ use anyhow::{Context, Result, bail};
 use dayfly_api::client::Client;
 use dayfly_api::types::Info;
 use dayfly_machine::{InitError, InitOptions, Machine, Reexec, Started, probe};
-use std::fs::File;
+use std::fs::{DirBuilder, File, Permissions};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a daemon may take to say what it is.
+/// How long a daemon may take to answer the request for its description.
 const ANSWER: Duration = Duration::from_secs(10);
-/// How long a daemon may take to start: it looks for the VMs of the one before it.
+/// How long a daemon may take to start: it adopts the VMs of an earlier daemon.
 const START: Duration = Duration::from_secs(60);
-/// Between two looks at a daemon that starts; it usually takes a few milliseconds.
+/// Interval of the checks for a starting daemon, which usually takes a few milliseconds.
 const LOOK_AGAIN: Duration = Duration::from_millis(3);
 
-/// Where the daemon is.
+/// The place of the daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Place {
-    /// Where `DAYFLY_HOST` says.
+    /// The socket in `DAYFLY_HOST`.
     Given(PathBuf),
-    /// On this host.
+    /// A daemon on this host, with its socket.
     Native(PathBuf),
-    /// In the machine, because of what KVM is here.
+    /// A daemon in the machine. The probe says why KVM of this host is not used.
     Machine(dayfly_machine::Probe),
 }
 
 /// Decides where the daemon is. Opens and starts nothing.
 ///
 /// # Errors
-/// When `DAYFLY_HOST` makes no sense.
+/// If `DAYFLY_HOST` is invalid.
 pub fn place() -> Result<Place> {
     if let Some(host) = std::env::var("DAYFLY_HOST").ok().filter(|h| !h.is_empty()) {
         return socket_of(&host).map(Place::Given);
@@ -55,12 +57,14 @@ pub fn place() -> Result<Place> {
     })
 }
 
-/// Folder of this host's daemon's socket, as the daemon itself decides it.
+/// The folder of this host's daemon's socket, by the daemon's own rule.
 fn run_folder() -> PathBuf {
-    std::env::var_os("DAYFLY_RUN").filter(|r| !r.is_empty()).map_or("/run/dayfly".into(), PathBuf::from)
+    std::env::var_os("DAYFLY_RUN")
+        .filter(|r| !r.is_empty())
+        .map_or("/run/dayfly".into(), PathBuf::from)
 }
 
-/// The socket in a `DAYFLY_HOST`.
+/// Parses the socket of a `DAYFLY_HOST`.
 fn socket_of(host: &str) -> Result<PathBuf> {
     match host.strip_prefix("unix://") {
         Some(path) if path.starts_with('/') => Ok(path.into()),
@@ -68,10 +72,10 @@ fn socket_of(host: &str) -> Result<PathBuf> {
     }
 }
 
-/// A daemon that answers, started if need be.
+/// Returns a client of a daemon that answers. Starts the daemon if necessary.
 ///
 /// # Errors
-/// When there is none and none can be started: says what is missing.
+/// If no daemon runs and none can be started, with what is missing.
 pub async fn client() -> Result<Client> {
     match place()? {
         Place::Given(socket) => Ok(Client::new(socket)),
@@ -88,13 +92,14 @@ pub async fn client() -> Result<Client> {
             }
             eprintln!("dayfly: {probe}; working through the machine (dayfly machine)");
             let steps = Steps::new();
-            let machine = tokio::task::spawn_blocking(move || start_machine(&home()?, &steps)).await??;
+            let machine =
+                tokio::task::spawn_blocking(move || start_machine(&home()?, &steps)).await??;
             Ok(Client::new(machine.api_socket()))
         }
     }
 }
 
-/// The daemon that answers now. Starts nothing.
+/// Returns a daemon that answers now. Starts nothing.
 pub async fn running() -> Option<(Client, Info)> {
     let socket = match place().ok()? {
         Place::Given(socket) | Place::Native(socket) => socket,
@@ -109,21 +114,29 @@ async fn answers(socket: &Path) -> Option<(Client, Info)> {
     Some((client, info))
 }
 
-/// Starts this host's daemon, detached, and waits for its first answer. Two at once do no harm: the daemon's lock lets one live.
+/// Starts this host's daemon, detached, and waits for its first answer. Two concurrent starts do no
+/// harm, because the daemon's lock lets only one run.
 async fn start_native(socket: &Path) -> Result<Client> {
     let daemon = program("dayflyd")?;
     let run = run_folder();
-    std::fs::create_dir_all(&run)
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o755)
+        .create(&run)
         .with_context(|| format!("{}: the daemon needs this folder; run as root", run.display()))?;
     let path = run.join("dayflyd.log");
-    let log = File::options().create(true).append(true).open(&path);
+    // The log names VMs and their owners' requests, so only its owner may read it, even if an older
+    // file had another mode.
+    let log = File::options().create(true).append(true).mode(0o600).open(&path);
     let log = log.with_context(|| format!("{}: run as root", path.display()))?;
+    log.set_permissions(Permissions::from_mode(0o600))
+        .with_context(|| format!("mode of {}", path.display()))?;
     let mut child = Command::new(&daemon)
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(log.try_clone().context("the daemon's log")?)
         .stderr(log)
-        // Ctrl-C at this terminal is not meant for it.
+        // Ctrl-C at this terminal must not reach the daemon.
         .process_group(0)
         .spawn()
         .with_context(|| daemon.display().to_string())?;
@@ -135,11 +148,15 @@ async fn start_native(socket: &Path) -> Result<Client> {
             return Ok(client);
         }
         if let Some(status) = child.try_wait().context("dayflyd")? {
-            // Another command's daemon may have been first.
+            // The daemon of another command may have started first.
             if let Some((client, _)) = answers(socket).await {
                 return Ok(client);
             }
-            bail!("dayflyd ended with {status}; its log: {}\n{}", path.display(), last_lines(&path));
+            bail!(
+                "dayflyd ended with {status}; its log: {}\n{}",
+                path.display(),
+                last_lines(&path)
+            );
         }
         if begun.elapsed() > START {
             bail!(
@@ -159,13 +176,14 @@ fn last_lines(path: &Path) -> String {
     lines[lines.len().saturating_sub(LINES)..].join("\n")
 }
 
-/// What a machine is made with unless the user says otherwise.
+/// The default options of a machine.
 ///
 /// # Errors
-/// When a program is missing, or the machine's kernel cannot be fetched.
+/// If a program is missing, or the machine's kernel cannot be fetched.
 pub fn machine_options(steps: &Steps) -> Result<InitOptions> {
     let init = program("dayfly-machine-init")?;
-    let (daemon, vmm, pager) = (program("dayflyd")?, program("dayfly-vmm")?, program("dayfly-pager")?);
+    let (daemon, vmm, pager) =
+        (program("dayflyd")?, program("dayfly-vmm")?, program("dayfly-pager")?);
     let cpus = std::thread::available_parallelism().map_or(2, |n| n.get().clamp(2, 8));
     let mut options = InitOptions::new(artefacts::machine_kernel(steps)?, init);
     options.cpus = u32::try_from(cpus).unwrap_or(2);
@@ -175,20 +193,59 @@ pub fn machine_options(steps: &Steps) -> Result<InitOptions> {
     Ok(options)
 }
 
-/// Makes the machine if there is none, and starts it if it does not run, or runs other programs than ours. Blocks.
+/// The options of a machine in which programs that do not exist any more are replaced by what
+/// `find` gives for their names; `None` if all exist. A machine's programs vanish with the checkout
+/// or the package that made it. Its initramfs still has them, but they are older than this client.
+fn with_present_programs(
+    options: &InitOptions,
+    find: impl Fn(&str) -> Result<PathBuf>,
+) -> Result<Option<InitOptions>> {
+    let mut renewed = options.clone();
+    let programs = [
+        (Some(&mut renewed.init_program), "dayfly-machine-init"),
+        (renewed.daemon.as_mut(), "dayflyd"),
+        (renewed.vmm.as_mut(), "dayfly-vmm"),
+        (renewed.pager.as_mut(), "dayfly-pager"),
+    ];
+    for (path, name) in programs {
+        if let Some(path) = path
+            && !path.exists()
+        {
+            *path = find(name)?;
+        }
+    }
+    Ok((renewed != *options).then_some(renewed))
+}
+
+/// Makes the machine if there is none. Starts it if it does not run, and restarts it if its
+/// programs differ from this installation's. This function blocks.
 ///
 /// # Errors
-/// When something it needs is missing, or it does not come up.
+/// If something that the machine needs is missing, or if it does not start.
 pub fn start_machine(home: &Path, steps: &Steps) -> Result<Machine> {
     let machine = match Machine::open(home) {
-        Ok(machine) => machine,
+        Ok(machine) => match with_present_programs(machine.options(), program)? {
+            None => machine,
+            Some(options) => {
+                steps.say(
+                    "dayfly: the programs that the machine was made with are gone; it gets those \
+                     of this installation",
+                );
+                Machine::init(home, &options, &mut |text| steps.begin(text))
+                    .context("renewing the machine's programs")?
+            }
+        },
         Err(InitError::None(_)) => {
             let options = machine_options(steps)?;
-            Machine::init(home, &options, &mut |text| steps.begin(text)).context("making the machine")?
+            Machine::init(home, &options, &mut |text| steps.begin(text))
+                .context("making the machine")?
         }
         Err(e) => return Err(e).context("the machine"),
     };
     let reexec = Reexec { program: program("dayfly")?, words: vec!["machine-supervise".into()] };
+    if let Some(notice) = machine.notice() {
+        steps.say(&format!("dayfly: {notice}"));
+    }
     steps.begin("starting the machine");
     if let Started::Fresh { replaced: Some(reason), .. } =
         machine.start(&reexec, &mut |text| steps.begin(text))?
@@ -202,6 +259,22 @@ pub fn start_machine(home: &Path, steps: &Steps) -> Result<Machine> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn programs_that_are_gone_are_replaced_and_others_stay() {
+        let here = tempfile::tempdir().expect("a folder");
+        let [kept, daemon] = ["init", "dayflyd"].map(|name| here.path().join(name));
+        std::fs::write(&kept, "").expect("a file");
+        let find = |name: &str| Ok(Path::new("/installed").join(name));
+        let mut options = InitOptions::new(PathBuf::new(), kept.clone());
+        assert_eq!(with_present_programs(&options, find).expect("options"), None);
+        options.daemon = Some(daemon.clone());
+        let renewed = with_present_programs(&options, find).expect("options").expect("new ones");
+        assert_eq!(renewed.daemon.as_deref(), Some(Path::new("/installed/dayflyd")));
+        assert_eq!((renewed.init_program, renewed.vmm), (kept, None));
+        std::fs::write(daemon, "").expect("a file");
+        assert_eq!(with_present_programs(&options, find).expect("options"), None);
+    }
 
     #[test]
     fn a_host_is_a_unix_socket() {

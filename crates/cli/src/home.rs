@@ -1,29 +1,33 @@
-//! Where the user's own files and the other programs are.
+//! Paths of the user's files and of other programs.
 
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 
-/// The user's folder: the machine, and what images and kernels are built from. `DAYFLY_HOME`, or `dayfly` in `XDG_DATA_HOME`, or
-/// `~/.local/share/dayfly`.
+/// The user's folder, which holds the machine and the sources of images and kernels. It is
+/// `DAYFLY_HOME`, or `dayfly` in `XDG_DATA_HOME`, or `~/.local/share/dayfly`.
 ///
 /// # Errors
-/// When none of them is known.
+/// If none of these variables is set.
 pub fn home() -> Result<PathBuf> {
     if let Some(home) = std::env::var_os("DAYFLY_HOME").filter(|h| !h.is_empty()) {
         let home = PathBuf::from(home);
-        return std::path::absolute(&home).with_context(|| format!("DAYFLY_HOME={}", home.display()));
+        return std::path::absolute(&home)
+            .with_context(|| format!("DAYFLY_HOME={}", home.display()));
     }
     let data = match std::env::var_os("XDG_DATA_HOME").filter(|d| !d.is_empty()) {
         Some(data) => PathBuf::from(data),
-        None => std::env::home_dir().context("no home folder: set DAYFLY_HOME")?.join(".local/share"),
+        None => {
+            std::env::home_dir().context("no home folder: set DAYFLY_HOME")?.join(".local/share")
+        }
     };
     Ok(data.join("dayfly"))
 }
 
-/// The path of a program of dayfly's: beside this one (or beside the `deps` folder that cargo puts tests in), or in a `PATH` folder.
+/// Finds a program of dayfly: beside this one (or beside the `deps` folder in which cargo places
+/// tests), or in a `PATH` folder.
 ///
 /// # Errors
-/// When it is nowhere.
+/// If the program is in none of these places.
 pub fn program(name: &str) -> Result<PathBuf> {
     let own = std::env::current_exe().context("the path of this program")?;
     let folder = own.parent().unwrap_or(Path::new("/"));
@@ -35,10 +39,14 @@ pub fn program(name: &str) -> Result<PathBuf> {
     bail!("{name}: not beside {} and not on PATH; `make build` builds all of them", own.display())
 }
 
-/// Where a program is on `PATH`; administrators' folders count too, which a user's `PATH` often lacks.
+/// Finds a program on `PATH`, and in administrators' folders, which a user's `PATH` often lacks.
 #[must_use]
 pub fn on_path(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let more = ["/usr/sbin", "/sbin", "/usr/local/sbin", "/usr/lib/qemu", "/usr/libexec"].map(PathBuf::from);
-    std::env::split_paths(&path).chain(more).map(|folder| folder.join(name)).find(|path| path.is_file())
+    let more = ["/usr/sbin", "/sbin", "/usr/local/sbin", "/usr/lib/qemu", "/usr/libexec"]
+        .map(PathBuf::from);
+    std::env::split_paths(&path)
+        .chain(more)
+        .map(|folder| folder.join(name))
+        .find(|path| path.is_file())
 }

@@ -1,11 +1,16 @@
 //! # cli
 //!
-//! The room for what people type and see: the commands of `dayfly` ([`commands`]), tables and JSON ([`output`]), progress
-//! ([`progress`]), terminals ([`session`]), and finding a daemon to talk to ([`connect`]).
+//! The command line: the commands of `dayfly` ([`commands`]), tables and JSON ([`output`]),
+//! progress ([`progress`]), terminals ([`session`]), and finding a daemon ([`connect`]).
 //!
-//! What may not enter: anything that a program could not do with the typed client and the libraries of `image` and `machine`.
+//! This crate does nothing that a program could not do with the typed client and the crates `image`
+//! and `machine`.
 //!
-//! Results go to standard output, everything else to standard error. Exit codes are docker's ([`failure`]).
+//! Text that a guest, an image or the daemon wrote is escaped before a person sees it ([`output`],
+//! [`failure`]). A program's output on a terminal is filtered ([`terminal_text`]).
+//!
+//! Results go to standard output, everything else to standard error. Exit codes are docker's
+//! ([`failure`]).
 
 pub mod artefacts;
 mod bridge;
@@ -17,37 +22,46 @@ pub mod output;
 pub mod progress;
 pub mod session;
 mod tarball;
+pub mod terminal_text;
 
 use clap::Parser;
 use std::process::ExitCode;
 
-/// Runs the program: reads the arguments, runs the command, says what went wrong.
+/// Runs the program: parses the arguments, runs the command, and reports errors.
 #[must_use]
 pub fn main() -> ExitCode {
     let args = match commands::Args::try_parse() {
         Ok(args) => args,
         Err(e) => {
-            // Help and version are asked for (standard output, 0); anything else is a mistake (standard error, docker's 125).
+            // Help and version are requested output (standard output, 0). Anything else is a usage
+            // error (standard error, docker's 125).
             let _ = e.print();
-            return if e.use_stderr() { ExitCode::from(failure::DAYFLY) } else { ExitCode::SUCCESS };
+            return if e.use_stderr() {
+                ExitCode::from(failure::DAYFLY)
+            } else {
+                ExitCode::SUCCESS
+            };
         }
     };
-    // The supervisor forks and outlives everything: it must start without the runtime's threads.
+    // The supervisor forks and outlives this process, so it must start without the runtime's
+    // threads.
     if let Some(code) = args.command.before_runtime() {
         return code;
     }
-    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(e) => {
-            eprintln!("dayfly: no threads for the runtime: {e}");
-            return ExitCode::from(failure::DAYFLY);
-        }
-    };
+    let runtime =
+        match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
+            Ok(runtime) => runtime,
+            Err(e) => {
+                eprintln!("dayfly: no threads for the runtime: {e}");
+                return ExitCode::from(failure::DAYFLY);
+            }
+        };
     let code = match runtime.block_on(args.command.run()) {
         Ok(code) => code,
         Err(e) => failure::report(&e),
     };
-    // A thread may still sit in a read of standard input; nothing is to be waited for.
+    // A thread may still block in a read of standard input, so this process does not wait for the
+    // runtime's threads.
     runtime.shutdown_background();
     ExitCode::from(code)
 }

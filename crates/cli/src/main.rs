@@ -1,4 +1,4 @@
-//! The `dayfly` program; everything is in the library beside it.
+//! The `dayfly` program; its code is in the library `dayfly_cli`.
 
 fn main() -> std::process::ExitCode {
     dayfly_cli::main()

@@ -1,70 +1,79 @@
 //! Tables for people, JSON for programs, names for scripts.
+//!
+//! Labels, names, versions and messages may come from a guest, an image or an archive. So this
+//! module writes no control characters except newline and tab. Cells and names are escaped; JSON
+//! uses its own `\u001b`.
 
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 use comfy_table::{Table, presets};
+use dayfly_units::text::{SHORT, escaped, is_unsafe};
 use serde::Serialize;
+use std::fmt::Write as _;
 use std::io::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// How a listing is written.
+/// The format of a list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum Format {
-    /// Columns.
+    /// A table with columns
     #[default]
     Table,
-    /// One JSON object a line.
+    /// JSON, one object per line
     Json,
 }
 
-/// The option of what has no names to list.
+/// The format option of commands whose output has no names to list.
 #[derive(Debug, Clone, Copy, Default, Args)]
 pub struct FormatArgs {
-    /// For people, or as JSON
+    /// Format of the output
     #[arg(long, value_enum, default_value_t)]
     pub format: Format,
 }
 
-/// The options that every listing has.
+/// The options of every list.
 #[derive(Debug, Clone, Copy, Default, Args)]
 pub struct ListArgs {
-    /// Columns for people, or one JSON object a line
+    /// Format of the list
     #[arg(long, value_enum, default_value_t)]
     pub format: Format,
-    /// Only ids or names
+    /// Print only ids or names
     #[arg(short, long)]
     pub quiet: bool,
 }
 
-/// Writes a text to standard output.
+/// Writes a text of several lines to standard output. Control characters except newline and tab are
+/// escaped.
 ///
 /// # Errors
-/// When nobody reads it any more, or its disk is full.
+/// If the reader has closed standard output, or its disk is full.
 pub fn emit(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("standard output")
+    write!(out, "{}", escaped(text, usize::MAX).keep_lines())
+        .and_then(|()| out.flush())
+        .context("standard output")
 }
 
-/// Writes a line to standard output.
+/// Writes one line to standard output. Every control character in it is escaped.
 ///
 /// # Errors
-/// As [`emit`].
+/// As for [`emit`].
 pub fn line(text: impl std::fmt::Display) -> Result<()> {
-    emit(&format!("{text}\n"))
+    emit(&format!("{}\n", escaped(&text.to_string(), usize::MAX)))
 }
 
 /// Writes one value as indented JSON.
 ///
 /// # Errors
-/// As [`emit`].
+/// As for [`emit`].
 pub fn json(value: &impl Serialize) -> Result<()> {
-    line(serde_json::to_string_pretty(value)?)
+    emit(&(safe_json(&serde_json::to_string_pretty(value)?) + "\n"))
 }
 
-/// Writes a listing as `args` say: `key` names an item, `row` gives its columns.
+/// Writes a list in the format of `args`. `key` returns an item's name, and `row` its columns.
 ///
 /// # Errors
-/// As [`emit`].
+/// As for [`emit`].
 pub fn list<T: Serialize, const N: usize>(
     args: ListArgs,
     items: &[T],
@@ -74,10 +83,10 @@ pub fn list<T: Serialize, const N: usize>(
 ) -> Result<()> {
     let mut text = String::new();
     if args.quiet {
-        items.iter().for_each(|item| text += &(key(item) + "\n"));
+        items.iter().for_each(|item| text += &(cell(key(item)) + "\n"));
     } else if args.format == Format::Json {
         for item in items {
-            text += &(serde_json::to_string(item)? + "\n");
+            text += &json_line(item)?;
         }
     } else {
         text = table(header, items.iter().map(row));
@@ -85,12 +94,50 @@ pub fn list<T: Serialize, const N: usize>(
     emit(&text)
 }
 
-/// Columns, docker's way: no lines, three spaces between.
-pub fn table<const N: usize>(header: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
+/// One value as a line of JSON, including the newline.
+///
+/// # Errors
+/// If the value cannot be encoded as JSON.
+pub fn json_line(value: &impl Serialize) -> Result<String> {
+    Ok(safe_json(&serde_json::to_string(value)?) + "\n")
+}
+
+/// Escapes all characters of a JSON text that a terminal acts on. serde_json escapes only those
+/// below U+0020. Characters outside ASCII are always inside a string, where a `\u` escape has the
+/// same meaning.
+fn safe_json(json: &str) -> String {
+    let mut safe = String::with_capacity(json.len());
+    for character in json.chars() {
+        if character != '\n' && is_unsafe(character) {
+            for unit in character.encode_utf16(&mut [0; 2]) {
+                // Writing to a String cannot fail.
+                let _ = write!(safe, "\\u{unit:04x}");
+            }
+        } else {
+            safe.push(character);
+        }
+    }
+    safe
+}
+
+/// The text of a table cell or of a line with one name.
+fn cell(text: String) -> String {
+    if text.len() <= SHORT && !text.contains(is_unsafe) {
+        text
+    } else {
+        escaped(&text, SHORT).to_string()
+    }
+}
+
+/// A table in docker's style: no lines, three spaces between columns.
+pub fn table<const N: usize>(
+    header: [&str; N],
+    rows: impl IntoIterator<Item = [String; N]>,
+) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(header);
     rows.into_iter().for_each(|row| {
-        table.add_row(row);
+        table.add_row(row.map(cell));
     });
     for column in table.column_iter_mut() {
         column.set_padding((0, 3));
@@ -98,7 +145,7 @@ pub fn table<const N: usize>(header: [&str; N], rows: impl IntoIterator<Item = [
     table.lines().map(|line| format!("{}\n", line.trim_end())).collect()
 }
 
-/// How long ago a time of day was, in its largest unit.
+/// The time since `unix_ms`, in its largest unit.
 #[must_use]
 pub fn ago(unix_ms: u64) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -119,12 +166,42 @@ mod tests {
     #[test]
     fn columns_align_without_lines_or_trailing_blanks() {
         let rows = [["a".into(), "long value".into()], ["longer name".into(), String::new()]];
-        assert_eq!(table(["NAME", "X"], rows), "NAME          X\na             long value\nlonger name\n");
+        assert_eq!(
+            table(["NAME", "X"], rows),
+            "NAME          X\na             long value\nlonger name\n"
+        );
     }
 
     #[test]
-    fn times_are_told_in_their_largest_unit() {
-        let now = u64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis());
+    fn a_cell_neither_forges_a_row_nor_reaches_a_terminal_as_it_is() {
+        let rows = [
+            ["a\nforged".into(), "\x1b]52;c;x\x07 \u{9b}2J \u{202e}".into()],
+            ["b".into(), "x".repeat(9999)],
+        ];
+        let text = table(["NAME", "X"], rows);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.len(), 3, "{text}");
+        assert!(
+            lines[1].contains(r"a\nforged")
+                && lines[1].contains(r"\x1b]52;c;x\x07 \u{9b}2J \u{202e}"),
+            "{text}"
+        );
+        assert!(lines[2].chars().count() < 300, "{text}");
+    }
+
+    #[test]
+    fn json_has_no_control_character_and_means_the_same() {
+        let label = "\x1b]0;x\x07\u{7f}\u{9b}\u{202e}\u{e0041} caf\u{e9}\n";
+        let line = json_line(&[label]).unwrap();
+        assert!(line.ends_with("]\n") && !line.trim_end().contains(is_unsafe), "{line:?}");
+        assert_eq!(serde_json::from_str::<[String; 1]>(&line).unwrap(), [label]);
+    }
+
+    #[test]
+    fn times_are_shown_in_their_largest_unit() {
+        let now = u64::try_from(
+            SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis(),
+        );
         let now = now.expect("a time of this age");
         assert_eq!(ago(now - 61_000), "1 minute ago");
         assert_eq!(ago(now - 7_200_000), "2 hours ago");

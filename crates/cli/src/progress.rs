@@ -1,21 +1,24 @@
-//! What is being done, shown once it takes longer than a second: a spinner or bar on a terminal, plain lines elsewhere.
+//! Shows a step that takes longer than a second: a spinner or bar on a terminal, plain lines
+//! elsewhere.
 
-use dayfly_units::Bytes;
+use crate::terminal_text::Filter;
+use dayfly_units::{Bytes, sync::lock, text::escaped};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// A step shorter than this is not shown.
+/// A shorter step is not shown.
 const SHOWN_AFTER: Duration = Duration::from_secs(1);
-/// Without a terminal, a step that goes on says so this often.
+/// Without a terminal, a long step is printed again at this interval.
 const AGAIN_AFTER: Duration = Duration::from_secs(15);
 const TICK: Duration = Duration::from_millis(100);
-/// A step whose end is known, in indicatif's words.
+/// indicatif's template for a step with a known total.
 const BAR: &str = "{spinner} [{bar:24}] {msg}";
 
-/// The steps of a command, one at a time. Dropping it ends the last one and clears its spinner.
+/// The steps of a command, one at a time. Dropping the value ends the last step and clears its
+/// spinner.
 #[derive(Debug)]
 pub struct Steps {
     shared: Arc<Shared>,
@@ -39,9 +42,9 @@ struct State {
 struct Step {
     label: String,
     began: Instant,
-    /// Bytes so far, and in all where that is known.
+    /// Bytes done, and bytes in total (0 if unknown); `None` without a report.
     bytes: Option<(u64, u64)>,
-    /// Shown last, or not yet.
+    /// Time of the last display; `None` before the first.
     shown: Option<Instant>,
     bar: Option<ProgressBar>,
 }
@@ -53,18 +56,19 @@ impl Default for Steps {
 }
 
 impl Steps {
-    /// Nothing is being done yet.
+    /// Makes a display without a step.
     #[must_use]
     pub fn new() -> Self {
         let terminal = std::io::stderr().is_terminal();
         let shared = Arc::new(Shared { state: Mutex::default(), woken: Condvar::new(), terminal });
         let ticking = Arc::clone(&shared);
-        let ticker = std::thread::Builder::new().name("progress".into()).spawn(move || ticking.tick());
-        // Without a thread nothing is shown: no reason to fail.
+        let ticker =
+            std::thread::Builder::new().name("progress".into()).spawn(move || ticking.tick());
+        // Without the thread nothing is shown, which is no reason to fail.
         Self { shared, ticker: ticker.ok() }
     }
 
-    /// A step begins; the one before it has ended.
+    /// Begins a step and ends the previous one.
     pub fn begin(&self, label: impl Into<String>) {
         let mut state = self.shared.lock();
         self.shared.end(&mut state);
@@ -72,15 +76,17 @@ impl Steps {
         state.step = Some(Step { label, began, bytes: None, shown: None, bar: None });
     }
 
-    /// How far the step is, in bytes; a total of 0 is not known.
+    /// Reports the step's progress in bytes. A `total` of 0 means that the total is unknown.
     pub fn bytes(&self, done: u64, total: u64) {
         if let Some(step) = &mut self.shared.lock().step {
             step.bytes = Some((done, total));
         }
     }
 
-    /// A line for people, above the spinner.
+    /// Prints a line above the spinner. The text may come from a program in a guest, so it is
+    /// filtered.
     pub fn say(&self, text: &str) {
+        let text = filtered(text);
         let state = self.shared.lock();
         match state.step.as_ref().and_then(|s| s.bar.as_ref()) {
             Some(bar) => bar.suspend(|| eprintln!("{text}")),
@@ -88,7 +94,7 @@ impl Steps {
         }
     }
 
-    /// The step has ended.
+    /// Ends the step.
     pub fn end(&self) {
         let mut state = self.shared.lock();
         self.shared.end(&mut state);
@@ -110,8 +116,8 @@ impl Drop for Steps {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // What is shown is no invariant worth dying for.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        // A poisoned lock only affects the display, so the poison is ignored.
+        lock(&self.state)
     }
 
     fn tick(&self) {
@@ -142,8 +148,9 @@ impl Step {
             return;
         }
         let text = format!("{}{} ({})", self.label, self.share(), seconds(self.began.elapsed()));
-        let bar =
-            self.bar.get_or_insert_with(|| ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr()));
+        let bar = self.bar.get_or_insert_with(|| {
+            ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr())
+        });
         match self.bytes {
             Some((done, total)) if total > 0 => {
                 if bar.length() != Some(total) {
@@ -188,15 +195,27 @@ fn bar_style() -> ProgressStyle {
     style.map_or_else(|_| ProgressStyle::default_spinner(), |style| style.progress_chars("=> "))
 }
 
-/// A label's first line, and not more of it than fits beside the figures; a warm-up's whole text can be in one.
+/// The first line of a label, cut to fit beside the figures. A label may contain the whole text of
+/// a warm-up.
 fn one_line(label: &str) -> String {
     const LONGEST: usize = 90;
     let line = label.lines().next().unwrap_or_default();
-    let short: String = line.chars().filter(|c| !c.is_control()).take(LONGEST).collect();
-    if short.len() < label.len() { format!("{} ...", short.trim_end()) } else { short }
+    // A longer text is cut below.
+    let shown = escaped(line, LONGEST + 1).to_string();
+    let short: String = shown.chars().take(LONGEST).collect();
+    let whole = line.len() == label.len() && short.len() == shown.len();
+    if whole { short } else { format!("{} ...", short.trim_end()) }
 }
 
-/// A duration as people read it: `1.3 s`, `2 min 5 s`.
+/// A piece of a program's output, filtered for a terminal.
+fn filtered(text: &str) -> String {
+    let mut filter = Filter::default();
+    let mut shown = filter.piece(text.as_bytes());
+    shown.extend(filter.end());
+    String::from_utf8_lossy(&shown).into_owned()
+}
+
+/// Formats a duration for people: `1.3 s`, `2 min 5 s`.
 #[must_use]
 pub fn seconds(duration: Duration) -> String {
     match duration.as_secs() {
@@ -214,10 +233,11 @@ mod tests {
         assert_eq!(one_line("booting"), "booting");
         assert_eq!(one_line("warming up: sh -c set -e\nmkfifo"), "warming up: sh -c set -e ...");
         assert_eq!(one_line(&"x".repeat(200)).chars().count(), 94);
-        assert_eq!(one_line("a\u{1b}[2Jb"), "a[2Jb ...");
+        assert_eq!(one_line("a\u{1b}[2Jb\u{202e}"), r"a\x1b[2Jb\u{202e}");
+        assert_eq!(filtered("ok \u{1b}]52;c;x\u{7}\u{9b}2J"), r"ok \x1b]52;c;x\x07\u{9b}2J");
     }
 
-    /// A step that has lasted 2 s, drawn where nobody sees it.
+    /// A step that has lasted 2 s, drawn to a hidden target.
     fn drawn(bytes: Option<(u64, u64)>) -> ProgressBar {
         let hidden = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         let mut step = Step {
@@ -237,7 +257,9 @@ mod tests {
         assert_eq!((bar.position(), bar.length()), (512 << 20, Some(1 << 30)));
         assert!(bar.message().starts_with("reading 512.0 MiB of 1.0 GiB (2."), "{}", bar.message());
         assert_eq!(drawn(Some((9, 5))).position(), 5, "an estimate that was too low");
-        for (bytes, text) in [(Some((512 << 20, 0)), "reading 512.0 MiB (2."), (None, "reading (2.")] {
+        for (bytes, text) in
+            [(Some((512 << 20, 0)), "reading 512.0 MiB (2."), (None, "reading (2.")]
+        {
             let bar = drawn(bytes);
             assert_eq!(bar.length(), None);
             assert!(bar.message().starts_with(text), "{}", bar.message());

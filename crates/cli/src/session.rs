@@ -1,4 +1,4 @@
-//! A person or a pipe on one side, a program in a guest on the other.
+//! Connects the user's terminal or pipe with a program in a guest.
 //!
 //! ```text
 //! stdin thread ──▶ ┐
@@ -7,20 +7,21 @@
 //! stdout, stderr ◀── this task ◀───── connection ◀── program
 //! ```
 //!
-//! Both directions go on by themselves: a program that reads nothing while it writes much stops neither.
+//! The two directions are independent: a program that writes much and reads nothing blocks neither.
 
 mod terminal;
 
 pub use terminal::{RawTerminal, window_size};
 
 use crate::failure;
+use crate::terminal_text::Stranger;
 use anyhow::{Context, Result};
 use dayfly_api::client::{Exec, ExecEvent, ExecInput, ExecOutput};
-use std::io::{Read, Write};
+use std::io::Read;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
-/// Signals that the program gets in our place.
+/// Signals that are forwarded to the program.
 const FORWARDED: [SignalKind; 6] = [
     SignalKind::hangup(),
     SignalKind::interrupt(),
@@ -29,17 +30,20 @@ const FORWARDED: [SignalKind; 6] = [
     SignalKind::user_defined1(),
     SignalKind::user_defined2(),
 ];
-/// So many signals that ask for an end, and we end without the program.
-const PATIENCE: u32 = 3;
+/// Number of SIGINT and SIGTERM signals after which dayfly ends without the program.
+const FORCED_END_SIGNALS: u32 = 3;
 const STDIN_PIECE_BYTES: usize = 64 << 10;
 
-/// What the user is to the program.
+/// How the user is attached to the program.
 #[derive(Debug, Clone, Copy)]
 pub struct Attach {
-    /// Our standard input goes to it.
+    /// Whether the program gets this process's standard input.
     pub stdin: bool,
-    /// It has a pseudo-terminal, and our terminal is raw.
+    /// Whether the program has a pseudo-terminal; the user's terminal is then in raw mode.
     pub terminal: bool,
+    /// Whether a terminal gets the program's output unfiltered. Otherwise [`Stranger`] filters it.
+    /// A pipe or file always gets the bytes unchanged.
+    pub raw: bool,
 }
 
 enum Control {
@@ -47,18 +51,23 @@ enum Control {
     Resize,
 }
 
-/// Connects the user with the program until it ends; gives the exit code for it. The terminal is as before afterwards.
+/// Connects the user with the program until the program ends. Returns the exit code. The terminal
+/// is restored afterwards.
 ///
 /// # Errors
-/// When the connection breaks, or our standard output is closed.
+/// If the connection breaks, or if standard output is closed.
 pub async fn attach(exec: Exec, how: Attach) -> Result<u8> {
     let (control_in, control) = mpsc::channel(16);
     let forced = forward_signals(control_in, how.terminal)?;
-    let raw = if how.terminal && how.stdin { RawTerminal::enter().context("the terminal")? } else { None };
+    let raw = if how.terminal && how.stdin {
+        RawTerminal::enter().context("the terminal")?
+    } else {
+        None
+    };
     let stdin = how.stdin.then(read_stdin).transpose().context("standard input")?;
     let writer = tokio::spawn(write_input(exec.input, stdin, control, how.terminal));
     let result = tokio::select! {
-        result = copy_output(exec.output) => result,
+        result = copy_output(exec.output, how.raw) => result,
         Ok(code) = forced => Ok(code),
     };
     writer.abort();
@@ -66,7 +75,8 @@ pub async fn attach(exec: Exec, how: Attach) -> Result<u8> {
     result
 }
 
-/// Hands signals on; after [`PATIENCE`] that asked for an end, the receiver gets our exit code.
+/// Forwards signals to the program. After [`FORCED_END_SIGNALS`] signals that ask for an end, the
+/// receiver gets dayfly's exit code.
 fn forward_signals(
     control: mpsc::Sender<Control>,
     terminal: bool,
@@ -76,7 +86,8 @@ fn forward_signals(
     let mut signals: Vec<(i32, Signal)> = Vec::new();
     for kind in FORWARDED {
         let number = kind.as_raw_value();
-        // What our parent made us ignore (nohup, a shell's background job) stays ignored.
+        // Signals that the parent process made this process ignore (nohup, a
+        // background job) stay ignored.
         if ignored & (1 << (number - 1)) == 0 {
             signals.push((number, signal(kind).context("signals")?));
         }
@@ -103,20 +114,22 @@ fn forward_signals(
                 {
                     asked += 1;
                 }
-                if asked >= PATIENCE {
+                if asked >= FORCED_END_SIGNALS {
                     let code = u8::try_from(number).unwrap_or_default();
                     let _ = forced_in.send(failure::SIGNAL + code);
                     return;
                 }
             }
-            // Full only when the connection stands still, and then the signal has nowhere to go.
+            // The channel is full only if the connection is stalled, and then the signal cannot be
+            // delivered.
             let _ = control.try_send(message);
         }
     });
     Ok(forced)
 }
 
-/// Reads standard input on a thread of its own, which nobody waits for: a read of a terminal cannot be called off.
+/// Reads standard input on a separate thread, which is never joined, because a read of a terminal
+/// cannot be cancelled.
 pub(crate) fn read_stdin() -> std::io::Result<mpsc::Receiver<Vec<u8>>> {
     let (pieces, receiver) = mpsc::channel(4);
     std::thread::Builder::new().name("stdin".into()).spawn(move || {
@@ -125,7 +138,8 @@ pub(crate) fn read_stdin() -> std::io::Result<mpsc::Receiver<Vec<u8>>> {
         loop {
             match stdin.read(&mut buffer) {
                 Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
-                // A terminal that is gone reads as an error: for the program, that is the end of its input.
+                // A read of a terminal that is gone fails; for the program, that is the end of its
+                // input.
                 Ok(0) | Err(_) => return,
                 Ok(got) => {
                     if pieces.blocking_send(buffer[..got].to_vec()).is_err() {
@@ -138,7 +152,8 @@ pub(crate) fn read_stdin() -> std::io::Result<mpsc::Receiver<Vec<u8>>> {
     Ok(receiver)
 }
 
-/// Ends when the connection does: its reading side tells why.
+/// Writes input and control messages until the connection ends. The error needs no report, because
+/// the reading side reports the cause.
 async fn write_input(
     mut input: ExecInput,
     mut stdin: Option<mpsc::Receiver<Vec<u8>>>,
@@ -146,7 +161,7 @@ async fn write_input(
     terminal: bool,
 ) -> std::io::Result<()> {
     if terminal && let Some(size) = window_size() {
-        // It may have changed while the VM started.
+        // The size may have changed while the VM started.
         input.resize(size).await?;
     }
     loop {
@@ -176,29 +191,43 @@ async fn write_input(
     }
 }
 
-async fn copy_output(mut output: ExecOutput) -> Result<u8> {
+/// Writes the program's output to standard output and standard error. Returns the exit code.
+async fn copy_output(output: ExecOutput, raw: bool) -> Result<u8> {
+    let mut streams =
+        Some((Stranger::new(std::io::stdout(), raw), Stranger::new(std::io::stderr(), raw)));
+    let result = copy_pieces(output, &mut streams).await;
+    if let Some((out, err)) = &mut streams {
+        // A colour that is still on must be reset, whatever the end was.
+        let _ = out.end().and(err.end());
+    }
+    result
+}
+
+type Streams = (Stranger<std::io::Stdout>, Stranger<std::io::Stderr>);
+
+async fn copy_pieces(mut output: ExecOutput, streams: &mut Option<Streams>) -> Result<u8> {
     loop {
         let (bytes, error) = match output.next().await? {
             ExecEvent::Stdout(bytes) => (bytes, false),
             ExecEvent::Stderr(bytes) => (bytes, true),
             ExecEvent::Exit(exit) => {
                 if exit.timed_out {
-                    eprintln!("dayfly: the program ran longer than --timeout allows and was killed");
+                    eprintln!(
+                        "dayfly: the program ran longer than --timeout allows and was killed"
+                    );
                 }
                 return Ok(failure::code_of(exit));
             }
         };
-        // A slow reader of ours must not stop signals from being handed on.
-        tokio::task::spawn_blocking(move || {
-            if error {
-                std::io::stderr().lock().write_all(&bytes)
-            } else {
-                let mut out = std::io::stdout().lock();
-                out.write_all(&bytes).and_then(|()| out.flush())
-            }
-        })
-        .await
-        .context("writing the program's output")?
-        .context("standard output")?;
+        let Some((mut out, mut err)) = streams.take() else { return Ok(failure::DAYFLY) };
+        // The write is in a blocking task, so that a slow reader of standard output does not stop
+        // the forwarding of signals.
+        let written = tokio::task::spawn_blocking(move || {
+            let done = if error { err.write(&bytes) } else { out.write(&bytes) };
+            (out, err, done)
+        });
+        let (out, err, done) = written.await.context("writing the program's output")?;
+        *streams = Some((out, err));
+        done.context("standard output")?;
     }
 }

@@ -1,54 +1,58 @@
-//! What all of the daemon shares.
+//! The services of one daemon, in one struct that all operations share.
 
-use crate::config::Config;
-use crate::depot::Depot;
-use crate::metrics::Metrics;
+use crate::base::config::Config;
+use crate::base::metrics::Metrics;
 use crate::net::Networks;
-use crate::upkeep::Turns;
-use crate::vm::berth::Berths;
+use crate::templates::cache::TemplateCache;
+use crate::vm::Vm;
 use crate::vm::budget::Budget;
-use crate::vm::pool::Pool;
+use crate::vm::record::addresses;
 use crate::vm::registry::Registry;
-use crate::vm::zygotes::Zygotes;
+use crate::vmm::launch::Launcher;
+use crate::vmm::pool::Pool;
 use dayfly_host::numa::Node;
 use dayfly_host::reaper::Reapers;
 use std::sync::Arc;
-use tokio::sync::Semaphore;
+use tokio::net::UnixListener;
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::{Mutex, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-/// The daemon.
+/// One daemon: a field for each service.
 #[derive(Debug)]
 pub struct Daemon {
-    /// Where things are, and how long they may take.
+    /// Paths, limits and deadlines.
     pub config: Config,
-    /// Which VMs there are.
+    /// All VMs, by id and by name.
     pub registry: Registry,
-    /// The host's memory nodes; a VM's [`Seat`](crate::vm::registry::Seat) says by place which is its own.
+    /// The host's memory nodes; [`VmSlot::node`](crate::model::vm_slot::VmSlot::node) is an index
+    /// into this list.
     pub nodes: Vec<Node>,
-    /// How much memory VMs may have.
+    /// Memory that VMs may have, by node.
     pub budget: Arc<Budget>,
-    /// What frees their memory.
+    /// Threads that free the memory of ended VMs.
     pub reapers: Reapers,
-    /// What VMMs are forked from.
-    pub zygotes: Zygotes,
-    /// What VMMs have of the host's files, ahead of them.
-    pub berths: Berths,
-    /// Turns to make VMMs that somebody waits for: two for each CPU.
+    /// Starts VMMs.
+    pub launcher: Arc<Launcher>,
+    /// Takes a VM and its guest request socket, on which the guest asks for forks of itself.
+    /// Unbounded, but at most one entry for each VM.
+    self_forks: UnboundedSender<(Arc<Vm>, UnixListener)>,
+    /// Limits the VMMs that are made at once for waiting requests: two for each CPU.
     pub makers: Arc<Semaphore>,
-    /// Their network.
+    /// Addresses, taps and names of VMs.
     pub networks: Networks,
-    /// What is made ahead of demand.
+    /// Warm VMMs and warm clones, made ahead of demand.
     pub pool: Arc<Pool>,
-    /// What is counted and timed.
+    /// Counters and histograms for `/metrics`.
     pub metrics: Metrics,
-    /// Images, kernels, snapshots, layers.
-    pub depot: Depot,
-    /// Whose turn it is to search all of it, and to collect.
-    pub turns: Turns,
-    /// Undoing: the daemon waits for it before it ends.
+    /// Images, kernels, snapshots and layers of the store; open templates.
+    pub templates: TemplateCache,
+    /// Locks that serialise `verify` and `gc` of the store.
+    pub maintenance: MaintenanceLocks,
+    /// Roll-backs in progress; the daemon waits for them before it ends.
     pub undo: TaskTracker,
-    /// The daemon was asked to stop: long operations undo themselves.
+    /// Cancelled when the daemon is asked to stop; long operations then undo themselves.
     pub stop: CancellationToken,
 }
 
@@ -57,27 +61,55 @@ fn cpus() -> usize {
 }
 
 impl Daemon {
-    /// A daemon that knows no VM.
+    /// A daemon without VMs.
     ///
     /// # Errors
-    /// The host gives no threads.
-    pub fn new(config: Config, depot: Depot, nodes: Vec<Node>) -> std::io::Result<Self> {
+    /// The host cannot start the threads of [`Reapers`].
+    pub fn new(
+        config: Config,
+        templates: TemplateCache,
+        nodes: Vec<Node>,
+        self_forks: UnboundedSender<(Arc<Vm>, UnixListener)>,
+    ) -> std::io::Result<Self> {
         Ok(Self {
             reapers: Reapers::new(&nodes)?,
-            registry: Registry::default(),
+            registry: Registry::new(config.first_uid),
             budget: Arc::new(Budget::new(&nodes, config.overcommit)),
             makers: Arc::new(Semaphore::new(2 * cpus())),
-            berths: Berths::new(&config),
-            zygotes: Zygotes::new(&config, &nodes),
-            networks: Networks::new(&config),
+            launcher: Arc::new(Launcher::new(&config, templates.store().clone(), &nodes)),
+            self_forks,
+            networks: Networks::new(&config, &addresses(&config)),
             nodes,
             pool: Arc::new(Pool::new(config.pool)),
             config,
             metrics: Metrics::default(),
-            depot,
-            turns: Turns::default(),
+            templates,
+            maintenance: MaintenanceLocks::default(),
             undo: TaskTracker::new(),
             stop: CancellationToken::new(),
         })
+    }
+
+    /// Has the requests of a guest to fork itself served on `listener`.
+    pub fn serve_self_forks(&self, vm: Arc<Vm>, listener: UnixListener) {
+        let id = vm.id;
+        if self.self_forks.send((vm, listener)).is_err() && !self.stop.is_cancelled() {
+            tracing::error!(vm = %id, "cannot fork itself: the task that serves it has ended");
+        }
+    }
+}
+
+/// Locks of store maintenance: at most one `verify` and one `gc` run at a time.
+#[derive(Debug, Default)]
+pub struct MaintenanceLocks {
+    pub(crate) verify: Mutex<()>,
+    pub(crate) gc: Mutex<()>,
+}
+
+#[cfg(test)]
+impl MaintenanceLocks {
+    /// Takes the lock of `verify`, as a running `verify` does.
+    pub(crate) async fn hold(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.verify.lock().await
     }
 }

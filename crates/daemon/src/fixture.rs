@@ -1,17 +1,21 @@
-//! What unit tests of several rooms need.
+//! Fixtures for unit tests of several modules.
 
-use crate::config::{Config, Deadlines};
+use crate::base::config::{Config, Deadlines};
+use crate::daemon::Daemon;
+use crate::model::facts::{Facts, ForkFacts};
+use crate::templates::cache::TemplateCache;
 use crate::vm::budget::{Budget, Reservation};
 use dayfly_host::numa::Node;
 use dayfly_store::{
-    ChainLayer, Digest, DiskSpec, ImageConfig, ImageSpec, KernelRef, PagedSpec, SnapshotSpec, Store, sparse,
+    ChainLayer, Digest, DiskSpec, ImageConfig, ImageSpec, KernelRef, PagedSpec, SnapshotSpec,
+    Store, sparse,
 };
 use dayfly_units::{Name, VmId};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A configuration with all folders below `folder`, and no VMM program.
+/// A configuration with all folders below `folder`, without a VMM program.
 pub(crate) fn config(folder: &Path) -> Config {
     Config {
         state: folder.join("s"),
@@ -19,23 +23,71 @@ pub(crate) fn config(folder: &Path) -> Config {
         vmm: "/nonexistent/dayfly-vmm".into(),
         overcommit: 100,
         network: None,
+        reach: Vec::new(),
         pool: 0,
+        first_uid: 0x7100_0000,
         deadlines: Deadlines::default(),
     }
 }
 
-/// A host with one node that has enough.
+/// Moves the calling thread, and threads that it starts, into a new network namespace and a mount
+/// namespace with an empty /run. Notes on forwarding are in /run.
+pub(crate) fn own_network() {
+    use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
+    let own = rustix::thread::UnshareFlags::NEWNET | rustix::thread::UnshareFlags::NEWNS;
+    // SAFETY: unshare(2) of these namespaces affects only this thread and threads that it starts.
+    unsafe { rustix::thread::unshare_unsafe(own) }.expect("these tests need CAP_SYS_ADMIN");
+    mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC).unwrap();
+    mount("none", "/run", "tmpfs", MountFlags::empty(), None).unwrap();
+}
+
+/// Facts of a VM with one vCPU and without a network device.
+pub(crate) fn facts() -> Facts {
+    Facts {
+        snapshot: None,
+        ancestors: Vec::new(),
+        fork: ForkFacts::default(),
+        image: "i".parse().unwrap(),
+        kernel: KernelRef {
+            name: "k".parse().unwrap(),
+            release: "6.12".into(),
+            digest: Digest::of(b"k"),
+        },
+        vcpus: 1,
+        memory_bytes: 64 << 20,
+        nets: 0,
+        network: Default::default(),
+        created_unix_ms: 0,
+        config: Default::default(),
+        ephemeral: false,
+        labels: Default::default(),
+    }
+}
+
+/// A host with one memory node of 1 TiB.
 pub(crate) fn nodes() -> Vec<Node> {
     vec![Node { number: None, cpus: Vec::new(), memory_bytes: 1 << 40 }]
 }
 
-/// Some memory of such a host.
+/// A reservation of 64 MiB on such a host.
 pub(crate) fn memory() -> Reservation {
     Arc::new(Budget::new(&nodes(), 100)).reserve(64 << 20, None).unwrap()
 }
 
-/// Stores the image `debian`, unless it is there, and a snapshot of a VM on it, which is gone: RAM of one page of each of `pages`.
+/// Stores the image `debian`, unless it exists, and the snapshot `to` of a removed VM on that
+/// image. Its RAM has one page for each number in `pages`.
 pub(crate) fn snapshot(store: &Store, tenant: &str, to: &str, pages: std::ops::Range<u64>) {
+    descendant(store, tenant, to, pages, Vec::new());
+}
+
+/// As [`snapshot`], with ancestors.
+pub(crate) fn descendant(
+    store: &Store,
+    tenant: &str,
+    to: &str,
+    pages: std::ops::Range<u64>,
+    ancestors: Vec<Digest>,
+) {
     let name = |text: &str| -> Name { text.parse().unwrap() };
     let disk: Vec<u8> = (0..8_u8).flat_map(|n| [n; 4096]).collect();
     if store.image(&name("debian")).is_err() {
@@ -52,6 +104,7 @@ pub(crate) fn snapshot(store: &Store, tenant: &str, to: &str, pages: std::ops::R
     let mut writer = store.snapshot_writer(&name(to)).unwrap();
     let freeze = writer.freeze(&layer).unwrap();
     freeze.map.write_all_at(&[1; 100], 0).unwrap();
+    drop((data, freeze.map));
     writer.state().write_all_at(&[2; 300], 0).unwrap();
     let memory_bytes = (pages.end - pages.start) * 4096;
     writer.memory().set_len(memory_bytes).unwrap();
@@ -64,6 +117,7 @@ pub(crate) fn snapshot(store: &Store, tenant: &str, to: &str, pages: std::ops::R
     let layers: Vec<ChainLayer> = vec![freeze.frozen];
     let spec = SnapshotSpec {
         parent: None,
+        ancestors,
         kernel: KernelRef { name: name("6.12"), release: "6.12".into(), digest: Digest([7; 32]) },
         vcpus: 1,
         nets: 0,
@@ -75,4 +129,14 @@ pub(crate) fn snapshot(store: &Store, tenant: &str, to: &str, pages: std::ops::R
     };
     writer.saved().commit_paged(&spec, &PagedSpec::of(&name(tenant))).unwrap();
     store.remove_vm(vm).unwrap();
+}
+
+/// A daemon that serves the requests of guests to fork themselves, if it is made within a runtime.
+pub(crate) fn daemon(config: Config, templates: TemplateCache, nodes: Vec<Node>) -> Arc<Daemon> {
+    let (self_forks, opened) = tokio::sync::mpsc::unbounded_channel();
+    let daemon = Arc::new(Daemon::new(config, templates, nodes, self_forks).unwrap());
+    if tokio::runtime::Handle::try_current().is_ok() {
+        tokio::spawn(crate::ops::self_fork::keep(daemon.clone(), opened));
+    }
+    daemon
 }

@@ -1,42 +1,44 @@
 //! # daemon
 //!
-//! The room for `dayflyd`: the HTTP API ([`routes`]), which VMs there are and what may happen to them ([`vm`]), baking ([`bake`]), snapshots of
-//! running VMs ([`snapshot`]), upkeep of the store ([`upkeep`]), programs on upgraded connections ([`session`], [`relay`]), connections to guests' ports ([`ports`]), their network ([`net`]), and
-//! what is found again after a restart ([`adopt`], [`sweep`]).
+//! The library of `dayflyd`. It drives VMM processes, keeps templates open, and serves the HTTP
+//! API.
 //!
-//! What may not enter: KVM and devices (the `vmm`'s), formats on disk (the `store`'s), how an image is built (the `image`'s).
+//! ```text
+//!  main, serve        start, end and options of the process
+//!    │
+//!  http               routes, sessions, relays: requests and answers
+//!    │
+//!  ops                create, remove, fork, snapshot, bake, …: operations, which own no state
+//!    │
+//!  daemon             the container: a field for each service
+//!    │
+//!  vmm                drives VMM processes: zygotes, run directories, connections, the pool
+//!    │
+//!  vm                 a VM and the registry of all VMs
+//!    │
+//!  templates, net     open snapshots and their pagers; addresses, taps, names
+//!    │
+//!  model              plain data, and decisions without I/O
+//!    │
+//!  base               configuration, errors, clocks
+//! ```
 //!
-//! The daemon is the only writer of the run folder and, through the store, of the state folder. It holds no VM: each is a process of its own, and
-//! lives on when the daemon ends.
+//! Imports point downwards only; `dayfly-tidy` checks that.
+//!
+//! Other crates contain KVM and devices (`dayfly-vmm`), formats on disk (`dayfly-store`) and the
+//! builder of images (`dayfly-image`). The daemon is the only writer of the run folder and, through
+//! the store, of the state folder. Each VM is a separate process and survives the end of the
+//! daemon.
 
-pub mod adopt;
-pub mod bake;
-mod colours;
-pub mod config;
+pub mod base;
 pub mod daemon;
-pub mod depot;
-mod door;
-pub mod error;
 #[cfg(test)]
 pub(crate) mod fixture;
-pub mod flatten;
-pub mod fork;
-pub mod forming;
-pub mod heap;
-pub mod kvm;
-pub mod metrics;
-pub mod ndjson;
+pub mod http;
+pub mod model;
 pub mod net;
-pub mod pagers;
-pub mod ports;
-mod rehearsal;
-pub mod relay;
-pub mod routes;
+pub mod ops;
 pub mod serve;
-pub mod session;
-pub mod snapshot;
-pub mod sweep;
-pub mod time;
-pub mod upkeep;
-pub mod upload;
+pub mod templates;
 pub mod vm;
+pub mod vmm;

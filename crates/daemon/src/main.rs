@@ -1,9 +1,11 @@
-//! `dayflyd`: see the library.
+//! The program `dayflyd`; the library crate [`dayfly_daemon`] describes how it works.
 
 use anyhow::Context;
 use clap::Parser;
-use dayfly_daemon::config::{self, Config, Deadlines};
-use dayfly_daemon::net::Prefix;
+use dayfly_daemon::base::config::{self, Config, Deadlines};
+use dayfly_daemon::base::prefix::Prefix;
+use dayfly_daemon::vm::uids::IdFiles;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::path::PathBuf;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -14,32 +16,60 @@ struct Options {
     /// Folder of images, kernels, layers and snapshots.
     #[arg(long, env = "DAYFLY_STATE", default_value = "/var/lib/dayfly")]
     state: PathBuf,
-    /// Folder of the socket and of the folders of VMs.
+    /// Folder of the API socket and of the VMs' folders.
     #[arg(long, env = "DAYFLY_RUN", default_value = "/run/dayfly")]
     run: PathBuf,
-    /// The dayfly-vmm program; the one beside dayflyd where none is given.
+    /// The dayfly-vmm program; by default the one beside dayflyd.
     #[arg(long, env = "DAYFLY_VMM")]
     vmm: Option<PathBuf>,
-    /// How much memory VMs may have in all, in percent of the host's: clones share what they do not write.
-    #[arg(long, env = "DAYFLY_OVERCOMMIT", value_name = "PERCENT", default_value_t = dayfly_daemon::config::OVERCOMMIT)]
+    /// Memory that all VMs together may have, in percent of the host's. Clones share unwritten
+    /// pages, so more than 100 is useful.
+    #[arg(
+        long,
+        env = "DAYFLY_OVERCOMMIT",
+        value_name = "PERCENT",
+        default_value_t = dayfly_daemon::base::config::OVERCOMMIT
+    )]
     overcommit: u32,
-    /// How many VMMs and clones may be made ahead of demand and wait, 0 for none; without it, as many as fit a twentieth of the memory.
+    /// The most VMMs and clones that wait, made ahead of demand; 0 for none. By default as many as
+    /// fit a twentieth of the host's memory.
     #[arg(long, env = "DAYFLY_POOL", value_name = "N")]
     pool: Option<usize>,
-    /// The addresses of VMs, such as 10.88.0.0/16, or none: then they have no network.
-    #[arg(long, env = "DAYFLY_NETWORK", value_name = "ADDRESS/BITS", default_value = dayfly_daemon::config::NETWORK, value_parser = network)]
+    /// The addresses of VMs, such as 10.88.0.0/16, or none: VMs then have no network.
+    #[arg(
+        long,
+        env = "DAYFLY_NETWORK",
+        value_name = "ADDRESS/BITS",
+        default_value = dayfly_daemon::base::config::NETWORK,
+        value_parser = network
+    )]
     network: Network,
-    /// How many times as long as usual guests, VMMs and pages may take, 1 to 100: more than once on a host that is emulated, or far too small.
-    #[arg(long, env = "DAYFLY_PATIENCE", value_name = "TIMES", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
-    patience: u32,
+    /// A private range that VMs may reach unless they are closed, such as 10.1.0.0/16; may be
+    /// repeated. The host's own addresses stay out of reach.
+    #[arg(long, env = "DAYFLY_REACH", value_name = "ADDRESS/BITS", value_delimiter = ',')]
+    reach: Vec<ipnet::Ipv4Net>,
+    /// Factor of the time limits for guests, VMMs and pages, 1 to 100. Use more than 1 on a host
+    /// that is emulated or far too small.
+    #[arg(
+        long,
+        env = "DAYFLY_TIMEOUT_FACTOR",
+        value_name = "TIMES",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=100)
+    )]
+    timeout_factor: u32,
 }
 
-/// Of [`Options::network`].
+/// Value of [`Options::network`]; `None`: VMs have no network.
 #[derive(Debug, Clone, Copy)]
 struct Network(Option<Prefix>);
 
 fn network(text: &str) -> Result<Network, String> {
-    if text == "none" { Ok(Network(None)) } else { text.parse().map(|prefix| Network(Some(prefix))) }
+    if text == "none" {
+        Ok(Network(None))
+    } else {
+        text.parse().map(|prefix| Network(Some(prefix)))
+    }
 }
 
 fn beside() -> anyhow::Result<PathBuf> {
@@ -48,18 +78,26 @@ fn beside() -> anyhow::Result<PathBuf> {
 }
 
 fn main() -> anyhow::Result<()> {
-    dayfly_daemon::heap::keep_less();
+    dayfly_daemon::base::heap::keep_less();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     runtime.context("starting threads")?.block_on(run())
 }
 
+/// Raises the soft limit of open files to the hard limit. Each VM takes several descriptors, and
+/// each connection to a published port two.
+fn more_descriptors() -> std::io::Result<()> {
+    let limit = getrlimit(Resource::Nofile);
+    Ok(setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?)
+}
+
 async fn run() -> anyhow::Result<()> {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    dayfly_daemon::base::log::begin();
     let options = Options::parse();
-    let absolute = |path: PathBuf| std::path::absolute(&path).with_context(|| format!("{}", path.display()));
+    let absolute =
+        |path: PathBuf| std::path::absolute(&path).with_context(|| format!("{}", path.display()));
     let vmm = absolute(options.vmm.map_or_else(beside, Ok)?)?;
     anyhow::ensure!(vmm.is_file(), "{}: no such program; DAYFLY_VMM names another", vmm.display());
+    more_descriptors().context("raising the limit of open files")?;
     let nodes = dayfly_host::numa::nodes().context("looking at the host's memory")?;
     let memory_bytes = nodes.iter().map(|node| node.memory_bytes).sum();
     let config = Config {
@@ -69,7 +107,9 @@ async fn run() -> anyhow::Result<()> {
         overcommit: options.overcommit,
         pool: options.pool.unwrap_or_else(|| config::pool(memory_bytes)),
         network: options.network.0,
-        deadlines: Deadlines::default().times(options.patience),
+        reach: options.reach,
+        first_uid: IdFiles::read()?.choose()?,
+        deadlines: Deadlines::default().times(options.timeout_factor),
     };
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;

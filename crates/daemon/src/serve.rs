@@ -1,31 +1,34 @@
-//! A daemon's run: lock, store, adoption, socket, and the end.
+//! The life of the daemon process: lock, store, adoption, socket, shutdown.
 
-use crate::config::{Config, SOCKET_PATH_MAX};
+use crate::base::config::{Config, SOCKET_PATH_MAX};
+use crate::base::heap;
 use crate::daemon::Daemon;
-use crate::depot::Depot;
-use crate::pagers::Pagers;
-use crate::vm::pool;
-use crate::{adopt, heap, net, routes};
+use crate::http::routes;
+use crate::net;
+use crate::ops::{adopt, keeper, self_fork};
+use crate::templates::cache::TemplateCache;
+use crate::templates::pagers::Pagers;
 use anyhow::{Context, bail};
 use dayfly_store::Store;
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{ErrorKind, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use tokio::net::UnixListener;
 use tokio::time::timeout;
 
-/// Serves until `end` resolves. VMs live on, apart from those whose connection or bake ends with the daemon.
+/// Serves until `end` resolves. VMs survive it, except those that end with a connection or a bake.
 ///
 /// # Errors
-/// What keeps the daemon from serving: another daemon, a folder, the socket.
+/// Another daemon holds the lock; a folder, the store, a thread or the socket cannot be had.
 pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Result<()> {
     let got = config.longest_socket_path();
     if got > SOCKET_PATH_MAX {
         bail!(
-            "run folder {}: expected socket paths of at most {SOCKET_PATH_MAX} bytes in it, got {got}",
+            "run folder {}: expected socket paths of at most {SOCKET_PATH_MAX} bytes in it, \
+             got {got}",
             config.run.display()
         );
     }
@@ -33,19 +36,24 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     folder(&config.vms(), 0o711)?;
     let _lock = lock(&config)?;
     folder(&config.state, 0o700)?;
-    let store = Store::open(&config.state).map_err(|e| anyhow::anyhow!(crate::error::chain(&e)))?;
+    let store =
+        Store::open(&config.state).map_err(|e| anyhow::anyhow!(dayfly_units::error::chain(&e)))?;
     let nodes = dayfly_host::numa::nodes().context("looking at the host's memory")?;
     let pagers = Pagers::new(&config);
-    let daemon = Daemon::new(config, Depot::new(store, pagers), nodes).context("starting threads")?;
+    let (self_forks, opened) = tokio::sync::mpsc::unbounded_channel();
+    let daemon = Daemon::new(config, TemplateCache::new(store, pagers), nodes, self_forks)
+        .context("starting threads")?;
     let daemon = Arc::new(daemon);
-    daemon.berths.sweep()?;
-    daemon.berths.prepare()?;
-    daemon.depot.store().prepare_vm_layers(1)?;
-    daemon.zygotes.warm().map_err(|e| anyhow::anyhow!(crate::error::chain(&e)))?;
-    adopt::adopt(&daemon).await;
-    let keeper = tokio::spawn(pool::keep(daemon.clone()));
-    let wiring = tokio::spawn(net::keep(daemon.clone()));
-    let collector = tokio::spawn(daemon.depot.clone().keep_collected(daemon.stop.clone()));
+    daemon.launcher.run_dirs.sweep()?;
+    daemon.launcher.run_dirs.prepare()?;
+    daemon.templates.store().prepare_vm_layers(1)?;
+    daemon.launcher.zygotes.warm().map_err(|e| anyhow::anyhow!(dayfly_units::error::chain(&e)))?;
+    tokio::spawn(self_fork::keep(daemon.clone(), opened));
+    // The VMMs are asked while clients are served.
+    adopt::adopt(&daemon).await.detach_all();
+    let keeper = tokio::spawn(keeper::keep(daemon.clone()));
+    let wiring = tokio::spawn(net::keeper::keep(daemon.networks.clone(), daemon.stop.clone()));
+    let collector = tokio::spawn(daemon.templates.clone().keep_collected(daemon.stop.clone()));
     tokio::spawn(heap::give_back(daemon.stop.clone()));
     let path = daemon.config.socket();
     let listener = listen(&path)?;
@@ -60,7 +68,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
         ended = &mut server => bail!("the server ended by itself: {ended:?}"),
     }
     tracing::info!("asked to stop");
-    // Nobody new is served; operations undo themselves.
+    // From here on no client can connect, and operations undo themselves.
     let _ = std::fs::remove_file(&path);
     daemon.stop.cancel();
     let quiet = async {
@@ -74,23 +82,49 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     if timeout(daemon.config.deadlines.shutdown, quiet).await.is_err() {
         tracing::warn!("not everything ended in time; the next daemon sweeps what is left");
     }
-    daemon.berths.end();
-    daemon.zygotes.end();
+    daemon.launcher.run_dirs.end();
+    daemon.launcher.zygotes.end();
     let shared = daemon.clone();
     let _ = tokio::task::spawn_blocking(move || shared.networks.end()).await;
     tracing::info!(vms = daemon.registry.len(), "stopped; VMs live on");
     Ok(())
 }
 
+/// Makes the folder `path`, or accepts an existing one that only this user can write. Removes the
+/// permission bits of an existing folder that `mode` lacks.
 fn folder(path: &Path, mode: u32) -> anyhow::Result<()> {
     DirBuilder::new()
         .recursive(true)
         .mode(mode)
         .create(path)
-        .with_context(|| format!("making {}", path.display()))
+        .with_context(|| format!("making {}", path.display()))?;
+    let found =
+        std::fs::metadata(path).with_context(|| format!("looking at {}", path.display()))?;
+    let (own, owner) = (rustix::process::geteuid().as_raw(), found.uid());
+    if owner != own {
+        bail!(
+            "{}: expected a folder of user {own}, got one of user {owner}; \
+             name another, or chown it",
+            path.display()
+        );
+    }
+    let got = found.mode() & 0o777;
+    if got & 0o022 != 0 {
+        bail!(
+            "{}: expected a folder that only its owner may write, got mode {got:o}; chmod go-w it",
+            path.display()
+        );
+    }
+    if got & !mode != 0 {
+        tracing::warn!("{}: mode {got:o} becomes {:o}", path.display(), got & mode);
+        std::fs::set_permissions(path, Permissions::from_mode(got & mode))
+            .with_context(|| format!("mode of {}", path.display()))?;
+    }
+    Ok(())
 }
 
-/// One daemon for each run folder. The file stays; its lock goes with the process.
+/// Locks the run folder, so that it has one daemon. The lock file stays; the kernel releases its
+/// flock(2) when the process ends.
 fn lock(config: &Config) -> anyhow::Result<File> {
     let path = config.lock();
     let mut file = File::options()
@@ -111,7 +145,8 @@ fn lock(config: &Config) -> anyhow::Result<File> {
     Ok(file)
 }
 
-/// Listens for this user only. A socket that is there belongs to a daemon that is gone: we hold its lock.
+/// Listens on `path` with mode 0600. An existing socket is left over from an earlier daemon,
+/// because this one holds the lock.
 fn listen(path: &Path) -> anyhow::Result<UnixListener> {
     match std::fs::remove_file(path) {
         Err(e) if e.kind() != ErrorKind::NotFound => {
@@ -119,7 +154,7 @@ fn listen(path: &Path) -> anyhow::Result<UnixListener> {
         }
         _ => {}
     }
-    // The socket is never there with a wider mode than it has in the end.
+    // The umask keeps the socket from having a wider mode between bind(2) and chmod(2).
     let before = rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o177));
     let listener = UnixListener::bind(path);
     rustix::process::umask(before);
@@ -127,4 +162,39 @@ fn listen(path: &Path) -> anyhow::Result<UnixListener> {
     std::fs::set_permissions(path, Permissions::from_mode(0o600))
         .with_context(|| format!("mode of {}", path.display()))?;
     Ok(listener)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_that_others_could_change_is_refused_and_one_that_they_could_read_is_closed() {
+        let outer = tempfile::tempdir().unwrap();
+        let path = outer.path().join("a/b");
+        let mode = || std::fs::metadata(&path).unwrap().mode() & 0o777;
+        let set = |mode| std::fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+        folder(&path, 0o700).unwrap();
+        assert_eq!(mode(), 0o700);
+        for open in [0o755, 0o750, 0o701, 0o500] {
+            set(open);
+            folder(&path, 0o700).unwrap();
+            assert_eq!(mode(), open & 0o700);
+        }
+        for shared in [0o777, 0o720, 0o702] {
+            set(shared);
+            let refused = folder(&path, 0o755).unwrap_err().to_string();
+            assert!(
+                refused.contains(&format!("{shared:o}")) && refused.contains("chmod"),
+                "{refused}"
+            );
+        }
+        set(0o700);
+        std::os::unix::fs::chown(&path, Some(12345), None).expect("these tests need CAP_CHOWN");
+        let refused = folder(&path, 0o700).unwrap_err().to_string();
+        assert!(refused.contains("12345") && refused.contains("chown"), "{refused}");
+        let file = outer.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        assert!(folder(&file, 0o700).is_err());
+    }
 }

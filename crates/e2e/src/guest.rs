@@ -1,9 +1,11 @@
-//! What runs in the guests: a small Python server that a warm-up leaves running, and how it is asked.
+//! The guests' program: a small Python server that a warm-up starts and leaves running, and the
+//! programs that send it requests.
 //!
-//! It listens on vsock port [`PORT`]: one line in, one line of JSON out, until the peer closes. The answer comes from the process that
-//! was running when the snapshot was taken; nothing is started for it. Inside the guest it is asked by pipes (a line into `/run/ask`,
-//! the answer from `/run/answer`), which takes one `/bin/sh` and goes through the same code: a question by pipe, in a warm-up or a
-//! rehearsal, also warms up what the port takes.
+//! The server listens on vsock port [`PORT`]: one line in, one line of JSON out, until the peer
+//! closes. The process that was running when the snapshot was taken answers; no process is started
+//! for the answer. Inside the guest a request goes through pipes (a line into `/run/ask`, the
+//! answer from `/run/answer`). That takes one `/bin/sh` and the same code as the port, so a request
+//! by pipe in a warm-up or a recording also warms up the code for the port.
 
 use dayfly_api::agent::ExecSpec;
 use serde::Deserialize;
@@ -16,7 +18,8 @@ const ROUNDS: u32 = 200;
 /// The vsock port that the server listens on.
 pub const PORT: u32 = 5000;
 
-/// The server. Python starts and imports once, in the warm-up; a clone finds it waiting for whoever comes first.
+/// The server. Python starts and imports once, in the warm-up; in a clone the server already waits
+/// for connections.
 const SERVER: &str = r#"
 import hashlib, json, os, selectors, socket
 
@@ -91,7 +94,7 @@ def asked():
     with near:
         near.sendall(line)
         Peer(far).hear()
-        # What is no line has no answer.
+        # Without the end of a line there is no answer.
         far.close()
         said = near.recv(1 << 16)
     with open("/run/answer", "wb") as out:
@@ -111,20 +114,21 @@ while True:
         key.data()
 "#;
 
-/// Asks, and prints the answer. Only the shell's own commands: no further process.
-/// Opened for writing too, the pipe has no end that the shell could meet before the answer: the server closes it after each.
+/// Sends a request and prints the answer, with builtin commands of `/bin/sh` only: no further
+/// process. The pipe is also opened for writing, because the server closes its end after each
+/// answer and `read` would otherwise see the end of the file.
 const ASK: &str = r#"echo "$*" >/run/ask; read -r said <>/run/answer; printf '%s\n' "$said""#;
 
-/// Keeps the program, and with it an ephemeral VM, until its standard input ends.
+/// Keeps the program, and thereby an ephemeral VM, running until standard input ends.
 const STAY: &str = "read -r end\n";
 
-/// A guest that does not answer within this is lost.
-const PATIENCE_MS: u64 = 60_000;
+/// A guest that does not answer within this time counts as lost.
+const TIMEOUT_MS: u64 = 60_000;
 
 /// The server's text.
 #[must_use]
 pub fn server() -> String {
-    // Numbers of ours under the names that the text has for them.
+    // `SERVER` uses the names of these two constants.
     SERVER.replace("ROUNDS", &ROUNDS.to_string()).replace("PORT", &PORT.to_string())
 }
 
@@ -138,7 +142,7 @@ fn start() -> String {
     )
 }
 
-/// A text for `/bin/sh` that starts the server and has it answer once.
+/// A text for `/bin/sh` that starts the server and sends it one request.
 #[must_use]
 pub fn warmup() -> String {
     format!("{}set -- sum 0\n{ASK}\n", start())
@@ -147,24 +151,25 @@ pub fn warmup() -> String {
 /// The program that runs [`warmup`].
 #[must_use]
 pub fn warmup_exec() -> ExecSpec {
-    shell(&warmup(), &[])
+    script(&warmup(), &[])
 }
 
-/// The program that starts the server, says `listening` in a line once it does, and then stays until its connection ends.
+/// The program that starts the server, prints the line `listening` once the server listens, and
+/// then runs until its connection ends.
 #[must_use]
 pub fn start_and_stay() -> ExecSpec {
-    ExecSpec { stdin: true, ..shell(&format!("{}printf '%s\\n' \"$said\"\n{STAY}", start()), &[]) }
+    ExecSpec { stdin: true, ..script(&format!("{}printf '%s\\n' \"$said\"\n{STAY}", start()), &[]) }
 }
 
-/// The program that asks the server.
+/// The program that sends the server a request.
 #[must_use]
 pub fn ask(words: &[&str]) -> ExecSpec {
-    ExecSpec { timeout_ms: Some(PATIENCE_MS), ..shell(ASK, words) }
+    ExecSpec { timeout_ms: Some(TIMEOUT_MS), ..script(ASK, words) }
 }
 
 /// A text for `/bin/sh` with arguments.
 #[must_use]
-pub fn shell(text: &str, arguments: &[&str]) -> ExecSpec {
+pub fn script(text: &str, arguments: &[&str]) -> ExecSpec {
     let mut argv: Vec<String> = ["/bin/sh", "-c", text, "sh"].map(str::to_owned).into();
     argv.extend(arguments.iter().map(|a| (*a).to_owned()));
     ExecSpec { argv, ..ExecSpec::default() }
@@ -173,7 +178,7 @@ pub fn shell(text: &str, arguments: &[&str]) -> ExecSpec {
 /// The server's answer to `sum`.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Sum {
-    /// What it computed from the index.
+    /// Computed from the index; compare [`checksum`].
     pub checksum: String,
     /// The guest's host name.
     pub hostname: String,
@@ -188,13 +193,13 @@ pub struct Sum {
 /// The server's answer to anything else.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Kept {
-    /// What it was told to keep in its memory.
+    /// Keys and values of all `keep` requests so far.
     pub kept: BTreeMap<String, String>,
     /// As in [`Sum`].
     pub started: String,
 }
 
-/// What the server must compute for `index`.
+/// The checksum that the server must compute for `index`.
 #[must_use]
 pub fn checksum(index: usize) -> String {
     let mut value = format!("dayfly {index}").into_bytes();

@@ -1,13 +1,12 @@
 //! # e2e
 //!
-//! The room for what is shown from outside: the demo (`dayfly-demo`), the end-to-end tests, and the benchmarks that need stock Linux
-//! guests (`dayfly-bench-linux`) or a machine of their own (`dayfly-bench-numa`, `dayfly-bench-store`, `dayfly-bench-restore`). All use the typed client and the
-//! programs as a user does, natively or in the machine. `dayfly-witness` is what the last two have in their guests.
+//! The demo (`dayfly-demo`) and the end-to-end tests. Both use the typed client and the programs as
+//! a user does, natively or in the machine. `dayfly-witness` runs in the guests of
+//! `dayfly-bench store` and `restore`; `dayfly-unfilter` removes the machine's packet filter and
+//! `dayfly-liar` replaces a guest's agent, each for a test.
 //!
-//! What may not enter: anything that looks inside another room. These two alone read the store's tables and a copy of its packs, through crate `store`, and
-//! `dayfly-bench-restore` has `pager` serve what it recorded.
+//! Code that depends on the internals of another crate does not belong here.
 
-pub mod bench;
 pub mod guest;
-pub mod inside;
+pub mod lies;
 pub mod setup;

@@ -1,4 +1,4 @@
-//! A daemon that runs today's programs, with a kernel and an image to work on.
+//! A daemon of this build, with a kernel and an image.
 
 use anyhow::{Context, Result};
 use dayfly_api::client::{Client, Connection, Exec, ExecEvent};
@@ -13,7 +13,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// The image that demo and tests share: Debian bookworm and python3.
 pub const IMAGE: &str = "dayfly-demo-bookworm";
-/// What it has beyond Debian's minimum.
+/// Its packages beyond Debian's minimum.
 pub const INCLUDE: [&str; 1] = ["python3"];
 
 /// A daemon, and where it runs.
@@ -21,32 +21,37 @@ pub const INCLUDE: [&str; 1] = ["python3"];
 pub struct Host {
     /// The daemon.
     pub client: Client,
-    /// The user's folder, where it runs in the machine.
+    /// The user's folder, if the daemon runs in the machine.
     pub machine: Option<PathBuf>,
 }
 
 impl Host {
-    /// `native`, or `machine`.
+    /// `native` or `machine`.
     #[must_use]
     pub fn kvm(&self) -> &'static str {
         if self.machine.is_some() { "machine" } else { "native" }
     }
 
-    /// What was left over, by the daemon and by the machine.
+    /// Leftovers of the daemon and of the machine.
     ///
     /// # Errors
-    /// When the daemon does not answer.
+    /// The daemon does not answer.
     pub async fn leaks(&self) -> Result<Vec<String>> {
-        let ours = self.client.leaks().await?.into_iter().map(|leak| format!("{} {}", leak.kind, leak.what));
+        let ours = self
+            .client
+            .leaks()
+            .await?
+            .into_iter()
+            .map(|leak| format!("{} {}", leak.kind, leak.what));
         let machine = self.machine.iter().flat_map(|home| dayfly_machine::leaks(home));
         Ok(ours.chain(machine.map(|leak| leak.to_string())).collect())
     }
 }
 
-/// Finds the daemon as `dayfly` does; a machine that runs older programs than these is restarted.
+/// Connects to the daemon as `dayfly` does. A machine that runs older programs is restarted.
 ///
 /// # Errors
-/// When none can be started.
+/// No daemon can be started.
 pub async fn host() -> Result<Host> {
     let mut machine = None;
     if matches!(connect::place()?, Place::Machine(_)) {
@@ -58,18 +63,18 @@ pub async fn host() -> Result<Host> {
     Ok(Host { client: connect::client().await?, machine })
 }
 
-/// Debian's kernel of `version` with today's agent.
+/// Debian's kernel of `version` with the agent of this build.
 ///
 /// # Errors
-/// When it cannot be fetched or stored.
+/// The kernel cannot be fetched or stored.
 pub async fn kernel(client: &Client, version: &str, steps: &Steps) -> Result<Kernel> {
     artefacts::refresh_kernel(client, version, &version.parse()?, steps).await
 }
 
-/// The image that demo and tests share, built when the daemon has it not.
+/// The image that demo and tests share, which is built if the daemon does not have it.
 ///
 /// # Errors
-/// When it cannot be built.
+/// The image cannot be built.
 pub async fn image(client: &Client, steps: &Arc<Steps>) -> Result<Name> {
     let name: Name = IMAGE.parse()?;
     match client.image(&name).await {
@@ -86,7 +91,7 @@ pub async fn image(client: &Client, steps: &Arc<Steps>) -> Result<Name> {
 /// The first line that a program writes; the program goes on.
 ///
 /// # Errors
-/// When it ends before it has written one, or the connection breaks.
+/// The program ends before it has written a line, or the connection breaks.
 pub async fn first_line(exec: &mut Exec) -> Result<String> {
     let (mut line, mut errors) = (Vec::new(), Vec::new());
     loop {
@@ -110,7 +115,7 @@ pub async fn first_line(exec: &mut Exec) -> Result<String> {
 /// The server's answer to `words`, over a connection to its port ([`crate::guest::PORT`]).
 ///
 /// # Errors
-/// When the connection ends before the answer, or the answer is no line of at most 64 KiB.
+/// The connection ends before the answer, or the answer is no line of at most 64 KiB.
 pub async fn ask(connection: &mut Connection, words: &[&str]) -> Result<String> {
     const ANSWER_BYTES: usize = 64 << 10;
     let question = words.join(" ") + "\n";

@@ -10,7 +10,8 @@ fn both_sides_compute_the_same() {
     let function = server();
     let until = function.find("def answer").unwrap();
     let text = format!("{}\nprint(checksum(7), end='')\n", &function[..until]);
-    let python = Command::new("python3").arg("-").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+    let python =
+        Command::new("python3").arg("-").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
     let Ok(mut python) = python else { return };
     python.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
     let out = python.wait_with_output().unwrap();

@@ -1,7 +1,8 @@
 //! cgroup v2 by plain file reads and writes (kernel: Documentation/admin-guide/cgroup-v2.rst).
 //!
-//! A host without cgroup v2, or without the right to use it, is a host: [`Cgroups::find`] says `None` and VMs run
-//! without a group of their own. Controllers that cannot be enabled are left out; what they would tell reads as `None`.
+//! A host without cgroup v2, or without the right to use it, is supported: [`Cgroups::find`]
+//! returns `None` and VMs run without a cgroup. A controller that cannot be enabled is left out,
+//! and its figures read as `None`.
 
 use dayfly_units::VmId;
 use rustix::fd::OwnedFd;
@@ -13,22 +14,23 @@ use std::time::{Duration, Instant};
 /// The folder under the cgroup root that holds one group per VM.
 pub const PARENT: &str = "dayfly";
 
-/// The place of the VMs' groups.
+/// The folder that holds the VMs' cgroups.
 #[derive(Debug, Clone)]
 pub struct Cgroups {
     parent: PathBuf,
 }
 
-/// The group of one VM.
+/// The cgroup of one VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cgroup {
     path: PathBuf,
 }
 
 impl Cgroups {
-    /// The cgroup v2 of this host, with [`PARENT`] made in it and memory and cpu accounting asked for.
+    /// Finds the host's cgroup v2, creates [`PARENT`] in it, and enables the memory, cpu and pids
+    /// controllers.
     ///
-    /// `None`: there is no cgroup v2, or we may not make a group in it.
+    /// `None` if there is no cgroup v2, or if this process may not create a cgroup in it.
     #[must_use]
     pub fn find() -> Option<Self> {
         let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
@@ -44,14 +46,15 @@ impl Cgroups {
         }
         for controller in ["+memory", "+cpu", "+pids"] {
             for folder in [root, &parent] {
-                // A controller that is missing or in use by cgroup v1 is refused; its figures are then absent.
+                // The kernel refuses a controller that is missing or in use by cgroup v1; the
+                // controller's figures are then absent.
                 let _refused = std::fs::write(folder.join("cgroup.subtree_control"), controller);
             }
         }
         Some(Self { parent })
     }
 
-    /// Makes the group of `vm`; one that is there already is taken over.
+    /// Creates the cgroup of `vm`, or takes over an existing one.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -63,13 +66,13 @@ impl Cgroups {
         }
     }
 
-    /// The group of `vm`, whether it is there or not.
+    /// The cgroup of `vm`, whether or not it exists.
     #[must_use]
     pub fn of(&self, vm: VmId) -> Cgroup {
         Cgroup { path: self.parent.join(vm.to_string()) }
     }
 
-    /// The VMs that have a group.
+    /// The VMs that have a cgroup.
     ///
     /// # Errors
     /// The folder cannot be listed.
@@ -83,21 +86,26 @@ impl Cgroups {
 }
 
 impl Cgroup {
-    /// Its folder opened, for [`crate::spawn::Spawn::cgroup`].
+    /// Opens the cgroup's folder, for [`crate::spawn::Spawn::cgroup`].
     ///
     /// # Errors
-    /// It is not there.
+    /// The cgroup does not exist.
     pub fn open(&self) -> io::Result<OwnedFd> {
-        Ok(rustix::fs::open(&self.path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
+        Ok(rustix::fs::open(
+            &self.path,
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )?)
     }
 
-    /// Bytes of memory charged to it now (`memory.current`); `None` without that controller.
+    /// Bytes of memory charged to the cgroup now (`memory.current`); `None` without the memory
+    /// controller.
     #[must_use]
     pub fn memory_bytes(&self) -> Option<u64> {
         self.read("memory.current")?.trim().parse().ok()
     }
 
-    /// Processor time it has used (`usage_usec` of `cpu.stat`).
+    /// CPU time used so far (`usage_usec` of `cpu.stat`, in microseconds).
     #[must_use]
     pub fn cpu_time(&self) -> Option<Duration> {
         let text = self.read("cpu.stat")?;
@@ -105,13 +113,15 @@ impl Cgroup {
         Some(Duration::from_micros(us))
     }
 
-    /// Ends every process in it and takes it away; one that is not there is no error. Waits up to `timeout` for the processes to be gone.
+    /// Kills every process in the cgroup and removes the cgroup. A cgroup that does not exist is no
+    /// error. Waits up to `timeout` for the processes to exit.
     ///
     /// # Errors
-    /// The kernel refuses, or processes are still in it after `timeout` (`ResourceBusy`).
+    /// The kernel refuses, or processes are still in the cgroup after `timeout` (`ResourceBusy`).
     pub fn remove(&self, timeout: Duration) -> io::Result<()> {
         let deadline = Instant::now() + timeout;
-        // cgroup.kill is from Linux 5.14; without it the caller has ended the processes.
+        // cgroup.kill exists since Linux 5.14; on an older kernel the caller must have killed the
+        // processes.
         let _absent = std::fs::write(self.path.join("cgroup.kill"), "1");
         let mut pause = Duration::from_micros(200);
         loop {
@@ -158,7 +168,8 @@ mod tests {
         let group = groups.create(vm).unwrap();
         assert_eq!(groups.create(vm).unwrap(), group);
         assert!(groups.vms().unwrap().contains(&vm));
-        let mut spawn = crate::spawn::Spawn::new(crate::spawn::Program::Path("/bin/sleep".into()), "sleep");
+        let mut spawn =
+            crate::spawn::Spawn::new(crate::spawn::Program::Path("/bin/sleep".into()), "sleep");
         spawn.argv.push("1000".into());
         spawn.cgroup = Some(group.open().unwrap());
         let child = spawn.run().unwrap();

@@ -1,11 +1,14 @@
 //! # host
 //!
-//! The room for what Linux gives: starting a process with exact descriptors in namespaces of its own ([`spawn`]), finding it
-//! again, ending it and freeing its memory ([`process`]), what it weighs ([`memory`]), which pages of a file it holds ([`pagemap`]), its cgroup ([`cgroup`]), the mounts of a folder ([`mounts`]),
-//! memory nodes ([`numa`]) and the threads that free their memory ([`reaper`]), the network that VMs have ([`net`]), and what a crash left behind ([`leaks`]).
+//! Linux facilities that the other crates share: starting a process with exact descriptors and
+//! namespaces ([`spawn`]); finding, ending and freeing a process ([`process`]); its memory use
+//! ([`memory`]); the file pages that it maps ([`pagemap`]). Also cgroups ([`cgroup`]), mounts
+//! ([`mounts`]), memory nodes ([`numa`]), threads that free memory on its node ([`reaper`]) and
+//! thread priorities ([`priority`]). Also the VMs' network ([`net`]), and what a crash leaves
+//! behind ([`leaks`]).
 //!
-//! What may not enter: what a VM, an image or a snapshot is (identifiers aside), async, policy about who may do what.
-//! Everything here blocks; an async caller uses a blocking thread.
+//! This crate does not know VMs, images or snapshots (identifiers aside), async code, or policy.
+//! Every function blocks: an async caller uses a blocking thread.
 
 pub mod cgroup;
 pub mod leaks;

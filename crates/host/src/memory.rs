@@ -1,31 +1,32 @@
-//! What a process's memory weighs, from `/proc/<pid>/smaps_rollup` (proc(5)).
+//! A process's memory use, from `/proc/<pid>/smaps_rollup` (proc(5)).
 
 use std::io;
 
-/// Memory of one process. All in KiB.
+/// Memory of one process, in KiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Memory {
-    /// Resident, shared pages in full.
+    /// Resident memory; shared pages count in full.
     pub rss_kib: u64,
-    /// Resident, each shared page divided by the number of those who map it.
+    /// Resident memory; each shared page is divided by the number of processes that map it.
     pub pss_kib: u64,
-    /// Pages mapped by nobody else: what ending this process would give back (clean and dirty).
+    /// Pages that no other process maps, clean and dirty: what the end of this process would free.
     pub private_kib: u64,
     /// The dirty part of `private_kib`.
     pub private_dirty_kib: u64,
-    /// Pages that belong to no file: for a clone, what it has written itself.
+    /// Pages that belong to no file; for a clone, the pages that it has written itself.
     pub anonymous_kib: u64,
 }
 
-/// Weighs process `pid`.
+/// Reads the memory use of process `pid`.
 ///
 /// # Errors
-/// The file cannot be read: `NotFound` when there is no such process, `PermissionDenied` when it is another user's.
+/// The file cannot be read: `NotFound` if there is no such process, `PermissionDenied` if it
+/// belongs to another user.
 pub fn of(pid: u32) -> io::Result<Memory> {
     Ok(parse(&std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?))
 }
 
-/// Lines that are missing or not understood count as 0.
+/// Missing and malformed lines count as 0.
 fn parse(text: &str) -> Memory {
     let mut memory = Memory::default();
     for line in text.lines() {
@@ -54,7 +55,8 @@ mod tests {
 
     #[test]
     fn a_rollup_is_read() {
-        let text = "55d0-7fff ---p 00000000 00:00 0   [rollup]\nRss:   9712 kB\nPss:  3000 kB\nPss_Dirty: 1 kB\n\
+        let text = "55d0-7fff ---p 00000000 00:00 0   [rollup]\nRss:   9712 kB\nPss:  3000 \
+                    kB\nPss_Dirty: 1 kB\n\
                     Private_Clean:  12 kB\nPrivate_Dirty:  1000 kB\nAnonymous:  900 kB\n";
         let expected = Memory {
             rss_kib: 9712,

@@ -1,4 +1,4 @@
-//! The mounts of this namespace, from `/proc/self/mountinfo` (proc(5)), and taking them away.
+//! Listing and detaching the mounts of this mount namespace, from `/proc/self/mountinfo` (proc(5)).
 
 use rustix::mount::{UnmountFlags, unmount};
 use std::ffi::OsString;
@@ -6,7 +6,8 @@ use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-/// The mount points that are `folder` or below it, in the order they were mounted; the same point twice when it is mounted over.
+/// Mount points at or below `folder`, in mount order. A point with a second mount on top appears
+/// twice.
 ///
 /// # Errors
 /// The table cannot be read.
@@ -22,15 +23,15 @@ fn points(table: &[u8]) -> impl Iterator<Item = PathBuf> + '_ {
         .map(|field| PathBuf::from(OsString::from_vec(unescape(field))))
 }
 
-/// Space, tab, newline and backslash are written as `\` and three octal digits.
+/// Decodes the kernel's escapes: space, tab, newline and backslash are `\` and three octal digits.
 fn unescape(field: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(field.len());
     let mut rest = field;
     while let Some((&first, tail)) = rest.split_first() {
         let octal = tail.get(..3).filter(|_| first == b'\\').and_then(|digits| {
-            digits
-                .iter()
-                .try_fold(0_u32, |n, &d| matches!(d, b'0'..=b'7').then(|| n * 8 + u32::from(d - b'0')))
+            digits.iter().try_fold(0_u32, |n, &d| {
+                matches!(d, b'0'..=b'7').then(|| n * 8 + u32::from(d - b'0'))
+            })
         });
         if let Some(byte) = octal.and_then(|n| u8::try_from(n).ok()) {
             out.push(byte);
@@ -43,19 +44,23 @@ fn unescape(field: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Takes away every mount that is `folder` or below it, the last first, even where it is busy (`MNT_DETACH`).
+/// Detaches every mount at or below `folder`, the last one first, busy mounts included
+/// (`MNT_DETACH`).
 ///
 /// # Errors
-/// The table cannot be read, or a mount cannot be taken away: the first such error, after trying all.
+/// The table cannot be read, or a mount cannot be detached: the first such error, after all were
+/// tried.
 pub fn detach_below(folder: &Path) -> io::Result<()> {
     let mut result = Ok(());
     for point in below(folder)?.iter().rev() {
         let error = match unmount(point, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
-            // EINVAL: no longer a mount point, as when the mount it was in went before.
+            // EINVAL: not a mount point any more, for instance because its parent mount was
+            // detached.
             Ok(()) | Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOENT) => continue,
-            Err(e) => {
-                io::Error::new(io::Error::from(e).kind(), format!("unmounting {}: {e}", point.display()))
-            }
+            Err(e) => io::Error::new(
+                io::Error::from(e).kind(),
+                format!("unmounting {}: {e}", point.display()),
+            ),
         };
         result = result.and(Err(error));
     }
@@ -69,8 +74,12 @@ mod tests {
 
     #[test]
     fn the_fifth_field_is_the_mount_point() {
-        let table = b"22 1 0:5 / / rw - ext4 /dev/vda rw\n23 22 0:6 /x /a\\040b\\134c rw shared:1 - tmpfs t rw\n\ngarbage\n";
-        assert_eq!(points(table).collect::<Vec<_>>(), [PathBuf::from("/"), PathBuf::from("/a b\\c")]);
+        let table = b"22 1 0:5 / / rw - ext4 /dev/vda rw\n23 22 0:6 /x /a\\040b\\134c rw shared:1 \
+                      - tmpfs t rw\n\ngarbage\n";
+        assert_eq!(
+            points(table).collect::<Vec<_>>(),
+            [PathBuf::from("/"), PathBuf::from("/a b\\c")]
+        );
     }
 
     #[test]

@@ -6,18 +6,18 @@ use std::path::Path;
 /// A node that has memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
-    /// Its number, as set_mempolicy(2) takes it; `None` on a host whose kernel knows no nodes.
+    /// The node's number for set_mempolicy(2); `None` if the host's kernel has no NUMA support.
     pub number: Option<u32>,
-    /// Its CPUs; empty: all of the host's.
+    /// The node's CPUs; empty means all CPUs of the host.
     pub cpus: Vec<u32>,
-    /// Its memory.
+    /// Bytes of RAM on the node.
     pub memory_bytes: u64,
 }
 
-/// Every node with memory and CPUs, the lowest number first; at least one.
+/// Every node with memory and CPUs, in ascending order; at least one.
 ///
 /// # Errors
-/// The host's memory cannot be read.
+/// The host's memory size cannot be read.
 pub fn nodes() -> io::Result<Vec<Node>> {
     let found = nodes_in(Path::new("/sys/devices/system/node"));
     if !found.is_empty() {
@@ -36,8 +36,9 @@ fn nodes_in(folder: &Path) -> Vec<Node> {
         .filter_map(|entry| {
             let number = entry.file_name().to_str()?.strip_prefix("node")?.parse().ok()?;
             let read = |file| std::fs::read_to_string(entry.path().join(file)).ok();
-            let (cpus, memory_bytes) = (cpu_list(read("cpulist")?.trim())?, total(&read("meminfo")?)?);
-            // A node may have memory only, or neither.
+            let (cpus, memory_bytes) =
+                (cpu_list(read("cpulist")?.trim())?, total(&read("meminfo")?)?);
+            // Skips nodes without CPUs and nodes without memory.
             (!cpus.is_empty() && memory_bytes > 0).then_some(Node {
                 number: Some(number),
                 cpus,
@@ -49,14 +50,15 @@ fn nodes_in(folder: &Path) -> Vec<Node> {
     nodes
 }
 
-/// `MemTotal:  24 kB`, of the host or, with `Node 0` before it, of a node.
+/// Bytes in the line `MemTotal:  24 kB`; in a node's meminfo the line starts with `Node 0`.
 fn total(text: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.split_once("MemTotal:"))?;
     let kib: u64 = line.1.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
 
-/// `0-2,7` (`Documentation/admin-guide/cputopology.rst`); no CPU has a number past 65535.
+/// Parses a list such as `0-2,7` (`Documentation/admin-guide/cputopology.rst`). CPU numbers are at
+/// most 65535; `None` if the text is malformed.
 #[must_use]
 pub fn cpu_list(text: &str) -> Option<Vec<u32>> {
     let mut cpus = Vec::new();
@@ -68,10 +70,10 @@ pub fn cpu_list(text: &str) -> Option<Vec<u32>> {
     Some(cpus)
 }
 
-/// Keeps this thread on `cpus`; on all that it may have where there are none.
+/// Pins the calling thread to `cpus`. An empty list changes nothing.
 ///
 /// # Errors
-/// None of them exists, or this thread may not have them.
+/// None of the CPUs exists, or this thread may not use them.
 pub fn stay_on(cpus: &[u32]) -> io::Result<()> {
     if cpus.is_empty() {
         return Ok(());

@@ -1,24 +1,28 @@
-//! Work that gives way, and work that others give way to: what is made ahead of demand must not slow down what is asked for now.
+//! Priorities of threads: work ahead of demand runs at low priority, so that it does not slow down
+//! current requests; short urgent work runs at high priority.
 
 use std::io;
 
-/// The nice value of such work: about a tenth of the weight of the rest.
+/// The nice value of background work: about a tenth of the CPU weight of nice 0.
 const BACKGROUND: i32 = 10;
 
 fn set(nice: i32) -> io::Result<()> {
-    // SAFETY: setpriority(2) with integers; 0 is the calling thread (Linux sets the nice value of one thread).
+    // SAFETY: setpriority(2) with integers; 0 is the calling thread (Linux sets the nice value of
+    // one thread).
     let result = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, nice) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Does `work` with this thread's priority lowered. Processes and threads it starts inherit that, until they call [`normal`].
+/// Runs `work` with this thread's nice value at 10. Processes and threads that `work` starts
+/// inherit the nice value.
 ///
-/// Without CAP_SYS_NICE a thread could not come back, so it works as it is.
+/// Without CAP_SYS_NICE the kernel would not restore the thread's priority, so `work` then runs at
+/// the unchanged priority.
 pub fn background<T>(work: impl FnOnce() -> T) -> T {
     let lowered = rustix::process::geteuid().is_root() && set(BACKGROUND).is_ok();
     let result = work();
     if lowered && let Err(e) = set(0) {
-        // Only a thread of a pool that stays slow: told, not fatal.
+        // Not fatal: one thread of a pool stays slow.
         eprintln!("priority of a thread: {e}");
     }
     result
@@ -31,10 +35,12 @@ fn policy(policy: libc::c_int, priority: libc::c_int) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Does `work`, which must be short, with this thread before all that share CPUs by weight (SCHED_RR, of which the kernel leaves a twentieth of each
-/// second to the rest). A nice value would not do: threads of different sessions are not weighed against each other (autogroups, sched(7)).
+/// Runs `work`, which must be short, with this thread under SCHED_RR, ahead of all threads of the
+/// normal policy. (The kernel leaves a twentieth of each second to the other threads.) A nice value
+/// is not enough, because the scheduler does not weigh threads of different sessions against each
+/// other (autogroups, sched(7)).
 ///
-/// Without CAP_SYS_NICE it works as all others do.
+/// Without CAP_SYS_NICE `work` runs under the unchanged policy.
 pub fn first<T>(work: impl FnOnce() -> T) -> T {
     struct Back(bool);
     impl Drop for Back {
@@ -46,7 +52,7 @@ pub fn first<T>(work: impl FnOnce() -> T) -> T {
             }
         }
     }
-    // Threads that it starts are as all others are.
+    // SCHED_RESET_ON_FORK: threads that `work` starts have the normal policy.
     let _back = Back(policy(libc::SCHED_RR | libc::SCHED_RESET_ON_FORK, 1).is_ok());
     work()
 }
@@ -57,7 +63,7 @@ mod tests {
 
     fn nice() -> String {
         let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
-        // Field 19, counted after the name, which may hold spaces.
+        // Field 19, counted after the name, because the name may hold spaces.
         stat.rsplit(')').next().unwrap().split_whitespace().nth(16).unwrap().to_owned()
     }
 

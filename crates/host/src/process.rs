@@ -1,7 +1,8 @@
-//! Processes that were started by us or by a daemon before us: finding them again, waiting, ending them.
+//! Processes that this daemon or an earlier daemon started: finding, awaiting and killing them.
 //!
-//! A pid alone names nobody: it is used again after its process ended. A [`ProcessId`] is a pid with the time the process started, which
-//! together never come back while the host runs; a [`Process`] holds a pidfd, which always means the same process.
+//! A pid alone does not identify a process, because the kernel reuses pids. A [`ProcessId`] is a
+//! pid plus the process's start time, which together are unique until the host reboots. A
+//! [`Process`] holds a pidfd, which always refers to one process.
 
 use dayfly_units::VmId;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -13,22 +14,23 @@ use rustix::process::{
 use rustix::time::Timespec;
 use serde::{Deserialize, Serialize};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-/// One process of this host, for as long as the host runs.
+/// Identifies one process of this host until the host reboots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ProcessId {
-    /// Its pid in this process namespace.
+    /// The pid in this PID namespace.
     pub pid: u32,
-    /// When it started, in clock ticks since the host booted (field 22 of `/proc/<pid>/stat`).
+    /// Start time in clock ticks since the host's boot (field 22 of `/proc/<pid>/stat`).
     pub start_ticks: u64,
 }
 
 impl ProcessId {
-    /// The process that has `pid` now; `None` where there is none. A zombie still is one.
+    /// The process that has `pid` now; `None` if there is none. A zombie counts as a process.
     ///
     /// # Errors
-    /// `/proc` cannot be read, or reads strangely.
+    /// `/proc` cannot be read, or its text has an unexpected form.
     pub fn of(pid: u32) -> io::Result<Option<Self>> {
         let text = match std::fs::read(format!("/proc/{pid}/stat")) {
             Ok(text) => text,
@@ -49,17 +51,19 @@ impl ProcessId {
     /// # Errors
     /// `/proc` cannot be read.
     pub fn own() -> io::Result<Self> {
-        Self::of(std::process::id())?
-            .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "/proc/self/stat: is /proc mounted?"))
+        Self::of(std::process::id())?.ok_or_else(|| {
+            io::Error::new(io::ErrorKind::NotFound, "/proc/self/stat: is /proc mounted?")
+        })
     }
 }
 
-/// Whether an error of reading below `/proc/<pid>` says that the process ended.
+/// Whether an error of a read below `/proc/<pid>` means that the process ended.
 fn gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
 }
 
-/// Field 22 of a stat line. The program's name, field 2, is in parentheses and may itself hold any byte, parentheses too.
+/// Field 22 of a stat line. Field 2, the program's name in parentheses, may hold any byte,
+/// parentheses included.
 fn start_ticks(stat: &[u8]) -> Option<u64> {
     let name_end = stat.iter().rposition(|&b| b == b')')?;
     let rest = std::str::from_utf8(stat.get(name_end + 1..)?).ok()?;
@@ -69,15 +73,16 @@ fn start_ticks(stat: &[u8]) -> Option<u64> {
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// It returned this.
+    /// Exit code.
     Code(i32),
-    /// This signal ended it.
+    /// Number of the signal that killed the process.
     Signal(i32),
-    /// It is gone; only its parent could know how, and that is not us.
+    /// The exit status is unknown, because the process was not a child of this process or was
+    /// reaped.
     Unknown,
 }
 
-/// A process held by a pidfd.
+/// A process referred to by a pidfd.
 #[derive(Debug)]
 pub struct Process {
     id: ProcessId,
@@ -85,7 +90,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// The process `id`; `None` when it ended (and was reaped), also when another process has its pid now.
+    /// Opens the process `id`. `None` if the process ended and was reaped, even if another process
+    /// has its pid now.
     ///
     /// # Errors
     /// The kernel gives no pidfd, or `/proc` cannot be read.
@@ -96,15 +102,15 @@ impl Process {
             Err(Errno::SRCH) => return Ok(None),
             Err(e) => return Err(e.into()),
         };
-        // Only now: the pidfd holds whoever has the pid, so a look at /proc before it would say nothing.
+        // The check must follow pidfd_open: before it, the pid could still pass to another process.
         let same = ProcessId::of(id.pid)? == Some(id);
         Ok(same.then_some(Self { id, pidfd }))
     }
 
-    /// A child just started.
+    /// Takes over a child that was just started.
     ///
     /// # Errors
-    /// `/proc` cannot be read, or the child has been reaped by somebody else.
+    /// `/proc` cannot be read, or the child was already reaped elsewhere.
     pub fn from_child(child: crate::spawn::Child) -> io::Result<Self> {
         let id = ProcessId::of(child.pid)?.ok_or_else(|| {
             io::Error::new(io::ErrorKind::NotFound, format!("process {} is gone", child.pid))
@@ -112,13 +118,13 @@ impl Process {
         Ok(Self { id, pidfd: child.pidfd })
     }
 
-    /// Which process.
+    /// The identity of the process.
     #[must_use]
     pub const fn id(&self) -> ProcessId {
         self.id
     }
 
-    /// Whether it has not ended yet (a zombie has).
+    /// Whether the process has not ended yet. A zombie has ended.
     ///
     /// # Errors
     /// `poll` fails.
@@ -126,10 +132,10 @@ impl Process {
         Ok(!self.poll(Some(Duration::ZERO))?)
     }
 
-    /// Sends it a signal. A process that has ended is no error.
+    /// Sends a signal. A process that has ended is no error.
     ///
     /// # Errors
-    /// It may not be signalled by us.
+    /// This process may not signal it.
     pub fn signal(&self, signal: Signal) -> io::Result<()> {
         match pidfd_send_signal(&self.pidfd, signal) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
@@ -137,15 +143,16 @@ impl Process {
         }
     }
 
-    /// Ends it at once (`SIGKILL`); [`Self::wait`] says when it is gone.
+    /// Sends `SIGKILL`; [`Self::wait`] reports when the process has ended.
     ///
     /// # Errors
-    /// It may not be signalled by us.
+    /// This process may not signal it.
     pub fn kill(&self) -> io::Result<()> {
         self.signal(Signal::KILL)
     }
 
-    /// Waits until it ended, at most `timeout` (`None`: for ever), and reaps it where it is our child. `None`: it runs on.
+    /// Waits until the process ends, at most `timeout` (`None`: without limit), and reaps it if it
+    /// is a child. Returns `None` if the process still runs.
     ///
     /// # Errors
     /// `poll` or `waitid` fail.
@@ -155,18 +162,75 @@ impl Process {
         }
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
         match rustix::io::retry_on_intr(|| waitid(WaitId::PidFd(self.pidfd.as_fd()), options)) {
-            Ok(Some(status)) => Ok(Some(match (status.exit_status(), status.terminating_signal()) {
-                (Some(code), _) => Ended::Code(code),
-                (None, Some(signal)) => Ended::Signal(signal),
-                (None, None) => Ended::Unknown,
-            })),
-            // Not our child, or reaped before; NOHANG with nothing to tell cannot be once poll said it ended.
+            Ok(Some(status)) => {
+                Ok(Some(match (status.exit_status(), status.terminating_signal()) {
+                    (Some(code), _) => Ended::Code(code),
+                    (None, Some(signal)) => Ended::Signal(signal),
+                    (None, None) => Ended::Unknown,
+                }))
+            }
+            // Not a child, or already reaped. `Ok(None)` cannot occur after poll reported the end.
             Ok(None) | Err(Errno::CHILD) => Ok(Some(Ended::Unknown)),
             Err(e) => Err(e.into()),
         }
     }
 
-    /// Waits until the pidfd is readable: the process ended.
+    /// The signal that killed the process, which has ended and need not be a child. `None` if none
+    /// did, or if the kernel does not say so: before Linux 6.15, or if the process is not reaped
+    /// `within` that time.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn killed_by(&self, within: Duration) -> io::Result<Option<i32>> {
+        let mut status = self.exit_status()?;
+        if status == Some(None) {
+            // Once the process is reaped, the pidfd reports that too.
+            let within = Timespec::try_from(within).map_err(io::Error::other)?;
+            let mut fds = [PollFd::new(&self.pidfd, PollFlags::HUP)];
+            loop {
+                match poll(&mut fds, Some(&within)) {
+                    Ok(n) if n == 0 || fds[0].revents().contains(PollFlags::HUP) => break,
+                    Ok(_) | Err(Errno::INTR) => {}
+                    Err(e) => return Err(e.into()),
+                }
+            }
+            status = self.exit_status()?;
+        }
+        let status = status.flatten();
+        Ok(status.filter(|status| libc::WIFSIGNALED(*status)).map(|status| libc::WTERMSIG(status)))
+    }
+
+    /// The wait status of the process, by PIDFD_GET_INFO (ioctl_pidfd(2)): `None` if the kernel
+    /// cannot give it, `Some(None)` if the process is not reaped yet.
+    fn exit_status(&self) -> io::Result<Option<Option<i32>>> {
+        // linux/pidfd.h: _IOWR(0xff, 11, struct pidfd_info), whose first version has 64 bytes.
+        const PIDFD_GET_INFO: libc::Ioctl = 0xc040_ff0b;
+        const PIDFD_INFO_EXIT: u64 = 1 << 3;
+        #[repr(C)]
+        struct Info {
+            mask: u64,
+            cgroup: u64,
+            ids: [u32; 11],
+            exit_code: i32,
+        }
+        let mut info = Info { mask: PIDFD_INFO_EXIT, cgroup: 0, ids: [0; 11], exit_code: 0 };
+        // SAFETY: the kernel reads and writes one struct pidfd_info of the size in the request's
+        // number, which `info` is laid out as.
+        let result = unsafe { libc::ioctl(self.pidfd.as_raw_fd(), PIDFD_GET_INFO, &raw mut info) };
+        if result == 0 {
+            let known = info.mask & PIDFD_INFO_EXIT != 0;
+            return Ok(Some(known.then_some(info.exit_code)));
+        }
+        match io::Error::last_os_error() {
+            // An older kernel has no such ioctl, or gives no status.
+            e if matches!(e.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL | libc::ESRCH)) => {
+                Ok(None)
+            }
+            e => Err(e),
+        }
+    }
+
+    /// Waits until the pidfd is readable, which means that the process ended.
     fn poll(&self, timeout: Option<Duration>) -> io::Result<bool> {
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
         loop {
@@ -189,26 +253,31 @@ impl AsFd for Process {
     }
 }
 
-/// A process that says by its command line which VM it runs.
+/// A process whose command line names the VM that it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct VmProcess {
     /// The process.
     pub process: ProcessId,
-    /// The VM after `--id`.
+    /// The value of `--id`.
     pub vm: VmId,
 }
 
-/// Every live process whose `argv[0]` ends in `program` (as `dayfly-vmm`) and whose command line has `--id <VmId>` (or `--id=<VmId>`).
+/// Every live process whose `argv[0]` has the file name `program` (such as `dayfly-vmm`) and whose
+/// command line has `--id <VmId>` (or `--id=<VmId>`).
 ///
-/// Processes that end during the scan, zombies and those of which we may not know are left out.
+/// Processes that end during the scan, zombies, and processes that this user may not inspect are
+/// left out.
 ///
 /// # Errors
 /// `/proc` cannot be listed.
 pub fn scan(program: &str) -> io::Result<Vec<VmProcess>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")? {
-        let Some(pid) = entry?.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
-        // The id first: when the pid is used again in between, the id names the process that is gone, and opening it fails.
+        let Some(pid) = entry?.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else {
+            continue;
+        };
+        // The id first: if the pid is reused before the next read, the id names the process that
+        // ended, and opening it fails.
         let Ok(Some(process)) = ProcessId::of(pid) else { continue };
         if let Some(vm) = command_line(pid).and_then(|line| vm_of(program, &line)) {
             found.push(VmProcess { process, vm });
@@ -217,7 +286,7 @@ pub fn scan(program: &str) -> io::Result<Vec<VmProcess>> {
     Ok(found)
 }
 
-/// Whether a process lives whose `argv[0]` is `name`.
+/// Whether a live process has `name` as its `argv[0]`.
 ///
 /// # Errors
 /// `/proc` cannot be listed.
@@ -225,7 +294,9 @@ pub fn lives(name: &std::path::Path) -> io::Result<bool> {
     use std::os::unix::ffi::OsStrExt;
     let wanted = name.as_os_str().as_bytes();
     for entry in std::fs::read_dir("/proc")? {
-        let Some(pid) = entry?.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
+        let Some(pid) = entry?.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else {
+            continue;
+        };
         if command_line(pid).is_some_and(|line| line.split(|&b| b == 0).next() == Some(wanted)) {
             return Ok(true);
         }
@@ -233,11 +304,12 @@ pub fn lives(name: &std::path::Path) -> io::Result<bool> {
     Ok(false)
 }
 
-/// The command line of a process that has one.
+/// The command line of a process; `None` for kernel threads and zombies, which have neither a
+/// program nor a command line.
 ///
-/// While a process executes a new program there is a moment in which it has the program but no command line yet (the kernel ends
-/// the parent's `vfork` before it writes the arguments), so an empty one of a process with a program is looked at again.
-/// Kernel threads and zombies have neither.
+/// During execve a process briefly has its new program but no command line, because the kernel ends
+/// the parent's `vfork` before it writes the arguments. So an empty command line of a process with
+/// a program is read again.
 fn command_line(pid: u32) -> Option<Vec<u8>> {
     const TRIES: u32 = 20;
     for _ in 0..TRIES {
@@ -251,7 +323,7 @@ fn command_line(pid: u32) -> Option<Vec<u8>> {
     None
 }
 
-/// The VM that a command line (NUL after every argument) of `program` names.
+/// The VM that a command line of `program` names. A NUL byte ends every argument.
 fn vm_of(program: &str, cmdline: &[u8]) -> Option<VmId> {
     let mut arguments = cmdline.split(|&b| b == 0).map(|a| std::str::from_utf8(a).unwrap_or(""));
     if arguments.next()?.rsplit('/').next()? != program {

@@ -28,6 +28,31 @@ fn a_process_is_found_again_by_its_identity_and_only_by_it() {
 }
 
 #[test]
+fn the_signal_that_killed_a_process_is_known_once_it_is_reaped() {
+    let within = Duration::from_secs(20);
+    let end = |act: &dyn Fn(&Process)| {
+        let process = sleeper();
+        let again = Process::open(process.id()).unwrap().unwrap();
+        act(&process);
+        assert_eq!(again.killed_by(Duration::ZERO).unwrap(), None, "not reaped yet");
+        process.wait(None).unwrap();
+        again.killed_by(within).unwrap()
+    };
+    let killed = end(&|process| process.kill().unwrap());
+    if killed.is_none() {
+        println!("killed_by: Linux older than 6.15: nothing was tested");
+        return;
+    }
+    assert_eq!(killed, Some(libc::SIGKILL));
+    assert_eq!(end(&|process| process.signal(Signal::SYS).unwrap()), Some(libc::SIGSYS));
+    let mut spawn = Spawn::new(Program::Path("/bin/true".into()), "true");
+    spawn.argv.clear();
+    let ended = Process::from_child(spawn.run().unwrap()).unwrap();
+    ended.wait(None).unwrap();
+    assert_eq!(ended.killed_by(within).unwrap(), None, "it exited");
+}
+
+#[test]
 fn a_zombie_has_ended_but_is_there_until_it_is_reaped() {
     let process = sleeper();
     process.kill().unwrap();
@@ -38,7 +63,7 @@ fn a_zombie_has_ended_but_is_there_until_it_is_reaped() {
 }
 
 #[test]
-fn pids_that_cannot_be_are_nobody() {
+fn pids_that_cannot_be_are_no_process() {
     for pid in [0, 0x7fff_ffff, u32::MAX] {
         assert_eq!(ProcessId::of(pid).unwrap(), None, "{pid}");
         assert!(Process::open(ProcessId { pid, start_ticks: 0 }).unwrap().is_none(), "{pid}");
@@ -50,7 +75,12 @@ fn a_scan_finds_processes_by_argv() {
     let vm = VmId::random();
     let program = format!("dayfly-test-{vm}");
     let mut spawn = Spawn::new(Program::Path("/bin/sh".into()), format!("/some/where/{program}"));
-    spawn.argv.extend(["-c".into(), "read x <&3; true".into(), "--id".into(), vm.to_string().into()]);
+    spawn.argv.extend([
+        "-c".into(),
+        "read x <&3; true".into(),
+        "--id".into(),
+        vm.to_string().into(),
+    ]);
     let (read, _write) = std::io::pipe().unwrap();
     spawn.fds = vec![(read.into(), 3)];
     let process = Process::from_child(spawn.run().unwrap()).unwrap();

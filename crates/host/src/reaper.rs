@@ -1,25 +1,27 @@
-//! Threads that free what was a memory node's, on that node's CPUs (Swift Birth and Quick Death, section 5): a page is then returned to
-//! lists that are near to it, and the nodes free in parallel.
+//! Threads that free memory of one NUMA node, and run on that node's CPUs (Swift Birth and Quick
+//! Death, section 5). A freed page then returns to free lists near the node, and the nodes free in
+//! parallel.
 
 use crate::numa::{self, Node};
+use dayfly_units::sync::lock;
 use std::io;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
-/// The most threads of one node: they wait for most of the time.
+/// Maximum number of threads for one node. The threads wait most of the time.
 const MOST: usize = 4;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// The threads of all nodes. Dropped, they do what they were given, and end.
+/// The threads of all nodes. After a drop, the threads finish the queued jobs and exit.
 #[derive(Debug)]
 pub struct Reapers(Vec<Sender<Job>>);
 
 impl Reapers {
-    /// As many threads for each of `nodes` as it has CPUs, but not more than four.
+    /// Starts as many threads for each of `nodes` as the node has CPUs, at most four.
     ///
     /// # Errors
-    /// The host gives no threads.
+    /// The host refuses to create a thread.
     pub fn new(nodes: &[Node]) -> io::Result<Self> {
         let all = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let mut senders = Vec::with_capacity(nodes.len());
@@ -41,14 +43,16 @@ impl Reapers {
         Ok(Self(senders))
     }
 
-    /// Does `job` on the CPUs of the node at this place; on those of the first where there is no such node.
+    /// Queues `job` for the CPUs of node `node`, an index into the nodes of [`Self::new`]. If the
+    /// index is too large, the first node is used.
     pub fn run(&self, node: usize, job: impl FnOnce() + Send + 'static) {
         let sender = self.0.get(node).or_else(|| self.0.first());
         let unsent = match sender {
             Some(sender) => sender.send(Box::new(job)).err().map(|unsent| unsent.0),
             None => Some(Box::new(job) as Job),
         };
-        // The threads end with the senders only; whatever happens, the job is done.
+        // The channel closes only if every thread of the node ended; the caller then runs the job
+        // itself.
         if let Some(job) = unsent {
             job();
         }
@@ -57,7 +61,7 @@ impl Reapers {
 
 fn serve(jobs: &Mutex<Receiver<Job>>) {
     loop {
-        let next = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let next = lock(jobs).recv();
         match next {
             Ok(job) => job(),
             Err(_) => return,
@@ -73,9 +77,11 @@ mod tests {
     fn jobs_are_done_on_the_cpus_of_their_node() {
         let cpus = rustix::thread::sched_getaffinity(None).unwrap();
         let cpus: Vec<u32> = (0..1024).filter(|cpu| cpus.is_set(*cpu as usize)).collect();
-        // Each CPU a node of its own.
-        let nodes: Vec<Node> =
-            cpus.iter().map(|cpu| Node { number: Some(*cpu), cpus: vec![*cpu], memory_bytes: 1 }).collect();
+        // One node per CPU.
+        let nodes: Vec<Node> = cpus
+            .iter()
+            .map(|cpu| Node { number: Some(*cpu), cpus: vec![*cpu], memory_bytes: 1 })
+            .collect();
         let reapers = Reapers::new(&nodes).unwrap();
         let (done, got) = channel();
         for n in 0..64 {

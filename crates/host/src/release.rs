@@ -1,4 +1,4 @@
-//! Freeing the memory of a process that was killed, before it is gone.
+//! Freeing the memory of a killed process before the process is gone.
 
 use crate::process::Process;
 use std::io;
@@ -6,46 +6,56 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// How often a process that is freeing its memory itself is looked at.
+/// Interval between two looks at a process that is freeing its memory itself.
 const LOOK: Duration = Duration::from_micros(100);
-/// How long it may take: the kernel frees some 25 GiB of 4 KiB pages in a second.
+/// Time limit for that. The kernel frees about 25 GiB of 4 KiB pages in a second.
 const WITHIN: Duration = Duration::from_secs(10);
 
 impl Process {
-    /// Frees its memory now, on this thread and this thread's CPU, while it is still being torn down (process_mrelease(2), Linux
-    /// 5.15): when it returns, the memory that was only its own can be used again, however long the end of the process
-    /// itself takes. It was [`Self::kill`]ed before, best just before: one whose last thread has let go of its memory frees that itself,
-    /// behind grace periods where KVM has a VM in it, and that is waited for.
+    /// Frees the process's memory on the calling thread and its CPU, while the kernel still tears
+    /// the process down (process_mrelease(2), Linux 5.15). After the return, the memory that only
+    /// this process used is available again, however long the process's exit takes.
+    ///
+    /// The caller must have called [`Self::kill`], best just before. A process whose last thread
+    /// has dropped its memory map frees that memory itself, with KVM after RCU grace periods; this
+    /// function then waits for it.
     ///
     /// # Errors
-    /// The kernel could not, or the process takes too long; its memory is free once it has ended.
+    /// The kernel refuses, or the process takes more than 10 s; its memory is free once it has
+    /// ended.
     pub fn release_memory(&self) -> io::Result<()> {
         loop {
-            // SAFETY: process_mrelease(2) with a pidfd that lives and no flags; it touches nothing of this process.
-            let result = unsafe { libc::syscall(libc::SYS_process_mrelease, self.as_fd().as_raw_fd(), 0) };
+            // SAFETY: process_mrelease(2) with a pidfd that lives and no flags; it touches nothing
+            // of this process.
+            let result =
+                unsafe { libc::syscall(libc::SYS_process_mrelease, self.as_fd().as_raw_fd(), 0) };
             if result == 0 {
                 return Ok(());
             }
             let error = io::Error::last_os_error();
             match error.raw_os_error() {
-                // No thread of it has any memory: it was freed, or is being freed.
+                // No thread of the process has a memory map: the memory was freed, or is being
+                // freed.
                 Some(libc::ESRCH) => return self.wait_released(),
-                // Some of it was being changed just now.
+                // Part of the memory map was locked just now, or a signal came: try again.
                 Some(libc::EAGAIN | libc::EINTR) => {}
                 _ => return Err(error),
             }
         }
     }
 
-    /// Waits until it has freed its memory itself. A thread closes its files after it has let go of its memory, and the last to let go
-    /// frees all of it (do_exit in kernel/exit.c: exit_mm, then exit_files), so threads without files tell.
+    /// Waits until the process has freed its memory itself. A thread closes its files after
+    /// dropping its memory map, and the last thread to drop the map frees all memory (do_exit in
+    /// kernel/exit.c: exit_mm, then exit_files). So threads without open files show that the memory
+    /// is free.
     fn wait_released(&self) -> io::Result<()> {
         let threads = format!("/proc/{}/task", self.id().pid);
         let begun = Instant::now();
-        // While it has not ended, its pid is nobody else's.
+        // The pid cannot be reused while the process is alive.
         while self.is_alive()? && have_files(Path::new(&threads)) {
             if begun.elapsed() > WITHIN {
-                let message = format!("it is still freeing its memory after {} s", WITHIN.as_secs());
+                let message =
+                    format!("it is still freeing its memory after {} s", WITHIN.as_secs());
                 return Err(io::Error::new(io::ErrorKind::TimedOut, message));
             }
             std::thread::sleep(LOOK);
@@ -54,7 +64,7 @@ impl Process {
     }
 }
 
-/// Whether any of these threads has a file open; one that is gone has none.
+/// Whether any of these threads has a file open. A thread that ended has none.
 fn have_files(threads: &Path) -> bool {
     let threads = std::fs::read_dir(threads).into_iter().flatten().filter_map(Result::ok);
     threads
@@ -68,18 +78,19 @@ mod tests {
     use crate::process::ProcessId;
     use std::process::{Command, Stdio};
 
-    /// The value in kB of a line `name:` in a file of /proc.
+    /// The value in KiB of a line `name:` in a file of /proc.
     fn kib(path: &str, name: &str) -> Option<u64> {
         let text = std::fs::read_to_string(path).ok()?;
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
         line.trim().strip_suffix(" kB")?.trim().parse().ok()
     }
 
-    /// Free memory, with what lies in the CPUs' own lists.
+    /// Free memory in KiB, including the pages in the per-CPU lists.
     fn free_kib() -> u64 {
         let zones = std::fs::read_to_string("/proc/zoneinfo").unwrap();
-        let lists =
-            zones.lines().filter_map(|line| line.trim().strip_prefix("count:")?.trim().parse::<u64>().ok());
+        let lists = zones
+            .lines()
+            .filter_map(|line| line.trim().strip_prefix("count:")?.trim().parse::<u64>().ok());
         kib("/proc/meminfo", "MemFree").unwrap() + lists.sum::<u64>() * 4
     }
 
@@ -95,9 +106,10 @@ mod tests {
         process.release_memory().unwrap();
     }
 
-    /// Frees the memory of a process that frees it itself already; gives KiB that are free then and were not before.
+    /// Calls `release_memory` when the process is already freeing its memory itself. Returns the
+    /// KiB that became free.
     fn released_kib(kib_of_it: u64) -> u64 {
-        // Its buffer is one block; nobody reads what it writes, so it stays.
+        // dd's buffer is one block of this size. Nothing reads dd's output, so dd keeps the buffer.
         let mut child = Command::new("dd")
             .args(["if=/dev/zero", &format!("bs={kib_of_it}K"), "count=1"])
             .stdout(Stdio::piped())
@@ -113,7 +125,7 @@ mod tests {
         let process = Process::open(ProcessId::of(child.id()).unwrap().unwrap()).unwrap().unwrap();
         let before = free_kib();
         process.kill().unwrap();
-        // From here on process_mrelease(2) finds no memory.
+        // From here on process_mrelease(2) finds no memory map.
         while kib(&status, "VmRSS").is_some() {}
         process.release_memory().unwrap();
         let after = free_kib();
@@ -125,7 +137,7 @@ mod tests {
     #[test]
     fn memory_that_a_process_is_freeing_itself_is_waited_for() {
         const KIB: u64 = 512 << 10;
-        // Others on this host take memory meanwhile; not each time.
+        // Other processes on this host take memory in the meantime, but not in every round.
         let released: Vec<u64> = (0..5).map(|_| released_kib(KIB)).collect();
         assert!(released.iter().any(|kib| *kib > KIB / 2), "of {KIB} KiB: {released:?}");
     }

@@ -1,4 +1,4 @@
-//! Makes artefacts by hand: root disks and kernels, as the CLI does.
+//! Builds artefacts by hand: root disks and kernels, as the CLI builds them.
 
 use dayfly_image::{BuildOptions, Debian, Size, Source, build, kernel};
 use std::error::Error;
@@ -16,12 +16,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     let began = Instant::now();
     match args[..] {
         ["debian", suite, packages, out, ref size @ ..] => {
-            let include = packages.split(',').filter(|p| !p.is_empty()).map(str::to_owned).collect();
+            let include =
+                packages.split(',').filter(|p| !p.is_empty()).map(str::to_owned).collect();
             let debian = Debian { suite: suite.to_owned(), include, refresh: false };
             image(&Source::Debian(debian), out, size)?;
         }
         ["from", path, out, ref size @ ..] => {
-            let (path, name) = path.split_once('@').map_or((path, None), |(p, n)| (p, Some(n.to_owned())));
+            let (path, name) =
+                path.split_once('@').map_or((path, None), |(p, n)| (p, Some(n.to_owned())));
             image(&Source::detect(Path::new(path), name)?, out, size)?;
         }
         ["kernel", version, agent, out] => {
@@ -43,7 +45,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn image(source: &Source, out: &str, size: &[&str]) -> Result<(), Box<dyn Error>> {
     let size = size.first().map(|s| s.parse()).transpose()?.map_or(Size::Auto, Size::Total);
     let options = BuildOptions { size, ..BuildOptions::default() };
-    let built = build(source, &options, Path::new(out), &mut |p| println!("{} {}", p.step, p.done_bytes))?;
+    let built =
+        build(source, &options, Path::new(out), &mut |p| println!("{} {}", p.step, p.done_bytes))?;
     println!("cached {}\n{:#?}", built.cached, built.manifest);
     Ok(())
 }

@@ -1,8 +1,9 @@
-//! Where artefacts that were built once are kept.
+//! The cache folder, which keeps artefacts that were built once.
 
 use std::path::PathBuf;
 
-/// `$DAYFLY_CACHE`, or `dayfly` under `$XDG_CACHE_HOME`, `~/.cache`, or (for root without a home) `/var/cache`.
+/// The cache folder: `$DAYFLY_CACHE`, or `dayfly` under `$XDG_CACHE_HOME` or `~/.cache`. Root
+/// without a home gets `/var/cache/dayfly`.
 #[must_use]
 pub fn default_folder() -> PathBuf {
     let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);

@@ -1,26 +1,26 @@
 //! # image
 //!
-//! The room for what machines are made from: root disks ([`build`]) and kernels with their initramfs ([`kernel`]).
-//! The CLI calls it on the user's host; the results are uploaded to the daemon.
+//! Builds what VMs are made from: root disks ([`build`]), and kernels with their initramfs
+//! ([`kernel`]). The CLI calls this crate on the user's host and uploads the results to the daemon.
 //!
-//! What may not enter: mounting, loop devices, needing root where a tool does not; knowing of VMs, snapshots or the
-//! daemon. Everything read here (archives, layers, kernels, manifests) is taken as hostile.
+//! This crate does not mount file systems, use loop devices, or need root unless an external tool
+//! does. It does not know VMs, snapshots or the daemon. It treats all input (archives, layers,
+//! kernels, manifests) as hostile.
 
 pub mod cache;
 mod disk;
 pub mod kernel;
 mod manifest;
-mod sparse;
 mod staging;
 mod tool;
 
+pub use dayfly_units::ImageConfig;
 pub use disk::{
-    BuildError, BuildOptions, BuiltImage, DISK_NAME, Debian, Limits, MANIFEST_NAME, Progress, Size, Source,
-    build,
+    BuildError, BuildOptions, BuiltImage, DISK_NAME, Debian, Limits, Progress, Size, Source, build,
 };
 pub use manifest::{
-    FileDigest, ImageManifest, KernelManifest, MAX_MANIFEST_BYTES, ManifestError, RunConfig, Sealed,
+    FileDigest, ImageManifest, KernelManifest, MANIFEST_NAME, MAX_MANIFEST_BYTES, ManifestError,
+    Sealed,
 };
-pub use sparse::{SparseSummary, sparse_digest, summarise};
 pub use staging::sweep;
 pub use tool::ToolError;

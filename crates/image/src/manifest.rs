@@ -1,111 +1,103 @@
-//! What is known of an artefact: the manifests of root disks and kernels.
+//! Manifests of root disks and kernels.
 //!
-//! A manifest travels with its files and is read by a daemon that did not write it, so it is sealed
-//! ([`dayfly_units::sealed`]), capped, and checked field by field before anything is done with it.
+//! A manifest travels with its files, and the daemon that reads it did not write it. So a manifest
+//! is sealed ([`dayfly_units::sealed`]), has a size limit, and each field is checked before use.
 
+use dayfly_boot::MAX_KERNEL_BYTES;
+use dayfly_units::ImageConfig;
 use dayfly_units::sealed::{self, SealError};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Most bytes of a manifest's JSON.
+/// File name of a manifest in its output folder.
+pub const MANIFEST_NAME: &str = "manifest";
+/// Upper limit for the bytes of a manifest's JSON.
 pub const MAX_MANIFEST_BYTES: u64 = 1 << 20;
-/// Largest disk: 16 TiB, what ext4 holds with 4 KiB blocks and 32-bit block numbers.
+/// Largest disk: 16 TiB, the limit of ext4 with 4 KiB blocks and 32-bit block numbers.
 const MAX_DISK_BYTES: u64 = 16 << 40;
 const VERSION: u32 = 1;
 
-/// A root disk.
+/// The manifest of a root disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ImageManifest {
-    /// [`crate::sparse_digest`] of `root.ext4`, 64 hexadecimal digits.
+    /// The digest ([`dayfly_units::sparse`]) of `root.ext4`, 64 hexadecimal digits.
     pub digest: String,
     /// Length of the disk in bytes, a multiple of 4096.
     pub size_bytes: u64,
     /// Bytes in pages that are not all zero.
     pub content_bytes: u64,
-    /// Where it came from, for people.
+    /// The disk's source, as text for people.
     pub source: String,
-    /// When it was built, seconds since 1970.
+    /// Build time, seconds since 1970.
     pub created_s: u64,
-    /// How the image wants to be started.
-    pub run: RunConfig,
+    /// The image's start command and its environment.
+    #[serde(deserialize_with = "dayfly_units::image_config::whole")]
+    pub run: ImageConfig,
 }
 
-/// How an image wants to be started (OCI config.md).
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RunConfig {
-    /// Program and first arguments.
-    pub entrypoint: Vec<String>,
-    /// Arguments, or the whole command where there is no entrypoint.
-    pub cmd: Vec<String>,
-    /// `NAME=value`.
-    pub env: Vec<String>,
-    /// Working folder; empty: the root.
-    pub workdir: String,
-    /// `name`, `uid`, `name:group` or `uid:gid`; empty: root.
-    pub user: String,
-}
-
-/// A kernel with its initramfs.
+/// The manifest of a kernel with its initramfs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KernelManifest {
-    /// The kernel's release, as `uname -r` gives it.
+    /// The kernel's release, as `uname -r` prints it.
     pub release: String,
-    /// The file `vmlinux`.
+    /// Digest and length of the file `vmlinux`.
     pub vmlinux: FileDigest,
-    /// The file `initrd`.
+    /// Digest and length of the file `initrd`.
     pub initrd: FileDigest,
     /// BLAKE3 of the agent in the initrd, 64 hexadecimal digits.
     pub agent_digest: String,
-    /// Modules in the initrd, in the order in which they are loaded.
+    /// Modules in the initrd, in load order.
     pub modules: Vec<String>,
-    /// Modules asked for that this kernel has built in.
+    /// Requested modules that this kernel has built in.
     pub builtin: Vec<String>,
-    /// Where the kernel came from, for people.
+    /// The kernel's source, as text for people.
     pub source: String,
-    /// When it was built, seconds since 1970.
+    /// Build time, seconds since 1970.
     pub created_s: u64,
 }
 
-/// A file by its content.
+/// Digest and length of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileDigest {
     /// BLAKE3 of the file's bytes, 64 hexadecimal digits.
     pub digest: String,
-    /// Its length.
+    /// The file's length in bytes.
     pub size_bytes: u64,
 }
 
 /// Why a manifest was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ManifestError {
-    /// It cannot be read.
+    /// The manifest's file cannot be read.
     #[error("{path}: {source}", path = path.display())]
     Io {
-        /// The manifest.
+        /// Path of the manifest.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// It is damaged, foreign or too long.
+    /// The manifest is damaged, has a foreign format, or is too long.
     #[error("manifest: {0}")]
     Seal(#[from] SealError),
-    /// Its JSON is not a manifest's.
-    #[error("manifest: line {line} column {column}: {source}", line = source.line(), column = source.column())]
+    /// The JSON does not have a manifest's structure.
+    #[error(
+        "manifest: line {line} column {column}: {source}",
+        line = source.line(), column = source.column()
+    )]
     Json {
-        /// What the decoder says.
+        /// The decoder's error.
         #[from]
         source: serde_json::Error,
     },
-    /// A field has a value that makes no sense.
+    /// A field has an invalid value.
     #[error("manifest: field {field}: expected {expected}, got {got}")]
     Field {
-        /// Which.
+        /// Name of the field.
         field: &'static str,
         /// What is accepted.
         expected: String,
@@ -114,13 +106,24 @@ pub enum ManifestError {
     },
 }
 
-fn field<T>(field: &'static str, expected: impl ToString, got: impl ToString) -> Result<T, ManifestError> {
+/// Seconds since 1970.
+pub(crate) fn now_s() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+fn field<T>(
+    field: &'static str,
+    expected: impl ToString,
+    got: impl ToString,
+) -> Result<T, ManifestError> {
     let got = got.to_string().chars().take(120).collect();
     Err(ManifestError::Field { field, expected: expected.to_string(), got })
 }
 
 fn check_digest(name: &'static str, digest: &str) -> Result<(), ManifestError> {
-    if digest.len() == 64 && digest.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b)) {
+    if digest.len() == 64
+        && digest.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+    {
         return Ok(());
     }
     field(name, "64 lower-case hexadecimal digits", digest)
@@ -141,26 +144,29 @@ fn check_list(name: &'static str, list: &[String], max: usize) -> Result<(), Man
         return field(name, format!("at most {max} items"), list.len());
     }
     match list.iter().find(|item| item.len() > 128 << 10 || item.contains('\0')) {
-        Some(item) => field(name, "items of at most 128 KiB without NUL", format!("{} bytes", item.len())),
+        Some(item) => {
+            field(name, "items of at most 128 KiB without NUL", format!("{} bytes", item.len()))
+        }
         None => Ok(()),
     }
 }
 
 /// A manifest that can be sealed into a file and read back.
 pub trait Sealed: Serialize + DeserializeOwned {
-    /// First bytes of the file.
+    /// Magic bytes at the start of the file.
     const MAGIC: sealed::Magic;
 
     /// Checks every field.
     ///
     /// # Errors
-    /// [`ManifestError::Field`] naming the first that makes no sense.
+    /// [`ManifestError::Field`] for the first invalid field.
     fn check(&self) -> Result<(), ManifestError>;
 
-    /// The bytes of the manifest's file.
+    /// Returns the bytes of the manifest's file.
     ///
     /// # Errors
-    /// When a field makes no sense, or the whole is longer than [`MAX_MANIFEST_BYTES`].
+    /// [`ManifestError`] if a field is invalid, or if the JSON is longer than
+    /// [`MAX_MANIFEST_BYTES`].
     fn to_bytes(&self) -> Result<Vec<u8>, ManifestError> {
         self.check()?;
         let json = serde_json::to_vec_pretty(self)?;
@@ -170,7 +176,8 @@ pub trait Sealed: Serialize + DeserializeOwned {
         Ok(sealed::seal(&Self::MAGIC, VERSION, &json))
     }
 
-    /// Reads a manifest back; nothing is decoded before the seal is verified, nothing is given before it is checked.
+    /// Decodes a manifest. The seal is verified before the JSON is decoded, and each field is
+    /// checked before the manifest is returned.
     ///
     /// # Errors
     /// [`ManifestError`].
@@ -181,7 +188,7 @@ pub trait Sealed: Serialize + DeserializeOwned {
         Ok(manifest)
     }
 
-    /// Reads the manifest's file.
+    /// Reads and decodes the file at `path`.
     ///
     /// # Errors
     /// [`ManifestError`].
@@ -199,7 +206,10 @@ impl Sealed for ImageManifest {
 
     fn check(&self) -> Result<(), ManifestError> {
         check_digest("digest", &self.digest)?;
-        if self.size_bytes == 0 || self.size_bytes > MAX_DISK_BYTES || !self.size_bytes.is_multiple_of(4096) {
+        if self.size_bytes == 0
+            || self.size_bytes > MAX_DISK_BYTES
+            || !self.size_bytes.is_multiple_of(4096)
+        {
             return field(
                 "size_bytes",
                 format!("a multiple of 4096 up to {MAX_DISK_BYTES}"),
@@ -211,22 +221,16 @@ impl Sealed for ImageManifest {
             return field("content_bytes", expected, self.content_bytes);
         }
         check_text("source", &self.source, 8192)?;
-        self.run.check()
+        check_config(&self.run)
     }
 }
 
-impl RunConfig {
-    /// Checks every field.
-    ///
-    /// # Errors
-    /// [`ManifestError::Field`] naming the first that makes no sense.
-    pub fn check(&self) -> Result<(), ManifestError> {
-        check_list("run.entrypoint", &self.entrypoint, 4096)?;
-        check_list("run.cmd", &self.cmd, 4096)?;
-        check_list("run.env", &self.env, 4096)?;
-        check_text("run.workdir", &self.workdir, 4095)?;
-        check_text("run.user", &self.user, 256)
-    }
+fn check_config(run: &ImageConfig) -> Result<(), ManifestError> {
+    check_list("run.entrypoint", &run.entrypoint, 4096)?;
+    check_list("run.cmd", &run.cmd, 4096)?;
+    check_list("run.env", &run.env, 4096)?;
+    check_text("run.workdir", &run.workdir, 4095)?;
+    check_text("run.user", &run.user, 256)
 }
 
 impl Sealed for KernelManifest {
@@ -235,16 +239,21 @@ impl Sealed for KernelManifest {
     fn check(&self) -> Result<(), ManifestError> {
         let word = |b: u8| b.is_ascii_alphanumeric() || b"._+~-".contains(&b);
         if self.release.is_empty() || self.release.len() > 64 || !self.release.bytes().all(word) {
-            return field("release", "1 to 64 letters, digits and ._+~-", format!("{:?}", self.release));
+            return field(
+                "release",
+                "1 to 64 letters, digits and ._+~-",
+                format!("{:?}", self.release),
+            );
         }
         check_digest("vmlinux.digest", &self.vmlinux.digest)?;
         check_digest("initrd.digest", &self.initrd.digest)?;
         check_digest("agent_digest", &self.agent_digest)?;
-        for (name, size) in
-            [("vmlinux.size_bytes", self.vmlinux.size_bytes), ("initrd.size_bytes", self.initrd.size_bytes)]
-        {
-            if !(1..=crate::kernel::MAX_KERNEL_BYTES).contains(&size) {
-                return field(name, format!("1 to {}", crate::kernel::MAX_KERNEL_BYTES), size);
+        for (name, size) in [
+            ("vmlinux.size_bytes", self.vmlinux.size_bytes),
+            ("initrd.size_bytes", self.initrd.size_bytes),
+        ] {
+            if !(1..=MAX_KERNEL_BYTES).contains(&size) {
+                return field(name, format!("1 to {}", MAX_KERNEL_BYTES), size);
             }
         }
         for (name, list) in [("modules", &self.modules), ("builtin", &self.builtin)] {

@@ -1,4 +1,4 @@
-//! Manifests from strangers.
+//! Manifests from untrusted writers.
 
 use super::*;
 
@@ -9,7 +9,7 @@ fn image() -> ImageManifest {
         content_bytes: 4096,
         source: "folder /x".to_owned(),
         created_s: 1,
-        run: RunConfig { env: vec!["A=line\nbreak".to_owned()], ..RunConfig::default() },
+        run: ImageConfig { env: vec!["A=line\nbreak".to_owned()], ..ImageConfig::default() },
     }
 }
 
@@ -44,7 +44,10 @@ fn truncated_flipped_or_of_the_other_kind() {
         flipped[bit / 8] ^= 1 << (bit % 8);
         assert!(ImageManifest::from_bytes(&flipped).is_err(), "bit {bit}");
     }
-    assert!(matches!(KernelManifest::from_bytes(&whole), Err(ManifestError::Seal(SealError::Magic { .. }))));
+    assert!(matches!(
+        KernelManifest::from_bytes(&whole),
+        Err(ManifestError::Seal(SealError::Magic { .. }))
+    ));
 }
 
 #[test]
@@ -64,12 +67,15 @@ fn fields_that_make_no_sense_are_named() {
     for (name, change) in images {
         let mut bad = image();
         change(&mut bad);
-        // Sealed by someone who does not check.
+        // A writer that seals without checking.
         let json = serde_json::to_vec(&bad).unwrap();
         let text = ImageManifest::from_bytes(&sealed::seal(&ImageManifest::MAGIC, 1, &json))
             .unwrap_err()
             .to_string();
-        assert!(text.contains(&format!("field {name}: expected")) && !text.contains('\x1b'), "{text}");
+        assert!(
+            text.contains(&format!("field {name}: expected")) && !text.contains('\x1b'),
+            "{text}"
+        );
         assert!(bad.to_bytes().is_err());
     }
     let kernels: [(&str, Change<KernelManifest>); 4] = [
@@ -85,7 +91,9 @@ fn fields_that_make_no_sense_are_named() {
         assert!(text.contains(&format!("field {name}: expected")), "{text}");
     }
     let foreign = sealed::seal(&ImageManifest::MAGIC, 2, b"{}");
-    assert!(ImageManifest::from_bytes(&foreign).unwrap_err().to_string().contains("version at byte 40"));
+    assert!(
+        ImageManifest::from_bytes(&foreign).unwrap_err().to_string().contains("version at byte 40")
+    );
     let unknown = sealed::seal(&ImageManifest::MAGIC, 1, b"{\"digest\": 7}");
     assert!(ImageManifest::from_bytes(&unknown).unwrap_err().to_string().contains("line 1 column"));
 }

@@ -1,22 +1,24 @@
-//! Folders for work in progress, and the one way a finished file gets to its place.
+//! Staging folders, and the functions that put a finished file into place.
 //!
-//! A staging folder lives under `<cache>/staging/` and is locked (flock) as long as its owner lives, so a later start
-//! can tell what a killed process left behind from what a living one uses: [`sweep`] removes every folder whose lock
-//! it gets. Folders are made, locked and swept under the lock of `staging/` itself, so none is seen between its
-//! making and its locking.
+//! A staging folder lives under `<cache>/staging/`. Its owner holds a lock (flock) on it while the
+//! owner lives. So [`sweep`] can distinguish leftovers of a killed process: it removes every folder
+//! whose lock it gets. Folders are created, locked and swept under the lock of `staging/` itself.
+//! So no process sees a folder between its creation and its locking.
 
+use dayfly_units::sparse;
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::io::Errno;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Prefix of what [`deliver`] writes before it renames.
+/// Name prefix of the temporary file that [`deliver`] renames.
 const PARTIAL: &str = ".dayfly-partial-";
 
-/// A folder for work in progress; removed when dropped.
+/// A folder for work in progress. Dropping the value removes the folder.
 #[derive(Debug)]
 pub struct Staging {
     dir: tempfile::TempDir,
@@ -29,7 +31,8 @@ fn open_dir(path: &Path) -> io::Result<OwnedFd> {
 }
 
 impl Staging {
-    /// A new folder under `<cache>/staging`, after a [`sweep`] of what killed processes left there.
+    /// Makes a folder under `<cache>/staging`, after a [`sweep`] of the leftovers of killed
+    /// processes.
     pub fn new(cache: &Path) -> io::Result<Self> {
         let parent = cache.join("staging");
         fs::create_dir_all(&parent)?;
@@ -42,14 +45,15 @@ impl Staging {
         Ok(Self { dir, _lock: lock })
     }
 
-    /// Where it is.
+    /// Path of the folder.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
 }
 
-/// Waits for, and takes, the lock of the cache entry `entry`, so that two processes do not build the same at once. It is
-/// released when the file is closed.
+/// Takes the lock of the cache entry `entry`, so that two processes do not build one entry at the
+/// same time. Calls `waiting` if another process holds the lock. Closing the file releases the
+/// lock.
 pub fn lock_entry(entry: &Path, mut waiting: impl FnMut()) -> io::Result<OwnedFd> {
     let path = entry.with_extension("lock");
     if let Some(parent) = path.parent() {
@@ -64,10 +68,12 @@ pub fn lock_entry(entry: &Path, mut waiting: impl FnMut()) -> io::Result<OwnedFd
     Ok(lock)
 }
 
-/// Removes every staging folder under `<cache>/staging` whose owner is gone; gives how many.
+/// Removes every staging folder under `<cache>/staging` whose owner has ended. Returns the number
+/// of removed folders.
 ///
 /// # Errors
-/// When `<cache>/staging` cannot be opened or locked. A folder that cannot be removed is left for the next time.
+/// If `<cache>/staging` cannot be opened or locked. A folder that cannot be removed stays for the
+/// next sweep.
 pub fn sweep(cache: &Path) -> io::Result<usize> {
     let parent = cache.join("staging");
     let gate = match open_dir(&parent) {
@@ -83,25 +89,33 @@ fn sweep_locked(parent: &Path) -> usize {
     let mounts = mount_points();
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         let path = entry.path();
-        let free = open_dir(&path)
-            .and_then(|dir| Ok(flock(&dir, FlockOperation::NonBlockingLockExclusive).map(|()| dir)?));
+        let free = open_dir(&path).and_then(|dir| {
+            Ok(flock(&dir, FlockOperation::NonBlockingLockExclusive).map(|()| dir)?)
+        });
         let Ok(_lock) = free else { continue };
-        // A bootstrap that was killed could have left the host's /dev or /sys mounted in there: never delete through it.
+        // A killed bootstrap may leave the host's /dev or /sys mounted in the folder. Deleting
+        // through such a mount would delete files of the host.
         if mounts.iter().any(|mount| mount.starts_with(&path)) {
-            tracing::warn!(path = %path.display(), "left alone: something is mounted in this staging folder");
+            tracing::warn!(
+                path = %path.display(),
+                "left alone: something is mounted in this staging folder"
+            );
             continue;
         }
         match fs::remove_dir_all(&path) {
             Ok(()) => removed += 1,
             Err(error) => {
-                tracing::warn!(path = %path.display(), %error, "cannot remove a stale staging folder")
+                tracing::warn!(
+                    path = %path.display(), %error,
+                    "cannot remove a stale staging folder"
+                )
             }
         }
     }
     removed
 }
 
-/// Every mount point this process sees (proc_pid_mountinfo(5), field 5, octal escapes undone).
+/// All mount points that this process sees (proc_pid_mountinfo(5), field 5, octal escapes decoded).
 fn mount_points() -> Vec<PathBuf> {
     let text = fs::read("/proc/self/mountinfo").unwrap_or_default();
     let fields = text.split(|b| *b == b'\n').filter_map(|line| line.split(|b| *b == b' ').nth(4));
@@ -113,7 +127,9 @@ fn unescape(field: &[u8]) -> Vec<u8> {
     let mut rest = field;
     while let Some((first, tail)) = rest.split_first() {
         let octal = (*first == b'\\' && tail.len() >= 3)
-            .then(|| std::str::from_utf8(&tail[..3]).ok().and_then(|d| u8::from_str_radix(d, 8).ok()))
+            .then(|| {
+                std::str::from_utf8(&tail[..3]).ok().and_then(|d| u8::from_str_radix(d, 8).ok())
+            })
             .flatten();
         out.push(octal.unwrap_or(*first));
         rest = if octal.is_some() { &tail[3..] } else { tail };
@@ -121,15 +137,17 @@ fn unescape(field: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Puts the finished `file` to `folder/name`, atomically, as a read-only file. An existing file of that name is replaced.
+/// Puts the finished `file` to `folder/name`, atomically, as a read-only file. An existing file of
+/// that name is replaced.
 ///
-/// `file` stays where it is when `keep` is set: the two are then hard links of one file, or copies where the folders
-/// are on different file systems. What is moved is on disk when this returns; what is kept can be had again, and is not
-/// waited for.
+/// If `keep` is set, `file` stays in its place. The two are then hard links of one file, or copies
+/// if the folders are on different file systems. A moved file is on disk when this function
+/// returns. A kept file can be built again, so the function does not wait for the disk.
 pub fn deliver(file: &Path, folder: &Path, name: &str, keep: bool) -> io::Result<PathBuf> {
     fs::create_dir_all(folder)?;
     for entry in fs::read_dir(folder)?.flatten() {
-        // What an earlier process left when it was killed between writing and renaming; an hour is longer than both take.
+        // An earlier process leaves such a file if it is killed between writing and renaming. Both
+        // together take less than an hour.
         let stale = entry.file_name().to_string_lossy().starts_with(PARTIAL)
             && entry
                 .metadata()
@@ -147,7 +165,11 @@ pub fn deliver(file: &Path, folder: &Path, name: &str, keep: bool) -> io::Result
     match moved {
         Ok(()) if keep => {}
         Ok(()) => File::open(&partial)?.sync_all()?,
-        Err(error) if matches!(error.raw_os_error(), Some(code) if code == rustix::io::Errno::XDEV.raw_os_error() || code == rustix::io::Errno::MLINK.raw_os_error() || code == rustix::io::Errno::PERM.raw_os_error()) =>
+        Err(error)
+            if matches!(
+                Errno::from_io_error(&error),
+                Some(Errno::XDEV | Errno::MLINK | Errno::PERM)
+            ) =>
         {
             let to = File::create_new(&partial)?;
             copy_sparse(&File::open(file)?, &to)?;
@@ -167,28 +189,26 @@ pub fn deliver(file: &Path, folder: &Path, name: &str, keep: bool) -> io::Result
 }
 
 /// Writes `bytes` to `folder/name`, atomically and durably, as a read-only file.
-pub fn deliver_bytes(bytes: &[u8], staging: &Path, folder: &Path, name: &str) -> io::Result<PathBuf> {
+pub fn deliver_bytes(
+    bytes: &[u8],
+    staging: &Path,
+    folder: &Path,
+    name: &str,
+) -> io::Result<PathBuf> {
     let mut file = tempfile::NamedTempFile::new_in(staging)?;
     file.write_all(bytes)?;
     let path = file.into_temp_path();
     let done = deliver(&path, folder, name, false);
-    // Renamed away on success; on failure the folder it is in goes with its owner.
+    // On success the file was renamed. On failure the staging folder's owner removes the file.
     let _ = path.keep();
     done
 }
 
-/// Copies `from` to the empty file `to`, leaving out what is zero in whole pages.
+/// Copies `from` to the empty file `to`, without pages that are all zero.
 pub fn copy_sparse(from: &File, to: &File) -> io::Result<()> {
     let size = from.metadata()?.size();
     to.set_len(size)?;
-    crate::sparse::for_each_data(from, |offset, bytes| {
-        for (at, page) in (offset..).step_by(4096).zip(bytes.chunks(4096)) {
-            if page.iter().any(|b| *b != 0) {
-                to.write_all_at(page, at)?;
-            }
-        }
-        Ok(())
-    })
+    sparse::for_each_data(from, |at, bytes| sparse::write_data(to, at, bytes)).map(drop)
 }
 
 #[cfg(test)]
@@ -228,7 +248,7 @@ mod tests {
     fn one_builder_of_an_entry_at_a_time() {
         let cache = tempfile::tempdir().unwrap();
         let entry = cache.path().join("images/abc");
-        let first = lock_entry(&entry, || panic!("nobody else is there")).unwrap();
+        let first = lock_entry(&entry, || panic!("no other process is there")).unwrap();
         let (said, heard) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
             let second = scope.spawn(|| lock_entry(&entry, || said.send(()).unwrap()).map(|_| ()));
@@ -242,7 +262,8 @@ mod tests {
     #[test]
     fn a_partial_file_of_a_killed_process_goes_after_an_hour() {
         let dir = tempfile::tempdir().unwrap();
-        let (old, new) = (dir.path().join(".dayfly-partial-old"), dir.path().join(".dayfly-partial-new"));
+        let (old, new) =
+            (dir.path().join(".dayfly-partial-old"), dir.path().join(".dayfly-partial-new"));
         for folder in [&old, &new] {
             fs::create_dir(folder).unwrap();
             fs::write(folder.join("root.ext4"), "x").unwrap();

@@ -1,70 +1,73 @@
-//! Running the few external programs (mke2fs, debugfs, mmdebstrap, apt, depmod), with errors that say what to do.
+//! Runs external programs (mke2fs, debugfs, mmdebstrap, apt, dpkg). Errors name the next step for
+//! the user.
 //!
-//! A program started here dies with this process (`PR_SET_PDEATHSIG`), reads nothing from the terminal, speaks
-//! plain English (`LC_ALL=C`), and finds the sbin folders that an ordinary user's PATH lacks.
+//! A program started here dies with this process (`PR_SET_PDEATHSIG`) and reads nothing from the
+//! terminal. Its messages are in English (`LC_ALL=C`). Its PATH includes the sbin folders, which an
+//! ordinary user's PATH lacks.
 
 use std::ffi::OsString;
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitStatus, Stdio};
 
-/// The most standard output kept of a program.
+/// Upper limit for the bytes of standard output that are kept.
 const STDOUT_CAP_BYTES: u64 = 64 << 20;
-/// Lines of standard error kept for an error's text.
+/// Lines of standard error that are kept for an error's text.
 const TAIL_LINES: usize = 12;
 /// Bytes of one line of standard error that are kept.
 const LINE_CAP_BYTES: usize = 1024;
 
-/// Why an external program did not do its work.
+/// Why an external program failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ToolError {
-    /// It could not be started.
+    /// The program could not be started.
     #[error(
-        "cannot run {program}: {source}; it comes with Debian's package {package} (apt-get install {package})"
+        "cannot run {program}: {source}; it comes with Debian's package {package} \
+         (apt-get install {package})"
     )]
     Start {
         /// The program's name.
         program: String,
-        /// The Debian package it is in.
+        /// The Debian package that contains the program.
         package: &'static str,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// It ended with an error.
+    /// The program ended with an error.
     #[error("{command}: expected exit status 0, got {status}; its last words:\n{tail}")]
     Failed {
         /// The command line, shortened.
         command: String,
-        /// How it ended.
+        /// The program's exit status.
         status: ExitStatus,
-        /// The end of its standard error.
+        /// The last lines of its standard error.
         tail: String,
     },
-    /// It claims success, but wrote something to standard error that only an error does.
+    /// The program exited with success, but wrote an error message to standard error.
     #[error("{command}: it reported:\n{tail}")]
     Complained {
         /// The command line, shortened.
         command: String,
-        /// What it said.
+        /// The message.
         tail: String,
     },
-    /// Talking to it failed.
+    /// Reading from the program or waiting for it failed.
     #[error("{command}: {source}")]
     Io {
         /// The command line, shortened.
         command: String,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }
 
-/// What a program said.
+/// The output of a program.
 pub struct Output {
     /// Standard output.
     pub stdout: Vec<u8>,
 }
 
-/// A program of the Debian package `package`.
+/// A command for `program`, with the environment that the module describes.
 pub fn tool(program: &str) -> Command {
     let mut command = Command::new(program);
     let mut path = std::env::var_os("PATH").unwrap_or_else(|| OsString::from("/usr/bin:/bin"));
@@ -73,7 +76,7 @@ pub fn tool(program: &str) -> Command {
     command
 }
 
-/// A command line for people, at most a few hundred characters.
+/// The command line as text for people, cut at 400 characters.
 pub fn describe(command: &Command) -> String {
     let mut text = command.get_program().to_string_lossy().into_owned();
     for arg in command.get_args() {
@@ -88,8 +91,13 @@ pub fn describe(command: &Command) -> String {
     text
 }
 
-/// Runs `command` to its end and gives its standard output; `on_line` hears every line of standard error.
-pub fn run(command: Command, package: &'static str, on_line: impl FnMut(&str)) -> Result<Output, ToolError> {
+/// Runs `command` to its end and returns its standard output. `on_line` receives every line of
+/// standard error.
+pub fn run(
+    command: Command,
+    package: &'static str,
+    on_line: impl FnMut(&str),
+) -> Result<Output, ToolError> {
     let (stdout, _) = run_reading(command, package, on_line, |out| {
         let mut kept = Vec::new();
         out.take(STDOUT_CAP_BYTES).read_to_end(&mut kept)?;
@@ -99,8 +107,8 @@ pub fn run(command: Command, package: &'static str, on_line: impl FnMut(&str)) -
     Ok(Output { stdout })
 }
 
-/// The same with standard output read by `reader`, to its end, in a thread of its own. Gives what that gives, and the last lines
-/// of standard error.
+/// Like [`run`], but `reader` reads standard output to its end, in a separate thread. Returns the
+/// reader's result and the last lines of standard error.
 pub fn run_reading<T: Send>(
     mut command: Command,
     package: &'static str,
@@ -110,12 +118,14 @@ pub fn run_reading<T: Send>(
     let text = describe(&command);
     let parent = rustix::process::getpid();
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // SAFETY: between fork and exec only two system calls are made (prctl and getppid, through rustix, which
-    // allocates nothing) and an io::Error is built from a number, so no lock or heap of the parent is touched.
+    // SAFETY: between fork and exec the child makes only two system calls (prctl and getppid,
+    // through rustix, which allocates nothing). An io::Error is built from a number. So the child
+    // touches no lock and no heap of the parent.
     unsafe {
         command.pre_exec(move || {
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
-            // The parent may have died before the line above: then nobody would ever send the signal.
+            // The parent may have died before the line above; then the kernel would never send the
+            // signal.
             if rustix::process::getppid() != Some(parent) {
                 return Err(io::Error::from_raw_os_error(rustix::io::Errno::SRCH.raw_os_error()));
             }
@@ -135,7 +145,8 @@ pub fn run_reading<T: Send>(
             None => reader(&mut io::empty()),
         });
         let tail = err.map_or_else(|| Ok(Vec::new()), |err| follow(err, &mut on_line));
-        let stdout = reader.join().unwrap_or_else(|_| Err(io::Error::other("the reader ended early")));
+        let stdout =
+            reader.join().unwrap_or_else(|_| Err(io::Error::other("the reader ended early")));
         (stdout, tail)
     });
     let status = child.wait().map_err(failed)?;
@@ -147,7 +158,7 @@ pub fn run_reading<T: Send>(
     }
 }
 
-/// Reads lines (or carriage-return progress) to the end, keeps the last few.
+/// Reads lines (or carriage-return progress) to the end; returns the last few.
 fn follow(stream: impl Read, on_line: &mut impl FnMut(&str)) -> io::Result<Vec<String>> {
     let mut reader = BufReader::new(stream);
     let mut tail: Vec<String> = Vec::new();
@@ -161,7 +172,8 @@ fn follow(stream: impl Read, on_line: &mut impl FnMut(&str)) -> io::Result<Vec<S
         let room = LINE_CAP_BYTES.saturating_sub(line.len());
         let upto = end.unwrap_or(part.len());
         line.extend_from_slice(&part[..upto.min(room)]);
-        let (used, finished) = (end.map_or(part.len(), |e| e + 1), end.is_some() || part.is_empty());
+        let (used, finished) =
+            (end.map_or(part.len(), |e| e + 1), end.is_some() || part.is_empty());
         reader.consume(used);
         if finished {
             let text = String::from_utf8_lossy(&line).trim_end().to_owned();
@@ -192,7 +204,8 @@ mod tests {
 
     #[test]
     fn a_missing_program_names_its_package() {
-        let text = run(tool("dayfly-no-such-program"), "e2fsprogs", |_| ()).err().unwrap().to_string();
+        let text =
+            run(tool("dayfly-no-such-program"), "e2fsprogs", |_| ()).err().unwrap().to_string();
         assert!(text.contains("apt-get install e2fsprogs"), "{text}");
     }
 

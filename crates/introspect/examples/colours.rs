@@ -1,5 +1,5 @@
-//! Colours a raw memory file: `colours RAM-FILE [--cr3 HEX --cr4 HEX] [--png FILE]`. RAM lies as dayfly lays it out: the first 3 GiB from
-//! address 0, the rest from 4 GiB.
+//! Colours a raw memory file: `colours RAM-FILE [--cr3 HEX --cr4 HEX] [--png FILE]`. The RAM has
+//! dayfly's layout: the first 3 GiB from address 0, the rest from 4 GiB.
 
 use dayfly_introspect::{Extent, Layout, RamFile, RootHint, introspect, picture};
 use std::error::Error;
@@ -12,7 +12,8 @@ const HOLE_END: u64 = 4 << 30;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
-    let path = arguments.next().ok_or("usage: colours RAM-FILE [--cr3 HEX --cr4 HEX] [--png FILE]")?;
+    let path =
+        arguments.next().ok_or("usage: colours RAM-FILE [--cr3 HEX --cr4 HEX] [--png FILE]")?;
     let (mut cr3, mut cr4, mut png) = (None, 0, None);
     while let Some(option) = arguments.next() {
         let value = arguments.next().ok_or_else(|| format!("{option}: expected a value"))?;
@@ -35,7 +36,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let start = Instant::now();
     let memory = RamFile::open(&file, Layout::new(&extents)?)?;
     let opened = start.elapsed();
-    let hints: Vec<RootHint> = cr3.map(|cr3| RootHint::from_registers(cr3, cr4)).into_iter().collect();
+    let hints: Vec<RootHint> =
+        cr3.map(|cr3| RootHint::from_registers(cr3, cr4)).into_iter().collect();
     let report = introspect(&memory, &hints);
     let all = start.elapsed();
 
@@ -51,7 +53,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         (None, None) => {}
     }
     println!("{}", report.census());
-    println!("{:.1} ms, of which opening {:.1} ms", all.as_secs_f64() * 1e3, opened.as_secs_f64() * 1e3);
+    println!(
+        "{:.1} ms, of which opening {:.1} ms",
+        all.as_secs_f64() * 1e3,
+        opened.as_secs_f64() * 1e3
+    );
     if let Some(png) = png {
         picture::write_png(
             &report.colours,

@@ -1,24 +1,25 @@
-//! Colours: what a frame is used for (Kaleidoscope, sections 4.1 and 4.2).
+//! Colours: the uses of a frame (Kaleidoscope, sections 4.1 and 4.2).
 
 use std::fmt;
 
-/// What a frame is used for. The numbers are stored in snapshots: they never change, new ones are added at the end.
+/// The use of a frame. Snapshots store the numbers, so a number never changes, and a new colour
+/// gets the next number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Colour {
-    /// Nothing is known.
+    /// The use is not known.
     Unknown = 0,
-    /// Nobody needs its contents: free, or given back to the host by a balloon.
+    /// The content is not needed: the frame is free, or a balloon gave it back to the host.
     Free = 1,
-    /// The kernel can execute it.
+    /// The kernel can execute the frame.
     KernelCode = 2,
-    /// The kernel's, otherwise.
+    /// Other memory of the kernel.
     KernelData = 3,
-    /// The page cache's, and a process can execute it.
+    /// Page cache that a process can execute.
     UserCode = 4,
-    /// Anonymous memory of processes, huge pages.
+    /// Anonymous memory of processes, and huge pages.
     UserData = 5,
-    /// The page cache's, otherwise.
+    /// Other page cache.
     PageCache = 6,
     /// A page table.
     PageTable = 7,
@@ -27,7 +28,7 @@ pub enum Colour {
 }
 
 impl Colour {
-    /// All colours, by their numbers.
+    /// All colours, in the order of their numbers.
     pub const ALL: [Self; 9] = [
         Self::Unknown,
         Self::Free,
@@ -40,19 +41,19 @@ impl Colour {
         Self::Slab,
     ];
 
-    /// The colour with that number.
+    /// The colour with this number; `None` if there is none.
     #[must_use]
     pub fn from_number(number: u8) -> Option<Self> {
         Self::ALL.get(usize::from(number)).copied()
     }
 
-    /// Its number.
+    /// The stored number.
     #[must_use]
     pub fn number(self) -> u8 {
         self as u8
     }
 
-    /// Its name.
+    /// The name in reports.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

@@ -1,24 +1,27 @@
-//! What can be said of a kernel that is not known: colours by page tables alone (Kaleidoscope, section 4.1).
+//! Colours for an unknown kernel, by page tables alone (Kaleidoscope, section 4.1).
 //!
-//! Linear maps of all memory, which every kernel has, say nothing of what a frame is for: of frames that only the kernel may use,
-//! those that it can execute are coloured, and data in the top 2 GiB, where the x86-64 ABI's kernel code model puts a kernel's image.
+//! Every kernel has linear maps of all memory, and these do not show what a frame is used for. So a
+//! frame that only the kernel may access gets a colour in two cases only. Either the kernel can
+//! execute it, or it is data in the top 2 GiB. The x86-64 ABI's kernel code model places a kernel's
+//! image there.
 
 use crate::colour::Colour;
 use crate::frame_set::FrameSet;
+use crate::hint::RootHint;
 use crate::memory::{Frame, PhysMemory};
 use crate::paging::{Half, Levels, Mapped, Tables, Walk};
-use crate::report::RootHint;
 use crate::roots;
 
-/// Where the top 2 GiB start.
+/// Start address of the top 2 GiB.
 const IMAGE_START: u64 = 0xffff_ffff_8000_0000;
 
-/// Colours and the number of top-level tables that they come from.
+/// The colours, and the number of top-level tables that they come from.
 pub(crate) fn colours(memory: &dyn PhysMemory, hints: &[RootHint]) -> (Vec<Colour>, usize) {
     let found = find_roots(memory, hints);
     let mut walk = Walk::new(memory);
     let new = || Mapped::new(memory);
-    let (mut kernel_code, mut kernel_data, mut user_code, mut user_data) = (new(), new(), new(), new());
+    let (mut kernel_code, mut kernel_data, mut user_code, mut user_data) =
+        (new(), new(), new(), new());
     for &tables in &found {
         for half in [Half::Kernel, Half::User] {
             walk.half(tables, half, &mut |leaf| {
@@ -53,7 +56,8 @@ pub(crate) fn colours(memory: &dyn PhysMemory, hints: &[RootHint]) -> (Vec<Colou
     ((0..layout.frames()).map(|n| colour(Frame(n))).collect(), found.len())
 }
 
-/// The vCPUs' tables and all that share their upper halves; without vCPUs, what looks like top-level tables.
+/// The vCPUs' top-level tables and all tables that share their upper halves. Without hints, the
+/// frames that look like top-level tables.
 fn find_roots(memory: &dyn PhysMemory, hints: &[RootHint]) -> Vec<Tables> {
     let mut found: Vec<Tables> = Vec::new();
     let mut known = FrameSet::new(memory.layout().frames());
@@ -78,8 +82,9 @@ fn find_roots(memory: &dyn PhysMemory, hints: &[RootHint]) -> Vec<Tables> {
     found
 }
 
-/// The number of levels under which a table reaches more code of a kernel in the top 2 GiB. Read with a level too few, tables
-/// are taken for pages; with one too many, pages for tables, whose entries hardly ever point to RAM.
+/// Guesses the number of levels: the number under which a table reaches more kernel code in the top
+/// 2 GiB. With one level too few, tables look like pages. With one too many, pages look like
+/// tables, whose entries hardly ever point to RAM.
 fn levels_by_looks(memory: &dyn PhysMemory, root: Frame) -> Levels {
     let code = |levels| {
         let mut pages = 0_u64;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// A set of numbers below a bound that is given at the start. What lies beyond it is never in it.
+/// A set of numbers below a fixed bound. It never contains a number beyond the bound.
 #[derive(Debug, Clone)]
 pub(crate) struct FrameSet {
     words: Vec<u64>,
@@ -15,12 +15,12 @@ impl FrameSet {
         Self { words: vec![0; bound.div_ceil(64)], bound }
     }
 
-    /// Whether `n` is in it.
+    /// Whether the set contains `n`.
     pub(crate) fn contains(&self, n: usize) -> bool {
         self.words.get(n / 64).is_some_and(|word| word >> (n % 64) & 1 == 1)
     }
 
-    /// Puts `n` in; whether it is new. A number beyond the bound is not new, and does not get in.
+    /// Adds `n`. Returns whether `n` is new; a number beyond the bound is ignored and is not new.
     pub(crate) fn insert(&mut self, n: usize) -> bool {
         if n >= self.bound {
             return false;
@@ -32,7 +32,7 @@ impl FrameSet {
         new
     }
 
-    /// Puts a range in, as far as the bound: a step for each 64 numbers.
+    /// Adds a range up to the bound, with one step for each 64 numbers.
     pub(crate) fn insert_range(&mut self, range: Range<usize>) {
         let end = range.end.min(self.bound);
         let mut at = range.start;
@@ -53,7 +53,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_a_set_with_a_bound(bound in 0usize..300, ranges in prop::collection::vec((0usize..400, 0usize..200), 0..8)) {
+        fn it_is_a_set_with_a_bound(
+            bound in 0usize..300,
+            ranges in prop::collection::vec((0usize..400, 0usize..200), 0..8),
+        ) {
             let (mut set, mut model) = (FrameSet::new(bound), BTreeSet::new());
             for (start, len) in ranges {
                 set.insert_range(start..start + len);

@@ -1,99 +1,69 @@
-//! A Linux kernel in frozen memory: found by its VMCOREINFO, believed only where page tables and `struct page`s agree with it.
+//! Finds a Linux kernel in frozen memory by its VMCOREINFO, and verifies it against page tables and
+//! `struct page`s.
 //!
-//! A claim is accepted when, in this order: it has every number that is needed; the page tables at `swapper_pg_dir` map
-//! `swapper_pg_dir` to themselves; `init_uts_ns`, read through them, has the release that the text has; the array of `struct page`s is mapped
-//! through them; and that array says that the frame with the text belongs to the kernel. The last two dismiss
-//! copies in files, in processes' memory, and what an earlier kernel left behind in free memory. Where several are
-//! accepted, one whose tables a vCPU uses wins.
+//! A VMCOREINFO text is a claim. The claim is accepted if it passes these tests, in this order:
+//!
+//! 1. It has every number that is needed.
+//! 2. The page tables at `swapper_pg_dir` map `swapper_pg_dir` to themselves.
+//! 3. `init_uts_ns`, read through these tables, has the release that the text has.
+//! 4. The tables map the array of `struct page`s.
+//! 5. That array says that the frame with the text belongs to the kernel.
+//!
+//! The last two tests reject copies in files and in processes' memory, and the remains of an
+//! earlier kernel in free memory. If several claims are accepted, one whose tables a vCPU uses
+//! wins.
 
+use crate::hint::{KernelInfo, RootHint};
 use crate::memory::{self, Frame, PAGE_WORDS, Page, Pfn, PhysMemory};
 use crate::paging::{ADDRESS, Levels, Tables};
-use crate::report::{KernelInfo, RootHint};
-use crate::shape::{Owner, PageShape, ShapeError};
+use crate::rejection::Rejection;
+use crate::shape::{Owner, PageShape};
 use crate::vmcoreinfo::{NoteError, VmcoreInfo};
 use crate::{parallel, roots};
 use dayfly_units::PAGE_SIZE;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Where x86-64 Linux maps its image (`__START_KERNEL_map`).
+/// Address at which x86-64 Linux maps its image (`__START_KERNEL_map`).
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
-/// Where `release` starts in a `new_utsname`: behind two fields of 65 bytes (include/uapi/linux/utsname.h).
+/// Offset of `release` in a `new_utsname`: after two fields of 65 bytes
+/// (include/uapi/linux/utsname.h).
 const UTS_RELEASE: u64 = 130;
-/// Bits of `mem_section.section_mem_map` that are flags; the rest is an address, which is page-aligned.
+/// Flag bits of `mem_section.section_mem_map`; the rest is a page-aligned address.
 const SECTION_FLAGS: u64 = PAGE_SIZE - 1;
-/// An `inode` has its own `address_space` within it; no inode is longer than this, in bytes.
+/// Longest `inode` in bytes. An `inode` contains an `address_space`.
 const MAX_INODE_BYTES: u64 = 4096;
-/// Claims that are looked at. A guest whose memory is full of copies harms its own colours.
+/// Upper limit for the tested claims. A guest that fills its memory with copies harms only its own
+/// colours.
 const MAX_CLAIMS: usize = 256;
-/// Frames that a thread looks through at a time: 64 MiB.
+/// Frames that a thread scans at a time: 64 MiB.
 const SCAN_FRAMES: usize = 1 << 14;
 
-/// Why a claim was not believed.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Rejection {
-    /// It does not say enough.
-    #[error(transparent)]
-    Note(#[from] NoteError),
-    /// `struct page` cannot be read.
-    #[error(transparent)]
-    Shape(#[from] ShapeError),
-    /// Not a kernel for 4 KiB pages.
-    #[error("PAGESIZE: expected {PAGE_SIZE}, got {0}")]
-    PageSize(u64),
-    /// The kernel's tables do not map themselves.
-    #[error("swapper_pg_dir: expected to find itself at {expected:#x}, got {got:#x?}")]
-    Tables {
-        /// Guest-physical address by `phys_base`.
-        expected: u64,
-        /// Guest-physical address by the tables.
-        got: Option<u64>,
-    },
-    /// The kernel at that place is another one.
-    #[error("init_uts_ns: expected release {expected:?}, got {got:?}")]
-    Release {
-        /// What the text says.
-        expected: String,
-        /// What the kernel's own name says.
-        got: String,
-    },
-    /// No `struct page` could be found.
-    #[error("no struct page is mapped: neither vmemmap nor mem_section leads to one")]
-    Memmap,
-    /// The text lies in memory that is not the kernel's own.
-    #[error("VMCOREINFO at page {pfn:#x} is in memory that is not the kernel's ({owner})")]
-    Owner {
-        /// Where.
-        pfn: u64,
-        /// Whose it is.
-        owner: String,
-    },
-}
-
-/// A kernel that is believed.
+/// A verified kernel.
 pub(crate) struct Kernel<'m> {
     memory: &'m dyn PhysMemory,
     pub(crate) info: KernelInfo,
-    /// Its own page tables.
+    /// The kernel's own page tables.
     pub(crate) tables: Tables,
     pub(crate) shape: PageShape,
     vmemmap: u64,
 }
 
-/// What a search came to.
+/// The result of a search.
 pub(crate) struct Search<'m> {
-    /// The kernel, if there is one.
+    /// The kernel, if one was found.
     pub(crate) kernel: Option<Kernel<'m>>,
-    /// Texts that were looked at and not believed.
+    /// Number of rejected claims.
     pub(crate) rejected: usize,
-    /// Why the first of them was not.
+    /// Why the first claim was rejected.
     pub(crate) rejection: Option<Rejection>,
 }
 
 impl<'m> Kernel<'m> {
-    /// Looks through RAM from its start for a kernel: the first one that a vCPU's tables confirm, or, where no vCPU does,
-    /// the first.
+    /// Scans RAM from its start for a kernel. The result is the first kernel that a vCPU's tables
+    /// confirm, or else the first kernel.
     pub(crate) fn search(memory: &'m dyn PhysMemory, hints: &[RootHint]) -> Search<'m> {
-        // The first frame with a kernel that needs no better one: what lies behind it is not looked at.
+        // The first frame with a kernel that needs no better candidate; frames after it are not
+        // scanned.
         let end = AtomicUsize::new(usize::MAX);
         let claims = AtomicUsize::new(0);
         let found = parallel::chunks(memory.layout().frames(), SCAN_FRAMES, |frames| {
@@ -130,18 +100,26 @@ impl<'m> Kernel<'m> {
         search
     }
 
-    /// Puts a claim to the test.
-    fn accept(memory: &'m dyn PhysMemory, info: &VmcoreInfo, frame: Frame) -> Result<Self, Rejection> {
+    /// Tests a claim.
+    fn accept(
+        memory: &'m dyn PhysMemory,
+        info: &VmcoreInfo,
+        frame: Frame,
+    ) -> Result<Self, Rejection> {
         let page_size = info.page_size()?;
         if page_size != PAGE_SIZE {
             return Err(Rejection::PageSize(page_size));
         }
-        let levels =
-            if info.number("pgtable_l5_enabled").unwrap_or(0) == 1 { Levels::Five } else { Levels::Four };
+        let levels = if info.number("pgtable_l5_enabled").unwrap_or(0) == 1 {
+            Levels::Five
+        } else {
+            Levels::Four
+        };
         let swapper = info.symbol("swapper_pg_dir")?;
         let expected = swapper.wrapping_sub(KERNEL_MAP).wrapping_add(info.number("phys_base")?);
         let root = memory.layout().frame(Pfn(expected / PAGE_SIZE));
-        let tables = root.filter(|_| expected.is_multiple_of(PAGE_SIZE)).map(|root| Tables { root, levels });
+        let tables =
+            root.filter(|_| expected.is_multiple_of(PAGE_SIZE)).map(|root| Tables { root, levels });
         let tables = tables.ok_or(Rejection::Tables { expected, got: None })?;
         let got = tables.translate(memory, swapper);
         if got != Some(expected) {
@@ -152,7 +130,8 @@ impl<'m> Kernel<'m> {
         let name = info.symbol("init_uts_ns")?.wrapping_add(info.offset("uts_namespace.name")?);
         let got = tables.bytes(memory, name.wrapping_add(UTS_RELEASE), release.len() + 1);
         if got.strip_suffix(&[0]) != Some(release.as_bytes()) {
-            let got = got.iter().take_while(|b| b.is_ascii_graphic()).map(|&b| char::from(b)).collect();
+            let got =
+                got.iter().take_while(|b| b.is_ascii_graphic()).map(|&b| char::from(b)).collect();
             return Err(Rejection::Release { expected: release, got });
         }
 
@@ -171,17 +150,21 @@ impl<'m> Kernel<'m> {
         }
     }
 
-    /// Whether a vCPU uses this kernel's tables or a process' that has the same kernel in its upper half.
+    /// Whether a vCPU uses this kernel's tables, or a process's tables with the same kernel in the
+    /// upper half.
     pub(crate) fn runs(&self, hints: &[RootHint]) -> bool {
         let top = |root| memory::word(self.memory.page(root), PAGE_WORDS - 1) & ADDRESS;
         let same = |root| top(root) == top(self.tables.root);
         hints.iter().filter(|hint| hint.levels == self.tables.levels).any(|hint| {
             let root = hint.root(self.memory);
-            root.is_some_and(|root| same(root) || roots::whole_of_twin(self.memory, root).is_some_and(same))
+            root.is_some_and(|root| {
+                same(root) || roots::whole_of_twin(self.memory, root).is_some_and(same)
+            })
         })
     }
 
-    /// The page with the `struct page` of a page number, and at which word it starts; none where there is no such structure.
+    /// The page that holds the `struct page` of a page number, and the word where the structure
+    /// starts. `None` if there is no such structure.
     pub(crate) fn struct_page(&self, pfn: Pfn) -> Option<(&'m Page, usize)> {
         let bytes = pfn.0.checked_mul(self.shape.size as u64)?;
         let phys = self.tables.translate(self.memory, self.vmemmap.checked_add(bytes)?)?;
@@ -189,20 +172,21 @@ impl<'m> Kernel<'m> {
         Some((self.memory.page(frame), memory::word_index(phys)))
     }
 
-    /// What a page number's `struct page` says.
+    /// The owner of a frame by its `struct page`.
     pub(crate) fn owner(&self, pfn: Pfn) -> Option<Owner> {
         let (page, at) = self.struct_page(pfn)?;
         Some(self.shape.owner(page, at))
     }
 
-    /// The page number of the `struct page` at a virtual address.
+    /// The page number whose `struct page` lies at a virtual address.
     pub(crate) fn pfn_of(&self, address: u64) -> Option<Pfn> {
         let bytes = address.checked_sub(self.vmemmap)?;
         let size = self.shape.size as u64;
         bytes.is_multiple_of(size).then_some(Pfn(bytes / size))
     }
 
-    /// Whether an `address_space` lies at a virtual address: its first field is the inode, which has it within.
+    /// Whether an `address_space` lies at a virtual address: its first field points to the inode
+    /// that contains it.
     pub(crate) fn is_file(&self, mapping: u64) -> bool {
         let inode = self.tables.word(self.memory, mapping);
         inode.is_some_and(|inode| {
@@ -212,8 +196,9 @@ impl<'m> Kernel<'m> {
     }
 }
 
-/// Where the array of `struct page`s would start for page number 0, by the first section of RAM that has one
-/// (SPARSEMEM_EXTREME, include/linux/mmzone.h): `mem_section` is an array of pointers to pages of sections.
+/// Address that the array of `struct page`s would have for page number 0. It is computed from the
+/// first section of RAM that has one (SPARSEMEM_EXTREME, include/linux/mmzone.h). `mem_section` is
+/// an array of pointers to pages of sections.
 fn memmap_by_sections(
     memory: &dyn PhysMemory,
     info: &VmcoreInfo,
@@ -229,7 +214,8 @@ fn memmap_by_sections(
     let base = |section: u64| {
         let root = Some(section / per_root).filter(|&root| root < length)?;
         let sections = tables.word(memory, roots.checked_add(root * 8)?)?;
-        let coded = tables.word(memory, sections.checked_add(section % per_root * size + offset)?)?;
+        let coded =
+            tables.word(memory, sections.checked_add(section % per_root * size + offset)?)?;
         Some(coded & !SECTION_FLAGS).filter(|&base| base != 0)
     };
     let sections = memory.layout().stretches().flat_map(|(pfn, frames)| {

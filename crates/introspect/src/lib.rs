@@ -1,50 +1,63 @@
 //! # introspect
 //!
-//! The room for reading a guest's frozen memory from outside, without an agent in it: what each frame is used for, its
-//! **colour** (Kaleidoscope, section 4, "VM State Coloring"), and which frames of the page cache belong to one file.
+//! Reads a guest's frozen memory from outside, without an agent in the guest. The result is the use
+//! of each frame, its **colour** (Kaleidoscope, section 4, "VM State Coloring"). The result also
+//! shows which frames of the page cache belong to one file.
 //!
-//! What may not enter: writing to a guest's memory, files and formats of other rooms, policy (what to do with a colour).
+//! This crate does not write to a guest's memory, knows no file formats of other crates, and makes
+//! no decisions based on a colour.
 //!
-//! [`introspect`] looks for a Linux kernel by its VMCOREINFO, tests it, and reads every `struct page`; then it walks the
-//! kernel's page tables, recognises those of all processes, and walks these. A kernel that it does not know degrades to what page tables say, and
-//! [`Report::degraded`] says so.
+//! [`introspect`] finds a Linux kernel by its VMCOREINFO, verifies it, and reads every `struct
+//! page`. Then it walks the kernel's page tables, recognises the tables of all processes, and walks
+//! these. If it does not know the kernel, the colours come from page tables alone, and
+//! [`Report::degraded`] reports the cause.
 //!
-//! | colour | by |
+//! | colour | recognised by |
 //! |---|---|
-//! | free | `struct page`: in a free block of the buddy allocator, or offline (balloon, virtio-mem) |
-//! | kernel code | the kernel's page tables can execute it, and nobody else owns it |
-//! | kernel data | in use, and nothing of all this. Free pages on CPUs' own lists are among them: nothing marks them |
+//! | free | `struct page`: in a free block of the buddy allocator, or offline (virtio-mem) |
+//! | kernel code | the kernel's page tables can execute it, and it has no other owner |
+//! | kernel data | in use, and none of the others; also unmarked free pages on CPUs' own lists |
 //! | user code | page cache that a process' page tables can execute |
-//! | user data | `struct page`: anonymous (code made at run time too), or a huge page |
-//! | page cache | `struct page`: its file's `address_space`; tmpfs and memory that processes share are files as well |
-//! | page tables | reached as one in a walk, or its `struct page` says so |
+//! | user data | `struct page`: anonymous (also code made at run time), or a huge page |
+//! | page cache | `struct page`: its file's `address_space` (also tmpfs and shared memory) |
+//! | page tables | reached as a table in a walk, or marked in its `struct page` |
 //! | slab | `struct page` |
 //! | unknown | no `struct page`, or one never initialised |
 //!
-//! **Guest memory is hostile.** Nothing in it can make this room loop, recurse beyond five levels, panic, or allocate more than a
-//! constant number of bytes for each frame of RAM: a walk enters a frame as a table once; texts are at most a page, and at most 256 of them are tested;
-//! compound pages are followed one step; free blocks are at most 64 MiB and end with their chunk. Wrong colours are all that a lying guest can
-//! get: a guest whose frames are called free and are not loses its own content, nobody else's.
+//! **Guest memory is hostile.** No content of it can make this crate loop, recurse beyond five
+//! levels, or panic. Allocations are at most a constant number of bytes for each frame of RAM. The
+//! reasons:
+//!
+//! - A walk enters a frame as a table once.
+//! - A text has at most a page, and at most 256 texts are tested.
+//! - Compound pages are followed one step.
+//! - Free blocks have at most 64 MiB and end with their chunk.
+//!
+//! A lying guest gets wrong colours and nothing more. If a frame in use is called free, that guest
+//! loses its own content, and no other guest is affected.
 
 mod colour;
 mod degraded;
 mod frame_set;
+mod hint;
 mod kernel;
 pub mod memory;
 mod owners;
 mod paging;
 mod parallel;
 pub mod picture;
+mod rejection;
 mod report;
 mod roots;
 mod shape;
 mod vmcoreinfo;
 
 pub use colour::Colour;
-pub use kernel::Rejection;
+pub use hint::{KernelInfo, RootHint};
 pub use memory::{Extent, Layout, PhysMemory, RamFile};
 pub use paging::Levels;
-pub use report::{Census, Degraded, FileGroup, KernelInfo, Report, RootHint};
+pub use rejection::Rejection;
+pub use report::{Census, Degraded, FileGroup, Report};
 pub use shape::ShapeError;
 pub use vmcoreinfo::NoteError;
 
@@ -54,8 +67,11 @@ use owners::Owners;
 use paging::{Half, Mapped, Tables, Walk};
 use shape::Owner;
 
-/// Colours every frame of a guest's memory. `hints` are where the page tables are of those of its vCPUs that use any (CR0.PG), when that is known: they tell a running kernel from
-/// the remains of an earlier one, and are where an unknown kernel's page tables begin.
+/// Colours every frame of a guest's memory.
+///
+/// `hints` are the page tables of those vCPUs that use any (CR0.PG), if they are known. The hints
+/// distinguish a running kernel from the remains of an earlier one. They are also the starting
+/// points for the page tables of an unknown kernel.
 #[must_use]
 pub fn introspect(memory: &dyn PhysMemory, hints: &[RootHint]) -> Report {
     let search = Kernel::search(memory, hints);
@@ -89,14 +105,14 @@ fn with_kernel(memory: &dyn PhysMemory, kernel: &Kernel<'_>, hints: &[RootHint])
     };
     walk.half(kernel.tables, Half::Kernel, &mut see_kernel);
 
-    // A table of the top level is the kernel's memory, or, from 6.14, marked as a table.
+    // A top-level table is the kernel's memory; from Linux 6.14 it is marked as a table.
     let eligible = |frame: Frame| {
         frame != kernel.tables.root
             && matches!(colours.get(frame.0), Some(Colour::KernelData | Colour::PageTable))
     };
     let upper = roots::upper_half(memory.page(kernel.tables.root));
     let mut processes = roots::sharing(memory, &upper, eligible);
-    // On CPUs' lists of free pages there are tables of processes that have ended.
+    // CPUs' lists of free pages hold tables of processes that have ended.
     processes.retain(|&root| {
         let owner = memory.layout().pfn(root).and_then(|pfn| kernel.owner(pfn));
         matches!(owner, Some(Owner::Kernel | Owner::Table))
@@ -116,8 +132,12 @@ fn with_kernel(memory: &dyn PhysMemory, kernel: &Kernel<'_>, hints: &[RootHint])
     for (frame, (pfn, colour)) in pfns(memory).zip(&mut colours).enumerate() {
         let frame = Frame(frame);
         *colour = match *colour {
-            Colour::KernelData | Colour::Unknown if walk.tables().contains(frame.0) => Colour::PageTable,
-            Colour::KernelData | Colour::Unknown if kernel_code.contains(frame, pfn) => Colour::KernelCode,
+            Colour::KernelData | Colour::Unknown if walk.tables().contains(frame.0) => {
+                Colour::PageTable
+            }
+            Colour::KernelData | Colour::Unknown if kernel_code.contains(frame, pfn) => {
+                Colour::KernelCode
+            }
             Colour::PageCache if user_code.contains(frame, pfn) => Colour::UserCode,
             other => other,
         };
@@ -128,7 +148,10 @@ fn with_kernel(memory: &dyn PhysMemory, kernel: &Kernel<'_>, hints: &[RootHint])
 
 /// The page numbers of all frames, in order.
 fn pfns(memory: &dyn PhysMemory) -> impl Iterator<Item = memory::Pfn> + '_ {
-    memory.layout().stretches().flat_map(|(first, frames)| (first.0..).take(frames.len()).map(memory::Pfn))
+    memory
+        .layout()
+        .stretches()
+        .flat_map(|(first, frames)| (first.0..).take(frames.len()).map(memory::Pfn))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The whole of it on a small Linux made by hand, as it should be and as a hostile guest would have it.
+//! The whole crate against a small Linux built by hand, in a correct and in a hostile version.
 
 use super::*;
 use crate::memory::PhysRead;
@@ -61,7 +61,7 @@ fn every_colour_in_either_encoding_and_number_of_levels() {
                 (FREE + 63, Colour::Free),
                 (FRAMES as u64 - 1, Colour::Free),
             ] {
-                // Frame 0 has a structure of zeroes: nobody holds it.
+                // The structure of frame 0 is all zero: its reference count is 0.
                 let expected = if frame == 0 { Colour::KernelData } else { expected };
                 assert_eq!(colour(&report, frame), expected, "{like:?} {levels:?} frame {frame}");
             }
@@ -80,7 +80,8 @@ fn every_colour_in_either_encoding_and_number_of_levels() {
 #[test]
 fn a_copy_in_foreign_memory_is_not_believed_and_does_not_hide_the_kernel() {
     let guest = Guest::new(Like::Linux6_12, Levels::Four);
-    // Before the true one would be found, in a process' memory: frames are looked through from the first.
+    // A false text in a process's memory lies before the true one, and frames are scanned from the
+    // first.
     let guest = Guest { text: guest.text.replace("phys_base)=0", "phys_base)=8192"), ..guest };
     guest.write_text(0);
     assert_eq!(introspect(&guest.ram, &[]).degraded, None);
@@ -103,11 +104,23 @@ fn lies_in_the_text_are_named() {
     };
     for (from, to, expected) in [
         ("PAGESIZE=4096", "PAGESIZE=65536", "PAGESIZE: expected 4096, got 65536"),
-        ("OSRELEASE=test-1.0", "OSRELEASE=test-1.1", "expected release \"test-1.1\", got \"test-1.0\""),
-        ("phys_base)=0", "phys_base)=4096", "swapper_pg_dir: expected to find itself at 0x2000, got None"),
+        (
+            "OSRELEASE=test-1.0",
+            "OSRELEASE=test-1.1",
+            "expected release \"test-1.1\", got \"test-1.0\"",
+        ),
+        (
+            "phys_base)=0",
+            "phys_base)=4096",
+            "swapper_pg_dir: expected to find itself at 0x2000, got None",
+        ),
         ("phys_base)=0", "phys_base)=-1", "swapper_pg_dir"),
         ("l5_enabled)=0", "l5_enabled)=1", "swapper_pg_dir"),
-        ("SIZE(page)=64", "SIZE(page)=0", "SIZE(page): expected a power of two from 32 to 256, got 0"),
+        (
+            "SIZE(page)=64",
+            "SIZE(page)=0",
+            "SIZE(page): expected a power of two from 32 to 256, got 0",
+        ),
         ("SIZE(page)=64", "SIZE(page)=18446744073709551615", "SIZE(page)"),
         (
             "page.mapping)=24",
@@ -130,8 +143,9 @@ fn lies_in_the_text_are_named() {
 }
 
 #[test]
-fn of_two_kernels_that_hold_together_a_vcpu_tells_the_running_one() {
-    // An earlier kernel's remains: the same tables but for the entry that maps the image, and a text of its own.
+fn of_two_kernels_that_hold_together_a_vcpu_shows_the_running_one() {
+    // The remains of an earlier kernel: the same tables except for the entry that maps the image,
+    // with a separate text.
     let guest = Guest::new(Like::Linux6_12, Levels::Four);
     let (old_root, old_upper, old_text) = (33, 34, 35);
     for index in 0..512 {
@@ -195,7 +209,8 @@ fn structures_that_lie_end_where_they_are() {
     let guest = Guest::new(Like::Linux6_1, Levels::Four);
     let buddy = u64::from(!0x80_u32);
     let tail = |to: u64| [0, to | 1, 0, 0, 0, 0, 0, 0];
-    // Free blocks larger than any, one that is not at a multiple of its size, compound pages that lead in circles and nowhere.
+    // Free blocks above the largest order, one that is not aligned to its size, and compound pages
+    // that lead in circles and nowhere.
     guest.page(FREE, [0, 0, 0, 0, 0, u64::MAX, buddy, 0]);
     guest.page(FREE + 1, [0, 0, 0, 0, 0, 64, buddy, 0]);
     guest.page(0, [0, 0, 0, 0, 0, 11, buddy, 0]);
@@ -207,13 +222,16 @@ fn structures_that_lie_end_where_they_are() {
     guest.page(circle + 3, tail(0));
     guest.page(CACHE + 2, tail(guest.vmemmap() + 7));
     guest.page(CACHE + 3, tail(guest.vmemmap() + FREE * 64));
-    // Not on a list, and what should be an address_space is none.
+    // Frames that are on no list, with a mapping that is no address_space.
     guest.page(USER_CODE, [0, 0, 0, image(35), 0, 0, 1 << 32, 0]);
     guest.page(USER_DATA, [0, 0, 0, 0x1000, 0, 0, 1 << 32, 0]);
     let report = introspect(&guest.ram, &[]);
     assert_eq!(report.degraded, None);
     assert_eq!((colour(&report, 0), colour(&report, 36)), (Colour::Free, Colour::Unknown));
-    assert_eq!((colour(&report, FREE + 1), colour(&report, FREE + 2)), (Colour::Free, Colour::KernelData));
+    assert_eq!(
+        (colour(&report, FREE + 1), colour(&report, FREE + 2)),
+        (Colour::Free, Colour::KernelData)
+    );
     assert_eq!(colour(&report, CACHE + 1), Colour::Free);
     for frame in [circle, circle + 1, circle + 2, circle + 3, CACHE + 2, CACHE + 3] {
         assert_eq!(colour(&report, frame), Colour::Unknown, "{frame}");
@@ -248,10 +266,13 @@ fn a_free_block_ends_where_its_chunk_does() {
     guest.edit("LENGTH(zone.free_area)=11", "LENGTH(zone.free_area)=18446744073709551615");
     guest.page(0, [0, 0, 0, 0, 0, 14, 0xf000_0000, 0]);
     let report = introspect(&guest.ram, &[]);
-    assert_eq!(report.census().frames(Colour::Free) + report.census().frames(Colour::PageTable), FRAMES);
+    assert_eq!(
+        report.census().frames(Colour::Free) + report.census().frames(Colour::PageTable),
+        FRAMES
+    );
 }
 
-/// Memory in which every frame is a table of the same hostile kind is done with in no time.
+/// Memory in which every frame is the same kind of hostile table is processed quickly.
 #[test]
 fn hostile_tables_end() {
     let start = Instant::now();
@@ -261,14 +282,15 @@ fn hostile_tables_end() {
             for frame in FREE..FRAMES as u64 {
                 hostile(&guest, frame);
             }
-            // Every frame below a process is one of them.
+            // Every entry below a process leads to a hostile table.
             for index in 1..256 {
                 let table = ((FREE + index) * 4096) | PRESENT | USER;
                 guest.put_entry(PROCESS, index, table);
                 guest.put_entry(PROCESS + 2, index, table);
                 guest.put_entry(PROCESS + 3, index, table);
             }
-            let hints = [RootHint { cr3: PROCESS * 4096, levels }, RootHint { cr3: FREE * 4096, levels }];
+            let hints =
+                [RootHint { cr3: PROCESS * 4096, levels }, RootHint { cr3: FREE * 4096, levels }];
             assert_eq!(introspect(&guest.ram, &hints).degraded, None);
             guest.ram.put(TEXT * 4096, 0);
             for hints in [&hints[..], &[]] {
@@ -300,7 +322,10 @@ fn there_are_no_leaves_in_the_top_level() {
     guest.put_entry(PROCESS, 0, guest.entry(PROCESS, 0) | LARGE);
     guest.put_entry(PROCESS, 1, PRESENT | USER | LARGE);
     let report = introspect(&guest.ram, &[]);
-    assert_eq!((colour(&report, USER_CODE), colour(&report, CACHE)), (Colour::PageCache, Colour::PageCache));
+    assert_eq!(
+        (colour(&report, USER_CODE), colour(&report, CACHE)),
+        (Colour::PageCache, Colour::PageCache)
+    );
 }
 
 fn check_shape(report: &Report, frames: usize) {
@@ -324,7 +349,8 @@ proptest! {
         let guest = Guest::new(like, levels);
         for (word, value, how) in noise {
             let old = guest.ram.word_at(word * 8).unwrap();
-            // A word of noise, a flipped bit, or what is plausible: another frame, another structure.
+            // A word of noise, a flipped bit, or a plausible value: another frame or another
+            // structure.
             let value = match how {
                 0 => value,
                 1 => old ^ 1 << (value % 64),
@@ -333,19 +359,28 @@ proptest! {
             };
             guest.ram.put(word * 8, value);
         }
-        let hints: Vec<RootHint> = hint.map(|cr3| RootHint { cr3: cr3 % (1 << 23), levels }).into_iter().collect();
+        let hints: Vec<RootHint> =
+            hint.map(|cr3| RootHint { cr3: cr3 % (1 << 23), levels }).into_iter().collect();
         check_shape(&introspect(&guest.ram, &hints), FRAMES);
     }
 
     #[test]
-    fn any_bytes_are_coloured(bytes in prop::collection::vec(any::<u8>(), 4096..8 * 4096), cr3 in any::<u64>(), cr4 in any::<u64>()) {
+    fn any_bytes_are_coloured(
+        bytes in prop::collection::vec(any::<u8>(), 4096..8 * 4096),
+        cr3 in any::<u64>(),
+        cr4 in any::<u64>(),
+    ) {
         let ram = RamImage::of_bytes(&bytes);
         let report = introspect(&ram, &[RootHint::from_registers(cr3 % (1 << 16), cr4)]);
         check_shape(&report, ram.layout().frames());
     }
 
     #[test]
-    fn any_numbers_in_the_text_are_borne(line in 0usize..30, number in any::<u64>(), hex in any::<bool>()) {
+    fn any_numbers_in_the_text_are_borne(
+        line in 0usize..30,
+        number in any::<u64>(),
+        hex in any::<bool>(),
+    ) {
         for (like, levels) in KINDS {
             let mut guest = Guest::new(like, levels);
             let lines: Vec<&str> = guest.text.lines().collect();

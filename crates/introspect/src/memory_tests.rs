@@ -1,4 +1,5 @@
 use super::*;
+use dayfly_units::PAGE_SIZE;
 use proptest::prelude::*;
 use std::io::{Seek, SeekFrom, Write};
 use std::os::unix::fs::MetadataExt;
@@ -22,8 +23,12 @@ fn ram_around_a_hole() {
 fn what_is_no_layout_is_refused() {
     assert_eq!(Layout::new(&[]).unwrap_err(), LayoutError::Count(0));
     assert!(matches!(Layout::new(&vec![extent(0, 0, 1); 1025]), Err(LayoutError::Count(1025))));
-    for (extents, at) in [(vec![extent(1, 0, 1)], 0), (vec![extent(0, 0, 1), extent(4096, 4096, 0)], 1)] {
-        assert!(matches!(Layout::new(&extents), Err(LayoutError::Unaligned { at: a, .. }) if a == at));
+    for (extents, at) in
+        [(vec![extent(1, 0, 1)], 0), (vec![extent(0, 0, 1), extent(4096, 4096, 0)], 1)]
+    {
+        assert!(
+            matches!(Layout::new(&extents), Err(LayoutError::Unaligned { at: a, .. }) if a == at)
+        );
     }
     for bad in [extent(MAX_GUEST_BYTES, 0, 1), extent(0, MAX_GUEST_BYTES, 1), extent(!4095, 0, 1)] {
         assert!(matches!(Layout::new(&[bad]), Err(LayoutError::TooHigh { at: 0, .. })), "{bad:?}");
@@ -32,7 +37,7 @@ fn what_is_no_layout_is_refused() {
     assert!(matches!(overlap, LayoutError::Order { at: 1, expected: 8192, .. }));
 }
 
-/// A file of eight pages, of which some are data.
+/// A file of eight pages, of which those in `data` have content.
 fn sparse(folder: &std::path::Path, data: &[u64]) -> std::fs::File {
     let mut file = tempfile::tempfile_in(folder).unwrap();
     file.set_len(8 * PAGE_SIZE).unwrap();
@@ -67,7 +72,9 @@ fn a_file_that_is_too_short_is_refused() {
 
 proptest! {
     #[test]
-    fn frames_and_page_numbers_are_each_others_inverse(pieces in prop::collection::vec((0u64..5, 1u64..5), 1..6)) {
+    fn frames_and_page_numbers_are_each_others_inverse(
+        pieces in prop::collection::vec((0u64..5, 1u64..5), 1..6),
+    ) {
         let mut at = 0;
         let mut offset = 0;
         let extents: Vec<Extent> = pieces.iter().map(|(gap, pages)| {

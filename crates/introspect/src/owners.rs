@@ -1,5 +1,5 @@
-//! The first pass: a colour for each frame by its `struct page` (Kaleidoscope, section 4.2), and the file of each frame
-//! of the page cache.
+//! The first pass: a colour for each frame by its `struct page` (Kaleidoscope, section 4.2), and
+//! the file of each page cache frame.
 
 use crate::colour::Colour;
 use crate::kernel::Kernel;
@@ -9,16 +9,18 @@ use crate::report::FileGroup;
 use crate::shape::{MAX_ORDER, Owner};
 use std::collections::HashMap;
 
-/// Frames that a thread colours at a time, from a multiple of it: no free block reaches beyond.
+/// Frames that a thread colours at a time, from a multiple of this number: no free block crosses
+/// that boundary.
 const CHUNK_FRAMES: u64 = 1 << MAX_ORDER;
 
-/// A frame of the page cache whose file is known: the address of its `address_space`. No file: `None`. Zero: a truncated one.
+/// Address of the `address_space` of a page cache frame. `None`: the frame belongs to no file.
+/// Zero: the file was truncated.
 type Mapping = Option<u64>;
 
-/// What `struct page`s say of all frames.
+/// The result of reading all `struct page`s.
 pub(crate) struct Owners {
     pub(crate) colours: Vec<Colour>,
-    /// For each frame its file plus one, or 0.
+    /// For each frame, the number of its file plus one, or 0.
     pub(crate) files: Vec<u32>,
     pub(crate) groups: Vec<FileGroup>,
 }
@@ -54,10 +56,11 @@ impl Owners {
         owners
     }
 
-    /// The number of a file, a new one for a file not seen before.
+    /// The number of a file. A file that was not seen before gets a new number.
     fn group(&mut self, known: &mut HashMap<u64, u32>, address_space: u64) -> u32 {
         let groups = &mut self.groups;
-        // There are no more files than frames, and frames are fewer than 2^32 (`MAX_GUEST_BYTES`).
+        // There are at most as many files as frames, and fewer than 2^32 frames
+        // (`MAX_GUEST_BYTES`).
         let next = u32::try_from(groups.len()).map_or(u32::MAX, |n| n + 1);
         let number = *known.entry(address_space).or_insert_with(|| {
             groups.push(FileGroup { address_space, frames: 0 });
@@ -70,15 +73,15 @@ impl Owners {
     }
 }
 
-/// A thread's view of the `struct page`s, which remembers what neighbours share.
+/// A thread's view of the `struct page`s, with caches of lookups that neighbouring frames share.
 struct Chunk<'k, 'm> {
     kernel: &'k Kernel<'m>,
     per_page: u64,
-    /// The last page of `struct page`s.
+    /// The last page of `struct page`s that was looked up.
     page: Option<(u64, Option<(&'m Page, usize)>)>,
     /// The last head of a compound page.
     head: Option<(u64, (Colour, Mapping))>,
-    /// The last address put to the test.
+    /// The last address that was tested for an `address_space`.
     file: Option<(u64, bool)>,
 }
 
@@ -88,8 +91,8 @@ impl<'k, 'm> Chunk<'k, 'm> {
         Self { kernel, per_page, page: None, head: None, file: None }
     }
 
-    /// Colours the frames of a range of page numbers without gaps; the second list has the frames (by their place in the range)
-    /// that belong to files.
+    /// Colours the frames of a contiguous range of page numbers. The second list holds the frames
+    /// that belong to files, by their index in the range.
     fn read(mut self, pfns: std::ops::Range<u64>) -> (Vec<Colour>, Vec<(usize, u64)>) {
         let mut colours = Vec::new();
         let mut mappings = Vec::new();
@@ -97,7 +100,7 @@ impl<'k, 'm> Chunk<'k, 'm> {
         while pfn < pfns.end {
             let owner = self.owner(pfn);
             if let Some(Owner::Free { order }) = owner {
-                // A block lies at a multiple of its size; anything else is a lie.
+                // A block is aligned to its size; the order of an unaligned one is false.
                 let pages = if pfn.is_multiple_of(1 << order) { 1 << order } else { 1 };
                 let pages = pages.min(pfns.end - pfn);
                 colours.extend((0..pages).map(|_| Colour::Free));
@@ -130,14 +133,14 @@ impl<'k, 'm> Chunk<'k, 'm> {
         Some(self.kernel.shape.owner(page, first + within))
     }
 
-    /// The colour of a compound page by the address of its head.
+    /// The colour of a compound page, by the address of its head.
     fn compound(&mut self, head: u64) -> (Colour, Mapping) {
         match self.head {
             Some((last, answer)) if last == head => answer,
             _ => {
                 let owner = self.kernel.pfn_of(head).and_then(|pfn| self.kernel.owner(pfn));
                 let answer = match owner {
-                    // The first page of a free block is no head, and a tail is none either.
+                    // Neither the first page of a free block nor a tail can be a head.
                     Some(Owner::Free { .. } | Owner::Tail { .. }) => (Colour::Unknown, None),
                     owner => self.single(owner),
                 };
@@ -156,7 +159,11 @@ impl<'k, 'm> Chunk<'k, 'm> {
                     _ => self.kernel.is_file(mapping),
                 };
                 self.file = Some((mapping, is_file));
-                return if is_file { (Colour::PageCache, Some(mapping)) } else { (Colour::KernelData, None) };
+                return if is_file {
+                    (Colour::PageCache, Some(mapping))
+                } else {
+                    (Colour::KernelData, None)
+                };
             }
             Some(Owner::Free { .. } | Owner::Offline) => Colour::Free,
             Some(Owner::Slab) => Colour::Slab,

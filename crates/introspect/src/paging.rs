@@ -1,26 +1,28 @@
-//! x86-64 page tables of four or five levels (Intel SDM volume 3A, chapter 4), read from outside.
+//! Reads x86-64 page tables of four or five levels (Intel SDM volume 3A, chapter 4) from outside.
 //!
-//! Tables are the guest's, so they may lie: point at themselves, at each other's levels, at nothing. A [`Walk`] enters each
-//! frame as a table once, so its work is at most 512 entries for each frame of RAM; its depth is that of the levels.
+//! The guest writes the tables, so they may point to themselves, to tables of another level, or to
+//! nothing. A [`Walk`] enters each frame as a table once. So its work is at most 512 entries for
+//! each frame of RAM, and its depth is the number of levels.
 
 use crate::frame_set::FrameSet;
 use crate::memory::{Frame, PAGE_WORDS, Pfn, PhysMemory, PhysRead, word};
 use dayfly_units::PAGE_SIZE;
 
-/// The entry maps something.
+/// Entry flag: the entry maps something.
 pub(crate) const PRESENT: u64 = 1;
-/// User code may use it.
+/// Entry flag: user code may use the memory.
 pub(crate) const USER: u64 = 1 << 2;
-/// A leaf of 2 MiB or 1 GiB rather than a table.
+/// Entry flag: the entry is a leaf of 2 MiB or 1 GiB, not a table.
 pub(crate) const LARGE: u64 = 1 << 7;
-/// Nothing in it can be executed.
+/// Entry flag: nothing below the entry can be executed.
 pub(crate) const NO_EXECUTE: u64 = 1 << 63;
-/// The guest-physical address in an entry. (A large leaf has flags in its lower bits.)
+/// Mask of the guest-physical address in an entry. A large leaf has flags in the lower bits of this
+/// mask.
 pub(crate) const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
-/// First entry of the upper, the kernel's half of a top-level table.
+/// First entry of a top-level table's upper half, which is the kernel's half.
 pub(crate) const UPPER_HALF: usize = PAGE_WORDS / 2;
 
-/// How many levels a page table has.
+/// The number of levels of a page table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Levels {
     /// 48-bit virtual addresses.
@@ -30,7 +32,7 @@ pub enum Levels {
 }
 
 impl Levels {
-    /// As a number.
+    /// The number of levels.
     #[must_use]
     pub fn count(self) -> u32 {
         match self {
@@ -40,19 +42,19 @@ impl Levels {
     }
 }
 
-/// A table of the top level and how many levels there are.
+/// A top-level table and its number of levels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tables {
     pub(crate) root: Frame,
     pub(crate) levels: Levels,
 }
 
-/// Address bits below an entry of `level`; the lowest level is 1.
+/// Number of address bits below an entry of `level`; the lowest level is 1.
 fn shift(level: u32) -> u32 {
     12 + 9 * (level - 1)
 }
 
-/// The frame that an entry points at; none where it maps nothing or points outside of RAM.
+/// The frame that an entry points to; `None` if the entry maps nothing or points outside RAM.
 pub(crate) fn target(memory: &dyn PhysMemory, entry: u64) -> Option<Frame> {
     if entry & PRESENT == 0 {
         return None;
@@ -60,10 +62,10 @@ pub(crate) fn target(memory: &dyn PhysMemory, entry: u64) -> Option<Frame> {
     memory.layout().frame(Pfn((entry & ADDRESS) / PAGE_SIZE))
 }
 
-/// Bit 12 of a large leaf: a memory type, not an address.
+/// Bit 12 of a large leaf is a memory type, not a part of the address.
 const LARGE_PAT: u64 = 1 << 12;
 
-/// Whether an entry at `level` is a leaf; none where reserved bits make it neither leaf nor table.
+/// Whether an entry at `level` is a leaf; `None` if reserved bits make it invalid.
 fn is_leaf(entry: u64, level: u32) -> Option<bool> {
     let within = (1 << shift(level)) - 1;
     match (level, entry & LARGE != 0) {
@@ -75,7 +77,7 @@ fn is_leaf(entry: u64, level: u32) -> Option<bool> {
 }
 
 impl Tables {
-    /// The guest-physical address that a virtual address is mapped to.
+    /// The guest-physical address to which a virtual address is mapped.
     pub(crate) fn translate(&self, memory: &dyn PhysMemory, address: u64) -> Option<u64> {
         let mut table = self.root;
         for level in (1..=self.levels.count()).rev() {
@@ -93,12 +95,12 @@ impl Tables {
         None
     }
 
-    /// The word at a virtual address that is a multiple of 8.
+    /// The word at a virtual address, which must be a multiple of 8.
     pub(crate) fn word(&self, memory: &dyn PhysMemory, address: u64) -> Option<u64> {
         memory.word_at(self.translate(memory, address).filter(|_| address.is_multiple_of(8))?)
     }
 
-    /// Up to `len` bytes from a virtual address, fewer where what is mapped ends.
+    /// Up to `len` bytes from a virtual address; fewer if the mapping ends earlier.
     pub(crate) fn bytes(&self, memory: &dyn PhysMemory, address: u64, len: usize) -> Vec<u8> {
         let byte = |n: usize| {
             let at = address.checked_add(n as u64)?;
@@ -109,37 +111,37 @@ impl Tables {
     }
 }
 
-/// Half of a top-level table.
+/// One half of a top-level table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Half {
-    /// The lower one: a process.
+    /// The lower half, of a process.
     User,
-    /// The upper one: the kernel.
+    /// The upper half, of the kernel.
     Kernel,
 }
 
-/// What a leaf maps.
+/// The memory that a leaf maps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Leaf {
     /// First virtual address, sign-extended.
     pub(crate) address: u64,
-    /// First page number, which need not be RAM.
+    /// First page number, which may lie outside RAM.
     pub(crate) pfn: Pfn,
-    /// Pages: 1, 512 or 262144.
+    /// Number of pages: 1, 512 or 262144.
     pub(crate) pages: u64,
     /// Whether user code may use it.
     pub(crate) user: bool,
-    /// Whether it can be executed.
+    /// Whether the memory can be executed.
     pub(crate) executable: bool,
 }
 
-/// Visits page tables, each frame once over its whole life.
+/// A visitor of page tables, which visits each frame once in its whole life.
 pub(crate) struct Walk<'m> {
     memory: &'m dyn PhysMemory,
     tables: FrameSet,
 }
 
-/// What the levels above an entry allow.
+/// The permissions and the address of the levels above an entry.
 #[derive(Clone, Copy)]
 struct Above {
     user: bool,
@@ -153,12 +155,13 @@ impl<'m> Walk<'m> {
         Self { memory, tables: FrameSet::new(memory.layout().frames()) }
     }
 
-    /// Frames that were entered as tables.
+    /// The frames that were entered as tables.
     pub(crate) fn tables(&self) -> &FrameSet {
         &self.tables
     }
 
-    /// Shows every leaf below half of a top-level table, tables that were visited before left out.
+    /// Calls `see` for every leaf below one half of a top-level table, except below tables that
+    /// were visited before.
     pub(crate) fn half(&mut self, tables: Tables, half: Half, see: &mut dyn FnMut(Leaf)) {
         self.tables.insert(tables.root.0);
         let level = tables.levels.count();
@@ -171,14 +174,22 @@ impl<'m> Walk<'m> {
         for index in entries {
             let mut entry = word(self.memory.page(tables.root), index);
             if half == Half::User {
-                // With page-table isolation Linux forbids execution at the kernel's copy of a process' top level.
+                // With page-table isolation, Linux forbids execution in the kernel's copy of a
+                // process's top-level table.
                 entry &= !NO_EXECUTE;
             }
             self.entry(entry, index, level, above, see);
         }
     }
 
-    fn entry(&mut self, entry: u64, index: usize, level: u32, above: Above, see: &mut dyn FnMut(Leaf)) {
+    fn entry(
+        &mut self,
+        entry: u64,
+        index: usize,
+        level: u32,
+        above: Above,
+        see: &mut dyn FnMut(Leaf),
+    ) {
         if entry & PRESENT == 0 {
             return;
         }
@@ -209,25 +220,25 @@ impl<'m> Walk<'m> {
     }
 }
 
-/// Frames that leaves map. Large leaves are kept as 2 MiB blocks of guest-physical memory, so that a leaf costs eight
-/// steps at most, however often a hostile table maps all of RAM.
+/// The frames that leaves map. Large leaves are recorded as 2 MiB blocks of guest-physical memory.
+/// So each leaf costs at most eight steps, however often a hostile table maps all of RAM.
 pub(crate) struct Mapped {
     small: FrameSet,
     blocks: FrameSet,
 }
 
-/// Pages in a 2 MiB block.
+/// Number of pages in a 2 MiB block.
 const BLOCK_PAGES: u64 = 512;
 
 impl Mapped {
-    /// Nothing is mapped.
+    /// An empty set, for the layout of `memory`.
     pub(crate) fn new(memory: &dyn PhysMemory) -> Self {
         let layout = memory.layout();
         let blocks = usize::try_from(layout.end().0.div_ceil(BLOCK_PAGES)).unwrap_or(0);
         Self { small: FrameSet::new(layout.frames()), blocks: FrameSet::new(blocks) }
     }
 
-    /// Takes what a leaf maps in.
+    /// Adds the memory that a leaf maps.
     pub(crate) fn insert(&mut self, memory: &dyn PhysMemory, leaf: Leaf) {
         if leaf.pages < BLOCK_PAGES {
             if let Some(frame) = memory.layout().frame(leaf.pfn) {
@@ -240,7 +251,7 @@ impl Mapped {
         }
     }
 
-    /// Whether any leaf mapped the frame.
+    /// Whether any leaf maps the frame.
     pub(crate) fn contains(&self, frame: Frame, pfn: Pfn) -> bool {
         self.small.contains(frame.0)
             || usize::try_from(pfn.0 / BLOCK_PAGES).is_ok_and(|block| self.blocks.contains(block))

@@ -7,12 +7,12 @@ fn table(ram: &RamImage, frame: u64, index: u64, entry: u64) {
     ram.put(frame * 4096 + index * 8, entry);
 }
 
-/// An entry for a frame.
+/// An entry that points to a frame.
 fn to(frame: u64) -> u64 {
     (frame * 4096) | PRESENT
 }
 
-/// Leaves below half of a table.
+/// The leaves below one half of a table.
 fn leaves(ram: &RamImage, tables: Tables, half: Half) -> Vec<Leaf> {
     let mut leaves = Vec::new();
     Walk::new(ram).half(tables, half, &mut |leaf| leaves.push(leaf));
@@ -45,8 +45,13 @@ fn pages_of_all_sizes_with_four_and_five_levels() {
         assert_eq!(tables.translate(&ram, top + 0x5123), Some(0x7123));
 
         let user: Vec<Leaf> = leaves(&ram, tables, Half::User);
-        let leaf =
-            |address, pfn, pages, user, executable| Leaf { address, pfn: Pfn(pfn), pages, user, executable };
+        let leaf = |address, pfn, pages, user, executable| Leaf {
+            address,
+            pfn: Pfn(pfn),
+            pages,
+            user,
+            executable,
+        };
         let low = [
             leaf(0x5000, 7, 1, true, true),
             leaf(0x20_0000, 512, 512, false, true),
@@ -58,8 +63,13 @@ fn pages_of_all_sizes_with_four_and_five_levels() {
             let high = low.map(|leaf| Leaf { address: leaf.address + top, user: false, ..leaf });
             assert_eq!(kernel, high);
         } else {
-            // Both halves of the five-level table lead through one table, whose entry 0 comes first.
-            let high = low.map(|leaf| Leaf { address: leaf.address + (0xffff << 48), user: false, ..leaf });
+            // Both halves of the five-level table lead through one table, whose entry 0 comes
+            // first.
+            let high = low.map(|leaf| Leaf {
+                address: leaf.address + (0xffff << 48),
+                user: false,
+                ..leaf
+            });
             assert_eq!(kernel, high);
         }
     }
@@ -75,7 +85,8 @@ fn isolation_forbids_execution_at_the_top_and_nowhere_else() {
         table(&ram, frame, 0, to(index << 18) | USER | LARGE);
     }
     let tables = Tables { root: Frame(1), levels: Levels::Four };
-    let executable: Vec<bool> = leaves(&ram, tables, Half::User).iter().map(|leaf| leaf.executable).collect();
+    let executable: Vec<bool> =
+        leaves(&ram, tables, Half::User).iter().map(|leaf| leaf.executable).collect();
     assert_eq!(executable, [true, false]);
 }
 
@@ -102,7 +113,7 @@ fn entries_that_point_outside_of_ram_lead_nowhere() {
     table(&ram, 1, 1, to(4));
     table(&ram, 1, 2, to(2));
     table(&ram, 2, 0, ((ADDRESS >> 30) << 30) | PRESENT | LARGE);
-    // Reserved bits: it would fault.
+    // Reserved bits are set, so an access would fault.
     table(&ram, 2, 1, ADDRESS | PRESENT | LARGE);
     let tables = Tables { root: Frame(1), levels: Levels::Four };
     assert_eq!(tables.translate(&ram, 0), None);

@@ -1,25 +1,26 @@
-//! Work shared out among the CPUs, in chunks of frames.
+//! Distributes work over the CPUs, in chunks of frames.
 
+use dayfly_units::sync::lock;
 use std::ops::Range;
 use std::sync::Mutex;
 use std::thread;
 
-/// Most threads; what is done here waits for memory, which more of them do not make faster.
+/// Upper limit for threads. The work waits for memory, so more threads do not make it faster.
 const MAX_THREADS: usize = 8;
 
 fn threads(jobs: usize) -> usize {
     thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS).min(jobs)
 }
 
-/// Does `work` for each job, several at a time, beginning with the first. Results come in the order of the jobs.
+/// Calls `work` for each job, several at a time, in the order of the jobs. The results have the
+/// order of the jobs.
 pub(crate) fn each<J: Send, T: Send>(jobs: Vec<J>, work: impl Fn(J) -> T + Sync) -> Vec<T> {
     let count = threads(jobs.len());
     let queue = Mutex::new(jobs.into_iter().enumerate());
     let run = || {
         let mut done = Vec::new();
         loop {
-            // Nothing panics while it holds the lock.
-            let next = queue.lock().unwrap_or_else(std::sync::PoisonError::into_inner).next();
+            let next = lock(&queue).next();
             let Some((at, job)) = next else { break done };
             done.push((at, work(job)));
         }
@@ -39,8 +40,13 @@ pub(crate) fn each<J: Send, T: Send>(jobs: Vec<J>, work: impl Fn(J) -> T + Sync)
     done.into_iter().map(|(_, result)| result).collect()
 }
 
-/// Does `work` for each chunk of the numbers below `end`, several at a time. Results come in order.
-pub(crate) fn chunks<T: Send>(end: usize, chunk: usize, work: impl Fn(Range<usize>) -> T + Sync) -> Vec<T> {
+/// Calls `work` for each chunk of the numbers below `end`, several at a time. The results have the
+/// order of the chunks.
+pub(crate) fn chunks<T: Send>(
+    end: usize,
+    chunk: usize,
+    work: impl Fn(Range<usize>) -> T + Sync,
+) -> Vec<T> {
     each((0..end).step_by(chunk).map(|at| at..end.min(at + chunk)).collect(), work)
 }
 

@@ -1,11 +1,13 @@
-//! The colour map as a picture, like Kaleidoscope's figure 3: a pixel for each frame, in rows from left to right.
+//! The colour map as a picture like Kaleidoscope's figure 3: one pixel for each frame, in rows from
+//! left to right.
 
 use crate::colour::Colour;
 use std::io::Write;
 use std::num::NonZeroU32;
 
-/// A colour's red, green and blue. Those of the figure where it has them: page cache yellow, data of users and of the kernel light and dark blue,
-/// their code light and dark red, free black.
+/// Red, green and blue of a colour, as in the figure where the figure has the colour. Page cache is
+/// yellow, free memory black. User data is light blue, kernel data dark blue, user code light red,
+/// kernel code dark red.
 #[must_use]
 pub fn rgb(colour: Colour) -> [u8; 3] {
     match colour {
@@ -21,14 +23,18 @@ pub fn rgb(colour: Colour) -> [u8; 3] {
     }
 }
 
-/// Writes a PNG, `width` frames to a row; what is left of the last row counts as unknown.
+/// Writes a PNG with `width` frames in a row. The rest of the last row counts as unknown.
 ///
 /// # Errors
-/// Writing failed, or there are more rows than a PNG can have.
-pub fn write_png(colours: &[Colour], width: NonZeroU32, to: impl Write) -> Result<(), png::EncodingError> {
+/// If writing fails, or if there are more rows than a PNG can have.
+pub fn write_png(
+    colours: &[Colour],
+    width: NonZeroU32,
+    to: impl Write,
+) -> Result<(), png::EncodingError> {
     let row = usize::try_from(width.get()).map_err(|_| png::EncodingError::LimitsExceeded)?;
-    let rows =
-        u32::try_from(colours.len().div_ceil(row).max(1)).map_err(|_| png::EncodingError::LimitsExceeded)?;
+    let rows = u32::try_from(colours.len().div_ceil(row).max(1))
+        .map_err(|_| png::EncodingError::LimitsExceeded)?;
     let mut encoder = png::Encoder::new(to, width.get(), rows);
     encoder.set_color(png::ColorType::Indexed);
     encoder.set_depth(png::BitDepth::Eight);

@@ -1,102 +1,68 @@
-//! What [`crate::introspect`] is told and what it answers.
+//! The result of [`crate::introspect`].
 
 use crate::colour::Colour;
-use crate::kernel::Rejection;
-use crate::memory::{Frame, Pfn, PhysMemory};
-use crate::paging::{ADDRESS, Levels};
+use crate::hint::KernelInfo;
+use crate::rejection::Rejection;
 use dayfly_units::{Bytes, PAGE_SIZE};
 use std::fmt;
 
-/// CR4.LA57: page tables have five levels.
-const CR4_LA57: u64 = 1 << 12;
-
-/// Where a vCPU's page tables were when memory was frozen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RootHint {
-    /// The vCPU's CR3.
-    pub cr3: u64,
-    /// How many levels its tables have.
-    pub levels: Levels,
-}
-
-impl RootHint {
-    /// From a vCPU's control registers.
-    #[must_use]
-    pub fn from_registers(cr3: u64, cr4: u64) -> Self {
-        Self { cr3, levels: if cr4 & CR4_LA57 == 0 { Levels::Four } else { Levels::Five } }
-    }
-
-    /// The frame of the top-level table.
-    pub(crate) fn root(&self, memory: &dyn PhysMemory) -> Option<Frame> {
-        memory.layout().frame(Pfn((self.cr3 & ADDRESS) / PAGE_SIZE))
-    }
-}
-
-/// The kernel that was found.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KernelInfo {
-    /// As `uname -r` says it.
-    pub release: String,
-    /// Levels of its page tables.
-    pub levels: Levels,
-    /// Guest-physical address of `swapper_pg_dir`.
-    pub root: u64,
-    /// Whether a vCPU's page tables, by the hints, are this kernel's: it is then no remains of an earlier one.
-    pub runs: bool,
-}
-
-/// A file in the page cache. Nothing is known of it but that its pages belong together.
+/// A file in the page cache. Only its pages are known, not its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileGroup {
-    /// Virtual address of its `address_space` in the guest's kernel; zero for pages whose file was truncated.
+    /// Virtual address of its `address_space` in the guest's kernel. Zero groups the pages of
+    /// truncated files.
     pub address_space: u64,
-    /// Its frames.
+    /// Number of its frames.
     pub frames: usize,
 }
 
 /// Why colours come from page tables alone.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Degraded {
-    /// No kernel has left a description of itself.
-    #[error("unknown kernel: no VMCOREINFO in memory; colours are of page tables alone, from {roots} roots")]
+    /// No VMCOREINFO was found.
+    #[error(
+        "unknown kernel: no VMCOREINFO in memory; colours are of page tables alone, \
+         from {roots} roots"
+    )]
     NoNote {
-        /// Top-level tables that were walked.
+        /// Number of top-level tables that were walked.
         roots: usize,
     },
-    /// There were descriptions, and none was true.
+    /// VMCOREINFO texts were found, and all were rejected.
     #[error(
-        "unknown kernel: VMCOREINFO found {rejected} times and not believed (first: {first}); colours are of page tables alone, from {roots} roots"
+        "unknown kernel: VMCOREINFO found {rejected} times and not believed (first: {first}); \
+         colours are of page tables alone, from {roots} roots"
     )]
     Rejected {
-        /// How many.
+        /// Number of rejected texts.
         rejected: usize,
-        /// Why the first was not believed.
+        /// Why the first text was rejected.
         #[source]
         first: Rejection,
-        /// Top-level tables that were walked.
+        /// Number of top-level tables that were walked.
         roots: usize,
     },
 }
 
-/// A guest's memory, coloured. Frames are in the order of [`crate::memory::Frame`].
+/// The colours of a guest's memory. Frames are in the order of [`crate::memory::Frame`].
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// One for each frame of RAM.
+    /// The colour of each frame of RAM.
     pub colours: Vec<Colour>,
-    /// For each frame of RAM its file: an index into [`Self::groups`] plus one, or 0.
+    /// For each frame of RAM, the index of its file in [`Self::groups`] plus one, or 0.
     pub files: Vec<u32>,
     /// The files in the page cache, in the order of their first frames.
     pub groups: Vec<FileGroup>,
-    /// The kernel, when it was recognised.
+    /// The kernel, if one was recognised.
     pub kernel: Option<KernelInfo>,
-    /// Processes' page tables that were found, without the kernel's own.
+    /// Number of processes' page tables that were found, without the kernel's own.
     pub processes: usize,
-    /// Why the colours are fewer than they could be.
+    /// Why the colours come from page tables alone, if they do.
     pub degraded: Option<Degraded>,
 }
 
 impl Report {
-    /// How many frames have which colour.
+    /// Counts the frames of each colour.
     #[must_use]
     pub fn census(&self) -> Census {
         let mut frames = [0; Colour::ALL.len()];
@@ -107,14 +73,14 @@ impl Report {
     }
 }
 
-/// Frames by colour. Its text is a table.
+/// Number of frames by colour. `Display` prints a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Census {
     frames: [usize; Colour::ALL.len()],
 }
 
 impl Census {
-    /// Frames of a colour.
+    /// Number of frames of a colour.
     #[must_use]
     pub fn frames(&self, colour: Colour) -> usize {
         self.frames[usize::from(colour.number())]

@@ -1,24 +1,25 @@
-//! Top-level tables of processes, recognised by what they share: their upper halves are the kernel's.
+//! Finds the top-level tables of processes, which share their upper halves with the kernel.
 
 use crate::memory::{Frame, PAGE_WORDS, Page, Pfn, PhysMemory, word};
 use crate::paging::{ADDRESS, PRESENT, UPPER_HALF};
 use crate::parallel;
 
-/// Frames that a thread looks through at a time: 64 MiB.
+/// Frames that a thread scans at a time: 64 MiB.
 const SCAN_FRAMES: usize = 1 << 14;
-/// The entry that maps the image of an x86-64 Linux.
+/// Index of the entry that maps the image of an x86-64 Linux.
 const LAST: usize = PAGE_WORDS - 1;
 
-/// The upper half of a top-level table: address and presence of each entry, without flags that the CPU sets.
+/// The upper half of a top-level table: address and presence of each entry, without the flags that
+/// the CPU sets.
 pub(crate) type UpperHalf = [u64; PAGE_WORDS - UPPER_HALF];
 
-/// The upper half of the top-level table in a page.
+/// Reads the upper half of a top-level table.
 pub(crate) fn upper_half(page: &Page) -> UpperHalf {
     std::array::from_fn(|n| word(page, UPPER_HALF + n) & (ADDRESS | PRESENT))
 }
 
-/// The frames among the `eligible` that have every entry of this upper half. Entries that it lacks may be there: each process
-/// has a local descriptor table of its own.
+/// The `eligible` frames that have every entry of this upper half. They may have further entries,
+/// because each process has its own local descriptor table.
 pub(crate) fn sharing(
     memory: &dyn PhysMemory,
     upper: &UpperHalf,
@@ -30,26 +31,30 @@ pub(crate) fn sharing(
     }
     let shares = |frame: Frame| {
         let page = memory.page(frame);
-        // Nearly every frame is dismissed by this one word.
+        // This one word rejects nearly every frame.
         word(page, LAST) & (ADDRESS | PRESENT) == last
-            && upper_half(page).iter().zip(upper).all(|(have, want)| *want & PRESENT == 0 || have == want)
+            && upper_half(page)
+                .iter()
+                .zip(upper)
+                .all(|(have, want)| *want & PRESENT == 0 || have == want)
     };
     let found = parallel::chunks(memory.layout().frames(), SCAN_FRAMES, |frames| {
-        let eligible = frames.map(Frame).filter(|&frame| eligible(frame) && memory.may_hold_data(frame));
+        let eligible =
+            frames.map(Frame).filter(|&frame| eligible(frame) && memory.may_hold_data(frame));
         eligible.filter(|&frame| shares(frame)).collect::<Vec<_>>()
     });
     found.concat()
 }
 
-/// The table that a process runs on while page-table isolation hides the kernel: the second page of a pair, whose lower half
-/// maps the same as the first's. (`root` is the first.)
+/// The table that a process runs on while page-table isolation hides the kernel. It is the second
+/// page of a pair, and its lower half maps the same memory as that of the first page, `root`.
 pub(crate) fn isolated_twin(memory: &dyn PhysMemory, root: Frame) -> Option<Frame> {
     let pfn = memory.layout().pfn(root)?.0;
     let twin = memory.layout().frame(Pfn(pfn | 1)).filter(|_| pfn.is_multiple_of(2))?;
     is_twin(memory, root, twin).then_some(twin)
 }
 
-/// The other way round: the kernel's table of which `twin` is the isolated one.
+/// The inverse of [`isolated_twin`]: the kernel's table whose isolated twin is `twin`.
 pub(crate) fn whole_of_twin(memory: &dyn PhysMemory, twin: Frame) -> Option<Frame> {
     let pfn = memory.layout().pfn(twin)?.0;
     let root = memory.layout().frame(Pfn(pfn & !1)).filter(|_| !pfn.is_multiple_of(2))?;
@@ -59,14 +64,16 @@ pub(crate) fn whole_of_twin(memory: &dyn PhysMemory, twin: Frame) -> Option<Fram
 fn is_twin(memory: &dyn PhysMemory, root: Frame, twin: Frame) -> bool {
     let (root, twin) = (memory.page(root), memory.page(twin));
     let entry = |page: &Page, n| word(page, n) & (ADDRESS | PRESENT);
-    let used = |range: std::ops::Range<usize>| range.into_iter().any(|n| entry(twin, n) & PRESENT != 0);
+    let used =
+        |range: std::ops::Range<usize>| range.into_iter().any(|n| entry(twin, n) & PRESENT != 0);
     used(0..UPPER_HALF)
         && used(UPPER_HALF..PAGE_WORDS)
         && (0..UPPER_HALF).all(|n| entry(root, n) == entry(twin, n))
 }
 
-/// Top-level tables where nothing is known but what such a table looks like: every entry in use points to RAM and is no leaf, the last
-/// one is in use, as is one of the lower half. Of several kernels' tables, those that most frames share.
+/// Finds top-level tables by their looks alone. Every entry in use points to RAM and is no leaf,
+/// and the last entry is in use. If tables of several kernels are found, the result is the group
+/// with the most frames.
 pub(crate) fn by_looks(memory: &dyn PhysMemory) -> Vec<Frame> {
     let looks = |frame: &Frame| {
         let page = memory.page(*frame);
@@ -74,12 +81,15 @@ pub(crate) fn by_looks(memory: &dyn PhysMemory) -> Vec<Frame> {
             && (0..PAGE_WORDS).all(|n| {
                 let entry = word(page, n);
                 entry == 0
-                    || entry & crate::paging::LARGE == 0 && crate::paging::target(memory, entry).is_some()
+                    || entry & crate::paging::LARGE == 0
+                        && crate::paging::target(memory, entry).is_some()
             })
     };
     let found = parallel::chunks(memory.layout().frames(), SCAN_FRAMES, |frames| {
         let data = frames.map(Frame).filter(|&frame| memory.may_hold_data(frame));
-        data.filter(looks).map(|frame| (word(memory.page(frame), LAST) & ADDRESS, frame)).collect::<Vec<_>>()
+        data.filter(looks)
+            .map(|frame| (word(memory.page(frame), LAST) & ADDRESS, frame))
+            .collect::<Vec<_>>()
     });
     let mut found = found.concat();
     found.sort_unstable();

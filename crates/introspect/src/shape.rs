@@ -1,73 +1,75 @@
-//! What a kernel's `struct page` looks like, and what one says of its frame.
+//! The layout of a kernel's `struct page`, and the owner that a `struct page` shows.
 //!
-//! Offsets and flag numbers come from VMCOREINFO. Two things do not, and are known by the encoding of page types, which
-//! `PAGE_BUDDY_MAPCOUNT_VALUE` gives away: a type is either a bit cleared in a field of ones (to 6.10; free is `!0x80`) or the field's
-//! upper byte (from 6.12; free is 0xf0). Any other encoding is unknown, and nothing is guessed from it.
+//! Offsets and flag numbers come from VMCOREINFO. Two further things follow from the encoding of
+//! page types, which `PAGE_BUDDY_MAPCOUNT_VALUE` identifies. A type is either a bit cleared in a
+//! field of ones (to 6.10; free is `!0x80`) or the field's upper byte (from 6.12; free is 0xf0).
+//! Another encoding is unknown and is refused.
 
 use crate::memory::{Page, word};
 use crate::vmcoreinfo::{NoteError, VmcoreInfo};
 
-/// Bits of `page.mapping` that are no address: bit 0 for anonymous memory, bit 1 for memory that a driver can move.
+/// Flag bits of `page.mapping`: bit 0 marks anonymous memory, bit 1 memory that a driver can move.
 const MAPPING_ANONYMOUS: u64 = 1;
 const MAPPING_MOVABLE: u64 = 2;
-/// Bit of `page.compound_head` in all pages of a compound page but the first.
+/// Bit of `page.compound_head` in all pages of a compound page except the first.
 const TAIL: u64 = 1;
 /// Upper bits of the older page types: set in every field that holds a type.
 const TYPE_BASE: u32 = 0xf000_0000;
-/// What VMCOREINFO does not tell, the whole field of a page table (include/linux/page-flags.h): until 5.10, until 6.10, from 6.12.
+/// The field of a page table, which VMCOREINFO lacks (include/linux/page-flags.h): until 5.10,
+/// until 6.10, from 6.12.
 const TABLE_TO_5_10: u32 = !0x400;
 const TABLE_TO_6_10: u32 = !0x200;
 const TABLE_FROM_6_12: u32 = 0xf200_0000;
-/// The order of the largest free block that is believed: 64 MiB. Linux itself has 10.
+/// Largest accepted order of a free block: 64 MiB. Linux itself uses at most 10.
 pub(crate) const MAX_ORDER: u32 = 14;
 
 /// Why a kernel's `struct page` cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ShapeError {
-    /// VMCOREINFO does not say enough.
+    /// VMCOREINFO lacks a line or has an invalid number.
     #[error(transparent)]
     Note(#[from] NoteError),
-    /// A size that no `struct page` has.
+    /// The size is not that of a `struct page`.
     #[error("SIZE(page): expected a power of two from 32 to 256, got {0}")]
     Size(u64),
-    /// A field outside of the structure, or not aligned.
+    /// A field lies outside the structure, or is not aligned.
     #[error("OFFSET(page.{field}): expected a multiple of {align} below {size}, got {got}")]
     Offset {
-        /// Which.
+        /// Name of the field.
         field: &'static str,
-        /// What it has to be a multiple of.
+        /// The required alignment in bytes.
         align: u64,
-        /// Bytes in the structure.
+        /// Size of the structure in bytes.
         size: u64,
-        /// Its offset.
+        /// Offset of the field in bytes.
         got: u64,
     },
-    /// A flag that does not fit into a word.
+    /// A flag's number does not fit into a word.
     #[error("NUMBER({flag}): expected 0 to 63, got {got}")]
     Flag {
-        /// Which.
+        /// Name of the flag.
         flag: &'static str,
-        /// Its number.
+        /// Number of the flag.
         got: u64,
     },
-    /// Page types in an encoding that is not known.
+    /// The encoding of page types is unknown.
     #[error("NUMBER(PAGE_BUDDY_MAPCOUNT_VALUE): expected -129 or -268435456, got {0}")]
     Types(i64),
 }
 
-/// How `page_type` is encoded.
+/// The encoding of `page_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Types {
-    /// A cleared bit, in a field whose upper four bits are ones.
+    /// A cleared bit in a field whose upper four bits are ones.
     Cleared,
-    /// The upper byte.
+    /// The upper byte of the field.
     Byte,
 }
 
-/// Where the fields of a `struct page` are.
+/// The places of the fields in a `struct page`.
 #[derive(Debug, Clone)]
 pub(crate) struct PageShape {
-    /// Bytes in one; a page of memory holds a whole number of them.
+    /// Size of the structure in bytes; a page of memory holds a whole number of structures.
     pub(crate) size: usize,
     flags: Field,
     refcount: Field,
@@ -79,32 +81,33 @@ pub(crate) struct PageShape {
     types: Types,
     buddy_type: u32,
     table_type: u32,
-    /// Slab as a flag (to 6.9), else as a type.
+    /// Slab is a flag up to 6.9 and a type later.
     slab_flag: Option<u64>,
     slab_type: Option<u32>,
     offline_type: Option<u32>,
     hugetlb_type: Option<u32>,
-    /// Up to 6.6: the byte in the second page that tells a huge page's destructor, and its value; and the flag of first pages.
+    /// Up to 6.6: the flag of first pages, and the byte in the second page that identifies a huge
+    /// page's destructor, with its value.
     hugetlb_destructor: Option<(u64, Field, u8)>,
     max_order: u32,
 }
 
-/// A field in a structure: its word, and the bit of the word that it starts at.
+/// A field of a structure: its word, and its first bit in the word.
 #[derive(Debug, Clone, Copy)]
 struct Field {
     word: usize,
     shift: u32,
 }
 
-/// What a `struct page` says of its frame.
+/// The owner of a frame, by its `struct page`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Owner {
     /// The first page of a free block of 2^order pages.
     Free {
-        /// At most [`MAX_ORDER`].
+        /// The order, at most [`MAX_ORDER`].
         order: u32,
     },
-    /// Given back to the host: ballooned or unplugged.
+    /// The guest gave the frame back to the host: ballooned or unplugged.
     Offline,
     /// Small objects of the kernel.
     Slab,
@@ -112,34 +115,37 @@ pub(crate) enum Owner {
     Table,
     /// Anonymous memory of processes, or huge pages.
     User,
-    /// The page cache; `mapping` is the virtual address of the file's `address_space`, zero when the file was truncated.
+    /// Page cache. `mapping` is the virtual address of the file's `address_space`, or zero if the
+    /// file was truncated.
     File {
-        /// Identifies the file.
+        /// The address, which identifies the file.
         mapping: u64,
     },
-    /// Perhaps the page cache, on its way to the LRU lists: if `mapping` is an `address_space`.
+    /// Page cache on its way to the LRU lists, if `mapping` is an `address_space`.
     MaybeFile {
-        /// Would identify the file.
+        /// The address, which would identify the file.
         mapping: u64,
     },
-    /// As the `struct page` at this virtual address.
+    /// The owner is that of the `struct page` at this virtual address.
     Tail {
-        /// A virtual address.
+        /// Virtual address of the head.
         head: u64,
     },
-    /// In use otherwise.
+    /// In use for another purpose.
     Kernel,
-    /// Nobody holds it: within a block whose first page somebody holds, or on a CPU's list of free pages. Nothing tells which.
+    /// The reference count is 0: the frame is inside a block whose first page is in use, or on a
+    /// CPU's list of free pages. No field distinguishes the two.
     Unheld,
-    /// Never initialised.
+    /// The structure was never initialised.
     Unknown,
 }
 
 impl PageShape {
-    /// The shape that VMCOREINFO describes.
+    /// Makes the layout from VMCOREINFO.
     pub(crate) fn new(info: &VmcoreInfo) -> Result<Self, ShapeError> {
         let bytes = info.size("page")?;
-        let size = usize::try_from(bytes).ok().filter(|n| n.is_power_of_two() && (32..=256).contains(n));
+        let size =
+            usize::try_from(bytes).ok().filter(|n| n.is_power_of_two() && (32..=256).contains(n));
         let size = size.ok_or(ShapeError::Size(bytes))?;
         let field = |field: &'static str, align: u64| {
             let got = info.offset(&format!("page.{field}"))?;
@@ -151,7 +157,10 @@ impl PageShape {
         };
         let flag = |flag: &'static str| {
             let got = info.number(flag)?;
-            u32::try_from(got).ok().and_then(|n| 1u64.checked_shl(n)).ok_or(ShapeError::Flag { flag, got })
+            u32::try_from(got)
+                .ok()
+                .and_then(|n| 1u64.checked_shl(n))
+                .ok_or(ShapeError::Flag { flag, got })
         };
         let buddy = low(info.number("PAGE_BUDDY_MAPCOUNT_VALUE")?);
         let (types, table_type) = match buddy {
@@ -189,7 +198,7 @@ impl PageShape {
         })
     }
 
-    /// What the structure that starts at word `at` of a page of them says.
+    /// The owner in the structure that starts at word `at` of a page of structures.
     pub(crate) fn owner(&self, page: &Page, at: usize) -> Owner {
         let read = |field: Field| word(page, at + field.word) >> field.shift;
         let flags = read(self.flags);
@@ -232,7 +241,7 @@ impl PageShape {
         }
     }
 
-    /// Whether `kind` is the type whose whole field VMCOREINFO gives as `value`.
+    /// Whether `kind` is the type whose whole field is `value` in VMCOREINFO.
     fn is(&self, kind: u32, value: Option<u32>) -> bool {
         value.is_some_and(|value| match self.types {
             Types::Cleared => kind & (TYPE_BASE | !value) == TYPE_BASE,
@@ -243,7 +252,8 @@ impl PageShape {
     fn is_hugetlb(&self, flags: u64, page: &Page, at: usize) -> bool {
         self.hugetlb_destructor.is_some_and(|(first, field, value)| {
             let second = at + self.size / 8;
-            flags & first != 0 && word(page, second + field.word) >> field.shift & 0xff == u64::from(value)
+            flags & first != 0
+                && word(page, second + field.word) >> field.shift & 0xff == u64::from(value)
         })
     }
 }

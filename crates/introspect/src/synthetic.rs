@@ -1,4 +1,5 @@
-//! A small Linux by hand, for tests: 4 MiB of RAM with just those structures in it that this room reads.
+//! A small Linux built by hand, for tests: 4 MiB of RAM with only the structures that this crate
+//! reads.
 
 use crate::memory::image::RamImage;
 use crate::paging::{LARGE, Levels, NO_EXECUTE, PRESENT, USER};
@@ -9,42 +10,42 @@ pub(crate) const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 const VMEMMAP_4: u64 = 0xffff_ea00_0000_0000;
 const VMEMMAP_5: u64 = 0xffd4_0000_0000_0000;
 
-/// Frames with a meaning; all others are free in one block or another.
+/// Frames with a meaning; all other frames are free.
 pub(crate) const ROOT: u64 = 1;
 pub(crate) const TEXT: u64 = 12;
 const UTS: u64 = 13;
 const INODE: u64 = 14;
 const SECTIONS: u64 = 15;
 const MEMMAP: u64 = 16;
-/// A process: its top-level table and the isolated twin, and tables below.
+/// A process: its top-level table, the isolated twin, and the tables below.
 pub(crate) const PROCESS: u64 = 40;
 pub(crate) const USER_CODE: u64 = 50;
 pub(crate) const USER_DATA: u64 = 51;
-/// A compound page of four frames in the page cache, of another file than the code.
+/// A compound page of four page cache frames, of another file than the code.
 pub(crate) const CACHE: u64 = 52;
 pub(crate) const SLAB: u64 = 56;
 pub(crate) const BALLOON: u64 = 57;
-/// Marked as a page table and reachable from nowhere.
+/// A frame that is marked as a page table, and that no entry points to.
 pub(crate) const SPARE_TABLE: u64 = 58;
 pub(crate) const KERNEL_CODE: u64 = 60;
-/// Free from here to the end, in a block of 64 frames and blocks of 128.
+/// From here to the end, frames are free: a block of 64 frames and blocks of 128.
 pub(crate) const FREE: u64 = 64;
 
-/// Which kernel it is like.
+/// The kernel version to imitate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Like {
     Linux6_1,
     Linux6_12,
 }
 
-/// The guest and what its text says, which a test may change and write again.
+/// The guest and its text, which a test may change and write again.
 pub(crate) struct Guest {
     pub(crate) ram: RamImage,
     pub(crate) text: String,
     pub(crate) levels: Levels,
 }
 
-/// Kernel address of a frame.
+/// Virtual address of a frame in the kernel's image.
 pub(crate) fn image(frame: u64) -> u64 {
     KERNEL_MAP + frame * 4096
 }
@@ -56,7 +57,7 @@ impl Guest {
         guest.write_text(TEXT);
         guest.ram.put_bytes(UTS * 4096 + 128, b"\0\0test-1.0\0");
         let mut next = 2;
-        // The image: frames 0 to 511, and code among them that can be executed.
+        // The image: frames 0 to 511, one of which holds code that can be executed.
         for frame in 0..512 {
             let no_execute = if frame == KERNEL_CODE { 0 } else { NO_EXECUTE };
             guest.map(ROOT, image(frame), frame, no_execute, &mut next);
@@ -65,7 +66,7 @@ impl Guest {
             guest.map(ROOT, guest.vmemmap() + frame * 4096, MEMMAP + frame, NO_EXECUTE, &mut next);
         }
         assert!(next <= TEXT, "tables end at {next}");
-        // mem_section: one root, one section, whose coded address has flags in its lower bits.
+        // mem_section: one root and one section, whose encoded address has flags in its lower bits.
         guest.ram.put(SECTIONS * 4096, image(SECTIONS) + 8);
         guest.ram.put(SECTIONS * 4096 + 8, guest.vmemmap() | 0xf);
 
@@ -78,18 +79,30 @@ impl Guest {
         };
         let kind = |kind: u32, refcount: u64| u64::from(kind) | refcount << 32;
         let lru = 1 << 4;
-        guest.page(SLAB, [if like == Like::Linux6_1 { 1 << 9 } else { 0 }, 0, 0, 1, 0, 0, kind(slab, 1), 0]);
+        guest.page(
+            SLAB,
+            [if like == Like::Linux6_1 { 1 << 9 } else { 0 }, 0, 0, 1, 0, 0, kind(slab, 1), 0],
+        );
         guest.page(BALLOON, [0, 0, 0, 2, 0, 0, kind(offline, 1), 0]);
         guest.page(SPARE_TABLE, [0, 0, 0, 0, 0, 0, kind(table, 1), 0]);
         guest.page(USER_DATA, [lru, 0, 0, 0xffff_8880_0000_0001, 0, 0, kind(0, 1), 0]);
-        // The code is not on a list yet: its mapping is put to the test.
+        // The code is on no list yet, so its mapping is tested.
         guest.page(USER_CODE, [0, 0, 0, image(INODE) + 0x100, 0, 0, kind(0, 1), 0]);
         guest.ram.put(INODE * 4096 + 0x100, image(INODE));
         guest.page(CACHE, [lru | 1 << 16, 0, 0, image(INODE) + 0x900, 0, 0, kind(u32::MAX, 4), 0]);
         for tail in CACHE + 1..CACHE + 4 {
             guest.page(
                 tail,
-                [0, guest.vmemmap() + CACHE * 64 + 1, 0, 0xdead_0000_0000_0400, 0, 0, u64::from(u32::MAX), 0],
+                [
+                    0,
+                    guest.vmemmap() + CACHE * 64 + 1,
+                    0,
+                    0xdead_0000_0000_0400,
+                    0,
+                    0,
+                    u64::from(u32::MAX),
+                    0,
+                ],
             );
         }
         for block in (128..FRAMES as u64).step_by(128) {
@@ -110,7 +123,7 @@ impl Guest {
                 index,
                 if index < 256 { process | process.min(1) << 63 } else { kernel },
             );
-            // The twin has the process, and of the kernel a single entry of its own.
+            // The twin has the process's half, and a single entry of the kernel's half.
             let twin = if index < 256 { process } else { kernel * u64::from(index == 508) };
             guest.put_entry(PROCESS + 1, index, twin);
         }
@@ -127,7 +140,7 @@ impl Guest {
         self.ram.put_bytes(frame * 4096, self.text.as_bytes());
     }
 
-    /// Changes the text, also where it is.
+    /// Changes the text, also in guest memory.
     pub(crate) fn edit(&mut self, from: &str, to: &str) {
         assert!(self.text.contains(from), "{from}");
         let padded = format!("{}{}", self.text.replace(from, to), "\0".repeat(from.len()));
@@ -142,7 +155,7 @@ impl Guest {
         }
     }
 
-    /// Gives the kernel another release, of eight characters.
+    /// Changes the kernel's release, which must have eight characters.
     pub(crate) fn rename(&mut self, release: &str) {
         let old = self.text.lines().next().unwrap().to_owned();
         self.edit(&old, &format!("OSRELEASE={release}"));
@@ -158,7 +171,7 @@ impl Guest {
         self.ram.put(table * 4096 + index * 8, entry);
     }
 
-    /// Maps a page, with tables from `next` on where some are missing.
+    /// Maps a page. Missing tables are made from frame `next` on.
     fn map(&self, root: u64, address: u64, frame: u64, flags: u64, next: &mut u64) {
         let mut table = root;
         for level in (2..=self.levels.count()).rev() {
@@ -177,10 +190,14 @@ fn text(like: Like, levels: Levels) -> String {
     let swapper = image(ROOT);
     let five = u8::from(levels == Levels::Five);
     let mut text = format!(
-        "OSRELEASE=test-1.0\nPAGESIZE=4096\nSYMBOL(init_uts_ns)={:x}\nOFFSET(uts_namespace.name)=0\n\
-         SYMBOL(swapper_pg_dir)={swapper:x}\nSIZE(page)=64\nOFFSET(page.flags)=0\nOFFSET(page._refcount)=52\n\
-         OFFSET(page.mapping)=24\nOFFSET(page._mapcount)=48\nOFFSET(page.private)=40\nOFFSET(page.compound_head)=8\n\
-         LENGTH(zone.free_area)=11\nNUMBER(PG_lru)=4\nNUMBER(PG_head_mask)=65536\nNUMBER(phys_base)=0\n\
+        "OSRELEASE=test-1.0\nPAGESIZE=4096\nSYMBOL(init_uts_ns)={:x}\n\
+         OFFSET(uts_namespace.name)=0\n\
+         SYMBOL(swapper_pg_dir)={swapper:x}\nSIZE(page)=64\nOFFSET(page.flags)=0\n\
+         OFFSET(page._refcount)=52\n\
+         OFFSET(page.mapping)=24\nOFFSET(page._mapcount)=48\nOFFSET(page.private)=40\n\
+         OFFSET(page.compound_head)=8\n\
+         LENGTH(zone.free_area)=11\nNUMBER(PG_lru)=4\nNUMBER(PG_head_mask)=65536\n\
+         NUMBER(phys_base)=0\n\
          NUMBER(pgtable_l5_enabled)={five}\n",
         image(UTS)
     );
@@ -189,15 +206,18 @@ fn text(like: Like, levels: Levels) -> String {
         Like::Linux6_1 => write!(
             text,
             "SYMBOL(mem_section)={:x}\nLENGTH(mem_section)=2048\nSIZE(mem_section)=16\n\
-             OFFSET(mem_section.section_mem_map)=0\nNUMBER(SECTION_SIZE_BITS)=27\nOFFSET(page.compound_dtor)=16\n\
-             NUMBER(PG_slab)=9\nNUMBER(PAGE_BUDDY_MAPCOUNT_VALUE)=-129\nNUMBER(HUGETLB_PAGE_DTOR)=2\n\
+             OFFSET(mem_section.section_mem_map)=0\nNUMBER(SECTION_SIZE_BITS)=27\n\
+             OFFSET(page.compound_dtor)=16\n\
+             NUMBER(PG_slab)=9\nNUMBER(PAGE_BUDDY_MAPCOUNT_VALUE)=-129\n\
+             NUMBER(HUGETLB_PAGE_DTOR)=2\n\
              NUMBER(PAGE_OFFLINE_MAPCOUNT_VALUE)=-257\n",
             image(SECTIONS)
         ),
         Like::Linux6_12 => write!(
             text,
             "SYMBOL(vmemmap)={vmemmap:x}\nNUMBER(PAGE_SLAB_MAPCOUNT_VALUE)=-184549376\n\
-             NUMBER(PAGE_BUDDY_MAPCOUNT_VALUE)=-268435456\nNUMBER(PAGE_HUGETLB_MAPCOUNT_VALUE)=-201326592\n\
+             NUMBER(PAGE_BUDDY_MAPCOUNT_VALUE)=-268435456\n\
+             NUMBER(PAGE_HUGETLB_MAPCOUNT_VALUE)=-201326592\n\
              NUMBER(PAGE_OFFLINE_MAPCOUNT_VALUE)=-251658240\n"
         ),
     }
@@ -205,7 +225,7 @@ fn text(like: Like, levels: Levels) -> String {
     text
 }
 
-/// A table whose entries all point at itself, as tables.
+/// A table whose entries all point to the table itself.
 pub(crate) fn loop_at(guest: &Guest, frame: u64) {
     for index in 0..512 {
         guest.put_entry(frame, index, (frame * 4096) | PRESENT | USER);

@@ -1,62 +1,66 @@
-//! VMCOREINFO: the text that a Linux kernel keeps about itself for those who read its memory when it is dead
-//! (Documentation/admin-guide/kdump/vmcoreinfo.rst). Lines of `KEY=value`, at most a page of them.
+//! VMCOREINFO: the text in which a Linux kernel describes itself for crash dump tools
+//! (Documentation/admin-guide/kdump/vmcoreinfo.rst). It has lines of `KEY=value` and at most one
+//! page.
 //!
-//! The kernel keeps two copies, both at the start of a page: the text alone, and the ELF note made of it. Anybody in the guest can write the
-//! same text anywhere, so what is found here is a claim, which [`crate::kernel`] puts to the test.
+//! The kernel keeps two copies, both at the start of a page: the text alone, and an ELF note that
+//! contains it. Every process in the guest can write such a text anywhere. So a text is a claim,
+//! which [`crate::kernel`] tests.
 
 use crate::memory::{Frame, PhysMemory, bytes, word};
 use std::collections::BTreeMap;
 
-/// The text's first bytes.
+/// First bytes of the text.
 const TEXT_START: &[u8] = b"OSRELEASE=";
-/// Bytes of an ELF note's header (three words of four bytes) and its name, padded to four.
+/// Size in bytes of an ELF note's header (three words of four bytes) and its name, padded to four.
 const NOTE_HEADER_BYTES: usize = 24;
 /// The note's name with its terminator, padded.
 const NOTE_NAME: &[u8; 12] = b"VMCOREINFO\0\0";
-/// Bytes in that name with one terminator.
+/// Length in bytes of that name with one terminator.
 const NOTE_NAME_BYTES: u32 = 11;
 
-/// What a kernel says of itself. Every number in it may be a lie.
+/// A kernel's description of itself. Every number in it may be false.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct VmcoreInfo(BTreeMap<String, String>);
 
-/// Why a text is of no use.
+/// Why a text cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NoteError {
-    /// A line that is needed is missing.
+    /// A required line is missing.
     #[error("VMCOREINFO has no {0}")]
     Missing(String),
-    /// A line has no number where one belongs.
+    /// A line has no number as its value.
     #[error("VMCOREINFO: {key}: expected a number, got {got:?}")]
     Number {
-        /// Which line.
+        /// Key of the line.
         key: String,
-        /// What it has, shortened.
+        /// Value of the line, shortened.
         got: String,
     },
 }
 
 impl VmcoreInfo {
-    /// The text in a frame's page, if there seems to be one.
+    /// Reads the text in a frame's page, if the page seems to hold one.
     pub(crate) fn in_frame(memory: &dyn PhysMemory, frame: Frame) -> Option<Self> {
         if !memory.may_hold_data(frame) {
             return None;
         }
         let page = memory.page(frame);
         let first = word(page, 0).to_le_bytes();
-        // Nearly every page is dismissed by its first word.
+        // The first word rejects nearly every page.
         if first != TEXT_START[..8] && first[..4] != NOTE_NAME_BYTES.to_le_bytes() {
             return None;
         }
         let page = bytes(page);
         let text = match page.get(12..NOTE_HEADER_BYTES) {
-            Some(name) if name == NOTE_NAME && !page.starts_with(TEXT_START) => &page[NOTE_HEADER_BYTES..],
+            Some(name) if name == NOTE_NAME && !page.starts_with(TEXT_START) => {
+                &page[NOTE_HEADER_BYTES..]
+            }
             _ => &page[..],
         };
         text.starts_with(TEXT_START).then(|| Self::parse(text))
     }
 
-    /// Reads lines up to the first zero byte; lines that are no `KEY=value` are left out.
+    /// Reads lines up to the first zero byte. Lines that are no `KEY=value` are skipped.
     fn parse(text: &[u8]) -> Self {
         let end = text.iter().position(|&b| b == 0).unwrap_or(text.len());
         let text = String::from_utf8_lossy(&text[..end]);
@@ -64,7 +68,7 @@ impl VmcoreInfo {
         Self(lines.map(|(key, value)| (key.to_owned(), value.to_owned())).collect())
     }
 
-    /// The kernel's release, as `uname -r` says it; unprintable characters are left out.
+    /// The kernel's release, as `uname -r` prints it, without unprintable characters.
     pub(crate) fn release(&self) -> String {
         let text = self.0.get("OSRELEASE").map_or("", String::as_str);
         text.chars().filter(char::is_ascii_graphic).take(64).collect()
@@ -84,7 +88,7 @@ impl VmcoreInfo {
         u64::from_str_radix(text, 16).map_err(|_| number_error(key, text))
     }
 
-    /// A number; a negative one as its two's complement.
+    /// A number; a negative number is returned as its two's complement.
     pub(crate) fn number(&self, name: &str) -> Result<u64, NoteError> {
         self.decimal(format!("NUMBER({name})"))
     }

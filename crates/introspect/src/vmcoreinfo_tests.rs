@@ -2,8 +2,8 @@ use super::*;
 use crate::memory::image::RamImage;
 use proptest::prelude::*;
 
-const TEXT: &[u8] =
-    b"OSRELEASE=6.1.0 x\nSYMBOL(a)=ffffffff81000000\nNUMBER(b)=-129\nnonsense\nSIZE(c)=64\n\0SIZE(d)=1\n";
+const TEXT: &[u8] = b"OSRELEASE=6.1.0 x\nSYMBOL(a)=ffffffff81000000\nNUMBER(b)=-129\n\
+      nonsense\nSIZE(c)=64\n\0SIZE(d)=1\n";
 
 #[test]
 fn the_text_alone_and_in_its_note() {
@@ -11,7 +11,7 @@ fn the_text_alone_and_in_its_note() {
     ram.put_bytes(0, TEXT);
     ram.put_bytes(4096, b"\x0b\0\0\0\x50\0\0\0\0\0\0\0VMCOREINFO\0\0");
     ram.put_bytes(4096 + 24, TEXT);
-    // Not at the start of a page: a file's, or a process'.
+    // Not at the start of a page, as in a file or in a process's memory.
     ram.put_bytes(2 * 4096 + 8, TEXT);
     let found: Vec<_> = (0..4).filter_map(|n| VmcoreInfo::in_frame(&ram, Frame(n))).collect();
     assert_eq!(found.len(), 2);

@@ -1,4 +1,5 @@
-//! What introspection allocates is bounded by the frames of RAM, whatever is in them. One test, alone in its process: it counts all allocations.
+//! The number of frames limits what introspection allocates, whatever the frames hold. The test is
+//! alone in its process because it counts all allocations.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use dayfly_introspect::memory::{Frame, Page};
@@ -7,7 +8,7 @@ use std::alloc::{GlobalAlloc, Layout as Block, System};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// The system's allocator, counting.
+/// The system's allocator, with a counter.
 struct Counting;
 
 static LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
@@ -16,7 +17,7 @@ static PEAK_BYTES: AtomicUsize = AtomicUsize::new(0);
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-// SAFETY: every call is handed to `System` as it came; counting allocates nothing.
+// SAFETY: every call is passed to `System` unchanged; counting allocates nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, block: Block) -> *mut u8 {
         let live = LIVE_BYTES.fetch_add(block.size(), Relaxed) + block.size();
@@ -33,12 +34,13 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 const FRAMES: usize = 1 << 14;
-/// For each frame: a colour twice, a file, its mapping; a root of page tables, found by several threads; marks.
+/// Per frame: two colours, a file and its mapping, an entry for a root of page tables found by
+/// several threads, and marks.
 const BYTES_PER_FRAME: usize = 64;
-/// For threads, texts, and what does not depend on RAM.
+/// For threads, texts, and everything else that does not depend on RAM.
 const BYTES_ONCE: usize = 4 << 20;
 
-/// The word `n` of frame `f`, by `(f, n)`.
+/// The word `n` of frame `f`, as a function of `(f, n)`.
 type Words = Box<dyn Fn(u64, u64) -> u64>;
 
 struct Hostile {
@@ -48,7 +50,8 @@ struct Hostile {
 
 impl Hostile {
     fn new(word: &Words) -> Self {
-        let layout = Layout::new(&[Extent { guest: 0, offset: 0, bytes: FRAMES as u64 * 4096 }]).unwrap();
+        let layout =
+            Layout::new(&[Extent { guest: 0, offset: 0, bytes: FRAMES as u64 * 4096 }]).unwrap();
         let page = |f: u64| std::array::from_fn(|n| AtomicU64::new(word(f, n as u64)));
         Self { layout, pages: (0..FRAMES as u64).map(page).collect() }
     }

@@ -1,8 +1,9 @@
-//! A small front for the library: the verbs of `dayfly machine`, plus `exec`, `push` and `leaks`.
+//! A small command line for the library: the verbs of `dayfly machine`, plus `exec`, `push` and
+//! `leaks`.
 
 use dayfly_machine::{
-    ExecSpec, InitOptions, Input, Machine, RawTerminal, Reexec, Root, copy_in, leaks, probe, supervisor_main,
-    window_size,
+    ExecSpec, InitOptions, Input, Machine, RawTerminal, Reexec, Root, copy_in, leaks, probe,
+    supervisor_main, window_size,
 };
 use std::error::Error;
 use std::fs::File;
@@ -14,9 +15,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 const USAGE: &str = "usage: machine HOME VERB
-  init KERNEL_TREE [--cpus N] [--memory MIB] [--daemon FILE] [--vmm FILE] [--init FILE] [--share DIR]... [--no-host]
+  init KERNEL_TREE [--cpus N] [--memory MIB] [--daemon FILE] [--vmm FILE] [--init FILE]
+      [--share NAME=PATH[:rw]]...
   start | stop | status | rm | leaks
-  exec [--host] PROGRAM ARG...     run in the machine (--host: with the host's files); stdin, stdout, exit code pass through
+  exec [--host] PROGRAM ARG...     run in the machine (--host: with the host's shared folders);
+      stdin, stdout, exit code pass through
   shell [--host] [PROGRAM ARG...]  the same on a terminal
   push FILE TARGET                 copy a file into the machine, mode kept
 machine probe";
@@ -47,14 +50,21 @@ fn run(arguments: &[String]) -> Result<ExitCode, Box<dyn Error>> {
             println!("{}", machine.folder().display());
         }
         [home, "start"] => {
-            let reexec = Reexec { program: std::env::current_exe()?, words: vec!["supervise".into()] };
+            let reexec =
+                Reexec { program: std::env::current_exe()?, words: vec!["supervise".into()] };
             println!("{:?}", Machine::open(Path::new(home))?.start(&reexec, progress)?);
         }
         [home, "stop"] => {
-            println!("{:?}", Machine::open(Path::new(home))?.stop(Duration::from_secs(20), progress)?)
+            println!(
+                "{:?}",
+                Machine::open(Path::new(home))?.stop(Duration::from_secs(20), progress)?
+            )
         }
         [home, "status"] => {
-            println!("{}", serde_json::to_string_pretty(&Machine::open(Path::new(home))?.status()?)?);
+            println!(
+                "{}",
+                serde_json::to_string_pretty(&Machine::open(Path::new(home))?.status()?)?
+            );
         }
         [home, "rm"] => Machine::open(Path::new(home))?.rm(progress)?,
         [home, "leaks"] => {
@@ -74,17 +84,19 @@ fn run(arguments: &[String]) -> Result<ExitCode, Box<dyn Error>> {
 }
 
 fn init_options(tree: &str, mut rest: &[&str]) -> Result<InitOptions, Box<dyn Error>> {
-    // cargo puts examples one folder below the programs.
+    // cargo puts examples one folder below the other programs.
     let here = std::env::current_exe()?;
-    let init = here.ancestors().skip(1).take(2).map(|d| d.join("dayfly-machine-init")).find(|p| p.exists());
-    let mut options = InitOptions::new(PathBuf::from(tree).canonicalize()?, init.unwrap_or_default());
+    let init = here
+        .ancestors()
+        .skip(1)
+        .take(2)
+        .map(|d| d.join("dayfly-machine-init"))
+        .find(|p| p.exists());
+    let mut options =
+        InitOptions::new(PathBuf::from(tree).canonicalize()?, init.unwrap_or_default());
     let path = |text: &str| PathBuf::from(text).canonicalize().map_err(|e| format!("{text}: {e}"));
     while let Some((option, after)) = rest.split_first() {
         rest = after;
-        if *option == "--no-host" {
-            options.host_files = false;
-            continue;
-        }
         let (value, after) = rest.split_first().ok_or("an option without its value")?;
         rest = after;
         match *option {
@@ -93,7 +105,7 @@ fn init_options(tree: &str, mut rest: &[&str]) -> Result<InitOptions, Box<dyn Er
             "--daemon" => options.daemon = Some(path(value)?),
             "--vmm" => options.vmm = Some(path(value)?),
             "--init" => options.init_program = path(value)?,
-            "--share" => options.shares.push(path(value)?),
+            "--share" => options.shares.push(value.parse()?),
             other => return Err(format!("unknown option {other}\n{USAGE}").into()),
         }
     }

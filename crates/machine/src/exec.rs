@@ -1,8 +1,9 @@
 //! The host's side of the exec channel.
 
 use crate::machine::Machine;
-use crate::proto::{
-    ExecSpec, Exit, GuestStatus, Kind, MAX_FRAME_BYTES, Request, WindowSize, read_frame, write_frame,
+use dayfly_machine_init::{
+    ExecSpec, Exit, GuestStatus, Kind, MAX_FRAME_BYTES, Request, WindowSize, read_frame,
+    write_frame,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 use std::io::{self, Read, Write};
@@ -12,40 +13,40 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-/// Why a program could not be run in the machine, or its end was not learnt.
+/// Why a program could not be run in the machine, or why its exit is unknown.
 #[derive(Debug, thiserror::Error)]
 pub enum ExecError {
-    /// The machine's socket is not served.
+    /// The machine's socket does not accept connections.
     #[error("{path}: {source}; is the machine running?")]
     Connect {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
     /// The connection broke.
     #[error("exec channel: {0}")]
     Channel(#[from] io::Error),
-    /// The machine refused.
+    /// The machine refused the request.
     #[error("the machine: {0}")]
     Refused(String),
-    /// It closed the connection without an answer.
-    #[error("exec channel: the machine closed the connection before the program's end was told")]
+    /// The machine closed the connection without an answer.
+    #[error("exec channel: the machine closed the connection before it reported the program's end")]
     Cut,
-    /// It said something else.
+    /// The machine sent an unexpected frame.
     #[error("exec channel: expected {expected}, got {got}")]
     Unexpected {
-        /// What.
+        /// The expected frame.
         expected: &'static str,
-        /// Instead of it.
+        /// The received frame.
         got: String,
     },
 }
 
-/// A whole run.
+/// The result of a finished program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Output {
-    /// How it ended.
+    /// Exit code or signal.
     pub exit: Exit,
     /// All of standard output.
     pub stdout: Vec<u8>,
@@ -53,26 +54,27 @@ pub struct Output {
     pub stderr: Vec<u8>,
 }
 
-/// Where standard input comes from.
+/// The source of standard input.
 pub enum Input<'a> {
-    /// These bytes, then its end.
+    /// These bytes, then end of input.
     Bytes(&'a [u8]),
-    /// A descriptor, until its end or the program's.
+    /// A descriptor, read until its end or the program's end.
     Descriptor(BorrowedFd<'a>),
-    /// A descriptor that is a terminal, whose size follows the window's.
+    /// A terminal; changes of its window size are sent to the program's terminal.
     Terminal(BorrowedFd<'a>),
 }
 
 impl Machine {
     fn request(&self, request: &Request) -> Result<UnixStream, ExecError> {
         let path = self.exec_socket();
-        let mut stream = UnixStream::connect(&path).map_err(|source| ExecError::Connect { path, source })?;
+        let mut stream =
+            UnixStream::connect(&path).map_err(|source| ExecError::Connect { path, source })?;
         let body = serde_json::to_vec(request).map_err(io::Error::from)?;
         write_frame(&mut stream, Kind::Request, &body)?;
         Ok(stream)
     }
 
-    /// Asks the machine how it is.
+    /// Asks the machine for its status, with a deadline of 10 s.
     ///
     /// # Errors
     /// [`ExecError`]
@@ -80,11 +82,15 @@ impl Machine {
         let mut stream = self.request(&Request::Status)?;
         stream.set_read_timeout(Some(std::time::Duration::from_secs(10)))?;
         match read_frame(&mut stream)? {
-            Some((Kind::Status, body)) => Ok(serde_json::from_slice(&body).map_err(io::Error::from)?),
+            Some((Kind::Status, body)) => {
+                Ok(serde_json::from_slice(&body).map_err(io::Error::from)?)
+            }
             Some((Kind::Failed, body)) => {
                 Err(ExecError::Refused(String::from_utf8_lossy(&body).into_owned()))
             }
-            Some((kind, _)) => Err(ExecError::Unexpected { expected: "a status", got: format!("{kind:?}") }),
+            Some((kind, _)) => {
+                Err(ExecError::Unexpected { expected: "a status", got: format!("{kind:?}") })
+            }
             None => Err(ExecError::Cut),
         }
     }
@@ -99,7 +105,7 @@ impl Machine {
         Ok(Output { exit, stdout, stderr })
     }
 
-    /// Runs a program to its end; the program is killed when the caller goes away.
+    /// Runs a program to its end. The program is killed if the caller disconnects.
     ///
     /// # Errors
     /// [`ExecError`]
@@ -118,7 +124,8 @@ impl Machine {
         };
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                // An error means that the program has ended or the channel is broken; the reading side says which.
+                // An error means that the program has ended or that the channel is broken; the
+                // reading side reports which.
                 drop(feed(input, &cancelled, &send));
             });
             let exit = drain(&stream, stdout, stderr);
@@ -129,14 +136,20 @@ impl Machine {
     }
 }
 
-fn drain(mut stream: &UnixStream, stdout: &mut dyn Write, stderr: &mut dyn Write) -> Result<Exit, ExecError> {
+fn drain(
+    mut stream: &UnixStream,
+    stdout: &mut dyn Write,
+    stderr: &mut dyn Write,
+) -> Result<Exit, ExecError> {
     loop {
         let (kind, body) = read_frame(&mut stream)?.ok_or(ExecError::Cut)?;
         match kind {
             Kind::Stdout => stdout.write_all(&body).and_then(|()| stdout.flush())?,
             Kind::Stderr => stderr.write_all(&body).and_then(|()| stderr.flush())?,
             Kind::Exit => return Ok(serde_json::from_slice(&body).map_err(io::Error::from)?),
-            Kind::Failed => return Err(ExecError::Refused(String::from_utf8_lossy(&body).into_owned())),
+            Kind::Failed => {
+                return Err(ExecError::Refused(String::from_utf8_lossy(&body).into_owned()));
+            }
             other => {
                 return Err(ExecError::Unexpected {
                     expected: "output or an exit",
@@ -147,14 +160,14 @@ fn drain(mut stream: &UnixStream, stdout: &mut dyn Write, stderr: &mut dyn Write
     }
 }
 
-/// The size of a terminal, if it is one.
+/// The size of a terminal; `None` if the descriptor is no terminal.
 #[must_use]
 pub fn window_size(terminal: impl AsFd) -> Option<WindowSize> {
     let size = rustix::termios::tcgetwinsize(terminal).ok()?;
     Some(WindowSize { rows: size.ws_row, columns: size.ws_col })
 }
 
-/// Sends input until it ends or `cancelled` is closed by its other side.
+/// Sends input until its end, or until the peer of `cancelled` is closed.
 fn feed(
     input: Input<'_>,
     cancelled: &UnixStream,
@@ -171,7 +184,7 @@ fn feed(
         Input::Terminal(fd) => (fd, true),
     };
     let mut size = window_size(from).filter(|_| terminal);
-    // Only a terminal is looked at now and then: its window may have changed.
+    // A terminal is checked every 250 ms, because its window size may have changed.
     let tick = terminal.then_some(rustix::event::Timespec { tv_sec: 0, tv_nsec: 250_000_000 });
     let mut buffer = vec![0; 64 << 10];
     loop {
@@ -204,14 +217,14 @@ fn feed(
     }
 }
 
-/// A terminal in raw mode until this is dropped.
+/// A terminal in raw mode; dropping the value restores the mode.
 pub struct RawTerminal<'a> {
     terminal: BorrowedFd<'a>,
     before: rustix::termios::Termios,
 }
 
 impl<'a> RawTerminal<'a> {
-    /// `None` when `terminal` is none.
+    /// Switches `terminal` to raw mode; `None` if the descriptor is no terminal.
     #[must_use]
     pub fn new(terminal: BorrowedFd<'a>) -> Option<Self> {
         let before = rustix::termios::tcgetattr(terminal).ok()?;
@@ -224,19 +237,28 @@ impl<'a> RawTerminal<'a> {
 
 impl Drop for RawTerminal<'_> {
     fn drop(&mut self) {
-        let _ =
-            rustix::termios::tcsetattr(self.terminal, rustix::termios::OptionalActions::Now, &self.before);
+        let _ = rustix::termios::tcsetattr(
+            self.terminal,
+            rustix::termios::OptionalActions::Now,
+            &self.before,
+        );
     }
 }
 
-/// Reads a whole descriptor; for callers that feed a file.
+/// Copies all bytes of `source` to the file `target` in the machine, with permissions `mode`.
 ///
 /// # Errors
-/// The source's.
-pub fn copy_in(machine: &Machine, source: &mut impl Read, target: &str, mode: u32) -> Result<(), ExecError> {
+/// [`ExecError`], also for a read error of `source`.
+pub fn copy_in(
+    machine: &Machine,
+    source: &mut impl Read,
+    target: &str,
+    mode: u32,
+) -> Result<(), ExecError> {
     let mut body = Vec::new();
     source.read_to_end(&mut body)?;
-    let script = "mkdir -p \"$(dirname \"$1\")\" && cat > \"$1.new\" && chmod \"$2\" \"$1.new\" && mv \"$1.new\" \"$1\"";
+    let script = "mkdir -p \"$(dirname \"$1\")\" && cat > \"$1.new\" && \
+        chmod \"$2\" \"$1.new\" && mv \"$1.new\" \"$1\"";
     let argv = ["sh", "-c", script, "sh", target, &format!("{mode:o}")].map(str::to_owned).to_vec();
     let out = machine.exec_output(&ExecSpec { argv, ..ExecSpec::default() }, &body)?;
     match out.exit {

@@ -1,4 +1,4 @@
-//! Small files, written whole or not at all.
+//! Small files; each write replaces the whole file or nothing.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -6,15 +6,15 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// What was done to which file, and the system's answer.
+/// A failed file operation.
 #[derive(Debug, thiserror::Error)]
 #[error("{what} {path}: {source}")]
 pub struct FileError {
-    /// The step.
+    /// The operation.
     pub what: &'static str,
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
-    /// The answer.
+    /// The system's error.
     pub source: io::Error,
 }
 
@@ -24,7 +24,7 @@ impl FileError {
     }
 }
 
-/// Writes beside, syncs, renames.
+/// Writes a temporary file beside `path`, syncs it, and renames it to `path`.
 pub(crate) fn write(path: &Path, body: &[u8]) -> Result<(), FileError> {
     let staged = path.with_extension(format!("new.{}", std::process::id()));
     let put = || -> io::Result<()> {
@@ -40,13 +40,13 @@ pub(crate) fn write(path: &Path, body: &[u8]) -> Result<(), FileError> {
 }
 
 pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), FileError> {
-    let mut text =
-        serde_json::to_vec_pretty(value).map_err(|e| FileError::new("encoding", path, io::Error::from(e)))?;
+    let mut text = serde_json::to_vec_pretty(value)
+        .map_err(|e| FileError::new("encoding", path, io::Error::from(e)))?;
     text.push(b'\n');
     write(path, &text)
 }
 
-/// `None` when there is no such file.
+/// Decodes a file; `None` if it does not exist.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, FileError> {
     match fs::read(path) {
         Ok(text) => serde_json::from_slice(&text)
@@ -57,7 +57,7 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, F
     }
 }
 
-/// Removes what may not be there.
+/// Removes a file; a missing file is no error.
 pub(crate) fn remove(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(FileError::new("removing", path, e)),
@@ -68,8 +68,10 @@ pub(crate) fn remove(path: &Path) -> Result<(), FileError> {
 /// The last `lines` lines of a log, without the carriage returns of a serial console.
 pub(crate) fn tail(path: &Path, lines: usize) -> String {
     let text = fs::read(path).unwrap_or_default();
-    let text = String::from_utf8_lossy(text.get(text.len().saturating_sub(32 << 10)..).unwrap_or_default())
-        .replace('\r', "");
+    let text = String::from_utf8_lossy(
+        text.get(text.len().saturating_sub(32 << 10)..).unwrap_or_default(),
+    )
+    .replace('\r', "");
     let all: Vec<&str> = text.lines().filter(|l| !l.trim().is_empty()).collect();
     all.get(all.len().saturating_sub(lines)..).unwrap_or_default().join("\n")
 }

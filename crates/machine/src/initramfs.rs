@@ -1,12 +1,16 @@
-//! Makes `vmlinux` and `initramfs` from the kernel's package and the programs to carry, and knows when they are stale.
+//! Builds `vmlinux` and `initramfs` from the kernel's package and the programs to include, and
+//! detects when they are stale.
 
 use crate::config::InitOptions;
-use crate::cpio;
-use crate::elf;
 use crate::files::{self, FileError};
-use crate::kernel::{Kernel, KernelError};
 use crate::layout::Layout;
-use crate::proto::{DaemonConfig, GUEST_CONFIG_PATH, GuestConfig, GuestShare};
+use crate::modules::{EXTRA_MODULES, MODULES};
+use crate::share::{Access, Share};
+use dayfly_boot::modules::{self, Modules};
+use dayfly_boot::{
+    Archive, BootError, KernelSource, MAX_KERNEL_BYTES, elf, initramfs, read_capped, unpack_vmlinux,
+};
+use dayfly_machine_init::{DaemonConfig, GUEST_CONFIG_PATH, GuestConfig, GuestShare};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,41 +19,51 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Raised when what we write into the initramfs changes in a way that its inputs do not show.
-const RECIPE: u32 = 1;
-/// `--patience` of `dayflyd` where nobody says: an emulated CPU is about 20 times slower than the one it runs on, and shares that with all that its user does.
-const PATIENCE: &str = "4";
+/// Version of the initramfs's layout. A change of the layout that its inputs do not show must raise
+/// the number.
+const RECIPE: u32 = 3;
+/// Timeout factor of `dayflyd` (`DAYFLY_TIMEOUT_FACTOR`) unless the caller sets one. An emulated
+/// CPU is about 20 times slower than its host CPU, which also runs the user's programs.
+const TIMEOUT_FACTOR: &str = "4";
 
-/// Why the machine's kernel and initramfs could not be made.
+/// Why the machine's kernel and initramfs could not be built.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
-    /// The kernel's package.
+    /// The kernel's package or a program to include is unusable.
     #[error(transparent)]
-    Kernel(#[from] KernelError),
-    /// A file.
+    Boot(#[from] BootError),
+    /// A file operation failed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// A program of the host that is needed.
+    /// A required program of the host is missing or failed.
     #[error("{program}: {why} (Debian package {package})")]
     Program {
-        /// Which.
+        /// Name of the program.
         program: String,
-        /// What happened.
+        /// The cause.
         why: String,
-        /// Where it comes from.
+        /// The Debian package that contains the program.
         package: &'static str,
     },
-    /// A program to carry that would not run in the machine.
+    /// An input has vanished, so the initramfs cannot be built again with another change.
+    #[error(
+        "{path}: gone, and the machine has changed since it was built; run: dayfly machine init"
+    )]
+    Gone {
+        /// Path of the input.
+        path: PathBuf,
+    },
+    /// A program to include needs a dynamic loader, so it would not run in the machine.
     #[error("{path}: expected a static ELF program, got one that needs the loader {loader}")]
     Dynamic {
-        /// Which.
+        /// Path of the program.
         path: PathBuf,
-        /// Its `PT_INTERP`.
+        /// The loader in its `PT_INTERP`.
         loader: String,
     },
 }
 
-/// One input: what `stat` says, so that an unchanged file is not read, and what is in it.
+/// One input: its digest, and its `stat` values, by which an unchanged file need not be read again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Input {
     path: PathBuf,
@@ -59,7 +73,7 @@ struct Input {
     blake3: String,
 }
 
-/// From what the present build was made.
+/// The inputs of the present build.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Record {
     recipe: u32,
@@ -73,11 +87,13 @@ struct Record {
 pub(crate) struct Build {
     /// Changes whenever the machine would boot something else.
     pub(crate) digest: String,
-    /// What changed, when it was made anew and there was one before.
+    /// The changed inputs, if this call replaced an earlier build.
     pub(crate) changed: Option<String>,
+    /// Inputs that do not exist any more; the initramfs has copies.
+    pub(crate) missing: Vec<PathBuf>,
 }
 
-/// The programs and their places in the machine.
+/// The programs to include, by their place in the machine.
 fn programs(options: &InitOptions) -> Result<BTreeMap<String, PathBuf>, BuildError> {
     let mut programs = BTreeMap::new();
     programs.insert("init".to_owned(), options.init_program.clone());
@@ -102,8 +118,7 @@ fn find_busybox() -> Result<PathBuf, BuildError> {
     };
     let mut places = ["/bin/busybox", "/usr/bin/busybox"].iter().map(PathBuf::from);
     let path = places.find(|p| p.exists()).ok_or_else(|| fails("not found in /bin or /usr/bin"))?;
-    let body = fs::read(&path).map_err(|e| FileError::new("reading", &path, e))?;
-    if elf::needs_a_linker(&body) {
+    if elf::loader(&read_capped(&path, MAX_KERNEL_BYTES)?).is_some() {
         return Err(fails("expected a static program, got one that needs a dynamic linker"));
     }
     Ok(path)
@@ -111,10 +126,14 @@ fn find_busybox() -> Result<PathBuf, BuildError> {
 
 fn stat(path: &Path) -> Result<(u64, u64, i128), FileError> {
     let meta = fs::metadata(path).map_err(|e| FileError::new("reading", path, e))?;
-    Ok((meta.len(), meta.ino(), i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec())))
+    Ok((
+        meta.len(),
+        meta.ino(),
+        i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec()),
+    ))
 }
 
-/// The input as it is now; its content is read only when `stat` differs from `before`.
+/// The present input. The file is read only if its `stat` values differ from `before`.
 fn input(path: &Path, before: Option<&Input>) -> Result<Input, FileError> {
     let (bytes, inode, modified_ns) = stat(path)?;
     if let Some(before) = before
@@ -128,24 +147,26 @@ fn input(path: &Path, before: Option<&Input>) -> Result<Input, FileError> {
     Ok(Input { path: path.to_owned(), bytes, inode, modified_ns, blake3 })
 }
 
-/// Makes kernel and initramfs anew when an input has changed. An input that has vanished since the last build is no
-/// change: the initramfs has a copy.
+/// Builds kernel and initramfs if an input has changed. An input that has vanished since the last
+/// build is no change by itself, because the initramfs has a copy.
 pub(crate) fn ensure(
     layout: &Layout,
     options: &InitOptions,
-    shares: &[PathBuf],
+    shares: &[Share],
 ) -> Result<Build, BuildError> {
     let before: Option<Record> = files::read_json(&layout.build()).ok().flatten();
     let before = before.filter(|_| layout.vmlinux().exists() && layout.initramfs().exists());
     let old = |place: &str| before.as_ref().and_then(|b| b.inputs.get(place));
     let programs = programs(options)?;
     let mut inputs = BTreeMap::new();
-    let mut vanished = false;
+    let mut missing: Vec<PathBuf> = Vec::new();
     let mut take = |place: &str, path: &Path| -> Result<(), BuildError> {
         match (input(path, old(place)), old(place)) {
             (Ok(now), _) => drop(inputs.insert(place.to_owned(), now)),
-            (Err(e), Some(had)) if e.source.kind() == io::ErrorKind::NotFound => {
-                vanished = true;
+            (Err(e), Some(had))
+                if had.path == path && e.source.kind() == io::ErrorKind::NotFound =>
+            {
+                missing.push(path.to_owned());
                 inputs.insert(place.to_owned(), had.clone());
             }
             (Err(e), _) => return Err(e.into()),
@@ -155,27 +176,33 @@ pub(crate) fn ensure(
     for (place, path) in &programs {
         take(place, path)?;
     }
-    let kernel = Kernel::find(&options.kernel_tree);
+    let kernel = KernelSource::in_tree(&options.kernel_tree);
     match (&kernel, old("kernel")) {
-        (Ok(kernel), _) => take("kernel", &kernel.image)?,
+        (Ok(kernel), _) => take("kernel", &kernel.kernel)?,
         (Err(_), Some(had)) => take("kernel", &had.path)?,
         (Err(_), None) => {}
     }
     let config = guest_config(options, shares);
     let digest = digest(&inputs, &config);
     if let Some(before) = &before
-        && (before.digest == digest || vanished)
+        && before.digest == digest
     {
         if before.inputs != inputs {
-            // Touched, but the same inside.
+            // The file was touched, but its content is unchanged.
             files::write_json(&layout.build(), &Record { inputs, ..before.clone() })?;
         }
-        return Ok(Build { digest: before.digest.clone(), changed: None });
+        return Ok(Build { digest, changed: None, missing });
+    }
+    if let Some(path) = missing.into_iter().next() {
+        return Err(BuildError::Gone { path });
     }
     let changed = before.as_ref().map(|before| difference(before, &inputs, &config));
     make(layout, &programs, &kernel?, config.clone())?;
-    files::write_json(&layout.build(), &Record { recipe: RECIPE, inputs, config, digest: digest.clone() })?;
-    Ok(Build { digest, changed })
+    files::write_json(
+        &layout.build(),
+        &Record { recipe: RECIPE, inputs, config, digest: digest.clone() },
+    )?;
+    Ok(Build { digest, changed, missing: Vec::new() })
 }
 
 fn digest(inputs: &BTreeMap<String, Input>, config: &GuestConfig) -> String {
@@ -201,108 +228,100 @@ fn difference(before: &Record, inputs: &BTreeMap<String, Input>, config: &GuestC
     what.join(", ")
 }
 
-fn guest_config(options: &InitOptions, shares: &[PathBuf]) -> GuestConfig {
+fn guest_config(options: &InitOptions, shares: &[Share]) -> GuestConfig {
     let mut env = options.daemon_env.clone();
-    for (name, value) in [("RUST_BACKTRACE", "1"), ("DAYFLY_PATIENCE", PATIENCE)] {
+    for (name, value) in [("RUST_BACKTRACE", "1"), ("DAYFLY_TIMEOUT_FACTOR", TIMEOUT_FACTOR)] {
         if !env.iter().any(|(known, _)| known == name) {
             env.push((name.to_owned(), value.to_owned()));
         }
     }
     let mut argv = vec!["/usr/bin/dayflyd".to_owned()];
     argv.extend(options.daemon_arguments.iter().cloned());
-    let tag = |(index, path): (usize, &PathBuf)| GuestShare {
-        tag: format!("share{index}"),
-        path: path.display().to_string(),
+    let share = |share: &Share| GuestShare {
+        name: share.name.clone(),
+        tag: share.tag(),
+        path: share.path.display().to_string(),
+        writable: share.access == Access::ReadWrite,
     };
-    let live =
-        options.shares.iter().filter(|p| !shares.contains(p)).map(|p| p.display().to_string()).collect();
     GuestConfig {
         modules: Vec::new(),
         daemon: options.daemon.is_some().then_some(DaemonConfig { argv, env }),
-        shares: shares.iter().enumerate().map(tag).collect(),
-        live,
+        shares: shares.iter().map(share).collect(),
+        links: root_links(shares),
         hostname: "dayfly-machine".to_owned(),
     }
 }
 
-/// The loader that a dynamically linked ELF program asks for.
-fn loader(file: &[u8]) -> Option<String> {
-    let table = usize::try_from(u64::from_le_bytes(file.get(0x20..0x28)?.try_into().ok()?)).ok()?;
-    let size = usize::from(u16::from_le_bytes(file.get(0x36..0x38)?.try_into().ok()?));
-    let count = usize::from(u16::from_le_bytes(file.get(0x38..0x3a)?.try_into().ok()?));
-    for index in 0..count {
-        let header = file.get(table.checked_add(index * size)?..)?.get(..0x38)?;
-        if header.get(..4)? == 3u32.to_le_bytes() {
-            let offset = usize::try_from(u64::from_le_bytes(header.get(8..16)?.try_into().ok()?)).ok()?;
-            let name = file.get(offset..)?.split(|b| *b == 0).next()?;
-            return Some(String::from_utf8_lossy(name).into_owned());
-        }
-    }
-    None
+/// Symbolic links in the host's root that lead into a share. With a merged /usr, /bin and /lib are
+/// such links.
+fn root_links(shares: &[Share]) -> Vec<(String, String)> {
+    let link = |name: &str| {
+        let path = Path::new("/").join(name);
+        let target = fs::read_link(&path).ok()?;
+        let leads_to = path.canonicalize().ok()?;
+        let shared = shares.iter().any(|share| leads_to.starts_with(&share.path));
+        shared.then(|| (name.to_owned(), target.display().to_string()))
+    };
+    ["bin", "lib", "lib32", "lib64", "libx32", "sbin"].into_iter().filter_map(link).collect()
 }
+
+/// The folders of the machine's own tree.
+const FOLDERS: &[&str] = &[
+    "bin", "dev", "etc", "lib", "proc", "root", "run", "sbin", "sys", "tmp", "usr/bin", "usr/sbin",
+    "var/lib", "host", "shares",
+];
 
 fn make(
     layout: &Layout,
     programs: &BTreeMap<String, PathBuf>,
-    kernel: &Kernel,
+    kernel: &KernelSource,
     mut config: GuestConfig,
 ) -> Result<(), BuildError> {
-    let modules = kernel.modules()?;
-    config.modules = modules.iter().filter(|m| m.load).map(|m| m.name.clone()).collect();
-    let fail = |e: io::Error| FileError::new("writing", &layout.initramfs(), e);
-    let mut archive = cpio::Writer::new(Vec::with_capacity(32 << 20));
-    let module_folder = format!("lib/modules/{}", kernel.version);
-    for folder in [
-        "bin",
-        "dev",
-        "etc",
-        "lib",
-        "lib/modules",
-        &module_folder,
-        "proc",
-        "root",
-        "run",
-        "sbin",
-        "sys",
-        "tmp",
-        "usr",
-        "usr/bin",
-        "usr/sbin",
-        "var",
-        "var/lib",
-        "host",
-        "hostfs",
-    ] {
-        archive.folder(folder, 0o755).map_err(fail)?;
-    }
-    // The kernel opens it for init before anything is mounted.
-    archive.character_device("dev/console", 0o600, (5, 1)).map_err(fail)?;
+    let packed = read_capped(&kernel.kernel, MAX_KERNEL_BYTES)?;
+    let vmlinux = unpack_vmlinux(&packed)
+        .map_err(|source| BootError::Format { path: kernel.kernel.clone(), source })?;
+    let modules = match &kernel.modules {
+        Some(folder) => modules::collect(folder, MODULES, EXTRA_MODULES)?,
+        None => Modules::default(),
+    };
+    config.modules = modules.files.iter().filter(|m| !m.optional).map(|m| m.name.clone()).collect();
+    let mut archive = initramfs(FOLDERS);
     for (place, path) in programs {
-        let body = fs::read(path).map_err(|e| FileError::new("reading", path, e))?;
-        if let Some(loader) = loader(&body).filter(|_| body.starts_with(b"\x7fELF")) {
+        let body = read_capped(path, MAX_KERNEL_BYTES)?;
+        if let Some(loader) = elf::loader(&body) {
             return Err(BuildError::Dynamic { path: path.clone(), loader });
         }
-        archive.file(place, 0o755, &elf::shear(body)).map_err(fail)?;
+        archive.file(place, 0o755, &elf::shear(body));
     }
     for applet in applets(&programs["bin/busybox"])? {
-        archive.link(&format!("bin/{applet}"), "busybox").map_err(fail)?;
+        archive.link(&format!("bin/{applet}"), "busybox");
     }
-    let mut dependencies = String::new();
-    for module in &modules {
-        archive.file(&format!("{module_folder}/{}.ko", module.name), 0o644, &module.body).map_err(fail)?;
-        let needs: Vec<String> = module.needs.iter().map(|n| format!(" {n}.ko")).collect();
-        dependencies.push_str(&format!("{}.ko:{}\n", module.name, needs.concat()));
-    }
-    archive.file(&format!("{module_folder}/modules.dep"), 0o644, dependencies.as_bytes()).map_err(fail)?;
-    archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n").map_err(fail)?;
-    archive.file("etc/group", 0o644, b"root:x:0:\n").map_err(fail)?;
-    archive.file("etc/hosts", 0o644, b"127.0.0.1 localhost dayfly-machine\n").map_err(fail)?;
-    let text = serde_json::to_vec(&config).map_err(|e| fail(e.into()))?;
-    archive.file(GUEST_CONFIG_PATH.trim_start_matches('/'), 0o644, &text).map_err(fail)?;
-    let archive = archive.finish().map_err(fail)?;
-    files::write(&layout.vmlinux(), &kernel.vmlinux()?)?;
+    add_modules(&mut archive, modules);
+    archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n");
+    archive.file("etc/group", 0o644, b"root:x:0:\n");
+    archive.file("etc/hosts", 0o644, b"127.0.0.1 localhost dayfly-machine\n");
+    let text = serde_json::to_vec(&config)
+        .map_err(|e| FileError::new("writing", &layout.initramfs(), io::Error::from(e)))?;
+    archive.file(GUEST_CONFIG_PATH.trim_start_matches('/'), 0o644, &text);
+    let archive = archive.finish()?;
+    files::write(&layout.vmlinux(), &vmlinux)?;
     files::write(&layout.initramfs(), &archive)?;
     Ok(())
+}
+
+/// Adds the modules and their `modules.dep`, all in one folder, where init finds a module by its
+/// name.
+fn add_modules(archive: &mut Archive, modules: Modules) {
+    let folder = format!("lib/modules/{}", modules.release);
+    let mut dependencies = String::new();
+    for module in modules.files {
+        let body = modules::without_signature(module.bytes);
+        archive.file(&format!("{folder}/{}.ko", module.name), 0o644, &body);
+        // A line of modules.dep names the dependencies in reverse load order.
+        let needs: Vec<String> = module.needs.iter().rev().map(|n| format!(" {n}.ko")).collect();
+        dependencies.push_str(&format!("{}.ko:{}\n", module.name, needs.concat()));
+    }
+    archive.file(&format!("{folder}/modules.dep"), 0o644, dependencies.as_bytes());
 }
 
 fn applets(busybox: &Path) -> Result<Vec<String>, BuildError> {
@@ -314,7 +333,9 @@ fn applets(busybox: &Path) -> Result<Vec<String>, BuildError> {
     let out = Command::new(busybox).arg("--list").output().map_err(|e| wrong(e.to_string()))?;
     let mut names: Vec<String> = String::from_utf8_lossy(&out.stdout)
         .lines()
-        .filter(|n| !n.is_empty() && *n != "busybox" && n.bytes().all(|b| b.is_ascii_graphic() && b != b'/'))
+        .filter(|n| {
+            !n.is_empty() && *n != "busybox" && n.bytes().all(|b| b.is_ascii_graphic() && b != b'/')
+        })
         .map(str::to_owned)
         .collect();
     names.dedup();

@@ -1,11 +1,11 @@
-//! Where the machine's files lie: everything is in `<home>/machine`.
+//! Paths of the machine's files, all in `<home>/machine`.
 
 use std::path::{Path, PathBuf};
 
 /// Longest path of a unix socket (unix(7): sun_path has 108 bytes, the last of them NUL).
 pub(crate) const MAX_SOCKET_PATH_BYTES: usize = 107;
 
-/// The names in `<home>/machine`.
+/// The paths in `<home>/machine`.
 #[derive(Debug, Clone)]
 pub(crate) struct Layout {
     pub(crate) folder: PathBuf,
@@ -20,7 +20,7 @@ impl Layout {
         self.folder.join(name)
     }
 
-    /// What the user asked for ([`crate::InitOptions`]).
+    /// The user's configuration ([`crate::InitOptions`]).
     pub(crate) fn config(&self) -> PathBuf {
         self.at("machine.json")
     }
@@ -34,7 +34,7 @@ impl Layout {
         self.at("initramfs")
     }
 
-    /// From what `vmlinux` and `initramfs` were made.
+    /// The inputs of `vmlinux` and `initramfs`.
     pub(crate) fn build(&self) -> PathBuf {
         self.at("build.json")
     }
@@ -43,22 +43,22 @@ impl Layout {
         self.at("disk.img")
     }
 
-    /// Held while one command changes the machine.
+    /// A lock, held while one command changes the machine.
     pub(crate) fn command_lock(&self) -> PathBuf {
         self.at("command.lock")
     }
 
-    /// Held by the supervisor, QEMU and every virtiofsd for as long as they live.
+    /// A lock that the supervisor, QEMU and every virtiofsd hold as long as they live.
     pub(crate) fn life_lock(&self) -> PathBuf {
         self.at("life.lock")
     }
 
-    /// There while the machine runs, and after it ended without being asked to.
+    /// Exists while the machine runs, and after an end that no command asked for.
     pub(crate) fn running(&self) -> PathBuf {
         self.at("running.json")
     }
 
-    /// How the machine ended last.
+    /// The cause of the machine's last end.
     pub(crate) fn ended(&self) -> PathBuf {
         self.at("ended.json")
     }
@@ -71,13 +71,14 @@ impl Layout {
         self.at("exec.sock")
     }
 
-    pub(crate) fn share_socket(&self, index: usize) -> PathBuf {
-        self.at(&format!("fs{index}.sock"))
-    }
-
-    /// Where a share is bound in the supervisor's own mount namespace.
+    /// Mount point of a share in the supervisor's mount namespace.
     pub(crate) fn share_mount(&self, index: usize) -> PathBuf {
         self.at(&format!("share{index}"))
+    }
+
+    /// QEMU's root folder in the supervisor's mount namespace.
+    pub(crate) fn jail(&self) -> PathBuf {
+        self.at("jail")
     }
 
     pub(crate) fn console_log(&self) -> PathBuf {

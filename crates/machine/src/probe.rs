@@ -1,4 +1,4 @@
-//! Whether KVM can run a stock kernel here.
+//! Detects whether KVM can run a stock kernel on this host.
 
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
@@ -6,36 +6,37 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-/// What [`probe`] found.
+/// The result of [`probe`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Probe {
-    /// KVM works, on the CPU's own virtualisation.
+    /// KVM works and uses the CPU's own virtualisation.
     Native {
         /// `VMX` or `SVM`.
         extension: String,
     },
     /// There is no `/dev/kvm`.
     NoDevice {
-        /// Whether the CPU could, were the module loaded.
+        /// Whether the CPU supports virtualisation, so that loading the module would help.
         cpu_could: bool,
     },
-    /// `/dev/kvm` may not be opened.
+    /// This user may not open `/dev/kvm`.
     NoPermission,
-    /// `/dev/kvm` works by emulation (PVM) or otherwise without VMX or SVM: only tiny guests run on it.
+    /// `/dev/kvm` works by emulation (PVM) or otherwise without VMX or SVM, so only tiny guests
+    /// run.
     NoExtension {
         /// The KVM vendor modules that are loaded.
         modules: Vec<String>,
     },
-    /// `/dev/kvm` is there and does not answer as KVM does.
+    /// `/dev/kvm` exists, but does not answer as KVM does.
     Broken {
-        /// What it did.
+        /// The answer or error.
         why: String,
     },
 }
 
 impl Probe {
-    /// Whether stock kernels run here.
+    /// Whether stock kernels run on this host.
     #[must_use]
     pub fn is_native(&self) -> bool {
         matches!(self, Self::Native { .. })
@@ -53,13 +54,18 @@ impl std::fmt::Display for Probe {
                 write!(f, "no /dev/kvm, and the CPU shows neither VMX nor SVM")
             }
             Self::NoPermission => {
-                write!(f, "/dev/kvm may not be opened by this user: join the group kvm, or run as root")
-            }
-            Self::NoExtension { modules } => {
-                let modules = if modules.is_empty() { "none".to_owned() } else { modules.join(", ") };
                 write!(
                     f,
-                    "/dev/kvm opens, but the CPU shows neither VMX nor SVM (KVM vendor module: {modules}), so stock kernels cannot run on it"
+                    "/dev/kvm may not be opened by this user: join the group kvm, or run as root"
+                )
+            }
+            Self::NoExtension { modules } => {
+                let modules =
+                    if modules.is_empty() { "none".to_owned() } else { modules.join(", ") };
+                write!(
+                    f,
+                    "/dev/kvm opens, but the CPU shows neither VMX nor SVM (KVM vendor module: \
+                     {modules}), so stock kernels cannot run on it"
                 )
             }
             Self::Broken { why } => write!(f, "/dev/kvm: {why}"),
@@ -67,17 +73,19 @@ impl std::fmt::Display for Probe {
     }
 }
 
-/// Looks at `/dev/kvm`, the CPU's flags and the KVM modules. Right in a machine of ours as well: its CPUs show SVM.
+/// Examines `/dev/kvm`, the CPU's flags and the KVM modules. The result is right inside a machine
+/// too, because its CPUs show SVM.
 #[must_use]
 pub fn probe() -> Probe {
     judge(
         &open_kvm(),
         &fs::read_to_string("/proc/cpuinfo").unwrap_or_default(),
-        &["kvm_intel", "kvm_amd", "kvm_pvm"].map(|m| (m, Path::new("/sys/module").join(m).exists())),
+        &["kvm_intel", "kvm_amd", "kvm_pvm"]
+            .map(|m| (m, Path::new("/sys/module").join(m).exists())),
     )
 }
 
-/// `KVM_GET_API_VERSION` (ioctl 0xAE00), or why it could not be asked.
+/// The result of `KVM_GET_API_VERSION` (ioctl 0xAE00), or the error.
 fn open_kvm() -> Result<i32, io::Error> {
     let file = File::options().read(true).write(true).open("/dev/kvm")?;
     // SAFETY: the ioctl takes no argument and returns a number.
@@ -88,8 +96,10 @@ fn open_kvm() -> Result<i32, io::Error> {
 fn judge(kvm: &Result<i32, io::Error>, cpuinfo: &str, modules: &[(&str, bool)]) -> Probe {
     let flags = cpuinfo.lines().find(|l| l.starts_with("flags")).unwrap_or_default();
     let has = |flag: &str| flags.split_whitespace().any(|f| f == flag);
-    let extension =
-        [("vmx", "VMX"), ("svm", "SVM")].into_iter().find(|(flag, _)| has(flag)).map(|(_, name)| name);
+    let extension = [("vmx", "VMX"), ("svm", "SVM")]
+        .into_iter()
+        .find(|(flag, _)| has(flag))
+        .map(|(_, name)| name);
     let loaded: Vec<String> =
         modules.iter().filter(|(_, there)| *there).map(|(name, _)| (*name).to_owned()).collect();
     match kvm {
@@ -102,7 +112,7 @@ fn judge(kvm: &Result<i32, io::Error>, cpuinfo: &str, modules: &[(&str, bool)]) 
             Probe::Broken { why: format!("API version: expected 12, got {version}") }
         }
         Ok(_) => match extension {
-            // PVM can be loaded on a CPU that has VMX; then it is PVM that answers.
+            // PVM can be loaded on a CPU with VMX; then PVM is the module that answers.
             Some(_) if loaded == ["kvm_pvm"] => Probe::NoExtension { modules: loaded },
             Some(extension) => Probe::Native { extension: extension.to_owned() },
             None => Probe::NoExtension { modules: loaded },
@@ -123,9 +133,19 @@ mod tests {
         let svm = "processor : 0\nflags\t\t: fpu svm npt\n";
         let bare = "processor : 0\nflags\t\t: fpu svmish\n";
         assert_eq!(judge(&Ok(12), svm, &amd), Probe::Native { extension: "SVM".to_owned() });
-        assert_eq!(judge(&Ok(12), svm, &none), Probe::Native { extension: "SVM".to_owned() }, "built in");
-        assert_eq!(judge(&Ok(12), bare, &pvm), Probe::NoExtension { modules: vec!["kvm_pvm".to_owned()] });
-        assert_eq!(judge(&Ok(12), svm, &pvm), Probe::NoExtension { modules: vec!["kvm_pvm".to_owned()] });
+        assert_eq!(
+            judge(&Ok(12), svm, &none),
+            Probe::Native { extension: "SVM".to_owned() },
+            "built in"
+        );
+        assert_eq!(
+            judge(&Ok(12), bare, &pvm),
+            Probe::NoExtension { modules: vec!["kvm_pvm".to_owned()] }
+        );
+        assert_eq!(
+            judge(&Ok(12), svm, &pvm),
+            Probe::NoExtension { modules: vec!["kvm_pvm".to_owned()] }
+        );
         assert_eq!(judge(&os(libc::ENOENT), bare, &none), Probe::NoDevice { cpu_could: false });
         assert_eq!(judge(&os(libc::ENOENT), svm, &none), Probe::NoDevice { cpu_could: true });
         assert_eq!(judge(&os(libc::EACCES), svm, &amd), Probe::NoPermission);

@@ -1,57 +1,57 @@
-//! How a machine is.
+//! The status of a machine.
 
 use crate::config::InitOptions;
 use crate::files::{self, FileError};
 use crate::lock;
 use crate::machine::Machine;
-use crate::proto::GuestStatus;
 use crate::supervisor::{Ended, Running, unix_ms};
+use dayfly_machine_init::GuestStatus;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
-/// Whether a machine runs.
+/// The run state of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
-    /// Being started.
+    /// The machine is being started.
     Starting,
-    /// Ready.
+    /// The machine is ready.
     Running,
-    /// Ended without being asked to.
+    /// The machine ended although no command asked for it.
     Crashed,
-    /// Not running.
+    /// The machine is not running.
     Stopped,
 }
 
-/// What [`Machine::status`] says.
+/// The result of [`Machine::status`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// Whether it runs.
+    /// The run state.
     pub state: State,
-    /// The supervisor's process; QEMU and virtiofsd are its children.
+    /// Process id of the supervisor; QEMU and virtiofsd are its children.
     pub supervisor_pid: Option<i32>,
-    /// QEMU, virtiofsd and their kind, by name.
+    /// The supervisor's children (QEMU, virtiofsd), with their names.
     pub processes: Vec<(i32, String)>,
     /// Milliseconds since the supervisor started.
     pub uptime_ms: Option<u64>,
-    /// How it ended last.
+    /// Cause of the machine's last end.
     pub last_end: Option<String>,
-    /// Bytes of host memory that QEMU holds.
+    /// Resident host memory of QEMU in bytes.
     pub host_memory_bytes: Option<u64>,
     /// Bytes that the sparse disk takes on the host.
     pub disk_bytes: u64,
-    /// What the machine says about itself, when it answers.
+    /// The machine's own status, if the machine answers.
     pub machine: Option<GuestStatus>,
-    /// What it was made with.
+    /// The machine's options.
     pub options: InitOptions,
 }
 
 impl Machine {
-    /// How it is.
+    /// Reads the machine's status.
     ///
     /// # Errors
-    /// [`FileError`] when its files cannot be read.
+    /// [`FileError`] if the machine's files cannot be read.
     pub fn status(&self) -> Result<Status, FileError> {
         self.sweep()?;
         let running: Option<Running> = files::read_json(&self.layout.running())?;
@@ -65,8 +65,9 @@ impl Machine {
         };
         let supervisor_pid = alive.then(|| lock::signer(&self.layout.life_lock())).flatten();
         let processes = supervisor_pid.map(crate::leaks::children).unwrap_or_default();
-        let qemu =
-            processes.iter().find(|(_, name)| name.contains("qemu") || name.contains("dayfly-machine"));
+        let qemu = processes
+            .iter()
+            .find(|(_, name)| name.contains("qemu") || name.contains("dayfly-machine"));
         let last_end = match state {
             State::Crashed => {
                 Some(ended.map_or_else(|| "killed, or the host went down".to_owned(), |e| e.cause))

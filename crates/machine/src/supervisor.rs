@@ -1,55 +1,62 @@
-//! The supervisor: init of its own process, network and mount namespaces, parent of QEMU and virtiofsd.
+//! The supervisor: init of a process, network and mount namespace, parent of QEMU and virtiofsd.
 //!
 //! ```text
-//! start() ──spawn──▶ stage one ──unshare, fork──▶ supervisor ──▶ virtiofsd…, QEMU ──▶ ready ──▶ one of them ends, or SIGTERM ──▶ gone
+//! start() ──spawn──▶ stage one ──unshare, fork──▶ supervisor ──▶ virtiofsd…, QEMU ──▶ ready
+//!                                                                                       │
+//!                                          gone ◀── one of them ends, or SIGTERM ◀──────┘
 //! ```
-//! Whatever ends the supervisor, SIGKILL included, ends everything below it: the kernel kills the processes of a pid
-//! namespace with its init, and the mounts and the network go with their last user. It owns the sockets that the host
-//! connects to and forwards each connection into the machine.
+//! Every end of the supervisor, SIGKILL included, ends everything below it. The kernel kills the
+//! processes of a pid namespace with its init, and mounts and network disappear with their last
+//! user. The supervisor owns the sockets that the host connects to, and forwards each connection
+//! into the machine.
 
 use crate::config::InitOptions;
+use crate::confine::{Jail, bind_read_only, bind_read_write, spawn};
 use crate::files::{self, FileError};
+use crate::forward::{forward, listen};
 use crate::layout::Layout;
+use crate::lines::Lines;
 use crate::lock;
-use crate::net;
-use crate::proto::{API_PORT, EXEC_PORT};
 use crate::qemu;
-use crate::streams::{join_streams, widen};
+use crate::share::{Access, Share};
+use dayfly_machine_init::{
+    API_PORT, EXEC_PORT, GUEST_MASK, MAX_API_CONNECTIONS, MAX_EXEC_CONNECTIONS, Token, open_tap,
+    set_address, set_up, timespec,
+};
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::mount::{MountFlags, MountPropagationFlags, mount_bind, mount_change, mount_remount};
+use rustix::mount::{MountPropagationFlags, mount_change};
 use rustix::thread::UnshareFlags;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::os::unix::process::CommandExt;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, ExitCode};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// How soon QEMU must be seen to end for another child's end to be its doing.
+/// If QEMU ends within this time after another child, QEMU's end counts as the cause.
 const QEMU_FOLLOWS: Duration = Duration::from_millis(500);
 
-/// How long QEMU may take to end after it has let go of its devices.
+/// How long QEMU may take to end after it has closed its devices.
 const QEMU_ENDS: Duration = Duration::from_secs(15);
 
-/// How often the machine is told the time.
+/// Interval at which the machine receives the host's time.
 const TIME_EVERY: Duration = Duration::from_secs(30);
 
-/// What the caller of `start` passes on its command line, as one JSON argument.
+/// The orders of `start`, passed on the command line as one JSON argument.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Orders {
     pub(crate) folder: PathBuf,
     pub(crate) options: InitOptions,
-    pub(crate) shares: Vec<PathBuf>,
+    /// The shares with absolute paths, outer folders first.
+    pub(crate) shares: Vec<Share>,
     pub(crate) build_digest: String,
 }
 
-/// A line of the report pipe.
+/// One line of the report pipe to `start`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Report {
@@ -58,7 +65,7 @@ pub(crate) enum Report {
     Failed(String),
 }
 
-/// `running.json`.
+/// Content of `running.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Running {
     pub(crate) since_unix_ms: u64,
@@ -67,20 +74,13 @@ pub(crate) struct Running {
     pub(crate) options: InitOptions,
 }
 
-/// `ended.json`.
+/// Content of `ended.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Ended {
     pub(crate) at_unix_ms: u64,
-    /// Whether it was asked to end and the disk was unmounted.
+    /// Whether a command asked for the end and the disk was unmounted.
     pub(crate) clean: bool,
     pub(crate) cause: String,
-}
-
-pub(crate) fn timespec(time: Duration) -> rustix::event::Timespec {
-    rustix::event::Timespec {
-        tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: time.subsec_nanos().into(),
-    }
 }
 
 pub(crate) fn unix_ms() -> u64 {
@@ -107,8 +107,9 @@ fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> SupervisorError 
     move |source| SupervisorError::System { what, source }
 }
 
-/// Runs the supervisor; `orders` is the one argument that [`crate::Machine::start`] put behind the caller's own
-/// [`crate::Reexec`] words. Must be called before the process has started any thread: it unshares and forks.
+/// Runs the supervisor. `orders` is the one argument that [`crate::Machine::start`] appends to the
+/// words of [`crate::Reexec`]. The process must not have started a thread yet, because this
+/// function unshares and forks.
 #[must_use]
 pub fn supervisor_main(orders: &str) -> ExitCode {
     match stage_one(orders) {
@@ -121,7 +122,7 @@ pub fn supervisor_main(orders: &str) -> ExitCode {
     }
 }
 
-/// One line to `start`, which may have gone.
+/// Sends one line to `start`, which may have ended.
 fn report(line: &Report) {
     if let Ok(mut text) = serde_json::to_vec(line) {
         text.push(b'\n');
@@ -130,8 +131,9 @@ fn report(line: &Report) {
 }
 
 fn stage_one(orders: &str) -> Result<(), SupervisorError> {
-    // Whatever else the caller's caller left open (a make's pipes, a script's lock) must not live on in us.
-    // SAFETY: nothing in this fresh process has opened a descriptor above 2 that it will use again.
+    // Descriptors that other processes left open (a make's pipes, a script's lock) must not stay
+    // open in this one. SAFETY: nothing in this fresh process has opened a descriptor above 2 that
+    // it will use again.
     unsafe { libc::close_range(3, libc::c_uint::MAX, 0) };
     let orders: Orders = serde_json::from_str(orders).map_err(SupervisorError::Orders)?;
     rustix::process::setsid().map_err(|e| system("new session")(e.into()))?;
@@ -141,10 +143,14 @@ fn stage_one(orders: &str) -> Result<(), SupervisorError> {
     if !root {
         namespaces |= UnshareFlags::NEWUSER;
     }
-    // SAFETY: no descriptor table is unshared, which is what makes unshare unsafe; this process has one thread.
+    // SAFETY: unshare is unsafe because it can split the descriptor table; these flags leave that
+    // table alone. This process has one thread.
     unsafe { rustix::thread::unshare_unsafe(namespaces) }.map_err(|e| {
-        let hint =
-            if root { "" } else { " (this user may not make user namespaces; run as root or allow them)" };
+        let hint = if root {
+            ""
+        } else {
+            " (this user may not make user namespaces; run as root or allow them)"
+        };
         system(format!("new process, network and mount namespaces{hint}"))(e.into())
     })?;
     if !root {
@@ -153,7 +159,7 @@ fn stage_one(orders: &str) -> Result<(), SupervisorError> {
         write("/proc/self/uid_map", format!("0 {uid} 1"))?;
         write("/proc/self/gid_map", format!("0 {gid} 1"))?;
     }
-    // SAFETY: this process has one thread, so the child may go on running ordinary code.
+    // SAFETY: this process has one thread, so the child may run ordinary code.
     match unsafe { libc::fork() } {
         -1 => Err(system("fork")(io::Error::last_os_error())),
         0 => {
@@ -175,9 +181,11 @@ fn stage_one(orders: &str) -> Result<(), SupervisorError> {
     }
 }
 
-/// Blocks the signals that [`wait_for_end`] reads, in this thread and all it starts (children get an empty mask back).
+/// Blocks the signals that [`wait_for_end`] reads, in this thread and in all threads that it
+/// starts. Child processes get an empty mask.
 fn signals() -> Result<OwnedFd, SupervisorError> {
-    // SAFETY: `set` is initialised by sigemptyset before use, and all calls get valid pointers to it.
+    // SAFETY: `set` is initialised by sigemptyset before use, and all calls get valid pointers to
+    // it.
     let fd = unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut set);
@@ -190,51 +198,104 @@ fn signals() -> Result<OwnedFd, SupervisorError> {
     if fd < 0 {
         return Err(system("signalfd")(io::Error::last_os_error()));
     }
-    // SAFETY: `fd` was returned by signalfd(2) just above and nobody else has it.
+    // SAFETY: `fd` was returned by signalfd(2) just above, and no other code has it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Starts a child that inherits `keep` (and nothing else) under the same numbers.
-fn spawn(program: &Path, arguments: &[std::ffi::OsString], keep: &[RawFd]) -> Result<Child, SupervisorError> {
-    let keep = keep.to_vec();
-    let mut command = Command::new(program);
-    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit());
-    // SAFETY: fcntl(2) is async-signal-safe and `keep` was allocated before the fork.
-    unsafe {
-        command.pre_exec(move || {
-            for fd in &keep {
-                if libc::fcntl(*fd, libc::F_SETFD, 0) < 0 {
-                    return Err(io::Error::last_os_error());
-                }
-            }
-            Ok(())
-        });
-    }
-    command.spawn().map_err(system(format!("starting {}", program.display())))
-}
-
-fn listen(path: &Path) -> Result<UnixListener, SupervisorError> {
-    files::remove(path)?;
-    let listener = UnixListener::bind(path).map_err(system(path.display().to_string()))?;
-    fs::set_permissions(path, fs::Permissions::from_mode(0o600))
-        .map_err(system(path.display().to_string()))?;
-    Ok(listener)
-}
-
-/// The network between supervisor and machine; nothing else is on it.
+/// Makes the network between supervisor and machine, which has no other hosts.
 fn network() -> Result<OwnedFd, SupervisorError> {
-    net::set_up("lo").map_err(system("interface lo"))?;
-    // Without router solicitations the network is silent until it is used. Not all kernels have IPv6.
+    set_up("lo").map_err(system("interface lo"))?;
+    // Without router solicitations the network is silent until it is used. The file is missing on
+    // kernels without IPv6.
     drop(fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1"));
-    let tap = net::open_tap("machine").map_err(system("a tap interface (/dev/net/tun)"))?;
-    net::set_address("machine", qemu::HOST_ADDRESS, qemu::GUEST_MASK)
+    let tap = open_tap("machine").map_err(system("a tap interface (/dev/net/tun)"))?;
+    set_address("machine", qemu::HOST_ADDRESS, GUEST_MASK)
         .map_err(system("the tap interface's address"))?;
-    net::set_up("machine").map_err(system("the tap interface"))?;
+    set_up("machine").map_err(system("the tap interface"))?;
     Ok(tap)
 }
 
+/// Starts the virtiofsd of a share, whose folder is bound at `at`. Returns a socket that is
+/// connected to it.
+fn serve_share(
+    at: &Path,
+    share: &Share,
+    life: &File,
+) -> Result<(Child, UnixStream), SupervisorError> {
+    let program = qemu::find_virtiofsd()
+        .ok_or(SupervisorError::Missing { program: "virtiofsd", package: "qemu-system-common" })?;
+    fs::create_dir_all(at).map_err(system(at.display().to_string()))?;
+    // The bind is not recursive, because mounts below the folder are not part of the share.
+    let bound = match share.access {
+        // Even a machine that was taken over cannot write here.
+        Access::ReadOnly => bind_read_only(&share.path, at),
+        Access::ReadWrite => bind_read_write(&share.path, at),
+    };
+    bound.map_err(system(format!("share {share}: binding the folder")))?;
+    let socket = || -> io::Result<(UnixListener, UnixStream)> {
+        // Abstract names belong to this network namespace, which no other process uses.
+        let name = format!("dayfly-share-{}", share.name);
+        let address = SocketAddr::from_abstract_name(name.as_bytes())?;
+        Ok((UnixListener::bind_addr(&address)?, UnixStream::connect_addr(&address)?))
+    };
+    let (listener, connected) = socket().map_err(system(format!("share {share}: socket")))?;
+    let arguments = qemu::virtiofsd_arguments(at, listener.as_raw_fd());
+    let keep = [listener.as_raw_fd(), life.as_raw_fd()];
+    let child = spawn(&program, &arguments, &keep, None);
+    Ok((child.map_err(system(format!("starting {}", program.display())))?, connected))
+}
+
+/// Starts QEMU in its jail, or without a jail if the host allows none.
+fn start_qemu(
+    layout: &Layout,
+    orders: &Orders,
+    life: &File,
+    control: &UnixStream,
+    tap: &OwnedFd,
+    shares: &[(String, UnixStream)],
+) -> Result<Child, SupervisorError> {
+    let program = qemu::find_qemu().ok_or(SupervisorError::Missing {
+        program: "qemu-system-x86_64",
+        package: "qemu-system-x86",
+    })?;
+    let (kernel, initramfs) = (layout.vmlinux(), layout.initramfs());
+    let jail = Jail::make(&layout.folder, &layout.jail(), &program, &kernel, &initramfs)?;
+    if let Err(why) = &jail {
+        eprintln!("QEMU has no jail and no separate user, only its system call filter: {why}");
+    }
+    let jail = jail.ok();
+    let open = |path: &Path, options: &OpenOptions| {
+        options.open(path).map_err(system(path.display().to_string()))
+    };
+    let disk = open(&layout.disk(), OpenOptions::new().read(true).write(true))?;
+    let [console, log] = [layout.console_log(), layout.daemon_log()]
+        .map(|path| open(&path, OpenOptions::new().write(true).create(true).truncate(true)));
+    let (console, log) = (console?, log?);
+    let (kernel, initramfs) = jail.as_ref().map_or((kernel, initramfs), Jail::boot_files);
+    let options = qemu::QemuOptions {
+        cpus: orders.options.cpus,
+        memory_mib: orders.options.memory_mib,
+        numa_nodes: orders.options.numa_nodes,
+        folder: &layout.folder,
+        kernel,
+        initramfs,
+        disk_fd: disk.as_raw_fd(),
+        console_fd: console.as_raw_fd(),
+        log_fd: log.as_raw_fd(),
+        control_fd: control.as_raw_fd(),
+        tap_fd: tap.as_raw_fd(),
+        shares: shares.iter().map(|(tag, socket)| (tag.clone(), socket.as_raw_fd())).collect(),
+        process_name: "dayfly-machine",
+    };
+    let mut keep: Vec<RawFd> = shares.iter().map(|(_, socket)| socket.as_raw_fd()).collect();
+    keep.extend([&disk, &console, &log, life].map(AsRawFd::as_raw_fd));
+    keep.extend([control.as_raw_fd(), tap.as_raw_fd()]);
+    spawn(&program, &qemu::arguments(&options), &keep, jail.as_ref())
+        .map_err(system(format!("starting {}", program.display())))
+}
+
 fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
-    // The socket files are this user's only, from the moment they exist.
+    // Only this user can access the socket files, from their creation on.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     let life = lock::exclusive(&layout.life_lock(), Duration::from_secs(10), || {})?;
     lock::sign(&life).map_err(system("signing the life lock"))?;
@@ -252,46 +313,25 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
     files::remove(&layout.ended())?;
 
     let mut children = BTreeMap::new();
+    let mut shares = Vec::new();
     for (index, share) in orders.shares.iter().enumerate() {
-        let program = qemu::find_virtiofsd()
-            .ok_or(SupervisorError::Missing { program: "virtiofsd", package: "qemu-system-common" })?;
-        let at = layout.share_mount(index);
-        fs::create_dir_all(&at).map_err(system(at.display().to_string()))?;
-        // Not recursive: what is mounted below would be other devices to the machine's overlayfs, which refuses them.
-        let bound = |e: rustix::io::Errno| system(format!("binding {}", share.display()))(e.into());
-        mount_bind(share, &at).map_err(bound)?;
-        // Whoever breaks out of a VM into the machine still writes nothing here.
-        let read_only = MountFlags::BIND | MountFlags::RDONLY | MountFlags::NOSUID | MountFlags::NODEV;
-        mount_remount(&at, read_only, c"").map_err(bound)?;
-        let socket = listen(&layout.share_socket(index))?;
-        let arguments = qemu::virtiofsd_arguments(&at, socket.as_raw_fd());
-        let child = spawn(&program, &arguments, &[socket.as_raw_fd(), life.as_raw_fd()])?;
-        children.insert(child.id(), format!("virtiofsd for {}", share.display()));
+        let (child, socket) = serve_share(&layout.share_mount(index), share, &life)?;
+        children.insert(child.id(), format!("virtiofsd of share {}", share.name));
+        shares.push((share.tag(), socket));
     }
-    let program = qemu::find_qemu()
-        .ok_or(SupervisorError::Missing { program: "qemu-system-x86_64", package: "qemu-system-x86" })?;
     let (mut control, machine_end) = UnixStream::pair().map_err(system("control line"))?;
-    // A machine that hangs and reads nothing must not make us hang.
+    let qemu_pid = start_qemu(layout, orders, &life, &machine_end, &tap, &shares)?.id();
+    drop((machine_end, tap, shares));
+    let token = Token::random().map_err(system("the token"))?;
+    // The machine has not opened its end yet, so the line waits in the socket's buffer.
+    control
+        .write_all(format!("token {}\n", token.to_hex()).as_bytes())
+        .map_err(system("control line"))?;
+    // A machine that hangs and reads nothing must not block the supervisor.
     control.set_nonblocking(true).map_err(system("control line"))?;
-    let options = qemu::QemuOptions {
-        cpus: orders.options.cpus,
-        memory_mib: orders.options.memory_mib,
-        numa_nodes: orders.options.numa_nodes,
-        shares: orders.shares.len(),
-        control_fd: machine_end.as_raw_fd(),
-        tap_fd: tap.as_raw_fd(),
-        process_name: "dayfly-machine",
-    };
-    let child = spawn(
-        &program,
-        &qemu::arguments(layout, &options),
-        &[machine_end.as_raw_fd(), tap.as_raw_fd(), life.as_raw_fd()],
-    )?;
-    drop((machine_end, tap));
-    let qemu_pid = child.id();
     report(&Report::Phase("booting the machine's kernel".to_owned()));
-    forward(listen(&layout.api_socket())?, API_PORT);
-    forward(listen(&layout.exec_socket())?, EXEC_PORT);
+    forward(listen(&layout.api_socket())?, API_PORT, &token, MAX_API_CONNECTIONS);
+    forward(listen(&layout.exec_socket())?, EXEC_PORT, &token, MAX_EXEC_CONNECTIONS);
 
     let mut ready = || -> Result<(), SupervisorError> {
         running.ready = true;
@@ -309,9 +349,6 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
     for path in [layout.api_socket(), layout.exec_socket()] {
         files::remove(&path)?;
     }
-    for index in 0..orders.shares.len() {
-        files::remove(&layout.share_socket(index))?;
-    }
     files::write_json(&layout.ended(), &end)?;
     if end.clean {
         files::remove(&layout.running())?;
@@ -320,28 +357,7 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
     Err(SupervisorError::Ended(end.cause))
 }
 
-/// Hands each connection of a socket on the host to a port of the machine.
-fn forward(listener: UnixListener, port: u16) {
-    std::thread::spawn(move || {
-        for stream in listener.incoming() {
-            let Ok(stream) = stream else {
-                // Out of descriptors: connections that end will free some.
-                std::thread::sleep(Duration::from_millis(50));
-                continue;
-            };
-            let thread = std::thread::Builder::new().stack_size(256 << 10);
-            drop(thread.spawn(move || -> io::Result<()> {
-                let machine = TcpStream::connect((qemu::GUEST_ADDRESS, port))?;
-                machine.set_nodelay(true)?;
-                widen(&stream);
-                widen(&machine);
-                join_streams(&stream, &machine)
-            }));
-        }
-    });
-}
-
-/// Returns when the machine has ended, and how.
+/// Waits for the machine's end and returns its cause.
 fn wait_for_end(
     signals: &OwnedFd,
     control: &mut UnixStream,
@@ -351,21 +367,19 @@ fn wait_for_end(
 ) -> Result<Ended, SupervisorError> {
     let mut lines = Lines::default();
     let mut control_open = true;
-    let (mut asked, mut bye) = (false, false);
-    let mut lost: Option<(Instant, String)> = None;
+    let mut watch = Watch::default();
     let (mut is_ready, mut next_time) = (false, Instant::now() + TIME_EVERY);
-    let ended = |clean, cause: String| Ended { at_unix_ms: unix_ms(), clean, cause };
     loop {
         let mut wait = vec![PollFd::new(signals, PollFlags::IN)];
         if control_open {
             wait.push(PollFd::new(&*control, PollFlags::IN));
         }
-        let until = lost.as_ref().map_or(next_time, |(until, _)| *until);
+        let until = watch.lost.as_ref().map_or(next_time, |(until, _)| *until);
         match poll(&mut wait, Some(&timespec(until.saturating_duration_since(Instant::now())))) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(system("poll")(e.into())),
         }
-        if let Some((until, cause)) = &lost
+        if let Some((until, cause)) = &watch.lost
             && Instant::now() >= *until
         {
             return Ok(ended(false, cause.clone()));
@@ -393,45 +407,75 @@ fn wait_for_end(
                         ready()?;
                         (is_ready, next_time) = (true, Instant::now());
                     }
-                    ("bye", _) => bye = true,
+                    ("bye", _) => watch.bye = true,
                     _ => eprintln!("control line: unknown {line:?}"),
                 }
             }
         }
-        if !signalled {
-            continue;
-        }
-        let mut info = [0u8; size_of::<libc::signalfd_siginfo>()];
-        rustix::io::read(signals, &mut info).map_err(|e| system("signalfd")(e.into()))?;
-        let number = u32::from_ne_bytes(info[..4].try_into().unwrap_or_default());
-        if i32::try_from(number).is_ok_and(|n| n != libc::SIGCHLD) {
-            if !asked {
-                asked = true;
-                drop(control.write_all(b"poweroff\n"));
-            }
-            continue;
-        }
-        while let Some((pid, how)) = reap() {
-            if pid == qemu_pid {
-                // QEMU's end ends virtiofsd, which may be seen first: it is the cause.
-                return Ok(if asked && bye {
-                    ended(true, "stopped".to_owned())
-                } else {
-                    ended(false, format!("QEMU ended unexpectedly: {how}"))
-                });
-            }
-            if let Some(name) = children.get(&pid) {
-                // virtiofsd ends in order when QEMU has closed its connection, which takes a while to give back its memory.
-                let patience = if how == "code 0" { QEMU_ENDS } else { QEMU_FOLLOWS };
-                lost.get_or_insert_with(|| {
-                    (Instant::now() + patience, format!("{name} ended unexpectedly: {how}"))
-                });
-            }
+        if signalled && let Some(end) = watch.signal(signals, control, qemu_pid, children)? {
+            return Ok(end);
         }
     }
 }
 
-/// One ended child or orphan, and how it ended.
+fn ended(clean: bool, cause: String) -> Ended {
+    Ended { at_unix_ms: unix_ms(), clean, cause }
+}
+
+/// What the supervisor knows about the machine's end.
+#[derive(Default)]
+struct Watch {
+    /// Whether the machine was asked to power off.
+    asked: bool,
+    /// Whether the machine said that it powers off.
+    bye: bool,
+    /// If a virtiofsd has ended: its end, and when that counts as the machine's end.
+    lost: Option<(Instant, String)>,
+}
+
+impl Watch {
+    /// Handles one signal. Returns the machine's end if QEMU has ended.
+    fn signal(
+        &mut self,
+        signals: &OwnedFd,
+        control: &mut UnixStream,
+        qemu_pid: u32,
+        children: &BTreeMap<u32, String>,
+    ) -> Result<Option<Ended>, SupervisorError> {
+        let mut info = [0u8; size_of::<libc::signalfd_siginfo>()];
+        rustix::io::read(signals, &mut info).map_err(|e| system("signalfd")(e.into()))?;
+        let number = u32::from_ne_bytes(info[..4].try_into().unwrap_or_default());
+        if i32::try_from(number).is_ok_and(|n| n != libc::SIGCHLD) {
+            if !self.asked {
+                self.asked = true;
+                drop(control.write_all(b"poweroff\n"));
+            }
+            return Ok(None);
+        }
+        while let Some((pid, how)) = reap() {
+            if pid == qemu_pid {
+                // QEMU's end also ends virtiofsd, whose end may be seen first; QEMU's end is the
+                // cause.
+                return Ok(Some(if self.asked && self.bye {
+                    ended(true, "stopped".to_owned())
+                } else {
+                    ended(false, format!("QEMU ended unexpectedly: {how}"))
+                }));
+            }
+            if let Some(name) = children.get(&pid) {
+                // virtiofsd ends with code 0 when QEMU has closed its connection. QEMU then still
+                // takes a while to free its memory.
+                let time_limit = if how == "code 0" { QEMU_ENDS } else { QEMU_FOLLOWS };
+                self.lost.get_or_insert_with(|| {
+                    (Instant::now() + time_limit, format!("{name} ended unexpectedly: {how}"))
+                });
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Reaps one ended child or orphan, and says how it ended.
 fn reap() -> Option<(u32, String)> {
     let mut status = 0;
     // SAFETY: `status` outlives the call; no other thread of the supervisor waits for children.
@@ -443,37 +487,4 @@ fn reap() -> Option<(u32, String)> {
         format!("code {}", libc::WEXITSTATUS(status))
     };
     Some((pid, how))
-}
-
-/// Cuts the control line's bytes into lines.
-#[derive(Default)]
-struct Lines {
-    rest: Vec<u8>,
-}
-
-impl Lines {
-    /// No line of ours is longer; more without a newline is dropped.
-    const MAX_LINE_BYTES: usize = 4096;
-
-    /// Whole lines that have come, and whether more can.
-    fn read(&mut self, from: &mut UnixStream) -> (Vec<String>, bool) {
-        let mut buffer = [0; 1024];
-        let count = match from.read(&mut buffer) {
-            Ok(count) => count,
-            Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {
-                return (Vec::new(), true);
-            }
-            Err(_) => 0,
-        };
-        self.rest.extend_from_slice(buffer.get(..count).unwrap_or_default());
-        let mut lines = Vec::new();
-        while let Some(at) = self.rest.iter().position(|b| *b == b'\n') {
-            let line: Vec<u8> = self.rest.drain(..=at).collect();
-            lines.push(String::from_utf8_lossy(line.trim_ascii_end()).into_owned());
-        }
-        if self.rest.len() > Self::MAX_LINE_BYTES {
-            self.rest.clear();
-        }
-        (lines, count > 0)
-    }
 }

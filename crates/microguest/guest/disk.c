@@ -1,4 +1,5 @@
-/* The first disk: a virtio-blk device over MMIO (virtio 1.2, sections 4.2 and 5.2), one request at a time, polled. */
+/* The first disk: a virtio-blk device over MMIO (virtio 1.2, sections 4.2 and 5.2), one request at
+ * a time, polled. */
 #include "guest.h"
 
 static const u64 DEVICE = 0xd0000000; /* vmm::virtio::MMIO_BASE */
@@ -47,7 +48,8 @@ static void address(u64 offset, volatile void *at) {
     *reg(offset + 4) = (u32)((u64)at >> 32);
 }
 
-/* Resets the device and sets it up, with nothing but VERSION_1; tells how many blocks of 4096 bytes it has. */
+/* Resets the device and sets it up with no feature but VERSION_1. Stores the number of its blocks
+ * of 4096 bytes in `blocks`. */
 const char *disk_open(u64 *blocks) {
     if (*reg(DEVICE_ID) != BLOCK_DEVICE) return "there is no disk";
     *reg(STATUS) = 0;

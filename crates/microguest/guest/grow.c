@@ -1,5 +1,6 @@
-/* A guest that is cloned and snapshotted again and again: it writes blocks and pages when it is told, remembers which, and can tell
- * whether all of them are as the last that wrote them left them. See ../src/lib.rs, `Growth`. */
+/* A guest that is cloned and snapshotted again and again. On request it writes blocks and pages and
+ * remembers which, and checks that each has the content of its last write. See ../src/lib.rs,
+ * `Growth`. */
 #include "guest.h"
 
 enum { SLOTS = 8192 };
@@ -24,7 +25,8 @@ static u64 next(u64 *state) {
     return (*state >> 32) % SLOTS;
 }
 
-/* Between any two of these steps the VM may be snapshotted: a clone does the rest, to its own disk and memory. */
+/* Between any two of these steps the VM may be snapshotted: a clone does the rest, to its own disk
+ * and memory. */
 static const char *write_slot(u64 seed, u64 slot, u64 stride) {
     own(buffer, seed, slot);
     const char *failed = disk_move(slot * stride, (void *)buffer, 1);
@@ -86,14 +88,19 @@ static const char *obey(u64 seed, char what, u64 count, u64 generation) {
     return failed;
 }
 
-void grow(u64 generation, u64 count, u64 seeds) {
+void grow(u64 generation, u64 count, u64 seed, u64 end, char then) {
     volatile u32 *id = (volatile u32 *)generation;
-    for (u64 seed = 1; seed <= seeds; seed++)
+    for (; seed < end; seed++)
         if (obey(seed, 'g', count, generation)) halt();
     for (char what = 0;;) {
         if (what != 'c') until(generation);
         what = (char)id[1];
-        if (id[2] != 0x68434644 || id[3] != 0x0a6e6961) halt(); /* "DFChain\n" */
-        if (obey(id[0], what, count, generation)) halt();
+        if (id[2] == 0x68434644 && id[3] == 0x0a6e6961) { /* "DFChain\n" */
+            if (obey(id[0], what, count, generation)) halt();
+            continue;
+        }
+        what = then;
+        if (!then || obey(0, 'l', count, generation)) halt();
+        if (then != 'l' && obey(seed++, then, count, generation)) halt();
     }
 }

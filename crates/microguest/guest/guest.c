@@ -1,8 +1,9 @@
-/* The microguest: runs the words of its command line, one after another. See ../src/lib.rs for the words. */
+/* The microguest: runs the words of its command line, one after another. See ../src/lib.rs for the
+ * words. */
 #include "guest.h"
 
 enum {
-    POST = 0x80, /* where firmware reports how far it is; nobody listens */
+    POST = 0x80, /* where firmware reports its progress; no device answers */
     COM1 = 0x3f8,
     I8042 = 0x64,
     PVPANIC = 0x505,
@@ -11,7 +12,9 @@ enum {
 };
 static const u64 HOLE_START = 0xc0000000, HOLE_END = 0x100000000; /* no RAM between them */
 
-static inline void outb(u16 port, u8 value) { __asm__ volatile("outb %0, %1" : : "a"(value), "Nd"(port) : "memory"); }
+static inline void outb(u16 port, u8 value) {
+    __asm__ volatile("outb %0, %1" : : "a"(value), "Nd"(port) : "memory");
+}
 
 void put(const char *text) {
     for (; *text; text++) outb(COM1, (u8)*text);
@@ -73,7 +76,8 @@ static void end(char how) {
     if (how == 'p') outb(PVPANIC, 1);
 }
 
-/* Prints a growing count now and then, until the 16 bytes at `generation` are no longer `low` and `high` (0: for ever). */
+/* Prints a growing count now and then, until the 16 bytes at `generation` are no longer `low` and
+ * `high` (0: for ever). */
 static void count(u64 generation, u64 low, u64 high) {
     volatile u64 *id = (volatile u64 *)generation;
     for (u64 n = 0;; n++) {
@@ -86,9 +90,11 @@ static void count(u64 generation, u64 low, u64 high) {
     }
 }
 
-/* Prints `ready` and waits until the 16 bytes at `generation` change. They are read first: whoever saw the word may save this VM
- * before its next instruction, and the clone would wait for the id after its own. Prints nothing then: what a clone prints first is
- * its own. That it lives it tells at once, before it reads its next word: hundreds of instructions, where KVM emulates each of them. */
+/* Prints `ready` and waits until the 16 bytes at `generation` change. They are read first, because
+ * a reader of `ready` may save this VM before its next instruction: the clone would then wait for
+ * the id after its own. Prints nothing afterwards, so that a clone's first output is its own. A
+ * clone writes to POST at once, before it reads its next word: reading takes hundreds of
+ * instructions, and KVM may emulate each of them. */
 void until(u64 generation) {
     volatile u64 *id = (volatile u64 *)generation;
     u64 low = id[0], high = id[1];
@@ -97,7 +103,8 @@ void until(u64 generation) {
     outb(POST, 1);
 }
 
-/* Maps the second 4 GiB and more onto themselves too, as the VMM did the first: what is above the hole below 4 GiB. */
+/* Maps 4 to 12 GiB onto themselves, as the VMM mapped the first 4 GiB: RAM above the hole below
+ * 4 GiB. */
 static void map_high(void) {
     static u64 directories[8][512] __attribute__((aligned(PAGE)));
     u64 *pml4, *pdpt;
@@ -109,8 +116,9 @@ static void map_high(void) {
     }
 }
 
-/* Writes one word to each page of [from, end); the least that makes a page this VM's own. Eight pages to a turn: where KVM emulates each
- * instruction, counting them took longer than the writes. */
+/* Writes one word to each page of [from, end); the least that makes a page this VM's own. A round
+ * of the loop writes eight pages: if KVM emulates each instruction, counting takes longer than
+ * writing. */
 static void touch(u64 from, u64 end) {
     const u64 words = PAGE / sizeof(u64);
     u64 at = from;
@@ -144,7 +152,8 @@ static void sort_pass(const volatile u32 *from, volatile u32 *to, u64 keys, int 
     for (u64 n = 0; n < keys; n++) to[places[from[n] >> shift & 255]++] = from[n];
 }
 
-/* Makes keys from the seed, sorts them, and says whether they are in order; the digest tells whether they are the right ones. */
+/* Makes keys from the seed, sorts them, and prints whether they are in order; the digest shows
+ * whether they are the right ones. */
 static void sort(u64 seed, u64 keys) {
     volatile u32 *at = (volatile u32 *)PATTERN_BASE, *other = at + keys;
     u64 state = seed * 2 + 1, digest = 0;
@@ -174,8 +183,9 @@ static void sort(u64 seed, u64 keys) {
     put("\n");
 }
 
-/* After a restore: the new generation says what this copy does (see lib.rs, `orders`). All of it is read before anything is printed:
- * who saw `obeyed` may save this VM before its next instruction, and the clone would end as its own orders say, without having obeyed. */
+/* After a restore: the new generation says what this copy does (see lib.rs, `orders`). All of it is
+ * read before anything is printed, because a reader of `obeyed` may save this VM before its next
+ * instruction: the clone would then end as its own orders say, without having obeyed. */
 static void obey(u64 generation, u64 *seed, u64 pages) {
     volatile u8 *id = (volatile u8 *)generation;
     char how = (char)id[4];
@@ -196,8 +206,19 @@ static int starts(const char *text, const char *with) {
     return 1;
 }
 
+/* The words: the initramfs, which ends with a zero byte, or without one the command line. The
+ * initramfs is copied, because words may write to any page. */
+static const char *words(const u8 *boot_params) {
+    static char copy[1024];
+    const char *initramfs = (const char *)(u64)*(const u32 *)(boot_params + 0x218);
+    u32 length = *(const u32 *)(boot_params + 0x21c);
+    if (!length) return (const char *)(u64)*(const u32 *)(boot_params + 0x228);
+    for (u32 n = 0; n < length && n < sizeof copy - 1; n++) copy[n] = initramfs[n];
+    return copy;
+}
+
 void guest_main(const u8 *boot_params) {
-    const char *at = (const char *)(u64)*(const u32 *)(boot_params + 0x228);
+    const char *at = words(boot_params);
     u64 seed = 0, pages = 0;
     put("microguest\n");
     while (*at) {
@@ -237,7 +258,9 @@ void guest_main(const u8 *boot_params) {
             if (*at == ':') at++;
             u64 count = hex(&at);
             if (*at == ':') at++;
-            grow(generation, count, hex(&at));
+            u64 seeds = hex(&at), first = 1;
+            if (*at == ':') at++, first = hex(&at);
+            grow(generation, count, first, first + seeds, *at == ':' ? at[1] : 0);
         } else if (starts(at, "rings=")) {
             at += 6;
             u64 generation = hex(&at);

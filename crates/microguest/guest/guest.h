@@ -16,7 +16,7 @@ __attribute__((noreturn)) void halt(void);
 void until(u64 generation);
 
 /* grow.c */
-__attribute__((noreturn)) void grow(u64 generation, u64 count, u64 seeds);
+__attribute__((noreturn)) void grow(u64 generation, u64 count, u64 seed, u64 end, char then);
 /* rings.c */
 __attribute__((noreturn)) void rings(u64 generation, u64 cpus);
 /* disk.c: both return 0, or why not. */

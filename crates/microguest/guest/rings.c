@@ -1,8 +1,11 @@
-/* Writers on every vCPU, whose memory and disk tell whether they were copied at one instant. See ../src/lib.rs, `rings=`.
+/* Writers on every vCPU: their memory and disk show whether they were copied at one instant. See
+ * ../src/lib.rs, `rings=`.
  *
- * Each vCPU numbers its writes and puts them into a ring of pages; with each go the numbers that the others had reached when it was made. A copy that lacks a
- * write leaves an older number in the ring, one that has a later write a newer; one that took a vCPU's memory earlier than another's has numbers of
- * that which nobody has reached. The first vCPU's ring is on the disk too. */
+ * Each vCPU numbers its writes and puts them into a ring of pages, each with the numbers that the
+ * other vCPUs had reached at that time. If a copy lacks a write, its ring has an older number; if a
+ * copy has a later write, its ring has a newer number. If a copy took one vCPU's memory earlier
+ * than another's, it has numbers of the first vCPU that this vCPU has not reached. The first
+ * vCPU's ring is on the disk too. */
 #include "guest.h"
 
 enum { RING = 32, MOST_CPUS = 16, STRIDE = 3, STACK = 4096 };
@@ -56,7 +59,8 @@ static const char *check(u64 cpu) {
     if (latest[cpu] != end - 1) return "the last write and the registers differ";
     for (; n < end; n++) {
         volatile u64 *at = ring(cpu, n);
-        if (at[0] != n || at[511] != ~n) return at[0] < n ? "a write is missing" : "a write came later";
+        if (at[0] != n || at[511] != ~n)
+            return at[0] < n ? "a write is missing" : "a write came later";
         for (u64 other = 0; other < cpus; other++) {
             if (at[1 + other] > latest[other]) return "another vCPU's memory is older";
             if (at[1 + other] < seen[other]) return "numbers go back";
@@ -66,13 +70,14 @@ static const char *check(u64 cpu) {
             const char *failed = disk_move(n % RING, (void *)buffer, 0);
             if (failed) return failed;
             if (buffer[0] != n || buffer[511] != ~n)
-                return buffer[0] < n ? "the disk is older than memory" : "the disk is newer than memory";
+                return buffer[0] < n ? "the disk is older than memory"
+                                     : "the disk is newer than memory";
         }
     }
     return 0;
 }
 
-/* A round: writes until the generation is another, which it tells, and looks through its ring. */
+/* A round: writes until the generation changes, and checks its ring. Returns the new generation. */
 static struct id turn(u64 cpu, struct id was) {
     const char *failed = write(cpu, was);
     struct id is = generation();
@@ -98,7 +103,8 @@ static void start_cpus(void) {
     ap_cr3 = (u32)cr3;
     for (u64 cpu = 1; cpu < cpus; cpu++) {
         ap_stack = (u64)(stacks[cpu] + STACK);
-        for (u64 n = 0; n < (u64)(ap_end - ap_start); n++) ((volatile u8 *)TRAMPOLINE)[n] = ap_start[n];
+        u64 bytes = (u64)(ap_end - ap_start);
+        for (u64 n = 0; n < bytes; n++) ((volatile u8 *)TRAMPOLINE)[n] = ap_start[n];
         *to = (u32)cpu << 24;
         *icr = 0x4500; /* INIT */
         for (u64 n = 0; up == cpu; n++)
@@ -106,7 +112,7 @@ static void start_cpus(void) {
     }
 }
 
-static void tell(void) {
+static void report(void) {
     u64 all = 0;
     for (u64 cpu = 0; cpu < cpus; cpu++) {
         while (checked[cpu] <= go) {}
@@ -142,7 +148,7 @@ void rings(u64 generation_address, u64 count) {
     for (;;) {
         put("writing\n");
         id = turn(0, id);
-        tell();
+        report();
         if ((char)(id.low >> 32) != 'c') halt();
         go++;
     }

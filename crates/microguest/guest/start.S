@@ -1,4 +1,4 @@
-/* Entry in 64-bit long mode with the boot parameters in %rsi, as Linux's 64-bit boot protocol says. */
+/* Entry in 64-bit long mode with the boot parameters in %rsi (Linux's 64-bit boot protocol). */
     .section .text.start, "ax"
     .globl _start
 _start:
@@ -10,7 +10,8 @@ _start:
 1:  hlt
     jmp 1b
 
-/* Where another vCPU starts, copied to where its SIPI says: from real mode straight to 64-bit mode, with the first one's page tables. */
+/* The start of another vCPU, copied to the address of its SIPI: from real mode straight to 64-bit
+ * mode, with the first vCPU's page tables. */
     .section .rodata
     .balign 16
     .globl ap_start, ap_end, ap_cr3, ap_stack

@@ -1,34 +1,47 @@
 //! # microguest
 //!
-//! A guest of a few hundred instructions that needs nothing but a CPU in 64-bit long mode, RAM and a serial port. It
-//! starts like a vmlinux and obeys the words of its command line, so that the VMM's tests run on any `/dev/kvm`, even
-//! one that emulates every instruction (about two million a second).
+//! A guest of a few hundred instructions that needs only a CPU in 64-bit long mode, RAM and a
+//! serial port. It boots like a vmlinux and obeys the words of its command line, or of its
+//! initramfs if it has one ([`initramfs`]). The VMM's tests therefore run on any `/dev/kvm`, even
+//! on one that emulates every instruction (about two million a second).
 //!
-//! What may not enter: anything that needs interrupts or SSE; stock kernels test those.
+//! Words that need interrupts or SSE do not belong here; stock kernels test those.
 //!
-//! | word | what it does |
-//! |---|---|
-//! | `say=TEXT` | prints TEXT |
-//! | `fill=SEED:PAGES` | writes SEED's pattern to pages from 32 MiB on, verifies it (numbers in hexadecimal) |
-//! | `verify=SEED:PAGES` | prints `verify ok seed SEED` or `verify bad page N` |
-//! | `grow=ADDR:COUNT:SEEDS` | grows ([`Growth`]) with the seeds 1 to SEEDS, prints `ready`, waits as `until` does, and obeys the generation id, over and over; an id that is no [`Growth`] halts it |
-//! | `rings=ADDR:CPUS` | starts the other vCPUs, prints `writing`, and all of them write numbered pages, the first one blocks too, until the generation id at ADDR changes; then each looks whether what it wrote is there, all of it and nothing else; prints `rings ok N`, or `rings wrong: WHY`, and goes on where the id is that of [`Growth::Churn`] |
-//! | `touch=PAGES` | writes one word to each of PAGES pages from 32 MiB on, jumping over the hole below 4 GiB; at most 11 GiB of RAM |
-//! | `sort=SEED:KEYS` | makes KEYS 32-bit integers from SEED, sorts them, looks through them, and prints the line of [`sorted`] or `sort wrong at N` |
-//! | `born=ADDR` | as `until`, and then halts: the least that a clone can do |
-//! | `until=ADDR` | prints `ready`, waits until the VM generation id at ADDR changes, whatever to, writes to port 0x80 and goes on with the next word |
-//! | `count` | prints `count N` now and then, for ever |
-//! | `work=PAGES:TURNS` | writes one word to each of PAGES pages from 32 MiB on, over and over, and prints a dot whenever it has done so TURNS times; for ever |
-//! | `wait=ADDR` | prints `ready`, counts until the VM generation id at ADDR changes, then obeys it ([`orders`]), over and over |
-//! | `end=HOW` | ends the VM, see [`End`] |
+//! The words (numbers in hexadecimal):
+//! - `say=TEXT`: prints TEXT.
+//! - `fill=SEED:PAGES`: writes SEED's pattern to pages from 32 MiB on, verifies it.
+//! - `verify=SEED:PAGES`: prints `verify ok seed SEED` or `verify bad page N`.
+//! - `grow=ADDR:COUNT:SEEDS`: grows ([`Growth`]) with the seeds 1 to SEEDS. Then, over and over,
+//!   prints `ready`, waits as `until` does, and obeys the generation id. An id that is no
+//!   [`Growth`] halts the guest.
+//! - `grow=ADDR:COUNT:SEEDS:FIRST:THEN`: as `grow` with SEEDS seeds from FIRST on. An id that is no
+//!   [`Growth`] makes the guest check its pages, and then grow by the next seed (THEN is `g`),
+//!   churn from that seed on (`c`), or do nothing (`l`).
+//! - `rings=ADDR:CPUS`: starts the other vCPUs and prints `writing`. All vCPUs write numbered
+//!   pages, the first vCPU also writes blocks, until the generation id at ADDR changes. Then each
+//!   vCPU checks that it finds all of its writes and nothing else. Prints `rings ok N`, or `rings
+//!   wrong: WHY`, and goes on if the id is that of [`Growth::Churn`].
+//! - `touch=PAGES`: writes one word to each of PAGES pages from 32 MiB on, without the hole below
+//!   4 GiB; at most 11 GiB of RAM.
+//! - `sort=SEED:KEYS`: makes KEYS 32-bit integers from SEED, sorts them, looks through them, and
+//!   prints the line of [`sorted`] or `sort wrong at N`.
+//! - `born=ADDR`: as `until`, and then halts: the least that a clone can do.
+//! - `until=ADDR`: prints `ready`, waits until the VM generation id at ADDR changes to any value,
+//!   writes to port 0x80 and goes on with the next word.
+//! - `count`: prints `count N` now and then, for ever.
+//! - `work=PAGES:TURNS`: writes one word to each of PAGES pages from 32 MiB on, over and over, and
+//!   prints a dot after each TURNS rounds; for ever.
+//! - `wait=ADDR`: over and over prints `ready`, counts until the VM generation id at ADDR changes,
+//!   then obeys it ([`orders`]).
+//! - `end=HOW`: ends the VM, see [`End`].
 //!
-//! After the last word it prints `done` and halts with interrupts off.
+//! After the last word the guest prints `done` and halts with interrupts off.
 
 /// How the guest ends its VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum End {
-    /// Not at all: counts on.
+    /// Does not end the VM: goes on counting.
     Not = 0,
     /// Writes S5 to the ACPI sleep control register (port 0x600).
     PowerOff = b'o',
@@ -42,14 +55,20 @@ pub enum End {
     Panic = b'p',
 }
 
-/// The guest as an ELF that boots like a vmlinux.
+/// The guest as an ELF file that boots like a vmlinux.
 #[must_use]
 pub fn elf() -> &'static [u8] {
     include_bytes!(concat!(env!("OUT_DIR"), "/microguest.elf"))
 }
 
-/// A VM generation id that tells a waiting guest what to do: verify the pages it filled, fill them with `seed`'s
-/// pattern, verify that, print `obeyed SEED`, then end as `end` says.
+/// The initramfs of a guest that obeys `words`, at most 1,023 bytes.
+#[must_use]
+pub fn initramfs(words: &str) -> Vec<u8> {
+    [words.as_bytes(), &[0]].concat()
+}
+
+/// A VM generation id that is an order to a waiting guest: verify the pages that it filled, fill
+/// them with `seed`'s pattern, verify that, print `obeyed SEED`, then end as `end` says.
 #[must_use]
 pub fn orders(seed: u32, end: End) -> [u8; 16] {
     let mut id = [0; 16];
@@ -59,24 +78,27 @@ pub fn orders(seed: u32, end: End) -> [u8; 16] {
     id
 }
 
-/// What a guest with the word `grow=` is told by its generation id.
+/// The orders to a guest with the word `grow=`, given by its generation id.
 ///
-/// It knows 8,192 slots: a block each, spread over the first disk, and a page each, from 32 MiB on. Which seed wrote a slot last it
-/// remembers in its memory, so that a snapshot's memory tells what the snapshot's disk must hold.
+/// The guest has 8,192 slots: each is a block, spread over the first disk, and a page, from 32 MiB
+/// on. It stores in memory which seed wrote a slot last, so a snapshot's memory shows what the
+/// snapshot's disk must hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Growth {
     /// Write COUNT slots, some of them perhaps twice, and print `grown SEED`. The seed is not 0.
     Grow(u32),
-    /// Write slots without end, each with the next seed from this on, after the line `churning`.
+    /// Write slots without end, each with the next seed from this one on, after the line
+    /// `churning`.
     Churn(u32),
     /// Do nothing but print `grown 0`.
     Idle,
-    /// Read all slots, and print `found N`, how many were ever written, or `failed: WHY, slot N` and halt.
+    /// Read all slots and print `found N`, the number of slots ever written; or print `failed: WHY,
+    /// slot N` and halt.
     Look,
 }
 
 impl Growth {
-    /// The generation id that says it.
+    /// The generation id of this order.
     #[must_use]
     pub fn generation(self) -> [u8; 16] {
         let mut id = [0; 16];
@@ -93,8 +115,8 @@ impl Growth {
     }
 }
 
-/// The line that `sort=SEED:KEYS` prints. Computed here by other means: keys that are in order but are not those of the seed have
-/// another digest.
+/// The line that `sort=SEED:KEYS` prints. It is computed here by other means: keys that are sorted
+/// but are not those of the seed have another digest.
 #[must_use]
 pub fn sorted(seed: u64, keys: usize) -> String {
     let mut state = seed.wrapping_mul(2).wrapping_add(1);

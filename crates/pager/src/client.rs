@@ -1,4 +1,4 @@
-//! The daemon's end.
+//! The daemon's end of the connection to a pager.
 
 use crate::wire::{FromPager, MAX_FDS, Settings, ToPager, pair, receive, send};
 use dayfly_store::Plan;
@@ -8,16 +8,17 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::ops::Range;
 
-/// A pager that was told what it is for.
+/// A pager that has begun.
 #[derive(Debug)]
 pub struct Client(OwnedFd);
 
 impl Client {
-    /// Tells the process at the other end of `socket` to follow `plan`, to fetch the frames in `first` first, in that order, and none of those that clones
-    /// have `elsewhere`, ascending and apart. Waits until it is ready.
+    /// Sends `plan` to the process at the other end of `socket`, and waits until it has begun. The
+    /// pager fetches the frames in `first` first, in that order. It never fetches the frames in
+    /// `elsewhere`, which are ascending ranges without overlap.
     ///
     /// # Errors
-    /// It is gone, or says why it cannot.
+    /// The pager has ended, or reports why it cannot begin.
     pub fn begin(
         socket: OwnedFd,
         plan: &Plan,
@@ -52,31 +53,40 @@ impl Client {
             Some((FromPager::Begun, _)) => Ok(Self(socket)),
             Some((FromPager::Failed { cause }, _)) => Err(io::Error::other(cause)),
             Some((other, _)) => Err(io::Error::other(format!("expected Begun, got {other:?}"))),
-            None => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it ended before it had begun")),
+            None => {
+                Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it ended before it had begun"))
+            }
         }
     }
 
-    /// Tells of a clone, whose cause of death is written to `exit` if it cannot have its memory; gives the socket for its VMM.
+    /// Announces a clone to the pager, and returns the socket for the clone's VMM. If a page of the
+    /// clone cannot be fetched, the pager writes the cause to `exit` and kills `vmm`.
     ///
     /// # Errors
-    /// The pager is gone.
-    pub fn clone_comes(&self, vm: &str, vmm: BorrowedFd<'_>, exit: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    /// The pager has ended.
+    pub fn clone_comes(
+        &self,
+        vm: &str,
+        vmm: BorrowedFd<'_>,
+        exit: BorrowedFd<'_>,
+    ) -> io::Result<OwnedFd> {
         let (ours, theirs) = pair()?;
         send(&self.0, &ToPager::Clone { vm: vm.to_owned() }, &[ours.as_fd(), vmm, exit])?;
         Ok(theirs)
     }
 
-    /// Nobody will tell it anything any more: it ends with its last clone, or when all is there.
+    /// Shuts the connection down. The pager then ends with its last clone, or when all pages are
+    /// present.
     pub fn leave(&self) {
-        // One that is gone needs not be told.
+        // Fails only if the pager has ended.
         let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Write);
     }
 
-    /// What it tells next; `None` when it has ended. Blocks.
+    /// The pager's next message; `None` once it has ended. Blocks.
     ///
     /// # Errors
-    /// It says what cannot be understood.
+    /// The message is invalid.
     pub fn next(&self) -> io::Result<Option<FromPager>> {
-        Ok(receive(&self.0)?.map(|(told, _)| told))
+        Ok(receive(&self.0)?.map(|(message, _)| message))
     }
 }

@@ -1,5 +1,6 @@
-//! Everything that can go wrong with a page, at every moment of its way, with clones that want it in every order: no clone ever reads a wrong byte, and
-//! one that cannot have its page is killed with the cause. (Efficiently Restoring VMs has none of this; `design.md`'s failures.)
+//! Everything that can go wrong with a page, at every moment of a fetch, with clones that touch
+//! pages in every order. No clone ever reads a wrong byte, and a clone that cannot have its page is
+//! killed with the cause. (Efficiently Restoring VMs does not treat these failures.)
 
 use super::tests::{PAGE, Room, Standin, content};
 use super::*;
@@ -7,11 +8,12 @@ use crate::policy::Policy;
 use crate::source::{Batch, Layout, Put, SourceError, ZERO};
 use crate::wire::Settings;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use std::fs::File;
 use std::sync::atomic::AtomicU32;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-/// Frames of a batch, and batches; the frames behind them are zeroes.
+/// Frames per batch, and number of batches; the remaining frames are zeroes.
 const EACH: u32 = 3;
 const BATCHES: u32 = 6;
 const FRAMES: u32 = 24;
@@ -19,27 +21,27 @@ const LONG: Duration = Duration::from_secs(20);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
-    /// It cannot be read, so often.
+    /// The batch cannot be read, this many times.
     Unreadable(u32),
-    /// Neither now nor later.
+    /// The batch can never be read.
     Never,
-    /// It is not what it should be.
+    /// The batch is damaged.
     Damaged,
-    /// More pages come than there is RAM.
+    /// The source puts a page beyond the end of RAM.
     Outside,
-    /// It takes a while.
+    /// The fetch takes a while.
     Slow,
-    /// Somebody who has the memory open has put the same page.
+    /// Another holder of the memfd puts the same page first.
     Same,
-    /// Another clone touches it.
+    /// Another clone touches the batch.
     Touched,
-    /// A clone that does not wait for it goes.
+    /// A clone that does not wait for the batch ends.
     Goes,
-    /// Another clone comes.
+    /// Another clone arrives.
     Comes,
-    /// The daemon goes.
+    /// The daemon ends.
     Alone,
-    /// It is fetched twice at once: by who asked for it and ahead of others.
+    /// The batch is fetched for a fault and ahead of faults at the same time.
     Ahead,
 }
 
@@ -59,23 +61,23 @@ const FAULTS: [Fault; 12] = [
 ];
 
 impl Fault {
-    /// Whether whoever touches the page must be killed.
+    /// Whether a clone that touches the page must be killed.
     fn kills(self) -> bool {
         matches!(self, Self::Never | Self::Damaged | Self::Outside)
     }
 
-    /// Whether the test does something meanwhile.
+    /// Whether the test acts during the fetch.
     fn acts(self) -> bool {
         matches!(self, Self::Touched | Self::Goes | Self::Comes | Self::Alone)
     }
 }
 
-/// In which order a clone touches frames.
+/// The order in which a clone touches frames.
 #[derive(Debug, Clone, Copy)]
 enum Walk {
     Up,
     Down,
-    /// The batch first, or last.
+    /// The case's batch first, or last.
     First,
     Last,
 }
@@ -84,16 +86,16 @@ enum Walk {
 struct Case {
     fault: Fault,
     batch: u32,
-    /// Before which of the batch's pages it happens; after all of them, where there are so many.
+    /// Before which of the batch's pages the fault happens; [`EACH`] means after all of them.
     moment: u32,
     clones: u32,
     walk: Walk,
     background: bool,
-    /// Whether the batch is of the working set.
+    /// Whether the batch is in the working set.
     early: bool,
 }
 
-/// Pages that are made up, and what goes wrong with one batch.
+/// A source of generated pages, with a fault in one batch.
 struct Faulty {
     layout: Layout,
     case: Case,
@@ -129,14 +131,17 @@ impl Faulty {
     }
 }
 
-/// Makes a frame what it will be, as somebody else who has the memory open; in one step, as stores into it would show zeroes first.
+/// Puts a frame's content as another holder of the memfd would. Atomically, because plain stores
+/// would show zeroes first.
 fn put_directly(memory: &File, frame: u32) {
     let bytes = FRAMES as usize * PAGE;
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     let uffd = Uffd::own().unwrap();
-    // SAFETY: a new mapping, at an address of the kernel's choice, that goes with this function; nobody has a reference to it.
+    // SAFETY: a new mapping, at an address of the kernel's choice, unmapped before this function
+    // returns; nothing has a reference to it.
     unsafe {
-        let at = mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, memory, 0).unwrap();
+        let at =
+            mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, memory, 0).unwrap();
         let start = at.expose_provenance();
         uffd.register(start as u64, bytes as u64).unwrap();
         uffd.copy((start + frame as usize * PAGE) as u64, &content(frame), PAGE).unwrap();
@@ -175,10 +180,10 @@ impl Source for Faulty {
     }
 }
 
-/// What a clone found.
+/// The result of a clone's walk.
 enum Walked {
     All,
-    /// It was killed, so long after it touched.
+    /// The clone was killed, this long after the touch.
     Killed(Duration),
 }
 
@@ -196,7 +201,7 @@ fn walk(clone: &Standin, case: &Case) -> Walked {
         let got = clone.read(frame);
         let expected = if frame < BATCHES * EACH { content(frame) } else { [0; PAGE] };
         if got != expected {
-            // Its VMM would not run any more.
+            // A real VMM would not run any more.
             assert!(clone.was_killed(), "{case:?}: wrong bytes in frame {frame}");
             return Walked::Killed(began.elapsed());
         }
@@ -206,8 +211,10 @@ fn walk(clone: &Standin, case: &Case) -> Walked {
 
 fn play(case: Case) -> Duration {
     let memory = crate::guest::memory(u64::from(FRAMES) * PAGE as u64).unwrap();
-    let batch_of = (0..FRAMES).map(|frame| if frame < BATCHES * EACH { frame / EACH } else { ZERO });
-    let batches = (0..BATCHES).map(|n| Batch { first: n * EACH, frames: EACH, colour: 0, group: 0 });
+    let batch_of =
+        (0..FRAMES).map(|frame| if frame < BATCHES * EACH { frame / EACH } else { ZERO });
+    let batches =
+        (0..BATCHES).map(|n| Batch { first: n * EACH, frames: EACH, colour: 0, group: 0 });
     let layout = Layout { batch_of: batch_of.collect(), batches: batches.collect() };
     let (at, hit) = sync_channel(1);
     let (go, gone) = sync_channel(1);
@@ -232,7 +239,7 @@ fn play(case: Case) -> Duration {
         let mut late = None;
         let touched = if case.fault == Fault::Touched { idle.take() } else { None };
         if case.fault.acts() {
-            hit.recv_timeout(LONG).unwrap_or_else(|e| panic!("{case:?}: nobody fetched it: {e}"));
+            hit.recv_timeout(LONG).unwrap_or_else(|e| panic!("{case:?}: it was not fetched: {e}"));
             match case.fault {
                 Fault::Goes => drop(idle.take()),
                 Fault::Comes => late = Some(room.clone()),
@@ -240,15 +247,19 @@ fn play(case: Case) -> Duration {
                 _ => {}
             }
         }
-        let touched = touched.map(|clone| scope.spawn(move || matches!(walk(&clone, &case), Walked::All)));
+        let touched =
+            touched.map(|clone| scope.spawn(move || matches!(walk(&clone, &case), Walked::All)));
         if case.fault.acts() {
             go.send(()).unwrap();
         }
         for walked in walks {
             match walked.join().unwrap() {
-                // Pages that came before it happened are right, and there.
+                // Pages that came before the fault are right and present.
                 Walked::All => {
-                    assert!(!case.fault.kills() || case.moment == EACH, "{case:?}: it was not killed");
+                    assert!(
+                        !case.fault.kills() || case.moment == EACH,
+                        "{case:?}: it was not killed"
+                    );
                 }
                 Walked::Killed(after) => {
                     assert!(case.fault.kills(), "{case:?}: it was killed");
@@ -280,7 +291,15 @@ fn cases() -> Vec<Case> {
                         for (background, early) in
                             [(false, false), (false, true), (true, false), (true, true)]
                         {
-                            cases.push(Case { fault, batch, moment, clones, walk, background, early });
+                            cases.push(Case {
+                                fault,
+                                batch,
+                                moment,
+                                clones,
+                                walk,
+                                background,
+                                early,
+                            });
                         }
                     }
                 }
@@ -308,7 +327,8 @@ fn whatever_goes_wrong_when_no_clone_reads_a_wrong_byte() {
         }
     });
     println!(
-        "{} combinations of fault, moment and source, no wrong byte, {:?}; longest from fault to kill: {:?}",
+        "{} combinations of fault, moment and source, no wrong byte, {:?}; \
+         longest from fault to kill: {:?}",
         cases.len(),
         began.elapsed(),
         worst.into_inner().unwrap()

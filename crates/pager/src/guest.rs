@@ -1,7 +1,7 @@
-//! A clone without a VMM: memory of this very process that a pager serves. For tests and benchmarks.
+//! A clone without a VMM, for tests and benchmarks: a mapping in this process that a pager serves.
 
-use crate::uffd::Uffd;
 use crate::wire::{ToPager, pair, receive_bytes, send, send_bytes};
+use dayfly_sys::uffd::Uffd;
 use dayfly_units::regions::{self, Region};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::MemfdFlags;
@@ -11,7 +11,7 @@ use std::io;
 
 const PAGE: usize = 4096;
 
-/// An empty template's memory.
+/// An empty memfd for a template.
 ///
 /// # Errors
 /// The host has no memory.
@@ -22,27 +22,33 @@ pub fn memory(bytes: u64) -> io::Result<File> {
     Ok(memory)
 }
 
-/// A private mapping of a template, and the userfaultfd that watches it.
+/// A private mapping of a template, and the userfaultfd registered on it.
 #[derive(Debug)]
 pub struct Guest {
     at: usize,
     bytes: usize,
-    /// Nothing where it was closed.
+    /// `None` once it is closed.
     uffd: Option<Uffd>,
     socket: OwnedFd,
 }
 
 impl Guest {
-    /// Maps `memory`, and has the pager at the other end of `daemon` told of it: `process` is ended, with the cause in `exit`, where a page
-    /// cannot be had.
+    /// Maps `memory`, and announces the clone to the pager at the other end of `daemon`. If a page
+    /// cannot be fetched, the pager kills `process` and writes the cause to `exit`.
     ///
     /// # Errors
-    /// The host refuses.
-    pub fn new(daemon: &OwnedFd, memory: &File, process: BorrowedFd<'_>, exit: &File) -> io::Result<Self> {
+    /// The kernel refuses, or the pager has ended.
+    pub fn new(
+        daemon: &OwnedFd,
+        memory: &File,
+        process: BorrowedFd<'_>,
+        exit: &File,
+    ) -> io::Result<Self> {
         let bytes = usize::try_from(memory.metadata()?.len()).map_err(io::Error::other)?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, at an address of the kernel's choice.
-        let at = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE, memory, 0)? };
+        let at =
+            unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE, memory, 0)? };
         let at = at.expose_provenance();
         let (socket, theirs) = pair()?;
         let uffd = Uffd::own()?;
@@ -53,7 +59,7 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Its memory, in two regions.
+    /// The mapping as two regions, the upper one first.
     #[must_use]
     pub fn regions(&self) -> Vec<Region> {
         let half = (self.bytes / 2) as u64;
@@ -61,31 +67,33 @@ impl Guest {
         vec![region(half), region(0)]
     }
 
-    /// Its userfaultfd.
+    /// The userfaultfd.
     ///
     /// # Panics
-    /// It was closed.
+    /// The userfaultfd was closed.
     #[must_use]
     #[expect(clippy::expect_used, reason = "for tests and benchmarks, which know")]
     pub const fn uffd(&self) -> &OwnedFd {
         self.uffd.as_ref().expect("a guest's userfaultfd").fd()
     }
 
-    /// Closes its userfaultfd, as the end of a process does; its pager has it, too.
+    /// Closes this process's descriptor of the userfaultfd, as the end of a process does; the pager
+    /// keeps its own.
     pub fn close(&mut self) {
         self.uffd = None;
     }
 
-    /// Tells its pager where its memory is; gives the answer, nothing where the pager will not have it.
+    /// Sends regions and userfaultfd to the pager, and returns its answer; `None` if the pager
+    /// refuses.
     ///
     /// # Errors
-    /// The pager is gone.
-    pub fn tell(&self, told: &[Region], uffd: &OwnedFd) -> io::Result<Option<Vec<u8>>> {
-        send_bytes(&self.socket, &regions::encode(told), &[uffd.as_fd()])?;
+    /// The pager has ended.
+    pub fn register(&self, regions: &[Region], uffd: &OwnedFd) -> io::Result<Option<Vec<u8>>> {
+        send_bytes(&self.socket, &regions::encode(regions), &[uffd.as_fd()])?;
         Ok(receive_bytes(&self.socket)?.map(|(bytes, _)| bytes))
     }
 
-    /// Where a frame is; `byte` of it.
+    /// The address of byte `byte` of a frame.
     fn place(&self, frame: u32, byte: usize) -> usize {
         let place = frame as usize * PAGE + byte;
         assert!(
@@ -96,15 +104,15 @@ impl Guest {
         self.at + place
     }
 
-    /// Reads one byte of a frame; waits until it is there.
+    /// Reads one byte of a frame; blocks until the page is present.
     #[must_use]
     pub fn touch(&self, frame: u32) -> u8 {
         let from = std::ptr::with_exposed_provenance::<u8>(self.place(frame, 0));
-        // SAFETY: it lies in our mapping, as `place` asserts.
+        // SAFETY: the byte lies in our mapping, as `place` asserts.
         unsafe { std::ptr::read_volatile(from) }
     }
 
-    /// Reads a frame; waits until it is there.
+    /// Reads a frame; blocks until the page is present.
     #[must_use]
     pub fn read(&self, frame: u32) -> [u8; PAGE] {
         let from = std::ptr::with_exposed_provenance::<u8>(self.place(frame, 0));
@@ -114,17 +122,19 @@ impl Guest {
         bytes
     }
 
-    /// Writes one byte of a frame.
+    /// Writes one byte of a frame; blocks until the page is present.
     pub fn write(&self, frame: u32, byte: usize, value: u8) {
         let to = std::ptr::with_exposed_provenance_mut::<u8>(self.place(frame, byte));
-        // SAFETY: it lies in our mapping, as `place` asserts, which nobody has a reference to.
+        // SAFETY: the byte lies in our mapping, as `place` asserts, and nothing has a reference to
+        // it.
         unsafe { std::ptr::write_volatile(to, value) };
     }
 }
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // SAFETY: the mapping of `new`, to which nobody has a reference. A failure leaves it mapped.
+        // SAFETY: `new` made the mapping, and nothing has a reference to it. If munmap fails, the
+        // mapping stays.
         let _ = unsafe { munmap(std::ptr::with_exposed_provenance_mut(self.at), self.bytes) };
     }
 }

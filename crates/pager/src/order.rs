@@ -1,8 +1,10 @@
-//! What is fetched before anybody asks: what lies beside a fault, then the recorded working set in its order, then all batches as they lie.
+//! The order of fetching ahead of faults: batches beside a fault, then the recorded working set in
+//! its order, then all batches in stored order.
 //!
-//! Efficiently Restoring VMs, algorithm 1, goes through the rest by where it lies on disk; batches are numbered so. The working set is cut into slices, each
-//! twice as long as the one before and by itself as it lies: what is wanted at once comes at once, and a disk need not go back and forth for
-//! what is wanted later.
+//! Efficiently Restoring VMs, algorithm 1, goes through the rest in disk order; batches are
+//! numbered in that order. The working set is cut into slices, each twice as long as the one
+//! before, and each slice is in stored order. So early pages come early, and a disk does not seek
+//! back and forth for later ones.
 
 use crate::policy::Policy;
 use crate::source::{Batch, Layout, ZERO};
@@ -10,37 +12,41 @@ use crate::streams::Streams;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Batches of the working set's first slice.
+/// Batches in the working set's first slice.
 const SLICE: usize = 32;
-/// So many batches of a group, before and behind, come with one that was asked for.
+/// The most batches of a group, on each side, that come with a faulting one.
 const GROUP: usize = 64;
-/// In no place of the row.
+/// The place of a batch that is not in the row.
 const NOWHERE: u32 = u32::MAX;
 
-/// Batches still to be fetched, the next first.
+/// Batches to fetch ahead, in order.
 #[derive(Debug)]
 pub struct Order {
     beside_each: u32,
     beside: VecDeque<u32>,
-    /// All that come unasked, in a row, and for each batch its place there.
+    /// The row: all batches to fetch ahead. `places` has for each batch its index in the row.
     row: Vec<u32>,
     places: Vec<u32>,
-    /// The next of them.
+    /// Index in the row of the next batch.
     at: usize,
-    /// So many from there on are those to be fetched first.
+    /// Number of batches from `at` on that belong to the working set.
     lead: usize,
-    /// Where the policy has them.
+    /// `None` if the policy has no streams.
     streams: Option<Streams>,
 }
 
 impl Order {
-    /// Those of `layout` that the policy has fetched unasked; `first` are the frames of the working set.
+    /// The batches of `layout` that the policy fetches ahead; `first` are the frames of the working
+    /// set.
     #[must_use]
     pub fn new(layout: &Layout, first: &[u32], policy: &Policy) -> Self {
         let mut taken = vec![false; layout.batches.len()];
-        let of = |frame: &u32| layout.batch_of.get(*frame as usize).copied().filter(|batch| *batch != ZERO);
-        let mut once =
-            |batch: &u32| taken.get_mut(*batch as usize).is_some_and(|t| !std::mem::replace(t, true));
+        let of = |frame: &u32| {
+            layout.batch_of.get(*frame as usize).copied().filter(|batch| *batch != ZERO)
+        };
+        let mut once = |batch: &u32| {
+            taken.get_mut(*batch as usize).is_some_and(|t| !std::mem::replace(t, true))
+        };
         let first = first.iter().filter(|_| policy.working_set);
         let mut row: Vec<u32> = first.filter_map(of).filter(&mut once).collect();
         let lead = row.len();
@@ -61,28 +67,29 @@ impl Order {
         order
     }
 
-    /// Notes the places of these of the row.
+    /// Updates `places` for this part of the row.
     fn place(&mut self, of: Range<usize>) {
         for (place, batch) in (0_u32..).zip(&self.row).skip(of.start).take(of.len()) {
             self.places[*batch as usize] = place;
         }
     }
 
-    /// How many come before this one, of those that come unasked; nothing where it does not, or was taken.
+    /// Number of batches that come before this one. `None` if it is not in the row, or was taken
+    /// already.
     #[must_use]
     pub fn comes_after(&self, batch: u32) -> Option<usize> {
         let place = self.places.get(batch as usize).filter(|place| **place != NOWHERE)?;
         Some((*place as usize).checked_sub(self.at)? + self.beside.len())
     }
 
-    /// What is left to be fetched first is fetched as it lies.
+    /// Sorts the rest of the working set into stored order.
     pub fn sweep(&mut self) {
         let left = self.at..self.at + self.lead;
         self.row[left.clone()].sort_unstable();
         self.place(left);
     }
 
-    /// All that is left is fetched as it lies, and all of it is to come first.
+    /// Sorts all that is left into stored order, and treats all of it as working set.
     pub fn sweep_all(&mut self) {
         let left = self.at..self.row.len();
         if self.lead < left.len() {
@@ -92,21 +99,26 @@ impl Order {
         }
     }
 
-    /// Somebody asks for `batch`: what is to come with it. `missing` says which are not there.
+    /// Called before a fault's `batch` is fetched: returns the batches to fetch with it. `missing`
+    /// reports which batches are not present.
     pub fn with(&mut self, layout: &Layout, batch: u32, missing: impl Fn(u32) -> bool) -> Vec<u32> {
         self.streams.as_mut().map_or_else(Vec::new, |streams| streams.asked(layout, batch, missing))
     }
 
-    /// Somebody asked for `batch`: those of its group come next, and where it has none, those of its colour that lie behind it. Says whether there are any.
+    /// Called after a fault's `batch` was fetched: queues the batches beside it. If it has a group,
+    /// these are the rest of the group; otherwise, the next batches of its colour. Returns whether
+    /// any were queued.
     ///
-    /// So many others `behind` it come too, of those that are to come anyway.
+    /// Up to `behind` further batches behind it are queued too, if they are still in the row.
     pub fn asked(&mut self, layout: &Layout, batch: u32, behind: usize) -> bool {
         if behind > 0 {
-            // What lies behind an earlier one comes with all others: to go back there would be another jump.
+            // Batches queued for an earlier fault come with the row; going back for them would be
+            // another seek.
             self.beside.clear();
         }
         let before_this = self.beside.len();
-        let places = (0_u32..).zip(&self.places).skip((batch as usize).saturating_add(1)).take(behind);
+        let places =
+            (0_u32..).zip(&self.places).skip((batch as usize).saturating_add(1)).take(behind);
         let to_come = places.filter(|(_, place)| **place != NOWHERE && **place as usize >= self.at);
         self.beside.extend(to_come.map(|(batch, _)| batch));
         let of = |n: u32| layout.batches.get(n as usize);
@@ -118,12 +130,13 @@ impl Order {
             return self.beside.len() > before_this;
         }
         let last = batch.saturating_add(self.beside_each);
-        let same = |n: &u32| layout.batches.get(*n as usize).is_some_and(|beside| beside.colour == colour);
+        let same =
+            |n: &u32| layout.batches.get(*n as usize).is_some_and(|beside| beside.colour == colour);
         self.beside.extend((batch + 1..=last).filter(same));
         self.beside.len() > before_this
     }
 
-    /// The next; those that are there already come too.
+    /// The next batch, which may be present already.
     pub fn take(&mut self) -> Option<u32> {
         if let Some(batch) = self.beside.pop_front() {
             return Some(batch);
@@ -134,19 +147,19 @@ impl Order {
         Some(batch)
     }
 
-    /// How many of those to be fetched first are still to come.
+    /// Number of batches of the working set that are still to come.
     #[must_use]
     pub const fn lead(&self) -> usize {
         self.lead
     }
 
-    /// How many are still to come; those beside one that was asked for are mostly some of them.
+    /// Number of batches still to come; batches beside a fault are mostly in the row too.
     #[must_use]
     pub fn left(&self) -> usize {
         self.row.len().saturating_sub(self.at).max(self.beside.len())
     }
 
-    /// It could not be had: it is tried again at the end.
+    /// Appends a batch that could not be fetched, for another attempt at the end.
     pub fn later(&mut self, batch: u32) {
         self.row.push(batch);
         self.place(self.row.len() - 1..self.row.len());
@@ -157,10 +170,11 @@ impl Order {
 mod tests {
     use super::*;
 
-    /// Batches of two frames. The last two are of another colour.
+    /// Batches of two frames; the last two batches have another colour.
     fn layout() -> Layout {
-        let batches =
-            (0..6).map(|n| Batch { first: 2 * n, frames: 2, colour: u8::from(n > 3), group: 0 }).collect();
+        let batches = (0..6)
+            .map(|n| Batch { first: 2 * n, frames: 2, colour: u8::from(n > 3), group: 0 })
+            .collect();
         let batch_of = (0..12).map(|frame| frame / 2).chain([ZERO, ZERO]).collect();
         Layout { batch_of, batches }
     }
@@ -214,7 +228,8 @@ mod tests {
 
     #[test]
     fn slices_of_the_working_set_come_as_they_lie() {
-        let batches = (0..500).map(|n| Batch { first: n, frames: 1, colour: 0, group: 0 }).collect();
+        let batches =
+            (0..500).map(|n| Batch { first: n, frames: 1, colour: 0, group: 0 }).collect();
         let layout = Layout { batch_of: (0..500).collect(), batches };
         let backwards: Vec<u32> = (0..500).rev().collect();
         let order = all(Order::new(&layout, &backwards, &Policy::MINIMAL.with_working_set()));

@@ -1,37 +1,39 @@
-//! Which frames come together, and which come before anybody asks.
+//! Which frames come together, and which frames come ahead of faults.
 //!
-//! Kaleidoscope, section 4.3, fetches beside a fault what has its colour, as much as a window of that colour says; Efficiently Restoring VMs, section
-//! 3.3, what one read gives, and in the end everything. Policies of others are here to be compared with.
+//! Kaleidoscope, section 4.3, fetches frames of the faulting frame's colour beside it, up to a
+//! window per colour. Efficiently Restoring VMs, section 3.3, fetches the result of one read, and
+//! everything in the end. The policies of those papers are here for comparison.
 
 use serde::{Deserialize, Serialize};
 
-/// Room for so many colours (`dayfly-introspect` has nine).
+/// Number of colours that fit (`dayfly-introspect` has nine).
 pub const COLOURS: usize = 16;
-/// What one read gives at most: pages of a pack's group, blocks in a row.
+/// The most frames of one read: pages of a pack's group, or consecutive blocks.
 pub const UNIT: u8 = 16;
 
-/// What is fetched when.
+/// When to fetch which frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Policy {
-    /// For each colour how many frames come at once, 1 to [`UNIT`].
+    /// For each colour the number of frames that come together, 1 to [`UNIT`].
     pub windows: [u8; COLOURS],
-    /// Neighbours are those in RAM, whatever they are used for; not those of one colour that one read gives.
+    /// Whether batches are consecutive frames of RAM, whatever their colour. If not, a batch has
+    /// frames of one colour from one read.
     pub blind: bool,
-    /// The recorded working set comes first, in its order.
+    /// Whether the recorded working set comes first, in its order.
     pub working_set: bool,
-    /// What is asked for one after the other has more and more come with it ([`crate::streams`]).
+    /// Whether the window of sequential faults grows ([`crate::streams`]).
     pub streams: bool,
-    /// So many batches after one that was asked for are next.
+    /// Number of batches behind a faulting batch that are fetched next, if they have its colour.
     pub beside: u32,
-    /// Everything comes in the end.
+    /// Whether everything is fetched in the end.
     pub background: bool,
 }
 
 impl Policy {
-    /// Nothing that nobody asks for.
+    /// Only frames with a fault, one by one.
     pub const MINIMAL: Self = Self::blind(1);
 
-    /// So many frames in a row, and nothing else.
+    /// Windows of `frames` consecutive frames, and nothing else.
     #[must_use]
     pub const fn blind(frames: u8) -> Self {
         Self {
@@ -44,26 +46,26 @@ impl Policy {
         }
     }
 
-    /// Frames of one colour, of streams more of them, and nothing else.
+    /// Windows of one colour, larger ones for streams, and nothing else.
     #[must_use]
     pub const fn colour(windows: [u8; COLOURS]) -> Self {
         Self { windows, blind: false, streams: true, ..Self::MINIMAL }
     }
 
-    /// With the working set.
+    /// This policy, with the working set.
     #[must_use]
     pub const fn with_working_set(self) -> Self {
         Self { working_set: true, ..self }
     }
 
-    /// How many frames of a colour come at once.
+    /// Number of frames of a colour that come together.
     #[must_use]
     pub fn window(&self, colour: u8) -> u8 {
         self.windows.get(usize::from(colour)).copied().unwrap_or(1).clamp(1, UNIT)
     }
 }
 
-/// Everything comes, the working set first; who waits gets all that one read gives.
+/// Everything is fetched, the working set first; a fault gets all frames of one read.
 impl Default for Policy {
     fn default() -> Self {
         Self {

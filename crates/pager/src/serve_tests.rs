@@ -5,16 +5,18 @@ use crate::source::{Batch, Layout, Put, SourceError, ZERO};
 use crate::wire::pair;
 use rustix::fs::SealFlags;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::process::{Child, Command};
 use std::sync::atomic::AtomicU32;
 use std::thread;
 
 pub(super) const PAGE: usize = 4096;
-/// Frames of a batch.
+/// Frames per batch.
 const EACH: u32 = 4;
 const SLOW: u32 = 900;
 
-/// What a frame has.
+/// The content of a frame.
 pub(super) fn content(frame: u32) -> [u8; PAGE] {
     let mut bytes = [0; PAGE];
     for (n, chunk) in (1_u32..).zip(bytes.chunks_exact_mut(4)) {
@@ -23,10 +25,10 @@ pub(super) fn content(frame: u32) -> [u8; PAGE] {
     bytes
 }
 
-/// Pages that are made up, of which every fifth batch is zeroes; it fails as it is told.
+/// A source of generated pages; every fifth batch is zeroes. `fails` chooses which fetches fail.
 struct Made {
     layout: Layout,
-    /// For each batch how often it was fetched.
+    /// For each batch the number of fetches.
     fetched: Arc<Vec<AtomicU32>>,
     fails: fn(batch: u32, time: u32) -> Option<SourceError>,
 }
@@ -59,7 +61,7 @@ impl Source for Made {
             return Err(error);
         }
         let first = self.layout.batches[batch as usize].first;
-        // Two at once and two alone, the last ones first.
+        // Two frames at once and two single ones, in descending order.
         for frame in (first + 2..first + EACH).rev() {
             put(frame, &content(frame)).map_err(SourceError::Install)?;
         }
@@ -67,10 +69,12 @@ impl Source for Made {
     }
 }
 
-/// A pager in this process, and the daemon's end of it.
+/// A pager in this process, and the daemon's end of its socket.
 pub(super) struct Room {
     pub(super) daemon: Option<OwnedFd>,
-    memory: File,
+    pub(super) memory: File,
+    /// Number of faults that the pager has read of the clone with this number, in their order.
+    pub(super) faults: Arc<dyn Fn(u64) -> u64 + Send + Sync>,
     thread: Option<JoinHandle<Result<(), ServeError>>>,
 }
 
@@ -87,19 +91,25 @@ impl Room {
         first: &[u32],
     ) -> Self {
         let template = Template::new(memory.try_clone().unwrap(), source).unwrap();
-        let server = Server::start(template, first, settings, Descriptors::open().unwrap()).unwrap();
+        let server =
+            Server::start(template, first, settings, Descriptors::open().unwrap()).unwrap();
+        let shared = Arc::downgrade(&server.shared);
+        let faults = Arc::new(move |id| {
+            let clone = shared.upgrade().and_then(|shared| shared.template.clones.get(id));
+            clone.map_or(0, |clone| clone.faults())
+        });
         let (ours, theirs) = pair().unwrap();
         let thread = Some(thread::spawn(move || server.talk(theirs)));
-        Self { daemon: Some(ours), memory, thread }
+        Self { daemon: Some(ours), memory, faults, thread }
     }
 
-    fn told(&self) -> Option<FromPager> {
-        receive(self.daemon.as_ref().unwrap()).unwrap().map(|(told, _)| told)
+    fn report(&self) -> Option<FromPager> {
+        receive(self.daemon.as_ref().unwrap()).unwrap().map(|(message, _)| message)
     }
 
-    fn whole(&self) -> Report {
+    pub(super) fn whole(&self) -> Report {
         loop {
-            match self.told() {
+            match self.report() {
                 Some(FromPager::Whole(report)) => return report,
                 Some(FromPager::First) => {}
                 other => panic!("{other:?}"),
@@ -107,7 +117,7 @@ impl Room {
         }
     }
 
-    /// The daemon goes, and the pager's end is waited for.
+    /// Closes the daemon's end, and waits for the end of the pager.
     pub(super) fn end(mut self) {
         self.daemon.take();
         self.thread.take().unwrap().join().unwrap().unwrap();
@@ -115,12 +125,15 @@ impl Room {
 
     pub(super) fn clone(&self) -> Standin {
         let guest = Standin::new(self);
-        assert_eq!(guest.tell(&guest.regions(), guest.uffd()).unwrap(), Some(regions::SERVED.to_vec()));
+        assert_eq!(
+            guest.register(&guest.regions(), guest.uffd()).unwrap(),
+            Some(regions::SERVED.to_vec())
+        );
         guest
     }
 }
 
-/// A clone, with another process that stands for its VMM.
+/// A clone, with another process in the role of its VMM.
 pub(super) struct Standin {
     guest: Guest,
     vmm: Child,
@@ -136,11 +149,12 @@ impl std::ops::Deref for Standin {
 }
 
 impl Standin {
-    fn new(room: &Room) -> Self {
+    pub(super) fn new(room: &Room) -> Self {
         let vmm = Command::new("sleep").arg("1000").spawn().unwrap();
         let pidfd = pidfd_open(Pid::from_child(&vmm), PidfdFlags::empty()).unwrap();
         let exit = tempfile::tempfile().unwrap();
-        let guest = Guest::new(room.daemon.as_ref().unwrap(), &room.memory, pidfd.as_fd(), &exit).unwrap();
+        let guest =
+            Guest::new(room.daemon.as_ref().unwrap(), &room.memory, pidfd.as_fd(), &exit).unwrap();
         Self { guest, vmm, exit }
     }
 
@@ -149,13 +163,14 @@ impl Standin {
         assert!(self.read(frame) == expected, "frame {frame}");
     }
 
-    /// Whether its pager has ended it.
+    /// Whether the pager has killed the VMM.
     pub(super) fn was_killed(&self) -> bool {
         self.exit.metadata().unwrap().len() > 0
     }
 
-    /// Waits until its VMM was killed, as another thread waits for a page, which the pager lets go; gives the cause.
-    fn killed(&self) -> String {
+    /// Waits until the VMM was killed, and returns the cause. Another thread waits for a page
+    /// meanwhile, and the pager releases it.
+    pub(super) fn killed(&self) -> String {
         let pidfd = pidfd_open(Pid::from_child(&self.vmm), PidfdFlags::empty()).unwrap();
         let mut ended = [PollFd::new(&pidfd, PollFlags::IN)];
         assert_eq!(
@@ -183,9 +198,9 @@ fn settings(background: bool) -> Settings {
     Settings { policy, ..Settings::default() }
 }
 
-/// Numbers below `n` in no order.
+/// The numbers below `n`, shuffled.
 fn shuffled(n: u32, seed: u32) -> impl Iterator<Item = u32> {
-    // A step that shares no factor with a power of two visits all.
+    // A step without a common factor with a power of two visits all numbers.
     assert!(n.is_power_of_two());
     (0..n).map(move |k| (k.wrapping_mul(0x9e37_79b1 | 1).wrapping_add(seed * 7919)) % n)
 }
@@ -196,7 +211,7 @@ fn many_clones_find_every_page_right_and_each_is_fetched_once() {
     for background in [false, true] {
         let source = Made::new(frames, |_, _| None);
         let fetched = source.fetched.clone();
-        // Not so fast that all is there before anybody asks.
+        // Slow, so that clones fault before everything is present.
         let settings = Settings { ahead_bytes_per_s: 8 << 20, ..settings(background) };
         let room = Room::new(source, settings, &[]);
         let guests: Vec<Standin> = (0..6).map(|_| room.clone()).collect();
@@ -208,7 +223,10 @@ fn many_clones_find_every_page_right_and_each_is_fetched_once() {
                             guest.write(frame, 100, 0xee);
                             let mut now = guest.read(frame);
                             assert_eq!(std::mem::replace(&mut now[100], content(frame)[100]), 0xee);
-                            assert!(frame / EACH % 5 == 4 || now == content(frame), "frame {frame}");
+                            assert!(
+                                frame / EACH % 5 == 4 || now == content(frame),
+                                "frame {frame}"
+                            );
                         } else {
                             guest.check(frame);
                         }
@@ -223,7 +241,8 @@ fn many_clones_find_every_page_right_and_each_is_fetched_once() {
         let seals = rustix::fs::fcntl_get_seals(&room.memory).unwrap();
         assert!(seals.contains(SealFlags::FUTURE_WRITE), "it is not sealed");
         assert!(room.memory.write_at(&[1], 0).is_err());
-        // One that comes when all is there is told so, and the kernel finds its pages.
+        // A clone that arrives when everything is present gets an answer, and the kernel finds its
+        // pages.
         let late = room.clone();
         (0..frames).for_each(|frame| late.check(frame));
         room.end();
@@ -235,7 +254,9 @@ fn streams_have_more_come_at_once_and_none_of_it_is_wrong_where_some_cannot_be_r
     let frames = 4096;
     let fails: [fn(u32, u32) -> Option<SourceError>; 2] = [
         |_, _| None,
-        |batch, time| (batch % 7 == 3 && time == 0).then(|| SourceError::Unreadable("for a test".to_owned())),
+        |batch, time| {
+            (batch % 7 == 3 && time == 0).then(|| SourceError::Unreadable("for a test".to_owned()))
+        },
     ];
     for fails in fails {
         let source = Made::new(frames, fails);
@@ -253,7 +274,7 @@ fn streams_have_more_come_at_once_and_none_of_it_is_wrong_where_some_cannot_be_r
         assert!(report.asked * 4 < batches, "{report:?}");
         assert!(report.asked + report.ahead >= batches);
         let times: u32 = fetched.iter().map(|n| n.load(Ordering::SeqCst)).sum();
-        // Those that came with one that failed come again.
+        // Batches that came with a failed one are fetched again.
         assert!(u64::from(times) < batches * 4, "{times} fetches");
         if fails(3, 0).is_none() {
             assert_eq!((u64::from(times), report.asked + report.ahead), (batches, batches));
@@ -264,7 +285,7 @@ fn streams_have_more_come_at_once_and_none_of_it_is_wrong_where_some_cannot_be_r
 }
 
 #[test]
-fn what_is_to_come_first_is_told() {
+fn the_end_of_the_first_pages_is_reported() {
     let room = Room::new(
         Made::new(1024, |batch, _| {
             thread::sleep(Duration::from_millis(u64::from(batch / 64)));
@@ -273,15 +294,16 @@ fn what_is_to_come_first_is_told() {
         settings(true),
         &[500, 3, 501],
     );
-    assert_eq!(room.told(), Some(FromPager::First));
+    assert_eq!(room.report(), Some(FromPager::First));
     room.whole();
     room.end();
 }
 
 #[test]
 fn a_clone_that_cannot_have_its_page_is_killed_with_the_cause_and_others_live() {
-    let damaged =
-        |batch, _| (batch == 2).then(|| SourceError::Damaged("pack 7: group 3: flipped".to_owned()));
+    let damaged = |batch, _| {
+        (batch == 2).then(|| SourceError::Damaged("pack 7: group 3: flipped".to_owned()))
+    };
     let room = Room::new(Made::new(64, damaged), settings(false), &[]);
     let (dies, lives) = (room.clone(), room.clone());
     thread::scope(|scope| {
@@ -304,7 +326,7 @@ fn a_source_that_fails_for_a_while_is_asked_again() {
 }
 
 #[test]
-fn who_waits_too_long_is_killed() {
+fn a_clone_that_waits_too_long_is_killed() {
     let slow = |batch, _| {
         if batch == 1 {
             thread::sleep(Duration::from_millis(u64::from(SLOW) * 4));
@@ -318,13 +340,13 @@ fn who_waits_too_long_is_killed() {
         let cause = guest.killed();
         assert!(cause.contains("not come within 1 s") && cause.contains("frame 4"), "{cause}");
     });
-    // Others are served while that one is being read.
+    // Other clones are served during the slow read.
     room.clone().check(40);
     room.end();
 }
 
 #[test]
-fn a_vmm_that_tells_nonsense_is_not_served() {
+fn a_vmm_that_sends_invalid_regions_is_not_served() {
     let room = Room::new(Made::new(64, |_, _| None), settings(false), &[]);
     let outside = |guest: &Standin| {
         let mut regions = guest.regions();
@@ -332,12 +354,12 @@ fn a_vmm_that_tells_nonsense_is_not_served() {
         regions
     };
     let guest = Standin::new(&room);
-    assert_eq!(guest.tell(&outside(&guest), guest.uffd()).unwrap(), None);
+    assert_eq!(guest.register(&outside(&guest), guest.uffd()).unwrap(), None);
     let guest = Standin::new(&room);
     let (read, _write) = rustix::pipe::pipe().unwrap();
-    assert_eq!(guest.tell(&guest.regions(), &read).unwrap(), None, "a pipe is no userfaultfd");
+    assert_eq!(guest.register(&guest.regions(), &read).unwrap(), None, "a pipe is no userfaultfd");
     let guest = Standin::new(&room);
-    drop(guest); // without a word
+    drop(guest); // without sending anything
     room.clone().check(5);
     room.end();
 }
@@ -357,20 +379,20 @@ fn it_goes_on_without_its_daemon_and_ends_with_its_last_clone() {
 fn what_is_touched_in_the_name_of_a_clone_that_has_ended_is_no_zeroes_of_the_templates() {
     let room = Room::new(Made::new(64, |_, _| None), settings(false), &[]);
     let mut guest = room.clone();
-    // Its process ends, but its memory stays, as when a worker of KVM's has it.
+    // The process ends but its memory stays, as if a kernel thread of KVM used it.
     guest.vmm.kill().unwrap();
     guest.vmm.wait().unwrap();
     guest.guest.close();
     thread::sleep(Duration::from_millis(200));
     (0..32).for_each(|frame| guest.check(frame));
-    // Its pager does not wait for its memory's end.
+    // The pager does not wait for the end of that memory.
     let other = room.clone();
     (0..48).for_each(|frame| other.check(frame));
     drop(other);
     room.end();
 }
 
-/// A disk with one head, which takes long to be anywhere else than behind where it was.
+/// A disk with one head: a read is slow unless it continues the last one.
 struct Disk {
     made: Made,
     head: Mutex<u32>,
@@ -388,7 +410,11 @@ impl Source for Disk {
 
     fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError> {
         let mut head = self.head.lock().unwrap();
-        thread::sleep(if batch == *head { Duration::from_micros(200) } else { Duration::from_millis(8) });
+        thread::sleep(if batch == *head {
+            Duration::from_micros(200)
+        } else {
+            Duration::from_millis(8)
+        });
         *head = batch + 1;
         self.read.fetch_add(u64::from(EACH) * PAGE as u64, Ordering::SeqCst);
         drop(head);
@@ -406,7 +432,7 @@ fn a_guest_that_faults_all_over_a_disk_does_not_keep_it_from_being_read_in_a_row
     let guest = room.clone();
     shuffled(4096, 1).for_each(|frame| guest.check(frame));
     let report = room.whole();
-    // Each jump takes as long as a twentieth of all in a row.
+    // A jump takes as long as a twentieth of a sweep over everything.
     assert!(report.asked < batches / 8, "of {batches} batches {} were jumped to", report.asked);
     room.end();
 }

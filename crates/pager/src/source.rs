@@ -1,45 +1,46 @@
-//! Where a template's pages come from.
+//! Sources of a template's pages.
 
 use dayfly_store::PagesError;
 use std::io;
 
-/// A frame that is in no batch: it reads as zeroes.
+/// In [`Layout::batch_of`]: the frame reads as zeroes, and is in no batch.
 pub const ZERO: u32 = u32::MAX;
-/// A frame that is in no batch: clones have it from another template's memory.
+/// In [`Layout::batch_of`]: clones map the frame from another template, and it is in no batch.
 pub const ELSEWHERE: u32 = u32::MAX - 1;
 
-/// Frames that come at once.
+/// Frames that are fetched together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batch {
-    /// The lowest of them.
+    /// The lowest frame.
     pub first: u32,
-    /// How many.
+    /// Number of frames.
     pub frames: u32,
-    /// What the guest uses the first for (`dayfly-introspect`'s numbers; 0 is unknown).
+    /// The colour of the first frame, the guest's use of it (`dayfly-introspect`'s numbers; 0 is
+    /// unknown).
     pub colour: u8,
-    /// Neighbours of one group belong together; 0 is none.
+    /// Adjacent batches with one group number belong together; 0 means no group.
     pub group: u32,
 }
 
-/// Which frames come at once.
+/// The division of RAM into batches.
 #[derive(Debug, Clone, Default)]
 pub struct Layout {
-    /// For each frame its batch, or [`ZERO`], or [`ELSEWHERE`].
+    /// For each frame the number of its batch, or [`ZERO`], or [`ELSEWHERE`].
     pub batch_of: Vec<u32>,
-    /// By number: in the order in which they lie where they are read from.
+    /// The batches, by number: in the order in which they are stored.
     pub batches: Vec<Batch>,
 }
 
-/// Why a batch could not be had.
+/// Why a batch could not be fetched.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
-    /// It is not what it should be, and will not be.
+    /// The stored data is damaged; another attempt would fail too.
     #[error("{0}")]
     Damaged(String),
-    /// It cannot be read now.
+    /// The data cannot be read now; another attempt may succeed.
     #[error("{0}")]
     Unreadable(String),
-    /// The pages are there, but could not be put into the template.
+    /// The pages were read, but could not be put into the template.
     #[error("putting pages into the template: {0}")]
     Install(#[source] io::Error),
 }
@@ -53,27 +54,28 @@ impl From<PagesError> for SourceError {
     }
 }
 
-/// Takes pages: the first frame, and the bytes of as many in a row as there are.
+/// Takes pages: the first frame, and the bytes of consecutive frames.
 pub type Put<'a> = dyn FnMut(u32, &[u8]) -> io::Result<()> + 'a;
 
-/// Where pages come from.
+/// A source of pages.
 pub trait Source: Send + Sync {
-    /// Which frames come at once.
+    /// The division of RAM into batches.
     fn layout(&self) -> &Layout;
 
-    /// Bytes that were read so far, as they are stored.
+    /// Stored bytes read so far.
     fn read_bytes(&self) -> u64;
 
-    /// Reads a batch and puts every frame of it, verified. Called by several threads at once.
+    /// Reads a batch, verifies it, and puts every frame of it. Several threads call this
+    /// concurrently.
     ///
     /// # Errors
-    /// [`SourceError`]; some of its frames may have been put.
+    /// [`SourceError`]; some frames of the batch may have been put.
     fn fetch(&self, batch: u32, put: &mut Put<'_>) -> Result<(), SourceError>;
 
-    /// As [`Self::fetch`], of several: where they lie side by side they cost no more than one read.
+    /// As [`Self::fetch`], for several batches; adjacent batches cost no more than one read.
     ///
     /// # Errors
-    /// [`SourceError`], of any of them; some frames of any of them may have been put.
+    /// [`SourceError`], of any of the batches; some frames of each may have been put.
     fn fetch_all(&self, batches: &[u32], put: &mut Put<'_>) -> Result<(), SourceError> {
         batches.iter().try_for_each(|batch| self.fetch(*batch, put))
     }

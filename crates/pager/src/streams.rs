@@ -1,53 +1,68 @@
-//! What is asked for one after the other, upwards or downwards: more of it comes with the next of them.
+//! Streams: faults on consecutive batches, upwards or downwards. Each further fault of a stream
+//! fetches more batches.
 //!
-//! Recorded runs say nothing of what nobody touched in them, and a window for all of it is wrong in both directions: scattered, its frames want none; a file
-//! that is read for the first time wants a large one. As Linux reads files ahead, a stream's window grows with what it has come to so far. It counts
-//! what lies side by side in the store, which is the order of files on their disk, and of frames in RAM elsewhere.
+//! Recorded runs say nothing about frames that no run touched, and no single window suits these:
+//! scattered faults need none, a file read for the first time needs a large one. As in Linux's
+//! readahead, a stream's window grows with the stream's length. Consecutive means adjacent in the
+//! store: the order of files on their disk, otherwise the order of frames in RAM.
 //!
-//! In the recorded runs of `dayfly-bench-restore`, a third of that and 16 frames at most have 97.3 % there before they are touched and 4.0 % fetched in vain; all of it
-//! and 64 frames 97.5 and 4.3; no streams 96.3 and 3.9.
+//! `dayfly-bench restore` on the recorded runs: with a third of the stream and at most 16 frames,
+//! 97.3 % are present before they are touched and 4.0 % are wasted. With all of it and 64 frames:
+//! 97.5 % and 4.3 %. Without streams: 96.3 % and 3.9 %.
 
 use crate::policy::UNIT;
 use crate::source::Layout;
 use std::collections::VecDeque;
 
-/// So many in a row make a stream.
+/// Number of consecutive faults that make a stream.
 const STREAM: u32 = 3;
-/// What comes with one of them, of what came before.
+/// The window of a stream is its length divided by this.
 const PART: u32 = 3;
-/// The most frames that come with one that was asked for: who waits for that waits for them.
+/// The most frames fetched with a faulting batch, because the clone waits for them too.
 const MOST_FRAMES: u32 = UNIT as u32;
-/// How far the next one that is missing may lie away, for that it lies behind others that are there or of another colour.
+/// How far away the next missing batch of a stream may be; batches in between are present or of
+/// another colour.
 const REACH: u32 = 64;
-/// The most that is remembered: two for each that was asked for alone.
+/// The most streams remembered; a single fault starts two.
 const KEPT: usize = 128;
 
-/// A row of batches that were asked for.
+/// A sequence of consecutive batches.
 #[derive(Debug, Clone, Copy)]
 struct Stream {
-    /// It goes on if this is asked for.
+    /// The batch whose fault continues the stream.
     next: u32,
     up: bool,
-    /// How many were asked for or came with those.
+    /// Number of batches so far, by fault or fetched with one.
     came: u32,
 }
 
-/// Those that may go on, the last one at the end.
+/// The streams that may continue, the most recent last.
 #[derive(Debug, Clone, Default)]
 pub struct Streams(VecDeque<Stream>);
 
 impl Streams {
-    /// Somebody asks for `batch`: what is to come with it, the nearest first. `missing` says which are not there.
-    pub fn asked(&mut self, layout: &Layout, batch: u32, missing: impl Fn(u32) -> bool) -> Vec<u32> {
+    /// Notes a fault on `batch`, and returns the batches to fetch with it, the nearest first.
+    /// `missing` reports which batches are not present.
+    pub fn asked(
+        &mut self,
+        layout: &Layout,
+        batch: u32,
+        missing: impl Fn(u32) -> bool,
+    ) -> Vec<u32> {
         let of = |n: u32| layout.batches.get(n as usize);
-        let Some(colour) = of(batch).filter(|asked| asked.group == 0).map(|asked| asked.colour) else {
+        let Some(colour) = of(batch).filter(|asked| asked.group == 0).map(|asked| asked.colour)
+        else {
             return Vec::new();
         };
-        // Nothing of a group: it comes whole.
-        let same = |n: &u32| of(*n).is_some_and(|beside| beside.colour == colour && beside.group == 0);
+        // A batch with a group comes with its whole group instead.
+        let same =
+            |n: &u32| of(*n).is_some_and(|beside| beside.colour == colour && beside.group == 0);
         let along = |from: u32, up: bool| {
             let step = move |n: &u32| if up { n.checked_add(1) } else { n.checked_sub(1) };
-            std::iter::successors(step(&from), step).take(REACH as usize).filter(same).filter(|n| missing(*n))
+            std::iter::successors(step(&from), step)
+                .take(REACH as usize)
+                .filter(same)
+                .filter(|n| missing(*n))
         };
         let known = self.0.iter().rposition(|stream| stream.next == batch);
         let Some(mut stream) = known.and_then(|known| self.0.remove(known)) else {
@@ -90,13 +105,19 @@ mod tests {
     use crate::source::Batch;
     use std::collections::HashSet;
 
-    /// 1000 batches of a frame; from 900 on of another colour, and from 950 on of groups.
+    /// 1000 batches of one frame; from 900 on of another colour, and from 950 on with groups.
     fn layout() -> Layout {
-        let batch = |n| Batch { first: n, frames: 1, colour: u8::from(n >= 900), group: u32::from(n >= 950) };
+        let batch = |n| Batch {
+            first: n,
+            frames: 1,
+            colour: u8::from(n >= 900),
+            group: u32::from(n >= 950),
+        };
         Layout { batch_of: (0..1000).collect(), batches: (0..1000).map(batch).collect() }
     }
 
-    /// Touches these, and gives for each that had to be asked for what came with it, and all that is there then.
+    /// Touches these batches. Returns for each fault the number of batches that came with it, and
+    /// all batches that are present in the end.
     fn touch(touched: impl IntoIterator<Item = u32>) -> (Vec<(u32, usize)>, HashSet<u32>) {
         let (layout, mut streams) = (layout(), Streams::default());
         let (mut asked, mut there) = (Vec::new(), HashSet::new());
@@ -128,7 +149,11 @@ mod tests {
         assert_eq!(touch((0..900).step_by(2)).1.len(), 450);
         assert_eq!(touch((0..900).filter(|n| n % 5 < 2)).1.len(), 360, "two side by side");
         let (asked, there) = touch([897, 898, 899, 900, 901, 902, 950, 951, 952]);
-        assert_eq!(asked.iter().map(|(_, with)| with).sum::<usize>(), 1, "of the second colour alone");
+        assert_eq!(
+            asked.iter().map(|(_, with)| with).sum::<usize>(),
+            1,
+            "of the second colour alone"
+        );
         assert_eq!(there.len(), 9 + 1);
         assert_eq!(touch([999, 998, 997, 1000, u32::MAX, 2, 1, 0]).0.len(), 8);
     }
@@ -139,7 +164,7 @@ mod tests {
         let asked = touch(both).0;
         assert_eq!(asked.len(), 2 * touch(100..200).0.len());
         let (layout, mut streams) = (layout(), Streams::default());
-        // Every other one is there.
+        // Every second batch is present.
         let came: Vec<usize> =
             [10, 12, 14].map(|batch| streams.asked(&layout, batch, |n| n % 2 == 0).len()).to_vec();
         assert_eq!(came, [0, 0, 1]);

@@ -1,16 +1,17 @@
-//! The memfd that clones map, which of its batches are there, and who waits for which.
+//! The memfd that clones map: which batches are present, and which clones wait for which batch.
 
-use crate::clones::Clone;
+use crate::clones::{Clone, Clones};
+use crate::replace::replace;
 use crate::source::{ELSEWHERE, Layout, Source, SourceError, ZERO};
-use crate::uffd::Uffd;
-use dayfly_units::PAGE_SIZE;
+use dayfly_sys::uffd::Uffd;
+use dayfly_units::{PAGE_SIZE, sync::lock};
 use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 const PAGE: usize = 4096;
@@ -18,7 +19,7 @@ const ABSENT: u8 = 0;
 const COMING: u8 = 1;
 const PRESENT: u8 = 2;
 
-/// How often a batch that somebody waits for is tried to be read.
+/// How often a batch that a clone waits for is tried.
 const TRIES: u32 = 5;
 
 /// A clone that waits for a batch.
@@ -29,50 +30,60 @@ struct Waiter {
 }
 
 impl Waiter {
-    /// Ends the clone, and lets go whoever waits in its name: a thread of the kernel's own takes no signal, and the end of the process waits for
-    /// it. Nothing of the clone runs any more that could see the zeroes.
+    /// Kills the clone, and gives zeroes to a waiting kernel thread: it takes no signal, and the
+    /// process cannot end before it. No code of the clone runs any more that could see the zeroes.
     fn kill(&self, cause: &str) {
         self.clone.kill(cause);
         self.clone.zero(self.address);
     }
 }
 
-/// What was done.
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        self.clone.wait_ends();
+    }
+}
+
+/// Counts of a pager's work.
 #[derive(Debug, Default)]
 pub struct Counters {
-    /// Faults that were read.
+    /// Faults read.
     pub faults: AtomicU64,
-    /// Of these, on frames that read as zeroes.
+    /// Faults on frames that read as zeroes.
     pub zero_faults: AtomicU64,
-    /// Of these, on batches that somebody was fetching already, or that were there by then.
+    /// Faults on batches that were present, or that another thread was fetching.
     pub late_faults: AtomicU64,
-    /// Batches that were fetched because of a fault, and that were fetched ahead.
+    /// Batches fetched because of a fault.
     pub asked: AtomicU64,
-    /// See `asked`.
+    /// Batches fetched ahead of faults.
     pub ahead: AtomicU64,
     /// Bytes put into the template.
     pub bytes: AtomicU64,
-    /// Nanoseconds of all faults from reading to waking, and of the longest.
+    /// Sum over all faults of the nanoseconds from reading to waking.
     pub fault_ns: AtomicU64,
-    /// See `fault_ns`.
+    /// Nanoseconds of the longest fault.
     pub longest_fault_ns: AtomicU64,
+    /// Times that a fault thread has served a clone.
+    pub turns: AtomicU64,
+    /// Pages that were present with other content, and were replaced.
+    pub replaced: AtomicU64,
 }
 
-/// What became of an attempt to have a batch.
+/// The outcome of fetching a batch.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Brought {
-    /// It is there, or somebody else brings it.
+    /// The batch is present, or another thread fetches it.
     Done,
-    /// It could not be had this time.
+    /// The batch could not be read this time.
     Failed,
-    /// It is damaged, and will not be had.
+    /// The batch is damaged; another attempt would fail too.
     Lost,
 }
 
 /// A template that is being filled.
 pub struct Template<S> {
     memory: File,
-    /// Where all of it is mapped in this process, to be filled; nobody reads it there.
+    /// Address of the mapping through which this process fills the memfd; nothing reads it.
     mapping: u64,
     bytes: u64,
     uffd: Uffd,
@@ -80,10 +91,12 @@ pub struct Template<S> {
     states: Vec<AtomicU8>,
     missing: AtomicU32,
     waiting: Mutex<HashMap<u32, Vec<Waiter>>>,
-    /// How long is waited before a batch that cannot be read is tried again.
+    /// Pause before an unreadable batch is tried again.
     pause: Duration,
-    /// What was done so far.
+    /// Counts so far.
     pub counters: Counters,
+    /// The clones that are served.
+    pub clones: Clones,
 }
 
 fn count(counter: &AtomicU64, n: u64) {
@@ -91,68 +104,90 @@ fn count(counter: &AtomicU64, n: u64) {
 }
 
 impl<S: Source> Template<S> {
-    /// An empty one.
+    /// An empty template.
     ///
     /// # Errors
-    /// `memory` is not as long as the source's RAM, or the kernel refuses to map or to watch it.
+    /// `memory` is not as long as the source's RAM, or the kernel refuses to map it or to register
+    /// the mapping.
     pub fn new(memory: File, source: S) -> io::Result<Self> {
         let layout = source.layout();
-        let (bytes, expected) = (memory.metadata()?.len(), layout.batch_of.len() as u64 * PAGE_SIZE);
+        let (bytes, expected) =
+            (memory.metadata()?.len(), layout.batch_of.len() as u64 * PAGE_SIZE);
         if bytes != expected {
             let text = format!("the template's memory: expected {expected} bytes, got {bytes}");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         let length = usize::try_from(bytes).map_err(io::Error::other)?;
         let uffd = Uffd::own()?;
+        uffd.check_nowait()?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, at an address of the kernel's choice.
-        let mapping =
-            unsafe { mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, &memory, 0)? };
+        let mapping = unsafe {
+            mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, &memory, 0)?
+        };
         let mapping = mapping.expose_provenance() as u64;
         uffd.register(mapping, bytes)?;
         let states = layout.batches.iter().map(|_| AtomicU8::new(ABSENT)).collect();
-        let missing = AtomicU32::new(u32::try_from(layout.batches.len()).map_err(io::Error::other)?);
-        let (waiting, counters, pause) = (Mutex::default(), Counters::default(), Duration::ZERO);
-        Ok(Self { memory, mapping, bytes, uffd, source, states, missing, waiting, pause, counters })
+        let missing =
+            AtomicU32::new(u32::try_from(layout.batches.len()).map_err(io::Error::other)?);
+        Ok(Self {
+            memory,
+            mapping,
+            bytes,
+            uffd,
+            source,
+            states,
+            missing,
+            waiting: Mutex::default(),
+            pause: Duration::ZERO,
+            counters: Counters::default(),
+            clones: Clones::default(),
+        })
     }
 
-    /// With so long a pause before a batch that cannot be read is tried again.
-    pub fn retrying(self, pause: Duration) -> Self {
-        Self { pause, ..self }
+    /// Sets the pause before an unreadable batch is tried again.
+    pub fn retrying(mut self, pause: Duration) -> Self {
+        self.pause = pause;
+        self
     }
 
-    /// Which frames come at once.
+    /// The division of RAM into batches.
     pub fn layout(&self) -> &Layout {
         self.source.layout()
     }
 
-    /// Bytes that were read for it.
+    /// Stored bytes read so far.
     pub fn read_bytes(&self) -> u64 {
         self.source.read_bytes()
     }
 
-    /// Length of RAM.
+    /// Length of RAM in bytes.
     pub const fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Batches that are not there yet.
+    /// Number of batches that are not present.
     pub fn missing(&self) -> u32 {
         self.missing.load(Ordering::Acquire)
     }
 
-    /// Whether a batch is there.
+    /// Whether a batch is present.
     pub fn has(&self, batch: u32) -> bool {
-        self.states.get(batch as usize).is_some_and(|state| state.load(Ordering::Acquire) == PRESENT)
+        self.states
+            .get(batch as usize)
+            .is_some_and(|state| state.load(Ordering::Acquire) == PRESENT)
     }
 
     fn waiting(&self) -> MutexGuard<'_, HashMap<u32, Vec<Waiter>>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.waiting)
     }
 
-    /// Sees to it that `clone` goes on at `address`: its page is there, or somebody brings it, or the clone is killed. Gives the batch if it had to be
-    /// fetched for it. Of a batch that nobody brings, `comes` says whether who fetches ahead is going to, and it can be waited for; if not, `with` says
-    /// which others come with it.
+    /// Resolves a fault of `clone` at `address`: the page is present, or a thread fetches it, or
+    /// the clone is killed. Returns the batch if this thread fetched it.
+    ///
+    /// If no thread is fetching the batch yet, `comes` reports whether the prefetcher will fetch it
+    /// soon enough to wait for. Otherwise this thread fetches it, together with the batches that
+    /// `with` returns.
     pub fn fault(
         &self,
         clone: &Arc<Clone>,
@@ -163,11 +198,17 @@ impl<S: Source> Template<S> {
         let since = Instant::now();
         count(&self.counters.faults, 1);
         if clone.is_killed() {
-            // It will not run any more; the kernel may still wait in its name.
+            // The clone does not run any more, but a kernel thread may still wait for the page.
             clone.zero(address);
             return None;
         }
-        let Some(&batch) = clone.frame(address).and_then(|frame| self.layout().batch_of.get(frame as usize))
+        if !clone.count_fault() {
+            clone.kill(&format!("{} page faults, more than its memory needs", clone.faults()));
+            clone.zero(address);
+            return None;
+        }
+        let Some(&batch) =
+            clone.frame(address).and_then(|frame| self.layout().batch_of.get(frame as usize))
         else {
             clone.kill(&format!("a page fault at {address:#x}, which is no memory of the guest's"));
             return None;
@@ -178,13 +219,21 @@ impl<S: Source> Template<S> {
             return None;
         }
         if batch == ELSEWHERE {
-            clone.kill(&format!("a page fault at {address:#x}, which it has from another template"));
+            clone
+                .kill(&format!("a page fault at {address:#x}, which it has from another template"));
             clone.zero(address);
             return None;
         }
         let state = &self.states[batch as usize];
+        let few = clone.wait_begins();
+        let waiter = Waiter { clone: Arc::clone(clone), address, since };
+        if !few {
+            waiter.kill("more of its page faults wait than it has threads");
+            return None;
+        }
         {
-            // Whoever brings a batch takes its waiters under this lock, after it has become present.
+            // Lock order: the fetching thread marks a batch present under this lock and takes the
+            // batch's waiters with it, so no waiter is missed.
             let mut waiting = self.waiting();
             if state.load(Ordering::Acquire) == PRESENT {
                 drop(waiting);
@@ -192,9 +241,10 @@ impl<S: Source> Template<S> {
                 clone.wake(address);
                 return None;
             }
-            waiting.entry(batch).or_default().push(Waiter { clone: Arc::clone(clone), address, since });
+            waiting.entry(batch).or_default().push(waiter);
         }
-        // Whoever claims it from here on finds the waiter, also who fetches ahead and has not come to it yet.
+        // A thread that claims the batch from here on finds the waiter; this includes the
+        // prefetcher.
         let waits = state.load(Ordering::Acquire) == ABSENT && comes(batch);
         if !waits && self.claim(batch) {
             count(&self.counters.asked, 1);
@@ -210,7 +260,8 @@ impl<S: Source> Template<S> {
         }
     }
 
-    /// Whether it is this thread that brings a batch from now on.
+    /// Marks a batch as being fetched by this thread. Returns `false` if it is present or claimed
+    /// already.
     fn claim(&self, batch: u32) -> bool {
         let claimed = |state: &AtomicU8| {
             state.compare_exchange(ABSENT, COMING, Ordering::AcqRel, Ordering::Acquire).is_ok()
@@ -218,7 +269,7 @@ impl<S: Source> Template<S> {
         self.states.get(batch as usize).is_some_and(claimed)
     }
 
-    /// Fetches a batch that nobody has asked for yet.
+    /// Fetches a batch ahead of faults.
     pub fn ahead(&self, batch: u32) -> Brought {
         if !self.claim(batch) {
             return Brought::Done;
@@ -227,8 +278,9 @@ impl<S: Source> Template<S> {
         self.bring(batch)
     }
 
-    /// Fetches batches that this thread has claimed, `batch` and others `with` it, and wakes who waits for them. If one of them cannot be had, says so, and `batch`
-    /// is to be brought by itself: the others are there or not, as if nobody had asked for them.
+    /// Fetches batches that this thread has claimed, `batch` and the batches `with` it, and wakes
+    /// their waiters. If one fails, the others are fetched one by one, `false` is returned, and the
+    /// caller must fetch `batch` alone.
     fn bring_all(&self, batch: u32, mut with: Vec<u32>) -> bool {
         if with.is_empty() {
             return false;
@@ -236,7 +288,8 @@ impl<S: Source> Template<S> {
         count(&self.counters.ahead, with.len() as u64);
         with.push(batch);
         if self.fetch_all(&with).is_ok() {
-            // The one that is asked for last: who has waited for it finds the others.
+            // `batch` is last, so that its waiters find the other batches present when they
+            // continue.
             with.into_iter().for_each(|batch| self.arrived(batch));
             return true;
         }
@@ -247,7 +300,7 @@ impl<S: Source> Template<S> {
         false
     }
 
-    /// All frames of a batch that this thread has claimed are there.
+    /// Marks a claimed batch as present, and wakes its waiters.
     fn arrived(&self, batch: u32) {
         let waiters = {
             let mut waiting = self.waiting();
@@ -258,7 +311,8 @@ impl<S: Source> Template<S> {
         self.missing.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Fetches a batch that this thread has claimed, wakes who waits for it, and kills who waits in vain.
+    /// Fetches a batch that this thread has claimed, and wakes its waiters. If it cannot be
+    /// fetched, kills them.
     fn bring(&self, batch: u32) -> Brought {
         for tries in 1.. {
             let error = match self.fetch_all(&[batch]) {
@@ -279,17 +333,15 @@ impl<S: Source> Template<S> {
                 self.states[batch as usize].store(ABSENT, Ordering::Release);
                 waiting.remove(&batch)
             };
-            eprintln!("dayfly-pager: batch {batch}: {error}");
+            say!("batch {batch}: {error}");
             for waiter in waiters.into_iter().flatten() {
                 waiter.kill(&format!("memory that it touched cannot be had: {error}"));
             }
-            if let SourceError::Install(e) = &error
-                && e.kind() == io::ErrorKind::InvalidData
-            {
-                // What else is in the template is not known. The daemon ends everybody who has it.
-                std::process::exit(1);
-            }
-            return if matches!(error, SourceError::Damaged(_)) { Brought::Lost } else { Brought::Failed };
+            return if matches!(error, SourceError::Damaged(_)) {
+                Brought::Lost
+            } else {
+                Brought::Failed
+            };
         }
         Brought::Failed
     }
@@ -309,39 +361,69 @@ impl<S: Source> Template<S> {
                 return Err(io::Error::other(format!("{} bytes at frame {frame}", bytes.len())));
             }
             count(&self.counters.bytes, bytes.len() as u64);
-            // SAFETY: the range lies in our mapping, of which this process takes nothing for anything.
-            unsafe { self.uffd.copy(self.mapping + at, bytes, PAGE) }
+            // SAFETY: the range lies in our mapping, and this process holds no reference into it.
+            let others = unsafe { self.uffd.copy(self.mapping + at, bytes, PAGE)? };
+            others.into_iter().try_for_each(|other| {
+                let number = u32::try_from(other / PAGE).map_err(io::Error::other)?;
+                self.replace(frame + number, &bytes[other..other + PAGE])
+            })
         })
     }
 
-    /// Kills who has waited longer than `limit` for a page.
-    pub fn end_who_waits(&self, limit: Duration) {
-        self.waiting().retain(|batch, waiters| {
-            waiters.retain(|waiter| {
-                let waited = waiter.since.elapsed();
-                if waited > limit {
-                    let frame = self.layout().batches.get(*batch as usize).map_or(0, |b| b.first);
-                    waiter.kill(&format!(
-                        "memory that it touched has not come within {} s (batch {batch}, from frame {frame} on)",
-                        waited.as_secs()
-                    ));
-                }
-                waited <= limit
-            });
-            // A batch that nobody waits for any more is not tried again.
-            !waiters.is_empty()
+    /// Puts `page` in place of the present page of `frame`, which has other content.
+    fn replace(&self, frame: u32, page: &[u8]) -> io::Result<()> {
+        if self.counters.replaced.fetch_add(1, Ordering::Relaxed) == 0 {
+            say!("frame {frame}: another process made this page of the template; it is replaced");
+        }
+        let at = usize::try_from(self.mapping + u64::from(frame) * PAGE_SIZE);
+        let at = std::ptr::with_exposed_provenance_mut::<u8>(at.map_err(io::Error::other)?);
+        replace(&self.clones, frame, page, || {
+            // SAFETY: the page lies in our mapping and is present, so the write does not wait for
+            // this process's own userfaultfd. This process holds no reference into the mapping.
+            unsafe { std::ptr::copy_nonoverlapping(page.as_ptr(), at, page.len()) };
         });
+        Ok(())
     }
 
-    /// Nobody can write to it any more, which also says to others that all of it is there (F_SEAL_FUTURE_WRITE).
+    /// Kills clones that have waited longer than `limit` for a page.
+    pub fn kill_overdue(&self, limit: Duration) {
+        let mut overdue = Vec::new();
+        self.waiting().retain(|batch, waiters| {
+            let late = waiters.extract_if(.., |waiter| waiter.since.elapsed() > limit);
+            overdue.extend(late.map(|waiter| (*batch, waiter)));
+            // A batch without waiters is not tried again.
+            !waiters.is_empty()
+        });
+        // Without the lock, because fault threads need it.
+        for (batch, waiter) in overdue {
+            let frame = self.layout().batches.get(batch as usize).map_or(0, |b| b.first);
+            waiter.kill(&format!(
+                "memory that it touched has not come within {} s (batch {batch}, from frame \
+                 {frame} on)",
+                waiter.since.elapsed().as_secs()
+            ));
+        }
+    }
+
+    /// Seals the memfd with F_SEAL_FUTURE_WRITE: it can be mapped or written no more, and the seal
+    /// shows other processes that it is complete. This process's mapping ends with `self`.
     ///
     /// # Errors
     /// The kernel refuses.
-    pub fn seal(self) -> io::Result<()> {
-        let length = usize::try_from(self.bytes).map_err(io::Error::other)?;
-        let mapping = usize::try_from(self.mapping).map_err(io::Error::other)?;
-        // SAFETY: the mapping that `new` made, which nobody refers to: `self` is gone with this call.
-        unsafe { munmap(std::ptr::with_exposed_provenance_mut(mapping), length)? };
+    pub fn seal(&self) -> io::Result<()> {
         Ok(rustix::fs::fcntl_add_seals(&self.memory, SealFlags::FUTURE_WRITE | SealFlags::SEAL)?)
+    }
+}
+
+impl<S> Drop for Template<S> {
+    fn drop(&mut self) {
+        let (Ok(mapping), Ok(length)) =
+            (usize::try_from(self.mapping), usize::try_from(self.bytes))
+        else {
+            return;
+        };
+        // SAFETY: `new` made the mapping, and nothing refers to it. If munmap fails, the mapping
+        // stays.
+        let _ = unsafe { munmap(std::ptr::with_exposed_provenance_mut(mapping), length) };
     }
 }

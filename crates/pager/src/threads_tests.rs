@@ -2,8 +2,8 @@ use super::*;
 use crate::clones::Handle;
 use crate::guest::Guest;
 use crate::source::{Batch, Layout, Put, SourceError};
-use crate::uffd::{Descriptors, Uffd};
 use crate::wire::pair;
+use dayfly_sys::uffd::{Descriptors, Uffd};
 use rustix::fd::AsFd;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::process::Command;
@@ -11,7 +11,7 @@ use std::thread;
 
 const PAGE: usize = 4096;
 
-/// Two batches of one page.
+/// A layout of two batches, each of one page.
 struct Two(Layout);
 
 impl Source for Two {
@@ -29,7 +29,7 @@ impl Source for Two {
 }
 
 #[test]
-fn who_waits_for_what_comes_gets_it_from_who_brings_it() {
+fn a_fault_that_waits_gets_the_page_that_another_thread_fetches() {
     let memory = crate::guest::memory(2 * PAGE as u64).unwrap();
     let batch = |first| Batch { first, frames: 1, colour: 0, group: 0 };
     let layout = Layout { batch_of: vec![0, 1], batches: vec![batch(0), batch(1)] };
@@ -62,7 +62,7 @@ fn who_waits_for_what_comes_gets_it_from_who_brings_it() {
             "it is waited for"
         );
         assert_eq!(template.ahead(0), Brought::Done);
-        // The second is not to come, and is fetched for it.
+        // The second batch is not coming, so it is fetched for the clone.
         assert_eq!(template.fault(&clone, fault(), |_| false, |_| Vec::new()), Some(1));
         let until = Instant::now() + Duration::from_secs(20);
         while !reader.is_finished() && Instant::now() < until {

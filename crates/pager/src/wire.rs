@@ -1,41 +1,41 @@
-//! What daemon and pager tell each other: JSON with descriptors, in packets of a unix socket that keeps their bounds.
+//! Messages between daemon and pager: JSON with descriptors, in packets of a unix socket of type
+//! SEQPACKET.
 
 use crate::policy::Policy;
+use dayfly_sys::fdwire;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
-};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 
-/// The most descriptors of a packet; sendmsg(2) takes 253.
-pub const MAX_FDS: usize = 200;
 const MAX_BYTES: usize = 64 << 10;
-const SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_FDS));
+/// Upper limit for the descriptors of one packet.
+pub const MAX_FDS: usize = 200;
+const _: () = assert!(MAX_FDS <= fdwire::MAX_FDS);
 
-/// How a pager works.
+/// The settings of a pager.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settings {
-    /// Threads that serve faults: so many slow reads may be under way.
+    /// Number of fault threads, and so of concurrent slow reads.
     pub fault_threads: u32,
-    /// What is fetched when.
+    /// When to fetch which frames.
     pub policy: Policy,
-    /// Bytes a second that are fetched ahead at most; 0: as fast as can be.
+    /// Limit of the prefetcher in bytes per second; 0 means no limit.
     pub ahead_bytes_per_s: u64,
-    /// Seconds that a clone waits for a page at most.
+    /// The most seconds that a clone waits for a page before it is killed.
     pub deadline_s: u32,
-    /// Milliseconds before a batch that could not be read and that a clone waits for is tried again; five times in all.
+    /// Milliseconds before an unreadable batch that a clone waits for is tried again; five attempts
+    /// in all.
     pub retry_ms: u32,
 }
 
-/// Windows and threads are guesses: none was measured against another.
+/// Windows and number of threads are not tuned by measurement.
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            fault_threads: 4,
+            // Four serve one clone, and one remains for the others.
+            fault_threads: 5,
             policy: Policy::default(),
             ahead_bytes_per_s: 0,
             deadline_s: 30,
@@ -44,82 +44,91 @@ impl Default for Settings {
     }
 }
 
-/// To the pager.
+/// A message to the pager.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum ToPager {
-    /// First: what it is for. With it come RAM and the sheet: table, places, frames in order and frames elsewhere, one after the other. Packs and the files of
-    /// disks come with what follows.
+    /// The first message. With it come the memfd of RAM and the sheet: a file that has table,
+    /// places, first frames and frames elsewhere, concatenated. Packs and disk files follow in
+    /// [`ToPager::Files`].
     Begin {
         /// Bytes of the table.
         table_bytes: u64,
         /// Bytes of the places.
         places_bytes: u64,
-        /// Bytes of the frames to fetch first, u32 little-endian each.
+        /// Bytes of the frames to fetch first, each u32 little-endian.
         order_bytes: u64,
-        /// Bytes of the frames that clones have from other templates: of each row the first and the one behind the last, u32 little-endian.
+        /// Bytes of the ranges of frames that clones map from other templates: for each range the
+        /// first frame and the frame behind the last, each u32 little-endian.
         elsewhere_bytes: u64,
-        /// How many packs.
+        /// Number of packs.
         packs: u32,
-        /// How many files each disk has.
+        /// Number of files of each disk.
         disks: Vec<u32>,
-        /// How it works.
+        /// The pager's settings.
         settings: Settings,
     },
-    /// With it come more of its files.
+    /// With it come further packs and disk files, in the order of the plan.
     Files,
-    /// A clone. With it come a socket, on which its VMM will tell its regions, its process, and its exit record.
+    /// A new clone. With it come a socket on which its VMM will send its regions, a pidfd of the
+    /// VMM, and the exit record.
     Clone {
-        /// Its VM's id.
+        /// The VM's id.
         vm: String,
     },
 }
 
-/// What a pager has done.
+/// Counts of a pager's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Report {
-    /// Faults that were read.
+    /// Faults read.
     pub faults: u64,
-    /// Of these, on frames that read as zeroes.
+    /// Faults on frames that read as zeroes.
     pub zero_faults: u64,
-    /// Of these, on batches that were there, or under way.
+    /// Faults on batches that were present, or that another thread was fetching.
     pub late_faults: u64,
     /// Batches fetched because of a fault.
     pub asked: u64,
-    /// Batches fetched ahead.
+    /// Batches fetched ahead of faults.
     pub ahead: u64,
     /// Bytes put into the template.
     pub bytes: u64,
-    /// Bytes read for that, as they are stored.
+    /// Stored bytes read for that.
     pub read_bytes: u64,
-    /// Clones that were served.
+    /// Clones served.
     pub clones: u64,
-    /// Mean time of a fault, from reading to waking, in nanoseconds.
+    /// Mean nanoseconds of a fault, from reading to waking.
     pub fault_ns: u64,
-    /// The longest.
+    /// Nanoseconds of the longest fault.
     pub longest_fault_ns: u64,
-    /// Milliseconds since it began.
+    /// Milliseconds since the pager began.
     pub took_ms: u64,
+    /// Times that a fault thread has served a clone.
+    #[serde(default)]
+    pub turns: u64,
+    /// Pages that another process had made with other content.
+    #[serde(default)]
+    pub replaced: u64,
 }
 
-/// From the pager.
+/// A message from the pager.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "told", rename_all = "snake_case")]
 pub enum FromPager {
-    /// Clones may come.
+    /// Ready for clones.
     Begun,
-    /// What was to be fetched first is there.
+    /// The working set is present, except for the last batch, which may still be on its way.
     First,
-    /// All is there, and sealed.
+    /// Everything is present, and the memfd is sealed.
     Whole(Report),
-    /// It cannot be a pager.
+    /// The pager cannot begin.
     Failed {
-        /// Why.
+        /// The cause.
         cause: String,
     },
 }
 
-/// A pair of sockets to talk over.
+/// A pair of connected SEQPACKET sockets.
 ///
 /// # Errors
 /// The process has too many descriptors.
@@ -130,16 +139,9 @@ pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
 /// Sends a packet.
 ///
 /// # Errors
-/// The other side is gone, or it is too much for one packet.
+/// The peer has closed, or the packet is too large.
 pub fn send_bytes(to: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); SPACE];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(io::Error::other(format!("{} descriptors: at most {MAX_FDS}", fds.len())));
-    }
-    let sent = rustix::io::retry_on_intr(|| {
-        sendmsg(&to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
-    })?;
+    let sent = fdwire::send(to, bytes, fds)?;
     if sent == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
@@ -151,34 +153,27 @@ pub fn send(to: impl AsFd, message: &impl Serialize, fds: &[BorrowedFd<'_>]) -> 
     send_bytes(to, &serde_json::to_vec(message)?, fds)
 }
 
-/// The next packet; `None` where the other side has closed. Blocks as the socket does.
+/// Receives the next packet; `None` if the peer has closed. Blocks if the socket does.
 ///
 /// # Errors
-/// The packet is longer than any of ours, or has more descriptors.
+/// The packet has too many bytes or descriptors.
 pub fn receive_bytes(from: impl AsFd) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
     let mut bytes = vec![0; MAX_BYTES];
-    let mut space = [MaybeUninit::uninit(); SPACE];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let received = rustix::io::retry_on_intr(|| {
-        recvmsg(&from, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
-    });
-    let received = match received {
-        // The other side closed without having read everything.
-        Err(rustix::io::Errno::CONNRESET) => return Ok(None),
-        received => received?,
+    let mut fds = Vec::new();
+    let received = loop {
+        match fdwire::receive(&from, &mut bytes, &mut fds) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            // The peer closed with unread packets.
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+            received => break received?,
+        }
     };
-    let fds: Vec<OwnedFd> = control
-        .drain()
-        .filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-            _ => None,
-        })
-        .flatten()
-        .collect();
-    if received.flags.intersects(ReturnFlags::CTRUNC | ReturnFlags::TRUNC) {
+    if received.truncated || received.fds_truncated || fds.len() > MAX_FDS {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            format!("a packet: expected at most {MAX_BYTES} bytes and {MAX_FDS} descriptors, got more"),
+            format!(
+                "a packet: expected at most {MAX_BYTES} bytes and {MAX_FDS} descriptors, got more"
+            ),
         ));
     }
     if received.bytes == 0 {
@@ -188,10 +183,10 @@ pub fn receive_bytes(from: impl AsFd) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd
     Ok(Some((bytes, fds)))
 }
 
-/// The next message.
+/// Receives the next message; `None` if the peer has closed.
 ///
 /// # Errors
-/// As [`receive_bytes`]; or it is not such a message.
+/// As [`receive_bytes`], or the packet is not such a message.
 pub fn receive<T: DeserializeOwned>(from: impl AsFd) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
     let Some((bytes, fds)) = receive_bytes(from)? else { return Ok(None) };
     Ok(Some((serde_json::from_slice(&bytes)?, fds)))

@@ -1,24 +1,30 @@
-//! A pager over a real store: what clones of one template read, and what they get where a pack or a disk is damaged.
+//! A pager over a real store: what clones of one template read, and what they read if a pack or a
+//! disk is damaged.
 
-#![expect(clippy::unwrap_used, reason = "in a test it is how a failure is told")]
+#![expect(clippy::unwrap_used, reason = "in a test it is how a failure shows")]
 
+use dayfly_pager::client::Client;
 use dayfly_pager::guest::{self, Guest};
+use dayfly_pager::jail;
 use dayfly_pager::policy::Policy;
 use dayfly_pager::serve;
 use dayfly_pager::source::{Layout, Put, Source, SourceError};
 use dayfly_pager::stored::{Expected, Stored};
 use dayfly_pager::template::Template;
-use dayfly_pager::wire::{Settings, pair};
+use dayfly_pager::wire::{FromPager, Settings, pair};
 use dayfly_store::{
     ChainLayer, Digest, DiskSpec, ImageConfig, ImageSpec, KernelRef, PageReader, PagedSpec, Plan,
     SnapshotSpec, Store, sparse,
 };
 use dayfly_units::{Name, VmId};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::fs::File;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
-use std::process::{Child, Command};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -28,7 +34,8 @@ const PAGE: usize = 4096;
 const FRAMES: u32 = 2048;
 const BLOCKS: u32 = 512;
 
-/// What a frame has: every seventh is zero, half of the upper half is what a disk has, some come twice.
+/// The content of a frame: every seventh is zero, half of the upper half equals disk blocks, and
+/// some pages are duplicates.
 fn content(frame: u32) -> Vec<u8> {
     match frame {
         f if f % 7 == 0 => vec![0; PAGE],
@@ -54,7 +61,7 @@ fn name(text: &str) -> Name {
     text.parse().unwrap()
 }
 
-/// A snapshot's plan, and the folder that it is in.
+/// A snapshot's plan, and the folder of its store.
 fn planned() -> (tempfile::TempDir, Plan) {
     let root = tempfile::tempdir().unwrap();
     let store = Store::open(root.path()).unwrap();
@@ -62,7 +69,8 @@ fn planned() -> (tempfile::TempDir, Plan) {
     let scratch = tempfile::tempfile().unwrap();
     let size_bytes = disk.len() as u64;
     let digest = sparse::copy(&mut &disk[..], &scratch, size_bytes).unwrap().digest;
-    let spec = ImageSpec { size_bytes, digest, source: String::new(), config: ImageConfig::default() };
+    let spec =
+        ImageSpec { size_bytes, digest, source: String::new(), config: ImageConfig::default() };
     store.put_image_raw(&name("debian"), &spec, &mut disk.as_slice()).unwrap();
     let vm = VmId::random();
     let (layer, data) = store.create_vm_layer(vm, 0).unwrap();
@@ -71,6 +79,7 @@ fn planned() -> (tempfile::TempDir, Plan) {
     let mut writer = store.snapshot_writer_in_memory(&name("s"), memory_bytes).unwrap();
     let freeze = writer.freeze(&layer).unwrap();
     freeze.map.write_all_at(&[1; 100], 0).unwrap();
+    drop((data, freeze.map));
     writer.state().write_all_at(&[2; 300], 0).unwrap();
     for frame in 0..FRAMES {
         writer.memory().write_all_at(&content(frame), u64::from(frame) * PAGE as u64).unwrap();
@@ -79,6 +88,7 @@ fn planned() -> (tempfile::TempDir, Plan) {
     let layers = vec![ChainLayer::clone(&freeze.frozen)];
     let spec = SnapshotSpec {
         parent: None,
+        ancestors: Vec::new(),
         kernel: KernelRef { name: name("6.12"), release: "6.12".into(), digest: Digest([7; 32]) },
         vcpus: 1,
         nets: 0,
@@ -106,7 +116,7 @@ fn disks(plan: &Plan) -> Vec<Vec<File>> {
     plan.disks.iter().map(|files| again(files)).collect()
 }
 
-/// A source that others look at.
+/// A source that counts fetches, shared with the test.
 struct Watched {
     stored: Arc<Stored>,
     fetched: Arc<Vec<AtomicU32>>,
@@ -127,13 +137,13 @@ impl Source for Watched {
     }
 }
 
-/// A pager of this process.
+/// A pager in this process.
 struct Room {
     daemon: OwnedFd,
     memory: File,
     stored: Arc<Stored>,
     fetched: Arc<Vec<AtomicU32>>,
-    pager: thread::JoinHandle<Result<(), serve::ServeError>>,
+    pager: thread::JoinHandle<Result<(), dayfly_pager::error::ServeError>>,
 }
 
 impl Room {
@@ -144,7 +154,8 @@ impl Room {
             &Expected { first: first.to_vec(), ..Expected::default() },
             &policy,
         ));
-        let fetched = Arc::new(stored.layout().batches.iter().map(|_| AtomicU32::new(0)).collect::<Vec<_>>());
+        let fetched =
+            Arc::new(stored.layout().batches.iter().map(|_| AtomicU32::new(0)).collect::<Vec<_>>());
         let watched = Watched { stored: stored.clone(), fetched: fetched.clone() };
         let template = Template::new(memory.try_clone().unwrap(), watched).unwrap();
         let settings = Settings { policy, retry_ms: 0, ..Settings::default() };
@@ -156,7 +167,7 @@ impl Room {
 
     fn clone(&self, vmm: &Vmm) -> Guest {
         let guest = Guest::new(&self.daemon, &self.memory, vmm.pidfd.as_fd(), &vmm.exit).unwrap();
-        assert!(guest.tell(&guest.regions(), guest.uffd()).unwrap().is_some());
+        assert!(guest.register(&guest.regions(), guest.uffd()).unwrap().is_some());
         guest
     }
 
@@ -166,7 +177,7 @@ impl Room {
     }
 }
 
-/// What stands for a VMM: a process, and its exit record.
+/// A process in the role of a VMM, and its exit record.
 struct Vmm {
     process: Child,
     pidfd: OwnedFd,
@@ -175,7 +186,8 @@ struct Vmm {
 
 impl Vmm {
     fn new() -> Self {
-        let process = Command::new("sleep").arg("1000").spawn().unwrap();
+        // Another user, as VMMs have.
+        let process = Command::new("sleep").arg("1000").uid(200_000).spawn().unwrap();
         let pidfd = pidfd_open(Pid::from_child(&process), PidfdFlags::empty()).unwrap();
         Self { process, pidfd, exit: tempfile::tempfile().unwrap() }
     }
@@ -194,7 +206,7 @@ impl Drop for Vmm {
     }
 }
 
-/// Frames below [`FRAMES`] in no order.
+/// The frames below [`FRAMES`], shuffled.
 fn shuffled(seed: u32) -> impl Iterator<Item = u32> {
     (0..FRAMES).map(move |k| (k.wrapping_mul(0x9e37_79b1).wrapping_add(seed * 7919)) % FRAMES)
 }
@@ -203,7 +215,7 @@ fn shuffled(seed: u32) -> impl Iterator<Item = u32> {
 fn sixty_four_clones_read_what_one_would() {
     let (_root, plan) = planned();
     let policy = Policy { background: false, beside: 0, ..Policy::default() };
-    // The working set is of another part of RAM than what is touched.
+    // The working set is in another part of RAM than the touched frames.
     let first: Vec<u32> = (0..300).map(|n| n * 3 % (FRAMES / 4)).collect();
     let touched = |frame: &u32| *frame >= FRAMES / 4 && (frame / 64).is_multiple_of(2);
     let read = |clones: u32| {
@@ -212,9 +224,10 @@ fn sixty_four_clones_read_what_one_would() {
         let guests: Vec<Guest> = vmms.iter().map(|vmm| room.clone(vmm)).collect();
         thread::scope(|scope| {
             for (seed, guest) in (0..).zip(&guests) {
-                // Each two thirds of it; one alone all.
-                let mine =
-                    move |frame: &u32| touched(frame) && (clones == 1 || !(frame + seed).is_multiple_of(3));
+                // Each clone touches two thirds of the frames; a single clone touches all.
+                let mine = move |frame: &u32| {
+                    touched(frame) && (clones == 1 || !(frame + seed).is_multiple_of(3))
+                };
                 scope.spawn(move || {
                     for frame in shuffled(seed).filter(mine) {
                         assert!(guest.read(frame)[..] == content(frame), "frame {frame}");
@@ -222,22 +235,28 @@ fn sixty_four_clones_read_what_one_would() {
                 });
             }
         });
-        // The working set comes whether or not anybody waits for it.
+        // The working set is fetched even if no clone waits for it.
         let last = |frame: &u32| room.stored.layout().batch_of.get(*frame as usize).copied();
         let until = Instant::now() + Duration::from_secs(20);
-        let there =
-            |batch: u32| room.fetched.get(batch as usize).is_none_or(|n| n.load(Ordering::SeqCst) > 0);
+        let there = |batch: u32| {
+            room.fetched.get(batch as usize).is_none_or(|n| n.load(Ordering::SeqCst) > 0)
+        };
         while !first.iter().filter_map(last).all(there) {
             assert!(Instant::now() < until, "the working set does not come");
             thread::sleep(Duration::from_millis(1));
         }
         assert!(vmms.iter().all(|vmm| vmm.cause().is_none()));
-        assert!(room.fetched.iter().all(|n| n.load(Ordering::SeqCst) <= 1), "a batch was fetched twice");
+        assert!(
+            room.fetched.iter().all(|n| n.load(Ordering::SeqCst) <= 1),
+            "a batch was fetched twice"
+        );
         let wanted = (0..FRAMES).filter(|frame| touched(frame) || first.contains(frame));
-        let wanted: std::collections::BTreeSet<u32> = wanted.filter_map(|frame| last(&frame)).collect();
+        let wanted: std::collections::BTreeSet<u32> =
+            wanted.filter_map(|frame| last(&frame)).collect();
         let fetched = room.fetched.iter().filter(|n| n.load(Ordering::SeqCst) > 0).count();
-        let wanted = wanted.into_iter().filter(|batch| (*batch as usize) < room.fetched.len()).count();
-        assert_eq!(fetched, wanted, "what nobody wants was fetched");
+        let wanted =
+            wanted.into_iter().filter(|batch| (*batch as usize) < room.fetched.len()).count();
+        assert_eq!(fetched, wanted, "unwanted frames were fetched");
         let stored = room.stored.clone();
         // A pager without a daemon ends with its last clone.
         drop((guests, vmms));
@@ -249,24 +268,25 @@ fn sixty_four_clones_read_what_one_would() {
     assert!(many * 100 <= one * 102, "one clone read {one} bytes, 64 clones {many}");
 }
 
-/// A copy of a file in memory, to damage it.
+/// A copy of a file in memory, to be damaged.
 fn copied(file: &File) -> File {
     let length = file.metadata().unwrap().len();
     let mut bytes = vec![0; usize::try_from(length).unwrap()];
     file.read_exact_at(&mut bytes, 0).unwrap();
-    let copy = File::from(rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+    let copy =
+        File::from(rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
     copy.write_all_at(&bytes, 0).unwrap();
     copy
 }
 
-/// The same file, only to be written: every read fails.
+/// A write-only descriptor of the file: every read fails.
 fn unreadable(file: &File) -> File {
-    use std::os::fd::AsRawFd;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     File::options().write(true).open(path).unwrap()
 }
 
-/// A clone that touches everything, with pages out of these files: frames it could have before it was killed, and why it was.
+/// A clone that touches every frame, with pages from these files. Returns the number of right
+/// frames before it was killed, and the cause.
 fn walked(reader: PageReader, policy: Policy, seed: u32) -> (u32, Option<String>) {
     let room = Room::new(reader, policy, &[]);
     let vmm = Vmm::new();
@@ -277,7 +297,7 @@ fn walked(reader: PageReader, policy: Policy, seed: u32) -> (u32, Option<String>
             right += 1;
             continue;
         }
-        assert!(vmm.cause().is_some(), "wrong bytes in frame {frame}, and nobody was killed");
+        assert!(vmm.cause().is_some(), "wrong bytes in frame {frame}, and no clone was killed");
         break;
     }
     drop(guest);
@@ -312,13 +332,15 @@ fn a_clone_never_reads_what_is_damaged_in_a_real_pack_or_disk() {
                     if n >= 240 {
                         break;
                     }
-                    // A byte anywhere in a pack; one of its index is found out when it is opened, before anybody is served.
+                    // Damage one byte of a pack. Damage to its footer is found when it is opened,
+                    // before a clone is served.
                     let at = u64::from(n * (length / 240));
                     let (mut packs, mut disks) = (again(&plan.packs), disks(&plan));
                     let damaged = if n % 40 == 7 { &mut disks[0][0] } else { &mut packs[0] };
                     let copy = copied(damaged);
                     *damaged = match n % 80 {
-                        // Disks are verified whole when a snapshot is opened; a block that cannot be read afterwards is another matter.
+                        // Disks are verified in full when a snapshot is opened. This block becomes
+                        // unreadable afterwards.
                         7 => unreadable(&copy),
                         47 => {
                             copy.set_len(u64::from(n) * PAGE as u64).unwrap();
@@ -331,7 +353,8 @@ fn a_clone_never_reads_what_is_damaged_in_a_real_pack_or_disk() {
                             copy
                         }
                     };
-                    let Ok(reader) = PageReader::open(&plan.table, &plan.places, packs, disks) else {
+                    let Ok(reader) = PageReader::open(&plan.table, &plan.places, packs, disks)
+                    else {
                         continue;
                     };
                     let (right, cause) = walked(reader, policies[n as usize % policies.len()], n);
@@ -340,11 +363,13 @@ fn a_clone_never_reads_what_is_damaged_in_a_real_pack_or_disk() {
                         killed.fetch_add(1, Ordering::SeqCst);
                         assert!(
                             right < FRAMES
-                                && ["group", "page", "disk"].iter().any(|what| cause.contains(what)),
+                                && ["group", "page", "disk"]
+                                    .iter()
+                                    .any(|what| cause.contains(what)),
                             "{cause}"
                         );
                     } else {
-                        // A byte between groups that nobody reads.
+                        // The damaged byte is read by no group.
                         assert_eq!(right, FRAMES);
                     }
                 }
@@ -354,4 +379,116 @@ fn a_clone_never_reads_what_is_damaged_in_a_real_pack_or_disk() {
     let (counted, killed) = (counted.into_inner(), killed.into_inner());
     println!("{counted} damaged packs and disks, {killed} clones killed, no wrong byte");
     assert!(killed > 150 && counted >= killed, "{killed} of {counted}");
+}
+
+/// The program, with `theirs` as its connection. Nothing reads its messages.
+fn program(theirs: OwnedFd) -> Child {
+    const NUMBER: i32 = 900;
+    let number = theirs.as_raw_fd();
+    assert_ne!(number, NUMBER);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_dayfly-pager"));
+    command.arg(NUMBER.to_string()).stderr(Stdio::piped());
+    // SAFETY: the child makes one system call.
+    unsafe {
+        command.pre_exec(move || {
+            let copied = libc::dup2(number, NUMBER);
+            if copied == NUMBER { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+        });
+    }
+    let mut child = command.spawn().unwrap();
+    // stderr is now a closed pipe.
+    drop(child.stderr.take());
+    child
+}
+
+/// A line of a process's status, without its name.
+fn status(process: &Child, name: &str) -> String {
+    let text = std::fs::read_to_string(format!("/proc/{}/status", process.id())).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+    line.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn the_program_serves_and_kills_from_its_jail() {
+    let (_root, mut plan) = planned();
+    let memory = plan.memory.try_clone().unwrap();
+    // One block of the disk cannot be read.
+    plan.disks[0][0] = unreadable(&plan.disks[0][0]);
+    let (ours, theirs) = pair().unwrap();
+    let mut pager = program(theirs);
+    let policy = Policy { background: false, beside: 0, ..Policy::default() };
+    let settings = Settings { policy, retry_ms: 0, ..Settings::default() };
+    // The connection stays open for announcing clones.
+    // SAFETY: `ours` is open until the end of this function.
+    let daemon = unsafe { BorrowedFd::borrow_raw(ours.as_raw_fd()) }.try_clone_to_owned().unwrap();
+    let client = Client::begin(ours, &plan, &[], &[], settings).unwrap();
+    let user = jail::USER;
+    assert_eq!(status(&pager, "Uid:"), format!("{user} {user} {user} {user}"));
+    assert_eq!(status(&pager, "Gid:"), format!("{user} {user} {user} {user}"));
+    assert_eq!(status(&pager, "Groups:"), "");
+    // CAP_KILL is capability 5.
+    for set in ["CapPrm:", "CapEff:"] {
+        assert_eq!(status(&pager, set), format!("{:016x}", 1 << 5));
+    }
+    for set in ["CapInh:", "CapAmb:"] {
+        assert_eq!(status(&pager, set), format!("{:016x}", 0));
+    }
+    assert_eq!((&*status(&pager, "Seccomp:"), &*status(&pager, "NoNewPrivs:")), ("2", "1"));
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", pager.id())).unwrap();
+    for name in ["Max core file size", "Max file size", "Max address space", "Max open files"] {
+        let line = limits.lines().find(|line| line.starts_with(name)).unwrap();
+        assert!(!line.contains("unlimited"), "{line}");
+    }
+    let clone = |vmm: &Vmm| {
+        let guest = Guest::new(&daemon, &memory, vmm.pidfd.as_fd(), &vmm.exit).unwrap();
+        assert!(guest.register(&guest.regions(), guest.uffd()).unwrap().is_some());
+        guest
+    };
+    let (lives, dies) = (Vmm::new(), Vmm::new());
+    let (guest, stuck) = (clone(&lives), clone(&dies));
+    let on_disk = |frame: &u32| {
+        let (zero, disk) = (frame.is_multiple_of(7), (frame / 32).is_multiple_of(2));
+        *frame >= FRAMES / 2 && disk && !zero
+    };
+    for frame in shuffled(1).filter(|frame| !on_disk(frame)) {
+        assert!(guest.read(frame)[..] == content(frame), "frame {frame}");
+    }
+    assert!(lives.cause().is_none());
+    // The pager writes a message about the batch, the exit record, and kills.
+    let missing = (0..FRAMES).find(on_disk).unwrap();
+    let stuck = thread::spawn(move || (stuck.touch(missing), stuck));
+    let mut ended = [PollFd::new(&dies.pidfd, PollFlags::IN)];
+    let killed = poll(&mut ended, Some(&Timespec { tv_sec: 60, tv_nsec: 0 })).unwrap();
+    assert_eq!(killed, 1, "it was not killed");
+    let stuck = stuck.join().unwrap();
+    assert!(dies.cause().unwrap().contains("disk"), "{:?}", dies.cause());
+    assert!(pager.try_wait().unwrap().is_none(), "the pager ended");
+    assert!(guest.read(1)[..] == content(1));
+    drop((guest, stuck, lives, dies, daemon));
+    client.leave();
+    assert!(pager.wait().unwrap().success());
+}
+
+#[test]
+fn the_program_seals_a_whole_template_from_its_jail() {
+    let (_root, plan) = planned();
+    let (ours, theirs) = pair().unwrap();
+    let mut pager = program(theirs);
+    let client = Client::begin(ours, &plan, &[3], &[], Settings::default()).unwrap();
+    loop {
+        match client.next().unwrap() {
+            Some(FromPager::First) => {}
+            Some(FromPager::Whole(report)) => break assert_eq!(report.replaced, 0),
+            other => panic!("{other:?}"),
+        }
+    }
+    drop(client);
+    assert!(pager.wait().unwrap().success());
+    let seals = rustix::fs::fcntl_get_seals(&plan.memory).unwrap();
+    assert!(seals.contains(rustix::fs::SealFlags::FUTURE_WRITE));
+    for frame in 0..FRAMES {
+        let mut page = [0; PAGE];
+        plan.memory.read_exact_at(&mut page, u64::from(frame) * PAGE as u64).unwrap();
+        assert!(page[..] == content(frame), "frame {frame}");
+    }
 }

@@ -1,7 +1,13 @@
-//! What a group's size and zstd's level cost: `cargo run --release -p dayfly-store --example groups [RAM]`.
+//! Measures the cost of group sizes and zstd levels: `cargo run --release -p dayfly-store --example
+//! groups [RAM]`.
 //!
-//! For each pair: the ratio of raw to stored bytes of the unique pages that are not zero, microseconds from stored bytes in memory to one
-//! verified page (the digest of the group as stored, decompression, the digest of the page), and MB/s of compression, on one core.
+//! For each pair it prints three values, measured on one core over the unique pages that are not
+//! zero:
+//!
+//! - the ratio of raw to stored bytes;
+//! - microseconds from stored bytes in memory to one verified page (digest of the stored group,
+//!   decompression, digest of the page);
+//! - MB/s of compression.
 
 mod common;
 
@@ -12,7 +18,8 @@ use std::time::Instant;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (file, what) = ram()?;
     let all = unique(&file)?;
-    // Stretches of 64 pages, evenly from all of RAM: enough for the ratio, and two minutes for everything.
+    // Ranges of 64 pages, spread over all of RAM: enough for the ratio, and all measurements take
+    // two minutes.
     let step = all.len().div_ceil(16_384);
     let pages: Vec<[u8; PAGE]> = all.chunks(64).step_by(step).flatten().copied().collect();
     println!("{what}: {} unique pages", pages.len());

@@ -1,7 +1,9 @@
-//! What templates in memory at once have from each other: `cargo run --release -p dayfly-store --example sharing STORE...`.
+//! Measures how much RAM templates in memory have in common: `cargo run --release -p dayfly-store
+//! --example sharing STORE...`.
 //!
-//! Every snapshot of the stores, one after the other, against all before it: how much of its pages that are not zero so many rows cover, the
-//! longest first, by how short a row may be.
+//! Each snapshot of the stores is compared with all snapshots before it. For several minimum
+//! lengths of a row, and several numbers of rows (longest first), it prints which part of the
+//! nonzero pages the rows cover.
 
 use dayfly_store::{Comparable, Kind, Store, Table, alike};
 use std::path::Path;
@@ -15,7 +17,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let store = Store::open(Path::new(&root))?;
         for manifest in store.snapshots()?.items {
             let (_, table) = store.snapshot_table(&"default".parse()?, &manifest.name)?;
-            let full = table.runs().iter().filter(|run| !matches!(run.kind, Kind::Zero | Kind::Free));
+            let full =
+                table.runs().iter().filter(|run| !matches!(run.kind, Kind::Zero | Kind::Free));
             let pages: u32 = full.map(|run| run.frames).sum();
             for (least, most) in
                 [(64, 4096), (16, 16), (16, 64), (16, 256), (16, 4096), (4, 4096), (1, 65_536)]
@@ -28,7 +31,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 let covered: u32 = rows.iter().map(|row| row.frames).sum();
                 let (name, count) = (&manifest.name, rows.len());
                 let part = f64::from(covered) * 100.0 / f64::from(pages.max(1));
-                println!("| {name} | {pages} | {least} | {most} | {count} | {part:.1} % | {ms:.1} |");
+                println!(
+                    "| {name} | {pages} | {least} | {most} | {count} | {part:.1} % | {ms:.1} |"
+                );
             }
             before.push(table);
         }

@@ -1,11 +1,13 @@
-//! Every write, fsync and rename of a snapshot's put, of a put of pages and of a gc, interrupted in every way: by a crash, from which every state of
-//! the disk that `blob::disk` thinks possible is opened, and by an error, on the path that goes on living.
+//! Every write, fsync and rename of a put of a snapshot, of a put of pages and of a gc, interrupted
+//! in every way. A crash is followed by opening every state that `blob::disk` can build; an error
+//! is followed by more work on the same store.
 
 use crate::blob::disk::{Disk, build};
 use crate::blob::fault;
 use crate::blob::watch::{Event, acknowledge, record};
 use crate::fixture::{name, store};
 use crate::fixture_pages::{PAGE, bake_paged, bytes, file, grow, page, ram, restored, saved};
+use crate::integrity::verify::hurry;
 use crate::{CommitError, Digest, PagedSpec, Scope, Store};
 use dayfly_units::VmId;
 use std::collections::{BTreeMap, HashSet};
@@ -15,28 +17,28 @@ const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 
 fn folder() -> tempfile::TempDir {
-    // In memory where the host can: thousands of disks are built.
+    // In memory if the host has /dev/shm, because thousands of disks are built.
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// What was acknowledged: snapshots, by name, and pages that were put without a snapshot.
+/// What was acknowledged: snapshots by name, and pages that were put without a snapshot.
 #[derive(Debug, Clone, Default)]
 struct Known {
     snapshots: BTreeMap<&'static str, Vec<u8>>,
     pages: Vec<Vec<u8>>,
 }
 
-/// An operation on a store, and what is known before, and after it was acknowledged.
+/// An operation on a store, and what is known before it and after its acknowledgement.
 struct Case {
     prepare: fn(&Path) -> Store,
     run: fn(&Store) -> Result<(), String>,
     before: Known,
     after: Known,
-    /// Snapshots that may be there or not until it is acknowledged, but never in part.
+    /// Snapshots that may exist or not until the acknowledgement, but never in part.
     between: BTreeMap<&'static str, Vec<u8>>,
-    /// Pages that may be there or not.
+    /// Pages that may exist or not.
     perhaps: Vec<Vec<u8>>,
-    /// Whether the snapshot `new` has a working set wherever it is there.
+    /// Whether the snapshot `new` has a working set if it exists.
     put_with_working_set: bool,
 }
 
@@ -48,14 +50,14 @@ fn new() -> Vec<u8> {
     ram(20..70)
 }
 
-/// A store with the snapshot `old`, and pages of a snapshot that is gone.
+/// A store with the snapshot `old`, and pages of a removed snapshot.
 fn with_old(root: &Path) -> Store {
     let store = store(root);
     bake_paged(&store, "old", 5, &old(), &PagedSpec::of(&name("one"))).unwrap();
     store
 }
 
-/// As a bake does it: prepared, its clones' working set kept, stored.
+/// Like a bake: prepared, the working set of its clones added, stored.
 fn put_new(store: &Store) -> Result<(), String> {
     let vm = VmId::random();
     let bake = || {
@@ -82,7 +84,8 @@ fn push(store: &Store) -> Result<(), String> {
     Ok(())
 }
 
-/// Snapshots of which one was removed: most pages of the first pack are its own.
+/// Two snapshots that stay and two that were removed; most pages of the first pack belong only to a
+/// removed one.
 fn with_garbage(root: &Path) -> Store {
     let store = store(root);
     let one = name("one");
@@ -95,12 +98,12 @@ fn with_garbage(root: &Path) -> Store {
     store
 }
 
-/// RAM of a clone that has its disk's blocks in its page cache: none of it is right when they are not.
+/// RAM of a clone with its disk's blocks in the page cache, so RAM is wrong if the blocks are.
 fn cached(seeds: std::ops::RangeInclusive<u8>) -> Vec<u8> {
     [seeds.flat_map(|seed| [seed; PAGE]).collect(), old()].concat()
 }
 
-/// A chain as deep as may be; `old` is its end.
+/// The longest chain that is not flattened; `old` is its end.
 fn with_chain(root: &Path) -> Store {
     let store = store(root);
     let mut from = None;
@@ -121,13 +124,13 @@ fn put_flattened(store: &Store) -> Result<(), String> {
 fn gc(store: &Store) -> Result<(), String> {
     store.gc_pages().map_err(|e| e.to_string())?;
     acknowledge();
-    // Whatever an attempt before this one left.
+    // Including leftovers of an earlier attempt.
     let left = std::fs::read_dir(store.root().join("pages/one")).unwrap().count();
     assert_eq!(left, 2, "packs are left");
     Ok(())
 }
 
-/// Two snapshots that stay, and one that goes.
+/// Two snapshots that stay, and a third that is removed.
 fn with_three(root: &Path) -> Store {
     let store = with_old(root);
     let one = name("one");
@@ -149,7 +152,8 @@ fn cases() -> Vec<(&'static str, Case)> {
     let one: BTreeMap<_, _> = [("old", old())].into();
     let with_new: BTreeMap<_, _> = [("old", old()), ("new", new())].into();
     let two: BTreeMap<_, _> = [("old", old()), ("other", ram(300..340))].into();
-    let known = |snapshots: &BTreeMap<_, _>| Known { snapshots: snapshots.clone(), pages: Vec::new() };
+    let known =
+        |snapshots: &BTreeMap<_, _>| Known { snapshots: snapshots.clone(), pages: Vec::new() };
     let pages: Vec<Vec<u8>> = (20..70).filter(|n| n % 7 != 0).map(page).collect();
     let put = Case {
         prepare: with_old,
@@ -188,9 +192,13 @@ fn cases() -> Vec<(&'static str, Case)> {
         perhaps: Vec::new(),
         put_with_working_set: false,
     };
-    let chain: BTreeMap<_, _> =
-        [("s1", cached(21..=21)), ("s2", cached(21..=22)), ("s3", cached(21..=23)), ("old", cached(21..=24))]
-            .into();
+    let chain: BTreeMap<_, _> = [
+        ("s1", cached(21..=21)),
+        ("s2", cached(21..=22)),
+        ("s3", cached(21..=23)),
+        ("old", cached(21..=24)),
+    ]
+    .into();
     let mut longer = chain.clone();
     longer.insert("new", cached(21..=25));
     let flattened = Case {
@@ -211,18 +219,25 @@ fn cases() -> Vec<(&'static str, Case)> {
     ]
 }
 
-/// Opens what is at `root`, and looks at all that is known and all that may be there; then collects, twice, and looks again.
+/// Opens the store at `root` and checks everything that is known or may exist. Then runs gc twice
+/// and checks again.
 fn check(root: &Path, case: &Case, acknowledged: bool, at: &str) {
     let store = Store::open(root).unwrap_or_else(|e| panic!("{at}: {e}"));
     let known = if acknowledged { &case.after } else { &case.before };
     let one = name("one");
     let tenant = store.tenant(&one).unwrap();
     for page in &known.pages {
-        assert!(tenant.fetch(&Digest::of(page)).is_ok_and(|got| got == *page), "{at}: a page is lost");
+        assert!(
+            tenant.fetch(&Digest::of(page)).is_ok_and(|got| got == *page),
+            "{at}: a page is lost"
+        );
     }
     for page in &case.perhaps {
         let hash = Digest::of(page);
-        assert!(!tenant.has(&hash).unwrap() || tenant.fetch(&hash).unwrap() == *page, "{at}: half a page");
+        assert!(
+            !tenant.has(&hash).unwrap() || tenant.fetch(&hash).unwrap() == *page,
+            "{at}: half a page"
+        );
     }
     let all = || {
         for (snapshot, memory) in &known.snapshots {
@@ -235,8 +250,12 @@ fn check(root: &Path, case: &Case, acknowledged: bool, at: &str) {
             let between = case.between.get(snapshot).filter(|_| !acknowledged);
             let expected = known.snapshots.get(snapshot).or(between);
             let expected = expected.unwrap_or_else(|| panic!("{at}: {snapshot} is there"));
-            assert!(restored(&store, &one, snapshot) == *expected, "{at}: half of {snapshot} is there");
-            let record = store.open_snapshot(&manifest.name).unwrap().working_set.map(|file| bytes(&file));
+            assert!(
+                restored(&store, &one, snapshot) == *expected,
+                "{at}: half of {snapshot} is there"
+            );
+            let record =
+                store.open_snapshot(&manifest.name).unwrap().working_set.map(|file| bytes(&file));
             let has_one = snapshot == "new" && case.put_with_working_set;
             assert!(record == has_one.then(working_set), "{at}: half of a working set");
         }
@@ -258,12 +277,17 @@ fn check(root: &Path, case: &Case, acknowledged: bool, at: &str) {
         .filter_map(|s| store.open_snapshot_pages(&one, &name(s)).ok())
         .flat_map(|open| open.table.hashes().to_vec())
         .collect();
-    let unique = tenant.stats().unwrap().unique_pages;
-    assert!(unique < 2 * named.len() as u64 + 1, "{at}: {unique} pages for {} that are named", named.len());
+    let unique = tenant.stats().unwrap().unique;
+    assert!(
+        unique < 2 * named.len() as u64 + 1,
+        "{at}: {unique} pages for {} that are named",
+        named.len()
+    );
 }
 
 #[test]
 fn every_state_that_a_crash_may_leave_keeps_what_was_acknowledged_and_nothing_half() {
+    hurry::begin();
     for (what, case) in cases() {
         let root = folder();
         let store = (case.prepare)(root.path());
@@ -307,6 +331,7 @@ fn every_state_that_a_crash_may_leave_keeps_what_was_acknowledged_and_nothing_ha
 
 #[test]
 fn every_step_that_fails_or_is_the_last_leaves_the_old_or_the_new() {
+    hurry::begin();
     for (what, case) in cases() {
         let mut steps = 0;
         for kind in [None, Some(EIO), Some(ENOSPC)] {
@@ -322,12 +347,15 @@ fn every_step_that_fails_or_is_the_last_leaves_the_old_or_the_new() {
                 let at = format!("{what}: {kind:?} at step {n}: {result:?}");
                 let live = if result.is_ok() { &case.after } else { &case.before };
                 for (snapshot, memory) in &live.snapshots {
-                    assert!(restored(&store, &name("one"), snapshot) == *memory, "{at}: {snapshot}");
+                    assert!(
+                        restored(&store, &name("one"), snapshot) == *memory,
+                        "{at}: {snapshot}"
+                    );
                 }
                 if kind.is_some() {
-                    // One, when it was its removal that failed; the next open sweeps it.
+                    // At most one entry, if its removal failed; the next open removes it.
                     assert!(store.staged().unwrap().len() <= 1, "{at}");
-                    // The same again, on the store that goes on.
+                    // The same operation again, on the store that continues.
                     if result.is_err() && store.snapshot(&name("new")).is_err() {
                         (case.run)(&store).unwrap_or_else(|e| panic!("{at}: and again: {e}"));
                     }

@@ -1,4 +1,5 @@
-//! The two causes that every operation's error is made of: the host's I/O, and bytes that are not what they should be.
+//! The two causes of every operation's error: an I/O error of the host, and stored bytes that are
+//! not as expected.
 
 use dayfly_units::sealed::SealError;
 use std::io;
@@ -6,83 +7,80 @@ use std::path::{Path, PathBuf};
 
 pub(crate) type IoResult<T> = Result<T, IoError>;
 
-/// The host could not do something with a file.
+/// The host reported an error for a file operation.
 #[derive(Debug, thiserror::Error)]
 #[error("{doing} {}", path.display())]
 pub struct IoError {
-    /// Such as `writing`.
+    /// The operation, such as `writing`.
     pub doing: &'static str,
-    /// Which file.
+    /// The file.
     pub path: PathBuf,
-    /// The kernel's answer.
+    /// The kernel's error.
     #[source]
     pub source: io::Error,
 }
 
 impl IoError {
-    /// For `map_err`.
+    /// Makes a closure for `map_err`.
     pub(crate) fn new(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self { doing, path: path.to_owned(), source }
     }
 
-    /// Whether the file is not there.
+    /// Whether the file does not exist.
     pub(crate) fn is_not_found(&self) -> bool {
         self.source.kind() == io::ErrorKind::NotFound
     }
 
-    /// Whether the host has no room left for it.
+    /// Whether the disk is full or a quota is used up.
     #[must_use]
     pub fn is_no_space(&self) -> bool {
         matches!(self.source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
     }
 }
 
-/// An error of the host with its cause, in one line.
-pub(crate) fn told(e: &IoError) -> String {
-    format!("{e}: {}", e.source)
-}
-
-/// Stored bytes are damaged, foreign or incomplete.
+/// Stored bytes are damaged, of another format, or incomplete.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Damage {
-    /// The envelope of a sealed file.
+    /// A sealed file's envelope is invalid.
     #[error("{}: {error}", file.display())]
     Seal {
-        /// Which file.
+        /// The file.
         file: PathBuf,
-        /// Where in it, expected and got.
+        /// The byte offset, the expected value and the value found.
         error: SealError,
     },
-    /// A field, a size or a digest.
+    /// A field, a size or a digest is wrong.
     #[error("{}: {place}: expected {expected}, got {got}", file.display())]
     Content {
-        /// Which file.
+        /// The file.
         file: PathBuf,
-        /// Where in it.
+        /// The place in the file.
         place: String,
-        /// What should be there.
+        /// The expected value.
         expected: String,
-        /// What is.
+        /// The value found.
         got: String,
     },
-    /// Something that is referred to is not there.
+    /// A referenced file or folder does not exist.
     #[error("{}: {what}, which {by} needs, is missing", file.display())]
     Missing {
-        /// Where it should be.
+        /// The path where it should be.
         file: PathBuf,
-        /// What it is, such as `layer 1f…`.
+        /// What is missing, such as `layer 1f…`.
         what: String,
-        /// Who refers to it, such as `snapshot base`.
+        /// The object that refers to it, such as `snapshot base`.
         by: String,
     },
 }
 
 impl Damage {
-    /// Which file.
+    /// The damaged or missing file.
     #[must_use]
     pub fn file(&self) -> &Path {
         match self {
-            Self::Seal { file, .. } | Self::Content { file, .. } | Self::Missing { file, .. } => file,
+            Self::Seal { file, .. } | Self::Content { file, .. } | Self::Missing { file, .. } => {
+                file
+            }
         }
     }
 }

@@ -1,11 +1,13 @@
-//! A small store for tests: one image of a few pages, VMs whose layers are written here instead of by a VMM.
+//! A small store for tests: one image of a few pages, and VMs whose layers the test writes instead
+//! of a VMM.
 
 use crate::blob::fault;
-use crate::manifest::{ImageConfig, KernelRef};
+use crate::objects::manifest::KernelRef;
 use crate::{
-    ChainLayer, CommitError, Committed, Digest, DiskSpec, ImageRef, ImageSpec, SnapshotSpec, Store, VmLayer,
-    sparse,
+    ChainLayer, CommitError, Committed, Digest, DiskSpec, ImageRef, ImageSpec, SnapshotSpec, Store,
+    VmLayer, sparse,
 };
+use dayfly_units::ImageConfig;
 use dayfly_units::{Name, VmId};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -41,19 +43,19 @@ pub(crate) fn put_image(
     store.put_image_raw(&name(image), &image_spec(&bytes), &mut bytes.as_slice())
 }
 
-/// A store with [`IMAGE`] in it.
+/// A store that contains [`IMAGE`].
 pub(crate) fn store(root: &Path) -> Store {
     let store = Store::open(root).unwrap();
     put_image(&store, IMAGE, 1).unwrap();
     store
 }
 
-/// Reopens a store that nobody has open any more.
+/// Opens a store again that no process has open.
 pub(crate) fn reopen(root: &Path) -> Store {
     Store::open(root).unwrap()
 }
 
-/// What a daemon knows of a VM with one disk.
+/// A daemon's record of a VM with one disk.
 #[derive(Debug, Clone)]
 pub(crate) struct Vm {
     pub(crate) id: VmId,
@@ -63,7 +65,7 @@ pub(crate) struct Vm {
 }
 
 impl Vm {
-    /// A VM on the image alone.
+    /// A VM whose disk is the image and an empty layer.
     pub(crate) fn boot(store: &Store) -> Self {
         let id = VmId::random();
         let image = store.image(&name(IMAGE)).unwrap().reference();
@@ -92,7 +94,12 @@ impl Vm {
     pub(crate) fn spec(&self, seed: u8, parent: Option<&str>) -> SnapshotSpec {
         SnapshotSpec {
             parent: parent.map(name),
-            kernel: KernelRef { name: name("6.12"), release: "6.12.0".to_owned(), digest: Digest([7; 32]) },
+            ancestors: Vec::new(),
+            kernel: KernelRef {
+                name: name("6.12"),
+                release: "6.12.0".to_owned(),
+                digest: Digest([7; 32]),
+            },
             vcpus: 1,
             nets: 0,
             memory_bytes: 64 * 4096,
@@ -108,31 +115,39 @@ impl Vm {
         }
     }
 
-    /// Save, as daemon and VMM do it together, and commit. As in life, the VM stands on what it froze from the moment it is saved.
-    pub(crate) fn snapshot(&mut self, store: &Store, to: &str, seed: u8) -> Result<Committed, CommitError> {
+    /// Saves as daemon and VMM do together, and commits. The VM depends on its frozen layer from
+    /// the save on, even if the commit fails.
+    pub(crate) fn snapshot(
+        &mut self,
+        store: &Store,
+        to: &str,
+        seed: u8,
+    ) -> Result<Committed, CommitError> {
         let mut writer = store.snapshot_writer(&name(to))?;
         let freeze = writer.freeze(&self.writable)?;
         let path = store.root();
         fault::step("the VMM writes", path).map_err(crate::IoError::new("saving", path))?;
         save(writer.state(), writer.memory(), &freeze.map, seed);
+        drop((freeze.map, freeze.next_data));
         let saved = writer.saved();
         self.chain.push(freeze.frozen);
         self.writable = freeze.next;
         let committed = saved.commit(&self.spec(seed, None))?;
-        self.chain = committed.manifest.disks[0].layers.iter().map(|&l| ChainLayer::Stored(l)).collect();
+        self.chain =
+            committed.manifest.disks[0].layers.iter().map(|&l| ChainLayer::Stored(l)).collect();
         Ok(committed)
     }
 }
 
-/// What the VMM writes.
-fn save(state: &File, memory: &File, map: &File, seed: u8) {
+/// Writes the files that a VMM saves.
+pub(crate) fn save(state: &File, memory: &File, map: &File, seed: u8) {
     state.write_all_at(&[seed; 300], 0).unwrap();
     memory.set_len(64 * 4096).unwrap();
     memory.write_all_at(&[seed; 5000], 40 * 4096).unwrap();
     map.write_all_at(&[seed ^ 0xff; 200], 0).unwrap();
 }
 
-/// A snapshot of a fresh VM that is gone afterwards.
+/// A snapshot of a new VM, which is removed afterwards.
 pub(crate) fn bake(store: &Store, to: &str, seed: u8) -> Result<Committed, CommitError> {
     let mut vm = Vm::boot(store);
     vm.write(store, seed);
@@ -140,7 +155,7 @@ pub(crate) fn bake(store: &Store, to: &str, seed: u8) -> Result<Committed, Commi
     store.remove_vm(vm.id).map_err(CommitError::from).and(result)
 }
 
-/// Opens the snapshot and checks every byte of it against the seed it was made with.
+/// Opens the snapshot and compares every byte with its seed.
 pub(crate) fn assert_is(store: &Store, snapshot: &str, seed: u8) {
     let open = store.open_snapshot(&name(snapshot)).unwrap();
     assert_eq!(open.manifest.labels["seed"], seed.to_string());
@@ -164,7 +179,7 @@ pub(crate) fn assert_is(store: &Store, snapshot: &str, seed: u8) {
     assert_eq!(all(&top.data)[3 * 4096], seed);
 }
 
-/// Everything below the store's root, for comparison; without the lock.
+/// Every path below the store's root except the lock, for comparison.
 pub(crate) fn tree(root: &Path) -> Vec<String> {
     fn walk(folder: &Path, root: &Path, into: &mut Vec<String>) {
         for entry in std::fs::read_dir(folder).unwrap() {

@@ -1,14 +1,16 @@
-//! RAM for tests, and snapshots of it in pages.
+//! RAM for tests, and snapshots with RAM in pages.
 
 use crate::fixture::{IMAGE, Vm, disk, name};
-use crate::{ChainLayer, CommitError, Committed, PagedSpec, SavedSnapshot, SnapshotSpec, Store};
+use crate::{
+    ChainLayer, CommitError, Committed, PagedSpec, SavedSnapshot, SnapshotSpec, Store, VmLayer,
+};
 use dayfly_units::{Name, VmId};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 pub(crate) const PAGE: usize = 4096;
 
-/// A page of that number: numbers divisible by 7 are zeroes; others compress well or not at all.
+/// The page of that number. Numbers divisible by 7 give zeroes; others compress well or not at all.
 pub(crate) fn page(number: u64) -> Vec<u8> {
     if number.is_multiple_of(7) {
         return vec![0; PAGE];
@@ -21,12 +23,12 @@ pub(crate) fn page(number: u64) -> Vec<u8> {
     bytes
 }
 
-/// RAM of these pages.
+/// RAM with these pages.
 pub(crate) fn ram(pages: impl IntoIterator<Item = u64>) -> Vec<u8> {
     pages.into_iter().flat_map(page).collect()
 }
 
-/// An unnamed file with these bytes, zero pages as holes.
+/// An unnamed file with these bytes; zero pages are holes.
 pub(crate) fn file(bytes: &[u8]) -> File {
     let file = tempfile::tempfile().unwrap();
     write(&file, bytes);
@@ -43,7 +45,7 @@ pub(crate) fn bytes(file: &File) -> Vec<u8> {
     bytes
 }
 
-/// Saves `memory` as the RAM of a VM with one disk, whose frozen layer has a page of `seed` at block 3.
+/// Saves `memory` as RAM of a VM with one disk, whose frozen layer has a page of `seed` at block 3.
 pub(crate) fn bake_paged(
     store: &Store,
     to: &str,
@@ -54,7 +56,7 @@ pub(crate) fn bake_paged(
     bake_paged_while(store, to, seed, memory, pages, |_| ())
 }
 
-/// As [`bake_paged`]; `while_saved` has the RAM between save and commit.
+/// As [`bake_paged`]; calls `while_saved` with RAM between save and commit.
 pub(crate) fn bake_paged_while<T>(
     store: &Store,
     to: &str,
@@ -71,7 +73,7 @@ pub(crate) fn bake_paged_while<T>(
     store.remove_vm(id).map_err(CommitError::from).and(result)
 }
 
-/// What the VMM of the VM `id` has saved; its frozen layer is in the VM's folder.
+/// The saved files of the VM `id`; its frozen layer is in the VM's folder.
 pub(crate) fn saved(
     store: &Store,
     to: &str,
@@ -83,17 +85,19 @@ pub(crate) fn saved(
     let (writable, data) = store.create_vm_layer(id, 0)?;
     data.set_len(16 * 4096).unwrap();
     data.write_all_at(&[seed; PAGE], 3 * 4096).unwrap();
+    drop(data);
     let mut writer = store.snapshot_writer_in_memory(&name(to), memory.len() as u64)?;
     let freeze = writer.freeze(&writable)?;
     writer.state().write_all_at(&[seed; 300], 0).unwrap();
     write(writer.memory(), memory);
     freeze.map.write_all_at(&[seed ^ 0xff; 200], 0).unwrap();
+    drop(freeze.map);
     let vm = Vm { id, image, chain: vec![freeze.frozen], writable };
     let spec = SnapshotSpec { memory_bytes: memory.len() as u64, ..vm.spec(seed, None) };
     Ok((writer.saved(), spec))
 }
 
-/// The RAM of a snapshot, materialised by both ways to it.
+/// RAM of a snapshot, materialised in both ways, which must agree.
 pub(crate) fn restored(store: &Store, tenant: &Name, snapshot: &str) -> Vec<u8> {
     let open = store.open_snapshot_pages(tenant, &name(snapshot)).unwrap();
     let to = tempfile::tempfile().unwrap();
@@ -103,13 +107,15 @@ pub(crate) fn restored(store: &Store, tenant: &Name, snapshot: &str) -> Vec<u8> 
     all
 }
 
-/// The one block of the image of [`crate::fixture::store`] that a frame may equal, and its content.
+/// The number and content of the one block of [`crate::fixture::store`]'s image that a frame may
+/// equal.
 pub(crate) fn image_block() -> (u32, Vec<u8>) {
     assert_eq!(IMAGE, "debian");
     (1, disk(1)[PAGE..2 * PAGE].to_vec())
 }
 
-/// The bytes of a file in `golden/`, which must be there. With `DAYFLY_GOLDEN=write` it is made of `now` first: for a new format only.
+/// The bytes of the file `file` in `golden/`, which must exist. With `DAYFLY_GOLDEN=write` it is
+/// first written from `now`: only for a new format.
 pub(crate) fn golden(file: &str, now: &[u8]) -> Vec<u8> {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(file);
     if std::env::var_os("DAYFLY_GOLDEN").is_some_and(|v| v == "write") {
@@ -120,22 +126,54 @@ pub(crate) fn golden(file: &str, now: &[u8]) -> Vec<u8> {
         .unwrap_or_else(|e| panic!("{}: {e}: a golden file is part of the format", path.display()))
 }
 
-/// What a snapshot takes.
+/// The space that a snapshot takes.
 pub(crate) fn used(store: &Store, tenant: &Name, snapshot: &str) -> crate::SnapshotUse {
     let usage = store.usage(tenant).unwrap();
     usage.snapshots.into_iter().find(|s| s.name.as_str() == snapshot).unwrap()
 }
 
-/// Layers as one, as those who write their maps read them.
+/// Merges layers whose maps are the test's: bit `n` of a little-endian u16 is block `n`.
 pub(crate) fn merge(
     maps: &[std::os::fd::BorrowedFd<'_>],
 ) -> Result<crate::Merged, Box<dyn std::error::Error + Send + Sync>> {
-    let merge = dayfly_vmm::disk::Merge::of(maps)?;
-    let map = merge.map().encode();
-    Ok(crate::Merged { map, runs: Box::new(merge.into_runs()) })
+    let mut layers = Vec::new();
+    for map in maps {
+        let mut bits = [0; 2];
+        File::from(map.try_clone_to_owned()?).read_exact_at(&mut bits, 0)?;
+        layers.push(u16::from_le_bytes(bits));
+    }
+    let all = layers.iter().fold(0_u16, |all, layer| all | layer);
+    let runs = (0..16_u64).filter_map(move |block| {
+        let top = layers.iter().rposition(|layer| layer >> block & 1 == 1)?;
+        Some((top, block * 4096..(block + 1) * 4096))
+    });
+    Ok(crate::Merged { map: all.to_le_bytes().to_vec(), runs: Box::new(runs) })
 }
 
-/// A snapshot of a VM, a clone of `from` if there is one, that writes a page of `seed` to block `seed` % 16 first.
+/// Writes a page of `seed` to block `seed` % 16 of the layer `layer`, which has no other block;
+/// returns the layer's map, as [`merge`] reads it.
+fn write_block(store: &Store, layer: &VmLayer, seed: u8) -> Result<[u8; 2], CommitError> {
+    let data = store.open_vm_layer(layer, true)?;
+    data.set_len(16 * 4096).unwrap();
+    let block = seed % 16;
+    data.write_all_at(&[seed; PAGE], u64::from(block) * 4096).unwrap();
+    Ok((1_u16 << block).to_le_bytes())
+}
+
+/// Writes one block ([`write_block`]) and freezes the layer as a fork does; no snapshot is made.
+pub(crate) fn grow_frozen(store: &Store, vm: &mut Vm, seed: u8) -> VmLayer {
+    let map = write_block(store, &vm.writable, seed).unwrap();
+    let mut freezing = store.freezing();
+    let freeze = freezing.freeze(&vm.writable).unwrap();
+    freeze.map.write_all_at(&map, 0).unwrap();
+    drop(freeze.map);
+    freezing.keep();
+    vm.chain.push(freeze.frozen);
+    std::mem::replace(&mut vm.writable, freeze.next)
+}
+
+/// A snapshot of a VM, a clone of `from` if given, that first writes a page of `seed` to block
+/// `seed` % 16.
 pub(crate) fn grow(
     store: &Store,
     from: Option<&str>,
@@ -157,17 +195,13 @@ pub(crate) fn grow(
 }
 
 fn grown(store: &Store, mut vm: Vm, to: &str, seed: u8, memory: &[u8]) -> Result<(), CommitError> {
-    let data = store.open_vm_layer(&vm.writable, true)?;
-    data.set_len(16 * 4096).unwrap();
-    let block = u64::from(seed) % 16;
-    data.write_all_at(&[seed; PAGE], block * 4096).unwrap();
-    let mut map = dayfly_vmm::disk::layer::LayerMap::empty(16).unwrap();
-    map.insert(block);
+    let map = write_block(store, &vm.writable, seed)?;
     let mut writer = store.snapshot_writer(&name(to))?;
     let freeze = writer.freeze(&vm.writable)?;
     writer.state().write_all_at(&[seed; 300], 0).unwrap();
     write(writer.memory(), memory);
-    freeze.map.write_all_at(&map.encode(), 0).unwrap();
+    freeze.map.write_all_at(&map, 0).unwrap();
+    drop(freeze.map);
     vm.chain.push(freeze.frozen);
     let spec = SnapshotSpec { memory_bytes: memory.len() as u64, ..vm.spec(seed, None) };
     writer.saved().merging(merge).commit_paged(&spec, &PagedSpec::of(&name("one")))?;

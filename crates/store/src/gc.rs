@@ -1,59 +1,63 @@
-//! Removing layers that nothing refers to any more.
+//! Removes layers that nothing references.
 
 use crate::blob::Dir;
 use crate::errors::IoError;
-use crate::layers::{DATA, LayerId, MAP};
-use crate::manifest::{self, ManifestError};
-use crate::{Store, refs};
+use crate::inner::Store;
+use crate::objects::manifest::{self, ManifestError};
+use crate::objects::refs;
+use crate::objects::types::{DATA, LayerId, MAP};
 use rustix::fs::{AtFlags, FileType, statat};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// What was removed.
+/// What a gc of layers removed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GcReport {
-    /// Which layers.
+    /// The removed layers.
     pub layers: Vec<LayerId>,
-    /// Bytes of disk they took.
+    /// Bytes of disk that the removed layers took.
     pub freed_bytes: u64,
 }
 
-/// Why nothing, or not everything, was removed.
+/// Why a gc removed nothing, or not everything.
 #[derive(Debug, thiserror::Error)]
 pub enum GcError {
-    /// What a snapshot refers to cannot be known, so nothing was removed.
-    #[error("snapshot {snapshot}: its manifest cannot be read, so its layers are not known; remove it first")]
+    /// A manifest is unreadable, so the references are not known; nothing was removed.
+    #[error(
+        "snapshot {snapshot}: its manifest cannot be read, so its layers are not known; \
+         remove it first"
+    )]
     Unreadable {
-        /// Which snapshot.
+        /// Name of the snapshot.
         snapshot: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: ManifestError,
     },
-    /// The host could not.
+    /// The host could not read or remove a file.
     #[error(transparent)]
     Io(#[from] IoError),
 }
 
-/// What was removed from `staging/`.
+/// What a gc removed from `staging/`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GcStagingReport {
-    /// Entries.
+    /// Number of entries.
     pub entries: u64,
-    /// Bytes of disk they took.
+    /// Bytes of disk that the entries took.
     pub freed_bytes: u64,
 }
 
 impl Store {
-    /// Removes what is in `staging/` and belongs to no operation of this process: a removal that failed left it there. What dead
-    /// processes left goes when a store opens.
+    /// Removes the entries of `staging/` that belong to no operation of this process, such as
+    /// leftovers of a failed removal. Leftovers of dead processes are removed when a store opens.
     ///
     /// # Errors
     /// The folder cannot be listed, or an entry cannot be removed.
     pub fn gc_staging(&self) -> Result<GcStagingReport, IoError> {
         let staging = &self.0.staging;
         let mut report = GcStagingReport::default();
-        // A stage is in the list before it is in the folder, and leaves it after.
+        // A stage is listed before its folder exists, and stays listed until the folder is gone.
         for name in staging.entries()?.iter().filter(|name| !self.0.stages.has(name)) {
             let bytes = allocated_below(staging, name);
             staging.remove(name)?;
@@ -63,11 +67,12 @@ impl Store {
         Ok(report)
     }
 
-    /// Removes every layer that no snapshot refers to and no [`crate::Pin`] holds. Excludes every commit while it runs. What it leaves for pins alone is
-    /// told when they go ([`Self::when_garbage`]).
+    /// Removes every layer that no snapshot references and no [`crate::Pin`] retains. Blocks
+    /// commits while it runs. If a layer is kept only by pins, the callback of
+    /// [`Self::when_garbage`] runs when the last pin is dropped.
     ///
     /// # Errors
-    /// [`GcError`]; what is still referred to stays in any case.
+    /// [`GcError`]; a referenced layer is never removed.
     pub fn gc(&self) -> Result<GcReport, GcError> {
         let inner = &self.0;
         let _publishing = inner.publishing();
@@ -75,10 +80,10 @@ impl Store {
         if let Some((snapshot, source)) = snapshots.damaged.pop() {
             return Err(GcError::Unreadable { snapshot, source });
         }
-        // What is not named like a layer was not put here by us.
+        // Entries whose name is not a layer id are not ours, and stay.
         let present = inner.layers.entries()?.iter().filter_map(|n| n.parse().ok()).collect();
         let mut report = GcReport::default();
-        for id in inner.pins.unheld(refs::unreferenced(&present, &snapshots.items)) {
+        for id in inner.pins.unpinned(refs::unreferenced(&present, &snapshots.items)) {
             let bytes = self.layer_allocated(id);
             if inner.retire(&inner.layers, &id.to_string())? {
                 report.layers.push(id);
@@ -88,15 +93,17 @@ impl Store {
         Ok(report)
     }
 
-    /// Bytes of disk a layer takes; 0 for files that are missing.
+    /// Bytes of disk that a layer takes; missing files count as 0.
     fn layer_allocated(&self, id: LayerId) -> u64 {
         let Ok(dir) = self.0.layers.sub(&id.to_string()) else { return 0 };
-        let blocks = |name| dir.open(name).ok().and_then(|f| f.metadata().ok()).map_or(0, |m| m.blocks());
+        let blocks =
+            |name| dir.open(name).ok().and_then(|f| f.metadata().ok()).map_or(0, |m| m.blocks());
         (blocks(DATA) + blocks(MAP)) * 512
     }
 }
 
-/// Bytes of disk that an entry of `dir` takes, with everything in it; 0 for what cannot be looked at.
+/// Bytes of disk that an entry of `dir` takes, with everything in it; unreadable entries count as
+/// 0.
 pub(crate) fn allocated_below(dir: &Dir, name: &str) -> u64 {
     let Ok(stat) = statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) else { return 0 };
     let own = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512);
@@ -111,7 +118,7 @@ pub(crate) fn allocated_below(dir: &Dir, name: &str) -> u64 {
         .fold(own, |sum, n| sum.saturating_add(allocated_below(&folder, n)))
 }
 
-/// Bytes of disk that the file at `path` takes; 0 where it is not there.
+/// Bytes of disk that the file at `path` takes; 0 if it does not exist.
 pub(crate) fn allocated(path: &Path) -> u64 {
     std::fs::symlink_metadata(path).map_or(0, |meta| meta.blocks() * 512)
 }

@@ -1,12 +1,14 @@
-//! How far a long operation is, and whether anybody still wants it.
+//! Progress of a long operation, and a way to stop it.
 
 use crate::errors::{IoError, IoResult};
+use dayfly_units::sync::lock;
 use std::io;
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
-/// Read by who shows progress while the store works; costs the work one atomic addition for each piece of some hundred KiB.
+/// Progress of one operation, written by the store and read by the code that shows it. The
+/// operation pays one atomic addition per piece of some hundred KiB.
 #[derive(Debug, Default)]
 pub struct Meter {
     part: Mutex<(&'static str, u64)>,
@@ -14,34 +16,35 @@ pub struct Meter {
     stopped: AtomicBool,
 }
 
-/// How far an operation is.
+/// The progress of an operation at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Reading {
-    /// What is being done, for people; empty before it has begun.
+    /// Name of the current part, for people; empty before the operation begins.
     pub part: &'static str,
-    /// Bytes of this part so far.
+    /// Bytes of this part that are done.
     pub done: u64,
-    /// Of so many; 0 where that is not known. An estimate: files may come and go meanwhile.
+    /// Bytes of this part in all; 0 if unknown. An estimate, because files may come and go
+    /// meanwhile.
     pub total: u64,
 }
 
 impl Meter {
-    /// How far it is now.
+    /// The progress now.
     #[must_use]
     pub fn reading(&self) -> Reading {
-        let (part, total) = *self.part.lock().unwrap_or_else(PoisonError::into_inner);
+        let (part, total) = *lock(&self.part);
         Reading { part, done: self.done.load(Ordering::Relaxed), total }
     }
 
-    /// Nobody waits any more: [`crate::Store::verify`] and [`crate::Store::gc_pages_of`] end soon, with an `Io` error of kind
-    /// `Interrupted`. Everything else goes on.
+    /// Asks the operation to stop. [`crate::Store::verify`] and [`crate::Store::gc_pages_of`] then
+    /// end soon with an `Io` error of kind `Interrupted`; all other operations continue.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// Another part begins, of so many bytes.
+    /// Begins another part, of `total` bytes.
     pub(crate) fn begin(&self, part: &'static str, total: u64) {
-        *self.part.lock().unwrap_or_else(PoisonError::into_inner) = (part, total);
+        *lock(&self.part) = (part, total);
         self.done.store(0, Ordering::Relaxed);
     }
 
@@ -49,16 +52,16 @@ impl Meter {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// As [`Self::add`], for work that ends when it was stopped.
+    /// As [`Self::add`], but fails with `Interrupted` after [`Self::stop`].
     pub(crate) fn step(&self, bytes: u64) -> io::Result<()> {
         self.add(bytes);
         if self.stopped.load(Ordering::Relaxed) {
-            return Err(io::Error::new(io::ErrorKind::Interrupted, "nobody waits for it any more"));
+            return Err(io::Error::new(io::ErrorKind::Interrupted, "the caller stopped it"));
         }
         Ok(())
     }
 
-    /// As [`Self::step`], naming the file that was next.
+    /// As [`Self::step`]; the error names the file that was next.
     pub(crate) fn step_at(&self, bytes: u64, path: &Path) -> IoResult<()> {
         self.step(bytes).map_err(IoError::new("stopping before", path))
     }

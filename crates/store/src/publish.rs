@@ -1,11 +1,13 @@
-//! Making a finished staging folder visible under a name, taking one away, and the errors of doing so.
+//! Publishes a finished staging folder under a name, removes a published one, and defines the
+//! errors of both.
 
 use crate::blob::{Dir, IfTaken, Stage};
 use crate::errors::{Damage, IoError, IoResult};
-use crate::manifest::{self, FileRef, Manifest, ManifestError};
-use crate::pins::PinError;
-use crate::verify::{Kind, VerifyError};
-use crate::{Inner, Store};
+use crate::inner::{Inner, Store};
+use crate::integrity::verify::{Kind, VerifyError};
+use crate::objects::manifest::{self, Manifest, ManifestError};
+use crate::objects::types::FileRef;
+use crate::vms::pins::PinError;
 use dayfly_units::Name;
 use std::fs::File;
 use std::sync::Arc;
@@ -13,78 +15,78 @@ use std::sync::Arc;
 /// Why an image, a kernel or a snapshot was not opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// There is none of that name.
+    /// No entry has that name.
     #[error("no {kind} named {name}")]
     NotFound {
         /// `image`, `kernel` or `snapshot`.
         kind: &'static str,
-        /// The name asked for.
+        /// The name in the request.
         name: Name,
     },
-    /// It is damaged, foreign or incomplete.
+    /// Its files are damaged, of another format, or incomplete.
     #[error(transparent)]
     Damage(#[from] Damage),
-    /// The host could not read it.
+    /// The host could not read its files.
     #[error(transparent)]
     Io(#[from] IoError),
 }
 
-/// Why an upload was not stored. The store is as it was.
+/// Why an upload was not stored. The store is unchanged.
 #[derive(Debug, thiserror::Error)]
 pub enum PutError {
-    /// More was announced than a store takes.
+    /// The announced size is over the store's limit.
     #[error("{what}: expected at most {max} bytes, got {got}")]
     TooLarge {
-        /// Such as `disk`.
+        /// The part of the upload, such as `disk`.
         what: &'static str,
-        /// The limit.
+        /// The limit in bytes.
         max: u64,
-        /// What was announced.
+        /// The announced size in bytes.
         got: u64,
     },
-    /// The stream is not one zstd frame with what was announced, or the connection broke.
+    /// The stream is not one zstd frame with the announced content, or the connection broke.
     #[error("{what} of the upload")]
     Stream {
-        /// Such as `disk`.
+        /// The part of the upload, such as `disk`.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: crate::sparse::CopyError,
     },
-    /// The stream's frame does not end, or more bytes follow it.
+    /// The frame has more content than announced, or bytes follow the frame.
     #[error("the upload: expected its end after {announced} bytes of content, got more")]
     Longer {
-        /// Content that was announced.
+        /// Announced bytes of content.
         announced: u64,
     },
-    /// What arrived is not what was announced.
+    /// The content's digest differs from the announced one.
     #[error("digest of {what}: expected {expected}, got {got}")]
     Digest {
-        /// Such as `disk`.
+        /// The part of the upload, such as `disk`.
         what: &'static str,
-        /// As announced.
+        /// The announced digest.
         expected: String,
-        /// Of what arrived.
+        /// The digest of the bytes received.
         got: String,
     },
-    /// A size or a text that does not make sense.
+    /// A size or a text is out of its bounds.
     #[error("{place}: expected {expected}, got {got}")]
     Invalid {
-        /// Which field.
+        /// The field.
         place: &'static str,
-        /// What it may be.
+        /// The allowed values.
         expected: &'static str,
-        /// What it is.
+        /// The value given.
         got: String,
     },
-    /// The name is taken by different content that is in use.
+    /// The name belongs to different content that is in use.
     #[error("{kind} {name} is there with other content, and in use by {}", by.join(", "))]
     InUse {
         /// `image` or `kernel`.
         kind: &'static str,
         /// The name.
         name: Name,
-        /// Who uses it.
+        /// The snapshots and VMs that use it.
         by: Vec<String>,
     },
     /// The host could not write it.
@@ -92,25 +94,25 @@ pub enum PutError {
     Io(#[from] IoError),
 }
 
-/// Why something was not removed.
+/// Why an entry was not removed.
 #[derive(Debug, thiserror::Error)]
 pub enum RemoveError {
-    /// There is none of that name.
+    /// No entry has that name.
     #[error("no {kind} named {name}")]
     NotFound {
         /// `image`, `kernel` or `snapshot`.
         kind: &'static str,
-        /// The name asked for.
+        /// The name in the request.
         name: Name,
     },
-    /// Others need it.
+    /// Other objects depend on the entry.
     #[error("{kind} {name} is in use by {}", by.join(", "))]
     InUse {
         /// `image`.
         kind: &'static str,
         /// The name.
         name: Name,
-        /// Such as `snapshot base`, `VM web-1`.
+        /// The objects that use it, such as `snapshot base`, `VM web-1`.
         by: Vec<String>,
     },
     /// The host could not remove it.
@@ -145,7 +147,7 @@ impl From<PinError> for OpenError {
     }
 }
 
-/// The folder of `name` in `parent`.
+/// Opens the folder of `name` in `parent`.
 pub(crate) fn folder(parent: &Dir, kind: &'static str, name: &Name) -> Result<Dir, OpenError> {
     match parent.sub(name.as_str()) {
         Err(e) if e.is_not_found() => Err(OpenError::NotFound { kind, name: name.clone() }),
@@ -153,18 +155,19 @@ pub(crate) fn folder(parent: &Dir, kind: &'static str, name: &Name) -> Result<Di
     }
 }
 
-/// Opens the file `file` of a folder, which `by` needs.
+/// Opens the file `file` of a folder. `by` is the object that needs it, named in errors.
 pub(crate) fn needed(folder: &Dir, file: &str, by: &str) -> Result<File, OpenError> {
     match folder.open(file) {
         Err(e) if e.is_not_found() => {
             let path = folder.path().join(file);
-            Err(Damage::Missing { file: path, what: format!("file {file}"), by: by.to_owned() }.into())
+            Err(Damage::Missing { file: path, what: format!("file {file}"), by: by.to_owned() }
+                .into())
         }
         other => Ok(other?),
     }
 }
 
-/// Writes the manifest of a staged folder, and waits until all of the folder is on disk.
+/// Writes the manifest of a staged folder, and `fsync`s the folder.
 pub(crate) fn seal<M: Manifest>(folder: &Dir, manifest: &M) -> IoResult<()> {
     let path = folder.path().join(manifest::FILE);
     let bytes = manifest::encode(manifest).map_err(IoError::new("encoding", &path))?;
@@ -173,14 +176,21 @@ pub(crate) fn seal<M: Manifest>(folder: &Dir, manifest: &M) -> IoResult<()> {
 }
 
 impl Inner {
-    /// Renames `stage`/`from` to `parent`/`name`, changing places with what is there. Call it while publishing.
-    pub(crate) fn replace(&self, stage: &Stage, from: &str, parent: &Dir, name: &str) -> IoResult<()> {
+    /// Renames `stage`/`from` to `parent`/`name`, exchanging it with an existing entry. The caller
+    /// holds the publish lock.
+    pub(crate) fn replace(
+        &self,
+        stage: &Stage,
+        from: &str,
+        parent: &Dir,
+        name: &str,
+    ) -> IoResult<()> {
         let taken = parent.has(name)?;
         let if_taken = if taken { IfTaken::Exchange } else { IfTaken::Refuse };
         stage.sync()?;
         stage.rename(from, parent, name, if_taken)?;
         self.verifier.forget(&parent.path().join(name));
-        // An error must mean that all is as it was.
+        // The caller takes an error to mean that nothing changed, so undo the rename.
         parent.sync().inspect_err(|_| {
             let _best_effort = match if_taken {
                 IfTaken::Exchange => stage.rename(from, parent, name, if_taken),
@@ -189,7 +199,8 @@ impl Inner {
         })
     }
 
-    /// Renames `parent`/`name` into a staging folder that then goes with all in it. Call it while publishing. Tells whether it was there.
+    /// Renames `parent`/`name` into a staging folder, which is then deleted with its content. The
+    /// caller holds the publish lock. Returns whether the entry existed.
     pub(crate) fn retire(self: &Arc<Self>, parent: &Dir, name: &str) -> IoResult<bool> {
         let stage = self.stage()?;
         match parent.rename(name, &stage, "retired", IfTaken::Refuse) {
@@ -204,7 +215,7 @@ impl Inner {
         Ok(true)
     }
 
-    /// Verifies `file` of `folder`, already open.
+    /// Verifies `file`, which is open from `folder`/`name`.
     pub(crate) fn verify(
         &self,
         folder: &Dir,
@@ -218,7 +229,7 @@ impl Inner {
 }
 
 impl Store {
-    /// Milliseconds since 1970; 0 before.
+    /// Milliseconds since 1970; 0 if the clock is before 1970.
     pub(crate) fn now_unix_ms() -> u64 {
         let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         since.ok().and_then(|d| u64::try_from(d.as_millis()).ok()).unwrap_or(0)

@@ -1,5 +1,12 @@
 use super::*;
-use crate::fixture::{IMAGE, assert_is, bake, disk, image_spec, name, put_image, reopen, store, tree};
+use crate::fixture::{
+    IMAGE, assert_is, bake, disk, image_spec, name, put_image, reopen, store, tree,
+};
+use rustix::fs::FlockOperation;
+use std::fs::File;
+use std::io::Read;
+use std::path::PathBuf;
+use std::time::Duration;
 
 fn compressed(bytes: &[u8]) -> Vec<u8> {
     zstd::encode_all(bytes, 1).unwrap()
@@ -10,7 +17,9 @@ fn one_process_at_a_time_has_a_store_open() {
     let root = tempfile::tempdir().unwrap();
     let first = Store::open(root.path()).unwrap();
     match Store::open(root.path()) {
-        Err(StoreError::Locked { holder, .. }) => assert_eq!(holder, std::process::id().to_string()),
+        Err(StoreError::Locked { holder, .. }) => {
+            assert_eq!(holder, std::process::id().to_string())
+        }
         other => panic!("{other:?}"),
     }
     let clone = first.clone();
@@ -20,16 +29,16 @@ fn one_process_at_a_time_has_a_store_open() {
     Store::open(root.path()).unwrap();
 }
 
-/// As one that forks and is killed before its child has become another program.
+/// Like a process that forks and is killed before its child calls execve(2).
 #[test]
 fn a_lock_that_goes_at_once_is_waited_for() {
     let root = tempfile::tempdir().unwrap();
     drop(store(root.path()));
-    let held = std::fs::File::open(root.path().join("lock")).unwrap();
-    rustix::fs::flock(&held, FlockOperation::NonBlockingLockExclusive).unwrap();
+    let file = File::open(root.path().join("lock")).unwrap();
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
     let goes = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(30));
-        drop(held);
+        drop(file);
     });
     Store::open(root.path()).unwrap();
     goes.join().unwrap();
@@ -60,9 +69,10 @@ fn an_image_is_uploaded_opened_listed_and_removed() {
     image.disk.read_to_end(&mut back).unwrap();
     assert_eq!(back, bytes);
     assert_eq!(store.images().unwrap().items, [put]);
-    assert!(
-        matches!(store.remove_image(&name("a")), Err(RemoveError::InUse { by, .. }) if by == ["image a"])
-    );
+    assert!(matches!(
+        store.remove_image(&name("a")),
+        Err(RemoveError::InUse { by, .. }) if by == ["image a"]
+    ));
     drop(image);
     store.remove_image(&name("a")).unwrap();
     assert!(matches!(store.remove_image(&name("a")), Err(RemoveError::NotFound { .. })));
@@ -78,8 +88,9 @@ fn uploads_that_are_not_as_announced_are_refused_and_leave_nothing() {
     let bytes = disk(9);
     let spec = image_spec(&bytes);
     let whole = compressed(&bytes);
-    let put =
-        |spec: &ImageSpec, body: &[u8]| store.put_image(&name("new"), spec, &mut &body[..]).unwrap_err();
+    let put = |spec: &ImageSpec, body: &[u8]| {
+        store.put_image(&name("new"), spec, &mut &body[..]).unwrap_err()
+    };
     for len in 0..whole.len() {
         let error = put(&spec, &whole[..len]);
         assert!(matches!(error, PutError::Stream { what: "disk", .. }), "{len}: {error:?}");
@@ -91,12 +102,19 @@ fn uploads_that_are_not_as_announced_are_refused_and_leave_nothing() {
     let shorter = ImageSpec { size_bytes: 15 * 4096, ..spec.clone() };
     assert!(matches!(put(&shorter, &whole), PutError::Longer { .. }));
     let longer = ImageSpec { size_bytes: 17 * 4096, ..spec.clone() };
-    assert!(matches!(put(&longer, &whole), PutError::Stream { source: sparse::CopyError::Short { .. }, .. }));
-    // A small bomb: a terabyte of zeroes is announced and refused, and what comes beyond the announcement is not decoded.
+    assert!(matches!(
+        put(&longer, &whole),
+        PutError::Stream { source: sparse::CopyError::Short { .. }, .. }
+    ));
+    // A small zstd bomb. A terabyte of announced zeroes is refused, and content beyond the
+    // announced length is not decoded.
     let huge = ImageSpec { size_bytes: (1 << 40) + 4096, ..spec.clone() };
     assert!(matches!(put(&huge, &whole), PutError::TooLarge { .. }));
     for size_bytes in [0, 1, 4095, 4097] {
-        assert!(matches!(put(&ImageSpec { size_bytes, ..spec.clone() }, &whole), PutError::Invalid { .. }));
+        assert!(matches!(
+            put(&ImageSpec { size_bytes, ..spec.clone() }, &whole),
+            PutError::Invalid { .. }
+        ));
     }
     let other = ImageSpec { digest: Digest([0; 32]), ..spec };
     assert!(matches!(put(&other, &whole), PutError::Digest { .. }));
@@ -115,9 +133,10 @@ fn an_image_is_replaced_unless_other_content_is_in_use() {
         Err(PutError::InUse { by, .. }) => assert_eq!(by, ["snapshot base"]),
         other => panic!("{other:?}"),
     }
-    assert!(
-        matches!(store.remove_image(&name(IMAGE)), Err(RemoveError::InUse { by, .. }) if by == ["snapshot base"])
-    );
+    assert!(matches!(
+        store.remove_image(&name(IMAGE)),
+        Err(RemoveError::InUse { by, .. }) if by == ["snapshot base"]
+    ));
     assert_is(&store, "base", 5);
     store.remove_snapshot(&name("base")).unwrap();
     put_image(&store, IMAGE, 2).unwrap();
@@ -133,7 +152,10 @@ fn a_damaged_image_is_refused_and_replaced() {
     let file = file.unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, &[0xaa], 4097).unwrap();
     let text = store.image(&name(IMAGE)).unwrap_err().to_string();
-    assert!(text.starts_with(&format!("{}: digest of the content: expected ", path.display())), "{text}");
+    assert!(
+        text.starts_with(&format!("{}: digest of the content: expected ", path.display())),
+        "{text}"
+    );
     put_image(&store, IMAGE, 1).unwrap();
     store.image(&name(IMAGE)).unwrap();
 }
@@ -206,8 +228,12 @@ fn an_image_is_on_disk_before_it_is_renamed_and_its_name_after() {
     let steps: Vec<_> = trace
         .iter()
         .map(|(doing, path)| {
-            let mut tail: Vec<_> =
-                path.strip_prefix(root.path()).unwrap().iter().map(|c| c.to_str().unwrap()).collect();
+            let mut tail: Vec<_> = path
+                .strip_prefix(root.path())
+                .unwrap()
+                .iter()
+                .map(|c| c.to_str().unwrap())
+                .collect();
             if tail[0] == "staging" {
                 tail[1] = "*";
             }
@@ -274,7 +300,8 @@ fn a_layer_made_ahead_is_the_first_one_of_one_vm() {
     let ids = [(); 4].map(|()| dayfly_units::VmId::random());
     let id = |n: usize| ids[n];
     let made = || {
-        let stage = std::fs::read_dir(folder.path().join("staging")).unwrap().next().unwrap().unwrap();
+        let stage =
+            std::fs::read_dir(folder.path().join("staging")).unwrap().next().unwrap().unwrap();
         std::fs::read_dir(stage.path()).unwrap().count()
     };
     store.prepare_vm_layers(3).unwrap();
@@ -285,7 +312,7 @@ fn a_layer_made_ahead_is_the_first_one_of_one_vm() {
     assert_eq!(made(), 2);
     let (second, _) = store.create_vm_layer(id(1), 1).unwrap();
     assert_eq!((second.disk, second.number), (1, 0));
-    // It has a folder already.
+    // VM 1 has a folder already, so it gets no prepared layer.
     let (first, _) = store.create_vm_layer(id(1), 0).unwrap();
     let (ahead, data) = store.create_vm_layer(id(2), 0).unwrap();
     let (next, _) = store.create_vm_layer(id(2), 0).unwrap();
@@ -294,7 +321,7 @@ fn a_layer_made_ahead_is_the_first_one_of_one_vm() {
     assert_eq!(store.open_vm_layer(&ahead, true).unwrap().metadata().unwrap().len(), 7);
     let (third, data) = store.create_vm_layer(id(3), 0).unwrap();
     assert_eq!((third.vm, data.metadata().unwrap().len(), made()), (id(3), 0, 0));
-    // Files for freezes are made once somebody froze a layer.
+    // Empty files are prepared only after the first freeze.
     let freeze = |layer: &VmLayer| {
         let mut freezing = store.freezing();
         let freeze = freezing.freeze(layer).unwrap();
@@ -312,7 +339,7 @@ fn a_layer_made_ahead_is_the_first_one_of_one_vm() {
     let last = freeze(&next);
     assert_eq!((next.number, last.number, made()), (1, 2, 2));
     assert_eq!(store.open_vm_layer(&last, true).unwrap().metadata().unwrap().len(), 3);
-    assert_eq!(store.open_frozen_layer(&next).unwrap().0.metadata().unwrap().len(), 3);
+    assert_eq!(store.open_frozen_layer(&next).unwrap().data.metadata().unwrap().len(), 3);
     store.prepare_vm_layers(0).unwrap();
     assert_eq!(made(), 4);
     drop(store);

@@ -1,67 +1,44 @@
-//! What is stored, and what each snapshot takes of it: from manifests, tables and the indexes in memory. No RAM is materialised and no
-//! page is read.
+//! What is stored, and how much of it each snapshot takes. The figures come from manifests, tables
+//! and the indexes in memory; no RAM is materialised and no page is read.
 
 use crate::blob::Dir;
-use crate::errors::{IoError, told};
+use crate::errors::IoError;
 use crate::gc::allocated_below;
-use crate::layers::{DATA, LayerId, MAP};
-use crate::manifest::{self, SnapshotManifest};
+use crate::inner::{Inner, Store};
 use crate::memory::{BLOCKS, Kind, Table};
+use crate::objects::manifest::{self, SnapshotManifest};
+use crate::objects::refs;
+use crate::objects::types::{DATA, LayerId, MAP};
 use crate::pages::index::prefix;
-use crate::pages::report::PagesStats;
 use crate::publish::OpenError;
-use crate::{Store, refs};
-use dayfly_units::{Name, PAGE_SIZE};
+use dayfly_units::error::chain;
+use dayfly_units::{Counted, MemoryKinds, Name, PAGE_SIZE, StoreStats, Unreadable};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// How many of something there are, and how much they take.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Counted {
-    /// How many.
-    pub count: u64,
-    /// The lengths of their files, holes included.
-    pub apparent_bytes: u64,
-    /// Bytes of disk they take.
-    pub disk_bytes: u64,
-}
-
-/// The frames of RAM by what they are. A frame has 4096 bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Frames {
-    /// Zeroes.
-    pub zero: u64,
-    /// Not used by the guest.
-    pub free: u64,
-    /// Blocks of the snapshot's own disks.
-    pub disk: u64,
-    /// Pages that another snapshot of the tenant has too.
-    pub shared: u64,
-    /// Pages that only this snapshot has.
-    pub own: u64,
-}
-
-/// What a snapshot takes.
+/// The space that one snapshot takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SnapshotUse {
-    /// Which.
+    /// The snapshot's name.
     pub name: Name,
-    /// RAM of its clones.
+    /// RAM of a clone, in bytes.
     pub memory_bytes: u64,
-    /// What its frames are. RAM in a file of its own counts as zero and own.
-    pub frames: Frames,
-    /// Different pages that another snapshot of the tenant has too.
+    /// The kinds of its RAM. If RAM is a file, its frames count as zero or own.
+    pub memory: MemoryKinds,
+    /// Unique pages that another snapshot of the tenant also has.
     pub shared_pages: u64,
-    /// Different pages that only this snapshot has.
+    /// Unique pages that only this snapshot has.
     pub own_pages: u64,
-    /// Compressed bytes of `own_pages`: of each its share of the group that it was compressed with. A gc gives them back with the packs
-    /// that they are in: at once where most of a pack is not needed, else when it is.
+    /// Compressed bytes of `own_pages`: for each page its share of its group. A gc frees them with
+    /// their pack: at once if most of the pack is unused, otherwise when it becomes so.
     pub own_page_bytes: u64,
-    /// Bytes of disk of the layers that it stands on.
+    /// Size of the stored layers that the snapshot depends on.
     pub layers: Counted,
-    /// Bytes of disk of those of them that no other snapshot stands on. They go when no VM does either.
+    /// Bytes of disk of the layers that no other snapshot depends on. A gc frees them when no VM
+    /// depends on them either.
     pub own_layer_bytes: u64,
-    /// Bytes of disk of its own files: manifest, state, table, working set; RAM where that is a file.
+    /// Bytes of disk of the snapshot's own files: manifest, state, table, working set, and `memory`
+    /// if RAM is a file.
     pub own_file_bytes: u64,
 }
 
@@ -73,50 +50,28 @@ impl SnapshotUse {
     }
 }
 
-/// Names of snapshots that cannot be read, and why.
-pub type Unreadable = Vec<(String, String)>;
-
-/// What the snapshots of a tenant take.
+/// The space that the snapshots of a tenant take.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// By name.
+    /// Sorted by name.
     pub snapshots: Vec<SnapshotUse>,
-    /// Snapshots that cannot be read, and why. What they share with others counts as those others' own.
-    pub unreadable: Unreadable,
+    /// Unreadable snapshots, each with the cause. Pages and layers that only they share with
+    /// another snapshot count as that snapshot's own.
+    pub unreadable: Vec<Unreadable>,
 }
 
-/// What a tenant sees of the store.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct StoreStats {
-    /// Root disks.
-    pub images: Counted,
-    /// Kernels with their initramfs.
-    pub kernels: Counted,
-    /// Frozen layers: those that the tenant's snapshots stand on, and those that none does.
-    pub layers: Counted,
-    /// Snapshots, without layers and pages.
-    pub snapshots: Counted,
-    /// Indexes of disks' blocks.
-    pub block_indexes: Counted,
-    /// Pages and packs.
-    pub pages: PagesStats,
-    /// The frames of all snapshots.
-    pub frames: Frames,
-    /// Snapshots that cannot be read; they are in no other figure.
-    pub unreadable: u64,
-}
-
-/// A snapshot that could be read.
+/// A readable snapshot.
 struct Known {
     manifest: SnapshotManifest,
     table: Option<Table>,
 }
 
 impl Store {
-    /// What each snapshot of `tenant` takes.
+    /// The space that each snapshot of `tenant` takes.
     ///
     /// # Errors
-    /// A folder cannot be listed. What cannot be read of a snapshot is in the answer.
+    /// A folder cannot be listed. An unreadable snapshot is not an error: it is listed in the
+    /// result.
     pub fn usage(&self, tenant: &Name) -> Result<Usage, IoError> {
         let (known, unreadable) = self.known(tenant)?;
         let users = self.users(&known)?;
@@ -126,7 +81,7 @@ impl Store {
             let mut used = SnapshotUse {
                 name: manifest.name.clone(),
                 memory_bytes: manifest.memory_bytes,
-                frames: frames(manifest, table.as_ref(), &pages),
+                memory: memory(manifest, table.as_ref(), &pages),
                 shared_pages: pages.iter().filter(|shared| **shared).count() as u64,
                 own_pages: pages.iter().filter(|shared| !**shared).count() as u64,
                 own_page_bytes: 0,
@@ -139,7 +94,8 @@ impl Store {
                 let Some((place, pack)) = space.guess(hash) else { continue };
                 let group = (place.page / pack.group_pages) as usize;
                 let span = pack.span(group, group);
-                used.own_page_bytes += (span.end - span.start) / (pack.pages_of(group).len() as u64).max(1);
+                used.own_page_bytes +=
+                    (span.end - span.start) / (pack.pages_of(group).len() as u64).max(1);
             }
             for id in manifest.layer_ids().into_iter().collect::<BTreeSet<_>>() {
                 let counted = self.0.layer_counted(id);
@@ -162,7 +118,7 @@ impl Store {
         let (known, unreadable) = self.known(tenant)?;
         let mut stats = StoreStats { unreadable: unreadable.len() as u64, ..StoreStats::default() };
         for (Known { manifest, table }, pages) in known.iter().zip(shared_pages(&known)) {
-            stats.frames.add(frames(manifest, table.as_ref(), &pages));
+            stats.memory.add(memory(manifest, table.as_ref(), &pages));
             stats.snapshots.add(inner.folder_counted(&inner.snapshots, manifest.name.as_str())?);
         }
         for name in inner.images.entries()? {
@@ -185,11 +141,14 @@ impl Store {
         }
         let tables = known.iter().filter_map(|k| k.table.as_ref());
         stats.pages = inner.space(tenant)?.stats(tables);
+        stats.dedup_ratio = stats.pages.dedup_ratio();
+        stats.compression_ratio = stats.pages.compression_ratio();
         Ok(stats)
     }
 
-    /// The snapshots of `tenant`, and what could not be read. A snapshot without a table is everybody's.
-    fn known(&self, tenant: &Name) -> Result<(Vec<Known>, Unreadable), IoError> {
+    /// The readable snapshots of `tenant`, and the unreadable ones. A snapshot without a table
+    /// belongs to every tenant.
+    fn known(&self, tenant: &Name) -> Result<(Vec<Known>, Vec<Unreadable>), IoError> {
         let snapshots = &self.0.snapshots;
         let (mut known, mut unreadable) = (Vec::new(), Vec::new());
         for name in snapshots.entries()? {
@@ -201,16 +160,17 @@ impl Store {
             match read() {
                 Ok(Known { table: Some(table), .. }) if table.tenant != *tenant => {}
                 Ok(snapshot) => known.push(snapshot),
-                // Removed since it was listed.
+                // The snapshot was removed after it was listed.
                 Err(_) if !snapshots.has(&name)? => {}
-                Err(OpenError::Io(e)) => unreadable.push((name, told(&e))),
-                Err(e) => unreadable.push((name, e.to_string())),
+                Err(OpenError::Io(e)) => unreadable.push(Unreadable { name, message: chain(&e) }),
+                Err(e) => unreadable.push(Unreadable { name, message: e.to_string() }),
             }
         }
         Ok((known, unreadable))
     }
 
-    /// How many snapshots stand on each layer of these, other tenants' and those whose tables cannot be read included.
+    /// The snapshots that depend on each layer of `known`, including snapshots of other tenants and
+    /// those with unreadable tables.
     fn users(&self, known: &[Known]) -> Result<BTreeMap<LayerId, BTreeSet<Name>>, IoError> {
         let mut users = refs::layer_users(&manifest::list(&self.0.snapshots)?.items);
         let needed: BTreeSet<LayerId> = known.iter().flat_map(|k| k.manifest.layer_ids()).collect();
@@ -219,10 +179,12 @@ impl Store {
     }
 }
 
-/// For every snapshot, of each hash of its table whether another's has it too. By the hashes' first bytes, as a gc tells them apart.
+/// For every snapshot and every hash of its table: whether another snapshot has the hash too.
+/// Hashes are compared by their first 8 bytes, as in a gc.
 fn shared_pages(known: &[Known]) -> Vec<Vec<bool>> {
-    let hashes = |k: &Known| k.table.iter().flat_map(|t| t.hashes()).map(prefix).collect::<Vec<u64>>();
-    // Each once for each snapshot, as a table has each hash once.
+    let hashes =
+        |k: &Known| k.table.iter().flat_map(|t| t.hashes()).map(prefix).collect::<Vec<u64>>();
+    // A table has each hash once, so a hash that occurs twice here is in two snapshots.
     let mut all: Vec<u64> = known.iter().flat_map(hashes).collect();
     all.sort_unstable();
     let times = |hash: u64| {
@@ -232,50 +194,31 @@ fn shared_pages(known: &[Known]) -> Vec<Vec<bool>> {
     known.iter().map(|k| hashes(k).into_iter().map(|hash| times(hash) > 1).collect()).collect()
 }
 
-fn frames(manifest: &SnapshotManifest, table: Option<&Table>, shared: &[bool]) -> Frames {
+fn memory(manifest: &SnapshotManifest, table: Option<&Table>, shared: &[bool]) -> MemoryKinds {
     let Some(table) = table else {
-        let own = manifest.memory.data_bytes.div_ceil(PAGE_SIZE);
-        let zero = (manifest.memory.bytes / PAGE_SIZE).saturating_sub(own);
-        return Frames { zero, own, ..Frames::default() };
+        let own_bytes = manifest.memory.data_bytes.div_ceil(PAGE_SIZE).saturating_mul(PAGE_SIZE);
+        let zero_bytes = manifest.memory.bytes.saturating_sub(own_bytes);
+        return MemoryKinds { zero_bytes, own_bytes, ..MemoryKinds::default() };
     };
-    let mut frames = Frames::default();
+    let mut memory = MemoryKinds::default();
     for run in table.runs() {
-        let count = u64::from(run.frames);
+        let bytes = u64::from(run.frames) * PAGE_SIZE;
         match run.kind {
-            Kind::Zero => frames.zero += count,
-            Kind::Free => frames.free += count,
-            Kind::Disk { .. } => frames.disk += count,
+            Kind::Zero => memory.zero_bytes += bytes,
+            Kind::Free => memory.free_bytes += bytes,
+            Kind::Disk { .. } => memory.disk_bytes += bytes,
             Kind::Page { hash } => {
                 let of_run = shared.iter().skip(hash as usize).take(run.frames as usize);
-                let common = of_run.filter(|shared| **shared).count() as u64;
-                frames.shared += common;
-                frames.own += count - common;
+                let common = of_run.filter(|shared| **shared).count() as u64 * PAGE_SIZE;
+                memory.shared_bytes += common;
+                memory.own_bytes += bytes - common;
             }
         }
     }
-    frames
+    memory
 }
 
-impl Frames {
-    fn add(&mut self, other: Self) {
-        let Self { zero, free, disk, shared, own } = other;
-        self.zero += zero;
-        self.free += free;
-        self.disk += disk;
-        self.shared += shared;
-        self.own += own;
-    }
-}
-
-impl Counted {
-    fn add(&mut self, other: Self) {
-        self.count += other.count;
-        self.apparent_bytes += other.apparent_bytes;
-        self.disk_bytes += other.disk_bytes;
-    }
-}
-
-/// One file; nothing where it is not there.
+/// Counts one file; zero if it does not exist.
 fn file_counted(path: &Path) -> Counted {
     use std::os::unix::fs::MetadataExt;
     std::fs::symlink_metadata(path).map_or_else(
@@ -284,8 +227,9 @@ fn file_counted(path: &Path) -> Counted {
     )
 }
 
-impl crate::Inner {
-    /// A folder of files, as one; nothing where it is gone, also if it goes while it is looked at: what is open then has no entries, and cannot be listed.
+impl Inner {
+    /// Counts a folder of files as one object; zero if it does not exist. A folder removed
+    /// meanwhile is still open, but has no entries and cannot be listed; it counts as zero too.
     fn folder_counted(&self, parent: &Dir, name: &str) -> Result<Counted, IoError> {
         let (folder, files) = match parent.sub(name).and_then(|folder| {
             let files = folder.entries()?;

@@ -1,17 +1,19 @@
-//! Work in numbered pieces, on all cores.
+//! Runs numbered pieces of work on all cores.
 
 use crate::blob::fault;
+use dayfly_units::sync::lock;
 use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Threads that work at once: one for each core that this process may use.
+/// Number of threads: one for each core that this process may use, or 1 while faults are injected.
 pub(crate) fn threads() -> usize {
     if fault::planned() { 1 } else { std::thread::available_parallelism().map_or(1, NonZero::get) }
 }
 
-/// Calls `work` once for every number below `pieces`, handing them out in ascending order to [`threads`] threads, each with its own
-/// `state()`. After an error no further piece is begun; the error of the lowest piece is given.
+/// Calls `work` once for every number below `pieces`. [`threads`] threads take the numbers in
+/// ascending order, each thread with its own `state()`. After an error no further piece begins; the
+/// error of the lowest failed piece is returned.
 pub(crate) fn each<S, E: Send>(
     pieces: usize,
     state: impl Fn() -> S + Sync,
@@ -29,7 +31,7 @@ pub(crate) fn each<S, E: Send>(
             }
             if let Err(error) = work(&mut state, piece) {
                 stop.store(true, Ordering::Relaxed);
-                let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut failed = lock(&failed);
                 if failed.as_ref().is_none_or(|(first, _)| piece < *first) {
                     *failed = Some((piece, error));
                 }
@@ -42,10 +44,13 @@ pub(crate) fn each<S, E: Send>(
         }
         run();
     });
-    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), |(_, error)| Err(error))
+    failed
+        .into_inner()
+        .unwrap_or_else(PoisonError::into_inner)
+        .map_or(Ok(()), |(_, error)| Err(error))
 }
 
-/// As [`each`], and gathers what the pieces give, in their order.
+/// As [`each`], and returns the results in the order of the pieces.
 pub(crate) fn map<S, T: Send, E: Send>(
     pieces: usize,
     state: impl Fn() -> S + Sync,
@@ -54,7 +59,7 @@ pub(crate) fn map<S, T: Send, E: Send>(
     let done = Mutex::new(Vec::new());
     each(pieces, state, |state, piece| {
         let result = work(state, piece)?;
-        done.lock().unwrap_or_else(PoisonError::into_inner).push((piece, result));
+        lock(&done).push((piece, result));
         Ok(())
     })?;
     let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);

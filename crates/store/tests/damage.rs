@@ -1,10 +1,12 @@
-//! Damage to every file that a snapshot of pages stands on, with the allocations counted: cut at every offset, 10,000 bits flipped, counts that
-//! lie. What is read is refused or right; nothing panics; no lie makes the process allocate.
+//! Damage to every file that a snapshot in pages depends on: truncated at every offset, 10,000 bits
+//! flipped, wrong counts. Every read is refused or right, and nothing panics. Allocations are
+//! counted, so that no wrong count makes the process allocate.
 
-#![expect(clippy::unwrap_used, reason = "in a test it is how a failure is told")]
+#![expect(clippy::unwrap_used, reason = "in a test it is how a failure shows")]
 
 use dayfly_store::{
-    ChainLayer, Digest, DiskSpec, ImageConfig, ImageSpec, KernelRef, PagedSpec, SnapshotSpec, Store, sparse,
+    ChainLayer, Digest, DiskSpec, ImageConfig, ImageSpec, KernelRef, PagedSpec, SnapshotSpec,
+    Store, sparse,
 };
 use dayfly_units::{Name, VmId};
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -14,13 +16,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The longest single allocation since it was set to 0.
+/// The largest single allocation in bytes since the last reset to 0.
 static LARGEST: AtomicUsize = AtomicUsize::new(0);
 const MOST: usize = 64 << 20;
 
 struct Counting;
 
-// SAFETY: every call is passed on to the system's allocator as it came.
+// SAFETY: every call is passed unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         LARGEST.fetch_max(layout.size(), Ordering::Relaxed);
@@ -46,7 +48,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The tests share one count.
+/// The tests share one counter.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 fn name(text: &str) -> Name {
@@ -55,7 +57,7 @@ fn name(text: &str) -> Name {
 
 const FRAMES: usize = 25;
 
-/// RAM: zeroes, noise, text, and two blocks of the disk.
+/// RAM with zeroes, noise, text, and two blocks of the disk.
 fn ram(disk: &[u8]) -> Vec<u8> {
     let mut ram = vec![0; FRAMES * 4096];
     let mut noise = blake3::Hasher::new().finalize_xof();
@@ -74,15 +76,19 @@ fn ram(disk: &[u8]) -> Vec<u8> {
     ram
 }
 
-/// A store with the snapshot `base` of tenant `one`, its RAM, and the state of it.
+/// A store with the snapshot `base` of tenant `one`, and the snapshot's RAM.
 fn sample(root: &Path) -> (Store, Vec<u8>) {
     let store = Store::open(root).unwrap();
     let disk: Vec<u8> = (0..8_u8).flat_map(|n| [n; 4096]).collect();
     let scratch = tempfile::tempfile().unwrap();
     let digest = sparse::copy(&mut &disk[..], &scratch, disk.len() as u64).unwrap().digest;
     let config = ImageConfig::default();
-    let spec =
-        ImageSpec { size_bytes: disk.len() as u64, digest, source: String::new(), config: config.clone() };
+    let spec = ImageSpec {
+        size_bytes: disk.len() as u64,
+        digest,
+        source: String::new(),
+        config: config.clone(),
+    };
     store.put_image_raw(&name("debian"), &spec, &mut disk.as_slice()).unwrap();
     let ram = ram(&disk);
     let vm = VmId::random();
@@ -91,6 +97,7 @@ fn sample(root: &Path) -> (Store, Vec<u8>) {
     let mut writer = store.snapshot_writer(&name("base")).unwrap();
     let freeze = writer.freeze(&layer).unwrap();
     freeze.map.write_all_at(&[1; 100], 0).unwrap();
+    drop((data, freeze.map));
     writer.state().write_all_at(&[2; 300], 0).unwrap();
     writer.memory().write_all_at(&ram, 0).unwrap();
     let image = store.image(&name("debian")).unwrap().reference();
@@ -98,7 +105,12 @@ fn sample(root: &Path) -> (Store, Vec<u8>) {
     let disks = vec![DiskSpec { image, size_bytes: disk.len() as u64, writable: true, layers }];
     let spec = SnapshotSpec {
         parent: None,
-        kernel: KernelRef { name: name("6.12"), release: "6.12".to_owned(), digest: Digest([7; 32]) },
+        ancestors: Vec::new(),
+        kernel: KernelRef {
+            name: name("6.12"),
+            release: "6.12".to_owned(),
+            digest: Digest([7; 32]),
+        },
         vcpus: 1,
         nets: 0,
         memory_bytes: ram.len() as u64,
@@ -112,10 +124,12 @@ fn sample(root: &Path) -> (Store, Vec<u8>) {
     (store, ram)
 }
 
-/// Manifest, state, table, pack, and the indexes of blocks.
+/// The manifest, the state, the table, the pack and the block indexes.
 fn files(root: &Path) -> Vec<PathBuf> {
-    let mut files: Vec<PathBuf> =
-        ["manifest", "state", "table"].iter().map(|f| root.join("snapshots/base").join(f)).collect();
+    let mut files: Vec<PathBuf> = ["manifest", "state", "table"]
+        .iter()
+        .map(|f| root.join("snapshots/base").join(f))
+        .collect();
     for folder in ["pages/one", "blocks"] {
         files.extend(fs::read_dir(root.join(folder)).unwrap().map(|e| e.unwrap().path()));
     }
@@ -125,33 +139,34 @@ fn files(root: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Whether a refusal says what should be and what is.
-fn tells(text: &str) -> bool {
+/// Whether an error text names the expected value or the missing file.
+fn names_damage(text: &str) -> bool {
     ["expected", "missing", "header says"].iter().any(|word| text.contains(word))
 }
 
-/// Opens the store anew and restores the snapshot: `true` if its RAM came back, `false` if it was refused. Everything else is a failure.
+/// Opens the store anew and restores the snapshot: `true` if RAM came back, `false` if it was
+/// refused. Everything else fails the test.
 fn served(root: &Path, ram: &[u8], at: &str) -> bool {
     LARGEST.store(0, Ordering::Relaxed);
     let store = Store::open(root).unwrap();
     let to = File::from(rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
     let whole = match store.open_snapshot_pages(&name("one"), &name("base")) {
         Err(error) => {
-            assert!(tells(&error.to_string()), "{at}: {error}");
+            assert!(names_damage(&error.to_string()), "{at}: {error}");
             false
         }
         Ok(open) => match open.materialise(&to) {
             Ok(_) => true,
             Err(error) => {
                 let text = error.to_string();
-                assert!(tells(&text), "{at}: {text}");
+                assert!(names_damage(&text), "{at}: {text}");
                 false
             }
         },
     };
     let largest = LARGEST.load(Ordering::Relaxed);
     assert!(largest <= MOST, "{at}: an allocation of {largest} bytes");
-    // Whatever was written, each page of it is right or a hole.
+    // Every page that was written is right; the others are holes.
     let mut got = vec![0; ram.len()];
     let length = usize::try_from(to.metadata().unwrap().len()).unwrap().min(got.len());
     to.read_exact_at(&mut got[..length], 0).unwrap();
@@ -162,7 +177,7 @@ fn served(root: &Path, ram: &[u8], at: &str) -> bool {
     whole
 }
 
-/// Damaged, a cache is made again; anything else refuses the snapshot.
+/// A damaged cache is made again; any other damage refuses the snapshot.
 fn judge(root: &Path, file: &Path, ram: &[u8], at: &str) -> bool {
     let served = served(root, ram, at);
     assert_eq!(
@@ -192,8 +207,12 @@ fn every_truncation_and_ten_thousand_flipped_bits_are_refused_before_a_byte_is_s
         let whole = fs::read(file).unwrap();
         for length in 0..whole.len() {
             File::options().write(true).open(file).unwrap().set_len(length as u64).unwrap();
-            refused +=
-                usize::from(!judge(root.path(), file, &ram, &format!("{} cut to {length}", file.display())));
+            refused += usize::from(!judge(
+                root.path(),
+                file,
+                &ram,
+                &format!("{} cut to {length}", file.display()),
+            ));
             cuts += 1;
             fs::write(file, &whole).unwrap();
         }
@@ -217,11 +236,12 @@ fn every_truncation_and_ten_thousand_flipped_bits_are_refused_before_a_byte_is_s
     }
     assert!(served(root.path(), &ram, "mended"));
     println!(
-        "{cuts} truncations and {flips} flips: {refused} refused, the others in a cache that is not read here"
+        "{cuts} truncations and {flips} flips: {refused} refused, \
+         the others in a cache that is not read here"
     );
 }
 
-/// The indexes of blocks are read when a snapshot is put.
+/// Block indexes are read when a snapshot is put.
 #[test]
 fn a_damaged_index_of_blocks_is_made_again_when_it_is_used() {
     let _alone = ONE_AT_A_TIME.lock();
@@ -236,7 +256,10 @@ fn a_damaged_index_of_blocks_is_made_again_when_it_is_used() {
             LARGEST.store(0, Ordering::Relaxed);
             let disk = store.open_snapshot_pages(&name("one"), &name("base")).unwrap();
             let layers = vec![vec![
-                dayfly_store::DiskLayer { file: &disk.disks[0].base, digest: disk.disks[0].image.digest },
+                dayfly_store::DiskLayer {
+                    file: &disk.disks[0].base,
+                    digest: disk.disks[0].image.digest,
+                },
                 dayfly_store::DiskLayer {
                     file: &disk.disks[0].layers[0].data,
                     digest: disk.disks[0].layers[0].layer.data.digest,
@@ -259,7 +282,7 @@ fn a_damaged_index_of_blocks_is_made_again_when_it_is_used() {
     }
 }
 
-/// Right seals over counts that lie.
+/// Wrong counts behind valid seals.
 #[test]
 fn lying_counts_do_not_make_it_allocate() {
     let _alone = ONE_AT_A_TIME.lock();
@@ -275,7 +298,8 @@ fn lying_counts_do_not_make_it_allocate() {
         let whole = fs::read(file).unwrap();
         let end = if file == pack { whole.len() - 48 } else { whole.len() };
         let at = if file == pack {
-            usize::try_from(u64::from_le_bytes(std::array::from_fn(|n| whole[end + 8 + n]))).unwrap()
+            usize::try_from(u64::from_le_bytes(std::array::from_fn(|n| whole[end + 8 + n])))
+                .unwrap()
         } else {
             0
         };

@@ -1,14 +1,28 @@
 //! # units
 //!
-//! The room for the small words every other room speaks: byte counts, pages, identifiers, names, and the
-//! [`sealed`] header that precedes everything dayfly writes and later decodes.
+//! Small types that every other crate uses: byte counts, pages, identifiers, names, the [`sealed`]
+//! header that precedes everything dayfly writes and later decodes, and [`text`] that is safe to
+//! print. Also the content of [`sparse`] files with its [`Digest`], which clients and stores must
+//! compute alike; the figures of a store and the configuration of an image; the causes of an
+//! [`error`] in one line; and locks ([`sync`]).
 //!
-//! What may not enter: I/O, policy, anything that knows about KVM, HTTP or a file's place on disk.
+//! This crate contains no policy and knows nothing about KVM, HTTP or file locations. It does no
+//! I/O except on files that the caller opened ([`sparse`]).
 
+mod digest;
+pub mod error;
 mod ids;
+pub mod image_config;
 mod pages;
 pub mod regions;
 pub mod sealed;
+pub mod sparse;
+mod stored;
+pub mod sync;
+pub mod text;
 
-pub use ids::{IdError, Name, NameError, VmId};
+pub use digest::{Digest, DigestError};
+pub use ids::{IdError, Name, NameError, VmId, VmName, VmNameError};
+pub use image_config::ImageConfig;
 pub use pages::{Bytes, PAGE_SIZE, ParseBytesError};
+pub use stored::{Counted, MemoryKinds, Pages, StoreStats, Unreadable};

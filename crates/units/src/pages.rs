@@ -1,13 +1,13 @@
-//! Byte counts.
+//! Page size and byte counts.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// The page that guests, the store and the host share: 4 KiB.
+/// The page size that guests, the store and the host use, in bytes: 4 KiB.
 pub const PAGE_SIZE: u64 = 4096;
 
-/// A number of bytes, written by people as `512M`, `2GiB`, `4096`. Suffixes are binary: K = 1024.
+/// A number of bytes, written by people as `512M`, `2GiB` or `4096`. Suffixes are binary: K = 1024.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Bytes(pub u64);

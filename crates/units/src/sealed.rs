@@ -1,7 +1,8 @@
-//! The sealed envelope: a fixed header, verified in full before a byte of what it covers is decoded.
+//! The sealed envelope: a fixed header, which a reader verifies in full before it decodes a byte of
+//! the payload.
 //!
-//! Everything that dayfly writes and later decodes (VM state, disk layer maps, manifests) is sealed. All numbers
-//! are little-endian:
+//! Everything that dayfly writes and later decodes (VM state, disk layer maps, manifests) is
+//! sealed. All numbers are little-endian:
 //!
 //! | offset | size | field | checked |
 //! |---|---|---|---|
@@ -14,24 +15,25 @@
 //! | 64 | 32 | BLAKE3 of the payload | 6th |
 //! | 96 | … | payload | decoded only after all of the above |
 //!
-//! The header's own digest comes before version and length, so that a flipped bit is reported as damage and a
-//! foreign version is reported as a version: a reader tells the two apart.
+//! The header's own digest is checked before version and length. So a flipped bit is reported as
+//! damage, and an unknown version is reported as a version.
 
 use std::ops::RangeInclusive;
 
 /// Bytes of header before the payload.
 pub const HEADER_BYTES: usize = 96;
 
-/// What a payload is: eight ASCII bytes at the start of the file.
+/// The kind of a payload: eight ASCII bytes at the start of the file.
 pub type Magic = [u8; 8];
 
-/// Why sealed bytes were refused. Each names the field's byte offset, what was expected and what was found.
+/// Why sealed bytes were refused. Each variant names the field's byte offset, the expected value
+/// and the value found.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SealError {
     /// The bytes end before the header does.
     #[error("header at byte 0: expected {HEADER_BYTES} bytes, got {got}")]
     Short {
-        /// Bytes there were.
+        /// Bytes that were given.
         got: usize,
     },
     /// The bytes are of another kind.
@@ -63,14 +65,15 @@ pub enum SealError {
     /// A reserved field is in use.
     #[error("reserved field at byte {at}: expected 0, got {got}")]
     Reserved {
-        /// Where.
+        /// Byte offset of the field.
         at: usize,
-        /// What was there.
+        /// Value of the field.
         got: u64,
     },
     /// Truncated, extended, or longer than the caller allows.
     #[error(
-        "payload length at byte 48: expected {stated} bytes as the header says, of at most {cap}, got {present}"
+        "payload length at byte 48: expected {stated} bytes as the header says, \
+         of at most {cap}, got {present}"
     )]
     Length {
         /// Length in the header.
@@ -103,7 +106,7 @@ fn header_digest(header: &[u8]) -> blake3::Hash {
     hasher.finalize()
 }
 
-/// Puts `payload` behind a header of kind `magic` and version `version`.
+/// Returns `payload` behind a header of kind `magic` and version `version`.
 #[must_use]
 pub fn seal(magic: &Magic, version: u32, payload: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(HEADER_BYTES + payload.len());
@@ -120,13 +123,14 @@ pub fn seal(magic: &Magic, version: u32, payload: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Verifies `bytes` and gives the version and the payload.
+/// Verifies `bytes` and returns the version and the payload.
 ///
-/// `cap` bounds the payload's length; callers that read a file check its size against `cap` + [`HEADER_BYTES`]
-/// before they read it.
+/// `cap` bounds the payload's length; callers that read a file check its size against `cap` +
+/// [`HEADER_BYTES`] before they read it.
 ///
 /// # Errors
-/// [`SealError`], in the order of the table above. Nothing is decoded before everything has been verified.
+/// [`SealError`], in the order of the table above. Nothing is decoded before everything has been
+/// verified.
 pub fn open<'a>(
     magic: &Magic,
     versions: RangeInclusive<u32>,
@@ -148,11 +152,16 @@ pub fn open<'a>(
     }
     let version = u32::from_le_bytes(array(header, 40));
     if !versions.contains(&version) {
-        return Err(SealError::Version { min: *versions.start(), max: *versions.end(), got: version });
+        return Err(SealError::Version {
+            min: *versions.start(),
+            max: *versions.end(),
+            got: version,
+        });
     }
-    for (at, got) in
-        [(44, u64::from(u32::from_le_bytes(array(header, 44)))), (56, u64::from_le_bytes(array(header, 56)))]
-    {
+    for (at, got) in [
+        (44, u64::from(u32::from_le_bytes(array(header, 44)))),
+        (56, u64::from_le_bytes(array(header, 56))),
+    ] {
         if got != 0 {
             return Err(SealError::Reserved { at, got });
         }
@@ -170,7 +179,8 @@ pub fn open<'a>(
     Ok((version, payload))
 }
 
-/// Verifies `bytes` of whatever kind and version, for who keeps them and does not decode them.
+/// Verifies `bytes` of any kind and version, for callers that keep sealed bytes without decoding
+/// them.
 ///
 /// # Errors
 /// [`SealError`].
@@ -191,7 +201,10 @@ mod tests {
 
     #[test]
     fn what_was_sealed_opens() {
-        assert_eq!(open(&MAGIC, 1..=3, 64, &sample()), Ok((3, b"a payload of some bytes".as_slice())));
+        assert_eq!(
+            open(&MAGIC, 1..=3, 64, &sample()),
+            Ok((3, b"a payload of some bytes".as_slice()))
+        );
     }
 
     #[test]
@@ -219,7 +232,10 @@ mod tests {
     #[test]
     fn a_foreign_version_is_named_as_one() {
         let foreign = seal(&MAGIC, 9, b"x");
-        assert_eq!(open(&MAGIC, 1..=3, 64, &foreign), Err(SealError::Version { min: 1, max: 3, got: 9 }));
+        assert_eq!(
+            open(&MAGIC, 1..=3, 64, &foreign),
+            Err(SealError::Version { min: 1, max: 3, got: 9 })
+        );
     }
 
     #[test]

@@ -1,5 +1,6 @@
-//! `freeze_cost`: how long a guest would stand still for its memory to be frozen, by what freezes it, and what a page costs that it writes afterwards.
-//! RAM is a private mapping of a memfd, as a clone's is; a tenth of 1.5 GiB was written, whatever its size. Medians; no guest runs.
+//! `freeze_cost`: how long a guest would be paused for a copy of its memory, for several methods,
+//! and the cost of a page that it writes afterwards. RAM is a private mapping of a memfd, as a
+//! clone's is. A tenth of 1.5 GiB was written, for any size of RAM. Prints medians; no guest runs.
 #![allow(clippy::unwrap_used, reason = "a tool for developers; it stops at the first surprise")]
 
 use dayfly_vmm::memory::pages::Pages;
@@ -13,7 +14,7 @@ const PAGE: u64 = 4096;
 const MIB: u64 = 1 << 20;
 const WRITTEN: u64 = 150 * MIB / PAGE;
 const TIMES: usize = 7;
-/// So many pages are left when rounds of copying end.
+/// The number of pages that are left when rounds of copying end.
 const LEFT: u64 = 256;
 
 // userfaultfd(2), linux/userfaultfd.h
@@ -32,15 +33,17 @@ fn median(mut of: impl FnMut() -> f64) -> f64 {
     times[TIMES / 2]
 }
 
-/// RAM of which pages were written, as many as are told, evenly over all of it.
+/// RAM with written pages, spread evenly, and the numbers of these pages.
 fn ram(bytes: u64) -> (GuestMemoryMmap, Vec<u64>) {
-    let file = File::from(rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+    let file =
+        File::from(rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
     file.set_len(bytes).unwrap();
     let memory = anonymous(bytes).unwrap();
     lay_over(&memory, &Backing::of(file), bytes, &[], true).unwrap();
-    // In rows of 64, as a guest's memory is.
+    // In rows of 64, as in a guest's memory.
     let step = bytes / PAGE / (WRITTEN / 64);
-    let written: Vec<u64> = (0..WRITTEN).map(|n| (n / 64 * step + n % 64) * PAGE).map(beyond_hole).collect();
+    let written: Vec<u64> =
+        (0..WRITTEN).map(|n| (n / 64 * step + n % 64) * PAGE).map(beyond_hole).collect();
     written.iter().for_each(|at| memory.write_obj(1_u8, GuestAddress(*at)).unwrap());
     (memory, written)
 }
@@ -53,12 +56,12 @@ fn write_again(memory: &GuestMemoryMmap, written: &[u64]) {
     written.iter().step_by(8).for_each(|at| memory.write_obj(2_u8, GuestAddress(*at)).unwrap());
 }
 
-/// fork(2), as often; the child does nothing.
+/// fork(2), `TIMES` times; the child does nothing.
 fn fork(memory: &GuestMemoryMmap, written: &[u64]) -> (f64, f64) {
     let mut after = Vec::new();
     let pause = median(|| {
         let began = Instant::now();
-        // SAFETY: the child calls nothing but pause(2), until it is killed.
+        // SAFETY: the child calls only pause(2), until it is killed.
         let child = unsafe { libc::fork() };
         if child == 0 {
             // SAFETY: as above.
@@ -68,7 +71,7 @@ fn fork(memory: &GuestMemoryMmap, written: &[u64]) -> (f64, f64) {
         let began = Instant::now();
         write_again(memory, written);
         after.push(ms(began) * 1e3 / (written.len() / 8) as f64);
-        // SAFETY: the child of this process, once.
+        // SAFETY: the child of this process, reaped once.
         unsafe {
             libc::kill(child, libc::SIGKILL);
             libc::waitpid(child, std::ptr::null_mut(), 0);
@@ -89,11 +92,11 @@ fn ioctl<T>(fd: &OwnedFd, request: u64, argument: &mut T) {
     assert!(got >= 0, "{}", std::io::Error::last_os_error());
 }
 
-/// Write-protection of all of RAM; who writes afterwards would wait for a thread, which is not counted.
+/// Write-protection of all of RAM. Later writes would wait for a thread; that time is not counted.
 fn protect(memory: &GuestMemoryMmap) -> f64 {
-    // SAFETY: a new descriptor, or a negative number.
+    // SAFETY: the call returns a new descriptor, or a negative number.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) };
-    // SAFETY: as it is a new descriptor, nobody else has it.
+    // SAFETY: the descriptor is new, so nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).unwrap()) };
     ioctl(&fd, UFFDIO_API, &mut [0xaa_u64, WP_SHMEM, 0]);
     let ranges: Vec<[u64; 2]> = memory
@@ -118,14 +121,17 @@ fn protect(memory: &GuestMemoryMmap) -> f64 {
 }
 
 fn main() {
-    println!("| RAM | fork(2) | then a write | write-protection | the last {LEFT} pages of copying |");
+    println!(
+        "| RAM | fork(2) | then a write | write-protection | the last {LEFT} pages of copying |"
+    );
     println!("|---|---|---|---|---|");
     for mib in [256, 1536, 4096] {
         let bytes = mib * MIB;
         let (memory, written) = ram(bytes);
         let (forked, after) = fork(&memory, &written);
         let protected = protect(&memory);
-        let target = File::from(rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        let target =
+            File::from(rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
         target.set_len(bytes).unwrap();
         let mut pages = Pages::none(bytes);
         (0..LEFT).for_each(|n| pages.insert(n * (bytes / PAGE / LEFT)));
@@ -134,6 +140,8 @@ fn main() {
             live::copy(&memory, bytes, &pages, &target).unwrap();
             ms(began)
         });
-        println!("| {mib} MiB | {forked:.1} ms | {after:.1} us | {protected:.1} ms | {copied:.2} ms |");
+        println!(
+            "| {mib} MiB | {forked:.1} ms | {after:.1} us | {protected:.1} ms | {copied:.2} ms |"
+        );
     }
 }

@@ -1,5 +1,6 @@
-//! `page_map_cost`: what noting a transfer in the page map costs, next to the transfer: reads from a file in the page cache into guest
-//! memory, without a queue, and writes back. The best of many rounds each.
+//! `page_map_cost`: the cost of noting a transfer in the page map, beside the cost of the transfer.
+//! Reads from a file in the page cache into guest memory, without a queue, and writes back. The
+//! best of many rounds each.
 #![allow(clippy::unwrap_used, reason = "a tool for developers; it stops at the first surprise")]
 
 use dayfly_vmm::disk::page_map::{PageMap, record};
@@ -13,7 +14,7 @@ use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 const BYTES: u64 = 64 << 20;
 const PAGE: u64 = 4096;
 
-/// How long a pass over the disk takes at best.
+/// The shortest time of a pass over the disk.
 fn best(mut pass: impl FnMut()) -> Duration {
     let mut once = || {
         let start = Instant::now();
@@ -23,13 +24,13 @@ fn best(mut pass: impl FnMut()) -> Duration {
     (0..25).map(|_| once()).min().unwrap()
 }
 
-/// Requests over the whole disk, each of `pages` pages in so many buffers.
+/// Requests over the whole disk, each of `pages` pages in `buffers` buffers.
 fn requests(memory: &GuestMemoryMmap, pages: u64, buffers: u64) -> Vec<(u64, IoList<'_>)> {
     let len = pages * PAGE / buffers;
     let request = |at: u64| {
         let mut list = IoList::new();
         for n in 0..buffers {
-            // From last to first, so that no two are one.
+            // From last to first, so that no two are merged.
             let address = GuestAddress((1 << 20) + at + (buffers - 1 - n) * len);
             list.push(memory.get_slice(address, usize::try_from(len).unwrap()).unwrap());
         }
@@ -40,11 +41,16 @@ fn requests(memory: &GuestMemoryMmap, pages: u64, buffers: u64) -> Vec<(u64, IoL
 
 fn main() {
     let memory = memory::anonymous(256 << 20).unwrap();
-    let file = || File::from(rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+    let file =
+        || File::from(rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
     let base = file();
     std::io::copy(&mut std::io::Read::take(std::io::repeat(7), BYTES), &mut &base).unwrap();
-    let spec =
-        DiskSpec { size_bytes: BYTES, base: base.into(), layers: vec![], writable: Some(file().into()) };
+    let spec = DiskSpec {
+        size_bytes: BYTES,
+        base: base.into(),
+        layers: vec![],
+        writable: Some(file().into()),
+    };
     let mut disk = Disk::open(spec).unwrap();
     let mut map = PageMap::new(&memory);
     println!("ns per 4 KiB: what, pages of a request, its buffers, transfer, page map, in percent");
@@ -53,13 +59,21 @@ fn main() {
         let row = |what: &str, transfer: Duration, noted: Duration| {
             let each = |time: Duration| time.as_secs_f64() * 1e9 / (BYTES / PAGE) as f64;
             let percent = 100.0 * noted.as_secs_f64() / transfer.as_secs_f64();
-            println!("{what:6}{pages:6}{buffers:6}{:10.1}{:8.2}{percent:7.2}", each(transfer), each(noted));
+            println!(
+                "{what:6}{pages:6}{buffers:6}{:10.1}{:8.2}{percent:7.2}",
+                each(transfer),
+                each(noted)
+            );
         };
         let read = best(|| requests.iter().for_each(|(at, list)| disk.read(*at, list).unwrap()));
-        let noted = best(|| requests.iter().for_each(|(at, list)| black_box(&mut map).filled(0, *at, list)));
+        let noted = best(|| {
+            requests.iter().for_each(|(at, list)| black_box(&mut map).filled(0, *at, list))
+        });
         row("read", read, noted);
         let wrote = best(|| requests.iter().for_each(|(at, list)| disk.write(*at, list).unwrap()));
-        let noted = best(|| requests.iter().for_each(|(at, list)| black_box(&mut map).written(0, *at, list)));
+        let noted = best(|| {
+            requests.iter().for_each(|(at, list)| black_box(&mut map).written(0, *at, list))
+        });
         row("write", wrote, noted);
     }
     for (what, step) in [("in order", 1), ("every second frame", 2)] {

@@ -1,8 +1,9 @@
 //! Plays the daemon for one VMM, to try stock kernels by hand on a host whose KVM can run them.
 //!
 //! `play VMM FOLDER end KERNEL INITRD VCPUS MIB CMDLINE`: boots, prints console and exit record.
-//! `play VMM FOLDER cycle KERNEL INITRD VCPUS MIB CMDLINE`: boots a guest that prints `tick N UPTIME …` for ever, saves it
-//! in the middle, restores it three times, each from the clone before, and says whether ticks and uptime go on.
+//! `play VMM FOLDER cycle KERNEL INITRD VCPUS MIB CMDLINE`: boots a guest that prints
+//! `tick N UPTIME …` for ever, saves it in the middle and restores it three times, each time from
+//! the previous clone. Reports whether ticks and uptime continue.
 //!
 //! `PLAY_DISK_MIB=N` gives the guest a disk of N MiB: an empty base under a copy-on-write layer.
 #![allow(clippy::unwrap_used, reason = "a tool for developers; it stops at the first surprise")]
@@ -50,7 +51,7 @@ fn main() {
     }
 }
 
-/// The last whole line `tick N UPTIME …` of a console: N and the uptime in hundredths of a second.
+/// The last whole line `tick N UPTIME …` of a console: N, and the uptime in hundredths of a second.
 fn last_tick(console: &str) -> Option<(u64, u64)> {
     let whole = console.rfind('\n').map_or("", |end| &console[..end]);
     let line = whole.lines().rfind(|line| line.starts_with("tick "))?;
@@ -109,15 +110,23 @@ fn cycle(binary: &Path, folder: &Path, mut vm: Vmm, started: Instant) {
         println!("== faults and ticks of the clone so far: {faults:?}");
         for entry in std::fs::read_dir("/sys/kernel/debug/kvm").into_iter().flatten().flatten() {
             if let Ok(text) = std::fs::read_to_string(entry.path().join("pf_taken")) {
-                let fixed = std::fs::read_to_string(entry.path().join("pf_fixed")).unwrap_or_default();
-                println!("== {:?} pf_taken {} pf_fixed {}", entry.file_name(), text.trim(), fixed.trim());
+                let fixed =
+                    std::fs::read_to_string(entry.path().join("pf_fixed")).unwrap_or_default();
+                println!(
+                    "== {:?} pf_taken {} pf_fixed {}",
+                    entry.file_name(),
+                    text.trim(),
+                    fixed.trim()
+                );
             }
         }
         phases(&clone, &format!("clone {n}"));
         let later = wait_tick(&mut clone, saved.0 + 10);
-        println!("== clone {n}: saved at {saved:?}, first {first:?} after {first_ms} ms, later {later:?}");
-        // The guest's clock may not have gone further than the time since its restore, and what it ran between its last tick
-        // and the save; in hundredths of a second.
+        println!(
+            "== clone {n}: saved at {saved:?}, first {first:?} after {first_ms} ms, later {later:?}"
+        );
+        // The guest's clock may advance at most by the time since its restore and the time between
+        // its last tick and the save; in hundredths of a second.
         let real = u64::try_from(first_ms / 10).unwrap();
         assert!(first.1 >= saved.1 && first.1 <= saved.1 + real + 200, "the guest's uptime jumped");
         println!("{}", clone.console());

@@ -1,107 +1,118 @@
-//! What a VMM process is told: everything it needs arrives as open file descriptors named in a [`VmmConfig`].
+//! The configuration of a VMM process: a [`VmmConfig`] names the open file descriptors that the
+//! process needs.
 //!
-//! A zygote ([`crate::zygote`]) reads one with each message, and forks the process that it is for; descriptors are numbered by
-//! their places in the message. `dayfly-vmm --config-fd N` reads the JSON of one from descriptor N to its end, once, and is
-//! that process itself. The process opens no file by path, except guest-initiated vsock connections to sockets inside its
-//! jail's root folder.
+//! A pre-forked VMM of a [`crate::zygote`] reads its configuration from a message; its descriptors
+//! are numbered by their places in the message. `dayfly-vmm --config-fd N` reads the JSON of one
+//! configuration from descriptor N to its end. The process opens no file by path, with one
+//! exception: vsock connections of the guest go to sockets in the root folder of its jail.
 
 use dayfly_units::VmId;
 use serde::{Deserialize, Serialize};
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
-/// A descriptor's number in the VMM process, or its place among those of a message.
+/// A descriptor's number in the VMM process, or its place in a message.
 pub type FdNumber = i32;
 
-/// The most vCPUs a VM may have.
+/// The most vCPUs of a VM.
 pub const MAX_VCPUS: u8 = 16;
-/// The most network devices a VM may have.
+/// The most network devices of a VM.
 pub const MAX_NETS: u8 = 1;
-/// The most disks a VM may have.
+/// The most disks of a VM.
 pub const MAX_DISKS: usize = 8;
-/// The most layers a disk may have under its writable one.
+/// The most frozen layers of a disk.
 pub const MAX_LAYERS: usize = 64;
 /// The longest configuration, in bytes of JSON.
 pub const MAX_CONFIG_BYTES: usize = 1 << 20;
-/// The granularity of copy-on-write layers, in bytes.
+/// The size of a block of a copy-on-write layer, in bytes.
 pub const DISK_BLOCK_BYTES: u64 = 4096;
-/// The context id of every guest: each VM has a vsock device and a unix socket of its own.
+/// The vsock context id of every guest. It is not unique on a host, because each VM has its own
+/// vsock device and unix socket.
 pub const GUEST_CID: u32 = 3;
 
-/// One VM, whole.
+/// The whole configuration of one VMM.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct VmmConfig {
-    /// Whose process this is; shown in its command line.
+    /// The VM's id; shown in the command line of the process.
     pub id: VmId,
-    /// The jail to enter before the guest runs. `None` only in tests of a single room.
+    /// The jail to enter before the guest runs. `None` only in tests.
     pub jail: Option<JailConfig>,
-    /// `/dev/kvm`, opened read-write; a zygote has it already.
+    /// `/dev/kvm`, opened read-write; `None` under a zygote, which has it already.
     pub kvm_fd: Option<FdNumber>,
-    /// A listening unix stream socket that speaks [`crate::control`].
+    /// A listening unix stream socket for the protocol of [`crate::control`].
     pub control_fd: FdNumber,
-    /// A connection that speaks the same, made ahead: what is sent on it before the process is there waits in it.
+    /// A connection for the same protocol, made ahead. Commands that the daemon sends before the
+    /// process serves it wait in the socket.
     #[serde(default)]
     pub link_fd: Option<FdNumber>,
-    /// Whether to work at a lower priority until somebody waits for the guest.
+    /// Whether the process runs at a lower priority until a guest is started in it.
     #[serde(default)]
     pub background: bool,
-    /// A listening unix stream socket: `CONNECT <port>\n` → `OK <n>\n` → bytes to and from that port of the guest.
+    /// A listening unix stream socket. A client sends `CONNECT <port>\n`, the VMM answers `OK
+    /// <n>\n`; then bytes flow to and from that port of the guest.
     pub vsock_fd: FdNumber,
-    /// Where guest-initiated connections go: to port P of CID 2 is to the unix socket `<vsock_path>_<P>`,
-    /// a path seen from inside the jail (`/vsock.sock`).
+    /// The target of connections that the guest starts: port P of CID 2 is the unix socket
+    /// `<vsock_path>_<P>`, a path inside the jail (`/vsock.sock`).
     pub vsock_path: PathBuf,
-    /// An empty file opened for appending: what the guest writes to its serial console.
-    pub console_fd: FdNumber,
-    /// Bytes after which the console drops further output (noting once that it did).
+    /// Two empty files opened for appending, which take the output of the guest's serial console in
+    /// turns ([`crate::platform::Console`]).
+    pub console_fds: [FdNumber; 2],
+    /// The most bytes of output in both files together. When the limit is reached, the older file
+    /// is emptied for new output.
     pub console_max_bytes: u64,
-    /// An empty file for the JSON of the [`crate::control::ExitRecord`], written once, just before the process ends.
+    /// An empty file for the JSON of the [`crate::control::ExitRecord`], which is written once,
+    /// just before the process ends.
     pub exit_fd: FdNumber,
-    /// How the guest comes to life.
+    /// How the guest starts.
     pub start: Start,
 }
 
-/// What a zygote is told once, before the first VM; with it comes `/dev/kvm`, opened
-/// read-write.
+/// The configuration of a zygote: its first message, with `/dev/kvm` (opened read-write) as the one
+/// descriptor.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ZygoteConfig {
-    /// All that it and its VMMs will see of the host's files: the folder in which VMs have their folders.
+    /// The folder that contains the VMs' folders. The zygote and its VMMs see nothing else of the
+    /// host's files.
     pub folder: PathBuf,
-    /// The CPUs that its VMMs run on; empty: all.
+    /// The CPUs that the VMMs run on; empty: all.
     #[serde(default)]
     pub cpus: Vec<u32>,
-    /// The NUMA node from which their memory comes, while there is some; `None`: wherever they run.
+    /// The preferred NUMA node for the VMMs' memory; `None`: the node of the CPU that touches it.
     #[serde(default)]
     pub node: Option<u32>,
 }
 
-/// Where a VMM lives.
+/// The jail of a VMM.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct JailConfig {
-    /// Folder that becomes its root, a path in what its zygote sees; the daemon made it, it holds only this VM's sockets.
+    /// The folder that becomes the root, a path inside the zygote's view. The daemon makes it, and
+    /// it contains only this VM's sockets.
     pub root: PathBuf,
-    /// The VM's own user.
+    /// The VM's user id, above 0.
     pub uid: u32,
-    /// The VM's own group.
+    /// The VM's group id, above 0.
     pub gid: u32,
 }
 
-/// How the guest comes to life.
+/// How the guest starts.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Start {
-    /// Cold, from a kernel, at once.
+    /// A cold boot from a kernel, at once.
     Boot(BootConfig),
-    /// When it is told from which saved machine, by `Restore` over the control socket.
-    Shell {
-        /// For which VMs.
+    /// As a warm VMM: `Restore` over the control socket says from which saved machine.
+    #[serde(rename = "shell")]
+    WarmVmm {
+        /// The shape of the VMs that it accepts.
         shape: Shape,
-        /// Whether to note which pages the guest touches, for `WorkingSet` ([`crate::memory::recorder`]).
+        /// Whether to record which pages the guest touches, for `WorkingSet`
+        /// ([`crate::memory::recorder`]).
         record: bool,
     },
 }
 
 impl Start {
-    /// What has to be known of a VM before its guest.
+    /// The shape of the VM.
     #[must_use]
     pub fn shape(&self) -> Shape {
         match self {
@@ -111,120 +122,124 @@ impl Start {
                 disks: u8::try_from(boot.disks.len()).unwrap_or(u8::MAX),
                 nets: boot.nets,
             },
-            Self::Shell { shape, .. } => *shape,
+            Self::WarmVmm { shape, .. } => *shape,
         }
     }
 }
 
-/// What a VM's shell depends on.
+/// The size of a VM: what a warm VMM is made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Shape {
-    /// RAM, a multiple of 2 MiB, at least 64 MiB.
+    /// RAM in bytes: a multiple of 2 MiB, at least 64 MiB.
     pub memory_bytes: u64,
-    /// 1 to [`MAX_VCPUS`].
+    /// vCPUs, 1 to [`MAX_VCPUS`].
     pub vcpus: u8,
-    /// At most [`MAX_DISKS`].
+    /// Disks, at most [`MAX_DISKS`].
     pub disks: u8,
     /// Network devices, at most [`MAX_NETS`].
     #[serde(default)]
     pub nets: u8,
 }
 
-/// What a network device is joined to ([`crate::control::Command::Connect`]).
+/// The network attachment of a network device ([`crate::control::Command::Connect`]).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkConfig {
-    /// The address of the interface.
+    /// The MAC address of the guest's interface.
     pub mac: [u8; 6],
-    /// The only address that packets may come from.
+    /// The only IPv4 address from which the guest may send packets.
     pub address: Ipv4Addr,
-    /// How fast the guest may send; `None`: as fast as it can.
+    /// The limit on what the guest sends; `None`: unlimited.
     #[serde(default)]
     pub sends: Option<Rate>,
-    /// How fast it may receive.
+    /// The limit on what the guest receives; `None`: unlimited.
     #[serde(default)]
     pub receives: Option<Rate>,
 }
 
-/// A limit on bytes.
+/// A limit on bytes: a token bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rate {
-    /// In the long run.
+    /// The mean rate.
     pub bytes_per_second: u64,
-    /// At once, after nothing for long.
+    /// The most bytes at once, after a long idle time.
     pub burst_bytes: u64,
 }
 
 /// A cold boot.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct BootConfig {
-    /// An ELF vmlinux.
+    /// The kernel, an ELF vmlinux.
     pub kernel_fd: FdNumber,
-    /// An initramfs, compressed as the kernel can read.
+    /// An initramfs, in a compression that the kernel supports.
     pub initrd_fd: Option<FdNumber>,
     /// The kernel's command line.
     pub cmdline: String,
-    /// RAM, a multiple of 2 MiB, at least 64 MiB.
+    /// RAM in bytes: a multiple of 2 MiB, at least 64 MiB.
     pub memory_bytes: u64,
-    /// 1 to [`MAX_VCPUS`].
+    /// vCPUs, 1 to [`MAX_VCPUS`].
     pub vcpus: u8,
-    /// In order vda, vdb, …; at most [`MAX_DISKS`].
+    /// Disks in the order vda, vdb, …; at most [`MAX_DISKS`].
     pub disks: Vec<DiskConfig>,
-    /// Network devices, at most [`MAX_NETS`]; without a link.
+    /// Network devices, at most [`MAX_NETS`], not connected yet.
     #[serde(default)]
     pub nets: u8,
 }
 
-/// A start from a snapshot. A descriptor is numbered by its place among those that come with the message, from 0.
+/// A start from a snapshot. Descriptors are numbered by their places in the message, from 0.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestoreConfig {
-    /// The sealed state that `Save` wrote.
+    /// The state file that `Save` wrote, sealed.
     pub state_fd: FdNumber,
-    /// Guest RAM as `Save` wrote it, mapped `MAP_PRIVATE`: nothing is copied, pages are shared until written.
+    /// Guest RAM as `Save` wrote it, mapped `MAP_PRIVATE`: a restore copies nothing, and clones
+    /// share each page until they write it.
     pub memory_fd: FdNumber,
-    /// Pages of RAM that other memory files have.
+    /// Pages of RAM that lie in other memory files.
     #[serde(default)]
     pub shared: Option<SharedConfig>,
-    /// The same disks as when it was saved, each with a fresh writable layer.
+    /// The disks that the saved VM had, each with a fresh writable layer.
     pub disks: Vec<DiskConfig>,
     /// The clone's VM generation id: new for every clone.
     pub generation: [u8; 16],
-    /// The record of pages to lay ready before the guest runs ([`crate::memory::working_set`]).
+    /// The record of pages to populate before the guest runs ([`crate::memory::working_set`]).
     #[serde(default)]
     pub working_set_fd: Option<FdNumber>,
-    /// A socket to the pager that fills the memory file, where that is not whole yet ([`crate::memory::lazy`]).
+    /// A socket to the pager that fills the memory file, if the file is not whole yet
+    /// ([`crate::memory::lazy`]).
     #[serde(default)]
     pub pager_fd: Option<FdNumber>,
-    /// Whether to wait for `Resume`.
+    /// Whether the VM stays paused until `Resume`.
     pub paused: bool,
 }
 
-/// Pages of RAM that are mapped from other memory files than the snapshot's own ([`crate::memory::backing`]).
+/// Pages of RAM that are mapped from memory files other than the snapshot's own file
+/// ([`crate::memory::backing`]).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SharedConfig {
-    /// The sealed list of them.
+    /// The sealed list of the pages.
     pub list_fd: FdNumber,
-    /// The files, which are whole.
+    /// The memory files, all of them whole.
     pub file_fds: Vec<FdNumber>,
 }
 
-/// A disk: read-only layers under one writable layer.
+/// A disk: a base image, read-only layers over it, and one writable layer on top.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskConfig {
-    /// Size that the guest sees, a multiple of [`DISK_BLOCK_BYTES`].
+    /// The size that the guest sees, in bytes: a multiple of [`DISK_BLOCK_BYTES`].
     pub size_bytes: u64,
-    /// The raw base image, read-only. Shorter than `size_bytes`: the rest reads as zero.
+    /// The raw base image, read-only. If it is shorter than `size_bytes`, the rest reads as zero.
     pub base_fd: FdNumber,
-    /// Frozen layers over it, the lowest first; at most [`MAX_LAYERS`].
+    /// Frozen layers over the base, the lowest first; at most [`MAX_LAYERS`].
     pub layers: Vec<LayerConfig>,
-    /// An empty file, opened read-write, that takes this VM's writes; `None`: the guest sees a read-only disk.
+    /// An empty file, opened read-write, that takes this VM's writes; `None`: the disk is read-only
+    /// for the guest.
     pub writable_fd: Option<FdNumber>,
 }
 
 /// A frozen copy-on-write layer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerConfig {
-    /// Sparse file: block b of the disk at byte b × [`DISK_BLOCK_BYTES`], where the map has it.
+    /// A sparse file: block b of the disk lies at byte b × [`DISK_BLOCK_BYTES`], if the map has b.
     pub data_fd: FdNumber,
-    /// The sealed map of the blocks this layer has ([`crate::disk`]).
+    /// The sealed map of the blocks in this layer ([`crate::disk::layer`]).
     pub map_fd: FdNumber,
 }

@@ -1,23 +1,26 @@
-//! How a VMM ends: exactly one [`ExitRecord`] in the exit file, then `_exit`, from whichever thread comes first.
+//! How a VMM ends: one [`ExitRecord`] in the exit file, then `_exit`. The first thread that calls
+//! [`end`] writes the record.
 //!
-//! Nothing unwinds and nothing is joined: the kernel frees everything, and a thread that still ran could only do harm.
+//! No thread unwinds and none is joined, because the kernel frees everything at exit and a thread
+//! that still runs can only do harm.
 
 use crate::control::{ExitReason, ExitRecord};
+use dayfly_units::error::chain;
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 static EXIT_FD: AtomicI32 = AtomicI32::new(-1);
 static ENDED: AtomicBool = AtomicBool::new(false);
 
-/// Says where the record goes. Until then records go to standard error only.
+/// Sets the descriptor of the exit file. Before this call a record goes to standard error only.
 pub fn set_file(fd: i32) {
     EXIT_FD.store(fd, Ordering::SeqCst);
 }
 
-/// Writes the record and ends the process: status 0 when guest or daemon asked for the end, 1 when something failed.
+/// Writes the record and ends the process. The status is 1 for [`ExitReason::Failed`], else 0.
 pub fn end(reason: ExitReason, message: &str) -> ! {
     if ENDED.swap(true, Ordering::SeqCst) {
-        // Another thread is ending the process right now.
+        // Another thread is ending the process; wait for its `_exit`.
         loop {
             std::thread::park();
         }
@@ -33,28 +36,14 @@ pub fn end(reason: ExitReason, message: &str) -> ! {
     exit_now(i32::from(reason == ExitReason::Failed))
 }
 
-/// Ends the process because of `error`, with its whole chain of causes.
+/// Ends the process because of `error`; the record has the whole chain of causes.
 pub fn fail(error: &dyn std::error::Error) -> ! {
     end(ExitReason::Failed, &chain(error))
 }
 
-/// An error and its causes in one line.
-#[must_use]
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        let cause_text = cause.to_string();
-        // Some libraries repeat their cause in their own text.
-        if !text.ends_with(&cause_text) {
-            let _ = write!(text, ": {cause_text}");
-        }
-        next = cause.source();
-    }
-    text
-}
-
-/// Makes a panic of any thread the end of the process, and names the system call or address behind a fatal signal.
+/// Makes a panic in any thread end the process, and makes the record of a fatal signal name the
+/// address. A forbidden system call leaves no record: the kernel kills the process
+/// ([`crate::seccomp`]).
 pub fn install_handlers() {
     std::panic::set_hook(Box::new(|info| {
         let thread = std::thread::current();
@@ -63,12 +52,13 @@ pub fn install_handlers() {
             &format!("a bug in dayfly-vmm: thread {:?}: {info}", thread.name().unwrap_or("?")),
         );
     }));
-    for signal in [libc::SIGSYS, libc::SIGBUS, libc::SIGSEGV, libc::SIGILL] {
-        // SAFETY: a zeroed sigaction is a valid one; the handler only uses async-signal-safe calls (write, _exit)
-        // and memory of its own frame.
+    for signal in [libc::SIGXFSZ, libc::SIGBUS, libc::SIGSEGV, libc::SIGILL] {
+        // SAFETY: a zeroed sigaction is a valid one; the handler only uses async-signal-safe calls
+        // (write, _exit) and the memory of its frame.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
-            let handler: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) = on_fatal_signal;
+            let handler: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) =
+                on_fatal_signal;
             action.sa_sigaction = handler as usize;
             action.sa_flags = libc::SA_SIGINFO;
             libc::sigaction(signal, &raw const action, std::ptr::null_mut());
@@ -76,7 +66,7 @@ pub fn install_handlers() {
     }
 }
 
-/// A fixed buffer to format into where nothing may be allocated.
+/// A fixed buffer for formatting in a signal handler, which may not allocate.
 struct Line {
     bytes: [u8; 256],
     len: usize,
@@ -96,20 +86,21 @@ impl std::fmt::Write for Line {
 extern "C" fn on_fatal_signal(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     if !ENDED.swap(true, Ordering::SeqCst) {
         let mut line = Line { bytes: [0; 256], len: 0 };
-        let _ = if signal == libc::SIGSYS {
-            // SAFETY: the kernel passes a valid siginfo_t; for SIGSYS, offset 24 holds si_syscall (asm-generic/siginfo.h:
-            // after signo, errno, code and padding come the call's address at 16 and its number at 24).
-            let number = unsafe { info.cast::<u8>().add(24).cast::<i32>().read_unaligned() };
-            write!(
-                line,
-                r#"{{"reason":"failed","message":"the seccomp filter refused system call {number}"}}"#
-            )
+        let _ = if signal == libc::SIGXFSZ {
+            let text = r#"{"reason":"failed","message":"a write past the limit on a file's size"}"#;
+            line.write_str(text)
         } else {
-            // SAFETY: as above; for memory signals the union starts with the faulting address.
+            // SAFETY: the kernel passes a valid siginfo_t; for memory signals its union starts with
+            // the faulting address.
             let at = unsafe { (*info).si_addr() }.addr();
             write!(
                 line,
-                r#"{{"reason":"failed","message":"signal {signal} at address {at:#x}: guest memory's file was truncated or unreadable, or a bug in dayfly-vmm"}}"#
+                concat!(
+                    r#"{{"reason":"failed","message":"signal {signal} at address {at:#x}: "#,
+                    r#"guest memory's file was truncated or unreadable, or a bug in dayfly-vmm"}}"#
+                ),
+                signal = signal,
+                at = at
             )
         };
         write_all(&line.bytes[..line.len]);
@@ -128,7 +119,8 @@ fn write_all(bytes: &[u8]) {
 
 fn write_fd(fd: i32, mut bytes: &[u8]) {
     while !bytes.is_empty() {
-        // SAFETY: writes `bytes.len()` bytes from a live slice; a bad descriptor is an error, not undefined behaviour.
+        // SAFETY: writes `bytes.len()` bytes from a live slice; a bad descriptor is an error, not
+        // undefined behaviour.
         let n = unsafe { libc::write(fd, bytes.as_ptr().cast(), bytes.len()) };
         match usize::try_from(n) {
             Ok(n) if n > 0 => bytes = &bytes[n..],

@@ -1,4 +1,5 @@
-//! Taking ownership of the descriptors that a [`VmmConfig`](crate::config::VmmConfig) or a message names.
+//! Taking ownership of the descriptors that a [`VmmConfig`](crate::config::VmmConfig) or a message
+//! names.
 
 use crate::config::{DiskConfig, FdNumber, Start, VmmConfig};
 use crate::disk::{DiskSpec, LayerSpec};
@@ -8,46 +9,48 @@ use std::os::fd::{FromRawFd, OwnedFd};
 /// Why a configured descriptor cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum FdError {
-    /// Not a descriptor that could be passed.
+    /// The number is 0 to 2, or names no open descriptor.
     #[error("descriptor {number} for {what}: expected an open descriptor other than 0 to 2")]
     Bad {
-        /// What it is for.
+        /// The descriptor's purpose.
         what: &'static str,
-        /// Its number.
+        /// The number in the configuration.
         number: FdNumber,
     },
-    /// Not one that came along.
-    #[error("descriptor {number} for {what}: expected a place among the {expected} that came along")]
+    /// The place is not among the descriptors of the message.
+    #[error(
+        "descriptor {number} for {what}: expected a place among the {expected} that came along"
+    )]
     Missing {
-        /// What it is for.
+        /// The descriptor's purpose.
         what: &'static str,
-        /// Its number.
+        /// The place in the configuration.
         number: FdNumber,
-        /// How many there are.
+        /// The number of descriptors that came with the message.
         expected: usize,
     },
-    /// Named for two purposes.
+    /// The configuration names the descriptor for two purposes.
     #[error("descriptor {number} for {what}: already used for something else")]
     Twice {
-        /// What it is for.
+        /// The second purpose.
         what: &'static str,
-        /// Its number.
+        /// The descriptor's number or place.
         number: FdNumber,
     },
 }
 
-/// Where descriptors come from, each handed out once.
+/// A source of descriptors that gives each of them out once.
 pub trait Descriptors {
-    /// Takes `number`.
+    /// Takes ownership of descriptor `number`; an error quotes the purpose `what`.
     ///
     /// # Errors
-    /// When it is not there or already taken.
+    /// [`FdError`] if the descriptor is missing or taken already.
     fn take(&mut self, what: &'static str, number: FdNumber) -> Result<OwnedFd, FdError>;
 
-    /// Takes a disk's descriptors.
+    /// Takes the descriptors of a disk: base image, layers with their maps, writable layer.
     ///
     /// # Errors
-    /// When one is not there or already taken.
+    /// [`FdError`] if one is missing or taken already.
     fn take_disk(&mut self, disk: &DiskConfig) -> Result<DiskSpec, FdError> {
         let base = self.take("a disk's base image", disk.base_fd)?;
         let mut layers = Vec::new();
@@ -55,23 +58,25 @@ pub trait Descriptors {
             let data = self.take("a layer's data", layer.data_fd)?;
             layers.push(LayerSpec { data, map: self.take("a layer's map", layer.map_fd)? });
         }
-        let writable =
-            disk.writable_fd.map(|number| self.take("a disk's writable layer", number)).transpose()?;
+        let writable = disk
+            .writable_fd
+            .map(|number| self.take("a disk's writable layer", number))
+            .transpose()?;
         Ok(DiskSpec { size_bytes: disk.size_bytes, base, layers, writable })
     }
 }
 
-/// Those that this process was started with, by their numbers.
+/// The descriptors that this process inherited, by their numbers.
 #[derive(Debug, Default)]
 pub struct FdTable {
     taken: BTreeSet<FdNumber>,
 }
 
 impl FdTable {
-    /// Checks that `number` is open and not yet in use.
+    /// Checks that `number` is open and not claimed yet, without taking ownership.
     ///
     /// # Errors
-    /// When it is not.
+    /// [`FdError`] if it is 0 to 2, not open, or claimed already.
     pub fn claim(&mut self, what: &'static str, number: FdNumber) -> Result<FdNumber, FdError> {
         // SAFETY: F_GETFD only reads the descriptor's flags.
         let open = number > 2 && unsafe { libc::fcntl(number, libc::F_GETFD) } >= 0;
@@ -88,17 +93,18 @@ impl FdTable {
 impl Descriptors for FdTable {
     fn take(&mut self, what: &'static str, number: FdNumber) -> Result<OwnedFd, FdError> {
         let number = self.claim(what, number)?;
-        // SAFETY: it is open, and `claim` gives every number out once; the configuration passed them to this process.
+        // SAFETY: the descriptor is open, and `claim` gives out each number once. The configuration
+        // passed it to this process, so nothing else owns it.
         Ok(unsafe { OwnedFd::from_raw_fd(number) })
     }
 }
 
-/// Those that came with a message, by their places.
+/// The descriptors that came with a message, by their places.
 #[derive(Debug)]
 pub struct Received(Vec<Option<OwnedFd>>);
 
 impl Received {
-    /// All of them.
+    /// Takes ownership of all descriptors of a message, in their order.
     #[must_use]
     pub fn new(fds: Vec<OwnedFd>) -> Self {
         Self(fds.into_iter().map(Some).collect())
@@ -119,7 +125,8 @@ impl Descriptors for Received {
 /// Every descriptor number in a configuration.
 #[must_use]
 pub fn all(config: &VmmConfig) -> BTreeSet<FdNumber> {
-    let mut numbers = BTreeSet::from([config.control_fd, config.vsock_fd, config.console_fd, config.exit_fd]);
+    let mut numbers = BTreeSet::from([config.control_fd, config.vsock_fd, config.exit_fd]);
+    numbers.extend(config.console_fds);
     numbers.extend(config.kvm_fd);
     numbers.extend(config.link_fd);
     let Start::Boot(boot) = &config.start else { return numbers };

@@ -1,19 +1,21 @@
-//! The VMM process from its first instruction to its last: configuration, jail, VM, control.
+//! The VMM process from start to end: configuration, jail, VM, control socket.
 //!
-//! It comes to life as a fork of a zygote ([`crate::zygote`]), or alone, as `dayfly-vmm --config-fd N`: for whoever wants one VM.
+//! The process starts as a fork of a zygote ([`crate::zygote`]), or alone as `dayfly-vmm
+//! --config-fd N` for a caller that wants one VM.
 
 use crate::config::{FdNumber, JailConfig, MAX_CONFIG_BYTES, Start, VmmConfig};
-use crate::control::server::Hosted;
-use crate::crew::Crew;
+use crate::control::server::{Hosted, Server};
 use crate::fds::{self, Descriptors, FdError, FdTable};
 use crate::jail::{self, JailError};
-use crate::memory::lazy;
 use crate::platform::Console;
-use crate::seccomp::{FilterError, Filters};
+use crate::seccomp::{FilterError, Filters, Stage};
 use crate::timeline::Timeline;
-use crate::vm::{Bare, BuildError, Host, Shell};
+use crate::vcpu::state::StateError;
+use crate::vm::{Bare, BuildError, Host, WarmVmm};
+use crate::workers::Workers;
 use crate::zygote::{self, ZygoteError};
-use crate::{control, exit, seccomp};
+use crate::{exit, limits, vcpu};
+use dayfly_sys::uffd::Uffd;
 use kvm_ioctls::Kvm;
 use std::convert::Infallible;
 use std::fs::File;
@@ -21,37 +23,40 @@ use std::io::{self, Read};
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 
-/// Why a VMM process could not do its work.
+/// Why a VMM process failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
-    /// A wrong command line.
+    /// The command line is wrong.
     #[error("usage: dayfly-vmm (--config-fd | --zygote-fd) N [--id ID]; got {0:?}")]
     Usage(Vec<String>),
-    /// The configuration could not be read.
+    /// Reading the configuration's descriptor failed.
     #[error("configuration")]
     ConfigRead(#[source] io::Error),
-    /// The configuration is too long.
+    /// The configuration exceeds [`MAX_CONFIG_BYTES`].
     #[error("configuration: at most {MAX_CONFIG_BYTES} bytes")]
     ConfigLength,
-    /// The configuration is not one.
+    /// The configuration is not the JSON of a [`VmmConfig`].
     #[error("configuration")]
     Config(#[source] serde_json::Error),
-    /// A descriptor in it is not usable.
+    /// The configuration names a descriptor that cannot be used.
     #[error("configuration")]
     Fd(#[from] FdError),
-    /// No userfaultfd.
-    #[error("userfaultfd for a rehearsal")]
+    /// No userfaultfd could be made for a recording.
+    #[error("userfaultfd for a recording")]
     Userfaultfd(#[source] io::Error),
-    /// A thread could not be made.
+    /// A worker thread could not be made.
     #[error("its threads")]
-    Crew(#[source] io::Error),
-    /// The zygote.
+    Workers(#[source] io::Error),
+    /// KVM did not list its MSRs.
+    #[error(transparent)]
+    Msrs(#[from] StateError),
+    /// The zygote failed.
     #[error(transparent)]
     Zygote(#[from] ZygoteError),
-    /// The jail.
+    /// Entering the jail failed.
     #[error(transparent)]
     Jail(#[from] JailError),
-    /// A filter.
+    /// A seccomp filter could not be compiled.
     #[error(transparent)]
     Filter(#[from] FilterError),
     /// The VM could not be made.
@@ -62,12 +67,13 @@ pub enum ProcessError {
     Control(#[source] io::Error),
 }
 
-/// Runs a VM, or many as a zygote, as the command line says, and never returns.
+/// Runs a zygote or one VMM, depending on the command line, and never returns.
 pub fn main() -> ! {
     let timeline = Timeline::start();
-    // One arena for all threads: shrinking a thread's own arena makes glibc open /proc/sys/vm/overcommit_memory, which the
-    // filters forbid. No thread allocates on a path where the shared lock would count.
-    // SAFETY: mallopt only sets a parameter of the allocator; there is one thread yet.
+    // One arena for all threads: glibc opens /proc/sys/vm/overcommit_memory when it shrinks a
+    // thread's arena, which the filters forbid. No thread allocates on a path on which the shared
+    // lock costs time.
+    // SAFETY: mallopt sets a parameter of the allocator; the process has one thread.
     unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
     exit::install_handlers();
     match run(timeline) {
@@ -79,22 +85,35 @@ pub fn main() -> ! {
 fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
     match arguments()? {
         ("--zygote-fd", number) => {
-            // Goes on in a child.
+            // Returns in a child: in a pre-forked VMM that has received its message.
             let child = zygote::run(FdTable::default().take("the daemon's connection", number)?)?;
-            let zygote::Child { json, fds, kvm, bare, crew, filters, pagemap, may_return, name, began_us } =
-                child;
+            let zygote::Child {
+                json,
+                fds,
+                kvm,
+                bare,
+                workers,
+                filters,
+                pagemap,
+                may_return,
+                base_bytes,
+                msrs,
+                name,
+                began_us,
+            } = child;
             let config: VmmConfig = serde_json::from_slice(&json).map_err(ProcessError::Config)?;
             let mut fds = fds::Received::new(fds);
             exit::set_file(fds.take("the exit record", config.exit_fd)?.into_raw_fd());
             name.write(config.id);
-            let inside = Inside::new((kvm, bare), filters, pagemap, &config)?;
+            let known = Known { kvm, bare, msrs, filters, pagemap, base_bytes };
+            let inside = Inside::new(known, &config)?;
             if config.background && may_return {
                 jail::low_priority();
             }
             if let Some(jail) = &config.jail {
                 jail::enter(jail)?;
             }
-            live(config, fds, inside, crew, Timeline::since(began_us))
+            live(config, fds, inside, workers, Timeline::since(began_us))
         }
         (_, number) => {
             let config = read_config(number)?;
@@ -102,50 +121,65 @@ fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
             exit::set_file(fds.claim("the exit record", config.exit_fd)?);
             jail::close_all_but(&fds::all(&config))?;
             let kvm = fds.take("/dev/kvm", config.kvm_fd.unwrap_or(-1))?;
-            // SAFETY: the descriptor is owned and given up here; who wrote the configuration says that it is /dev/kvm, else every
-            // ioctl fails.
+            // SAFETY: the descriptor is owned and given up here. The writer of the configuration
+            // states that it is /dev/kvm; if it is not, every ioctl fails.
             let kvm = unsafe { Kvm::from_raw_fd(kvm.into_raw_fd()) };
             let bare = Bare::new(&kvm)?;
-            let pagemap = File::open("/proc/self/pagemap").ok();
-            let inside = Inside::new((kvm, bare), Filters::new()?, pagemap, &config)?;
+            let msrs = vcpu::state::msrs(&kvm).map_err(ProcessError::Msrs)?;
+            let pagemap = jail::open_without_admin("/proc/self/pagemap".as_ref()).ok();
+            let (filters, base_bytes) = (Filters::new()?, limits::space_now());
+            let known = Known { kvm, bare, msrs, filters, pagemap, base_bytes };
+            let inside = Inside::new(known, &config)?;
             if let Some(jail) = &config.jail {
                 jail::see_only(&jail.root)?;
                 jail::narrow()?;
+                jail::open_nothing_but(None)?;
             }
             jail::no_new_privileges()?;
-            let crew = Crew::new(&inside.filters, config.start.shape().vcpus).map_err(ProcessError::Crew)?;
+            let workers = Workers::new(&inside.known.filters, config.start.shape().vcpus)
+                .map_err(ProcessError::Workers)?;
             if let Some(jail) = &config.jail {
                 jail::enter(&JailConfig { root: "/".into(), ..jail.clone() })?;
             }
-            live(config, fds, inside, crew, timeline)
+            live(config, fds, inside, workers, timeline)
         }
     }
 }
 
-/// What a VMM has from outside its jail.
-struct Inside {
-    kvm: (Kvm, Bare),
+/// What a VMM has before it has its configuration.
+struct Known {
+    /// `/dev/kvm`, which is closed before the guest runs.
+    kvm: Kvm,
+    bare: Bare,
+    /// The MSRs that KVM saves.
+    msrs: Vec<u32>,
     filters: Filters,
-    /// The one file opened by path, while there is a path to it: which of our own pages were written.
+    /// `/proc/self/pagemap`, which shows the pages that were written. It is the only file that is
+    /// opened by path, before the jail hides the path, and without CAP_SYS_ADMIN.
     pagemap: Option<File>,
-    /// Another thing that only the privileged may make: a userfaultfd, for a guest whose memory is given page by page.
-    uffd: Option<OwnedFd>,
+    /// The size of the address space before it had a VM, in bytes.
+    base_bytes: u64,
+}
+
+/// What a VMM gets from outside its jail.
+struct Inside {
+    known: Known,
+    /// A userfaultfd, for a guest whose memory arrives page by page. Only a privileged process may
+    /// make one that sees the kernel's faults.
+    uffd: Option<Uffd>,
 }
 
 impl Inside {
-    fn new(
-        kvm: (Kvm, Bare),
-        filters: Filters,
-        pagemap: Option<File>,
-        config: &VmmConfig,
-    ) -> Result<Self, ProcessError> {
+    fn new(known: Known, config: &VmmConfig) -> Result<Self, ProcessError> {
         let uffd = match config.start {
-            Start::Shell { record: true, .. } => Some(lazy::open().map_err(ProcessError::Userfaultfd)?),
-            // Where there is none, RAM has to be whole.
-            Start::Shell { .. } => lazy::open().ok(),
+            Start::WarmVmm { record: true, .. } => {
+                Some(Uffd::with_kernel_faults().map_err(ProcessError::Userfaultfd)?)
+            }
+            // Without a userfaultfd the warm VMM accepts only a template whose RAM is whole.
+            Start::WarmVmm { .. } => Uffd::with_kernel_faults().ok(),
             Start::Boot(_) => None,
         };
-        Ok(Self { kvm, filters, pagemap, uffd })
+        Ok(Self { known, uffd })
     }
 }
 
@@ -153,45 +187,61 @@ fn live(
     config: VmmConfig,
     mut fds: impl Descriptors,
     inside: Inside,
-    crew: Crew,
+    workers: Workers,
     mut timeline: Timeline,
 ) -> Result<Infallible, ProcessError> {
-    let Inside { kvm: (kvm, bare), filters, pagemap, uffd } = inside;
+    let Inside { known: Known { kvm, bare, msrs, filters, pagemap, base_bytes }, uffd } = inside;
     timeline.done("jail");
-    let crew = crew.enlist(&filters, config.start.shape().vcpus, config.jail.as_ref());
-    let crew = crew.map_err(ProcessError::Crew)?;
+    let workers = workers.prepare(&filters, config.start.shape().vcpus, config.jail.as_ref());
+    let workers = workers.map_err(ProcessError::Workers)?;
     let control = UnixListener::from(fds.take("the control socket", config.control_fd)?);
-    let link = config.link_fd.map(|number| fds.take("the connection to the daemon", number)).transpose()?;
-    let console = File::from(fds.take("the console", config.console_fd)?);
+    let link = config
+        .link_fd
+        .map(|number| fds.take("the connection to the daemon", number))
+        .transpose()?;
+    let [first, second] = config.console_fds;
+    let console = [first, second].map(|number| fds.take("the console", number).map(File::from));
+    let [first, second] = console;
     let host = Host {
-        kvm,
+        msrs,
+        base_bytes,
         bare,
-        console: Console::new(console, config.console_max_bytes),
+        console: Console::new([first?, second?], config.console_max_bytes),
         vsock_listener: fds.take("the vsock socket", config.vsock_fd)?,
         vsock_path: config.vsock_path,
         pagemap,
         uffd,
-        record: matches!(config.start, Start::Shell { record: true, .. }),
-        crew,
+        record: matches!(config.start, Start::WarmVmm { record: true, .. }),
+        workers,
         timeline,
     };
-    let shell = Shell::new(host, config.start.shape(), &filters)?;
+    let warm = WarmVmm::new(host, &kvm, config.start.shape(), &filters)?;
+    let server = Server::new(control, link.map(UnixStream::from)).map_err(ProcessError::Control)?;
     let mut hosted = match config.start {
-        Start::Shell { .. } => Hosted::Shell(Box::new(shell)),
+        Start::WarmVmm { .. } => {
+            drop(kvm);
+            filters.main.enter(Stage::SetUp);
+            Hosted::WarmVmm(Box::new(warm))
+        }
         Start::Boot(boot) => {
-            let disks = boot.disks.iter().map(|disk| fds.take_disk(disk)).collect::<Result<_, _>>()?;
+            let disks =
+                boot.disks.iter().map(|disk| fds.take_disk(disk)).collect::<Result<_, _>>()?;
             let kernel = File::from(fds.take("the kernel", boot.kernel_fd)?);
-            let initrd = boot.initrd_fd.map(|number| fds.take("the initramfs", number)).transpose()?;
-            Hosted::Vm(Box::new(shell.boot(&boot, disks, kernel, initrd.map(File::from))?))
+            let initrd =
+                boot.initrd_fd.map(|number| fds.take("the initramfs", number)).transpose()?;
+            let disks_bytes: Vec<u64> = boot.disks.iter().map(|disk| disk.size_bytes).collect();
+            let mut vm = warm.boot(&kvm, &boot, disks, kernel, initrd.map(File::from))?;
+            drop((fds, kvm));
+            filters.main.enter(Stage::SetUp);
+            vm.start(&disks_bytes)?;
+            Hosted::Vm(Box::new(vm))
         }
     };
-    seccomp::apply(filters.main.as_deref());
-    control::server::serve(&control, link.map(UnixStream::from), &mut hosted)
-        .map_err(ProcessError::Control)?;
+    server.run(&mut hosted).map_err(ProcessError::Control)?;
     Err(ProcessError::Control(io::Error::from(io::ErrorKind::UnexpectedEof)))
 }
 
-/// Which of the two, and the descriptor's number.
+/// The mode, `--config-fd` or `--zygote-fd`, and the descriptor's number.
 fn arguments() -> Result<(&'static str, FdNumber), ProcessError> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let usage = || ProcessError::Usage(arguments.clone());
@@ -201,7 +251,7 @@ fn arguments() -> Result<(&'static str, FdNumber), ProcessError> {
         let kind = match word.as_str() {
             "--config-fd" => "--config-fd",
             "--zygote-fd" => "--zygote-fd",
-            "--id" if words.next().is_some() => continue, // for whoever reads the process list
+            "--id" if words.next().is_some() => continue, // for readers of the process list
             _ => return Err(usage()),
         };
         found = words.next().and_then(|value| value.parse().ok()).map(|number| (kind, number));

@@ -1,9 +1,9 @@
-//! The saved machine as bytes: [`VmState`] in postcard inside a sealed envelope, `state` in a snapshot.
+//! The state file of a snapshot (`state`): a [`VmState`] in postcard, sealed.
 //!
-//! Layout: the header of [`dayfly_units::sealed`] (magic `DFstate\n`, version 1, at most 16 MiB), then the fields of
-//! [`VmState`] in their order in postcard's wire format, and nothing after them. To change any field is to raise
-//! [`VERSION`]. Checked in this order: the envelope, the encoding, the limits of each part; devices check the meaning of their own
-//! parts when they load them.
+//! Layout: the header of [`dayfly_units::sealed`] (magic `DFstate\n`, version 1, at most 16 MiB),
+//! then the fields of [`VmState`] in their order in postcard's wire format, and nothing after them.
+//! A change of any field raises [`VERSION`]. Checks, in this order: the envelope, the encoding, the
+//! limits of each part. Devices check the meaning of their parts when they load them.
 
 use crate::config::MAX_VCPUS;
 use crate::memory::{MAX_HOLES, MemoryError};
@@ -14,87 +14,88 @@ use dayfly_units::sealed::{self, Magic, SealError};
 use kvm_bindings::{kvm_clock_data, kvm_irqchip, kvm_pit_state2};
 use serde::{Deserialize, Serialize};
 
-/// What the file starts with.
+/// The first 8 bytes of a state file.
 pub const MAGIC: Magic = *b"DFstate\n";
 /// The version of the encoding.
 pub const VERSION: u32 = 1;
 /// The longest payload, in bytes.
 pub const MAX_BYTES: u64 = 16 << 20;
-/// Most bytes in the serial port's receive buffer (vm-superio's FIFO).
+/// Bytes of vm-superio's receive FIFO.
 const MAX_SERIAL_BYTES: usize = 64;
 
-/// A whole machine but for its memory and disks.
+/// A whole machine without its memory and disks.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct VmState {
-    /// RAM in bytes; the memory file is as long.
+    /// RAM in bytes; the memory file has the same length.
     pub memory_bytes: u64,
-    /// Large holes of the memory file, `(offset, length)` in bytes, in rising order ([`crate::memory::large_holes`]).
+    /// Large holes of the memory file, `(offset, length)` in bytes, ascending
+    /// ([`crate::memory::large_holes`]).
     pub holes: Vec<(u64, u64)>,
-    /// vCPUs by APIC id.
+    /// vCPUs in the order of their APIC ids.
     pub vcpus: Vec<VcpuState>,
     /// Both PICs and the I/O APIC (KVM_GET_IRQCHIP 0, 1, 2).
     pub irqchips: [kvm_irqchip; 3],
-    /// The interval timer.
+    /// The interval timer (KVM_GET_PIT2).
     pub pit: kvm_pit_state2,
-    /// The guest's kvmclock.
+    /// The guest's kvmclock (KVM_GET_CLOCK).
     pub clock: kvm_clock_data,
-    /// The serial port.
+    /// The serial port COM1.
     pub serial: SerialSave,
-    /// Virtio devices.
+    /// The virtio devices.
     pub devices: DeviceStates,
 }
 
-/// Why bytes are not a state.
+/// Why bytes are not a state file.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
     /// The envelope is damaged, foreign or truncated.
     #[error("state file: {0}")]
     Seal(#[from] SealError),
-    /// The payload is not a state. It was sealed, so whoever wrote it is at fault, not the disk.
+    /// The payload is not a state. Its seal is valid, so its writer is at fault, not the disk.
     #[error("state file: payload at byte 96: {0}")]
     Encoding(#[from] postcard::Error),
-    /// Something follows the state.
+    /// Bytes follow the state.
     #[error("state file: expected the end after byte {end}, got {extra} more bytes")]
     Trailing {
-        /// Where the state ends in the file.
+        /// Where the state ends in the file, in bytes.
         end: usize,
-        /// Bytes after it.
+        /// The number of bytes after it.
         extra: usize,
     },
-    /// A number of vCPUs that no VM has.
+    /// The number of vCPUs is not 1 to [`MAX_VCPUS`].
     #[error("state file: expected 1 to {MAX_VCPUS} vCPUs, got {0}")]
     Vcpus(usize),
-    /// An amount of RAM that no VM has.
+    /// The amount of RAM is not allowed, or there are too many holes.
     #[error("state file: {0}")]
     Memory(#[from] MemoryError),
-    /// A vCPU beyond its limits.
+    /// A vCPU's state exceeds its limits.
     #[error("state file: {0}")]
     Vcpu(#[from] StateError),
-    /// An irqchip that is not the one at its place.
+    /// An irqchip whose id differs from its place.
     #[error("state file: irqchip {at}: expected chip id {at}, got {got}")]
     Irqchip {
-        /// Its place.
+        /// Its place, 0 to 2.
         at: u32,
         /// Its id.
         got: u32,
     },
-    /// More received bytes than the serial port holds.
+    /// More received bytes than the serial port's FIFO holds.
     #[error("state file: {0} bytes in the serial port, at most {MAX_SERIAL_BYTES}")]
     Serial(usize),
 }
 
-/// The bytes of a state file.
+/// Encodes and seals `state`.
 ///
 /// # Errors
-/// When postcard cannot encode it, which no state that [`crate::vm`] makes causes.
+/// When postcard cannot encode it; no state that [`crate::vm`] makes causes this.
 pub fn encode(state: &VmState) -> Result<Vec<u8>, postcard::Error> {
     Ok(sealed::seal(&MAGIC, VERSION, &postcard::to_stdvec(state)?))
 }
 
-/// A state from the bytes of a state file. Never panics, whatever the bytes.
+/// Verifies and decodes a state file. No input makes it panic.
 ///
 /// # Errors
-/// [`DecodeError`], naming place, expected and got.
+/// [`DecodeError`] with place, expected and got.
 pub fn decode(bytes: &[u8]) -> Result<VmState, DecodeError> {
     let (_, payload) = sealed::open(&MAGIC, VERSION..=VERSION, MAX_BYTES, bytes)?;
     let (state, rest) = postcard::take_from_bytes::<VmState>(payload)?;

@@ -1,10 +1,10 @@
-//! No bytes make `decode` panic, and what is damaged is refused.
+//! No bytes make `decode` panic, and damaged bytes are refused.
 
 use super::*;
 use dayfly_units::sealed::{HEADER_BYTES, seal};
 use kvm_bindings::{
-    kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_regs, kvm_sregs, kvm_vcpu_events,
-    kvm_xcrs,
+    kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_regs, kvm_sregs,
+    kvm_vcpu_events, kvm_xcrs,
 };
 use proptest::prelude::*;
 
@@ -52,14 +52,17 @@ fn every_truncation_is_refused() {
     for len in 0..bytes.len() {
         assert!(decode(&bytes[..len]).is_err(), "truncated to {len} of {} bytes", bytes.len());
     }
-    // Truncated before it was sealed: the envelope is whole, the payload is not.
+    // Truncated before the seal: the envelope is whole, the payload is not.
     let payload = &bytes[HEADER_BYTES..];
     for len in 0..payload.len() {
         assert!(decode(&seal(&MAGIC, VERSION, &payload[..len])).is_err(), "payload of {len} bytes");
     }
     let mut longer = payload.to_vec();
     longer.push(0);
-    assert!(matches!(decode(&seal(&MAGIC, VERSION, &longer)), Err(DecodeError::Trailing { extra: 1, .. })));
+    assert!(matches!(
+        decode(&seal(&MAGIC, VERSION, &longer)),
+        Err(DecodeError::Trailing { extra: 1, .. })
+    ));
 }
 
 #[test]
@@ -75,7 +78,10 @@ fn every_flipped_bit_of_the_header_is_refused() {
 #[test]
 fn a_foreign_version_is_named_as_one() {
     let text = decode(&seal(&MAGIC, VERSION + 1, b"")).unwrap_err().to_string();
-    assert_eq!(text, format!("state file: version at byte 40: expected 1 to {VERSION}, got {}", VERSION + 1));
+    assert_eq!(
+        text,
+        format!("state file: version at byte 40: expected 1 to {VERSION}, got {}", VERSION + 1)
+    );
 }
 
 #[test]
@@ -90,14 +96,20 @@ fn what_no_vm_has_is_refused() {
     assert!(matches!(refused(&|s| s.memory_bytes += 1), DecodeError::Memory(_)));
     assert!(matches!(refused(&|s| s.memory_bytes = u64::MAX), DecodeError::Memory(_)));
     assert!(matches!(refused(&|s| s.holes = vec![(0, 1); MAX_HOLES + 1]), DecodeError::Memory(_)));
-    assert!(matches!(refused(&|s| s.irqchips[2].chip_id = 1), DecodeError::Irqchip { at: 2, got: 1 }));
+    assert!(matches!(
+        refused(&|s| s.irqchips[2].chip_id = 1),
+        DecodeError::Irqchip { at: 2, got: 1 }
+    ));
     assert!(matches!(refused(&|s| s.serial.received = vec![0; 65]), DecodeError::Serial(65)));
     assert!(matches!(refused(&|s| s.vcpus[0].msrs = vec![(0, 0); 1025]), DecodeError::Vcpu(_)));
-    assert!(matches!(refused(&|s| s.vcpus[0].xsave = vec![0; (16 << 10) + 1]), DecodeError::Vcpu(_)));
+    assert!(matches!(
+        refused(&|s| s.vcpus[0].xsave = vec![0; (16 << 10) + 1]),
+        DecodeError::Vcpu(_)
+    ));
 }
 
-/// A change of the encoding without a new version would make old snapshots unreadable, or worse, readable. When this fails,
-/// raise `VERSION`, and put the digest printed here in its place.
+/// A change of the encoding without a new version makes old snapshots unreadable, or worse, wrongly
+/// readable. When this fails, raise `VERSION`, and put the digest printed here in its place.
 #[test]
 fn the_encoding_of_this_version_has_not_changed() {
     let bytes = encode(&sample()).unwrap();
@@ -115,7 +127,9 @@ proptest! {
     }
 
     #[test]
-    fn no_changed_state_panics(changes in proptest::collection::vec((any::<usize>(), any::<u8>()), 1..20)) {
+    fn no_changed_state_panics(
+        changes in proptest::collection::vec((any::<usize>(), any::<u8>()), 1..20),
+    ) {
         let bytes = encode(&sample()).unwrap();
         let mut payload = bytes[HEADER_BYTES..].to_vec();
         for (at, byte) in changes {

@@ -1,6 +1,7 @@
-//! When each phase of a start was done, in microseconds of CLOCK_MONOTONIC: births are compared by it.
+//! When each phase of a VM's start ended, in microseconds of CLOCK_MONOTONIC. Benchmarks compare
+//! starts by it.
 
-/// Phases in the order they were done.
+/// Phases in the order in which they ended.
 #[derive(Debug, Clone, Default)]
 pub struct Timeline(Vec<(String, u64)>);
 
@@ -8,7 +9,8 @@ pub struct Timeline(Vec<(String, u64)>);
 #[must_use]
 pub fn now_us() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0) / 1000
+    u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000
+        + u64::try_from(now.tv_nsec).unwrap_or(0) / 1000
 }
 
 impl Timeline {
@@ -20,18 +22,18 @@ impl Timeline {
         timeline
     }
 
-    /// A timeline whose first phase was at `us`.
+    /// A timeline whose first phase, `started`, was at `us`.
     #[must_use]
     pub fn since(us: u64) -> Self {
         Self(vec![("started".to_owned(), us)])
     }
 
-    /// `phase` is done now.
+    /// Notes that `phase` ended now.
     pub fn done(&mut self, phase: &str) {
         self.0.push((phase.to_owned(), now_us()));
     }
 
-    /// All phases so far.
+    /// Name and time of each phase so far.
     #[must_use]
     pub fn phases(&self) -> Vec<(String, u64)> {
         self.0.clone()

@@ -1,7 +1,9 @@
-//! Forks of a guest that writes with every vCPU, to memory and disk: what a clone has is what there was at one instant.
+//! Forks of a guest that writes to memory and disk with every vCPU: a clone has the content of one
+//! instant.
 //!
-//! The guest tells ([`dayfly_microguest`], `rings=`): no clone has a write that came later, none lacks one that came before, of no vCPU and not on the disk.
-//! `DAYFLY_FORKS=N` forks N times, a quarter of them with 1, 2, 4 and 16 vCPUs.
+//! The guest checks this ([`dayfly_microguest`], `rings=`): no clone has a later write, and none
+//! lacks an earlier one, of any vCPU or on the disk. `DAYFLY_FORKS=N` forks N times, a quarter of
+//! them with 1, 2, 4 and 16 vCPUs each.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod harness;
@@ -13,11 +15,12 @@ use std::path::{Path, PathBuf};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_dayfly-vmm");
 const MIB: u64 = 1 << 20;
-/// Forks of one VM, and how many of them in a row are each a clone of the one before. Each fork is a layer of its disk, of which there are at most 64.
+/// Forks of one VM, and the number of generations in a row, each a clone of the previous one. Each
+/// fork adds a layer to the disk, which has at most 64.
 const OF_ONE: usize = 12;
 const GENERATIONS: usize = 4;
 
-/// A guest that writes, saved before it was cloned for the first time.
+/// A guest that writes, saved before its first clone.
 fn writer(folder: &Path, vcpus: u8) -> Snapshot {
     let kernel = write_file(&folder.join("microguest.elf"), elf());
     let base = folder.join("disk.raw");
@@ -40,7 +43,7 @@ fn restored(folder: PathBuf, snapshot: &Snapshot, what: Growth) -> Vmm {
     Vmm::restore(Path::new(BINARY), &folder, snapshot, what.generation(), false)
 }
 
-/// How many writes there were, by the clone's console.
+/// The number of writes, from the clone's console.
 fn looked(mut clone: Vmm) -> u64 {
     let console = clone.wait_for("rings ", 60);
     let console = if console.ends_with('\n') { console } else { clone.wait_for("\n", 5) };
@@ -54,7 +57,7 @@ fn forks(vcpus: u8, count: usize) {
     let saved = writer(room.path(), vcpus);
     let (mut parent, mut writes, mut pauses) = (None::<Vmm>, 0, Vec::new());
     for n in 0..count {
-        // Another than the one before had.
+        // Another id than the previous clone had.
         let go_on = Growth::Churn(u32::try_from(n).unwrap() + 1);
         let path = |what: &str| room.path().join(format!("{what}{n}"));
         let mut vm = parent.take().unwrap_or_else(|| {
@@ -71,7 +74,7 @@ fn forks(vcpus: u8, count: usize) {
         std::fs::remove_dir_all(path("clone")).unwrap();
         parent = match (n + 1) % (OF_ONE * GENERATIONS) {
             0 => None,
-            so_many if so_many % OF_ONE == 0 => {
+            done if done % OF_ONE == 0 => {
                 let mut child = restored(path("child"), &fork, go_on);
                 child.wait_for("writing\n", 60);
                 Some(child)
@@ -81,7 +84,10 @@ fn forks(vcpus: u8, count: usize) {
     }
     pauses.sort_unstable();
     let most = pauses.last().copied().unwrap_or_default();
-    println!("{vcpus} vCPUs: {count} forks, stood still for {} us, {most} at most", pauses[count / 2]);
+    println!(
+        "{vcpus} vCPUs: {count} forks, stood still for {} us, {most} at most",
+        pauses[count / 2]
+    );
 }
 
 #[test]
@@ -89,7 +95,8 @@ fn a_fork_under_writers_on_every_vcpu_is_one_instant() {
     if !kvm_or_nothing("forks") {
         return;
     }
-    let count = std::env::var("DAYFLY_FORKS").map_or(48, |n| n.parse().expect("DAYFLY_FORKS: a number"));
+    let count =
+        std::env::var("DAYFLY_FORKS").map_or(48, |n| n.parse().expect("DAYFLY_FORKS: a number"));
     for vcpus in [1, 2, 4, 16] {
         forks(vcpus, (count / 4).max(1));
     }

@@ -1,9 +1,10 @@
-//! How everything that a program started is found and killed: a control group (version 2) of its own where the guest
-//! has them, otherwise its process tree.
+//! Finding and killing everything that a program started: by a cgroup (version 2) per program if
+//! the guest supports cgroups, otherwise by the process tree.
 //!
-//! A cage that is empty again is used for the next program: making a control group costs more than all other system
-//! calls of an exec together.
+//! An empty cage is reused for the next program, because creating a cgroup costs more than all
+//! other system calls of an exec together.
 
+use dayfly_units::sync::lock;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal};
@@ -13,16 +14,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Empty cages that are kept.
+/// Maximum number of empty cages that are kept.
 const KEEP: usize = 4;
 
-/// Groups of another agent (one before this, or beside it) that are stepped over.
+/// Maximum number of names to skip because another agent (an earlier or a concurrent one) uses
+/// them.
 const MAX_FOREIGN: usize = 4096;
 
-/// Where control groups are mounted.
+/// The mount point of cgroup v2.
 pub const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 
-/// The agent's control groups.
+/// The agent's cgroups.
 #[derive(Debug)]
 pub struct Cages {
     base: Option<PathBuf>,
@@ -33,7 +35,7 @@ pub struct Cages {
 #[derive(Debug, Default)]
 struct Shelf {
     free: Vec<Group>,
-    /// Their program ended, but something it started lives on.
+    /// Groups whose program ended, while a process that the program started still runs.
     left: Vec<Group>,
 }
 
@@ -43,20 +45,15 @@ struct Group {
     name: String,
 }
 
-/// One program's cage.
+/// The cage of one program.
 #[derive(Debug)]
 pub struct Cage {
     group: Option<Group>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    // A worker that panicked leaves lists of folders, which are valid at every point.
-    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
-
 impl Cages {
-    /// Uses `root`/dayfly where `root` is a version 2 hierarchy in which a group can be made and killed as a whole
-    /// (Linux 5.14), else none.
+    /// Uses `root`/dayfly if `root` is a version 2 hierarchy that permits creating and killing a
+    /// group (cgroup.kill, Linux 5.14). Otherwise no cgroups are used.
     #[must_use]
     pub fn open(root: &Path) -> Self {
         let base = root.join("dayfly");
@@ -68,19 +65,19 @@ impl Cages {
             next: AtomicU64::new(0),
             shelf: Mutex::new(Shelf::default()),
         };
-        // The first program finds one ready.
+        // Makes a group in advance, ready for the first program.
         let first = cages.take();
         cages.give_back(first);
         cages
     }
 
-    /// Whether control groups are used.
+    /// Whether cgroups are used.
     #[must_use]
     pub const fn grouped(&self) -> bool {
         self.base.is_some()
     }
 
-    /// A cage for one program.
+    /// Returns a cage for one program: an empty one, or a new one.
     #[must_use]
     pub fn take(&self) -> Cage {
         let Some(base) = &self.base else { return Cage { group: None } };
@@ -95,7 +92,8 @@ impl Cages {
         Cage { group: free.or_else(|| self.make(base)) }
     }
 
-    /// A new group: never one that is there already, which is somebody's and would be killed with ours.
+    /// Creates a new group. An existing group is never taken over, because its processes are
+    /// foreign and a kill would include them.
     fn make(&self, base: &Path) -> Option<Group> {
         for _ in 0..MAX_FOREIGN {
             let name = format!("exec-{}", self.next.fetch_add(1, Ordering::Relaxed));
@@ -112,7 +110,7 @@ impl Cages {
         None
     }
 
-    /// Takes a cage back once its program has been reaped.
+    /// Returns a cage after its program has been reaped.
     pub fn give_back(&self, cage: Cage) {
         let (Some(base), Some(group)) = (&self.base, cage.group) else { return };
         let populated = group.populated();
@@ -145,13 +143,13 @@ impl Group {
 }
 
 impl Cage {
-    /// A cage without a control group.
+    /// A cage without a cgroup.
     #[must_use]
     pub const fn tree() -> Self {
         Self { group: None }
     }
 
-    /// The control group's folder.
+    /// The cgroup's folder.
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.group.as_ref().map(|g| g.dir.as_fd())
@@ -165,9 +163,9 @@ impl Cage {
     }
 }
 
-/// Kills a process, its process group, its session, and everything that descends from any of them. Each is stopped
-/// before the next look, so that none forks away. What has left the session *and* lost its parent before escapes:
-/// only control groups reach that.
+/// Kills a process, its process group, its session, and all descendants of these. Each process is
+/// stopped before the next scan, so that none can fork away. A process that had left the session
+/// *and* lost its parent earlier escapes; only cgroups reach it.
 fn kill_tree(root: u32) {
     let mut found = HashSet::from([root]);
     let mut stopped = HashSet::new();
@@ -217,10 +215,12 @@ fn processes() -> Vec<Process> {
         .filter_map(|entry| {
             let pid: u32 = entry.ok()?.file_name().to_str()?.parse().ok()?;
             let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-            // The name in parentheses may hold anything, parentheses too: the fields follow the last one.
+            // The name in parentheses may hold any byte, parentheses included: the fields follow
+            // the last parenthesis.
             let end = stat.iter().rposition(|b| *b == b')')?;
             let rest = std::str::from_utf8(stat.get(end + 1..)?).ok()?;
-            let mut fields = rest.split_ascii_whitespace().skip(1).map(|f| f.parse::<i64>().unwrap_or(-1));
+            let mut fields =
+                rest.split_ascii_whitespace().skip(1).map(|f| f.parse::<i64>().unwrap_or(-1));
             let mut next = || fields.next().and_then(|n| u32::try_from(n).ok()).unwrap_or(0);
             Some(Process { pid, parent: next(), group: next(), session: next() })
         })

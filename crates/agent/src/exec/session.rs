@@ -1,51 +1,56 @@
-//! A program's life after it was started: streams both ways, signals, its time limit, its end.
+//! A running program: streams in both directions, signals, time limit, end.
 //!
-//! One thread, one `poll(2)`. Back-pressure is by not reading: while a frame waits for a slow client nothing more is
-//! read from the program, and while the program does not take its input no further frame is read from the client. So
-//! a signal can wait behind input that the program does not read; the time limit and the client's leaving cannot.
+//! One thread with one `poll(2)`. Back-pressure means not reading: while a frame waits for a slow
+//! client, the session reads nothing more from the program. While the program does not take its
+//! input, the session reads no further frame from the client. So a signal can wait behind unread
+//! input, but the time limit and a disconnect cannot.
 //!
 //! ```text
-//!  runs ──(program ended)──▶ drains ──(both streams at their end, or the grace ran out)──▶ Exit sent
+//!  runs ──(program ended)──▶ drains ──(both streams at their end, or grace is over)──▶ Exit sent
 //!   │ └──(time is up: kill)──▲
-//!   └──(client gone: kill, or detach)──▶ waits for the end, says nothing
+//!   └──(client gone: kill, or detach)──▶ waits for the end, sends nothing
 //! ```
 //!
-//! In the clone of a machine that was forked the client is gone, too, but the program lives on ([`super::Fork`]): what it writes goes nowhere, and its
-//! input has ended.
+//! In a clone, the client is gone too, but the program lives on ([`Fork`]): its output is
+//! discarded, and its input has ended.
 
 use super::cage::Cage;
+use super::fork::Fork;
+use super::orders::{Order, control, feed};
+use super::programs::{Programs, Running};
 use super::spawn::Child;
-use super::{Fork, Programs, Running, Streams, window};
+use super::streams::{Streams, window};
+use super::wait::mind;
 use crate::wire::{Conn, Filled, WireError, timespec};
-use dayfly_api::agent::{ExecSpec, Exit, Failure, FrameKind, Reply, WindowSize};
+use dayfly_api::agent::{ExecSpec, Exit, FrameKind, Reply};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid};
 use rustix::termios::tcsetwinsize;
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long output is awaited that something else than the ended program may still write to its streams.
+/// Time limit for output that other processes may still write to an ended program's streams.
 const GRACE: Duration = Duration::from_millis(50);
-/// How long the news that a program runs may wait for its first output, so that the whole answer of a short program
-/// goes out at once: over virtio every message costs an exit and an interrupt on each side. A program that takes input
-/// is answered at once, since its client may wait for that.
+/// Maximum delay of the reply that a program runs, so that it leaves together with the program's
+/// first output. One message then carries the whole answer of a short program; over virtio every
+/// message costs an exit and an interrupt on each side. A program that takes input is answered at
+/// once, because its client may wait for the reply.
 const SILENT: Duration = Duration::from_millis(100);
-/// How long that first output may wait for more then: a quarter of the time that it took to come, within these bounds. A short program's end
-/// comes sooner.
+/// How long the first output may wait for more output: a quarter of the time until the first
+/// output, within these bounds. A short program ends sooner.
 const GATHER: RangeInclusive<Duration> = Duration::from_millis(2)..=Duration::from_millis(10);
-/// Bytes that are gathered before they go out in any case.
+/// Bytes at which gathered output is sent in any case.
 const GATHER_BYTES: usize = 32 << 10;
-/// What is read from a program at once: a pipe's usual capacity.
+/// Maximum bytes per read from a program: a pipe's default capacity.
 const CHUNK_BYTES: usize = 64 << 10;
-/// How often it is looked whether this is a clone, while that is not known.
+/// Interval of the check whether this machine is a clone, while that is unknown.
 const SETTLE: Duration = Duration::from_millis(100);
 /// `^D`: the end of input on a terminal.
 const END_OF_INPUT: &[u8] = b"\x04";
 
-/// What poll(2) found.
+/// The results of poll(2).
 #[derive(Debug, Default)]
 struct Events {
     conn: Option<PollFlags>,
@@ -57,7 +62,7 @@ struct Events {
 
 struct Session<'a> {
     fork: &'a Fork,
-    /// How often this machine had become another when the program was started.
+    /// [`Fork::times`] when the program was started.
     forks: u64,
     conn: &'a mut Conn,
     child: Child,
@@ -65,27 +70,27 @@ struct Session<'a> {
     streams: Streams,
     detach: bool,
     takes_stdin: bool,
-    /// Bytes of the `Stdin` frame at the head that the program has taken.
+    /// Bytes that the program has taken of the first `Stdin` frame.
     taken: usize,
-    /// Whether that frame's rest waits for the program.
+    /// Whether the rest of that frame waits for the program.
     blocked: bool,
     deadline: Option<Instant>,
     started: Instant,
-    /// Until when output is gathered.
+    /// Output is gathered until this time.
     gather: Option<Instant>,
     timed_out: bool,
     gone: bool,
-    /// The client is gone because this is a clone, or may be one.
+    /// Whether the client is gone because this machine is a clone.
     orphan: Orphan,
     malformed: Option<WireError>,
     exit: Option<Ended>,
 }
 
-/// Whether a program lives on though its client is gone.
+/// Whether a program lives on without its client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Orphan {
     No,
-    /// Where this turns out to be a clone.
+    /// Yes if this machine turns out to be a clone.
     Perhaps,
     Yes,
 }
@@ -94,7 +99,7 @@ enum Orphan {
 struct Ended {
     exit: Exit,
     until: Instant,
-    /// Bytes that were in the streams when it ended: sent even past `until`.
+    /// Bytes that were in the streams at the program's end; they are sent even after `until`.
     owed: u64,
 }
 
@@ -118,7 +123,9 @@ pub(super) fn run(
         takes_stdin: spec.stdin,
         taken: 0,
         blocked: false,
-        deadline: spec.timeout_ms.and_then(|ms| Instant::now().checked_add(Duration::from_millis(ms))),
+        deadline: spec
+            .timeout_ms
+            .and_then(|ms| Instant::now().checked_add(Duration::from_millis(ms))),
         started: Instant::now(),
         gather: (!spec.stdin && !spec.detach).then(|| Instant::now() + SILENT),
         timed_out: false,
@@ -131,11 +138,11 @@ pub(super) fn run(
     session.serve();
     let Session { conn, child, cage, deadline, exit, gone, malformed, .. } = session;
     let Some(ended) = exit else {
-        // Only a detached program is left alive: somebody has to honour its time limit and reap it.
+        // The program is detached and still runs: a thread enforces its time limit and reaps it.
         mind(programs, child, cage, deadline);
         return Ok(());
     };
-    let told = match malformed {
+    let sent = match malformed {
         Some(error) => Err(error),
         None if gone => Ok(()),
         None => {
@@ -144,8 +151,9 @@ pub(super) fn run(
         }
     };
     programs.cages.give_back(cage);
-    // A client that left during the last flush is gone, not malformed.
-    if matches!(told, Err(WireError::Io(_))) { Ok(()) } else { told }
+    // An I/O error means that the client disconnected during the last flush, which is no protocol
+    // error.
+    if matches!(sent, Err(WireError::Io(_))) { Ok(()) } else { sent }
 }
 
 impl Session<'_> {
@@ -172,7 +180,7 @@ impl Session<'_> {
             let events = match self.wait(now) {
                 Ok(events) => events,
                 Err(errno) => {
-                    // Out of memory for poll(2): nothing can be served any more.
+                    // poll(2) has no memory: nothing can be served any more.
                     self.leave(Some(WireError::Io(errno)));
                     continue;
                 }
@@ -195,7 +203,7 @@ impl Session<'_> {
         }
     }
 
-    /// Waits for whatever can go on.
+    /// Waits until something can proceed.
     fn wait(&self, now: Instant) -> Result<Events, Errno> {
         let until = match &self.exit {
             Some(ended) if ended.owed == 0 => Some(ended.until),
@@ -217,10 +225,16 @@ impl Session<'_> {
             add(self.conn.as_fd(), flags)
         });
         let reads = !self.stuck();
-        let stdin =
-            self.streams.stdin.as_ref().filter(|_| self.blocked).map(|f| add(f.as_fd(), PollFlags::OUT));
-        let stdout = self.streams.stdout.as_ref().filter(|_| reads).map(|f| add(f.as_fd(), PollFlags::IN));
-        let stderr = self.streams.stderr.as_ref().filter(|_| reads).map(|f| add(f.as_fd(), PollFlags::IN));
+        let stdin = self
+            .streams
+            .stdin
+            .as_ref()
+            .filter(|_| self.blocked)
+            .map(|f| add(f.as_fd(), PollFlags::OUT));
+        let stdout =
+            self.streams.stdout.as_ref().filter(|_| reads).map(|f| add(f.as_fd(), PollFlags::IN));
+        let stderr =
+            self.streams.stderr.as_ref().filter(|_| reads).map(|f| add(f.as_fd(), PollFlags::IN));
         let ended = self.exit.is_none().then(|| add(self.child.pidfd.as_fd(), PollFlags::IN));
         let timeout = until.map(|u| timespec(u.saturating_duration_since(now)));
         match poll(&mut fds, timeout.as_ref()) {
@@ -240,7 +254,7 @@ impl Session<'_> {
         })
     }
 
-    /// The client is gone, or has sent something malformed: its program ends too, unless it is detached.
+    /// The client is gone or sent a malformed frame: its program ends too, unless it is detached.
     fn leave(&mut self, malformed: Option<WireError>) {
         if self.gone {
             return;
@@ -250,7 +264,7 @@ impl Session<'_> {
             self.malformed = malformed;
             return;
         }
-        // In this order: it is a clone before the fork is over.
+        // Read in this order, because `times` changes before the fork is over.
         let under_way = self.fork.is_under_way();
         let cloned = self.fork.times() != self.forks;
         if malformed.is_none() && (under_way || cloned) {
@@ -262,7 +276,7 @@ impl Session<'_> {
         self.end();
     }
 
-    /// Nobody wants it any more.
+    /// Closes the streams and kills the program, because no client is interested any more.
     fn end(&mut self) {
         self.streams = Streams::default();
         if self.exit.is_none() {
@@ -270,12 +284,12 @@ impl Session<'_> {
         }
     }
 
-    /// Whether this is a clone, once that is known.
+    /// Decides about an orphan as soon as the fork is over.
     fn settle(&mut self) {
         if self.orphan != Orphan::Perhaps {
             return;
         }
-        // In this order, as above.
+        // In the same order as in `leave`.
         let under_way = self.fork.is_under_way();
         if self.fork.times() != self.forks {
             self.orphan = Orphan::Yes;
@@ -285,12 +299,12 @@ impl Session<'_> {
         }
     }
 
-    /// Whether a slow client has to take something before more is read from the program.
+    /// Whether a slow client must take pending bytes before more is read from the program.
     fn stuck(&self) -> bool {
         !self.gone && self.gather.is_none() && self.conn.pending()
     }
 
-    /// The first has come: what was gathered waits for little more.
+    /// Shortens the gathering after the first output, or at the program's end.
     fn hurry(&mut self) {
         if let Some(gather) = &mut self.gather {
             let quarter = self.started.elapsed() / 4;
@@ -298,7 +312,7 @@ impl Session<'_> {
         }
     }
 
-    /// No more gathering.
+    /// Ends the gathering and sends what was gathered.
     fn release(&mut self) {
         if self.gather.take().is_some() && !self.gone {
             self.flush_some();
@@ -334,7 +348,7 @@ impl Session<'_> {
         }
     }
 
-    /// Deals with the frames that have come, until one has to wait for the program.
+    /// Handles the received frames, until one must wait for the program.
     fn on_frames(&mut self) {
         self.blocked = false;
         while !self.gone {
@@ -349,19 +363,25 @@ impl Session<'_> {
                         }
                     }
                 }
-                Ok(Some((kind, body))) => control(kind, body, self.takes_stdin).map(|order| match order {
-                    Order::EndInput => {
-                        if let Some(fd) = self.streams.stdin.take().filter(|_| self.streams.terminal) {
-                            let _ = rustix::io::write(&fd, END_OF_INPUT);
+                Ok(Some((kind, body))) => {
+                    control(kind, body, self.takes_stdin).map(|order| match order {
+                        Order::EndInput => {
+                            if let Some(fd) =
+                                self.streams.stdin.take().filter(|_| self.streams.terminal)
+                            {
+                                let _ = rustix::io::write(&fd, END_OF_INPUT);
+                            }
                         }
-                    }
-                    Order::Resize(size) => {
-                        if let Some(fd) = self.streams.stdout.as_ref().filter(|_| self.streams.terminal) {
-                            let _ = tcsetwinsize(fd, window(size));
+                        Order::Resize(size) => {
+                            if let Some(fd) =
+                                self.streams.stdout.as_ref().filter(|_| self.streams.terminal)
+                            {
+                                let _ = tcsetwinsize(fd, window(size));
+                            }
                         }
-                    }
-                    Order::Signal(signal) => self.child.signal(signal),
-                }),
+                        Order::Signal(signal) => self.child.signal(signal),
+                    })
+                }
                 Err(error) => Err(error.into()),
             };
             match step {
@@ -375,8 +395,11 @@ impl Session<'_> {
     }
 
     fn on_output(&mut self, kind: FrameKind) {
-        let stream =
-            if kind == FrameKind::Stdout { &mut self.streams.stdout } else { &mut self.streams.stderr };
+        let stream = if kind == FrameKind::Stdout {
+            &mut self.streams.stdout
+        } else {
+            &mut self.streams.stderr
+        };
         let Some(fd) = stream else { return };
         if self.orphan != Orphan::No {
             let mut nowhere = [0; 4096];
@@ -396,7 +419,7 @@ impl Session<'_> {
                 self.flush_some();
             }
             Err(Errno::INTR | Errno::AGAIN) => {}
-            // EIO is how a terminal says that nobody holds its other end any more.
+            // EIO: no process holds the other end of the terminal any more.
             Err(_) => *stream = None,
         }
     }
@@ -411,122 +434,5 @@ impl Session<'_> {
         self.hurry();
         let exit = Exit { timed_out: self.timed_out, ..exit };
         self.exit = Some(Ended { exit, until: Instant::now() + GRACE, owed });
-    }
-}
-
-/// Writes what the program takes of `body` from `taken` on. Whether all of it is dealt with.
-fn feed(stdin: &mut Option<OwnedFd>, body: &[u8], taken: &mut usize) -> bool {
-    while let (Some(fd), Some(rest)) = (&stdin, body.get(*taken..).filter(|r| !r.is_empty())) {
-        match rustix::io::write(fd, rest) {
-            Ok(n) => *taken += n,
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => return false,
-            // The program has closed its input (or a terminal hung up): the rest goes nowhere.
-            Err(_) => *stdin = None,
-        }
-    }
-    true
-}
-
-/// What a client may ask of a running program, apart from input.
-enum Order {
-    EndInput,
-    Resize(WindowSize),
-    Signal(Signal),
-}
-
-fn control(kind: FrameKind, body: &[u8], takes_stdin: bool) -> Result<Order, WireError> {
-    match kind {
-        FrameKind::StdinEnd if takes_stdin => Ok(Order::EndInput),
-        FrameKind::Resize => serde_json::from_slice(body)
-            .map(Order::Resize)
-            .map_err(|source| WireError::Json { what: "resize", source }),
-        FrameKind::Signal => {
-            let bytes: [u8; 4] = body.try_into().map_err(|_| WireError::Length {
-                what: "signal",
-                expected: 4,
-                got: body.len(),
-            })?;
-            let number = i32::from_le_bytes(bytes);
-            // Not 32 and 33, which libc keeps for itself.
-            let known = (1..=31).contains(&number) || (34..=64).contains(&number);
-            // SAFETY: 1 to 31 and 34 to 64 are Linux's signals, none of them libc's own.
-            let signal = known.then(|| unsafe { Signal::from_raw_unchecked(number) });
-            signal
-                .map(Order::Signal)
-                .ok_or(WireError::Unexpected { expected: "a signal from 1 to 64", got: kind })
-        }
-        got => {
-            let expected =
-                if takes_stdin { "stdin, stdin end, resize or signal" } else { "resize or signal" };
-            Err(WireError::Unexpected { expected, got })
-        }
-    }
-}
-
-impl Child {
-    /// Signals the process group, or the program alone where it has moved to another one.
-    fn signal(&self, signal: Signal) {
-        let group = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
-        let sent = group.is_some_and(|g| rustix::process::kill_process_group(g, signal).is_ok());
-        if !sent {
-            let _ = pidfd_send_signal(&self.pidfd, signal);
-        }
-    }
-
-    /// How it ended, if it has.
-    fn reap(&self) -> Option<Exit> {
-        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
-        match waitid(WaitId::PidFd(self.pidfd.as_fd()), options) {
-            Ok(Some(status)) => Some(Exit {
-                code: status.exit_status(),
-                signal: status.terminating_signal(),
-                timed_out: false,
-            }),
-            Ok(None) | Err(Errno::INTR) => None,
-            // Somebody else has reaped it, which nothing of ours does; how it ended is unknown.
-            Err(_) => Some(Exit { code: None, signal: None, timed_out: false }),
-        }
-    }
-}
-
-/// Waits for a program's end; kills it at the deadline.
-pub(super) fn outlast(child: &Child, cage: &Cage, mut deadline: Option<Instant>) -> Exit {
-    let mut timed_out = false;
-    loop {
-        let timeout = deadline.map(|d| timespec(d.saturating_duration_since(Instant::now())));
-        let mut fds = [PollFd::new(&child.pidfd, PollFlags::IN)];
-        let _ = poll(&mut fds, timeout.as_ref());
-        if let Some(exit) = child.reap() {
-            return Exit { timed_out, ..exit };
-        }
-        if deadline.is_some_and(|d| Instant::now() >= d) {
-            (deadline, timed_out) = (None, true);
-            cage.kill(child.pid);
-        }
-    }
-}
-
-/// Waits for a program that nobody listens to any more, in a thread of its own.
-fn mind(programs: &Arc<Programs>, child: Child, cage: Cage, deadline: Option<Instant>) {
-    let pid = child.pid;
-    let programs = Arc::clone(programs);
-    let minder = move || {
-        outlast(&child, &cage, deadline);
-        programs.cages.give_back(cage);
-    };
-    let thread = std::thread::Builder::new().name(format!("mind-{pid}")).stack_size(64 << 10);
-    if let Err(error) = thread.spawn(minder) {
-        crate::say!(
-            "exec: no thread to wait for detached process {pid}: {error}: its time limit is not kept"
-        );
-    }
-}
-
-impl From<&WireError> for Failure {
-    fn from(error: &WireError) -> Self {
-        error
-            .failure()
-            .unwrap_or(Self { code: dayfly_api::agent::FailureCode::Io, message: error.to_string() })
     }
 }

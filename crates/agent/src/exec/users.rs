@@ -1,31 +1,32 @@
-//! Who a program runs as, from the guest's own /etc/passwd and /etc/group. The agent is static: the name-service
-//! switch of its own libc would load libraries of the guest's.
+//! Resolving a program's user from the guest's /etc/passwd and /etc/group. The agent does not use
+//! libc's name-service switch, because it is static and the switch would load libraries of the
+//! guest.
 
-/// The most that is read of either file.
-pub const MAX_FILE_BYTES: u64 = 4 << 20;
-/// The most supplementary groups a program gets; Linux allows 65,536 (`NGROUPS_MAX`).
+/// Maximum bytes read of either file.
+pub const MAX_FILE_BYTES: usize = 4 << 20;
+/// Maximum number of supplementary groups of a program; Linux allows 65,536 (`NGROUPS_MAX`).
 const MAX_GROUPS: usize = 1024;
 
 /// A resolved user.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Account {
-    /// User.
+    /// User id.
     pub uid: u32,
-    /// Primary group.
+    /// Primary group id.
     pub gid: u32,
-    /// Supplementary groups, ascending, the primary one among them.
+    /// Supplementary group ids in ascending order, including the primary group.
     pub groups: Vec<u32>,
-    /// Home folder; `/` where none is known.
+    /// Home folder; `/` if none is known.
     pub home: String,
 }
 
-/// Why a user is not one.
+/// Why a user cannot be resolved.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UserError {
-    /// Neither in /etc/passwd nor a number.
+    /// The user is neither a name in /etc/passwd nor a number.
     #[error("user {0:?}: expected a name in /etc/passwd or a number")]
     NoUser(String),
-    /// Neither in /etc/group nor a number.
+    /// The group is neither a name in /etc/group nor a number.
     #[error("group {0:?}: expected a name in /etc/group or a number")]
     NoGroup(String),
 }
@@ -58,14 +59,16 @@ fn groups(group: &str) -> impl Iterator<Item = (&str, u32, &str)> {
     })
 }
 
-/// A user or group number; the largest means "no change" to the kernel and is none.
+/// Parses a user or group id. The largest number is refused, because it means "no change" to the
+/// kernel.
 fn number(text: &str) -> Option<u32> {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     if digits { text.parse().ok().filter(|n| *n != u32::MAX) } else { None }
 }
 
-/// Resolves `name`, `uid`, `name:group` or `uid:gid`, empty for root, as docker does: a name in the file goes
-/// before a number; a number without an entry gets group 0; naming a group leaves no supplementary groups.
+/// Resolves `name`, `uid`, `name:group` or `uid:gid` as docker does; empty means root. A name in
+/// the file takes precedence over a number. A number without an entry gets group 0. Naming a group
+/// means no supplementary groups.
 ///
 /// # Errors
 /// [`UserError`].
@@ -96,7 +99,9 @@ pub fn resolve(spec: &str, passwd: &str, group: &str) -> Result<Account, UserErr
     let mut all = vec![gid];
     if let (Some(name), None) = (name, wanted) {
         let member = |members: &str| members.split(',').any(|m| m.trim() == name);
-        all.extend(groups(group).filter(|(_, _, m)| member(m)).map(|(_, gid, _)| gid).take(MAX_GROUPS));
+        all.extend(
+            groups(group).filter(|(_, _, m)| member(m)).map(|(_, gid, _)| gid).take(MAX_GROUPS),
+        );
     }
     all.sort_unstable();
     all.dedup();
@@ -109,7 +114,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const PASSWD: &str = "root:x:0:0:root:/root:/bin/sh\nbad line\nn:x:y:z\nann:x:1000:100:Ann:/home/ann:/bin/sh\n\
+    const PASSWD: &str = "root:x:0:0:root:/root:/bin/sh\nbad line\nn:x:y:z\n\
+                          ann:x:1000:100:Ann:/home/ann:/bin/sh\n\
                           7:x:1007:1007::/home/seven:\nnone:x:4294967295:0::/:\nbare:x:5:6\n";
     const GROUP: &str =
         "root:x:0:\nusers:x:100:\nwheel:x:10:bob,ann\nx:x:q:ann\ndisk:x:6:ann\nannex:x:11:annex";
@@ -134,8 +140,19 @@ mod tests {
     }
 
     #[test]
-    fn nobody_becomes_root_by_mistake() {
-        for bad in ["nobody", "n", "none", "4294967295", "-1", "+0", "0x0", " 0", "99999999999", "bad line"] {
+    fn no_user_becomes_root_by_mistake() {
+        for bad in [
+            "nobody",
+            "n",
+            "none",
+            "4294967295",
+            "-1",
+            "+0",
+            "0x0",
+            " 0",
+            "99999999999",
+            "bad line",
+        ] {
             assert!(matches!(ids(bad), Err(UserError::NoUser(_))), "{bad:?}: {:?}", ids(bad));
         }
         for bad in ["ann:nogroup", "ann:-1", "ann:4294967295", "ann:x", "0:0:0"] {
@@ -145,7 +162,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_file_is_read_without_a_panic(spec in ".{0,20}", passwd in "([a-z0-9:,\n]{0,200})", group in "([a-z0-9:,\n]{0,200})") {
+        fn any_file_is_read_without_a_panic(
+            spec in ".{0,20}",
+            passwd in "([a-z0-9:,\n]{0,200})",
+            group in "([a-z0-9:,\n]{0,200})",
+        ) {
             if let Ok(account) = resolve(&spec, &passwd, &group) {
                 prop_assert!(account.uid != u32::MAX && account.gid != u32::MAX);
                 prop_assert!(account.groups.contains(&account.gid));

@@ -1,27 +1,30 @@
 //! The files that name a machine.
 //!
-//! Each is replaced by a rename. Making a file and freeing the one it replaces touches many of a clone's pages, all of
-//! which have to be copied in the moment that counts. So a seal leaves a spare for each in [`SPARES`], with its block
-//! on disk; an identity writes the spare and exchanges the two (`RENAME_EXCHANGE`): as atomic, and half the faults. The
-//! file that was replaced is the spare for the next identity. Where a spare does not fit, a new file is made.
+//! Each file is replaced by a rename. Creating a file and freeing the replaced one touches many of
+//! a clone's pages, which must be copied during the clone's start. So a seal prepares a
+//! second file for each of them in [`PREPARED`], with its block on disk. An identity writes the
+//! prepared file and exchanges the two (`RENAME_EXCHANGE`), which is just as atomic and causes half
+//! the page faults. The replaced file becomes the prepared file for the next identity. If a
+//! prepared file does not fit, a new file is made.
 
-use super::{IdentityError, Step};
+use super::error::{IdentityError, Step};
+use crate::small_file::{self, SmallFileError};
 use rustix::fs::{CWD, FileType, Gid, Mode, OFlags, RenameFlags, Stat, Uid};
 use rustix::io::Errno;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-/// The most that is read of a file which is to be changed.
+/// Maximum bytes read of a file that is to be changed.
 const MAX_BYTES: usize = 1 << 20;
-/// Where spares lie, for nobody but root.
-const SPARES: &str = "var/lib/dayfly/spare";
-/// The files that have one.
+/// The folder of the prepared files; only root may enter it.
+const PREPARED: &str = "var/lib/dayfly/spare";
+/// The files that have a prepared file.
 const NAMED: [&str; 4] = ["etc/hostname", "etc/hosts", "etc/machine-id", COPY];
-/// Which machine this is, for its programs.
+/// The machine's identity, for programs in the guest.
 const CLONE_ID: &str = "run/dayfly/clone-id";
-/// D-Bus's copy of the machine's id, or a link to it.
+/// D-Bus's copy of the machine id, or a link to it.
 const COPY: &str = "var/lib/dbus/machine-id";
-/// Seeds and keys that must not be used by two machines. All are made anew by their owners.
+/// Seeds and keys that two machines must not share. Their programs create new ones.
 const STALE: [&str; 6] = [
     "var/lib/systemd/random-seed",
     "var/lib/urandom/random-seed",
@@ -31,54 +34,66 @@ const STALE: [&str; 6] = [
     "var/lib/NetworkManager/secret_key",
 ];
 
-/// The files below a root.
+/// The files below `root`.
 pub(super) struct Files<'a> {
     pub(super) root: &'a Path,
 }
 
 impl Files<'_> {
-    /// Before a snapshot: leaves as little as possible to do to the identity that follows it. What cannot be prepared
-    /// is done then.
+    /// Before a snapshot: does as much as possible in advance for the identity that follows. Errors
+    /// are ignored, because the identity then does the work.
     pub(super) fn prepare(&self) {
-        // Also fills the kernel's cache of names that are not there.
+        // This also fills the kernel's cache of negative directory entries.
         let _ = self.drop_stale();
         let mode = Mode::from_raw_mode(0o700);
-        let mut folder = self.root.join("var/lib");
-        for part in ["dayfly", "spare"] {
-            folder.push(part);
-            let _ = rustix::fs::mkdir(&folder, mode);
+        for folder in ["var/lib/dayfly", PREPARED] {
+            let _ = rustix::fs::mkdir(self.root.join(folder), mode);
         }
         for name in NAMED {
-            let _ = self.make_spare(name);
+            let _ = self.prepare_file(name);
         }
     }
 
-    fn spare(&self, name: &str) -> PathBuf {
-        self.root.join(SPARES).join(name.replace('/', "-"))
+    fn prepared(&self, name: &str) -> PathBuf {
+        self.root.join(PREPARED).join(name.replace('/', "-"))
     }
 
-    fn make_spare(&self, name: &str) -> Result<(), Errno> {
-        let (path, spare) = (self.root.join(name), self.spare(name));
+    fn prepare_file(&self, name: &str) -> Result<(), Errno> {
+        let (path, prepared) = (self.root.join(name), self.prepared(name));
         let stat = match rustix::fs::lstat(&path) {
-            Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile => Some(stat),
-            // An image may leave these out; the copy is only kept where there is one.
+            Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile => {
+                Some(stat)
+            }
+            // An image may lack these files. D-Bus's copy gets one only if the copy exists.
             Err(Errno::NOENT) if name != COPY => None,
             Ok(_) => return Ok(()),
             Err(errno) => return Err(errno),
         };
-        if open_spare(&spare, stat.as_ref()).is_ok() {
+        if open_prepared(&prepared, stat.as_ref()).is_ok() {
             return Ok(());
         }
-        match rustix::fs::unlink(&spare) {
+        match rustix::fs::unlink(&prepared) {
             Ok(()) | Err(Errno::NOENT) => {}
             Err(errno) => return Err(errno),
         }
-        let bytes = read(&path)?.filter(|b| !b.is_empty()).unwrap_or_else(|| b"uninitialized\n".to_vec());
-        write_new(&spare, &bytes, stat.as_ref().map_or(0o644, |s| s.st_mode & 0o7777), stat.as_ref())
+        let bytes =
+            read(&path)?.filter(|b| !b.is_empty()).unwrap_or_else(|| b"uninitialized\n".to_vec());
+        write_new(
+            &prepared,
+            &bytes,
+            stat.as_ref().map_or(0o644, |s| s.st_mode & 0o7777),
+            stat.as_ref(),
+        )
     }
 
-    /// Replaces a file, unless it has these bytes already. An existing file's mode is kept.
-    pub(super) fn replace(&self, name: &str, old: Option<&[u8]>, new: &[u8], mode: u32) -> Result<(), Errno> {
+    /// Replaces a file, unless it has these bytes already. An existing file keeps its mode.
+    pub(super) fn replace(
+        &self,
+        name: &str,
+        old: Option<&[u8]>,
+        new: &[u8],
+        mode: u32,
+    ) -> Result<(), Errno> {
         let path = self.root.join(name);
         if old == Some(new) || self.exchange(name, new, mode).is_ok() {
             return Ok(());
@@ -98,16 +113,17 @@ impl Files<'_> {
         done
     }
 
-    /// Writes the spare and lets it and the file change places; where there is no file, moves it there.
+    /// Writes the prepared file and exchanges it with the file. If the file does not exist, the
+    /// prepared file is moved to its path.
     fn exchange(&self, name: &str, new: &[u8], mode: u32) -> Result<(), Errno> {
-        let (path, spare) = (self.root.join(name), self.spare(name));
+        let (path, prepared) = (self.root.join(name), self.prepared(name));
         let stat = match rustix::fs::lstat(&path) {
             Ok(stat) => Some(stat),
             Err(Errno::NOENT) => None,
             Err(errno) => return Err(errno),
         };
-        let file = open_spare(&spare, stat.as_ref())?;
-        // Shrunk first: a reader of the file that this was before may still have it open.
+        let file = open_prepared(&prepared, stat.as_ref())?;
+        // Truncated first, because a reader of the earlier file may still have it open.
         if rustix::fs::fstat(&file)?.st_size > i64::try_from(new.len()).map_err(|_| Errno::FBIG)? {
             rustix::fs::ftruncate(&file, new.len() as u64)?;
         }
@@ -124,7 +140,7 @@ impl Files<'_> {
             rustix::fs::fchmod(&file, Mode::from_raw_mode(mode))?;
             RenameFlags::NOREPLACE
         };
-        rustix::fs::renameat_with(CWD, &spare, CWD, &path, how)
+        rustix::fs::renameat_with(CWD, &prepared, CWD, &path, how)
     }
 
     pub(super) fn failed(&self, step: Step, name: &str) -> impl Fn(Errno) -> IdentityError + use<> {
@@ -132,7 +148,7 @@ impl Files<'_> {
         move |errno| IdentityError::File { step, path: path.clone(), errno }
     }
 
-    /// Writes /etc/hostname; gives the name that was in it.
+    /// Writes /etc/hostname and returns the name that was in it.
     pub(super) fn write_hostname(&self, name: &str) -> Result<Option<String>, IdentityError> {
         let path = self.root.join("etc/hostname");
         let failed = self.failed(Step::HostnameFile, "etc/hostname");
@@ -143,7 +159,7 @@ impl Files<'_> {
         Ok(old.filter(|name| !name.is_empty()))
     }
 
-    /// Lets the new name resolve, and the old one no longer.
+    /// Edits /etc/hosts so that the new name resolves and the old one does not.
     pub(super) fn fix_hosts(&self, old: Option<&str>, new: &str) -> Result<(), IdentityError> {
         let path = self.root.join("etc/hosts");
         let failed = self.failed(Step::HostsFile, "etc/hosts");
@@ -153,7 +169,7 @@ impl Files<'_> {
         self.replace("etc/hosts", before.as_deref(), after.as_bytes(), 0o644).map_err(&failed)
     }
 
-    /// Writes the machine's id; whether it was another one, or none.
+    /// Writes the machine id. Returns whether it changed or was missing.
     pub(super) fn write_machine_id(&self, id: &str) -> Result<bool, IdentityError> {
         let line = format!("{id}\n");
         let path = self.root.join("etc/machine-id");
@@ -161,7 +177,7 @@ impl Files<'_> {
         let old = read(&path).map_err(&failed)?;
         let changed = old.as_deref() != Some(line.as_bytes());
         self.replace("etc/machine-id", old.as_deref(), line.as_bytes(), 0o444).map_err(&failed)?;
-        // Usually a link to the one above; a copy is one more place to change.
+        // Usually a link to /etc/machine-id; a regular file must be changed too.
         let copy = self.root.join(COPY);
         let failed = self.failed(Step::MachineId, COPY);
         match rustix::fs::lstat(&copy) {
@@ -175,7 +191,7 @@ impl Files<'_> {
         Ok(changed)
     }
 
-    /// Removes what must not be shared.
+    /// Removes the files that two machines must not share.
     pub(super) fn drop_stale(&self) -> Result<(), IdentityError> {
         for name in STALE {
             match rustix::fs::unlink(self.root.join(name)) {
@@ -186,15 +202,13 @@ impl Files<'_> {
         Ok(())
     }
 
-    /// What [`Self::publish`] wrote last.
+    /// The content of clone-id, which [`Self::publish`] wrote last.
     pub(super) fn published(&self) -> Result<Option<Vec<u8>>, IdentityError> {
-        match read(&self.root.join(CLONE_ID)) {
-            Err(Errno::NOTDIR) => Ok(None),
-            other => other.map_err(self.failed(Step::Publish, CLONE_ID)),
-        }
+        read(&self.root.join(CLONE_ID)).map_err(self.failed(Step::Publish, CLONE_ID))
     }
 
-    /// Says in /run/dayfly/clone-id, which says `old`, which machine this is, now that all steps are done.
+    /// Writes the machine's id to /run/dayfly/clone-id, whose present content is `old`. The last
+    /// step of an identity.
     pub(super) fn publish(&self, id: &str, old: Option<&[u8]>) -> Result<(), IdentityError> {
         let (folder, name) = ("run/dayfly", CLONE_ID);
         for part in ["run", folder] {
@@ -208,37 +222,24 @@ impl Files<'_> {
     }
 }
 
-/// Reads a file; `None` where there is none.
+/// Reads a file. `None` if the file does not exist or is no regular file: such a file has no text
+/// to keep, and is replaced if possible.
 pub(super) fn read(path: &Path) -> Result<Option<Vec<u8>>, Errno> {
-    // Never waits: an image may have put a fifo here.
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-    let file = match rustix::fs::open(path, flags, Mode::empty()) {
-        Ok(file) => file,
-        Err(Errno::NOENT) => return Ok(None),
-        Err(errno) => return Err(errno),
-    };
-    let mut bytes = Vec::with_capacity(512);
-    loop {
-        if bytes.len() > MAX_BYTES {
-            return Err(Errno::FBIG);
-        }
-        bytes.reserve(512);
-        match rustix::io::read(&file, rustix::buffer::spare_capacity(&mut bytes)) {
-            Ok(0) => return Ok(Some(bytes)),
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno),
-        }
+    match small_file::read(path, MAX_BYTES) {
+        Err(SmallFileError::Kind { .. }) => Ok(None),
+        read => read.map_err(|error| error.errno()),
     }
 }
 
-/// Opens a spare for writing, if it can take the place of a file with `stat`: a plain file with no other name, and
-/// with the same mode and owner.
-fn open_spare(spare: &Path, stat: Option<&Stat>) -> Result<OwnedFd, Errno> {
+/// Opens a prepared file for writing, if it can replace a file with `stat`: a regular file with one
+/// link, and with the same mode and owner.
+fn open_prepared(path: &Path, stat: Option<&Stat>) -> Result<OwnedFd, Errno> {
     let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = rustix::fs::open(spare, flags, Mode::empty())?;
+    let file = rustix::fs::open(path, flags, Mode::empty())?;
     let own = rustix::fs::fstat(&file)?;
-    let same =
-        |stat: &Stat| own.st_mode == stat.st_mode && own.st_uid == stat.st_uid && own.st_gid == stat.st_gid;
+    let same = |stat: &Stat| {
+        own.st_mode == stat.st_mode && own.st_uid == stat.st_uid && own.st_gid == stat.st_gid
+    };
     let plain = FileType::from_raw_mode(own.st_mode) == FileType::RegularFile && own.st_nlink == 1;
     if plain && stat.is_none_or(same) { Ok(file) } else { Err(Errno::INVAL) }
 }
@@ -253,7 +254,11 @@ fn write_new(path: &Path, bytes: &[u8], mode: u32, like: Option<&Stat>) -> Resul
         rest = rest.get(n..).unwrap_or_default();
     }
     if let Some(like) = like {
-        rustix::fs::fchown(&file, Some(Uid::from_raw(like.st_uid)), Some(Gid::from_raw(like.st_gid)))?;
+        rustix::fs::fchown(
+            &file,
+            Some(Uid::from_raw(like.st_uid)),
+            Some(Gid::from_raw(like.st_gid)),
+        )?;
     }
     rustix::fs::fchmod(&file, Mode::from_raw_mode(mode))
 }
@@ -263,10 +268,10 @@ fn temporary(path: &Path) -> Option<PathBuf> {
     Some(path.with_file_name(format!(".{name}.dayfly")))
 }
 
-/// The text of /etc/hosts in which `old` no longer names this machine and `new` does.
+/// The text of /etc/hosts in which `new` names this machine instead of `old`.
 fn hosts(text: &str, old: Option<&str>, new: &str) -> String {
     let loopback = |address: &str| address.starts_with("127.") || address == "::1";
-    // A clone named as its template was, or "localhost", gives up nothing.
+    // The old name stays if it is "localhost" or the new name.
     let old = old.filter(|old| *old != new && *old != "localhost");
     let mut out = String::with_capacity(text.len() + 64);
     let mut named = false;
@@ -315,10 +320,17 @@ mod tests {
     fn the_new_name_resolves_and_the_old_one_does_not() {
         assert_eq!(hosts("", None, "a"), "127.0.0.1 localhost\n::1 localhost\n127.0.1.1 a\n");
         assert_eq!(
-            hosts("127.0.0.1\tlocalhost\n127.0.1.1 old old.x # me\n10.0.0.1 old\n", Some("old"), "new"),
+            hosts(
+                "127.0.0.1\tlocalhost\n127.0.1.1 old old.x # me\n10.0.0.1 old\n",
+                Some("old"),
+                "new"
+            ),
             "127.0.0.1\tlocalhost\n127.0.1.1 new old.x # me\n10.0.0.1 old\n"
         );
-        assert_eq!(hosts("127.0.0.1 localhost new", Some("old"), "new"), "127.0.0.1 localhost new\n");
+        assert_eq!(
+            hosts("127.0.0.1 localhost new", Some("old"), "new"),
+            "127.0.0.1 localhost new\n"
+        );
         assert_eq!(
             hosts("127.0.0.1 localhost\n", Some("localhost"), "new"),
             "127.0.0.1 localhost\n127.0.1.1 new\n"
@@ -327,7 +339,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_chain_of_clones_does_not_grow_the_file(text in "([a-z0-9.: \t#\n]{0,200})", names in proptest::collection::vec("[a-z]{1,8}", 1..20)) {
+        fn a_chain_of_clones_does_not_grow_the_file(
+            text in "([a-z0-9.: \t#\n]{0,200})",
+            names in proptest::collection::vec("[a-z]{1,8}", 1..20),
+        ) {
             let mut now = hosts(&text, None, "first");
             let lines = now.lines().count();
             let mut old = "first".to_owned();
@@ -336,7 +351,8 @@ mod tests {
                 let has = now.lines().any(|l| {
                     let l = l.split('#').next().unwrap_or_default();
                     let mut fields = l.split_ascii_whitespace();
-                    fields.next().is_some_and(|a| a.starts_with("127.") || a == "::1") && fields.any(|n| n == name)
+                    fields.next().is_some_and(|a| a.starts_with("127.") || a == "::1")
+                        && fields.any(|n| n == name)
                 });
                 prop_assert!(has, "{name} in {now:?}");
                 old = name;

@@ -1,125 +1,28 @@
-//! Making a clone the machine it is to be, before anything else is served.
+//! Giving a clone its identity, before the agent serves any other request.
 //!
-//! The steps, in this order, each named in the error when it fails: entropy (first: whatever follows may draw random
-//! numbers), clock, hostname, files of /etc, stale seeds, the network, the image's hooks, and last /run/dayfly/clone-id, which says that all others are done.
-//! Every step can be repeated: a failed identity is simply sent again. Files are replaced by rename, so nobody reads
-//! half of one; they are not synced, since a clone that loses its power is not started again from its disk.
+//! The steps in order, each one named in its error: entropy (first, because the other steps may
+//! draw random numbers), clock, hostname, files of /etc, stale seeds, the network, the image's
+//! hooks, and last /run/dayfly/clone-id, which shows that all other steps are done.
+//!
+//! Every step can be repeated, so the host simply sends a failed identity again. Files are replaced
+//! by rename, so no program reads half a file. Files are not synced, because a clone is never
+//! restarted from its disk after a power loss.
 
+mod error;
 mod files;
 mod resolver;
 
-use crate::kernel::{Kernel, MAX_ENTROPY_BYTES};
-use crate::network::{self, NetworkError, Settings};
-use dayfly_api::agent::{Failure, FailureCode, Identity};
-use rustix::io::Errno;
-use std::path::{Path, PathBuf};
+pub use error::{IdentityError, Step};
 
-/// The least entropy, in bytes, that makes a clone's random numbers its own.
+use crate::kernel::{Kernel, MAX_ENTROPY_BYTES};
+use crate::network::{self, Settings};
+use dayfly_api::agent::Identity;
+use std::path::Path;
+
+/// Minimum bytes of entropy for independent random numbers.
 const MIN_ENTROPY_BYTES: usize = 64;
 
-/// What is being done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
-    /// RNDADDENTROPY and RNDRESEEDCRNG.
-    Entropy,
-    /// `clock_settime(CLOCK_REALTIME)`.
-    Clock,
-    /// `sethostname(2)`.
-    Hostname,
-    /// /etc/hostname.
-    HostnameFile,
-    /// /etc/hosts.
-    HostsFile,
-    /// /etc/machine-id and D-Bus's copy.
-    MachineId,
-    /// Seeds and keys that two machines must not share.
-    StaleState,
-    /// The interface's addresses and routes, connections, /etc/resolv.conf.
-    Network,
-    /// /etc/dayfly/clone.d.
-    Hooks,
-    /// /run/dayfly.
-    Publish,
-}
-
-impl std::fmt::Display for Step {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Entropy => "entropy",
-            Self::Clock => "clock",
-            Self::Hostname => "hostname",
-            Self::HostnameFile => "hostname file",
-            Self::HostsFile => "hosts file",
-            Self::MachineId => "machine id",
-            Self::StaleState => "stale state",
-            Self::Network => "network",
-            Self::Hooks => "hooks",
-            Self::Publish => "publish",
-        })
-    }
-}
-
-/// Why an identity was not taken on.
-#[derive(Debug, thiserror::Error)]
-pub enum IdentityError {
-    /// Nothing was done.
-    #[error("identity: {field}: expected {expected}, got {got}")]
-    Invalid {
-        /// Which field.
-        field: &'static str,
-        /// What it should be.
-        expected: &'static str,
-        /// What it is.
-        got: String,
-    },
-    /// The kernel refused.
-    #[error("identity: {step}: {errno}")]
-    Kernel {
-        /// Which step.
-        step: Step,
-        /// Why.
-        errno: Errno,
-    },
-    /// The machine did not get its place on the network.
-    #[error("identity: {step}: {0}", step = Step::Network)]
-    Network(#[from] NetworkError),
-    /// A hook failed.
-    #[error("identity: {step}: {0}", step = Step::Hooks)]
-    Hook(String),
-    /// A file could not be changed.
-    #[error("identity: {step}: {path}: {errno}")]
-    File {
-        /// Which step.
-        step: Step,
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        errno: Errno,
-    },
-}
-
-impl From<&IdentityError> for Failure {
-    fn from(error: &IdentityError) -> Self {
-        let code = match error {
-            IdentityError::Invalid { .. } => FailureCode::Invalid,
-            IdentityError::File { errno: Errno::NOSPC | Errno::DQUOT, .. } => FailureCode::NoSpace,
-            IdentityError::Kernel { errno: Errno::PERM | Errno::ACCESS, .. }
-            | IdentityError::File { errno: Errno::PERM | Errno::ACCESS | Errno::ROFS, .. } => {
-                FailureCode::NotPermitted
-            }
-            IdentityError::Network(error) if matches!(error.errno(), Some(Errno::PERM | Errno::ACCESS)) => {
-                FailureCode::NotPermitted
-            }
-            IdentityError::Kernel { .. }
-            | IdentityError::File { .. }
-            | IdentityError::Network(_)
-            | IdentityError::Hook(_) => FailureCode::Io,
-        };
-        Self { code, message: error.to_string() }
-    }
-}
-
-/// An identity whose fields were checked.
+/// An identity with valid fields.
 #[derive(Debug)]
 struct Checked {
     hostname: String,
@@ -137,7 +40,9 @@ fn check(identity: &Identity) -> Result<Checked, IdentityError> {
     let name = &identity.hostname;
     let label = |l: &str| {
         let edges = !l.starts_with('-') && !l.ends_with('-');
-        !l.is_empty() && edges && l.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
+        !l.is_empty()
+            && edges
+            && l.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
     };
     if name.len() > 64 || !name.split('.').all(label) {
         let expected = "1 to 64 letters, digits, '-', '_' in labels joined by '.'";
@@ -152,13 +57,14 @@ fn check(identity: &Identity) -> Result<Checked, IdentityError> {
     let hex = &identity.entropy;
     let entropy = bytes_of(hex)
         .filter(|b| (MIN_ENTROPY_BYTES..=MAX_ENTROPY_BYTES).contains(&b.len()))
-        // What arrives here is secret: the error says how much came, not what.
+        // The entropy is secret, so the error only names its length.
         .ok_or_else(|| IdentityError::Invalid {
             field: "entropy",
             expected: "64 to 4096 bytes in hexadecimal",
             got: format!("{} characters", hex.len()),
         })?;
-    let bad = |network::Bad { field, expected, got }| IdentityError::Invalid { field, expected, got };
+    let bad =
+        |network::Bad { field, expected, got }| IdentityError::Invalid { field, expected, got };
     Ok(Checked {
         network: identity.network.as_ref().map(Settings::check).transpose().map_err(bad)?,
         hostname: name.clone(),
@@ -179,16 +85,18 @@ fn bytes_of(hex: &str) -> Option<Vec<u8>> {
         .collect()
 }
 
-/// Before a snapshot of the machine whose root is `root`: does what can be done before the identity is known.
+/// Before a snapshot of the machine whose root is `root`: does what is possible before the identity
+/// is known.
 pub fn prepare(root: &Path) {
     files::Files { root }.prepare();
 }
 
-/// Takes on `identity` in the machine whose root is `root`. Whether it is another machine than before; where it is a clone of one that had an identity,
-/// `hooks` are called before that is known to anybody.
+/// Takes on `identity` in the machine whose root is `root`. Returns whether the machine's identity
+/// changed. If the machine is a clone of one that had an identity, `hooks` run before the new
+/// identity is published.
 ///
 /// # Errors
-/// [`IdentityError`]; the steps before the failed one are done, and can be done again.
+/// [`IdentityError`]; the steps before the failed one are done, and can be repeated.
 pub fn take_on(
     kernel: &dyn Kernel,
     root: &Path,
@@ -204,7 +112,8 @@ pub fn take_on(
     let was = files.published()?;
     let old = files.write_hostname(&new.hostname)?;
     files.fix_hosts(old.as_deref(), &new.hostname)?;
-    // One that failed in the middle has its machine id, and not been told of it.
+    // The published id decides, because a failed attempt may have written the machine id without
+    // running the hooks.
     let clone = was.as_deref().is_some_and(|was| was != format!("{}\n", new.machine_id).as_bytes());
     let changed = files.write_machine_id(&new.machine_id)? || clone || was.is_none();
     if changed {

@@ -1,40 +1,41 @@
-//! The kernel command line: the few words of it that are for the agent.
+//! The agent's options on the kernel command line.
 
 use std::path::PathBuf;
 
-/// What it asks for.
+/// The options of the agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
     /// `root=`: a device below /dev.
     pub root: PathBuf,
-    /// `rootfstype=`; ext4.
+    /// `rootfstype=`; ext4 by default.
     pub kind: String,
     /// `rootflags=`: passed to the file system.
     pub flags: String,
     /// `ro`.
     pub read_only: bool,
-    /// `dayfly.init=`: the image's own init, which becomes process 1.
+    /// `dayfly.init=`: the image's own init, which becomes PID 1.
     pub init: Option<String>,
 }
 
-/// Why it does not make sense.
+/// Why the command line is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OptionError {
     /// No `root=`.
     #[error("root=: expected a device such as /dev/vda, got none")]
     NoRoot,
-    /// A root that is no path.
+    /// The root is not a path below /dev.
     #[error("root=: expected a device such as /dev/vda, got {0:?}")]
     Root(String),
-    /// An init that is no path.
+    /// The init is not an absolute path.
     #[error("dayfly.init=: expected an absolute path, got {0:?}")]
     Init(String),
-    /// A word of ours that is none.
+    /// An unknown option with the prefix `dayfly.`.
     #[error("expected dayfly.init= as the only dayfly option, got {0:?}")]
     Unknown(String),
 }
 
-/// Reads the words; the last one of a kind counts, as in the kernel. Words after `--` are for init.
+/// Parses the command line. The last word of a kind counts, as in the kernel. Words after `--`
+/// belong to init.
 ///
 /// # Errors
 /// [`OptionError`].
@@ -57,7 +58,9 @@ pub fn parse(line: &str) -> Result<Options, OptionError> {
             "rw" => options.read_only = false,
             "dayfly.init" if value.starts_with('/') => options.init = Some(value.to_owned()),
             "dayfly.init" => return Err(OptionError::Init(value.to_owned())),
-            other if other.starts_with("dayfly.") => return Err(OptionError::Unknown(word.clone())),
+            other if other.starts_with("dayfly.") => {
+                return Err(OptionError::Unknown(word.clone()));
+            }
             _ => {}
         }
     }
@@ -100,8 +103,11 @@ mod tests {
         let plain = parse("console=ttyS0 quiet reboot=t panic=-1 root=/dev/vda\n").unwrap();
         assert_eq!(plain.root, PathBuf::from("/dev/vda"));
         assert_eq!((plain.kind.as_str(), plain.read_only, plain.init), ("ext4", false, None));
-        let all = parse("root=/dev/vda ro rw ro rootfstype=xfs rootflags=\"a b\" dayfly.init=/sbin/init root=/dev/vdb -- ro=x root=/x")
-            .unwrap();
+        let all = parse(
+            "root=/dev/vda ro rw ro rootfstype=xfs rootflags=\"a b\" \
+                         dayfly.init=/sbin/init root=/dev/vdb -- ro=x root=/x",
+        )
+        .unwrap();
         assert_eq!(all.root, PathBuf::from("/dev/vdb"));
         assert_eq!((all.kind.as_str(), all.flags.as_str(), all.read_only), ("xfs", "a b", true));
         assert_eq!(all.init.as_deref(), Some("/sbin/init"));
@@ -113,6 +119,9 @@ mod tests {
         assert!(matches!(parse("root=UUID=12"), Err(OptionError::Root(_))));
         assert!(matches!(parse("root=/dev/../etc"), Err(OptionError::Root(_))));
         assert!(matches!(parse("root=/dev/vda dayfly.init=init"), Err(OptionError::Init(_))));
-        assert!(matches!(parse("root=/dev/vda dayfly.listen=serial"), Err(OptionError::Unknown(_))));
+        assert!(matches!(
+            parse("root=/dev/vda dayfly.listen=serial"),
+            Err(OptionError::Unknown(_))
+        ));
     }
 }

@@ -1,18 +1,20 @@
-//! Kernel modules, in the order of the list that came with the initramfs.
+//! Loading kernel modules in the order of the initramfs's list.
 
-use super::BootError;
-use super::mounts::Early;
+use super::early::Early;
+use super::error::BootError;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::path::Path;
 
-/// One path of an uncompressed `.ko` a line, in loading order; empty lines and `#` comments count for nothing.
+/// The list: one path of an uncompressed `.ko` per line, in loading order. Empty lines and `#`
+/// comments are skipped.
 const LIST: &str = "/etc/dayfly/modules";
 
-/// Every module is loaded.
+/// Shows that every module is loaded.
 pub(super) struct Loaded(());
 
-/// Loads them; modules need the early mounts. Without a list there are none to load: everything is built in.
+/// Loads the modules, which needs the early mounts. Without a list no module is loaded, because all
+/// drivers are built in.
 pub(super) fn load(_early: Early) -> Result<Loaded, BootError> {
     let list = match std::fs::read_to_string(LIST) {
         Ok(list) => list,
@@ -32,12 +34,14 @@ fn load_one(path: &Path) -> Result<(), BootError> {
     let loaded = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
         .and_then(|file| rustix::system::finit_module(&file, c"", 0));
     match loaded {
-        // Built in, or listed twice.
+        // EEXIST: built in, or listed twice.
         Ok(()) | Err(Errno::EXIST) => Ok(()),
         Err(errno) => {
             let hint = match errno {
                 Errno::NOEXEC => ": not an uncompressed module of this kernel",
-                Errno::NOENT => ": no such file, or a symbol that a module before it should have brought",
+                Errno::NOENT => {
+                    ": no such file, or a symbol that a module before it should have brought"
+                }
                 _ => "",
             };
             Err(BootError::Module { path: path.to_owned(), errno, hint })

@@ -1,64 +1,16 @@
-//! What is mounted where, before and after the switch to the image's root.
+//! Mounts at and after the switch to the image's root.
 
-use super::BootError;
-use super::cmdline::{self, Options};
+use super::error::BootError;
+use super::mount::{NEW_ROOT, PSEUDO, mount_new};
 use super::root::Mounted;
 use crate::exec::cage::CGROUP_ROOT;
+use crate::small_file;
 use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, openat, statat, unlinkat};
-use rustix::io::Errno;
-use rustix::mount::{MountFlags, mount, mount_move};
-use std::ffi::CStr;
+use rustix::mount::{MountFlags, mount_move};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 
-/// Where the image's root is mounted until it becomes `/`.
-pub(super) const NEW_ROOT: &str = "/sysroot";
-
-/// /proc, /sys and /dev are there.
-pub(super) struct Early(());
-
-const PSEUDO: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV).union(MountFlags::NOEXEC);
-
-/// Makes the folder and mounts on it; what is mounted there already stays.
-pub(super) fn mount_new(
-    source: &str,
-    at: &str,
-    kind: &str,
-    flags: MountFlags,
-    data: &CStr,
-) -> Result<(), BootError> {
-    let failed = |errno| BootError::Mount { kind: kind.to_owned(), at: at.into(), errno };
-    // On a read-only root a missing folder shows when it is mounted on.
-    let _ = rustix::fs::mkdir(at, Mode::from_raw_mode(0o755));
-    match mount(source, at, kind, flags, data) {
-        Ok(()) | Err(Errno::BUSY) => Ok(()),
-        Err(errno) => Err(failed(errno)),
-    }
-}
-
-/// The first three, in the initramfs.
-pub(super) fn early() -> Result<Early, BootError> {
-    mount_new("proc", "/proc", "proc", PSEUDO, c"")?;
-    mount_new("sysfs", "/sys", "sysfs", PSEUDO, c"")?;
-    mount_new("devtmpfs", "/dev", "devtmpfs", MountFlags::NOSUID, c"mode=0755")?;
-    Ok(Early(()))
-}
-
-impl Early {
-    /// The kernel command line's options.
-    #[expect(clippy::unused_self, reason = "/proc is there only in this stage")]
-    pub(super) fn options(&self) -> Result<Options, BootError> {
-        let path = "/proc/cmdline";
-        let line = std::fs::read_to_string(path).map_err(|error| BootError::File {
-            path: path.into(),
-            what: "read",
-            errno: Errno::from_io_error(&error).unwrap_or(Errno::IO),
-        })?;
-        Ok(cmdline::parse(&line)?)
-    }
-}
-
-/// Makes the mounted root `/`, frees the initramfs, and mounts what a machine has.
+/// Makes the mounted root `/`, frees the initramfs, and mounts the usual file systems.
 pub(super) fn enter(mounted: Mounted) -> Result<(), BootError> {
     for name in ["proc", "sys", "dev"] {
         let (from, to) = (format!("/{name}"), format!("{NEW_ROOT}/{name}"));
@@ -77,16 +29,25 @@ pub(super) fn enter(mounted: Mounted) -> Result<(), BootError> {
         MountFlags::NOSUID.union(MountFlags::NOEXEC),
         c"gid=5,mode=620,ptmxmode=666",
     )?;
-    mount_new("tmpfs", "/dev/shm", "tmpfs", MountFlags::NOSUID.union(MountFlags::NODEV), c"mode=1777")?;
+    mount_new(
+        "tmpfs",
+        "/dev/shm",
+        "tmpfs",
+        MountFlags::NOSUID.union(MountFlags::NODEV),
+        c"mode=1777",
+    )?;
     mount_new("tmpfs", "/run", "tmpfs", MountFlags::NOSUID.union(MountFlags::NODEV), c"mode=755")?;
     device_links();
     tmp(mounted.read_only);
-    // A kernel without it is a kernel in which programs are found by their process tree.
+    // Without cgroup2 the agent finds processes by the process tree.
     let groups = mount_new("cgroup2", CGROUP_ROOT, "cgroup2", PSEUDO, c"nsdelegate");
-    if let Err(error) = groups.or_else(|_| mount_new("cgroup2", CGROUP_ROOT, "cgroup2", PSEUDO, c"")) {
+    if let Err(error) =
+        groups.or_else(|_| mount_new("cgroup2", CGROUP_ROOT, "cgroup2", PSEUDO, c""))
+    {
         crate::say!("{error}");
     }
-    // The agent's threads hold up to eight descriptors each; programs inherit the limits and may raise theirs.
+    // Each of the agent's threads has up to eight descriptors; programs inherit the limits and may
+    // raise their own.
     let files = rustix::process::Rlimit { current: Some(8192), maximum: Some(524_288) };
     let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, files);
     Ok(())
@@ -106,8 +67,8 @@ fn switch() -> Result<(), BootError> {
     Ok(())
 }
 
-/// Removes everything of the initramfs, whose files are memory. Other file systems are left alone, and what cannot be
-/// removed stays: that costs memory, no more.
+/// Removes all files of the initramfs, because they occupy memory. Other file systems are left
+/// alone. Errors are ignored, because a remaining file only costs memory.
 fn empty(folder: BorrowedFd<'_>, device: u64, depth: usize) {
     let Ok(list) = Dir::read_from(folder) else { return };
     for entry in list.flatten() {
@@ -133,7 +94,7 @@ fn empty(folder: BorrowedFd<'_>, device: u64, depth: usize) {
     }
 }
 
-/// The names that programs expect in /dev and devtmpfs does not make.
+/// Creates links in /dev that programs expect and devtmpfs does not create.
 fn device_links() {
     for (name, target) in [
         ("/dev/fd", "/proc/self/fd"),
@@ -145,7 +106,8 @@ fn device_links() {
     }
 }
 
-/// /tmp stays on the disk, which a clone shares until it writes; on a read-only disk it is memory.
+/// /tmp stays on the disk, which clones share until they write. On a read-only disk /tmp is a
+/// tmpfs.
 fn tmp(read_only: bool) {
     if read_only {
         let flags = MountFlags::NOSUID.union(MountFlags::NODEV);
@@ -161,17 +123,18 @@ fn tmp(read_only: bool) {
 pub(super) fn loopback_up() {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
     use std::os::fd::AsRawFd;
-    let done =
-        socket_with(AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC, None).and_then(|fd| {
-            // SAFETY: ifreq is plain data, for which zero bytes are a value.
+    let done = socket_with(AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC, None)
+        .and_then(|fd| {
+            // SAFETY: ifreq is plain data; all-zero is a valid value.
             let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
             for (to, from) in request.ifr_name.iter_mut().zip(b"lo") {
                 *to = libc::c_char::from_ne_bytes([*from]);
             }
             let up = libc::c_short::try_from(libc::IFF_UP | libc::IFF_RUNNING).unwrap_or(0);
             request.ifr_ifru.ifru_flags = up;
-            // SAFETY: SIOCSIFFLAGS reads an ifreq, which `request` is.
-            let result = unsafe { libc::ioctl(fd.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request) };
+            // SAFETY: SIOCSIFFLAGS reads one ifreq, which `request` is.
+            let result =
+                unsafe { libc::ioctl(fd.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request) };
             if result == 0 { Ok(()) } else { Err(crate::kernel::last_errno()) }
         });
     if let Err(errno) = done {
@@ -179,9 +142,18 @@ pub(super) fn loopback_up() {
     }
 }
 
-/// The name in /etc/hostname, until an identity gives another one.
+/// Maximum bytes of /etc/hostname.
+const HOSTNAME_FILE: usize = 4096;
+
+/// Sets the name in /etc/hostname, until an identity sets another one.
 pub(super) fn hostname() {
-    let text = std::fs::read_to_string(Path::new("/etc/hostname")).unwrap_or_default();
+    let text = match small_file::read(Path::new("/etc/hostname"), HOSTNAME_FILE) {
+        Ok(text) => String::from_utf8_lossy(&text.unwrap_or_default()).into_owned(),
+        Err(error) => {
+            crate::say!("hostname: {error}");
+            String::new()
+        }
+    };
     let name = text.trim();
     let name = if name.is_empty() || name.len() > 64 { "dayfly" } else { name };
     if let Err(errno) = rustix::system::sethostname(name.as_bytes()) {

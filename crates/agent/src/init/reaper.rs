@@ -1,14 +1,15 @@
-//! The main thread's life after boot: reap orphans, and take the signals that mean "end the machine".
+//! The main thread after boot: it reaps orphans and handles the signals that end the machine.
 //!
-//! Programs are waited for by the threads that started them. Here only this thread's own children are reaped
-//! (`__WNOTHREAD`), and those are exactly the orphans: the kernel gives them to the first thread of process 1.
+//! The thread that started a program waits for it. The main thread reaps only its own children
+//! (`__WNOTHREAD`). Those are exactly the orphans, because the kernel reparents orphans to the
+//! first thread of PID 1.
 
 use std::convert::Infallible;
 
-/// What tools send to process 1 for a power-off.
+/// Signals that tools send to PID 1 for a power-off.
 const POWER_OFF: [i32; 3] = [libc::SIGTERM, libc::SIGUSR2, libc::SIGPWR];
 
-/// Reaps for good. `bystander`: another process is init and decides about power.
+/// Reaps forever. `bystander`: another process is init and decides about power.
 pub(super) fn run<E>(bystander: bool) -> Result<Infallible, E> {
     // SAFETY: a sigset_t is plain data that sigemptyset initialises; the calls only write to it.
     let wanted = unsafe {
@@ -21,13 +22,15 @@ pub(super) fn run<E>(bystander: bool) -> Result<Infallible, E> {
     };
     loop {
         reap();
-        // SAFETY: waits for one of `wanted`, all of which are blocked in every thread; no siginfo is asked for.
+        // SAFETY: waits for one of `wanted`, all of which are blocked in every thread; the null
+        // pointer requests no siginfo.
         let signal = unsafe { libc::sigwaitinfo(&raw const wanted, std::ptr::null_mut()) };
         if signal < 0 || signal == libc::SIGCHLD {
             continue;
         }
         if bystander {
-            // The image's init ends everything before a power-off; the machine goes on until it does.
+            // The image's init sends SIGTERM to every process before a power-off: only the agent
+            // ends here, and init ends the machine.
             if signal == libc::SIGTERM {
                 std::process::exit(0);
             }
@@ -40,7 +43,8 @@ pub(super) fn run<E>(bystander: bool) -> Result<Infallible, E> {
 fn reap() {
     loop {
         let mut status = 0;
-        // SAFETY: waitpid writes one int to `status`. It is waited for any child of this thread, without blocking.
+        // SAFETY: waitpid writes one int to `status`. The call covers any child of this thread and
+        // does not block.
         let pid = unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG | libc::__WNOTHREAD) };
         if pid <= 0 {
             return;

@@ -1,40 +1,44 @@
-//! Ending connections from addresses that are no longer this machine's (sock_diag(7), `SOCK_DESTROY`).
+//! Ending connections from addresses that are not this machine's any more (sock_diag(7),
+//! `SOCK_DESTROY`).
 //!
-//! Their programs are told at once (ECONNABORTED); what listens stays. The other end belongs to the machine that this
-//! one was cloned from, and is told nothing: the kernel finds no way for a reset from an address that is gone.
+//! Their programs get ECONNABORTED at once; listening sockets stay. The peer belongs to the machine
+//! that this one was cloned from. It is not notified, because the kernel has no route for a reset
+//! from a removed address.
 //!
-//! Every list walks the kernel's table of all connections, a slot for each 128 KiB of memory, in pages that a clone
-//! would have to fetch; so it is asked first whether there is any socket (`/proc/net/sockstat`), of either kind.
+//! Every list walks the kernel's table of all connections (a slot for each 128 KiB of memory),
+//! whose pages a clone would have to fetch. So this module first checks in `/proc/net/sockstat`
+//! whether there is any socket of each kind.
 
+use super::error::NetworkError;
 use super::netlink::{Batch, Channel, Refused};
-use super::{NetworkError, proc_net};
 use netlink_packet_core::{NLM_F_DUMP, Parseable};
 use netlink_packet_sock_diag::inet::{
     ExtensionFlags, InetRequest, InetResponseHeader, SocketId, StateFlags, Timer,
 };
 use netlink_packet_sock_diag::{
-    AF_INET, AF_INET6, IPPROTO_TCP, IPPROTO_UDP, SOCK_DESTROY, SOCK_DIAG_BY_FAMILY, TCP_CLOSE, TCP_LISTEN,
-    TCP_TIME_WAIT,
+    AF_INET, AF_INET6, IPPROTO_TCP, IPPROTO_UDP, SOCK_DESTROY, SOCK_DIAG_BY_FAMILY, TCP_CLOSE,
+    TCP_LISTEN, TCP_TIME_WAIT,
 };
 use netlink_sys::protocols::NETLINK_SOCK_DIAG;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-/// Messages sent together: their refusals have to fit into the socket's buffer.
+/// Messages per batch, because the refusals must fit into the socket's buffer.
 const TOGETHER: usize = 64;
-/// What a kernel says that has no sock_diag, none for TCP, or none that destroys.
+/// Errors of a kernel without sock_diag, without its TCP part, or without SOCK_DESTROY.
 const UNABLE: [Errno; 3] = [Errno::NOENT, Errno::OPNOTSUPP, Errno::PROTONOSUPPORT];
 const LIST: &str = "list connections";
 
-/// Whether a connection from this local address has to end. Of IPv4 addresses in IPv6 form it is asked in IPv4 form.
+/// Whether a connection from this local address must end. IPv4-mapped IPv6 addresses are passed in
+/// IPv4 form.
 pub(super) type Doomed<'a> = &'a dyn Fn(IpAddr) -> bool;
 
-/// Ends all connections of TCP that are doomed, and connected sockets of UDP where the kernel can.
+/// Ends all doomed TCP connections, and doomed connected UDP sockets if the kernel can.
 ///
 /// # Errors
-/// Where there is such a connection and it could not be ended.
+/// A doomed connection exists and cannot be ended.
 pub(super) fn reset(root: &Path, doomed: Doomed<'_>) -> Result<(), NetworkError> {
     let (four, six) = (sockstat(root, "sockstat"), sockstat(root, "sockstat6"));
     // A kernel without IPv6 has no such file.
@@ -49,18 +53,21 @@ pub(super) fn reset(root: &Path, doomed: Doomed<'_>) -> Result<(), NetworkError>
             continue;
         }
         match reset_family(protocol, family, doomed) {
-            // A datagram from an address that is gone is not sent, so a socket that stays does no harm.
+            // The kernel sends no datagram from a removed address, so a remaining UDP socket is
+            // harmless.
             _ if protocol == IPPROTO_UDP => {}
             Err(Refused { what: LIST, errno }) if UNABLE.contains(&errno) => {
                 without(root, family, doomed, errno)?;
             }
-            other => other.map_err(|Refused { what, errno }| NetworkError::Sockets { what, errno })?,
+            other => {
+                other.map_err(|Refused { what, errno }| NetworkError::Sockets { what, errno })?
+            }
         }
     }
     Ok(())
 }
 
-/// The text of /proc/net/`file`, which the kernel gives in one piece of some 200 bytes.
+/// The text of /proc/net/`file`: about 200 bytes, which one read returns.
 fn sockstat(root: &Path, file: &str) -> Result<String, Errno> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let file = rustix::fs::open(proc_net(root).join(file), flags, Mode::empty())?;
@@ -69,9 +76,13 @@ fn sockstat(root: &Path, file: &str) -> Result<String, Errno> {
     Ok(String::from_utf8_lossy(text.get(..length).unwrap_or_default()).into_owned())
 }
 
-/// Whether a sockstat does not say that there are no such sockets (in use: bound, listening or connected).
+/// Whether a sockstat may show sockets in use (bound, listening or connected). Unreadable text
+/// counts as yes.
 fn any(sockstat: &Result<String, Errno>, label: &str) -> bool {
-    let line = sockstat.as_ref().ok().and_then(|text| text.lines().find_map(|line| line.strip_prefix(label)));
+    let line = sockstat
+        .as_ref()
+        .ok()
+        .and_then(|text| text.lines().find_map(|line| line.strip_prefix(label)));
     line.is_none_or(|line| {
         let mut words = line.split_ascii_whitespace();
         words.next() != Some("inuse") || words.next() != Some("0")
@@ -79,7 +90,8 @@ fn any(sockstat: &Result<String, Errno>, label: &str) -> bool {
 }
 
 fn reset_family(protocol: u8, family: u8, doomed: Doomed<'_>) -> Result<(), Refused> {
-    let mut channel = Channel::open(NETLINK_SOCK_DIAG).map_err(|errno| Refused { what: LIST, errno })?;
+    let mut channel =
+        Channel::open(NETLINK_SOCK_DIAG).map_err(|errno| Refused { what: LIST, errno })?;
     let ends = list(&mut channel, protocol, family, doomed)?;
     let mut refused = None;
     for ends in ends.chunks(TOGETHER) {
@@ -92,21 +104,22 @@ fn reset_family(protocol: u8, family: u8, doomed: Doomed<'_>) -> Result<(), Refu
                 states: StateFlags::all(),
                 socket_id: end.clone(),
             };
-            // Has ended by itself.
+            // NOENT: the connection has already ended.
             batch.push("end a connection", (SOCK_DESTROY, 0), &request, &[Errno::NOENT]);
         }
         if let Err(error) = channel.exchange(batch, &mut |_, _| {}) {
             refused = Some(error);
         }
     }
-    // One that has come into TIME_WAIT meanwhile cannot be destroyed by all kernels, and is not listed any more.
+    // Not all kernels can destroy a connection that has entered TIME_WAIT meanwhile; such a
+    // connection is not listed any more.
     match refused {
         Some(refused) if !list(&mut channel, protocol, family, doomed)?.is_empty() => Err(refused),
         _ => Ok(()),
     }
 }
 
-/// The doomed connections.
+/// Lists the doomed connections.
 fn list(
     channel: &mut Channel,
     protocol: u8,
@@ -119,30 +132,36 @@ fn list(
         family,
         protocol,
         extensions: ExtensionFlags::empty(),
-        // For UDP, connected is ESTABLISHED and not connected is CLOSE.
+        // For UDP, ESTABLISHED means connected and CLOSE means not connected.
         states: StateFlags::all() - StateFlags::LISTEN - StateFlags::TIME_WAIT - StateFlags::CLOSE,
         socket_id: SocketId::new_v4(),
     };
     batch.push(LIST, (SOCK_DIAG_BY_FAMILY, NLM_F_DUMP), &request, &[]);
     let mut odd = false;
     channel.exchange(batch, &mut |_, body| match InetResponseHeader::parse(body) {
-        // What waits for a last segment in a small form (FIN_WAIT2) sends nothing by itself.
+        // A connection in FIN_WAIT2 that the kernel keeps as a timewait entry sends nothing by
+        // itself.
         Ok(InetResponseHeader { timer: Some(Timer::TimeWait), .. }) => {}
-        Ok(header) if doomed(header.socket_id.source_address.to_canonical()) => ends.push(header.socket_id),
+        Ok(header) if doomed(header.socket_id.source_address.to_canonical()) => {
+            ends.push(header.socket_id)
+        }
         Ok(_) => {}
         Err(_) => odd = true,
     })?;
     if odd { Err(Refused { what: "read connections", errno: Errno::BADMSG }) } else { Ok(ends) }
 }
 
-/// Where the kernel cannot: fine if there are none.
+/// For a kernel that cannot list or end connections: an error if /proc/net shows doomed ones.
 fn without(root: &Path, family: u8, doomed: Doomed<'_>, errno: Errno) -> Result<(), NetworkError> {
     let path = proc_net(root).join(if family == AF_INET { "tcp" } else { "tcp6" });
     let text = match std::fs::read_to_string(&path) {
         Ok(text) => text,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         Err(e) => {
-            return Err(NetworkError::File { path, errno: Errno::from_io_error(&e).unwrap_or(Errno::IO) });
+            return Err(NetworkError::File {
+                path,
+                errno: Errno::from_io_error(&e).unwrap_or(Errno::IO),
+            });
         }
     };
     let ends: Vec<IpAddr> =
@@ -153,7 +172,8 @@ fn without(root: &Path, family: u8, doomed: Doomed<'_>, errno: Errno) -> Result<
     }
 }
 
-/// The local address of a line of /proc/net/tcp, tcp6 (proc_pid_net(5)), unless it listens or is over.
+/// The local address in a line of /proc/net/tcp or tcp6 (proc_pid_net(5)), unless the socket is
+/// listening, closed or in TIME_WAIT.
 fn local_of(line: &str) -> Option<IpAddr> {
     let mut words = line.split_ascii_whitespace();
     let (address, _port) = words.nth(1)?.split_once(':')?;
@@ -161,7 +181,7 @@ fn local_of(line: &str) -> Option<IpAddr> {
     if [TCP_LISTEN, TCP_TIME_WAIT, TCP_CLOSE].contains(&state) {
         return None;
     }
-    // Words of four bytes, each as a number of this machine's byte order.
+    // Words of four bytes, each one printed as a number in native byte order.
     let word = |at: usize| {
         let digits = address.get(at..at + 8)?;
         u32::from_str_radix(digits, 16).ok().map(u32::to_ne_bytes)
@@ -179,6 +199,11 @@ fn local_of(line: &str) -> Option<IpAddr> {
     }
 }
 
+/// /proc/net of the calling thread; `/proc/net` itself is that of the process's first thread.
+pub(super) fn proc_net(root: &Path) -> PathBuf {
+    root.join("proc/thread-self/net")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -186,7 +211,8 @@ mod tests {
     #[test]
     fn the_kernels_own_list_is_read_without_sock_diag() {
         let head = "  sl  local_address rem_address   st tx_queue rx_queue\n";
-        let line = |address: &str, state: &str| format!("   0: {address} 0100007F:0016 {state} 0:0 0:0\n");
+        let line =
+            |address: &str, state: &str| format!("   0: {address} 0100007F:0016 {state} 0:0 0:0\n");
         let of = |line: &str| local_of(line).map(|ip| ip.to_string());
         assert_eq!(of(&line("0200580A:1F90", "01")).as_deref(), Some("10.88.0.2"));
         let mapped = "0000000000000000FFFF00000200580A:1F90";
@@ -203,8 +229,11 @@ mod tests {
         let doomed = |ip: IpAddr| ip == Ipv4Addr::new(10, 88, 0, 2);
         let ask = |family| without(root.path(), family, &doomed, Errno::NOENT);
         ask(AF_INET).unwrap();
-        std::fs::write(proc_net(root.path()).join("tcp"), format!("{head}{}", line("0100007F:1", "01")))
-            .unwrap();
+        std::fs::write(
+            proc_net(root.path()).join("tcp"),
+            format!("{head}{}", line("0100007F:1", "01")),
+        )
+        .unwrap();
         ask(AF_INET).unwrap();
         let two = format!("{head}{}{}", line(mapped, "01"), line(mapped, "08"));
         std::fs::write(proc_net(root.path()).join("tcp6"), two).unwrap();
@@ -215,7 +244,10 @@ mod tests {
     #[test]
     fn only_a_plain_zero_means_that_there_are_none() {
         for (text, there) in [
-            ("sockets: used 9\nTCP: inuse 0 orphan 0 tw 1 alloc 3 mem 1\nUDP: inuse 7 mem 4\n", false),
+            (
+                "sockets: used 9\nTCP: inuse 0 orphan 0 tw 1 alloc 3 mem 1\nUDP: inuse 7 mem 4\n",
+                false,
+            ),
             ("TCP: inuse 10 orphan 0\n", true),
             ("TCP: orphan 0\n", true),
             ("UDP: inuse 0\n", true),
@@ -226,12 +258,15 @@ mod tests {
         assert!(any(&Err(Errno::NOENT), "TCP:"));
         let real = sockstat(Path::new("/"), "sockstat").unwrap();
         assert!(real.lines().any(|line| line.starts_with("TCP: inuse ")), "{real}");
-        assert!(real.lines().any(|line| line.starts_with("UDP: inuse ")) && real.len() < 1024, "{real}");
+        assert!(
+            real.lines().any(|line| line.starts_with("UDP: inuse ")) && real.len() < 1024,
+            "{real}"
+        );
     }
 
     #[test]
     fn a_kernel_without_a_handler_says_so() {
-        // What it would be without tcp_diag: nobody lists this protocol.
+        // An unregistered protocol, which fails as TCP does without tcp_diag.
         let refused = reset_family(250, AF_INET, &|_| true).unwrap_err();
         assert_eq!(refused, Refused { what: LIST, errno: Errno::NOENT });
         assert!(UNABLE.contains(&refused.errno));

@@ -1,7 +1,9 @@
-//! The machine's interface: which it is, how it stands, and how it is made another's (rtnetlink(7)).
+//! The machine's interface: finding it, reading its state, and giving it another machine's
+//! addresses (rtnetlink(7)).
 
+use super::error::NetworkError;
 use super::netlink::{Batch, Channel, Raw, Refused};
-use super::{NetworkError, Settings};
+use super::settings::Settings;
 use libc::{
     RTM_DELADDR, RTM_DELNEIGH, RTM_GETADDR, RTM_GETLINK, RTM_GETROUTE, RTM_NEWADDR, RTM_NEWLINK,
     RTM_NEWNEIGH, RTM_NEWROUTE, RTM_SETLINK,
@@ -11,28 +13,32 @@ use netlink_packet_core::{
 };
 use netlink_packet_route::AddressFamily;
 use netlink_packet_route::address::{AddressAttribute, AddressHeader, AddressMessage};
-use netlink_packet_route::link::{LinkAttribute, LinkExtentMask, LinkFlags, LinkHeader, LinkMessage};
+use netlink_packet_route::link::{
+    LinkAttribute, LinkExtentMask, LinkFlags, LinkHeader, LinkMessage,
+};
 use netlink_packet_route::neighbour::{
     NeighbourAddress, NeighbourAttribute, NeighbourMessage, NeighbourState,
 };
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteScope,
+    RouteType,
 };
 use rustix::io::Errno;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
 
-/// Where the kernel lists interfaces (Documentation/ABI/testing/sysfs-class-net).
+/// The folder in which the kernel lists interfaces (Documentation/ABI/testing/sysfs-class-net).
 const INTERFACES: &str = "sys/class/net";
-/// The driver of the one that is ours.
+/// The driver of the VM's own interface.
 const DRIVER: &str = "virtio_net";
-/// The message that a driver which does not change the address of a running interface refuses.
+/// The message that a driver refuses if it cannot change the MAC of a running interface.
 const SET: &str = "set the MAC, and up";
-/// `struct ifinfomsg` and `struct rtmsg` of linux/rtnetlink.h, in front of the attributes.
+/// Bytes of `struct ifinfomsg` and `struct rtmsg` (linux/rtnetlink.h), which precede the
+/// attributes.
 const LINK_BYTES: usize = 16;
 const ROUTE_BYTES: usize = 12;
 
-/// The name of the interface below `root`; `None`: there is none.
+/// The interface's name below `root`; `None` if there is no such interface.
 pub(super) fn find(root: &Path) -> Result<Option<String>, NetworkError> {
     let folder = root.join(INTERFACES);
     let failed = |e: std::io::Error| NetworkError::File {
@@ -60,7 +66,7 @@ pub(super) fn find(root: &Path) -> Result<Option<String>, NetworkError> {
     Ok(found)
 }
 
-/// There was to be one.
+/// The error for a required interface that is missing.
 pub(super) fn missing(root: &Path) -> NetworkError {
     NetworkError::Missing { driver: DRIVER, folder: root.join(INTERFACES) }
 }
@@ -69,12 +75,12 @@ pub(super) fn missing(root: &Path) -> NetworkError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Own {
     local: Ipv4Addr,
-    /// As the kernel names it: the other end's, or the same.
+    /// The kernel's IFA_ADDRESS: the peer's address, or `local` again.
     address: Ipv4Addr,
     prefix: u8,
 }
 
-/// An interface, and how it stands.
+/// An interface and its state.
 pub(super) struct Interface {
     pub(super) name: String,
     index: u32,
@@ -86,7 +92,7 @@ pub(super) struct Interface {
 }
 
 impl Interface {
-    /// Asks the kernel how the interface `name` stands; again where somebody changed addresses meanwhile.
+    /// Reads the state of the interface `name`; repeats the read if addresses changed meanwhile.
     pub(super) fn read(channel: &mut Channel, name: String) -> Result<Self, NetworkError> {
         for _ in 0..2 {
             match Self::read_once(channel, name.clone()) {
@@ -102,14 +108,20 @@ impl Interface {
         let mut link = LinkMessage::default();
         link.attributes = vec![
             LinkAttribute::IfName(name.clone()),
-            // Counters that nobody here reads.
+            // Skips the counters, which are not needed.
             LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]),
         ];
         batch.push("read it", (RTM_GETLINK, 0), &link, &[]);
-        // Of all interfaces, which is what kernels list anyway.
+        // For all interfaces, because kernels list all of them anyway.
         batch.push("list addresses", (RTM_GETADDR, NLM_F_DUMP), &AddressMessage::default(), &[]);
-        let mut own =
-            Self { name, index: 0, mac: Vec::new(), up: false, own: Vec::new(), elsewhere: Vec::new() };
+        let mut own = Self {
+            name,
+            index: 0,
+            mac: Vec::new(),
+            up: false,
+            own: Vec::new(),
+            elsewhere: Vec::new(),
+        };
         let answered = channel.exchange(batch, &mut |kind, body| match kind {
             RTM_NEWLINK => own.note_link(body),
             RTM_NEWADDR => own.note_address(body),
@@ -130,7 +142,7 @@ impl Interface {
     fn note_link(&mut self, body: &[u8]) {
         let Ok(header) = LinkHeader::parse(body) else { return };
         (self.index, self.up) = (header.index, header.flags.contains(LinkFlags::Up));
-        // Of some fifty attributes, nested ones among them, one is wanted.
+        // Only one of about fifty attributes, some of them nested, is needed.
         for attribute in NlasIterator::new(body.get(LINK_BYTES..).unwrap_or_default()).flatten() {
             if attribute.kind() == libc::IFLA_ADDRESS {
                 self.mac = attribute.value().to_vec();
@@ -139,7 +151,9 @@ impl Interface {
     }
 
     fn note_address(&mut self, body: &[u8]) {
-        let Ok(AddressMessage { header, attributes, .. }) = AddressMessage::parse(body) else { return };
+        let Ok(AddressMessage { header, attributes, .. }) = AddressMessage::parse(body) else {
+            return;
+        };
         let (mut local, mut address) = (None, None);
         for attribute in attributes {
             match attribute {
@@ -148,7 +162,7 @@ impl Interface {
                 _ => {}
             }
         }
-        // IPv6 names the local one only where there is another end.
+        // For IPv6, the kernel sets IFA_LOCAL only if there is a peer address.
         let Some(ip) = local.or(address) else { return };
         match (ip, address.unwrap_or(ip)) {
             _ if header.index != self.index => self.elsewhere.push(ip),
@@ -169,18 +183,22 @@ impl Interface {
         self.elsewhere.contains(&ip)
     }
 
-    /// Whether it is up with that MAC and that address.
+    /// Whether the interface is up with these settings' MAC and address.
     pub(super) fn is(&self, new: &Settings) -> bool {
         self.up && self.mac == new.mac && self.has(new.address)
     }
 
-    /// Whether it is down and has no address.
-    pub(super) fn is_nobody(&self) -> bool {
+    /// Whether the interface is down and has no address.
+    pub(super) fn is_unset(&self) -> bool {
         !self.up && self.own.is_empty()
     }
 
-    /// Makes the interface another machine's, with the routes that its users added.
-    pub(super) fn become_machine(&self, channel: &mut Channel, new: &Settings) -> Result<(), NetworkError> {
+    /// Gives the interface another machine's settings; the routes that users added stay.
+    pub(super) fn become_machine(
+        &self,
+        channel: &mut Channel,
+        new: &Settings,
+    ) -> Result<(), NetworkError> {
         let only = Own { local: new.address, address: new.address, prefix: 32 };
         let mut batch = Batch::default();
         if !self.own.contains(&only) {
@@ -203,15 +221,18 @@ impl Interface {
         let mut neighbour = NeighbourMessage::default();
         neighbour.header.family = AddressFamily::Inet;
         neighbour.header.ifindex = self.index;
-        neighbour.attributes = vec![NeighbourAttribute::Destination(NeighbourAddress::Inet(new.gateway))];
+        neighbour.attributes =
+            vec![NeighbourAttribute::Destination(NeighbourAddress::Inet(new.gateway))];
         if let Some(mac) = new.gateway_mac {
-            // What is sent before the VMM lets it out is lost there, and not kept here until somebody answers.
+            // A permanent entry: packets sent before the VMM connects the network are dropped
+            // there, instead of waiting here for ARP.
             neighbour.header.state = NeighbourState::Permanent;
             neighbour.attributes.push(NeighbourAttribute::LinkLayerAddress(mac.to_vec()));
             let replace = (RTM_NEWNEIGH, NLM_F_CREATE | NLM_F_REPLACE);
             batch.push("the gateway's MAC", replace, &neighbour, &[]);
         } else if self.mac == new.mac && !self.has(new.address) {
-            // A change of the MAC drops all that is known of neighbours; without one, the gateway may be another's.
+            // A change of the MAC drops all neighbour entries. Without a change, the gateway's
+            // entry may come from another network.
             batch.push("forget the gateway's MAC", (RTM_DELNEIGH, 0), &neighbour, &[Errno::NOENT]);
         }
         let replace = (RTM_NEWROUTE, NLM_F_CREATE | NLM_F_REPLACE);
@@ -221,7 +242,7 @@ impl Interface {
         channel.exchange(batch, &mut |_, _| {}).map_err(self.failed())
     }
 
-    /// Takes its addresses away and sets it down.
+    /// Deletes the interface's addresses and sets it down.
     pub(super) fn take_away(&self, channel: &mut Channel) -> Result<(), NetworkError> {
         let mut batch = Batch::default();
         self.push_deletes(
@@ -234,7 +255,7 @@ impl Interface {
         channel.exchange(batch, &mut |_, _| {}).map_err(self.failed())
     }
 
-    /// Sets it down, whatever it has.
+    /// Sets the interface down.
     pub(super) fn down(&self, channel: &mut Channel) -> Result<(), NetworkError> {
         let mut batch = Batch::default();
         batch.push("set it down", (RTM_SETLINK, 0), &self.link(false, None), &[]);
@@ -243,14 +264,15 @@ impl Interface {
 
     fn push_deletes(&self, batch: &mut Batch, but: &Own) {
         for own in self.own.iter().filter(|own| *own != but) {
-            // Gone already: it was a secondary one of one that went before it.
+            // ADDRNOTAVAIL: a secondary address, which the kernel deleted with its primary address.
             let gone = &[Errno::ADDRNOTAVAIL];
             batch.push("delete the old address", (RTM_DELADDR, 0), &self.address(*own), gone);
         }
     }
 
-    /// Sets the MAC of an interface that has to be down for that. It loses its routes then: they are read before and
-    /// added again as they were (as ip-route(8) does for `save` and `restore`).
+    /// Sets the MAC of an interface that must be down for the change. The interface loses its
+    /// routes then, so they are read before and added again (as ip-route(8) `save` and `restore`
+    /// do).
     pub(super) fn replug(&self, channel: &mut Channel, mac: [u8; 6]) -> Result<(), NetworkError> {
         let mut routes = Vec::new();
         let mut batch = Batch::default();
@@ -265,7 +287,7 @@ impl Interface {
             }
         });
         listed.map_err(self.failed())?;
-        // What others go through comes first: the narrower its scope, the larger the number.
+        // Routes of narrower scope (larger number) first, because the others depend on them.
         routes.sort_by_key(|(scope, _)| std::cmp::Reverse(*scope));
 
         let mut batch = Batch::default();
@@ -278,17 +300,20 @@ impl Interface {
         channel.exchange(batch, &mut |_, _| {}).map_err(self.failed())
     }
 
-    /// A listed route in the form in which it can be added again, and its scope, if somebody added it to this interface.
+    /// A listed route in a form that can be added again, and its scope; `None` for routes of other
+    /// interfaces and of the kernel.
     fn kept_route(&self, body: &[u8]) -> Option<(u8, Vec<u8>)> {
         let header = RouteHeader::parse(body).ok()?;
         let own = NlasIterator::new(body.get(ROUTE_BYTES..)?).flatten().any(|attribute| {
-            attribute.kind() == libc::RTA_OIF && parse_u32(attribute.value()).is_ok_and(|i| i == self.index)
+            attribute.kind() == libc::RTA_OIF
+                && parse_u32(attribute.value()).is_ok_and(|i| i == self.index)
         });
         if !own || header.protocol == RouteProtocol::Kernel {
             return None;
         }
         let mut route = body.to_vec();
-        // What the kernel says of a route's next hop, and does not take from others, is at the header's end.
+        // Clears the flags of a next hop that the kernel reports but does not accept. The flags are
+        // the header's last four bytes.
         let said = RouteFlags::Dead | RouteFlags::Linkdown;
         route
             .get_mut(ROUTE_BYTES - 4..ROUTE_BYTES)?
@@ -304,8 +329,10 @@ impl Interface {
             index: self.index,
             ..AddressHeader::default()
         };
-        message.attributes =
-            vec![AddressAttribute::Local(own.local.into()), AddressAttribute::Address(own.address.into())];
+        message.attributes = vec![
+            AddressAttribute::Local(own.local.into()),
+            AddressAttribute::Address(own.address.into()),
+        ];
         message
     }
 
@@ -314,12 +341,13 @@ impl Interface {
         message.header.index = self.index;
         message.header.change_mask = LinkFlags::Up;
         message.header.flags = if up { LinkFlags::Up } else { LinkFlags::empty() };
-        message.attributes = mac.map(|mac| LinkAttribute::Address(mac.to_vec())).into_iter().collect();
+        message.attributes =
+            mac.map(|mac| LinkAttribute::Address(mac.to_vec())).into_iter().collect();
         message
     }
 
-    /// The route to the gateway, or through it to everything. Both name the machine's address as the one to send from,
-    /// so the kernel drops them when that address goes.
+    /// The route to the gateway, or the default route through the gateway. Both name the machine's
+    /// address as their source, so the kernel drops them when that address is deleted.
     fn route(&self, new: &Settings, to_gateway: bool) -> RouteMessage {
         let mut message = RouteMessage::default();
         message.header = RouteHeader {
@@ -333,7 +361,11 @@ impl Interface {
         };
         let gateway = RouteAddress::Inet(new.gateway);
         message.attributes = vec![
-            if to_gateway { RouteAttribute::Destination(gateway) } else { RouteAttribute::Gateway(gateway) },
+            if to_gateway {
+                RouteAttribute::Destination(gateway)
+            } else {
+                RouteAttribute::Gateway(gateway)
+            },
             RouteAttribute::Oif(self.index),
             RouteAttribute::PrefSource(RouteAddress::Inet(new.address)),
         ];

@@ -1,53 +1,49 @@
-//! Questions to the kernel over netlink(7), several in one system call.
+//! Requests to the kernel over netlink(7), several in one system call.
 //!
-//! The kernel works off the messages of one send in their order, refuses each that it cannot do, and goes on with the
-//! next. Only the last is asked to be acknowledged: its answer comes after those of all others.
+//! The kernel processes the messages of one send in order, refuses those that fail, and continues
+//! with the next. Only the last message asks for an acknowledgement, because its answer comes after
+//! all other answers.
 
+pub(super) use dayfly_sys::netlink::Raw;
+use dayfly_sys::netlink::{self, Messages, refusal};
 use netlink_packet_core::{
-    Emitable, NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NLMSG_DONE, NLMSG_ERROR, NLMSG_NOOP,
-    NetlinkBuffer, NetlinkHeader,
+    Emitable, NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLMSG_DONE, NLMSG_ERROR, NLMSG_NOOP,
 };
-use netlink_sys::{Socket, SocketAddr};
 use rustix::io::Errno;
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// How long an answer may take after the send, or the answer before: how long those took is no reason to leave unread
-/// what came. The kernel answers during the send, unless others hold its lock (RTNL).
-const PATIENCE: Duration = Duration::from_secs(5);
-/// The most bytes of one answer. The kernel fits the parts of a list to what is read; one interface is about 2 KiB.
+/// Time limit for each answer, from the send or from the answer before. The kernel answers during
+/// the send, unless another process holds the RTNL lock.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum bytes of one answer. The kernel fits the parts of a list to the read size; one interface
+/// takes about 2 KiB.
 const ANSWER_BYTES: usize = 16 << 10;
-/// Of `struct nlmsghdr`.
-const HEADER_BYTES: usize = 16;
-
-/// What was refused.
+/// A refused request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Refused {
-    /// The message's name, or what was being done.
+    /// The message's name, or the operation.
     pub(super) what: &'static str,
-    /// Why.
+    /// The kernel's error.
     pub(super) errno: Errno,
 }
 
 /// Messages to be sent together.
 #[derive(Default)]
 pub(super) struct Batch {
-    bytes: Vec<u8>,
-    /// Where each message begins.
-    starts: Vec<usize>,
+    messages: Messages,
     asks: Vec<Ask>,
 }
 
 struct Ask {
     what: &'static str,
     list: bool,
-    /// Refusals that are as good as done.
+    /// Errors that count as success.
     fine: &'static [Errno],
 }
 
 impl Batch {
-    /// Adds a message of type `kind` (RTM_*, SOCK_*) with these NLM_F_* beside NLM_F_REQUEST. A list (NLM_F_DUMP) has
-    /// to be the last.
+    /// Adds a message of type `kind` (RTM_*, SOCK_*) with these NLM_F_* flags and NLM_F_REQUEST. A
+    /// list (NLM_F_DUMP) must be the last message.
     pub(super) fn push(
         &mut self,
         what: &'static str,
@@ -55,63 +51,37 @@ impl Batch {
         body: &dyn Emitable,
         fine: &'static [Errno],
     ) {
-        let (start, length) = (self.bytes.len(), HEADER_BYTES + body.buffer_len());
-        // A message begins at a multiple of four (NLMSG_ALIGN).
-        self.bytes.resize(start + length.next_multiple_of(4), 0);
-        let mut header = NetlinkHeader::default();
-        header.length = u32::try_from(length).unwrap_or(u32::MAX);
-        header.message_type = kind;
-        header.flags = flags | NLM_F_REQUEST;
-        if let Some((head, rest)) =
-            self.bytes.get_mut(start..).and_then(|m| m.split_at_mut_checked(HEADER_BYTES))
-        {
-            header.emit(head);
-            body.emit(rest.get_mut(..length - HEADER_BYTES).unwrap_or_default());
-        }
-        self.starts.push(start);
+        self.messages.push(0, kind, flags, body);
         self.asks.push(Ask { what, list: flags & NLM_F_DUMP == NLM_F_DUMP, fine });
     }
 
-    /// Numbers the messages, and asks for the last one's answer; a list has an end of its own.
+    /// Numbers the messages and requests an acknowledgement of the last one, unless it is a list,
+    /// which has its own end message.
     fn close(&mut self, first: u32) {
-        for (number, start) in (0..).zip(&self.starts) {
-            if let Some(message) = self.bytes.get_mut(*start..) {
-                NetlinkBuffer::new(message).set_sequence_number(first.wrapping_add(number));
-            }
-        }
-        let last = self.starts.last().and_then(|start| self.bytes.get_mut(*start..));
-        if let (Some(message), Some(Ask { list: false, .. })) = (last, self.asks.last()) {
-            let mut header = NetlinkBuffer::new(message);
-            header.set_flags(header.flags() | NLM_F_ACK);
-        }
+        let list = self.asks.last().is_some_and(|ask| ask.list);
+        self.messages.number(first, if list { 0 } else { NLM_F_ACK });
     }
 }
 
-/// A connection to one of the kernel's netlink families. Of an exchange that failed answers may still come: those have
-/// other numbers than the next one's, which passes over them.
+/// A connection to one of the kernel's netlink families. Answers of a failed exchange may arrive
+/// later: their sequence numbers differ, so the next exchange skips them.
 pub(super) struct Channel {
-    socket: Socket,
-    buffer: Vec<u8>,
-    /// The next message's number.
+    inner: netlink::Channel,
+    /// The next message's sequence number.
     next: u32,
 }
 
 impl Channel {
-    /// Opens NETLINK_ROUTE, NETLINK_SOCK_DIAG.
+    /// Opens a socket of `protocol`, such as NETLINK_ROUTE or NETLINK_SOCK_DIAG.
     pub(super) fn open(protocol: isize) -> Result<Self, Errno> {
-        let failed = |e: std::io::Error| Errno::from_io_error(&e).unwrap_or(Errno::IO);
-        let socket = Socket::new(protocol).map_err(failed)?;
-        // Connected: takes nothing from other programs.
-        socket.connect(&SocketAddr::new(0, 0)).map_err(failed)?;
-        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
-        Ok(Self { socket, buffer: Vec::with_capacity(ANSWER_BYTES), next: 0 })
+        Ok(Self { inner: netlink::Channel::open(protocol, TIMEOUT, ANSWER_BYTES)?, next: 0 })
     }
 
-    /// Sends a batch and gives `each` what comes back but acknowledgements: the message's type and what is behind its
-    /// header.
+    /// Sends a batch. Calls `each` with the type and payload of every answer except
+    /// acknowledgements.
     ///
     /// # Errors
-    /// The first that was refused; those behind it were done or refused all the same.
+    /// The first refused message; the kernel processed the later messages all the same.
     pub(super) fn exchange(
         &mut self,
         mut batch: Batch,
@@ -124,35 +94,25 @@ impl Channel {
         self.send(&mut batch).map_err(failed)?;
         let mut refused = None;
         loop {
-            self.receive().map_err(failed)?;
-            let mut rest = self.buffer.as_slice();
-            while !rest.is_empty() {
-                let message = NetlinkBuffer::new_checked(rest).map_err(|_| failed(Errno::BADMSG))?;
-                let length = usize::try_from(message.length()).unwrap_or(usize::MAX).next_multiple_of(4);
-                rest = rest.get(length..).unwrap_or_default();
-                let at = usize::try_from(message.sequence_number().wrapping_sub(first)).unwrap_or(usize::MAX);
+            for message in self.inner.receive().map_err(failed)? {
+                let message = message.map_err(failed)?;
+                let at = usize::try_from(message.sequence_number().wrapping_sub(first))
+                    .unwrap_or(usize::MAX);
                 let Some(ask) = batch.asks.get(at) else { continue };
                 let end = match message.message_type() {
                     NLMSG_NOOP => None,
-                    // Both begin with the error as a negative number (an empty list on old kernels with nothing).
-                    NLMSG_ERROR | NLMSG_DONE => Some(
-                        message
-                            .payload()
-                            .first_chunk()
-                            .map_or(0, |code| i32::from_ne_bytes(*code).wrapping_neg()),
-                    ),
-                    // A list that changed while it was read (NLM_F_DUMP_INTR) may lack something.
-                    _ if message.flags() & NLM_F_DUMP_INTR != 0 => Some(libc::EAGAIN),
+                    NLMSG_ERROR | NLMSG_DONE => refusal(&message),
+                    // A list that changed during the read (NLM_F_DUMP_INTR) may be incomplete.
+                    _ if message.flags() & NLM_F_DUMP_INTR != 0 => Some(Errno::AGAIN),
                     kind => {
                         each(kind, message.payload());
                         None
                     }
                 };
-                if let Some(code @ 1..) = end {
-                    let errno = Errno::from_raw_os_error(code);
-                    if !ask.fine.contains(&errno) {
-                        refused.get_or_insert(Refused { what: ask.what, errno });
-                    }
+                if let Some(errno) = end
+                    && !ask.fine.contains(&errno)
+                {
+                    refused.get_or_insert(Refused { what: ask.what, errno });
                 }
                 let kind = message.message_type();
                 if at == last && (kind == NLMSG_ERROR || kind == NLMSG_DONE) {
@@ -162,43 +122,11 @@ impl Channel {
         }
     }
 
-    /// Sends a batch, with numbers that no other had.
+    /// Sends a batch with unused sequence numbers.
     fn send(&mut self, batch: &mut Batch) -> Result<(), Errno> {
         batch.close(self.next);
         self.next = self.next.wrapping_add(u32::try_from(batch.asks.len()).unwrap_or(u32::MAX));
-        let sent = self.socket.send(&batch.bytes, 0);
-        let sent = sent.map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))?;
-        if sent == batch.bytes.len() { Ok(()) } else { Err(Errno::MSGSIZE) }
-    }
-
-    /// The next datagram, whole.
-    fn receive(&mut self) -> Result<(), Errno> {
-        let until = Instant::now() + PATIENCE;
-        loop {
-            self.buffer.clear();
-            match self.socket.recv(&mut self.buffer, libc::MSG_TRUNC) {
-                Ok(length) if length > self.buffer.len() => return Err(Errno::MSGSIZE),
-                Ok(_) => return Ok(()),
-                Err(error) => match Errno::from_io_error(&error).unwrap_or(Errno::IO) {
-                    Errno::INTR if Instant::now() < until => {}
-                    Errno::INTR | Errno::AGAIN => return Err(Errno::TIMEDOUT),
-                    errno => return Err(errno),
-                },
-            }
-        }
-    }
-}
-
-/// A message's body that is there already.
-pub(super) struct Raw(pub(super) Vec<u8>);
-
-impl Emitable for Raw {
-    fn buffer_len(&self) -> usize {
-        self.0.len()
-    }
-
-    fn emit(&self, buffer: &mut [u8]) {
-        buffer.copy_from_slice(&self.0);
+        self.inner.send(&batch.messages)
     }
 }
 
@@ -207,7 +135,7 @@ mod tests {
     use super::*;
     use netlink_sys::protocols::NETLINK_ROUTE;
 
-    /// Asks for the interface with this index (RTM_GETLINK, `struct ifinfomsg`).
+    /// Requests the interface with this index (RTM_GETLINK, `struct ifinfomsg`).
     fn ask(batch: &mut Batch, what: &'static str, index: i32) {
         let mut body = vec![0; 16];
         body[4..8].copy_from_slice(&index.to_ne_bytes());
@@ -215,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_that_nobody_waited_for_are_not_the_next_exchanges() {
+    fn late_answers_to_an_abandoned_batch_do_not_count_for_the_next_exchange() {
         let mut channel = Channel::open(NETLINK_ROUTE).unwrap();
         let mut given_up = Batch::default();
         for index in [1, 1, i32::MAX] {

@@ -1,42 +1,42 @@
-//! What an identity says of the network, checked.
+//! The network part of an identity, validated.
 
 use dayfly_api::agent::NetworkIdentity;
 use std::net::Ipv4Addr;
 
-/// The most nameservers that resolvers ask (MAXNS, resolv.conf(5)).
+/// Maximum number of nameservers that resolvers use (MAXNS, resolv.conf(5)).
 pub const MAX_NAMESERVERS: usize = 3;
 
-/// Who a machine is on its network: fields as in [`NetworkIdentity`], each of which can be one.
+/// A machine's place on its network: the valid fields of a [`NetworkIdentity`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// The interface's Ethernet address: of one machine, not of a group.
+    /// The interface's Ethernet address, a unicast address.
     pub mac: [u8; 6],
-    /// The machine's.
+    /// The machine's address.
     pub address: Ipv4Addr,
-    /// Another machine's.
+    /// The gateway's address, which differs from the machine's.
     pub gateway: Ipv4Addr,
-    /// Of its interface.
+    /// The Ethernet address of the gateway's interface.
     pub gateway_mac: Option<[u8; 6]>,
     /// At most [`MAX_NAMESERVERS`].
     pub nameservers: Vec<Ipv4Addr>,
 }
 
-/// A field that is none.
+/// An invalid field.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bad {
-    /// Which.
+    /// The field's name.
     pub field: &'static str,
-    /// What it should be.
+    /// A description of valid values.
     pub expected: &'static str,
-    /// What it is.
+    /// The value.
     pub got: String,
 }
 
 impl Settings {
-    /// Checks every field.
+    /// Validates every field.
     ///
     /// # Errors
-    /// The first that is bad.
+    /// The first invalid field.
     pub fn check(identity: &NetworkIdentity) -> Result<Self, Bad> {
         let NetworkIdentity { mac, address, gateway, gateway_mac, nameservers } = identity;
         let bad = |field, expected, got: &dyn std::fmt::Debug| Bad {
@@ -44,7 +44,7 @@ impl Settings {
             expected,
             got: format!("{got:?}").chars().take(80).collect(),
         };
-        // The lowest bit of the first byte: a group (IEEE 802, section 8.2).
+        // The lowest bit of the first byte marks a group address (IEEE 802, section 8.2).
         let mac_of_one = |field, mac: &String| {
             mac_of(mac).filter(|m| m[0] & 1 == 0 && *m != [0; 6]).ok_or_else(|| {
                 bad(field, "six bytes in hexadecimal joined by ':', not zero and of no group", mac)
@@ -63,7 +63,7 @@ impl Settings {
         if nameservers.len() > MAX_NAMESERVERS {
             return Err(bad("network.nameservers", "at most 3", &nameservers.len()));
         }
-        // One on this machine (127.0.0.53) may well be meant.
+        // A loopback nameserver (such as 127.0.0.53) may be intended.
         if let Some(other) = nameservers.iter().find(|n| !of_one_machine(**n) && !n.is_loopback()) {
             return Err(bad("network.nameservers", "IPv4 addresses of one machine each", other));
         }
@@ -85,7 +85,8 @@ fn mac_of(text: &str) -> Option<[u8; 6]> {
     let mut mac = [0; 6];
     let mut parts = text.split(':');
     for byte in &mut mac {
-        let part = parts.next().filter(|p| p.len() == 2 && p.bytes().all(|b| b.is_ascii_hexdigit()))?;
+        let part =
+            parts.next().filter(|p| p.len() == 2 && p.bytes().all(|b| b.is_ascii_hexdigit()))?;
         *byte = u8::from_str_radix(part, 16).ok()?;
     }
     parts.next().is_none().then_some(mac)
@@ -135,10 +136,12 @@ mod tests {
                 Settings::check(&NetworkIdentity { mac: mac.into(), ..good() }).unwrap_err();
             assert_eq!((field, got), ("network.mac", format!("{mac:?}")));
             let gateway_mac = Some(mac.into());
-            let Bad { field, .. } = Settings::check(&NetworkIdentity { gateway_mac, ..good() }).unwrap_err();
+            let Bad { field, .. } =
+                Settings::check(&NetworkIdentity { gateway_mac, ..good() }).unwrap_err();
             assert_eq!(field, "network.gateway_mac");
         }
-        for ip in ["0.0.0.0", "127.0.0.1", "127.9.9.9", "224.0.0.1", "239.1.2.3", "255.255.255.255"] {
+        for ip in ["0.0.0.0", "127.0.0.1", "127.9.9.9", "224.0.0.1", "239.1.2.3", "255.255.255.255"]
+        {
             let ip: Ipv4Addr = ip.parse().unwrap();
             let Bad { field, got, .. } =
                 Settings::check(&NetworkIdentity { address: ip, ..good() }).unwrap_err();

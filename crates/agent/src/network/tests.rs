@@ -1,6 +1,7 @@
-//! Against the kernel, in network namespaces that end with their threads: a machine (`v0`), and a peer behind a cable
-//! who is its gateway (`v1`) and, unlike a host, lets everything through.
+//! Tests against the kernel, in network namespaces that end with their threads: a machine (`v0`),
+//! and a peer at the other end of a veth (`v1`), its gateway, which lets every packet through.
 
+use super::connections::proc_net;
 use super::*;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -22,18 +23,19 @@ fn machine(n: u8) -> Settings {
     }
 }
 
-/// Runs `work` in a thread with a network of its own, with loopback up.
+/// Runs `work` in a thread with a new network namespace, in which loopback is up.
 fn apart<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let alone = move || {
-        // SAFETY: no pointers; changes this thread alone.
-        assert_eq!(unsafe { libc::unshare(libc::CLONE_NEWNET) }, 0, "these tests need CAP_SYS_ADMIN");
+        // SAFETY: no pointers; the call changes only this thread.
+        let done = unsafe { libc::unshare(libc::CLONE_NEWNET) };
+        assert_eq!(done, 0, "these tests need CAP_SYS_ADMIN");
         ip("link set lo up");
         work()
     };
     std::thread::spawn(alone).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// ip(8) with these arguments.
+/// Runs ip(8) with these arguments.
 fn ip(arguments: &str) -> String {
     let done = Command::new("ip").args(arguments.split_ascii_whitespace()).output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
@@ -43,7 +45,7 @@ fn ip(arguments: &str) -> String {
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Another machine's thread.
+/// The thread of another machine.
 struct Peer(Sender<Job>);
 
 impl Peer {
@@ -53,21 +55,24 @@ impl Peer {
         result.recv().unwrap()
     }
 
-    /// A listener there, and its end of the next connection.
+    /// A listening socket of the peer.
     fn listen(&self) -> TcpListener {
         self.run(|| TcpListener::bind((GATEWAY, PORT)).unwrap())
     }
 }
 
-/// A root in which interface `names` are virtio_net's, and /proc is the machine's.
+/// A root in which the interfaces `names` have the driver virtio_net, and /proc is the real one.
 fn root(names: &[&str]) -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink("/proc", root.path().join("proc")).unwrap();
     for (name, driver) in names.iter().map(|n| (*n, "virtio_net")).chain([("eth9", "e1000")]) {
         let device = root.path().join("sys/class/net").join(name).join("device");
         std::fs::create_dir_all(&device).unwrap();
-        std::os::unix::fs::symlink(format!("../../bus/virtio/drivers/{driver}"), device.join("driver"))
-            .unwrap();
+        std::os::unix::fs::symlink(
+            format!("../../bus/virtio/drivers/{driver}"),
+            device.join("driver"),
+        )
+        .unwrap();
     }
     std::fs::create_dir_all(root.path().join("sys/class/net/lo")).unwrap();
     root
@@ -97,13 +102,13 @@ fn wired<T: Send + 'static>(work: impl FnOnce(&Path, &Peer) -> T + Send + 'stati
 }
 
 fn apart_here(known: &Sender<i32>) {
-    // SAFETY: no pointers; changes this thread alone.
+    // SAFETY: no pointers; the call changes only this thread.
     assert_eq!(unsafe { libc::unshare(libc::CLONE_NEWNET) }, 0);
     ip("link set lo up");
     known.send(rustix::thread::gettid().as_raw_nonzero().get()).unwrap();
 }
 
-/// Writes and reads a byte each way.
+/// Writes and reads a byte in each direction.
 fn alive(a: &mut TcpStream, b: &mut TcpStream) {
     for stream in [&*a, &*b] {
         stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
@@ -116,7 +121,7 @@ fn alive(a: &mut TcpStream, b: &mut TcpStream) {
     assert_eq!(byte, *b"y");
 }
 
-/// What a thread that reads from it is told, and when.
+/// A thread that reads from the stream, and returns the error and its time.
 fn reader(stream: &TcpStream) -> std::thread::JoinHandle<(ErrorKind, Instant)> {
     let mut stream = stream.try_clone().unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
@@ -126,14 +131,14 @@ fn reader(stream: &TcpStream) -> std::thread::JoinHandle<(ErrorKind, Instant)> {
     })
 }
 
-/// Whether the other end has heard nothing, a while later.
+/// Asserts that the peer receives nothing for 300 ms.
 fn heard_nothing(stream: &mut TcpStream) {
     stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
     let error = stream.read(&mut [0]).expect_err("it was closed").kind();
     assert_eq!(error, ErrorKind::WouldBlock);
 }
 
-/// Its program is told that it is over, and not only that nothing comes.
+/// Asserts that a read fails with ECONNABORTED.
 fn ended(stream: &mut TcpStream) {
     stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
     assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionAborted);
@@ -151,7 +156,8 @@ fn addresses() -> String {
 #[test]
 fn an_interface_becomes_another_machines_and_keeps_its_users_routes() {
     wired(|root, peer| {
-        // As another tool leaves it: a network of 256, two addresses in it, one besides, and one of IPv6.
+        // As another tool might leave it: two addresses in a /24, one in another network, and an
+        // IPv6 address.
         ip("link set v0 address 02:00:00:00:00:99 up");
         for address in ["10.88.0.2/24", "10.88.0.66/24", "192.168.7.7/30"] {
             ip(&format!("address add {address} dev v0"));
@@ -173,13 +179,16 @@ fn an_interface_becomes_another_machines_and_keeps_its_users_routes() {
         assert!(routes.contains("default via 10.88.0.1 proto static src 10.88.0.3"), "{routes}");
         assert!(routes.contains("10.88.0.1 proto static scope link src 10.88.0.3"), "{routes}");
         assert!(routes.contains("10.99.0.0/16 via 10.88.0.1 metric 7"), "{routes}");
-        assert!(!routes.contains("10.88.0.0/24") && routes.matches("default").count() == 1, "{routes}");
+        assert!(
+            !routes.contains("10.88.0.0/24") && routes.matches("default").count() == 1,
+            "{routes}"
+        );
         assert!(ip("-4 route show table 50").contains("203.0.113.0/24 dev v0"));
         let mut ends = pair(&peer.listen(), (GATEWAY, PORT));
         assert_eq!(ends.1.peer_addr().unwrap().ip(), machine(3).address);
         alive(&mut ends.0, &mut ends.1);
 
-        // From one of ours to the next nothing of ours stays, but what users added does.
+        // From one identity to the next, no route of the agent stays, but the routes of users do.
         let gateway = Settings { gateway: Ipv4Addr::new(10, 88, 1, 1), ..machine(4) };
         take_on(root, Some(&gateway), true).unwrap();
         let routes = ip("-4 route show dev v0");
@@ -191,26 +200,26 @@ fn an_interface_becomes_another_machines_and_keeps_its_users_routes() {
 }
 
 #[test]
-fn connections_of_the_machine_it_was_end_at_once_and_nobody_else_hears_of_it() {
+fn connections_of_the_previous_machine_end_at_once_and_no_peer_hears_of_it() {
     wired(|root, peer| {
         take_on(root, Some(&machine(2)), false).unwrap();
         ip("link add v8 type veth peer name v9");
         ip("address add 172.17.0.1/24 dev v8");
         ip("link set v8 up");
-        // One that this machine began, one in IPv6 form that it was asked for, one of datagrams.
+        // A connection begun here, an IPv4 connection accepted on an IPv6 socket, and a UDP socket.
         let there = peer.listen();
         let (here, mut far) = pair(&there, (GATEWAY, PORT));
-        let door = TcpListener::bind(("::", PORT)).unwrap();
+        let listener = TcpListener::bind(("::", PORT)).unwrap();
         let mut asked = peer.run(|| TcpStream::connect((machine(2).address, PORT)).unwrap());
-        let answered = door.accept().unwrap().0;
+        let answered = listener.accept().unwrap().0;
         assert!(answered.local_addr().unwrap().is_ipv6());
-        let old_door = TcpListener::bind((machine(2).address, PORT + 1)).unwrap();
-        // One that nobody has accepted yet.
+        let old_listener = TcpListener::bind((machine(2).address, PORT + 1)).unwrap();
+        // A connection that no program has accepted yet.
         let mut waits = peer.run(|| TcpStream::connect((machine(2).address, PORT)).unwrap());
         let datagrams = UdpSocket::bind("0.0.0.0:0").unwrap();
         datagrams.connect((GATEWAY, 53)).unwrap();
         datagrams.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
-        // And some that have both ends in this machine.
+        // Connections with both ends in this machine.
         let inner = TcpListener::bind("127.0.0.5:0").unwrap();
         let mut looped = pair(&inner, inner.local_addr().unwrap());
         let six = TcpListener::bind("[::1]:0").unwrap();
@@ -228,24 +237,24 @@ fn connections_of_the_machine_it_was_end_at_once_and_nobody_else_hears_of_it() {
         for reader in readers {
             let (error, at) = reader.join().unwrap();
             assert_eq!(error, ErrorKind::ConnectionAborted);
-            let told = at.saturating_duration_since(before);
-            println!("told after {told:?}; all took {took:?}");
-            assert!(told < took + Duration::from_millis(500), "told after {told:?} of {took:?}");
+            let after = at.saturating_duration_since(before);
+            println!("ended after {after:?}; all took {took:?}");
+            assert!(after < took + Duration::from_millis(500), "ended after {after:?} of {took:?}");
         }
         assert_eq!(datagrams.recv(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionAborted);
         for end in [&mut looped, &mut looped6, &mut mapped, &mut bridged] {
             alive(&mut end.0, &mut end.1);
         }
-        // The cable lets everything through, and yet:
+        // No reset reaches the peer, although the link lets every packet through.
         for end in [&mut far, &mut asked, &mut waits] {
             heard_nothing(end);
         }
-        // What was not accepted is over as well; what listens goes on.
-        ended(&mut door.accept().unwrap().0);
-        old_door.set_nonblocking(true).unwrap();
-        assert_eq!(old_door.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+        // Connections that were not accepted have ended too; listening sockets stay.
+        ended(&mut listener.accept().unwrap().0);
+        old_listener.set_nonblocking(true).unwrap();
+        assert_eq!(old_listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
         let mut again = peer.run(|| TcpStream::connect((machine(3).address, PORT)).unwrap());
-        let mut answered = door.accept().unwrap().0;
+        let mut answered = listener.accept().unwrap().0;
         alive(&mut again, &mut answered);
         let mut ends = pair(&there, (GATEWAY, PORT));
         alive(&mut ends.0, &mut ends.1);
@@ -259,9 +268,9 @@ fn more_connections_than_go_into_one_message_end_all() {
         take_on(root, Some(&machine(2)), false).unwrap();
         let there = peer.listen();
         let ends: Vec<_> = (0..150).map(|_| pair(&there, (GATEWAY, PORT))).collect();
-        // One that has said its last, and is not over before the other has.
+        // A connection in FIN_WAIT, because the peer has not closed its half.
         ends[0].0.shutdown(std::net::Shutdown::Write).unwrap();
-        // One that has no program any more.
+        // A connection without a program.
         let orphan = ends[1].0.local_addr().unwrap().port();
         let ends: Vec<_> = ends
             .into_iter()
@@ -291,13 +300,13 @@ fn who_it_is_already_keeps_its_connections_unless_it_was_another() {
         let mut ends = pair(&there, (GATEWAY, PORT));
         take_on(root, Some(&machine(2)), false).unwrap();
         alive(&mut ends.0, &mut ends.1);
-        // A clone that got the address of its parent, which is no more.
+        // A clone with the address of its parent, which has ended.
         take_on(root, Some(&machine(2)), true).unwrap();
         ended(&mut ends.0);
 
         let mut ends = pair(&there, (GATEWAY, PORT));
         take_on(root, Some(&Settings { mac: machine(9).mac, ..machine(2) }), false).unwrap();
-        ended(&mut ends.0); // Another MAC is another machine.
+        ended(&mut ends.0); // A different MAC means a different machine.
     });
 }
 
@@ -325,13 +334,18 @@ fn which_interface_it_is_has_to_be_clear() {
     take_on(none.path(), None, true).unwrap();
     let error = take_on(none.path(), Some(&machine(2)), true).unwrap_err().to_string();
     assert!(
-        error.contains("virtio_net") && error.contains("sys/class/net") && error.contains("got none"),
+        error.contains("virtio_net")
+            && error.contains("sys/class/net")
+            && error.contains("got none"),
         "{error}"
     );
     let error = take_on(tempfile::tempdir().unwrap().path(), Some(&machine(2)), true).unwrap_err();
     assert!(matches!(error, NetworkError::Missing { .. }), "{error}");
     let error = take_on(root(&["v0", "v1"]).path(), None, true).unwrap_err().to_string();
-    assert!(error.contains("v0") && error.contains("v1") && error.contains("expected one"), "{error}");
+    assert!(
+        error.contains("v0") && error.contains("v1") && error.contains("expected one"),
+        "{error}"
+    );
     apart(|| {
         let error = take_on(root(&["v7"]).path(), Some(&machine(2)), true).unwrap_err();
         assert_eq!(error.to_string(), format!("interface v7: read it: {}", Errno::NODEV));
@@ -370,20 +384,22 @@ fn the_gateways_mac_is_forgotten_where_it_may_be_another() {
 }
 
 #[test]
-fn a_gateway_whose_mac_is_told_is_never_asked_for_it() {
+fn a_gateway_whose_mac_is_given_is_never_asked_for_it() {
     wired(|root, _| {
-        let told = |n| Settings { gateway_mac: Some([2, 0, 0, 0, 0, 0x22]), ..machine(n) };
+        let with_mac = |n| Settings { gateway_mac: Some([2, 0, 0, 0, 0, 0x22]), ..machine(n) };
         for n in [2, 3] {
-            take_on(root, Some(&told(n)), false).unwrap();
+            take_on(root, Some(&with_mac(n)), false).unwrap();
             let known = ip("neighbour show dev v0");
             assert!(known.contains("02:00:00:00:00:22") && known.contains("PERMANENT"), "{known}");
         }
     });
 }
 
-/// Lets this thread open no socket of NETLINK_SOCK_DIAG, as a kernel without it (seccomp(2)).
+/// Makes the kernel refuse NETLINK_SOCK_DIAG sockets to this thread, as a kernel without sock_diag
+/// does (seccomp(2)).
 fn without_sock_diag() {
-    let code = |code: u32, jt, jf, k| libc::sock_filter { code: u16::try_from(code).unwrap(), jt, jf, k };
+    let code =
+        |code: u32, jt, jf, k| libc::sock_filter { code: u16::try_from(code).unwrap(), jt, jf, k };
     let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
     let equal = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
     let answer = libc::BPF_RET | libc::BPF_K;
@@ -398,9 +414,10 @@ fn without_sock_diag() {
         code(answer, 0, 0, libc::SECCOMP_RET_ALLOW),
     ];
     let program = libc::sock_fprog { len: 6, filter: program.as_mut_ptr() };
-    // SAFETY: the program has six instructions and lives until the kernel has copied it, in this call; it holds for
-    // this thread and what it starts.
-    let done = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) };
+    // SAFETY: the program has six instructions and lives until the kernel has copied it, in this
+    // call; it applies to this thread and its children.
+    let done =
+        unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) };
     assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
 }
 
@@ -408,13 +425,13 @@ fn without_sock_diag() {
 fn connections_that_cannot_be_ended_are_an_error_until_there_are_none() {
     wired(|root, peer| {
         take_on(root, Some(&machine(2)), false).unwrap();
-        let _door = TcpListener::bind(("0.0.0.0", PORT)).unwrap();
+        let _listener = TcpListener::bind(("0.0.0.0", PORT)).unwrap();
         let inner = TcpListener::bind("127.0.0.5:0").unwrap();
         let _looped = pair(&inner, inner.local_addr().unwrap());
         without_sock_diag();
         take_on(root, Some(&machine(3)), true).unwrap();
         let (here, there) = pair(&peer.listen(), (GATEWAY, PORT));
-        // The second time the address is the new one already, and nobody says that it is a clone.
+        // The second time the new address is already set, and `clone` is false.
         for clone in [true, false] {
             let error = take_on(root, Some(&machine(4)), clone).unwrap_err();
             assert!(matches!(error, NetworkError::Unable { count: 1, .. }), "{error}");
@@ -424,29 +441,32 @@ fn connections_that_cannot_be_ended_are_an_error_until_there_are_none() {
         rustix::net::sockopt::set_socket_linger(&here, Some(Duration::ZERO)).unwrap();
         drop((here, there));
         take_on(root, Some(&machine(4)), false).unwrap();
-        assert!(ip("link show dev v0").contains(",UP") && ip("route show").contains("default via 10.88.0.1"));
+        assert!(
+            ip("link show dev v0").contains(",UP")
+                && ip("route show").contains("default via 10.88.0.1")
+        );
     });
 }
 
 #[test]
-fn a_step_that_failed_is_named_and_does_not_spare_the_connections_of_the_machine_it_was() {
+fn a_step_that_failed_is_named_and_connections_of_the_previous_machine_end_all_the_same() {
     wired(|root, peer| {
         take_on(root, Some(&machine(2)), false).unwrap();
         let mut ends = pair(&peer.listen(), (GATEWAY, PORT));
-        // A group's MAC, which no interface takes.
+        // A group MAC, which no interface accepts.
         let bad = Settings { mac: [1, 0, 0, 0, 0, 1], ..machine(3) };
         let error = take_on(root, Some(&bad), false).unwrap_err().to_string();
         assert!(error.starts_with("interface v0: set the MAC, and up: "), "{error}");
-        // Now it has that address and the MAC it had.
+        // The interface now has the new address and its previous MAC.
         take_on(root, Some(&Settings { mac: machine(2).mac, ..machine(3) }), false).unwrap();
         ended(&mut ends.0);
     });
 }
 
-/// What a birth pays: `cargo test -p dayfly-agent --lib -- --ignored --nocapture birth`.
+/// Costs at a clone's start: `cargo test -p dayfly-agent --lib -- --ignored --nocapture costs`.
 #[test]
 #[ignore = "a measurement"]
-fn what_it_costs_at_a_birth() {
+fn what_it_costs_at_a_clones_start() {
     wired(|root, peer| {
         let there = peer.listen();
         let median = |name: &str, with: &dyn Fn() -> Vec<(TcpStream, TcpStream)>| {
@@ -462,9 +482,9 @@ fn what_it_costs_at_a_birth() {
             println!("{name}: {:?}, least {:?}", times[100], times[0]);
         };
         median("no socket", &Vec::new);
-        let door = TcpListener::bind(("0.0.0.0", PORT)).unwrap();
+        let listener = TcpListener::bind(("0.0.0.0", PORT)).unwrap();
         median("one that listens", &Vec::new);
         median("one connection", &|| vec![pair(&there, (GATEWAY, PORT))]);
-        drop(door);
+        drop(listener);
     });
 }

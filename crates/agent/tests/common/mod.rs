@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A kernel that notes what it is asked for.
+/// A kernel that records its calls.
 #[derive(Default, Clone)]
 pub struct Fake {
     pub calls: Arc<Mutex<Vec<String>>>,
@@ -42,8 +42,10 @@ impl Kernel for Fake {
         self.call(format!("hostname {name}"))
     }
     fn set_network(&self, _: &Path, new: Option<&Settings>, _: bool) -> Result<(), NetworkError> {
-        // Most tests are of machines without.
-        new.map_or(Ok(()), |new| self.call(format!("network {}", new.address)).map_err(NetworkError::Netlink))
+        // Most tests use machines without a network.
+        new.map_or(Ok(()), |new| {
+            self.call(format!("network {}", new.address)).map_err(NetworkError::Netlink)
+        })
     }
     fn end(&self, reboot: bool) {
         let _ = self.call(format!("end {reboot}"));
@@ -56,7 +58,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// An agent whose identity files are in a folder of their own; programs see the machine as it is.
+    /// An agent whose identity files are in a temporary folder; programs see the real machine.
     pub fn start() -> Self {
         let folder = tempfile::tempdir().unwrap();
         for name in ["etc", "run", "proc"] {
@@ -69,7 +71,8 @@ impl Guest {
         let cages = Cages::open(Path::new(CGROUP_ROOT));
         let programs = Programs::new(folder.path().into(), cages, false);
         let agent = Agent::new(folder.path().into(), Box::new(kernel.clone()), programs);
-        let listener: Arc<dyn Listener> = Arc::new(UnixListener::bind(folder.path().join("s")).unwrap());
+        let listener: Arc<dyn Listener> =
+            Arc::new(UnixListener::bind(folder.path().join("s")).unwrap());
         agent.serve(&listener).unwrap();
         Self { folder, kernel }
     }
@@ -123,6 +126,15 @@ pub fn sh(script: &str) -> ExecSpec {
     argv(&["/bin/sh", "-c", script])
 }
 
+/// Starts a program and returns its process id.
+pub fn started(client: &mut Client, spec: ExecSpec) -> u32 {
+    client.request(&Request::Exec(Box::new(spec)));
+    match client.reply() {
+        Reply::Started { pid } => pid,
+        other => panic!("{other:?}"),
+    }
+}
+
 pub fn argv(argv: &[&str]) -> ExecSpec {
     ExecSpec {
         argv: argv.iter().map(|a| (*a).to_owned()).collect(),
@@ -173,19 +185,24 @@ impl Client {
         self.send(FrameKind::Request, &serde_json::to_vec(request).unwrap());
     }
 
-    /// Several in one packet: all are there before the first is served.
+    /// Sends several requests in one packet, so that all have arrived before the first is served.
     pub fn requests(&mut self, requests: &[&Request]) {
         let frame = |request| encode(FrameKind::Request, &serde_json::to_vec(request).unwrap());
         let packet: Vec<u8> = requests.iter().copied().flat_map(frame).collect();
         self.stream.write_all(&packet).unwrap();
     }
 
-    /// `None` at the end of the connection.
+    /// Reads a frame; `None` at the end of the connection.
     pub fn frame(&mut self) -> Option<(FrameKind, Vec<u8>)> {
         let mut header = [0; HEADER_BYTES];
         match self.stream.read_exact(&mut header) {
             Ok(()) => {}
-            Err(e) if matches!(e.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) => {
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset
+                ) =>
+            {
                 return None;
             }
             Err(e) => panic!("{e}"),
@@ -211,7 +228,12 @@ impl Client {
                 Some((FrameKind::Stderr, body)) => stderr.extend(body),
                 Some((FrameKind::Exit, body)) => {
                     assert_eq!(self.frame(), None, "nothing follows an exit");
-                    return Output { pid, stdout, stderr, exit: serde_json::from_slice(&body).unwrap() };
+                    return Output {
+                        pid,
+                        stdout,
+                        stderr,
+                        exit: serde_json::from_slice(&body).unwrap(),
+                    };
                 }
                 other => panic!("expected output or an exit, got {other:?}"),
             }
@@ -226,7 +248,7 @@ pub fn alive(pid: u32) -> bool {
     })
 }
 
-/// Waits until `done`, at most ten seconds.
+/// Waits until `done` returns true, at most ten seconds.
 pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     for _ in 0..500 {
         if done() {

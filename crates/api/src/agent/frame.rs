@@ -1,4 +1,4 @@
-//! The frame: length, kind, body.
+//! The format of a frame: length, kind, body.
 //!
 //! | offset | size | field |
 //! |---|---|---|
@@ -6,12 +6,12 @@
 //! | 4 | 1 | kind |
 //! | 5 | … | body |
 
-/// Bytes before the body.
+/// Length of the header in bytes.
 pub const HEADER_BYTES: usize = 5;
-/// The longest body either side accepts.
+/// Longest body in bytes that either side accepts.
 pub const MAX_FRAME_BYTES: usize = 256 << 10;
 
-/// What a frame's body is.
+/// The kind of a frame, which determines its body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
@@ -21,50 +21,52 @@ pub enum FrameKind {
     Reply = 2,
     /// Bytes for the program's standard input.
     Stdin = 3,
-    /// No more standard input.
+    /// End of standard input; no body.
     StdinEnd = 4,
-    /// Bytes of its standard output.
+    /// Bytes of the program's standard output.
     Stdout = 5,
-    /// Bytes of its standard error.
+    /// Bytes of the program's standard error.
     Stderr = 6,
     /// JSON of a [`super::WindowSize`].
     Resize = 7,
     /// A signal's number, 4 bytes little-endian, for the program's process group.
     Signal = 8,
-    /// JSON of a [`super::Exit`]; nothing follows.
+    /// JSON of a [`super::Exit`]; the last frame.
     Exit = 9,
     /// Bytes of an archive.
     Data = 10,
-    /// The archive is complete.
+    /// End of a complete archive; no body.
     End = 11,
 }
 
-/// A whole frame.
+/// A complete frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// What `body` is.
+    /// The kind, which determines the body.
     pub kind: FrameKind,
-    /// At most [`MAX_FRAME_BYTES`].
+    /// The body, at most [`MAX_FRAME_BYTES`] bytes.
     pub body: Vec<u8>,
 }
 
 /// Why bytes are not a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
-    /// Longer than allowed.
+    /// The body would be longer than allowed.
     #[error("frame length at byte 0: expected at most {MAX_FRAME_BYTES}, got {0}")]
     TooLong(u32),
-    /// Of no known kind.
+    /// The kind is unknown.
     #[error("frame kind at byte 4: expected 1 to 11, got {0}")]
     Kind(u8),
 }
 
-/// Reads a header: the kind, and how many bytes of body follow.
+/// Decodes a header. Returns the kind and the length of the body in bytes.
 ///
 /// # Errors
-/// [`FrameError`]; the caller allocates nothing before this has passed.
+/// [`FrameError`]. The caller must not allocate the body before this function succeeds.
 pub fn decode_header(header: [u8; HEADER_BYTES]) -> Result<(FrameKind, usize), FrameError> {
-    use FrameKind::{Data, End, Exit, Reply, Request, Resize, Signal, Stderr, Stdin, StdinEnd, Stdout};
+    use FrameKind::{
+        Data, End, Exit, Reply, Request, Resize, Signal, Stderr, Stdin, StdinEnd, Stdout,
+    };
     let [a, b, c, d, kind] = header;
     let length = u32::from_le_bytes([a, b, c, d]);
     if length as usize > MAX_FRAME_BYTES {
@@ -77,10 +79,10 @@ pub fn decode_header(header: [u8; HEADER_BYTES]) -> Result<(FrameKind, usize), F
         .ok_or(FrameError::Kind(kind))
 }
 
-/// Writes a frame.
+/// Encodes a frame.
 ///
 /// # Panics
-/// When `body` is longer than [`MAX_FRAME_BYTES`]: senders cut streams into pieces.
+/// If `body` is longer than [`MAX_FRAME_BYTES`]: senders split streams into pieces.
 #[must_use]
 pub fn encode(kind: FrameKind, body: &[u8]) -> Vec<u8> {
     assert!(body.len() <= MAX_FRAME_BYTES, "a frame's body of {} bytes", body.len());

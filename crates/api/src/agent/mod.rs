@@ -1,7 +1,7 @@
-//! What goes between the host and the agent in a guest, over virtio-vsock.
+//! The protocol between the host and the agent in a guest, over virtio-vsock.
 //!
-//! The agent listens on vsock port [`PORT`]; on the host that is the VM's unix socket, after `CONNECT 1024\n`
-//! was answered with `OK <port>\n`. One connection carries one [`Request`]:
+//! The agent listens on vsock port [`PORT`]. On the host that is the VM's unix socket, after
+//! `CONNECT 1024\n` is answered with `OK <port>\n`. One connection carries one [`Request`]:
 //!
 //! ```text
 //! client                                   agent
@@ -11,22 +11,31 @@
 //!          ◀──────────── Stdout*, Stderr*, then one Exit, then close
 //!   write: Data*, End ────────────────────▶
 //!          ◀─────────────────────────── Reply when it is on disk
-//!   read:  ◀──────────────────── Data*, End
+//!   read, log: ◀──────────────── Data*, End
 //! ```
 //!
-//! A client keeps its half open until it has the last frame: an end of stream means that it is gone, which kills its
-//! program (unless that is detached). A write's first `Reply` says that the folder is open, the second ends it; where a
-//! read fails midway, a `Reply::Err` comes in `End`'s place. The first output of a program that takes no input may
-//! come with `Started`, up to 10 ms after it. Names in an archive start with the last component of the path asked for.
+//! A client keeps its half of the connection open until it has the last frame. If the client's half
+//! ends, the client is gone, and the agent kills its program unless the program is detached.
 //!
-//! At a cold boot the agent connects to the host's port [`READY_PORT`] (unix socket `<vsock path>_1025`) once it
-//! listens, and sends one [`Ready`] as a `Reply` frame; nobody polls.
+//! - The first `Reply` to a write reports that the folder is open; the second `Reply` ends the
+//!   write.
+//! - If a read fails midway, a `Reply::Err` replaces `End`.
+//! - No `Data` frame that an agent sends is empty.
+//! - The first output of a program without input may come with `Started`, up to 10 ms after the
+//!   start.
+//! - Names in an archive start with the last component of the requested path.
 //!
-//! Both sides cap a frame at [`MAX_FRAME_BYTES`], before they allocate for it.
+//! At a cold boot the agent connects to the host's port [`READY_PORT`] (unix socket `<vsock
+//! path>_1025`) once it listens. The agent then sends one [`Ready`] as a `Reply` frame, so the host
+//! does not poll.
+//!
+//! Both sides check a frame against [`MAX_FRAME_BYTES`] before they allocate its body.
 
 mod frame;
 
-pub use frame::{Frame, FrameError, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, decode_header, encode};
+pub use frame::{
+    Frame, FrameError, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, decode_header, encode,
+};
 
 use dayfly_units::VmId;
 use serde::{Deserialize, Serialize};
@@ -38,105 +47,125 @@ pub const PORT: u32 = 1024;
 /// The vsock port on the host (CID 2) to which the agent reports [`Ready`] after a cold boot.
 pub const READY_PORT: u32 = 1025;
 
-/// The vsock port on the host (CID 2) at which a VM that may asks for clones of itself: one [`HostRequest`], one [`HostReply`], as frames.
+/// The vsock port on the host (CID 2) on which a VM with the right to fork asks for clones of
+/// itself. A connection carries one [`HostRequest`] and one [`HostReply`], as frames.
 pub const HOST_PORT: u32 = 1026;
 
-/// What a guest asks of its host.
+/// A guest's request to its host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
 pub enum HostRequest {
-    /// Clones of this machine as it is now. In a clone the connection breaks; who it is comes with its identity.
+    /// Asks for clones of this VM in its present state. In a clone the connection breaks; the clone
+    /// learns its number from its identity.
     Fork {
-        /// How many.
+        /// Number of clones.
         count: u32,
     },
 }
 
-/// What the host answers.
+/// The host's answer to a [`HostRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum HostReply {
-    /// This is the machine that was forked, and these are its clones.
+    /// The fork is done. Only the VM that was forked receives this reply.
     Forked {
-        /// By number, from 1.
+        /// Ids of the clones, by clone number from 1.
         ids: Vec<VmId>,
     },
-    /// It was not done.
+    /// The fork was not done.
     Err {
-        /// What, expected and got.
+        /// The cause, with expected and got.
         message: String,
     },
 }
 
-/// What is asked of the agent; the first frame of a connection, as JSON.
+/// A request to the agent; the first frame of a connection, as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
 pub enum Request {
-    /// Is the agent there? Answered with [`Reply::Ready`], also while sealed.
+    /// Asks for a [`Reply::Ready`], which the agent sends even while sealed.
     Ping,
-    /// Before a snapshot: flush what can be flushed (sync), then serve nothing but `Ping` and `Identity` until the next
-    /// [`Request::Identity`]. A clone therefore starts sealed.
+    /// Prepares for a snapshot. The agent flushes what it can (sync), and then serves only `Ping`
+    /// and `Identity` until the next [`Request::Identity`]. So a clone starts sealed.
     Seal,
-    /// Before a fork: do what can be done before an identity is known. From now until [`Request::Forked`] or [`Request::Identity`] this may be a
-    /// clone any moment: programs whose connections break live on.
+    /// Prepares for a fork with all work that needs no identity. From now until [`Request::Forked`]
+    /// or [`Request::Identity`], this VM may become a clone at any moment. Programs survive the
+    /// loss of their connection meanwhile.
     Fork,
-    /// The fork is over, and this is the machine that was forked: programs whose connections broke meanwhile end.
+    /// Reports to the VM that was forked that the fork is over. Programs whose connections broke
+    /// meanwhile end.
     Forked,
-    /// Become this machine; ends the seal. Every step is done before the reply.
+    /// Gives the VM a new identity, which ends the seal. The reply follows the last step.
     Identity(Identity),
-    /// Run a program.
+    /// Runs a program.
     Exec(Box<ExecSpec>),
-    /// Send a file, or a folder, as a tar stream in `Data` frames.
+    /// Asks for a file or folder, as a tar stream in `Data` frames.
     ReadArchive {
         /// Absolute path in the guest.
         path: String,
     },
-    /// Unpack a tar stream of `Data` frames into a folder.
+    /// Unpacks a tar stream of `Data` frames into a folder.
     WriteArchive {
         /// Absolute path of an existing folder in the guest.
         path: String,
     },
-    /// How full memory and the root disk are.
+    /// Asks for the newest 256 KiB of a detached program's output. The answer is `Ok`, then `Data`
+    /// frames, then `End`.
+    Log {
+        /// The program's process id.
+        pid: u32,
+        /// Whether to continue until no process can write to the output any more.
+        follow: bool,
+    },
+    /// Asks for the use of memory and root disk ([`Reply::Stat`]).
     Stat,
-    /// Sync, then end the machine.
+    /// Syncs and then ends the VM.
     Shutdown {
-        /// `true`: reboot, `false`: power off.
+        /// `true` reboots, `false` powers off.
         reboot: bool,
     },
 }
 
-/// What a clone becomes before anything is served.
+/// The identity that a clone gets before its agent serves requests.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// Kernel hostname and /etc/hostname.
     pub hostname: String,
     /// 32 hexadecimal digits for /etc/machine-id.
     pub machine_id: String,
-    /// Wall clock, nanoseconds since 1970.
+    /// Time of day, in nanoseconds since 1970.
     pub wall_clock_ns: u64,
-    /// Fresh host entropy (hexadecimal, at least 64 bytes) mixed in and credited: RNDADDENTROPY, then RNDRESEEDCRNG.
+    /// Fresh entropy of the host (hexadecimal, at least 64 bytes). The agent mixes it in and
+    /// credits it: RNDADDENTROPY, then RNDRESEEDCRNG.
     pub entropy: String,
-    /// Which clone of a fork it is, from 1; 0: of none.
+    /// Number of this clone within its fork, from 1. 0 means that the VM is not a clone of a fork.
     #[serde(default)]
     pub number: u32,
-    /// Who it is on its network; `None`: it has none, and what it was configured with before is taken away.
+    /// The VM's identity on its network. `None` means no network: the agent removes an earlier
+    /// configuration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<NetworkIdentity>,
 }
 
-/// Who a machine is on its network. It has one interface, and everything but the gateway lies behind the gateway.
+/// The domain of VM names. The VMs' nameserver answers for it, and the agent makes it a guest's
+/// search list. `internal` is reserved for private use (ICANN, resolution of 2024-07-29).
+pub const DOMAIN: &str = "dayfly.internal";
+
+/// A VM's identity on its network. The VM has one interface, and reaches everything except the
+/// gateway through the gateway.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetworkIdentity {
-    /// The interface's address: six bytes in hexadecimal, `02:df:0a:58:00:02`.
+    /// MAC address of the interface: six bytes in hexadecimal, `02:df:0a:58:00:02`.
     pub mac: String,
-    /// The machine's address, on its own: no other is on the same link.
+    /// IPv4 address of the VM, with prefix length 32: no other host is on the link.
     pub address: Ipv4Addr,
-    /// Where everything is sent to.
+    /// IPv4 address of the gateway, the next hop for every destination.
     pub gateway: Ipv4Addr,
-    /// Its interface's address, so that it need not be asked for; where it is not known, it is.
+    /// MAC address of the gateway, which saves the guest an ARP request. If `None`, the guest sends
+    /// one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gateway_mac: Option<String>,
-    /// Who knows names: the lines of /etc/resolv.conf.
+    /// The nameservers in /etc/resolv.conf.
     pub nameservers: Vec<Ipv4Addr>,
 }
 
@@ -145,21 +174,23 @@ pub struct NetworkIdentity {
 #[serde(default)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ExecSpec {
-    /// Program and arguments; looked up in the PATH of `env`, or the agent's.
+    /// Program and arguments. The program is looked up in the PATH of `env`, or else of the agent.
     pub argv: Vec<String>,
-    /// Variables added to the agent's few (PATH, HOME, TERM where there is a pty).
+    /// Variables in addition to the agent's own: PATH, HOME, and TERM if there is a pty.
     pub env: BTreeMap<String, String>,
-    /// Working directory; the user's home where empty, `/` where that is missing.
+    /// Working directory. If empty, the user's home, or `/` if the home is missing.
     pub cwd: String,
-    /// `name`, `uid`, `name:group` or `uid:gid`; empty: root.
+    /// `name`, `uid`, `name:group` or `uid:gid`. If empty, root.
     pub user: String,
-    /// Give it a pseudo-terminal of this size; standard error then arrives with standard output.
+    /// If set, the program gets a pseudo-terminal of this size, and its standard error arrives with
+    /// its standard output.
     pub pty: Option<WindowSize>,
-    /// Kill its process group after so many milliseconds.
+    /// If set, the program's process group is killed after this many milliseconds.
     pub timeout_ms: Option<u64>,
-    /// Whether `Stdin` frames will come; otherwise it reads from /dev/null.
+    /// Whether `Stdin` frames will follow. Otherwise the program reads from /dev/null.
     pub stdin: bool,
-    /// Let it (and its children) live on when the connection ends; its streams go to the console log.
+    /// Whether the program and its children survive the end of the connection. [`Request::Log`]
+    /// then reads the output.
     pub detach: bool,
 }
 
@@ -167,7 +198,7 @@ pub struct ExecSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct WindowSize {
-    /// Lines.
+    /// Lines of text.
     pub rows: u16,
     /// Characters in a line.
     pub cols: u16,
@@ -177,35 +208,35 @@ pub struct WindowSize {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum Reply {
-    /// Done.
+    /// The request is done.
     Ok,
-    /// The agent is there.
+    /// The agent is ready.
     Ready(Ready),
-    /// The program runs.
+    /// The program has started.
     Started {
-        /// Its process id in the guest.
+        /// The program's process id in the guest.
         pid: u32,
     },
-    /// How full the machine is.
+    /// The use of memory and root disk.
     Stat(Stat),
-    /// It could not be done.
+    /// The request failed.
     Err(Failure),
 }
 
-/// What the agent says of itself.
+/// The agent's description of itself and its guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
     /// Version of the agent.
     pub version: String,
     /// Release of the guest's kernel.
     pub kernel: String,
-    /// Microseconds from the kernel's start to here.
+    /// Microseconds from the kernel's start to this reply.
     pub uptime_us: u64,
-    /// Whether it waits for an identity.
+    /// Whether the agent is sealed: it waits for an identity.
     pub sealed: bool,
 }
 
-/// How full a guest is.
+/// The use of a guest's root disk and memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Stat {
@@ -213,7 +244,7 @@ pub struct Stat {
     pub disk_total_bytes: u64,
     /// Bytes that an unprivileged program can still write to it.
     pub disk_available_bytes: u64,
-    /// Files that can still be made.
+    /// Number of files that can still be created.
     pub disk_available_files: u64,
     /// MemTotal in bytes.
     pub memory_total_bytes: u64,
@@ -221,12 +252,12 @@ pub struct Stat {
     pub memory_available_bytes: u64,
 }
 
-/// Why something was not done.
+/// Why a request failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// What kind, for programs.
+    /// The kind of failure, for programs.
     pub code: FailureCode,
-    /// What, where, expected and got, for people.
+    /// What failed and where, with expected and got, for people.
     pub message: String,
 }
 
@@ -234,26 +265,26 @@ pub struct Failure {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureCode {
-    /// The request does not make sense.
+    /// The request is invalid.
     Invalid,
     /// The agent is sealed and waits for an identity.
     Sealed,
-    /// No such program (docker's exit code 127) or file.
+    /// The program (docker's exit code 127) or file does not exist.
     NotFound,
-    /// There, but it cannot be run (docker's exit code 126) or read.
+    /// The program cannot be run (docker's exit code 126), or the file cannot be read.
     NotPermitted,
     /// The disk is full.
     NoSpace,
-    /// Anything else.
+    /// Any other failure.
     Io,
 }
 
 /// How a program ended, as JSON in the `Exit` frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exit {
-    /// Its exit code, unless a signal ended it.
+    /// The exit code, unless a signal ended the program.
     pub code: Option<i32>,
-    /// The signal that ended it.
+    /// The signal that ended the program.
     pub signal: Option<i32>,
     /// Whether `timeout_ms` ran out.
     pub timed_out: bool,

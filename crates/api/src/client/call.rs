@@ -1,8 +1,12 @@
-//! One HTTP exchange: connect, send, tell answers from errors.
+//! A client, and one HTTP exchange of it: connects, sends the request, and turns error statuses
+//! into errors.
 
-use super::{Client, Connection, Exec, lock};
-use crate::types::{ApiError, ErrorCode, UPGRADE, UPGRADE_PORT, VM_HEADER};
+use super::error::ClientError;
+use super::exec::Exec;
+use super::port::Connection;
+use crate::types::{ApiError, UPGRADE, UPGRADE_PORT, VM_HEADER};
 use bytes::Bytes;
+use dayfly_units::sync::lock;
 use futures::{Stream, StreamExt};
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::combinators::UnsyncBoxBody;
@@ -15,69 +19,34 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt::Write as _;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 use tokio::net::UnixStream;
 
-/// A request's body.
+/// The body of a request.
 pub type Body = UnsyncBoxBody<Bytes, io::Error>;
 
-/// The longest JSON answer that a client reads: a listing of some ten thousand VMs.
+/// Longest JSON answer in bytes that a client reads: a list of some ten thousand VMs.
 const MAX_ANSWER_BYTES: usize = 16 << 20;
-/// The longest error body that a client reads.
+/// Longest error body in bytes that a client reads.
 const MAX_ERROR_BYTES: usize = 64 << 10;
 
-/// Why a call gave no answer.
-#[derive(Debug, thiserror::Error)]
-pub enum ClientError {
-    /// Nobody listens.
-    #[error("no daemon answers on {}", socket.display())]
-    Connect {
-        /// Where.
-        socket: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// The connection broke, or its other end does not speak HTTP.
-    #[error("{call}: the connection to the daemon broke")]
-    Broken {
-        /// Method and path.
-        call: String,
-        /// Why.
-        source: Box<dyn std::error::Error + Send + Sync>,
-    },
-    /// The daemon said no.
-    #[error("{}", .0.message)]
-    Refused(ApiError),
-    /// The answer is not what this version of the client knows.
-    #[error("{call}: expected {expected}, got {got}; are dayfly and dayflyd of the same version?")]
-    Foreign {
-        /// Method and path.
-        call: String,
-        /// What.
-        expected: &'static str,
-        /// Instead.
-        got: String,
-    },
+/// A client of the daemon at one socket.
+#[derive(Debug, Clone)]
+pub struct Client {
+    socket: PathBuf,
+    /// An open connection without a request in progress.
+    idle: Arc<Mutex<Option<SendRequest<Body>>>>,
 }
 
-impl ClientError {
-    /// The kind of a refusal, where it is one.
-    #[must_use]
-    pub fn code(&self) -> Option<ErrorCode> {
-        match self {
-            Self::Refused(error) => Some(error.code),
-            _ => None,
-        }
-    }
-}
-
-/// A body of nothing.
+/// An empty body.
 #[must_use]
 pub fn empty_body() -> Body {
     Empty::new().map_err(|never| match never {}).boxed_unsync()
 }
 
-/// A body that arrives piece by piece; an error in it breaks the connection off, so that the daemon keeps nothing.
+/// A body that arrives in pieces. An error in it aborts the connection, so that the daemon keeps
+/// nothing.
 pub fn stream_body(pieces: impl Stream<Item = io::Result<Bytes>> + Send + 'static) -> Body {
     StreamBody::new(pieces.map(|piece| piece.map(Frame::data))).boxed_unsync()
 }
@@ -94,7 +63,7 @@ pub(super) fn json_body(value: &impl Serialize) -> Result<Body, ClientError> {
     Ok(Full::new(Bytes::from(to_json(value)?)).map_err(|never| match never {}).boxed_unsync())
 }
 
-/// A 4-byte little-endian length, `head` as JSON, then `rest`.
+/// The body of an upload: a 4-byte little-endian length, `head` as JSON, then `rest`.
 pub(super) fn with_head(head: &impl Serialize, rest: Body) -> Result<Body, ClientError> {
     let json = to_json(head)?;
     let length = u32::try_from(json.len()).map_err(|_| ClientError::Foreign {
@@ -121,18 +90,32 @@ fn escape(text: &str, keep: impl Fn(u8) -> bool) -> String {
     })
 }
 
-/// `text` as one segment of a path. A lone `.` or `..` would be taken as a step: its dots are escaped.
+/// Escapes `text` as one segment of a path. The dots of `.` and `..` are escaped too, because a
+/// path would treat these as steps.
 pub(super) fn segment(text: &str) -> String {
     if matches!(text, "." | "..") { text.replace('.', "%2E") } else { escape(text, |_| false) }
 }
 
-/// `text` as a value in a query.
+/// Escapes `text` as a value in a query.
 pub(super) fn query(text: &str) -> String {
     escape(text, |byte| byte == b'/')
 }
 
 impl Client {
-    /// Sends a request and gives the answer's head, with its body still to come. Any status but 2xx and 101 is an error.
+    /// Makes a client for the daemon that listens on `socket`. Nothing is opened yet.
+    #[must_use]
+    pub fn new(socket: impl Into<PathBuf>) -> Self {
+        Self { socket: socket.into(), idle: Arc::default() }
+    }
+
+    /// Path of the daemon's socket.
+    #[must_use]
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Sends a request and returns the answer's head; its body is still unread. Statuses other than
+    /// 2xx and 101 are errors.
     pub(super) async fn call(
         &self,
         method: Method,
@@ -143,7 +126,14 @@ impl Client {
         Ok(self.send(request, body, None).await?.0)
     }
 
-    /// Sends a request over `connection` or a new one, and gives both back.
+    /// Gets an answer whose body may fail: the daemon then sends the reason in a trailer.
+    pub(super) async fn stream(&self, path: &str) -> Result<Response<Incoming>, ClientError> {
+        let request = Request::builder().method(Method::GET).uri(path);
+        let request = request.header(header::TE, "trailers").header(header::CONNECTION, "te");
+        Ok(self.send(request, empty_body(), None).await?.0)
+    }
+
+    /// Sends a request over `connection` or a new one. Returns the answer and the connection.
     async fn send(
         &self,
         request: http::request::Builder,
@@ -163,13 +153,13 @@ impl Client {
         let mut sender = match connection {
             Some(sender) => sender,
             None => {
-                let stream = UnixStream::connect(&self.socket)
-                    .await
-                    .map_err(|source| ClientError::Connect { socket: self.socket.clone(), source })?;
+                let stream = UnixStream::connect(&self.socket).await.map_err(|source| {
+                    ClientError::Connect { socket: self.socket.clone(), source }
+                })?;
                 let (sender, connection) =
                     http1::handshake(TokioIo::new(stream)).await.map_err(|e| broken(e.into()))?;
-                // Ends when its sender is gone and the last answer's body was read or dropped; its own error reaches us
-                // through that body.
+                // The task ends when its sender is dropped and the last answer's body was read or
+                // dropped. Its errors reach the caller through that body.
                 tokio::spawn(connection.with_upgrades());
                 sender
             }
@@ -206,18 +196,29 @@ impl Client {
         })
     }
 
-    pub(super) async fn nothing(&self, method: Method, path: String, body: Body) -> Result<(), ClientError> {
+    pub(super) async fn nothing(
+        &self,
+        method: Method,
+        path: String,
+        body: Body,
+    ) -> Result<(), ClientError> {
         self.short(method, &path, body).await.map(drop)
     }
 
-    /// A call whose answer is short. Its connection stays open for the next one, which saves both sides a tenth of a millisecond.
-    pub(super) async fn short(&self, method: Method, path: &str, body: Body) -> Result<Bytes, ClientError> {
+    /// A call with a short answer. Its connection stays open for the next such call, which saves
+    /// client and daemon a tenth of a millisecond.
+    pub(super) async fn short(
+        &self,
+        method: Method,
+        path: &str,
+        body: Body,
+    ) -> Result<Bytes, ClientError> {
         let call = format!("{method} {path}");
         let mut idle = lock(&self.idle).take();
         if let Some(sender) = &mut idle
             && sender.ready().await.is_err()
         {
-            idle = None; // the daemon, or the runtime that served the connection, has gone
+            idle = None; // the daemon, or the runtime that served the connection, has ended
         }
         let request = Request::builder().method(method).uri(path);
         let (answer, sender) = self.send(request, body, idle).await?;
@@ -227,14 +228,18 @@ impl Client {
         Ok(body)
     }
 
-    /// Asks for the upgrade and, once it is granted, sends `first` as a `Request` frame.
-    pub(super) async fn upgrade(&self, path: &str, first: &impl Serialize) -> Result<Exec, ClientError> {
+    /// Requests the upgrade. If the daemon grants it, sends `first` as a `Request` frame.
+    pub(super) async fn upgrade(
+        &self,
+        path: &str,
+        first: &impl Serialize,
+    ) -> Result<Exec, ClientError> {
         let (call, answer) = self.switch(Method::POST, path, UPGRADE, empty_body()).await?;
         let io = leave_http(&call, answer).await?;
         Exec::start(call, io, &to_json(first)?).await
     }
 
-    /// Asks for a connection to a port.
+    /// Requests a connection to a port.
     pub(super) async fn to_port(
         &self,
         method: Method,
@@ -242,7 +247,8 @@ impl Client {
         body: Body,
     ) -> Result<Connection, ClientError> {
         let (call, answer) = self.switch(method, path, UPGRADE_PORT, body).await?;
-        let vm = answer.headers().get(VM_HEADER).map(http::HeaderValue::as_bytes).unwrap_or_default();
+        let vm =
+            answer.headers().get(VM_HEADER).map(http::HeaderValue::as_bytes).unwrap_or_default();
         let vm = serde_json::from_slice(vm).map_err(|e| ClientError::Foreign {
             call: call.clone(),
             expected: "a VM in the header dayfly-vm",
@@ -251,7 +257,7 @@ impl Client {
         Ok(Connection::new(vm, leave_http(&call, answer).await?))
     }
 
-    /// Asks for `protocol`; gives what was asked, in words, and the 101.
+    /// Requests the upgrade to `protocol`. Returns the call in words and the daemon's 101 answer.
     async fn switch(
         &self,
         method: Method,
@@ -277,8 +283,11 @@ impl Client {
     }
 }
 
-/// What is left of a connection after its 101.
-async fn leave_http(call: &str, answer: Response<Incoming>) -> Result<TokioIo<Upgraded>, ClientError> {
+/// The raw connection after a 101 answer.
+async fn leave_http(
+    call: &str,
+    answer: Response<Incoming>,
+) -> Result<TokioIo<Upgraded>, ClientError> {
     let upgraded = hyper::upgrade::on(answer).await;
     let broken = |e: hyper::Error| ClientError::Broken { call: call.to_owned(), source: e.into() };
     upgraded.map(TokioIo::new).map_err(broken)

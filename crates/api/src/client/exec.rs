@@ -1,7 +1,9 @@
 //! The two directions of a running program.
 
-use super::ClientError;
-use crate::agent::{Exit, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, WindowSize, decode_header, encode};
+use super::error::ClientError;
+use crate::agent::{
+    Exit, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, WindowSize, decode_header, encode,
+};
 use crate::types::{RunReply, Vm};
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
@@ -10,47 +12,48 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
 
 type Io = TokioIo<Upgraded>;
 
-/// A program that runs in a guest. Dropping both halves ends it (unless it was detached), and an ephemeral VM with it.
+/// A program that runs in a guest. Dropping both halves ends the program unless it is detached, and
+/// ends an ephemeral VM.
 #[derive(Debug)]
 pub struct Exec {
-    /// The VM, as it was when the program started.
+    /// The VM's state at the program's start.
     pub vm: Vm,
     /// The program's process id in the guest.
     pub pid: u32,
-    /// To the program.
+    /// The half that sends to the program.
     pub input: ExecInput,
-    /// From the program.
+    /// The half that receives from the program.
     pub output: ExecOutput,
 }
 
-/// To the program.
+/// Sends input, signals and window sizes to a program.
 #[derive(Debug)]
 pub struct ExecInput {
     io: WriteHalf<Io>,
 }
 
-/// From the program.
+/// Receives a program's output and exit.
 #[derive(Debug)]
 pub struct ExecOutput {
     io: ReadHalf<Io>,
     call: String,
 }
 
-/// What a program did.
+/// An event of a running program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ExecEvent {
-    /// It wrote to its standard output, or to its terminal.
+    /// Output to standard output or to the terminal.
     Stdout(Vec<u8>),
-    /// It wrote to its standard error.
+    /// Output to standard error.
     Stderr(Vec<u8>),
-    /// It ended; nothing follows.
+    /// The program's end; the last event.
     Exit(Exit),
 }
 
-/// A program that ended, with what it wrote.
+/// The result of a finished program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finished {
-    /// How it ended.
+    /// Exit code or signal.
     pub exit: Exit,
     /// Its standard output.
     pub stdout: Vec<u8>,
@@ -87,10 +90,10 @@ impl Exec {
         }
     }
 
-    /// Waits for the end and keeps what the program writes, up to `cap` bytes.
+    /// Waits for the program's end and collects its output, up to `cap` bytes.
     ///
     /// # Errors
-    /// [`ClientError`] when the connection breaks before the end, or the program writes more.
+    /// [`ClientError`] if the connection breaks before the end, or if the program writes more.
     pub async fn finish(mut self, cap: usize) -> Result<Finished, ClientError> {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         loop {
@@ -116,10 +119,10 @@ impl ExecInput {
         self.io.flush().await
     }
 
-    /// Bytes for its standard input.
+    /// Sends bytes to the program's standard input.
     ///
     /// # Errors
-    /// When the connection has ended.
+    /// If the connection has ended.
     pub async fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         for piece in bytes.chunks(MAX_FRAME_BYTES) {
             self.send(FrameKind::Stdin, piece).await?;
@@ -127,26 +130,26 @@ impl ExecInput {
         Ok(())
     }
 
-    /// No more standard input.
+    /// Ends the program's standard input.
     ///
     /// # Errors
-    /// When the connection has ended.
+    /// If the connection has ended.
     pub async fn end(&mut self) -> io::Result<()> {
         self.send(FrameKind::StdinEnd, &[]).await
     }
 
-    /// Its terminal has another size.
+    /// Sends a new size of the program's terminal.
     ///
     /// # Errors
-    /// When the connection has ended.
+    /// If the connection has ended.
     pub async fn resize(&mut self, size: WindowSize) -> io::Result<()> {
         self.send(FrameKind::Resize, &serde_json::to_vec(&size)?).await
     }
 
-    /// A signal for its process group, by number.
+    /// Sends a signal, by number, to the program's process group.
     ///
     /// # Errors
-    /// When the connection has ended.
+    /// If the connection has ended.
     pub async fn signal(&mut self, signal: i32) -> io::Result<()> {
         self.send(FrameKind::Signal, &signal.to_le_bytes()).await
     }
@@ -158,10 +161,14 @@ impl ExecOutput {
     }
 
     fn foreign(&self, got: String) -> ClientError {
-        ClientError::Foreign { call: self.call.clone(), expected: "output or exit of the program", got }
+        ClientError::Foreign {
+            call: self.call.clone(),
+            expected: "output or exit of the program",
+            got,
+        }
     }
 
-    /// The next frame; `None` when the connection ended between two frames.
+    /// The next frame; `None` if the connection ends between two frames.
     async fn frame(&mut self) -> Result<Option<(FrameKind, Vec<u8>)>, ClientError> {
         let mut header = [0; HEADER_BYTES];
         match self.io.read(&mut header).await.map_err(|e| self.broken(e))? {
@@ -174,11 +181,11 @@ impl ExecOutput {
         Ok(Some((kind, body)))
     }
 
-    /// What the program did next. After [`ExecEvent::Exit`] nothing comes.
+    /// Waits for the next event. [`ExecEvent::Exit`] is the last one.
     ///
     /// # Errors
-    /// [`ClientError::Refused`] when the VM ended before the program did; [`ClientError::Broken`] when the connection did: the daemon is
-    /// gone.
+    /// [`ClientError::Refused`] if the VM ends before the program does. [`ClientError::Broken`] if
+    /// the connection ends first, which means that the daemon has ended.
     pub async fn next(&mut self) -> Result<ExecEvent, ClientError> {
         match self.frame().await? {
             None => Err(self.broken(io::Error::new(
@@ -187,10 +194,10 @@ impl ExecOutput {
             ))),
             Some((FrameKind::Stdout, bytes)) => Ok(ExecEvent::Stdout(bytes)),
             Some((FrameKind::Stderr, bytes)) => Ok(ExecEvent::Stderr(bytes)),
-            Some((FrameKind::Exit, body)) => {
-                serde_json::from_slice(&body).map(ExecEvent::Exit).map_err(|e| self.foreign(e.to_string()))
-            }
-            // The VM ended before the program did, and the daemon says why.
+            Some((FrameKind::Exit, body)) => serde_json::from_slice(&body)
+                .map(ExecEvent::Exit)
+                .map_err(|e| self.foreign(e.to_string())),
+            // The VM ended before the program did, and the daemon sends the cause.
             Some((FrameKind::Reply, body)) => match serde_json::from_slice(&body) {
                 Ok(RunReply::Failed(error)) => Err(ClientError::Refused(error)),
                 Ok(RunReply::Started { .. }) => Err(self.foreign("a second start".into())),

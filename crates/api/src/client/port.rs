@@ -8,11 +8,11 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// A connection to a vsock port of a guest, byte by byte as the program there sees it. Reading ends when the program, its VM or the
-/// daemon does. Dropping it ends both directions.
+/// A connection to a vsock port of a guest, as an unframed byte stream. Reading ends if the
+/// program, its VM or the daemon ends. Dropping the value ends both directions.
 #[derive(Debug)]
 pub struct Connection {
-    /// The VM, as it was when the port took the connection.
+    /// The VM's state when the port accepted the connection.
     pub vm: Vm,
     io: TokioIo<Upgraded>,
 }
@@ -34,7 +34,11 @@ impl AsyncRead for Connection {
 }
 
 impl AsyncWrite for Connection {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.io).poll_write(cx, bytes)
     }
 

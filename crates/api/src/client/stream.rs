@@ -1,16 +1,16 @@
-//! Answers that arrive piece by piece.
+//! Answers that arrive in pieces.
 
-use super::ClientError;
-use crate::types::Progress;
+use super::error::ClientError;
+use crate::types::{ERROR_TRAILER, Progress};
 use bytes::{Bytes, BytesMut};
-use http::Response;
+use http::{HeaderMap, Response};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 
-/// The longest line of a [`ProgressStream`].
+/// Longest line of a [`ProgressStream`] in bytes.
 pub const MAX_LINE_BYTES: usize = crate::types::MAX_PROGRESS_BYTES;
 
-/// Bytes of a log or an archive.
+/// The bytes of a log or an archive.
 #[derive(Debug)]
 pub struct ByteStream {
     body: Incoming,
@@ -21,28 +21,44 @@ impl ByteStream {
         Self { body: answer.into_body() }
     }
 
-    /// The next piece, or `None` at the end.
+    /// The next piece; `None` at the end.
     ///
     /// # Errors
-    /// [`ClientError::Broken`] when the daemon ended the answer before it was complete.
+    /// [`ClientError::Refused`] when the daemon could not complete the answer and gives the reason,
+    /// [`ClientError::Broken`] when it gives none.
     pub async fn next(&mut self) -> Result<Option<Bytes>, ClientError> {
         loop {
             match self.body.frame().await {
                 None => return Ok(None),
-                Some(Ok(frame)) => {
-                    if let Ok(data) = frame.into_data() {
-                        return Ok(Some(data));
-                    }
-                }
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => return Ok(Some(data)),
+                    Err(frame) => trailer(frame.trailers_ref())?,
+                },
                 Some(Err(e)) => {
-                    return Err(ClientError::Broken { call: "reading the answer".into(), source: e.into() });
+                    return Err(ClientError::Broken {
+                        call: "reading the answer".into(),
+                        source: e.into(),
+                    });
                 }
             }
         }
     }
 }
 
-/// Lines that report a long operation.
+/// The error in an answer's trailers, if there is one.
+fn trailer(trailers: Option<&HeaderMap>) -> Result<(), ClientError> {
+    let Some(value) = trailers.and_then(|all| all.get(ERROR_TRAILER)) else { return Ok(()) };
+    Err(match serde_json::from_slice(value.as_bytes()) {
+        Ok(error) => ClientError::Refused(error),
+        Err(e) => ClientError::Foreign {
+            call: "reading the answer".into(),
+            expected: "an error in JSON in its trailer",
+            got: format!("{value:?}: {e}"),
+        },
+    })
+}
+
+/// The progress reports of a long operation, one JSON object per line.
 #[derive(Debug)]
 pub struct ProgressStream {
     bytes: ByteStream,
@@ -54,10 +70,10 @@ impl ProgressStream {
         Self { bytes: ByteStream::new(answer), lines: Lines::default() }
     }
 
-    /// The next report, or `None` at the end.
+    /// The next report; `None` at the end.
     ///
     /// # Errors
-    /// [`ClientError`] when the connection breaks or a line is none of ours.
+    /// [`ClientError`] if the connection breaks, or if a line has an unknown format.
     pub async fn next(&mut self) -> Result<Option<Progress>, ClientError> {
         loop {
             if let Some(line) = self.lines.take()? {
@@ -67,7 +83,10 @@ impl ProgressStream {
                 let foreign = |e: serde_json::Error| ClientError::Foreign {
                     call: "a progress line".into(),
                     expected: "one event in JSON",
-                    got: format!("{e} in {}", String::from_utf8_lossy(&line[..line.len().min(200)])),
+                    got: format!(
+                        "{e} in {}",
+                        String::from_utf8_lossy(&line[..line.len().min(200)])
+                    ),
                 };
                 return serde_json::from_slice(&line).map(Some).map_err(foreign);
             }
@@ -80,11 +99,11 @@ impl ProgressStream {
     }
 }
 
-/// Cuts a stream of bytes into lines.
+/// Splits a stream of bytes into lines.
 #[derive(Debug, Default)]
 struct Lines {
     buffer: BytesMut,
-    /// Bytes at the buffer's start known to hold no newline.
+    /// Number of bytes at the buffer's start that are known to hold no newline.
     searched: usize,
 }
 

@@ -1,10 +1,10 @@
-//! The client against a server that says exactly what the test tells it to.
+//! The client against a server whose answers each test scripts.
 
 use super::{Client, ClientError, ExecEvent, stream_body};
 use crate::agent::{ExecSpec, Exit, FrameKind, WindowSize, encode};
 use crate::types::{
-    ApiError, ConnectRequest, CreateRequest, ErrorCode, ImageConfig, ImageUpload, NetworkRequest, Progress,
-    RunReply, Source, Vm, VmState,
+    ApiError, ConnectRequest, CreateRequest, ErrorCode, ImageConfig, ImageUpload, NetworkRequest,
+    Progress, RunReply, Source, Vm, VmState,
 };
 use bytes::Bytes;
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::task::JoinHandle;
 
-/// A socket path of its own for each test.
+/// A separate socket path for each test.
 fn socket() -> (tempdir::Dir, PathBuf) {
     let dir = tempdir::Dir::new();
     let path = dir.0.join("d.sock");
@@ -52,7 +52,7 @@ async fn head(stream: &mut UnixStream) -> String {
     String::from_utf8(bytes).expect("an ASCII head")
 }
 
-/// Answers one request with `answer`, closes, and gives the request's head.
+/// Answers one request with `answer`, closes the connection, and returns the request's head.
 fn answer_once(path: &PathBuf, answer: impl Into<Vec<u8>>) -> JoinHandle<String> {
     let listener = UnixListener::bind(path).expect("a socket in an empty folder");
     let answer = answer.into();
@@ -100,9 +100,12 @@ async fn a_listing_is_asked_for_and_read() {
 #[tokio::test]
 async fn a_refusal_keeps_its_kind_and_words() {
     let (_dir, path) = socket();
-    let error =
-        ApiError { code: ErrorCode::NotFound, message: "no VM named x; `dayfly ps` lists them".into() };
-    let server = answer_once(&path, with_length("404 Not Found", &serde_json::json!(error).to_string()));
+    let error = ApiError {
+        code: ErrorCode::NotFound,
+        message: "no VM named x; `dayfly ps` lists them".into(),
+    };
+    let server =
+        answer_once(&path, with_length("404 Not Found", &serde_json::json!(error).to_string()));
     let got = Client::new(path).pause("x").await.expect_err("404");
     assert_eq!(got.code(), Some(ErrorCode::NotFound));
     assert_eq!(got.to_string(), error.message);
@@ -111,9 +114,10 @@ async fn a_refusal_keeps_its_kind_and_words() {
 
 #[tokio::test]
 async fn answers_of_strangers_are_errors_that_show_them() {
-    for answer in
-        [with_length("502 Bad Gateway", "<html>proxy</html>"), with_length("200 OK", "{\"items\":3}")]
-    {
+    for answer in [
+        with_length("502 Bad Gateway", "<html>proxy</html>"),
+        with_length("200 OK", "{\"items\":3}"),
+    ] {
         let (_dir, path) = socket();
         let server = answer_once(&path, answer);
         let got = Client::new(path).snapshots().await.expect_err("not ours");
@@ -126,7 +130,7 @@ async fn answers_of_strangers_are_errors_that_show_them() {
     assert!(matches!(got, ClientError::Broken { .. }), "{got:?}");
     server.await.expect("no panic");
     let (_dir, path) = socket();
-    let got = Client::new(&path).info().await.expect_err("nobody listens");
+    let got = Client::new(&path).info().await.expect_err("no process listens");
     assert!(matches!(&got, ClientError::Connect { socket, .. } if *socket == path), "{got:?}");
 }
 
@@ -193,20 +197,26 @@ async fn an_upload_is_length_head_and_body() {
     assert!(Client::new(path).upload_image(&name, &upload, disk).await.is_err());
     let body = server.await.expect("no panic");
     let length = u32::from_le_bytes(body[..4].try_into().expect("four bytes")) as usize;
-    assert_eq!(serde_json::from_slice::<ImageUpload>(&body[4..4 + length]).expect("the head"), upload);
+    assert_eq!(
+        serde_json::from_slice::<ImageUpload>(&body[4..4 + length]).expect("the head"),
+        upload
+    );
     assert_eq!(&body[4 + length..], b"zstd!");
 }
 
-/// Grants an upgrade, checks the first frame, then plays `frames` and gives what the client sent after the first.
+/// Grants an upgrade, checks the first frame, and sends `frames`. Returns what the client sent
+/// after the first frame.
 fn exec_server(path: &PathBuf, frames: Vec<u8>, wait_for: usize) -> JoinHandle<(String, Vec<u8>)> {
     let listener = UnixListener::bind(path).expect("a socket");
     tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.expect("a client");
         let head = head(&mut stream).await;
-        // Head and first frames in one write: the client must not lose what follows the head.
-        let mut answer =
-            format!("HTTP/1.1 101 x\r\nConnection: upgrade\r\nUpgrade: {}\r\n\r\n", crate::types::UPGRADE)
-                .into_bytes();
+        // Head and first frames in one write: the client must not lose the bytes after the head.
+        let mut answer = format!(
+            "HTTP/1.1 101 x\r\nConnection: upgrade\r\nUpgrade: {}\r\n\r\n",
+            crate::types::UPGRADE
+        )
+        .into_bytes();
         answer.extend_from_slice(&frames);
         stream.write_all(&answer).await.expect("a reader");
         let mut got = vec![0; wait_for];
@@ -251,16 +261,22 @@ async fn an_exec_carries_both_directions() {
 
 #[tokio::test]
 async fn a_program_that_does_not_start_and_one_that_is_cut_off_are_errors() {
-    let refuse =
-        RunReply::Failed(ApiError { code: ErrorCode::ProgramNotFound, message: "no such program".into() });
+    let refuse = RunReply::Failed(ApiError {
+        code: ErrorCode::ProgramNotFound,
+        message: "no such program".into(),
+    });
     let refuse = encode(FrameKind::Reply, &serde_json::to_vec(&refuse).expect("JSON"));
     let started = RunReply::Started { vm: Box::new(vm()), pid: 1 };
     let started = encode(FrameKind::Reply, &serde_json::to_vec(&started).expect("JSON"));
-    let too_long = [started.clone(), vec![0xff, 0xff, 0xff, 0xff, FrameKind::Stdout as u8]].concat();
+    let too_long =
+        [started.clone(), vec![0xff, 0xff, 0xff, 0xff, FrameKind::Stdout as u8]].concat();
     let half = [started.clone(), encode(FrameKind::Stdout, b"abc")[..6].to_vec()].concat();
-    for (frames, code) in
-        [(refuse, Some(ErrorCode::ProgramNotFound)), (started, None), (too_long, None), (half, None)]
-    {
+    for (frames, code) in [
+        (refuse, Some(ErrorCode::ProgramNotFound)),
+        (started, None),
+        (too_long, None),
+        (half, None),
+    ] {
         let (_dir, path) = socket();
         let server = exec_server(&path, frames, 1);
         let client = Client::new(path);
@@ -298,9 +314,10 @@ async fn a_port_is_asked_for_and_its_bytes_are_whole() {
             let head = head(&mut stream).await;
             let mut body = vec![0; length];
             stream.read_exact(&mut body).await.expect("a body");
-            // Head and first bytes in one write: the client must not lose what follows the head.
+            // Head and first bytes in one write: the client must not lose the bytes after the head.
             let answer = format!(
-                "HTTP/1.1 101 x\r\nConnection: upgrade\r\nUpgrade: dayfly-port\r\nDayfly-Vm: {}\r\n\r\nfirst",
+                "HTTP/1.1 101 x\r\nConnection: upgrade\r\nUpgrade: dayfly-port\r\nDayfly-Vm: \
+                 {}\r\n\r\nfirst",
                 serde_json::json!(vm())
             );
             stream.write_all(answer.as_bytes()).await.expect("a reader");
@@ -310,8 +327,11 @@ async fn a_port_is_asked_for_and_its_bytes_are_whole() {
             (head, body, rest)
         });
         let client = Client::new(path);
-        let asked =
-            if run { client.run_connected(&request).await } else { client.connect("a/b", 5000).await };
+        let asked = if run {
+            client.run_connected(&request).await
+        } else {
+            client.connect("a/b", 5000).await
+        };
         let mut connection = asked.expect("a connection");
         assert_eq!(connection.vm, vm());
         connection.write_all(b"question").await.expect("open");
@@ -330,7 +350,8 @@ async fn a_port_is_asked_for_and_its_bytes_are_whole() {
 #[tokio::test]
 async fn a_port_without_a_vm_is_a_strangers() {
     let (_dir, path) = socket();
-    let server = answer_once(&path, "HTTP/1.1 101 x\r\nConnection: upgrade\r\nUpgrade: dayfly-port\r\n\r\n");
+    let server =
+        answer_once(&path, "HTTP/1.1 101 x\r\nConnection: upgrade\r\nUpgrade: dayfly-port\r\n\r\n");
     let got = Client::new(path).connect("web", 5000).await.expect_err("no VM");
     assert!(matches!(got, ClientError::Foreign { .. }), "{got:?}");
     server.await.expect("no panic");

@@ -1,76 +1,85 @@
-//! What a snapshot's RAM is used for.
+//! What a snapshot's RAM is used for, by colour (Kaleidoscope's term for the use of a page).
 
-use super::*;
+use super::wire::wire;
+use dayfly_units::{Name, VmId};
 
-/// Most frames to a row of a picture.
+/// Upper limit for the frames in a row of a picture.
 pub const MAX_PICTURE_WIDTH: u32 = 16384;
 
 wire! {
     /// RAM of one colour, by how it is stored, in bytes.
     pub struct ColourUse {
-        /// Such as `page cache`.
+        /// Name of the colour, such as `page cache`.
         pub colour: String,
-        /// How pictures show it: `#` and six hexadecimal digits.
+        /// Colour in pictures: `#` and six hexadecimal digits.
         pub rgb: String,
-        /// Zeroes.
+        /// Pages that are all zero.
         pub zero_bytes: u64,
-        /// Not used by the guest; zeroes after a restore.
+        /// Pages that the guest does not use; they are zero after a restore.
         pub free_bytes: u64,
-        /// Blocks of the snapshot's own disks.
+        /// Pages that are blocks of the snapshot's own disks.
         pub disk_bytes: u64,
-        /// Pages of the store.
+        /// Pages in the store's packs.
         pub page_bytes: u64,
     }
 
-    /// What a snapshot's RAM is used for. All of it is `unknown` where nothing could be found out when it was saved.
+    /// What a snapshot's RAM is used for. If its use could not be determined at the save, all of it
+    /// is `unknown`.
     pub struct Colours {
-        /// RAM.
+        /// RAM in bytes.
         pub memory_bytes: u64,
-        /// Every colour, used or not.
+        /// All colours, used or not.
         pub colours: Vec<ColourUse>,
     }
 
     /// RAM of one colour that a VM holds, in bytes.
     pub struct ColourHeld {
-        /// Such as `page cache`; what the frame was when the VM's snapshot was saved.
+        /// Name of the colour, such as `page cache`: the use of the frame when the VM's snapshot
+        /// was saved.
         pub colour: String,
-        /// Its own: pages that it has written.
+        /// Pages that the VM has written, which only this VM holds.
         pub own_bytes: u64,
-        /// Touched, or laid ready for it, and as its snapshot has them: every clone of that holds the same.
+        /// Pages that the VM touched, or that were mapped for it in advance, unchanged since its
+        /// snapshot. All clones of the snapshot share them.
         pub shared_bytes: u64,
-        /// Touched, and zeroes that take no memory.
+        /// Touched pages that are zero and take no memory.
         pub zero_bytes: u64,
     }
 
-    /// What a VM holds of its RAM. All of it is `unknown` where its snapshot is gone, or cannot be read, and where it is no clone; then its VMM's own
-    /// memory is in it.
+    /// What a VM holds of its RAM.
+    ///
+    /// All of it is `unknown` if its snapshot is gone or unreadable, or if the VM is no clone. If
+    /// the VM is no clone, the memory of its VMM is included.
     pub struct Footprint {
-        /// The VM.
+        /// The VM's id.
         pub id: VmId,
-        /// Its name.
+        /// The VM's name.
         pub name: Name,
-        /// RAM.
+        /// RAM in bytes.
         pub memory_bytes: u64,
-        /// Every colour, held or not.
+        /// All colours, held or not.
         pub colours: Vec<ColourHeld>,
     }
 }
 
 impl ColourUse {
-    /// Of all kinds.
+    /// Sum of all kinds of storage.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         let Self { zero_bytes, free_bytes, disk_bytes, page_bytes, .. } = self;
-        [zero_bytes, free_bytes, disk_bytes, page_bytes].into_iter().fold(0, |sum, n| sum.saturating_add(*n))
+        [zero_bytes, free_bytes, disk_bytes, page_bytes]
+            .into_iter()
+            .fold(0, |sum, n| sum.saturating_add(*n))
     }
 }
 
 impl Colours {
-    /// All colours together.
+    /// Sum of all colours.
     #[must_use]
     pub fn total(&self) -> ColourUse {
-        let sum =
-            |of: fn(&ColourUse) -> u64| self.colours.iter().fold(0, |sum: u64, c| sum.saturating_add(of(c)));
+        let sum = |of: fn(&ColourUse) -> u64| {
+            self.colours.iter().fold(0, |sum: u64, c| sum.saturating_add(of(c)))
+        };
         ColourUse {
             colour: "all".into(),
             rgb: String::new(),
@@ -83,11 +92,12 @@ impl Colours {
 }
 
 impl Footprint {
-    /// All colours together.
+    /// Sum of all colours.
     #[must_use]
     pub fn total(&self) -> ColourHeld {
-        let sum =
-            |of: fn(&ColourHeld) -> u64| self.colours.iter().fold(0, |sum: u64, c| sum.saturating_add(of(c)));
+        let sum = |of: fn(&ColourHeld) -> u64| {
+            self.colours.iter().fold(0, |sum: u64, c| sum.saturating_add(of(c)))
+        };
         ColourHeld {
             colour: "all".into(),
             own_bytes: sum(|c| c.own_bytes),

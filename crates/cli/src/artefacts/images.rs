@@ -1,10 +1,10 @@
-//! Root disks: built on this host, sent to the daemon.
+//! Builds root disks on this host and uploads them to the daemon.
 
 use super::upload;
 use crate::progress::Steps;
 use anyhow::{Context, Result};
 use dayfly_api::client::Client;
-use dayfly_api::types::{Image, ImageConfig, ImageUpload};
+use dayfly_api::types::{Image, ImageUpload};
 use dayfly_image::{BuildOptions, BuiltImage, Debian, Source, build};
 use dayfly_units::Name;
 use rustix::fs::{FlockOperation, flock};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// Builds the root disk of `source` and stores it as `name`.
 ///
 /// # Errors
-/// When it cannot be built or stored; nothing stays of it then, except in the cache.
+/// If the disk cannot be built or stored. Nothing is left behind then, except in the cache.
 pub async fn build_image(
     client: &Client,
     source: Source,
@@ -23,7 +23,8 @@ pub async fn build_image(
     name: &Name,
     steps: &Arc<Steps>,
 ) -> Result<Image> {
-    // A folder in the cache, so that the disk can be a hard link; a build that is killed leaves it to be swept by the next.
+    // The output folder is in the cache, so that the disk can be a hard link. If a build is killed,
+    // the next build sweeps its folder.
     let cache = options.cache.clone().unwrap_or_else(dayfly_image::cache::default_folder);
     let out = OutFolder::new(&cache)?;
     let (target, shown) = (out.path().to_owned(), Arc::clone(steps));
@@ -44,25 +45,21 @@ pub async fn build_image(
         size_bytes: manifest.size_bytes,
         digest: manifest.digest,
         source: manifest.source,
-        config: ImageConfig {
-            entrypoint: manifest.run.entrypoint,
-            cmd: manifest.run.cmd,
-            env: manifest.run.env,
-            workdir: manifest.run.workdir,
-            user: manifest.run.user,
-        },
+        config: manifest.run,
     };
     steps.begin(format!("storing image {name}"));
-    let image =
-        upload::send(vec![root_ext4], steps, async |body| client.upload_image(name, &head, body).await).await;
+    let image = upload::send(vec![root_ext4], steps, async |body| {
+        client.upload_image(name, &head, body).await
+    })
+    .await;
     steps.end();
     image
 }
 
-/// Builds a Debian and stores it as `name`; one built before comes from the cache.
+/// Builds a Debian root disk and stores it as `name`. The cache is used if it holds the same build.
 ///
 /// # Errors
-/// As [`build_image`].
+/// As for [`build_image`].
 pub async fn build_debian(
     client: &Client,
     suite: &str,
@@ -74,8 +71,8 @@ pub async fn build_debian(
     build_image(client, Source::Debian(debian), BuildOptions::default(), name, steps).await
 }
 
-/// A folder among the work in progress of crate `image`, by its rules: who locks it owns it, and one without an owner is swept
-/// ([`dayfly_image::sweep`]).
+/// A staging folder under the rules of the crate `image`. The process that locks the folder owns
+/// it, and a folder without an owner is swept ([`dayfly_image::sweep`]).
 pub(super) struct OutFolder {
     path: PathBuf,
     _lock: File,
@@ -86,7 +83,8 @@ impl OutFolder {
         let parent = cache.join("staging");
         let context = || parent.display().to_string();
         std::fs::create_dir_all(&parent).with_context(context)?;
-        // The gate: no sweep comes between the making of the folder and its lock.
+        // The lock of the parent folder prevents a sweep between the folder's creation and its
+        // locking.
         let gate = File::open(&parent).with_context(context)?;
         flock(&gate, FlockOperation::LockExclusive).with_context(context)?;
         let unique = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
@@ -104,7 +102,7 @@ impl OutFolder {
 
 impl Drop for OutFolder {
     fn drop(&mut self) {
-        // What cannot be removed now is swept later.
+        // A folder that cannot be removed now is swept later.
         let _ = std::fs::remove_dir_all(&self.path);
     }
 }
@@ -120,7 +118,7 @@ mod tests {
         assert_eq!(dayfly_image::sweep(cache.path()).expect("a sweep"), 0);
         assert!(out.path.is_dir());
         let path = out.path.clone();
-        // As after SIGKILL: the lock goes with the descriptor, the folder stays.
+        // The state after SIGKILL: the lock is released, the folder stays.
         flock(&out._lock, FlockOperation::Unlock).expect("an unlock");
         assert_eq!(dayfly_image::sweep(cache.path()).expect("a sweep"), 1);
         assert!(!path.exists());

@@ -1,4 +1,4 @@
-//! Kernels: fetched from Debian, given dayfly's agent, sent to the daemon.
+//! Fetches Debian's kernels, adds dayfly's agent, and uploads the result to the daemon.
 
 use super::images::OutFolder;
 use super::upload;
@@ -12,19 +12,26 @@ use dayfly_units::Name;
 use std::io::{self, Read};
 use std::path::PathBuf;
 
-/// The kernel of guests where none is named, and of the machine: the newest that Debian 12 has.
+/// The newest kernel of Debian 12. The machine uses it, and guests use it if no kernel is stored.
 pub const DEFAULT: &str = "6.12";
 
-/// The kernel to boot: `wanted`, or the daemon's choice (`None`). One that is not there is fetched, as is [`DEFAULT`] where there is none.
+/// Selects the kernel to boot: `wanted`, or the daemon's choice (`None`). A missing `wanted` is
+/// fetched. If the daemon has no kernel at all, [`DEFAULT`] is fetched.
 ///
 /// # Errors
-/// When it is neither there nor one that can be fetched.
-pub async fn ensure_kernel(client: &Client, wanted: Option<&Name>, steps: &Steps) -> Result<Option<Name>> {
+/// If the kernel is neither stored nor can be fetched.
+pub async fn ensure_kernel(
+    client: &Client,
+    wanted: Option<&Name>,
+    steps: &Steps,
+) -> Result<Option<Name>> {
     match wanted {
         Some(name) => match client.kernel(name).await {
             Ok(_) => Ok(Some(name.clone())),
             Err(e) if e.code() == Some(ErrorCode::NotFound) => {
-                fetch_kernel(client, name.as_str(), name, steps).await.map(|kernel| Some(kernel.name))
+                fetch_kernel(client, name.as_str(), name, steps)
+                    .await
+                    .map(|kernel| Some(kernel.name))
             }
             Err(e) => Err(e.into()),
         },
@@ -39,17 +46,28 @@ pub async fn ensure_kernel(client: &Client, wanted: Option<&Name>, steps: &Steps
 /// Fetches Debian's cloud kernel of `version` and stores it as `name`.
 ///
 /// # Errors
-/// When apt has no such kernel, or it cannot be stored.
-pub async fn fetch_kernel(client: &Client, version: &str, name: &Name, steps: &Steps) -> Result<Kernel> {
+/// If apt has no such kernel, or if it cannot be stored.
+pub async fn fetch_kernel(
+    client: &Client,
+    version: &str,
+    name: &Name,
+    steps: &Steps,
+) -> Result<Kernel> {
     let source = debian(version, steps).await?;
     store(client, source, name, steps).await
 }
 
-/// Stores the kernel of an unpacked package, or a lone kernel with everything built in, as `name`. One that is there and the same is left.
+/// Stores the kernel of an unpacked package, or a single kernel file with everything built in, as
+/// `name`. An identical stored kernel is kept.
 ///
 /// # Errors
-/// When it is none, or cannot be stored.
-pub async fn add_kernel(client: &Client, path: PathBuf, name: &Name, steps: &Steps) -> Result<Kernel> {
+/// If the path is no kernel, or if the kernel cannot be stored.
+pub async fn add_kernel(
+    client: &Client,
+    path: PathBuf,
+    name: &Name,
+    steps: &Steps,
+) -> Result<Kernel> {
     let source = if path.is_dir() {
         KernelSource::in_tree(&path)?
     } else {
@@ -58,11 +76,17 @@ pub async fn add_kernel(client: &Client, path: PathBuf, name: &Name, steps: &Ste
     store(client, source, name, steps).await
 }
 
-/// As [`fetch_kernel`], but a kernel of this name that has another content (an older agent) is replaced.
+/// Like [`fetch_kernel`], but replaces a stored kernel of this name if its content differs (for
+/// instance an older agent).
 ///
 /// # Errors
-/// As [`fetch_kernel`].
-pub async fn refresh_kernel(client: &Client, version: &str, name: &Name, steps: &Steps) -> Result<Kernel> {
+/// As for [`fetch_kernel`].
+pub async fn refresh_kernel(
+    client: &Client,
+    version: &str,
+    name: &Name,
+    steps: &Steps,
+) -> Result<Kernel> {
     let (_folder, artefact) = make(debian(version, steps).await?, steps).await?;
     let head = head(&artefact)?;
     match client.kernel(name).await {
@@ -77,10 +101,10 @@ pub async fn refresh_kernel(client: &Client, version: &str, name: &Name, steps: 
     send(client, artefact, head, name, steps).await
 }
 
-/// The unpacked kernel package that the machine boots. Blocks.
+/// The unpacked kernel package that the machine boots. This function blocks.
 ///
 /// # Errors
-/// When apt does not have it.
+/// If apt does not have the package.
 pub fn machine_kernel(steps: &Steps) -> Result<PathBuf> {
     steps.begin(format!("fetching Debian's kernel {DEFAULT}"));
     let tree = fetch_debian(DEFAULT, None)?;
@@ -91,30 +115,40 @@ pub fn machine_kernel(steps: &Steps) -> Result<PathBuf> {
 async fn debian(version: &str, steps: &Steps) -> Result<KernelSource> {
     steps.begin(format!("fetching Debian's kernel {version}"));
     let version = version.to_owned();
-    let work = move || KernelSource::in_tree(&fetch_debian(&version, None)?.folder);
+    let work = move || {
+        let tree = fetch_debian(&version, None)?;
+        Ok::<_, KernelError>(KernelSource::in_tree(&tree.folder)?)
+    };
     match tokio::task::spawn_blocking(work).await? {
         Err(KernelError::Version(name)) => {
             bail!(
-                "kernel {name}: not there (dayfly kernel ls), and no version that could be fetched, such as {DEFAULT}"
+                "kernel {name}: not there (dayfly kernel ls), and no version that could be \
+                 fetched, such as {DEFAULT}"
             )
         }
         other => Ok(other?),
     }
 }
 
-async fn store(client: &Client, source: KernelSource, name: &Name, steps: &Steps) -> Result<Kernel> {
+async fn store(
+    client: &Client,
+    source: KernelSource,
+    name: &Name,
+    steps: &Steps,
+) -> Result<Kernel> {
     let (_folder, artefact) = make(source, steps).await?;
     let head = head(&artefact)?;
     send(client, artefact, head, name, steps).await
 }
 
-/// The folder must live until the files in it have been sent.
+/// Builds the kernel. The returned folder must live until its files are uploaded.
 async fn make(source: KernelSource, steps: &Steps) -> Result<(OutFolder, KernelArtefact)> {
     steps.begin("unpacking the kernel and its modules");
     let agent = program("dayfly-agent")?;
     let folder = OutFolder::new(&dayfly_image::cache::default_folder())?;
     let out = folder.path().to_owned();
-    let artefact = tokio::task::spawn_blocking(move || build(&source, &agent, None, &out)).await??;
+    let artefact =
+        tokio::task::spawn_blocking(move || build(&source, &agent, None, &out)).await??;
     Ok((folder, artefact))
 }
 
@@ -153,7 +187,9 @@ async fn send(
 ) -> Result<Kernel> {
     steps.begin(format!("storing kernel {name}"));
     let files = vec![artefact.vmlinux, artefact.initrd];
-    let kernel = upload::send(files, steps, async |body| client.upload_kernel(name, &head, body).await).await;
+    let kernel =
+        upload::send(files, steps, async |body| client.upload_kernel(name, &head, body).await)
+            .await;
     steps.end();
     kernel
 }

@@ -1,4 +1,4 @@
-//! Files as one zstd frame on their way to the daemon.
+//! Uploads files as one zstd frame.
 
 use crate::bridge::PieceWriter;
 use crate::progress::Steps;
@@ -11,11 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Fast above all: the daemon is on this computer, and most of a disk is zero.
+/// zstd level. Speed matters most, because the daemon is on this computer and most of a disk is
+/// zero.
 const LEVEL: i32 = 1;
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// Sends `files`, one after the other, as a single zstd frame in the body that `call` takes.
+/// Sends `files` in order, as a single zstd frame in the body that `call` gets.
 pub async fn send<T>(
     files: Vec<PathBuf>,
     steps: &Steps,
@@ -41,11 +42,13 @@ pub async fn send<T>(
     let sent = loop {
         tokio::select! {
             sent = &mut sending => break sent,
-            () = tokio::time::sleep(Duration::from_millis(100)) => steps.bytes(done.load(Ordering::Relaxed), total),
+            () = tokio::time::sleep(Duration::from_millis(100)) => {
+                steps.bytes(done.load(Ordering::Relaxed), total);
+            }
         }
     };
     match (sent, writing.await?) {
-        // Why our side stopped is the better reason, unless it only saw the other side go.
+        // The local cause is the better error, unless it only says that the peer has closed.
         (Err(e), Err(ours)) if ours.kind() == io::ErrorKind::BrokenPipe => Err(e.into()),
         (_, Err(ours)) => Err(ours).context("reading what is to be uploaded"),
         (Err(e), Ok(())) => Err(e.into()),

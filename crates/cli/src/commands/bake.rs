@@ -1,4 +1,4 @@
-//! `dayfly bake`: from an image to a snapshot.
+//! `dayfly bake`: makes a snapshot from an image.
 
 use super::options::{Shape, program};
 use crate::progress::Steps;
@@ -10,24 +10,27 @@ use dayfly_units::Name;
 /// Arguments of `dayfly bake`.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The warm-up program runs to its end before the snapshot; what it leaves running is in every clone:\n  \
-                        dayfly bake debian --cmd 'setsid my-server >/dev/null 2>&1 </dev/null &' -t served"
+    after_help = "The warm-up program runs to its end before the snapshot; what it leaves running \
+                  is in every clone:\n  \
+                  dayfly bake debian --cmd 'setsid my-server >/dev/null 2>&1 </dev/null &' \
+                  -t served"
 )]
 pub struct Args {
     /// The image to boot (dayfly image ls)
     image: Name,
-    /// Name of the snapshot
+    /// Name of the new snapshot
     #[arg(short = 't', long = "tag", value_name = "NAME")]
     name: Name,
-    /// Warm-up, as a text for /bin/sh
+    /// Warm-up program, as text for /bin/sh
     #[arg(long, value_name = "TEXT")]
     cmd: Option<String>,
-    /// Rehearsal, as a text for /bin/sh: run twice in a throw-away clone; the pages it touches are laid ready in every clone
+    /// Program to record, as text for /bin/sh: runs twice in a temporary clone; every clone then
+    /// finds the pages that it touches in memory
     #[arg(long, value_name = "TEXT")]
-    rehearse: Option<String>,
+    record: Option<String>,
     #[command(flatten)]
     shape: Shape,
-    /// Warm-up, as a program and its arguments
+    /// Warm-up program and its arguments
     #[arg(last = true, conflicts_with = "cmd", value_name = "PROGRAM")]
     argv: Vec<String>,
 }
@@ -44,7 +47,7 @@ impl Args {
             memory_bytes: memory.0,
             vcpus: cpus,
             warmup: program(self.cmd, self.argv),
-            rehearsal: program(self.rehearse, Vec::new()),
+            recording: program(self.record, Vec::new()),
             init,
         };
         let snapshot = artefacts::watch(client.bake(&request).await?, &steps).await?;

@@ -1,8 +1,8 @@
-//! `dayfly connect`: a program in a VM that is spoken to by its port.
+//! `dayfly connect`: connects standard input and output to a vsock port of a VM.
 
+use crate::terminal_text::Stranger;
 use crate::{connect, session};
 use anyhow::{Context, Result};
-use std::io::Write;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf};
 
 const PIECE_BYTES: usize = 64 << 10;
@@ -10,9 +10,12 @@ const PIECE_BYTES: usize = 64 << 10;
 /// Arguments of `dayfly connect`.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Standard input goes to the program, what it says to standard output. The end of standard input is passed on; \
-                  dayfly ends when the program has closed the connection, or its VM has ended, with exit code 0.\n\
-                  The program listens with AF_VSOCK and any context id. Ports 1024 and 1025 are the guest's agent's."
+    after_help = "Standard input goes to the program, what it says to standard output, filtered \
+                  where that is a terminal. The end of standard input is passed on; \
+                  dayfly ends when the program has closed the connection, or its VM has ended, \
+                  with exit code 0.\n\
+                  The program listens with AF_VSOCK and any context id. Ports 1024 and 1025 are \
+                  the guest's agent's."
 )]
 pub struct Args {
     /// The VM, by id or name
@@ -29,7 +32,7 @@ impl Args {
         let mut stdin = session::read_stdin().context("standard input")?;
         let writer = tokio::spawn(async move {
             while let Some(piece) = stdin.recv().await {
-                // A program that takes no more may still have something to say.
+                // A program that reads no more may still write.
                 if input.write_all(&piece).await.is_err() {
                     return;
                 }
@@ -44,18 +47,20 @@ impl Args {
 
 async fn copy_output<C: tokio::io::AsyncRead>(mut output: ReadHalf<C>) -> Result<()> {
     let mut buffer = vec![0; PIECE_BYTES];
+    let mut out = Stranger::new(std::io::stdout(), false);
     loop {
         let count = output.read(&mut buffer).await.context("the connection to the daemon broke")?;
         if count == 0 {
-            return Ok(());
+            return out.end().context("standard output");
         }
-        // A slow reader of ours must not stop what goes the other way.
-        buffer = tokio::task::spawn_blocking(move || {
-            let mut out = std::io::stdout().lock();
-            out.write_all(&buffer[..count]).and_then(|()| out.flush()).map(|()| buffer)
-        })
-        .await
-        .context("writing what the program says")?
-        .context("standard output")?;
+        // The write is in a blocking task, so that a slow reader of standard output does not stop
+        // the other direction.
+        let written = tokio::task::spawn_blocking(move || {
+            let done = out.write(&buffer[..count]);
+            (out, done, buffer)
+        });
+        let done;
+        (out, done, buffer) = written.await.context("writing what the program says")?;
+        done.context("standard output")?;
     }
 }

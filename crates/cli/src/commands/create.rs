@@ -1,4 +1,4 @@
-//! `dayfly create`: a VM that stays.
+//! `dayfly create`: creates a VM that stays.
 
 use super::network::NetworkArgs;
 use super::options::label;
@@ -6,22 +6,23 @@ use crate::progress::Steps;
 use crate::{artefacts, connect, output};
 use anyhow::Result;
 use dayfly_api::types::{BootSource, CreateManyRequest, CreateRequest, Source};
-use dayfly_units::{Bytes, Name};
+use dayfly_units::{Bytes, Name, VmName};
 
 /// Arguments of `dayfly create`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Name and hostname of the VM; its id where there is none
+    /// Name and hostname of the VM [default: its id]
     #[arg(long)]
-    name: Option<Name>,
-    /// Make as many at once, all or none
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096),
-        conflicts_with = "name")]
+    name: Option<VmName>,
+    /// Create N VMs at once, all or none
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "name",
+        value_parser = clap::value_parser!(u32).range(1..=4096))]
     count: u32,
-    /// Label it NAME=VALUE; may be repeated
+    /// Add the label NAME=VALUE; may be repeated
     #[arg(short, long, value_parser = label)]
     label: Vec<(String, String)>,
-    /// So many clones of itself, at one time, its guest may ask for (/run/dayfly/dayfly-fork)
+    /// Let root in the guest make up to N clones of the VM (/run/dayfly/dayfly-fork); a clone that
+    /// has ended counts until it is removed
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "count")]
     forks: u32,
     #[command(flatten)]
@@ -29,16 +30,17 @@ pub struct Args {
     /// Boot this image cold instead of cloning a snapshot
     #[arg(long, value_name = "IMAGE", conflicts_with = "snapshot")]
     boot: Option<Name>,
-    /// RAM of a cold boot, such as 256M or 2G; a clone has that of its snapshot
+    /// RAM of a cold boot, such as 256M or 2G; a clone has the RAM of its snapshot
     #[arg(short, long, default_value = "256M", conflicts_with = "snapshot")]
     memory: Bytes,
-    /// vCPUs of a cold boot, 1 to 16
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16), conflicts_with = "snapshot")]
+    /// Number of vCPUs of a cold boot, 1 to 16
+    #[arg(long, default_value_t = 1, conflicts_with = "snapshot",
+        value_parser = clap::value_parser!(u8).range(1..=16))]
     cpus: u8,
-    /// Guest kernel of a cold boot; fetched when it is a known one and not there
+    /// Guest kernel of a cold boot; a known kernel is fetched if it is not stored
     #[arg(long, conflicts_with = "snapshot")]
     kernel: Option<Name>,
-    /// Hand over to this init of the image instead of dayfly's own
+    /// Run this init of the image instead of dayfly's own
     #[arg(long, value_name = "PATH", conflicts_with = "snapshot")]
     init: Option<String>,
     /// Snapshot to clone (dayfly snapshots)
@@ -52,7 +54,8 @@ impl Args {
         let steps = Steps::new();
         let source = match (self.boot, self.snapshot) {
             (Some(image), _) => {
-                let kernel = artefacts::ensure_kernel(&client, self.kernel.as_ref(), &steps).await?;
+                let kernel =
+                    artefacts::ensure_kernel(&client, self.kernel.as_ref(), &steps).await?;
                 steps.begin(format!("booting {image}"));
                 let (memory_bytes, vcpus, init) = (self.memory.0, self.cpus, self.init);
                 Source::Boot(BootSource { image, kernel, memory_bytes, vcpus, init })
@@ -64,8 +67,9 @@ impl Args {
         let network = self.network.request();
         if self.count > 1 {
             steps.begin(format!("making {} VMs", self.count));
-            let vms =
-                client.create_many(&CreateManyRequest { source, count: self.count, labels, network }).await?;
+            let vms = client
+                .create_many(&CreateManyRequest { source, count: self.count, labels, network })
+                .await?;
             drop(steps);
             return vms.iter().try_for_each(|vm| output::line(vm.id));
         }

@@ -1,4 +1,4 @@
-//! `dayfly doctor`: what this host can do, what is missing, what was left over.
+//! `dayfly doctor`: checks what this host can do, what is missing, and what crashes left behind.
 
 use crate::connect::{self, Place};
 use crate::home::{home, on_path, program};
@@ -10,24 +10,24 @@ use dayfly_units::Bytes;
 use serde::Serialize;
 use std::path::Path;
 
-/// Below this, an image and a machine do not fit.
+/// Free disk space in bytes that an image and a machine need.
 const ROOM_BYTES: u64 = 4 << 30;
 
 /// Arguments of `dayfly doctor`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// List what crashes left over; exit code 1 if there is anything
+    /// List what crashes left behind; exit code 1 if there is anything
     #[arg(long)]
     leaks: bool,
-    /// Remove what crashes left over, and list it
+    /// Remove what crashes left behind, and list it; processes and mounts of a machine stay
     #[arg(long, conflicts_with = "leaks")]
     sweep: bool,
-    /// Lines for people, or JSON
+    /// Format of the output
     #[arg(long, value_enum, default_value_t)]
     format: Format,
 }
 
-/// What was looked at, and how it is.
+/// One check and its result.
 #[derive(Debug, Serialize)]
 struct Check {
     what: String,
@@ -37,7 +37,7 @@ struct Check {
     found: String,
 }
 
-/// A leftover, by where it was found.
+/// A leftover of a crash, with the place where it was found.
 #[derive(Debug, Serialize)]
 struct Leftover {
     place: &'static str,
@@ -57,7 +57,11 @@ impl Args {
             what: "KVM".into(),
             ok: probe.is_native(),
             needed: false,
-            found: if machine { format!("{probe}; the machine is used") } else { probe.to_string() },
+            found: if machine {
+                format!("{probe}; the machine is used")
+            } else {
+                probe.to_string()
+            },
         }];
         checks.extend(tools(machine));
         checks.push(daemon().await);
@@ -80,7 +84,7 @@ impl Args {
     }
 }
 
-/// Programs that dayfly uses, and the Debian packages they come from.
+/// Checks the programs that dayfly uses, with the Debian packages that contain them.
 fn tools(machine: bool) -> Vec<Check> {
     let ours = ["dayflyd", "dayfly-vmm", "dayfly-pager", "dayfly-agent"]
         .into_iter()
@@ -88,7 +92,8 @@ fn tools(machine: bool) -> Vec<Check> {
     let mut checks: Vec<Check> = ours
         .map(|name| {
             let found = program(name);
-            let text = found.as_ref().map_or_else(|e| e.to_string(), |path| path.display().to_string());
+            let text =
+                found.as_ref().map_or_else(|e| e.to_string(), |path| path.display().to_string());
             Check { what: name.into(), ok: found.is_ok(), needed: true, found: text }
         })
         .collect();
@@ -96,16 +101,17 @@ fn tools(machine: bool) -> Vec<Check> {
         ("mke2fs", "e2fsprogs", true, "image build, machine init"),
         ("debugfs", "e2fsprogs", true, "image build"),
         ("e2fsck", "e2fsprogs", true, "image build"),
-        ("depmod", "kmod", true, "kernel fetch"),
         ("mmdebstrap", "mmdebstrap", false, "image build --debian"),
         ("apt-get", "apt", false, "kernel fetch"),
         ("dpkg-deb", "dpkg", false, "kernel fetch"),
         ("qemu-system-x86_64", "qemu-system-x86", machine, "the machine"),
         ("busybox", "busybox-static", machine, "the machine"),
-        ("virtiofsd", "qemu-system-common", false, "this host's files in the machine"),
+        ("virtiofsd", "qemu-system-common", false, "machine init --share"),
     ];
     checks.extend(debian.into_iter().map(|(name, package, needed, purpose)| match on_path(name) {
-        Some(path) => Check { what: name.into(), ok: true, needed, found: path.display().to_string() },
+        Some(path) => {
+            Check { what: name.into(), ok: true, needed, found: path.display().to_string() }
+        }
         None => {
             let found = format!("not found, for {purpose}: apt-get install {package}");
             Check { what: name.into(), ok: false, needed, found }
@@ -130,16 +136,23 @@ async fn daemon() -> Check {
 
 fn machine_status() -> Check {
     let check = |ok, found: String| Check { what: "machine".into(), ok, needed: false, found };
-    let status = home().and_then(|home| Ok(Machine::open(&home)?)).and_then(|machine| Ok(machine.status()?));
+    let status =
+        home().and_then(|home| Ok(Machine::open(&home)?)).and_then(|machine| Ok(machine.status()?));
     match status {
         Ok(status) => {
             let mut found = match status.state {
                 State::Starting => "starting".to_owned(),
                 State::Running => "running".to_owned(),
-                State::Crashed => "ended without being asked to; the next command starts it again".to_owned(),
+                State::Crashed => {
+                    "ended without being asked to; the next command starts it again".to_owned()
+                }
                 State::Stopped => "stopped".to_owned(),
             };
-            found += &format!(", {} CPUs, {}", status.options.cpus, Bytes(status.options.memory_mib << 20));
+            found += &format!(
+                ", {} CPUs, {}",
+                status.options.cpus,
+                Bytes(status.options.memory_mib << 20)
+            );
             if let Some(held) = status.host_memory_bytes {
                 found += &format!(" (holds {})", Bytes(held));
             }
@@ -152,7 +165,7 @@ fn machine_status() -> Check {
 
 fn room() -> Result<Check> {
     let home = home()?;
-    // The folder itself may be still to be made.
+    // The folder itself may not exist yet.
     let there = home.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
     let stat = rustix::fs::statvfs(there).with_context(|| there.display().to_string())?;
     let free = stat.f_bavail.saturating_mul(stat.f_frsize);
@@ -164,14 +177,19 @@ async fn leftovers(sweep: bool, format: Format) -> Result<u8> {
     let mut found = Vec::new();
     let home = home()?;
     let daemon = match connect::place()? {
-        // What a daemon on this host left over only a daemon can see; it is started for that.
+        // Only a daemon can see the leftovers of a daemon on this host, so one is started if
+        // necessary.
         Place::Given(_) | Place::Native(_) => Some(connect::client().await?),
-        // The machine's leftovers end with the machine: none is started to look.
+        // The machine's leftovers end with the machine, so none is started for this check.
         Place::Machine(_) => connect::running().await.map(|(client, _)| client),
     };
     if let Some(client) = daemon {
         let leaks = if sweep { client.sweep().await? } else { client.leaks().await? };
-        found.extend(leaks.into_iter().map(|l| Leftover { place: "daemon", kind: l.kind, what: l.what }));
+        found.extend(leaks.into_iter().map(|l| Leftover {
+            place: "daemon",
+            kind: l.kind,
+            what: l.what,
+        }));
     }
     found.extend(dayfly_machine::leaks(&home).into_iter().map(|leak| {
         let text = leak.to_string();
@@ -180,7 +198,7 @@ async fn leftovers(sweep: bool, format: Format) -> Result<u8> {
     }));
     if format == Format::Json {
         for leftover in &found {
-            output::line(serde_json::to_string(leftover)?)?;
+            output::emit(&output::json_line(leftover)?)?;
         }
     } else {
         let lines = found.iter().map(|l| format!("{}: {} {}\n", l.place, l.kind, l.what));

@@ -1,13 +1,13 @@
-//! `dayfly exec`: a program in a VM that runs.
+//! `dayfly exec`: runs a program in a running VM.
 
 use super::options::ExecArgs;
-use crate::{connect, session};
+use crate::{connect, output, session};
 use anyhow::Result;
 
 /// Arguments of `dayfly exec`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Let the program run on; its output goes to the VM's console (dayfly logs)
+    /// Leave the program running and print its number; dayfly logs VM NUMBER shows its output
     #[arg(short, long, conflicts_with_all = ["interactive", "tty"])]
     detach: bool,
     #[command(flatten)]
@@ -15,7 +15,12 @@ pub struct Args {
     /// The VM, by id or name
     vm: String,
     /// The program and its arguments
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true, value_name = "PROGRAM")]
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        required = true,
+        value_name = "PROGRAM"
+    )]
     argv: Vec<String>,
 }
 
@@ -23,6 +28,10 @@ impl Args {
     pub async fn run(self) -> Result<u8> {
         let spec = self.exec.spec(self.argv, self.detach)?;
         let running = connect::client().await?.exec(&self.vm, &spec).await?;
-        if self.detach { Ok(0) } else { session::attach(running, self.exec.attach()).await }
+        if self.detach {
+            output::line(running.pid).map(|()| 0)
+        } else {
+            session::attach(running, self.exec.attach()).await
+        }
     }
 }

@@ -1,31 +1,34 @@
-//! `dayfly fork`: clones of a VM that runs.
+//! `dayfly fork`: clones a running VM.
 
 use super::options::label;
 use crate::progress::Steps;
 use crate::{connect, output};
 use anyhow::Result;
 use dayfly_api::types::ForkRequest;
-use dayfly_units::Name;
+use dayfly_units::{Name, VmName};
 
 /// Arguments of `dayfly fork`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Name and hostname of the clone; its id where there is none
+    /// Name and hostname of the clone [default: its id]
     #[arg(long)]
-    name: Option<Name>,
-    /// Make as many at once, all or none; they share what the VM has written [default: 1, with --as 0]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096), conflicts_with = "name")]
+    name: Option<VmName>,
+    /// Create N clones at once, all or none; they share what the VM has written [default: 1, with
+    /// --as 0]
+    #[arg(long, value_name = "N", conflicts_with = "name",
+        value_parser = clap::value_parser!(u32).range(1..=4096))]
     count: Option<u32>,
-    /// Make a snapshot of this instant, which can be cloned at once and is stored meanwhile
+    /// Make a snapshot of this instant too; it can be cloned at once and is stored meanwhile
     #[arg(long = "as", value_name = "SNAPSHOT")]
     template: Option<Name>,
-    /// Label it NAME=VALUE; may be repeated
+    /// Add the label NAME=VALUE; may be repeated
     #[arg(short, long, value_parser = label)]
     label: Vec<(String, String)>,
-    /// So many clones of itself, at one time, each clone's guest may ask for (/run/dayfly/dayfly-fork)
+    /// Let root in each clone make up to N clones of that clone (/run/dayfly/dayfly-fork); a clone
+    /// that has ended counts until it is removed
     #[arg(long, value_name = "N", default_value_t = 0)]
     forks: u32,
-    /// The VM, by id or name; it goes on
+    /// The VM, by id or name; it keeps running
     vm: String,
 }
 

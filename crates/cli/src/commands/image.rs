@@ -1,4 +1,4 @@
-//! `dayfly image`: root disks.
+//! `dayfly image`: manages root disks.
 
 use super::signals::each;
 use crate::output::{self, ListArgs, ago};
@@ -11,7 +11,7 @@ use dayfly_units::{Bytes, Name};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Arguments of `dayfly image`.
+/// Subcommands of `dayfly image`.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Build a root disk; prints its name
@@ -20,12 +20,12 @@ pub enum Command {
     Ls(ListArgs),
     /// Show an image as JSON
     Inspect {
-        /// The image
+        /// Name of the image
         name: Name,
     },
     /// Remove images that nothing uses
     Rm {
-        /// The images
+        /// Names of the images
         #[arg(required = true)]
         names: Vec<Name>,
     },
@@ -35,28 +35,28 @@ pub enum Command {
 #[derive(Debug, clap::Args)]
 #[command(group(clap::ArgGroup::new("origin").required(true).args(["from", "debian"])))]
 pub struct Build {
-    /// A folder, what `docker save` wrote, or an OCI layout
+    /// A folder, an archive of `docker save`, or an OCI layout
     #[arg(long, value_name = "PATH")]
     from: Option<PathBuf>,
     /// Bootstrap this Debian release, such as bookworm (with mmdebstrap)
     #[arg(long, value_name = "SUITE")]
     debian: Option<String>,
-    /// Debian packages besides the essential ones
+    /// Debian packages in addition to the essential ones
     #[arg(long, value_delimiter = ',', conflicts_with = "from", value_name = "PACKAGE,…")]
     include: Vec<String>,
-    /// Which image of an archive or layout that holds several
+    /// Image to take from an archive or layout that holds several
     #[arg(long, conflicts_with = "debian", value_name = "TAG")]
     image: Option<String>,
-    /// Bootstrap anew although the cache has it
+    /// Bootstrap again although the cache has the result
     #[arg(long, conflicts_with = "from")]
     refresh: bool,
-    /// Size of the disk; it is sparse [default: twice the content, at least 2G]
+    /// Size of the sparse disk [default: twice the content, at least 2G]
     #[arg(long, conflicts_with = "free")]
     size: Option<Bytes>,
-    /// Size of the disk: the content and this much
+    /// Free space of the disk in addition to the content
     #[arg(long)]
     free: Option<Bytes>,
-    /// Name of the image
+    /// Name of the new image
     name: Name,
 }
 
@@ -65,8 +65,12 @@ impl Command {
         match self {
             Self::Build(args) => args.run().await.map(|()| 0),
             Self::Ls(list) => ls(list).await.map(|()| 0),
-            Self::Inspect { name } => output::json(&connect::client().await?.image(&name).await?).map(|()| 0),
-            Self::Rm { names } => each(&names, async |client, name| client.remove_image(name).await).await,
+            Self::Inspect { name } => {
+                output::json(&connect::client().await?.image(&name).await?).map(|()| 0)
+            }
+            Self::Rm { names } => {
+                each(&names, async |client, name| client.remove_image(name).await).await
+            }
         }
     }
 }
@@ -86,9 +90,12 @@ impl Build {
             (None, None) => Size::Auto,
         };
         let client = connect::client().await?;
-        // Better to know before a long build than after it.
+        // The name is checked before the build, because a build takes long.
         if client.image(&self.name).await.is_ok() {
-            bail!("image {}: there is one of this name; `dayfly image rm {0}` removes it", self.name);
+            bail!(
+                "image {}: there is one of this name; `dayfly image rm {0}` removes it",
+                self.name
+            );
         }
         let steps = Arc::new(Steps::new());
         let options = BuildOptions { size, ..BuildOptions::default() };

@@ -1,4 +1,4 @@
-//! `dayfly inspect`: everything about one thing.
+//! `dayfly inspect`: shows everything about one VM, snapshot or image.
 
 use crate::{connect, output};
 use anyhow::{Result, bail};
@@ -9,10 +9,10 @@ use dayfly_units::Name;
 /// Arguments of `dayfly inspect`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Only the phases of a VM's start, as a table
+    /// Show only the phases of a VM's start, as a table
     #[arg(long)]
     timeline: bool,
-    /// A VM by id or name, or a snapshot, or an image (looked for in this order)
+    /// A VM by id or name, else a snapshot, else an image
     name: String,
 }
 
@@ -39,13 +39,14 @@ impl Args {
             }
         }
         bail!(
-            "{}: no VM, snapshot or image of this name; see `dayfly ps -a`, `dayfly snapshots`, `dayfly image ls`",
+            "{}: no VM, snapshot or image of this name; see `dayfly ps -a`, `dayfly snapshots`, \
+             `dayfly image ls`",
             self.name
         )
     }
 }
 
-/// When each phase was done since the request, and how long it took.
+/// A table of the phases: the time since the request at each phase's end, and its duration.
 fn timeline(phases: &[(String, u64)]) -> String {
     let ms = |us: u64| format!("{}.{:03}", us / 1000, us % 1000);
     let mut before = 0;

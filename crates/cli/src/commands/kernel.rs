@@ -1,4 +1,4 @@
-//! `dayfly kernel`: what guests boot.
+//! `dayfly kernel`: manages guest kernels.
 
 use super::signals::each;
 use crate::output::{self, ListArgs, ago};
@@ -9,30 +9,30 @@ use clap::Subcommand;
 use dayfly_units::Name;
 use std::path::PathBuf;
 
-/// Arguments of `dayfly kernel`.
+/// Subcommands of `dayfly kernel`.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Fetch a cloud kernel of Debian and give it dayfly's agent; prints its name
+    /// Fetch a cloud kernel of Debian and add dayfly's agent; prints its name
     Fetch {
         /// Version, such as 6.12 or 6.1
         version: String,
-        /// Its name here [default: the version]
+        /// Name of the stored kernel [default: the version]
         #[arg(long)]
         name: Option<Name>,
     },
-    /// Add a kernel of your own; prints its name
+    /// Add another kernel; prints its name
     Add {
         /// An unpacked linux-image package, or a vmlinux or vmlinuz that has everything built in
         #[arg(long, value_name = "PATH")]
         from: PathBuf,
-        /// Its name here
+        /// Name of the stored kernel
         name: Name,
     },
     /// List kernels
     Ls(ListArgs),
     /// Remove kernels that nothing uses
     Rm {
-        /// The kernels
+        /// Names of the kernels
         #[arg(required = true)]
         names: Vec<Name>,
     },
@@ -55,7 +55,9 @@ impl Command {
                 output::line(kernel.name).map(|()| 0)
             }
             Self::Ls(list) => ls(list).await.map(|()| 0),
-            Self::Rm { names } => each(&names, async |client, name| client.remove_kernel(name).await).await,
+            Self::Rm { names } => {
+                each(&names, async |client, name| client.remove_kernel(name).await).await
+            }
         }
     }
 }

@@ -1,25 +1,67 @@
-//! `dayfly logs`: the console.
+//! `dayfly logs`: shows the console, or the output of a detached program.
 
+use crate::connect;
+use crate::terminal_text::Stranger;
 use anyhow::{Context, Result};
-use std::io::Write;
+use dayfly_api::client::ByteStream;
+
+/// Exit code of a program that SIGINT ends: 128 plus its number.
+const INTERRUPTED: i32 = 128 + 2;
 
 /// Arguments of `dayfly logs`.
 #[derive(Debug, clap::Args)]
+#[command(
+    after_help = "The newest output is kept: 2 to 4 MiB of a console, and 256 KiB of each of 32 \
+                  detached programs of a VM.\n\
+                  A terminal gets text and colours; other control characters are shown, not \
+                  obeyed. A pipe or a file gets the bytes as they are."
+)]
 pub struct Args {
-    /// Go on until the VM ends
+    /// Follow the output until the VM ends, or until no process can write to it any more
     #[arg(short, long)]
     follow: bool,
+    /// Pass the output to the terminal unfiltered, control sequences included
+    #[arg(long)]
+    raw: bool,
     /// The VM, by id or name
     vm: String,
+    /// A detached program, by the number that dayfly exec -d printed [default: the console]
+    program: Option<u32>,
 }
 
 impl Args {
     pub async fn run(self) -> Result<()> {
-        let mut log = crate::connect::client().await?.logs(&self.vm, self.follow).await?;
-        let mut out = std::io::stdout();
-        while let Some(bytes) = log.next().await? {
-            out.write_all(&bytes).and_then(|()| out.flush()).context("standard output")?;
+        let client = connect::client().await?;
+        let log = match self.program {
+            None => client.logs(&self.vm, self.follow).await?,
+            Some(program) => client.program_log(&self.vm, program, self.follow).await?,
+        };
+        let mut out = Stranger::new(std::io::stdout(), self.raw);
+        // While standard output takes nothing, `copy` blocks and the first signal is not noticed.
+        tokio::spawn(async {
+            for _ in 0..2 {
+                if tokio::signal::ctrl_c().await.is_err() {
+                    return;
+                }
+            }
+            std::process::exit(INTERRUPTED);
+        });
+        let ended = tokio::select! {
+            copied = copy(log, &mut out) => Ok(copied),
+            Ok(()) = tokio::signal::ctrl_c() => Err(()),
+        };
+        // A colour that is still on must be reset, whatever the end was.
+        out.end().context("standard output")?;
+        match ended {
+            Ok(copied) => copied,
+            Err(()) => std::process::exit(INTERRUPTED),
         }
-        Ok(())
     }
+}
+
+async fn copy(mut log: ByteStream, out: &mut Stranger<std::io::Stdout>) -> Result<()> {
+    while let Some(bytes) = log.next().await? {
+        out.write(&bytes).context("standard output")?;
+    }
+    Ok(())
 }

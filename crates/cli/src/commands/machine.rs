@@ -1,4 +1,4 @@
-//! `dayfly machine`: the host under QEMU.
+//! `dayfly machine`: manages the Linux host under QEMU.
 
 use crate::connect::{machine_options, start_machine};
 use crate::home::home;
@@ -7,7 +7,8 @@ use crate::progress::Steps;
 use anyhow::{Context, Result};
 use clap::Subcommand;
 use dayfly_machine::{
-    ExecSpec, Exit, Input, Machine, RawTerminal, Root, State, Stopped, supervisor_main, window_size,
+    ExecSpec, Exit, Input, Machine, RawTerminal, Root, Share, State, Stopped, supervisor_main,
+    window_size,
 };
 use dayfly_units::Bytes;
 use std::io::{IsTerminal, stderr, stdin, stdout};
@@ -16,50 +17,61 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// How long the machine may take to unmount its disk.
+/// Time for the machine to unmount its disk before it is killed.
 const STOP: Duration = Duration::from_secs(20);
 
-/// Arguments of `dayfly machine`.
+/// Subcommands of `dayfly machine`.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Make the machine, or change what it is made of; its disk stays
+    /// Make the machine, or change its options; its disk stays
     Init {
-        /// Virtual CPUs
+        /// Number of virtual CPUs
         #[arg(long)]
         cpus: Option<u32>,
-        /// Memory; this host gives only what the machine touches
+        /// Memory; this host only provides what the machine touches
         #[arg(short, long, default_value = "4G")]
         memory: Bytes,
-        /// Length of the sparse disk, fixed when it is first made
+        /// Length of the sparse disk, fixed when the disk is made
         #[arg(long, default_value = "64G")]
         disk: Bytes,
+        /// Show the folder PATH of this host at /shares/NAME in the machine; may be repeated.
+        /// Read-only unless :rw is added. Without this option the machine sees no file of this host
+        #[arg(long = "share", value_name = "NAME=PATH[:ro|:rw]")]
+        shares: Vec<Share>,
     },
-    /// Start the machine; restarts it when dayfly's programs have changed
+    /// Start the machine; restarts it if dayfly's programs have changed
     Start,
     /// Stop the machine, and every VM in it
     Stop,
-    /// Show whether it runs, as JSON
+    /// Show the machine's status, as JSON; exit code 3 if it does not run
     Status,
-    /// Remove the machine with its disk: images, kernels and snapshots
+    /// Remove the machine with its disk, and so all images, kernels and snapshots
     Rm,
     /// Run a program in the machine
     Exec {
-        /// With this host's files instead of the machine's
+        /// Use the shared folders at their paths on this host (machine init --share), instead of
+        /// the machine's files
         #[arg(long)]
         host: bool,
         /// The program and its arguments
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true, value_name = "PROGRAM")]
+        #[arg(
+            trailing_var_arg = true,
+            allow_hyphen_values = true,
+            required = true,
+            value_name = "PROGRAM"
+        )]
         argv: Vec<String>,
     },
-    /// A shell in the machine
+    /// Run a shell in the machine
     Shell {
-        /// With this host's files instead of the machine's
+        /// Use the shared folders at their paths on this host (machine init --share), instead of
+        /// the machine's files
         #[arg(long)]
         host: bool,
     },
 }
 
-/// Arguments of the hidden command that the machine starts itself with.
+/// Arguments of the hidden command by which the machine starts its supervisor.
 #[derive(Debug, clap::Args)]
 pub struct Supervise {
     orders: String,
@@ -73,7 +85,7 @@ impl Supervise {
 
 impl Command {
     pub async fn run(self) -> Result<u8> {
-        // The library blocks; nothing else is to be done meanwhile.
+        // The library blocks, so it runs in a blocking task.
         tokio::task::spawn_blocking(move || self.run_blocking()).await?
     }
 
@@ -82,11 +94,12 @@ impl Command {
         let steps = Steps::new();
         let progress = &mut |text: &str| steps.begin(text);
         match self {
-            Self::Init { cpus, memory, disk } => {
+            Self::Init { cpus, memory, disk, shares } => {
                 let mut options = machine_options(&steps)?;
                 options.cpus = cpus.unwrap_or(options.cpus);
                 options.memory_mib = memory.0 >> 20;
                 options.disk_bytes = disk.0;
+                options.shares = shares;
                 let machine = Machine::init(&home, &options, progress)?;
                 steps.end();
                 output::line(machine.folder().display())?;
@@ -98,12 +111,14 @@ impl Command {
             Self::Stop => match Machine::open(&home)?.stop(STOP, progress)? {
                 Stopped::WasStopped => steps.say("dayfly: the machine did not run"),
                 Stopped::Clean => {}
-                Stopped::Killed => steps.say("dayfly: the machine did not end in time and was killed"),
+                Stopped::Killed => {
+                    steps.say("dayfly: the machine did not end in time and was killed")
+                }
             },
             Self::Status => {
                 let status = Machine::open(&home)?.status()?;
                 output::json(&status)?;
-                // As systemctl does: 3, it does not run.
+                // As in systemctl, exit code 3 means that it does not run.
                 return Ok(if status.state == State::Running { 0 } else { 3 });
             }
             Self::Rm => Machine::open(&home)?.rm(progress)?,
@@ -122,7 +137,8 @@ impl Command {
     }
 }
 
-/// The machine, started if it does not run. One that runs is taken as it is, whatever it carries: its VMs would end with it.
+/// The machine, started if it does not run. A running machine is not restarted even if its programs
+/// have changed, because its VMs would end with it.
 fn running(home: &Path, steps: &Steps) -> Result<Machine> {
     if let Ok(machine) = Machine::open(home)
         && machine.status().is_ok_and(|status| status.state == State::Running)

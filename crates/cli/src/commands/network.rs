@@ -1,32 +1,40 @@
-//! What a VM has of the network, as options.
+//! Options for a VM's network access.
 
 use dayfly_api::types::{NetworkRequest, Publish};
-use dayfly_units::Bytes;
+use dayfly_units::{Bytes, Name};
 use std::net::IpAddr;
 
-/// Options of commands that make VMs.
+/// Network options of the commands that create VMs.
 #[derive(Debug, Clone, clap::Args)]
 pub struct NetworkArgs {
-    /// Reach a port of the VM at one of the host: [ADDRESS:]HOSTPORT:PORT; may be repeated
+    /// Publish a port of the VM at a port of the host: [ADDRESS:]HOSTPORT:PORT; may be repeated.
+    /// ADDRESS is 127.0.0.1 by default; 0.0.0.0 means all IPv4 addresses
     #[arg(short, long, value_name = "PORTS", value_parser = publish)]
     publish: Vec<Publish>,
-    /// default, or none: no address, and whatever it sends is lost
-    #[arg(long, value_parser = ["default", "none"], default_value = "default", hide_possible_values = true)]
-    network: String,
-    /// Bytes a second that it may send, such as 10M
+    /// Join the network NAME, whose VMs reach each other by address and by name. Without this
+    /// option the VM reaches the internet and no other VM; with `none` it has no address
+    #[arg(long, value_name = "NAME", default_value = "default", hide_default_value = true)]
+    network: Name,
+    /// Block the internet: the VM reaches only the VMs of its --network
+    #[arg(long)]
+    closed: bool,
+    /// Limit for sending, in bytes per second, such as 10M
     #[arg(long, value_name = "BYTES")]
     send_rate: Option<Bytes>,
-    /// Bytes a second that it may receive
+    /// Limit for receiving, in bytes per second
     #[arg(long, value_name = "BYTES")]
     receive_rate: Option<Bytes>,
 }
 
 impl NetworkArgs {
-    /// What is asked for.
+    /// The options as a part of the API request.
     #[must_use]
     pub fn request(self) -> NetworkRequest {
+        let named = !matches!(self.network.as_str(), "default" | "none");
         NetworkRequest {
-            none: self.network == "none",
+            none: self.network.as_str() == "none",
+            closed: self.closed,
+            network: named.then_some(self.network),
             publish: self.publish,
             sends_bytes_per_second: self.send_rate.map(|rate| rate.0),
             receives_bytes_per_second: self.receive_rate.map(|rate| rate.0),
@@ -34,12 +42,14 @@ impl NetworkArgs {
     }
 }
 
-/// `8080:80`, `127.0.0.1:8080:80`, `[::1]:8080:80`, each with `/tcp` or without.
+/// Parses `8080:80`, `127.0.0.1:8080:80` or `[::1]:8080:80`, each with or without `/tcp`.
 fn publish(text: &str) -> Result<Publish, String> {
     let wrong = || format!("expected [ADDRESS:]HOSTPORT:PORT, such as 8080:80, got {text:?}");
     let ports = match text.rsplit_once('/') {
         Some((ports, "tcp")) => ports,
-        Some((_, other)) => return Err(format!("expected tcp, got {other:?}: nothing else is published")),
+        Some((_, other)) => {
+            return Err(format!("expected tcp, got {other:?}: nothing else is published"));
+        }
         None => text,
     };
     let port = |text: &str| text.parse::<u16>().ok().filter(|port| *port > 0).ok_or_else(wrong);
@@ -52,13 +62,13 @@ fn publish(text: &str) -> Result<Publish, String> {
     Ok(Publish { host, host_port: port(host_port)?, guest_port: port(guest)? })
 }
 
-/// As `publish` reads it.
+/// Formats a published port for a table: `HOST:PORT->PORT`.
 #[must_use]
 pub fn shown(port: &Publish) -> String {
     match port.host {
         Some(IpAddr::V6(host)) => format!("[{host}]:{}->{}", port.host_port, port.guest_port),
         Some(host) => format!("{host}:{}->{}", port.host_port, port.guest_port),
-        None => format!("{}->{}", port.host_port, port.guest_port),
+        None => format!("127.0.0.1:{}->{}", port.host_port, port.guest_port),
     }
 }
 
@@ -69,10 +79,21 @@ mod tests {
     #[test]
     fn ports_are_read_and_shown() {
         let shown = |text| publish(text).map(|port| shown(&port));
-        assert_eq!(shown("8080:80").unwrap(), "8080->80");
+        assert_eq!(shown("8080:80").unwrap(), "127.0.0.1:8080->80");
         assert_eq!(shown("127.0.0.1:8080:80/tcp").unwrap(), "127.0.0.1:8080->80");
         assert_eq!(shown("[::1]:8080:80").unwrap(), "[::1]:8080->80");
-        for bad in ["", "80", ":80", "80:", "0:80", "80:0", "x:80:80", "8080:80/udp", "65536:80", "1:2:3:4"] {
+        for bad in [
+            "",
+            "80",
+            ":80",
+            "80:",
+            "0:80",
+            "80:0",
+            "x:80:80",
+            "8080:80/udp",
+            "65536:80",
+            "1:2:3:4",
+        ] {
             assert!(publish(bad).is_err(), "{bad:?}");
         }
     }

@@ -6,27 +6,27 @@ use dayfly_units::{Bytes, Name};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// The size that a program's terminal has when ours has none.
+/// Size of a program's terminal if this process has no terminal.
 const DEFAULT_SIZE: WindowSize = WindowSize { rows: 24, cols: 80 };
 
-/// The machine that a cold boot gets.
+/// The parameters of a cold boot.
 #[derive(Debug, Clone, Args)]
 pub struct Shape {
     /// RAM, such as 256M or 2G
     #[arg(short, long, default_value = "256M")]
     pub memory: Bytes,
-    /// vCPUs, 1 to 16
+    /// Number of vCPUs, 1 to 16
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub cpus: u8,
-    /// Guest kernel (dayfly kernel ls); fetched when it is a known one and not there
+    /// Guest kernel (dayfly kernel ls); a known kernel is fetched if it is not stored
     #[arg(long)]
     pub kernel: Option<Name>,
-    /// Hand over to this init of the image instead of dayfly's own
+    /// Run this init of the image instead of dayfly's own
     #[arg(long, value_name = "PATH")]
     pub init: Option<String>,
 }
 
-/// How a program is run.
+/// Options for running a program.
 #[derive(Debug, Clone, Args)]
 pub struct ExecArgs {
     /// Keep standard input open
@@ -35,25 +35,29 @@ pub struct ExecArgs {
     /// Give the program a terminal
     #[arg(short, long)]
     pub tty: bool,
-    /// Set a variable; without =VALUE, hand on our own
+    /// Set a variable; without =VALUE, pass on this process's value
     #[arg(short, long, value_name = "NAME[=VALUE]")]
     pub env: Vec<String>,
     /// Folder in the VM to start in
     #[arg(short, long, value_name = "DIR")]
     pub workdir: Option<String>,
-    /// name, uid, name:group or uid:gid
+    /// User to run as: name, uid, name:group or uid:gid
     #[arg(short, long)]
     pub user: Option<String>,
-    /// Kill the program after so long: 500ms, 30s, 5m, 1h
+    /// Pass the program's output to the terminal unfiltered, control sequences included; -t implies
+    /// this
+    #[arg(long)]
+    pub raw: bool,
+    /// Kill the program after this time, such as 500ms, 30s, 5m or 1h
     #[arg(long, value_parser = duration)]
     pub timeout: Option<Duration>,
 }
 
 impl ExecArgs {
-    /// What the agent is asked to run.
+    /// Makes the agent's request from the options.
     ///
     /// # Errors
-    /// When `-it` is asked for and standard input is no terminal.
+    /// If `-it` is given and standard input is no terminal.
     pub fn spec(&self, argv: Vec<String>, detach: bool) -> anyhow::Result<ExecSpec> {
         if self.tty && self.interactive && !rustix::termios::isatty(rustix::stdio::stdin()) {
             anyhow::bail!(
@@ -72,21 +76,28 @@ impl ExecArgs {
         })
     }
 
-    /// How the user is connected to it.
+    /// How this process is attached to the program.
     #[must_use]
     pub fn attach(&self) -> crate::session::Attach {
-        crate::session::Attach { stdin: self.interactive, terminal: self.tty }
+        crate::session::Attach {
+            stdin: self.interactive,
+            terminal: self.tty,
+            raw: self.raw || self.tty,
+        }
     }
 }
 
-/// The program that a text for the shell, or else an argument list, comes to.
+/// The program of a text for `sh`, or else of an argument list. `None` if neither is given.
 pub fn program(text: Option<String>, argv: Vec<String>) -> Option<ExecSpec> {
     let argv = text.map_or(argv, |text| vec!["/bin/sh".into(), "-c".into(), text]);
     (!argv.is_empty()).then(|| ExecSpec { argv, ..ExecSpec::default() })
 }
 
-/// Docker's `-e`: `NAME=VALUE`, or `NAME` for our own value where we have one.
-fn environment(given: &[String], ours: impl Fn(&str) -> Option<String>) -> BTreeMap<String, String> {
+/// Docker's `-e`: `NAME=VALUE`, or `NAME` for this process's value, if it has one.
+fn environment(
+    given: &[String],
+    ours: impl Fn(&str) -> Option<String>,
+) -> BTreeMap<String, String> {
     given
         .iter()
         .filter_map(|text| match text.split_once('=') {
@@ -96,7 +107,7 @@ fn environment(given: &[String], ours: impl Fn(&str) -> Option<String>) -> BTree
         .collect()
 }
 
-/// `500ms`, `30s`, `5m`, `1h`, or a number of seconds.
+/// Parses `500ms`, `30s`, `5m`, `1h`, or a number of seconds.
 fn duration(text: &str) -> Result<Duration, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let bad = || format!("{text:?}: expected a whole number and ms, s, m or h, such as 30s");
@@ -111,7 +122,7 @@ fn duration(text: &str) -> Result<Duration, String> {
     number.checked_mul(unit_ms).filter(|ms| *ms > 0).map(Duration::from_millis).ok_or_else(bad)
 }
 
-/// `NAME=VALUE` of a label.
+/// Parses a label `NAME=VALUE`.
 pub fn label(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
@@ -128,7 +139,9 @@ mod tests {
         assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(duration("30"), Ok(Duration::from_secs(30)));
         assert_eq!(duration("5m"), Ok(Duration::from_secs(300)));
-        for bad in ["", "s", "-1s", "1.5s", "3 d", "0s", "99999999999999999999h", "9999999999999999h"] {
+        for bad in
+            ["", "s", "-1s", "1.5s", "3 d", "0s", "99999999999999999999h", "9999999999999999h"]
+        {
             assert!(duration(bad).is_err(), "{bad:?}");
         }
     }

@@ -1,4 +1,4 @@
-//! `dayfly ps`: the VMs.
+//! `dayfly ps`: lists the VMs.
 
 use super::network;
 use crate::output::{self, ListArgs, ago};
@@ -9,7 +9,7 @@ use dayfly_units::Bytes;
 /// Arguments of `dayfly ps`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Also those that ended
+    /// List VMs that have ended too
     #[arg(short, long)]
     all: bool,
     #[command(flatten)]
@@ -19,8 +19,10 @@ pub struct Args {
 impl Args {
     pub async fn run(self) -> Result<()> {
         let vms = crate::connect::client().await?.vms(self.all).await?;
-        let header =
-            ["VM ID", "NAME", "STATE", "FROM", "KERNEL", "CPUS", "MEMORY", "ADDRESS", "PORTS", "CREATED"];
+        let header = [
+            "VM ID", "NAME", "STATE", "FROM", "KERNEL", "CPUS", "MEMORY", "ADDRESS", "PORTS",
+            "CREATED",
+        ];
         output::list(
             self.list,
             &vms,
@@ -36,7 +38,9 @@ impl Args {
                     vm.kernel.to_string(),
                     vm.vcpus.to_string(),
                     Bytes(vm.memory_bytes).to_string(),
-                    vm.network.as_ref().map_or_else(String::new, |network| network.address.to_string()),
+                    vm.network
+                        .as_ref()
+                        .map_or_else(String::new, |network| network.address.to_string()),
                     ports(vm),
                     ago(vm.created_unix_ms),
                 ]
@@ -45,23 +49,26 @@ impl Args {
     }
 }
 
-/// What a VM is a copy of: a VM, by its name if it is listed too, a snapshot, or an image.
+/// The origin of a VM: the VM that it was forked from (by name if that VM is listed), a snapshot,
+/// or an image.
 fn from(vm: &Vm, vms: &[Vm]) -> String {
     let Some(id) = vm.forked_from else {
         return vm.snapshot.as_ref().unwrap_or(&vm.image).to_string();
     };
-    let parent =
-        vms.iter().find(|other| other.id == id).map_or_else(|| id.to_string(), |vm| vm.name.to_string());
+    let parent = vms
+        .iter()
+        .find(|other| other.id == id)
+        .map_or_else(|| id.to_string(), |vm| vm.name.to_string());
     format!("{parent} (fork)")
 }
 
-/// What of the host leads to a VM.
+/// The published ports of a VM.
 fn ports(vm: &Vm) -> String {
     let ports = vm.network.iter().flat_map(|network| &network.published);
     ports.map(network::shown).collect::<Vec<_>>().join(", ")
 }
 
-/// What a VM does, and why it ended.
+/// The state of a VM, with the cause if it has ended.
 fn state(vm: &Vm) -> String {
     let ended = vm.exit.as_ref().map(|exit| match exit.reason {
         ExitKind::PowerOff => "powered off",

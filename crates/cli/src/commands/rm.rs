@@ -1,4 +1,4 @@
-//! `dayfly rm`: VMs go.
+//! `dayfly rm`: removes VMs.
 
 use super::signals::each;
 use anyhow::Result;
@@ -6,7 +6,7 @@ use anyhow::Result;
 /// Arguments of `dayfly rm`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Also those that run
+    /// Remove VMs that have not exited, too
     #[arg(short, long)]
     force: bool,
     /// VMs, by id or name

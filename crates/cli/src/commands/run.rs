@@ -1,20 +1,20 @@
-//! `dayfly run`: clone, run, remove.
+//! `dayfly run`: clones a snapshot, runs a program, and removes the clone.
 
 use super::network::NetworkArgs;
 use super::options::ExecArgs;
 use crate::{connect, session};
 use anyhow::Result;
 use dayfly_api::types::{CreateRequest, RunRequest, Source};
-use dayfly_units::Name;
+use dayfly_units::{Name, VmName};
 use std::collections::BTreeMap;
 
 /// Arguments of `dayfly run`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Name and hostname of the VM; its id where there is none
+    /// Name and hostname of the VM [default: its id]
     #[arg(long)]
-    name: Option<Name>,
-    /// Leave the VM running afterwards
+    name: Option<VmName>,
+    /// Keep the VM after the program ends
     #[arg(long)]
     keep: bool,
     #[command(flatten)]
@@ -24,7 +24,12 @@ pub struct Args {
     /// Snapshot to clone (dayfly snapshots)
     snapshot: Name,
     /// The program and its arguments
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true, value_name = "PROGRAM")]
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        required = true,
+        value_name = "PROGRAM"
+    )]
     argv: Vec<String>,
 }
 

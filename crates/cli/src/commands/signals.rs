@@ -1,11 +1,11 @@
-//! `dayfly pause`, `unpause`, `kill`: one word to several VMs.
+//! `dayfly pause`, `unpause`, `kill`: one operation on several VMs.
 
 use crate::{connect, failure, output};
 use anyhow::Result;
 use dayfly_api::client::{Client, ClientError};
 use futures::{StreamExt, stream};
 
-/// To how many at once.
+/// Number of operations that run at a time.
 const AT_ONCE: usize = 64;
 
 /// Arguments of `dayfly pause`.
@@ -50,14 +50,15 @@ impl Kill {
     }
 }
 
-/// Does one thing to every VM; prints those where it was done, says why where not, and fails if any did.
+/// Runs `action` for every name. Prints the names for which it succeeded, and the errors of the
+/// others. Returns the exit code: 0, or that of the last error.
 pub(super) async fn each<N: std::fmt::Display>(
     names: &[N],
     action: impl AsyncFn(&Client, &N) -> Result<(), ClientError>,
 ) -> Result<u8> {
     let client = connect::client().await?;
     let mut code = 0;
-    // Side by side, told in the order of the names.
+    // The actions run in parallel; the results are printed in the order of the names.
     let done = names.iter().map(|name| {
         let (client, action) = (&client, &action);
         async move { (name, action(client, name).await) }

@@ -1,4 +1,4 @@
-//! `dayfly snapshot`: what a VM is now, to clone from.
+//! `dayfly snapshot`: makes a snapshot of a VM.
 
 use crate::progress::Steps;
 use crate::{artefacts, connect, output};
@@ -9,9 +9,9 @@ use dayfly_units::Name;
 /// Arguments of `dayfly snapshot`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The VM, by id or name; it goes on afterwards
+    /// The VM, by id or name; it keeps running afterwards
     vm: String,
-    /// Name of the snapshot
+    /// Name of the new snapshot
     #[arg(short = 't', long = "tag", value_name = "NAME")]
     name: Name,
 }

@@ -1,4 +1,5 @@
-//! `dayfly snapshots`, with `ls`, `inspect` and `rm` under it as for images.
+//! `dayfly snapshots`: lists snapshots. The subcommands `ls`, `inspect` and `rm` work as for
+//! images.
 
 use super::signals::each;
 use crate::connect;
@@ -26,12 +27,12 @@ enum Command {
     Ls(ListArgs),
     /// Show a snapshot as JSON
     Inspect {
-        /// The snapshot
+        /// Name of the snapshot
         name: Name,
     },
     /// Remove snapshots that nothing uses
     Rm {
-        /// The snapshots
+        /// Names of the snapshots
         #[arg(required = true)]
         names: Vec<Name>,
     },
@@ -52,7 +53,7 @@ impl Args {
     }
 }
 
-/// A snapshot, and what it takes of the store.
+/// A snapshot with its use of the store.
 #[derive(Debug, Serialize)]
 struct Shown {
     #[serde(flatten)]
@@ -60,7 +61,7 @@ struct Shown {
     store: Option<SnapshotUse>,
 }
 
-/// Writes a snapshot as JSON.
+/// Prints a snapshot as JSON.
 pub(super) async fn show(client: &Client, snapshot: Snapshot) -> Result<()> {
     let usage = client.store_usage().await?;
     let store = usage.snapshots.into_iter().find(|used| used.name == snapshot.name);
@@ -70,8 +71,8 @@ pub(super) async fn show(client: &Client, snapshot: Snapshot) -> Result<()> {
 async fn ls(list: ListArgs) -> Result<()> {
     let snapshots = connect::client().await?.snapshots().await?;
     let header = [
-        "NAME", "IMAGE", "KERNEL", "PARENT", "CPUS", "MEMORY", "STORED", "LAYERS", "RESIDENT", "SHARED",
-        "CREATED",
+        "NAME", "IMAGE", "KERNEL", "PARENT", "CPUS", "MEMORY", "STORED", "LAYERS", "RESIDENT",
+        "SHARED", "CREATED",
     ];
     output::list(
         list,
@@ -86,7 +87,7 @@ async fn ls(list: ListArgs) -> Result<()> {
                 s.parent.as_ref().map_or("-".into(), Name::to_string),
                 s.vcpus.to_string(),
                 Bytes(s.memory_bytes).to_string(),
-                if s.forming {
+                if s.pending {
                     "soon".to_owned()
                 } else {
                     Bytes(s.memory_stored_bytes.saturating_add(s.layers_stored_bytes)).to_string()

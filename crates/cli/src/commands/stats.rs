@@ -1,4 +1,4 @@
-//! `dayfly stats`: what VMs hold of their memory.
+//! `dayfly stats`: shows the memory use of VMs.
 
 use crate::connect;
 use crate::output::{self, Format, FormatArgs};
@@ -10,7 +10,7 @@ use dayfly_units::Bytes;
 /// Arguments of `dayfly stats`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// A VM by id or name, shown by colour [default: all that run]
+    /// A VM by id or name, shown by colour [default: all running VMs]
     vm: Option<String>,
     #[command(flatten)]
     format: FormatArgs,
@@ -30,7 +30,7 @@ impl Args {
         for vm in client.vms(false).await? {
             match client.footprint(&vm.id.to_string()).await {
                 Ok(footprint) => all.push(footprint),
-                // It has ended meanwhile.
+                // The VM has ended meanwhile.
                 Err(e) if ended(&e) => {}
                 Err(e) => return Err(e.into()),
             }
@@ -81,7 +81,8 @@ fn by_colour(of: &Footprint) -> String {
         ]
     };
     let any = |held: &&ColourHeld| held.own_bytes + held.shared_bytes + held.zero_bytes > 0;
-    let mut rows: Vec<_> = of.colours.iter().filter(any).map(|held| row(&held.colour, held)).collect();
+    let mut rows: Vec<_> =
+        of.colours.iter().filter(any).map(|held| row(&held.colour, held)).collect();
     rows.push(row("all", &of.total()));
     output::table(["COLOUR", "OWN", "OF MEMORY", "SHARED", "ZERO"], rows)
 }
@@ -98,8 +99,11 @@ mod tests {
             shared_bytes,
             zero_bytes,
         };
-        let colours =
-            vec![held("kernel data", 3 << 20, 1 << 20, 0), held("free", 0, 0, 4096), held("user", 0, 0, 0)];
+        let colours = vec![
+            held("kernel data", 3 << 20, 1 << 20, 0),
+            held("free", 0, 0, 4096),
+            held("user", 0, 0, 0),
+        ];
         let of = Footprint {
             id: "0123456789ab".parse().unwrap(),
             name: "web".parse().unwrap(),
@@ -107,12 +111,16 @@ mod tests {
             colours,
         };
         let text = by_colour(&of);
-        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        let lines: Vec<Vec<&str>> =
+            text.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(lines.len(), 4, "{text}");
         assert_eq!(lines[1], ["kernel", "data", "3.0", "MiB", "1.1", "%", "1.0", "MiB", "-"]);
         assert_eq!(lines[2], ["free", "-", "0.0", "%", "-", "4.0", "KiB"]);
         assert_eq!(lines[3][0], "all");
         let text = by_vm(&[of]);
-        assert!(text.contains("web") && text.contains("1.1 %") && text.contains("256.0 MiB"), "{text}");
+        assert!(
+            text.contains("web") && text.contains("1.1 %") && text.contains("256.0 MiB"),
+            "{text}"
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! `dayfly store`: what the daemon keeps on disk, whether it is sound, and room.
+//! `dayfly store`: shows, verifies and cleans what the daemon keeps on disk.
 
 use crate::output::{self, Format, FormatArgs};
 use crate::progress::Steps;
@@ -8,26 +8,27 @@ use clap::Subcommand;
 use dayfly_api::types::{
     Collected, Counted, MemoryKinds, SnapshotUse, StoreStats, StoreUsage, Verified, VerifyRequest,
 };
+use dayfly_units::text::{LONG, escaped};
 use dayfly_units::{Bytes, Name};
 use std::fmt::Write as _;
 
-/// Arguments of `dayfly store`.
+/// Subcommands of `dayfly store`.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Show how much is stored, and how well it compresses and deduplicates
     Stats(FormatArgs),
-    /// Show what each snapshot takes, and what its removal would give back
+    /// Show what each snapshot takes, and what its removal would free
     Du(FormatArgs),
-    /// Read and hash everything that is stored; exit code 1 if anything is damaged
+    /// Read and hash everything in the store; exit code 1 if anything is damaged
     Verify(Verify),
-    /// Remove what nothing needs; exit code 1 if anything was left alone because of damage
+    /// Remove unused data; exit code 1 if anything was kept because of damage
     Gc(FormatArgs),
 }
 
 /// Arguments of `dayfly store verify`.
 #[derive(Debug, clap::Args)]
 pub struct Verify {
-    /// Only these snapshots and what they stand on
+    /// Verify only these snapshots and what they depend on
     snapshots: Vec<Name>,
     #[command(flatten)]
     format: FormatArgs,
@@ -44,7 +45,7 @@ impl Command {
             Self::Du(FormatArgs { format: Format::Json }) => {
                 let usage = client.store_usage().await?;
                 warn(&usage);
-                let lines = usage.snapshots.iter().map(|used| Ok(serde_json::to_string(used)? + "\n"));
+                let lines = usage.snapshots.iter().map(output::json_line);
                 output::emit(&lines.collect::<Result<String>>()?).map(|()| 0)
             }
             Self::Du(_) => {
@@ -62,7 +63,8 @@ impl Command {
             }
             Self::Gc(args) => {
                 let steps = Steps::new();
-                let collected = artefacts::watch_collect(client.collect_store().await?, &steps).await?;
+                let collected =
+                    artefacts::watch_collect(client.collect_store().await?, &steps).await?;
                 drop(steps);
                 show(args, &collected, || collected_text(&collected))?;
                 Ok(u8::from(!collected.left_alone.is_empty()))
@@ -71,7 +73,11 @@ impl Command {
     }
 }
 
-fn show(args: FormatArgs, value: &impl serde::Serialize, text: impl FnOnce() -> String) -> Result<()> {
+fn show(
+    args: FormatArgs,
+    value: &impl serde::Serialize,
+    text: impl FnOnce() -> String,
+) -> Result<()> {
     match args.format {
         Format::Json => output::json(value),
         Format::Table => output::emit(&text()),
@@ -82,7 +88,7 @@ fn bytes(n: u64) -> String {
     Bytes(n).to_string()
 }
 
-/// `part` of `whole` in per cent; nothing of nothing.
+/// `part` of `whole` in per cent; 0 if `whole` is 0.
 fn share(part: u64, whole: u64) -> String {
     let tenths = (u128::from(part) * 1000).checked_div(u128::from(whole)).unwrap_or(0);
     format!("{}.{} %", tenths / 10, tenths % 10)
@@ -109,7 +115,10 @@ fn stats_text(stats: &StoreStats) -> String {
     let mut text = output::table(["WHAT", "COUNT", "SIZE", "ON DISK"], rows);
     let facts = [
         ["unique pages".into(), format!("{} ({})", pages.unique, bytes(pages.raw_bytes))],
-        ["compressed".into(), format!("{}, {:.2} to 1", bytes(pages.stored_bytes), stats.compression_ratio)],
+        [
+            "compressed".into(),
+            format!("{}, {:.2} to 1", bytes(pages.stored_bytes), stats.compression_ratio),
+        ],
         [
             "deduplicated".into(),
             format!("{} pages of RAM, {:.2} to 1", pages.referring_frames, stats.dedup_ratio),
@@ -150,8 +159,11 @@ fn stats_text(stats: &StoreStats) -> String {
 
 fn warn(usage: &StoreUsage) {
     for unreadable in &usage.unreadable {
-        eprintln!("dayfly: snapshot {} cannot be read: {}", unreadable.name, unreadable.message);
-        eprintln!("dayfly: see dayfly store verify; what it shares with others counts as theirs alone");
+        let why = escaped(&unreadable.message, LONG);
+        eprintln!("dayfly: snapshot {} cannot be read: {why}", unreadable.name);
+        eprintln!(
+            "dayfly: see dayfly store verify; what it shares with others counts as theirs alone"
+        );
     }
 }
 
@@ -165,7 +177,8 @@ fn usage_text(usage: &StoreUsage) -> String {
     let of = |s: &SnapshotUse| {
         row(s.name.to_string(), s.memory_bytes, s.memory, s.layers.count, s.own_stored_bytes)
     };
-    let sum = |of: fn(&SnapshotUse) -> u64| usage.snapshots.iter().map(of).fold(0, u64::saturating_add);
+    let sum =
+        |of: fn(&SnapshotUse) -> u64| usage.snapshots.iter().map(of).fold(0, u64::saturating_add);
     let kinds = MemoryKinds {
         zero_bytes: sum(|s| s.memory.zero_bytes),
         free_bytes: sum(|s| s.memory.free_bytes),
@@ -174,10 +187,20 @@ fn usage_text(usage: &StoreUsage) -> String {
         own_bytes: sum(|s| s.memory.own_bytes),
     };
     let layers = sum(|s| s.layers.count);
-    let total = row("total".into(), sum(|s| s.memory_bytes), kinds, layers, sum(|s| s.own_stored_bytes));
+    let total =
+        row("total".into(), sum(|s| s.memory_bytes), kinds, layers, sum(|s| s.own_stored_bytes));
     let rows = usage.snapshots.iter().map(of).chain((usage.snapshots.len() > 1).then_some(total));
-    let header =
-        ["SNAPSHOT", "RAM", "ZERO", "FREE", "DISK", "SHARED PAGES", "OWN PAGES", "LAYERS", "OWN STORED"];
+    let header = [
+        "SNAPSHOT",
+        "RAM",
+        "ZERO",
+        "FREE",
+        "DISK",
+        "SHARED PAGES",
+        "OWN PAGES",
+        "LAYERS",
+        "OWN STORED",
+    ];
     output::table(header, rows)
 }
 
@@ -205,7 +228,8 @@ fn verified_text(verified: &Verified) -> String {
     ];
     let counts = counts.map(|(count, what)| format!("{count} {what}")).join(", ");
     let damaged = (verified.damaged.len() as u64).saturating_add(verified.more_damaged);
-    let verdict = if damaged == 0 { "nothing is damaged".to_owned() } else { format!("{damaged} damaged") };
+    let verdict =
+        if damaged == 0 { "nothing is damaged".to_owned() } else { format!("{damaged} damaged") };
     let _ = writeln!(text, "read {counts}: {verdict}");
     text
 }
@@ -218,13 +242,18 @@ fn collected_text(collected: &Collected) -> String {
     let rows = [
         ["disk layers".into(), collected.layers.to_string(), bytes(collected.layer_bytes)],
         ["pages".into(), collected.pages.to_string(), packs],
-        ["block indexes".into(), collected.block_indexes.to_string(), bytes(collected.block_index_bytes)],
+        [
+            "block indexes".into(),
+            collected.block_indexes.to_string(),
+            bytes(collected.block_index_bytes),
+        ],
         ["staging".into(), collected.staged.to_string(), bytes(collected.staged_bytes)],
     ];
     let mut text = output::table(["REMOVED", "COUNT", "FREED"], rows);
     for left in &collected.left_alone {
         // Writing to a String cannot fail.
-        let _ = write!(text, "left alone: {}\n  {}\n  next: {}\n", left.what, left.message, left.next);
+        let _ =
+            write!(text, "left alone: {}\n  {}\n  next: {}\n", left.what, left.message, left.next);
     }
     text
 }

@@ -21,8 +21,10 @@ fn used(name: &str, own: u64) -> SnapshotUse {
 
 #[test]
 fn each_snapshot_has_a_row_and_all_have_a_total() {
-    let usage =
-        StoreUsage { snapshots: vec![used("big", 3 << 20), used("small", 1 << 20)], unreadable: Vec::new() };
+    let usage = StoreUsage {
+        snapshots: vec![used("big", 3 << 20), used("small", 1 << 20)],
+        unreadable: Vec::new(),
+    };
     let text = usage_text(&usage);
     let lines: Vec<Vec<&str>> = text
         .lines()
@@ -30,12 +32,31 @@ fn each_snapshot_has_a_row_and_all_have_a_total() {
         .collect();
     assert_eq!(lines.len(), 4, "{text}");
     let row = |name, own| {
-        vec![name, "256.0 MiB", "100.0 MiB", "50.0 MiB", "40.0 MiB", "60.0 MiB", "6.0 MiB", "2", own]
+        vec![
+            name,
+            "256.0 MiB",
+            "100.0 MiB",
+            "50.0 MiB",
+            "40.0 MiB",
+            "60.0 MiB",
+            "6.0 MiB",
+            "2",
+            own,
+        ]
     };
     assert_eq!(lines[1], row("big", "3.0 MiB"));
     assert_eq!(lines[2], row("small", "1.0 MiB"));
-    let total =
-        ["total", "512.0 MiB", "200.0 MiB", "100.0 MiB", "80.0 MiB", "120.0 MiB", "12.0 MiB", "4", "4.0 MiB"];
+    let total = [
+        "total",
+        "512.0 MiB",
+        "200.0 MiB",
+        "100.0 MiB",
+        "80.0 MiB",
+        "120.0 MiB",
+        "12.0 MiB",
+        "4",
+        "4.0 MiB",
+    ];
     assert_eq!(lines[3], total);
     assert!(
         !usage_text(&StoreUsage { snapshots: vec![used("one", 1)], unreadable: Vec::new() })
@@ -44,9 +65,10 @@ fn each_snapshot_has_a_row_and_all_have_a_total() {
 }
 
 #[test]
-fn damage_is_told_with_who_needs_it_and_what_to_do() {
+fn damage_is_shown_with_its_users_and_the_next_step() {
     let sound = Verified { images: 1, pages: 20, ..Verified::default() };
-    let read = "read 1 images, 0 kernels, 0 disk layers, 0 snapshots, 0 packs, 20 pages, 0 block indexes: ";
+    let read = "read 1 images, 0 kernels, 0 disk layers, 0 snapshots, 0 packs, 20 pages, 0 block \
+                indexes: ";
     assert_eq!(verified_text(&sound), format!("{read}nothing is damaged\n"));
     let damaged = Damaged {
         kind: "pack".into(),
@@ -57,14 +79,15 @@ fn damage_is_told_with_who_needs_it_and_what_to_do() {
     };
     let hurt = Verified { damaged: vec![damaged], more_damaged: 2, ..sound };
     let expected = format!(
-        "pack 1f: /p/1f: group 0, page 3: digest of the page: expected a, got b\n  needed by: base, next\n  \
+        "pack 1f: /p/1f: group 0, page 3: digest of the page: expected a, got b\n  needed by: \
+         base, next\n  \
          next: remove them\nand 2 more\n{read}3 damaged\n"
     );
     assert_eq!(verified_text(&hurt), expected);
 }
 
 #[test]
-fn what_was_left_alone_is_told_with_what_was_freed() {
+fn what_was_left_alone_is_shown_with_what_was_freed() {
     let left = LeftAlone { what: "a pack".into(), message: "why".into(), next: "how".into() };
     let collected = Collected {
         pages: 7,

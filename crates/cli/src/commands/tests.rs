@@ -1,4 +1,4 @@
-//! The grammar.
+//! Tests of the command-line grammar.
 
 use super::*;
 
@@ -45,6 +45,8 @@ fn what_follows_the_snapshot_is_the_programs() {
         "store gc",
         "rm -f a b",
         "logs -f a",
+        "logs --raw a 123",
+        "exec --raw web true",
         "cp a:/x y",
         "inspect --timeline a",
         "image ls",
@@ -94,5 +96,24 @@ fn mistakes_are_refused() {
         "image build --from x --include python3 web",
     ] {
         assert!(parse(text).is_err(), "{text}");
+    }
+}
+
+#[test]
+fn a_vm_is_not_named_as_a_host_of_the_internet_or_as_an_address() {
+    for command in ["create --name NAME s", "run --name NAME s true", "fork --name NAME vm"] {
+        for bad in ["pypi.org", "www.example.com", "10.88.0.6", "localhost", "a..b"] {
+            let Err(error) = parse(&command.replace("NAME", bad)) else {
+                panic!("{command}: {bad}")
+            };
+            let error = error.to_string();
+            assert!(error.contains("VM name") && error.contains(bad), "{error}");
+            assert!(error.contains("choose another"), "{error}");
+        }
+        assert!(parse(&command.replace("NAME", "web-1")).is_ok(), "{command}");
+    }
+    // All other names may contain dots.
+    for text in ["create --name a my.snapshot", "snapshot web -t v1.2", "fork --as v1.2 web"] {
+        assert!(parse(text).is_ok(), "{text}");
     }
 }

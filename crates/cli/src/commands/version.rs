@@ -1,4 +1,4 @@
-//! `dayfly version`: ours, and the daemon's where one answers.
+//! `dayfly version`: the versions of dayfly, and of the daemon if one answers.
 
 use crate::{connect, output};
 use anyhow::Result;
@@ -6,7 +6,7 @@ use anyhow::Result;
 /// Arguments of `dayfly version`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Only the version of dayfly; ask no daemon
+    /// Show only the version of dayfly, without asking a daemon
     #[arg(long)]
     client: bool,
 }

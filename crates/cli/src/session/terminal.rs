@@ -1,19 +1,21 @@
-//! The user's terminal: raw while a program has it, and always put back.
+//! The user's terminal: raw while a program uses it, and always restored.
 
 use dayfly_api::agent::WindowSize;
 use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcgetwinsize, tcsetattr};
 use std::io;
 
-/// A terminal in raw mode. Dropping this puts it back, on every way out except SIGKILL.
+/// A terminal in raw mode. Dropping the value restores the mode, at every kind of exit except
+/// SIGKILL.
 pub struct RawTerminal {
     before: Termios,
 }
 
 impl RawTerminal {
-    /// Makes the terminal on standard input raw: every key goes to the program. `None`: there is no terminal.
+    /// Switches the terminal on standard input to raw mode, so that every key goes to the program.
+    /// Returns `None` if standard input is no terminal.
     ///
     /// # Errors
-    /// When the terminal refuses.
+    /// If the terminal refuses the mode.
     pub fn enter() -> io::Result<Option<Self>> {
         let stdin = rustix::stdio::stdin();
         if !isatty(stdin) {
@@ -30,7 +32,7 @@ impl RawTerminal {
 
 impl Drop for RawTerminal {
     fn drop(&mut self) {
-        // Nobody is left to tell when the terminal itself is gone.
+        // The call fails if the terminal itself is gone, and then there is nothing to restore.
         let _ = tcsetattr(rustix::stdio::stdin(), OptionalActions::Flush, &self.before);
     }
 }
@@ -41,10 +43,11 @@ impl std::fmt::Debug for RawTerminal {
     }
 }
 
-/// The size of whichever of our three streams is a terminal.
+/// The window size of the first standard stream that is a terminal.
 #[must_use]
 pub fn window_size() -> Option<WindowSize> {
-    let (stdin, stdout, stderr) = (rustix::stdio::stdin(), rustix::stdio::stdout(), rustix::stdio::stderr());
+    let (stdin, stdout, stderr) =
+        (rustix::stdio::stdin(), rustix::stdio::stdout(), rustix::stdio::stderr());
     [stdout, stdin, stderr]
         .into_iter()
         .find_map(|fd| tcgetwinsize(fd).ok())
@@ -52,7 +55,7 @@ pub fn window_size() -> Option<WindowSize> {
         .map(|size| WindowSize { rows: size.ws_row, cols: size.ws_col })
 }
 
-/// Bit n - 1 for every signal n that our parent made us ignore.
+/// A mask with bit n - 1 set for every signal n that this process ignores since its start.
 pub(super) fn ignored_signals() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     ignored_in(&status)
@@ -70,7 +73,8 @@ mod tests {
     #[test]
     fn the_mask_of_ignored_signals_is_read() {
         // SIGHUP (1) and SIGPIPE (13).
-        let status = "Name:\tx\nSigBlk:\t0000000000000000\nSigIgn:\t0000000000001001\nSigCgt:\t00\n";
+        let status =
+            "Name:\tx\nSigBlk:\t0000000000000000\nSigIgn:\t0000000000001001\nSigCgt:\t00\n";
         assert_eq!(ignored_in(status), 0x1001);
         assert_eq!(ignored_in(""), 0);
     }

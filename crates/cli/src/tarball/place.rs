@@ -1,52 +1,58 @@
-//! Docker's rules for where a copy goes.
+//! Docker's rules for the destination of a copy.
 
-/// What is at the destination.
+/// The existing entry at the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
-    /// Nothing.
+pub enum There {
+    /// No entry exists.
     Missing,
-    /// A folder, or a link to one.
+    /// A folder, or a link to a folder.
     Folder,
-    /// Anything else.
+    /// Any other entry.
     File,
 }
 
-/// Where a copy goes.
+/// The destination of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// Into the destination, under its own name.
+    /// Inside the destination folder, under the source's name.
     Inside,
-    /// What is in the source, into the destination.
+    /// The source's content, inside the destination folder.
     Contents,
-    /// To the destination's own name.
+    /// Under the destination's name.
     As,
 }
 
-/// Why a copy goes nowhere.
+/// Why a copy is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PlaceError {
-    /// A folder onto a file.
+    /// The source is a folder, and the destination is a file.
     #[error("is a file, and a folder cannot be copied over it")]
     FolderOverFile,
-    /// `name/` that is not there.
+    /// The destination is `name/`, and no such folder exists.
     #[error("no such folder; make it first, or leave the last / away")]
     NoFolder,
-    /// `file/.`
+    /// The source is `file/.`.
     #[error("the source is no folder; leave /. away")]
     NotAFolder,
 }
 
-/// Where a copy goes. `slash`: the destination was written with a `/` at its end; `contents`: the source with `/.`.
+/// Decides the destination of a copy. `slash`: the destination ends in `/`. `folder`: the source is
+/// a folder. `contents`: the source ends in `/.`.
 ///
 /// # Errors
 /// [`PlaceError`].
-pub const fn place(there: Kind, slash: bool, folder: bool, contents: bool) -> Result<Place, PlaceError> {
+pub const fn place(
+    there: There,
+    slash: bool,
+    folder: bool,
+    contents: bool,
+) -> Result<Place, PlaceError> {
     match (there, folder) {
         (_, false) if contents => Err(PlaceError::NotAFolder),
-        (Kind::Folder, true) if contents => Ok(Place::Contents),
-        (Kind::Folder, _) => Ok(Place::Inside),
-        (Kind::File, true) => Err(PlaceError::FolderOverFile),
-        (Kind::Missing | Kind::File, false) if slash => Err(PlaceError::NoFolder),
-        (Kind::Missing | Kind::File, _) => Ok(Place::As),
+        (There::Folder, true) if contents => Ok(Place::Contents),
+        (There::Folder, _) => Ok(Place::Inside),
+        (There::File, true) => Err(PlaceError::FolderOverFile),
+        (There::Missing | There::File, false) if slash => Err(PlaceError::NoFolder),
+        (There::Missing | There::File, _) => Ok(Place::As),
     }
 }

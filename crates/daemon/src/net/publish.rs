@@ -1,45 +1,55 @@
-//! Ports of the host at which ports of a guest are reached.
+//! Published ports: ports of the host that lead to ports of a guest.
 //!
-//! Connections are relayed, in the host's own namespace, from which guests are reached by their addresses: so they work from
-//! everywhere, from the host's own loopback too, and nothing of the host's own packet filter is changed. Who connects is not seen by
-//! the guest, and connections end with the daemon; the next one publishes the same ports again.
+//! The daemon relays connections in the host's namespace, from which guests are reached by their
+//! addresses. So published ports work from everywhere, the host's loopback included, and the host's
+//! own packet filter stays unchanged. The guest does not see a client's address. Connections end
+//! with the daemon; the next daemon publishes the same ports again.
 
-use crate::error::{Fault, Outcome};
+use crate::base::error::{ApiError, Outcome};
 use dayfly_api::types::{ErrorCode, Publish};
-use rustix::net::sockopt::{set_socket_linger, set_socket_reuseaddr};
+use rustix::net::sockopt::{
+    set_socket_keepalive, set_socket_linger, set_socket_reuseaddr, set_tcp_keepidle,
+};
+use rustix::process::{Resource, getrlimit};
 use std::collections::BTreeSet;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::sync::Arc;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
-/// The most ports of one VM.
+/// Maximum number of published ports of one VM.
 pub const MAX_PUBLISHED: usize = 256;
-/// The most connections to one port at a time; more wait.
-const MAX_CONNECTIONS: usize = 1024;
-/// How long a guest may take to take a connection.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Connections that wait to be taken.
+/// Maximum number of concurrent connections to all ports of one VM. Further connections are reset
+/// at once.
+pub const MAX_CONNECTIONS: usize = 1024;
+/// Published connections of all VMs use at most 1/`SHARE` of the daemon's descriptors; each uses
+/// two.
+const SHARE: u64 = 2;
+/// Idle time of a connection before TCP keepalive probes both ends.
+const SILENCE: Duration = Duration::from_secs(60);
+/// Time limit for a guest to accept a connection.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum number of connections that wait in a listener's queue.
 const BACKLOG: u32 = 1024;
 
-/// Ports that are taken, and from [`Self::lead_to`] on lead to a guest. They are free again when this is dropped.
+/// Bound ports, which from [`Self::connect_to`] on lead to a guest. Dropping this frees the ports.
 #[derive(Debug)]
 pub struct Published {
     listeners: Vec<(Arc<TcpListener>, Publish)>,
     tasks: Vec<AbortHandle>,
 }
 
-/// Whether a request for ports makes sense.
+/// Validates a request for ports.
 ///
 /// # Errors
-/// Which does not.
+/// The first invalid port.
 pub fn check(ports: &[Publish]) -> Outcome<()> {
     if ports.len() > MAX_PUBLISHED {
-        return Err(Fault::invalid(format_args!(
+        return Err(ApiError::invalid(format_args!(
             "publish: expected at most {MAX_PUBLISHED} ports, got {}",
             ports.len()
         )));
@@ -47,13 +57,13 @@ pub fn check(ports: &[Publish]) -> Outcome<()> {
     let mut seen = BTreeSet::new();
     for port in ports {
         if port.host_port == 0 || port.guest_port == 0 {
-            return Err(Fault::invalid(format_args!(
+            return Err(ApiError::invalid(format_args!(
                 "publish {}:{}: expected ports from 1 to 65535",
                 port.host_port, port.guest_port
             )));
         }
         if !seen.insert((port.host, port.host_port)) {
-            return Err(Fault::invalid(format_args!(
+            return Err(ApiError::invalid(format_args!(
                 "publish: port {} of the host is asked for twice",
                 port.host_port
             )));
@@ -63,33 +73,39 @@ pub fn check(ports: &[Publish]) -> Outcome<()> {
 }
 
 impl Published {
-    /// Takes these ports of the host. Within a runtime.
+    /// Binds these ports of the host. Call it within a tokio runtime.
     ///
     /// # Errors
-    /// One of them is taken, or not for us.
+    /// A port is in use, or may not be bound by this user.
     pub fn take(ports: &[Publish]) -> Outcome<Self> {
         check(ports)?;
         let listener = |port: &Publish| {
-            listen(port.host, port.host_port).map(|listener| (Arc::new(listener), *port)).map_err(|e| {
-                let what = format_args!(
-                    "publishing port {} of the host: {e}; give another one, or end who has it",
-                    port.host_port
-                );
-                match e.kind() {
-                    io::ErrorKind::AddrInUse => Fault::new(ErrorCode::Conflict, what),
-                    io::ErrorKind::PermissionDenied | io::ErrorKind::AddrNotAvailable => Fault::invalid(what),
-                    _ => Fault::internal(what),
-                }
-            })
+            listen(port.host, port.host_port).map(|listener| (Arc::new(listener), *port)).map_err(
+                |e| {
+                    let what = format_args!(
+                        "publishing port {} of the host: {e}; give another one, or end who has it",
+                        port.host_port
+                    );
+                    match e.kind() {
+                        io::ErrorKind::AddrInUse => ApiError::new(ErrorCode::Conflict, what),
+                        io::ErrorKind::PermissionDenied | io::ErrorKind::AddrNotAvailable => {
+                            ApiError::invalid(what)
+                        }
+                        _ => ApiError::internal(what),
+                    }
+                },
+            )
         };
         let listeners = ports.iter().map(listener).collect::<Outcome<_>>()?;
         Ok(Self { listeners, tasks: Vec::new() })
     }
 
-    /// From now on who connects to them is connected to the guest at `address`.
-    pub fn lead_to(&mut self, address: Ipv4Addr) {
+    /// Relays new connections to the guest at `address`.
+    pub fn connect_to(&mut self, address: Ipv4Addr) {
+        let turns = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         for (listener, port) in &self.listeners {
-            let relays = relay(listener.clone(), SocketAddr::from((address, port.guest_port)));
+            let guest = SocketAddr::from((address, port.guest_port));
+            let relays = relay(listener.clone(), guest, turns.clone());
             self.tasks.push(tokio::spawn(relays).abort_handle());
         }
     }
@@ -98,7 +114,8 @@ impl Published {
 impl Drop for Published {
     fn drop(&mut self) {
         self.tasks.iter().for_each(AbortHandle::abort);
-        // Others may have the ports now, and not only when the tasks have noticed (tcp_disconnect of the kernel's; SO_REUSEADDR).
+        // Shutdown frees the ports at once, not only when the tasks have ended (tcp_disconnect of
+        // the kernel; SO_REUSEADDR).
         for (listener, _) in &self.listeners {
             let _ = rustix::net::shutdown(listener, rustix::net::Shutdown::Both);
         }
@@ -106,57 +123,71 @@ impl Drop for Published {
 }
 
 fn listen(host: Option<IpAddr>, port: u16) -> io::Result<TcpListener> {
-    let bind = |ip: IpAddr| {
-        let socket = if ip.is_ipv6() { TcpSocket::new_v6() } else { TcpSocket::new_v4() }?;
-        set_socket_reuseaddr(&socket, true)?;
-        socket.bind(SocketAddr::from((ip, port)))?;
-        socket.listen(BACKLOG)
-    };
-    match host {
-        Some(ip) => bind(ip),
-        // One socket for both; IPv4's alone where there is no other.
-        None => match bind(Ipv6Addr::UNSPECIFIED.into()) {
-            Err(e)
-                if e.raw_os_error() == Some(libc::EAFNOSUPPORT)
-                    || e.kind() == io::ErrorKind::AddrNotAvailable =>
-            {
-                bind(Ipv4Addr::UNSPECIFIED.into())
-            }
-            bound => bound,
-        },
-    }
+    let ip = host.unwrap_or(Ipv4Addr::LOCALHOST.into());
+    let socket = if ip.is_ipv6() { TcpSocket::new_v6() } else { TcpSocket::new_v4() }?;
+    set_socket_reuseaddr(&socket, true)?;
+    socket.bind(SocketAddr::from((ip, port)))?;
+    socket.listen(BACKLOG)
 }
 
-async fn relay(listener: Arc<TcpListener>, guest: SocketAddr) {
-    let turns = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    // Those under way end with this task.
+/// Permits for the connections of all VMs, which keep descriptors free for everything else.
+fn permits_of_all() -> Arc<Semaphore> {
+    static ALL: LazyLock<Arc<Semaphore>> = LazyLock::new(|| {
+        let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(1 << 20);
+        let connections = usize::try_from(descriptors / SHARE / 2).unwrap_or(usize::MAX);
+        Arc::new(Semaphore::new(connections.clamp(1, Semaphore::MAX_PERMITS)))
+    });
+    ALL.clone()
+}
+
+/// Permits for one connection, of its VM and of all VMs; `None` if there are none left.
+pub(super) fn turn(
+    of_vm: &Arc<Semaphore>,
+    of_all_vms: &Arc<Semaphore>,
+) -> Option<[OwnedSemaphorePermit; 2]> {
+    Some([of_vm.clone().try_acquire_owned().ok()?, of_all_vms.clone().try_acquire_owned().ok()?])
+}
+
+async fn relay(listener: Arc<TcpListener>, guest: SocketAddr, turns: Arc<Semaphore>) {
+    // The set aborts its relays when this task ends.
     let mut under_way = tokio::task::JoinSet::new();
     loop {
-        let Ok(turn) = turns.clone().acquire_owned().await else { return };
         while under_way.try_join_next().is_some() {}
         match listener.accept().await {
-            Ok((client, _)) => {
-                under_way.spawn(async move {
-                    one(client, guest).await;
-                    drop(turn);
-                });
-            }
-            // Descriptors are short: who waits is served later.
+            Ok((client, _)) => match turn(&turns, &permits_of_all()) {
+                Some(turn) => {
+                    under_way.spawn(async move {
+                        one(client, guest).await;
+                        drop(turn);
+                    });
+                }
+                None => reset(&client),
+            },
+            // No descriptor is free: clients in the backlog are accepted later.
             Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
         }
     }
 }
 
+/// Makes closing the stream send an RST instead of a FIN.
+fn reset(stream: &TcpStream) {
+    let _ = set_socket_linger(stream, Some(Duration::ZERO));
+}
+
 async fn one(mut client: TcpStream, guest: SocketAddr) {
-    let Ok(Ok(mut server)) = timeout(PATIENCE, TcpStream::connect(guest)).await else {
-        // As if nobody listened: a reset.
-        let _ = set_socket_linger(&client, Some(Duration::ZERO));
-        return;
+    let Ok(Ok(mut server)) = timeout(TIMEOUT, TcpStream::connect(guest)).await else {
+        // The client sees what it would see if the guest did not listen.
+        return reset(&client);
     };
-    let _ = (client.set_nodelay(true), server.set_nodelay(true));
+    for stream in [&client, &server] {
+        let _ = stream.set_nodelay(true);
+        // Keepalive finds an end that has disappeared, so that the connection does not keep its
+        // permits.
+        let _ = set_socket_keepalive(stream, true).and_then(|()| set_tcp_keepidle(stream, SILENCE));
+    }
     if tokio::io::copy_bidirectional(&mut client, &mut server).await.is_err() {
-        // Whoever broke it off, the other hears that it was not an end.
-        let _ = set_socket_linger(&client, Some(Duration::ZERO));
-        let _ = set_socket_linger(&server, Some(Duration::ZERO));
+        // The end that is still there must see an error, not an end of stream.
+        reset(&client);
+        reset(&server);
     }
 }

@@ -1,179 +1,86 @@
-//! A VM as the daemon knows it.
+//! A VM as the daemon knows it. [`registry`] has all VMs, [`record`] is the file in which the next
+//! daemon finds a VM, and [`budget`] is the memory of VMs. [`crate::model::state`] decides which
+//! event a phase accepts.
 //!
-//! [`state`] says what may happen when, [`registry`] which VMs there are, [`record`] what the next daemon is told, [`birth`] and
-//! [`death`] do the work, [`agent_link`] and [`control_link`] talk to the guest's agent and to the VMM, [`inspect`] measures.
+//! # Lock order
+//!
+//! A task that holds a lock of this list takes only locks further down. The locks of a VM:
+//!
+//! ```text
+//!  snapshots      a snapshot, until it is stored; a fork, until its clones       asynchronous
+//!                 run and its layers are merged
+//!    └─ turn      vCPUs are stopped, started, or the state is saved              asynchronous
+//!         └─ removal    the record is written, or files are removed              asynchronous
+//!  launching      the VMM is being started; the end of the VM waits for it       asynchronous
+//! ```
+//!
+//! Below them come locks that are held for a few instructions and never across an `await`. First
+//! the registry's lock, then `live`, then one of `process`, `pin`, `memory`, `backing`,
+//! `attachment` and `has_slot`. The drop of a pin or a template may remove files, so it happens
+//! after `live` is released: readers of `live` must not wait for the disk.
 
-pub mod agent_link;
-pub mod beneath;
-pub mod berth;
-pub mod birth;
 pub mod budget;
-pub mod control_link;
-pub mod death;
-mod demand;
-pub mod footprint;
-pub mod identity;
-pub mod inspect;
-pub mod launch;
-pub mod link;
-pub mod pool;
-pub mod power;
 pub mod record;
 pub mod registry;
-pub mod source;
-pub mod state;
-pub mod step;
-pub mod zygotes;
+pub mod uids;
 
-use crate::config::VmDir;
-use crate::error::Fault;
-use crate::net::Wires;
-use crate::time::{monotonic_us, unix_ms};
-use beneath::Beneath;
+use crate::base::config::VmDir;
+use crate::base::time::monotonic_us;
+use crate::model::facts::Facts;
+use crate::model::live::Live;
+use crate::model::state::{Event, Phase, Refused};
+use crate::model::vm_slot::VmSlot;
+use crate::net::Attachment;
+use crate::templates::memory_backing::MemoryBacking;
 use budget::Reservation;
-use dayfly_api::types::{self, ErrorCode, VmExit};
-use dayfly_host::process::{Process, ProcessId};
-use dayfly_store::{ChainLayer, ImageConfig, ImageRef, KernelRef, Pin, VmLayer};
-use dayfly_units::{Name, VmId};
-use registry::{Seat, lock};
-use serde::{Deserialize, Serialize};
-use state::{Event, Phase, Refused};
-use std::collections::BTreeMap;
+use dayfly_api::types::{self, VmExit};
+use dayfly_host::process::Process;
+use dayfly_store::Pin;
+use dayfly_units::{Name, VmId, sync::lock};
 use std::sync::{Arc, Mutex};
 use tokio::sync::watch;
 
-/// What does not change in a VM's life.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Facts {
-    /// Snapshot it was cloned from, or what it was forked from.
-    pub snapshot: Option<Name>,
-    /// What it has to do with forks.
-    #[serde(default)]
-    pub fork: ForkFacts,
-    /// Image of its root disk.
-    pub image: Name,
-    /// Its kernel.
-    pub kernel: KernelRef,
-    /// vCPUs.
-    pub vcpus: u8,
-    /// RAM.
-    pub memory_bytes: u64,
-    /// Network devices.
-    #[serde(default)]
-    pub nets: u8,
-    /// When it was asked for.
-    pub created_unix_ms: u64,
-    /// What was asked for of the network.
-    #[serde(default)]
-    pub network: types::NetworkRequest,
-    /// How its image wants to be started.
-    pub config: ImageConfig,
-    /// Whether it goes with the connection or the bake that made it.
-    pub ephemeral: bool,
-    /// As given.
-    pub labels: BTreeMap<String, String>,
-}
-
-/// What a VM has to do with forks.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ForkFacts {
-    /// The VM it was forked from.
-    pub from: Option<VmId>,
-    /// Which clone of that fork it is, from 1.
-    pub number: u32,
-    /// How many clones of itself, at one time, its guest may ask for.
-    pub may: u32,
-}
-
-/// Who a guest is; given again after a snapshot, which ends the seal.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Who {
-    /// Its hostname.
-    pub hostname: String,
-    /// Its machine-id.
-    pub machine_id: String,
-}
-
-/// A disk of a VM.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Disk {
-    /// The lowest layer.
-    pub image: ImageRef,
-    /// The size that the guest sees.
-    pub size_bytes: u64,
-    /// Frozen layers over the image, the lowest first.
-    pub layers: Vec<ChainLayer>,
-    /// The layer that takes its writes.
-    pub writable: Option<VmLayer>,
-}
-
-/// What changes in a VM's life.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Live {
-    /// Where it is.
-    pub phase: Phase,
-    /// Why it ended.
-    pub exit: Option<VmExit>,
-    /// Somebody asked for its end.
-    pub kill_asked: bool,
-    /// Microseconds from the request to the agent's first answer.
-    pub ready_us: Option<u64>,
-    /// Phases of its start, in microseconds since the request.
-    pub timeline: Vec<(String, u64)>,
-    /// When it was asked for, in microseconds of the host's `CLOCK_MONOTONIC`.
-    pub asked_us: Option<u64>,
-    /// Its VMM.
-    pub process: Option<ProcessId>,
-    /// Who it is.
-    pub who: Option<Who>,
-    /// Where it is on the network.
-    #[serde(default)]
-    pub network: Option<types::VmNetwork>,
-    /// Version of the agent in it.
-    pub agent_version: String,
-    /// In order vda, vdb, ….
-    pub disks: Vec<Disk>,
-    /// Why no snapshot can be taken of it: a layer under its writable one is not in the store.
-    pub no_snapshot: Option<String>,
-}
-
-/// A VM.
+/// One VM.
 #[derive(Debug)]
 pub struct Vm {
     /// Its id.
     pub id: VmId,
     /// Its name.
     pub name: Name,
-    /// Its user is `registry::FIRST_UID + slot`.
+    /// Its slot.
     pub slot: u32,
-    /// The place of its memory node in the host's list of nodes.
+    /// The user and group id of its VMM.
+    pub uid: u32,
+    /// Index of its memory node in the host's list of nodes.
     pub node: usize,
-    /// Its folder.
+    /// Its run directory.
     pub dir: VmDir,
-    /// What does not change.
+    /// The immutable facts.
     pub facts: Facts,
-    /// Held while its vCPUs are stopped, let go, or its state is saved: one after the other.
+    /// Held while vCPUs are stopped or started, or the state is saved, so that these happen in
+    /// turn.
     pub turn: tokio::sync::Mutex<()>,
-    /// Held while a snapshot of it is made, until that is stored.
+    /// Held by a snapshot until it is stored, and by a fork until its clones run and its layers are
+    /// merged. A pending snapshot is stored without it.
     pub snapshots: Arc<tokio::sync::Mutex<()>>,
-    /// Held while its files are being removed.
+    /// Held while its record is written or its files are removed.
     pub removal: tokio::sync::Mutex<()>,
-    /// Held while its VMM is being started: who ends it waits for that.
+    /// Held while its VMM is being started; the end of the VM waits for it.
     pub launching: Arc<tokio::sync::Mutex<()>>,
     live: Mutex<Live>,
     process: Mutex<Option<Arc<Process>>>,
     pin: Mutex<Option<Pin>>,
     memory: Mutex<Option<Reservation>>,
-    beneath: Mutex<Option<Beneath>>,
-    wires: Mutex<Wires>,
-    slot_held: Mutex<bool>,
+    backing: Mutex<Option<MemoryBacking>>,
+    attachment: Mutex<Attachment>,
+    has_slot: Mutex<bool>,
     gone: watch::Sender<bool>,
 }
 
 impl Vm {
-    /// A VM that is starting.
+    /// A VM in phase `Starting`, with its reserved memory.
     #[must_use]
-    pub fn new(seat: Seat, name: Name, dir: VmDir, facts: Facts, memory: Reservation) -> Self {
+    pub fn new(vm_slot: VmSlot, name: Name, dir: VmDir, facts: Facts, memory: Reservation) -> Self {
         let live = Live {
             phase: Phase::Starting,
             exit: None,
@@ -182,26 +89,29 @@ impl Vm {
             timeline: Vec::new(),
             asked_us: None,
             process: None,
-            who: None,
+            pager: None,
+            identity: None,
             network: None,
             agent_version: String::new(),
             disks: Vec::new(),
+            read_only_layers: true,
             no_snapshot: None,
         };
-        let vm = Self::with(seat, name, dir, facts, live);
+        let vm = Self::with(vm_slot, name, dir, facts, live);
         vm.keep_memory(memory);
         vm
     }
 
-    /// A VM as it was left.
+    /// A VM with the state `live`, such as an adopted one.
     #[must_use]
-    pub fn with(seat: Seat, name: Name, dir: VmDir, facts: Facts, live: Live) -> Self {
-        let Seat { id, slot, node } = seat;
+    pub fn with(vm_slot: VmSlot, name: Name, dir: VmDir, facts: Facts, live: Live) -> Self {
+        let VmSlot { id, slot, uid, node } = vm_slot;
         let alive = live.phase.alive();
         Self {
             id,
             name,
             slot,
+            uid,
             node,
             dir,
             facts,
@@ -213,46 +123,47 @@ impl Vm {
             process: Mutex::default(),
             pin: Mutex::default(),
             memory: Mutex::default(),
-            beneath: Mutex::default(),
-            wires: Mutex::default(),
-            slot_held: Mutex::new(alive),
+            backing: Mutex::default(),
+            attachment: Mutex::default(),
+            has_slot: Mutex::new(alive),
             gone: watch::Sender::new(!alive),
         }
     }
 
-    /// Its id and slot.
+    /// Its id, slot, user and node.
     #[must_use]
-    pub fn seat(&self) -> Seat {
-        Seat { id: self.id, slot: self.slot, node: self.node }
+    pub fn vm_slot(&self) -> VmSlot {
+        VmSlot { id: self.id, slot: self.slot, uid: self.uid, node: self.node }
     }
 
-    /// What it is now.
+    /// A copy of its mutable state.
     #[must_use]
     pub fn live(&self) -> Live {
         lock(&self.live).clone()
     }
 
-    /// Where it is now.
+    /// Its current phase.
     #[must_use]
     pub fn phase(&self) -> Phase {
         lock(&self.live).phase
     }
 
-    /// Whether its guest has an agent. Those of benchmarks have none, and are told nothing.
+    /// Whether its guest has an agent. Guests of benchmarks have none, and get no requests.
     #[must_use]
     pub fn has_agent(&self) -> bool {
         !lock(&self.live).agent_version.is_empty()
     }
 
-    /// Changes what is not decided by [`Phase::after`].
+    /// Changes the mutable state, except the phase: only [`Self::step`] and [`Self::ended`] change
+    /// that.
     pub fn update<T>(&self, change: impl FnOnce(&mut Live) -> T) -> T {
         change(&mut lock(&self.live))
     }
 
-    /// Goes where `event` leads, and gives where it was.
+    /// Changes the phase by `event`, and returns the phase before.
     ///
     /// # Errors
-    /// [`Refused`]; nothing has changed.
+    /// [`Refused`]; the phase is unchanged.
     pub fn step(&self, event: Event) -> Result<Phase, Refused> {
         let mut live = lock(&self.live);
         let before = live.phase;
@@ -260,24 +171,25 @@ impl Vm {
         Ok(before)
     }
 
-    /// Its VMM runs.
+    /// Stores the process of its VMM, which has started.
     pub fn hold(&self, process: Arc<Process>) {
         lock(&self.live).process = Some(process.id());
         *lock(&self.process) = Some(process);
     }
 
-    /// Its VMM, unless that was never started or is gone.
+    /// Its VMM; `None` before it was started and after it ended.
     #[must_use]
     pub fn process(&self) -> Option<Arc<Process>> {
         lock(&self.process).clone()
     }
 
-    /// Adds a phase to the timeline.
+    /// Adds a phase to the timeline, which ended `us` microseconds after the request.
     pub fn mark(&self, what: impl Into<String>, us: u64) {
         lock(&self.live).timeline.push((what.into(), us));
     }
 
-    /// Adds a phase that is done now, counted from the request as those of its birth; not for one that an earlier daemon started.
+    /// Adds a phase that ends now to the timeline. Does nothing if the time of the request is
+    /// unknown.
     pub fn mark_now(&self, what: &str) {
         let mut live = lock(&self.live);
         if let Some(asked) = live.asked_us {
@@ -285,67 +197,72 @@ impl Vm {
         }
     }
 
-    /// Keeps what it stands on in the store, until it ends.
+    /// Keeps the pin of its image and layers until the VM ends.
     pub fn keep_pinned(&self, pin: Pin) {
         let live = lock(&self.live);
         let before = if live.phase.alive() { lock(&self.pin).replace(pin) } else { Some(pin) };
         drop(live);
-        // After the new one is there; it may remove layers, which nobody waits for who only looks.
+        // Dropped after the lock of `live`: the drop may remove layers, and readers of `live` must
+        // not wait for that.
         drop(before);
     }
 
-    /// What it stands on, kept for somebody else too.
+    /// A copy of its pin, for another user of the same image and layers.
     #[must_use]
     pub fn pinned(&self) -> Option<Pin> {
         lock(&self.pin).clone()
     }
 
-    /// It stands on nothing any more.
-    pub fn let_go_pinned(&self) {
+    /// Drops its pin.
+    pub fn release_pin(&self) {
         let pin = lock(&self.pin).take();
-        // May remove layers, which nobody waits for who only looks.
+        // Dropped outside the lock, because the drop may remove layers.
         drop(pin);
     }
 
-    /// Its RAM is mapped from this.
-    pub fn stand_on(&self, beneath: Beneath) {
-        let live = lock(&self.live);
-        if live.phase.alive() {
-            *lock(&self.beneath) = Some(beneath);
-        }
-    }
-
-    /// What its RAM is mapped from; not known of one that an earlier daemon started, nothing for one that booted.
-    #[must_use]
-    pub fn beneath(&self) -> Option<Beneath> {
-        lock(&self.beneath).clone()
-    }
-
-    /// What it has of the network, until it ends.
-    pub fn wire(&self, wires: Wires) {
+    /// Stores what its RAM is mapped from, and the pager that fills it, unless the VM has ended.
+    pub fn set_backing(&self, backing: MemoryBacking) {
         let mut live = lock(&self.live);
         if live.phase.alive() {
-            live.network = wires.shown();
-            *lock(&self.wires) = wires;
+            live.pager = backing.filling().map(|pager| pager.process().id());
+            *lock(&self.backing) = Some(backing);
         }
     }
 
-    /// What it has of the network.
-    pub fn wires<T>(&self, with: impl FnOnce(&mut Wires) -> T) -> T {
-        with(&mut lock(&self.wires))
+    /// What its RAM is mapped from. `None` for a VM that booted, and for one that an earlier daemon
+    /// started.
+    #[must_use]
+    pub fn backing(&self) -> Option<MemoryBacking> {
+        lock(&self.backing).clone()
     }
 
-    /// Its memory, which others may not have until it ends.
+    /// Gives it a network attachment until it ends. A VM that has ended drops `attachment`.
+    pub fn attach(&self, mut attachment: Attachment) {
+        let mut live = lock(&self.live);
+        if live.phase.alive() {
+            attachment.name(self.id, &self.name);
+            live.network = attachment.shown();
+            *lock(&self.attachment) = attachment;
+        }
+    }
+
+    /// Calls `with` on its network attachment, with the attachment's lock held.
+    pub fn attachment<T>(&self, with: impl FnOnce(&mut Attachment) -> T) -> T {
+        with(&mut lock(&self.attachment))
+    }
+
+    /// Keeps the reservation of its memory until it ends.
     pub fn keep_memory(&self, memory: Reservation) {
         *lock(&self.memory) = Some(memory);
     }
 
-    /// Others may have its memory.
+    /// Returns its reserved memory to the budget.
     pub fn return_memory(&self) {
         lock(&self.memory).take();
     }
 
-    /// Its process is gone, and this is why. The first cause stays.
+    /// Marks it as exited for the reason `exit`, and drops everything that a live VM has. The first
+    /// reason stays.
     pub fn ended(&self, exit: VmExit) {
         {
             let mut live = lock(&self.live);
@@ -354,44 +271,46 @@ impl Vm {
             live.process = None;
         }
         lock(&self.process).take();
-        self.let_go_pinned();
+        self.release_pin();
         lock(&self.memory).take();
-        lock(&self.beneath).take();
-        *lock(&self.wires) = Wires::default();
+        lock(&self.backing).take();
+        let attachment = std::mem::take(&mut *lock(&self.attachment));
+        // Dropped outside the lock, as the pin is.
+        drop(attachment);
         self.gone.send_replace(true);
     }
 
-    /// Resolves once its process is gone; at once where it is already.
+    /// Resolves once its process is gone.
     pub async fn wait_gone(&self) {
         let mut gone = self.gone.subscribe();
-        // The sender lives in `self`, so this ends with `true` and not with a closed channel.
+        // The sender lives in `self`, so the wait ends with `true` and not with a closed channel.
         let _ = gone.wait_for(|gone| *gone).await;
     }
 
-    /// Whether its process is gone, or never was.
+    /// Whether its process is gone, or has never existed.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         *self.gone.borrow()
     }
 
-    /// Whether it is on its way out and nobody's any more.
+    /// Whether the end of an ephemeral VM was requested: no client uses it any more.
     #[must_use]
     pub fn leaving(&self) -> bool {
         self.facts.ephemeral && lock(&self.live).kill_asked
     }
 
-    /// Whether another VM may not have its slot.
+    /// Whether it has its slot, which no other VM may then get.
     #[must_use]
     pub fn holds_slot(&self) -> bool {
-        *lock(&self.slot_held)
+        *lock(&self.has_slot)
     }
 
-    /// Gives its slot up; `false` where it had done so before.
+    /// Gives up its slot; `false` if it has none any more.
     pub(crate) fn drop_slot(&self) -> bool {
-        std::mem::replace(&mut *lock(&self.slot_held), false)
+        std::mem::replace(&mut *lock(&self.has_slot), false)
     }
 
-    /// What `ps` shows.
+    /// The VM in the API's form, as `dayfly ps` shows it.
     #[must_use]
     pub fn shown(&self) -> types::Vm {
         let live = self.live();
@@ -414,43 +333,4 @@ impl Vm {
             labels: facts.labels,
         }
     }
-}
-
-impl From<Refused> for Fault {
-    fn from(refused: Refused) -> Self {
-        Self::new(ErrorCode::State, refused)
-    }
-}
-
-impl From<registry::ReserveError> for Fault {
-    fn from(e: registry::ReserveError) -> Self {
-        let code = match &e {
-            registry::ReserveError::Taken { .. } => ErrorCode::Conflict,
-            registry::ReserveError::LooksLikeAnId(_) => ErrorCode::Invalid,
-            registry::ReserveError::Full => ErrorCode::Exhausted,
-        };
-        Self::new(code, e)
-    }
-}
-
-impl From<budget::NoMemory> for Fault {
-    fn from(e: budget::NoMemory) -> Self {
-        Self::new(ErrorCode::Exhausted, e)
-    }
-}
-
-impl From<registry::FindError> for Fault {
-    fn from(e: registry::FindError) -> Self {
-        let code = match &e {
-            registry::FindError::None(_) => ErrorCode::NotFound,
-            registry::FindError::Several { .. } => ErrorCode::Invalid,
-        };
-        Self::new(code, e)
-    }
-}
-
-/// An end at this moment.
-#[must_use]
-pub fn exit_now(reason: types::ExitKind, message: impl Into<String>) -> VmExit {
-    VmExit { reason, message: message.into(), at_unix_ms: unix_ms() }
 }

@@ -1,59 +1,61 @@
-//! Which VMs there are: by id, by name, and which numbers (slots) their users take.
+//! All VMs, by id and by name, and the slots from which their user ids follow.
 //!
-//! One short critical section per question and no I/O inside; a birth costs the same with one VM and with thousands.
+//! Every method is one short critical section without I/O. Reserving a VM costs the same with one
+//! VM and with thousands.
 
-use super::budget::Reservation;
-use super::{Facts, Vm};
-use crate::config::Config;
-use dayfly_units::{Name, VmId};
+use crate::base::config::Config;
+use crate::base::error::ApiError;
+use crate::model::facts::Facts;
+use crate::model::vm_slot::{MAX_VMS, VmSlot};
+use crate::vm::Vm;
+use crate::vm::budget::Reservation;
+use dayfly_api::types::ErrorCode;
+use dayfly_units::{Name, VmId, VmName, sync::lock};
 use std::collections::{BTreeSet, HashMap, HashSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
-/// The user id of slot 0; VM n runs as user and group `FIRST_UID + n`.
-pub const FIRST_UID: u32 = 200_000;
-/// The most VMs at once.
-pub const MAX_VMS: u32 = 32_768;
-
-/// Why no VM could be reserved.
+/// Why no VM was reserved.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReserveError {
-    /// Somebody has it.
+    /// Another VM has the name.
     #[error("VM name {name}: taken by VM {holder}; remove that one or choose another name")]
     Taken {
-        /// The name asked for.
-        name: Name,
-        /// Who has it.
+        /// The requested name.
+        name: VmName,
+        /// The VM that has it.
         holder: VmId,
     },
-    /// A name that is read as an id could name two VMs.
+    /// The name has the form of an id, so that a word could mean two VMs.
     #[error("VM name {0}: has the form of a VM id (12 hexadecimal digits); choose another")]
-    LooksLikeAnId(Name),
-    /// No slot is free.
+    LooksLikeAnId(VmName),
+    /// All slots are in use.
     #[error("VMs: expected fewer than {MAX_VMS}, got {MAX_VMS}; remove some")]
     Full,
 }
 
-/// Why a word names no VM.
+/// Why a word does not name a VM.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FindError {
-    /// None.
+    /// No VM matches.
     #[error("VM {0:?}: no such id, name or unique start of an id")]
     None(String),
-    /// More than one.
-    #[error("VM {word:?}: the start of {count} ids, such as {first} and {second}; give more digits")]
+    /// Several ids start with the word.
+    #[error(
+        "VM {word:?}: the start of {count} ids, such as {first} and {second}; give more digits"
+    )]
     Several {
-        /// What was asked for.
+        /// The word.
         word: String,
-        /// How many.
+        /// The number of matching ids.
         count: usize,
-        /// One of them.
+        /// The lowest matching id.
         first: VmId,
-        /// Another.
+        /// The second lowest matching id.
         second: VmId,
     },
 }
 
-/// Numbers for users, each with one VM at a time; the lowest free one first.
+/// Allocates slots, the lowest free one first.
 #[derive(Debug, Default)]
 struct Slots {
     free: BTreeSet<u32>,
@@ -72,7 +74,7 @@ impl Slots {
         })
     }
 
-    /// Takes this one: of a VM that an earlier daemon started.
+    /// Takes this slot, which a VM of an earlier daemon has; `false` if it is taken or too high.
     fn take_exactly(&mut self, slot: u32) -> bool {
         if slot >= MAX_VMS {
             return false;
@@ -90,44 +92,40 @@ impl Slots {
     }
 }
 
-/// An id and a slot that nobody else has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Seat {
-    /// The id.
-    pub id: VmId,
-    /// The user is `FIRST_UID + slot`.
-    pub slot: u32,
-    /// The place of its memory node in the host's list of nodes.
-    pub node: usize,
-}
-
 #[derive(Debug, Default)]
 struct Inner {
     vms: HashMap<VmId, Arc<Vm>>,
-    /// Of shells that wait for their guests, and of VMs that are forgotten but whose processes are still ending.
-    seats: HashSet<VmId>,
+    /// Ids reserved without an entry in `vms`: of warm VMMs, and of removed VMs whose process has
+    /// not ended yet.
+    vm_slots: HashSet<VmId>,
     names: HashMap<Name, VmId>,
     slots: Slots,
+    /// The user id of slot 0.
+    first_uid: u32,
 }
 
-/// All VMs.
+/// Number of clones that were forked from one VM.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Children {
+    /// Clones that start, run or are paused.
+    pub alive: u32,
+    /// Clones that have ended and are not removed: their folders, layers and names still exist.
+    pub ended: u32,
+}
+
+/// All VMs of a daemon.
 #[derive(Debug, Default)]
 pub struct Registry {
     inner: Mutex<Inner>,
 }
 
-/// Locks although a thread panicked while it held the lock: every critical section here leaves its data whole.
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Inner {
-    fn seat(&mut self, node: usize) -> Result<Seat, ReserveError> {
+    fn vm_slot(&mut self, node: usize) -> Result<VmSlot, ReserveError> {
         let slot = self.slots.take().ok_or(ReserveError::Full)?;
         let id = std::iter::repeat_with(VmId::random)
-            .find(|id| !self.vms.contains_key(id) && !self.seats.contains(id))
+            .find(|id| !self.vms.contains_key(id) && !self.vm_slots.contains(id))
             .unwrap_or_else(VmId::random);
-        Ok(Seat { id, slot, node })
+        Ok(VmSlot { id, slot, uid: self.first_uid.saturating_add(slot), node })
     }
 }
 
@@ -140,43 +138,49 @@ impl Inner {
 }
 
 impl Registry {
-    /// A seat for a shell on this node.
+    /// No VMs; the VMM of the VM in slot n will run as user `first_uid + n`.
+    #[must_use]
+    pub fn new(first_uid: u32) -> Self {
+        Self { inner: Mutex::new(Inner { first_uid, ..Inner::default() }) }
+    }
+
+    /// Reserves an id and a slot for a warm VMM on this node.
     ///
     /// # Errors
     /// No slot is free.
-    pub fn seat(&self, node: usize) -> Result<Seat, ReserveError> {
+    pub fn vm_slot(&self, node: usize) -> Result<VmSlot, ReserveError> {
         let mut inner = lock(&self.inner);
-        let seat = inner.seat(node)?;
-        inner.seats.insert(seat.id);
-        Ok(seat)
+        let vm_slot = inner.vm_slot(node)?;
+        inner.vm_slots.insert(vm_slot.id);
+        Ok(vm_slot)
     }
 
-    /// Gives back the seat of a shell whose process and files are gone.
-    pub fn unseat(&self, seat: Seat) {
+    /// Releases the slot of a warm VMM whose process and files are gone.
+    pub fn release_unused(&self, vm_slot: VmSlot) {
         let mut inner = lock(&self.inner);
-        if inner.seats.remove(&seat.id) {
-            inner.slots.give_back(seat.slot);
+        if inner.vm_slots.remove(&vm_slot.id) {
+            inner.slots.give_back(vm_slot.slot);
         }
     }
 
-    /// The ids of all shells, and of what is still ending.
+    /// Ids that are reserved without a VM: of warm VMMs, and of removed VMs that are still ending.
     #[must_use]
-    pub fn seats(&self) -> Vec<VmId> {
-        lock(&self.inner).seats.iter().copied().collect()
+    pub fn vm_slots(&self) -> Vec<VmId> {
+        lock(&self.inner).vm_slots.iter().copied().collect()
     }
 
-    /// Reserves a name, and an id and a slot where there is no shell that has them, all or nothing; the VM is `Starting` and has
-    /// its `memory`.
+    /// Reserves a name, and an id and a slot unless `warm` has them. Reserves all or nothing. The
+    /// new VM is `Starting` and has `memory`.
     ///
     /// # Errors
-    /// [`ReserveError`]; the shell keeps its seat.
+    /// [`ReserveError`]; the warm VMM keeps its slot.
     pub fn reserve(
         &self,
         config: &Config,
-        name: Option<Name>,
+        name: Option<VmName>,
         facts: Facts,
         memory: Reservation,
-        shell: Option<Seat>,
+        warm: Option<VmSlot>,
     ) -> Result<Arc<Vm>, ReserveError> {
         if let Some(name) = &name
             && name.as_str().parse::<VmId>().is_ok()
@@ -185,27 +189,27 @@ impl Registry {
         }
         let mut inner = lock(&self.inner);
         if let Some(name) = &name
-            && let Some(holder) = inner.names.get(name)
+            && let Some(holder) = inner.names.get(&Name::from(name.clone()))
         {
             return Err(ReserveError::Taken { name: name.clone(), holder: *holder });
         }
-        let seat = match shell {
-            Some(seat) => seat,
-            None => inner.seat(memory.node)?,
+        let vm_slot = match warm {
+            Some(vm_slot) => vm_slot,
+            None => inner.vm_slot(memory.node)?,
         };
-        inner.seats.remove(&seat.id);
-        let id = seat.id;
-        let name = name.unwrap_or_else(|| id_as_name(id));
-        let vm = Arc::new(Vm::new(seat, name.clone(), config.vm(id), facts, memory));
+        inner.vm_slots.remove(&vm_slot.id);
+        let id = vm_slot.id;
+        let name = name.map_or_else(|| id_as_name(id), Name::from);
+        let vm = Arc::new(Vm::new(vm_slot, name.clone(), config.vm(id), facts, memory));
         inner.names.insert(name, id);
         inner.vms.insert(id, vm.clone());
         Ok(vm)
     }
 
-    /// Takes in a VM that an earlier daemon knew.
+    /// Adds a VM that an earlier daemon started.
     ///
     /// # Errors
-    /// Its text says which of id, name and slot is taken.
+    /// A text that says whether the id, the name or the slot is taken.
     pub fn adopt(&self, vm: Vm) -> Result<Arc<Vm>, String> {
         let mut inner = lock(&self.inner);
         if inner.vms.contains_key(&vm.id) {
@@ -223,14 +227,16 @@ impl Registry {
         Ok(vm)
     }
 
-    /// The process of `vm` is gone: another VM may have its user. Once per VM that holds its slot.
+    /// Releases the slot of `vm`, whose process is gone. The slot is released once, however often
+    /// this is called.
     pub fn release_slot(&self, vm: &Vm) {
         let mut inner = lock(&self.inner);
-        inner.seats.remove(&vm.id);
+        inner.vm_slots.remove(&vm.id);
         inner.release_slot(vm);
     }
 
-    /// Forgets a VM whose files are gone. Its process may still be ending: until [`Self::release_slot`] its seat is taken.
+    /// Forgets a VM whose files are gone. If its process is still ending, its slot stays taken
+    /// until [`Self::release_slot`].
     pub fn forget(&self, vm: &Vm) {
         let mut inner = lock(&self.inner);
         if inner.vms.remove(&vm.id).is_some() {
@@ -238,12 +244,12 @@ impl Registry {
             if vm.is_gone() {
                 inner.release_slot(vm);
             } else if vm.holds_slot() {
-                inner.seats.insert(vm.id);
+                inner.vm_slots.insert(vm.id);
             }
         }
     }
 
-    /// The VM with this id, name, or unique start of an id.
+    /// The VM with this id, this name, or the only one whose id starts with `word`.
     ///
     /// # Errors
     /// [`FindError`].
@@ -276,13 +282,13 @@ impl Registry {
         }
     }
 
-    /// Whether there is a VM with this id.
+    /// Whether a VM has this id.
     #[must_use]
     pub fn has(&self, id: VmId) -> bool {
         lock(&self.inner).vms.contains_key(&id)
     }
 
-    /// All of them, the oldest first.
+    /// All VMs, the oldest first.
     #[must_use]
     pub fn all(&self) -> Vec<Arc<Vm>> {
         let mut all: Vec<_> = lock(&self.inner).vms.values().cloned().collect();
@@ -290,29 +296,64 @@ impl Registry {
         all
     }
 
-    /// How many there are.
+    /// The number of clones that were forked from the VM `of`.
+    #[must_use]
+    pub fn children(&self, of: VmId) -> Children {
+        let mut children = Children::default();
+        for vm in lock(&self.inner).vms.values().filter(|vm| vm.facts.fork.from == Some(of)) {
+            let count = if vm.phase().alive() { &mut children.alive } else { &mut children.ended };
+            *count = count.saturating_add(1);
+        }
+        children
+    }
+
+    /// The number of VMs, exited ones included.
     #[must_use]
     pub fn len(&self) -> usize {
         lock(&self.inner).vms.len()
     }
 
-    /// Whether there is none.
+    /// Whether there is no VM.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// The name of a VM that was given none.
+/// The name of a VM for which the client gave none: its id.
 ///
 /// # Panics
-/// Never: twelve hexadecimal digits are a name.
+/// Never: the grammar of names accepts twelve hexadecimal digits.
 #[must_use]
 pub fn id_as_name(id: VmId) -> Name {
-    #[expect(clippy::expect_used, reason = "locally proven: [0-9a-f]{12} matches the grammar of names")]
+    #[expect(
+        clippy::expect_used,
+        reason = "locally proven: [0-9a-f]{12} matches the grammar of names"
+    )]
     id.to_string().parse().expect("twelve hexadecimal digits are a name")
 }
 
 #[cfg(test)]
 #[path = "registry_tests.rs"]
 mod tests;
+
+impl From<ReserveError> for ApiError {
+    fn from(e: ReserveError) -> Self {
+        let code = match &e {
+            ReserveError::Taken { .. } => ErrorCode::Conflict,
+            ReserveError::LooksLikeAnId(_) => ErrorCode::Invalid,
+            ReserveError::Full => ErrorCode::Exhausted,
+        };
+        Self::new(code, e)
+    }
+}
+
+impl From<FindError> for ApiError {
+    fn from(e: FindError) -> Self {
+        let code = match &e {
+            FindError::None(_) => ErrorCode::NotFound,
+            FindError::Several { .. } => ErrorCode::Invalid,
+        };
+        Self::new(code, e)
+    }
+}

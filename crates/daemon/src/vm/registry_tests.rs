@@ -1,6 +1,6 @@
 use super::*;
 use crate::fixture::{self, memory};
-use crate::vm::exit_now;
+use crate::model::exit::exit_now;
 use dayfly_api::types::ExitKind;
 use proptest::prelude::*;
 use std::collections::HashSet;
@@ -13,7 +13,8 @@ fn config() -> Config {
 fn facts() -> Facts {
     Facts {
         snapshot: None,
-        fork: crate::vm::ForkFacts::default(),
+        ancestors: Vec::new(),
+        fork: crate::model::facts::ForkFacts::default(),
         image: "i".parse().unwrap(),
         kernel: dayfly_store::KernelRef {
             name: "k".parse().unwrap(),
@@ -31,7 +32,7 @@ fn facts() -> Facts {
     }
 }
 
-fn name(text: &str) -> Option<Name> {
+fn name(text: &str) -> Option<VmName> {
     Some(text.parse().unwrap())
 }
 
@@ -40,7 +41,10 @@ fn a_name_is_reserved_once_and_free_after_the_vm_is_forgotten() {
     let registry = Registry::default();
     let vm = registry.reserve(&config(), name("a"), facts(), memory(), None).unwrap();
     let again = registry.reserve(&config(), name("a"), facts(), memory(), None);
-    assert_eq!(again.unwrap_err(), ReserveError::Taken { name: "a".parse().unwrap(), holder: vm.id });
+    assert_eq!(
+        again.unwrap_err(),
+        ReserveError::Taken { name: "a".parse().unwrap(), holder: vm.id }
+    );
     assert_eq!(registry.len(), 1, "a refused reservation leaves nothing");
     registry.forget(&vm);
     registry.forget(&vm);
@@ -50,7 +54,8 @@ fn a_name_is_reserved_once_and_free_after_the_vm_is_forgotten() {
 
 #[test]
 fn a_name_that_reads_as_an_id_is_refused() {
-    let refused = Registry::default().reserve(&config(), name("0123456789ab"), facts(), memory(), None);
+    let refused =
+        Registry::default().reserve(&config(), name("0123456789ab"), facts(), memory(), None);
     assert!(matches!(refused, Err(ReserveError::LooksLikeAnId(_))));
 }
 
@@ -58,7 +63,9 @@ fn a_name_that_reads_as_an_id_is_refused() {
 fn a_vm_is_found_by_id_name_and_unique_start() {
     let registry = Registry::default();
     let vms: Vec<_> = (0..40)
-        .map(|i| registry.reserve(&config(), name(&format!("vm-{i}")), facts(), memory(), None).unwrap())
+        .map(|i| {
+            registry.reserve(&config(), name(&format!("vm-{i}")), facts(), memory(), None).unwrap()
+        })
         .collect();
     for vm in &vms {
         assert_eq!(registry.find(vm.name.as_str()).unwrap().id, vm.id);
@@ -88,32 +95,32 @@ fn a_slot_outlives_no_process_and_is_never_shared() {
     registry.release_slot(&a);
     let c = registry.reserve(&config(), None, facts(), memory(), None).unwrap();
     assert_eq!(c.slot, a.slot, "slots are reused");
-    // Forgetting the exited VM later must not give the slot away a second time.
+    // Forgetting the exited VM later must not release the slot a second time.
     registry.forget(&a);
     let d = registry.reserve(&config(), None, facts(), memory(), None).unwrap();
     assert!(![b.slot, c.slot].contains(&d.slot));
 }
 
 #[test]
-fn a_shell_keeps_its_seat_until_a_vm_takes_it_or_it_is_given_back() {
+fn a_warm_vmm_keeps_its_slot_until_a_vm_takes_it_or_it_is_given_back() {
     let registry = Registry::default();
-    let (first, second) = (registry.seat(0).unwrap(), registry.seat(0).unwrap());
+    let (first, second) = (registry.vm_slot(0).unwrap(), registry.vm_slot(0).unwrap());
     assert_ne!((first.id, first.slot), (second.id, second.slot));
-    assert!(registry.is_empty() && registry.seats().len() == 2);
+    assert!(registry.is_empty() && registry.vm_slots().len() == 2);
     let other = registry.reserve(&config(), name("a"), facts(), memory(), None).unwrap();
     let taken = registry.reserve(&config(), name("a"), facts(), memory(), Some(first));
     assert!(matches!(taken, Err(ReserveError::Taken { .. })));
-    assert_eq!(registry.seats().len(), 2, "a refused reservation leaves the seat");
+    assert_eq!(registry.vm_slots().len(), 2, "a refused reservation leaves the slot");
     let vm = registry.reserve(&config(), name("b"), facts(), memory(), Some(first)).unwrap();
     assert_eq!((vm.id, vm.slot), (first.id, first.slot));
-    assert_eq!(registry.seats(), [second.id]);
-    registry.unseat(first);
-    registry.unseat(second);
-    registry.unseat(second);
+    assert_eq!(registry.vm_slots(), [second.id]);
+    registry.release_unused(first);
+    registry.release_unused(second);
+    registry.release_unused(second);
     // Only the second slot is free again.
-    let next = registry.seat(0).unwrap();
+    let next = registry.vm_slot(0).unwrap();
     assert_eq!(next.slot, second.slot);
-    assert!(![vm.slot, other.slot].contains(&registry.seat(0).unwrap().slot));
+    assert!(![vm.slot, other.slot].contains(&registry.vm_slot(0).unwrap().slot));
 }
 
 proptest! {

@@ -1,12 +1,13 @@
-//! kill -9 of anything at any moment: the next command works, and nothing is left over.
+//! After kill -9 of any process the next command works, and nothing is left over.
 
 use crate::harness::{
-    BASE, IMAGE, World, dayfly, end_of, inspect, machine, ok, on_host, refused, sh, start, until, wait, world,
+    BASE, IMAGE, World, dayfly, end_of, inspect, machine, ok, on_host, refused, sh, start, until,
+    wait, world,
 };
 use std::process::Child;
 use std::time::Duration;
 
-/// A bake that a crash will meet in its middle: the warm-up waits.
+/// Starts a bake whose warm-up waits, so that a crash interrupts the bake.
 fn long_bake() -> Child {
     let child = start(&["bake", IMAGE, "-t", "e2e-cut", "--cmd", "sleep 600"]);
     until("the bake's VM", || !ok(&["ps", "-q"]).is_empty());
@@ -14,14 +15,15 @@ fn long_bake() -> Child {
     child
 }
 
-/// Ten clones under way.
+/// Starts ten clones.
 fn ten() -> Vec<Child> {
-    let clones = (0..10).map(|_| start(&["run", BASE, "/bin/sh", "-c", "echo up; sleep 600"])).collect();
+    let clones =
+        (0..10).map(|_| start(&["run", BASE, "/bin/sh", "-c", "echo up; sleep 600"])).collect();
     until("some of the clones", || ok(&["ps", "-q"]).lines().count() >= 4);
     clones
 }
 
-/// All of them end, in whatever way, by themselves.
+/// Waits until all children have ended, each with an error.
 fn over(children: Vec<Child>) {
     for child in children {
         let got = wait(child);
@@ -29,10 +31,10 @@ fn over(children: Vec<Child>) {
     }
 }
 
-/// The next command works, and there is nothing of what was cut off.
+/// Checks that the next command works and that nothing is left of the interrupted commands.
 fn recovered(world: &World) {
     assert_eq!(ok(&["run", BASE, "echo", "well"]), "well");
-    until("what was cut off to be gone", || ok(&["ps", "-aq"]).is_empty());
+    until("the interrupted VMs to be gone", || ok(&["ps", "-aq"]).is_empty());
     assert_eq!(dayfly(&["snapshots", "inspect", "e2e-cut"]).code, 125);
     world.clean();
 }
@@ -76,8 +78,8 @@ fn of_the_daemon() {
     let world = world();
     ok(&["create", "--name", "survivor", BASE]);
     sh("survivor", "echo still >/run/here");
-    let uptime = || inspect("survivor")["pid"].as_u64();
-    let before = uptime();
+    let pid = || inspect("survivor")["pid"].as_u64();
+    let before = pid();
     let bake = long_bake();
     let clones = ten();
     let killed = on_host("pkill -9 -x dayflyd || killall -9 dayflyd");
@@ -85,11 +87,11 @@ fn of_the_daemon() {
     over(clones);
     assert_eq!(wait(bake).code, 125);
     assert_eq!(sh("survivor", "cat /run/here"), "still");
-    assert_eq!(uptime(), before, "the same process, found again");
+    assert_eq!(pid(), before, "the VM has another process");
     until("only the survivor", || ok(&["ps", "-aq"]).lines().count() == 1);
     let leaks = dayfly(&["doctor", "--leaks"]);
     assert_eq!(leaks.code, 0, "{}{}", leaks.out, leaks.err);
-    // And it is not only seen but governed: another kind of use for what was adopted.
+    // The new daemon also controls the adopted VM.
     ok(&["pause", "survivor"]);
     ok(&["unpause", "survivor"]);
     ok(&["snapshot", "survivor", "-t", "e2e-adopted"]);
@@ -110,13 +112,15 @@ fn of_qemu() {
         let status: serde_json::Value = serde_json::from_str(&ok(&["machine", "status"])).unwrap();
         let mut processes = status["processes"].as_array().unwrap().iter();
         let qemu = processes.find(|process| process[1] == "dayfly-machine");
-        qemu.and_then(|process| process[0].as_u64()).unwrap_or_else(|| panic!("no QEMU in {status}"))
+        qemu.and_then(|process| process[0].as_u64())
+            .unwrap_or_else(|| panic!("no QEMU in {status}"))
     };
     let mut children = vec![long_bake()];
     children.extend(ten());
-    let killed = std::process::Command::new("kill").args(["-9", &qemu().to_string()]).status().unwrap();
+    let killed =
+        std::process::Command::new("kill").args(["-9", &qemu().to_string()]).status().unwrap();
     assert!(killed.success());
     over(children);
     recovered(&world);
-    refused(&["exec", "nobody", "true"], &["nobody"]);
+    refused(&["exec", "absent", "true"], &["absent"]);
 }

@@ -1,12 +1,13 @@
-//! A snapshot that is not what was written is refused, and the refusal names file, place, expected and got.
+//! A damaged snapshot is refused with an error that names file, place, expected and got.
 
 use crate::harness::{BASE, ok, on_host, refused, sh, state_dir, world};
 use sha2::Digest;
 
-/// Changes one file of a snapshot for as long as `look` looks.
+/// Changes one file of a snapshot while `look` runs.
 fn with_damage(file: &str, damage: &str, look: impl FnOnce()) {
     let change = format!(
-        "set -e; f=$(ls -d {file}); cp -a $f $f.kept; chattr -i $f 2>/dev/null || true; chmod u+w $f; {damage}",
+        "set -e; f=$(ls -d {file}); cp -a $f $f.kept; chattr -i $f 2>/dev/null || true; \
+         chmod u+w $f; {damage}",
     );
     let got = on_host(&change);
     assert_eq!(got.code, 0, "{change}: {}{}", got.out, got.err);
@@ -29,7 +30,8 @@ fn damaged_foreign_and_incomplete_snapshots_are_refused() {
     let flip = |at: u64| {
         format!(
             "b=$(dd if=$f bs=1 skip={at} count=1 2>/dev/null | od -An -tu1 | tr -d ' '); \
-             printf \"\\\\$(printf %o $((b ^ 4)))\" | dd of=$f bs=1 seek={at} conv=notrunc 2>/dev/null"
+             printf \"\\\\$(printf %o $((b ^ 4)))\" | \
+             dd of=$f bs=1 seek={at} conv=notrunc 2>/dev/null"
         )
     };
     for (file, damage, says) in [
@@ -43,11 +45,13 @@ fn damaged_foreign_and_incomplete_snapshots_are_refused() {
         ("manifest", "truncate -s 20 $f".to_owned(), "manifest"),
         ("manifest", flip(200), "manifest"),
     ] {
-        with_damage(&format!("{folder}/{file}"), &damage, || refused(&run, &[says, "expected", "got"]));
+        with_damage(&format!("{folder}/{file}"), &damage, || {
+            refused(&run, &[says, "expected", "got"])
+        });
         assert_eq!(ok(&run), "layered", "after {file} was put back");
     }
 
-    // The record of the working set belongs to a bake; a clone of that snapshot is refused as well.
+    // Only a bake records a working set. A clone of its snapshot is refused as well.
     let record = format!("{}/snapshots/{BASE}/working-set", state_dir());
     for damage in [flip(100), "truncate -s 90 $f".to_owned()] {
         with_damage(&record, &damage, || {
@@ -86,10 +90,11 @@ fn a_hostile_archive_is_refused_by_name() {
     let archive = folder.path().join("image.tar");
     let mut tar = tar::Builder::new(std::fs::File::create(&archive).unwrap());
     tar.append_path_with_name(&layer, "layer.tar").unwrap();
-    // The digest is right: it is the entry that must be refused.
+    // The digest is correct, so only the entry's name can be the reason for the refusal.
     let digest = hex::encode(sha2::Sha256::digest(std::fs::read(&layer).unwrap()));
     let config = format!(
-        r#"{{"architecture":"amd64","os":"linux","rootfs":{{"type":"layers","diff_ids":["sha256:{digest}"]}}}}"#
+        r#"{{"architecture":"amd64","os":"linux",
+            "rootfs":{{"type":"layers","diff_ids":["sha256:{digest}"]}}}}"#
     );
     let manifest = r#"[{"Config":"config.json","RepoTags":["a:b"],"Layers":["layer.tar"]}]"#;
     for (name, body) in [("config.json", config.as_str()), ("manifest.json", manifest)] {
@@ -102,7 +107,10 @@ fn a_hostile_archive_is_refused_by_name() {
     tar.finish().unwrap();
     drop(tar);
     let world = world();
-    refused(&["image", "build", "--from", archive.to_str().unwrap(), "e2e-hostile"], &["../../etc/escaped"]);
+    refused(
+        &["image", "build", "--from", archive.to_str().unwrap(), "e2e-hostile"],
+        &["../../etc/escaped"],
+    );
     assert!(!std::path::Path::new("/etc/escaped").exists());
     world.clean();
 }

@@ -1,4 +1,4 @@
-//! The ways in which a guest ends by itself are told apart.
+//! Each way in which a guest can end has a different reason in the VM's description.
 
 use crate::harness::{BASE, dayfly, end_of, inspect, ok, sh, world};
 

@@ -1,4 +1,4 @@
-//! What a program in a clone sees, and what comes back of it.
+//! Programs in a clone: streams, codes, users, terminals, time limits and copies of files.
 
 use crate::harness::{BASE, dayfly, fed, ok, world};
 use std::time::{Duration, Instant};
@@ -44,7 +44,7 @@ fn user_folder_variables_terminal_and_time_are_as_asked() {
     let got = dayfly(&["exec", "-t", "asked", "tty"]);
     assert_eq!((got.code, got.out.trim_end()), (0, "/dev/pts/0"), "{}", got.err);
     let begun = Instant::now();
-    // The program's children end with it.
+    // A time limit also ends the program's children.
     let got = dayfly(&["exec", "--timeout", "1s", "asked", "/bin/sh", "-c", "sleep 977 & wait"]);
     assert!(got.code != 0 && begun.elapsed() < Duration::from_secs(60), "{got:?}");
     let sleepers = |seconds: u32| {
@@ -54,7 +54,7 @@ fn user_folder_variables_terminal_and_time_are_as_asked() {
     };
     assert_eq!(sleepers(977), 0, "the timeout left a child");
     ok(&["exec", "asked", "--", "/bin/sh", "-c", "setsid sleep 976 >/dev/null 2>&1 </dev/null &"]);
-    assert_eq!(sleepers(976), 1, "one that is there is seen");
+    assert_eq!(sleepers(976), 1, "a running sleep is not counted");
     world.clean();
 }
 

@@ -1,4 +1,4 @@
-//! The worlds that tests share, and the words they are written in.
+//! Shared daemons of the tests, and helpers that run `dayfly` and check its result.
 
 use dayfly_e2e::guest;
 use std::cell::Cell;
@@ -8,43 +8,45 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
-/// The snapshot that most tests clone: Debian with the warmed-up Python server of the demo, one vCPU.
+/// The snapshot that most tests clone: Debian with the warmed-up Python server of the demo, one
+/// vCPU.
 pub const BASE: &str = "e2e-base";
-/// The image behind it.
+/// The image of [`BASE`].
 pub const IMAGE: &str = "e2e-image";
-/// What the image has beyond Debian's minimum: Python, and the two programs that check disk and memory.
+/// Packages beyond Debian's minimum: Python, and the two programs that check disk and memory.
 const INCLUDE: &str = "python3-minimal,fio,stress-ng";
-/// Whatever takes longer than this hangs.
-const PATIENCE: Duration = Duration::from_secs(240);
+/// A condition that takes longer than this counts as hanging.
+const TIMEOUT: Duration = Duration::from_secs(240);
 
-/// A daemon (in a machine) of its own. Tests that use the same take turns.
+/// One daemon, in a machine unless KVM is native. Tests of one lane run one after the other.
 struct Lane {
     turn: Mutex<()>,
     ready: OnceLock<Result<(), String>>,
 }
 
-/// A machine emulates on one CPU, and tests wait for it most of their time: two keep both CPUs of a small host busy. Natively there is one, as tests
-/// kill what has the daemon's name.
+/// Two machines keep both CPUs of a small host busy, because a machine emulates on one CPU and
+/// tests mostly wait for it. Natively there is one lane, because tests kill processes by the
+/// daemon's name.
 static LANES: [Lane; 2] = [const { Lane { turn: Mutex::new(()), ready: OnceLock::new() } }; 2];
 
 thread_local! {
-    /// Which lane this thread's test has.
+    /// The lane of this thread's test.
     static LANE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The only one who uses its lane now.
+/// Exclusive use of a lane.
 pub struct World {
     _turn: MutexGuard<'static, ()>,
     begun: Instant,
 }
 
-/// Waits for the first lane that comes free, and sets it up if this is its first test.
+/// Waits for a free lane, and sets it up if this is its first test.
 pub fn world() -> World {
     let (lane, turn, failed) = free_lane();
     LANE.set(lane);
-    let ready = LANES[lane]
-        .ready
-        .get_or_init(|| std::panic::catch_unwind(set_up).map_err(|_| "set-up failed, see above".into()));
+    let ready = LANES[lane].ready.get_or_init(|| {
+        std::panic::catch_unwind(set_up).map_err(|_| "set-up failed, see above".into())
+    });
     if let Err(why) = ready {
         panic!("{why}");
     }
@@ -58,7 +60,8 @@ pub fn world() -> World {
     world
 }
 
-/// Its number, and whether a test before failed there, which may have left snapshots.
+/// Waits for a free lane. Returns its number, its lock, and whether an earlier test failed in the
+/// lane, which may have left snapshots.
 fn free_lane() -> (usize, MutexGuard<'static, ()>, bool) {
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let lanes = if machine() { LANES.len().min(cpus) } else { 1 };
@@ -75,7 +78,7 @@ fn free_lane() -> (usize, MutexGuard<'static, ()>, bool) {
 }
 
 impl Drop for World {
-    /// Where the time of a run goes.
+    /// Prints how long the test took.
     fn drop(&mut self) {
         let name = std::thread::current().name().unwrap_or_default().to_owned();
         eprintln!("e2e: {name}: {} s in lane {}", self.begun.elapsed().as_secs(), LANE.get());
@@ -86,8 +89,8 @@ fn set_up() {
     std::fs::create_dir_all(home()).unwrap();
     let begun = Instant::now();
     if machine() {
-        // One CPU: QEMU 7.2's emulation of several crashes kernels that patch their own code (ARCHITECTURE.md), and twenty
-        // tests in a row meet that. Today's programs on yesterday's disk, if there is one.
+        // One CPU, because QEMU 7.2's emulation of several crashes kernels that patch their own
+        // code. The machine's disk of an earlier run is kept, with the programs of this build.
         ok(&["machine", "init", "--cpus", "1"]);
         ok(&["machine", "start"]);
     }
@@ -110,8 +113,9 @@ fn set_up() {
 
 /// Bakes the demo's server.
 ///
-/// Under QEMU 7.2's emulation a guest with several vCPUs may crash while it boots and patches its own code
-/// (ARCHITECTURE.md; seen once in a dozen boots): in the machine, and only for a guest that crashed, it is tried again.
+/// Under QEMU 7.2's emulation a guest with several vCPUs may crash while it boots and patches its
+/// code (seen once in a dozen boots). So in the machine, and only after a crash of the guest, the
+/// bake is repeated.
 pub fn bake(image: &str, name: &str, more: &[&str]) {
     let warmup = guest::warmup();
     let mut words = vec!["bake", image, "-t", name, "--cmd", &warmup];
@@ -123,24 +127,32 @@ pub fn bake(image: &str, name: &str, more: &[&str]) {
             return;
         }
         assert!(machine() && crashed && tries_left > 0, "dayfly {words:?}: {}{}", got.out, got.err);
-        eprintln!("e2e: the guest crashed while it booted under emulation, trying again: {}", got.err);
+        eprintln!(
+            "e2e: the guest crashed while it booted under emulation, trying again: {}",
+            got.err
+        );
     }
 }
 
-/// A test whose clones wait for their memory. Under QEMU 7.2's emulation the machine's only CPU may stand still in such a guest, for minutes (seen once in a
-/// dozen runs, on a busy host): then its kernel says "soft lockup", and then only it is tried again.
+/// Runs a test whose clones wait for their memory. Under QEMU 7.2's emulation such a guest may
+/// block the machine's only CPU for minutes (seen once in a dozen runs, on a busy host). The
+/// machine's kernel then reports a "soft lockup", and only after that report the test is repeated.
 pub fn unless_the_machine_stands_still(test: impl Fn()) {
     let lockups = || -> usize {
-        let log = |lane| std::fs::read(home_of(lane).join("home/machine/console.log")).unwrap_or_default();
+        let log = |lane| {
+            std::fs::read(home_of(lane).join("home/machine/console.log")).unwrap_or_default()
+        };
         let said = |lane| String::from_utf8_lossy(&log(lane)).matches("soft lockup").count();
         (0..LANES.len()).map(said).sum()
     };
     for tries_left in (0..3).rev() {
         let before = lockups();
         let watched = Watched::begin();
-        let Err(failed) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(&test)) else { return };
+        let Err(failed) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(&test)) else {
+            return;
+        };
         if tries_left == 0 || !machine() || lockups() <= before {
-            eprintln!("{}", how_it_was());
+            eprintln!("{}", diagnostics());
             drop(watched);
             std::panic::resume_unwind(failed);
         }
@@ -149,10 +161,10 @@ pub fn unless_the_machine_stands_still(test: impl Fn()) {
     }
 }
 
-/// Notes in the machine, every other second, who has its CPU.
+/// Notes the machine's busiest processes every two seconds, in [`BUSIEST`].
 struct Watched(Option<Child>);
 
-/// The file in the machine that they are noted in.
+/// A file in the machine with the output of top(1).
 const BUSIEST: &str = "/tmp/busiest.log";
 
 impl Watched {
@@ -171,19 +183,23 @@ impl Drop for Watched {
     }
 }
 
-/// How much host and machine have to do, and what was said there last: for who reads of a failure that nobody can repeat.
-fn how_it_was() -> String {
+/// Load of host and machine, and the last lines of kernel and daemon, because such a failure can
+/// rarely be repeated.
+fn diagnostics() -> String {
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    let who = format!(
-        "date; cat /proc/uptime /proc/loadavg; dmesg | tail -n 15; grep -A 7 '^Load' {BUSIEST} | tail -n 360"
+    let show = format!(
+        "date; cat /proc/uptime /proc/loadavg; dmesg | tail -n 15; \
+         grep -A 7 '^Load' {BUSIEST} | tail -n 360"
     );
-    let machine = on_host(&who).out;
+    let machine = on_host(&show).out;
     let log = std::fs::read(home().join("home/machine/daemon.log")).unwrap_or_default();
     let log = String::from_utf8_lossy(&log);
     let lines: Vec<&str> = log.lines().collect();
     let said = lines[lines.len().saturating_sub(30)..].join("\n");
     format!(
-        "e2e: load of the host {load}the machine's time, uptime, load, kernel and busiest processes:\n{machine}its daemon:\n{said}"
+        "e2e: load of the host {load}\
+         the machine's time, uptime, load, kernel and busiest processes:\n{machine}\
+         its daemon:\n{said}"
     )
 }
 
@@ -195,7 +211,7 @@ pub struct Ended {
     pub err: String,
 }
 
-/// Where the programs are.
+/// The folder of the programs.
 pub fn bin() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_dayfly-demo")).parent().unwrap()
 }
@@ -209,12 +225,12 @@ fn home_of(lane: usize) -> PathBuf {
     bin().join("../../e2e").join(["", "second"][lane])
 }
 
-/// Whether stock kernels need the machine here.
+/// Whether stock kernels need the machine on this host.
 pub fn machine() -> bool {
     !dayfly_machine::probe().is_native()
 }
 
-/// `dayfly` in the tests' world.
+/// The command `dayfly`, with the folders of this thread's lane.
 pub fn command(words: &[&str]) -> Command {
     in_world(Command::new(bin().join("dayfly")), words)
 }
@@ -233,7 +249,7 @@ fn ended(output: Output) -> Ended {
     Ended { code, out: text(output.stdout), err: text(output.stderr) }
 }
 
-/// Starts `dayfly` and does not wait; its streams are pipes.
+/// Starts `dayfly` and does not wait. The standard streams are pipes.
 pub fn start(words: &[&str]) -> Child {
     piped(command(words))
 }
@@ -242,14 +258,15 @@ fn piped(mut command: Command) -> Child {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// One that fails where it takes too long, with code 124: an image, and a bake on a busy host, take minutes.
+/// Starts `dayfly` with a limit of 900 s, after which the code is 124. The limit is long because
+/// building an image, or a bake on a busy host, takes minutes.
 fn started_in_time(words: &[&str]) -> Child {
     let mut command = Command::new("timeout");
     command.args(["--foreground", "--kill-after=5", "900"]).arg(bin().join("dayfly"));
     piped(in_world(command, words))
 }
 
-/// Waits for what [`start`] began.
+/// Waits for the end of a child of [`start`].
 pub fn wait(child: Child) -> Ended {
     ended(child.wait_with_output().unwrap())
 }
@@ -259,27 +276,27 @@ pub fn dayfly(words: &[&str]) -> Ended {
     wait(started_in_time(words))
 }
 
-/// Runs `dayfly` with this on its standard input.
+/// Runs `dayfly` with `input` on standard input.
 pub fn fed(words: &[&str], input: &[u8]) -> Ended {
     let mut child = started_in_time(words);
     let mut pipe = child.stdin.take().unwrap();
     let input = input.to_vec();
     let feeder = std::thread::spawn(move || {
-        let _ = pipe.write_all(&input); // A program that reads no further is no failure.
+        let _ = pipe.write_all(&input); // The program may end without reading all of its input.
     });
     let got = wait(child);
     feeder.join().unwrap();
     got
 }
 
-/// Runs `dayfly`, which must do it; gives its standard output without the last line's end.
+/// Runs `dayfly`, which must succeed. Returns its standard output without the last line's end.
 pub fn ok(words: &[&str]) -> String {
     let got = dayfly(words);
     assert_eq!(got.code, 0, "dayfly {words:?}: {}{}", got.out, got.err);
     got.out.trim_end_matches('\n').to_owned()
 }
 
-/// Runs `dayfly`, which must refuse, with code 125 and a message that has all of these in it.
+/// Runs `dayfly`, which must end with code 125 and a message that contains all of `says`.
 pub fn refused(words: &[&str], says: &[&str]) {
     let got = dayfly(words);
     assert_eq!(got.code, 125, "dayfly {words:?}: {}{}", got.out, got.err);
@@ -288,12 +305,12 @@ pub fn refused(words: &[&str], says: &[&str]) {
     }
 }
 
-/// A shell text in a VM.
+/// Runs a text for `/bin/sh` in a VM, which must end with code 0.
 pub fn sh(vm: &str, text: &str) -> String {
     ok(&["exec", vm, "--", "/bin/sh", "-c", text])
 }
 
-/// A shell text on the host that runs the VMs.
+/// Runs a text for `sh` on the host that runs the VMs.
 pub fn on_host(text: &str) -> Ended {
     if machine() {
         return dayfly(&["machine", "exec", "--", "sh", "-c", text]);
@@ -301,7 +318,7 @@ pub fn on_host(text: &str) -> Ended {
     ended(Command::new("sh").args(["-c", text]).output().unwrap())
 }
 
-/// Begins a shell text there.
+/// Starts a text for `sh` on the host that runs the VMs.
 pub fn start_on_host(text: &str) -> Child {
     if machine() {
         return start(&["machine", "exec", "--", "sh", "-c", text]);
@@ -311,12 +328,12 @@ pub fn start_on_host(text: &str) -> Child {
     piped(command)
 }
 
-/// The daemon's folders there.
+/// The daemon's state folder on the host that runs the VMs.
 pub fn state_dir() -> String {
     if machine() { "/var/lib/dayfly".into() } else { home().join("state").display().to_string() }
 }
 
-/// A field of a VM's description.
+/// A VM's description.
 pub fn inspect(vm: &str) -> serde_json::Value {
     serde_json::from_str(&ok(&["inspect", vm])).unwrap()
 }
@@ -325,12 +342,12 @@ pub fn inspect(vm: &str) -> serde_json::Value {
 pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !holds() {
-        assert!(begun.elapsed() < PATIENCE, "waited {PATIENCE:?} for: {what}");
+        assert!(begun.elapsed() < TIMEOUT, "waited {TIMEOUT:?} for: {what}");
         std::thread::sleep(Duration::from_millis(200));
     }
 }
 
-/// Waits until a VM has ended by itself; gives reason and message.
+/// Waits until a VM has ended by itself. Returns reason and message.
 pub fn end_of(vm: &str) -> (String, String) {
     let mut last = serde_json::Value::Null;
     until(&format!("the end of {vm}"), || {
@@ -352,7 +369,7 @@ impl World {
         }
     }
 
-    /// Nothing runs, and nothing was left over.
+    /// Removes every VM and checks that nothing is left over.
     pub fn clean(&self) {
         self.remove_all();
         let got = dayfly(&["doctor", "--leaks"]);

@@ -1,17 +1,23 @@
-//! Programs made to find wrong bytes find none: across pause, snapshot and clone.
+//! fio and stress-ng find no wrong byte on disk or in memory across pause, snapshot and clone.
 
 use crate::harness::{BASE, ok, sh, until, world};
 
-/// Runs `text` in the VM by itself; [`result`] waits for it.
+/// Starts `text` in the VM, detached; [`result`] waits for its end.
 fn begin(vm: &str, text: &str) {
     sh(
         vm,
-        &format!("setsid sh -c '({text}) >/root/log 2>&1; echo $? >/root/code' >/dev/null 2>&1 </dev/null &"),
+        &format!(
+            "setsid sh -c '({text}) >/root/log 2>&1; echo $? >/root/code' \
+             >/dev/null 2>&1 </dev/null &"
+        ),
     );
 }
 
+/// Waits until the text of [`begin`] has ended, which must be with code 0.
 fn result(vm: &str) {
-    until(&format!("the checker in {vm}"), || !sh(vm, "cat /root/code 2>/dev/null || true").is_empty());
+    until(&format!("the checker in {vm}"), || {
+        !sh(vm, "cat /root/code 2>/dev/null || true").is_empty()
+    });
     let code = sh(vm, "cat /root/code");
     assert_eq!(code, "0", "in {vm}: {}", sh(vm, "tail -c 2000 /root/log"));
 }
@@ -22,8 +28,9 @@ fn fio_verifies_random_writes_across_a_snapshot_and_a_clone() {
     ok(&["create", "--name", "writer", BASE]);
     begin(
         "writer",
-        "cd /root && fio --name=v --filename=/root/f --rw=randwrite --bsrange=4k-128k --size=24m --direct=1 \
-         --ioengine=psync --verify=crc32c --do_verify=1 --verify_fatal=1 --randrepeat=0 --group_reporting",
+        "cd /root && fio --name=v --filename=/root/f --rw=randwrite --bsrange=4k-128k --size=24m \
+         --direct=1 --ioengine=psync --verify=crc32c --do_verify=1 --verify_fatal=1 \
+         --randrepeat=0 --group_reporting",
     );
     until("half of the writes", || {
         let kib: u64 = sh("writer", "du -k /root/f 2>/dev/null | cut -f1").parse().unwrap_or(0);

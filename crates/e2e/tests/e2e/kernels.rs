@@ -2,7 +2,8 @@
 
 use crate::harness::{IMAGE, bake, ok, sh, world};
 
-/// 6.12 with one is what all other tests use. `DAYFLY_KERNELS=all` in the environment: with 6.1 and four as well.
+/// All other tests use 6.12 with one vCPU. `DAYFLY_KERNELS=all` in the environment adds 6.1 with
+/// four.
 #[test]
 fn both_kernels_with_one_and_four_cpus_boot_bake_and_clone() {
     let world = world();

@@ -1,12 +1,13 @@
-//! Clones that run before their memory has arrived.
+//! Clones that run before their template's memory is read.
 
 use crate::harness::{
-    BASE, ok, on_host, sh, start, start_on_host, unless_the_machine_stands_still, until, wait, world,
+    BASE, ok, on_host, sh, start, start_on_host, unless_the_machine_stands_still, until, wait,
+    world,
 };
 use serde_json::Value;
 use std::io::Read;
 
-/// The daemon ends, and another one comes, which has no snapshot's RAM in memory.
+/// Replaces the daemon by a new one, which has no template open.
 fn another_daemon() {
     let pid = || on_host("pidof dayflyd").out;
     let before = pid();
@@ -28,7 +29,8 @@ fn three_clones_of_one_template() {
     ok(&["create", "--name", "early", BASE]);
     sh(
         "early",
-        "head -c 20000000 /dev/urandom >/dev/shm/file; head -c 3000000 /dev/urandom >/root/file; sync",
+        "head -c 20000000 /dev/urandom >/dev/shm/file; \
+         head -c 3000000 /dev/urandom >/root/file; sync",
     );
     let sums = "sha256sum /dev/shm/file /root/file /bin/busybox /usr/bin/* 2>/dev/null | sha256sum";
     let expected = sh("early", sums);
@@ -36,24 +38,27 @@ fn three_clones_of_one_template() {
     ok(&["rm", "-f", "early"]);
     another_daemon();
     let pagers = || on_host("pidof dayfly-pager").out.split_whitespace().count();
-    // What it was made from is in memory first.
+    // The base's template is opened first, so that the two share memory.
     ok(&["run", BASE, "true"]);
     until("the base's pager's end", || pagers() == 0);
-    // Seen from within: it may live for less time than a look from outside takes while clones have the CPU.
-    let one = r#"echo ready; for n in $(seq 4000); do [ "$(pidof dayfly-pager | wc -w)" = 1 ] && exit; sleep 0.02; done; exit 1"#;
+    // A loop on the host, because the pager may end sooner than one `on_host` takes while clones
+    // use the CPU.
+    let one = "echo ready; for n in $(seq 4000); do \
+               [ \"$(pidof dayfly-pager | wc -w)\" = 1 ] && exit; sleep 0.02; done; exit 1";
     let mut seen = start_on_host(one);
     seen.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).unwrap();
-    let clones: Vec<_> = (0..3).map(|_| start(&["run", "e2e-late", "/bin/sh", "-c", sums])).collect();
+    let clones: Vec<_> =
+        (0..3).map(|_| start(&["run", "e2e-late", "/bin/sh", "-c", sums])).collect();
     for clone in clones {
         let got = wait(clone);
         assert_eq!((got.code, got.out.trim()), (0, expected.trim()), "{got:?}");
     }
     assert_eq!(wait(seen).code, 0, "one pager for three clones");
-    // Whole, it needs nobody; a snapshot of a clone waits for that.
+    // A snapshot of a clone waits until the template is complete; then the pager ends.
     ok(&["create", "--name", "late", "e2e-late"]);
     ok(&["snapshot", "late", "-t", "e2e-later"]);
     until("the pager's end", || pagers() == 0);
-    // Most of it is the base's, and is in the host's memory once.
+    // The snapshot shares most of its memory with the base, once in the host's memory.
     let snapshots = ok(&["snapshots", "--format", "json"]);
     let mut snapshots = snapshots.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let late = snapshots.find(|s| s["name"] == "e2e-late").unwrap();

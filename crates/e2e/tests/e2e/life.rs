@@ -1,4 +1,4 @@
-//! Clones are themselves and nobody else; they pause, and are snapshotted in turn.
+//! Clones have unique identities, share no writes, pause, and can be snapshotted.
 
 use crate::harness::{BASE, dayfly, inspect, ok, refused, sh, start, until, wait, world};
 use std::collections::BTreeSet;
@@ -6,8 +6,9 @@ use std::collections::BTreeSet;
 #[test]
 fn clones_share_nothing_that_names_them() {
     let world = world();
-    let tell = "hostname; cat /etc/machine-id; od -An -tx1 -N32 /dev/urandom | tr -d ' \\n'; echo; date +%s";
-    let started: Vec<_> = (0..6).map(|_| start(&["run", BASE, "/bin/sh", "-c", tell])).collect();
+    let show = "hostname; cat /etc/machine-id; od -An -tx1 -N32 /dev/urandom | tr -d ' \\n'; \
+                echo; date +%s";
+    let started: Vec<_> = (0..6).map(|_| start(&["run", BASE, "/bin/sh", "-c", show])).collect();
     let mut seen = BTreeSet::new();
     for child in started {
         let got = wait(child);
@@ -18,7 +19,8 @@ fn clones_share_nothing_that_names_them() {
         for line in &lines[..3] {
             assert!(seen.insert((*line).to_owned()), "{line} twice");
         }
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+        let now =
+            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
         let theirs: u64 = lines[3].parse().unwrap();
         assert!(now.abs_diff(theirs) < 120, "the guest's clock says {theirs}, ours {now}");
     }
@@ -29,9 +31,12 @@ fn clones_share_nothing_that_names_them() {
 fn what_a_clone_writes_no_other_sees() {
     let world = world();
     ok(&["create", "--name", "one", BASE]);
-    // Both have the pages that the bake's rehearsal wrote; not the rehearsal's content.
+    // Both clones have the pages of the working set already, but not what the recording wrote.
     let timeline = inspect("one")["timeline"].to_string();
-    assert!(timeline.contains("working set") || timeline.contains("the clone was ready"), "{timeline}");
+    assert!(
+        timeline.contains("working set") || timeline.contains("the clone was ready"),
+        "{timeline}"
+    );
     sh("one", "echo mine >/root/mine; sync; echo keep k one >/run/ask; cat /run/answer");
     ok(&["create", "--name", "two", BASE]);
     assert_eq!(dayfly(&["exec", "two", "test", "-e", "/root/mine"]).code, 1);
@@ -44,10 +49,11 @@ fn what_a_clone_writes_no_other_sees() {
 fn a_paused_machine_stands_still() {
     let world = world();
     ok(&["create", "--name", "still", BASE]);
-    // Busy, so that one that is not paused is seen by the time it takes.
+    // A busy guest, so that its CPU time shows whether it is paused.
     sh(
         "still",
-        "setsid sh -c 'i=0; while :; do i=$((i+1)); echo $i >/run/count; done' >/dev/null 2>&1 </dev/null &",
+        "setsid sh -c 'i=0; while :; do i=$((i+1)); echo $i >/run/count; done' \
+         >/dev/null 2>&1 </dev/null &",
     );
     let count = || sh("still", "cat /run/count 2>/dev/null || :").parse::<u64>().unwrap_or(0);
     until("the counter", || count() > 3);
@@ -62,7 +68,10 @@ fn a_paused_machine_stands_still() {
     assert_eq!(inspect("still")["vm"]["state"], "paused");
     refused(&["exec", "still", "true"], &["paused"]);
     let paused = used_in_2_s();
-    assert!(paused * 10 < running, "paused it takes {paused} ticks of CPU time in 2 s, running {running}");
+    assert!(
+        paused * 10 < running,
+        "paused it takes {paused} ticks of CPU time in 2 s, running {running}"
+    );
     ok(&["unpause", "still"]);
     let then = count();
     until("the counter to go on", || count() > then);

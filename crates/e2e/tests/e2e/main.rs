@@ -1,7 +1,7 @@
 //! End-to-end: the programs as a user runs them, with stock kernels, natively or in the machine.
 //!
-//! All tests share a daemon in a home of their own below `target/e2e`, or two in two machines, and take turns: they kill it, and
-//! look for what stayed.
+//! All tests share a daemon whose home is below `target/e2e`, or two daemons in two machines. Tests
+//! of one daemon run one after the other, because they kill the daemon and look for leftovers.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
@@ -13,13 +13,16 @@ mod exec;
 mod families;
 mod forks;
 mod harness;
+mod hostile;
 mod integrity;
 mod kernels;
 mod lazy;
+mod liar;
 mod life;
 mod networks;
 mod pool;
 mod ports;
-mod rehearse;
+mod reach;
+mod record;
 mod stats;
 mod store;

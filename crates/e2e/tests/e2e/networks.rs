@@ -1,9 +1,14 @@
-//! VMs on the network: who reaches whom, what is published, and what a fork of a busy web server costs those who use it.
+//! VMs on the network: reachability, published ports, and forks of a busy web server.
 
-use crate::harness::{BASE, World, dayfly, inspect, ok, on_host, refused, sh, start, until, wait, world};
+use crate::harness::{
+    BASE, World, dayfly, inspect, ok, on_host, refused, sh, start, until, wait, world,
+};
 use std::time::Duration;
 
-/// Answers each line `GET …` of connections that stay open with who it is; HTTP/1.1, as much as there is to say.
+/// The network of VMs that reach each other.
+const LAB: &str = "lab";
+
+/// A minimal HTTP/1.1 server with persistent connections, which answers with its host name.
 const WEB: &str = r#"
 import socket, threading
 def serve(stream):
@@ -23,7 +28,8 @@ while True:
     threading.Thread(target=serve, args=(stream,), daemon=True).start()
 "#;
 
-/// Asks over connections that stay open, each again and again, until /run/enough is there; tells how often, and what went wrong.
+/// Sends requests over eight persistent connections until /run/enough exists. Prints the number of
+/// requests, the fewest of a connection, failures, the longest request in ms, and the errors.
 const LOAD: &str = r#"
 import os, socket, sys, threading, time
 address, asked, wrong, worst = sys.argv[1], [0] * 8, [], [0.0] * 8
@@ -51,7 +57,7 @@ open("/run/loading", "w").close()
 print(sum(asked), min(asked), len(wrong), round(max(worst) * 1000), *wrong)
 "#;
 
-/// Holds a connection to a server that says nothing, and notes how it ends.
+/// Keeps a connection to a server that sends nothing, and notes how it ends.
 const WAITING: &str = r#"
 import socket, sys
 stream = socket.create_connection((sys.argv[1], 80), 60)
@@ -64,7 +70,7 @@ except OSError as e:
 open("/run/broke", "w").write(end)
 "#;
 
-/// One question, and who answered.
+/// Sends one request and prints the answer, which is a host name.
 const ASK: &str = r#"
 import socket, sys
 stream = socket.create_connection((sys.argv[1], int(sys.argv[2])), 20)
@@ -89,23 +95,25 @@ fn python(vm: &str, program: &str, arguments: &[&str]) -> crate::harness::Ended 
     dayfly(&words)
 }
 
-fn ask(from: &str, whom: &str) -> String {
-    let got = python(from, ASK, &[whom, "80"]);
-    assert_eq!(got.code, 0, "{from} asks {whom}: {got:?}");
+fn ask(from: &str, server: &str) -> String {
+    let got = python(from, ASK, &[server, "80"]);
+    assert_eq!(got.code, 0, "{from} asks {server}: {got:?}");
     got.out.trim().to_owned()
 }
 
-fn there(vm: &str, file: &str) {
-    until(&format!("{file} in {vm}"), || sh(vm, &format!("test -e {file} && echo yes || :")) == "yes");
+fn wait_for_file(vm: &str, file: &str) {
+    until(&format!("{file} in {vm}"), || {
+        sh(vm, &format!("test -e {file} && echo yes || :")) == "yes"
+    });
 }
 
-/// A VM that serves, and one that asks.
+/// Creates a VM with a web server, and one for its clients.
 fn web_and_client() -> World {
     let world = world();
-    ok(&["create", "--name", "web", "--publish", "18080:80", BASE]);
-    ok(&["create", "--name", "client", BASE]);
+    ok(&["create", "--name", "web", "--network", LAB, "--publish", "18080:80", BASE]);
+    ok(&["create", "--name", "client", "--network", LAB, BASE]);
     ok(&["exec", "-d", "web", "--", "python3", "-c", WEB]);
-    there("web", "/run/web");
+    wait_for_file("web", "/run/web");
     world
 }
 
@@ -113,9 +121,9 @@ fn web_and_client() -> World {
 fn vms_find_each_other_by_name_and_the_host_finds_their_ports() {
     let world = web_and_client();
     assert_eq!(ask("client", &address("web")), "web");
-    assert_eq!(ask("client", "web"), "web", "by name");
+    assert_eq!(ask("client", "web"), "web", "by the search list");
     assert_eq!(ask("client", "web.dayfly.internal"), "web");
-    let unknown = python("client", ASK, &["nobody.dayfly.internal", "80"]);
+    let unknown = python("client", ASK, &["absent.dayfly.internal", "80"]);
     assert!(unknown.code != 0 && unknown.err.contains("gaierror"), "{unknown:?}");
     for place in ["127.0.0.1:18080".to_owned(), format!("{}:80", address("web"))] {
         let got = on_host(&format!("wget -q -O - http://{place}/ || curl -s http://{place}/"));
@@ -123,13 +131,24 @@ fn vms_find_each_other_by_name_and_the_host_finds_their_ports() {
     }
     assert!(ok(&["ps"]).contains("18080->80"));
     refused(&["create", "-p", "18080:81", BASE], &["port 18080"]);
-    // What is asked for is what it has, and one without a network has none.
+    // A VM without a network has no interface.
     ok(&["create", "--name", "alone", "--network", "none", BASE]);
     assert!(inspect("alone")["vm"]["network"].is_null());
     let got = python("alone", ASK, &[&address("web"), "80"]);
     assert!(got.code != 0, "{got:?}");
     refused(&["create", "--network", "none", "-p", "18081:80", BASE], &["no network"]);
-    // The port is free again with its VM.
+    // A VM outside the network neither reaches its VMs nor resolves their names; one of another
+    // network neither.
+    ok(&["create", "--name", "stranger", BASE]);
+    ok(&["create", "--name", "neighbour", "--network", "other", "--closed", BASE]);
+    for outside in ["stranger", "neighbour"] {
+        let got = python(outside, ASK, &[&address("web"), "80"]);
+        assert!(got.code != 0 && got.err.contains("timed out"), "{outside}: {got:?}");
+        let got = python(outside, ASK, &["web.dayfly.internal", "80"]);
+        assert!(got.code != 0 && got.err.contains("gaierror"), "{outside}: {got:?}");
+    }
+    refused(&["create", "--network", "host", BASE], &["host", "a name of your own"]);
+    // Removing the VM frees its port.
     ok(&["rm", "-f", "web"]);
     ok(&["create", "--name", "again", "-p", "18080:80", BASE]);
     world.clean();
@@ -150,27 +169,31 @@ fn a_daemon_that_was_killed_publishes_again_and_its_vms_keep_their_addresses() {
 }
 
 #[test]
-fn a_web_server_is_forked_under_load_and_nobody_notices() {
+fn a_web_server_is_forked_under_load_without_lost_requests() {
     let world = web_and_client();
-    // From the server's machine a connection to a third one, which says nothing.
-    ok(&["create", "--name", "silent", BASE]);
-    let silent = "import socket, time; s = socket.create_server((\"\", 80)); open(\"/run/web\", \"w\").close(); c = s.accept(); time.sleep(600)";
+    // The server's VM has a connection to a third VM, which sends nothing.
+    ok(&["create", "--name", "silent", "--network", LAB, BASE]);
+    let silent = "import socket, time; s = socket.create_server((\"\", 80)); \
+                  open(\"/run/web\", \"w\").close(); c = s.accept(); time.sleep(600)";
     ok(&["exec", "-d", "silent", "--", "python3", "-c", silent]);
-    there("silent", "/run/web");
+    wait_for_file("silent", "/run/web");
     ok(&["exec", "-d", "web", "--", "python3", "-c", WAITING, &address("silent")]);
-    there("web", "/run/waiting");
+    wait_for_file("web", "/run/waiting");
     let (web, load) =
         (address("web"), start(&["exec", "client", "--", "python3", "-c", LOAD, &address("web")]));
-    there("client", "/run/loading");
+    wait_for_file("client", "/run/loading");
     let mut clones = Vec::new();
     for _ in 0..3 {
         std::thread::sleep(Duration::from_secs(1));
         let clone = ok(&["fork", "web"]);
-        // Nothing was served in it before, and what it had of its parent's connections was gone by then.
+        // The first program that the clone serves already finds the inherited connections closed.
         assert_eq!(sh(&clone, "cat /run/broke"), "ConnectionAbortedError", "{clone}");
-        // It serves at once, with the listener it has from its parent, at its own address.
+        // The inherited listener serves at once, at the clone's address.
         assert_ne!(address(&clone), web);
-        assert_eq!(ask("silent", &address(&clone)), inspect(&clone)["vm"]["name"].as_str().unwrap());
+        assert_eq!(
+            ask("silent", &address(&clone)),
+            inspect(&clone)["vm"]["name"].as_str().unwrap()
+        );
         let timeline = inspect(&clone)["timeline"].clone();
         eprintln!("e2e: {clone}: {timeline}");
         clones.push(clone);
@@ -178,22 +201,25 @@ fn a_web_server_is_forked_under_load_and_nobody_notices() {
     sh("client", "touch /run/enough");
     let load = wait(load);
     assert_eq!(load.code, 0, "{load:?}");
-    let told: Vec<&str> = load.out.split_whitespace().collect();
-    eprintln!("e2e: requests, least of a connection, failed, longest in ms: {told:?}");
-    assert_eq!(told[2], "0", "requests were lost: {told:?}");
-    assert_ne!(told[1], "0", "a connection stood still: {told:?}");
+    let counts: Vec<&str> = load.out.split_whitespace().collect();
+    eprintln!("e2e: requests, least of a connection, failed, longest in ms: {counts:?}");
+    assert_eq!(counts[2], "0", "requests were lost: {counts:?}");
+    assert_ne!(counts[1], "0", "a connection stood still: {counts:?}");
     assert_eq!(
         sh("web", "test -e /run/broke || echo open"),
         "open",
         "the parent's own connection was broken"
     );
-    // Everybody has an own address, and a MAC to it.
+    // Every VM has a unique address and MAC.
     let mut seen = std::collections::BTreeSet::new();
     for vm in clones.iter().map(String::as_str).chain(["web", "client", "silent"]) {
         let network = inspect(vm)["vm"]["network"].clone();
         let mac = sh(vm, "cat /sys/class/net/eth0/address");
         assert_eq!(network["mac"].as_str(), Some(mac.as_str()), "{vm}");
-        assert!(seen.insert(mac) && seen.insert(network["address"].to_string()), "{vm}: {network} twice");
+        assert!(
+            seen.insert(mac) && seen.insert(network["address"].to_string()),
+            "{vm}: {network} twice"
+        );
     }
     world.clean();
 }
@@ -201,9 +227,10 @@ fn a_web_server_is_forked_under_load_and_nobody_notices() {
 #[test]
 fn no_packet_of_a_clone_passes_before_its_hooks_are_done() {
     let world = world();
-    ok(&["create", "--name", "parent", BASE]);
-    ok(&["create", "--name", "listener", BASE]);
-    let hook = "mkdir -p /etc/dayfly/clone.d; printf '#!/bin/sh\\nsleep 3\\n' >/etc/dayfly/clone.d/10-slow; chmod +x /etc/dayfly/clone.d/10-slow";
+    ok(&["create", "--name", "parent", "--network", LAB, BASE]);
+    ok(&["create", "--name", "listener", "--network", LAB, BASE]);
+    let hook = "mkdir -p /etc/dayfly/clone.d; f=/etc/dayfly/clone.d/10-slow; \
+                printf '#!/bin/sh\\nsleep 3\\n' >$f; chmod +x $f";
     sh("parent", hook);
     let listen = r#"
 import socket
@@ -216,7 +243,7 @@ while True:
         f.write("%s %s\n" % (address, said.decode()))
 "#;
     ok(&["exec", "-d", "listener", "--", "python3", "-c", listen]);
-    there("listener", "/run/web");
+    wait_for_file("listener", "/run/web");
     let say = r#"
 import os, socket, sys, time
 while True:
@@ -233,16 +260,23 @@ while True:
     until("the parent to be heard", || !heard().is_empty());
     let clone = ok(&["fork", "parent"]);
     until("the clone to be heard", || heard().contains(&address(&clone)));
-    // The parent spoke from its address, the clone from its own, and each said who it is. The clone's hooks took three seconds, in
-    // which it said a hundred times who it had been; once more at most it can have looked before their end and spoken after it.
+    // Parent and clone each sent their own id from their own address. During the three seconds of
+    // its hooks the clone tried to send the parent's id a hundred times. At most one packet with
+    // the parent's id may pass: if the program read the id before the hooks ended and sent it
+    // after.
     let (parent, own) = (address("parent"), address(&clone));
     let (parent_id, clone_id) =
         (sh("parent", "cat /run/dayfly/clone-id"), sh(&clone, "cat /run/dayfly/clone-id"));
     assert_ne!(parent_id, clone_id);
     for line in heard().lines() {
-        let [count, from, who] = line.split_whitespace().collect::<Vec<_>>()[..] else { panic!("{line:?}") };
+        let [count, from, who] = line.split_whitespace().collect::<Vec<_>>()[..] else {
+            panic!("{line:?}")
+        };
         let itself = (from == parent && who == parent_id) || (from == own && who == clone_id);
-        assert!(itself || (from == own && who == parent_id && count == "1"), "{line}, of {parent} and {own}");
+        assert!(
+            itself || (from == own && who == parent_id && count == "1"),
+            "{line}, of {parent} and {own}"
+        );
     }
     world.clean();
 }

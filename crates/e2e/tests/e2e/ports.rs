@@ -1,6 +1,8 @@
-//! A program that was running when the snapshot was taken is spoken to by its vsock port.
+//! Connections to the vsock port of a program that was running when the snapshot was taken.
 
-use crate::harness::{BASE, dayfly, fed, home, inspect, machine, ok, refused, sh, start, until, wait, world};
+use crate::harness::{
+    BASE, dayfly, fed, home, inspect, machine, ok, refused, sh, start, until, wait, world,
+};
 use dayfly_api::client::Client;
 use dayfly_api::types::{ConnectRequest, CreateRequest, NetworkRequest, Source};
 use dayfly_e2e::guest::{self, Sum};
@@ -25,13 +27,16 @@ fn ports_reach_the_program_of_the_snapshot() {
         let lines = ask(vm, "sum 7\nsum 8\n");
         let sums: Vec<Sum> = lines.iter().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(sums.len(), 2, "{lines:?}");
-        assert_eq!((&*sums[0].checksum, &*sums[1].checksum), (&*guest::checksum(7), &*guest::checksum(8)));
+        assert_eq!(
+            (&*sums[0].checksum, &*sums[1].checksum),
+            (&*guest::checksum(7), &*guest::checksum(8))
+        );
         assert_eq!(sums[0].hostname, vm);
         sums
     });
     assert_eq!(sums[0][0].started, sums[1][0].started, "both are the baked program");
     assert_ne!(sums[0][0].random, sums[1][0].random);
-    // By pipe it is the same one.
+    // The pipe reaches the same process.
     let line = sh("one", "echo sum 7 >/run/ask; cat /run/answer");
     assert_eq!(serde_json::from_str::<Sum>(&line).unwrap().started, sums[0][0].started);
     world.clean();
@@ -41,8 +46,9 @@ fn ports_reach_the_program_of_the_snapshot() {
 fn ports_carry_a_mebibyte_whole_and_several_connections_at_once() {
     let world = world();
     ok(&["create", "--name", "echo", BASE]);
-    let text: Vec<u8> = (0..1u32 << 20).map(|i| u8::try_from((i ^ (i >> 11)) % 26).unwrap() + b'a').collect();
-    // One that stays open, and is answered before its input ends.
+    let text: Vec<u8> =
+        (0..1u32 << 20).map(|i| u8::try_from((i ^ (i >> 11)) % 26).unwrap() + b'a').collect();
+    // A connection that stays open, and whose answers come before its input ends.
     let mut open = start(&["connect", "echo", PORT]);
     let mut input = open.stdin.take().unwrap();
     input.write_all(b"sum 1\n").unwrap();
@@ -73,24 +79,26 @@ fn ports_that_cannot_be_reached_are_refused_with_the_reason() {
     refused(&["connect", "web", "5001"], &["VM web", "port 5001", "listen"]);
     refused(&["connect", "web", "1024"], &["port 1024", "agent"]);
     refused(&["connect", "web", "1025"], &["port 1025", "agent"]);
-    refused(&["connect", "nobody", PORT], &["nobody"]);
+    refused(&["connect", "absent", PORT], &["absent"]);
     ok(&["pause", "web"]);
     refused(&["connect", "web", PORT], &["paused", "running"]);
     ok(&["unpause", "web"]);
     let got = fed(&["connect", "web", PORT], b"sum 3\n");
     assert!(got.code == 0 && got.out.contains(&guest::checksum(3)), "{got:?}");
-    // The program ends, and with it whoever speaks to it.
+    // The end of the program is the end of its connections.
     let mut open = start(&["connect", "web", PORT]);
     let input = open.stdin.take();
-    let find = "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline | grep -q '^python3 /run/server.py' && echo $p; done; true";
+    let find = "for p in /proc/[0-9]*; do \
+                tr '\\0' ' ' <$p/cmdline | grep -q '^python3 /run/server.py' && echo $p; \
+                done; true";
     let server = sh("web", find);
-    // The one that listens, and the connection.
+    // Two sockets: the one that listens, and the connection.
     until("a connection", || sh("web", &format!("ls -l {server}/fd | grep -c socket")) == "2");
     sh("web", &format!("kill {}", server.trim_start_matches("/proc/")));
     let ended = wait(open);
     drop(input);
     assert_eq!((ended.code, ended.out.as_str()), (0, ""), "{}", ended.err);
-    // Its sockets close one after the other.
+    // The process is gone only after all its sockets are closed.
     sh("web", &format!("while [ -e {server} ]; do sleep 0.05; done"));
     refused(&["connect", "web", PORT], &["port 5000", "listen"]);
     assert_eq!(dayfly(&["kill", "web"]).code, 0);
@@ -122,7 +130,8 @@ fn ports_of_clones_that_live_as_long_as_their_connection() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         for (name, keep) in [("brief", false), ("kept", true)] {
-            let mut connection = client.run_connected(&request(name, guest::PORT, keep)).await.unwrap();
+            let mut connection =
+                client.run_connected(&request(name, guest::PORT, keep)).await.unwrap();
             assert_eq!((connection.vm.name.as_str(), connection.vm.ephemeral), (name, !keep));
             assert_eq!(connection.vm.labels["what"], "schön");
             let line = setup::ask(&mut connection, &["sum", "9"]).await.unwrap();
@@ -136,8 +145,8 @@ fn ports_of_clones_that_live_as_long_as_their_connection() {
             }
         }
         world.remove_all();
-        // Where nobody listens there is no VM either, though it was to be kept.
-        let refused = client.run_connected(&request("nobody", 5001, true)).await.unwrap_err();
+        // If no program listens, no VM stays, although the request says `keep`.
+        let refused = client.run_connected(&request("silent", 5001, true)).await.unwrap_err();
         assert!(refused.to_string().contains("port 5001"), "{refused}");
         until("the end of the VM", || ok(&["ps", "-aq"]).is_empty());
     });

@@ -1,4 +1,4 @@
-//! What VMs hold of their memory.
+//! The memory that VMs use, by colour.
 
 use crate::harness::{BASE, ok, refused, sh, world};
 use serde_json::Value;
@@ -8,10 +8,12 @@ fn sum(footprint: &Value, kind: &str) -> u64 {
 }
 
 #[test]
-fn a_clone_holds_what_it_has_touched() {
+fn a_clone_uses_the_memory_that_it_has_touched() {
     let world = world();
     ok(&["create", "--name", "held", BASE]);
-    let of = |vm: &str| -> Value { serde_json::from_str(&ok(&["stats", vm, "--format", "json"])).unwrap() };
+    let of = |vm: &str| -> Value {
+        serde_json::from_str(&ok(&["stats", vm, "--format", "json"])).unwrap()
+    };
     let before = of("held");
     let (own, shared) = (sum(&before, "own_bytes"), sum(&before, "shared_bytes"));
     let memory_bytes = before["memory_bytes"].as_u64().unwrap();
@@ -39,7 +41,10 @@ fn a_clone_holds_what_it_has_touched() {
     let table = ok(&["stats"]);
     assert!(table.contains("held") && table.contains("OWN"), "{table}");
     let table = ok(&["stats", "held"]);
-    assert!(table.contains("page cache") && table.lines().last().unwrap().starts_with("all"), "{table}");
+    assert!(
+        table.contains("page cache") && table.lines().last().unwrap().starts_with("all"),
+        "{table}"
+    );
     ok(&["kill", "other"]);
     refused(&["stats", "other"], &["other"]);
     world.clean();

@@ -1,4 +1,4 @@
-//! The store as its owner sees it: what takes room, what is given back, and damage found.
+//! The commands of `dayfly store`: used space, freed space, and damage.
 
 use crate::harness::{BASE, dayfly, ok, on_host, sh, state_dir, until, world};
 use serde_json::Value;
@@ -21,16 +21,18 @@ fn number(value: &Value) -> u64 {
 #[test]
 fn a_snapshot_gives_back_what_only_it_kept() {
     let world = world();
-    // A layer of a test before goes with the process of the last VM that stood on it, which may end after its removal was answered.
+    // The layer of an earlier test is removed with the process of its last VM, which may end after
+    // the answer to the removal.
     let base_layers = number(&du(BASE).unwrap()["layers"]["count"]);
     let stats = || json(&["store", "stats", "--format", "json"]);
     until("only the base's layers", || number(&stats()["layers"]["count"]) == base_layers);
     let before = stats();
     ok(&["create", "--name", "source", BASE]);
-    // Pages that nothing else has, in memory and on disk.
+    // Unique pages, in memory and on disk.
     sh(
         "source",
-        "head -c 24000000 /dev/urandom >/dev/shm/own; head -c 3000000 /dev/urandom >/root/own; sync",
+        "head -c 24000000 /dev/urandom >/dev/shm/own; \
+         head -c 3000000 /dev/urandom >/root/own; sync",
     );
     ok(&["snapshot", "source", "-t", "e2e-own"]);
     ok(&["rm", "-f", "source"]);
@@ -41,24 +43,35 @@ fn a_snapshot_gives_back_what_only_it_kept() {
     assert!(number(&row["memory"]["own_bytes"]) >= 24_000_000, "{row}");
     assert!(number(&row["memory"]["shared_bytes"]) > 1 << 20, "with {BASE}: {row}");
     assert!(
-        number(&row["own_page_bytes"]) >= 20_000_000 && number(&row["own_layer_bytes"]) >= 3_000_000,
+        number(&row["own_page_bytes"]) >= 20_000_000
+            && number(&row["own_layer_bytes"]) >= 3_000_000,
         "{row}"
     );
     let base = du(BASE).unwrap();
     assert!(number(&base["memory"]["shared_bytes"]) > 1 << 20, "{base}");
     let table = ok(&["store", "du"]);
-    assert!(table.starts_with("SNAPSHOT") && table.contains("e2e-own") && table.contains("total"), "{table}");
+    assert!(
+        table.starts_with("SNAPSHOT") && table.contains("e2e-own") && table.contains("total"),
+        "{table}"
+    );
     let shown = json(&["inspect", "e2e-own"]);
     assert_eq!(shown["store"], row);
 
     let with = json(&["store", "stats", "--format", "json"]);
     let stored = |stats: &Value| number(&stats["pages"]["stored_bytes"]);
     assert!(stored(&with) >= stored(&before) + 20_000_000, "{before}, {with}");
-    assert!(with["dedup_ratio"].as_f64().unwrap() > 1.0 && with["compression_ratio"].as_f64().unwrap() > 1.0);
+    assert!(
+        with["dedup_ratio"].as_f64().unwrap() > 1.0
+            && with["compression_ratio"].as_f64().unwrap() > 1.0
+    );
     let verified = dayfly(&["store", "verify"]);
     assert!(verified.code == 0 && verified.out.contains("nothing is damaged"), "{verified:?}");
     let one = json(&["store", "verify", "--format", "json", "e2e-own"]);
-    assert_eq!((number(&one["snapshots"]), one["damaged"].as_array().unwrap().len()), (1, 0), "{one}");
+    assert_eq!(
+        (number(&one["snapshots"]), one["damaged"].as_array().unwrap().len()),
+        (1, 0),
+        "{one}"
+    );
 
     ok(&["snapshots", "rm", "e2e-own"]);
     let collected = dayfly(&["store", "gc"]);
@@ -77,9 +90,10 @@ fn a_flipped_byte_of_a_pack_is_found_and_named() {
     let packs = format!("{}/pages/default", state_dir());
     let pack = on_host(&format!("ls -S {packs} | head -n 1")).out;
     let pack = format!("{packs}/{}", pack.trim());
-    // Groups lie back to back from the pack's first byte: this one is in the first, whatever is in it.
+    // Byte 100 is in the first group, because groups begin at the pack's first byte.
     let flip = format!(
-        "set -e; f={pack}; chmod u+w $f; b=$(dd if=$f bs=1 skip=100 count=1 2>/dev/null | od -An -tu1 | tr -d ' '); \
+        "set -e; f={pack}; chmod u+w $f; \
+         b=$(dd if=$f bs=1 skip=100 count=1 2>/dev/null | od -An -tu1 | tr -d ' '); \
          printf \"\\\\$(printf %o $((b ^ 4)))\" | dd of=$f bs=1 seek=100 conv=notrunc 2>/dev/null"
     );
     let flipped = on_host(&flip);
@@ -88,12 +102,13 @@ fn a_flipped_byte_of_a_pack_is_found_and_named() {
     let again = on_host(&flip);
     assert_eq!(again.code, 0, "{again:?}");
     assert_eq!(got.code, 1, "{got:?}");
-    for says in [pack.as_str(), "group 0, page 0: ", "expected", "got", BASE, "next: ", "damaged\n"] {
+    for says in [pack.as_str(), "group 0, page 0: ", "expected", "got", BASE, "next: ", "damaged\n"]
+    {
         assert!(got.out.contains(says), "expected {says:?} in {got:?}");
     }
     let sound = dayfly(&["store", "verify", BASE]);
     assert!(sound.code == 0 && sound.out.contains("nothing is damaged"), "{sound:?}");
-    let nobody = dayfly(&["store", "verify", "nobody"]);
-    assert!(nobody.code == 125 && nobody.err.contains("nobody"), "{nobody:?}");
+    let absent = dayfly(&["store", "verify", "absent"]);
+    assert!(absent.code == 125 && absent.err.contains("absent"), "{absent:?}");
     world.clean();
 }

@@ -1,12 +1,12 @@
-//! What a crash left behind: found by a scan, judged without I/O, swept one by one.
+//! What a crash left behind: found by a scan, decided without I/O, removed one by one.
 //!
 //! ```text
-//! scan(places) ──▶ Found ──judge(found, known)──▶ [Leak] ──sweep──▶ gone
+//! scan(places) ──▶ Found ──decide(found, known)──▶ [Leak] ──sweep──▶ gone
 //! ```
 //!
-//! [`judge`] is the only place that says what is a leak: everything of ours that names a VM which is not known, or that names none.
-//! A thing of a known VM is never a leak, so a sweep can run at any time in a daemon that registers a VM before it makes anything
-//! for it, and forgets it after it has removed everything.
+//! Only [`decide`] decides what is a leak: everything of dayfly's that names an unknown VM, or no
+//! VM. A thing of a known VM is never a leak. So a sweep may run at any time. The daemon must
+//! register a VM before creating anything for it, and forget the VM after removing everything.
 
 use crate::cgroup::Cgroups;
 use crate::process::{Process, ProcessId, VmProcess};
@@ -18,16 +18,18 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Where things of VMs are.
+/// Where to look for things of VMs.
 #[derive(Debug, Clone)]
 pub struct Places {
     /// `argv[0]` of a VMM process, without its folder.
     pub program: String,
-    /// Folders with one entry per VM, named by its [`VmId`], such as `/run/dayfly/vms` and the store's `vms`. One that is not there is empty.
+    /// Folders with one entry per VM, named by its [`VmId`], such as `/run/dayfly/vms` and the
+    /// store's `vms`. A missing folder counts as empty.
     pub vm_folders: Vec<PathBuf>,
-    /// Folders that hold nothing but what was unfinished when a process died, such as the store's `staging`, when nobody uses them.
+    /// Folders that hold only unfinished work, such as the store's `staging`. After a crash,
+    /// everything in them is a leak except [`Known::temporary`].
     pub temporary: Vec<PathBuf>,
-    /// Mounts at or below any of these count as ours.
+    /// Mounts at or below any of these paths count as dayfly's.
     pub mount_roots: Vec<PathBuf>,
 }
 
@@ -46,21 +48,22 @@ pub struct Found {
     pub temporary: Vec<PathBuf>,
 }
 
-/// What is meant to be there: every VM, and its process where it has one.
+/// What is meant to exist: every VM, and its process if it has one.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Known {
-    /// `None`: known, without a process now. A process other than the one named is a leak.
+    /// `None`: the VM is known and has no process now. Any other process than the one named is a
+    /// leak.
     pub vms: BTreeMap<VmId, Option<ProcessId>>,
-    /// Mount points that are meant to be there although they belong to no VM.
+    /// Mount points that are meant to exist although they belong to no VM.
     pub mounts: BTreeSet<PathBuf>,
-    /// Temporary entries in use.
+    /// Temporary entries that are in use.
     pub temporary: BTreeSet<PathBuf>,
 }
 
 /// One thing that a crash left behind.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Leak {
-    /// A VMM process. First, as it may hold the others.
+    /// A VMM process. First in the order, because a process may keep the other kinds in use.
     Process(ProcessId, VmId),
     /// A mount point.
     Mount(PathBuf),
@@ -73,7 +76,7 @@ pub enum Leak {
 }
 
 impl Leak {
-    /// `process`, `mount`, `cgroup`, `socket` or `file`.
+    /// The kind as a word: `process`, `mount`, `cgroup`, `socket` or `file`.
     #[must_use]
     pub const fn kind(&self) -> &'static str {
         match self {
@@ -91,30 +94,42 @@ impl fmt::Display for Leak {
         match self {
             Self::Process(process, vm) => write!(f, "process {} of VM {vm}", process.pid),
             Self::Cgroup(vm) => write!(f, "cgroup {}/{vm}", crate::cgroup::PARENT),
-            Self::Mount(path) | Self::Socket(path) | Self::File(path) => write!(f, "{}", path.display()),
+            Self::Mount(path) | Self::Socket(path) | Self::File(path) => {
+                write!(f, "{}", path.display())
+            }
         }
     }
 }
 
-/// Decides what of `found` is a leak; in the order in which to sweep. No I/O: whether an entry is a socket is left to [`find`].
+/// Decides which of `found` are leaks, in the order in which to sweep them. Does no I/O: [`find`]
+/// distinguishes sockets from files.
 #[must_use]
-pub fn judge(found: &Found, known: &Known) -> Vec<Leak> {
+pub fn decide(found: &Found, known: &Known) -> Vec<Leak> {
     let mut leaks = Vec::new();
     for p in &found.processes {
         if known.vms.get(&p.vm).copied().flatten() != Some(p.process) {
             leaks.push(Leak::Process(p.process, p.vm));
         }
     }
-    // The deepest mount first: a later one in the table may be inside an earlier one.
+    // The deepest mount first, because a later mount in the table may lie inside an earlier one.
     for point in found.mounts.iter().rev() {
         if !known.mounts.contains(point) && !belongs(point, known) {
             leaks.push(Leak::Mount(point.clone()));
         }
     }
-    leaks.extend(found.cgroups.iter().filter(|vm| !known.vms.contains_key(vm)).map(|&vm| Leak::Cgroup(vm)));
-    leaks.extend(found.entries.iter().filter(|path| !entry_of_known(path, known)).cloned().map(Leak::File));
     leaks.extend(
-        found.temporary.iter().filter(|path| !known.temporary.contains(*path)).cloned().map(Leak::File),
+        found.cgroups.iter().filter(|vm| !known.vms.contains_key(vm)).map(|&vm| Leak::Cgroup(vm)),
+    );
+    leaks.extend(
+        found.entries.iter().filter(|path| !entry_of_known(path, known)).cloned().map(Leak::File),
+    );
+    leaks.extend(
+        found
+            .temporary
+            .iter()
+            .filter(|path| !known.temporary.contains(*path))
+            .cloned()
+            .map(Leak::File),
     );
     leaks
 }
@@ -144,7 +159,7 @@ fn entries(folder: &Path, into: &mut Vec<PathBuf>) -> io::Result<()> {
     Ok(())
 }
 
-/// Looks at the host.
+/// Lists everything of dayfly's on the host.
 ///
 /// # Errors
 /// `/proc` or one of the folders cannot be listed.
@@ -165,13 +180,13 @@ pub fn scan(places: &Places, cgroups: Option<&Cgroups>) -> io::Result<Found> {
     Ok(found)
 }
 
-/// [`scan`] and [`judge`]; entries that are sockets are told as such.
+/// [`scan`] and [`decide`]; an entry that is a socket becomes [`Leak::Socket`].
 ///
 /// # Errors
 /// As [`scan`].
 pub fn find(places: &Places, cgroups: Option<&Cgroups>, known: &Known) -> io::Result<Vec<Leak>> {
     use std::os::unix::fs::FileTypeExt;
-    let mut leaks = judge(&scan(places, cgroups)?, known);
+    let mut leaks = decide(&scan(places, cgroups)?, known);
     for leak in &mut leaks {
         if let Leak::File(path) = leak
             && std::fs::symlink_metadata(&*path).is_ok_and(|m| m.file_type().is_socket())
@@ -182,36 +197,37 @@ pub fn find(places: &Places, cgroups: Option<&Cgroups>, known: &Known) -> io::Re
     Ok(leaks)
 }
 
-/// Removes one leak. One that has gone by itself is no error.
+/// Removes one leak. A leak that is already gone is no error.
 ///
 /// # Errors
-/// What was being removed, and why it could not be.
+/// Names what was being removed, and the reason for the failure.
 pub fn sweep(leak: &Leak, cgroups: Option<&Cgroups>) -> io::Result<()> {
-    const PATIENCE: Duration = Duration::from_secs(10);
+    const TIMEOUT: Duration = Duration::from_secs(10);
     let named = |e: io::Error| io::Error::new(e.kind(), format!("sweeping {leak}: {e}"));
     match leak {
         Leak::Process(id, _) => {
             let Some(process) = Process::open(*id).map_err(named)? else { return Ok(()) };
             process.kill().map_err(named)?;
-            match process.wait(Some(PATIENCE)).map_err(named)? {
+            match process.wait(Some(TIMEOUT)).map_err(named)? {
                 Some(_) => Ok(()),
                 None => Err(named(io::Error::new(
                     io::ErrorKind::TimedOut,
-                    format!("still there {} s after SIGKILL", PATIENCE.as_secs()),
+                    format!("still there {} s after SIGKILL", TIMEOUT.as_secs()),
                 ))),
             }
         }
         Leak::Mount(path) => mounts::detach_below(path),
-        Leak::Cgroup(vm) => cgroups.map_or(Ok(()), |c| c.of(*vm).remove(PATIENCE)).map_err(named),
+        Leak::Cgroup(vm) => cgroups.map_or(Ok(()), |c| c.of(*vm).remove(TIMEOUT)).map_err(named),
         Leak::Socket(path) | Leak::File(path) => {
-            // A folder with something mounted in it would lose what is in the mount.
+            // Unmount first: removing a folder would otherwise delete the content of mounts inside
+            // it.
             mounts::detach_below(path)?;
             remove(path).map_err(named)
         }
     }
 }
 
-/// Removes a file, a link itself, or a folder with all in it (following no link).
+/// Removes a file, a symbolic link itself, or a folder with its content (without following links).
 fn remove(path: &Path) -> io::Result<()> {
     let result = match std::fs::symlink_metadata(path) {
         Ok(meta) if meta.is_dir() => std::fs::remove_dir_all(path),

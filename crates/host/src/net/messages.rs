@@ -1,4 +1,4 @@
-//! What the kernel is told of interfaces, addresses, routes and neighbours (rtnetlink(7)).
+//! Requests to the kernel about interfaces, addresses, routes and neighbours (rtnetlink(7)).
 
 use netlink_packet_route::AddressFamily;
 use netlink_packet_route::address::{AddressAttribute, AddressHeader, AddressMessage};
@@ -7,11 +7,12 @@ use netlink_packet_route::neighbour::{
     NeighbourAddress, NeighbourAttribute, NeighbourHeader, NeighbourMessage, NeighbourState,
 };
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteScope,
+    RouteType,
 };
 use std::net::{IpAddr, Ipv4Addr};
 
-/// Up, with this MAC if one is given.
+/// Sets an interface up, and its MAC if one is given.
 pub(super) fn up(index: u32, mac: Option<[u8; 6]>) -> LinkMessage {
     let mut message = LinkMessage::default();
     let (flags, change_mask) = (LinkFlags::Up, LinkFlags::Up);
@@ -20,11 +21,15 @@ pub(super) fn up(index: u32, mac: Option<[u8; 6]>) -> LinkMessage {
     message
 }
 
-/// An address with nobody beside it.
+/// Adds an address with a /32 prefix, so that no other address is on the link.
 pub(super) fn address(index: u32, own: Ipv4Addr) -> AddressMessage {
     let mut message = AddressMessage::default();
-    message.header =
-        AddressHeader { family: AddressFamily::Inet, prefix_len: 32, index, ..AddressHeader::default() };
+    message.header = AddressHeader {
+        family: AddressFamily::Inet,
+        prefix_len: 32,
+        index,
+        ..AddressHeader::default()
+    };
     let own = IpAddr::V4(own);
     message.attributes = vec![AddressAttribute::Local(own), AddressAttribute::Address(own)];
     message
@@ -46,17 +51,18 @@ pub(super) fn route(
         protocol: RouteProtocol::Static,
         scope,
         kind,
-        // The gateway is on the link, whatever addresses say.
+        // Onlink: the gateway is on this link even if no address of the link covers it.
         flags: if gateway.is_some() { RouteFlags::Onlink } else { RouteFlags::empty() },
         ..RouteHeader::default()
     };
     let to = (bits > 0).then_some(RouteAttribute::Destination(RouteAddress::Inet(to)));
     let gateway = gateway.map(|gateway| RouteAttribute::Gateway(RouteAddress::Inet(gateway)));
-    message.attributes = to.into_iter().chain(oif.map(RouteAttribute::Oif)).chain(gateway).collect();
+    message.attributes =
+        to.into_iter().chain(oif.map(RouteAttribute::Oif)).chain(gateway).collect();
     message
 }
 
-/// One that is never asked whether it is there.
+/// A permanent neighbour, for which the kernel sends no ARP requests.
 pub(super) fn neighbour(ifindex: u32, address: Ipv4Addr, mac: [u8; 6]) -> NeighbourMessage {
     let mut message = NeighbourMessage::default();
     message.header = NeighbourHeader {

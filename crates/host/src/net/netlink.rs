@@ -1,113 +1,125 @@
-//! Messages to the kernel over netlink(7): several in one system call, each acknowledged.
+//! Messages to the kernel over netlink(7): several in one system call, each one acknowledged.
 
-use netlink_packet_core::{Emitable, NLM_F_ACK, NLM_F_REQUEST, NLMSG_ERROR, NetlinkBuffer, NetlinkHeader};
-use netlink_sys::{Socket, SocketAddr};
+pub(super) use dayfly_sys::netlink::Raw;
+use dayfly_sys::netlink::{Channel, Messages, refusal};
+use netlink_packet_core::{Emitable, NLM_F_ACK, NLM_F_DUMP, NLMSG_DONE, NLMSG_ERROR};
 use rustix::io::Errno;
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use std::time::Duration;
 
-/// How long the kernel may take; it answers during the send, unless others hold its lock (RTNL).
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Room for acknowledgements, each of which repeats at most its message.
+/// Time limit for an answer. The kernel answers during the send, unless another process holds the
+/// RTNL lock.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Buffer bytes for acknowledgements; each acknowledgement repeats at most its message.
 const ANSWER_BYTES: usize = 64 << 10;
-/// Of `struct nlmsghdr`.
-const HEADER_BYTES: usize = 16;
-
-/// What the kernel refused.
+/// A request that the kernel refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what}: {errno}")]
 pub struct NetlinkError {
-    /// What was asked.
+    /// The request.
     pub what: String,
-    /// Why not.
+    /// The kernel's error.
     pub errno: Errno,
 }
 
 /// Messages that are sent together.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
-    bytes: Vec<u8>,
-    /// What each is for; `None`: it is not acknowledged.
+    messages: Messages,
+    /// The purpose of each message; `None` if the message is not acknowledged.
     asks: Vec<Option<String>>,
 }
 
 impl Batch {
-    /// Adds a message of type `kind` with these NLM_F_*.
-    pub(super) fn ask(&mut self, what: impl Into<String>, kind: u16, flags: u16, body: &dyn Emitable) {
+    /// Adds a message of type `kind` with these NLM_F_* flags.
+    pub(super) fn ask(
+        &mut self,
+        what: impl Into<String>,
+        kind: u16,
+        flags: u16,
+        body: &dyn Emitable,
+    ) {
         self.push(Some(what.into()), kind, flags | NLM_F_ACK, body);
     }
 
-    /// Adds one that is answered only where it fails.
-    pub(super) fn push(&mut self, what: Option<String>, kind: u16, flags: u16, body: &dyn Emitable) {
-        let (start, length) = (self.bytes.len(), HEADER_BYTES + body.buffer_len());
-        // A message begins at a multiple of four (NLMSG_ALIGN).
-        self.bytes.resize(start + length.next_multiple_of(4), 0);
+    /// Adds a message without NLM_F_ACK.
+    pub(super) fn push(
+        &mut self,
+        what: Option<String>,
+        kind: u16,
+        flags: u16,
+        body: &dyn Emitable,
+    ) {
         self.asks.push(what);
-        let mut header = NetlinkHeader::default();
-        header.length = u32::try_from(length).unwrap_or(u32::MAX);
-        header.message_type = kind;
-        header.flags = flags | NLM_F_REQUEST;
-        header.sequence_number = u32::try_from(self.asks.len()).unwrap_or(u32::MAX);
-        let (head, rest) = self.bytes[start..].split_at_mut(HEADER_BYTES);
-        header.emit(head);
-        body.emit(&mut rest[..length - HEADER_BYTES]);
+        // The number of an answer is one above the place in `asks`.
+        let number = u32::try_from(self.asks.len()).unwrap_or(u32::MAX);
+        self.messages.push(number, kind, flags, body);
     }
 
-    /// Has the kernel do all of it, over a socket of `protocol` in the calling thread's namespace.
+    /// Sends all messages over a socket of `protocol` in the calling thread's namespace, and waits
+    /// for every acknowledgement.
     pub(super) fn send(self, protocol: isize) -> Result<(), NetlinkError> {
+        if self.messages.is_empty() {
+            return Ok(());
+        }
         let first = self.asks.iter().flatten().next().cloned().unwrap_or_default();
         let failed = |errno| NetlinkError { what: first.clone(), errno };
-        let os = |e: std::io::Error| failed(Errno::from_io_error(&e).unwrap_or(Errno::IO));
-        let socket = Socket::new(protocol).map_err(os)?;
-        socket.connect(&SocketAddr::new(0, 0)).map_err(os)?;
-        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE)).map_err(failed)?;
-        let sent = socket.send(&self.bytes, 0).map_err(os)?;
-        if sent != self.bytes.len() {
-            return Err(failed(Errno::MSGSIZE));
-        }
+        let mut channel = connected(protocol).map_err(failed)?;
+        channel.send(&self.messages).map_err(failed)?;
         let mut missing = self.asks.iter().flatten().count();
-        let mut buffer = Vec::with_capacity(ANSWER_BYTES);
         while missing > 0 {
-            buffer.clear();
-            match socket.recv(&mut buffer, 0).map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO)) {
-                Ok(_) => {}
-                Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => return Err(failed(Errno::TIMEDOUT)),
-                Err(errno) => return Err(failed(errno)),
-            }
-            let mut rest = buffer.as_slice();
-            while !rest.is_empty() {
-                let message = NetlinkBuffer::new_checked(rest).map_err(|_| failed(Errno::BADMSG))?;
-                if message.message_type() == NLMSG_ERROR {
-                    let at = usize::try_from(message.sequence_number()).unwrap_or(usize::MAX).wrapping_sub(1);
-                    let code = message
-                        .payload()
-                        .first_chunk()
-                        .map_or(libc::EBADMSG, |code| -i32::from_ne_bytes(*code));
-                    if code != 0 {
-                        let what = self.asks.get(at).cloned().flatten().unwrap_or_else(|| first.clone());
-                        return Err(NetlinkError { what, errno: Errno::from_raw_os_error(code) });
-                    }
-                    missing -= 1;
+            for message in channel.receive().map_err(failed)? {
+                let message = message.map_err(failed)?;
+                if message.message_type() != NLMSG_ERROR {
+                    continue;
                 }
-                let length = usize::try_from(message.length()).unwrap_or(usize::MAX).next_multiple_of(4);
-                rest = rest.get(length..).unwrap_or_default();
+                if let Some(errno) = refusal(&message) {
+                    let at = usize::try_from(message.sequence_number())
+                        .unwrap_or(usize::MAX)
+                        .wrapping_sub(1);
+                    let what = self.asks.get(at).cloned().flatten();
+                    return Err(NetlinkError {
+                        what: what.unwrap_or_else(|| first.clone()),
+                        errno,
+                    });
+                }
+                missing -= 1;
             }
         }
         Ok(())
     }
 }
 
-/// A message's body that is there already.
-#[derive(Debug)]
-pub(super) struct Raw(pub(super) Vec<u8>);
+/// A connection of `protocol` to the kernel, in the calling thread's namespace.
+fn connected(protocol: isize) -> Result<Channel, Errno> {
+    Channel::open(protocol, TIMEOUT, ANSWER_BYTES)
+}
 
-impl Emitable for Raw {
-    fn buffer_len(&self) -> usize {
-        self.0.len()
-    }
-
-    fn emit(&self, buffer: &mut [u8]) {
-        buffer.copy_from_slice(&self.0);
+/// Requests all objects of a kind, over a socket of `protocol` in the calling thread's namespace.
+/// Calls `each` with every object's payload.
+///
+/// # Errors
+/// The kernel refuses; `what` names the objects.
+pub(super) fn dump(
+    what: &str,
+    protocol: isize,
+    kind: u16,
+    body: &dyn Emitable,
+    mut each: impl FnMut(&[u8]),
+) -> Result<(), NetlinkError> {
+    let failed = |errno| NetlinkError { what: what.to_owned(), errno };
+    let mut batch = Batch::default();
+    batch.push(None, kind, NLM_F_DUMP, body);
+    let mut channel = connected(protocol).map_err(failed)?;
+    channel.send(&batch.messages).map_err(failed)?;
+    loop {
+        for message in channel.receive().map_err(failed)? {
+            let message = message.map_err(failed)?;
+            match message.message_type() {
+                NLMSG_DONE | NLMSG_ERROR => {
+                    return refusal(&message).map_or(Ok(()), |e| Err(failed(e)));
+                }
+                _ => each(message.payload()),
+            }
+        }
     }
 }

@@ -1,6 +1,6 @@
-//! Network namespaces (network_namespaces(7)), kept alive by a mount.
+//! Network namespaces (network_namespaces(7)) that a bind mount keeps alive.
 
-use super::{NetError, call, file};
+use super::error::{NetError, call, file};
 use rustix::mount::{MountPropagationFlags, UnmountFlags, mount_bind, mount_change, unmount};
 use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space};
 use std::fs::File;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// The namespace of the calling thread.
 const OWN: &str = "/proc/thread-self/ns/net";
 
-/// A namespace, and where it is mounted.
+/// A network namespace and the path of its bind mount.
 #[derive(Debug)]
 pub struct Netns {
     file: File,
@@ -19,24 +19,27 @@ pub struct Netns {
 }
 
 impl Netns {
-    /// A new one, mounted on a new file at `pin`.
+    /// Creates a namespace and mounts it on a new file at `pin`.
     ///
     /// # Errors
-    /// There is something at `pin`, or the host refuses.
+    /// A file exists at `pin`, or the host refuses.
     pub fn create(pin: &Path) -> Result<Self, NetError> {
         File::options().write(true).create_new(true).open(pin).map_err(file("making", pin))?;
         let made = std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
-                // SAFETY: NEWNET changes which network this short-lived thread sees, and nothing that others share with it.
+                // SAFETY: NEWNET changes only the network namespace of this short-lived thread, and
+                // nothing that it shares with other threads.
                 unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNET) }
                     .map_err(call("unshare(CLONE_NEWNET)"))?;
                 mount_bind(OWN, pin)
                     .map_err(io::Error::from)
                     .map_err(file("mounting a network namespace on", pin))
             });
-            thread.join().unwrap_or_else(|_| Err(NetError::Call("a thread", io::ErrorKind::Other.into())))
+            thread
+                .join()
+                .unwrap_or_else(|_| Err(NetError::Call("a thread", io::ErrorKind::Other.into())))
         });
-        // Copies of it elsewhere would keep it alive.
+        // A private mount, because copies in other mount namespaces would keep the namespace alive.
         let made = made.and_then(|()| {
             mount_change(pin, MountPropagationFlags::PRIVATE)
                 .map_err(io::Error::from)
@@ -47,26 +50,28 @@ impl Netns {
         })
     }
 
-    /// The one that is mounted at `pin`.
+    /// Opens the namespace that is mounted at `pin`.
     ///
     /// # Errors
-    /// There is none.
+    /// No namespace is mounted there.
     pub fn open(pin: &Path) -> Result<Self, NetError> {
         /// NSFS_MAGIC of linux/magic.h.
         const NSFS: i64 = 0x6e73_6673;
         let opened = File::open(pin).map_err(file("opening", pin))?;
-        let kind =
-            rustix::fs::fstatfs(&opened).map_err(io::Error::from).map_err(file("looking at", pin))?.f_type;
+        let kind = rustix::fs::fstatfs(&opened)
+            .map_err(io::Error::from)
+            .map_err(file("looking at", pin))?
+            .f_type;
         if kind != NSFS {
             return Err(file("opening the network namespace", pin)(io::ErrorKind::NotFound.into()));
         }
         Ok(Self { file: opened, pin: pin.to_owned() })
     }
 
-    /// Does `act` in a thread of its own that is in the namespace.
+    /// Runs `act` in a new thread that has entered the namespace.
     ///
     /// # Errors
-    /// The thread cannot be made, or may not go there.
+    /// The thread cannot be created, or may not enter the namespace.
     pub fn run<R: Send>(&self, act: impl FnOnce() -> R + Send) -> Result<R, NetError> {
         std::thread::scope(|scope| {
             let inside = || {
@@ -80,10 +85,10 @@ impl Netns {
         })
     }
 
-    /// Lets go of its name: it is gone with the last socket and thread in it.
+    /// Removes the mount. The namespace ends with the last socket and thread in it.
     ///
     /// # Errors
-    /// It cannot be unmounted.
+    /// The mount or the file cannot be removed.
     pub fn remove(&self) -> Result<(), NetError> {
         remove(&self.pin)
     }

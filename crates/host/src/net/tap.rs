@@ -1,36 +1,38 @@
-//! Taps: the host's ends of VMs' network devices (Documentation/networking/tuntap.rst).
+//! Taps: the host ends of VMs' network devices (Documentation/networking/tuntap.rst).
 
-use super::{NetError, call, file};
+use super::error::{NetError, file};
 use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 const DEVICE: &str = "/dev/net/tun";
-/// Bytes of the header in front of each packet: struct virtio_net_hdr_mrg_rxbuf (virtio 1.2, 5.1.6).
+/// Bytes of the header before each packet: struct virtio_net_hdr_mrg_rxbuf (virtio 1.2, 5.1.6).
 pub const HEADER_BYTES: i32 = 12;
-/// Packets that may wait in a tap (TUN_READQ_SIZE of drivers/net/tun.c), and some.
-const MOST_QUEUED: usize = 1024;
 
 // linux/if_tun.h
 const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
-const TUNGETIFF: libc::c_ulong = 0x8004_54d2;
+const TUNSETPERSIST: libc::c_ulong = 0x4004_54cb;
 const TUNSETOFFLOAD: libc::c_ulong = 0x4004_54d0;
 const TUNSETVNETHDRSZ: libc::c_ulong = 0x4004_54d8;
 const IFF_TAP_NO_PI_VNET_HDR: i16 = 0x0002 | 0x1000 | 0x4000;
 /// TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6.
 const OFFLOADS: libc::c_ulong = 1 | 2 | 4;
 
-/// A tap. It is gone when its last descriptor is closed.
+/// One open description of a tap. A tap has one description at a time, and its queue of packets
+/// belongs to the description.
 #[derive(Debug)]
 pub struct Tap(OwnedFd);
 
 impl Tap {
-    /// A new one in the calling thread's namespace, which does not block, with checksums and segmentation left to who reads.
+    /// Opens the tap `name` in the calling thread's network namespace, and makes it if it does not
+    /// exist. Reads and writes do not block. The reader handles checksums and segmentation.
+    ///
+    /// The kernel removes a tap that was made here with its description, unless [`Self::stay`] is
+    /// called.
     ///
     /// # Errors
-    /// The name is taken or impossible, or the host has none.
+    /// The tap is open elsewhere, the name is invalid, or the host has no tap driver.
     pub fn open(name: &str) -> Result<Self, NetError> {
         let path = Path::new(DEVICE);
         let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -39,54 +41,29 @@ impl Tap {
             .map_err(file("opening", path))?;
         let mut request = request(name)?;
         request.ifr_ifru.ifru_flags = IFF_TAP_NO_PI_VNET_HDR;
-        // SAFETY: TUNSETIFF reads and writes one ifreq, of which `request` is the only reference.
+        // SAFETY: TUNSETIFF reads and writes one ifreq; `request` is the only reference to it.
         done("TUNSETIFF", unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETIFF, &raw mut request) })?;
         let size = HEADER_BYTES;
         // SAFETY: TUNSETVNETHDRSZ reads one int.
-        done("TUNSETVNETHDRSZ", unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETVNETHDRSZ, &raw const size) })?;
+        done("TUNSETVNETHDRSZ", unsafe {
+            libc::ioctl(fd.as_raw_fd(), TUNSETVNETHDRSZ, &raw const size)
+        })?;
         // SAFETY: TUNSETOFFLOAD takes flags, not a pointer.
         done("TUNSETOFFLOAD", unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETOFFLOAD, OFFLOADS) })?;
         Ok(Self(fd))
     }
 
-    /// Another descriptor of it.
-    ///
-    /// # Errors
-    /// There are too many.
-    pub fn try_clone_fd(&self) -> io::Result<OwnedFd> {
-        self.0.try_clone()
+    /// Lets the tap exist without a description, until [`super::VmNetns::remove_taps`] removes it.
+    pub(super) fn stay(&self) -> Result<(), NetError> {
+        const ON: libc::c_int = 1;
+        // SAFETY: TUNSETPERSIST takes a flag, not a pointer.
+        done("TUNSETPERSIST", unsafe { libc::ioctl(self.0.as_raw_fd(), TUNSETPERSIST, ON) })
     }
+}
 
-    /// Its number in its namespace, in which the calling thread is.
-    pub(super) fn index(&self) -> Result<u32, NetError> {
-        // SAFETY: ifreq is plain data, all zeroes is a valid value.
-        let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-        // SAFETY: TUNGETIFF writes one ifreq, of which `request` is the only reference.
-        done("TUNGETIFF", unsafe { libc::ioctl(self.0.as_raw_fd(), TUNGETIFF, &raw mut request) })?;
-        // SAFETY: the kernel ended the name with a zero, within the field.
-        let index = unsafe { libc::if_nametoindex(request.ifr_name.as_ptr()) };
-        if index == 0 {
-            Err(NetError::Call("looking for a tap", io::Error::last_os_error()))
-        } else {
-            Ok(index)
-        }
-    }
-
-    /// Throws away what waits to be read.
-    ///
-    /// # Errors
-    /// It cannot be read any more.
-    pub fn drain(&self) -> Result<(), NetError> {
-        // What does not fit is lost with the rest of its packet.
-        let mut start = [0; 64];
-        for _ in 0..MOST_QUEUED {
-            match rustix::io::read(&self.0, &mut start) {
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => break,
-                Err(e) => return Err(call("reading a tap")(e)),
-            }
-        }
-        Ok(())
+impl From<Tap> for OwnedFd {
+    fn from(tap: Tap) -> Self {
+        tap.0
     }
 }
 

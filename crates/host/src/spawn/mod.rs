@@ -1,53 +1,56 @@
-//! Starting a process with exactly the descriptors it is meant to have, in namespaces of its own.
+//! Starting a process with exactly the descriptors that it is given, in new namespaces.
 //!
 //! ```text
 //! Spawn ──run──▶ parent: blocks signals, makes a stack, clone3(CLONE_VM | CLONE_VFORK | …)
-//!                  │ suspended (this thread only)        child: on its own stack, in the parent's memory
-//!                  │                                       setsid, default signals, stdio, descriptors, chdir, execveat
-//!                  ◀── goes on when the child has executed or ended; reads what failed, if anything did
+//!                  │ suspended (this thread only)    child: own stack, the parent's memory
+//!                  │                                   setsid, default signals, descriptors,
+//!                  │                                   chdir, execveat
+//!                  ◀── resumes when the child has executed or ended; reads the failed step, if any
 //!                Child { pid, pidfd }
 //! ```
 //!
-//! The child shares the caller's memory until it executes (as `vfork`), so the cost does not grow with the caller's
-//! memory, and a failed step is simply written where the caller reads it. Until then the child makes system calls only: no allocation,
-//! no lock, no libc function that takes one. It may therefore be called from any thread of a multi-threaded program.
-//! The new process is a session leader, has every signal at its default, no signal blocked, and outlives the caller.
+//! The child shares the caller's memory until it executes (as with `vfork`), so the cost does not
+//! grow with the caller's memory. The child writes a failed step to a place where the caller reads
+//! it. Until execve the child makes system calls only: no allocation, no lock, no libc function
+//! that takes a lock. Any thread of a multi-threaded program may therefore call [`Spawn::run`].
+//!
+//! The new process is a session leader, has every signal at its default and none blocked, and
+//! outlives the caller.
 
 mod child;
+mod numbers;
+
+pub use numbers::{END_FD, FIRST_FD};
 
 use child::{Plan, Step};
-use rustix::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ffi::{CString, OsStr, OsString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-/// The lowest descriptor number that [`Spawn::fds`] may ask for; 0, 1 and 2 are stdin, stdout and stderr.
-pub const FIRST_FD: i32 = 3;
-/// One more than the highest descriptor number that [`Spawn::fds`] may ask for.
-pub const END_FD: i32 = 512;
-
-/// Namespaces that a new process gets for itself (namespaces(7)).
+/// Namespaces to create for a new process (namespaces(7)).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Namespaces(u64);
 
 impl Namespaces {
-    /// None: those of the caller.
+    /// No new namespace: the process shares those of the caller.
     pub const NONE: Self = Self(0);
-    /// It is process 1 of a new process namespace.
+    /// A new PID namespace, in which the process is PID 1.
     pub const PID: Self = Self(libc::CLONE_NEWPID as u64);
-    /// Its own table of mounts, a copy of the caller's.
+    /// A new mount namespace, a copy of the caller's.
     pub const MOUNT: Self = Self(libc::CLONE_NEWNS as u64);
-    /// A network with nothing but a loopback that is down.
+    /// A new network namespace, with only a loopback that is down.
     pub const NET: Self = Self(libc::CLONE_NEWNET as u64);
-    /// Its own System V and POSIX queues.
+    /// A new IPC namespace (System V and POSIX queues).
     pub const IPC: Self = Self(libc::CLONE_NEWIPC as u64);
-    /// Its own host name.
+    /// A new UTS namespace (host name).
     pub const UTS: Self = Self(libc::CLONE_NEWUTS as u64);
-    /// All of the above: what a VMM gets that is started without a zygote.
-    pub const ALL: Self = Self(Self::PID.0 | Self::MOUNT.0 | Self::NET.0 | Self::IPC.0 | Self::UTS.0);
+    /// All of the above, for a VMM that is started without a zygote.
+    pub const ALL: Self =
+        Self(Self::PID.0 | Self::MOUNT.0 | Self::NET.0 | Self::IPC.0 | Self::UTS.0);
 
-    /// These and those.
+    /// The union of both sets.
     #[must_use]
     pub const fn and(self, other: Self) -> Self {
         Self(self.0 | other.0)
@@ -57,9 +60,10 @@ impl Namespaces {
 /// What to execute.
 #[derive(Debug)]
 pub enum Program {
-    /// An opened ELF file (`execveat(2)` with `AT_EMPTY_PATH`); it cannot be exchanged between check and use.
+    /// An open ELF file (`execveat(2)` with `AT_EMPTY_PATH`). The file cannot be replaced between
+    /// check and use.
     Fd(OwnedFd),
-    /// A path, absolute or from [`Spawn::cwd`]; `PATH` is not searched.
+    /// A path, absolute or relative to [`Spawn::cwd`]; `PATH` is not searched.
     Path(PathBuf),
 }
 
@@ -69,28 +73,30 @@ pub enum Stdio {
     /// `/dev/null`.
     #[default]
     Null,
-    /// The caller's own.
+    /// The caller's stream of the same number.
     Inherit,
-    /// This.
+    /// The given descriptor.
     Fd(OwnedFd),
 }
 
-/// A process to start. Build it with [`Spawn::new`] and set the fields that differ from the default.
+/// A process to start. Build it with [`Spawn::new`] and set the fields that differ from the
+/// default.
 #[derive(Debug)]
 pub struct Spawn {
     /// What to execute.
     pub program: Program,
-    /// The command line, its own name included.
+    /// The command line, including `argv[0]`.
     pub argv: Vec<OsString>,
-    /// The whole environment, `NAME=value`; nothing is inherited.
+    /// The whole environment as `NAME=value`; nothing is inherited.
     pub env: Vec<OsString>,
-    /// Namespaces of its own.
+    /// Namespaces to create for the process.
     pub namespaces: Namespaces,
-    /// Descriptors and the numbers they get, [`FIRST_FD`]..[`END_FD`], each number once. Nothing else is open in the new process but its stdio.
+    /// Descriptors and their numbers in the process, [`FIRST_FD`]..[`END_FD`], each number once.
+    /// Apart from these and stdio, no descriptor is open in the process.
     pub fds: Vec<(OwnedFd, i32)>,
-    /// A cgroup v2 folder that it starts in (`CLONE_INTO_CGROUP`).
+    /// A cgroup v2 folder in which the process starts (`CLONE_INTO_CGROUP`).
     pub cgroup: Option<OwnedFd>,
-    /// Its working folder; `/` by default.
+    /// The working folder; `/` by default.
     pub cwd: PathBuf,
     /// Standard input.
     pub stdin: Stdio,
@@ -100,27 +106,27 @@ pub struct Spawn {
     pub stderr: Stdio,
 }
 
-/// A process that was started and has executed its program.
+/// A process that has executed its program.
 #[derive(Debug)]
 pub struct Child {
-    /// Its process id, as the caller sees it.
+    /// The pid in the caller's PID namespace.
     pub pid: u32,
-    /// Becomes readable when it ends; see [`crate::process`].
+    /// Becomes readable when the process ends; see [`crate::process`].
     pub pidfd: OwnedFd,
 }
 
 /// Why a process was not started.
 #[derive(Debug, thiserror::Error)]
 pub enum SpawnError {
-    /// An argument, variable or path with a NUL byte in it.
+    /// An argument, a variable or a path contains a NUL byte.
     #[error("starting {program}: {what} contains a NUL byte")]
     Nul {
         /// The program.
         program: String,
-        /// Which text.
+        /// Which text contains the byte.
         what: &'static str,
     },
-    /// A descriptor number outside [`FIRST_FD`]..[`END_FD`], or asked for twice.
+    /// A descriptor number is outside [`FIRST_FD`]..[`END_FD`], or is given twice.
     #[error("starting {program}: descriptor number {number}: expected 3 to 511, each once")]
     FdNumber {
         /// The program.
@@ -128,32 +134,33 @@ pub enum SpawnError {
         /// The number.
         number: i32,
     },
-    /// The kernel made no process, or something needed for it could not be had.
+    /// The kernel made no process, or a resource for the start was missing.
     #[error("starting {program}: {what}")]
     Clone {
         /// The program.
         program: String,
-        /// What was asked of the kernel.
+        /// The call that failed.
         what: &'static str,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// The new process could not get ready, or not execute; it has ended and was reaped.
+    /// A step in the new process failed; the process has ended and was reaped.
     #[error("starting {program}: in the new process, {step}")]
     Child {
         /// The program.
         program: String,
-        /// What it was doing.
+        /// The step that failed.
         step: &'static str,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
 impl Spawn {
-    /// `argv[0]` of `program` alone: no environment, no namespaces, no descriptors, stdio on `/dev/null`, folder `/`.
+    /// A process with `argv0` as its whole command line: no environment, no new namespaces, no
+    /// descriptors, stdio on `/dev/null`, working folder `/`.
     #[must_use]
     pub fn new(program: Program, argv0: impl Into<OsString>) -> Self {
         Self {
@@ -173,9 +180,10 @@ impl Spawn {
     fn shown(&self) -> String {
         match &self.program {
             Program::Path(path) => path.display().to_string(),
-            Program::Fd(_) => {
-                self.argv.first().map_or_else(|| "a program".to_owned(), |a| a.to_string_lossy().into_owned())
-            }
+            Program::Fd(_) => self
+                .argv
+                .first()
+                .map_or_else(|| "a program".to_owned(), |a| a.to_string_lossy().into_owned()),
         }
     }
 
@@ -189,22 +197,24 @@ impl Spawn {
         Ok(())
     }
 
-    /// Starts it, and returns when it has executed its program, its descriptors in place. (For some microseconds more, `/proc` may
-    /// show an empty command line.)
+    /// Starts the process, and returns after it has executed its program with its descriptors in
+    /// place. (For some microseconds more, `/proc` may show an empty command line.)
     ///
     /// # Errors
-    /// [`SpawnError`]; there is no process then.
+    /// [`SpawnError`]; no process remains.
     pub fn run(self) -> Result<Child, SpawnError> {
         self.check_numbers()?;
         let shown = self.shown();
         let text = |what: &'static str, text: &OsStr| {
-            CString::new(text.as_bytes()).map_err(|_| SpawnError::Nul { program: shown.clone(), what })
+            CString::new(text.as_bytes())
+                .map_err(|_| SpawnError::Nul { program: shown.clone(), what })
         };
         let failed = |what: &'static str| {
             let program = shown.clone();
             move |source: io::Error| SpawnError::Clone { program, what, source }
         };
-        let argv = self.argv.iter().map(|a| text("an argument", a)).collect::<Result<Vec<_>, _>>()?;
+        let argv =
+            self.argv.iter().map(|a| text("an argument", a)).collect::<Result<Vec<_>, _>>()?;
         let env = self.env.iter().map(|e| text("a variable", e)).collect::<Result<Vec<_>, _>>()?;
         let cwd = text("the folder", self.cwd.as_os_str())?;
         let (program_fd, program_path) = match &self.program {
@@ -221,13 +231,18 @@ impl Spawn {
             Stdio::Inherit => own,
             Stdio::Fd(fd) => fd.as_raw_fd(),
         };
-        let mut moves =
-            vec![(stdio(&self.stdin, 0), 0), (stdio(&self.stdout, 1), 1), (stdio(&self.stderr, 2), 2)];
+        let mut moves = vec![
+            (stdio(&self.stdin, 0), 0),
+            (stdio(&self.stdout, 1), 1),
+            (stdio(&self.stderr, 2), 2),
+        ];
         moves.extend(self.fds.iter().map(|(fd, number)| (fd.as_raw_fd(), *number)));
         let mut plan = Plan::new(program_fd, program_path, argv, env, cwd, moves);
-        let cgroup = self.cgroup.as_ref().map(AsRawFd::as_raw_fd);
-        let (pid, pidfd) = child::start(&mut plan, self.namespaces.0, cgroup).map_err(failed("clone3"))?;
-        // SAFETY: `start` succeeded, so the kernel stored a fresh descriptor, owned by nobody else (CLONE_PIDFD), in `pidfd`.
+        let cgroup = self.cgroup.as_ref().map(AsFd::as_fd);
+        let (pid, pidfd) =
+            child::start(&mut plan, self.namespaces.0, cgroup).map_err(failed("clone3"))?;
+        // SAFETY: `start` succeeded, so the kernel stored a fresh descriptor in `pidfd`
+        // (CLONE_PIDFD), and nothing else owns that descriptor.
         let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
         match plan.failure() {
             None => Ok(Child { pid, pidfd }),
@@ -240,11 +255,12 @@ impl Spawn {
     }
 }
 
-/// Waits for a child that is about to end, so that it does not stay as a zombie.
+/// Waits for a child that is about to end, so that no zombie remains.
 fn reap(pidfd: &OwnedFd) {
     use rustix::process::{WaitId, WaitIdOptions, waitid};
     let fd: BorrowedFd<'_> = rustix::fd::AsFd::as_fd(pidfd);
-    while matches!(waitid(WaitId::PidFd(fd), WaitIdOptions::EXITED), Err(rustix::io::Errno::INTR)) {}
+    while matches!(waitid(WaitId::PidFd(fd), WaitIdOptions::EXITED), Err(rustix::io::Errno::INTR)) {
+    }
 }
 
 impl Step {

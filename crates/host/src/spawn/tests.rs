@@ -13,7 +13,7 @@ fn sh(script: &str) -> Spawn {
     spawn
 }
 
-/// Runs it to its end and gives what it wrote to stdout.
+/// Runs the process to its end and returns its stdout.
 fn output(mut spawn: Spawn) -> (String, Ended) {
     let (mut read, write) = std::io::pipe().unwrap();
     spawn.stdout = Stdio::Fd(OwnedFd::from(write));
@@ -37,7 +37,7 @@ fn a_program_runs_with_its_arguments_environment_and_folder() {
     spawn.env.push("A=b c".into());
     spawn.cwd = "/proc".into();
     let (text, ended) = output(spawn);
-    // PATH and A, and PWD which the shell adds, and perhaps its _.
+    // The environment has PATH and A, PWD (added by `sh`) and perhaps `_`.
     assert!(text.starts_with("zero one two b c /proc\n"), "{text}");
     assert!(text.lines().nth(1).unwrap().trim().parse::<u32>().unwrap() <= 4, "{text}");
     assert_eq!(ended, Ended::Code(7));
@@ -45,21 +45,21 @@ fn a_program_runs_with_its_arguments_environment_and_folder() {
 
 #[test]
 fn exactly_the_given_descriptors_are_open() {
-    // Of this process, not close-on-exec: must not leak.
+    // A descriptor of this process without close-on-exec, which must not leak into the child.
     let stray = rustix::io::dup(file_with("stray")).unwrap();
     let mut spawn = Spawn::new(Program::Path("/bin/ls".into()), "ls");
     spawn.argv.extend(["/proc/self/fd".into()]);
     spawn.fds = vec![(file_with("a").into(), 3), (file_with("b").into(), 9)];
     let (text, ended) = output(spawn);
     drop(stray);
-    // ls itself opens the folder, on the first free number.
+    // ls itself opens the folder, at the lowest free number.
     assert_eq!(text.split_whitespace().collect::<Vec<_>>(), ["0", "1", "2", "3", "4", "9"]);
     assert_eq!(ended, Ended::Code(0));
 }
 
 #[test]
 fn descriptors_that_change_places_are_not_mixed_up() {
-    // Sources that sit on each other's targets, which a naive sequence of dup2 would overwrite.
+    // The sources are each other's targets, which a naive sequence of dup2 would overwrite.
     let (a, b) = (OwnedFd::from(file_with("from a")), OwnedFd::from(file_with("from b")));
     let (at_a, at_b) = (a.as_raw_fd(), b.as_raw_fd());
     let mut spawn = sh(&format!("cat /proc/self/fd/{at_b}; echo; cat /proc/self/fd/{at_a}"));
@@ -76,7 +76,7 @@ fn a_program_is_executed_by_descriptor() {
 }
 
 #[test]
-fn what_fails_in_the_child_is_told_with_step_and_errno() {
+fn what_fails_in_the_child_is_reported_with_step_and_errno() {
     let failure = |spawn: Spawn| match spawn.run().unwrap_err() {
         SpawnError::Child { step, source, .. } => (step, source.raw_os_error().unwrap()),
         other => panic!("{other}"),
@@ -108,7 +108,8 @@ fn a_failed_start_leaves_no_zombie_and_no_descriptor() {
         least = least.min(open());
     }
     assert_eq!(zombies(), before);
-    // Other tests of this process open files too; fifty that leak would show in the least.
+    // Other tests of this process open files too; fifty leaked descriptors would show in the
+    // minimum.
     assert!(least < 45, "{least} descriptors");
 }
 
@@ -126,7 +127,7 @@ fn bad_numbers_and_nul_bytes_are_refused() {
 
 #[test]
 fn a_child_leads_its_session_and_has_default_signals() {
-    // SAFETY: changes only the disposition of SIGHUP of this test process, which nothing here sends.
+    // SAFETY: changes only the disposition of SIGHUP of this test process; no test sends SIGHUP.
     unsafe { libc::signal(libc::SIGHUP, libc::SIG_IGN) };
     let mut spawn = Spawn::new(Program::Path("/bin/cat".into()), "cat");
     spawn.argv.push("/proc/self/status".into());
@@ -135,7 +136,7 @@ fn a_child_leads_its_session_and_has_default_signals() {
         let line = status.lines().find(|l| l.starts_with(key)).unwrap();
         u64::from_str_radix(line.split_whitespace().nth(1).unwrap(), 16).unwrap()
     };
-    // Rust programs ignore SIGPIPE: a child that inherited this would have bit 12 set.
+    // Rust programs ignore SIGPIPE: a child that inherited the disposition would have bit 12 set.
     assert_eq!((mask("SigBlk:"), mask("SigIgn:"), mask("SigCgt:")), (0, 0, 0));
     let mut spawn = Spawn::new(Program::Path("/bin/cat".into()), "cat");
     spawn.argv.push("/proc/self/stat".into());
@@ -176,7 +177,10 @@ fn namespaces_are_its_own() {
         assert_ne!(there, here(kind), "{kind}");
     }
     process.kill().unwrap();
-    assert_eq!(process.wait(Some(Duration::from_secs(10))).unwrap(), Some(Ended::Signal(libc::SIGKILL)));
+    assert_eq!(
+        process.wait(Some(Duration::from_secs(10))).unwrap(),
+        Some(Ended::Signal(libc::SIGKILL))
+    );
 }
 
 #[test]
@@ -196,13 +200,14 @@ fn many_threads_start_programs_at_once() {
     });
 }
 
-/// The part of [`a_child_outlives_its_parent`] that runs in a process of its own.
+/// The part of [`a_child_outlives_its_parent`] that runs in a separate process.
 #[test]
 fn start_a_child_and_die() {
     let Ok(file) = std::env::var("DAYFLY_HOST_TEST_PID_FILE") else { return };
     let child = sh("exec sleep 1000").run().unwrap();
     std::fs::write(file, child.pid.to_string()).unwrap();
-    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
+    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
+        .unwrap();
 }
 
 #[test]
@@ -213,7 +218,10 @@ fn a_child_outlives_its_parent() {
     parent.argv.extend(["--exact".into(), "spawn::tests::start_a_child_and_die".into()]);
     parent.env.push(format!("DAYFLY_HOST_TEST_PID_FILE={}", file.display()).into());
     let parent = Process::from_child(parent.run().unwrap()).unwrap();
-    assert_eq!(parent.wait(Some(Duration::from_secs(60))).unwrap(), Some(Ended::Signal(libc::SIGKILL)));
+    assert_eq!(
+        parent.wait(Some(Duration::from_secs(60))).unwrap(),
+        Some(Ended::Signal(libc::SIGKILL))
+    );
     let pid: u32 = std::fs::read_to_string(&file).unwrap().parse().unwrap();
     let id = crate::process::ProcessId::of(pid).unwrap().unwrap();
     let child = Process::open(id).unwrap().expect("the child died with its parent");

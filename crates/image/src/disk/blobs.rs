@@ -1,33 +1,35 @@
-//! Where an image's documents and layers are read from: an OCI layout's folder, or an archive without unpacking it.
+//! Reads an image's documents and layers from the folder of an OCI layout, or from an archive
+//! without unpacking the archive.
 
 use super::error::{BuildError, on};
-use super::layer::tar_error;
-use super::tarstream::TarStream;
-use super::tree::{components, show};
+use super::layer::archive_error;
+use dayfly_archive::path::components;
+use dayfly_archive::{Kind, Limits, Reader, Refusal};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// Most bytes of a JSON document.
+/// Upper limit for the bytes of a JSON document.
 const MAX_DOCUMENT_BYTES: u64 = 4 << 20;
-/// Most members of an archive of an image.
-const MAX_MEMBERS: usize = 100_000;
+/// Upper limit for the entries of an image's archive.
+const MAX_MEMBERS: u64 = 100_000;
 
-/// Named byte strings.
+/// A source of named byte strings.
 pub enum Blobs {
     /// Files of a folder.
     Folder(PathBuf),
-    /// Members of a tar archive: where their data begins, and how long it is.
+    /// Members of a tar archive: the archive's path, and each member by its normalised name.
     Archive(PathBuf, BTreeMap<Vec<u8>, Member>),
 }
 
 /// A member of an archive.
 pub enum Member {
-    /// Offset and length of its data.
+    /// Offset and length of the member's data, in bytes of the archive.
     Data(u64, u64),
-    /// Another name (old `docker save` has links where two images share a layer).
+    /// The name of another member. Archives of old `docker save` hold links if two images share a
+    /// layer.
     Link(Vec<u8>),
 }
 
@@ -36,34 +38,30 @@ impl Blobs {
     pub fn archive(path: &Path) -> Result<Self, BuildError> {
         let file = File::open(path).map_err(on("open", path))?;
         let label = path.display().to_string();
-        let mut stream = TarStream::new(BufReader::with_capacity(64 << 10, file));
+        let limits = Limits { max_entries: MAX_MEMBERS, ..Limits::NONE };
+        let mut archive = Reader::new(BufReader::with_capacity(64 << 10, file), limits);
         let mut members = BTreeMap::new();
-        while let Some(entry) = stream.next().map_err(|e| tar_error(&label, 0, e))? {
-            let name = normal(&entry.path);
+        while let Some(entry) = archive.next_entry().map_err(|e| archive_error(&label, e))? {
+            let name = normal(&entry.head.path);
             let folder = name.iter().rposition(|b| *b == b'/').map_or(&[][..], |i| &name[..i]);
-            let member = match entry.kind {
-                tar::EntryType::Regular | tar::EntryType::Continuous => {
-                    Member::Data(stream.position(), entry.size_bytes)
+            let link = &entry.head.link;
+            let member = match (entry.head.kind, entry.plain_bytes()) {
+                (Kind::File, Some(bytes)) => Member::Data(archive.position(), bytes),
+                (Kind::File, None) => {
+                    let (expected, got) =
+                        ("a file as it is".to_owned(), "a sparse file".to_owned());
+                    return Err(archive_error(&label, entry.refused(Refusal { expected, got })));
                 }
-                tar::EntryType::Symlink => Member::Link(normal(&[folder, b"/", &entry.link].concat())),
-                tar::EntryType::Link => Member::Link(normal(&entry.link)),
+                (Kind::Symlink, _) => Member::Link(normal(&[folder, b"/", link].concat())),
+                (Kind::HardLink, _) => Member::Link(normal(link)),
                 _ => continue,
             };
-            if members.len() >= MAX_MEMBERS {
-                return Err(BuildError::Refused {
-                    layer: label,
-                    entry: show(&entry.path),
-                    at: entry.at,
-                    expected: format!("at most {MAX_MEMBERS} members"),
-                    got: "more".to_owned(),
-                });
-            }
             members.insert(name, member);
         }
         Ok(Self::Archive(path.to_owned(), members))
     }
 
-    /// What errors call the member `name`.
+    /// The member's name for error messages, with the path of its folder or archive.
     pub fn label(&self, name: &str) -> String {
         match self {
             Self::Folder(path) => path.join(name).display().to_string(),
@@ -71,7 +69,7 @@ impl Blobs {
         }
     }
 
-    /// Whether there is a member `name`.
+    /// Whether a member is called `name`.
     pub fn has(&self, name: &str) -> bool {
         match self {
             Self::Folder(path) => path.join(name).is_file(),
@@ -79,7 +77,7 @@ impl Blobs {
         }
     }
 
-    /// The bytes of `name`, and how many they are.
+    /// A reader of the member `name`, and the member's length in bytes.
     pub fn open(&self, name: &str) -> Result<(Box<dyn Read>, u64), BuildError> {
         let missing = || BuildError::Io {
             what: "open",
@@ -115,7 +113,7 @@ impl Blobs {
         }
     }
 
-    /// A JSON document, whole.
+    /// Reads a JSON document of at most 4 MiB ([`MAX_DOCUMENT_BYTES`]).
     pub fn document(&self, name: &str) -> Result<Vec<u8>, BuildError> {
         let (reader, bytes) = self.open(name)?;
         if bytes > MAX_DOCUMENT_BYTES {
@@ -132,14 +130,24 @@ impl Blobs {
             .read_to_end(&mut data)
             .map_err(on("read", Path::new(&self.label(name))))?;
         if data.len() as u64 != bytes {
-            return Err(document(&self.label(name), "length", format!("{bytes} bytes"), data.len()));
+            return Err(document(
+                &self.label(name),
+                "length",
+                format!("{bytes} bytes"),
+                data.len(),
+            ));
         }
         Ok(data)
     }
 }
 
-/// A [`BuildError::Document`].
-pub fn document(file: &str, place: impl ToString, expected: impl ToString, got: impl ToString) -> BuildError {
+/// Makes a [`BuildError::Document`].
+pub fn document(
+    file: &str,
+    place: impl ToString,
+    expected: impl ToString,
+    got: impl ToString,
+) -> BuildError {
     BuildError::Document {
         file: file.to_owned(),
         place: place.to_string(),
@@ -155,7 +163,8 @@ pub fn json<T: serde::de::DeserializeOwned>(file: &str, bytes: &[u8]) -> Result<
     })
 }
 
-/// A member's name without `.`, empty components, and with `..` undone; it names a member of the archive, not a file.
+/// A member's name without `.` and empty components, and with `..` resolved. The name selects a
+/// member of the archive, never a file of the host.
 fn normal(path: &[u8]) -> Vec<u8> {
     let mut parts: Vec<&[u8]> = Vec::new();
     for part in components(path) {
@@ -168,7 +177,7 @@ fn normal(path: &[u8]) -> Vec<u8> {
     parts.join(&b'/')
 }
 
-/// Counts and hashes what is read through it.
+/// A reader that counts and hashes (SHA-256) the bytes that pass through it.
 pub struct Sha<R> {
     inner: R,
     hasher: Sha256,
@@ -176,12 +185,13 @@ pub struct Sha<R> {
 }
 
 impl<R: Read> Sha<R> {
-    /// Over `inner`.
+    /// Wraps `inner`, with nothing counted yet.
     pub fn new(inner: R) -> Self {
         Self { inner, hasher: Sha256::new(), bytes: 0 }
     }
 
-    /// Reads what is left (at most `cap` bytes more), and gives the digest as `sha256:…` and the length.
+    /// Reads the rest, at most `cap` bytes. Returns the digest as `sha256:…`, and the length of the
+    /// whole in bytes.
     pub fn finish(mut self, cap: u64) -> io::Result<(String, u64)> {
         let mut buffer = vec![0; 64 << 10];
         let end = self.bytes.saturating_add(cap);
@@ -205,12 +215,13 @@ impl<R: Read> Read for Sha<R> {
     }
 }
 
-/// `sha256:` and the digest of `bytes`.
+/// The SHA-256 digest of `bytes`, as `sha256:…`.
 pub fn sha256(bytes: &[u8]) -> String {
     format!("sha256:{}", hex::encode(Sha256::digest(bytes)))
 }
 
-/// Undoes gzip, zstd or xz, told by their first bytes as container runtimes do.
+/// Decompresses gzip, zstd or xz. The first bytes select the format, as in container runtimes; the
+/// media type does not.
 pub fn decoder<'r, R: Read + 'r>(mut reader: R) -> io::Result<Box<dyn Read + 'r>> {
     let mut head = [0; 6];
     let mut have = 0;
@@ -224,7 +235,9 @@ pub fn decoder<'r, R: Read + 'r>(mut reader: R) -> io::Result<Box<dyn Read + 'r>
     Ok(match &head[..have] {
         [0x1f, 0x8b, ..] => Box::new(flate2::read::MultiGzDecoder::new(whole)),
         [0x28, 0xb5, 0x2f, 0xfd, ..] => Box::new(zstd::Decoder::new(whole)?),
-        [0xfd, b'7', b'z', b'X', b'Z', 0] => Box::new(liblzma::read::XzDecoder::new_multi_decoder(whole)),
+        [0xfd, b'7', b'z', b'X', b'Z', 0] => {
+            Box::new(liblzma::read::XzDecoder::new_multi_decoder(whole))
+        }
         _ => Box::new(whole),
     })
 }

@@ -1,14 +1,16 @@
-//! A Debian root file system through mmdebstrap.
+//! Bootstraps a Debian root file system with mmdebstrap.
 
 use super::error::BuildError;
-use super::{Debian, Progress};
+use super::types::{Debian, Progress, Size};
+use crate::manifest::now_s;
 use crate::tool::{self, ToolError};
 use std::path::Path;
 use std::process::Command;
 
 const PACKAGE: &str = "mmdebstrap";
 
-/// What apt gives a package or suite for a name; anything else could be an option or a pattern to it.
+/// Checks that suite and packages have names that apt accepts. apt could take anything else for an
+/// option or a pattern.
 pub fn check(debian: &Debian) -> Result<(), BuildError> {
     let word = |text: &str| {
         let alnum = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit();
@@ -26,7 +28,8 @@ pub fn check(debian: &Debian) -> Result<(), BuildError> {
     }
 }
 
-/// The lines of a sources.list for `suite`, as the host's apt has them; empty: mmdebstrap's own choice.
+/// The sources.list lines of `suite` that the host's apt uses. If the list is empty, mmdebstrap
+/// chooses its mirror itself.
 fn mirrors(suite: &str) -> Vec<String> {
     let mut apt = tool::tool("apt-get");
     apt.args([
@@ -35,24 +38,28 @@ fn mirrors(suite: &str) -> Vec<String> {
         "$(REPO_URI)|$(RELEASE)|$(COMPONENT)|$(ARCHITECTURE)|$(SIGNED_BY)",
     ]);
     apt.arg("Created-By: Packages");
-    // A host without apt, or without lists, is not an error here: mmdebstrap knows Debian's mirrors.
+    // A host without apt or without package lists is no error here: mmdebstrap knows Debian's
+    // mirrors.
     let Ok(said) = tool::run(apt, "apt", |_| ()) else { return Vec::new() };
     mirrors_of(suite, &String::from_utf8_lossy(&said.stdout))
 }
 
 fn mirrors_of(suite: &str, targets: &str) -> Vec<String> {
     let wanted = |release: &str| {
-        release.strip_prefix(suite).is_some_and(|rest| matches!(rest, "" | "-updates" | "-security"))
+        release
+            .strip_prefix(suite)
+            .is_some_and(|rest| matches!(rest, "" | "-updates" | "-security"))
     };
     let mut lines: Vec<String> = Vec::new();
     for target in targets.lines() {
         let fields: Vec<&str> = target.split('|').collect();
         let [uri, release, component, architecture, signed_by] = fields[..] else { continue };
-        let odd = |text: &str| text.is_empty() || text.contains(|c: char| c.is_whitespace() || c == '[');
+        let odd =
+            |text: &str| text.is_empty() || text.contains(|c: char| c.is_whitespace() || c == '[');
         if !wanted(release) || architecture != "amd64" || component != "main" || odd(uri) {
             continue;
         }
-        // apt leaves the placeholder where there is no such option.
+        // If a source has no such option, apt prints the placeholder unchanged.
         let line = if signed_by.starts_with('/') && !odd(signed_by) {
             format!("deb [signed-by={signed_by}] {uri} {release} {component}")
         } else {
@@ -62,19 +69,19 @@ fn mirrors_of(suite: &str, targets: &str) -> Vec<String> {
             lines.push(line);
         }
     }
-    // Only extra suites without the suite itself would not do.
+    // Lines for extra suites (such as updates) are useless without a line for the suite itself.
     if lines.iter().any(|l| l.contains(&format!(" {suite} "))) { lines } else { Vec::new() }
 }
 
-/// The version of mmdebstrap, for the cache's key.
+/// The version of mmdebstrap, which is part of the cache key.
 fn version() -> Result<String, ToolError> {
     let mut command = tool::tool("mmdebstrap");
     command.arg("--version");
     Ok(String::from_utf8_lossy(&tool::run(command, PACKAGE, |_| ())?.stdout).trim().to_owned())
 }
 
-/// Everything that the result depends on, but the state of the archive.
-pub fn cache_key(debian: &Debian, size: super::Size) -> Result<String, BuildError> {
+/// The cache key: everything that the result depends on, except the state of the Debian archive.
+pub fn cache_key(debian: &Debian, size: Size) -> Result<String, BuildError> {
     let mut include = debian.include.clone();
     include.sort();
     include.dedup();
@@ -89,21 +96,24 @@ pub fn cache_key(debian: &Debian, size: super::Size) -> Result<String, BuildErro
     Ok(blake3::hash(inputs.to_string().as_bytes()).to_hex()[..32].to_owned())
 }
 
-/// Bootstraps into the new archive `tar`; `tmp` is an empty folder for the bootstrap's own files.
+/// Bootstraps into the new archive `tar`. `tmp` is an empty folder for mmdebstrap's temporary
+/// files.
 pub fn bootstrap(
     debian: &Debian,
     tar: &Path,
     tmp: &Path,
     progress: &mut dyn FnMut(Progress<'_>),
 ) -> Result<(), BuildError> {
-    let mut command = contained(if rustix::process::geteuid().is_root() { Some(tmp) } else { None });
+    let mut command =
+        contained(if rustix::process::geteuid().is_root() { Some(tmp) } else { None });
     command.args(["--variant=minbase", "--architectures=amd64", "--format=tar"]);
     if !debian.include.is_empty() {
         command.arg(format!("--include={}", debian.include.join(",")));
     }
-    // Midnight: two builds of one day from one state of the archive are the same. No file of a package is younger, so
-    // what compares times (Python's byte code) is not confused.
-    let now = super::now_s();
+    // The timestamp is midnight, so two builds on one day from one archive state are identical. It
+    // is not older than the files of a package, so tools that compare times (Python's byte code)
+    // work.
+    let now = now_s();
     command.env("SOURCE_DATE_EPOCH", (now - now % 86_400).to_string());
     if let Some(proxy) = proxy().filter(|_| std::env::var_os("http_proxy").is_none()) {
         command.env("http_proxy", proxy);
@@ -117,8 +127,10 @@ pub fn bootstrap(
     Ok(())
 }
 
-/// mmdebstrap such that nothing of it outlives it. As root: in process and mount namespaces of its own, so that its
-/// apt and dpkg die and its mounts go when it is killed. As another user it makes namespaces itself.
+/// An mmdebstrap command that leaves no processes or mounts behind.
+///
+/// As root, mmdebstrap runs in new process and mount namespaces. If mmdebstrap is killed, its apt
+/// and dpkg die and its mounts disappear. For another user, mmdebstrap creates namespaces itself.
 fn contained(root_tmp: Option<&Path>) -> Command {
     let Some(tmp) = root_tmp else { return tool::tool("mmdebstrap") };
     let mut command = tool::tool("unshare");
@@ -150,7 +162,8 @@ mod tests {
             http://deb.debian.org/debian/|bookworm-backports|main|amd64|$(SIGNED_BY)\nnonsense\n";
         let lines = [
             "deb http://deb.debian.org/debian/ bookworm main",
-            "deb [signed-by=/usr/share/keyrings/d.gpg] http://deb.debian.org/debian-security/ bookworm-security main",
+            "deb [signed-by=/usr/share/keyrings/d.gpg] http://deb.debian.org/debian-security/ \
+             bookworm-security main",
         ];
         assert_eq!(mirrors_of("bookworm", targets), lines);
         assert!(mirrors_of("trixie", targets).is_empty());
@@ -159,7 +172,8 @@ mod tests {
     #[test]
     fn options_and_patterns_are_no_packages() {
         for bad in ["", "-x", "--include", "?essential", "a b", "a,b", "../x", "A", "a/b"] {
-            let debian = Debian { suite: "bookworm".into(), include: vec![bad.into()], refresh: false };
+            let debian =
+                Debian { suite: "bookworm".into(), include: vec![bad.into()], refresh: false };
             assert!(check(&debian).is_err(), "{bad:?}");
             let debian = Debian { suite: bad.into(), include: vec![], refresh: false };
             assert!(check(&debian).is_err(), "{bad:?}");

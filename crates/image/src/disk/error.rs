@@ -1,4 +1,4 @@
-//! Why a root disk was not built.
+//! Errors of a root disk's build.
 
 use crate::tool::ToolError;
 use std::io;
@@ -10,24 +10,24 @@ pub enum BuildError {
     /// A file could not be read or written.
     #[error("{what} {path}: {source}", path = path.display())]
     Io {
-        /// What was being done.
+        /// The operation that failed.
         what: &'static str,
-        /// To which file.
+        /// The file or folder.
         path: PathBuf,
-        /// Why it failed.
+        /// The cause.
         source: io::Error,
     },
     /// An external program failed.
     #[error(transparent)]
     Tool(#[from] ToolError),
-    /// An archive holds something that would escape, does not make sense, or is too much.
+    /// An archive entry would escape the root, makes no sense, or exceeds a limit.
     #[error("{layer}: entry {entry:?} at byte {at}: expected {expected}, got {got}")]
     Refused {
-        /// The layer's or archive's name.
+        /// Name of the layer or archive.
         layer: String,
-        /// The entry's name as it is in the archive.
+        /// The entry's name as written in the archive.
         entry: String,
-        /// Where the entry's header begins in the (uncompressed) archive.
+        /// Byte offset of the entry's header in the uncompressed archive.
         at: u64,
         /// What is accepted.
         expected: String,
@@ -37,82 +37,94 @@ pub enum BuildError {
     /// A layer or archive cannot be read: truncated, damaged, or not an archive.
     #[error("{layer} at byte {at}: {source}")]
     Stream {
-        /// The layer's or archive's name.
+        /// Name of the layer or archive.
         layer: String,
-        /// Bytes read of the (uncompressed) archive so far.
+        /// Bytes of the uncompressed archive that were read before the error.
         at: u64,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// A document of an image (manifest, index, config) is not what it should be.
+    /// A document of an image (manifest, index, config) has an unexpected value.
     #[error("{file}: {place}: expected {expected}, got {got}")]
     Document {
-        /// The document.
+        /// The document's file or member.
         file: String,
-        /// Where in it.
+        /// The place in the document.
         place: String,
         /// What is accepted.
         expected: String,
         /// What was found.
         got: String,
     },
-    /// Content does not have the digest or length by which it was asked for.
+    /// Content does not match the digest or length in its descriptor.
     #[error("{file}: expected {expected}, got {got}: the image is damaged or was changed")]
     Digest {
-        /// The blob.
+        /// The blob's file or member.
         file: String,
-        /// Digest or length asked for.
+        /// Digest or length in the descriptor.
         expected: String,
-        /// Digest or length found.
+        /// Digest or length of the content.
         got: String,
     },
-    /// The archive holds several images and none was named.
-    #[error("{path}: expected one image, got {count}: choose one of {choices}", path = path.display())]
+    /// The archive holds several images, and the caller selected none.
+    #[error(
+        "{path}: expected one image, got {count}: choose one of {choices}",
+        path = path.display()
+    )]
     Ambiguous {
         /// The archive.
         path: PathBuf,
-        /// How many it holds.
+        /// Number of images in the archive.
         count: usize,
-        /// Their names.
+        /// Names of the images, for the error message.
         choices: String,
     },
     /// The source is neither a folder, nor a docker archive, nor an OCI layout.
-    #[error("{path}: expected a folder, a `docker save` archive, or an OCI layout, got {got}", path = path.display())]
+    #[error(
+        "{path}: expected a folder, a `docker save` archive, or an OCI layout, got {got}",
+        path = path.display()
+    )]
     UnknownSource {
         /// The path given.
         path: PathBuf,
-        /// What it is.
+        /// Kind of the file that was found.
         got: String,
     },
-    /// The content does not fit into the size asked for.
-    #[error("disk size: expected at least {needed_bytes} bytes for this content, got {asked_bytes}")]
+    /// The content does not fit into the requested size.
+    #[error(
+        "disk size: expected at least {needed_bytes} bytes for this content, got {asked_bytes}"
+    )]
     TooSmall {
-        /// What the content needs.
+        /// Bytes that the content needs.
         needed_bytes: u64,
-        /// What was asked for.
+        /// Bytes that were requested.
         asked_bytes: u64,
     },
-    /// A name of a suite or package that apt would read as something else.
+    /// The name of a suite or package is one that apt would take for an option or a pattern.
     #[error(
-        "{what} {got:?}: expected lower-case letters, digits, '+', '.', '-', starting with a letter or digit"
+        "{what} {got:?}: expected lower-case letters, digits, '+', '.', '-', starting with a \
+         letter or digit"
     )]
     Word {
-        /// Suite or package.
+        /// `suite` or `package`.
         what: &'static str,
-        /// What was given.
+        /// The refused name.
         got: String,
     },
-    /// The finished disk is not what was asked for; a fault of this program or of e2fsprogs.
+    /// The finished disk differs from its source. This is a bug of this crate or of e2fsprogs.
     #[error("the finished disk: expected {expected}, got {got}")]
     Verify {
-        /// What was put in.
+        /// What was written.
         expected: String,
-        /// What is in it.
+        /// What was read back.
         got: String,
     },
 }
 
-/// Turns an I/O error on `path` into a [`BuildError`].
-pub(crate) fn on<'p>(what: &'static str, path: &'p Path) -> impl FnOnce(io::Error) -> BuildError + 'p {
+/// Makes a function that turns an I/O error on `path` into a [`BuildError`].
+pub(crate) fn on<'p>(
+    what: &'static str,
+    path: &'p Path,
+) -> impl FnOnce(io::Error) -> BuildError + 'p {
     move |source| BuildError::Io { what, path: path.to_owned(), source }
 }

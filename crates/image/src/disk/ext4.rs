@@ -1,18 +1,29 @@
-//! Writing a [`Tree`] as an ext4 file system into a sparse file, without mounting and without privilege.
+//! Writes a [`Tree`] as an ext4 file system into a sparse file, without mounting and without
+//! privilege.
 //!
-//! `mke2fs` makes an empty file system, `debugfs -w` fills it from a script. (`mke2fs -d` of a folder would need root
-//! for owners, devices and capabilities, and lays files out in the order of the folder's hash; its tar input came with
-//! 1.47.1, Debian 12 has 1.47.0.) The same tree gives the same bytes: UUID and hash seed come from the tree's digest,
-//! times from the tree, everything else from this file.
+//! `mke2fs` makes an empty file system, and `debugfs -w` fills it from a script. `mke2fs -d` of a
+//! folder is no alternative: it needs root for owners, devices and capabilities. It also lays files
+//! out in the order of the folder's hash. Its tar input needs e2fsprogs 1.47.1, and Debian 12 has
+//! 1.47.0.
 //!
-//! Options for a disk that is the read-only base of copy-on-write clones: nothing is initialised lazily (a guest that
-//! did it later would write into every clone's layer), no blocks are reserved for root, the journal is 16 MiB (it is
-//! rewritten in a circle, and every block of it that a guest touches is a block of its layer), metadata is checksummed.
+//! The same tree gives the same bytes. UUID and hash seed come from the tree's digest, times from
+//! the tree, and everything else from this file.
+//!
+//! The options suit a disk that is the read-only base of copy-on-write clones:
+//!
+//! - Nothing is initialised lazily, because a guest would write the initialisation into each
+//!   clone's layer.
+//! - No blocks are reserved for root.
+//! - The journal is 16 MiB. A guest rewrites it in a circle, and each journal block that the guest
+//!   touches is a block of its layer.
+//! - Metadata is checksummed.
 
 use super::error::{BuildError, on};
-use super::tree::{Kind, Node, NodeId, Tree, show};
-use super::{Progress, Size};
-use crate::{sparse, tool};
+use super::tree::{Kind, Node, NodeId, Tree};
+use super::types::{Progress, Size};
+use crate::tool;
+use dayfly_archive::show;
+use dayfly_units::sparse;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
@@ -23,18 +34,19 @@ const PACKAGE: &str = "e2fsprogs";
 const BLOCK: u64 = 4096;
 const INODE_BYTES: u64 = 256;
 const JOURNAL_MIB: u64 = 16;
-/// debugfs reads its script in lines of `BUFSIZ`.
+/// Longest script line in bytes. debugfs reads its script in lines of `BUFSIZ` (8192).
 const MAX_LINE: usize = 8000;
-/// Smallest disk of an automatic size.
+/// Smallest disk of [`Size::Auto`], in bytes.
 const AUTO_MIN_BYTES: u64 = 2 << 30;
 const MIB: u64 = 1 << 20;
-/// Explicit, because the defaults of mke2fs.conf differ between hosts.
-const FEATURES: &str = "none,has_journal,ext_attr,resize_inode,dir_index,filetype,extent,64bit,flex_bg,sparse_super,\
-large_file,huge_file,dir_nlink,extra_isize,metadata_csum";
+/// ext4 features, listed explicitly because the defaults of mke2fs.conf differ between hosts.
+const FEATURES: &str = "none,has_journal,ext_attr,resize_inode,dir_index,filetype,extent,64bit,\
+    flex_bg,sparse_super,large_file,huge_file,dir_nlink,extra_isize,metadata_csum";
 
-/// In place of the host's mke2fs.conf: the names of types that mke2fs looks for, and nothing in them.
-const CONFIG: &str =
-    "[fs_types]\next4 = {\n}\nfloppy = {\n}\nsmall = {\n}\ndefault = {\n}\nbig = {\n}\nhuge = {\n}\n";
+/// Replaces the host's mke2fs.conf. It holds the type names that mke2fs looks for, with empty
+/// sections.
+const CONFIG: &str = "[fs_types]\next4 = {\n}\nfloppy = {\n}\nsmall = {\n}\ndefault = {\n}\n\
+    big = {\n}\nhuge = {\n}\n";
 
 /// Length and number of inodes of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,17 +55,21 @@ pub struct Geometry {
     inodes: u64,
 }
 
-/// What a tree needs on disk, and the length that `size` gives it.
+/// Computes the disk's length and number of inodes from `tree` and `size`.
 pub fn geometry(tree: &Tree, size: Size) -> Result<Geometry, BuildError> {
     let round = |bytes: u64| bytes.next_multiple_of(BLOCK);
     let mut content = 0;
     for node in tree.nodes() {
         content += match &node.kind {
-            // Extents beyond the four in the inode take blocks: one for every 340 runs, rarely more than 1%.
-            Kind::File(c) => c.data_bytes + c.data_bytes / 64 + if c.data_bytes > 0 { BLOCK } else { 0 },
+            // An inode holds four extents; further extents take blocks, one for each 340 runs. That
+            // is rarely more than 1%.
+            Kind::File(c) => {
+                c.data_bytes + c.data_bytes / 64 + if c.data_bytes > 0 { BLOCK } else { 0 }
+            }
             Kind::Dir(children) => {
-                let names: u64 = children.keys().map(|n| (n.len() as u64 + 8).next_multiple_of(4)).sum();
-                // Records do not cross blocks, so a block may lose the room of one.
+                let names: u64 =
+                    children.keys().map(|n| (n.len() as u64 + 8).next_multiple_of(4)).sum();
+                // Records do not cross blocks, so each block may waste the space of one record.
                 round(names + names / 8 + 24).max(BLOCK)
             }
             Kind::Symlink(target) if target.len() >= 60 => BLOCK,
@@ -63,8 +79,10 @@ pub fn geometry(tree: &Tree, size: Size) -> Result<Geometry, BuildError> {
     }
     let nodes = tree.node_count() as u64 + 16;
     let auto = (2 * content).max(AUTO_MIN_BYTES);
-    // Superblock copies, descriptors and their reserve, bitmaps: well under 2% and 8 MiB.
-    let fixed = |bytes: u64, inodes: u64| inodes * INODE_BYTES + JOURNAL_MIB * MIB + bytes / 64 + 8 * MIB;
+    // Superblock copies, group descriptors, reserved descriptors and bitmaps take less than 2% plus
+    // 8 MiB.
+    let fixed =
+        |bytes: u64, inodes: u64| inodes * INODE_BYTES + JOURNAL_MIB * MIB + bytes / 64 + 8 * MIB;
     let inodes_for = |bytes: u64| (bytes / 16384).max(nodes + nodes / 4 + 1024);
     let needed = |bytes: u64| content + fixed(bytes, inodes_for(bytes));
     let mut bytes = match size {
@@ -90,7 +108,7 @@ pub fn geometry(tree: &Tree, size: Size) -> Result<Geometry, BuildError> {
     Ok(Geometry { bytes, inodes: inodes_for(bytes).min(u64::from(u32::MAX) / 2) })
 }
 
-/// Writes `tree` into the new file `disk`; `scratch` is an empty folder for scripts.
+/// Writes `tree` into the new file `disk`. `scratch` is an empty folder for scripts.
 pub fn write(
     tree: &Tree,
     geometry: Geometry,
@@ -100,7 +118,8 @@ pub fn write(
 ) -> Result<(), BuildError> {
     progress(Progress { step: "writing the file system", done_bytes: 0 });
     let seed = tree_digest(tree);
-    let epoch = tree.nodes().map(|n| n.meta.mtime_s).max().unwrap_or(0).clamp(1, i64::from(i32::MAX));
+    let epoch =
+        tree.nodes().map(|n| n.meta.mtime_s).max().unwrap_or(0).clamp(1, i64::from(i32::MAX));
     let file = File::create_new(disk).map_err(on("create", disk))?;
     file.set_len(geometry.bytes).map_err(on("resize", disk))?;
 
@@ -111,13 +130,23 @@ pub fn write(
     );
     let config = scratch.join("mke2fs.conf");
     std::fs::write(&config, CONFIG).map_err(on("write", &config))?;
-    // libext2fs takes this for the time where it is not zero, later versions the other.
-    let clock = [("E2FSPROGS_FAKE_TIME", epoch.to_string()), ("SOURCE_DATE_EPOCH", epoch.to_string())];
+    // Older libext2fs takes its time from the first variable if that is not zero, newer libext2fs
+    // from the second.
+    let clock =
+        [("E2FSPROGS_FAKE_TIME", epoch.to_string()), ("SOURCE_DATE_EPOCH", epoch.to_string())];
     mkfs.env("MKE2FS_CONFIG", &config).envs(clock.clone());
     mkfs.args([
-        "-q", "-F", "-t", "ext4", "-b", "4096", "-I", "256", "-m", "0", "-e", "continue", "-L", "dayfly",
+        "-q", "-F", "-t", "ext4", "-b", "4096", "-I", "256", "-m", "0", "-e", "continue", "-L",
+        "dayfly",
     ]);
-    mkfs.args(["-O", FEATURES, "-N", &geometry.inodes.to_string(), "-J", &format!("size={JOURNAL_MIB}")]);
+    mkfs.args([
+        "-O",
+        FEATURES,
+        "-N",
+        &geometry.inodes.to_string(),
+        "-J",
+        &format!("size={JOURNAL_MIB}"),
+    ]);
     mkfs.args(["-U", &uuid(&seed.as_bytes()[..16]), "-E", &extended]);
     mkfs.arg(disk).arg((geometry.bytes / BLOCK).to_string());
     tool::run(mkfs, PACKAGE, |_| ())?;
@@ -129,7 +158,8 @@ pub fn write(
     debugfs.env("TZ", "UTC0").envs(clock).arg("-w").arg("-f").arg(&script).arg(disk);
     let command = tool::describe(&debugfs);
     let (allocated, tail) = tool::run_reading(debugfs, PACKAGE, |_| (), allocated)?;
-    // It succeeds whatever its commands do; all that it says of itself on standard error is its version.
+    // debugfs exits with success even if its commands fail, so any line on standard error except
+    // the version counts as a failure.
     let tail: Vec<String> = tail.into_iter().filter(|l| !l.starts_with("debugfs 1.")).collect();
     if !tail.is_empty() {
         return Err(tool::ToolError::Complained { command, tail: tail.join("\n") }.into());
@@ -137,13 +167,14 @@ pub fn write(
     if allocated != expected {
         let place = allocated.iter().zip(&expected).position(|(a, b)| a != b);
         let place = place.unwrap_or(allocated.len().min(expected.len()));
-        let at = |list: &[u32]| format!("file {place} of {} in inode {:?}", list.len(), list.get(place));
+        let at =
+            |list: &[u32]| format!("file {place} of {} in inode {:?}", list.len(), list.get(place));
         return Err(BuildError::Verify { expected: at(&expected), got: at(&allocated) });
     }
 
     progress(Progress { step: "checking the file system", done_bytes: 0 });
     let lost_found = u64::from(is_dir(tree, b"lost+found"));
-    // The root folder and lost+found are there from the beginning.
+    // mke2fs makes the root folder and lost+found.
     let expected = before - (tree.node_count() as u64 - 1 - lost_found);
     let now = free_inodes(disk)?;
     if now != expected {
@@ -157,7 +188,7 @@ pub fn write(
     Ok(())
 }
 
-/// The inodes that debugfs says it took, one after another.
+/// The inodes that debugfs reports as allocated, in order.
 fn allocated(out: &mut dyn Read) -> std::io::Result<Vec<u32>> {
     let mut inodes = Vec::new();
     let mut reader = BufReader::new(out);
@@ -167,9 +198,12 @@ fn allocated(out: &mut dyn Read) -> std::io::Result<Vec<u32>> {
         if reader.read_until(b'\n', &mut line)? == 0 {
             return Ok(inodes);
         }
-        // Names in the echo of a command come after "debugfs: ", so none can be taken for this.
+        // debugfs echoes each command after "debugfs: ", so a name in a command cannot look like
+        // this line.
         let number = line.strip_prefix(b"Allocated inode: ").map(<[u8]>::trim_ascii);
-        inodes.extend(number.and_then(|n| std::str::from_utf8(n).ok()).and_then(|n| n.parse::<u32>().ok()));
+        inodes.extend(
+            number.and_then(|n| std::str::from_utf8(n).ok()).and_then(|n| n.parse::<u32>().ok()),
+        );
     }
 }
 
@@ -177,7 +211,7 @@ fn is_dir(tree: &Tree, path: &[u8]) -> bool {
     tree.find(path).is_some_and(|id| tree.children(id).is_some())
 }
 
-/// `s_free_inodes_count`, at byte 16 of the superblock, which is at byte 1024.
+/// Reads `s_free_inodes_count`: byte 16 of the superblock, which begins at byte 1024.
 fn free_inodes(disk: &Path) -> Result<u64, BuildError> {
     let mut field = [0; 4];
     let mut file = File::open(disk).map_err(on("open", disk))?;
@@ -186,7 +220,8 @@ fn free_inodes(disk: &Path) -> Result<u64, BuildError> {
     Ok(u64::from(u32::from_le_bytes(field)))
 }
 
-/// A digest of everything in the tree but the bytes of its files: enough to give each file system its own UUID.
+/// A digest of the tree without the bytes of its files. It suffices to give each file system a
+/// distinct UUID.
 fn tree_digest(tree: &Tree) -> blake3::Hash {
     fn add(tree: &Tree, id: NodeId, hasher: &mut blake3::Hasher) {
         let node = tree.node(id);
@@ -210,7 +245,7 @@ fn tree_digest(tree: &Tree) -> blake3::Hash {
     hasher.finalize()
 }
 
-/// 16 bytes as a UUID of the custom kind (RFC 9562, version 8).
+/// Formats 16 bytes as a UUID of the custom kind (RFC 9562, version 8).
 fn uuid(bytes: &[u8]) -> String {
     let mut b = [0; 16];
     b.copy_from_slice(&bytes[..16]);
@@ -220,25 +255,27 @@ fn uuid(bytes: &[u8]) -> String {
     format!("{}-{}-{}-{}-{}", &h[..8], &h[8..12], &h[12..16], &h[16..20], &h[20..])
 }
 
-/// The first inode that is free after mke2fs: 11 is lost+found.
+/// The first free inode after mke2fs; inode 11 is lost+found.
 const FIRST_FREE_INODE: u32 = 12;
 const ROOT_INODE: u32 = 2;
 const LOST_FOUND_INODE: u32 = 11;
 
 /// The script for debugfs.
 ///
-/// It names what it has made by inode, `<12>`, since finding a name means reading its folder from the start. The numbers are
-/// known beforehand: libext2fs takes the first that is free from the parent's group on, and as nothing is ever removed, what is
-/// taken is always the numbers up to some number. What debugfs says it took is compared afterwards.
+/// The script names each new file by inode (`<12>`), because debugfs finds a name by reading its
+/// folder from the start. The numbers are predictable: libext2fs takes the first free inode from
+/// the parent's group on. The script never removes a file, so the allocated inodes are always a
+/// contiguous range. After the run the predicted inodes are compared with those that debugfs
+/// reports.
 struct Script<'a> {
     tree: &'a Tree,
     out: BufWriter<File>,
     path: &'a Path,
     scratch: &'a Path,
     next_inode: u32,
-    /// Nodes that have several names: the inode made for the first.
+    /// For each node with several names, the inode made for the first name.
     first: HashMap<NodeId, u32>,
-    /// What debugfs will say that it took: for files and devices, not for folders and links.
+    /// The inodes that debugfs will report: for files and devices, not for folders and links.
     said: Vec<u32>,
     xattrs: u64,
 }
@@ -248,8 +285,13 @@ fn number(inode: u32) -> Vec<u8> {
 }
 
 impl<'a> Script<'a> {
-    /// Writes the script; gives the inodes that debugfs will say it took.
-    fn write(tree: &'a Tree, path: &'a Path, scratch: &'a Path, epoch: i64) -> Result<Vec<u32>, BuildError> {
+    /// Writes the script. Returns the inodes that debugfs will report as allocated.
+    fn write(
+        tree: &'a Tree,
+        path: &'a Path,
+        scratch: &'a Path,
+        epoch: i64,
+    ) -> Result<Vec<u32>, BuildError> {
         let out = BufWriter::new(File::create_new(path).map_err(on("create", path))?);
         let mut script = Self {
             tree,
@@ -275,14 +317,15 @@ impl<'a> Script<'a> {
         Ok(script.said)
     }
 
-    /// A command; its words quoted as libss reads them: a quote within quotes is doubled.
+    /// Writes one command. Words are quoted as libss reads them: a quote within quotes is doubled.
     fn line(&mut self, words: &[&[u8]]) -> Result<(), BuildError> {
         let mut line = Vec::new();
         for (i, word) in words.iter().enumerate() {
             if word.iter().any(|b| matches!(b, b'\n' | b'\r' | 0)) {
                 return Err(BuildError::Verify {
-                    expected: "names and link targets without line breaks, which debugfs cannot write"
-                        .to_owned(),
+                    expected:
+                        "names and link targets without line breaks, which debugfs cannot write"
+                            .to_owned(),
                     got: format!("{:?}", show(word)),
                 });
             }
@@ -299,7 +342,9 @@ impl<'a> Script<'a> {
         line.push(b'\n');
         if line.len() > MAX_LINE {
             return Err(BuildError::Verify {
-                expected: format!("paths and link targets of less than {MAX_LINE} bytes with quotes doubled"),
+                expected: format!(
+                    "paths and link targets of less than {MAX_LINE} bytes with quotes doubled"
+                ),
                 got: format!("{} bytes in {:?}…", line.len(), show(&line)),
             });
         }
@@ -310,7 +355,7 @@ impl<'a> Script<'a> {
         self.line(&[b"set_inode_field", &number(inode), field.as_bytes(), value.as_bytes()])
     }
 
-    /// Writes what is in the folder `id`, which is in `inode`.
+    /// Writes the content of the folder `id`, which has the inode `inode`.
     fn folder(&mut self, id: NodeId, inode: u32) -> Result<(), BuildError> {
         let tree = self.tree;
         let Some(children) = tree.children(id).filter(|c| !c.is_empty()) else { return Ok(()) };
@@ -333,7 +378,8 @@ impl<'a> Script<'a> {
                 self.set(made, "links_count", &node.names.to_string())?;
             }
         }
-        // Folders last: their content changes their own times, and one `cd` per folder is enough.
+        // Folders come last, because adding content changes a folder's times, and because one `cd`
+        // per folder suffices.
         for (id, made) in folders {
             self.folder(id, made)?;
             self.attributes(made, tree.node(id))?;
@@ -341,11 +387,13 @@ impl<'a> Script<'a> {
         Ok(())
     }
 
-    /// Makes `name` in the current folder, which is in inode `dir`; gives the inode it gets.
+    /// Makes `name` in the current folder, which has the inode `dir`. Returns the inode of `name`.
     fn make(&mut self, dir: u32, name: &[u8], node: &Node) -> Result<u32, BuildError> {
         let device = |major: u32, minor: u32| (major.to_string(), minor.to_string());
         match &node.kind {
-            Kind::Dir(_) if dir == ROOT_INODE && name == b"lost+found" => return Ok(LOST_FOUND_INODE),
+            Kind::Dir(_) if dir == ROOT_INODE && name == b"lost+found" => {
+                return Ok(LOST_FOUND_INODE);
+            }
             Kind::Dir(_) => self.line(&[b"mkdir", name])?,
             Kind::File(content) => {
                 let from = content.path.as_deref().unwrap_or(Path::new("/dev/null"));
@@ -380,7 +428,7 @@ impl<'a> Script<'a> {
             Kind::Block(..) => 0o060_000,
             Kind::Fifo => 0o010_000,
         };
-        // Linux gives symbolic links no mode of their own.
+        // On Linux every symbolic link has the mode 0777.
         let mode = if matches!(kind, Kind::Symlink(_)) { 0o777 } else { meta.mode & 0o7777 };
         self.set(inode, "mode", &format!("0{:o}", format | mode))?;
         if meta.uid != 0 {
@@ -398,7 +446,8 @@ impl<'a> Script<'a> {
         self.times(inode, meta.mtime_s, meta.mtime_ns)
     }
 
-    /// The time of the last change: 34 bits of seconds and 30 of nanoseconds in two fields (ext4's inode timestamps).
+    /// Sets the time of the last change. ext4 stores 34 bits of seconds and 30 bits of nanoseconds
+    /// in two fields (inode timestamps).
     fn times(&mut self, inode: u32, seconds: i64, nanoseconds: u32) -> Result<(), BuildError> {
         let clamped = seconds.clamp(i64::from(i32::MIN), (3 << 32) + i64::from(i32::MAX));
         let low = clamped.rem_euclid(1 << 32);

@@ -1,12 +1,14 @@
-//! A folder of the host as a root file system.
+//! Reads a folder of the host as a root file system.
 //!
-//! It is read as it is: no symbolic link is followed, owners and modes are those on disk, sockets are left out, other
-//! file systems mounted inside are not entered.
+//! The reader follows no symbolic link and keeps owners and modes. It skips sockets and does not
+//! enter file systems that are mounted inside the folder.
 
 use super::error::{BuildError, on};
-use super::layer::{check_xattrs, keep_xattr};
+use super::layer::check_xattrs;
 use super::spool::Spool;
-use super::tree::{Content, Kind, Meta, Refusal, Tree, show};
+use super::tree::{Content, Kind, Meta, Tree};
+use dayfly_archive::xattr::portable;
+use dayfly_archive::{EntryPath, Refusal, show};
 use std::collections::{BTreeMap, HashMap};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -15,10 +17,11 @@ use std::path::Path;
 /// Reads the folder `root` into `tree`.
 pub fn read(tree: &mut Tree, spool: &mut Spool<'_>, root: &Path) -> Result<(), BuildError> {
     spool.begin("reading the folder".to_owned());
-    // Resolved once, so that a root given as a link is the folder it leads to.
+    // The root is resolved once, so the caller may pass a symbolic link to the folder.
     let root = &std::fs::canonicalize(root).map_err(on("open", root))?;
-    let mut links: HashMap<(u64, u64), Vec<u8>> = HashMap::new();
-    let walk = walkdir::WalkDir::new(root).follow_links(false).same_file_system(true).sort_by_file_name();
+    let mut links: HashMap<(u64, u64), EntryPath> = HashMap::new();
+    let walk =
+        walkdir::WalkDir::new(root).follow_links(false).same_file_system(true).sort_by_file_name();
     for entry in walk {
         let entry = entry.map_err(|e| {
             let path = e.path().unwrap_or(root).to_owned();
@@ -35,6 +38,7 @@ pub fn read(tree: &mut Tree, spool: &mut Spool<'_>, root: &Path) -> Result<(), B
             got: why.got,
         };
         spool.count_entry().map_err(refused)?;
+        let at = EntryPath::parse(name).map_err(refused)?;
         let stat = path.symlink_metadata().map_err(on("stat", path))?;
         let kind = stat.file_type();
         if kind.is_socket() {
@@ -43,10 +47,10 @@ pub fn read(tree: &mut Tree, spool: &mut Spool<'_>, root: &Path) -> Result<(), B
         if !kind.is_dir() && stat.nlink() > 1 {
             let key = (stat.dev(), stat.ino());
             if let Some(first) = links.get(&key) {
-                tree.put_link(name, first).map_err(refused)?;
+                tree.put_link(&at, first).map_err(refused)?;
                 continue;
             }
-            links.insert(key, name.to_vec());
+            links.insert(key, at.clone());
         }
         let device = || {
             let dev = stat.rdev();
@@ -55,7 +59,9 @@ pub fn read(tree: &mut Tree, spool: &mut Spool<'_>, root: &Path) -> Result<(), B
         let kind = if kind.is_dir() {
             Kind::empty_dir()
         } else if kind.is_symlink() {
-            Kind::Symlink(std::fs::read_link(path).map_err(on("read", path))?.as_os_str().as_bytes().to_vec())
+            Kind::Symlink(
+                std::fs::read_link(path).map_err(on("read", path))?.as_os_str().as_bytes().to_vec(),
+            )
         } else if kind.is_char_device() {
             Kind::Char(device().0, device().1)
         } else if kind.is_block_device() {
@@ -81,12 +87,13 @@ pub fn read(tree: &mut Tree, spool: &mut Spool<'_>, root: &Path) -> Result<(), B
             xattrs: xattrs(path)?,
         };
         check_xattrs(&meta.xattrs).map_err(refused)?;
-        tree.put(name, kind, meta).map_err(refused)?;
+        tree.put(&at, kind, meta).map_err(refused)?;
     }
     Ok(())
 }
 
-/// Bytes that are not in holes. Blocks tell where there are none; what was written a moment ago may have none yet.
+/// Bytes outside holes, in whole pages. A file whose blocks cover its length has no holes. Other
+/// files are searched with SEEK_DATA, because recently written data may have no blocks yet.
 fn data_bytes(path: &Path, stat: &std::fs::Metadata) -> Result<u64, BuildError> {
     if stat.len() <= 4096 || stat.blocks().saturating_mul(512) >= stat.len() {
         return Ok(stat.len().next_multiple_of(4096));
@@ -114,7 +121,7 @@ fn xattrs(path: &Path) -> Result<BTreeMap<Vec<u8>, Vec<u8>>, BuildError> {
         Err(error) if error.kind() == std::io::ErrorKind::Unsupported => return Ok(found),
         Err(error) => return Err(on("read the attributes of", path)(error)),
     };
-    for name in names.filter(|n| keep_xattr(n.as_bytes())) {
+    for name in names.filter(|n| portable(n.as_bytes())) {
         if let Some(value) = xattr::get(path, &name).map_err(on("read the attributes of", path))? {
             found.insert(name.as_bytes().to_vec(), value);
         }

@@ -1,26 +1,28 @@
-//! Images of the OCI specification (image-layout.md, image-index.md, manifest.md, config.md) and of `docker save`.
+//! Reads images of the OCI specification (image-layout.md, image-index.md, manifest.md, config.md)
+//! and of `docker save`.
 //!
-//! Every blob is verified while it is read: documents against digest and size of the descriptor that names them, layers
-//! against those and, uncompressed, against the `diff_id` of the image's config.
+//! Every blob is verified while it is read. Documents must match digest and size of the descriptor
+//! that names them. Layers must match their descriptor too, and, uncompressed, the `diff_id` in the
+//! image's config.
 
 use super::blobs::{Blobs, Sha, decoder, document, json, sha256};
 use super::error::BuildError;
 use super::layer;
 use super::spool::Spool;
 use super::tree::Tree;
-use crate::manifest::RunConfig;
+use dayfly_units::ImageConfig;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 
-/// Most layers of an image (docker's limit is 127).
+/// Upper limit for the layers of an image (docker's limit is 127).
 const MAX_LAYERS: usize = 512;
-/// How deep an index may name indices.
+/// Upper limit for the nesting depth of indices.
 const MAX_INDEX_DEPTH: usize = 4;
-/// Most manifests an index may name.
+/// Upper limit for the manifests in an index.
 const MAX_MANIFESTS: usize = 4096;
-/// Bytes that may follow the end of a layer's archive: tar pads with zeroes.
+/// Upper limit for the bytes after the end of a layer's archive, because tar pads with zeroes.
 const MAX_TRAILING_BYTES: u64 = 1 << 30;
 
 #[derive(Debug, Clone, Deserialize)]
@@ -91,10 +93,10 @@ struct Saved {
     layers: Vec<String>,
 }
 
-/// A layer to be applied.
+/// A layer to apply.
 struct Layer {
     name: String,
-    /// Digest and size of the blob as stored; `docker save` gives none.
+    /// Digest and size of the blob as stored; `docker save` records neither.
     stored: Option<(String, u64)>,
     diff_id: Option<String>,
 }
@@ -106,7 +108,7 @@ pub fn layout(
     reference: Option<&str>,
     tree: &mut Tree,
     spool: &mut Spool<'_>,
-) -> Result<RunConfig, BuildError> {
+) -> Result<ImageConfig, BuildError> {
     let label = blobs.label("index.json");
     let index: Index = json(&label, &blobs.document("index.json")?)?;
     let found = choose(blobs, path, index.manifests, reference)?;
@@ -134,12 +136,16 @@ pub fn docker(
     reference: Option<&str>,
     tree: &mut Tree,
     spool: &mut Spool<'_>,
-) -> Result<RunConfig, BuildError> {
+) -> Result<ImageConfig, BuildError> {
     let label = blobs.label("manifest.json");
     let all: Vec<Saved> = json(&label, &blobs.document("manifest.json")?)?;
     let names = |s: &Saved| {
         let tags = s.repo_tags.clone().unwrap_or_default();
-        if tags.is_empty() { s.config.trim_end_matches(".json").to_owned() } else { tags.join(" or ") }
+        if tags.is_empty() {
+            s.config.trim_end_matches(".json").to_owned()
+        } else {
+            tags.join(" or ")
+        }
     };
     let is = |s: &Saved, want: &str| {
         let id = s.config.trim_end_matches(".json").rsplit('/').next().unwrap_or_default();
@@ -147,7 +153,8 @@ pub fn docker(
         tags.iter().any(|t| t == want || t.strip_suffix(":latest") == Some(want))
             || (want.len() >= 12 && id.starts_with(want.trim_start_matches("sha256:")))
     };
-    let matching: Vec<&Saved> = all.iter().filter(|s| reference.is_none_or(|want| is(s, want))).collect();
+    let matching: Vec<&Saved> =
+        all.iter().filter(|s| reference.is_none_or(|want| is(s, want))).collect();
     let saved = match matching[..] {
         [one] => one,
         _ => return Err(ambiguous(path, matching.len(), all.iter().map(names))),
@@ -175,12 +182,18 @@ fn check_count(file: &str, layers: usize, diffs: usize) -> Result<(), BuildError
         return Err(document(file, "layers", format!("at most {MAX_LAYERS}"), layers));
     }
     if layers != diffs {
-        return Err(document(file, "rootfs.diff_ids", format!("one for each of {layers} layers"), diffs));
+        return Err(document(
+            file,
+            "rootfs.diff_ids",
+            format!("one for each of {layers} layers"),
+            diffs,
+        ));
     }
     Ok(())
 }
 
-/// `blobs/sha256/<hex>` for a digest; nothing else, so that a digest cannot name another file.
+/// The path `blobs/sha256/<hex>` of a digest. No other form is accepted, so a digest cannot name
+/// another file.
 fn blob_path(file: &str, digest: &str) -> Result<String, BuildError> {
     let hex = digest.strip_prefix("sha256:").unwrap_or_default();
     if hex.len() == 64 && hex.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b)) {
@@ -190,7 +203,7 @@ fn blob_path(file: &str, digest: &str) -> Result<String, BuildError> {
     Err(document(file, "digest", "sha256: and 64 hexadecimal digits", format!("{got:?}")))
 }
 
-/// The document that `descriptor` names, verified.
+/// Reads the document that `descriptor` names, and verifies its digest and size.
 fn verified(blobs: &Blobs, descriptor: &Descriptor) -> Result<Vec<u8>, BuildError> {
     let name = blob_path("descriptor", &descriptor.digest)?;
     let bytes = blobs.document(&name)?;
@@ -204,7 +217,13 @@ fn verified(blobs: &Blobs, descriptor: &Descriptor) -> Result<Vec<u8>, BuildErro
     Ok(bytes)
 }
 
-fn check_blob(file: &str, digest: &str, size: u64, got: &str, got_size: u64) -> Result<(), BuildError> {
+fn check_blob(
+    file: &str,
+    digest: &str,
+    size: u64,
+    got: &str,
+    got_size: u64,
+) -> Result<(), BuildError> {
     if size != got_size || digest != got {
         return Err(BuildError::Digest {
             file: file.to_owned(),
@@ -227,10 +246,15 @@ fn check_layer_type(file: &str, layer: &Descriptor) -> Result<(), BuildError> {
         return Ok(());
     }
     let got: String = kind.chars().take(100).collect();
-    Err(document(file, "media type of a layer", format!("{TAR}, plain, +gzip or +zstd"), format!("{got:?}")))
+    Err(document(
+        file,
+        "media type of a layer",
+        format!("{TAR}, plain, +gzip or +zstd"),
+        format!("{got:?}"),
+    ))
 }
 
-/// The manifest for linux/amd64 that an index leads to.
+/// Follows the index to the manifest for linux/amd64.
 fn choose(
     blobs: &Blobs,
     path: &Path,
@@ -259,7 +283,8 @@ fn choose(
     while let Some((depth, d)) = todo.pop() {
         seen += 1;
         if seen > MAX_MANIFESTS || depth > MAX_INDEX_DEPTH {
-            let expected = format!("at most {MAX_MANIFESTS} manifests, {MAX_INDEX_DEPTH} indices deep");
+            let expected =
+                format!("at most {MAX_MANIFESTS} manifests, {MAX_INDEX_DEPTH} indices deep");
             return Err(document(&d.digest, "index", expected, "more"));
         }
         let fits = d.platform.as_ref().is_none_or(|p| p.os == "linux" && p.architecture == "amd64");
@@ -271,7 +296,8 @@ fn choose(
             | "application/vnd.docker.distribution.manifest.list.v2+json" => {
                 let index: Index = json(&d.digest, &verified(blobs, &d)?)?;
                 todo.extend(index.manifests.into_iter().rev().map(|mut below| {
-                    // What the index is called, its manifests are called.
+                    // A manifest inherits the annotations, and so the name, of the index that lists
+                    // it.
                     below.annotations.extend(d.annotations.clone());
                     (depth + 1, below)
                 }));
@@ -306,7 +332,7 @@ fn choose(
 fn config(file: &str, bytes: &[u8]) -> Result<Config, BuildError> {
     let config: Config = json(file, bytes)?;
     let platform = format!("{}/{}", config.os, config.architecture);
-    // Images built from nothing by older tools say neither.
+    // Images that older tools built from scratch declare neither field.
     if !matches!(platform.as_str(), "linux/amd64" | "/") {
         let got: String = platform.chars().take(100).collect();
         return Err(document(file, "os/architecture", "linux/amd64", got));
@@ -314,9 +340,9 @@ fn config(file: &str, bytes: &[u8]) -> Result<Config, BuildError> {
     Ok(config)
 }
 
-fn run_config(run: Option<Run>) -> RunConfig {
+fn run_config(run: Option<Run>) -> ImageConfig {
     let run = run.unwrap_or_default();
-    RunConfig {
+    ImageConfig {
         entrypoint: run.entrypoint.unwrap_or_default(),
         cmd: run.cmd.unwrap_or_default(),
         env: run.env.unwrap_or_default(),
@@ -325,7 +351,12 @@ fn run_config(run: Option<Run>) -> RunConfig {
     }
 }
 
-fn apply(blobs: &Blobs, layers: &[Layer], tree: &mut Tree, spool: &mut Spool<'_>) -> Result<(), BuildError> {
+fn apply(
+    blobs: &Blobs,
+    layers: &[Layer],
+    tree: &mut Tree,
+    spool: &mut Spool<'_>,
+) -> Result<(), BuildError> {
     for (number, layer) in layers.iter().enumerate() {
         spool.begin(format!("unpacking layer {} of {}", number + 1, layers.len()));
         let label = blobs.label(&layer.name);

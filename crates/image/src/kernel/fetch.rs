@@ -1,26 +1,32 @@
-//! Debian's kernel packages: found through apt, downloaded (verified by apt), unpacked with dpkg-deb, kept.
+//! Fetches Debian's kernel packages: apt finds, downloads and verifies a package, dpkg-deb unpacks
+//! it, and the cache keeps it.
 
-use super::{KernelError, on};
+use super::error::{KernelError, on};
 use crate::{cache, staging, tool};
+use dayfly_boot::BootError;
 use std::path::{Path, PathBuf};
 
-/// A kernel package, unpacked.
+/// An unpacked kernel package.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelTree {
-    /// The folder it is in; `boot/` and `lib/modules/` are below.
+    /// Folder of the package, with `boot/` and `lib/modules/`.
     pub folder: PathBuf,
-    /// The package and its version, `linux-image-…_<version>`.
+    /// Name and version of the package: `linux-image-…_<version>`.
     pub package: String,
 }
 
-/// Fetches Debian's cloud kernel of `version` (`6.12`, `6.1`) into `cache` (the default folder where none is given).
+/// Fetches Debian's cloud kernel of `version` (`6.12`, `6.1`) into `cache`. If `cache` is `None`,
+/// the default folder is used.
 ///
-/// What is there already is not fetched again. Without a network, or without apt, an older one in the cache will do.
+/// A package in the cache is not fetched again. Without a network or without apt, an older package
+/// in the cache is used.
 ///
 /// # Errors
-/// [`KernelError`], saying what to do about it.
+/// [`KernelError`], with the next step for the user.
 pub fn fetch_debian(version: &str, cache: Option<&Path>) -> Result<KernelTree, KernelError> {
-    let digits = |part: &str| !part.is_empty() && part.len() <= 5 && part.bytes().all(|b| b.is_ascii_digit());
+    let digits = |part: &str| {
+        !part.is_empty() && part.len() <= 5 && part.bytes().all(|b| b.is_ascii_digit())
+    };
     if !(2..=3).contains(&version.split('.').count()) || !version.split('.').all(digits) {
         return Err(KernelError::Version(version.chars().take(40).collect()));
     }
@@ -41,42 +47,51 @@ pub fn fetch_debian(version: &str, cache: Option<&Path>) -> Result<KernelTree, K
         Ok(name) => Ok(KernelTree { folder: folder.join(&name), package: name }),
         Err(error) => {
             let older = fallback(&folder, version).ok_or(error)?;
-            tracing::warn!(package = %older, "apt gives no newer kernel; taking the one in the cache");
+            tracing::warn!(
+                package = %older,
+                "apt gives no newer kernel; taking the one in the cache"
+            );
             Ok(KernelTree { folder: folder.join(&older), package: older })
         }
     }
 }
 
-/// Whether a package name is that of a signed cloud kernel image of `version`.
+/// Whether `name` is the package of a signed cloud kernel of `version`.
 fn fits(name: &str, version: &str) -> bool {
-    let Some(rest) = name.strip_prefix("linux-image-").and_then(|r| r.strip_suffix("-cloud-amd64")) else {
+    let Some(rest) = name.strip_prefix("linux-image-").and_then(|r| r.strip_suffix("-cloud-amd64"))
+    else {
         return false;
     };
     rest.strip_prefix(version).is_some_and(|rest| rest.starts_with(['.', '-', '+']))
 }
 
 fn fallback(folder: &Path, version: &str) -> Option<String> {
-    let names =
-        std::fs::read_dir(folder).ok()?.flatten().map(|e| e.file_name().to_string_lossy().into_owned());
-    let fitting = names.filter(|n| n.split_once('_').is_some_and(|(package, _)| fits(package, version)));
+    let names = std::fs::read_dir(folder)
+        .ok()?
+        .flatten()
+        .map(|e| e.file_name().to_string_lossy().into_owned());
+    let fitting =
+        names.filter(|n| n.split_once('_').is_some_and(|(package, _)| fits(package, version)));
     fitting.max_by(|a, b| natural(a).cmp(&natural(b)))
 }
 
-/// Digits as numbers, so that 6.1.0-9 comes before 6.1.0-50.
+/// Sort key that compares digits as numbers, so that 6.1.0-9 comes before 6.1.0-50.
 fn natural(text: &str) -> Vec<(u64, String)> {
     let mut parts = Vec::new();
     let mut rest = text;
     while !rest.is_empty() {
         let word = rest.find(|c: char| c.is_ascii_digit()).unwrap_or(rest.len());
-        let digits = rest[word..].find(|c: char| !c.is_ascii_digit()).map_or(rest.len(), |n| word + n);
+        let digits =
+            rest[word..].find(|c: char| !c.is_ascii_digit()).map_or(rest.len(), |n| word + n);
         parts.push((rest[word..digits].parse().unwrap_or(0), rest[..word].to_owned()));
         rest = &rest[digits..];
     }
     parts
 }
 
-/// The package of the newest cloud kernel of `version`: what `linux-image-<version>-cloud-amd64` depends on, or, where
-/// there is no such name (a release's own kernel is just `linux-image-cloud-amd64`), the newest that fits.
+/// Finds the package of the newest cloud kernel of `version`. That is the dependency of
+/// `linux-image-<version>-cloud-amd64`. If that name does not exist, it is the newest package that
+/// fits, because a release's own kernel is just `linux-image-cloud-amd64`.
 fn resolve(version: &str) -> Result<String, KernelError> {
     let meta = format!("linux-image-{version}-cloud-amd64");
     let mut apt = tool::tool("apt-cache");
@@ -93,7 +108,7 @@ fn resolve(version: &str) -> Result<String, KernelError> {
     let said = tool::run(apt, "apt", |_| ())?;
     let text = String::from_utf8_lossy(&said.stdout).into_owned();
     let fitting = text.lines().map(str::trim).filter(|name| fits(name, version) && *name != meta);
-    // A name without a version to install is one that apt only remembers.
+    // apt also lists names that have no version to install; they are skipped.
     let mut names: Vec<&str> = fitting.collect();
     names.sort_by_key(|name| natural(name));
     while let Some(name) = names.pop() {
@@ -113,10 +128,14 @@ fn candidate(package: &str) -> Result<String, KernelError> {
     apt.args(["policy", package]);
     let said = tool::run(apt, "apt", |_| ())?;
     let text = String::from_utf8_lossy(&said.stdout).into_owned();
-    let version = text.lines().find_map(|l| l.trim().strip_prefix("Candidate: ")).unwrap_or("(none)").trim();
+    let version =
+        text.lines().find_map(|l| l.trim().strip_prefix("Candidate: ")).unwrap_or("(none)").trim();
     let word = |b: u8| b.is_ascii_alphanumeric() || b".+~:-".contains(&b);
     if version == "(none)" || version.is_empty() || !version.bytes().all(word) {
-        return Err(KernelError::NoPackage { version: package.to_owned(), expected: package.to_owned() });
+        return Err(KernelError::NoPackage {
+            version: package.to_owned(),
+            expected: package.to_owned(),
+        });
     }
     Ok(version.to_owned())
 }
@@ -131,7 +150,8 @@ fn download(
     let work = staging::Staging::new(cache).map_err(on("make a staging folder in", cache))?;
     let place = work.path();
     let mut apt = tool::tool("apt-get");
-    // As root apt drops to _apt, which cannot write into our folder; it then warns and goes on as root. Said so, it does not.
+    // As root, apt switches to the user _apt, which cannot write into this folder. apt then warns
+    // and continues as root. This option avoids the warning.
     apt.args(["-q", "-o", "APT::Sandbox::User=root", "download", &format!("{package}={version}")]);
     apt.current_dir(place);
     tool::run(apt, "apt", |_| ())?;
@@ -142,21 +162,18 @@ fn download(
         .find(|p| p.extension().is_some_and(|e| e == "deb"));
     let Some(deb) = deb else {
         let expected = format!("{package}_*.deb from apt-get download");
-        return Err(KernelError::Tree { path: place.to_owned(), expected, got: "none".to_owned() });
+        let got = "none".to_owned();
+        return Err(BootError::Tree { path: place.to_owned(), expected, got }.into());
     };
     let tree = place.join("tree");
     let mut dpkg = tool::tool("dpkg-deb");
     dpkg.arg("-x").arg(&deb).arg(&tree);
     tool::run(dpkg, "dpkg", |_| ())?;
-    // Once here rather than at each build: reading every module takes seconds.
-    if let Some(release) = super::KernelSource::in_tree(&tree)?.modules.as_deref().and_then(Path::file_name) {
-        let mut depmod = tool::tool("depmod");
-        depmod.arg("-b").arg(&tree).arg(release);
-        tool::run(depmod, "kmod", |_| ())?;
-    }
+    // A package that is no kernel must not enter the cache.
+    dayfly_boot::KernelSource::in_tree(&tree)?;
     let target = folder.join(name);
     match std::fs::rename(&tree, &target) {
-        // Another process was faster.
+        // Another process has delivered the same package.
         Err(_) if target.is_dir() => Ok(()),
         other => other.map_err(on("write", &target)),
     }
@@ -185,7 +202,10 @@ mod tests {
     fn a_version_is_numbers() {
         for bad in ["", "6", "6.", "6.1.2.3", "-o", "6.1;x", "6.1/..", "latest"] {
             assert!(
-                matches!(fetch_debian(bad, Some(Path::new("/dev/null"))), Err(KernelError::Version(_))),
+                matches!(
+                    fetch_debian(bad, Some(Path::new("/dev/null"))),
+                    Err(KernelError::Version(_))
+                ),
                 "{bad}"
             );
         }

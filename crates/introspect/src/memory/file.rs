@@ -1,6 +1,7 @@
 //! A raw memory file, mapped read-only.
 
-use super::{Frame, Layout, Page, PhysMemory, ZERO_PAGE};
+use super::access::{Page, PhysMemory, ZERO_PAGE};
+use super::layout::{Frame, Layout};
 use crate::frame_set::FrameSet;
 use dayfly_units::PAGE_SIZE;
 use rustix::fs::SeekFrom;
@@ -10,36 +11,38 @@ use std::fs::File;
 use std::io;
 use std::ptr::NonNull;
 
-/// Most stretches of data that are told apart in a file; behind them everything counts as data. A file that is scattered
-/// more finely gains nothing from being skipped over.
+/// Upper limit for the data ranges that are distinguished in a file; everything after them counts
+/// as data. Skipping holes gains nothing in a file with more ranges.
 const MAX_STRETCHES: usize = 1 << 16;
 
 /// Why a file cannot be read as guest memory.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// It ends before the RAM does.
+    /// The file ends before the RAM does.
     #[error("memory file: expected {expected} bytes or more, got {got}")]
     Short {
         /// Bytes that the layout needs.
         expected: u64,
-        /// Bytes there are.
+        /// Length of the file in bytes.
         got: u64,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("memory file: {doing}")]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         doing: &'static str,
-        /// Its answer.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// A memory file in a read-only mapping. Holes of the file are never touched: on tmpfs a read would fill them.
+/// A memory file in a read-only mapping. Holes of the file are never touched, because on tmpfs a
+/// read would fill them.
 ///
-/// The file may be written to meanwhile, which gives stale answers and nothing worse. It must not become shorter, and its
-/// disk must not fail: the process gets SIGBUS then, as from every mapping of a file.
+/// Another process may write to the file meanwhile, which only gives stale answers. The file must
+/// not become shorter, and its disk must not fail. Otherwise this process gets SIGBUS, as for every
+/// mapping of a file.
 #[derive(Debug)]
 pub struct RamFile {
     layout: Layout,
@@ -48,16 +51,17 @@ pub struct RamFile {
     data: FrameSet,
 }
 
-// SAFETY: `base` is a mapping that only `drop` changes, which has the value to itself; all reads are atomic.
+// SAFETY: only `drop` changes the mapping at `base`, and `drop` has exclusive access to the value;
+// all reads are atomic.
 unsafe impl Send for RamFile {}
-// SAFETY: as for Send: through `&RamFile` there are atomic loads of a read-only mapping and nothing else.
+// SAFETY: as for Send: `&RamFile` allows only atomic loads of a read-only mapping.
 unsafe impl Sync for RamFile {}
 
 impl RamFile {
-    /// Maps `file`, whose RAM lies as `layout` says. Moves the file's offset.
+    /// Maps `file`, whose RAM has the given layout. Moves the file's offset.
     ///
     /// # Errors
-    /// [`OpenError`]: the file is too short, or cannot be sought in or mapped.
+    /// [`OpenError`] if the file is too short, or if seeking or mapping fails.
     pub fn open(file: &File, layout: Layout) -> Result<Self, OpenError> {
         let io = |doing| move |source| OpenError::Io { doing, source };
         let got = file.metadata().map_err(io("asking for its length"))?.len();
@@ -67,21 +71,29 @@ impl RamFile {
         }
         let bytes = usize::try_from(expected).map_err(|_| OpenError::Short { expected, got })?;
         let data = data_frames(file, &layout, expected).map_err(io("looking for its holes"))?;
-        // SAFETY: the kernel chooses the place (no address, not MAP_FIXED), so no other mapping is touched.
+        // SAFETY: the kernel chooses the address (none is given, and MAP_FIXED is not set), so no
+        // other mapping is touched.
         let base = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, file, 0)
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ,
+                MapFlags::SHARED,
+                file,
+                0,
+            )
         };
         let base = base.map_err(|e| io("mapping it")(e.into()))?;
-        let base =
-            NonNull::new(base).ok_or_else(|| io("mapping it")(io::ErrorKind::AddrNotAvailable.into()))?;
+        let base = NonNull::new(base)
+            .ok_or_else(|| io("mapping it")(io::ErrorKind::AddrNotAvailable.into()))?;
         Ok(Self { layout, base, bytes, data })
     }
 }
 
 impl Drop for RamFile {
     fn drop(&mut self) {
-        // SAFETY: `base` and `bytes` are those of the mapping that `open` made, and no borrow of `self` is left. The only
-        // error, EINVAL for a range that is none, cannot come.
+        // SAFETY: `base` and `bytes` are those of the mapping that `open` made, and no borrow of
+        // `self` is left. The only error, EINVAL for an invalid range, cannot occur.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr(), self.bytes) };
     }
 }
@@ -95,9 +107,13 @@ impl PhysMemory for RamFile {
         let place = self.layout.offset(frame).and_then(|offset| usize::try_from(offset).ok());
         match place {
             Some(offset) if self.data.contains(frame.0) => {
-                assert!(offset + size_of::<Page>() <= self.bytes, "the mapping is as long as the layout");
-                // SAFETY: the assertion above keeps it within the mapping, which lives as long as `self`; offsets are
-                // multiples of 4096 (`Layout::new`), so it is aligned; every bit pattern is a page, and words are atomic.
+                assert!(
+                    offset + size_of::<Page>() <= self.bytes,
+                    "the mapping is as long as the layout"
+                );
+                // SAFETY: the assertion above keeps the page inside the mapping, which lives as
+                // long as `self`. Offsets are multiples of 4096 (`Layout::new`), so the page is
+                // aligned. Every bit pattern is a valid page, and words are atomic.
                 unsafe { self.base.byte_add(offset).cast::<Page>().as_ref() }
             }
             _ => &ZERO_PAGE,
@@ -109,7 +125,7 @@ impl PhysMemory for RamFile {
     }
 }
 
-/// The frames that are not holes. A file system that knows no holes tells all of them.
+/// The frames outside holes. A file system without holes reports all frames.
 fn data_frames(file: &File, layout: &Layout, len: u64) -> io::Result<FrameSet> {
     let mut data = FrameSet::new(layout.frames());
     let mut mark = |start: u64, end: u64| {
@@ -117,7 +133,7 @@ fn data_frames(file: &File, layout: &Layout, len: u64) -> io::Result<FrameSet> {
             let from = start.max(placed.offset);
             let to = end.min(placed.offset + placed.frames as u64 * PAGE_SIZE);
             if from < to {
-                // The edges of data are the file system's blocks, which may be smaller than a page.
+                // Data ranges end at the file system's blocks, which may be smaller than a page.
                 let first = (from - placed.offset) / PAGE_SIZE;
                 let behind = (to - placed.offset).div_ceil(PAGE_SIZE);
                 let frame = |n| usize::try_from(n).map_or(usize::MAX, |n: usize| placed.frame + n);
@@ -129,7 +145,7 @@ fn data_frames(file: &File, layout: &Layout, len: u64) -> io::Result<FrameSet> {
     for _ in 0..MAX_STRETCHES {
         let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
             Ok(start) if start < len => start,
-            // Nothing but a hole to the end.
+            // The rest of the file is a hole.
             Ok(_) | Err(rustix::io::Errno::NXIO) => return Ok(data),
             Err(e) => return Err(e.into()),
         };

@@ -1,6 +1,7 @@
-//! Guest memory made by hand, for tests.
+//! Guest memory built by hand, for tests.
 
-use super::{Extent, Frame, Layout, PAGE_WORDS, Page, PhysMemory, ZERO_PAGE};
+use super::access::ZERO_PAGE;
+use super::{Extent, Frame, Layout, PAGE_WORDS, Page, PhysMemory};
 use dayfly_units::PAGE_SIZE;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,36 +12,42 @@ pub(crate) struct RamImage {
 }
 
 impl RamImage {
-    /// `frames` frames of zeroes from address 0.
+    /// A RAM of `frames` zero frames from address 0.
     pub(crate) fn new(frames: usize) -> Self {
         Self::with_layout(
-            Layout::new(&[Extent { guest: 0, offset: 0, bytes: frames as u64 * PAGE_SIZE }]).unwrap(),
+            Layout::new(&[Extent { guest: 0, offset: 0, bytes: frames as u64 * PAGE_SIZE }])
+                .unwrap(),
         )
     }
 
-    /// Zeroes, laid out like this.
+    /// A RAM of zeroes with this layout.
     pub(crate) fn with_layout(layout: Layout) -> Self {
-        let pages = (0..layout.frames()).map(|_| [const { AtomicU64::new(0) }; PAGE_WORDS]).collect();
+        let pages =
+            (0..layout.frames()).map(|_| [const { AtomicU64::new(0) }; PAGE_WORDS]).collect();
         Self { layout, pages }
     }
 
-    /// RAM from address 0 with these bytes, whole pages of them.
+    /// A RAM from address 0 with these bytes, in whole pages.
     pub(crate) fn of_bytes(bytes: &[u8]) -> Self {
         let ram = Self::new((bytes.len() / 4096).max(1));
-        for (n, word) in bytes.as_chunks::<8>().0.iter().take(ram.pages.len() * PAGE_WORDS).enumerate() {
-            ram.pages[n / PAGE_WORDS][n % PAGE_WORDS].store(u64::from_ne_bytes(*word), Ordering::Relaxed);
+        for (n, word) in
+            bytes.as_chunks::<8>().0.iter().take(ram.pages.len() * PAGE_WORDS).enumerate()
+        {
+            ram.pages[n / PAGE_WORDS][n % PAGE_WORDS]
+                .store(u64::from_ne_bytes(*word), Ordering::Relaxed);
         }
         ram
     }
 
-    /// Writes a word at a guest-physical address, a multiple of 8.
+    /// Writes a word at a guest-physical address, which must be a multiple of 8.
     pub(crate) fn put(&self, phys: u64, value: u64) {
         assert_eq!(phys % 8, 0);
         let frame = self.layout.frame(super::Pfn(phys / PAGE_SIZE)).unwrap();
         self.pages[frame.0][super::word_index(phys)].store(value, Ordering::Relaxed);
     }
 
-    /// Writes bytes at a guest-physical address, a multiple of 8; the last word is filled with zeroes.
+    /// Writes bytes at a guest-physical address, which must be a multiple of 8. The last word is
+    /// padded with zeroes.
     pub(crate) fn put_bytes(&self, phys: u64, bytes: &[u8]) {
         for (n, chunk) in bytes.chunks(8).enumerate() {
             let mut word = [0; 8];

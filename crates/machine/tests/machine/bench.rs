@@ -1,8 +1,8 @@
-//! Figures printed along the way; no verdicts, the hosts of tests are noisy.
+//! Figures that the tests print. No test depends on them, because test hosts are noisy.
 
 use std::time::{Duration, Instant};
 
-/// Prints median and worst of the durations.
+/// Prints median and maximum of the durations.
 pub(crate) fn print(what: &str, mut times: Vec<Duration>) {
     times.sort_unstable();
     if let (Some(middle), Some(last)) = (times.get(times.len() / 2), times.last()) {
@@ -10,7 +10,7 @@ pub(crate) fn print(what: &str, mut times: Vec<Duration>) {
     }
 }
 
-/// Prints bytes a second.
+/// Prints a rate in MiB per second.
 pub(crate) fn print_rate(what: &str, bytes: usize, begun: Instant) {
     let mib = f64::from(u32::try_from(bytes >> 20).unwrap_or(u32::MAX));
     println!("  {what}: {:.0} MiB/s", mib / begun.elapsed().as_secs_f64());

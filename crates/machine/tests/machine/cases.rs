@@ -1,31 +1,39 @@
-//! A machine that is used as meant.
+//! Ordinary uses of a machine.
 
 use crate::bench;
-use crate::scene::{Scene, reexec, spec, this};
+use crate::bounds;
+use crate::scene::{Case, Scene, reexec, spec, this, wait_until};
 use crate::standin::request;
 use dayfly_machine::{
-    ExecError, Exit, InitOptions, Machine, Root, StartError, Started, State, Stopped, WindowSize, copy_in,
-    leaks, probe,
+    ExecError, Exit, InitOptions, Machine, Root, StartError, Started, State, Stopped, WindowSize,
+    copy_in, leaks, probe,
 };
 use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-pub(crate) const CASES: &[crate::Case] = &[
+pub(crate) const CASES: &[Case] = &[
     ("a_machine_is_made_started_used_and_stopped", whole_life),
     ("a_daemon_that_never_answers_is_reported_with_its_words", broken_daemon),
     ("what_cannot_be_is_refused", refusals),
 ];
 
-/// One machine for everything that does not harm it.
+/// One machine for all uses that do not harm it.
 fn whole_life() {
-    let mut scene = Scene::new();
+    let shared = tempfile::tempdir().unwrap();
+    let mut scene = Scene::sharing(&["usr=/usr", &format!("in={}:rw", shared.path().display())]);
     assert_eq!(scene.machine().status().unwrap().state, State::Stopped);
-    let Started::Fresh { boot_ms, replaced: None } = scene.start() else { panic!("expected a fresh start") };
+    let Started::Fresh { boot_ms, replaced: None } = scene.start() else {
+        panic!("expected a fresh start")
+    };
     println!("  start until the daemon answers: {boot_ms} ms");
     assert_eq!(scene.start(), Started::WasRunning);
-    assert!(leaks(scene.home()).is_empty(), "a running machine is no leak: {:?}", leaks(scene.home()));
+    assert!(
+        leaks(scene.home()).is_empty(),
+        "a running machine is no leak: {:?}",
+        leaks(scene.home())
+    );
 
     status(&scene);
     api(&scene);
@@ -33,7 +41,11 @@ fn whole_life() {
     terminal(&scene);
     clock(&scene);
     nested_kvm(&scene);
-    host_files(&scene);
+    bounds::shares(&scene, shared.path());
+    bounds::control(&scene);
+    bounds::strangers(&scene);
+    bounds::confined(&scene);
+    hanging_daemon(&scene);
     daemon_is_kept(&scene);
     second_machine(&scene);
 
@@ -42,7 +54,10 @@ fn whole_life() {
     scene.assert_nothing_left();
     assert_eq!(scene.machine().status().unwrap().state, State::Stopped);
     assert_eq!(scene.stop(), Stopped::WasStopped);
-    assert!(matches!(scene.machine().exec_output(&spec(&["true"]), b""), Err(ExecError::Connect { .. })));
+    assert!(matches!(
+        scene.machine().exec_output(&spec(&["true"]), b""),
+        Err(ExecError::Connect { .. })
+    ));
 
     scene.start();
     assert_eq!(scene.shell("cat /var/lib/dayfly/file"), "kept");
@@ -58,10 +73,11 @@ fn status(scene: &Scene) {
     let status = scene.machine().status().unwrap();
     assert_eq!(status.state, State::Running);
     assert!(status.supervisor_pid.is_some() && status.host_memory_bytes.is_some_and(|b| b > 0));
-    assert_eq!(status.processes.len(), 2, "QEMU and one virtiofsd: {:?}", status.processes);
+    assert_eq!(status.processes.len(), 3, "QEMU and two virtiofsd: {:?}", status.processes);
     println!("  memory on the host: {} MiB", status.host_memory_bytes.unwrap() >> 20);
     let machine = status.machine.unwrap();
-    assert!(machine.kvm && machine.svm && machine.npt && machine.host_files, "{machine:?}");
+    assert!(machine.kvm && machine.svm && machine.npt, "{machine:?}");
+    assert_eq!(machine.shares, ["usr", "in"]);
     assert_eq!(machine.cpus, 2);
     assert!(
         machine.memory_total_bytes > 800 << 20 && machine.memory_total_bytes <= 1024 << 20,
@@ -73,7 +89,8 @@ fn status(scene: &Scene) {
 
 fn api(scene: &Scene) {
     let socket = scene.machine().api_socket();
-    let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&socket).unwrap().permissions());
+    let mode =
+        std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&socket).unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600);
     let times = (0..30).map(|_| {
         let at = Instant::now();
@@ -103,14 +120,17 @@ fn api(scene: &Scene) {
 
     let length = 64 << 20;
     let at = Instant::now();
-    assert_eq!(request(&socket, "PUT", "/sink", &vec![7; length]).unwrap(), length.to_string().into_bytes());
+    assert_eq!(
+        request(&socket, "PUT", "/sink", &vec![7; length]).unwrap(),
+        length.to_string().into_bytes()
+    );
     bench::print_rate("into the machine", length, at);
     let at = Instant::now();
     let answer = request(&socket, "GET", &format!("/source/{length}"), b"").unwrap();
     assert!(answer.len() == length && answer.iter().all(|b| *b == b'x'));
     bench::print_rate("out of the machine", length, at);
 
-    // A client that leaves in the middle of a large answer disturbs nobody.
+    // A client that disconnects in the middle of a large answer disturbs no other client.
     for _ in 0..5 {
         let mut stream = UnixStream::connect(&socket).unwrap();
         std::io::Write::write_all(&mut stream, b"GET /source/100000000 HTTP/1.1\r\n\r\n").unwrap();
@@ -121,7 +141,10 @@ fn api(scene: &Scene) {
 
 fn exec(scene: &Scene) {
     let out = scene.exec(&["sh", "-c", "cat; echo error >&2; exit 7"], b"input");
-    assert_eq!((out.exit, &out.stdout[..], &out.stderr[..]), (Exit::Code(7), &b"input"[..], &b"error\n"[..]));
+    assert_eq!(
+        (out.exit, &out.stdout[..], &out.stderr[..]),
+        (Exit::Code(7), &b"input"[..], &b"error\n"[..])
+    );
     assert_eq!(scene.exec(&["sh", "-c", "kill -9 $$"], b"").exit, Exit::Signal(9));
     let missing = scene.machine().exec_output(&spec(&["no-such-program"]), b"");
     assert!(
@@ -137,22 +160,26 @@ fn exec(scene: &Scene) {
         .flat_map(|n| (n.wrapping_mul(2_654_435_761) >> 24).to_le_bytes()[..1].to_vec())
         .collect();
     assert!(scene.exec(&["cat"], &body).stdout == body, "eight megabytes both ways at once");
-    // A program that does not read its input ends all the same, and one whose client leaves is killed.
+    // A program that does not read its input still ends, and a program whose client disconnects is
+    // killed.
     assert_eq!(scene.exec(&["true"], &body).exit, Exit::Code(0));
     let machine = scene.machine();
     copy_in(&machine, &mut &body[..], "/root/a folder/file", 0o640).unwrap();
     assert_eq!(scene.shell("stat -c '%a %s' '/root/a folder/file'"), format!("640 {}", body.len()));
 
     let mut stream = UnixStream::connect(machine.exec_socket()).unwrap();
-    let request = br#"{"exec":{"argv":["sleep","4321"],"env":[],"cwd":null,"root":"machine","tty":null}}"#;
+    let request =
+        br#"{"exec":{"argv":["sleep","4321"],"env":[],"cwd":null,"root":"machine","tty":null}}"#;
     let header = [&[1][..], &u32::try_from(request.len()).unwrap().to_le_bytes()].concat();
     std::io::Write::write_all(&mut stream, &[&header[..], request].concat()).unwrap();
     wait_until("sleep runs", || scene.exec(&["pidof", "sleep"], b"").exit == Exit::Code(0));
     drop(stream);
     wait_until("sleep is killed", || scene.exec(&["pidof", "sleep"], b"").exit == Exit::Code(1));
 
-    // Nonsense instead of a request is answered, not obeyed.
-    for nonsense in [&b"GET / HTTP/1.0\r\n\r\n"[..], &[1, 255, 255, 255, 255], &[1, 2, 0, 0, 0, b'{', b'}']] {
+    // An invalid request gets an error and has no effect.
+    for nonsense in
+        [&b"GET / HTTP/1.0\r\n\r\n"[..], &[1, 255, 255, 255, 255], &[1, 2, 0, 0, 0, b'{', b'}']]
+    {
         let mut stream = UnixStream::connect(machine.exec_socket()).unwrap();
         std::io::Write::write_all(&mut stream, nonsense).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
@@ -165,7 +192,8 @@ fn exec(scene: &Scene) {
 fn terminal(scene: &Scene) {
     let mut with = spec(&["sh", "-c", "cat; tty; stty size"]);
     with.tty = Some(WindowSize { rows: 33, columns: 101 });
-    // 4 is the end of input that a terminal understands. Programs that write while input is echoed would mix with it: cat reads all first.
+    // Byte 4 is a terminal's end of input. A program that writes during the echo of its input would
+    // mix with it, so cat reads all first.
     let out = scene.machine().exec_output(&with, b"typed\n\x04").unwrap();
     let text = String::from_utf8(out.stdout).unwrap();
     assert!(
@@ -176,17 +204,20 @@ fn terminal(scene: &Scene) {
 }
 
 fn clock(scene: &Scene) {
-    let now = || std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs_f64();
+    let now = || {
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs_f64()
+    };
     let before = now();
-    let mut with = spec(&["date", "+%s.%N"]);
-    with.root = Root::Host;
-    let said: f64 = String::from_utf8(scene.machine().exec_output(&with, b"").unwrap().stdout)
+    let said: f64 = String::from_utf8(bounds::on_host_tree(scene, &["date", "+%s.%N"]).stdout)
         .unwrap()
         .trim()
         .parse()
         .unwrap();
     let after = now();
-    assert!(said > before - 0.5 && said < after + 0.5, "the machine's clock: {before} <= {said} <= {after}");
+    assert!(
+        said > before - 0.5 && said < after + 0.5,
+        "the machine's clock: {before} <= {said} <= {after}"
+    );
 }
 
 fn nested_kvm(scene: &Scene) {
@@ -199,54 +230,43 @@ fn nested_kvm(scene: &Scene) {
         "{}",
         String::from_utf8_lossy(&out.stderr)
     );
-    // Births and deaths of VMs must not make the machine's kernel patch its own code (see the init's `steady`): QEMU's
-    // threads lose that race now and then, and the machine with it.
+    // Creating and destroying VMs must not make the machine's kernel patch its own code (see the
+    // init's `steady`). QEMU's threads sometimes lose that race, which ends the machine.
     scene.shell(
-        "cd /sys/kernel/tracing && echo text_poke_queue text_poke_bp_batch > set_ftrace_filter && echo function > current_tracer",
+        "cd /sys/kernel/tracing && echo text_poke_queue text_poke_bp_batch > set_ftrace_filter && \
+         echo function > current_tracer",
     );
     for _ in 0..3 {
         assert_eq!(scene.exec(&["/root/tiny", "kvm"], b"").exit, Exit::Code(0));
     }
-    let patched =
-        scene.shell("cd /sys/kernel/tracing && grep -v '^#' trace | tail -3; echo nop > current_tracer");
+    let patched = scene
+        .shell("cd /sys/kernel/tracing && grep -v '^#' trace | tail -3; echo nop > current_tracer");
     assert_eq!(patched, "", "the kernel patched its code");
     // The VMM's jail pivots its root, which an initramfs refuses.
-    scene.shell("unshare -m sh -c 'mkdir -p /run/jail && mount -t tmpfs none /run/jail && mkdir /run/jail/old && pivot_root /run/jail /run/jail/old'");
+    scene.shell(
+        "unshare -m sh -c 'mkdir -p /run/jail && mount -t tmpfs none /run/jail && \
+         mkdir /run/jail/old && pivot_root /run/jail /run/jail/old'",
+    );
 }
 
-fn host_files(scene: &Scene) {
-    let mut with = spec(&[
-        "sh",
-        "-c",
-        "cat /etc/hostname && echo x > /root/written && cat /root/written && ls /var/lib/dayfly",
-    ]);
-    with.root = Root::Host;
-    let out = scene.machine().exec_output(&with, b"").unwrap();
-    assert_eq!(out.exit, Exit::Code(0), "{}", String::from_utf8_lossy(&out.stderr));
-    let expected = [&std::fs::read("/etc/hostname").unwrap()[..], b"x\nlost+found\n"].concat();
-    assert_eq!(String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&expected));
-    assert!(!Path::new("/root/written").exists(), "the host's own files are never written");
-    let out =
-        scene.exec(&["sh", "-c", "mkdir /m && mount -t virtiofs share0 /m && touch /m/tmp/written"], b"");
-    assert!(String::from_utf8_lossy(&out.stderr).contains("Read-only file system"), "{out:?}");
-    // Seen raw, a file that is replaced on the host is new in the machine as well.
-    let file = scene.home().join("changing");
-    for text in ["one", "two"] {
-        std::fs::write(file.with_extension("new"), text).unwrap();
-        std::fs::rename(file.with_extension("new"), &file).unwrap();
-        wait_until(text, || {
-            scene.exec(&["cat", &format!("/hostfs{}", file.display())], b"").stdout == text.as_bytes()
-        });
-    }
+/// A daemon whose threads hang does not count as answering, although its socket accepts
+/// connections.
+fn hanging_daemon(scene: &Scene) {
+    let answering = || scene.machine().status().unwrap().machine.unwrap().daemon.unwrap().answering;
+    assert!(answering());
+    scene.shell(&format!("touch {}", crate::standin::HANG));
+    assert!(!answering());
+    scene.shell(&format!("rm {}", crate::standin::HANG));
+    assert!(answering());
 }
 
 fn daemon_is_kept(scene: &Scene) {
     let socket = scene.machine().api_socket();
     let first = request(&socket, "GET", "/name", b"").unwrap();
     let pid = String::from_utf8(first.clone()).unwrap().split_once(' ').unwrap().1.to_owned();
-    // An orphan of the daemon's (a VM, say) outlives it.
+    // An orphan of the daemon (such as a VM) outlives it.
     let orphan = scene.shell("setsid sleep 1000 >/dev/null 2>&1 </dev/null & echo $!");
-    // Until it is gone it may still take a connection, which then ends with it.
+    // Until the daemon is gone it may still accept a connection, which then ends with it.
     scene.shell(&format!("kill -9 {pid}; while kill -0 {pid} 2>/dev/null; do sleep 0.01; done"));
     let at = Instant::now();
     let second = request(&socket, "GET", "/name", b"").unwrap();
@@ -255,43 +275,68 @@ fn daemon_is_kept(scene: &Scene) {
     scene.shell(&format!("kill -0 {orphan} && kill {orphan}"));
     wait_until("the keeper has seen the new daemon answer", || {
         let daemon = scene.machine().status().unwrap().machine.unwrap().daemon.unwrap();
-        daemon.restarts == 1 && daemon.answering && daemon.last_end.as_deref() == Some("ended by signal 9")
+        daemon.restarts == 1
+            && daemon.answering
+            && daemon.last_end.as_deref() == Some("ended by signal 9")
     });
     let log = std::fs::read_to_string(scene.machine().folder().join("daemon.log")).unwrap();
     assert_eq!(log.matches("stand-in one listens").count(), 2, "{log}");
 }
 
-/// Two machines with different homes do not meet.
+/// Two machines with different homes do not interfere.
 fn second_machine(first: &Scene) {
     let mut scene = Scene::new();
     scene.options.daemon_arguments = vec!["standin".to_owned(), "two".to_owned()];
-    scene.options.host_files = false;
     scene.options.numa_nodes = 2;
-    scene.init();
+    let config = scene.init().folder().join("machine.json");
+    // Fields as an older version wrote them.
+    let text = std::fs::read_to_string(&config).unwrap();
+    let older = r#"{"host_files": true, "shares": ["/usr"], "#;
+    std::fs::write(&config, text.replacen('{', older, 1)).unwrap();
+    assert!(scene.machine().notice().is_some_and(|text| text.contains("--share NAME=PATH")));
     scene.start();
-    assert!(request(&scene.machine().api_socket(), "GET", "/name", b"").unwrap().starts_with(b"two "));
-    assert!(request(&first.machine().api_socket(), "GET", "/name", b"").unwrap().starts_with(b"one "));
+    assert_eq!(scene.machine().notice(), None, "said once");
+    assert!(
+        request(&scene.machine().api_socket(), "GET", "/name", b"").unwrap().starts_with(b"two ")
+    );
+    assert!(
+        request(&first.machine().api_socket(), "GET", "/name", b"").unwrap().starts_with(b"one ")
+    );
     assert_eq!(scene.shell("ls -d /sys/devices/system/node/node* | wc -l"), "2");
-    assert!(!scene.machine().status().unwrap().machine.unwrap().host_files);
+    let status = scene.machine().status().unwrap();
+    assert_eq!(status.machine.unwrap().shares, Vec::<String>::new());
+    assert_eq!(status.processes.len(), 1, "only QEMU: {:?}", status.processes);
+    let mut with = spec(&["true"]);
+    with.root = Root::Host;
+    let refused = scene.machine().exec_output(&with, b"").unwrap_err().to_string();
+    assert!(refused.contains("--share usr=/usr"), "{refused}");
     assert_eq!(scene.stop(), Stopped::Clean);
-    assert!(request(&first.machine().api_socket(), "GET", "/name", b"").unwrap().starts_with(b"one "));
+    assert!(
+        request(&first.machine().api_socket(), "GET", "/name", b"").unwrap().starts_with(b"one ")
+    );
 }
 
 fn changed_daemon(scene: &mut Scene) {
     let daemon = scene.options.daemon.clone().unwrap();
-    // Touched, but the same inside: left alone.
+    // The file is touched, but its content is unchanged: no restart.
     std::fs::copy(this(), daemon.with_extension("new")).unwrap();
     std::fs::rename(daemon.with_extension("new"), &daemon).unwrap();
     assert_eq!(scene.start(), Started::WasRunning);
     let mut body = std::fs::read(&daemon).unwrap();
-    // The first bytes of padding in the ELF header: another file that behaves the same.
+    // Padding in the ELF header: a different file with the same behaviour.
     body[9] ^= 1;
     std::fs::write(&daemon, body).unwrap();
-    let Started::Fresh { replaced: Some(why), .. } = scene.start() else { panic!("expected a restart") };
+    let Started::Fresh { replaced: Some(why), .. } = scene.start() else {
+        panic!("expected a restart")
+    };
     assert_eq!(why, "changed: dayflyd");
-    // A carried file that has vanished since is no reason to stop working.
+    // An included file that has vanished is no reason to stop.
     std::fs::remove_file(&daemon).unwrap();
     assert_eq!(scene.start(), Started::WasRunning);
+    // With another change the machine would run old copies, so that is refused.
+    scene.options.shares = vec![format!("t={}", scene.home().display()).parse().unwrap()];
+    let error = Machine::init(scene.home(), &scene.options, &mut |_| {}).unwrap_err().to_string();
+    assert!(error.contains("gone, and the machine has changed"), "{error}");
 }
 
 fn broken_daemon() {
@@ -327,25 +372,35 @@ fn refusals() {
     assert!(text.contains("expected a static ELF program"), "{text}");
     let text = init(&with(|o| o.daemon = Some("/no/such".into())), folder.path());
     assert!(text.contains("/no/such"), "{text}");
+    for (share, says) in [
+        ("all=/", "/ is never shared"),
+        ("x=/no/such", "share x: /no/such: No such file"),
+        ("x=/etc/passwd", "expected a folder"),
+    ] {
+        let mut options = good.options.clone();
+        options.shares = vec![share.parse().unwrap()];
+        let text = init(&options, folder.path());
+        assert!(text.contains(says), "{share}: {text}");
+    }
     let text = init(&good.options, &folder.path().join("a".repeat(120)));
     assert!(text.contains("at most 107 bytes"), "{text}");
 
-    // A damaged disk after an unclean end is reported, not mounted.
+    // A share that has vanished is named, and the machine does not start without it.
+    let gone = tempfile::tempdir().unwrap();
+    let sharing = Scene::sharing(&[&format!("gone={}", gone.path().display())]);
+    let path = gone.path().to_owned();
+    drop(gone);
+    let text = sharing.machine().start(&reexec(), &mut |_| {}).unwrap_err().to_string();
+    assert!(text.starts_with(&format!("share gone: {}: No such file", path.display())), "{text}");
+
+    // A damaged disk after an unclean end is reported and not mounted.
     good.start();
     crate::scene::kill(good.pid("supervisor").unwrap());
-    // At this moment QEMU may still be on its way: the start must not take it for a machine that runs.
+    // QEMU may still be ending at this moment; the start must not take it for a running machine.
     let disk = good.machine().folder().join("disk.img");
     let file = std::fs::OpenOptions::new().write(true).open(&disk).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, &vec![0xa5; 1 << 20], 0).unwrap();
     let error = good.machine().start(&reexec(), &mut |_| {}).unwrap_err();
     assert!(matches!(error, StartError::Disk { .. }), "{error}");
     assert!(!probe().to_string().is_empty());
-}
-
-pub(crate) fn wait_until(what: &str, mut test: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while !test() {
-        assert!(Instant::now() < deadline, "not in ten seconds: {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
 }

@@ -1,15 +1,17 @@
-//! A guest of seven bytes, to show that `/dev/kvm` in the machine runs one.
+//! A guest of seven bytes, which shows that `/dev/kvm` in the machine works.
 
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuExit};
 use std::process::ExitCode;
 
-/// Adds two numbers in real mode and writes the sum to port 0x10; prints the sum. Has an irqchip, as dayfly's VMs have.
+/// Adds two numbers in real mode, writes the sum to port 0x10 and prints it. The VM has an irqchip,
+/// like dayfly's VMs.
 pub(crate) fn run_tiny_guest() -> ExitCode {
-    // mov al, 40; add al, 2; out 0x10, al; hlt (which the irqchip would wait in, for ever)
+    // mov al, 40; add al, 2; out 0x10, al; hlt (in which the irqchip would wait for ever)
     let code = [0xb0, 40, 0x04, 2, 0xe6, 0x10, 0xf4];
     let vm = Kvm::new().unwrap().create_vm().unwrap();
-    // SAFETY: an anonymous mapping of one page at a place of the kernel's choice, kept until this process ends.
+    // SAFETY: an anonymous mapping of one page at an address that the kernel chooses, kept until
+    // this process ends.
     let page = unsafe {
         libc::mmap(
             std::ptr::null_mut(),
@@ -21,7 +23,7 @@ pub(crate) fn run_tiny_guest() -> ExitCode {
         )
     };
     assert_ne!(page, libc::MAP_FAILED);
-    // SAFETY: the page is writable, longer than the code, and nobody else uses it yet.
+    // SAFETY: the page is writable, longer than the code, and no other code uses it yet.
     unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), page.cast::<u8>(), code.len()) };
     let region = kvm_userspace_memory_region {
         slot: 0,

@@ -1,23 +1,23 @@
 //! Real machines: started, used, killed at every process and moment, started again.
 //!
-//! `cargo test -p dayfly-machine --test machine [-- WORD…]` runs the cases whose name contains a word.
-//! They need QEMU, busybox-static, e2fsprogs and a kernel: `DAYFLY_TEST_KERNEL` (an unpacked linux-image package), or
-//! else Debian's 6.12 cloud kernel is fetched once by `apt-get download`.
+//! `cargo test -p dayfly-machine --test machine [-- WORD…]` runs the cases whose name contains a
+//! word. They need QEMU, busybox-static, e2fsprogs and a kernel. The kernel is `DAYFLY_TEST_KERNEL`
+//! (an unpacked linux-image package). If that is not set, Debian's 6.12 cloud kernel is fetched
+//! once by `apt-get download`.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod bench;
+mod bounds;
 mod cases;
 mod crashes;
 mod kvm;
+mod reach;
 mod scene;
 mod standin;
 
 use std::process::ExitCode;
 use std::time::Instant;
-
-/// A case and its name.
-type Case = (&'static str, fn());
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -26,17 +26,18 @@ fn main() -> ExitCode {
         Some("start") => return scene::start_and_report(&words[1]),
         Some("standin") => return standin::serve(&words[1..]),
         Some("kvm") => return kvm::run_tiny_guest(),
+        Some("reach") => return reach::from_behind_a_link(&words[1..]),
         _ => {}
     }
-    let all: Vec<Case> = [cases::CASES, crashes::CASES].concat();
+    let all: Vec<scene::Case> = [cases::CASES, crashes::CASES].concat();
     if words.iter().any(|w| w == "--list") {
         all.iter().for_each(|(name, _)| println!("{name}: test"));
         return ExitCode::SUCCESS;
     }
     let filters: Vec<&String> = words.iter().filter(|w| !w.starts_with('-')).collect();
-    let chosen = all
-        .iter()
-        .filter(|(name, _)| filters.is_empty() || filters.iter().any(|f| name.contains(f.as_str())));
+    let chosen = all.iter().filter(|(name, _)| {
+        filters.is_empty() || filters.iter().any(|f| name.contains(f.as_str()))
+    });
     let (mut good, mut bad) = (0, 0);
     let begun = Instant::now();
     for (name, case) in chosen {

@@ -1,4 +1,4 @@
-//! A machine in a folder of its own, and what the cases do with it.
+//! A machine in a temporary folder, and the operations that the cases use.
 
 use dayfly_machine::{ExecSpec, InitOptions, Leak, Machine, Output, Reexec, Started, leaks};
 use std::path::{Path, PathBuf};
@@ -6,12 +6,33 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// This test program, which is static and plays every part.
+/// A case and its name.
+pub(crate) type Case = (&'static str, fn());
+
+/// This test program, which is static and plays every part: init, daemon, supervisor.
 pub(crate) fn this() -> PathBuf {
     std::env::current_exe().unwrap()
 }
 
-/// An unpacked kernel package.
+/// The machine's init, which is built beside this program's folder.
+fn init_program() -> PathBuf {
+    let this = this();
+    let program = this.ancestors().nth(2).unwrap().join("dayfly-machine-init");
+    let build = "build it first, with the same profile: cargo build -p dayfly-machine-init";
+    assert!(program.is_file(), "{}: missing; {build}", program.display());
+    let changed = |path: &Path| std::fs::metadata(path).and_then(|m| m.modified()).unwrap();
+    let mut sources = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("../machine-init/src")];
+    while let Some(path) = sources.pop() {
+        if path.is_dir() {
+            sources.extend(std::fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+        } else {
+            assert!(changed(&path) <= changed(&program), "{} is newer; {build}", path.display());
+        }
+    }
+    program
+}
+
+/// Folder of an unpacked kernel package.
 fn kernel_tree() -> &'static Path {
     static TREE: OnceLock<PathBuf> = OnceLock::new();
     TREE.get_or_init(|| {
@@ -21,30 +42,40 @@ fn kernel_tree() -> &'static Path {
         let tree = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("machine-kernel");
         if !tree.join("boot").exists() {
             let script = "set -e; mkdir -p \"$1\"; cd \"$1\"; \
-                p=$(apt-cache depends linux-image-6.12-cloud-amd64 | sed -n 's/.*Depends: //p' | head -1); \
-                apt-get download -qq \"$p\"; mkdir staged; dpkg -x *.deb staged; rm *.deb; mv staged/* .";
+                p=$(apt-cache depends linux-image-6.12-cloud-amd64 | \
+                    sed -n 's/.*Depends: //p' | head -1); \
+                apt-get download -qq \"$p\"; mkdir staged; dpkg -x *.deb staged; rm *.deb; \
+                mv staged/* .";
             eprintln!("fetching linux-image-6.12-cloud-amd64 (once)");
             let status = Command::new("sh").args(["-c", script, "sh"]).arg(&tree).status().unwrap();
-            assert!(status.success(), "no kernel: set DAYFLY_TEST_KERNEL to an unpacked linux-image package");
+            assert!(
+                status.success(),
+                "no kernel: set DAYFLY_TEST_KERNEL to an unpacked linux-image package"
+            );
         }
         tree
     })
 }
 
-/// One machine; gone with its scene.
+/// One machine; dropping the scene removes it.
 pub(crate) struct Scene {
     folder: tempfile::TempDir,
     pub(crate) options: InitOptions,
 }
 
 impl Scene {
-    /// Made, not started; the stand-in is its daemon.
+    /// Makes a machine without starting it. Its daemon is the stand-in, and it has no shares.
     pub(crate) fn new() -> Self {
+        Self::sharing(&[])
+    }
+
+    /// Like [`Scene::new`], with shares (`NAME=PATH[:rw]`).
+    pub(crate) fn sharing(shares: &[&str]) -> Self {
         let folder = tempfile::Builder::new().prefix("dfm").tempdir().unwrap();
-        let init = PathBuf::from(env!("CARGO_BIN_EXE_dayfly-machine-init"));
-        let mut options = InitOptions::new(kernel_tree().to_owned(), init);
+        let mut options = InitOptions::new(kernel_tree().to_owned(), init_program());
         options.memory_mib = 1024;
         options.disk_bytes = 1 << 30;
+        options.shares = shares.iter().map(|share| share.parse().unwrap()).collect();
         let daemon = folder.path().join("dayflyd");
         std::fs::copy(this(), &daemon).unwrap();
         options.daemon = Some(daemon);
@@ -70,7 +101,7 @@ impl Scene {
         self.machine().start(&reexec(), &mut |_| {}).unwrap()
     }
 
-    /// `start` in a process of its own.
+    /// Runs `start` in a separate process.
     pub(crate) fn spawn_start(&self) -> Child {
         Command::new(this()).arg("start").arg(self.home()).stdout(Stdio::piped()).spawn().unwrap()
     }
@@ -83,14 +114,15 @@ impl Scene {
         self.machine().exec_output(&spec(argv), input).unwrap()
     }
 
-    /// Standard output of a shell script that must succeed.
+    /// The standard output of a shell script that must succeed.
     pub(crate) fn shell(&self, script: &str) -> String {
         let out = self.exec(&["sh", "-c", script], b"");
         assert_eq!(out.exit.shell_code(), 0, "{script}: {}", String::from_utf8_lossy(&out.stderr));
         String::from_utf8(out.stdout).unwrap().trim().to_owned()
     }
 
-    /// A process of the machine on the host: `supervisor`, or the start of a child's name.
+    /// Process id on the host of a process of the machine: `supervisor`, or a child by the start of
+    /// its name.
     pub(crate) fn pid(&self, name: &str) -> Option<i32> {
         let status = self.machine().status().unwrap();
         if name == "supervisor" {
@@ -99,7 +131,7 @@ impl Scene {
         status.processes.iter().find(|(_, n)| n.starts_with(name)).map(|(pid, _)| *pid)
     }
 
-    /// No process, mount or socket is left.
+    /// Asserts that no process, mount or socket is left.
     pub(crate) fn assert_nothing_left(&self) {
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
@@ -133,7 +165,7 @@ pub(crate) fn kill(pid: i32) {
     // SAFETY: kill(2) takes no pointers; the pid is of a process that this scene started.
     let result = unsafe { libc::kill(pid, libc::SIGKILL) };
     assert_eq!(result, 0, "kill {pid}: {}", std::io::Error::last_os_error());
-    // Until it has dropped its memory, no longer: what it leaves behind may still be on its way.
+    // Waits only until the process has freed its memory: what it leaves behind may still be ending.
     while std::fs::read(format!("/proc/{pid}/statm"))
         .is_ok_and(|text| !text.is_empty() && !text.starts_with(b"0 "))
     {
@@ -141,7 +173,7 @@ pub(crate) fn kill(pid: i32) {
     }
 }
 
-/// The part of `spawn_start`.
+/// The program that `spawn_start` runs.
 pub(crate) fn start_and_report(home: &str) -> ExitCode {
     let machine = Machine::open(Path::new(home)).unwrap();
     match machine.start(&reexec(), &mut |_| {}) {
@@ -149,4 +181,12 @@ pub(crate) fn start_and_report(home: &str) -> ExitCode {
         Err(e) => println!("error: {e}"),
     }
     ExitCode::SUCCESS
+}
+
+pub(crate) fn wait_until(what: &str, mut test: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !test() {
+        assert!(Instant::now() < deadline, "not in ten seconds: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }

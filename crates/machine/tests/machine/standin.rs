@@ -1,11 +1,15 @@
-//! A daemon that speaks just enough HTTP: it stands in for `dayflyd`.
+//! A daemon that speaks just enough HTTP to stand in for `dayflyd`.
 //!
-//! `GET /name` answers the name it was started with and its pid; `PUT /sink` swallows a body and answers its length;
-//! `GET /source/N` answers N bytes; a start with `broken` ends at once.
+//! `GET /name` answers the daemon's name and pid. `PUT /sink` reads a body and answers its length.
+//! `GET /source/N` answers N bytes. A start with `broken` ends at once. While the file [`HANG`]
+//! exists, the stand-in accepts connections and answers nothing.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::ExitCode;
+
+/// While this file exists, the stand-in hangs.
+pub(crate) const HANG: &str = "/run/hang";
 
 pub(crate) fn serve(words: &[String]) -> ExitCode {
     let name = words[0].clone();
@@ -23,6 +27,9 @@ pub(crate) fn serve(words: &[String]) -> ExitCode {
 }
 
 fn answer(stream: &UnixStream, name: &str) -> std::io::Result<()> {
+    while std::path::Path::new(HANG).exists() {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
     let mut reader = BufReader::with_capacity(128 << 10, stream);
     let mut head = Vec::new();
     loop {
@@ -54,7 +61,7 @@ fn answer(stream: &UnixStream, name: &str) -> std::io::Result<()> {
     write!(out, "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{body}", body.len())
 }
 
-/// One request from the host through the machine's API socket; the body of the answer.
+/// Sends one request from the host through the machine's API socket; returns the answer's body.
 pub(crate) fn request(
     socket: &std::path::Path,
     method: &str,
@@ -67,6 +74,7 @@ pub(crate) fn request(
     stream.shutdown(std::net::Shutdown::Write)?;
     let mut all = Vec::new();
     stream.read_to_end(&mut all)?;
-    let at = all.windows(4).position(|w| w == b"\r\n\r\n").ok_or(std::io::ErrorKind::UnexpectedEof)?;
+    let at =
+        all.windows(4).position(|w| w == b"\r\n\r\n").ok_or(std::io::ErrorKind::UnexpectedEof)?;
     Ok(all.split_off(at + 4))
 }

@@ -1,4 +1,5 @@
-//! RAM to measure with: a file given as the first argument (raw, such as a snapshot's `memory`), or one made of this host's programs.
+//! RAM for measurements: a file given as the first argument (raw, such as a snapshot's `memory`),
+//! or RAM made of this host's programs.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -6,10 +7,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 pub const PAGE: usize = 4096;
-/// Made where no file is given: 256 MiB, of which 2/5 are zero.
+/// Frames of RAM if no file is given: 256 MiB, of which 2/5 are zero.
 const FRAMES: usize = 65_536;
 
-/// The RAM to measure, and what it is.
+/// The RAM to measure, and its description.
 pub fn ram() -> io::Result<(File, String)> {
     if let Some(path) = std::env::args_os().nth(1) {
         return Ok((File::open(&path)?, PathBuf::from(path).display().to_string()));
@@ -27,7 +28,8 @@ pub fn ram() -> io::Result<(File, String)> {
             if file.read(&mut page)? == 0 {
                 break;
             }
-            // Runs of 64 frames: 26 stay zero, 3 are noise, as keys and compressed files are.
+            // In each run of 64 frames, 26 stay zero and 3 are noise, like keys and compressed
+            // files.
             if frame % 64 == 0 {
                 for n in 26..29 {
                     let mut random = [0; PAGE];
@@ -51,7 +53,7 @@ fn walk(folder: &Path, into: &mut Vec<PathBuf>) -> io::Result<()> {
         let entry = entry?;
         let kind = entry.file_type()?;
         if kind.is_dir() && into.len() < 8000 {
-            // What may not be read is left out.
+            // Unreadable folders are skipped.
             let _skipped = walk(&entry.path(), into);
         } else if kind.is_file() {
             into.push(entry.path());
@@ -75,7 +77,7 @@ pub fn unique(file: &File) -> io::Result<Vec<[u8; PAGE]>> {
     Ok(pages)
 }
 
-/// The value below which `part` of a hundred lie.
+/// The value below which `part` percent of the values are.
 #[allow(dead_code, reason = "not every example needs it")]
 pub fn percentile(values: &mut [f64], part: usize) -> f64 {
     values.sort_by(f64::total_cmp);

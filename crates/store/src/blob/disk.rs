@@ -1,9 +1,13 @@
-//! A simulated disk for tests: what was recorded ([`super::watch`]) is replayed, and every state that a crash may leave is built.
+//! A simulated disk for tests: it replays recorded changes ([`super::watch`]) and builds every
+//! state that a crash may leave.
 //!
-//! A folder and a file have what a running system sees (*now*) and what is certain after a loss of power (*sure*): the names that the folder
-//! had when it was last `fsync`ed, the bytes that the file had. Anything in between may be found: so states are built with every folder as it is
-//! now, as it surely is, and with each folder alone the one or the other; with the bytes of now and those that are sure; and with the last
-//! write torn at a sector.
+//! Each folder and file has two states. *Now* is what a running system sees. *Sure* is what
+//! survives a loss of power: a folder's names, or a file's bytes, at its last `fsync`. A crash may
+//! leave any mixture, so states are built from these choices:
+//!
+//! - all folders now or all folders sure, and in each case one folder the other way;
+//! - all files with the bytes of now, or all with the sure bytes;
+//! - the last write torn at a sector.
 
 use super::watch::Event;
 use std::collections::BTreeMap;
@@ -23,16 +27,16 @@ enum Node {
 pub(crate) struct Disk {
     /// Number 0 is the root.
     nodes: Vec<Node>,
-    /// File, start and length of the last write, if it is not synced.
+    /// File, start and length of the last write, until it is synced.
     last_write: Option<(usize, usize, usize)>,
 }
 
-/// Which of the states that a crash may leave.
+/// One of the states that a crash may leave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Crash {
-    /// Whether folders are as they are now, but for `other`.
+    /// Whether folders, except `other`, have the names of now.
     pub(crate) names_now: bool,
-    /// The folder that is the other way.
+    /// The folder in the opposite state.
     other: Option<usize>,
     /// Whether files have the bytes of now.
     pub(crate) bytes_now: bool,
@@ -41,7 +45,7 @@ pub(crate) struct Crash {
 }
 
 impl Disk {
-    /// What is at `root`, all of it sure.
+    /// Reads the files below `root`, all of them sure.
     pub(crate) fn read(root: &Path) -> Self {
         let mut disk = Self { nodes: vec![folder(BTreeMap::new())], last_write: None };
         disk.read_into(0, root);
@@ -79,7 +83,7 @@ impl Disk {
         }
     }
 
-    /// The folder of a path, and its last name.
+    /// The number of a path's folder, and the path's last component.
     fn place(&mut self, root: &Path, path: &Path) -> (usize, String) {
         let mut parts: Vec<String> = path
             .strip_prefix(root)
@@ -103,7 +107,7 @@ impl Disk {
         self.names(folder)[&name]
     }
 
-    /// Makes a change that was recorded below `root`.
+    /// Applies a change that was recorded below `root`.
     pub(crate) fn apply(&mut self, root: &Path, event: &Event) {
         match event {
             Event::Folder(path) | Event::File(path) => {
@@ -113,11 +117,17 @@ impl Disk {
                 };
                 let number = self.add(node);
                 let (folder, name) = self.place(root, path);
-                assert!(self.names(folder).insert(name, number).is_none(), "{} is there", path.display());
+                assert!(
+                    self.names(folder).insert(name, number).is_none(),
+                    "{} is there",
+                    path.display()
+                );
             }
             Event::Write { path, at, bytes } => {
                 let number = self.node(root, path);
-                let Node::File { now, .. } = &mut self.nodes[number] else { panic!("{}", path.display()) };
+                let Node::File { now, .. } = &mut self.nodes[number] else {
+                    panic!("{}", path.display())
+                };
                 now.resize(now.len().max(at + bytes.len()), 0);
                 now[*at..at + bytes.len()].copy_from_slice(bytes);
                 self.last_write = Some((number, *at, bytes.len()));
@@ -155,7 +165,7 @@ impl Disk {
         }
     }
 
-    /// Every state that a crash may leave now.
+    /// Every state that a crash may leave at this point.
     pub(crate) fn crashes(&self) -> Vec<Crash> {
         let unsure = |number: &usize| match &self.nodes[*number] {
             Node::Folder { now, sure } => now != sure,
@@ -166,7 +176,12 @@ impl Disk {
         let mut crashes = Vec::new();
         for names_now in [true, false] {
             for bytes_now in [true, false] {
-                let with = |other: &Option<usize>| Crash { names_now, other: *other, bytes_now, torn: false };
+                let with = |other: &Option<usize>| Crash {
+                    names_now,
+                    other: *other,
+                    bytes_now,
+                    torn: false,
+                };
                 crashes.extend(others.iter().map(with));
             }
         }
@@ -176,14 +191,20 @@ impl Disk {
         crashes
     }
 
-    /// Every file and folder of a state, by path.
+    /// Every file (`Some`) and folder (`None`) of a state, by path.
     pub(crate) fn state(&self, crash: Crash) -> BTreeMap<String, Option<Vec<u8>>> {
         let mut all = BTreeMap::new();
         self.collect(0, "", crash, &mut all);
         all
     }
 
-    fn collect(&self, at: usize, path: &str, crash: Crash, all: &mut BTreeMap<String, Option<Vec<u8>>>) {
+    fn collect(
+        &self,
+        at: usize,
+        path: &str,
+        crash: Crash,
+        all: &mut BTreeMap<String, Option<Vec<u8>>>,
+    ) {
         match &self.nodes[at] {
             Node::File { now, sure } => {
                 let mut bytes = if crash.bytes_now { now.clone() } else { sure.clone() };

@@ -1,4 +1,4 @@
-//! Where tests make a step fail. Outside tests a step always goes on.
+//! Fault injection for tests. Outside tests every step succeeds.
 
 use std::io;
 use std::path::Path;
@@ -10,7 +10,8 @@ pub(crate) const fn step(_doing: &'static str, _path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether faults are planned for this thread, which must then do all the work itself.
+/// Whether this thread injects or records faults. If so, it must do all work itself, because plans
+/// are thread-local.
 #[cfg(not(test))]
 #[inline]
 pub(crate) const fn planned() -> bool {
@@ -18,7 +19,9 @@ pub(crate) const fn planned() -> bool {
 }
 
 #[cfg(test)]
-pub(crate) use injected::{planned, step, with_crash_at, with_errno_at, with_failure_at, with_trace};
+pub(crate) use injected::{
+    planned, step, with_crash_at, with_errno_at, with_failure_at, with_trace,
+};
 
 #[cfg(test)]
 mod injected {
@@ -28,11 +31,11 @@ mod injected {
 
     #[derive(Default)]
     struct Plan {
-        /// Steps still to go before the fault.
+        /// Steps that succeed before the fault.
         left: Option<u32>,
         /// Whether every later step fails too, as after a crash.
         crash: bool,
-        /// What the fault is; any error without it.
+        /// The error number of the fault; `None` for an error without one.
         errno: Option<i32>,
         active: bool,
         hit: bool,
@@ -73,26 +76,28 @@ mod injected {
         (result, PLAN.take())
     }
 
-    /// Runs with step number `n` alone failing with `errno`; tells whether it came to that.
+    /// Runs `run` with only step number `n` failing, with `errno`. Returns whether that step was
+    /// reached.
     pub(crate) fn with_errno_at<T>(n: u32, errno: i32, run: impl FnOnce() -> T) -> (T, bool) {
         let plan = Plan { left: Some(n), errno: Some(errno), ..Plan::default() };
         let (result, plan) = with_plan(plan, run);
         (result, plan.hit)
     }
 
-    /// Runs with step number `n` and all after it failing; tells whether it came to that.
+    /// Runs `run` with step number `n` and all later steps failing. Returns whether step `n` was
+    /// reached.
     pub(crate) fn with_crash_at<T>(n: u32, run: impl FnOnce() -> T) -> (T, bool) {
         let (result, plan) = with(Some(n), true, run);
         (result, plan.hit)
     }
 
-    /// Runs with step number `n` alone failing; tells whether it came to that.
+    /// Runs `run` with only step number `n` failing. Returns whether that step was reached.
     pub(crate) fn with_failure_at<T>(n: u32, run: impl FnOnce() -> T) -> (T, bool) {
         let (result, plan) = with(Some(n), false, run);
         (result, plan.hit)
     }
 
-    /// Runs, and tells every step.
+    /// Runs `run` and returns every step it took.
     pub(crate) fn with_trace<T>(run: impl FnOnce() -> T) -> (T, Vec<(&'static str, PathBuf)>) {
         let (result, plan) = with(None, false, run);
         (result, plan.trace)

@@ -1,7 +1,9 @@
-//! The one module that changes the disk: folders by descriptor, files by single names in them, no symbolic link followed.
+//! The only module that changes the disk. It addresses folders by descriptor and files by single
+//! names in them, and follows no symbolic link.
 //!
-//! Every change goes through a [`Dir`] and passes [`fault::step`] first, where tests make it fail; once it is made it is told to
-//! [`watch::made`], from which tests build every disk that a crash may leave.
+//! Every change goes through a [`Dir`]. It first passes [`fault::step`], where tests make it fail.
+//! A change that succeeded is reported to [`watch::made`], from which tests build every disk that a
+//! crash may leave.
 
 #[cfg(test)]
 pub(crate) mod disk;
@@ -9,6 +11,9 @@ pub(crate) mod fault;
 pub(crate) mod watch;
 
 use crate::errors::{IoError, IoResult};
+use crate::sparse;
+use dayfly_sys::writers::enable_verity;
+use dayfly_units::sync::lock;
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, RawDir, RenameFlags, fchmod, linkat, mkdirat, openat,
     renameat_with, statat, unlinkat,
@@ -21,30 +26,36 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use watch::Change;
 
-const DIR: OFlags = OFlags::DIRECTORY.union(OFlags::RDONLY).union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW);
-const FILE: OFlags = OFlags::CLOEXEC.union(OFlags::NOFOLLOW).union(OFlags::NOCTTY).union(OFlags::NONBLOCK);
+const DIR: OFlags =
+    OFlags::DIRECTORY.union(OFlags::RDONLY).union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW);
+/// A file gets fs-verity if at least one page in four is data.
+const DENSE: u64 = 4;
+const FILE: OFlags =
+    OFlags::CLOEXEC.union(OFlags::NOFOLLOW).union(OFlags::NOCTTY).union(OFlags::NONBLOCK);
 
-/// An open folder. `name` parameters are single path components that dayfly made up or checked ([`dayfly_units::Name`], ids).
+/// An open folder. A `name` parameter is a single path component that dayfly generated or validated
+/// ([`dayfly_units::Name`], ids).
 #[derive(Debug)]
 pub(crate) struct Dir {
     fd: OwnedFd,
     path: PathBuf,
 }
 
-/// What [`Dir::rename`] does where the new name is taken.
+/// What [`Dir::rename`] does if the new name exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum IfTaken {
     /// Fail with `AlreadyExists`.
     Refuse,
-    /// The two change places, in one step. Fails with `NotFound` where it is not taken.
+    /// Exchange the two entries atomically. Fails with `NotFound` if the new name does not exist.
     Exchange,
 }
 
 impl Dir {
-    /// The folder at `path`, made with its parents when it is missing. Links on the way to it are the administrator's choice.
+    /// Opens the folder at `path`, and creates it and its parents if needed. Symbolic links in
+    /// `path` are followed, because the administrator chose the path.
     pub(crate) fn root(path: &Path) -> IoResult<Self> {
         std::fs::create_dir_all(path).map_err(IoError::new("making folder", path))?;
         let fd = openat(CWD, path, DIR.difference(OFlags::NOFOLLOW), Mode::empty());
@@ -62,19 +73,22 @@ impl Dir {
     }
 
     fn step(&self, doing: &'static str, name: &str) -> IoResult<()> {
-        fault::step(doing, &self.path.join(name)).map_err(IoError::new(doing, &self.path.join(name)))
+        fault::step(doing, &self.path.join(name))
+            .map_err(IoError::new(doing, &self.path.join(name)))
     }
 
-    /// A folder in this one.
+    /// Opens a subfolder.
     pub(crate) fn sub(&self, name: &str) -> IoResult<Self> {
-        let fd = openat(&self.fd, name, DIR, Mode::empty()).map_err(self.fail("opening folder", name))?;
+        let fd = openat(&self.fd, name, DIR, Mode::empty())
+            .map_err(self.fail("opening folder", name))?;
         Ok(Self { fd, path: self.path.join(name) })
     }
 
-    /// A new folder in this one.
+    /// Creates a subfolder, which must not exist.
     pub(crate) fn make(&self, name: &str) -> IoResult<Self> {
         self.step("making folder", name)?;
-        mkdirat(&self.fd, name, Mode::from_raw_mode(0o700)).map_err(self.fail("making folder", name))?;
+        mkdirat(&self.fd, name, Mode::from_raw_mode(0o700))
+            .map_err(self.fail("making folder", name))?;
         watch::made(&Change::Folder(&self.path.join(name)));
         self.sub(name)
     }
@@ -86,39 +100,39 @@ impl Dir {
         }
     }
 
-    /// A new empty file, open for reading and writing.
+    /// Creates an empty file, open for reading and writing; the name must not exist.
     pub(crate) fn create(&self, name: &str) -> IoResult<File> {
         self.step("creating", name)?;
         let flags = FILE | OFlags::RDWR | OFlags::CREATE | OFlags::EXCL;
-        let fd =
-            openat(&self.fd, name, flags, Mode::from_raw_mode(0o600)).map_err(self.fail("creating", name))?;
+        let fd = openat(&self.fd, name, flags, Mode::from_raw_mode(0o600))
+            .map_err(self.fail("creating", name))?;
         watch::made(&Change::File(&self.path.join(name)));
         Ok(File::from(fd))
     }
 
-    /// An existing file for reading and writing, or a new one.
+    /// Opens a file for reading and writing, and creates it if needed.
     pub(crate) fn open_or_create(&self, name: &str) -> IoResult<File> {
         let flags = FILE | OFlags::RDWR | OFlags::CREATE;
-        let fd =
-            openat(&self.fd, name, flags, Mode::from_raw_mode(0o600)).map_err(self.fail("opening", name))?;
+        let fd = openat(&self.fd, name, flags, Mode::from_raw_mode(0o600))
+            .map_err(self.fail("opening", name))?;
         self.regular(name, File::from(fd))
     }
 
-    /// An existing file, for reading.
+    /// Opens an existing file for reading.
     pub(crate) fn open(&self, name: &str) -> IoResult<File> {
         let fd = openat(&self.fd, name, FILE | OFlags::RDONLY, Mode::empty())
             .map_err(self.fail("opening", name))?;
         self.regular(name, File::from(fd))
     }
 
-    /// An existing file, for reading and writing.
+    /// Opens an existing file for reading and writing.
     pub(crate) fn open_rw(&self, name: &str) -> IoResult<File> {
-        let fd =
-            openat(&self.fd, name, FILE | OFlags::RDWR, Mode::empty()).map_err(self.fail("opening", name))?;
+        let fd = openat(&self.fd, name, FILE | OFlags::RDWR, Mode::empty())
+            .map_err(self.fail("opening", name))?;
         self.regular(name, File::from(fd))
     }
 
-    /// A pipe or device under a name of ours is not what we made.
+    /// Refuses everything but regular files: dayfly makes no pipes or devices.
     fn regular(&self, name: &str, file: File) -> IoResult<File> {
         let path = self.path.join(name);
         let meta = file.metadata().map_err(IoError::new("looking at", &path))?;
@@ -129,14 +143,14 @@ impl Dir {
         Err(IoError { doing: "opening", path, source })
     }
 
-    /// A new file with these bytes, read-only and on disk.
+    /// Creates a read-only file with these bytes, and `fsync`s it.
     pub(crate) fn write(&self, name: &str, bytes: &[u8]) -> IoResult<()> {
         let file = self.create(name)?;
         self.write_at(name, &file, bytes, 0)?;
         self.finish(name, &file)
     }
 
-    /// Writes `bytes` at byte `at` of `name`, which [`Self::create`] gave as `file`.
+    /// Writes `bytes` at byte `at` of `file`, which [`Self::create`] returned for `name`.
     pub(crate) fn write_at(&self, name: &str, file: &File, bytes: &[u8], at: u64) -> IoResult<()> {
         self.step("writing", name)?;
         let path = self.path.join(name);
@@ -145,7 +159,15 @@ impl Dir {
         Ok(())
     }
 
-    /// Makes a file that has its final content read-only, and waits until it is on disk.
+    /// Copies the file `from`, holes included, to a new file. Blocks are shared if the file system
+    /// can do that.
+    pub(crate) fn copy(&self, name: &str, from: &File) -> IoResult<()> {
+        let file = self.create(name)?;
+        self.step("copying to", name)?;
+        sparse::copy_file(from, &file).map_err(IoError::new("copying to", &self.path.join(name)))
+    }
+
+    /// Makes a file with its final content read-only, and `fsync`s it.
     pub(crate) fn finish(&self, name: &str, file: &File) -> IoResult<()> {
         self.step("making read-only", name)?;
         fchmod(file, Mode::from_raw_mode(0o400)).map_err(self.fail("making read-only", name))?;
@@ -156,7 +178,29 @@ impl Dir {
         Ok(())
     }
 
-    /// Waits until this folder's names are on disk.
+    /// Has the kernel refuse every later write to a finished file, and verify what is read of it
+    /// (fs-verity), if the file system can. The kernel hashes holes too. So a file that is mostly
+    /// holes, such as the data of most layers, stays as it is.
+    pub(crate) fn protect(&self, name: &str, file: &File, data_bytes: u64) -> IoResult<()> {
+        let path = self.path.join(name);
+        let bytes = file.metadata().map_err(IoError::new("looking at", &path))?.len();
+        if data_bytes < bytes / DENSE {
+            return Ok(());
+        }
+        match enable_verity(file) {
+            // A process can write to the file after all.
+            Err(e) if e.kind() == io::ErrorKind::ExecutableFileBusy => {
+                Err(IoError::new("protecting", &path)(e))
+            }
+            Err(error) => {
+                tracing::debug!(%error, "no fs-verity for {}", path.display());
+                Ok(())
+            }
+            Ok(_) => Ok(()),
+        }
+    }
+
+    /// `fsync`s this folder, which makes its names durable.
     pub(crate) fn sync(&self) -> IoResult<()> {
         self.step("syncing folder", "")?;
         rustix::fs::fsync(&self.fd).map_err(self.fail("syncing folder", ""))?;
@@ -164,8 +208,14 @@ impl Dir {
         Ok(())
     }
 
-    /// Moves `name` to `to`/`new`, in one step.
-    pub(crate) fn rename(&self, name: &str, to: &Self, new: &str, if_taken: IfTaken) -> IoResult<()> {
+    /// Renames `name` to `to`/`new`, atomically.
+    pub(crate) fn rename(
+        &self,
+        name: &str,
+        to: &Self,
+        new: &str,
+        if_taken: IfTaken,
+    ) -> IoResult<()> {
         let flags = match if_taken {
             IfTaken::Refuse => RenameFlags::NOREPLACE,
             IfTaken::Exchange => RenameFlags::EXCHANGE,
@@ -177,7 +227,7 @@ impl Dir {
         Ok(())
     }
 
-    /// Gives the file `name` a second name, `to`/`new`.
+    /// Makes `to`/`new` a hard link to the file `name`.
     pub(crate) fn link(&self, name: &str, to: &Self, new: &str) -> IoResult<()> {
         to.step("linking", new)?;
         linkat(&self.fd, name, &to.fd, new, AtFlags::empty()).map_err(to.fail("linking", new))?;
@@ -185,7 +235,7 @@ impl Dir {
         Ok(())
     }
 
-    /// Removes the name of a file; one that is not there is no error.
+    /// Unlinks a file; a missing file is no error.
     pub(crate) fn unlink(&self, name: &str) -> IoResult<()> {
         self.step("removing", name)?;
         self.unlinkat(name, AtFlags::empty())
@@ -200,7 +250,7 @@ impl Dir {
         Ok(())
     }
 
-    /// Removes a file, or a folder with all in it; one that is not there is no error.
+    /// Removes a file, or a folder with its content; a missing entry is no error.
     pub(crate) fn remove(&self, name: &str) -> IoResult<()> {
         match statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) {
             Err(Errno::NOENT) => return Ok(()),
@@ -218,7 +268,7 @@ impl Dir {
         self.unlinkat(name, AtFlags::REMOVEDIR)
     }
 
-    /// Removes a folder that has nothing in it; one that has, or is not there, is no error.
+    /// Removes an empty folder; a folder with content or a missing one is no error.
     pub(crate) fn remove_if_empty(&self, name: &str) -> IoResult<()> {
         self.step("removing", name)?;
         match self.unlinkat(name, AtFlags::REMOVEDIR) {
@@ -227,7 +277,7 @@ impl Dir {
         }
     }
 
-    /// Whether there is something of that name.
+    /// Whether an entry has that name.
     pub(crate) fn has(&self, name: &str) -> IoResult<bool> {
         match statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) => Ok(true),
@@ -236,9 +286,11 @@ impl Dir {
         }
     }
 
-    /// The names in this folder, sorted. Names that are not UTF-8 are not ours; they are shown with replacement characters.
+    /// The names in this folder, sorted. Names that are not UTF-8 are not ours, and are returned
+    /// with replacement characters.
     pub(crate) fn entries(&self) -> IoResult<Vec<String>> {
-        // A descriptor of its own, so that listing starts at the beginning and never disturbs another.
+        // A new descriptor, because the position of a listing belongs to the open file description:
+        // each listing starts at the beginning and disturbs no other.
         let fd = openat(&self.fd, ".", DIR, Mode::empty()).map_err(self.fail("listing", ""))?;
         let mut buffer = [MaybeUninit::uninit(); 8192];
         let mut list = RawDir::new(fd, &mut buffer);
@@ -261,7 +313,8 @@ impl AsFd for Dir {
     }
 }
 
-/// A folder in `staging/`, removed with all in it when dropped. What was renamed out of it stays.
+/// A folder in `staging/`, removed with its content when dropped. Entries that were renamed out of
+/// it stay.
 #[derive(Debug)]
 pub(crate) struct Stage {
     dir: Dir,
@@ -272,11 +325,11 @@ pub(crate) struct Stage {
     _in_use: Option<InUse>,
 }
 
-/// The names of the stages that live.
+/// The names of the stages in use.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Stages(Arc<Mutex<BTreeSet<String>>>);
 
-/// A name of one of [`Stages`]; take it before you make the stage.
+/// A registered name in [`Stages`], released on drop. Take it before you create the stage.
 #[derive(Debug)]
 pub(crate) struct InUse {
     stages: Stages,
@@ -285,7 +338,7 @@ pub(crate) struct InUse {
 
 impl Stages {
     fn lock(&self) -> MutexGuard<'_, BTreeSet<String>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     pub(crate) fn take(&self, name: &str) -> InUse {
@@ -305,7 +358,7 @@ impl Drop for InUse {
 }
 
 impl Stage {
-    /// A stage of that name, for as long as which it is in `stages`.
+    /// Creates a stage whose name is in `stages` until the stage is dropped.
     pub(crate) fn listed(staging: &Dir, name: &str, stages: &Stages) -> IoResult<Self> {
         let in_use = stages.take(name);
         let mut stage = Self::new(staging, name)?;
@@ -315,7 +368,8 @@ impl Stage {
 
     pub(crate) fn new(staging: &Dir, name: &str) -> IoResult<Self> {
         let path = staging.path();
-        let parent = staging.fd.try_clone().map_err(IoError::new("duplicating the descriptor of", path))?;
+        let parent =
+            staging.fd.try_clone().map_err(IoError::new("duplicating the descriptor of", path))?;
         Ok(Self {
             dir: staging.make(name)?,
             parent,
@@ -338,7 +392,7 @@ impl Drop for Stage {
         let Ok(fd) = self.parent.try_clone() else { return };
         let parent = Dir { fd, path: self.parent_path.clone() };
         if let Err(error) = parent.remove(&self.name) {
-            // The next open of the store sweeps it.
+            // The next open of the store removes the folder.
             tracing::warn!(%error, cause = %error.source, "leaving something in staging");
         }
     }

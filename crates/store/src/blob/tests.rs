@@ -31,7 +31,7 @@ fn no_link_is_followed() {
     assert!(precious.join("file").is_file());
 }
 
-/// `openat` of a link with O_DIRECTORY and O_NOFOLLOW.
+/// The error of `openat` for a symbolic link with O_DIRECTORY and O_NOFOLLOW.
 fn libc_enotdir() -> i32 {
     Errno::NOTDIR.raw_os_error()
 }
@@ -69,7 +69,7 @@ fn renaming_refuses_or_exchanges_but_never_overwrites() {
 }
 
 #[test]
-fn a_stage_goes_with_all_in_it_and_what_left_it_stays() {
+fn a_stage_is_removed_with_its_content_and_what_left_it_stays() {
     let (_folder, dir) = root();
     let stage = Stage::new(&dir, "stage").unwrap();
     let deep = stage.make("a").unwrap().make("b").unwrap();
@@ -81,7 +81,7 @@ fn a_stage_goes_with_all_in_it_and_what_left_it_stays() {
 }
 
 #[test]
-fn listing_twice_tells_all_twice() {
+fn listing_twice_lists_all_twice() {
     let (_folder, dir) = root();
     for n in 0..300 {
         dir.create(&format!("a-rather-long-name-for-a-file-{n:04}")).unwrap();

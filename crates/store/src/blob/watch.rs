@@ -1,9 +1,9 @@
-//! Where tests learn of every change that was made. Outside tests nobody listens.
+//! Records every change of the disk for tests. Outside tests nothing is recorded.
 
 use std::fs::File;
 use std::path::Path;
 
-/// A change of the disk, after it was made.
+/// A change that succeeded.
 #[cfg_attr(not(test), expect(dead_code, reason = "read in tests"))]
 pub(crate) enum Change<'a> {
     Folder(&'a Path),
@@ -30,7 +30,7 @@ mod recorded {
     use std::os::unix::fs::FileExt;
     use std::path::PathBuf;
 
-    /// A [`Change`] that is kept.
+    /// A recorded [`Change`].
     #[derive(Debug, Clone)]
     pub(crate) enum Event {
         Folder(PathBuf),
@@ -40,7 +40,8 @@ mod recorded {
             at: usize,
             bytes: Vec<u8>,
         },
-        /// With what the file held then: tests also write to files behind the back of this module, as a VMM does.
+        /// With the file's content at that time, because tests also write to files without this
+        /// module, as a VMM does.
         SyncFile {
             path: PathBuf,
             bytes: Vec<u8>,
@@ -56,7 +57,7 @@ mod recorded {
             to: PathBuf,
         },
         Remove(PathBuf),
-        /// A caller was told that what it asked for is done.
+        /// An operation reported success to its caller.
         Acknowledged,
     }
 
@@ -74,7 +75,8 @@ mod recorded {
                     bytes: bytes.to_owned(),
                 },
                 Change::SyncFile { path, file } => {
-                    let mut bytes = vec![0; usize::try_from(file.metadata().unwrap().len()).unwrap()];
+                    let mut bytes =
+                        vec![0; usize::try_from(file.metadata().unwrap().len()).unwrap()];
                     file.read_exact_at(&mut bytes, 0).unwrap();
                     Event::SyncFile { path: path.to_owned(), bytes }
                 }
@@ -82,25 +84,27 @@ mod recorded {
                 Change::Rename { from, to, exchange } => {
                     Event::Rename { from: from.to_owned(), to: to.to_owned(), exchange }
                 }
-                Change::Link { from, to } => Event::Link { from: from.to_owned(), to: to.to_owned() },
+                Change::Link { from, to } => {
+                    Event::Link { from: from.to_owned(), to: to.to_owned() }
+                }
                 Change::Remove(path) => Event::Remove(path.to_owned()),
             });
         });
     }
 
-    /// Runs, and tells every change that this thread made.
+    /// Runs `run` and returns every change that this thread made.
     pub(crate) fn record<T>(run: impl FnOnce() -> T) -> (T, Vec<Event>) {
         LOG.set(Some(Vec::new()));
         let result = run();
         (result, LOG.take().unwrap())
     }
 
-    /// What was recorded up to now was acknowledged.
+    /// Records that all changes up to now were acknowledged.
     pub(crate) fn acknowledge() {
         LOG.with_borrow_mut(|log| log.iter_mut().for_each(|log| log.push(Event::Acknowledged)));
     }
 
-    /// Whether somebody listens on this thread.
+    /// Whether changes on this thread are recorded.
     pub(crate) fn listening() -> bool {
         LOG.with_borrow(Option::is_some)
     }

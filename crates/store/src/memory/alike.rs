@@ -1,27 +1,29 @@
-//! Which frames of one snapshot's RAM another snapshot's RAM has too: found by what their tables say, without a look at a page.
+//! Finds rows of frames that two snapshots' RAM have in common, by comparing tables; no page is
+//! read.
 
 use super::table::{Kind, Table};
-use crate::digest::Digest;
+use dayfly_units::Digest;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Of so many frames of the others one is looked for: every row of twice as many is found.
+/// Every `STEP`-th frame of the other snapshots is indexed, so every common row of 2 × `STEP`
+/// frames is found.
 const STEP: u32 = 8;
 
-/// Frames in a row that are a row of another snapshot's RAM too.
+/// A row of frames that another snapshot's RAM also contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Alike {
-    /// The first.
+    /// The first frame.
     pub first: u32,
-    /// How many.
+    /// Number of frames.
     pub frames: u32,
-    /// Whose they are, by number.
+    /// Index of the other snapshot.
     pub other: usize,
-    /// The first there.
+    /// The first frame in the other snapshot's RAM.
     pub from: u32,
 }
 
-/// What a frame's bytes are known by.
+/// The content of a frame, by which frames are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Content<'a> {
     Page(&'a Digest),
@@ -30,29 +32,30 @@ enum Content<'a> {
 }
 
 impl Content<'_> {
-    /// Different for different contents, mostly; not 0.
+    /// A key, not 0, that differs for most different contents.
     fn key(self) -> u64 {
         let start = |digest: &Digest| u64::from_le_bytes(std::array::from_fn(|n| digest.0[n]));
         match self {
             Self::Page(digest) => start(digest).max(1),
             Self::Block(file, block) => {
-                let mixed = start(file) ^ (u64::from(block) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                let mixed =
+                    start(file) ^ (u64::from(block) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
                 mixed.max(1)
             }
         }
     }
 }
 
-/// A snapshot's RAM to be compared.
+/// A snapshot's RAM, prepared for comparison.
 #[derive(Debug)]
 pub struct Comparable<'a> {
     table: &'a Table,
-    /// Of each frame, a key; 0 of one that cannot be had from here.
+    /// A key for each frame; 0 if the frame must not be taken from this snapshot.
     keys: Vec<u64>,
 }
 
 impl<'a> Comparable<'a> {
-    /// That of `table`, without the frames in `but`, which do not lie in its own memory.
+    /// The RAM of `table` without the frames in `but`, which are not in this snapshot's own memory.
     #[must_use]
     pub fn of(table: &'a Table, but: &[Range<u32>]) -> Self {
         let mut keys = vec![0; table.frames() as usize];
@@ -74,14 +77,16 @@ impl<'a> Comparable<'a> {
         self.keys.get(frame as usize).copied().unwrap_or(0)
     }
 
-    /// How many frames from `here` on have the keys of `other` from `there` on.
+    /// Number of frames from `here` on that have the keys of `other` from `there` on.
     fn alike_from(&self, here: u32, other: &Self, there: u32) -> u32 {
-        let (ours, theirs) = (&self.keys[here as usize..], other.keys.get(there as usize..).unwrap_or(&[]));
+        let (ours, theirs) =
+            (&self.keys[here as usize..], other.keys.get(there as usize..).unwrap_or(&[]));
         let row = ours.iter().zip(theirs).take_while(|(a, b)| a == b && **a != 0).count();
         u32::try_from(row).unwrap_or(0)
     }
 
-    /// How many frames before `here`, of at most `most`, have the keys of `other` before `there`.
+    /// Number of frames before `here`, at most `most`, that have the keys of `other` before
+    /// `there`.
     fn alike_before(&self, here: u32, other: &Self, there: u32, most: u32) -> u32 {
         let same = |n: &u32| {
             let key = self.key(here - n);
@@ -91,7 +96,7 @@ impl<'a> Comparable<'a> {
     }
 }
 
-/// What the `n`-th frame of a run is known by; nothing where it is zero.
+/// The content of the `n`-th frame of a run; `None` if it is zero or free.
 fn content(table: &Table, kind: Kind, n: u32) -> Option<Content<'_>> {
     match kind {
         Kind::Zero | Kind::Free => None,
@@ -103,7 +108,7 @@ fn content(table: &Table, kind: Kind, n: u32) -> Option<Content<'_>> {
     }
 }
 
-/// Whether all of a row is the same, beyond its keys.
+/// Whether a row has equal contents, and not only equal keys.
 fn is_true(table: &Table, other: &Table, row: &Alike) -> bool {
     let of = |table: &'_ Table, frame: u32| -> Option<(Kind, u32)> {
         let run = table.from_frame(frame)?;
@@ -117,7 +122,8 @@ fn is_true(table: &Table, other: &Table, row: &Alike) -> bool {
             return false;
         };
         let together = left.min(left_there).min(row.frames - n);
-        let same = |n| content(table, ours, n).is_some_and(|ours| content(other, theirs, n) == Some(ours));
+        let same =
+            |n| content(table, ours, n).is_some_and(|ours| content(other, theirs, n) == Some(ours));
         if !(0..together).all(same) {
             return false;
         }
@@ -126,10 +132,15 @@ fn is_true(table: &Table, other: &Table, row: &Alike) -> bool {
     true
 }
 
-/// The rows of at least `least` frames of `ram` that `others` have too, ascending and apart: the `most` longest that were found. Only within one
-/// tenant's namespace: other tenants' tables have no rows.
+/// The rows of at least `least` frames that `ram` has in common with `others`: the `most` longest
+/// ones found, in ascending order and without overlap. Snapshots of other tenants give no rows.
 #[must_use]
-pub fn alike(ram: &Comparable<'_>, others: &[Comparable<'_>], least: u32, most: usize) -> Vec<Alike> {
+pub fn alike(
+    ram: &Comparable<'_>,
+    others: &[Comparable<'_>],
+    least: u32,
+    most: usize,
+) -> Vec<Alike> {
     let ours = |other: &Comparable<'_>| other.table.tenant == ram.table.tenant;
     let others: Vec<(usize, &Comparable<'_>)> =
         others.iter().enumerate().filter(|(_, other)| ours(other)).collect();
@@ -146,16 +157,22 @@ pub fn alike(ram: &Comparable<'_>, others: &[Comparable<'_>], least: u32, most: 
     let (mut frame, mut free_from) = (0, 0);
     while frame < ram.table.frames() {
         let key = ram.key(frame);
-        // One that was made from the other has most of it where that has it.
+        // A snapshot made from another one has most common frames at the same place.
         let in_place =
             others.iter().enumerate().filter(|(_, (_, other))| key != 0 && other.key(frame) == key);
         let elsewhere = places.get(&key).filter(|_| key != 0).copied();
-        let found = in_place.map(|(number, _)| (number, frame)).chain(elsewhere).map(|(number, there)| {
-            let other = others[number].1;
-            let before = ram.alike_before(frame, other, there, frame - free_from);
-            let frames = before + ram.alike_from(frame, other, there);
-            Alike { first: frame - before, frames, other: others[number].0, from: there - before }
-        });
+        let found =
+            in_place.map(|(number, _)| (number, frame)).chain(elsewhere).map(|(number, there)| {
+                let other = others[number].1;
+                let before = ram.alike_before(frame, other, there, frame - free_from);
+                let frames = before + ram.alike_from(frame, other, there);
+                Alike {
+                    first: frame - before,
+                    frames,
+                    other: others[number].0,
+                    from: there - before,
+                }
+            });
         match found.max_by_key(|row| row.frames).filter(|row| row.frames >= least) {
             Some(row) => {
                 frame = row.first + row.frames;
@@ -167,7 +184,9 @@ pub fn alike(ram: &Comparable<'_>, others: &[Comparable<'_>], least: u32, most: 
     }
     rows.sort_by_key(|row| std::cmp::Reverse(row.frames));
     rows.truncate(most);
-    let of = |number: usize| others.iter().find(|(other, _)| *other == number).map(|(_, other)| other.table);
+    let of = |number: usize| {
+        others.iter().find(|(other, _)| *other == number).map(|(_, other)| other.table)
+    };
     rows.retain(|row| of(row.other).is_some_and(|other| is_true(ram.table, other, row)));
     rows.sort_unstable_by_key(|row| row.first);
     rows

@@ -1,10 +1,10 @@
 use super::super::table::Run;
 use super::*;
 use crate::fixture::name;
-use crate::manifest::FileRef;
+use crate::objects::types::FileRef;
 use proptest::prelude::*;
 
-/// RAM whose frames hold these pages, 0 for zeroes; those above 1000 are blocks of a file.
+/// RAM with these pages, 0 for zeroes; numbers above 1000 are blocks of a file.
 fn table(tenant: &str, frames: &[u32]) -> Table {
     let digest = |n: u32| Digest(*blake3::hash(&n.to_le_bytes()).as_bytes());
     let mut hashes = Vec::new();
@@ -37,12 +37,13 @@ fn found(
     least: u32,
     most: usize,
 ) -> Vec<(u32, u32, usize, u32)> {
-    let others: Vec<Comparable<'_>> = others.iter().map(|(table, but)| Comparable::of(table, but)).collect();
+    let others: Vec<Comparable<'_>> =
+        others.iter().map(|(table, but)| Comparable::of(table, but)).collect();
     let rows = alike(&Comparable::of(ram, &[]), &others, least, most);
     rows.iter().map(|row| (row.first, row.frames, row.other, row.from)).collect()
 }
 
-/// Pages in a row.
+/// Consecutive pages.
 fn row(first: u32, count: u32) -> Vec<u32> {
     (first..first + count).collect()
 }
@@ -50,15 +51,17 @@ fn row(first: u32, count: u32) -> Vec<u32> {
 #[test]
 fn rows_are_found_in_place_and_elsewhere_and_the_longest_are_kept() {
     let parent = table("one", &[row(1, 40), vec![0; 8], row(1001, 20)].concat());
-    let child = table("one", &[row(1, 20), row(500, 3), row(24, 17), row(1003, 18), row(300, 9)].concat());
+    let child =
+        table("one", &[row(1, 20), row(500, 3), row(24, 17), row(1003, 18), row(300, 9)].concat());
     let all: [(&Table, &[Range<u32>]); 1] = [(&parent, &[])];
     assert_eq!(found(&child, &all, 16, 9), [(0, 20, 0, 0), (23, 17, 0, 23), (40, 18, 0, 50)]);
     assert_eq!(found(&child, &all, 18, 9), [(0, 20, 0, 0), (40, 18, 0, 50)]);
     assert_eq!(found(&child, &all, 16, 1), [(0, 20, 0, 0)]);
-    // What lies in another's memory is no memory to be had from there.
+    // Frames that the other snapshot has from a third one cannot be taken from it.
     assert_eq!(found(&child, &[(&parent, &[0..30, 50..99])], 8, 9), [(30, 10, 0, 30)]);
     let none = 0..99;
-    let second: [(&Table, &[Range<u32>]); 2] = [(&parent, std::slice::from_ref(&none)), (&parent, &[])];
+    let second: [(&Table, &[Range<u32>]); 2] =
+        [(&parent, std::slice::from_ref(&none)), (&parent, &[])];
     assert_eq!(found(&child, &second, 18, 9), [(0, 20, 1, 0), (40, 18, 1, 50)]);
 }
 
@@ -74,7 +77,7 @@ fn blocks_of_other_files_are_other_pages() {
     let ours = table("one", &row(1001, 32));
     let mut theirs = ours.clone();
     theirs.disks[0][0].0[31] ^= 1;
-    // Their keys are the same, what they stand for is not.
+    // The keys are equal, the contents are not.
     assert_eq!(found(&ours, &[(&theirs, &[])], 1, 9), []);
 }
 

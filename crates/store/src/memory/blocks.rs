@@ -1,25 +1,26 @@
-//! The index of a disk file's blocks by content: for every 4 KiB block that is not all zero 8 bytes of its hash and its number. Layout and
-//! order of checks: `docs/snapshot-format.md`, "Block index".
+//! The index of a disk file's blocks by content. For every 4 KiB block that is not all zero it has
+//! 8 bytes of the block's hash and the block's number. Layout and order of checks:
+//! `docs/snapshot-format.md`, "Block index".
 //!
-//! Made once for each content, kept as `blocks/<sparse digest of the file>`, and made again when it is damaged: it is a cache. A hit is a hint; whoever
-//! uses it compares the bytes.
+//! An index is made once for each content, kept as `blocks/<sparse digest of the file>`, and made
+//! again if it is damaged: it is a cache. A hit is a hint; callers compare the bytes.
 
-use crate::Inner;
 use crate::blob::IfTaken;
-use crate::digest::Digest;
 use crate::errors::{Damage, IoError, IoResult};
+use crate::inner::Inner;
 use crate::meter::Meter;
 use crate::pages::PagesError;
 use crate::pages::pack::PAGE;
 use crate::pages::put::{MAX_FILE_PAGES, pieces, read_piece};
 use crate::sparse::is_zero;
 use crate::workers;
+use dayfly_units::Digest;
 use dayfly_units::sealed::{self, HEADER_BYTES, Magic};
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// The folder of the indexes; made when the first one is.
+/// The folder of the indexes, created with the first index.
 pub(crate) const BLOCKS: &str = "blocks";
 const MAGIC: Magic = *b"DFblkix\n";
 const VERSION: u32 = 1;
@@ -27,12 +28,12 @@ const FIXED_BYTES: usize = 40;
 const ENTRY_BYTES: usize = 12;
 const MAX_BYTES: u64 = FIXED_BYTES as u64 + MAX_FILE_PAGES * ENTRY_BYTES as u64;
 
-/// The blocks of one file by content.
+/// Index of the blocks of one file.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct BlockIndex {
-    /// Ascending, each once.
+    /// Hash prefixes, ascending, each once.
     prefixes: Vec<u64>,
-    /// Of each prefix the first block that has it.
+    /// For each prefix the first block that has it.
     blocks: Vec<u32>,
 }
 
@@ -41,15 +42,17 @@ fn prefix(hash: &Digest) -> u64 {
 }
 
 impl BlockIndex {
-    /// Reads and hashes all of `file`, but for its holes.
+    /// Reads and hashes all of `file`; holes are skipped.
     fn of(file: &File, path: &Path, meter: &Meter) -> Result<Self, PagesError> {
         let pieces = pieces(file, path)?;
-        let found = workers::map(pieces.len(), Vec::new, |buffer, n| -> IoResult<Vec<(u64, u32)>> {
-            let (at, bytes) = read_piece(file, &pieces[n], buffer, path)?;
-            meter.add(bytes.len() as u64);
-            let blocks = (at..).zip(bytes.chunks_exact(PAGE)).filter(|(_, block)| !is_zero(block));
-            Ok(blocks.map(|(number, block)| (prefix(&Digest::of(block)), number)).collect())
-        })?;
+        let found =
+            workers::map(pieces.len(), Vec::new, |buffer, n| -> IoResult<Vec<(u64, u32)>> {
+                let (at, bytes) = read_piece(file, &pieces[n], buffer, path)?;
+                meter.add(bytes.len() as u64);
+                let blocks =
+                    (at..).zip(bytes.chunks_exact(PAGE)).filter(|(_, block)| !is_zero(block));
+                Ok(blocks.map(|(number, block)| (prefix(&Digest::of(block)), number)).collect())
+            })?;
         let mut entries: Vec<(u64, u32)> = found.into_iter().flatten().collect();
         entries.sort_unstable();
         entries.dedup_by_key(|(prefix, _)| *prefix);
@@ -57,7 +60,7 @@ impl BlockIndex {
         Ok(Self { prefixes, blocks })
     }
 
-    /// Whether the file `name` of `dir` is the index of the blocks of `of`.
+    /// Checks that the file `name` of `dir` is a valid block index for the digest `of`.
     pub(crate) fn check(dir: &crate::blob::Dir, name: &str, of: &Digest) -> Result<(), PagesError> {
         let bytes = read(dir, name)?;
         Ok(Self::decode(&dir.path().join(name), of, &bytes).map(drop)?)
@@ -87,7 +90,11 @@ impl BlockIndex {
             got,
         };
         let Some((fixed, rest)) = payload.split_at_checked(FIXED_BYTES) else {
-            return Err(wrong("payload", format!("at least {FIXED_BYTES} bytes"), payload.len().to_string()));
+            return Err(wrong(
+                "payload",
+                format!("at least {FIXED_BYTES} bytes"),
+                payload.len().to_string(),
+            ));
         };
         if fixed[..32] != of.0 {
             return Err(wrong("digest of the file", of.to_string(), hex::encode(&fixed[..32])));
@@ -97,16 +104,20 @@ impl BlockIndex {
             return Err(wrong("blocks", (rest.len() / ENTRY_BYTES).to_string(), count.to_string()));
         }
         let (prefixes, blocks) = rest.split_at(rest.len() / ENTRY_BYTES * 8);
-        let prefixes: Vec<u64> = prefixes.as_chunks().0.iter().map(|p| u64::from_le_bytes(*p)).collect();
+        let prefixes: Vec<u64> =
+            prefixes.as_chunks().0.iter().map(|p| u64::from_le_bytes(*p)).collect();
         if !prefixes.is_sorted_by(|a, b| a < b) {
             return Err(wrong("prefixes", "ascending".to_owned(), "another order".to_owned()));
         }
-        Ok(Self { prefixes, blocks: blocks.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).collect() })
+        Ok(Self {
+            prefixes,
+            blocks: blocks.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).collect(),
+        })
     }
 }
 
 impl Inner {
-    /// The index of `file`, whose sparse digest was verified.
+    /// The index of `file`, whose sparse digest `of` the caller has verified.
     pub(crate) fn block_index(
         &self,
         of: &Digest,
@@ -125,7 +136,7 @@ impl Inner {
         }
         let index = BlockIndex::of(file, &path, meter)?;
         if let Err(error) = self.keep_block_index(&dir, &name, &index.encode(of)) {
-            // It is a cache: the work goes on without.
+            // The index is a cache, so the work continues without it.
             tracing::warn!(%error, cause = %error.source, "not keeping an index of blocks");
         }
         Ok(index)
@@ -141,7 +152,7 @@ impl Inner {
     }
 }
 
-/// The bytes of a sealed file, no longer than it may be.
+/// Reads a sealed file; stops one byte past the longest valid length.
 fn read(dir: &crate::blob::Dir, name: &str) -> Result<Vec<u8>, PagesError> {
     let file = dir.open(name)?;
     let io = |e| IoError::new("reading", &dir.path().join(name))(e);

@@ -1,6 +1,6 @@
 use super::*;
-use crate::Store;
 use crate::fixture_pages::{file, golden, page, ram};
+use crate::inner::Store;
 use std::fs;
 
 #[test]
@@ -9,7 +9,8 @@ fn every_block_that_is_not_zero_is_found_and_no_other() {
     let index = BlockIndex::of(&disk, Path::new("disk"), &crate::Meter::default()).unwrap();
     for n in 0..500_u64 {
         let found = index.find(&Digest::of(&page(n)));
-        let expected = if n < 300 && !n.is_multiple_of(7) { Some(u32::try_from(n).unwrap()) } else { None };
+        let expected =
+            if n < 300 && !n.is_multiple_of(7) { Some(u32::try_from(n).unwrap()) } else { None };
         assert_eq!(found, expected, "{n}");
     }
 }

@@ -1,12 +1,14 @@
-//! What each frame of RAM is: zero, free, a block of a disk, or a page.
+//! Classifies each frame of RAM: zero, free, a block of a disk, or a page.
 //!
-//! A page that equals a block of the snapshot's own disks is not stored: it is on disk already, and most of a guest's memory may be such pages (Efficiently
-//! Restoring VMs, section 2.1: the page cache often is 80 % of RAM). There the hypervisor's record of transfers is believed; here every hint, the
-//! record's and the block index's, is only the place to look: the bytes are compared before a reference is made.
+//! A page that equals a block of the snapshot's own disks is not stored, because it is on disk
+//! already. Most of a guest's memory may be such pages (Efficiently Restoring VMs, section 2.1: the
+//! page cache often is 80 % of RAM).
+//!
+//! The paper trusts the hypervisor's record of transfers. Here the record and the block index only
+//! give hints: the bytes are compared before a reference is made.
 
 use super::blocks::BlockIndex;
-use super::{BlockHint, MemorySpec};
-use crate::digest::Digest;
+use super::types::{BlockHint, MemorySpec};
 use crate::errors::{IoError, IoResult};
 use crate::meter::Meter;
 use crate::pages::PagesError;
@@ -14,12 +16,12 @@ use crate::pages::pack::PAGE;
 use crate::pages::put::{pieces, read_piece};
 use crate::sparse::{SparseHasher, is_zero};
 use crate::workers;
-use dayfly_units::PAGE_SIZE;
+use dayfly_units::{Digest, PAGE_SIZE};
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// A frame.
+/// A frame, classified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Frame {
     Zero,
@@ -28,16 +30,16 @@ pub(crate) enum Frame {
     Page(Digest),
 }
 
-/// How the references to disk came about, for the report.
+/// How many hints of the block device's record were right.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Hints {
-    /// Hints of the record that held.
-    pub(crate) held: u64,
-    /// Hints of the record that did not.
+    /// Hints whose block equals the page.
+    pub(crate) right: u64,
+    /// Hints whose block differs.
     pub(crate) wrong: u64,
 }
 
-/// Which frames are free: not all of a range need be in RAM.
+/// A flag for each frame: whether it is free. Ranges beyond RAM are cut.
 pub(super) struct FreeFrames(Vec<bool>);
 
 impl FreeFrames {
@@ -55,17 +57,17 @@ impl FreeFrames {
     }
 }
 
-/// Everything that frames are compared with.
+/// The inputs of the classification.
 pub(super) struct Sources<'a> {
     pub(super) spec: &'a MemorySpec<'a>,
     pub(super) free: &'a FreeFrames,
-    /// For each disk and layer.
+    /// For each disk, and each of its files, the block index.
     pub(super) indexes: &'a [Vec<BlockIndex>],
     pub(super) path: &'a Path,
     pub(super) meter: &'a Meter,
 }
 
-/// Every frame of RAM.
+/// Classifies every frame of RAM.
 pub(super) fn classify(sources: &Sources, frames: u32) -> Result<(Vec<Frame>, Hints), PagesError> {
     let mut hints: HashMap<u32, Vec<BlockHint>> = HashMap::new();
     for (frame, hint) in sources.spec.known.hints {
@@ -83,7 +85,7 @@ pub(super) fn classify(sources: &Sources, frames: u32) -> Result<(Vec<Frame>, Hi
                 let hints = hints.get(&frame).map_or(&[][..], Vec::as_slice);
                 kinds.push(sources.frame(frame, page, hints, block, &mut tally)?);
             }
-            // The other half is told by `ram_digest`, which reads the same bytes beside this.
+            // Half, because `ram_digest` reads the same bytes and counts the other half.
             sources.meter.add(bytes.len() as u64 / 2);
             Ok((first, kinds, tally))
         },
@@ -96,7 +98,7 @@ pub(super) fn classify(sources: &Sources, frames: u32) -> Result<(Vec<Frame>, Hi
         if let Some(slots) = all.get_mut(first..first + kinds.len()) {
             slots.copy_from_slice(&kinds);
         }
-        tally.held += of_piece.held;
+        tally.right += of_piece.right;
         tally.wrong += of_piece.wrong;
     }
     Ok((all, tally))
@@ -120,7 +122,7 @@ impl Sources<'_> {
         let hash = Digest::of(page);
         for hint in hints {
             if self.equals(*hint, page, buffer)? {
-                tally.held += 1;
+                tally.right += 1;
                 return Ok(Frame::Disk(*hint, hash));
             }
             tally.wrong += 1;
@@ -137,7 +139,7 @@ impl Sources<'_> {
         Ok(Frame::Page(hash))
     }
 
-    /// Whether that block is this page. One that is not there is not.
+    /// Whether the block equals the page; `false` if the block does not exist.
     fn equals(&self, at: BlockHint, page: &[u8], buffer: &mut [u8]) -> IoResult<bool> {
         let layers = self.spec.disks.get(usize::from(at.disk));
         let Some(layer) = layers.and_then(|layers| layers.get(usize::from(at.layer))) else {
@@ -151,7 +153,7 @@ impl Sources<'_> {
     }
 }
 
-/// The sparse digest of RAM as it will be restored: free frames read as zeroes.
+/// The sparse digest of RAM as restored: free frames count as zeroes.
 pub(super) fn ram_digest(
     spec: &MemorySpec,
     free: &FreeFrames,
@@ -162,7 +164,8 @@ pub(super) fn ram_digest(
     let mut buffer = Vec::new();
     for piece in pieces(spec.memory, path)? {
         let (first, bytes) = read_piece(spec.memory, &piece, &mut buffer, path)?;
-        for (frame, page) in (first..).zip(bytes.chunks_exact(PAGE)).filter(|(n, _)| !free.has(*n)) {
+        for (frame, page) in (first..).zip(bytes.chunks_exact(PAGE)).filter(|(n, _)| !free.has(*n))
+        {
             hasher.update(u64::from(frame) * PAGE_SIZE, page);
         }
         meter.add(bytes.len() as u64 / 2);

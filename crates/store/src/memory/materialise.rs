@@ -1,11 +1,11 @@
-//! Writing a snapshot's RAM from its table: packs read in the order their pages lie in, on all cores, every page hashed before it is written.
+//! Writes a snapshot's RAM from its table. Packs are read in the order of their pages, on all
+//! cores; every page is hashed before it is written.
 //!
-//! The hashes of all frames written, those of disk blocks included, must add up to the table's digest of frames: so what was written is
-//! RAM, bit for bit, without reading it again.
+//! The hashes of all frames written, including those of disk blocks, must combine to the table's
+//! digest of frames. This proves the written RAM without reading it again.
 
-use super::table::{FramesDigest, Kind, Table};
-use super::{DiskLayer, Run};
-use crate::digest::Digest;
+use super::table::{FramesDigest, Kind, Run, Table};
+use super::types::DiskLayer;
 use crate::errors::{Damage, IoError, IoResult};
 use crate::meter::Meter;
 use crate::pages::pack::PAGE;
@@ -14,29 +14,31 @@ use crate::pages::read::Given;
 use crate::pages::space::Space;
 use crate::pages::{PagesError, Tenant};
 use crate::workers;
-use dayfly_units::PAGE_SIZE;
+use dayfly_units::{Digest, PAGE_SIZE};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// What RAM was made of, in frames.
+/// The origin of RAM, in frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Materialised {
-    /// Pages of the tenant's namespace.
+    /// Frames from pages of the tenant's namespace.
     pub pages: u64,
-    /// Blocks of the snapshot's disks.
+    /// Frames from blocks of the snapshot's disks.
     pub disk: u64,
-    /// Left as holes.
+    /// Frames left as holes: zero and free.
     pub zero: u64,
 }
 
 impl Tenant {
-    /// Writes the RAM that `table` tells to the empty file `to`; zero and free frames stay holes. `disks` are the files that the table refers to, verified.
-    /// Hold a lease of the table's pages ([`Tenant::lease`]) unless its snapshot stays.
+    /// Writes the RAM that `table` describes to the empty file `to`; zero and free frames stay
+    /// holes. `disks` are the files that the table refers to, verified by the caller. Hold a lease
+    /// of the table's pages ([`Tenant::lease`]) unless the snapshot cannot be removed meanwhile.
     ///
     /// # Errors
-    /// `Invalid`: `to` is not empty, or the table is not of this tenant or refers to other files than `disks`. `Damage`: a page is missing or
-    /// damaged, or the whole is not what the table says. `to` then holds a part, in which every page is right.
+    /// `Invalid`: `to` is not empty, or the table is of another tenant, or the table refers to
+    /// other files than `disks`. `Damage`: a page is missing or damaged, or RAM as a whole differs
+    /// from the table's digest. `to` then holds a part of RAM, in which every page is right.
     pub fn materialise(
         &self,
         table: &Table,
@@ -45,7 +47,14 @@ impl Tenant {
     ) -> Result<Materialised, PagesError> {
         self.check(table, disks)?;
         let meter = &Meter::default();
-        let job = Job { space: &self.space, table, disks, to: Some(to), path: self.space.dir.path(), meter };
+        let job = Job {
+            space: &self.space,
+            table,
+            disks,
+            to: Some(to),
+            path: self.space.dir.path(),
+            meter,
+        };
         let io = |e| IoError::new("writing RAM to a file for", job.path)(e);
         let length = to.metadata().map_err(io)?.len();
         if length != 0 {
@@ -57,8 +66,9 @@ impl Tenant {
         job.run()
     }
 
-    /// Whether the hashes of the table's pages, and its blocks as they are on disk now, make the RAM that the table says. The pages
-    /// themselves are not read: whoever asks has hashed them. Tells `meter` of the blocks.
+    /// Checks that the table's hashes and the disk blocks as they are now combine to the table's
+    /// digest of frames. Pages are not read: the caller has hashed them. `meter` counts the bytes
+    /// of the blocks.
     pub(crate) fn prove(
         &self,
         table: &Table,
@@ -66,22 +76,31 @@ impl Tenant {
         meter: &Meter,
     ) -> Result<(), PagesError> {
         self.check(table, disks)?;
-        let job = Job { space: &self.space, table, disks, to: None, path: self.space.dir.path(), meter };
+        let job =
+            Job { space: &self.space, table, disks, to: None, path: self.space.dir.path(), meter };
         let blocks = job.blocks()?;
         job.prove(&blocks)
     }
 
-    /// Whether the table is of this tenant, and of these disks.
+    /// Checks that the table is of this tenant and of these disks.
     fn check(&self, table: &Table, disks: &[Vec<DiskLayer>]) -> Result<(), PagesError> {
         if table.tenant != self.space.tenant {
             let (expected, got) = (self.space.tenant.to_string(), table.tenant.to_string());
-            return Err(PagesError::Invalid { place: "tenant of the table".to_owned(), expected, got });
+            return Err(PagesError::Invalid {
+                place: "tenant of the table".to_owned(),
+                expected,
+                got,
+            });
         }
         let given = disks.iter().map(|disk| disk.iter().map(|layer| layer.digest).collect());
         let given: Vec<Vec<Digest>> = given.collect();
         if given != table.disks {
             let (expected, got) = (format!("{given:?}"), format!("{:?}", table.disks));
-            return Err(PagesError::Invalid { place: "disks of the table".to_owned(), expected, got });
+            return Err(PagesError::Invalid {
+                place: "disks of the table".to_owned(),
+                expected,
+                got,
+            });
         }
         Ok(())
     }
@@ -91,13 +110,13 @@ struct Job<'a> {
     space: &'a Space,
     table: &'a Table,
     disks: &'a [Vec<DiskLayer<'a>>],
-    /// Nowhere, where RAM is only to be proven.
+    /// The file to write; `None` to prove RAM without writing it.
     to: Option<&'a File>,
     path: &'a Path,
     meter: &'a Meter,
 }
 
-/// A run of frames, and the hashes of what was written there.
+/// A run of frames with the hash of each frame written.
 type Written = (Run, Vec<Digest>);
 
 impl Job<'_> {
@@ -109,17 +128,19 @@ impl Job<'_> {
         Ok(Materialised { pages, disk, zero: u64::from(self.table.frames()) - pages - disk })
     }
 
-    /// Writes all frames that are pages, and tells how many.
+    /// Writes all frames that are pages, and returns their number.
     fn pages(&self) -> Result<u64, PagesError> {
-        let frames: Vec<u32> = self.runs(|kind| matches!(kind, Kind::Page { .. })).flat_map(of_run).collect();
+        let frames: Vec<u32> =
+            self.runs(|kind| matches!(kind, Kind::Page { .. })).flat_map(of_run).collect();
         let hash = |frame: u32| match self.table.from_frame(frame).map(|run| run.kind) {
             Some(Kind::Page { hash }) => self.table.hashes[hash as usize],
-            // `frames` has none of these.
+            // Unreachable, because `frames` contains only page frames.
             _ => Digest([0; 32]),
         };
         self.space.scatter(&frames, &hash, &|bytes, pages| {
-            // Frames that follow each other, of pages that do, are one write.
-            let joined = |a: &Given, b: &Given| a.tag.checked_add(1) == Some(b.tag) && a.at + PAGE == b.at;
+            // Consecutive frames whose pages are consecutive in the group become one write.
+            let joined =
+                |a: &Given, b: &Given| a.tag.checked_add(1) == Some(b.tag) && a.at + PAGE == b.at;
             for run in pages.chunk_by(joined) {
                 self.write(run[0].tag, &bytes[run[0].at..run[0].at + run.len() * PAGE])?;
             }
@@ -138,7 +159,7 @@ impl Job<'_> {
         to.write_all_at(bytes, at).map_err(IoError::new("writing RAM to a file for", self.path))
     }
 
-    /// Copies all frames that are blocks, in the order they lie in on disk; gives their hashes by frame.
+    /// Copies all frames that are blocks, in disk order. Returns their hashes in frame order.
     fn blocks(&self) -> Result<Vec<Written>, PagesError> {
         let most = u32::try_from(PIECE_BYTES / PAGE_SIZE).unwrap_or(1);
         let mut pieces = Vec::new();
@@ -162,8 +183,11 @@ impl Job<'_> {
 
     fn copy(&self, run: Run, buffer: &mut Vec<u8>) -> Result<Vec<Digest>, PagesError> {
         let Kind::Disk { disk, layer, block } = run.kind else { return Ok(Vec::new()) };
-        let file = self.disks.get(usize::from(disk)).and_then(|layers| layers.get(usize::from(layer)));
-        let what = || format!("blocks {block} to {} of layer {layer} of disk {disk}", block + run.frames - 1);
+        let file =
+            self.disks.get(usize::from(disk)).and_then(|layers| layers.get(usize::from(layer)));
+        let what = || {
+            format!("blocks {block} to {} of layer {layer} of disk {disk}", block + run.frames - 1)
+        };
         let missing = || Damage::Missing {
             file: self.path.to_owned(),
             what: what(),
@@ -180,7 +204,7 @@ impl Job<'_> {
         Ok(buffer.chunks_exact(PAGE).map(Digest::of).collect())
     }
 
-    /// Whether what was written is what the table says RAM is.
+    /// Compares the digest of the frames written with the table's.
     fn prove(&self, blocks: &[Written]) -> Result<(), PagesError> {
         let mut blocks = blocks.iter().flat_map(|(run, hashes)| of_run(*run).zip(hashes));
         let mut digest = FramesDigest::default();
@@ -207,7 +231,7 @@ impl Job<'_> {
     }
 }
 
-/// The frames of a run.
+/// The frames of a run, as a range.
 fn of_run(run: Run) -> std::ops::Range<u32> {
     run.first..run.first + run.frames
 }

@@ -1,78 +1,86 @@
-//! The table of a snapshot's RAM: what each frame is. Layout and order of checks: `docs/snapshot-format.md`, "Table".
+//! The table of a snapshot's RAM: the kind of every frame. Layout and order of checks:
+//! `docs/snapshot-format.md`, "Table".
 
-use crate::digest::Digest;
 use crate::errors::Damage;
-use crate::manifest::{FileRef, MAX_DISKS, MAX_LAYERS};
+use crate::objects::manifest::{MAX_DISKS, MAX_LAYERS};
+use crate::objects::types::FileRef;
 use crate::pages::pack::{PAGE, tenant_field};
-use dayfly_units::Name;
 use dayfly_units::sealed::{self, HEADER_BYTES, Magic};
+use dayfly_units::{Digest, Name};
 use std::path::Path;
 
 pub(crate) const MAGIC: Magic = *b"DFtable\n";
 pub(crate) const VERSION: u32 = 1;
-/// The most frames: 256 GiB of RAM.
+/// The most frames of a table: 256 GiB of RAM.
 pub const MAX_FRAMES: u32 = 1 << 26;
 const FIXED_BYTES: usize = 152;
 const RUN_BYTES: usize = 12;
 const HASH_BYTES: usize = 32;
-/// The longest payload: every frame a run and a page of its own.
+/// The longest payload in bytes: one run and one page for every frame, and 1 MiB for the rest.
 pub(crate) const MAX_BYTES: u64 = MAX_FRAMES as u64 * (RUN_BYTES + HASH_BYTES) as u64 + (1 << 20);
 /// Blocks of the largest disk, 1 TiB.
 const MAX_BLOCKS: u32 = 1 << 28;
 
-/// What a frame is.
+/// The kind of a frame, and where its content is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Zeroes.
+    /// All zero.
     Zero,
-    /// Not in use by the guest; reads as zeroes after a restore.
+    /// Unused by the guest; reads as zeroes after a restore.
     Free,
-    /// A block of one of the snapshot's own disks; of a run the block of its first frame, the others follow.
+    /// A block of one of the snapshot's own disks. For a run it is the block of the first frame;
+    /// the other blocks follow it.
     Disk {
-        /// Which disk, from 0.
+        /// Number of the disk, from 0.
         disk: u8,
         /// 0 for the image, n for the n-th frozen layer, the lowest first.
         layer: u8,
-        /// The bytes from `block` × 4096 of that file.
+        /// The block at byte `block` × 4096 of that file.
         block: u32,
     },
-    /// A page of the tenant's namespace; of a run the place of the first frame's hash in [`Table::hashes`], the others follow.
+    /// A page of the tenant's namespace. For a run it is the hash of the first frame; the other
+    /// hashes follow it.
     Page {
-        /// Which hash.
+        /// Index in [`Table::hashes`].
         hash: u32,
     },
 }
 
-/// Frames in a row that are alike.
+/// Consecutive frames of one kind and colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// The first: its bytes begin at `first` × 4096 of RAM.
+    /// The first frame; its bytes begin at `first` × 4096 of RAM.
     pub first: u32,
-    /// How many; not 0.
+    /// Number of frames; not 0.
     pub frames: u32,
-    /// What they are.
+    /// The frames' kind.
     pub kind: Kind,
-    /// What the guest uses them for; 0 is unknown.
+    /// The frames' colour, the guest's use of them; 0 means unknown.
     pub colour: u8,
 }
 
 /// The table of a snapshot's RAM, verified.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
-    /// In whose namespace its pages are.
+    /// The tenant whose namespace has the pages.
     pub tenant: Name,
-    /// RAM as it will be restored: its sparse digest ([`crate::sparse`]), length, and bytes in pages that are not all zero.
+    /// RAM as restored: its sparse digest ([`crate::sparse`]), its length, and its bytes in pages
+    /// that are not all zero.
     pub ram: FileRef,
-    /// Of the same bytes, but such that it can be computed on many cores, and from pages that were verified one by one: see [`FramesDigest`].
+    /// A second digest of RAM, which can be computed on many cores from pages verified one by one:
+    /// see [`FramesDigest`].
     pub frames_digest: Digest,
-    /// The files that its frames may refer to: for each disk the sparse digests of its image and of its layers' data.
+    /// The files that frames may refer to: for each disk the sparse digests of its image and of its
+    /// layers' data.
     pub disks: Vec<Vec<Digest>>,
     pub(super) runs: Vec<Run>,
     pub(super) hashes: Vec<Digest>,
 }
 
-/// BLAKE3 over `dayfly frames 1\n`, for every frame that is not all zero, in order, its number as u32 little-endian and the BLAKE3 of its
-/// 4096 bytes, and at the end the number of frames as u32.
+/// The digest of frames: BLAKE3 over `dayfly frames 1\n`, an entry for every frame that is not all
+/// zero, in order, and the number of frames as u32 little-endian.
+///
+/// An entry is the frame's number as u32 little-endian and the BLAKE3 of its 4096 bytes.
 #[derive(Debug)]
 pub struct FramesDigest(blake3::Hasher);
 
@@ -85,7 +93,7 @@ impl Default for FramesDigest {
 }
 
 impl FramesDigest {
-    /// The next frame that is not all zero.
+    /// Adds the next frame that is not all zero.
     pub fn frame(&mut self, number: u32, hash: &Digest) {
         let mut entry = [0; 36];
         entry[..4].copy_from_slice(&number.to_le_bytes());
@@ -93,7 +101,7 @@ impl FramesDigest {
         self.0.update(&entry);
     }
 
-    /// The digest of this many frames.
+    /// The digest of RAM with `frames` frames.
     #[must_use]
     pub fn finish(mut self, frames: u32) -> Digest {
         self.0.update(&frames.to_le_bytes());
@@ -102,25 +110,25 @@ impl FramesDigest {
 }
 
 impl Table {
-    /// Frames of RAM, 4096 bytes each.
+    /// Number of frames of RAM, 4096 bytes each.
     #[must_use]
     pub fn frames(&self) -> u32 {
         self.runs.last().map_or(0, |run| run.first + run.frames)
     }
 
-    /// What the frames are, in order, without gaps.
+    /// The runs of frames, in order, without gaps.
     #[must_use]
     pub fn runs(&self) -> &[Run] {
         &self.runs
     }
 
-    /// The hashes of its pages, each once.
+    /// The hashes of all pages, each once.
     #[must_use]
     pub fn hashes(&self) -> &[Digest] {
         &self.hashes
     }
 
-    /// The run that a frame is in, cut so that the frame is its first.
+    /// The part of a run that begins at `frame`; `None` if `frame` is past the end of RAM.
     #[must_use]
     pub fn from_frame(&self, frame: u32) -> Option<Run> {
         let at = self.runs.partition_point(|run| run.first + run.frames <= frame);
@@ -134,12 +142,13 @@ impl Table {
         Some(Run { first: frame, frames: run.frames - skipped, kind, colour: run.colour })
     }
 
-    /// The sealed bytes.
+    /// The sealed bytes of the table.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX).to_le_bytes();
-        let mut out =
-            Vec::with_capacity(FIXED_BYTES + self.runs.len() * RUN_BYTES + self.hashes.len() * HASH_BYTES);
+        let mut out = Vec::with_capacity(
+            FIXED_BYTES + self.runs.len() * RUN_BYTES + self.hashes.len() * HASH_BYTES,
+        );
         for n in [self.frames() as usize, self.runs.len(), self.hashes.len(), self.disks.len()] {
             out.extend_from_slice(&number(n));
         }
@@ -169,7 +178,7 @@ impl Table {
     /// Verifies and decodes the bytes of the table at `path`.
     ///
     /// # Errors
-    /// [`Damage`] names the field, what was expected and what was got.
+    /// [`Damage`] names the field, the expected value and the value found.
     pub fn decode(path: &Path, bytes: &[u8]) -> Result<Self, Damage> {
         let opened = sealed::open(&MAGIC, VERSION..=VERSION, MAX_BYTES, bytes);
         let (_, payload) = opened.map_err(|error| Damage::Seal { file: path.to_owned(), error })?;
@@ -180,9 +189,9 @@ impl Table {
     }
 }
 
-/// A field of the payload that is not what it should be.
+/// A field of the payload with a wrong value.
 struct Wrong {
-    /// Where in the payload.
+    /// Offset in the payload.
     at: usize,
     place: String,
     expected: String,
@@ -193,10 +202,15 @@ fn within(at: usize, place: &str, min: u64, max: u64, got: u64) -> Result<(), Wr
     if (min..=max).contains(&got) {
         return Ok(());
     }
-    Err(Wrong { at, place: place.to_owned(), expected: format!("{min} to {max}"), got: got.to_string() })
+    Err(Wrong {
+        at,
+        place: place.to_owned(),
+        expected: format!("{min} to {max}"),
+        got: got.to_string(),
+    })
 }
 
-/// Takes bytes from the front.
+/// Takes bytes from the front and counts them.
 struct Reader<'a> {
     rest: &'a [u8],
     at: usize,
@@ -254,7 +268,12 @@ fn parse(payload: &[u8]) -> Result<Table, Wrong> {
     let expected = runs as usize * RUN_BYTES + hashes as usize * HASH_BYTES;
     if from.rest.len() != expected {
         let (at, place) = (from.at, "bytes of runs and hashes".to_owned());
-        return Err(Wrong { at, place, expected: expected.to_string(), got: from.rest.len().to_string() });
+        return Err(Wrong {
+            at,
+            place,
+            expected: expected.to_string(),
+            got: from.rest.len().to_string(),
+        });
     }
     let (run_bytes, hash_bytes) = from.rest.split_at(runs as usize * RUN_BYTES);
     let runs = parse_runs(run_bytes, from.at, frames, hashes, &layers)?;
@@ -264,7 +283,8 @@ fn parse(payload: &[u8]) -> Result<Table, Wrong> {
 
 fn parse_tenant(field: &[u8]) -> Result<Name, Wrong> {
     let text = field.get(1..=usize::from(field[0])).and_then(|text| std::str::from_utf8(text).ok());
-    let name = text.and_then(|text| text.parse::<Name>().ok()).filter(|name| tenant_field(name) == field);
+    let name =
+        text.and_then(|text| text.parse::<Name>().ok()).filter(|name| tenant_field(name) == field);
     name.ok_or_else(|| Wrong {
         at: 16,
         place: "tenant".to_owned(),
@@ -311,7 +331,13 @@ fn parse_runs(
         runs.push(Run { first, frames: count, kind, colour });
         first += count;
     }
-    within(at + bytes.len(), "frames of all runs", u64::from(frames), u64::from(frames), u64::from(first))?;
+    within(
+        at + bytes.len(),
+        "frames of all runs",
+        u64::from(frames),
+        u64::from(frames),
+        u64::from(first),
+    )?;
     Ok(runs)
 }
 

@@ -7,7 +7,7 @@ fn path() -> &'static Path {
     Path::new("/snapshots/base/table")
 }
 
-/// One run of each kind.
+/// A table with one run of each kind.
 fn sample() -> Table {
     let digest = |n| Digest([n; 32]);
     let run = |first, frames, kind, colour| Run { first, frames, kind, colour };
@@ -39,7 +39,10 @@ fn the_bytes_of_version_1_are_frozen() {
 fn every_truncation_and_every_flipped_bit_is_refused() {
     let whole = sample().encode();
     for length in 0..whole.len() {
-        assert!(matches!(Table::decode(path(), &whole[..length]), Err(Damage::Seal { .. })), "{length}");
+        assert!(
+            matches!(Table::decode(path(), &whole[..length]), Err(Damage::Seal { .. })),
+            "{length}"
+        );
     }
     for bit in 0..whole.len() * 8 {
         let mut flipped = whole.clone();
@@ -48,7 +51,7 @@ fn every_truncation_and_every_flipped_bit_is_refused() {
     }
 }
 
-/// Right seals over wrong fields.
+/// Fields out of bounds behind a valid seal.
 #[test]
 fn fields_out_of_their_bounds_are_refused_with_their_place() {
     let payload = sample().encode()[HEADER_BYTES..].to_vec();
@@ -58,8 +61,9 @@ fn fields_out_of_their_bounds_are_refused_with_their_place() {
         change(&mut payload);
         Table::decode(path(), &sealed::seal(&MAGIC, VERSION, &payload)).unwrap_err().to_string()
     };
-    let put =
-        |at: usize, value: u32| move |p: &mut Vec<u8>| p[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    let put = |at: usize, value: u32| {
+        move |p: &mut Vec<u8>| p[at..at + 4].copy_from_slice(&value.to_le_bytes())
+    };
     for (change, expected) in [
         (&put(0, 0) as &dyn Fn(&mut Vec<u8>), "frames at byte 96: expected 1 to 67108864, got 0"),
         (&put(0, u32::MAX), "frames at byte 96: expected 1 to 67108864, got 4294967295"),
@@ -89,12 +93,18 @@ fn fields_out_of_their_bounds_are_refused_with_their_place() {
         ),
         (&put(runs_at + 24 + 8, u32::MAX), "end of blocks at byte 384: expected 1 to 268435456"),
         (&put(runs_at + 48 + 8, 2), "end of hashes at byte 408: expected 1 to 29, got 30"),
-        (&put(runs_at + 48 + 8, u32::MAX), "end of hashes at byte 408: expected 1 to 29, got 4294967323"),
+        (
+            &put(runs_at + 48 + 8, u32::MAX),
+            "end of hashes at byte 408: expected 1 to 29, got 4294967323",
+        ),
         (&|p| p.truncate(100), "digest of RAM at byte 176: expected 32 bytes, got 20"),
     ] {
         let text = refused(change);
         let expected = expected.trim_end();
-        assert!(text.starts_with(&format!("{}: {expected}", path().display())), "{text}, not {expected}");
+        assert!(
+            text.starts_with(&format!("{}: {expected}", path().display())),
+            "{text}, not {expected}"
+        );
     }
 }
 
@@ -102,7 +112,10 @@ fn fields_out_of_their_bounds_are_refused_with_their_place() {
 fn a_frame_is_found_in_its_run() {
     let table = sample();
     assert_eq!(table.frames(), 100);
-    assert_eq!(table.from_frame(19), Some(Run { first: 19, frames: 1, kind: Kind::Zero, colour: 0 }));
+    assert_eq!(
+        table.from_frame(19),
+        Some(Run { first: 19, frames: 1, kind: Kind::Zero, colour: 0 })
+    );
     let disk = Kind::Disk { disk: 0, layer: 1, block: 82 };
     assert_eq!(table.from_frame(35), Some(Run { first: 35, frames: 35, kind: disk, colour: 2 }));
     let page = Kind::Page { hash: 28 };
@@ -111,11 +124,15 @@ fn a_frame_is_found_in_its_run() {
 }
 
 proptest! {
-    /// Whatever is sealed: a table that says the same when it is written again, or an error; never a panic.
+    /// Any sealed payload is an error or a table that encodes to the same bytes; decoding never
+    /// panics.
     #[test]
     fn any_payload_is_a_table_or_an_error(
         head in (0_u32..20, 0_u32..4, 0_u32..6, 0_u32..3),
-        body in prop::collection::vec(prop_oneof![3 => Just(0_u8), 1 => 1_u8..4, 1 => any::<u8>()], 0..400),
+        body in prop::collection::vec(
+            prop_oneof![3 => Just(0_u8), 1 => 1_u8..4, 1 => any::<u8>()],
+            0..400,
+        ),
         exact in any::<bool>(),
     ) {
         let mut payload = Vec::new();
@@ -130,7 +147,8 @@ proptest! {
         }
         payload.extend_from_slice(&body);
         if exact {
-            payload.resize(FIXED_BYTES + head.3 as usize * 36 + head.1 as usize * RUN_BYTES + head.2 as usize * 32, 0);
+            let [disks, runs, hashes] = [head.3, head.1, head.2].map(|count| count as usize);
+            payload.resize(FIXED_BYTES + disks * 36 + runs * RUN_BYTES + hashes * 32, 0);
         }
         let sealed = sealed::seal(&MAGIC, VERSION, &payload);
         if let Ok(table) = Table::decode(path(), &sealed) {

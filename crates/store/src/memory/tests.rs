@@ -1,7 +1,8 @@
 use super::*;
 use crate::fixture::{name, store};
 use crate::fixture_pages::{PAGE, bake_paged, bytes, file, image_block, page, ram, restored, used};
-use crate::{CommitError, PagedSpec, Scope, Store};
+use crate::{CommitError, Digest, PagedSpec, PagesError, Scope, Store};
+use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
 fn spec(memory: &File) -> MemorySpec<'_> {
@@ -28,12 +29,16 @@ fn ram_comes_back_and_zero_and_free_frames_are_holes() {
     assert_eq!(done.zero + done.pages, 600);
     assert!(to.metadata().unwrap().blocks() * 512 <= put.table.ram.data_bytes);
     assert_eq!(crate::sparse::digest(&to).unwrap().digest, put.table.ram.digest);
-    assert!(matches!(tenant.materialise(&put.table, &[], &to), Err(PagesError::Invalid { .. })), "not empty");
+    assert!(
+        matches!(tenant.materialise(&put.table, &[], &to), Err(PagesError::Invalid { .. })),
+        "not empty"
+    );
     let path = std::path::Path::new("table");
     assert_eq!(Table::decode(path, &put.table.encode()).unwrap(), put.table);
 }
 
-/// Frame 0: in the image; 1: in the layer; 2: hinted; 3: hinted wrongly; 4: a page; 5: hinted at nonsense.
+/// Frame 0 is in the image and 1 in the layer. 2 is hinted, 3 hinted wrongly, 4 a page, and 5
+/// hinted out of range.
 #[test]
 fn frames_that_equal_blocks_are_references_and_hints_are_compared_first() {
     let root = tempfile::tempdir().unwrap();
@@ -42,11 +47,18 @@ fn frames_that_equal_blocks_are_references_and_hints_are_compared_first() {
     let (a, b) = (file(&ram([1, 2, 3, 2])), file(&ram([7, 10, 11])));
     let memory = file(&ram([3, 11, 2, 1, 50, 51]));
     let digest = |file: &File| crate::sparse::digest(file).unwrap().digest;
-    let disks =
-        [vec![DiskLayer { file: &a, digest: digest(&a) }, DiskLayer { file: &b, digest: digest(&b) }]];
+    let disks = [vec![
+        DiskLayer { file: &a, digest: digest(&a) },
+        DiskLayer { file: &b, digest: digest(&b) },
+    ]];
     let at = |disk, layer, block| BlockHint { disk, layer, block };
-    let hints =
-        [(2, at(0, 0, 3)), (3, at(0, 1, 1)), (5, at(0, 9, 0)), (5, at(7, 0, 0)), (5, at(0, 0, u32::MAX))];
+    let hints = [
+        (2, at(0, 0, 3)),
+        (3, at(0, 1, 1)),
+        (5, at(0, 9, 0)),
+        (5, at(7, 0, 0)),
+        (5, at(0, 0, u32::MAX)),
+    ];
     let put = tenant
         .put_memory(&MemorySpec {
             known: Known { hints: &hints, ..Known::default() },
@@ -65,14 +77,16 @@ fn frames_that_equal_blocks_are_references_and_hints_are_compared_first() {
         Materialised { pages: 2, disk: 4, zero: 0 }
     );
     assert!(bytes(&to) == ram([3, 11, 2, 1, 50, 51]));
-    // A disk that changed under its digest is noticed, and so is another one.
+    // A disk that changed under its digest is noticed, and a different disk too.
     a.write_all_at(&page(4), 3 * PAGE as u64).unwrap();
     let to = tempfile::tempfile().unwrap();
     let text = tenant.materialise(&put.table, &disks, &to).unwrap_err().to_string();
     assert!(text.contains("digest of the frames as written: expected"), "{text}");
     let swapped = [vec![disks[0][1], disks[0][0]]];
-    let text =
-        tenant.materialise(&put.table, &swapped, &tempfile::tempfile().unwrap()).unwrap_err().to_string();
+    let text = tenant
+        .materialise(&put.table, &swapped, &tempfile::tempfile().unwrap())
+        .unwrap_err()
+        .to_string();
     assert!(text.starts_with("disks of the table: expected"), "{text}");
 }
 
@@ -87,7 +101,16 @@ fn blocks_of_a_snapshots_own_disks_are_not_stored_again() {
     bake_paged(&store, "base", 5, &memory, &PagedSpec::of(&one)).unwrap();
     assert!(restored(&store, &one, "base") == memory);
     let used = used(&store, &one, "base");
-    assert_eq!((used.frames.disk, used.own_pages, used.frames.own, used.shared_pages), (2, 2, 2, 0));
+    let frames = |bytes: u64| bytes / PAGE as u64;
+    assert_eq!(
+        (
+            frames(used.memory.disk_bytes),
+            used.own_pages,
+            frames(used.memory.own_bytes),
+            used.shared_pages
+        ),
+        (2, 2, 2, 0)
+    );
     let open = store.open_snapshot_pages(&one, &name("base")).unwrap();
     let all: Vec<u8> = (0..4).flat_map(|n| open.frame(n).unwrap()).collect();
     assert!(all == memory);
@@ -108,25 +131,27 @@ fn pages_lie_by_working_set_then_colour_then_frame() {
         })
         .unwrap();
     let group = tenant.group(&Digest::of(&page(1))).unwrap();
-    // Frame 5 has no colour, which is 0.
+    // Frame 5 has no colour, which counts as 0.
     let expected: Vec<Digest> = [5, 3, 6, 2, 4, 1].map(|n| Digest::of(&page(n))).to_vec();
     assert_eq!(group.hashes, expected);
-    let colours: Vec<(u32, u8)> = put.table.runs().iter().map(|run| (run.frames, run.colour)).collect();
+    let colours: Vec<(u32, u8)> =
+        put.table.runs().iter().map(|run| (run.frames, run.colour)).collect();
     assert_eq!(colours, [(1, 9), (4, 1), (1, 0)]);
 }
 
-/// A chain: each stands on the last but for some pages.
+/// A chain: each snapshot has most pages of the one before.
 #[test]
 fn snapshots_share_pages_and_a_removed_one_takes_only_its_own() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());
     let one = name("one");
-    let rams: Vec<Vec<u8>> = (0..4_u64).map(|n| ram((n * 40..n * 40 + 400).map(|p| p + 1))).collect();
+    let rams: Vec<Vec<u8>> =
+        (0..4_u64).map(|n| ram((n * 40..n * 40 + 400).map(|p| p + 1))).collect();
     for (n, memory) in rams.iter().enumerate() {
         bake_paged(&store, &format!("s{n}"), 5, memory, &PagedSpec::of(&one)).unwrap();
     }
     let stats = store.pages_stats().unwrap()[0].1;
-    assert!(stats.dedupe_ratio > 2.5, "{stats:?}");
+    assert!(stats.dedup_ratio() > 2.5, "{stats:?}");
     let used = used(&store, &one, "s0");
     assert_eq!(used.own_pages, (1..=40_u64).filter(|n| n % 7 != 0).count() as u64);
     store.remove_snapshot(&name("s0")).unwrap();
@@ -148,19 +173,20 @@ fn another_tenant_sees_nothing_by_existence_statistics_or_reference() {
     bake_paged(&store, "base", 5, &memory, &PagedSpec::of(&one)).unwrap();
     let (a, b) = (store.tenant(&one).unwrap(), store.tenant(&two).unwrap());
     let hash = Digest::of(&page(5));
-    // By existence.
+    // A tenant learns nothing from whether a page exists.
     assert!(a.has(&hash).unwrap() && !b.has(&hash).unwrap());
     assert!(a.fetch(&hash).is_ok() && b.fetch(&hash).is_err() && b.group(&hash).is_err());
     assert!(b.fetch_many(&[hash], &|_, _| panic!("given")).is_err());
-    // By statistics: what the second puts is new to it, and counts as its own.
-    assert_eq!(b.stats().unwrap(), crate::PagesStats::default());
+    // Nor from statistics: pages that the second tenant puts are new to it, and count as its own.
+    assert_eq!(b.stats().unwrap(), dayfly_units::Pages::default());
     let before = a.stats().unwrap();
     let put = b.put(&file(&memory), &[]).unwrap();
     assert_eq!(put.stats.new_pages, put.stats.pages);
     assert_eq!(a.stats().unwrap(), before);
     drop(put);
     assert_eq!(store.usage(&two).unwrap(), crate::Usage::default());
-    // By reference: the right table in the wrong hands, and a forged one that names another's page.
+    // Nor by reference: neither from another tenant's table, nor from a forged table that names
+    // another tenant's page.
     assert!(
         store
             .open_snapshot_pages(&two, &name("base"))
@@ -177,7 +203,7 @@ fn another_tenant_sees_nothing_by_existence_statistics_or_reference() {
     let error = b.materialise(&forged, &[], &to).unwrap_err().to_string();
     assert!(error.contains("of tenant two, which who asks needs, is missing"), "{error}");
     assert_eq!(to.metadata().unwrap().blocks(), 0);
-    // A pack in another tenant's folder is not its pack.
+    // A pack copied into another tenant's folder is refused.
     let pack = std::fs::read_dir(root.path().join("pages/one")).unwrap().next().unwrap().unwrap();
     std::fs::copy(pack.path(), root.path().join("pages/two").join(pack.file_name())).unwrap();
     drop((a, b, theirs, store));
@@ -185,12 +211,16 @@ fn another_tenant_sees_nothing_by_existence_statistics_or_reference() {
     assert!(!store.tenant(&two).unwrap().has(&hash).unwrap());
     let damage = store.verify(&Scope::All, &crate::Meter::default()).unwrap().damage;
     assert!(
-        matches!(&damage[..], [only] if only.to_string().contains("tenant: expected two, got \\x03one")),
+        matches!(
+            &damage[..],
+            [only] if only.to_string().contains("tenant: expected two, got \\x03one")
+        ),
         "{damage:?}"
     );
 }
 
-/// A table in a snapshot's folder that refers to files that are not its disks, or to other RAM, is refused before anything is read for it.
+/// A table with other RAM or other disks than its manifest is refused before anything is read for
+/// it.
 #[test]
 fn a_table_that_is_not_of_its_manifest_is_refused() {
     let root = tempfile::tempdir().unwrap();

@@ -1,14 +1,18 @@
-//! Removing pages that no snapshot's table names any more.
+//! Removes pages that no snapshot's table names any more.
 //!
-//! 1. From here on leases that end still count ([`super::lease`]).
-//! 2. Mark: every hash in a table, every lease. A table that cannot be read stops the gc before it changes anything.
-//! 3. A pack without marked pages goes. Of one whose share of marked pages is below the threshold, the marked pages are copied into new packs, each
-//!    hashed; a pack with a damaged page stays as it is, and the report names the page.
-//! 4. The new packs are published (fsync, rename, fsync).
-//! 5. Under the index's lock: leases are looked at once more, a pack that a late one needs stays; the index changes over.
-//! 6. The old packs are renamed into `staging/`, the folder is synced, they are deleted.
+//! 1. From here on, leases that end still count ([`super::lease`]).
+//! 2. Mark every hash in a table or a lease. An unreadable table stops the gc before it changes
+//!    anything.
+//! 3. A pack without marked pages is removed. If the share of marked pages is below the threshold,
+//!    they are copied into new packs, each page hashed. A pack with a damaged page is left alone,
+//!    and the report names the page.
+//! 4. Publish the new packs (fsync, rename, fsync).
+//! 5. Under the index's lock, check the leases again: a pack that a new lease needs stays. Then
+//!    change the index.
+//! 6. Rename the old packs into `staging/`, sync the folder, delete them.
 //!
-//! A crash after 4 leaves pages twice; the next open takes one of them, the next gc finds the other unused.
+//! A crash after step 4 leaves pages twice. The next open indexes one copy, and the next gc finds
+//! the other copy unused.
 
 use super::index::{Place, prefix};
 use super::pack::{PAGE, Pack, PackError};
@@ -16,58 +20,61 @@ use super::read::read_span;
 use super::space::Space;
 use super::writer::{self, Source};
 use crate::blob::IfTaken;
-use crate::digest::Digest;
 use crate::errors::{Damage, IoError, IoResult};
 use crate::gc::allocated_below;
+use crate::inner::{Inner, Store};
 use crate::memory::{BLOCKS, Table};
 use crate::meter::Meter;
+use crate::objects::manifest;
 use crate::publish::OpenError;
-use crate::{Inner, Store, manifest};
-use dayfly_units::Name;
+use dayfly_units::sync::lock;
+use dayfly_units::{Digest, Name};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
-/// A pack with fewer of its pages in use than this many of a hundred is written anew.
+/// A pack is rewritten if less than this percentage of its pages is in use.
 pub const REWRITE_BELOW_PERCENT: u32 = 50;
 
-/// What was removed.
+/// What a gc of pages removed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GcPagesReport {
-    /// Packs removed, those written anew among them.
+    /// Packs removed, including those rewritten.
     pub packs: u64,
-    /// Of these, packs whose live pages were copied.
+    /// Removed packs whose live pages were copied.
     pub rewritten_packs: u64,
     /// Pages copied.
     pub copied_pages: u64,
-    /// Pages that are gone.
+    /// Pages removed.
     pub dropped_pages: u64,
-    /// Bytes of packs removed, less those of packs written.
+    /// Bytes of packs removed, less the bytes of packs written.
     pub freed_bytes: i64,
-    /// Indexes of blocks that nobody needs any more.
+    /// Block indexes removed.
     pub block_indexes: u64,
-    /// Bytes of disk they took.
+    /// Bytes of disk that the block indexes took.
     pub block_index_bytes: u64,
-    /// What was found damaged and left alone.
+    /// Damage that was found and left alone.
     pub damage: Vec<Damage>,
 }
 
-/// Why nothing, or not everything, was removed. What is still referred to stays in any case.
+/// Why a gc removed nothing, or not everything. A referenced page is never removed.
 #[derive(Debug, thiserror::Error)]
 pub enum GcPagesError {
-    /// What a snapshot refers to cannot be known, so nothing was removed.
-    #[error("snapshot {snapshot}: its table cannot be read, so its pages are not known; remove it first")]
+    /// A table is unreadable, so the references are not known; nothing was removed.
+    #[error(
+        "snapshot {snapshot}: its table cannot be read, so its pages are not known; remove it first"
+    )]
     Unreadable {
-        /// Which snapshot.
+        /// Name of the snapshot.
         snapshot: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: OpenError,
     },
-    /// A page that was to be copied turned out damaged between two looks at it.
+    /// A page to copy was damaged between two reads.
     #[error(transparent)]
     Damage(#[from] Damage),
-    /// The host could not.
+    /// The host could not read or write a file.
     #[error(transparent)]
     Io(#[from] IoError),
 }
@@ -82,8 +89,9 @@ impl From<PackError> for GcPagesError {
 }
 
 impl Store {
-    /// Removes every page that no snapshot's table and no lease names, of every tenant, packs as a whole; writes packs anew of which less
-    /// than [`REWRITE_BELOW_PERCENT`] is in use. Puts, opens, fetches and commits go on meanwhile.
+    /// Removes packs of pages that no snapshot's table and no lease names, for every tenant.
+    /// Rewrites packs of which less than [`REWRITE_BELOW_PERCENT`] is in use. Puts, opens, fetches
+    /// and commits run concurrently.
     ///
     /// # Errors
     /// [`GcPagesError`].
@@ -97,10 +105,11 @@ impl Store {
         Ok(report)
     }
 
-    /// As [`Self::gc_pages`], for one tenant; also tells packs that could not be opened. Tells `meter` how far it is.
+    /// As [`Self::gc_pages`], for one tenant. The report also lists packs that could not be opened.
+    /// `meter` shows the progress.
     ///
     /// # Errors
-    /// [`GcPagesError`]; [`Meter::stop`] ends it before anything of the tenant was changed.
+    /// [`GcPagesError`]; if [`Meter::stop`] ended the gc, nothing of the tenant was changed.
     pub fn gc_pages_of(&self, tenant: &Name, meter: &Meter) -> Result<GcPagesReport, GcPagesError> {
         let mut report = GcPagesReport::default();
         let space = self.0.space(tenant)?;
@@ -111,11 +120,11 @@ impl Store {
     }
 }
 
-/// A pack that goes, and what of it is copied before.
+/// A pack to remove, and the pages to copy from it first.
 struct Victim {
     number: u32,
     pack: Arc<Pack>,
-    /// Pages that are copied, ascending, with their hashes.
+    /// Pages to copy, in ascending order, with their hashes.
     live: Vec<(u32, Digest)>,
 }
 
@@ -124,11 +133,15 @@ impl Inner {
     pub(crate) fn tables(&self) -> Result<Vec<(String, Table)>, GcPagesError> {
         let mut tables = Vec::new();
         for name in self.snapshots.entries()? {
-            let read = self.snapshots.sub(&name).map_err(OpenError::from).and_then(|dir| self.table_in(&dir));
+            let read = self
+                .snapshots
+                .sub(&name)
+                .map_err(OpenError::from)
+                .and_then(|dir| self.table_in(&dir));
             match read {
                 Ok(Some(table)) => tables.push((name, table)),
                 Ok(None) => {}
-                // Removed since it was listed.
+                // The snapshot was removed after it was listed.
                 Err(OpenError::Io(e)) if e.is_not_found() && !self.snapshots.has(&name)? => {}
                 Err(source) => return Err(GcPagesError::Unreadable { snapshot: name, source }),
             }
@@ -142,15 +155,17 @@ impl Inner {
         report: &mut GcPagesReport,
         meter: &Meter,
     ) -> Result<(), GcPagesError> {
-        meter.begin("looking for pages that nobody needs", 0);
-        let _one_at_a_time = space.collecting.lock().unwrap_or_else(PoisonError::into_inner);
+        meter.begin("looking for unused pages", 0);
+        let _one_at_a_time = lock(&space.collecting);
         let _collecting = space.leases().collect();
         let tables = {
-            // A removal that is not on disk yet may still fail, or be undone by a crash: its snapshot counts until it is over.
+            // The publish lock waits for a removal that is not synced: it may still fail, or a
+            // crash may undo it, so its snapshot's pages must count until it is durable.
             let _publishing = self.publishing();
             self.tables()?
         };
-        let named = tables.iter().filter(|(_, t)| t.tenant == space.tenant).flat_map(|(_, t)| t.hashes());
+        let named =
+            tables.iter().filter(|(_, t)| t.tenant == space.tenant).flat_map(|(_, t)| t.hashes());
         let mut live: Vec<u64> = named.map(prefix).chain(space.leases().prefixes()).collect();
         live.sort_unstable();
         live.dedup();
@@ -180,8 +195,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Removes the files of packs that are in no state any more. Where that fails, the next gc does it, or finds that a put has
-    /// made the same pack again. Call it while you hold `changing`.
+    /// Removes the files of retired packs. If this fails, the next gc tries again, unless a put has
+    /// made the same pack meanwhile. The caller holds `changing`.
     fn retire_packs(self: &Arc<Self>, space: &Space) -> IoResult<()> {
         let retired = space.read().retired.clone();
         if retired.is_empty() {
@@ -200,16 +215,21 @@ impl Inner {
         Ok(())
     }
 
-    /// Removes the indexes of files that are in no image and no layer of a snapshot. They are a cache.
+    /// Removes block indexes of files that are in no image and in no snapshot's layers. The indexes
+    /// are a cache.
     fn collect_block_indexes(&self, report: &mut GcPagesReport) -> Result<(), GcPagesError> {
         if !self.root.has(BLOCKS)? {
             return Ok(());
         }
-        let images =
-            manifest::list::<crate::ImageManifest>(&self.images)?.items.into_iter().map(|i| i.disk.digest);
+        let images = manifest::list::<crate::ImageManifest>(&self.images)?
+            .items
+            .into_iter()
+            .map(|i| i.disk.digest);
         let snapshots = manifest::list::<crate::SnapshotManifest>(&self.snapshots)?.items;
-        let layers =
-            snapshots.iter().flat_map(|s| s.disks.iter().flat_map(|d| &d.layers)).map(|l| l.data.digest);
+        let layers = snapshots
+            .iter()
+            .flat_map(|s| s.disks.iter().flat_map(|d| &d.layers))
+            .map(|l| l.data.digest);
         let needed: BTreeSet<String> = images.chain(layers).map(|d| d.to_string()).collect();
         let dir = self.root.sub(BLOCKS)?;
         for name in dir.entries()?.into_iter().filter(|name| !needed.contains(name)) {
@@ -223,11 +243,17 @@ impl Inner {
 }
 
 impl Space {
-    /// The packs that go, given the prefixes of the pages that stay.
-    fn victims(&self, live: &[u64], report: &mut GcPagesReport, meter: &Meter) -> IoResult<Vec<Victim>> {
+    /// The packs to remove, given the prefixes of the live pages.
+    fn victims(
+        &self,
+        live: &[u64],
+        report: &mut GcPagesReport,
+        meter: &Meter,
+    ) -> IoResult<Vec<Victim>> {
         let (packs, used) = {
             let state = self.read();
-            let mut used: BTreeMap<u32, Vec<u32>> = state.packs.keys().map(|&n| (n, Vec::new())).collect();
+            let mut used: BTreeMap<u32, Vec<u32>> =
+                state.packs.keys().map(|&n| (n, Vec::new())).collect();
             for (_, place) in state.index.iter().filter(|(p, _)| live.binary_search(p).is_ok()) {
                 used.entry(place.pack).or_default().push(place.page);
             }
@@ -236,7 +262,8 @@ impl Space {
         let mut victims = Vec::new();
         for (number, mut pages) in used {
             let Some(pack) = packs.get(&number) else { continue };
-            if pages.len() as u64 * 100 >= u64::from(pack.pages) * u64::from(REWRITE_BELOW_PERCENT) {
+            if pages.len() as u64 * 100 >= u64::from(pack.pages) * u64::from(REWRITE_BELOW_PERCENT)
+            {
                 continue;
             }
             pages.sort_unstable();
@@ -259,8 +286,9 @@ impl Space {
         Ok(victims)
     }
 
-    /// Changes the index over to the copies, which hold the victims' live pages in their order; gives the victims that nobody needs from now
-    /// on. Nothing in it can fail, so that the index is never left half changed.
+    /// Switches the index to the copies, which hold the victims' live pages in the same order.
+    /// Returns the victims that nothing references any more. No step can fail, so the index is
+    /// never left half changed.
     fn change_over(&self, victims: Vec<Victim>, copies: Vec<Pack>) -> Vec<Victim> {
         let places = |v: &Victim| -> Vec<Place> {
             v.live.iter().map(|(page, _)| Place { pack: v.number, page: *page }).collect()
@@ -269,9 +297,11 @@ impl Space {
         let mut state = self.write();
         let late = self.leases().prefixes();
         let copied: HashSet<Place> = old.iter().copied().collect();
-        let left = state.index.iter().filter(|(p, place)| late.contains(p) && !copied.contains(place));
+        let left =
+            state.index.iter().filter(|(p, place)| late.contains(p) && !copied.contains(place));
         let needed: BTreeSet<u32> = left.map(|(_, place)| place.pack).collect();
-        let gone: Vec<Victim> = victims.into_iter().filter(|v| !needed.contains(&v.number)).collect();
+        let gone: Vec<Victim> =
+            victims.into_iter().filter(|v| !needed.contains(&v.number)).collect();
         let numbers: BTreeSet<u32> = gone.iter().map(|v| v.number).collect();
         state.packs.retain(|number, _| !numbers.contains(number));
         state.retired.extend(gone.iter().map(|v| v.pack.id));
@@ -290,11 +320,11 @@ impl Space {
     }
 }
 
-/// The pages of victims that are copied, in the order they lie in.
+/// The live pages of victims, as a source for new packs.
 struct LivePages<'a> {
     space: &'a Space,
     victims: &'a [Victim],
-    /// Victim and place in its `live`.
+    /// Index of the victim, and index in its `live`.
     pages: Vec<(usize, usize)>,
     meter: &'a Meter,
 }
@@ -317,8 +347,9 @@ impl Source for LivePages<'_> {
         push: &mut dyn FnMut(Digest, &[u8]) -> IoResult<()>,
     ) -> Result<(), PackError> {
         let (mut buffer, mut raw) = (Vec::new(), Vec::new());
-        let group_of =
-            |&(n, at): &(usize, usize)| (n, self.victims[n].live[at].0 / self.victims[n].pack.group_pages);
+        let group_of = |&(n, at): &(usize, usize)| {
+            (n, self.victims[n].live[at].0 / self.victims[n].pack.group_pages)
+        };
         for of_group in self.pages[range].chunk_by(|a, b| group_of(a) == group_of(b)) {
             let (n, number) = group_of(&of_group[0]);
             let victim = &self.victims[n];

@@ -27,14 +27,14 @@ fn pages_without_a_table_go_and_a_lease_keeps_them() {
     assert!(report.freed_bytes > 0);
     assert_eq!(tenant.fetch(&Digest::of(&page(8))).unwrap(), page(8));
     assert!(!tenant.has(&Digest::of(&page(9))).unwrap());
-    // The copy is where the lease still finds it.
+    // The index has the copy at the place that the lease finds.
     assert_eq!(store.gc_pages().unwrap(), crate::GcPagesReport::default());
     drop(kept);
     assert_eq!(store.gc_pages().unwrap().dropped_pages, 1);
     assert_eq!(fs::read_dir(root.path().join("pages/one")).unwrap().count(), 0);
 }
 
-/// Between the marks and the change of the index somebody finds a page that was not marked.
+/// After the marking and before the change of the index, a lease is taken of an unmarked page.
 #[test]
 fn a_lease_taken_while_a_gc_works_is_seen_and_one_that_ended_meanwhile_too() {
     for ended in [false, true] {
@@ -43,13 +43,14 @@ fn a_lease_taken_while_a_gc_works_is_seen_and_one_that_ended_meanwhile_too() {
         let space = store.tenant(&name("one")).unwrap().space;
         drop(store.tenant(&name("one")).unwrap().put(&file(&pages(0..100)), &[]).unwrap());
         let _collecting = space.leases().collect();
-        let victims =
-            space.victims(&[], &mut crate::GcPagesReport::default(), &crate::Meter::default()).unwrap();
+        let victims = space
+            .victims(&[], &mut crate::GcPagesReport::default(), &crate::Meter::default())
+            .unwrap();
         assert_eq!(victims.len(), 1);
         let hash = Digest::of(&page(8));
         let lease = space.lease([hash].iter());
         assert!(space.find(&hash).unwrap().is_some());
-        // A binding that is only shadowed would live on.
+        // `filter`, because a shadowed binding would live on.
         let lease = Some(lease).filter(|_| !ended);
         let gone = space.change_over(victims, Vec::new());
         assert_eq!(gone.len(), 0, "ended: {ended}");
@@ -59,7 +60,7 @@ fn a_lease_taken_while_a_gc_works_is_seen_and_one_that_ended_meanwhile_too() {
 }
 
 #[test]
-fn a_damaged_page_keeps_its_pack_and_is_told() {
+fn a_damaged_page_keeps_its_pack_and_is_reported() {
     let root = tempfile::tempdir().unwrap();
     let store = Store::open(root.path()).unwrap();
     let tenant = store.tenant(&name("one")).unwrap();
@@ -70,7 +71,9 @@ fn a_damaged_page_keeps_its_pack_and_is_told() {
     fs::File::options().write(true).open(&path).unwrap().write_all_at(&[0xff; 8], 30).unwrap();
     let report = store.gc_pages().unwrap();
     assert_eq!((report.packs, report.damage.len()), (0, 1));
-    assert!(report.damage[0].to_string().contains("group 0, page 6: digest of the group as stored"));
+    assert!(
+        report.damage[0].to_string().contains("group 0, page 6: digest of the group as stored")
+    );
     assert_eq!(tenant.fetch(&Digest::of(&page(90))).unwrap(), page(90));
 }
 
@@ -91,7 +94,8 @@ fn a_table_that_cannot_be_read_stops_the_gc() {
     assert_eq!(store.gc_pages().unwrap().packs, 2);
 }
 
-/// A gc changes the index and cannot remove the file; then the very same pack is put again, and the next gc must not finish the removal.
+/// A gc changes the index but cannot remove the file. Then the same pack is put again, and the next
+/// gc must not finish the removal.
 #[test]
 fn a_pack_that_was_to_be_removed_and_is_put_again_stays() {
     let mut failed = 0;
@@ -113,8 +117,8 @@ fn a_pack_that_was_to_be_removed_and_is_put_again_stays() {
     assert!(failed > 2, "{failed}");
 }
 
-/// A crash between publishing copies and retiring what they are of: the next gc makes the very same copies again, and whichever of the two packs
-/// is opened first, the pages stay.
+/// A crash after copies are published and before their originals are retired. The next gc makes the
+/// same copies again; the pages stay, whichever of the two packs is opened first.
 #[test]
 fn a_gc_after_one_that_was_interrupted_keeps_the_copies() {
     let mut first = std::collections::BTreeSet::new();
@@ -129,7 +133,8 @@ fn a_gc_after_one_that_was_interrupted_keeps_the_copies() {
         };
         let (old, aside) = (packs().remove(0), root.path().join("aside"));
         fs::copy(&old, &aside).unwrap();
-        let kept: Vec<Digest> = (40..50).filter(|n| n % 7 != 0).map(|n| Digest::of(&page(n))).collect();
+        let kept: Vec<Digest> =
+            (40..50).filter(|n| n % 7 != 0).map(|n| Digest::of(&page(n))).collect();
         let lease = store.tenant(&one).unwrap().lease(&kept);
         assert_eq!(store.gc_pages().unwrap().rewritten_packs, 1);
         let copy = packs().remove(0);
@@ -147,12 +152,16 @@ fn a_gc_after_one_that_was_interrupted_keeps_the_copies() {
         }
         drop((_lease, tenant, store));
         let store = Store::open(root.path()).unwrap();
-        assert!(kept.iter().all(|hash| store.tenant(&one).unwrap().fetch(hash).is_ok()), "seed {seed}");
+        assert!(
+            kept.iter().all(|hash| store.tenant(&one).unwrap().fetch(hash).is_ok()),
+            "seed {seed}"
+        );
     }
     assert_eq!(first.len(), 2, "both orders");
 }
 
-/// A page that is in two packs, as after a crash between publishing a copy and retiring the old: one of them goes.
+/// A page in two packs, as after a crash between publishing a copy and retiring the original: one
+/// pack is removed.
 #[test]
 fn a_page_that_is_there_twice_is_collected_once() {
     let root = tempfile::tempdir().unwrap();
@@ -164,12 +173,12 @@ fn a_page_that_is_there_twice_is_collected_once() {
     fs::rename(&path, &aside).unwrap();
     drop(store);
     let store = Store::open(root.path()).unwrap();
-    // One page more makes it another pack.
+    // One more page gives a pack with another id.
     drop(store.tenant(&one).unwrap().put(&file(&pages(0..51)), &[]).unwrap());
     fs::rename(&aside, &path).unwrap();
     drop(store);
     let store = Store::open(root.path()).unwrap();
-    assert_eq!(store.tenant(&one).unwrap().stats().unwrap().unique_pages, 43);
+    assert_eq!(store.tenant(&one).unwrap().stats().unwrap().unique, 43);
     assert_eq!(store.gc_pages().unwrap().packs, 1);
     assert!(restored(&store, &one, "base") == pages(0..50));
 }
@@ -218,10 +227,10 @@ fn puts_opens_removals_and_gcs_at_once() {
     }
 }
 
-/// A step in the life of a store.
+/// An operation on a store.
 #[derive(Debug, Clone)]
 enum Step {
-    /// A snapshot whose RAM is a stretch of pages, with some frames free.
+    /// A snapshot whose RAM is a range of pages, with some frames free.
     Put(u8, u64, u64, Option<(u32, u32)>),
     Remove(u8),
     Collect,
@@ -231,7 +240,8 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     let free = prop::option::of((0_u32..60, 0_u32..60));
     prop_oneof![
-        4 => (0_u8..5, 0_u64..120, 1_u64..70, free).prop_map(|(n, at, count, free)| Step::Put(n, at, count, free)),
+        4 => (0_u8..5, 0_u64..120, 1_u64..70, free)
+            .prop_map(|(n, at, count, free)| Step::Put(n, at, count, free)),
         2 => (0_u8..5).prop_map(Step::Remove),
         2 => Just(Step::Collect),
         1 => Just(Step::Reopen),
@@ -241,7 +251,9 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
     #[test]
-    fn every_snapshot_that_is_there_comes_back_whatever_happened(steps in prop::collection::vec(step(), 1..25)) {
+    fn every_snapshot_that_is_there_comes_back_whatever_happened(
+        steps in prop::collection::vec(step(), 1..25),
+    ) {
         let root = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         let mut store = store(root.path());
         let one = name("one");
@@ -253,7 +265,8 @@ proptest! {
                     let mut memory = ram(at..at + count);
                     let free = free.map(|(a, b)| a.min(b)..a.max(b));
                     let free: Vec<_> = free.into_iter().collect();
-                    let spec = PagedSpec { known: Known { free: &free, ..Known::default() }, ..PagedSpec::of(&one) };
+                    let known = Known { free: &free, ..Known::default() };
+                    let spec = PagedSpec { known, ..PagedSpec::of(&one) };
                     bake_paged(&store, &format!("s{n}"), n, &memory, &spec).unwrap();
                     for range in free {
                         let end = (range.end as usize * 4096).min(memory.len());

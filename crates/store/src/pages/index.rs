@@ -1,22 +1,24 @@
-//! Where each unique page is: the index in memory, 16 bytes an entry.
+//! The index of unique pages in memory: 16 bytes per entry.
 //!
-//! An entry is the first 8 bytes of the page's hash, the number of its pack and its place in it. Eight bytes of BLAKE3 are enough to find a
-//! page and not enough to believe it: callers compare all 32 against the pack's footer ([`super::space`]), so that two pages with the same
-//! prefix are two entries.
+//! An entry has the first 8 bytes of the page's hash, the number of its pack, and its number in the
+//! pack. Eight bytes of BLAKE3 are enough to find a page, but not enough to trust it. Callers
+//! compare all 32 bytes with the pack's footer ([`super::space`]), so two pages with equal prefixes
+//! are two entries.
 //!
-//! Open addressing, linear probing. An entry's home is its prefix scaled to the length of the table, which works for any length: the table
-//! grows by an eighth when it is more than 17/20 full, and so takes 18.8 to 21.3 bytes an entry ([`Index::bytes`]; with the packs' tables
-//! of groups, see `stats`, still less than 24 bytes a page or 6 MiB per GiB). Prebaked uVMs, section V-C, pays 342 MB of such entries for
-//! 49.6 GB.
+//! The index is a hash table with open addressing and linear probing. An entry's home slot is its
+//! prefix scaled to the table's length, which works for any length. The table grows by an eighth
+//! when it is more than 17/20 full, and so takes 18.8 to 21.3 bytes per entry ([`Index::bytes`]).
+//! With the packs' tables of groups (see `stats`) this is less than 24 bytes per page, or 6 MiB per
+//! GiB. Prebaked uVMs, section V-C, needs 342 MB of such entries for 49.6 GB.
 
-use crate::digest::Digest;
+use dayfly_units::Digest;
 
-/// A page's place.
+/// The place of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Place {
-    /// Number of the pack in this process.
+    /// Number of the pack, valid in this process only.
     pub(crate) pack: u32,
-    /// Which page of it.
+    /// Number of the page in the pack.
     pub(crate) page: u32,
 }
 
@@ -29,7 +31,7 @@ struct Slot {
 const FREE: Slot = Slot { prefix: 0, place: Place { pack: u32::MAX, page: 0 } };
 const _: () = assert!(size_of::<Slot>() == 16);
 
-/// Unique pages by the prefix of their hash.
+/// The places of unique pages, by the prefix of their hash.
 #[derive(Debug, Default)]
 pub(crate) struct Index {
     slots: Vec<Slot>,
@@ -62,12 +64,12 @@ impl Index {
         usize::try_from(scaled).unwrap_or(0)
     }
 
-    /// The places of all pages whose hash has this prefix: nearly always none or one.
+    /// The places of all pages with this hash prefix: nearly always none or one.
     pub(crate) fn candidates(&self, prefix: u64) -> impl Iterator<Item = Place> {
         self.probe(prefix).filter(move |slot| slot.prefix == prefix).map(|slot| slot.place)
     }
 
-    /// Adds an entry; whether the page is there already is the caller's question.
+    /// Adds an entry; the caller has checked that the page is not in the index.
     pub(crate) fn insert(&mut self, prefix: u64, place: Place) {
         if (self.entries + 1) * 20 > self.slots.len() * 17 {
             let length = (self.slots.len() + self.slots.len() / 8).max(64);
@@ -79,13 +81,14 @@ impl Index {
     fn put(&mut self, slot: Slot) {
         let home = self.home(slot.prefix);
         let (before, after) = self.slots.split_at_mut(home);
-        if let Some(free) = after.iter_mut().chain(before).find(|s| s.place.pack == FREE.place.pack) {
+        if let Some(free) = after.iter_mut().chain(before).find(|s| s.place.pack == FREE.place.pack)
+        {
             *free = slot;
             self.entries += 1;
         }
     }
 
-    /// Gives each entry the place that `to` says, or removes it.
+    /// Moves each entry to the place that `to` returns, or removes it for `None`.
     pub(crate) fn remap(&mut self, to: impl Fn(Place) -> Option<Place>) {
         let kept = self.iter().filter(|&(_, place)| to(place).is_some()).count();
         self.rebuild((kept * 20 / 16).max(64), to);
@@ -101,7 +104,7 @@ impl Index {
         }
     }
 
-    /// Every entry: prefix and place.
+    /// All entries: prefix and place.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, Place)> {
         self.slots.iter().filter(|s| s.place.pack != FREE.place.pack).map(|s| (s.prefix, s.place))
     }

@@ -20,9 +20,10 @@ fn an_entry_takes_less_than_24_bytes_at_any_size() {
 }
 
 proptest! {
-    /// Prefixes from a small set and from the ends of the range, so that many collide and probing wraps around.
+    /// Prefixes from a small set and from the ends of the range, so that many collide and probing
+    /// wraps around.
     #[test]
-    fn it_tells_what_a_set_tells(
+    fn it_has_what_a_set_has(
         steps in prop::collection::vec((0_u64..40, 0_u32..4, 0_u32..5), 0..400),
     ) {
         let mut index = Index::default();
@@ -40,7 +41,8 @@ proptest! {
                 index.insert(prefix, Place { pack, page });
             }
             let found: BTreeSet<Place> = index.candidates(prefix).collect();
-            let expected: BTreeSet<Place> = model.iter().filter(|(p, _)| *p == prefix).map(|(_, p)| *p).collect();
+            let expected: BTreeSet<Place> =
+                model.iter().filter(|(p, _)| *p == prefix).map(|(_, p)| *p).collect();
             prop_assert_eq!(found, expected);
             prop_assert_eq!(index.iter().collect::<BTreeSet<_>>(), model.clone());
         }

@@ -1,27 +1,31 @@
-//! Leases: pages that [`crate::Store::gc_pages`] must leave although no snapshot's table names them, because one will, or because somebody
-//! reads them.
+//! Leases: references that keep pages although no snapshot's table names them. A put holds one
+//! until its table is published; a reader holds one while it reads.
 //!
-//! A lease is taken **before** its pages are looked up. A gc marks what tables and leases name, works, and looks at the leases once more
-//! under the lock that it changes the index with; a lease that ends meanwhile still counts until the gc has ended. So a page that a lookup
-//! finds under a lease stays found. Leases hold prefixes of hashes: two pages of one prefix are both kept.
+//! Take a lease **before** you look up its pages. A gc first marks the pages that tables and leases
+//! name. Later it checks the leases again, under the lock with which it changes the index. A lease
+//! that ends meanwhile counts until the gc ends. So a page that a lookup finds under a lease stays
+//! findable.
+//!
+//! Leases hold hash prefixes: if two pages share a prefix, both are kept.
 
+use dayfly_units::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// All leases of a tenant.
 #[derive(Debug, Default)]
-pub(super) struct Leases(Mutex<Held>);
+pub(super) struct Leases(Mutex<Leased>);
 
 #[derive(Debug, Default)]
-struct Held {
+struct Leased {
     next: u64,
-    held: BTreeMap<u64, Arc<[u64]>>,
-    /// Of leases that ended while a gc was running.
+    all: BTreeMap<u64, Arc<[u64]>>,
+    /// Leases that ended while a gc was running.
     ended: Vec<Arc<[u64]>>,
     collecting: bool,
 }
 
-/// Pages that stay while this lives.
+/// A reference that keeps pages until it is dropped.
 #[derive(Debug)]
 pub struct Lease {
     leases: Arc<Leases>,
@@ -29,34 +33,34 @@ pub struct Lease {
 }
 
 impl Leases {
-    fn lock(&self) -> MutexGuard<'_, Held> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Leased> {
+        lock(&self.0)
     }
 
-    /// A lease of the pages with these prefixes.
+    /// Takes a lease of the pages with these hash prefixes.
     pub(super) fn take(self: &Arc<Self>, prefixes: impl Iterator<Item = u64>) -> Lease {
         let prefixes: Arc<[u64]> = prefixes.collect();
         let mut inner = self.lock();
         let key = inner.next;
         inner.next += 1;
-        inner.held.insert(key, prefixes);
+        inner.all.insert(key, prefixes);
         Lease { leases: Arc::clone(self), key }
     }
 
-    /// From now on leases that end count on, until the guard is dropped.
+    /// From now on ended leases still count, until the guard is dropped.
     pub(super) fn collect(&self) -> Collecting<'_> {
         self.lock().collecting = true;
         Collecting(self)
     }
 
-    /// Every prefix that is held, or was since [`Self::collect`].
+    /// Every leased prefix, including leases that ended since [`Self::collect`].
     pub(super) fn prefixes(&self) -> BTreeSet<u64> {
         let inner = self.lock();
-        inner.held.values().chain(&inner.ended).flat_map(|p| p.iter().copied()).collect()
+        inner.all.values().chain(&inner.ended).flat_map(|p| p.iter().copied()).collect()
     }
 }
 
-/// A gc is running.
+/// Guard of a running gc.
 pub(super) struct Collecting<'a>(&'a Leases);
 
 impl Drop for Collecting<'_> {
@@ -70,7 +74,7 @@ impl Drop for Collecting<'_> {
 impl Drop for Lease {
     fn drop(&mut self) {
         let mut inner = self.leases.lock();
-        if let Some(prefixes) = inner.held.remove(&self.key)
+        if let Some(prefixes) = inner.all.remove(&self.key)
             && inner.collecting
         {
             inner.ended.push(prefixes);

@@ -1,8 +1,10 @@
-//! The pack: unique pages in compressed groups. Layout and order of checks: `docs/snapshot-format.md`, "Pack".
+//! The pack: unique pages in compressed groups. Layout and order of checks:
+//! `docs/snapshot-format.md`, "Pack".
 //!
 //! ## Why groups of 16 pages at level 3
-//! `examples/groups.rs`, RAM of a booted 512 MiB Linux 6.12 guest (16,192 of its unique pages, evenly), one of 2 busy cores of a Xeon; the
-//! fetch is from memory and includes both digests:
+//! Measured by `examples/groups.rs` on RAM of a booted 512 MiB Linux 6.12 guest (an even sample of
+//! 16,192 unique pages). It ran on one of two busy Xeon cores. A fetch reads from memory and
+//! includes both digests:
 //!
 //! | pages | level 1: ratio, us, MB/s | level 3 | level 6 | level 9 |
 //! |---|---|---|---|---|
@@ -13,14 +15,20 @@
 //! | 32 | 1.76, 60, 557 | 1.78, 57, 577 | 1.80, 60, 194 | 1.80, 63, 119 |
 //! | 64 | 1.76, 117, 691 | 1.79, 125, 456 | 1.80, 118, 174 | 1.81, 111, 115 |
 //!
-//! Pages of /usr/lib instead of RAM (what the example makes without a file) compress better in long groups: level 3 gives 1.75 for 1 page,
-//! 1.83 for 8, 1.86 for 16, 1.94 for 64. So the ratio hardly asks for groups at all; what does is a fetch's fixed cost: a cold read takes
-//! longer than 16 pages to decompress, a pager lays neighbours ready in sixteens (2 us a page here, 9 alone), and compression of short groups
-//! costs up to 2.7 times the CPU. Above 16 a single page waits 60 us and more for 1 % of ratio. Level 6 costs three times the CPU for 1 %.
-use crate::digest::Digest;
+//! Pages of /usr/lib, which the example takes without a file, compress better in long groups: level
+//! 3 gives 1.75 for 1 page, 1.83 for 8, 1.86 for 16, 1.94 for 64.
+//!
+//! So the ratio alone hardly justifies groups. These costs do:
+//!
+//! - A cold read takes longer than decompressing 16 pages.
+//! - A pager fetches neighbours in groups of 16, which takes 2 us a page; a page alone takes 9 us.
+//! - Compressing short groups costs up to 2.7 times the CPU.
+//!
+//! Above 16, a single page takes 60 us or more, for 1 % of ratio. Level 6 costs three times the CPU
+//! for 1 %.
 use crate::errors::{Damage, IoError};
-use dayfly_units::Name;
 use dayfly_units::sealed::{self, HEADER_BYTES, Magic};
+use dayfly_units::{Digest, Name};
 use std::cell::RefCell;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -32,13 +40,13 @@ pub(crate) use crate::sparse::PAGE;
 pub(super) const MAGIC: Magic = *b"DFpack\r\n";
 pub(super) const END_MAGIC: Magic = *b"DFpkend\n";
 pub(super) const VERSION: u32 = 1;
-/// Pages of a group as written; a reader takes any number up to [`MAX_GROUP_PAGES`].
+/// Pages per group, as written; a reader accepts 1 to [`MAX_GROUP_PAGES`].
 pub const GROUP_PAGES: u32 = 16;
-/// The zstd level as written.
+/// The zstd level, as written.
 pub const LEVEL: i32 = 3;
-/// The most pages of a group, which bounds what one fetch decompresses: 256 KiB.
+/// The most pages per group, so that one fetch decompresses at most 256 KiB.
 pub(crate) const MAX_GROUP_PAGES: u32 = 64;
-/// The most pages of a pack: 64 MiB of them.
+/// The most pages per pack: 64 MiB uncompressed.
 pub const MAX_PACK_PAGES: u32 = 16384;
 /// Bytes after the footer: magic, offset of the footer, BLAKE3 of these 16 bytes.
 pub(super) const END_BYTES: usize = 48;
@@ -48,7 +56,8 @@ const GROUP_BYTES: usize = 20;
 const HASH_BYTES: usize = 32;
 const MAX_FOOTER_BYTES: u64 = 1 << 20;
 const _: () = assert!(
-    FIXED_BYTES as u64 + MAX_PACK_PAGES as u64 * (GROUP_BYTES + HASH_BYTES) as u64 <= MAX_FOOTER_BYTES
+    FIXED_BYTES as u64 + MAX_PACK_PAGES as u64 * (GROUP_BYTES + HASH_BYTES) as u64
+        <= MAX_FOOTER_BYTES
 );
 
 /// The first 16 bytes of the BLAKE3 of a group as stored.
@@ -59,37 +68,41 @@ pub(super) fn sum(stored: &[u8]) -> Sum {
     std::array::from_fn(|n| hash.as_bytes()[n])
 }
 
-/// A pack whose footer was verified. What stays in memory: 20 bytes a group.
+/// A pack with a verified footer. It takes 20 bytes of memory per group.
 #[derive(Debug)]
 pub(crate) struct Pack {
-    /// BLAKE3 of the sealed footer, which is also the file's name.
+    /// BLAKE3 of the sealed footer; also the file's name.
     pub(crate) id: Digest,
     pub(crate) path: PathBuf,
     pub(crate) pages: u32,
     pub(crate) group_pages: u32,
-    /// Bytes of the file.
+    /// Length of the file in bytes.
     pub(crate) bytes: u64,
-    /// Where each group ends; the first starts at byte 0.
+    /// End of each group in the file; the first group starts at byte 0.
     ends: Vec<u32>,
     sums: Vec<Sum>,
-    /// Where the pages' hashes begin in the file.
+    /// Offset of the pages' hashes in the file.
     hashes_at: u64,
 }
 
-/// What a footer says, before it is sealed.
+/// The content of a footer, before it is sealed.
 pub(super) struct Footer<'a> {
     pub(super) tenant: &'a Name,
     pub(super) group_pages: u32,
-    /// Of each group: bytes stored, and their sum.
+    /// For each group: its stored bytes and their sum.
     pub(super) groups: &'a [(u32, Sum)],
     pub(super) hashes: &'a [Digest],
 }
 
 impl Footer<'_> {
-    /// The sealed footer and the end behind it, for groups that take `at` bytes.
+    /// The sealed footer and the end behind it. The groups take `at` bytes. Also returns the pack's
+    /// id.
     pub(super) fn encode(&self, at: u64) -> (Digest, Vec<u8>) {
-        let mut payload = Vec::with_capacity(FIXED_BYTES + self.groups.len() * 20 + self.hashes.len() * 32);
-        payload.extend_from_slice(&(u32::try_from(self.hashes.len()).unwrap_or(u32::MAX)).to_le_bytes());
+        let mut payload =
+            Vec::with_capacity(FIXED_BYTES + self.groups.len() * 20 + self.hashes.len() * 32);
+        payload.extend_from_slice(
+            &(u32::try_from(self.hashes.len()).unwrap_or(u32::MAX)).to_le_bytes(),
+        );
         payload.extend_from_slice(&self.group_pages.to_le_bytes());
         payload.extend_from_slice(&tenant_field(self.tenant));
         for (bytes, sum) in self.groups {
@@ -127,11 +140,17 @@ pub(crate) enum PackError {
 }
 
 impl Pack {
-    /// Verifies what `file`, at `path` in the folder of `tenant`, says about itself: end, seal, tenant, counts, sizes.
+    /// Opens `file`, which is at `path` in the folder of `tenant`. Verifies its end, seal, tenant,
+    /// counts and sizes.
     pub(crate) fn open(path: &Path, file: &File, tenant: &Name) -> Result<Self, PackError> {
         let io = |e| IoError::new("reading", path)(e);
         let damage = |place: &str, expected: String, got: String| {
-            PackError::from(Damage::Content { file: path.to_owned(), place: place.to_owned(), expected, got })
+            PackError::from(Damage::Content {
+                file: path.to_owned(),
+                place: place.to_owned(),
+                expected,
+                got,
+            })
         };
         let bytes = file.metadata().map_err(io)?.len();
         let least = (END_BYTES + HEADER_BYTES + FIXED_BYTES) as u64;
@@ -144,10 +163,15 @@ impl Pack {
         let now = Digest::of(&end[..16]);
         if end[..8] != END_MAGIC || end[16..] != now.0 {
             let (expected, got) = (now.to_string(), end.escape_ascii().to_string());
-            return Err(damage("end of the pack", format!("DFpkend, an offset and digest {expected}"), got));
+            return Err(damage(
+                "end of the pack",
+                format!("DFpkend, an offset and digest {expected}"),
+                got,
+            ));
         }
         let at = u64::from_le_bytes(std::array::from_fn(|n| end[8 + n]));
-        let length = end_at.checked_sub(at).filter(|l| *l <= MAX_FOOTER_BYTES + HEADER_BYTES as u64);
+        let length =
+            end_at.checked_sub(at).filter(|l| *l <= MAX_FOOTER_BYTES + HEADER_BYTES as u64);
         let Some(length) = length.and_then(|l| usize::try_from(l).ok()) else {
             let expected = format!("within {} bytes of {end_at}", MAX_FOOTER_BYTES);
             return Err(damage("offset of the footer", expected, at.to_string()));
@@ -164,11 +188,20 @@ impl Pack {
         Ok(pack)
     }
 
-    /// The payload of a footer that begins at byte `at`; else place, expected and got.
-    fn parse(payload: &[u8], tenant: &Name, at: u64) -> Result<Self, (&'static str, String, String)> {
+    /// Decodes the payload of a footer that begins at byte `at`. The error has place, expected and
+    /// got.
+    fn parse(
+        payload: &[u8],
+        tenant: &Name,
+        at: u64,
+    ) -> Result<Self, (&'static str, String, String)> {
         let text = |v: u64| v.to_string();
         let Some((fixed, rest)) = payload.split_at_checked(FIXED_BYTES) else {
-            return Err(("footer", format!("at least {FIXED_BYTES} bytes"), payload.len().to_string()));
+            return Err((
+                "footer",
+                format!("at least {FIXED_BYTES} bytes"),
+                payload.len().to_string(),
+            ));
         };
         let number = |bytes: &[u8]| u32::from_le_bytes(std::array::from_fn(|n| bytes[n]));
         let (pages, group_pages) = (number(&fixed[0..4]), number(&fixed[4..8]));
@@ -176,7 +209,11 @@ impl Pack {
             return Err(("pages", format!("1 to {MAX_PACK_PAGES}"), pages.to_string()));
         }
         if !(1..=MAX_GROUP_PAGES).contains(&group_pages) {
-            return Err(("pages of a group", format!("1 to {MAX_GROUP_PAGES}"), group_pages.to_string()));
+            return Err((
+                "pages of a group",
+                format!("1 to {MAX_GROUP_PAGES}"),
+                group_pages.to_string(),
+            ));
         }
         if fixed[8..] != tenant_field(tenant) {
             return Err(("tenant", tenant.to_string(), fixed[8..].escape_ascii().to_string()));
@@ -184,7 +221,11 @@ impl Pack {
         let groups = pages.div_ceil(group_pages) as usize;
         let expected = groups * GROUP_BYTES + pages as usize * HASH_BYTES;
         if rest.len() != expected {
-            return Err(("bytes of groups and hashes", expected.to_string(), rest.len().to_string()));
+            return Err((
+                "bytes of groups and hashes",
+                expected.to_string(),
+                rest.len().to_string(),
+            ));
         }
         let most = zstd::zstd_safe::compress_bound(group_pages as usize * PAGE) as u64;
         let (mut ends, mut sums, mut sum_of_bytes) =
@@ -206,7 +247,7 @@ impl Pack {
         Ok(Self { id, path, pages, group_pages, bytes: 0, ends, sums, hashes_at })
     }
 
-    /// Bytes of memory that it takes.
+    /// Bytes of memory that this value takes.
     pub(crate) const fn memory_bytes(&self) -> usize {
         self.ends.capacity() * 4 + self.sums.capacity() * size_of::<Sum>() + size_of::<Self>()
     }
@@ -215,41 +256,46 @@ impl Pack {
         self.ends.len()
     }
 
-    /// Bytes of compressed pages.
+    /// Compressed bytes of all groups.
     pub(crate) fn stored_bytes(&self) -> u64 {
         self.ends.last().copied().map_or(0, u64::from)
     }
 
-    /// The pages of a group.
+    /// The numbers of the pages in a group.
     pub(crate) fn pages_of(&self, group: usize) -> std::ops::Range<u32> {
         let first = u32::try_from(group).unwrap_or(u32::MAX).saturating_mul(self.group_pages);
         first.min(self.pages)..first.saturating_add(self.group_pages).min(self.pages)
     }
 
-    /// The bytes of the groups `first` to `last` in the file.
+    /// The byte range in the file of the groups `first` to `last`.
     pub(crate) fn span(&self, first: usize, last: usize) -> std::ops::Range<u64> {
         let start = first.checked_sub(1).map_or(0, |before| self.ends[before]);
         u64::from(start)..u64::from(self.ends[last])
     }
 
-    /// The hashes of a range of pages, as they are on disk now. They were sealed when the pack was opened; a later flip makes them differ
-    /// from whatever they are compared with.
-    pub(crate) fn hashes(&self, file: &File, pages: std::ops::Range<u32>) -> Result<Vec<Digest>, IoError> {
+    /// Reads the hashes of a range of pages from disk. Their seal was verified when the pack was
+    /// opened. A later bit flip makes a hash differ from the hash that the caller compares it with.
+    pub(crate) fn hashes(
+        &self,
+        file: &File,
+        pages: std::ops::Range<u32>,
+    ) -> Result<Vec<Digest>, IoError> {
         let mut bytes = vec![0; pages.len() * HASH_BYTES];
         let at = self.hashes_at + u64::from(pages.start) * HASH_BYTES as u64;
         file.read_exact_at(&mut bytes, at).map_err(IoError::new("reading", &self.path))?;
         Ok(bytes.as_chunks::<HASH_BYTES>().0.iter().map(|hash| Digest(*hash)).collect())
     }
 
-    /// The damage of a page or a group, named by pack, group and page.
+    /// A damage error that names pack, group and page.
     pub(crate) fn damage(&self, page: u32, what: &str, expected: String, got: String) -> Damage {
         let group = page / self.group_pages;
         let place = format!("group {group}, page {page}: {what}");
         Damage::Content { file: self.path.clone(), place, expected, got }
     }
 
-    /// Decompresses a group from the bytes stored for it into `raw`, exactly the pages of the group. The stored bytes are compared with
-    /// their sum before they are decoded; `page` is who asks, for the message.
+    /// Decompresses a group from its stored bytes into `raw`, which is then exactly the group's
+    /// pages. The sum of the stored bytes is compared first. `page` is the requested page, for the
+    /// error message.
     pub(crate) fn decode(
         &self,
         group: usize,
@@ -265,8 +311,9 @@ impl Pack {
         let length = self.pages_of(group).len() * PAGE;
         raw.clear();
         raw.reserve(length);
-        // A context of zstd's is 95 KiB: one for each thread, not for each group.
-        thread_local!(static CONTEXT: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) });
+        // A zstd context takes 95 KiB, so each thread reuses one.
+        type Context = RefCell<Option<Decompressor<'static>>>;
+        thread_local!(static CONTEXT: Context = const { RefCell::new(None) });
         let decoded = CONTEXT.with_borrow_mut(|context| {
             let context = match context {
                 Some(context) => context,
@@ -276,7 +323,9 @@ impl Pack {
         });
         match decoded {
             Ok(got) if got == length => Ok(()),
-            Ok(got) => Err(self.damage(page, "bytes of the group", length.to_string(), got.to_string())),
+            Ok(got) => {
+                Err(self.damage(page, "bytes of the group", length.to_string(), got.to_string()))
+            }
             Err(e) => Err(self.damage(
                 page,
                 "the group",
@@ -286,7 +335,7 @@ impl Pack {
         }
     }
 
-    /// Whether `bytes` are the page that `hash` names.
+    /// Checks that `bytes` are the page that `hash` names.
     pub(crate) fn check(&self, page: u32, hash: &Digest, bytes: &[u8]) -> Result<(), Damage> {
         let got = Digest::of(bytes);
         if got == *hash {

@@ -1,7 +1,7 @@
 use super::*;
-use crate::Store;
 use crate::fixture::name;
 use crate::fixture_pages::{file, golden, page, ram};
+use crate::inner::Store;
 use std::fs;
 
 /// The bytes of a pack of 20 pages in groups of 16, for tenant `one`.
@@ -17,7 +17,7 @@ fn numbers() -> impl Iterator<Item = u64> {
     (1..24).filter(|n| n % 7 != 0)
 }
 
-/// Opens the bytes as a pack and reads every page; the error names the file, and is damage.
+/// Opens the bytes as a pack and reads every page; an error must be damage and name the file.
 fn read_all(bytes: &[u8]) -> Result<Vec<Vec<u8>>, Damage> {
     let file = file_of(bytes);
     let path = Path::new("/pages/one/pack");
@@ -50,11 +50,14 @@ fn file_of(bytes: &[u8]) -> File {
 
 #[test]
 fn a_pack_of_version_1_still_reads() {
-    // Not written anew and compared: another zstd may compress better.
+    // The sample is not compared byte by byte, because another zstd may compress better.
     let bytes = golden("pack-1", &sample());
     assert_eq!(read_all(&bytes).unwrap(), numbers().map(page).collect::<Vec<_>>());
     let pack = Pack::open(Path::new("x"), &file_of(&bytes), &name("one")).unwrap();
-    assert_eq!((pack.pages, pack.group_pages, pack.groups(), pack.bytes), (20, 16, 2, bytes.len() as u64));
+    assert_eq!(
+        (pack.pages, pack.group_pages, pack.groups(), pack.bytes),
+        (20, 16, 2, bytes.len() as u64)
+    );
 }
 
 #[test]
@@ -62,16 +65,21 @@ fn every_truncation_and_every_flipped_bit_is_refused_with_its_place() {
     let whole = sample();
     for length in 0..whole.len() {
         let text = read_all(&whole[..length]).unwrap_err().to_string();
-        assert!(text.starts_with("/pages/one/pack: ") && text.contains("expected"), "{length}: {text}");
+        assert!(
+            text.starts_with("/pages/one/pack: ") && text.contains("expected"),
+            "{length}: {text}"
+        );
     }
     let mut named = 0;
-    // Every bit of the footer and the end, every 7th before: most of a pack are bodies.
+    // Every bit of the footer and the end, and every 7th bit of the bodies, which are most of a
+    // pack.
     let body = whole.len() - (HEADER_BYTES + FIXED_BYTES + 2 * 20 + 20 * 32 + END_BYTES);
     for bit in (0..body * 8).step_by(7).chain(body * 8..whole.len() * 8) {
         let mut flipped = whole.clone();
         flipped[bit / 8] ^= 1 << (bit % 8);
         let text = read_all(&flipped).unwrap_err().to_string();
-        named += usize::from(text.contains("group 0, page 0: ") || text.contains("group 1, page 16: "));
+        named +=
+            usize::from(text.contains("group 0, page 0: ") || text.contains("group 1, page 16: "));
     }
     assert!(named >= body * 8 / 7, "{named} named");
 }
@@ -85,10 +93,12 @@ fn a_damaged_page_is_named_with_what_it_should_be() {
     let hash = Digest::of(&page(20));
     let found = tenant.space.find(&hash).unwrap().unwrap();
     let wrong = found.pack.check(found.page, &hash, &page(19)).unwrap_err().to_string();
-    let place =
-        format!("group 1, page 17: digest of the page: expected {hash}, got {}", Digest::of(&page(19)));
+    let place = format!(
+        "group 1, page 17: digest of the page: expected {hash}, got {}",
+        Digest::of(&page(19))
+    );
     assert_eq!(wrong, format!("{}: {place}", found.pack.path.display()));
-    // On disk, in the first group: pages of the second are still given.
+    // Damage on disk in the first group; pages of the second group are still returned.
     use std::os::unix::fs::PermissionsExt;
     fs::set_permissions(&found.pack.path, fs::Permissions::from_mode(0o600)).unwrap();
     let on_disk = File::options().read(true).write(true).open(&found.pack.path).unwrap();
@@ -103,9 +113,12 @@ fn a_damaged_page_is_named_with_what_it_should_be() {
         tenant.fetch_many(&[first], &|_, _| panic!("given")).unwrap_err(),
     ] {
         let text = error.to_string();
-        assert!(text.contains("group 0, page 0: digest of the group as stored: expected "), "{text}");
+        assert!(
+            text.contains("group 0, page 0: digest of the group as stored: expected "),
+            "{text}"
+        );
     }
-    // A search tells of each of the 16 pages, and of nothing else.
+    // A verification reports each of the 16 pages, and nothing else.
     let report = store.verify(&crate::Scope::All, &crate::Meter::default()).unwrap();
     assert_eq!((report.damage.len(), report.pages, report.packs), (16, 20, 1));
     for (n, damage) in report.damage.iter().enumerate() {
@@ -113,12 +126,13 @@ fn a_damaged_page_is_named_with_what_it_should_be() {
     }
 }
 
-/// Right seals over wrong counts: each is refused before anything is allocated or read for it.
+/// Wrong counts behind valid seals: each is refused before anything is allocated or read for it.
 #[test]
 fn lying_counts_are_refused() {
     let whole = sample();
     let end_at = whole.len() - END_BYTES;
-    let at = usize::try_from(u64::from_le_bytes(std::array::from_fn(|n| whole[end_at + 8 + n]))).unwrap();
+    let at = usize::try_from(u64::from_le_bytes(std::array::from_fn(|n| whole[end_at + 8 + n])))
+        .unwrap();
     let payload = &whole[at + HEADER_BYTES..end_at];
     let forged = |change: &dyn Fn(&mut Vec<u8>), offset: Option<u64>| {
         let mut payload = payload.to_vec();
@@ -131,10 +145,15 @@ fn lying_counts_are_refused() {
         bytes.extend_from_slice(&end);
         read_all(&bytes).unwrap_err().to_string()
     };
-    let put =
-        |at: usize, value: u32| move |p: &mut Vec<u8>| p[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    let put = |at: usize, value: u32| {
+        move |p: &mut Vec<u8>| p[at..at + 4].copy_from_slice(&value.to_le_bytes())
+    };
     for (change, offset, expected) in [
-        (&put(0, u32::MAX) as &dyn Fn(&mut Vec<u8>), None, "pages: expected 1 to 16384, got 4294967295"),
+        (
+            &put(0, u32::MAX) as &dyn Fn(&mut Vec<u8>),
+            None,
+            "pages: expected 1 to 16384, got 4294967295",
+        ),
         (&put(0, 0), None, "pages: expected 1 to 16384, got 0"),
         (&put(0, 16384), None, "bytes of groups and hashes: expected 544768, got 680"),
         (&put(4, 65), None, "pages of a group: expected 1 to 64, got 65"),

@@ -1,70 +1,75 @@
-//! Putting pages: hash, look up, write what is new.
+//! Puts pages: hashes them, looks them up, and writes the new ones.
 
+use super::error::PagesError;
+use super::lease::Lease;
 use super::pack::{PAGE, PackError};
 use super::space::Space;
+use super::tenant::Tenant;
 use super::writer::{self, Source};
-use super::{Lease, PagesError, Tenant};
-use crate::Inner;
-use crate::digest::Digest;
 use crate::errors::{Damage, IoError, IoResult};
+use crate::inner::Inner;
 use crate::meter::Meter;
 use crate::sparse::is_zero;
 use crate::workers;
-use dayfly_units::PAGE_SIZE;
+use dayfly_units::{Digest, PAGE_SIZE};
 use std::collections::HashSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Bytes read at once.
+/// Bytes per read.
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
 /// The most pages of a file: 1 TiB.
 pub(crate) const MAX_FILE_PAGES: u64 = 1 << 28;
 
-/// What a put did.
+/// Counts of a put.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PutStats {
-    /// Different pages that were asked for.
+    /// Different pages in the request.
     pub pages: u64,
-    /// Those that were not there.
+    /// Pages that the namespace did not have.
     pub new_pages: u64,
 }
 
-/// Pages that are in a tenant's namespace.
+/// Pages that are now in a tenant's namespace.
 #[derive(Debug)]
 pub struct Put {
-    /// Number of each page in the file that is not all zero, and its hash; ascending.
+    /// Number and hash of each page of the file that is not all zero, in ascending order.
     pub pages: Vec<(u32, Digest)>,
-    /// What was done.
+    /// Counts of the put.
     pub stats: PutStats,
-    /// Keeps them until somebody's table does.
+    /// Keeps the pages until a table names them.
     pub lease: Lease,
 }
 
 impl Tenant {
-    /// Puts every 4 KiB page of `file` that is not all zero: disk blocks, for which there is no table. `first` are numbers of pages that will be
-    /// fetched together before others; the rest follows in ascending order. Nobody may write to `file` meanwhile.
+    /// Puts every 4 KiB page of `file` that is not all zero, without a table: for disk blocks.
+    /// `first` are numbers of pages that will be fetched together, before others; the rest follows
+    /// in ascending order. Nothing may write to `file` meanwhile.
     ///
     /// # Errors
-    /// [`PagesError`]; what was there before is there still. A length that is no multiple of 4096 is `Invalid`.
+    /// [`PagesError`]; pages stored before are unaffected. A length that is not a multiple of 4096
+    /// is `Invalid`.
     pub fn put(&self, file: &File, first: &[u32]) -> Result<Put, PagesError> {
         let path = self.space.dir.path();
         let pieces = pieces(file, path)?;
-        let found = workers::map(pieces.len(), Vec::new, |buffer, n| -> IoResult<Vec<(u32, Digest)>> {
-            let (at, bytes) = read_piece(file, &pieces[n], buffer, path)?;
-            let pages = (at..).zip(bytes.chunks_exact(PAGE)).filter(|(_, page)| !is_zero(page));
-            Ok(pages.map(|(number, page)| (number, Digest::of(page))).collect())
-        })?;
+        let found =
+            workers::map(pieces.len(), Vec::new, |buffer, n| -> IoResult<Vec<(u32, Digest)>> {
+                let (at, bytes) = read_piece(file, &pieces[n], buffer, path)?;
+                let pages = (at..).zip(bytes.chunks_exact(PAGE)).filter(|(_, page)| !is_zero(page));
+                Ok(pages.map(|(number, page)| (number, Digest::of(page))).collect())
+            })?;
         let pages: Vec<(u32, Digest)> = found.into_iter().flatten().collect();
-        let lookup = |number: &u32| pages.binary_search_by_key(number, |(n, _)| *n).ok().map(|at| pages[at]);
+        let lookup =
+            |number: &u32| pages.binary_search_by_key(number, |(n, _)| *n).ok().map(|at| pages[at]);
         let ordered = first.iter().filter_map(lookup).chain(pages.iter().copied());
         let (stats, lease) = self.space.store(&self.inner, file, ordered, &Meter::default())?;
         Ok(Put { pages, stats, lease })
     }
 }
 
-/// Stretches of data of at most [`PIECE_BYTES`], whole pages each.
+/// Splits the data of `file` into ranges of whole pages, each at most [`PIECE_BYTES`].
 pub(crate) fn pieces(file: &File, path: &Path) -> Result<Vec<std::ops::Range<u64>>, PagesError> {
     let io = |e| IoError::new("reading", path)(e);
     let length = file.metadata().map_err(io)?.len();
@@ -79,7 +84,7 @@ pub(crate) fn pieces(file: &File, path: &Path) -> Result<Vec<std::ops::Range<u64
     let mut pieces = Vec::new();
     let mut at = 0;
     while let Some((start, end)) = crate::sparse::next_data(file, at, length).map_err(io)? {
-        // The edges of data are the file system's blocks, which may be smaller than a page.
+        // The file system reports data in its own blocks, which may be smaller than a page.
         at = (start - start % PAGE_SIZE).max(at);
         let end = end.next_multiple_of(PAGE_SIZE);
         while at < end {
@@ -91,7 +96,7 @@ pub(crate) fn pieces(file: &File, path: &Path) -> Result<Vec<std::ops::Range<u64
     Ok(pieces)
 }
 
-/// Reads a piece: the number of its first page, and its bytes.
+/// Reads a piece. Returns the number of its first page, and its bytes.
 pub(crate) fn read_piece<'a>(
     file: &File,
     piece: &std::ops::Range<u64>,
@@ -105,7 +110,7 @@ pub(crate) fn read_piece<'a>(
 }
 
 impl Space {
-    /// Puts pages of `file` by number, in this order; of pages that are alike the first counts.
+    /// Puts pages of `file` by number, in this order; duplicates of a page are skipped.
     pub(crate) fn store(
         &self,
         inner: &Arc<Inner>,
@@ -122,7 +127,8 @@ impl Space {
             chunks.len(),
             || (),
             |(), n| {
-                let missing = |page: &&(u32, Digest)| self.find(&page.1).map(|found| found.is_none());
+                let missing =
+                    |page: &&(u32, Digest)| self.find(&page.1).map(|found| found.is_none());
                 let mut fresh = Vec::new();
                 for page in chunks[n] {
                     if missing(&page)? {
@@ -144,7 +150,11 @@ impl Space {
         Ok((stats, lease))
     }
 
-    fn publish(&self, stage: &crate::blob::Stage, staged: Vec<writer::Staged>) -> Result<(), PagesError> {
+    fn publish(
+        &self,
+        stage: &crate::blob::Stage,
+        staged: Vec<writer::Staged>,
+    ) -> Result<(), PagesError> {
         let _changing = self.changing();
         let packs = writer::publish(stage, &self.dir, &self.tenant, &staged)?;
         let hashes = staged.into_iter().map(|s| s.hashes);
@@ -152,7 +162,7 @@ impl Space {
     }
 }
 
-/// Pages of a file, by number.
+/// Pages of a file as a source for packs.
 struct FilePages<'a> {
     file: &'a File,
     pages: &'a [(u32, Digest)],
@@ -165,8 +175,9 @@ impl Source for FilePages<'_> {
         self.pages.len()
     }
 
-    /// Reads neighbours at once, and hashes every page again: a file that changes meanwhile must not bring a page under a wrong hash, from
-    /// which others would then be deduplicated.
+    /// Reads neighbouring pages at once, and hashes every page again. If the file changes
+    /// meanwhile, a page stored under a wrong hash would corrupt every snapshot that shares the
+    /// hash.
     fn pages(
         &self,
         range: std::ops::Range<usize>,
@@ -182,7 +193,8 @@ impl Source for FilePages<'_> {
                     let got = Digest::of(page);
                     if got != *hash {
                         let place = format!("page {number}, while it was put");
-                        let (file, expected, got) = (self.path.to_owned(), hash.to_string(), got.to_string());
+                        let (file, expected, got) =
+                            (self.path.to_owned(), hash.to_string(), got.to_string());
                         return Err(Damage::Content { file, place, expected, got }.into());
                     }
                     push(*hash, page)?;

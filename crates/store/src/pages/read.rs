@@ -1,41 +1,44 @@
-//! Fetching pages. Every page is hashed before it is given; a damaged one is named with its pack, group and place, and never given.
+//! Fetches pages. Every page is hashed before it is returned. An error about a damaged page names
+//! its pack, group and number, and the page is not returned.
 //!
-//! A gc may move a page between the look at the index and the look at the file. The pack is then gone, and the page is looked up again.
+//! A gc may move a page after the index lookup and before the file is opened. The pack is then
+//! gone, and the lookup is repeated.
 
+use super::error::PagesError;
 use super::index::Place;
 use super::pack::{PAGE, Pack};
 use super::space::{Found, Space};
-use super::{PagesError, Tenant};
-use crate::digest::Digest;
+use super::tenant::Tenant;
 use crate::errors::{IoError, IoResult};
 use crate::workers;
+use dayfly_units::Digest;
 use std::cell::RefCell;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// Times a page is looked up again because its pack went away meanwhile.
+/// How often a page is looked up again because its pack was removed.
 const TRIES: u32 = 16;
-/// Compressed bytes read at once, of groups that lie side by side.
+/// Most compressed bytes of adjacent groups in one read.
 const SPAN_BYTES: u64 = 512 << 10;
 
-/// All pages of a group: what fetching one of them gives for nothing.
+/// All pages of a group; fetching one of them decompresses all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
-    /// The pack: BLAKE3 of its footer.
+    /// Id of the pack: BLAKE3 of its footer.
     pub pack: Digest,
-    /// Which group of it.
+    /// Number of the group in the pack.
     pub number: u32,
-    /// The pages' hashes, in the order they lie in.
+    /// The pages' hashes, in stored order.
     pub hashes: Vec<Digest>,
-    /// Their bytes, one page after the other.
+    /// The pages' bytes, concatenated in that order.
     pub bytes: Vec<u8>,
 }
 
 impl Tenant {
-    /// Whether the page is in this namespace.
+    /// Whether this namespace has the page.
     ///
     /// # Errors
-    /// The host cannot look.
+    /// The host cannot read the pack.
     pub fn has(&self, hash: &Digest) -> Result<bool, IoError> {
         Ok(self.space.find(hash)?.is_some())
     }
@@ -43,15 +46,15 @@ impl Tenant {
     /// The 4096 bytes of a page.
     ///
     /// # Errors
-    /// `Damage`: there is no such page here, or its pack is damaged.
+    /// `Damage`: the namespace has no such page, or its pack is damaged.
     pub fn fetch(&self, hash: &Digest) -> Result<Vec<u8>, PagesError> {
         self.space.fetch(hash)
     }
 
-    /// The group that a page lies in, every page of it verified.
+    /// The group of a page, with every page verified.
     ///
     /// # Errors
-    /// As [`Self::fetch`]; also when another page of the group is damaged.
+    /// As [`Self::fetch`]; also if another page of the group is damaged.
     pub fn group(&self, hash: &Digest) -> Result<Group, PagesError> {
         self.space.with_group(hash, |found, file, bytes| {
             let number = found.page / found.pack.group_pages;
@@ -64,11 +67,13 @@ impl Tenant {
         })
     }
 
-    /// Fetches many pages: in the order they lie in, neighbouring groups in one read, every group decompressed once, on all cores. `give` gets the position in
-    /// `hashes` and the page, in any order.
+    /// Fetches many pages on all cores, in stored order: adjacent groups in one read, and every
+    /// group decompressed once. `give` gets the index in `hashes` and the page; the order of calls
+    /// is unspecified.
     ///
     /// # Errors
-    /// As [`Self::fetch`], of the first page that cannot be given; others may have been given before.
+    /// As [`Self::fetch`], for the first page that fails; `give` may have received other pages
+    /// before.
     pub fn fetch_many(
         &self,
         hashes: &[Digest],
@@ -84,19 +89,19 @@ impl Tenant {
     }
 }
 
-/// A verified page in a group's bytes: where it begins, and who wants it.
+/// A verified page in a group's bytes: its offset, and the tag of the request.
 pub(crate) struct Given {
     pub(crate) at: usize,
     pub(crate) tag: u32,
 }
 
-/// A page that is wanted, and where it is thought to be.
+/// A requested page and its likely place.
 struct Wanted {
     place: Place,
     tag: u32,
 }
 
-/// What [`Space::scatter`] calls with the bytes of a group and the pages of it that are wanted.
+/// The callback of [`Space::scatter`]: the bytes of a group, and the requested pages in it.
 pub(crate) type Give<'a> = dyn Fn(&[u8], &[Given]) -> Result<(), PagesError> + Sync + 'a;
 
 impl Space {
@@ -109,13 +114,13 @@ impl Space {
         })
     }
 
-    /// Calls `use_it` with where the page is, the file of its pack, and the bytes of its group.
+    /// Calls `use_it` with the page's place, the file of its pack, and the bytes of its group.
     fn with_group<T>(
         &self,
         hash: &Digest,
         use_it: impl FnOnce(&Found, &File, &[u8]) -> Result<T, PagesError>,
     ) -> Result<T, PagesError> {
-        // Kept by the thread: fresh memory for each group is more page faults than the fetch has other work.
+        // A buffer per thread: page faults on fresh memory would cost more than the fetch itself.
         thread_local!(static SCRATCH: RefCell<Scratch> = RefCell::default());
         for _ in 0..TRIES {
             let found = self.find(hash)?.ok_or_else(|| self.missing(hash, "who asks"))?;
@@ -133,7 +138,7 @@ impl Space {
         Err(self.missing(hash, "who asks").into())
     }
 
-    /// Gives each tag's page, whose hash is `hash(tag)`.
+    /// Calls `give` with the page of each tag; the page's hash is `hash(tag)`.
     pub(crate) fn scatter(
         &self,
         tags: &[u32],
@@ -153,7 +158,7 @@ impl Space {
         })
     }
 
-    /// Cuts what is wanted into stretches of groups that lie side by side in one pack.
+    /// Splits the requests into spans of adjacent groups in one pack.
     fn spans<'a>(&self, wanted: &'a [Wanted]) -> Vec<&'a [Wanted]> {
         let state = self.read();
         let mut spans = Vec::new();
@@ -186,8 +191,10 @@ impl Space {
         give: &Give,
         Scratch { stored, raw }: &mut Scratch,
     ) -> Result<(), PagesError> {
-        let one_by_one =
-            || span.iter().try_for_each(|w| give(&self.fetch(&hash(w.tag))?, &[Given { at: 0, tag: w.tag }]));
+        let one_by_one = || {
+            span.iter()
+                .try_for_each(|w| give(&self.fetch(&hash(w.tag))?, &[Given { at: 0, tag: w.tag }]))
+        };
         let (first, last) = match span {
             [] => return Ok(()),
             [only] => (only, only),
@@ -220,7 +227,7 @@ impl Space {
                 if checked != Some((w.place.page, hash))
                     && pack.check(w.place.page, &hash, &raw[at..at + PAGE]).is_err()
                 {
-                    // Damaged, or another page with the same prefix: the slow way tells which.
+                    // Damaged, or another page with the same prefix: `fetch` finds out which.
                     give(&self.fetch(&hash)?, &[Given { at: 0, tag: w.tag }])?;
                     continue;
                 }
@@ -233,14 +240,14 @@ impl Space {
     }
 }
 
-/// Memory that is used again.
+/// Buffers for reuse.
 #[derive(Default)]
 struct Scratch {
     stored: Vec<u8>,
     raw: Vec<u8>,
 }
 
-/// The stored bytes of the groups `first` to `last`, read into `buffer`, which only grows.
+/// Reads the stored bytes of the groups `first` to `last` into `buffer`, which never shrinks.
 pub(crate) fn read_span<'a>(
     pack: &Pack,
     file: &File,

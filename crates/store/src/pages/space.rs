@@ -1,18 +1,22 @@
-//! A tenant's namespace: its packs and where each of its pages is.
+//! A tenant's namespace: its packs, and the place of each page.
 
 use super::index::{Index, Place, prefix};
 use super::lease::{Lease, Leases};
 use super::pack::{Pack, PackError};
 use crate::blob::Dir;
-use crate::digest::{Digest, DigestError};
-use crate::errors::{Damage, IoError, IoResult};
-use dayfly_units::Name;
+use crate::errors::{Damage, IoResult};
+use dayfly_units::sync::lock;
+use dayfly_units::{Digest, DigestError, Name};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// Packs that are kept open.
+/// The most packs whose files are kept open.
 const OPEN_FILES: usize = 64;
+
+/// The namespaces that were opened in this process.
+#[derive(Debug, Default)]
+pub(crate) struct Tenants(pub(super) Mutex<BTreeMap<Name, Arc<Space>>>);
 
 #[derive(Debug)]
 pub(crate) struct Space {
@@ -21,10 +25,13 @@ pub(crate) struct Space {
     state: RwLock<State>,
     files: Mutex<Vec<(u32, Arc<File>)>>,
     leases: Arc<Leases>,
-    /// Held by the one gc.
+    /// Locked by the running gc, so that only one runs.
     pub(super) collecting: Mutex<()>,
-    /// Held while the packs in the folder and those in the state differ: from a rename into the folder until the index has the pack, and
-    /// from the change of the index until the files are out of the folder. A put may make the very pack that a gc is about to retire.
+    /// Taken while the packs in the folder and in the state differ. Without it, a put may make the
+    /// very pack that a gc is about to retire.
+    ///
+    /// A put holds it from the rename into the folder until the index has the pack. A gc holds it
+    /// from the change of the index until the files are out of the folder.
     changing: Mutex<()>,
 }
 
@@ -35,12 +42,13 @@ pub(crate) struct State {
     next: u32,
     /// Files of packs that are in no state any more, and could not be removed.
     pub(super) retired: Vec<Digest>,
-    /// Packs that could not be opened, and why.
+    /// Packs that could not be opened, with the cause.
     pub(crate) damaged: Vec<Damage>,
 }
 
 impl State {
-    /// Numbers a pack that is in the folder. One with the same id is the same file, and must be known once, whatever was to become of it.
+    /// Registers a pack in the folder and returns its number. A pack with a known id is the same
+    /// file: it keeps its number, and is not retired any more.
     pub(super) fn enter(&mut self, pack: Pack) -> u32 {
         self.retired.retain(|id| *id != pack.id);
         if let Some((number, _)) = self.packs.iter().find(|(_, known)| known.id == pack.id) {
@@ -53,7 +61,7 @@ impl State {
     }
 }
 
-/// A page found: in which pack, and which of its pages.
+/// The pack and the page number of a page that was found.
 #[derive(Debug, Clone)]
 pub(crate) struct Found {
     pub(crate) number: u32,
@@ -62,7 +70,7 @@ pub(crate) struct Found {
 }
 
 impl Space {
-    /// Opens every pack in `dir`. A damaged one hides its own pages only.
+    /// Opens every pack in `dir`. A damaged pack makes only its own pages unavailable.
     pub(crate) fn open(tenant: &Name, dir: Dir) -> IoResult<Self> {
         let space = Self {
             tenant: tenant.clone(),
@@ -75,7 +83,7 @@ impl Space {
         };
         for name in space.dir.entries()? {
             let id: Result<Digest, DigestError> = name.parse();
-            // What is not named like a pack was not put here by us.
+            // Entries whose name is not a digest are not ours, and are skipped.
             let Ok(id) = id else { continue };
             match space.open_pack(&name, &id) {
                 Ok((pack, hashes)) => space.add(vec![(pack, hashes)])?,
@@ -102,7 +110,7 @@ impl Space {
         Ok((pack, hashes))
     }
 
-    /// Packs that could not be opened and are still there, and why.
+    /// Packs that could not be opened and still exist, with the cause.
     pub(crate) fn unopened(&self) -> IoResult<Vec<Damage>> {
         let mut damaged = self.read().damaged.clone();
         let present: BTreeSet<String> = self.dir.entries()?.into_iter().collect();
@@ -121,23 +129,23 @@ impl Space {
     }
 
     pub(super) fn changing(&self) -> MutexGuard<'_, ()> {
-        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.changing)
     }
 
     fn files(&self) -> MutexGuard<'_, Vec<(u32, Arc<File>)>> {
-        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.files)
     }
 
     pub(super) const fn leases(&self) -> &Arc<Leases> {
         &self.leases
     }
 
-    /// A lease of these pages; take it before you look them up.
+    /// Takes a lease of these pages; take it before you look them up.
     pub(crate) fn lease<'a>(&self, hashes: impl Iterator<Item = &'a Digest>) -> Lease {
         self.leases.take(hashes.map(prefix))
     }
 
-    /// Makes packs findable. A page that is there already keeps its first place.
+    /// Adds packs to the index. A page that the index has already keeps its first place.
     pub(super) fn add(&self, packs: Vec<(Pack, Vec<Digest>)>) -> IoResult<()> {
         let mut state = self.write();
         packs.into_iter().try_for_each(|(pack, hashes)| self.add_pack(&mut state, pack, &hashes))
@@ -153,7 +161,7 @@ impl Space {
         Ok(())
     }
 
-    /// Where the page with this hash is. All 32 bytes are compared with the footer on disk.
+    /// Finds the page with this hash; all 32 bytes are compared with the footer on disk.
     pub(crate) fn find(&self, hash: &Digest) -> IoResult<Option<Found>> {
         self.find_in(&self.read(), hash)
     }
@@ -166,20 +174,25 @@ impl Space {
                 other => other?,
             };
             if pack.hashes(&file, place.page..place.page + 1)?.first() == Some(hash) {
-                return Ok(Some(Found { number: place.pack, pack: Arc::clone(pack), page: place.page }));
+                return Ok(Some(Found {
+                    number: place.pack,
+                    pack: Arc::clone(pack),
+                    page: place.page,
+                }));
             }
         }
         Ok(None)
     }
 
-    /// Where the page with this hash is likely to be: right unless two hashes share 8 bytes, so look at the page before you believe it.
+    /// The likely place of the page with this hash. It is wrong if two hashes share 8 bytes, so
+    /// verify the page before you use it.
     pub(crate) fn guess(&self, hash: &Digest) -> Option<(Place, Arc<Pack>)> {
         let state = self.read();
         let place = state.index.candidates(prefix(hash)).next()?;
         Some((place, Arc::clone(state.packs.get(&place.pack)?)))
     }
 
-    /// The file of a pack.
+    /// The open file of a pack, from the cache or newly opened.
     pub(crate) fn file(&self, number: u32, pack: &Pack) -> IoResult<Arc<File>> {
         if let Some((_, file)) = self.files().iter().find(|(n, _)| *n == number) {
             return Ok(Arc::clone(file));
@@ -193,29 +206,14 @@ impl Space {
         Ok(file)
     }
 
-    /// Closes the files of packs that are gone.
+    /// Closes the files of packs that were removed.
     pub(crate) fn close(&self, gone: &BTreeSet<u32>) {
         self.files().retain(|(number, _)| !gone.contains(number));
     }
 
-    /// What a missing page is called.
+    /// The error for a missing page.
     pub(crate) fn missing(&self, hash: &Digest, by: &str) -> Damage {
         let what = format!("page {hash} of tenant {}", self.tenant);
         Damage::Missing { file: self.dir.path().to_owned(), what, by: by.to_owned() }
-    }
-}
-
-impl From<PackError> for super::PagesError {
-    fn from(e: PackError) -> Self {
-        match e {
-            PackError::Io(e) => Self::Io(e),
-            PackError::Damage(d) => Self::Damage(d),
-        }
-    }
-}
-
-impl From<IoError> for super::PagesError {
-    fn from(e: IoError) -> Self {
-        Self::Io(e)
     }
 }

@@ -52,7 +52,7 @@ fn a_second_put_stores_only_what_is_new_and_a_reopened_store_knows_all() {
     drop(store);
     let store = Store::open(root.path()).unwrap();
     let after = tenant(&store).stats().unwrap();
-    assert_eq!((before.unique_pages, before.compressed_bytes), (after.unique_pages, after.compressed_bytes));
+    assert_eq!((before.unique, before.stored_bytes), (after.unique, after.stored_bytes));
     assert_eq!(tenant(&store).put(&file(&ram(0..1500)), &[]).unwrap().stats.new_pages, 0);
     assert_eq!(tenant(&store).fetch(&Digest::of(&page(1234))).unwrap(), page(1234));
 }
@@ -65,8 +65,11 @@ fn pages_lie_in_the_order_asked_for() {
     tenant(&store).put(&file(&ram(0..1000)), &order).unwrap();
     let first = order.iter().map(|&n| u64::from(n)).find(|n| !n.is_multiple_of(7)).unwrap();
     let group = tenant(&store).group(&Digest::of(&page(first))).unwrap();
-    let expected: Vec<Digest> =
-        order.iter().filter(|n| !n.is_multiple_of(7)).map(|&n| Digest::of(&page(n.into()))).collect();
+    let expected: Vec<Digest> = order
+        .iter()
+        .filter(|n| !n.is_multiple_of(7))
+        .map(|&n| Digest::of(&page(n.into())))
+        .collect();
     assert_eq!((group.number, group.hashes.as_slice()), (0, &expected[..16]));
 }
 
@@ -88,7 +91,7 @@ fn a_page_is_found_by_all_of_its_hash() {
     assert!(tenant(&store).has(&alike).unwrap());
 }
 
-/// Two pages whose hashes share their first 8 bytes cannot be made, but an index that holds two such entries can.
+/// Two pages whose hashes share 8 bytes cannot be made, but an index with two such entries can.
 #[test]
 fn a_second_page_of_the_same_prefix_is_another_page() {
     let root = tempfile::tempdir().unwrap();
@@ -111,7 +114,7 @@ fn a_second_page_of_the_same_prefix_is_another_page() {
     assert_eq!(tenant.fetch(&wanted).unwrap(), page(50));
     tenant.fetch_many(&[wanted], &|_, bytes| assert_eq!(bytes, page(50))).unwrap();
     {
-        // And where only the wrong one is left, the page is not there: it would be stored again.
+        // With only the wrong entry left, the page counts as missing and would be stored again.
         tenant.space.write().index.remap(|p| Some(p).filter(|p| *p != right));
         assert!(!tenant.has(&wanted).unwrap());
         assert_eq!(tenant.put(&file(&page(50)), &[]).unwrap().stats.new_pages, 1);
@@ -131,7 +134,10 @@ fn a_file_that_changes_while_it_is_put_brings_no_page_under_a_wrong_hash() {
         .space
         .store(&tenant.inner, &memory, [(0, hash)].into_iter(), &crate::Meter::default())
         .unwrap_err();
-    assert!(error.to_string().contains(&format!("page 0, while it was put: expected {hash}")), "{error}");
+    assert!(
+        error.to_string().contains(&format!("page 0, while it was put: expected {hash}")),
+        "{error}"
+    );
     assert!(!tenant.has(&hash).unwrap());
     assert_eq!(store.staged().unwrap(), Vec::<std::path::PathBuf>::new());
 }
@@ -155,7 +161,7 @@ fn many_put_and_fetch_at_once() {
     });
     let live = tenant(&store).put(&file(&ram(0..1000)), &[]).unwrap();
     assert_eq!(live.stats.new_pages, 0);
-    assert_eq!(tenant(&store).stats().unwrap().unique_pages, numbers(1000).count() as u64);
+    assert_eq!(tenant(&store).stats().unwrap().unique, numbers(1000).count() as u64);
     drop(live);
 }
 
@@ -165,8 +171,8 @@ fn the_index_takes_less_than_24_bytes_a_page() {
     let store = Store::open(root.path()).unwrap();
     let put = tenant(&store).put(&file(&ram((0..30_000).map(|n| n * 7 + 1))), &[]).unwrap();
     let stats = tenant(&store).stats().unwrap();
-    assert_eq!(stats.unique_pages, put.stats.new_pages);
-    let each = stats.index_bytes * 100 / stats.unique_pages;
+    assert_eq!(stats.unique, put.stats.new_pages);
+    let each = stats.index_memory_bytes * 100 / stats.unique;
     assert!(each < 2400, "{each} hundredths of a byte a page");
 }
 

@@ -1,17 +1,17 @@
-//! Writing packs: staged in full, synced, then renamed into the tenant's folder.
+//! Writes packs: completely into a stage, `fsync`ed, then renamed into the tenant's folder.
 
 use super::pack::{Footer, GROUP_PAGES, LEVEL, MAX_PACK_PAGES, PAGE, Pack, PackError, Sum, sum};
 use crate::blob::{Dir, IfTaken, Stage};
-use crate::digest::Digest;
 use crate::errors::{Damage, IoError, IoResult};
 use crate::workers;
-use dayfly_units::Name;
+use dayfly_units::{Digest, Name};
 use std::fs::File;
 
-/// Compressed bytes that are collected before they are written; few in tests, so that there are writes to be torn and lost.
+/// Compressed bytes collected before a write; few in tests, so that crash tests have several writes
+/// to tear and lose.
 const WRITE_BYTES: usize = if cfg!(test) { 8 << 10 } else { 1 << 20 };
 
-/// A pack in the making, in a staging folder.
+/// A pack that is being written in a stage.
 struct Writer<'a> {
     dir: &'a Dir,
     name: String,
@@ -31,7 +31,8 @@ impl<'a> Writer<'a> {
     fn new(dir: &'a Dir, name: String) -> IoResult<Self> {
         let file = dir.create(&name)?;
         let zstd = zstd::bulk::Compressor::new(LEVEL);
-        let zstd = zstd.map_err(IoError::new("making a compressor for", &dir.path().join(&name)))?;
+        let zstd =
+            zstd.map_err(IoError::new("making a compressor for", &dir.path().join(&name)))?;
         let group = Vec::with_capacity(GROUP_PAGES as usize * PAGE);
         let (pending, groups, hashes) = (Vec::new(), Vec::new(), Vec::new());
         let stored = Vec::new();
@@ -48,7 +49,8 @@ impl<'a> Writer<'a> {
         self.stored.clear();
         self.stored.reserve(zstd::zstd_safe::compress_bound(self.group.len()));
         let length = self.zstd.compress_to_buffer(&self.group, &mut self.stored);
-        let length = length.map_err(IoError::new("compressing", &self.dir.path().join(&self.name)))?;
+        let length =
+            length.map_err(IoError::new("compressing", &self.dir.path().join(&self.name)))?;
         self.groups.push((u32::try_from(length).unwrap_or(u32::MAX), sum(&self.stored)));
         self.pending.extend_from_slice(&self.stored);
         self.group.clear();
@@ -62,12 +64,13 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes the footer, and waits until all of it is on disk.
+    /// Writes the footer, and `fsync`s the pack.
     fn finish(mut self, tenant: &Name) -> IoResult<Staged> {
         if !self.group.is_empty() {
             self.end_group()?;
         }
-        let footer = Footer { tenant, group_pages: GROUP_PAGES, groups: &self.groups, hashes: &self.hashes };
+        let footer =
+            Footer { tenant, group_pages: GROUP_PAGES, groups: &self.groups, hashes: &self.hashes };
         let (id, footer) = footer.encode(self.at + self.pending.len() as u64);
         self.pending.extend_from_slice(&footer);
         self.flush()?;
@@ -76,7 +79,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// A pack that is on disk, but not in its folder.
+/// A pack that is on disk, but not yet in the tenant's folder.
 pub(super) struct Staged {
     id: Digest,
     name: String,
@@ -84,10 +87,10 @@ pub(super) struct Staged {
     file: File,
 }
 
-/// Pages for packs, by number: the hash of each, and its bytes.
+/// Numbered pages to write, each with its hash and bytes.
 pub(super) trait Source: Sync {
     fn count(&self) -> usize;
-    /// Gives the pages of a range to `push`, in order.
+    /// Calls `push` with the pages of a range, in order.
     fn pages(
         &self,
         range: std::ops::Range<usize>,
@@ -95,9 +98,13 @@ pub(super) trait Source: Sync {
     ) -> Result<(), PackError>;
 }
 
-/// Writes all pages of `source` to packs in `stage`, on all cores: each makes packs of its own, so that the order of the pages is that of
-/// the source in every pack, and of the packs.
-pub(super) fn stage(stage: &Stage, tenant: &Name, source: &dyn Source) -> Result<Vec<Staged>, PackError> {
+/// Writes all pages of `source` to packs in `stage`, on all cores. Each thread writes whole packs,
+/// so the pages are in the source's order, within a pack and from pack to pack.
+pub(super) fn stage(
+    stage: &Stage,
+    tenant: &Name,
+    source: &dyn Source,
+) -> Result<Vec<Staged>, PackError> {
     let group = GROUP_PAGES as usize;
     let share = source.count().div_ceil(workers::threads()).next_multiple_of(group);
     let pages = share.clamp(64 * group, MAX_PACK_PAGES as usize);
@@ -114,9 +121,15 @@ pub(super) fn stage(stage: &Stage, tenant: &Name, source: &dyn Source) -> Result
     )
 }
 
-/// Renames staged packs into the tenant's folder, and waits until their names are on disk. A file of the same name holds the same pages, or is damaged:
-/// then it is replaced. After an error none of them is there that was not before, as far as the host lets us.
-pub(super) fn publish(stage: &Stage, dir: &Dir, tenant: &Name, staged: &[Staged]) -> IoResult<Vec<Pack>> {
+/// Renames staged packs into the tenant's folder, and `fsync`s the folder. An existing file of that
+/// name holds the same pages, or is damaged and is replaced. After an error, new files are unlinked
+/// again, if the host allows it.
+pub(super) fn publish(
+    stage: &Stage,
+    dir: &Dir,
+    tenant: &Name,
+    staged: &[Staged],
+) -> IoResult<Vec<Pack>> {
     if staged.is_empty() {
         return Ok(Vec::new());
     }
@@ -127,7 +140,8 @@ pub(super) fn publish(stage: &Stage, dir: &Dir, tenant: &Name, staged: &[Staged]
         let name = pack.id.to_string();
         let path = dir.path().join(&name);
         let there = dir.has(&name)?;
-        let sound = there && dir.open(&name).is_ok_and(|file| Pack::open(&path, &file, tenant).is_ok());
+        let sound =
+            there && dir.open(&name).is_ok_and(|file| Pack::open(&path, &file, tenant).is_ok());
         if !sound {
             let if_taken = if there { IfTaken::Exchange } else { IfTaken::Refuse };
             stage.rename(&pack.name, dir, &name, if_taken)?;
@@ -140,14 +154,15 @@ pub(super) fn publish(stage: &Stage, dir: &Dir, tenant: &Name, staged: &[Staged]
     });
     all.and_then(|()| dir.sync()).inspect_err(|_| {
         for name in &fresh {
-            // Harmless where it stays: the next open finds its pages, and the next gc that nobody needs them.
+            // A leftover pack is harmless: the next open finds its pages, and the next gc removes
+            // them if nothing references them.
             let _best_effort = dir.unlink(name);
         }
     })?;
     Ok(packs)
 }
 
-/// A pack just written, read back from the page cache.
+/// Opens a pack just written, from the page cache.
 fn open(path: &std::path::Path, file: &File, tenant: &Name) -> IoResult<Pack> {
     Pack::open(path, file, tenant).map_err(|e| match e {
         PackError::Io(e) => e,

@@ -1,79 +1,123 @@
-//! From what a VMM has saved to a snapshot: prepared, stored, published.
+//! Turns the files that a VMM saved into a snapshot: prepared, stored, published.
 //!
-//! Prepared, it is what it will be, but nobody finds it: clones of it can run, so that a rehearsal tells which pages are to lie together before any
-//! is stored.
+//! A prepared snapshot is complete, but not in the store. Clones of it can run, so that a recording
+//! shows which pages belong together before any page is stored.
 
-use super::open::{OpenDisk, OpenLayer, OpenSnapshot};
+use super::error::CommitError;
+use super::files::{MEMORY, STATE, WORKING_SET};
+use super::flatten::Moves;
+use super::open::{OpenDisk, OpenSnapshot};
+use super::paged::PagedSpec;
 use super::ram::{self, Resident};
-use super::writer::{CommitError, DiskSpec, Parts, SavedSnapshot, SnapshotSpec};
-use super::{MEMORY, PagedSpec, STATE, WORKING_SET, flatten::Moves};
+use super::staged::Staged;
+use super::writer::{DiskSpec, Parts, SavedSnapshot, SnapshotSpec};
 use crate::blob::{Dir, IfTaken, Stage};
-use crate::digest::Digest;
 use crate::errors::{Damage, IoError, IoResult};
-use crate::layers::{ChainLayer, LayerRef, StagedLayer, VmLayer};
-use crate::manifest::{DiskRef, FileRef, MAX_DISKS, MAX_LAYERS, SnapshotManifest};
-use crate::pins::{Pin, Pinned};
+use crate::inner::{Inner, Store};
+use crate::integrity::verify::{Hashed, Kind};
+use crate::objects::layers::{OpenLayer, StagedLayer};
+use crate::objects::manifest::{DiskRef, MAX_DISKS, MAX_LAYERS, SnapshotManifest};
+use crate::objects::types::{ChainLayer, FileRef, LayerRef};
 use crate::publish::seal;
-use crate::verify::{self, Kind};
-use crate::{Inner, Store};
+use crate::vms::pins::{Pin, Pinned};
+use dayfly_units::Digest;
 use std::fs::File;
+use std::io::{Read, Seek};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Who needs what a snapshot is made of, for errors.
+/// The object named in errors as the one that needs a file.
 const MAKING: &str = "a snapshot in the making";
 
-/// A snapshot just made.
+/// The longest state that is stored; what a VMM writes takes less.
+const MAX_STATE_BYTES: u64 = 32 << 20;
+
+/// A snapshot just committed.
 #[derive(Debug)]
 pub struct Committed {
-    /// What it is; its disks' layers are the chain that a VM which goes on stands on now.
+    /// The manifest. The layers of its disks are the chain that the running VM depends on now.
     pub manifest: SnapshotManifest,
-    /// Keeps its images and layers in the store: for a VM that goes on.
+    /// Keeps the images and layers in the store, for the running VM.
     pub pin: Pin,
-    /// Its RAM, where that is in memory.
+    /// The snapshot's RAM, if it is in a memfd.
     pub resident: Option<Resident>,
 }
 
-/// What a VMM has saved, with all that its disks stand on: dropped, there is no snapshot, and what the VM froze stays in its folder.
+/// A prepared snapshot. If it is dropped, there is no snapshot, and the layers that the VM froze
+/// stay in the VM's folder.
 #[derive(Debug)]
 pub struct Prepared {
     inner: Arc<Inner>,
     stage: Stage,
     dir: Dir,
-    /// What it will be; of its RAM only the length is known.
+    /// The future manifest; the digest of RAM is not known yet, only the length.
     manifest: SnapshotManifest,
-    state: File,
+    state: Hashed,
     memory: File,
     free: Vec<Range<u32>>,
     staged: Staged,
     moves: Option<Moves>,
 }
 
-fn content(dir: &Dir, file: &File, name: &str, kind: Kind) -> IoResult<FileRef> {
-    dir.finish(name, file)?;
-    verify::digest(file, kind).map_err(IoError::new("reading", &dir.path().join(name)))
+fn content(dir: &Dir, file: File, name: &str, kind: Kind) -> IoResult<Hashed> {
+    dir.finish(name, &file)?;
+    Hashed::of(file, kind).map_err(IoError::new("reading", &dir.path().join(name)))
+}
+
+/// Copies the state from the memfd into which a VMM wrote it. It is read once, because the VMM may
+/// still write.
+fn state(dir: &Dir, from: &File) -> Result<Hashed, CommitError> {
+    let path = dir.path().join(STATE);
+    let reading = |e| IoError::new("reading what becomes", &path)(e);
+    let mut bytes = Vec::new();
+    let mut from = from;
+    from.rewind().map_err(reading)?;
+    from.take(MAX_STATE_BYTES + 1).read_to_end(&mut bytes).map_err(reading)?;
+    let got = bytes.len() as u64;
+    if got > MAX_STATE_BYTES {
+        return Err(CommitError::Invalid {
+            place: "bytes of the state".to_owned(),
+            expected: format!("at most {MAX_STATE_BYTES}"),
+            got: format!("more, {} in all", from.metadata().map_err(reading)?.len()),
+        });
+    }
+    dir.write(STATE, &bytes)?;
+    let content = FileRef { digest: Digest::of(&bytes), bytes: got, data_bytes: got };
+    let state = Hashed::written(dir.open(STATE)?, content).map_err(reading)?;
+    dir.protect(STATE, state.file(), got)?;
+    Ok(state)
 }
 
 impl SavedSnapshot {
-    /// Hashes and syncs the state and the layers. RAM that is in memory is sealed: `free` frames of it are given back, and read as zeroes.
+    /// Hashes and syncs the state and the layers. RAM in a memfd is sealed; its `free` frames are
+    /// freed and read as zeroes.
     ///
     /// # Errors
-    /// [`CommitError`]. The layers that the VM froze stay in its folder, and the next snapshot's `spec` names them again.
-    pub fn prepare(self, spec: &SnapshotSpec, free: &[Range<u32>]) -> Result<Prepared, CommitError> {
+    /// [`CommitError`]. The layers that the VM froze stay in its folder, and the next snapshot's
+    /// `spec` names them again.
+    pub fn prepare(
+        self,
+        spec: &SnapshotSpec,
+        free: &[Range<u32>],
+    ) -> Result<Prepared, CommitError> {
         check(spec)?;
         let Self { parts, merge } = self;
         let Parts { inner, name, stage, state: state_file, memory: memory_file } = parts;
         let dir = stage.sub("snapshot")?;
-        let state = content(&dir, &state_file, STATE, Kind::Plain)?;
+        let state = state(&dir, &state_file)?;
         let mut staged = Staged::default();
-        let mut disks =
-            spec.disks.iter().map(|d| staged.disk(&inner, &stage, d)).collect::<Result<Vec<_>, _>>()?;
+        let mut disks = spec
+            .disks
+            .iter()
+            .map(|d| staged.disk(&inner, &stage, d))
+            .collect::<Result<Vec<_>, _>>()?;
         let moves = merge.and_then(|merge| staged.flatten(&inner, &stage, &mut disks, merge));
         ram::seal(&memory_file, free)?;
         let manifest = SnapshotManifest {
             name,
             created_unix_ms: Store::now_unix_ms(),
             parent: spec.parent.clone(),
+            ancestors: spec.ancestors.clone(),
             kernel: spec.kernel.clone(),
             vcpus: spec.vcpus,
             nets: spec.nets,
@@ -83,7 +127,7 @@ impl SavedSnapshot {
             labels: spec.labels.clone(),
             disks,
             memory: FileRef { digest: Digest::of(&[]), bytes: spec.memory_bytes, data_bytes: 0 },
-            state,
+            state: state.content,
         };
         let free = free.to_vec();
         Ok(Prepared {
@@ -91,7 +135,7 @@ impl SavedSnapshot {
             stage,
             dir,
             manifest,
-            state: state_file,
+            state,
             memory: memory_file,
             free,
             staged,
@@ -99,8 +143,8 @@ impl SavedSnapshot {
         })
     }
 
-    /// Hashes, syncs and publishes everything, layers first. Layers that were `Frozen` are then `Stored`, alone or merged with others, as the manifest
-    /// tells, and gone from the VM's folder.
+    /// Hashes, syncs and publishes everything, layers first. `Frozen` layers become `Stored`, alone
+    /// or merged with others, as the manifest shows; they are removed from the VM's folder.
     ///
     /// # Errors
     /// As [`Self::prepare`].
@@ -111,17 +155,22 @@ impl SavedSnapshot {
     /// As [`Self::commit`], with RAM as a table of pages in the tenant's namespace.
     ///
     /// # Errors
-    /// As [`Self::prepare`]. Pages that were put already stay until [`Store::gc_pages`].
-    pub fn commit_paged(self, spec: &SnapshotSpec, pages: &PagedSpec) -> Result<Committed, CommitError> {
+    /// As [`Self::prepare`]. Pages stored before the error stay until [`Store::gc_pages`].
+    pub fn commit_paged(
+        self,
+        spec: &SnapshotSpec,
+        pages: &PagedSpec,
+    ) -> Result<Committed, CommitError> {
         self.prepare(spec, pages.known.free)?.commit_paged(pages)
     }
 }
 
 impl Prepared {
-    /// Opens it as it is: clones of it can run until it is committed or dropped, and after that. The digest of its RAM is not known yet.
+    /// Opens the prepared snapshot. Clones of it can run now, and continue after the commit or the
+    /// drop. The digest of RAM is not known yet.
     ///
     /// # Errors
-    /// An image or a layer that it stands on is gone or damaged.
+    /// An image or a layer that the snapshot depends on is missing or damaged.
     pub fn open(&self) -> Result<OpenSnapshot, CommitError> {
         let opening = |e| IoError::new("opening", self.dir.path())(e);
         let disks = self.inner.open_disks(&self.manifest.disks, &self.staged.layers)?;
@@ -130,15 +179,16 @@ impl Prepared {
         Ok(OpenSnapshot::unpublished(self.manifest.clone(), state, memory, disks, pin))
     }
 
-    /// Keeps `record`, a sealed working set, with it; once.
+    /// Adds `record`, a sealed working set, to the snapshot. Call it at most once.
     ///
     /// # Errors
-    /// The host cannot write it.
+    /// The host cannot write the file.
     pub fn keep_working_set(&mut self, record: &[u8]) -> Result<(), CommitError> {
         Ok(self.dir.write(WORKING_SET, record)?)
     }
 
-    /// Stores RAM as a table of pages, and publishes everything, as [`SavedSnapshot::commit_paged`]. What is free was told before.
+    /// Stores RAM as a table of pages and publishes everything, as [`SavedSnapshot::commit_paged`].
+    /// The free frames are those given to [`SavedSnapshot::prepare`].
     ///
     /// # Errors
     /// [`CommitError`].
@@ -148,9 +198,13 @@ impl Prepared {
 
     fn commit_with(self, pages: Option<&PagedSpec>) -> Result<Committed, CommitError> {
         let Self { inner, stage, dir, mut manifest, state, memory, free, mut staged, moves } = self;
-        // The lease ends when the snapshot is there, or will not be.
+        // The lease is held until the snapshot is published or has failed.
+        let mut memory_file = None;
         let (ram, _lease, resident) = match pages {
-            None => (content(&dir, &memory, MEMORY, Kind::Sparse)?, None, None),
+            None => {
+                let hashed = content(&dir, memory, MEMORY, Kind::Sparse)?;
+                (memory_file.insert(hashed).content, None, None)
+            }
             Some(pages) => {
                 let hints: Vec<_>;
                 let mut pages = *pages;
@@ -167,52 +221,43 @@ impl Prepared {
         };
         manifest.memory = ram;
         seal(&dir, &manifest)?;
-        // Before it is published: from then on it may be removed, and its layers collected.
-        let pin = inner.pins.pin(Pinned::of(&manifest, format!("the VM of snapshot {}", manifest.name)));
+        // Pinned before it is published, because afterwards it may be removed and its layers
+        // collected.
+        let pin =
+            inner.pins.pin(Pinned::of(&manifest, format!("the VM of snapshot {}", manifest.name)));
         inner.publish_snapshot(&stage, &manifest, &mut staged)?;
-        // From here on nothing may fail: the snapshot is there.
+        // The snapshot is published: no step may fail from here on.
         for frozen in &staged.frozen {
-            // It only has a second name by now; it goes with its VM if this fails.
+            // This removes only a second name of the file. If it fails, the name is removed with
+            // the VM.
             if let Err(error) = Store(Arc::clone(&inner)).remove_vm_layer(frozen) {
-                tracing::warn!(%error, cause = %error.source, "leaving the VM's name of a stored layer");
+                tracing::warn!(
+                    %error,
+                    cause = %error.source,
+                    "leaving the VM's name of a stored layer"
+                );
             }
         }
         let folder = inner.snapshots.path().join(manifest.name.as_str());
-        inner.verifier.remember(&folder.join(STATE), &state, manifest.state.digest);
-        if pages.is_none() {
-            inner.verifier.remember(&folder.join(MEMORY), &memory, ram.digest);
-        }
-        staged.layers.iter().for_each(|layer| inner.remember_layer(layer));
+        let mut files = vec![(folder.join(STATE), &state)];
+        files.extend(memory_file.as_ref().map(|memory| (folder.join(MEMORY), memory)));
+        files.extend(staged.layers.iter().flat_map(|layer| inner.published_files(layer)));
+        inner.verifier.remember(&files);
         Ok(Committed { manifest, pin, resident })
     }
 }
 
-/// The layers of a snapshot that are not stored yet.
-#[derive(Debug, Default)]
-pub(super) struct Staged {
-    frozen: Vec<VmLayer>,
-    pub(super) layers: Vec<StagedLayer>,
-    folders: usize,
-}
-
 impl Staged {
-    /// A name that no folder in the stage has yet.
-    pub(super) fn folder(&mut self) -> String {
-        let folder = format!("layer{}", self.folders);
-        self.folders += 1;
-        folder
-    }
-
     fn disk(&mut self, inner: &Inner, stage: &Stage, disk: &DiskSpec) -> IoResult<DiskRef> {
         let mut layers: Vec<LayerRef> = Vec::with_capacity(disk.layers.len());
         for layer in &disk.layers {
             layers.push(match layer {
                 ChainLayer::Stored(layer) => *layer,
-                ChainLayer::Frozen(vm_layer) | ChainLayer::Borrowed(vm_layer) => {
+                ChainLayer::Frozen(vm_layer) | ChainLayer::Shared(vm_layer) => {
                     let folder = self.folder();
                     let staged = inner.stage_layer(stage, folder, *vm_layer)?;
                     let stored = staged.layer;
-                    // What is borrowed is not the VM's to let go.
+                    // The VM does not own a shared layer, so it does not release it.
                     self.frozen.extend(matches!(layer, ChainLayer::Frozen(_)).then_some(*vm_layer));
                     self.layers.push(staged);
                     stored
@@ -229,7 +274,11 @@ fn check(spec: &SnapshotSpec) -> Result<(), CommitError> {
         if (min..=max).contains(&got) {
             return Ok(());
         }
-        Err(CommitError::Invalid { place, expected: format!("{min} to {max}"), got: got.to_string() })
+        Err(CommitError::Invalid {
+            place,
+            expected: format!("{min} to {max}"),
+            got: got.to_string(),
+        })
     };
     within("disks".to_owned(), 1, MAX_DISKS, spec.disks.len())?;
     for (d, disk) in spec.disks.iter().enumerate() {
@@ -239,8 +288,12 @@ fn check(spec: &SnapshotSpec) -> Result<(), CommitError> {
 }
 
 impl Inner {
-    /// The disks of a snapshot that is not committed yet, verified.
-    fn open_disks(&self, disks: &[DiskRef], staged: &[StagedLayer]) -> Result<Vec<OpenDisk>, CommitError> {
+    /// Opens and verifies the disks of a snapshot that is not committed yet.
+    fn open_disks(
+        &self,
+        disks: &[DiskRef],
+        staged: &[StagedLayer],
+    ) -> Result<Vec<OpenDisk>, CommitError> {
         disks.iter().map(|disk| self.open_staged(disk, staged)).collect()
     }
 
@@ -248,10 +301,15 @@ impl Inner {
         let image = self.open_image(&disk.image.name, MAKING)?;
         if image.manifest.disk.digest != disk.image.digest {
             let file = self.image_path(&disk.image.name);
-            let (expected, got) = (disk.image.digest.to_string(), image.manifest.disk.digest.to_string());
-            return Err(
-                Damage::Content { file, place: "digest of the image".to_owned(), expected, got }.into()
-            );
+            let (expected, got) =
+                (disk.image.digest.to_string(), image.manifest.disk.digest.to_string());
+            return Err(Damage::Content {
+                file,
+                place: "digest of the image".to_owned(),
+                expected,
+                got,
+            }
+            .into());
         }
         let mut layers = Vec::with_capacity(disk.layers.len());
         for &layer in &disk.layers {
@@ -295,7 +353,8 @@ impl Inner {
             other => other?,
         }
         if let Err(error) = self.snapshots.sync() {
-            // Perhaps on disk, perhaps not: an error must mean that it is not there.
+            // The rename may be durable or not. An error must mean that there is no snapshot, so
+            // undo it.
             let _best_effort =
                 self.snapshots.rename(manifest.name.as_str(), stage, "snapshot", IfTaken::Refuse);
             return Err(error.into());

@@ -19,9 +19,9 @@ fn what_is_prepared_can_be_used_before_it_is_stored_and_is_what_is_stored() {
     let (tenant, s, vm) = (name("one"), name("s"), VmId::random());
     let (saved, spec) = saved(&store, "s", 3, &ram(0..600), vm).unwrap();
     let mut prepared = saved.prepare(&spec, &[FREE]).unwrap();
-    // The VM may go at once.
+    // The VM may be removed at once.
     store.remove_vm(vm).unwrap();
-    assert!(store.snapshot(&s).is_err(), "nobody finds it");
+    assert!(store.snapshot(&s).is_err(), "it is not in the store");
     let before = prepared.open().unwrap();
     assert!(before.is_current() && before.working_set.is_none());
     let record = dayfly_units::sealed::seal(b"DFworkse", 1, b"");
@@ -29,7 +29,7 @@ fn what_is_prepared_can_be_used_before_it_is_stored_and_is_what_is_stored() {
     let seen = read(&before);
     assert!(seen.0[100 * PAGE..200 * PAGE].iter().all(|b| *b == 0), "what was free is given back");
     assert!(seen.2.iter().all(|b| *b == 3));
-    // In the reverse order, and only these.
+    // In reverse order, and only these.
     let order: Vec<u32> = (300..332).rev().collect();
     let known = Known { order: &order, ..Known::default() };
     let committed = prepared.commit_paged(&PagedSpec { tenant: &tenant, known }).unwrap();
@@ -39,7 +39,7 @@ fn what_is_prepared_can_be_used_before_it_is_stored_and_is_what_is_stored() {
     assert_eq!(read(&before), seen, "who has it open keeps it");
     assert!(restored(&store, &tenant, "s") == seen.0);
 
-    // Pages that are wanted first lie in the first groups, in their order.
+    // Pages of the working set are in the first groups, in its order.
     let (_, plan) = store.open_lazily(&s).unwrap();
     let Plan { table, places, packs, disks, .. } = plan.unwrap();
     let reader = PageReader::open(&table, &places, packs, disks).unwrap();
@@ -65,7 +65,7 @@ fn what_is_dropped_before_it_is_stored_leaves_nothing() {
     drop(prepared);
     assert_eq!(std::fs::read_dir(root.path().join("staging")).unwrap().count(), 0);
     assert!(store.snapshots().unwrap().items.is_empty());
-    // A clone that runs has its files.
+    // A running clone keeps its files open.
     assert!(read(&open).0 == ram(0..100));
     drop(open);
     store.remove_vm(vm).unwrap();

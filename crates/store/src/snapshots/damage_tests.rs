@@ -1,4 +1,5 @@
-//! Every file of a snapshot, truncated at every length and flipped at every bit, is refused with the right file named.
+//! Every file of a snapshot, truncated at every length and flipped at every bit, is refused, and
+//! the error names that file.
 
 use crate::fixture::{assert_is, bake, name, reopen, store};
 use crate::fixture_pages::{bake_paged, ram};
@@ -7,25 +8,32 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// A store with the snapshot `base`, and its files: manifest, state, memory, data and map of its layer, disk and manifest of its image.
+/// A store with the snapshot `base`, and its files: manifest, state, memory, data and map of its
+/// layer, disk and manifest of its image.
 fn sample(root: &Path) -> (Store, Vec<PathBuf>) {
     let store = store(root);
     bake(&store, "base", 5).unwrap();
-    let layer = root.join("layers").join(store.snapshot(&name("base")).unwrap().layer_ids()[0].to_string());
+    let layer =
+        root.join("layers").join(store.snapshot(&name("base")).unwrap().layer_ids()[0].to_string());
     let (snapshot, image) = (root.join("snapshots/base"), root.join("images/debian"));
-    let mut files: Vec<_> = ["manifest", "state", "memory"].iter().map(|f| snapshot.join(f)).collect();
+    let mut files: Vec<_> =
+        ["manifest", "state", "memory"].iter().map(|f| snapshot.join(f)).collect();
     files.extend(["data", "map"].iter().map(|f| layer.join(f)));
     files.extend(["disk", "manifest"].iter().map(|f| image.join(f)));
     (store, files)
 }
 
-/// Opens as a process does that has not verified anything yet.
+/// Opens the snapshot like a process that has verified nothing yet.
 fn refusal(store: &Store, file: &Path) -> String {
     store.0.verifier.forget(store.root());
     match store.open_snapshot(&name("base")) {
         Err(OpenError::Damage(damage)) => {
             let text = damage.to_string();
-            assert!(text.starts_with(&format!("{}: ", file.display())), "{}: {text}", file.display());
+            assert!(
+                text.starts_with(&format!("{}: ", file.display())),
+                "{}: {text}",
+                file.display()
+            );
             text
         }
         other => panic!("{}: {other:?}", file.display()),
@@ -36,7 +44,7 @@ fn writable(path: &Path) -> File {
     File::options().read(true).write(true).open(path).unwrap()
 }
 
-/// All positions of a small file; some of a larger one, with its edges.
+/// All positions of a small file; a sample of a larger one, with its edges.
 fn positions(len: u64) -> impl Iterator<Item = u64> {
     let step = (len / 400).max(1);
     (0..len).filter(move |&n| n % step == 0 || n + 2 > len || n % 4096 < 2 && n % 16384 < 2)
@@ -89,7 +97,7 @@ fn a_flip_is_seen_by_a_process_that_verified_before() {
     let root = tempfile::tempdir().unwrap();
     let (store, files) = sample(root.path());
     store.open_snapshot(&name("base")).unwrap();
-    // Timestamps of the kernel move in ticks of up to 10 ms.
+    // The kernel's file timestamps have ticks of up to 10 ms.
     std::thread::sleep(std::time::Duration::from_millis(30));
     for path in &files {
         let file = writable(path);
@@ -123,7 +131,10 @@ fn every_missing_file_is_named_with_who_needs_it() {
         let aside = root.path().join("aside");
         fs::rename(&path, &aside).unwrap();
         let text = refusal(&store, &path);
-        assert!(text.contains(what) && text.ends_with("which snapshot base needs, is missing"), "{text}");
+        assert!(
+            text.contains(what) && text.ends_with("which snapshot base needs, is missing"),
+            "{text}"
+        );
         fs::rename(&aside, &path).unwrap();
     }
     assert_is(&store, "base", 5);
@@ -137,11 +148,13 @@ fn a_snapshot_under_another_name_and_links_are_refused() {
     let text = store.open_snapshot(&name("other")).unwrap_err().to_string();
     assert!(text.ends_with("manifest: name: expected other, got base"), "{text}");
     fs::rename(root.path().join("snapshots/other"), root.path().join("snapshots/base")).unwrap();
-    // The right content behind a link is still somebody else's file.
+    // A link is refused, even if its target has the right content.
     let elsewhere = root.path().join("elsewhere");
     fs::rename(&files[2], &elsewhere).unwrap();
     std::os::unix::fs::symlink(&elsewhere, &files[2]).unwrap();
-    assert!(matches!(store.open_snapshot(&name("base")), Err(OpenError::Io(e)) if e.path == files[2]));
+    assert!(
+        matches!(store.open_snapshot(&name("base")), Err(OpenError::Io(e)) if e.path == files[2])
+    );
 }
 
 #[test]
@@ -158,21 +171,28 @@ fn an_image_of_the_same_name_with_other_content_is_not_it() {
     assert!(text.contains("digest of image debian, which snapshot base needs: expected"), "{text}");
 }
 
-/// What is open is held against what the files are; whoever opens while a file is changed must not take the changed one for what was read.
+/// An open compares open files with stamps; an open during a change must not record the changed
+/// file as verified.
 #[test]
 fn what_is_changed_while_it_is_opened_is_not_taken_for_what_was_read() {
     const ROUNDS: u64 = 40;
-    // Timestamps of the kernel move in ticks of up to 10 ms.
+    // The kernel's file timestamps have ticks of up to 10 ms.
     let tick = std::time::Duration::from_millis(12);
     let root = tempfile::tempdir().unwrap();
     let (store, tenant) = (store(root.path()), name("one"));
     let pages = PagedSpec { tenant: &tenant, known: Known::default() };
     bake_paged(&store, "base", 3, &ram(0..200), &pages).unwrap();
-    let layer =
-        root.path().join("layers").join(store.snapshot(&name("base")).unwrap().layer_ids()[0].to_string());
+    let layer = root
+        .path()
+        .join("layers")
+        .join(store.snapshot(&name("base")).unwrap().layer_ids()[0].to_string());
     let (snapshot, image) = (root.path().join("snapshots/base"), root.path().join("images/debian"));
-    let files =
-        [snapshot.join("manifest"), snapshot.join("state"), snapshot.join("table"), image.join("manifest")];
+    let files = [
+        snapshot.join("manifest"),
+        snapshot.join("state"),
+        snapshot.join("table"),
+        image.join("manifest"),
+    ];
     for path in files.iter().chain(&[layer.join("data"), layer.join("map")]) {
         let file = writable(path);
         let mut byte = [0];

@@ -1,91 +1,105 @@
-//! Flattening: a chain of more than [`MOST`] layers is committed as one of so many, adjacent layers merged into one.
+//! Flattening: a chain of more than [`MOST`] layers is committed as [`MOST`] layers, by merging
+//! adjacent layers.
 //!
-//! What a layer costs, every clone pays: two files to look at, to pass on and to open. What a merge costs, a commit pays, once. Each commit adds one
-//! layer; when these are too many, the upper ones become one, as few of them as there are above a layer that is at least twice as large as they
-//! together. So a large one (a bake's) stays as it is and is shared, and of the layers of a hundred snapshots of one VM each is
-//! copied five times (merging the two adjacent ones that are smallest together: seventeen times).
+//! Every clone pays for a layer: two files to check, to pass on and to open. A merge is paid once,
+//! by a commit. Each commit adds one layer. If there are too many, the layers at the top become
+//! one. The merge takes at least two, and as few as possible so that the layer below is at least
+//! twice as large as their sum.
 //!
-//! The merged layer is staged like any other, and becomes visible like any other: before the snapshot that refers to it. The layers it was made
-//! of stay as long as other snapshots and VMs stand on them. The image is no layer and is never merged.
+//! A large layer, such as a bake's, therefore stays as it is and is shared. Over a hundred
+//! snapshots of one VM, each layer is copied five times. Merging the two adjacent layers with the
+//! smallest sum would copy each one seventeen times.
 //!
-//! Which blocks a layer has only its maker can read ([`Merge`]). Where he cannot, or the disk is full, the chain stays as it is.
+//! A merged layer is staged and published like any other layer, before the snapshot that refers to
+//! it. Its source layers stay while other snapshots or VMs depend on them. The image is not a layer
+//! and is never merged.
+//!
+//! Only the code that made a layer's map can read it ([`Merge`]). If reading fails, or the disk is
+//! full, the chain is committed unmerged.
 
-use super::commit::Staged;
+use super::staged::Staged;
 use crate::blob::{Dir, Stage};
 use crate::errors::IoError;
-use crate::layers::{DATA, LayerRef, MAP, StagedLayer, VmLayer};
-use crate::manifest::DiskRef;
+use crate::inner::{Inner, Store};
 use crate::memory::BlockHint;
+use crate::objects::layers::StagedLayer;
+use crate::objects::manifest::DiskRef;
+use crate::objects::types::{DATA, LayerRef, MAP, VmLayer};
 use crate::publish::OpenError;
 use crate::sparse::{SparseHasher, is_zero, next_data};
-use crate::vms::next_number;
-use crate::{Inner, Store};
+use crate::vms::layers::next_number;
 use dayfly_units::{PAGE_SIZE, VmId};
 use std::fs::File;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 
-/// The most layers of a disk that a snapshot is committed with.
+/// The most layers of a disk in a committed snapshot.
 pub const MOST: usize = 4;
-/// Bytes copied at once.
+/// Most bytes per copy.
 const CHUNK_BYTES: u64 = 1 << 20;
-/// What a layer weighs besides its data, so that empty ones are merged too.
+/// The size that a layer counts in addition to its data, so that empty layers are merged too.
 const LAYER_BYTES: u64 = 4096;
 
-/// Adjacent layers as one.
+/// Adjacent layers as one layer.
 pub struct Merged {
-    /// The map of the one: a file's bytes.
+    /// The content of the merged layer's map file.
     pub map: Vec<u8>,
-    /// Every byte that the one has, as ranges that ascend, each with the layer (0 is the first of the maps given) whose data has it at the same place.
+    /// Every byte that the merged layer has, as ascending ranges. Each range comes with the index
+    /// of the layer that has its data at the same offset; 0 is the first of the given maps.
     pub runs: Box<dyn Iterator<Item = (usize, Range<u64>)>>,
 }
 
-/// Reads the maps of adjacent layers, the lowest first, and says what they are as one.
+/// Reads the maps of adjacent layers, the lowest first, and returns the merged layer.
 pub type Merge = fn(&[BorrowedFd<'_>]) -> Result<Merged, Box<dyn std::error::Error + Send + Sync>>;
 
 /// Why layers were not merged.
 #[derive(Debug, thiserror::Error)]
 pub enum FlattenError {
-    /// What their maker says of their maps.
+    /// [`Merge`] could not read the maps.
     #[error("the maps")]
     Maps(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// A run that cannot be.
+    /// [`Merge`] returned a run that is out of order or out of bounds.
     #[error(
-        "runs of a merged layer: expected bytes ascending from {from}, below {end}, in a layer below {layers}, got {got:?} in {layer}"
+        "runs of a merged layer: expected bytes ascending from {from}, below {end}, \
+         in a layer below {layers}, got {got:?} in {layer}"
     )]
     Run {
-        /// The end of the one before.
+        /// End of the previous run, in bytes.
         from: u64,
-        /// The end of the disk.
+        /// End of the disk, in bytes.
         end: u64,
-        /// How many layers there are.
+        /// Number of layers.
         layers: usize,
-        /// Its bytes.
+        /// Byte range of the run.
         got: Range<u64>,
-        /// Its layer.
+        /// Layer of the run.
         layer: usize,
     },
-    /// A layer of another disk.
+    /// A layer's data has another length than the disk.
     #[error("data of a layer: expected {expected} bytes, got {got}")]
     Length {
-        /// The disk's.
+        /// The disk's size in bytes.
         expected: u64,
-        /// The layer's.
+        /// The layer's length in bytes.
         got: u64,
     },
     /// A layer cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// The host.
+    /// The host could not read or write a file.
     #[error(transparent)]
     Io(#[from] IoError),
 }
 
-/// Which adjacent layers, of these sizes in bytes, become one, so that at most `most` are left: every layer is in one group.
+/// Groups layers, given their sizes in bytes, into at most `most` groups of adjacent layers. Every
+/// layer is in exactly one group.
 fn plan(sizes: &[u64], most: usize) -> Vec<Range<usize>> {
-    let mut groups: Vec<(Range<usize>, u64)> =
-        sizes.iter().enumerate().map(|(n, bytes)| (n..n + 1, bytes.saturating_add(LAYER_BYTES))).collect();
+    let mut groups: Vec<(Range<usize>, u64)> = sizes
+        .iter()
+        .enumerate()
+        .map(|(n, bytes)| (n..n + 1, bytes.saturating_add(LAYER_BYTES)))
+        .collect();
     while groups.len() > most.max(1) {
         let Some((top, mut bytes)) = groups.pop() else { break };
         let mut start = top.start;
@@ -100,20 +114,23 @@ fn plan(sizes: &[u64], most: usize) -> Vec<Range<usize>> {
     groups.into_iter().map(|(group, _)| group).collect()
 }
 
-/// Where the layers of each disk went: in place of the number that a layer had (0 is the image), the number that it has.
+/// The new number of each layer of each disk, indexed by the old number; 0 is the image.
 #[derive(Debug, Default)]
 pub(super) struct Moves(Vec<Vec<u8>>);
 
 impl Moves {
-    /// The block of the layer that has it now. Of one that lay under another of its group it is another block by now, which the comparison shows.
+    /// The hint with the layer's new number. If an upper layer of the same group also has the
+    /// block, the content differs; the comparison with the page finds out.
     pub(super) fn hint(&self, (frame, hint): (u32, BlockHint)) -> (u32, BlockHint) {
-        let moved = self.0.get(usize::from(hint.disk)).and_then(|disk| disk.get(usize::from(hint.layer)));
+        let moved =
+            self.0.get(usize::from(hint.disk)).and_then(|disk| disk.get(usize::from(hint.layer)));
         (frame, BlockHint { layer: moved.copied().unwrap_or(hint.layer), ..hint })
     }
 }
 
 impl Staged {
-    /// Flattens the chains of `disks`, and keeps of the staged layers those that they refer to then. `None`: all are as they were.
+    /// Flattens the chains of `disks`, and drops staged layers that are not referenced any more.
+    /// `None` if nothing was merged.
     pub(super) fn flatten(
         &mut self,
         inner: &Inner,
@@ -149,7 +166,8 @@ impl Staged {
         any.then_some(moves)
     }
 
-    /// One layer in place of several, staged. `None`: there is but one, or it cannot be.
+    /// Merges several layers and stages the result. `None` if there is only one layer, or the merge
+    /// failed.
     fn merged(
         &mut self,
         inner: &Inner,
@@ -168,7 +186,8 @@ impl Staged {
                 Some(layer)
             }
             Err(error) => {
-                let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+                let cause =
+                    std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
                 tracing::warn!(%error, cause, "a chain of layers stays as long as it is");
                 None
             }
@@ -185,7 +204,8 @@ impl Staged {
     ) -> Result<StagedLayer, FlattenError> {
         let (mut data, mut maps) = (Vec::new(), Vec::new());
         for layer in layers {
-            let (blocks, map) = match self.layers.iter().find(|staged| staged.layer.id == layer.id) {
+            let (blocks, map) = match self.layers.iter().find(|staged| staged.layer.id == layer.id)
+            {
                 Some(staged) => (staged.data()?, staged.map()?),
                 None => inner.open_layer(layer, "a snapshot in the making")?,
             };
@@ -195,14 +215,15 @@ impl Staged {
             data.push(blocks);
             maps.push(map);
         }
-        let borrowed: Vec<BorrowedFd<'_>> = maps.iter().map(AsFd::as_fd).collect();
-        let Merged { map, runs } = merge(&borrowed).map_err(FlattenError::Maps)?;
+        let fds: Vec<BorrowedFd<'_>> = maps.iter().map(AsFd::as_fd).collect();
+        let Merged { map, runs } = merge(&fds).map_err(FlattenError::Maps)?;
         let folder = self.folder();
         let dir = stage.make(&folder)?;
         let file = dir.create(DATA)?;
         file.set_len(size_bytes).map_err(IoError::new("extending", &dir.path().join(DATA)))?;
         let hasher = Some(SparseHasher::default());
-        let mut copy = Copy { dir: &dir, name: DATA, file: &file, hasher, from: 0, end: size_bytes };
+        let mut copy =
+            Copy { dir: &dir, name: DATA, file: &file, hasher, from: 0, end: size_bytes };
         for (layer, bytes) in runs {
             copy.run(&data, layer, bytes)?;
         }
@@ -215,8 +236,9 @@ impl Staged {
 }
 
 impl Store {
-    /// One layer of `vm` in the place of several that VMs have frozen of a disk of `size_bytes`, the lowest first; these stay. Nothing of it is hashed: it is no
-    /// snapshot's.
+    /// Merges frozen layers of one disk, the lowest first, into a new layer of `vm`; the source
+    /// layers stay. `size_bytes` is the disk's size. The new layer is not hashed, because no
+    /// snapshot refers to it. Returns `None` if `layers` is empty.
     ///
     /// # Errors
     /// [`FlattenError`]; there is no new layer then.
@@ -229,10 +251,14 @@ impl Store {
     ) -> Result<Option<VmLayer>, FlattenError> {
         let Some(lowest) = layers.first() else { return Ok(None) };
         let dir = self.0.vms.sub(&vm.to_string())?;
-        let open = layers.iter().map(|layer| self.open_frozen_layer(layer));
-        let (data, maps): (Vec<File>, Vec<File>) = open.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
-        let borrowed: Vec<BorrowedFd<'_>> = maps.iter().map(AsFd::as_fd).collect();
-        let Merged { map, runs } = merge(&borrowed).map_err(FlattenError::Maps)?;
+        let open = layers.iter().map(|layer| {
+            let layer = self.open_frozen_layer(layer)?;
+            Ok((layer.data, layer.map))
+        });
+        let (data, maps): (Vec<File>, Vec<File>) =
+            open.collect::<Result<Vec<_>, IoError>>()?.into_iter().unzip();
+        let fds: Vec<BorrowedFd<'_>> = maps.iter().map(AsFd::as_fd).collect();
+        let Merged { map, runs } = merge(&fds).map_err(FlattenError::Maps)?;
         let merged = VmLayer { vm, number: next_number(&dir, lowest.disk)?, ..*lowest };
         let name = merged.data_name();
         let made = || {
@@ -246,7 +272,7 @@ impl Store {
         match made() {
             Ok(()) => Ok(Some(merged)),
             Err(error) => {
-                // What is left of it goes with its VM.
+                // Files that remain are removed with the VM.
                 let _best_effort = self.remove_vm_layer(&merged);
                 Err(error)
             }
@@ -254,20 +280,20 @@ impl Store {
     }
 }
 
-/// The data of a merged layer in the making.
+/// The data of a merged layer while it is written.
 struct Copy<'a> {
     dir: &'a Dir,
     name: &'a str,
     file: &'a File,
     hasher: Option<SparseHasher>,
-    /// The end of the last run.
+    /// End of the last run, in bytes.
     from: u64,
-    /// The end of the disk.
+    /// End of the disk, in bytes.
     end: u64,
 }
 
 impl Copy<'_> {
-    /// Copies what is neither a hole nor zero.
+    /// Copies one run; holes and zeroes are skipped.
     fn run(&mut self, data: &[File], layer: usize, bytes: Range<u64>) -> Result<(), FlattenError> {
         let within = bytes.start >= self.from && bytes.start < bytes.end && bytes.end <= self.end;
         let aligned = bytes.start.is_multiple_of(PAGE_SIZE);
@@ -281,9 +307,12 @@ impl Copy<'_> {
         let mut buffer = Vec::new();
         let mut at = bytes.start;
         while let Some((start, end)) = next_data(source, at, bytes.end).map_err(reading)? {
-            // A file system's blocks may be smaller than ours.
+            // The file system reports data in its own blocks, which may be smaller than a page.
             let start = (start - start % PAGE_SIZE).max(at);
-            let end = end.next_multiple_of(PAGE_SIZE).min(bytes.end).min(start.saturating_add(CHUNK_BYTES));
+            let end = end
+                .next_multiple_of(PAGE_SIZE)
+                .min(bytes.end)
+                .min(start.saturating_add(CHUNK_BYTES));
             buffer.resize(usize::try_from(end - start).unwrap_or(0), 0);
             source.read_exact_at(&mut buffer, start).map_err(reading)?;
             if !is_zero_all(&buffer) {

@@ -1,50 +1,52 @@
-//! Opening a snapshot to clone from it: everything verified, everything open, everything pinned.
+//! Opens a snapshot to clone from: every file verified, open and pinned.
 
+use super::files::{MAX_WORKING_SET_BYTES, MEMORY, STATE, TABLE, WORKING_SET};
 use super::ram::Resident;
-use super::{MAX_WORKING_SET_BYTES, MEMORY, STATE, TABLE, WORKING_SET};
-use crate::digest::Digest;
 use crate::errors::{Damage, IoError};
-use crate::layers::{LayerId, LayerRef};
-use crate::manifest::{self, DiskRef, ImageRef, Listing, SnapshotManifest};
+use crate::inner::{Inner, Store};
+use crate::integrity::verify::{Kind, Stamp};
 use crate::memory::Table;
+use crate::objects::layers::OpenLayer;
+use crate::objects::manifest::{self, DiskRef, ImageRef, Listing, SnapshotManifest};
+use crate::objects::types::{DATA, MAP};
 use crate::pages::Lease;
-use crate::pins::{Pin, Pinned};
 use crate::publish::{OpenError, RemoveError, folder, needed};
-use crate::verify::{Kind, Stamp};
-use crate::{Inner, Store};
-use dayfly_units::Name;
-use std::collections::BTreeMap;
+use crate::vms::pins::{Pin, Pinned};
+use dayfly_units::{Digest, Name};
 use std::fs::File;
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A snapshot, verified and open. Every descriptor is read-only.
+/// A verified, open snapshot. Every descriptor is read-only.
 #[derive(Debug)]
 pub struct OpenSnapshot {
-    /// What it is.
+    /// The snapshot's manifest.
     pub manifest: SnapshotManifest,
-    /// The sealed state.
+    /// The sealed state of vCPUs and devices.
     pub state: File,
-    /// RAM, sparse.
+    /// The file of RAM, sparse.
     pub memory: File,
-    /// The sealed record of the pages that clones touch first, if there is one.
+    /// The sealed record of the pages that clones touch first, if the snapshot has one.
     pub working_set: Option<File>,
-    /// In order vda, vdb, ….
+    /// The disks, in the order vda, vdb, ….
     pub disks: Vec<OpenDisk>,
-    /// Of the identities and times of all its files: another one means that a file was replaced or changed since.
+    /// Digest of the identities and times of all files. It changes if a file is replaced or
+    /// modified.
     pub fingerprint: Digest,
-    /// Keeps its images and layers in the store; a clone holds it, or a clone of it, as long as it lives.
+    /// Keeps the images and layers in the store. Each clone holds this pin or a copy of it until
+    /// the clone is removed.
     pub pin: Pin,
-    /// What was verified, and where.
+    /// The verified files: paths and stamps.
     files: Vec<Seen>,
-    /// Nobody else has `memory`: it is what it was verified to be as long as it is open.
+    /// Whether `memory` is a memfd or an unnamed file, so that its content cannot change under a
+    /// path.
     own_memory: bool,
 }
 
 impl OpenSnapshot {
-    /// One that is not in the store yet.
+    /// A prepared snapshot, which is not in the store yet.
     pub(super) fn unpublished(
         manifest: SnapshotManifest,
         state: File,
@@ -57,16 +59,19 @@ impl OpenSnapshot {
         Self { manifest, state, memory, working_set, disks, fingerprint, pin, files, own_memory }
     }
 
-    /// Its RAM, to open the snapshot once more when another file of it has changed.
+    /// The snapshot's RAM, for opening the snapshot again after another of its files changed.
+    /// `None` if RAM is a named file.
     ///
     /// # Errors
     /// The process has too many descriptors.
     pub fn resident(&self) -> std::io::Result<Option<Resident>> {
-        let resident = || Ok(Resident { file: self.memory.try_clone()?, ram: self.manifest.memory });
+        let resident =
+            || Ok(Resident { file: self.memory.try_clone()?, ram: self.manifest.memory });
         self.own_memory.then(resident).transpose()
     }
 
-    /// Whether every file that was looked at is still where it was, and unchanged: what is open is then what would be opened now.
+    /// Whether every verified file is still at its path, unchanged. If so, opening the snapshot
+    /// again would give the same files.
     #[must_use]
     pub fn is_current(&self) -> bool {
         self.files.iter().all(|(path, seen)| match Stamp::at(path) {
@@ -76,64 +81,58 @@ impl OpenSnapshot {
     }
 }
 
-/// A path, and what was there, if anything was.
+/// A path and the stamp of its file; `None` if there was no file.
 type Seen = (PathBuf, Option<Stamp>);
 
 /// A disk of an open snapshot.
 #[derive(Debug)]
 pub struct OpenDisk {
-    /// Of which image.
+    /// The disk's image.
     pub image: ImageRef,
-    /// The raw image.
+    /// The raw image, read-only.
     pub base: File,
-    /// The size that the guest sees.
+    /// Size that the guest sees, in bytes.
     pub size_bytes: u64,
-    /// Whether a clone gets a writable layer for it.
+    /// Whether each clone gets a writable layer for this disk.
     pub writable: bool,
-    /// Frozen layers, the lowest first.
+    /// Stored layers, the lowest first.
     pub layers: Vec<OpenLayer>,
 }
 
-/// A frozen layer of an open snapshot.
-#[derive(Debug)]
-pub struct OpenLayer {
-    /// Which.
-    pub layer: LayerRef,
-    /// Its blocks, sparse.
-    pub data: File,
-    /// Its sealed map.
-    pub map: File,
-}
-
-/// How much disk something takes.
+/// Sizes of a set of files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Sizes {
-    /// The lengths of its files.
+    /// Sum of the files' lengths, in bytes.
     pub apparent_bytes: u64,
-    /// The blocks of its files.
+    /// Sum of the files' allocated blocks, in bytes.
     pub allocated_bytes: u64,
 }
 
 impl Store {
-    /// Opens the snapshot `name`: its manifest's seal, the presence of its images and layers, the size and the content of every file are verified, the
-    /// content once per process and change (`verify.rs`). Who opens it at once with others waits for one verification.
+    /// Opens the snapshot `name`. It verifies the manifest's seal, the presence of images and
+    /// layers, and size and content of every file. Content is hashed once per process and change
+    /// (`integrity/verify.rs`); concurrent callers wait for one hash.
     ///
     /// # Errors
-    /// [`OpenError`]: `Damage` names the file, the place, what was expected and what was got.
+    /// [`OpenError`]: `Damage` names the file, the place, the expected value and the value found.
     pub fn open_snapshot(&self, name: &Name) -> Result<OpenSnapshot, OpenError> {
         self.0.open_snapshot(name, None)
     }
 
-    /// As [`Self::open_snapshot`], but its RAM is not read from the store where `resident` is the same: nothing then is read or written but
-    /// the small files.
+    /// As [`Self::open_snapshot`], but takes RAM from `resident` if it equals the snapshot's. Then
+    /// only the small files are read.
     ///
     /// # Errors
     /// As [`Self::open_snapshot`].
-    pub fn open_resident(&self, name: &Name, resident: Resident) -> Result<OpenSnapshot, OpenError> {
+    pub fn open_resident(
+        &self,
+        name: &Name,
+        resident: Resident,
+    ) -> Result<OpenSnapshot, OpenError> {
         self.0.open_snapshot(name, Some(resident))
     }
 
-    /// The manifest of the snapshot `name`, without a look at the other files.
+    /// Reads the manifest of the snapshot `name`; no other file is read.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -141,7 +140,7 @@ impl Store {
         Ok(manifest::read(&folder(&self.0.snapshots, "snapshot", name)?)?)
     }
 
-    /// Every snapshot.
+    /// Lists every snapshot.
     ///
     /// # Errors
     /// The folder cannot be listed.
@@ -149,7 +148,8 @@ impl Store {
         manifest::list(&self.0.snapshots)
     }
 
-    /// Removes the snapshot `name`, which may be damaged. Its layers stay until [`Store::gc`]; clones of it run on.
+    /// Removes the snapshot `name`, which may be damaged. Its layers stay until [`Store::gc`]; its
+    /// clones continue to run.
     ///
     /// # Errors
     /// [`RemoveError`].
@@ -162,7 +162,8 @@ impl Store {
         }
     }
 
-    /// What the snapshot `name` takes on disk: (its own files, the layers it stands on, which others may share).
+    /// Sizes of the snapshot `name` on disk: its own files, and the layers it depends on, which
+    /// other snapshots may share.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -174,7 +175,8 @@ impl Store {
         let mut own = Sizes::default();
         let ram = if dir.has(TABLE)? { TABLE } else { MEMORY };
         for file in [manifest::FILE, STATE, ram] {
-            own.add(&needed(&dir, file, &by)?).map_err(IoError::new("looking at", &dir.path().join(file)))?;
+            own.add(&needed(&dir, file, &by)?)
+                .map_err(IoError::new("looking at", &dir.path().join(file)))?;
         }
         let mut layers = Sizes::default();
         for layer in manifest.disks.iter().flat_map(|d| &d.layers) {
@@ -193,7 +195,7 @@ fn fingerprint(files: &[Seen]) -> Digest {
     Digest::of(stamps.join("\n").as_bytes())
 }
 
-/// The files that are open, and the manifests that say what they are, with their stamps.
+/// Paths and stamps of open files, and of the manifests that describe them.
 struct Stamps(Vec<Seen>);
 
 impl Stamps {
@@ -219,16 +221,16 @@ impl Sizes {
     }
 }
 
-/// A disk whose files are open but not verified.
+/// A disk with open, unverified files.
 type RawDisk = (DiskRef, File, Vec<(crate::blob::Dir, OpenLayer)>);
 
-/// A snapshot's RAM: a file, or a table and the lease of its pages.
+/// A snapshot's RAM: a file, or a table with the lease of its pages.
 pub(super) enum Ram {
     File(File),
     Table(Box<Table>, Lease),
 }
 
-/// A snapshot that is open but for its RAM, where that is in pages.
+/// An open snapshot; RAM in pages is not materialised yet.
 pub(crate) struct Parts {
     pub(super) manifest: SnapshotManifest,
     state: File,
@@ -240,11 +242,21 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    /// The snapshot, with what RAM is in.
+    /// Completes the snapshot with its RAM file.
     pub(super) fn with(self, memory: File) -> OpenSnapshot {
         let Self { manifest, state, ram, working_set, disks, pin, files } = self;
         let (fingerprint, own_memory) = (fingerprint(&files), matches!(ram, Ram::Table(..)));
-        OpenSnapshot { manifest, state, memory, working_set, disks, fingerprint, pin, files, own_memory }
+        OpenSnapshot {
+            manifest,
+            state,
+            memory,
+            working_set,
+            disks,
+            fingerprint,
+            pin,
+            files,
+            own_memory,
+        }
     }
 }
 
@@ -267,12 +279,14 @@ impl Inner {
 
     pub(crate) fn open_snapshot_parts(self: &Arc<Self>, name: &Name) -> Result<Parts, OpenError> {
         let by = format!("snapshot {name}");
-        // Under the lock everything is opened and pinned; the hashing, which takes long the first time, needs the descriptors only.
+        // Under the publish lock everything is opened and pinned. The hashing, which is slow the
+        // first time, needs only the descriptors and runs without the lock.
         let mut stamps = Stamps(Vec::new());
         let (dir, manifest, state, ram, working_set, disks, pin) = {
             let _publishing = self.publishing();
             let dir = folder(&self.snapshots, "snapshot", name)?;
-            // Each before it is read: what is changed meanwhile then has another.
+            // Each stamp is taken before its file is read, so that a change meanwhile gives a
+            // different stamp.
             stamps.add_at(dir.path().join(manifest::FILE))?;
             let manifest: SnapshotManifest = manifest::read(&dir)?;
             let state = needed(&dir, STATE, &by)?;
@@ -283,15 +297,19 @@ impl Inner {
                 Some((table, lease)) => Ram::Table(Box::new(table), lease),
                 None => Ram::File(needed(&dir, MEMORY, &by)?),
             };
-            let working_set = if dir.has(WORKING_SET)? { Some(dir.open(WORKING_SET)?) } else { None };
+            let working_set =
+                if dir.has(WORKING_SET)? { Some(dir.open(WORKING_SET)?) } else { None };
             for disk in &manifest.disks {
-                // What is missing is told apart where it is opened.
+                // If the image is missing, `open_disk` reports it.
                 let path = self.images.path().join(disk.image.name.as_str()).join(manifest::FILE);
                 let stamp = Stamp::at(&path).ok();
                 stamps.0.push((path, stamp));
             }
-            let disks =
-                manifest.disks.iter().map(|d| self.open_disk(d, &by)).collect::<Result<Vec<_>, _>>()?;
+            let disks = manifest
+                .disks
+                .iter()
+                .map(|d| self.open_disk(d, &by))
+                .collect::<Result<Vec<_>, _>>()?;
             let pin = self.pins.pin(Pinned::of(&manifest, format!("a clone of {by}")));
             (dir, manifest, state, ram, working_set, disks, pin)
         };
@@ -308,7 +326,7 @@ impl Inner {
         let mut open = Vec::with_capacity(disks.len());
         for (disk, base, layers) in disks {
             for (dir, l) in &layers {
-                for (file, open) in [(crate::layers::DATA, &l.data), (crate::layers::MAP, &l.map)] {
+                for (file, open) in [(DATA, &l.data), (MAP, &l.map)] {
                     stamps.add(dir.path().join(file), open)?;
                 }
                 self.verify_layer(dir, &l.layer, &l.data, &l.map)?;
@@ -339,32 +357,22 @@ impl Inner {
         Ok((disk.clone(), base, layers))
     }
 
-    /// The image's own manifest has its size; the snapshot's has its digest, and both digests were compared.
+    /// Verifies an image's disk. The size comes from the image's manifest; its digest must equal
+    /// the snapshot's.
     fn verify_base(&self, disk: &DiskRef, base: &File) -> Result<(), OpenError> {
         let dir = self.images.sub(disk.image.name.as_str())?;
         let image: crate::ImageManifest = manifest::read(&dir)?;
         if image.disk.digest != disk.image.digest {
             let (expected, got) = (disk.image.digest.to_string(), image.disk.digest.to_string());
             let place = "digest of the disk in the manifest".to_owned();
-            return Err(
-                Damage::Content { file: self.image_path(&disk.image.name), place, expected, got }.into()
-            );
+            return Err(Damage::Content {
+                file: self.image_path(&disk.image.name),
+                place,
+                expected,
+                got,
+            }
+            .into());
         }
         Ok(self.verify(&dir, "disk", base, &image.disk, Kind::Sparse)?)
-    }
-}
-
-impl SnapshotManifest {
-    /// The images it stands on, once each.
-    #[must_use]
-    pub fn images(&self) -> Vec<ImageRef> {
-        let by_name: BTreeMap<_, _> = self.disks.iter().map(|d| (&d.image.name, &d.image)).collect();
-        by_name.into_values().cloned().collect()
-    }
-
-    /// The layers it stands on, disk by disk, the lowest first.
-    #[must_use]
-    pub fn layer_ids(&self) -> Vec<LayerId> {
-        self.disks.iter().flat_map(|d| &d.layers).map(|l| l.id).collect()
     }
 }

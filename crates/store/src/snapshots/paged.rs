@@ -1,66 +1,68 @@
-//! Snapshots whose RAM is a table of pages (`table`) instead of a file (`memory`): committed, opened, and read page by page.
+//! Snapshots whose RAM is a table of pages (`table`) instead of a file (`memory`): committed,
+//! opened, and read page by page.
 //!
-//! The manifest is the same: its `memory` says what RAM is, the table in its place must say the same, and must refer to the very files of
-//! the manifest's disks. Like everything of a snapshot the table becomes visible with the one rename of its folder; its pages are on disk by then, and a
-//! lease keeps them until it is.
+//! The manifest is the same. Its `memory` describes RAM; the table must describe the same RAM, and
+//! refer to exactly the files of the manifest's disks. The table becomes visible with the one
+//! rename of the snapshot's folder. Its pages are on disk before, and a lease keeps them until
+//! then.
 
-use super::TABLE;
+use super::error::CommitError;
+use super::files::{MEMORY, TABLE};
 use super::open::{OpenDisk, Ram};
-use super::writer::CommitError;
 use crate::blob::Dir;
-use crate::digest::Digest;
 use crate::errors::{Damage, IoError};
-use crate::manifest::{self, DiskRef, FileRef, SnapshotManifest};
+use crate::inner::{Inner, Store};
 use crate::memory::table::MAX_BYTES;
 use crate::memory::{DiskLayer, Kind, Known, Materialised, MemorySpec, Table};
+use crate::objects::manifest::{self, DiskRef, SnapshotManifest};
+use crate::objects::types::FileRef;
 use crate::pages::{Lease, PagesError, Tenant};
-use crate::pins::Pin;
 use crate::publish::{OpenError, folder};
-use crate::{Inner, Store};
+use crate::vms::pins::Pin;
 use dayfly_units::sealed::HEADER_BYTES;
-use dayfly_units::{Name, PAGE_SIZE};
+use dayfly_units::{Digest, Name, PAGE_SIZE};
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// How RAM is committed as pages. The disks are those of the [`SnapshotSpec`](super::SnapshotSpec).
+/// How RAM is committed as pages. The disks are those of the [`SnapshotSpec`](crate::SnapshotSpec).
 #[derive(Debug, Clone, Copy)]
 pub struct PagedSpec<'a> {
-    /// In whose namespace the pages go.
+    /// The tenant whose namespace gets the pages.
     pub tenant: &'a Name,
-    /// What is known of it.
+    /// Optional knowledge about RAM.
     pub known: Known<'a>,
 }
 
 impl<'a> PagedSpec<'a> {
-    /// Nothing is known.
+    /// A spec without knowledge about RAM.
     #[must_use]
     pub fn of(tenant: &'a Name) -> Self {
         Self { tenant, known: Known::default() }
     }
 }
 
-/// A snapshot's RAM, open to be read page by page.
+/// A snapshot's RAM, open for reading page by page.
 #[derive(Debug)]
 pub struct SnapshotPages {
-    /// What the snapshot is.
+    /// The snapshot's manifest.
     pub manifest: SnapshotManifest,
-    /// What its frames are.
+    /// The table of RAM.
     pub table: Table,
-    /// Where its pages are.
+    /// The namespace of its pages.
     pub tenant: Tenant,
-    /// Its disks, verified: what the table's references lead to.
+    /// Its disks, verified; the table's references lead to their files.
     pub disks: Vec<OpenDisk>,
     /// Keeps its images and layers in the store.
     pub pin: Pin,
-    /// Keeps its pages there.
+    /// Keeps its pages in the store.
     pub lease: Lease,
 }
 
 impl SnapshotPages {
-    /// Writes RAM to the empty file `to`, holes where it is zero.
+    /// Writes RAM to the empty file `to`; zero frames stay holes.
     ///
     /// # Errors
     /// As [`Tenant::materialise`].
@@ -71,22 +73,26 @@ impl SnapshotPages {
     /// The 4096 bytes of one frame.
     ///
     /// # Errors
-    /// `Invalid`: there is no such frame. Else as [`Tenant::fetch`].
+    /// `Invalid`: RAM has no such frame. Otherwise as [`Tenant::fetch`].
     pub fn frame(&self, frame: u32) -> Result<Vec<u8>, PagesError> {
         let invalid = |expected: String| PagesError::Invalid {
             place: "frame".to_owned(),
             expected,
             got: frame.to_string(),
         };
-        let run =
-            self.table.from_frame(frame).ok_or_else(|| invalid(format!("below {}", self.table.frames())))?;
+        let run = self
+            .table
+            .from_frame(frame)
+            .ok_or_else(|| invalid(format!("below {}", self.table.frames())))?;
         match run.kind {
             Kind::Zero | Kind::Free => Ok(vec![0; 4096]),
             Kind::Page { hash } => self.tenant.fetch(&self.table.hashes()[hash as usize]),
             Kind::Disk { disk, layer, block } => {
                 let layers = layers(&self.disks);
-                let layer = layers.get(usize::from(disk)).and_then(|disk| disk.get(usize::from(layer)));
-                let file = layer.ok_or_else(|| invalid("of a disk of this snapshot".to_owned()))?.file;
+                let layer =
+                    layers.get(usize::from(disk)).and_then(|disk| disk.get(usize::from(layer)));
+                let file =
+                    layer.ok_or_else(|| invalid("of a disk of this snapshot".to_owned()))?.file;
                 let mut bytes = vec![0; 4096];
                 let read = file.read_exact_at(&mut bytes, u64::from(block) * PAGE_SIZE);
                 read.map_err(IoError::new("reading a disk for", self.tenant.space.dir.path()))?;
@@ -96,23 +102,29 @@ impl SnapshotPages {
     }
 }
 
-/// The files of open disks, as tables count them.
+/// The files of open disks, numbered as in tables.
 pub(super) fn layers(disks: &[OpenDisk]) -> Vec<Vec<DiskLayer<'_>>> {
     disks.iter().map(files_of).collect()
 }
 
 fn files_of(disk: &OpenDisk) -> Vec<DiskLayer<'_>> {
     let base = DiskLayer { file: &disk.base, digest: disk.image.digest };
-    let frozen = disk.layers.iter().map(|l| DiskLayer { file: &l.data, digest: l.layer.data.digest });
+    let frozen =
+        disk.layers.iter().map(|l| DiskLayer { file: &l.data, digest: l.layer.data.digest });
     std::iter::once(base).chain(frozen).collect()
 }
 
 impl Store {
-    /// What the snapshot `name` of `tenant` is, and its table, as it stands: neither disks nor pages are looked at.
+    /// Reads the manifest and the table of the snapshot `name` of `tenant`. Neither disks nor pages
+    /// are read.
     ///
     /// # Errors
     /// As [`Self::open_snapshot_pages`].
-    pub fn snapshot_table(&self, tenant: &Name, name: &Name) -> Result<(SnapshotManifest, Table), OpenError> {
+    pub fn snapshot_table(
+        &self,
+        tenant: &Name,
+        name: &Name,
+    ) -> Result<(SnapshotManifest, Table), OpenError> {
         let _publishing = self.0.publishing();
         let dir = folder(&self.0.snapshots, "snapshot", name)?;
         let manifest: SnapshotManifest = manifest::read(&dir)?;
@@ -122,11 +134,16 @@ impl Store {
         }
     }
 
-    /// Opens the RAM of the snapshot `name` of `tenant`: table, disks and pages are verified as they are read, pinned and leased.
+    /// Opens the RAM of the snapshot `name` of `tenant`, pinned and leased. Table and disks are
+    /// verified now, pages when they are read.
     ///
     /// # Errors
-    /// [`OpenError`]: `Damage` also when the snapshot's RAM is no table, or the table is another tenant's.
-    pub fn open_snapshot_pages(&self, tenant: &Name, name: &Name) -> Result<SnapshotPages, OpenError> {
+    /// [`OpenError`]: also `Damage` if the snapshot has no table, or the table is another tenant's.
+    pub fn open_snapshot_pages(
+        &self,
+        tenant: &Name,
+        name: &Name,
+    ) -> Result<SnapshotPages, OpenError> {
         let opened = self.0.open_snapshot_parts(name)?;
         let path = self.0.snapshots.path().join(name.as_str()).join(TABLE);
         let Ram::Table(table, lease) = opened.ram else { return Err(no_table(name, path).into()) };
@@ -142,7 +159,7 @@ fn no_table(name: &Name, file: PathBuf) -> Damage {
     Damage::Missing { file, what: "its table".to_owned(), by }
 }
 
-/// `table`, if it is of `tenant`.
+/// `table`, if it is of `tenant`; otherwise the damage.
 fn owned(table: Table, tenant: &Name, file: PathBuf) -> Result<Table, Damage> {
     if table.tenant == *tenant {
         return Ok(table);
@@ -152,7 +169,7 @@ fn owned(table: Table, tenant: &Name, file: PathBuf) -> Result<Table, Damage> {
 }
 
 impl Inner {
-    /// The table in a snapshot's folder, if its RAM is one.
+    /// Reads the table in a snapshot's folder; `None` if RAM is a file.
     pub(crate) fn table_in(&self, dir: &Dir) -> Result<Option<Table>, OpenError> {
         if !dir.has(TABLE)? {
             return Ok(None);
@@ -165,8 +182,8 @@ impl Inner {
         Ok(Some(Table::decode(&path, &bytes)?))
     }
 
-    /// The table of a snapshot, which must be of the same RAM and the same disks as its manifest; and a lease of its pages. Call it while publishing:
-    /// the snapshot then stays until its pages are leased.
+    /// The table of a snapshot, checked against its manifest, and a lease of its pages. The caller
+    /// holds the publish lock, so the snapshot stays until the lease is taken.
     pub(super) fn leased_table(
         &self,
         dir: &Dir,
@@ -177,7 +194,8 @@ impl Inner {
         Ok(Some((table, lease)))
     }
 
-    /// The table of a snapshot, if its RAM is one, which must be of the same RAM and the same disks as its manifest.
+    /// The table of a snapshot, which must have the same RAM and the same disks as its manifest;
+    /// `None` if RAM is a file.
     pub(crate) fn checked_table(
         &self,
         dir: &Dir,
@@ -193,7 +211,9 @@ impl Inner {
             return Err(wrong("RAM, as the manifest has it", expected, got).into());
         }
         let files = |disk: &DiskRef| {
-            std::iter::once(disk.image.digest).chain(disk.layers.iter().map(|l| l.data.digest)).collect()
+            std::iter::once(disk.image.digest)
+                .chain(disk.layers.iter().map(|l| l.data.digest))
+                .collect()
         };
         let disks: Vec<Vec<Digest>> = manifest.disks.iter().map(files).collect();
         if table.disks != disks {
@@ -203,18 +223,18 @@ impl Inner {
         Ok(Some(table))
     }
 
-    /// RAM in a file of its own that has no name.
+    /// Writes RAM to an unnamed file.
     pub(super) fn materialised(
         self: &Arc<Self>,
         table: &Table,
         disks: &[OpenDisk],
     ) -> Result<File, OpenError> {
         let stage = self.stage()?;
-        let file = stage.create(super::MEMORY)?;
+        let file = stage.create(MEMORY)?;
         let tenant = Tenant { inner: Arc::clone(self), space: self.space(&table.tenant)? };
         match tenant.materialise(table, &layers(disks), &file) {
-            // Another descriptor, to read only, as those of the other files are.
-            Ok(_) => Ok(stage.open(super::MEMORY)?),
+            // A second, read-only descriptor, like those of the other files.
+            Ok(_) => Ok(stage.open(MEMORY)?),
             Err(PagesError::Io(e)) => Err(e.into()),
             Err(PagesError::Damage(d)) => Err(d.into()),
             Err(PagesError::Invalid { place, expected, got }) => {
@@ -224,7 +244,8 @@ impl Inner {
         }
     }
 
-    /// Puts the pages of a saved RAM, and writes its table into the snapshot's staged folder in place of it.
+    /// Puts the pages of saved RAM, and writes the table into the staged folder in place of
+    /// `memory`.
     pub(super) fn stage_table(
         self: &Arc<Self>,
         dir: &Dir,
@@ -237,8 +258,8 @@ impl Inner {
         let spec = MemorySpec { memory, known, disks: &layers };
         let tenant = Tenant { inner: Arc::clone(self), space: self.space(tenant)? };
         let put = tenant.put_memory(&spec)?;
-        if dir.has(super::MEMORY)? {
-            dir.unlink(super::MEMORY)?;
+        if dir.has(MEMORY)? {
+            dir.unlink(MEMORY)?;
         }
         dir.write(TABLE, &put.table.encode())?;
         Ok((put.table.ram, put.lease))

@@ -1,13 +1,17 @@
-//! What another process needs to give a snapshot's RAM page by page: descriptors, and where in them each page is.
+//! A plan: what another process, the pager, needs to read a snapshot's RAM page by page. It
+//! consists of descriptors and the place of each page in them.
 //!
-//! A pager outlives the daemon that started it, and must not depend on what a gc does meanwhile. So it gets open files: a pack that is
-//! retired stays readable as long as somebody has it open. Nothing is believed for having been sent: every group has its sum compared, every
-//! page its hash with the table's. Blocks of disks are those of files that were verified whole before they were sent, and are never written.
+//! A pager outlives the daemon that started it, and must not depend on later gcs. So it gets open
+//! files: a retired pack stays readable while a process has it open.
+//!
+//! The pager trusts no page because of its sender: it checks each group's sum, and compares each
+//! page's hash with the table's. Disk files are verified in full before they are sent, and are
+//! never written again.
 
-use super::open::{OpenDisk, Ram};
+use super::open::{OpenDisk, OpenSnapshot, Ram};
 use super::ram;
-use crate::Store;
 use crate::errors::{Damage, IoError};
+use crate::inner::Store;
 use crate::memory::Table;
 use crate::pages::PagesError;
 use crate::pages::index::Place;
@@ -15,7 +19,6 @@ use crate::pages::pack::{PAGE, Pack, PackError};
 use crate::pages::read::read_span;
 use crate::pages::space::Space;
 use crate::publish::OpenError;
-use crate::snapshots::OpenSnapshot;
 use dayfly_units::{Name, PAGE_SIZE};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -23,36 +26,41 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Times that packs are looked for again because a gc moved pages meanwhile.
+/// How often packs are located again because a gc moved pages meanwhile.
 const TRIES: u32 = 16;
 const PLACE_BYTES: usize = 8;
-/// What errors call the places.
+/// The name of the places in errors.
 const PLACES: &str = "places of pages";
 
-/// All that a pager is given.
+/// The plan that a pager gets.
 #[derive(Debug)]
 pub struct Plan {
     /// The sealed table.
     pub table: Vec<u8>,
-    /// For each of the table's hashes, u32 little-endian, which of `packs`, and which page of it.
+    /// For each of the table's hashes two u32 little-endian: index in `packs`, and number of the
+    /// page in that pack.
     pub places: Vec<u8>,
-    /// Packs, open to be read.
+    /// Packs, open for reading.
     pub packs: Vec<File>,
-    /// The files of each of the snapshot's disks as the table counts them: the image, then its layers.
+    /// For each of the snapshot's disks its files as the table numbers them: the image, then the
+    /// layers' data.
     pub disks: Vec<Vec<File>>,
-    /// RAM, all of it missing: a memfd as long as RAM, which keeps its length.
+    /// RAM: an empty memfd with the length of RAM, its length sealed.
     pub memory: File,
 }
 
 impl Store {
-    /// Opens the snapshot `name` with RAM that is still to be filled by whoever follows the plan; whole and without a plan where RAM is a
-    /// file on disk. All is verified that [`Store::open_snapshot`] verifies, but pages, which are when they are read.
+    /// Opens the snapshot `name` with empty RAM, and the plan to fill it. If RAM is a file on disk,
+    /// it is opened in full, without a plan. The same files are verified as by
+    /// [`Store::open_snapshot`], except pages, which are verified when they are read.
     ///
     /// # Errors
     /// As [`Store::open_snapshot`].
     pub fn open_lazily(&self, name: &Name) -> Result<(OpenSnapshot, Option<Plan>), OpenError> {
         let parts = self.0.open_snapshot_parts(name)?;
-        let failed = |e| IoError::new("opening for a pager", &self.0.snapshots.path().join(name.as_str()))(e);
+        let failed = |e| {
+            IoError::new("opening for a pager", &self.0.snapshots.path().join(name.as_str()))(e)
+        };
         // The lease keeps the pages until their packs are open.
         let table = match &parts.ram {
             Ram::Table(table, _lease) => table,
@@ -72,10 +80,14 @@ impl Store {
 }
 
 fn files_of(disk: &OpenDisk) -> io::Result<Vec<File>> {
-    std::iter::once(&disk.base).chain(disk.layers.iter().map(|l| &l.data)).map(File::try_clone).collect()
+    std::iter::once(&disk.base)
+        .chain(disk.layers.iter().map(|l| &l.data))
+        // The pager gets descriptions that it shares with neither the daemon nor a VMM.
+        .map(ram::to_read)
+        .collect()
 }
 
-/// Opens the packs that the table's pages are in, and says where each is.
+/// Opens the packs that have the table's pages, and encodes the place of each page.
 fn located(space: &Space, table: &Table) -> Result<(Vec<File>, Vec<u8>), OpenError> {
     'again: for _ in 0..TRIES {
         let mut packs: BTreeMap<u32, (u32, Vec<crate::Digest>)> = BTreeMap::new();
@@ -94,7 +106,7 @@ fn located(space: &Space, table: &Table) -> Result<(Vec<File>, Vec<u8>), OpenErr
             };
             let mut at = *at;
             if hashes.get(place.page as usize) != Some(hash) {
-                // Two pages with the same prefix.
+                // Two pages share this prefix.
                 let found = space.find(hash)?.ok_or_else(missing)?;
                 (place, pack) = (Place { pack: found.number, page: found.page }, found.pack);
                 at = match packs.get(&place.pack) {
@@ -124,7 +136,7 @@ fn count(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
-/// A pack's file, and the hashes of its pages; `None` when it has just been retired.
+/// The file of a pack and its hashes; `None` if the pack was just retired.
 fn opened(space: &Space, pack: &Pack) -> Result<Option<(File, Vec<crate::Digest>)>, IoError> {
     match space.dir.open(&pack.id.to_string()) {
         Ok(file) => {
@@ -136,23 +148,24 @@ fn opened(space: &Space, pack: &Pack) -> Result<Option<(File, Vec<crate::Digest>
     }
 }
 
-/// A group of pages that are compressed together.
+/// A group of pages compressed together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupId {
-    /// Which of the plan's packs.
+    /// Index in the plan's packs.
     pub pack: u32,
-    /// Which group of it.
+    /// Number of the group in that pack.
     pub group: u32,
 }
 
-/// Memory that is used again for group after group.
+/// Buffers, reused for group after group.
 #[derive(Debug, Default)]
 pub struct GroupBuffer {
     stored: Vec<u8>,
     raw: Vec<u8>,
 }
 
-/// A plan, at whoever follows it: reads the pages and blocks of a snapshot's RAM. Every method may be called from any thread, and blocks.
+/// A plan on the side of the pager: it reads the pages and blocks of a snapshot's RAM. Every method
+/// may be called from any thread, and blocks.
 #[derive(Debug)]
 pub struct PageReader {
     table: Table,
@@ -165,7 +178,7 @@ impl PageReader {
     /// Verifies table, packs and places.
     ///
     /// # Errors
-    /// `Damage` or `Invalid` name what does not fit.
+    /// `Damage` or `Invalid` name the part that does not fit.
     pub fn open(
         table: &[u8],
         places: &[u8],
@@ -173,13 +186,22 @@ impl PageReader {
         disks: Vec<Vec<File>>,
     ) -> Result<Self, PagesError> {
         let table = Table::decode(Path::new("the table of a plan"), table)?;
-        let invalid =
-            |place: String, expected: String, got: String| PagesError::Invalid { place, expected, got };
+        let invalid = |place: String, expected: String, got: String| PagesError::Invalid {
+            place,
+            expected,
+            got,
+        };
         let counts = |disks: &mut dyn Iterator<Item = usize>| disks.collect::<Vec<_>>();
-        let (expected, got) =
-            (counts(&mut table.disks.iter().map(Vec::len)), counts(&mut disks.iter().map(Vec::len)));
+        let (expected, got) = (
+            counts(&mut table.disks.iter().map(Vec::len)),
+            counts(&mut disks.iter().map(Vec::len)),
+        );
         if expected != got {
-            return Err(invalid("files of disks".to_owned(), format!("{expected:?}"), format!("{got:?}")));
+            return Err(invalid(
+                "files of disks".to_owned(),
+                format!("{expected:?}"),
+                format!("{got:?}"),
+            ));
         }
         let mut opened = Vec::with_capacity(packs.len());
         for (n, file) in packs.into_iter().enumerate() {
@@ -213,13 +235,13 @@ impl PageReader {
         Ok(Self { table, packs: opened, places, disks })
     }
 
-    /// What each frame is.
+    /// The table of RAM.
     #[must_use]
     pub const fn table(&self) -> &Table {
         &self.table
     }
 
-    /// In which group the page of the table's hash number `hash` is.
+    /// The group of the page with the table's hash number `hash`.
     #[must_use]
     pub fn group_of(&self, hash: u32) -> Option<GroupId> {
         let place = self.places.get(hash as usize)?;
@@ -227,10 +249,12 @@ impl PageReader {
         Some(GroupId { pack: place.pack, group: place.page / pack.group_pages })
     }
 
-    /// Reads a group into `buffer`, the sum of its stored bytes compared; gives how many these were. Pages of it are not verified yet.
+    /// Reads a group into `buffer`, and checks the sum of its stored bytes. Returns the number of
+    /// stored bytes. The group's pages are not verified yet.
     ///
     /// # Errors
-    /// `Damage` names pack and group; the host cannot read.
+    /// `Damage` names pack and group; `Io` if the host cannot read; `Invalid` if the plan has no
+    /// such group.
     pub fn read_group(&self, id: GroupId, buffer: &mut GroupBuffer) -> Result<usize, PagesError> {
         let group = id.group as usize;
         let known = self.packs.get(id.pack as usize).filter(|(pack, _)| group < pack.groups());
@@ -243,14 +267,15 @@ impl PageReader {
         Ok(stored.len())
     }
 
-    /// The page of the table's hash number `hash`, out of the buffer that its group was read into, verified.
+    /// The page with the table's hash number `hash`, verified. `buffer` must have the page's group.
     ///
     /// # Errors
-    /// `Damage` names pack, group and page.
+    /// `Damage` names pack, group and page; `Invalid` if the plan or the buffer has no such page.
     pub fn page<'a>(&self, hash: u32, buffer: &'a GroupBuffer) -> Result<&'a [u8], PagesError> {
         let found = self.places.get(hash as usize).zip(self.table.hashes().get(hash as usize));
-        let found =
-            found.and_then(|(place, digest)| Some((place, digest, self.packs.get(place.pack as usize)?)));
+        let found = found.and_then(|(place, digest)| {
+            Some((place, digest, self.packs.get(place.pack as usize)?))
+        });
         let page = found.and_then(|(place, digest, (pack, _))| {
             let at = (place.page % pack.group_pages) as usize * PAGE;
             Some((place.page, digest, pack, buffer.raw.get(at..at + PAGE)?))
@@ -263,13 +288,20 @@ impl PageReader {
         Ok(bytes)
     }
 
-    /// Reads blocks of a disk's file, from `block` on as many as `bytes` takes.
+    /// Reads blocks of a disk's file, from `block` on, until `bytes` is full.
     ///
     /// # Errors
-    /// `Damage`: there is no such file, or it ends before. The host cannot read.
-    pub fn read_blocks(&self, disk: u8, layer: u8, block: u32, bytes: &mut [u8]) -> Result<(), PagesError> {
+    /// `Damage`: there is no such file, or it ends before. `Io`: the host cannot read.
+    pub fn read_blocks(
+        &self,
+        disk: u8,
+        layer: u8,
+        block: u32,
+        bytes: &mut [u8],
+    ) -> Result<(), PagesError> {
         let path = PathBuf::from(format!("layer {layer} of disk {disk}"));
-        let file = self.disks.get(usize::from(disk)).and_then(|layers| layers.get(usize::from(layer)));
+        let file =
+            self.disks.get(usize::from(disk)).and_then(|layers| layers.get(usize::from(layer)));
         let length = bytes.len();
         let missing = || Damage::Missing {
             file: path.clone(),

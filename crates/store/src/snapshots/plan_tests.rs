@@ -4,7 +4,7 @@ use crate::fixture_pages::{bake_paged, bytes, image_block, ram};
 use crate::memory::Kind;
 use crate::{PagedSpec, Store};
 
-/// RAM with pages that come twice, zeroes, and a block of the disk.
+/// RAM with duplicate pages, zeroes, and a block of the disk.
 fn memory() -> Vec<u8> {
     let mut memory = ram((0..120).chain(5..15).chain([7, 7, 14]));
     memory.extend(image_block().1);
@@ -24,7 +24,7 @@ fn reader(plan: Plan) -> Result<PageReader, PagesError> {
     PageReader::open(&plan.table, &plan.places, plan.packs, plan.disks)
 }
 
-/// All of RAM, by way of a reader.
+/// All of RAM, read through a reader.
 fn read(reader: &PageReader) -> Result<Vec<u8>, PagesError> {
     let table = reader.table();
     let mut all = vec![0; table.frames() as usize * PAGE];
@@ -38,7 +38,9 @@ fn read(reader: &PageReader) -> Result<Vec<u8>, PagesError> {
                     reader.read_group(reader.group_of(hash + n).unwrap(), &mut buffer)?;
                     to.copy_from_slice(reader.page(hash + n, &buffer)?);
                 }
-                Kind::Disk { disk, layer, block } => reader.read_blocks(disk, layer, block + n, to)?,
+                Kind::Disk { disk, layer, block } => {
+                    reader.read_blocks(disk, layer, block + n, to)?
+                }
             }
         }
     }
@@ -70,7 +72,8 @@ fn memory_is_read_only_to_who_opens_it_and_keeps_its_length() {
 #[test]
 fn a_damaged_page_is_named_and_not_given() {
     let (root, _store, _open, plan) = planned();
-    let pack = std::fs::read_dir(root.path().join("pages/own")).unwrap().next().unwrap().unwrap().path();
+    let pack =
+        std::fs::read_dir(root.path().join("pages/own")).unwrap().next().unwrap().unwrap().path();
     let mut permissions = pack.metadata().unwrap().permissions();
     std::os::unix::fs::PermissionsExt::set_mode(&mut permissions, 0o600);
     std::fs::set_permissions(&pack, permissions).unwrap();
@@ -99,7 +102,7 @@ fn a_plan_that_lies_is_refused() {
     refused(&|plan| plan.disks.clear(), "files of disks");
     refused(&|plan| plan.table[60] ^= 1, "table of a plan");
     refused(&|plan| plan.packs[0] = tempfile::tempfile().unwrap(), "pack 0 of a plan");
-    // A place that is another's: its page is not what the table says.
+    // A place of another page: the page's hash differs from the table's.
     let (_root, _store, _open, mut plan) = planned();
     plan.places.copy_within(8..16, 0);
     assert!(read(&reader(plan).unwrap()).is_err());

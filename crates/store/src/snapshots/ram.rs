@@ -1,13 +1,14 @@
-//! RAM that is saved into memory of the host's instead of a file on its disk: written once by a VMM, read by whoever wants to know what it is,
-//! and then a template's memory as it is.
+//! RAM saved into a memfd (memfd_create(2)) instead of a file: a VMM writes it once, the store
+//! reads it, and then it serves as a template's memory.
 //!
-//! A memfd (memfd_create(2)). The VMM that writes it may have been taken over by its guest, so its length is sealed before the VMM has it: whoever maps it
-//! meanwhile cannot be made to fault, and it cannot grow. When the VMM has answered, the content is sealed too; one that still has it mapped for
-//! writing is found out by that.
+//! A guest may have taken over the VMM that writes RAM, so the length is sealed before the VMM gets
+//! the memfd. Without this seal, a VMM could shrink the file, and a process that maps it would get
+//! SIGBUS. After the VMM's answer the content is sealed too; this fails if the VMM still has a
+//! writable mapping.
 
-use super::writer::CommitError;
+use super::error::CommitError;
 use crate::errors::IoError;
-use crate::manifest::FileRef;
+use crate::objects::types::FileRef;
 use dayfly_units::PAGE_SIZE;
 use rustix::fs::{FallocateFlags, MemfdFlags, OFlags, SealFlags};
 use rustix::io::Errno;
@@ -18,14 +19,16 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// What errors call the file.
+/// The memfd's name in errors.
 const PATH: &str = "RAM that is saved (memfd)";
+/// The name of the memfd of the state in errors.
+const STATE_PATH: &str = "state that is saved (memfd)";
 
-/// For so long, and so often, it is tried to seal what seems to be in use.
+/// How long sealing is retried while the memfd seems to be in use, and the pause between attempts.
 const SEAL_WITHIN: Duration = Duration::from_secs(1);
 const SEAL_AGAIN: Duration = Duration::from_millis(10);
 
-/// An empty file of `bytes` in the host's memory, which keeps that length.
+/// An empty memfd of `bytes`, with its length sealed.
 pub(super) fn create(bytes: u64) -> Result<File, IoError> {
     let failed = IoError::new("making", Path::new(PATH));
     let make = || {
@@ -38,15 +41,22 @@ pub(super) fn create(bytes: u64) -> Result<File, IoError> {
     make().map_err(failed)
 }
 
-/// Whether [`create`] made it.
-fn is_in_memory(file: &File) -> bool {
-    rustix::fs::fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK | SealFlags::GROW))
+/// An empty memfd for the state, which the store copies.
+pub(super) fn create_state() -> Result<File, IoError> {
+    let made = rustix::fs::memfd_create("state", MemfdFlags::CLOEXEC);
+    made.map(File::from).map_err(|e| IoError::new("making", Path::new(STATE_PATH))(e.into()))
 }
 
-/// Gives back what is `free` and seals the content. Nothing where RAM is a file on disk.
+/// Whether the file is a memfd made by [`create`].
+fn is_in_memory(file: &File) -> bool {
+    rustix::fs::fcntl_get_seals(file)
+        .is_ok_and(|seals| seals.contains(SealFlags::SHRINK | SealFlags::GROW))
+}
+
+/// Frees the `free` frames and seals the content. Does nothing if RAM is a file on disk.
 ///
 /// # Errors
-/// `Invalid`: somebody has it mapped and may write to it.
+/// `Invalid`: a process has a writable mapping.
 pub(super) fn seal(file: &File, free: &[Range<u32>]) -> Result<(), CommitError> {
     if !is_in_memory(file) {
         return Ok(());
@@ -72,11 +82,12 @@ pub(super) fn seal(file: &File, free: &[Range<u32>]) -> Result<(), CommitError> 
     }
 }
 
-/// Nobody writes to this memory any more, and nobody seals it otherwise. Blocks.
+/// Seals a memfd against writes, changes of length and further seals. Blocks for up to 1 s.
 ///
 /// # Errors
-/// `EBUSY`: somebody has it mapped and may write to it. The kernel says the same while it holds a page of it for purposes of its own, which it gives up on
-/// after 0.15 s and which lasted longer in one of 1,200 forks: it is asked for a second.
+/// `EBUSY`: a process has a writable mapping. The kernel also returns it while it holds extra
+/// references to a page. The kernel waits 0.15 s for those, which is too short in 1 of 1,200 forks;
+/// hence the retries.
 pub fn seal_content(file: &File) -> Result<(), Errno> {
     let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
     let until = Instant::now() + SEAL_WITHIN;
@@ -88,23 +99,25 @@ pub fn seal_content(file: &File) -> Result<(), Errno> {
     }
 }
 
-/// The same memory, only to be read.
+/// A read-only descriptor of the same memory.
 pub(super) fn to_read(file: &File) -> io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, rustix::fs::Mode::empty())?.into())
 }
 
-/// RAM of a snapshot just made, in memory as its table has it, and nobody can write to it: [`crate::Store::open_resident`] takes it.
+/// RAM of a snapshot just committed: a sealed memfd that equals the table's RAM.
+/// [`crate::Store::open_resident`] takes it.
 #[derive(Debug)]
 pub struct Resident {
-    /// Read-only.
+    /// Read-only descriptor.
     pub(super) file: File,
-    /// What it was found to be.
+    /// Digest and sizes of the content.
     pub(super) ram: FileRef,
 }
 
 impl Resident {
-    /// `file`, when it is sealed memory, which was found to be `ram` since.
+    /// `file`, if it is a sealed memfd; the caller has found its content to be `ram` since it was
+    /// sealed.
     pub(super) fn of(file: &File, ram: FileRef) -> io::Result<Option<Self>> {
         if !is_in_memory(file) {
             return Ok(None);

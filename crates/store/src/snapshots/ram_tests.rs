@@ -31,7 +31,7 @@ fn ram_that_was_just_saved_is_what_the_store_would_give() {
 }
 
 #[test]
-fn nobody_writes_to_it_after_the_commit() {
+fn it_cannot_be_written_after_the_commit() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());
     let tenant = name("one");
@@ -47,9 +47,10 @@ fn nobody_writes_to_it_after_the_commit() {
     assert!(bytes(&open.memory) == restored(&store, &tenant, "s"));
 }
 
-/// Before the commit it can be written, but never be made shorter: who maps it cannot be made to fault.
+/// Before the commit a holder can write to the memfd but not shorten it, so other mappings of it
+/// cannot fault.
 #[test]
-fn whoever_can_still_write_to_it_gets_no_snapshot() {
+fn while_a_process_can_write_to_it_there_is_no_snapshot() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());
     let tenant = name("one");
@@ -58,7 +59,8 @@ fn whoever_can_still_write_to_it_gets_no_snapshot() {
         assert!(file.set_len(PAGE as u64).is_err() && file.set_len(1 << 30).is_err());
         let flags = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping of a file that keeps its length; nothing reads or writes it.
-        unsafe { rustix::mm::mmap(std::ptr::null_mut(), PAGE, flags, MapFlags::SHARED, file, 0) }.unwrap()
+        unsafe { rustix::mm::mmap(std::ptr::null_mut(), PAGE, flags, MapFlags::SHARED, file, 0) }
+            .unwrap()
     };
     let Err(error) = bake_paged_while(&store, "s", 3, &all, &pages(&tenant), map) else {
         panic!("committed")
@@ -94,7 +96,7 @@ fn ram_is_not_read_again_when_another_file_has_changed() {
     assert!(again.is_current() && again.working_set.is_some());
     let inode = |file: &File| file.metadata().unwrap().ino();
     assert_eq!(inode(&again.memory), inode(&open.memory));
-    // RAM in a file that has a name may change under that name.
+    // A named file may change under its name, so it is no resident RAM.
     crate::fixture::bake(&store, "file", 4).unwrap();
     assert!(store.open_snapshot(&name("file")).unwrap().resident().unwrap().is_none());
 }
@@ -104,12 +106,13 @@ fn what_is_in_use_for_a_moment_is_sealed_afterwards() {
     let file = create(1 << 20).unwrap();
     let (flags, len) = (ProtFlags::READ | ProtFlags::WRITE, 1 << 20);
     // SAFETY: a new mapping of a file that keeps its length; nothing reads or writes it.
-    let mapped = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, flags, MapFlags::SHARED, &file, 0) };
+    let mapped =
+        unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, flags, MapFlags::SHARED, &file, 0) };
     let mapped = mapped.unwrap() as usize;
     assert_eq!(seal_content(&file), Err(Errno::BUSY));
     let later = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(100));
-        // SAFETY: what was mapped above, which nobody uses.
+        // SAFETY: the mapping made above, which nothing uses.
         unsafe { rustix::mm::munmap(mapped as *mut _, len) }.unwrap();
     });
     seal_content(&file).unwrap();

@@ -70,8 +70,11 @@ fn a_vm_that_goes_on_is_snapshotted_again() {
         assert_eq!(vm.chain.len(), usize::from(n));
         assert_eq!(vm.writable.number, u32::from(n));
     }
-    // Of the VM's own there is only the layer it writes now.
-    assert_eq!(std::fs::read_dir(root.path().join("vms").join(vm.id.to_string())).unwrap().count(), 1);
+    // The VM's own folder has only the layer that it writes now.
+    assert_eq!(
+        std::fs::read_dir(root.path().join("vms").join(vm.id.to_string())).unwrap().count(),
+        1
+    );
     store.remove_snapshot(&name("s1")).unwrap();
     store.remove_snapshot(&name("s2")).unwrap();
     assert_eq!(store.gc().unwrap().layers, []);
@@ -115,6 +118,7 @@ fn a_layer_that_a_vm_froze_survives_a_commit_that_failed() {
     vm.chain.push(freeze.frozen);
     vm.writable = freeze.next;
     std::os::unix::fs::FileExt::write_all_at(&freeze.map, b"map", 0).unwrap();
+    drop((freeze.map, freeze.next_data));
     vm.write(&store, 2);
     let committed = vm.snapshot(&store, "s", 2).unwrap();
     assert_eq!(committed.manifest.disks[0].layers.len(), 2);
@@ -142,11 +146,11 @@ fn the_same_layer_twice_is_stored_once_and_a_damaged_one_is_healed() {
 }
 
 #[test]
-fn a_commit_names_what_it_stands_on_that_is_gone() {
+fn a_commit_names_what_it_depends_on_that_is_gone() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());
     bake(&store, "base", 1).unwrap();
-    // The pin of the clone is dropped at once, as by a daemon that forgot it.
+    // The clone's pin is dropped at once, as by a daemon that lost it.
     let mut vm = Vm::clone_of(&store, "base");
     let layer = store.snapshot(&name("base")).unwrap().layer_ids()[0];
     store.remove_snapshot(&name("base")).unwrap();
@@ -164,7 +168,10 @@ fn a_commit_names_what_it_stands_on_that_is_gone() {
     ));
     let image = vm.image.clone();
     let pin = store.pin("VM x", std::slice::from_ref(&image), &[], &[]).unwrap();
-    assert!(matches!(store.remove_image(&name(IMAGE)), Err(RemoveError::InUse { by, .. }) if by == ["VM x"]));
+    assert!(matches!(
+        store.remove_image(&name(IMAGE)),
+        Err(RemoveError::InUse { by, .. }) if by == ["VM x"]
+    ));
     drop(pin);
     store.remove_image(&name(IMAGE)).unwrap();
     assert!(store.pin("VM x", &[image], &[], &[]).is_err());
@@ -178,17 +185,18 @@ fn pins_hold_layers_while_they_live() {
     let open = store.open_snapshot(&name("base")).unwrap();
     store.remove_snapshot(&name("base")).unwrap();
     assert_eq!(store.gc().unwrap().layers, []);
-    let pin = store.pin("VM adopted", &open.manifest.images(), &open.manifest.layer_ids(), &[]).unwrap();
-    let told = Arc::new(AtomicU32::new(0));
-    let garbage = told.clone();
+    let pin =
+        store.pin("VM adopted", &open.manifest.images(), &open.manifest.layer_ids(), &[]).unwrap();
+    let called = Arc::new(AtomicU32::new(0));
+    let garbage = called.clone();
     store.when_garbage(move || {
         garbage.fetch_add(1, Ordering::Relaxed);
     });
     drop(open);
-    assert_eq!(told.load(Ordering::Relaxed), 0);
+    assert_eq!(called.load(Ordering::Relaxed), 0);
     assert_eq!(store.gc().unwrap().layers, []);
     drop(pin);
-    assert_eq!(told.load(Ordering::Relaxed), 1);
+    assert_eq!(called.load(Ordering::Relaxed), 1);
     assert_eq!(store.gc().unwrap().layers.len(), 1);
 }
 
@@ -204,13 +212,13 @@ fn a_snapshot_whose_files_are_others_has_another_fingerprint() {
     std::fs::write(root.path().join("snapshots/base/working-set"), &record).unwrap();
     let second = fingerprint();
     assert_ne!(second, first);
-    // The same bytes in another file: who has the old one open has something else.
+    // The same bytes in another file: a process that has the old file open has a different file.
     let memory = root.path().join("snapshots/base/memory");
     let beside = root.path().join("snapshots/base/beside");
     std::fs::copy(&memory, &beside).unwrap();
     std::fs::rename(&beside, &memory).unwrap();
     assert_ne!(fingerprint(), second);
-    // And a damaged record is refused like any other file.
+    // A damaged record is refused like any other file.
     let path = root.path().join("snapshots/base/working-set");
     let mut bad = record;
     *bad.last_mut().unwrap() ^= 1;
@@ -241,20 +249,28 @@ fn nothing_is_collected_while_a_manifest_cannot_be_read() {
     assert_eq!(layers(root.path()), 3);
     let listing = store.snapshots().unwrap();
     assert_eq!((listing.items.len(), listing.damaged.len()), (1, 1));
-    assert!(matches!(store.remove_image(&name(IMAGE)), Err(RemoveError::InUse { by, .. }) if by.len() == 2));
+    assert!(matches!(
+        store.remove_image(&name(IMAGE)),
+        Err(RemoveError::InUse { by, .. }) if by.len() == 2
+    ));
     store.remove_snapshot(&name("a")).unwrap();
     assert_eq!(store.gc().unwrap().layers.len(), 2);
     assert_is(&store, "b", 2);
 }
 
-/// Commits with a fault at step `n`; the store, the VM and what became of it.
-fn commit_with_fault(root: &Path, n: u32, crash: bool) -> (Store, Vm, Result<Committed, CommitError>, bool) {
+/// Commits with a fault at step `n`; returns the store, the VM and the result.
+fn commit_with_fault(
+    root: &Path,
+    n: u32,
+    crash: bool,
+) -> (Store, Vm, Result<Committed, CommitError>, bool) {
     let store = store(root);
     bake(&store, "old", 1).unwrap();
     let mut vm = Vm::clone_of(&store, "old");
     vm.write(&store, 2);
     let run = || vm.snapshot(&store, "new", 2);
-    let (result, hit) = if crash { fault::with_crash_at(n, run) } else { fault::with_failure_at(n, run) };
+    let (result, hit) =
+        if crash { fault::with_crash_at(n, run) } else { fault::with_failure_at(n, run) };
     (store, vm, result, hit)
 }
 
@@ -312,7 +328,7 @@ fn a_crash_at_any_step_of_a_commit_leaves_the_old_or_the_new() {
                 new += 1;
             }
             Err(OpenError::NotFound { .. }) => {
-                // What the VM stands on is still there, whatever was published of it.
+                // What the VM depends on still exists, however much of it was published.
                 let data = store.open_vm_layer(&vm.writable, true);
                 data.unwrap_or_else(|e| panic!("step {n}: {e}"));
                 old += 1;
@@ -371,7 +387,8 @@ fn everything_is_on_disk_before_it_is_renamed_and_the_name_after() {
         let found = trace.iter().rposition(|(d, p)| *d == doing && p.ends_with(path));
         found.unwrap_or_else(|| panic!("{doing} {path} is not in {trace:#?}"))
     };
-    let stage = trace.iter().find(|(_, p)| p.parent().unwrap().ends_with("staging")).unwrap().1.clone();
+    let stage =
+        trace.iter().find(|(_, p)| p.parent().unwrap().ends_with("staging")).unwrap().1.clone();
     let stage = stage.file_name().unwrap().to_str().unwrap().to_owned();
     let (layers, vm) = (format!("layers/{layer}"), format!("vms/{}/disk0.0.data", vm.id));
     let (layer0, snapshot) = (format!("{stage}/layer0"), format!("{stage}/snapshot"));
@@ -442,7 +459,7 @@ fn collecting_while_others_commit_clone_and_remove_breaks_nothing() {
                         let first = vm.snapshot(&store, &clone, 10 + round).unwrap();
                         drop(open);
                         store.remove_snapshot(&name(&clone)).unwrap();
-                        // Its layers are in no snapshot now, but the VM stands on them.
+                        // The layers are in no snapshot now, but the VM depends on them.
                         vm.write(&store, 11 + round);
                         let second = vm.snapshot(&store, &again, 11 + round).unwrap();
                         drop(first);

@@ -1,98 +1,67 @@
-//! Making a snapshot: the files that a VMM saves into.
+//! Begins a snapshot: the files that a VMM saves into.
 
-use super::{MEMORY, Merge, STATE, ram};
+use super::error::CommitError;
+use super::files::MEMORY;
+use super::flatten::Merge;
+use super::ram;
 use crate::blob::Stage;
-use crate::errors::{Damage, IoError};
-use crate::freezing::{Freeze, Freezing};
-use crate::layers::{ChainLayer, VmLayer};
-use crate::manifest::{ImageConfig, ImageRef, KernelRef};
-use crate::pins::PinError;
-use crate::{Inner, Store};
-use dayfly_units::Name;
+use crate::errors::IoError;
+use crate::inner::{Inner, Store};
+use crate::objects::manifest::{ImageRef, KernelRef};
+use crate::objects::types::{ChainLayer, VmLayer};
+use crate::vms::freezing::{Freeze, Freezing};
+use dayfly_units::{Digest, ImageConfig, Name};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::Arc;
 
-/// Why a snapshot was not made. There is none of that name from this attempt.
-#[derive(Debug, thiserror::Error)]
-pub enum CommitError {
-    /// The name is taken.
-    #[error("snapshot {name} exists")]
-    Exists {
-        /// The name.
-        name: Name,
-    },
-    /// An image or a layer that it stands on is gone or damaged.
-    #[error(transparent)]
-    Damage(#[from] Damage),
-    /// A number out of bounds.
-    #[error("{place}: expected {expected}, got {got}")]
-    Invalid {
-        /// Such as `disks`.
-        place: String,
-        /// What it may be.
-        expected: String,
-        /// What it is.
-        got: String,
-    },
-    /// The host could not write it.
-    #[error(transparent)]
-    Io(#[from] IoError),
-}
-
-impl From<PinError> for CommitError {
-    fn from(e: PinError) -> Self {
-        match e {
-            PinError::Damage(d) => Self::Damage(d),
-            PinError::Io(e) => Self::Io(e),
-        }
-    }
-}
-
-/// What the VM's disks, kernel and maker say about a snapshot; sizes and digests are found, not told.
+/// The caller's description of a snapshot. The store computes sizes and digests itself.
 #[derive(Debug, Clone)]
 pub struct SnapshotSpec {
-    /// The snapshot that its VM was cloned from.
+    /// The snapshot that the VM was cloned from.
     pub parent: Option<Name>,
-    /// The kernel in its memory.
+    /// As [`SnapshotManifest::ancestors`](crate::SnapshotManifest::ancestors).
+    pub ancestors: Vec<Digest>,
+    /// The kernel in the VM's memory.
     pub kernel: KernelRef,
-    /// vCPUs.
+    /// Number of vCPUs.
     pub vcpus: u8,
-    /// Network devices.
+    /// Number of network devices.
     pub nets: u8,
-    /// RAM.
+    /// RAM in bytes.
     pub memory_bytes: u64,
-    /// Version of the agent in it.
+    /// Version of the agent in the guest.
     pub agent_version: String,
-    /// How its image wants to be started.
+    /// How to start the image's program.
     pub config: ImageConfig,
-    /// For people and programs.
+    /// Labels for people and programs.
     pub labels: BTreeMap<String, String>,
-    /// In order vda, vdb, ….
+    /// The disks, in the order vda, vdb, ….
     pub disks: Vec<DiskSpec>,
 }
 
-/// A disk of the VM that was saved.
+/// A disk of the saved VM.
 #[derive(Debug, Clone)]
 pub struct DiskSpec {
-    /// Its image.
+    /// The disk's image.
     pub image: ImageRef,
-    /// The size that the guest sees.
+    /// Size that the guest sees, in bytes.
     pub size_bytes: u64,
     /// Whether the guest may write to it.
     pub writable: bool,
-    /// Its frozen layers, the lowest first; for a writable disk the last is [`Freeze::frozen`].
+    /// Frozen layers, the lowest first; for a writable disk the last is [`Freeze::frozen`].
     pub layers: Vec<ChainLayer>,
 }
 
-/// Files for the VMM to save into.
+/// The files that the VMM saves into.
 ///
-/// Dropping it means: the VMM answered that it did not save, or was not asked. When it is not known whether it did, call
-/// [`Self::saved`] and drop that: then nothing that the VM may stand on is removed.
+/// Drop it only if the VMM did not save: the VMM said so, or was not asked. If the outcome is
+/// unknown, call [`Self::saved`] and drop the result, so that no file that the VM may depend on is
+/// removed.
 #[derive(Debug)]
 pub struct SnapshotWriter {
     parts: Parts,
-    /// Removed unless it is `saved`.
+    /// Removed on drop, unless `saved` is called.
     layers: Freezing,
 }
 
@@ -105,7 +74,7 @@ pub(super) struct Parts {
     pub(super) memory: File,
 }
 
-/// A snapshot whose files the VMM has written.
+/// A snapshot that the VMM has saved.
 #[derive(Debug)]
 pub struct SavedSnapshot {
     pub(super) parts: Parts,
@@ -113,16 +82,17 @@ pub struct SavedSnapshot {
 }
 
 impl Store {
-    /// Begins the snapshot `name`.
+    /// Begins the snapshot `name`, with RAM in a file that is published as it is. So the process
+    /// that writes it must be trusted.
     ///
     /// # Errors
-    /// The name is taken, or the host cannot make its files.
+    /// A snapshot has that name, or the host cannot create the files.
     pub fn snapshot_writer(&self, name: &Name) -> Result<SnapshotWriter, CommitError> {
         self.writer(name, None)
     }
 
-    /// Begins the snapshot `name`, whose RAM of `memory_bytes` is saved into memory of the host's: for [`SavedSnapshot::commit_paged`], which
-    /// needs no file of it.
+    /// As [`Self::snapshot_writer`], but RAM of `memory_bytes` is saved into a memfd: for
+    /// [`SavedSnapshot::commit_paged`], which needs no file of RAM.
     ///
     /// # Errors
     /// As [`Self::snapshot_writer`].
@@ -141,18 +111,21 @@ impl Store {
         }
         let stage = inner.stage()?;
         let dir = stage.make("snapshot")?;
-        let state = dir.create(STATE)?;
+        let state = ram::create_state()?;
         let memory = match in_memory {
             Some(bytes) => ram::create(bytes)?,
             None => dir.create(MEMORY)?,
         };
         let layers = Freezing::new(&inner);
-        Ok(SnapshotWriter { parts: Parts { inner, name: name.clone(), stage, state, memory }, layers })
+        Ok(SnapshotWriter {
+            parts: Parts { inner, name: name.clone(), stage, state, memory },
+            layers,
+        })
     }
 }
 
 impl SnapshotWriter {
-    /// The empty file for the state.
+    /// The empty memfd for the state.
     #[must_use]
     pub const fn state(&self) -> &File {
         &self.parts.state
@@ -164,15 +137,17 @@ impl SnapshotWriter {
         &self.parts.memory
     }
 
-    /// Makes ready to freeze the layer that a VM writes now. A map left by a save that failed is replaced.
+    /// Prepares to freeze the layer that a VM writes now. The map of an earlier save that failed is
+    /// replaced.
     ///
     /// # Errors
-    /// The layer is not there, or the host cannot make the files.
+    /// The layer does not exist, or the host cannot create the files.
     pub fn freeze(&mut self, writable: &VmLayer) -> Result<Freeze, IoError> {
         self.layers.freeze(writable)
     }
 
-    /// The VMM has answered `Ok` to `Save`: the layers are frozen, and the VM stands on them.
+    /// Call it after the VMM answered `Ok` to `Save`: the layers are frozen, and the VM depends on
+    /// them.
     #[must_use]
     pub fn saved(self) -> SavedSnapshot {
         self.layers.keep();
@@ -181,20 +156,21 @@ impl SnapshotWriter {
 }
 
 impl SavedSnapshot {
-    /// RAM as it was saved. Whoever saved it may still write to it, but not change its length where it is in memory.
+    /// RAM as saved. The VMM may still write to it; if it is a memfd, its length is sealed.
     #[must_use]
     pub const fn memory(&self) -> &File {
         &self.parts.memory
     }
 
-    /// The state as it was saved.
+    /// The state as saved. The VMM may still write to it.
     #[must_use]
     pub const fn state(&self) -> &File {
         &self.parts.state
     }
 
-    /// Has chains of more than [`MOST_LAYERS`](super::MOST_LAYERS) flattened: what is committed has then fewer layers than its spec, which
-    /// read the same. A VM that goes on stands on what it stood on, until its VMM is told of the others.
+    /// Merges layers of chains longer than [`MOST_LAYERS`](super::MOST_LAYERS) when the snapshot is
+    /// committed. The manifest then has fewer layers than the spec, with the same content. A
+    /// running VM keeps its old layers until its VMM gets the new ones.
     #[must_use]
     pub fn merging(self, merge: Merge) -> Self {
         Self { merge: Some(merge), ..self }

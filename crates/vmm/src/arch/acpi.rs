@@ -1,7 +1,8 @@
-//! The ACPI tables: hardware-reduced, one I/O APIC, every device that a stock kernel is to find.
+//! The ACPI tables: hardware-reduced, one I/O APIC, and every device that a stock kernel must find.
 //!
-//! The guest powers off through the sleep control register and reboots through the reset register (ACPI 6.5,
-//! sections 4.8.3.6 and 4.8.3.7); there is no PM timer, SCI, CMOS clock or keyboard controller to find.
+//! The guest powers off through the sleep control register and reboots through the reset register
+//! (ACPI 6.5, sections 4.8.3.6 and 4.8.3.7). There is no PM timer, SCI, CMOS clock or keyboard
+//! controller.
 
 use super::layout;
 use acpi_tables::{Aml, aml, fadt, gas, gas::GAS, madt, rsdp::Rsdp, sdt::Sdt, xsdt::XSDT};
@@ -10,31 +11,32 @@ use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryMmap};
 const OEM: [u8; 6] = *b"DAYFLY";
 const OEM_TABLE: [u8; 8] = *b"DAYFLYVM";
 
-/// A device's MMIO window and interrupt, as announced to the guest.
+/// A virtio-mmio device as announced to the guest: guest address and length of its registers in
+/// bytes, and its interrupt (GSI).
 pub type Window = (u64, u64, u32);
 
-/// Why the tables could not be written.
+/// Why the ACPI tables could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum AcpiError {
-    /// They need more than the layout gives them.
+    /// The tables are longer than the space between [`layout::ACPI`] and [`layout::ACPI_END`].
     #[error("ACPI tables at {start:#x}: {bytes} bytes, room for {room}")]
     TooLong {
-        /// Where they start.
+        /// Guest address of the table that does not fit.
         start: u64,
-        /// Bytes they need.
+        /// Length of this table in bytes.
         bytes: u64,
-        /// Bytes there are.
+        /// Bytes left for it.
         room: u64,
     },
-    /// A device's window lies above 4 GiB.
+    /// Address or length of a device's window does not fit in 32 bits.
     #[error("virtio-mmio window {base:#x}+{size:#x}: expected below 4 GiB")]
     Window {
-        /// Its address.
+        /// Guest address of the window.
         base: u64,
-        /// Its length.
+        /// Length of the window in bytes.
         size: u64,
     },
-    /// Guest memory refused them.
+    /// Writing to guest memory failed.
     #[error("ACPI tables")]
     Memory(#[from] vm_memory::GuestMemoryError),
 }
@@ -42,7 +44,7 @@ pub enum AcpiError {
 /// Writes all tables to guest memory; the RSDP lies at [`layout::ACPI`].
 ///
 /// # Errors
-/// When they do not fit.
+/// The tables do not fit, or a window lies above 4 GiB.
 pub fn write(memory: &GuestMemoryMmap, vcpus: u8, windows: &[Window]) -> Result<(), AcpiError> {
     let mut tables = Tables { memory, at: layout::ACPI.unchecked_add(64) };
     let dsdt = tables.add(&dsdt(windows)?)?;
@@ -116,6 +118,68 @@ fn edge(gsi: u32) -> aml::Interrupt {
     aml::Interrupt::new(true, true, false, false, gsi)
 }
 
+/// The VM generation id, and the event device that raises its interrupt.
+fn generation_id(code: &mut Vec<u8>) {
+    // Linux's driver binds to VMGENCTR, other guests to the compatible id. The package ADDR holds
+    // the address, low half first.
+    aml::Device::new(
+        "_SB_.VGEN".into(),
+        vec![
+            &aml::Name::new("_HID".into(), &"VMGENCTR"),
+            &aml::Name::new("_CID".into(), &"VM_Gen_Counter"),
+            &aml::Name::new("_DDN".into(), &"VM_Gen_Counter"),
+            &aml::Name::new(
+                "ADDR".into(),
+                &aml::Package::new(vec![&layout::GENERATION.0, &aml::ZERO]),
+            ),
+        ],
+    )
+    .to_aml_bytes(code);
+
+    aml::Device::new(
+        "_SB_.GED_".into(),
+        vec![
+            &aml::Name::new("_HID".into(), &"ACPI0013"),
+            &aml::Name::new(
+                "_CRS".into(),
+                &aml::ResourceTemplate::new(vec![&edge(layout::GSI_GENERATION)]),
+            ),
+            &aml::Method::new(
+                "_EVT".into(),
+                1,
+                true,
+                vec![&aml::If::new(
+                    &aml::Equal::new(&aml::Arg(0), &layout::GSI_GENERATION),
+                    vec![&aml::Notify::new(&aml::Path::new("\\_SB_.VGEN"), &0x80u8)],
+                )],
+            ),
+        ],
+    )
+    .to_aml_bytes(code);
+}
+
+/// One device for each window of registers.
+fn virtio_devices(windows: &[Window], code: &mut Vec<u8>) -> Result<(), AcpiError> {
+    for (n, &(base, size, gsi)) in windows.iter().enumerate() {
+        let (Ok(base32), Ok(size32)) = (u32::try_from(base), u32::try_from(size)) else {
+            return Err(AcpiError::Window { base, size });
+        };
+        let uid = u32::try_from(n).unwrap_or(u32::MAX);
+        let (registers, irq) = (aml::Memory32Fixed::new(true, base32, size32), edge(gsi));
+        aml::Device::new(
+            format!("_SB_.VR{n:02X}").as_str().into(),
+            vec![
+                &aml::Name::new("_HID".into(), &"LNRO0005"),
+                &aml::Name::new("_UID".into(), &uid),
+                &aml::Name::new("_CCA".into(), &aml::ONE),
+                &aml::Name::new("_CRS".into(), &aml::ResourceTemplate::new(vec![&registers, &irq])),
+            ],
+        )
+        .to_aml_bytes(code);
+    }
+    Ok(())
+}
+
 fn dsdt(windows: &[Window]) -> Result<Sdt, AcpiError> {
     let mut code = Vec::new();
     let one_port = |port, len| aml::IO::new(port, port, 1, len);
@@ -143,55 +207,11 @@ fn dsdt(windows: &[Window]) -> Result<Sdt, AcpiError> {
     )
     .to_aml_bytes(&mut code);
 
-    // Linux's driver binds to VMGENCTR, other guests to the compatible id; the address comes low half first.
-    aml::Device::new(
-        "_SB_.VGEN".into(),
-        vec![
-            &aml::Name::new("_HID".into(), &"VMGENCTR"),
-            &aml::Name::new("_CID".into(), &"VM_Gen_Counter"),
-            &aml::Name::new("_DDN".into(), &"VM_Gen_Counter"),
-            &aml::Name::new("ADDR".into(), &aml::Package::new(vec![&layout::GENERATION.0, &aml::ZERO])),
-        ],
-    )
-    .to_aml_bytes(&mut code);
+    generation_id(&mut code);
+    virtio_devices(windows, &mut code)?;
 
-    aml::Device::new(
-        "_SB_.GED_".into(),
-        vec![
-            &aml::Name::new("_HID".into(), &"ACPI0013"),
-            &aml::Name::new("_CRS".into(), &aml::ResourceTemplate::new(vec![&edge(layout::GSI_GENERATION)])),
-            &aml::Method::new(
-                "_EVT".into(),
-                1,
-                true,
-                vec![&aml::If::new(
-                    &aml::Equal::new(&aml::Arg(0), &layout::GSI_GENERATION),
-                    vec![&aml::Notify::new(&aml::Path::new("\\_SB_.VGEN"), &0x80u8)],
-                )],
-            ),
-        ],
-    )
-    .to_aml_bytes(&mut code);
-
-    for (n, &(base, size, gsi)) in windows.iter().enumerate() {
-        let (Ok(base32), Ok(size32)) = (u32::try_from(base), u32::try_from(size)) else {
-            return Err(AcpiError::Window { base, size });
-        };
-        let uid = u32::try_from(n).unwrap_or(u32::MAX);
-        let (registers, irq) = (aml::Memory32Fixed::new(true, base32, size32), edge(gsi));
-        aml::Device::new(
-            format!("_SB_.VR{n:02X}").as_str().into(),
-            vec![
-                &aml::Name::new("_HID".into(), &"LNRO0005"),
-                &aml::Name::new("_UID".into(), &uid),
-                &aml::Name::new("_CCA".into(), &aml::ONE),
-                &aml::Name::new("_CRS".into(), &aml::ResourceTemplate::new(vec![&registers, &irq])),
-            ],
-        )
+    aml::Name::new("_S5_".into(), &aml::Package::new(vec![&layout::SLEEP_TYPE_S5]))
         .to_aml_bytes(&mut code);
-    }
-
-    aml::Name::new("_S5_".into(), &aml::Package::new(vec![&layout::SLEEP_TYPE_S5])).to_aml_bytes(&mut code);
 
     let mut table = Sdt::new(*b"DSDT", 36, 6, OEM, OEM_TABLE, 1);
     table.append_slice(&code);

@@ -1,5 +1,5 @@
-//! What a boot loader does: kernel, initramfs, command line and boot parameters into guest memory, as Linux's 64-bit
-//! boot protocol says (`Documentation/arch/x86/boot.rst`).
+//! The boot loader's work: kernel, initramfs, command line and boot parameters go into guest memory
+//! by Linux's 64-bit boot protocol (`Documentation/arch/x86/boot.rst`).
 
 use super::layout;
 use linux_loader::loader::bootparam::{boot_e820_entry, boot_params};
@@ -11,84 +11,88 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 /// The largest initramfs, in bytes.
 const INITRD_MAX_BYTES: u64 = 512 << 20;
 
-/// Why the guest could not be loaded.
+/// Why the guest's kernel could not be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// Not a kernel this VMM can start.
+    /// The file is not an uncompressed x86-64 ELF.
     #[error("kernel: {what} at byte {at}: expected {expected}, got {got}")]
     NotElf {
-        /// The field.
+        /// The header field that differs.
         what: &'static str,
-        /// Where it is in the file.
+        /// Offset of the field in the file, in bytes.
         at: usize,
-        /// What it has to be.
+        /// The value that the field must have.
         expected: String,
-        /// What it is.
+        /// The value that the file has.
         got: String,
     },
-    /// The ELF loader refused it.
+    /// The ELF loader refused the kernel.
     #[error("kernel: {0}")]
     Kernel(#[from] linux_loader::loader::Error),
-    /// The entry point lies outside RAM.
+    /// The entry point lies outside the loaded kernel.
     #[error(
-        "kernel: entry point {entry:#x}: expected between {start:#x} and {end:#x}, the RAM the kernel lies in"
+        "kernel: entry point {entry:#x}: expected between {start:#x} and {end:#x}, \
+         the RAM the kernel lies in"
     )]
     Entry {
-        /// Where it is.
+        /// Guest address of the entry point.
         entry: u64,
-        /// Least address.
+        /// Lowest address allowed.
         start: u64,
-        /// First address past it.
+        /// First address past the kernel.
         end: u64,
     },
-    /// Too long.
+    /// The command line is too long.
     #[error("command line: {got} bytes, at most {max}")]
     Cmdline {
-        /// Its length in bytes.
+        /// Its length in bytes, without a terminating zero.
         got: usize,
-        /// The most bytes.
+        /// Largest length allowed, in bytes.
         max: usize,
     },
-    /// A zero byte inside it.
+    /// The command line contains a zero byte.
     #[error("command line: a zero byte at {at}")]
     CmdlineZero {
-        /// Where.
+        /// Offset of the zero byte.
         at: usize,
     },
-    /// Too long for this guest's RAM.
-    #[error("initramfs: {got} bytes do not fit between the kernel's end {kernel_end:#x} and {ram_end:#x}")]
+    /// The initramfs does not fit between the kernel and the end of low RAM, or exceeds 512 MiB.
+    #[error(
+        "initramfs: {got} bytes do not fit between the kernel's end \
+         {kernel_end:#x} and {ram_end:#x}"
+    )]
     Initrd {
-        /// Its length in bytes.
+        /// Length of the initramfs in bytes.
         got: u64,
-        /// Where the kernel ends.
+        /// First guest address past the kernel.
         kernel_end: u64,
-        /// Where RAM below 3 GiB ends.
+        /// End of RAM below 3 GiB, as a guest address.
         ram_end: u64,
     },
-    /// A file could not be read.
+    /// Reading the kernel or the initramfs failed.
     #[error("{what}")]
     File {
-        /// Which.
+        /// What was being read, for the error's text.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// Guest memory refused a write.
+    /// Writing to guest memory failed.
     #[error("writing {what} to guest memory")]
     Memory {
-        /// What was written.
+        /// What was being written, for the error's text.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: vm_memory::GuestMemoryError,
     },
 }
 
-/// Loads everything but the ACPI tables and gives the entry point.
+/// Loads everything but the ACPI tables into `memory` and returns the kernel's entry point.
 ///
 /// # Errors
-/// When the kernel is not an x86-64 ELF, or something does not fit.
+/// The kernel is not an x86-64 ELF, a file cannot be read, or something does not fit.
 pub fn load(
     memory: &GuestMemoryMmap,
     memory_bytes: u64,
@@ -100,9 +104,14 @@ pub fn load(
     let loaded = Elf::load(memory, None, &mut kernel, Some(layout::HIGH_RAM))?;
     let (entry, kernel_end) = (loaded.kernel_load, loaded.kernel_end);
     if entry.0 < layout::HIGH_RAM.0 || entry.0 >= kernel_end {
-        return Err(LoadError::Entry { entry: entry.0, start: layout::HIGH_RAM.0, end: kernel_end });
+        return Err(LoadError::Entry {
+            entry: entry.0,
+            start: layout::HIGH_RAM.0,
+            end: kernel_end,
+        });
     }
-    let initrd = initrd.map(|file| load_initrd(memory, memory_bytes, file, kernel_end)).transpose()?;
+    let initrd =
+        initrd.map(|file| load_initrd(memory, memory_bytes, file, kernel_end)).transpose()?;
 
     if cmdline.len() >= layout::CMDLINE_MAX_BYTES {
         return Err(LoadError::Cmdline { got: cmdline.len(), max: layout::CMDLINE_MAX_BYTES - 1 });
@@ -121,8 +130,10 @@ pub fn load(
     Ok(entry)
 }
 
-/// Real-mode code that writes the ACPI reset register. Linux without `reboot=t` takes a hardware-reduced ACPI for a sign of EFI
-/// (`efi_reboot_required`), finds none, and falls back to jumping to the BIOS, in whose place this is.
+/// Real-mode code that writes the ACPI reset register.
+///
+/// Linux without `reboot=t` takes hardware-reduced ACPI as a sign of EFI (`efi_reboot_required`),
+/// finds no EFI, and jumps to the BIOS's reset vector. This code lies there instead of a BIOS.
 fn reset_code() -> [u8; 9] {
     let [low, high] = layout::PORT_RESET.to_le_bytes();
     // mov dx, PORT_RESET; mov al, RESET_VALUE; out dx, al; 1: hlt; jmp 1b
@@ -149,7 +160,8 @@ fn check_elf(kernel: &mut File) -> Result<(), LoadError> {
     Ok(())
 }
 
-/// Puts the initramfs at the end of RAM below the hole and gives its address and length.
+/// Puts the initramfs at the end of RAM below the MMIO hole. Returns its guest address and its
+/// length in bytes.
 fn load_initrd(
     memory: &GuestMemoryMmap,
     memory_bytes: u64,
@@ -178,7 +190,7 @@ fn params(memory_bytes: u64, cmdline_bytes: u32, initrd: Option<(u32, u32)>) -> 
     let mut params = boot_params::default();
     params.hdr.boot_flag = 0xaa55;
     params.hdr.header = 0x5372_6448; // "HdrS"
-    params.hdr.type_of_loader = 0xff; // none of the known
+    params.hdr.type_of_loader = 0xff; // no assigned loader id
     params.hdr.kernel_alignment = 0x20_0000;
     params.hdr.cmd_line_ptr = u32::try_from(layout::CMDLINE.0).unwrap_or(0);
     params.hdr.cmdline_size = cmdline_bytes;

@@ -1,12 +1,15 @@
-//! What the guest's CPUs say they are: what KVM supports, made into one socket of `vcpus` cores without threads.
+//! The CPUID that guests see: the features KVM supports, presented as one socket of `vcpus` cores
+//! without hyper-threads.
 //!
-//! Left out on purpose: nested virtualisation (VMX, SVM; so there is no nested state to save), asynchronous page
-//! faults (a "page ready" event would be lost between save and load), and the PMU (counters of the host).
+//! Three features are left out on purpose:
+//! - nested virtualisation (VMX, SVM), so that there is no nested state to save;
+//! - asynchronous page faults, because a "page ready" event would be lost between save and load;
+//! - the PMU, because its counters belong to the host.
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::{Cap, Kvm};
 
-/// Features and topology that every vCPU of one VM shares.
+/// The CPUID entries that all vCPUs of one VM share: features and topology.
 #[derive(Debug, Clone)]
 pub struct Template {
     entries: Vec<kvm_cpuid_entry2>,
@@ -17,12 +20,12 @@ const KVM_FEATURES: u32 = 0x4000_0001;
 /// KVM_FEATURE_ASYNC_PF, _ASYNC_PF_VMEXIT, _ASYNC_PF_INT.
 const KVM_ASYNC_PF: u32 = 1 << 4 | 1 << 10 | 1 << 14;
 
-/// Bits of an APIC id that number the cores of `vcpus` CPUs.
+/// Number of APIC id bits that number the cores of a VM with `vcpus` vCPUs.
 fn core_bits(vcpus: u8) -> u32 {
     u32::from(vcpus.max(1)).next_power_of_two().trailing_zeros()
 }
 
-/// What KVM can give any vCPU on this host.
+/// The CPUID that KVM can give any vCPU on this host.
 #[derive(Debug)]
 pub struct Supported {
     entries: CpuId,
@@ -30,19 +33,20 @@ pub struct Supported {
 }
 
 impl Supported {
-    /// Asks KVM, which executes CPUID for it.
+    /// Asks KVM, which executes CPUID for the answer.
     ///
     /// # Errors
-    /// When KVM_GET_SUPPORTED_CPUID fails.
+    /// KVM_GET_SUPPORTED_CPUID fails.
     pub fn new(kvm: &Kvm) -> Result<Self, kvm_ioctls::Error> {
         let entries = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?;
-        // KVM_GET_SUPPORTED_CPUID leaves this bit out; it depends on the in-kernel local APIC, which we have.
+        // KVM_GET_SUPPORTED_CPUID leaves the TSC deadline bit out, because it depends on the
+        // in-kernel local APIC. All our VMs have that APIC.
         Ok(Self { entries, tsc_deadline: kvm.check_extension(Cap::TscDeadlineTimer) })
     }
 }
 
 impl Template {
-    /// All of that, for VMs of `vcpus` CPUs, at least one.
+    /// The shared entries for a VM of `vcpus` vCPUs; 0 counts as 1.
     #[must_use]
     pub fn new(supported: &Supported, vcpus: u8) -> Self {
         Self::from_supported(supported.entries.as_slice(), vcpus.max(1), supported.tsc_deadline)
@@ -50,8 +54,11 @@ impl Template {
 
     fn from_supported(supported: &[kvm_cpuid_entry2], vcpus: u8, tsc_deadline: bool) -> Self {
         let (bits, count) = (core_bits(vcpus), u32::from(vcpus));
-        let mut entries: Vec<_> =
-            supported.iter().filter(|e| !matches!(e.function, 0xb | 0x1f | 0x8000_0026)).copied().collect();
+        let mut entries: Vec<_> = supported
+            .iter()
+            .filter(|e| !matches!(e.function, 0xb | 0x1f | 0x8000_0026))
+            .copied()
+            .collect();
         for e in &mut entries {
             match e.function {
                 0 => e.eax = e.eax.clamp(0xb, 0x1f),
@@ -102,7 +109,7 @@ impl Template {
         Self { entries }
     }
 
-    /// The entries of the vCPU with APIC id `id`.
+    /// The CPUID entries of the vCPU with APIC id `id`.
     #[must_use]
     pub fn of(&self, id: u8) -> Vec<kvm_cpuid_entry2> {
         let apic = u32::from(id);
@@ -113,8 +120,8 @@ impl Template {
                 0xb | 0x1f => e.edx = apic,
                 0x8000_001e => {
                     e.eax = apic;
-                    e.ebx = apic & 0xff; // core id, one thread
-                    e.ecx = 0; // node 0, one node
+                    e.ebx = apic & 0xff; // core id; one thread per core
+                    e.ecx = 0; // node 0 of one node
                 }
                 _ => {}
             }
@@ -122,7 +129,7 @@ impl Template {
         entries
     }
 
-    /// The bits that XCR0 may have (leaf 0xd); 0 without XSAVE.
+    /// The bits that a guest may set in XCR0 (leaf 0xd, EDX:EAX); 0 without XSAVE.
     #[must_use]
     pub fn xcr0(&self) -> u64 {
         let leaf = self.entries.iter().find(|e| e.function == 0xd && e.index == 0);
@@ -130,11 +137,11 @@ impl Template {
     }
 }
 
-/// Whether a vCPU of which KVM gives `is` will be, once it has the other registers of a guest, what it would be if it were told `wanted`, which KVM
-/// gave of that guest.
+/// Whether a vCPU with CPUID `is` will have CPUID `wanted` once a guest's other registers are
+/// loaded. Both lists come from KVM_GET_CPUID2: `wanted` from the saved vCPU.
 ///
-/// KVM itself keeps some bits as CR4, XCR0 and the APIC base say, and does so anew whenever one of them is set
-/// (`kvm_update_cpuid_runtime`, Linux `arch/x86/kvm/cpuid.c`).
+/// KVM derives some bits from CR4, XCR0 and the APIC base, and updates them whenever one of these
+/// is set (`kvm_update_cpuid_runtime`, Linux `arch/x86/kvm/cpuid.c`). These bits are ignored.
 #[must_use]
 pub fn alike(is: &[kvm_cpuid_entry2], wanted: &[kvm_cpuid_entry2]) -> bool {
     let fixed = |e: &kvm_cpuid_entry2| {
@@ -145,7 +152,7 @@ pub fn alike(is: &[kvm_cpuid_entry2], wanted: &[kvm_cpuid_entry2]) -> bool {
                 e.edx &= !(1 << 9); // APIC
             }
             (7, 0) => e.ecx &= !(1 << 4), // OSPKE
-            (0xd, 0 | 1) => e.ebx = 0,    // bytes of what is enabled
+            (0xd, 0 | 1) => e.ebx = 0,    // size of the enabled XSAVE area
             _ => {}
         }
         (e.function, e.index, e.flags, e.eax, e.ebx, e.ecx, e.edx)
@@ -153,7 +160,7 @@ pub fn alike(is: &[kvm_cpuid_entry2], wanted: &[kvm_cpuid_entry2]) -> bool {
     is.iter().map(fixed).eq(wanted.iter().map(fixed))
 }
 
-/// Entries as KVM_SET_CPUID2 takes them; `None` when there are too many.
+/// Converts entries for KVM_SET_CPUID2; `None` if there are more than KVM takes.
 #[must_use]
 pub fn for_kvm(entries: &[kvm_cpuid_entry2]) -> Option<CpuId> {
     CpuId::from_entries(entries).ok()
@@ -164,7 +171,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// `(function, register, bit)` of a change.
+    /// Flips one bit, named as `(entry, register, bit)`.
     fn bit(entries: &mut [kvm_cpuid_entry2], (entry, register, bit): (usize, usize, u32)) {
         let e = &mut entries[entry];
         *[&mut e.eax, &mut e.ebx, &mut e.ecx, &mut e.edx][register] ^= 1 << bit;
@@ -172,12 +179,16 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_kvm_derives_makes_no_difference_and_every_other_bit_does(n in 0..5_usize, register in 0..4_usize, b in 0..32_u32) {
+        fn what_kvm_derives_makes_no_difference_and_every_other_bit_does(
+            n in 0..5_usize, register in 0..4_usize, b in 0..32_u32,
+        ) {
             let is = [
-                entry(1, 0, 1, 2, 3, 4), entry(7, 0, 1, 2, 3, 4), entry(0xd, 0, 1, 2, 3, 4), entry(0xd, 1, 1, 2, 3, 4),
+                entry(1, 0, 1, 2, 3, 4), entry(7, 0, 1, 2, 3, 4),
+                entry(0xd, 0, 1, 2, 3, 4), entry(0xd, 1, 1, 2, 3, 4),
                 entry(0xd, 2, 1, 2, 3, 4),
             ];
-            let derived = matches!((n, register, b), (0, 2, 27) | (0, 3, 9) | (1, 2, 4) | (2 | 3, 1, _));
+            let derived =
+                matches!((n, register, b), (0, 2, 27) | (0, 3, 9) | (1, 2, 4) | (2 | 3, 1, _));
             let mut wanted = is;
             bit(&mut wanted, (n, register, b));
             prop_assert_eq!(alike(&is, &wanted), derived);
@@ -185,7 +196,14 @@ mod tests {
         }
     }
 
-    fn entry(function: u32, index: u32, eax: u32, ebx: u32, ecx: u32, edx: u32) -> kvm_cpuid_entry2 {
+    fn entry(
+        function: u32,
+        index: u32,
+        eax: u32,
+        ebx: u32,
+        ecx: u32,
+        edx: u32,
+    ) -> kvm_cpuid_entry2 {
         kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
     }
 
@@ -218,7 +236,10 @@ mod tests {
                 assert_eq!(find(&e, 0x8000_001e, 0).eax, u32::from(id));
                 assert_eq!(find(&e, 0x8000_0001, 0).ecx & 4, 0, "SVM");
                 assert_eq!(find(&e, KVM_FEATURES, 0).eax & KVM_ASYNC_PF, 0);
-                assert!(e.iter().all(|e| e.function != 0x1f), "leaf 0x1f lies above the highest leaf");
+                assert!(
+                    e.iter().all(|e| e.function != 0x1f),
+                    "leaf 0x1f lies above the highest leaf"
+                );
             }
         }
     }

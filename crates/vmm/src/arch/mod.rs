@@ -1,7 +1,7 @@
-//! x86-64: where things lie in a guest's physical address space, and everything that firmware and boot loader do on a
-//! real machine: kernel, boot parameters, ACPI tables, page tables, first registers, CPUID.
+//! x86-64: the guest-physical address space, and the work that firmware and boot loader do on a
+//! real machine. That is kernel, boot parameters, ACPI tables, page tables, first registers, CPUID.
 //!
-//! What may not enter: threads, devices' behaviour, files.
+//! What may not enter: threads, the behaviour of devices, files.
 
 pub mod acpi;
 pub mod boot;

@@ -1,4 +1,5 @@
-//! The registers a vCPU starts with: 64-bit mode, paging on, interrupts off, as Linux's 64-bit boot protocol says.
+//! The registers that a vCPU starts with: 64-bit mode, paging on, interrupts off, as Linux's 64-bit
+//! boot protocol requires.
 
 use super::layout;
 use kvm_bindings::{Msrs, kvm_fpu, kvm_msr_entry, kvm_regs, kvm_segment};
@@ -8,18 +9,18 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 /// Why a vCPU could not be prepared.
 #[derive(Debug, thiserror::Error)]
 pub enum RegsError {
-    /// Guest memory refused GDT or page tables.
+    /// Writing GDT, IDT or page tables to guest memory failed.
     #[error("first page tables")]
     Memory(#[from] vm_memory::GuestMemoryError),
-    /// An ioctl failed.
+    /// An ioctl failed; the text is its name.
     #[error("{0}")]
     Kvm(&'static str, #[source] kvm_ioctls::Error),
     /// KVM refused an MSR.
     #[error("KVM_SET_MSRS: KVM refused MSR {index:#x} = {value:#x}")]
     Msr {
-        /// Its number.
+        /// Number of the MSR.
         index: u32,
-        /// The value.
+        /// The value that KVM refused.
         value: u64,
     },
 }
@@ -44,10 +45,10 @@ fn segment(index: u16, type_: u8, s: u8, l: u8, db: u8) -> kvm_segment {
     }
 }
 
-/// Writes the GDT, an empty IDT and page tables that map 4 GiB onto themselves in 2 MiB pages.
+/// Writes the GDT, an empty IDT, and page tables that map 4 GiB onto themselves in 2 MiB pages.
 ///
 /// # Errors
-/// When guest memory is too small.
+/// Guest memory is too small.
 pub fn write_tables(memory: &GuestMemoryMmap) -> Result<(), RegsError> {
     const PRESENT_WRITABLE: u64 = 3;
     const LARGE: u64 = 1 << 7;
@@ -67,15 +68,17 @@ pub fn write_tables(memory: &GuestMemoryMmap) -> Result<(), RegsError> {
     Ok(())
 }
 
-/// Prepares what every vCPU needs: MSRs, FPU, local interrupt lines, and XCR0 with all of `xcr0`.
+/// Prepares what every vCPU needs: MSRs, FPU, local interrupt lines, and XCR0 with all bits of
+/// `xcr0`.
 ///
-/// Hardware resets XCR0 to 1 and the kernel sets it. QEMU's TCG, under which nested guests run where there is no other KVM,
-/// does not tell the hypervisor of a guest's `xsetbv`: KVM goes on to enter the guest with the value it knows, and a guest
-/// whose XCR0 is 1 when it believes 7 loses SSE registers at every context switch. With the value that the kernel is going to
-/// write set from the start, both agree; on hardware it makes no difference.
+/// Hardware resets XCR0 to 1, and the guest's kernel sets it. Here XCR0 has the kernel's later
+/// value from the start, because of QEMU's TCG, under which nested guests run on hosts without
+/// usable KVM. TCG does not report a guest's `xsetbv` to the hypervisor, so KVM keeps entering the
+/// guest with the old value. A guest that runs with XCR0 1 but expects 7 loses SSE registers at
+/// every context switch. On hardware the early value makes no difference.
 ///
 /// # Errors
-/// When KVM refuses a value.
+/// An ioctl fails, or KVM refuses an MSR.
 pub fn prepare_any(vcpu: &VcpuFd, xcr0: u64) -> Result<(), RegsError> {
     const MISC_ENABLE: u32 = 0x1a0;
     const MTRR_DEF_TYPE: u32 = 0x2ff;
@@ -100,7 +103,7 @@ pub fn prepare_any(vcpu: &VcpuFd, xcr0: u64) -> Result<(), RegsError> {
     let fpu = kvm_fpu { fcw: 0x37f, mxcsr: 0x1f80, ..Default::default() };
     vcpu.set_fpu(&fpu).map_err(on("KVM_SET_FPU"))?;
 
-    // LINT0 takes the PIC's interrupts, LINT1 NMIs (Intel SDM volume 3, section 11.5.1; MADT says the same).
+    // LINT0 takes the PIC's interrupts, LINT1 takes NMIs (Intel SDM volume 3, section 11.5.1).
     let mut lapic = vcpu.get_lapic().map_err(on("KVM_GET_LAPIC"))?;
     set_delivery_mode(&mut lapic.regs, 0x350, 7);
     set_delivery_mode(&mut lapic.regs, 0x360, 4);
@@ -108,14 +111,14 @@ pub fn prepare_any(vcpu: &VcpuFd, xcr0: u64) -> Result<(), RegsError> {
 }
 
 fn set_delivery_mode(regs: &mut [i8], at: usize, mode: u8) {
-    // Bits 8 to 10 of a little-endian register.
+    // The delivery mode is bits 8 to 10 of a little-endian register.
     regs[at + 1] = i8::from_le_bytes([(regs[at + 1].to_le_bytes()[0] & !7) | mode]);
 }
 
 /// Prepares the first vCPU to enter the kernel at `entry`.
 ///
 /// # Errors
-/// When an ioctl fails.
+/// An ioctl fails.
 pub fn prepare_first(vcpu: &VcpuFd, entry: GuestAddress) -> Result<(), RegsError> {
     const CR0_PE: u64 = 1;
     const CR0_PG: u64 = 1 << 31;

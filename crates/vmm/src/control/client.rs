@@ -1,41 +1,42 @@
-//! The daemon's side: a small blocking client.
+//! A small blocking client of the control protocol, for tests and benchmarks. The daemon's client
+//! is asynchronous.
 
+use super::message::{Answer, Command, Frozen, Precopied, Status};
 use super::wire::{Received, Receiver, WireError, send};
-use super::{Answer, Command, Frozen, Precopied, Status};
 use crate::config::RestoreConfig;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// Why a command was not done.
+/// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// The socket cannot be reached: no VMM behind it.
+    /// Nothing accepts connections at the socket: there is no VMM.
     #[error("control socket {path}")]
     Connect {
-        /// Where.
+        /// The socket's path.
         path: String,
-        /// Why.
+        /// The error of connect(2), or of setting the timeout.
         #[source]
         source: io::Error,
     },
-    /// The conversation failed; the VMM may or may not have done it.
+    /// The conversation failed. The VMM may have done the command.
     #[error(transparent)]
     Wire(#[from] WireError),
-    /// The VMM went away before it answered: see its exit record.
+    /// The VMM closed the connection before it answered; its exit record names the cause.
     #[error("control socket: the VMM ended before it answered")]
     Gone,
-    /// The VMM says no; the VM is as it was.
+    /// The VMM refused or failed; the VM is unchanged.
     #[error("{0}")]
     Refused(String),
-    /// An answer to something else.
+    /// An answer of a kind that does not fit the command.
     #[error("control socket: expected {expected}, got {got:?}")]
     Unexpected {
-        /// The answer that fits.
+        /// The kind of answer that fits.
         expected: &'static str,
-        /// What came.
+        /// The answer that came.
         got: Box<Answer>,
     },
 }
@@ -45,10 +46,12 @@ pub enum ClientError {
 pub struct Client {
     stream: UnixStream,
     receiver: Receiver,
+    timeout: Option<Duration>,
 }
 
 impl Client {
-    /// Connects. `timeout` bounds each wait for the VMM, not a whole command; `None` waits for ever.
+    /// Connects to the socket at `path`. `timeout` bounds each whole command, however slowly the
+    /// answer comes; `None`: no bound.
     ///
     /// # Errors
     /// When nothing listens at `path`.
@@ -58,35 +61,50 @@ impl Client {
         Self::from_stream(stream, timeout).map_err(fails)
     }
 
-    /// Uses a connected stream.
+    /// Uses a connected stream, with `timeout` as in [`Client::connect`].
     ///
     /// # Errors
-    /// When the timeout cannot be set, as when it is zero.
+    /// When the timeout cannot be set, for example because it is zero.
     pub fn from_stream(stream: UnixStream, timeout: Option<Duration>) -> io::Result<Self> {
         stream.set_nonblocking(false)?;
-        stream.set_read_timeout(timeout)?;
         stream.set_write_timeout(timeout)?;
-        Ok(Self { stream, receiver: Receiver::default() })
+        Ok(Self { stream, receiver: Receiver::without_descriptors(), timeout })
     }
 
-    /// Changes the timeout, for a command that takes longer (Save writes all memory).
+    /// Changes the timeout, for a command that takes longer (`Save` writes all memory).
     ///
     /// # Errors
     /// When it is zero.
     pub fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        self.stream.set_read_timeout(timeout)?;
+        self.timeout = timeout;
         self.stream.set_write_timeout(timeout)
     }
 
-    /// Sends a command with descriptors and waits for its answer. After an error other than [`ClientError::Refused`] the
-    /// connection is of no more use.
+    /// Bounds the next read by the time that is left.
+    fn bound_read(&self, deadline: Option<Instant>) -> Result<(), ClientError> {
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let set = match left {
+            Some(Duration::ZERO) => Err(io::ErrorKind::WouldBlock.into()),
+            left => self.stream.set_read_timeout(left),
+        };
+        Ok(set.map_err(|e| WireError::Io("waiting for an answer", e))?)
+    }
+
+    /// Sends a command with its descriptors and waits for the answer. After an error other than
+    /// [`ClientError::Refused`] the connection is unusable.
     ///
     /// # Errors
     /// When the conversation fails, or the VMM refuses.
-    pub fn call(&mut self, command: &Command, fds: &[BorrowedFd<'_>]) -> Result<Answer, ClientError> {
+    pub fn call(
+        &mut self,
+        command: &Command,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<Answer, ClientError> {
         let json = serde_json::to_vec(command).map_err(WireError::Json)?;
+        let deadline = self.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         send(&self.stream, &json, fds)?;
         loop {
+            self.bound_read(deadline)?;
             match self.receiver.receive(&self.stream)? {
                 Received::Part => {}
                 Received::End => return Err(ClientError::Gone),
@@ -107,7 +125,7 @@ impl Client {
         }
     }
 
-    /// What the VM does now.
+    /// Asks for the state of the VMM.
     ///
     /// # Errors
     /// As [`Client::call`].
@@ -118,15 +136,19 @@ impl Client {
         }
     }
 
-    /// Gives a shell its guest.
+    /// Restores a guest in a warm VMM.
     ///
     /// # Errors
-    /// As [`Client::call`]; [`ClientError::Gone`] when it could not be done.
-    pub fn restore(&mut self, config: RestoreConfig, fds: &[BorrowedFd<'_>]) -> Result<(), ClientError> {
+    /// As [`Client::call`]; [`ClientError::Gone`] if the restore failed, because the VMM then ends.
+    pub fn restore(
+        &mut self,
+        config: RestoreConfig,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(), ClientError> {
         self.call_ok(&Command::Restore(config), fds)
     }
 
-    /// Stops the VM.
+    /// Pauses the VM.
     ///
     /// # Errors
     /// As [`Client::call`].
@@ -134,7 +156,7 @@ impl Client {
         self.call_ok(&Command::Pause, &[])
     }
 
-    /// Lets it go on.
+    /// Resumes the VM.
     ///
     /// # Errors
     /// As [`Client::call`].
@@ -142,7 +164,7 @@ impl Client {
         self.call_ok(&Command::Resume, &[])
     }
 
-    /// Saves the paused VM to `fds`, in the order that [`Command::Save`] says.
+    /// Saves the paused VM to `fds`, in the order of [`Command::Save`].
     ///
     /// # Errors
     /// As [`Client::call`].
@@ -150,18 +172,21 @@ impl Client {
         self.call_ok(&Command::Save, fds)
     }
 
-    /// Copies RAM to `memory` while the VM runs; with `own` only what is not as in its template.
+    /// Copies RAM to `memory` while the VM runs; with `own`, only pages that differ from its
+    /// template.
     ///
     /// # Errors
     /// As [`Client::call`].
     pub fn precopy(&mut self, own: bool, memory: BorrowedFd<'_>) -> Result<Precopied, ClientError> {
         match self.call(&Command::Precopy { own }, &[memory])? {
             Answer::Precopied(done) => Ok(done),
-            got => Err(ClientError::Unexpected { expected: "how RAM was copied", got: Box::new(got) }),
+            got => {
+                Err(ClientError::Unexpected { expected: "how RAM was copied", got: Box::new(got) })
+            }
         }
     }
 
-    /// Saves the running VM to `fds`, in the order that [`Command::Save`] says.
+    /// Saves the running VM to `fds`, in the order of [`Command::Save`].
     ///
     /// # Errors
     /// As [`Client::call`].
@@ -169,7 +194,8 @@ impl Client {
         self.stand_still(&Command::Freeze, fds)
     }
 
-    /// Writes the running VM to `fds` for clones that start at once, in the order that [`Command::Fork`] says.
+    /// Writes the running VM to `fds` for clones that start at once, in the order of
+    /// [`Command::Fork`].
     ///
     /// # Errors
     /// As [`Client::call`].
@@ -177,14 +203,20 @@ impl Client {
         self.stand_still(&Command::Fork, fds)
     }
 
-    fn stand_still(&mut self, how: &Command, fds: &[BorrowedFd<'_>]) -> Result<Frozen, ClientError> {
+    fn stand_still(
+        &mut self,
+        how: &Command,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<Frozen, ClientError> {
         match self.call(how, fds)? {
             Answer::Frozen(done) => Ok(done),
-            got => Err(ClientError::Unexpected { expected: "how it was frozen", got: Box::new(got) }),
+            got => {
+                Err(ClientError::Unexpected { expected: "how it was frozen", got: Box::new(got) })
+            }
         }
     }
 
-    /// Puts other layers under a disk, as [`Command::Rebase`] says.
+    /// Replaces the lower layers of a disk, as [`Command::Rebase`] describes.
     ///
     /// # Errors
     /// As [`Client::call`].
@@ -195,11 +227,39 @@ impl Client {
     /// Ends the VMM.
     ///
     /// # Errors
-    /// As [`Client::call`]; that the VMM is gone is success.
+    /// As [`Client::call`], but [`ClientError::Gone`] counts as success.
     pub fn quit(&mut self) -> Result<(), ClientError> {
         match self.call_ok(&Command::Quit, &[]) {
             Err(ClientError::Gone) => Ok(()),
             other => other,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::message::MAX_MESSAGE_BYTES;
+    use std::io::{Read, Write};
+
+    #[test]
+    fn an_answer_that_comes_byte_by_byte_is_given_up() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let server = std::thread::spawn(move || {
+            theirs.read_exact(&mut [0; 4]).unwrap();
+            let length = u32::try_from(MAX_MESSAGE_BYTES).unwrap();
+            let sent = theirs.write_all(&length.to_le_bytes());
+            (0..length).take_while(|_| sent.is_ok() && theirs.write_all(b" ").is_ok()).count()
+        });
+        // All of these system calls take more than this, and each of them less.
+        let mut client = Client::from_stream(ours, Some(Duration::from_millis(1))).unwrap();
+        let given_up = client.call(&Command::Status, &[]).unwrap_err();
+        assert!(
+            matches!(&given_up, ClientError::Wire(WireError::Io(_, e))
+                if e.kind() == io::ErrorKind::WouldBlock),
+            "{given_up:?}"
+        );
+        drop(client);
+        assert!(server.join().unwrap() < MAX_MESSAGE_BYTES);
     }
 }

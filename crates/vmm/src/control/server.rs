@@ -1,47 +1,51 @@
-//! The VMM's side: one thread, any number of connections up to a cap, one command at a time.
+//! The VMM's side of the control protocol: one thread, at most `MAX_CONNECTIONS` connections, one
+//! command at a time.
 
-use super::wire::{Received, Receiver, WireError, send};
-use super::{Answer, Command, ExitReason, MAX_MESSAGE_BYTES};
+use super::message::{Answer, Command, ExitReason, MAX_MESSAGE_BYTES};
+use super::wire::{Received, Receiver, WireError, send_within};
 use crate::config::{FdNumber, RestoreConfig};
 use crate::exit;
 use crate::fds::{self, Descriptors as _, FdError};
 use crate::memory::backing::{Backing, BackingError};
-use crate::vm::{BuildError, Files, Shell, Vm};
+use crate::vm::{BuildError, Files, Vm, WarmVmm};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with};
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
-/// Most connections at once; more are closed at once.
+/// The most connections at once; the server closes further ones at once.
 const MAX_CONNECTIONS: usize = 32;
-/// How long callers wait while descriptors are short.
+/// How long the server accepts no connection while descriptors are short.
 const STARVED: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-/// How long a client may keep the VMM waiting for room in its socket.
+/// How long a client may leave the server's answer unread.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What this process has: a shell that waits for its guest, or a VM.
+/// What this process hosts: a warm VMM that waits for its guest, or a VM.
 pub enum Hosted {
-    /// Waits for `Restore`.
-    Shell(Box<Shell>),
-    /// Runs, or stands.
+    /// A warm VMM, which accepts `Restore`.
+    WarmVmm(Box<WarmVmm>),
+    /// A VM with a guest, running or paused.
     Vm(Box<Vm>),
-    /// Neither: a restore is under way.
+    /// Neither, during a restore.
     Nothing,
 }
 
 impl Hosted {
-    /// Restores; a failure is the end of the process, which writes down why.
+    /// Restores a guest. If the restore fails, the process ends and its exit record names the
+    /// cause.
     fn restore(&mut self, config: &RestoreConfig, fds: Vec<OwnedFd>) -> Result<(), &'static str> {
         match std::mem::replace(self, Self::Nothing) {
-            Self::Shell(shell) => match restored(*shell, config, fds) {
+            Self::WarmVmm(warm) => match restored(*warm, config, fds) {
                 Ok(vm) => *self = Self::Vm(Box::new(vm)),
                 Err(error) => exit::fail(&error),
             },
             other => {
                 *self = other;
-                return Err("restore: expected a shell without a guest, got a VM");
+                return Err("restore: expected a warm VMM without a guest, got a VM");
             }
         }
         Ok(())
@@ -68,7 +72,7 @@ fn backing(fds: &mut fds::Received, config: &RestoreConfig) -> Result<Backing, R
     Ok(Backing::sharing(file, &list, others)?)
 }
 
-fn restored(shell: Shell, config: &RestoreConfig, fds: Vec<OwnedFd>) -> Result<Vm, RestoreError> {
+fn restored(warm: WarmVmm, config: &RestoreConfig, fds: Vec<OwnedFd>) -> Result<Vm, RestoreError> {
     let mut fds = fds::Received::new(fds);
     let files = Files {
         state: fds.take("the state", config.state_fd)?.into(),
@@ -80,7 +84,7 @@ fn restored(shell: Shell, config: &RestoreConfig, fds: Vec<OwnedFd>) -> Result<V
         disks: config.disks.iter().map(|disk| fds.take_disk(disk)).collect::<Result<_, _>>()?,
         pager: config.pager_fd.map(|number| fds.take("the pager", number)).transpose()?,
     };
-    Ok(shell.restore(config, files)?)
+    Ok(warm.restore(config, files)?)
 }
 
 struct Connection {
@@ -89,54 +93,65 @@ struct Connection {
     open: bool,
 }
 
-/// Serves commands until `Quit` or the guest's end: of whoever connects, and over `link` if there is one.
-///
-/// # Errors
-/// When the listener fails.
-pub fn serve(listener: &UnixListener, link: Option<UnixStream>, hosted: &mut Hosted) -> io::Result<()> {
-    listener.set_nonblocking(true)?;
-    let mut connections: Vec<Connection> = Vec::new();
-    if let Some(stream) = link {
-        stream.set_nonblocking(true)?;
-        connections.push(Connection::new(stream));
+/// The control socket and its connections.
+pub struct Server {
+    listener: UnixListener,
+    connections: Vec<Connection>,
+}
+
+impl Server {
+    /// A server of the connections of `listener`, and of `link` if there is one. Makes both
+    /// non-blocking, which the seccomp filters forbid later.
+    ///
+    /// # Errors
+    /// The error of ioctl(2).
+    pub fn new(listener: UnixListener, link: Option<UnixStream>) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        if let Some(stream) = &link {
+            stream.set_nonblocking(true)?;
+        }
+        Ok(Self { listener, connections: link.into_iter().map(Connection::new).collect() })
     }
-    let mut starved = false;
-    loop {
-        // While descriptors are short, callers wait: a listener that cannot be served would be ready for ever.
-        let events = if starved { PollFlags::empty() } else { PollFlags::IN };
-        let mut polled = vec![PollFd::new(listener, events)];
-        polled.extend(connections.iter().map(|c| PollFd::new(&c.stream, PollFlags::IN)));
-        match poll(&mut polled, starved.then_some(&STARVED)) {
-            Ok(_) => {}
-            Err(rustix::io::Errno::INTR) => continue,
-            Err(error) => return Err(error.into()),
-        }
-        let ready: Vec<bool> = polled.iter().map(|p| !p.revents().is_empty()).collect();
-        for (connection, _) in connections.iter_mut().zip(&ready[1..]).filter(|(_, ready)| **ready) {
-            connection.turn(hosted);
-        }
-        connections.retain(|c| c.open);
-        if ready[0] || starved {
-            starved = !accept(listener, &mut connections);
+
+    /// Serves commands until `Quit` or the end of the guest.
+    ///
+    /// # Errors
+    /// When the listener fails.
+    pub fn run(self, hosted: &mut Hosted) -> io::Result<()> {
+        let Self { listener, mut connections } = self;
+        let mut starved = false;
+        loop {
+            // While descriptors are short, new connections wait: poll(2) would report the listener
+            // as ready without a pause.
+            let events = if starved { PollFlags::empty() } else { PollFlags::IN };
+            let mut polled = vec![PollFd::new(&listener, events)];
+            polled.extend(connections.iter().map(|c| PollFd::new(&c.stream, PollFlags::IN)));
+            match poll(&mut polled, starved.then_some(&STARVED)) {
+                Ok(_) => {}
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(error) => return Err(error.into()),
+            }
+            let ready: Vec<bool> = polled.iter().map(|p| !p.revents().is_empty()).collect();
+            let turns = connections.iter_mut().zip(&ready[1..]).filter(|(_, ready)| **ready);
+            turns.for_each(|(connection, _)| connection.turn(hosted));
+            connections.retain(|c| c.open);
+            if ready[0] || starved {
+                starved = !accept(&listener, &mut connections);
+            }
         }
     }
 }
 
-/// Takes every caller; says whether there were descriptors for all.
+/// Accepts every waiting connection; false if descriptors were short.
 fn accept(listener: &UnixListener, connections: &mut Vec<Connection>) -> bool {
     loop {
-        match listener.accept() {
-            Ok((stream, _)) => {
-                let fits = connections.len() < MAX_CONNECTIONS;
-                if fits && stream.set_nonblocking(true).is_ok() {
-                    connections.push(Connection::new(stream));
-                }
+        match accept_with(listener, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC) {
+            Ok(stream) if connections.len() < MAX_CONNECTIONS => {
+                connections.push(Connection::new(stream.into()));
             }
-            Err(error) => match error.raw_os_error() {
-                Some(libc::EINTR | libc::ECONNABORTED) => {}
-                Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS) => return false,
-                _ => return true,
-            },
+            Ok(_) | Err(Errno::INTR | Errno::CONNABORTED) => {}
+            Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS) => return false,
+            Err(_) => return true,
         }
     }
 }
@@ -146,7 +161,7 @@ impl Connection {
         Self { stream, receiver: Receiver::default(), open: true }
     }
 
-    /// Reads what is there and answers at most one message.
+    /// Reads once and answers at most one message.
     fn turn(&mut self, hosted: &mut Hosted) {
         match self.receiver.receive(&self.stream) {
             Ok(Received::Part) => {}
@@ -160,7 +175,7 @@ impl Connection {
             }
             Err(WireError::Io(_, error)) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => {
-                let _ = self.reply(&Answer::Err { message: exit::chain(&error) });
+                let _ = self.reply(&Answer::Err { message: dayfly_units::error::chain(&error) });
                 self.open = false;
             }
         }
@@ -168,18 +183,14 @@ impl Connection {
 
     fn reply(&self, answer: &Answer) -> Result<(), WireError> {
         let json = serde_json::to_vec(answer).map_err(WireError::Json)?;
-        let io = |error| WireError::Io("answering", error);
-        self.stream.set_nonblocking(false).map_err(io)?;
-        self.stream.set_write_timeout(Some(SEND_TIMEOUT)).map_err(io)?;
-        send(&self.stream, &json, &[])?;
-        self.stream.set_nonblocking(true).map_err(io)
+        send_within(&self.stream, &json, SEND_TIMEOUT)
     }
 }
 
 fn answer(hosted: &mut Hosted, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool) {
     let refused = |error: &dyn std::error::Error| {
-        let mut message = exit::chain(error);
-        // An answer has to fit a message, escapes included.
+        let mut message = dayfly_units::error::chain(error);
+        // The answer has to fit a message, with its JSON escapes.
         message.truncate(message.floor_char_boundary(MAX_MESSAGE_BYTES / 8));
         Answer::Err { message }
     };
@@ -197,8 +208,8 @@ fn answer(hosted: &mut Hosted, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool)
                 Err(message) => refuse(message),
             };
         }
-        (Command::Status, Hosted::Shell(shell)) => return (Answer::Status(shell.status()), false),
-        (_, Hosted::Shell(_) | Hosted::Nothing) => return refuse(no_guest),
+        (Command::Status, Hosted::WarmVmm(warm)) => return (Answer::Status(warm.status()), false),
+        (_, Hosted::WarmVmm(_) | Hosted::Nothing) => return refuse(no_guest),
         (Command::Status, Hosted::Vm(vm)) => return (Answer::Status(vm.status()), false),
         (Command::Pause, Hosted::Vm(vm)) => vm.pause(),
         (Command::Resume, Hosted::Vm(vm)) => vm.resume(),

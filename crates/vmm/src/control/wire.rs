@@ -1,23 +1,20 @@
-//! One message over a unix stream socket: length, JSON, and descriptors with the first byte; more than one system call takes go
-//! with the bytes after it.
+//! One message over a unix stream socket: length, JSON and descriptors. The first byte carries the
+//! descriptors; if they are too many for one system call, the bytes after it carry the rest.
 
-use super::MAX_MESSAGE_BYTES;
+use super::message::MAX_MESSAGE_BYTES;
 use crate::config::{MAX_DISKS, MAX_LAYERS};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
-};
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use crate::memory::backing::MAX_FILES;
+use dayfly_sys::fdwire;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
-/// Most descriptors with one message: state, memory, working set and pager, and for each disk base, layers with their maps, and writable
-/// layer.
-pub const MAX_FDS: usize = 4 + MAX_DISKS * (2 + 2 * MAX_LAYERS);
-/// Most that one sendmsg(2) takes are 253 (SCM_MAX_FD).
-const FDS_AT_ONCE: usize = 250;
-const SPACE: usize = rustix::cmsg_space!(ScmRights(FDS_AT_ONCE));
+/// The most descriptors of one message. A restore has state, memory, working set and pager, the
+/// list of shared pages with its files, and for each disk the base, the layers with their maps, and
+/// the writable layer.
+pub const MAX_FDS: usize = 4 + 1 + MAX_FILES + MAX_DISKS * (2 + 2 * MAX_LAYERS);
 
 /// Why a message could not be sent or received.
 #[derive(Debug, thiserror::Error)]
@@ -25,107 +22,126 @@ pub enum WireError {
     /// The socket failed, or a timeout passed (`WouldBlock`).
     #[error("control socket: {0}")]
     Io(&'static str, #[source] io::Error),
-    /// The other side closed the connection in the middle of a message.
+    /// The peer closed the connection in the middle of a message.
     #[error("control socket: closed after {got} of {expected} bytes of a message")]
     Closed {
-        /// Bytes that came.
+        /// Bytes received.
         got: usize,
-        /// Bytes the message has.
+        /// Bytes of the message, as far as its length is known.
         expected: usize,
     },
-    /// A message beyond the limit.
+    /// The message exceeds [`MAX_MESSAGE_BYTES`].
     #[error("control socket: a message of {got} bytes, at most {MAX_MESSAGE_BYTES}")]
     TooLong {
-        /// Its stated length.
+        /// The stated length in bytes.
         got: usize,
     },
-    /// More descriptors than any message has.
-    #[error("control socket: more than {MAX_FDS} descriptors with one message")]
+    /// More than [`MAX_FDS`] descriptors, or some with a message that may have none.
+    #[error("control socket: more descriptors than a message may have, at most {MAX_FDS}")]
     TooManyFds,
-    /// Not JSON of the expected type.
+    /// The message is not JSON of the expected type.
     #[error("control socket: message")]
     Json(#[source] serde_json::Error),
 }
 
-/// Sends one message with `fds`.
+/// Sends one message with `fds`. JSON of at least two bytes is expected.
 ///
 /// # Errors
-/// When the socket fails or the message is too long.
+/// When the socket fails, or the message or its descriptors exceed a limit.
 pub fn send(stream: &UnixStream, json: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), WireError> {
+    let bytes = frame(json)?;
+    if fds.len() > MAX_FDS {
+        return Err(WireError::TooManyFds);
+    }
+    let mut sent = 0;
+    // Each chunk but the last takes one byte. The length has four bytes, and JSON at least two.
+    let mut chunks = fds.chunks(fdwire::MAX_FDS);
+    while sent < bytes.len() {
+        let end = if chunks.len() > 1 { sent + 1 } else { bytes.len() };
+        sent += fdwire::send(stream, &bytes[sent..end], chunks.next().unwrap_or_default())
+            .map_err(|error| WireError::Io("sending", error))?;
+    }
+    Ok(())
+}
+
+/// Sends one message without descriptors on a non-blocking socket, in at most `within`.
+///
+/// # Errors
+/// When the socket fails, the message exceeds its limit, or the time passes.
+pub fn send_within(stream: &UnixStream, json: &[u8], within: Duration) -> Result<(), WireError> {
+    let fails = |error| WireError::Io("sending", error);
+    let (bytes, deadline) = (frame(json)?, Instant::now() + within);
+    let mut sent = 0;
+    while sent < bytes.len() {
+        match fdwire::send(stream, &bytes[sent..], &[]) {
+            Ok(some) => sent += some,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                let left = deadline.saturating_duration_since(Instant::now());
+                let left = Timespec::try_from(left).map_err(|e| fails(io::Error::other(e)))?;
+                match poll(&mut [PollFd::new(stream, PollFlags::OUT)], Some(&left)) {
+                    Ok(0) => return Err(fails(io::ErrorKind::WouldBlock.into())),
+                    Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                    Err(error) => return Err(fails(error.into())),
+                }
+            }
+            Err(error) => return Err(fails(error)),
+        }
+    }
+    Ok(())
+}
+
+/// A message's length and JSON.
+fn frame(json: &[u8]) -> Result<Vec<u8>, WireError> {
     if json.len() > MAX_MESSAGE_BYTES {
         return Err(WireError::TooLong { got: json.len() });
     }
     let length = u32::try_from(json.len()).map_err(|_| WireError::TooLong { got: json.len() })?;
     let mut bytes = length.to_le_bytes().to_vec();
     bytes.extend_from_slice(json);
-    if fds.len() > MAX_FDS {
-        return Err(WireError::TooManyFds);
-    }
-    let mut space = [MaybeUninit::uninit(); SPACE];
-    let mut sent = 0;
-    // The header has a byte for each but the last, and there are at least two bytes of JSON.
-    let mut chunks = fds.chunks(FDS_AT_ONCE).peekable();
-    while sent < bytes.len() {
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if let Some(chunk) = chunks.peek()
-            && !control.push(SendAncillaryMessage::ScmRights(chunk))
-        {
-            return Err(WireError::TooManyFds);
-        }
-        let end = if chunks.len() > 1 { sent + 1 } else { bytes.len() };
-        match sendmsg(stream, &[IoSlice::new(&bytes[sent..end])], &mut control, SendFlags::NOSIGNAL) {
-            Ok(n) => {
-                sent += n;
-                chunks.next();
-            }
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(WireError::Io("sending", error.into())),
-        }
-    }
-    Ok(())
+    Ok(bytes)
 }
 
-/// Collects messages from a socket, however they are cut.
+/// Assembles messages from a socket, regardless of how the bytes arrive.
 #[derive(Debug, Default)]
 pub struct Receiver {
     bytes: Vec<u8>,
     fds: Vec<OwnedFd>,
+    refuses_fds: bool,
 }
 
-/// What one read brought.
+/// The result of one read.
 #[derive(Debug)]
 pub enum Received {
     /// A message and its descriptors.
     Message(Vec<u8>, Vec<OwnedFd>),
-    /// Part of a message; read again.
+    /// Part of a message: read again.
     Part,
-    /// The other side closed between two messages.
+    /// The peer closed the connection between two messages.
     End,
 }
 
 impl Receiver {
-    /// Reads once from the socket. Blocks as the socket does.
+    /// A receiver of messages without descriptors, such as a VMM's answers.
+    #[must_use]
+    pub fn without_descriptors() -> Self {
+        Self { refuses_fds: true, ..Self::default() }
+    }
+
+    /// Reads once from the socket. Blocks if the socket is blocking.
     ///
     /// # Errors
-    /// When the socket fails or the message exceeds a limit; the connection is then of no more use.
+    /// When the socket fails or the message exceeds a limit; the connection is then unusable.
     pub fn receive(&mut self, stream: &UnixStream) -> Result<Received, WireError> {
         let wanted = self.wanted()?;
         let mut chunk = vec![0; wanted - self.bytes.len()];
-        let mut space = [MaybeUninit::uninit(); SPACE];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let result =
-            recvmsg(stream, &mut [IoSliceMut::new(&mut chunk)], &mut control, RecvFlags::CMSG_CLOEXEC);
-        let received = match result {
+        let received = match fdwire::receive(stream, &mut chunk, &mut self.fds) {
             Ok(received) => received,
-            Err(rustix::io::Errno::INTR) => return Ok(Received::Part),
-            Err(error) => return Err(WireError::Io("receiving", error.into())),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(Received::Part),
+            Err(error) => return Err(WireError::Io("receiving", error)),
         };
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(fds) = message {
-                self.fds.extend(fds);
-            }
-        }
-        if received.flags.contains(ReturnFlags::CTRUNC) || self.fds.len() > MAX_FDS {
+        let most = if self.refuses_fds { 0 } else { MAX_FDS };
+        if received.fds_truncated || self.fds.len() > most {
+            self.fds.clear();
             return Err(WireError::TooManyFds);
         }
         if received.bytes == 0 {
@@ -136,7 +152,7 @@ impl Receiver {
             };
         }
         self.bytes.extend_from_slice(&chunk[..received.bytes]);
-        // One read never crosses into the next message: `wanted` is at most the end of this one.
+        // One read never crosses into the next message, because `wanted` ends with this message.
         if self.bytes.len() >= 4 && self.bytes.len() == self.wanted()? {
             let json = self.bytes.split_off(4);
             self.bytes.clear();
@@ -145,22 +161,29 @@ impl Receiver {
         Ok(Received::Part)
     }
 
-    /// Bytes of the message as far as is known.
+    /// The length of the message in bytes, header included, as far as it is known.
     fn wanted(&self) -> Result<usize, WireError> {
         let Some(length) = self.bytes.first_chunk::<4>() else { return Ok(4) };
         let length = usize::try_from(u32::from_le_bytes(*length)).unwrap_or(usize::MAX);
-        if length > MAX_MESSAGE_BYTES { Err(WireError::TooLong { got: length }) } else { Ok(4 + length) }
+        if length > MAX_MESSAGE_BYTES {
+            Err(WireError::TooLong { got: length })
+        } else {
+            Ok(4 + length)
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::{DiskConfig, LayerConfig, RestoreConfig, SharedConfig};
+    use crate::control::message::Command;
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     use std::os::fd::AsFd;
 
     #[test]
     fn a_message_takes_its_descriptors_along_however_many() {
-        for count in [0, 1, FDS_AT_ONCE, FDS_AT_ONCE + 1, 700] {
+        for count in [0, 1, fdwire::MAX_FDS, fdwire::MAX_FDS + 1, 700] {
             let (here, there) = UnixStream::pair().unwrap();
             let file = tempfile::tempfile().unwrap();
             let fds = vec![file.as_fd(); count];
@@ -179,8 +202,52 @@ mod tests {
                 assert_eq!((json.as_slice(), fds.len()), (text, count));
             }
         }
-        let (here, _there) = UnixStream::pair().unwrap();
+    }
+
+    #[test]
+    fn the_largest_restore_fits_into_a_message_and_one_more_descriptor_does_not() {
+        // Both ends are in this process, whose limit may be 1024.
+        let limit = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
+        let mut count = 0;
+        let mut fd = || {
+            count += 1;
+            count - 1
+        };
+        let mut disk = || DiskConfig {
+            size_bytes: 1 << 40,
+            base_fd: fd(),
+            layers: (0..MAX_LAYERS).map(|_| LayerConfig { data_fd: fd(), map_fd: fd() }).collect(),
+            writable_fd: Some(fd()),
+        };
+        let disks = (0..MAX_DISKS).map(|_| disk()).collect();
+        let config = RestoreConfig {
+            state_fd: fd(),
+            memory_fd: fd(),
+            shared: Some(SharedConfig {
+                list_fd: fd(),
+                file_fds: (0..MAX_FILES).map(|_| fd()).collect(),
+            }),
+            disks,
+            generation: [255; 16],
+            working_set_fd: Some(fd()),
+            pager_fd: Some(fd()),
+            paused: false,
+        };
+        let json = serde_json::to_vec(&Command::Restore(config)).unwrap();
+        let (here, there) = UnixStream::pair().unwrap();
         let file = tempfile::tempfile().unwrap();
+        let fds = vec![file.as_fd(); usize::try_from(count).unwrap()];
+        send(&here, &json, &fds).unwrap();
+        let mut receiver = Receiver::default();
+        let (got, got_fds) = loop {
+            match receiver.receive(&there).unwrap() {
+                Received::Message(json, fds) => break (json, fds),
+                Received::Part => {}
+                Received::End => panic!("the end"),
+            }
+        };
+        assert_eq!((got.len(), got_fds.len()), (json.len(), 1061));
         let many = vec![file.as_fd(); MAX_FDS + 1];
         assert!(matches!(send(&here, b"{}", &many), Err(WireError::TooManyFds)));
     }

@@ -1,25 +1,27 @@
-//! Which file of a disk's chain holds a block's bytes.
+//! Which file of a disk's chain holds the bytes of a block.
 
-use super::Disk;
+use super::cow::Disk;
 use super::page_map::{Run, Stretch};
 use dayfly_units::PAGE_SIZE;
 use rustix::fs::{SeekFrom, seek};
 use std::ops::Range;
 
-/// Blocks of one file that are alike.
+/// Consecutive blocks of one file that are all data or all a hole.
 #[derive(Debug, Clone)]
 struct Extent {
     blocks: Range<u64>,
-    /// Whether they are not a hole.
+    /// Whether the blocks are data.
     data: bool,
 }
 
 impl Disk {
-    /// Adds to `runs` what of `stretches`, all of this disk, lies in a file: not in a hole, and not at or past the end of a base that
-    /// is shorter than the disk, even if only a part of the block is. A run's layer is 0 for the base, else which layer, the writable
-    /// one being the last: the number that it keeps when it is frozen.
+    /// Adds to `runs` the blocks of `stretches` (those of this disk) that are in a file. Blocks in
+    /// a hole are left out. So are blocks at or past the end of a short base, even if a part of the
+    /// block is in it. A run's layer is 0 for the base, else the layer's number. The writable layer
+    /// is the last; it keeps its number when it is frozen.
     ///
-    /// Moves the offsets of the files. Each file is walked once if the blocks ascend.
+    /// Moves the file offsets of the layers' descriptors. Each file is searched once if the blocks
+    /// ascend.
     pub fn held(&self, stretches: &[Stretch], runs: &mut Vec<Run>) {
         let nothing = Extent { blocks: 0..0, data: false };
         let mut extents = vec![nothing; self.frozen_layers() + 2];
@@ -42,7 +44,7 @@ impl Disk {
         }
     }
 
-    /// The extent of a layer's file that begins with `block` or around it.
+    /// The extent of a layer's file that begins with `block` or contains it.
     fn extent(&self, layer: u8, block: u64) -> Extent {
         let hole_to = |end: u64| Extent { blocks: block..end, data: false };
         let Ok((file, bytes)) = self.file(layer) else { return hole_to(u64::MAX) };
@@ -53,13 +55,14 @@ impl Disk {
         let data = match seek(file, SeekFrom::Data(block * PAGE_SIZE)) {
             Ok(start) => start / PAGE_SIZE,
             Err(rustix::io::Errno::NXIO) => blocks,
-            // A file system that knows no holes.
+            // A file system without SEEK_DATA.
             Err(_) => block,
         };
         if data > block {
             return hole_to(data);
         }
-        let end = seek(file, SeekFrom::Hole(block * PAGE_SIZE)).map_or(blocks, |at| at.div_ceil(PAGE_SIZE));
+        let end = seek(file, SeekFrom::Hole(block * PAGE_SIZE))
+            .map_or(blocks, |at| at.div_ceil(PAGE_SIZE));
         Extent { blocks: block..end.clamp(block + 1, blocks), data: true }
     }
 }

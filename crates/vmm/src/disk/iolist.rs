@@ -1,4 +1,4 @@
-//! Pieces of memory, in the guest or ours, as one run of bytes for vectored system calls.
+//! A list of pieces of memory, of the guest or of this process, for vectored system calls.
 
 use crate::memory::writes::Writes;
 use std::io;
@@ -6,34 +6,35 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
 
-/// Most pieces one `preadv`/`pwritev`/`sendmsg`/`readv` takes (IOV_MAX).
+/// The most pieces of one `preadv`, `pwritev`, `sendmsg` or `readv` (IOV_MAX).
 const MAX_IOVECS: usize = 1024;
 
-/// A list of pieces of memory that others may change at any time (the guest does), seen as one run of bytes.
+/// A list of pieces of memory, seen as one run of bytes. Others may change the bytes at any time,
+/// as the guest does.
 ///
-/// It only ever hands pointers to the kernel or copies; it never makes a Rust reference to the bytes.
+/// The list gives the kernel pointers, or copies. It never makes a Rust reference to the bytes.
 #[derive(Debug, Clone, Default)]
 pub struct IoList<'a> {
     pieces: Vec<VolatileSlice<'a>>,
     len: usize,
-    /// Where it is noted what is written to the pieces.
+    /// Notes which pages of the pieces are written to.
     writes: Option<&'a Writes>,
 }
 
 impl<'a> IoList<'a> {
-    /// No bytes.
+    /// An empty list.
     #[must_use]
     pub const fn new() -> Self {
         Self { pieces: Vec::new(), len: 0, writes: None }
     }
 
-    /// No bytes; what is written to those to come is noted in `writes`.
+    /// An empty list; writes to its later pieces are noted in `writes`.
     #[must_use]
     pub const fn noted(writes: &'a Writes) -> Self {
         Self { pieces: Vec::new(), len: 0, writes: Some(writes) }
     }
 
-    /// Some of its first `bytes` were written to, or may have been.
+    /// Notes that the first `bytes` bytes were written to, at least in part.
     fn written(&self, bytes: usize) {
         let Some(writes) = self.writes else { return };
         let mut left = bytes;
@@ -45,7 +46,7 @@ impl<'a> IoList<'a> {
         writes.note(ranges);
     }
 
-    /// The bytes of a buffer of ours.
+    /// A list of one buffer of this process.
     #[must_use]
     pub fn of(bytes: &'a mut [u8]) -> Self {
         let mut list = Self::new();
@@ -53,7 +54,8 @@ impl<'a> IoList<'a> {
         list
     }
 
-    /// Appends a piece. Empty ones are dropped. Lengths saturate; no list of a real memory comes near.
+    /// Appends a piece; an empty piece is dropped. The length saturates, which no list of real
+    /// memory reaches.
     pub fn push(&mut self, piece: VolatileSlice<'a>) {
         if !piece.is_empty() {
             self.len = self.len.saturating_add(piece.len());
@@ -61,7 +63,7 @@ impl<'a> IoList<'a> {
         }
     }
 
-    /// Appends all pieces of another list.
+    /// Appends all pieces of `other`.
     pub fn append(&mut self, other: &Self) {
         self.writes = self.writes.or(other.writes);
         for piece in &other.pieces {
@@ -69,25 +71,25 @@ impl<'a> IoList<'a> {
         }
     }
 
-    /// The pieces, none of them empty.
+    /// The pieces; none is empty.
     #[must_use]
     pub fn pieces(&self) -> &[VolatileSlice<'a>] {
         &self.pieces
     }
 
-    /// Bytes in all.
+    /// The length in bytes.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there is no byte.
+    /// Whether the list has no byte.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// At most `len` bytes from `start` on; what lies past the end is left out.
+    /// At most `len` bytes from byte `start` on; bytes past the end are left out.
     #[must_use]
     pub fn window(&self, start: usize, len: usize) -> Self {
         let mut out = Self { writes: self.writes, ..Self::new() };
@@ -109,7 +111,7 @@ impl<'a> IoList<'a> {
         out
     }
 
-    /// Copies the first bytes out; returns how many, the smaller of the two lengths.
+    /// Copies the first bytes to `out`; returns their number, the smaller of the two lengths.
     pub fn copy_to(&self, out: &mut [u8]) -> usize {
         let mut done = 0;
         for piece in &self.pieces {
@@ -121,7 +123,7 @@ impl<'a> IoList<'a> {
         done
     }
 
-    /// Copies `bytes` to the front; returns how many fitted.
+    /// Copies `bytes` to the front of the list; returns how many fitted.
     pub fn copy_from(&self, bytes: &[u8]) -> usize {
         let mut done = 0;
         for piece in &self.pieces {
@@ -136,7 +138,7 @@ impl<'a> IoList<'a> {
         done
     }
 
-    /// Makes every byte zero.
+    /// Sets every byte to zero.
     pub fn zero(&self) {
         const ZEROS: [u8; 4096] = [0; 4096];
         for piece in &self.pieces {
@@ -160,76 +162,85 @@ impl<'a> IoList<'a> {
             .collect()
     }
 
-    /// Reads from a file's offset until the list is full or the file ends; returns the bytes read.
+    /// Reads from a file's `offset` until the list is full or the file ends; returns the bytes
+    /// read.
     ///
     /// # Errors
-    /// What `preadv(2)` says; `EINTR` is tried again.
+    /// The error of `preadv(2)`; `EINTR` is retried.
     pub fn read_at(&self, fd: BorrowedFd<'_>, offset: u64) -> io::Result<usize> {
         let read = self.repeat(offset, |iovecs, offset| {
-            // SAFETY: each iovec is a piece of memory that a live VolatileSlice of `self` bounds; the kernel writes
-            // only into them, and nobody holds a Rust reference to these bytes. The count is at most MAX_IOVECS.
+            // SAFETY: each iovec is a piece of memory that a live VolatileSlice of `self` bounds.
+            // The kernel writes only into them, and no Rust reference to these bytes exists. The
+            // count is at most MAX_IOVECS.
             unsafe { libc::preadv(fd.as_raw_fd(), iovecs.as_ptr(), count(iovecs), offset) }
         });
         self.written(self.len);
         read
     }
 
-    /// Writes all bytes at a file's offset.
+    /// Writes all bytes at a file's `offset`.
     ///
     /// # Errors
-    /// What `pwritev(2)` says; `EINTR` is tried again, a write of nothing is `WriteZero`.
+    /// The error of `pwritev(2)`; `EINTR` is retried. `WriteZero` if the file takes no more bytes.
     pub fn write_at(&self, fd: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
         let done = self.repeat(offset, |iovecs, offset| {
-            // SAFETY: each iovec is a piece of memory that a live VolatileSlice of `self` bounds; the kernel only
-            // reads them. The count is at most MAX_IOVECS.
+            // SAFETY: each iovec is a piece of memory that a live VolatileSlice of `self` bounds;
+            // the kernel only reads them. The count is at most MAX_IOVECS.
             unsafe { libc::pwritev(fd.as_raw_fd(), iovecs.as_ptr(), count(iovecs), offset) }
         })?;
         if done == self.len { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 
-    /// One `sendmsg(2)` without blocking and without SIGPIPE; returns the bytes taken.
+    /// One `sendmsg(2)`, non-blocking and without SIGPIPE; returns the bytes taken.
     ///
     /// # Errors
-    /// What `sendmsg(2)` says, `WouldBlock` where the socket is full.
+    /// The error of `sendmsg(2)`; `WouldBlock` if the socket is full.
     pub fn send(&self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let mut iovecs = self.iovecs();
         let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
         let message = message(&mut iovecs);
-        // SAFETY: `message` points to `iovecs`, alive here, whose pieces live VolatileSlices of `self` bound; the
-        // kernel only reads them.
+        // SAFETY: `message` points to `iovecs`, alive here, whose pieces live VolatileSlices of
+        // `self` bound; the kernel only reads them.
         retry(|| unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, flags) })
     }
 
-    /// One `recvmsg(2)` without blocking; returns the bytes got, 0 at the end of the stream.
+    /// One `recvmsg(2)`, non-blocking; returns the bytes received, 0 at the end of the stream.
     ///
     /// # Errors
-    /// What `recvmsg(2)` says, `WouldBlock` where nothing is there.
+    /// The error of `recvmsg(2)`; `WouldBlock` if nothing is there.
     pub fn receive(&self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let mut iovecs = self.iovecs();
         let mut message = message(&mut iovecs);
-        // SAFETY: `message` points to `iovecs`, alive here, whose pieces live VolatileSlices of `self` bound; the
-        // kernel writes only into them and into `message`; nobody holds a Rust reference to these bytes. No control
-        // buffer is given, so the kernel closes descriptors that a peer sends along.
-        let received =
-            retry(|| unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) });
+        // SAFETY: `message` points to `iovecs`, alive here, whose pieces live VolatileSlices of
+        // `self` bound. The kernel writes only into them and into `message`; no Rust reference to
+        // these bytes exists. No control buffer is given, so the kernel closes descriptors that a
+        // peer sends.
+        let received = retry(|| unsafe {
+            libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT)
+        });
         self.written(received.as_ref().map_or(0, |bytes| *bytes));
         received
     }
 
-    /// One `writev(2)` of all bytes, which are a packet: in at most [`MAX_IOVECS`] pieces.
+    /// One `writev(2)` of all bytes, which are one packet in at most `MAX_IOVECS` pieces.
     ///
     /// # Errors
-    /// What `writev(2)` says; `WriteZero` where not all was taken.
+    /// The error of `writev(2)`; `WriteZero` if not all bytes were taken.
     pub fn write(&self, to: BorrowedFd<'_>) -> io::Result<()> {
         let iovecs = self.iovecs();
-        // SAFETY: each iovec is a piece of memory that a live VolatileSlice of `self` bounds; the kernel only reads
-        // them. The count is at most MAX_IOVECS.
-        let written = retry(|| unsafe { libc::writev(to.as_raw_fd(), iovecs.as_ptr(), count(&iovecs)) })?;
+        // SAFETY: each iovec is a piece of memory that a live VolatileSlice of `self` bounds; the
+        // kernel only reads them. The count is at most MAX_IOVECS.
+        let written =
+            retry(|| unsafe { libc::writev(to.as_raw_fd(), iovecs.as_ptr(), count(&iovecs)) })?;
         if written == self.len { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 
-    /// Calls `transfer` with what is left until all is done or it does nothing.
-    fn repeat(&self, offset: u64, transfer: impl Fn(&[libc::iovec], i64) -> isize) -> io::Result<usize> {
+    /// Calls `transfer` with the remaining bytes until all are done or it transfers none.
+    fn repeat(
+        &self,
+        offset: u64,
+        transfer: impl Fn(&[libc::iovec], i64) -> isize,
+    ) -> io::Result<usize> {
         let mut done = 0;
         while done < self.len {
             let rest = self.window(done, self.len - done).iovecs();
@@ -245,7 +256,7 @@ impl<'a> IoList<'a> {
 }
 
 fn pointer<B: BitmapSlice>(piece: &VolatileSlice<'_, B>) -> *mut libc::c_void {
-    // The guard of vm-memory's mmap back end holds nothing; the mapping lives as long as the slice's lifetime.
+    // The guard of vm-memory's mmap backend holds nothing. The mapping lives as long as the slice.
     piece.ptr_guard_mut().as_ptr().cast()
 }
 
@@ -254,14 +265,15 @@ fn count(iovecs: &[libc::iovec]) -> libc::c_int {
 }
 
 fn message(iovecs: &mut [libc::iovec]) -> libc::msghdr {
-    // SAFETY: msghdr is a plain C structure of numbers and pointers for which all zeroes is a valid value.
+    // SAFETY: msghdr is a plain C structure of numbers and pointers for which all zeroes is a valid
+    // value.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = iovecs.as_mut_ptr();
     message.msg_iovlen = iovecs.len();
     message
 }
 
-/// Runs a system call until it is not interrupted.
+/// Repeats a system call while it fails with `EINTR`.
 fn retry(mut call: impl FnMut() -> isize) -> io::Result<usize> {
     loop {
         if let Ok(n) = usize::try_from(call()) {

@@ -1,4 +1,4 @@
-//! The map of a frozen layer: which blocks it has.
+//! The map of a frozen layer: the blocks that the layer has.
 //!
 //! Sealed ([`dayfly_units::sealed`]) with the magic [`MAGIC`]. The payload, little-endian:
 //!
@@ -6,37 +6,45 @@
 //! |---|---|---|---|
 //! | 0 | 4 | block size in bytes | equals [`DISK_BLOCK_BYTES`] |
 //! | 4 | 8 | blocks of the disk | at most [`MAX_BLOCKS`] |
-//! | 12 | | version 1, a bitmap: ⌈blocks / 8⌉ bytes, block b is bit b % 8 of byte b / 8 | the length fits exactly; bits past the last block are zero |
-//! | 12 | | version 2, runs of 8 bytes: first block (4), how many (4) | whole runs, each not empty, behind the one before and not touching it, within the disk |
+//! | 12 | | version 1: a bitmap; version 2: runs | see below |
 //!
-//! The shorter of the two is written, the bitmap where they are equal: a map of few blocks of a large disk is read in a tenth of
-//! the time, and there is one for each layer of a chain.
+//! - Version 1, a bitmap: ⌈blocks / 8⌉ bytes, block b is bit b % 8 of byte b / 8. Checked: the
+//!   length fits exactly; bits past the last block are zero.
+//! - Version 2, runs of 8 bytes: first block (4), number of blocks (4). Checked: whole runs, each
+//!   not empty, behind the previous run and not touching it, within the disk.
 //!
-//! The layer's data is another file, sparse, as long as the disk: block b at byte b × block size. A block in the map
-//! whose place is a hole is a block of zeroes. To change the layout: a new version, all read.
+//! The writer picks the shorter version, and the bitmap if both have the same length. A reader
+//! needs a tenth of the time for runs, if a large disk has few blocks in the layer. Each layer of a
+//! chain has a map.
+//!
+//! The layer's data is another file, sparse and as long as the disk: block b at byte b × block
+//! size. A block in the map whose place is a hole is a block of zeroes. A change of the layout
+//! needs a new version; all versions stay readable.
 
+use super::iolist::IoList;
+use super::spec::MAX_DISK_BYTES;
 use crate::config::DISK_BLOCK_BYTES;
 use dayfly_units::sealed::{self, HEADER_BYTES, Magic, SealError};
 use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 
-/// What a map begins with.
+/// The first 8 bytes of a map file.
 pub const MAGIC: Magic = *b"DFlayer\n";
-/// The version that is a bitmap.
+/// The version whose payload is a bitmap.
 pub const BITMAP: u32 = 1;
-/// The version that is runs.
+/// The version whose payload is runs.
 pub const RUNS: u32 = 2;
 /// Bytes of a run.
 const RUN_BYTES: usize = 8;
 /// The most blocks a disk may have: 1 TiB in blocks of 4 KiB.
-pub const MAX_BLOCKS: u64 = super::MAX_DISK_BYTES / DISK_BLOCK_BYTES;
+pub const MAX_BLOCKS: u64 = MAX_DISK_BYTES / DISK_BLOCK_BYTES;
 /// Bytes before the bitmap.
 const FIXED_BYTES: usize = 12;
-/// The longest payload.
+/// The longest payload, in bytes.
 const MAX_PAYLOAD_BYTES: u64 = FIXED_BYTES as u64 + MAX_BLOCKS / 8;
 
-/// Which blocks a layer has.
+/// The set of blocks that a layer has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerMap {
     blocks: u64,
@@ -49,7 +57,7 @@ pub enum LayerMapError {
     /// The file could not be read.
     #[error("layer map: reading")]
     Read(#[source] io::Error),
-    /// The file is larger than any map.
+    /// The file is longer than any map.
     #[error("layer map: expected at most {max} bytes, got {got}")]
     TooLarge {
         /// Limit in bytes.
@@ -57,45 +65,52 @@ pub enum LayerMapError {
         /// Size of the file in bytes.
         got: u64,
     },
-    /// Damaged, of another kind or of another version.
+    /// The file is damaged, of another kind or of another version.
     #[error("layer map: {0}")]
     Seal(#[from] SealError),
     /// The payload is shorter than its fixed fields.
     #[error("layer map: expected a payload of at least {FIXED_BYTES} bytes, got {0}")]
     Short(usize),
-    /// Another block size.
+    /// The block size is not [`DISK_BLOCK_BYTES`].
     #[error("layer map: block size at payload byte 0: expected {DISK_BLOCK_BYTES}, got {0}")]
     BlockBytes(u32),
-    /// More blocks than allowed.
+    /// More than [`MAX_BLOCKS`] blocks.
     #[error("layer map: blocks at payload byte 4: expected at most {MAX_BLOCKS}, got {0}")]
     Blocks(u64),
-    /// The bitmap does not fit the number of blocks.
-    #[error("layer map: bitmap at payload byte 12: expected {expected} bytes for {blocks} blocks, got {got}")]
+    /// The bitmap's length does not fit the number of blocks.
+    #[error(
+        "layer map: bitmap at payload byte 12: expected {expected} bytes \
+         for {blocks} blocks, got {got}"
+    )]
     Bitmap {
         /// Blocks of the disk.
         blocks: u64,
-        /// Bytes these need.
+        /// Bytes that the blocks need.
         expected: u64,
-        /// Bytes there are.
+        /// Bytes in the payload.
         got: usize,
     },
     /// Bytes after the last whole run.
-    #[error("layer map: runs at payload byte 12: expected whole runs of {RUN_BYTES} bytes, got {0} bytes")]
+    #[error(
+        "layer map: runs at payload byte 12: expected whole runs of {RUN_BYTES} \
+         bytes, got {0} bytes"
+    )]
     Runs(usize),
     /// A run that is empty, out of order, or past the disk's end.
     #[error(
-        "layer map: run {number}: expected at least 1 block, from {from} on, below {blocks}, got {count} from {first}"
+        "layer map: run {number}: expected at least 1 block, from {from} on, \
+         below {blocks}, got {count} from {first}"
     )]
     Run {
-        /// Which, from 0.
+        /// The run's number, from 0.
         number: usize,
-        /// The first block that it may begin with.
+        /// The first block that the run may begin with.
         from: u64,
         /// Blocks of the disk.
         blocks: u64,
-        /// Its first block.
+        /// The run's first block.
         first: u64,
-        /// Its blocks.
+        /// The number of the run's blocks.
         count: u64,
     },
     /// A bit past the last block is set.
@@ -112,11 +127,12 @@ impl LayerMap {
         if blocks > MAX_BLOCKS {
             return Err(LayerMapError::Blocks(blocks));
         }
-        let bytes = usize::try_from(blocks.div_ceil(8)).map_err(|_| LayerMapError::Blocks(blocks))?;
+        let bytes =
+            usize::try_from(blocks.div_ceil(8)).map_err(|_| LayerMapError::Blocks(blocks))?;
         Ok(Self { blocks, bits: vec![0; bytes] })
     }
 
-    /// Decodes a whole file.
+    /// Decodes the bytes of a map file.
     ///
     /// # Errors
     /// [`LayerMapError`]; nothing is decoded before the seal has been verified.
@@ -162,30 +178,31 @@ impl LayerMap {
                 return Err(LayerMapError::Run { number, from, blocks, first, count });
             }
             map.insert_run(&(first..first + count));
-            // A run that touches this one would be part of it.
+            // A run that touches the previous run would be part of it.
             from = first + count + 1;
         }
         Ok(map)
     }
 
-    /// Reads and decodes a file from its start, wherever its descriptor stands.
+    /// Reads and decodes a file from its start, at any file offset of its descriptor.
     ///
     /// # Errors
     /// [`LayerMapError`]; the file's size is checked before anything is allocated.
     pub fn read(file: BorrowedFd<'_>) -> Result<Self, LayerMapError> {
         let read = |e: rustix::io::Errno| LayerMapError::Read(e.into());
-        let size = u64::try_from(rustix::fs::fstat(file).map_err(read)?.st_size).unwrap_or(u64::MAX);
+        let size =
+            u64::try_from(rustix::fs::fstat(file).map_err(read)?.st_size).unwrap_or(u64::MAX);
         let max = MAX_PAYLOAD_BYTES + HEADER_BYTES as u64;
         let too_large = || LayerMapError::TooLarge { max, got: size };
         if size > max {
             return Err(too_large());
         }
         let mut bytes = vec![0; usize::try_from(size).map_err(|_| too_large())?];
-        let got = super::IoList::of(&mut bytes).read_at(file, 0).map_err(LayerMapError::Read)?;
+        let got = IoList::of(&mut bytes).read_at(file, 0).map_err(LayerMapError::Read)?;
         Self::decode(&bytes[..got])
     }
 
-    /// The file's bytes.
+    /// Encodes and seals the map.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut payload = Vec::with_capacity(FIXED_BYTES + self.bits.len());
@@ -199,7 +216,7 @@ impl LayerMap {
             return sealed::seal(&MAGIC, BITMAP, &payload);
         }
         for run in self.runs() {
-            // Blocks are counted in 28 bits.
+            // Block numbers have 28 bits.
             for number in [run.start, run.end - run.start] {
                 payload.extend_from_slice(&u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes());
             }
@@ -207,26 +224,26 @@ impl LayerMap {
         sealed::seal(&MAGIC, RUNS, &payload)
     }
 
-    /// Blocks of the disk.
+    /// The number of blocks of the disk.
     #[must_use]
     pub const fn blocks(&self) -> u64 {
         self.blocks
     }
 
-    /// How many blocks the layer has.
+    /// The number of blocks that the layer has.
     #[must_use]
     pub fn present(&self) -> u64 {
         self.bits.iter().map(|byte| u64::from(byte.count_ones())).sum()
     }
 
-    /// Whether the layer has block `block`.
+    /// Whether the layer has `block`.
     #[must_use]
     pub fn has(&self, block: u64) -> bool {
         let byte = usize::try_from(block / 8).ok().and_then(|at| self.bits.get(at));
         byte.is_some_and(|byte| byte >> (block % 8) & 1 == 1)
     }
 
-    /// Adds a block. A block past the disk's last is not added.
+    /// Adds a block; a block past the disk's last is ignored.
     pub fn insert(&mut self, block: u64) {
         if block >= self.blocks {
             return;
@@ -236,7 +253,7 @@ impl LayerMap {
         }
     }
 
-    /// Adds blocks; those past the disk's last are not added.
+    /// Adds a run of blocks; blocks past the disk's last are ignored.
     pub fn insert_run(&mut self, run: &Range<u64>) {
         let end = run.end.min(self.blocks);
         let whole = run.start.next_multiple_of(8).min(end)..end - end % 8;
@@ -250,7 +267,7 @@ impl LayerMap {
         (run.start..whole.start).chain(whole.end..end).for_each(|block| self.insert(block));
     }
 
-    /// The blocks the layer has, ascending, as runs that neither touch nor overlap.
+    /// The blocks that the layer has, ascending, as runs that neither touch nor overlap.
     #[must_use]
     pub const fn runs(&self) -> Runs<'_> {
         Runs { bits: self.bits.as_slice(), next: 0 }
@@ -261,7 +278,7 @@ impl LayerMap {
 #[derive(Debug, Clone)]
 pub struct Runs<'a> {
     bits: &'a [u8],
-    /// The next bit to look at.
+    /// The next bit to examine.
     next: usize,
 }
 
@@ -272,14 +289,14 @@ impl Runs<'_> {
         last.map_or(0, |at| at as u64 * 8 + u64::from(8 - self.bits[at].leading_zeros()))
     }
 
-    /// The first bit from `from` on that equals `set`, else the number of bits.
+    /// The first bit at or after `from` that equals `set`, else the number of bits.
     fn seek(&self, from: usize, set: bool) -> usize {
         let (whole, bits) = (if set { 0 } else { 0xff }, self.bits.len() * 8);
         let mut at = from;
         while at < bits {
             let byte = self.bits[at / 8];
             if at.is_multiple_of(8) && byte == whole {
-                // Whole words first: most of a map is alike.
+                // Whole words first: most words of a map have equal bits.
                 let words = self.bits[at / 8..].as_chunks::<8>().0;
                 let alike = words.iter().take_while(|word| **word == [whole; 8]).count();
                 at += if alike == 0 { 8 } else { alike * 64 };

@@ -1,41 +1,43 @@
-//! Several adjacent layers as one: which blocks it has, and from which of them each is.
+//! Merging adjacent layers into one: the blocks of the result, and the layer that each comes from.
 
 use super::layer::{LayerMap, LayerMapError};
+use super::span::span;
 use crate::config::{DISK_BLOCK_BYTES, MAX_LAYERS};
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 
-/// What becomes one layer.
+/// The plan of a merged layer.
 #[derive(Debug)]
 pub struct Merge {
     map: LayerMap,
-    /// For each block 0, or the number of the layer that it is from, the lowest being 1.
+    /// For each block the number of the layer that it comes from, the lowest being 1; 0: no layer
+    /// has it.
     index: Vec<u8>,
 }
 
-/// Why layers cannot become one.
+/// Why layers cannot be merged.
 #[derive(Debug, thiserror::Error)]
 pub enum MergeError {
-    /// Too few or too many.
+    /// Not 1 to [`MAX_LAYERS`] layers.
     #[error("merging layers: expected 1 to {MAX_LAYERS}, got {0}")]
     Count(usize),
     /// A map was refused.
     #[error("merging layers: layer {number}")]
     Map {
-        /// Which, the lowest is 1.
+        /// The layer's number, the lowest being 1.
         number: usize,
-        /// Why.
+        /// Why the map was refused.
         #[source]
         source: LayerMapError,
     },
-    /// One is of another disk.
+    /// A layer of a disk of another size.
     #[error("merging layers: layer {number}: expected a map of {expected} blocks, got {got}")]
     Blocks {
-        /// Which, the lowest is 1.
+        /// The layer's number, the lowest being 1.
         number: usize,
-        /// Blocks of the first one's disk.
+        /// Blocks of the first layer's disk.
         expected: u64,
-        /// Blocks of this one's.
+        /// Blocks of this layer's disk.
         got: u64,
     },
 }
@@ -52,7 +54,8 @@ impl Merge {
         }
         for (file, number) in maps.iter().zip(1_u8..) {
             let place = usize::from(number);
-            let map = LayerMap::read(*file).map_err(|source| MergeError::Map { number: place, source })?;
+            let map = LayerMap::read(*file)
+                .map_err(|source| MergeError::Map { number: place, source })?;
             let merge = match &mut merge {
                 Some(merge) => merge,
                 none => {
@@ -66,7 +69,7 @@ impl Merge {
             }
             for run in map.runs() {
                 merge.map.insert_run(&run);
-                if let Some(part) = merge.index.get_mut(super::cow::span(&run)) {
+                if let Some(part) = merge.index.get_mut(span(&run)) {
                     part.fill(number);
                 }
             }
@@ -74,14 +77,14 @@ impl Merge {
         merge.ok_or(MergeError::Count(0))
     }
 
-    /// The map of the one.
+    /// The map of the merged layer.
     #[must_use]
     pub const fn map(&self) -> &LayerMap {
         &self.map
     }
 
-    /// Every block that the one has, as runs of bytes of the disk, ascending, each with the layer that it is from: 0 is the
-    /// first of the maps given.
+    /// The blocks of the merged layer, as ascending runs of bytes of the disk. Each run has the
+    /// index in `maps` of the layer that it comes from.
     pub fn into_runs(self) -> impl Iterator<Item = (usize, Range<u64>)> {
         let runs: Vec<Range<u64>> = self.map.runs().collect();
         let index = self.index;
@@ -91,7 +94,7 @@ impl Merge {
             if run.is_empty() {
                 run = left.next()?;
             }
-            let part = index.get(super::cow::span(&run)).unwrap_or_default();
+            let part = index.get(span(&run)).unwrap_or_default();
             let from = part.first().copied().unwrap_or(1);
             let same = part.iter().take_while(|layer| **layer == from).count();
             let end = run.start + (same as u64).max(1);

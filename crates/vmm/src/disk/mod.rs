@@ -1,34 +1,44 @@
 //! Disks: a read-only base image, frozen layers over it, and at most one writable layer on top.
 //!
-//! The room for where a disk's bytes are and how they get into and out of memory. What may not enter: virtio, queues,
-//! requests' wire formats ([`crate::virtio`] has them), and paths: every file arrives as a descriptor.
+//! This module holds where a disk's bytes are, and how they get into and out of memory. What may
+//! not enter: virtio, queues and wire formats of requests ([`crate::virtio`] has them), and paths.
+//! Every file arrives as a descriptor.
 //!
-//! A disk is cut into blocks of [`DISK_BLOCK_BYTES`](crate::config::DISK_BLOCK_BYTES). A layer holds whole blocks, each
-//! at its own place in a sparse file; which ones it holds is its map ([`layer`]). A block is read from the highest
-//! layer that has it, else from the base. An index with one byte a block ([`Disk`]) answers this at once, however deep
-//! the chain is; its pages are touched only where some layer has a block.
+//! A disk consists of blocks of [`DISK_BLOCK_BYTES`](crate::config::DISK_BLOCK_BYTES). A layer
+//! holds whole blocks, each at its own offset in a sparse file; the layer's map names them
+//! ([`layer`]). A block is read from the highest layer that has it, else from the base. An index
+//! with one byte for each block ([`Disk`]) gives that layer in constant time, for a chain of any
+//! depth. The index's pages are touched only if some layer has one of their blocks.
 //!
 //! ```text
 //! index:      0 0 3 3 1 0 …        3 = the writable layer while two are frozen
-//! writable        ■ ■              freeze: its map is written, it becomes the frozen layer 3, a new file becomes
-//! layer 2         ■                        the writable layer 4; the index stays as it is
-//! layer 1         ■   ■
+//! writable        ■ ■              freeze: the map of layer 3 is written and it becomes
+//! layer 2         ■                        frozen, open only for reading; a new file becomes the
+//! layer 1         ■   ■                    writable layer 4; the index stays as it is
 //! base        ■ ■ ■ ■ ■ ■
 //! ```
 //!
-//! Layers may become fewer while the VM runs: [`Merge`] says what several are as one, who has the files makes it, and
-//! [`Disk::rebase`] puts it in their place.
+//! Layers may be merged while the VM runs. [`Merge`] plans one layer from several, the owner of the
+//! files writes it, and [`Disk::rebase`] puts it in their place.
 
 mod cow;
+mod error;
+mod files;
 mod held;
 mod iolist;
 pub mod layer;
 mod merge;
 pub mod page_map;
+mod span;
+mod spec;
 
-pub use cow::{Disk, DiskSpec, FreezeError, LayerSpec, MAX_DISK_BYTES, OpenDiskError};
+pub use cow::Disk;
+pub use error::{FreezeError, OpenDiskError};
 pub use iolist::IoList;
 pub use merge::{Merge, MergeError};
+pub use spec::{DiskSpec, FreezeFiles, LayerSpec, MAX_DISK_BYTES};
 
+#[cfg(test)]
+mod layer_tests;
 #[cfg(test)]
 mod tests;

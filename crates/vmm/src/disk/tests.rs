@@ -1,9 +1,9 @@
 #![expect(clippy::cast_possible_truncation, reason = "tests: patterns of bytes, small numbers")]
 
-use super::layer::{BITMAP, LayerMap, LayerMapError, MAGIC, RUNS};
+use super::layer::LayerMap;
 use super::{Disk, DiskSpec, FreezeError, IoList, LayerSpec, Merge, MergeError, OpenDiskError};
 use crate::config::{DISK_BLOCK_BYTES, MAX_LAYERS};
-use dayfly_units::sealed;
+use dayfly_sys::writers::{Writers, writers};
 use proptest::prelude::*;
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
@@ -17,7 +17,7 @@ fn file() -> File {
     tempfile::tempfile().unwrap()
 }
 
-/// A disk's files, kept by the test, so that it can open the disk again and freeze layers.
+/// A disk's files, which the test keeps to open the disk again and to freeze layers.
 struct Files {
     base: File,
     layers: Vec<(File, File)>,
@@ -38,7 +38,8 @@ impl Files {
 
     fn spec(&self) -> DiskSpec {
         let copy = |f: &File| f.try_clone().unwrap().into();
-        let layers = self.layers.iter().map(|(data, map)| LayerSpec { data: copy(data), map: copy(map) });
+        let layers =
+            self.layers.iter().map(|(data, map)| LayerSpec { data: copy(data), map: copy(map) });
         DiskSpec {
             size_bytes: SIZE,
             base: copy(&self.base),
@@ -55,7 +56,8 @@ impl Files {
         Ok(())
     }
 
-    /// Merges layers as a store does, if there are as many, and puts the chain up to the layer `above` further up under the disk.
+    /// Merges `count` layers as the store does, if there are as many. Rebases the disk on the
+    /// result and the `above` layers over it.
     fn merge(&mut self, disk: &mut Disk, first: usize, count: usize, above: usize) {
         let Some(layers) = self.layers.get(first..first + count) else { return };
         let maps: Vec<_> = layers.iter().map(|(_, map)| map.as_fd()).collect();
@@ -125,7 +127,7 @@ enum Step {
         sectors: u64,
     },
     Freeze,
-    /// Makes one of some layers, and lets the disk go on with it and those up to another.
+    /// Merges `count` layers, and rebases the disk on the result and the `top` layers over it.
     Merge {
         first: usize,
         count: usize,
@@ -137,12 +139,14 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     let range = || (0..SIZE / 512, 0_u64..60).prop_map(|(s, n)| (s, n.min(SIZE / 512 - s)));
     prop_oneof![
-        6 => (range(), 1..=255_u8).prop_map(|((sector, sectors), fill)| Step::Write { sector, sectors, fill }),
+        6 => (range(), 1..=255_u8)
+            .prop_map(|((sector, sectors), fill)| Step::Write { sector, sectors, fill }),
         2 => range().prop_map(|(sector, sectors)| Step::Zero { sector, sectors }),
         2 => range().prop_map(|(sector, sectors)| Step::Discard { sector, sectors }),
         4 => range().prop_map(|(sector, sectors)| Step::Read { sector, sectors }),
         2 => Just(Step::Freeze),
-        1 => (0..8_usize, 2..5_usize, 0..8_usize).prop_map(|(first, count, top)| Step::Merge { first, count, top }),
+        1 => (0..8_usize, 2..5_usize, 0..8_usize)
+            .prop_map(|(first, count, top)| Step::Merge { first, count, top }),
         1 => Just(Step::Reopen),
     ]
 }
@@ -150,7 +154,7 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
 
-    /// The disk is a `Vec<u8>`, whatever is frozen in between and however often it is opened from its layers.
+    /// The disk behaves as a `Vec<u8>`, with any freezes in between and any number of reopenings.
     #[test]
     fn a_disk_is_its_bytes(
         base_sectors in 0..=SIZE / 512,
@@ -160,9 +164,8 @@ proptest! {
         let mut model = files.content();
         let mut disk = files.open().unwrap();
         for step in steps {
-            let bytes = |sector: u64, sectors: u64| {
-                usize::try_from(sector * 512).unwrap()..usize::try_from((sector + sectors) * 512).unwrap()
-            };
+            let byte = |sector: u64| usize::try_from(sector * 512).unwrap();
+            let bytes = |sector: u64, sectors: u64| byte(sector)..byte(sector + sectors);
             match step {
                 Step::Write { sector, sectors, fill } => {
                     let part = &mut model[bytes(sector, sectors)];
@@ -184,12 +187,14 @@ proptest! {
                 }
                 Step::Read { sector, sectors } => {
                     let range = bytes(sector, sectors);
-                    prop_assert_eq!(&read(&disk, sector * 512, range.len()).unwrap(), &model[range]);
+                    let got = read(&disk, sector * 512, range.len()).unwrap();
+                    prop_assert_eq!(&got, &model[range]);
                 }
                 Step::Freeze if files.layers.len() < MAX_LAYERS => files.freeze(&mut disk).unwrap(),
                 Step::Freeze => {}
                 Step::Merge { first, count, top } => files.merge(&mut disk, first, count, top),
-                // What is not frozen is lost with its VM: a clone starts from frozen layers only.
+                // Writes that are not frozen are lost with their VM: a clone starts from frozen
+                // layers only.
                 Step::Reopen => {
                     files.freeze(&mut disk).unwrap();
                     disk = files.open_fresh();
@@ -197,24 +202,6 @@ proptest! {
             }
         }
         prop_assert_eq!(read(&disk, 0, model.len()).unwrap(), model);
-    }
-
-    #[test]
-    fn a_map_reads_back(blocks in 0..3000_u64, picks in proptest::collection::btree_set(0..3000_u64, 0..200)) {
-        let mut map = LayerMap::empty(blocks).unwrap();
-        for pick in &picks {
-            map.insert(*pick);
-        }
-        let expected: Vec<u64> = picks.into_iter().filter(|b| *b < blocks).collect();
-        let again = LayerMap::decode(&map.encode()).unwrap();
-        prop_assert_eq!(&again, &map);
-        prop_assert_eq!(again.present(), expected.len() as u64);
-        prop_assert_eq!(again.runs().flatten().collect::<Vec<_>>(), expected.clone());
-        for block in 0..blocks {
-            prop_assert_eq!(again.has(block), expected.binary_search(&block).is_ok());
-        }
-        let runs: Vec<_> = again.runs().collect();
-        prop_assert!(runs.windows(2).all(|w| w[0].end < w[1].start));
     }
 }
 
@@ -224,89 +211,6 @@ impl Files {
         self.writable = file();
         self.open().unwrap()
     }
-}
-
-fn sample_map() -> Vec<u8> {
-    let mut map = LayerMap::empty(BLOCKS).unwrap();
-    for block in [0, 7, 8, 39] {
-        map.insert(block);
-    }
-    map.encode()
-}
-
-#[test]
-fn every_truncation_and_every_flipped_bit_of_a_map_is_refused() {
-    let whole = sample_map();
-    assert_eq!(LayerMap::decode(&whole).unwrap().present(), 4);
-    for len in 0..whole.len() {
-        assert!(LayerMap::decode(&whole[..len]).is_err(), "truncated to {len}");
-    }
-    for bit in 0..whole.len() * 8 {
-        let mut flipped = whole.clone();
-        flipped[bit / 8] ^= 1 << (bit % 8);
-        assert!(LayerMap::decode(&flipped).is_err(), "flipped bit {bit}");
-    }
-}
-
-#[test]
-fn a_sealed_payload_that_lies_is_refused() {
-    let with = |size: u32, blocks: u64, bits: &[u8]| {
-        let payload = [&size.to_le_bytes()[..], &blocks.to_le_bytes(), bits].concat();
-        LayerMap::decode(&sealed::seal(&MAGIC, BITMAP, &payload))
-    };
-    assert!(with(4096, 12, &[0xff, 0x0f]).is_ok());
-    assert!(matches!(with(512, 12, &[0, 0]), Err(LayerMapError::BlockBytes(512))));
-    assert!(matches!(with(4096, u64::MAX, &[0, 0]), Err(LayerMapError::Blocks(u64::MAX))));
-    assert!(matches!(with(4096, 17, &[0, 0]), Err(LayerMapError::Bitmap { expected: 3, got: 2, .. })));
-    assert!(matches!(with(4096, 8, &[0, 0]), Err(LayerMapError::Bitmap { expected: 1, got: 2, .. })));
-    assert!(matches!(with(4096, 12, &[0, 0x10]), Err(LayerMapError::Stray(12))));
-    let short = LayerMap::decode(&sealed::seal(&MAGIC, BITMAP, &[0; 11]));
-    assert!(matches!(short, Err(LayerMapError::Short(11))));
-    assert!(matches!(LayerMap::decode(&sealed::seal(&MAGIC, 3, b"")), Err(LayerMapError::Seal(_))));
-}
-
-#[test]
-fn a_map_is_written_in_the_shorter_way_and_read_in_both() {
-    let mut map = LayerMap::empty(1024).unwrap();
-    let version = |map: &LayerMap| {
-        let bytes = map.encode();
-        assert_eq!(&LayerMap::decode(&bytes).unwrap(), map);
-        (sealed::open(&MAGIC, BITMAP..=RUNS, 1 << 20, &bytes).unwrap().0, bytes.len())
-    };
-    assert_eq!(version(&map), (RUNS, sealed::HEADER_BYTES + 12));
-    map.insert_run(&(3..900));
-    assert_eq!(version(&map), (RUNS, sealed::HEADER_BYTES + 12 + 8));
-    (0..14).for_each(|n| map.insert(902 + 2 * n));
-    assert_eq!(version(&map), (RUNS, sealed::HEADER_BYTES + 12 + 8 * 15));
-    map.insert(1023);
-    assert_eq!(version(&map), (BITMAP, sealed::HEADER_BYTES + 12 + 128));
-    let mut whole = LayerMap::empty(1021).unwrap();
-    whole.insert_run(&(0..5000));
-    assert_eq!((whole.present(), whole.runs().next(), whole.runs().count()), (1021, Some(0..1021), 1));
-}
-
-#[test]
-fn runs_that_lie_are_refused() {
-    let with = |blocks: u64, runs: &[[u32; 2]]| {
-        let runs: Vec<u8> = runs.iter().flatten().flat_map(|n| n.to_le_bytes()).collect();
-        let payload = [&4096_u32.to_le_bytes()[..], &blocks.to_le_bytes(), &runs].concat();
-        LayerMap::decode(&sealed::seal(&MAGIC, RUNS, &payload))
-    };
-    assert_eq!(with(12, &[[0, 3], [4, 8]]).unwrap().present(), 11);
-    for (runs, number) in [
-        (&[[0, 13]][..], 0),
-        (&[[12, 1]], 0),
-        (&[[0, 0]], 0),
-        (&[[0, 3], [3, 1]], 1),
-        (&[[4, 1], [0, 1]], 1),
-        (&[[0, 1], [u32::MAX, u32::MAX]], 1),
-    ] {
-        let error = with(12, runs).unwrap_err();
-        assert!(matches!(error, LayerMapError::Run { number: n, .. } if n == number), "{runs:?}: {error}");
-    }
-    let odd = [&4096_u32.to_le_bytes()[..], &12_u64.to_le_bytes(), &[0; 9]].concat();
-    assert!(matches!(LayerMap::decode(&sealed::seal(&MAGIC, RUNS, &odd)), Err(LayerMapError::Runs(9))));
-    assert!(matches!(with(u64::MAX, &[]), Err(LayerMapError::Blocks(u64::MAX))));
 }
 
 #[test]
@@ -346,13 +250,6 @@ fn layers_that_are_not_those_of_the_disk_do_not_get_under_it() {
 }
 
 #[test]
-fn a_map_file_larger_than_any_map_is_not_read() {
-    let huge = file();
-    huge.set_len(1 << 40).unwrap();
-    assert!(matches!(LayerMap::read(huge.as_fd()), Err(LayerMapError::TooLarge { .. })));
-}
-
-#[test]
 fn a_truncated_or_foreign_layer_is_refused() {
     let mut files = Files::new(SIZE);
     let mut disk = files.open().unwrap();
@@ -386,7 +283,10 @@ fn a_used_writable_layer_or_a_pipe_is_refused() {
         assert!(matches!(Disk::open(spec), Err(OpenDiskError::Size(_))), "{size_bytes}");
     }
     let spec = DiskSpec { size_bytes: SIZE - DISK_BLOCK_BYTES, ..files.spec() };
-    assert!(matches!(Disk::open(spec), Err(OpenDiskError::File { .. })), "a base longer than the disk");
+    assert!(
+        matches!(Disk::open(spec), Err(OpenDiskError::File { .. })),
+        "a base longer than the disk"
+    );
 }
 
 #[test]
@@ -410,6 +310,37 @@ fn a_frozen_layer_is_not_written_again() {
         read(&disk, 0, usize::try_from(SIZE).unwrap()).unwrap(),
         vec![0; usize::try_from(SIZE).unwrap()]
     );
+}
+
+#[test]
+fn a_frozen_layer_is_open_for_reading_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("layer");
+    drop(File::create_new(&path).unwrap());
+    let open = || File::options().read(true).write(true).open(&path).unwrap();
+    let mut files = Files { writable: open(), ..Files::new(SIZE) };
+    let mut disk = files.open().unwrap();
+    drop(std::mem::replace(&mut files.writable, file()));
+    write(&mut disk, 4096, vec![7; 4096]).unwrap();
+
+    let (map, next, read_only) = (file(), file(), File::open(&path).unwrap());
+    let again = open();
+    for wrong in [&again, &map] {
+        let refused = disk.check_read_only(wrong.as_fd());
+        assert!(matches!(refused, Err(FreezeError::File(_))), "{refused:?}");
+    }
+    drop(again);
+    disk.check_read_only(read_only.as_fd()).unwrap();
+    disk.prepare_freeze(map.as_fd(), next.as_fd()).unwrap();
+    disk.freeze(next.into());
+    assert_eq!(writers(&read_only).unwrap(), Writers::Some);
+    drop(disk.keep_read_only(read_only.try_clone().unwrap().into()));
+    assert_eq!(writers(&read_only).unwrap(), Writers::None);
+    assert_eq!(read(&disk, 4096, 4096).unwrap(), [7; 4096]);
+    write(&mut disk, 4096, vec![8; 4096]).unwrap();
+    let mut below = [0; 4096];
+    read_only.read_exact_at(&mut below, 4096).unwrap();
+    assert_eq!(below, [7; 4096]);
 }
 
 #[test]
@@ -477,7 +408,8 @@ fn a_discard_gives_space_back() {
 
 #[test]
 fn a_full_host_is_an_error_and_the_old_bytes_stay() {
-    // RLIMIT_FSIZE would signal the whole test process; a sealed memfd refuses to grow past its size instead.
+    // RLIMIT_FSIZE would signal the whole test process; a sealed memfd refuses to grow past its
+    // size instead.
     let files = Files::new(SIZE);
     let sealed = rustix::fs::memfd_create("full", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     let spec = DiskSpec { writable: Some(sealed.try_clone().unwrap()), ..files.spec() };

@@ -1,51 +1,45 @@
-//! RAM that has not arrived: a template's memfd that a pager fills while clones of it run.
+//! RAM that has not arrived yet: a template's memfd that a pager fills while clones of it run.
 //!
-//! Who touches a page that is missing waits in the VMM's userfaultfd; the pager, which has a copy of that, puts the page into the memfd and
-//! wakes him. When all is there the pager takes the registration back. The descriptor stays open here all the same: where the last one
-//! is closed while pages are missing, they read as zeroes; so whoever waits when a pager dies waits on, and the daemon ends the VM.
+//! A thread that touches a missing page waits in the VMM's userfaultfd. The pager has a copy of
+//! that descriptor; it puts the page into the memfd and wakes the thread. When all pages are
+//! present, the pager removes the registration. The VMM keeps its descriptor open all the same: if
+//! the last copy were closed while pages are missing, they would read as zero. If a pager dies, its
+//! waiters go on waiting, and the daemon ends the VM.
 
-use super::{Part, uffd};
+use super::Part;
 use crate::arch::layout;
+use dayfly_sys::{fdwire, uffd::Uffd};
 use dayfly_units::regions::{self, Region, SERVED};
 use rustix::fs::SealFlags;
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv, sendmsg};
+use rustix::net::{RecvFlags, recv};
 use std::fs::File;
-use std::io::{self, IoSlice};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryMmap};
 
-pub use uffd::open;
-pub(crate) use uffd::{UFFDIO_COPY, UFFDIO_REGISTER, UFFDIO_WAKE};
-
-/// From now on the pager at the other end of `pager` answers for `parts`, which are all of RAM that is mapped from its memfd and which
-/// nobody has touched.
+/// Makes the pager at the other end of `pager` responsible for `parts`. These are all parts of RAM
+/// that are mapped from its memfd, and they are untouched.
 ///
 /// # Errors
-/// It is gone, or does not take them.
+/// When the pager has ended, or refuses the parts.
 pub fn serve(
     memory: &GuestMemoryMmap,
     memory_bytes: u64,
     parts: &[Part],
-    uffd: &OwnedFd,
+    uffd: &Uffd,
     pager: &OwnedFd,
 ) -> io::Result<()> {
     for part in parts {
-        uffd::register(uffd, part.host, part.len)?;
+        uffd.register(part.host, part.len)?;
     }
     let region = |(guest, offset, bytes)| {
         let host = memory.get_host_address(guest).map_err(io::Error::other)?.addr() as u64;
         Ok(Region { host, bytes, offset })
     };
-    let told: Vec<Region> = layout::ram(memory_bytes).into_iter().map(region).collect::<io::Result<_>>()?;
-    let packet = regions::encode(&told);
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let fds = [uffd.as_fd()];
-    if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
-        return Err(io::ErrorKind::OutOfMemory.into());
-    }
-    sendmsg(pager, &[IoSlice::new(&packet)], &mut control, SendFlags::NOSIGNAL)?;
+    let served: Vec<Region> =
+        layout::ram(memory_bytes).into_iter().map(region).collect::<io::Result<_>>()?;
+    let packet = regions::encode(&served);
+    fdwire::send(pager, &packet, &[uffd.as_fd()])?;
     let mut answer = [0_u8; 32];
     let (got, _) = rustix::io::retry_on_intr(|| recv(pager, &mut answer[..], RecvFlags::empty()))?;
     match &answer[..got] {
@@ -58,7 +52,8 @@ pub fn serve(
     }
 }
 
-/// Whether all of a template's memory is there: its pager has sealed it. So is what was never lazy, a memfd that was saved, or a file.
+/// Whether all of a template's memory is present: the pager has then sealed the memfd. Files that
+/// no pager fills also count as whole, because they are sealed memfds or regular files.
 #[must_use]
 pub fn is_whole(file: &File) -> bool {
     let seals = rustix::fs::fcntl_get_seals(file);

@@ -1,11 +1,13 @@
-//! Copying RAM beneath a running guest, as live migration does (pre-copy), so that it stands still only for what it wrote last.
+//! Copying RAM under a running guest, as live migration does (pre-copy), so that the guest is
+//! paused only for the pages that it wrote last.
 //!
-//! All of RAM is copied once; then, round by round, what was written meanwhile, each round shorter than the one before, because it leaves less time to
-//! write. What is left when rounds get no shorter is copied while the guest stands.
+//! All of RAM is copied once. Then each round copies the pages written during the round before.
+//! Rounds get shorter, because a shorter round leaves less time to write. When rounds get no
+//! shorter, the pages left are copied while the guest is paused.
 //!
-//! Measured against this and lost (`examples/freeze_cost.rs`): fork(2) of the VMM, and write-protection of all that was written
-//! (userfaultfd(2), UFFDIO_WRITEPROTECT): both walk the page tables of all RAM that is mapped while the guest stands, and every page
-//! that it writes afterwards faults.
+//! Two other ways lose (`examples/freeze_cost.rs`): fork(2) of the VMM, and write-protection of all
+//! written pages (userfaultfd(2), UFFDIO_WRITEPROTECT). Both walk the page tables of all mapped RAM
+//! while the guest is paused, and every page that it writes afterwards faults.
 
 use super::dump::{DumpError, PageBuffer};
 use super::pages::Pages;
@@ -17,28 +19,30 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
-/// So few pages are left to the time when the guest stands: 1 MiB.
+/// The number of pages that may be left for the pause: 1 MiB.
 const FEW: u64 = 256;
-/// So many mappings more has a clone of a VM that was forked: pages that lie between two others come along rather than that there are more.
+/// The most extra mappings of a clone of a forked VM, before the pause. Beyond it, the pages
+/// between two runs are copied too, which joins the runs.
 pub const FORK_ROWS: usize = 512;
-/// As many at most, when what was written last is counted too.
+/// The most extra mappings, with the pages written last.
 pub const MOST_FORK_ROWS: usize = 1024;
 /// The most rounds.
 const MOST_ROUNDS: u32 = 12;
 
-/// What copying came to.
+/// The result of copying in rounds.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Rounds {
-    /// How often what had been written was copied again.
+    /// Rounds in which pages written meanwhile were copied again.
     pub rounds: u32,
-    /// Pages in all of them.
+    /// Pages copied in all these rounds.
     pub pages: u64,
 }
 
-/// Copies what `written` tells, again and again, while that makes it less; gives what was told last, and is not copied yet.
+/// Copies the pages that `written` returns, round by round, while their number falls. Returns the
+/// last set, which is not copied.
 ///
 /// # Errors
-/// A page cannot be read or written, or it cannot be told.
+/// When a page cannot be read or written, or `written` fails.
 pub fn rounds<E: From<DumpError>>(
     memory: &GuestMemoryMmap,
     memory_bytes: u64,
@@ -50,7 +54,7 @@ pub fn rounds<E: From<DumpError>>(
     loop {
         let pages = written()?;
         let count = pages.count();
-        // A round that was not shorter by a quarter will not be followed by one that is much shorter.
+        // If a round is not shorter by a quarter, the next one will not be much shorter.
         if count <= FEW || count > before / 4 * 3 || done.rounds >= MOST_ROUNDS {
             return Ok((pages, done));
         }
@@ -60,10 +64,10 @@ pub fn rounds<E: From<DumpError>>(
     }
 }
 
-/// Copies `pages` over what `target` has of them; those that are zero become holes.
+/// Copies `pages` over their old content in `target`; zero pages become holes.
 ///
 /// # Errors
-/// One cannot be read or written.
+/// When a page cannot be read or written.
 pub fn copy(
     memory: &GuestMemoryMmap,
     memory_bytes: u64,
@@ -84,10 +88,10 @@ pub fn copy(
     Ok(())
 }
 
-/// The same of a guest that stands: straight from its memory, zeroes too.
+/// As [`copy`], for a paused guest: writes straight from guest memory, zero pages too.
 ///
 /// # Errors
-/// One cannot be read or written.
+/// When a page cannot be read or written.
 pub fn copy_last(
     memory: &GuestMemoryMmap,
     memory_bytes: u64,
@@ -103,10 +107,15 @@ pub fn copy_last(
         let mut done = 0;
         while done < slice.len() {
             let to = i64::try_from(at + done as u64).unwrap_or(i64::MAX);
-            // SAFETY: `slice` is guest memory of that length, mapped as long as `memory` is, of which the kernel reads what lies behind `done`; no
-            // reference to it is made.
+            // SAFETY: `slice` is guest memory of that length, mapped as long as `memory` is. The
+            // kernel reads the part behind `done`; no Rust reference to it is made.
             let wrote = unsafe {
-                libc::pwrite(target.as_raw_fd(), guard.as_ptr().add(done).cast(), slice.len() - done, to)
+                libc::pwrite(
+                    target.as_raw_fd(),
+                    guard.as_ptr().add(done).cast(),
+                    slice.len() - done,
+                    to,
+                )
             };
             match usize::try_from(wrote) {
                 Ok(0) => return Err(fails(io::ErrorKind::WriteZero.into())),
@@ -121,7 +130,8 @@ pub fn copy_last(
     Ok(())
 }
 
-/// The parts of pages in a row that also lie in a row for the guest: address, place in a memory file, bytes.
+/// Splits a run of pages into parts that are consecutive for the guest too: address, offset in a
+/// memory file, bytes.
 fn parts(
     run: Range<u64>,
     ram: &[(GuestAddress, u64, u64)],
@@ -136,7 +146,8 @@ fn parts(
     })
 }
 
-/// `holes` without `pages`: what is left of each that is worth a mapping.
+/// `holes` without `pages`. Parts shorter than `least` bytes are not worth a mapping and are
+/// dropped.
 #[must_use]
 pub fn without(holes: &[(u64, u64)], pages: &Pages, least: u64) -> Vec<(u64, u64)> {
     let mut left = Vec::with_capacity(holes.len());
@@ -152,7 +163,7 @@ pub fn without(holes: &[(u64, u64)], pages: &Pages, least: u64) -> Vec<(u64, u64
             keep(at, start.max(at));
             at = at.max(stop);
             if stop > end {
-                // It reaches into the next hole, perhaps.
+                // The run may reach into the next hole.
                 break;
             }
             runs.next();
@@ -193,7 +204,9 @@ mod tests {
         memory.write_slice(&[6; 300 * 4096], at(1000)).unwrap();
         let written: Vec<u64> = [5, 6].into_iter().chain(1000..1300).collect();
         copy(&memory, RAM, &pages(&written), &target).unwrap();
-        for (number, expected) in [(4, 9), (5, 7), (6, 0), (7, 9), (8, 9), (1000, 6), (1299, 6), (1300, 0)] {
+        for (number, expected) in
+            [(4, 9), (5, 7), (6, 0), (7, 9), (8, 9), (1000, 6), (1299, 6), (1300, 0)]
+        {
             assert!(page(&target, number) == [expected; 4096], "page {number}");
         }
         assert_eq!(target.metadata().unwrap().blocks() * 512, 304 * PAGE_SIZE);
@@ -223,35 +236,40 @@ mod tests {
     fn rounds_end_when_they_get_no_shorter() {
         let (memory, target) = (anonymous(RAM).unwrap(), tempfile::tempfile().unwrap());
         target.set_len(RAM).unwrap();
-        let told = |counts: &[u64]| {
+        let result_of = |counts: &[u64]| {
             let mut counts = counts.iter();
-            let written = || Ok::<_, DumpError>(pages(&(0..*counts.next().unwrap()).collect::<Vec<_>>()));
+            let written =
+                || Ok::<_, DumpError>(pages(&(0..*counts.next().unwrap()).collect::<Vec<_>>()));
             let (left, done) = rounds(&memory, RAM, &target, written).unwrap();
             (left.count(), done.rounds, done.pages)
         };
-        assert_eq!(told(&[0]), (0, 0, 0));
-        assert_eq!(told(&[256]), (256, 0, 0));
-        assert_eq!(told(&[9000, 4000, 2000, 10]), (10, 3, 15_000));
-        assert_eq!(told(&[9000, 7000]), (7000, 1, 9000), "the writer is as fast as the copier");
+        assert_eq!(result_of(&[0]), (0, 0, 0));
+        assert_eq!(result_of(&[256]), (256, 0, 0));
+        assert_eq!(result_of(&[9000, 4000, 2000, 10]), (10, 3, 15_000));
+        assert_eq!(
+            result_of(&[9000, 7000]),
+            (7000, 1, 9000),
+            "the writer is as fast as the copier"
+        );
         let slowly: Vec<u64> = (0..13).map(|n| 16_000 * 7_u64.pow(n) / 10_u64.pow(n)).collect();
-        assert_eq!(told(&slowly).1, 12);
+        assert_eq!(result_of(&slowly).1, 12);
     }
 
     #[test]
     fn holes_lose_what_was_written() {
         let page = PAGE_SIZE;
         let holes = [(10 * page, 10 * page), (30 * page, 2 * page), (40 * page, 8 * page)];
-        let told = |of: &[u64], least| {
+        let remaining = |of: &[u64], least| {
             let left = without(&holes, &pages(of), least * page);
             left.iter().map(|(at, len)| (at / page, len / page)).collect::<Vec<_>>()
         };
-        assert_eq!(told(&[], 1), [(10, 10), (30, 2), (40, 8)]);
-        assert_eq!(told(&[9, 20, 48], 1), [(10, 10), (30, 2), (40, 8)]);
-        assert_eq!(told(&[12, 13, 19], 1), [(10, 2), (14, 5), (30, 2), (40, 8)]);
-        assert_eq!(told(&[12, 13, 19], 3), [(14, 5), (40, 8)]);
+        assert_eq!(remaining(&[], 1), [(10, 10), (30, 2), (40, 8)]);
+        assert_eq!(remaining(&[9, 20, 48], 1), [(10, 10), (30, 2), (40, 8)]);
+        assert_eq!(remaining(&[12, 13, 19], 1), [(10, 2), (14, 5), (30, 2), (40, 8)]);
+        assert_eq!(remaining(&[12, 13, 19], 3), [(14, 5), (40, 8)]);
         let across: Vec<u64> = (18..44).collect();
-        assert_eq!(told(&across, 1), [(10, 8), (44, 4)]);
+        assert_eq!(remaining(&across, 1), [(10, 8), (44, 4)]);
         let all: Vec<u64> = (0..64).collect();
-        assert_eq!(told(&all, 1), []);
+        assert_eq!(remaining(&all, 1), []);
     }
 }

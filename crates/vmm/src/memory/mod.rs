@@ -1,19 +1,23 @@
-//! Guest RAM: anonymous for a boot, `MAP_PRIVATE` of a snapshot's file for a restore; and how it is written to a file.
+//! Guest RAM: anonymous memory for a boot, `MAP_PRIVATE` of a snapshot's file for a restore; and
+//! how RAM is written to a file.
 //!
-//! A memory file holds RAM without the hole below 4 GiB ([`crate::arch::layout::ram`]).
+//! A memory file holds RAM without the address hole below 4 GiB ([`crate::arch::layout::ram`]).
 
 pub mod backing;
 mod dump;
 pub mod lazy;
+mod length;
 pub mod live;
 pub mod pages;
 pub mod pre_fault;
 pub mod recorder;
-mod uffd;
 pub mod working_set;
 pub mod writes;
 
-pub use dump::{Dump, DumpError, MAX_HOLES, MIN_HOLE_BYTES, dump, large_holes, own, written};
+pub use dump::{
+    Dump, DumpError, MAX_HOLES, MIN_HOLE_BYTES, Unwritten, dump, large_holes, own, written,
+};
+pub use length::file_bytes;
 
 use crate::arch::layout;
 use backing::{Backing, Piece, Row};
@@ -25,12 +29,14 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use vm_memory::mmap::MmapRegionBuilder;
-use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap};
+use vm_memory::{
+    Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap,
+};
 
 /// Why guest RAM could not be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    /// A size that no VM may have.
+    /// The size is not allowed.
     #[error(
         "guest memory: expected {min} to {max} bytes in steps of {step}, got {got}",
         min = layout::MIN_MEMORY_BYTES,
@@ -38,13 +44,13 @@ pub enum MemoryError {
         step = layout::MEMORY_STEP_BYTES
     )]
     Size {
-        /// What was asked for.
+        /// The requested size in bytes.
         got: u64,
     },
     /// The file's size could not be read.
     #[error("memory file")]
     Stat(#[source] io::Error),
-    /// The file is not as long as RAM: truncated, or another VM's.
+    /// The file is not as long as RAM: it is truncated, or of another VM.
     #[error("memory file: expected {expected} bytes, the RAM of the saved state, got {got}")]
     FileLength {
         /// RAM in bytes.
@@ -59,52 +65,53 @@ pub enum MemoryError {
         at: u64,
         /// Length in bytes.
         len: u64,
-        /// Why.
+        /// The error of mmap(2).
         #[source]
         source: io::Error,
     },
-    /// Pages of another file could not be copied.
+    /// Pages of another memory file could not be copied.
     #[error("copying {len:#x} bytes of another memory file to RAM at guest address {at:#x}")]
     Copy {
         /// Guest address.
         at: u64,
         /// Length in bytes.
         len: u64,
-        /// Why.
+        /// The failed read or write.
         #[source]
         source: io::Error,
     },
-    /// A hole that no memory file of this size has.
+    /// A hole that no memory file of this size can have.
     #[error(
-        "holes of the memory file: hole {number} at {offset:#x}, {len:#x} bytes: expected whole pages within RAM, in rising order"
+        "holes of the memory file: hole {number} at {offset:#x}, {len:#x} bytes: \
+         expected whole pages within RAM, in rising order"
     )]
     Hole {
-        /// Its place in the list.
+        /// Its place in the list, from 0.
         number: usize,
-        /// Where it starts in the file.
+        /// Its offset in the file, in bytes.
         offset: u64,
         /// Its length in bytes.
         len: u64,
     },
-    /// Too many of them.
+    /// More than [`MAX_HOLES`] holes.
     #[error("holes of the memory file: expected at most {MAX_HOLES}, got {0}")]
     Holes(usize),
-    /// Regions that vm-memory refuses.
+    /// vm-memory refuses the regions.
     #[error("guest memory regions")]
     Regions(#[source] vm_memory::GuestRegionCollectionError),
 }
 
-/// Whether a VM may have this much RAM.
+/// Checks that a VM may have this much RAM.
 ///
 /// # Errors
-/// When it may not.
+/// [`MemoryError::Size`].
 pub fn check_size(memory_bytes: u64) -> Result<(), MemoryError> {
     let fits = (layout::MIN_MEMORY_BYTES..=layout::MAX_MEMORY_BYTES).contains(&memory_bytes)
         && memory_bytes.is_multiple_of(layout::MEMORY_STEP_BYTES);
     if fits { Ok(()) } else { Err(MemoryError::Size { got: memory_bytes }) }
 }
 
-/// RAM for a boot: zero, reserved, not charged until touched.
+/// Maps zeroed RAM for a boot. The host reserves nothing and charges a page when it is touched.
 ///
 /// # Errors
 /// When the size is not allowed or mmap(2) fails.
@@ -124,21 +131,26 @@ pub fn anonymous(memory_bytes: u64) -> Result<GuestMemoryMmap, MemoryError> {
     GuestMemoryMmap::from_regions(regions).map_err(MemoryError::Regions)
 }
 
-/// Whether `file` is as long as RAM.
+/// Checks that `file` is as long as RAM.
 ///
 /// # Errors
-/// When it is not.
+/// [`MemoryError::FileLength`], or the length cannot be read.
 pub fn check_file(file: &File, memory_bytes: u64) -> Result<(), MemoryError> {
-    let got = file.metadata().map_err(MemoryError::Stat)?.len();
-    if got == memory_bytes { Ok(()) } else { Err(MemoryError::FileLength { expected: memory_bytes, got }) }
+    let got = file_bytes(file).map_err(MemoryError::Stat)?;
+    if got == memory_bytes {
+        Ok(())
+    } else {
+        Err(MemoryError::FileLength { expected: memory_bytes, got })
+    }
 }
 
-/// Lays `backing` over RAM that [`anonymous`] made and nobody has touched: its pages are shared with every other clone until
-/// written, and its files never change. `holes` are what [`large_holes`] found in it when it was written; they stay anonymous. Where it is
-/// `whole`, a few pages are copied at once ([`Backing::parted`]). Gives what was mapped from the snapshot's own file.
+/// Maps `backing` over RAM that [`anonymous`] made and that is untouched. Clones share its pages
+/// until they write them; the backing's files never change. `holes` come from [`large_holes`] when
+/// the file was written, and stay anonymous. If the file is `whole`, a few pages are copied at once
+/// (`Backing::parted`). Returns the parts that are mapped from the snapshot's own file.
 ///
 /// # Errors
-/// When the file has another length, a hole makes no sense, a page cannot be read, or mmap(2) fails.
+/// When the file has another length, a hole is invalid, a page cannot be read, or mmap(2) fails.
 pub fn lay_over(
     memory: &GuestMemoryMmap,
     backing: &Backing,
@@ -163,15 +175,17 @@ pub fn lay_over(
         }
         last_end = offset + len;
     }
-    // Writing to a page beneath which something is missing would make it one of zeroes for all who map it.
-    let (mapped, copied) = if whole { backing.parted() } else { (backing.rows().to_vec(), Vec::new()) };
+    // In a file that is not whole, no page is copied: a write to a page that is missing in the
+    // memfd would create a page of zeroes for every process that maps it.
+    let (mapped, copied) =
+        if whole { backing.parted() } else { (backing.rows().to_vec(), Vec::new()) };
     let mut parts = Vec::with_capacity(holes.len() + ram.len());
     for (guest, start, size) in ram {
         pages(memory, guest, size, libc::MADV_NOHUGEPAGE)?;
         let end = start + size;
         let mut at = start;
         let inside = holes.iter().filter(|(offset, _)| (start..end).contains(offset));
-        // What lies before each hole, then what lies after the last.
+        // The part before each hole, then the part after the last one.
         for (offset, len) in inside.copied().chain([(end, 0)]) {
             for piece in backing.pieces_with(&mapped, at..offset) {
                 let part = map_part(memory, guest.unchecked_add(piece.offset - start), &piece)?;
@@ -180,7 +194,9 @@ pub fn lay_over(
             for row in within(&copied, at..offset) {
                 let from = u64::from(row.first) * PAGE_SIZE;
                 let until = from + u64::from(row.pages) * PAGE_SIZE;
-                for piece in backing.pieces_with(std::slice::from_ref(row), from.max(at)..until.min(offset)) {
+                for piece in
+                    backing.pieces_with(std::slice::from_ref(row), from.max(at)..until.min(offset))
+                {
                     copy_piece(memory, guest.unchecked_add(piece.offset - start), &piece)?;
                 }
             }
@@ -193,20 +209,22 @@ pub fn lay_over(
     Ok(parts)
 }
 
-/// A part of RAM that is a mapping of the memory file, by its address in this process.
+/// A part of RAM that is a mapping of the memory file.
 #[derive(Debug, Clone, Copy)]
 pub struct Part {
-    /// Its address.
+    /// Its address in this process.
     pub host: u64,
     /// Its length in bytes.
     pub len: u64,
 }
 
-/// A hole from which on its pages are 2 MiB: memory by the hundreds of megabytes that nothing had touched when the snapshot was taken is
-/// there to be filled. Freeing 512 MiB of it took 2.7 ms, munmap(2) of as much in small ones 15.7 (`make bench BENCH=death`, a loaded host).
+/// The size from which a hole gets pages of 2 MiB, in bytes. RAM that nothing had touched when the
+/// snapshot was taken is there to be filled. Freeing 512 MiB of it takes 2.7 ms in large pages,
+/// 15.7 ms in small ones (`make bench BENCH=death`, a loaded host).
 const LARGE_BYTES: u64 = 256 << 20;
 
-/// The size of pages: small ones, because a clone is to cost what it touches, but for large holes.
+/// Sets the page size with `advice`: small pages, because a clone should cost what it touches; huge
+/// pages for large holes.
 fn pages(
     memory: &GuestMemoryMmap,
     at: GuestAddress,
@@ -217,32 +235,42 @@ fn pages(
     let size = usize::try_from(len).map_err(|_| fails(io::ErrorKind::InvalidInput.into()))?;
     let host = memory.get_slice(at, size).map_err(|e| fails(io::Error::other(e)))?;
     let host = host.ptr_guard_mut().as_ptr();
-    // SAFETY: the `size` bytes from `host` are guest memory, as the slice shows. A kernel without huge pages refuses; it then
-    // does what is asked anyway.
+    // SAFETY: the `size` bytes from `host` are guest memory, as the slice shows. The result is
+    // ignored: a kernel without huge pages refuses, and then uses small pages anyway.
     unsafe { libc::madvise(host.cast(), size, advice) };
     Ok(())
 }
 
-/// Those of `rows` that have a page between two places, given in bytes.
+/// The rows of `rows` that have a page in `place`, a range of bytes in a memory file.
 fn within(rows: &[Row], place: Range<u64>) -> impl Iterator<Item = &Row> {
     let page = |number: u32| u64::from(number) * PAGE_SIZE;
     let from = rows.partition_point(|row| page(row.first) + page(row.pages) <= place.start);
     rows[from..].iter().take_while(move |row| page(row.first) < place.end)
 }
 
-/// Copies `piece` to RAM at `at`.
-fn copy_piece(memory: &GuestMemoryMmap, at: GuestAddress, piece: &Piece<'_>) -> Result<(), MemoryError> {
+/// Copies the bytes of `piece` to RAM at `at`.
+fn copy_piece(
+    memory: &GuestMemoryMmap,
+    at: GuestAddress,
+    piece: &Piece<'_>,
+) -> Result<(), MemoryError> {
     let fails = |source| MemoryError::Copy { at: at.0, len: piece.len, source };
     let mut bytes = [0; PAGE];
     for done in (0..piece.len).step_by(PAGE) {
         piece.file.read_exact_at(&mut bytes, piece.at + done).map_err(fails)?;
-        memory.write_slice(&bytes, at.unchecked_add(done)).map_err(|e| fails(io::Error::other(e)))?;
+        memory
+            .write_slice(&bytes, at.unchecked_add(done))
+            .map_err(|e| fails(io::Error::other(e)))?;
     }
     Ok(())
 }
 
 /// Maps `piece` over RAM at `at`.
-fn map_part(memory: &GuestMemoryMmap, at: GuestAddress, piece: &Piece<'_>) -> Result<Part, MemoryError> {
+fn map_part(
+    memory: &GuestMemoryMmap,
+    at: GuestAddress,
+    piece: &Piece<'_>,
+) -> Result<Part, MemoryError> {
     let len = piece.len;
     let fails = |source| MemoryError::Map { at: at.0, len, source };
     let size = usize::try_from(len).map_err(|_| fails(io::ErrorKind::InvalidInput.into()))?;
@@ -251,9 +279,11 @@ fn map_part(memory: &GuestMemoryMmap, at: GuestAddress, piece: &Piece<'_>) -> Re
     let host = host.ptr_guard_mut().as_ptr();
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE | libc::MAP_FIXED;
-    // SAFETY: `host` and the `size` bytes from it lie within one region of `memory`, as the slice shows; nothing refers to
-    // their content yet, and the region's later munmap(2) covers whatever is mapped there.
-    let mapped = unsafe { libc::mmap(host.cast(), size, protection, flags, piece.file.as_raw_fd(), place) };
+    // SAFETY: `host` and the `size` bytes from it lie within one region of `memory`, as the slice
+    // shows. Nothing refers to their content yet. The later munmap(2) of the region covers every
+    // mapping in it.
+    let mapped =
+        unsafe { libc::mmap(host.cast(), size, protection, flags, piece.file.as_raw_fd(), place) };
     if mapped == libc::MAP_FAILED {
         return Err(fails(io::Error::last_os_error()));
     }

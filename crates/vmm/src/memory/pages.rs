@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
-/// A bit for each page of a memory file, and one for each word of these that may have any: what is done with few pages of much RAM takes as long as with few of
-/// little, because a guest stands still meanwhile.
+/// A bitmap with one bit for each page of a memory file, and a summary with one bit for each word
+/// that may have bits set. Sets are used while a guest is paused. The cost of most operations
+/// therefore depends on the pages in the set, not on the size of RAM.
 #[derive(Debug, Clone, Default)]
 pub struct Pages {
     words: Vec<u64>,
@@ -19,7 +20,7 @@ impl PartialEq for Pages {
 impl Eq for Pages {}
 
 impl Pages {
-    /// None of RAM of `memory_bytes`.
+    /// The empty set, for RAM of `memory_bytes`.
     #[must_use]
     pub fn none(memory_bytes: u64) -> Self {
         let words = (memory_bytes / dayfly_units::PAGE_SIZE).div_ceil(64);
@@ -34,7 +35,7 @@ impl Pages {
         }
     }
 
-    /// The places of words that may have any, ascending.
+    /// The indices of words that may have set bits, ascending.
     fn marked(&self) -> impl Iterator<Item = usize> {
         let bits = |(n, mark): (usize, &u64)| {
             let mut mark = *mark;
@@ -51,12 +52,12 @@ impl Pages {
         self.words.get(at).copied().unwrap_or_default()
     }
 
-    /// With a page; one that RAM does not have is none.
+    /// Adds a page; a page outside RAM is ignored.
     pub fn insert(&mut self, page: u64) {
         self.or(usize::try_from(page / 64).unwrap_or(usize::MAX), 1 << (page % 64));
     }
 
-    /// With the pages of `bitmap`, whose first bit is page `first`.
+    /// Adds the pages of `bitmap`, whose first bit is page `first`.
     pub fn insert_bitmap(&mut self, first: u64, bitmap: &[u64]) {
         let (word, shift) = (usize::try_from(first / 64).unwrap_or(usize::MAX), first % 64);
         for (n, bits) in bitmap.iter().enumerate().filter(|(_, bits)| **bits != 0) {
@@ -68,19 +69,19 @@ impl Pages {
         }
     }
 
-    /// With all pages of the other.
+    /// Adds all pages of `other`.
     pub fn insert_all(&mut self, other: &Self) {
         other.marked().for_each(|at| self.or(at, other.word(at)));
     }
 
-    /// Without those of the other.
+    /// Removes all pages of `other`.
     pub fn remove_all(&mut self, other: &Self) {
         for at in other.marked() {
             self.words.get_mut(at).into_iter().for_each(|word| *word &= !other.word(at));
         }
     }
 
-    /// With the shortest gaps between its pages closed, so that there are at most `most` runs of them.
+    /// A copy in which the shortest gaps are filled, so that it has at most `most` runs.
     #[must_use]
     pub fn joined(&self, most: usize) -> Self {
         let mut joined = self.clone();
@@ -95,13 +96,13 @@ impl Pages {
         joined
     }
 
-    /// How many.
+    /// The number of pages.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.marked().map(|at| u64::from(self.word(at).count_ones())).sum()
     }
 
-    /// Pages in a row, ascending.
+    /// The runs of consecutive pages, ascending.
     pub fn runs(&self) -> impl Iterator<Item = Range<u64>> {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -111,11 +112,12 @@ impl Pages {
         })
     }
 
-    /// The first page from `at` on that is in the set.
+    /// The first page of the set at or after `at`.
     fn next(&self, at: u64) -> Option<u64> {
         let word = usize::try_from(at / 64).ok()?;
-        let found =
-            |word: usize, bits: u64| (bits != 0).then(|| word as u64 * 64 + u64::from(bits.trailing_zeros()));
+        let found = |word: usize, bits: u64| {
+            (bits != 0).then(|| word as u64 * 64 + u64::from(bits.trailing_zeros()))
+        };
         if let Some(page) = found(word, self.word(word) & (u64::MAX << (at % 64))) {
             return Some(page);
         }
@@ -135,7 +137,7 @@ impl Pages {
         }
     }
 
-    /// The first page from `at` on that is not.
+    /// The first page at or after `at` that is not in the set.
     fn end(&self, at: u64) -> u64 {
         let mut word = usize::try_from(at / 64).unwrap_or(usize::MAX);
         let mut left = !self.word(word) & (u64::MAX << (at % 64));
@@ -162,7 +164,9 @@ mod tests {
     proptest! {
         #[test]
         fn runs_are_joined_over_the_shortest_gaps(
-            pages in prop::collection::btree_set(0_u64..512, 0..80), others in prop::collection::btree_set(0_u64..512, 0..80), most in 0_usize..40,
+            pages in prop::collection::btree_set(0_u64..512, 0..80),
+            others in prop::collection::btree_set(0_u64..512, 0..80),
+            most in 0_usize..40,
         ) {
             let whole = set(&pages);
             let joined = whole.joined(most);
@@ -170,13 +174,18 @@ mod tests {
             left.remove_all(&joined);
             prop_assert_eq!(left.count(), 0, "nothing is lost");
             prop_assert_eq!(joined.runs().count(), whole.runs().count().min(most.max(1)));
-            // What was closed is no longer than what was left open, and lies between pages.
+            // Filled gaps are no longer than gaps left open, and lie between pages.
             let mut closed = joined.clone();
             closed.remove_all(&whole);
-            let open = joined.runs().zip(joined.runs().skip(1)).map(|(run, next)| next.start - run.end).min();
+            let pairs = joined.runs().zip(joined.runs().skip(1));
+            let open = pairs.map(|(run, next)| next.start - run.end).min();
             let longest = closed.runs().map(|gap| gap.end - gap.start).max();
             prop_assert!(longest.zip(open).is_none_or(|(closed, open)| closed <= open));
-            prop_assert!(closed.runs().all(|gap| gap.start > 0 && pages.contains(&(gap.start - 1)) && pages.contains(&gap.end)));
+            let between = |gap: Range<u64>| {
+                let before = gap.start.checked_sub(1);
+                before.is_some_and(|page| pages.contains(&page)) && pages.contains(&gap.end)
+            };
+            prop_assert!(closed.runs().all(between));
             let mut without = whole.clone();
             without.remove_all(&set(&others));
             prop_assert_eq!(without, set(&(&pages - &others)));
@@ -185,7 +194,10 @@ mod tests {
         #[test]
         fn it_is_a_set(
             pages in prop::collection::btree_set(0_u64..512, 0..80),
-            bitmap in prop::collection::vec(prop_oneof![Just(0), Just(u64::MAX), any::<u64>()], 0..6),
+            bitmap in prop::collection::vec(
+                prop_oneof![Just(0), Just(u64::MAX), any::<u64>()],
+                0..6,
+            ),
             first in 0_u64..300,
         ) {
             let mut set = Pages::none(512 * 4096);
@@ -194,8 +206,11 @@ mod tests {
             set.insert_bitmap(first, &bitmap);
             let mut other = Pages::none(512 * 4096);
             other.insert_all(&set);
-            let bits = (0..).zip(&bitmap).flat_map(|(n, word)| (0..64).filter(move |bit| word >> bit & 1 == 1).map(move |bit| n * 64 + bit));
-            let expected: BTreeSet<u64> = pages.into_iter().chain(bits.map(|bit| first + bit)).filter(|page| *page < 512).collect();
+            let bits = (0..).zip(&bitmap).flat_map(|(n, word)| {
+                (0..64).filter(move |bit| word >> bit & 1 == 1).map(move |bit| n * 64 + bit)
+            });
+            let all = pages.into_iter().chain(bits.map(|bit| first + bit));
+            let expected: BTreeSet<u64> = all.filter(|page| *page < 512).collect();
             prop_assert_eq!(other.count(), expected.len() as u64);
             let runs: Vec<Range<u64>> = other.runs().collect();
             prop_assert!(runs.windows(2).all(|two| two[0].end < two[1].start));

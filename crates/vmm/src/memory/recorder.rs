@@ -1,24 +1,21 @@
-//! The recorder: serves a clone's memory page by page, and notes which it touched.
+//! The recorder: serves a clone's memory page by page, and notes each page that is touched.
 //!
-//! For the rehearsal only: RAM stays anonymous, and every first touch of a page, by the guest, a device or KVM, waits in a
-//! userfaultfd (userfaultfd(2), mode MISSING) until the recorder's thread has copied the page from the snapshot's file. So the
-//! record is exact and in order. A mapping of the file would tell less: the kernel maps sixteen pages at a time.
+//! RAM of a recorded clone stays anonymous. Every first touch of a page, by the guest, a device or
+//! KVM, waits in a userfaultfd (userfaultfd(2), mode MISSING). The recorder's thread then copies
+//! the page from the snapshot's file. The record is therefore exact and in order. A mapping of the
+//! file would show less, because the kernel maps sixteen pages at a time.
 
 use super::backing::Backing;
 use super::dump::PAGE;
-use super::uffd::{
-    MESSAGE_BYTES, UFFD_EVENT_PAGEFAULT, UFFDIO_COPY, UFFDIO_WAKE, UffdioCopy, UffdioRange, check, register,
-};
 use super::working_set::{self, Record, Touch};
 use crate::arch::layout;
-use crate::seccomp::{self, Program};
-use dayfly_units::PAGE_SIZE;
+use crate::seccomp::{Stage, ThreadFilter};
+use dayfly_sys::uffd::{MESSAGE_BYTES, Uffd, faults};
+use dayfly_units::{PAGE_SIZE, sync::lock};
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{self, Read};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::io;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
@@ -29,58 +26,66 @@ struct Job {
     ready: Sender<io::Result<()>>,
 }
 
-/// The thread, and what it has noted.
+/// The recorder's thread and the touches that it has noted.
 #[derive(Debug)]
 pub struct Recorder {
     jobs: Sender<Job>,
-    /// Pages of the memory file in the order of their first touch.
+    /// Pages of the memory file, in the order of their first touch.
     touched: Arc<Mutex<Vec<Touch>>>,
 }
 
 impl Recorder {
-    /// Starts the thread, which waits for its memory.
+    /// Starts the thread, which waits for [`Self::serve`]. In tests there is no `filter`.
     ///
     /// # Errors
     /// When the thread cannot be made.
-    pub fn start(uffd: OwnedFd, filter: Option<Arc<Program>>) -> io::Result<Self> {
+    pub fn start(uffd: Uffd, filter: Option<ThreadFilter>) -> io::Result<Self> {
         let (jobs, waiting) = channel();
         let touched = Arc::<Mutex<Vec<Touch>>>::default();
         let notes = Arc::clone(&touched);
         std::thread::Builder::new().name("recorder".to_owned()).spawn(move || {
-            seccomp::apply(filter.as_deref());
-            if let Err(error) = run(File::from(uffd), &waiting, &notes) {
-                // Whoever waits for a page would wait for ever.
+            if let Some(filter) = &filter {
+                filter.enter(Stage::SetUp);
+            }
+            if let Err(error) = run(&uffd, filter.as_ref(), &waiting, &notes) {
+                // Threads that wait for a page would wait for ever.
                 crate::exit::end(
                     crate::control::ExitReason::Failed,
-                    &format!("serving the pages of a rehearsal: {error}"),
+                    &format!("serving the pages of a recording: {error}"),
                 );
             }
         })?;
         Ok(Self { jobs, touched })
     }
 
-    /// From now on the untouched `memory` gets its pages from `backing`, and each is noted.
+    /// Starts to serve `memory`, which is untouched, with the pages of `backing`.
     ///
     /// # Errors
-    /// What userfaultfd says.
-    pub fn serve(&self, memory: &GuestMemoryMmap, memory_bytes: u64, backing: Backing) -> io::Result<()> {
+    /// The error of userfaultfd(2).
+    pub fn serve(
+        &self,
+        memory: &GuestMemoryMmap,
+        memory_bytes: u64,
+        backing: Backing,
+    ) -> io::Result<()> {
         let (ready, answer) = channel();
         let job = Job { memory: memory.clone(), memory_bytes, backing, ready };
         self.jobs.send(job).map_err(|_| io::ErrorKind::BrokenPipe)?;
         answer.recv().map_err(|_| io::ErrorKind::BrokenPipe)?
     }
 
-    /// What was touched so far, and in which order; written is what differs from `backing` now.
+    /// The pages touched so far, and their order. Pages whose content differs from `backing` count
+    /// as written.
     ///
     /// # Errors
-    /// When a file cannot be read.
+    /// When guest memory or a file cannot be read.
     pub fn record(
         &self,
         memory: &GuestMemoryMmap,
         memory_bytes: u64,
         backing: &Backing,
     ) -> io::Result<Record> {
-        let order = self.touched.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let order = lock(&self.touched).clone();
         let mut pages: Vec<u32> = order.iter().map(|touch| touch.page).collect();
         pages.sort_unstable();
         pages.dedup();
@@ -101,14 +106,19 @@ impl Recorder {
     }
 }
 
-/// Where a region lies in this process, and in the file.
+/// A region's address in this process, its length, and its offset in the memory file, in bytes.
 struct Place {
     host: u64,
     len: u64,
     offset: u64,
 }
 
-fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<Touch>>) -> io::Result<()> {
+fn run(
+    uffd: &Uffd,
+    filter: Option<&ThreadFilter>,
+    jobs: &Receiver<Job>,
+    notes: &Mutex<Vec<Touch>>,
+) -> io::Result<()> {
     let Ok(Job { memory, memory_bytes, backing, ready }) = jobs.recv() else {
         return Ok(()); // the VM ended before it had a guest
     };
@@ -116,12 +126,16 @@ fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<Touch>>) -> io::R
     let registered = (|| {
         for (guest, offset, len) in layout::ram(memory_bytes) {
             let host = memory.get_host_address(guest).map_err(io::Error::other)?.addr() as u64;
-            register(&uffd, host, len)?;
+            uffd.register(host, len)?;
             places.push(Place { host, len, offset });
         }
         Ok(())
     })();
     let failed = registered.is_err();
+    if let Some(filter) = filter {
+        // RAM is registered; the guest runs after the answer.
+        filter.enter(Stage::Guest);
+    }
     let _ = ready.send(registered);
     if failed {
         return Ok(());
@@ -130,17 +144,7 @@ fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<Touch>>) -> io::R
     let mut page = vec![0; PAGE];
     let mut messages = [0; 16 * MESSAGE_BYTES];
     loop {
-        let got = match uffd.read(&mut messages) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            got => got?,
-        };
-        for message in messages[..got].chunks_exact(MESSAGE_BYTES) {
-            let Some(address) = message[16..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes)) else {
-                continue;
-            };
-            if message[0] != UFFD_EVENT_PAGEFAULT {
-                continue;
-            }
+        for address in faults(uffd.read(&mut messages)?) {
             let at = address & !(PAGE_SIZE - 1);
             let Some(place) = places.iter().find(|p| (p.host..p.host + p.len).contains(&at)) else {
                 continue;
@@ -148,34 +152,12 @@ fn run(mut uffd: File, jobs: &Receiver<Job>, notes: &Mutex<Vec<Touch>>) -> io::R
             let offset = place.offset + (at - place.host);
             let Ok(number) = u32::try_from(offset / PAGE_SIZE) else { continue };
             backing.read_page(number, &mut page)?;
-            // Noted first: who touched it goes on with the next line, and may ask for the record.
+            // Noted first: the thread that touched the page runs after the copy and may ask for the
+            // record.
             let us = u32::try_from(began.elapsed().as_micros()).unwrap_or(u32::MAX);
-            notes.lock().unwrap_or_else(PoisonError::into_inner).push(Touch { page: number, us });
-            give(&uffd, at, &page)?;
-        }
-    }
-}
-
-/// Makes `page` the content at `at`, and lets whoever waits for it go on.
-fn give(uffd: &File, at: u64, page: &[u8]) -> io::Result<()> {
-    loop {
-        let src = page.as_ptr().addr() as u64;
-        let mut copy = UffdioCopy { dst: at, src, len: PAGE_SIZE, mode: 0, copy: 0 };
-        // SAFETY: the ioctl reads and writes one struct uffdio_copy; it reads `page`, which is one page long, and fills a
-        // page of guest memory that is missing.
-        let result = check(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_COPY, &raw mut copy) }.into());
-        match result.map_err(|error| (error.raw_os_error(), error)) {
-            Ok(_) => return Ok(()),
-            // The mapping was just changing.
-            Err((Some(libc::EAGAIN), _)) => {}
-            // Somebody else waited for it too, and it is there.
-            Err((Some(libc::EEXIST), _)) => {
-                let mut range = UffdioRange { start: at, len: PAGE_SIZE };
-                // SAFETY: the ioctl reads one struct uffdio_range.
-                check(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WAKE, &raw mut range) }.into())?;
-                return Ok(());
-            }
-            Err((_, error)) => return Err(error),
+            lock(notes).push(Touch { page: number, us });
+            // SAFETY: the page is in guest memory, to which nothing has a reference.
+            unsafe { uffd.give(at, &page)? };
         }
     }
 }
@@ -184,13 +166,15 @@ fn give(uffd: &File, at: u64, page: &[u8]) -> io::Result<()> {
 mod tests {
     use super::super::working_set::Run;
     use super::*;
+    use std::fs::File;
+    use std::os::fd::OwnedFd;
     use std::os::unix::fs::FileExt;
 
     const RAM: u64 = 64 << 20;
 
     #[test]
-    fn what_is_touched_is_noted_page_by_page_and_what_is_written_is_told_from_what_is_read() {
-        let Ok(uffd) = super::super::uffd::open() else {
+    fn touched_pages_are_noted_one_by_one_and_writes_differ_from_reads() {
+        let Ok(uffd) = Uffd::with_kernel_faults() else {
             println!("recorder: no userfaultfd here (not root): nothing was tested");
             return;
         };
@@ -206,7 +190,7 @@ mod tests {
         memory.write_obj(1u8, at(300)).unwrap();
         memory.write_obj(1u8, at(301)).unwrap();
         memory.write_obj(9u8, at(102)).unwrap();
-        // By the kernel, on the way of a disk's data.
+        // A write by the kernel, as of a disk's data.
         let (from, to) = io::pipe().unwrap();
         rustix::io::write(&to, &[5; 10]).unwrap();
         let mut from = File::from(OwnedFd::from(from));

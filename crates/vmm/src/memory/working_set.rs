@@ -1,21 +1,29 @@
-//! The working set: the pages a clone touches first, recorded once and laid ready in every later clone.
+//! The working set: the pages that a clone touches first, recorded once and populated ahead in
+//! every later clone.
 //!
-//! A clone's first seconds are spent in nested page faults: each page costs an exit, and one that is first read and then
-//! written costs two, with an invalidation between them. The *set* of pages repeats from clone to clone (Jaccard 0.93, shared
-//! facts; the idea is Prebaked uVMs, section III: what a resume needs is small and known beforehand). So what a throw-away
-//! clone touches is recorded once ([`super::recorder`]), and every restore that is given the record lays those pages ready
-//! before the guest runs: written ones are copied by MADV_POPULATE_WRITE ([`populate`]), then all of them are mapped in KVM by
-//! KVM_PRE_FAULT_MEMORY ([`map`], Linux 6.11).
+//! A clone spends its first seconds in nested page faults. Each page costs an exit, and a page that
+//! is first read and then written costs two, with an invalidation between them. The set of pages
+//! repeats from clone to clone (Jaccard 0.93, `docs/lab-notes`), so it is small and known
+//! beforehand (Prebaked uVMs, section III).
 //!
-//! A page that is only read in the guest's eyes may still be written in KVM's, a lock taken and given back, a walk through page tables, and
-//! then costs twice. So a second throw-away clone plays the same over a plain private mapping, and the pages that are its own afterwards
-//! ([`super::written`]) count as written too (some hundred more of two thousand; 30 of 143 ms of an emulated host, measured on 6.12).
+//! The pages that a throw-away clone touches are recorded once ([`super::recorder`]). A restore
+//! with the record populates these pages before the guest runs. Written pages are copied by
+//! MADV_POPULATE_WRITE ([`populate`]); then all pages are mapped in KVM by KVM_PRE_FAULT_MEMORY
+//! ([`map`], Linux 6.11).
 //!
-//! The record is a hint: wrong pages cost memory or faults, never correctness. It is sealed all the same, and a damaged one is
-//! refused. Payload, after the seal, all little-endian: u32 count of runs; runs of 8 bytes, u32 first page (byte in the memory file ÷ 4096),
-//! u32 count of pages × 2 + 1 if they were written, ascending, disjoint; then the order of first touches, for each u32 page and u32
-//! microseconds since the restore.
+//! KVM may write a page that the guest only reads: a lock that is taken and released, a walk
+//! through page tables. Such a page costs two faults. A second throw-away clone therefore runs the
+//! same over a private mapping, and its own pages afterwards ([`super::written`]) count as written
+//! too: some hundred more of two thousand (30 of 143 ms of an emulated host, Linux 6.12).
+//!
+//! The record is a hint: wrong pages cost memory or faults, never correctness. It is sealed, and a
+//! damaged record is refused. Payload after the seal, all little-endian:
+//! - u32 count of runs;
+//! - runs of 8 bytes, ascending, disjoint: u32 first page (byte in the memory file ÷ 4096), u32
+//!   count of pages × 2 + 1 if they were written;
+//! - first touches in their order, 8 bytes each: u32 page, u32 microseconds since the restore.
 
+use super::length::file_bytes;
 use super::pre_fault;
 use crate::arch::layout;
 use dayfly_units::PAGE_SIZE;
@@ -27,46 +35,46 @@ use std::io;
 use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 const MAGIC: Magic = *b"DFwset\r\n";
-/// The first version had nothing but the runs.
+/// Version 1 has only the runs.
 const FIRST_VERSION: u32 = 1;
 const VERSION: u32 = 2;
 const RUN_BYTES: usize = 8;
 const WORD_BYTES: usize = 4;
 const TOUCH_BYTES: usize = 8;
-/// The longest payload of a record.
+/// The longest payload of a record, in bytes.
 pub const MAX_BYTES: u64 = 4 << 20;
-/// Half of it for runs, half for their order.
+/// Half of [`MAX_BYTES`] for runs, half for their order.
 const MAX_RUNS: usize = (2 << 20) / RUN_BYTES - 1;
 const MAX_ORDER: usize = (2 << 20) / TOUCH_BYTES;
-/// The longest file.
+/// The longest file, in bytes.
 pub const MAX_FILE_BYTES: u64 = MAX_BYTES + sealed::HEADER_BYTES as u64;
 
-/// Pages in a row that are alike.
+/// Consecutive pages that are all written, or all only read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// The first, counted from the start of the memory file.
+    /// The first page, counted from the start of the memory file.
     pub first: u32,
-    /// How many.
+    /// The number of pages.
     pub pages: u32,
-    /// Whether the guest wrote to them.
+    /// Whether the guest or KVM wrote them.
     pub written: bool,
 }
 
-/// A page's first touch.
+/// The first touch of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Touch {
     /// The page, counted from the start of the memory file.
     pub page: u32,
-    /// When, in microseconds after the restore.
+    /// Microseconds after the restore.
     pub us: u32,
 }
 
-/// What was touched.
+/// The pages that a clone touched.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Record {
-    /// Every page, ascending.
+    /// Every page, ascending, in runs.
     pub runs: Vec<Run>,
-    /// First touches in their order, as far as that is known.
+    /// First touches in their order, as far as the order is known.
     pub order: Vec<Touch>,
 }
 
@@ -76,57 +84,58 @@ pub enum WorkingSetError {
     /// The file could not be read.
     #[error("working set file")]
     Read(#[source] io::Error),
-    /// It is too long.
+    /// The file exceeds [`MAX_FILE_BYTES`].
     #[error("working set file: expected at most {max} bytes, got {got}")]
     Length {
-        /// The most.
+        /// The limit in bytes.
         max: u64,
-        /// Its length.
+        /// The file's length in bytes.
         got: u64,
     },
-    /// It is not what was written.
+    /// The record is damaged or of another format.
     #[error("working set file")]
     Seal(#[from] SealError),
-    /// A run that memory does not have.
+    /// A run that is empty, out of order or outside RAM.
     #[error(
-        "working set file: run {number} at byte {at}: expected ascending pages below {limit}, got {first} + {pages}"
+        "working set file: run {number} at byte {at}: expected ascending pages \
+         below {limit}, got {first} + {pages}"
     )]
     Run {
-        /// Which, from 0.
+        /// The run's number, from 0.
         number: usize,
-        /// Where.
+        /// Its offset in the file, in bytes.
         at: usize,
-        /// Pages of RAM.
+        /// The number of pages of RAM.
         limit: u64,
-        /// Its first page.
+        /// The run's first page.
         first: u32,
-        /// Its length in pages.
+        /// The run's length in pages.
         pages: u32,
     },
-    /// The length of a part.
+    /// A part of the payload has the wrong length.
     #[error("working set file: {what}: expected {expected}, got {got} bytes")]
     Part {
-        /// Which.
+        /// The part.
         what: &'static str,
-        /// What it may be.
+        /// The allowed length.
         expected: String,
-        /// What is there.
+        /// The payload's length in bytes.
         got: usize,
     },
-    /// A page that memory does not have.
+    /// A first touch of a page outside RAM.
     #[error("working set file: order, number {number}: expected a page below {limit}, got {page}")]
     Order {
-        /// Which, from 0.
+        /// The touch's number, from 0.
         number: usize,
-        /// Pages of RAM.
+        /// The number of pages of RAM.
         limit: u64,
-        /// What is there.
+        /// The page.
         page: u32,
     },
 }
 
-/// Runs of `pages`, each with whether it is written, in RAM of `memory_bytes`. None of them crosses from one region to the next: the file
-/// has no hole where the guest's addresses have one.
+/// The runs of `pages` (page → whether it is written) in RAM of `memory_bytes`. No run crosses from
+/// one region to the next, because guest addresses have a hole there that the file does not have.
 #[must_use]
 pub fn runs(pages: &BTreeMap<u32, bool>, memory_bytes: u64) -> Vec<Run> {
     let starts: Vec<u64> = layout::ram(memory_bytes).iter().map(|(_, start, _)| *start).collect();
@@ -134,14 +143,17 @@ pub fn runs(pages: &BTreeMap<u32, bool>, memory_bytes: u64) -> Vec<Run> {
     for (&page, &written) in pages {
         let begins = starts.contains(&(u64::from(page) * PAGE_SIZE));
         match runs.last_mut() {
-            Some(run) if run.first + run.pages == page && run.written == written && !begins => run.pages += 1,
+            Some(run) if run.first + run.pages == page && run.written == written && !begins => {
+                run.pages += 1
+            }
             _ => runs.push(Run { first: page, pages: 1, written }),
         }
     }
     runs
 }
 
-/// All pages of both; written are those that are in either. The order is that of `one`, then of `other`.
+/// Merges two records. A page is written if it is written in either. The order is that of `one`,
+/// then that of `other`.
 #[must_use]
 pub fn merge(one: &Record, other: &Record, memory_bytes: u64) -> Record {
     let mut pages = BTreeMap::new();
@@ -151,27 +163,39 @@ pub fn merge(one: &Record, other: &Record, memory_bytes: u64) -> Record {
         }
     }
     let mut seen = BTreeSet::new();
-    let order =
-        one.order.iter().chain(&other.order).copied().filter(|touch| seen.insert(touch.page)).collect();
+    let order = one
+        .order
+        .iter()
+        .chain(&other.order)
+        .copied()
+        .filter(|touch| seen.insert(touch.page))
+        .collect();
     Record { runs: runs(&pages, memory_bytes), order }
 }
 
 impl Record {
-    /// Every page, those first whose place in the order is known.
+    /// Every page: first those with a known order, then the rest, ascending.
     #[must_use]
     pub fn in_order(&self) -> Vec<u32> {
         let mut seen = BTreeSet::new();
         let rest = self.runs.iter().flat_map(|run| run.first..run.first.saturating_add(run.pages));
-        self.order.iter().map(|touch| touch.page).chain(rest).filter(|page| seen.insert(*page)).collect()
+        self.order
+            .iter()
+            .map(|touch| touch.page)
+            .chain(rest)
+            .filter(|page| seen.insert(*page))
+            .collect()
     }
 }
 
-/// The sealed record; what does not fit is left to page faults.
+/// Encodes and seals the record. Runs and touches beyond the limits are left out; page faults
+/// replace them.
 #[must_use]
 pub fn encode(record: &Record) -> Vec<u8> {
     let Record { runs, order } = record;
     let (runs, order) = (&runs[..runs.len().min(MAX_RUNS)], &order[..order.len().min(MAX_ORDER)]);
-    let mut payload = Vec::with_capacity(WORD_BYTES + runs.len() * RUN_BYTES + order.len() * TOUCH_BYTES);
+    let mut payload =
+        Vec::with_capacity(WORD_BYTES + runs.len() * RUN_BYTES + order.len() * TOUCH_BYTES);
     payload.extend_from_slice(&u32::try_from(runs.len()).unwrap_or(u32::MAX).to_le_bytes());
     for run in runs {
         payload.extend_from_slice(&run.first.to_le_bytes());
@@ -184,7 +208,7 @@ pub fn encode(record: &Record) -> Vec<u8> {
     sealed::seal(&MAGIC, VERSION, &payload)
 }
 
-/// Reads a record for RAM of `memory_bytes`.
+/// Decodes a record for RAM of `memory_bytes`.
 ///
 /// # Errors
 /// [`WorkingSetError`].
@@ -192,17 +216,21 @@ pub fn decode(bytes: &[u8], memory_bytes: u64) -> Result<Record, WorkingSetError
     let (version, payload) = sealed::open(&MAGIC, FIRST_VERSION..=VERSION, MAX_BYTES, bytes)?;
     let limit = memory_bytes / PAGE_SIZE;
     let (words, rest) = payload.as_chunks::<WORD_BYTES>();
-    let part = |what, expected: String| WorkingSetError::Part { what, expected, got: payload.len() };
+    let part =
+        |what, expected: String| WorkingSetError::Part { what, expected, got: payload.len() };
     let words: Vec<u32> = words.iter().map(|word| u32::from_le_bytes(*word)).collect();
-    let (count, words) = match (words.as_slice(), version) {
-        (all, FIRST_VERSION) => (all.len().div_ceil(2), all),
-        ([count, words @ ..], _) => (usize::try_from(*count).unwrap_or(usize::MAX), words),
+    let (count, words, count_bytes) = match (words.as_slice(), version) {
+        (all, FIRST_VERSION) => (all.len().div_ceil(2), all, 0),
+        ([count, words @ ..], _) => {
+            (usize::try_from(*count).unwrap_or(usize::MAX), words, WORD_BYTES)
+        }
         ([], _) => return Err(part("payload", "a count of runs".to_owned())),
     };
     if !rest.is_empty() {
         return Err(part("payload", format!("words of {WORD_BYTES} bytes")));
     }
-    let Some((of_runs, order)) = count.checked_mul(2).and_then(|end| words.split_at_checked(end)) else {
+    let Some((of_runs, order)) = count.checked_mul(2).and_then(|end| words.split_at_checked(end))
+    else {
         return Err(part("runs", format!("{count} of {RUN_BYTES} bytes")));
     };
     let mut next = 0;
@@ -211,7 +239,7 @@ pub fn decode(bytes: &[u8], memory_bytes: u64) -> Result<Record, WorkingSetError
         let (pages, written) = (count >> 1, count & 1 == 1);
         let end = u64::from(first) + u64::from(pages);
         if pages == 0 || u64::from(first) < next || end > limit {
-            let at = sealed::HEADER_BYTES + WORD_BYTES + number * RUN_BYTES;
+            let at = sealed::HEADER_BYTES + count_bytes + number * RUN_BYTES;
             return Err(WorkingSetError::Run { number, at, limit, first, pages });
         }
         next = end;
@@ -229,13 +257,13 @@ pub fn decode(bytes: &[u8], memory_bytes: u64) -> Result<Record, WorkingSetError
     Ok(Record { runs, order })
 }
 
-/// Reads the record in `file`.
+/// Reads and decodes the record in `file`.
 ///
 /// # Errors
 /// [`WorkingSetError`].
 pub fn read(file: &File, memory_bytes: u64) -> Result<Record, WorkingSetError> {
     use std::os::unix::fs::FileExt;
-    let got = file.metadata().map_err(WorkingSetError::Read)?.len();
+    let got = file_bytes(file).map_err(WorkingSetError::Read)?;
     let max = MAX_FILE_BYTES;
     if got > max {
         return Err(WorkingSetError::Length { max, got });
@@ -245,7 +273,7 @@ pub fn read(file: &File, memory_bytes: u64) -> Result<Record, WorkingSetError> {
     decode(&bytes, memory_bytes)
 }
 
-/// The guest's address and the length in bytes of a run.
+/// The guest address and the length in bytes of a run; `None` if the run is not in one region.
 fn place(ram: &[(GuestAddress, u64, u64)], run: &Run) -> Option<(GuestAddress, u64)> {
     let (start, len) = (u64::from(run.first) * PAGE_SIZE, u64::from(run.pages) * PAGE_SIZE);
     let (guest, offset, _) =
@@ -253,7 +281,8 @@ fn place(ram: &[(GuestAddress, u64, u64)], run: &Run) -> Option<(GuestAddress, u
     Some((guest.unchecked_add(start - offset), len))
 }
 
-/// Gives the clone its own copy of the pages that will be written. What cannot be done is left to page faults.
+/// Gives the clone its own copy of the pages that will be written. Failures are left to page
+/// faults.
 pub fn populate(memory: &GuestMemoryMmap, memory_bytes: u64, runs: &[Run]) {
     let ram = layout::ram(memory_bytes);
     for run in runs.iter().filter(|run| run.written) {
@@ -261,12 +290,14 @@ pub fn populate(memory: &GuestMemoryMmap, memory_bytes: u64, runs: &[Run]) {
         let Ok(size) = usize::try_from(len) else { continue };
         let Ok(slice) = memory.get_slice(guest, size) else { continue };
         let host = slice.ptr_guard_mut().as_ptr();
-        // SAFETY: the `size` bytes from `host` are guest memory, as the slice shows; populating changes no content.
+        // SAFETY: the `size` bytes from `host` are guest memory, as the slice shows; populating
+        // changes no content.
         unsafe { libc::madvise(host.cast(), size, libc::MADV_POPULATE_WRITE) };
     }
 }
 
-/// Maps the pages of `runs` for the guest, where KVM can. `vcpu` has its registers and does not run yet.
+/// Maps the pages of `runs` for the guest, if KVM can. `vcpu` has its registers and does not run
+/// yet.
 pub fn map(memory_bytes: u64, runs: &[Run], vcpu: &VcpuFd) {
     let ram = layout::ram(memory_bytes);
     for (guest, len) in runs.iter().filter_map(|run| place(&ram, run)) {
@@ -317,13 +348,23 @@ mod tests {
     #[test]
     fn runs_outside_memory_or_out_of_order_are_refused() {
         let run = |first, pages| Run { first, pages, written: false };
-        for bad in [vec![run(16_384, 1)], vec![run(0, 0)], vec![run(5, 2), run(6, 1)], vec![run(u32::MAX, 9)]]
-        {
+        for bad in [
+            vec![run(16_384, 1)],
+            vec![run(0, 0)],
+            vec![run(5, 2), run(6, 1)],
+            vec![run(u32::MAX, 9)],
+        ] {
             let bad = Record { runs: bad, order: Vec::new() };
-            assert!(matches!(decode(&encode(&bad), RAM), Err(WorkingSetError::Run { .. })), "{bad:?}");
+            assert!(
+                matches!(decode(&encode(&bad), RAM), Err(WorkingSetError::Run { .. })),
+                "{bad:?}"
+            );
         }
         let bad = Record { order: touches(&[3, 16_384]), ..sample() };
-        assert!(matches!(decode(&encode(&bad), RAM), Err(WorkingSetError::Order { number: 1, .. })));
+        assert!(matches!(
+            decode(&encode(&bad), RAM),
+            Err(WorkingSetError::Order { number: 1, .. })
+        ));
     }
 
     #[test]
@@ -332,7 +373,10 @@ mod tests {
             let payload: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
             decode(&sealed::seal(&MAGIC, VERSION, &payload), RAM)
         };
-        assert_eq!(sealed(&[1, 5, 2 << 1]).unwrap().runs, [Run { first: 5, pages: 2, written: false }]);
+        assert_eq!(
+            sealed(&[1, 5, 2 << 1]).unwrap().runs,
+            [Run { first: 5, pages: 2, written: false }]
+        );
         for bad in [&[][..], &[1], &[1, 5], &[u32::MAX, 5, 2], &[1 << 31, 0, 0], &[1, 5, 4, 9]] {
             assert!(matches!(sealed(bad), Err(WorkingSetError::Part { .. })), "{bad:?}");
         }
@@ -340,12 +384,27 @@ mod tests {
 
     #[test]
     fn a_record_of_the_first_version_has_no_order() {
-        let payload: Vec<u8> = [5_u32, (2 << 1) | 1].iter().flat_map(|word| word.to_le_bytes()).collect();
+        let payload: Vec<u8> =
+            [5_u32, (2 << 1) | 1].iter().flat_map(|word| word.to_le_bytes()).collect();
         let read = |payload: &[u8]| decode(&sealed::seal(&MAGIC, FIRST_VERSION, payload), RAM);
         let runs = vec![Run { first: 5, pages: 2, written: true }];
         assert_eq!(read(&payload).unwrap(), Record { runs, order: Vec::new() });
         assert!(matches!(read(&payload[..4]), Err(WorkingSetError::Part { .. })));
         assert!(matches!(read(&payload[..7]), Err(WorkingSetError::Part { .. })));
+    }
+
+    #[test]
+    fn a_bad_run_is_reported_at_its_offset_in_both_versions() {
+        let place = |version, words: &[u32]| {
+            let payload: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+            match decode(&sealed::seal(&MAGIC, version, &payload), RAM) {
+                Err(WorkingSetError::Run { number, at, .. }) => (number, at),
+                other => panic!("{other:?}"),
+            }
+        };
+        let bad = [5, 2 << 1, 6, 1 << 1];
+        assert_eq!(place(FIRST_VERSION, &bad), (1, sealed::HEADER_BYTES + 8));
+        assert_eq!(place(VERSION, &[2, 5, 2 << 1, 6, 1 << 1]), (1, sealed::HEADER_BYTES + 12));
     }
 
     #[test]
@@ -356,16 +415,22 @@ mod tests {
     #[test]
     fn a_merged_record_has_the_pages_of_both_and_what_either_wrote() {
         let run = |first, pages, written| Run { first, pages, written };
-        let of = |runs: &[Run], order: &[u32]| Record { runs: runs.to_vec(), order: touches(order) };
+        let of =
+            |runs: &[Run], order: &[u32]| Record { runs: runs.to_vec(), order: touches(order) };
         let touched = of(&[run(0, 4, false), run(9, 1, true)], &[9, 2, 0]);
         let wrote = of(&[run(2, 1, true), run(20, 2, true)], &[21, 2]);
-        let expected =
-            [run(0, 2, false), run(2, 1, true), run(3, 1, false), run(9, 1, true), run(20, 2, true)];
+        let expected = [
+            run(0, 2, false),
+            run(2, 1, true),
+            run(3, 1, false),
+            run(9, 1, true),
+            run(20, 2, true),
+        ];
         let merged = merge(&touched, &wrote, RAM);
         assert_eq!(merged.runs, expected);
         assert_eq!(merged.in_order()[..4], [9, 2, 0, 21]);
         assert_eq!(merge(&touched, &Record::default(), RAM), touched);
-        // Across the hole below 4 GiB a run ends.
+        // A run ends at the hole below 4 GiB.
         let large = 8 << 30;
         let (_, below, _) = layout::ram(large)[1];
         let at = u32::try_from(below / PAGE_SIZE).unwrap();
@@ -375,9 +440,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_sealed_payload_is_read_or_refused(payload in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn any_sealed_payload_is_read_or_refused(
+            payload in proptest::collection::vec(any::<u8>(), 0..200),
+        ) {
             if let Ok(record) = decode(&sealed::seal(&MAGIC, VERSION, &payload), RAM) {
-                prop_assert!(record.runs.iter().all(|r| u64::from(r.first) + u64::from(r.pages) <= RAM / PAGE_SIZE));
+                let end = |r: &Run| u64::from(r.first) + u64::from(r.pages);
+                prop_assert!(record.runs.iter().all(|r| end(r) <= RAM / PAGE_SIZE));
             }
         }
     }

@@ -1,15 +1,18 @@
-//! Which pages of RAM this process writes to by itself, for its devices, while RAM is copied beneath a running guest.
+//! The pages of RAM that this process writes itself, for its devices, while RAM is copied under a
+//! running guest.
 //!
-//! KVM tells what vCPUs write; it knows nothing of a disk's data that a device thread reads straight into a guest's buffer.
+//! KVM logs the writes of vCPUs. It does not see a disk's data that the device thread reads into a
+//! guest's buffer.
 
+use dayfly_units::sync::lock;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 const PAGE: usize = 4096;
 
-/// Pages by their addresses in this process, divided by their size.
+/// A set of pages: addresses in this process, divided by the page size.
 #[derive(Debug, Default)]
 pub struct Writes {
     watched: AtomicBool,
@@ -18,18 +21,19 @@ pub struct Writes {
 
 impl Writes {
     fn pages(&self) -> MutexGuard<'_, BTreeSet<usize>> {
-        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.pages)
     }
 
-    /// From now on writes are noted, or not any more. What was noted before is forgotten.
+    /// Starts or stops noting writes, and forgets the writes noted before.
     pub fn watch(&self, watched: bool) {
         self.pages().clear();
         self.watched.store(watched, Ordering::SeqCst);
-        // Who writes looks at the flag afterwards: he sees it, or whoever reads from here on sees what he wrote.
+        // Pairs with the fence in `note`. A writer reads the flag after its write: either it sees
+        // the flag, or a reader of the page after this fence sees the write.
         fence(Ordering::SeqCst);
     }
 
-    /// These addresses were written to.
+    /// Notes that these address ranges were written.
     pub fn note(&self, written: impl Iterator<Item = Range<usize>>) {
         fence(Ordering::SeqCst);
         if self.watched.load(Ordering::SeqCst) {
@@ -40,7 +44,7 @@ impl Writes {
         }
     }
 
-    /// What was noted since the last call.
+    /// The pages noted since the last call.
     #[must_use]
     pub fn take(&self) -> BTreeSet<usize> {
         std::mem::take(&mut *self.pages())

@@ -1,167 +1,159 @@
-//! Which system calls each kind of thread may make (seccomp(2)); everything else is the end of the VM, with a record that
-//! names the call.
+//! The system calls that each kind of thread may make (seccomp(2)). Any other call, and any
+//! argument outside its bounds, ends the process: the kernel kills it with SIGSYS.
 //!
-//! Four kinds: vCPU threads run the guest, so they may ask of KVM only KVM_RUN, KVM_KVMCLOCK_CTRL and registers for a last
-//! message; the device thread moves bytes between guest memory, disks and sockets; the main thread serves the control socket,
-//! loads and saves; the recorder of a rehearsal gives pages. The filters are applied after all set-up: no thread may open a file, map memory executable, or start another
-//! process or thread.
+//! The kernel kills, instead of a SIGSYS handler that ends the process, because a process that its
+//! guest took over could change its handler's data and stack, and go on. The daemon reads the
+//! signal from the VMM's pidfd (`dayfly_host::process`), so the cause is known all the same.
+//!
+//! There are four kinds of thread:
+//! - A vCPU thread runs the guest. Of KVM's ioctls it may call KVM_RUN, and read registers for a
+//!   last message.
+//! - The device thread moves bytes between guest memory, disks and sockets.
+//! - The main thread serves the control socket, loads and saves.
+//! - The recorder's thread gives pages to a clone whose working set is recorded.
+//!
+//! Each thread has two filters, one after the other:
+//!
+//! ```text
+//!         set-up filter                           guest filter, stacked
+//! start ────────────────▶ set-up: becomes the user ───────────────────▶ guest: vCPUs may run
+//!                         maps memory, loads state
+//! ```
+//!
+//! The kernel applies both, so the guest filter only takes away what set-up alone needs. No thread
+//! may open a file, map a file or memory that is executable, or start a process or thread, once
+//! the guest can run.
 
+mod bound;
+mod call;
+mod calls;
+mod main_calls;
+mod requests;
 mod tree;
 
+pub use bound::{Bound, Width};
+pub use call::{Call, Stage, Thread};
+pub use calls::calls;
 pub use tree::TreeError;
 
-use crate::memory::lazy;
-use crate::virtio;
+use std::io;
 use std::sync::Arc;
-use tree::{Calls, Condition};
+use tree::{Calls, When};
 
 /// A compiled filter.
 pub type Program = seccompiler::BpfProgram;
 
-/// One filter for each kind of thread.
+/// The two filters of a kind of thread.
+#[derive(Debug, Clone)]
+pub struct ThreadFilter {
+    set_up: Arc<Program>,
+    guest: Arc<Program>,
+}
+
+/// The filters of all kinds of thread.
 #[derive(Debug, Clone)]
 pub struct Filters {
-    /// For vCPU threads.
-    pub vcpu: Option<Arc<Program>>,
-    /// For the device thread.
-    pub devices: Option<Arc<Program>>,
-    /// For the main thread.
-    pub main: Option<Arc<Program>>,
-    /// For the recorder's thread.
-    pub recorder: Option<Arc<Program>>,
+    /// Filters of vCPU threads.
+    pub vcpu: ThreadFilter,
+    /// Filters of the device thread.
+    pub devices: ThreadFilter,
+    /// Filters of the main thread.
+    pub main: ThreadFilter,
+    /// Filters of the recorder's thread.
+    pub recorder: ThreadFilter,
 }
 
-/// A filter could not be made.
+/// A filter could not be made; the text is the kind of thread.
 #[derive(Debug, thiserror::Error)]
-#[error("seccomp filter of {0} threads")]
-pub struct FilterError(&'static str, #[source] TreeError);
+#[error("seccomp filter of {0:?} threads")]
+pub struct FilterError(Thread, #[source] TreeError);
 
-// ioctl(2) requests of KVM (include/uapi/linux/kvm.h); the type is 0xAE.
-const KVM_RUN: u32 = 0xae80;
-const KVM_GET_REGS: u32 = 0x8090_ae81;
-const KVM_GET_SREGS: u32 = 0x8138_ae83;
-const KVM_TYPE: u32 = 0xae;
-const FIONBIO: u32 = 0x5421;
-const AF_UNIX: u32 = 1;
-
-/// The 32 bits of an ioctl's number.
-#[expect(clippy::cast_possible_truncation, reason = "as the kernel takes it: unsigned int")]
-const fn low(request: u64) -> u32 {
-    request as u32
-}
-
-/// Calls that every thread needs: memory, locks, time, its end.
-const EVERYONE: &[i64] = &[
-    libc::SYS_brk,
-    libc::SYS_clock_gettime,
-    libc::SYS_close,
-    libc::SYS_exit,
-    libc::SYS_exit_group,
-    libc::SYS_futex,
-    libc::SYS_getpid,
-    libc::SYS_getrandom,
-    libc::SYS_gettid,
-    libc::SYS_gettimeofday,
-    libc::SYS_madvise,
-    libc::SYS_mremap,
-    libc::SYS_munmap,
-    libc::SYS_restart_syscall,
-    libc::SYS_rt_sigprocmask,
-    libc::SYS_rt_sigreturn,
-    libc::SYS_sched_yield,
-    libc::SYS_sigaltstack,
-    libc::SYS_tgkill,
-    libc::SYS_write,
-];
-
-/// What a thread of the crew calls once, to become the VM's user ([`crate::crew`]); without capabilities these change nothing.
-const BECOME_USER: &[i64] =
-    &[libc::SYS_capset, libc::SYS_setgroups, libc::SYS_setresgid, libc::SYS_setresuid];
-
-/// What the main thread needs besides [`EVERYONE`] and [`virtio::CONTROL_SYSCALLS`]: its sockets, and writing a snapshot.
-const MAIN: &[i64] = &[
-    libc::SYS_accept4,
-    libc::SYS_copy_file_range,
-    libc::SYS_fallocate,
-    libc::SYS_fcntl,
-    libc::SYS_fstat,
-    libc::SYS_ftruncate,
-    libc::SYS_lseek,
-    libc::SYS_newfstatat,
-    libc::SYS_poll,
-    libc::SYS_ppoll,
-    libc::SYS_pread64,
-    libc::SYS_pwrite64,
-    libc::SYS_read,
-    libc::SYS_recvfrom,
-    libc::SYS_recvmsg,
-    libc::SYS_sendmsg,
-    libc::SYS_setpriority,
-    libc::SYS_setsockopt,
-    libc::SYS_statx,
-];
-
-/// The low half of `argument` is exactly `value`: no argument that is told apart here has a high one that the kernel looks at.
-const fn equals(argument: u8, value: u32) -> Condition {
-    Condition { argument, mask: u32::MAX, value }
-}
-
-/// The bits of `mask` in `argument` are exactly `value`.
-const fn masked(argument: u8, mask: u32, value: u32) -> Condition {
-    Condition { argument, mask, value }
-}
-
-fn filter(calls: &[&[i64]], ioctls: Vec<Condition>) -> Result<Program, TreeError> {
-    const PROT_EXEC: u32 = 4;
-    let number = |call: i64| u32::try_from(call).map_err(|_| TreeError::Number(call));
+/// The calls that a thread may make in a stage.
+fn allowed(thread: Thread, stage: Stage) -> Result<Calls, TreeError> {
     let mut all = Calls::new();
-    for call in EVERYONE.iter().chain(calls.iter().copied().flatten()) {
-        let conditions = if *call == libc::SYS_socket { vec![equals(0, AF_UNIX)] } else { Vec::new() };
-        all.insert(number(*call)?, conditions);
+    for call in calls().filter(|call| call.is_for(thread, stage)) {
+        let number = u32::try_from(call.number).map_err(|_| TreeError::Number(call.number))?;
+        match all.entry(number).or_insert_with(|| When::Within(Vec::new())) {
+            When::Within(lists) if !call.within.is_empty() => lists.extend(call.within),
+            always => *always = When::Always,
+        }
     }
-    // The allocator maps and protects memory; never executable.
-    all.insert(number(libc::SYS_mmap)?, vec![masked(2, PROT_EXEC, 0)]);
-    all.insert(number(libc::SYS_mprotect)?, vec![masked(2, PROT_EXEC, 0)]);
-    if !ioctls.is_empty() {
-        all.insert(number(libc::SYS_ioctl)?, ioctls);
+    Ok(all)
+}
+
+/// The calls of the set-up that the guest stage forbids, wholly or with some arguments.
+fn narrowed(set_up: &Calls, guest: &Calls) -> Calls {
+    let narrower = |(number, before): (&u32, &When)| {
+        let after = guest.get(number).cloned().unwrap_or(When::Never);
+        (after != *before).then_some((*number, after))
+    };
+    set_up.iter().filter_map(narrower).collect()
+}
+
+impl ThreadFilter {
+    fn new(thread: Thread) -> Result<Self, FilterError> {
+        let failed = |error| FilterError(thread, error);
+        let set_up = allowed(thread, Stage::SetUp).map_err(failed)?;
+        let guest = narrowed(&set_up, &allowed(thread, Stage::Guest).map_err(failed)?);
+        Ok(Self {
+            set_up: Arc::new(tree::compile(&set_up, false).map_err(failed)?),
+            guest: Arc::new(tree::compile(&guest, true).map_err(failed)?),
+        })
     }
-    // What is not allowed traps rather than kills: the handler of SIGSYS writes the exit record, then ends the process.
-    tree::compile(&all)
+
+    /// Applies a stage's filter to the calling thread, for the thread's lifetime. The set-up's
+    /// filter comes first. A failure ends the process, so that nothing runs unfiltered.
+    pub fn enter(&self, stage: Stage) {
+        let program = match stage {
+            Stage::SetUp => &self.set_up,
+            Stage::Guest => &self.guest,
+        };
+        if let Err(error) = install(program) {
+            crate::exit::fail(&InstallError(error));
+        }
+    }
+}
+
+/// A filter could not be installed.
+#[derive(Debug, thiserror::Error)]
+#[error("installing a seccomp filter")]
+struct InstallError(#[source] io::Error);
+
+/// Installs a filter by one seccomp(2). no_new_privs is set already
+/// ([`crate::jail::no_new_privileges`]).
+fn install(program: &Program) -> io::Result<()> {
+    let len = u16::try_from(program.len()).map_err(io::Error::other)?;
+    let program = libc::sock_fprog { len, filter: program.as_ptr().cast_mut().cast() };
+    // SAFETY: the kernel reads `len` instructions from `filter`, and changes nothing.
+    // seccompiler's sock_filter has the layout of the kernel's: u16, u8, u8, u32.
+    let result = unsafe {
+        libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program)
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 impl Filters {
-    /// All of them.
+    /// Compiles the filters of all kinds of thread.
     ///
     /// # Errors
-    /// When one is too long.
+    /// A filter is too long for its jumps.
     pub fn new() -> Result<Self, FilterError> {
-        let non_blocking = equals(1, FIONBIO);
-        let runs = vec![equals(1, KVM_RUN), equals(1, KVM_GET_REGS), equals(1, KVM_GET_SREGS)];
-        let vcpu = filter(&[BECOME_USER, virtio::VCPU_SYSCALLS], runs);
-        let devices = filter(&[BECOME_USER, virtio::DEVICE_LOOP_SYSCALLS], vec![non_blocking]);
-        // The main thread saves: any ioctl of KVM's type; and restores, perhaps memory that a pager fills.
-        let kvm = masked(1, 0xff00, KVM_TYPE << 8);
-        let lazy = equals(1, low(lazy::UFFDIO_REGISTER));
-        let main = filter(&[MAIN, virtio::CONTROL_SYSCALLS], vec![non_blocking, kvm, lazy]);
-        let serves = [lazy::UFFDIO_REGISTER, lazy::UFFDIO_COPY, lazy::UFFDIO_WAKE];
-        let serves = serves.into_iter().map(|request| equals(1, low(request))).collect();
-        let recorder = filter(&[&[libc::SYS_read, libc::SYS_pread64]], serves);
-        let named = |kind, program: Result<Program, _>| {
-            program.map(|p| Some(Arc::new(p))).map_err(|e| FilterError(kind, e))
-        };
         Ok(Self {
-            vcpu: named("vCPU", vcpu)?,
-            devices: named("device", devices)?,
-            main: named("main", main)?,
-            recorder: named("recorder", recorder)?,
+            vcpu: ThreadFilter::new(Thread::Vcpu)?,
+            devices: ThreadFilter::new(Thread::Devices)?,
+            main: ThreadFilter::new(Thread::Main)?,
+            recorder: ThreadFilter::new(Thread::Recorder)?,
         })
     }
-}
 
-/// Applies `filter` to this thread, for ever. A failure is the end of the process: nothing runs unfiltered.
-pub fn apply(filter: Option<&Program>) {
-    let Some(filter) = filter else { return };
-    if let Err(error) = seccompiler::apply_filter(filter) {
-        crate::exit::fail(&error);
+    /// The filters of one kind of thread.
+    #[must_use]
+    pub const fn of(&self, thread: Thread) -> &ThreadFilter {
+        match thread {
+            Thread::Vcpu => &self.vcpu,
+            Thread::Devices => &self.devices,
+            Thread::Main => &self.main,
+            Thread::Recorder => &self.recorder,
+        }
     }
 }

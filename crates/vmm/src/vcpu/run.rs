@@ -1,18 +1,19 @@
-//! The run loop: KVM_RUN and what to do with each exit.
+//! The run loop: KVM_RUN, and the handling of each exit.
 
 use crate::control::ExitReason;
 use crate::exit;
 use crate::platform::Platform;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
-/// What an exit asks for besides going on.
+/// What to do after an exit: enter the guest again, end the VM, or end it as failed.
 enum Then {
     GoOn,
     End(ExitReason, String),
     Broken(String),
 }
 
-/// Runs the guest until KVM_RUN is interrupted (EINTR). Ends the process when the guest or KVM ends the VM.
+/// Runs the guest until KVM_RUN is interrupted (EINTR). Ends the process if the guest or KVM ends
+/// the VM.
 pub fn until_kicked(id: u8, fd: &mut VcpuFd, platform: &Platform) {
     loop {
         let then = match fd.run() {
@@ -32,17 +33,19 @@ pub fn until_kicked(id: u8, fd: &mut VcpuFd, platform: &Platform) {
                 platform.mmio_write(address, data);
                 Then::GoOn
             }
-            Ok(VcpuExit::Shutdown) => Then::End(ExitReason::Reboot, format!("triple fault on vCPU {id}")),
+            Ok(VcpuExit::Shutdown) => {
+                Then::End(ExitReason::Reboot, format!("triple fault on vCPU {id}"))
+            }
             Ok(VcpuExit::SystemEvent(kind, _)) => system_event(kind),
             Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen) => Then::GoOn,
-            Ok(VcpuExit::FailEntry(reason, cpu)) => {
-                Then::Broken(format!("KVM_EXIT_FAIL_ENTRY: hardware reason {reason:#x} on CPU {cpu}"))
-            }
+            Ok(VcpuExit::FailEntry(reason, cpu)) => Then::Broken(format!(
+                "KVM_EXIT_FAIL_ENTRY: hardware reason {reason:#x} on CPU {cpu}"
+            )),
             Ok(VcpuExit::InternalError) => Then::Broken("KVM_EXIT_INTERNAL_ERROR".to_owned()),
             Ok(VcpuExit::MemoryFault { flags, gpa, size }) => Then::Broken(format!(
                 "KVM_EXIT_MEMORY_FAULT: guest address {gpa:#x}, {size:#x} bytes, flags {flags:#x}"
             )),
-            Ok(other) => Then::Broken(format!("an exit nobody expects: {other:?}")),
+            Ok(other) => Then::Broken(format!("an unexpected exit: {other:?}")),
             Err(error) if error.errno() == libc::EINTR => return,
             Err(error) if error.errno() == libc::EAGAIN => Then::GoOn,
             Err(error) => Then::Broken(format!("KVM_RUN: {error}")),
@@ -74,13 +77,13 @@ fn system_event(kind: u32) -> Then {
     }
 }
 
-/// Suberror and data of KVM_EXIT_INTERNAL_ERROR, which kvm-ioctls leaves in the run page.
+/// Suberror and data of KVM_EXIT_INTERNAL_ERROR, which kvm-ioctls leaves in the kvm_run page.
 fn internal_error(fd: &mut VcpuFd) -> String {
     let run = fd.get_kvm_run();
     if run.exit_reason != kvm_bindings::KVM_EXIT_INTERNAL_ERROR {
         return String::new();
     }
-    // SAFETY: the exit reason says that this variant of the union is the valid one; it is plain integers.
+    // SAFETY: the exit reason says that this variant of the union is valid; it is plain integers.
     let internal = unsafe { run.__bindgen_anon_1.internal };
     let count = usize::try_from(internal.ndata).unwrap_or(0).min(internal.data.len());
     let name = match internal.suberror {
@@ -100,8 +103,8 @@ fn registers(fd: &VcpuFd) -> String {
         (Err(error), _) | (_, Err(error)) => return format!("registers cannot be read: {error}"),
     };
     format!(
-        "rip {:#x} rsp {:#x} rflags {:#x} rax {:#x} rbx {:#x} rcx {:#x} rdx {:#x} rsi {:#x} rdi {:#x} \
-         cr0 {:#x} cr2 {:#x} cr3 {:#x} cr4 {:#x} efer {:#x} cs {:#x}",
+        "rip {:#x} rsp {:#x} rflags {:#x} rax {:#x} rbx {:#x} rcx {:#x} rdx {:#x} \
+         rsi {:#x} rdi {:#x} cr0 {:#x} cr2 {:#x} cr3 {:#x} cr4 {:#x} efer {:#x} cs {:#x}",
         regs.rip,
         regs.rsp,
         regs.rflags,

@@ -1,112 +1,114 @@
-//! Everything KVM knows of a vCPU, out and in again.
+//! The state of a vCPU that KVM keeps: saved from one vCPU, loaded into another.
 //!
-//! Orders that matter (`Documentation/virt/kvm/api.rst`, and `facts.md`):
-//! - out: the MP state first (it makes KVM take pending INIT/SIPI in), the events last;
-//! - in: CPUID before everything it governs, SREGS (which holds the APIC base) before the local APIC, the local APIC before
-//!   MSRs; then, when the VM goes on, clocks, deadlines and events ([`super::clocks`]).
+//! Some orders matter (`Documentation/virt/kvm/api.rst`):
+//! - Save: the MP state comes first, because reading it makes KVM process pending INIT and SIPI.
+//!   The events come after all registers and MSRs.
+//! - Load: CPUID comes before all that it governs. SREGS (with the APIC base) come before the local
+//!   APIC, and the local APIC before MSRs. When the VM runs again, clocks, deadlines and events
+//!   follow ([`super::clocks`]).
 //!
-//! There is no nested state: guests get no VMX or SVM ([`crate::arch::cpuid`]). SREGS2 adds only the PDPTRs of 32-bit PAE guests,
-//! which are reloaded from memory.
+//! There is no nested state, because guests get no VMX or SVM ([`crate::arch::cpuid`]). SREGS2 is
+//! not used: it adds only the PDPTRs of 32-bit PAE guests, which KVM reloads from memory.
 
-use super::clocks;
+use super::tsc;
 use crate::arch::cpuid;
 use kvm_bindings::{
-    Msrs, Xsave, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs,
-    kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave, kvm_xsave2,
+    Msrs, Xsave, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry,
+    kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave, kvm_xsave2,
 };
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::fam::FamStruct;
 
-/// The time stamp counter.
+/// The time stamp counter (IA32_TSC).
 pub(super) const MSR_TSC: u32 = 0x10;
-/// The local APIC timer's deadline.
+/// Deadline of the local APIC's timer (IA32_TSC_DEADLINE).
 pub(super) const MSR_TSC_DEADLINE: u32 = 0x6e0;
-/// MSRs that KVM lists and lets be read but may refuse to take back on another host or as they are, and that a guest
-/// does not need: IA32_ARCH_CAPABILITIES and the feature MSRs of a host, read-only there.
+/// MSRs that KVM lists but may refuse to give, or to take back on another host. A guest does not
+/// need them restored, because they describe the host's CPU and its microcode.
 const MAY_BE_REFUSED: &[u32] = &[
     0x10a, // IA32_ARCH_CAPABILITIES
     0x345, // IA32_PERF_CAPABILITIES
     0x8b,  // IA32_BIOS_SIGN_ID
 ];
 
-/// Most MSRs of one vCPU.
+/// Most MSRs of a saved vCPU.
 pub const MAX_MSRS: usize = 1024;
-/// Most CPUID entries of one vCPU.
+/// Most CPUID entries of a saved vCPU.
 pub const MAX_CPUID: usize = kvm_bindings::KVM_MAX_CPUID_ENTRIES;
 /// Most 32-bit words of an XSAVE area: 64 KiB.
 pub const MAX_XSAVE_WORDS: usize = 16 << 10;
 
-/// A vCPU, saved.
+/// The saved state of a vCPU.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct VcpuState {
-    /// CPUID entries.
+    /// CPUID entries (KVM_GET_CPUID2).
     pub cpuid: Vec<kvm_cpuid_entry2>,
-    /// MP state: running, halted, waiting for SIPI.
+    /// MP state: running, halted, or waiting for SIPI.
     pub mp_state: kvm_mp_state,
     /// General registers.
     pub regs: kvm_regs,
     /// Segments, control registers, EFER, APIC base.
     pub sregs: kvm_sregs,
-    /// The XSAVE area as 32-bit words, as long as KVM says (KVM_CAP_XSAVE2).
+    /// The XSAVE area as 32-bit words; KVM_CAP_XSAVE2 gives its length.
     pub xsave: Vec<u32>,
-    /// Extended control registers.
+    /// Extended control registers (XCR0).
     pub xcrs: kvm_xcrs,
     /// Debug registers.
     pub debug: kvm_debugregs,
-    /// The local APIC's page.
+    /// Register page of the local APIC.
     pub lapic: kvm_lapic_state,
-    /// MSRs by number.
+    /// MSRs as `(number, value)`.
     pub msrs: Vec<(u32, u64)>,
-    /// The TSC's frequency as the guest sees it, in kHz.
+    /// Frequency of the guest's TSC, in kHz.
     pub tsc_khz: u32,
-    /// The guest's TSC minus the host's, where KVM tells ([`super::clocks`]).
+    /// The guest's TSC minus the host's, in ticks, if KVM gives it ([`super::clocks`]).
     pub tsc_offset: Option<u64>,
-    /// Pending exceptions, interrupts, NMIs.
+    /// Pending exceptions, interrupts and NMIs.
     pub events: kvm_vcpu_events,
 }
 
 /// Why a vCPU could not be saved or loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    /// An ioctl failed.
+    /// An ioctl failed; the text is its name.
     #[error("vCPU: {0}")]
     Kvm(&'static str, #[source] kvm_ioctls::Error),
-    /// KVM would not give a listed MSR.
+    /// KVM lists this MSR but does not give its value.
     #[error("vCPU: KVM_GET_MSRS: KVM lists MSR {0:#x} but does not give it")]
     MsrGet(u32),
     /// KVM refused an MSR.
     #[error("vCPU: KVM_SET_MSRS: KVM refused MSR {index:#x} = {value:#x}")]
     MsrSet {
-        /// Its number.
+        /// Number of the MSR.
         index: u32,
-        /// The value.
+        /// The value that KVM refused.
         value: u64,
     },
-    /// More of something than there may be.
+    /// A list of the state is longer than its limit.
     #[error("vCPU state: {got} {what}, at most {max}")]
     TooMany {
-        /// Of what.
+        /// The kind of the list's items.
         what: &'static str,
-        /// How many.
+        /// Number of items in the state.
         got: usize,
-        /// How many there may be.
+        /// Most items allowed.
         max: usize,
     },
-    /// An XSAVE area that this host does not have.
+    /// The state's XSAVE area has another length than this host's.
     #[error("vCPU state: XSAVE area of {got} words, this host's KVM has {expected}")]
     Xsave {
-        /// Words of this host.
+        /// 32-bit words of this host's XSAVE area.
         expected: usize,
-        /// Words in the state.
+        /// 32-bit words in the state.
         got: usize,
     },
-    /// A TSC frequency this host cannot give.
+    /// This host can neither provide the saved TSC frequency nor scale to it.
     #[error("vCPU state: TSC of {wanted} kHz, this host has {host} kHz and cannot scale")]
     TscKhz {
-        /// In the state.
+        /// Frequency in the state, in kHz.
         wanted: u32,
-        /// The host's.
+        /// Frequency of this host, in kHz.
         host: u32,
     },
 }
@@ -115,7 +117,7 @@ pub(super) fn on(what: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> StateE
     move |error| StateError::Kvm(what, error)
 }
 
-/// What saving and loading needs to know of this host's KVM; the same for every vCPU.
+/// This host's list of MSRs and its XSAVE length, which are equal for all vCPUs.
 #[derive(Debug, Clone)]
 pub struct HostLimits {
     msrs: Vec<u32>,
@@ -123,26 +125,38 @@ pub struct HostLimits {
 }
 
 impl HostLimits {
-    /// Asks KVM.
-    ///
-    /// # Errors
-    /// When KVM_GET_MSR_INDEX_LIST fails.
-    pub fn new(kvm: &Kvm, vm: &VmFd) -> Result<Self, StateError> {
-        let msrs = kvm.get_msr_index_list().map_err(on("KVM_GET_MSR_INDEX_LIST"))?.as_slice().to_vec();
-        Ok(Self { msrs, xsave_words: xsave_words(vm) })
+    /// `msrs` come from [`msrs`]; asks KVM for the length of the XSAVE area.
+    #[must_use]
+    pub fn new(msrs: Vec<u32>, vm: &VmFd) -> Self {
+        Self { msrs, xsave_words: xsave_words(vm) }
+    }
+
+    /// 32-bit words of this host's XSAVE area, for [`load`].
+    #[must_use]
+    pub const fn xsave_words(&self) -> usize {
+        self.xsave_words
     }
 }
 
-/// Words of an XSAVE area: what KVM says, at least the 4096 bytes of KVM_SET_XSAVE.
+/// The MSRs that KVM saves and loads, which are the same for all VMs of a host.
+///
+/// # Errors
+/// KVM_GET_MSR_INDEX_LIST fails.
+pub fn msrs(kvm: &Kvm) -> Result<Vec<u32>, StateError> {
+    Ok(kvm.get_msr_index_list().map_err(on("KVM_GET_MSR_INDEX_LIST"))?.as_slice().to_vec())
+}
+
+/// 32-bit words of an XSAVE area: what KVM_CAP_XSAVE2 says, but at least the 4096 bytes of
+/// KVM_SET_XSAVE.
 fn xsave_words(vm: &VmFd) -> usize {
     let bytes = usize::try_from(vm.check_extension_int(Cap::Xsave2)).unwrap_or(0);
     bytes.max(size_of::<kvm_xsave>()).div_ceil(4)
 }
 
-/// Reads everything from a vCPU that does not run.
+/// Reads the whole state of a vCPU that does not run.
 ///
 /// # Errors
-/// Naming the ioctl or MSR.
+/// The ioctl or MSR that failed.
 pub fn save(vcpu: &VcpuFd, limits: &HostLimits) -> Result<VcpuState, StateError> {
     let mp_state = vcpu.get_mp_state().map_err(on("KVM_GET_MP_STATE"))?;
     let regs = vcpu.get_regs().map_err(on("KVM_GET_REGS"))?;
@@ -155,7 +169,7 @@ pub fn save(vcpu: &VcpuFd, limits: &HostLimits) -> Result<VcpuState, StateError>
     let msrs = get_msrs(vcpu, &limits.msrs)?;
     let events = vcpu.get_vcpu_events().map_err(on("KVM_GET_VCPU_EVENTS"))?;
     let cpuid = vcpu.get_cpuid2(MAX_CPUID).map_err(on("KVM_GET_CPUID2"))?.as_slice().to_vec();
-    let tsc_offset = clocks::tsc_offset(vcpu);
+    let tsc_offset = tsc::offset(vcpu);
     Ok(VcpuState {
         cpuid,
         mp_state,
@@ -172,11 +186,14 @@ pub fn save(vcpu: &VcpuFd, limits: &HostLimits) -> Result<VcpuState, StateError>
     })
 }
 
-/// Writes everything to a fresh vCPU, except what depends on the moment it goes on ([`super::clocks`]). `has`: what KVM_GET_CPUID2 gave of it, if it
-/// was told a CPUID before.
+/// Writes the state to a fresh vCPU, except what depends on the instant at which the vCPU continues
+/// ([`super::clocks`]).
+///
+/// `has` is the vCPU's CPUID by KVM_GET_CPUID2, if one is set already. An equal CPUID is not set
+/// again.
 ///
 /// # Errors
-/// Naming the ioctl or MSR.
+/// The ioctl or MSR that failed, or the part of `state` that this host cannot take.
 pub fn load(
     vcpu: &VcpuFd,
     state: &VcpuState,
@@ -192,7 +209,7 @@ pub fn load(
         vcpu.set_cpuid2(&entries).map_err(on("KVM_SET_CPUID2"))?;
     }
     let host_khz = vcpu.get_tsc_khz().map_err(on("KVM_GET_TSC_KHZ"))?;
-    // KVM itself takes frequencies within 250 ppm for equal; so do we.
+    // KVM treats frequencies within 250 ppm as equal, and so does this check.
     if host_khz.abs_diff(state.tsc_khz) > host_khz / 4000 {
         let refused = |_| StateError::TscKhz { wanted: state.tsc_khz, host: host_khz };
         vcpu.set_tsc_khz(state.tsc_khz).map_err(refused)?;
@@ -243,8 +260,10 @@ pub(super) fn set_msrs(vcpu: &VcpuFd, values: &[(u32, u64)]) -> Result<(), State
     let mut rest = values;
     while !rest.is_empty() {
         let chunk = &rest[..rest.len().min(kvm_bindings::KVM_MAX_MSR_ENTRIES)];
-        let entries: Vec<_> =
-            chunk.iter().map(|&(index, data)| kvm_msr_entry { index, data, ..Default::default() }).collect();
+        let entries: Vec<_> = chunk
+            .iter()
+            .map(|&(index, data)| kvm_msr_entry { index, data, ..Default::default() })
+            .collect();
         let msrs = Msrs::from_entries(&entries).map_err(|_| too_many_msrs(values.len()))?;
         let done = vcpu.set_msrs(&msrs).map_err(on("KVM_SET_MSRS"))?.min(chunk.len());
         rest = &rest[done..];
@@ -277,8 +296,8 @@ fn xsave_buffer(words: usize) -> Result<Xsave, StateError> {
 
 fn get_xsave(vcpu: &VcpuFd, words: usize) -> Result<Vec<u32>, StateError> {
     let mut area = xsave_buffer(words)?;
-    // SAFETY: the buffer is at least as long as KVM_CAP_XSAVE2 says KVM writes; this process enables no further
-    // features with arch_prctl(2).
+    // SAFETY: the buffer is at least as long as KVM_CAP_XSAVE2 says KVM writes; this process
+    // enables no further features with arch_prctl(2).
     unsafe { vcpu.get_xsave2(&mut area) }.map_err(on("KVM_GET_XSAVE2"))?;
     let mut out = area.as_fam_struct_ref().xsave.region.to_vec();
     out.extend_from_slice(area.as_slice());
@@ -298,16 +317,10 @@ fn set_xsave(vcpu: &VcpuFd, words: &[u32], words_here: usize) -> Result<(), Stat
     unsafe { vcpu.set_xsave2(&area) }.map_err(on("KVM_SET_XSAVE"))
 }
 
-/// Words of an XSAVE area on this host, for [`load`].
-#[must_use]
-pub fn host_xsave_words(vm: &VmFd) -> usize {
-    xsave_words(vm)
-}
-
-/// Whether a decoded state keeps the limits that [`load`] relies on.
+/// Checks that a decoded state keeps the limits that [`load`] relies on.
 ///
 /// # Errors
-/// Naming what exceeds them.
+/// The list that exceeds its limit.
 pub fn check(state: &VcpuState) -> Result<(), StateError> {
     let limits = [
         ("CPUID entries", state.cpuid.len(), MAX_CPUID),

@@ -1,8 +1,8 @@
 //! virtio-blk (virtio 1.2 section 5.2) over a [`Disk`].
 //!
-//! A request is checked whole before a byte moves: its chain ([`super::ring`]), the direction and length of each part,
-//! the sectors, the type. What cannot be done is answered with a status; only a chain without a place for the status
-//! makes the device ask for a reset.
+//! A request is checked whole before a byte moves: its chain ([`super::ring`]), the direction and
+//! length of each part, the sectors, the type. An invalid request is answered with a status. Only a
+//! chain without a byte for the status makes the device ask for a reset.
 
 use super::interrupt::Interrupt;
 use super::ring::{Broken, Chain, Ring};
@@ -15,14 +15,14 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
 /// VIRTIO_ID_BLOCK.
 pub const DEVICE_ID: u32 = VIRTIO_ID_BLOCK;
-/// One queue of 256.
+/// One queue of 256 descriptors.
 pub const QUEUES: &[u16] = &[256];
 
-/// A sector, the unit of addresses and of lengths.
+/// Bytes of a sector, the unit of virtio-blk's addresses and lengths.
 const SECTOR: u64 = 512;
-/// Most data buffers of a request: the queue less header and status.
+/// Most data buffers of a request: the queue's size less header and status.
 const MAX_SEGMENTS: u32 = 254;
-/// The largest buffer a driver may use for data, so that no request moves more than 254 MiB.
+/// Largest data buffer in bytes, so that no request moves more than 254 MiB.
 const MAX_SEGMENT_BYTES: u32 = 1 << 20;
 const MAX_DATA_BYTES: usize = MAX_SEGMENTS as usize * MAX_SEGMENT_BYTES as usize;
 /// Most sectors of one discarded or zeroed range: 2 GiB.
@@ -32,10 +32,10 @@ const MAX_ZERO_RANGES: u32 = 16;
 const HEADER_BYTES: usize = 16;
 const RANGE_BYTES: usize = 16;
 const ID_BYTES: usize = 20;
-/// Bytes of `struct virtio_blk_config` up to and with `write_zeroes_may_unmap`.
+/// Bytes of `struct virtio_blk_config`, up to and including `write_zeroes_may_unmap`.
 const CONFIG_BYTES: usize = 60;
 
-/// The status byte of an answer.
+/// The status byte of an answer (5.2.6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Status {
     Ok = 0,
@@ -43,27 +43,27 @@ enum Status {
     Unsupported = 2,
 }
 
-/// What went wrong on the host, ever.
+/// Failed requests since the device was made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DiskCounters {
     /// Requests that failed because the host's file system is full (ENOSPC, EDQUOT).
     pub no_space: u64,
-    /// Requests that failed by any other error of the host.
+    /// Requests that failed with another error of the host.
     pub host_errors: u64,
-    /// Requests that the device refused.
+    /// Requests that the device refused as invalid or unsupported.
     pub refused: u64,
 }
 
-/// What is saved of a disk beyond its queue; its layers are saved by freezing them.
+/// The saved state of a disk besides its queue. The layers are saved by freezing them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockState {
     /// Size in bytes.
     pub size_bytes: u64,
-    /// Whether there is no writable layer.
+    /// Whether the disk has no writable layer.
     pub read_only: bool,
 }
 
-/// A disk as a device.
+/// A virtio-blk device.
 #[derive(Debug)]
 pub struct Block {
     disk: Disk,
@@ -73,19 +73,19 @@ pub struct Block {
 }
 
 impl Block {
-    /// A device over `disk`, the `number`th of its VM.
+    /// A device over `disk`, which is disk `number` of its VM, from 0.
     #[must_use]
     pub fn new(disk: Disk, number: usize) -> Self {
         let mut id = [0; ID_BYTES];
         let text = format!("dayfly-{number}");
         let length = text.len().min(ID_BYTES);
         id[..length].copy_from_slice(&text.as_bytes()[..length]);
-        // A number past the last that a VM may have is one that the page map notes nothing of.
+        // The page map ignores numbers past the last disk of a VM.
         let number = u8::try_from(number).unwrap_or(u8::MAX);
         Self { disk, number, id, counters: DiskCounters::default() }
     }
 
-    /// What the device can do.
+    /// The features that this device offers, besides the common ones.
     #[must_use]
     pub const fn features(&self) -> u64 {
         let always = 1 << spec::VIRTIO_BLK_F_SIZE_MAX
@@ -108,8 +108,8 @@ impl Block {
         put(0, &(self.disk.size_bytes() / SECTOR).to_le_bytes());
         put(8, &MAX_SEGMENT_BYTES.to_le_bytes());
         put(12, &MAX_SEGMENTS.to_le_bytes());
-        put(20, &512_u32.to_le_bytes()); // blk_size: file systems of 1 KiB blocks must mount
-        put(24, &[3]); // physical_block_exp: 8 logical blocks make a block of ours
+        put(20, &512_u32.to_le_bytes()); // blk_size: a file system of 1 KiB blocks must mount
+        put(24, &[3]); // physical_block_exp: a layer's block is 8 logical blocks
         put(26, &8_u16.to_le_bytes()); // min_io_size
         put(36, &MAX_ZERO_SECTORS.to_le_bytes()); // max_discard_sectors
         put(40, &MAX_ZERO_RANGES.to_le_bytes()); // max_discard_seg
@@ -117,28 +117,28 @@ impl Block {
         put(48, &MAX_ZERO_SECTORS.to_le_bytes()); // max_write_zeroes_sectors
         put(52, &MAX_ZERO_RANGES.to_le_bytes()); // max_write_zeroes_seg
         put(56, &[1]); // write_zeroes_may_unmap
-        super::copy_config(&config, offset, data);
+        super::transport::copy_config(&config, offset, data);
     }
 
-    /// What is saved beyond the queue.
+    /// The state to be saved besides the queue.
     #[must_use]
     pub const fn save(&self) -> BlockState {
         BlockState { size_bytes: self.disk.size_bytes(), read_only: self.disk.read_only() }
     }
 
-    /// What went wrong so far.
+    /// The failures so far.
     #[must_use]
     pub const fn counters(&self) -> DiskCounters {
         self.counters
     }
 
-    /// The disk.
+    /// The disk behind the device.
     pub const fn disk(&mut self) -> &mut Disk {
         &mut self.disk
     }
 
-    /// Serves requests until there are none or `stop` says so, and notes in `pages` what they moved; returns whether some may be
-    /// left.
+    /// Serves requests until there are none or `stop` returns true, and notes in `pages` which
+    /// frames met which blocks. Returns whether requests may be left.
     ///
     /// # Errors
     /// [`Broken`].
@@ -167,8 +167,13 @@ impl Block {
         }
     }
 
-    /// Does a request and writes its status; returns the bytes written to the chain.
-    fn answer(&mut self, chain: &Chain<'_>, features: u64, pages: &mut PageMap) -> Result<u32, Broken> {
+    /// Performs a request and writes its status. Returns the bytes written to the chain.
+    fn answer(
+        &mut self,
+        chain: &Chain<'_>,
+        features: u64,
+        pages: &mut PageMap,
+    ) -> Result<u32, Broken> {
         let Some(data_in) = chain.writable.len().checked_sub(1) else {
             return Err(Broken::Chain { head: chain.head, what: "no place for the status" });
         };
@@ -176,7 +181,8 @@ impl Block {
             Ok(written) => (Status::Ok, written),
             Err(Refusal::Host(error)) => {
                 let full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
-                let counter = if full { &mut self.counters.no_space } else { &mut self.counters.host_errors };
+                let counter =
+                    if full { &mut self.counters.no_space } else { &mut self.counters.host_errors };
                 *counter = counter.saturating_add(1);
                 (Status::IoError, 0)
             }
@@ -186,11 +192,13 @@ impl Block {
             }
         };
         chain.writable.window(data_in, 1).copy_from(&[status as u8]);
-        // The used length counts from the first writable byte: all of the data, or none of it known to be good.
+        // The used length counts from the first writable byte. After a failure no data is known to
+        // be good, so only the status counts.
         Ok(u32::try_from(written.saturating_add(1)).unwrap_or(u32::MAX))
     }
 
-    /// Checks and does a request whose data area for reading has `data_in` bytes; returns how many of these it wrote.
+    /// Checks and performs a request; `data_in` is the number of writable bytes before the status.
+    /// Returns how many of them were written.
     fn request(
         &mut self,
         chain: &Chain<'_>,
@@ -233,9 +241,10 @@ impl Block {
                 if data_in != 0 || !data_out.is_empty() {
                     return Err(Refusal::INVALID);
                 }
-                // Every write is in the host's page cache already, which a snapshot reads, and which outlives this
-                // process. What does not outlive the host's power is the VM itself: its writable layer goes with it, so
-                // waiting for the host's disk would keep a promise to nobody. Publishing a snapshot syncs (store).
+                // A written block is in the host's page cache, which a snapshot reads and which
+                // outlives this process. A loss of the host's power ends the VM together with its
+                // writable layer. So waiting for the host's disk would protect nothing; the store
+                // syncs what a snapshot publishes.
                 Ok(0)
             }
             spec::VIRTIO_BLK_T_GET_ID => {
@@ -254,7 +263,7 @@ impl Block {
         }
     }
 
-    /// The byte at which a transfer of `len` bytes at `sector` begins, if all of it lies on the disk.
+    /// The byte offset of a transfer of `len` bytes at `sector`, if all of it lies on the disk.
     fn place(&self, sector: u64, len: usize) -> Result<u64, Refusal> {
         let len = Some(len).filter(|len| *len <= MAX_DATA_BYTES).map(|len| len as u64);
         let whole = len.filter(|len| len % SECTOR == 0).ok_or(Refusal::INVALID)?;
@@ -265,11 +274,18 @@ impl Block {
         }
     }
 
-    /// DISCARD and WRITE_ZEROES (5.2.6.2): all ranges are checked before the first is done.
-    fn zero_ranges(&mut self, list: &IoList<'_>, data_in: usize, exact: bool) -> Result<usize, Refusal> {
+    /// Performs DISCARD, or WRITE_ZEROES if `exact` (5.2.6.2). All ranges are checked before the
+    /// first one changes.
+    fn zero_ranges(
+        &mut self,
+        list: &IoList<'_>,
+        data_in: usize,
+        exact: bool,
+    ) -> Result<usize, Refusal> {
         const UNMAP: u32 = 1;
         let count = list.len() / RANGE_BYTES;
-        let fits = list.len().is_multiple_of(RANGE_BYTES) && (1..=MAX_ZERO_RANGES as usize).contains(&count);
+        let fits = list.len().is_multiple_of(RANGE_BYTES)
+            && (1..=MAX_ZERO_RANGES as usize).contains(&count);
         if data_in != 0 || !fits || self.disk.read_only() {
             return Err(Refusal::INVALID);
         }
@@ -300,11 +316,11 @@ impl Block {
     }
 }
 
-/// Why a request is not done.
+/// Why a request failed.
 enum Refusal {
-    /// The driver's fault.
+    /// The request is invalid or unsupported.
     Request(Status),
-    /// The host's.
+    /// A call to the host failed.
     Host(io::Error),
 }
 

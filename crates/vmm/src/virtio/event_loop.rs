@@ -1,31 +1,20 @@
-//! The device thread.
+//! The event loop of the device thread.
 
-use super::{DeviceError, DeviceSet, host};
+use super::device::{DeviceError, host};
+use super::set::DeviceSet;
+use super::tokens::{FIRST_SOCKET, LISTENER, TAP, WAKE};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use vmm_sys_util::epoll::{EpollEvent, EventSet};
 
-/// Someone changed something: a pause, a stop, a load.
-pub const WAKE: u64 = 0xffff;
-/// The vsock listener.
-pub const LISTENER: u64 = 0xfffe;
-/// The network device's tap.
-pub const TAP: u64 = 0xfffd;
-/// Sockets of connections have numbers from here up.
-pub const FIRST_SOCKET: u64 = 0x1_0000;
-/// Most events taken at once.
+/// Most events taken from epoll at once.
 const MAX_EVENTS: usize = 64;
 
-/// The number of a queue's kick.
-pub const fn kick_token(slot: usize, queue: usize) -> u64 {
-    (slot as u64) << 8 | queue as u64
-}
-
 impl DeviceSet {
-    /// Serves the devices until [`Self::stop`]: the body of the device thread.
+    /// Serves the devices until [`Self::stop`]; the body of the device thread.
     ///
     /// # Errors
-    /// Only when epoll fails; nothing a guest does ends it.
+    /// epoll fails. Nothing that a guest does ends the loop.
     pub fn run_loop(&self) -> Result<(), DeviceError> {
         let mut events = [EpollEvent::default(); MAX_EVENTS];
         // Devices with work left from the last turn.
@@ -48,7 +37,8 @@ impl DeviceSet {
             for (slot, pending) in self.slots.iter().zip(&mut pending) {
                 let next = slot.deadline();
                 if (*pending || next.is_some_and(|next| next <= now)) && !self.gate.wanted() {
-                    *pending = slot.serve(&self.mem, &self.writes, &self.pages, now, &|| self.gate.wanted());
+                    *pending = slot
+                        .serve(&self.mem, &self.writes, &self.pages, now, &|| self.gate.wanted());
                 }
                 deadline = deadline.into_iter().chain(slot.deadline()).min();
             }
@@ -57,11 +47,11 @@ impl DeviceSet {
         }
     }
 
-    /// Notes what happened.
+    /// Marks in `pending` the devices that `events` concern, and drains the eventfds.
     fn take(&self, events: &[EpollEvent], now: Instant, pending: &mut [bool]) {
         for event in events {
             match event.data() {
-                // The thread passes the gate and looks at what is pending: that is all a wake is for.
+                // The thread has passed the gate again, which is all that a wake is for.
                 WAKE => drop(self.wake.read()),
                 LISTENER => self.vsock_event(pending, |vsock| vsock.accept(now)),
                 TAP => {
@@ -76,9 +66,12 @@ impl DeviceSet {
                 token => {
                     let slot = usize::try_from(token >> 8).unwrap_or(usize::MAX);
                     let queue = usize::try_from(token & 0xff).unwrap_or(usize::MAX);
-                    if let (Some(device), Some(pending)) = (self.slots.get(slot), pending.get_mut(slot)) {
+                    if let (Some(device), Some(pending)) =
+                        (self.slots.get(slot), pending.get_mut(slot))
+                    {
                         *pending = true;
-                        // Cleared before the queue is looked at: a kick after this wakes the thread again.
+                        // Read before the queue is looked at, so that a later kick wakes the thread
+                        // again.
                         device.kicks().get(queue).map(vmm_sys_util::eventfd::EventFd::read);
                     }
                 }
@@ -86,7 +79,7 @@ impl DeviceSet {
         }
     }
 
-    fn vsock_event(&self, pending: &mut [bool], act: impl FnOnce(&mut super::Vsock)) {
+    fn vsock_event(&self, pending: &mut [bool], act: impl FnOnce(&mut super::vsock::Vsock)) {
         let mut act = Some(act);
         for (slot, pending) in self.slots.iter().zip(pending) {
             let done = slot.with_vsock(|vsock| act.take().map(|act| act(vsock)));
@@ -95,7 +88,7 @@ impl DeviceSet {
     }
 }
 
-/// How long to sleep: up to the deadline, rounded up; −1 without one.
+/// The timeout for epoll: milliseconds up to the deadline, rounded up; −1 without a deadline.
 fn milliseconds(deadline: Option<Instant>, now: Instant) -> i32 {
     let Some(deadline) = deadline else { return -1 };
     let left = deadline.saturating_duration_since(now) + Duration::from_millis(1);

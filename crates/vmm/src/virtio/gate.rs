@@ -1,14 +1,16 @@
 //! Stopping the device thread between two requests.
 //!
 //! ```text
-//! running ──pause──▶ pausing: the thread finishes the request it is at ──▶ paused ──resume──▶ running
+//! running ──pause──▶ pausing: the thread finishes its request ──▶ paused ──resume──▶ running
 //! any ──stop──▶ stopping: the thread leaves its loop
 //! ```
-//! The thread asks [`Gate::enter`] before it touches a device and says [`Gate::leave`] after. `pause` returns once it
-//! has left, and it cannot enter again before `resume`: what it has learned of in the meantime it serves then.
+//! The device thread calls [`Gate::enter`] before it touches a device and [`Gate::leave`] after.
+//! `pause` returns once the thread has left. The thread cannot enter again before `resume`, and
+//! then serves the events of the meantime.
 
+use dayfly_units::sync::lock;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 #[derive(Debug, Default)]
@@ -19,23 +21,18 @@ struct State {
     stopping: bool,
 }
 
-/// The gate.
+/// The gate between the device thread and the threads that pause it.
 #[derive(Debug, Default)]
 pub struct Gate {
     state: Mutex<State>,
     changed: Condvar,
-    /// Whether the thread should come out soon; only a hint.
+    /// Whether the device thread should leave soon. Only a hint, read without the lock.
     wanted: AtomicBool,
 }
 
-/// Takes a lock; a thread that panicked holding it left data that is still of the right types.
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Gate {
-    /// Waits until devices may be touched; returns the device clock, which stands still while paused, or `None` when
-    /// the thread is to end.
+    /// Waits until devices may be touched. Returns the device clock, which stands still while
+    /// paused, or `None` if the thread must end.
     pub fn enter(&self) -> Option<Instant> {
         let mut state = lock(&self.state);
         while state.paused_since.is_some() && !state.stopping {
@@ -49,18 +46,18 @@ impl Gate {
         Some(now.checked_sub(state.paused_before).unwrap_or(now))
     }
 
-    /// No device is being touched any more.
+    /// Reports that the device thread touches no device any more.
     pub fn leave(&self) {
         lock(&self.state).serving = false;
         self.changed.notify_all();
     }
 
-    /// Whether someone wants the thread to leave.
+    /// Whether another thread wants the device thread to leave.
     pub fn wanted(&self) -> bool {
         self.wanted.load(Ordering::Relaxed)
     }
 
-    /// Returns when nothing is in flight. Idempotent.
+    /// Waits until no request is in flight. Idempotent.
     pub fn pause(&self) {
         let mut state = lock(&self.state);
         state.paused_since.get_or_insert_with(Instant::now);
@@ -70,7 +67,7 @@ impl Gate {
         }
     }
 
-    /// Lets the thread go on. Idempotent.
+    /// Lets the device thread enter again. Idempotent.
     pub fn resume(&self) {
         let mut state = lock(&self.state);
         if let Some(since) = state.paused_since.take() {
@@ -80,14 +77,14 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// Ends the thread, paused or not.
+    /// Ends the device thread, paused or not.
     pub fn stop(&self) {
         lock(&self.state).stopping = true;
         self.wanted.store(true, Ordering::Relaxed);
         self.changed.notify_all();
     }
 
-    /// Whether it is paused.
+    /// Whether the gate is paused.
     pub fn paused(&self) -> bool {
         lock(&self.state).paused_since.is_some()
     }
@@ -112,7 +109,11 @@ mod tests {
                 gate.pause();
                 paused.send(()).unwrap();
             });
-            assert_eq!(is_paused.recv_timeout(SHORT), Err(RecvTimeoutError::Timeout), "still inside");
+            assert_eq!(
+                is_paused.recv_timeout(SHORT),
+                Err(RecvTimeoutError::Timeout),
+                "still inside"
+            );
             assert!(gate.wanted(), "the thread is asked to come out");
             gate.leave();
             is_paused.recv_timeout(LONG).unwrap();

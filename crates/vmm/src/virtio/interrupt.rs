@@ -1,4 +1,4 @@
-//! A device's interrupt: the status the driver reads and acknowledges, and the line.
+//! A device's interrupt: the status that the driver reads and acknowledges, and the line.
 
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,7 +9,8 @@ pub const USED_BUFFER: u32 = 1;
 /// The configuration or the device's status changed (bit 1).
 pub const CONFIG_CHANGE: u32 = 2;
 
-/// InterruptStatus and an edge-triggered line. Free of locks: a vCPU acknowledges while the device works.
+/// InterruptStatus and an edge-triggered line. Neither needs a lock, so a vCPU can acknowledge
+/// while the device works.
 #[derive(Debug)]
 pub struct Interrupt {
     status: AtomicU32,
@@ -17,27 +18,27 @@ pub struct Interrupt {
 }
 
 impl Interrupt {
-    /// No interrupt pending.
+    /// A device's interrupt, not pending.
     ///
     /// # Errors
-    /// What `eventfd2(2)` says.
+    /// `eventfd2(2)` fails.
     pub fn new() -> io::Result<Self> {
         Ok(Self { status: AtomicU32::new(0), line: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)? })
     }
 
-    /// What KVM_IRQFD is told to watch.
+    /// The eventfd that KVM_IRQFD watches.
     pub const fn line(&self) -> &EventFd {
         &self.line
     }
 
-    /// Sets bits of the status, then raises the line.
+    /// Sets `bits` in the status, then raises the line.
     pub fn raise(&self, bits: u32) {
         self.status.fetch_or(bits, Ordering::SeqCst);
         self.edge();
     }
 
-    /// Raises the line again where the driver has not acknowledged everything: an edge may have been lost between
-    /// save and load. One too many is harmless, the driver finds what it has to do by the status.
+    /// Raises the line again if the driver has not acknowledged everything, because an edge may be
+    /// lost between save and load. A surplus edge is harmless: the driver reads the status.
     pub fn raise_again(&self) {
         if self.status() != 0 {
             self.edge();
@@ -45,21 +46,22 @@ impl Interrupt {
     }
 
     fn edge(&self) {
-        // Fails only where the counter is at its end, and then the line is raised already.
+        // The write fails only if the counter is at its maximum, and then the line is raised
+        // already.
         let _ = self.line.write(1);
     }
 
-    /// InterruptStatus.
+    /// Value of InterruptStatus.
     pub fn status(&self) -> u32 {
         self.status.load(Ordering::SeqCst)
     }
 
-    /// InterruptACK.
+    /// Clears `bits`: the driver wrote them to InterruptACK.
     pub fn acknowledge(&self, bits: u32) {
         self.status.fetch_and(!bits, Ordering::SeqCst);
     }
 
-    /// Reset, and load.
+    /// Sets the status, for reset and load, without raising the line.
     pub fn set_status(&self, bits: u32) {
         self.status.store(bits, Ordering::SeqCst);
     }

@@ -1,18 +1,22 @@
-//! virtio-net (virtio 1.2 section 5.1) over a tap of the host's: one receive queue, one transmit queue.
+//! virtio-net (virtio 1.2 section 5.1) over a tap of the host: one receive queue, one transmit
+//! queue.
 //!
-//! A device has no **link** until it gets one ([`Net::connect`]): until then nothing is received, and what the driver transmits
-//! is lost. So no packet of a clone passes before who made it says that it is who it is to be: neither what its parent had
-//! queued, nor what its programs send while it is still becoming somebody. And a link lets out only what comes from its own
-//! address. That is for honest guests: one that changes a packet while it is checked, or has taken
-//! this process over, is held by the reverse-path filter of the tap's other end.
+//! A device has no **link** until [`Net::connect`]. Until then the device receives nothing, and
+//! every packet that the driver transmits is lost. So no packet of a clone passes before the daemon
+//! has given the clone its identity. That holds for packets that the parent had queued, and for
+//! packets that the clone's programs send early.
 //!
-//! Checksums and segmentation are the host's: the tap has a header of [`HEADER_BYTES`] and its offloads set (TUNSETVNETHDRSZ,
-//! TUNSETOFFLOAD) before it comes here.
+//! A link lets out only packets from the guest's own address. This check serves honest guests. The
+//! reverse-path filter at the tap's other end stops a guest that changes a packet during the check,
+//! or has taken over this process.
+//!
+//! The host does checksums and segmentation: the tap arrives with a header of [`HEADER_BYTES`] and
+//! its offloads set (TUNSETVNETHDRSZ, TUNSETOFFLOAD).
 
 use super::bucket::Bucket;
-use super::event_loop::TAP;
 use super::interrupt::Interrupt;
 use super::ring::{Broken, Chain, Ring};
+use super::tokens::TAP;
 use crate::config::LinkConfig;
 use crate::memory::writes::Writes;
 use std::net::Ipv4Addr;
@@ -27,26 +31,28 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 /// VIRTIO_ID_NET.
 pub const DEVICE_ID: u32 = VIRTIO_ID_NET;
-/// receiveq1 and transmitq1 (5.1.2).
+/// receiveq1 and transmitq1 (5.1.2), of 256 descriptors each.
 pub const QUEUES: &[u16] = &[256, 256];
-/// The place of the transmit queue; the driver kicks it for each packet, the other hardly ever.
+/// Index of the transmit queue. The driver kicks it for each packet, and the receive queue rarely.
 pub const TRANSMIT: usize = 1;
-/// struct virtio_net_hdr of VERSION_1 (5.1.6).
+/// Bytes of struct virtio_net_hdr with VERSION_1 (5.1.6).
 pub const HEADER_BYTES: usize = 12;
-/// The longest packet with its header: 64 KiB of IP behind an Ethernet header with a VLAN tag.
+/// The longest packet in bytes, with its header: 64 KiB of IP behind an Ethernet header with a VLAN
+/// tag.
 const PACKET_BYTES: usize = HEADER_BYTES + 65536 + 18;
-/// Room for one. So large that the allocator maps it: what no packet was long enough for takes no memory.
+/// Bytes of the packet buffer. An allocation of this size is mapped, so pages that no packet
+/// reaches take no memory.
 const ROOM_BYTES: usize = 256 << 10;
-/// Packets of each direction served in one turn; then other devices have theirs.
+/// Packets of each direction that are served before other devices have their turn.
 const TURN: usize = 64;
 /// Bytes of configuration: the MAC, a status that is not offered, one pair of queues.
 const CONFIG_BYTES: usize = 10;
-/// The MAC of a device that never had a link.
+/// The MAC of a device that had no link yet.
 const NO_MAC: [u8; 6] = [0x02, 0xdf, 0, 0, 0, 0];
-/// Most pieces that writev(2) takes.
+/// Most buffers that writev(2) takes (UIO_MAXIOV).
 const MAX_PIECES: usize = 1024;
 
-/// What the device can do.
+/// The features that this device offers, besides the common ones.
 pub const FEATURES: u64 = 1 << spec::VIRTIO_NET_F_CSUM
     | 1 << spec::VIRTIO_NET_F_GUEST_CSUM
     | 1 << spec::VIRTIO_NET_F_MAC
@@ -56,43 +62,45 @@ pub const FEATURES: u64 = 1 << spec::VIRTIO_NET_F_CSUM
     | 1 << spec::VIRTIO_NET_F_MRG_RXBUF;
 const GUEST_TSO: u64 = 1 << spec::VIRTIO_NET_F_GUEST_TSO4 | 1 << spec::VIRTIO_NET_F_GUEST_TSO6;
 
-/// What went through.
+/// Packets that passed or were refused since the device was made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct NetCounters {
-    /// Packets and their bytes, headers of virtio not counted, that the guest received.
+    /// Packets that the guest received, and their bytes without virtio headers.
     pub received: (u64, u64),
-    /// The same that it sent.
+    /// Packets that the guest sent, and their bytes without virtio headers.
     pub sent: (u64, u64),
-    /// Packets of the guest that were thrown away: before there was a link, not from its address, or refused by the tap.
+    /// Packets of the guest that were dropped: sent before there was a link, not from the guest's
+    /// address, or refused by the tap.
     pub refused: u64,
 }
 
-/// The wire.
+/// The link to the host's network.
 #[derive(Debug)]
 struct Link {
-    /// `None`: whatever is sent is lost.
+    /// `None`: every packet that the guest sends is lost.
     tap: Option<OwnedFd>,
-    /// Whether epoll knows the tap.
+    /// Whether epoll watches the tap.
     watched: bool,
     address: Ipv4Addr,
     sends: Bucket,
     receives: Bucket,
 }
 
-/// The device.
+/// A virtio-net device.
 #[derive(Debug)]
 pub struct Net {
     mac: [u8; 6],
     link: Option<Link>,
     epoll: Arc<Epoll>,
-    /// A packet with its header, and how much of it there is: it waits for buffers.
+    /// A packet from the tap with its header, which waits for receive buffers. `waiting` is its
+    /// length in bytes; 0 if no packet waits.
     packet: Vec<u8>,
     waiting: usize,
     counters: NetCounters,
     deadline: Option<Instant>,
 }
 
-/// What a turn needs.
+/// What [`Net::serve`] needs from the transport and the device thread.
 pub struct Turn<'a> {
     pub mem: &'a GuestMemoryMmap,
     pub writes: &'a Writes,
@@ -104,22 +112,22 @@ pub struct Turn<'a> {
 }
 
 impl Net {
-    /// A device without a link.
+    /// A device without a link, whose taps `epoll` will watch.
     pub fn new(epoll: Arc<Epoll>) -> Self {
         let (packet, counters) = (Vec::new(), NetCounters::default());
         Self { mac: NO_MAC, link: None, epoll, packet, waiting: 0, counters, deadline: None }
     }
 
-    /// Gives it a link, or takes it away where there is no tap: what is sent is then lost.
+    /// Gives the device a link. Without a tap, every packet that the guest sends is lost.
     pub fn connect(&mut self, config: &LinkConfig, tap: Option<OwnedFd>) {
         self.mac = config.mac;
         self.waiting = 0;
         let (sends, receives) = (Bucket::new(config.sends), Bucket::new(config.receives));
-        // The tap before is closed here, with which epoll forgets it.
+        // Assigning the link closes the old tap, and so ends its watch by epoll.
         self.link = Some(Link { tap, watched: false, address: config.address, sends, receives });
     }
 
-    /// The driver starts anew.
+    /// Handles a reset by the driver: drops the waiting packet and the deadline.
     pub const fn reset(&mut self) {
         (self.waiting, self.deadline) = (0, None);
     }
@@ -129,20 +137,20 @@ impl Net {
         let mut config = [0; CONFIG_BYTES];
         config[..6].copy_from_slice(&self.mac);
         config[8] = 1; // max_virtqueue_pairs
-        super::copy_config(&config, offset, data);
+        super::transport::copy_config(&config, offset, data);
     }
 
-    /// What went through.
+    /// The packets counted so far.
     pub const fn counters(&self) -> NetCounters {
         self.counters
     }
 
-    /// When it goes on where a limit made it stop.
+    /// When the device must be served again, if a rate limit stopped it.
     pub const fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Moves packets; returns whether some work may be left.
+    /// Moves packets both ways; returns whether packets may be left.
     ///
     /// # Errors
     /// [`Broken`].
@@ -152,7 +160,7 @@ impl Net {
             && !std::mem::replace(watched, true)
         {
             let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, TAP);
-            // Without it nothing would be received, and nobody would know.
+            // Without the watch no packet would be received, and no error would show it.
             if let Err(error) = self.epoll.ctl(ControlOperation::Add, tap.as_raw_fd(), event) {
                 crate::exit::fail(&error);
             }
@@ -161,7 +169,7 @@ impl Net {
         Ok(self.receive(turn)? || sends)
     }
 
-    /// Takes packets from the transmit queue.
+    /// Sends the packets of the transmit queue to the tap.
     fn send(&mut self, turn: &mut Turn<'_>) -> Result<bool, Broken> {
         let Some(queue) = turn.queues.get_mut(TRANSMIT) else { return Ok(false) };
         let mut ring = Ring::new(queue, turn.mem, turn.writes);
@@ -177,7 +185,9 @@ impl Net {
                 let Some(chain) = ring.pop()? else { break };
                 match self.link.as_mut().map(|link| link.transmit(&chain)) {
                     Some(Ok(bytes)) => add(&mut self.counters.sent, bytes),
-                    None | Some(Err(())) => self.counters.refused = self.counters.refused.saturating_add(1),
+                    None | Some(Err(())) => {
+                        self.counters.refused = self.counters.refused.saturating_add(1)
+                    }
                 }
                 ring.push(chain.head, 0)?;
                 left -= 1;
@@ -193,9 +203,11 @@ impl Net {
         }
     }
 
-    /// Puts packets of the tap's into buffers of the receive queue.
+    /// Reads packets from the tap into buffers of the receive queue.
     fn receive(&mut self, turn: &mut Turn<'_>) -> Result<bool, Broken> {
-        let (Some(link), Some(queue)) = (&mut self.link, turn.queues.first_mut()) else { return Ok(false) };
+        let (Some(link), Some(queue)) = (&mut self.link, turn.queues.first_mut()) else {
+            return Ok(false);
+        };
         let Some(tap) = &link.tap else { return Ok(false) };
         let mut ring = Ring::new(queue, turn.mem, turn.writes);
         if !ring.ready() {
@@ -211,10 +223,10 @@ impl Net {
                     self.deadline = earlier(self.deadline, when);
                     break false;
                 }
-                // A tap whose device is gone or down says so: nothing is received then.
+                // The read fails if the tap's interface is gone or down; then nothing is received.
                 match rustix::io::read(tap.as_fd(), &mut self.packet[..PACKET_BYTES]) {
                     Err(rustix::io::Errno::INTR) => continue,
-                    // Nothing, or nobody any more who could send.
+                    // No packet waits, or no sender exists any more.
                     Ok(0) | Err(_) => break false,
                     Ok(length) => self.waiting = length,
                 }
@@ -229,7 +241,8 @@ impl Net {
                         add(&mut self.counters.received, bytes);
                     }
                     Delivered::NoRoom => {
-                        // A kick comes when there are more than these; there may be by now.
+                        // Ask for a kick when the driver adds buffers; it may have added some
+                        // already.
                         let seen = ring.available()?;
                         if ring.listen_beyond(seen)? {
                             continue;
@@ -259,11 +272,11 @@ fn add(counter: &mut (u64, u64), bytes: u64) {
 }
 
 impl Link {
-    /// Sends one packet; the bytes without header.
+    /// Sends one packet; returns its bytes without the header.
     fn transmit(&mut self, chain: &Chain<'_>) -> Result<u64, ()> {
         let packet = &chain.readable;
-        let fits =
-            (HEADER_BYTES..=PACKET_BYTES).contains(&packet.len()) && packet.pieces().len() <= MAX_PIECES;
+        let fits = (HEADER_BYTES..=PACKET_BYTES).contains(&packet.len())
+            && packet.pieces().len() <= MAX_PIECES;
         let mut head = [0; HEADER_BYTES + 42];
         let there = packet.copy_to(&mut head);
         if !fits
@@ -273,7 +286,7 @@ impl Link {
             return Err(());
         }
         if let Some(tap) = &self.tap {
-            // One that the host has no room for, or does not understand, is lost, as on any wire.
+            // A packet that the host refuses is lost, as on any wire.
             packet.write(tap.as_fd()).map_err(drop)?;
         }
         let bytes = (packet.len() - HEADER_BYTES) as u64;
@@ -282,17 +295,20 @@ impl Link {
     }
 }
 
-/// Whether a frame comes from `address`: IPv4 with that source, ARP with that sender (or none, for a probe).
+/// Whether a frame comes from `address`: IPv4 with this source, or ARP with this sender (or
+/// 0.0.0.0, for a probe).
 fn is_from(frame: &[u8], address: Ipv4Addr) -> bool {
     let at = |from: usize| frame.get(from..from + 4).map(|b| Ipv4Addr::new(b[0], b[1], b[2], b[3]));
     match frame.get(12..14) {
         Some([0x08, 0x00]) => at(26) == Some(address),
-        Some([0x08, 0x06]) => at(28).is_some_and(|sender| sender == address || sender.is_unspecified()),
+        Some([0x08, 0x06]) => {
+            at(28).is_some_and(|sender| sender == address || sender.is_unspecified())
+        }
         _ => false,
     }
 }
 
-/// Makes a packet of the tap's one that a driver with these features takes; `false`: there is no way.
+/// Adapts a packet from the tap to the driver's features. Returns `false` if that is impossible.
 fn acceptable(packet: &mut [u8], features: u64) -> bool {
     const GSO_NONE: u8 = 0;
     let &mut [flags, gso, ..] = packet else { return false };
@@ -306,7 +322,8 @@ fn acceptable(packet: &mut [u8], features: u64) -> bool {
     true
 }
 
-/// Completes the checksum that the header tells of (5.1.6.2): from csum_start on, at csum_offset from there.
+/// Completes the checksum that the header asks for (5.1.6.2): the sum starts at csum_start, its
+/// field lies csum_offset bytes further.
 fn sum(packet: &mut [u8]) -> Option<()> {
     let field = |at: usize| usize::from(u16::from_le_bytes([packet[at], packet[at + 1]]));
     let start = HEADER_BYTES + field(6);
@@ -328,7 +345,8 @@ enum Delivered {
     TooLong,
 }
 
-/// Writes a packet to as many buffers as it needs, with their number in its header (5.1.6.4).
+/// Writes a packet to as many buffers as it needs, and their number into its header (5.1.6.4).
+/// Without `merges`, a packet must fit into one buffer.
 fn deliver(ring: &mut Ring<'_, '_>, packet: &mut [u8], merges: bool) -> Result<Delivered, Broken> {
     let mut chains: Vec<Chain<'_>> = Vec::new();
     let mut room = 0;

@@ -1,4 +1,4 @@
-//! A driver, the device, and a pair of packet sockets in the tap's place.
+//! Tests with a driver, the device, and a pair of packet sockets in place of the tap.
 
 #![expect(clippy::cast_possible_truncation, reason = "tests: small numbers")]
 
@@ -16,13 +16,13 @@ fn link() -> LinkConfig {
     LinkConfig { mac: MAC, address: OWN, sends: None, receives: None }
 }
 
-/// The device's end, the wire's.
+/// A pair of sockets: the device's end, and the wire's end.
 fn pair() -> (OwnedFd, OwnedFd) {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
 }
 
-/// A packet with its header: IPv4 from `source`, `length` bytes of Ethernet.
+/// A packet with its virtio header: IPv4 from `source`, `length` bytes of Ethernet.
 fn packet(source: Ipv4Addr, length: usize, mark: u8) -> Vec<u8> {
     let mut packet = vec![mark; HEADER_BYTES + length];
     packet[..HEADER_BYTES].fill(0);
@@ -58,7 +58,7 @@ impl Bench {
         self.driver.kick_if_wanted(&self.machine, 1, old);
     }
 
-    /// Makes buffers of these lengths available; gives where they are.
+    /// Makes buffers of these lengths available; returns their addresses.
     fn offer(&mut self, lengths: &[u32]) -> Vec<u64> {
         let place = |n: usize| DATA + 0x100_0000 + 0x2_0000 * n as u64;
         let old = self.driver.queues[0].avail_idx;
@@ -98,7 +98,7 @@ fn nothing_passes_before_there_is_a_link_and_then_what_is_its_own_does() {
     let mut bench = Bench::new(0);
     let (tap, wire) = pair();
     rustix::io::write(&wire, &packet(OTHER, 60, 1)).unwrap();
-    // What a parent had queued, then what the clone itself sends too early.
+    // A packet that the parent had queued, and one that the clone sends too early.
     bench.send(&packet(OTHER, 60, 2));
     bench.send(&packet(OWN, 60, 3));
     bench.offer(&[2000]);
@@ -115,24 +115,24 @@ fn nothing_passes_before_there_is_a_link_and_then_what_is_its_own_does() {
     let expected = NetCounters { received: (1, 60), sent: (1, 60), refused: 3 };
     assert_eq!(bench.counters(), expected);
     let mut mac = [0; 6];
-    bench
-        .machine
-        .set
-        .mmio_read(super::super::MMIO_BASE + bench.slot as u64 * super::super::MMIO_SIZE + 0x100, &mut mac);
+    bench.machine.set.mmio_read(
+        super::super::MMIO_BASE + bench.slot as u64 * super::super::MMIO_SIZE + 0x100,
+        &mut mac,
+    );
     assert_eq!(mac, MAC);
 }
 
 #[test]
-fn a_wire_without_another_end_is_silent_and_holds_nobody_up() {
+fn a_device_without_a_tap_is_silent_and_blocks_nothing() {
     let mut bench = Bench::new(0);
     let (tap, wire) = pair();
     bench.machine.set.connect(&link(), Some(tap)).unwrap();
     bench.offer(&[2000; 4]);
-    // Shorter than any packet, and then the end.
+    // A packet shorter than any valid one, and then the end of the stream.
     rustix::io::write(&wire, &[0; HEADER_BYTES]).unwrap();
     drop(wire);
     let (done, is_done) = std::sync::mpsc::channel();
-    // A thread that nobody waits for: where the device's is held up, so is who kicks it.
+    // Not joined, because it hangs if the device thread hangs.
     std::thread::spawn(move || {
         for n in 0..20 {
             bench.send(&packet(OWN, 60, n));
@@ -189,13 +189,19 @@ fn a_long_packet_takes_as_many_buffers_as_it_needs_and_waits_for_them() {
     rustix::io::write(&wire, &sent).unwrap();
     bench.offer(&[4096; 14]);
     std::thread::sleep(std::time::Duration::from_millis(50));
-    assert!(bench.driver.queues[0].take_used(&bench.machine.mem).is_empty(), "part of a packet came");
+    assert!(
+        bench.driver.queues[0].take_used(&bench.machine.mem).is_empty(),
+        "part of a packet came"
+    );
     let first = DATA + 0x100_0000;
-    // One more is enough: 14 and 1 have room for 60,012 bytes.
+    // One more buffer is enough: 14 buffers and this one hold 60,012 bytes.
     let place = first + 0x2_0000 * 14;
     let old = bench.driver.queues[0].avail_idx;
     bench.driver.queues[0].add(&bench.machine.mem, &[writes(place, 4096)]);
-    assert!(bench.driver.queues[0].kick_wanted(&bench.machine.mem, old), "it would not be told");
+    assert!(
+        bench.driver.queues[0].kick_wanted(&bench.machine.mem, old),
+        "the driver would get no kick"
+    );
     bench.driver.kick(&bench.machine, 0);
     let used = bench.driver.queues[0].wait_used(&bench.machine.mem, 15);
     assert_eq!(used.iter().map(|(_, length)| *length as usize).sum::<usize>(), sent.len());
@@ -262,7 +268,7 @@ fn a_limit_lets_as_much_pass_as_it_says() {
     for _ in 0..40 {
         wait_for(&wire);
     }
-    // 40,000 bytes, of which 2,000 pass at once; and the last may go into debt.
+    // Of 40,000 bytes 2,000 pass at once, and the last packet may go into debt.
     let took = begun.elapsed().as_secs_f64();
     assert!(took > 0.35, "{took} s for 0.38");
 }
@@ -281,10 +287,11 @@ fn a_driver_that_cannot_complete_checksums_gets_complete_ones() {
     assert_eq!(untouched, whole);
     assert!(acceptable(&mut whole, 0));
     assert_eq!(whole[0], 0);
-    let words = whole[HEADER_BYTES + 34..].chunks(2).map(|w| u32::from(u16::from_be_bytes([w[0], w[1]])));
+    let words =
+        whole[HEADER_BYTES + 34..].chunks(2).map(|w| u32::from(u16::from_be_bytes([w[0], w[1]])));
     let all: u32 = words.sum();
     assert_eq!((all & 0xffff) + (all >> 16), 0xffff, "RFC 1071: it sums to all ones");
-    // What lies outside of the packet is no place for one.
+    // The checksum's start and field must lie within the packet.
     for (start, offset) in [(u16::MAX, 0), (34, u16::MAX), (60, 0)] {
         let mut bad = packet(OTHER, 60, 0);
         bad[0] = 1;
@@ -302,13 +309,13 @@ fn what_no_driver_may_do_needs_a_reset() {
     let mut bench = Bench::new(0);
     let (tap, wire) = pair();
     bench.machine.set.connect(&link(), Some(tap)).unwrap();
-    // A buffer to read in the receive queue.
+    // A readable buffer in the receive queue breaks the device.
     let queue = &mut bench.driver.queues[0];
     queue.add(&bench.machine.mem, &[reads(DATA, 2000)]);
     bench.driver.kick(&bench.machine, 0);
     rustix::io::write(&wire, &packet(OTHER, 60, 1)).unwrap();
     until("the device wants a reset", || bench.machine.set.health()[bench.slot].broken.is_some());
-    // And goes on afterwards, with its link.
+    // After a reset the device works again, with its link.
     bench.driver = Driver::start(&bench.machine, bench.slot, 0);
     bench.send(&packet(OWN, 60, 5));
     assert_eq!(wait_for(&wire), packet(OWN, 60, 5));

@@ -1,4 +1,4 @@
-//! A virtqueue as devices use it: whole chains in, used buffers out, every shape checked.
+//! A virtqueue as devices use it: whole, checked chains come in, used buffers go out.
 
 use super::interrupt::{Interrupt, USED_BUFFER};
 use crate::disk::IoList;
@@ -6,19 +6,19 @@ use crate::memory::writes::Writes;
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT as _, QueueT as _};
 use vm_memory::{GuestMemory as _, GuestMemoryMmap, Permissions};
 
-/// The driver broke the rules in a way that no answer to a request can tell it: the device stops and asks for a
-/// reset (virtio 1.2 section 2.1.1, DEVICE_NEEDS_RESET).
+/// The driver broke a rule in a way that no request's answer can report. The device stops and asks
+/// for a reset (virtio 1.2 section 2.1.1, DEVICE_NEEDS_RESET).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
-    /// The rings' indices or addresses make no sense.
+    /// The rings' indices or addresses are invalid.
     #[error("queue: {0}")]
     Queue(String),
     /// A chain loops, points outside the table or outside memory, or is longer than the queue.
     #[error("descriptor chain {head}: {what}")]
     Chain {
-        /// Its first descriptor.
+        /// Index of the chain's first descriptor.
         head: u16,
-        /// What is wrong with it.
+        /// The rule that the chain breaks.
         what: &'static str,
     },
 }
@@ -29,20 +29,21 @@ impl From<virtio_queue::Error> for Broken {
     }
 }
 
-/// A whole, checked chain. The driver may still change what the buffers contain: read a field once.
+/// A whole, checked chain. The driver may still change the buffers' content, so read each field
+/// once.
 #[derive(Debug)]
 pub struct Chain<'m> {
-    /// Its first descriptor, to be handed back.
+    /// Index of the first descriptor, for [`Ring::push`].
     pub head: u16,
-    /// What the driver wrote.
+    /// Buffers that the device may read.
     pub readable: IoList<'m>,
-    /// What the device may write.
+    /// Buffers that the device may write.
     pub writable: IoList<'m>,
     /// Whether no readable buffer follows a writable one (2.7.4.2).
     pub in_order: bool,
 }
 
-/// A queue and the memory it lies in.
+/// A queue and the guest memory in which it lies.
 #[derive(Debug)]
 pub struct Ring<'q, 'm> {
     queue: &'q mut Queue,
@@ -51,21 +52,22 @@ pub struct Ring<'q, 'm> {
 }
 
 impl<'q, 'm> Ring<'q, 'm> {
-    /// A queue to serve; one that is not ready gives no chains. What is written to their buffers is noted in `writes`.
+    /// A ring over `queue`; a queue that is not ready gives no chains. Writes to the chains'
+    /// buffers are logged in `writes`.
     pub const fn new(queue: &'q mut Queue, mem: &'m GuestMemoryMmap, writes: &'m Writes) -> Self {
         Self { queue, mem, writes }
     }
 
-    /// Whether the driver set the queue up.
+    /// Whether the driver has configured the queue.
     #[must_use]
     pub fn ready(&self) -> bool {
         self.queue.ready()
     }
 
-    /// The next chain that the driver made available.
+    /// Takes the next chain that the driver made available.
     ///
     /// # Errors
-    /// [`Broken`] for a chain that cannot be walked to its end.
+    /// [`Broken`] if a chain cannot be walked to its end.
     pub fn pop(&mut self) -> Result<Option<Chain<'m>>, Broken> {
         if !self.queue.ready() {
             return Ok(None);
@@ -75,21 +77,21 @@ impl<'q, 'm> Ring<'q, 'm> {
         next.map(|chain| walk(self.mem, self.writes, chain, longest)).transpose()
     }
 
-    /// Gives the last `count` popped chains back, to be popped again.
+    /// Undoes the last `count` calls of [`Self::pop`].
     pub fn unpop(&mut self, count: u16) {
         let next = self.queue.next_avail().wrapping_sub(count);
         self.queue.set_next_avail(next);
     }
 
-    /// Hands a chain back with `len` bytes written.
+    /// Returns a chain to the driver as used, with `len` bytes written.
     ///
     /// # Errors
-    /// [`Broken`] where the head is outside the table.
+    /// [`Broken`] if `head` lies outside the table.
     pub fn push(&mut self, head: u16, len: u32) -> Result<(), Broken> {
         Ok(self.queue.add_used(self.mem, head, len)?)
     }
 
-    /// Raises the interrupt if the driver wants to hear of what was pushed since the last call.
+    /// Raises the interrupt if the driver wants one for the chains pushed since the last call.
     ///
     /// # Errors
     /// [`Broken`].
@@ -100,7 +102,7 @@ impl<'q, 'm> Ring<'q, 'm> {
         Ok(())
     }
 
-    /// Asks the driver not to kick: the device is looking anyway.
+    /// Asks the driver not to kick, because the device polls the queue anyway.
     ///
     /// # Errors
     /// [`Broken`].
@@ -111,7 +113,8 @@ impl<'q, 'm> Ring<'q, 'm> {
         Ok(())
     }
 
-    /// Asks the driver to kick when it makes more available than it has; `true`: it has by now, look again.
+    /// Asks the driver to kick when it makes another chain available. Returns `true` if there is
+    /// one already: look again.
     ///
     /// # Errors
     /// [`Broken`].
@@ -127,13 +130,14 @@ impl<'q, 'm> Ring<'q, 'm> {
         Ok(self.queue.avail_idx(self.mem, std::sync::atomic::Ordering::Acquire)?.0)
     }
 
-    /// As [`Self::listen`], but for the next chain after the first `seen`, though the device has not taken those yet;
-    /// `true`: there is one.
+    /// As [`Self::listen`], but asks for a kick beyond index `seen`, before the device has taken
+    /// the chains up to there. Returns `true` if there is such a chain already.
     ///
     /// # Errors
     /// [`Broken`].
     pub fn listen_beyond(&mut self, seen: u16) -> Result<bool, Broken> {
-        // The crate arms the event index where the device stands; move there and back.
+        // The crate sets the event index to the device's position, so move the position there and
+        // back.
         let at = self.queue.next_avail();
         self.queue.set_next_avail(seen);
         let more = self.queue.enable_notification(self.mem);
@@ -142,8 +146,10 @@ impl<'q, 'm> Ring<'q, 'm> {
     }
 }
 
-/// Walks a chain to its end. The crate's iterator stops silently at whatever it does not like; here a chain that does
-/// not end with a descriptor that says so is an error.
+/// Walks a chain to its end.
+///
+/// The crate's iterator stops silently at an invalid descriptor. Here a chain is an error unless
+/// its last descriptor has no NEXT flag.
 fn walk<'m>(
     mem: &'m GuestMemoryMmap,
     writes: &'m Writes,
@@ -152,7 +158,8 @@ fn walk<'m>(
 ) -> Result<Chain<'m>, Broken> {
     let head = chain.head_index();
     let broken = |what| Broken::Chain { head, what };
-    let mut out = Chain { head, readable: IoList::new(), writable: IoList::noted(writes), in_order: true };
+    let mut out =
+        Chain { head, readable: IoList::new(), writable: IoList::noted(writes), in_order: true };
     let (mut count, mut ended) = (0_u16, false);
     for descriptor in chain {
         if count == longest {
@@ -166,7 +173,8 @@ fn walk<'m>(
             out.in_order &= out.writable.is_empty();
             (&mut out.readable, Permissions::Read)
         };
-        let len = usize::try_from(descriptor.len()).map_err(|_| broken("a buffer longer than memory"))?;
+        let len =
+            usize::try_from(descriptor.len()).map_err(|_| broken("a buffer longer than memory"))?;
         let outside = |_| broken("a buffer outside of memory");
         for piece in mem.get_slices(descriptor.addr(), len, access).map_err(outside)? {
             list.push(piece.map_err(outside)?);

@@ -1,17 +1,20 @@
-//! One device at its place: registers, queues' kicks, interrupt, and what it does.
+//! One device in its MMIO window: registers, kicks of its queues, interrupt, and the device's kind.
 
 use super::block::{self, Block};
+use super::device::{DeviceError, DeviceHealth, host};
 use super::interrupt::{CONFIG_CHANGE, Interrupt};
 use super::net::{self, Net, Turn};
+use super::registers::register;
 use super::ring::{Broken, Ring};
+use super::rng;
 use super::state::{DeviceState, KindState, LoadError};
-use super::transport::{Effect, Transport, register};
+use super::transport::{Effect, Transport};
 use super::vsock::{self, Service, Vsock};
-use super::{DeviceError, DeviceHealth, host, lock, rng};
 use crate::config::LinkConfig;
 use crate::disk::Disk;
 use crate::disk::page_map::PageMap;
 use crate::memory::writes::Writes;
+use dayfly_units::sync::lock;
 use std::os::fd::OwnedFd;
 use std::sync::Mutex;
 use std::time::Instant;
@@ -19,20 +22,20 @@ use virtio_queue::QueueT as _;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// What a device is.
+/// The kind of a device, with its state.
 #[derive(Debug)]
 pub enum Kind {
-    /// A disk.
+    /// virtio-blk.
     Block(Block),
-    /// Sockets.
+    /// virtio-vsock.
     Vsock(Vsock),
-    /// Entropy.
+    /// virtio-rng.
     Rng,
-    /// A network device.
+    /// virtio-net.
     Net(Net),
 }
 
-/// What the device's lock covers.
+/// The state that the device's lock guards.
 #[derive(Debug)]
 struct Inner {
     transport: Transport,
@@ -40,7 +43,7 @@ struct Inner {
     broken: Option<Broken>,
 }
 
-/// A device.
+/// A device, with the parts of it that need no lock.
 #[derive(Debug)]
 pub struct Slot {
     interrupt: Interrupt,
@@ -53,7 +56,7 @@ impl Slot {
     /// A device after reset.
     ///
     /// # Errors
-    /// When there are no eventfds.
+    /// `eventfd2(2)` fails.
     pub fn new(kind: Kind) -> Result<Self, DeviceError> {
         let (id, features, queues) = match &kind {
             Kind::Block(block) => (block::DEVICE_ID, block.features(), block::QUEUES),
@@ -61,7 +64,8 @@ impl Slot {
             Kind::Rng => (rng::DEVICE_ID, 0, rng::QUEUES),
             Kind::Net(_) => (net::DEVICE_ID, net::FEATURES, net::QUEUES),
         };
-        let kicks: Result<_, _> = queues.iter().map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)).collect();
+        let kicks: Result<_, _> =
+            queues.iter().map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)).collect();
         let inner = Inner { transport: Transport::new(id, features, queues), kind, broken: None };
         Ok(Self {
             interrupt: Interrupt::new().map_err(host("eventfd2"))?,
@@ -75,8 +79,10 @@ impl Slot {
         &self.kicks
     }
 
-    /// Those of the queues that are kicked often: KVM writes them. A kick of another comes as a
-    /// register write, which does the same, and saves a birth what KVM_IOEVENTFD takes (a grace period, 1 to 3 ms in the
+    /// Index and eventfd of each queue that is kicked often; KVM writes these eventfds.
+    ///
+    /// A kick of another queue arrives as a register write with the same effect. So a VM's creation
+    /// does without KVM_IOEVENTFD for that queue, which waits for a grace period (1 to 3 ms in a
     /// machine).
     pub fn fast_kicks(&self) -> impl Iterator<Item = (u32, &EventFd)> {
         let fast = match &lock(&self.inner).kind {
@@ -88,12 +94,13 @@ impl Slot {
         (0..).zip(&self.kicks).skip(fast.start).take(fast.len())
     }
 
-    /// The interrupt.
+    /// The device's interrupt.
     pub const fn interrupt(&self) -> &Interrupt {
         &self.interrupt
     }
 
-    /// Reads registers: 32 bits at a time and aligned below the configuration, anything in it (4.2.2.2).
+    /// Reads a register. Below the configuration, only aligned reads of 32 bits give a value;
+    /// within it, reads may have any size (4.2.2.2).
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         if let Some(at) = offset.checked_sub(register::CONFIG) {
@@ -113,8 +120,8 @@ impl Slot {
         }
     }
 
-    /// Writes a register, and wakes the device thread where it has to look at the device. No device has a
-    /// configuration that can be written.
+    /// Writes a register, and wakes the device thread if the device has work then. No device has a
+    /// writable configuration.
     pub fn write(&self, mem: &GuestMemoryMmap, offset: u64, data: &[u8]) {
         let Ok(word) = <[u8; 4]>::try_from(data) else {
             return;
@@ -146,7 +153,8 @@ impl Slot {
 
     fn kick(&self, queue: usize) {
         if let Some(kick) = self.kicks.get(queue) {
-            // Fails only where the counter is at its end, and then it is kicked already.
+            // The write fails only if the counter is at its maximum, and then the queue is kicked
+            // already.
             let _ = kick.write(1);
         }
     }
@@ -155,7 +163,7 @@ impl Slot {
         (0..self.kicks.len()).for_each(|queue| self.kick(queue));
     }
 
-    /// Serves the device; returns whether some work may be left. Only the device thread comes here.
+    /// Serves the device; returns whether work may be left. Only the device thread calls it.
     pub fn serve(
         &self,
         mem: &GuestMemoryMmap,
@@ -175,9 +183,13 @@ impl Slot {
         let (features, interrupt) = (transport.features(), &self.interrupt);
         let queues = transport.queues();
         let served = match (&mut *kind, queues) {
-            (Kind::Block(block), [queue]) => {
-                block.serve(&mut Ring::new(queue, mem, writes), features, interrupt, &mut lock(pages), stop)
-            }
+            (Kind::Block(block), [queue]) => block.serve(
+                &mut Ring::new(queue, mem, writes),
+                features,
+                interrupt,
+                &mut lock(pages),
+                stop,
+            ),
             (Kind::Rng, [queue]) => rng::serve(&mut Ring::new(queue, mem, writes), interrupt, stop),
             (Kind::Vsock(vsock), queues) => {
                 vsock.serve(&mut Service { mem, writes, queues, interrupt, now, stop })
@@ -190,7 +202,8 @@ impl Slot {
         served.unwrap_or_else(|cause| {
             *broken = Some(cause);
             if let Kind::Vsock(vsock) = kind {
-                // Nothing moves any more until the driver resets the device: who waits for bytes hears of it now.
+                // Nothing moves until the driver resets the device, so connections end now: their
+                // host sockets would wait in vain.
                 vsock.reset();
                 vsock.tidy(now);
             }
@@ -201,7 +214,7 @@ impl Slot {
         })
     }
 
-    /// Does something with the vsock device, if this is one.
+    /// Runs `act` on the vsock device; `None` if this is another device.
     pub fn with_vsock<R>(&self, act: impl FnOnce(&mut Vsock) -> R) -> Option<R> {
         match &mut lock(&self.inner).kind {
             Kind::Vsock(vsock) => Some(act(vsock)),
@@ -209,7 +222,7 @@ impl Slot {
         }
     }
 
-    /// When the device has to be served though nothing happens.
+    /// When the device must be served even without an event.
     pub fn deadline(&self) -> Option<Instant> {
         match &lock(&self.inner).kind {
             Kind::Vsock(vsock) => vsock.deadline(),
@@ -223,7 +236,7 @@ impl Slot {
         matches!(lock(&self.inner).kind, Kind::Net(_))
     }
 
-    /// Joins this network device to a tap; `false`: it is none.
+    /// Connects this network device to `tap`; `false` if this is another device.
     pub fn connect(&self, config: &LinkConfig, tap: Option<OwnedFd>) -> bool {
         let Kind::Net(net) = &mut lock(&self.inner).kind else { return false };
         net.connect(config, tap);
@@ -231,7 +244,7 @@ impl Slot {
         true
     }
 
-    /// Does something with the disk, if there is one.
+    /// Runs `act` on the disk; `None` if this is another device.
     pub fn with_disk<R>(&self, act: impl FnOnce(&mut Disk) -> R) -> Option<R> {
         match &mut lock(&self.inner).kind {
             Kind::Block(block) => Some(act(block.disk())),
@@ -244,7 +257,7 @@ impl Slot {
         matches!(lock(&self.inner).kind, Kind::Block(_))
     }
 
-    /// Makes this disk `block`, after a reset.
+    /// Replaces this disk by `block`, and resets the device.
     pub fn insert(&self, block: Block) {
         let mut inner = lock(&self.inner);
         inner.transport = Transport::new(block::DEVICE_ID, block.features(), block::QUEUES);
@@ -256,15 +269,16 @@ impl Slot {
         self.with_disk(|disk| !disk.read_only()) == Some(true)
     }
 
-    /// Where the device writes in guest memory besides buffers: the used rings of its queues (2.7.8), as addresses and lengths.
+    /// The used rings of the device's ready queues (2.7.8), as guest addresses and lengths in
+    /// bytes. Besides buffers, the device writes only there.
     pub fn used_rings(&self) -> Vec<(u64, u64)> {
         let mut inner = lock(&self.inner);
         let ready = inner.transport.queues().iter().filter(|queue| queue.ready());
-        // Flags, index and event index, of 2 bytes each, and 8 bytes for each buffer.
+        // 2 bytes each for flags, index and event index, and 8 bytes for each element.
         ready.map(|queue| (queue.used_ring(), 6 + 8 * u64::from(queue.size()))).collect()
     }
 
-    /// How the device fares.
+    /// The device's health.
     pub fn health(&self) -> DeviceHealth {
         let inner = lock(&self.inner);
         let disk = match &inner.kind {
@@ -275,10 +289,15 @@ impl Slot {
             Kind::Net(net) => Some(net.counters()),
             _ => None,
         };
-        DeviceHealth { device_id: inner.transport.device_id(), broken: inner.broken.clone(), disk, net }
+        DeviceHealth {
+            device_id: inner.transport.device_id(),
+            broken: inner.broken.clone(),
+            disk,
+            net,
+        }
     }
 
-    /// What has to be saved.
+    /// The device's state, to be saved.
     pub fn save(&self) -> DeviceState {
         let inner = lock(&self.inner);
         DeviceState {
@@ -293,7 +312,8 @@ impl Slot {
         }
     }
 
-    /// Checks saved state against this device and changes nothing.
+    /// Checks saved state against this device and changes nothing. Returns the transport for
+    /// [`Self::load`].
     ///
     /// # Errors
     /// [`LoadError`].
@@ -308,8 +328,11 @@ impl Slot {
         if expected != got {
             return Err(LoadError::Device { number, expected, got });
         }
-        let differs =
-            |expected: String, got: &KindState| LoadError::Kind { number, expected, got: format!("{got:?}") };
+        let differs = |expected: String, got: &KindState| LoadError::Kind {
+            number,
+            expected,
+            got: format!("{got:?}"),
+        };
         match (&inner.kind, &state.kind) {
             (Kind::Block(block), KindState::Block(saved)) if block.save() == *saved => {}
             (Kind::Vsock(vsock), KindState::Vsock(saved)) if vsock.fits(saved) => {}
@@ -325,7 +348,7 @@ impl Slot {
             .map_err(|source| LoadError::Transport { number, source })
     }
 
-    /// Takes state over that [`Self::check`] made a transport of.
+    /// Loads `state`, from which [`Self::check`] made `transport`.
     pub fn load(&self, transport: Transport, state: &DeviceState) {
         let mut inner = lock(&self.inner);
         let live = transport.live();

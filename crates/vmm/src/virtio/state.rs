@@ -1,45 +1,45 @@
-//! What is saved of the devices. The order and the encoding of the whole file are the core's.
+//! The saved state of the devices. Order and encoding of the whole file belong to [`crate::state`].
 
 use super::block::BlockState;
 use super::transport::{TransportState, TransportStateError};
 use super::vsock::VsockState;
 use serde::{Deserialize, Serialize};
 
-/// All devices, in the order of their slots.
+/// The state of all devices, in the order of their slots.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceStates {
-    /// One for each slot.
+    /// One state for each slot.
     pub devices: Vec<DeviceState>,
 }
 
-/// A device.
+/// The state of one device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceState {
     /// The virtio device id.
     pub device_id: u32,
-    /// Its registers and queues.
+    /// Registers and queues.
     pub transport: TransportState,
-    /// What is its own.
+    /// State that only this kind of device has.
     pub kind: KindState,
 }
 
-/// What a kind of device has beyond its registers.
+/// The state of a device beyond its registers, by kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KindState {
-    /// A disk.
+    /// Disk.
     Block(BlockState),
-    /// Sockets.
+    /// vsock.
     Vsock(VsockState),
-    /// Entropy.
+    /// Entropy: nothing to save.
     Rng,
-    /// A network device: its link is not the machine's.
+    /// Network: nothing to save, because a link belongs to the host and each clone gets a new one.
     Net,
 }
 
-/// Why saved devices were refused.
+/// Why the saved state of devices was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LoadError {
-    /// Another number of devices.
+    /// The number of devices differs.
     #[error("devices: expected {expected}, got {got}")]
     Count {
         /// Devices of this VM.
@@ -47,32 +47,32 @@ pub enum LoadError {
         /// Devices in the state.
         got: usize,
     },
-    /// Another device in this place.
+    /// A slot holds another kind of device.
     #[error("device {number}: expected virtio device {expected}, got {got}")]
     Device {
-        /// Its slot.
+        /// Number of the slot.
         number: usize,
-        /// The device of this VM.
+        /// virtio device id of the VM's device.
         expected: u32,
-        /// The device in the state.
+        /// virtio device id in the state.
         got: u32,
     },
-    /// The device is another one now.
+    /// The device has another size, mode or context id than the saved one.
     #[error("device {number}: expected {expected}, got {got}")]
     Kind {
-        /// Its slot.
+        /// Number of the slot.
         number: usize,
-        /// What it is here.
+        /// State of the VM's device.
         expected: String,
-        /// What was saved.
+        /// Saved state.
         got: String,
     },
-    /// Its registers make no sense.
+    /// The saved registers are invalid.
     #[error("device {number}: {source}")]
     Transport {
-        /// Its slot.
+        /// Number of the slot.
         number: usize,
-        /// Why.
+        /// The cause.
         source: TransportStateError,
     },
 }

@@ -1,11 +1,11 @@
-//! A driver for tests: it sets devices up by their registers, and writes chains into rings of its own.
+//! A driver for tests: it configures devices through their registers, and writes chains into rings.
 //!
-//! virtio-queue's `MockSplitQueue` lays its used ring over the second half of its available ring, so it cannot hold
-//! many requests; of the mock only the descriptor types are used here.
+//! virtio-queue's `MockSplitQueue` places its used ring over the second half of its available ring,
+//! so it cannot hold many requests. Only its descriptor types are used here.
 
 #![expect(clippy::cast_possible_truncation, reason = "tests: patterns of bytes, small numbers")]
 
-use super::transport::{register, status};
+use super::registers::{register, status};
 use super::{DeviceSet, MMIO_BASE, MMIO_SIZE, VsockSpec};
 use crate::config::DISK_BLOCK_BYTES;
 use crate::disk::{DiskSpec, LayerSpec};
@@ -21,12 +21,13 @@ pub const NEXT: u16 = VRING_DESC_F_NEXT as u16;
 pub const WRITE: u16 = VRING_DESC_F_WRITE as u16;
 pub const INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
 
-/// End of the low memory.
+/// End of the low regions of guest memory.
 pub const LOW_END: u64 = 64 << 20;
-/// A second region, so that buffers can cross from one into a hole or another mapping.
+/// Start of the third region. A hole lies before it, so that buffers can cross from a region into
+/// the hole.
 pub const HIGH: u64 = 1 << 32;
 pub const HIGH_END: u64 = HIGH + (1 << 20);
-/// Rings lie below, buffers from here on.
+/// Rings lie below this address, buffers from it on.
 pub const DATA: u64 = 16 << 20;
 
 pub fn memory() -> GuestMemoryMmap {
@@ -43,7 +44,7 @@ pub fn temp_file(bytes: &[u8]) -> std::fs::File {
     file
 }
 
-/// A disk of `blocks` blocks over a base image.
+/// A disk of `blocks` blocks over a base image, with frozen layers.
 pub fn disk(blocks: u64, base: &[u8], layers: Vec<LayerSpec>, writable: bool) -> DiskSpec {
     DiskSpec {
         size_bytes: blocks * DISK_BLOCK_BYTES,
@@ -53,7 +54,7 @@ pub fn disk(blocks: u64, base: &[u8], layers: Vec<LayerSpec>, writable: bool) ->
     }
 }
 
-/// Devices, without a VM, and what the host has of them.
+/// Devices without a VM, and their files on the host.
 pub struct Machine {
     pub mem: GuestMemoryMmap,
     pub set: Arc<DeviceSet>,
@@ -72,7 +73,8 @@ impl Machine {
         let listener = UnixListener::bind(&path).unwrap().into();
         let vsock = VsockSpec { listener, path, guest_cid: 3 };
         let set =
-            DeviceSet::without_vm(mem.clone(), u8::try_from(disks.len()).unwrap(), nets, vsock).unwrap();
+            DeviceSet::without_vm(mem.clone(), u8::try_from(disks.len()).unwrap(), nets, vsock)
+                .unwrap();
         set.insert_disks(disks).unwrap();
         Self { mem, set: Arc::new(set), folder, thread: None }
     }
@@ -95,7 +97,9 @@ impl Machine {
     }
 
     pub fn write(&self, slot: usize, offset: u64, value: u32) {
-        assert!(self.set.mmio_write(MMIO_BASE + slot as u64 * MMIO_SIZE + offset, &value.to_le_bytes()));
+        assert!(
+            self.set.mmio_write(MMIO_BASE + slot as u64 * MMIO_SIZE + offset, &value.to_le_bytes())
+        );
     }
 }
 
@@ -109,7 +113,7 @@ impl Drop for Machine {
     }
 }
 
-/// A piece of a chain.
+/// One buffer of a chain.
 #[derive(Debug, Clone, Copy)]
 pub struct Piece {
     pub address: u64,
@@ -152,7 +156,7 @@ impl DriverQueue {
         mem.write_obj(descriptor, GuestAddress(self.desc + u64::from(index) * 16)).unwrap();
     }
 
-    /// Makes a chain available; descriptors are taken in a circle.
+    /// Makes a chain available. Descriptors are used in a circle.
     pub fn add(&mut self, mem: &GuestMemoryMmap, pieces: &[Piece]) -> u16 {
         let head = self.next_descriptor;
         for (at, piece) in pieces.iter().enumerate() {
@@ -170,12 +174,18 @@ impl DriverQueue {
         let at = self.avail + 4 + u64::from(self.avail_idx % self.size) * 2;
         mem.write_obj(head, GuestAddress(at)).unwrap();
         self.avail_idx = self.avail_idx.wrapping_add(1);
-        mem.store(self.avail_idx, GuestAddress(self.avail + 2), std::sync::atomic::Ordering::SeqCst).unwrap();
+        mem.store(
+            self.avail_idx,
+            GuestAddress(self.avail + 2),
+            std::sync::atomic::Ordering::SeqCst,
+        )
+        .unwrap();
     }
 
-    /// What the device handed back since the last call.
+    /// The chains that the device returned since the last call, as head and length.
     pub fn take_used(&mut self, mem: &GuestMemoryMmap) -> Vec<(u32, u32)> {
-        let idx: u16 = mem.load(GuestAddress(self.used + 2), std::sync::atomic::Ordering::SeqCst).unwrap();
+        let idx: u16 =
+            mem.load(GuestAddress(self.used + 2), std::sync::atomic::Ordering::SeqCst).unwrap();
         let mut out = Vec::new();
         while self.used_seen != idx {
             let at = self.used + 4 + u64::from(self.used_seen % self.size) * 8;
@@ -183,13 +193,14 @@ impl DriverQueue {
             out.push((pair[0], pair[1]));
             self.used_seen = self.used_seen.wrapping_add(1);
         }
-        // Ask for an interrupt for the next one (used_event).
+        // Ask for an interrupt for the next chain (used_event).
         let event = self.avail + 4 + u64::from(self.size) * 2;
-        mem.store(self.used_seen, GuestAddress(event), std::sync::atomic::Ordering::SeqCst).unwrap();
+        mem.store(self.used_seen, GuestAddress(event), std::sync::atomic::Ordering::SeqCst)
+            .unwrap();
         out
     }
 
-    /// Waits until the device has handed `count` chains back.
+    /// Waits until the device has returned `count` chains.
     pub fn wait_used(&mut self, mem: &GuestMemoryMmap, count: usize) -> Vec<(u32, u32)> {
         let mut out = Vec::new();
         until("the device hands chains back", || {
@@ -199,15 +210,16 @@ impl DriverQueue {
         out
     }
 
-    /// Whether the device wants to be kicked for what was made available from `old` on (2.7.10).
+    /// Whether the device wants a kick for the chains made available from `old` on (2.7.10).
     pub fn kick_wanted(&self, mem: &GuestMemoryMmap, old: u16) -> bool {
         let event = self.used + 4 + u64::from(self.size) * 8;
-        let event: u16 = mem.load(GuestAddress(event), std::sync::atomic::Ordering::SeqCst).unwrap();
+        let event: u16 =
+            mem.load(GuestAddress(event), std::sync::atomic::Ordering::SeqCst).unwrap();
         self.avail_idx.wrapping_sub(event).wrapping_sub(1) < self.avail_idx.wrapping_sub(old)
     }
 }
 
-/// Waits for something without a sleep that decides the result: at most 20 s.
+/// Waits until `done`, at most 20 s; the sleep does not decide the result.
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
@@ -216,7 +228,7 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// A driver of one device.
+/// A driver of one device, with its queues.
 #[derive(Debug, Clone)]
 pub struct Driver {
     pub slot: usize,
@@ -224,7 +236,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Status up to FEATURES_OK with all offered features but `without`.
+    /// Sets the status up to FEATURES_OK, with all offered features except `without`.
     pub fn negotiate(machine: &Machine, slot: usize, without: u64) {
         machine.write(slot, register::STATUS, 0);
         let mut bits = u32::from(status::ACKNOWLEDGE);
@@ -247,20 +259,20 @@ impl Driver {
         assert_eq!(machine.read(slot, register::STATUS), bits);
     }
 
-    /// All of the initialisation of 3.1.1.
+    /// Performs the whole initialisation of 3.1.1.
     pub fn start(machine: &Machine, slot: usize, without: u64) -> Self {
         let driver = Self::prepare(machine, slot, without);
         driver.go(machine);
         driver
     }
 
-    /// DRIVER_OK.
+    /// Sets DRIVER_OK.
     pub fn go(&self, machine: &Machine) {
         machine.write(self.slot, register::STATUS, 15);
         assert_eq!(machine.read(self.slot, register::STATUS), 15);
     }
 
-    /// All of the initialisation but DRIVER_OK.
+    /// Performs the whole initialisation except DRIVER_OK.
     pub fn prepare(machine: &Machine, slot: usize, without: u64) -> Self {
         Self::negotiate(machine, slot, without);
         let mut queues = Vec::new();

@@ -1,16 +1,16 @@
 #![expect(clippy::cast_possible_truncation, reason = "tests: patterns of bytes, small numbers")]
 
+use super::registers::register;
 use super::testing::{DATA, Driver, HIGH_END, Machine, disk, memory, reads, until, writes};
-use super::transport::register;
 use super::{DeviceError, DeviceStates, KindState, LoadError, MMIO_BASE, TransportStateError};
-use crate::disk::LayerSpec;
+use crate::disk::{FreezeFiles, LayerSpec};
 use std::fs::File;
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
 
 const OK: u8 = 0;
 const EVENT_IDX: u64 = 1 << 29;
 
-/// Makes a request available: header at `at`, data after it, status after that.
+/// Makes a request available: header at `at`, then data, then status.
 fn request(
     driver: &mut Driver,
     mem: &GuestMemoryMmap,
@@ -40,7 +40,8 @@ fn data(mem: &GuestMemoryMmap, at: u64, len: usize) -> Vec<u8> {
 
 #[test]
 fn slots_lie_where_the_core_expects_them() {
-    let machine = Machine::new(memory(), vec![disk(4, &[], vec![], true), disk(4, &[], vec![], false)]);
+    let machine =
+        Machine::new(memory(), vec![disk(4, &[], vec![], true), disk(4, &[], vec![], false)]);
     let slots = machine.set.slots();
     let places: Vec<_> = slots.iter().map(|s| (s.base, s.size, s.gsi)).collect();
     assert_eq!(places, [0, 1, 2, 3].map(|n| (0xd000_0000 + n * 0x1000, 0x1000, 10 + n as u32)));
@@ -147,8 +148,7 @@ fn copy(file: &File) -> std::os::fd::OwnedFd {
     file.try_clone().unwrap().into()
 }
 
-/// The state of a machine after some work, with a request that was made available but not kicked before the save, and
-/// the machine that continues.
+/// A clone continues from a saved machine. One request was available but not kicked at the save.
 #[test]
 fn a_clone_goes_on_where_its_parent_was_saved() {
     let mem = memory();
@@ -164,13 +164,14 @@ fn a_clone_goes_on_where_its_parent_was_saved() {
     request(&mut driver, &mem, DATA, 0, 0, 16384, true);
     let saved = machine.set.save();
     let (map, next) = (super::testing::temp_file(&[]), super::testing::temp_file(&[]));
-    machine.set.freeze_layers(vec![(copy(&map), copy(&next))]).unwrap();
+    let files = FreezeFiles { map: copy(&map), next: copy(&next), frozen: None };
+    machine.set.freeze_layers(vec![files]).unwrap();
     let bytes = postcard::to_stdvec(&saved).unwrap();
     let clone_mem = copy_memory(&mem);
     let mut clone_driver = driver.clone();
     machine.set.resume();
 
-    // The parent writes on; the clone must not see it.
+    // The parent writes on; the clone must not see these writes.
     driver.kick(&machine, 0);
     driver.queues[0].wait_used(&mem, 1);
     mem.write_slice(&[3; 4096], GuestAddress(DATA + 32)).unwrap();
@@ -185,7 +186,7 @@ fn a_clone_goes_on_where_its_parent_was_saved() {
     clone.set.load(&postcard::from_bytes::<DeviceStates>(&bytes).unwrap()).unwrap();
     assert_eq!(clone.set.save(), saved);
     let clone = clone.run();
-    // No kick: the one of before the save is lost.
+    // No kick: the one from before the save is lost.
     clone_driver.queues[0].wait_used(&clone_mem, 1);
     let expected = [vec![1; 4096], vec![2; 4096], vec![1; 8192]].concat();
     assert_eq!((status(&clone_mem, DATA), data(&clone_mem, DATA, 16384)), (OK, expected));
@@ -243,7 +244,10 @@ fn state_that_does_not_fit_is_refused_and_changes_nothing() {
         LoadError::Transport { number: 0, source } => source,
         other => panic!("{other}"),
     };
-    assert!(matches!(refused(&|s| drop(s.devices.pop())), LoadError::Count { expected: 3, got: 2 }));
+    assert!(matches!(
+        refused(&|s| drop(s.devices.pop())),
+        LoadError::Count { expected: 3, got: 2 }
+    ));
     assert!(matches!(refused(&|s| s.devices.swap(1, 2)), LoadError::Device { number: 1, .. }));
     assert!(matches!(refused(&|s| s.devices[0].kind = KindState::Rng), LoadError::Kind { .. }));
     let error = refused(&|s| match &mut s.devices[0].kind {
@@ -260,8 +264,14 @@ fn state_that_does_not_fit_is_refused_and_changes_nothing() {
         assert_eq!(transport(&|t| t.status = status), TransportStateError::Status(status));
     }
     assert_eq!(transport(&|t| t.interrupt_status = 4), TransportStateError::Interrupt(4));
-    assert!(matches!(transport(&|t| t.driver_features |= 1 << 50), TransportStateError::Features { .. }));
-    assert!(matches!(transport(&|t| t.driver_features &= !(1 << 32)), TransportStateError::Features { .. }));
+    assert!(matches!(
+        transport(&|t| t.driver_features |= 1 << 50),
+        TransportStateError::Features { .. }
+    ));
+    assert!(matches!(
+        transport(&|t| t.driver_features &= !(1 << 32)),
+        TransportStateError::Features { .. }
+    ));
     assert!(matches!(transport(&|t| t.queues.clear()), TransportStateError::Queues { .. }));
     for change in [
         &(|q: &mut super::QueueRegisters| q.size = 512) as &dyn Fn(&mut super::QueueRegisters),
@@ -280,21 +290,28 @@ fn state_that_does_not_fit_is_refused_and_changes_nothing() {
 
 #[test]
 fn freezing_needs_paused_devices_and_files_for_every_writable_disk() {
-    let spec = || vec![disk(4, &[], vec![], true), disk(4, &[], vec![], false), disk(4, &[], vec![], true)];
+    let spec = || {
+        vec![disk(4, &[], vec![], true), disk(4, &[], vec![], false), disk(4, &[], vec![], true)]
+    };
     let machine = Machine::new(memory(), spec()).run();
     let file = || -> std::os::fd::OwnedFd { super::testing::temp_file(&[]).into() };
+    let files = || FreezeFiles { map: file(), next: file(), frozen: None };
     assert!(matches!(machine.set.freeze_layers(vec![]), Err(DeviceError::NotPaused(_))));
     machine.set.pause();
     assert!(matches!(
-        machine.set.freeze_layers(vec![(file(), file())]),
+        machine.set.freeze_layers(vec![files()]),
         Err(DeviceError::FreezeCount { expected: 2, got: 1 })
     ));
     let used = super::testing::temp_file(b"x").into();
-    let error = machine.set.freeze_layers(vec![(file(), file()), (file(), used)]);
+    let used = FreezeFiles { next: used, ..files() };
+    let error = machine.set.freeze_layers(vec![files(), used]);
+    assert!(matches!(error, Err(DeviceError::Freeze { number: 2, .. })));
+    let other = FreezeFiles { frozen: Some(file()), ..files() };
+    let error = machine.set.freeze_layers(vec![files(), other]);
     assert!(matches!(error, Err(DeviceError::Freeze { number: 2, .. })));
     let frozen = || [0, 2].map(|n| machine.set.slots[n].with_disk(|d| d.frozen_layers()).unwrap());
     assert_eq!(frozen(), [0, 0], "all disks or none");
-    machine.set.freeze_layers(vec![(file(), file()), (file(), file())]).unwrap();
+    machine.set.freeze_layers(vec![files(), files()]).unwrap();
     assert_eq!(frozen(), [1, 1]);
 }
 
@@ -336,7 +353,7 @@ fn a_chain_without_room_makes_the_device_ask_for_a_reset_until_it_is_reset() {
     until("the device needs a reset", || machine.read(slot, register::STATUS) == 15 + 64);
     assert_eq!(machine.read(slot, register::INTERRUPT_STATUS), 2);
     assert!(machine.set.health()[slot].broken.is_some());
-    // It does nothing more, and cannot be talked out of it.
+    // The device does nothing more, and a status write does not change that.
     driver.queues[0].add(&mem, &[writes(DATA, 100)]);
     driver.kick(&machine, 0);
     machine.write(slot, register::STATUS, 15);

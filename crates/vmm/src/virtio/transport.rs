@@ -1,145 +1,80 @@
-//! The registers of a virtio-mmio device, version 2 (virtio 1.2 section 4.2.2), and what they allow.
+//! The registers of a virtio-mmio device, version 2 (virtio 1.2 section 4.2.2), and the accesses
+//! that they allow.
 //!
-//! No I/O, no threads: a register write changes this state and returns what must follow ([`Effect`]).
+//! This module has no I/O and no threads: a register write changes the state and returns what must
+//! follow ([`Effect`]).
 //!
 //! ```text
-//!            0 written at any time: reset
-//!  ┌───────┐ ACKNOWLEDGE ┌─────┐ DRIVER ┌────────┐ FEATURES_OK, if the   ┌─────────┐ DRIVER_OK ┌──────┐
-//!  │ reset │────────────▶│ ack │───────▶│ driver │ features are offered  │  queue  │──────────▶│ live │
-//!  └───────┘             └─────┘        │ writes │──────────────────────▶│ set-up  │           └──┬───┘
-//!                                       │features│ and VERSION_1 is one  └─────────┘              │ the driver
-//!                                       └────────┘                                                ▼ breaks a rule
-//!      FAILED may be set by the driver in any state; then only a reset helps.           DEVICE_NEEDS_RESET
+//!             0 written at any time: reset
+//!  ┌───────┐ ACKNOWLEDGE ┌─────┐ DRIVER ┌──────────┐ FEATURES_OK ┌────────┐ DRIVER_OK ┌──────┐
+//!  │ reset │────────────▶│ ack │───────▶│  driver  │────────────▶│ queue  │──────────▶│ live │
+//!  └───────┘             └─────┘        │  writes  │             │ set-up │           └──┬───┘
+//!                                       │ features │             └────────┘    the driver │
+//!                                       └──────────┘                        breaks a rule ▼
+//!                                                                           DEVICE_NEEDS_RESET
 //! ```
-//! Steps cannot be left out and bits not be taken back; a write that tries is ignored, as is one to a queue that is
-//! ready, outside of set-up, or of a device that needs a reset. Stopping a queue (QueueReady = 0) is always allowed.
+//! FEATURES_OK needs features that the device offers, VERSION_1 among them. The driver may set
+//! FAILED in any state; then only a reset helps.
+//!
+//! No step can be left out, and no bit taken back; a write that tries is ignored. A write to a
+//! queue's registers is ignored outside of set-up, if the queue is ready, or if the device needs a
+//! reset. Stopping a queue (QueueReady = 0) is always allowed.
 
+use super::registers::register;
+use super::registers::status::{ACKNOWLEDGE, DRIVER, DRIVER_OK, FAILED, FEATURES_OK, NEEDS_RESET};
 use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueState, QueueT as _};
 use vm_memory::GuestMemoryMmap;
 
-/// Status bits (2.1).
-pub mod status {
-    /// The driver found the device.
-    pub const ACKNOWLEDGE: u8 = 1;
-    /// The driver knows how to drive it.
-    pub const DRIVER: u8 = 2;
-    /// The driver is ready: the device is live.
-    pub const DRIVER_OK: u8 = 4;
-    /// Features are agreed.
-    pub const FEATURES_OK: u8 = 8;
-    /// The device cannot go on.
-    pub const NEEDS_RESET: u8 = 64;
-    /// The driver gave up.
-    pub const FAILED: u8 = 128;
-}
-use status::{ACKNOWLEDGE, DRIVER, DRIVER_OK, FAILED, FEATURES_OK, NEEDS_RESET};
-
-/// Register offsets (4.2.2, table 4.1).
-pub mod register {
-    /// "virt".
-    pub const MAGIC: u64 = 0x000;
-    /// 2.
-    pub const VERSION: u64 = 0x004;
-    /// What kind of device.
-    pub const DEVICE_ID: u64 = 0x008;
-    /// Whose.
-    pub const VENDOR_ID: u64 = 0x00c;
-    /// 32 bits of what is offered.
-    pub const DEVICE_FEATURES: u64 = 0x010;
-    /// Which 32.
-    pub const DEVICE_FEATURES_SEL: u64 = 0x014;
-    /// 32 bits of what the driver takes.
-    pub const DRIVER_FEATURES: u64 = 0x020;
-    /// Which 32.
-    pub const DRIVER_FEATURES_SEL: u64 = 0x024;
-    /// Which queue the next registers are about.
-    pub const QUEUE_SEL: u64 = 0x030;
-    /// Its largest size, 0: no such queue.
-    pub const QUEUE_NUM_MAX: u64 = 0x034;
-    /// Its size.
-    pub const QUEUE_NUM: u64 = 0x038;
-    /// Whether it is in use.
-    pub const QUEUE_READY: u64 = 0x044;
-    /// The kick.
-    pub const QUEUE_NOTIFY: u64 = 0x050;
-    /// What happened.
-    pub const INTERRUPT_STATUS: u64 = 0x060;
-    /// The driver has seen it.
-    pub const INTERRUPT_ACK: u64 = 0x064;
-    /// Device status.
-    pub const STATUS: u64 = 0x070;
-    /// Descriptor table, low half.
-    pub const QUEUE_DESC_LOW: u64 = 0x080;
-    /// Descriptor table, high half.
-    pub const QUEUE_DESC_HIGH: u64 = 0x084;
-    /// Available ring, low half.
-    pub const QUEUE_DRIVER_LOW: u64 = 0x090;
-    /// Available ring, high half.
-    pub const QUEUE_DRIVER_HIGH: u64 = 0x094;
-    /// Used ring, low half.
-    pub const QUEUE_DEVICE_LOW: u64 = 0x0a0;
-    /// Used ring, high half.
-    pub const QUEUE_DEVICE_HIGH: u64 = 0x0a4;
-    /// Length of the selected shared memory region, low half: there are none.
-    pub const SHM_LEN_LOW: u64 = 0x0b0;
-    /// … and its address, high half, the last of four registers.
-    pub const SHM_BASE_HIGH: u64 = 0x0bc;
-    /// Changes when the configuration does; it never does here.
-    pub const CONFIG_GENERATION: u64 = 0x0fc;
-    /// Device-specific configuration from here on.
-    pub const CONFIG: u64 = 0x100;
-}
-
-/// VIRTIO_F_INDIRECT_DESC, VIRTIO_F_EVENT_IDX, VIRTIO_F_VERSION_1: offered by every device.
+/// VIRTIO_F_INDIRECT_DESC, VIRTIO_F_EVENT_IDX, VIRTIO_F_VERSION_1: every device offers them.
 pub const COMMON_FEATURES: u64 = 1 << 28 | EVENT_IDX | VERSION_1;
 const EVENT_IDX: u64 = 1 << 29;
 const VERSION_1: u64 = 1 << 32;
-/// "DFLY".
+/// Our VendorID: "DFLY".
 const VENDOR: u32 = 0x594c_4644;
 
-/// What a write asks of the device.
+/// What the device must do after a register write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
-    /// Nothing.
+    /// The device has nothing to do.
     None,
-    /// The device became live: look at every queue.
+    /// The device became live: serve every queue.
     Activated,
-    /// Everything is as at the start: forget the driver.
+    /// The device was reset: forget the driver.
     Reset,
-    /// A queue has work.
+    /// The queue with this index was kicked.
     Notify(usize),
 }
 
-/// A queue's registers.
+/// The registers and positions of one queue.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueueRegisters {
-    /// QueueNum as written.
+    /// QueueNum as the driver wrote it.
     pub size: u32,
-    /// Descriptor table, guest physical.
+    /// Guest physical address of the descriptor table.
     pub desc: u64,
-    /// Available ring, guest physical.
+    /// Guest physical address of the available ring.
     pub driver: u64,
-    /// Used ring, guest physical.
+    /// Guest physical address of the used ring.
     pub device: u64,
-    /// In use.
+    /// QueueReady.
     pub ready: bool,
-    /// Where the device stands in the available ring.
+    /// The device's position in the available ring, modulo 2^16.
     pub next_avail: u16,
-    /// Where the device stands in the used ring.
+    /// The device's position in the used ring, modulo 2^16.
     pub next_used: u16,
 }
 
-/// What is saved of a transport.
+/// The saved registers of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TransportState {
     /// Device status.
     pub status: u8,
     /// InterruptStatus.
     pub interrupt_status: u32,
-    /// What the driver wrote to DriverFeatures.
+    /// What the driver wrote to DriverFeatures, both halves.
     pub driver_features: u64,
-    /// Whether it asked for a feature past bit 63.
+    /// Whether the driver asked for a feature past bit 63.
     pub foreign_features: bool,
     /// DeviceFeaturesSel.
     pub device_features_sel: u32,
@@ -147,28 +82,28 @@ pub struct TransportState {
     pub driver_features_sel: u32,
     /// QueueSel.
     pub queue_sel: u32,
-    /// Every queue.
+    /// The registers of every queue.
     pub queues: Vec<QueueRegisters>,
 }
 
 /// Why saved registers were refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TransportStateError {
-    /// A status the driver cannot have brought about.
+    /// No driver can have brought about this status.
     #[error("status: expected bits in the order 1, 2, 8, 4, got {0:#x}")]
     Status(u8),
-    /// An interrupt that does not exist.
+    /// InterruptStatus has an unknown bit.
     #[error("interrupt status: expected at most 3, got {0:#x}")]
     Interrupt(u32),
-    /// Agreed features that this device does not offer.
+    /// The agreed features are not offered by this device, or lack VERSION_1.
     #[error("driver features: expected a subset of {offered:#x} with bit 32, got {got:#x}")]
     Features {
-        /// What is offered.
+        /// Features offered by this device.
         offered: u64,
-        /// What was agreed.
+        /// Features in the state.
         got: u64,
     },
-    /// Another number of queues.
+    /// The number of queues differs.
     #[error("queues: expected {expected}, got {got}")]
     Queues {
         /// Queues of this device.
@@ -176,19 +111,20 @@ pub enum TransportStateError {
         /// Queues in the state.
         got: usize,
     },
-    /// A queue in use that lies outside of memory, or is not ready for use in this status.
+    /// A ready queue lies outside of memory, has an invalid size, or is ready before features are
+    /// agreed.
     #[error("queue {index}: expected a valid queue of at most {max} in guest memory, got {got:?}")]
     Queue {
-        /// Which.
+        /// Index of the queue.
         index: usize,
-        /// Its largest size.
+        /// Largest size of the queue, in descriptors.
         max: u16,
-        /// What was saved.
+        /// The saved registers.
         got: QueueRegisters,
     },
 }
 
-/// The registers.
+/// The registers of a device, and its queues.
 #[derive(Debug)]
 pub struct Transport {
     device_id: u32,
@@ -204,7 +140,7 @@ pub struct Transport {
     queues: Vec<Queue>,
 }
 
-/// The half of a 64-bit register.
+/// `old` with its low or high half replaced by `value`.
 const fn with_half(old: u64, value: u32, high: bool) -> u64 {
     let value = value as u64;
     if high { (old & 0xffff_ffff) | value << 32 } else { (old & !0xffff_ffff) | value }
@@ -220,7 +156,8 @@ const fn half(value: u64, index: u32) -> u32 {
 }
 
 impl Transport {
-    /// A device after reset. `max_sizes` are powers of two.
+    /// A device after reset. `features` are those besides [`COMMON_FEATURES`]; `max_sizes` are
+    /// powers of two.
     #[must_use]
     pub fn new(device_id: u32, features: u64, max_sizes: &'static [u16]) -> Self {
         Self {
@@ -244,31 +181,32 @@ impl Transport {
         self.status & DRIVER_OK != 0 && self.status & (NEEDS_RESET | FAILED) == 0
     }
 
-    /// What both sides agreed on; nothing before they did.
+    /// The features that both sides agreed on; 0 before FEATURES_OK.
     #[must_use]
     pub const fn features(&self) -> u64 {
         if self.status & FEATURES_OK == 0 { 0 } else { self.driver_features }
     }
 
-    /// What kind of device this is.
+    /// The virtio device id.
     #[must_use]
     pub const fn device_id(&self) -> u32 {
         self.device_id
     }
 
-    /// The queues; those not ready give nothing.
+    /// The queues. A queue that is not ready gives no chains.
     pub fn queues(&mut self) -> &mut [Queue] {
         &mut self.queues
     }
 
-    /// The device cannot go on; returns whether the driver is to be told by a configuration interrupt.
+    /// Sets DEVICE_NEEDS_RESET. Returns whether the driver must get a configuration interrupt,
+    /// which only a live device sends.
     pub const fn need_reset(&mut self) -> bool {
-        let tell = self.live();
+        let was_live = self.live();
         self.status |= NEEDS_RESET;
-        tell
+        was_live
     }
 
-    /// Reads a register below [`register::CONFIG`], all but the interrupt's.
+    /// Reads a register below [`register::CONFIG`], except InterruptStatus.
     #[must_use]
     pub fn read(&self, offset: u64) -> u32 {
         let selected = usize::try_from(self.queue_sel).unwrap_or(usize::MAX);
@@ -281,7 +219,8 @@ impl Transport {
             register::QUEUE_NUM_MAX => self.max_sizes.get(selected).copied().map_or(0, u32::from),
             register::QUEUE_READY => self.registers.get(selected).map_or(0, |q| q.ready.into()),
             register::STATUS => self.status.into(),
-            // No configuration changes while a driver looks: it has no generations.
+            // Configurations have no generations. Only a MAC changes, when a network device gets
+            // its link.
             register::CONFIG_GENERATION => 0,
             // "If there is no such region, reads give all ones."
             register::SHM_LEN_LOW..=register::SHM_BASE_HIGH => u32::MAX,
@@ -289,7 +228,7 @@ impl Transport {
         }
     }
 
-    /// Writes a register below [`register::CONFIG`], all but the interrupt's.
+    /// Writes a register below [`register::CONFIG`], except InterruptACK.
     pub fn write(&mut self, mem: &GuestMemoryMmap, offset: u64, value: u32) -> Effect {
         match offset {
             register::STATUS => return self.write_status(value),
@@ -328,7 +267,8 @@ impl Transport {
         if self.status & FAILED != 0 {
             return Effect::None;
         }
-        // Bits are only ever added, so none can be taken back; a step whose predecessors are missing is not taken.
+        // Bits are only added, so none can be taken back. A step whose predecessors are missing is
+        // ignored.
         self.status |= value & FAILED;
         for step in STEPS {
             if value & step == 0 {
@@ -337,7 +277,9 @@ impl Transport {
             if self.status & step != 0 {
                 continue;
             }
-            if self.status & (NEEDS_RESET | FAILED) != 0 || step == FEATURES_OK && !self.features_agree() {
+            if self.status & (NEEDS_RESET | FAILED) != 0
+                || step == FEATURES_OK && !self.features_agree()
+            {
                 break;
             }
             self.status |= step;
@@ -356,7 +298,7 @@ impl Transport {
             && self.driver_features & VERSION_1 != 0
     }
 
-    /// Whether queues may be set up now.
+    /// Whether queues may be configured now.
     const fn set_up(&self) -> bool {
         self.status & FEATURES_OK != 0 && self.status & (DRIVER_OK | NEEDS_RESET | FAILED) == 0
     }
@@ -382,7 +324,8 @@ impl Transport {
     fn write_ready(&mut self, mem: &GuestMemoryMmap, value: u32) {
         let set_up = self.set_up();
         let selected = usize::try_from(self.queue_sel).unwrap_or(usize::MAX);
-        let (Some(registers), Some(max)) = (self.registers.get_mut(selected), self.max_sizes.get(selected))
+        let (Some(registers), Some(max)) =
+            (self.registers.get_mut(selected), self.max_sizes.get(selected))
         else {
             return;
         };
@@ -397,7 +340,7 @@ impl Transport {
         }
     }
 
-    /// What is to be saved; `interrupt_status` comes from the interrupt.
+    /// The state to be saved. `interrupt_status` comes from [`super::interrupt`].
     #[must_use]
     pub fn save(&self, interrupt_status: u32) -> TransportState {
         let queues = self.registers.iter().zip(&self.queues);
@@ -419,11 +362,15 @@ impl Transport {
         }
     }
 
-    /// Checks saved registers against this device and this memory, and makes a transport of them.
+    /// Checks saved registers against this device and guest memory, and makes a transport of them.
     ///
     /// # Errors
     /// [`TransportStateError`].
-    pub fn loaded(&self, mem: &GuestMemoryMmap, state: &TransportState) -> Result<Self, TransportStateError> {
+    pub fn loaded(
+        &self,
+        mem: &GuestMemoryMmap,
+        state: &TransportState,
+    ) -> Result<Self, TransportStateError> {
         let steps = state.status & !(NEEDS_RESET | FAILED);
         let ordered = [0, 1, 3, 11, 15].contains(&steps);
         if !ordered {
@@ -454,8 +401,11 @@ impl Transport {
         for (index, (registers, max)) in state.queues.iter().zip(self.max_sizes).enumerate() {
             if registers.ready {
                 let queue = build(mem, registers, *max, event_idx).filter(|_| agreed);
-                new.queues[index] =
-                    queue.ok_or(TransportStateError::Queue { index, max: *max, got: *registers })?;
+                new.queues[index] = queue.ok_or(TransportStateError::Queue {
+                    index,
+                    max: *max,
+                    got: *registers,
+                })?;
             }
             new.registers[index] = *registers;
         }
@@ -463,8 +413,13 @@ impl Transport {
     }
 }
 
-/// A queue made of registers, if its size, alignment and place are right.
-fn build(mem: &GuestMemoryMmap, registers: &QueueRegisters, max: u16, event_idx: bool) -> Option<Queue> {
+/// A queue made from registers; `None` if its size, alignment or place is invalid.
+fn build(
+    mem: &GuestMemoryMmap,
+    registers: &QueueRegisters,
+    max: u16,
+    event_idx: bool,
+) -> Option<Queue> {
     let size = u16::try_from(registers.size).ok()?;
     let queue = Queue::try_from(QueueState {
         max_size: max,
@@ -477,6 +432,14 @@ fn build(mem: &GuestMemoryMmap, registers: &QueueRegisters, max: u16, event_idx:
         avail_ring: registers.driver,
         used_ring: registers.device,
     });
-    // The crate takes an available ring at 0 for a queue that was reset.
+    // The crate treats an available ring at address 0 as a queue that was reset.
     queue.ok().filter(|queue| registers.driver != 0 && queue.is_valid(mem))
+}
+
+/// Copies a configuration space from `offset` on; past its end come zeroes.
+pub(super) fn copy_config(config: &[u8], offset: usize, data: &mut [u8]) {
+    let there = config.get(offset..).unwrap_or_default();
+    let length = there.len().min(data.len());
+    data[..length].copy_from_slice(&there[..length]);
+    data[length..].fill(0);
 }

@@ -1,5 +1,6 @@
+use super::registers::{register, status};
 use super::testing::{DATA, Driver, LOW_END, Machine, disk, memory};
-use super::transport::{Effect, Transport, register, status};
+use super::transport::{Effect, Transport};
 use super::{MMIO_BASE, TransportStateError};
 use proptest::prelude::*;
 use vm_memory::GuestMemoryMmap;
@@ -12,7 +13,7 @@ fn fresh() -> (GuestMemoryMmap, Transport) {
     (memory(), Transport::new(2, FEATURES, SIZES))
 }
 
-/// Up to FEATURES_OK.
+/// A transport whose status is FEATURES_OK.
 fn agreed() -> (GuestMemoryMmap, Transport) {
     let (mem, mut t) = fresh();
     t.write(&mem, register::STATUS, 1);
@@ -38,7 +39,9 @@ fn place_queue(mem: &GuestMemoryMmap, t: &mut Transport, size: u32, addresses: [
 #[test]
 fn what_the_driver_finds_first() {
     let (mem, mut t) = fresh();
-    let read = |t: &Transport| [register::MAGIC, register::VERSION, register::DEVICE_ID].map(|r| t.read(r));
+    let read = |t: &Transport| {
+        [register::MAGIC, register::VERSION, register::DEVICE_ID].map(|r| t.read(r))
+    };
     assert_eq!(read(&t), [0x7472_6976, 2, 2]);
     let mut features = Vec::new();
     for sel in [0, 1, 2, u32::MAX] {
@@ -81,7 +84,9 @@ fn steps_cannot_be_left_out_or_taken_back() {
 
 #[test]
 fn features_that_are_not_offered_or_too_old_are_not_agreed_on() {
-    for (low, high, sel_2) in [(1 << 7, 1, 0), (0, 0, 0), (0, 3, 0), (0x21, 1 | 1 << 31, 0), (0, 1, 1)] {
+    for (low, high, sel_2) in
+        [(1 << 7, 1, 0), (0, 0, 0), (0, 3, 0), (0x21, 1 | 1 << 31, 0), (0, 1, 1)]
+    {
         let (mem, mut t) = fresh();
         t.write(&mem, register::STATUS, 3);
         for (sel, value) in [(0, low), (1, high), (2, sel_2)] {
@@ -121,7 +126,7 @@ fn a_queue_outside_of_memory_or_of_the_rules_does_not_become_ready() {
         assert!(!place_queue(&mem, &mut t, 8, bad), "{bad:x?}");
     }
     assert!(place_queue(&mem, &mut t, 8, good));
-    // Ready: nothing of it changes any more.
+    // The registers of a ready queue cannot change.
     let before = t.save(0);
     t.write(&mem, register::QUEUE_NUM, 4);
     t.write(&mem, register::QUEUE_DESC_LOW, 0x9000);
@@ -137,7 +142,7 @@ fn a_queue_outside_of_memory_or_of_the_rules_does_not_become_ready() {
     assert_eq!(t.write(&mem, register::QUEUE_NOTIFY, 0), Effect::None);
     t.write(&mem, register::QUEUE_READY, 1);
     assert_eq!(t.read(register::QUEUE_READY), 0);
-    // And not before features are agreed on.
+    // A queue cannot be configured before features are agreed.
     let (mem, mut t) = fresh();
     t.write(&mem, register::STATUS, 3);
     assert!(!place_queue(&mem, &mut t, 8, good));
@@ -155,7 +160,7 @@ fn a_kick_counts_only_for_a_ready_queue_of_a_live_device() {
     }
     assert!(t.need_reset());
     assert_eq!(t.write(&mem, register::QUEUE_NOTIFY, 0), Effect::None);
-    assert!(!t.need_reset(), "told once");
+    assert!(!t.need_reset(), "reported once");
 }
 
 #[test]
@@ -224,7 +229,8 @@ fn poke() -> impl Strategy<Value = Poke> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
-    /// Any sequence of register accesses leaves a state that the rules allow, and that can be saved and loaded.
+    /// Any sequence of register accesses leaves a state that the rules allow, and that can be saved
+    /// and loaded.
     #[test]
     fn any_register_writes_keep_the_rules(pokes in proptest::collection::vec(poke(), 0..200)) {
         let mem = GuestMemoryMmap::from_ranges(&[(vm_memory::GuestAddress(0), 0x8000)]).unwrap();
@@ -238,7 +244,8 @@ proptest! {
                     let reset = at == register::STATUS && value == 0;
                     prop_assert_eq!(effect == Effect::Reset, reset);
                     if !reset {
-                        prop_assert_eq!(after.status & before.status, before.status, "a bit was taken back");
+                        let kept = after.status & before.status;
+                        prop_assert_eq!(kept, before.status, "a bit was taken back");
                     }
                     if before.status & 4 != 0 && !reset {
                         for (old, new) in before.queues.iter().zip(&after.queues) {
@@ -272,11 +279,12 @@ proptest! {
         }
     }
 
-    /// Any saved registers are refused or work.
+    /// Saved registers are refused or work, whatever they are.
     #[test]
     fn any_saved_registers_are_refused_or_sound(
         status in any::<u8>(), interrupt_status in 0..8_u32, driver_features in any::<u64>(),
-        size in 0..600_u32, addresses in any::<[u32; 3]>(), ready in any::<bool>(), next in any::<[u16; 2]>(),
+        size in 0..600_u32, addresses in any::<[u32; 3]>(), ready in any::<bool>(),
+        next in any::<[u16; 2]>(),
     ) {
         let (mem, t) = fresh();
         let mut state = t.save(interrupt_status);
@@ -286,7 +294,8 @@ proptest! {
         if ready {
             (queue.next_avail, queue.next_used) = (next[0], next[1]);
         }
-        (queue.desc, queue.driver, queue.device) = (addresses[0].into(), addresses[1].into(), addresses[2].into());
+        (queue.desc, queue.driver, queue.device) =
+            (addresses[0].into(), addresses[1].into(), addresses[2].into());
         match t.loaded(&mem, &state) {
             Ok(loaded) => prop_assert_eq!(loaded.save(interrupt_status), state),
             Err(TransportStateError::Interrupt(n)) => prop_assert!(n > 3),
@@ -294,18 +303,21 @@ proptest! {
         }
     }
 
-    /// The same through the device set, with a thread that serves: nothing panics, and the devices work after a reset.
+    /// Register writes go to a device set with a serving thread. Nothing panics, and the devices
+    /// work after a reset.
     #[test]
     fn devices_survive_any_register_writes(
         pokes in proptest::collection::vec((0..4_usize, poke(), 0..9_usize), 0..100),
     ) {
-        let machine = Machine::new(memory(), vec![disk(4, &[], vec![], true), disk(4, &[], vec![], false)]).run();
+        let disks = vec![disk(4, &[], vec![], true), disk(4, &[], vec![], false)];
+        let machine = Machine::new(memory(), disks).run();
         for (slot, poke, len) in pokes {
             match poke {
                 Poke::Write(at, value) if len == 0 => machine.write(slot, at, value),
                 Poke::Write(at, value) => {
                     let bytes = u64::from(value).to_le_bytes();
-                    machine.set.mmio_write(MMIO_BASE + slot as u64 * 0x1000 + at, &bytes[..len.min(8)]);
+                    let at = MMIO_BASE + slot as u64 * 0x1000 + at;
+                    machine.set.mmio_write(at, &bytes[..len.min(8)]);
                 }
                 Poke::Read(at) => drop(machine.read(slot, at)),
                 Poke::NeedReset => {

@@ -1,21 +1,24 @@
-//! A guest that starts from a kernel.
+//! Booting a guest from a kernel.
 
-use super::Vm;
-use super::error::BuildError;
-use super::shell::{Shell, on};
+use super::error::{BuildError, on};
+use super::machine::Vm;
+use super::ram::Ram;
+use super::warm::WarmVmm;
 use crate::arch::{acpi, boot, cpuid, layout, regs};
 use crate::config::BootConfig;
 use crate::disk::DiskSpec;
+use kvm_ioctls::Kvm;
 use std::fs::File;
 use vm_memory::Bytes;
 
-impl Shell {
-    /// Starts `kernel`; the guest runs.
+impl WarmVmm {
+    /// Loads `kernel`. The guest is paused before its first instruction.
     ///
     /// # Errors
-    /// When the configuration is impossible or the host refuses.
+    /// When the configuration is invalid or the host refuses a step.
     pub fn boot(
         mut self,
+        kvm: &Kvm,
         config: &BootConfig,
         disks: Vec<DiskSpec>,
         kernel: File,
@@ -25,14 +28,15 @@ impl Shell {
         let entry = boot::load(&self.memory, config.memory_bytes, kernel, initrd, &config.cmdline)?;
         self.timeline.done("kernel");
 
-        let windows: Vec<_> = self.devices.slots().iter().map(|s| (s.base, s.size, s.gsi)).collect();
+        let windows: Vec<_> =
+            self.devices.slots().iter().map(|s| (s.base, s.size, s.gsi)).collect();
         acpi::write(&self.memory, config.vcpus, &windows)?;
         let mut generation = [0; 16];
         rustix::rand::getrandom(&mut generation, rustix::rand::GetRandomFlags::empty())
             .map_err(|error| BuildError::Random(error.into()))?;
         self.memory.write_slice(&generation, layout::GENERATION).map_err(BuildError::Generation)?;
 
-        let supported = cpuid::Supported::new(&self.kvm).map_err(on("KVM_GET_SUPPORTED_CPUID"))?;
+        let supported = cpuid::Supported::new(kvm).map_err(on("KVM_GET_SUPPORTED_CPUID"))?;
         let template = cpuid::Template::new(&supported, config.vcpus);
         regs::write_tables(&self.memory)?;
         for vcpu in &self.vcpus {
@@ -44,18 +48,26 @@ impl Shell {
                 regs::prepare_first(&fd, entry)?;
             }
         }
-        let mut vm = Vm {
-            shell: self,
-            parent: None,
-            lazy: false,
-            holes: Vec::new(),
+        Ok(Vm {
+            warm: self,
+            ram: Ram::Booted,
             writable_disks,
             not_yet_run: None,
             paused: true,
             copying: None,
-        };
-        vm.resume()?;
-        vm.shell.timeline.done("running");
-        Ok(vm)
+        })
+    }
+}
+
+impl Vm {
+    /// Ends the set-up, and starts a guest that was booted.
+    ///
+    /// # Errors
+    /// None, for a guest without saved clocks.
+    pub fn start(&mut self, disks_bytes: &[u64]) -> Result<(), BuildError> {
+        self.warm.end_set_up(disks_bytes);
+        self.resume()?;
+        self.warm.timeline.done("running");
+        Ok(())
     }
 }

@@ -12,100 +12,104 @@ use std::io;
 /// Why a VM could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
-    /// A configuration that no VM may have.
+    /// A value in the configuration is not allowed.
     #[error("configuration: {what}: expected {expected}, got {got}")]
     Config {
         /// The field.
         what: &'static str,
-        /// What it may be.
+        /// The allowed values.
         expected: String,
-        /// What it is.
+        /// The value.
         got: u64,
     },
     /// A KVM ioctl failed.
     #[error("{0}")]
     Kvm(&'static str, #[source] kvm_ioctls::Error),
-    /// Guest RAM.
+    /// Guest RAM could not be set up.
     #[error(transparent)]
     Memory(#[from] memory::MemoryError),
-    /// Kernel, initramfs, command line.
+    /// Kernel, initramfs or command line could not be loaded.
     #[error(transparent)]
     Load(#[from] boot::LoadError),
-    /// ACPI tables.
+    /// The ACPI tables could not be written.
     #[error(transparent)]
     Acpi(#[from] acpi::AcpiError),
-    /// First registers.
+    /// The first registers could not be set.
     #[error(transparent)]
     Regs(#[from] regs::RegsError),
-    /// Too many CPUID entries.
+    /// CPUID has more entries than KVM takes.
     #[error("CPUID: more entries than KVM takes")]
     Cpuid,
-    /// The generation id.
+    /// The generation id could not be written.
     #[error("VM generation id")]
     Generation(#[source] vm_memory::GuestMemoryError),
-    /// Randomness for it.
+    /// No random generation id: getrandom(2) failed.
     #[error("VM generation id: getrandom")]
     Random(#[source] io::Error),
-    /// Serial port, interrupts.
+    /// The serial port or its interrupt could not be set up.
     #[error(transparent)]
     Platform(#[from] PlatformError),
-    /// Virtio devices.
+    /// A virtio device was refused.
     #[error("devices")]
     Devices(#[from] DeviceError),
-    /// Pages cannot be served one by one.
+    /// The recorder could not serve the guest's pages.
     #[error("recording which pages are touched")]
     Recorder(#[source] io::Error),
-    /// RAM is to be filled by a pager, but nobody can be made to wait for it.
+    /// A pager fills the RAM, but there is no userfaultfd that makes a page fault wait for it.
     #[error("restore: memory that a pager fills: this kernel gave no userfaultfd")]
     NoUserfaultfd,
-    /// The pager does not serve it.
+    /// The pager did not accept the memory.
     #[error("restore: the pager of its memory")]
     Pager(#[source] io::Error),
-    /// The record of pages to lay ready.
+    /// The record of the working set was refused.
     #[error(transparent)]
     WorkingSet(#[from] memory::working_set::WorkingSetError),
     /// The state file could not be read.
     #[error("state file")]
     StateRead(#[source] io::Error),
-    /// The state file is too long.
+    /// The state file exceeds the limit.
     #[error("state file: {got} bytes, at most {max}")]
     StateLength {
-        /// Its length.
+        /// The file's length in bytes.
         got: u64,
-        /// The most.
+        /// The limit in bytes.
         max: u64,
     },
     /// The state file is not a state.
     #[error(transparent)]
     Decode(#[from] state::DecodeError),
-    /// A vCPU's state does not go into this host's KVM.
+    /// This host's KVM refuses a vCPU's state.
     #[error("vCPU {id}")]
     Vcpu {
-        /// Which.
+        /// The vCPU's place in the saved state, from 0.
         id: usize,
-        /// Why.
+        /// The refused part.
         #[source]
         source: vcpu_state::StateError,
     },
     /// A thread could not be made.
     #[error("starting a thread")]
     Thread(#[source] io::Error),
-    /// The shell is not for a VM like this.
-    #[error("restore: {what}: expected {expected}, what the shell was made for, got {got}")]
+    /// The saved VM differs from the warm VMM's shape.
+    #[error("restore: {what}: expected {expected}, what the warm VMM was made for, got {got}")]
     Shape {
-        /// In what it differs.
+        /// The quantity that differs.
         what: &'static str,
-        /// The shell's.
+        /// The warm VMM's value.
         expected: u64,
-        /// The VM's.
+        /// The saved VM's value.
         got: u64,
     },
-    /// Clocks, or the word of the new generation.
+    /// The VM could not start to run: clocks, or the interrupt of the generation id.
     #[error(transparent)]
     Run(#[from] VmError),
 }
 
-/// Why a running VM could not do what it was asked.
+pub(super) fn on(what: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> BuildError {
+    move |error| BuildError::Kvm(what, error)
+}
+
+/// Why a VM could not pause or resume.
 #[derive(Debug, thiserror::Error)]
 pub enum VmError {
     /// A vCPU did not stop.
@@ -114,41 +118,49 @@ pub enum VmError {
     /// Clocks could not be set.
     #[error("setting the clocks of a restored VM")]
     Clocks(#[source] vcpu_state::StateError),
-    /// The guest could not be told its new generation.
+    /// The guest could not be informed of its new generation id.
     #[error("raising the VM generation id's interrupt")]
     Generation(#[source] io::Error),
 }
 
-/// Why a VM has no link.
+/// Why a network device could not be connected.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// Not the descriptors that Connect takes.
+    /// More than one descriptor came with `Connect`.
     #[error("connect: expected one descriptor, a tap, or none, got {0}")]
     Fds(usize),
-    /// It has no network device.
+    /// The VM has no network device, or the device refused the tap.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
 
-/// Why a VM could not be saved. It is as it was: paused, on its old writable layers.
+/// Why a VM could not be saved or forked. The VM is unchanged, with its old writable layers.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveError {
-    /// It runs.
+    /// The VM runs; `Save` needs a paused VM.
     #[error("save: the VM runs; pause it first")]
     Running,
-    /// Pages that nobody wrote are read from its template, in which some are missing.
+    /// Pages that the guest has not written are read from the template's memory, which is not whole
+    /// yet.
     #[error("save: not all of the template's memory has arrived yet; try again when it has")]
     NotWhole,
-    /// Not the descriptors that Save takes.
+    /// RAM was copied for a fork: the copy lacks the template's pages.
     #[error(
-        "save: expected {expected} descriptors (state, memory, page map, two for each of {writable} writable disks), got {got}"
+        "save: expected a copy of all of its memory, got one for a fork, without the template's \
+         pages; copy all of it first"
+    )]
+    CopiedForFork,
+    /// The wrong number of descriptors.
+    #[error(
+        "save: expected {expected} descriptors (state, memory, page map, \
+         three for each of {writable} writable disks), got {got}"
     )]
     Fds {
-        /// How many there have to be.
+        /// The right number.
         expected: usize,
         /// Writable disks.
         writable: usize,
-        /// How many came.
+        /// The number that came.
         got: usize,
     },
     /// A KVM ioctl failed.
@@ -157,13 +169,13 @@ pub enum SaveError {
     /// A vCPU's state could not be read.
     #[error("save: vCPU {id}")]
     Vcpu {
-        /// Which.
+        /// The vCPU's id.
         id: u8,
-        /// Why.
+        /// The part that could not be read.
         #[source]
         source: vcpu_state::StateError,
     },
-    /// Clocks of a VM that has not run yet.
+    /// The clocks of a VM that has not run yet could not be set.
     #[error("save")]
     Clocks(#[source] VmError),
     /// The state could not be encoded.
@@ -172,25 +184,27 @@ pub enum SaveError {
     /// The state file could not be written.
     #[error("save: state file")]
     StateWrite(#[source] io::Error),
-    /// The state file holds something already.
+    /// The state file is not empty.
     #[error("save: state file: expected an empty file, got {0} bytes")]
     StateNotEmpty(u64),
     /// The page map's file could not be written.
     #[error("save: page map file")]
     PageMapWrite(#[source] io::Error),
-    /// The page map's file holds something already.
+    /// The file for the page map is not empty.
     #[error("save: page map file: expected an empty file, got {0} bytes")]
     PageMapNotEmpty(u64),
-    /// Memory could not be written.
+    /// Guest RAM could not be copied.
     #[error("save")]
     Memory(#[from] memory::DumpError),
-    /// It did not stop.
+    /// The VM did not stop.
     #[error("freeze")]
     Freeze(#[source] VmError),
-    /// RAM is to be copied where it differs from a template, and there is none.
-    #[error("fork: expected a VM that is a clone, and a pagemap: all of its memory has to be copied")]
+    /// A precopy of own pages needs a template and a pagemap.
+    #[error(
+        "fork: expected a VM that is a clone, and a pagemap: all of its memory has to be copied"
+    )]
     NoTemplate,
-    /// Which pages are the VM's own could not be read.
+    /// The pagemap, which shows the VM's own pages, could not be read.
     #[error("fork: reading which pages are the VM's own")]
     Pagemap(#[source] io::Error),
     /// The memory file has another length than RAM.
@@ -201,25 +215,28 @@ pub enum SaveError {
         /// The file's length.
         got: u64,
     },
-    /// Nothing was copied before.
+    /// `Fork` without `Precopy`.
     #[error("fork: expected that its memory was copied before")]
     NotCopied,
     /// RAM was copied to another file before.
     #[error("save: expected the memory file that RAM was copied to before")]
     OtherMemory,
-    /// Layers without a map.
-    #[error("rebase: expected the data of a layer, then data and map of each new one, got {0} descriptors")]
+    /// Data and map of a layer do not come in pairs.
+    #[error(
+        "rebase: expected the data of a layer, then data and map of each new one, \
+         got {0} descriptors"
+    )]
     Pairs(usize),
     /// The disk refused.
     #[error("rebase")]
     Rebase(#[source] DeviceError),
-    /// Nobody notes what this VM touches.
+    /// The pages that this VM touches are not recorded.
     #[error("working set: expected a VM that was started to be recorded")]
     NotRecorded,
     /// The record of touched pages could not be written.
     #[error("working set file")]
     WorkingSet(#[source] io::Error),
-    /// The disks could not be asked what is where, or not be frozen.
+    /// The page map could not be read, or a disk's layer could not be frozen.
     #[error("save: disks")]
     Disks(#[source] DeviceError),
 }

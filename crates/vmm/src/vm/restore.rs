@@ -1,8 +1,9 @@
-//! A guest that goes on where a snapshot was taken.
+//! Restoring a guest from a snapshot.
 
-use super::error::BuildError;
-use super::shell::{Shell, on};
-use super::{Restored, Vm};
+use super::error::{BuildError, on};
+use super::machine::{Restored, Vm};
+use super::ram::Ram;
+use super::warm::WarmVmm;
 use crate::arch::layout;
 use crate::config::RestoreConfig;
 use crate::disk::DiskSpec;
@@ -22,17 +23,17 @@ pub struct Files {
     pub state: File,
     /// Guest RAM.
     pub memory: Backing,
-    /// The record of pages to lay ready.
+    /// The record of pages to populate before the guest runs.
     pub working_set: Option<File>,
     /// The disks, in order.
     pub disks: Vec<DiskSpec>,
-    /// The pager that fills `memory` while it is mapped already.
+    /// A socket to the pager, if `memory` is not whole yet.
     pub pager: Option<OwnedFd>,
 }
 
-/// Other clones have the same open file: where it stands says nothing.
+/// Reads at explicit offsets, because clones share the open file and with it the file offset.
 fn read_state(file: &File) -> Result<VmState, BuildError> {
-    let got = file.metadata().map_err(BuildError::StateRead)?.len();
+    let got = memory::file_bytes(file).map_err(BuildError::StateRead)?;
     let max = state::MAX_BYTES + dayfly_units::sealed::HEADER_BYTES as u64;
     if got > max {
         return Err(BuildError::StateLength { got, max });
@@ -42,7 +43,7 @@ fn read_state(file: &File) -> Result<VmState, BuildError> {
     Ok(state::decode(&bytes)?)
 }
 
-impl Shell {
+impl WarmVmm {
     fn fits(&self, state: &VmState) -> Result<(), BuildError> {
         let differs = |what, expected, got| Err(BuildError::Shape { what, expected, got });
         let (memory, vcpus) = (self.shape.memory_bytes, self.vcpus.len());
@@ -55,57 +56,78 @@ impl Shell {
         Ok(())
     }
 
-    /// Takes over a saved machine; it runs, unless it was to stay paused.
-    ///
-    /// # Errors
-    /// When the state is damaged, does not fit this shell or the files, or the host refuses it. The shell is then of no
-    /// more use.
-    pub fn restore(mut self, config: &RestoreConfig, files: Files) -> Result<Vm, BuildError> {
-        self.timeline.done("asked");
-        if !config.paused {
-            // Somebody waits for it: from now on it is behind no guest that runs.
-            jail::normal_priority();
-        }
-        let state = read_state(&files.state)?;
-        self.fits(&state)?;
-        self.timeline.done("state");
+    /// Maps the snapshot's memory, or has the recorder serve it page by page.
+    fn map_memory(&self, files: &Files, state: &VmState) -> Result<(), BuildError> {
         match &self.recorder {
             None => {
                 let bytes = state.memory_bytes;
                 let whole = files.pager.is_none();
-                let parts = memory::lay_over(&self.memory, &files.memory, bytes, &state.holes, whole)?;
+                let parts =
+                    memory::lay_over(&self.memory, &files.memory, bytes, &state.holes, whole)?;
                 if let Some(pager) = &files.pager {
                     let uffd = self.uffd.as_ref().ok_or(BuildError::NoUserfaultfd)?;
-                    lazy::serve(&self.memory, bytes, &parts, uffd, pager).map_err(BuildError::Pager)?;
+                    lazy::serve(&self.memory, bytes, &parts, uffd, pager)
+                        .map_err(BuildError::Pager)?;
                 }
             }
             Some(recorder) => {
                 memory::check_file(files.memory.file(), state.memory_bytes)?;
                 let backing = files.memory.try_clone().map_err(BuildError::Recorder)?;
-                recorder.serve(&self.memory, state.memory_bytes, backing).map_err(BuildError::Recorder)?;
+                recorder
+                    .serve(&self.memory, state.memory_bytes, backing)
+                    .map_err(BuildError::Recorder)?;
             }
         }
-        let record =
-            files.working_set.map(|file| working_set::read(&file, state.memory_bytes)).transpose()?;
-        let pages = record.map(|record| record.runs);
-        self.timeline.done("memory");
-        let writable_disks = self.devices.insert_disks(files.disks)?;
-        self.devices.load(&state.devices)?;
-        self.platform.load(&state.serial)?;
-        self.timeline.done("devices loaded");
+        Ok(())
+    }
 
-        let xsave_words = vcpu_state::host_xsave_words(&self.vm);
+    /// Loads the vCPUs, then the interrupt controllers and the timer.
+    fn load_vcpus(&self, state: &VmState) -> Result<(), BuildError> {
+        let xsave_words = self.limits.xsave_words();
         for (id, (vcpu, saved)) in self.vcpus.iter().zip(&state.vcpus).enumerate() {
             let has = self.cpuid.get(id).map(Vec::as_slice);
             vcpu_state::load(&vcpu.fd(), saved, has, xsave_words)
                 .map_err(|source| BuildError::Vcpu { id, source })?;
         }
-        // After the local APICs: loading the I/O APIC delivers what it has pending to them.
+        // After the local APICs: loading the I/O APIC delivers its pending interrupts to them.
         for chip in &state.irqchips {
             self.vm.set_irqchip(chip).map_err(on("KVM_SET_IRQCHIP"))?;
         }
         self.vm.set_pit2(&state.pit).map_err(on("KVM_SET_PIT2"))?;
-        self.memory.write_slice(&config.generation, layout::GENERATION).map_err(BuildError::Generation)?;
+        Ok(())
+    }
+
+    /// Restores a saved machine. The guest runs afterwards, unless `config` keeps it paused.
+    ///
+    /// # Errors
+    /// When the state is damaged, does not fit this warm VMM or the files, or the host refuses it.
+    /// The warm VMM is then unusable.
+    pub fn restore(mut self, config: &RestoreConfig, files: Files) -> Result<Vm, BuildError> {
+        self.timeline.done("asked");
+        if !config.paused {
+            // The guest starts now, so its VMM must not wait behind other running guests.
+            jail::normal_priority();
+        }
+        let state = read_state(&files.state)?;
+        self.fits(&state)?;
+        self.timeline.done("state");
+        self.map_memory(&files, &state)?;
+        let record = files
+            .working_set
+            .map(|file| working_set::read(&file, state.memory_bytes))
+            .transpose()?;
+        let pages = record.map(|record| record.runs);
+        self.timeline.done("memory");
+        let disks_bytes: Vec<u64> = files.disks.iter().map(|disk| disk.size_bytes).collect();
+        let writable_disks = self.devices.insert_disks(files.disks)?;
+        self.devices.load(&state.devices)?;
+        self.platform.load(&state.serial)?;
+        self.timeline.done("devices loaded");
+
+        self.load_vcpus(&state)?;
+        self.memory
+            .write_slice(&config.generation, layout::GENERATION)
+            .map_err(BuildError::Generation)?;
         self.timeline.done("vcpus loaded");
         if let Some(pages) = &pages {
             working_set::populate(&self.memory, state.memory_bytes, pages);
@@ -118,10 +140,17 @@ impl Shell {
         }
         self.timeline.done("working set");
         let not_yet_run = Some(Restored { vcpus: state.vcpus, clock: state.clock });
-        let (parent, lazy) = (Some(files.memory), files.pager.is_some());
-        let holes = if self.recorder.is_none() { state.holes } else { Vec::new() };
+        let ram = if self.recorder.is_none() {
+            let (own, rows) = files.memory.into_own();
+            let filling = files.pager.is_some().then_some(own);
+            Ram::Mapped { holes: state.holes, rows, filling }
+        } else {
+            Ram::Recorded(files.memory)
+        };
+        drop((files.state, files.pager));
+        self.end_set_up(&disks_bytes);
         let mut vm =
-            Vm { shell: self, parent, lazy, holes, writable_disks, not_yet_run, paused: true, copying: None };
+            Vm { warm: self, ram, writable_disks, not_yet_run, paused: true, copying: None };
         if !config.paused {
             vm.resume()?;
         }

@@ -1,45 +1,54 @@
-//! Writing a VM that stands to files: the state, what of RAM is not copied yet, the layers of its disks.
+//! Writing a stopped VM to files: the state, the pages of RAM that are not copied yet, the layers
+//! of its disks.
 
 use super::error::SaveError;
-use super::{IRQCHIPS, Shell, Vm, irqchip};
-use crate::disk::page_map;
+use super::machine::Vm;
+use super::warm::WarmVmm;
+use crate::disk::{FreezeFiles, page_map};
 use crate::memory;
 use crate::memory::backing::{self, Row};
 use crate::memory::pages::Pages;
 use crate::state::{self, VmState};
-use crate::vcpu::state::{self as vcpu_state, HostLimits};
+use crate::vcpu::state as vcpu_state;
 use dayfly_units::PAGE_SIZE;
+use kvm_bindings::{
+    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip,
+};
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 
-/// The descriptors of a save or a fork, in their order.
+/// The descriptors of a save or a fork.
 pub(super) struct Saving {
-    /// Empty.
+    /// An empty file for the state.
     pub(super) state: File,
     pub(super) memory: File,
-    /// Empty; for what can be written later.
+    /// An empty file for the record that is written after the VM has resumed.
     pub(super) late: File,
-    /// For each writable disk a file for the map of its layer, and its next layer.
-    pub(super) layers: Vec<(OwnedFd, OwnedFd)>,
+    /// The files of each writable disk.
+    pub(super) layers: Vec<FreezeFiles>,
 }
 
-/// What can be written when the VM has gone on.
+/// What is done after the VM has resumed, to shorten the pause: a record is written, and writable
+/// descriptors of frozen layers are closed.
 pub(super) struct Late {
     pub(super) file: File,
     pub(super) record: Record,
+    pub(super) unused: Vec<OwnedFd>,
 }
 
-/// See [`Late`].
+/// The content of [`Late`].
 pub(super) enum Record {
     PageMap(Vec<page_map::Run>),
-    /// The pages that a fork's memory file has, where it does not have all.
+    /// The pages in a fork's memory file; `None` if it has all.
     Own(Option<Pages>),
 }
 
 impl Late {
-    /// One that cannot be written is refused where it is read.
-    pub(super) fn write(mut self) {
+    /// Closes the descriptors and writes the record. Ignores write errors: the reader verifies the
+    /// seal and rejects a short record.
+    pub(super) fn finish(mut self) {
+        drop(self.unused);
         let _ = self.file.write_all(&match self.record {
             Record::PageMap(runs) => page_map::record::encode(&runs),
             Record::Own(own) => backing::encode(&own.iter().flat_map(rows).collect::<Vec<_>>()),
@@ -47,7 +56,7 @@ impl Late {
     }
 }
 
-/// Each page from the same place of the one file.
+/// Rows that map each run of pages from the same place of the one file.
 fn rows(own: &Pages) -> impl Iterator<Item = Row> {
     own.runs().filter_map(|run| {
         let first = u32::try_from(run.start).ok()?;
@@ -61,18 +70,43 @@ fn empty(
     failed: fn(io::Error) -> SaveError,
 ) -> Result<File, SaveError> {
     let file = File::from(file);
-    match file.metadata().map_err(failed)?.len() {
+    match memory::file_bytes(&file).map_err(failed)? {
         0 => Ok(file),
         got => Err(not_empty(got)),
     }
 }
 
+fn irqchip(id: u32) -> kvm_irqchip {
+    kvm_irqchip { chip_id: id, ..Default::default() }
+}
+
+const IRQCHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];
+
 impl Vm {
-    /// The descriptors of a save.
+    /// Writes the whole machine to `fds`, in the order of
+    /// [`Command::Save`](crate::control::Command::Save).
+    ///
+    /// # Errors
+    /// When the VM runs, descriptors are missing, or a file cannot be read or written. The VM is
+    /// then unchanged.
+    pub fn save(&mut self, fds: Vec<OwnedFd>) -> Result<(), SaveError> {
+        if !self.paused {
+            return Err(SaveError::Running);
+        }
+        let saved = self.save_stopped(fds);
+        self.end_precopy();
+        let (late, _) = saved?;
+        late.finish();
+        Ok(())
+    }
+
+    /// Checks and sorts the descriptors of a save or a fork.
     pub(super) fn saving(&self, fds: Vec<OwnedFd>) -> Result<Saving, SaveError> {
         let (writable, got) = (self.writable_disks, fds.len());
-        let wrong = SaveError::Fds { expected: 3 + 2 * writable, writable, got };
-        if got != 3 + 2 * writable {
+        let wrong = SaveError::Fds { expected: 3 + 3 * writable, writable, got };
+        // A daemon of an earlier version sends no read-only descriptors.
+        let read_only = got == 3 + 3 * writable;
+        if !read_only && got != 3 + 2 * writable {
             return Err(wrong);
         }
         let mut fds = fds.into_iter();
@@ -82,65 +116,70 @@ impl Vm {
         let state = empty(state, SaveError::StateNotEmpty, SaveError::StateWrite)?;
         let late = empty(late, SaveError::PageMapNotEmpty, SaveError::PageMapWrite)?;
         let mut layers = Vec::new();
-        while let (Some(map), Some(writable)) = (fds.next(), fds.next()) {
-            layers.push((map, writable));
+        while let (Some(map), Some(next)) = (fds.next(), fds.next()) {
+            let frozen = if read_only { fds.next() } else { None };
+            layers.push(FreezeFiles { map, next, frozen });
         }
         Ok(Saving { state, memory: memory.into(), late, layers })
     }
 
-    /// Writes a VM that stands, but for what can be written when it goes on again; with it comes how many pages were copied, where most had been before.
+    /// Writes a stopped VM, except for the record that is written after it has resumed. Returns the
+    /// pages copied in this pause, which are few after a precopy.
     pub(super) fn save_stopped(&mut self, fds: Vec<OwnedFd>) -> Result<(Late, u64), SaveError> {
         let Saving { state, memory: target, late, layers } = self.saving(fds)?;
-        if !self.is_whole() {
+        if !self.ram.is_whole() {
             return Err(SaveError::NotWhole);
         }
         self.set_clocks().map_err(SaveError::Clocks)?;
         let (holes, pages) = match &self.copying {
             Some(copying) => self.finish_precopy(copying, &target)?,
             None => {
-                let Shell { memory, shape, pagemap, .. } = &self.shell;
-                let (bytes, pagemap, parent) = (shape.memory_bytes, pagemap.as_ref(), self.parent.as_ref());
-                let dump = memory::dump(memory, bytes, pagemap, parent, &target)?;
+                let WarmVmm { memory, shape, pagemap, .. } = &self.warm;
+                let (bytes, unwritten) = (shape.memory_bytes, self.ram.unwritten(None));
+                let dump = memory::dump(memory, bytes, pagemap.as_ref(), unwritten, &target)?;
                 let holes = memory::large_holes(&target, bytes)?;
                 (holes, (dump.own_bytes + dump.parent_bytes) / PAGE_SIZE)
             }
         };
         self.write_state(state, holes)?;
-        let runs = self.shell.devices.page_map().map_err(SaveError::Disks)?;
-        // Last, because it cannot be undone.
-        self.shell.devices.freeze_layers(layers).map_err(SaveError::Disks)?;
-        Ok((Late { file: late, record: Record::PageMap(runs) }, pages))
+        let runs = self.warm.devices.page_map().map_err(SaveError::Disks)?;
+        // The last step, because it cannot be undone.
+        let unused = self.warm.devices.freeze_layers(layers).map_err(SaveError::Disks)?;
+        Ok((Late { file: late, record: Record::PageMap(runs), unused }, pages))
     }
 
-    /// Writes the state, to an empty file.
-    pub(super) fn write_state(&self, mut file: File, holes: Vec<(u64, u64)>) -> Result<(), SaveError> {
+    /// Writes the state to an empty file.
+    pub(super) fn write_state(
+        &self,
+        mut file: File,
+        holes: Vec<(u64, u64)>,
+    ) -> Result<(), SaveError> {
         let state = state::encode(&self.read_state(holes)?).map_err(SaveError::Encode)?;
         file.write_all(&state).map_err(SaveError::StateWrite)
     }
 
     fn read_state(&self, holes: Vec<(u64, u64)>) -> Result<VmState, SaveError> {
         let on = |what: &'static str| move |error| SaveError::Kvm(what, error);
-        let limits = HostLimits::new(&self.shell.kvm, &self.shell.vm)
-            .map_err(|source| SaveError::Vcpu { id: 0, source })?;
+        let limits = &self.warm.limits;
         let mut vcpus = Vec::new();
-        for vcpu in &self.shell.vcpus {
-            let saved = vcpu_state::save(&vcpu.fd(), &limits)
+        for vcpu in &self.warm.vcpus {
+            let saved = vcpu_state::save(&vcpu.fd(), limits)
                 .map_err(|source| SaveError::Vcpu { id: vcpu.id(), source })?;
             vcpus.push(saved);
         }
         let mut irqchips = IRQCHIPS.map(irqchip);
         for chip in &mut irqchips {
-            self.shell.vm.get_irqchip(chip).map_err(on("KVM_GET_IRQCHIP"))?;
+            self.warm.vm.get_irqchip(chip).map_err(on("KVM_GET_IRQCHIP"))?;
         }
         Ok(VmState {
-            memory_bytes: self.shell.shape.memory_bytes,
+            memory_bytes: self.warm.shape.memory_bytes,
             holes,
             vcpus,
             irqchips,
-            pit: self.shell.vm.get_pit2().map_err(on("KVM_GET_PIT2"))?,
-            clock: self.shell.vm.get_clock().map_err(on("KVM_GET_CLOCK"))?,
-            serial: self.shell.platform.save(),
-            devices: self.shell.devices.save(),
+            pit: self.warm.vm.get_pit2().map_err(on("KVM_GET_PIT2"))?,
+            clock: self.warm.vm.get_clock().map_err(on("KVM_GET_CLOCK"))?,
+            serial: self.warm.platform.save(),
+            devices: self.warm.devices.save(),
         })
     }
 }

@@ -1,54 +1,58 @@
-//! The daemon's side: a small blocking client.
+//! The daemon's side of the zygote protocol: a small blocking client.
 
+use super::message::{Command, Report};
 use super::name::PLACE;
-use super::{Command, Told};
 use crate::config::{Shape, VmmConfig, ZygoteConfig};
 use crate::control::wire::{Received, Receiver, WireError, send};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// How many VMMs may have the addresses of one zygote.
+/// The most VMMs of one zygote: they share its address layout.
 pub const MOST_FORKS: u32 = 10_000;
 
-/// Why there is no new VMM.
+/// Why a zygote gave no VMM.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The conversation failed.
     #[error(transparent)]
     Wire(#[from] WireError),
-    /// The zygote is gone; standard error says why.
+    /// The zygote ended; its standard error names the cause.
     #[error("the zygote ended")]
     Gone,
-    /// A spare without its descriptors.
+    /// A pre-forked VMM came without its two descriptors.
     #[error("zygote: expected a pidfd and a socket with a fork, got {0} descriptors")]
     Descriptors(usize),
-    /// Of the socket.
+    /// The zygote did not send a whole message in time.
+    #[error("the zygote did not answer within {} s", .0.as_secs())]
+    Timeout(Duration),
+    /// The socket's timeouts could not be set.
     #[error("zygote: its socket")]
     Socket(#[source] io::Error),
 }
 
-/// A process that waits for what it is to become.
+/// A pre-forked VMM that waits for its configuration.
 #[derive(Debug)]
-struct Spare {
+struct Preforked {
     pid: u32,
     pidfd: OwnedFd,
     stream: UnixStream,
 }
 
-/// A zygote.
+/// A connection to a zygote.
 #[derive(Debug)]
 pub struct Client {
     stream: UnixStream,
     receiver: Receiver,
-    /// A spare was asked for, and not yet told of.
+    /// A pre-forked VMM was requested and its `Forked` message has not been read yet.
     asked: bool,
-    spare: Option<Spare>,
-    /// The shape of the last VM.
+    preforked: Option<Preforked>,
+    /// The shape of the last VM: the hint for the next fork.
     last: Option<Shape>,
     forks: u32,
+    within: Duration,
 }
 
 impl Client {
@@ -58,10 +62,12 @@ impl Client {
         ["--zygote-fd".into(), fd.to_string(), "--id".into(), PLACE.into()]
     }
 
-    /// Configures the zygote at the other end of `stream`, and waits for its first spare. Waits at most `within` for anything.
+    /// Configures the zygote at the other end of `stream`, and waits for its first pre-forked VMM.
+    /// `within` bounds each send and each answer. An answer that comes byte by byte is given up at
+    /// the first byte after that time.
     ///
     /// # Errors
-    /// It could not get ready.
+    /// [`ClientError`] if the zygote could not get ready.
     pub fn new(
         stream: UnixStream,
         config: &ZygoteConfig,
@@ -73,29 +79,32 @@ impl Client {
         let json = serde_json::to_vec(config).map_err(WireError::Json)?;
         send(&stream, &json, &[kvm])?;
         let receiver = Receiver::default();
-        let mut client = Self { stream, receiver, asked: false, spare: None, last: None, forks: 0 };
+        let mut client =
+            Self { stream, receiver, asked: false, preforked: None, last: None, forks: 0, within };
         client.prepare()?;
-        client.spare = Some(client.told()?);
+        client.preforked = Some(client.next_preforked()?);
         Ok(client)
     }
 
-    /// Asks for a spare, if there is none; does not wait for it.
+    /// Requests a pre-forked VMM if there is none, without waiting for it.
     ///
     /// # Errors
-    /// [`ClientError`]; the zygote is then of no more use.
+    /// [`ClientError`]; the zygote is then unusable.
     pub fn prepare(&mut self) -> Result<(), ClientError> {
-        if self.spare.is_none() && !self.asked {
-            let json = serde_json::to_vec(&Command::Fork { likely: self.last }).map_err(WireError::Json)?;
+        if self.preforked.is_none() && !self.asked {
+            let json = serde_json::to_vec(&Command::Fork { likely: self.last })
+                .map_err(WireError::Json)?;
             send(&self.stream, &json, &[])?;
             self.asked = true;
         }
         Ok(())
     }
 
-    /// A new VMM: its pid and its pidfd. Descriptors in `config` are numbered by their places in `fds`.
+    /// Makes a VMM of `config`; returns its pid and its pidfd. Descriptors in `config` are numbered
+    /// by their places in `fds`.
     ///
     /// # Errors
-    /// [`ClientError`]; the zygote is then of no more use.
+    /// [`ClientError`]; the zygote is then unusable.
     pub fn fork(
         &mut self,
         config: &VmmConfig,
@@ -103,61 +112,99 @@ impl Client {
     ) -> Result<(u32, OwnedFd), ClientError> {
         let json = serde_json::to_vec(config).map_err(WireError::Json)?;
         self.last = Some(config.start.shape());
-        // One that was killed while it was idle has not read anything.
-        self.spare.take_if(|spare| !alive(&spare.pidfd));
+        // A pre-forked VMM that was killed while idle has not read a configuration: replace it.
+        self.preforked.take_if(|preforked| !alive(&preforked.pidfd));
         self.prepare()?;
-        let spare = match self.spare.take() {
-            Some(spare) => spare,
-            None => self.told()?,
+        let preforked = match self.preforked.take() {
+            Some(preforked) => preforked,
+            None => self.next_preforked()?,
         };
         self.forks += 1;
-        send(&spare.stream, &json, fds)?;
-        Ok((spare.pid, spare.pidfd))
+        send(&preforked.stream, &json, fds)?;
+        Ok((preforked.pid, preforked.pidfd))
     }
 
-    /// Ends the zygote and its spare, and waits until the spare has gone, but no longer than `within`.
+    /// Ends the zygote and its pre-forked VMM. Waits until the pre-forked VMM has ended, at most
+    /// `within`.
     pub fn end(mut self, within: Duration) {
-        // One that was asked for may be on its way.
-        let spare = match self.spare.take() {
-            None if self.asked => self.told().ok(),
-            spare => spare,
+        // A pre-forked VMM that was requested may be on its way.
+        let preforked = match self.preforked.take() {
+            None if self.asked => self.next_preforked().ok(),
+            preforked => preforked,
         };
         drop(self);
-        if let Some(Spare { pidfd, stream, .. }) = spare {
+        if let Some(Preforked { pidfd, stream, .. }) = preforked {
             drop(stream);
             let within = Timespec::try_from(within).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
-            // Where it is not gone by then, it is as soon as it looks.
+            // If it has not ended by then, it ends as soon as it reads from its socket.
             let _ = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&within));
         }
     }
 
-    /// Whether another zygote should take its place.
+    /// Whether the zygote has made [`MOST_FORKS`] VMMs and should be replaced.
     #[must_use]
     pub fn is_worn(&self) -> bool {
         self.forks >= MOST_FORKS
     }
 
-    fn told(&mut self) -> Result<Spare, ClientError> {
+    fn next_preforked(&mut self) -> Result<Preforked, ClientError> {
+        let began = Instant::now();
         loop {
             match self.receiver.receive(&self.stream)? {
+                Received::Part if began.elapsed() > self.within => {
+                    return Err(ClientError::Timeout(self.within));
+                }
                 Received::Part => {}
                 Received::End => return Err(ClientError::Gone),
                 Received::Message(json, fds) => {
                     self.asked = false;
-                    let Told::Forked { pid } = serde_json::from_slice(&json).map_err(WireError::Json)?;
+                    let Report::Forked { pid } =
+                        serde_json::from_slice(&json).map_err(WireError::Json)?;
                     let got = fds.len();
                     let Ok([pidfd, stream]) = <[OwnedFd; 2]>::try_from(fds) else {
                         return Err(ClientError::Descriptors(got));
                     };
-                    return Ok(Spare { pid, pidfd, stream: stream.into() });
+                    return Ok(Preforked { pid, pidfd, stream: stream.into() });
                 }
             }
         }
     }
 }
 
-/// Whether the process of a pidfd has not ended.
+/// Whether the process of `pidfd` has not ended.
 fn alive(pidfd: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
     poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::os::fd::AsFd;
+
+    /// The length of a message.
+    const LENGTH: u32 = 60_000;
+
+    #[test]
+    fn an_answer_that_comes_byte_by_byte_is_given_up() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let server = std::thread::spawn(move || {
+            let sent = theirs.write_all(&LENGTH.to_le_bytes());
+            (0..LENGTH).take_while(|_| sent.is_ok() && theirs.write_all(b" ").is_ok()).count()
+        });
+        let config = ZygoteConfig { folder: "/".into(), cpus: Vec::new(), node: None };
+        let file = tempfile::tempfile().unwrap();
+        // All of these system calls take more than this, and each of them less.
+        let within = Duration::from_millis(1);
+        let given_up = Client::new(ours, &config, file.as_fd(), within).unwrap_err();
+        let timed_out = match &given_up {
+            ClientError::Timeout(_) => true,
+            // The other thread had not begun to write.
+            ClientError::Wire(WireError::Io(_, e)) => e.kind() == io::ErrorKind::WouldBlock,
+            _ => false,
+        };
+        assert!(timed_out, "{given_up:?}");
+        assert!(server.join().unwrap() < LENGTH as usize);
+    }
 }

@@ -1,17 +1,18 @@
-//! Page faults taken ahead: a fork has to fault in what it reads and to copy what it writes, some hundred pages of a VMM's first
-//! millisecond. A spare has time for that.
+//! Page faults taken ahead. A fork has to fault in the pages that it reads and copy those that it
+//! writes: some hundred pages in a VMM's first millisecond. A pre-forked VMM does this while idle.
 
 use std::io;
 
-/// The most of anything that is touched ahead, in bytes.
+/// The largest mapping that is touched ahead, in bytes.
 const MOST: usize = 16 << 20;
 
-/// What this process has mapped of its programs, their data, its heap and its stack.
+/// The mappings of this process that are touched ahead: programs, their data, heap and stack. Each
+/// entry is address, bytes and the advice for madvise(2).
 #[derive(Debug, Default)]
 pub(super) struct Mapped(Vec<(usize, usize, libc::c_int)>);
 
 impl Mapped {
-    /// As `/proc/self/maps` tells (proc(5)); nothing where it cannot be read.
+    /// The mappings that `/proc/self/maps` lists (proc(5)); none if the file cannot be read.
     pub(super) fn find() -> Self {
         Self::parse(&std::fs::read_to_string("/proc/self/maps").unwrap_or_default())
     }
@@ -20,11 +21,12 @@ impl Mapped {
         let one = |line: &str| {
             let mut fields = line.split_ascii_whitespace();
             let (start, end) = fields.next()?.split_once('-')?;
-            let (start, end) = (usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?);
+            let (start, end) =
+                (usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?);
             let rights = fields.next()?;
             let name = fields.nth(3)?;
             let length = end.checked_sub(start).filter(|length| *length <= MOST)?;
-            // The stack's length is what it has been used for.
+            // The stack's mapping is as long as the stack has been used so far.
             let ours = name.starts_with('/') || matches!(name, "[heap]" | "[stack]");
             let advice = match rights.get(..2)? {
                 "rw" => libc::MADV_POPULATE_WRITE,
@@ -36,13 +38,15 @@ impl Mapped {
         Self(maps.lines().filter_map(one).collect())
     }
 
-    /// Touches all of it. What cannot be touched ahead (before Linux 5.14 nothing can) is touched when it is needed.
+    /// Touches all mappings. A mapping that cannot be touched ahead (none can before Linux 5.14) is
+    /// touched when it is needed.
     pub(super) fn touch(&self) {
         for &(start, length, advice) in &self.0 {
-            // SAFETY: MADV_POPULATE_* (madvise(2)) reads, or writes back as it is, pages of a mapping that this process has, or fails
-            // where there is none any more.
-            let result =
-                unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(start), length, advice) };
+            // SAFETY: MADV_POPULATE_* (madvise(2)) reads pages of a mapping of this process, or
+            // writes them back unchanged. It fails if the mapping no longer exists.
+            let result = unsafe {
+                libc::madvise(std::ptr::with_exposed_provenance_mut(start), length, advice)
+            };
             if result != 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL) {
                 return;
             }
@@ -76,7 +80,7 @@ nonsense
         ];
         assert_eq!(Mapped::parse(maps).0, expected);
         assert!(Mapped::find().0.len() > 4);
-        // Not all of this process: other tests watch who touches what.
+        // Not all of this process: other tests watch which pages are touched.
         Mapped(vec![(expected.as_ptr().addr() & !4095, 4096, write)]).touch();
     }
 }

@@ -1,9 +1,11 @@
-//! Plays the daemon's part for tests and for the example `play`: opens files, starts `dayfly-vmm`, talks to it.
+//! Plays the daemon for tests and for the example `play`: opens files, starts `dayfly-vmm`, and
+//! sends it commands.
 #![allow(dead_code, reason = "each user takes what it needs")]
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, missing_docs, reason = "a test harness")]
 
 use dayfly_vmm::config::{
-    BootConfig, DiskConfig, JailConfig, LayerConfig, RestoreConfig, Shape, SharedConfig, Start, VmmConfig,
+    BootConfig, DiskConfig, JailConfig, LayerConfig, RestoreConfig, Shape, SharedConfig, Start,
+    VmmConfig,
 };
 use dayfly_vmm::control::{Client, ClientError, ExitRecord, Frozen};
 use dayfly_vmm::memory::backing::{self, Row};
@@ -14,9 +16,11 @@ use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Whether tests that need KVM can run; fails loudly when there is none and nobody said that this is fine.
+/// Whether tests that need KVM can run. Without KVM it panics, unless the environment allows a
+/// skip.
 pub fn kvm_or_nothing(test: &str) -> bool {
     if Path::new("/dev/kvm").exists() {
         return true;
@@ -29,7 +33,10 @@ pub fn kvm_or_nothing(test: &str) -> bool {
     false
 }
 
-/// A disk as files.
+/// The limit on a console's output in bytes; a variable for the test of the limit.
+pub static CONSOLE_MAX_BYTES: AtomicU64 = AtomicU64::new(4 << 20);
+
+/// The files of a disk.
 #[derive(Debug, Clone)]
 pub struct Disk {
     pub size_bytes: u64,
@@ -50,7 +57,7 @@ pub struct Boot {
     pub jailed: bool,
 }
 
-/// What a save wrote.
+/// The files that a save wrote.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     pub state: PathBuf,
@@ -59,7 +66,7 @@ pub struct Snapshot {
     pub shape: Shape,
     pub working_set: Option<PathBuf>,
     pub jailed: bool,
-    /// A list of pages that are in these other files.
+    /// A list of shared pages, and the memory files that have them.
     pub shared: Option<(PathBuf, Vec<PathBuf>)>,
 }
 
@@ -70,7 +77,7 @@ pub struct Vmm {
     pub folder: PathBuf,
     pub disks: Vec<Disk>,
     pub jailed: bool,
-    /// What it is a clone of.
+    /// The snapshot that it was cloned from.
     pub of: Option<Snapshot>,
     pub spawned: Instant,
     ended: bool,
@@ -94,7 +101,7 @@ impl Collect for Files {
     }
 }
 
-/// Descriptors that go with a message, numbered by their places.
+/// Descriptors that come with a message, numbered by their places.
 struct Places(Vec<OwnedFd>);
 
 impl Collect for Places {
@@ -121,7 +128,8 @@ trait Collect {
                 .collect();
             let writable_fd = disk.writable.then(|| {
                 let path = folder.join(format!("disk{n}.cow"));
-                let file = OpenOptions::new().read(true).write(true).create_new(true).open(path).unwrap();
+                let file =
+                    OpenOptions::new().read(true).write(true).create_new(true).open(path).unwrap();
                 self.keep(file.into())
             });
             let base_fd = self.read(&disk.base);
@@ -132,7 +140,7 @@ trait Collect {
 }
 
 impl Vmm {
-    /// Starts `binary` in `folder`, which must not exist yet.
+    /// Starts `binary` in `folder`, which must not exist yet, and boots a guest.
     pub fn boot(binary: &Path, folder: &Path, boot: &Boot) -> Self {
         Self::spawn(binary, folder, boot.disks.clone(), boot.jailed, |files| {
             let disks = files.disks(folder, &boot.disks);
@@ -148,17 +156,17 @@ impl Vmm {
         })
     }
 
-    /// Starts a shell for VMs of this shape.
-    pub fn shell(binary: &Path, folder: &Path, shape: Shape, jailed: bool) -> Self {
-        Self::spawn(binary, folder, Vec::new(), jailed, |_| Start::Shell { shape, record: false })
+    /// Starts a warm VMM for VMs of this shape.
+    pub fn warm(binary: &Path, folder: &Path, shape: Shape, jailed: bool) -> Self {
+        Self::spawn(binary, folder, Vec::new(), jailed, |_| Start::WarmVmm { shape, record: false })
     }
 
-    /// A shell that notes which pages its guest touches.
-    pub fn recording_shell(binary: &Path, folder: &Path, shape: Shape, jailed: bool) -> Self {
-        Self::spawn(binary, folder, Vec::new(), jailed, |_| Start::Shell { shape, record: true })
+    /// Starts a warm VMM that records the pages that its guest touches.
+    pub fn recording_vmm(binary: &Path, folder: &Path, shape: Shape, jailed: bool) -> Self {
+        Self::spawn(binary, folder, Vec::new(), jailed, |_| Start::WarmVmm { shape, record: true })
     }
 
-    /// Gives a shell its guest.
+    /// Restores a guest in a warm VMM.
     pub fn adopt(
         &mut self,
         snapshot: &Snapshot,
@@ -193,9 +201,9 @@ impl Vmm {
         generation: [u8; 16],
         paused: bool,
     ) -> Self {
-        let mut vmm = Self::shell(binary, folder, snapshot.shape, snapshot.jailed);
+        let mut vmm = Self::warm(binary, folder, snapshot.shape, snapshot.jailed);
         match vmm.adopt(snapshot, generation, paused) {
-            // Why is in its exit record.
+            // The exit record names the cause.
             Ok(()) | Err(ClientError::Gone) => vmm,
             Err(error) => panic!("{error}"),
         }
@@ -213,10 +221,13 @@ impl Vmm {
         let kvm = OpenOptions::new().read(true).write(true).open("/dev/kvm").unwrap();
         let control = UnixListener::bind(folder.join("control.sock")).unwrap();
         let vsock = UnixListener::bind(folder.join("root/vsock.sock")).unwrap();
-        let append =
-            |name: &str| OpenOptions::new().append(true).create_new(true).open(folder.join(name)).unwrap();
-        let jail = jailed.then(|| JailConfig { root: folder.join("root"), uid: 61_234, gid: 61_234 });
-        let vsock_path = if jailed { PathBuf::from("/vsock.sock") } else { folder.join("root/vsock.sock") };
+        let append = |name: &str| {
+            OpenOptions::new().append(true).create_new(true).open(folder.join(name)).unwrap()
+        };
+        let jail =
+            jailed.then(|| JailConfig { root: folder.join("root"), uid: 61_234, gid: 61_234 });
+        let vsock_path =
+            if jailed { PathBuf::from("/vsock.sock") } else { folder.join("root/vsock.sock") };
         let config = VmmConfig {
             id: dayfly_units::VmId::random(),
             jail,
@@ -226,8 +237,9 @@ impl Vmm {
             background: false,
             vsock_fd: files.keep(vsock.into()),
             vsock_path,
-            console_fd: files.keep(append("console.log").into()),
-            console_max_bytes: 4 << 20,
+            console_fds: ["console.log", "console-2.log"]
+                .map(|name| files.keep(append(name).into())),
+            console_max_bytes: CONSOLE_MAX_BYTES.load(Ordering::Relaxed),
             exit_fd: files.keep(append("exit.json").into()),
             start: start(&mut files),
         };
@@ -240,16 +252,31 @@ impl Vmm {
             // SAFETY: unshare(2) is async-signal-safe and touches no memory.
             unsafe {
                 command.pre_exec(|| {
-                    let flags =
-                        libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
-                    if libc::unshare(flags) == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+                    let flags = libc::CLONE_NEWNS
+                        | libc::CLONE_NEWNET
+                        | libc::CLONE_NEWIPC
+                        | libc::CLONE_NEWUTS;
+                    if libc::unshare(flags) == 0 {
+                        Ok(())
+                    } else {
+                        Err(std::io::Error::last_os_error())
+                    }
                 });
             }
         }
         let spawned = Instant::now();
         let child = command.spawn().unwrap();
         let binary = binary.to_owned();
-        Self { binary, child, folder: folder.to_owned(), disks, jailed, of: None, spawned, ended: false }
+        Self {
+            binary,
+            child,
+            folder: folder.to_owned(),
+            disks,
+            jailed,
+            of: None,
+            spawned,
+            ended: false,
+        }
     }
 
     pub fn client(&self) -> Client {
@@ -257,10 +284,12 @@ impl Vmm {
     }
 
     pub fn console(&self) -> String {
-        String::from_utf8_lossy(&std::fs::read(self.folder.join("console.log")).unwrap()).into_owned()
+        String::from_utf8_lossy(&std::fs::read(self.folder.join("console.log")).unwrap())
+            .into_owned()
     }
 
-    /// Waits for `text` on the console; gives the console, or panics with it when it ends or takes too long.
+    /// Waits for `text` on the console and returns the console. Panics with the console if the VMM
+    /// ends or the time passes.
     pub fn wait_for(&mut self, text: &str, seconds: u64) -> String {
         let deadline = Instant::now() + Duration::from_secs(seconds);
         loop {
@@ -279,7 +308,7 @@ impl Vmm {
         }
     }
 
-    /// Waits for the process to end by itself.
+    /// Waits until the process ends by itself.
     pub fn wait_exit(&mut self, seconds: u64) -> (ExitRecord, i32) {
         let deadline = Instant::now() + Duration::from_secs(seconds);
         let status = loop {
@@ -296,7 +325,7 @@ impl Vmm {
         (record, status.code().unwrap_or_else(|| panic!("{status}; {json}")))
     }
 
-    /// Pauses, saves to `target` and leaves the VM paused.
+    /// Pauses the VM, saves it to `target` and leaves it paused.
     pub fn save(&mut self, target: &Path) -> Snapshot {
         let (snapshot, files) = self.files(target);
         let mut client = self.client();
@@ -306,7 +335,7 @@ impl Vmm {
         snapshot
     }
 
-    /// Saves the VM, which goes on, to `target`; says how long it stood still.
+    /// Saves the running VM to `target`; returns how long it was paused.
     pub fn freeze(&mut self, target: &Path) -> (Snapshot, Frozen) {
         let (snapshot, files) = self.files(target);
         let mut client = self.client();
@@ -316,8 +345,8 @@ impl Vmm {
         (snapshot, frozen)
     }
 
-    /// Forks the VM, which goes on, to `target`: a clone copies what it wrote since its own birth; says how long it stood still. `between` is called when
-    /// memory was copied.
+    /// Forks the running VM to `target`, with only the pages that it wrote since its creation;
+    /// returns how long it was paused. `between` is called after the precopy.
     pub fn fork(&mut self, target: &Path, between: impl FnOnce(&mut Self)) -> (Snapshot, Frozen) {
         let (mut snapshot, files) = self.files(target);
         let mut client = self.client();
@@ -338,18 +367,21 @@ impl Vmm {
         });
         let file = u32::try_from(others.len()).unwrap();
         let above: Vec<Row> = rows.into_iter().map(|row| Row { file, ..row }).collect();
-        let list = write_file(&target.join("list"), &backing::encode(&backing::laid_over(&below, &above)));
+        let list =
+            write_file(&target.join("list"), &backing::encode(&backing::overlay(&below, &above)));
         others.push(std::mem::replace(&mut snapshot.memory, of.memory));
         snapshot.shared = Some((list, others));
         (snapshot, frozen)
     }
 
-    /// What a save writes to `target`: state, memory, page map, and two files for each writable disk.
+    /// The files of a save to `target`: state, memory, page map, and two files for each writable
+    /// disk.
     pub fn files(&mut self, target: &Path) -> (Snapshot, Vec<File>) {
         std::fs::create_dir_all(target).unwrap();
         let create = |name: String| {
             let path = target.join(name);
-            let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
+            let file =
+                OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
             (path, file)
         };
         let (state, state_file) = create("state".to_owned());
@@ -360,16 +392,24 @@ impl Vmm {
         for (n, disk) in disks.iter_mut().enumerate().filter(|(_, disk)| disk.writable) {
             let (map, map_file) = create(format!("disk{n}.map"));
             let (fresh, fresh_file) = create(format!("disk{n}.fresh"));
-            // The old writable layer becomes the snapshot's, the fresh one goes on as this VM's.
+            // The old writable layer becomes the snapshot's; the fresh one becomes this VM's.
             let frozen = target.join(format!("disk{n}.layer"));
             std::fs::rename(self.folder.join(format!("disk{n}.cow")), &frozen).unwrap();
             std::fs::rename(fresh, self.folder.join(format!("disk{n}.cow"))).unwrap();
+            files.extend([map_file, fresh_file, File::open(&frozen).unwrap()]);
             disk.layers.push((frozen, map));
-            files.extend([map_file, fresh_file]);
         }
         let shape = self.client().status().unwrap().shape;
         (
-            Snapshot { state, memory, disks, shape, working_set: None, jailed: self.jailed, shared: None },
+            Snapshot {
+                state,
+                memory,
+                disks,
+                shape,
+                working_set: None,
+                jailed: self.jailed,
+                shared: None,
+            },
             files,
         )
     }

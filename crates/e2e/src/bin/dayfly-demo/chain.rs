@@ -1,5 +1,5 @@
-//! Ten generations: a clone, a snapshot of it, a clone of that. Each leaves a file and a value in Python's memory, and all later ones
-//! must have both.
+//! Ten generations: a clone, a snapshot of the clone, a clone of that snapshot. Each generation
+//! writes a file and keeps a value in Python's memory, and all later generations must have both.
 
 use crate::clones::Demo;
 use anyhow::{Context, Result, ensure};
@@ -11,7 +11,7 @@ use dayfly_units::Name;
 use std::collections::BTreeMap;
 
 const GENERATIONS: usize = 10;
-/// The longest answer of a guest here.
+/// The longest answer that a guest may give.
 const ANSWER_BYTES: usize = 64 << 10;
 
 /// Runs all generations from `snapshot`.
@@ -33,11 +33,12 @@ pub async fn run(demo: &mut Demo, snapshot: &Name) -> Result<()> {
         let vm = name.to_string();
         verify(demo, &vm, generation).await.with_context(|| format!("generation {generation}"))?;
         let (key, value) = mark(generation);
-        output(demo, &vm, guest::shell(r#"echo "$2" >"/root/$1""#, &[&key, &value])).await?;
+        output(demo, &vm, guest::script(r#"echo "$2" >"/root/$1""#, &[&key, &value])).await?;
         output(demo, &vm, guest::ask(&["keep", &key, &value])).await?;
 
-        let child = demo.name(&format!("chain-{generation}"))?;
-        let stream = demo.host.client.snapshot_vm(&vm, &SnapshotRequest { name: child.clone() }).await?;
+        let child = Name::from(demo.name(&format!("chain-{generation}"))?);
+        let stream =
+            demo.host.client.snapshot_vm(&vm, &SnapshotRequest { name: child.clone() }).await?;
         demo.snapshots.push(child.clone());
         let stored = artefacts::watch_quietly(stream, &demo.steps).await?;
         ensure!(
@@ -48,7 +49,10 @@ pub async fn run(demo: &mut Demo, snapshot: &Name) -> Result<()> {
         parent = child;
         demo.remove_vms().await?;
     }
-    println!("{GENERATIONS} generations of clones of clones: every file and every value in memory is there");
+    println!(
+        "{GENERATIONS} generations of clones of clones: \
+         every file and every value in memory is there"
+    );
     Ok(())
 }
 
@@ -56,21 +60,25 @@ fn mark(generation: usize) -> (String, String) {
     (format!("generation{generation}"), guest::checksum(1000 + generation))
 }
 
-/// All earlier generations' files and values are there, and no others.
+/// Checks that a VM has the files and values of all earlier generations, and no others.
 async fn verify(demo: &Demo, vm: &str, generation: usize) -> Result<()> {
     let expected: BTreeMap<String, String> = (1..generation).map(mark).collect();
     let kept = output(demo, vm, guest::ask(&["kept"])).await?;
     let kept: Kept = serde_json::from_str(&kept).with_context(|| format!("the answer {kept:?}"))?;
     ensure!(kept.kept == expected, "memory: expected {expected:?}, got {:?}", kept.kept);
-    let list = r#"cd /root; for f in generation*; do test -e "$f" && echo "$f $(cat "$f")"; done; true"#;
-    let files = output(demo, vm, guest::shell(list, &[])).await?;
-    let files: BTreeMap<String, String> =
-        files.lines().filter_map(|l| l.split_once(' ')).map(|(k, v)| (k.into(), v.into())).collect();
+    let list =
+        r#"cd /root; for f in generation*; do test -e "$f" && echo "$f $(cat "$f")"; done; true"#;
+    let files = output(demo, vm, guest::script(list, &[])).await?;
+    let files: BTreeMap<String, String> = files
+        .lines()
+        .filter_map(|l| l.split_once(' '))
+        .map(|(k, v)| (k.into(), v.into()))
+        .collect();
     ensure!(files == expected, "disk: expected {expected:?}, got {files:?}");
     Ok(())
 }
 
-/// What a program wrote; it must end well.
+/// The standard output of a program, which must end with code 0.
 async fn output(demo: &Demo, vm: &str, spec: ExecSpec) -> Result<String> {
     let finished = demo.host.client.exec(vm, &spec).await?.finish(ANSWER_BYTES).await?;
     ensure!(

@@ -1,4 +1,4 @@
-//! Making clones, asking them, and removing all that was made.
+//! Creates clones, sends them requests, and removes everything that the demo created.
 
 use anyhow::{Context, Result};
 use dayfly_api::client::{Client, Connection};
@@ -8,30 +8,30 @@ use dayfly_api::types::{
 use dayfly_cli::progress::Steps;
 use dayfly_e2e::guest::{self, Sum};
 use dayfly_e2e::setup::{self, Host};
-use dayfly_units::Name;
+use dayfly_units::{Name, VmName};
 use futures::future::join_all;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::Barrier;
 
-/// So many guests may be lost to the emulation in one run, and made again; where KVM is the host's own, none.
+/// Guests that the emulation may crash in one run; each is created again. Natively none may crash.
 const MAX_LOST: usize = 3;
-/// A demo takes less than this: an older snapshot of one is a leftover.
+/// A demo takes less time than this, so an older snapshot of a demo is a leftover.
 const STALE_MS: u64 = 60 * 60 * 1000;
 
 /// A clone that has answered.
 #[derive(Debug)]
 pub struct Clone {
-    /// What it was asked.
+    /// The number in its request.
     pub index: usize,
     /// From the request to the answer.
     pub took: Duration,
     /// The answer.
     pub sum: Sum,
-    /// What it weighs after it.
+    /// The VM's description after the answer, with its memory and disk.
     pub details: VmDetails,
-    /// Its VM ends with this connection, however the demo ends.
+    /// The VM ends with this connection, also if the demo crashes.
     pub running: Option<Connection>,
 }
 
@@ -40,46 +40,49 @@ pub struct Clone {
 pub struct Demo {
     /// The daemon.
     pub host: Host,
-    /// What is being done.
+    /// Shows the current step.
     pub steps: Arc<Steps>,
-    /// VMs that there may be.
+    /// VMs that may exist.
     pub vms: Vec<String>,
-    /// Snapshots that there may be, parents first.
+    /// Snapshots that may exist, parents first.
     pub snapshots: Vec<Name>,
-    /// Guests that the emulation crashed, and that were made again.
+    /// Guests that the emulation crashed and that were created again.
     pub lost: usize,
-    /// Tells this run's names from another's.
+    /// In all names of this run, so that they differ from another run's.
     run: String,
 }
 
 impl Demo {
-    /// Nothing is made yet.
+    /// A demo that has created nothing yet.
     pub fn new(host: Host, steps: Arc<Steps>) -> Result<Self> {
         let now = std::time::UNIX_EPOCH.elapsed().context("the clock")?.as_millis();
         let run = format!("{:x}", now & 0xff_ffff_ffff);
         Ok(Self { host, steps, vms: Vec::new(), snapshots: Vec::new(), lost: 0, run })
     }
 
-    /// A name that is this run's own.
-    pub fn name(&self, what: &str) -> Result<Name> {
+    /// A name that no other run uses.
+    pub fn name(&self, what: &str) -> Result<VmName> {
         Ok(format!("demo-{}-{what}", self.run).parse()?)
     }
 
-    /// Whether what failed with `why` was lost to the emulation, and may be made again. QEMU 7.2 crashes guests now and then,
-    /// and its own host kernel, when several of its CPUs run them (ARCHITECTURE.md). Each is told and counted.
+    /// Counts and reports a guest that failed with `why` and that the caller may create again.
+    /// QEMU 7.2 now and then crashes guests and its own guest kernel if several of its CPUs run
+    /// them.
     ///
     /// # Errors
-    /// `why`, where guests run on the host's own KVM, or too many were lost.
+    /// `why`, if guests run on the host's KVM, or too many were lost.
     pub fn lost(&mut self, what: &str, why: anyhow::Error) -> Result<()> {
         if self.host.machine.is_none() || self.lost == MAX_LOST {
             return Err(why.context(what.to_owned()));
         }
         self.lost += 1;
-        self.steps.say(&format!("{what}: the guest was lost to the emulation, making it again: {why:#}"));
+        self.steps
+            .say(&format!("{what}: the guest was lost to the emulation, making it again: {why:#}"));
         Ok(())
     }
 
-    /// One clone: asked for, its answer taken, its weight looked at. It stays until [`Demo::remove_vms`].
+    /// Creates one clone, takes its answer, and reads its memory and disk use. The clone stays
+    /// until [`Demo::remove_vms`].
     pub async fn clone_and_ask(&mut self, snapshot: &Name, index: usize) -> Result<Clone> {
         loop {
             let name = self.name(&format!("one-{index}-{}", self.lost))?;
@@ -97,14 +100,15 @@ impl Demo {
         }
     }
 
-    /// Clones asked for at the same moment; also gives the time until the last has answered.
+    /// Creates clones at the same moment; also returns the time until the last has answered.
     pub async fn burst(&mut self, snapshot: &Name, count: usize) -> Result<(Vec<Clone>, Duration)> {
         let start = Arc::new(Barrier::new(count + 1));
         let mut tasks = Vec::new();
         for index in 1..=count {
             let name = self.name(&format!("burst-{index}"))?;
             self.vms.push(name.to_string());
-            let (client, snapshot, start) = (self.host.client.clone(), snapshot.clone(), Arc::clone(&start));
+            let (client, snapshot, start) =
+                (self.host.client.clone(), snapshot.clone(), Arc::clone(&start));
             tasks.push(tokio::spawn(async move {
                 start.wait().await;
                 ask_a_clone(&client, &snapshot, name, index).await
@@ -122,17 +126,24 @@ impl Demo {
                     self.lost(&format!("clone {index} of the burst"), why)?;
                     let clone = self.clone_and_ask(snapshot, index).await?;
                     took += clone.took;
-                    answered.extend(clone.running.map(|running| (index, (clone.took, clone.sum, running))));
+                    answered.extend(
+                        clone.running.map(|running| (index, (clone.took, clone.sum, running))),
+                    );
                 }
             }
         }
         let mut clones = Vec::new();
         for (index, (took, sum, running)) in answered {
-            // All of them are alive: what they share is counted as shared.
+            // Asked only now that all clones run, so that shared memory counts as shared.
             match self.host.client.vm(&running.vm.id.to_string()).await {
-                Ok(details) => clones.push(Clone { index, took, sum, details, running: Some(running) }),
+                Ok(details) => {
+                    clones.push(Clone { index, took, sum, details, running: Some(running) })
+                }
                 Err(why) => {
-                    self.lost(&format!("clone {index} of the burst, after its answer"), why.into())?;
+                    self.lost(
+                        &format!("clone {index} of the burst, after its answer"),
+                        why.into(),
+                    )?;
                     clones.push(self.clone_and_ask(snapshot, index).await?);
                 }
             }
@@ -140,14 +151,14 @@ impl Demo {
         Ok((clones, took))
     }
 
-    /// Removes every VM that was made, all at once; one that cannot be removed stays in the list.
+    /// Removes every VM of this demo, all at once. A VM that cannot be removed stays in the list.
     pub async fn remove_vms(&mut self) -> Result<()> {
         let client = &self.host.client;
         let there = client.vms(true).await?;
         self.vms.retain(|vm| there.iter().any(|t| t.name.as_str() == *vm));
         let removals = self.vms.iter().map(|vm| async move {
             match client.remove_vm(vm, true).await {
-                // It went by itself, with its connection.
+                // The VM has ended with its connection.
                 Err(e) if e.code() == Some(ErrorCode::NotFound) => Ok(()),
                 other => other.with_context(|| format!("VM {vm}")),
             }
@@ -158,13 +169,13 @@ impl Demo {
         results.into_iter().collect()
     }
 
-    /// Removes every VM and snapshot that was made; images and kernels stay for the next time.
+    /// Removes every VM and snapshot of this demo. Images and kernels stay for the next run.
     pub async fn remove_everything(&mut self) -> Result<()> {
         self.steps.begin("removing what was made");
         self.remove_vms().await?;
         let mut there: Vec<Snapshot> = self.host.client.snapshots().await?;
         let now = u64::try_from(std::time::UNIX_EPOCH.elapsed().context("the clock")?.as_millis())?;
-        // Children first. Those of a demo that was killed go too.
+        // Children first. Snapshots of a demo that was killed are removed too.
         there.sort_by_key(|s| std::cmp::Reverse(s.created_unix_ms));
         for snapshot in there {
             let stale = snapshot.name.as_str().starts_with("demo-")
@@ -180,12 +191,12 @@ impl Demo {
     }
 }
 
-/// The measured part: one connection, from the request to the first answer. The one who answers is the Python process that was running
-/// when the snapshot was taken, asked over vsock; no process is started for it.
+/// The measured part: one connection, from the request to the first answer. The Python process that
+/// was running when the snapshot was taken answers over vsock; no process is started.
 async fn ask_a_clone(
     client: &Client,
     snapshot: &Name,
-    name: Name,
+    name: VmName,
     index: usize,
 ) -> Result<(Duration, Sum, Connection)> {
     let source = Source::Snapshot(snapshot.clone());

@@ -1,10 +1,12 @@
-//! First light: one command boots a Debian, bakes it, starts twenty copies of it, and shows what that took.
+//! The demo: boots a Debian guest, bakes it, starts twenty copies of it, and prints how long each
+//! took. `target/demo.json` has the figures.
 //!
-//! Everything goes through the typed client, as any program would do it. `target/demo.json` has the figures.
+//! The demo uses the typed client, as any other program would.
 //!
-//! Booted guest and copies are asked in the same way: over a connection to the vsock port of a Python server. In the booted guest it has
-//! to be started first; in a copy the answer comes from the very process that was running when the snapshot was taken. No process is
-//! spawned for it, and that the server is the baked one is verified: all answers bear the number that it drew when it started.
+//! The booted guest and the copies get the same request, over a connection to the vsock port of a
+//! Python server. In the booted guest the server has to start first; in a copy the process that was
+//! running when the snapshot was taken answers. The demo verifies that: every answer has the random
+//! number that the server drew when it started.
 
 mod chain;
 mod clones;
@@ -13,7 +15,9 @@ mod report;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use clones::{Clone, Demo};
-use dayfly_api::types::{BakeRequest, BootSource, CreateRequest, Kernel, NetworkRequest, RunRequest, Source};
+use dayfly_api::types::{
+    BakeRequest, BootSource, CreateRequest, Kernel, NetworkRequest, RunRequest, Source,
+};
 use dayfly_cli::artefacts;
 use dayfly_cli::progress::{Steps, seconds};
 use dayfly_e2e::{guest, setup};
@@ -51,7 +55,8 @@ struct Options {
 
 fn main() -> ExitCode {
     let options = Options::parse();
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let result = runtime.context("threads").and_then(|runtime| runtime.block_on(run(&options)));
     match result {
         Ok(report) if report.is_well() => ExitCode::SUCCESS,
@@ -76,7 +81,7 @@ async fn run(options: &Options) -> Result<Report> {
 
     let mut demo = Demo::new(host, steps)?;
     let result = measure(&mut demo, options, &image, &kernel).await;
-    // What was made goes again, whether it went well or not.
+    // Also after an error.
     let removed = demo.remove_everything().await;
     let mut report = result?;
     removed?;
@@ -91,7 +96,12 @@ async fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-async fn measure(demo: &mut Demo, options: &Options, image: &Name, kernel: &Kernel) -> Result<Report> {
+async fn measure(
+    demo: &mut Demo,
+    options: &Options,
+    image: &Name,
+    kernel: &Kernel,
+) -> Result<Report> {
     let boot = loop {
         match boot(demo, options, image, &kernel.name).await {
             Ok(took) => break took,
@@ -143,7 +153,7 @@ async fn measure(demo: &mut Demo, options: &Options, image: &Name, kernel: &Kern
     Ok(report)
 }
 
-/// A cold boot, up to the answer to the very same question that the clones get.
+/// A cold boot, up to the answer to the request that the clones get too.
 async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -> Result<Duration> {
     demo.steps.begin(format!("cold boot of {image} on {kernel}, and its first answer"));
     let source = BootSource {
@@ -164,7 +174,7 @@ async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
             forks: 0,
             network: NetworkRequest::default(),
         },
-        // Starts Python, which imports and listens.
+        // Python starts, imports its modules and listens.
         exec: guest::start_and_stay(),
         keep: false,
     };
@@ -173,7 +183,8 @@ async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
     let mut connection = demo.host.client.connect(&exec.vm.id.to_string(), guest::PORT).await?;
     let line = setup::ask(&mut connection, &["sum", "0"]).await?;
     let took = begun.elapsed();
-    let sum: guest::Sum = serde_json::from_str(&line).with_context(|| format!("the answer {line:?}"))?;
+    let sum: guest::Sum =
+        serde_json::from_str(&line).with_context(|| format!("the answer {line:?}"))?;
     ensure!(sum.checksum == guest::checksum(0), "the booted guest computed {}", sum.checksum);
     drop(exec);
     demo.remove_vms().await?;
@@ -182,7 +193,7 @@ async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
 
 async fn bake(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -> Result<Name> {
     demo.steps.begin(format!("baking {image}"));
-    let name = demo.name("baked")?;
+    let name = Name::from(demo.name("baked")?);
     let request = BakeRequest {
         image: image.clone(),
         name: name.clone(),
@@ -190,8 +201,9 @@ async fn bake(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
         memory_bytes: options.memory.0,
         vcpus: options.cpus,
         warmup: Some(guest::warmup_exec()),
-        // By pipe, for there is no vsock to itself in a guest; the server's part in it is the same.
-        rehearsal: Some(guest::ask(&["sum", "0"])),
+        // By pipe, because a guest cannot connect to itself by vsock; the server's code is the
+        // same.
+        recording: Some(guest::ask(&["sum", "0"])),
         init: None,
     };
     let stream = demo.host.client.bake(&request).await?;

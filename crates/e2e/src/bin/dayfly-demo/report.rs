@@ -32,7 +32,7 @@ pub struct Figures {
     pub unique: Unique,
     /// Memory that only one clone takes, all of them being alive: the mean.
     pub rss_kib_per_clone: u64,
-    /// Guests that the emulation crashed, and that were made again; 0 where KVM is the host's own.
+    /// Guests that the emulation crashed and that were created again; 0 natively.
     pub lost: usize,
     /// Things left over after everything was removed.
     pub leaked: usize,
@@ -58,7 +58,7 @@ pub struct Unique {
     pub random: usize,
 }
 
-/// The figures, and what only the table shows.
+/// The figures, and values that only the table shows.
 #[derive(Debug, Clone)]
 pub struct Report {
     /// For `demo.json`.
@@ -71,7 +71,8 @@ pub struct Report {
 
 impl Unique {
     fn of<'a>(clones: impl Iterator<Item = &'a Clone> + std::clone::Clone) -> Self {
-        let count = |value: fn(&Clone) -> &str| clones.clone().map(value).collect::<BTreeSet<_>>().len();
+        let count =
+            |value: fn(&Clone) -> &str| clones.clone().map(value).collect::<BTreeSet<_>>().len();
         Self {
             hostname: count(|c| &c.sum.hostname),
             machine_id: count(|c| &c.sum.machine_id),
@@ -81,7 +82,7 @@ impl Unique {
 }
 
 impl Report {
-    /// Counts and means. `ways` are the clones one at a time, and those at once.
+    /// Computes counts and means. `ways` are the clones one at a time, and those at once.
     pub fn new(
         kvm: &str,
         kernel: &str,
@@ -91,17 +92,19 @@ impl Report {
         ways: [&[Clone]; 2],
         snapshot: &Snapshot,
     ) -> Self {
-        let right =
-            |clones: &[Clone]| clones.iter().filter(|c| c.sum.checksum == guest::checksum(c.index)).count();
+        let right = |clones: &[Clone]| {
+            clones.iter().filter(|c| c.sum.checksum == guest::checksum(c.index)).count()
+        };
         let [serial, at_once] = ways;
-        // Values of one way that also turned up in the other count once.
+        // A value that clones of both ways have counts once.
         let (a, b) = (Unique::of(serial.iter()), Unique::of(at_once.iter()));
         let both = Unique::of(serial.iter().chain(at_once));
         let least = |a: usize, b: usize, both: usize| {
             a.min(b).min(both.saturating_sub(serial.len().max(at_once.len())))
         };
-        let mean =
-            |of: fn(&Clone) -> u64| at_once.iter().map(of).sum::<u64>() / (at_once.len() as u64).max(1);
+        let mean = |of: fn(&Clone) -> u64| {
+            at_once.iter().map(of).sum::<u64>() / (at_once.len() as u64).max(1)
+        };
         let burst_each: Vec<Duration> = at_once.iter().map(|c| c.took).collect();
         Self {
             figures: Figures {
@@ -128,7 +131,7 @@ impl Report {
         }
     }
 
-    /// Whether every copy did what it should, and nothing is left.
+    /// Whether every copy answered correctly with unique values, and nothing was left over.
     pub fn is_well(&self) -> bool {
         let f = &self.figures;
         let all = [f.answers_ok, f.unique.hostname, f.unique.machine_id, f.unique.random];
@@ -148,14 +151,28 @@ impl Report {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let figures = &self.figures;
-        let row = |f: &mut fmt::Formatter<'_>, what: &str, value: String| writeln!(f, "  {what:<50}{value}");
+        let row = |f: &mut fmt::Formatter<'_>, what: &str, value: String| {
+            writeln!(f, "  {what:<50}{value}")
+        };
         let n = figures.clones;
-        writeln!(f, "\nLinux {} with Debian bookworm and Python, KVM: {}\n", figures.kernel, figures.kvm)?;
+        writeln!(
+            f,
+            "\nLinux {} with Debian bookworm and Python, KVM: {}\n",
+            figures.kernel, figures.kvm
+        )?;
         row(f, "cold boot to first answer", format!("{:.0} ms", figures.boot_ms))?;
         row(f, "clone to first answer, p50", format!("{:.1} ms", figures.clone_ms.p50))?;
         row(f, "clone to first answer, p99", format!("{:.1} ms", figures.clone_ms.p99))?;
-        row(f, "  a boot takes as long as", format!("{:.0} clones", figures.boot_ms / figures.clone_ms.p50))?;
-        row(f, &format!("{n} clones at once, to the last answer"), format!("{:.0} ms", figures.burst_ms))?;
+        row(
+            f,
+            "  a boot takes as long as",
+            format!("{:.0} clones", figures.boot_ms / figures.clone_ms.p50),
+        )?;
+        row(
+            f,
+            &format!("{n} clones at once, to the last answer"),
+            format!("{:.0} ms", figures.burst_ms),
+        )?;
         row(f, "  each of them, p50", format!("{:.0} ms", self.burst_each.p50))?;
         let resident = Bytes(self.resident_kib << 10);
         let own = Bytes(figures.rss_kib_per_clone << 10);
@@ -177,11 +194,11 @@ impl fmt::Display for Report {
 }
 
 fn ms(duration: Duration) -> f64 {
-    // Microseconds are as fine as anyone can use.
+    // Rounded to microseconds.
     (duration.as_secs_f64() * 1e6).round() / 1e3
 }
 
-/// Nearest rank: the smallest value that is no smaller than so many of a hundred.
+/// Nearest rank: p50 is the smallest value that at least 50 % of all values do not exceed.
 fn percentiles(durations: &[Duration]) -> Percentiles {
     let mut sorted = durations.to_vec();
     sorted.sort_unstable();

@@ -1,7 +1,8 @@
-//! Every file of a file system, from the disk itself; and whatever of them the page cache has, held against that.
+//! A checksum of all files of a file system, read from the disk, and a comparison of their cached
+//! pages with the disk.
 
+use crate::error::{Result, at};
 use crate::sum::Sum;
-use crate::{Result, at};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use std::fs::{self, File, OpenOptions};
 use std::io::IoSliceMut;
@@ -10,33 +11,35 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// What an identity writes anew in every clone (`agent::identity`), below the root.
+/// Files below the root that differ in every clone, because they are its identity
+/// (`agent::identity`).
 const IDENTITY: [&str; 5] =
     ["etc/hostname", "etc/hosts", "etc/machine-id", "var/lib/dbus/machine-id", "var/lib/dayfly"];
-/// `O_DIRECT` of x86 (fcntl.h), and what it wants buffers aligned to.
+/// `O_DIRECT` of x86 (fcntl.h).
 const O_DIRECT: i32 = 0o40000;
+/// Alignment of buffers for `O_DIRECT`.
 const ALIGNED: usize = 4096;
 const BUFFER: usize = 1 << 20;
 const PAGE: usize = 4096;
 
-/// A walk under way.
+/// State of a walk through the file system.
 struct Walk {
     root: PathBuf,
     buffer: Vec<u8>,
     files: u64,
     bytes: u64,
     direct: Sum,
-    /// Nothing where only the disk is asked for.
+    /// `None` if the page cache is not compared.
     cache: Option<Cache>,
 }
 
-/// What the page cache has of the files.
+/// Result of comparing the page cache with the disk.
 #[derive(Debug, Default)]
 struct Cache {
     page: Vec<u8>,
-    /// Bytes of it that were held against the disk's.
+    /// Bytes of the cached pages that were compared.
     bytes: u64,
-    /// Of these, bytes of pages that are others than on the disk.
+    /// Of these, bytes of pages that differ from the disk.
     other_bytes: u64,
 }
 
@@ -45,7 +48,8 @@ impl Cache {
         Self { page: vec![0; PAGE], ..Self::default() }
     }
 
-    /// Holds what is cached of `file` from `offset` on, a multiple of a page, against what the disk has there. Reads nothing into the cache.
+    /// Compares the cached pages of `file` from `offset` on, a multiple of a page, with `disk`.
+    /// Reads nothing into the cache.
     fn compare(&mut self, file: &File, offset: u64, disk: &[u8]) -> std::io::Result<()> {
         for (page, n) in disk.chunks(PAGE).zip(0..) {
             let cached = &mut self.page[..page.len()];
@@ -74,7 +78,8 @@ impl Cache {
 impl Walk {
     fn folder(&mut self, folder: &Path, device: u64) -> Result<()> {
         let entries = at(fs::read_dir(folder), &folder.display())?;
-        let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?;
+        let mut paths =
+            entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?;
         paths.sort();
         for path in paths {
             let name = path.strip_prefix(&self.root).unwrap_or(&path);
@@ -98,9 +103,12 @@ impl Walk {
                 self.direct.update(&meta.len().to_le_bytes());
                 let read = self.file(&path).map_err(|e| format!("{}: {e}", path.display()))?;
                 if read != meta.len() {
-                    return Err(
-                        format!("{}: expected {} bytes, got {read}", path.display(), meta.len()).into()
-                    );
+                    return Err(format!(
+                        "{}: expected {} bytes, got {read}",
+                        path.display(),
+                        meta.len()
+                    )
+                    .into());
                 }
                 self.files += 1;
                 self.bytes += read;
@@ -129,16 +137,19 @@ impl Walk {
     }
 }
 
-/// Of the file system that `root` is on, from there on downwards; with `cache`, what the page cache has is compared.
+/// Checksum of all files below `root` in its file system, as JSON; with `cache`, also compares the
+/// cached pages.
 pub fn digest(root: &Path, cache: bool) -> Result<String> {
     let meta = at(fs::metadata(root), &root.display())?;
     let buffer = vec![0; BUFFER + ALIGNED];
     let cache = cache.then(Cache::new);
-    let mut walk = Walk { root: root.to_owned(), buffer, files: 0, bytes: 0, direct: Sum::new(), cache };
+    let mut walk =
+        Walk { root: root.to_owned(), buffer, files: 0, bytes: 0, direct: Sum::new(), cache };
     walk.folder(root, meta.dev())?;
     let cache = walk.cache.unwrap_or_default();
     Ok(format!(
-        "{{\"files\":{},\"bytes\":{},\"direct\":\"{}\",\"cached_bytes\":{},\"cached_other_bytes\":{}}}",
+        "{{\"files\":{},\"bytes\":{},\"direct\":\"{}\",\
+          \"cached_bytes\":{},\"cached_other_bytes\":{}}}",
         walk.files,
         walk.bytes,
         walk.direct.finish(),
@@ -156,7 +167,7 @@ mod tests {
         rest.split([',', '}']).next().expect("a value").to_owned()
     }
 
-    /// On a disk: a tmpfs may have no way past the page cache.
+    /// Not in /tmp, because a tmpfs does not support `O_DIRECT` before Linux 6.6.
     fn folder_on_disk() -> tempfile::TempDir {
         tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder")
     }

@@ -1,17 +1,22 @@
-//! `dayfly-witness`: looks at a guest from inside, before a snapshot and in a clone of it, so that both can be compared.
+//! `dayfly-witness`: checksums of a guest's memory and files, computed in the guest before a
+//! snapshot and in a clone, to compare the two.
 //!
-//! | call | what |
-//! |---|---|
-//! | `stop` | stops (SIGSTOP) every program but process 1, kernel threads and its own ancestors |
-//! | `go` | lets them go on |
-//! | `memory` | checksum of all present private anonymous memory of the programs that are stopped, by way of /proc/PID/mem |
-//! | `disk FOLDER` | checksum of all files of the folder's file system, read past the page cache (`O_DIRECT`) |
-//! | `files FOLDER` | the same; and what the page cache has of them is held against that |
-//! | `spin` | microseconds that a fixed computation takes: how much slower than its host a guest is |
-//! | `hold MIB SEED FILE` | fills memory, then FILE, with a pattern (a third noise, a third compressible, a third zeroes), and stays |
+//! - `stop`: stops (SIGSTOP) every program but process 1, kernel threads and the ancestors of this
+//!   process.
+//! - `go`: continues the stopped programs.
+//! - `memory`: checksum of all present private anonymous memory of the stopped programs, read from
+//!   /proc/PID/mem.
+//! - `disk FOLDER`: checksum of all files of the folder's file system, read past the page cache
+//!   (`O_DIRECT`).
+//! - `files FOLDER`: as `disk`, and compares the cached pages of the files with the disk.
+//! - `spin`: microseconds that a fixed computation takes, to compare a guest's speed with its
+//!   host's.
+//! - `hold MIB SEED FILE`: fills memory, then FILE, with a pattern (a third noise, a third
+//!   compressible, a third zeroes), and runs until a signal ends it.
 //!
-//! All but `hold` end with one line of JSON. What the guest's kernel keeps for itself is not seen from here.
+//! All but `hold` end with one line of JSON. The memory of the guest's kernel is not covered.
 
+mod error;
 mod files;
 mod memory;
 mod pattern;
@@ -21,7 +26,7 @@ mod sum;
 use std::path::Path;
 use std::process::ExitCode;
 
-/// Who sets it knows that everything on this computer will be stopped.
+/// This variable must be set for `stop`, so that `stop` does not stop the programs of a host.
 const GUEST: &str = "DAYFLY_GUEST";
 
 fn main() -> ExitCode {
@@ -38,7 +43,10 @@ fn main() -> ExitCode {
         ["disk", folder] => files::digest(Path::new(folder), false),
         ["spin"] => Ok(spin()),
         ["hold", mib, seed, file] => pattern::hold(mib, seed, Path::new(file)),
-        _ => Err("expected stop, go, memory, files FOLDER, disk FOLDER, spin, or hold MIB SEED FILE".into()),
+        _ => {
+            Err("expected stop, go, memory, files FOLDER, disk FOLDER, spin, or hold MIB SEED FILE"
+                .into())
+        }
     };
     match said {
         Ok(line) => {
@@ -52,13 +60,13 @@ fn main() -> ExitCode {
     }
 }
 
-/// Microseconds, the least of three.
+/// Microseconds of a fixed computation, the least of three runs.
 fn spin() -> String {
     let once = || {
         let began = std::time::Instant::now();
         let mut x = 88_172_645_463_325_252_u64;
         for _ in 0..20_000_000_u32 {
-            // xorshift64 (Marsaglia): each step needs the one before.
+            // xorshift64 (Marsaglia): each step depends on the one before.
             x ^= x << 13;
             x ^= x >> 7;
             x ^= x << 17;
@@ -67,12 +75,4 @@ fn spin() -> String {
         began.elapsed().as_micros()
     };
     (0..3).map(|_| once()).min().unwrap_or_default().to_string()
-}
-
-/// What goes wrong, in words.
-type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
-
-/// Says where an error of the host was.
-fn at<T>(result: std::io::Result<T>, place: &dyn std::fmt::Display) -> Result<T> {
-    result.map_err(|e| format!("{place}: {e}").into())
 }

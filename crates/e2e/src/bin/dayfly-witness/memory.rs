@@ -1,10 +1,12 @@
-//! The memory of stopped programs.
+//! A checksum of the memory of stopped programs.
 //!
-//! Only pages that are present, private and anonymous: they are in RAM before the snapshot and must be in the clone. Reading others would bring them in,
-//! and the snapshot would have what no one asked for. Pages of files are looked at through their files.
+//! Only pages that are present, private and anonymous count: they are in RAM before the snapshot
+//! and must be in the clone. Reading a missing page would allocate it, and so change the snapshot.
+//! The checksum of the files covers pages of files.
 
+use crate::error::{Result, at};
+use crate::programs;
 use crate::sum::Sum;
-use crate::{Result, at, programs};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 
@@ -15,7 +17,7 @@ const ENTRIES: u64 = 512;
 const PRESENT: u64 = 1 << 63;
 const FILE_OR_SHARED: u64 = 1 << 61;
 
-/// Ranges with anonymous memory, as /proc/PID/smaps has them.
+/// Ranges with anonymous memory, from the text of /proc/PID/smaps.
 fn ranges(smaps: &str) -> Result<Vec<(u64, u64)>> {
     let mut ranges = Vec::new();
     let mut last = None;
@@ -31,7 +33,7 @@ fn ranges(smaps: &str) -> Result<Vec<(u64, u64)>> {
             if from >= to || from % PAGE != 0 || to % PAGE != 0 {
                 return Err(format!("smaps: expected a range of pages, got {range}").into());
             }
-            // The kernel's own pages, which no program wrote.
+            // Pages of the kernel, which no program writes.
             let kernels = ["[vvar]", "[vvar_vclock]", "[vdso]", "[vsyscall]"];
             last = (!kernels.iter().any(|name| rest.ends_with(name))).then_some((from, to));
         }
@@ -39,7 +41,7 @@ fn ranges(smaps: &str) -> Result<Vec<(u64, u64)>> {
     Ok(ranges)
 }
 
-/// Adds the pages of `from..to` that count to `sum`; gives their number.
+/// Adds the pages of `from..to` that count to `sum`. Returns their number.
 fn pages(pid: i32, (from, to): (u64, u64), sum: &mut Sum) -> Result<u64> {
     let (map, mem) = (format!("/proc/{pid}/pagemap"), format!("/proc/{pid}/mem"));
     let (map, mem) = (at(File::open(&map), &map)?, at(File::open(&mem), &mem)?);
@@ -49,11 +51,17 @@ fn pages(pid: i32, (from, to): (u64, u64), sum: &mut Sum) -> Result<u64> {
     while first < to / PAGE {
         let many = ENTRIES.min(to / PAGE - first);
         let entries = &mut entries[..8 * usize::try_from(many)?];
-        at(map.read_exact_at(entries, 8 * first), &format_args!("pagemap of {pid} at page {first:#x}"))?;
+        at(
+            map.read_exact_at(entries, 8 * first),
+            &format_args!("pagemap of {pid} at page {first:#x}"),
+        )?;
         for (skipped, run) in runs(entries) {
             let address = (first + skipped) * PAGE;
             let bytes = &mut bytes[..usize::try_from(run * PAGE)?];
-            at(mem.read_exact_at(bytes, address), &format_args!("memory of {pid} at {address:#x}"))?;
+            at(
+                mem.read_exact_at(bytes, address),
+                &format_args!("memory of {pid} at {address:#x}"),
+            )?;
             for (n, page) in (0..).zip(bytes.chunks_exact(usize::try_from(PAGE)?)) {
                 sum.update(&(address + n * PAGE).to_le_bytes());
                 sum.update(page);
@@ -65,7 +73,7 @@ fn pages(pid: i32, (from, to): (u64, u64), sum: &mut Sum) -> Result<u64> {
     Ok(count)
 }
 
-/// Where in these entries of a pagemap pages that count begin, and how many follow each other.
+/// Runs of pages that count in these entries of a pagemap: first entry and length.
 fn runs(entries: &[u8]) -> Vec<(u64, u64)> {
     let mut runs: Vec<(u64, u64)> = Vec::new();
     for (n, entry) in (0..).zip(entries.chunks_exact(8)) {
@@ -81,7 +89,7 @@ fn runs(entries: &[u8]) -> Vec<(u64, u64)> {
     runs
 }
 
-/// Of all programs that are stopped.
+/// Checksum of all stopped programs, as JSON.
 pub fn digest() -> Result<String> {
     let (mut total, mut sum) = (0, Sum::new());
     let stopped = programs::stopped()?;
@@ -107,7 +115,8 @@ mod tests {
 
     #[test]
     fn ranges_without_anonymous_memory_are_left_alone() {
-        let smaps = "1000-3000 r-xp 00000000 fe:00 1 /bin/x\nSize: 8 kB\nAnonymous:             0 kB\n\
+        let smaps = "1000-3000 r-xp 00000000 fe:00 1 /bin/x\n\
+                     Size: 8 kB\nAnonymous:             0 kB\n\
                      7000-9000 rw-p 00000000 00:00 0 [heap]\nAnonymous:             4 kB\n\
                      a000-c000 r-xp 00000000 00:00 0 [vdso]\nAnonymous:             4 kB\n";
         assert_eq!(ranges(smaps).expect("ranges"), [(0x7000, 0x9000)]);
@@ -116,7 +125,8 @@ mod tests {
 
     #[test]
     fn runs_are_of_present_private_anonymous_pages() {
-        let entries = [PRESENT, PRESENT | 7, 0, PRESENT | FILE_OR_SHARED, PRESENT, FILE_OR_SHARED, PRESENT];
+        let entries =
+            [PRESENT, PRESENT | 7, 0, PRESENT | FILE_OR_SHARED, PRESENT, FILE_OR_SHARED, PRESENT];
         let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
         assert_eq!(runs(&bytes), [(0, 2), (4, 1), (6, 1)]);
     }

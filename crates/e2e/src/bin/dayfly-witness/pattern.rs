@@ -1,6 +1,6 @@
 //! Memory and a file of which every byte is known.
 
-use crate::{Result, at};
+use crate::error::{Result, at};
 use std::fs;
 use std::hint::black_box;
 use std::path::Path;
@@ -9,7 +9,7 @@ use std::time::Duration;
 const MIB: usize = 1 << 20;
 const PAGE: usize = 4096;
 
-/// Pages in turn: noise, one that compresses, zeroes.
+/// Pages of noise, of a repeated word, and of zeroes, in turn.
 fn pattern(mib: usize, seed: u64) -> Vec<u8> {
     let mut bytes = vec![0; mib * MIB];
     let mut noise = blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof();
@@ -25,7 +25,8 @@ fn pattern(mib: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// Fills `mib` MiB of memory and half as much of `file`, which appears when all is there, and stays for ever.
+/// Fills `mib` MiB of memory and half as much of `file`, which appears under its name when both are
+/// complete, and never returns.
 pub fn hold(mib: &str, seed: &str, file: &Path) -> Result<String> {
     let (mib, seed): (usize, u64) = (mib.parse()?, seed.parse()?);
     if !(2..=65_536).contains(&mib) {

@@ -1,11 +1,11 @@
-//! The programs of the guest.
+//! Lists, stops and continues the programs of the guest.
 
-use crate::{Result, at};
+use crate::error::{Result, at};
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeSet;
 use std::fs;
 
-/// A program, as `/proc/PID/stat` has it.
+/// Fields of `/proc/PID/stat`.
 struct Program {
     pid: i32,
     parent: i32,
@@ -16,7 +16,7 @@ struct Program {
 /// `PF_KTHREAD` of linux/sched.h, in the field `flags`.
 const PF_KTHREAD: u64 = 0x0020_0000;
 
-/// Fields count from the name's end: a name may hold anything.
+/// Parses a line of `/proc/PID/stat`, from the end of the name, which may contain any byte.
 fn parse(pid: i32, stat: &str) -> Option<Program> {
     let (_, fields) = stat.rsplit_once(") ")?;
     let mut fields = fields.split_ascii_whitespace();
@@ -31,7 +31,7 @@ fn all() -> Result<Vec<Program>> {
     for entry in at(fs::read_dir("/proc"), &"/proc")? {
         let name = at(entry, &"/proc")?.file_name();
         let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
-        // One that has just ended is none.
+        // The process may have ended.
         let Ok(stat) = fs::read(format!("/proc/{pid}/stat")) else { continue };
         found.extend(parse(pid, &String::from_utf8_lossy(&stat)));
     }
@@ -39,7 +39,7 @@ fn all() -> Result<Vec<Program>> {
     Ok(found)
 }
 
-/// This program and those that wait for it.
+/// Process ids of this process and all its ancestors.
 fn ancestors(all: &[Program]) -> BTreeSet<i32> {
     let mut line = BTreeSet::new();
     let mut pid = i32::try_from(std::process::id()).unwrap_or(0);
@@ -59,13 +59,15 @@ pub fn signal(signal: Signal) -> Result<String> {
         match kill_process(pid, signal) {
             Ok(()) => sent += 1,
             Err(rustix::io::Errno::SRCH) => {}
-            Err(e) => return Err(format!("signal {signal:?} for process {}: {e}", program.pid).into()),
+            Err(e) => {
+                return Err(format!("signal {signal:?} for process {}: {e}", program.pid).into());
+            }
         }
     }
     Ok(format!("{{\"programs\":{sent}}}"))
 }
 
-/// Those that are stopped, by their process ids.
+/// Process ids of the stopped programs.
 pub fn stopped() -> Result<Vec<i32>> {
     Ok(all()?.iter().filter(|program| program.state == 'T').map(|program| program.pid).collect())
 }

@@ -1,18 +1,20 @@
-//! A checksum of 256 bits without vector instructions, which emulation is slow at: with BLAKE3, 4 GB of files were not read in five minutes.
+//! A checksum of 256 bits without vector instructions, because those are slow under emulation: with
+//! BLAKE3, five minutes were not enough for 4 GB of files.
 //!
-//! Four lanes of 64 bits take a word each of every 32 bytes. A step is a bijection of the lane for a given word, and of the word for a given
-//! lane: a change within any one word of a lane always shows, other changes by chance stay hidden once in 2^64. It keeps no one from forging.
+//! Four lanes of 64 bits take a word each of every 32 bytes. A step is a bijection of the lane for
+//! a given word, and of the word for a given lane. So a change of a single word always changes the
+//! checksum; other changes go undetected once in 2^64. The checksum does not prevent forgery.
 
 const BLOCK: usize = 32;
 /// Odd, so that multiplying is a bijection; digits of the golden ratio and of square roots.
 const FACTORS: [u64; 4] =
     [0x9e37_79b9_7f4a_7c15, 0x6a09_e667_f3bc_c909, 0xbb67_ae85_84ca_a73b, 0x3c6e_f372_fe94_f82b];
 
-/// Bytes so far.
+/// The checksum of the bytes so far.
 #[derive(Debug, Clone)]
 pub struct Sum {
     lanes: [u64; 4],
-    /// What does not fill a block yet.
+    /// Bytes that do not fill a block yet.
     rest: Vec<u8>,
     bytes: u64,
 }
@@ -39,7 +41,7 @@ impl Sum {
         self.rest.extend_from_slice(&bytes[whole..]);
     }
 
-    /// In hexadecimal.
+    /// The checksum in hexadecimal.
     pub fn finish(mut self) -> String {
         self.rest.resize(BLOCK, 0);
         step(&mut self.lanes, &self.rest);
@@ -48,7 +50,7 @@ impl Sum {
     }
 }
 
-/// Takes whole blocks.
+/// Mixes `blocks`, a multiple of [`BLOCK`] bytes, into the lanes.
 fn step(lanes: &mut [u64; 4], blocks: &[u8]) {
     let [mut a, mut b, mut c, mut d] = *lanes;
     let mix = |lane: u64, word: &[u8], factor: u64| {
@@ -81,7 +83,11 @@ mod tests {
         for at in [0, 1, 31, 32, 33, 500, 999, 1000] {
             let (head, tail) = bytes.split_at(at);
             assert_eq!(sum(&[head, tail]), whole, "cut at {at}");
-            assert_eq!(sum(&[&head[..at / 2], &head[at / 2..], tail]), whole, "cut at {at} and before");
+            assert_eq!(
+                sum(&[&head[..at / 2], &head[at / 2..], tail]),
+                whole,
+                "cut at {at} and before"
+            );
         }
         for bit in 0..8000 {
             let mut other = bytes.clone();

@@ -1,9 +1,9 @@
-//! docker archives and OCI layouts: which image is taken, what is verified.
+//! docker archives and OCI layouts: which image is selected, and what is verified.
 
 use super::*;
 use crate::disk::blobs::{Blobs, sha256};
 use crate::disk::oci;
-use crate::manifest::RunConfig;
+use dayfly_units::ImageConfig;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -30,14 +30,17 @@ fn config(layers: &[Vec<u8>], architecture: &str) -> Vec<u8> {
     let diffs: Vec<String> = layers.iter().map(|l| sha256(l)).collect();
     json!({
         "os": "linux", "architecture": architecture,
-        "config": {"Entrypoint": ["/bin/x"], "Cmd": ["a", "b"], "Env": ["A=1"], "WorkingDir": "/w", "User": "7:8"},
+        "config": {
+            "Entrypoint": ["/bin/x"], "Cmd": ["a", "b"], "Env": ["A=1"], "WorkingDir": "/w",
+            "User": "7:8",
+        },
         "rootfs": {"type": "layers", "diff_ids": diffs},
     })
     .to_string()
     .into_bytes()
 }
 
-/// Adds a blob; gives its descriptor.
+/// Adds a blob; returns its descriptor.
 fn blob(files: &mut Files, kind: &str, data: &[u8]) -> Value {
     let digest = sha256(data);
     files.insert(format!("blobs/{}", digest.replace(':', "/")), data.to_vec());
@@ -48,9 +51,11 @@ const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 const INDEX: &str = "application/vnd.oci.image.index.v1+json";
 
-/// Adds an image with layers packed in turn as they are, by gzip and by zstd; gives its manifest's descriptor.
+/// Adds an image whose layers are in turn uncompressed, gzip and zstd; returns its manifest's
+/// descriptor.
 fn image(files: &mut Files, layers: &[Vec<u8>], architecture: &str) -> Value {
-    let config = blob(files, "application/vnd.oci.image.config.v1+json", &config(layers, architecture));
+    let config =
+        blob(files, "application/vnd.oci.image.config.v1+json", &config(layers, architecture));
     let packers: [(&str, Pack); 3] = [("", plain), ("+gzip", gzip), ("+zstd", zstd)];
     let layers: Vec<Value> = layers
         .iter()
@@ -63,7 +68,13 @@ fn image(files: &mut Files, layers: &[Vec<u8>], architecture: &str) -> Value {
 
 fn layers() -> Vec<Vec<u8>> {
     vec![
-        archive(&[dir("etc"), file("etc/a", b"1"), file("etc/b", b"2"), dir("gone"), file("gone/x", b"3")]),
+        archive(&[
+            dir("etc"),
+            file("etc/a", b"1"),
+            file("etc/b", b"2"),
+            dir("gone"),
+            file("gone/x", b"3"),
+        ]),
         archive(&[file("etc/.wh.a", b""), file("gone/.wh..wh..opq", b""), file("gone/y", b"4")]),
         archive(&[file("etc/b", b"5"), file("c", b"6")]),
     ]
@@ -107,10 +118,10 @@ fn write_tar(files: &Files, path: &Path) {
     builder.into_inner().unwrap();
 }
 
-fn read(blobs: &Blobs, reference: Option<&str>) -> Result<(Vec<String>, RunConfig), BuildError> {
+fn read(blobs: &Blobs, reference: Option<&str>) -> Result<(Vec<String>, ImageConfig), BuildError> {
     let folder = tempfile::tempdir().unwrap();
-    let mut nobody = |_: Progress<'_>| ();
-    let mut spool = Spool::new(folder.path(), Limits::default(), &mut nobody);
+    let mut ignored = |_: Progress<'_>| ();
+    let mut spool = Spool::new(folder.path(), Limits::default(), &mut ignored);
     let mut tree = Tree::new(1000);
     let path = PathBuf::from("source");
     let from = if blobs.has("manifest.json") { oci::docker } else { oci::layout };
@@ -118,8 +129,8 @@ fn read(blobs: &Blobs, reference: Option<&str>) -> Result<(Vec<String>, RunConfi
     Ok((text(&tree), run))
 }
 
-/// Reads `files` as a folder and as an archive: both must agree.
-fn both(files: &Files, reference: Option<&str>) -> Result<(Vec<String>, RunConfig), String> {
+/// Reads `files` as a folder and as an archive; both results must agree.
+fn both(files: &Files, reference: Option<&str>) -> Result<(Vec<String>, ImageConfig), String> {
     let temp = tempfile::tempdir().unwrap();
     let (folder, tar) = (temp.path().join("layout"), temp.path().join("a.tar"));
     write_folder(files, &folder);
@@ -142,8 +153,14 @@ fn an_oci_layout_with_every_compression() {
     index(&mut files, &[manifest]);
     let (tree, run) = both(&files, None).unwrap();
     assert_eq!(tree, EXPECTED);
-    assert_eq!((run.entrypoint, run.cmd), (vec!["/bin/x".to_owned()], vec!["a".to_owned(), "b".to_owned()]));
-    assert_eq!((run.env, run.workdir, run.user), (vec!["A=1".to_owned()], "/w".to_owned(), "7:8".to_owned()));
+    assert_eq!(
+        (run.entrypoint, run.cmd),
+        (vec!["/bin/x".to_owned()], vec!["a".to_owned(), "b".to_owned()])
+    );
+    assert_eq!(
+        (run.env, run.workdir, run.user),
+        (vec!["A=1".to_owned()], "/w".to_owned(), "7:8".to_owned())
+    );
 }
 
 #[test]
@@ -157,7 +174,7 @@ fn an_index_of_platforms_gives_the_one_for_amd64() {
     assert_eq!(both(&files, None).unwrap().0, EXPECTED);
     index(&mut files, std::slice::from_ref(&arm));
     fails(&files, None, &["expected an image for linux/amd64", "got none"]);
-    // An index that lies about the platform.
+    // An index that claims a wrong platform.
     index(&mut files, &[platform(arm, "amd64")]);
     fails(&files, None, &["expected linux/amd64, got linux/arm64"]);
 }
@@ -174,7 +191,7 @@ fn several_images_ask_for_one() {
     assert_eq!(both(&files, Some("two")).unwrap().0, ["/ 755", "/two 644 \"\""]);
 }
 
-/// `docker save` before version 25: a folder per layer, and a link where two images share one.
+/// `docker save` before version 25: a folder per layer, and a link if two images share a layer.
 fn saved(files: &mut Files, name: &str, tag: &str, layers: &[Vec<u8>], pack: Pack) -> Value {
     let config = config(layers, "amd64");
     let config_name = format!("{}.json", &sha256(&config)[7..]);
@@ -201,7 +218,7 @@ fn docker_archives_old_and_new() {
         }
         let id = one["Config"].as_str().unwrap();
         assert_eq!(both(&files, Some(&id[..12])).unwrap().0, EXPECTED);
-        // A layer that is not the one the config speaks of.
+        // A layer that does not match the config's `diff_id`.
         files.insert("l1/layer.tar".to_owned(), archive(&[file("evil", b"")]));
         fails(&files, Some("one"), &["l1/layer.tar", "expected sha256:", "got sha256:"]);
     }
@@ -220,7 +237,7 @@ fn a_docker_archive_with_a_link_to_a_shared_layer() {
     bytes.push(file("shared/layer.tar", &shared));
     std::fs::write(&path, archive(&bytes)).unwrap();
     assert_eq!(read(&Blobs::archive(&path).unwrap(), None).unwrap().0, EXPECTED);
-    // A link out of the archive leads to nothing: the host is not asked.
+    // A link that leads out of the archive has no target; no file of the host is opened.
     bytes.truncate(bytes.len() - 2);
     bytes.push(symlink("l0/layer.tar", "../../../../../../etc/passwd"));
     std::fs::write(&path, archive(&bytes)).unwrap();
@@ -261,7 +278,8 @@ fn documents_that_make_no_sense() {
     fails(&files, None, &["index.json", "line 1 column", "expected"]);
     files.insert("index.json".to_owned(), vec![b' '; 5 << 20]);
     fails(&files, None, &["index.json", "at most 4194304 bytes", "5242880"]);
-    // An index that names itself cannot be made (its digest would be in it); a deep one can.
+    // An index cannot name itself, because it would contain its own digest; a deep index can be
+    // made.
     let mut files = Files::new();
     let mut below = image(&mut files, &layers(), "amd64");
     for _ in 0..10 {
@@ -270,10 +288,13 @@ fn documents_that_make_no_sense() {
     }
     index(&mut files, &[below]);
     fails(&files, None, &["indices deep"]);
-    // Encrypted layers are not guessed at.
+    // Encrypted layers are refused.
     let mut files = Files::new();
-    let config =
-        blob(&mut files, "application/vnd.oci.image.config.v1+json", &config(&layers()[..1], "amd64"));
+    let config = blob(
+        &mut files,
+        "application/vnd.oci.image.config.v1+json",
+        &config(&layers()[..1], "amd64"),
+    );
     let layer = blob(&mut files, &format!("{LAYER}+gzip+encrypted"), &layers()[0]);
     let text = json!({"schemaVersion": 2, "config": config, "layers": [layer]}).to_string();
     let manifest = blob(&mut files, MANIFEST, text.as_bytes());

@@ -1,4 +1,4 @@
-//! Archives that attack: each is refused, by an error that names layer, entry, place, expected and got.
+//! Hostile archives: each is refused by an error that names layer, entry, byte, expected and got.
 
 use super::*;
 
@@ -9,7 +9,10 @@ fn refused(layers: &[Vec<u8>], layer: &str, entry: &str, expected: &str, got: &s
             let BuildError::Refused { layer: l, entry: e, expected: x, got: g, .. } = error else {
                 unreachable!()
             };
-            assert!(l == layer && e.starts_with(entry) && x.contains(expected) && g.contains(got), "{text}");
+            assert!(
+                l == layer && e.starts_with(entry) && x.contains(expected) && g.contains(got),
+                "{text}"
+            );
             assert!(text.contains(": expected ") && text.contains(", got "), "{text}");
         }
         other => panic!("{entry:?}: expected a refusal, got {other:?}"),
@@ -27,55 +30,89 @@ fn names_that_leave_the_root() {
         one(&[dir(name)], name, "without '..'", "leave");
         one(&[symlink(name, "x")], name, "without '..'", "leave");
     }
-    one(&[file("/etc/passwd", b"x")], "/etc/passwd", "relative", "absolute");
     one(&[file("../.wh.x", b"")], "../.wh.x", "without '..'", "leave");
-    one(&[pax(&[("path", b"../../etc/shadow")]), file("ok", b"x")], "../../etc", "without '..'", "leave");
+    one(
+        &[pax(&[("path", b"../../etc/shadow")]), file("ok", b"x")],
+        "../../etc",
+        "without '..'",
+        "leave",
+    );
     one(&[pax(&[("path", b"a\0b")]), file("ok", b"x")], "a", "a path", "NUL");
 }
 
+/// Every name and link is resolved inside the image's root.
 #[test]
-fn parents_that_are_links_out() {
-    one(&[symlink("e", "/etc"), file("e/passwd", b"x")], "e/passwd", "a folder as parent", "same layer");
-    one(
-        &[dir("etc"), symlink("e", "/etc"), file("e/passwd", b"x")],
-        "e/passwd",
-        "a folder as parent",
-        "same layer",
+fn names_and_links_are_resolved_inside_the_root() {
+    let holds = |layers: &[Vec<u8>], lines: &[&str]| {
+        let text = unpack(layers).unwrap();
+        assert!(lines.iter().all(|line| text.iter().any(|t| t == line)), "{lines:?} in {text:?}");
+    };
+    let passwd = "/etc/passwd 644 \"x\"";
+    holds(&[archive(&[file("/etc/passwd", b"x")])], &["/etc/ 755", passwd]);
+    holds(
+        &[archive(&[raw(b'5', b"/", b"", 0o750, b""), file("//./etc//passwd", b"x")])],
+        &["/ 750", passwd],
     );
-    one(&[symlink("e", "../../etc"), file("e/passwd", b"x")], "e/passwd", "inside the image", "climbs above");
+    for target in ["/etc", "etc", "../../etc", "./../etc/."] {
+        // The link is in the same layer or in a lower one; the folder is created.
+        let (link, below) = (symlink("e", target), file("e/passwd", b"x"));
+        holds(&[archive(&[link.clone(), below.clone()])], &["/etc/ 755", passwd]);
+        holds(&[archive(&[link]), archive(&[below])], &["/etc/ 755", passwd]);
+    }
+    let real = [dir("srv/real"), symlink("srv/l", "/srv/real"), file("srv/l/x", b"x")];
+    holds(&[archive(&real)], &["/srv/l -> /srv/real", "/srv/real/x 644 \"x\""]);
+    let missing = [symlink("srv/l", "real"), file("srv/l/x", b"x")];
+    holds(&[archive(&missing)], &["/srv/l -> real", "/srv/real/ 755", "/srv/real/x 644 \"x\""]);
+    holds(&[archive(&[file("f", b"x"), hard_link("/g", "/f")])], &["/f 644 \"x\"", "/g 644 \"x\""]);
+    let pair =
+        [pax(&[("SCHILY.acl.access", b"user::rw-\ngroup::r--\nother::r--\n")]), file("acl", b"x")];
+    holds(&[archive(&pair)], &["/acl 644 \"x\""]);
+}
+
+#[test]
+fn parents_that_are_no_folders() {
     one(
         &[symlink("a", "b"), symlink("b", "a"), file("a/x", b"x")],
         "a/x",
         "symbolic links in a path",
         "loop",
     );
-    one(&[symlink("e", "etc"), file("e/passwd", b"x")], "e/passwd", "exists in the image", "missing folder");
     one(&[file("f", b""), file("f/x", b"x")], "f/x", "a folder as parent", "a file");
-    // From a lower layer: followed inside the root, refused where that leads nowhere or above it.
-    let lower = archive(&[symlink("e", "/nowhere"), symlink("up", "../x")]);
-    let (nowhere, up) = (archive(&[file("e/passwd", b"x")]), archive(&[file("up/y", b"x")]));
-    refused(&[lower.clone(), nowhere], "layer 1", "e/passwd", "exists in the image", "missing folder");
-    refused(&[lower, up], "layer 1", "up/y", "inside the image", "climbs above");
+    // Links that lead to ever deeper folders.
+    let deep = vec!["d"; 500].join("/");
+    let entries = [dir(&deep), symlink("l", &deep), file(&format!("l/{deep}/x"), b"")];
+    one(&entries, "l/d", "512 folders deep", "deeper");
 }
 
 #[test]
 fn an_honest_link_among_the_parents_is_followed_inside_the_root() {
-    let lower = archive(&[dir("usr/lib"), symlink("lib", "usr/lib"), dir("run"), symlink("var/run", "/run")]);
+    let lower = archive(&[
+        dir("usr/lib"),
+        symlink("lib", "usr/lib"),
+        dir("run"),
+        symlink("var/run", "/run"),
+    ]);
     let upper = archive(&[file("lib/x", b"1"), file("var/run/y", b"2"), file("lib/.wh.gone", b"")]);
     let text = unpack(&[lower, upper]).unwrap();
     assert!(
-        text.contains(&"/usr/lib/x 644 \"1\"".to_owned()) && text.contains(&"/run/y 644 \"2\"".to_owned()),
+        text.contains(&"/usr/lib/x 644 \"1\"".to_owned())
+            && text.contains(&"/run/y 644 \"2\"".to_owned()),
         "{text:?}"
     );
 }
 
 #[test]
 fn hard_links_out_and_to_nothing() {
-    one(&[hard_link("x", "../../etc/shadow")], "x", "a hard link to a path without '..'", "etc/shadow");
-    one(&[hard_link("x", "/etc/shadow")], "x", "a hard link to a path relative", "/etc/shadow");
+    one(
+        &[hard_link("x", "../../etc/shadow")],
+        "x",
+        "a hard link to a path without '..'",
+        "etc/shadow",
+    );
+    one(&[hard_link("x", "/etc/shadow")], "x", "existing file", "not there");
     one(&[hard_link("x", "etc/shadow")], "x", "existing file", "not there");
     one(&[dir("d"), hard_link("x", "d")], "x", "to a file", "folder");
-    one(&[symlink("e", "/etc"), hard_link("x", "e/shadow")], "x", "a folder as parent", "same layer");
+    one(&[symlink("e", "/etc"), hard_link("x", "e/shadow")], "x", "existing file", "not there");
     one(&[hard_link("x", "x")], "x", "existing file", "not there");
 }
 
@@ -110,10 +147,12 @@ fn too_long_too_deep_too_many() {
     let mut names = vec![file("f", b"x")];
     names.extend((0..65_000).map(|i| hard_link(&format!("l{i}"), "f")));
     one(&names, "l64999", "at most 65000 names", "more");
-    // Parents made on the way count as well.
-    let deep: Vec<Vec<u8>> = (0..10).map(|i| file(&format!("{i}{}", "/d".repeat(50)), b"")).collect();
-    let text =
-        unpack_in(tempfile::tempdir().unwrap().path(), limits, &[archive(&deep)]).unwrap_err().to_string();
+    // Parents that are created implicitly count too.
+    let deep: Vec<Vec<u8>> =
+        (0..10).map(|i| file(&format!("{i}{}", "/d".repeat(50)), b"")).collect();
+    let text = unpack_in(tempfile::tempdir().unwrap().path(), limits, &[archive(&deep)])
+        .unwrap_err()
+        .to_string();
     assert!(text.contains("at most 100"), "{text}");
 }
 
@@ -126,7 +165,7 @@ fn absurd_sizes() {
         "bytes",
         "1152921504606846976",
     );
-    one(&[pax(&[("size", b"-1")]), file("big", b"")], "big", "a number", "-1");
+    one(&[pax(&[("size", b"-1")]), file("big", b"")], "pax", "a number", "-1");
     one(
         &[raw_sized(b'x', b"pax", b"", 0, 4 << 30, b"")],
         "pax",
@@ -144,8 +183,8 @@ fn absurd_sizes() {
     let text = unpack_in(folder.path(), limits, &[archive(&[file("big", &vec![1; 2 << 20])])])
         .unwrap_err()
         .to_string();
-    assert!(text.contains("limit on content"), "{text}");
-    // Says more than there is.
+    assert!(text.contains("content within the limit"), "{text}");
+    // The header claims more bytes than the archive holds.
     let cut = raw_sized(b'0', b"cut", b"", 0o644, 5 << 30, b"x");
     assert!(matches!(unpack(&[cut]), Err(BuildError::Stream { .. })));
 }
@@ -212,7 +251,8 @@ fn damage_is_named_with_its_place() {
         }
         other => panic!("{other:?}"),
     }
-    // Cut anywhere but between entries or in their padding, a stream is an error; there a digest has to tell.
+    // A stream that is cut inside an entry is an error. Only a digest detects a cut between entries
+    // or in their padding.
     for length in 0..good.len() - 1024 {
         let result = unpack(&[good[..length].to_vec()]);
         let whole = matches!(length, 0 | 1112..=1536 | 2049..=2560);

@@ -1,4 +1,5 @@
-//! Tests of root disks; here what they share: archives written byte by byte, and a tree read back as text.
+//! Tests of root disks. This file holds shared helpers: archives written byte by byte, and a tree
+//! printed as text.
 
 mod archives;
 mod disks;
@@ -13,12 +14,12 @@ use super::{Limits, Progress};
 use std::io::Read;
 use std::path::Path;
 
-/// One entry as raw bytes: nothing is checked, unlike by the tar crate's builder.
+/// One entry as raw bytes. Nothing is checked, unlike in the tar crate's builder.
 pub fn raw(kind: u8, name: &[u8], link: &[u8], mode: u32, data: &[u8]) -> Vec<u8> {
     raw_sized(kind, name, link, mode, data.len() as u64, data)
 }
 
-/// The same with a size field of one's own.
+/// Like [`raw`], with an independent size field.
 pub fn raw_sized(kind: u8, name: &[u8], link: &[u8], mode: u32, size: u64, data: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     for (long, kind) in [(name, b'L'), (link, b'K')] {
@@ -50,7 +51,7 @@ pub fn raw_sized(kind: u8, name: &[u8], link: &[u8], mode: u32, size: u64, data:
     out
 }
 
-/// Pax records for the entry that follows.
+/// A PAX header with these records, for the next entry.
 pub fn pax(records: &[(&str, &[u8])]) -> Vec<u8> {
     let mut body = Vec::new();
     for (key, value) in records {
@@ -79,17 +80,17 @@ pub fn hard_link(name: &str, target: &str) -> Vec<u8> {
     raw(b'1', name.as_bytes(), target.as_bytes(), 0o644, b"")
 }
 
-/// An archive of these entries.
+/// An archive of `entries`, with its end marker.
 pub fn archive(entries: &[Vec<u8>]) -> Vec<u8> {
     let mut out = entries.concat();
     out.extend_from_slice(&[0; 1024]);
     out
 }
 
-/// Applies layers, one after another; contents go below `folder`.
+/// Applies layers in order; contents go to files under `folder`.
 pub fn unpack_in(folder: &Path, limits: Limits, layers: &[Vec<u8>]) -> Result<Tree, BuildError> {
-    let mut nobody = |_: Progress<'_>| ();
-    let mut spool = Spool::new(folder, limits, &mut nobody);
+    let mut ignored = |_: Progress<'_>| ();
+    let mut spool = Spool::new(folder, limits, &mut ignored);
     let mut tree = Tree::new(usize::try_from(limits.max_entries).unwrap());
     for (number, bytes) in layers.iter().enumerate() {
         layer::apply(&mut tree, &mut spool, bytes.as_slice(), &format!("layer {number}"))?;
@@ -97,13 +98,13 @@ pub fn unpack_in(folder: &Path, limits: Limits, layers: &[Vec<u8>]) -> Result<Tr
     Ok(tree)
 }
 
-/// Applies layers and gives the tree as text.
+/// Applies layers and returns the tree as text.
 pub fn unpack(layers: &[Vec<u8>]) -> Result<Vec<String>, BuildError> {
     let folder = tempfile::tempdir().unwrap();
     unpack_in(folder.path(), Limits::default(), layers).map(|tree| text(&tree))
 }
 
-/// Every path with what it is, in order.
+/// Every path with its kind and content, in order.
 pub fn text(tree: &Tree) -> Vec<String> {
     fn add(tree: &Tree, id: NodeId, path: &str, out: &mut Vec<String>) {
         let node = tree.node(id);

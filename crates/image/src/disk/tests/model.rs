@@ -1,4 +1,5 @@
-//! Layers against a model of the specification: hide what the layer's whiteouts name, then add its entries in order.
+//! Compares layers with a model of the specification: hide what the layer's whiteouts name, then
+//! add its entries in order.
 
 use super::*;
 use proptest::prelude::*;
@@ -18,7 +19,7 @@ enum Thing {
     File(u8),
 }
 
-/// A path is a list of small numbers; its components are called a, b, c.
+/// A path is a list of small numbers; the components are called a, b, c.
 type Model = BTreeMap<Vec<u8>, Thing>;
 
 fn op() -> impl Strategy<Value = Op> {
@@ -35,7 +36,8 @@ fn name(path: &[u8]) -> String {
     path.iter().map(|c| char::from(b'a' + c).to_string()).collect::<Vec<_>>().join("/")
 }
 
-/// The layer's archive, without what no archiver writes: entries below something that is a file when they come.
+/// Applies `ops` to the model and returns the layer's entries. Entries below a path that is a file
+/// at that moment are left out, because no archiver writes them.
 fn apply(model: &mut Model, ops: &[Op]) -> Vec<Vec<u8>> {
     let mut entries = Vec::new();
     let mut next = model.clone();
@@ -48,13 +50,14 @@ fn apply(model: &mut Model, ops: &[Op]) -> Vec<Vec<u8>> {
             _ => {}
         }
     }
-    // What an unpacker sees that meets whiteouts only when they come.
+    // The state that an unpacker sees if it applies each whiteout only when it reads it.
     let mut seen = model.clone();
     for op in ops {
         match op {
             Op::Dir(path, _) | Op::File(path, _) => {
-                let below_file =
-                    |m: &Model| (1..path.len()).any(|n| matches!(m.get(&path[..n]), Some(Thing::File(_))));
+                let below_file = |m: &Model| {
+                    (1..path.len()).any(|n| matches!(m.get(&path[..n]), Some(Thing::File(_))))
+                };
                 if below_file(&seen) || below_file(&next) {
                     continue;
                 }
@@ -69,7 +72,8 @@ fn apply(model: &mut Model, ops: &[Op]) -> Vec<Vec<u8>> {
                     for n in 1..path.len() {
                         m.entry(path[..n].to_vec()).or_insert(Thing::Dir(0o755));
                     }
-                    let keeps = matches!((m.get(path), &thing), (Some(Thing::Dir(_)), Thing::Dir(_)));
+                    let keeps =
+                        matches!((m.get(path), &thing), (Some(Thing::Dir(_)), Thing::Dir(_)));
                     if !keeps {
                         m.retain(|p, _| !p.starts_with(path));
                     }
@@ -98,9 +102,12 @@ fn apply(model: &mut Model, ops: &[Op]) -> Vec<Vec<u8>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
     #[test]
-    fn layers_do_what_the_specification_says(layers in proptest::collection::vec(proptest::collection::vec(op(), 0..10), 1..5)) {
+    fn layers_do_what_the_specification_says(
+        layers in proptest::collection::vec(proptest::collection::vec(op(), 0..10), 1..5),
+    ) {
         let mut model = Model::new();
-        let archives: Vec<Vec<u8>> = layers.iter().map(|ops| archive(&apply(&mut model, ops))).collect();
+        let archives: Vec<Vec<u8>> =
+            layers.iter().map(|ops| archive(&apply(&mut model, ops))).collect();
         let mut expected: Vec<String> = model
             .iter()
             .map(|(path, thing)| match thing {
@@ -119,8 +126,13 @@ proptest! {
 
     #[test]
     fn a_changed_byte_is_no_panic(at in 0usize..4096, byte in any::<u8>()) {
-        let mut bytes = archive(&[pax(&[("SCHILY.xattr.user.a", b"1"), ("mtime", b"-1.5")]), file("a", &[1; 700]),
-            symlink("b", "a"), hard_link("c", "a"), dir("d")]);
+        let mut bytes = archive(&[
+            pax(&[("SCHILY.xattr.user.a", b"1"), ("mtime", b"-1.5")]),
+            file("a", &[1; 700]),
+            symlink("b", "a"),
+            hard_link("c", "a"),
+            dir("d"),
+        ]);
         let at = at % bytes.len();
         bytes[at] = byte;
         let _ = unpack(&[bytes]);

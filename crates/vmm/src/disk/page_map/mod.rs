@@ -1,18 +1,21 @@
-//! The page map: which disk block each frame of guest RAM was last read from or written to.
+//! The page map: the disk block that each frame of guest RAM was last read from or written to.
 //!
-//! A guest's page cache is a copy of disk blocks, and often most of its memory. Who watches virtio-blk knows which frame holds
-//! which block, and a snapshot can refer to the block instead of keeping the page (Park et al., whom Egger et al., "Efficiently
-//! Restoring Virtual Machines", sum up in section 2.1). There the pages are write-protected, so that the map is always
-//! true. Here it is a **hint**, and costs the guest nothing: a CPU, another device or another frame's write may have changed
-//! the frame or the block since, so whoever uses an entry compares the bytes first.
+//! A guest's page cache is a copy of disk blocks, and often most of its memory. virtio-blk sees
+//! which frame holds which block, so a snapshot can refer to the block instead of storing the page.
+//! Park et al. write-protect these pages, so their map is always true (summed up in Egger et al.,
+//! "Efficiently Restoring Virtual Machines", section 2.1). This map is a **hint** and costs the
+//! guest nothing. The frame or the block may have changed since: by a CPU, another device, or a
+//! write from another frame. A reader of an entry therefore compares the bytes first.
 //!
-//! A **frame** is a page of the memory file: byte in the file ÷ 4096 ([`crate::memory`]). An entry is made only where a whole frame
-//! met a whole block: both aligned, every byte transferred, however the driver cut its buffers. A frame that a read changed in
-//! another way loses its entry. What is not noticed, because it would need a table from blocks to frames: that a block was written from
-//! another frame, zeroed or discarded.
+//! A **frame** is a page of the memory file: byte in the file ÷ 4096 ([`crate::memory`]). An entry
+//! is made only if a whole frame meets a whole block: both aligned, every byte transferred, with
+//! any division into buffers. A frame that a read changes in another way loses its entry. The map
+//! does not notice that a block is written from another frame, zeroed or discarded, because this
+//! would need a table from blocks to frames.
 //!
-//! One word for each frame, in chunks made when a frame of theirs first meets a block: at most 1/1024 of RAM, and 8 bytes for
-//! each 2 MiB of it. [`record`] is how it is written down.
+//! The map has one word for each frame, in chunks that are made when one of their frames first
+//! meets a block. It takes at most 1/1024 of RAM, plus 8 bytes for each 2 MiB of RAM. [`record`] is
+//! its file format.
 
 pub mod record;
 #[cfg(test)]
@@ -29,62 +32,62 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, MemoryRe
 
 /// Frames of a chunk: 2 MiB of RAM.
 const CHUNK: usize = 512;
-/// Where the disk's number begins in an entry; the block lies below.
+/// The first bit of the disk's number in an entry; the block is in the bits below.
 const DISK_SHIFT: u32 = 28;
-/// Set in every entry, so that 0 is none.
+/// Set in every entry, so that 0 means no entry.
 const THERE: u32 = 1 << 31;
 
 const _: () = assert!(PAGE_SIZE == DISK_BLOCK_BYTES);
 const _: () = assert!(MAX_BLOCKS <= 1 << DISK_SHIFT && MAX_DISKS <= 1 << (31 - DISK_SHIFT));
 
-/// What frames hold, for all disks of a VM.
+/// The block that each frame holds, for all disks of a VM.
 #[derive(Debug)]
 pub struct PageMap {
     regions: Vec<Region>,
     chunks: Vec<Option<Box<[u32; CHUNK]>>>,
 }
 
-/// RAM without a hole.
+/// A part of RAM without a hole.
 #[derive(Debug, Clone, Copy)]
 struct Region {
-    /// Where this process has it.
+    /// Its address in this process.
     host: usize,
     len: usize,
-    /// Where it begins in the memory file.
+    /// Its offset in the memory file, in bytes.
     at: u64,
 }
 
-/// Frames in a row that hold blocks in a row.
+/// Consecutive frames that hold consecutive blocks of one disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stretch {
     /// The first frame.
     pub first: u32,
-    /// How many.
+    /// The number of frames.
     pub count: u32,
-    /// Which disk, from 0.
+    /// The disk's number, from 0.
     pub disk: u8,
     /// The block in the first frame.
     pub block: u32,
 }
 
-/// Bytes in a row both in the memory file and on a disk.
+/// Bytes that are consecutive both in the memory file and on a disk.
 #[derive(Debug, Clone, Copy)]
 struct Span {
-    /// Byte of the memory file.
+    /// The first byte's offset in the memory file.
     at: u64,
-    /// Byte of the disk.
+    /// The first byte's offset on the disk.
     offset: u64,
-    /// Bytes.
+    /// The number of bytes.
     len: u64,
 }
 
 impl Span {
-    /// Frames of which it has at least a part.
+    /// Frames that the span covers at least in part.
     const fn touched(&self) -> Range<u64> {
         self.at / PAGE_SIZE..(self.at + self.len).div_ceil(PAGE_SIZE)
     }
 
-    /// Frames that it has from their first byte to their last.
+    /// Frames that the span covers from their first byte to their last.
     const fn covered(&self) -> Range<u64> {
         self.at.div_ceil(PAGE_SIZE)..(self.at + self.len) / PAGE_SIZE
     }
@@ -96,7 +99,7 @@ impl Span {
 }
 
 impl PageMap {
-    /// An empty map for the RAM `memory`, whose mappings stay where they are in this process.
+    /// An empty map for the RAM `memory`, whose mappings keep their addresses in this process.
     #[must_use]
     pub fn new(memory: &GuestMemoryMmap) -> Self {
         let (mut regions, mut at) = (Vec::new(), 0);
@@ -111,17 +114,17 @@ impl PageMap {
         Self { regions, chunks: vec![None; usize::try_from(chunks).unwrap_or(0)] }
     }
 
-    /// `data` was filled from byte `offset` of `disk` on.
+    /// Notes that `data` was read from `disk`, from byte `offset` on.
     pub fn filled(&mut self, disk: u8, offset: u64, data: &IoList<'_>) {
         self.note(disk, offset, data, true);
     }
 
-    /// `data` was written to `disk` from byte `offset` on.
+    /// Notes that `data` was written to `disk`, from byte `offset` on.
     pub fn written(&mut self, disk: u8, offset: u64, data: &IoList<'_>) {
         self.note(disk, offset, data, false);
     }
 
-    /// Nobody knows what is in `data` now.
+    /// Notes that the content of `data` is unknown now.
     pub fn lost(&mut self, data: &IoList<'_>) {
         let Self { regions, chunks } = self;
         each_span(regions, 0, data, |span| span.touched().for_each(|frame| clear(chunks, frame)));
@@ -134,7 +137,7 @@ impl PageMap {
             for (frame, block) in span.touched().zip(span.offset / PAGE_SIZE..) {
                 match entry(disk, block).filter(|_| aligned) {
                     Some(entry) if covered.contains(&frame) => put(chunks, frame, entry),
-                    // A part of the very block that it holds changes nothing.
+                    // A read of a part of the very block that the frame holds changes nothing.
                     same if into_memory && get(chunks, frame) != same => clear(chunks, frame),
                     _ => {}
                 }
@@ -142,7 +145,8 @@ impl PageMap {
         });
     }
 
-    /// All entries, frames ascending; of a map with more than [`record::MAX_RUNS`] stretches the first so many.
+    /// All entries, frames ascending. Of a map with more stretches than [`record::MAX_RUNS`], only
+    /// the first ones.
     #[must_use]
     pub fn stretches(&self) -> Vec<Stretch> {
         let mut stretches: Vec<Stretch> = Vec::new();
@@ -160,28 +164,31 @@ impl PageMap {
         stretches
     }
 
-    /// Bytes that the map takes, on the heap.
+    /// The heap memory of the map, in bytes.
     #[must_use]
     pub fn heap_bytes(&self) -> usize {
         let made = self.chunks.iter().flatten().count();
-        self.chunks.capacity() * size_of::<Option<Box<[u32; CHUNK]>>>() + made * size_of::<[u32; CHUNK]>()
+        self.chunks.capacity() * size_of::<Option<Box<[u32; CHUNK]>>>()
+            + made * size_of::<[u32; CHUNK]>()
     }
 }
 
 impl Stretch {
-    /// Whether the frame and its block come next.
+    /// Whether the frame and its block continue this stretch.
     fn goes_on(&self, frame: u32, disk: u8, block: u32) -> bool {
         (self.first + self.count, self.disk, self.block + self.count) == (frame, disk, block)
     }
 }
 
-/// Cuts `data`, which lies on a disk from `offset` on, into spans, as long as they can be.
+/// Divides `data`, which is on a disk from `offset` on, into spans as long as possible.
 fn each_span(regions: &[Region], offset: u64, data: &IoList<'_>, mut act: impl FnMut(Span)) {
     let (mut offset, mut last) = (offset, None::<Span>);
     for piece in data.pieces() {
         let (host, len) = (piece.ptr_guard().as_ptr().addr(), piece.len() as u64);
-        let region = regions.iter().find(|region| (region.host..region.host + region.len).contains(&host));
-        let span = region.map(|region| Span { at: region.at + (host - region.host) as u64, offset, len });
+        let region =
+            regions.iter().find(|region| (region.host..region.host + region.len).contains(&host));
+        let span =
+            region.map(|region| Span { at: region.at + (host - region.host) as u64, offset, len });
         offset += len;
         match (&mut last, span) {
             (Some(last), Some(span)) if last.at + last.len == span.at => last.len += len,
@@ -191,20 +198,20 @@ fn each_span(regions: &[Region], offset: u64, data: &IoList<'_>, mut act: impl F
     last.into_iter().for_each(act);
 }
 
-/// The entry for `block` of `disk`, if there may be such a block.
+/// The entry for `block` of `disk`, if a VM may have that block.
 fn entry(disk: u8, block: u64) -> Option<u32> {
     let there = usize::from(disk) < MAX_DISKS && block < MAX_BLOCKS;
     let block = u32::try_from(block).ok().filter(|_| there)?;
     Some(THERE | u32::from(disk) << DISK_SHIFT | block)
 }
 
-/// Disk and block of an entry.
+/// The disk and the block of an entry.
 const fn parts(entry: u32) -> (u8, u32) {
     let [.., high] = entry.to_le_bytes();
     ((high & 0x7f) >> 4, entry & ((1 << DISK_SHIFT) - 1))
 }
 
-/// Chunk of a frame and place in it.
+/// The index of a frame's chunk, and the frame's index in it.
 fn place(frame: u64) -> (usize, usize) {
     let frame = usize::try_from(frame).unwrap_or(usize::MAX);
     (frame / CHUNK, frame % CHUNK)

@@ -1,19 +1,23 @@
-//! The page map written down: which block of which file of a disk's chain each frame held when the VM was saved.
+//! The page map in a file: which block of which file of a disk's chain each frame held when the VM
+//! was saved.
 //!
-//! Sealed ([`dayfly_units::sealed`]) with the magic [`MAGIC`], version [`VERSION`]. The payload is runs of 14 bytes, as many as its
-//! length says, little-endian:
+//! Sealed ([`dayfly_units::sealed`]) with the magic [`MAGIC`], version [`VERSION`]. The payload
+//! consists of runs of 14 bytes, little-endian:
 //!
 //! | offset | size | field | checked |
 //! |---|---|---|---|
-//! | 0 | 4 | first frame: byte in the memory file ÷ 4096 | not before the end of the run before |
-//! | 4 | 4 | frames | at least 1, the last is one of RAM |
+//! | 0 | 4 | first frame: byte in the memory file ÷ 4096 | not before the end of the previous run |
+//! | 4 | 4 | number of frames | at least 1, the last is one of RAM |
 //! | 8 | 1 | disk, from 0 | below [`MAX_DISKS`] |
-//! | 9 | 1 | layer: 0 the base image, n the nth frozen layer, the one that this very save froze being the last | at most [`MAX_LAYERS`] |
+//! | 9 | 1 | layer: 0 the base image, n the nth frozen layer | at most [`MAX_LAYERS`] |
 //! | 10 | 4 | first block: byte on the disk ÷ 4096 | the last is below [`MAX_BLOCKS`] |
 //!
-//! Frame `first + i` held block `block + i`, whose 4096 bytes are at the same place of the layer's file. Blocks that no file has are
-//! left out ([`Disk::held`](super::super::Disk::held)). The record is a hint: compare the bytes before you trust it.
-//! To change the layout: a new version, both read.
+//! The last frozen layer is the one that this save froze.
+//!
+//! Frame `first + i` held block `block + i`, whose 4096 bytes are at the same offset of the layer's
+//! file. Blocks that are in no file are left out ([`Disk::held`](super::super::Disk::held)). The
+//! record is a hint: a reader compares the bytes before it uses an entry. A change of the layout
+//! needs a new version; both stay readable.
 
 use super::MAX_BLOCKS;
 use crate::config::{MAX_DISKS, MAX_LAYERS};
@@ -23,24 +27,24 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// What a record begins with.
+/// The first 8 bytes of a record.
 pub const MAGIC: Magic = *b"DFpgmap\n";
-/// The version written and read.
+/// The only version, written and read.
 pub const VERSION: u32 = 1;
-/// Most runs of a record: 16 GiB of page cache in the worst order, a block here and a block there.
+/// The most runs of a record: 16 GiB of page cache if no two frames are in one run.
 pub const MAX_RUNS: usize = 4 << 20;
 const RUN_BYTES: usize = 14;
 
-/// Frames in a row that held blocks in a row of one file.
+/// Consecutive frames that held consecutive blocks of one file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
     /// The first frame.
     pub first: u32,
-    /// How many.
+    /// The number of frames.
     pub count: u32,
-    /// Which disk, from 0.
+    /// The disk's number, from 0.
     pub disk: u8,
-    /// 0: the base image; n: the nth layer.
+    /// 0: the base image; n: the nth frozen layer.
     pub layer: u8,
     /// The block in the first frame.
     pub block: u32,
@@ -52,44 +56,46 @@ pub enum PageMapError {
     /// The file could not be read.
     #[error("page map: reading")]
     Read(#[source] io::Error),
-    /// It is too long.
+    /// The file is too long.
     #[error("page map: expected at most {max} bytes, got {got}")]
     Length {
-        /// The most, for this RAM.
+        /// The limit for this RAM, in bytes.
         max: u64,
-        /// Its length.
+        /// The file's length in bytes.
         got: u64,
     },
-    /// It is not what was written.
+    /// The record is damaged or of another format.
     #[error("page map: {0}")]
     Seal(#[from] SealError),
-    /// The payload is not whole runs.
+    /// The payload is not a whole number of runs.
     #[error("page map: expected a payload of whole runs of {RUN_BYTES} bytes, got {0} bytes")]
     Ragged(usize),
     /// A run that no VM with this RAM can have.
     #[error(
-        "page map: run {number} at byte {at}: expected frames ascending from {next} and below {frames}, disk below {MAX_DISKS}, layer at most {MAX_LAYERS}, blocks below {MAX_BLOCKS}, got {run:?}"
+        "page map: run {number} at byte {at}: expected frames ascending from {next} \
+         and below {frames}, disk below {MAX_DISKS}, layer at most {MAX_LAYERS}, \
+         blocks below {MAX_BLOCKS}, got {run:?}"
     )]
     Run {
-        /// Which, from 0.
+        /// The run's number, from 0.
         number: usize,
-        /// Where it lies in the file.
+        /// Its offset in the file, in bytes.
         at: usize,
-        /// The end of the run before.
+        /// The end of the previous run: a frame.
         next: u64,
-        /// Frames of RAM.
+        /// The number of frames of RAM.
         frames: u64,
-        /// What it says.
+        /// The run.
         run: Run,
     },
 }
 
-/// The longest payload for RAM of `memory_bytes`: no frame is in two runs.
+/// The longest payload for RAM of `memory_bytes`, in bytes: no frame is in two runs.
 fn max_payload(memory_bytes: u64) -> u64 {
     (memory_bytes / PAGE_SIZE).min(MAX_RUNS as u64) * RUN_BYTES as u64
 }
 
-/// The sealed record of `runs`, whose frames ascend; after the first [`MAX_RUNS`] the others are left out.
+/// Encodes and seals `runs`, whose frames ascend. Runs after the first [`MAX_RUNS`] are left out.
 #[must_use]
 pub fn encode(runs: &[Run]) -> Vec<u8> {
     let runs = &runs[..runs.len().min(MAX_RUNS)];
@@ -103,7 +109,7 @@ pub fn encode(runs: &[Run]) -> Vec<u8> {
     sealed::seal(&MAGIC, VERSION, &payload)
 }
 
-/// Reads a record of a VM with RAM of `memory_bytes`.
+/// Decodes a record of a VM with RAM of `memory_bytes`.
 ///
 /// # Errors
 /// [`PageMapError`]; nothing is decoded before the seal has been verified.
@@ -142,7 +148,7 @@ fn run_of(bytes: &[u8; RUN_BYTES]) -> Run {
     }
 }
 
-/// Reads the record in `file`, of a VM with RAM of `memory_bytes`.
+/// Reads and decodes the record in `file`, of a VM with RAM of `memory_bytes`.
 ///
 /// # Errors
 /// [`PageMapError`].

@@ -37,7 +37,7 @@ fn what_was_recorded_reads_back() {
     assert_eq!(read(&file, RAM).unwrap(), sample());
 }
 
-/// Version 1, byte by byte. A reader of it must go on reading this.
+/// Version 1, byte by byte. Every later reader must still read this.
 #[test]
 fn the_layout_is_as_documented() {
     let bytes = encode(&[run(0x0403_0201, 0x0807_0605, 0x09, 0x0a, 0x0e0d_0c0b)]);
@@ -77,7 +77,10 @@ fn runs_that_no_vm_can_have_are_refused() {
     ] {
         let number = bad.len() - 1;
         let refused = decode(&encode(&bad), RAM);
-        assert!(matches!(refused, Err(PageMapError::Run { number: n, .. }) if n == number), "{bad:?}");
+        assert!(
+            matches!(refused, Err(PageMapError::Run { number: n, .. }) if n == number),
+            "{bad:?}"
+        );
     }
     let ragged = sealed::seal(&MAGIC, VERSION, &[0; 15]);
     assert!(matches!(decode(&ragged, RAM), Err(PageMapError::Ragged(15))));
@@ -88,13 +91,17 @@ fn more_than_a_run_for_each_frame_is_refused_before_it_is_read() {
     let most = u64::from(FRAMES) * 14;
     let bytes = sealed::seal(&MAGIC, VERSION, &vec![0; most as usize + 1]);
     let refused = decode(&bytes, RAM);
-    assert!(matches!(refused, Err(PageMapError::Seal(SealError::Length { cap, .. })) if cap == most));
+    assert!(
+        matches!(refused, Err(PageMapError::Seal(SealError::Length { cap, .. })) if cap == most)
+    );
     let file = tempfile::tempfile().unwrap();
     file.set_len(1 << 40).unwrap();
     assert!(matches!(read(&file, RAM), Err(PageMapError::Length { max, .. }) if max == most + 96));
-    // However large RAM is.
+    // For RAM of any size.
     let refused = read(&file, layout::MAX_MEMORY_BYTES);
-    assert!(matches!(refused, Err(PageMapError::Length { max, .. }) if max == MAX_RUNS as u64 * 14 + 96));
+    assert!(
+        matches!(refused, Err(PageMapError::Length { max, .. }) if max == MAX_RUNS as u64 * 14 + 96)
+    );
 }
 
 /// A list of the pages at these guest addresses.
@@ -130,7 +137,7 @@ fn the_map_grows_with_the_frames_that_met_a_block_and_not_beyond_its_bound() {
     assert_eq!(map.heap_bytes(), empty + 2048);
     for round in 0..3 {
         for first in (0..RAM).step_by(256 << 10) {
-            // From last to first, so that no two are in a row.
+            // From last to first, so that no two are consecutive.
             let list = pages(&memory, (0..64).rev().map(|n| first + n * PAGE_SIZE));
             map.written(round, first, &list);
         }
@@ -141,14 +148,15 @@ fn the_map_grows_with_the_frames_that_met_a_block_and_not_beyond_its_bound() {
     map.filled(MAX_DISKS as u8, 0, &pages(&memory, [0]));
     map.filled(0, MAX_BLOCKS * PAGE_SIZE, &pages(&memory, [PAGE_SIZE]));
     assert_eq!(map.stretches().len(), FRAMES as usize - 2);
-    // Memory of somebody else.
+    // Memory that is not guest RAM.
     let mut ours = [0; 3 * PAGE];
     map.filled(0, 0, &IoList::of(&mut ours));
     map.lost(&IoList::of(&mut ours));
     assert_eq!((map.heap_bytes(), map.stretches().len()), (bound, FRAMES as usize - 2));
 }
 
-/// A base of blocks that are not zero where `data` says so, a hole elsewhere, and then `more` bytes.
+/// A base with a non-zero block for each `true` in `data`, a hole for each `false`, and then `more`
+/// bytes.
 fn base(data: &[bool], more: usize) -> File {
     let file = tempfile::tempfile().unwrap();
     for (block, _) in (0_u64..).zip(data).filter(|(_, data)| **data) {
@@ -162,7 +170,8 @@ fn base(data: &[bool], more: usize) -> File {
 fn disk_over(base: &File, blocks: u64, writable: bool) -> Disk {
     let writable = writable.then(|| tempfile::tempfile().unwrap().into());
     let base = base.try_clone().unwrap().into();
-    Disk::open(DiskSpec { size_bytes: blocks * DISK_BLOCK_BYTES, base, layers: vec![], writable }).unwrap()
+    Disk::open(DiskSpec { size_bytes: blocks * DISK_BLOCK_BYTES, base, layers: vec![], writable })
+        .unwrap()
 }
 
 fn freeze(disk: &mut Disk) {
@@ -181,30 +190,40 @@ fn blocks_are_found_in_the_file_that_has_them() {
         disk.held(&all, &mut runs);
         runs
     };
-    // Not the hole, not the block of which the base has a sector only, nothing past it.
+    // Not the hole, not the block of which the base has only a sector, nothing past it.
     assert_eq!(held(&disk), [run(100, 2, 2, 0, 0), run(103, 1, 2, 0, 3)]);
     let write = |disk: &mut Disk, block: u64| {
         disk.write(block * DISK_BLOCK_BYTES, &IoList::of(&mut [1; PAGE])).unwrap();
     };
     write(&mut disk, 1);
     write(&mut disk, 9);
-    let first = [run(100, 1, 2, 0, 0), run(101, 1, 2, 1, 1), run(103, 1, 2, 0, 3), run(109, 1, 2, 1, 9)];
+    let first =
+        [run(100, 1, 2, 0, 0), run(101, 1, 2, 1, 1), run(103, 1, 2, 0, 3), run(109, 1, 2, 1, 9)];
     assert_eq!(held(&disk), first, "the writable layer has the number that it will have");
     freeze(&mut disk);
     assert_eq!(held(&disk), first, "and keeps it");
     write(&mut disk, 9);
     write(&mut disk, 10);
     disk.discard(0, 2 * DISK_BLOCK_BYTES).unwrap();
-    assert_eq!(held(&disk), [run(103, 1, 2, 0, 3), run(109, 2, 2, 2, 9)], "discarded blocks are holes");
+    assert_eq!(
+        held(&disk),
+        [run(103, 1, 2, 0, 3), run(109, 2, 2, 2, 9)],
+        "discarded blocks are holes"
+    );
     freeze(&mut disk);
     freeze(&mut disk);
-    assert_eq!(held(&disk), [run(103, 1, 2, 0, 3), run(109, 2, 2, 2, 9)], "a layer without blocks counts");
+    assert_eq!(
+        held(&disk),
+        [run(103, 1, 2, 0, 3), run(109, 2, 2, 2, 9)],
+        "a layer without blocks counts"
+    );
     assert_eq!(held(&disk_over(&base, 16, false)), [run(100, 2, 2, 0, 0), run(103, 1, 2, 0, 3)]);
     assert_eq!(held(&Disk::none()), []);
 }
 
 proptest! {
-    /// Any stretches in any order: what is found is in its file, what is not found is nowhere.
+    /// Any stretches in any order: a block that is found is in its file, all other blocks are in no
+    /// file.
     #[test]
     fn what_is_found_is_there_and_what_is_not_is_zero(
         data in proptest::collection::vec(any::<bool>(), 0..24),
@@ -216,7 +235,10 @@ proptest! {
         for (block, count, what) in steps {
             let (at, len) = (block * DISK_BLOCK_BYTES, count.min(24 - block) * DISK_BLOCK_BYTES);
             match what {
-                0..3 => disk.write(at, &IoList::of(&mut vec![block as u8 + 0x80 + what; len as usize])).unwrap(),
+                0..3 => {
+                    let mut content = vec![block as u8 + 0x80 + what; len as usize];
+                    disk.write(at, &IoList::of(&mut content)).unwrap();
+                }
                 3..5 => disk.discard(at, len).unwrap(),
                 _ => freeze(&mut disk),
             }
@@ -233,9 +255,11 @@ proptest! {
                 let mut content = vec![0; PAGE];
                 disk.read(at, &IoList::of(&mut content)).unwrap();
                 let frame = stretch.first + n;
-                let found: Vec<_> = runs.iter().filter(|r| (r.first..r.first + r.count).contains(&frame)).collect();
+                let has = |r: &&Run| (r.first..r.first + r.count).contains(&frame);
+                let found: Vec<_> = runs.iter().filter(has).collect();
                 let Some(run) = found.first() else {
-                    prop_assert_eq!(content, vec![0; PAGE], "block {} was not found", stretch.block + n);
+                    let block = stretch.block + n;
+                    prop_assert_eq!(content, vec![0; PAGE], "block {} was not found", block);
                     continue;
                 };
                 prop_assert_eq!(found.len(), 1);
@@ -249,17 +273,25 @@ proptest! {
     }
 
     #[test]
-    fn any_sealed_payload_is_read_or_refused(payload in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn any_sealed_payload_is_read_or_refused(
+        payload in proptest::collection::vec(any::<u8>(), 0..200),
+    ) {
         if let Ok(runs) = decode(&sealed::seal(&MAGIC, VERSION, &payload), RAM) {
             prop_assert_eq!(&encode(&runs)[sealed::HEADER_BYTES..], payload);
         }
     }
 
-    /// As before, of runs that are nearly right.
+    /// As before, for runs that are nearly right.
     #[test]
     fn any_runs_are_read_as_they_are_or_refused(
         runs in proptest::collection::vec(
-            (0..40_u32, 0..5_u32, 0..9_u8, 0..67_u8, prop_oneof![0..99_u32, (MAX_BLOCKS as u32 - 3)..(MAX_BLOCKS as u32 + 1)]),
+            (
+                0..40_u32,
+                0..5_u32,
+                0..9_u8,
+                0..67_u8,
+                prop_oneof![0..99_u32, (MAX_BLOCKS as u32 - 3)..(MAX_BLOCKS as u32 + 1)],
+            ),
             0..5,
         ),
         frames in 1..40_u64,
@@ -267,7 +299,11 @@ proptest! {
         let runs: Vec<_> = runs.into_iter().map(|(f, c, d, l, b)| run(f, c, d, l, b)).collect();
         let end = |r: &Run| u64::from(r.first) + u64::from(r.count);
         let good = runs.iter().all(|r| {
-            r.count > 0 && end(r) <= frames && r.disk < 8 && r.layer <= 64 && u64::from(r.block) + u64::from(r.count) <= MAX_BLOCKS
+            r.count > 0
+                && end(r) <= frames
+                && r.disk < 8
+                && r.layer <= 64
+                && u64::from(r.block) + u64::from(r.count) <= MAX_BLOCKS
         }) && runs.windows(2).all(|two| end(&two[0]) <= u64::from(two[1].first));
         let read = decode(&encode(&runs), frames * PAGE_SIZE);
         prop_assert_eq!(read.ok(), good.then_some(runs));

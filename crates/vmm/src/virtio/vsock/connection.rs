@@ -1,17 +1,21 @@
 //! One connection: a stream socket on the host's side, credit and packets on the guest's.
 //!
 //! ```text
-//!  host CONNECT ─▶ Requested ──REQUEST──▶ guest ──RESPONSE──▶ Open ─┬─ both sides ended and all is flushed ─▶ gone
-//!  guest REQUEST ─▶ socket connected ──────RESPONSE──▶ guest ─▶ Open ┤
-//!                                                                    └─ the guest is gone (RST): what it had sent
-//!                                                                       is still flushed to the host ─▶ gone
-//! ```
-//! Each direction ends alone: the guest's by SHUTDOWN (send), which becomes `shutdown(SHUT_WR)` once all it sent before
-//! is written; the host's by end of stream, which becomes SHUTDOWN (send) once all it sent before is delivered.
+//! host CONNECT ──▶ Asking ──REQUEST to the guest──▶ Asked ──RESPONSE from the guest──▶ Open
+//! guest REQUEST ──▶ host socket connected ──RESPONSE to the guest────────────────────▶ Open
 //!
-//! Credit (5.10.6.3), both ways modulo 2^32:
-//! guest → host: `received − forwarded ≤ BUFFER_BYTES`, or the guest is reset: the buffer is bounded by this.
-//! host → guest: `sent − peer_forwarded ≤ peer_buffer`: nothing is read from the host's socket that has no room.
+//! Open ──both sides ended and all is flushed──▶ gone
+//! Open ──RST from the guest──▶ GuestGone ──the guest's data is flushed to the host──▶ gone
+//! ```
+//! Each direction ends alone. The guest's SHUTDOWN (send) becomes `shutdown(SHUT_WR)`, once all
+//! data before it is written. The host's end of stream becomes SHUTDOWN (send), once all data
+//! before it is delivered.
+//!
+//! Credit (5.10.6.3) counts bytes modulo 2^32, separately for each direction:
+//! - Guest to host: `received − forwarded ≤ BUFFER_BYTES` bounds the buffer. A guest that exceeds
+//!   it gets a reset.
+//! - Host to guest: `sent − peer_forwarded ≤ peer_buffer`. Data for which the guest has no buffer
+//!   is not read from the host's socket.
 
 use super::packet::{Header, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op};
 use crate::disk::IoList;
@@ -21,60 +25,62 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// What is buffered of the guest's data for a host that does not read, and the credit the guest gets.
+/// Most bytes of the guest's data buffered for a host that does not read; this is the guest's
+/// credit.
 pub const BUFFER_BYTES: u32 = 256 << 10;
-/// How long the guest may take to answer a REQUEST, or to end a connection whose host side has gone. Whoever waits has a limit of its own, and leaves.
+/// Time for the guest to answer a REQUEST, or to end a connection whose host side is gone. It may
+/// be long, because a waiting program of the host has its own limit, and closes its socket then.
 pub const ANSWER_TIME: Duration = Duration::from_secs(120);
-/// How long the host may leave data of a guest that has gone unread.
+/// Time for the host to read the last data of a guest that has reset the connection.
 pub const LINGER_TIME: Duration = Duration::from_secs(600);
 
-/// Where a connection stands.
+/// Phase of a connection; see the module's diagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// The host wants it; the REQUEST is not with the guest yet.
+    /// The host asked; the guest has no REQUEST yet.
     Asking,
     /// The guest has the REQUEST.
     Asked,
-    /// Both want it.
+    /// Both sides have agreed.
     Open,
-    /// The guest forgot it; its data is being flushed.
+    /// The guest has reset the connection; its data is being flushed to the host.
     GuestGone,
 }
 
-/// What is to become of a connection after something happened.
+/// What the muxer must do with a connection after an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
-    /// It stays.
+    /// Keep the connection.
     Stay,
-    /// The guest has forgotten it: stays only to flush, its ports are free.
+    /// Free the ports, because the guest has forgotten the connection; keep it only to flush.
     Orphan,
-    /// Remove it.
+    /// Remove the connection.
     Remove,
-    /// Remove it and tell the guest.
+    /// Remove the connection, and send the guest a reset.
     Reset,
 }
 
-/// A connection.
+/// A connection: ports, phase, host socket, buffer and credit.
 #[derive(Debug)]
 pub struct Connection {
     /// Port on the host's side.
     pub host_port: u32,
     /// Port on the guest's side.
     pub guest_port: u32,
-    /// Whether it waits in the muxer's line for a packet to the guest.
+    /// Whether the connection waits in the muxer's queue for a packet to the guest.
     pub in_line: bool,
-    /// When it is to be given up.
+    /// When the connection expires.
     pub deadline: Option<Instant>,
     phase: Phase,
-    /// `None` once the host's side is of no more use.
+    /// `None` once the host's side has no more use.
     socket: Option<OwnedFd>,
-    /// The socket may have something to read; cleared only by `WouldBlock`.
+    /// The socket may have data to read; cleared only by `WouldBlock`.
     readable: bool,
-    /// The socket may take something; cleared only by `WouldBlock`.
+    /// The socket may take data; cleared only by `WouldBlock`.
     writable: bool,
-    /// Both directions of the socket are shut by its peer.
+    /// The peer has shut both directions of the socket.
     hung_up: bool,
-    /// The host will send no more (end of stream).
+    /// The host will send no more: its end of stream was read.
     host_ended: bool,
     /// The host takes no more.
     host_deaf: bool,
@@ -84,12 +90,12 @@ pub struct Connection {
     guest_deaf: bool,
     /// `shutdown(SHUT_WR)` was done.
     write_shut: bool,
-    /// Flags of the SHUTDOWNs that the guest got.
-    told: u32,
+    /// SHUTDOWN flags that the guest has got.
+    shutdown_sent: u32,
     respond: bool,
     credit_wanted: bool,
     credit_asked: bool,
-    /// Data of the guest that the host has not taken.
+    /// Data of the guest that the host has not taken yet.
     buffer: VecDeque<u8>,
     received: u32,
     forwarded: u32,
@@ -100,13 +106,13 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// A connection that the host asked for.
+    /// A connection that a program of the host asked for.
     #[must_use]
     pub fn asked_by_host(socket: OwnedFd, host_port: u32, guest_port: u32) -> Self {
         Self::new(socket, host_port, guest_port, Phase::Asking)
     }
 
-    /// A connection that the guest asked for with `request`, to a socket that took it.
+    /// A connection that the guest asked for with `request`; `socket` is connected.
     #[must_use]
     pub fn asked_by_guest(socket: OwnedFd, request: &Header) -> Self {
         let mut new = Self::new(socket, request.dst_port, request.src_port, Phase::Open);
@@ -131,7 +137,7 @@ impl Connection {
             guest_ended: false,
             guest_deaf: false,
             write_shut: false,
-            told: 0,
+            shutdown_sent: 0,
             respond: false,
             credit_wanted: false,
             credit_asked: false,
@@ -145,26 +151,27 @@ impl Connection {
         }
     }
 
-    /// Whether the guest knows nothing of it yet.
+    /// Whether the guest knows nothing of the connection yet.
     #[must_use]
     pub fn unknown_to_guest(&self) -> bool {
         self.phase == Phase::Asking
     }
 
-    /// Whether the guest takes it for alive: it knows of it, and was not told that both directions have ended.
+    /// Whether the guest believes that the connection is alive. It does from REQUEST on, until it
+    /// has got SHUTDOWN for both directions.
     #[must_use]
     pub fn guest_believes(&self) -> bool {
-        let over = self.told == SHUTDOWN_RECEIVE | SHUTDOWN_SEND;
+        let over = self.shutdown_sent == SHUTDOWN_RECEIVE | SHUTDOWN_SEND;
         matches!(self.phase, Phase::Asked | Phase::Open) && !over
     }
 
-    /// Bytes buffered for the host.
+    /// Bytes of the guest's data in the buffer.
     #[cfg(test)]
     pub fn buffered(&self) -> usize {
         self.buffer.len()
     }
 
-    /// How many bytes the guest can still take.
+    /// Bytes that the guest can still take.
     #[must_use]
     pub const fn credit(&self) -> u32 {
         self.peer_buffer.saturating_sub(self.sent.wrapping_sub(self.peer_forwarded))
@@ -177,7 +184,7 @@ impl Connection {
         }
     }
 
-    /// The guest sent a packet of this connection.
+    /// Handles a packet of this connection from the guest.
     pub fn on_packet(&mut self, header: &Header, data: &IoList<'_>, now: Instant) -> Fate {
         self.take_credit(header);
         match (self.phase, header.op) {
@@ -206,12 +213,12 @@ impl Connection {
         let sent = self.socket.as_ref().map(|socket| IoList::of(&mut line).send(socket.as_fd()));
         match sent {
             Some(Ok(n)) if n == line.len() => Fate::Stay,
-            // A fresh socket takes these few bytes; else its owner has gone.
+            // A fresh socket takes these few bytes. If it does not, its owner has gone.
             _ => Fate::Reset,
         }
     }
 
-    /// The guest has forgotten the connection.
+    /// Handles a reset by the guest.
     fn guest_left(&mut self, now: Instant) -> Fate {
         if self.phase != Phase::Open {
             return Fate::Remove;
@@ -226,20 +233,20 @@ impl Connection {
         }
     }
 
-    /// Shuts reading, and throws away what the host had sent: a socket closed with unread data would give the host
-    /// ECONNRESET in place of the guest's last words.
+    /// Shuts reading, and throws away the data that the host sent. A socket closed with unread data
+    /// would give the host ECONNRESET in place of the guest's last data.
     fn guest_takes_no_more(&mut self) {
         self.guest_deaf = true;
         if let Some(socket) = &self.socket {
             let _ = rustix::net::shutdown(socket, Shutdown::Read);
             let mut waste = vec![0; 16 << 10];
             let waste = IoList::of(&mut waste);
-            // Bounded: after the shutdown nothing comes in any more.
+            // The loop is bounded, because nothing arrives after the shutdown.
             while waste.receive(socket.as_fd()).is_ok_and(|n| n > 0) {}
         }
     }
 
-    /// The guest's data: straight to the host where it takes it, else into the buffer.
+    /// Passes data from the guest to the host's socket, and buffers the rest.
     fn take(&mut self, data: &IoList<'_>, now: Instant) -> Fate {
         let len = u32::try_from(data.len()).unwrap_or(u32::MAX);
         let held = self.received.wrapping_sub(self.forwarded);
@@ -257,12 +264,12 @@ impl Connection {
             rest.copy_to(&mut bytes);
             self.buffer.extend(bytes);
         }
-        // Where nobody is there to read it, the guest hears of that by SHUTDOWN.
+        // If the host has no reader any more, SHUTDOWN reports it to the guest.
         self.note_hang_up();
         self.settle(now)
     }
 
-    /// Gives bytes to the host's socket; returns how many it took.
+    /// Sends bytes to the host's socket; returns how many it took.
     fn send(&mut self, data: &IoList<'_>, now: Instant) -> usize {
         let mut done = 0;
         while done < data.len() && self.writable && !self.host_deaf {
@@ -279,13 +286,19 @@ impl Connection {
         if done > 0 && self.phase == Phase::GuestGone {
             self.deadline = Some(now + LINGER_TIME);
         }
-        // `done` is at most what credit allowed, so it fits.
+        // `done` is at most `BUFFER_BYTES`, so it fits into 32 bits.
         self.forwarded = self.forwarded.wrapping_add(u32::try_from(done).unwrap_or_default());
         done
     }
 
-    /// The host's socket reported something.
-    pub fn on_socket(&mut self, readable: bool, writable: bool, hung_up: bool, now: Instant) -> Fate {
+    /// Handles an event of the host's socket.
+    pub fn on_socket(
+        &mut self,
+        readable: bool,
+        writable: bool,
+        hung_up: bool,
+        now: Instant,
+    ) -> Fate {
         self.readable |= readable || hung_up;
         self.writable |= writable || hung_up;
         self.hung_up |= hung_up;
@@ -301,9 +314,11 @@ impl Connection {
         }
     }
 
-    /// A socket that hung up and has nothing more to read has no reader either.
+    /// Marks the host as deaf if its socket hung up and has no more data to read: then it has no
+    /// reader either.
     ///
-    /// Our own shutdown of both directions hangs it up too, but that of writing comes after the buffer is empty.
+    /// Our own shutdown of both directions also hangs the socket up, but that of writing comes only
+    /// after the buffer is empty.
     fn note_hang_up(&mut self) {
         self.host_deaf |= self.hung_up && self.host_ended;
         if self.host_deaf {
@@ -328,7 +343,7 @@ impl Connection {
         }
     }
 
-    /// Ends what has ended.
+    /// Shuts down the directions that have ended, and decides what becomes of the connection.
     fn settle(&mut self, now: Instant) -> Fate {
         let flushed = self.buffer.is_empty();
         if self.guest_ended && flushed && !self.write_shut {
@@ -338,12 +353,13 @@ impl Connection {
             }
         }
         let guest_done = self.guest_ended && flushed;
-        let host_done = self.guest_deaf || self.told & SHUTDOWN_SEND != 0;
+        let host_done = self.guest_deaf || self.shutdown_sent & SHUTDOWN_SEND != 0;
         if guest_done && host_done {
             return if self.phase == Phase::GuestGone { Fate::Remove } else { Fate::Reset };
         }
         if host_done && self.host_deaf && self.phase == Phase::Open {
-            // The host has gone and the guest knows all it sent: only the guest's own end is awaited.
+            // The host has gone, and the guest has all that it sent. Only the guest's own end is
+            // missing.
             self.socket = None;
             self.deadline.get_or_insert(now + ANSWER_TIME);
         }
@@ -360,13 +376,13 @@ impl Connection {
                 self.respond
                     || self.credit_wanted
                     || self.may_read() && (self.credit() > 0 || !self.credit_asked)
-                    || self.shutdown_flags() & !self.told != 0
+                    || self.shutdown_flags() & !self.shutdown_sent != 0
                     || self.credit_due()
             }
         }
     }
 
-    /// Whether the next packet is data, so that several buffers are of use.
+    /// Whether the next packet carries data, so that several buffers are useful.
     #[must_use]
     pub fn wants_room(&self) -> bool {
         self.phase == Phase::Open && !self.respond && self.may_read() && self.credit() > 0
@@ -381,16 +397,20 @@ impl Connection {
             | (if self.host_deaf { SHUTDOWN_RECEIVE } else { 0 })
     }
 
-    /// Whether the guest sees less than half of its credit though more is free.
+    /// Whether the guest sees less than half of its credit although more is free.
     const fn credit_due(&self) -> bool {
         !self.guest_ended
             && self.forwarded != self.announced
             && self.received.wrapping_sub(self.announced) > BUFFER_BYTES / 2
     }
 
-    /// The next packet for the guest, if there is one after all: its header, and for data how many bytes were put
-    /// into `room`. A packet of data may be cut into several by the caller.
-    pub fn next_packet(&mut self, room: &IoList<'_>, now: Instant) -> (Option<(Header, usize)>, Fate) {
+    /// The next packet for the guest, if there is one: its header, and the bytes of data put into
+    /// `room`. The caller may cut a data packet into several.
+    pub fn next_packet(
+        &mut self,
+        room: &IoList<'_>,
+        now: Instant,
+    ) -> (Option<(Header, usize)>, Fate) {
         if self.phase == Phase::Asking {
             (self.phase, self.deadline) = (Phase::Asked, Some(now + ANSWER_TIME));
             return (Some((self.header(op::REQUEST, 0), 0)), Fate::Stay);
@@ -408,10 +428,10 @@ impl Connection {
                 return (Some((self.header(op::RW, 0), got)), Fate::Stay);
             }
         }
-        let news = self.shutdown_flags() & !self.told;
+        let news = self.shutdown_flags() & !self.shutdown_sent;
         if news != 0 {
-            self.told |= news;
-            let header = self.header(op::SHUTDOWN, self.told);
+            self.shutdown_sent |= news;
+            let header = self.header(op::SHUTDOWN, self.shutdown_sent);
             return (Some((header, 0)), self.settle(now));
         }
         if self.credit_wanted || self.credit_due() {
@@ -425,7 +445,7 @@ impl Connection {
         (None, Fate::Stay)
     }
 
-    /// Reads from the host's socket within the guest's credit; 0: nothing now.
+    /// Reads from the host's socket within the guest's credit; 0 if there is nothing now.
     fn receive(&mut self, room: &IoList<'_>) -> usize {
         let Some(socket) = &self.socket else { return 0 };
         let most = usize::try_from(self.credit()).unwrap_or(usize::MAX);
@@ -445,7 +465,8 @@ impl Connection {
                 0
             }
             Err(_) => {
-                // ECONNRESET: the host closed without reading all. What it sent has been read before this.
+                // ECONNRESET: the host closed without reading all. Data that it sent has been read
+                // before this error.
                 (self.host_ended, self.host_deaf) = (true, true);
                 self.note_hang_up();
                 0
@@ -453,7 +474,7 @@ impl Connection {
         }
     }
 
-    /// A header of this connection with the credit as it is; sending it announces that.
+    /// A header of this connection with the current credit, which counts as announced from now on.
     fn header(&mut self, op: u16, flags: u32) -> Header {
         self.announced = self.forwarded;
         Header {
@@ -467,7 +488,7 @@ impl Connection {
         }
     }
 
-    /// Its time is over.
+    /// What becomes of the connection at its deadline.
     #[must_use]
     pub fn expired(&self) -> Fate {
         if self.phase == Phase::GuestGone { Fate::Remove } else { Fate::Reset }

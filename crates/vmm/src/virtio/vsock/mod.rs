@@ -1,25 +1,30 @@
-//! virtio-vsock (virtio 1.2 section 5.10) over a unix socket, in Firecracker's wire.
+//! virtio-vsock (virtio 1.2 section 5.10) over a unix socket, with Firecracker's protocol.
 //!
-//! The host connects to the listening socket, writes `CONNECT <port>\n`, reads `OK <host port>\n`, and then has a
-//! stream to that port of the guest. The guest's connection to port P of CID 2 goes to the unix socket `<path>_<P>`.
+//! A program of the host connects to the listening socket, writes `CONNECT <port>\n` and reads
+//! `OK <host port>\n`. Then it has a stream to that port of the guest. A guest's connection to port
+//! P of CID 2 goes to the unix socket `<path>_<P>`.
 //!
-//! After a load the guest may believe in connections of its past. It is told by VIRTIO_VSOCK_EVENT_TRANSPORT_RESET, upon
-//! which Linux ends **every** connection it knows, in a work item of its own. A new connection that overtook the event
-//! would be ended by it, so [`Gate`] holds all packets, both ways, until the guest has handed the event's buffer back:
+//! After a load the guest may believe in connections that are gone.
+//! VIRTIO_VSOCK_EVENT_TRANSPORT_RESET reports that. On this event Linux ends **every** connection
+//! it knows, in a separate work item. It would also end a new connection that overtook the event.
+//! So [`Gate`] holds all packets, both ways, until the guest has made the event's buffer available
+//! again:
 //!
 //! ```text
-//! load of a live driver ─▶ Tell ──event buffer there──▶ Told ──the guest made one more available──▶ Open
-//! reset by the driver; a load of one that knew of no connection ─────────────────────────────────────▶ Open
+//! load, the guest had connections ─▶ Announce ─event sent─▶ Announced ─buffer available─▶ Open
+//! load, the guest had none; reset by the driver ────────────────────────────────────────▶ Open
 //! ```
 //!
-//! That costs a clone's first answer a round trip through the guest (20 to 50 ms of 330 in the machine), so a guest
-//! that had no connection when it was saved is not told.
+//! The event delays a clone's first answer by a round trip through the guest (20 to 50 of 330 ms in
+//! a machine). So a guest that had no connection when it was saved gets no event.
 
 mod connection;
 mod muxer;
 #[cfg(test)]
 mod muxer_tests;
 mod packet;
+#[cfg(test)]
+mod testing;
 #[cfg(test)]
 mod tests;
 
@@ -43,40 +48,41 @@ use vmm_sys_util::epoll::{Epoll, EventSet};
 
 /// VIRTIO_ID_VSOCK.
 pub const DEVICE_ID: u32 = VIRTIO_ID_VSOCK;
-/// Receive, transmit, events.
+/// Receive, transmit and event queue, with their sizes in descriptors.
 pub const QUEUES: &[u16] = &[256, 256, 16];
-/// How many of them, from the first, are kicked often.
+/// The first queues, which are kicked often.
 pub const FAST_QUEUES: usize = 2;
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
 const EVENTS: usize = 2;
 /// VIRTIO_VSOCK_EVENT_TRANSPORT_RESET.
 const TRANSPORT_RESET: [u8; 4] = 0_u32.to_le_bytes();
-/// Most receive buffers filled by one read of a socket (Linux makes them 4 KiB).
+/// Most receive buffers filled by one read of a socket (Linux's buffers are 4 KiB).
 const MAX_BATCH: usize = 32;
-/// Most bytes read of one socket before the next one's turn.
+/// Most bytes read from one socket before the next socket has its turn.
 const MAX_BATCH_BYTES: usize = 64 << 10;
 
-/// What is saved: the connections are not, the guest is told that they are gone.
+/// The saved state besides the queues. Connections are not saved; the guest learns that they are
+/// gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VsockState {
     /// The guest's context id.
     pub guest_cid: u32,
-    /// Whether the guest believed in a connection.
+    /// Whether the guest believes in a connection.
     pub connected: bool,
 }
 
-/// Whether packets flow.
+/// Whether packets flow; see the module's diagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Gate {
     Open,
-    /// The guest has to be told of the reset.
-    Tell,
-    /// It was, when it had made so many event buffers available.
-    Told(u16),
+    /// The guest must get the reset event.
+    Announce,
+    /// The guest has the reset event. The available index of the event queue at that time.
+    Announced(u16),
 }
 
-/// The device.
+/// A virtio-vsock device.
 #[derive(Debug)]
 pub struct Vsock {
     guest_cid: u32,
@@ -85,11 +91,11 @@ pub struct Vsock {
     muxer: Muxer,
 }
 
-/// What serving needs of the transport.
+/// What [`Vsock::serve`] needs from the transport and the device thread.
 pub struct Service<'a> {
     /// Guest memory.
     pub mem: &'a GuestMemoryMmap,
-    /// Where it is noted what is written to it.
+    /// The log of the devices' writes to guest memory.
     pub writes: &'a Writes,
     /// The three queues.
     pub queues: &'a mut [Queue],
@@ -97,7 +103,7 @@ pub struct Service<'a> {
     pub interrupt: &'a Interrupt,
     /// The device clock, which stands still while the VM is paused.
     pub now: Instant,
-    /// Whether to stop early.
+    /// Whether to return early.
     pub stop: &'a dyn Fn() -> bool,
 }
 
@@ -108,8 +114,10 @@ impl Service<'_> {
 }
 
 impl Vsock {
-    /// A device for a guest, on the host's listening socket (non-blocking, watched edge-triggered by the caller);
-    /// the sockets of connections are watched by `epoll` under numbers from `first_token` up.
+    /// A device for the guest with `guest_cid`.
+    ///
+    /// The caller has made `listener` non-blocking and watches it edge-triggered. `epoll` watches
+    /// the sockets of connections, under tokens from `first_token` up.
     pub fn new(
         guest_cid: u32,
         listener: OwnedFd,
@@ -121,7 +129,7 @@ impl Vsock {
         Self { guest_cid, gate: Gate::Open, forget: false, muxer }
     }
 
-    /// Whether a saved state is of a device like this one.
+    /// Whether `state` was saved from a device with this context id.
     #[must_use]
     pub const fn fits(&self, state: &VsockState) -> bool {
         self.guest_cid == state.guest_cid
@@ -129,46 +137,49 @@ impl Vsock {
 
     /// Copies configuration space (5.10.4): the guest's context id.
     pub fn read_config(&self, offset: usize, data: &mut [u8]) {
-        super::copy_config(&u64::from(self.guest_cid).to_le_bytes(), offset, data);
+        super::transport::copy_config(&u64::from(self.guest_cid).to_le_bytes(), offset, data);
     }
 
-    /// The driver reset the device. Connections are dropped by the device's thread, before anything else.
+    /// Handles a reset by the driver. The device thread drops the connections, before it does
+    /// anything else.
     pub const fn reset(&mut self) {
         (self.gate, self.forget) = (Gate::Open, true);
     }
 
-    /// What is saved beyond the queues.
+    /// The state to be saved besides the queues.
     #[must_use]
     pub fn save(&self) -> VsockState {
-        let connected = self.gate != Gate::Open || !self.forget && self.muxer.guest_has_connections();
+        let connected =
+            self.gate != Gate::Open || !self.forget && self.muxer.guest_has_connections();
         VsockState { guest_cid: self.guest_cid, connected }
     }
 
-    /// The driver's state was loaded; `connected`: it is live and believes in a connection.
+    /// Handles a load. `connected`: the driver is live and believes in a connection.
     pub const fn loaded(&mut self, connected: bool) {
         self.reset();
         if connected {
-            self.gate = Gate::Tell;
+            self.gate = Gate::Announce;
         }
     }
 
-    /// The host's connections wait.
+    /// Takes the host's connections that wait at the listener.
     pub fn accept(&mut self, now: Instant) {
         self.muxer.accept(now);
     }
 
-    /// A socket reported something.
+    /// Handles an event of a connection's socket.
     pub fn event(&mut self, token: Token, events: EventSet, now: Instant) {
         self.muxer.event(token, events, now);
     }
 
-    /// When to serve again though nothing happened.
+    /// When the device must be served even without an event.
     #[must_use]
     pub const fn deadline(&self) -> Option<Instant> {
         self.muxer.deadline()
     }
 
-    /// What can be done without a driver: forgetting the last one, and giving up what is too late.
+    /// Does the work that needs no driver: drops the connections of the last driver, and
+    /// connections past their deadline.
     pub fn tidy(&mut self, now: Instant) {
         if std::mem::take(&mut self.forget) {
             self.muxer.forget_guest(now);
@@ -176,8 +187,8 @@ impl Vsock {
         self.muxer.expire(now);
     }
 
-    /// Moves packets both ways until there are none or `stop` says so; returns whether some may be left. The driver
-    /// is live.
+    /// Moves packets both ways until there are none or `stop` returns true. Returns whether packets
+    /// may be left. The driver is live.
     ///
     /// # Errors
     /// [`Broken`].
@@ -197,12 +208,12 @@ impl Vsock {
         };
         let mut ring = Ring::new(events, service.mem, service.writes);
         if !ring.ready() {
-            // A driver without this queue cannot be told.
+            // A driver without this queue cannot get the event.
             self.gate = Gate::Open;
         }
-        if self.gate == Gate::Tell {
+        if self.gate == Gate::Announce {
             let Some(chain) = ring.pop()? else {
-                // None yet: the guest kicks when it adds one.
+                // No buffer yet: the guest kicks when it adds one.
                 if !ring.listen()? {
                     return Ok(false);
                 }
@@ -212,11 +223,11 @@ impl Vsock {
                 return Err(Broken::Chain { head: chain.head, what: "too short for an event" });
             }
             chain.writable.copy_from(&TRANSPORT_RESET);
-            self.gate = Gate::Told(ring.available()?);
+            self.gate = Gate::Announced(ring.available()?);
             ring.push(chain.head, 4)?;
             interrupt.raise(super::interrupt::USED_BUFFER);
         }
-        if let Gate::Told(seen) = self.gate
+        if let Gate::Announced(seen) = self.gate
             && (ring.available()? != seen || ring.listen_beyond(seen)?)
         {
             self.gate = Gate::Open;
@@ -224,7 +235,7 @@ impl Vsock {
         Ok(self.gate == Gate::Open)
     }
 
-    /// The guest's packets.
+    /// Handles the packets that the guest sends.
     fn transmit(&mut self, service: &mut Service<'_>) -> Result<bool, Broken> {
         let (interrupt, stop, now) = (service.interrupt, service.stop, service.now);
         let Some(mut ring) = service.ring(TRANSMIT) else {
@@ -261,13 +272,16 @@ impl Vsock {
         let len = usize::try_from(header.len).unwrap_or(usize::MAX);
         let data = chain.readable.window(HEADER_BYTES, len);
         if data.len() < len {
-            return Err(Broken::Chain { head: chain.head, what: "less data than the header names" });
+            return Err(Broken::Chain {
+                head: chain.head,
+                what: "less data than the header names",
+            });
         }
         self.muxer.on_packet(&header, &data, now);
         Ok(())
     }
 
-    /// Packets for the guest, as far as it has buffers.
+    /// Sends packets to the guest, as long as it has buffers.
     fn receive(&mut self, service: &mut Service<'_>) -> Result<bool, Broken> {
         let (interrupt, stop, now) = (service.interrupt, service.stop, service.now);
         let Some(mut ring) = service.ring(RECEIVE) else {
@@ -283,7 +297,7 @@ impl Vsock {
             let count = if self.muxer.wants_room() { MAX_BATCH } else { 1 };
             let buffers = take_buffers(&mut ring, count)?;
             if buffers.is_empty() {
-                // The guest has none: it kicks when it adds some.
+                // No buffer is left: the guest kicks when it adds some.
                 if ring.listen()? {
                     continue;
                 }
@@ -308,7 +322,7 @@ impl Vsock {
     }
 }
 
-/// A receive buffer: where the header goes, and the data.
+/// A receive buffer, split into the parts for header and data.
 struct Buffer<'m> {
     head: u16,
     header: IoList<'m>,
@@ -327,12 +341,17 @@ fn take_buffers<'m>(ring: &mut Ring<'_, 'm>, count: usize) -> Result<Vec<Buffer<
         }
         let room = chain.writable.window(HEADER_BYTES, MAX_BATCH_BYTES);
         bytes += room.len();
-        buffers.push(Buffer { head: chain.head, header: chain.writable.window(0, HEADER_BYTES), room });
+        buffers.push(Buffer {
+            head: chain.head,
+            header: chain.writable.window(0, HEADER_BYTES),
+            room,
+        });
     }
     Ok(buffers)
 }
 
-/// Writes headers over `len` bytes of data that lie in the buffers, one packet a buffer; returns the buffers used.
+/// Writes headers for `len` bytes of data that already lie in the buffers, one packet per buffer.
+/// Returns the number of buffers used.
 fn fill(
     ring: &mut Ring<'_, '_>,
     buffers: &[Buffer<'_>],

@@ -1,7 +1,9 @@
-//! All connections of a VM: the listening socket, who is who, and whose turn it is.
+//! All connections of a VM: the listening socket, the ports, and the order in which connections
+//! send.
 //!
-//! Nothing here polls: sockets are watched edge-triggered and only set flags, so a socket that nobody can serve now
-//! costs nothing, and one that is slow holds up only its own connection. Every list is bounded.
+//! The muxer never polls. Sockets are watched edge-triggered, and an event only sets flags. So a
+//! socket that cannot be served now costs nothing, and a slow socket holds up only its own
+//! connection. Every list is bounded.
 
 use super::connection::{ANSWER_TIME, Connection, Fate};
 use super::packet::{HOST_CID, Header, TYPE_STREAM, op};
@@ -15,46 +17,52 @@ use std::sync::Arc;
 use std::time::Instant;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-/// Most connections of a VM, those that still say what they want included. One more is closed at once.
+/// Most connections of a VM, including callers without a complete first line. Further ones are
+/// closed at once.
 pub const MAX_CONNECTIONS: usize = 512;
-/// Most resets for unknown connections kept for a guest that takes no packets. More are dropped: the guest gets one
-/// for its next packet.
+/// Most resets for unknown connections kept for a guest that takes no packets. Further resets are
+/// dropped: the guest gets one for its next packet.
 const MAX_RESETS: usize = 1024;
-/// Longest first line of a host's connection: "CONNECT 4294967295\n".
+/// Longest first line of a caller, in bytes: "CONNECT 4294967295\n".
 const MAX_LINE: usize = 19;
-/// Ports for the host's side of connections that the host asked for: from here up.
+/// Lowest port of the host's side for connections that the host asks for.
 const FIRST_HOST_PORT: u32 = 1 << 30;
 
-/// A socket's number in the event loop.
+/// Lowest guest port that a program can use without CAP_NET_BIND_SERVICE in the guest:
+/// `LAST_RESERVED_PORT` of Linux's net/vmw_vsock/af_vsock.c is 1023.
+const FIRST_USER_PORT: u32 = 1024;
+
+/// A socket's epoll token in the event loop.
 pub type Token = u64;
 
-/// A connection's ports: the host's, the guest's.
+/// The ports of a connection: host's side, guest's side.
 type Ports = (u32, u32);
 
-/// All connections.
+/// All connections of a VM.
 #[derive(Debug)]
 pub struct Muxer {
     guest_cid: u64,
     listener: OwnedFd,
     path: PathBuf,
     epoll: Arc<Epoll>,
-    /// Sockets whose first line is not complete.
+    /// Sockets of callers whose first line is not complete, with their deadlines.
     callers: HashMap<Token, (OwnedFd, Instant)>,
     connections: HashMap<Token, Connection>,
     by_ports: HashMap<Ports, Token>,
     /// Connections that may have a packet for the guest, each once.
     line: VecDeque<Token>,
     resets: VecDeque<Header>,
-    /// A connection could not be taken for want of descriptors: its edge is gone, try when one is closed.
+    /// accept(2) failed, most likely for want of descriptors. Its edge is consumed, so accept again
+    /// when a connection is removed.
     starved: bool,
     next_token: Token,
     next_port: u32,
-    /// No deadline is earlier than this.
+    /// A lower bound of all deadlines.
     deadline: Option<Instant>,
 }
 
 impl Muxer {
-    /// A muxer on a listening socket; sockets get numbers from `first_token` up.
+    /// A muxer for the guest with `guest_cid`. Sockets get tokens from `first_token` up.
     pub fn new(
         guest_cid: u32,
         listener: OwnedFd,
@@ -63,7 +71,8 @@ impl Muxer {
         first_token: Token,
     ) -> Self {
         let mut random = [0; 4];
-        // Any start will do; a random one keeps the ports of a clone apart from those of its past.
+        // A random start keeps the ports of a clone apart from those of its parent. Any value is
+        // correct, so a failure is ignored.
         let _ = rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty());
         Self {
             guest_cid: guest_cid.into(),
@@ -82,25 +91,25 @@ impl Muxer {
         }
     }
 
-    /// Whether a packet waits for the guest. It may turn out that there is none.
+    /// Whether a packet may wait for the guest. [`Self::next_packet`] may still find none.
     #[must_use]
     pub fn has_packet(&self) -> bool {
         !self.resets.is_empty() || !self.line.is_empty()
     }
 
-    /// Whether the guest believes in a connection, or is yet to be told that one is gone.
+    /// Whether the guest believes in a connection, or a reset waits for it.
     #[must_use]
     pub fn guest_has_connections(&self) -> bool {
         !self.resets.is_empty() || self.connections.values().any(Connection::guest_believes)
     }
 
-    /// How many sockets are in use.
+    /// Number of sockets in use.
     #[must_use]
     pub fn len(&self) -> usize {
         self.callers.len() + self.connections.len()
     }
 
-    /// When [`Self::expire`] is to be called, at the latest.
+    /// When to call [`Self::expire`] at the latest.
     #[must_use]
     pub const fn deadline(&self) -> Option<Instant> {
         self.deadline
@@ -110,9 +119,10 @@ impl Muxer {
         self.deadline = [self.deadline, deadline].into_iter().flatten().min();
     }
 
-    /// Watches a socket; its present state is reported at once.
+    /// Watches a socket; epoll reports its present state at once.
     fn register(&self, socket: &OwnedFd, token: Token) -> std::io::Result<()> {
-        let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
+        let events =
+            EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
         self.epoll.ctl(ControlOperation::Add, socket.as_raw_fd(), EpollEvent::new(events, token))
     }
 
@@ -122,7 +132,7 @@ impl Muxer {
         token
     }
 
-    /// Takes every waiting connection of the host. The listener is watched edge-triggered, so it takes all.
+    /// Accepts all waiting connections of the host, because the listener is watched edge-triggered.
     pub fn accept(&mut self, now: Instant) {
         self.starved = false;
         loop {
@@ -136,7 +146,7 @@ impl Muxer {
                         self.callers.insert(token, (socket, deadline));
                     }
                 }
-                // Over the limit: closed, which the caller sees as the end of the stream.
+                // Over the limit the socket is closed, which the caller sees as end of stream.
                 Ok(_) | Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(errno) => {
                     self.starved = errno != Errno::AGAIN;
@@ -146,7 +156,7 @@ impl Muxer {
         }
     }
 
-    /// A socket reported something.
+    /// Handles an event of a connection's or a caller's socket.
     pub fn event(&mut self, token: Token, events: EventSet, now: Instant) {
         let hung_up = events.intersects(EventSet::HANG_UP | EventSet::ERROR);
         if let Some(connection) = self.connections.get_mut(&token) {
@@ -158,7 +168,7 @@ impl Muxer {
         }
     }
 
-    /// Reads a caller's first line, if it is complete; what follows it stays in the socket.
+    /// Reads a caller's first line, if it is complete; later bytes stay in the socket.
     fn read_line(&mut self, token: Token, hung_up: bool) {
         if hung_up {
             self.callers.remove(&token);
@@ -167,7 +177,8 @@ impl Muxer {
             return;
         };
         let mut bytes = [0; MAX_LINE];
-        let got = match rustix::net::recv(socket, &mut bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+        let got = match rustix::net::recv(socket, &mut bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT)
+        {
             Ok((got, _)) if got > 0 => got,
             Err(Errno::AGAIN) => return,
             _ => return drop(self.callers.remove(&token)),
@@ -180,7 +191,8 @@ impl Muxer {
             return;
         };
         let port = std::str::from_utf8(&line[..end]).ok().and_then(|l| l.strip_prefix("CONNECT "));
-        let port = port.filter(|p| p.bytes().all(|b| b.is_ascii_digit())).and_then(|p| p.parse().ok());
+        let port =
+            port.filter(|p| p.bytes().all(|b| b.is_ascii_digit())).and_then(|p| p.parse().ok());
         let Some((socket, _)) = self.callers.remove(&token) else {
             return;
         };
@@ -209,7 +221,7 @@ impl Muxer {
         None
     }
 
-    /// Puts a connection in line if it may have a packet.
+    /// Queues a connection if it may have a packet.
     fn queue(&mut self, token: Token) {
         if let Some(connection) = self.connections.get_mut(&token)
             && !connection.in_line
@@ -220,12 +232,13 @@ impl Muxer {
         }
     }
 
-    /// Does to a connection what its packet or event led to.
+    /// Applies the fate that a packet or an event led to.
     fn follow(&mut self, token: Token, fate: Fate, now: Instant) {
         let Some(connection) = self.connections.get(&token) else {
             return;
         };
-        let (ports, deadline) = ((connection.host_port, connection.guest_port), connection.deadline);
+        let (ports, deadline) =
+            ((connection.host_port, connection.guest_port), connection.deadline);
         match fate {
             Fate::Stay => {
                 self.watch_until(deadline);
@@ -251,7 +264,7 @@ impl Muxer {
         }
     }
 
-    /// The ports may belong to a younger connection by now.
+    /// Frees the ports of `token`, unless they belong to a newer connection by now.
     fn forget_ports(&mut self, ports: Ports, token: Token) {
         if self.by_ports.get(&ports) == Some(&token) {
             self.by_ports.remove(&ports);
@@ -260,7 +273,7 @@ impl Muxer {
 
     fn remove(&mut self, token: Token, ports: Ports, now: Instant) {
         self.forget_ports(ports, token);
-        // Closing its socket ends the watch.
+        // Closing the socket ends its watch.
         if self.connections.remove(&token).is_some_and(|connection| connection.in_line) {
             self.line.retain(|waiting| *waiting != token);
         }
@@ -275,7 +288,7 @@ impl Muxer {
         }
     }
 
-    /// The guest sent a packet; `data` has exactly the bytes that the header names.
+    /// Handles a packet from the guest; `data` has exactly the bytes that the header names.
     pub fn on_packet(&mut self, header: &Header, data: &IoList<'_>, now: Instant) {
         if header.src_cid != self.guest_cid {
             return;
@@ -301,9 +314,17 @@ impl Muxer {
         }
     }
 
-    /// The guest wants a connection to `<path>_<port>`.
+    /// Connects the guest to a port of the host. If only root of the guest can have sent the
+    /// request, a listener at [`root_socket_path`] comes first, before [`socket_path`].
     fn connect(&mut self, request: &Header, now: Instant) {
-        let socket = if self.len() < MAX_CONNECTIONS { dial(&self.path, request.dst_port) } else { None };
+        let port = request.dst_port;
+        let socket = if self.len() < MAX_CONNECTIONS {
+            let by_root =
+                (request.src_port < FIRST_USER_PORT).then(|| root_socket_path(&self.path, port));
+            by_root.and_then(dial).or_else(|| dial(socket_path(&self.path, port)))
+        } else {
+            None
+        };
         let token = self.token();
         let Some(socket) = socket.filter(|socket| self.register(socket, token).is_ok()) else {
             return self.push_reset(request.reset());
@@ -313,14 +334,14 @@ impl Muxer {
         self.follow(token, Fate::Stay, now);
     }
 
-    /// Whether the packet that comes next is data, so that several buffers are of use.
+    /// Whether the next packet carries data, so that several buffers are useful.
     #[must_use]
     pub fn wants_room(&self) -> bool {
         let first = self.line.front().and_then(|token| self.connections.get(token));
         self.resets.is_empty() && first.is_some_and(Connection::wants_room)
     }
 
-    /// The next packet for the guest, with its data put into `room`; connections take turns.
+    /// The next packet for the guest, with its data put into `room`. Connections take turns.
     pub fn next_packet(&mut self, room: &IoList<'_>, now: Instant) -> Option<(Header, usize)> {
         if let Some(reset) = self.resets.pop_front() {
             return Some((reset, 0));
@@ -340,7 +361,7 @@ impl Muxer {
         None
     }
 
-    /// Gives up what waited too long.
+    /// Drops callers and ends connections past their deadline.
     pub fn expire(&mut self, now: Instant) {
         if self.deadline.is_none_or(|deadline| deadline > now) {
             return;
@@ -355,7 +376,7 @@ impl Muxer {
         self.deadline = callers.chain(self.connections.values().filter_map(|c| c.deadline)).min();
     }
 
-    /// The driver is another one now: drops every connection that the old one knew.
+    /// Drops every connection that the old driver knew, after a reset or a load.
     pub fn forget_guest(&mut self, now: Instant) {
         self.resets.clear();
         self.connections.retain(|_, c| c.unknown_to_guest());
@@ -373,16 +394,27 @@ impl Muxer {
     }
 }
 
-/// Connects to `<path>_<port>`, without waiting: a listener whose backlog is full refuses.
-fn dial(path: &Path, port: u32) -> Option<OwnedFd> {
-    let address = SocketAddrUnix::new(socket_path(path, port)).ok()?;
+/// Connects without waiting; a listener with a full backlog refuses.
+fn dial(path: PathBuf) -> Option<OwnedFd> {
+    let address = SocketAddrUnix::new(path).ok()?;
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).ok()?;
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).ok()?;
     rustix::net::connect(socket.as_fd(), &address).ok()?;
     Some(socket)
 }
 
-/// Where the guest's connections to `port` of the host go.
+/// The unix socket for connections to `port` of the host that only root of the guest can make:
+/// `vsock.root_1026` beside `vsock.sock`.
+///
+/// The name differs from that of [`socket_path`], so that a VMM without the check of the guest's
+/// port never connects to it.
+#[must_use]
+pub fn root_socket_path(path: &Path, port: u32) -> PathBuf {
+    path.with_extension(format!("root_{port}"))
+}
+
+/// The unix socket for connections to `port` of the host from any program of the guest.
 #[must_use]
 pub fn socket_path(path: &Path, port: u32) -> PathBuf {
     let mut name = path.as_os_str().to_owned();

@@ -1,9 +1,10 @@
-//! The muxer alone, with sockets and a clock of the test's own; and whatever a guest may say to it.
+//! Tests of the muxer alone, with sockets and a simulated clock, and with arbitrary packets from
+//! the guest.
 
 use super::connection::{ANSWER_TIME, BUFFER_BYTES, LINGER_TIME};
-use super::muxer::{MAX_CONNECTIONS, Muxer, socket_path};
+use super::muxer::{MAX_CONNECTIONS, Muxer, root_socket_path, socket_path};
 use super::packet::{HEADER_BYTES, Header, SHUTDOWN_SEND, op};
-use super::tests::{CID, Flow, ended, line};
+use super::testing::{CID, Flow, ended, line};
 use crate::disk::IoList;
 use proptest::prelude::*;
 use std::io::{Read as _, Write as _};
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vmm_sys_util::epoll::{Epoll, EventSet};
 
-/// A muxer alone, with a clock of the test's own.
+/// A muxer without its device, with a simulated clock.
 struct Bench {
     muxer: Muxer,
     epoll: Arc<Epoll>,
@@ -85,6 +86,39 @@ fn what_waits_too_long_is_given_up() {
 }
 
 #[test]
+fn a_socket_for_root_is_reached_from_privileged_ports_of_the_guest_alone() {
+    let mut bench = Bench::new();
+    let path = bench.folder.path().join("v");
+    let listen = |path: &std::path::Path| {
+        let listener = UnixListener::bind(path).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        listener
+    };
+    let root = listen(&root_socket_path(&path, 1026));
+    let mut ask = |port: u32| {
+        let flow = Flow::new(port, 1026, 1 << 16);
+        bench.guest(&flow.header(op::REQUEST), &mut []);
+        bench.packet(0).map(|(header, _)| header.op)
+    };
+    for port in [1024, 1025, 49_152, u32::MAX - 1] {
+        assert_eq!(ask(port), Some(op::RST), "from {port}");
+    }
+    assert!(root.accept().is_err(), "an unprivileged program got through");
+    for port in [1, 700, 1023] {
+        assert_eq!(ask(port), Some(op::RESPONSE), "from {port}");
+        root.accept().unwrap();
+    }
+    // A listener for all programs gets connections from every port, if no listener for root exists.
+    let all = listen(&socket_path(&path, 1026));
+    assert_eq!(ask(5000), Some(op::RESPONSE));
+    all.accept().unwrap();
+    drop(root);
+    std::fs::remove_file(root_socket_path(&path, 1026)).unwrap();
+    assert_eq!(ask(5), Some(op::RESPONSE));
+    all.accept().unwrap();
+}
+
+#[test]
 fn data_of_a_guest_that_has_gone_waits_for_a_slow_host_but_not_for_ever() {
     let mut bench = Bench::new();
     let mut stream = bench.connect("CONNECT 7\n");
@@ -100,7 +134,7 @@ fn data_of_a_guest_that_has_gone_waits_for_a_slow_host_but_not_for_ever() {
     flow.sent = sent;
     bench.guest(&flow.header(op::RST), &mut []);
     assert_eq!(bench.muxer.len(), 1);
-    // The same ports may be used again meanwhile.
+    // The ports are free for a new connection meanwhile.
     bench.guest(&flow.header(op::RW), &mut [1]);
     assert_eq!(bench.packet(0).unwrap().0.op, op::RST);
     assert_eq!(bench.muxer.len(), 1, "what uses the ports now does not touch it");
@@ -114,7 +148,7 @@ fn data_of_a_guest_that_has_gone_waits_for_a_slow_host_but_not_for_ever() {
     assert_eq!(bench.muxer.len(), 0);
 }
 
-/// A connection that the host asked for, open, with the guest's credit.
+/// An open connection that the host asked for, in which the guest grants `credit` bytes.
 fn open(bench: &mut Bench, port: u32, credit: u32) -> (UnixStream, Flow) {
     let mut stream = bench.connect(&format!("CONNECT {port}\n"));
     let request = bench.packet(0).unwrap().0;
@@ -178,7 +212,7 @@ fn a_host_that_left_before_the_guest_heard_of_it_leaves_no_trace() {
     drop(bench.connect("CONNECT 7\n"));
     bench.events();
     assert_eq!((bench.muxer.len(), bench.packet(0)), (0, None));
-    // After the guest heard of it, it is told.
+    // If the guest has got the REQUEST, it gets a reset.
     let stream = bench.connect("CONNECT 7\n");
     assert_eq!(bench.packet(0).unwrap().0.op, op::REQUEST);
     drop(stream);
@@ -230,7 +264,7 @@ fn any_header() -> impl Strategy<Value = (Header, usize)> {
 #[derive(Debug, Clone)]
 enum Move {
     Guest(Header, usize),
-    /// A packet on a connection that exists, by number, so that states beyond the first are reached.
+    /// A packet on an existing connection, chosen by number, so that later states are reached.
     Known(usize, Header, usize),
     Connect,
     HostWrites(usize, usize),
@@ -256,15 +290,17 @@ fn any_move() -> impl Strategy<Value = Move> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
 
-    /// Whatever a guest says and a host does: no panic, buffers within their bounds, and no data beyond the credit
-    /// that the guest last gave.
+    /// Whatever the guest sends and the host does, nothing panics, buffers keep their bounds, and
+    /// no data exceeds the guest's last credit.
     #[test]
-    fn hostile_guests_and_odd_hosts_break_nothing(moves in proptest::collection::vec(any_move(), 1..80)) {
+    fn hostile_guests_and_odd_hosts_break_nothing(
+        moves in proptest::collection::vec(any_move(), 1..80),
+    ) {
         let mut bench = Bench::new();
         let listener = UnixListener::bind(socket_path(&bench.folder.path().join("v"), 1)).unwrap();
         listener.set_nonblocking(true).unwrap();
         let mut streams: Vec<UnixStream> = Vec::new();
-        let mut credit: std::collections::HashMap<(u32, u32), (u32, u32, u32)> = std::collections::HashMap::new();
+        let mut credit = Credit::new();
         for step in moves {
             match step {
                 Move::Guest(header, len) => {
@@ -272,10 +308,13 @@ proptest! {
                     bench.guest(&header, &mut vec![1; len]);
                 }
                 Move::Known(which, header, len) => {
-                    let ports: Vec<_> = bench.muxer.connections().map(|c| (c.host_port, c.guest_port)).collect();
+                    let connections = bench.muxer.connections();
+                    let ports: Vec<_> = connections.map(|c| (c.host_port, c.guest_port)).collect();
                     if let Some((host_port, guest_port)) = ports.get(which % ports.len().max(1)) {
                         let (src_port, dst_port) = (*guest_port, *host_port);
-                        let header = Header { src_cid: CID, dst_cid: 2, src_port, dst_port, kind: 1, ..header };
+                        let (src_cid, dst_cid, kind) = (CID, 2, 1);
+                        let header =
+                            Header { src_cid, dst_cid, src_port, dst_port, kind, ..header };
                         note(&mut credit, &header);
                         bench.guest(&header, &mut vec![1; len]);
                     }
@@ -297,28 +336,17 @@ proptest! {
                 }
                 Move::HostEnds(which, all) => {
                     if which < streams.len() {
-                        if all { drop(streams.remove(which)) } else { let _ = streams[which].shutdown(Shutdown::Write); }
+                        if all {
+                            drop(streams.remove(which));
+                        } else {
+                            let _ = streams[which].shutdown(Shutdown::Write);
+                        }
                     }
                 }
                 Move::Packets(count) => {
                     for _ in 0..count {
                         let Some((header, data)) = bench.packet(8000) else { break };
-                        let key = (header.src_port, header.dst_port);
-                        match header.op {
-                            op::REQUEST | op::RESPONSE => {
-                                // A new connection, whose credit is as the guest said it last.
-                                let said = credit.get(&key).copied().filter(|_| header.op == op::RESPONSE);
-                                let said = said.unwrap_or_default();
-                                credit.insert(key, (said.0, said.1, 0));
-                            }
-                            op::RW => {
-                                let entry = credit.entry(key).or_default();
-                                entry.2 = entry.2.wrapping_add(u32::try_from(data.len()).unwrap());
-                                let outstanding = entry.2.wrapping_sub(entry.1);
-                                prop_assert!(outstanding <= entry.0, "{outstanding} outstanding of {}", entry.0);
-                            }
-                            _ => prop_assert!(data.is_empty()),
-                        }
+                        count_packet(&mut credit, &header, &data)?;
                     }
                 }
                 Move::Later => bench.later(Duration::from_secs(20)),
@@ -342,8 +370,36 @@ proptest! {
     }
 }
 
-/// What the guest said of its credit on a connection; what it was sent is kept.
-fn note(credit: &mut std::collections::HashMap<(u32, u32), (u32, u32, u32)>, header: &Header) {
+/// Of each connection, by the ports of host and guest: the guest's buffer in bytes, the bytes that
+/// the guest has taken, and the bytes sent to it.
+type Credit = std::collections::HashMap<(u32, u32), (u32, u32, u32)>;
+
+/// Counts a packet to the guest; fails if its data exceed the credit.
+fn count_packet(credit: &mut Credit, header: &Header, data: &[u8]) -> Result<(), TestCaseError> {
+    let key = (header.src_port, header.dst_port);
+    match header.op {
+        op::REQUEST | op::RESPONSE => {
+            // A new connection, with the credit that the guest reported last.
+            let said = match header.op {
+                op::RESPONSE => credit.get(&key).copied().unwrap_or_default(),
+                _ => Default::default(),
+            };
+            credit.insert(key, (said.0, said.1, 0));
+        }
+        op::RW => {
+            let entry = credit.entry(key).or_default();
+            entry.2 = entry.2.wrapping_add(u32::try_from(data.len()).unwrap());
+            let outstanding = entry.2.wrapping_sub(entry.1);
+            let most = entry.0;
+            prop_assert!(outstanding <= most, "{outstanding} outstanding of {most}");
+        }
+        _ => prop_assert!(data.is_empty()),
+    }
+    Ok(())
+}
+
+/// Notes the credit that the guest reports on a connection; the count of bytes sent to it stays.
+fn note(credit: &mut Credit, header: &Header) {
     if header.src_cid == CID && header.dst_cid == 2 && header.kind == 1 {
         let entry = credit.entry((header.dst_port, header.src_port)).or_default();
         (entry.0, entry.1) = (header.buf_alloc, header.fwd_cnt);

@@ -1,30 +1,30 @@
 //! The header of a vsock packet (virtio 1.2 section 5.10.6).
 //!
-//! Parsed here rather than by the virtio-vsock crate: that takes a packet's data from one descriptor in one piece of
-//! memory, while Linux sends a header and many pages since 6.7 (MSG_ZEROCOPY).
+//! The virtio-vsock crate is not used, because it takes a packet's data from one descriptor in one
+//! piece of memory. Since 6.7, Linux sends a header and many pages (MSG_ZEROCOPY).
 
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 44;
-/// The host's context id.
+/// The host's context id (VMADDR_CID_HOST).
 pub const HOST_CID: u64 = 2;
-/// The only type of socket there is here: SOCK_STREAM.
+/// The only type of socket supported here: SOCK_STREAM.
 pub const TYPE_STREAM: u16 = 1;
 
-/// Operations (`enum virtio_vsock_op`).
+/// Operations of a packet (`enum virtio_vsock_op`).
 pub mod op {
-    /// Open a connection.
+    /// Asks for a connection.
     pub const REQUEST: u16 = 1;
-    /// It is open.
+    /// Accepts a connection.
     pub const RESPONSE: u16 = 2;
-    /// It is not, or no longer.
+    /// Refuses or ends a connection.
     pub const RST: u16 = 3;
-    /// One side of it ends.
+    /// Ends one or both directions of a connection.
     pub const SHUTDOWN: u16 = 4;
-    /// Data.
+    /// Carries data.
     pub const RW: u16 = 5;
-    /// Credit, unasked or as an answer.
+    /// Reports the sender's credit, unasked or as an answer.
     pub const CREDIT_UPDATE: u16 = 6;
-    /// Credit, please.
+    /// Asks for the receiver's credit.
     pub const CREDIT_REQUEST: u16 = 7;
 }
 
@@ -33,33 +33,33 @@ pub const SHUTDOWN_RECEIVE: u32 = 1;
 /// Flag of SHUTDOWN: its sender will send no more.
 pub const SHUTDOWN_SEND: u32 = 2;
 
-/// A header, in the order of the wire.
+/// A packet's header, with its fields in wire order.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Header {
-    /// Who sends it.
+    /// Context id of the sender.
     pub src_cid: u64,
-    /// To whom.
+    /// Context id of the receiver.
     pub dst_cid: u64,
-    /// From which port.
+    /// Port of the sender.
     pub src_port: u32,
-    /// To which port.
+    /// Port of the receiver.
     pub dst_port: u32,
     /// Bytes of data after the header.
     pub len: u32,
-    /// [`TYPE_STREAM`].
+    /// Type of socket: [`TYPE_STREAM`].
     pub kind: u16,
-    /// One of [`op`].
+    /// Operation: one of [`op`].
     pub op: u16,
-    /// For SHUTDOWN.
+    /// Flags of SHUTDOWN.
     pub flags: u32,
-    /// How much the sender buffers for the connection.
+    /// Bytes that the sender buffers for the connection.
     pub buf_alloc: u32,
-    /// How much it has taken out of its buffer, modulo 2^32.
+    /// Bytes that the sender has taken out of its buffer, modulo 2^32.
     pub fwd_cnt: u32,
 }
 
 impl Header {
-    /// Reads a header; any bytes are one.
+    /// Reads a header from its wire format; any bytes are valid.
     #[must_use]
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Self {
         Self {
@@ -76,7 +76,7 @@ impl Header {
         }
     }
 
-    /// Its bytes.
+    /// The header in its wire format.
     #[must_use]
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
@@ -94,7 +94,7 @@ impl Header {
         out
     }
 
-    /// The reset that answers this packet (5.10.6.4.1: whatever fits no connection is answered with one).
+    /// The reset that answers this packet. A packet of no connection gets one (5.10.6.4.1).
     #[must_use]
     pub const fn reset(&self) -> Self {
         Self {

@@ -1,184 +1,14 @@
-#![expect(clippy::cast_possible_truncation, reason = "tests: patterns of bytes, small numbers")]
-
 use super::connection::BUFFER_BYTES;
 use super::muxer::{MAX_CONNECTIONS, socket_path};
-use super::packet::{HEADER_BYTES, Header, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op};
-use crate::virtio::testing::{DATA, Driver, Machine, memory, reads, until, writes};
-use crate::virtio::transport::register;
+use super::packet::{Header, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op};
+use super::testing::{Flow, Guest, ended, line, pattern};
+use crate::virtio::registers::register;
+use crate::virtio::testing::{DATA, Machine, memory, reads, until, writes};
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
-use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
-
-pub const CID: u64 = 3;
-const BUFFER: u64 = 4096;
-const BUFFERS: u64 = 64;
-
-/// A guest's vsock driver.
-struct Guest {
-    machine: Machine,
-    driver: Driver,
-    inbox: Vec<(Header, Vec<u8>)>,
-    next_tx: u64,
-}
-
-impl Guest {
-    fn start() -> Self {
-        Self::on(Machine::new(memory(), vec![]).run())
-    }
-
-    fn on(machine: Machine) -> Self {
-        let mut driver = Driver::start(&machine, machine.slot_of(19), 0);
-        for n in 0..BUFFERS {
-            driver.queues[0].add(&machine.mem, &[writes(DATA + n * 0x2000, u32::try_from(BUFFER).unwrap())]);
-        }
-        for n in 0..8 {
-            driver.queues[2].add(&machine.mem, &[writes(DATA - 0x1000 + n * 8, 8)]);
-        }
-        for queue in [0, 2] {
-            driver.kick(&machine, queue);
-        }
-        Self { machine, driver, inbox: Vec::new(), next_tx: 0 }
-    }
-
-    fn mem(&self) -> GuestMemoryMmap {
-        self.machine.mem.clone()
-    }
-
-    /// Takes packets out of the receive queue and hands the buffers back.
-    fn poll(&mut self) {
-        let mem = self.mem();
-        let old = self.driver.queues[0].avail_idx;
-        for (head, len) in self.driver.queues[0].take_used(&mem) {
-            let queue = &self.driver.queues[0];
-            let address: u64 = mem.read_obj(GuestAddress(queue.desc + u64::from(head) * 16)).unwrap();
-            let mut bytes = vec![0; len as usize];
-            mem.read_slice(&mut bytes, GuestAddress(address)).unwrap();
-            let header = Header::decode(bytes[..HEADER_BYTES].try_into().unwrap());
-            assert_eq!(header.len as usize + HEADER_BYTES, bytes.len());
-            assert_eq!((header.src_cid, header.dst_cid, header.kind), (2, CID, 1));
-            self.inbox.push((header, bytes.split_off(HEADER_BYTES)));
-            self.driver.queues[0].add(&mem, &[writes(address, u32::try_from(BUFFER).unwrap())]);
-        }
-        if self.driver.queues[0].avail_idx != old {
-            self.driver.kick_if_wanted(&self.machine, 0, old);
-        }
-    }
-
-    fn expect(&mut self, wanted: u16) -> (Header, Vec<u8>) {
-        let mut found = None;
-        until(&format!("a packet of operation {wanted} comes"), || {
-            self.poll();
-            found = self.inbox.iter().position(|(h, _)| h.op == wanted);
-            found.is_some()
-        });
-        self.inbox.remove(found.unwrap())
-    }
-
-    fn send(&mut self, header: &Header, data: &[u8]) {
-        let mem = self.mem();
-        let at = DATA + 0x40_0000 + self.next_tx % 64 * 0x2_0000;
-        self.next_tx += 1;
-        let header = Header { len: u32::try_from(data.len()).unwrap(), ..*header };
-        mem.write_slice(&header.encode(), GuestAddress(at)).unwrap();
-        mem.write_slice(data, GuestAddress(at + 0x1000)).unwrap();
-        let old = self.driver.queues[1].avail_idx;
-        let mut pieces = vec![reads(at, 44)];
-        // As MSG_ZEROCOPY does: many pieces.
-        for (n, part) in data.chunks(10_000).enumerate() {
-            pieces.push(reads(at + 0x1000 + n as u64 * 10_000, u32::try_from(part.len()).unwrap()));
-        }
-        self.driver.queues[1].add(&mem, &pieces);
-        self.driver.kick_if_wanted(&self.machine, 1, old);
-        self.driver.queues[1].wait_used(&mem, 1);
-    }
-
-    /// A connection from the host to `port`, open.
-    fn accept(&mut self, port: u32, credit: u32) -> (UnixStream, Flow) {
-        let mut stream = self.connect(port);
-        let (request, _) = self.expect(op::REQUEST);
-        assert_eq!((request.dst_port, request.buf_alloc), (port, BUFFER_BYTES));
-        let mut flow = Flow::new(port, request.src_port, credit);
-        flow.hear(&request);
-        self.send(&flow.header(op::RESPONSE), &[]);
-        assert_eq!(line(&mut stream), format!("OK {}\n", request.src_port));
-        (stream, flow)
-    }
-
-    fn connect(&self, port: u32) -> UnixStream {
-        let mut stream = UnixStream::connect(self.machine.folder.path().join("v")).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        stream.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
-        stream
-    }
-}
-
-/// The guest's account of a connection.
-#[derive(Debug, Clone)]
-pub struct Flow {
-    guest_port: u32,
-    host_port: u32,
-    credit: u32,
-    taken: u32,
-    pub sent: u32,
-    host_forwarded: u32,
-}
-
-impl Flow {
-    pub const fn new(guest_port: u32, host_port: u32, credit: u32) -> Self {
-        Self { guest_port, host_port, credit, taken: 0, sent: 0, host_forwarded: 0 }
-    }
-
-    pub fn header(&self, op: u16) -> Header {
-        Header {
-            src_cid: CID,
-            dst_cid: 2,
-            src_port: self.guest_port,
-            dst_port: self.host_port,
-            kind: 1,
-            op,
-            buf_alloc: self.credit,
-            fwd_cnt: self.taken,
-            ..Header::default()
-        }
-    }
-
-    pub fn shutdown(&self, flags: u32) -> Header {
-        Header { flags, ..self.header(op::SHUTDOWN) }
-    }
-
-    fn hear(&mut self, header: &Header) {
-        self.host_forwarded = header.fwd_cnt;
-    }
-
-    fn may_send(&self) -> usize {
-        (BUFFER_BYTES - self.sent.wrapping_sub(self.host_forwarded)) as usize
-    }
-}
-
-/// One line, byte by byte: what follows stays in the stream.
-pub fn line(stream: &mut UnixStream) -> String {
-    let mut out = Vec::new();
-    let mut byte = [0];
-    while out.last() != Some(&b'\n') {
-        stream.read_exact(&mut byte).unwrap();
-        out.push(byte[0]);
-    }
-    String::from_utf8(out).unwrap()
-}
-
-/// Whether the other side closed, with or without having read all.
-pub fn ended(stream: &mut UnixStream) -> bool {
-    match stream.read(&mut [0; 8]) {
-        Ok(count) => count == 0,
-        Err(error) => error.kind() == ErrorKind::ConnectionReset,
-    }
-}
-
-fn pattern(len: usize) -> Vec<u8> {
-    (0..len).map(|n| (n.wrapping_mul(31) >> 3) as u8).collect()
-}
+use vm_memory::{Bytes as _, GuestAddress};
 
 #[test]
 fn a_host_connection_carries_bytes_both_ways() {
@@ -265,11 +95,11 @@ fn the_guest_gets_credit_as_the_host_reads_and_all_arrives() {
 }
 
 #[test]
-fn a_host_that_does_not_read_holds_up_nobody_else_and_loses_nothing_at_the_close() {
+fn a_host_that_does_not_read_delays_no_other_and_loses_nothing_at_the_close() {
     let mut guest = Guest::start();
     let (mut slow, mut slow_flow) = guest.accept(7, 1 << 16);
     let sent = pattern(4 << 20);
-    // Until the credit is used up: the socket's buffer and ours are full.
+    // Send until the credit is used up: the socket's buffer and the device's are full.
     let mut at = 0;
     loop {
         let len = slow_flow.may_send().min(50_000);
@@ -294,9 +124,9 @@ fn a_host_that_does_not_read_holds_up_nobody_else_and_loses_nothing_at_the_close
     quick.read_exact(&mut got).unwrap();
 
     guest.send(&slow_flow.shutdown(SHUTDOWN_SEND | SHUTDOWN_RECEIVE), &[]);
-    // Linux gives up waiting for the reset after 8 s and resets by itself.
+    // Linux waits 8 s for the reset, and then sends one itself.
     guest.send(&slow_flow.header(op::RST), &[]);
-    // Its ports are free at once.
+    // The connection's ports are free at once.
     let mut got = Vec::new();
     slow.read_to_end(&mut got).unwrap();
     assert!(got == sent[..at], "{} of {at} bytes", got.len());
@@ -306,7 +136,7 @@ fn a_host_that_does_not_read_holds_up_nobody_else_and_loses_nothing_at_the_close
 }
 
 #[test]
-fn a_guest_that_takes_no_data_holds_up_nobody_else() {
+fn a_guest_that_takes_no_data_delays_no_other_connection() {
     let mut guest = Guest::start();
     let (mut full, _) = guest.accept(7, 100);
     full.write_all(&[1; 5000]).unwrap();
@@ -322,7 +152,7 @@ fn a_guest_that_takes_no_data_holds_up_nobody_else() {
 #[test]
 fn each_direction_ends_alone() {
     let mut guest = Guest::start();
-    // The guest's first.
+    // The guest ends first.
     let (mut stream, flow) = guest.accept(7, 1 << 16);
     guest.send(&flow.header(op::RW), b"last words");
     guest.send(&flow.shutdown(SHUTDOWN_SEND), &[]);
@@ -336,7 +166,7 @@ fn each_direction_ends_alone() {
     assert_eq!(header.flags & SHUTDOWN_SEND, SHUTDOWN_SEND);
     guest.expect(op::RST);
 
-    // The host's first.
+    // The host ends first.
     let (mut stream, flow) = guest.accept(8, 1 << 16);
     stream.write_all(b"question").unwrap();
     stream.shutdown(Shutdown::Write).unwrap();
@@ -369,7 +199,10 @@ fn what_the_host_sent_before_it_closed_arrives_before_the_end() {
                 op::SHUTDOWN => flags |= header.flags,
                 other => panic!("operation {other}"),
             }
-            assert!(flags & SHUTDOWN_SEND == 0 || got.len() == sent.len(), "the end came before the data");
+            assert!(
+                flags & SHUTDOWN_SEND == 0 || got.len() == sent.len(),
+                "the end came before the data"
+            );
         }
         flags == SHUTDOWN_SEND | SHUTDOWN_RECEIVE
     });
@@ -399,7 +232,10 @@ fn the_guest_connects_to_sockets_of_the_host() {
     let mut flow = Flow::new(5000, 1025, 1 << 16);
     guest.send(&flow.header(op::REQUEST), &[]);
     let (response, _) = guest.expect(op::RESPONSE);
-    assert_eq!((response.src_port, response.dst_port, response.buf_alloc), (1025, 5000, BUFFER_BYTES));
+    assert_eq!(
+        (response.src_port, response.dst_port, response.buf_alloc),
+        (1025, 5000, BUFFER_BYTES)
+    );
     let (mut stream, _) = listener.accept().unwrap();
     guest.send(&flow.header(op::RW), b"ready");
     guest.send(&flow.shutdown(SHUTDOWN_SEND | SHUTDOWN_RECEIVE), &[]);
@@ -439,7 +275,7 @@ fn a_refused_or_malformed_connect_ends_the_stream() {
     }
     guest.poll();
     assert!(guest.inbox.is_empty());
-    // In pieces, and with data right behind it.
+    // The line comes in pieces, with data right behind it.
     let mut stream = UnixStream::connect(guest.machine.folder.path().join("v")).unwrap();
     for piece in ["CONN", "ECT 9", "\nhello"] {
         stream.write_all(piece.as_bytes()).unwrap();
@@ -485,7 +321,7 @@ fn a_driver_that_breaks_the_rules_ends_its_connections() {
     let mut guest = Guest::start();
     let (mut stream, _) = guest.accept(7, 1 << 16);
     let mem = guest.mem();
-    // A header that names more data than there is.
+    // The header names more data than the chain has.
     let header = Header { len: 1, ..Flow::new(7, 1, 1).header(op::RW) };
     mem.write_slice(&header.encode(), GuestAddress(DATA + 0x80_0000)).unwrap();
     guest.driver.queues[1].add(&mem, &[reads(DATA + 0x80_0000, 44)]);
@@ -494,13 +330,13 @@ fn a_driver_that_breaks_the_rules_ends_its_connections() {
     assert_eq!(guest.machine.read(guest.driver.slot, register::STATUS), 15 + 64);
 }
 
-/// After a load nothing overtakes the news that the connections are gone, and a connection made at once waits for it.
+/// After a load no packet overtakes the reset event, and a connection made at once waits for it.
 #[test]
 fn after_a_load_the_guest_hears_of_the_reset_first() {
     let mut guest = Guest::start();
     let (stream, flow) = guest.accept(7, 1 << 16);
     guest.machine.set.pause();
-    // The guest was about to send, and to connect.
+    // The guest is about to send on the connection, and to open another one.
     let saved = guest.machine.set.save();
     let mem = guest.mem();
     let mut driver = guest.driver.clone();
@@ -509,7 +345,9 @@ fn after_a_load_the_guest_hears_of_the_reset_first() {
     let machine = Machine::new(mem.clone(), vec![]);
     let listener = UnixListener::bind(socket_path(&machine.folder.path().join("v"), 99)).unwrap();
     machine.set.load(&saved).unwrap();
-    for (header, at) in [(flow.header(op::RW), 0), (Flow::new(55, 99, 1 << 16).header(op::REQUEST), 0x1000)] {
+    for (header, at) in
+        [(flow.header(op::RW), 0), (Flow::new(55, 99, 1 << 16).header(op::REQUEST), 0x1000)]
+    {
         let at = DATA + 0x80_0000 + at;
         mem.write_slice(&header.encode(), GuestAddress(at)).unwrap();
         driver.queues[1].add(&mem, &[reads(at, 44)]);
@@ -523,7 +361,10 @@ fn after_a_load_the_guest_hears_of_the_reset_first() {
     assert_eq!(mem.read_obj::<u32>(GuestAddress(DATA - 0x1000)).unwrap(), 0, "TRANSPORT_RESET");
     std::thread::sleep(Duration::from_millis(100));
     assert!(driver.queues[0].take_used(&mem).is_empty(), "a packet overtook the event");
-    assert!(driver.queues[1].take_used(&mem).is_empty(), "a packet of the past was served before the event");
+    assert!(
+        driver.queues[1].take_used(&mem).is_empty(),
+        "a packet of the past was served before the event"
+    );
 
     let old = driver.queues[2].avail_idx;
     driver.queues[2].add(&mem, &[writes(DATA - 0x1000, 8)]);
@@ -533,7 +374,11 @@ fn after_a_load_the_guest_hears_of_the_reset_first() {
     let (request, _) = guest.expect(op::REQUEST);
     assert_eq!(request.dst_port, 1024);
     let (reset, _) = guest.expect(op::RST);
-    assert_eq!((reset.src_port, reset.dst_port), (flow.host_port, 7), "the old connection is unknown");
+    assert_eq!(
+        (reset.src_port, reset.dst_port),
+        (flow.host_port, 7),
+        "the old connection is unknown"
+    );
     guest.expect(op::RESPONSE);
     listener.accept().unwrap();
     let flow = Flow::new(1024, request.src_port, 1 << 16);
@@ -541,17 +386,20 @@ fn after_a_load_the_guest_hears_of_the_reset_first() {
     assert_eq!(line(&mut early), format!("OK {}\n", request.src_port));
 }
 
-/// A guest without connections is not told of their end, so that nothing waits for its answer.
+/// A guest without connections gets no reset event, so a new connection need not wait.
 #[test]
 fn after_a_load_a_guest_without_connections_is_connected_to_at_once() {
     let mut guest = Guest::start();
-    // One that is over: the guest was told of the end of both directions.
+    // This connection is over, because the guest has got SHUTDOWN for both directions.
     let (stream, _flow) = guest.accept(7, 1 << 16);
     drop(stream);
     until("the guest hears of the end", || {
         guest.poll();
-        let flags =
-            guest.inbox.iter().filter(|(h, _)| h.op == op::SHUTDOWN).fold(0, |all, (h, _)| all | h.flags);
+        let flags = guest
+            .inbox
+            .iter()
+            .filter(|(h, _)| h.op == op::SHUTDOWN)
+            .fold(0, |all, (h, _)| all | h.flags);
         flags == SHUTDOWN_SEND | SHUTDOWN_RECEIVE
     });
     guest.machine.set.pause();
@@ -568,7 +416,7 @@ fn after_a_load_a_guest_without_connections_is_connected_to_at_once() {
     assert_eq!(line(&mut stream), format!("OK {}\n", request.src_port));
     assert!(guest.driver.queues[2].take_used(&mem).is_empty(), "no event");
 
-    // What was loaded and not told yet is told to the clone's clone.
+    // A reset event that was not sent before the next save is sent after the next load.
     let connected = |machine: &Machine| match machine.set.save().devices[0].kind {
         crate::virtio::KindState::Vsock(state) => state.connected,
         _ => panic!("not the vsock device"),
@@ -586,7 +434,7 @@ fn a_guest_that_sends_without_credit_is_reset() {
     let mut guest = Guest::start();
     let (mut stream, mut flow) = guest.accept(7, 1 << 16);
     let mut sent = 0;
-    // Nobody reads: at some point there is no more credit, and the guest goes on regardless.
+    // The host's program does not read, so the credit runs out, and the guest sends on.
     let reset = loop {
         guest.send(&flow.header(op::RW), &[1; 60_000]);
         sent += 60_000;
@@ -598,7 +446,7 @@ fn a_guest_that_sends_without_credit_is_reset() {
         flow.sent += 60_000;
     };
     assert_eq!(reset.dst_port, 7);
-    // The host gets what came before, then the end.
+    // The host gets the data before that, then the end of stream.
     let mut got = Vec::new();
     let _ = stream.read_to_end(&mut got);
     assert!(got.len() < sent);
@@ -608,7 +456,8 @@ fn a_guest_that_sends_without_credit_is_reset() {
 fn more_connections_than_allowed_are_closed_at_once() {
     let guest = Guest::start();
     let path = guest.machine.folder.path().join("v");
-    let mut held: Vec<_> = (0..MAX_CONNECTIONS).map(|_| UnixStream::connect(&path).unwrap()).collect();
+    let mut held: Vec<_> =
+        (0..MAX_CONNECTIONS).map(|_| UnixStream::connect(&path).unwrap()).collect();
     let mut over = UnixStream::connect(&path).unwrap();
     over.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     assert_eq!(over.read(&mut [0; 1]).unwrap(), 0);

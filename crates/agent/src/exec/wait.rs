@@ -1,0 +1,74 @@
+//! A program's signals and its end.
+
+use super::cage::Cage;
+use super::programs::Programs;
+use super::spawn::Child;
+use crate::wire::timespec;
+use dayfly_api::agent::Exit;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::Instant;
+
+impl Child {
+    /// Signals the process group, or only the program if it has moved to another group.
+    pub(super) fn signal(&self, signal: Signal) {
+        let group = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
+        let sent = group.is_some_and(|g| rustix::process::kill_process_group(g, signal).is_ok());
+        if !sent {
+            let _ = pidfd_send_signal(&self.pidfd, signal);
+        }
+    }
+
+    /// Reaps the program if it has ended.
+    pub(super) fn reap(&self) -> Option<Exit> {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
+        match waitid(WaitId::PidFd(self.pidfd.as_fd()), options) {
+            Ok(Some(status)) => Some(Exit {
+                code: status.exit_status(),
+                signal: status.terminating_signal(),
+                timed_out: false,
+            }),
+            Ok(None) | Err(Errno::INTR) => None,
+            // Another process has reaped the program, which no code of the agent does: the exit
+            // status is unknown.
+            Err(_) => Some(Exit { code: None, signal: None, timed_out: false }),
+        }
+    }
+}
+
+/// Waits for a program's end; kills it at the deadline.
+pub(super) fn outlast(child: &Child, cage: &Cage, mut deadline: Option<Instant>) -> Exit {
+    let mut timed_out = false;
+    loop {
+        let timeout = deadline.map(|d| timespec(d.saturating_duration_since(Instant::now())));
+        let mut fds = [PollFd::new(&child.pidfd, PollFlags::IN)];
+        let _ = poll(&mut fds, timeout.as_ref());
+        if let Some(exit) = child.reap() {
+            return Exit { timed_out, ..exit };
+        }
+        if deadline.is_some_and(|d| Instant::now() >= d) {
+            (deadline, timed_out) = (None, true);
+            cage.kill(child.pid);
+        }
+    }
+}
+
+/// Waits, in a new thread, for a program without a client.
+pub(super) fn mind(programs: &Arc<Programs>, child: Child, cage: Cage, deadline: Option<Instant>) {
+    let pid = child.pid;
+    let programs = Arc::clone(programs);
+    let minder = move || {
+        outlast(&child, &cage, deadline);
+        programs.cages.give_back(cage);
+    };
+    let thread = std::thread::Builder::new().name(format!("mind-{pid}")).stack_size(64 << 10);
+    if let Err(error) = thread.spawn(minder) {
+        crate::say!(
+            "exec: no thread to wait for detached process {pid}: {error}: \
+             its time limit is not kept"
+        );
+    }
+}

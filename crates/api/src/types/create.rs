@@ -1,0 +1,136 @@
+//! Requests that create VMs.
+
+use super::wire::wire;
+use crate::agent::ExecSpec;
+use dayfly_units::{Name, VmName};
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+wire! {
+    /// What a VM starts from.
+    #[serde(rename_all = "snake_case")]
+    pub enum Source {
+        /// A clone of the snapshot with this name.
+        Snapshot(Name),
+        /// A cold boot of an image.
+        Boot(BootSource),
+    }
+
+    /// The parameters of a cold boot.
+    pub struct BootSource {
+        /// Name of the image.
+        pub image: Name,
+        /// Name of the kernel. If `None`, the newest kernel is used.
+        pub kernel: Option<Name>,
+        /// RAM in bytes.
+        pub memory_bytes: u64,
+        /// Number of vCPUs, 1 to 16.
+        pub vcpus: u8,
+        /// An init of the image that replaces the agent's own init.
+        pub init: Option<String>,
+    }
+
+    /// Creates and starts a VM. The daemon answers when the VM's agent has its identity.
+    pub struct CreateRequest {
+        /// What the VM starts from.
+        pub source: Source,
+        /// Name and hostname of the VM. If `None`, its id.
+        pub name: Option<VmName>,
+        /// Labels for people and programs; the daemon does not interpret them.
+        #[serde(default)]
+        pub labels: BTreeMap<String, String>,
+        /// Number of clones of this VM that its guest's root user may make. A clone that has ended
+        /// counts until it is removed.
+        #[serde(default)]
+        pub forks: u32,
+        /// The VM's network access.
+        #[serde(default)]
+        pub network: NetworkRequest,
+    }
+
+    /// A VM's network access. Clones that a fork makes of the VM have the same access, but no
+    /// published ports.
+    #[derive(Default)]
+    pub struct NetworkRequest {
+        /// If set, the VM has no address, and packets that it sends are dropped.
+        #[serde(default)]
+        pub none: bool,
+        /// The network whose other VMs this VM reaches by address and by name. If `None`, it
+        /// reaches no VM.
+        #[serde(default)]
+        pub network: Option<Name>,
+        /// If set, the VM reaches only the VMs of its network, and DNS answers only for their
+        /// names.
+        #[serde(default)]
+        pub closed: bool,
+        /// Ports of the host that are forwarded to ports of the guest; at most 256.
+        #[serde(default)]
+        pub publish: Vec<Publish>,
+        /// Limit for sending, in bytes per second, with a burst of a tenth of that number. If
+        /// `None`, there is no limit.
+        #[serde(default)]
+        pub sends_bytes_per_second: Option<u64>,
+        /// Limit for receiving, in bytes per second, with a burst of a tenth of that number. If
+        /// `None`, there is no limit.
+        #[serde(default)]
+        pub receives_bytes_per_second: Option<u64>,
+    }
+
+    /// A TCP port of the host that is forwarded to a port of a guest.
+    #[derive(Copy)]
+    pub struct Publish {
+        /// Address of the host. If `None`, 127.0.0.1. `0.0.0.0` or `::` means all addresses.
+        #[serde(default)]
+        #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+        pub host: Option<IpAddr>,
+        /// TCP port of the host.
+        pub host_port: u16,
+        /// TCP port of the guest.
+        pub guest_port: u16,
+    }
+
+    /// Creates and starts many VMs of one kind, all of them or none.
+    pub struct CreateManyRequest {
+        /// What each VM starts from.
+        pub source: Source,
+        /// Number of VMs, 1 to 4096.
+        pub count: u32,
+        /// Labels of each VM.
+        #[serde(default)]
+        pub labels: BTreeMap<String, String>,
+        /// Network access of each VM, without published ports.
+        #[serde(default)]
+        pub network: NetworkRequest,
+    }
+
+    /// Clones (or boots) a VM, runs a program and removes the VM, all over one connection.
+    ///
+    /// The request is `POST /v1/run` with `Upgrade: dayfly-exec`. After the `101` the client sends
+    /// this value as a `Request` frame. The daemon answers with a [`RunReply`] in a `Reply` frame;
+    /// the connection then continues as an exec ([`crate::agent`]). The VM ends with the
+    /// connection, unless `keep` is set.
+    pub struct RunRequest {
+        /// The VM to create.
+        pub create: CreateRequest,
+        /// The program to run.
+        pub exec: ExecSpec,
+        /// Whether the VM stays after the connection ends.
+        pub keep: bool,
+    }
+
+    /// Clones (or boots) a VM and connects to the vsock port of a program in it, as soon as the VM
+    /// runs.
+    ///
+    /// The request is `POST /v1/connect` with `Upgrade: dayfly-port` and this value as its body.
+    /// The daemon answers `101` once the port has accepted the connection, which then carries the
+    /// port's bytes both ways. The client keeps its half open as long as it needs the VM. The end
+    /// of that half ends the VM, unless `keep` is set.
+    pub struct ConnectRequest {
+        /// The VM to create.
+        pub create: CreateRequest,
+        /// The guest's vsock port.
+        pub port: u32,
+        /// Whether the VM stays after the connection ends.
+        pub keep: bool,
+    }
+}

@@ -1,0 +1,199 @@
+//! VMs, and requests to an existing VM.
+
+use super::create::Publish;
+use super::error::ApiError;
+use super::wire::wire;
+use crate::agent::Stat;
+use dayfly_units::{Name, VmId, VmName};
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+
+const fn one() -> u32 {
+    1
+}
+
+wire! {
+    /// The state of a VM.
+    #[derive(Copy)]
+    #[serde(rename_all = "snake_case")]
+    pub enum VmState {
+        /// The VM was requested and does not have its identity yet.
+        Starting,
+        /// The VM runs and has its identity.
+        Running,
+        /// The VM's vCPUs are stopped.
+        Paused,
+        /// The VM has ended; `exit` has the cause.
+        Exited,
+    }
+
+    /// Why a VM ended.
+    pub struct VmExit {
+        /// The kind of end, for programs.
+        pub reason: ExitKind,
+        /// The cause, for people.
+        pub message: String,
+        /// Time of the end.
+        pub at_unix_ms: u64,
+    }
+
+    /// Kinds of [`VmExit`].
+    #[derive(Copy)]
+    #[serde(rename_all = "snake_case")]
+    pub enum ExitKind {
+        /// The guest powered itself off.
+        PowerOff,
+        /// The guest asked for a reboot.
+        Reboot,
+        /// The guest's kernel panicked.
+        Panic,
+        /// A client asked for `kill`.
+        Killed,
+        /// The VMM failed and reported the cause.
+        Failed,
+        /// The VMM was killed from outside.
+        Lost,
+    }
+
+    /// A VM's network attachment.
+    pub struct VmNetwork {
+        /// The VM's address, which the host and the other VMs of its network reach.
+        #[cfg_attr(feature = "openapi", schema(value_type = String))]
+        pub address: Ipv4Addr,
+        /// MAC address of the VM's interface, such as `02:df:0a:58:00:02`.
+        pub mac: String,
+        /// The network whose other VMs this VM reaches.
+        #[serde(default)]
+        pub network: Option<Name>,
+        /// Whether the VM reaches only the VMs of its network.
+        #[serde(default)]
+        pub closed: bool,
+        /// The published ports.
+        #[serde(default)]
+        pub published: Vec<Publish>,
+    }
+
+    /// A VM, without measurements.
+    pub struct Vm {
+        /// The VM's id.
+        pub id: VmId,
+        /// The VM's name.
+        pub name: Name,
+        /// The VM's state.
+        pub state: VmState,
+        /// Why the VM ended; `None` while it lives.
+        pub exit: Option<VmExit>,
+        /// Snapshot that the VM was cloned from. For a fork, the snapshot of the forked VM.
+        pub snapshot: Option<Name>,
+        /// Id of the VM that was forked, if this VM is a clone of a fork.
+        #[serde(default)]
+        pub forked_from: Option<VmId>,
+        /// Name of the image of its root disk.
+        pub image: Name,
+        /// Name of its kernel.
+        pub kernel: Name,
+        /// Number of vCPUs.
+        pub vcpus: u8,
+        /// RAM in bytes.
+        pub memory_bytes: u64,
+        /// Time of the request.
+        pub created_unix_ms: u64,
+        /// Microseconds from the request to the agent's first answer.
+        pub ready_us: Option<u64>,
+        /// Whether the VM is removed when the connection of the `run` that created it ends.
+        pub ephemeral: bool,
+        /// The VM's network attachment; `None` without a network.
+        #[serde(default)]
+        pub network: Option<VmNetwork>,
+        /// Labels of the request.
+        pub labels: BTreeMap<String, String>,
+    }
+
+    /// A VM with its measurements.
+    pub struct VmDetails {
+        /// The VM, as `ps` shows it.
+        pub vm: Vm,
+        /// Process id of its VMM.
+        pub pid: Option<u32>,
+        /// Memory of this VM alone (private pages of the VMM), in KiB.
+        pub private_kib: u64,
+        /// Resident memory including shared pages, in KiB.
+        pub resident_kib: u64,
+        /// Bytes of disk that only this VM takes.
+        pub disk_bytes: u64,
+        /// The guest's use of disk and memory; `None` if its agent does not answer.
+        pub guest: Option<GuestStat>,
+        /// Warnings for the VM's owner, such as a full disk.
+        pub warnings: Vec<String>,
+        /// Phases of the VM's start: name, and microseconds since the request.
+        pub timeline: Vec<(String, u64)>,
+    }
+
+    /// A guest's use of disk and memory.
+    pub struct GuestStat {
+        /// The figures that the agent reports.
+        pub stat: Stat,
+        /// Whether less than 1 % or 4 MiB of the root disk is free.
+        pub disk_full: bool,
+    }
+
+    /// The answer to an exec or run. For `POST /v1/vms/{vm}/exec` with `Upgrade: dayfly-exec`, the
+    /// client sends [`ExecSpec`] as a `Request` frame after the `101`. This value arrives as a
+    /// `Reply` frame.
+    #[serde(tag = "reply", rename_all = "snake_case")]
+    pub enum RunReply {
+        /// The program has started.
+        Started {
+            /// The VM that the program runs in.
+            vm: Box<Vm>,
+            /// The program's process id in the guest.
+            pid: u32,
+        },
+        /// The program did not start, or the VM ended before the program did; the connection ends.
+        Failed(ApiError),
+    }
+
+    /// Starts clones of a running VM, with its memory and its disks as they are at one instant:
+    /// `POST /v1/vms/{vm}/fork`. Either all clones start or none.
+    pub struct ForkRequest {
+        /// Number of clones, 1 to 4096. 0 is allowed if `template` is set.
+        #[serde(default = "one")]
+        pub count: u32,
+        /// Name of the clone, if there is only one. If `None`, its id.
+        #[serde(default)]
+        pub name: Option<VmName>,
+        /// Labels of each clone.
+        #[serde(default)]
+        pub labels: BTreeMap<String, String>,
+        /// Number of clones of itself that each clone's root user may make. A clone that has ended
+        /// counts until it is removed.
+        #[serde(default)]
+        pub forks: u32,
+        /// Name of a snapshot to make of that instant, which must be free. The snapshot can be
+        /// cloned at once, and is stored meanwhile.
+        #[serde(default)]
+        pub template: Option<Name>,
+    }
+
+    /// The result of a fork.
+    pub struct Forked {
+        /// Microseconds for which the VM's vCPUs were stopped.
+        pub paused_us: u64,
+        /// Pages that were copied while the vCPUs were stopped; all others were copied before.
+        pub pages: u64,
+        /// Microseconds from the request until the VM ran again. The clones are created after that
+        /// moment.
+        pub frozen_us: u64,
+        /// The clones; each has its identity.
+        pub items: Vec<Vm>,
+    }
+
+    /// Removes many VMs. The daemon answers when the memory of all is free.
+    pub struct RemoveManyRequest {
+        /// The VMs by id, unique start of an id, or name; at most 4096.
+        pub vms: Vec<String>,
+        /// Whether to remove VMs that have not exited, too.
+        #[serde(default)]
+        pub force: bool,
+    }
+}

@@ -1,0 +1,13 @@
+//! The lowest level of the import order: it imports no other module of the daemon.
+
+pub mod config;
+pub mod error;
+pub mod heap;
+pub mod kvm;
+pub mod log;
+pub mod metrics;
+pub mod pidfd;
+pub mod prefix;
+pub mod progress;
+pub mod random;
+pub mod time;

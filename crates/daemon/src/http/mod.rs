@@ -1,0 +1,8 @@
+//! The HTTP API, and connections that have left HTTP by an upgrade.
+
+pub mod ndjson;
+pub mod ports;
+pub mod relay;
+pub mod routes;
+pub mod session;
+pub mod upload;

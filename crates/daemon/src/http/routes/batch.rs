@@ -1,0 +1,104 @@
+//! Creates or removes many VMs with one request, in parallel.
+
+use crate::base::error::{ApiError, Outcome, blocking};
+use crate::base::time::Asked;
+use crate::http::routes::extract::{Json, Shared};
+use crate::http::routes::vms::{removable, to_the_end};
+use crate::model::step::Step;
+use crate::ops::{create, remove};
+use axum::extract::State;
+use axum::http::StatusCode;
+use dayfly_api::types::{
+    ApiError as ErrorBody, CreateManyRequest, CreateRequest, List, RemoveManyRequest, Source, Vm,
+};
+use futures::future::{join_all, try_join_all};
+
+/// The most VMs of one request.
+const MOST: usize = 4096;
+
+fn check(what: &str, got: usize) -> Outcome<()> {
+    if (1..=MOST).contains(&got) {
+        return Ok(());
+    }
+    Err(ApiError::invalid(format_args!("{what}: expected 1 to {MOST}, got {got}")))
+}
+
+/// Creates and starts many VMs, all of them or none. The answer comes when each agent has its
+/// identity. If the client goes away before, the VMs are removed.
+#[utoipa::path(
+    post,
+    path = "/v1/batch/create",
+    request_body = CreateManyRequest,
+    responses(
+        (status = 201, body = List<Vm>), (status = 400, body = ErrorBody),
+        (status = 404, body = ErrorBody), (status = 422, body = ErrorBody),
+        (status = 502, body = ErrorBody), (status = 504, body = ErrorBody),
+        (status = 507, body = ErrorBody)
+    )
+)]
+pub async fn create(
+    State(daemon): Shared,
+    Json(request): Json<CreateManyRequest>,
+) -> Outcome<(StatusCode, axum::Json<List<Vm>>)> {
+    let asked = Asked::now();
+    let CreateManyRequest { source, count, labels, network } = request;
+    if count > 1 && !network.publish.is_empty() {
+        return Err(ApiError::invalid(
+            "publish: expected no ports for many VMs at once: each port leads to one",
+        ));
+    }
+    let count = usize::try_from(count).unwrap_or(usize::MAX);
+    check("count", count)?;
+    let memory_bytes = match &source {
+        Source::Boot(boot) => boot.memory_bytes,
+        Source::Snapshot(name) => {
+            let (daemon, name) = (daemon.clone(), name.clone());
+            blocking(move || daemon.templates.memory_bytes(&name)).await?
+        }
+    };
+    // A request whose VMs do not fit is refused before any is created. Each VM reserves its memory
+    // later.
+    let fit = (0..count)
+        .map(|_| daemon.budget.reserve(memory_bytes, None))
+        .collect::<Result<Vec<_>, _>>();
+    drop(fit.map_err(Step::Memory.failed())?);
+    let order =
+        create::Order::create(CreateRequest { source, name: None, labels, forks: 0, network });
+    // A task for each VM, so that all CPUs start VMs. If one fails, the others are dropped, which
+    // removes their VMs.
+    let creations = (0..count).map(|_| {
+        let (daemon, order) = (daemon.clone(), order.clone());
+        let task = tokio::spawn(async move { create::create(&daemon, asked, order).await });
+        let task = tokio_util::task::AbortOnDropHandle::new(task);
+        async {
+            task.await
+                .unwrap_or_else(|e| Err(ApiError::internal(format_args!("a creation ended: {e}"))))
+        }
+    });
+    let guards = tokio::select! {
+        guards = try_join_all(creations) => guards?,
+        () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
+    };
+    let items = guards.into_iter().map(|guard| guard.keep().shown()).collect();
+    Ok((StatusCode::CREATED, axum::Json(List { items })))
+}
+
+/// Removes many VMs. The answer comes when the memory of all is free. If one cannot be removed, the
+/// others are removed all the same; the error names the first that failed.
+#[utoipa::path(post, path = "/v1/batch/remove", request_body = RemoveManyRequest,
+    responses((status = 204), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody)))]
+pub async fn remove(
+    State(daemon): Shared,
+    Json(request): Json<RemoveManyRequest>,
+) -> Outcome<StatusCode> {
+    let RemoveManyRequest { vms, force } = request;
+    check("vms", vms.len())?;
+    let found: Vec<_> = vms.iter().map(|word| removable(&daemon, word, force)).collect();
+    to_the_end(async move {
+        let removals = found.into_iter().map(async |vm| remove::remove(&daemon, &vm?).await);
+        join_all(removals).await.into_iter().collect()
+    })
+    .await?;
+    Ok(StatusCode::NO_CONTENT)
+}

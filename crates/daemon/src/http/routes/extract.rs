@@ -1,0 +1,76 @@
+//! What handlers take from a request: its body, its query and the names in its path.
+
+use crate::base::error::{ApiError, Outcome};
+use crate::daemon::Daemon;
+use axum::body::Bytes;
+use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::http::request::Parts;
+use dayfly_api::types::MAX_JSON_BYTES;
+use dayfly_units::Name;
+use futures::TryStreamExt;
+use serde::de::DeserializeOwned;
+use std::sync::Arc;
+
+/// The state that every handler gets.
+pub type Shared = axum::extract::State<Arc<Daemon>>;
+
+/// Turns a request's body into a reader for blocking code, to be used on a blocking thread.
+pub fn blocking_reader(body: axum::body::Body) -> impl std::io::Read + Send + 'static {
+    let pieces = body.into_data_stream().map_err(std::io::Error::other);
+    tokio_util::io::SyncIoBridge::new(tokio_util::io::StreamReader::new(pieces))
+}
+
+/// Extracts a JSON body of at most [`MAX_JSON_BYTES`].
+pub struct Json<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Json<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, _: &S) -> Outcome<Self> {
+        let body: Bytes =
+            axum::body::to_bytes(request.into_body(), MAX_JSON_BYTES).await.map_err(|e| {
+                ApiError::invalid(format_args!(
+                    "request body: expected at most {MAX_JSON_BYTES} bytes: {e}"
+                ))
+            })?;
+        serde_json::from_slice(&body)
+            .map(Self)
+            .map_err(|e| ApiError::invalid(format_args!("request body: {e}")))
+    }
+}
+
+/// Extracts the query of a request.
+pub struct Params<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Outcome<Self> {
+        let query = Query::<T>::from_request_parts(parts, state).await;
+        query.map(|Query(t)| Self(t)).map_err(|e| ApiError::invalid(e.body_text()))
+    }
+}
+
+/// Extracts the name in a path.
+pub struct Named(pub Name);
+
+impl<S: Send + Sync> FromRequestParts<S> for Named {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Outcome<Self> {
+        let Word(word) = Word::from_request_parts(parts, state).await?;
+        word.parse().map(Self).map_err(ApiError::invalid)
+    }
+}
+
+/// Extracts the word in a path that names a VM: its id, the start of its id, or its name.
+pub struct Word(pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Word {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Outcome<Self> {
+        let path = Path::<String>::from_request_parts(parts, state).await;
+        path.map(|Path(word)| Self(word)).map_err(|e| ApiError::invalid(e.body_text()))
+    }
+}

@@ -1,0 +1,70 @@
+//! Images: root disks of VMs.
+
+use crate::base::error::{Outcome, blocking};
+use crate::http::routes::extract::{Named, Shared, blocking_reader};
+use crate::http::upload;
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::StatusCode;
+use dayfly_api::types::{ApiError as ErrorBody, Image, ImageUpload, List};
+
+/// Lists all images.
+#[utoipa::path(
+    get,
+    path = "/v1/images",
+    responses((status = 200, body = List<Image>), (status = 500, body = ErrorBody))
+)]
+pub async fn list(State(daemon): Shared) -> Outcome<Json<List<Image>>> {
+    let items = blocking(move || daemon.templates.images()).await?;
+    Ok(Json(List { items }))
+}
+
+/// One image.
+#[utoipa::path(
+    get,
+    path = "/v1/images/{name}",
+    params(("name" = String, Path)),
+    responses(
+        (status = 200, body = Image), (status = 404, body = ErrorBody),
+        (status = 422, body = ErrorBody)
+    )
+)]
+pub async fn inspect(State(daemon): Shared, Named(name): Named) -> Outcome<Json<Image>> {
+    blocking(move || daemon.templates.image(&name)).await.map(Json)
+}
+
+/// Stores an image. The body has a 4-byte little-endian length, an ImageUpload of that length as
+/// JSON, and the raw disk as one zstd frame.
+#[utoipa::path(
+    put,
+    path = "/v1/images/{name}",
+    params(("name" = String, Path)),
+    request_body(content = ImageUpload, content_type = "application/octet-stream"),
+    responses(
+        (status = 201, body = Image), (status = 400, body = ErrorBody),
+        (status = 409, body = ErrorBody), (status = 422, body = ErrorBody),
+        (status = 507, body = ErrorBody)
+    )
+)]
+pub async fn upload(
+    State(daemon): Shared,
+    Named(name): Named,
+    body: Body,
+) -> Outcome<(StatusCode, Json<Image>)> {
+    let mut body = blocking_reader(body);
+    let image = blocking(move || {
+        let head: ImageUpload = upload::read_head(&mut body)?;
+        daemon.templates.put_image(&name, &head, &mut body)
+    })
+    .await?;
+    Ok((StatusCode::CREATED, Json(image)))
+}
+
+/// Removes an image that no snapshot and no VM uses.
+#[utoipa::path(delete, path = "/v1/images/{name}", params(("name" = String, Path)),
+    responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub async fn remove(State(daemon): Shared, Named(name): Named) -> Outcome<StatusCode> {
+    blocking(move || daemon.templates.remove_image(&name)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

@@ -1,0 +1,71 @@
+//! Guest kernels.
+
+use crate::base::error::{Outcome, blocking};
+use crate::http::routes::extract::{Named, Shared, blocking_reader};
+use crate::http::upload;
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::StatusCode;
+use dayfly_api::types::{ApiError as ErrorBody, Kernel, KernelUpload, List};
+
+/// Lists all kernels.
+#[utoipa::path(
+    get,
+    path = "/v1/kernels",
+    responses((status = 200, body = List<Kernel>), (status = 500, body = ErrorBody))
+)]
+pub async fn list(State(daemon): Shared) -> Outcome<Json<List<Kernel>>> {
+    let items = blocking(move || daemon.templates.kernels()).await?;
+    Ok(Json(List { items }))
+}
+
+/// One kernel.
+#[utoipa::path(
+    get,
+    path = "/v1/kernels/{name}",
+    params(("name" = String, Path)),
+    responses(
+        (status = 200, body = Kernel), (status = 404, body = ErrorBody),
+        (status = 422, body = ErrorBody)
+    )
+)]
+pub async fn inspect(State(daemon): Shared, Named(name): Named) -> Outcome<Json<Kernel>> {
+    blocking(move || daemon.templates.kernel(&name)).await.map(Json)
+}
+
+/// Stores a kernel. The body has a 4-byte little-endian length, a KernelUpload of that length as
+/// JSON, and one zstd frame with vmlinux followed by the initramfs.
+#[utoipa::path(
+    put,
+    path = "/v1/kernels/{name}",
+    params(("name" = String, Path)),
+    request_body(content = KernelUpload, content_type = "application/octet-stream"),
+    responses(
+        (status = 201, body = Kernel), (status = 400, body = ErrorBody),
+        (status = 409, body = ErrorBody), (status = 422, body = ErrorBody),
+        (status = 507, body = ErrorBody)
+    )
+)]
+pub async fn upload(
+    State(daemon): Shared,
+    Named(name): Named,
+    body: Body,
+) -> Outcome<(StatusCode, Json<Kernel>)> {
+    let mut body = blocking_reader(body);
+    let kernel = blocking(move || {
+        let head: KernelUpload = upload::read_head(&mut body)?;
+        daemon.templates.put_kernel(&name, &head, &mut body)
+    })
+    .await?;
+    Ok((StatusCode::CREATED, Json(kernel)))
+}
+
+/// Removes a kernel. VMs and snapshots that were booted with it have it in their memory and do not
+/// need the files.
+#[utoipa::path(delete, path = "/v1/kernels/{name}", params(("name" = String, Path)),
+    responses((status = 204), (status = 404, body = ErrorBody)))]
+pub async fn remove(State(daemon): Shared, Named(name): Named) -> Outcome<StatusCode> {
+    blocking(move || daemon.templates.remove_kernel(&name)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

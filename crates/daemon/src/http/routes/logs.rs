@@ -1,0 +1,122 @@
+//! Output of a guest's console, and of detached programs in a guest.
+
+use crate::base::error::{ApiError, Outcome, blocking};
+use crate::daemon::Daemon;
+use crate::http::routes::agent_body::AgentBody;
+use crate::http::routes::extract::{Params, Shared, Word};
+use crate::vm::Vm;
+use crate::vmm::agent_link::AgentLink;
+use crate::vmm::console::Console;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{HeaderMap, header};
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use dayfly_api::agent::{Reply, Request};
+use dayfly_api::types::{ApiError as ErrorBody, ErrorCode};
+use serde::Deserialize;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Period at which a followed console is read again.
+const LOOK: Duration = Duration::from_millis(100);
+const TEXT: &str = "text/plain; charset=utf-8";
+
+/// Which output, and whether to follow it.
+#[derive(Debug, Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+pub struct LogParams {
+    /// Follow the output until the VM ends, or until no process can write to it any more.
+    #[serde(default)]
+    follow: bool,
+    /// The output of the detached program with this process id in the guest, instead of the
+    /// console. The guest's agent keeps the newest 256 KiB of each of 32 programs.
+    program: Option<u32>,
+}
+
+/// Reads a guest's console: the newest output, at least 2 MiB if there was as much. Or reads the
+/// output of a detached program.
+#[utoipa::path(
+    get,
+    path = "/v1/vms/{vm}/logs",
+    params(("vm" = String, Path), LogParams),
+    responses(
+        (status = 200, body = String, content_type = "text/plain"),
+        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)
+    )
+)]
+pub async fn logs(
+    State(daemon): Shared,
+    Word(word): Word,
+    Params(LogParams { follow, program }): Params<LogParams>,
+    headers: HeaderMap,
+) -> Outcome<Response> {
+    let vm = daemon.registry.find(&word)?;
+    match program {
+        None => Ok(([(header::CONTENT_TYPE, TEXT)], console(vm, follow).await?).into_response()),
+        Some(pid) => of_program(&daemon, vm, pid, follow, &headers).await,
+    }
+}
+
+async fn console(vm: Arc<Vm>, follow: bool) -> Outcome<Body> {
+    let dir = vm.dir.clone();
+    let console = blocking(move || {
+        let path = dir.path().display().to_string();
+        Console::open(&dir)
+            .map_err(|e| ApiError::internal(format_args!("the console in {path}: {e}")))
+    });
+    let tail = Tail { console: console.await?, vm: follow.then_some(vm), last_look: false };
+    let pieces = futures::stream::try_unfold(tail, async |tail| tail.next().await);
+    Ok(Body::from_stream(pieces))
+}
+
+struct Tail {
+    console: Console,
+    /// The VM to whose end the console is followed; `None`: not followed.
+    vm: Option<Arc<Vm>>,
+    last_look: bool,
+}
+
+impl Tail {
+    async fn next(mut self) -> io::Result<Option<(Bytes, Self)>> {
+        loop {
+            let read = tokio::task::spawn_blocking(move || {
+                let piece = self.console.more();
+                (piece, self)
+            });
+            let piece;
+            (piece, self) = read.await.map_err(io::Error::other)?;
+            let piece = piece?;
+            if !piece.is_empty() {
+                return Ok(Some((piece.into(), self)));
+            }
+            let Some(vm) = self.vm.as_ref().filter(|_| !self.last_look) else { return Ok(None) };
+            // Output between the last read and the end of the VM is read after the end was noticed.
+            self.last_look = tokio::time::timeout(LOOK, vm.wait_gone()).await.is_ok();
+        }
+    }
+}
+
+async fn of_program(
+    daemon: &Daemon,
+    vm: Arc<Vm>,
+    pid: u32,
+    follow: bool,
+    headers: &HeaderMap,
+) -> Outcome<Response> {
+    const DOING: &str = "reading a program's output";
+    vm.phase().serves("read what a program wrote in")?;
+    let mut link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
+    link.send(&Request::Log { pid, follow }, DOING).await?;
+    match link.reply(DOING).await? {
+        Reply::Ok => {}
+        reply => {
+            let text = format!("the guest's agent, while {DOING}: expected Ok, got {reply:?}");
+            return Err(ApiError::new(ErrorCode::Guest, text));
+        }
+    }
+    // A program that is followed may be silent for as long as it likes.
+    let silence = (!follow).then_some(daemon.config.deadlines.agent);
+    Ok(AgentBody::new(link.into_stream(), vm, DOING, silence).answer(TEXT, headers))
+}

@@ -1,0 +1,138 @@
+//! Snapshots, and baking them.
+
+use crate::base::error::{Outcome, blocking};
+use crate::http::ndjson;
+use crate::http::routes::extract::{Json, Named, Params, Shared};
+use crate::ops::colours::shown;
+use crate::ops::{bake, keeper, recording};
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use dayfly_api::types::{
+    ApiError as ErrorBody, BakeRequest, Colours, List, Progress, RecordRequest, Snapshot,
+};
+use serde::Deserialize;
+
+/// Options of a picture.
+#[derive(Debug, Deserialize, utoipa::IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub struct Picture {
+    /// Frames in a row.
+    #[serde(default = "Picture::width")]
+    width: u32,
+}
+
+impl Picture {
+    const fn width() -> u32 {
+        512
+    }
+}
+
+/// Lists all snapshots.
+#[utoipa::path(
+    get,
+    path = "/v1/snapshots",
+    responses((status = 200, body = List<Snapshot>), (status = 500, body = ErrorBody))
+)]
+pub async fn list(State(daemon): Shared) -> Outcome<axum::Json<List<Snapshot>>> {
+    let items = blocking(move || daemon.templates.snapshots()).await?;
+    Ok(axum::Json(List { items }))
+}
+
+/// One snapshot.
+#[utoipa::path(
+    get,
+    path = "/v1/snapshots/{name}",
+    params(("name" = String, Path)),
+    responses(
+        (status = 200, body = Snapshot), (status = 404, body = ErrorBody),
+        (status = 422, body = ErrorBody)
+    )
+)]
+pub async fn inspect(State(daemon): Shared, Named(name): Named) -> Outcome<axum::Json<Snapshot>> {
+    blocking(move || daemon.templates.snapshot(&name)).await.map(axum::Json)
+}
+
+/// The use of a snapshot's RAM, by the colours that its frames got when it was saved.
+#[utoipa::path(
+    get,
+    path = "/v1/snapshots/{name}/colours",
+    params(("name" = String, Path)),
+    responses(
+        (status = 200, body = Colours), (status = 404, body = ErrorBody),
+        (status = 422, body = ErrorBody)
+    )
+)]
+pub async fn colours(State(daemon): Shared, Named(name): Named) -> Outcome<axum::Json<Colours>> {
+    blocking(move || shown::colours(&daemon.templates, &name)).await.map(axum::Json)
+}
+
+/// The colours of a snapshot as a PNG with a pixel for each frame.
+#[utoipa::path(
+    get,
+    path = "/v1/snapshots/{name}/colours.png",
+    params(("name" = String, Path), Picture),
+    responses(
+        (status = 200, body = Vec<u8>, content_type = "image/png"),
+        (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 422, body = ErrorBody)
+    )
+)]
+pub async fn picture(
+    State(daemon): Shared,
+    Named(name): Named,
+    Params(query): Params<Picture>,
+) -> Outcome<Response> {
+    let png = blocking(move || shown::picture(&daemon.templates, &name, query.width)).await?;
+    Ok(([(header::CONTENT_TYPE, "image/png")], png).into_response())
+}
+
+/// Records which pages one run of a clone touches, and compares them with the working set. The
+/// answer is one Progress in JSON a line, the last of them `recorded` or `failed`.
+#[utoipa::path(
+    post,
+    path = "/v1/snapshots/{name}/record",
+    params(("name" = String, Path)),
+    request_body = RecordRequest,
+    responses(
+        (status = 200, body = Progress, content_type = "application/x-ndjson"),
+        (status = 400, body = ErrorBody)
+    )
+)]
+pub async fn record(
+    State(daemon): Shared,
+    Named(name): Named,
+    Json(request): Json<RecordRequest>,
+) -> Response {
+    ndjson::stream(daemon.stop.clone(), move |progress| {
+        recording::once(daemon, name, request, progress)
+    })
+}
+
+/// Removes a snapshot. Its running clones keep what they use; layers that nothing else uses are
+/// removed too.
+#[utoipa::path(delete, path = "/v1/snapshots/{name}", params(("name" = String, Path)),
+    responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub async fn remove(State(daemon): Shared, Named(name): Named) -> Outcome<StatusCode> {
+    let (shared, gone) = (daemon.clone(), name.clone());
+    blocking(move || shared.templates.remove_snapshot(&gone)).await?;
+    // After the removal, because no more warm clones of it can be made then.
+    keeper::forget(&daemon, &name).await;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Boots an image, warms it up, and snapshots it. The answer is one Progress in JSON a line, the
+/// last of them `snapshot` or `failed`.
+#[utoipa::path(
+    post,
+    path = "/v1/bake",
+    request_body = BakeRequest,
+    responses(
+        (status = 200, body = Progress, content_type = "application/x-ndjson"),
+        (status = 400, body = ErrorBody)
+    )
+)]
+pub async fn bake(State(daemon): Shared, Json(request): Json<BakeRequest>) -> Response {
+    ndjson::stream(daemon.stop.clone(), move |progress| bake::bake(daemon, request, progress))
+}

@@ -1,0 +1,221 @@
+//! VMs: listing, creating, removing, and operations on one VM.
+
+use crate::base::error::{ApiError, Outcome};
+use crate::base::time::Asked;
+use crate::daemon::Daemon;
+use crate::http::ndjson;
+use crate::http::routes::extract::{Json, Params, Shared, Word};
+use crate::ops::{
+    create, footprint as weigh, fork as forking, inspect as measure, power, remove,
+    snapshot as freeze,
+};
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::Response;
+use dayfly_api::types::{
+    ApiError as ErrorBody, CreateRequest, ErrorCode, Footprint, ForkRequest, Forked, List,
+    Progress, SnapshotRequest, Vm, VmDetails,
+};
+use serde::Deserialize;
+use std::sync::Arc;
+
+/// Runs work on its own task, so that it is not stopped half-way if the client goes away.
+pub(super) async fn to_the_end(
+    work: impl Future<Output = Outcome<()>> + Send + 'static,
+) -> Outcome<()> {
+    tokio::spawn(work).await.unwrap_or_else(|e| {
+        Err(ApiError::internal(format_args!("a step of the daemon ended: {e}")))
+    })
+}
+
+/// Which VMs to list.
+#[derive(Debug, Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+pub struct ListParams {
+    /// Include VMs that have ended.
+    #[serde(default)]
+    all: bool,
+}
+
+/// Lists VMs, the oldest first.
+#[utoipa::path(
+    get,
+    path = "/v1/vms",
+    params(ListParams),
+    responses((status = 200, body = List<Vm>))
+)]
+pub async fn list(
+    State(daemon): Shared,
+    Params(params): Params<ListParams>,
+) -> axum::Json<List<Vm>> {
+    let all = daemon.registry.all();
+    let items = all.iter().filter(|vm| !vm.leaving() && (params.all || vm.phase().alive()));
+    let items = items.map(|vm| vm.shown()).collect();
+    axum::Json(List { items })
+}
+
+/// Creates and starts a VM. The answer comes when its agent has its identity. If the client goes
+/// away before, the VM is removed.
+#[utoipa::path(
+    post,
+    path = "/v1/vms",
+    request_body = CreateRequest,
+    responses(
+        (status = 201, body = Vm), (status = 400, body = ErrorBody),
+        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody),
+        (status = 422, body = ErrorBody), (status = 502, body = ErrorBody),
+        (status = 504, body = ErrorBody), (status = 507, body = ErrorBody)
+    )
+)]
+pub async fn create(
+    State(daemon): Shared,
+    Json(request): Json<CreateRequest>,
+) -> Outcome<(StatusCode, axum::Json<Vm>)> {
+    let asked = Asked::now();
+    let guard = tokio::select! {
+        guard = create::create(&daemon, asked, create::Order::create(request)) => guard?,
+        () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
+    };
+    Ok((StatusCode::CREATED, axum::Json(guard.keep().shown())))
+}
+
+/// A VM, with figures measured now.
+#[utoipa::path(
+    get,
+    path = "/v1/vms/{vm}",
+    params(("vm" = String, Path, description = "id, unique start of an id, or name")),
+    responses((status = 200, body = VmDetails), (status = 404, body = ErrorBody))
+)]
+pub async fn inspect(State(daemon): Shared, Word(word): Word) -> Outcome<axum::Json<VmDetails>> {
+    let vm = daemon.registry.find(&word)?;
+    Ok(axum::Json(measure::details(&daemon, &vm).await))
+}
+
+/// The RAM that a VM holds now, by the colours of its snapshot.
+#[utoipa::path(
+    get,
+    path = "/v1/vms/{vm}/footprint",
+    params(("vm" = String, Path, description = "id, unique start of an id, or name")),
+    responses(
+        (status = 200, body = Footprint), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody)
+    )
+)]
+pub async fn footprint(State(daemon): Shared, Word(word): Word) -> Outcome<axum::Json<Footprint>> {
+    let vm = daemon.registry.find(&word)?;
+    weigh::footprint(&daemon, &vm).await.map(axum::Json)
+}
+
+/// Options of a removal.
+#[derive(Debug, Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+pub struct RemoveParams {
+    /// Remove the VM in any state. Without it, only a VM that has exited is removed.
+    #[serde(default)]
+    force: bool,
+}
+
+/// The VM named by `word`, if it may be removed.
+pub(super) fn removable(daemon: &Daemon, word: &str, force: bool) -> Outcome<Arc<crate::vm::Vm>> {
+    let vm = daemon.registry.find(word)?;
+    let phase = vm.phase();
+    if phase.alive() && !force {
+        let message = format!("VM {}: is {phase}; kill it first, or use force", vm.name);
+        return Err(ApiError::new(ErrorCode::State, message));
+    }
+    Ok(vm)
+}
+
+/// Removes a VM. The answer comes when its memory is free.
+#[utoipa::path(delete, path = "/v1/vms/{vm}", params(("vm" = String, Path), RemoveParams),
+    responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub async fn remove(
+    State(daemon): Shared,
+    Word(word): Word,
+    Params(params): Params<RemoveParams>,
+) -> Outcome<StatusCode> {
+    let vm = removable(&daemon, &word, params.force)?;
+    to_the_end(async move { remove::remove(&daemon, &vm).await }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Stops a VM's vCPUs.
+#[utoipa::path(post, path = "/v1/vms/{vm}/pause", params(("vm" = String, Path)),
+    responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub async fn pause(State(daemon): Shared, Word(word): Word) -> Outcome<StatusCode> {
+    let vm = daemon.registry.find(&word)?;
+    to_the_end(async move { power::pause(&daemon, &vm).await }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Starts a VM's vCPUs again.
+#[utoipa::path(post, path = "/v1/vms/{vm}/unpause", params(("vm" = String, Path)),
+    responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub async fn unpause(State(daemon): Shared, Word(word): Word) -> Outcome<StatusCode> {
+    let vm = daemon.registry.find(&word)?;
+    to_the_end(async move { power::unpause(&daemon, &vm).await }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Kills a VM without asking its guest. The VM stays listed as exited.
+#[utoipa::path(post, path = "/v1/vms/{vm}/kill", params(("vm" = String, Path)),
+    responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub async fn kill(State(daemon): Shared, Word(word): Word) -> Outcome<StatusCode> {
+    let vm = daemon.registry.find(&word)?;
+    if !vm.phase().alive() {
+        return Err(ApiError::new(
+            ErrorCode::State,
+            format_args!("VM {}: has exited already", vm.name),
+        ));
+    }
+    to_the_end(async move { remove::kill(&daemon, &vm).await }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Snapshots a running VM, which goes on. The answer is one Progress in JSON a line, the last of
+/// them `snapshot` or `failed`.
+#[utoipa::path(
+    post,
+    path = "/v1/vms/{vm}/snapshot",
+    params(("vm" = String, Path)),
+    request_body = SnapshotRequest,
+    responses(
+        (status = 200, body = Progress, content_type = "application/x-ndjson"),
+        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)
+    )
+)]
+pub async fn snapshot(
+    State(daemon): Shared,
+    Word(word): Word,
+    Json(request): Json<SnapshotRequest>,
+) -> Outcome<Response> {
+    let vm = daemon.registry.find(&word)?;
+    Ok(ndjson::stream(daemon.stop.clone(), move |progress| {
+        freeze::snapshot(daemon, vm, request, progress)
+    }))
+}
+
+/// Starts clones of a running VM, which goes on: all of them or none. The answer comes when each
+/// agent has its identity. If the client goes away before, the clones are removed.
+#[utoipa::path(
+    post,
+    path = "/v1/vms/{vm}/fork",
+    params(("vm" = String, Path)),
+    request_body = ForkRequest,
+    responses(
+        (status = 201, body = Forked), (status = 400, body = ErrorBody),
+        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody),
+        (status = 502, body = ErrorBody), (status = 504, body = ErrorBody),
+        (status = 507, body = ErrorBody)
+    )
+)]
+pub async fn fork(
+    State(daemon): Shared,
+    Word(word): Word,
+    Json(request): Json<ForkRequest>,
+) -> Outcome<(StatusCode, axum::Json<Forked>)> {
+    let asked = Asked::now();
+    let vm = daemon.registry.find(&word)?;
+    let forked = forking::fork(&daemon, &vm, request, asked).await?;
+    Ok((StatusCode::CREATED, axum::Json(forked)))
+}

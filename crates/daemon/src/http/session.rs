@@ -1,0 +1,224 @@
+//! A client's connection on which a program runs: first frame, reply, relay, end.
+
+use crate::base::error::{ApiError, Outcome};
+use crate::base::time::Asked;
+use crate::daemon::Daemon;
+use crate::http::relay::{self, Ended, RelayError};
+use crate::ops::create::{self, Next, Order, VmGuard};
+use crate::ops::exec::{PROGRAM, Program, explain, start};
+use crate::ops::inspect;
+use crate::vm::Vm;
+use crate::vmm::agent_link::{self, LinkError, read_frame, write_frame};
+use crate::vmm::pool::Lasting;
+use bytes::BytesMut;
+use dayfly_api::agent::{ExecSpec, Exit, FrameKind, Request};
+use dayfly_api::types::{ErrorCode, RunReply, RunRequest};
+use hyper::upgrade::Upgraded;
+use hyper_util::rt::TokioIo;
+use serde::de::DeserializeOwned;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
+use tokio::time::timeout;
+
+/// A client's connection after the upgrade from HTTP.
+pub type Client = TokioIo<Upgraded>;
+
+/// The most bytes that a client may send before the reply.
+const EARLY_MAX_BYTES: usize = 256 << 10;
+
+/// The client's side of a session.
+struct Caller {
+    read: ReadHalf<Client>,
+    write: WriteHalf<Client>,
+    /// Bytes that the client sent before the reply.
+    early: BytesMut,
+}
+
+/// The client is gone, so no error can be sent.
+struct Gone;
+
+impl Caller {
+    fn new(client: Client) -> Self {
+        let (read, write) = tokio::io::split(client);
+        Self { read, write, early: BytesMut::new() }
+    }
+
+    async fn request<T: DeserializeOwned>(&mut self, within: Duration) -> Outcome<T> {
+        let doing = "reading the client's first frame";
+        let frame = match timeout(within, read_frame(&mut self.read, doing)).await {
+            Ok(Ok(Some(frame))) => frame,
+            Ok(Ok(None)) => {
+                return Err(ApiError::invalid("first frame: the connection ended before it"));
+            }
+            // The error's text names the agent, but here the client sent the frame.
+            Ok(Err(LinkError::Frame { source, .. })) => {
+                return Err(ApiError::invalid(format_args!("first frame: {source}")));
+            }
+            Ok(Err(e)) => return Err(ApiError::invalid(format_args!("first frame: {e}"))),
+            Err(_) => {
+                return Err(ApiError::new(
+                    ErrorCode::Timeout,
+                    format_args!("first frame: nothing for {} s", within.as_secs()),
+                ));
+            }
+        };
+        if frame.kind != FrameKind::Request {
+            return Err(ApiError::invalid(format_args!(
+                "first frame: expected a request, got {:?}",
+                frame.kind
+            )));
+        }
+        serde_json::from_slice(&frame.body)
+            .map_err(|e| ApiError::invalid(format_args!("first frame: {e}")))
+    }
+
+    /// Runs `work` while the client stays; reads the client's early bytes meanwhile.
+    async fn while_there<T>(&mut self, work: impl Future<Output = T>) -> Result<T, Gone> {
+        let mut work = std::pin::pin!(work);
+        loop {
+            tokio::select! {
+                biased;
+                done = &mut work => return Ok(done),
+                got = self.read.read_buf(&mut self.early),
+                    if self.early.len() < EARLY_MAX_BYTES =>
+                {
+                    if !matches!(got, Ok(1..)) {
+                        return Err(Gone);
+                    }
+                }
+            }
+        }
+    }
+
+    async fn reply(&mut self, reply: &RunReply) -> Result<(), Gone> {
+        let json = serde_json::to_vec(reply).map_err(|_| Gone)?;
+        write_frame(&mut self.write, FrameKind::Reply, &json).await.map_err(|_| Gone)
+    }
+
+    async fn fail(&mut self, error: ApiError) {
+        // An error means that the client is gone.
+        let _ = self.reply(&RunReply::Failed(error.0)).await;
+        let _ = self.write.shutdown().await;
+    }
+}
+
+/// Serves `POST /v1/vms/{vm}/exec`.
+pub async fn exec(daemon: Arc<Daemon>, vm: Arc<Vm>, client: Client) {
+    let mut caller = Caller::new(client);
+    let stop = daemon.stop.clone();
+    tokio::select! {
+        () = async {
+            match caller.request::<ExecSpec>(daemon.config.deadlines.first_frame).await {
+                Ok(spec) => serve(&daemon, &vm, Program::New(spec), None, false, &mut caller).await,
+                Err(error) => caller.fail(error).await,
+            }
+        } => {}
+        () = stop.cancelled() => {}
+    }
+}
+
+/// Serves `POST /v1/run`.
+pub async fn run(daemon: Arc<Daemon>, client: Client) {
+    let asked = Asked::now();
+    let mut caller = Caller::new(client);
+    let stop = daemon.stop.clone();
+    // Dropped at the end for any reason, which removes an ephemeral VM.
+    let mut guard: Option<VmGuard> = None;
+    tokio::select! {
+        () = async {
+            let within = daemon.config.deadlines.first_frame;
+            let request: RunRequest = match caller.request(within).await {
+                Ok(request) => request,
+                Err(error) => return caller.fail(error).await,
+            };
+            // A request without a program is refused once the VM exists.
+            let next = (!request.exec.argv.is_empty())
+                .then(|| Request::Exec(Box::new(request.exec.clone())));
+            let order = Order { ephemeral: !request.keep, next, ..Order::create(request.create) };
+            let mut born = match caller.while_there(create::create(&daemon, asked, order)).await {
+                Ok(Ok(born)) => born,
+                Ok(Err(error)) => return caller.fail(error).await,
+                Err(Gone) => return,
+            };
+            let vm = born.vm();
+            let (program, lasting) = match born.take_next() {
+                Some(Next { link, lasting }) => (Program::Asked(link), Some(lasting)),
+                None => (Program::New(request.exec), None),
+            };
+            if request.keep {
+                let _lives_on = born.keep();
+            } else {
+                guard = Some(born);
+            }
+            serve(&daemon, &vm, program, lasting, !request.keep, &mut caller).await;
+        } => {}
+        () = stop.cancelled() => {}
+    }
+    drop(guard);
+}
+
+/// Runs one program for the client. `lasting` is dropped with the program's first output or its
+/// end. With `last`, the VM is removed after the program.
+async fn serve(
+    daemon: &Daemon,
+    vm: &Vm,
+    program: Program,
+    lasting: Option<Lasting>,
+    last: bool,
+    caller: &mut Caller,
+) {
+    let started = match caller.while_there(start(daemon, vm, program)).await {
+        Ok(started) => started,
+        Err(Gone) => return,
+    };
+    let (agent, pid) = match started {
+        Ok(started) => started,
+        Err(error) => return caller.fail(error).await,
+    };
+    let reply = RunReply::Started { vm: Box::new(vm.shown()), pid };
+    if caller.reply(&reply).await.is_err() {
+        return;
+    }
+    let (mut from_agent, mut to_agent) = agent.into_split();
+    let early = caller.early.split();
+    let ended = tokio::select! {
+        ended = async {
+            // The relay reads the bytes, or meets the error.
+            let _ = from_agent.readable().await;
+            drop(lasting);
+            relay::outwards(&mut from_agent, &mut caller.write).await
+        } => ended,
+        () = async {
+            let _ = to_agent.write_all(&early).await;
+            relay::inwards(&mut caller.read, &mut to_agent).await;
+        } => return,
+    };
+    match ended {
+        Ok(Ended::Exit(exit, frame)) => {
+            warn_if_full(daemon, vm, &exit, caller).await;
+            if last {
+                // Before the client gets the exit, so that no later request finds the VM listed.
+                vm.update(|live| live.kill_asked = true);
+            }
+            let _ = caller.write.write_all(&frame).await;
+            let _ = caller.write.shutdown().await;
+        }
+        Ok(Ended::Closed) => caller.fail(explain(vm, PROGRAM).await).await,
+        Err(RelayError::Client(_)) => {}
+        Err(e) => caller.fail(ApiError::new(ErrorCode::Guest, e)).await,
+    }
+}
+
+/// Warns of a full root disk after a failed program, because the program's own message rarely names
+/// the disk.
+async fn warn_if_full(daemon: &Daemon, vm: &Vm, exit: &Exit, caller: &mut Caller) {
+    if exit.code != Some(0)
+        && let Ok(stat) = agent_link::stat(&vm.dir.vsock(), daemon.config.deadlines.stat).await
+        && let Some(warning) = inspect::disk_warning(&stat)
+    {
+        let text = format!("dayfly: {}: {warning}\n", vm.name);
+        let _ = write_frame(&mut caller.write, FrameKind::Stderr, text.as_bytes()).await;
+    }
+}

@@ -1,0 +1,64 @@
+//! Facts about a VM that stay the same from creation to removal, and its guest's identity.
+
+use dayfly_api::types;
+use dayfly_store::{Digest, ImageConfig, KernelRef};
+use dayfly_units::{Name, VmId};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// The immutable facts of a VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Facts {
+    /// The snapshot that the VM was cloned from, or that the VM it was forked from was cloned from.
+    pub snapshot: Option<Name>,
+    /// The digests of the RAM of snapshots in whose state its guest once was, the oldest first.
+    #[serde(default)]
+    pub ancestors: Vec<Digest>,
+    /// Its relation to forks.
+    #[serde(default)]
+    pub fork: ForkFacts,
+    /// Image of its root disk.
+    pub image: Name,
+    /// Its kernel.
+    pub kernel: KernelRef,
+    /// Number of vCPUs.
+    pub vcpus: u8,
+    /// RAM in bytes.
+    pub memory_bytes: u64,
+    /// Number of network devices.
+    #[serde(default)]
+    pub nets: u8,
+    /// When it was requested, in milliseconds since 1970.
+    pub created_unix_ms: u64,
+    /// The network that the client requested.
+    #[serde(default)]
+    pub network: types::NetworkRequest,
+    /// The image's entrypoint, command, environment, working directory and user.
+    #[serde(deserialize_with = "dayfly_units::image_config::known")]
+    pub config: ImageConfig,
+    /// Whether the VM is removed when the connection or the bake that created it ends.
+    pub ephemeral: bool,
+    /// Labels from the client, unchanged.
+    pub labels: BTreeMap<String, String>,
+}
+
+/// A VM's relation to forks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ForkFacts {
+    /// The VM it was forked from.
+    pub from: Option<VmId>,
+    /// The number of this clone within that fork, from 1.
+    pub number: u32,
+    /// The most clones of itself that its guest may have at one time.
+    #[serde(rename = "may")]
+    pub max_clones: u32,
+}
+
+/// The identity of a guest. The daemon gives it again after a snapshot, which unseals the agent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestIdentity {
+    /// Its hostname.
+    pub hostname: String,
+    /// Its machine-id.
+    pub machine_id: String,
+}

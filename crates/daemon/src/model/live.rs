@@ -1,0 +1,47 @@
+//! The state of a VM that changes during its life.
+
+use crate::model::disk::Disk;
+use crate::model::facts::GuestIdentity;
+use crate::model::state::Phase;
+use dayfly_api::types::{self, VmExit};
+use dayfly_host::process::ProcessId;
+use serde::{Deserialize, Serialize};
+
+/// The mutable state of a VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Live {
+    /// The VM's phase, changed by [`Phase::after`].
+    pub phase: Phase,
+    /// Why the VM ended; `None` while it lives.
+    pub exit: Option<VmExit>,
+    /// Whether its end was requested.
+    pub kill_asked: bool,
+    /// Microseconds from the request until the agent had its identity.
+    pub ready_us: Option<u64>,
+    /// Phases of its start, each with the microseconds since the request at which it ended.
+    pub timeline: Vec<(String, u64)>,
+    /// When it was requested, in microseconds of the host's `CLOCK_MONOTONIC`.
+    pub asked_us: Option<u64>,
+    /// The VMM's process; `None` before it starts and after it ended.
+    pub process: Option<ProcessId>,
+    /// The pager that fills its memory; `None` if all of it was there when the VM started, and in
+    /// records of earlier versions.
+    #[serde(default)]
+    pub pager: Option<ProcessId>,
+    /// The identity that the guest was given.
+    #[serde(rename = "who")]
+    pub identity: Option<GuestIdentity>,
+    /// Its address, ports and other network properties.
+    #[serde(default)]
+    pub network: Option<types::VmNetwork>,
+    /// Version of its agent; empty if the guest has none.
+    pub agent_version: String,
+    /// Disks in the order vda, vdb, ….
+    pub disks: Vec<Disk>,
+    /// Whether its VMM accepts read-only descriptors of the layers that it freezes, and closes the
+    /// writable ones. VMMs of an earlier version do not.
+    #[serde(default)]
+    pub read_only_layers: bool,
+    /// Why no snapshot can be taken of the VM, such as an unknown layer below its writable one.
+    pub no_snapshot: Option<String>,
+}

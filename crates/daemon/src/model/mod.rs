@@ -1,0 +1,9 @@
+//! A VM as plain data, and the decisions about it that need no I/O.
+
+pub mod disk;
+pub mod exit;
+pub mod facts;
+pub mod live;
+pub mod state;
+pub mod step;
+pub mod vm_slot;

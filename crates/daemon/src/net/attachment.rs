@@ -1,0 +1,160 @@
+//! The network attachment of one VM.
+
+use crate::base::error::{ApiError, Outcome, blocking};
+use crate::model::facts::Facts;
+use crate::net::error::NetError;
+use crate::net::lease::Lease;
+use crate::net::mac::{mac, mac_text};
+use crate::net::names::Registration;
+use crate::net::networks::Networks;
+use crate::net::publish::{Published, check};
+use dayfly_api::agent::NetworkIdentity;
+use dayfly_api::types::{NetworkRequest, VmNetwork};
+use dayfly_units::{Name, VmId};
+use dayfly_vmm::config::LinkConfig;
+use std::os::fd::OwnedFd;
+
+/// A VM's address and published ports, or nothing.
+#[derive(Debug, Default)]
+pub struct Attachment {
+    // Field order is drop order: ports first, because they lead to the address.
+    published: Option<Published>,
+    // The name before the address, because another VM may get the address afterwards.
+    named: Option<Registration>,
+    shown: Option<VmNetwork>,
+    lease: Option<Lease>,
+}
+
+impl Attachment {
+    /// Allocates what a VM with these facts needs. The result is empty if the VM has no network
+    /// device or asks for no network. On a host without a network it is also empty, unless the
+    /// request publishes ports or names a network.
+    ///
+    /// # Errors
+    /// The request is invalid or cannot be fulfilled.
+    pub async fn allocate(networks: &Networks, facts: &Facts) -> Outcome<Self> {
+        let asked = &facts.network;
+        check(&asked.publish)?;
+        check_name(asked)?;
+        if facts.nets == 0 || asked.none {
+            if let Some(port) = asked.publish.first() {
+                let why = if asked.none {
+                    "it is to have no network"
+                } else {
+                    "its snapshot has no network device: bake it again"
+                };
+                return Err(ApiError::invalid(format_args!(
+                    "publish {}:{}: {why}",
+                    port.host_port, port.guest_port
+                )));
+            }
+            if let Some(name) = asked.network.as_ref().filter(|_| asked.none) {
+                return Err(ApiError::invalid(format_args!(
+                    "network {name}: it is to have no network"
+                )));
+            }
+            return Ok(Self::default());
+        }
+        let lease = match networks.ready() {
+            Some(lease) => Ok(lease),
+            None => {
+                let networks = networks.clone();
+                blocking(move || Ok(networks.lease())).await?
+            }
+        };
+        let lease = match lease {
+            Ok(lease) => lease,
+            // The request does not require a network.
+            Err(NetError::None(_)) if asked.publish.is_empty() && asked.network.is_none() => {
+                return Ok(Self::default());
+            }
+            Err(e) => return Err(e.into()),
+        };
+        if asked.network.is_none() && !asked.closed {
+            return Self::with(lease, asked);
+        }
+        let special = asked.clone();
+        let lease = blocking(move || {
+            let mut lease = lease;
+            Ok(lease.admit(&special).map(|()| lease))
+        });
+        Self::with(lease.await??, asked)
+    }
+
+    /// An attachment with this address and the requested ports.
+    fn with(lease: Lease, asked: &NetworkRequest) -> Outcome<Self> {
+        let published =
+            if asked.publish.is_empty() { None } else { Some(Published::take(&asked.publish)?) };
+        let (address, mac) = (lease.address(), mac_text(mac(lease.address())));
+        let NetworkRequest { publish: published_ports, network, closed, .. } = asked.clone();
+        let shown = Some(VmNetwork { address, mac, network, closed, published: published_ports });
+        Ok(Self { published, named: None, shown, lease: Some(lease) })
+    }
+
+    #[cfg(test)]
+    pub(super) fn of(lease: Lease) -> Self {
+        Self { lease: Some(lease), ..Self::default() }
+    }
+
+    /// The attachment of a VM that an earlier daemon started.
+    pub fn adopt(networks: &Networks, had: Option<VmNetwork>, asked: &NetworkRequest) -> Self {
+        let Some(had) = had else { return Self::default() };
+        let lease = networks.adopt(had.address, asked);
+        let published = Published::take(&had.published);
+        if let Err(error) = &published {
+            tracing::error!(address = %had.address, "not published any more: {error}");
+        }
+        let mut attachment =
+            Self { published: published.ok(), named: None, shown: Some(had), lease };
+        attachment.connect();
+        attachment
+    }
+
+    /// Makes the VM resolvable by this name and id for the VMs of its network.
+    pub fn name(&mut self, id: VmId, name: &Name) {
+        self.named = self.lease.as_ref().map(|lease| lease.register(id, name));
+    }
+
+    /// The attachment as the API shows it.
+    #[must_use]
+    pub fn shown(&self) -> Option<VmNetwork> {
+        self.shown.clone()
+    }
+
+    /// The network part of the guest's identity.
+    #[must_use]
+    pub fn identity(&self) -> Option<NetworkIdentity> {
+        self.lease.as_ref().map(Lease::identity)
+    }
+
+    /// The configuration of the VMM's network device, and the tap's descriptor, as
+    /// [`Lease::link`].
+    pub fn link(&mut self, asked: &NetworkRequest) -> Option<(LinkConfig, Vec<OwnedFd>)> {
+        self.lease.as_mut().map(|lease| lease.link(asked))
+    }
+
+    /// Releases the published ports.
+    pub fn unpublish(&mut self) {
+        self.published = None;
+    }
+
+    /// Relays connections to the published ports from now on. Call it within a tokio runtime.
+    pub fn connect(&mut self) {
+        if let (Some(published), Some(shown)) = (&mut self.published, &self.shown) {
+            published.connect_to(shown.address);
+        }
+    }
+}
+
+/// Refuses network names that have another meaning in docker.
+fn check_name(asked: &NetworkRequest) -> Outcome<()> {
+    match asked.network.as_ref().map(Name::as_str) {
+        Some(taken @ ("default" | "none" | "host" | "bridge" | "container")) => {
+            Err(ApiError::invalid(format_args!(
+                "network {taken}: expected a name of your own; \
+                 without one a VM reaches the internet and no other VM"
+            )))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,47 @@
+//! Why a VM gets no network.
+
+use crate::base::error::ApiError;
+use crate::base::prefix::Prefix;
+use dayfly_api::types::ErrorCode;
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+
+/// Why a VM gets no network.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum NetError {
+    /// This daemon has no network for VMs; the reason.
+    #[error("network: this host has none for VMs: {0}")]
+    None(Arc<str>),
+    /// All addresses are in use.
+    #[error("network {prefix}: expected a free address, all {taken} are taken")]
+    Full {
+        /// The network's addresses.
+        prefix: Prefix,
+        /// Number of addresses in use.
+        taken: usize,
+    },
+    /// The packet filter's rules for the VM could not be set.
+    #[error("network: what the VM may reach: {0}")]
+    Rules(Arc<str>),
+    /// The host refused a tap.
+    #[error("network: a tap for {address}: {why}")]
+    Tap {
+        /// The tap's address.
+        address: Ipv4Addr,
+        /// Whether the tap exists already.
+        busy: bool,
+        /// The host's error.
+        why: Arc<str>,
+    },
+}
+
+impl From<NetError> for ApiError {
+    fn from(e: NetError) -> Self {
+        let code = match &e {
+            NetError::None(_) => ErrorCode::State,
+            NetError::Full { .. } => ErrorCode::Exhausted,
+            NetError::Tap { .. } | NetError::Rules(_) => ErrorCode::Internal,
+        };
+        Self::new(code, e)
+    }
+}

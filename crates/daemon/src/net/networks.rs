@@ -1,0 +1,156 @@
+//! The daemon's network of VMs, from which VMs lease their addresses.
+
+use crate::base::config::Config;
+use crate::net::error::NetError;
+use crate::net::lease::Lease;
+use crate::net::network::{LEAST_READY, Network, Returned, guest, tap_name};
+use dayfly_api::types::NetworkRequest;
+use dayfly_host::net::{Guest, VmNetns, VmNetnsSpec};
+use dayfly_units::error::chain;
+use dayfly_units::sync::lock;
+use std::net::Ipv4Addr;
+use std::sync::{Arc, Mutex};
+use tokio::sync::Notify;
+
+/// Maximum number of concurrent connections of one VM, those to its gateway excluded. The host
+/// tracks 65,536 to 262,144 connections for all VMs (nf_conntrack_max).
+const MOST_CONNECTIONS: u32 = 1024;
+
+/// The daemon's network, or the reason why there is none.
+#[derive(Debug, Clone)]
+pub struct Networks(Result<Arc<Network>, Arc<str>>);
+
+impl Networks {
+    /// No network, for this reason.
+    #[must_use]
+    pub fn none(why: &str) -> Self {
+        Self(Err(why.into()))
+    }
+
+    /// The configured network: that of an earlier daemon, or a new one. `recorded` are the
+    /// addresses and requests of the earlier daemon's VMs. Blocks.
+    #[must_use]
+    pub fn new(config: &Config, recorded: &[(Ipv4Addr, NetworkRequest)]) -> Self {
+        let Some(prefix) = config.network else {
+            return Self::none("the daemon was started with --network none");
+        };
+        let spec = VmNetnsSpec {
+            pin: config.netns(),
+            first: prefix.first,
+            bits: prefix.bits,
+            uplink: config.uplink(),
+            reach: config.reach.clone(),
+            most_connections: MOST_CONNECTIONS,
+        };
+        let ours = recorded.iter().filter(|(address, _)| prefix.index(*address).is_some());
+        let guests: Vec<Guest> = ours.map(|(address, asked)| guest(*address, asked)).collect();
+        let kept =
+            guests.iter().filter_map(|guest| prefix.index(guest.address)).map(tap_name).collect();
+        match VmNetns::open_or_create(&spec, &guests) {
+            Ok(vm_netns) => {
+                // Taps stay without a process: those that waited, and those of VMs that ended
+                // while no daemon ran.
+                if let Err(e) = vm_netns.remove_other_taps(&kept) {
+                    tracing::error!("removing taps of an earlier daemon: {}", chain(&e));
+                }
+                let (state, names, wanted) = (Mutex::default(), Arc::default(), Notify::new());
+                let (unclaimed, reach) = (Mutex::new(guests), config.reach.as_slice().into());
+                Self(Ok(Arc::new(Network {
+                    vm_netns,
+                    prefix,
+                    state,
+                    unclaimed,
+                    names,
+                    reach,
+                    wanted,
+                })))
+            }
+            Err(e) => Self::none(&chain(&e)),
+        }
+    }
+
+    pub(super) fn get(&self) -> Result<&Arc<Network>, NetError> {
+        self.0.as_ref().map_err(|why| NetError::None(why.clone()))
+    }
+
+    /// Why there is no network; `None` if there is one.
+    #[must_use]
+    pub fn missing(&self) -> Option<&str> {
+        self.0.as_ref().err().map(|why| &**why)
+    }
+
+    /// An address with a waiting tap, if there is one.
+    #[must_use]
+    pub fn ready(&self) -> Option<Lease> {
+        let network = self.0.as_ref().ok()?;
+        let mut state = lock(&network.state);
+        let (place, tap) = state.ready.pop_front()?;
+        if state.ready.len() < LEAST_READY / 2 {
+            network.wanted.notify_one();
+        }
+        drop(state);
+        Some(Lease::new(network, place, tap))
+    }
+
+    /// An address, with a new tap if none waits. Blocks.
+    ///
+    /// # Errors
+    /// [`NetError`].
+    pub fn lease(&self) -> Result<Lease, NetError> {
+        let network = self.get()?;
+        match self.ready() {
+            Some(lease) => Ok(lease),
+            None => network.make().map(|(place, tap)| Lease::new(network, place, tap)),
+        }
+    }
+
+    /// The address of a VM that an earlier daemon started, with the VM's request.
+    #[must_use]
+    pub fn adopt(&self, address: Ipv4Addr, asked: &NetworkRequest) -> Option<Lease> {
+        let network = self.0.as_ref().ok()?;
+        let place = network.prefix.index(address)?;
+        lock(&network.unclaimed).retain(|guest| guest.address != address);
+        lock(&network.state)
+            .taken
+            .insert(place)
+            .then(|| Lease::adopted(network, place, guest(address, asked)))
+    }
+
+    /// Takes back the addresses of an earlier daemon's VMs that were not adopted. Call it once all
+    /// live VMs are adopted.
+    pub fn adopted_all(&self) {
+        let Ok(network) = &self.0 else { return };
+        for guest in std::mem::take(&mut *lock(&network.unclaimed)) {
+            if let Some(place) = network.prefix.index(guest.address)
+                && lock(&network.state).taken.insert(place)
+            {
+                network.take_back(Returned { place, guest, tap: None });
+            }
+        }
+    }
+
+    /// Number of addresses that VMs have, and number of waiting taps.
+    #[must_use]
+    pub fn count(&self) -> (usize, usize) {
+        let Ok(network) = &self.0 else { return (0, 0) };
+        let state = lock(&network.state);
+        let unused = state.ready.len() + state.returned.len();
+        (state.taken.len() - unused, state.ready.len())
+    }
+
+    /// Removes all waiting taps, and the whole network if no VM has an address. Blocks.
+    pub fn end(&self) {
+        let Ok(network) = &self.0 else { return };
+        lock(&network.state).closed = true;
+        network.clean();
+        let mut state = lock(&network.state);
+        let ready = std::mem::take(&mut state.ready);
+        drop(state);
+        network.remove(&ready.iter().map(|(place, _)| *place).collect::<Vec<_>>());
+        drop(ready);
+        let unused = lock(&network.state).taken.is_empty();
+        if unused && let Err(e) = network.vm_netns.remove() {
+            tracing::error!("removing the network of VMs: {}", chain(&e));
+        }
+    }
+}

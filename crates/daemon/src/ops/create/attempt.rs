@@ -1,0 +1,339 @@
+//! The phases of creating a VM: source, memory, network, name, process, identity.
+
+use crate::base::error::{ApiError, Outcome, blocking};
+use crate::base::metrics::{self, CreatePhase};
+use crate::base::time::Asked;
+use crate::daemon::Daemon;
+use crate::model::facts::Facts;
+use crate::model::state::Event;
+use crate::model::step::{self, Step};
+use crate::net::Attachment;
+use crate::ops::create::guard::{Next, VmGuard};
+use crate::ops::create::last_lines::explain;
+use crate::ops::create::order::{Order, Origin};
+use crate::ops::create::start::start;
+use crate::vm::budget::Reservation;
+use crate::vm::{Vm, record};
+use crate::vmm::agent_link::{self, AgentLink, LinkError};
+use crate::vmm::link::Link;
+use crate::vmm::pool::{Pool, UnderWay, WarmVmm};
+use crate::vmm::source::{Opened, Purpose, Template};
+use crate::vmm::{guest_socket, identity};
+use dayfly_api::agent::{Ready, Request};
+use dayfly_api::types::{ErrorCode, ExitKind};
+use dayfly_units::text::escaped;
+use dayfly_units::{Name, VmName};
+use dayfly_vmm::config::Shape;
+use dayfly_vmm::control::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::net::UnixListener;
+use tokio::time::timeout;
+
+/// The longest version of an agent, in characters.
+const VERSION: usize = 64;
+
+/// Factor of a clone's start time for which the pool pauses while the clone's program starts,
+/// because the guest needs the CPU. An emulated host takes 25 ms for a clone and 100 ms for its
+/// program; one with KVM a twentieth of both.
+const PROGRAM: u32 = 4;
+/// The most time for which the pool pauses for a program.
+const PROGRAM_AT_MOST: Duration = Duration::from_millis(500);
+
+/// Creates and starts a VM. If it fails, or its future is dropped, nothing of the VM stays.
+///
+/// # Errors
+/// What is missing, damaged, taken or exhausted; or why the guest did not start, with the end of
+/// its console.
+pub async fn create(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome<VmGuard> {
+    match attempt(daemon, asked, order.clone(), true).await {
+        Err(Failed { error, was_dying: true }) => {
+            tracing::warn!("what was ready for a VM was dying, making another: {error}");
+            attempt(daemon, asked, order, false).await.map_err(|failed| failed.error)
+        }
+        result => result.map_err(|failed| failed.error),
+    }
+}
+
+/// Why an attempt failed, and whether another one may succeed because the pool's warm VMM or clone
+/// was dying.
+struct Failed {
+    error: ApiError,
+    was_dying: bool,
+}
+
+impl<E> From<E> for Failed
+where
+    ApiError: From<E>,
+{
+    fn from(e: E) -> Self {
+        Self { error: e.into(), was_dying: false }
+    }
+}
+
+async fn attempt(
+    daemon: &Arc<Daemon>,
+    asked: Asked,
+    mut order: Order,
+    from_pool: bool,
+) -> Result<VmGuard, Failed> {
+    let wanted = order.name.clone().map(Name::from);
+    let done = |step| step::done(step, wanted.as_ref());
+    let (purpose, next) = (order.purpose, order.next.take());
+    let reserved = reserve(daemon, asked, order, wanted.as_ref(), from_pool).await?;
+    let Reserved { under_way, vm, mut guard, opened, opened_us, warm } = reserved;
+    let mut under_way = Some(under_way);
+    let (began, how) = started_with(&opened, warm.as_ref());
+    let ready_made = warm.is_some();
+    let (mut vmm, ready) = match start(daemon, &vm, opened, warm, purpose).await {
+        Ok(started) => started,
+        Err(error) => return Err(not_started(&vm, guard, error, ready_made).await),
+    };
+    done(Step::Guest)?;
+    let running_us = asked.elapsed_us();
+    if !ready_made {
+        daemon.launcher.prepare(vm.node);
+    }
+    if vm.facts.fork.max_clones > 0 {
+        daemon.serve_self_forks(vm.clone(), guest_socket::listen(&vm)?);
+    }
+    let connected_us = AtomicU64::new(running_us);
+    vm.mark(how, running_us);
+    let alive = identify(daemon, &vm, asked, &mut vmm, ready, next.as_ref(), &connected_us);
+    let result = tokio::select! {
+        biased;
+        result = alive => result,
+        () = vm.wait_gone() => Err(ApiError::new(ErrorCode::Guest, "its VMM ended")),
+    };
+    let link = match result {
+        Ok(link) => link.filter(|_| next.is_some()),
+        Err(error) => return Err(explain(&vm, error).await.during(Step::Identity.text()).into()),
+    };
+    done(Step::Identity)?;
+    let ready_us = asked.elapsed_us();
+    let longest = Duration::from_micros(ready_us).saturating_mul(PROGRAM).min(PROGRAM_AT_MOST);
+    guard.next =
+        link.and_then(|link| Some(Next { link, lasting: under_way.take()?.lasting(longest) }));
+    vm.update(|live| {
+        live.ready_us = Some(ready_us);
+        live.timeline.push(("identity taken".into(), ready_us));
+    });
+    let phases = [
+        (CreatePhase::Open, opened_us),
+        (CreatePhase::Run, running_us),
+        (CreatePhase::Connect, connected_us.into_inner()),
+        (CreatePhase::Identity, ready_us),
+    ];
+    daemon.metrics.created(began, &phases);
+    if let Err(refused) = vm.step(Event::Ready) {
+        // The VM ended at this moment.
+        return Err(explain(&vm, refused.into()).await.into());
+    }
+    if !vm.facts.ephemeral {
+        record::note(&daemon.registry, &vm).await;
+    }
+    tracing::debug!(vm = %vm.id, name = %vm.name, ready_us, "created");
+    Ok(guard)
+}
+
+/// A VM whose source is open and whose memory, network, name and slot are reserved.
+struct Reserved {
+    under_way: UnderWay,
+    vm: Arc<Vm>,
+    guard: VmGuard,
+    opened: Opened,
+    opened_us: u64,
+    /// What the pool had for it.
+    warm: Option<WarmVmm>,
+}
+
+/// Opens the source of a VM, and reserves its memory, network and name.
+async fn reserve(
+    daemon: &Arc<Daemon>,
+    asked: Asked,
+    order: Order,
+    wanted: Option<&Name>,
+    from_pool: bool,
+) -> Result<Reserved, Failed> {
+    let done = |step| step::done(step, wanted);
+    let opened = open(daemon, order.origin).await?;
+    done(Step::Source)?;
+    let opened_us = asked.elapsed_us();
+    let under_way = daemon.pool.creation();
+    let facts = opened.facts(order.labels, order.ephemeral, order.forks, order.network);
+    let pooled = Pooled::of(&opened, from_pool && order.purpose == Purpose::User)?;
+    let memory = daemon
+        .budget
+        .reserve(facts.memory_bytes, pooled.node(&daemon.pool))
+        .map_err(Step::Memory.failed())?;
+    done(Step::Memory)?;
+    let attachment =
+        Attachment::allocate(&daemon.networks, &facts).await.map_err(Step::Network.failed())?;
+    done(Step::Network)?;
+    let warm = pooled.take(&daemon.pool, memory.node);
+    let (vm, warm) = name(daemon, order.name, facts, memory, warm)?;
+    let guard = VmGuard::new(daemon.clone(), vm.clone());
+    vm.attach(attachment);
+    vm.update(|live| {
+        live.disks = opened.disks();
+        live.asked_us = Some(asked.at_us());
+        live.timeline.push(("source verified and open".into(), opened_us));
+    });
+    Ok(Reserved { under_way, vm, guard, opened, opened_us, warm })
+}
+
+/// Opens and verifies what a VM starts from.
+async fn open(daemon: &Arc<Daemon>, origin: Origin) -> Outcome<Opened> {
+    Ok(match origin {
+        Origin::Template(open) => Opened::Snapshot(open),
+        Origin::Fork(fork_point, number) => Opened::Fork(fork_point, number),
+        Origin::Source(source) => match Opened::known(&daemon.templates, &source) {
+            Some(opened) => opened,
+            None => {
+                let shared = daemon.clone();
+                blocking(move || Opened::open(&shared.templates, source))
+                    .await
+                    .map_err(Step::Source.failed())?
+            }
+        },
+    })
+}
+
+/// What the pool may have for a VM; empty if the VM must not come from the pool.
+struct Pooled {
+    template: Option<Template>,
+    shape: Option<Shape>,
+}
+
+impl Pooled {
+    fn of(opened: &Opened, pooled: bool) -> Outcome<Self> {
+        let (template, shape) =
+            (opened.template()?.filter(|_| pooled), opened.shape()?.filter(|_| pooled));
+        Ok(Self { template, shape })
+    }
+
+    /// The node of what the pool has.
+    fn node(&self, pool: &Pool) -> Option<usize> {
+        match &self.template {
+            Some(template) => pool.node_of(template),
+            None => self.shape.and_then(|shape| pool.node_of_warm_vmm(shape)),
+        }
+    }
+
+    /// Takes what the pool has on this node.
+    fn take(self, pool: &Pool, node: usize) -> Option<WarmVmm> {
+        match self.template {
+            Some(template) => pool.take(&template, node),
+            None => self.shape.and_then(|shape| pool.take_warm_vmm(shape, node)),
+        }
+    }
+}
+
+/// Reserves name, id and slot. If the name is refused, what the pool gave goes back.
+fn name(
+    daemon: &Daemon,
+    wanted: Option<VmName>,
+    facts: Facts,
+    memory: Reservation,
+    warm: Option<WarmVmm>,
+) -> Outcome<(Arc<Vm>, Option<WarmVmm>)> {
+    let vm_slot = warm.as_ref().map(|warm| warm.vm_slot);
+    match daemon.registry.reserve(&daemon.config, wanted, facts, memory, vm_slot) {
+        Ok(vm) => Ok((vm, warm)),
+        Err(refused) => {
+            if let Some(warm) = warm {
+                daemon.pool.give_back(warm);
+            }
+            Err(Step::Name.failed()(refused))
+        }
+    }
+}
+
+/// What a VM is started with, for the metrics and for its timeline.
+fn started_with(opened: &Opened, warm: Option<&WarmVmm>) -> (metrics::Start, &'static str) {
+    match warm {
+        Some(warm) if warm.has_guest() => (metrics::Start::Clone, "vmm runs: the clone was ready"),
+        Some(_) => (metrics::Start::WarmVmm, "vmm runs: a warm VMM was ready"),
+        None if matches!(opened, Opened::Boot { .. }) => (metrics::Start::Boot, "vmm runs"),
+        None => (metrics::Start::Nothing, "vmm runs"),
+    }
+}
+
+/// The error of a VM that did not start. If what the pool gave was dying, the VM is removed before
+/// this returns, because another attempt needs its name.
+async fn not_started(vm: &Arc<Vm>, guard: VmGuard, error: ApiError, ready_made: bool) -> Failed {
+    let step =
+        if vm.process().is_none() && vm.live().exit.is_none() { Step::Vmm } else { Step::Guest };
+    let error = explain(vm, error).await.during(step.text());
+    let lost = vm.live().exit.is_some_and(|exit| exit.reason == ExitKind::Lost);
+    if !(ready_made && lost) {
+        return error.into();
+    }
+    match guard.end().await {
+        Ok(()) => Failed { error, was_dying: true },
+        Err(e) => e.into(),
+    }
+}
+
+/// Waits until the guest is ready, gives it its identity and connects its network. Stores in
+/// `connected_us` when the agent accepted a connection.
+async fn identify(
+    daemon: &Daemon,
+    vm: &Vm,
+    asked: Asked,
+    vmm: &mut Link,
+    ready: Option<UnixListener>,
+    next: Option<&Request>,
+    connected_us: &AtomicU64,
+) -> Outcome<Option<AgentLink>> {
+    if let Some(listener) = ready {
+        let ready = booted(daemon, listener).await?;
+        vm.mark("agent ready", asked.elapsed_us());
+        // Escaped, because the version is shown and written to every snapshot.
+        let version = escaped(&ready.version, VERSION).to_string();
+        vm.update(|live| live.agent_version = version);
+    }
+    if !vm.has_agent() {
+        // A guest without an agent is ready once it runs.
+        connect_network(daemon, vm, vmm).await?;
+        return Ok(None);
+    }
+    let link = identity::give(daemon.config.deadlines.agent, vm, next, || {
+        let us = asked.elapsed_us();
+        connected_us.store(us, Ordering::Relaxed);
+        vm.mark("agent connected", us);
+    })
+    .await?;
+    connect_network(daemon, vm, vmm).await?;
+    Ok(Some(link))
+}
+
+/// Connects the guest to the network, now that it has its identity. Before, its packets are
+/// dropped.
+async fn connect_network(daemon: &Daemon, vm: &Vm, vmm: &mut Link) -> Outcome<()> {
+    let Some((link, tap)) = vm.attachment(|attachment| attachment.link(&vm.facts.network)) else {
+        // The guest has no network: its packets are dropped, as before.
+        return Ok(());
+    };
+    vmm.ask(&Command::Connect(link), &tap)?;
+    // From here on only the VMM has the tap.
+    drop(tap);
+    vmm.done(daemon.config.deadlines.control).await?;
+    vm.attachment(Attachment::connect);
+    Ok(())
+}
+
+/// Waits for the report of the agent after a cold boot.
+async fn booted(daemon: &Daemon, listener: UnixListener) -> Outcome<Ready> {
+    let within = daemon.config.deadlines.boot;
+    let ready = async {
+        let io = |source| LinkError::Io { doing: "reporting ready", source };
+        let (mut stream, _) = listener.accept().await.map_err(io)?;
+        agent_link::read_ready(&mut stream).await
+    };
+    match timeout(within, ready).await {
+        Ok(ready) => Ok(ready?),
+        Err(_) => Err(LinkError::Timeout { doing: "booting", waited: within }.into()),
+    }
+}

@@ -1,0 +1,41 @@
+//! Creates a VM: from a request to a VM whose agent has its identity.
+//!
+//! ```text
+//!  Order ─▶ source verified, open, pinned ─▶ id, name, slot reserved ─▶ VMM started
+//!            ─▶ (boot: Ready) ─▶ Identity ─▶ VmGuard
+//! ```
+//!
+//! Dropping a [`VmGuard`] removes its VM, because the caller that waits for it may be cancelled at
+//! any moment.
+
+mod attempt;
+mod guard;
+#[cfg(test)]
+mod harness;
+mod last_lines;
+mod order;
+mod start;
+
+pub use attempt::create;
+pub use guard::{Next, VmGuard};
+pub use order::{Order, Origin};
+
+#[cfg(test)]
+#[path = "create_tests.rs"]
+mod failing;
+
+#[cfg(test)]
+#[path = "fork_tests.rs"]
+mod forking;
+
+#[cfg(test)]
+#[path = "garbage_tests.rs"]
+mod garbage;
+
+#[cfg(test)]
+#[path = "hostile_tests.rs"]
+mod hostile;
+
+#[cfg(test)]
+#[path = "takeover_tests.rs"]
+mod taken_over;

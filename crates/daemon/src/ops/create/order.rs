@@ -1,0 +1,60 @@
+//! What a VM is created from, and with which properties.
+
+use crate::templates::fork_point::ForkPoint;
+use crate::templates::open::OpenTemplate;
+use crate::vmm::source::Purpose;
+use dayfly_api::agent::Request;
+use dayfly_api::types::{CreateRequest, NetworkRequest, Source};
+use dayfly_units::VmName;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The order for a VM.
+#[derive(Debug, Clone)]
+pub struct Order {
+    /// What the VM starts from.
+    pub origin: Origin,
+    /// Its name; `None`: its id.
+    pub name: Option<VmName>,
+    /// Labels from the client, unchanged.
+    pub labels: BTreeMap<String, String>,
+    /// Whether it is removed when the connection or the bake that ordered it ends.
+    pub ephemeral: bool,
+    /// The most clones of itself that its guest may have at one time.
+    pub forks: u32,
+    /// Whether a client uses it, the pool, or a recording.
+    pub purpose: Purpose,
+    /// Its network; `None`: as its fork point has it, or the default.
+    pub network: Option<NetworkRequest>,
+    /// A request to the agent, sent together with the identity.
+    /// [`VmGuard::take_next`](super::VmGuard::take_next) returns the link for its reply.
+    pub next: Option<Request>,
+}
+
+/// What a VM starts from.
+#[derive(Debug, Clone)]
+pub enum Origin {
+    /// A source that is looked up by its name.
+    Source(Source),
+    /// An open snapshot, which need not be in the store yet.
+    Template(Arc<OpenTemplate>),
+    /// A fork point, and the number of this clone, from 1.
+    Fork(Arc<ForkPoint>, u32),
+}
+
+impl Order {
+    /// The order for a `create` request.
+    #[must_use]
+    pub fn create(request: CreateRequest) -> Self {
+        Self {
+            origin: Origin::Source(request.source),
+            name: request.name,
+            labels: request.labels,
+            forks: request.forks,
+            ephemeral: false,
+            purpose: Purpose::User,
+            network: Some(request.network),
+            next: None,
+        }
+    }
+}

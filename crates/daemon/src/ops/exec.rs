@@ -1,0 +1,209 @@
+//! Programs in a guest: starting one, and running one to its end.
+
+use crate::base::error::{ApiError, Outcome};
+use crate::base::progress::ProgressSender;
+use crate::daemon::Daemon;
+use crate::vm::Vm;
+use crate::vmm::agent_link::{self, AgentLink, LinkError, read_frame};
+use dayfly_api::agent::{ExecSpec, Exit, Frame, FrameKind, Reply, Request};
+use dayfly_api::types::{ErrorCode, Progress};
+use dayfly_units::Name;
+use std::path::Path;
+use std::time::Duration;
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+
+/// Silence of a program after which the agent is asked whether it still answers.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// Time to wait for the end of the VM after its agent's connection ended without `Exit`, because
+/// the VM's exit reason explains it.
+const EXPLANATION: Duration = Duration::from_millis(1500);
+
+/// A program in a guest.
+#[derive(Debug)]
+pub enum Program {
+    /// A program to be requested.
+    New(ExecSpec),
+    /// A program requested together with the guest's identity, with the link for the reply.
+    Asked(AgentLink),
+}
+
+/// Starts a program. Returns its connection and its process id in the guest.
+///
+/// # Errors
+/// The agent's error, or that of [`explain`] if the VM ended.
+pub async fn start(daemon: &Daemon, vm: &Vm, program: Program) -> Outcome<(UnixStream, u32)> {
+    let doing = "starting a program";
+    if matches!(&program, Program::New(spec) if spec.argv.is_empty()) {
+        return Err(ApiError::invalid("exec: argv: expected a program, got nothing"));
+    }
+    vm.phase().serves("run a program in")?;
+    let work = async {
+        let mut link = match program {
+            Program::Asked(link) => link,
+            Program::New(spec) => {
+                let mut link =
+                    AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
+                link.send(&Request::Exec(Box::new(spec)), doing).await?;
+                link
+            }
+        };
+        match link.reply(doing).await? {
+            Reply::Started { pid } => Ok((link.into_stream(), pid)),
+            reply => {
+                Err(LinkError::Unexpected { doing, expected: "Started", got: format!("{reply:?}") })
+            }
+        }
+    };
+    let result = tokio::select! {
+        biased;
+        result = work => result,
+        () = vm.wait_gone() => return Err(explain(vm, PROGRAM).await),
+    };
+    match result {
+        Ok(started) => Ok(started),
+        Err(LinkError::Refused(failure)) => Err(ApiError::from_exec(&failure)),
+        // The daemon sees the guest's end before the VMM has written its exit record.
+        Err(e @ (LinkError::Io { .. } | LinkError::Unexpected { .. })) => {
+            match timeout(EXPLANATION, vm.wait_gone()).await {
+                Ok(()) => Err(explain(vm, PROGRAM).await),
+                Err(_) => Err(e.into()),
+            }
+        }
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// What an agent owes when it runs a program, for [`explain`].
+pub const PROGRAM: &str = "the program ended";
+
+/// The error for a connection of a guest that ended before what was `due`.
+pub async fn explain(vm: &Vm, due: &'static str) -> ApiError {
+    let _ = timeout(EXPLANATION, vm.wait_gone()).await;
+    match vm.live().exit {
+        Some(exit) => ApiError::new(
+            ErrorCode::Guest,
+            format_args!("VM {} ended ({:?}): {}", vm.name, exit.reason, exit.message),
+        ),
+        None => ApiError::new(
+            ErrorCode::Guest,
+            format_args!("VM {}: its agent closed the connection before {due}", vm.name),
+        ),
+    }
+}
+
+/// Checks that an agent still answers while a program is silent.
+struct Pulse<'a> {
+    vm: &'a Name,
+    socket: &'a Path,
+    silence: Duration,
+    within: Duration,
+}
+
+impl Pulse<'_> {
+    /// Waits for `next`, a message of the agent. A program may be silent for any time. If the agent
+    /// does not answer two `Stat` requests in a row, its kernel has hung, and only this check ends
+    /// the wait.
+    async fn wait<T>(&self, next: impl Future<Output = T>) -> Outcome<T> {
+        let mut next = std::pin::pin!(next);
+        let mut silent = false;
+        loop {
+            if let Ok(got) = timeout(self.silence, &mut next).await {
+                return Ok(got);
+            }
+            match agent_link::stat(self.socket, self.within).await {
+                Ok(_) => silent = false,
+                Err(_) if !silent => silent = true,
+                Err(e) => {
+                    let text = format_args!(
+                        "VM {}: its agent answers no more, as a program runs: {e}",
+                        self.vm
+                    );
+                    return Err(ApiError::new(ErrorCode::Timeout, text));
+                }
+            }
+        }
+    }
+}
+
+/// Runs a program to its end and sends its output as progress. Returns how it ended and the end of
+/// its standard error.
+///
+/// # Errors
+/// As [`start`]; or the connection ended before the program.
+pub async fn to_its_end(
+    daemon: &Daemon,
+    vm: &Vm,
+    spec: ExecSpec,
+    progress: &ProgressSender,
+) -> Outcome<(Exit, Vec<u8>)> {
+    const TAIL_BYTES: usize = 4 << 10;
+    let doing = "running a program";
+    let (mut agent, _) = start(daemon, vm, Program::New(spec)).await?;
+    let (socket, within) = (vm.dir.vsock(), daemon.config.deadlines.agent);
+    let pulse = Pulse { vm: &vm.name, socket: &socket, silence: SILENCE, within };
+    let mut tail = Vec::new();
+    let say = |bytes: &[u8]| {
+        progress.send(Progress::Output { text: String::from_utf8_lossy(bytes).into_owned() })
+    };
+    loop {
+        match pulse.wait(read_frame(&mut agent, doing)).await? {
+            Ok(Some(Frame { kind: FrameKind::Stdout, body })) => say(&body).await,
+            Ok(Some(Frame { kind: FrameKind::Stderr, body })) => {
+                tail.extend_from_slice(&body);
+                tail.drain(..tail.len().saturating_sub(TAIL_BYTES));
+                say(&body).await;
+            }
+            Ok(Some(Frame { kind: FrameKind::Exit, body })) => {
+                let exit = serde_json::from_slice(&body).map_err(|e| {
+                    ApiError::new(
+                        ErrorCode::Guest,
+                        format_args!("the Exit frame of the guest's agent: {e}"),
+                    )
+                })?;
+                return Ok((exit, tail));
+            }
+            Ok(Some(Frame { kind, .. })) => {
+                return Err(ApiError::new(
+                    ErrorCode::Guest,
+                    format_args!("the guest's agent, while {doing}: got {kind:?}"),
+                ));
+            }
+            Ok(None) | Err(LinkError::Io { .. }) => return Err(explain(vm, PROGRAM).await),
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::net::UnixListener;
+    use tokio::sync::oneshot;
+
+    #[tokio::test]
+    async fn an_agent_that_answers_no_more_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("agent");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let vm = "quiet".parse().unwrap();
+        let (silence, within) = (Duration::from_millis(5), Duration::from_millis(50));
+        let pulse = Pulse { vm: &vm, socket: &socket, silence, within };
+        assert_eq!(pulse.wait(std::future::ready(7)).await.unwrap(), 7);
+
+        // One missing answer does not end the wait.
+        let (say, said) = oneshot::channel();
+        let agent = async {
+            drop(listener.accept().await.unwrap());
+            say.send(8).unwrap();
+        };
+        let (got, ()) = tokio::join!(pulse.wait(said), agent);
+        assert_eq!(got.unwrap(), Ok(8));
+
+        // This agent accepts connections, but does not answer.
+        let error = pulse.wait(std::future::pending::<()>()).await.unwrap_err();
+        assert_eq!(error.0.code, ErrorCode::Timeout);
+        assert!(error.to_string().contains("quiet"), "{error}");
+    }
+}

@@ -1,0 +1,347 @@
+//! Fork: clones of a running VM, which goes on (Kaleidoscope, section 3.1).
+//!
+//! ```text
+//! Running ─▶ Precopy ─Fork▶ pause, copy the last pages, freeze the disks, go on ─Thaw▶ Running
+//!                                                   ╰─▶ ForkPoint ─▶ clones ─▶ an identity each
+//! ```
+//!
+//! The pages that the VM has written since it was created are copied to a memory file while it
+//! runs. It is paused to copy the last of them, as for a snapshot ([`crate::ops::snapshot`]). Its
+//! clones map this file over the VM's own backing. Nothing is hashed, stored or synced, and all
+//! clones of a fork point share the file. The guest is not sealed, because only this daemon can
+//! reach a clone before it has its identity.
+//!
+//! The section from `Fork` to `Thaw` runs to its end even if the client goes away.
+
+use crate::base::error::{ApiError, Outcome, blocking};
+use crate::base::time::Asked;
+use crate::daemon::Daemon;
+use crate::model::disk::Disk;
+use crate::model::facts::{Facts, ForkFacts};
+use crate::model::state::Event;
+use crate::model::step::Step;
+use crate::ops::create::{Order, Origin, create};
+use crate::ops::save::{allowed, answered, arrived, freeze_disks, precopy};
+use crate::ops::{flatten, immutable, pending, publish};
+use crate::templates::fork_point::{ForkPoint, ForkPointDisk};
+use crate::templates::memory_backing::{MemoryBacking, Ram};
+use crate::templates::shared::Shared;
+use crate::vm::{Vm, record};
+use crate::vmm::source::Purpose;
+use crate::vmm::{agent_link, control_link};
+use dayfly_api::types::{ErrorCode, ForkRequest, Forked};
+use dayfly_store::{ChainLayer, Freezing, Pin, ReplacedLayer, seal_content};
+use dayfly_units::{PAGE_SIZE, error::chain};
+use dayfly_vmm::control::{Command, Frozen};
+use dayfly_vmm::memory::{backing, live};
+use futures::future::try_join_all;
+use rustix::fs::{MemfdFlags, SealFlags};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+/// The most clones of one fork.
+const MOST: u32 = 4096;
+
+/// Creates a memfd of `bytes` zero bytes. If `bytes` is not 0, its length is sealed.
+fn memory(name: &str, bytes: u64) -> io::Result<File> {
+    let file = File::from(rustix::fs::memfd_create(
+        name,
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+    )?);
+    if bytes > 0 {
+        file.set_len(bytes)?;
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
+    }
+    Ok(file)
+}
+
+fn files(e: io::Error) -> ApiError {
+    ApiError::internal(format_args!("files for a fork: {e}"))
+}
+
+/// Starts clones of a running VM: all of them or none.
+///
+/// # Errors
+/// The VM does not run, the clones do not fit, or a step failed; if possible, the VM goes on.
+pub async fn fork(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    request: ForkRequest,
+    asked: Asked,
+) -> Outcome<Forked> {
+    let ForkRequest { count, name, labels, forks, template } = request;
+    let least = u32::from(template.is_none());
+    if !(least..=MOST).contains(&count) {
+        return Err(ApiError::invalid(format_args!(
+            "count: expected {least} to {MOST}, got {count}"
+        )));
+    }
+    if count > 1 && name.is_some() {
+        return Err(ApiError::invalid("name: expected none where there is more than one clone"));
+    }
+    // Forks take turns, because each freezes the layers that the one before put on top.
+    let one = vm.snapshots.clone().lock_owned().await;
+    allowed(vm)?;
+    if let Some(template) = &template {
+        publish::free(daemon, template).await?;
+    }
+    // A fork whose clones do not fit is refused before the VM is paused. Each clone reserves its
+    // memory later.
+    let fit = (0..count)
+        .map(|_| daemon.budget.reserve(vm.facts.memory_bytes, None))
+        .collect::<Result<Vec<_>, _>>();
+    drop(fit.map_err(Step::Memory.failed())?);
+    let (work, same) = (daemon.clone(), vm.clone());
+    let section = daemon.undo.spawn(async move { freeze(&work, &same).await });
+    let fork_point = section
+        .await
+        .map_err(|e| ApiError::internal(format_args!("forking VM {}: {e}", vm.name)))??;
+    let (fork_point, frozen_us) = (Arc::new(fork_point), asked.elapsed_us());
+    daemon.pool.expect_shape(fork_point.shape());
+    let template = match template {
+        Some(name) => Some(pending::begin(daemon, &fork_point, name).await?),
+        None => None,
+    };
+    let order = Order {
+        origin: Origin::Fork(fork_point.clone(), 1),
+        name,
+        labels,
+        forks,
+        ephemeral: false,
+        purpose: Purpose::User,
+        network: None,
+        next: None,
+    };
+    // A task for each clone, so that all CPUs start clones. If one fails, the others are dropped,
+    // which removes their VMs.
+    let creations = (1..=count).map(|number| {
+        let daemon = daemon.clone();
+        let order = Order { origin: Origin::Fork(fork_point.clone(), number), ..order.clone() };
+        let task = tokio::spawn(async move { create(&daemon, asked, order).await });
+        let task = tokio_util::task::AbortOnDropHandle::new(task);
+        async {
+            task.await
+                .unwrap_or_else(|e| Err(ApiError::internal(format_args!("a creation ended: {e}"))))
+        }
+    });
+    let guards = tokio::select! {
+        guards = try_join_all(creations) => guards?,
+        () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
+    };
+    if let Some(template) = template {
+        template.keep();
+    }
+    // Only the next fork waits for the merge, through the lock `one`, so frozen layers stay few.
+    let (work, same) = (daemon.clone(), vm.clone());
+    daemon.undo.spawn(async move {
+        flatten::merge_frozen(&work, &same).await;
+        drop(one);
+    });
+    let items = guards.into_iter().map(|guard| guard.keep().shown()).collect();
+    let Frozen { paused_us, pages } = fork_point.frozen;
+    Ok(Forked { paused_us, pages, frozen_us, items })
+}
+
+/// Whether it suffices to copy the pages that the VM has written. After several generations of
+/// forks the backing may need more files than a VMM accepts.
+fn fits_over(backing: &MemoryBacking) -> bool {
+    let (rows, files) =
+        backing.shared().map_or((0, 0), |shared| (shared.rows(), shared.files.len()));
+    // A row can split a row that it is laid over in two.
+    rows + 2 * live::MOST_FORK_ROWS <= backing::MAX_ROWS && files < backing::MAX_FILES
+}
+
+/// Makes a fork point of a VM, which goes on.
+async fn freeze(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<ForkPoint> {
+    let backing = vm.backing().filter(fits_over);
+    if backing.is_none() {
+        // All RAM is copied, so it must be complete.
+        arrived(daemon, vm, None).await?;
+    }
+    vm.phase().after(Event::Fork)?;
+    let has_agent = vm.has_agent();
+    let (socket, within) = (vm.dir.vsock(), daemon.config.deadlines.agent);
+    if has_agent {
+        agent_link::fork(&socket, within).await?;
+    }
+    let written = freeze_notified(daemon, vm, backing.is_some()).await;
+    if has_agent {
+        // Clones do not wait for this.
+        let vm = vm.clone();
+        daemon.undo.spawn(async move {
+            if let Err(e) = agent_link::forked(&socket, within).await {
+                // The agent's fork state ends with the next fork or the next identity.
+                tracing::warn!(vm = %vm.id, "{e}");
+            }
+        });
+    }
+    fork_point(vm, daemon, backing, written?).await
+}
+
+/// The pausing part of a fork, after the agent was informed. With `own`, only pages that differ
+/// from the backing are copied.
+pub(crate) async fn freeze_notified(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    own: bool,
+) -> Outcome<Written> {
+    // Prepared before the precopy, because time between the last round of copying and the pause
+    // adds pages to be copied then.
+    let target = target(daemon, vm).await?;
+    precopy(daemon, vm, Command::Precopy { own }, &target.ram).await?;
+    let _turn = vm.turn.lock().await;
+    if let Err(e) = vm.step(Event::Fork) {
+        // Ends the VMM's log of written pages. The VM still runs, or has ended.
+        let within = daemon.config.deadlines.control;
+        let _ = control_link::command(&vm.dir.control(), Command::Precopy { own }, within).await;
+        return Err(e.into());
+    }
+    record::note(&daemon.registry, vm).await;
+    let written = stand_still(daemon, vm, target).await;
+    vm.step(Event::Thaw)?;
+    record::note(&daemon.registry, vm).await;
+    written
+}
+
+/// The files that a VMM wrote for a fork.
+pub(crate) struct Written {
+    state: File,
+    ram: File,
+    /// The list of rows, which say where the pages of `ram` belong.
+    list: File,
+    frozen: Frozen,
+    /// Keeps the VM's image and layers until the fork point has its pin, even if the VM ends.
+    pin: Option<Pin>,
+}
+
+/// The files that a VMM will write for a fork.
+struct Target {
+    state: File,
+    ram: File,
+    list: File,
+    /// The descriptors of [`Command::Fork`], in its order.
+    fds: Vec<OwnedFd>,
+    /// The VM's disks after the fork.
+    disks: Vec<Disk>,
+    freezing: Freezing,
+}
+
+async fn target(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Target> {
+    let (same, store) = (vm.clone(), daemon.templates.store().clone());
+    blocking(move || {
+        let ram = memory("ram", same.facts.memory_bytes).map_err(files)?;
+        let (state, list) =
+            (memory("state", 0).map_err(files)?, memory("pages", 0).map_err(files)?);
+        let mut fds: Vec<OwnedFd> = Vec::new();
+        for file in [&state, &ram, &list] {
+            fds.push(file.try_clone().map_err(files)?.into());
+        }
+        let live = same.live();
+        let (mut disks, mut freezing) = (live.disks, store.freezing());
+        let read_only = live.read_only_layers;
+        freeze_disks(&mut disks, &mut fds, read_only, |layer| freezing.freeze(layer))?;
+        Ok(Target { state, ram, list, fds, disks, freezing })
+    })
+    .await
+}
+
+async fn stand_still(daemon: &Arc<Daemon>, vm: &Arc<Vm>, target: Target) -> Outcome<Written> {
+    let Target { state, ram, list, fds, disks, freezing } = target;
+    let within = daemon.config.deadlines.save;
+    let pin = vm.pinned();
+    let answer = control_link::with_fds(&vm.dir.control(), Command::Fork, fds, within).await;
+    let frozen = answered(vm, answer, disks, |_| freezing.keep())?;
+    let frozen =
+        frozen.ok_or_else(|| ApiError::internal("the VMM, for a fork: expected Frozen, got Ok"))?;
+    Ok(Written { state, ram, list, frozen, pin })
+}
+
+/// Makes the fork point from the files that the VMM wrote.
+pub(crate) async fn fork_point(
+    vm: &Arc<Vm>,
+    daemon: &Arc<Daemon>,
+    backing: Option<MemoryBacking>,
+    written: Written,
+) -> Outcome<ForkPoint> {
+    let (same, shared) = (vm.clone(), daemon.clone());
+    let made = blocking(move || {
+        let (vm, daemon) = (same, shared);
+        let Written { state, ram, list, frozen, pin: before } = written;
+        for (file, what) in [(&state, "state"), (&ram, "memory"), (&list, "list of pages")] {
+            // Sealing fails if a VMM could still write to the file.
+            seal_content(file)
+                .map_err(|e| ApiError::internal(format_args!("a fork: sealing its {what}: {e}")))?;
+        }
+        let rows = backing::decode(&list).map_err(|e| ApiError::internal(chain(&e)))?;
+        let pages = vm.facts.memory_bytes / PAGE_SIZE;
+        backing::check(&rows, pages, &[pages]).map_err(|e| ApiError::internal(chain(&e)))?;
+        let ram = match backing {
+            None if rows.is_empty() => {
+                Ram { memory: ram, shared: None, pager: None, working_set: None }
+            }
+            None => {
+                return Err(ApiError::internal(
+                    "a fork: expected that all was copied, got a list of pages",
+                ));
+            }
+            Some(backing) => {
+                let shared = Shared::over(backing.shared(), &rows, &ram).map_err(files)?;
+                let shared = shared.ok_or_else(|| {
+                    ApiError::internal("a fork: more rows of pages than a VMM takes")
+                })?;
+                let working_set =
+                    backing.working_set().map(File::try_clone).transpose().map_err(files)?;
+                let memory = backing.memory().try_clone().map_err(files)?;
+                Ram { memory, shared: Some(shared), pager: backing.wanted().cloned(), working_set }
+            }
+        };
+        let live = vm.live();
+        let disks: Vec<Disk> = live.disks.into_iter().map(Disk::for_clone).collect();
+        let pin = daemon.templates.pin(&vm.name, &disks)?;
+        drop(before);
+        let mut replaced = Vec::new();
+        let disks = disks.into_iter().map(|disk| open(&daemon, disk, &mut replaced));
+        let disks = disks.collect::<Outcome<_>>()?;
+        let fork = ForkFacts { from: Some(vm.id), ..ForkFacts::default() };
+        let facts = Facts { fork, ..vm.facts.clone() };
+        let agent_version = live.agent_version;
+        let ram = Arc::new(ram);
+        Ok((ForkPoint { ram, state, disks, facts, agent_version, pin, frozen }, replaced))
+    });
+    let (fork_point, replaced) = made.await?;
+    immutable::replaced_layers(daemon, vm, replaced).await;
+    Ok(fork_point)
+}
+
+/// Opens a disk of a fork point. Adds to `replaced` the layers that had to be copied.
+fn open(daemon: &Daemon, disk: Disk, replaced: &mut Vec<ReplacedLayer>) -> Outcome<ForkPointDisk> {
+    let store = daemon.templates.store();
+    let base = store.image(&disk.image.name)?;
+    if base.reference() != disk.image {
+        return Err(ApiError::new(
+            ErrorCode::Damaged,
+            format_args!(
+                "image {}: expected {}, got {}",
+                disk.image.name,
+                disk.image.digest,
+                base.reference().digest
+            ),
+        ));
+    }
+    let layer = |layer: &ChainLayer| match layer {
+        ChainLayer::Frozen(layer) | ChainLayer::Shared(layer) => {
+            let open = store.open_frozen_layer(layer)?;
+            replaced.extend(open.replaced);
+            Ok::<_, ApiError>((open.data, open.map))
+        }
+        ChainLayer::Stored(layer) => {
+            let open = store.open_layers(std::slice::from_ref(layer), "a fork")?.pop();
+            let open = open.ok_or_else(|| ApiError::internal("a layer that was opened"))?;
+            Ok((open.data, open.map))
+        }
+    };
+    let layers = disk.layers.iter().map(layer).collect::<Outcome<_>>()?;
+    Ok(ForkPointDisk { base: base.disk, layers, disk })
+}

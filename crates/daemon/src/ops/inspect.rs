@@ -1,0 +1,135 @@
+//! Measures a VM: its memory and disk on the host, and the use of its guest's root disk.
+
+use crate::base::error::{ApiError, blocking};
+use crate::daemon::Daemon;
+use crate::model::state::Phase;
+use crate::vm::Vm;
+use crate::vmm::{agent_link, control_link};
+use dayfly_api::agent::Stat;
+use dayfly_api::types::{GuestStat, VmDetails};
+use dayfly_host::memory::{self, Memory};
+use dayfly_units::Bytes;
+use dayfly_units::text::{SHORT, escaped};
+use dayfly_vmm::control::{Answer, Command};
+use std::sync::Arc;
+
+/// Bytes left below which a root disk counts as full.
+const FULL_BYTES: u64 = 4 << 20;
+/// Divisor of a root disk's size: with less than a hundredth left, the disk counts as full.
+const FULL_SHARE: u64 = 100;
+
+/// Whether the root disk has less than 1 % or 4 MiB left, or no more files can be made.
+#[must_use]
+pub fn disk_full(stat: &Stat) -> bool {
+    let left = stat.disk_available_bytes;
+    // A root without a limit (a tmpfs) reports a size of 0.
+    stat.disk_total_bytes > 0
+        && (left < FULL_BYTES
+            || left < stat.disk_total_bytes / FULL_SHARE
+            || stat.disk_available_files == 0)
+}
+
+/// The warning for the owner of a guest whose root disk is full.
+#[must_use]
+pub fn disk_warning(stat: &Stat) -> Option<String> {
+    disk_full(stat).then(|| {
+        let (left, total) = (Bytes(stat.disk_available_bytes), Bytes(stat.disk_total_bytes));
+        format!(
+            "root disk is full: {left} of {total} and {} files are left",
+            stat.disk_available_files
+        )
+    })
+}
+
+/// Measures a VM. Figures that are not available within
+/// [`stat`](crate::base::config::Deadlines::stat) are left out.
+pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
+    let phase = vm.phase();
+    let deadlines = daemon.config.deadlines;
+    // A guest without an agent is not asked.
+    let asked = phase == Phase::Running && vm.update(|live| !live.agent_version.is_empty());
+    let guest = async {
+        if !asked {
+            return None;
+        }
+        agent_link::stat(&vm.dir.vsock(), deadlines.stat).await.ok()
+    };
+    let status = async {
+        if !phase.alive() || phase == Phase::Starting {
+            return None;
+        }
+        match control_link::command(&vm.dir.control(), Command::Status, deadlines.stat).await {
+            Ok(Answer::Status(status)) => Some(status),
+            _ => None,
+        }
+    };
+    let weight = {
+        let (process, templates, id, disks) =
+            (vm.process(), daemon.templates.clone(), vm.id, vm.live().disks);
+        blocking(move || {
+            let memory = match process {
+                Some(process) => memory::of(process.id().pid).map_err(ApiError::not_found)?,
+                None => Memory::default(),
+            };
+            Ok((memory, templates.vm_bytes(id, &disks)))
+        })
+    };
+    let (guest, status, weight) = tokio::join!(guest, status, weight);
+    // If the process has ended meanwhile, the figures are 0.
+    let (memory, disk_bytes) = weight.unwrap_or_default();
+    let live = vm.live();
+    let mut warnings = Vec::new();
+    warnings.extend(guest.as_ref().and_then(disk_warning));
+    warnings.extend(live.no_snapshot.map(|why| format!("no snapshot can be taken of it: {why}")));
+    if asked && guest.is_none() {
+        warnings.push(format!("its agent did not answer within {} s", deadlines.stat.as_secs()));
+    }
+    let mut timeline = live.timeline;
+    if let (Some(status), Some(zero)) = (status, live.asked_us) {
+        // Phases of a warm VMM before the request do not belong to the creation of the VM.
+        let phases = status.phases.into_iter().filter(|(_, at)| *at >= zero);
+        // The VMM's words are escaped, because a guest may have taken it over.
+        let named = |what: &str| format!("vmm: {}", escaped(what, SHORT));
+        timeline.extend(phases.map(|(what, at)| (named(&what), at - zero)));
+        timeline.sort_by_key(|(_, us)| *us);
+    }
+    VmDetails {
+        vm: vm.shown(),
+        pid: live.process.map(|p| p.pid),
+        private_kib: memory.private_dirty_kib,
+        resident_kib: memory.rss_kib,
+        disk_bytes,
+        guest: guest.map(|stat| GuestStat { disk_full: disk_full(&stat), stat }),
+        warnings,
+        timeline,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stat(total: u64, left: u64, files: u64) -> Stat {
+        Stat {
+            disk_total_bytes: total,
+            disk_available_bytes: left,
+            disk_available_files: files,
+            memory_total_bytes: 0,
+            memory_available_bytes: 0,
+        }
+    }
+
+    #[test]
+    fn a_disk_is_full_below_one_percent_or_four_mebibytes_or_without_files() {
+        let gib = 1 << 30;
+        assert!(!disk_full(&stat(gib, gib / 2, 9)));
+        assert!(!disk_full(&stat(gib, gib / 100, 9)));
+        assert!(disk_full(&stat(gib, gib / 100 - 1, 9)));
+        assert!(disk_full(&stat(64 << 20, (4 << 20) - 1, 9)));
+        assert!(!disk_full(&stat(64 << 20, 4 << 20, 9)));
+        assert!(disk_full(&stat(gib, gib / 2, 0)));
+        assert!(!disk_full(&stat(0, 0, 0)));
+        let warning = disk_warning(&stat(gib, 0, 5)).unwrap_or_default();
+        assert!(warning.starts_with("root disk is full: 0 B of 1.0 GiB"), "{warning}");
+    }
+}

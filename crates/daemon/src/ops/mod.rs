@@ -1,0 +1,24 @@
+//! Operations on VMs, snapshots and the store. Operations own no state, and only here two services
+//! meet.
+
+pub mod adopt;
+pub mod bake;
+pub mod colours;
+pub mod create;
+pub mod exec;
+pub mod flatten;
+pub mod footprint;
+pub mod fork;
+pub mod immutable;
+pub mod inspect;
+pub mod keeper;
+pub mod maintenance;
+pub mod pending;
+pub mod power;
+pub mod publish;
+pub mod recording;
+pub mod remove;
+pub mod save;
+pub mod self_fork;
+pub mod snapshot;
+pub mod sweep;

@@ -1,0 +1,324 @@
+//! The end of a VM: noticed, requested, cleaned up.
+//!
+//! One task per VM waits for its process (pidfd) and sets the exit reason. Every other task
+//! requests the end, and waits until that task has seen it. Two ends have no such task: that of a
+//! VM without a process, and one that a new daemon finds ([`crate::ops::adopt`]).
+
+use crate::base::error::{ApiError, Outcome, blocking};
+use crate::base::pidfd::readable;
+use crate::daemon::Daemon;
+use crate::model::exit::exit_now;
+use crate::net::Attachment;
+use crate::templates::cache::TemplateCache;
+use crate::vm::Vm;
+use crate::vm::record::{RecordError, note, read_json};
+use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
+use dayfly_host::priority;
+use dayfly_host::process::Process;
+use dayfly_units::text::{LONG, escaped};
+use dayfly_vmm::control::{ExitReason, ExitRecord};
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+/// Decides why a VM ended, from its exit record and from whether its end was requested. Does no
+/// I/O; [`watch`] reads the record.
+#[must_use]
+pub fn classify_exit(record: Result<ExitRecord, RecordError>, kill_asked: bool) -> VmExit {
+    match record {
+        Ok(ExitRecord { reason, message }) => {
+            let kind = match reason {
+                ExitReason::PowerOff => ExitKind::PowerOff,
+                ExitReason::Reboot => ExitKind::Reboot,
+                ExitReason::Panic => ExitKind::Panic,
+                ExitReason::Quit => ExitKind::Killed,
+                ExitReason::Failed => ExitKind::Failed,
+            };
+            // The message is escaped, because a guest may have taken over its VMM.
+            exit_now(kind, escaped(&message, LONG).to_string())
+        }
+        Err(_) if kill_asked => exit_now(ExitKind::Killed, "killed on request"),
+        Err(e) => exit_now(
+            ExitKind::Lost,
+            format!(
+                "the VMM process was killed from outside, or before Linux 6.15 by the kernel for a \
+                 forbidden system call: it left no exit record ({e})"
+            ),
+        ),
+    }
+}
+
+/// As [`classify_exit`], of a VMM that `signal` killed. A VMM that was taken over may write any
+/// record, but it cannot hide that the kernel killed it for a forbidden system call.
+fn classify_end(
+    signal: Option<i32>,
+    record: Result<ExitRecord, RecordError>,
+    kill_asked: bool,
+) -> VmExit {
+    if signal == Some(libc::SIGSYS) {
+        let message = "the kernel killed the VMM because it made a system call that its seccomp \
+                       filter forbids; the kernel's log names the call";
+        return exit_now(ExitKind::Failed, message);
+    }
+    classify_exit(record, kill_asked)
+}
+
+/// Waits for the end of `process`, the VMM of `vm`, and then marks the VM as exited. The daemon
+/// need not reap the process, which is a child of a zygote.
+pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
+    let daemon = daemon.clone();
+    tokio::spawn(async move {
+        if let Err(e) = readable(&process).await {
+            // Logged, because without the end of the wait the VM's resources stay reserved.
+            tracing::error!("waiting for VM {}: {e}", vm.id);
+        }
+        let exit = if daemon.registry.has(vm.id) {
+            let dir = vm.dir.clone();
+            let seen = move || {
+                // Before Linux 6.15 the signal is unknown.
+                let signal = process.killed_by(WITHIN).unwrap_or_default();
+                Ok((signal, read_json::<ExitRecord>(&dir.exit())))
+            };
+            match blocking(seen).await {
+                Ok((signal, record)) => classify_end(signal, record, vm.live().kill_asked),
+                Err(error) => exit_now(ExitKind::Lost, error.0.message),
+            }
+        } else {
+            exit_now(ExitKind::Killed, "removed")
+        };
+        if exit.reason == ExitKind::Killed {
+            tracing::debug!(vm = %vm.id, name = %vm.name, "ended: {}", exit.message);
+        } else {
+            // The end was not requested.
+            let VmExit { reason, message, .. } = &exit;
+            tracing::info!(vm = %vm.id, name = %vm.name, ?reason, "ended: {message}");
+        }
+        vm.mark_now("vmm gone");
+        vm.ended(exit);
+        daemon.registry.release_slot(&vm);
+        if vm.facts.ephemeral {
+            // Callers that wait for the VM have a reference to it; no other request shall find it.
+            if let Err(e) = discard(&daemon, &vm, None).await {
+                tracing::error!("removing VM {}: {e}", vm.id);
+            }
+        } else {
+            note(&daemon.registry, &vm).await;
+        }
+    });
+}
+
+/// From the end of a process, which the pidfd reports, until the kernel has reaped it.
+const WITHIN: Duration = Duration::from_secs(1);
+
+/// The most RAM that is freed at real-time priority. munmap(2) of this much written memory takes 15
+/// to 40 ms (`make bench BENCH=death`).
+const SHORT_BYTES: u64 = 512 << 20;
+
+/// Kills a VM, and waits until its memory is free and its process is gone.
+///
+/// # Errors
+/// Its process survives SIGKILL.
+pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
+    let Some(process) = mark_removed(vm).await else { return Ok(()) };
+    let _under_way = daemon.pool.removal();
+    let asked = Instant::now();
+    freed(daemon, vm, move || send_kill(&process)).await?;
+    let freed = asked.elapsed();
+    gone(daemon, vm).await?;
+    daemon.metrics.destroyed(freed, asked.elapsed());
+    Ok(())
+}
+
+/// Ends a VM if it lives, and removes everything of it. Returns when its memory is free, its files
+/// are gone and its name is free.
+///
+/// Neither the guest nor the VMM is asked. After SIGKILL, a thread on the VM's memory node frees
+/// the memory while the kernel still destroys the KVM VM, which waits for RCU grace periods. When
+/// the call returns, destroyed means free (Swift Birth and Quick Death, section 5). The VM's slot
+/// may be used again only after the end of the process; [`watch`] releases it.
+///
+/// # Errors
+/// Its process survives SIGKILL, or a file cannot be removed.
+pub async fn remove(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
+    let process = mark_removed(vm).await;
+    discard(daemon, vm, process).await
+}
+
+/// Marks the VM's end as requested. Returns the process to kill, if there is one.
+async fn mark_removed(vm: &Vm) -> Option<Arc<Process>> {
+    vm.update(|live| live.kill_asked = true);
+    vm.attachment(Attachment::unpublish);
+    // A start in progress ends first, so that its process is known.
+    let _started = vm.launching.lock().await;
+    let Some(process) = vm.process() else {
+        // The VMM was never started, so no process can end.
+        if vm.phase().alive() {
+            vm.ended(exit_now(ExitKind::Killed, "ended before its VMM was started"));
+        }
+        return None;
+    };
+    vm.mark_now("end asked for");
+    Some(process)
+}
+
+/// Sends SIGKILL, and frees the memory at once with process_mrelease(2), before all threads have
+/// ended. Returns whether the memory is free; otherwise it is freed with the process.
+fn send_kill(process: &Process) -> bool {
+    if let Err(e) = process.kill() {
+        tracing::error!("SIGKILL for process {}: {e}", process.id().pid);
+        return false;
+    }
+    match process.release_memory() {
+        Ok(()) => true,
+        Err(e) => {
+            let pid = process.id().pid;
+            tracing::debug!("the memory of process {pid} is freed when it ends: {e}");
+            false
+        }
+    }
+}
+
+/// Runs `work`, which returns whether it has freed the VM's memory, on the VM's node. If it has
+/// not, waits until the process is gone.
+async fn freed(
+    daemon: &Daemon,
+    vm: &Vm,
+    work: impl FnOnce() -> bool + Send + 'static,
+) -> Outcome<()> {
+    let (done, free) = oneshot::channel();
+    // The caller may have been cancelled.
+    daemon.reapers.run(vm.node, move || {
+        let _ = done.send(work());
+    });
+    if free.await != Ok(true) {
+        gone(daemon, vm).await?;
+    }
+    vm.return_memory();
+    vm.mark_now("memory free");
+    Ok(())
+}
+
+async fn gone(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
+    let within = daemon.config.deadlines.reap;
+    timeout(within, vm.wait_gone()).await.map_err(|_| {
+        ApiError::new(
+            ErrorCode::Timeout,
+            format_args!(
+                "VM {}: its process is still there {} s after SIGKILL",
+                vm.id,
+                within.as_secs()
+            ),
+        )
+    })
+}
+
+/// Removes the files of a VM whose process is gone, and forgets the VM. With `process`, kills that
+/// process and frees its memory first. A repeated call does nothing.
+async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -> Outcome<()> {
+    let _one = vm.removal.lock().await;
+    if !daemon.registry.has(vm.id) {
+        return Ok(());
+    }
+    let _under_way = daemon.pool.removal();
+    let asked = Instant::now();
+    let killed = process.is_some();
+    let (templates, dead) = (daemon.templates.clone(), vm.clone());
+    let (done, removed) = oneshot::channel();
+    let work = move || {
+        let all = || {
+            let free = process.is_none_or(|process| send_kill(&process));
+            drop(done.send(files(&templates, &dead)));
+            free
+        };
+        // At real-time priority: if many VMMs are killed at once, their threads compete with this
+        // one for the CPUs. Without it, 512 removals take 0.33 to 0.45 s, three times as long as
+        // bare processes (`make bench BENCH=death`).
+        if dead.facts.memory_bytes <= SHORT_BYTES { priority::first(all) } else { all() }
+    };
+    freed(daemon, vm, work).await?;
+    let freed = asked.elapsed();
+    removed
+        .await
+        .unwrap_or_else(|e| Err(ApiError::internal(format_args!("removing VM {}: {e}", vm.id))))?;
+    if killed {
+        daemon.metrics.destroyed(freed, asked.elapsed());
+    }
+    daemon.registry.forget(vm);
+    if vm.snapshots.try_lock().is_err() {
+        remove_what_comes_late(daemon, vm);
+    }
+    Ok(())
+}
+
+/// Removes layers again after a running fork, snapshot or merge, which may create one more file
+/// before it learns that the VM has gone.
+fn remove_what_comes_late(daemon: &Daemon, vm: &Arc<Vm>) {
+    let (templates, vm) = (daemon.templates.clone(), vm.clone());
+    daemon.undo.spawn(async move {
+        let _over = vm.snapshots.lock().await;
+        let id = vm.id;
+        if let Err(error) = blocking(move || templates.remove_vm(id)).await {
+            // The next start of the daemon sweeps it.
+            tracing::warn!(vm = %id, "leaving layers of a VM that has gone: {error}");
+        }
+    });
+}
+
+fn files(templates: &TemplateCache, vm: &Vm) -> Outcome<()> {
+    match std::fs::remove_dir_all(vm.dir.path()) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            return Err(ApiError::internal(format_args!(
+                "removing {}: {e}",
+                vm.dir.path().display()
+            )));
+        }
+        _ => {}
+    }
+    // Before `remove_vm`, because dropping the pin may delete shared layers of which this VM was
+    // the last user.
+    vm.release_pin();
+    templates.remove_vm(vm.id)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn missing() -> Result<ExitRecord, RecordError> {
+        read_json(std::path::Path::new("/nonexistent/exit.json"))
+    }
+
+    #[test]
+    fn the_record_says_why_and_its_absence_says_killed_or_lost() {
+        for (reason, kind) in [
+            (ExitReason::PowerOff, ExitKind::PowerOff),
+            (ExitReason::Reboot, ExitKind::Reboot),
+            (ExitReason::Panic, ExitKind::Panic),
+            (ExitReason::Quit, ExitKind::Killed),
+            (ExitReason::Failed, ExitKind::Failed),
+        ] {
+            let record = || Ok(ExitRecord { reason, message: "why".into() });
+            // A guest that ended by itself while it was being killed keeps its own reason.
+            for kill_asked in [false, true] {
+                let exit = classify_exit(record(), kill_asked);
+                assert_eq!((exit.reason, exit.message.as_str()), (kind, "why"));
+            }
+        }
+        let message = "why\x1b]0;x\x07\nforged \u{9b}2J \u{202e}".to_owned();
+        let exit = classify_exit(Ok(ExitRecord { reason: ExitReason::Failed, message }), false);
+        assert_eq!(exit.message, r"why\x1b]0;x\x07\nforged \u{9b}2J \u{202e}");
+        let record = || Ok(ExitRecord { reason: ExitReason::PowerOff, message: "lie".into() });
+        for (signal, kind) in [
+            (Some(31), ExitKind::Failed),
+            (Some(9), ExitKind::PowerOff),
+            (None, ExitKind::PowerOff),
+        ] {
+            assert_eq!(classify_end(signal, record(), false).reason, kind, "{signal:?}");
+        }
+        assert!(classify_end(Some(31), missing(), true).message.contains("seccomp"));
+        assert_eq!(classify_exit(missing(), true).reason, ExitKind::Killed);
+        assert_eq!(classify_exit(missing(), false).reason, ExitKind::Lost);
+    }
+}

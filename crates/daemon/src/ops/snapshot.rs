@@ -1,0 +1,111 @@
+//! A snapshot of a running VM: sealed, frozen, saved, resumed.
+//!
+//! ```text
+//!  Running ─▶ Precopy ─Freeze▶ seal ─▶ pause, save, go on ─▶ Identity ─Thaw▶ Running
+//!                              ╰────── a failure goes straight here ──▲       │
+//!                                                       hash, sync, publish ◀─╯
+//! ```
+//!
+//! RAM is copied while the VM runs. The VM is paused to copy the pages that it wrote last
+//! (`dayfly_vmm::memory::live`).
+//!
+//! The section from `Freeze` to `Thaw` runs to its end even if the client goes away, because no
+//! other task would resume the VM.
+
+use crate::base::error::{ApiError, Outcome, blocking};
+use crate::base::progress::ProgressSender;
+use crate::daemon::Daemon;
+use crate::model::state::Event;
+use crate::ops::publish::{free, spec, store, to_its_end};
+use crate::ops::save::{Saved, allowed, arrived, begin, precopy, save_into, thaw};
+use crate::ops::{flatten, immutable};
+use crate::vm::{Vm, record};
+use crate::vmm::control_link;
+use dayfly_api::types::{Snapshot, SnapshotRequest};
+use dayfly_store::Committed;
+use dayfly_units::Name;
+use dayfly_vmm::control::{Command, Frozen};
+use std::sync::Arc;
+
+/// Takes a snapshot of a running VM, which goes on.
+///
+/// # Errors
+/// The name is taken, the VM does not run or has too many layers, or a step failed. There is no
+/// snapshot then; if possible, the VM goes on.
+pub async fn snapshot(
+    daemon: Arc<Daemon>,
+    vm: Arc<Vm>,
+    request: SnapshotRequest,
+    progress: ProgressSender,
+) -> Outcome<Snapshot> {
+    // Snapshots take turns, hashing included, because the next depends on the layers of this one.
+    let _one = vm.snapshots.lock().await;
+    free(&daemon, &request.name).await?;
+    allowed(&vm)?;
+    arrived(&daemon, &vm, Some(&progress)).await?;
+    progress
+        .phase(format!("saving {} of memory", dayfly_units::Bytes(vm.facts.memory_bytes)))
+        .await;
+    let section = {
+        let (daemon, vm, name) = (daemon.clone(), vm.clone(), request.name.clone());
+        daemon.undo.clone().spawn(async move {
+            let writer = begin(&daemon, &vm, &name).await?;
+            precopy(&daemon, &vm, PRECOPY, writer.memory()).await?;
+            let _turn = vm.turn.lock().await;
+            if let Err(e) = vm.step(Event::Freeze) {
+                // Ends the VMM's log of written pages. The VM still runs, or has ended.
+                let within = daemon.config.deadlines.control;
+                let _ = control_link::command(&vm.dir.control(), PRECOPY, within).await;
+                return Err(e.into());
+            }
+            record::note(&daemon.registry, &vm).await;
+            let saved = save_into(&daemon, &vm, writer, Command::Freeze).await;
+            let awake = thaw(&daemon, &vm).await;
+            record::note(&daemon.registry, &vm).await;
+            let saved = saved?;
+            awake?;
+            Ok::<_, ApiError>(saved)
+        })
+    };
+    let saved = section
+        .await
+        .map_err(|e| ApiError::internal(format_args!("snapshotting VM {}: {e}", vm.name)))??;
+    if let Some(Frozen { paused_us, pages }) = saved.frozen {
+        let (ms, tenths) = (paused_us / 1000, paused_us % 1000 / 100);
+        progress
+            .phase(format!("stood still for {ms}.{tenths} ms, while {pages} pages were copied"))
+            .await;
+    }
+    progress.phase("hashing and storing").await;
+    immutable::prove(&daemon, &vm).await?;
+    let committed = commit(&daemon, &vm, saved, request.name, &progress).await?;
+    Ok(daemon.templates.shown(&committed.manifest))
+}
+
+/// Copies all of RAM, not only pages that differ from the backing.
+const PRECOPY: Command = Command::Precopy { own: false };
+
+/// Hashes, syncs and publishes a saved VM. Its frozen layers are stored then, and the VM pins them.
+///
+/// This runs to its end even if the client goes away, because the VM's record must name its layers.
+async fn commit(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    saved: Saved,
+    name: Name,
+    progress: &ProgressSender,
+) -> Outcome<Box<Committed>> {
+    let spec = spec(vm);
+    let (work, same) = (daemon.clone(), vm.clone());
+    to_its_end(daemon, name, progress, |meter| async move {
+        let (shared, vm) = (work.clone(), same.clone());
+        let result = blocking(move || store(&shared, &vm, saved, &spec, &meter)).await;
+        record::note(&work.registry, &same).await;
+        let (committed, flattened) = result?;
+        // After the record is written: if the daemon dies in between, the record has fewer layers
+        // than the VMM uses, never more.
+        flatten::rebase(&work, &same, flattened).await;
+        Ok(committed)
+    })
+    .await
+}

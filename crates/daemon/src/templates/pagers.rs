@@ -1,0 +1,386 @@
+//! Pagers: processes that fill a snapshot's RAM while clones of it run ([`dayfly_pager`]).
+//!
+//! The daemon starts one for each snapshot that it opens and whose RAM is not in memory yet. A
+//! pager outlives the daemon, and ends when all pages are there. If a pager dies before, clones
+//! would wait for ever for missing pages. Therefore this module ends their VMs, with the pager's
+//! exit as the cause.
+
+use crate::base::config::Config;
+use crate::base::error::{ApiError, Outcome};
+use crate::templates::shared::Shared;
+use dayfly_api::types::ErrorCode;
+use dayfly_host::process::{Ended, Process, ProcessId, lives};
+use dayfly_host::spawn::{FIRST_FD, Namespaces, Program, Spawn, SpawnError, Stdio};
+use dayfly_pager::client::Client;
+use dayfly_pager::wire::{FromPager, Report, Settings, pair};
+use dayfly_store::{OpenSnapshot, Plan};
+use dayfly_units::{Name, VmId, sync::lock};
+use dayfly_vmm::control::{ExitReason, ExitRecord};
+use dayfly_vmm::memory::{lazy, working_set};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::net::sockopt::Timeout;
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::watch;
+
+/// The last component of a pager's `argv[0]`.
+pub const PAGER_NAME: &str = "dayfly-pager";
+
+/// Time limit for a pager to begin; requests wait for it.
+const BEGIN: Duration = Duration::from_secs(60);
+/// Time limit for sending a message to a pager, such as a new clone; requests wait for it.
+const SEND: Duration = Duration::from_secs(5);
+
+/// Why no pager was started.
+#[derive(Debug, thiserror::Error)]
+pub enum PagerError {
+    /// A socket, a descriptor or a thread.
+    #[error("starting a pager: {0}")]
+    Io(#[from] io::Error),
+    /// The process could not be started.
+    #[error(transparent)]
+    Spawn(#[from] SpawnError),
+}
+
+/// The state of a pager.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum State {
+    /// Pages are missing. `first`: whether the working set is there.
+    Filling { first: bool },
+    /// All pages are there.
+    Whole,
+    /// The pager ended while pages were missing.
+    Gone,
+}
+
+/// A clone that the pager serves: its id, its VMM, its exit record.
+type Served = (VmId, Arc<Process>, PathBuf);
+
+/// A pager that was started.
+#[derive(Debug)]
+pub struct Pager {
+    snapshot: Name,
+    state: watch::Sender<State>,
+    /// The connection to the pager; `None` once no message is left to send.
+    client: Mutex<Option<Arc<Client>>>,
+    served: Mutex<Vec<Served>>,
+    process: Process,
+    /// The template's memory file. If it is sealed it is complete, whatever the pager has reported.
+    memory: File,
+}
+
+/// The pager of an open template. When the template is closed and no clone runs, the pager ends,
+/// even if pages are missing.
+#[derive(Debug)]
+pub struct Wanted(Arc<Pager>);
+
+impl Wanted {
+    /// The pager itself.
+    pub const fn pager(&self) -> &Arc<Pager> {
+        &self.0
+    }
+}
+
+impl Drop for Wanted {
+    fn drop(&mut self) {
+        if let Some(client) = lock(&self.0.client).take() {
+            client.leave();
+        }
+    }
+}
+
+/// Starts pagers.
+#[derive(Debug, Clone)]
+pub struct Pagers {
+    program: PathBuf,
+    name: PathBuf,
+    /// Options of the pagers.
+    pub settings: Settings,
+}
+
+impl Pagers {
+    /// Pagers of a daemon with this configuration.
+    #[must_use]
+    pub fn new(config: &Config) -> Self {
+        let deadline_s = u32::try_from(config.deadlines.page.as_secs()).unwrap_or(u32::MAX);
+        Self {
+            program: config.vmm.with_file_name(PAGER_NAME),
+            name: config.run.join(PAGER_NAME),
+            settings: Settings { deadline_s, ..Settings::default() },
+        }
+    }
+
+    /// Starts a pager that fills the RAM of `open` according to `plan`, except the pages that
+    /// clones map from other templates.
+    ///
+    /// # Errors
+    /// [`PagerError`]; no process fills the RAM then.
+    pub fn start(
+        &self,
+        open: &OpenSnapshot,
+        plan: &Plan,
+        shared: Option<&Shared>,
+    ) -> Result<Wanted, PagerError> {
+        let (ours, theirs) = pair()?;
+        let mut spawn = Spawn::new(Program::Path(self.program.clone()), &self.name);
+        spawn.argv.push(OsString::from(FIRST_FD.to_string()));
+        // No PID namespace: a pager ends VMMs, which are outside of any namespace that it could
+        // have. The program changes its user, root folder and capabilities itself, and installs its
+        // seccomp filter (`dayfly_pager::jail`).
+        spawn.namespaces =
+            Namespaces::MOUNT.and(Namespaces::NET).and(Namespaces::IPC).and(Namespaces::UTS);
+        spawn.fds = vec![(theirs, FIRST_FD)];
+        spawn.stderr = Stdio::Inherit;
+        let process = Process::from_child(spawn.run()?)?;
+        let begun = || -> io::Result<_> {
+            rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Recv, Some(BEGIN))?;
+            rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Send, Some(SEND))?;
+            let receiving = ours.try_clone()?;
+            let elsewhere = shared.map(Shared::frames).unwrap_or_default();
+            let client =
+                Client::begin(ours, plan, &touched_first(open), &elsewhere, self.settings)?;
+            // From here on the pager sends reports at any time.
+            rustix::net::sockopt::set_socket_timeout(&receiving, Timeout::Recv, None)?;
+            Ok((Arc::new(client), open.memory.try_clone()?))
+        };
+        let (client, memory) = begun().inspect_err(|_| {
+            let _ = process.kill().and_then(|()| process.wait(Some(SEND)));
+        })?;
+        let pager = Arc::new(Pager {
+            memory,
+            snapshot: open.manifest.name.clone(),
+            state: watch::Sender::new(State::Filling { first: false }),
+            client: Mutex::new(Some(client.clone())),
+            served: Mutex::default(),
+            process,
+        });
+        let watched = pager.clone();
+        std::thread::Builder::new()
+            .name("pager".to_owned())
+            .spawn(move || watched.watch(client))?;
+        Ok(Wanted(pager))
+    }
+}
+
+/// The frames that clones touch first, in the recorded order.
+fn touched_first(open: &OpenSnapshot) -> Vec<u32> {
+    let record =
+        open.working_set.as_ref().map(|file| working_set::read(file, open.manifest.memory_bytes));
+    // A damaged record is reported when a VMM loads it.
+    record.and_then(Result::ok).unwrap_or_default().in_order()
+}
+
+impl Pager {
+    /// Whether a new clone must be announced to the pager.
+    pub fn is_filling(&self) -> bool {
+        matches!(*self.state.borrow(), State::Filling { .. })
+    }
+
+    /// Whether the working set is there.
+    pub fn has_first(&self) -> bool {
+        matches!(*self.state.borrow(), State::Filling { first: true } | State::Whole)
+    }
+
+    /// The pager's process.
+    pub const fn process(&self) -> &Process {
+        &self.process
+    }
+
+    /// Whether it ended while pages were missing, which then stay missing.
+    pub fn is_gone(&self) -> bool {
+        *self.state.borrow() == State::Gone
+    }
+
+    /// Announces a new clone to the pager. Returns the socket for the clone's VMM, or `None` if all
+    /// pages are there.
+    ///
+    /// # Errors
+    /// The pager ended, or the exit record cannot be opened.
+    pub fn clone_comes(
+        &self,
+        vm: VmId,
+        vmm: &Arc<Process>,
+        exit: &Path,
+    ) -> Outcome<Option<OwnedFd>> {
+        let failed = |e: io::Error| {
+            ApiError::internal(format_args!(
+                "telling the pager of snapshot {} of a clone: {e}",
+                self.snapshot
+            ))
+        };
+        let Some(client) = lock(&self.client).clone() else {
+            // Without a connection only a complete template may be cloned: missing pages would read
+            // as zeroes.
+            let whole = *self.state.borrow() == State::Whole;
+            return if whole { Ok(None) } else { Err(failed(io::ErrorKind::BrokenPipe.into())) };
+        };
+        let record = File::options().write(true).open(exit).map_err(failed)?;
+        {
+            let mut served = lock(&self.served);
+            served.retain(|(_, vmm, _)| vmm.is_alive().unwrap_or(false));
+            served.push((vm, vmm.clone(), exit.to_owned()));
+        }
+        client.clone_comes(&vm.to_string(), vmm.as_fd(), record.as_fd()).map(Some).map_err(failed)
+    }
+
+    /// Waits until all pages are there.
+    ///
+    /// # Errors
+    /// The pager ended before, or `within` has passed.
+    pub async fn whole(&self, within: Duration) -> Outcome<()> {
+        let mut state = self.state.subscribe();
+        let settled = state.wait_for(|state| !matches!(state, State::Filling { .. }));
+        match tokio::time::timeout(within, settled).await {
+            Ok(Ok(state)) if *state == State::Whole => Ok(()),
+            Ok(_) => Err(ApiError::new(
+                ErrorCode::Guest,
+                format_args!(
+                    "the pager of snapshot {} died while memory was missing",
+                    self.snapshot
+                ),
+            )),
+            Err(_) => Err(ApiError::new(
+                ErrorCode::Timeout,
+                format_args!(
+                    "the memory of snapshot {}: not all there within {} s",
+                    self.snapshot,
+                    within.as_secs()
+                ),
+            )),
+        }
+    }
+
+    /// Reads the pager's reports until it ends. Runs on a thread for each pager.
+    fn watch(&self, client: Arc<Client>) {
+        loop {
+            match client.next() {
+                Ok(Some(FromPager::First)) => {
+                    self.state.send_replace(State::Filling { first: true });
+                }
+                Ok(Some(FromPager::Whole(report))) => return self.end_whole(client, &report),
+                Ok(Some(report)) => {
+                    tracing::warn!(snapshot = %self.snapshot, "a pager reported {report:?}")
+                }
+                Ok(None) => return self.end_gone("it ended"),
+                Err(e) => return self.end_gone(&e.to_string()),
+            }
+        }
+    }
+
+    fn end_whole(&self, client: Arc<Client>, report: &Report) {
+        tracing::info!(snapshot = %self.snapshot, "all of its memory is there: {report:?}");
+        self.state.send_replace(State::Whole);
+        lock(&self.served).clear();
+        // The last reference: dropping it closes the connection, and the pager ends.
+        lock(&self.client).take();
+        drop(client);
+        if let Err(e) = self.process.wait(None) {
+            tracing::warn!("a pager: {e}");
+        }
+    }
+
+    fn end_gone(&self, why: &str) {
+        // A pager whose template was closed goes on for clones that still run.
+        let left = lock(&self.client).take().is_none();
+        if !left {
+            let _ = self.process.kill();
+        }
+        let ended = self.process.wait(None);
+        if lazy::is_whole(&self.memory) {
+            // It released all clones before it sealed the memory file.
+            self.state.send_replace(State::Whole);
+            lock(&self.served).clear();
+            return;
+        }
+        self.state.send_replace(State::Gone);
+        if left && matches!(ended, Ok(Some(Ended::Code(0)))) {
+            // It ended by itself, because all of its clones had ended.
+            lock(&self.served).clear();
+            tracing::info!(snapshot = %self.snapshot, "its pager ended with its last clone");
+        } else {
+            let snapshot = &self.snapshot;
+            tracing::error!(%snapshot, ?ended, "its pager died while memory was missing: {why}");
+        }
+        for (vm, vmm, exit) in lock(&self.served).drain(..) {
+            let cause = format!(
+                "the pager of its memory died while pages were missing (snapshot {})",
+                self.snapshot
+            );
+            if let Err(e) = end_with(&vmm, &exit, &cause) {
+                tracing::error!(vm = %vm, "ending a VM without a pager: {e}");
+            }
+        }
+    }
+}
+
+/// Kills a VMM, and writes `cause` to its exit record if that is empty.
+///
+/// # Errors
+/// The process cannot be signalled.
+pub fn end_with(vmm: &Process, exit: &Path, cause: &str) -> io::Result<()> {
+    let record = || -> io::Result<()> {
+        if std::fs::metadata(exit)?.len() > 0 {
+            return Ok(()); // the VMM has ended by itself
+        }
+        let exit_record = ExitRecord { reason: ExitReason::Failed, message: cause.to_owned() };
+        std::fs::write(exit, serde_json::to_vec(&exit_record)?)
+    };
+    if let Err(e) = record() {
+        tracing::warn!("{}: {e}", exit.display());
+    }
+    vmm.kill()
+}
+
+/// Whether the pager of a VM's memory lives. The record of a VM of an earlier version does not name
+/// it; for such a VM any process with the `argv[0]` of this daemon's pagers counts.
+///
+/// # Errors
+/// `/proc` cannot be read.
+pub fn pager_lives(pager: Option<ProcessId>, name: &Path) -> io::Result<bool> {
+    let Some(pager) = pager else { return lives(name) };
+    Process::open(pager)?.map_or(Ok(false), |process| process.is_alive())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture;
+    use std::os::unix::process::CommandExt;
+    use std::process::Command;
+
+    #[test]
+    fn a_pager_is_looked_for_by_its_process_and_not_by_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = folder.path().join(PAGER_NAME);
+        let sleep = || Command::new("sleep").arg0(&name).arg("1000").spawn().unwrap();
+        let id = |child: &std::process::Child| ProcessId::of(child.id()).unwrap().unwrap();
+        let (mut dies, mut other) = (sleep(), sleep());
+        let (pager, of_another_template) = (id(&dies), id(&other));
+        assert!(pager_lives(Some(pager), &name).unwrap());
+        dies.kill().unwrap();
+        dies.wait().unwrap();
+        assert!(!pager_lives(Some(pager), &name).unwrap(), "another template's pager counts");
+        assert!(pager_lives(Some(of_another_template), &name).unwrap());
+        assert!(pager_lives(None, &name).unwrap());
+        other.kill().unwrap();
+        other.wait().unwrap();
+        assert!(!pager_lives(None, &name).unwrap());
+    }
+
+    #[test]
+    fn a_patient_daemons_clones_wait_longer_for_a_page() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut config = fixture::config(folder.path());
+        let usual = Pagers::new(&config).settings;
+        assert_eq!(usual, Settings::default());
+        config.deadlines = config.deadlines.times(4);
+        assert_eq!(
+            Pagers::new(&config).settings,
+            Settings { deadline_s: usual.deadline_s * 4, ..usual }
+        );
+    }
+}

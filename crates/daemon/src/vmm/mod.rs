@@ -1,0 +1,16 @@
+//! Drives VMM processes: starts them, connects to them and to their guests' agents, and keeps the
+//! pool of warm VMMs.
+
+pub mod agent_link;
+pub mod console;
+pub mod control_link;
+pub(crate) mod demand;
+pub mod dial;
+pub mod guest_socket;
+pub mod identity;
+pub mod launch;
+pub mod link;
+pub mod pool;
+pub mod run_dir;
+pub mod source;
+pub mod zygotes;

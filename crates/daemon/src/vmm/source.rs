@@ -1,0 +1,465 @@
+//! The open source of a VM, a snapshot, a fork point, or an image with a kernel, and the commands
+//! for its VMM.
+
+use crate::base::config::{MEMORY_BYTES, MEMORY_STEP_BYTES};
+use crate::base::error::{ApiError, Outcome};
+use crate::base::random::random;
+use crate::base::time::unix_ms;
+use crate::model::disk::Disk;
+use crate::model::facts::{Facts, ForkFacts};
+use crate::templates::cache::TemplateCache;
+use crate::templates::fork_point::ForkPoint;
+use crate::templates::memory_backing::MemoryBacking;
+use crate::templates::open::OpenTemplate;
+use crate::templates::sharing;
+use crate::vm::Vm;
+use crate::vmm::launch::Fds;
+use dayfly_api::types::{BootSource, NetworkRequest, Source};
+use dayfly_host::process::Process;
+use dayfly_store::{Digest, DiskRef, Image, Kernel, OpenSnapshot, Pin};
+use dayfly_sys::reopen;
+use dayfly_units::{Name, VmId};
+use dayfly_vmm::config::{
+    BootConfig, DiskConfig, LayerConfig, MAX_NETS, MAX_VCPUS, RestoreConfig, Shape, SharedConfig,
+    Start,
+};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Command line of the guest kernel at a cold boot. A panic is reported by pvpanic, then ends the
+/// VM.
+const CMDLINE: &str = "console=ttyS0 quiet reboot=t panic=-1 i8042.noaux i8042.nokbd \
+                       random.trust_cpu=on root=/dev/vda";
+
+/// The open source of a VM.
+pub(crate) enum Opened {
+    Snapshot(Arc<OpenTemplate>),
+    /// A fork point, and the number of the clone; 0 if the fork point is a pending snapshot.
+    Fork(Arc<ForkPoint>, u32),
+    Boot {
+        boot: BootSource,
+        image: Box<Image>,
+        kernel: Box<Kernel>,
+    },
+}
+
+fn check(boot: &BootSource) -> Outcome<()> {
+    let (least, most) = (MEMORY_BYTES.start(), MEMORY_BYTES.end());
+    if !(1..=MAX_VCPUS).contains(&boot.vcpus) {
+        return Err(ApiError::invalid(format_args!(
+            "vcpus: expected 1 to {MAX_VCPUS}, got {}",
+            boot.vcpus
+        )));
+    }
+    if !MEMORY_BYTES.contains(&boot.memory_bytes)
+        || !boot.memory_bytes.is_multiple_of(MEMORY_STEP_BYTES)
+    {
+        return Err(ApiError::invalid(format_args!(
+            "memory_bytes: expected {least} to {most}, a multiple of {MEMORY_STEP_BYTES}, got {}",
+            boot.memory_bytes
+        )));
+    }
+    if let Some(init) = &boot.init
+        && (!init.starts_with('/')
+            || init.bytes().any(|b| b.is_ascii_whitespace() || b.is_ascii_control() || b == b'"'))
+    {
+        return Err(ApiError::invalid(format_args!(
+            "init: expected an absolute path without spaces, got {init:?}"
+        )));
+    }
+    Ok(())
+}
+
+impl Opened {
+    /// The source, if it is open already.
+    pub(crate) fn known(templates: &TemplateCache, source: &Source) -> Option<Self> {
+        match source {
+            Source::Snapshot(name) => match templates.pending().find(name) {
+                Some(fork_point) => Some(Self::Fork(fork_point, 0)),
+                None => templates.known_snapshot(name).map(Self::Snapshot),
+            },
+            Source::Boot(_) => None,
+        }
+    }
+
+    /// Opens the source. Blocks.
+    pub(crate) fn open(templates: &TemplateCache, source: Source) -> Outcome<Self> {
+        match source {
+            Source::Snapshot(name) => Ok(Self::Snapshot(templates.open_snapshot(&name)?)),
+            Source::Boot(boot) => {
+                check(&boot)?;
+                let image = Box::new(templates.open_image(&boot.image)?);
+                let kernel = Box::new(templates.open_kernel(boot.kernel.as_ref())?);
+                Ok(Self::Boot { boot, image, kernel })
+            }
+        }
+    }
+
+    pub(crate) fn facts(
+        &self,
+        labels: BTreeMap<String, String>,
+        ephemeral: bool,
+        max_clones: u32,
+        network: Option<NetworkRequest>,
+    ) -> Facts {
+        let created_unix_ms = unix_ms();
+        let (snapshot, image, kernel, vcpus, memory_bytes, nets) = match self {
+            Self::Fork(fork_point, number) => {
+                let fork = ForkFacts { number: *number, max_clones, ..fork_point.facts.fork };
+                // Published ports are not inherited, because a port of the host leads to one VM.
+                let own =
+                    || NetworkRequest { publish: Vec::new(), ..fork_point.facts.network.clone() };
+                let network = network.unwrap_or_else(own);
+                return Facts {
+                    created_unix_ms,
+                    ephemeral,
+                    labels,
+                    fork,
+                    network,
+                    ..fork_point.facts.clone()
+                };
+            }
+            Self::Snapshot(open) => {
+                let m = &open.manifest;
+                // Does not panic: a manifest without a disk is refused when it is read.
+                let image = m.disks[0].image.name.clone();
+                (Some(m.name.clone()), image, m.kernel.clone(), m.vcpus, m.memory_bytes, m.nets)
+            }
+            Self::Boot { boot, image, kernel } => {
+                let (image, kernel) = (image.manifest.name.clone(), kernel.reference());
+                (None, image, kernel, boot.vcpus, boot.memory_bytes, MAX_NETS)
+            }
+        };
+        let config = match self {
+            Self::Snapshot(open) => open.manifest.config.clone(),
+            Self::Fork(fork_point, _) => fork_point.facts.config.clone(),
+            Self::Boot { image, .. } => image.manifest.config.clone(),
+        };
+        let fork = ForkFacts { max_clones, ..ForkFacts::default() };
+        let ancestors = match self {
+            Self::Snapshot(open) => sharing::descendant(&open.manifest),
+            Self::Fork(..) | Self::Boot { .. } => Vec::new(),
+        };
+        Facts {
+            snapshot,
+            ancestors,
+            fork,
+            image,
+            kernel,
+            vcpus,
+            memory_bytes,
+            nets,
+            created_unix_ms,
+            ephemeral,
+            labels,
+            network: network.unwrap_or_default(),
+            config,
+        }
+    }
+
+    pub(crate) fn disks(&self) -> Vec<Disk> {
+        match self {
+            Self::Snapshot(open) => open.manifest.disks.iter().map(Disk::of).collect(),
+            Self::Fork(fork_point, _) => {
+                let disks = fork_point.disks.iter().map(|open| open.disk.clone());
+                disks.map(|disk| Disk { writable: None, ..disk }).collect()
+            }
+            Self::Boot { image, .. } => {
+                let size_bytes = image.manifest.disk.bytes;
+                vec![Disk::of(&DiskRef {
+                    image: image.reference(),
+                    size_bytes,
+                    writable: true,
+                    layers: Vec::new(),
+                })]
+            }
+        }
+    }
+
+    /// The key of the warm clones that fit; `None` if the source is not a snapshot.
+    pub(crate) fn template(&self) -> Outcome<Option<Template>> {
+        match self {
+            Self::Snapshot(open) => Template::of(open).map(Some),
+            Self::Fork(..) | Self::Boot { .. } => Ok(None),
+        }
+    }
+
+    /// The shape of the warm VMMs that fit; `None` for a cold boot.
+    pub(crate) fn shape(&self) -> Outcome<Option<Shape>> {
+        match self {
+            Self::Snapshot(open) => Ok(Some(Template::of(open)?.shape)),
+            Self::Fork(fork_point, _) => Ok(Some(fork_point.shape())),
+            Self::Boot { .. } => Ok(None),
+        }
+    }
+}
+
+/// Key of the warm clones of one snapshot.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Template {
+    /// The snapshot's name.
+    pub name: Name,
+    /// Changes if the snapshot's files change, or if another snapshot gets the name.
+    pub fingerprint: Digest,
+    /// The shape of the warm VMMs that fit.
+    pub shape: Shape,
+}
+
+impl Template {
+    /// The key for an open snapshot.
+    ///
+    /// # Errors
+    /// The snapshot has more disks than a VM may have.
+    pub fn of(open: &OpenSnapshot) -> Outcome<Self> {
+        let manifest = &open.manifest;
+        let (vcpus, memory_bytes) = (manifest.vcpus, manifest.memory_bytes);
+        let shape =
+            Shape { memory_bytes, vcpus, disks: disks(manifest.disks.len())?, nets: manifest.nets };
+        Ok(Self { name: manifest.name.clone(), fingerprint: open.fingerprint, shape })
+    }
+}
+
+fn disks(count: usize) -> Outcome<u8> {
+    u8::try_from(count).map_err(|_| ApiError::internal("more disks than a byte counts"))
+}
+
+/// The command by which a warm VMM becomes a clone, and what the clone keeps.
+pub(crate) struct CloneOf {
+    /// The content of the command.
+    pub(crate) config: RestoreConfig,
+    /// The descriptors of the command.
+    pub(crate) fds: Vec<OwnedFd>,
+    /// The clone's disks, with its new writable layers.
+    pub(crate) disks: Vec<Disk>,
+    /// What its RAM is mapped from.
+    pub(crate) backing: MemoryBacking,
+    /// Keeps the layers in the store.
+    pub(crate) pin: Pin,
+}
+
+/// What clones start from: an open snapshot or a fork point.
+pub(crate) struct Frozen<'a> {
+    pub(crate) backing: MemoryBacking,
+    state: &'a File,
+    disks: Vec<FrozenDisk<'a>>,
+    pin: &'a Pin,
+}
+
+struct FrozenDisk<'a> {
+    base: &'a File,
+    layers: Vec<(&'a File, &'a File)>,
+    disk: Disk,
+    writable: bool,
+}
+
+impl<'a> From<&'a Arc<OpenTemplate>> for Frozen<'a> {
+    fn from(open: &'a Arc<OpenTemplate>) -> Self {
+        let disks = open.disks.iter().zip(&open.manifest.disks).map(|(file, disk)| FrozenDisk {
+            base: &file.base,
+            layers: file.layers.iter().map(|layer| (&layer.data, &layer.map)).collect(),
+            disk: Disk::of(disk),
+            writable: file.writable,
+        });
+        let (disks, backing) = (disks.collect(), MemoryBacking::Snapshot(open.clone()));
+        Self { backing, state: &open.state, disks, pin: &open.pin }
+    }
+}
+
+impl<'a> From<&'a ForkPoint> for Frozen<'a> {
+    fn from(fork_point: &'a ForkPoint) -> Self {
+        let disks = fork_point.disks.iter().map(|open| FrozenDisk {
+            base: &open.base,
+            layers: open.layers.iter().map(|(data, map)| (data, map)).collect(),
+            disk: Disk { writable: None, ..open.disk.clone() },
+            writable: open.disk.writable.is_some(),
+        });
+        let (disks, backing) = (disks.collect(), MemoryBacking::Fork(fork_point.ram.clone()));
+        Self { backing, state: &fork_point.state, disks, pin: &fork_point.pin }
+    }
+}
+
+impl CloneOf {
+    /// Prepares the clone `id` for `purpose`. Its VMM is `vmm`, whose exit record is the file
+    /// `exit`.
+    pub(crate) fn new(
+        templates: &TemplateCache,
+        exit: &Path,
+        id: VmId,
+        vmm: &Arc<Process>,
+        frozen: Frozen<'_>,
+        purpose: Purpose,
+    ) -> Outcome<Self> {
+        let Frozen { backing, state, disks: files, pin } = frozen;
+        let failed = |e| ApiError::internal(format_args!("a clone's descriptors: {e}"));
+        let mut fds = Fds::default();
+        // Each VMM gets new open file descriptions. A flag of fcntl(F_SETFL), such as O_DIRECT, and
+        // an offset that one VMM sets would otherwise hold for all clones and for the daemon.
+        let mut shared =
+            |file: &File| Ok::<_, ApiError>(fds.add(reopen::read_only(file).map_err(failed)?));
+        let (state_fd, memory_fd) = (shared(state)?, shared(backing.memory())?);
+        let others = backing.shared().map(|others| {
+            let list_fd = shared(&others.list)?;
+            let file_fds = others.files.iter().map(&mut shared).collect::<Outcome<_>>()?;
+            Ok::<_, ApiError>(SharedConfig { list_fd, file_fds })
+        });
+        let others = others.transpose()?;
+        // Prefetching pages that the pager still lacks would wait for the pager.
+        let used = matches!(purpose, Purpose::User | Purpose::Pool);
+        let prefetches = used && backing.filling().is_none_or(|pager| pager.has_first());
+        let working_set_fd =
+            backing.working_set().filter(|_| prefetches).map(&mut shared).transpose()?;
+        let (mut disks, mut configs) =
+            (Vec::with_capacity(files.len()), Vec::with_capacity(files.len()));
+        let mut writable = Vec::new();
+        for (number, FrozenDisk { base, layers, disk, writable: is_writable }) in
+            (0_u8..).zip(files)
+        {
+            let base_fd = shared(base)?;
+            let layers = layers.iter().map(|(data, map)| {
+                Ok(LayerConfig { data_fd: shared(data)?, map_fd: shared(map)? })
+            });
+            let layers = layers.collect::<Outcome<_>>()?;
+            configs.push(DiskConfig {
+                size_bytes: disk.size_bytes,
+                base_fd,
+                layers,
+                writable_fd: None,
+            });
+            disks.push(disk);
+            writable.extend(is_writable.then_some(number));
+        }
+        for number in writable {
+            let (layer, data) = templates.writable(id, number)?;
+            disks[usize::from(number)].writable = Some(layer);
+            configs[usize::from(number)].writable_fd = Some(fds.add(data));
+        }
+        let generation = random();
+        // The pager is asked even if it has just ended, because otherwise the memory would be taken
+        // for complete.
+        let pager = backing.wanted().map(|wanted| wanted.pager());
+        let pager = pager.map(|pager| pager.clone_comes(id, vmm, exit));
+        let pager_fd = pager.transpose()?.flatten().map(|socket| fds.add(socket));
+        let config = RestoreConfig {
+            state_fd,
+            memory_fd,
+            shared: others,
+            disks: configs,
+            generation,
+            working_set_fd,
+            pager_fd,
+            paused: purpose == Purpose::Pool,
+        };
+        Ok(Self { config, fds: fds.0, disks, backing, pin: pin.clone() })
+    }
+}
+
+/// The command by which a VMM boots `vm`, and the pin of the image. Adds descriptors to `fds`.
+pub(crate) fn boot(
+    templates: &TemplateCache,
+    vm: &Vm,
+    boot: BootSource,
+    image: Image,
+    kernel: Kernel,
+    fds: &mut Fds,
+) -> Outcome<(Start, Pin)> {
+    let Image { manifest, disk, pin } = image;
+    let mut disks = vm.live().disks;
+    let (layer, data) = templates.writable(vm.id, 0)?;
+    disks[0].writable = Some(layer);
+    let config = DiskConfig {
+        size_bytes: manifest.disk.bytes,
+        base_fd: fds.add(disk),
+        layers: Vec::new(),
+        writable_fd: Some(fds.add(data)),
+    };
+    let init = boot.init.map(|init| format!(" dayfly.init={init}")).unwrap_or_default();
+    let start = BootConfig {
+        kernel_fd: fds.add(kernel.vmlinux),
+        initrd_fd: Some(fds.add(kernel.initrd)),
+        cmdline: format!("{CMDLINE}{init}"),
+        memory_bytes: boot.memory_bytes,
+        vcpus: boot.vcpus,
+        disks: vec![config],
+        nets: vm.facts.nets,
+    };
+    vm.update(|live| live.disks = disks);
+    Ok((Start::Boot(start), pin))
+}
+
+/// What a VM is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// For a client.
+    User,
+    /// For the warm pool: its vCPUs wait for a client.
+    Pool,
+    /// To record which pages it touches first. A known working set is not prefetched, because the
+    /// prefetched pages would be recorded too.
+    Touched,
+    /// To record which pages it writes; nothing is prefetched.
+    Written,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::templates::pagers::Pagers;
+    use dayfly_api::types::ErrorCode;
+
+    #[test]
+    fn clones_share_no_description_of_a_file() {
+        use dayfly_host::process::ProcessId;
+        use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+        let folder = tempfile::tempdir().unwrap();
+        let config = crate::fixture::config(folder.path());
+        let store = dayfly_store::Store::open(&config.state).unwrap();
+        crate::fixture::snapshot(&store, "default", "s", 0..3);
+        let templates = TemplateCache::new(store, Pagers::new(&config));
+        let open = templates.open_snapshot(&"s".parse().unwrap()).unwrap();
+        let own = ProcessId::of(std::process::id()).unwrap().unwrap();
+        let vmm = Arc::new(Process::open(own).unwrap().unwrap());
+        let clone = || {
+            let (id, frozen) = (VmId::random(), Frozen::from(&open));
+            let exit = Path::new("/nonexistent");
+            CloneOf::new(&templates, exit, id, &vmm, frozen, Purpose::User).unwrap()
+        };
+        let (one, other) = (clone(), clone());
+        // State, RAM, image, a layer's data and map, the writable layer.
+        assert_eq!((one.fds.len(), other.fds.len()), (6, 6));
+        for fd in &one.fds {
+            // Not every file system has O_DIRECT.
+            let _ = fcntl_setfl(fd, OFlags::DIRECT);
+            let flags = fcntl_getfl(fd).unwrap();
+            fcntl_setfl(fd, flags | OFlags::APPEND).unwrap();
+        }
+        let disk = &open.disks[0];
+        let layer = &disk.layers[0];
+        let kept = [&open.state, &open.memory, &disk.base, &layer.data, &layer.map];
+        let kept = kept.map(|file| file.try_clone().unwrap().into());
+        for fd in other.fds.iter().chain(&clone().fds).chain(&kept) {
+            let flags = fcntl_getfl(fd).unwrap();
+            assert!(!flags.intersects(OFlags::APPEND | OFlags::DIRECT), "{flags:?}");
+        }
+        let mode = |fd: &OwnedFd| fcntl_getfl(fd).unwrap() & OFlags::RWMODE;
+        let modes: Vec<_> = other.fds.iter().map(mode).collect();
+        assert_eq!(modes, [[OFlags::RDONLY; 5].as_slice(), &[OFlags::RDWR]].concat());
+    }
+
+    #[test]
+    fn an_init_that_would_change_the_command_line_is_refused() {
+        let boot = |init: &str| BootSource {
+            image: "i".parse().unwrap(),
+            kernel: None,
+            memory_bytes: 64 << 20,
+            vcpus: 1,
+            init: Some(init.to_owned()),
+        };
+        assert!(check(&boot("/sbin/init")).is_ok());
+        for bad in ["", "sbin/init", "/a b", "/a\tb", "/a\"b", "/a\nroot=/dev/vdb"] {
+            assert_eq!(check(&boot(bad)).unwrap_err().0.code, ErrorCode::Invalid, "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! Tracked connections (linux/netfilter/nfnetlink_conntrack.h): listing the addresses that have
+//! some, and deleting them.
+//!
+//! An address may later belong to another guest. If the previous guest's connections stayed, the
+//! new guest would receive their packets, and its own packets would pass as part of them.
+
+use super::netlink::{Batch, NetlinkError, Raw, dump};
+use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
+
+const NETLINK_NETFILTER: isize = 12;
+/// NFNL_SUBSYS_CTNETLINK.
+const SUBSYSTEM: u16 = 1;
+const GET: u16 = SUBSYSTEM << 8 | 1;
+const DELETE: u16 = SUBSYSTEM << 8 | 2;
+const NLA_F_NESTED: u16 = 1 << 15;
+const AF_INET: u8 = 2;
+// enum ctattr_type, ctattr_tuple, ctattr_ip, ctattr_filter
+const TUPLE_ORIG: u16 = 1;
+const FILTER: u16 = 25;
+const TUPLE_IP: u16 = 1;
+const IP_V4_SRC: u16 = 1;
+const IP_V4_DST: u16 = 2;
+const FILTER_ORIG_FLAGS: u16 = 1;
+/// Bytes of `struct nfgenmsg`.
+const HEADER_BYTES: usize = 4;
+
+/// `struct nfgenmsg`: the kernel heeds the family only if the version is not 0.
+const HEADER: [u8; HEADER_BYTES] = [AF_INET, 1, 0, 0];
+
+fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
+    let mut bytes = [&length.to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat();
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    bytes
+}
+
+/// The attributes in a message's payload. A truncated attribute ends the iteration.
+fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    std::iter::from_fn(move || {
+        let length = usize::from(u16::from_ne_bytes(*bytes.first_chunk()?));
+        let kind = u16::from_ne_bytes(*bytes.get(2..)?.first_chunk()?) & !NLA_F_NESTED;
+        let value = bytes.get(4..length)?;
+        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some((kind, value))
+    })
+}
+
+fn find(bytes: &[u8], kind: u16) -> Option<&[u8]> {
+    attributes(bytes).find_map(|(of, value)| (of == kind).then_some(value))
+}
+
+/// Source and destination of the connection's original direction.
+fn ends(message: &[u8]) -> Option<[Ipv4Addr; 2]> {
+    let ip = find(find(message.get(HEADER_BYTES..)?, TUPLE_ORIG)?, TUPLE_IP)?;
+    let address = |kind| Some(Ipv4Addr::from(*find(ip, kind)?.first_chunk::<4>()?));
+    Some([address(IP_V4_SRC)?, address(IP_V4_DST)?])
+}
+
+/// Addresses that have tracked connections in the calling thread's namespace, as source or
+/// destination.
+///
+/// # Errors
+/// The kernel lacks the module nf_conntrack_netlink, or refuses.
+pub(super) fn addresses() -> Result<BTreeSet<Ipv4Addr>, NetlinkError> {
+    let mut all = BTreeSet::new();
+    dump(
+        "connections (module nf_conntrack_netlink)",
+        NETLINK_NETFILTER,
+        GET,
+        &Raw(HEADER.into()),
+        |one| {
+            all.extend(ends(one).into_iter().flatten());
+        },
+    )?;
+    Ok(all)
+}
+
+/// Deletes all tracked connections whose original source or destination is one of these addresses,
+/// in the calling thread's namespace.
+///
+/// The kernel walks its whole connection table twice per address.
+///
+/// # Errors
+/// The kernel refuses.
+pub(super) fn forget(addresses: &BTreeSet<Ipv4Addr>) -> Result<(), NetlinkError> {
+    let mut batch = Batch::default();
+    for address in addresses {
+        for (kind, flag) in [(IP_V4_SRC, 1_u32), (IP_V4_DST, 2)] {
+            let ip = attribute(TUPLE_IP | NLA_F_NESTED, &attribute(kind, &address.octets()));
+            let flags = attribute(FILTER_ORIG_FLAGS, &flag.to_ne_bytes());
+            let body = [
+                HEADER.to_vec(),
+                attribute(TUPLE_ORIG | NLA_F_NESTED, &ip),
+                attribute(FILTER | NLA_F_NESTED, &flags),
+            ];
+            let what = format!("forgetting connections of {address}");
+            batch.ask(what, DELETE, 0, &Raw(body.concat()));
+        }
+    }
+    if addresses.is_empty() { Ok(()) } else { batch.send(NETLINK_NETFILTER) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn any_message_has_ends_or_none(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = ends(&bytes);
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! Searches images, kernels, layers and block indexes.
+
+use super::{Object, Read, Scrub, entry};
+use crate::blob::Dir;
+use crate::errors::{Damage, IoError};
+use crate::integrity::verify::{self, Kind};
+use crate::memory::{BLOCKS, BlockIndex};
+use crate::objects::images::DISK;
+use crate::objects::kernels::{INITRD, VMLINUX};
+use crate::objects::manifest::{self, ImageManifest, KernelManifest};
+use crate::objects::types::FileRef;
+use crate::objects::types::{DATA, LayerId, LayerRef, MAP};
+use crate::publish::needed;
+use dayfly_units::Name;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+
+impl Scrub<'_> {
+    /// Reads all of a file of `dir`, and compares it with `expected`.
+    pub(super) fn content(
+        &self,
+        dir: &Dir,
+        name: &str,
+        file: &File,
+        expected: &FileRef,
+        kind: Kind,
+    ) -> Read<()> {
+        let path = dir.path().join(name);
+        let length = file.metadata().map_err(IoError::new("looking at", &path))?.len();
+        verify::same_length(&path, expected, length)?;
+        let got = self.digest(dir, name, file, kind)?;
+        Ok(verify::same(&path, expected, &got)?)
+    }
+
+    /// Reads all of a file, and returns its digest and sizes.
+    fn digest(&self, dir: &Dir, name: &str, file: &File, kind: Kind) -> Read<FileRef> {
+        let got = verify::digest_with(file, kind, &|bytes| self.meter.step(bytes));
+        Ok(got.map_err(IoError::new("reading", &dir.path().join(name)))?)
+    }
+
+    pub(super) fn images(&mut self) -> Result<(), IoError> {
+        let inner = self.inner;
+        let names = match self.chosen {
+            false => inner.images.entries()?,
+            true => {
+                let needed =
+                    self.manifests().flat_map(|m| &m.disks).map(|d| d.image.name.to_string());
+                needed.collect::<BTreeSet<_>>().into_iter().collect()
+            }
+        };
+        for name in names {
+            // A missing image is reported with the snapshot that needs it.
+            let Some(dir) = entry(&inner.images, &name)? else { continue };
+            self.report.images += 1;
+            let result = self.image(&dir);
+            let users =
+                self.manifests().filter(|m| m.disks.iter().any(|d| d.image.name.as_str() == name));
+            let users = users.map(|m| m.name.to_string()).collect();
+            if !self.judge(Object::Image, &name, (&inner.images, &dir), result, users)?
+                && let Ok(name) = name.parse::<Name>()
+            {
+                self.bad_images.insert(name);
+            }
+        }
+        Ok(())
+    }
+
+    fn image(&self, dir: &Dir) -> Read<()> {
+        let manifest: ImageManifest = manifest::read(dir)?;
+        let disk = needed(dir, DISK, &format!("image {}", manifest.name))?;
+        self.content(dir, DISK, &disk, &manifest.disk, Kind::Sparse)
+    }
+
+    /// Kernels are skipped if snapshots are chosen, because no snapshot depends on a kernel's
+    /// files.
+    pub(super) fn kernels(&mut self) -> Result<(), IoError> {
+        let inner = self.inner;
+        let names = if self.chosen { Vec::new() } else { inner.kernels.entries()? };
+        for name in names {
+            let Some(dir) = entry(&inner.kernels, &name)? else { continue };
+            self.report.kernels += 1;
+            let manifest = manifest::read::<KernelManifest>(&dir);
+            let files = |m: KernelManifest| [(VMLINUX, m.vmlinux), (INITRD, m.initrd)];
+            let (result, files) = match manifest {
+                Ok(manifest) => (Ok(()), files(manifest).to_vec()),
+                Err(e) => (Err(e.into()), Vec::new()),
+            };
+            self.judge(Object::Kernel, &name, (&inner.kernels, &dir), result, Vec::new())?;
+            for (file, expected) in files {
+                let open = needed(&dir, file, &format!("kernel {name}"));
+                let result = open
+                    .map_err(Into::into)
+                    .and_then(|open| self.content(&dir, file, &open, &expected, Kind::Plain));
+                self.judge(Object::Kernel, &name, (&inner.kernels, &dir), result, Vec::new())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A layer that no snapshot references has no manifest; it is compared with its name.
+    pub(super) fn layers(&mut self) -> Result<(), IoError> {
+        let inner = self.inner;
+        let mut known: BTreeMap<LayerId, (LayerRef, BTreeSet<String>)> = BTreeMap::new();
+        for manifest in self.manifests() {
+            for layer in manifest.disks.iter().flat_map(|d| &d.layers) {
+                let users =
+                    &mut known.entry(layer.id).or_insert_with(|| (*layer, BTreeSet::new())).1;
+                users.insert(manifest.name.to_string());
+            }
+        }
+        let mut ids: BTreeSet<LayerId> = known.keys().copied().collect();
+        if !self.chosen {
+            ids.extend(
+                inner.layers.entries()?.iter().filter_map(|name| name.parse::<LayerId>().ok()),
+            );
+        }
+        for id in ids {
+            let name = id.to_string();
+            let Some(dir) = entry(&inner.layers, &name)? else { continue };
+            self.report.layers += 1;
+            let (expected, users) = match known.get(&id) {
+                Some((layer, users)) => (Some(layer), users.iter().cloned().collect::<Vec<_>>()),
+                None => (None, Vec::new()),
+            };
+            let files: Vec<Read<()>> = match expected {
+                Some(layer) => vec![
+                    self.layer_file(&dir, MAP, &name, &layer.map, Kind::Plain),
+                    self.layer_file(&dir, DATA, &name, &layer.data, Kind::Sparse),
+                ],
+                None => vec![self.layer_by_name(&dir, id)],
+            };
+            for result in files {
+                if !self.judge(
+                    Object::Layer,
+                    &name,
+                    (&inner.layers, &dir),
+                    result,
+                    users.clone(),
+                )? {
+                    self.bad_layers.insert(id);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn layer_file(
+        &self,
+        dir: &Dir,
+        file: &str,
+        id: &str,
+        expected: &FileRef,
+        kind: Kind,
+    ) -> Read<()> {
+        let open = needed(dir, file, &format!("layer {id}"))?;
+        self.content(dir, file, &open, expected, kind)
+    }
+
+    fn layer_by_name(&self, dir: &Dir, id: LayerId) -> Read<()> {
+        let by = format!("layer {id}");
+        let (data, map) = (needed(dir, DATA, &by)?, needed(dir, MAP, &by)?);
+        let data = self.digest(dir, DATA, &data, Kind::Sparse)?;
+        let map = self.digest(dir, MAP, &map, Kind::Plain)?;
+        let got = LayerId::of(&data, &map);
+        if got == id {
+            return Ok(());
+        }
+        let (expected, got) = (id.to_string(), got.to_string());
+        let place = "digest of data and map, which the folder is named by".to_owned();
+        Err(Damage::Content { file: dir.path().to_owned(), place, expected, got }.into())
+    }
+
+    pub(super) fn block_indexes(&mut self) -> Result<(), IoError> {
+        let inner = self.inner;
+        if self.chosen || !inner.root.has(BLOCKS)? {
+            return Ok(());
+        }
+        let dir = inner.root.sub(BLOCKS)?;
+        for name in dir.entries()? {
+            let Ok(of) = name.parse() else { continue };
+            self.meter.step_at(super::length(&dir.path().join(&name)), &dir.path().join(&name))?;
+            self.report.block_indexes += 1;
+            let read = BlockIndex::check(&dir, &name, &of);
+            let read = read.map_err(|e| super::Trouble::of(e, dir.path().join(&name)));
+            // An index removed meanwhile was not needed.
+            if read.is_err() && !dir.has(&name)? {
+                continue;
+            }
+            self.judge(Object::BlockIndex, &name, (&inner.root, &dir), read, Vec::new())?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,328 @@
+//! Hashes a file once, and trusts it until it changes.
+//!
+//! A file counts as unchanged while its device, inode, size, mtime and ctime (both in ns) are the
+//! same as before it was hashed. No process can write to a content file once it is published
+//! ([`crate::vms::immutable`]), so this check is against damage and accidental edits. It does not
+//! stop an attacker with the rights of the daemon.
+//!
+//! Before Linux 6.13 file times move with the kernel's clock tick. Two changes within a tick leave
+//! the same times. So a file is trusted only if its ctime was at least two ticks old when its stamp
+//! was taken.
+//!
+//! The record is in memory only: after a restart every file is hashed again.
+
+use crate::errors::{Damage, IoError};
+use crate::objects::types::FileRef;
+use crate::sparse;
+use dayfly_units::sync::lock;
+use dayfly_units::{Digest, sealed};
+use rustix::time::ClockId;
+use std::collections::HashMap;
+use std::fs::{File, Metadata};
+use std::io::{self, Read, Seek};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// How a file's digest is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// The sparse digest ([`crate::sparse`]).
+    Sparse,
+    /// BLAKE3 of all bytes.
+    Plain,
+}
+
+/// The metadata by which a file counts as unchanged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stamp {
+    device: u64,
+    inode: u64,
+    bytes: u64,
+    mtime: (i64, i64),
+    ctime: (i64, i64),
+}
+
+impl Stamp {
+    pub(crate) fn of(file: &File) -> io::Result<Self> {
+        Ok(Self::from(&file.metadata()?))
+    }
+
+    /// The time in which a later change of the file may leave the same ctime; zero if none can.
+    fn racy(&self) -> Duration {
+        let tick = rustix::time::clock_getres(ClockId::RealtimeCoarse);
+        let now = rustix::time::clock_gettime(ClockId::Realtime);
+        let of = |time: rustix::time::Timespec| ns((time.tv_sec, time.tv_nsec));
+        // A clock that was set back does not show the same time soon.
+        let age = of(now).abs_diff(ns(self.ctime));
+        let left = (2 * of(tick)).saturating_sub(age);
+        Duration::from_nanos(u64::try_from(left).unwrap_or(u64::MAX))
+    }
+
+    /// Whether only names and mode may have changed since `before`: a link, a rename and a chmod
+    /// change only the ctime.
+    fn same_content(&self, before: &Self) -> bool {
+        Self { ctime: before.ctime, ..*self } == *before
+    }
+
+    /// The stamp of the file at `path`; a symbolic link is not followed.
+    pub(crate) fn at(path: &Path) -> io::Result<Self> {
+        Ok(Self::from(&std::fs::symlink_metadata(path)?))
+    }
+}
+
+fn ns((seconds, nanoseconds): (i64, i64)) -> u128 {
+    let seconds = u128::try_from(seconds).unwrap_or(0);
+    seconds * 1_000_000_000 + u128::try_from(nanoseconds).unwrap_or(0)
+}
+
+/// A file whose digest was computed from its content, and its stamp before that.
+#[derive(Debug)]
+pub(crate) struct Hashed {
+    file: File,
+    pub(crate) content: FileRef,
+    stamp: Stamp,
+}
+
+impl Hashed {
+    /// Hashes a file that nothing changes.
+    pub(crate) fn of(file: File, kind: Kind) -> io::Result<Self> {
+        let stamp = Stamp::of(&file)?;
+        let content = digest(&file, kind)?;
+        if Stamp::of(&file)? != stamp {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "it changed while it was read"));
+        }
+        Ok(Self { file, content, stamp })
+    }
+
+    /// A file whose digest was computed while this process wrote it.
+    pub(crate) fn written(file: File, content: FileRef) -> io::Result<Self> {
+        Ok(Self { stamp: Stamp::of(&file)?, file, content })
+    }
+
+    pub(crate) const fn file(&self) -> &File {
+        &self.file
+    }
+}
+
+impl From<&Metadata> for Stamp {
+    fn from(m: &Metadata) -> Self {
+        Self {
+            device: m.dev(),
+            inode: m.ino(),
+            bytes: m.len(),
+            mtime: (m.mtime(), m.mtime_nsec()),
+            ctime: (m.ctime(), m.ctime_nsec()),
+        }
+    }
+}
+
+/// One file's last verified state. The mutex is locked while the file is hashed, so concurrent
+/// callers wait for one hash.
+type Slot = Arc<Mutex<Option<(Stamp, Digest)>>>;
+
+/// The verified files, by path.
+#[derive(Debug, Default)]
+pub(crate) struct Verifier {
+    slots: Mutex<HashMap<PathBuf, Slot>>,
+}
+
+#[cfg(test)]
+use hurry::wait;
+#[cfg(not(test))]
+use std::thread::sleep as wait;
+
+/// Lets a test publish thousands of times without waiting for clock ticks. The files are then
+/// hashed again.
+#[cfg(test)]
+pub(crate) mod hurry {
+    use std::cell::Cell;
+    use std::time::Duration;
+
+    thread_local!(static HURRY: Cell<bool> = const { Cell::new(false) });
+
+    pub(crate) fn begin() {
+        HURRY.set(true);
+    }
+
+    pub(super) fn wait(time: Duration) {
+        if !HURRY.get() {
+            std::thread::sleep(time);
+        }
+    }
+}
+
+/// Why a file did not pass verification.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum VerifyError {
+    #[error(transparent)]
+    Io(#[from] IoError),
+    #[error(transparent)]
+    Damage(#[from] Damage),
+}
+
+impl Verifier {
+    fn slot(&self, path: &Path) -> Slot {
+        let mut slots = lock(&self.slots);
+        Arc::clone(slots.entry(path.to_owned()).or_default())
+    }
+
+    /// Records that the files, now at these paths, have their digests. Call it last, after every
+    /// change of their names and modes. Waits up to two clock ticks, until a later change gives
+    /// them other times: two renames and an `fsync` take longer. A file that has changed since it
+    /// was hashed is hashed again before its next use.
+    pub(crate) fn remember(&self, files: &[(PathBuf, &Hashed)]) {
+        let stamps = files.iter().map(|(_, hashed)| Stamp::of(&hashed.file).ok());
+        let stamps: Vec<_> = stamps.collect();
+        let racy = stamps.iter().flatten().map(Stamp::racy).max();
+        wait(racy.unwrap_or_default());
+        for ((path, hashed), stamp) in files.iter().zip(stamps) {
+            let same = |stamp: &Stamp| {
+                stamp.same_content(&hashed.stamp)
+                    && stamp.racy().is_zero()
+                    && Stamp::of(&hashed.file).is_ok_and(|now| now == *stamp)
+            };
+            *lock(&self.slot(path)) = stamp.filter(same).map(|s| (s, hashed.content.digest));
+        }
+    }
+
+    /// Forgets every file below `folder`.
+    pub(crate) fn forget(&self, folder: &Path) {
+        lock(&self.slots).retain(|path, _| !path.starts_with(folder));
+    }
+
+    /// Verifies `file`, open at `path`, against `expected`: first its size, then its content unless
+    /// it is unchanged since the last verification.
+    pub(crate) fn check(
+        &self,
+        path: &Path,
+        file: &File,
+        expected: &FileRef,
+        kind: Kind,
+    ) -> Result<(), VerifyError> {
+        let stamp = Stamp::of(file).map_err(IoError::new("looking at", path))?;
+        same_length(path, expected, stamp.bytes)?;
+        let slot = self.slot(path);
+        let mut known = lock(&slot);
+        if *known == Some((stamp, expected.digest)) {
+            return Ok(());
+        }
+        *known = None;
+        let settled = stamp.racy().is_zero();
+        let got = digest(file, kind).map_err(IoError::new("reading", path))?;
+        same(path, expected, &got)?;
+        if Stamp::of(file).map_err(IoError::new("looking at", path))? != stamp {
+            let (expected, got) = ("no change while it is read".to_owned(), "a change".to_owned());
+            return Err(differs(path, "modification time", expected, got).into());
+        }
+        *known = settled.then_some((stamp, got.digest));
+        Ok(())
+    }
+}
+
+impl Verifier {
+    /// Verifies the seal of `file`, open at `path`, unless the file is unchanged since the last
+    /// verification.
+    pub(crate) fn check_sealed(
+        &self,
+        path: &Path,
+        file: &File,
+        cap: u64,
+    ) -> Result<(), VerifyError> {
+        let io = |e| IoError::new("reading", path)(e);
+        let stamp = Stamp::of(file).map_err(io)?;
+        let slot = self.slot(path);
+        let mut known = lock(&slot);
+        if known.is_some_and(|(then, _)| then == stamp) {
+            return Ok(());
+        }
+        *known = None;
+        let settled = stamp.racy().is_zero();
+        rewind(file).map_err(io)?;
+        let mut bytes = Vec::new();
+        file.take(cap + sealed::HEADER_BYTES as u64 + 1).read_to_end(&mut bytes).map_err(io)?;
+        rewind(file).map_err(io)?;
+        sealed::verify(cap, &bytes)
+            .map_err(|error| Damage::Seal { file: path.to_owned(), error })?;
+        *known = settled.then(|| (stamp, Digest::of(&bytes)));
+        Ok(())
+    }
+}
+
+fn differs(path: &Path, place: &str, expected: String, got: String) -> Damage {
+    Damage::Content { file: path.to_owned(), place: place.to_owned(), expected, got }
+}
+
+/// Checks that the file at `path`, of length `bytes`, has the expected length.
+pub(crate) fn same_length(path: &Path, expected: &FileRef, bytes: u64) -> Result<(), Damage> {
+    if bytes == expected.bytes {
+        return Ok(());
+    }
+    Err(differs(path, "size in bytes", expected.bytes.to_string(), bytes.to_string()))
+}
+
+/// Checks that the file at `path` has the expected digest and bytes of data.
+pub(crate) fn same(path: &Path, expected: &FileRef, got: &FileRef) -> Result<(), Damage> {
+    if got.digest != expected.digest {
+        let (expected, got) = (expected.digest.to_string(), got.digest.to_string());
+        return Err(differs(path, "digest of the content", expected, got));
+    }
+    if got.data_bytes != expected.data_bytes {
+        let (expected, got) = (expected.data_bytes.to_string(), got.data_bytes.to_string());
+        return Err(differs(path, "bytes in pages that are not zero", expected, got));
+    }
+    Ok(())
+}
+
+/// The digest and sizes of `file`.
+pub(crate) fn digest(file: &File, kind: Kind) -> io::Result<FileRef> {
+    digest_with(file, kind, &|_| Ok(()))
+}
+
+/// As [`digest`]; calls `on` with the length of each piece read, and stops with its error.
+pub(crate) fn digest_with(
+    file: &File,
+    kind: Kind,
+    on: &dyn Fn(u64) -> io::Result<()>,
+) -> io::Result<FileRef> {
+    let got = match kind {
+        Kind::Sparse => {
+            let sparse = sparse::digest_with(file, on)?;
+            FileRef { digest: sparse.digest, bytes: sparse.bytes, data_bytes: sparse.data_bytes }
+        }
+        Kind::Plain => plain(file, on)?,
+    };
+    // The descriptor may be sent to a VMM, which may read from the file's current offset.
+    rewind(file)?;
+    Ok(got)
+}
+
+fn rewind(mut file: &File) -> io::Result<()> {
+    file.rewind()
+}
+
+fn plain(file: &File, on: &dyn Fn(u64) -> io::Result<()>) -> io::Result<FileRef> {
+    let mut reader = file;
+    rewind(file)?;
+    let mut hasher = blake3::Hasher::new();
+    let mut buffer = vec![0; 1 << 20];
+    let mut bytes = 0;
+    loop {
+        match reader.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(n) => {
+                hasher.update(&buffer[..n]);
+                bytes += n as u64;
+                on(n as u64)?;
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(FileRef { digest: hasher.finalize().into(), bytes, data_bytes: bytes })
+}
+
+#[cfg(test)]
+#[path = "verify_tests.rs"]
+mod tests;

@@ -1,0 +1,184 @@
+//! Kernels: an ELF and an initramfs, with their manifest. No snapshot depends on a kernel's files,
+//! because a snapshot's RAM contains its kernel.
+
+use crate::blob;
+use crate::errors::IoError;
+use crate::inner::Store;
+use crate::integrity::verify::{Hashed, Kind};
+use crate::objects::manifest::{self, KernelManifest, KernelRef, Listing};
+use crate::objects::types::FileRef;
+use crate::objects::upload::Frame;
+use crate::publish::{OpenError, PutError, RemoveError, folder, needed, seal};
+use crate::sparse::CopyError;
+use dayfly_units::{Digest, Name};
+use std::fs::File;
+use std::io::{self, Read, Write};
+
+/// The largest vmlinux, and the largest initramfs, in bytes: 1 GiB.
+const MAX_FILE_BYTES: u64 = 1 << 30;
+pub(crate) const VMLINUX: &str = "vmlinux";
+pub(crate) const INITRD: &str = "initrd";
+
+/// Announced properties of a kernel, sent before its bytes.
+#[derive(Debug, Clone)]
+pub struct KernelSpec {
+    /// The output of `uname -r` in the guest.
+    pub release: String,
+    /// Length of vmlinux in bytes.
+    pub vmlinux_bytes: u64,
+    /// Length of the initramfs in bytes.
+    pub initrd_bytes: u64,
+    /// BLAKE3 of vmlinux followed by the initramfs.
+    pub digest: Digest,
+}
+
+/// A kernel, verified and open.
+#[derive(Debug)]
+pub struct Kernel {
+    /// The kernel's manifest.
+    pub manifest: KernelManifest,
+    /// The ELF, read-only.
+    pub vmlinux: File,
+    /// The initramfs, read-only.
+    pub initrd: File,
+}
+
+impl Kernel {
+    /// The reference that a snapshot's manifest stores.
+    #[must_use]
+    pub fn reference(&self) -> KernelRef {
+        let KernelManifest { name, release, digest, .. } = &self.manifest;
+        KernelRef { name: name.clone(), release: release.clone(), digest: *digest }
+    }
+}
+
+impl Store {
+    /// Stores a kernel from one zstd frame that contains vmlinux and then the initramfs. A kernel
+    /// with the same name is replaced atomically.
+    ///
+    /// # Errors
+    /// [`PutError`]; the store is unchanged.
+    pub fn put_kernel(
+        &self,
+        name: &Name,
+        spec: &KernelSpec,
+        body: &mut dyn Read,
+    ) -> Result<KernelManifest, PutError> {
+        for (what, got) in [(VMLINUX, spec.vmlinux_bytes), (INITRD, spec.initrd_bytes)] {
+            if got > MAX_FILE_BYTES {
+                return Err(PutError::TooLarge { what, max: MAX_FILE_BYTES, got });
+            }
+        }
+        let inner = &self.0;
+        let stage = inner.stage()?;
+        let staged = stage.make("kernel")?;
+        let stream = |what| move |source| PutError::Stream { what, source };
+        let mut frame = Frame::new(body)
+            .map_err(|source| stream(VMLINUX)(CopyError::Read { at: 0, source }))?;
+        let mut both = blake3::Hasher::new();
+        let mut files = Vec::with_capacity(2);
+        for (what, len) in [(VMLINUX, spec.vmlinux_bytes), (INITRD, spec.initrd_bytes)] {
+            let file = staged.create(what)?;
+            let path = staged.path().join(what);
+            blob::fault::step("writing", &path).map_err(IoError::new("writing", &path))?;
+            let digest = receive(&mut frame, &file, len, &mut both).map_err(stream(what))?;
+            staged.finish(what, &file)?;
+            let content = FileRef { digest, bytes: len, data_bytes: len };
+            let file = Hashed::written(file, content).map_err(IoError::new("looking at", &path))?;
+            files.push((what, file));
+        }
+        let announced = spec.vmlinux_bytes + spec.initrd_bytes;
+        match frame.ends_here() {
+            Ok(true) => {}
+            Ok(false) => return Err(PutError::Longer { announced }),
+            Err(source) => {
+                return Err(stream(INITRD)(CopyError::Read { at: spec.initrd_bytes, source }));
+            }
+        }
+        let got = Digest::from(both.finalize());
+        if got != spec.digest {
+            let (expected, got) = (spec.digest.to_string(), got.to_string());
+            return Err(PutError::Digest { what: "vmlinux and initrd", expected, got });
+        }
+        let manifest = KernelManifest {
+            name: name.clone(),
+            release: spec.release.clone(),
+            digest: got,
+            vmlinux: files[0].1.content,
+            initrd: files[1].1.content,
+            created_unix_ms: Self::now_unix_ms(),
+        };
+        seal(&staged, &manifest)?;
+        let publishing = inner.publishing();
+        inner.replace(&stage, "kernel", &inner.kernels, name.as_str())?;
+        drop(publishing);
+        let folder = inner.kernels.path().join(name.as_str());
+        let files: Vec<_> = files.iter().map(|(what, file)| (folder.join(what), file)).collect();
+        inner.verifier.remember(&files);
+        Ok(manifest)
+    }
+
+    /// Opens and verifies the kernel `name`.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn kernel(&self, name: &Name) -> Result<Kernel, OpenError> {
+        let by = format!("kernel {name}");
+        let (manifest, vmlinux, initrd, dir) = {
+            let _publishing = self.0.publishing();
+            let dir = folder(&self.0.kernels, "kernel", name)?;
+            let manifest: KernelManifest = manifest::read(&dir)?;
+            (manifest, needed(&dir, VMLINUX, &by)?, needed(&dir, INITRD, &by)?, dir)
+        };
+        self.0.verify(&dir, VMLINUX, &vmlinux, &manifest.vmlinux, Kind::Plain)?;
+        self.0.verify(&dir, INITRD, &initrd, &manifest.initrd, Kind::Plain)?;
+        Ok(Kernel { manifest, vmlinux, initrd })
+    }
+
+    /// Lists every kernel.
+    ///
+    /// # Errors
+    /// The folder cannot be listed.
+    pub fn kernels(&self) -> Result<Listing<KernelManifest>, IoError> {
+        manifest::list(&self.0.kernels)
+    }
+
+    /// Removes the kernel `name`, which may be damaged.
+    ///
+    /// # Errors
+    /// [`RemoveError`].
+    pub fn remove_kernel(&self, name: &Name) -> Result<(), RemoveError> {
+        let _publishing = self.0.publishing();
+        if self.0.retire(&self.0.kernels, name.as_str())? {
+            Ok(())
+        } else {
+            Err(RemoveError::NotFound { kind: "kernel", name: name.clone() })
+        }
+    }
+}
+
+/// Copies `len` bytes. Returns their digest, and adds the bytes to the hasher `both`.
+fn receive(
+    from: &mut dyn Read,
+    mut to: &File,
+    len: u64,
+    both: &mut blake3::Hasher,
+) -> Result<Digest, CopyError> {
+    let mut hasher = blake3::Hasher::new();
+    let mut buffer = vec![0; 1 << 20];
+    let mut at = 0;
+    while at < len {
+        let want = usize::try_from(len - at).map_or(buffer.len(), |n| n.min(buffer.len()));
+        let got = match from.read(&mut buffer[..want]) {
+            Ok(0) => return Err(CopyError::Short { expected: len, got: at }),
+            Ok(got) => got,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            Err(source) => return Err(CopyError::Read { at, source }),
+        };
+        hasher.update(&buffer[..got]);
+        both.update(&buffer[..got]);
+        to.write_all(&buffer[..got]).map_err(|source| CopyError::Write { at, source })?;
+        at += got as u64;
+    }
+    Ok(hasher.finalize().into())
+}

@@ -1,0 +1,189 @@
+//! Layers of a disk: stored layers in `layers/`, named by content, and the layers of one VM in
+//! `vms/`.
+
+use crate::blob::{Dir, IfTaken, Stage};
+use crate::errors::{Damage, IoError, IoResult};
+use crate::inner::{Inner, Store};
+use crate::integrity::verify::{Hashed, Kind};
+use crate::objects::types::{DATA, FileRef, LayerId, LayerRef, MAP, VmLayer};
+use crate::publish::{OpenError, needed};
+use dayfly_units::Digest;
+use std::fs::File;
+use std::path::PathBuf;
+
+/// A stored layer of an open snapshot.
+#[derive(Debug)]
+pub struct OpenLayer {
+    /// Its id and the digests of its files.
+    pub layer: LayerRef,
+    /// Its blocks, sparse.
+    pub data: File,
+    /// Its sealed map.
+    pub map: File,
+}
+
+/// A layer made ready in a staging folder.
+#[derive(Debug)]
+pub(crate) struct StagedLayer {
+    pub(crate) layer: LayerRef,
+    /// Its folder's name in the stage.
+    folder: String,
+    data: Hashed,
+    map: Hashed,
+    /// Whether this operation put these files into `layers/`; otherwise a layer with the same
+    /// content exists already.
+    published: bool,
+}
+
+impl StagedLayer {
+    /// A layer that was written into `folder` of a stage, open as `dir`, with this data and this
+    /// map.
+    pub(crate) fn made(
+        dir: &Dir,
+        folder: String,
+        data: crate::sparse::Sparse,
+        map: &[u8],
+    ) -> IoResult<Self> {
+        let data = FileRef { digest: data.digest, bytes: data.bytes, data_bytes: data.data_bytes };
+        let bytes = map.len() as u64;
+        let map = FileRef { digest: Digest::of(map), bytes, data_bytes: bytes };
+        let written = |name, content| {
+            Hashed::written(dir.open(name)?, content)
+                .map_err(IoError::new("looking at", &dir.path().join(name)))
+        };
+        Ok(Self::of(folder, written(DATA, data)?, written(MAP, map)?))
+    }
+
+    fn of(folder: String, data: Hashed, map: Hashed) -> Self {
+        let id = LayerId::of(&data.content, &map.content);
+        let layer = LayerRef { id, data: data.content, map: map.content };
+        Self { layer, folder, data, map, published: false }
+    }
+
+    /// Duplicates the descriptor of its data.
+    pub(crate) fn data(&self) -> IoResult<File> {
+        self.duplicate(&self.data)
+    }
+
+    /// Duplicates the descriptor of its map.
+    pub(crate) fn map(&self) -> IoResult<File> {
+        self.duplicate(&self.map)
+    }
+
+    fn duplicate(&self, hashed: &Hashed) -> IoResult<File> {
+        let path = std::path::Path::new(&self.folder);
+        hashed.file().try_clone().map_err(IoError::new("duplicating the descriptor of", path))
+    }
+}
+
+impl Store {
+    /// Opens and verifies stored layers; `by` is the object that depends on them, named in errors.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn open_layers(&self, layers: &[LayerRef], by: &str) -> Result<Vec<OpenLayer>, OpenError> {
+        let open = |layer: &LayerRef| {
+            let (data, map) = self.0.open_layer(layer, by)?;
+            Ok(OpenLayer { layer: *layer, data, map })
+        };
+        layers.iter().map(open).collect()
+    }
+}
+
+impl Inner {
+    /// Hashes a VM's frozen layer, to which no process can write from now on, and hard-links its
+    /// files into the stage.
+    pub(crate) fn stage_layer(
+        &self,
+        stage: &Stage,
+        folder: String,
+        from: VmLayer,
+    ) -> IoResult<StagedLayer> {
+        if self.open_frozen_layer(&from)?.replaced.is_some() {
+            tracing::warn!(vm = %from.vm, "copied a layer to which a process may still write");
+        }
+        let vm = self.vms.sub(&from.vm.to_string())?;
+        let staged = stage.make(&folder)?;
+        vm.link(&from.data_name(), &staged, DATA)?;
+        vm.link(&from.map_name(), &staged, MAP)?;
+        let content = |name: &str, kind: Kind| -> IoResult<Hashed> {
+            let file = staged.open(name)?;
+            staged.finish(name, &file)?;
+            let hashed = Hashed::of(file, kind)
+                .map_err(IoError::new("reading", &staged.path().join(name)))?;
+            staged.protect(name, hashed.file(), hashed.content.data_bytes)?;
+            Ok(hashed)
+        };
+        let (data, map) = (content(DATA, Kind::Sparse)?, content(MAP, Kind::Plain)?);
+        staged.sync()?;
+        Ok(StagedLayer::of(folder, data, map))
+    }
+
+    /// Renames a staged layer into `layers/`, unless a sound copy is there; a damaged copy is
+    /// exchanged. The caller holds the publish lock, and syncs `layers/` afterwards.
+    pub(crate) fn publish_layer(&self, stage: &Stage, staged: &mut StagedLayer) -> IoResult<()> {
+        let name = staged.layer.id.to_string();
+        let if_taken = match self.open_layer(&staged.layer, "this snapshot") {
+            Ok(_) => return Ok(()),
+            Err(OpenError::Damage(Damage::Missing { .. })) if !self.layers.has(&name)? => {
+                IfTaken::Refuse
+            }
+            Err(OpenError::Io(e)) => return Err(e),
+            Err(damage) => {
+                tracing::warn!(
+                    %damage,
+                    "a stored layer is damaged; putting a good copy in its place"
+                );
+                IfTaken::Exchange
+            }
+        };
+        stage.rename(&staged.folder, &self.layers, &name, if_taken)?;
+        self.verifier.forget(&self.layers.path().join(&name));
+        staged.published = true;
+        Ok(())
+    }
+
+    /// The files of a layer, for [`crate::integrity::verify::Verifier::remember`], if this
+    /// operation published them.
+    pub(crate) fn published_files<'a>(
+        &self,
+        staged: &'a StagedLayer,
+    ) -> Vec<(PathBuf, &'a Hashed)> {
+        if !staged.published {
+            return Vec::new();
+        }
+        let folder = self.layers.path().join(staged.layer.id.to_string());
+        vec![(folder.join(DATA), &staged.data), (folder.join(MAP), &staged.map)]
+    }
+
+    /// Opens and verifies a stored layer; `by` is the object that depends on it, named in errors.
+    pub(crate) fn open_layer(&self, layer: &LayerRef, by: &str) -> Result<(File, File), OpenError> {
+        let (dir, data, map) = self.open_layer_files(layer.id, by)?;
+        self.verify_layer(&dir, layer, &data, &map)?;
+        Ok((data, map))
+    }
+
+    pub(crate) fn open_layer_files(
+        &self,
+        id: LayerId,
+        by: &str,
+    ) -> Result<(Dir, File, File), OpenError> {
+        self.layer_is(id, by)?;
+        let dir = self.layers.sub(&id.to_string())?;
+        let by = format!("layer {id} of {by}");
+        let (data, map) = (needed(&dir, DATA, &by)?, needed(&dir, MAP, &by)?);
+        Ok((dir, data, map))
+    }
+
+    pub(crate) fn verify_layer(
+        &self,
+        dir: &Dir,
+        layer: &LayerRef,
+        data: &File,
+        map: &File,
+    ) -> Result<(), OpenError> {
+        self.verify(dir, MAP, map, &layer.map, Kind::Plain)?;
+        self.verify(dir, DATA, data, &layer.data, Kind::Sparse)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,166 @@
+use super::*;
+use std::path::Path;
+
+pub(crate) fn file_ref(n: u8) -> FileRef {
+    FileRef { digest: Digest([n; 32]), bytes: 8192, data_bytes: 4096 }
+}
+
+pub(crate) fn snapshot(name: &str, layers: &[u8]) -> SnapshotManifest {
+    let layer = |&n: &u8| {
+        let (data, map) = (file_ref(n), file_ref(n ^ 0x80));
+        LayerRef { id: crate::LayerId::of(&data, &map), data, map }
+    };
+    SnapshotManifest {
+        name: name.parse().unwrap(),
+        created_unix_ms: 1_700_000_000_000,
+        parent: Some("parent".parse().unwrap()),
+        ancestors: vec![Digest([9; 32])],
+        kernel: KernelRef {
+            name: "6.12".parse().unwrap(),
+            release: "6.12.0".to_owned(),
+            digest: Digest([1; 32]),
+        },
+        vcpus: 2,
+        nets: 0,
+        memory_bytes: 8192,
+        agent_version: "0.1.0".to_owned(),
+        config: ImageConfig { env: vec!["A=b".to_owned()], ..ImageConfig::default() },
+        labels: [("k".to_owned(), "v".to_owned())].into(),
+        disks: vec![DiskRef {
+            image: ImageRef { name: "debian".parse().unwrap(), digest: Digest([2; 32]) },
+            size_bytes: 1 << 30,
+            writable: true,
+            layers: layers.iter().map(layer).collect(),
+        }],
+        memory: file_ref(3),
+        state: file_ref(4),
+    }
+}
+
+fn read_back(bytes: &[u8]) -> Result<SnapshotManifest, Damage> {
+    decode(Path::new("/store/snapshots/base/manifest"), bytes)
+}
+
+#[test]
+fn a_manifest_reads_back() {
+    let manifest = snapshot("base", &[5, 6]);
+    assert_eq!(read_back(&encode(&manifest).unwrap()).unwrap(), manifest);
+}
+
+#[test]
+fn every_truncation_and_every_flipped_bit_is_refused_with_its_file() {
+    let whole = encode(&snapshot("base", &[5])).unwrap();
+    for len in 0..whole.len() {
+        let error = read_back(&whole[..len]).unwrap_err();
+        assert!(error.to_string().starts_with("/store/snapshots/base/manifest: "), "{error}");
+    }
+    for bit in 0..whole.len() * 8 {
+        let mut flipped = whole.clone();
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        assert!(matches!(read_back(&flipped), Err(Damage::Seal { .. })), "bit {bit}");
+    }
+}
+
+#[test]
+fn another_kind_and_another_version_are_reported_as_such() {
+    let image = sealed::seal(&ImageManifest::MAGIC, 1, b"{}");
+    let text = read_back(&image).unwrap_err().to_string();
+    assert!(text.contains(r#"expected "DFsnaps\\n", got "DFimage\\n""#), "{text}");
+    let future = sealed::seal(&SnapshotManifest::MAGIC, 4, b"{}");
+    let text = read_back(&future).unwrap_err().to_string();
+    assert!(text.contains("version at byte 40: expected 1 to 3, got 4"), "{text}");
+}
+
+#[test]
+fn sealed_nonsense_is_refused_with_its_place() {
+    let sealed = |json: &str| sealed::seal(&SnapshotManifest::MAGIC, 1, json.as_bytes());
+    for (json, place) in
+        [("", "line 1, column 0"), ("{}", "missing field `name`"), ("[1,", "line 1")]
+    {
+        let text = read_back(&sealed(json)).unwrap_err().to_string();
+        assert!(
+            text.contains(place) && text.contains("expected the JSON of a snapshot manifest"),
+            "{text}"
+        );
+    }
+    let good = snapshot("base", &[5]);
+    let changed = |change: &dyn Fn(&mut SnapshotManifest)| {
+        let mut manifest = good.clone();
+        change(&mut manifest);
+        read_back(&encode(&manifest).unwrap()).unwrap_err().to_string()
+    };
+    let text =
+        changed(&|m| m.disks[0].layers[0].id = crate::LayerId::of(&file_ref(0), &file_ref(0)));
+    assert!(text.contains("disks[0].layers[0].id: expected "), "{text}");
+    let text = changed(&|m| m.memory.data_bytes = 9000);
+    assert!(text.contains("memory.data_bytes: expected at most 8192, got 9000"), "{text}");
+    let text = changed(&|m| m.disks.clear());
+    assert!(text.contains("disks: expected at least 1, got 0"), "{text}");
+    let text = changed(&|m| m.disks[0].layers = vec![m.disks[0].layers[0]; 65]);
+    assert!(text.contains("disks[0].layers: expected at most 64, got 65"), "{text}");
+    let text = changed(&|m| m.ancestors = vec![Digest([9; 32]); 9]);
+    assert!(text.contains("ancestors: expected at most 8, got 9"), "{text}");
+    let text = changed(&|m| m.disks = vec![m.disks[0].clone(); 9]);
+    assert!(text.contains("disks: expected at most 8, got 9"), "{text}");
+}
+
+#[test]
+fn a_manifest_that_could_not_be_read_back_is_not_written() {
+    let mut manifest = snapshot("base", &[]);
+    manifest.labels.insert("k".to_owned(), "x".repeat(2 << 20));
+    assert!(encode(&manifest).unwrap_err().to_string().contains("expected at most 1048576 bytes"));
+}
+
+/// Snapshots and images outlive a version of dayfly. If this test fails, an old store is
+/// unreadable: raise `VERSION`, read both versions, and add a line.
+#[test]
+fn the_bytes_of_each_version_are_frozen() {
+    let digest = |bytes: io::Result<Vec<u8>>| Digest::of(&bytes.unwrap()).to_string();
+    let file = file_ref(3);
+    let image = ImageManifest {
+        name: "debian".parse().unwrap(),
+        disk: file,
+        created_unix_ms: 1,
+        source: "a folder".to_owned(),
+        config: ImageConfig::default(),
+    };
+    let kernel = KernelManifest {
+        name: "6.12".parse().unwrap(),
+        release: "6.12.0".to_owned(),
+        digest: Digest([1; 32]),
+        vmlinux: file,
+        initrd: file,
+        created_unix_ms: 1,
+    };
+    assert_eq!(
+        digest(encode(&image)),
+        "34a6edfda9982aef61bb6f3bc62bb2ad9df6bfb7fa7751c79a211f6f139a090d"
+    );
+    assert_eq!(
+        digest(encode(&kernel)),
+        "ad7827daf71bd972f20bfdd3257fd56edef9b9905aa97e25709013672177424b"
+    );
+    let mut manifest = snapshot("base", &[5, 6]);
+    assert_eq!(
+        digest(encode(&manifest)),
+        "05fc78ee07bc04ab3522196e1318d2587839df7af137b7d8a4045982736afc28"
+    );
+    // Version 2, without ancestors.
+    manifest.ancestors.clear();
+    let json =
+        serde_json::to_string_pretty(&manifest).unwrap().replace("  \"ancestors\": [],\n", "");
+    let second = sealed::seal(&SnapshotManifest::MAGIC, 2, json.as_bytes());
+    assert_eq!(read_back(&second).unwrap(), manifest);
+    assert_eq!(
+        digest(Ok(second)),
+        "6e45e95c7f83c2080c6d18d5e3870fecc3dd1c5f22ca9fcf0ab36c73926f3253"
+    );
+    // Version 1, without network devices.
+    let json = json.replace("  \"nets\": 0,\n", "");
+    let first = sealed::seal(&SnapshotManifest::MAGIC, 1, json.as_bytes());
+    assert_eq!(read_back(&first).unwrap(), manifest);
+    assert_eq!(
+        digest(Ok(first)),
+        "0dadd0fb9ba46efe366f60022128290a7800c9d5f2be916b0bce7d3ce25ce994"
+    );
+}

@@ -1,0 +1,143 @@
+//! Landlock (landlock(7)): a process gives up access to files, ports and other processes, for
+//! itself and its later children.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+// linux/landlock.h
+const CREATE_RULESET_VERSION: u32 = 1;
+const RULE_OF_FOLDER: u32 = 1;
+const READ_FILE: u64 = 1 << 2;
+
+#[repr(C)]
+struct RulesetAttr {
+    handled_access_fs: u64,
+    handled_access_net: u64,
+    scoped: u64,
+}
+
+#[repr(C, packed)]
+struct FolderAttr {
+    allowed_access: u64,
+    parent_fd: i32,
+}
+
+/// The version of Landlock that the kernel has; `None` without Landlock.
+#[must_use]
+pub fn version() -> Option<u32> {
+    let none: *const RulesetAttr = std::ptr::null();
+    // SAFETY: with this flag the kernel reads no attributes.
+    let version = unsafe {
+        libc::syscall(libc::SYS_landlock_create_ruleset, none, 0, CREATE_RULESET_VERSION)
+    };
+    u32::try_from(version).ok().filter(|version| *version > 0)
+}
+
+/// All that Landlock `version` can forbid, and the bytes of the attribute that it knows.
+const fn everything(version: u32) -> (RulesetAttr, usize) {
+    let fs_bits = match version {
+        0 | 1 => 13,
+        2 => 14,
+        3 | 4 => 15,
+        _ => 16,
+    };
+    let all = RulesetAttr {
+        handled_access_fs: (1 << fs_bits) - 1,
+        // TCP: bind and connect.
+        handled_access_net: if version < 4 { 0 } else { 3 },
+        // Abstract unix sockets and signals, to processes outside.
+        scoped: if version < 6 { 0 } else { 3 },
+    };
+    let known = match version {
+        0..=3 => 8,
+        4 | 5 => 16,
+        _ => 24,
+    };
+    (all, known)
+}
+
+/// Forbids all that the kernel's Landlock can, to this thread and to all that it makes later, but
+/// reading files below `readable`. Descriptors that are open already keep working. Returns whether
+/// the kernel has Landlock. The thread has no_new_privs set.
+///
+/// # Errors
+/// The kernel refuses.
+pub fn forbid_all_but(readable: Option<BorrowedFd<'_>>) -> io::Result<bool> {
+    let Some(version) = version() else { return Ok(false) };
+    let (all, known) = everything(version);
+    let check = |result: libc::c_long| {
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+    };
+    // SAFETY: the kernel reads `known` bytes of `all`, which has at least as many.
+    let made = check(unsafe {
+        libc::syscall(libc::SYS_landlock_create_ruleset, &raw const all, known, 0)
+    })?;
+    let made = i32::try_from(made).map_err(io::Error::other)?;
+    // SAFETY: the kernel has just made the descriptor, and nothing else owns it.
+    let ruleset = unsafe { OwnedFd::from_raw_fd(made) };
+    if let Some(readable) = readable {
+        let rule = FolderAttr { allowed_access: READ_FILE, parent_fd: readable.as_raw_fd() };
+        let (ruleset, kind) = (ruleset.as_raw_fd(), RULE_OF_FOLDER);
+        // SAFETY: the kernel reads one attribute of a rule for a folder, as `rule` is laid out.
+        check(unsafe {
+            libc::syscall(libc::SYS_landlock_add_rule, ruleset, kind, &raw const rule, 0)
+        })?;
+    }
+    // SAFETY: integers.
+    check(unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), 0) })?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{Mode, OFlags, open};
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn after_it_files_open_only_below_the_one_folder_and_open_files_still_read() {
+        if version().is_none() {
+            println!("landlock: this kernel has none: nothing was tested");
+            return;
+        }
+        let folder = |path: &str| {
+            open(path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).unwrap()
+        };
+        let (proc, etc) = (folder("/proc"), folder("/etc"));
+        // SAFETY: the child makes system calls, and leaves through _exit.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            let opens = |folder: &OwnedFd, path: &str| {
+                rustix::fs::openat(folder, path, OFlags::RDONLY, Mode::empty()).is_ok()
+            };
+            let held = open("/etc/passwd", OFlags::RDONLY, Mode::empty());
+            let before = opens(&etc, "passwd") && opens(&proc, "self/statm");
+            // SAFETY: prctl(2) with integers.
+            let done = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } == 0
+                && forbid_all_but(Some(proc.as_fd())).is_ok_and(|is_there| is_there);
+            let reads = held.is_ok_and(|file| rustix::io::read(&file, &mut [0; 8]) == Ok(8));
+            let after = [opens(&proc, "self/statm"), reads, !opens(&etc, "passwd")];
+            let failed = [before, done].into_iter().chain(after).position(|holds| !holds);
+            let code = failed.map_or(0, |n| i32::try_from(n).unwrap_or(99) + 1);
+            // SAFETY: ends the child without running destructors.
+            unsafe { libc::_exit(code) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child that was made above.
+        unsafe { libc::waitpid(pid, &raw mut status, 0) };
+        assert_eq!(status, 0, "the first step that failed, from 1, times 256");
+    }
+
+    #[test]
+    fn old_versions_are_asked_only_for_what_they_know() {
+        let bits = |version| {
+            let (all, known) = everything(version);
+            (all.handled_access_fs.count_ones(), all.handled_access_net, all.scoped, known)
+        };
+        assert_eq!(bits(1), (13, 0, 0, 8));
+        assert_eq!(bits(3), (15, 0, 0, 8));
+        assert_eq!(bits(4), (15, 3, 0, 16));
+        assert_eq!(bits(5), (16, 3, 0, 16));
+        assert_eq!(bits(9), (16, 3, 3, 24));
+    }
+}

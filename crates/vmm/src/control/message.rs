@@ -1,0 +1,161 @@
+//! The messages of the control protocol, and the record of a VMM's end.
+
+use crate::config::{LinkConfig, RestoreConfig, Shape};
+use serde::{Deserialize, Serialize};
+
+/// The longest JSON of a message that either side accepts, in bytes.
+pub const MAX_MESSAGE_BYTES: usize = 64 << 10;
+
+/// A request from the daemon to a VMM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    /// Report the state of the VMM: answered with [`Answer::Status`].
+    Status,
+    /// Restore a saved machine. Only a warm VMM accepts this command, and only once. If the restore
+    /// fails, the VMM ends and its exit record names the cause.
+    Restore(RestoreConfig),
+    /// Stop every vCPU between two instructions and every device between two requests. Idempotent.
+    Pause,
+    /// Resume vCPUs and devices. Idempotent.
+    Resume,
+    /// Write the whole machine. The VM must be paused, and stays paused.
+    ///
+    /// Descriptors, in order:
+    /// - an empty file for the state,
+    /// - an empty file for guest memory (sparse: zero pages become holes),
+    /// - an empty file for the page map ([`crate::disk::page_map::record`]),
+    /// - for each writable disk, an empty file for the map of its writable layer, an empty file
+    ///   that becomes the new writable layer, and the data of the old one, opened read-only. A
+    ///   daemon of an earlier version leaves out the third file, for all disks.
+    ///
+    /// After `Ok` the old writable layers are frozen: never written again. The VMM has closed its
+    /// writable descriptors of those that it got read-only.
+    Save,
+    /// Copy RAM to the first descriptor that comes with the message, as `Save` does, while the VM
+    /// runs. A second one may follow: the snapshot's own memory file, opened read-only, whose holes
+    /// are then not read. A VMM of an earlier version refuses it. Pages that the guest writes
+    /// meanwhile are copied again. A later `Save`, `Freeze` or `Fork` with the first descriptor
+    /// then has few pages left to copy. Without a descriptor: stop noting writes.
+    Precopy {
+        /// Copy only the pages that differ from those of the VM's template: for `Fork`.
+        #[serde(default)]
+        own: bool,
+    },
+    /// `Pause`, `Save` and `Resume` in one command, with the descriptors of `Save`: the shortest
+    /// pause.
+    Freeze,
+    /// As `Freeze`, but clones can start beside the running VM at once. Only after `Precopy`.
+    ///
+    /// The third descriptor, the page map of `Save`, is here an empty file for a sealed list of
+    /// pages ([`crate::memory::backing`]). After `Precopy` with `own` the list names the pages that
+    /// the memory file has; all other pages are those of the VM's template. Without `own` the list
+    /// is empty, and the memory file has all of RAM.
+    Fork,
+    /// Write the sealed record of the pages touched since the restore
+    /// ([`crate::memory::working_set`]) to the one descriptor that comes with the message, an empty
+    /// file. If the VMM was not started to record, the record has only the pages written.
+    WorkingSet,
+    /// Replace the lower frozen layers of a disk by layers with the same blocks, merged into fewer
+    /// files. Accepted at any time.
+    ///
+    /// Descriptors: the data of the highest layer to be replaced, the same file that this VMM has
+    /// open; then the data and the map of each new layer, the lowest layer first.
+    Rebase {
+        /// The disk's number, from 0.
+        disk: u8,
+    },
+    /// Connect the network device to the tap whose descriptor comes with the message. Without a
+    /// descriptor, and before the first `Connect`, packets of the guest are dropped. Accepted at
+    /// any time.
+    ///
+    /// The tap is non-blocking, has a header of 12 bytes, and its offloads are set.
+    Connect(LinkConfig),
+    /// End this VMM now, without asking the guest.
+    Quit,
+}
+
+/// A VMM's answer to a [`Command`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "answer", rename_all = "snake_case")]
+pub enum Answer {
+    /// The command is done.
+    Ok,
+    /// The answer to `Status`.
+    Status(Status),
+    /// The answer to `Precopy`.
+    Precopied(Precopied),
+    /// The answer to `Freeze` and `Fork`.
+    Frozen(Frozen),
+    /// The command was refused or failed; the VM is unchanged.
+    Err {
+        /// What failed, where, expected and got.
+        message: String,
+    },
+}
+
+/// The result of copying RAM under a running VM.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Precopied {
+    /// Rounds in which pages written meanwhile were copied again.
+    pub rounds: u32,
+    /// Pages copied in all these rounds.
+    pub pages: u64,
+    /// Duration in microseconds.
+    pub took_us: u64,
+}
+
+/// The result of a freeze or fork.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Frozen {
+    /// How long the VM stood still, in microseconds.
+    pub paused_us: u64,
+    /// Pages copied during that pause.
+    pub pages: u64,
+}
+
+/// The default of [`Status::whole`], for VMMs that do not report it.
+const fn yes() -> bool {
+    true
+}
+
+/// The state of a VMM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// Whether all of the VM's RAM is present: no page is still missing in a memfd that a pager
+    /// fills.
+    #[serde(default = "yes")]
+    pub whole: bool,
+    /// Whether the vCPUs are stopped.
+    pub paused: bool,
+    /// The VM's size.
+    pub shape: Shape,
+    /// Microseconds (CLOCK_MONOTONIC) at which each phase of the start ended.
+    pub phases: Vec<(String, u64)>,
+}
+
+/// Why a VMM ended, written to its exit file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExitRecord {
+    /// The kind of end.
+    pub reason: ExitReason,
+    /// The cause, for people.
+    pub message: String,
+}
+
+/// Kinds of end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ExitReason {
+    /// The guest powered itself off (ACPI S5).
+    PowerOff,
+    /// The guest asked for a reboot (ACPI reset register, keyboard controller, triple fault). The
+    /// VMM never restarts the guest; the creator of the VM decides.
+    Reboot,
+    /// The guest's kernel panicked (pvpanic).
+    Panic,
+    /// The daemon sent `Quit`.
+    Quit,
+    /// The VMM could not go on: bad input, an unexpected exit from KVM, an error of the host.
+    Failed,
+}

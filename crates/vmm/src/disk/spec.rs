@@ -1,0 +1,42 @@
+//! The files of a disk, and its largest size.
+
+use std::os::fd::OwnedFd;
+
+/// The largest disk: 1 TiB, whose index takes 256 MiB of address space.
+pub const MAX_DISK_BYTES: u64 = 1 << 40;
+
+/// The files of a disk, with owned descriptors; the fields mean what those of
+/// [`crate::config::DiskConfig`] mean.
+#[derive(Debug)]
+pub struct DiskSpec {
+    /// The size that the guest sees: a multiple of [`crate::config::DISK_BLOCK_BYTES`], at most
+    /// [`MAX_DISK_BYTES`].
+    pub size_bytes: u64,
+    /// The raw base image; bytes past its end read as zero.
+    pub base: OwnedFd,
+    /// Frozen layers, the lowest first.
+    pub layers: Vec<LayerSpec>,
+    /// An empty file for writes; `None`: the disk is read-only.
+    pub writable: Option<OwnedFd>,
+}
+
+/// The files with which the writable layer of a disk is frozen.
+#[derive(Debug)]
+pub struct FreezeFiles {
+    /// An empty file for the map of the layer.
+    pub map: OwnedFd,
+    /// An empty file, open for reading and writing: the next writable layer.
+    pub next: OwnedFd,
+    /// The data of the layer, opened read-only. It takes the place of the writable descriptor,
+    /// which is closed. `None`: the writable descriptor stays.
+    pub frozen: Option<OwnedFd>,
+}
+
+/// The files of a frozen layer.
+#[derive(Debug)]
+pub struct LayerSpec {
+    /// Sparse data, as long as the disk.
+    pub data: OwnedFd,
+    /// The sealed map ([`super::layer`]).
+    pub map: OwnedFd,
+}

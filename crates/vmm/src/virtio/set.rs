@@ -1,0 +1,353 @@
+//! All devices of a VM, and the operations of the vCPU threads and the main thread on them.
+
+use super::block::Block;
+use super::device::{DeviceError, DeviceHealth, MAX_SOCKET_PATH, MmioSlot, VsockSpec, host};
+use super::gate::Gate;
+use super::net::Net;
+use super::slot::{Kind, Slot};
+use super::state::{DeviceStates, LoadError};
+use super::vsock::Vsock;
+use crate::config::LinkConfig;
+use crate::disk::Disk;
+use crate::disk::page_map::{self, PageMap};
+use crate::disk::{DiskSpec, FreezeFiles, LayerSpec};
+use crate::memory::writes::Writes;
+use dayfly_units::sync::lock;
+use kvm_ioctls::{IoEventAddress, VmFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+/// Guest physical address of the first device.
+pub const MMIO_BASE: u64 = 0xd000_0000;
+
+/// Length of each device's window, in bytes.
+pub const MMIO_SIZE: u64 = 0x1000;
+
+/// The first device's interrupt (GSI). Each device has its own interrupt, edge-triggered.
+pub const FIRST_GSI: u32 = 10;
+
+/// All virtio devices of a VM.
+///
+/// The devices start unpaused: requests are served as soon as [`Self::run_loop`] runs.
+#[derive(Debug)]
+pub struct DeviceSet {
+    pub(super) mem: GuestMemoryMmap,
+    pub(super) pages: Mutex<PageMap>,
+    pub(super) writes: Writes,
+    pub(super) slots: Vec<Slot>,
+    pub(super) epoll: Arc<Epoll>,
+    pub(super) wake: EventFd,
+    pub(super) gate: Gate,
+    /// Set when state was loaded, because interrupts may have been lost since the save.
+    pub(super) loaded: AtomicBool,
+}
+
+impl DeviceSet {
+    /// Makes the devices in this order: disks without media, vsock, rng, network devices without
+    /// links. Registers their kicks and interrupts with `vm`, whose interrupt controller must
+    /// exist.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    pub fn new(
+        mem: GuestMemoryMmap,
+        disks: u8,
+        nets: u8,
+        vsock: VsockSpec,
+        vm: &VmFd,
+    ) -> Result<Arc<Self>, DeviceError> {
+        let set = Self::without_vm(mem, disks, nets, vsock)?;
+        for (slot, place) in set.slots.iter().zip(set.slots()) {
+            let notify =
+                IoEventAddress::Mmio(place.base + super::registers::register::QUEUE_NOTIFY);
+            for (queue, kick) in slot.fast_kicks() {
+                let what = || format!("KVM_IOEVENTFD at {:#x}, queue {queue}", place.base);
+                vm.register_ioevent(kick, &notify, queue).map_err(|e| host(what())(e.into()))?;
+            }
+            let what = || format!("KVM_IRQFD for interrupt {}", place.gsi);
+            vm.register_irqfd(slot.interrupt().line(), place.gsi)
+                .map_err(|e| host(what())(e.into()))?;
+        }
+        Ok(Arc::new(set))
+    }
+
+    /// Makes the devices alone, for tests. Without a VM, kicks arrive as register writes.
+    pub(super) fn without_vm(
+        mem: GuestMemoryMmap,
+        disks: u8,
+        nets: u8,
+        vsock: VsockSpec,
+    ) -> Result<Self, DeviceError> {
+        let VsockSpec { listener, path, guest_cid } = vsock;
+        let longest = super::vsock::socket_path(&path, u32::MAX).as_os_str().len();
+        if longest > MAX_SOCKET_PATH {
+            let max = MAX_SOCKET_PATH - (longest - path.as_os_str().len());
+            return Err(DeviceError::VsockPath { path, max });
+        }
+        rustix::io::ioctl_fionbio(&listener, true)
+            .map_err(|e| host("vsock listener: FIONBIO")(e.into()))?;
+        let epoll = Arc::new(Epoll::new().map_err(host("epoll_create1"))?);
+        let watch = |fd: i32, events: EventSet, token: u64| {
+            let event = EpollEvent::new(events, token);
+            epoll
+                .ctl(ControlOperation::Add, fd, event)
+                .map_err(host("epoll_ctl of a device's descriptor"))
+        };
+        watch(
+            listener.as_raw_fd(),
+            EventSet::IN | EventSet::EDGE_TRIGGERED,
+            super::tokens::LISTENER,
+        )?;
+
+        let mut slots = Vec::with_capacity(usize::from(disks) + 2 + usize::from(nets));
+        for number in 0..usize::from(disks) {
+            slots.push(Slot::new(Kind::Block(Block::new(Disk::none(), number)))?);
+        }
+        let vsock =
+            Vsock::new(guest_cid, listener, path, Arc::clone(&epoll), super::tokens::FIRST_SOCKET);
+        slots.push(Slot::new(Kind::Vsock(vsock))?);
+        slots.push(Slot::new(Kind::Rng)?);
+        for _ in 0..nets {
+            slots.push(Slot::new(Kind::Net(Net::new(Arc::clone(&epoll))))?);
+        }
+
+        for (number, slot) in slots.iter().enumerate() {
+            for (queue, kick) in slot.kicks().iter().enumerate() {
+                watch(kick.as_raw_fd(), EventSet::IN, super::tokens::kick_token(number, queue))?;
+            }
+        }
+        let wake = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("eventfd2"))?;
+        watch(wake.as_raw_fd(), EventSet::IN, super::tokens::WAKE)?;
+        let (pages, gate, loaded) =
+            (Mutex::new(PageMap::new(&mem)), Gate::default(), AtomicBool::new(false));
+        let writes = Writes::default();
+        Ok(Self { mem, pages, writes, slots, epoll, wake, gate, loaded })
+    }
+
+    /// Puts media into the disks vda, vdb, … in this order; returns how many are writable. Call it
+    /// before the guest runs.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; the devices cannot be used after it.
+    pub fn insert_disks(&self, specs: Vec<DiskSpec>) -> Result<usize, DeviceError> {
+        let (expected, got) =
+            (self.slots.iter().filter(|slot| slot.is_disk()).count(), specs.len());
+        if expected != got {
+            return Err(DeviceError::Disks { expected, got });
+        }
+        let mut writable = 0;
+        for (number, (slot, spec)) in self.slots.iter().zip(specs).enumerate() {
+            let disk = Disk::open(spec).map_err(|source| DeviceError::Disk { number, source })?;
+            writable += usize::from(!disk.read_only());
+            slot.insert(Block::new(disk, number));
+        }
+        Ok(writable)
+    }
+
+    /// Connects the network device to `tap`, whose header has
+    /// [`HEADER_BYTES`](super::net::HEADER_BYTES) and which is non-blocking.
+    /// Without a tap, and before this call, every packet that the guest sends is lost.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoNet`].
+    pub fn connect(&self, config: &LinkConfig, tap: Option<OwnedFd>) -> Result<(), DeviceError> {
+        let mut nets = self.slots.iter().filter(|slot| slot.is_net());
+        let connected = nets.next().is_some_and(|slot| slot.connect(config, tap));
+        if connected { Ok(()) } else { Err(DeviceError::NoNet) }
+    }
+
+    /// Windows and interrupts of the devices, in their order.
+    #[must_use]
+    pub fn slots(&self) -> Vec<MmioSlot> {
+        let place = |(n, _)| MmioSlot {
+            base: MMIO_BASE + u64::from(n) * MMIO_SIZE,
+            size: MMIO_SIZE,
+            gsi: FIRST_GSI + n,
+        };
+        (0_u32..).zip(&self.slots).map(place).collect()
+    }
+
+    /// The device whose window contains `addr`, and the offset in the window.
+    fn find(&self, addr: u64) -> Option<(&Slot, u64)> {
+        let offset = addr.checked_sub(MMIO_BASE)?;
+        let slot = self.slots.get(usize::try_from(offset / MMIO_SIZE).ok()?)?;
+        Some((slot, offset % MMIO_SIZE))
+    }
+
+    /// Serves a vCPU's read. Returns `false` and leaves `data` alone if no device is at `addr`.
+    pub fn mmio_read(&self, addr: u64, data: &mut [u8]) -> bool {
+        let Some((slot, offset)) = self.find(addr) else {
+            return false;
+        };
+        slot.read(offset, data);
+        true
+    }
+
+    /// Serves a vCPU's write. Returns `false` if no device is at `addr`. A write that the rules of
+    /// virtio forbid is ignored.
+    pub fn mmio_write(&self, addr: u64, data: &[u8]) -> bool {
+        let Some((slot, offset)) = self.find(addr) else {
+            return false;
+        };
+        slot.write(&self.mem, offset, data);
+        true
+    }
+
+    fn wake(&self) {
+        // The write fails only if the counter is at its maximum, and then the thread is awake
+        // already.
+        let _ = self.wake.write(1);
+    }
+
+    /// Waits until no request is in flight. No request starts until [`Self::resume`]. Idempotent.
+    pub fn pause(&self) {
+        self.gate.pause();
+    }
+
+    /// Lets the device thread go on, with all that arrived during the pause. Idempotent.
+    pub fn resume(&self) {
+        self.gate.resume();
+    }
+
+    /// Ends [`Self::run_loop`], also while paused.
+    pub fn stop(&self) {
+        self.gate.stop();
+        self.wake();
+    }
+
+    /// The state of every device, without the layers of its disk.
+    ///
+    /// The caller has paused the vCPUs and the devices.
+    #[must_use]
+    pub fn save(&self) -> DeviceStates {
+        DeviceStates { devices: self.slots.iter().map(Slot::save).collect() }
+    }
+
+    /// Loads saved state: checks all of it, then changes all devices.
+    ///
+    /// Guest memory has its content already. The devices are paused, or [`Self::run_loop`] was not
+    /// called yet. Resume or call it only after the interrupt controller has its state. The device
+    /// thread then looks at every queue, kicked or not, and raises every interrupt again that the
+    /// driver has not acknowledged. It also reports to the guest that its vsock connections, if
+    /// any, are gone.
+    ///
+    /// # Errors
+    /// [`LoadError`]; the devices are unchanged.
+    pub fn load(&self, states: &DeviceStates) -> Result<(), DeviceError> {
+        let (expected, got) = (self.slots.len(), states.devices.len());
+        if expected != got {
+            return Err(LoadError::Count { expected, got }.into());
+        }
+        let checked: Result<Vec<_>, LoadError> = (0..)
+            .zip(&self.slots)
+            .zip(&states.devices)
+            .map(|((number, slot), state)| slot.check(&self.mem, number, state))
+            .collect();
+        for (slot, (transport, state)) in
+            self.slots.iter().zip(checked?.into_iter().zip(&states.devices))
+        {
+            slot.load(transport, state);
+        }
+        self.loaded.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// Freezes the writable layer of every disk that has one, in order, for all disks or for none.
+    ///
+    /// Each item of `files` belongs to one such disk. The devices are paused. Returns the writable
+    /// descriptors that nothing uses any more, so that the caller closes them after the pause.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; no layer was frozen, but the files may have been written to.
+    pub fn freeze_layers(&self, files: Vec<FreezeFiles>) -> Result<Vec<OwnedFd>, DeviceError> {
+        if !self.gate.paused() {
+            return Err(DeviceError::NotPaused("freeze"));
+        }
+        let writable: Vec<_> =
+            self.slots.iter().enumerate().filter(|(_, slot)| slot.writable_disk()).collect();
+        if writable.len() != files.len() {
+            return Err(DeviceError::FreezeCount { expected: writable.len(), got: files.len() });
+        }
+        for ((number, slot), FreezeFiles { map, next, frozen }) in writable.iter().zip(&files) {
+            let prepared = slot.with_disk(|disk| {
+                frozen.as_ref().map_or(Ok(()), |file| disk.check_read_only(file.as_fd()))?;
+                disk.prepare_freeze(map.as_fd(), next.as_fd())
+            });
+            if let Some(Err(source)) = prepared {
+                return Err(DeviceError::Freeze { number: *number, source });
+            }
+        }
+        let mut unused = Vec::with_capacity(files.len());
+        for ((_, slot), FreezeFiles { next, frozen, .. }) in writable.iter().zip(files) {
+            unused.extend(slot.with_disk(|disk| {
+                disk.freeze(next);
+                frozen.and_then(|file| disk.keep_read_only(file))
+            }));
+        }
+        Ok(unused.into_iter().flatten().collect())
+    }
+
+    /// Replaces the frozen layers of disk `number` up to `top` by `layers`. Requests wait
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// The VM has no such disk, or [`Disk::rebase`] refuses the layers.
+    pub fn rebase(
+        &self,
+        number: u8,
+        top: &OwnedFd,
+        layers: Vec<LayerSpec>,
+    ) -> Result<(), DeviceError> {
+        let number = usize::from(number);
+        let rebase = |slot: &Slot| slot.with_disk(|disk| disk.rebase(top.as_fd(), layers));
+        let rebased = self.slots.get(number).and_then(rebase);
+        let expected = self.slots.iter().filter(|slot| slot.is_disk()).count();
+        rebased
+            .ok_or(DeviceError::NoDisk { number, expected })?
+            .map_err(|source| DeviceError::Disk { number, source })
+    }
+
+    /// Which frames hold which blocks, as far as disks moved them since this VM was made.
+    ///
+    /// Layers are numbered as after a freeze ([`Disk::held`]), even if the freeze is still to come.
+    /// The devices are paused.
+    ///
+    /// # Errors
+    /// [`DeviceError::NotPaused`].
+    pub fn page_map(&self) -> Result<Vec<page_map::Run>, DeviceError> {
+        if !self.gate.paused() {
+            return Err(DeviceError::NotPaused("page map"));
+        }
+        let mut stretches = lock(&self.pages).stretches();
+        stretches.sort_unstable_by_key(|stretch| (stretch.disk, stretch.block));
+        let mut runs = Vec::with_capacity(stretches.len());
+        for of_one in stretches.chunk_by(|one, next| one.disk == next.disk) {
+            let slot = of_one.first().and_then(|stretch| self.slots.get(usize::from(stretch.disk)));
+            slot.and_then(|slot| slot.with_disk(|disk| disk.held(of_one, &mut runs)));
+        }
+        runs.sort_unstable_by_key(|run| run.first);
+        Ok(runs)
+    }
+
+    /// The log of the devices' writes to guest memory, without [`Self::used_rings`].
+    #[must_use]
+    pub const fn writes(&self) -> &Writes {
+        &self.writes
+    }
+
+    /// The used rings of all configured queues, as guest addresses and lengths in bytes.
+    #[must_use]
+    pub fn used_rings(&self) -> Vec<(u64, u64)> {
+        self.slots.iter().flat_map(Slot::used_rings).collect()
+    }
+
+    /// The health of all devices, in the order of [`Self::slots`].
+    #[must_use]
+    pub fn health(&self) -> Vec<DeviceHealth> {
+        self.slots.iter().map(Slot::health).collect()
+    }
+}

@@ -1,0 +1,169 @@
+//! The zygote's side of its protocol: it prepares itself, and forks a pre-forked VMM for each
+//! request.
+
+use super::error::{ZygoteError, step};
+use super::fork;
+use super::layout;
+use super::message::{Command, Report};
+use super::name::Name;
+use super::placement::stay_on;
+use super::warm::Mapped;
+use crate::arch::cpuid;
+use crate::config::{MAX_VCPUS, ZygoteConfig};
+use crate::control::wire::{Received, Receiver, WireError, send};
+use crate::jail;
+use crate::limits;
+use crate::seccomp::Filters;
+use crate::timeline::now_us;
+use crate::vcpu;
+use crate::vm::Bare;
+use crate::workers::Workers;
+use kvm_ioctls::Kvm;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+/// A pre-forked VMM that has received its configuration.
+pub struct Child {
+    /// The JSON of its [`VmmConfig`](crate::config::VmmConfig).
+    pub json: Vec<u8>,
+    /// The descriptors that came with the configuration.
+    pub fds: Vec<OwnedFd>,
+    /// `/dev/kvm`.
+    pub kvm: Kvm,
+    /// A KVM VM; [`Bare::likely`] may have filled it for the right shape.
+    pub bare: Bare,
+    /// Its worker threads, which wait for work.
+    pub workers: Workers,
+    /// The seccomp filters of its threads.
+    pub filters: Filters,
+    /// Its `/proc/self/pagemap`, if it could be opened.
+    pub pagemap: Option<File>,
+    /// Whether it can return from a lower priority to the normal one.
+    pub may_return: bool,
+    /// The size of its address space before it had a VM, in bytes.
+    pub base_bytes: u64,
+    /// The MSRs that KVM saves.
+    pub msrs: Vec<u32>,
+    /// The place of its id in its command line.
+    pub name: Name,
+    /// When it received its configuration, in microseconds of CLOCK_MONOTONIC.
+    pub began_us: u64,
+}
+
+/// Serves the daemon at the other end of `connection`. Returns `Ok` only in a pre-forked VMM
+/// that has received its configuration. The zygote itself exits when the connection ends.
+///
+/// # Errors
+/// When the preparation or the connection fails; in a pre-forked VMM, when its own preparation
+/// fails.
+pub fn run(connection: OwnedFd) -> Result<Child, ZygoteError> {
+    serve(&UnixStream::from(connection))
+}
+
+fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
+    let (json, fds) = next(stream)?;
+    let config: ZygoteConfig = serde_json::from_slice(&json).map_err(ZygoteError::Config)?;
+    let kvm = fds
+        .into_iter()
+        .next()
+        .ok_or_else(|| step("its first message is without /dev/kvm")(Errno::BADF))?;
+    // SAFETY: the descriptor is owned and given up here. The daemon states that it is /dev/kvm; if
+    // it is not, every ioctl fails.
+    let kvm = unsafe { Kvm::from_raw_fd(kvm.into_raw_fd()) };
+    let name = Name::find()?;
+    let mapped = Mapped::find();
+    let base_bytes = limits::space_now();
+    limits::prefer_for_oom();
+    ignore_children();
+    let procfs = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let procfs = rustix::fs::open("/proc", procfs, Mode::empty()).map_err(step("opening /proc"))?;
+    stay_on(&config)?;
+    jail::see_only(&config.folder)?;
+    let may_return = jail::narrow()?;
+    // A pre-forked VMM opens its own pagemap there.
+    jail::open_nothing_but(Some(procfs.as_fd()))?;
+    // The zygote may inherit a low priority from the thread that started it.
+    jail::normal_priority();
+    let filters = Filters::new()?;
+    let supported = cpuid::Supported::new(&kvm).map_err(step("KVM_GET_SUPPORTED_CPUID"))?;
+    let msrs = vcpu::state::msrs(&kvm).map_err(ZygoteError::Msrs)?;
+    loop {
+        let (json, _) = next(stream)?;
+        let Command::Fork { likely } =
+            serde_json::from_slice(&json).map_err(ZygoteError::Config)?;
+        let (ours, theirs) = UnixStream::pair().map_err(step("a socket for a pre-forked VMM"))?;
+        if let Some((pid, preforked)) = fork::fork().map_err(step("clone3"))? {
+            report(stream, &Report::Forked { pid }, &[preforked.as_fd(), ours.as_fd()])?;
+            continue;
+        }
+        drop(ours);
+        let base_bytes = base_bytes.saturating_add(layout::vary());
+        jail::drop_admin()?;
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        let pagemap = rustix::fs::openat(&procfs, "self/pagemap", flags, Mode::empty());
+        let pagemap = pagemap.ok().map(File::from);
+        // If KVM refuses the expected shape, the guess is dropped. KVM reports the refusal again if
+        // a VM of that shape is requested.
+        let bare = match likely.map(|shape| Bare::likely(&kvm, shape, &supported)) {
+            Some(Ok(bare)) => bare,
+            _ => Bare::new(&kvm)?,
+        };
+        mapped.touch();
+        let vcpus = likely.map_or(1, |shape| shape.vcpus.min(MAX_VCPUS));
+        let workers = Workers::new(&filters, vcpus).map_err(step("threads"))?;
+        let (json, fds) = next(&theirs)?;
+        let began_us = now_us();
+        // The zygote's standard error is the daemon's log, which a VMM must neither write nor make
+        // non-blocking. Standard input is /dev/null.
+        // SAFETY: dup2(2) of standard streams, which no Rust object owns.
+        if unsafe { libc::dup2(libc::STDIN_FILENO, libc::STDERR_FILENO) } < 0 {
+            return Err(step("closing its standard error")(io::Error::last_os_error()));
+        }
+        return Ok(Child {
+            json,
+            fds,
+            kvm,
+            bare,
+            workers,
+            filters,
+            pagemap,
+            may_return,
+            base_bytes,
+            msrs,
+            name,
+            began_us,
+        });
+    }
+}
+
+/// The next message. The process exits when the connection ends.
+fn next(stream: &UnixStream) -> Result<(Vec<u8>, Vec<OwnedFd>), ZygoteError> {
+    let mut receiver = Receiver::default();
+    loop {
+        match receiver.receive(stream) {
+            Ok(Received::Part) => {}
+            Ok(Received::Message(json, fds)) => return Ok((json, fds)),
+            Ok(Received::End) => std::process::exit(0),
+            // The daemon closed the connection without reading all of the zygote's messages.
+            Err(WireError::Io(_, e)) if e.kind() == io::ErrorKind::ConnectionReset => {
+                std::process::exit(0)
+            }
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+fn report(stream: &UnixStream, report: &Report, fds: &[BorrowedFd<'_>]) -> Result<(), ZygoteError> {
+    let json = serde_json::to_vec(report).map_err(WireError::Json)?;
+    Ok(send(stream, &json, fds)?)
+}
+
+/// Makes the kernel reap VMMs that end.
+fn ignore_children() {
+    // SAFETY: a disposition of this process; there is no handler.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
+}

@@ -1,0 +1,70 @@
+//! A folder for a test's VMs, and VMs of the microguest in it.
+
+use crate::harness::{Boot, Disk, Snapshot, Vmm, write_file};
+use dayfly_microguest::{End, elf, orders};
+use dayfly_vmm::arch::layout;
+use std::path::{Path, PathBuf};
+
+pub const BINARY: &str = env!("CARGO_BIN_EXE_dayfly-vmm");
+pub const MIB: u64 = 1 << 20;
+
+pub struct Room {
+    pub folder: tempfile::TempDir,
+    pub kernel: PathBuf,
+}
+
+impl Room {
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let kernel = write_file(&folder.path().join("microguest.elf"), elf());
+        Self { folder, kernel }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn boot(&self, name: &str, cmdline: &str) -> Vmm {
+        self.boot_with(name, cmdline, 64 * MIB, 1, false)
+    }
+
+    pub fn boot_with(
+        &self,
+        name: &str,
+        cmdline: &str,
+        memory_bytes: u64,
+        vcpus: u8,
+        jailed: bool,
+    ) -> Vmm {
+        let base = self.path(&format!("{name}.raw"));
+        std::fs::File::create(&base).unwrap().set_len(MIB).unwrap();
+        let boot = Boot {
+            kernel: self.kernel.clone(),
+            initrd: None,
+            cmdline: cmdline.to_owned(),
+            memory_bytes,
+            vcpus,
+            disks: vec![Disk { size_bytes: MIB, base, layers: Vec::new(), writable: true }],
+            jailed,
+        };
+        Vmm::boot(Path::new(BINARY), &self.path(name), &boot)
+    }
+
+    pub fn clone(&self, name: &str, snapshot: &Snapshot, seed: u32, end: End) -> Vmm {
+        Vmm::restore(Path::new(BINARY), &self.path(name), snapshot, orders(seed, end), false)
+    }
+
+    /// A saved guest that filled 64 pages with seed 7 and waits for orders.
+    pub fn snapshot(&self, vcpus: u8, jailed: bool) -> (Vmm, Snapshot) {
+        let words = format!("fill=7:40 wait={:x}", layout::GENERATION.0);
+        let mut vm = self.boot_with("parent", &words, 64 * MIB, vcpus, jailed);
+        vm.wait_for("count 4000\n", 30);
+        let snapshot = vm.save(&self.path("snapshot"));
+        (vm, snapshot)
+    }
+}
+
+/// The bytes of a file.
+pub fn content(path: &Path) -> Vec<u8> {
+    std::fs::read(path).unwrap()
+}
