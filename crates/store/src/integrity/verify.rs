@@ -1,9 +1,9 @@
 //! Hashes a file once, and trusts it until it changes.
 //!
 //! A file counts as unchanged while its device, inode, size, mtime and ctime (both in ns) are the
-//! same as before it was hashed. No process can write to a content file once it is published
-//! ([`crate::vms::immutable`]), so this check is against damage and accidental edits. It does not
-//! stop an attacker with the rights of the daemon.
+//! same as before it was hashed. No VMM and no pager can write to a content file once it is
+//! published ([`crate::vms::immutable`]), so this check is against damage and accidental edits. It
+//! does not stop an attacker with the rights of the daemon.
 //!
 //! Before Linux 6.13 file times move with the kernel's clock tick. Two changes within a tick leave
 //! the same times. So a file is trusted only if its ctime was at least two ticks old when its stamp
