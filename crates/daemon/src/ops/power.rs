@@ -5,6 +5,7 @@ use crate::daemon::Daemon;
 use crate::model::state::Event;
 use crate::vm::{Vm, record};
 use crate::vmm::control_link;
+use dayfly_units::failpoint;
 use dayfly_vmm::control::Command;
 use std::sync::Arc;
 
@@ -38,6 +39,8 @@ async fn switch(daemon: &Daemon, vm: &Arc<Vm>, event: Event, command: Command) -
         });
         return Err(e.into());
     }
+    failpoint::reached("daemon.power.switched");
     record::note(&daemon.registry, vm).await;
+    failpoint::reached("daemon.power.recorded");
     Ok(())
 }

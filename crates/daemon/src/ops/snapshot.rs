@@ -23,7 +23,7 @@ use crate::vm::{Vm, record};
 use crate::vmm::control_link;
 use dayfly_api::types::{Snapshot, SnapshotRequest};
 use dayfly_store::Committed;
-use dayfly_units::Name;
+use dayfly_units::{Name, failpoint};
 use dayfly_vmm::control::{Command, Frozen};
 use std::sync::Arc;
 
@@ -50,7 +50,9 @@ pub async fn snapshot(
         let (daemon, vm, name) = (daemon.clone(), vm.clone(), request.name.clone());
         daemon.undo.clone().spawn(async move {
             let writer = begin(&daemon, &vm, &name).await?;
+            failpoint::reached("daemon.snapshot.begun");
             precopy(&daemon, &vm, PRECOPY, writer.memory()).await?;
+            failpoint::reached("daemon.snapshot.precopied");
             let _turn = vm.turn.lock().await;
             if let Err(e) = vm.step(Event::Freeze) {
                 // Ends the VMM's log of written pages. The VM still runs, or has ended.
@@ -59,9 +61,11 @@ pub async fn snapshot(
                 return Err(e.into());
             }
             record::note(&daemon.registry, &vm).await;
+            failpoint::reached("daemon.snapshot.freezing");
             let saved = save_into(&daemon, &vm, writer, Command::Freeze).await;
             let awake = thaw(&daemon, &vm).await;
             record::note(&daemon.registry, &vm).await;
+            failpoint::reached("daemon.snapshot.thawed");
             let saved = saved?;
             awake?;
             Ok::<_, ApiError>(saved)
@@ -78,6 +82,7 @@ pub async fn snapshot(
     }
     progress.phase("hashing and storing").await;
     immutable::prove(&daemon, &vm).await?;
+    failpoint::reached("daemon.snapshot.proven");
     let committed = commit(&daemon, &vm, saved, request.name, &progress).await?;
     Ok(daemon.templates.shown(&committed.manifest))
 }
@@ -101,10 +106,12 @@ async fn commit(
         let (shared, vm) = (work.clone(), same.clone());
         let result = blocking(move || store(&shared, &vm, saved, &spec, &meter)).await;
         record::note(&work.registry, &same).await;
+        failpoint::reached("daemon.snapshot.recorded");
         let (committed, flattened) = result?;
         // After the record is written: if the daemon dies in between, the record has fewer layers
         // than the VMM uses, never more.
         flatten::rebase(&work, &same, flattened).await;
+        failpoint::reached("daemon.snapshot.rebased");
         Ok(committed)
     })
     .await
