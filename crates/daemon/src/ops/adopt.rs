@@ -20,6 +20,7 @@ use crate::net::Attachment;
 use crate::ops::{interrupted, remove, save, sweep};
 use crate::templates::pagers::{PAGER_NAME, end_with, pager_lives};
 use crate::vm::Vm;
+use crate::vm::batch;
 use crate::vm::record::{self, Record, read_json};
 use crate::vmm::{control_link, guest_socket};
 use dayfly_api::types::ExitKind;
@@ -100,8 +101,13 @@ pub async fn adopt(daemon: &Arc<Daemon>) -> JoinSet<VmId> {
         }
     };
     ids.sort_unstable();
+    let unanswered = batch::unanswered(&daemon.config);
     let (mut asking, turns) = (JoinSet::new(), Arc::new(Semaphore::new(ASKED_AT_ONCE)));
     for id in ids {
+        if unanswered.contains(&id) {
+            tracing::info!(vm = %id, "one of several that no client learned of, to be swept");
+            continue;
+        }
         match Record::read(&daemon.config.vm(id), id) {
             Ok(record) => {
                 if let Some(left) = one(daemon, record).await {
@@ -128,11 +134,14 @@ pub async fn adopt(daemon: &Arc<Daemon>) -> JoinSet<VmId> {
     })
     .await;
     match sweep::sweep(daemon).await {
-        Ok(swept) => tracing::info!(
-            vms = daemon.registry.len(),
-            swept = swept.len(),
-            "adopted what a daemon before left"
-        ),
+        Ok(swept) => {
+            let (vms, swept) = (daemon.registry.len(), swept.len());
+            tracing::info!(vms, swept, "adopted what a daemon before left");
+            let swept = unanswered.iter().all(|id| !daemon.config.vm(*id).path().exists());
+            if swept && let Err(e) = batch::forget(&daemon.config) {
+                tracing::error!("forgetting unanswered requests: {e}");
+            }
+        }
         Err(error) => tracing::error!("sweeping what a daemon before left: {error}"),
     }
     asking

@@ -15,7 +15,7 @@ use dayfly_host::priority;
 use dayfly_store::{
     Damage, Finding, GcError, GcPagesError, Meter, Object, Scope, SearchError, VerifyReport,
 };
-use dayfly_units::error::chain;
+use dayfly_units::{error::chain, failpoint};
 use std::sync::Arc;
 use tokio::sync::Mutex;
 
@@ -121,6 +121,7 @@ fn collect(templates: &TemplateCache, meter: &Meter) -> Outcome<Collected> {
         }
         Err(e @ GcError::Io(_)) => return Err(e.into()),
     }
+    failpoint::reached("daemon.gc.layers");
     match store.gc_pages_of(&templates.tenant(), meter) {
         Ok(report) => {
             collected.pages = report.dropped_pages;
@@ -136,6 +137,7 @@ fn collect(templates: &TemplateCache, meter: &Meter) -> Outcome<Collected> {
         Err(GcPagesError::Damage(damage)) => collected.left_alone.push(damaged_pack(&damage)),
         Err(GcPagesError::Io(e)) => return Err(e.into()),
     }
+    failpoint::reached("daemon.gc.pages");
     let staging = store.gc_staging()?;
     (collected.staged, collected.staged_bytes) = (staging.entries, staging.freed_bytes);
     Ok(collected)

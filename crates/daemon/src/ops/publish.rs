@@ -15,7 +15,7 @@ use dayfly_store::{
     BlockHint, ChainLayer, Committed, DiskSpec, Known, Meter, PagedSpec, Pin, Prepared,
     SavedSnapshot, SnapshotSpec,
 };
-use dayfly_units::{Name, error::chain};
+use dayfly_units::{Name, error::chain, failpoint};
 use dayfly_vmm::disk::page_map;
 use dayfly_vmm::memory::working_set::{self, Record};
 use std::sync::Arc;
@@ -132,6 +132,7 @@ impl Ready {
         let Saved { snapshot, pin, .. } = saved;
         let Coloured { colours, free } = coloured(of, &snapshot, spec.memory_bytes);
         let prepared = snapshot.merging(flatten::merge).prepare(spec, &free)?;
+        failpoint::reached("daemon.publish.prepared");
         Ok(Self { prepared, hints, colours, order: Vec::new(), pin })
     }
 
@@ -171,6 +172,7 @@ impl Ready {
         let mut committed = prepared
             .commit_paged(&PagedSpec { tenant: &tenant, known })
             .inspect_err(|_| daemon.templates.look_for_garbage())?;
+        failpoint::reached("daemon.publish.committed");
         if let Some(resident) = committed.resident.take()
             && let Err(error) = daemon.templates.keep_resident(&committed.manifest.name, resident)
         {
@@ -216,6 +218,7 @@ pub(crate) fn store(
     if live.phase.alive() {
         vm.keep_pinned(daemon.templates.pin(&vm.name, &live.disks)?);
     }
+    failpoint::reached("daemon.publish.pinned");
     let flattened = flatten::rebases(daemon, tops, spec, &committed.manifest);
     Ok((committed, flattened))
 }
