@@ -4,7 +4,7 @@
 //! API.
 //!
 //! ```text
-//!  main, serve        start, end and options of the process
+//!  main, serve        start, end and options of the process; names of failpoints
 //!    │
 //!  http               routes, sessions, relays: requests and answers
 //!    │
@@ -32,6 +32,7 @@
 
 pub mod base;
 pub mod daemon;
+pub mod failpoints;
 #[cfg(test)]
 pub(crate) mod fixture;
 pub mod http;

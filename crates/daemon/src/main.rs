@@ -5,6 +5,7 @@ use clap::Parser;
 use dayfly_daemon::base::config::{self, Config, Deadlines};
 use dayfly_daemon::base::prefix::Prefix;
 use dayfly_daemon::vm::uids::IdFiles;
+use dayfly_units::failpoint;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::path::PathBuf;
 use tokio::signal::unix::{SignalKind, signal};
@@ -58,6 +59,9 @@ struct Options {
         value_parser = clap::value_parser!(u32).range(1..=100)
     )]
     timeout_factor: u32,
+    /// Lists the failpoints, one of which the environment variable DAYFLY_FAILPOINT arms.
+    #[arg(long, hide = true)]
+    failpoints: bool,
 }
 
 /// Value of [`Options::network`]; `None`: VMs have no network.
@@ -93,6 +97,14 @@ fn more_descriptors() -> std::io::Result<()> {
 async fn run() -> anyhow::Result<()> {
     dayfly_daemon::base::log::begin();
     let options = Options::parse();
+    let failpoints = dayfly_daemon::failpoints::all();
+    if options.failpoints {
+        failpoints.iter().for_each(|name| println!("{name}"));
+        return Ok(());
+    }
+    if let Some(armed) = failpoint::arm_from_env(&failpoints)? {
+        tracing::warn!("{}={armed}: this daemon will end there", failpoint::VARIABLE);
+    }
     let absolute =
         |path: PathBuf| std::path::absolute(&path).with_context(|| format!("{}", path.display()));
     let vmm = absolute(options.vmm.map_or_else(beside, Ok)?)?;

@@ -140,6 +140,12 @@ impl Config {
         self.run.join("vms")
     }
 
+    /// The folder of unanswered requests for several VMs.
+    #[must_use]
+    pub fn batches(&self) -> PathBuf {
+        self.run.join("batches")
+    }
+
     /// Mount point of the VM network namespace.
     #[must_use]
     pub fn netns(&self) -> PathBuf {

@@ -3,6 +3,7 @@
 use crate::base::error::ApiError;
 #[cfg(test)]
 use crate::base::error::Outcome;
+use dayfly_units::{Name, failpoint};
 
 /// A step of creating a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,22 +49,31 @@ impl Step {
 }
 
 /// Marks `step` as done for the VM called `name`. It can fail only in tests.
-#[cfg(not(test))]
-#[expect(clippy::unnecessary_wraps, reason = "it fails in tests")]
-pub(crate) const fn done(_step: Step, _name: Option<&dayfly_units::Name>) -> Result<(), ApiError> {
+#[cfg_attr(not(test), expect(clippy::unnecessary_wraps, reason = "it fails in tests"))]
+pub(crate) fn done(step: Step, name: Option<&Name>) -> Result<(), ApiError> {
+    match step {
+        Step::Source => failpoint::reached("daemon.create.source"),
+        Step::Memory => failpoint::reached("daemon.create.memory"),
+        Step::Network => failpoint::reached("daemon.create.network"),
+        Step::Name => failpoint::reached("daemon.create.name"),
+        Step::Vmm => failpoint::reached("daemon.create.vmm"),
+        Step::Guest => failpoint::reached("daemon.create.guest"),
+        Step::Identity => failpoint::reached("daemon.create.identity"),
+    }
+    #[cfg(test)]
+    injected::done(step, name)?;
+    #[cfg(not(test))]
+    let _only_tests_choose_by_name = name;
     Ok(())
 }
-
-#[cfg(test)]
-pub(crate) use injected::done;
 
 #[cfg(test)]
 pub(crate) mod injected {
     //! Injected failures: the VM with a given name fails after a given step.
 
-    use crate::model::step::{ApiError, Outcome, Step};
+    use crate::model::step::{ApiError, Name, Outcome, Step};
     use dayfly_api::types::ErrorCode;
-    use dayfly_units::{Name, VmName};
+    use dayfly_units::VmName;
     use std::sync::Mutex;
 
     static ORDERED: Mutex<Vec<(Name, Step)>> = Mutex::new(Vec::new());

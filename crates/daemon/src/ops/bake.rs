@@ -19,7 +19,7 @@ use crate::ops::{exec, immutable, save};
 use crate::vmm::source::{Purpose, Template};
 use dayfly_api::agent::Exit;
 use dayfly_api::types::{BakeRequest, BootSource, ErrorCode, Snapshot, Source};
-use dayfly_units::Bytes;
+use dayfly_units::{Bytes, failpoint};
 use dayfly_vmm::config::{MAX_NETS, Shape};
 use std::sync::Arc;
 
@@ -54,11 +54,13 @@ pub async fn bake(
         purpose: Purpose::User,
         network: None,
         next: None,
+        batch: None,
     };
     let guard = create(&daemon, asked, order).await?;
     // The client will probably clone soon. A baked VM has one disk.
     daemon.pool.expect_shape(Shape { memory_bytes, vcpus, disks: 1, nets: MAX_NETS });
     let vm = guard.vm();
+    failpoint::reached("daemon.bake.booted");
     let booted_ms = vm.live().ready_us.unwrap_or_default() / 1000;
     progress.phase(format!("booted in {booted_ms} ms")).await;
     if let Some(spec) = warmup {
@@ -73,6 +75,7 @@ pub async fn bake(
     progress.phase(format!("saving {} of memory", Bytes(memory_bytes))).await;
     vm.step(Event::Freeze)?;
     let saved = save::save(&daemon, &vm, &name).await?;
+    failpoint::reached("daemon.bake.saved");
     immutable::prove(&daemon, &vm).await?;
     let spec = publish::spec(&vm);
     let prepared = blocking(move || {
@@ -83,6 +86,7 @@ pub async fn bake(
     // The image stays in the store while the template is open, that is to the end.
     let (mut ready, template) = prepared.await?;
     guard.end().await?;
+    failpoint::reached("daemon.bake.ended");
     progress.phase("recording: which pages a clone touches first").await;
     match record(&daemon, &template, recording, &progress).await {
         Ok(record) => ready = blocking(move || ready.expecting(&record)).await?,
@@ -93,8 +97,10 @@ pub async fn bake(
         }
         Err(error) => return Err(error),
     }
+    failpoint::reached("daemon.bake.touched");
     progress.phase("hashing and storing").await;
     let committed = publish::publish(&daemon, ready, name, &progress).await?;
+    failpoint::reached("daemon.bake.published");
     drop(template);
     let (shared, name) = (daemon.clone(), committed.manifest.name.clone());
     let template = blocking(move || Template::of(&*shared.templates.open_snapshot(&name)?)).await?;

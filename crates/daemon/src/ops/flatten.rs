@@ -17,7 +17,7 @@ use crate::daemon::Daemon;
 use crate::vm::{Vm, record};
 use crate::vmm::control_link;
 use dayfly_store::{ChainLayer, LayerRef, Merged, SnapshotManifest, SnapshotSpec, VmLayer};
-use dayfly_units::error::chain;
+use dayfly_units::{error::chain, failpoint};
 use dayfly_vmm::control::{Answer, Command};
 use dayfly_vmm::disk::Merge;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -168,10 +168,12 @@ async fn merge_disk(daemon: &Arc<Daemon>, vm: &Arc<Vm>, number: usize) -> Outcom
         Ok(Some((merged, fds)))
     });
     let Some((merged, fds)) = made.await? else { return Ok(()) };
+    failpoint::reached("daemon.merge.made");
     let command = Command::Rebase { disk: u8::try_from(number).unwrap_or(u8::MAX) };
     let answer =
         control_link::with_fds(&vm.dir.control(), command, fds, daemon.config.deadlines.control)
             .await;
+    failpoint::reached("daemon.merge.rebased");
     let store = daemon.templates.store().clone();
     match answer {
         Ok(Answer::Ok) => {
@@ -185,10 +187,12 @@ async fn merge_disk(daemon: &Arc<Daemon>, vm: &Arc<Vm>, number: usize) -> Outcom
             // Recorded before the old layers are removed, because the next daemon relies on the
             // record.
             record::note(&daemon.registry, vm).await;
+            failpoint::reached("daemon.merge.recorded");
             let (templates, vm) = (daemon.templates.clone(), vm.clone());
             blocking(move || {
                 let pinned = templates.pin(&vm.name, &disks).map(|pin| vm.keep_pinned(pin));
                 own.iter().try_for_each(|layer| store.remove_vm_layer(layer))?;
+                failpoint::reached("daemon.merge.removed");
                 pinned
             })
             .await

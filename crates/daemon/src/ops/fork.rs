@@ -27,12 +27,13 @@ use crate::ops::{flatten, immutable, pending, publish};
 use crate::templates::fork_point::{ForkPoint, ForkPointDisk};
 use crate::templates::memory_backing::{MemoryBacking, Ram};
 use crate::templates::shared::Shared;
+use crate::vm::batch::Batch;
 use crate::vm::{Vm, record};
 use crate::vmm::source::Purpose;
 use crate::vmm::{agent_link, control_link};
 use dayfly_api::types::{ErrorCode, ForkRequest, Forked};
 use dayfly_store::{ChainLayer, Freezing, Pin, ReplacedLayer, seal_content};
-use dayfly_units::{PAGE_SIZE, error::chain};
+use dayfly_units::{PAGE_SIZE, error::chain, failpoint};
 use dayfly_vmm::control::{Command, Frozen};
 use dayfly_vmm::memory::{backing, live};
 use futures::future::try_join_all;
@@ -112,6 +113,7 @@ pub async fn fork(
         Some(name) => Some(pending::begin(daemon, &fork_point, name).await?),
         None => None,
     };
+    let batch = Batch::of(&daemon.config, count).map_err(ApiError::internal)?;
     let order = Order {
         origin: Origin::Fork(fork_point.clone(), 1),
         name,
@@ -121,13 +123,18 @@ pub async fn fork(
         purpose: Purpose::User,
         network: None,
         next: None,
+        batch: batch.clone(),
     };
     // A task for each clone, so that all CPUs start clones. If one fails, the others are dropped,
     // which removes their VMs.
     let creations = (1..=count).map(|number| {
         let daemon = daemon.clone();
         let order = Order { origin: Origin::Fork(fork_point.clone(), number), ..order.clone() };
-        let task = tokio::spawn(async move { create(&daemon, asked, order).await });
+        let task = tokio::spawn(async move {
+            let guard = create(&daemon, asked, order).await?;
+            failpoint::reached("daemon.fork.child");
+            Ok(guard)
+        });
         let task = tokio_util::task::AbortOnDropHandle::new(task);
         async {
             task.await
@@ -138,6 +145,9 @@ pub async fn fork(
         guards = try_join_all(creations) => guards?,
         () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
     };
+    failpoint::reached("daemon.fork.children");
+    batch.iter().try_for_each(|batch| batch.commit()).map_err(ApiError::internal)?;
+    failpoint::reached("daemon.fork.committed");
     if let Some(template) = template {
         template.keep();
     }
@@ -198,8 +208,10 @@ pub(crate) async fn freeze_notified(
     // Prepared before the precopy, because time between the last round of copying and the pause
     // adds pages to be copied then.
     let target = target(daemon, vm).await?;
+    failpoint::reached("daemon.fork.files");
     let copy = Command::Precopy { own };
     precopy(daemon, vm, copy.clone(), &target.ram).await?;
+    failpoint::reached("daemon.fork.precopied");
     let turn = vm.take_turn(daemon.config.deadlines.control).await;
     let _turn = match turn.and_then(|turn| begun(vm, &target).map(|()| turn)) {
         Ok(turn) => turn,
@@ -209,9 +221,11 @@ pub(crate) async fn freeze_notified(
         }
     };
     record::note(&daemon.registry, vm).await;
+    failpoint::reached("daemon.fork.forking");
     let written = stand_still(daemon, vm, target).await;
     vm.step(Event::Thaw)?;
     record::note(&daemon.registry, vm).await;
+    failpoint::reached("daemon.fork.thawed");
     written
 }
 
@@ -277,6 +291,7 @@ async fn stand_still(daemon: &Arc<Daemon>, vm: &Arc<Vm>, target: Target) -> Outc
     let within = daemon.config.deadlines.save;
     let pin = vm.pinned();
     let answer = control_link::decided(&vm.dir.control(), Command::Fork, fds, within).await;
+    failpoint::reached("daemon.fork.frozen");
     let frozen = answered(vm, answer, disks, |_| freezing.keep())?;
     let frozen =
         frozen.ok_or_else(|| ApiError::internal("the VMM, for a fork: expected Frozen, got Ok"))?;
@@ -337,6 +352,7 @@ pub(crate) async fn fork_point(
     });
     let (fork_point, replaced) = made.await?;
     immutable::replaced_layers(daemon, vm, replaced).await;
+    failpoint::reached("daemon.fork.pinned");
     Ok(fork_point)
 }
 

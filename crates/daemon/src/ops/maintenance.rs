@@ -15,7 +15,7 @@ use dayfly_host::priority;
 use dayfly_store::{
     Damage, Finding, GcError, GcPagesError, Meter, Object, Scope, SearchError, VerifyReport,
 };
-use dayfly_units::error::chain;
+use dayfly_units::{error::chain, failpoint};
 use std::sync::Arc;
 use tokio::sync::Mutex;
 
@@ -119,8 +119,12 @@ fn collect(templates: &TemplateCache, meter: &Meter) -> Outcome<Collected> {
         Err(GcError::Unreadable { snapshot, source }) => {
             collected.left_alone.push(unreadable("all disk layers", &snapshot, &source));
         }
+        Err(GcError::Version { snapshot, source }) => {
+            collected.left_alone.push(other_version("all disk layers", &snapshot, &source));
+        }
         Err(e @ GcError::Io(_)) => return Err(e.into()),
     }
+    failpoint::reached("daemon.gc.layers");
     match store.gc_pages_of(&templates.tenant(), meter) {
         Ok(report) => {
             collected.pages = report.dropped_pages;
@@ -133,9 +137,13 @@ fn collect(templates: &TemplateCache, meter: &Meter) -> Outcome<Collected> {
         Err(GcPagesError::Unreadable { snapshot, source }) => {
             collected.left_alone.push(unreadable("all pages", &snapshot, &source));
         }
+        Err(GcPagesError::Version { snapshot, source }) => {
+            collected.left_alone.push(other_version("all pages", &snapshot, &source));
+        }
         Err(GcPagesError::Damage(damage)) => collected.left_alone.push(damaged_pack(&damage)),
         Err(GcPagesError::Io(e)) => return Err(e.into()),
     }
+    failpoint::reached("daemon.gc.pages");
     let staging = store.gc_staging()?;
     (collected.staged, collected.staged_bytes) = (staging.entries, staging.freed_bytes);
     Ok(collected)
@@ -146,6 +154,19 @@ fn unreadable(what: &str, snapshot: &str, why: &dyn std::error::Error) -> LeftAl
         what: format!("{what}: snapshot {snapshot} cannot be read, so what it needs is not known"),
         message: chain(why),
         next: format!("dayfly snapshots rm {snapshot}, then dayfly store gc"),
+    }
+}
+
+fn other_version(what: &str, snapshot: &str, why: &dyn std::error::Error) -> LeftAlone {
+    LeftAlone {
+        what: format!(
+            "{what}: another version of dayfly made snapshot {snapshot}, so what it needs is not \
+             known"
+        ),
+        message: chain(why),
+        next: format!(
+            "start that version; or dayfly snapshots rm {snapshot}, then dayfly store gc"
+        ),
     }
 }
 

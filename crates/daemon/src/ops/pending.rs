@@ -18,7 +18,7 @@ use crate::templates::fork_point::ForkPoint;
 use crate::templates::memory_backing::MemoryBacking;
 use crate::vmm::source::Template;
 use dayfly_store::Meter;
-use dayfly_units::{Name, error::chain};
+use dayfly_units::{Name, error::chain, failpoint};
 use dayfly_vmm::memory::backing::{Backing, Piece};
 use rustix::fs::SeekFrom;
 use std::fs::File;
@@ -70,12 +70,14 @@ pub async fn begin(
 ) -> Outcome<Begun> {
     let template = Arc::new(fork_point.as_template(&name)?);
     let removed = daemon.templates.pending().begin(&name, template.clone())?;
+    failpoint::reached("daemon.pending.begun");
     let begun = Begun { daemon: daemon.clone(), name: Some(name.clone()) };
     // The snapshot of the VM that was forked.
     let parent = fork_point.facts.snapshot.clone();
     let work = daemon.clone();
     daemon.undo.spawn(async move {
         let stored = store(&work, &template, &name, parent, &removed).await;
+        failpoint::reached("daemon.pending.stored");
         drop(template);
         let stored = stored.unwrap_or_else(|e| {
             tracing::error!(snapshot = %name, "a fork did not become a template: {e}");
@@ -150,6 +152,7 @@ fn commit(
         0,
     )
     .map_err(failed)?;
+    failpoint::reached("daemon.pending.copied");
     let disks: Vec<Disk> = fork_point.disks.iter().map(|open| open.disk.clone()).collect();
     let facts = Facts { snapshot: parent, ..fork_point.facts.clone() };
     let spec = publish::spec_of(&facts, &disks, fork_point.agent_version.clone());

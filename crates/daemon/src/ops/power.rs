@@ -9,6 +9,7 @@ use crate::model::state::Event;
 use crate::ops::section::section;
 use crate::vm::{Vm, record};
 use crate::vmm::control_link::{self, ControlError};
+use dayfly_units::failpoint;
 use dayfly_vmm::control::{Answer, Command};
 use std::sync::Arc;
 
@@ -53,7 +54,9 @@ async fn settled(
     let control = vm.dir.control();
     let error = match control_link::decided(&control, command.clone(), Vec::new(), within).await {
         Ok(Answer::Ok) => {
+            failpoint::reached("daemon.power.switched");
             record::note(&daemon.registry, vm).await;
+            failpoint::reached("daemon.power.recorded");
             return Ok(());
         }
         Ok(got) => ControlError::Unexpected { command, got: Box::new(got) },

@@ -13,9 +13,9 @@ use crate::templates::pending::taken;
 use crate::vm::Vm;
 use dayfly_store::{
     BlockHint, ChainLayer, Committed, DiskSpec, Known, Meter, PagedSpec, Pin, Prepared,
-    SavedSnapshot, SnapshotSpec,
+    SavedSnapshot, SnapshotSpec, VmLayer,
 };
-use dayfly_units::{Name, error::chain};
+use dayfly_units::{Name, error::chain, failpoint};
 use dayfly_vmm::disk::page_map;
 use dayfly_vmm::memory::working_set::{self, Record};
 use std::sync::Arc;
@@ -33,9 +33,24 @@ pub async fn publish(
 ) -> Outcome<Box<Committed>> {
     let work = daemon.clone();
     to_its_end(daemon, name, progress, |meter| async move {
-        blocking(move || ready.store(&work, &meter)).await
+        blocking(move || {
+            let committed = ready.store(&work, &meter)?;
+            // No new daemon looks for the layers of a VM that has ended.
+            release(&work, &committed.replaced);
+            Ok(committed)
+        })
+        .await
     })
     .await
+}
+
+/// Releases the VM's own files of layers that a commit stored. The VM's record must name the stored
+/// layers by then, because a new daemon looks for the layers that the record names. Blocks.
+pub(crate) fn release(daemon: &Daemon, replaced: &[VmLayer]) {
+    if let Err(e) = daemon.templates.store().remove_vm_layers(replaced) {
+        // They are removed with the VM.
+        tracing::warn!("leaving the VM's name of a stored layer: {}", chain(&e));
+    }
 }
 
 /// Runs `work`, which makes the snapshot `name`, to its end even if the client goes away. The
@@ -132,6 +147,7 @@ impl Ready {
         let Saved { snapshot, pin, .. } = saved;
         let Coloured { colours, free } = coloured(of, &snapshot, spec.memory_bytes);
         let prepared = snapshot.merging(flatten::merge).prepare(spec, &free)?;
+        failpoint::reached("daemon.publish.prepared");
         Ok(Self { prepared, hints, colours, order: Vec::new(), pin })
     }
 
@@ -171,6 +187,7 @@ impl Ready {
         let mut committed = prepared
             .commit_paged(&PagedSpec { tenant: &tenant, known })
             .inspect_err(|_| daemon.templates.look_for_garbage())?;
+        failpoint::reached("daemon.publish.committed");
         if let Some(resident) = committed.resident.take()
             && let Err(error) = daemon.templates.keep_resident(&committed.manifest.name, resident)
         {
@@ -216,6 +233,7 @@ pub(crate) fn store(
     if live.phase.alive() {
         vm.keep_pinned(daemon.templates.pin(&vm.name, &live.disks)?);
     }
+    failpoint::reached("daemon.publish.pinned");
     let flattened = flatten::rebases(daemon, tops, spec, &committed.manifest);
     Ok((committed, flattened))
 }

@@ -15,9 +15,11 @@ use crate::vm::record::{RecordError, note, read_json};
 use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
 use dayfly_host::priority;
 use dayfly_host::process::Process;
+use dayfly_units::failpoint;
 use dayfly_units::text::{LONG, escaped};
 use dayfly_vmm::control::{ExitReason, ExitRecord};
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
@@ -143,6 +145,7 @@ pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
 /// Its process survives SIGKILL, or a file cannot be removed.
 pub async fn remove(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
     let process = mark_removed(vm).await;
+    failpoint::reached("daemon.remove.asked");
     discard(daemon, vm, process).await
 }
 
@@ -228,7 +231,14 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
     let (done, removed) = oneshot::channel();
     let work = move || {
         let all = || {
+            // First, so that a daemon that is started in the middle sweeps the rest: it does that
+            // with a VM without a record, alive or not.
+            if let Err(e) = unlinked(&dead.dir.record()) {
+                tracing::error!("removing VM {}: {e}", dead.id);
+            }
+            failpoint::reached("daemon.remove.unrecorded");
             let free = process.is_none_or(|process| send_kill(&process));
+            failpoint::reached("daemon.remove.killed");
             drop(done.send(files(&templates, &dead)));
             free
         };
@@ -246,6 +256,7 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
         daemon.metrics.destroyed(freed, asked.elapsed());
     }
     daemon.registry.forget(vm);
+    failpoint::reached("daemon.remove.forgotten");
     if vm.snapshots.try_lock().is_err() {
         remove_what_comes_late(daemon, vm);
     }
@@ -266,6 +277,15 @@ fn remove_what_comes_late(daemon: &Daemon, vm: &Arc<Vm>) {
     });
 }
 
+fn unlinked(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            Err(io::Error::new(e.kind(), format!("{}: {e}", path.display())))
+        }
+        _ => Ok(()),
+    }
+}
+
 fn files(templates: &TemplateCache, vm: &Vm) -> Outcome<()> {
     match std::fs::remove_dir_all(vm.dir.path()) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => {
@@ -276,10 +296,14 @@ fn files(templates: &TemplateCache, vm: &Vm) -> Outcome<()> {
         }
         _ => {}
     }
+    failpoint::reached("daemon.remove.folder");
     // Before `remove_vm`, because dropping the pin may delete shared layers of which this VM was
     // the last user.
     vm.release_pin();
-    templates.remove_vm(vm.id)
+    failpoint::reached("daemon.remove.unpinned");
+    templates.remove_vm(vm.id)?;
+    failpoint::reached("daemon.remove.layers");
+    Ok(())
 }
 
 #[cfg(test)]

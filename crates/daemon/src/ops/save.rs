@@ -14,7 +14,7 @@ use crate::vmm::{agent_link, identity};
 use dayfly_api::types::ErrorCode;
 use dayfly_store::{Freeze, IoError, Pin, SavedSnapshot, SnapshotWriter, VmLayer};
 use dayfly_sys::reopen;
-use dayfly_units::Name;
+use dayfly_units::{Name, failpoint};
 use dayfly_vmm::config::MAX_LAYERS;
 use dayfly_vmm::control::{Answer, Command, Frozen};
 use dayfly_vmm::disk::page_map::{self, PageMapError};
@@ -195,7 +195,9 @@ pub(crate) async fn save_into(
     })
     .await?;
     let pin = vm.pinned();
+    failpoint::reached("daemon.save.files");
     let answer = control_link::decided(&vm.dir.control(), how, fds, deadlines.save).await;
+    failpoint::reached("daemon.save.frozen");
     let mut snapshot = None;
     let frozen = answered(vm, answer, disks, |done| {
         // If the freeze may have happened, the VM may write to its new layers, so they must stay.

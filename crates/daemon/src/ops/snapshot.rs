@@ -16,14 +16,14 @@ use crate::base::error::{Outcome, blocking};
 use crate::base::progress::ProgressSender;
 use crate::daemon::Daemon;
 use crate::model::state::Event;
-use crate::ops::publish::{free, spec, store, to_its_end};
+use crate::ops::publish::{free, release, spec, store, to_its_end};
 use crate::ops::save::{Saved, allowed, arrived, begin, end_precopy, precopy, save_into, thaw};
 use crate::ops::section::section;
 use crate::ops::{flatten, immutable};
 use crate::vm::{Vm, record};
 use dayfly_api::types::{Snapshot, SnapshotRequest};
 use dayfly_store::Committed;
-use dayfly_units::Name;
+use dayfly_units::{Name, failpoint};
 use dayfly_vmm::control::{Command, Frozen};
 use std::sync::Arc;
 use tokio::sync::OwnedMutexGuard;
@@ -62,6 +62,7 @@ pub async fn snapshot(
     }
     progress.phase("hashing and storing").await;
     immutable::prove(&daemon, &vm).await?;
+    failpoint::reached("daemon.snapshot.proven");
     let committed = commit(&daemon, &vm, one, saved, request.name, &progress).await?;
     Ok(daemon.templates.shown(&committed.manifest))
 }
@@ -70,7 +71,9 @@ pub async fn snapshot(
 async fn freeze(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<Saved> {
     let deadlines = daemon.config.deadlines;
     let writer = begin(daemon, vm, name).await?;
+    failpoint::reached("daemon.snapshot.begun");
     precopy(daemon, vm, PRECOPY, writer.memory()).await?;
+    failpoint::reached("daemon.snapshot.precopied");
     let turn = vm.take_turn(deadlines.control).await;
     let _turn = match turn.and_then(|turn| Ok(vm.step(Event::Freeze).map(|_| turn)?)) {
         Ok(turn) => turn,
@@ -80,9 +83,11 @@ async fn freeze(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<Save
         }
     };
     record::note(&daemon.registry, vm).await;
+    failpoint::reached("daemon.snapshot.freezing");
     let saved = save_into(daemon, vm, writer, Command::Freeze).await;
     let awake = thaw(daemon, vm).await;
     record::note(&daemon.registry, vm).await;
+    failpoint::reached("daemon.snapshot.thawed");
     let saved = saved?;
     awake?;
     Ok(saved)
@@ -108,11 +113,21 @@ async fn commit(
     to_its_end(daemon, name, progress, |meter| async move {
         let (shared, vm) = (work.clone(), same.clone());
         let result = blocking(move || store(&shared, &vm, saved, &spec, &meter)).await;
-        record::note(&work.registry, &same).await;
-        let (committed, flattened) = result?;
+        let noted = record::note(&work.registry, &same).await;
+        failpoint::reached("daemon.snapshot.recorded");
+        let (mut committed, flattened) = result?;
+        if noted {
+            let (work, replaced) = (work.clone(), std::mem::take(&mut committed.replaced));
+            let _ = blocking(move || {
+                release(&work, &replaced);
+                Ok(())
+            })
+            .await;
+        }
         // After the record is written: if the daemon dies in between, the record has fewer layers
         // than the VMM uses, never more.
         flatten::rebase(&work, &same, flattened).await;
+        failpoint::reached("daemon.snapshot.rebased");
         drop(one);
         Ok(committed)
     })

@@ -13,7 +13,7 @@ use dayfly_store::{
     Digest, Image, ImageManifest, ImageSpec, Kernel, KernelManifest, KernelSpec, LayerId, Listing,
     Pin, Resident, SnapshotManifest, Store, VmLayer,
 };
-use dayfly_units::{Name, VmId, error::chain, sync::lock};
+use dayfly_units::{Name, VmId, error::chain, failpoint, sync::lock};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
@@ -384,10 +384,13 @@ impl TemplateCache {
     /// No such snapshot.
     pub fn remove_stored(&self, name: &Name) -> Outcome<()> {
         self.store.remove_snapshot(name)?;
+        failpoint::reached("daemon.remove_snapshot.removed");
         lock(&self.open).forget(name);
         lock(&self.loading).remove(name);
         self.collect();
+        failpoint::reached("daemon.remove_snapshot.layers");
         self.collect_pages();
+        failpoint::reached("daemon.remove_snapshot.pages");
         Ok(())
     }
 

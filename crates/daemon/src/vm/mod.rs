@@ -1,6 +1,6 @@
 //! A VM as the daemon knows it. [`registry`] has all VMs, [`record`] is the file in which the next
-//! daemon finds a VM, and [`budget`] is the memory of VMs. [`crate::model::state`] decides which
-//! event a phase accepts.
+//! daemon finds a VM, [`batch`] has the VMs of unanswered requests, and [`budget`] is the memory of
+//! VMs. [`crate::model::state`] decides which event a phase accepts.
 //!
 //! # Lock order
 //!
@@ -19,6 +19,7 @@
 //! `attachment` and `has_slot`. The drop of a pin or a template may remove files, so it happens
 //! after `live` is released: readers of `live` must not wait for the disk.
 
+pub mod batch;
 pub mod budget;
 pub mod record;
 pub mod registry;

@@ -6,6 +6,7 @@ use crate::http::routes::extract::{Json, Shared};
 use crate::http::routes::vms::{removable, to_the_end};
 use crate::model::step::Step;
 use crate::ops::{create, remove};
+use crate::vm::batch::Batch;
 use axum::extract::State;
 use axum::http::StatusCode;
 use dayfly_api::types::{
@@ -47,8 +48,7 @@ pub async fn create(
             "publish: expected no ports for many VMs at once: each port leads to one",
         ));
     }
-    let count = usize::try_from(count).unwrap_or(usize::MAX);
-    check("count", count)?;
+    check("count", usize::try_from(count).unwrap_or(usize::MAX))?;
     let memory_bytes = match &source {
         Source::Boot(boot) => boot.memory_bytes,
         Source::Snapshot(name) => {
@@ -62,8 +62,11 @@ pub async fn create(
         .map(|_| daemon.budget.reserve(memory_bytes, None))
         .collect::<Result<Vec<_>, _>>();
     drop(fit.map_err(Step::Memory.failed())?);
-    let order =
-        create::Order::create(CreateRequest { source, name: None, labels, forks: 0, network });
+    let batch = Batch::of(&daemon.config, count).map_err(ApiError::internal)?;
+    let order = create::Order {
+        batch: batch.clone(),
+        ..create::Order::create(CreateRequest { source, name: None, labels, forks: 0, network })
+    };
     // A task for each VM, so that all CPUs start VMs. If one fails, the others are dropped, which
     // removes their VMs.
     let creations = (0..count).map(|_| {
@@ -79,6 +82,7 @@ pub async fn create(
         guards = try_join_all(creations) => guards?,
         () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
     };
+    batch.iter().try_for_each(|batch| batch.commit()).map_err(ApiError::internal)?;
     let items = guards.into_iter().map(|guard| guard.keep().shown()).collect();
     Ok((StatusCode::CREATED, axum::Json(List { items })))
 }

@@ -22,7 +22,7 @@ use crate::vmm::{guest_socket, identity};
 use dayfly_api::agent::{Ready, Request};
 use dayfly_api::types::{ErrorCode, ExitKind};
 use dayfly_units::text::escaped;
-use dayfly_units::{Name, VmName};
+use dayfly_units::{Name, VmName, failpoint};
 use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::Command;
 use std::sync::Arc;
@@ -132,6 +132,7 @@ async fn attempt(
     }
     if !vm.facts.ephemeral {
         record::note(&daemon.registry, &vm).await;
+        failpoint::reached("daemon.create.recorded");
     }
     tracing::debug!(vm = %vm.id, name = %vm.name, ready_us, "created");
     Ok(guard)
@@ -173,7 +174,11 @@ async fn reserve(
     done(Step::Network)?;
     let warm = pooled.take(&daemon.pool, memory.node);
     let (vm, warm) = name(daemon, order.name, facts, memory, warm)?;
-    let guard = VmGuard::new(daemon.clone(), vm.clone());
+    let guard = VmGuard::new(daemon.clone(), vm.clone(), order.batch.clone());
+    if let Some(batch) = order.batch {
+        batch.add(vm.id).map_err(ApiError::internal)?;
+    }
+    done(Step::Name)?;
     vm.attach(attachment);
     vm.update(|live| {
         live.disks = opened.disks();

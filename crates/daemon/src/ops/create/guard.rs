@@ -4,6 +4,7 @@ use crate::base::error::Outcome;
 use crate::daemon::Daemon;
 use crate::ops::remove;
 use crate::vm::Vm;
+use crate::vm::batch::Batch;
 use crate::vmm::agent_link::AgentLink;
 use crate::vmm::pool::Lasting;
 use std::sync::Arc;
@@ -14,6 +15,8 @@ pub struct VmGuard {
     daemon: Arc<Daemon>,
     vm: Option<Arc<Vm>>,
     pub(super) next: Option<Next>,
+    /// Dropped after the VM was removed, so that a daemon that ends before has it removed.
+    batch: Option<Arc<Batch>>,
 }
 
 /// The pending reply to [`Order::next`](super::Order::next).
@@ -27,8 +30,8 @@ pub struct Next {
 
 impl VmGuard {
     /// A guard that removes `vm` when it is dropped.
-    pub(super) const fn new(daemon: Arc<Daemon>, vm: Arc<Vm>) -> Self {
-        Self { daemon, vm: Some(vm), next: None }
+    pub(super) const fn new(daemon: Arc<Daemon>, vm: Arc<Vm>, batch: Option<Arc<Batch>>) -> Self {
+        Self { daemon, vm: Some(vm), next: None, batch }
     }
 
     /// The pending reply to [`Order::next`](super::Order::next), once.
@@ -72,12 +75,13 @@ impl VmGuard {
 impl Drop for VmGuard {
     fn drop(&mut self) {
         if let Some(vm) = self.vm.take() {
-            let daemon = self.daemon.clone();
+            let (daemon, batch) = (self.daemon.clone(), self.batch.take());
             let task = self.daemon.undo.clone();
             task.spawn(async move {
                 if let Err(e) = remove::remove(&daemon, &vm).await {
                     tracing::error!("removing VM {}: {e}", vm.id);
                 }
+                drop(batch);
             });
         }
     }

@@ -29,7 +29,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-pub(super) const MEMORY_BYTES: u64 = 64 << 20;
+/// RAM of a guest. The word `grow=` needs more than 64 MiB.
+pub(super) const MEMORY_BYTES: u64 = 72 << 20;
+/// The word `grow=` needs 8,192 blocks.
+const DISK_BYTES: u64 = 32 << 20;
 /// Generous, because guests may be emulated on a busy host; only a hang takes this long.
 pub(super) const WITHIN: Duration = Duration::from_secs(120);
 
@@ -116,6 +119,7 @@ impl Room {
             purpose: Purpose::User,
             network: None,
             next: None,
+            batch: None,
         }
     }
 
@@ -178,7 +182,7 @@ async fn bake(
     let (writable, data) = store.create_vm_layer(vm_slot.id, 0).unwrap();
     let mut fds = Fds::default();
     let disk = DiskConfig {
-        size_bytes: 1 << 20,
+        size_bytes: DISK_BYTES,
         base_fd: fds.add(image.disk),
         layers: Vec::new(),
         writable_fd: Some(fds.add(data)),
@@ -207,7 +211,7 @@ async fn bake(
     drop((freeze.map, freeze.next_data));
     let disk = DiskSpec {
         image: image_ref,
-        size_bytes: 1 << 20,
+        size_bytes: DISK_BYTES,
         writable: true,
         layers: vec![freeze.frozen],
     };
@@ -252,9 +256,9 @@ fn store_guest(store: &Store) -> (Image, Kernel) {
     };
     store.put_kernel(&guest, &spec, &mut zstd::encode_all(elf, 1).unwrap().as_slice()).unwrap();
     let disk = tempfile::tempfile().unwrap();
-    disk.set_len(1 << 20).unwrap();
+    disk.set_len(DISK_BYTES).unwrap();
     let spec = ImageSpec {
-        size_bytes: 1 << 20,
+        size_bytes: DISK_BYTES,
         digest: sparse::digest(&disk).unwrap().digest,
         source: "nothing".into(),
         config: ImageConfig::default(),

@@ -2,6 +2,7 @@
 
 use crate::templates::fork_point::ForkPoint;
 use crate::templates::open::OpenTemplate;
+use crate::vm::batch::Batch;
 use crate::vmm::source::Purpose;
 use dayfly_api::agent::Request;
 use dayfly_api::types::{CreateRequest, NetworkRequest, Source};
@@ -29,6 +30,8 @@ pub struct Order {
     /// A request to the agent, sent together with the identity.
     /// [`VmGuard::take_next`](super::VmGuard::take_next) returns the link for its reply.
     pub next: Option<Request>,
+    /// The batch to which it belongs, if the request is for several VMs.
+    pub batch: Option<Arc<Batch>>,
 }
 
 /// What a VM starts from.
@@ -55,6 +58,7 @@ impl Order {
             purpose: Purpose::User,
             network: Some(request.network),
             next: None,
+            batch: None,
         }
     }
 }

@@ -1,0 +1,166 @@
+//! VMs of the test: all are clones of one snapshot, whose guest writes to memory and disk.
+
+use crate::testbed::Testbed;
+use crate::until;
+use anyhow::{Context, Result, bail, ensure};
+use dayfly_api::agent::{FrameKind, READY_PORT, Ready, Reply, encode};
+use dayfly_api::client::ProgressStream;
+use dayfly_api::types::{
+    BootSource, CreateRequest, NetworkRequest, Progress, SnapshotRequest, Source, Vm,
+};
+use dayfly_store::{Digest, ImageConfig, ImageSpec, KernelSpec, Store, sparse};
+use dayfly_units::{Name, VmId};
+use dayfly_vmm::arch::layout;
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+
+/// RAM: the guest writes the pages from 32 to 64 MiB.
+pub const MEMORY_BYTES: u64 = 72 << 20;
+/// The guest writes 8,192 blocks.
+const DISK_BYTES: u64 = 32 << 20;
+/// The image and the kernel.
+pub const GUEST: &str = "guest";
+/// The snapshot.
+pub const BASE: &str = "base";
+
+/// Why the daemon could not do a long operation.
+#[derive(Debug)]
+pub struct Refused(String);
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for Refused {}
+
+pub fn name(text: &str) -> Result<Name> {
+    Ok(text.parse()?)
+}
+
+/// Stores the guest. No daemon may run.
+fn store(bed: &Testbed) -> Result<()> {
+    std::fs::create_dir_all(bed.state())?;
+    let (store, guest) = (Store::open(&bed.state())?, name(GUEST)?);
+    // 64 slots before the snapshot. A clone checks all slots, and then writes without end.
+    let words = format!("grow={:x}:40:1:1:c", layout::GENERATION.0);
+    let (elf, words) = (dayfly_microguest::elf(), dayfly_microguest::initramfs(&words));
+    let both = [elf, &words].concat();
+    let spec = KernelSpec {
+        release: GUEST.to_owned(),
+        vmlinux_bytes: elf.len() as u64,
+        initrd_bytes: words.len() as u64,
+        digest: Digest::of(&both),
+    };
+    store.put_kernel(&guest, &spec, &mut zstd::encode_all(both.as_slice(), 1)?.as_slice())?;
+    let disk = tempfile::tempfile()?;
+    disk.set_len(DISK_BYTES)?;
+    let spec = ImageSpec {
+        size_bytes: DISK_BYTES,
+        digest: sparse::digest(&disk)?.digest,
+        source: "zeroes".to_owned(),
+        config: ImageConfig::default(),
+    };
+    store.put_image_raw(&guest, &spec, &mut &disk)?;
+    Ok(())
+}
+
+/// A testbed with the snapshot [`BASE`], whose daemon runs.
+pub async fn testbed() -> Result<Testbed> {
+    let mut bed = Testbed::new()?;
+    store(&bed)?;
+    bed.start(None).await?;
+    let boot = BootSource {
+        image: name(GUEST)?,
+        kernel: Some(name(GUEST)?),
+        memory_bytes: MEMORY_BYTES,
+        vcpus: 1,
+        init: None,
+    };
+    let request = request(Source::Boot(boot), "first");
+    let created = async { Ok(bed.client.create(&request).await?) };
+    let (vm, ()) = tokio::try_join!(created, report_ready(&bed))?;
+    snapshot(&bed, vm.id, BASE).await?;
+    bed.client.remove_vm(&vm.id.to_string(), true).await?;
+    Ok(bed)
+}
+
+fn request(source: Source, name: &str) -> CreateRequest {
+    CreateRequest {
+        source,
+        name: name.parse().ok(),
+        labels: [].into(),
+        forks: 0,
+        network: NetworkRequest::default(),
+    }
+}
+
+/// Reports that the guest that boots is ready, as an agent would: the daemon waits for it. An agent
+/// without a version is none, so the daemon sends it nothing.
+pub async fn report_ready(bed: &Testbed) -> Result<()> {
+    let mut booting = None;
+    until("a guest boots", async || {
+        let vms = bed.client.vms(true).await?;
+        booting = vms.into_iter().map(|vm| vm.id).find(|id| console(bed, *id).ends_with("ready\n"));
+        Ok(booting.is_some())
+    })
+    .await?;
+    let id = booting.context("a guest boots")?;
+    let (version, kernel) = (String::new(), GUEST.to_owned());
+    let ready = Reply::Ready(Ready { version, kernel, uptime_us: 0, sealed: false });
+    let mut socket = UnixStream::connect(bed.of_vm(id, &format!("root/vsock.sock_{READY_PORT}")))?;
+    socket.write_all(&encode(FrameKind::Reply, &serde_json::to_vec(&ready)?))?;
+    Ok(())
+}
+
+/// What the guest of a VM has written to its console.
+pub fn console(bed: &Testbed, id: VmId) -> String {
+    std::fs::read_to_string(bed.of_vm(id, "console.log")).unwrap_or_default()
+}
+
+/// Creates a clone of [`BASE`], and waits until it writes.
+pub async fn create(bed: &Testbed, called: &str) -> Result<Vm> {
+    let vm = clone(bed, BASE, called).await?;
+    has_right_content(bed, vm.id).await?;
+    until("the guest writes", async || Ok(console(bed, vm.id).ends_with("churning\n"))).await?;
+    Ok(vm)
+}
+
+/// Creates a clone of a snapshot.
+pub async fn clone(bed: &Testbed, snapshot: &str, called: &str) -> Result<Vm> {
+    let request = request(Source::Snapshot(name(snapshot)?), called);
+    bed.client.create(&request).await.with_context(|| format!("a clone of {snapshot}"))
+}
+
+/// Waits until a new clone has checked its memory and its disk.
+pub async fn has_right_content(bed: &Testbed, id: VmId) -> Result<()> {
+    let mut said = String::new();
+    until("a clone has checked its content", async || {
+        said = console(bed, id);
+        Ok(said.contains("failed") || said.contains("found ") && said.ends_with('\n'))
+    })
+    .await
+    .with_context(|| format!("its console: {said:?}"))?;
+    ensure!(!said.contains("failed"), "clone {id} has wrong content; its console: {said:?}");
+    Ok(())
+}
+
+/// Takes a snapshot of a VM, which goes on.
+pub async fn snapshot(bed: &Testbed, vm: VmId, called: &str) -> Result<()> {
+    let request = SnapshotRequest { name: name(called)? };
+    let stream = bed.client.snapshot_vm(&vm.to_string(), &request).await;
+    made(stream?).await
+}
+
+/// Reads a long operation's reports to their end.
+pub async fn made(mut stream: ProgressStream) -> Result<()> {
+    while let Some(progress) = stream.next().await? {
+        match progress {
+            Progress::Snapshot(_) | Progress::Collected(_) => return Ok(()),
+            Progress::Failed(error) => return Err(Refused(error.message).into()),
+            _ => {}
+        }
+    }
+    bail!("the daemon ended in the middle")
+}

@@ -1,0 +1,122 @@
+//! The daemon is killed at each named step of each operation, and started again.
+//!
+//! ```text
+//!  daemon with an armed failpoint ─▶ VM b ─▶ operation on b ─▶ SIGKILL at the failpoint
+//!       ─▶ daemon without one: VM a, which lives through all kills, and b are checked
+//! ```
+//!
+//! Programs, VMMs and pagers are the real ones, on bare `/dev/kvm`. The guests write to memory and
+//! disk without end, and a clone checks that it has the content of one instant
+//! ([`dayfly_microguest`], `grow=`). After each kill:
+//! - `a` and `b` run on in the same processes, and their guests write. `b` may be gone if the
+//!   operation was its removal.
+//! - Both can be snapshotted, and a clone of the snapshot has the right content.
+//! - The operation is wholly done or wholly undone.
+//! - Nothing leaks: processes, run folders, layers, staged files.
+//!
+//! `make long` runs all failpoints, and DAYFLY_KILLS=TEXT those whose names contain TEXT.
+
+mod check;
+mod guest;
+mod operation;
+mod testbed;
+
+use anyhow::{Context, Result, ensure};
+use check::Living;
+use operation::{Case, Operation, cases};
+use std::collections::BTreeSet;
+use std::time::Instant;
+use testbed::Testbed;
+
+/// The failpoints of every test run: at least one of each operation.
+const SOME: [&str; 9] = [
+    "daemon.create.recorded",
+    "daemon.fork.frozen",
+    "daemon.pending.copied",
+    "daemon.merge.rebased",
+    "daemon.save.frozen",
+    "daemon.publish.committed",
+    "daemon.power.switched",
+    "daemon.remove.killed",
+    "daemon.remove_snapshot.removed",
+];
+
+/// Kills one daemon, and checks what the next one has.
+async fn kill(bed: &mut Testbed, a: &mut Living, case: &Case) -> Result<&'static str> {
+    bed.stop()?;
+    bed.start(Some(&case.armed())).await?;
+    let b = Living::new(guest::create(bed, "b").await?, bed)?;
+    operation::prepare(bed, &b, case.operation).await.context("before the operation")?;
+    operation::run(bed, &b, case.operation).await?;
+    bed.died()?;
+    bed.start(None).await?;
+    check::after(bed, a, b, case.operation).await
+}
+
+/// Kills the daemon in each case. A failure takes a new testbed, and the others still run.
+async fn kill_all(cases: &[Case]) {
+    let mut failures = Vec::new();
+    let mut bed: Option<(Testbed, Living)> = None;
+    for case in cases {
+        let begun = Instant::now();
+        let result = async {
+            if bed.is_none() {
+                let new = guest::testbed().await.context("making the snapshot of the test")?;
+                let a = Living::new(guest::create(&new, "a").await?, &new)?;
+                bed = Some((new, a));
+            }
+            let (bed, a) = bed.as_mut().context("made above")?;
+            kill(bed, a, case).await
+        };
+        match result.await {
+            Ok(outcome) => println!("{case}: {outcome}, {} ms", begun.elapsed().as_millis()),
+            Err(error) => {
+                println!("{case}: FAILED: {error:#}");
+                let log = bed.take().map(|(bed, _)| bed.log()).unwrap_or_default();
+                failures.push(format!("{case}: {error:#}\nthe daemons' log:\n{log}"));
+            }
+        }
+    }
+    let points: BTreeSet<_> = cases.iter().map(|case| case.point).collect();
+    println!("{} kills at {} failpoints", cases.len(), points.len());
+    assert!(failures.is_empty(), "{} kills failed:\n{}", failures.len(), failures.join("\n\n"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_killed_at_some_steps_leaves_each_vm_and_operation_whole() {
+    let cases: Vec<Case> = cases().into_iter().filter(|case| SOME.contains(&case.point)).collect();
+    let first_of_each: Vec<Case> = SOME
+        .iter()
+        .map(|point| *cases.iter().find(|case| case.point == *point).expect(point))
+        .collect();
+    kill_all(&first_of_each).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "minutes: make long"]
+async fn a_daemon_killed_at_every_step_leaves_each_vm_and_operation_whole() {
+    let wanted = std::env::var("DAYFLY_KILLS").unwrap_or_default();
+    let cases: Vec<Case> =
+        cases().into_iter().filter(|case| case.to_string().contains(&wanted)).collect();
+    assert!(!cases.is_empty(), "DAYFLY_KILLS={wanted}: no failpoint's name contains it");
+    kill_all(&cases).await;
+}
+
+#[test]
+fn every_failpoint_has_a_case() {
+    let points: BTreeSet<_> = cases().into_iter().map(|case| case.point).collect();
+    let all: BTreeSet<_> = dayfly_daemon::failpoints::all().into_iter().collect();
+    assert_eq!(points, all);
+    let operations: BTreeSet<_> = cases().iter().map(|case| case.operation).collect();
+    assert_eq!(operations, Operation::ALL.into());
+}
+
+/// Fails unless `holds` within the limit; looks again and again.
+async fn until(what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+    let begun = Instant::now();
+    while !holds().await? {
+        ensure!(begun.elapsed() < testbed::WITHIN, "{what}: not within {:?}", testbed::WITHIN);
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+    Ok(())
+}

@@ -1,0 +1,188 @@
+//! The operations, and at which failpoints each is ended.
+
+use crate::check::Living;
+use crate::guest;
+use crate::testbed::Testbed;
+use anyhow::{Result, bail};
+use dayfly_api::types::{BakeRequest, ForkRequest};
+use std::fmt;
+
+/// An operation on VM `b`, or beside it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Operation {
+    /// A VM `new` is created.
+    Create,
+    /// Two clones of `b` are forked.
+    Fork,
+    /// `b` is forked as snapshot `made`, with one clone.
+    ForkAs,
+    /// `b` is forked for the fifth time, after which its layers are merged.
+    Merge,
+    /// A snapshot `made` of `b` is taken.
+    Snapshot,
+    /// `b` is paused.
+    Pause,
+    /// `b`, which is paused, is resumed.
+    Unpause,
+    /// `b` is removed.
+    Remove,
+    /// The snapshot `made` of `b` is removed.
+    RemoveSnapshot,
+    /// A snapshot `made` is baked.
+    Bake,
+    /// Layers and pages without a user are removed.
+    Gc,
+}
+
+impl Operation {
+    pub const ALL: [Self; 11] = [
+        Self::Create,
+        Self::Fork,
+        Self::ForkAs,
+        Self::Merge,
+        Self::Snapshot,
+        Self::Pause,
+        Self::Unpause,
+        Self::Remove,
+        Self::RemoveSnapshot,
+        Self::Bake,
+        Self::Gc,
+    ];
+}
+
+/// One kill.
+#[derive(Debug, Clone, Copy)]
+pub struct Case {
+    pub point: &'static str,
+    /// The pass of the failpoint that is the last, counted from the start of the daemon.
+    pub pass: u32,
+    pub operation: Operation,
+}
+
+impl Case {
+    /// The value of the environment variable.
+    pub fn armed(&self) -> String {
+        format!("{}:{}", self.point, self.pass)
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} in {:?}", self.armed(), self.operation)
+    }
+}
+
+/// All kills.
+pub fn cases() -> Vec<Case> {
+    let of = |point: &'static str| {
+        let all = passes(point).into_iter();
+        all.map(move |(pass, operation)| Case { point, pass, operation })
+    };
+    dayfly_daemon::failpoints::all().into_iter().flat_map(of).collect()
+}
+
+/// The passes of a failpoint to kill at. The daemon has created `b` before, which is one pass of
+/// each failpoint of a creation.
+fn passes(point: &str) -> Vec<(u32, Operation)> {
+    use Operation::{
+        Bake, Create, Fork, ForkAs, Gc, Merge, Pause, Remove, RemoveSnapshot, Snapshot, Unpause,
+    };
+    match point {
+        "daemon.create.recorded" => vec![(2, Create), (2, Fork), (3, Fork)],
+        "daemon.fork.child" => vec![(1, Fork), (2, Fork)],
+        "daemon.save.frozen" | "daemon.publish.prepared" => vec![(1, Snapshot), (1, Bake)],
+        "daemon.publish.committed" => vec![(1, Snapshot), (1, Bake), (1, ForkAs)],
+        _ => {
+            let operation = match point.rsplit_once('.').unwrap_or_default().0 {
+                "daemon.create" => return vec![(2, Create)],
+                "daemon.power" => return vec![(1, Pause), (2, Unpause)],
+                "daemon.fork" => Fork,
+                "daemon.pending" => ForkAs,
+                "daemon.merge" => Merge,
+                "daemon.snapshot" | "daemon.save" | "daemon.publish" => Snapshot,
+                "daemon.remove" => Remove,
+                "daemon.remove_snapshot" => RemoveSnapshot,
+                "daemon.bake" => Bake,
+                "daemon.gc" => Gc,
+                _ => return Vec::new(),
+            };
+            vec![(1, operation)]
+        }
+    }
+}
+
+fn fork_request(count: u32, template: Option<&str>) -> ForkRequest {
+    ForkRequest {
+        count,
+        name: None,
+        labels: [].into(),
+        forks: 0,
+        template: template.and_then(|name| name.parse().ok()),
+    }
+}
+
+/// What has to be there before the operation.
+pub async fn prepare(bed: &Testbed, b: &Living, operation: Operation) -> Result<()> {
+    match operation {
+        Operation::Merge => {
+            for _ in 0..4 {
+                let forked = bed.client.fork(&b.word(), &fork_request(1, None)).await?;
+                for clone in forked.items {
+                    bed.client.remove_vm(&clone.id.to_string(), true).await?;
+                }
+            }
+        }
+        Operation::Unpause => bed.client.pause(&b.word()).await?,
+        Operation::RemoveSnapshot => guest::snapshot(bed, b.id, "made").await?,
+        _ => {}
+    }
+    Ok(())
+}
+
+/// Asks for the operation. The daemon dies meanwhile, or after its answer.
+pub async fn run(bed: &Testbed, b: &Living, operation: Operation) -> Result<()> {
+    let answered = answer(bed, b, operation).await;
+    // A refusal is another error than the end of the connection.
+    match answered {
+        Err(error) if refused(&error) => bail!("refused: {error:#}"),
+        _ => Ok(()),
+    }
+}
+
+fn refused(error: &anyhow::Error) -> bool {
+    let client = error.downcast_ref::<dayfly_api::client::ClientError>();
+    client.is_some_and(|error| error.code().is_some()) || error.is::<guest::Refused>()
+}
+
+async fn answer(bed: &Testbed, b: &Living, operation: Operation) -> Result<()> {
+    let (client, vm) = (&bed.client, b.word());
+    match operation {
+        Operation::Create => guest::clone(bed, guest::BASE, "new").await.map(drop)?,
+        Operation::Fork => client.fork(&vm, &fork_request(2, None)).await.map(drop)?,
+        Operation::ForkAs => client.fork(&vm, &fork_request(1, Some("made"))).await.map(drop)?,
+        Operation::Merge => client.fork(&vm, &fork_request(1, None)).await.map(drop)?,
+        Operation::Snapshot => guest::snapshot(bed, b.id, "made").await?,
+        Operation::Pause => client.pause(&vm).await?,
+        Operation::Unpause => client.unpause(&vm).await?,
+        Operation::Remove => client.remove_vm(&vm, true).await?,
+        Operation::RemoveSnapshot => client.remove_snapshot(&guest::name("made")?).await?,
+        Operation::Bake => bake(bed).await?,
+        Operation::Gc => guest::made(client.collect_store().await?).await?,
+    }
+    Ok(())
+}
+
+async fn bake(bed: &Testbed) -> Result<()> {
+    let request = BakeRequest {
+        image: guest::name(guest::GUEST)?,
+        name: guest::name("made")?,
+        kernel: Some(guest::name(guest::GUEST)?),
+        memory_bytes: guest::MEMORY_BYTES,
+        vcpus: 1,
+        warmup: None,
+        recording: None,
+        init: None,
+    };
+    let baked = async { guest::made(bed.client.bake(&request).await?).await };
+    tokio::try_join!(baked, guest::report_ready(bed)).map(drop)
+}

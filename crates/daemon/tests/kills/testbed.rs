@@ -1,0 +1,164 @@
+//! A daemon with its own state and run folders, killed and started again.
+
+use anyhow::{Context, Result, bail, ensure};
+use dayfly_api::client::Client;
+use dayfly_host::process::{Process, ProcessId};
+use dayfly_units::{VmId, failpoint};
+use rustix::process::{Pid, Signal, kill_process};
+use std::collections::BTreeMap;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+/// Generous, because guests may be emulated on a busy host; only a hang takes this long.
+pub const WITHIN: Duration = Duration::from_secs(120);
+
+/// The folders, and the daemon if it runs. A drop ends all processes and removes the folders.
+pub struct Testbed {
+    folder: tempfile::TempDir,
+    daemon: Option<Child>,
+    /// A client of the daemon that runs.
+    pub client: Client,
+}
+
+impl Testbed {
+    /// With an empty state folder; no daemon runs.
+    pub fn new() -> Result<Self> {
+        ensure!(Path::new("/dev/kvm").exists(), "/dev/kvm: not found; this test needs KVM");
+        let folder = tempfile::Builder::new().prefix("kills").tempdir_in("/dev/shm")?;
+        let client = Client::new(folder.path().join("r/dayflyd.sock"));
+        Ok(Self { folder, daemon: None, client })
+    }
+
+    pub fn state(&self) -> PathBuf {
+        self.folder.path().join("s")
+    }
+
+    pub fn run(&self) -> PathBuf {
+        self.folder.path().join("r")
+    }
+
+    /// A file in the run folder of a VM.
+    pub fn of_vm(&self, vm: VmId, file: &str) -> PathBuf {
+        self.run().join(format!("vms/{vm}/{file}"))
+    }
+
+    /// Starts a daemon, with this failpoint armed.
+    pub async fn start(&mut self, armed: Option<&str>) -> Result<()> {
+        let program = Path::new(env!("CARGO_BIN_EXE_dayflyd"));
+        let vmm = program.with_file_name("dayfly-vmm");
+        ensure!(vmm.is_file(), "{}: build it first: cargo build --release", vmm.display());
+        let log = std::fs::File::options().append(true).create(true).open(self.log_file())?;
+        let daemon = Command::new(program)
+            .env("DAYFLY_STATE", self.state())
+            .env("DAYFLY_RUN", self.run())
+            .env("DAYFLY_VMM", vmm)
+            .env(failpoint::VARIABLE, armed.unwrap_or_default())
+            .env_remove("RUST_LOG")
+            .args(["--overcommit", "1000", "--network", "none", "--pool", "0"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .context("starting dayflyd")?;
+        let daemon = self.daemon.insert(daemon);
+        // The client of the daemon before has a connection to that one.
+        self.client = Client::new(self.folder.path().join("r/dayflyd.sock"));
+        let begun = Instant::now();
+        while self.client.info().await.is_err() {
+            if let Some(status) = daemon.try_wait()? {
+                bail!("a daemon did not start: {status}");
+            }
+            ensure!(begun.elapsed() < WITHIN, "a daemon does not answer after {WITHIN:?}");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        Ok(())
+    }
+
+    /// Waits until the daemon has ended.
+    fn ended(&mut self) -> Result<ExitStatus> {
+        let mut daemon = self.daemon.take().context("no daemon runs")?;
+        let begun = Instant::now();
+        loop {
+            if let Some(status) = daemon.try_wait()? {
+                return Ok(status);
+            }
+            if begun.elapsed() > WITHIN {
+                self.daemon = Some(daemon);
+                bail!("the daemon lives on after {WITHIN:?}: it did not pass the failpoint");
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Waits until the daemon has killed itself.
+    pub fn died(&mut self) -> Result<()> {
+        let status = self.ended()?;
+        ensure!(status.signal() == Some(9), "the daemon ended otherwise than by SIGKILL: {status}");
+        Ok(())
+    }
+
+    /// Stops the daemon as an administrator would.
+    pub fn stop(&mut self) -> Result<()> {
+        if let Some(daemon) = &self.daemon {
+            kill_process(Pid::from_child(daemon), Signal::TERM)?;
+            let status = self.ended()?;
+            ensure!(status.success(), "a daemon that was asked to stop: {status}");
+        }
+        Ok(())
+    }
+
+    /// The daemon's pid.
+    pub fn pid(&self) -> Result<u32> {
+        Ok(self.daemon.as_ref().context("no daemon runs")?.id())
+    }
+
+    fn log_file(&self) -> PathBuf {
+        self.folder.path().join("log")
+    }
+
+    /// The end of what the daemons have logged.
+    pub fn log(&self) -> String {
+        let log = std::fs::read_to_string(self.log_file()).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().collect();
+        lines[lines.len().saturating_sub(60)..].join("\n")
+    }
+
+    /// The VMM processes of this testbed, by VM. Zygotes have no VM.
+    pub fn processes(&self) -> BTreeMap<VmId, ProcessId> {
+        let all = self.vmms().into_iter();
+        all.filter_map(|(vm, process)| Some((vm?, process))).collect()
+    }
+
+    fn vmms(&self) -> Vec<(Option<VmId>, ProcessId)> {
+        let name = self.run().join("dayfly-vmm");
+        let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let found = pids.filter_map(|pid| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+            let mut words = line.split(|byte| *byte == 0);
+            (words.next()? == name.as_os_str().as_encoded_bytes()).then_some(())?;
+            words.find(|word| *word == b"--id");
+            let vm = words.next().and_then(|id| std::str::from_utf8(id).ok()?.parse().ok());
+            Some((vm, ProcessId::of(pid).ok()??))
+        });
+        found.collect()
+    }
+}
+
+impl Drop for Testbed {
+    fn drop(&mut self) {
+        if let Some(mut daemon) = self.daemon.take() {
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
+        // Guests spin, so guests that a failed test leaves would take the CPUs from later tests.
+        for (_, id) in self.vmms() {
+            if let Ok(Some(process)) = Process::open(id) {
+                let _ended_already = process.kill();
+                let _ = process.wait(Some(WITHIN));
+            }
+        }
+    }
+}
