@@ -44,8 +44,8 @@ pub fn merge(maps: &[BorrowedFd<'_>]) -> Result<Merged, Box<dyn std::error::Erro
     Ok(Merged { map, runs: Box::new(merge.into_runs()) })
 }
 
-/// Updates a disk's chain after a commit or a merge: the layers `was` became `now`. Layers that were
-/// frozen since stay above.
+/// Updates a disk's chain after a commit or a merge: the layers `was` became `now`. Layers that
+/// were frozen since stay above.
 pub fn replace(
     chain: &mut Vec<ChainLayer>,
     was: &[ChainLayer],
@@ -126,24 +126,24 @@ pub async fn merge_frozen(daemon: &Arc<Daemon>, vm: &Arc<Vm>) {
     }
 }
 
+/// The stored layers at the bottom of a chain, and the frozen and shared layers above them.
+fn split(chain: &[ChainLayer]) -> (Vec<LayerRef>, Vec<VmLayer>) {
+    let stored = chain.iter().map_while(|layer| match layer {
+        ChainLayer::Stored(layer) => Some(*layer),
+        ChainLayer::Frozen(_) | ChainLayer::Shared(_) => None,
+    });
+    let stored: Vec<LayerRef> = stored.collect();
+    let frozen = chain[stored.len()..].iter().filter_map(|layer| match layer {
+        ChainLayer::Frozen(layer) | ChainLayer::Shared(layer) => Some(*layer),
+        ChainLayer::Stored(_) => None,
+    });
+    (stored, frozen.collect())
+}
+
 async fn merge_disk(daemon: &Arc<Daemon>, vm: &Arc<Vm>, number: usize) -> Outcome<()> {
     let live = vm.live();
     let Some(disk) = live.disks.get(number) else { return Ok(()) };
-    let stored: Vec<LayerRef> = disk
-        .layers
-        .iter()
-        .map_while(|layer| match layer {
-            ChainLayer::Stored(layer) => Some(*layer),
-            ChainLayer::Frozen(_) | ChainLayer::Shared(_) => None,
-        })
-        .collect();
-    let frozen: Vec<VmLayer> = disk.layers[stored.len()..]
-        .iter()
-        .filter_map(|layer| match layer {
-            ChainLayer::Frozen(layer) | ChainLayer::Shared(layer) => Some(*layer),
-            ChainLayer::Stored(_) => None,
-        })
-        .collect();
+    let (stored, frozen) = split(&disk.layers);
     // No frozen layer may be below a stored one.
     if frozen.len() <= MOST_FROZEN || stored.len() + frozen.len() != disk.layers.len() {
         return Ok(());

@@ -20,7 +20,7 @@ use crate::model::disk::Disk;
 use crate::model::facts::{Facts, ForkFacts};
 use crate::model::state::Event;
 use crate::model::step::Step;
-use crate::ops::create::{Order, Origin, create};
+use crate::ops::create::{Order, Origin, VmGuard, create};
 use crate::ops::save::{allowed, answered, arrived, end_precopy, freeze_disks, precopy};
 use crate::ops::section::section;
 use crate::ops::{flatten, immutable, pending, publish};
@@ -98,15 +98,8 @@ pub async fn fork(
     drop(fit.map_err(Step::Memory.failed())?);
     let (work, same) = (daemon.clone(), vm.clone());
     let within = 2 * daemon.config.deadlines.save;
-    let (fork_point, one) =
-        section(
-            daemon,
-            vm,
-            "a fork",
-            within,
-            async move { Ok((freeze(&work, &same).await?, one)) },
-        )
-        .await?;
+    let frozen = async move { Ok((freeze(&work, &same).await?, one)) };
+    let (fork_point, one) = section(daemon, vm, "a fork", within, frozen).await?;
     let (fork_point, frozen_us) = (Arc::new(fork_point), asked.elapsed_us());
     daemon.pool.expect_shape(fork_point.shape());
     let template = match template {
@@ -125,24 +118,8 @@ pub async fn fork(
         next: None,
         batch: batch.clone(),
     };
-    // A task for each clone, so that all CPUs start clones. If one fails, the others are dropped,
-    // which removes their VMs.
-    let creations = (1..=count).map(|number| {
-        let daemon = daemon.clone();
-        let order = Order { origin: Origin::Fork(fork_point.clone(), number), ..order.clone() };
-        let task = tokio::spawn(async move {
-            let guard = create(&daemon, asked, order).await?;
-            failpoint::reached("daemon.fork.child");
-            Ok(guard)
-        });
-        let task = tokio_util::task::AbortOnDropHandle::new(task);
-        async {
-            task.await
-                .unwrap_or_else(|e| Err(ApiError::internal(format_args!("a creation ended: {e}"))))
-        }
-    });
     let guards = tokio::select! {
-        guards = try_join_all(creations) => guards?,
+        guards = children(daemon, &fork_point, &order, count, asked) => guards?,
         () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
     };
     failpoint::reached("daemon.fork.children");
@@ -160,6 +137,32 @@ pub async fn fork(
     let items = guards.into_iter().map(|guard| guard.keep().shown()).collect();
     let Frozen { paused_us, pages } = fork_point.frozen;
     Ok(Forked { paused_us, pages, frozen_us, items })
+}
+
+/// Creates the clones of a fork point. A task for each, so that all CPUs start clones. If one fails,
+/// the others are dropped, which removes their VMs.
+async fn children(
+    daemon: &Arc<Daemon>,
+    fork_point: &Arc<ForkPoint>,
+    order: &Order,
+    count: u32,
+    asked: Asked,
+) -> Outcome<Vec<VmGuard>> {
+    let creations = (1..=count).map(|number| {
+        let daemon = daemon.clone();
+        let order = Order { origin: Origin::Fork(fork_point.clone(), number), ..order.clone() };
+        let task = tokio::spawn(async move {
+            let guard = create(&daemon, asked, order).await?;
+            failpoint::reached("daemon.fork.child");
+            Ok(guard)
+        });
+        let task = tokio_util::task::AbortOnDropHandle::new(task);
+        async {
+            task.await
+                .unwrap_or_else(|e| Err(ApiError::internal(format_args!("a creation ended: {e}"))))
+        }
+    });
+    try_join_all(creations).await
 }
 
 /// Whether it suffices to copy the pages that the VM has written. After several generations of

@@ -1,7 +1,7 @@
 //! A freeze that a daemon did not see the end of.
 //!
-//! The record of a VM that is being frozen has its layers from before. Whether the VMM froze them is
-//! told by the files that it has open: it writes either the recorded layer, or a new one above it.
+//! The record of a VM that is being frozen has its layers from before. The files that its VMM has
+//! open show whether it froze them: it writes either the recorded layer, or a new one above it.
 
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::daemon::Daemon;
@@ -12,7 +12,7 @@ use dayfly_vmm::control::Status;
 use std::sync::Arc;
 
 /// Finds out which layers a VM has whose freeze was interrupted. `status` is its VMM's answer after
-/// the freeze. If that cannot be told, the VM runs on, but cannot be saved any more.
+/// the freeze. If the files do not show it, the VM runs on, but cannot be saved any more.
 pub async fn settle(daemon: &Arc<Daemon>, vm: &Arc<Vm>, status: &Status) {
     let recorded = vm.live().disks;
     let (work, same, open) = (daemon.clone(), vm.clone(), status.layers.clone());

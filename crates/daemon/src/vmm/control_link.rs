@@ -70,11 +70,11 @@ pub async fn command(
     with_fds(path, command, Vec::new(), within).await
 }
 
-/// As [`with_fds`], but waits for a VMM that is late until it answers or ends, because nobody knows
-/// whether a VMM that has not answered will carry out the command. `within` is the time after which
-/// that is logged.
+/// As [`with_fds`], but waits for a VMM that is late until it answers or ends, because a VMM that
+/// has not answered may still carry out the command. A wait of more than `within` is logged.
 ///
-/// The caller must be a task of its own, which holds the locks of what the command changes.
+/// The calling task must go on without its client, and own the locks of what the command changes
+/// ([`crate::ops::section`]).
 ///
 /// # Errors
 /// [`ControlError`], without a timeout.

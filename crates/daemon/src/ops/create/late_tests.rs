@@ -43,14 +43,14 @@ async fn is_paused(room: &Room, vm: &Vm) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pause_whose_answer_is_late_is_settled_by_the_answer() {
+async fn a_pause_with_a_late_answer_is_settled_by_the_answer() {
     let room = impatient().await;
     let vm = room.create(&"parent".parse().unwrap()).await.unwrap().keep();
     signal(&vm, Signal::STOP);
     let late = power::pause(&room.daemon, &vm).await.unwrap_err().0;
     assert_eq!(late.code, ErrorCode::Timeout);
     assert!(late.message.contains("dayfly rm --force parent"), "{}", late.message);
-    // Nobody else sends commands meanwhile.
+    // No other task sends commands meanwhile.
     let busy = power::unpause(&room.daemon, &vm).await.unwrap_err().0;
     assert_eq!(busy.code, ErrorCode::Timeout);
     assert!(busy.message.contains("operation before"), "{}", busy.message);
