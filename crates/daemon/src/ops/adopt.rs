@@ -245,8 +245,9 @@ async fn ask(daemon: &Arc<Daemon>, left: Left) {
     // A snapshot or a fork that a client asks for meanwhile waits, because it would keep the VMM
     // from answering.
     let snapshots = vm.snapshots.lock().await;
-    let turn = vm.turn.lock().await;
     let deadlines = daemon.config.deadlines;
+    // No operation has it before the VM's VMM was asked.
+    let Ok(turn) = vm.take_turn(deadlines.save).await else { return };
     // A VMM that is saving answers only after the save.
     let within = if interrupted { deadlines.save } else { deadlines.control };
     let control = vm.dir.control();

@@ -137,7 +137,7 @@ fn answer_commands(config: &Config, id: VmId, paused: bool, commands: &[Command]
             assert_eq!(got, expected);
             let shape = Shape { memory_bytes: 64 << 20, vcpus: 1, disks: 1, nets: 0 };
             let answer = if got == status {
-                Answer::Status(Status { paused, whole: true, shape, phases: Vec::new() })
+                Answer::Status(Status { paused, ..Status::of(shape) })
             } else {
                 Answer::Ok
             };

@@ -44,12 +44,16 @@ pub fn merge(maps: &[BorrowedFd<'_>]) -> Result<Merged, Box<dyn std::error::Erro
     Ok(Merged { map, runs: Box::new(merge.into_runs()) })
 }
 
-/// Updates a disk's chain after a commit: the layers `was` were committed and became `stored`.
-/// Layers that were frozen since stay above.
-pub fn stored(chain: &mut Vec<ChainLayer>, was: &[ChainLayer], stored: &[LayerRef]) {
+/// Updates a disk's chain after a commit or a merge: the layers `was` became `now`. Layers that were
+/// frozen since stay above.
+pub fn replace(
+    chain: &mut Vec<ChainLayer>,
+    was: &[ChainLayer],
+    now: impl IntoIterator<Item = ChainLayer>,
+) {
     let Some(top) = was.last() else { return };
     if let Some(place) = chain.iter().rposition(|layer| layer == top) {
-        chain.splice(..=place, stored.iter().copied().map(ChainLayer::Stored));
+        chain.splice(..=place, now);
     }
 }
 
@@ -149,6 +153,7 @@ async fn merge_disk(daemon: &Arc<Daemon>, vm: &Arc<Vm>, number: usize) -> Outcom
     };
     let (store, size_bytes, id, below) =
         (daemon.templates.store().clone(), disk.size_bytes, vm.id, stored.clone());
+    let was = disk.layers.clone();
     let own: Vec<VmLayer> = frozen.iter().copied().filter(|layer| layer.vm == id).collect();
     let made = blocking(move || {
         let merged =
@@ -174,8 +179,8 @@ async fn merge_disk(daemon: &Arc<Daemon>, vm: &Arc<Vm>, number: usize) -> Outcom
         Ok(Answer::Ok) => {
             let disks = vm.update(|live| {
                 if let Some(disk) = live.disks.get_mut(number) {
-                    disk.layers = stored.iter().copied().map(ChainLayer::Stored).collect();
-                    disk.layers.push(ChainLayer::Frozen(merged));
+                    let stored = stored.iter().copied().map(ChainLayer::Stored);
+                    replace(&mut disk.layers, &was, stored.chain([ChainLayer::Frozen(merged)]));
                 }
                 live.disks.clone()
             });
@@ -228,16 +233,16 @@ mod tests {
         let expected = [stored_as(layer(12)), stored_as(layer(3))];
 
         let mut chain = was.to_vec();
-        stored(&mut chain, &was, &now);
+        replace(&mut chain, &was, now.map(stored_as));
         assert_eq!(chain, expected);
 
         // Another save happened, and another commit ended first.
         let mut chain = vec![stored_as(layer(9)), frozen(0), frozen(1)];
-        stored(&mut chain, &was, &now);
+        replace(&mut chain, &was, now.map(stored_as));
         assert_eq!(chain, [&expected[..], &[frozen(1)]].concat());
 
         let mut chain = vec![stored_as(layer(9))];
-        stored(&mut chain, &was, &now);
+        replace(&mut chain, &was, now.map(stored_as));
         assert_eq!(chain, [stored_as(layer(9))], "not the chain that was committed");
     }
 }

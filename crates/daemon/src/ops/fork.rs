@@ -21,7 +21,8 @@ use crate::model::facts::{Facts, ForkFacts};
 use crate::model::state::Event;
 use crate::model::step::Step;
 use crate::ops::create::{Order, Origin, create};
-use crate::ops::save::{allowed, answered, arrived, freeze_disks, precopy};
+use crate::ops::save::{allowed, answered, arrived, end_precopy, freeze_disks, precopy};
+use crate::ops::section::section;
 use crate::ops::{flatten, immutable, pending, publish};
 use crate::templates::fork_point::{ForkPoint, ForkPointDisk};
 use crate::templates::memory_backing::{MemoryBacking, Ram};
@@ -82,7 +83,8 @@ pub async fn fork(
     if count > 1 && name.is_some() {
         return Err(ApiError::invalid("name: expected none where there is more than one clone"));
     }
-    // Forks take turns, because each freezes the layers that the one before put on top.
+    // Forks take turns, because each freezes the layers that the one before put on top. The task
+    // that freezes owns the lock: a client that goes away does not release it.
     let one = vm.snapshots.clone().lock_owned().await;
     allowed(vm)?;
     if let Some(template) = &template {
@@ -95,10 +97,16 @@ pub async fn fork(
         .collect::<Result<Vec<_>, _>>();
     drop(fit.map_err(Step::Memory.failed())?);
     let (work, same) = (daemon.clone(), vm.clone());
-    let section = daemon.undo.spawn(async move { freeze(&work, &same).await });
-    let fork_point = section
-        .await
-        .map_err(|e| ApiError::internal(format_args!("forking VM {}: {e}", vm.name)))??;
+    let within = 2 * daemon.config.deadlines.save;
+    let (fork_point, one) =
+        section(
+            daemon,
+            vm,
+            "a fork",
+            within,
+            async move { Ok((freeze(&work, &same).await?, one)) },
+        )
+        .await?;
     let (fork_point, frozen_us) = (Arc::new(fork_point), asked.elapsed_us());
     daemon.pool.expect_shape(fork_point.shape());
     let template = match template {
@@ -201,15 +209,17 @@ pub(crate) async fn freeze_notified(
     // adds pages to be copied then.
     let target = target(daemon, vm).await?;
     failpoint::reached("daemon.fork.files");
-    precopy(daemon, vm, Command::Precopy { own }, &target.ram).await?;
+    let copy = Command::Precopy { own };
+    precopy(daemon, vm, copy.clone(), &target.ram).await?;
     failpoint::reached("daemon.fork.precopied");
-    let _turn = vm.turn.lock().await;
-    if let Err(e) = vm.step(Event::Fork) {
-        // Ends the VMM's log of written pages. The VM still runs, or has ended.
-        let within = daemon.config.deadlines.control;
-        let _ = control_link::command(&vm.dir.control(), Command::Precopy { own }, within).await;
-        return Err(e.into());
-    }
+    let turn = vm.take_turn(daemon.config.deadlines.control).await;
+    let _turn = match turn.and_then(|turn| begun(vm, &target).map(|()| turn)) {
+        Ok(turn) => turn,
+        Err(error) => {
+            end_precopy(daemon, vm, copy).await;
+            return Err(error);
+        }
+    };
     record::note(&daemon.registry, vm).await;
     failpoint::reached("daemon.fork.forking");
     let written = stand_still(daemon, vm, target).await;
@@ -217,6 +227,19 @@ pub(crate) async fn freeze_notified(
     record::note(&daemon.registry, vm).await;
     failpoint::reached("daemon.fork.thawed");
     written
+}
+
+/// Begins the pausing part of a fork, for which `target` was prepared.
+fn begun(vm: &Vm, target: &Target) -> Outcome<()> {
+    // Only the holder of the lock `snapshots` changes the chains, so this is a fault of the daemon.
+    if vm.live().disks != target.before {
+        return Err(ApiError::internal(format_args!(
+            "a fork of VM {}: its layers changed while it was prepared; nothing was frozen",
+            vm.name
+        )));
+    }
+    vm.step(Event::Fork)?;
+    Ok(())
 }
 
 /// The files that a VMM wrote for a fork.
@@ -237,6 +260,8 @@ struct Target {
     list: File,
     /// The descriptors of [`Command::Fork`], in its order.
     fds: Vec<OwnedFd>,
+    /// The VM's disks when this was made.
+    before: Vec<Disk>,
     /// The VM's disks after the fork.
     disks: Vec<Disk>,
     freezing: Freezing,
@@ -253,19 +278,19 @@ async fn target(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Target> {
             fds.push(file.try_clone().map_err(files)?.into());
         }
         let live = same.live();
-        let (mut disks, mut freezing) = (live.disks, store.freezing());
+        let (mut disks, mut freezing) = (live.disks.clone(), store.freezing());
         let read_only = live.read_only_layers;
         freeze_disks(&mut disks, &mut fds, read_only, |layer| freezing.freeze(layer))?;
-        Ok(Target { state, ram, list, fds, disks, freezing })
+        Ok(Target { state, ram, list, fds, before: live.disks, disks, freezing })
     })
     .await
 }
 
 async fn stand_still(daemon: &Arc<Daemon>, vm: &Arc<Vm>, target: Target) -> Outcome<Written> {
-    let Target { state, ram, list, fds, disks, freezing } = target;
+    let Target { state, ram, list, fds, disks, freezing, before: _ } = target;
     let within = daemon.config.deadlines.save;
     let pin = vm.pinned();
-    let answer = control_link::with_fds(&vm.dir.control(), Command::Fork, fds, within).await;
+    let answer = control_link::decided(&vm.dir.control(), Command::Fork, fds, within).await;
     failpoint::reached("daemon.fork.frozen");
     let frozen = answered(vm, answer, disks, |_| freezing.keep())?;
     let frozen =

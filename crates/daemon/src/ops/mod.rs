@@ -19,6 +19,7 @@ pub mod publish;
 pub mod recording;
 pub mod remove;
 pub mod save;
+mod section;
 pub mod self_fork;
 pub mod snapshot;
 pub mod sweep;

@@ -12,8 +12,8 @@ use crate::templates::open::OpenTemplate;
 use crate::templates::pending::taken;
 use crate::vm::Vm;
 use dayfly_store::{
-    BlockHint, Committed, DiskSpec, Known, Meter, PagedSpec, Pin, Prepared, SavedSnapshot,
-    SnapshotSpec,
+    BlockHint, ChainLayer, Committed, DiskSpec, Known, Meter, PagedSpec, Pin, Prepared,
+    SavedSnapshot, SnapshotSpec,
 };
 use dayfly_units::{Name, error::chain, failpoint};
 use dayfly_vmm::disk::page_map;
@@ -209,7 +209,8 @@ pub(crate) fn store(
     let live = vm.update(|live| {
         let disks = live.disks.iter_mut().zip(spec.disks.iter().zip(&committed.manifest.disks));
         disks.for_each(|(disk, (was, stored))| {
-            flatten::stored(&mut disk.layers, &was.layers, &stored.layers)
+            let stored = stored.layers.iter().copied().map(ChainLayer::Stored);
+            flatten::replace(&mut disk.layers, &was.layers, stored);
         });
         live.clone()
     });

@@ -8,6 +8,7 @@ use crate::model::state::Event;
 use crate::ops::remove;
 use crate::templates::memory_backing::MemoryBacking;
 use crate::vm::Vm;
+use crate::vmm::agent_link::LinkError;
 use crate::vmm::control_link::{self, ControlError};
 use crate::vmm::{agent_link, identity};
 use dayfly_api::types::ErrorCode;
@@ -154,6 +155,13 @@ pub async fn precopy(
     }
 }
 
+/// Ends the VMM's log of written pages, after a [`precopy`] that nothing follows. The VM still
+/// runs, or has ended.
+pub async fn end_precopy(daemon: &Daemon, vm: &Vm, how: Command) {
+    let within = daemon.config.deadlines.control;
+    let _ = control_link::command(&vm.dir.control(), how, within).await;
+}
+
 /// Seals a VM and saves it by the command `how`: `Save` leaves it stopped, `Freeze` lets it go on.
 pub(crate) async fn save_into(
     daemon: &Arc<Daemon>,
@@ -188,7 +196,7 @@ pub(crate) async fn save_into(
     .await?;
     let pin = vm.pinned();
     failpoint::reached("daemon.save.files");
-    let answer = control_link::with_fds(&vm.dir.control(), how, fds, deadlines.save).await;
+    let answer = control_link::decided(&vm.dir.control(), how, fds, deadlines.save).await;
     failpoint::reached("daemon.save.frozen");
     let mut snapshot = None;
     let frozen = answered(vm, answer, disks, |done| {
@@ -253,15 +261,20 @@ pub fn answered(
     Err(error)
 }
 
-/// Resumes a VM after [`save`] or [`save_into`], successful or not, and unseals it. A VM that
-/// cannot go on is killed.
+/// Resumes a VM after [`save`] or [`save_into`], successful or not, and unseals it. Waits for a VMM
+/// or an agent that is late. A VM whose VMM or agent refuses is killed, because it cannot go on.
 pub(crate) async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
     let result = async {
-        control_link::done(&vm.dir.control(), Command::Resume, daemon.config.deadlines.control)
-            .await?;
-        if vm.has_agent() {
-            identity::give(daemon.config.deadlines.agent, vm, None, || ()).await?;
+        let within = daemon.config.deadlines.control;
+        let control = vm.dir.control();
+        match control_link::decided(&control, Command::Resume, Vec::new(), within).await? {
+            Answer::Ok => {}
+            got => {
+                let got = Box::new(got);
+                return Err(ControlError::Unexpected { command: Command::Resume, got }.into());
+            }
         }
+        unseal(daemon, vm).await?;
         Ok::<_, ApiError>(vm.step(Event::Thaw)?)
     };
     let Err(error) = result.await else { return Ok(()) };
@@ -271,4 +284,20 @@ pub(crate) async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
     }
     Err(error
         .during(format_args!("VM {} could not go on after the snapshot and was ended", vm.name)))
+}
+
+/// Gives the guest its identity again. An agent that does not answer is asked again until the VM
+/// ends: a guest may be busy for long, and it is not ended for that.
+async fn unseal(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
+    if !vm.has_agent() {
+        return Ok(());
+    }
+    loop {
+        match identity::give(daemon.config.deadlines.agent, vm, None, || ()).await {
+            Err(late @ LinkError::Timeout { .. }) if vm.phase().alive() => {
+                tracing::warn!(vm = %vm.id, "{late}: asking it again");
+            }
+            given => return given.map(drop).map_err(ApiError::from),
+        }
+    }
 }

@@ -12,20 +12,21 @@
 //! The section from `Freeze` to `Thaw` runs to its end even if the client goes away, because no
 //! other task would resume the VM.
 
-use crate::base::error::{ApiError, Outcome, blocking};
+use crate::base::error::{Outcome, blocking};
 use crate::base::progress::ProgressSender;
 use crate::daemon::Daemon;
 use crate::model::state::Event;
 use crate::ops::publish::{free, spec, store, to_its_end};
-use crate::ops::save::{Saved, allowed, arrived, begin, precopy, save_into, thaw};
+use crate::ops::save::{Saved, allowed, arrived, begin, end_precopy, precopy, save_into, thaw};
+use crate::ops::section::section;
 use crate::ops::{flatten, immutable};
 use crate::vm::{Vm, record};
-use crate::vmm::control_link;
 use dayfly_api::types::{Snapshot, SnapshotRequest};
 use dayfly_store::Committed;
 use dayfly_units::{Name, failpoint};
 use dayfly_vmm::control::{Command, Frozen};
 use std::sync::Arc;
+use tokio::sync::OwnedMutexGuard;
 
 /// Takes a snapshot of a running VM, which goes on.
 ///
@@ -39,41 +40,20 @@ pub async fn snapshot(
     progress: ProgressSender,
 ) -> Outcome<Snapshot> {
     // Snapshots take turns, hashing included, because the next depends on the layers of this one.
-    let _one = vm.snapshots.lock().await;
+    // The task that works owns the lock: a client that goes away does not release it.
+    let one = vm.snapshots.clone().lock_owned().await;
     free(&daemon, &request.name).await?;
     allowed(&vm)?;
     arrived(&daemon, &vm, Some(&progress)).await?;
     progress
         .phase(format!("saving {} of memory", dayfly_units::Bytes(vm.facts.memory_bytes)))
         .await;
-    let section = {
-        let (daemon, vm, name) = (daemon.clone(), vm.clone(), request.name.clone());
-        daemon.undo.clone().spawn(async move {
-            let writer = begin(&daemon, &vm, &name).await?;
-            failpoint::reached("daemon.snapshot.begun");
-            precopy(&daemon, &vm, PRECOPY, writer.memory()).await?;
-            failpoint::reached("daemon.snapshot.precopied");
-            let _turn = vm.turn.lock().await;
-            if let Err(e) = vm.step(Event::Freeze) {
-                // Ends the VMM's log of written pages. The VM still runs, or has ended.
-                let within = daemon.config.deadlines.control;
-                let _ = control_link::command(&vm.dir.control(), PRECOPY, within).await;
-                return Err(e.into());
-            }
-            record::note(&daemon.registry, &vm).await;
-            failpoint::reached("daemon.snapshot.freezing");
-            let saved = save_into(&daemon, &vm, writer, Command::Freeze).await;
-            let awake = thaw(&daemon, &vm).await;
-            record::note(&daemon.registry, &vm).await;
-            failpoint::reached("daemon.snapshot.thawed");
-            let saved = saved?;
-            awake?;
-            Ok::<_, ApiError>(saved)
-        })
-    };
-    let saved = section
-        .await
-        .map_err(|e| ApiError::internal(format_args!("snapshotting VM {}: {e}", vm.name)))??;
+    let (work, same, name) = (daemon.clone(), vm.clone(), request.name.clone());
+    let within = 2 * daemon.config.deadlines.save;
+    let (saved, one) = section(&daemon, &vm, "a snapshot", within, async move {
+        Ok((freeze(&work, &same, &name).await?, one))
+    })
+    .await?;
     if let Some(Frozen { paused_us, pages }) = saved.frozen {
         let (ms, tenths) = (paused_us / 1000, paused_us % 1000 / 100);
         progress
@@ -83,8 +63,34 @@ pub async fn snapshot(
     progress.phase("hashing and storing").await;
     immutable::prove(&daemon, &vm).await?;
     failpoint::reached("daemon.snapshot.proven");
-    let committed = commit(&daemon, &vm, saved, request.name, &progress).await?;
+    let committed = commit(&daemon, &vm, one, saved, request.name, &progress).await?;
     Ok(daemon.templates.shown(&committed.manifest))
+}
+
+/// Copies and saves the VM, which goes on.
+async fn freeze(daemon: &Arc<Daemon>, vm: &Arc<Vm>, name: &Name) -> Outcome<Saved> {
+    let deadlines = daemon.config.deadlines;
+    let writer = begin(daemon, vm, name).await?;
+    failpoint::reached("daemon.snapshot.begun");
+    precopy(daemon, vm, PRECOPY, writer.memory()).await?;
+    failpoint::reached("daemon.snapshot.precopied");
+    let turn = vm.take_turn(deadlines.control).await;
+    let _turn = match turn.and_then(|turn| Ok(vm.step(Event::Freeze).map(|_| turn)?)) {
+        Ok(turn) => turn,
+        Err(error) => {
+            end_precopy(daemon, vm, PRECOPY).await;
+            return Err(error);
+        }
+    };
+    record::note(&daemon.registry, vm).await;
+    failpoint::reached("daemon.snapshot.freezing");
+    let saved = save_into(daemon, vm, writer, Command::Freeze).await;
+    let awake = thaw(daemon, vm).await;
+    record::note(&daemon.registry, vm).await;
+    failpoint::reached("daemon.snapshot.thawed");
+    let saved = saved?;
+    awake?;
+    Ok(saved)
 }
 
 /// Copies all of RAM, not only pages that differ from the backing.
@@ -93,9 +99,11 @@ const PRECOPY: Command = Command::Precopy { own: false };
 /// Hashes, syncs and publishes a saved VM. Its frozen layers are stored then, and the VM pins them.
 ///
 /// This runs to its end even if the client goes away, because the VM's record must name its layers.
+/// It holds `one`, the lock `snapshots` of the VM, until then.
 async fn commit(
     daemon: &Arc<Daemon>,
     vm: &Arc<Vm>,
+    one: OwnedMutexGuard<()>,
     saved: Saved,
     name: Name,
     progress: &ProgressSender,
@@ -112,6 +120,7 @@ async fn commit(
         // than the VMM uses, never more.
         flatten::rebase(&work, &same, flattened).await;
         failpoint::reached("daemon.snapshot.rebased");
+        drop(one);
         Ok(committed)
     })
     .await

@@ -26,6 +26,7 @@ pub mod registry;
 pub mod uids;
 
 use crate::base::config::VmDir;
+use crate::base::error::{ApiError, Outcome};
 use crate::base::time::monotonic_us;
 use crate::model::facts::Facts;
 use crate::model::live::Live;
@@ -34,12 +35,14 @@ use crate::model::vm_slot::VmSlot;
 use crate::net::Attachment;
 use crate::templates::memory_backing::MemoryBacking;
 use budget::Reservation;
-use dayfly_api::types::{self, VmExit};
+use dayfly_api::types::{self, ErrorCode, VmExit};
 use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId, sync::lock};
 use std::sync::{Arc, Mutex};
-use tokio::sync::watch;
+use std::time::Duration;
+use tokio::sync::{OwnedMutexGuard, watch};
+use tokio::time::timeout;
 
 /// One VM.
 #[derive(Debug)]
@@ -60,7 +63,7 @@ pub struct Vm {
     pub facts: Facts,
     /// Held while vCPUs are stopped or started, or the state is saved, so that these happen in
     /// turn.
-    pub turn: tokio::sync::Mutex<()>,
+    turn: Arc<tokio::sync::Mutex<()>>,
     /// Held by a snapshot until it is stored, and by a fork until its clones run and its layers are
     /// merged. A pending snapshot is stored without it.
     pub snapshots: Arc<tokio::sync::Mutex<()>>,
@@ -116,7 +119,7 @@ impl Vm {
             node,
             dir,
             facts,
-            turn: tokio::sync::Mutex::default(),
+            turn: Arc::default(),
             snapshots: Arc::default(),
             removal: tokio::sync::Mutex::default(),
             launching: Arc::default(),
@@ -170,6 +173,27 @@ impl Vm {
         let before = live.phase;
         live.phase = before.after(event)?;
         Ok(before)
+    }
+
+    /// Takes the turn, which lets its holder stop, start and save the VM. The task that sends the
+    /// commands to the VMM must own the guard, so that no other task sends commands meanwhile.
+    ///
+    /// # Errors
+    /// The operation before has not ended within `within`.
+    pub async fn take_turn(&self, within: Duration) -> Outcome<OwnedMutexGuard<()>> {
+        let turn = timeout(within, self.turn.clone().lock_owned()).await;
+        turn.map_err(|_| {
+            ApiError::new(
+                ErrorCode::Timeout,
+                format_args!(
+                    "VM {}: expected the operation before to end within {} s, it still waits for \
+                     the VMM; try again, or end the VM with `dayfly rm --force {}`",
+                    self.name,
+                    within.as_secs(),
+                    self.name
+                ),
+            )
+        })
     }
 
     /// Stores the process of its VMM, which has started.

@@ -70,6 +70,31 @@ pub async fn command(
     with_fds(path, command, Vec::new(), within).await
 }
 
+/// As [`with_fds`], but waits for a VMM that is late until it answers or ends, because nobody knows
+/// whether a VMM that has not answered will carry out the command. `within` is the time after which
+/// that is logged.
+///
+/// The caller must be a task of its own, which holds the locks of what the command changes.
+///
+/// # Errors
+/// [`ControlError`], without a timeout.
+pub async fn decided(
+    path: &Path,
+    command: Command,
+    fds: Vec<OwnedFd>,
+    within: Duration,
+) -> Result<Answer, ControlError> {
+    let mut link = asked(path, &command, fds)?;
+    loop {
+        match link.answered(within).await {
+            Err(late @ LinkError::Timeout(_)) => {
+                tracing::warn!(socket = %path.display(), ?command, "{late}: still waiting");
+            }
+            answer => return answer.map_err(|source| ControlError::Link { command, source }),
+        }
+    }
+}
+
 /// As [`command`], with descriptors.
 ///
 /// # Errors
@@ -80,17 +105,17 @@ pub async fn with_fds(
     fds: Vec<OwnedFd>,
     within: Duration,
 ) -> Result<Answer, ControlError> {
-    let mut link = match Link::connect(path) {
-        Ok(link) => link,
-        Err(source) => return Err(ControlError::Connect { command, source }),
-    };
-    let asked = link.ask(&command, &fds);
-    drop(fds);
-    let answer = match asked {
-        Ok(()) => link.answered(within).await,
-        Err(e) => Err(e),
-    };
-    answer.map_err(|source| ControlError::Link { command, source })
+    let mut link = asked(path, &command, fds)?;
+    link.answered(within).await.map_err(|source| ControlError::Link { command, source })
+}
+
+/// Sends a command on a new connection.
+fn asked(path: &Path, command: &Command, fds: Vec<OwnedFd>) -> Result<Link, ControlError> {
+    let link = Link::connect(path)
+        .map_err(|source| ControlError::Connect { command: command.clone(), source })?;
+    link.ask(command, &fds)
+        .map_err(|source| ControlError::Link { command: command.clone(), source })?;
+    Ok(link)
 }
 
 /// Sends a command that must be answered with [`Answer::Ok`].

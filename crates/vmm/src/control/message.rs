@@ -1,8 +1,11 @@
 //! The messages of the control protocol, and the record of a VMM's end.
 
 use crate::config::{LinkConfig, RestoreConfig, Shape};
+use crate::disk::FileId;
 use serde::{Deserialize, Serialize};
 
+/// The version of the protocol that this code speaks ([`crate::control`]).
+pub const PROTOCOL: u32 = 2;
 /// The longest JSON of a message that either side accepts, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 10;
 
@@ -119,9 +122,30 @@ const fn yes() -> bool {
     true
 }
 
+/// The default of [`Status::protocol`], for VMMs that do not report it.
+const fn first_version() -> u32 {
+    1
+}
+
+/// The command during which a VMM answered `Status`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Busy {
+    /// RAM is being copied. The VM runs, unless it was paused before.
+    Precopy,
+    /// The freeze is done, and the VM goes on; its page map is being written.
+    Freeze,
+    /// A command that a later version of the protocol adds.
+    #[serde(other)]
+    Other,
+}
+
 /// The state of a VMM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
+    /// The version of the protocol that the VMM speaks. A VMM of version 1 does not report it.
+    #[serde(default = "first_version")]
+    pub protocol: u32,
     /// Whether all of the VM's RAM is present: no page is still missing in a memfd that a pager
     /// fills.
     #[serde(default = "yes")]
@@ -132,6 +156,30 @@ pub struct Status {
     pub shape: Shape,
     /// Microseconds (CLOCK_MONOTONIC) at which each phase of the start ended.
     pub phases: Vec<(String, u64)>,
+    /// For each disk the files of its layers that the VMM has open: frozen layers, the lowest
+    /// first, then the writable layer if there is one. Without the base image. Since version 2.
+    #[serde(default)]
+    pub layers: Vec<Vec<FileId>>,
+    /// The command that the VMM works on; `None`: it waits for one. Other commands wait until the
+    /// end of this one. Since version 2.
+    #[serde(default)]
+    pub busy: Option<Busy>,
+}
+
+impl Status {
+    /// The status of a running VM of this shape and of this version, without disks.
+    #[must_use]
+    pub const fn of(shape: Shape) -> Self {
+        Self {
+            protocol: PROTOCOL,
+            whole: true,
+            paused: false,
+            shape,
+            phases: Vec::new(),
+            layers: Vec::new(),
+            busy: None,
+        }
+    }
 }
 
 /// Why a VMM ended, written to its exit file.

@@ -5,7 +5,7 @@ use super::files::{check_empty, make_writable, open_layers, regular_size};
 use super::iolist::IoList;
 use super::layer::LayerMap;
 use super::span::{length, span};
-use super::spec::{DiskSpec, LayerSpec, MAX_DISK_BYTES};
+use super::spec::{DiskSpec, FileId, LayerSpec, MAX_DISK_BYTES};
 use crate::config::{DISK_BLOCK_BYTES, MAX_LAYERS};
 use std::io;
 use std::ops::Range;
@@ -93,6 +93,14 @@ impl Disk {
     #[must_use]
     pub const fn frozen_layers(&self) -> usize {
         self.frozen.len()
+    }
+
+    /// The files of the layers: the frozen ones, the lowest first, then the writable one. A file of
+    /// which the host reports no identity has the default id.
+    #[must_use]
+    pub fn layer_files(&self) -> Vec<FileId> {
+        let files = self.frozen.iter().chain(&self.writable);
+        files.map(|file| identity(file.as_fd()).unwrap_or_default()).collect()
     }
 
     #[cfg(test)]
@@ -339,7 +347,8 @@ impl Disk {
                 return Ok(place);
             }
         }
-        let (expected, got) = ("a frozen layer of this disk".into(), format!("inode {}", wanted.1));
+        let (expected, got) =
+            ("a frozen layer of this disk".into(), format!("inode {}", wanted.ino));
         Err(OpenDiskError::File { what: "layer to replace".into(), expected, got })
     }
 
@@ -362,7 +371,7 @@ impl Disk {
         let writable = self.writable.as_ref().ok_or(FreezeError::ReadOnly)?;
         let (expected, got) = (identity(writable.as_fd())?, identity(file)?);
         if got != expected {
-            return refuse(format!("inode {}", expected.1), format!("inode {}", got.1));
+            return refuse(format!("inode {}", expected.ino), format!("inode {}", got.ino));
         }
         let flags = rustix::fs::fcntl_getfl(file).map_err(host(format!("flags of {what}")))?;
         match flags & OFlags::RWMODE {
@@ -379,9 +388,9 @@ impl Disk {
 }
 
 /// The device and inode of a layer's file.
-fn identity(file: BorrowedFd<'_>) -> Result<(u64, u64), OpenDiskError> {
+fn identity(file: BorrowedFd<'_>) -> Result<FileId, OpenDiskError> {
     let stat = rustix::fs::fstat(file).map_err(host("fstat of a layer's data"))?;
-    Ok((stat.st_dev, stat.st_ino))
+    Ok(FileId { dev: stat.st_dev, ino: stat.st_ino })
 }
 
 /// Frees a range of a file; writes zeroes if the file system cannot punch holes.

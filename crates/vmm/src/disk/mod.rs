@@ -36,7 +36,7 @@ pub use cow::Disk;
 pub use error::{FreezeError, OpenDiskError};
 pub use iolist::IoList;
 pub use merge::{Merge, MergeError};
-pub use spec::{DiskSpec, FreezeFiles, LayerSpec, MAX_DISK_BYTES};
+pub use spec::{DiskSpec, FileId, FreezeFiles, LayerSpec, MAX_DISK_BYTES};
 
 #[cfg(test)]
 mod layer_tests;

@@ -1,9 +1,19 @@
 //! The files of a disk, and its largest size.
 
+use serde::{Deserialize, Serialize};
 use std::os::fd::OwnedFd;
 
 /// The largest disk: 1 TiB, whose index takes 256 MiB of address space.
 pub const MAX_DISK_BYTES: u64 = 1 << 40;
+
+/// The identity of an open file: no other file of the host has it while the file is open.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct FileId {
+    /// The device (`st_dev` of fstat(2)).
+    pub dev: u64,
+    /// The inode (`st_ino`).
+    pub ino: u64,
+}
 
 /// The files of a disk, with owned descriptors; the fields mean what those of
 /// [`crate::config::DiskConfig`] mean.

@@ -10,7 +10,7 @@ use super::vsock::Vsock;
 use crate::config::LinkConfig;
 use crate::disk::Disk;
 use crate::disk::page_map::{self, PageMap};
-use crate::disk::{DiskSpec, FreezeFiles, LayerSpec};
+use crate::disk::{DiskSpec, FileId, FreezeFiles, LayerSpec};
 use crate::memory::writes::Writes;
 use dayfly_units::sync::lock;
 use kvm_ioctls::{IoEventAddress, VmFd};
@@ -44,6 +44,9 @@ pub struct DeviceSet {
     pub(super) gate: Gate,
     /// Set when state was loaded, because interrupts may have been lost since the save.
     pub(super) loaded: AtomicBool,
+    /// The files of each disk's layers. Kept beside the disks, because the device thread holds a
+    /// disk for as long as a request takes.
+    pub(super) layers: Mutex<Vec<Vec<FileId>>>,
 }
 
 impl DeviceSet {
@@ -124,8 +127,8 @@ impl DeviceSet {
         watch(wake.as_raw_fd(), EventSet::IN, super::tokens::WAKE)?;
         let (pages, gate, loaded) =
             (Mutex::new(PageMap::new(&mem)), Gate::default(), AtomicBool::new(false));
-        let writes = Writes::default();
-        Ok(Self { mem, pages, writes, slots, epoll, wake, gate, loaded })
+        let (writes, layers) = (Writes::default(), Mutex::new(vec![Vec::new(); disks.into()]));
+        Ok(Self { mem, pages, writes, slots, epoll, wake, gate, loaded, layers })
     }
 
     /// Puts media into the disks vda, vdb, … in this order; returns how many are writable. Call it
@@ -143,9 +146,23 @@ impl DeviceSet {
         for (number, (slot, spec)) in self.slots.iter().zip(specs).enumerate() {
             let disk = Disk::open(spec).map_err(|source| DeviceError::Disk { number, source })?;
             writable += usize::from(!disk.read_only());
+            self.note_layers(number, &disk);
             slot.insert(Block::new(disk, number));
         }
         Ok(writable)
+    }
+
+    /// The files of each disk's layers, as [`Disk::layer_files`] returns them. Never waits for a
+    /// device.
+    #[must_use]
+    pub fn layers(&self) -> Vec<Vec<FileId>> {
+        lock(&self.layers).clone()
+    }
+
+    fn note_layers(&self, number: usize, disk: &Disk) {
+        if let Some(layers) = lock(&self.layers).get_mut(number) {
+            *layers = disk.layer_files();
+        }
     }
 
     /// Connects the network device to `tap`, whose header has
@@ -282,10 +299,12 @@ impl DeviceSet {
             }
         }
         let mut unused = Vec::with_capacity(files.len());
-        for ((_, slot), FreezeFiles { next, frozen, .. }) in writable.iter().zip(files) {
+        for ((number, slot), FreezeFiles { next, frozen, .. }) in writable.iter().zip(files) {
             unused.extend(slot.with_disk(|disk| {
                 disk.freeze(next);
-                frozen.and_then(|file| disk.keep_read_only(file))
+                let unused = frozen.and_then(|file| disk.keep_read_only(file));
+                self.note_layers(*number, disk);
+                unused
             }));
         }
         Ok(unused.into_iter().flatten().collect())
@@ -303,7 +322,13 @@ impl DeviceSet {
         layers: Vec<LayerSpec>,
     ) -> Result<(), DeviceError> {
         let number = usize::from(number);
-        let rebase = |slot: &Slot| slot.with_disk(|disk| disk.rebase(top.as_fd(), layers));
+        let rebase = |slot: &Slot| {
+            slot.with_disk(|disk| {
+                let rebased = disk.rebase(top.as_fd(), layers);
+                self.note_layers(number, disk);
+                rebased
+            })
+        };
         let rebased = self.slots.get(number).and_then(rebase);
         let expected = self.slots.iter().filter(|slot| slot.is_disk()).count();
         rebased

@@ -311,8 +311,23 @@ fn freezing_needs_paused_devices_and_files_for_every_writable_disk() {
     assert!(matches!(error, Err(DeviceError::Freeze { number: 2, .. })));
     let frozen = || [0, 2].map(|n| machine.set.slots[n].with_disk(|d| d.frozen_layers()).unwrap());
     assert_eq!(frozen(), [0, 0], "all disks or none");
-    machine.set.freeze_layers(vec![files(), files()]).unwrap();
+    let before = machine.set.layers();
+    assert_eq!(before.iter().map(Vec::len).collect::<Vec<_>>(), [1, 0, 1]);
+    let (first, map) = (files(), file());
+    let first = FreezeFiles { map: map.try_clone().unwrap(), ..first };
+    machine.set.freeze_layers(vec![first, files()]).unwrap();
     assert_eq!(frozen(), [1, 1]);
+    let after = machine.set.layers();
+    assert_eq!(after.iter().map(Vec::len).collect::<Vec<_>>(), [2, 0, 2]);
+    for (before, after) in before.iter().zip(&after) {
+        assert_eq!(after.first(), before.first(), "the frozen file is the one that was writable");
+    }
+    let top = machine.set.slots[0].with_disk(|d| d.frozen_file(0).try_clone().unwrap()).unwrap();
+    let data = super::testing::temp_file(&[0; 4 * 4096]).into();
+    machine.set.rebase(0, &top, vec![LayerSpec { data, map }]).unwrap();
+    let rebased = machine.set.layers();
+    assert_ne!(rebased[0][0], after[0][0]);
+    assert_eq!((rebased[0][1], &rebased[1..]), (after[0][1], &after[1..]));
 }
 
 #[test]

@@ -56,7 +56,13 @@ impl Vm {
         // The guest causes this phase, so it may lie at any time after `running`.
         let first = self.warm.platform.first_port_write_us();
         phases.extend(first.map(|us| ("first port write".to_owned(), us)));
-        Status { paused: self.paused, whole: self.ram.is_whole(), shape: self.warm.shape, phases }
+        Status {
+            paused: self.paused,
+            whole: self.ram.is_whole(),
+            phases,
+            layers: self.warm.devices.layers(),
+            ..Status::of(self.warm.shape)
+        }
     }
 
     /// Stops every vCPU between two instructions, then every device between two requests.

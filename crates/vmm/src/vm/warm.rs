@@ -169,6 +169,6 @@ impl WarmVmm {
     /// The state of a warm VMM: paused, with all of its memory.
     #[must_use]
     pub fn status(&self) -> Status {
-        Status { paused: true, whole: true, shape: self.shape, phases: self.timeline.phases() }
+        Status { paused: true, phases: self.timeline.phases(), ..Status::of(self.shape) }
     }
 }

@@ -5,9 +5,10 @@ use crate::room::{BINARY, MIB, Room, content};
 use dayfly_microguest::{End, Growth};
 use dayfly_sys::writers::{Writers, writers};
 use dayfly_vmm::arch::layout;
-use dayfly_vmm::control::ClientError;
+use dayfly_vmm::control::{ClientError, FileId, PROTOCOL};
 use dayfly_vmm::memory::backing;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -243,6 +244,20 @@ fn a_copy_for_a_fork_is_refused_for_a_freeze_and_a_save() {
     refused(client.save(&fds));
 }
 
+/// The files of the layers of a VM's disks, by their paths.
+fn layer_files(vm: &Vmm) -> Vec<Vec<FileId>> {
+    let id = |path: &Path| {
+        let file = std::fs::metadata(path).unwrap();
+        FileId { dev: file.dev(), ino: file.ino() }
+    };
+    let of_disk = |(n, disk): (usize, &Disk)| {
+        let writable = vm.folder.join(format!("disk{n}.cow"));
+        let frozen = disk.layers.iter().map(|(data, _)| id(data));
+        frozen.chain(disk.writable.then(|| id(&writable))).collect()
+    };
+    vm.disks.iter().enumerate().map(of_disk).collect()
+}
+
 /// The processes that can write to the data and the map of the layer frozen last.
 fn writers_of_top(snapshot: &Snapshot) -> [Writers; 2] {
     let (data, map) = snapshot.disks[0].layers.last().unwrap();
@@ -256,10 +271,20 @@ fn a_vmm_closes_what_it_froze_for_writing_if_it_gets_it_read_only() {
     }
     let room = Room::new();
     let mut vm = churner(&room);
+    // The VMM reports the files that it has open, before and after each kind of freeze.
+    let reported = |vm: &Vmm| {
+        let status = vm.client().status().unwrap();
+        assert_eq!((status.protocol, status.busy), (PROTOCOL, None));
+        assert_eq!(status.layers, layer_files(vm));
+    };
+    reported(&vm);
     let (forked, _) = vm.fork(&room.path("forked"), |_| ());
+    reported(&vm);
     let (frozen, _) = vm.freeze(&room.path("frozen"));
+    reported(&vm);
     vm.client().pause().unwrap();
     let saved = vm.save(&room.path("saved"));
+    reported(&vm);
     for snapshot in [&forked, &frozen, &saved] {
         assert_eq!(writers_of_top(snapshot), [Writers::None; 2]);
     }
@@ -271,7 +296,9 @@ fn a_vmm_closes_what_it_froze_for_writing_if_it_gets_it_read_only() {
     vm.disks.clone_from(&old.disks);
     drop((files, read_only));
     assert_eq!(writers_of_top(&old), [Writers::Some, Writers::None]);
+    reported(&vm);
     // A descriptor of another file is refused, and nothing is frozen.
+    let before = client.status().unwrap();
     let (_, mut files) = vm.files(&room.path("wrong"));
     files[5] = std::fs::File::open(&old.state).unwrap();
     match client.save(&files.iter().map(AsFd::as_fd).collect::<Vec<_>>()) {
@@ -280,4 +307,5 @@ fn a_vmm_closes_what_it_froze_for_writing_if_it_gets_it_read_only() {
         }
         other => panic!("{other:?}"),
     }
+    assert_eq!(client.status().unwrap(), before);
 }

@@ -37,5 +37,9 @@ mod garbage;
 mod hostile;
 
 #[cfg(test)]
+#[path = "late_tests.rs"]
+mod late;
+
+#[cfg(test)]
 #[path = "takeover_tests.rs"]
 mod taken_over;
