@@ -115,9 +115,22 @@ impl Vm {
         }
     }
 
-    /// Saves as daemon and VMM do together, and commits. The VM depends on its frozen layer from
-    /// the save on, even if the commit fails.
+    /// Saves as daemon and VMM do together, commits, and releases the VM's own layers. The VM
+    /// depends on its frozen layer from the save on, even if the commit fails.
     pub(crate) fn snapshot(
+        &mut self,
+        store: &Store,
+        to: &str,
+        seed: u8,
+    ) -> Result<Committed, CommitError> {
+        let committed = self.commit(store, to, seed)?;
+        // What cannot be removed goes with the VM.
+        let _left = store.remove_vm_layers(&committed.replaced);
+        Ok(committed)
+    }
+
+    /// As [`Self::snapshot`], up to the commit.
+    pub(crate) fn commit(
         &mut self,
         store: &Store,
         to: &str,

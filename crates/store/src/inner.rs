@@ -36,7 +36,7 @@ pub(crate) struct Inner {
     pub(crate) publish: Mutex<()>,
     /// Held while a frozen layer is copied because a process may write to it.
     pub(crate) copying: Mutex<()>,
-    pub(crate) verifier: Verifier,
+    pub(crate) verifier: Arc<Verifier>,
     pub(crate) tenants: Tenants,
     pub(crate) pins: Arc<Pins>,
     pub(crate) shared: Arc<SharedLayers>,
@@ -75,18 +75,19 @@ impl Store {
         let root = Dir::root(root)?;
         let lock = Self::lock(&root)?;
         let folder = |name: &str| root.make_or_open(name);
+        let verifier: Arc<Verifier> = Arc::default();
         let inner = Inner {
             images: folder("images")?,
             kernels: folder("kernels")?,
             layers: folder("layers")?,
             snapshots: folder("snapshots")?,
-            shared: Arc::new(SharedLayers::new(folder("vms")?)),
+            shared: Arc::new(SharedLayers::new(folder("vms")?, verifier.clone())),
             vms: folder("vms")?,
             staging: folder("staging")?,
             root,
             publish: Mutex::new(()),
             copying: Mutex::new(()),
-            verifier: Verifier::default(),
+            verifier,
             tenants: Tenants::default(),
             pins: Arc::default(),
             counter: AtomicU64::new(0),

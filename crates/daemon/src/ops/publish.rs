@@ -13,7 +13,7 @@ use crate::templates::pending::taken;
 use crate::vm::Vm;
 use dayfly_store::{
     BlockHint, ChainLayer, Committed, DiskSpec, Known, Meter, PagedSpec, Pin, Prepared,
-    SavedSnapshot, SnapshotSpec,
+    SavedSnapshot, SnapshotSpec, VmLayer,
 };
 use dayfly_units::{Name, error::chain, failpoint};
 use dayfly_vmm::disk::page_map;
@@ -33,9 +33,24 @@ pub async fn publish(
 ) -> Outcome<Box<Committed>> {
     let work = daemon.clone();
     to_its_end(daemon, name, progress, |meter| async move {
-        blocking(move || ready.store(&work, &meter)).await
+        blocking(move || {
+            let committed = ready.store(&work, &meter)?;
+            // No new daemon looks for the layers of a VM that has ended.
+            release(&work, &committed.replaced);
+            Ok(committed)
+        })
+        .await
     })
     .await
+}
+
+/// Releases the VM's own files of layers that a commit stored. The VM's record must name the stored
+/// layers by then, because a new daemon looks for the layers that the record names. Blocks.
+pub(crate) fn release(daemon: &Daemon, replaced: &[VmLayer]) {
+    if let Err(e) = daemon.templates.store().remove_vm_layers(replaced) {
+        // They are removed with the VM.
+        tracing::warn!("leaving the VM's name of a stored layer: {}", chain(&e));
+    }
 }
 
 /// Runs `work`, which makes the snapshot `name`, to its end even if the client goes away. The

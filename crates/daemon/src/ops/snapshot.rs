@@ -16,7 +16,7 @@ use crate::base::error::{Outcome, blocking};
 use crate::base::progress::ProgressSender;
 use crate::daemon::Daemon;
 use crate::model::state::Event;
-use crate::ops::publish::{free, spec, store, to_its_end};
+use crate::ops::publish::{free, release, spec, store, to_its_end};
 use crate::ops::save::{Saved, allowed, arrived, begin, end_precopy, precopy, save_into, thaw};
 use crate::ops::section::section;
 use crate::ops::{flatten, immutable};
@@ -113,9 +113,18 @@ async fn commit(
     to_its_end(daemon, name, progress, |meter| async move {
         let (shared, vm) = (work.clone(), same.clone());
         let result = blocking(move || store(&shared, &vm, saved, &spec, &meter)).await;
-        record::note(&work.registry, &same).await;
+        let noted = record::note(&work.registry, &same).await;
+        let (mut committed, flattened) = result?;
         failpoint::reached("daemon.snapshot.recorded");
-        let (committed, flattened) = result?;
+        if noted {
+            let (work, replaced) = (work.clone(), std::mem::take(&mut committed.replaced));
+            let _ = blocking(move || {
+                release(&work, &replaced);
+                Ok(())
+            })
+            .await;
+            failpoint::reached("daemon.snapshot.released");
+        }
         // After the record is written: if the daemon dies in between, the record has fewer layers
         // than the VMM uses, never more.
         flatten::rebase(&work, &same, flattened).await;

@@ -175,12 +175,13 @@ fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     std::fs::rename(&beside, path).map_err(named)
 }
 
-/// Writes the record of `vm`, if its folder still exists.
-pub async fn note(registry: &Registry, vm: &Arc<Vm>) {
+/// Writes the record of `vm`, if its folder still exists. Returns whether it is written, or the VM
+/// is gone; if not, a new daemon finds an older record.
+pub async fn note(registry: &Registry, vm: &Arc<Vm>) -> bool {
     // A file made while the folder is being removed would make the removal fail.
     let _one = vm.removal.lock().await;
     if !registry.has(vm.id) {
-        return;
+        return true;
     }
     let vm = vm.clone();
     let written = blocking(move || match Record::of(&vm).write(&vm.dir) {
@@ -189,7 +190,7 @@ pub async fn note(registry: &Registry, vm: &Arc<Vm>) {
     });
     // [`ApiError::internal`] has logged the error. A VM without a record lives, and the next daemon
     // sweeps it.
-    let _ = written.await;
+    written.await.is_ok()
 }
 
 #[cfg(test)]
@@ -254,6 +255,21 @@ mod tests {
         let again = back.into_vm(vm.dir.clone());
         assert_eq!((again.live(), again.shown()), (vm.live(), vm.shown()));
         assert_eq!(std::fs::read_dir(vm.dir.path()).unwrap().count(), 1, "nothing beside it stays");
+    }
+
+    #[tokio::test]
+    async fn a_record_that_was_not_written_is_reported() {
+        let run = tempfile::tempdir().unwrap();
+        let config = Config { run: run.path().into(), ..fixture::config(run.path()) };
+        let (registry, facts) = (Registry::default(), vm(run.path()).facts.clone());
+        let vm = registry.reserve(&config, None, facts, fixture::memory(), None).unwrap();
+        std::fs::create_dir_all(vm.dir.path()).unwrap();
+        assert!(note(&registry, &vm).await);
+        let before = std::fs::read(vm.dir.record()).unwrap();
+        std::fs::create_dir(vm.dir.record().with_extension("json.new")).unwrap();
+        vm.update(|live| live.phase = Phase::Paused);
+        assert!(!note(&registry, &vm).await);
+        assert_eq!(std::fs::read(vm.dir.record()).unwrap(), before);
     }
 
     #[test]

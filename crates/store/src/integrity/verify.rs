@@ -6,8 +6,11 @@
 //! stop an attacker with the rights of the daemon.
 //!
 //! Before Linux 6.13 file times move with the kernel's clock tick. Two changes within a tick leave
-//! the same times. So a file is trusted only if its ctime was at least two ticks old when its stamp
-//! was taken.
+//! the same times. So a file is trusted only if its ctime or its mtime was at least two ticks old
+//! when its stamp was taken.
+//!
+//! A published layer may have a second name in the folder of the VM that froze it. Removing that
+//! name changes the ctime, so [`Verifier::unlinked`] carries the trust over.
 //!
 //! The record is in memory only: after a restart every file is hashed again.
 
@@ -49,20 +52,21 @@ impl Stamp {
         Ok(Self::from(&file.metadata()?))
     }
 
-    /// The time in which a later change of the file may leave the same ctime; zero if none can.
+    /// The time in which a later write to the file may leave the same times; zero if none can. A
+    /// write sets both times, so it shows if one of them is old.
     fn racy(&self) -> Duration {
         let tick = rustix::time::clock_getres(ClockId::RealtimeCoarse);
         let now = rustix::time::clock_gettime(ClockId::Realtime);
         let of = |time: rustix::time::Timespec| ns((time.tv_sec, time.tv_nsec));
         // A clock that was set back does not show the same time soon.
-        let age = of(now).abs_diff(ns(self.ctime));
-        let left = (2 * of(tick)).saturating_sub(age);
+        let age = |time| of(now).abs_diff(ns(time));
+        let left = (2 * of(tick)).saturating_sub(age(self.ctime).max(age(self.mtime)));
         Duration::from_nanos(u64::try_from(left).unwrap_or(u64::MAX))
     }
 
-    /// Whether only names and mode may have changed since `before`: a link, a rename and a chmod
-    /// change only the ctime.
-    fn same_content(&self, before: &Self) -> bool {
+    /// Whether only names and mode may have changed since `before`: a link, a rename, an unlink and
+    /// a chmod change only the ctime.
+    pub(crate) fn same_content(&self, before: &Self) -> bool {
         Self { ctime: before.ctime, ..*self } == *before
     }
 
@@ -90,7 +94,8 @@ impl Hashed {
     pub(crate) fn of(file: File, kind: Kind) -> io::Result<Self> {
         let stamp = Stamp::of(&file)?;
         let content = digest(&file, kind)?;
-        if Stamp::of(&file)? != stamp {
+        // Another of its names may be removed meanwhile, with the VM that froze it.
+        if !Stamp::of(&file)?.same_content(&stamp) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "it changed while it was read"));
         }
         Ok(Self { file, content, stamp })
@@ -149,6 +154,26 @@ pub(crate) mod hurry {
     pub(super) fn wait(time: Duration) {
         if !HURRY.get() {
             std::thread::sleep(time);
+        }
+    }
+}
+
+/// Lets a test do something after a file was read and before its stamp is taken again.
+#[cfg(test)]
+pub(crate) mod after_reading {
+    use std::cell::RefCell;
+
+    type Action = Box<dyn FnOnce()>;
+
+    thread_local!(static ACTION: RefCell<Option<Action>> = const { RefCell::new(None) });
+
+    pub(crate) fn once(action: impl FnOnce() + 'static) {
+        ACTION.set(Some(Box::new(action)));
+    }
+
+    pub(super) fn reached() {
+        if let Some(action) = ACTION.take() {
+            action();
         }
     }
 }
@@ -212,12 +237,36 @@ impl Verifier {
         let settled = stamp.racy().is_zero();
         let got = digest(file, kind).map_err(IoError::new("reading", path))?;
         same(path, expected, &got)?;
-        if Stamp::of(file).map_err(IoError::new("looking at", path))? != stamp {
+        let after = Stamp::of(file).map_err(IoError::new("looking at", path))?;
+        // Another of its names may be removed meanwhile, with the VM that froze it.
+        if !after.same_content(&stamp) {
             let (expected, got) = ("no change while it is read".to_owned(), "a change".to_owned());
             return Err(differs(path, "modification time", expected, got).into());
         }
-        *known = settled.then_some((stamp, got.digest));
+        *known = settled.then_some((after, got.digest));
         Ok(())
+    }
+
+    /// Goes on to trust a file of which another name was removed. `before` and `after` are its
+    /// stamps around the removal.
+    pub(crate) fn unlinked(&self, before: Stamp, after: Stamp) {
+        if !after.same_content(&before) || !after.racy().is_zero() {
+            return;
+        }
+        // A slot that is locked belongs to a file that is being hashed now.
+        for mut known in lock(&self.slots).values().filter_map(|slot| slot.try_lock().ok()) {
+            if let Some((stamp, _)) = known.as_mut().filter(|(stamp, _)| *stamp == before) {
+                *stamp = after;
+            }
+        }
+    }
+
+    /// Whether the file at `path` with this stamp is verified. Does not block.
+    pub(crate) fn knows(&self, path: &Path, stamp: &Stamp) -> bool {
+        let slot = lock(&self.slots).get(path).cloned();
+        slot.is_some_and(|slot| {
+            slot.try_lock().is_ok_and(|known| known.is_some_and(|(then, _)| then == *stamp))
+        })
     }
 }
 
@@ -295,6 +344,8 @@ pub(crate) fn digest_with(
     };
     // The descriptor may be sent to a VMM, which may read from the file's current offset.
     rewind(file)?;
+    #[cfg(test)]
+    after_reading::reached();
     Ok(got)
 }
 

@@ -81,6 +81,74 @@ fn a_file_that_changed_since_it_was_hashed_is_not_remembered() {
 }
 
 #[test]
+fn a_name_may_go_while_a_file_is_hashed_and_a_write_may_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, file, content) = sample(folder.path());
+    let verifier = Verifier::default();
+    let known = || verifier.knows(&path, &Stamp::of(&file).unwrap());
+    let second = folder.path().join("second");
+    std::fs::hard_link(&path, &second).unwrap();
+    settle(&file);
+    let gone = second.clone();
+    after_reading::once(move || std::fs::remove_file(gone).unwrap());
+    verifier.check(&path, &file, &content, Kind::Sparse).unwrap();
+    assert!(known() && !second.exists());
+
+    std::fs::hard_link(&path, &second).unwrap();
+    let gone = second.clone();
+    after_reading::once(move || std::fs::remove_file(gone).unwrap());
+    assert_eq!(Hashed::of(file.try_clone().unwrap(), Kind::Sparse).unwrap().content, content);
+
+    let write = |file: &File| {
+        let file = file.try_clone().unwrap();
+        move || file.write_all_at(&[3], 5000).unwrap()
+    };
+    settle(&file);
+    after_reading::once(write(&file));
+    Hashed::of(file.try_clone().unwrap(), Kind::Sparse).unwrap_err();
+    settle(&file);
+    verifier.forget(folder.path());
+    after_reading::once(write(&file));
+    let error = verifier.check(&path, &file, &content, Kind::Sparse).unwrap_err();
+    assert!(error.to_string().contains("modification time"), "{error}");
+    assert!(!known());
+}
+
+#[test]
+fn trust_outlives_a_second_name_and_nothing_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, file, content) = sample(folder.path());
+    let (verifier, second) = (Verifier::default(), folder.path().join("second"));
+    let known = || verifier.knows(&path, &Stamp::of(&file).unwrap());
+    let trusted = || {
+        std::fs::hard_link(&path, &second).unwrap();
+        settle(&file);
+        verifier.check(&path, &file, &content, Kind::Sparse).unwrap();
+        assert!(known());
+    };
+    let around = |change: &dyn Fn()| {
+        let before = Stamp::of(&file).unwrap();
+        change();
+        verifier.unlinked(before, Stamp::of(&file).unwrap());
+    };
+    let unlink = || std::fs::remove_file(&second).unwrap();
+    trusted();
+    around(&unlink);
+    assert!(known(), "it is hashed again");
+    trusted();
+    around(&|| {
+        unlink();
+        file.write_all_at(&[3], 5000).unwrap();
+    });
+    assert!(!known(), "a write is not a removed name");
+    // Something changed the file before.
+    trusted();
+    file.write_all_at(&[3], 5000).unwrap();
+    around(&unlink);
+    assert!(!known());
+}
+
+#[test]
 fn a_wrong_size_is_reported_before_anything_is_read() {
     let folder = tempfile::tempdir().unwrap();
     let (path, file, content) = sample(folder.path());

@@ -17,7 +17,7 @@ use crate::inner::{Inner, Store};
 use crate::integrity::verify::{Hashed, Kind};
 use crate::objects::layers::{OpenLayer, StagedLayer};
 use crate::objects::manifest::{DiskRef, MAX_DISKS, MAX_LAYERS, SnapshotManifest};
-use crate::objects::types::{ChainLayer, FileRef, LayerRef};
+use crate::objects::types::{ChainLayer, FileRef, LayerRef, VmLayer};
 use crate::publish::seal;
 use crate::vms::pins::{Pin, Pinned};
 use dayfly_units::Digest;
@@ -39,6 +39,9 @@ pub struct Committed {
     pub manifest: SnapshotManifest,
     /// Keeps the images and layers in the store, for the running VM.
     pub pin: Pin,
+    /// The VM's frozen layers that stored ones replace. The VM's folder still has their files:
+    /// [`Store::remove_vm_layers`] removes them once the VM's record names the stored layers.
+    pub replaced: Vec<VmLayer>,
     /// The snapshot's RAM, if it is in a memfd.
     pub resident: Option<Resident>,
 }
@@ -144,7 +147,8 @@ impl SavedSnapshot {
     }
 
     /// Hashes, syncs and publishes everything, layers first. `Frozen` layers become `Stored`, alone
-    /// or merged with others, as the manifest shows; they are removed from the VM's folder.
+    /// or merged with others, as the manifest shows. Their files stay in the VM's folder too
+    /// ([`Committed::replaced`]).
     ///
     /// # Errors
     /// As [`Self::prepare`].
@@ -227,23 +231,12 @@ impl Prepared {
             inner.pins.pin(Pinned::of(&manifest, format!("the VM of snapshot {}", manifest.name)));
         inner.publish_snapshot(&stage, &manifest, &mut staged)?;
         // The snapshot is published: no step may fail from here on.
-        for frozen in &staged.frozen {
-            // This removes only a second name of the file. If it fails, the name is removed with
-            // the VM.
-            if let Err(error) = Store(Arc::clone(&inner)).remove_vm_layer(frozen) {
-                tracing::warn!(
-                    %error,
-                    cause = %error.source,
-                    "leaving the VM's name of a stored layer"
-                );
-            }
-        }
         let folder = inner.snapshots.path().join(manifest.name.as_str());
         let mut files = vec![(folder.join(STATE), &state)];
         files.extend(memory_file.as_ref().map(|memory| (folder.join(MEMORY), memory)));
         files.extend(staged.layers.iter().flat_map(|layer| inner.published_files(layer)));
         inner.verifier.remember(&files);
-        Ok(Committed { manifest, pin, resident })
+        Ok(Committed { manifest, pin, replaced: staged.frozen, resident })
     }
 }
 

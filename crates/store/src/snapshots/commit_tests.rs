@@ -1,8 +1,10 @@
-use crate::fixture::{name, store};
+use crate::fixture::{Vm, assert_is, name, reopen, store};
 use crate::fixture_pages::{PAGE, bytes, ram, restored, saved};
-use crate::{Kind, Known, OpenSnapshot, PageReader, PagedSpec, Plan, Store};
+use crate::integrity::verify::Stamp;
+use crate::{ChainLayer, Kind, Known, OpenSnapshot, PageReader, PagedSpec, Plan, Store};
 use dayfly_units::VmId;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::PathBuf;
 
 const FREE: std::ops::Range<u32> = 100..200;
 
@@ -70,4 +72,87 @@ fn what_is_dropped_before_it_is_stored_leaves_nothing() {
     drop(open);
     store.remove_vm(vm).unwrap();
     assert!(store.gc().unwrap().layers.is_empty());
+}
+
+/// A VM whose snapshot `s` is published, and whose record still names the layer that it froze. Also
+/// returns the names that the commit left in the VM's folder.
+fn published_but_not_noted(store: &Store) -> (Vm, Vec<PathBuf>, crate::Committed) {
+    let mut vm = Vm::boot(store);
+    vm.write(store, 3);
+    let (recorded, writable) = (ChainLayer::Frozen(vm.writable), vm.writable);
+    let committed = vm.commit(store, "s", 3).unwrap();
+    vm.chain = vec![recorded];
+    assert_eq!(committed.replaced, [writable]);
+    let folder = store.root().join("vms").join(vm.id.to_string());
+    let names = [writable.data_name(), writable.map_name()].map(|name| folder.join(name)).to_vec();
+    (vm, names, committed)
+}
+
+#[test]
+fn a_vm_whose_record_was_not_written_after_the_commit_can_be_saved_again() {
+    let root = tempfile::tempdir().unwrap();
+    let mut vm = {
+        let store = store(root.path());
+        published_but_not_noted(&store).0
+        // The daemon is killed here.
+    };
+    let store = reopen(root.path());
+    vm.snapshot(&store, "again", 3).unwrap();
+    assert_is(&store, "s", 3);
+    let layers = |of: &str| store.snapshot(&name(of)).unwrap().layer_ids();
+    assert_eq!(layers("s")[0], layers("again")[0], "the same layer is stored once");
+}
+
+#[test]
+fn a_new_daemon_removes_the_names_of_layers_that_the_record_has_as_stored() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let (vm, names, committed) = published_but_not_noted(&store);
+    assert!(names.iter().all(|name| name.exists()));
+    // The record was written, and the daemon was killed before it removed the names.
+    store.keep_vm_layers(vm.id, &[vm.writable]).unwrap();
+    assert!(!names.iter().any(|name| name.exists()));
+    store.remove_vm_layers(&committed.replaced).unwrap();
+    assert_is(&store, "s", 3);
+}
+
+#[test]
+fn stored_layers_are_not_hashed_again_when_the_vm_releases_its_own() {
+    type Remove = fn(&Store, &Vm, &crate::Committed);
+    let ways: [Remove; 3] = [
+        |store, _, committed| store.remove_vm_layers(&committed.replaced).unwrap(),
+        |store, vm, _| store.remove_vm(vm.id).unwrap(),
+        // A clone has the last reference.
+        |store, vm, committed| {
+            let pin = store.pin("a clone", &[], &[], &committed.replaced).unwrap();
+            store.remove_vm(vm.id).unwrap();
+            drop(pin);
+        },
+    ];
+    for remove in ways {
+        let root = tempfile::tempdir().unwrap();
+        let store = store(root.path());
+        let (vm, names, committed) = published_but_not_noted(&store);
+        let open = store.open_snapshot(&name("s")).unwrap();
+        let layer = store.layer_path(committed.manifest.layer_ids()[0]);
+        let hashed = || ["data", "map"].iter().all(|file| store.knows(&layer.join(file)));
+        assert!(hashed() && open.is_current());
+        remove(&store, &vm, &committed);
+        assert!(!names.iter().any(|name| name.exists()));
+        assert!(hashed(), "the next open reads the whole layer");
+        assert!(open.is_current(), "the next clone opens the snapshot again");
+        drop(open);
+        std::fs::set_permissions(layer.join("data"), PermissionsExt::from_mode(0o600)).unwrap();
+        assert!(!hashed(), "a change that the store did not make");
+    }
+}
+
+impl Store {
+    fn layer_path(&self, id: crate::LayerId) -> PathBuf {
+        self.root().join("layers").join(id.to_string())
+    }
+
+    fn knows(&self, path: &std::path::Path) -> bool {
+        self.0.verifier.knows(path, &Stamp::at(path).unwrap())
+    }
 }

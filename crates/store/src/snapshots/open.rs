@@ -4,7 +4,7 @@ use super::files::{MAX_WORKING_SET_BYTES, MEMORY, STATE, TABLE, WORKING_SET};
 use super::ram::Resident;
 use crate::errors::{Damage, IoError};
 use crate::inner::{Inner, Store};
-use crate::integrity::verify::{Kind, Stamp};
+use crate::integrity::verify::{Kind, Stamp, Verifier};
 use crate::memory::Table;
 use crate::objects::layers::OpenLayer;
 use crate::objects::manifest::{self, DiskRef, ImageRef, Listing, SnapshotManifest};
@@ -40,6 +40,7 @@ pub struct OpenSnapshot {
     pub pin: Pin,
     /// The verified files: paths and stamps.
     files: Vec<Seen>,
+    verifier: Arc<Verifier>,
     /// Whether `memory` is a memfd or an unnamed file, so that its content cannot change under a
     /// path.
     own_memory: bool,
@@ -56,7 +57,18 @@ impl OpenSnapshot {
     ) -> Self {
         let (working_set, files, own_memory) = (None, Vec::new(), false);
         let fingerprint = fingerprint(&files);
-        Self { manifest, state, memory, working_set, disks, fingerprint, pin, files, own_memory }
+        Self {
+            manifest,
+            state,
+            memory,
+            working_set,
+            disks,
+            fingerprint,
+            pin,
+            files,
+            verifier: Arc::default(),
+            own_memory,
+        }
     }
 
     /// The snapshot's RAM, for opening the snapshot again after another of its files changed.
@@ -75,7 +87,10 @@ impl OpenSnapshot {
     #[must_use]
     pub fn is_current(&self) -> bool {
         self.files.iter().all(|(path, seen)| match Stamp::at(path) {
-            Ok(now) => *seen == Some(now),
+            // A second name of the file may have been removed.
+            Ok(now) => seen.is_some_and(|seen| {
+                seen == now || now.same_content(&seen) && self.verifier.knows(path, &now)
+            }),
             Err(e) => e.kind() == ErrorKind::NotFound && seen.is_none(),
         })
     }
@@ -239,12 +254,13 @@ pub(crate) struct Parts {
     pub(super) disks: Vec<OpenDisk>,
     pub(super) pin: Pin,
     files: Vec<Seen>,
+    verifier: Arc<Verifier>,
 }
 
 impl Parts {
     /// Completes the snapshot with its RAM file.
     pub(super) fn with(self, memory: File) -> OpenSnapshot {
-        let Self { manifest, state, ram, working_set, disks, pin, files } = self;
+        let Self { manifest, state, ram, working_set, disks, pin, files, verifier } = self;
         let (fingerprint, own_memory) = (fingerprint(&files), matches!(ram, Ram::Table(..)));
         OpenSnapshot {
             manifest,
@@ -255,6 +271,7 @@ impl Parts {
             fingerprint,
             pin,
             files,
+            verifier,
             own_memory,
         }
     }
@@ -342,8 +359,8 @@ impl Inner {
             stamps.add(dir.path().join(MEMORY), memory)?;
             self.verify(&dir, MEMORY, memory, &manifest.memory, Kind::Sparse)?;
         }
-        let (disks, files) = (open, stamps.0);
-        Ok(Parts { manifest, state, ram, working_set, disks, pin, files })
+        let (disks, files, verifier) = (open, stamps.0, Arc::clone(&self.verifier));
+        Ok(Parts { manifest, state, ram, working_set, disks, pin, files, verifier })
     }
 
     fn open_disk(&self, disk: &DiskRef, by: &str) -> Result<RawDisk, OpenError> {

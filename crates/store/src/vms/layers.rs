@@ -59,6 +59,16 @@ impl Store {
         self.0.shared.release(layer)
     }
 
+    /// Releases layers of a VM that stored ones replaced ([`crate::Committed::replaced`]), after the
+    /// VM's record was written: until then a new daemon looks for them. The stored layers are not
+    /// hashed again, although they lose a name.
+    ///
+    /// # Errors
+    /// The host cannot remove a file. The files that are left are removed with the VM.
+    pub fn remove_vm_layers(&self, layers: &[VmLayer]) -> Result<(), IoError> {
+        layers.iter().try_for_each(|layer| self.0.shared.release(layer))
+    }
+
     /// Releases every layer of `vm`. The files of shared layers are deleted when their last
     /// reference is dropped. A missing folder is no error.
     ///

@@ -8,12 +8,14 @@
 
 use crate::blob::Dir;
 use crate::errors::IoResult;
+use crate::integrity::verify::{Stamp, Verifier};
 use crate::objects::types::VmLayer;
 use dayfly_units::VmId;
 use dayfly_units::error::chain;
 use dayfly_units::sync::lock;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The reference counts of all shared layers, in memory only. A restarted daemon first
@@ -22,6 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 #[derive(Debug)]
 pub(crate) struct SharedLayers {
     vms: Dir,
+    verifier: Arc<Verifier>,
     layers: Mutex<BTreeMap<VmLayer, References>>,
 }
 
@@ -40,8 +43,8 @@ pub(crate) struct Retained {
 }
 
 impl SharedLayers {
-    pub(crate) const fn new(vms: Dir) -> Self {
-        Self { vms, layers: Mutex::new(BTreeMap::new()) }
+    pub(crate) const fn new(vms: Dir, verifier: Arc<Verifier>) -> Self {
+        Self { vms, verifier, layers: Mutex::new(BTreeMap::new()) }
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<VmLayer, References>> {
@@ -83,9 +86,9 @@ impl SharedLayers {
             return Ok(());
         }
         let dir = self.folder(layer)?;
-        Self::end(dir.as_ref(), layer)?;
+        self.end(dir.as_ref(), layer)?;
         drop(all);
-        Self::remove(dir.as_ref(), layer)
+        self.remove(dir.as_ref(), layer)
     }
 
     /// The folder of the layer's VM; `None` if it is gone.
@@ -98,12 +101,25 @@ impl SharedLayers {
 
     /// Unlinks the map, after which [`crate::Store::pin`] does not find the layer. Unlinking the
     /// small map is quick enough to do under the lock.
-    fn end(dir: Option<&Dir>, layer: &VmLayer) -> IoResult<()> {
-        dir.map_or(Ok(()), |dir| dir.unlink(&layer.map_name()))
+    fn end(&self, dir: Option<&Dir>, layer: &VmLayer) -> IoResult<()> {
+        dir.map_or(Ok(()), |dir| self.unlink(dir, &layer.map_name()))
     }
 
-    fn remove(dir: Option<&Dir>, layer: &VmLayer) -> IoResult<()> {
-        dir.map_or(Ok(()), |dir| dir.unlink(&layer.data_name()))
+    fn remove(&self, dir: Option<&Dir>, layer: &VmLayer) -> IoResult<()> {
+        dir.map_or(Ok(()), |dir| self.unlink(dir, &layer.data_name()))
+    }
+
+    /// Unlinks a file that may have a second name in `layers/`. It need not be hashed again.
+    fn unlink(&self, dir: &Dir, name: &str) -> IoResult<()> {
+        // Without a descriptor left, the file is hashed again before its next use.
+        let stored = dir.open(name).ok().filter(|f| f.metadata().is_ok_and(|m| m.nlink() > 1));
+        let stamp = || stored.as_ref().and_then(|file| Stamp::of(file).ok());
+        let before = stamp();
+        dir.unlink(name)?;
+        if let Some((before, after)) = before.zip(stamp()) {
+            self.verifier.unlinked(before, after);
+        }
+        Ok(())
     }
 }
 
@@ -122,7 +138,7 @@ impl Drop for Retained {
             entry.get_mut().count -= 1;
             if entry.get().count == 0 && entry.remove().released {
                 let ended = self.counts.folder(&layer).and_then(|dir| {
-                    SharedLayers::end(dir.as_ref(), &layer)?;
+                    self.counts.end(dir.as_ref(), &layer)?;
                     Ok(dir)
                 });
                 free.push((layer, ended));
@@ -132,7 +148,7 @@ impl Drop for Retained {
         for (layer, ended) in free {
             // The folder of a removed VM is removed with its last layer. The folder of a running VM
             // is never empty, because it has the writable layer.
-            let removed = ended.and_then(|dir| SharedLayers::remove(dir.as_ref(), &layer));
+            let removed = ended.and_then(|dir| self.counts.remove(dir.as_ref(), &layer));
             let removed =
                 removed.and_then(|()| self.counts.vms.remove_if_empty(&layer.vm.to_string()));
             if let Err(e) = removed {
