@@ -15,14 +15,14 @@ use crate::base::error::{ApiError, blocking};
 use crate::daemon::Daemon;
 use crate::model::disk::Disk;
 use crate::model::exit::exit_now;
-use crate::model::state::{Event, Phase};
+use crate::model::state::Phase;
 use crate::net::Attachment;
-use crate::ops::{remove, sweep};
+use crate::ops::{interrupted, remove, save, sweep};
 use crate::templates::pagers::{PAGER_NAME, end_with, pager_lives};
 use crate::vm::Vm;
 use crate::vm::batch;
 use crate::vm::record::{self, Record, read_json};
-use crate::vmm::{control_link, guest_socket, identity};
+use crate::vmm::{control_link, guest_socket};
 use dayfly_api::types::ExitKind;
 use dayfly_host::process::Process;
 use dayfly_units::{VmId, error::chain};
@@ -256,10 +256,11 @@ async fn ask(daemon: &Arc<Daemon>, left: Left) {
         () = vm.wait_gone() => return,
         () = daemon.stop.cancelled() => return,
     };
-    let (seen, whole) = match answer {
-        Ok(Answer::Status(status)) => (Seen::Answers { paused: status.paused }, status.whole),
-        _ => (Seen::Unresponsive, true),
+    let (seen, status) = match answer {
+        Ok(Answer::Status(status)) => (Seen::Answers { paused: status.paused }, Some(status)),
+        _ => (Seen::Unresponsive, None),
     };
+    let whole = status.as_ref().is_none_or(|status| status.whole);
     let verdict = decide(phase, false, seen);
     tracing::info!(vm = %vm.id, name = %vm.name, ?seen, ?verdict, "asked");
     match verdict {
@@ -269,7 +270,13 @@ async fn ask(daemon: &Arc<Daemon>, left: Left) {
                 live.phase = phase;
             }
         }),
-        Verdict::Resume => thaw(daemon, &vm).await,
+        Verdict::Resume => {
+            if let Some(status) = &status {
+                interrupted::settle(daemon, &vm, status).await;
+            }
+            // A failure is logged, and the VM is ended.
+            let _ = save::thaw(daemon, &vm).await;
+        }
         _ => end_unresponsive(&vm, &process),
     }
     record::note(&daemon.registry, &vm).await;
@@ -317,28 +324,6 @@ fn follow(daemon: &Arc<Daemon>, vm: &Arc<Vm>, process: Arc<Process>) {
 
 /// Why no snapshot can be taken of a VM any more.
 const INTERRUPTED: &str = "the daemon ended in the middle of a snapshot or a fork of it";
-
-/// Resumes a VM whose snapshot or fork was interrupted.
-async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<Vm>) {
-    let deadlines = daemon.config.deadlines;
-    let result = async {
-        control_link::done(&vm.dir.control(), Command::Resume, deadlines.control)
-            .await
-            .map_err(|e| e.to_string())?;
-        if vm.has_agent() {
-            identity::give(daemon.config.deadlines.agent, vm, None, || ())
-                .await
-                .map_err(|e| e.to_string())?;
-        }
-        vm.step(Event::Thaw).map_err(|e| e.to_string())
-    };
-    if let Err(e) = result.await {
-        tracing::error!(vm = %vm.id, "{INTERRUPTED}, and it cannot go on: {e}");
-        if let Err(e) = remove::kill(daemon, vm).await {
-            tracing::error!(vm = %vm.id, "{e}");
-        }
-    }
-}
 
 /// Period at which [`watch_left`] asks a VMM whether its memory is complete.
 const LOOK: Duration = Duration::from_secs(1);

@@ -11,6 +11,7 @@ pub mod footprint;
 pub mod fork;
 pub mod immutable;
 pub mod inspect;
+mod interrupted;
 pub mod keeper;
 pub mod maintenance;
 pub mod pending;
