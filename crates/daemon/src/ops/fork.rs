@@ -20,7 +20,7 @@ use crate::model::disk::Disk;
 use crate::model::facts::{Facts, ForkFacts};
 use crate::model::state::Event;
 use crate::model::step::Step;
-use crate::ops::create::{Order, Origin, create};
+use crate::ops::create::{Order, Origin, VmGuard, create};
 use crate::ops::save::{allowed, answered, arrived, end_precopy, freeze_disks, precopy};
 use crate::ops::section::section;
 use crate::ops::{flatten, immutable, pending, publish};
@@ -113,7 +113,6 @@ pub async fn fork(
         Some(name) => Some(pending::begin(daemon, &fork_point, name).await?),
         None => None,
     };
-    let batch = Batch::of(&daemon.config, count).map_err(ApiError::internal)?;
     let order = Order {
         origin: Origin::Fork(fork_point.clone(), 1),
         name,
@@ -123,8 +122,33 @@ pub async fn fork(
         purpose: Purpose::User,
         network: None,
         next: None,
-        batch: batch.clone(),
+        batch: None,
     };
+    let guards = clones(daemon, &fork_point, count, order, asked).await?;
+    if let Some(template) = template {
+        template.keep();
+    }
+    // Only the next fork waits for the merge, through the lock `one`, so frozen layers stay few.
+    let (work, same) = (daemon.clone(), vm.clone());
+    daemon.undo.spawn(async move {
+        flatten::merge_frozen(&work, &same).await;
+        drop(one);
+    });
+    let items = guards.into_iter().map(|guard| guard.keep().shown()).collect();
+    let Frozen { paused_us, pages } = fork_point.frozen;
+    Ok(Forked { paused_us, pages, frozen_us, items })
+}
+
+/// Starts the clones of a fork point: all of them or none, also if the daemon ends in the middle.
+async fn clones(
+    daemon: &Arc<Daemon>,
+    fork_point: &Arc<ForkPoint>,
+    count: u32,
+    order: Order,
+    asked: Asked,
+) -> Outcome<Vec<VmGuard>> {
+    let batch = Batch::of(&daemon.config, count).map_err(ApiError::internal)?;
+    let order = Order { batch: batch.clone(), ..order };
     // A task for each clone, so that all CPUs start clones. If one fails, the others are dropped,
     // which removes their VMs.
     let creations = (1..=count).map(|number| {
@@ -148,18 +172,7 @@ pub async fn fork(
     failpoint::reached("daemon.fork.children");
     batch.iter().try_for_each(|batch| batch.commit()).map_err(ApiError::internal)?;
     failpoint::reached("daemon.fork.committed");
-    if let Some(template) = template {
-        template.keep();
-    }
-    // Only the next fork waits for the merge, through the lock `one`, so frozen layers stay few.
-    let (work, same) = (daemon.clone(), vm.clone());
-    daemon.undo.spawn(async move {
-        flatten::merge_frozen(&work, &same).await;
-        drop(one);
-    });
-    let items = guards.into_iter().map(|guard| guard.keep().shown()).collect();
-    let Frozen { paused_us, pages } = fork_point.frozen;
-    Ok(Forked { paused_us, pages, frozen_us, items })
+    Ok(guards)
 }
 
 /// Whether it suffices to copy the pages that the VM has written. After several generations of

@@ -95,8 +95,7 @@ mod tests {
     #[test]
     fn the_files_that_a_vmm_has_open_say_whether_its_layers_were_frozen() {
         let [vm, other] = [VmId::random(), VmId::random()];
-        let frozen =
-            |disk, number| ChainLayer::Frozen(VmLayer { vm, disk, number });
+        let frozen = |disk, number| ChainLayer::Frozen(VmLayer { vm, disk, number });
         let disk = |disk: u8, layers: &[u32], writable| Disk {
             image: ImageRef { name: "i".parse().unwrap(), digest: Digest::of(b"i") },
             size_bytes: 4096,
