@@ -114,6 +114,7 @@ async fn commit(
         let (shared, vm) = (work.clone(), same.clone());
         let result = blocking(move || store(&shared, &vm, saved, &spec, &meter)).await;
         let noted = record::note(&work.registry, &same).await;
+        failpoint::reached("daemon.snapshot.recorded");
         let (mut committed, flattened) = result?;
         failpoint::reached("daemon.snapshot.recorded");
         if noted {

@@ -3,8 +3,9 @@
 //!
 //! Guests need forwarding. A host that did not forward before must not become a router between its
 //! other networks. So the daemon notes the interfaces that the host had. The packet filter then
-//! passes only packets of guests, and packets of a bridge or veth that appeared later, because its
-//! program (such as a container engine) found forwarding on.
+//! passes only packets of guests, and packets of a bridge or veth that appeared later. The program
+//! that made such an interface, such as a container engine, expects forwarding, because it was on
+//! when the program started.
 //!
 //! The note is a file in /run, one per network namespace, because several daemons may share a host.
 //! The last daemon to end removes the note and switches forwarding off again.

@@ -155,8 +155,8 @@ pub(super) fn set_host(host: Host) -> Result<(), NetlinkError> {
 }
 
 /// The `router` chain, for a host that did not forward before. It lets pass only guests' packets,
-/// and packets of a bridge or veth that appeared later: such a program, for instance of containers,
-/// found forwarding on.
+/// and packets of a bridge or veth that appeared later. The program that made such an interface,
+/// such as a container engine, expects forwarding, because it was on when the program started.
 fn no_router(all: &mut Transaction, others: &BTreeSet<String>) {
     use encode::{
         IN, IN_KIND, OUT, OUT_KIND, interface, interface_begins, interface_member, verdict,
