@@ -44,8 +44,8 @@ pub fn merge(maps: &[BorrowedFd<'_>]) -> Result<Merged, Box<dyn std::error::Erro
     Ok(Merged { map, runs: Box::new(merge.into_runs()) })
 }
 
-/// Updates a disk's chain after a commit or a merge: the layers `was` became `now`. Layers that were
-/// frozen since stay above.
+/// Updates a disk's chain after a commit or a merge: the layers `was` became `now`. Layers that
+/// were frozen since stay above.
 pub fn replace(
     chain: &mut Vec<ChainLayer>,
     was: &[ChainLayer],
@@ -126,26 +126,28 @@ pub async fn merge_frozen(daemon: &Arc<Daemon>, vm: &Arc<Vm>) {
     }
 }
 
-/// The stored layers of a chain, and those above, if these are too many.
-fn too_many(chain: &[ChainLayer]) -> Option<(Vec<LayerRef>, Vec<VmLayer>)> {
+/// The stored layers at the bottom of a chain, and the frozen and shared layers above them.
+fn split(chain: &[ChainLayer]) -> (Vec<LayerRef>, Vec<VmLayer>) {
     let stored = chain.iter().map_while(|layer| match layer {
         ChainLayer::Stored(layer) => Some(*layer),
         ChainLayer::Frozen(_) | ChainLayer::Shared(_) => None,
     });
-    let frozen = chain.iter().filter_map(|layer| match layer {
+    let stored: Vec<LayerRef> = stored.collect();
+    let frozen = chain[stored.len()..].iter().filter_map(|layer| match layer {
         ChainLayer::Frozen(layer) | ChainLayer::Shared(layer) => Some(*layer),
         ChainLayer::Stored(_) => None,
     });
-    let (stored, frozen): (Vec<_>, Vec<_>) = (stored.collect(), frozen.collect());
-    // No frozen layer may be below a stored one.
-    let in_order = stored.len() + frozen.len() == chain.len();
-    (frozen.len() > MOST_FROZEN && in_order).then_some((stored, frozen))
+    (stored, frozen.collect())
 }
 
 async fn merge_disk(daemon: &Arc<Daemon>, vm: &Arc<Vm>, number: usize) -> Outcome<()> {
     let live = vm.live();
     let Some(disk) = live.disks.get(number) else { return Ok(()) };
-    let Some((stored, frozen)) = too_many(&disk.layers) else { return Ok(()) };
+    let (stored, frozen) = split(&disk.layers);
+    // No frozen layer may be below a stored one.
+    if frozen.len() <= MOST_FROZEN || stored.len() + frozen.len() != disk.layers.len() {
+        return Ok(());
+    }
     let failed = |e: &dyn std::error::Error| {
         ApiError::internal(format_args!("merging layers: {}", chain(e)))
     };

@@ -98,21 +98,15 @@ pub async fn fork(
     drop(fit.map_err(Step::Memory.failed())?);
     let (work, same) = (daemon.clone(), vm.clone());
     let within = 2 * daemon.config.deadlines.save;
-    let (fork_point, one) =
-        section(
-            daemon,
-            vm,
-            "a fork",
-            within,
-            async move { Ok((freeze(&work, &same).await?, one)) },
-        )
-        .await?;
+    let frozen = async move { Ok((freeze(&work, &same).await?, one)) };
+    let (fork_point, one) = section(daemon, vm, "a fork", within, frozen).await?;
     let (fork_point, frozen_us) = (Arc::new(fork_point), asked.elapsed_us());
     daemon.pool.expect_shape(fork_point.shape());
     let template = match template {
         Some(name) => Some(pending::begin(daemon, &fork_point, name).await?),
         None => None,
     };
+    let batch = Batch::of(&daemon.config, count).map_err(ApiError::internal)?;
     let order = Order {
         origin: Origin::Fork(fork_point.clone(), 1),
         name,
@@ -122,9 +116,15 @@ pub async fn fork(
         purpose: Purpose::User,
         network: None,
         next: None,
-        batch: None,
+        batch: batch.clone(),
     };
-    let guards = clones(daemon, &fork_point, count, order, asked).await?;
+    let guards = tokio::select! {
+        guards = children(daemon, &fork_point, &order, count, asked) => guards?,
+        () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
+    };
+    failpoint::reached("daemon.fork.children");
+    batch.iter().try_for_each(|batch| batch.commit()).map_err(ApiError::internal)?;
+    failpoint::reached("daemon.fork.committed");
     if let Some(template) = template {
         template.keep();
     }
@@ -139,18 +139,15 @@ pub async fn fork(
     Ok(Forked { paused_us, pages, frozen_us, items })
 }
 
-/// Starts the clones of a fork point: all of them or none, also if the daemon ends in the middle.
-async fn clones(
+/// Creates the clones of a fork point. A task for each, so that all CPUs start clones. If one fails,
+/// the others are dropped, which removes their VMs.
+async fn children(
     daemon: &Arc<Daemon>,
     fork_point: &Arc<ForkPoint>,
+    order: &Order,
     count: u32,
-    order: Order,
     asked: Asked,
 ) -> Outcome<Vec<VmGuard>> {
-    let batch = Batch::of(&daemon.config, count).map_err(ApiError::internal)?;
-    let order = Order { batch: batch.clone(), ..order };
-    // A task for each clone, so that all CPUs start clones. If one fails, the others are dropped,
-    // which removes their VMs.
     let creations = (1..=count).map(|number| {
         let daemon = daemon.clone();
         let order = Order { origin: Origin::Fork(fork_point.clone(), number), ..order.clone() };
@@ -165,14 +162,7 @@ async fn clones(
                 .unwrap_or_else(|e| Err(ApiError::internal(format_args!("a creation ended: {e}"))))
         }
     });
-    let guards = tokio::select! {
-        guards = try_join_all(creations) => guards?,
-        () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
-    };
-    failpoint::reached("daemon.fork.children");
-    batch.iter().try_for_each(|batch| batch.commit()).map_err(ApiError::internal)?;
-    failpoint::reached("daemon.fork.committed");
-    Ok(guards)
+    try_join_all(creations).await
 }
 
 /// Whether it suffices to copy the pages that the VM has written. After several generations of
