@@ -5,13 +5,17 @@ DEMO ?=
 BENCHES := birth chain scale death fork jobs trace faults dns linux numa
 BENCH ?= $(BENCHES)
 OPTIONS ?=
+# Tests of make long, by name.
+LONG ?= a_daemon_killed_at_every_step a_thousand_clients
 
-.PHONY: help setup build demo test bench lint clean
+.PHONY: help setup build demo test long bench lint clean
 
 help:
 	@echo "make demo    build, bake a Debian machine, start 40 copies of it, show the figures"
 	@echo "make test    every test: unit, microguest on bare /dev/kvm, and stock kernels natively"
 	@echo "             or in the machine"
+	@echo "make long    what make test runs a part of: the daemon killed at every step, and 1,000"
+	@echo "             clients that go away; half an hour on two cores (LONG=NAME for one of them)"
 	@echo "make bench   every short benchmark: dayfly-bench $(BENCHES)"
 	@echo "             BENCH='death fork' for some, OPTIONS='--full' if each has it; also"
 	@echo "             store: two hours under emulation; root, and Debian's mirror the first time"
@@ -53,6 +57,12 @@ test: setup
 	[ $$status = 0 ] || awk '/^failures:/ { on = 1 } /^test result:/ { on = 0 } \
 		on && !/^ +([0-9]+: |at )/' target/test/units.log; \
 	exit $$status
+
+# These tests are ignored by `make test`. One command builds programs and tests, as there.
+long: setup
+	@cargo build --release --workspace --bins --tests --examples
+	cargo test --release --workspace --lib --test kills -- --ignored --nocapture --test-threads 1 \
+		$(LONG)
 
 bench: build
 	@set -e; for scenario in $(BENCH); do $(BIN)/dayfly-bench $$scenario $(OPTIONS); done

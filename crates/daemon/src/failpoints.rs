@@ -33,6 +33,7 @@ pub const FAILPOINTS: &[&str] = &[
     "daemon.snapshot.thawed",
     "daemon.snapshot.proven",
     "daemon.snapshot.recorded",
+    "daemon.snapshot.released",
     "daemon.snapshot.rebased",
     "daemon.save.files",
     "daemon.save.frozen",

@@ -116,6 +116,7 @@ async fn commit(
         let noted = record::note(&work.registry, &same).await;
         failpoint::reached("daemon.snapshot.recorded");
         let (mut committed, flattened) = result?;
+        failpoint::reached("daemon.snapshot.recorded");
         if noted {
             let (work, replaced) = (work.clone(), std::mem::take(&mut committed.replaced));
             let _ = blocking(move || {
@@ -123,6 +124,7 @@ async fn commit(
                 Ok(())
             })
             .await;
+            failpoint::reached("daemon.snapshot.released");
         }
         // After the record is written: if the daemon dies in between, the record has fewer layers
         // than the VMM uses, never more.

@@ -1,7 +1,6 @@
 //! VMs of the test: all are clones of one snapshot, whose guest writes to memory and disk.
 
-use crate::testbed::Testbed;
-use crate::until;
+use crate::testbed::{Testbed, until};
 use anyhow::{Context, Result, bail, ensure};
 use dayfly_api::agent::{FrameKind, READY_PORT, Ready, Reply, encode};
 use dayfly_api::client::ProgressStream;
@@ -163,4 +162,12 @@ pub async fn made(mut stream: ProgressStream) -> Result<()> {
         }
     }
     bail!("the daemon ended in the middle")
+}
+
+/// Checks that a clone of a snapshot has the right content.
+pub async fn is_whole(bed: &Testbed, called: &str) -> Result<()> {
+    let vm = clone(bed, called, &format!("clone-{called}")).await?;
+    has_right_content(bed, vm.id).await.with_context(|| format!("snapshot {called}"))?;
+    bed.client.remove_vm(&vm.id.to_string(), true).await?;
+    Ok(())
 }

@@ -18,11 +18,12 @@
 
 mod check;
 mod guest;
+mod living;
 mod operation;
 mod testbed;
 
-use anyhow::{Context, Result, ensure};
-use check::Living;
+use anyhow::{Context, Result};
+use living::Living;
 use operation::{Case, Operation, cases};
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -109,14 +110,4 @@ fn every_failpoint_has_a_case() {
     assert_eq!(points, all);
     let operations: BTreeSet<_> = cases().iter().map(|case| case.operation).collect();
     assert_eq!(operations, Operation::ALL.into());
-}
-
-/// Fails unless `holds` within the limit; looks again and again.
-async fn until(what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
-    let begun = Instant::now();
-    while !holds().await? {
-        ensure!(begun.elapsed() < testbed::WITHIN, "{what}: not within {:?}", testbed::WITHIN);
-        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-    }
-    Ok(())
 }

@@ -1,7 +1,7 @@
 //! The operations, and at which failpoints each is ended.
 
-use crate::check::Living;
 use crate::guest;
+use crate::living::Living;
 use crate::testbed::Testbed;
 use anyhow::{Result, bail};
 use dayfly_api::types::{BakeRequest, ForkRequest};

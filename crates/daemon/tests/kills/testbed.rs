@@ -14,6 +14,16 @@ use std::time::{Duration, Instant};
 /// Generous, because guests may be emulated on a busy host; only a hang takes this long.
 pub const WITHIN: Duration = Duration::from_secs(120);
 
+/// Fails unless `holds` within the limit; looks again and again.
+pub async fn until(what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+    let begun = Instant::now();
+    while !holds().await? {
+        ensure!(begun.elapsed() < WITHIN, "{what}: not within {:?}", WITHIN);
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Ok(())
+}
+
 /// The folders, and the daemon if it runs. A drop ends all processes and removes the folders.
 pub struct Testbed {
     folder: tempfile::TempDir,

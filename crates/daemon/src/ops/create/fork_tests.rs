@@ -276,7 +276,7 @@ async fn a_vm_without_an_agent_goes_on_after_its_snapshot() {
     room.empty().await;
 }
 
-async fn born_of(room: &Room, template: &str) -> Outcome<Arc<Vm>> {
+pub(super) async fn born_of(room: &Room, template: &str) -> Outcome<Arc<Vm>> {
     Ok(create(&room.daemon, Asked::now(), order_of(template)).await?.keep())
 }
 

@@ -33,6 +33,10 @@ mod forking;
 mod garbage;
 
 #[cfg(test)]
+#[path = "gone_tests.rs"]
+mod gone;
+
+#[cfg(test)]
 #[path = "hostile_tests.rs"]
 mod hostile;
 
