@@ -71,6 +71,29 @@ pub async fn fork(
     request: ForkRequest,
     asked: Asked,
 ) -> Outcome<Forked> {
+    forked(daemon, vm, request, asked, false).await
+}
+
+/// As [`fork`], on request of the VM's own guest. The clones count against its limit.
+///
+/// # Errors
+/// As [`fork`].
+pub async fn fork_for_guest(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    request: ForkRequest,
+    asked: Asked,
+) -> Outcome<Forked> {
+    forked(daemon, vm, request, asked, true).await
+}
+
+async fn forked(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    request: ForkRequest,
+    asked: Asked,
+    by_guest: bool,
+) -> Outcome<Forked> {
     let ForkRequest { count, name, labels, forks, template } = request;
     let least = u32::from(template.is_none());
     if !(least..=MOST).contains(&count) {
@@ -95,9 +118,10 @@ pub async fn fork(
     drop(fit.map_err(Step::Memory.failed())?);
     let (work, same) = (daemon.clone(), vm.clone());
     let section = daemon.undo.spawn(async move { freeze(&work, &same).await });
-    let fork_point = section
+    let mut fork_point = section
         .await
         .map_err(|e| ApiError::internal(format_args!("forking VM {}: {e}", vm.name)))??;
+    fork_point.facts.fork.by_guest = by_guest;
     let (fork_point, frozen_us) = (Arc::new(fork_point), asked.elapsed_us());
     daemon.pool.expect_shape(fork_point.shape());
     let template = match template {
