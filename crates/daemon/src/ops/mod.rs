@@ -12,6 +12,7 @@ pub mod fork;
 pub mod immutable;
 pub mod inspect;
 pub mod keeper;
+pub mod liveness;
 pub mod maintenance;
 pub mod pending;
 pub mod power;
