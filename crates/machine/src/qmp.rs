@@ -167,7 +167,7 @@ mod tests {
         let talking =
             std::thread::spawn(move || talk(ours, &note, &disk, Duration::from_millis(1)));
         let mut lines = BufReader::new(qemu.try_clone().unwrap()).lines();
-        let mut say = |text: &str| writeln!(&qemu, "{text}").unwrap();
+        let say = |text: &str| writeln!(&qemu, "{text}").unwrap();
         say(r#"{"QMP":{"version":{},"capabilities":[]}}"#);
         assert_eq!(lines.next().unwrap().unwrap(), CAPABILITIES);
         say(r#"{"event":"BLOCK_IO_ERROR","data":{"nospace":true}}"#);

@@ -104,7 +104,7 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        drop(rustix::mount::unmount(self.0.path(), UnmountFlags::DETACH));
+        let _ = rustix::mount::unmount(self.0.path(), UnmountFlags::DETACH);
     }
 }
 
