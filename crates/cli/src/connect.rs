@@ -8,14 +8,17 @@
 //!      │ no
 //!      └──────────────────────▶ the machine's dayflyd ──not answering──▶ make and start it
 //! ```
+//!
+//! A machine of an older version serves as long as VMs live in it, because its end would end them.
+//! Only `dayfly machine restart` ends such a machine ([`crate::machine_start`]).
 
-use crate::artefacts;
 use crate::home::{home, program};
+use crate::machine_start::{self, ANSWER, use_machine};
 use crate::progress::Steps;
 use anyhow::{Context, Result, bail};
 use dayfly_api::client::Client;
 use dayfly_api::types::Info;
-use dayfly_machine::{InitError, InitOptions, Machine, Reexec, Started, probe};
+use dayfly_machine::{Machine, probe};
 use std::fs::{DirBuilder, File, Permissions};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
@@ -23,8 +26,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a daemon may take to answer the request for its description.
-const ANSWER: Duration = Duration::from_secs(10);
 /// How long a daemon may take to start: it adopts the VMs of an earlier daemon.
 const START: Duration = Duration::from_secs(60);
 /// Interval of the checks for a starting daemon, which usually takes a few milliseconds.
@@ -86,14 +87,19 @@ pub async fn client() -> Result<Client> {
         Place::Machine(probe) => {
             if let Ok(machine) = Machine::open(&home()?)
                 && let Some((client, info)) = answers(&machine.api_socket()).await
-                && info.version == env!("CARGO_PKG_VERSION")
             {
-                return Ok(client);
+                if info.version == env!("CARGO_PKG_VERSION") {
+                    return Ok(client);
+                }
+                if let Some(vms @ 1..) = machine_start::live_vms(&client).await {
+                    machine_start::notice_older(&machine, Some(&info.version), vms);
+                    return Ok(client);
+                }
             }
             eprintln!("dayfly: {probe}; working through the machine (dayfly machine)");
             let steps = Steps::new();
             let machine =
-                tokio::task::spawn_blocking(move || start_machine(&home()?, &steps)).await??;
+                tokio::task::spawn_blocking(move || use_machine(&home()?, &steps)).await??;
             Ok(Client::new(machine.api_socket()))
         }
     }
@@ -176,105 +182,9 @@ fn last_lines(path: &Path) -> String {
     lines[lines.len().saturating_sub(LINES)..].join("\n")
 }
 
-/// The default options of a machine.
-///
-/// # Errors
-/// If a program is missing, or the machine's kernel cannot be fetched.
-pub fn machine_options(steps: &Steps) -> Result<InitOptions> {
-    let init = program("dayfly-machine-init")?;
-    let (daemon, vmm, pager) =
-        (program("dayflyd")?, program("dayfly-vmm")?, program("dayfly-pager")?);
-    let cpus = std::thread::available_parallelism().map_or(2, |n| n.get().clamp(2, 8));
-    let mut options = InitOptions::new(artefacts::machine_kernel(steps)?, init);
-    options.cpus = u32::try_from(cpus).unwrap_or(2);
-    options.daemon = Some(daemon);
-    options.vmm = Some(vmm);
-    options.pager = Some(pager);
-    Ok(options)
-}
-
-/// The options of a machine in which programs that do not exist any more are replaced by what
-/// `find` gives for their names; `None` if all exist. A machine's programs vanish with the checkout
-/// or the package that made it. Its initramfs still has them, but they are older than this client.
-fn with_present_programs(
-    options: &InitOptions,
-    find: impl Fn(&str) -> Result<PathBuf>,
-) -> Result<Option<InitOptions>> {
-    let mut renewed = options.clone();
-    let programs = [
-        (Some(&mut renewed.init_program), "dayfly-machine-init"),
-        (renewed.daemon.as_mut(), "dayflyd"),
-        (renewed.vmm.as_mut(), "dayfly-vmm"),
-        (renewed.pager.as_mut(), "dayfly-pager"),
-    ];
-    for (path, name) in programs {
-        if let Some(path) = path
-            && !path.exists()
-        {
-            *path = find(name)?;
-        }
-    }
-    Ok((renewed != *options).then_some(renewed))
-}
-
-/// Makes the machine if there is none. Starts it if it does not run, and restarts it if its
-/// programs differ from this installation's. This function blocks.
-///
-/// # Errors
-/// If something that the machine needs is missing, or if it does not start.
-pub fn start_machine(home: &Path, steps: &Steps) -> Result<Machine> {
-    let machine = match Machine::open(home) {
-        Ok(machine) => match with_present_programs(machine.options(), program)? {
-            None => machine,
-            Some(options) => {
-                steps.say(
-                    "dayfly: the programs that the machine was made with are gone; it gets those \
-                     of this installation",
-                );
-                Machine::init(home, &options, &mut |text| steps.begin(text))
-                    .context("renewing the machine's programs")?
-            }
-        },
-        Err(InitError::None(_)) => {
-            let options = machine_options(steps)?;
-            Machine::init(home, &options, &mut |text| steps.begin(text))
-                .context("making the machine")?
-        }
-        Err(e) => return Err(e).context("the machine"),
-    };
-    let reexec = Reexec { program: program("dayfly")?, words: vec!["machine-supervise".into()] };
-    if let Some(notice) = machine.notice() {
-        steps.say(&format!("dayfly: {notice}"));
-    }
-    steps.begin("starting the machine");
-    if let Started::Fresh { replaced: Some(reason), .. } =
-        machine.start(&reexec, &mut |text| steps.begin(text))?
-    {
-        steps.say(&format!("dayfly: the machine was restarted: {reason}"));
-    }
-    steps.end();
-    Ok(machine)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn programs_that_are_gone_are_replaced_and_others_stay() {
-        let here = tempfile::tempdir().expect("a folder");
-        let [kept, daemon] = ["init", "dayflyd"].map(|name| here.path().join(name));
-        std::fs::write(&kept, "").expect("a file");
-        let find = |name: &str| Ok(Path::new("/installed").join(name));
-        let mut options = InitOptions::new(PathBuf::new(), kept.clone());
-        assert_eq!(with_present_programs(&options, find).expect("options"), None);
-        options.daemon = Some(daemon.clone());
-        let renewed = with_present_programs(&options, find).expect("options").expect("new ones");
-        assert_eq!(renewed.daemon.as_deref(), Some(Path::new("/installed/dayflyd")));
-        assert_eq!((renewed.init_program, renewed.vmm), (kept, None));
-        std::fs::write(daemon, "").expect("a file");
-        assert_eq!(with_present_programs(&options, find).expect("options"), None);
-    }
 
     #[test]
     fn a_host_is_a_unix_socket() {

@@ -18,6 +18,7 @@ pub mod commands;
 pub mod connect;
 pub mod failure;
 pub mod home;
+pub mod machine_start;
 pub mod output;
 pub mod progress;
 pub mod session;

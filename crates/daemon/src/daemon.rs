@@ -32,7 +32,7 @@ pub struct Daemon {
     /// Memory that VMs may have, by node.
     pub budget: Arc<Budget>,
     /// Threads that free the memory of ended VMs.
-    pub reapers: Reapers,
+    pub reapers: Arc<Reapers>,
     /// Starts VMMs.
     pub launcher: Arc<Launcher>,
     /// Takes a VM and its guest request socket, on which the guest asks for forks of itself.
@@ -71,8 +71,10 @@ impl Daemon {
         nodes: Vec<Node>,
         self_forks: UnboundedSender<(Arc<Vm>, UnixListener)>,
     ) -> std::io::Result<Self> {
+        let reapers = Arc::new(Reapers::new(&nodes)?);
+        let templates = templates.freeing_on(reapers.clone());
         Ok(Self {
-            reapers: Reapers::new(&nodes)?,
+            reapers,
             registry: Registry::new(config.first_uid),
             budget: Arc::new(Budget::new(&nodes, config.overcommit)),
             makers: Arc::new(Semaphore::new(2 * cpus())),

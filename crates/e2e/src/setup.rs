@@ -5,7 +5,7 @@ use dayfly_api::client::{Client, Connection, Exec, ExecEvent};
 use dayfly_api::types::{ErrorCode, Kernel};
 use dayfly_cli::connect::{self, Place};
 use dayfly_cli::progress::Steps;
-use dayfly_cli::{artefacts, home};
+use dayfly_cli::{artefacts, home, machine_start};
 use dayfly_units::Name;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -51,13 +51,13 @@ impl Host {
 /// Connects to the daemon as `dayfly` does. A machine that runs older programs is restarted.
 ///
 /// # Errors
-/// No daemon can be started.
+/// No daemon can be started, or VMs live in a machine that runs older programs.
 pub async fn host() -> Result<Host> {
     let mut machine = None;
     if matches!(connect::place()?, Place::Machine(_)) {
         let home = home::home()?;
         machine = Some(home.clone());
-        let start = move || connect::start_machine(&home, &Steps::new());
+        let start = move || machine_start::current_machine(&home, &Steps::new());
         tokio::task::spawn_blocking(start).await??;
     }
     Ok(Host { client: connect::client().await?, machine })

@@ -5,6 +5,7 @@
 use crate::numa::{self, Node};
 use dayfly_units::sync::lock;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
@@ -43,6 +44,12 @@ impl Reapers {
         Ok(Self(senders))
     }
 
+    /// No threads: each job runs on the caller's thread.
+    #[must_use]
+    pub const fn none() -> Self {
+        Self(Vec::new())
+    }
+
     /// Queues `job` for the CPUs of node `node`, an index into the nodes of [`Self::new`]. If the
     /// index is too large, the first node is used.
     pub fn run(&self, node: usize, job: impl FnOnce() + Send + 'static) {
@@ -63,7 +70,12 @@ fn serve(jobs: &Mutex<Receiver<Job>>) {
     loop {
         let next = lock(jobs).recv();
         match next {
-            Ok(job) => job(),
+            Ok(job) => {
+                // The panic hook has printed the panic. Without this, each panic would cost the
+                // node a thread, and after the last one every removal would wait for ever. The job
+                // is gone after its panic, so no broken state of it is seen again.
+                let _ = catch_unwind(AssertUnwindSafe(job));
+            }
             Err(_) => return,
         }
     }
@@ -72,6 +84,20 @@ fn serve(jobs: &Mutex<Receiver<Job>>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn a_job_that_panics_costs_no_thread() {
+        let node = Node { number: None, cpus: Vec::new(), memory_bytes: 1 };
+        let reapers = Reapers::new(&[node]).unwrap();
+        for _ in 0..MOST {
+            reapers.run(0, || panic!("a job of a test panics on purpose"));
+        }
+        let (done, got) = channel();
+        reapers.run(0, move || done.send(7).unwrap());
+        // Without a thread, the job stays in the queue and its sender with it.
+        assert_eq!(got.recv_timeout(Duration::from_secs(60)), Ok(7));
+    }
 
     #[test]
     fn jobs_are_done_on_the_cpus_of_their_node() {

@@ -24,23 +24,18 @@ impl Process {
     /// The kernel refuses, or the process takes more than 10 s; its memory is free once it has
     /// ended.
     pub fn release_memory(&self) -> io::Result<()> {
-        loop {
-            // SAFETY: process_mrelease(2) with a pidfd that lives and no flags; it touches nothing
-            // of this process.
-            let result =
-                unsafe { libc::syscall(libc::SYS_process_mrelease, self.as_fd().as_raw_fd(), 0) };
-            if result == 0 {
-                return Ok(());
-            }
-            let error = io::Error::last_os_error();
-            match error.raw_os_error() {
-                // No thread of the process has a memory map: the memory was freed, or is being
-                // freed.
-                Some(libc::ESRCH) => return self.wait_released(),
-                // Part of the memory map was locked just now, or a signal came: try again.
-                Some(libc::EAGAIN | libc::EINTR) => {}
-                _ => return Err(error),
-            }
+        // SAFETY: process_mrelease(2) with a pidfd that lives and no flags; it touches nothing of
+        // this process.
+        let release = || match unsafe {
+            libc::syscall(libc::SYS_process_mrelease, self.as_fd().as_raw_fd(), 0)
+        } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        };
+        match repeated(release, std::thread::sleep) {
+            // No thread of the process has a memory map: the memory was freed, or is being freed.
+            Err(e) if e.raw_os_error() == Some(libc::ESRCH) => self.wait_released(),
+            result => result,
         }
     }
 
@@ -64,6 +59,32 @@ impl Process {
     }
 }
 
+/// Calls `release` again while a part of the memory map is locked or a signal comes, at most until
+/// [`WITHIN`] of pauses has passed. The pauses are necessary: the caller may have real-time
+/// priority, and the thread that holds the lock may need the caller's CPU.
+fn repeated(
+    mut release: impl FnMut() -> io::Result<()>,
+    mut pause: impl FnMut(Duration),
+) -> io::Result<()> {
+    let mut paused = Duration::ZERO;
+    loop {
+        match release() {
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => {
+                if paused >= WITHIN {
+                    let message = format!(
+                        "its memory map is still locked after {} s of pauses",
+                        WITHIN.as_secs()
+                    );
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, message));
+                }
+                pause(LOOK);
+                paused += LOOK;
+            }
+            result => return result,
+        }
+    }
+}
+
 /// Whether any of these threads has a file open. A thread that ended has none.
 fn have_files(threads: &Path) -> bool {
     let threads = std::fs::read_dir(threads).into_iter().flatten().filter_map(Result::ok);
@@ -77,6 +98,34 @@ mod tests {
     use super::*;
     use crate::process::ProcessId;
     use std::process::{Command, Stdio};
+
+    #[test]
+    fn a_locked_memory_map_is_tried_again_with_pauses_and_not_for_ever() {
+        for errno in [libc::EAGAIN, libc::EINTR] {
+            let (mut calls, mut pauses) = (0_u32, 0_u32);
+            let error = repeated(
+                || {
+                    calls += 1;
+                    Err(io::Error::from_raw_os_error(errno))
+                },
+                |_| {
+                    pauses += 1;
+                    assert!(pauses < 1_000_000, "no end");
+                },
+            );
+            assert_eq!(error.unwrap_err().kind(), io::ErrorKind::TimedOut);
+            // One pause, which gives up the CPU, between each two calls.
+            assert_eq!((calls, u128::from(pauses)), (pauses + 1, WITHIN.as_micros() / 100));
+        }
+        let mut left = 3;
+        let release = || {
+            left -= 1;
+            if left == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EAGAIN)) }
+        };
+        repeated(release, |_| {}).unwrap();
+        let other = repeated(|| Err(io::Error::from_raw_os_error(libc::EPERM)), |_| panic!("no"));
+        assert_eq!(other.unwrap_err().raw_os_error(), Some(libc::EPERM));
+    }
 
     /// The value in KiB of a line `name:` in a file of /proc.
     fn kib(path: &str, name: &str) -> Option<u64> {

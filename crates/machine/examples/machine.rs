@@ -2,8 +2,8 @@
 //! `leaks`.
 
 use dayfly_machine::{
-    ExecSpec, InitOptions, Input, Machine, RawTerminal, Reexec, Root, copy_in, leaks, probe,
-    supervisor_main, window_size,
+    ExecSpec, InitOptions, Input, Machine, Note, RawTerminal, Reexec, Root, StartOrder, copy_in,
+    leaks, probe, supervisor_main, window_size,
 };
 use std::error::Error;
 use std::fs::File;
@@ -52,7 +52,12 @@ fn run(arguments: &[String]) -> Result<ExitCode, Box<dyn Error>> {
         [home, "start"] => {
             let reexec =
                 Reexec { program: std::env::current_exe()?, words: vec!["supervise".into()] };
-            println!("{:?}", Machine::open(Path::new(home))?.start(&reexec, progress)?);
+            // The example knows no daemon, so it ends no running machine.
+            let order = StartOrder::to_use(&reexec, &|| None);
+            let say = &mut |note: Note<'_>| match note {
+                Note::Step(text) | Note::Line(text) => eprintln!("{text}"),
+            };
+            println!("{:?}", Machine::open(Path::new(home))?.start(&order, say)?);
         }
         [home, "stop"] => {
             println!(

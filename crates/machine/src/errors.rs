@@ -100,6 +100,16 @@ pub enum StartError {
         /// The output of e2fsck.
         said: String,
     },
+    /// The running machine may hold VMs, so no command ends it unasked.
+    #[error("{why}; {next}{tail}")]
+    Kept {
+        /// What was found.
+        why: String,
+        /// What the user can do.
+        next: String,
+        /// The last lines of the logs, if they may explain it.
+        tail: String,
+    },
     /// The running machine could not be stopped for a restart.
     #[error(transparent)]
     Stop(#[from] StopError),

@@ -63,6 +63,16 @@ impl Layout {
         self.at("ended.json")
     }
 
+    /// Why QEMU has paused the machine; empty bytes if it has not.
+    pub(crate) fn paused(&self) -> PathBuf {
+        self.at("paused")
+    }
+
+    /// The version for which the notice of older programs was printed last.
+    pub(crate) fn noticed(&self) -> PathBuf {
+        self.at("noticed.json")
+    }
+
     pub(crate) fn api_socket(&self) -> PathBuf {
         self.at("api.sock")
     }

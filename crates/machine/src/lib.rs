@@ -4,8 +4,10 @@
 //! CPU with SVM and nested paging. Linux runs on that CPU, and in it the same `dayflyd` as on a
 //! native host. The caller reaches the daemon through a unix socket, as if the daemon were local.
 //!
-//! This crate knows nothing about images, snapshots, VMs or HTTP. The machine forwards bytes and
-//! runs programs.
+//! This crate knows nothing about images, snapshots or VMs. The machine forwards bytes and runs
+//! programs. Only the number of VMs matters here, because no command ends a machine with VMs
+//! unasked (`decide`): the caller gives the number, and the supervisor reads it from the daemon
+//! (`vm_count`).
 //!
 //! ```text
 //! caller ─▶ api.sock, exec.sock ─▶ supervisor ─▶ private network ─▶ dayfly-machine-init
@@ -23,11 +25,13 @@
 
 mod config;
 mod confine;
+mod decide;
 mod disk;
 mod errors;
 mod exec;
 mod files;
 mod forward;
+mod found;
 mod initramfs;
 mod layout;
 mod leaks;
@@ -36,17 +40,24 @@ mod lock;
 mod machine;
 mod modules;
 mod probe;
+mod progress;
 mod qemu;
+mod qmp;
+mod report;
+mod run_state;
 mod share;
 mod start;
 mod status;
 mod stop;
 mod supervisor;
+mod vm_count;
+mod watch;
 
 pub use config::InitOptions;
 pub use dayfly_boot::BootError;
 pub use dayfly_machine_init as guest;
 pub use dayfly_machine_init::{DaemonStatus, ExecSpec, Exit, GuestStatus, Root, WindowSize};
+pub use decide::{Consent, Purpose};
 pub use errors::{InitError, StartError, StopError};
 pub use exec::{ExecError, Input, Output, RawTerminal, copy_in, window_size};
 pub use files::FileError;
@@ -54,8 +65,9 @@ pub use initramfs::BuildError;
 pub use leaks::{Leak, leaks};
 pub use machine::Machine;
 pub use probe::{Probe, probe};
+pub use report::EndReport;
 pub use share::{Access, Share, ShareError};
-pub use start::{Reexec, Started, kernel_crashed};
+pub use start::{Note, Reexec, StartOrder, Started, kernel_crashed};
 pub use status::{State, Status};
 pub use stop::Stopped;
 pub use supervisor::supervisor_main;

@@ -146,6 +146,7 @@ impl Machine {
     pub(crate) fn sweep_locked(&self) -> Result<(), FileError> {
         files::remove(&self.layout.api_socket())?;
         files::remove(&self.layout.exec_socket())?;
+        files::remove(&self.layout.paused())?;
         for entry in fs::read_dir(&self.layout.folder)
             .map_err(|e| FileError::new("reading", &self.layout.folder, e))?
         {

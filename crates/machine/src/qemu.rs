@@ -50,6 +50,8 @@ pub(crate) struct QemuOptions<'a> {
     pub(crate) log_fd: i32,
     /// The control line's socket.
     pub(crate) control_fd: i32,
+    /// The socket of QEMU's monitor.
+    pub(crate) monitor_fd: i32,
     /// The other end of the supervisor's network interface.
     pub(crate) tap_fd: i32,
     /// Each share's tag, with a socket that is connected to its virtiofsd.
@@ -173,6 +175,8 @@ fn add_devices(options: &QemuOptions<'_>, add: &mut dyn FnMut(&[&str])) {
     add(&["-device", "virtio-serial-pci,disable-legacy=on"]);
     add(&["-chardev", &format!("socket,id=control,fd={}", options.control_fd)]);
     add(&["-device", &format!("virtserialport,chardev=control,name={CONTROL_PORT_NAME}")]);
+    add(&["-chardev", &format!("socket,id=monitor,fd={}", options.monitor_fd)]);
+    add(&["-mon", "chardev=monitor,mode=control"]);
     add(&["-chardev", &format!("file,id=log,path=/dev/fdset/{LOG_SET}")]);
     add(&["-device", &format!("virtserialport,chardev=log,name={LOG_PORT_NAME}")]);
     add(&[
@@ -226,6 +230,7 @@ mod tests {
             console_fd: 11,
             log_fd: 12,
             control_fd: 13,
+            monitor_fd: 17,
             tap_fd: 14,
             shares,
             process_name: "dayfly-machine",

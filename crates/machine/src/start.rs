@@ -1,10 +1,14 @@
 //! Starts a machine, again after each crash of its kernel during boot.
 
+use crate::decide::{Action, Consent, Found, Purpose, decide};
 use crate::errors::StartError;
 use crate::files::{self, FileError};
+use crate::found::{START_TIMEOUT, Seen};
 use crate::initramfs;
 use crate::machine::Machine;
-use crate::supervisor::{Ended, Orders, Report, Running};
+use crate::progress::Report;
+use crate::run_state::{Ended, Running};
+use crate::supervisor::Orders;
 use crate::{disk, qemu};
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -14,16 +18,12 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// How long a running machine may take to answer, and to start its daemon again.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Number of kernel crashes during boot that a start tolerates: it boots again after each.
 const BOOT_CRASHES: u32 = 3;
 /// Console texts that show a crash of the kernel or of a part of it. `oops=panic` turns a partial
 /// crash into a panic, unless the kernel has stopped entirely.
 const CRASHES: [&str; 4] =
     ["Kernel panic", "Oops: ", "exited with irqs disabled", "---[ end trace"];
-/// How long the machine may take to become ready.
-const START_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// How the program that uses this library starts itself again as the supervisor. With these words,
 /// the program must call [`crate::supervisor_main`] with the argument that follows them.
@@ -35,40 +35,81 @@ pub struct Reexec {
     pub words: Vec<OsString>,
 }
 
+/// What a start is for, and whom it may ask.
+pub struct StartOrder<'a> {
+    /// How to start the supervisor.
+    pub reexec: &'a Reexec,
+    /// What the caller wants of the machine.
+    pub purpose: Purpose,
+    /// Whether a machine may be ended although it may hold VMs.
+    pub consent: Consent,
+    /// Asks the machine's daemon how many VMs live; `None` if it does not say.
+    pub count_vms: &'a dyn Fn() -> Option<u64>,
+    /// Asks the user a question whose answer is yes or no, for [`Consent::Ask`].
+    pub confirm: &'a dyn Fn(&str) -> bool,
+}
+
+impl<'a> StartOrder<'a> {
+    /// A start for use, which ends no machine with VMs.
+    #[must_use]
+    pub fn to_use(reexec: &'a Reexec, count_vms: &'a dyn Fn() -> Option<u64>) -> Self {
+        let (purpose, consent) = (Purpose::Use, Consent::None);
+        Self { reexec, purpose, consent, count_vms, confirm: &|_| false }
+    }
+}
+
+/// What a start says to the user.
+#[derive(Debug, Clone, Copy)]
+pub enum Note<'a> {
+    /// A step that has begun.
+    Step(&'a str),
+    /// A line that stays.
+    Line(&'a str),
+}
+
 /// The result of [`Machine::start`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Started {
     /// The machine was running already.
-    WasRunning,
+    WasRunning {
+        /// How its programs or settings differ from those of this installation.
+        differs: Option<String>,
+        /// Number of VMs that live in it; `None` if its daemon did not say.
+        vms: Option<u64>,
+    },
     /// The machine was started.
     Fresh {
         /// Milliseconds from the supervisor's start until the machine was ready.
         boot_ms: u64,
         /// Why a running machine was restarted, if one was.
         replaced: Option<String>,
+        /// How often the kernel crashed during boot, and was started again.
+        boot_crashes: u32,
     },
 }
 
-/// The result of waiting for a machine that seems to run.
-enum Found {
-    Ready,
-    Gone,
-    Silent,
+/// A machine about which [`decide`] has decided.
+enum Settled {
+    /// It serves.
+    Serves(Started),
+    /// It is down.
+    Down,
+    /// It was ended for this reason.
+    Ended(String),
 }
 
 impl Machine {
     /// Starts the machine. Returns when the machine answers, and its daemon too, if one is
-    /// configured. A running machine is restarted only if its build (kernel, programs, settings),
-    /// its CPUs or its memory have changed.
+    /// configured. [`crate::decide`] says when a running machine is restarted.
     ///
     /// # Errors
-    /// [`StartError`]; nothing is left running.
+    /// [`StartError`]; nothing new is left running.
     pub fn start(
         &self,
-        reexec: &Reexec,
-        progress: &mut dyn FnMut(&str),
+        order: &StartOrder<'_>,
+        note: &mut dyn FnMut(Note<'_>),
     ) -> Result<Started, StartError> {
-        let _lock = self.command(progress)?;
+        let _lock = self.command(&mut |text| note(Note::Step(text)))?;
         let shares = self.shares()?;
         if !shares.is_empty() && qemu::find_virtiofsd().is_none() {
             return Err(StartError::Missing {
@@ -81,28 +122,21 @@ impl Machine {
         }
         let build = initramfs::ensure(&self.layout, &self.options, &shares)?;
         for path in &build.missing {
-            progress(&format!(
+            note(Note::Step(&format!(
                 "{} is gone; the machine runs the copy from its last build",
                 path.display()
-            ));
+            )));
         }
-        let mut replaced = None;
-        if self.alive() {
-            let running: Option<Running> = files::read_json(&self.layout.running())?;
-            let reason = running.and_then(|running| self.difference(&running, &build));
-            replaced = match reason {
-                Some(reason) => Some(reason),
-                None => match self.wait_ready()? {
-                    Found::Ready => return Ok(Started::WasRunning),
-                    Found::Gone => None,
-                    Found::Silent => Some("it did not answer".to_owned()),
-                },
-            };
-            if let Some(reason) = &replaced {
-                progress(&format!("restarting the machine: {reason}"));
+        let replaced = match self.settle(order, &build, note)? {
+            Settled::Serves(started) => return Ok(started),
+            Settled::Down => {
+                if let Some(report) = self.end_report()? {
+                    note(Note::Line(&report.to_string()));
+                }
+                None
             }
-            self.stop_locked(Duration::from_secs(20))?;
-        }
+            Settled::Ended(reason) => Some(reason),
+        };
         if qemu::find_qemu().is_none() {
             return Err(StartError::Missing {
                 program: "qemu-system-x86_64",
@@ -110,27 +144,132 @@ impl Machine {
             });
         }
         self.sweep_locked()?;
-        self.check_disk(progress)?;
+        self.check_disk(&mut |text| note(Note::Step(text)))?;
         self.turn_logs()?;
-        let begun = Instant::now();
-        // QEMU's emulation (7.2) has a race if a kernel patches code that another CPU runs, and a
-        // booting kernel does.
-        let mut crashes_left = BOOT_CRASHES;
         let orders = Orders {
             folder: self.layout.folder.clone(),
             options: self.options.clone(),
             shares,
             build_digest: build.digest,
+            boot_crashes: 0,
         };
-        while let Err(error) = self.launch(reexec, &orders, progress) {
-            if crashes_left == 0 || !kernel_crashed(&error.to_string()) {
+        let begun = Instant::now();
+        let boot_crashes = self.boot(order.reexec, orders, note)?;
+        Ok(Started::Fresh { boot_ms: millis(begun.elapsed()), replaced, boot_crashes })
+    }
+
+    /// Decides about a running machine, and ends it if it is to be replaced.
+    fn settle(
+        &self,
+        order: &StartOrder<'_>,
+        build: &initramfs::Build,
+        note: &mut dyn FnMut(Note<'_>),
+    ) -> Result<Settled, StartError> {
+        if !self.alive() {
+            return Ok(Settled::Down);
+        }
+        let running: Option<Running> = files::read_json(&self.layout.running())?;
+        let differs = running.and_then(|running| self.difference(&running, build));
+        // A user who has agreed to lose all VMs need not wait for the machine's answer.
+        let agreed = (order.purpose, order.consent) == (Purpose::Restart, Consent::Given);
+        let seen = if agreed {
+            Seen { found: Found::Silent, details: String::new() }
+        } else {
+            self.look(order.count_vms)?
+        };
+        let vms = if let Found::Ready { vms } = seen.found { vms } else { None };
+        match decide(seen.found, differs.is_some(), order.purpose, order.consent) {
+            Action::Boot => return Ok(Settled::Down),
+            Action::Serve | Action::ServeOutdated => {
+                return Ok(Settled::Serves(Started::WasRunning { differs, vms }));
+            }
+            Action::Refuse => return Err(self.kept(&seen, order.purpose)),
+            Action::Ask => {
+                let question = format!("{}. Restart it, and end all its VMs?", self.state(&seen));
+                if !(order.confirm)(&question) {
+                    return Err(self.kept(&seen, order.purpose));
+                }
+            }
+            Action::Replace => {}
+        }
+        let reason = match (order.purpose, differs) {
+            (Purpose::Restart, _) => "on request".to_owned(),
+            (Purpose::Use, Some(differs)) => differs,
+            (Purpose::Use, None) => "it was never ready".to_owned(),
+        };
+        note(Note::Step(&format!("restarting the machine: {reason}")));
+        self.stop_locked(Duration::from_secs(20))?;
+        // The result has the reason.
+        self.forget_end()?;
+        Ok(Settled::Ended(reason))
+    }
+
+    /// What was found, as the begin of a sentence.
+    fn state(&self, seen: &Seen) -> String {
+        let before = match self.last_count() {
+            Some(vms) => format!("{vms} at the last count"),
+            None => "their number is unknown".to_owned(),
+        };
+        match seen.found {
+            Found::Ready { vms: Some(1) } => "the machine runs a VM".to_owned(),
+            Found::Ready { vms: Some(vms) } => format!("the machine runs {vms} VMs"),
+            Found::Ready { vms: None } => {
+                "the machine's daemon does not say how many VMs live, so it may be of another \
+                 version"
+                    .to_owned()
+            }
+            Found::DaemonSilent => format!(
+                "the machine's daemon does not answer ({}), and its VMs may live ({before})",
+                seen.details
+            ),
+            Found::Paused => {
+                format!("the machine is paused: {}; its VMs live ({before})", seen.details)
+            }
+            Found::Silent | Found::NeverReady | Found::Down => {
+                format!("the machine does not answer, and its VMs may live ({before})")
+            }
+        }
+    }
+
+    /// The error for a machine that is not ended.
+    fn kept(&self, seen: &Seen, purpose: Purpose) -> StartError {
+        let explained = matches!(seen.found, Found::Ready { .. } | Found::Paused);
+        let tail = if explained { String::new() } else { self.tails() };
+        let next = match (purpose, seen.found) {
+            (Purpose::Restart, _) => {
+                "a restart ends them: `dayfly machine restart --force` restarts it all the same"
+            }
+            (Purpose::Use, Found::Paused) => "free space, and repeat the command",
+            (Purpose::Use, _) => {
+                "wait and repeat the command, or end all its VMs with `dayfly machine restart`"
+            }
+        };
+        StartError::Kept { why: self.state(seen), next: next.to_owned(), tail }
+    }
+
+    /// Boots, again after each crash of the kernel, and returns the number of crashes.
+    fn boot(
+        &self,
+        reexec: &Reexec,
+        mut orders: Orders,
+        note: &mut dyn FnMut(Note<'_>),
+    ) -> Result<u32, StartError> {
+        // QEMU's emulation (7.2) has a race if a kernel patches code that another CPU runs, and a
+        // booting kernel does.
+        while let Err(error) = self.launch(reexec, &orders, &mut |text| note(Note::Step(text))) {
+            self.forget_end()?;
+            if orders.boot_crashes == BOOT_CRASHES || !kernel_crashed(&error.to_string()) {
                 return Err(error);
             }
-            crashes_left -= 1;
-            progress("the machine's kernel crashed during boot under emulation; starting again");
+            orders.boot_crashes += 1;
+            note(Note::Line(&format!(
+                "the machine's kernel crashed during boot under emulation ({} of at most \
+                 {BOOT_CRASHES} times); starting again",
+                orders.boot_crashes
+            )));
             self.sweep_locked()?;
         }
-        Ok(Started::Fresh { boot_ms: millis(begun.elapsed()), replaced })
+        Ok(orders.boot_crashes)
     }
 
     /// Why the running machine differs from the one to start; `None` if it does not.
@@ -152,55 +291,20 @@ impl Machine {
         (!what.is_empty()).then(|| format!("changed: {}", what.join(", ")))
     }
 
-    /// Waits until a machine with a live supervisor is ready. The supervisor may have been killed a
-    /// moment ago. The machine may also boot by itself, if the command that started it was killed.
-    fn wait_ready(&self) -> Result<Found, StartError> {
-        let boot = Instant::now() + START_TIMEOUT;
-        let mut answer = None;
-        while self.alive() {
-            let running: Option<Running> = files::read_json(&self.layout.running())?;
-            let ready = running.is_some_and(|r| r.ready);
-            if ready {
-                let deadline = *answer.get_or_insert_with(|| Instant::now() + ANSWER_TIMEOUT);
-                let daemon = match self.ask_status() {
-                    Ok(_) if self.options.daemon.is_none() => return Ok(Found::Ready),
-                    Ok(status) => status.daemon.unwrap_or_default(),
-                    Err(_) if Instant::now() > deadline => return Ok(Found::Silent),
-                    Err(_) => {
-                        std::thread::sleep(Duration::from_millis(50));
-                        continue;
-                    }
-                };
-                if daemon.answering {
-                    return Ok(Found::Ready);
-                }
-                if Instant::now() > deadline {
-                    // The machine's VMs may still run, so this command must not end them.
-                    let last = daemon.last_end.unwrap_or_else(|| "it has not ended yet".to_owned());
-                    let cause = format!(
-                        "its daemon does not answer (started again {} times; {last})",
-                        daemon.restarts
-                    );
-                    return Err(self.failed(cause));
-                }
-            } else if Instant::now() > boot {
-                return Ok(Found::Silent);
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        Ok(Found::Gone)
-    }
-
     /// The error for a failed start, with the last lines of the logs.
     fn failed(&self, cause: String) -> StartError {
-        let tail =
-            [self.layout.console_log(), self.layout.daemon_log()].map(|log| {
-                match files::tail(&log, 20) {
-                    text if text.is_empty() => String::new(),
-                    text => format!("\n--- last lines of {}:\n{text}", log.display()),
-                }
-            });
-        StartError::Failed { cause, tail: tail.concat() }
+        StartError::Failed { cause, tail: self.tails() }
+    }
+
+    /// The last lines of the logs, with their names.
+    fn tails(&self) -> String {
+        let tails = [self.layout.console_log(), self.layout.daemon_log()].map(|log| {
+            match files::tail(&log, 20) {
+                text if text.is_empty() => String::new(),
+                text => format!("\n--- last lines of {}:\n{text}", log.display()),
+            }
+        });
+        tails.concat()
     }
 
     /// Renames each log, so that one older version is kept.

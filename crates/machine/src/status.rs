@@ -4,7 +4,8 @@ use crate::config::InitOptions;
 use crate::files::{self, FileError};
 use crate::lock;
 use crate::machine::Machine;
-use crate::supervisor::{Ended, Running, unix_ms};
+use crate::report::end_of;
+use crate::run_state::{Ended, PauseNote, Running, unix_ms};
 use dayfly_machine_init::GuestStatus;
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -37,6 +38,12 @@ pub struct Status {
     pub uptime_ms: Option<u64>,
     /// Cause of the machine's last end.
     pub last_end: Option<String>,
+    /// How often the machine's kernel crashed before it booted.
+    pub boot_crashes: u32,
+    /// Number of VMs at the last count, ended ones that were not removed included.
+    pub vms: Option<u64>,
+    /// Why QEMU has paused the machine, if it has.
+    pub paused: Option<String>,
     /// Resident host memory of QEMU in bytes.
     pub host_memory_bytes: Option<u64>,
     /// Bytes that the sparse disk takes on the host.
@@ -69,16 +76,20 @@ impl Machine {
             .iter()
             .find(|(_, name)| name.contains("qemu") || name.contains("dayfly-machine"));
         let last_end = match state {
-            State::Crashed => {
-                Some(ended.map_or_else(|| "killed, or the host went down".to_owned(), |e| e.cause))
-            }
-            _ => ended.map(|e| e.cause),
+            State::Crashed => end_of(running.as_ref(), ended),
+            _ => ended,
         };
         Ok(Status {
             state,
             supervisor_pid,
-            uptime_ms: running.filter(|_| alive).map(|r| unix_ms().saturating_sub(r.since_unix_ms)),
-            last_end,
+            uptime_ms: running
+                .as_ref()
+                .filter(|_| alive)
+                .map(|r| unix_ms().saturating_sub(r.since_unix_ms)),
+            last_end: last_end.map(|end| end.cause),
+            boot_crashes: running.as_ref().filter(|_| alive).map_or(0, |r| r.boot_crashes),
+            vms: running.as_ref().filter(|_| alive).and_then(|r| r.vms),
+            paused: alive.then(|| PauseNote::read(&self.layout)).flatten(),
             host_memory_bytes: qemu.and_then(|(pid, _)| crate::leaks::resident_bytes(*pid)),
             processes,
             disk_bytes: fs::metadata(self.layout.disk()).map_or(0, |m| m.blocks() * 512),

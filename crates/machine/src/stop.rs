@@ -4,7 +4,7 @@ use crate::errors::StopError;
 use crate::files::{self, FileError};
 use crate::lock;
 use crate::machine::Machine;
-use crate::supervisor::Ended;
+use crate::run_state::{Ended, Running};
 use dayfly_machine_init::timespec;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -72,6 +72,12 @@ impl Machine {
             if !ended.is_some_and(|e| e.clean) {
                 outcome = Stopped::Killed;
             }
+        }
+        if outcome == Stopped::Killed && !self.layout.ended().exists() {
+            let running: Option<Running> = files::read_json(&self.layout.running())?;
+            let vms = running.and_then(|running| running.vms);
+            let end = Ended { vms, ..Ended::now(false, "killed by a command".to_owned()) };
+            files::write_json(&self.layout.ended(), &end)?;
         }
         // A command asked for this end, so it is no crash.
         files::remove(&self.layout.running())?;

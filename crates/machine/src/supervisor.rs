@@ -12,18 +12,21 @@
 
 use crate::config::InitOptions;
 use crate::confine::{Jail, bind_read_only, bind_read_write, spawn};
-use crate::files::{self, FileError};
+use crate::files;
 use crate::forward::{forward, listen};
 use crate::layout::Layout;
-use crate::lines::Lines;
 use crate::lock;
+use crate::progress::{Report, SupervisorError, report, system};
 use crate::qemu;
+use crate::qmp;
+use crate::run_state::{Ended, PauseNote, RunState, Running, boot_id, unix_ms};
 use crate::share::{Access, Share};
+use crate::vm_count;
+use crate::watch::wait_for_end;
 use dayfly_machine_init::{
     API_PORT, EXEC_PORT, GUEST_MASK, MAX_API_CONNECTIONS, MAX_EXEC_CONNECTIONS, Token, open_tap,
-    set_address, set_up, timespec,
+    set_address, set_up,
 };
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::mount::{MountPropagationFlags, mount_change};
 use rustix::thread::UnshareFlags;
 use serde::{Deserialize, Serialize};
@@ -35,16 +38,8 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitCode};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-
-/// If QEMU ends within this time after another child, QEMU's end counts as the cause.
-const QEMU_FOLLOWS: Duration = Duration::from_millis(500);
-
-/// How long QEMU may take to end after it has closed its devices.
-const QEMU_ENDS: Duration = Duration::from_secs(15);
-
-/// Interval at which the machine receives the host's time.
-const TIME_EVERY: Duration = Duration::from_secs(30);
+use std::sync::Arc;
+use std::time::Duration;
 
 /// The orders of `start`, passed on the command line as one JSON argument.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -54,57 +49,8 @@ pub(crate) struct Orders {
     /// The shares with absolute paths, outer folders first.
     pub(crate) shares: Vec<Share>,
     pub(crate) build_digest: String,
-}
-
-/// One line of the report pipe to `start`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum Report {
-    Phase(String),
-    Ready,
-    Failed(String),
-}
-
-/// Content of `running.json`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Running {
-    pub(crate) since_unix_ms: u64,
-    pub(crate) ready: bool,
-    pub(crate) build_digest: String,
-    pub(crate) options: InitOptions,
-}
-
-/// Content of `ended.json`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Ended {
-    pub(crate) at_unix_ms: u64,
-    /// Whether a command asked for the end and the disk was unmounted.
-    pub(crate) clean: bool,
-    pub(crate) cause: String,
-}
-
-pub(crate) fn unix_ms() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
-}
-
-#[derive(Debug, thiserror::Error)]
-enum SupervisorError {
-    #[error("orders: {0}")]
-    Orders(#[source] serde_json::Error),
-    #[error("{what}: {source}")]
-    System { what: String, source: io::Error },
-    #[error(transparent)]
-    File(#[from] FileError),
-    #[error("{program}: not found (Debian package {package})")]
-    Missing { program: &'static str, package: &'static str },
-    #[error("{0}")]
-    Ended(String),
-}
-
-fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> SupervisorError {
-    let what = what.into();
-    move |source| SupervisorError::System { what, source }
+    /// How often the kernel crashed before this boot, in the same start.
+    pub(crate) boot_crashes: u32,
 }
 
 /// Runs the supervisor. `orders` is the one argument that [`crate::Machine::start`] appends to the
@@ -119,14 +65,6 @@ pub fn supervisor_main(orders: &str) -> ExitCode {
             eprintln!("{e}");
             ExitCode::FAILURE
         }
-    }
-}
-
-/// Sends one line to `start`, which may have ended.
-fn report(line: &Report) {
-    if let Ok(mut text) = serde_json::to_vec(line) {
-        text.push(b'\n');
-        drop(io::stdout().write_all(&text).and_then(|()| io::stdout().flush()));
     }
 }
 
@@ -168,8 +106,10 @@ fn stage_one(orders: &str) -> Result<(), SupervisorError> {
                 Ok(()) => 0,
                 Err(e) => {
                     let text = e.to_string();
-                    let ended = Ended { at_unix_ms: unix_ms(), clean: false, cause: text.clone() };
-                    drop(files::write_json(&layout.ended(), &ended));
+                    if !layout.ended().exists() {
+                        let ended = Ended::now(false, text.clone());
+                        drop(files::write_json(&layout.ended(), &ended));
+                    }
                     report(&Report::Failed(text.clone()));
                     eprintln!("{text}");
                     1
@@ -245,14 +185,21 @@ fn serve_share(
     Ok((child.map_err(system(format!("starting {}", program.display())))?, connected))
 }
 
+/// QEMU's ends of the connections with the supervisor and with virtiofsd.
+struct QemuEnds {
+    control: UnixStream,
+    monitor: UnixStream,
+    tap: OwnedFd,
+    /// Each share's tag, with its socket.
+    shares: Vec<(String, UnixStream)>,
+}
+
 /// Starts QEMU in its jail, or without a jail if the host allows none.
 fn start_qemu(
     layout: &Layout,
     orders: &Orders,
     life: &File,
-    control: &UnixStream,
-    tap: &OwnedFd,
-    shares: &[(String, UnixStream)],
+    ends: &QemuEnds,
 ) -> Result<Child, SupervisorError> {
     let program = qemu::find_qemu().ok_or(SupervisorError::Missing {
         program: "qemu-system-x86_64",
@@ -282,14 +229,16 @@ fn start_qemu(
         disk_fd: disk.as_raw_fd(),
         console_fd: console.as_raw_fd(),
         log_fd: log.as_raw_fd(),
-        control_fd: control.as_raw_fd(),
-        tap_fd: tap.as_raw_fd(),
-        shares: shares.iter().map(|(tag, socket)| (tag.clone(), socket.as_raw_fd())).collect(),
+        control_fd: ends.control.as_raw_fd(),
+        monitor_fd: ends.monitor.as_raw_fd(),
+        tap_fd: ends.tap.as_raw_fd(),
+        shares: ends.shares.iter().map(|(tag, socket)| (tag.clone(), socket.as_raw_fd())).collect(),
         process_name: "dayfly-machine",
     };
-    let mut keep: Vec<RawFd> = shares.iter().map(|(_, socket)| socket.as_raw_fd()).collect();
+    let mut keep: Vec<RawFd> = ends.shares.iter().map(|(_, socket)| socket.as_raw_fd()).collect();
     keep.extend([&disk, &console, &log, life].map(AsRawFd::as_raw_fd));
-    keep.extend([control.as_raw_fd(), tap.as_raw_fd()]);
+    keep.extend([&ends.control, &ends.monitor].map(AsRawFd::as_raw_fd));
+    keep.push(ends.tap.as_raw_fd());
     spawn(&program, &qemu::arguments(&options), &keep, jail.as_ref())
         .map_err(system(format!("starting {}", program.display())))
 }
@@ -303,13 +252,17 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
     mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
         .map_err(|e| system("making mounts private")(e.into()))?;
     let tap = network()?;
-    let mut running = Running {
+    let running = Running {
         since_unix_ms: unix_ms(),
         ready: false,
         build_digest: orders.build_digest.clone(),
         options: orders.options.clone(),
+        boot_id: boot_id(),
+        boot_crashes: orders.boot_crashes,
+        vms: None,
     };
-    files::write_json(&layout.running(), &running)?;
+    let state = Arc::new(RunState::new(layout, running)?);
+    let pause_note = PauseNote::new(layout)?;
     files::remove(&layout.ended())?;
 
     let mut children = BTreeMap::new();
@@ -320,8 +273,11 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
         shares.push((share.tag(), socket));
     }
     let (mut control, machine_end) = UnixStream::pair().map_err(system("control line"))?;
-    let qemu_pid = start_qemu(layout, orders, &life, &machine_end, &tap, &shares)?.id();
-    drop((machine_end, tap, shares));
+    let (monitor, qemu_end) = UnixStream::pair().map_err(system("QEMU's monitor"))?;
+    let ends = QemuEnds { control: machine_end, monitor: qemu_end, tap, shares };
+    let qemu_pid = start_qemu(layout, orders, &life, &ends)?.id();
+    drop(ends);
+    qmp::keep(monitor, pause_note, layout.disk());
     let token = Token::random().map_err(system("the token"))?;
     // The machine has not opened its end yet, so the line waits in the socket's buffer.
     control
@@ -334,14 +290,17 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
     forward(listen(&layout.exec_socket())?, EXEC_PORT, &token, MAX_EXEC_CONNECTIONS);
 
     let mut ready = || -> Result<(), SupervisorError> {
-        running.ready = true;
-        files::write_json(&layout.running(), &running)?;
+        state.change(|running| running.ready = true)?;
+        if orders.options.daemon.is_some() {
+            vm_count::keep(Arc::clone(&state), token.clone());
+        }
         report(&Report::Ready);
         // `start` reads until the pipe ends.
         let null = File::open("/dev/null").map_err(system("/dev/null"))?;
         rustix::stdio::dup2_stdout(&null).map_err(|e| system("/dev/null")(e.into()))
     };
     let mut end = wait_for_end(&signals, &mut control, qemu_pid, &children, &mut ready)?;
+    end.vms = state.close().and_then(|running| running.vms);
     let last = files::tail(&layout.console_log(), 1);
     if !end.clean && !last.is_empty() {
         end.cause = format!("{}; the console's last line: {last}", end.cause);
@@ -355,136 +314,4 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
         return Ok(());
     }
     Err(SupervisorError::Ended(end.cause))
-}
-
-/// Waits for the machine's end and returns its cause.
-fn wait_for_end(
-    signals: &OwnedFd,
-    control: &mut UnixStream,
-    qemu_pid: u32,
-    children: &BTreeMap<u32, String>,
-    ready: &mut dyn FnMut() -> Result<(), SupervisorError>,
-) -> Result<Ended, SupervisorError> {
-    let mut lines = Lines::default();
-    let mut control_open = true;
-    let mut watch = Watch::default();
-    let (mut is_ready, mut next_time) = (false, Instant::now() + TIME_EVERY);
-    loop {
-        let mut wait = vec![PollFd::new(signals, PollFlags::IN)];
-        if control_open {
-            wait.push(PollFd::new(&*control, PollFlags::IN));
-        }
-        let until = watch.lost.as_ref().map_or(next_time, |(until, _)| *until);
-        match poll(&mut wait, Some(&timespec(until.saturating_duration_since(Instant::now())))) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(e) => return Err(system("poll")(e.into())),
-        }
-        if let Some((until, cause)) = &watch.lost
-            && Instant::now() >= *until
-        {
-            return Ok(ended(false, cause.clone()));
-        }
-        let (signalled, spoken) =
-            (!wait[0].revents().is_empty(), wait.get(1).is_some_and(|w| !w.revents().is_empty()));
-        drop(wait);
-        if Instant::now() >= next_time {
-            next_time = Instant::now() + TIME_EVERY;
-            if is_ready {
-                let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-                drop(control.write_all(format!("time {}\n", now.as_nanos()).as_bytes()));
-            }
-        }
-        if spoken {
-            let (new, open) = lines.read(control);
-            control_open = open;
-            for line in new {
-                match line.split_once(' ').unwrap_or((&line, "")) {
-                    ("phase", text) => report(&Report::Phase(text.to_owned())),
-                    ("failed", text) => {
-                        return Ok(ended(false, format!("the machine's start failed: {text}")));
-                    }
-                    ("ready", _) => {
-                        ready()?;
-                        (is_ready, next_time) = (true, Instant::now());
-                    }
-                    ("bye", _) => watch.bye = true,
-                    _ => eprintln!("control line: unknown {line:?}"),
-                }
-            }
-        }
-        if signalled && let Some(end) = watch.signal(signals, control, qemu_pid, children)? {
-            return Ok(end);
-        }
-    }
-}
-
-fn ended(clean: bool, cause: String) -> Ended {
-    Ended { at_unix_ms: unix_ms(), clean, cause }
-}
-
-/// What the supervisor knows about the machine's end.
-#[derive(Default)]
-struct Watch {
-    /// Whether the machine was asked to power off.
-    asked: bool,
-    /// Whether the machine said that it powers off.
-    bye: bool,
-    /// If a virtiofsd has ended: its end, and when that counts as the machine's end.
-    lost: Option<(Instant, String)>,
-}
-
-impl Watch {
-    /// Handles one signal. Returns the machine's end if QEMU has ended.
-    fn signal(
-        &mut self,
-        signals: &OwnedFd,
-        control: &mut UnixStream,
-        qemu_pid: u32,
-        children: &BTreeMap<u32, String>,
-    ) -> Result<Option<Ended>, SupervisorError> {
-        let mut info = [0u8; size_of::<libc::signalfd_siginfo>()];
-        rustix::io::read(signals, &mut info).map_err(|e| system("signalfd")(e.into()))?;
-        let number = u32::from_ne_bytes(info[..4].try_into().unwrap_or_default());
-        if i32::try_from(number).is_ok_and(|n| n != libc::SIGCHLD) {
-            if !self.asked {
-                self.asked = true;
-                drop(control.write_all(b"poweroff\n"));
-            }
-            return Ok(None);
-        }
-        while let Some((pid, how)) = reap() {
-            if pid == qemu_pid {
-                // QEMU's end also ends virtiofsd, whose end may be seen first; QEMU's end is the
-                // cause.
-                return Ok(Some(if self.asked && self.bye {
-                    ended(true, "stopped".to_owned())
-                } else {
-                    ended(false, format!("QEMU ended unexpectedly: {how}"))
-                }));
-            }
-            if let Some(name) = children.get(&pid) {
-                // virtiofsd ends with code 0 when QEMU has closed its connection. QEMU then still
-                // takes a while to free its memory.
-                let time_limit = if how == "code 0" { QEMU_ENDS } else { QEMU_FOLLOWS };
-                self.lost.get_or_insert_with(|| {
-                    (Instant::now() + time_limit, format!("{name} ended unexpectedly: {how}"))
-                });
-            }
-        }
-        Ok(None)
-    }
-}
-
-/// Reaps one ended child or orphan, and says how it ended.
-fn reap() -> Option<(u32, String)> {
-    let mut status = 0;
-    // SAFETY: `status` outlives the call; no other thread of the supervisor waits for children.
-    let pid = unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) };
-    let pid = u32::try_from(pid).ok().filter(|pid| *pid > 0)?;
-    let how = if libc::WIFSIGNALED(status) {
-        format!("signal {}", libc::WTERMSIG(status))
-    } else {
-        format!("code {}", libc::WEXITSTATUS(status))
-    };
-    Some((pid, how))
 }

@@ -192,6 +192,11 @@ pub struct ExecSpec {
     /// Whether the program and its children survive the end of the connection. [`Request::Log`]
     /// then reads the output.
     pub detach: bool,
+    /// Silence in milliseconds after which the daemon asks the agent whether it still answers. If
+    /// two answers in a row are missing, and the VM is not paused, the wait for the program ends
+    /// with an error. 0 turns the check off; without a value it is 30 s. The agent ignores it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub liveness_ms: Option<u64>,
 }
 
 /// A terminal's size in characters.

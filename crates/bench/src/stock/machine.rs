@@ -2,7 +2,7 @@
 
 use crate::prelude::*;
 use dayfly_cli::progress::Steps;
-use dayfly_cli::{connect, home};
+use dayfly_cli::{home, machine_start};
 use dayfly_machine::{InitError, InitOptions, Machine, Stopped, copy_in};
 use std::ffi::OsStr;
 use std::process::Stdio;
@@ -24,12 +24,12 @@ pub async fn start(
         let steps = Steps::new();
         if fresh || matches!(Machine::open(&home), Err(InitError::None(_))) {
             stop(&home)?;
-            let mut options = connect::machine_options(&steps)?;
+            let mut options = machine_start::machine_options(&steps)?;
             choose(&mut options);
             Machine::init(&home, &options, &mut |text| steps.begin(text))
                 .context("making the machine")?;
         }
-        connect::start_machine(&home, &steps)
+        machine_start::current_machine(&home, &steps)
     })
     .await?
 }

@@ -1,7 +1,7 @@
 //! `dayfly machine`: manages the Linux host under QEMU.
 
-use crate::connect::{machine_options, start_machine};
 use crate::home::home;
+use crate::machine_start::{machine_options, restart_machine, use_machine};
 use crate::output;
 use crate::progress::Steps;
 use anyhow::{Context, Result};
@@ -39,8 +39,14 @@ pub enum Command {
         #[arg(long = "share", value_name = "NAME=PATH[:ro|:rw]")]
         shares: Vec<Share>,
     },
-    /// Start the machine; restarts it if dayfly's programs have changed
+    /// Start the machine; one that runs older programs is restarted if no VM lives in it
     Start,
+    /// Start the machine anew with this installation's programs; ends all VMs in it
+    Restart {
+        /// Do not ask, even if VMs live in it
+        #[arg(short, long, short_alias = 'y', visible_alias = "yes")]
+        force: bool,
+    },
     /// Stop the machine, and every VM in it
     Stop,
     /// Show the machine's status, as JSON; exit code 3 if it does not run
@@ -105,7 +111,11 @@ impl Command {
                 output::line(machine.folder().display())?;
             }
             Self::Start => {
-                let machine = start_machine(&home, &steps)?;
+                let machine = use_machine(&home, &steps)?;
+                output::line(machine.api_socket().display())?;
+            }
+            Self::Restart { force } => {
+                let machine = restart_machine(&home, &steps, force)?;
                 output::line(machine.api_socket().display())?;
             }
             Self::Stop => match Machine::open(&home)?.stop(STOP, progress)? {
@@ -145,7 +155,7 @@ fn running(home: &Path, steps: &Steps) -> Result<Machine> {
     {
         return Ok(machine);
     }
-    start_machine(home, steps)
+    use_machine(home, steps)
 }
 
 fn exec(machine: &Machine, host: bool, argv: Vec<String>, terminal: bool) -> Result<u8> {

@@ -51,6 +51,10 @@ pub struct ExecArgs {
     /// Kill the program after this time, such as 500ms, 30s, 5m or 1h
     #[arg(long, value_parser = duration)]
     pub timeout: Option<Duration>,
+    /// Ask the guest whether it still answers after this time without output, and fail if it does
+    /// not; 0 does not ask [default: 30s]
+    #[arg(long, value_name = "TIME", value_parser = duration_or_zero)]
+    pub liveness: Option<Duration>,
 }
 
 impl ExecArgs {
@@ -73,6 +77,7 @@ impl ExecArgs {
             timeout_ms: self.timeout.map(|t| u64::try_from(t.as_millis()).unwrap_or(u64::MAX)),
             stdin: self.interactive && !detach,
             detach,
+            liveness_ms: self.liveness.map(|t| u64::try_from(t.as_millis()).unwrap_or(u64::MAX)),
         })
     }
 
@@ -122,6 +127,11 @@ fn duration(text: &str) -> Result<Duration, String> {
     number.checked_mul(unit_ms).filter(|ms| *ms > 0).map(Duration::from_millis).ok_or_else(bad)
 }
 
+/// As [`duration`], or `0`.
+fn duration_or_zero(text: &str) -> Result<Duration, String> {
+    if text == "0" { Ok(Duration::ZERO) } else { duration(text) }
+}
+
 /// Parses a label `NAME=VALUE`.
 pub fn label(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
@@ -144,6 +154,9 @@ mod tests {
         {
             assert!(duration(bad).is_err(), "{bad:?}");
         }
+        assert_eq!(duration_or_zero("0"), Ok(Duration::ZERO));
+        assert_eq!(duration_or_zero("5s"), Ok(Duration::from_secs(5)));
+        assert!(duration_or_zero("0 s").is_err());
     }
 
     #[test]

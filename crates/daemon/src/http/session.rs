@@ -7,6 +7,7 @@ use crate::http::relay::{self, Ended, RelayError};
 use crate::ops::create::{self, Next, Order, VmGuard};
 use crate::ops::exec::{PROGRAM, Program, explain, start};
 use crate::ops::inspect;
+use crate::ops::liveness::Liveness;
 use crate::vm::Vm;
 use crate::vmm::agent_link::{self, LinkError, read_frame, write_frame};
 use crate::vmm::pool::Lasting;
@@ -111,7 +112,12 @@ pub async fn exec(daemon: Arc<Daemon>, vm: Arc<Vm>, client: Client) {
     tokio::select! {
         () = async {
             match caller.request::<ExecSpec>(daemon.config.deadlines.first_frame).await {
-                Ok(spec) => serve(&daemon, &vm, Program::New(spec), None, false, &mut caller).await,
+                Ok(spec) => {
+                    let within = daemon.config.deadlines.agent;
+                    let liveness = Liveness::new(&vm, spec.liveness_ms, within);
+                    let run = Run { program: Program::New(spec), liveness, last: false };
+                    serve(&daemon, &vm, run, None, &mut caller).await
+                }
                 Err(error) => caller.fail(error).await,
             }
         } => {}
@@ -143,6 +149,8 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
                 Err(Gone) => return,
             };
             let vm = born.vm();
+            let within = daemon.config.deadlines.agent;
+            let liveness = Liveness::new(&vm, request.exec.liveness_ms, within);
             let (program, lasting) = match born.take_next() {
                 Some(Next { link, lasting }) => (Program::Asked(link), Some(lasting)),
                 None => (Program::New(request.exec), None),
@@ -152,23 +160,32 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
             } else {
                 guard = Some(born);
             }
-            serve(&daemon, &vm, program, lasting, !request.keep, &mut caller).await;
+            let run = Run { program, liveness, last: !request.keep };
+            serve(&daemon, &vm, run, lasting, &mut caller).await;
         } => {}
         () = stop.cancelled() => {}
     }
     drop(guard);
 }
 
+/// A program for a client.
+struct Run<'a> {
+    program: Program,
+    liveness: Liveness<'a>,
+    /// Whether the VM is removed after the program.
+    last: bool,
+}
+
 /// Runs one program for the client. `lasting` is dropped with the program's first output or its
-/// end. With `last`, the VM is removed after the program.
+/// end.
 async fn serve(
     daemon: &Daemon,
     vm: &Vm,
-    program: Program,
+    run: Run<'_>,
     lasting: Option<Lasting>,
-    last: bool,
     caller: &mut Caller,
 ) {
+    let Run { program, liveness, last } = run;
     let started = match caller.while_there(start(daemon, vm, program)).await {
         Ok(started) => started,
         Err(Gone) => return,
@@ -183,17 +200,22 @@ async fn serve(
     }
     let (mut from_agent, mut to_agent) = agent.into_split();
     let early = caller.early.split();
+    let relayed = async {
+        // The relay reads the bytes, or meets the error.
+        let _ = from_agent.readable().await;
+        drop(lasting);
+        relay::outwards(&mut liveness.hear(&mut from_agent), &mut caller.write).await
+    };
     let ended = tokio::select! {
-        ended = async {
-            // The relay reads the bytes, or meets the error.
-            let _ = from_agent.readable().await;
-            drop(lasting);
-            relay::outwards(&mut from_agent, &mut caller.write).await
-        } => ended,
+        ended = liveness.wait(relayed) => ended,
         () = async {
             let _ = to_agent.write_all(&early).await;
             relay::inwards(&mut caller.read, &mut to_agent).await;
         } => return,
+    };
+    let ended = match ended {
+        Ok(ended) => ended,
+        Err(silent) => return caller.fail(silent).await,
     };
     match ended {
         Ok(Ended::Exit(exit, frame)) => {

@@ -52,6 +52,14 @@ pub struct ForkFacts {
     /// The most clones of itself that its guest may have at one time.
     #[serde(rename = "may")]
     pub max_clones: u32,
+    /// Whether the guest of `from` asked for this clone, which then counts against its
+    /// `max_clones`. Records of older daemons do not say it, and those daemons counted every clone.
+    #[serde(default = "counted")]
+    pub by_guest: bool,
+}
+
+const fn counted() -> bool {
+    true
 }
 
 /// The identity of a guest. The daemon gives it again after a snapshot, which unseals the agent.

@@ -2,11 +2,13 @@
 
 use crate::base::config::Config;
 use crate::net::keeper::keep_at_least;
+use crate::net::names::server::place;
 use crate::net::network::LEAST_READY;
 use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::Pagers;
 use dayfly_host::net::VmNetns;
-use std::time::Duration;
+use std::net::UdpSocket;
+use std::time::{Duration, Instant};
 
 /// nf_tables requests in the calling thread's namespace. Numbers are from
 /// linux/netfilter/nf_tables.h.
@@ -97,6 +99,50 @@ fn the_host_s_rules_are_back_once_they_are_gone_without_a_clock() {
                 network.vm_netns.restore_rules().unwrap()
             });
             assert!(!again.await.unwrap(), "they were not whole");
+            daemon.stop.cancel();
+            keeping.await.unwrap();
+            daemon.networks.end();
+        });
+    });
+    host.join().unwrap();
+}
+
+/// The address of the name service is in use when the daemon starts, and becomes free later.
+#[test]
+fn names_are_served_once_their_port_is_free() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_owned();
+    let host = std::thread::spawn(move || {
+        crate::fixture::own_network();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let network = Some("10.88.0.0/16".parse().unwrap());
+            let config = Config { network, ..crate::fixture::config(&path) };
+            std::fs::create_dir_all(&config.run).unwrap();
+            std::fs::create_dir_all(&config.state).unwrap();
+            let store = dayfly_store::Store::open(&config.state).unwrap();
+            let templates = TemplateCache::new(store, Pagers::new(&config));
+            let daemon = crate::fixture::daemon(config, templates, crate::fixture::nodes());
+            let network = daemon.networks.get().unwrap().clone();
+            let at = place(network.prefix);
+            let take = || network.vm_netns.run(move || UdpSocket::bind(at)).unwrap();
+            let other = take().unwrap();
+            let keeping = tokio::spawn(keep_at_least(
+                daemon.networks.clone(),
+                daemon.stop.clone(),
+                Duration::from_millis(1),
+            ));
+            // The task makes taps after it has tried to start the service.
+            while daemon.networks.count().1 < LEAST_READY {
+                tokio::task::yield_now().await;
+            }
+            drop(other);
+            let begun = Instant::now();
+            // The test's own socket may be in the service's way for a moment.
+            while take().is_ok() {
+                assert!(begun.elapsed() < Duration::from_secs(60), "the service does not start");
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
             daemon.stop.cancel();
             keeping.await.unwrap();
             daemon.networks.end();

@@ -40,6 +40,19 @@ async fn pause(stop: &CancellationToken) {
     }
 }
 
+/// Whether a step that is repeated failed last time. Each series of failures is reported once.
+#[derive(Debug, Default)]
+struct Failing(bool);
+
+impl Failing {
+    /// Whether `failed` begins a series of failures.
+    const fn begins(&mut self, failed: bool) -> bool {
+        let begins = failed && !self.0;
+        self.0 = failed;
+        begins
+    }
+}
+
 /// Keeps the host's rules in place and taps waiting, and runs the name service, until the daemon
 /// stops.
 pub async fn keep(networks: Networks, stop: CancellationToken) {
@@ -49,7 +62,7 @@ pub async fn keep(networks: Networks, stop: CancellationToken) {
 /// [`keep`], with a check every `tick` even if nothing has happened.
 pub(super) async fn keep_at_least(networks: Networks, stop: CancellationToken, tick: Duration) {
     let Ok(network) = networks.get().cloned() else { return };
-    let (mut answering, mut failed) = (None, false);
+    let (mut answering, mut failing) = (None, Failing::default());
     let rules = rule_changes().inspect_err(|e| {
         tracing::error!("the host's packet filter is looked at every {tick:?} only: {e}");
     });
@@ -78,11 +91,13 @@ pub(super) async fn keep_at_least(networks: Networks, stop: CancellationToken, t
             filling.clean();
             filling.fill()
         });
-        let filled = filled.await;
-        if let Ok(Err(e)) = filled
-            && !std::mem::replace(&mut failed, true)
-        {
-            tracing::error!("making taps ahead of demand: {}", chain(&e));
+        let failed = match filled.await {
+            Ok(filled) => filled.err().map(|e| chain(&e)),
+            Err(e) => Some(e.to_string()),
+        };
+        if failing.begins(failed.is_some()) {
+            let why = failed.unwrap_or_default();
+            tracing::error!("making taps ahead of demand: {why}; trying again in {tick:?}");
         }
         tokio::select! {
             () = network.wanted.notified() => {}
@@ -92,4 +107,17 @@ pub(super) async fn keep_at_least(networks: Networks, stop: CancellationToken, t
         }
     }
     drop(answering);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_series_of_failures_is_reported_once() {
+        let mut failing = Failing::default();
+        let results = [false, true, true, false, true, true, false, false];
+        let begins = results.map(|failed| failing.begins(failed));
+        assert_eq!(begins, [false, true, false, false, true, false, false, false]);
+    }
 }

@@ -200,7 +200,8 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Option<Left> {
         .then(|| remove::classify_exit(read_json(&dir.exit()), record.live.kill_asked));
     let vm: Vm = record.into_vm(dir);
     if let Some(exit) = exit {
-        vm.ended(exit);
+        // It was just read from its record, so it has nothing whose drop takes time.
+        drop(vm.ended(exit));
         vm.drop_slot();
     }
     if matches!(phase, Phase::Freezing | Phase::Forking) {

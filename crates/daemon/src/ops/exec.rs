@@ -3,18 +3,14 @@
 use crate::base::error::{ApiError, Outcome};
 use crate::base::progress::ProgressSender;
 use crate::daemon::Daemon;
+use crate::ops::liveness::Liveness;
 use crate::vm::Vm;
-use crate::vmm::agent_link::{self, AgentLink, LinkError, read_frame};
+use crate::vmm::agent_link::{AgentLink, LinkError, read_frame};
 use dayfly_api::agent::{ExecSpec, Exit, Frame, FrameKind, Reply, Request};
 use dayfly_api::types::{ErrorCode, Progress};
-use dayfly_units::Name;
-use std::path::Path;
 use std::time::Duration;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
-
-/// Silence of a program after which the agent is asked whether it still answers.
-const SILENCE: Duration = Duration::from_secs(30);
 
 /// Time to wait for the end of the VM after its agent's connection ended without `Exit`, because
 /// the VM's exit reason explains it.
@@ -93,40 +89,6 @@ pub async fn explain(vm: &Vm, due: &'static str) -> ApiError {
     }
 }
 
-/// Checks that an agent still answers while a program is silent.
-struct Pulse<'a> {
-    vm: &'a Name,
-    socket: &'a Path,
-    silence: Duration,
-    within: Duration,
-}
-
-impl Pulse<'_> {
-    /// Waits for `next`, a message of the agent. A program may be silent for any time. If the agent
-    /// does not answer two `Stat` requests in a row, its kernel has hung, and only this check ends
-    /// the wait.
-    async fn wait<T>(&self, next: impl Future<Output = T>) -> Outcome<T> {
-        let mut next = std::pin::pin!(next);
-        let mut silent = false;
-        loop {
-            if let Ok(got) = timeout(self.silence, &mut next).await {
-                return Ok(got);
-            }
-            match agent_link::stat(self.socket, self.within).await {
-                Ok(_) => silent = false,
-                Err(_) if !silent => silent = true,
-                Err(e) => {
-                    let text = format_args!(
-                        "VM {}: its agent answers no more, as a program runs: {e}",
-                        self.vm
-                    );
-                    return Err(ApiError::new(ErrorCode::Timeout, text));
-                }
-            }
-        }
-    }
-}
-
 /// Runs a program to its end and sends its output as progress. Returns how it ended and the end of
 /// its standard error.
 ///
@@ -140,15 +102,14 @@ pub async fn to_its_end(
 ) -> Outcome<(Exit, Vec<u8>)> {
     const TAIL_BYTES: usize = 4 << 10;
     let doing = "running a program";
+    let liveness = Liveness::new(vm, spec.liveness_ms, daemon.config.deadlines.agent);
     let (mut agent, _) = start(daemon, vm, Program::New(spec)).await?;
-    let (socket, within) = (vm.dir.vsock(), daemon.config.deadlines.agent);
-    let pulse = Pulse { vm: &vm.name, socket: &socket, silence: SILENCE, within };
     let mut tail = Vec::new();
     let say = |bytes: &[u8]| {
         progress.send(Progress::Output { text: String::from_utf8_lossy(bytes).into_owned() })
     };
     loop {
-        match pulse.wait(read_frame(&mut agent, doing)).await? {
+        match liveness.wait(read_frame(&mut agent, doing)).await? {
             Ok(Some(Frame { kind: FrameKind::Stdout, body })) => say(&body).await,
             Ok(Some(Frame { kind: FrameKind::Stderr, body })) => {
                 tail.extend_from_slice(&body);
@@ -173,37 +134,5 @@ pub async fn to_its_end(
             Ok(None) | Err(LinkError::Io { .. }) => return Err(explain(vm, PROGRAM).await),
             Err(e) => return Err(e.into()),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use tokio::net::UnixListener;
-    use tokio::sync::oneshot;
-
-    #[tokio::test]
-    async fn an_agent_that_answers_no_more_is_not_waited_for() {
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("agent");
-        let listener = UnixListener::bind(&socket).unwrap();
-        let vm = "quiet".parse().unwrap();
-        let (silence, within) = (Duration::from_millis(5), Duration::from_millis(50));
-        let pulse = Pulse { vm: &vm, socket: &socket, silence, within };
-        assert_eq!(pulse.wait(std::future::ready(7)).await.unwrap(), 7);
-
-        // One missing answer does not end the wait.
-        let (say, said) = oneshot::channel();
-        let agent = async {
-            drop(listener.accept().await.unwrap());
-            say.send(8).unwrap();
-        };
-        let (got, ()) = tokio::join!(pulse.wait(said), agent);
-        assert_eq!(got.unwrap(), Ok(8));
-
-        // This agent accepts connections, but does not answer.
-        let error = pulse.wait(std::future::pending::<()>()).await.unwrap_err();
-        assert_eq!(error.0.code, ErrorCode::Timeout);
-        assert!(error.to_string().contains("quiet"), "{error}");
     }
 }

@@ -73,6 +73,29 @@ pub async fn fork(
     request: ForkRequest,
     asked: Asked,
 ) -> Outcome<Forked> {
+    forked(daemon, vm, request, asked, false).await
+}
+
+/// As [`fork`], on request of the VM's own guest. The clones count against its limit.
+///
+/// # Errors
+/// As [`fork`].
+pub async fn fork_for_guest(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    request: ForkRequest,
+    asked: Asked,
+) -> Outcome<Forked> {
+    forked(daemon, vm, request, asked, true).await
+}
+
+async fn forked(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    request: ForkRequest,
+    asked: Asked,
+    by_guest: bool,
+) -> Outcome<Forked> {
     let ForkRequest { count, name, labels, forks, template } = request;
     let least = u32::from(template.is_none());
     if !(least..=MOST).contains(&count) {
@@ -99,7 +122,8 @@ pub async fn fork(
     let (work, same) = (daemon.clone(), vm.clone());
     let within = 2 * daemon.config.deadlines.save;
     let frozen = async move { Ok((freeze(&work, &same).await?, one)) };
-    let (fork_point, one) = section(daemon, vm, "a fork", within, frozen).await?;
+    let (mut fork_point, one) = section(daemon, vm, "a fork", within, frozen).await?;
+    fork_point.facts.fork.by_guest = by_guest;
     let (fork_point, frozen_us) = (Arc::new(fork_point), asked.elapsed_us());
     daemon.pool.expect_shape(fork_point.shape());
     let template = match template {

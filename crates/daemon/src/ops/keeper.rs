@@ -182,6 +182,12 @@ async fn was_killed(daemon: &Daemon, warm: &WarmVmm) -> bool {
         && blocking(move || Ok(read_json::<ExitRecord>(&record).is_err())).await == Ok(true)
 }
 
+/// Puts back a warm VMM or clone that was taken and not used. It is ended instead if the pool is
+/// closed, or if its process ended while it was out of the pool.
+pub async fn give_back(daemon: &Arc<Daemon>, warm: WarmVmm) {
+    shelve(daemon, warm, false).await;
+}
+
 /// Puts a warm VMM or clone into the pool, and watches its process if it is new.
 async fn shelve(daemon: &Arc<Daemon>, warm: WarmVmm, new: bool) {
     let (id, process) = (warm.vm_slot.id, warm.process.clone());

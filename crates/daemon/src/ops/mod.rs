@@ -13,6 +13,7 @@ pub mod immutable;
 pub mod inspect;
 mod interrupted;
 pub mod keeper;
+pub mod liveness;
 pub mod maintenance;
 pub mod pending;
 pub mod power;

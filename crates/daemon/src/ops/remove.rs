@@ -98,7 +98,7 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
             tracing::info!(vm = %vm.id, name = %vm.name, ?reason, "ended: {message}");
         }
         vm.mark_now("vmm gone");
-        vm.ended(exit);
+        end(&daemon, &vm, exit).await;
         daemon.registry.release_slot(&vm);
         if vm.facts.ephemeral {
             // Callers that wait for the VM have a reference to it; no other request shall find it.
@@ -109,6 +109,14 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
             note(&daemon.registry, &vm).await;
         }
     });
+}
+
+/// Marks the VM as exited, and drops what it had on its node's threads, because that may free RAM
+/// and delete layers. Returns when the VM has nothing any more.
+async fn end(daemon: &Daemon, vm: &Vm, exit: VmExit) {
+    let remains = vm.ended(exit);
+    daemon.reapers.run(vm.node, move || drop(remains));
+    vm.wait_gone().await;
 }
 
 /// From the end of a process, which the pidfd reports, until the kernel has reaped it.
@@ -123,7 +131,7 @@ const SHORT_BYTES: u64 = 512 << 20;
 /// # Errors
 /// Its process survives SIGKILL.
 pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
-    let Some(process) = mark_removed(vm).await else { return Ok(()) };
+    let Some(process) = mark_removed(daemon, vm).await else { return Ok(()) };
     let _under_way = daemon.pool.removal();
     let asked = Instant::now();
     freed(daemon, vm, move || send_kill(&process)).await?;
@@ -144,13 +152,13 @@ pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
 /// # Errors
 /// Its process survives SIGKILL, or a file cannot be removed.
 pub async fn remove(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
-    let process = mark_removed(vm).await;
+    let process = mark_removed(daemon, vm).await;
     failpoint::reached("daemon.remove.asked");
     discard(daemon, vm, process).await
 }
 
 /// Marks the VM's end as requested. Returns the process to kill, if there is one.
-async fn mark_removed(vm: &Vm) -> Option<Arc<Process>> {
+async fn mark_removed(daemon: &Daemon, vm: &Vm) -> Option<Arc<Process>> {
     vm.update(|live| live.kill_asked = true);
     vm.attachment(Attachment::unpublish);
     // A start in progress ends first, so that its process is known.
@@ -158,7 +166,8 @@ async fn mark_removed(vm: &Vm) -> Option<Arc<Process>> {
     let Some(process) = vm.process() else {
         // The VMM was never started, so no process can end.
         if vm.phase().alive() {
-            vm.ended(exit_now(ExitKind::Killed, "ended before its VMM was started"));
+            let exit = exit_now(ExitKind::Killed, "ended before its VMM was started");
+            end(daemon, vm, exit).await;
         }
         return None;
     };
@@ -309,6 +318,50 @@ fn files(templates: &TemplateCache, vm: &Vm) -> Outcome<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::templates::pagers::Pagers;
+    use dayfly_host::process::ProcessId;
+
+    /// The store reports on the dropping thread that the last pin of a removed snapshot's layer is
+    /// dropped.
+    #[tokio::test]
+    async fn what_a_vm_had_is_dropped_by_a_reaper_before_the_vm_is_gone() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = crate::fixture::config(folder.path());
+        std::fs::create_dir_all(config.vms()).unwrap();
+        let store = dayfly_store::Store::open(&config.state).unwrap();
+        crate::fixture::snapshot(&store, "default", "s", 0..3);
+        let (dropped, drops) = std::sync::mpsc::channel();
+        store.when_garbage(move || {
+            let thread = std::thread::current().name().unwrap_or_default().to_owned();
+            dropped.send(thread).unwrap();
+        });
+        let open = store.open_snapshot(&"s".parse().unwrap()).unwrap();
+        let (images, layers) = (open.manifest.images(), open.manifest.layer_ids());
+        let pin = store.pin("VM test", &images, &layers, &[]).unwrap();
+        drop(open);
+        store.remove_snapshot(&"s".parse().unwrap()).unwrap();
+        assert_eq!(store.gc().unwrap().layers, [], "the VM depends on it");
+        let templates = TemplateCache::new(store, Pagers::new(&config));
+        let daemon = crate::fixture::daemon(config, templates, crate::fixture::nodes());
+        let vm = daemon.registry.reserve(
+            &daemon.config,
+            None,
+            crate::fixture::facts(),
+            crate::fixture::memory(),
+            None,
+        );
+        let vm = vm.unwrap();
+        vm.keep_pinned(pin);
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = ProcessId::of(child.id()).unwrap().unwrap();
+        let process = Arc::new(Process::open(process).unwrap().unwrap());
+        vm.hold(process.clone());
+        watch(&daemon, vm.clone(), process.clone());
+        process.kill().unwrap();
+        child.wait().unwrap();
+        vm.wait_gone().await;
+        assert_eq!(drops.try_recv().as_deref(), Ok("reaper0"));
+    }
 
     fn missing() -> Result<ExitRecord, RecordError> {
         read_json(std::path::Path::new("/nonexistent/exit.json"))

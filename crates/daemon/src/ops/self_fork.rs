@@ -7,7 +7,7 @@
 //! | resource that a guest could use up | bound |
 //! |---|---|
 //! | bytes and time of a request | one request at a time, one frame, [`TIMEOUT`] |
-//! | clones | the owner's limit of clones that *exist*, ended but not removed ones included |
+//! | clones | the owner's limit of *existing* clones that it asked for, ended ones included |
 //! | clones made in a time | a [`Bucket`] |
 //! | refusals | each refusal delays its answer longer ([`Refusals`]) |
 
@@ -199,7 +199,7 @@ async fn forked(
     }
     let request =
         ForkRequest { count, name: None, labels: BTreeMap::new(), forks: 0, template: None };
-    let forked = fork::fork(daemon, vm, request, Asked::now()).await;
+    let forked = fork::fork_for_guest(daemon, vm, request, Asked::now()).await;
     let forked = forked.inspect_err(|_| bucket.put_back(count))?;
     Ok(HostReply::Forked { ids: forked.items.iter().map(|vm| vm.id).collect() })
 }

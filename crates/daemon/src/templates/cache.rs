@@ -6,9 +6,10 @@ use crate::model::disk::Disk;
 use crate::templates::open::OpenTemplate;
 use crate::templates::pagers::Pagers;
 use crate::templates::pending::PendingSnapshots;
-use crate::templates::recent::Recent;
+use crate::templates::recent::{Evicted, Recent};
 use crate::templates::sharing;
 use dayfly_api::types::{self, ErrorCode};
+use dayfly_host::reaper::Reapers;
 use dayfly_store::{
     Digest, Image, ImageManifest, ImageSpec, Kernel, KernelManifest, KernelSpec, LayerId, Listing,
     Pin, Resident, SnapshotManifest, Store, VmLayer,
@@ -32,6 +33,8 @@ pub struct TemplateCache {
     pending: Arc<PendingSnapshots>,
     /// A lock for each snapshot that was ever opened, which serialises its opening.
     loading: Arc<Mutex<HashMap<Name, Arc<Mutex<()>>>>>,
+    /// Threads that free the RAM of snapshots that are closed.
+    reapers: Arc<Reapers>,
 }
 
 fn listed<T, U>(kind: &str, listing: Listing<T>, shown: impl Fn(T) -> U) -> Vec<U> {
@@ -64,6 +67,22 @@ impl TemplateCache {
             pagers,
             pending: Arc::default(),
             loading: Arc::default(),
+            reapers: Arc::new(Reapers::none()),
+        }
+    }
+
+    /// With the RAM of closed snapshots freed by these threads, and not by the thread that closes
+    /// them.
+    #[must_use]
+    pub fn freeing_on(self, reapers: Arc<Reapers>) -> Self {
+        Self { reapers, ..self }
+    }
+
+    /// Closes snapshots on the threads that free memory. The caller holds no lock of this cache.
+    fn close(&self, evicted: Evicted) {
+        if !evicted.is_empty() {
+            // The node of a template's memory is unknown: its clones on any node have touched it.
+            self.reapers.run(0, move || drop(evicted));
         }
     }
 
@@ -278,7 +297,8 @@ impl TemplateCache {
             }
             _ => None,
         };
-        lock(&self.open).forget(name);
+        let outdated = lock(&self.open).forget(name);
+        self.close(outdated);
         let (open, bytes) = match known {
             Some((resident, before, bytes)) => {
                 let snapshot = self.store.open_resident(name, resident)?;
@@ -343,10 +363,12 @@ impl TemplateCache {
     /// RAM without being used again.
     fn keep(&self, name: &Name, open: &Arc<OpenTemplate>, bytes: u64) {
         let mut recent = lock(&self.open);
-        recent.keep(name.clone(), open.clone(), bytes);
+        let mut evicted = recent.keep(name.clone(), open.clone(), bytes);
         if !open.is_current() {
-            recent.forget(name);
+            evicted = evicted.and(recent.forget(name));
         }
+        drop(recent);
+        self.close(evicted);
     }
 
     /// Bytes of RAM of a clone of the snapshot.
@@ -385,7 +407,10 @@ impl TemplateCache {
     pub fn remove_stored(&self, name: &Name) -> Outcome<()> {
         self.store.remove_snapshot(name)?;
         failpoint::reached("daemon.remove_snapshot.removed");
-        lock(&self.open).forget(name);
+        let removed = lock(&self.open).forget(name);
+        // Here and not by the reapers, because it may hold the last pin of a layer that `collect`
+        // removes. This function blocks anyway, and holds no lock.
+        drop(removed);
         lock(&self.loading).remove(name);
         self.collect();
         failpoint::reached("daemon.remove_snapshot.layers");
@@ -470,13 +495,5 @@ fn shown_kernel(manifest: KernelManifest) -> types::Kernel {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn releases_compare_as_numbers() {
-        assert!(by_version("6.12.117+deb12-cloud-amd64") > by_version("6.1.0-56-cloud-amd64"));
-        assert!(by_version("6.1.10") > by_version("6.1.9"));
-        assert_eq!(by_version(""), Vec::<u64>::new());
-    }
-}
+#[path = "cache_tests.rs"]
+mod tests;

@@ -47,16 +47,23 @@ impl Recent {
         self.entries.iter().find(|entry| entry.name == *name).map(|entry| entry.open.clone())
     }
 
-    /// Adds a snapshot as the most recently used, and closes those beyond the limits.
-    pub(super) fn keep(&mut self, name: Name, open: Arc<OpenTemplate>, resident_bytes: u64) {
-        self.forget(&name);
+    /// Adds a snapshot as the most recently used. Returns the snapshots beyond the limits, which
+    /// are no longer in the list.
+    pub(super) fn keep(
+        &mut self,
+        name: Name,
+        open: Arc<OpenTemplate>,
+        resident_bytes: u64,
+    ) -> Evicted {
+        let mut evicted = self.forget(&name);
         if self.entries.len() >= MOST {
-            self.entries.remove(0);
+            evicted.0.push(self.entries.remove(0).open);
         }
         self.entries.push(Entry { name, open, resident_bytes });
         let bytes = self.entries.iter().map(|entry| entry.resident_bytes);
         let mut fits = kept(bytes, self.resident_most).into_iter();
-        self.entries.retain(|_| fits.next().unwrap_or(false));
+        evicted.take(&mut self.entries, |_| !fits.next().unwrap_or(false));
+        evicted
     }
 
     /// All open snapshots, the most recently used last.
@@ -64,8 +71,34 @@ impl Recent {
         self.entries.iter().map(|entry| entry.open.clone()).collect()
     }
 
-    pub(super) fn forget(&mut self, name: &Name) {
-        self.entries.retain(|entry| entry.name != *name);
+    /// Removes a snapshot from the list, and returns it.
+    pub(super) fn forget(&mut self, name: &Name) -> Evicted {
+        let mut evicted = Evicted::default();
+        evicted.take(&mut self.entries, |entry| entry.name == *name);
+        evicted
+    }
+}
+
+/// Snapshots that are no longer in the list. The drop of the last reference to one frees its RAM,
+/// which takes 50 to 200 ms for each GiB. So it must happen without the list's lock, for which each
+/// creation of a VM waits.
+#[derive(Debug, Default)]
+#[must_use = "drop it after the lock of the list"]
+pub(super) struct Evicted(Vec<Arc<OpenTemplate>>);
+
+impl Evicted {
+    fn take(&mut self, entries: &mut Vec<Entry>, goes: impl FnMut(&mut Entry) -> bool) {
+        self.0.extend(entries.extract_if(.., goes).map(|entry| entry.open));
+    }
+
+    /// Adds those of `other`.
+    pub(super) fn and(mut self, other: Self) -> Self {
+        self.0.extend(other.0);
+        self
+    }
+
+    pub(super) const fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 }
 

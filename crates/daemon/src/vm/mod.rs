@@ -81,6 +81,29 @@ pub struct Vm {
     gone: watch::Sender<bool>,
 }
 
+/// What a VM had until it ended. The drop may free gigabytes of RAM (of a template that no list has
+/// any more) and delete layers. So it happens on a thread that may block, best on
+/// [`crate::daemon::Daemon::reapers`].
+#[derive(Debug)]
+#[must_use = "the drop blocks: give it to the reapers"]
+pub struct Remains {
+    _pin: Option<Pin>,
+    _backing: Option<MemoryBacking>,
+    _attachment: Attachment,
+    /// The last field, because fields are dropped in this order: a VM that is gone keeps nothing.
+    _gone: MarkGone,
+}
+
+/// Marks the VM as gone when dropped.
+#[derive(Debug)]
+struct MarkGone(watch::Sender<bool>);
+
+impl Drop for MarkGone {
+    fn drop(&mut self) {
+        self.0.send_replace(true);
+    }
+}
+
 impl Vm {
     /// A VM in phase `Starting`, with its reserved memory.
     #[must_use]
@@ -286,9 +309,9 @@ impl Vm {
         lock(&self.memory).take();
     }
 
-    /// Marks it as exited for the reason `exit`, and drops everything that a live VM has. The first
-    /// reason stays.
-    pub fn ended(&self, exit: VmExit) {
+    /// Marks it as exited for the reason `exit`, and takes everything that a live VM has. The first
+    /// reason stays. The VM counts as gone when the result is dropped.
+    pub fn ended(&self, exit: VmExit) -> Remains {
         {
             let mut live = lock(&self.live);
             live.phase = Phase::Exited;
@@ -296,13 +319,13 @@ impl Vm {
             live.process = None;
         }
         lock(&self.process).take();
-        self.release_pin();
         lock(&self.memory).take();
-        lock(&self.backing).take();
-        let attachment = std::mem::take(&mut *lock(&self.attachment));
-        // Dropped outside the lock, as the pin is.
-        drop(attachment);
-        self.gone.send_replace(true);
+        Remains {
+            _pin: lock(&self.pin).take(),
+            _backing: lock(&self.backing).take(),
+            _attachment: std::mem::take(&mut *lock(&self.attachment)),
+            _gone: MarkGone(self.gone.clone()),
+        }
     }
 
     /// Resolves once its process is gone.

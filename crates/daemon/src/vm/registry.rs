@@ -296,11 +296,15 @@ impl Registry {
         all
     }
 
-    /// The number of clones that were forked from the VM `of`.
+    /// The number of clones that the guest of the VM `of` has asked for.
     #[must_use]
     pub fn children(&self, of: VmId) -> Children {
         let mut children = Children::default();
-        for vm in lock(&self.inner).vms.values().filter(|vm| vm.facts.fork.from == Some(of)) {
+        for vm in lock(&self.inner)
+            .vms
+            .values()
+            .filter(|vm| vm.facts.fork.from == Some(of) && vm.facts.fork.by_guest)
+        {
             let count = if vm.phase().alive() { &mut children.alive } else { &mut children.ended };
             *count = count.saturating_add(1);
         }

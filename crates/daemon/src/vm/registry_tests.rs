@@ -91,7 +91,7 @@ fn a_slot_outlives_no_process_and_is_never_shared() {
     let a = registry.reserve(&config(), None, facts(), memory(), None).unwrap();
     let b = registry.reserve(&config(), None, facts(), memory(), None).unwrap();
     assert_ne!(a.slot, b.slot);
-    a.ended(exit_now(ExitKind::Killed, "test"));
+    drop(a.ended(exit_now(ExitKind::Killed, "test")));
     registry.release_slot(&a);
     let c = registry.reserve(&config(), None, facts(), memory(), None).unwrap();
     assert_eq!(c.slot, a.slot, "slots are reused");

@@ -275,11 +275,6 @@ impl Pool {
         memory
     }
 
-    /// Puts back a warm VMM or clone that was taken and not used.
-    pub fn give_back(&self, warm: WarmVmm) {
-        lock(&self.shelves).put(warm);
-    }
-
     /// Announces that snapshots of this shape will soon be cloned.
     pub fn expect_shape(&self, shape: Shape) {
         let now = Instant::now();

@@ -2,11 +2,11 @@
 
 use crate::bench;
 use crate::bounds;
-use crate::scene::{Case, Scene, reexec, spec, this, wait_until};
+use crate::scene::{Case, Scene, spec, this, wait_until};
 use crate::standin::request;
 use dayfly_machine::{
-    ExecError, Exit, InitOptions, Machine, Root, StartError, Started, State, Stopped, WindowSize,
-    copy_in, leaks, probe,
+    Consent, ExecError, Exit, InitOptions, Machine, Purpose, Root, StartError, Started, State,
+    Stopped, WindowSize, copy_in, leaks, probe,
 };
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -19,16 +19,19 @@ pub(crate) const CASES: &[Case] = &[
     ("what_cannot_be_is_refused", refusals),
 ];
 
+/// A machine that runs the programs of this build, and no VM.
+const SAME: Started = Started::WasRunning { differs: None, vms: Some(0) };
+
 /// One machine for all uses that do not harm it.
 fn whole_life() {
     let shared = tempfile::tempdir().unwrap();
     let mut scene = Scene::sharing(&["usr=/usr", &format!("in={}:rw", shared.path().display())]);
     assert_eq!(scene.machine().status().unwrap().state, State::Stopped);
-    let Started::Fresh { boot_ms, replaced: None } = scene.start() else {
+    let Started::Fresh { boot_ms, replaced: None, .. } = scene.start() else {
         panic!("expected a fresh start")
     };
     println!("  start until the daemon answers: {boot_ms} ms");
-    assert_eq!(scene.start(), Started::WasRunning);
+    assert_eq!(scene.start(), SAME);
     assert!(
         leaks(scene.home()).is_empty(),
         "a running machine is no leak: {:?}",
@@ -321,28 +324,59 @@ fn changed_daemon(scene: &mut Scene) {
     // The file is touched, but its content is unchanged: no restart.
     std::fs::copy(this(), daemon.with_extension("new")).unwrap();
     std::fs::rename(daemon.with_extension("new"), &daemon).unwrap();
-    assert_eq!(scene.start(), Started::WasRunning);
+    assert_eq!(scene.start(), SAME);
     let mut body = std::fs::read(&daemon).unwrap();
     // Padding in the ELF header: a different file with the same behaviour.
     body[9] ^= 1;
     std::fs::write(&daemon, body).unwrap();
+    vms_are_kept(scene);
     let Started::Fresh { replaced: Some(why), .. } = scene.start() else {
         panic!("expected a restart")
     };
-    assert_eq!(why, "changed: dayflyd");
+    // The machine's disk has the new build already, so the name of the program is not known now.
+    assert_eq!(why, "changed: the carried programs, kernel or settings");
+    assert_eq!(scene.start(), SAME);
     // An included file that has vanished is no reason to stop.
     std::fs::remove_file(&daemon).unwrap();
-    assert_eq!(scene.start(), Started::WasRunning);
+    assert_eq!(scene.start(), SAME);
     // With another change the machine would run old copies, so that is refused.
     scene.options.shares = vec![format!("t={}", scene.home().display()).parse().unwrap()];
     let error = Machine::init(scene.home(), &scene.options, &mut |_| {}).unwrap_err().to_string();
     assert!(error.contains("gone, and the machine has changed"), "{error}");
 }
 
+/// VMs live in a machine that runs older programs: only a restart with consent ends it.
+fn vms_are_kept(scene: &Scene) {
+    let supervisor = scene.pid("supervisor");
+    let used = scene.try_start(Purpose::Use, Consent::None, Some(3)).unwrap();
+    let differs = Some("changed: dayflyd".to_owned());
+    assert_eq!(used, Started::WasRunning { differs, vms: Some(3) });
+    scene.said();
+    for (purpose, consent, vms, why, next) in [
+        (
+            Purpose::Use,
+            Consent::None,
+            None,
+            "does not say how many VMs",
+            "`dayfly machine restart`",
+        ),
+        (Purpose::Restart, Consent::None, Some(3), "runs 3 VMs", "restart --force`"),
+        (Purpose::Restart, Consent::Ask, Some(1), "runs a VM", "restart --force`"),
+    ] {
+        let text = scene.try_start(purpose, consent, vms).unwrap_err().to_string();
+        assert!(text.contains(why) && text.contains(next), "{text}");
+    }
+    let asked = scene.said();
+    assert_eq!(asked.len(), 1, "{asked:?}");
+    assert!(asked[0].starts_with("the machine runs a VM. Restart it"), "{asked:?}");
+    assert_eq!(scene.pid("supervisor"), supervisor);
+}
+
 fn broken_daemon() {
     let mut scene = Scene::new();
     scene.options.daemon_arguments = vec!["standin".to_owned(), "broken".to_owned()];
-    let error = scene.init().start(&reexec(), &mut |_| {}).unwrap_err();
+    scene.init();
+    let error = scene.try_start(Purpose::Use, Consent::None, None).unwrap_err();
     let text = error.to_string();
     assert!(text.contains("ended with code 3") && text.contains("broken on purpose"), "{text}");
     scene.assert_nothing_left();
@@ -390,7 +424,8 @@ fn refusals() {
     let sharing = Scene::sharing(&[&format!("gone={}", gone.path().display())]);
     let path = gone.path().to_owned();
     drop(gone);
-    let text = sharing.machine().start(&reexec(), &mut |_| {}).unwrap_err().to_string();
+    let error = sharing.try_start(Purpose::Use, Consent::None, None).unwrap_err();
+    let text = error.to_string();
     assert!(text.starts_with(&format!("share gone: {}: No such file", path.display())), "{text}");
 
     // A damaged disk after an unclean end is reported and not mounted.
@@ -400,7 +435,7 @@ fn refusals() {
     let disk = good.machine().folder().join("disk.img");
     let file = std::fs::OpenOptions::new().write(true).open(&disk).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, &vec![0xa5; 1 << 20], 0).unwrap();
-    let error = good.machine().start(&reexec(), &mut |_| {}).unwrap_err();
+    let error = good.try_start(Purpose::Use, Consent::None, None).unwrap_err();
     assert!(matches!(error, StartError::Disk { .. }), "{error}");
     assert!(!probe().to_string().is_empty());
 }

@@ -1,14 +1,17 @@
 //! Every process of a machine (and its kernel) is killed, at several moments. The next start works,
 //! and nothing is left behind.
 
-use crate::scene::{Case, Scene, kill, spec, wait_until};
-use dayfly_machine::{Started, State, kernel_crashed};
+use crate::scene::{Case, Scene, kill, signal, spec, wait_until};
+use dayfly_machine::{Consent, Purpose, Started, State, Stopped, kernel_crashed};
+use rustix::mount::{MountFlags, UnmountFlags, mount, mount_remount};
 use std::io::Read;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub(crate) const CASES: &[Case] = &[
     ("each_process_killed_while_running", killed_while_running),
     ("each_process_killed_while_starting", killed_while_starting),
+    ("a_silent_machine_is_never_ended_unasked", silent),
+    ("a_full_disk_of_the_host_pauses_the_machine_until_there_is_space", full_disk),
     ("two_starts_at_once_make_one_machine", two_starts),
     ("a_killed_starter_leaves_a_machine_that_the_next_start_finds", killed_starter),
 ];
@@ -24,6 +27,8 @@ fn killed_while_running() {
     ] {
         // Synced data must be on disk after a crash.
         scene.shell(&format!("echo {victim} > /var/lib/dayfly/{victim} && sync"));
+        scene.shell(&format!("echo 3 > {}", crate::standin::VMS));
+        wait_long("the VMs are counted", || scene.machine().status().unwrap().vms == Some(3));
         if victim == "kernel" {
             // The answer never comes.
             drop(
@@ -40,6 +45,99 @@ fn killed_while_running() {
         scene.assert_nothing_left();
         assert!(matches!(scene.start(), Started::Fresh { replaced: None, .. }), "{victim}");
         assert_eq!(scene.shell(&format!("cat /var/lib/dayfly/{victim}")), victim);
+        let said = scene.said().join("\n");
+        assert!(said.starts_with("the machine ended unasked "), "{victim}: {said}");
+        assert!(said.contains(cause) && said.contains("its 3 VMs ended with it"), "{said}");
+        // The kernel is quiet unless it crashes.
+        let console = said.contains("--- last lines of its console") && said.contains("sysrq");
+        assert_eq!(console, victim == "kernel", "{victim}: {said}");
+    }
+    scene.stop();
+    scene.start();
+    let said = scene.said();
+    assert!(said.iter().all(|line| !line.contains("ended unasked")), "said once: {said:?}");
+}
+
+/// A machine that does not answer may hold VMs. It stays until the user has agreed to its end.
+fn silent() {
+    let scene = Scene::new();
+    scene.start();
+    let [supervisor, qemu] = ["supervisor", "dayfly-machine"].map(|name| scene.pid(name).unwrap());
+    signal(qemu, libc::SIGSTOP);
+    // The count would be 0, but a machine that does not answer is not asked for it.
+    for (purpose, next) in
+        [(Purpose::Use, "`dayfly machine restart`"), (Purpose::Restart, "restart --force`")]
+    {
+        let text = scene.try_start(purpose, Consent::None, Some(0)).unwrap_err().to_string();
+        assert!(text.starts_with("the machine does not answer, and its VMs may live"), "{text}");
+        assert!(text.contains(next), "{text}");
+    }
+    assert_eq!(scene.pid("supervisor"), Some(supervisor));
+    signal(qemu, libc::SIGCONT);
+    assert_eq!(scene.start(), Started::WasRunning { differs: None, vms: Some(0) });
+    signal(qemu, libc::SIGSTOP);
+    let restarted = scene.try_start(Purpose::Restart, Consent::Given, None).unwrap();
+    let Started::Fresh { replaced: Some(why), .. } = restarted else { panic!("{restarted:?}") };
+    assert_eq!(why, "on request");
+    assert_ne!(scene.pid("supervisor"), Some(supervisor));
+    assert_eq!(scene.said(), Vec::<String>::new(), "an end on request is no news");
+}
+
+/// A separate file system for a machine's home, which is detached at the end.
+struct SmallDisk(tempfile::TempDir);
+
+impl SmallDisk {
+    fn new(mib: u64) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let options = std::ffi::CString::new(format!("size={mib}m")).unwrap();
+        mount("tmpfs", folder.path(), "tmpfs", MountFlags::empty(), options.as_c_str()).unwrap();
+        Self(folder)
+    }
+
+    /// Limits the file system to `mib` MiB beyond what is used.
+    fn leave(&self, mib: u64) {
+        let stat = rustix::fs::statvfs(self.0.path()).unwrap();
+        let used_mib = ((stat.f_blocks - stat.f_bfree) * stat.f_frsize) >> 20;
+        let options = std::ffi::CString::new(format!("size={}m", used_mib + mib)).unwrap();
+        mount_remount(self.0.path(), MountFlags::empty(), options.as_c_str()).unwrap();
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(self.0.path(), UnmountFlags::DETACH);
+    }
+}
+
+fn full_disk() {
+    let disk = SmallDisk::new(2048);
+    let home = tempfile::Builder::new().prefix("dfm").tempdir_in(disk.0.path()).unwrap();
+    let scene = Scene::at(home, &[]);
+    scene.start();
+    disk.leave(24);
+    let machine = scene.machine();
+    let writer = std::thread::spawn(move || {
+        let script = "head -c 60M /dev/urandom > /var/lib/dayfly/big && sync && \
+            wc -c < /var/lib/dayfly/big";
+        machine.exec_output(&spec(&["sh", "-c", script]), b"").unwrap()
+    });
+    wait_long("the machine is paused", || scene.machine().status().unwrap().paused.is_some());
+    let text = scene.try_start(Purpose::Use, Consent::None, Some(0)).unwrap_err().to_string();
+    assert!(text.contains("is full") && text.contains("free space"), "{text}");
+    assert!(!writer.is_finished());
+    disk.leave(256);
+    let out = writer.join().unwrap();
+    assert_eq!(out.stdout, b"62914560\n", "{out:?}");
+    assert_eq!(scene.machine().status().unwrap().paused, None);
+    assert_eq!(scene.stop(), Stopped::Clean);
+}
+
+/// Waits for an event that an emulated CPU or a slow disk may delay.
+fn wait_long(what: &str, mut test: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(240);
+    while !test() {
+        assert!(Instant::now() < deadline, "not in four minutes: {what}");
+        std::thread::sleep(Duration::from_millis(50));
     }
 }
 
@@ -82,7 +180,7 @@ fn two_starts() {
         })
         .collect();
     texts.sort();
-    assert!(texts[0].starts_with("Fresh") && texts[1] == "WasRunning", "{texts:?}");
+    assert!(texts[0].starts_with("Fresh") && texts[1].starts_with("WasRunning"), "{texts:?}");
 }
 
 /// If a start is killed after QEMU runs, the machine still boots to its end, and the next start
@@ -98,7 +196,7 @@ fn killed_starter() {
         starter.kill().unwrap();
         starter.wait().unwrap();
         let started = scene.start();
-        if started == Started::WasRunning {
+        if matches!(started, Started::WasRunning { .. }) {
             break;
         }
         let console =

@@ -1,9 +1,12 @@
 //! A machine in a temporary folder, and the operations that the cases use.
 
-use dayfly_machine::{ExecSpec, InitOptions, Leak, Machine, Output, Reexec, Started, leaks};
+use dayfly_machine::{
+    Consent, ExecSpec, InitOptions, Leak, Machine, Note, Output, Purpose, Reexec, StartError,
+    StartOrder, Started, leaks,
+};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 /// A case and its name.
@@ -61,6 +64,7 @@ fn kernel_tree() -> &'static Path {
 pub(crate) struct Scene {
     folder: tempfile::TempDir,
     pub(crate) options: InitOptions,
+    said: Mutex<Vec<String>>,
 }
 
 impl Scene {
@@ -71,7 +75,11 @@ impl Scene {
 
     /// Like [`Scene::new`], with shares (`NAME=PATH[:rw]`).
     pub(crate) fn sharing(shares: &[&str]) -> Self {
-        let folder = tempfile::Builder::new().prefix("dfm").tempdir().unwrap();
+        Self::at(tempfile::Builder::new().prefix("dfm").tempdir().unwrap(), shares)
+    }
+
+    /// Like [`Scene::sharing`], in this folder.
+    pub(crate) fn at(folder: tempfile::TempDir, shares: &[&str]) -> Self {
         let mut options = InitOptions::new(kernel_tree().to_owned(), init_program());
         options.memory_mib = 1024;
         options.disk_bytes = 1 << 30;
@@ -80,7 +88,7 @@ impl Scene {
         std::fs::copy(this(), &daemon).unwrap();
         options.daemon = Some(daemon);
         options.daemon_arguments = vec!["standin".to_owned(), "one".to_owned()];
-        let scene = Self { folder, options };
+        let scene = Self { folder, options, said: Mutex::default() };
         scene.init();
         scene
     }
@@ -97,8 +105,35 @@ impl Scene {
         Machine::open(self.home()).unwrap()
     }
 
+    /// Starts the machine for use; its daemon says that no VM lives.
     pub(crate) fn start(&self) -> Started {
-        self.machine().start(&reexec(), &mut |_| {}).unwrap()
+        self.try_start(Purpose::Use, Consent::None, Some(0)).unwrap()
+    }
+
+    /// Starts the machine, whose daemon says that `vms` VMs live. A question is answered with no.
+    pub(crate) fn try_start(
+        &self,
+        purpose: Purpose,
+        consent: Consent,
+        vms: Option<u64>,
+    ) -> Result<Started, StartError> {
+        let reexec = reexec();
+        let confirm = |question: &str| {
+            self.said.lock().unwrap().push(question.to_owned());
+            false
+        };
+        let order =
+            StartOrder { reexec: &reexec, purpose, consent, count_vms: &|| vms, confirm: &confirm };
+        self.machine().start(&order, &mut |note| {
+            if let Note::Line(text) = note {
+                self.said.lock().unwrap().push(text.to_owned());
+            }
+        })
+    }
+
+    /// The lines that starts have said and asked since the last call.
+    pub(crate) fn said(&self) -> Vec<String> {
+        std::mem::take(&mut self.said.lock().unwrap())
     }
 
     /// Runs `start` in a separate process.
@@ -161,10 +196,14 @@ pub(crate) fn reexec() -> Reexec {
     Reexec { program: this(), words: vec!["supervise".into()] }
 }
 
-pub(crate) fn kill(pid: i32) {
+pub(crate) fn signal(pid: i32, number: i32) {
     // SAFETY: kill(2) takes no pointers; the pid is of a process that this scene started.
-    let result = unsafe { libc::kill(pid, libc::SIGKILL) };
+    let result = unsafe { libc::kill(pid, number) };
     assert_eq!(result, 0, "kill {pid}: {}", std::io::Error::last_os_error());
+}
+
+pub(crate) fn kill(pid: i32) {
+    signal(pid, libc::SIGKILL);
     // Waits only until the process has freed its memory: what it leaves behind may still be ending.
     while std::fs::read(format!("/proc/{pid}/statm"))
         .is_ok_and(|text| !text.is_empty() && !text.starts_with(b"0 "))
@@ -176,7 +215,7 @@ pub(crate) fn kill(pid: i32) {
 /// The program that `spawn_start` runs.
 pub(crate) fn start_and_report(home: &str) -> ExitCode {
     let machine = Machine::open(Path::new(home)).unwrap();
-    match machine.start(&reexec(), &mut |_| {}) {
+    match machine.start(&StartOrder::to_use(&reexec(), &|| Some(0)), &mut |_| {}) {
         Ok(started) => println!("{started:?}"),
         Err(e) => println!("error: {e}"),
     }

@@ -2,7 +2,8 @@
 //!
 //! `GET /name` answers the daemon's name and pid. `PUT /sink` reads a body and answers its length.
 //! `GET /source/N` answers N bytes. A start with `broken` ends at once. While the file [`HANG`]
-//! exists, the stand-in accepts connections and answers nothing.
+//! exists, the stand-in accepts connections and answers nothing. `GET /v1/info` answers the number
+//! of VMs in the file [`VMS`].
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,6 +11,9 @@ use std::process::ExitCode;
 
 /// While this file exists, the stand-in hangs.
 pub(crate) const HANG: &str = "/run/hang";
+
+/// The number of VMs, if the file exists.
+pub(crate) const VMS: &str = "/run/vms";
 
 pub(crate) fn serve(words: &[String]) -> ExitCode {
     let name = words[0].clone();
@@ -55,6 +59,8 @@ fn answer(stream: &UnixStream, name: &str) -> std::io::Result<()> {
             .parse()
             .unwrap();
         std::io::copy(&mut reader.take(length), &mut std::io::sink())?.to_string()
+    } else if let ("/v1/info", Ok(vms)) = (path.as_str(), std::fs::read_to_string(VMS)) {
+        format!("{{\"version\":\"0\",\"vms\":{}}}", vms.trim())
     } else {
         format!("{name} {}", std::process::id())
     };

@@ -65,7 +65,7 @@ async fn whole_archives_and_logs_arrive_as_they_are() {
 /// Makes room for another VM of the same name.
 fn forget(served: &Served, vm: &Arc<crate::vm::Vm>) {
     std::fs::remove_file(vm.dir.vsock()).unwrap();
-    vm.ended(crate::model::exit::exit_now(dayfly_api::types::ExitKind::Killed, "killed"));
+    drop(vm.ended(crate::model::exit::exit_now(dayfly_api::types::ExitKind::Killed, "killed")));
     served.daemon.registry.forget(vm);
 }
 

@@ -40,3 +40,7 @@ pub async fn exec(
 pub async fn run(State(daemon): Shared, upgrade: Upgrade<Frames>) -> Response {
     upgrade.then(move |client| session::run(daemon, client))
 }
+
+#[cfg(test)]
+#[path = "exec_tests.rs"]
+mod tests;

@@ -300,7 +300,10 @@ async fn the_end_of_the_vm_or_the_daemon_ends_a_connection() {
             served.daemon.stop.cancel();
             Some(guest)
         } else {
-            vm.ended(crate::model::exit::exit_now(dayfly_api::types::ExitKind::Killed, "killed"));
+            drop(vm.ended(crate::model::exit::exit_now(
+                dayfly_api::types::ExitKind::Killed,
+                "killed",
+            )));
             drop(guest);
             None
         };

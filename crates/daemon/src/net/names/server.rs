@@ -311,7 +311,7 @@ async fn question(stream: &mut TcpStream, bytes: &mut [u8; MAX_QUESTION_BYTES]) 
 }
 
 /// The address at which guests ask: port 53 of their gateway.
-pub(super) fn place(prefix: Prefix) -> SocketAddr {
+pub(in crate::net) fn place(prefix: Prefix) -> SocketAddr {
     let gateway: Ipv4Addr = prefix.gateway();
     SocketAddr::from((gateway, forward::PORT))
 }

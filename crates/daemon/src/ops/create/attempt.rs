@@ -12,6 +12,7 @@ use crate::ops::create::guard::{Next, VmGuard};
 use crate::ops::create::last_lines::explain;
 use crate::ops::create::order::{Order, Origin};
 use crate::ops::create::start::start;
+use crate::ops::keeper;
 use crate::vm::budget::Reservation;
 use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, AgentLink, LinkError};
@@ -173,7 +174,7 @@ async fn reserve(
         Attachment::allocate(&daemon.networks, &facts).await.map_err(Step::Network.failed())?;
     done(Step::Network)?;
     let warm = pooled.take(&daemon.pool, memory.node);
-    let (vm, warm) = name(daemon, order.name, facts, memory, warm)?;
+    let (vm, warm) = name(daemon, order.name, facts, memory, warm).await?;
     let guard = VmGuard::new(daemon.clone(), vm.clone(), order.batch.clone());
     if let Some(batch) = order.batch {
         batch.add(vm.id).map_err(ApiError::internal)?;
@@ -236,8 +237,8 @@ impl Pooled {
 }
 
 /// Reserves name, id and slot. If the name is refused, what the pool gave goes back.
-fn name(
-    daemon: &Daemon,
+async fn name(
+    daemon: &Arc<Daemon>,
     wanted: Option<VmName>,
     facts: Facts,
     memory: Reservation,
@@ -248,7 +249,7 @@ fn name(
         Ok(vm) => Ok((vm, warm)),
         Err(refused) => {
             if let Some(warm) = warm {
-                daemon.pool.give_back(warm);
+                keeper::give_back(daemon, warm).await;
             }
             Err(Step::Name.failed()(refused))
         }

@@ -5,6 +5,7 @@ use crate::model::step::{Step, injected};
 use crate::ops::create::harness::{MEMORY_BYTES, Room, WITHIN, until};
 use crate::ops::create::last_lines::console_tail;
 use crate::ops::create::{Order, Origin, create};
+use crate::ops::keeper::give_back;
 use crate::ops::recording;
 use crate::vmm::launch::Fds;
 use crate::vmm::source::{Purpose, Template};
@@ -75,6 +76,41 @@ async fn so_does_one_from_a_ready_clone() {
     keeper.await.unwrap();
     assert_eq!(daemon.registry.vm_slots(), []);
     room.empty().await;
+}
+
+/// A taken warm VMM whose name was refused is given back.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_warm_vmm_is_given_back_only_if_it_lives_and_the_pool_is_open() {
+    let room = Room::new(8).await;
+    let daemon = room.daemon.clone();
+    let keeper = tokio::spawn(crate::ops::keeper::keep(daemon.clone()));
+    let template = Template::of(&daemon.templates.open_snapshot(&room.snapshot).unwrap()).unwrap();
+    let take = async || {
+        daemon.pool.expect(&template).await;
+        (0..daemon.nodes.len()).find_map(|node| daemon.pool.take(&template, node)).unwrap()
+    };
+    let has = |id| daemon.registry.vm_slots().contains(&id);
+    let living = take().await;
+    let id = living.vm_slot.id;
+    give_back(&daemon, living).await;
+    let again = daemon.pool.remove(id).unwrap();
+    assert!(has(id) && again.process.is_alive().unwrap());
+    give_back(&daemon, again).await;
+
+    let dead = take().await;
+    dead.process.kill().unwrap();
+    dead.process.wait(Some(WITHIN)).unwrap();
+    let id = dead.vm_slot.id;
+    give_back(&daemon, dead).await;
+    assert!(!has(id) && daemon.pool.remove(id).is_none(), "it is dead");
+
+    let late = take().await;
+    let (id, process) = (late.vm_slot.id, late.process.clone());
+    daemon.stop.cancel();
+    keeper.await.unwrap();
+    give_back(&daemon, late).await;
+    assert!(!has(id) && !process.is_alive().unwrap(), "the pool is closed");
+    assert_eq!(daemon.pool.waiting(), (0, 0));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -423,6 +423,9 @@ async fn dead_clones_count_until_they_are_removed() {
     let order = Order { forks: MAY, ..order_of("s") };
     let parent = create(&room.daemon, Asked::now(), order).await.unwrap().keep();
     says(&parent, "verify ok seed 8\nready").await;
+    // Clones that the owner makes do not count.
+    let (owners, _) = forked(&room, &parent, MAY).await;
+    assert_eq!(room.daemon.registry.children(parent.id), Children { alive: 0, ended: 0 });
     // Clones that end by themselves at once, as a hostile guest would make them.
     let mut clones = Vec::new();
     for _ in 0..MAY {
@@ -458,7 +461,7 @@ async fn dead_clones_count_until_they_are_removed() {
     let why = refusal(asks_for_itself(&parent, 1).await);
     assert!(why.contains("1 live, 1 ended"), "{why}");
     clones.push(room.daemon.registry.find(&ids[0].to_string()).unwrap());
-    for clone in &clones[1..] {
+    for clone in clones[1..].iter().chain(&owners) {
         end(&room, clone).await;
     }
     // Even if the owner removes them quickly, the guest cannot make clones without end.

@@ -1,0 +1,230 @@
+//! Checks that a guest's agent still answers while a program runs.
+//!
+//! A program may be silent for any time, and the connection to a guest whose kernel has hung stays
+//! open. So after a silence the agent is asked for its `Stat`. Only two missing answers in a row
+//! end the wait. A guest that is paused cannot answer, and is not asked.
+
+use crate::base::error::{ApiError, Outcome};
+use crate::model::state::Phase;
+use crate::vm::Vm;
+use crate::vmm::agent_link;
+use dayfly_api::types::ErrorCode;
+use dayfly_units::Name;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+use tokio::io::{AsyncRead, ReadBuf};
+use tokio::time::timeout;
+
+/// Silence after which the agent is asked, unless the client has set another.
+const SILENCE: Duration = Duration::from_secs(30);
+/// The shortest silence that a client can set, because each question is a connection to the agent.
+const SHORTEST: Duration = Duration::from_millis(10);
+
+/// The check of one program's agent.
+pub struct Liveness<'a> {
+    vm: &'a Name,
+    socket: PathBuf,
+    /// `None`: the client has turned the check off.
+    silence: Option<Duration>,
+    within: Duration,
+    /// Whether the guest runs, and so can answer.
+    runs: Box<dyn Fn() -> bool + Send + Sync + 'a>,
+    heard: Arc<AtomicU64>,
+}
+
+impl<'a> Liveness<'a> {
+    /// A check of the agent of `vm`, which may take `within` for an answer. `silence_ms` is from
+    /// the client: 0 turns the check off.
+    pub fn new(vm: &'a Vm, silence_ms: Option<u64>, within: Duration) -> Self {
+        Self {
+            vm: &vm.name,
+            socket: vm.dir.vsock(),
+            silence: silence(silence_ms),
+            within,
+            runs: Box::new(|| matches!(vm.phase(), Phase::Running | Phase::Forking)),
+            heard: Arc::default(),
+        }
+    }
+
+    /// The connection `inner` of the agent. Bytes that are read from it count as a sign of life.
+    pub fn hear<R>(&self, inner: R) -> Hearing<R> {
+        Hearing { inner, heard: self.heard.clone() }
+    }
+
+    /// Waits for `next`, which comes from the agent.
+    ///
+    /// # Errors
+    /// The agent did not answer twice in a row.
+    pub async fn wait<T>(&self, next: impl Future<Output = T>) -> Outcome<T> {
+        let mut next = std::pin::pin!(next);
+        let Some(silence) = self.silence else { return Ok(next.await) };
+        let mut missed = false;
+        loop {
+            let before = self.heard.load(Ordering::Relaxed);
+            if let Ok(got) = timeout(silence, &mut next).await {
+                return Ok(got);
+            }
+            if self.heard.load(Ordering::Relaxed) != before || !(self.runs)() {
+                missed = false;
+                continue;
+            }
+            // The answer to `next` may come meanwhile, and then no other answer matters.
+            let asked = tokio::select! {
+                biased;
+                got = &mut next => return Ok(got),
+                asked = agent_link::stat(&self.socket, self.within) => asked,
+            };
+            match asked {
+                Ok(_) => missed = false,
+                Err(_) if !(self.runs)() => missed = false,
+                Err(_) if !missed => missed = true,
+                Err(e) => return Err(self.silent(&e)),
+            }
+        }
+    }
+
+    fn silent(&self, last: &agent_link::LinkError) -> ApiError {
+        let text = format_args!(
+            "VM {0}: expected an answer of its agent while a program runs, got none twice in a row \
+             ({last}); its kernel may have hung: `dayfly logs {0}` shows its console, \
+             `dayfly exec --liveness 0` does not ask",
+            self.vm
+        );
+        ApiError::new(ErrorCode::Timeout, text)
+    }
+}
+
+fn silence(asked_ms: Option<u64>) -> Option<Duration> {
+    match asked_ms {
+        None => Some(SILENCE),
+        Some(0) => None,
+        Some(ms) => Some(Duration::from_millis(ms).max(SHORTEST)),
+    }
+}
+
+/// A reader whose bytes count as signs of life.
+#[derive(Debug)]
+pub struct Hearing<R> {
+    inner: R,
+    heard: Arc<AtomicU64>,
+}
+
+impl<R: AsyncRead + Unpin> AsyncRead for Hearing<R> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        let before = into.filled().len();
+        ready!(Pin::new(&mut self.inner).poll_read(context, into))?;
+        if into.filled().len() > before {
+            self.heard.fetch_add(1, Ordering::Relaxed);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicBool;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::UnixListener;
+    use tokio::sync::oneshot;
+
+    fn check<'a>(vm: &'a Name, socket: PathBuf, runs: &'a AtomicBool) -> Liveness<'a> {
+        Liveness {
+            vm,
+            socket,
+            silence: Some(Duration::from_millis(5)),
+            within: Duration::from_millis(50),
+            runs: Box::new(|| runs.load(Ordering::SeqCst)),
+            heard: Arc::default(),
+        }
+    }
+
+    #[tokio::test]
+    async fn an_agent_that_answers_no_more_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("agent");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let (vm, runs) = ("quiet".parse().unwrap(), AtomicBool::new(true));
+        let check = check(&vm, socket, &runs);
+        assert_eq!(check.wait(std::future::ready(7)).await.unwrap(), 7);
+
+        // One missing answer does not end the wait.
+        let (say, said) = oneshot::channel();
+        let agent = async {
+            drop(listener.accept().await.unwrap());
+            say.send(8).unwrap();
+        };
+        let (got, ()) = tokio::join!(check.wait(said), agent);
+        assert_eq!(got.unwrap(), Ok(8));
+
+        // This agent accepts connections, but does not answer.
+        let error = check.wait(std::future::pending::<()>()).await.unwrap_err();
+        assert_eq!(error.0.code, ErrorCode::Timeout);
+        assert!(error.to_string().contains("VM quiet"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_paused_guest_is_not_asked_and_its_silence_does_not_count() {
+        let folder = tempfile::tempdir().unwrap();
+        // There is no agent, so each question fails.
+        let socket = folder.path().join("agent");
+        let (vm, runs) = ("paused".parse().unwrap(), AtomicBool::new(false));
+        // It runs after it was seen paused many times.
+        let looks = AtomicU64::new(0);
+        let mut check = check(&vm, socket, &runs);
+        check.runs = Box::new(|| {
+            looks.fetch_add(1, Ordering::SeqCst);
+            runs.load(Ordering::SeqCst)
+        });
+        let resumed = async {
+            while looks.load(Ordering::SeqCst) < 20 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            runs.store(true, Ordering::SeqCst);
+        };
+        let (end, ()) = tokio::join!(check.wait(std::future::pending::<()>()), resumed);
+        assert_eq!(end.unwrap_err().0.code, ErrorCode::Timeout);
+        assert!(looks.load(Ordering::SeqCst) >= 20, "the wait ended while it was paused");
+    }
+
+    #[tokio::test]
+    async fn output_is_a_sign_of_life_and_no_question_is_asked_then() {
+        let folder = tempfile::tempdir().unwrap();
+        let (vm, runs) = ("busy".parse().unwrap(), AtomicBool::new(true));
+        let check = check(&vm, folder.path().join("agent"), &runs);
+        let (near, mut far) = tokio::io::duplex(64);
+        let mut near = check.hear(near);
+        let reading = async {
+            let mut all = Vec::new();
+            near.read_to_end(&mut all).await.unwrap();
+            all.len()
+        };
+        // Each silence is shorter than the limit, all together are longer. Without output the
+        // agent, which does not exist, would be asked, and the wait would end with an error.
+        let writing = async {
+            for _ in 0..200 {
+                far.write_all(b"x").await.unwrap();
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            drop(far);
+        };
+        let (got, ()) = tokio::join!(check.wait(reading), writing);
+        assert_eq!(got.unwrap(), 200);
+    }
+
+    #[test]
+    fn a_client_can_turn_the_check_off_or_set_it_within_a_bound() {
+        assert_eq!(silence(None), Some(SILENCE));
+        assert_eq!(silence(Some(0)), None);
+        assert_eq!(silence(Some(1)), Some(SHORTEST));
+        assert_eq!(silence(Some(60_000)), Some(Duration::from_secs(60)));
+    }
+}
