@@ -116,6 +116,7 @@ pub use snapshots::{
 };
 pub use usage::{SnapshotUse, Usage};
 pub use vms::freezing::{Freeze, Freezing};
+pub use vms::identify::FileId;
 pub use vms::immutable::{FrozenLayer, ReplacedLayer};
 pub use vms::pins::{Pin, PinError};
 

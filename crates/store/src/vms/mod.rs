@@ -1,6 +1,7 @@
 //! The files of running VMs, and the references that keep what VMs depend on.
 
 pub(crate) mod freezing;
+pub(crate) mod identify;
 pub(crate) mod immutable;
 pub(crate) mod layers;
 mod pinning;
