@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_folder_whose_lock_file_was_removed_is_locked() {
+    fn a_run_folder_without_its_lock_file_is_locked() {
         let run = tempfile::tempdir().unwrap();
         let config = Config { run: run.path().into(), ..crate::fixture::config(run.path()) };
         let first = lock(&config).unwrap();

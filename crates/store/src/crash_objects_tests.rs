@@ -9,7 +9,7 @@
 use crate::blob::disk::{Disk, build};
 use crate::blob::fault;
 use crate::blob::watch::{Event, acknowledge, record};
-use crate::fixture::{IMAGE, Vm, disk, image_spec, name, put_image, store};
+use crate::fixture::{IMAGE, Vm, disk, name, put_image, store};
 use crate::fixture_pages::{bytes, grow_frozen, merge};
 use crate::integrity::verify::hurry;
 use crate::{ChainLayer, Digest, FileId, KernelSpec, Scope, Store, VmLayer};
@@ -293,7 +293,9 @@ fn adopt_and_save(root: &Path, recorded: &Vm, expected: &[u8], at: &str) {
 /// A VM with frozen layers, each with another block, and the content of its disk.
 fn with_frozen(store: &Store, layers: u8) -> (Vm, Vec<u8>) {
     let mut vm = Vm::boot(store);
-    (1..=layers).for_each(|seed| drop(grow_frozen(store, &mut vm, seed)));
+    for seed in 1..=layers {
+        grow_frozen(store, &mut vm, seed);
+    }
     let content = content(store, &vm, "before");
     assert_eq!(content.chunks(4096).filter(|c| c[0] != 0).count(), usize::from(layers));
     (vm, content)

@@ -80,7 +80,8 @@ pub enum Damage {
 }
 
 impl Damage {
-    /// Whether another version of dayfly wrote the file, in an encoding that this one does not read.
+    /// Whether another version of dayfly wrote the file, in an encoding that this one does not
+    /// read.
     pub(crate) const fn is_version(&self) -> bool {
         matches!(self, Self::Seal { error: SealError::Version { .. }, .. })
     }

@@ -11,9 +11,9 @@
 //! are no objects.
 //!
 //! The file is sealed JSON. It is read before any other file of the store except the lock, and
-//! before anything is changed. A store without it is one of the first version; it gets the file when
-//! it is opened. This version never changes an existing file. A version that adds a feature replaces
-//! the file, and keeps what it does not know.
+//! before anything is changed. A store without it is one of the first version; it gets the file
+//! when it is opened. This version never changes an existing file. A version that adds a feature
+//! replaces the file, and keeps what it does not know.
 
 use crate::blob::{Dir, IfTaken, Stage};
 use crate::errors::{Damage, IoError, IoResult};

@@ -5,7 +5,7 @@ use crate::blob::{Dir, Stage, Stages};
 use crate::errors::{IoError, IoResult};
 use crate::format::{Format, FormatError, read_only};
 use crate::integrity::verify::Verifier;
-use crate::lock::Lock;
+use crate::lock::{Lock, LockError};
 use crate::pages::space::Tenants;
 use crate::vms::pins::Pins;
 use crate::vms::prepared::PreparedFiles;
@@ -75,15 +75,18 @@ pub enum StoreError {
 
 impl Store {
     /// Opens the store at `root` and creates missing folders. Empties `staging/`: the lock was
-    /// free, so the process that filled it is dead. If the store has features that this version does
-    /// not know, [`Self::unknown_features`] names them, and nothing is changed.
+    /// free, so the process that filled it is dead. If the store has features that this version
+    /// does not know, [`Self::unknown_features`] names them, and nothing is changed.
     ///
     /// # Errors
     /// [`StoreError`]; except for `Io`, nothing was changed.
     pub fn open(root: &Path) -> Result<Self, StoreError> {
         let root = Dir::root(root)?;
         probe::local(&root)?;
-        let lock = Lock::take(&root)?;
+        let lock = Lock::take(&root).map_err(|e| match e {
+            LockError::Taken(path, holder) => StoreError::Locked { path, holder },
+            LockError::Io(e) => e.into(),
+        })?;
         let format = Format::read(&root)?;
         let unknown_features = format.as_ref().map(Format::unknown_ro_compat).unwrap_or_default();
         let folder = |name: &str| root.make_or_open(name);

@@ -6,13 +6,12 @@
 
 use crate::blob::Dir;
 use crate::errors::IoError;
-use crate::inner::StoreError;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io::{Read, Seek, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 const FILE: &str = "lock";
@@ -20,6 +19,20 @@ const FILE: &str = "lock";
 /// descriptor.
 const WAIT: Duration = Duration::from_millis(500);
 const AGAIN: Duration = Duration::from_millis(5);
+
+/// Why a store was not locked.
+#[derive(Debug)]
+pub(crate) enum LockError {
+    /// Another process has the store open: the lock file, and the process id in it.
+    Taken(PathBuf, String),
+    Io(IoError),
+}
+
+impl From<IoError> for LockError {
+    fn from(e: IoError) -> Self {
+        Self::Io(e)
+    }
+}
 
 /// The locks of a store, released on drop.
 #[derive(Debug)]
@@ -30,13 +43,13 @@ pub(crate) struct Lock {
 
 impl Lock {
     /// Locks the store at `root`, and writes this process's id into the file.
-    pub(crate) fn take(root: &Dir) -> Result<Self, StoreError> {
+    pub(crate) fn take(root: &Dir) -> Result<Self, LockError> {
         let path = root.path().join(FILE);
         let until = Instant::now() + WAIT;
         let mut file = loop {
             let file = root.open_or_create(FILE)?;
             if !locked(&file, until).map_err(|e| IoError::new("locking", &path)(e.into()))? {
-                return Err(held(&file, &path));
+                return Err(taken(&file, &path));
             }
             // Another process may have replaced the file before it was locked.
             if root.is_at(FILE, &file)? {
@@ -45,7 +58,7 @@ impl Lock {
         };
         let folder = root.sub(".")?.into_fd();
         if !locked(&folder, until).map_err(|e| IoError::new("locking", root.path())(e.into()))? {
-            return Err(held(&file, &path));
+            return Err(taken(&file, &path));
         }
         let written = file
             .set_len(0)
@@ -71,12 +84,12 @@ fn locked(fd: impl AsFd, until: Instant) -> Result<bool, Errno> {
 
 /// The error of a store that another process has open. Its id is in the file, unless the file was
 /// removed meanwhile.
-fn held(file: &File, path: &Path) -> StoreError {
+fn taken(file: &File, path: &Path) -> LockError {
     let mut holder = String::new();
     let _shown_as_unknown = file.take(32).read_to_string(&mut holder);
     let holder = holder.trim();
     let holder = if holder.is_empty() { "unknown" } else { holder };
-    StoreError::Locked { path: path.to_owned(), holder: holder.to_owned() }
+    LockError::Taken(path.to_owned(), holder.to_owned())
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@ use crate::fixture::store;
 use crate::{Store, StoreError};
 
 #[test]
-fn a_store_whose_lock_file_was_removed_is_locked() {
+fn a_store_without_its_lock_file_is_locked() {
     let root = tempfile::tempdir().unwrap();
     let first = store(root.path());
     for _ in 0..2 {

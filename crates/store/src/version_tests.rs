@@ -1,5 +1,5 @@
-//! A store with objects that a newer version of dayfly made, next to those of this one. Nothing that
-//! they may need is removed, however they are encoded.
+//! A store with objects that a newer version of dayfly made, next to those of this one. Nothing
+//! that they may need is removed, however they are encoded.
 
 use crate::fixture::{IMAGE, bake, name, put_image, store, tree};
 use crate::fixture_pages::{bake_paged, ram};
@@ -24,7 +24,7 @@ fn make_newer(root: &Path, of: &str, version: u32) {
 }
 
 /// A store with the snapshot `old`, and the snapshot `new` of a newer version that has layers and
-/// pages of its own.
+/// its own pages.
 fn with_newer(root: &Path) -> Store {
     let (store, one) = (store(root), name("one"));
     bake_paged(&store, "old", 5, &ram(1..40), &PagedSpec::of(&one)).unwrap();
@@ -55,8 +55,8 @@ fn gc_removes_nothing_while_a_snapshot_is_of_another_version() {
             store.gc_pages().unwrap_err(),
             store.gc_pages_of(&name("one"), &crate::Meter::default()).unwrap_err(),
         ] {
-            let of_new = |e: &GcPagesError| matches!(e, GcPagesError::Version { snapshot, .. } if snapshot == "new");
-            assert!(of_new(&error), "{error}");
+            let GcPagesError::Version { snapshot, .. } = &error else { panic!("{error}") };
+            assert_eq!(snapshot, "new");
         }
         assert_eq!(tree(root.path()), before);
         // Until it is removed.

@@ -163,8 +163,8 @@ async fn forked(
     Ok(Forked { paused_us, pages, frozen_us, items })
 }
 
-/// Creates the clones of a fork point. A task for each, so that all CPUs start clones. If one fails,
-/// the others are dropped, which removes their VMs.
+/// Creates the clones of a fork point. A task for each, so that all CPUs start clones. If one
+/// fails, the others are dropped, which removes their VMs.
 async fn children(
     daemon: &Arc<Daemon>,
     fork_point: &Arc<ForkPoint>,

@@ -31,7 +31,8 @@ type Found = BTreeMap<FileId, ChainLayer>;
 impl Store {
     /// The layer of which each file is the data: a layer of `vm` itself (`Frozen`, which includes
     /// the writable layer), a stored layer, or a layer of another VM (`Shared`). `None` for a file
-    /// that is none of these, or of which the VM's folder and the stored layers have no name left.
+    /// that is none of these, or that has no name left: nothing needs the layer, or it was copied
+    /// because a process could write to it ([`crate::ReplacedLayer`]).
     ///
     /// `files` are those of disk number `disk` in any order, so the answer for a VMM's whole chain
     /// is the chain. A layer that is stored and has a name in the folder of `vm` too counts as the

@@ -21,7 +21,8 @@ fn open(store: &Store, vm: &Vm) -> (Vec<File>, Vec<FileId>) {
         }
     };
     let mut files: Vec<File> = vm.chain.iter().map(data).collect();
-    files.push(store.open_vm_layer(&vm.writable, true).unwrap());
+    // For reading only, as a VMM has it once it is frozen. Otherwise a commit copies it.
+    files.push(store.open_vm_layer(&vm.writable, false).unwrap());
     let ids = files.iter().map(id).collect();
     (files, ids)
 }

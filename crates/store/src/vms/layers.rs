@@ -60,9 +60,9 @@ impl Store {
         self.0.shared.release(layer)
     }
 
-    /// Releases layers of a VM that stored ones replaced ([`crate::Committed::replaced`]), after the
-    /// VM's record was written: until then a new daemon looks for them. The stored layers are not
-    /// hashed again, although they lose a name.
+    /// Releases layers of a VM that stored ones replaced ([`crate::Committed::replaced`]), after
+    /// the VM's record was written: until then a new daemon looks for them. The stored layers are
+    /// not hashed again, although they lose a name.
     ///
     /// # Errors
     /// The host cannot remove a file. The files that are left are removed with the VM.
