@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a tool for developers; it stops at the first surprise")]
 
 use dayfly_vmm::memory::pages::Pages;
-use dayfly_vmm::memory::{anonymous, backing::Backing, lay_over, live};
+use dayfly_vmm::memory::{YieldPoints, anonymous, backing::Backing, lay_over, live};
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::Instant;
@@ -137,7 +137,7 @@ fn main() {
         (0..LEFT).for_each(|n| pages.insert(n * (bytes / PAGE / LEFT)));
         let copied = median(|| {
             let began = Instant::now();
-            live::copy(&memory, bytes, &pages, &target).unwrap();
+            live::copy(&memory, bytes, &pages, &target, &mut YieldPoints::none()).unwrap();
             ms(began)
         });
         println!(

@@ -8,6 +8,7 @@ use dayfly_vmm::disk::{Disk, DiskSpec, IoList};
 use dayfly_vmm::memory;
 use std::fs::File;
 use std::hint::black_box;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
@@ -76,6 +77,9 @@ fn main() {
         });
         row("write", wrote, noted);
     }
+    let (layer_map, next) = (file(), file());
+    disk.prepare_freeze(layer_map.as_fd(), next.as_fd()).unwrap();
+    disk.freeze(next.into());
     for (what, step) in [("in order", 1), ("every second frame", 2)] {
         map = PageMap::new(&memory);
         for (at, list) in requests(&memory, 1, 1).iter().step_by(step) {

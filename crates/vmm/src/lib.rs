@@ -18,6 +18,8 @@ pub mod control;
 pub mod disk;
 pub mod exit;
 pub mod fds;
+#[cfg(test)]
+mod golden;
 pub mod heap;
 pub mod jail;
 pub mod limits;

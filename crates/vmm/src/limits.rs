@@ -1,6 +1,8 @@
 //! Limits of a VMM's resources (setrlimit(2)), which bound what it takes from the host if its guest
 //! takes it over.
 
+use crate::config::DISK_BLOCK_BYTES;
+use crate::disk;
 use rustix::process::{Resource, Rlimit, setrlimit};
 
 /// The most open descriptors: disks' layers, and a socket for each vsock connection.
@@ -11,8 +13,8 @@ pub const MAX_THREADS: u64 = 256;
 const FILE_SLACK: u64 = 64 << 20;
 /// Address space beyond RAM and the disks' indices: stacks, heap, buffers of connections.
 const SPACE_SLACK: u64 = 1 << 30;
-/// A disk's index has a byte for each block of 4 KiB; a rebase makes a second one.
-const DISK_BYTES_PER_INDEX_BYTE: u64 = 4096 / 2;
+/// A disk's index has a byte for each block; a rebase makes a second one.
+const INDEX_BYTES_PER_BLOCK: u64 = 2;
 
 fn limit(resource: Resource, bytes: u64) {
     // Fails only if the hard limit is lower already, and then nothing needs to be done.
@@ -27,10 +29,13 @@ pub fn file_bytes(memory_bytes: u64, disks_bytes: &[u64]) -> u64 {
 }
 
 /// The most address space of a VM: the reservation of RAM, the sets of pages of a fork, the disks'
-/// indices, and `base_bytes` of the process before it had a VM.
+/// indices and sets of written blocks, and `base_bytes` of the process before it had a VM.
 #[must_use]
 pub fn space_bytes(base_bytes: u64, memory_bytes: u64, disks_bytes: &[u64]) -> u64 {
-    let indices = disks_bytes.iter().map(|disk| disk.div_ceil(DISK_BYTES_PER_INDEX_BYTE));
+    let indices = disks_bytes.iter().map(|disk| {
+        disk.div_ceil(DISK_BLOCK_BYTES) * INDEX_BYTES_PER_BLOCK
+            + disk.div_ceil(disk::CHUNK_BYTES) * disk::MAX_BYTES_PER_CHUNK
+    });
     let parts = [base_bytes, memory_bytes, memory_bytes / 64, SPACE_SLACK];
     parts.into_iter().chain(indices).fold(0, u64::saturating_add)
 }
@@ -70,8 +75,9 @@ mod tests {
         const GIB: u64 = 1 << 30;
         assert_eq!(file_bytes(GIB, &[]), GIB + FILE_SLACK);
         assert_eq!(file_bytes(GIB, &[10 * GIB, 3 * GIB]), 10 * GIB + FILE_SLACK);
-        // Indices of 4 + 2 MiB, twice.
-        let expected = 5 * GIB + 4 * GIB + 64 * (1 << 20) + SPACE_SLACK + 12 * (1 << 20);
+        // Indices of 4 + 2 MiB, twice, and sets with 1536 chunks of 1 KiB.
+        let disks = (12 << 20) + (1536 << 10);
+        let expected = 5 * GIB + 4 * GIB + (64 << 20) + SPACE_SLACK + disks;
         assert_eq!(space_bytes(5 * GIB, 4 * GIB, &[16 * GIB, 8 * GIB]), expected);
         assert_eq!(space_bytes(u64::MAX, GIB, &[GIB]), u64::MAX);
         let now = space_now();

@@ -120,6 +120,16 @@ fn the_encoding_of_this_version_has_not_changed() {
     );
 }
 
+#[test]
+fn the_state_of_version_1_is_read() {
+    let bytes = encode(&sample()).unwrap();
+    let frozen = crate::golden::golden("state-1", &bytes);
+    assert!(frozen == bytes);
+    let state = decode(&frozen).unwrap();
+    assert_eq!((state.vcpus[1].regs.rip, state.vcpus[1].msrs[0]), (2, (0x10, 2)));
+    assert_eq!((state.holes, state.serial.received), (sample().holes, vec![1, 2, 3]));
+}
+
 proptest! {
     #[test]
     fn no_sealed_bytes_panic(payload in proptest::collection::vec(any::<u8>(), 0..4096)) {

@@ -207,3 +207,7 @@ pub enum ExitReason {
     /// The VMM could not go on: bad input, an unexpected exit from KVM, an error of the host.
     Failed,
 }
+
+#[cfg(test)]
+#[path = "message_tests.rs"]
+mod tests;

@@ -1,7 +1,10 @@
 //! The VMM's side of the control protocol: one thread, at most `MAX_CONNECTIONS` connections, one
 //! command at a time.
+//!
+//! During a command that takes long (`Precopy`, the page map of `Freeze`) the thread looks at its
+//! connections now and then, and answers `Status` only. Other commands keep their order.
 
-use super::message::{Answer, Command, ExitReason, MAX_MESSAGE_BYTES};
+use super::message::{Answer, Command, ExitReason, MAX_MESSAGE_BYTES, Status};
 use super::wire::{Received, Receiver, WireError, send_within};
 use crate::config::{FdNumber, RestoreConfig};
 use crate::exit;
@@ -21,6 +24,8 @@ use std::time::Duration;
 const MAX_CONNECTIONS: usize = 32;
 /// How long the server accepts no connection while descriptors are short.
 const STARVED: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+/// No wait at all.
+const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 /// How long a client may leave the server's answer unread.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -87,9 +92,14 @@ fn restored(warm: WarmVmm, config: &RestoreConfig, fds: Vec<OwnedFd>) -> Result<
     Ok(warm.restore(config, files)?)
 }
 
+/// A connection of a client.
 struct Connection {
     stream: UnixStream,
     receiver: Receiver,
+    /// A message that came during a long command and waits for its turn.
+    waiting: Option<(Vec<u8>, Vec<OwnedFd>)>,
+    /// Whether there is something to read, or a message waits.
+    ready: bool,
     open: bool,
 }
 
@@ -97,6 +107,8 @@ struct Connection {
 pub struct Server {
     listener: UnixListener,
     connections: Vec<Connection>,
+    /// Descriptors were short when a connection was to be accepted.
+    starved: bool,
 }
 
 impl Server {
@@ -110,35 +122,59 @@ impl Server {
         if let Some(stream) = &link {
             stream.set_nonblocking(true)?;
         }
-        Ok(Self { listener, connections: link.into_iter().map(Connection::new).collect() })
+        let connections = link.into_iter().map(Connection::new).collect();
+        Ok(Self { listener, connections, starved: false })
     }
 
     /// Serves commands until `Quit` or the end of the guest.
     ///
     /// # Errors
     /// When the listener fails.
-    pub fn run(self, hosted: &mut Hosted) -> io::Result<()> {
-        let Self { listener, mut connections } = self;
-        let mut starved = false;
+    pub fn run(mut self, hosted: &mut Hosted) -> io::Result<()> {
         loop {
-            // While descriptors are short, new connections wait: poll(2) would report the listener
-            // as ready without a pause.
-            let events = if starved { PollFlags::empty() } else { PollFlags::IN };
-            let mut polled = vec![PollFd::new(&listener, events)];
-            polled.extend(connections.iter().map(|c| PollFd::new(&c.stream, PollFlags::IN)));
-            match poll(&mut polled, starved.then_some(&STARVED)) {
-                Ok(_) => {}
-                Err(rustix::io::Errno::INTR) => continue,
-                Err(error) => return Err(error.into()),
-            }
-            let ready: Vec<bool> = polled.iter().map(|p| !p.revents().is_empty()).collect();
-            let turns = connections.iter_mut().zip(&ready[1..]).filter(|(_, ready)| **ready);
-            turns.for_each(|(connection, _)| connection.turn(hosted));
-            connections.retain(|c| c.open);
-            if ready[0] || starved {
-                starved = !accept(&listener, &mut connections);
+            self.wait(if self.starved { Some(&STARVED) } else { None })?;
+            while let Some(at) = self.connections.iter().position(|c| c.ready) {
+                // Taken out, so that a long command can serve the others.
+                let mut connection = self.connections.remove(at);
+                connection.turn(hosted, &mut |status| self.serve_status(status));
+                if connection.open {
+                    self.connections.insert(at.min(self.connections.len()), connection);
+                }
             }
         }
+    }
+
+    /// Waits until a connection is ready, at most `within`, and accepts new connections.
+    fn wait(&mut self, within: Option<&Timespec>) -> io::Result<()> {
+        // While descriptors are short, new connections wait: poll(2) would report the listener as
+        // ready without a pause.
+        let events = if self.starved { PollFlags::empty() } else { PollFlags::IN };
+        let mut polled = vec![PollFd::new(&self.listener, events)];
+        polled.extend(self.connections.iter().map(|c| PollFd::new(&c.stream, PollFlags::IN)));
+        match poll(&mut polled, within) {
+            Ok(_) => {}
+            Err(Errno::INTR) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
+        let ready: Vec<bool> = polled.iter().map(|p| !p.revents().is_empty()).collect();
+        for (connection, ready) in self.connections.iter_mut().zip(&ready[1..]) {
+            connection.ready |= *ready;
+        }
+        if ready[0] || self.starved {
+            self.starved = !accept(&self.listener, &mut self.connections);
+        }
+        Ok(())
+    }
+
+    /// Answers `Status` with `status` on the other connections, during a long command. Other
+    /// messages wait for their turn. Never waits.
+    fn serve_status(&mut self, status: &Status) {
+        // An error is met again after the command.
+        let _ = self.wait(Some(&AT_ONCE));
+        for connection in self.connections.iter_mut().filter(|c| c.ready) {
+            connection.serve_status(status);
+        }
+        self.connections.retain(|c| c.open);
     }
 }
 
@@ -158,36 +194,69 @@ fn accept(listener: &UnixListener, connections: &mut Vec<Connection>) -> bool {
 
 impl Connection {
     fn new(stream: UnixStream) -> Self {
-        Self { stream, receiver: Receiver::default(), open: true }
+        Self { stream, receiver: Receiver::default(), waiting: None, ready: false, open: true }
     }
 
-    /// Reads once and answers at most one message.
-    fn turn(&mut self, hosted: &mut Hosted) {
-        match self.receiver.receive(&self.stream) {
-            Ok(Received::Part) => {}
-            Ok(Received::End) => self.open = false,
-            Ok(Received::Message(json, fds)) => {
-                let (answer, quit) = answer(hosted, &json, fds);
-                self.open = self.reply(&answer).is_ok();
-                if quit {
-                    exit::end(ExitReason::Quit, "Quit was asked for over the control socket");
-                }
-            }
-            Err(WireError::Io(_, error)) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => {
-                let _ = self.reply(&Answer::Err { message: dayfly_units::error::chain(&error) });
-                self.open = false;
-            }
+    /// Reads once and answers at most one message. `serve` is called now and then meanwhile.
+    fn turn(&mut self, hosted: &mut Hosted, serve: &mut dyn FnMut(&Status)) {
+        self.ready = false;
+        let Some((json, fds)) = self.waiting.take().or_else(|| self.receive()) else { return };
+        let (answer, quit) = answer(hosted, &json, fds, serve);
+        self.open = self.reply(&answer, SEND_TIMEOUT).is_ok();
+        if quit {
+            exit::end(ExitReason::Quit, "Quit was asked for over the control socket");
         }
     }
 
-    fn reply(&self, answer: &Answer) -> Result<(), WireError> {
+    /// Reads one message, at most, during a long command. Answers `Status` with `status`; another
+    /// message waits, and so do all that come after it on this connection.
+    fn serve_status(&mut self, status: &Status) {
+        if self.waiting.is_some() {
+            return;
+        }
+        self.ready = false;
+        // A message takes at least two reads: of its length, and of its JSON.
+        let Some((json, fds)) = self.receive().or_else(|| self.receive()) else { return };
+        if matches!(serde_json::from_slice(&json), Ok(Command::Status)) {
+            self.open = self.reply(&Answer::Status(status.clone()), Duration::ZERO).is_ok();
+        } else {
+            (self.waiting, self.ready) = (Some((json, fds)), true);
+        }
+    }
+
+    /// Reads once, without waiting. Returns a message if it is whole.
+    fn receive(&mut self) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
+        if !self.open {
+            return None;
+        }
+        match self.receiver.receive(&self.stream) {
+            Ok(Received::Part) => {}
+            Ok(Received::End) => self.open = false,
+            Ok(Received::Message(json, fds)) => return Some((json, fds)),
+            Err(WireError::Io(_, error)) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => {
+                let message = dayfly_units::error::chain(&error);
+                let _ = self.reply(&Answer::Err { message }, Duration::ZERO);
+                self.open = false;
+            }
+        }
+        None
+    }
+
+    fn reply(&self, answer: &Answer, within: Duration) -> Result<(), WireError> {
         let json = serde_json::to_vec(answer).map_err(WireError::Json)?;
-        send_within(&self.stream, &json, SEND_TIMEOUT)
+        send_within(&self.stream, &json, within)
     }
 }
 
-fn answer(hosted: &mut Hosted, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool) {
+/// Performs a command; returns the answer, and whether to end the process after it. `serve` is
+/// called now and then during a command that takes long.
+fn answer(
+    hosted: &mut Hosted,
+    json: &[u8],
+    fds: Vec<OwnedFd>,
+    serve: &mut dyn FnMut(&Status),
+) -> (Answer, bool) {
     let refused = |error: &dyn std::error::Error| {
         let mut message = dayfly_units::error::chain(error);
         // The answer has to fit a message, with its JSON escapes.
@@ -225,11 +294,11 @@ fn answer(hosted: &mut Hosted, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool)
             Ok(()) => return (Answer::Ok, false),
             Err(error) => return (refused(&error), false),
         },
-        (Command::Precopy { own }, Hosted::Vm(vm)) => match vm.precopy(own, fds) {
+        (Command::Precopy { own }, Hosted::Vm(vm)) => match vm.precopy(own, fds, serve) {
             Ok(done) => return (Answer::Precopied(done), false),
             Err(error) => return (refused(&error), false),
         },
-        (Command::Freeze, Hosted::Vm(vm)) => match vm.freeze(fds) {
+        (Command::Freeze, Hosted::Vm(vm)) => match vm.freeze(fds, serve) {
             Ok(done) => return (Answer::Frozen(done), false),
             Err(error) => return (refused(&error), false),
         },
@@ -247,3 +316,7 @@ fn answer(hosted: &mut Hosted, json: &[u8], fds: Vec<OwnedFd>) -> (Answer, bool)
         Err(error) => (refused(&error), false),
     }
 }
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;

@@ -1,9 +1,10 @@
 //! One disk: the layer that holds each block, and reading and writing blocks.
 
+use super::block_set::BlockSet;
 use super::error::{FreezeError, OpenDiskError, host};
 use super::files::{check_empty, make_writable, open_layers, regular_size};
 use super::iolist::IoList;
-use super::layer::LayerMap;
+use super::layer;
 use super::span::{length, span};
 use super::spec::{DiskSpec, FileId, LayerSpec, MAX_DISK_BYTES};
 use crate::config::{DISK_BLOCK_BYTES, MAX_LAYERS};
@@ -29,12 +30,14 @@ pub struct Disk {
     /// Allocated as zero pages of the host. A page becomes resident only if one of its 4096 blocks
     /// is in a layer.
     index: Vec<u8>,
+    /// The blocks of the writable layer: those with its number in the index.
+    written: BlockSet,
 }
 
 impl Disk {
     /// A drive without a medium.
     #[must_use]
-    pub const fn none() -> Self {
+    pub fn none() -> Self {
         Self {
             size_bytes: 0,
             base: None,
@@ -42,6 +45,7 @@ impl Disk {
             frozen: Vec::new(),
             writable: None,
             index: Vec::new(),
+            written: BlockSet::default(),
         }
     }
 
@@ -74,6 +78,7 @@ impl Disk {
             frozen,
             writable: spec.writable,
             index,
+            written: BlockSet::default(),
         })
     }
 
@@ -206,8 +211,7 @@ impl Disk {
             whole.append(&after);
             whole.write_at(self.writable()?, start)?;
         }
-        let number = self.writable_number();
-        self.index[span(&blocks)].fill(number);
+        self.note_written(&blocks);
         Ok(())
     }
 
@@ -261,34 +265,35 @@ impl Disk {
         }
         let bytes = blocks.start * DISK_BLOCK_BYTES..blocks.end * DISK_BLOCK_BYTES;
         punch(file, &bytes)?;
-        let number = self.writable_number();
-        self.index[span(&blocks)].fill(number);
+        self.note_written(&blocks);
         Ok(())
     }
 
-    /// The map of the writable layer in its present state.
-    ///
-    /// # Errors
-    /// [`FreezeError::ReadOnly`].
-    pub fn writable_map(&self) -> Result<LayerMap, FreezeError> {
-        if self.read_only() {
-            return Err(FreezeError::ReadOnly);
-        }
-        let blocks = self.size_bytes / DISK_BLOCK_BYTES;
-        let mut map = LayerMap::empty(blocks)
-            .map_err(|source| OpenDiskError::Map { number: self.frozen.len() + 1, source })?;
+    /// Notes that the writable layer has these blocks.
+    fn note_written(&mut self, blocks: &Range<u64>) {
         let number = self.writable_number();
-        for (block, layer) in (0..).zip(&self.index) {
-            if *layer == number {
-                map.insert(block);
-            }
-        }
-        Ok(map)
+        self.index[span(blocks)].fill(number);
+        self.written.insert_run(blocks);
+    }
+
+    /// The blocks of the writable layer.
+    #[cfg(test)]
+    pub(crate) const fn written(&self) -> &BlockSet {
+        &self.written
+    }
+
+    /// The layer of each block.
+    #[cfg(test)]
+    pub(super) fn index(&self) -> &[u8] {
+        &self.index
     }
 
     /// The first half of a freeze, which can fail and does not change the disk. Writes the writable
     /// layer's map to the empty file `map`, and checks and extends the empty file `next`. The
     /// caller writes nothing to the disk until [`Self::freeze`].
+    ///
+    /// The VM stands still meanwhile. The work depends on the blocks of the writable layer, not on
+    /// the size of the disk.
     ///
     /// # Errors
     /// [`FreezeError`].
@@ -297,10 +302,14 @@ impl Disk {
         map: BorrowedFd<'_>,
         next: BorrowedFd<'_>,
     ) -> Result<(), FreezeError> {
+        if self.read_only() {
+            return Err(FreezeError::ReadOnly);
+        }
         if self.frozen.len() >= MAX_LAYERS {
             return Err(FreezeError::Layers(self.frozen.len() + 1));
         }
-        let mut bytes = self.writable_map()?.encode();
+        let blocks = self.size_bytes / DISK_BLOCK_BYTES;
+        let mut bytes = layer::encode(blocks, || self.written.runs());
         check_empty(map, "file for the map", false)?;
         make_writable(next, self.size_bytes, "new writable layer")?;
         IoList::of(&mut bytes).write_at(map, 0).map_err(FreezeError::WriteMap)
@@ -356,6 +365,7 @@ impl Disk {
     /// writable layer.
     pub fn freeze(&mut self, next: OwnedFd) {
         self.frozen.extend(self.writable.replace(next));
+        self.written = BlockSet::default();
     }
 
     /// Checks that `file` is the data of the writable layer, opened read-only.

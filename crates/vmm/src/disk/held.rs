@@ -15,10 +15,10 @@ struct Extent {
 }
 
 impl Disk {
-    /// Adds to `runs` the blocks of `stretches` (those of this disk) that are in a file. Blocks in
-    /// a hole are left out. So are blocks at or past the end of a short base, even if a part of the
-    /// block is in it. A run's layer is 0 for the base, else the layer's number. The writable layer
-    /// is the last; it keeps its number when it is frozen.
+    /// Adds to `runs` the blocks of `stretches` (those of this disk) that are in the base image or
+    /// in a frozen layer. Blocks in a hole are left out. So are blocks at or past the end of a
+    /// short base, even if a part of the block is in it. A run's layer is 0 for the base, else
+    /// the layer's number.
     ///
     /// Moves the file offsets of the layers' descriptors. Each file is searched once if the blocks
     /// ascend.
@@ -47,7 +47,10 @@ impl Disk {
     /// The extent of a layer's file that begins with `block` or contains it.
     fn extent(&self, layer: u8, block: u64) -> Extent {
         let hole_to = |end: u64| Extent { blocks: block..end, data: false };
-        let Ok((file, bytes)) = self.file(layer) else { return hole_to(u64::MAX) };
+        let frozen = usize::from(layer) <= self.frozen_layers();
+        let (true, Ok((file, bytes))) = (frozen, self.file(layer)) else {
+            return hole_to(u64::MAX);
+        };
         let blocks = bytes / PAGE_SIZE;
         if block >= blocks {
             return hole_to(u64::MAX);

@@ -205,23 +205,7 @@ impl LayerMap {
     /// Encodes and seals the map.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let mut payload = Vec::with_capacity(FIXED_BYTES + self.bits.len());
-        #[expect(clippy::cast_possible_truncation, reason = "a constant of 4096")]
-        payload.extend_from_slice(&(DISK_BLOCK_BYTES as u32).to_le_bytes());
-        payload.extend_from_slice(&self.blocks.to_le_bytes());
-        let most = self.bits.len() / RUN_BYTES;
-        let shorter = self.runs().take(most.saturating_add(1)).count() < most;
-        if !shorter {
-            payload.extend_from_slice(&self.bits);
-            return sealed::seal(&MAGIC, BITMAP, &payload);
-        }
-        for run in self.runs() {
-            // Block numbers have 28 bits.
-            for number in [run.start, run.end - run.start] {
-                payload.extend_from_slice(&u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes());
-            }
-        }
-        sealed::seal(&MAGIC, RUNS, &payload)
+        encode(self.blocks, || self.runs())
     }
 
     /// The number of blocks of the disk.
@@ -245,26 +229,14 @@ impl LayerMap {
 
     /// Adds a block; a block past the disk's last is ignored.
     pub fn insert(&mut self, block: u64) {
-        if block >= self.blocks {
-            return;
-        }
-        if let Some(byte) = usize::try_from(block / 8).ok().and_then(|at| self.bits.get_mut(at)) {
-            *byte |= 1 << (block % 8);
+        if block < self.blocks {
+            set(&mut self.bits, block);
         }
     }
 
     /// Adds a run of blocks; blocks past the disk's last are ignored.
     pub fn insert_run(&mut self, run: &Range<u64>) {
-        let end = run.end.min(self.blocks);
-        let whole = run.start.next_multiple_of(8).min(end)..end - end % 8;
-        if whole.start >= whole.end {
-            return (run.start..end).for_each(|block| self.insert(block));
-        }
-        let at = |block: u64| usize::try_from(block / 8).unwrap_or(usize::MAX);
-        if let Some(bytes) = self.bits.get_mut(at(whole.start)..at(whole.end)) {
-            bytes.fill(0xff);
-        }
-        (run.start..whole.start).chain(whole.end..end).for_each(|block| self.insert(block));
+        set_run(&mut self.bits, &(run.start..run.end.min(self.blocks)));
     }
 
     /// The blocks that the layer has, ascending, as runs that neither touch nor overlap.
@@ -272,6 +244,55 @@ impl LayerMap {
     pub const fn runs(&self) -> Runs<'_> {
         Runs { bits: self.bits.as_slice(), next: 0 }
     }
+}
+
+/// Encodes and seals the map of a layer that has the blocks of `runs`, on a disk of `blocks`
+/// blocks. The runs ascend and do not touch. Each call of `runs` returns the same ones.
+#[must_use]
+pub fn encode<R>(blocks: u64, runs: impl Fn() -> R) -> Vec<u8>
+where
+    R: Iterator<Item = Range<u64>>,
+{
+    #[expect(clippy::cast_possible_truncation, reason = "a constant of 4096")]
+    let mut payload = (DISK_BLOCK_BYTES as u32).to_le_bytes().to_vec();
+    payload.extend_from_slice(&blocks.to_le_bytes());
+    let bitmap_bytes = usize::try_from(blocks.div_ceil(8)).unwrap_or(0);
+    let most = bitmap_bytes / RUN_BYTES;
+    let mut count = 0;
+    for run in runs().take(most) {
+        count += 1;
+        // Block numbers have 28 bits.
+        for number in [run.start, run.end - run.start] {
+            payload.extend_from_slice(&u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes());
+        }
+    }
+    if count < most {
+        return sealed::seal(&MAGIC, RUNS, &payload);
+    }
+    payload.truncate(FIXED_BYTES);
+    payload.resize(FIXED_BYTES + bitmap_bytes, 0);
+    runs().for_each(|run| set_run(&mut payload[FIXED_BYTES..], &run));
+    sealed::seal(&MAGIC, BITMAP, &payload)
+}
+
+/// Sets the bit of a block; a bit past the last is ignored.
+fn set(bits: &mut [u8], block: u64) {
+    if let Some(byte) = usize::try_from(block / 8).ok().and_then(|at| bits.get_mut(at)) {
+        *byte |= 1 << (block % 8);
+    }
+}
+
+/// Sets the bits of a run of blocks.
+fn set_run(bits: &mut [u8], run: &Range<u64>) {
+    let whole = run.start.next_multiple_of(8).min(run.end)..run.end - run.end % 8;
+    if whole.start >= whole.end {
+        return run.clone().for_each(|block| set(bits, block));
+    }
+    let at = |block: u64| usize::try_from(block / 8).unwrap_or(usize::MAX);
+    if let Some(bytes) = bits.get_mut(at(whole.start)..at(whole.end)) {
+        bytes.fill(0xff);
+    }
+    (run.start..whole.start).chain(whole.end..run.end).for_each(|block| set(bits, block));
 }
 
 /// Runs of blocks; see [`LayerMap::runs`].

@@ -1,4 +1,5 @@
 use super::layer::{BITMAP, LayerMap, LayerMapError, MAGIC, RUNS};
+use crate::golden::golden;
 use dayfly_units::sealed;
 use proptest::prelude::*;
 use std::os::fd::AsFd as _;
@@ -71,6 +72,21 @@ fn a_sealed_payload_that_lies_is_refused() {
     let short = LayerMap::decode(&sealed::seal(&MAGIC, BITMAP, &[0; 11]));
     assert!(matches!(short, Err(LayerMapError::Short(11))));
     assert!(matches!(LayerMap::decode(&sealed::seal(&MAGIC, 3, b"")), Err(LayerMapError::Seal(_))));
+}
+
+#[test]
+fn maps_of_both_versions_are_read() {
+    let mut map = LayerMap::empty(1021).unwrap();
+    map.insert_run(&(3..900));
+    let runs = golden("layer-map-2", &map.encode());
+    assert!(runs == map.encode());
+    assert_eq!(LayerMap::decode(&runs).unwrap(), map);
+    (0..60).for_each(|n| map.insert(901 + 2 * n));
+    let bitmap = golden("layer-map-1", &map.encode());
+    assert!(bitmap == map.encode());
+    assert_eq!(LayerMap::decode(&bitmap).unwrap(), map);
+    let version = |bytes: &[u8]| sealed::open(&MAGIC, BITMAP..=RUNS, 1 << 20, bytes).unwrap().0;
+    assert_eq!((version(&bitmap), version(&runs)), (BITMAP, RUNS));
 }
 
 #[test]

@@ -8,7 +8,8 @@
 //! holds whole blocks, each at its own offset in a sparse file; the layer's map names them
 //! ([`layer`]). A block is read from the highest layer that has it, else from the base. An index
 //! with one byte for each block ([`Disk`]) gives that layer in constant time, for a chain of any
-//! depth. The index's pages are touched only if some layer has one of their blocks.
+//! depth. The index's pages are touched only if some layer has one of their blocks. The blocks of
+//! the writable layer are also in a set ([`block_set`]), so that a freeze does not read the index.
 //!
 //! ```text
 //! index:      0 0 3 3 1 0 …        3 = the writable layer while two are frozen
@@ -21,6 +22,7 @@
 //! Layers may be merged while the VM runs. [`Merge`] plans one layer from several, the owner of the
 //! files writes it, and [`Disk::rebase`] puts it in their place.
 
+mod block_set;
 mod cow;
 mod error;
 mod files;
@@ -32,12 +34,15 @@ pub mod page_map;
 mod span;
 mod spec;
 
+pub use block_set::{CHUNK_BYTES, MAX_BYTES_PER_CHUNK};
 pub use cow::Disk;
 pub use error::{FreezeError, OpenDiskError};
 pub use iolist::IoList;
 pub use merge::{Merge, MergeError};
 pub use spec::{DiskSpec, FileId, FreezeFiles, LayerSpec, MAX_DISK_BYTES};
 
+#[cfg(test)]
+mod freeze_tests;
 #[cfg(test)]
 mod layer_tests;
 #[cfg(test)]

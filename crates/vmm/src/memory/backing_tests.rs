@@ -110,6 +110,16 @@ fn rows_that_cannot_be_are_refused() {
 }
 
 #[test]
+fn a_list_of_version_1_is_read() {
+    let rows = [row(0, 2, 1, 6), row(10, 5, 0, 27)];
+    let bytes = crate::golden::golden("shared-1", &encode(&rows));
+    assert!(bytes == encode(&rows));
+    let file = tempfile::tempfile().unwrap();
+    file.write_all_at(&bytes, 0).unwrap();
+    assert_eq!(decode(&file).unwrap(), rows);
+}
+
+#[test]
 fn a_list_that_is_cut_or_changed_is_refused() {
     let bytes = encode(&[row(0, 1, 0, 0), row(4, 2, 0, 1)]);
     let opened = |bytes: &[u8]| {

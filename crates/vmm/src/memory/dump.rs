@@ -13,6 +13,7 @@ use super::backing::{self, Row};
 use super::length::file_bytes;
 use super::pages::Pages;
 use super::working_set::{self, Run};
+use super::yield_points::YieldPoints;
 use crate::arch::layout;
 use dayfly_sys::pagemap::{self, Entry};
 use dayfly_units::PAGE_SIZE;
@@ -66,6 +67,7 @@ pub struct Dump {
 
 /// Writes the RAM of a VM to `target`, an empty file or a hole as long as RAM. A page that is
 /// written meanwhile may be old in any part. `pagemap` is this process's `/proc/self/pagemap`.
+/// `yields` is called on the way.
 ///
 /// # Errors
 /// When a file cannot be read or written; the target is then incomplete.
@@ -75,6 +77,7 @@ pub fn dump(
     pagemap: Option<&File>,
     unwritten: Unwritten<'_>,
     target: &File,
+    yields: &mut YieldPoints<'_>,
 ) -> Result<Dump, DumpError> {
     prepare(target, memory_bytes)?;
     let mut dump = Dump::default();
@@ -110,6 +113,7 @@ pub fn dump(
                 }
                 start = end;
             }
+            yields.after((count * PAGE) as u64);
         }
     }
     Ok(dump)
@@ -263,16 +267,22 @@ impl PageBuffer {
 /// pagemap cannot be read.
 #[must_use]
 pub fn written(memory: &GuestMemoryMmap, memory_bytes: u64, pagemap: &File) -> Vec<Run> {
-    let own = own(memory, memory_bytes, pagemap).unwrap_or_default();
+    let own = own(memory, memory_bytes, pagemap, &mut YieldPoints::none()).unwrap_or_default();
     let pages = own.runs().flatten().filter_map(|page| Some((u32::try_from(page).ok()?, true)));
     working_set::runs(&pages.collect(), memory_bytes)
 }
 
-/// The pages of RAM that this process owns: written, or anonymous and touched.
+/// The pages of RAM that this process owns: written, or anonymous and touched. `yields` is called
+/// on the way.
 ///
 /// # Errors
 /// When the pagemap cannot be read.
-pub fn own(memory: &GuestMemoryMmap, memory_bytes: u64, pagemap: &File) -> io::Result<Pages> {
+pub fn own(
+    memory: &GuestMemoryMmap,
+    memory_bytes: u64,
+    pagemap: &File,
+    yields: &mut YieldPoints<'_>,
+) -> io::Result<Pages> {
     let mut pages = Pages::none(memory_bytes);
     let mut entries = vec![Entry::default(); CHUNK_PAGES];
     for (guest, offset, len) in layout::ram(memory_bytes) {
@@ -286,6 +296,7 @@ pub fn own(memory: &GuestMemoryMmap, memory_bytes: u64, pagemap: &File) -> io::R
             for (n, _) in entries[..count].iter().enumerate().filter(|(_, entry)| entry.is_own()) {
                 pages.insert((offset + at) / PAGE_SIZE + n as u64);
             }
+            yields.after((count * PAGE) as u64);
         }
     }
     Ok(pages)

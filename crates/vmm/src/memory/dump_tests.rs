@@ -33,7 +33,9 @@ fn a_dump_reads_back_with_and_without_a_pagemap_across_two_generations() {
         memory.write_slice(&[9; 10], GuestAddress(40 << 20)).unwrap();
         memory.write_slice(&[0; PAGE], GuestAddress(50 << 20)).unwrap();
         let first = tempfile::tempfile().unwrap();
-        let dumped = dump(&memory, SIZE, pagemap, Unwritten::Zero, &first).unwrap();
+        let dumped =
+            dump(&memory, SIZE, pagemap, Unwritten::Zero, &first, &mut YieldPoints::none())
+                .unwrap();
         assert_eq!(dumped, Dump { own_bytes: 4 * PAGE_SIZE, parent_bytes: 0 });
         let mut expected = vec![0; usize::try_from(SIZE).unwrap()];
         expected[0x1000..0x4000].fill(7);
@@ -55,7 +57,9 @@ fn a_dump_reads_back_with_and_without_a_pagemap_across_two_generations() {
         clone.write_slice(&[5; PAGE], GuestAddress(20 << 20)).unwrap(); // in a hole
         assert_eq!(clone.read_obj::<u8>(GuestAddress(40 << 20)).unwrap(), 9);
         let second = tempfile::tempfile().unwrap();
-        let dumped = dump(&clone, SIZE, pagemap, over(&holes, None), &second).unwrap();
+        let dumped =
+            dump(&clone, SIZE, pagemap, over(&holes, None), &second, &mut YieldPoints::none())
+                .unwrap();
         if pagemap.is_some() {
             assert_eq!(dumped, Dump { own_bytes: 2 * PAGE_SIZE, parent_bytes: 2 * PAGE_SIZE });
         }
@@ -88,7 +92,8 @@ fn a_dump_makes_no_pages_in_the_holes_of_a_template() {
         let clone = laid(&template, SIZE, &[]).unwrap();
         clone.write_slice(&[5; PAGE], GuestAddress(PAGE_SIZE)).unwrap();
         let (target, before) = (tempfile::tempfile().unwrap(), blocks(&template));
-        dump(&clone, SIZE, Some(&pagemap), over(&[], own), &target).unwrap();
+        dump(&clone, SIZE, Some(&pagemap), over(&[], own), &target, &mut YieldPoints::none())
+            .unwrap();
         let mut expected = content(&template);
         expected[PAGE..2 * PAGE].fill(5);
         assert!(content(&target) == expected);
@@ -135,7 +140,13 @@ fn a_dump_reads_back_what_was_mapped_from_several_files() {
         let mapped = if whole { 15 } else { 19 };
         let (all, apart) = (parts.iter().map(|part| part.len).sum::<u64>(), mapped * PAGE_SIZE);
         assert_eq!(all + apart, SIZE, "pages of another file are not in its own parts");
-        let copied = super::own(&memory, SIZE, &File::open("/proc/self/pagemap").unwrap()).unwrap();
+        let copied = super::own(
+            &memory,
+            SIZE,
+            &File::open("/proc/self/pagemap").unwrap(),
+            &mut YieldPoints::none(),
+        )
+        .unwrap();
         assert_eq!(
             copied.runs().flatten().collect::<Vec<_>>(),
             if whole { (5000..5004).collect() } else { vec![] }
@@ -145,7 +156,8 @@ fn a_dump_reads_back_what_was_mapped_from_several_files() {
         expected[11 * PAGE..12 * PAGE].fill(200);
         for own in [None, Some((&own, rows.as_slice()))] {
             let dumped = tempfile::tempfile().unwrap();
-            dump(&memory, SIZE, pagemap, over(&[], own), &dumped).unwrap();
+            dump(&memory, SIZE, pagemap, over(&[], own), &dumped, &mut YieldPoints::none())
+                .unwrap();
             assert!(content(&dumped) == expected);
         }
     }
@@ -157,17 +169,17 @@ fn a_target_that_holds_something_is_refused() {
     let target = tempfile::tempfile().unwrap();
     target.set_len(5).unwrap();
     assert!(matches!(
-        dump(&memory, SIZE, None, Unwritten::Zero, &target),
+        dump(&memory, SIZE, None, Unwritten::Zero, &target, &mut YieldPoints::none()),
         Err(DumpError::NotEmpty(5))
     ));
     target.set_len(SIZE).unwrap();
     assert!(matches!(
-        dump(&memory, SIZE, None, Unwritten::Zero, &target),
+        dump(&memory, SIZE, None, Unwritten::Zero, &target, &mut YieldPoints::none()),
         Ok(Dump { own_bytes: 0, .. })
     ));
     target.write_all_at(b"x", SIZE - 1).unwrap();
     assert!(matches!(
-        dump(&memory, SIZE, None, Unwritten::Zero, &target),
+        dump(&memory, SIZE, None, Unwritten::Zero, &target, &mut YieldPoints::none()),
         Err(DumpError::NotEmpty(SIZE))
     ));
 }

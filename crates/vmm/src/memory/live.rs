@@ -11,6 +11,7 @@
 
 use super::dump::{DumpError, PageBuffer};
 use super::pages::Pages;
+use super::yield_points::YieldPoints;
 use crate::arch::layout;
 use dayfly_units::PAGE_SIZE;
 use std::fs::File;
@@ -39,7 +40,7 @@ pub struct Rounds {
 }
 
 /// Copies the pages that `written` returns, round by round, while their number falls. Returns the
-/// last set, which is not copied.
+/// last set, which is not copied. `yields` is called on the way.
 ///
 /// # Errors
 /// When a page cannot be read or written, or `written` fails.
@@ -47,6 +48,7 @@ pub fn rounds<E: From<DumpError>>(
     memory: &GuestMemoryMmap,
     memory_bytes: u64,
     target: &File,
+    yields: &mut YieldPoints<'_>,
     mut written: impl FnMut() -> Result<Pages, E>,
 ) -> Result<(Pages, Rounds), E> {
     let mut done = Rounds::default();
@@ -58,13 +60,14 @@ pub fn rounds<E: From<DumpError>>(
         if count <= FEW || count > before / 4 * 3 || done.rounds >= MOST_ROUNDS {
             return Ok((pages, done));
         }
-        copy(memory, memory_bytes, &pages, target)?;
+        copy(memory, memory_bytes, &pages, target, yields)?;
         done = Rounds { rounds: done.rounds + 1, pages: done.pages + count };
         before = count;
     }
 }
 
-/// Copies `pages` over their old content in `target`; zero pages become holes.
+/// Copies `pages` over their old content in `target`; zero pages become holes. `yields` is called
+/// on the way.
 ///
 /// # Errors
 /// When a page cannot be read or written.
@@ -73,6 +76,7 @@ pub fn copy(
     memory_bytes: u64,
     pages: &Pages,
     target: &File,
+    yields: &mut YieldPoints<'_>,
 ) -> Result<(), DumpError> {
     let mut buffer = PageBuffer::new();
     let ram = layout::ram(memory_bytes);
@@ -83,6 +87,7 @@ pub fn copy(
             let here = GuestAddress(guest.0 + done);
             buffer.copy(target, from + done, size, true, |bytes| memory.read_slice(bytes, here))?;
             done += size;
+            yields.after(size);
         }
     }
     Ok(())
@@ -203,7 +208,7 @@ mod tests {
         memory.write_slice(&[8; 4096], at(7)).unwrap();
         memory.write_slice(&[6; 300 * 4096], at(1000)).unwrap();
         let written: Vec<u64> = [5, 6].into_iter().chain(1000..1300).collect();
-        copy(&memory, RAM, &pages(&written), &target).unwrap();
+        copy(&memory, RAM, &pages(&written), &target, &mut YieldPoints::none()).unwrap();
         for (number, expected) in
             [(4, 9), (5, 7), (6, 0), (7, 9), (8, 9), (1000, 6), (1299, 6), (1300, 0)]
         {
@@ -240,7 +245,8 @@ mod tests {
             let mut counts = counts.iter();
             let written =
                 || Ok::<_, DumpError>(pages(&(0..*counts.next().unwrap()).collect::<Vec<_>>()));
-            let (left, done) = rounds(&memory, RAM, &target, written).unwrap();
+            let mut yields = YieldPoints::none();
+            let (left, done) = rounds(&memory, RAM, &target, &mut yields, written).unwrap();
             (left.count(), done.rounds, done.pages)
         };
         assert_eq!(result_of(&[0]), (0, 0, 0));

@@ -13,11 +13,13 @@ pub mod pre_fault;
 pub mod recorder;
 pub mod working_set;
 pub mod writes;
+mod yield_points;
 
 pub use dump::{
     Dump, DumpError, MAX_HOLES, MIN_HOLE_BYTES, Unwritten, dump, large_holes, own, written,
 };
 pub use length::file_bytes;
+pub use yield_points::YieldPoints;
 
 use crate::arch::layout;
 use backing::{Backing, Piece, Row};

@@ -310,6 +310,7 @@ pub fn map(memory_bytes: u64, runs: &[Run], vcpu: &VcpuFd) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::golden::golden;
     use proptest::prelude::*;
 
     const RAM: u64 = 64 << 20;
@@ -330,6 +331,20 @@ mod tests {
     #[test]
     fn what_was_recorded_reads_back() {
         assert_eq!(decode(&encode(&sample()), RAM).unwrap(), sample());
+    }
+
+    #[test]
+    fn records_of_both_versions_are_read() {
+        let now = encode(&sample());
+        let second = golden("working-set-2", &now);
+        assert!(second == now);
+        assert_eq!(decode(&second, RAM).unwrap(), sample());
+        let payload: Vec<u8> =
+            [0_u32, 3 << 1 | 1, 3, 1 << 1, 16_383, 1 << 1 | 1].map(u32::to_le_bytes).concat();
+        let now = sealed::seal(&MAGIC, FIRST_VERSION, &payload);
+        let first = golden("working-set-1", &now);
+        assert!(first == now);
+        assert_eq!(decode(&first, RAM).unwrap(), Record { order: Vec::new(), ..sample() });
     }
 
     #[test]

@@ -36,7 +36,7 @@ const COMMON: &[Call] = &[
         "locks",
     ),
     call(named!(SYS_getrandom), ALL, Guest, EVERY, "hash tables, the guest's RNG device"),
-    call(named!(SYS_gettid), ALL, Guest, EVERY, "message of a panic"),
+    call(named!(SYS_gettid), ALL, Guest, EVERY, "end of the VM"),
     call(
         named!(SYS_madvise),
         ALL,

@@ -10,7 +10,8 @@ use super::vsock::Vsock;
 use crate::config::LinkConfig;
 use crate::disk::Disk;
 use crate::disk::page_map::{self, PageMap};
-use crate::disk::{DiskSpec, FileId, FreezeFiles, LayerSpec};
+use crate::disk::{DiskSpec, FileId, FreezeError, FreezeFiles, LayerSpec};
+use crate::memory::YieldPoints;
 use crate::memory::writes::Writes;
 use dayfly_units::sync::lock;
 use kvm_ioctls::{IoEventAddress, VmFd};
@@ -29,6 +30,9 @@ pub const MMIO_SIZE: u64 = 0x1000;
 
 /// The first device's interrupt (GSI). Each device has its own interrupt, edge-triggered.
 pub const FIRST_GSI: u32 = 10;
+
+/// Stretches of the page map that are looked up while the disk waits.
+const STRETCHES: usize = 512;
 
 /// All virtio devices of a VM.
 ///
@@ -279,7 +283,8 @@ impl DeviceSet {
     /// descriptors that nothing uses any more, so that the caller closes them after the pause.
     ///
     /// # Errors
-    /// [`DeviceError`]; no layer was frozen, but the files may have been written to.
+    /// [`DeviceError`]; no layer was frozen. The files may have been written to, unless the frozen
+    /// file of a disk is not that of its writable layer.
     pub fn freeze_layers(&self, files: Vec<FreezeFiles>) -> Result<Vec<OwnedFd>, DeviceError> {
         if !self.gate.paused() {
             return Err(DeviceError::NotPaused("freeze"));
@@ -289,15 +294,21 @@ impl DeviceSet {
         if writable.len() != files.len() {
             return Err(DeviceError::FreezeCount { expected: writable.len(), got: files.len() });
         }
-        for ((number, slot), FreezeFiles { map, next, frozen }) in writable.iter().zip(&files) {
-            let prepared = slot.with_disk(|disk| {
-                frozen.as_ref().map_or(Ok(()), |file| disk.check_read_only(file.as_fd()))?;
-                disk.prepare_freeze(map.as_fd(), next.as_fd())
-            });
-            if let Some(Err(source)) = prepared {
-                return Err(DeviceError::Freeze { number: *number, source });
+        let each = |act: &dyn Fn(&Disk, &FreezeFiles) -> Result<(), FreezeError>| {
+            for ((number, slot), files) in writable.iter().zip(&files) {
+                if let Some(Err(source)) = slot.with_disk(|disk| act(disk, files)) {
+                    return Err(DeviceError::Freeze { number: *number, source });
+                }
             }
-        }
+            Ok(())
+        };
+        // All checks come first: a freeze that was meant for other layers changes no file.
+        each(&|disk, FreezeFiles { frozen, .. }| {
+            frozen.as_ref().map_or(Ok(()), |file| disk.check_read_only(file.as_fd()))
+        })?;
+        each(&|disk, FreezeFiles { map, next, .. }| {
+            disk.prepare_freeze(map.as_fd(), next.as_fd())
+        })?;
         let mut unused = Vec::with_capacity(files.len());
         for ((number, slot), FreezeFiles { next, frozen, .. }) in writable.iter().zip(files) {
             unused.extend(slot.with_disk(|disk| {
@@ -336,26 +347,32 @@ impl DeviceSet {
             .map_err(|source| DeviceError::Disk { number, source })
     }
 
-    /// Which frames hold which blocks, as far as disks moved them since this VM was made.
+    /// Which frames hold which blocks, as far as disks moved them since this VM was made. Blocks of
+    /// writable layers are left out.
     ///
-    /// Layers are numbered as after a freeze ([`Disk::held`]), even if the freeze is still to come.
-    /// The devices are paused.
-    ///
-    /// # Errors
-    /// [`DeviceError::NotPaused`].
-    pub fn page_map(&self) -> Result<Vec<page_map::Run>, DeviceError> {
-        if !self.gate.paused() {
-            return Err(DeviceError::NotPaused("page map"));
+    /// The VM may run meanwhile. The map is made after a freeze and not in its pause, because the
+    /// work depends on the guest's page cache. So an entry may be of a later time than the freeze;
+    /// but the map is a hint anyway ([`page_map`]). The work is divided into parts, and no device
+    /// waits for longer than a part takes. `yields` is called between parts.
+    pub fn page_map(&self, yields: &mut YieldPoints<'_>) -> Vec<page_map::Run> {
+        let mut stretches = Vec::new();
+        for first in (0..).step_by(page_map::PART) {
+            if !lock(&self.pages).add_stretches(first, &mut stretches) {
+                break;
+            }
+            yields.now();
         }
-        let mut stretches = lock(&self.pages).stretches();
         stretches.sort_unstable_by_key(|stretch| (stretch.disk, stretch.block));
         let mut runs = Vec::with_capacity(stretches.len());
         for of_one in stretches.chunk_by(|one, next| one.disk == next.disk) {
             let slot = of_one.first().and_then(|stretch| self.slots.get(usize::from(stretch.disk)));
-            slot.and_then(|slot| slot.with_disk(|disk| disk.held(of_one, &mut runs)));
+            for part in of_one.chunks(STRETCHES) {
+                slot.and_then(|slot| slot.with_disk(|disk| disk.held(part, &mut runs)));
+                yields.now();
+            }
         }
         runs.sort_unstable_by_key(|run| run.first);
-        Ok(runs)
+        runs
     }
 
     /// The log of the devices' writes to guest memory, without [`Self::used_rings`].

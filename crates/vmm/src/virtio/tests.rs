@@ -5,6 +5,7 @@ use super::testing::{DATA, Driver, HIGH_END, Machine, disk, memory, reads, until
 use super::{DeviceError, DeviceStates, KindState, LoadError, MMIO_BASE, TransportStateError};
 use crate::disk::{FreezeFiles, LayerSpec};
 use std::fs::File;
+use std::os::fd::AsRawFd as _;
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
 
 const OK: u8 = 0;
@@ -328,6 +329,40 @@ fn freezing_needs_paused_devices_and_files_for_every_writable_disk() {
     let rebased = machine.set.layers();
     assert_ne!(rebased[0][0], after[0][0]);
     assert_eq!((rebased[0][1], &rebased[1..]), (after[0][1], &after[1..]));
+}
+
+#[test]
+fn a_freeze_that_names_another_layer_changes_nothing() {
+    let specs = [(); 2].map(|()| disk(4, &[], vec![], true));
+    // The layers' files, opened again for reading only.
+    let layers = specs.each_ref().map(|spec| {
+        let number = spec.writable.as_ref().unwrap().as_raw_fd();
+        File::open(format!("/proc/self/fd/{number}")).unwrap()
+    });
+    let machine = Machine::new(memory(), specs.into()).run();
+    machine.set.pause();
+    let before = machine.set.layers();
+    let [first, second] = &layers;
+    let freeze = |order: [&File; 2]| {
+        let new = [(); 4].map(|()| super::testing::temp_file(&[]));
+        let fd = |file: &File| file.try_clone().unwrap().into();
+        let files = order.iter().zip(new.chunks(2)).map(|(layer, new)| FreezeFiles {
+            map: fd(&new[0]),
+            next: fd(&new[1]),
+            frozen: Some(fd(layer)),
+        });
+        let frozen = machine.set.freeze_layers(files.collect());
+        (frozen, new.map(|file| file.metadata().unwrap().len()))
+    };
+    for (order, disk) in [([second, first], 0), ([first, first], 1)] {
+        let (refused, lengths) = freeze(order);
+        let is_named = matches!(refused, Err(DeviceError::Freeze { number, .. }) if number == disk);
+        assert!(is_named, "{refused:?}");
+        assert_eq!((machine.set.layers(), lengths), (before.clone(), [0; 4]));
+    }
+    let (frozen, lengths) = freeze([first, second]);
+    assert_eq!(frozen.unwrap().len(), 2, "the writable descriptors");
+    assert!(machine.set.layers() != before && lengths.iter().all(|length| *length > 0));
 }
 
 #[test]

@@ -5,18 +5,28 @@ use super::error::{SaveError, VmError};
 use super::machine::Vm;
 use super::precopy::{Last, micros};
 use super::saving::{Late, Record, Saving};
-use crate::control::Frozen;
+use crate::control::{Busy, Frozen, Status};
+use crate::memory::YieldPoints;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 impl Vm {
     /// Pauses the VM, writes the whole machine to `fds` in the order of
-    /// [`Command::Save`](crate::control::Command::Save), and resumes it.
+    /// [`Command::Save`](crate::control::Command::Save), and resumes it. `serve` gets the VM's
+    /// status now and then after that, while the page map is made.
     ///
     /// # Errors
     /// [`SaveError`]; the VM then runs on unchanged. If it cannot resume, the process ends.
-    pub fn freeze(&mut self, fds: Vec<OwnedFd>) -> Result<Frozen, SaveError> {
-        self.standing(|vm| vm.save_stopped(fds))
+    pub fn freeze(
+        &mut self,
+        fds: Vec<OwnedFd>,
+        serve: &mut dyn FnMut(&Status),
+    ) -> Result<Frozen, SaveError> {
+        let (frozen, late) = self.standing(fds, Self::save_stopped)?;
+        let status = Status { busy: Some(Busy::Freeze), ..self.status() };
+        let mut serve = || serve(&status);
+        late.finish(&self.warm.devices, &mut YieldPoints::new(&mut serve));
+        Ok(frozen)
     }
 
     /// As [`Self::freeze`], after [`Self::precopy`], in the order of
@@ -26,11 +36,13 @@ impl Vm {
     /// # Errors
     /// As [`Self::freeze`].
     pub fn fork(&mut self, fds: Vec<OwnedFd>) -> Result<Frozen, SaveError> {
-        self.standing(|vm| vm.fork_stopped(fds))
+        let (frozen, late) = self.standing(fds, Self::fork_stopped)?;
+        late.finish(&self.warm.devices, &mut YieldPoints::none());
+        Ok(frozen)
     }
 
-    fn fork_stopped(&mut self, fds: Vec<OwnedFd>) -> Result<(Late, u64), SaveError> {
-        let Saving { state, memory, late, layers } = self.saving(fds)?;
+    fn fork_stopped(&mut self, saving: Saving) -> Result<(Late, u64), SaveError> {
+        let Saving { state, memory, late, layers } = saving;
         self.set_clocks().map_err(SaveError::Clocks)?;
         // Taken, not copied, because it is large. `standing` drops `copying` afterwards, so no code
         // uses the rest.
@@ -45,12 +57,21 @@ impl Vm {
     /// Pauses the VM, runs `save`, and resumes the VM if it ran before.
     fn standing(
         &mut self,
-        save: impl FnOnce(&mut Self) -> Result<(Late, u64), SaveError>,
-    ) -> Result<Frozen, SaveError> {
+        fds: Vec<OwnedFd>,
+        save: impl FnOnce(&mut Self, Saving) -> Result<(Late, u64), SaveError>,
+    ) -> Result<(Frozen, Late), SaveError> {
+        // Before the pause, because it needs no paused VM.
+        let saving = match self.saving(fds) {
+            Ok(saving) => saving,
+            Err(error) => {
+                self.end_precopy();
+                return Err(error);
+            }
+        };
         let began = Instant::now();
         let ran = !self.paused;
         self.pause().map_err(SaveError::Freeze)?;
-        let saved = save(self);
+        let saved = save(self, saving);
         let resumed = if ran { self.resume_noting() } else { Ok(()) };
         let paused_us = micros(began);
         self.end_precopy();
@@ -59,8 +80,7 @@ impl Vm {
             crate::exit::fail(&error);
         }
         let (late, pages) = saved?;
-        late.finish();
-        Ok(Frozen { paused_us, pages })
+        Ok((Frozen { paused_us, pages }, late))
     }
 
     /// Resumes, but goes on noting writes: [`Self::resume`] alone would stop it and lengthen the

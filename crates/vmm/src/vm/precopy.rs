@@ -2,9 +2,9 @@
 
 use super::error::SaveError;
 use super::machine::{Copying, Vm};
-use crate::control::Precopied;
+use crate::control::{Busy, Precopied, Status};
 use crate::memory::pages::Pages;
-use crate::memory::{self, MIN_HOLE_BYTES, live};
+use crate::memory::{self, MIN_HOLE_BYTES, YieldPoints, live};
 use dayfly_units::PAGE_SIZE;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,11 +23,16 @@ impl Vm {
     /// Copies RAM to the first descriptor in `fds` while the VM runs; with `own`, only pages that
     /// differ from its template. A second one is the snapshot's own memory file. Writes are noted
     /// until [`Self::freeze`], [`Self::fork`], [`Self::save`], [`Self::resume`], or a call without
-    /// a descriptor.
+    /// a descriptor. `serve` gets the VM's status now and then while RAM is copied.
     ///
     /// # Errors
     /// [`SaveError`]; writes are then not noted.
-    pub fn precopy(&mut self, own: bool, fds: Vec<OwnedFd>) -> Result<Precopied, SaveError> {
+    pub fn precopy(
+        &mut self,
+        own: bool,
+        fds: Vec<OwnedFd>,
+        serve: &mut dyn FnMut(&Status),
+    ) -> Result<Precopied, SaveError> {
         let got = fds.len();
         let mut fds = fds.into_iter().map(File::from);
         let Some(target) = fds.next() else {
@@ -50,9 +55,12 @@ impl Vm {
         }
         self.end_precopy();
         let began = Instant::now();
-        let copied = self.warm.note_writes(true).and_then(|()| {
-            let template = template.as_ref();
-            if own { self.copy_own_rounds(target) } else { self.copy_rounds(target, template) }
+        let status = Status { busy: Some(Busy::Precopy), ..self.status() };
+        let mut serve = || serve(&status);
+        let mut yields = YieldPoints::new(&mut serve);
+        let copied = self.warm.note_writes(true).and_then(|()| match (own, template) {
+            (true, _) => self.copy_own_rounds(target, &mut yields),
+            (false, template) => self.copy_rounds(target, template.as_ref(), &mut yields),
         });
         match copied {
             Ok((copying, rounds)) => {
@@ -71,22 +79,27 @@ impl Vm {
         &self,
         target: File,
         template: Option<&File>,
+        yields: &mut YieldPoints<'_>,
     ) -> Result<(Copying, live::Rounds), SaveError> {
         let (memory, bytes) = (&self.warm.memory, self.warm.shape.memory_bytes);
         let unwritten = self.ram.unwritten(template);
-        memory::dump(memory, bytes, self.warm.pagemap.as_ref(), unwritten, &target)?;
+        memory::dump(memory, bytes, self.warm.pagemap.as_ref(), unwritten, &target, yields)?;
         let mut noted = Pages::none(bytes);
         let written = || {
             let pages = self.warm.written()?;
             noted.insert_all(&pages);
             Ok::<_, SaveError>(pages)
         };
-        let (left, rounds) = live::rounds(memory, bytes, &target, written)?;
+        let (left, rounds) = live::rounds(memory, bytes, &target, yields, written)?;
         let holes = live::without(&memory::large_holes(&target, bytes)?, &noted, MIN_HOLE_BYTES);
         Ok((Copying { target, holes, left, own: None }, rounds))
     }
 
-    fn copy_own_rounds(&self, target: File) -> Result<(Copying, live::Rounds), SaveError> {
+    fn copy_own_rounds(
+        &self,
+        target: File,
+        yields: &mut YieldPoints<'_>,
+    ) -> Result<(Copying, live::Rounds), SaveError> {
         let (memory, bytes) = (&self.warm.memory, self.warm.shape.memory_bytes);
         let (Some(anonymous), Some(pagemap)) = (self.ram.anonymous(), &self.warm.pagemap) else {
             return Err(SaveError::NoTemplate);
@@ -95,20 +108,20 @@ impl Vm {
         if got != bytes {
             return Err(SaveError::MemoryLength { expected: bytes, got });
         }
-        let mut own = memory::own(memory, bytes, pagemap)
+        let mut own = memory::own(memory, bytes, pagemap, yields)
             .map_err(SaveError::Pagemap)?
             .joined(live::FORK_ROWS);
-        live::copy(memory, bytes, &own, &target)?;
+        live::copy(memory, bytes, &own, &target, yields)?;
         let written = || {
             let pages = self.warm.written()?;
             own.insert_all(&pages);
             Ok::<_, SaveError>(pages)
         };
-        let (left, rounds) = live::rounds(memory, bytes, &target, written)?;
+        let (left, rounds) = live::rounds(memory, bytes, &target, yields, written)?;
         let joined = own.joined(live::FORK_ROWS);
         let mut between = joined.clone();
         between.remove_all(&own);
-        live::copy(memory, bytes, &between, &target)?;
+        live::copy(memory, bytes, &between, &target, yields)?;
         let holes = live::without(anonymous, &joined, MIN_HOLE_BYTES);
         Ok((Copying { target, holes, left, own: Some(joined) }, rounds))
     }

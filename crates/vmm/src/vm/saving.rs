@@ -5,11 +5,12 @@ use super::error::SaveError;
 use super::machine::Vm;
 use super::warm::WarmVmm;
 use crate::disk::{FreezeFiles, page_map};
-use crate::memory;
 use crate::memory::backing::{self, Row};
 use crate::memory::pages::Pages;
+use crate::memory::{self, YieldPoints};
 use crate::state::{self, VmState};
 use crate::vcpu::state as vcpu_state;
+use crate::virtio::DeviceSet;
 use dayfly_units::PAGE_SIZE;
 use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip,
@@ -29,8 +30,8 @@ pub(super) struct Saving {
     pub(super) layers: Vec<FreezeFiles>,
 }
 
-/// What is done after the VM has resumed, to shorten the pause: a record is written, and writable
-/// descriptors of frozen layers are closed.
+/// What is done after the VM has resumed, to shorten the pause: a record is made and written, and
+/// writable descriptors of frozen layers are closed.
 pub(super) struct Late {
     pub(super) file: File,
     pub(super) record: Record,
@@ -39,7 +40,8 @@ pub(super) struct Late {
 
 /// The content of [`Late`].
 pub(super) enum Record {
-    PageMap(Vec<page_map::Run>),
+    /// The page map. It is made when it is written.
+    PageMap,
     /// The pages in a fork's memory file; `None` if it has all.
     Own(Option<Pages>),
 }
@@ -47,10 +49,10 @@ pub(super) enum Record {
 impl Late {
     /// Closes the descriptors and writes the record. Ignores write errors: the reader verifies the
     /// seal and rejects a short record.
-    pub(super) fn finish(mut self) {
+    pub(super) fn finish(mut self, devices: &DeviceSet, yields: &mut YieldPoints<'_>) {
         drop(self.unused);
         let _ = self.file.write_all(&match self.record {
-            Record::PageMap(runs) => page_map::record::encode(&runs),
+            Record::PageMap => page_map::record::encode(&devices.page_map(yields)),
             Record::Own(own) => backing::encode(&own.iter().flat_map(rows).collect::<Vec<_>>()),
         });
     }
@@ -93,10 +95,10 @@ impl Vm {
         if !self.paused {
             return Err(SaveError::Running);
         }
-        let saved = self.save_stopped(fds);
+        let saved = self.saving(fds).and_then(|saving| self.save_stopped(saving));
         self.end_precopy();
         let (late, _) = saved?;
-        late.finish();
+        late.finish(&self.warm.devices, &mut YieldPoints::none());
         Ok(())
     }
 
@@ -125,8 +127,8 @@ impl Vm {
 
     /// Writes a stopped VM, except for the record that is written after it has resumed. Returns the
     /// pages copied in this pause, which are few after a precopy.
-    pub(super) fn save_stopped(&mut self, fds: Vec<OwnedFd>) -> Result<(Late, u64), SaveError> {
-        let Saving { state, memory: target, late, layers } = self.saving(fds)?;
+    pub(super) fn save_stopped(&mut self, saving: Saving) -> Result<(Late, u64), SaveError> {
+        let Saving { state, memory: target, late, layers } = saving;
         if !self.ram.is_whole() {
             return Err(SaveError::NotWhole);
         }
@@ -136,16 +138,17 @@ impl Vm {
             None => {
                 let WarmVmm { memory, shape, pagemap, .. } = &self.warm;
                 let (bytes, unwritten) = (shape.memory_bytes, self.ram.unwritten(None));
-                let dump = memory::dump(memory, bytes, pagemap.as_ref(), unwritten, &target)?;
+                let mut yields = YieldPoints::none();
+                let pagemap = pagemap.as_ref();
+                let dump = memory::dump(memory, bytes, pagemap, unwritten, &target, &mut yields)?;
                 let holes = memory::large_holes(&target, bytes)?;
                 (holes, (dump.own_bytes + dump.parent_bytes) / PAGE_SIZE)
             }
         };
         self.write_state(state, holes)?;
-        let runs = self.warm.devices.page_map().map_err(SaveError::Disks)?;
         // The last step, because it cannot be undone.
         let unused = self.warm.devices.freeze_layers(layers).map_err(SaveError::Disks)?;
-        Ok((Late { file: late, record: Record::PageMap(runs), unused }, pages))
+        Ok((Late { file: late, record: Record::PageMap, unused }, pages))
     }
 
     /// Writes the state to an empty file.

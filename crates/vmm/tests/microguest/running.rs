@@ -5,10 +5,13 @@ use crate::room::{BINARY, MIB, Room, content};
 use dayfly_microguest::{End, Growth};
 use dayfly_sys::writers::{Writers, writers};
 use dayfly_vmm::arch::layout;
-use dayfly_vmm::control::{ClientError, FileId, PROTOCOL};
+use dayfly_vmm::control::wire::{self, Received, Receiver};
+use dayfly_vmm::control::{Answer, Busy, ClientError, Command, FileId, PROTOCOL, Status};
+use dayfly_vmm::disk::page_map::record;
 use dayfly_vmm::memory::backing;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
@@ -242,6 +245,82 @@ fn a_copy_for_a_fork_is_refused_for_a_freeze_and_a_save() {
     client.precopy(true, fds[1]).unwrap();
     client.pause().unwrap();
     refused(client.save(&fds));
+}
+
+fn ask(stream: &UnixStream, command: &Command, fds: &[BorrowedFd<'_>]) {
+    wire::send(stream, &serde_json::to_vec(command).unwrap(), fds).unwrap();
+}
+
+fn answer(stream: &UnixStream) -> Answer {
+    let mut receiver = Receiver::without_descriptors();
+    loop {
+        match receiver.receive(stream).unwrap() {
+            Received::Message(json, _) => return serde_json::from_slice(&json).unwrap(),
+            Received::Part => {}
+            Received::End => panic!("the VMM ended"),
+        }
+    }
+}
+
+/// Sends `command`, and then `Status` on a connection that the VMM knows and on a new one, so that
+/// the VMM finds all three at once. Returns the answers to the command and to `Status`.
+fn status_during(vm: &Vmm, command: &Command, fds: &[BorrowedFd<'_>]) -> (Answer, [Status; 2]) {
+    let connect = || UnixStream::connect(vm.folder.join("control.sock")).unwrap();
+    let status = |stream: &UnixStream| match answer(stream) {
+        Answer::Status(status) => status,
+        other => panic!("{other:?}"),
+    };
+    // The VMM serves connections in the order in which it accepts them.
+    let [long, known] = [(); 2].map(|()| {
+        let stream = connect();
+        ask(&stream, &Command::Status, &[]);
+        assert_eq!(status(&stream).busy, None);
+        stream
+    });
+    let pid = i32::try_from(vm.child.id()).unwrap();
+    // SAFETY: a signal to a child of this process, and a wait until it has stopped.
+    unsafe {
+        assert_eq!(libc::kill(pid, libc::SIGSTOP), 0);
+        assert_eq!(libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED), pid);
+    }
+    let new = connect();
+    ask(&long, command, fds);
+    ask(&known, &Command::Status, &[]);
+    ask(&new, &Command::Status, &[]);
+    // SAFETY: a signal to a child of this process.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGCONT) }, 0);
+    (answer(&long), [status(&known), status(&new)])
+}
+
+#[test]
+fn status_is_answered_while_memory_is_copied_and_while_the_page_map_is_made() {
+    if !kvm_or_nothing("status") {
+        return;
+    }
+    let room = Room::new();
+    let mut vm = churner(&room);
+    let (snapshot, files) = vm.files(&room.path("frozen"));
+    let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+    let before = vm.client().status().unwrap();
+    let (copied, during) = status_during(&vm, &Command::Precopy { own: false }, &fds[1..2]);
+    assert!(matches!(copied, Answer::Precopied(_)), "{copied:?}");
+    for status in during {
+        assert_eq!((status.busy, status.paused), (Some(Busy::Precopy), false));
+        assert_eq!(status.layers, before.layers);
+    }
+    let (frozen, during) = status_during(&vm, &Command::Freeze, &fds);
+    assert!(matches!(frozen, Answer::Frozen(_)), "{frozen:?}");
+    vm.disks.clone_from(&snapshot.disks);
+    for status in during {
+        assert_eq!((status.busy, status.paused), (Some(Busy::Freeze), false));
+        assert_eq!(status.layers, layer_files(&vm), "the freeze is done");
+    }
+    // The map that was made while the guest went on writing names no layer above the frozen ones.
+    let map = std::fs::File::open(room.path("frozen").join("pagemap")).unwrap();
+    let runs = record::read(&map, snapshot.shape.memory_bytes).unwrap();
+    let frozen = snapshot.disks[0].layers.len();
+    assert!(!runs.is_empty());
+    assert!(runs.iter().all(|run| usize::from(run.layer) <= frozen), "{runs:?}");
 }
 
 /// The files of the layers of a VM's disks, by their paths.

@@ -32,6 +32,8 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, MemoryRe
 
 /// Frames of a chunk: 2 MiB of RAM.
 const CHUNK: usize = 512;
+/// Chunks that are read without a pause: 128 MiB of RAM.
+pub const PART: usize = 64;
 /// The first bit of the disk's number in an entry; the block is in the bits below.
 const DISK_SHIFT: u32 = 28;
 /// Set in every entry, so that 0 means no entry.
@@ -149,19 +151,29 @@ impl PageMap {
     /// the first ones.
     #[must_use]
     pub fn stretches(&self) -> Vec<Stretch> {
-        let mut stretches: Vec<Stretch> = Vec::new();
-        for (chunk, start) in self.chunks.iter().zip((0_u32..).step_by(CHUNK)) {
+        let mut stretches = Vec::new();
+        let mut parts = (0..).step_by(PART);
+        while parts.next().is_some_and(|first| self.add_stretches(first, &mut stretches)) {}
+        stretches
+    }
+
+    /// Adds the entries of [`PART`] chunks to `stretches`, from the chunk `first` on, which come
+    /// after those that `stretches` has. Returns whether there are more. The caller gives others a
+    /// turn between two parts: the device thread waits for the map.
+    pub fn add_stretches(&self, first: usize, stretches: &mut Vec<Stretch>) -> bool {
+        let chunks = self.chunks.iter().zip((0_u32..).step_by(CHUNK)).skip(first);
+        for (chunk, start) in chunks.take(PART) {
             let Some(chunk) = chunk else { continue };
             for (entry, first) in chunk.iter().zip(start..).filter(|(entry, _)| **entry != 0) {
                 let ((disk, block), full) = (parts(*entry), stretches.len() == record::MAX_RUNS);
                 match stretches.last_mut() {
                     Some(last) if last.goes_on(first, disk, block) => last.count += 1,
-                    _ if full => return stretches,
+                    _ if full => return false,
                     _ => stretches.push(Stretch { first, count: 1, disk, block }),
                 }
             }
         }
-        stretches
+        first + PART < self.chunks.len()
     }
 
     /// The heap memory of the map, in bytes.

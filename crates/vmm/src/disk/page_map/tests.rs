@@ -6,6 +6,7 @@ use crate::arch::layout;
 use crate::config::{DISK_BLOCK_BYTES, MAX_DISKS, MAX_LAYERS};
 use crate::disk::layer::MAX_BLOCKS;
 use crate::disk::{Disk, DiskSpec, IoList};
+use crate::golden::golden;
 use crate::memory;
 use dayfly_units::PAGE_SIZE;
 use dayfly_units::sealed::{self, SealError};
@@ -35,6 +36,13 @@ fn what_was_recorded_reads_back() {
     let file = tempfile::tempfile().unwrap();
     file.write_all_at(&encode(&sample()), 0).unwrap();
     assert_eq!(read(&file, RAM).unwrap(), sample());
+}
+
+#[test]
+fn a_record_of_version_1_is_read() {
+    let bytes = golden("page-map-1", &encode(&sample()));
+    assert!(bytes == encode(&sample()));
+    assert_eq!(decode(&bytes, RAM).unwrap(), sample());
 }
 
 /// Version 1, byte by byte. Every later reader must still read this.
@@ -197,20 +205,23 @@ fn blocks_are_found_in_the_file_that_has_them() {
     };
     write(&mut disk, 1);
     write(&mut disk, 9);
-    let first =
-        [run(100, 1, 2, 0, 0), run(101, 1, 2, 1, 1), run(103, 1, 2, 0, 3), run(109, 1, 2, 1, 9)];
-    assert_eq!(held(&disk), first, "the writable layer has the number that it will have");
+    let unwritten = [run(100, 1, 2, 0, 0), run(103, 1, 2, 0, 3)];
+    assert_eq!(held(&disk), unwritten, "nothing of the writable layer");
     freeze(&mut disk);
-    assert_eq!(held(&disk), first, "and keeps it");
+    assert_eq!(
+        held(&disk),
+        [run(100, 1, 2, 0, 0), run(101, 1, 2, 1, 1), run(103, 1, 2, 0, 3), run(109, 1, 2, 1, 9)]
+    );
     write(&mut disk, 9);
     write(&mut disk, 10);
     disk.discard(0, 2 * DISK_BLOCK_BYTES).unwrap();
+    assert_eq!(held(&disk), [run(103, 1, 2, 0, 3)], "written since the freeze");
+    freeze(&mut disk);
     assert_eq!(
         held(&disk),
         [run(103, 1, 2, 0, 3), run(109, 2, 2, 2, 9)],
         "discarded blocks are holes"
     );
-    freeze(&mut disk);
     freeze(&mut disk);
     assert_eq!(
         held(&disk),
@@ -247,6 +258,7 @@ proptest! {
         for (n, (block, count)) in (0..).zip(asked) {
             stretches.push(Stretch { first: n * 32, count: count.min(24 - block), disk: 0, block });
         }
+        freeze(&mut disk);
         let mut runs = Vec::new();
         disk.held(&stretches, &mut runs);
         for stretch in stretches {
