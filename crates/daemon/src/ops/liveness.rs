@@ -190,9 +190,13 @@ mod tests {
             }
             runs.store(true, Ordering::SeqCst);
         };
-        let (end, ()) = tokio::join!(check.wait(std::future::pending::<()>()), resumed);
-        assert_eq!(end.unwrap_err().0.code, ErrorCode::Timeout);
-        assert!(looks.load(Ordering::SeqCst) >= 20, "the wait ended while it was paused");
+        let mut end = std::pin::pin!(check.wait(std::future::pending::<()>()));
+        tokio::select! {
+            biased;
+            () = resumed => {}
+            end = &mut end => panic!("the wait ended while it was paused: {end:?}"),
+        }
+        assert_eq!(end.await.unwrap_err().0.code, ErrorCode::Timeout);
     }
 
     #[tokio::test]

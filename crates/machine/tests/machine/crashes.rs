@@ -117,7 +117,7 @@ fn full_disk() {
     disk.leave(24);
     let machine = scene.machine();
     let writer = std::thread::spawn(move || {
-        let script = "head -c 60M /dev/urandom > /var/lib/dayfly/big && sync && \
+        let script = "dd if=/dev/urandom of=/var/lib/dayfly/big bs=1M count=60 && sync && \
             wc -c < /var/lib/dayfly/big";
         machine.exec_output(&spec(&["sh", "-c", script]), b"").unwrap()
     });
