@@ -21,4 +21,7 @@ pub mod remove;
 pub mod save;
 pub mod self_fork;
 pub mod snapshot;
+#[cfg(test)]
+pub(crate) mod standin;
 pub mod sweep;
+mod unadopted;

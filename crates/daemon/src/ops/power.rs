@@ -26,6 +26,7 @@ pub async fn unpause(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
 
 async fn switch(daemon: &Daemon, vm: &Arc<Vm>, event: Event, command: Command) -> Outcome<()> {
     let _turn = vm.turn.lock().await;
+    vm.answers()?;
     let before = vm.step(event)?;
     if let Err(e) =
         control_link::done(&vm.dir.control(), command, daemon.config.deadlines.control).await

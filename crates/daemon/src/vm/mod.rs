@@ -22,9 +22,12 @@
 pub mod budget;
 pub mod record;
 pub mod registry;
+pub mod survey;
 pub mod uids;
+pub mod unknown;
 
 use crate::base::config::VmDir;
+use crate::base::error::{ApiError, Outcome};
 use crate::base::time::monotonic_us;
 use crate::model::facts::Facts;
 use crate::model::live::Live;
@@ -32,8 +35,9 @@ use crate::model::state::{Event, Phase, Refused};
 use crate::model::vm_slot::VmSlot;
 use crate::net::Attachment;
 use crate::templates::memory_backing::MemoryBacking;
+use crate::vm::record::Carried;
 use budget::Reservation;
-use dayfly_api::types::{self, VmExit};
+use dayfly_api::types::{self, ErrorCode, VmExit};
 use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId, sync::lock};
@@ -57,6 +61,11 @@ pub struct Vm {
     pub dir: VmDir,
     /// The immutable facts.
     pub facts: Facts,
+    /// Why an earlier daemon's VM cannot be adopted, such as an unreadable record. Such a VM is kept
+    /// and listed, and can only be removed.
+    pub unadopted: Option<String>,
+    /// What its record has that this daemon does not understand.
+    pub carried: Carried,
     /// Held while vCPUs are stopped or started, or the state is saved, so that these happen in
     /// turn.
     pub turn: tokio::sync::Mutex<()>,
@@ -75,6 +84,8 @@ pub struct Vm {
     attachment: Mutex<Attachment>,
     has_slot: Mutex<bool>,
     gone: watch::Sender<bool>,
+    /// Why its VMM, which an earlier daemon started, has not said yet in which state it is.
+    waiting: watch::Sender<Option<String>>,
 }
 
 impl Vm {
@@ -115,6 +126,8 @@ impl Vm {
             node,
             dir,
             facts,
+            unadopted: None,
+            carried: Carried::default(),
             turn: tokio::sync::Mutex::default(),
             snapshots: Arc::default(),
             removal: tokio::sync::Mutex::default(),
@@ -127,6 +140,7 @@ impl Vm {
             attachment: Mutex::default(),
             has_slot: Mutex::new(alive),
             gone: watch::Sender::new(!alive),
+            waiting: watch::Sender::new(None),
         }
     }
 
@@ -277,6 +291,7 @@ impl Vm {
         let attachment = std::mem::take(&mut *lock(&self.attachment));
         // Dropped outside the lock, as the pin is.
         drop(attachment);
+        self.waiting.send_replace(None);
         self.gone.send_replace(true);
     }
 
@@ -291,6 +306,40 @@ impl Vm {
     #[must_use]
     pub fn is_gone(&self) -> bool {
         *self.gone.borrow()
+    }
+
+    /// Stores why its VMM has not answered yet; `None` once it has.
+    pub fn wait_for_vmm(&self, why: Option<String>) {
+        self.waiting.send_replace(why);
+    }
+
+    /// Changes of what [`Self::wait_for_vmm`] stored.
+    #[must_use]
+    pub fn waiting(&self) -> watch::Receiver<Option<String>> {
+        self.waiting.subscribe()
+    }
+
+    /// Checks that its VMM has answered this daemon, before a command for the VMM.
+    ///
+    /// # Errors
+    /// [`ErrorCode::State`] with the reason.
+    pub fn answers(&self) -> Outcome<()> {
+        let Some(why) = self.waiting.borrow().clone() else { return Ok(()) };
+        Err(ApiError::new(
+            ErrorCode::State,
+            format_args!(
+                "VM {}: its VMM has not answered this daemon yet, which asks it again: {why}; try \
+                 later, or remove the VM with force",
+                self.name
+            ),
+        ))
+    }
+
+    /// Why the daemon cannot control it; `None` for most VMs.
+    #[must_use]
+    pub fn problem(&self) -> Option<String> {
+        let waiting = || self.waiting.borrow().as_ref().map(|why| format!("waiting for its VMM: {why}"));
+        self.unadopted.clone().or_else(waiting)
     }
 
     /// Whether the end of an ephemeral VM was requested: no client uses it any more.
@@ -331,6 +380,7 @@ impl Vm {
             ephemeral: facts.ephemeral,
             network: live.network,
             labels: facts.labels,
+            problem: self.problem(),
         }
     }
 }

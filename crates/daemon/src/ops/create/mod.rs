@@ -39,3 +39,7 @@ mod hostile;
 #[cfg(test)]
 #[path = "takeover_tests.rs"]
 mod taken_over;
+
+#[cfg(test)]
+#[path = "stopped_tests.rs"]
+mod stopped;
