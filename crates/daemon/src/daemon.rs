@@ -6,8 +6,8 @@ use crate::net::Networks;
 use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
 use crate::vm::budget::Budget;
-use crate::vm::record::addresses;
 use crate::vm::registry::Registry;
+use crate::vm::survey::addresses;
 use crate::vmm::launch::Launcher;
 use crate::vmm::pool::Pool;
 use dayfly_host::numa::Node;
@@ -64,7 +64,7 @@ impl Daemon {
     /// A daemon without VMs.
     ///
     /// # Errors
-    /// The host cannot start the threads of [`Reapers`].
+    /// The host cannot start the threads of [`Reapers`], or the run folder cannot be listed.
     pub fn new(
         config: Config,
         templates: TemplateCache,
@@ -80,7 +80,7 @@ impl Daemon {
             makers: Arc::new(Semaphore::new(2 * cpus())),
             launcher: Arc::new(Launcher::new(&config, templates.store().clone(), &nodes)),
             self_forks,
-            networks: Networks::new(&config, &addresses(&config)),
+            networks: Networks::new(&config, &addresses(&config)?),
             nodes,
             pool: Arc::new(Pool::new(config.pool)),
             config,

@@ -4,13 +4,14 @@ use crate::base::config::{Config, SOCKET_PATH_MAX};
 use crate::base::heap;
 use crate::daemon::Daemon;
 use crate::http::routes;
-use crate::net;
+use crate::net::keeper as net_keeper;
 use crate::ops::{adopt, keeper, self_fork};
 use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::Pagers;
 use anyhow::{Context, bail};
 use dayfly_store::Store;
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, Mode, fchmod, flock};
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
@@ -18,6 +19,9 @@ use std::path::Path;
 use std::sync::Arc;
 use tokio::net::UnixListener;
 use tokio::time::timeout;
+
+/// The most connections that wait to be accepted; the kernel takes at most net.core.somaxconn.
+const BACKLOG: i32 = 4096;
 
 /// Serves until `end` resolves. VMs survive it, except those that end with a connection or a bake.
 ///
@@ -42,7 +46,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let pagers = Pagers::new(&config);
     let (self_forks, opened) = tokio::sync::mpsc::unbounded_channel();
     let daemon = Daemon::new(config, TemplateCache::new(store, pagers), nodes, self_forks)
-        .context("starting threads")?;
+        .context("threads, and VMs of an earlier daemon")?;
     let daemon = Arc::new(daemon);
     daemon.launcher.run_dirs.sweep()?;
     daemon.launcher.run_dirs.prepare()?;
@@ -50,9 +54,9 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     daemon.launcher.zygotes.warm().map_err(|e| anyhow::anyhow!(dayfly_units::error::chain(&e)))?;
     tokio::spawn(self_fork::keep(daemon.clone(), opened));
     // The VMMs are asked while clients are served.
-    adopt::adopt(&daemon).await.detach_all();
+    adopt::adopt(&daemon).await.context("VMs of an earlier daemon")?.detach_all();
     let keeper = tokio::spawn(keeper::keep(daemon.clone()));
-    let wiring = tokio::spawn(net::keeper::keep(daemon.networks.clone(), daemon.stop.clone()));
+    let wiring = tokio::spawn(net_keeper::keep(daemon.networks.clone(), daemon.stop.clone()));
     let collector = tokio::spawn(daemon.templates.clone().keep_collected(daemon.stop.clone()));
     tokio::spawn(heap::give_back(daemon.stop.clone()));
     let path = daemon.config.socket();
@@ -158,19 +162,42 @@ fn listen(path: &Path) -> anyhow::Result<UnixListener> {
         }
         _ => {}
     }
-    // The umask keeps the socket from having a wider mode between bind(2) and chmod(2).
-    let before = rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o177));
-    let listener = UnixListener::bind(path);
-    rustix::process::umask(before);
-    let listener = listener.with_context(|| format!("listening on {}", path.display()))?;
-    std::fs::set_permissions(path, Permissions::from_mode(0o600))
-        .with_context(|| format!("mode of {}", path.display()))?;
-    Ok(listener)
+    bind(path).with_context(|| format!("listening on {}", path.display()))
+}
+
+/// A listener on `path` that only this user can connect to. The mode of the socket becomes that of
+/// the file (unix_bind in net/unix/af_unix.c), so no umask of other threads matters.
+fn bind(path: &Path) -> std::io::Result<UnixListener> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    net::listen(&socket, BACKLOG)?;
+    UnixListener::from_std(socket.into())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn the_api_s_socket_is_the_daemon_s_user_s_alone_and_the_umask_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let umask = || std::fs::read_to_string("/proc/self/status").unwrap();
+        let umask = || umask().lines().find(|line| line.starts_with("Umask:")).unwrap().to_owned();
+        let before = umask();
+        assert_ne!(before.split_whitespace().last().unwrap(), "0177", "else this shows nothing");
+        // The second listener replaces the socket of an earlier daemon.
+        for _ in 0..2 {
+            let listener = listen(&path).unwrap();
+            assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+            let (accepted, connected) =
+                tokio::join!(listener.accept(), tokio::net::UnixStream::connect(&path));
+            assert!(accepted.is_ok() && connected.is_ok());
+        }
+        assert_eq!(umask(), before);
+    }
 
     #[test]
     fn a_run_folder_without_its_lock_file_is_locked() {

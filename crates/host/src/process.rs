@@ -82,6 +82,31 @@ pub enum Ended {
     Unknown,
 }
 
+/// The id of the host's current boot (random(4)). A [`ProcessId`] of another boot names no process.
+///
+/// # Errors
+/// `/proc` cannot be read.
+pub fn boot_id() -> io::Result<String> {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    Ok(text.trim_end().to_owned())
+}
+
+/// The real user id of process `pid`.
+///
+/// # Errors
+/// `/proc` cannot be read: `NotFound` if there is no such process.
+pub fn uid_of(pid: u32) -> io::Result<u32> {
+    let path = format!("/proc/{pid}/status");
+    let text = std::fs::read_to_string(&path)?;
+    let uid = text.lines().find_map(|line| line.strip_prefix("Uid:")?.split_whitespace().next());
+    uid.and_then(|uid| uid.parse().ok()).ok_or_else(|| {
+        io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("{path}: expected a line Uid:, got none"),
+        )
+    })
+}
+
 /// A process referred to by a pidfd.
 #[derive(Debug)]
 pub struct Process {

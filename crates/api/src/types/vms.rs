@@ -25,6 +25,9 @@ wire! {
         Paused,
         /// The VM has ended; `exit` has the cause.
         Exited,
+        /// The VM lives, and this daemon cannot control it; `problem` has the cause. It can be
+        /// removed.
+        Unknown,
     }
 
     /// Why a VM ended.
@@ -107,6 +110,10 @@ wire! {
         pub network: Option<VmNetwork>,
         /// Labels of the request.
         pub labels: BTreeMap<String, String>,
+        /// Why this daemon cannot control a VM of an earlier daemon: its record cannot be read, or
+        /// its VMM does not answer. `None` for most VMs.
+        #[serde(default)]
+        pub problem: Option<String>,
     }
 
     /// A VM with its measurements.

@@ -5,6 +5,7 @@ use crate::output::{self, ListArgs, ago};
 use anyhow::Result;
 use dayfly_api::types::{ExitKind, Vm, VmState};
 use dayfly_units::Bytes;
+use dayfly_units::text::{LONG, escaped};
 
 /// Arguments of `dayfly ps`.
 #[derive(Debug, clap::Args)]
@@ -19,6 +20,10 @@ pub struct Args {
 impl Args {
     pub async fn run(self) -> Result<()> {
         let vms = crate::connect::client().await?.vms(self.all).await?;
+        for (vm, problem) in vms.iter().filter_map(|vm| Some((vm, vm.problem.as_ref()?))) {
+            // On standard error, because the reason does not fit into the table.
+            eprintln!("VM {}: {}", vm.name, escaped(problem, LONG));
+        }
         let header = [
             "VM ID", "NAME", "STATE", "FROM", "KERNEL", "CPUS", "MEMORY", "ADDRESS", "PORTS",
             "CREATED",
@@ -84,5 +89,6 @@ fn state(vm: &Vm) -> String {
         (VmState::Paused, _) => "paused".into(),
         (VmState::Exited, Some(why)) => format!("exited ({why})"),
         (VmState::Exited, None) => "exited".into(),
+        (VmState::Unknown, _) => "unknown".into(),
     }
 }

@@ -18,6 +18,9 @@
 //! `Running`, but it accepts no pause, no snapshot and no fork. Such requests usually wait for a
 //! lock of the VM ([`crate::vm`]), so they find the phase after the fork.
 //!
+//! `Unknown` is the phase of a VM that this daemon cannot adopt ([`crate::vm::survey`]). It accepts
+//! only `Die`.
+//!
 //! A mutex guards each [`Phase`]. The task whose event is accepted then does the work. A removal
 //! needs no event. While a snapshot is taken the VM is `Freezing`: clients see it as paused, and no
 //! other task may stop or start its vCPUs.
@@ -41,6 +44,9 @@ pub enum Phase {
     Forking,
     /// Its process is gone.
     Exited,
+    /// Its VMM lives, and this daemon cannot adopt the VM. It is never in a record.
+    #[serde(skip)]
+    Unknown,
 }
 
 /// A request to a VM, or something that happens to it.
@@ -80,6 +86,7 @@ impl std::fmt::Display for Phase {
             Self::Freezing => "being snapshotted",
             Self::Forking => "being forked",
             Self::Exited => "exited",
+            Self::Unknown => "in an unknown state",
         })
     }
 }
@@ -136,6 +143,7 @@ impl Phase {
             Self::Running | Self::Forking => VmState::Running,
             Self::Paused | Self::Freezing => VmState::Paused,
             Self::Exited => VmState::Exited,
+            Self::Unknown => VmState::Unknown,
         }
     }
 }
@@ -221,6 +229,16 @@ mod tests {
                 prop_assert_eq!(phase.alive(), !model.dead);
             }
         }
+    }
+
+    #[test]
+    fn a_vm_in_an_unknown_state_can_only_end() {
+        for event in EVENTS {
+            let after = Phase::Unknown.after(event);
+            assert_eq!(after.ok(), (event == Event::Die).then_some(Phase::Exited), "{event:?}");
+        }
+        assert!(Phase::Unknown.alive() && Phase::Unknown.serves("exec").is_err());
+        assert!(serde_json::from_str::<Phase>("\"unknown\"").is_err(), "no record has it");
     }
 
     #[test]

@@ -66,7 +66,7 @@ fn network(folder: &tempfile::TempDir) -> Networks {
     };
     std::thread::spawn(move || {
         crate::fixture::own_network();
-        Networks::new(&config, &crate::vm::record::addresses(&config))
+        Networks::new(&config, &crate::vm::survey::addresses(&config).unwrap())
     })
     .join()
     .unwrap()
@@ -171,7 +171,7 @@ fn taps_that_a_killed_daemon_left_are_removed_and_those_of_its_vms_stay() {
     let config = Config { run: folder.path().to_owned(), ..crate::fixture::config(folder.path()) };
     written_down(&config, address, &NetworkRequest::default());
     let config = Config { network: Some("10.88.0.0/28".parse().unwrap()), ..config };
-    let start = || Networks::new(&config, &crate::vm::record::addresses(&config));
+    let start = || Networks::new(&config, &crate::vm::survey::addresses(&config).unwrap());
     std::thread::scope(|threads| {
         let inside = threads.spawn(|| {
             crate::fixture::own_network();

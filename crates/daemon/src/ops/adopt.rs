@@ -2,31 +2,35 @@
 //!
 //! ```text
 //!  record, process ──decide──▶ Ask | Keep | MarkExited | Discard       before the API is served
+//!  record unreadable ─▶ kept and listed, not adopted ([`unadopted`])
 //!  everything without a record ─▶ swept
 //!
-//!  Ask: the VM is listed as recorded ─ Status ─decide▶ Adopt | Resume | MarkExited  meanwhile
+//!  Ask: the VM is listed as recorded ─ Status ─decide▶ Adopt | Resume | Wait     meanwhile
+//!                                        ▲                             │
+//!                                        └── asked again after a pause ┘
 //! ```
 //!
-//! No VMM delays the API or another VM: a VMM may have been taken over by its guest, and then does
-//! not answer, or byte by byte. The first half asks no VMM. The second asks all of them at the same
-//! time, each with a deadline for the whole answer.
+//! No VMM delays the API or another VM: a VMM may be stopped, swapped out or busy, or its guest may
+//! have taken it over. The first half asks no VMM. The second asks all of them at the same time,
+//! each with a time limit for the whole answer. No VMM is killed because it does not answer.
 
 use crate::base::error::{ApiError, blocking};
 use crate::daemon::Daemon;
 use crate::model::disk::Disk;
-use crate::model::exit::exit_now;
 use crate::model::state::Phase;
 use crate::net::Attachment;
-use crate::ops::{interrupted, remove, save, sweep};
+use crate::ops::{interrupted, remove, save, sweep, unadopted};
 use crate::templates::pagers::{PAGER_NAME, end_with, pager_lives};
 use crate::vm::Vm;
 use crate::vm::batch;
 use crate::vm::record::{self, Record, read_json};
+use crate::vm::survey::{self, Found, Unreadable};
 use crate::vmm::{control_link, guest_socket};
-use dayfly_api::types::ExitKind;
 use dayfly_host::process::Process;
+use dayfly_units::text::{SHORT, escaped};
 use dayfly_units::{VmId, error::chain};
-use dayfly_vmm::control::{Answer, Command};
+use dayfly_vmm::control::{Answer, Command, Status};
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
@@ -34,6 +38,9 @@ use tokio::task::JoinSet;
 
 /// The most VMMs that are asked at the same time. A connection takes a descriptor.
 const ASKED_AT_ONCE: usize = 1024;
+/// The pauses before a VMM that did not answer is asked again: the first, then twice the one
+/// before, up to the last.
+const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
 /// What the daemon finds of a recorded VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,7 +49,7 @@ pub enum Seen {
     Gone,
     /// Its process lives; its VMM has not been asked yet.
     Lives,
-    /// Its process lives, but its VMM does not answer.
+    /// Its process lives, but its VMM has not answered, or with something else than a status.
     Unresponsive,
     /// Its VMM answers.
     Answers {
@@ -60,7 +67,9 @@ pub enum Verdict {
     Adopt(Phase),
     /// A snapshot or a fork of it was interrupted: resume it and give it its identity again.
     Resume,
-    /// List it as exited; kill its process if it has one.
+    /// Leave it as recorded, and ask its VMM again later.
+    Wait,
+    /// List it as exited.
     MarkExited,
     /// It was listed as exited, and stays so.
     Keep,
@@ -75,9 +84,10 @@ pub fn decide(phase: Phase, ephemeral: bool, seen: Seen) -> Verdict {
     match (phase, seen) {
         _ if ephemeral => Verdict::Discard,
         (Phase::Starting, _) => Verdict::Discard,
-        (Phase::Exited, _) => Verdict::Keep,
-        (_, Seen::Gone | Seen::Unresponsive) => Verdict::MarkExited,
+        (Phase::Exited | Phase::Unknown, _) => Verdict::Keep,
+        (_, Seen::Gone) => Verdict::MarkExited,
         (_, Seen::Lives) => Verdict::Ask,
+        (_, Seen::Unresponsive) => Verdict::Wait,
         (Phase::Freezing | Phase::Forking, Seen::Answers { .. }) => Verdict::Resume,
         // The VMM's answer counts, because the daemon may have died between a command and its
         // record.
@@ -91,38 +101,45 @@ pub fn decide(phase: Phase, ephemeral: bool, seen: Seen) -> Verdict {
 }
 
 /// Adopts the VMs that live, and sweeps the rest. Must end before the daemon serves clients.
-/// Returns the tasks that ask the VMMs, each with its VM's id; they need not end before.
-pub async fn adopt(daemon: &Arc<Daemon>) -> JoinSet<VmId> {
-    let mut ids: Vec<VmId> = match std::fs::read_dir(daemon.config.vms()) {
-        Ok(entries) => entries.filter_map(|e| e.ok()?.file_name().to_str()?.parse().ok()).collect(),
-        Err(e) => {
-            tracing::error!("{}: {e}", daemon.config.vms().display());
-            Vec::new()
-        }
-    };
-    ids.sort_unstable();
+/// Returns the tasks that ask the VMMs, each with its VM's id. Each ends when its VMM has answered.
+///
+/// # Errors
+/// The run folder cannot be listed; nothing was changed.
+pub async fn adopt(daemon: &Arc<Daemon>) -> io::Result<JoinSet<VmId>> {
+    let same = daemon.clone();
+    let found = blocking(move || Ok(survey::survey(&same.config))).await;
+    let found = found.map_err(io::Error::other)??;
     let unanswered = batch::unanswered(&daemon.config);
     let (mut asking, turns) = (JoinSet::new(), Arc::new(Semaphore::new(ASKED_AT_ONCE)));
-    for id in ids {
+    let mut kept = Vec::new();
+    for (id, found) in found {
         if unanswered.contains(&id) {
             tracing::info!(vm = %id, "one of several that no client learned of, to be swept");
             continue;
         }
-        match Record::read(&daemon.config.vm(id), id) {
-            Ok(record) => {
-                if let Some(left) = one(daemon, record).await {
-                    let (daemon, turns) = (daemon.clone(), turns.clone());
-                    asking.spawn(async move {
-                        let _turn = turns.acquire().await;
-                        ask(&daemon, left).await;
-                        id
-                    });
-                }
+        let left = match found {
+            Found::Record(record) => one(daemon, *record).await,
+            Found::Unreadable(left) => Err(left),
+            Found::Nothing => {
+                tracing::info!(vm = %id, "no record: its start was not finished, or its removal");
+                continue;
             }
-            // Its start was not finished, or its removal was interrupted.
-            Err(e) => tracing::info!(vm = %id, "no record, to be swept: {e}"),
+        };
+        match left {
+            Ok(Some(left)) => {
+                asking.spawn(ask(daemon.clone(), left, turns.clone()));
+            }
+            Ok(None) => {}
+            Err(left) => kept.push(left),
         }
     }
+    // Last, because VMs with a readable record get their names, slots and addresses first.
+    let same = daemon.clone();
+    let keep = move || {
+        kept.into_iter().for_each(|left| unadopted::keep(&same, *left));
+        Ok(())
+    };
+    blocking(keep).await.map_err(io::Error::other)?;
     daemon.networks.adopted_all();
     let same = daemon.clone();
     // Only after every live VM has pinned its image and layers.
@@ -144,7 +161,7 @@ pub async fn adopt(daemon: &Arc<Daemon>) -> JoinSet<VmId> {
         }
         Err(error) => tracing::error!("sweeping what a daemon before left: {error}"),
     }
-    asking
+    Ok(asking)
 }
 
 /// Releases the frozen layers that an earlier daemon's VMs had released. They are deleted now, or
@@ -175,29 +192,32 @@ struct Left {
     phase: Phase,
 }
 
-impl Left {
-    /// Whether a snapshot or a fork of it was interrupted.
-    const fn interrupted(&self) -> bool {
-        matches!(self.phase, Phase::Freezing | Phase::Forking)
-    }
-}
-
 /// Takes over a recorded VM as far as that is possible without its VMM. Returns the VM if its VMM
 /// has to be asked.
-async fn one(daemon: &Arc<Daemon>, record: Record) -> Option<Left> {
+///
+/// # Errors
+/// The VM, if it cannot be adopted.
+async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<Unreadable>> {
     let id = record.id;
     let dir = daemon.config.vm(id);
     let (phase, ephemeral) = (record.live.phase, record.facts.ephemeral);
-    let process = living(&record);
+    let process = match living(&record) {
+        Ok(process) => process,
+        Err(e) if !ephemeral && phase.alive() => {
+            return Err(Box::new(Unreadable::of(record, format!("its process: {e}"))));
+        }
+        Err(_) => None,
+    };
     let seen = if process.is_some() { Seen::Lives } else { Seen::Gone };
     let verdict = decide(phase, ephemeral, seen);
     tracing::info!(vm = %id, name = %record.name, ?seen, ?verdict, "found");
     if verdict == Verdict::Discard {
         // The sweep kills its process and removes its files, because it is not in the registry.
-        return None;
+        return Ok(None);
     }
     let exit = (verdict == Verdict::MarkExited)
         .then(|| remove::classify_exit(read_json(&dir.exit()), record.live.kill_asked));
+    let same = record.clone();
     let vm: Vm = record.into_vm(dir);
     if let Some(exit) = exit {
         // It was just read from its record, so it has nothing whose drop takes time.
@@ -208,60 +228,99 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Option<Left> {
         // Whether its layers were frozen is unknown.
         vm.update(|live| live.no_snapshot = Some(INTERRUPTED.to_owned()));
     }
+    let vm = daemon
+        .registry
+        .adopt(vm)
+        .map_err(|e| Box::new(Unreadable::of(same, format!("it cannot be adopted: {e}"))))?;
     if vm.phase().alive() {
         give_resources(daemon, &vm);
     }
-    let vm = match daemon.registry.adopt(vm) {
-        Ok(vm) => vm,
-        // The sweep removes it.
-        Err(e) => {
-            tracing::error!(vm = %id, "cannot be adopted: {e}");
-            return None;
-        }
-    };
     let process = process.filter(|_| verdict == Verdict::Ask);
     if let Some(process) = &process {
         follow(daemon, &vm, process.clone());
     }
     record::note(&daemon.registry, &vm).await;
-    process.map(|process| Left { vm, process, phase })
+    Ok(process.map(|process| Left { vm, process, phase }))
 }
 
 /// The process of a recorded VM, if it lives.
-fn living(record: &Record) -> Option<Arc<Process>> {
-    match Process::open(record.live.process?) {
-        Ok(process) => process.filter(|p| p.is_alive().unwrap_or(false)).map(Arc::new),
-        Err(e) => {
-            tracing::error!(vm = %record.id, "its process: {e}");
-            None
+fn living(record: &Record) -> io::Result<Option<Arc<Process>>> {
+    let recorded = record.live.process.filter(|_| record.is_of_this_boot());
+    Ok(recorded.map(survey::alive).transpose()?.flatten().map(Arc::new))
+}
+
+/// Asks the VMM of an adopted VM for its status until it answers, and does what follows. Returns
+/// the VM's id.
+///
+/// Requests to stop or to save the VM wait while its VMM is asked for the first time. After that
+/// they are refused until it has answered ([`Vm::answers`]).
+async fn ask(daemon: Arc<Daemon>, left: Left, turns: Arc<Semaphore>) -> VmId {
+    let Left { vm, process, phase } = left;
+    let mut first = Some((vm.snapshots.clone().lock_owned().await, vm.turn().await));
+    let (mut pause, longest) = PAUSES;
+    loop {
+        let answer = tokio::select! {
+            answer = status(&daemon, &vm, &turns) => answer,
+            () = vm.wait_gone() => break,
+            () = daemon.stop.cancelled() => break,
+        };
+        match answer.and_then(|status| settled(phase, status)) {
+            Ok(status) => {
+                let locks = match first.take() {
+                    Some(locks) => locks,
+                    None => (vm.snapshots.clone().lock_owned().await, vm.turn().await),
+                };
+                settle(&daemon, &vm, phase, &status).await;
+                drop(locks);
+                if !status.whole {
+                    tokio::spawn(watch_left(daemon, vm.clone(), process));
+                }
+                break;
+            }
+            Err(why) => {
+                let verdict = decide(phase, false, Seen::Unresponsive);
+                tracing::warn!(vm = %vm.id, name = %vm.name, ?verdict, "its VMM: {why}");
+                vm.wait_for_vmm(Some(why));
+            }
         }
+        drop(first.take());
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = vm.wait_gone() => break,
+            () = daemon.stop.cancelled() => break,
+        }
+        pause = pause.saturating_mul(2).min(longest);
+    }
+    vm.id
+}
+
+/// The status that the VMM reports.
+///
+/// # Errors
+/// It reports none within the time limit, or something else.
+async fn status(daemon: &Daemon, vm: &Vm, turns: &Semaphore) -> Result<Status, String> {
+    let _turn = turns.acquire().await;
+    let within = daemon.config.deadlines.control;
+    match control_link::command(&vm.dir.control(), Command::Status, within).await {
+        Ok(Answer::Status(status)) => Ok(status),
+        Ok(other) => {
+            Err(format!("expected its status, got {}", escaped(&format!("{other:?}"), SHORT)))
+        }
+        Err(e) => Err(e.to_string()),
     }
 }
 
-/// Asks the VMM of an adopted VM for its status, and does what follows from the answer. Requests to
-/// stop or to save the VM wait until then.
-async fn ask(daemon: &Arc<Daemon>, left: Left) {
-    let interrupted = left.interrupted();
-    let Left { vm, process, phase } = left;
-    // A snapshot or a fork that a client asks for meanwhile waits, because it would keep the VMM
-    // from answering.
-    let snapshots = vm.snapshots.lock().await;
-    let deadlines = daemon.config.deadlines;
-    // No operation has it before the VM's VMM was asked.
-    let Ok(turn) = vm.take_turn(deadlines.save).await else { return };
-    // A VMM that is saving answers only after the save.
-    let within = if interrupted { deadlines.save } else { deadlines.control };
-    let control = vm.dir.control();
-    let answer = tokio::select! {
-        answer = control_link::command(&control, Command::Status, within) => answer,
-        () = vm.wait_gone() => return,
-        () = daemon.stop.cancelled() => return,
-    };
-    let (seen, status) = match answer {
-        Ok(Answer::Status(status)) => (Seen::Answers { paused: status.paused }, Some(status)),
-        _ => (Seen::Unresponsive, None),
-    };
-    let whole = status.as_ref().is_none_or(|status| status.whole);
+/// The status, if the VMM has carried out all commands of the daemon before.
+fn settled(phase: Phase, status: Status) -> Result<Status, String> {
+    match status.busy.filter(|_| matches!(phase, Phase::Freezing | Phase::Forking)) {
+        Some(busy) => Err(format!("it is still busy with {busy:?}")),
+        None => Ok(status),
+    }
+}
+
+/// Takes over the state that the VMM reports. The caller holds the VM's locks.
+async fn settle(daemon: &Arc<Daemon>, vm: &Arc<Vm>, phase: Phase, status: &Status) {
+    let seen = Seen::Answers { paused: status.paused };
     let verdict = decide(phase, false, seen);
     tracing::info!(vm = %vm.id, name = %vm.name, ?seen, ?verdict, "asked");
     match verdict {
@@ -272,30 +331,14 @@ async fn ask(daemon: &Arc<Daemon>, left: Left) {
             }
         }),
         Verdict::Resume => {
-            if let Some(status) = &status {
-                interrupted::settle(daemon, &vm, status).await;
-            }
+            interrupted::settle(daemon, vm, status).await;
             // A failure is logged, and the VM is ended.
-            let _ = save::thaw(daemon, &vm).await;
+            let _ = save::thaw(daemon, vm).await;
         }
-        _ => end_unresponsive(&vm, &process),
+        _ => {}
     }
-    record::note(&daemon.registry, &vm).await;
-    drop((turn, snapshots));
-    if !whole {
-        tokio::spawn(watch_left(daemon.clone(), vm, process));
-    }
-}
-
-/// Kills a VMM that does not answer. The task that watches the process marks the VM as exited.
-fn end_unresponsive(vm: &Vm, process: &Process) {
-    let why = "its VMM did not answer a new daemon, which ended it";
-    vm.update(|live| {
-        live.exit.get_or_insert_with(|| exit_now(ExitKind::Failed, why));
-    });
-    if let Err(e) = process.kill() {
-        tracing::error!(vm = %vm.id, "ending a VMM that does not answer: {e}");
-    }
+    vm.wait_for_vmm(None);
+    record::note(&daemon.registry, vm).await;
 }
 
 /// Gives a live VM its network attachment, its memory and its pin again.

@@ -1,18 +1,13 @@
 use super::*;
 use crate::base::config::{Config, Deadlines};
+use crate::base::progress::ProgressSender;
 use crate::fixture;
-use crate::model::facts::Facts;
+use crate::ops::standin::{Standin, answer, answer_commands, recorded, recorded_with};
 use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::Pagers;
-use crate::vm::registry::Registry;
+use dayfly_api::types::{ErrorCode, ExitKind, SnapshotRequest};
 use dayfly_host::process::ProcessId;
 use dayfly_store::{ChainLayer, Store, VmLayer};
-use dayfly_vmm::config::Shape;
-use dayfly_vmm::control::Status;
-use std::io::{Read, Write};
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::net::UnixListener;
-use std::process::{Child, Stdio};
 
 const PHASES: [Phase; 6] = [
     Phase::Starting,
@@ -56,10 +51,9 @@ fn every_case_is_decided_as_promised() {
                     ));
                 }
                 Verdict::MarkExited => {
-                    assert!(
-                        phase != Phase::Exited && matches!(seen, Seen::Gone | Seen::Unresponsive)
-                    )
+                    assert!(phase != Phase::Exited && seen == Seen::Gone)
                 }
+                Verdict::Wait => assert_eq!(seen, Seen::Unresponsive, "and it is not killed"),
                 Verdict::Keep => assert_eq!(phase, Phase::Exited),
                 Verdict::Discard => {
                     assert_eq!(
@@ -71,121 +65,6 @@ fn every_case_is_decided_as_promised() {
             }
         }
     }
-}
-
-/// A process that looks like a VMM from outside, because its command line names the VM. It ends
-/// with the test.
-struct Standin(Child, ProcessId);
-
-impl Standin {
-    fn start(config: &Config, id: VmId) -> Self {
-        // `sleep` would refuse the option `--id`, which bash accepts. It waits for the idle pipe.
-        let child = std::process::Command::new("bash")
-            .args(["-c", "exec -a \"$1\" bash -c 'read line' x --id \"$0\"", &id.to_string()])
-            .arg(config.vmm_name())
-            .stdin(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let id = ProcessId::of(child.id()).unwrap().unwrap();
-        // The command line is right only once the second program runs.
-        let cmdline = format!("/proc/{}/cmdline", child.id());
-        let named = || {
-            std::fs::read(&cmdline).unwrap().starts_with(config.vmm_name().as_os_str().as_bytes())
-        };
-        let began = std::time::Instant::now();
-        while !named() {
-            assert!(
-                began.elapsed() < Duration::from_secs(10),
-                "{cmdline}: the stand-in has not started"
-            );
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        Self(child, id)
-    }
-
-    /// The adopting daemon also reaps this process, because it is a child of the test's process.
-    fn alive(&self) -> bool {
-        Process::open(self.1).unwrap().is_some_and(|process| process.is_alive().unwrap())
-    }
-}
-
-impl Drop for Standin {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-/// Answers `Status` on the control socket of a VM, once.
-fn answer(config: &Config, id: VmId, paused: bool) {
-    answer_commands(config, id, paused, &[Command::Status]);
-}
-
-/// Answers these commands on the control socket of a VM, each on a connection.
-fn answer_commands(config: &Config, id: VmId, paused: bool, commands: &[Command]) {
-    let listener = UnixListener::bind(config.vm(id).control()).unwrap();
-    let commands: Vec<_> = commands.iter().map(|c| serde_json::to_value(c).unwrap()).collect();
-    std::thread::spawn(move || {
-        let status = serde_json::to_value(Command::Status).unwrap();
-        for expected in commands {
-            let (mut stream, _) = listener.accept().unwrap();
-            let mut length = [0; 4];
-            stream.read_exact(&mut length).unwrap();
-            let mut json = vec![0; u32::from_le_bytes(length) as usize];
-            stream.read_exact(&mut json).unwrap();
-            let got: serde_json::Value = serde_json::from_slice(&json).unwrap();
-            assert_eq!(got, expected);
-            let shape = Shape { memory_bytes: 64 << 20, vcpus: 1, disks: 1, nets: 0 };
-            let answer = if got == status {
-                Answer::Status(Status { paused, ..Status::of(shape) })
-            } else {
-                Answer::Ok
-            };
-            let json = serde_json::to_vec(&answer).unwrap();
-            let length = u32::try_from(json.len()).unwrap().to_le_bytes();
-            stream.write_all(&[length.to_vec(), json].concat()).unwrap();
-        }
-    });
-}
-
-/// Writes the record of a VM of an earlier daemon.
-fn recorded(
-    config: &Config,
-    name: &str,
-    phase: Phase,
-    ephemeral: bool,
-    process: Option<ProcessId>,
-) -> VmId {
-    let facts = Facts { ephemeral, ..fixture::facts() };
-    let vm = Registry::default()
-        .reserve(config, Some(name.parse().unwrap()), facts, fixture::memory(), None)
-        .unwrap();
-    vm.update(|live| {
-        live.phase = phase;
-        live.process = process;
-    });
-    std::fs::create_dir_all(vm.dir.root()).unwrap();
-    Record::of(&vm).write(&vm.dir).unwrap();
-    vm.id
-}
-
-/// As [`recorded`], with a running VMM and changes by `change`. The record is written twice,
-/// because it names the process and the process's command line names the VM.
-fn recorded_with(
-    config: &Config,
-    name: &str,
-    phase: Phase,
-    ephemeral: bool,
-    change: impl FnOnce(&mut Record),
-) -> (VmId, Standin) {
-    let id = recorded(config, name, phase, ephemeral, None);
-    let standin = Standin::start(config, id);
-    let dir = config.vm(id);
-    let mut record = Record::read(&dir, id).unwrap();
-    record.live.process = Some(standin.1);
-    change(&mut record);
-    record.write(&dir).unwrap();
-    (id, standin)
 }
 
 #[tokio::test]
@@ -212,12 +91,15 @@ async fn a_new_daemon_finds_what_lives_and_sweeps_the_rest() {
     let damaged = VmId::random();
     std::fs::create_dir_all(config.vm(damaged).root()).unwrap();
     std::fs::write(config.vm(damaged).record(), "{").unwrap();
+    let unstarted = VmId::random();
+    let unstarted_process = Standin::start(&config, unstarted);
+    std::fs::create_dir_all(config.vm(unstarted).root()).unwrap();
 
     let templates = TemplateCache::new(Store::open(&config.state).unwrap(), Pagers::new(&config));
     let daemon = fixture::daemon(config.clone(), templates, fixture::nodes());
-    let asked = adopt(&daemon).await.join_all().await;
-    assert_eq!(asked.len(), 2);
-    daemon.registry.find("silent").unwrap().wait_gone().await;
+    let mut asking = adopt(&daemon).await.unwrap();
+    assert_eq!(asking.len(), 2);
+    assert_eq!(asking.join_next().await.unwrap().unwrap(), lives);
 
     let state = |id: VmId| {
         daemon
@@ -228,23 +110,25 @@ async fn a_new_daemon_finds_what_lives_and_sweeps_the_rest() {
     };
     assert_eq!(state(lives), Some((Phase::Paused, None)), "the VMM said that it is paused");
     assert!(lives_process.alive());
-    assert_eq!(state(silent), Some((Phase::Exited, Some(ExitKind::Failed))));
-    assert!(!silent_process.alive());
+    assert_eq!(state(silent), Some((Phase::Running, None)), "as recorded, until its VMM answers");
+    assert!(silent_process.alive());
     assert_eq!(state(fleeting), None);
     assert!(!fleeting_process.alive());
     assert_eq!(state(dead), Some((Phase::Exited, Some(ExitKind::Panic))));
     assert_eq!(state(lost), Some((Phase::Exited, Some(ExitKind::Lost))));
     assert_eq!(state(exited), Some((Phase::Exited, None)));
-    assert_eq!(state(damaged), None);
+    assert_eq!(state(damaged), Some((Phase::Exited, Some(ExitKind::Lost))), "it may be evidence");
+    assert_eq!(state(unstarted), None);
     let mut left: Vec<String> = std::fs::read_dir(config.vms())
         .unwrap()
         .map(|e| e.unwrap().file_name().into_string().unwrap())
         .collect();
     left.sort();
     let mut expected: Vec<String> =
-        [lives, silent, dead, lost, exited].map(|id| id.to_string()).into();
+        [lives, silent, dead, lost, exited, damaged].map(|id| id.to_string()).into();
     expected.sort();
     assert_eq!(left, expected, "the folders without a VM are swept");
+    assert!(!unstarted_process.alive(), "no client knows it");
 
     // The end of an adopted VM is noticed and recorded, as that of any other.
     lives_process.0.kill().unwrap();
@@ -269,7 +153,7 @@ async fn a_vm_without_an_agent_goes_on_after_an_interrupted_fork() {
     answer_commands(&config, id, true, &[Command::Status, Command::Resume]);
     let templates = TemplateCache::new(Store::open(&config.state).unwrap(), Pagers::new(&config));
     let daemon = fixture::daemon(config, templates, fixture::nodes());
-    adopt(&daemon).await.join_all().await;
+    adopt(&daemon).await.unwrap().join_all().await;
     let vm = daemon.registry.find("forked").unwrap();
     assert!(!vm.has_agent());
     assert_eq!((vm.phase(), vm.live().exit), (Phase::Running, None));
@@ -314,7 +198,7 @@ fn hostile(config: &Config, id: VmId, how: Hostile) {
 async fn vmms_that_do_not_answer_delay_neither_the_daemon_nor_other_vms() {
     let folder = tempfile::tempdir().unwrap();
     let config = fixture::config(folder.path());
-    let Deadlines { control, save, .. } = config.deadlines;
+    let Deadlines { control, .. } = config.deadlines;
     std::fs::create_dir_all(config.vms()).unwrap();
     let mut slot = 0;
     let mut left = |name: String, phase| {
@@ -335,36 +219,45 @@ async fn vmms_that_do_not_answer_delay_neither_the_daemon_nor_other_vms() {
     let templates = TemplateCache::new(Store::open(&config.state).unwrap(), Pagers::new(&config));
     let daemon = fixture::daemon(config.clone(), templates, fixture::nodes());
     let begun = tokio::time::Instant::now();
-    let mut asking = adopt(&daemon).await;
+    let mut asking = adopt(&daemon).await.unwrap();
     assert!(begun.elapsed() < control, "it waits for a VMM");
     let phase = |id: VmId| daemon.registry.find(&id.to_string()).unwrap().phase();
     assert!(slow.iter().all(|(id, _)| phase(*id) == Phase::Running), "listed as recorded");
     assert_eq!(phase(saving.0), Phase::Freezing);
-    let mut ended = Vec::new();
-    while let Some(id) = asking.join_next().await {
-        ended.push((id.unwrap(), begun.elapsed()));
+    let mut adopted = Vec::new();
+    while adopted.len() < good.len() {
+        adopted.push(asking.join_next().await.unwrap().unwrap());
     }
-    let place = |id: VmId| ended.iter().position(|(ended, _)| *ended == id).unwrap();
-    let first_slow = slow.iter().map(|(id, _)| place(*id)).min().unwrap();
     for (id, process) in &good {
-        assert!(place(*id) < first_slow, "it waits for another VM's VMM: {ended:?}");
+        assert!(adopted.contains(id), "another VM's VMM delays it");
         assert_eq!((phase(*id), process.alive()), (Phase::Running, true));
     }
     for (id, process) in slow.iter().chain(&bad).chain([&saving]) {
         let vm = daemon.registry.find(&id.to_string()).unwrap();
+        let why = vm.waiting().wait_for(Option::is_some).await.unwrap().clone().unwrap();
+        let recorded =
+            if bad.iter().any(|(bad, _)| bad == id) { Phase::Paused } else { phase(*id) };
+        assert_eq!((vm.phase(), vm.live().exit, process.alive()), (recorded, None, true), "{why}");
+        assert!(vm.shown().problem.unwrap().contains("waiting for its VMM"));
+        // It is asked again while requests for it are refused at once.
+        let refused = crate::ops::power::pause(&daemon, &vm).await.unwrap_err();
+        assert_eq!(refused.0.code, ErrorCode::State);
+        assert!(refused.0.message.contains("try later"), "{refused}");
+        let progress = ProgressSender::without_receiver();
+        let request = SnapshotRequest { name: "s".parse().unwrap() };
+        let refused = crate::ops::snapshot::snapshot(daemon.clone(), vm.clone(), request, progress);
+        assert_eq!(refused.await.unwrap_err().0.code, ErrorCode::State);
+    }
+    for (id, process) in slow.iter().chain(&bad).chain([&saving]) {
+        let vm = daemon.registry.find(&id.to_string()).unwrap();
+        remove::remove(&daemon, &vm).await.unwrap();
         vm.wait_gone().await;
-        let exit = vm.live().exit.unwrap();
-        assert_eq!((vm.phase(), exit.reason), (Phase::Exited, ExitKind::Failed));
-        assert!(exit.message.contains("did not answer"), "{exit:?}");
         assert!(!process.alive());
     }
-    // The deadlines are those of the whole answer. The clock goes on by itself when nothing else
-    // can happen, so these are no times of this host.
-    let after = |id: VmId| ended[place(id)].1;
-    let second = Duration::from_secs(1);
-    assert!(slow.iter().all(|(id, _)| (control..control + second).contains(&after(*id))));
-    assert!(bad.iter().all(|(id, _)| after(*id) < control), "{ended:?}");
-    assert!(after(saving.0) >= save && *ended.last().unwrap() == (saving.0, after(saving.0)));
+    while let Some(ended) = asking.join_next().await {
+        assert!(!adopted.contains(&ended.unwrap()));
+    }
+    assert_eq!(daemon.registry.len(), good.len());
 }
 
 #[tokio::test]
@@ -377,7 +270,7 @@ async fn a_request_waits_until_the_vmm_has_said_in_which_state_it_is() {
     answer_commands(&config, id, true, &[Command::Status, Command::Resume]);
     let templates = TemplateCache::new(Store::open(&config.state).unwrap(), Pagers::new(&config));
     let daemon = fixture::daemon(config, templates, fixture::nodes());
-    let mut asking = adopt(&daemon).await;
+    let mut asking = adopt(&daemon).await.unwrap();
     let vm = daemon.registry.find("paused").unwrap();
     // The VM may be asked already, but no task has read an answer: this test has one thread.
     crate::ops::power::unpause(&daemon, &vm).await.unwrap();
@@ -431,7 +324,7 @@ async fn layers_that_clones_depend_on_stay_and_no_others() {
 
     let templates = TemplateCache::new(Store::open(&config.state).unwrap(), Pagers::new(&config));
     let daemon = fixture::daemon(config.clone(), templates, fixture::nodes());
-    adopt(&daemon).await.join_all().await;
+    adopt(&daemon).await.unwrap().join_all().await;
     let there = |vm: VmId| -> Vec<String> {
         let Ok(entries) = std::fs::read_dir(daemon.templates.vms_folder().join(vm.to_string()))
         else {

@@ -80,7 +80,10 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
     let live = vm.live();
     let mut warnings = Vec::new();
     warnings.extend(guest.as_ref().and_then(disk_warning));
-    warnings.extend(live.no_snapshot.map(|why| format!("no snapshot can be taken of it: {why}")));
+    let problem = vm.problem();
+    let no_snapshot = live.no_snapshot.filter(|_| vm.unadopted.is_none());
+    warnings.extend(no_snapshot.map(|why| format!("no snapshot can be taken of it: {why}")));
+    warnings.extend(problem);
     if asked && guest.is_none() {
         warnings.push(format!("its agent did not answer within {} s", deadlines.stat.as_secs()));
     }

@@ -24,4 +24,7 @@ pub mod save;
 mod section;
 pub mod self_fork;
 pub mod snapshot;
+#[cfg(test)]
+pub(crate) mod standin;
 pub mod sweep;
+mod unadopted;

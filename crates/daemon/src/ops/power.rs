@@ -32,6 +32,7 @@ pub async fn unpause(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
 
 async fn switch(daemon: &Arc<Daemon>, vm: &Arc<Vm>, event: Event, command: Command) -> Outcome<()> {
     let within = daemon.config.deadlines.control;
+    vm.answers()?;
     let turn = vm.take_turn(within).await?;
     let (work, same) = (daemon.clone(), vm.clone());
     let what = if command == Command::Pause { "a pause" } else { "an unpause" };

@@ -254,14 +254,16 @@ fn coloured(of: &Name, snapshot: &SavedSnapshot, memory_bytes: u64) -> Coloured 
 /// Checks that no snapshot has this name.
 ///
 /// # Errors
-/// A snapshot or a pending snapshot has it.
+/// A snapshot or a pending snapshot has it, or the store cannot be read.
 pub async fn free(daemon: &Arc<Daemon>, name: &Name) -> Outcome<()> {
     let (daemon, name) = (daemon.clone(), name.clone());
     blocking(move || match daemon.templates.store().snapshot(&name) {
         Err(dayfly_store::OpenError::NotFound { .. }) if !daemon.templates.pending().has(&name) => {
             Ok(())
         }
-        _ => Err(taken(&name)),
+        Ok(_) | Err(dayfly_store::OpenError::NotFound { .. }) => Err(taken(&name)),
+        // Not "taken": that error advises to remove the snapshot.
+        Err(e) => Err(ApiError::from(e).during(format_args!("looking for snapshot {name}"))),
     })
     .await
 }

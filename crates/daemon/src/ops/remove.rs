@@ -8,10 +8,12 @@ use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::pidfd::readable;
 use crate::daemon::Daemon;
 use crate::model::exit::exit_now;
+use crate::model::state::Phase;
 use crate::net::Attachment;
 use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
 use crate::vm::record::{RecordError, note, read_json};
+use crate::vm::survey;
 use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
 use dayfly_host::priority;
 use dayfly_host::process::Process;
@@ -130,7 +132,8 @@ const SHORT_BYTES: u64 = 512 << 20;
 ///
 /// # Errors
 /// Its process survives SIGKILL.
-pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
+pub async fn kill(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
+    find_unknown(daemon, vm).await?;
     let Some(process) = mark_removed(daemon, vm).await else { return Ok(()) };
     let _under_way = daemon.pool.removal();
     let asked = Instant::now();
@@ -151,10 +154,31 @@ pub async fn kill(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
 ///
 /// # Errors
 /// Its process survives SIGKILL, or a file cannot be removed.
-pub async fn remove(daemon: &Daemon, vm: &Arc<Vm>) -> Outcome<()> {
+pub async fn remove(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
+    find_unknown(daemon, vm).await?;
     let process = mark_removed(daemon, vm).await;
     failpoint::reached("daemon.remove.asked");
     discard(daemon, vm, process).await
+}
+
+/// Looks again for the process of a VM that could not be adopted, if it was not found at the start.
+///
+/// # Errors
+/// The host still does not say whether there is one.
+async fn find_unknown(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
+    if vm.phase() != Phase::Unknown || vm.process().is_some() {
+        return Ok(());
+    }
+    let (shared, id) = (daemon.clone(), vm.id);
+    let look = move || {
+        survey::vmm_of(&shared.config, id)
+            .map_err(|e| ApiError::internal(format_args!("looking for the VMM of VM {id}: {e}")))
+    };
+    if let Some(process) = blocking(look).await?.map(Arc::new) {
+        vm.hold(process.clone());
+        watch(daemon, vm.clone(), process);
+    }
+    Ok(())
 }
 
 /// Marks the VM's end as requested. Returns the process to kill, if there is one.

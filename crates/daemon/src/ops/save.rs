@@ -48,8 +48,9 @@ pub async fn arrived(
 /// Checks that another layer may be frozen.
 ///
 /// # Errors
-/// A disk has too many layers, or the VM's layers are unknown.
+/// A disk has too many layers, the VM's layers are unknown, or its VMM has not answered yet.
 pub fn allowed(vm: &Vm) -> Outcome<()> {
+    vm.answers()?;
     let live = vm.live();
     if let Some(why) = live.no_snapshot {
         return Err(ApiError::new(

@@ -3,13 +3,13 @@
 //! The registry is read before *and* after the host is scanned, so that VMs created or removed
 //! meanwhile are not taken for leaks.
 
-use crate::base::config::{Config, VMM_NAME};
+use crate::base::config::VMM_NAME;
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::daemon::Daemon;
+use crate::vm::survey::is_ours;
 use dayfly_api::types;
 use dayfly_host::leaks::{self, Found, Known, Leak, Places};
 use dayfly_units::VmId;
-use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -40,14 +40,6 @@ fn known(daemon: &Daemon, found: &Found, into: &mut Known) {
     }
 }
 
-/// Whether a VMM was started for this run folder, and not by another daemon.
-fn ours(config: &Config, pid: u32) -> bool {
-    let name = config.vmm_name();
-    let name = name.as_os_str().as_bytes();
-    let cmdline = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    cmdline.strip_prefix(name).is_some_and(|rest| rest.first() == Some(&0))
-}
-
 /// Whether the leak is the layer folder of a removed VM of which other VMs use a layer. Nothing
 /// else of such a VM may be left.
 fn held(leak: &Leak, folder: &Path, vms: &[VmId]) -> bool {
@@ -63,12 +55,15 @@ fn look(daemon: &Daemon) -> Outcome<Vec<Leak>> {
     known(daemon, &Found::default(), &mut before);
     let mut of_others = daemon.templates.store().shared_layer_owners();
     let mut found = leaks::scan(&places, None).map_err(failed)?;
-    found.processes.retain(|p| ours(&daemon.config, p.process.pid));
+    found.processes.retain(|p| is_ours(&daemon.config, p.process.pid));
     of_others.extend(daemon.templates.store().shared_layer_owners());
     known(daemon, &found, &mut before);
     let mut leaks = leaks::decide(&found, &before);
     let folder = daemon.templates.vms_folder();
-    leaks.retain(|leak| !held(leak, &folder, &of_others));
+    // A VM whose layers are not known may use any of them.
+    let every = daemon.templates.store().every_layer_is_pinned();
+    let layers = |leak: &Leak| matches!(leak, Leak::File(path) if path.parent() == Some(&folder));
+    leaks.retain(|leak| !held(leak, &folder, &of_others) && !(every && layers(leak)));
     Ok(leaks)
 }
 

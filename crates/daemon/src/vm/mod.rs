@@ -23,7 +23,9 @@ pub mod batch;
 pub mod budget;
 pub mod record;
 pub mod registry;
+pub mod survey;
 pub mod uids;
+pub mod unknown;
 
 use crate::base::config::VmDir;
 use crate::base::error::{ApiError, Outcome};
@@ -34,6 +36,7 @@ use crate::model::state::{Event, Phase, Refused};
 use crate::model::vm_slot::VmSlot;
 use crate::net::Attachment;
 use crate::templates::memory_backing::MemoryBacking;
+use crate::vm::record::Carried;
 use budget::Reservation;
 use dayfly_api::types::{self, ErrorCode, VmExit};
 use dayfly_host::process::Process;
@@ -61,6 +64,11 @@ pub struct Vm {
     pub dir: VmDir,
     /// The immutable facts.
     pub facts: Facts,
+    /// Why an earlier daemon's VM cannot be adopted, such as an unreadable record. Such a VM is kept
+    /// and listed, and can only be removed.
+    pub unadopted: Option<String>,
+    /// What its record has that this daemon does not understand.
+    pub carried: Carried,
     /// Held while vCPUs are stopped or started, or the state is saved, so that these happen in
     /// turn.
     turn: Arc<tokio::sync::Mutex<()>>,
@@ -79,6 +87,8 @@ pub struct Vm {
     attachment: Mutex<Attachment>,
     has_slot: Mutex<bool>,
     gone: watch::Sender<bool>,
+    /// Why its VMM, which an earlier daemon started, has not said yet in which state it is.
+    waiting: watch::Sender<Option<String>>,
 }
 
 /// What a VM had until it ended. The drop may free gigabytes of RAM (of a template that no list has
@@ -142,6 +152,8 @@ impl Vm {
             node,
             dir,
             facts,
+            unadopted: None,
+            carried: Carried::default(),
             turn: Arc::default(),
             snapshots: Arc::default(),
             removal: tokio::sync::Mutex::default(),
@@ -154,6 +166,7 @@ impl Vm {
             attachment: Mutex::default(),
             has_slot: Mutex::new(alive),
             gone: watch::Sender::new(!alive),
+            waiting: watch::Sender::new(None),
         }
     }
 
@@ -198,13 +211,18 @@ impl Vm {
         Ok(before)
     }
 
+    /// As [`Self::take_turn`], without a time limit.
+    pub async fn turn(&self) -> OwnedMutexGuard<()> {
+        self.turn.clone().lock_owned().await
+    }
+
     /// Takes the turn, which lets its holder stop, start and save the VM. The task that sends the
     /// commands to the VMM must own the guard, so that no other task sends commands meanwhile.
     ///
     /// # Errors
     /// The operation before has not ended within `within`.
     pub async fn take_turn(&self, within: Duration) -> Outcome<OwnedMutexGuard<()>> {
-        let turn = timeout(within, self.turn.clone().lock_owned()).await;
+        let turn = timeout(within, self.turn()).await;
         turn.map_err(|_| {
             ApiError::new(
                 ErrorCode::Timeout,
@@ -320,6 +338,7 @@ impl Vm {
         }
         lock(&self.process).take();
         lock(&self.memory).take();
+        self.waiting.send_replace(None);
         Remains {
             _pin: lock(&self.pin).take(),
             _backing: lock(&self.backing).take(),
@@ -339,6 +358,41 @@ impl Vm {
     #[must_use]
     pub fn is_gone(&self) -> bool {
         *self.gone.borrow()
+    }
+
+    /// Stores why its VMM has not answered yet; `None` once it has.
+    pub fn wait_for_vmm(&self, why: Option<String>) {
+        self.waiting.send_replace(why);
+    }
+
+    /// Changes of what [`Self::wait_for_vmm`] stored.
+    #[must_use]
+    pub fn waiting(&self) -> watch::Receiver<Option<String>> {
+        self.waiting.subscribe()
+    }
+
+    /// Checks that its VMM has answered this daemon, before a command for the VMM.
+    ///
+    /// # Errors
+    /// [`ErrorCode::State`] with the reason.
+    pub fn answers(&self) -> Outcome<()> {
+        let Some(why) = self.waiting.borrow().clone() else { return Ok(()) };
+        Err(ApiError::new(
+            ErrorCode::State,
+            format_args!(
+                "VM {}: its VMM has not answered this daemon yet, which asks it again: {why}; try \
+                 later, or remove the VM with force",
+                self.name
+            ),
+        ))
+    }
+
+    /// Why the daemon cannot control it; `None` for most VMs.
+    #[must_use]
+    pub fn problem(&self) -> Option<String> {
+        let waiting =
+            || self.waiting.borrow().as_ref().map(|why| format!("waiting for its VMM: {why}"));
+        self.unadopted.clone().or_else(waiting)
     }
 
     /// Whether the end of an ephemeral VM was requested: no client uses it any more.
@@ -379,6 +433,7 @@ impl Vm {
             ephemeral: facts.ephemeral,
             network: live.network,
             labels: facts.labels,
+            problem: self.problem(),
         }
     }
 }

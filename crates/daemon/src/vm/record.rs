@@ -2,32 +2,52 @@
 //!
 //! A record is written by rename, so it is complete or absent. The reader still checks it, because
 //! an operator may have changed files in the run folder.
+//!
+//! | format | adds |
+//! |---|---|
+//! | 1 | |
+//! | 2 | `format`, `boot_id`; unknown fields survive |
+//!
+//! `format` is what the writer knew. `version` is the lowest format that a reader must know. A
+//! later format that only adds fields keeps the `version`, so that a daemon can be rolled back.
+//! Daemons of format 1 know only `version`, and require a 1.
 
-use crate::base::config::{Config, VmDir};
-use crate::base::error::{ApiError, blocking};
+use crate::base::config::VmDir;
+use crate::base::error::{ApiError, Outcome, blocking};
 use crate::model::facts::Facts;
 use crate::model::live::Live;
 use crate::model::vm_slot::{OLD_FIRST_UID, VmSlot};
 use crate::vm::Vm;
 use crate::vm::registry::Registry;
-use dayfly_api::types::NetworkRequest;
+use crate::vm::unknown::Unknown;
+use dayfly_api::types::ErrorCode;
+use dayfly_host::process::boot_id;
 use dayfly_units::{Name, VmId};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-/// Version of this record's format. A daemon sweeps VMs whose records it cannot read.
-const VERSION: u32 = 1;
-/// The longest record that is read, in bytes.
-const MAX_BYTES: u64 = 1 << 20;
+/// The format that this daemon writes, and the latest that it knows.
+const FORMAT: u32 = 2;
+/// The lowest format that a reader of this daemon's records must know.
+const READABLE_SINCE: u32 = 1;
+/// The longest record that is read or written, in bytes.
+pub const MAX_BYTES: u64 = 1 << 20;
 
 /// The record of one VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
+    /// The lowest format that a reader must know.
     version: u32,
+    /// The format that the writer knew.
+    #[serde(default = "first_format")]
+    format: u32,
+    /// The host's boot in which the record was written; absent in format 1. VMs of another boot are
+    /// gone.
+    #[serde(default)]
+    boot_id: Option<String>,
     /// The VM's id.
     pub id: VmId,
     /// The VM's name.
@@ -44,6 +64,20 @@ pub struct Record {
     pub facts: Facts,
     /// The VM's mutable state when the record was written.
     pub live: Live,
+    #[serde(skip)]
+    unknown: Unknown,
+}
+
+const fn first_format() -> u32 {
+    1
+}
+
+/// What a record has that this version of the daemon does not understand, kept for later versions.
+#[derive(Debug, Clone, Default)]
+pub struct Carried {
+    /// The lowest format that a reader of the unknown fields must know.
+    version: u32,
+    unknown: Unknown,
 }
 
 /// Why a record cannot be read.
@@ -59,8 +93,17 @@ pub enum RecordError {
         source: io::Error,
     },
     /// The file is longer than any record.
-    #[error("{}: expected at most {MAX_BYTES} bytes", .0.display())]
-    TooLong(PathBuf),
+    #[error(
+        "{}: expected at most {MAX_BYTES} bytes, got {got}; the VM's labels or its image's \
+         environment are too long",
+        path.display()
+    )]
+    TooLong {
+        /// The record's file.
+        path: PathBuf,
+        /// Its length.
+        got: u64,
+    },
     /// The file is not a record.
     #[error("{}: {source}", path.display())]
     Json {
@@ -70,8 +113,11 @@ pub enum RecordError {
         #[source]
         source: serde_json::Error,
     },
-    /// The record is from another version of dayflyd.
-    #[error("{}: version: expected {VERSION}, got {got}", path.display())]
+    /// A later version of dayflyd wrote the record.
+    #[error(
+        "{}: version: expected 1 to {FORMAT}, got {got}; a later version of dayflyd reads it",
+        path.display()
+    )]
     Version {
         /// The record's file.
         path: PathBuf,
@@ -97,7 +143,17 @@ impl Record {
         let (facts, live) = (vm.facts.clone(), vm.live());
         let VmSlot { id, slot, uid, node } = vm.vm_slot();
         let (name, uid) = (vm.name.clone(), Some(uid));
-        Self { version: VERSION, id, name, slot, uid, node, facts, live }
+        let Carried { version, unknown } = vm.carried.clone();
+        let version = version.max(READABLE_SINCE);
+        let boot_id = this_boot().map(ToOwned::to_owned);
+        let format = FORMAT;
+        Self { version, format, boot_id, id, name, slot, uid, node, facts, live, unknown }
+    }
+
+    /// Whether the record was written in the host's current boot. `true` if that is not known.
+    #[must_use]
+    pub fn is_of_this_boot(&self) -> bool {
+        is_this_boot(self.boot_id.as_deref())
     }
 
     /// The VM of this record, with the run directory `dir`.
@@ -105,15 +161,31 @@ impl Record {
     pub fn into_vm(self, dir: VmDir) -> Vm {
         let uid = self.uid.unwrap_or_else(|| OLD_FIRST_UID.saturating_add(self.slot));
         let vm_slot = VmSlot { id: self.id, slot: self.slot, uid, node: self.node };
-        Vm::with(vm_slot, self.name, dir, self.facts, self.live)
+        let mut vm = Vm::with(vm_slot, self.name, dir, self.facts, self.live);
+        vm.carried = Carried { version: self.version, unknown: self.unknown };
+        vm
     }
 
-    /// Writes the record to `dir`, complete or not at all.
+    /// Writes the record to `dir`, complete or not at all. If it fails, the record before stays.
     ///
     /// # Errors
-    /// The file system's error, with the path.
-    pub fn write(&self, dir: &VmDir) -> io::Result<()> {
-        write_whole(&dir.record(), &serde_json::to_vec(self)?)
+    /// The record is too long, or the file system's error.
+    pub fn write(&self, dir: &VmDir) -> Result<(), RecordError> {
+        let path = dir.record();
+        let bytes = if self.unknown.is_empty() {
+            serde_json::to_vec(self)
+        } else {
+            serde_json::to_value(self).and_then(|mut value| {
+                self.unknown.add_to(&mut value);
+                serde_json::to_vec(&value)
+            })
+        };
+        let json = |source| RecordError::Json { path: path.clone(), source };
+        let bytes = bytes.map_err(json)?;
+        if bytes.len() as u64 > MAX_BYTES {
+            return Err(RecordError::TooLong { path, got: bytes.len() as u64 });
+        }
+        write_whole(&path, &bytes)
     }
 
     /// Reads the record in `dir`, which must be that of VM `expected`.
@@ -121,33 +193,48 @@ impl Record {
     /// # Errors
     /// [`RecordError`].
     pub fn read(dir: &VmDir, expected: VmId) -> Result<Self, RecordError> {
-        let path = dir.record();
-        let record: Self = read_json(&path)?;
-        if record.version != VERSION {
-            return Err(RecordError::Version { path, got: record.version });
+        /// What every format has.
+        #[derive(Deserialize)]
+        struct Header {
+            version: u32,
         }
+        let path = dir.record();
+        let bytes = read_bytes(&path)?;
+        let json = |source| RecordError::Json { path: path.clone(), source };
+        // The version first, because a later format may have other fields.
+        let got = serde_json::from_slice::<Header>(&bytes).map_err(json)?.version;
+        if !(1..=FORMAT).contains(&got) {
+            return Err(RecordError::Version { path, got });
+        }
+        let mut record: Self = serde_json::from_slice(&bytes).map_err(json)?;
         if record.id != expected {
             return Err(RecordError::Id { path, expected, got: record.id });
         }
+        let read = serde_json::from_slice(&bytes).map_err(json)?;
+        let known = serde_json::to_value(&record).map_err(json)?;
+        record.unknown = Unknown::of(&read, &known);
         Ok(record)
-    }
-
-    /// Every readable record in the run folder, in no order.
-    pub fn all(config: &Config) -> impl Iterator<Item = Self> {
-        let folders = std::fs::read_dir(config.vms()).into_iter().flatten();
-        let ids =
-            folders.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<VmId>().ok());
-        ids.filter_map(|id| Self::read(&config.vm(id), id).ok())
     }
 }
 
-/// Addresses and network requests of the VMs that an earlier daemon left alive.
-#[must_use]
-pub fn addresses(config: &Config) -> Vec<(Ipv4Addr, NetworkRequest)> {
-    Record::all(config)
-        .filter(|record| record.live.phase.alive())
-        .filter_map(|record| Some((record.live.network?.address, record.facts.network)))
-        .collect()
+impl RecordError {
+    /// Whether there is no record.
+    #[must_use]
+    pub fn is_absent(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+}
+
+/// The host's current boot; `None` if the host does not say.
+fn this_boot() -> Option<&'static str> {
+    static BOOT: OnceLock<Option<String>> = OnceLock::new();
+    let read = || boot_id().inspect_err(|e| tracing::error!("the host's boot id: {e}")).ok();
+    BOOT.get_or_init(read).as_deref()
+}
+
+/// Whether `boot` is the host's current boot. `true` if that is not known.
+pub(crate) fn is_this_boot(boot: Option<&str>) -> bool {
+    boot.zip(this_boot()).is_none_or(|(boot, this)| boot == this)
 }
 
 /// Reads a JSON file of at most 1 MiB.
@@ -155,189 +242,64 @@ pub fn addresses(config: &Config) -> Vec<(Ipv4Addr, NetworkRequest)> {
 /// # Errors
 /// [`RecordError`].
 pub fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, RecordError> {
-    let io = |source| RecordError::Io { path: path.to_owned(), source };
-    let mut bytes = Vec::new();
-    File::open(path).map_err(io)?.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(io)?;
-    if bytes.len() as u64 > MAX_BYTES {
-        return Err(RecordError::TooLong(path.to_owned()));
-    }
-    serde_json::from_slice(&bytes)
+    serde_json::from_slice(&read_bytes(path)?)
         .map_err(|source| RecordError::Json { path: path.to_owned(), source })
+}
+
+fn read_bytes(path: &Path) -> Result<Vec<u8>, RecordError> {
+    let io = |source| RecordError::Io { path: path.to_owned(), source };
+    let file = File::open(path).map_err(io)?;
+    let mut bytes = Vec::new();
+    (&file).take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(io)?;
+    if bytes.len() as u64 > MAX_BYTES {
+        let got = file.metadata().map_err(io)?.len();
+        return Err(RecordError::TooLong { path: path.to_owned(), got });
+    }
+    Ok(bytes)
 }
 
 /// Writes a file beside `path` and renames it over `path`. It is not synced, because the run folder
 /// is not used after a reboot.
-fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
+fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), RecordError> {
     let beside = path.with_extension("json.new");
-    let named = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", beside.display()));
-    let mut file = File::create(&beside).map_err(named)?;
-    file.write_all(bytes).map_err(named)?;
-    std::fs::rename(&beside, path).map_err(named)
+    let written = File::create(&beside).and_then(|mut file| file.write_all(bytes));
+    let written = written.and_then(|()| std::fs::rename(&beside, path));
+    written.map_err(|source| {
+        let _ = std::fs::remove_file(&beside);
+        RecordError::Io { path: beside, source }
+    })
 }
 
-/// Writes the record of `vm`, if its folder still exists. Returns whether it is written, or the VM
-/// is gone; if not, a new daemon finds an older record.
-pub async fn note(registry: &Registry, vm: &Arc<Vm>) -> bool {
+/// Writes the record of `vm`, if the VM is not removed yet. The record of a VM that this daemon
+/// could not adopt stays as it is, for a daemon that can read it.
+///
+/// # Errors
+/// [`RecordError`]; the record before stays.
+pub async fn write(registry: &Registry, vm: &Arc<Vm>) -> Outcome<()> {
     // A file made while the folder is being removed would make the removal fail.
     let _one = vm.removal.lock().await;
-    if !registry.has(vm.id) {
-        return true;
+    if !registry.has(vm.id) || vm.unadopted.is_some() {
+        return Ok(());
     }
     let vm = vm.clone();
-    let written = blocking(move || match Record::of(&vm).write(&vm.dir) {
+    blocking(move || match Record::of(&vm).write(&vm.dir) {
+        Err(e @ RecordError::TooLong { .. }) => Err(ApiError::new(ErrorCode::Invalid, e)),
         Err(e) if vm.dir.path().exists() => Err(ApiError::internal(e)),
         _ => Ok(()),
-    });
-    // [`ApiError::internal`] has logged the error. A VM without a record lives, and the next daemon
-    // sweeps it.
-    written.await.is_ok()
+    })
+    .await
+}
+
+/// As [`write()`], after a change of a VM that has a record. Returns whether it is written, or the
+/// VM is gone. If not, that is logged: the next daemon then finds the record before.
+pub async fn note(registry: &Registry, vm: &Arc<Vm>) -> bool {
+    let written = write(registry, vm).await;
+    if let Err(e) = &written {
+        tracing::error!(vm = %vm.id, "its record is not up to date: {e}");
+    }
+    written.is_ok()
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::fixture;
-    use crate::model::disk::Disk;
-    use crate::model::facts::GuestIdentity;
-    use crate::model::state::Phase;
-    use crate::vm::registry::Registry;
-    use dayfly_store::{ChainLayer, Digest, ImageRef, KernelRef, VmLayer};
-
-    fn vm(run: &Path) -> std::sync::Arc<Vm> {
-        let config = Config { run: run.into(), ..fixture::config(run) };
-        let facts = Facts {
-            snapshot: Some("s".parse().unwrap()),
-            ancestors: Vec::new(),
-            fork: crate::model::facts::ForkFacts::default(),
-            image: "i".parse().unwrap(),
-            kernel: KernelRef {
-                name: "k".parse().unwrap(),
-                release: "6.12".into(),
-                digest: Digest::of(b"k"),
-            },
-            config: Default::default(),
-            vcpus: 4,
-            memory_bytes: 1 << 30,
-            nets: 0,
-            network: Default::default(),
-            created_unix_ms: 7,
-            ephemeral: true,
-            labels: [("a".to_owned(), "b".to_owned())].into(),
-        };
-        let vm =
-            Registry::default().reserve(&config, None, facts, fixture::memory(), None).unwrap();
-        let id = vm.id;
-        vm.update(|live| {
-            live.phase = Phase::Paused;
-            let machine_id = "0".repeat(32);
-            live.identity = Some(GuestIdentity { hostname: "h".into(), machine_id });
-            let layer = |number| VmLayer { vm: id, disk: 0, number };
-            live.disks = vec![Disk {
-                image: ImageRef { name: "i".parse().unwrap(), digest: Digest::of(b"i") },
-                size_bytes: 1 << 30,
-                layers: vec![ChainLayer::Frozen(layer(0))],
-                writable: Some(layer(1)),
-            }];
-            live.no_snapshot = Some("x".into());
-        });
-        std::fs::create_dir_all(vm.dir.path()).unwrap();
-        vm
-    }
-
-    #[test]
-    fn a_record_reads_back_whole() {
-        let run = tempfile::tempdir().unwrap();
-        let vm = vm(run.path());
-        let record = Record::of(&vm);
-        record.write(&vm.dir).unwrap();
-        let back = Record::read(&vm.dir, vm.id).unwrap();
-        assert_eq!(back, record);
-        let again = back.into_vm(vm.dir.clone());
-        assert_eq!((again.live(), again.shown()), (vm.live(), vm.shown()));
-        assert_eq!(std::fs::read_dir(vm.dir.path()).unwrap().count(), 1, "nothing beside it stays");
-    }
-
-    #[tokio::test]
-    async fn a_record_that_was_not_written_is_reported() {
-        let run = tempfile::tempdir().unwrap();
-        let config = Config { run: run.path().into(), ..fixture::config(run.path()) };
-        let (registry, facts) = (Registry::default(), vm(run.path()).facts.clone());
-        let vm = registry.reserve(&config, None, facts, fixture::memory(), None).unwrap();
-        std::fs::create_dir_all(vm.dir.path()).unwrap();
-        assert!(note(&registry, &vm).await);
-        let before = std::fs::read(vm.dir.record()).unwrap();
-        std::fs::create_dir(vm.dir.record().with_extension("json.new")).unwrap();
-        vm.update(|live| live.phase = Phase::Paused);
-        assert!(!note(&registry, &vm).await);
-        assert_eq!(std::fs::read(vm.dir.record()).unwrap(), before);
-    }
-
-    #[test]
-    fn a_vmm_of_an_older_daemon_gets_no_read_only_layers() {
-        let run = tempfile::tempdir().unwrap();
-        let vm = vm(run.path());
-        assert!(vm.live().read_only_layers);
-        let mut old = serde_json::to_value(Record::of(&vm)).unwrap();
-        old["live"].as_object_mut().unwrap().remove("read_only_layers").unwrap();
-        std::fs::write(vm.dir.record(), old.to_string()).unwrap();
-        let adopted = Record::read(&vm.dir, vm.id).unwrap().into_vm(vm.dir.clone());
-        assert!(!adopted.live().read_only_layers);
-    }
-
-    #[test]
-    fn a_vm_that_an_older_daemon_named_as_a_host_of_the_internet_lives_on() {
-        let run = tempfile::tempdir().unwrap();
-        let vm = vm(run.path());
-        let mut record = Record::of(&vm);
-        record.name = "pypi.org".parse().unwrap();
-        record.write(&vm.dir).unwrap();
-        let old = Record::read(&vm.dir, vm.id).unwrap().into_vm(vm.dir.clone());
-        let registry = Registry::default();
-        let adopted = registry.adopt(old).unwrap();
-        assert_eq!(
-            (adopted.name.as_str(), registry.find("pypi.org").unwrap().id),
-            ("pypi.org", vm.id)
-        );
-        // `ps` and programs parse it too.
-        let shown = serde_json::to_value(adopted.shown()).unwrap();
-        assert!(serde_json::from_value::<dayfly_api::types::Vm>(shown).is_ok());
-    }
-
-    #[test]
-    fn an_adopted_vm_keeps_the_user_of_its_vmm() {
-        let run = tempfile::tempdir().unwrap();
-        let vm = vm(run.path());
-        let mut record = Record::of(&vm);
-        assert_eq!(record.uid, Some(vm.uid));
-        record.uid = Some(77);
-        assert_eq!(record.clone().into_vm(vm.dir.clone()).uid, 77);
-        // As an older daemon wrote it.
-        let mut json = serde_json::to_value(&record).unwrap();
-        json.as_object_mut().unwrap().remove("uid");
-        let old: Record = serde_json::from_value(json).unwrap();
-        assert_eq!(old.into_vm(vm.dir.clone()).uid, 200_000 + vm.slot);
-    }
-
-    #[test]
-    fn every_truncation_another_version_and_another_vm_are_refused() {
-        let run = tempfile::tempdir().unwrap();
-        let vm = vm(run.path());
-        let mut record = Record::of(&vm);
-        let bytes = serde_json::to_vec(&record).unwrap();
-        for length in 0..bytes.len() {
-            std::fs::write(vm.dir.record(), &bytes[..length]).unwrap();
-            assert!(
-                matches!(Record::read(&vm.dir, vm.id), Err(RecordError::Json { .. })),
-                "{length}"
-            );
-        }
-        record.write(&vm.dir).unwrap();
-        assert!(matches!(Record::read(&vm.dir, VmId::random()), Err(RecordError::Id { .. })));
-        record.version = 2;
-        record.write(&vm.dir).unwrap();
-        assert!(matches!(Record::read(&vm.dir, vm.id), Err(RecordError::Version { got: 2, .. })));
-        let long = vec![b' '; usize::try_from(MAX_BYTES).unwrap() + 1];
-        std::fs::write(vm.dir.record(), long).unwrap();
-        assert!(matches!(Record::read(&vm.dir, vm.id), Err(RecordError::TooLong(_))));
-    }
-}
+#[path = "record_tests.rs"]
+mod tests;

@@ -130,6 +130,13 @@ impl Inner {
 }
 
 impl Inner {
+    fn add(&mut self, vm: Vm) -> Arc<Vm> {
+        let vm = Arc::new(vm);
+        self.names.insert(vm.name.clone(), vm.id);
+        self.vms.insert(vm.id, vm.clone());
+        vm
+    }
+
     fn release_slot(&mut self, vm: &Vm) {
         if vm.drop_slot() {
             self.slots.give_back(vm.slot);
@@ -221,10 +228,32 @@ impl Registry {
         if vm.holds_slot() && !inner.slots.take_exactly(vm.slot) {
             return Err(format!("slot {}: taken, or not below {MAX_VMS}", vm.slot));
         }
-        let vm = Arc::new(vm);
-        inner.names.insert(vm.name.clone(), vm.id);
-        inner.vms.insert(vm.id, vm.clone());
-        Ok(vm)
+        Ok(inner.add(vm))
+    }
+
+    /// Adds a VM that an earlier daemon started and that cannot be adopted. If its name is taken,
+    /// it gets its id as its name. If its slot is taken, it has none.
+    ///
+    /// # Errors
+    /// Its id is taken.
+    pub fn keep(&self, mut vm: Vm) -> Result<Arc<Vm>, String> {
+        let mut inner = lock(&self.inner);
+        if inner.vms.contains_key(&vm.id) {
+            return Err(format!("VM id {}: taken", vm.id));
+        }
+        if inner.names.contains_key(&vm.name) {
+            vm.name = id_as_name(vm.id);
+        }
+        if vm.holds_slot() && !inner.slots.take_exactly(vm.slot) {
+            vm.drop_slot();
+        }
+        Ok(inner.add(vm))
+    }
+
+    /// The slot whose VMM runs as user `uid`; `None` if this daemon gives the user to no VM.
+    #[must_use]
+    pub fn slot_of(&self, uid: u32) -> Option<u32> {
+        uid.checked_sub(lock(&self.inner).first_uid).filter(|slot| *slot < MAX_VMS)
     }
 
     /// Releases the slot of `vm`, whose process is gone. The slot is released once, however often

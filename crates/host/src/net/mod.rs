@@ -38,5 +38,5 @@ pub use netlink::NetlinkError;
 pub use netns::Netns;
 pub use ranges::{NOT_PUBLIC, is_public};
 pub use spec::{GATEWAY_MAC, Guest, TapSpec, VmNetnsSpec};
-pub use tap::{HEADER_BYTES, Tap};
+pub use tap::{HEADER_BYTES, Tap, taps_of};
 pub use vm_netns::VmNetns;

@@ -90,3 +90,19 @@ fn request(name: &str) -> Result<libc::ifreq, NetError> {
 fn done(what: &'static str, result: libc::c_int) -> Result<(), NetError> {
     if result < 0 { Err(NetError::Call(what, io::Error::last_os_error())) } else { Ok(()) }
 }
+
+/// The names of the taps that process `pid` has open, from its `fdinfo` (drivers/net/tun.c,
+/// `tun_chr_show_fdinfo`).
+///
+/// # Errors
+/// The folder of its descriptors cannot be read: `NotFound` if there is no such process.
+pub fn taps_of(pid: u32) -> io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(format!("/proc/{pid}/fdinfo"))? {
+        // The descriptor may have been closed meanwhile.
+        let Ok(text) = std::fs::read_to_string(entry?.path()) else { continue };
+        names
+            .extend(text.lines().filter_map(|line| Some(line.strip_prefix("iff:")?.trim().into())));
+    }
+    Ok(names)
+}

@@ -5,6 +5,9 @@ use crate::inner::{Inner, Store};
 use crate::objects::manifest::{self, ImageManifest, ImageRef, ManifestError};
 use crate::objects::types::{LayerId, VmLayer};
 use crate::vms::pins::{Pin, PinError, Pinned};
+use dayfly_units::Name;
+use std::collections::BTreeSet;
+use std::sync::Arc;
 
 impl Store {
     /// Sets the callback for garbage: it runs when a layer that [`Self::gc`] kept only because of
@@ -43,9 +46,26 @@ impl Store {
         }
         let images = images.iter().map(|i| i.name.clone()).collect();
         let layers = layers.iter().copied().collect();
-        let mut pin = self.0.pins.pin(Pinned { holder: holder.to_owned(), images, layers });
+        let holder = holder.to_owned();
+        let mut pin = self.0.pins.pin(Pinned { holder, images, layers, every_layer: false });
         pin.shared = retained;
         Ok(pin)
+    }
+
+    /// Pins every stored layer, every shared layer and `images`, for a VM whose layers are not
+    /// known. Nothing is verified. While the pin exists, [`Self::gc`] removes no layer.
+    #[must_use]
+    pub fn pin_every_layer(&self, holder: &str, images: BTreeSet<Name>) -> Pin {
+        let (holder, layers) = (holder.to_owned(), BTreeSet::new());
+        let mut pin = self.0.pins.pin(Pinned { holder, images, layers, every_layer: true });
+        pin.every_shared = Some(Arc::new(self.0.shared.retain_all()));
+        pin
+    }
+
+    /// Whether a pin of [`Self::pin_every_layer`] exists.
+    #[must_use]
+    pub fn every_layer_is_pinned(&self) -> bool {
+        self.0.shared.retains_all()
     }
 }
 

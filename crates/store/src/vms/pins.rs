@@ -4,7 +4,7 @@
 use crate::errors::{Damage, IoError};
 use crate::objects::manifest::SnapshotManifest;
 use crate::objects::types::LayerId;
-use crate::vms::shared::Retained;
+use crate::vms::shared::{Retained, RetainedAll};
 use dayfly_units::Name;
 use dayfly_units::sync::lock;
 use std::collections::btree_map::Entry;
@@ -26,6 +26,8 @@ struct All {
     pins: BTreeMap<u64, Pinned>,
     /// Number of pins on each layer.
     layers: BTreeMap<LayerId, u64>,
+    /// Number of pins on every layer.
+    every_layer: u64,
     /// Layers that the last gc found without a snapshot, but with a pin.
     kept: BTreeSet<LayerId>,
 }
@@ -37,6 +39,8 @@ pub(crate) struct Pinned {
     pub(crate) holder: String,
     pub(crate) images: BTreeSet<Name>,
     pub(crate) layers: BTreeSet<LayerId>,
+    /// Whether it references every layer, those of later snapshots too.
+    pub(crate) every_layer: bool,
 }
 
 impl Pinned {
@@ -44,7 +48,8 @@ impl Pinned {
     /// on.
     pub(crate) fn of(manifest: &SnapshotManifest, holder: String) -> Self {
         let images = manifest.disks.iter().map(|d| d.image.name.clone()).collect();
-        Self { holder, images, layers: manifest.layer_ids().into_iter().collect() }
+        let layers = manifest.layer_ids().into_iter().collect();
+        Self { holder, images, layers, every_layer: false }
     }
 }
 
@@ -55,6 +60,8 @@ pub struct Pin {
     key: u64,
     /// Reference to shared layers that other VMs froze.
     pub(super) shared: Option<Retained>,
+    /// Reference to all shared layers.
+    pub(super) every_shared: Option<Arc<RetainedAll>>,
 }
 
 /// Why a pin was not made.
@@ -86,8 +93,9 @@ impl Pins {
         for layer in &pinned.layers {
             *all.layers.entry(*layer).or_default() += 1;
         }
+        all.every_layer += u64::from(pinned.every_layer);
         all.pins.insert(key, pinned);
-        Pin { pins: Arc::clone(self), key, shared: None }
+        Pin { pins: Arc::clone(self), key, shared: None, every_shared: None }
     }
 
     pub(crate) fn all(&self) -> Vec<Pinned> {
@@ -102,7 +110,9 @@ impl Pins {
     /// others in `kept`. A kept layer becomes garbage when its last pin is dropped.
     pub(crate) fn unpinned(&self, layers: BTreeSet<LayerId>) -> BTreeSet<LayerId> {
         let mut all = self.lock();
-        let (kept, unpinned) = layers.into_iter().partition(|layer| all.layers.contains_key(layer));
+        let every = all.every_layer > 0;
+        let pinned = |layer: &LayerId| every || all.layers.contains_key(layer);
+        let (kept, unpinned) = layers.into_iter().partition(pinned);
         all.kept = kept;
         unpinned
     }
@@ -113,6 +123,10 @@ impl All {
     fn remove(&mut self, key: u64) -> bool {
         let Some(pinned) = self.pins.remove(&key) else { return false };
         let mut garbage = false;
+        if pinned.every_layer {
+            self.every_layer -= 1;
+            garbage = self.every_layer == 0 && !self.kept.is_empty();
+        }
         for layer in pinned.layers {
             let Entry::Occupied(mut count) = self.layers.entry(layer) else { continue };
             *count.get_mut() -= 1;
@@ -131,6 +145,7 @@ impl Clone for Pin {
         let pinned = self.pins.lock().pins.get(&self.key).cloned().unwrap_or_default();
         let mut pin = self.pins.pin(pinned);
         pin.shared = self.shared.clone();
+        pin.every_shared = self.every_shared.clone();
         pin
     }
 }

@@ -26,14 +26,28 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub(crate) struct SharedLayers {
     vms: Dir,
     verifier: Arc<Verifier>,
-    layers: Mutex<BTreeMap<VmLayer, References>>,
+    counts: Mutex<Counts>,
 }
 
 #[derive(Debug, Default)]
+struct Counts {
+    layers: BTreeMap<VmLayer, References>,
+    /// Number of [`RetainedAll`]. While there is one, released layers stay in `layers`, some of
+    /// them with a reference count of 0.
+    all: u64,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
 struct References {
     count: u64,
     /// Whether the VM that froze the layer has released it.
     released: bool,
+}
+
+/// A reference to every layer, for a VM whose layers are not known. Released on drop.
+#[derive(Debug)]
+pub(crate) struct RetainedAll {
+    counts: Arc<SharedLayers>,
 }
 
 /// References to layers, released on drop.
@@ -45,30 +59,43 @@ pub(crate) struct Retained {
 
 impl SharedLayers {
     pub(crate) const fn new(vms: Dir, verifier: Arc<Verifier>) -> Self {
-        Self { vms, verifier, layers: Mutex::new(BTreeMap::new()) }
+        let counts = Mutex::new(Counts { layers: BTreeMap::new(), all: 0 });
+        Self { vms, verifier, counts }
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<VmLayer, References>> {
-        lock(&self.layers)
+    fn lock(&self) -> MutexGuard<'_, Counts> {
+        lock(&self.counts)
     }
 
     pub(crate) fn retain(self: &Arc<Self>, layers: Vec<VmLayer>) -> Retained {
         let mut all = self.lock();
-        layers.iter().for_each(|layer| all.entry(*layer).or_default().count += 1);
+        layers.iter().for_each(|layer| all.layers.entry(*layer).or_default().count += 1);
         drop(all);
         Retained { counts: Arc::clone(self), layers }
+    }
+
+    /// Keeps the files of every layer, of removed VMs too, until the result is dropped.
+    pub(crate) fn retain_all(self: &Arc<Self>) -> RetainedAll {
+        self.lock().all += 1;
+        RetainedAll { counts: Arc::clone(self) }
+    }
+
+    /// Whether a [`RetainedAll`] exists.
+    pub(crate) fn retains_all(&self) -> bool {
+        self.lock().all > 0
     }
 
     /// The layer's reference count, and whether its own VM has released it.
     pub(crate) fn references(&self, layer: &VmLayer) -> (u64, bool) {
         self.lock()
+            .layers
             .get(layer)
             .map_or((0, false), |references| (references.count, references.released))
     }
 
     /// The VMs that own a referenced layer.
     pub(crate) fn vms(&self) -> Vec<VmId> {
-        let mut vms: Vec<VmId> = self.lock().keys().map(|layer| layer.vm).collect();
+        let mut vms: Vec<VmId> = self.lock().layers.keys().map(|layer| layer.vm).collect();
         vms.dedup();
         vms
     }
@@ -76,13 +103,16 @@ impl SharedLayers {
     /// Whether a layer of this VM is referenced.
     pub(crate) fn of_vm(&self, vm: VmId) -> bool {
         let layer = |disk, number| VmLayer { vm, disk, number };
-        self.lock().range(layer(0, 0)..=layer(u8::MAX, u32::MAX)).next().is_some()
+        self.lock().layers.range(layer(0, 0)..=layer(u8::MAX, u32::MAX)).next().is_some()
     }
 
     /// Releases a layer for its own VM: removes it now, or when the last reference is dropped.
     pub(crate) fn release(&self, layer: &VmLayer) -> IoResult<()> {
         let mut all = self.lock();
-        if let Some(references) = all.get_mut(layer) {
+        if all.all > 0 {
+            all.layers.entry(*layer).or_default();
+        }
+        if let Some(references) = all.layers.get_mut(layer) {
             references.released = true;
             return Ok(());
         }
@@ -136,25 +166,55 @@ impl Clone for Retained {
 impl Drop for Retained {
     fn drop(&mut self) {
         let mut all = self.counts.lock();
-        let mut free = Vec::new();
+        let mut unused = Vec::new();
         for layer in self.layers.drain(..) {
-            let Entry::Occupied(mut entry) = all.entry(layer) else { continue };
+            let retained = all.all > 0;
+            let Entry::Occupied(mut entry) = all.layers.entry(layer) else { continue };
             entry.get_mut().count -= 1;
-            if entry.get().count == 0 && entry.remove().released {
-                let ended = self.counts.folder(&layer).and_then(|dir| {
-                    self.counts.end(dir.as_ref(), &layer)?;
-                    Ok(dir)
-                });
-                free.push((layer, ended));
+            let References { count, released } = *entry.get();
+            if count == 0 && !(retained && released) {
+                entry.remove();
+                unused.extend(released.then_some(layer));
             }
         }
-        drop(all);
-        for (layer, ended) in free {
+        self.counts.delete(all, unused);
+    }
+}
+
+impl Drop for RetainedAll {
+    fn drop(&mut self) {
+        let mut all = self.counts.lock();
+        all.all -= 1;
+        let mut unused = Vec::new();
+        if all.all == 0 {
+            all.layers.retain(|layer, references| {
+                if references.count == 0 {
+                    unused.push(*layer);
+                }
+                references.count > 0
+            });
+        }
+        self.counts.delete(all, unused);
+    }
+}
+
+impl SharedLayers {
+    /// Deletes the files of layers that `counts` has no longer.
+    fn delete(&self, counts: MutexGuard<'_, Counts>, unused: Vec<VmLayer>) {
+        let ended = unused.into_iter().map(|layer| {
+            let dir = self.folder(&layer).and_then(|dir| {
+                self.end(dir.as_ref(), &layer)?;
+                Ok(dir)
+            });
+            (layer, dir)
+        });
+        let ended: Vec<_> = ended.collect();
+        drop(counts);
+        for (layer, dir) in ended {
             // The folder of a removed VM is removed with its last layer. The folder of a running VM
             // is never empty, because it has the writable layer.
-            let removed = ended.and_then(|dir| self.counts.remove(dir.as_ref(), &layer));
-            let removed =
-                removed.and_then(|()| self.counts.vms.remove_if_empty(&layer.vm.to_string()));
+            let removed = dir.and_then(|dir| self.remove(dir.as_ref(), &layer));
+            let removed = removed.and_then(|()| self.vms.remove_if_empty(&layer.vm.to_string()));
             if let Err(e) = removed {
                 // The next start of the daemon removes it.
                 tracing::warn!("leaving a layer that nothing references: {}", chain(&e));

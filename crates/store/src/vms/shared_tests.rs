@@ -1,4 +1,4 @@
-use crate::fixture::{Vm, name, store};
+use crate::fixture::{Vm, bake, name, store};
 use crate::{ChainLayer, Pin, Store, VmLayer};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -16,6 +16,37 @@ fn freeze(store: &Store, vm: &mut Vm) -> VmLayer {
 
 fn hold(store: &Store, layers: &[VmLayer]) -> Pin {
     store.pin("a clone", &[], &[], layers).unwrap()
+}
+
+#[test]
+fn while_a_vm_may_need_every_layer_none_is_deleted_and_all_unused_ones_are_afterwards() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let (garbage, wanted) = std::sync::mpsc::channel();
+    store.when_garbage(move || garbage.send(()).unwrap());
+    bake(&store, "s", 1).unwrap();
+    let mut vm = Vm::boot(&store);
+    let layers = [freeze(&store, &mut vm), freeze(&store, &mut vm)];
+    let clone = hold(&store, &layers[..1]);
+    let first = store.pin_every_layer("VM x", [name("debian")].into());
+    let second = first.clone();
+    store.remove_snapshot(&name("s")).unwrap();
+    assert_eq!(store.gc().unwrap().layers, []);
+    store.remove_vm_layer(&layers[1]).unwrap();
+    store.remove_vm(vm.id).unwrap();
+    drop((clone, first));
+    assert!(store.every_layer_is_pinned());
+    assert_eq!([files(root.path(), &layers[0]), files(root.path(), &layers[1])], [2, 2]);
+    assert_eq!(store.shared_layer_owners(), [vm.id], "the sweep leaves them");
+    // A VM that is adopted now finds the layers.
+    let adopted = hold(&store, &layers[..1]);
+    assert!(wanted.try_recv().is_err());
+    drop(second);
+    wanted.try_recv().expect("gc is asked for");
+    assert_eq!(store.gc().unwrap().layers.len(), 1);
+    assert_eq!([files(root.path(), &layers[0]), files(root.path(), &layers[1])], [2, 0]);
+    drop(adopted);
+    assert_eq!((store.shared_layer_owners(), store.vm_folders().unwrap()), (vec![], vec![]));
 }
 
 fn files(root: &Path, layer: &VmLayer) -> usize {

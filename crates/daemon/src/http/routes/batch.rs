@@ -3,7 +3,7 @@
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::time::Asked;
 use crate::http::routes::extract::{Json, Shared};
-use crate::http::routes::vms::{removable, to_the_end};
+use crate::http::routes::vms::{check_labels, removable, to_the_end};
 use crate::model::step::Step;
 use crate::ops::{create, remove};
 use crate::vm::batch::Batch;
@@ -49,6 +49,7 @@ pub async fn create(
         ));
     }
     check("count", usize::try_from(count).unwrap_or(usize::MAX))?;
+    check_labels(&labels)?;
     let memory_bytes = match &source {
         Source::Boot(boot) => boot.memory_bytes,
         Source::Snapshot(name) => {

@@ -17,6 +17,7 @@ use dayfly_api::types::{
     Progress, SnapshotRequest, Vm, VmDetails,
 };
 use serde::Deserialize;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Runs work on its own task, so that it is not stopped half-way if the client goes away.
@@ -26,6 +27,25 @@ pub(super) async fn to_the_end(
     tokio::spawn(work).await.unwrap_or_else(|e| {
         Err(ApiError::internal(format_args!("a step of the daemon ended: {e}")))
     })
+}
+
+/// The most bytes of a VM's labels, keys and values together. The VM's record, which must have
+/// room for them, has at most 1 MiB.
+const LABELS_BYTES: usize = 64 << 10;
+
+/// Checks the labels of a new VM.
+///
+/// # Errors
+/// They are too long.
+pub(super) fn check_labels(labels: &BTreeMap<String, String>) -> Outcome<()> {
+    let got: usize = labels.iter().map(|(key, value)| key.len() + value.len()).sum();
+    if got <= LABELS_BYTES {
+        return Ok(());
+    }
+    Err(ApiError::invalid(format_args!(
+        "labels: expected at most {LABELS_BYTES} bytes of keys and values, got {got}; keep long \
+         values elsewhere"
+    )))
 }
 
 /// Which VMs to list.
@@ -72,6 +92,7 @@ pub async fn create(
     Json(request): Json<CreateRequest>,
 ) -> Outcome<(StatusCode, axum::Json<Vm>)> {
     let asked = Asked::now();
+    check_labels(&request.labels)?;
     let guard = tokio::select! {
         guard = create::create(&daemon, asked, create::Order::create(request)) => guard?,
         () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
@@ -215,7 +236,22 @@ pub async fn fork(
     Json(request): Json<ForkRequest>,
 ) -> Outcome<(StatusCode, axum::Json<Forked>)> {
     let asked = Asked::now();
+    check_labels(&request.labels)?;
     let vm = daemon.registry.find(&word)?;
     let forked = forking::fork(&daemon, &vm, request, asked).await?;
     Ok((StatusCode::CREATED, axum::Json(forked)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_labels_are_refused_with_their_length() {
+        let labels = |bytes| [("key".to_owned(), "x".repeat(bytes))].into();
+        check_labels(&labels(LABELS_BYTES - 3)).unwrap();
+        let refused = check_labels(&labels(LABELS_BYTES - 2)).unwrap_err();
+        assert_eq!(refused.0.code, ErrorCode::Invalid);
+        assert!(refused.0.message.contains("65536") && refused.0.message.contains("65537"));
+    }
 }

@@ -132,7 +132,8 @@ async fn attempt(
         return Err(explain(&vm, refused.into()).await.into());
     }
     if !vm.facts.ephemeral {
-        record::note(&daemon.registry, &vm).await;
+        // Before a client learns of the VM, because the next daemon sweeps a VM without a record.
+        record::write(&daemon.registry, &vm).await.map_err(|e| e.during("its record"))?;
         failpoint::reached("daemon.create.recorded");
     }
     tracing::debug!(vm = %vm.id, name = %vm.name, ready_us, "created");

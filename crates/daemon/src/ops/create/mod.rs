@@ -47,3 +47,7 @@ mod late;
 #[cfg(test)]
 #[path = "takeover_tests.rs"]
 mod taken_over;
+
+#[cfg(test)]
+#[path = "stopped_tests.rs"]
+mod stopped;

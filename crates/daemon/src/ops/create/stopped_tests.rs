@@ -1,0 +1,77 @@
+//! A restart of the daemon while VMMs are stopped (SIGSTOP), with real VMMs on `/dev/kvm`.
+
+use super::create;
+use super::harness::{Room, until};
+use crate::base::config::{Config, Deadlines};
+use crate::base::time::Asked;
+use crate::fixture;
+use crate::model::state::Phase;
+use crate::ops::adopt::adopt;
+use crate::ops::{power, remove};
+use crate::templates::cache::TemplateCache;
+use crate::templates::pagers::Pagers;
+use crate::vm::Vm;
+use dayfly_api::types::ErrorCode;
+use dayfly_store::Store;
+use rustix::process::Signal;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// VMs that live on without their guard.
+async fn vms(room: &Room, count: usize) -> Vec<Arc<Vm>> {
+    let mut vms = Vec::new();
+    for n in 0..count {
+        vms.push(room.create(&format!("vm-{n}").parse().unwrap()).await.unwrap().keep());
+    }
+    vms
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stopped_vmms_survive_a_restart_delay_no_other_and_are_adopted_when_they_continue() {
+    let room = Room::new(0).await;
+    let vms = vms(&room, 11).await;
+    let (healthy, stopped) = vms.split_first().unwrap();
+    let signal = |vm: &Vm, signal| vm.process().unwrap().signal(signal).unwrap();
+    stopped.iter().for_each(|vm| signal(vm, Signal::STOP));
+    // The next daemon has another store, because the one before has locked its own.
+    let state = tempfile::tempdir().unwrap();
+    let deadlines = Deadlines { control: Duration::from_secs(2), ..Deadlines::default() };
+    let config = Config { state: state.path().into(), deadlines, ..room.daemon.config.clone() };
+    let templates = TemplateCache::new(Store::open(&config.state).unwrap(), Pagers::new(&config));
+    let next = fixture::daemon(config, templates, room.daemon.nodes.clone());
+    let mut asking = adopt(&next).await.unwrap();
+    assert_eq!(asking.join_next().await.unwrap().unwrap(), healthy.id, "it waits for no other");
+    let of = |vm: &Vm| next.registry.find(&vm.id.to_string()).unwrap();
+    power::pause(&next, &of(healthy)).await.unwrap();
+    for vm in stopped {
+        let vm = of(vm);
+        vm.waiting().wait_for(Option::is_some).await.unwrap();
+        let refused = power::pause(&next, &vm).await.unwrap_err();
+        assert_eq!((refused.0.code, vm.phase()), (ErrorCode::State, Phase::Running));
+    }
+    let (removed, rest) = stopped.split_first().unwrap();
+    remove::remove(&next, &of(removed)).await.unwrap();
+    rest.iter().for_each(|vm| signal(vm, Signal::CONT));
+    for _ in stopped {
+        asking.join_next().await.unwrap().unwrap();
+    }
+    for vm in rest.iter().map(|vm| of(vm)) {
+        assert_eq!((vm.problem(), vm.phase(), vm.live().exit), (None, Phase::Running, None));
+        power::pause(&next, &vm).await.unwrap();
+    }
+    for vm in next.registry.all() {
+        remove::remove(&next, &vm).await.unwrap();
+    }
+    until("their processes are gone", || vms.iter().all(|vm| vm.is_gone())).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_whose_record_cannot_be_written_is_not_created() {
+    let room = Room::new(0).await;
+    let mut order = room.order(&"long".parse().unwrap());
+    order.labels = [("a".to_owned(), "x".repeat(1 << 20))].into();
+    let refused = create(&room.daemon, Asked::now(), order).await.unwrap_err();
+    assert_eq!(refused.0.code, ErrorCode::Invalid);
+    assert!(refused.0.message.contains("labels"), "{refused}");
+    room.empty().await;
+}
