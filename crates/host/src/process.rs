@@ -100,7 +100,10 @@ pub fn uid_of(pid: u32) -> io::Result<u32> {
     let text = std::fs::read_to_string(&path)?;
     let uid = text.lines().find_map(|line| line.strip_prefix("Uid:")?.split_whitespace().next());
     uid.and_then(|uid| uid.parse().ok()).ok_or_else(|| {
-        io::Error::new(io::ErrorKind::InvalidData, format!("{path}: expected a line Uid:, got none"))
+        io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("{path}: expected a line Uid:, got none"),
+        )
     })
 }
 

@@ -235,7 +235,8 @@ async fn vmms_that_do_not_answer_delay_neither_the_daemon_nor_other_vms() {
     for (id, process) in slow.iter().chain(&bad).chain([&saving]) {
         let vm = daemon.registry.find(&id.to_string()).unwrap();
         let why = vm.waiting().wait_for(Option::is_some).await.unwrap().clone().unwrap();
-        let recorded = if bad.iter().any(|(bad, _)| bad == id) { Phase::Paused } else { phase(*id) };
+        let recorded =
+            if bad.iter().any(|(bad, _)| bad == id) { Phase::Paused } else { phase(*id) };
         assert_eq!((vm.phase(), vm.live().exit, process.alive()), (recorded, None, true), "{why}");
         assert!(vm.shown().problem.unwrap().contains("waiting for its VMM"));
         // It is asked again while requests for it are refused at once.

@@ -16,8 +16,8 @@ use crate::vm::record::read_json;
 use crate::vm::registry::id_as_name;
 use crate::vm::survey::{Traces, Unreadable};
 use dayfly_api::types::{ExitKind, NetworkRequest, VmExit, VmNetwork};
-use dayfly_host::process::{Process, uid_of};
 use dayfly_host::memory;
+use dayfly_host::process::{Process, uid_of};
 use dayfly_store::{Digest, KernelRef};
 use dayfly_units::text::{LONG, escaped};
 use dayfly_units::{Name, VmId};
@@ -50,7 +50,7 @@ pub(super) fn keep(daemon: &Arc<Daemon>, mut left: Unreadable) {
             return;
         }
     };
-    tracing::error!(vm = %id, name = %vm.name, lives, "not adopted: {}", vm.problem().unwrap_or_default());
+    tracing::error!(vm = %id, name = %vm.name, lives, "not adopted: {why}");
     if !lives {
         return;
     }

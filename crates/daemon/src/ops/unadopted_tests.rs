@@ -29,7 +29,9 @@ fn damaged(config: &Config, wrong: &str) -> VmId {
     let text = std::fs::read_to_string(&path).unwrap();
     match wrong {
         "not-json" => std::fs::write(&path, "{"),
-        "too-long" => std::fs::write(&path, text + &" ".repeat(usize::try_from(MAX_BYTES).unwrap())),
+        "too-long" => {
+            std::fs::write(&path, text + &" ".repeat(usize::try_from(MAX_BYTES).unwrap()))
+        }
         "newer" => std::fs::write(&path, text.replace("\"version\":1", "\"version\":77")),
         "other-id" => std::fs::write(&path, text.replace(&id.to_string(), "000000000000")),
         _ => std::fs::remove_file(&path).and_then(|()| std::fs::create_dir(&path)),

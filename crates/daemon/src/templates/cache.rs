@@ -268,7 +268,19 @@ impl TemplateCache {
         // Opens of one snapshot take turns, so concurrent callers share one open snapshot and its
         // RAM is loaded once.
         let turn = lock(&self.loading).entry(name.clone()).or_default().clone();
-        let _turn = lock(&turn);
+        let opened = self.open_in_turn(name, &turn);
+        if opened.is_err() {
+            let mut loading = lock(&self.loading);
+            // The map's reference and `turn`: no other caller waits.
+            if Arc::strong_count(&turn) == 2 {
+                loading.remove(name);
+            }
+        }
+        opened
+    }
+
+    fn open_in_turn(&self, name: &Name, turn: &Mutex<()>) -> Outcome<Arc<OpenTemplate>> {
+        let _turn = lock(turn);
         let known = lock(&self.open).find(name);
         let known = match known {
             Some((open, _)) if open.is_current() => return Ok(open),
@@ -475,5 +487,14 @@ mod tests {
         assert!(by_version("6.12.117+deb12-cloud-amd64") > by_version("6.1.0-56-cloud-amd64"));
         assert!(by_version("6.1.10") > by_version("6.1.9"));
         assert_eq!(by_version(""), Vec::<u64>::new());
+    }
+
+    #[test]
+    fn a_wrong_name_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let pagers = Pagers::new(&crate::fixture::config(folder.path()));
+        let cache = TemplateCache::new(Store::open(folder.path()).unwrap(), pagers);
+        assert!(cache.open_snapshot(&"none".parse().unwrap()).is_err());
+        assert!(lock(&cache.loading).is_empty());
     }
 }

@@ -28,8 +28,7 @@ fn vm(run: &Path) -> std::sync::Arc<Vm> {
         ephemeral: true,
         labels: [("a".to_owned(), "b".to_owned())].into(),
     };
-    let vm =
-        Registry::default().reserve(&config, None, facts, fixture::memory(), None).unwrap();
+    let vm = Registry::default().reserve(&config, None, facts, fixture::memory(), None).unwrap();
     let id = vm.id;
     vm.update(|live| {
         live.phase = Phase::Paused;
@@ -83,10 +82,7 @@ fn a_vm_that_an_older_daemon_named_as_a_host_of_the_internet_lives_on() {
     let old = Record::read(&vm.dir, vm.id).unwrap().into_vm(vm.dir.clone());
     let registry = Registry::default();
     let adopted = registry.adopt(old).unwrap();
-    assert_eq!(
-        (adopted.name.as_str(), registry.find("pypi.org").unwrap().id),
-        ("pypi.org", vm.id)
-    );
+    assert_eq!((adopted.name.as_str(), registry.find("pypi.org").unwrap().id), ("pypi.org", vm.id));
     // `ps` and programs parse it too.
     let shown = serde_json::to_value(adopted.shown()).unwrap();
     assert!(serde_json::from_value::<dayfly_api::types::Vm>(shown).is_ok());
@@ -115,10 +111,7 @@ fn every_truncation_another_version_and_another_vm_are_refused() {
     let bytes = serde_json::to_vec(&record).unwrap();
     for length in 0..bytes.len() {
         std::fs::write(vm.dir.record(), &bytes[..length]).unwrap();
-        assert!(
-            matches!(Record::read(&vm.dir, vm.id), Err(RecordError::Json { .. })),
-            "{length}"
-        );
+        assert!(matches!(Record::read(&vm.dir, vm.id), Err(RecordError::Json { .. })), "{length}");
     }
     record.write(&vm.dir).unwrap();
     assert!(matches!(Record::read(&vm.dir, VmId::random()), Err(RecordError::Id { .. })));
@@ -151,7 +144,10 @@ fn records_of_every_format_are_read() {
         let run = tempfile::tempdir().unwrap();
         let (_, dir, id) = fixture(run.path(), name);
         let record = Record::read(&dir, id).unwrap_or_else(|e| panic!("{name}: {e}"));
-        assert_eq!((record.format, record.uid), ([1, 1, 2, 9][n], (n > 0).then_some(1_895_825_411)));
+        assert_eq!(
+            (record.format, record.uid),
+            ([1, 1, 2, 9][n], (n > 0).then_some(1_895_825_411))
+        );
         assert_eq!(record.is_of_this_boot(), n < 2, "{name}: a host reboots with another id");
         let vm = record.into_vm(dir);
         let live = vm.live();
@@ -188,12 +184,15 @@ fn what_a_later_daemon_wrote_survives_a_rewrite() {
         assert_eq!(after.pointer(field), before.pointer(field), "{field}");
     }
     assert_eq!((&after["live"]["phase"], &after["format"]), (&"paused".into(), &FORMAT.into()));
-    // A field of an object that is gone goes with it.
+    // A field of an object that is gone is lost.
     vm.update(|live| live.process = None);
     Record::of(&vm).write(&dir).unwrap();
     let after: serde_json::Value =
         serde_json::from_slice(&std::fs::read(dir.record()).unwrap()).unwrap();
-    assert_eq!((&after["live"]["process"], &after["zone"]), (&serde_json::Value::Null, &"a".into()));
+    assert_eq!(
+        (&after["live"]["process"], &after["zone"]),
+        (&serde_json::Value::Null, &"a".into())
+    );
 }
 
 #[test]

@@ -72,7 +72,8 @@ impl Traces {
     /// The traces in the file `path` of VM `id`.
     fn of(path: &Path, id: VmId) -> Self {
         let mut bytes = Vec::new();
-        let read = File::open(path).and_then(|file| file.take(TRACED_BYTES).read_to_end(&mut bytes));
+        let read =
+            File::open(path).and_then(|file| file.take(TRACED_BYTES).read_to_end(&mut bytes));
         let value: Value = match read.map(|_| serde_json::from_slice(&bytes)) {
             Ok(Ok(value)) => value,
             _ => return Self::default(),
@@ -122,7 +123,11 @@ impl Unreadable {
     /// Its network attachment, and the network that it asked for. `vmm` is its process. If the
     /// request is not known, the VM reaches nothing but its gateway.
     #[must_use]
-    pub fn network(&self, config: &Config, vmm: Option<&Process>) -> Option<(VmNetwork, NetworkRequest)> {
+    pub fn network(
+        &self,
+        config: &Config,
+        vmm: Option<&Process>,
+    ) -> Option<(VmNetwork, NetworkRequest)> {
         let traced = self.traces.network.clone();
         let prefix = config.network?;
         let taps = vmm.map(|vmm| taps_of(vmm.id().pid));
@@ -201,7 +206,9 @@ pub fn survey(config: &Config) -> io::Result<Vec<(VmId, Found)>> {
     };
     let mut ids = Vec::new();
     for entry in entries {
-        ids.extend(entry.map_err(named)?.file_name().to_str().and_then(|name| name.parse::<VmId>().ok()));
+        ids.extend(
+            entry.map_err(named)?.file_name().to_str().and_then(|name| name.parse::<VmId>().ok()),
+        );
     }
     ids.sort_unstable();
     Ok(ids.into_iter().map(|id| (id, find(config, id))).collect())

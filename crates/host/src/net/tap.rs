@@ -101,7 +101,8 @@ pub fn taps_of(pid: u32) -> io::Result<Vec<String>> {
     for entry in std::fs::read_dir(format!("/proc/{pid}/fdinfo"))? {
         // The descriptor may have been closed meanwhile.
         let Ok(text) = std::fs::read_to_string(entry?.path()) else { continue };
-        names.extend(text.lines().filter_map(|line| Some(line.strip_prefix("iff:")?.trim().into())));
+        names
+            .extend(text.lines().filter_map(|line| Some(line.strip_prefix("iff:")?.trim().into())));
     }
     Ok(names)
 }

@@ -36,8 +36,7 @@ async fn stopped_vmms_survive_a_restart_delay_no_other_and_are_adopted_when_they
     // The next daemon has another store, because the one before has locked its own.
     let state = tempfile::tempdir().unwrap();
     let deadlines = Deadlines { control: Duration::from_secs(2), ..Deadlines::default() };
-    let config =
-        Config { state: state.path().into(), deadlines, ..room.daemon.config.clone() };
+    let config = Config { state: state.path().into(), deadlines, ..room.daemon.config.clone() };
     let templates = TemplateCache::new(Store::open(&config.state).unwrap(), Pagers::new(&config));
     let next = fixture::daemon(config, templates, room.daemon.nodes.clone());
     let mut asking = adopt(&next).await.unwrap();
@@ -67,7 +66,7 @@ async fn stopped_vmms_survive_a_restart_delay_no_other_and_are_adopted_when_they
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vm_whose_record_cannot_be_written_is_not_created() {
+async fn without_a_record_no_vm_is_created() {
     let room = Room::new(0).await;
     let mut order = room.order(&"long".parse().unwrap());
     order.labels = [("a".to_owned(), "x".repeat(1 << 20))].into();
