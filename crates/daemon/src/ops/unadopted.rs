@@ -50,7 +50,7 @@ pub(super) fn keep(daemon: &Arc<Daemon>, mut left: Unreadable) {
             return;
         }
     };
-    tracing::error!(vm = %id, name = %vm.name, lives, "not adopted: {}", vm.problem().unwrap_or_default());
+    tracing::error!(vm = %id, name = %vm.name, lives, "not adopted: {why}");
     if !lives {
         return;
     }

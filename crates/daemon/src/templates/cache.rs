@@ -287,7 +287,19 @@ impl TemplateCache {
         // Opens of one snapshot take turns, so concurrent callers share one open snapshot and its
         // RAM is loaded once.
         let turn = lock(&self.loading).entry(name.clone()).or_default().clone();
-        let _turn = lock(&turn);
+        let opened = self.open_in_turn(name, &turn);
+        if opened.is_err() {
+            let mut loading = lock(&self.loading);
+            // The map's reference and `turn`: no other caller waits.
+            if Arc::strong_count(&turn) == 2 {
+                loading.remove(name);
+            }
+        }
+        opened
+    }
+
+    fn open_in_turn(&self, name: &Name, turn: &Mutex<()>) -> Outcome<Arc<OpenTemplate>> {
+        let _turn = lock(turn);
         let known = lock(&self.open).find(name);
         let known = match known {
             Some((open, _)) if open.is_current() => return Ok(open),

@@ -44,3 +44,12 @@ fn a_snapshot_that_makes_room_is_closed_by_a_reaper_and_without_the_lock_of_the_
     assert_eq!(closing, ("reaper0".to_owned(), true));
     assert!(templates.known_snapshot(&b).is_some());
 }
+
+#[test]
+fn a_wrong_name_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let pagers = Pagers::new(&crate::fixture::config(folder.path()));
+    let cache = TemplateCache::new(Store::open(folder.path()).unwrap(), pagers);
+    assert!(cache.open_snapshot(&"none".parse().unwrap()).is_err());
+    assert!(lock(&cache.loading).is_empty());
+}

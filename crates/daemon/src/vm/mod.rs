@@ -36,7 +36,7 @@ use crate::model::state::{Event, Phase, Refused};
 use crate::model::vm_slot::VmSlot;
 use crate::net::Attachment;
 use crate::templates::memory_backing::MemoryBacking;
-use crate::vm::record::Carried;
+use crate::vm::unknown::Carried;
 use budget::Reservation;
 use dayfly_api::types::{self, ErrorCode, VmExit};
 use dayfly_host::process::Process;
@@ -64,8 +64,8 @@ pub struct Vm {
     pub dir: VmDir,
     /// The immutable facts.
     pub facts: Facts,
-    /// Why an earlier daemon's VM cannot be adopted, such as an unreadable record. Such a VM is kept
-    /// and listed, and can only be removed.
+    /// Why an earlier daemon's VM cannot be adopted, such as an unreadable record. Such a VM is
+    /// kept and listed, and can only be removed.
     pub unadopted: Option<String>,
     /// What its record has that this daemon does not understand.
     pub carried: Carried,

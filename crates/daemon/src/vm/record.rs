@@ -19,7 +19,7 @@ use crate::model::live::Live;
 use crate::model::vm_slot::{OLD_FIRST_UID, VmSlot};
 use crate::vm::Vm;
 use crate::vm::registry::Registry;
-use crate::vm::unknown::Unknown;
+use crate::vm::unknown::{Carried, Unknown};
 use dayfly_api::types::ErrorCode;
 use dayfly_host::process::boot_id;
 use dayfly_units::{Name, VmId};
@@ -70,14 +70,6 @@ pub struct Record {
 
 const fn first_format() -> u32 {
     1
-}
-
-/// What a record has that this version of the daemon does not understand, kept for later versions.
-#[derive(Debug, Clone, Default)]
-pub struct Carried {
-    /// The lowest format that a reader of the unknown fields must know.
-    version: u32,
-    unknown: Unknown,
 }
 
 /// Why a record cannot be read.

@@ -184,7 +184,7 @@ fn what_a_later_daemon_wrote_survives_a_rewrite() {
         assert_eq!(after.pointer(field), before.pointer(field), "{field}");
     }
     assert_eq!((&after["live"]["phase"], &after["format"]), (&"paused".into(), &FORMAT.into()));
-    // A field of an object that is gone goes with it.
+    // A field of an object that is gone is lost.
     vm.update(|live| live.process = None);
     Record::of(&vm).write(&dir).unwrap();
     let after: serde_json::Value =

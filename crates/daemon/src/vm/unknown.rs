@@ -3,6 +3,15 @@
 
 use serde_json::{Map, Value};
 
+/// What a record has that this version of the daemon does not understand, kept for later versions.
+#[derive(Debug, Clone, Default)]
+pub struct Carried {
+    /// The lowest format that a reader of the unknown fields must know.
+    pub version: u32,
+    /// The unknown fields.
+    pub unknown: Unknown,
+}
+
 /// The unknown fields of a JSON object, of objects in it, and so on. Fields of objects in arrays
 /// are lost, because an element of an array has no lasting identity.
 ///

@@ -66,7 +66,7 @@ async fn stopped_vmms_survive_a_restart_delay_no_other_and_are_adopted_when_they
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vm_whose_record_cannot_be_written_is_not_created() {
+async fn without_a_record_no_vm_is_created() {
     let room = Room::new(0).await;
     let mut order = room.order(&"long".parse().unwrap());
     order.labels = [("a".to_owned(), "x".repeat(1 << 20))].into();
