@@ -123,9 +123,10 @@ fn folder(path: &Path, mode: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Locks the run folder, so that it has one daemon. The lock file stays; the kernel releases its
-/// flock(2) when the process ends.
-fn lock(config: &Config) -> anyhow::Result<File> {
+/// Locks the run folder, so that it has one daemon: a file in it, which stays, and the folder
+/// itself, which is locked even if the file was removed. The kernel releases both flock(2) locks
+/// when the process ends.
+fn lock(config: &Config) -> anyhow::Result<[File; 2]> {
     let path = config.lock();
     let mut file = File::options()
         .read(true)
@@ -134,7 +135,10 @@ fn lock(config: &Config) -> anyhow::Result<File> {
         .truncate(false)
         .open(&path)
         .with_context(|| format!("opening {}", path.display()))?;
-    if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+    let folder =
+        File::open(&config.run).with_context(|| format!("opening {}", config.run.display()))?;
+    let held = |file: &File| flock(file, FlockOperation::NonBlockingLockExclusive).is_err();
+    if held(&file) || held(&folder) {
         let mut holder = String::new();
         let _ = (&file).take(20).read_to_string(&mut holder);
         bail!("{}: held by another dayflyd (pid {})", path.display(), holder.trim());
@@ -142,7 +146,7 @@ fn lock(config: &Config) -> anyhow::Result<File> {
     file.set_len(0)
         .and_then(|()| writeln!(file, "{}", std::process::id()))
         .with_context(|| format!("writing {}", path.display()))?;
-    Ok(file)
+    Ok([file, folder])
 }
 
 /// Listens on `path` with mode 0600. An existing socket is left over from an earlier daemon,
@@ -167,6 +171,19 @@ fn listen(path: &Path) -> anyhow::Result<UnixListener> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_run_folder_without_its_lock_file_is_locked() {
+        let run = tempfile::tempdir().unwrap();
+        let config = Config { run: run.path().into(), ..crate::fixture::config(run.path()) };
+        let first = lock(&config).unwrap();
+        for _ in 0..2 {
+            assert!(lock(&config).unwrap_err().to_string().contains("held by another dayflyd"));
+            std::fs::remove_file(config.lock()).unwrap();
+        }
+        drop(first);
+        lock(&config).unwrap();
+    }
 
     #[test]
     fn a_folder_that_others_could_change_is_refused_and_one_that_they_could_read_is_closed() {
