@@ -31,6 +31,12 @@ impl IoError {
         self.source.kind() == io::ErrorKind::NotFound
     }
 
+    /// Whether the store is open for reading only.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.source.kind() == io::ErrorKind::ReadOnlyFilesystem
+    }
+
     /// Whether the disk is full or a quota is used up.
     #[must_use]
     pub fn is_no_space(&self) -> bool {
@@ -74,6 +80,12 @@ pub enum Damage {
 }
 
 impl Damage {
+    /// Whether another version of dayfly wrote the file, in an encoding that this one does not
+    /// read.
+    pub(crate) const fn is_version(&self) -> bool {
+        matches!(self, Self::Seal { error: SealError::Version { .. }, .. })
+    }
+
     /// The damaged or missing file.
     #[must_use]
     pub fn file(&self) -> &Path {

@@ -124,7 +124,7 @@ impl Vm {
         seed: u8,
     ) -> Result<Committed, CommitError> {
         let committed = self.commit(store, to, seed)?;
-        // What cannot be removed goes with the VM.
+        // What cannot be removed now is removed with the VM.
         let _left = store.remove_vm_layers(&committed.replaced);
         Ok(committed)
     }

@@ -6,6 +6,7 @@ use crate::inner::Store;
 use crate::objects::manifest::{self, ManifestError};
 use crate::objects::refs;
 use crate::objects::types::{DATA, LayerId, MAP};
+use dayfly_units::failpoint;
 use rustix::fs::{AtFlags, FileType, statat};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -34,6 +35,19 @@ pub enum GcError {
         #[source]
         source: ManifestError,
     },
+    /// Another version of dayfly made a snapshot, so the references are not known; nothing was
+    /// removed.
+    #[error(
+        "snapshot {snapshot}: another version of dayfly made it, so its layers are not known; \
+         start that version, or remove the snapshot"
+    )]
+    Version {
+        /// Name of the snapshot.
+        snapshot: String,
+        /// The version expected and the version found.
+        #[source]
+        source: ManifestError,
+    },
     /// The host could not read or remove a file.
     #[error(transparent)]
     Io(#[from] IoError),
@@ -55,6 +69,7 @@ impl Store {
     /// # Errors
     /// The folder cannot be listed, or an entry cannot be removed.
     pub fn gc_staging(&self) -> Result<GcStagingReport, IoError> {
+        self.0.writable()?;
         let staging = &self.0.staging;
         let mut report = GcStagingReport::default();
         // A stage is listed before its folder exists, and stays listed until the folder is gone.
@@ -75,8 +90,12 @@ impl Store {
     /// [`GcError`]; a referenced layer is never removed.
     pub fn gc(&self) -> Result<GcReport, GcError> {
         let inner = &self.0;
+        inner.writable()?;
         let _publishing = inner.publishing();
         let mut snapshots = manifest::list(&inner.snapshots)?;
+        if let Some((snapshot, source)) = snapshots.other_version() {
+            return Err(GcError::Version { snapshot, source });
+        }
         if let Some((snapshot, source)) = snapshots.damaged.pop() {
             return Err(GcError::Unreadable { snapshot, source });
         }
@@ -86,6 +105,7 @@ impl Store {
         for id in inner.pins.unpinned(refs::unreferenced(&present, &snapshots.items)) {
             let bytes = self.layer_allocated(id);
             if inner.retire(&inner.layers, &id.to_string())? {
+                failpoint::reached("store.gc.layer_removed");
                 report.layers.push(id);
                 report.freed_bytes += bytes;
             }

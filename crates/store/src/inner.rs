@@ -1,20 +1,20 @@
 //! The open store: its folders, locks, and what this process knows about them.
 
+use crate::blob::probe::{self, UnfitError};
 use crate::blob::{Dir, Stage, Stages};
 use crate::errors::{IoError, IoResult};
+use crate::format::{Format, FormatError, read_only};
 use crate::integrity::verify::Verifier;
+use crate::lock::{Lock, LockError};
 use crate::pages::space::Tenants;
 use crate::vms::pins::Pins;
 use crate::vms::prepared::PreparedFiles;
 use crate::vms::shared::SharedLayers;
+use dayfly_units::error::chain;
 use dayfly_units::sync::lock;
-use rustix::fs::{FlockOperation, flock};
-use std::fs::File;
-use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
 
 /// The state folder, locked by this process alone. Cheap to clone. Every method may be called from
 /// any thread, and blocks.
@@ -45,8 +45,10 @@ pub(crate) struct Inner {
     pub(crate) stages: Stages,
     /// Folders and files prepared for the next VM layers.
     pub(crate) prepared: Mutex<PreparedFiles>,
-    /// The last field: dropping it closes the file, which releases the lock.
-    _lock: File,
+    /// As [`Store::unknown_features`].
+    unknown_features: Vec<String>,
+    /// The last field: dropping it releases the lock.
+    _lock: Lock,
 }
 
 /// Why a store was not opened.
@@ -60,20 +62,33 @@ pub enum StoreError {
         /// The pid that the other process wrote into the file.
         holder: String,
     },
-    /// A folder cannot be created, opened or emptied.
+    /// The file system lacks something, or other hosts may use it too. Nothing was changed.
+    #[error(transparent)]
+    Unfit(#[from] UnfitError),
+    /// The store's format is damaged, or that of a newer version. Nothing was changed.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+    /// A folder cannot be created or opened.
     #[error(transparent)]
     Io(#[from] IoError),
 }
 
 impl Store {
     /// Opens the store at `root` and creates missing folders. Empties `staging/`: the lock was
-    /// free, so the process that filled it is dead.
+    /// free, so the process that filled it is dead. If the store has features that this version
+    /// does not know, [`Self::unknown_features`] names them, and nothing is changed.
     ///
     /// # Errors
-    /// [`StoreError`]; if it is `Locked`, nothing was changed.
+    /// [`StoreError`]; except for `Io`, nothing was changed.
     pub fn open(root: &Path) -> Result<Self, StoreError> {
         let root = Dir::root(root)?;
-        let lock = Self::lock(&root)?;
+        probe::local(&root)?;
+        let lock = Lock::take(&root).map_err(|e| match e {
+            LockError::Taken(path, holder) => StoreError::Locked { path, holder },
+            LockError::Io(e) => e.into(),
+        })?;
+        let format = Format::read(&root)?;
+        let unknown_features = format.as_ref().map(Format::unknown_ro_compat).unwrap_or_default();
         let folder = |name: &str| root.make_or_open(name);
         let verifier: Arc<Verifier> = Arc::default();
         let inner = Inner {
@@ -93,43 +108,45 @@ impl Store {
             counter: AtomicU64::new(0),
             stages: Stages::default(),
             prepared: Mutex::default(),
+            unknown_features,
             _lock: lock,
         };
         inner.root.sync()?;
-        for name in inner.staging.entries()? {
-            tracing::info!(entry = name, "sweeping what a dead process left in staging");
-            inner.staging.remove(&name)?;
+        if let Err(error) = inner.writable() {
+            tracing::warn!("opening the store for reading only: {}", chain(&error));
+            return Ok(Self(Arc::new(inner)));
+        }
+        Self::empty_staging(&inner.staging)?;
+        probe::features(&inner.root, &inner.staging)?;
+        if format.is_none() {
+            // On a full disk, gc needs an open store. The next open tries again.
+            let written = inner.stage().and_then(|s| Format::current().write(&s, &inner.root));
+            if let Err(error) = written {
+                tracing::warn!("the store has no format yet: {}", chain(&error));
+            }
         }
         Ok(Self(Arc::new(inner)))
     }
 
-    fn lock(root: &Dir) -> Result<File, StoreError> {
-        /// How long to retry: from fork(2) to execve(2), a child of the previous owner still has
-        /// the locked descriptor.
-        const WAIT: Duration = Duration::from_millis(500);
-        let mut lock = root.open_or_create("lock")?;
-        let path = root.path().join("lock");
-        let begun = Instant::now();
-        let mut locked = flock(&lock, FlockOperation::NonBlockingLockExclusive);
-        while locked == Err(rustix::io::Errno::WOULDBLOCK) && begun.elapsed() < WAIT {
-            std::thread::sleep(Duration::from_millis(5));
-            locked = flock(&lock, FlockOperation::NonBlockingLockExclusive);
-        }
-        match locked {
-            Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                let mut holder = String::new();
-                let _shown_as_empty = lock.take(32).read_to_string(&mut holder);
-                return Err(StoreError::Locked { path, holder: holder.trim().to_owned() });
+    /// Removes what a dead process left in `staging/`. An entry that cannot be removed stays.
+    fn empty_staging(staging: &Dir) -> Result<(), IoError> {
+        for name in staging.names()? {
+            let shown = name.to_string_lossy();
+            match staging.remove_raw(&name) {
+                Ok(()) => {
+                    tracing::info!(entry = %shown, "removed what a dead process left in staging")
+                }
+                Err(e) => tracing::warn!("leaving something in staging: {}", chain(&e)),
             }
-            Err(e) => return Err(IoError::new("locking", &path)(e.into()).into()),
         }
-        let written = lock
-            .set_len(0)
-            .and_then(|()| lock.rewind())
-            .and_then(|()| writeln!(lock, "{}", std::process::id()));
-        written.map_err(IoError::new("writing", &path))?;
-        Ok(lock)
+        Ok(())
+    }
+
+    /// The `ro_compat` features of the store that this version does not know. If there are any,
+    /// objects can only be read; VMs run nevertheless.
+    #[must_use]
+    pub fn unknown_features(&self) -> &[String] {
+        &self.0.unknown_features
     }
 
     /// The state folder.
@@ -148,6 +165,15 @@ impl Store {
 }
 
 impl Inner {
+    /// Whether objects may be published and removed.
+    ///
+    /// # Errors
+    /// The store has `ro_compat` features that this version does not know.
+    pub(crate) fn writable(&self) -> IoResult<()> {
+        let unknown = &self.unknown_features;
+        if unknown.is_empty() { Ok(()) } else { Err(read_only(self.root.path(), unknown)) }
+    }
+
     pub(crate) fn publishing(&self) -> MutexGuard<'_, ()> {
         lock(&self.publish)
     }

@@ -74,9 +74,11 @@
 
 mod blob;
 mod errors;
+mod format;
 mod gc;
 mod inner;
 mod integrity;
+mod lock;
 mod memory;
 mod meter;
 mod objects;
@@ -87,8 +89,10 @@ mod usage;
 mod vms;
 mod workers;
 
+pub use blob::probe::UnfitError;
 pub use dayfly_units::{Digest, DigestError, ImageConfig, sparse};
 pub use errors::{Damage, IoError};
+pub use format::FormatError;
 pub use gc::{GcError, GcReport, GcStagingReport};
 pub use inner::{Store, StoreError};
 pub use integrity::scrub::{Finding, MAX_FINDINGS, Object, Scope, SearchError, VerifyReport};
@@ -120,6 +124,38 @@ pub use vms::identify::FileId;
 pub use vms::immutable::{FrozenLayer, ReplacedLayer};
 pub use vms::pins::{Pin, PinError};
 
+/// The failpoints of this crate, in the order of its operations ([`dayfly_units::failpoint`]).
+pub const FAILPOINTS: &[&str] = &[
+    "store.freeze.next_made",
+    "store.freeze.map_made",
+    "store.copy_layer.copied",
+    "store.copy_layer.map_exchanged",
+    "store.prepare.layers_staged",
+    "store.prepare.done",
+    "store.put_pages.staged",
+    "store.put_pages.published",
+    "store.commit.memory_staged",
+    "store.commit.manifest_staged",
+    "store.commit.layers_published",
+    "store.commit.renamed",
+    "store.commit.published",
+    "store.release_layer.map_removed",
+    "store.release_layer.data_removed",
+    "store.merge.data_written",
+    "store.merge.map_written",
+    "store.replace.renamed",
+    "store.remove.renamed",
+    "store.remove.synced",
+    "store.remove_vm.emptied",
+    "store.gc.layer_removed",
+    "store.gc_pages.marked",
+    "store.gc_pages.staged",
+    "store.gc_pages.published",
+    "store.gc_pages.retired",
+];
+
+#[cfg(test)]
+mod crash_objects_tests;
 #[cfg(test)]
 mod crash_tests;
 #[cfg(test)]
@@ -128,3 +164,5 @@ mod fixture;
 mod fixture_pages;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod version_tests;

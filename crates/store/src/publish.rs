@@ -9,6 +9,7 @@ use crate::objects::manifest::{self, Manifest, ManifestError};
 use crate::objects::types::FileRef;
 use crate::vms::pins::PinError;
 use dayfly_units::Name;
+use dayfly_units::failpoint;
 use std::fs::File;
 use std::sync::Arc;
 
@@ -29,6 +30,13 @@ pub enum OpenError {
     /// The host could not read its files.
     #[error(transparent)]
     Io(#[from] IoError),
+}
+
+impl OpenError {
+    /// Whether another version of dayfly wrote a file, in an encoding that this one does not read.
+    pub(crate) const fn is_version(&self) -> bool {
+        matches!(self, Self::Damage(damage) if damage.is_version())
+    }
 }
 
 /// Why an upload was not stored. The store is unchanged.
@@ -185,10 +193,12 @@ impl Inner {
         parent: &Dir,
         name: &str,
     ) -> IoResult<()> {
+        self.writable()?;
         let taken = parent.has(name)?;
         let if_taken = if taken { IfTaken::Exchange } else { IfTaken::Refuse };
         stage.sync()?;
         stage.rename(from, parent, name, if_taken)?;
+        failpoint::reached("store.replace.renamed");
         self.verifier.forget(&parent.path().join(name));
         // The caller takes an error to mean that nothing changed, so undo the rename.
         parent.sync().inspect_err(|_| {
@@ -202,16 +212,19 @@ impl Inner {
     /// Renames `parent`/`name` into a staging folder, which is then deleted with its content. The
     /// caller holds the publish lock. Returns whether the entry existed.
     pub(crate) fn retire(self: &Arc<Self>, parent: &Dir, name: &str) -> IoResult<bool> {
+        self.writable()?;
         let stage = self.stage()?;
         match parent.rename(name, &stage, "retired", IfTaken::Refuse) {
             Ok(()) => {}
             Err(e) if e.is_not_found() => return Ok(false),
             Err(e) => return Err(e),
         }
+        failpoint::reached("store.remove.renamed");
         self.verifier.forget(&parent.path().join(name));
         parent.sync().inspect_err(|_| {
             let _best_effort = stage.rename("retired", parent, name, IfTaken::Refuse);
         })?;
+        failpoint::reached("store.remove.synced");
         Ok(true)
     }
 

@@ -77,7 +77,7 @@ fn an_image_is_uploaded_opened_listed_and_removed() {
     store.remove_image(&name("a")).unwrap();
     assert!(matches!(store.remove_image(&name("a")), Err(RemoveError::NotFound { .. })));
     assert!(matches!(store.image(&name("a")), Err(OpenError::NotFound { .. })));
-    assert_eq!(tree(root.path()).len(), 7, "{:?}", tree(root.path()));
+    assert_eq!(tree(root.path()).len(), 8, "{:?}", tree(root.path()));
 }
 
 #[test]
@@ -283,7 +283,7 @@ fn putting_an_image_fails_or_crashes_at_any_step_and_leaves_the_old_or_the_new()
             let now = store.image(&name(IMAGE)).unwrap().manifest.disk.digest;
             assert!([digest(1), digest(2)].contains(&now), "step {steps}");
             assert!(result.is_err() || now == digest(2), "step {steps}");
-            assert_eq!(tree(root.path()).len(), 10, "step {steps}: {:?}", tree(root.path()));
+            assert_eq!(tree(root.path()).len(), 11, "step {steps}: {:?}", tree(root.path()));
             if !hit {
                 break;
             }
@@ -344,4 +344,14 @@ fn a_layer_made_ahead_is_the_first_one_of_one_vm() {
     assert_eq!(made(), 4);
     drop(store);
     assert_eq!(std::fs::read_dir(folder.path().join("staging")).unwrap().count(), 0);
+}
+
+#[test]
+fn the_list_of_failpoints_is_that_of_the_sources() {
+    let sources = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let found = dayfly_units::failpoint::in_sources(&sources).unwrap();
+    let listed: std::collections::BTreeSet<String> =
+        FAILPOINTS.iter().map(|&name| name.to_owned()).collect();
+    assert_eq!(listed.len(), FAILPOINTS.len(), "one is listed twice");
+    assert_eq!(found, listed);
 }

@@ -119,6 +119,9 @@ fn collect(templates: &TemplateCache, meter: &Meter) -> Outcome<Collected> {
         Err(GcError::Unreadable { snapshot, source }) => {
             collected.left_alone.push(unreadable("all disk layers", &snapshot, &source));
         }
+        Err(GcError::Version { snapshot, source }) => {
+            collected.left_alone.push(other_version("all disk layers", &snapshot, &source));
+        }
         Err(e @ GcError::Io(_)) => return Err(e.into()),
     }
     failpoint::reached("daemon.gc.layers");
@@ -134,6 +137,9 @@ fn collect(templates: &TemplateCache, meter: &Meter) -> Outcome<Collected> {
         Err(GcPagesError::Unreadable { snapshot, source }) => {
             collected.left_alone.push(unreadable("all pages", &snapshot, &source));
         }
+        Err(GcPagesError::Version { snapshot, source }) => {
+            collected.left_alone.push(other_version("all pages", &snapshot, &source));
+        }
         Err(GcPagesError::Damage(damage)) => collected.left_alone.push(damaged_pack(&damage)),
         Err(GcPagesError::Io(e)) => return Err(e.into()),
     }
@@ -148,6 +154,19 @@ fn unreadable(what: &str, snapshot: &str, why: &dyn std::error::Error) -> LeftAl
         what: format!("{what}: snapshot {snapshot} cannot be read, so what it needs is not known"),
         message: chain(why),
         next: format!("dayfly snapshots rm {snapshot}, then dayfly store gc"),
+    }
+}
+
+fn other_version(what: &str, snapshot: &str, why: &dyn std::error::Error) -> LeftAlone {
+    LeftAlone {
+        what: format!(
+            "{what}: another version of dayfly made snapshot {snapshot}, so what it needs is not \
+             known"
+        ),
+        message: chain(why),
+        next: format!(
+            "start that version; or dayfly snapshots rm {snapshot}, then dayfly store gc"
+        ),
     }
 }
 

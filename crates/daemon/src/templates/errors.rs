@@ -7,7 +7,11 @@ use dayfly_units::error::chain;
 use std::io;
 
 fn io_code(e: &IoError) -> ErrorCode {
-    if e.is_no_space() { ErrorCode::Exhausted } else { ErrorCode::Internal }
+    match e {
+        _ if e.is_no_space() => ErrorCode::Exhausted,
+        _ if e.is_read_only() => ErrorCode::Conflict,
+        _ => ErrorCode::Internal,
+    }
 }
 
 impl From<IoError> for ApiError {

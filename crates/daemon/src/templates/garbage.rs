@@ -54,8 +54,8 @@ impl TemplateCache {
             Err(e) => {
                 tracing::warn!("collecting layers: {}", chain(&e));
                 // After damage in a manifest, gc cannot work until that snapshot is removed, and
-                // the removal starts a gc.
-                matches!(e, GcError::Io(_))
+                // the removal starts a gc. A store that is open for reading stays so.
+                matches!(e, GcError::Io(e) if !e.is_read_only())
             }
         }
     }

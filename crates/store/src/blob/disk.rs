@@ -44,6 +44,13 @@ pub(crate) struct Crash {
     pub(crate) torn: bool,
 }
 
+impl Crash {
+    /// Whether everything that was written is there, as after the end of a process.
+    pub(crate) fn loses_nothing(&self) -> bool {
+        self.names_now && self.bytes_now && !self.torn && self.other.is_none()
+    }
+}
+
 impl Disk {
     /// Reads the files below `root`, all of them sure.
     pub(crate) fn read(root: &Path) -> Self {

@@ -8,6 +8,7 @@
 #[cfg(test)]
 pub(crate) mod disk;
 pub(crate) mod fault;
+pub(crate) mod probe;
 pub(crate) mod watch;
 
 use crate::errors::{IoError, IoResult};
@@ -19,12 +20,15 @@ use rustix::fs::{
     renameat_with, statat, unlinkat,
 };
 use rustix::io::Errno;
+use rustix::path::Arg;
 use std::collections::BTreeSet;
+use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use watch::Change;
@@ -75,6 +79,22 @@ impl Dir {
     fn step(&self, doing: &'static str, name: &str) -> IoResult<()> {
         fault::step(doing, &self.path.join(name))
             .map_err(IoError::new(doing, &self.path.join(name)))
+    }
+
+    /// The folder's descriptor.
+    pub(crate) fn into_fd(self) -> OwnedFd {
+        self.fd
+    }
+
+    /// Whether the entry `name` is the open `file`.
+    pub(crate) fn is_at(&self, name: &str, file: &File) -> IoResult<bool> {
+        let path = self.path.join(name);
+        let open = file.metadata().map_err(IoError::new("looking at", &path))?;
+        match statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => Ok((stat.st_dev, stat.st_ino) == (open.dev(), open.ino())),
+            Err(Errno::NOENT) => Ok(false),
+            Err(e) => Err(self.fail("looking at", name)(e)),
+        }
     }
 
     /// Opens a subfolder.
@@ -241,31 +261,40 @@ impl Dir {
         self.unlinkat(name, AtFlags::empty())
     }
 
-    fn unlinkat(&self, name: &str, flags: AtFlags) -> IoResult<()> {
-        match unlinkat(&self.fd, name, flags) {
-            Ok(()) => watch::made(&Change::Remove(&self.path.join(name))),
+    fn unlinkat(&self, name: impl Arg + Copy, flags: AtFlags) -> IoResult<()> {
+        let removed = unlinkat(&self.fd, name, flags);
+        let path = || self.path.join(&*name.to_string_lossy());
+        match removed {
+            Ok(()) => watch::made(&Change::Remove(&path())),
             Err(Errno::NOENT) => {}
-            Err(e) => return Err(self.fail("removing", name)(e)),
+            Err(e) => return Err(IoError::new("removing", &path())(e.into())),
         }
         Ok(())
     }
 
     /// Removes a file, or a folder with its content; a missing entry is no error.
     pub(crate) fn remove(&self, name: &str) -> IoResult<()> {
-        match statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) {
+        let raw = CString::new(name)
+            .map_err(|e| IoError::new("removing", &self.path.join(name))(e.into()))?;
+        self.remove_raw(&raw)
+    }
+
+    /// As [`Self::remove`], for a name that need not be UTF-8.
+    pub(crate) fn remove_raw(&self, raw: &CStr) -> IoResult<()> {
+        let name = &*raw.to_string_lossy();
+        let folder = match statat(&self.fd, raw, AtFlags::SYMLINK_NOFOLLOW) {
             Err(Errno::NOENT) => return Ok(()),
             Err(e) => return Err(self.fail("looking at", name)(e)),
-            Ok(stat) if FileType::from_raw_mode(stat.st_mode) != FileType::Directory => {
-                return self.unlink(name);
-            }
-            Ok(_) => {}
-        }
-        let folder = self.sub(name)?;
-        for inner in folder.entries()? {
-            folder.remove(&inner)?;
+            Ok(stat) => FileType::from_raw_mode(stat.st_mode) == FileType::Directory,
+        };
+        if folder {
+            let fd = openat(&self.fd, raw, DIR, Mode::empty())
+                .map_err(self.fail("opening folder", name))?;
+            let folder = Self { fd, path: self.path.join(OsStr::from_bytes(raw.to_bytes())) };
+            folder.names()?.iter().try_for_each(|inner| folder.remove_raw(inner))?;
         }
         self.step("removing", name)?;
-        self.unlinkat(name, AtFlags::REMOVEDIR)
+        self.unlinkat(raw, if folder { AtFlags::REMOVEDIR } else { AtFlags::empty() })
     }
 
     /// Removes an empty folder; a folder with content or a missing one is no error.
@@ -286,9 +315,24 @@ impl Dir {
         }
     }
 
-    /// The names in this folder, sorted. Names that are not UTF-8 are not ours, and are returned
-    /// with replacement characters.
+    /// The names in this folder, sorted. Names that are not UTF-8 are not ours, and are left out
+    /// ([`Self::foreign`]).
     pub(crate) fn entries(&self) -> IoResult<Vec<String>> {
+        let names = self.names()?.into_iter().filter_map(|name| name.into_string().ok());
+        let mut names: Vec<String> = names.collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// The names in this folder that are not UTF-8, with the bad bytes escaped.
+    pub(crate) fn foreign(&self) -> IoResult<Vec<String>> {
+        let mut names = self.names()?;
+        names.retain(|name| name.to_str().is_err());
+        Ok(names.iter().map(|name| name.to_bytes().escape_ascii().to_string()).collect())
+    }
+
+    /// All names in this folder, in no order.
+    pub(crate) fn names(&self) -> IoResult<Vec<CString>> {
         // A new descriptor, because the position of a listing belongs to the open file description:
         // each listing starts at the beginning and disturbs no other.
         let fd = openat(&self.fd, ".", DIR, Mode::empty()).map_err(self.fail("listing", ""))?;
@@ -296,13 +340,11 @@ impl Dir {
         let mut list = RawDir::new(fd, &mut buffer);
         let mut names = Vec::new();
         while let Some(entry) = list.next() {
-            let entry = entry.map_err(self.fail("listing", ""))?;
-            let name = entry.file_name().to_string_lossy().into_owned();
-            if name != "." && name != ".." {
+            let name = entry.map_err(self.fail("listing", ""))?.file_name().to_owned();
+            if !matches!(name.to_bytes(), b"." | b"..") {
                 names.push(name);
             }
         }
-        names.sort();
         Ok(names)
     }
 }

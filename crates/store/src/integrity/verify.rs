@@ -64,6 +64,11 @@ impl Stamp {
         Duration::from_nanos(u64::try_from(left).unwrap_or(u64::MAX))
     }
 
+    /// Whether every later write to the file changes its stamp.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.racy().is_zero()
+    }
+
     /// Whether only names and mode may have changed since `before`: a link, a rename, an unlink and
     /// a chmod change only the ctime.
     pub(crate) fn same_content(&self, before: &Self) -> bool {
@@ -163,18 +168,31 @@ pub(crate) mod hurry {
 pub(crate) mod after_reading {
     use std::cell::RefCell;
 
-    type Action = Box<dyn FnOnce()>;
+    type Action = Box<dyn FnMut()>;
 
     thread_local!(static ACTION: RefCell<Option<Action>> = const { RefCell::new(None) });
 
+    /// Calls `action` after the next file was read on this thread.
     pub(crate) fn once(action: impl FnOnce() + 'static) {
+        let mut action = Some(action);
+        each(move || {
+            if let Some(action) = action.take() {
+                action();
+            }
+        });
+    }
+
+    /// Calls `action` after each file that is read on this thread, until [`stop`].
+    pub(crate) fn each(action: impl FnMut() + 'static) {
         ACTION.set(Some(Box::new(action)));
     }
 
+    pub(crate) fn stop() {
+        ACTION.set(None);
+    }
+
     pub(super) fn reached() {
-        if let Some(action) = ACTION.take() {
-            action();
-        }
+        ACTION.with_borrow_mut(|action| action.as_mut().map(|action| action()));
     }
 }
 
@@ -205,7 +223,7 @@ impl Verifier {
         for ((path, hashed), stamp) in files.iter().zip(stamps) {
             let same = |stamp: &Stamp| {
                 stamp.same_content(&hashed.stamp)
-                    && stamp.racy().is_zero()
+                    && stamp.is_settled()
                     && Stamp::of(&hashed.file).is_ok_and(|now| now == *stamp)
             };
             *lock(&self.slot(path)) = stamp.filter(same).map(|s| (s, hashed.content.digest));
@@ -234,7 +252,7 @@ impl Verifier {
             return Ok(());
         }
         *known = None;
-        let settled = stamp.racy().is_zero();
+        let settled = stamp.is_settled();
         let got = digest(file, kind).map_err(IoError::new("reading", path))?;
         same(path, expected, &got)?;
         let after = Stamp::of(file).map_err(IoError::new("looking at", path))?;
@@ -250,7 +268,7 @@ impl Verifier {
     /// Goes on to trust a file of which another name was removed. `before` and `after` are its
     /// stamps around the removal.
     pub(crate) fn unlinked(&self, before: Stamp, after: Stamp) {
-        if !after.same_content(&before) || !after.racy().is_zero() {
+        if !after.same_content(&before) || !after.is_settled() {
             return;
         }
         // A slot that is locked belongs to a file that is being hashed now.
@@ -287,7 +305,7 @@ impl Verifier {
             return Ok(());
         }
         *known = None;
-        let settled = stamp.racy().is_zero();
+        let settled = stamp.is_settled();
         rewind(file).map_err(io)?;
         let mut bytes = Vec::new();
         file.take(cap + sealed::HEADER_BYTES as u64 + 1).read_to_end(&mut bytes).map_err(io)?;

@@ -143,6 +143,7 @@ impl Inner {
     }
 
     fn keep_block_index(&self, dir: &crate::blob::Dir, name: &str, bytes: &[u8]) -> IoResult<()> {
+        self.writable()?;
         let stage = self.stage()?;
         stage.write(name, bytes)?;
         stage.sync()?;

@@ -111,6 +111,7 @@ impl Store {
             return Err(PutError::Invalid { place: "size of the disk in bytes", expected, got });
         }
         let inner = &self.0;
+        inner.writable()?;
         let stage = inner.stage()?;
         let staged = stage.make("image")?;
         let file = staged.create(DISK)?;
@@ -197,7 +198,7 @@ impl Inner {
     }
 
     /// The snapshots and VMs that use the image `name`; with `replacement`, only those that need a
-    /// disk with another digest.
+    /// disk with another digest. A snapshot that another version of dayfly made may use each image.
     fn image_users(&self, name: &Name, replacement: Option<Digest>) -> IoResult<Vec<String>> {
         let mut by = Vec::new();
         let snapshots = manifest::list(&self.snapshots)?;
@@ -208,13 +209,12 @@ impl Inner {
         if replacement.is_none() || now != replacement {
             let holders = self.pins.all().into_iter().filter(|p| p.images.contains(name));
             by.extend(holders.map(|p| p.holder));
-            if now.is_some() {
-                let unreadable = snapshots.damaged.iter();
-                by.extend(
-                    unreadable.map(|(n, _)| {
-                        format!("snapshot {n} (perhaps: its manifest cannot be read)")
-                    }),
-                );
+            for (snapshot, error) in &snapshots.damaged {
+                if error.is_version() {
+                    by.push(format!("snapshot {snapshot} (perhaps: another version made it)"));
+                } else if now.is_some() {
+                    by.push(format!("snapshot {snapshot} (perhaps: its manifest cannot be read)"));
+                }
             }
         }
         Ok(by)

@@ -70,6 +70,7 @@ impl Store {
             }
         }
         let inner = &self.0;
+        inner.writable()?;
         let stage = inner.stage()?;
         let staged = stage.make("kernel")?;
         let stream = |what| move |source| PutError::Stream { what, source };

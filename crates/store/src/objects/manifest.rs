@@ -165,6 +165,14 @@ pub enum ManifestError {
     Damage(#[from] Damage),
 }
 
+impl ManifestError {
+    /// Whether another version of dayfly wrote the manifest, in an encoding that this one does not
+    /// read.
+    pub(crate) const fn is_version(&self) -> bool {
+        matches!(self, Self::Damage(damage) if damage.is_version())
+    }
+}
+
 /// The manifests in a folder. A damaged entry does not hide the others.
 #[derive(Debug)]
 pub struct Listing<T> {
@@ -172,6 +180,14 @@ pub struct Listing<T> {
     pub items: Vec<T>,
     /// Names of unreadable entries, each with the cause.
     pub damaged: Vec<(String, ManifestError)>,
+}
+
+impl<T> Listing<T> {
+    /// Takes an entry that another version of dayfly made, out of `damaged`.
+    pub(crate) fn other_version(&mut self) -> Option<(String, ManifestError)> {
+        let place = self.damaged.iter().position(|(_, error)| error.is_version())?;
+        Some(self.damaged.swap_remove(place))
+    }
 }
 
 /// Common to the three kinds of manifest.

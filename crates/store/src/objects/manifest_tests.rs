@@ -1,4 +1,5 @@
 use super::*;
+use crate::fixture_pages::golden;
 use std::path::Path;
 
 pub(crate) fn file_ref(n: u8) -> FileRef {
@@ -115,7 +116,12 @@ fn a_manifest_that_could_not_be_read_back_is_not_written() {
 /// unreadable: raise `VERSION`, read both versions, and add a line.
 #[test]
 fn the_bytes_of_each_version_are_frozen() {
-    let digest = |bytes: io::Result<Vec<u8>>| Digest::of(&bytes.unwrap()).to_string();
+    let frozen = |golden_file: &str, bytes: Vec<u8>, digest: &str| {
+        let frozen = golden(golden_file, &bytes);
+        assert_eq!(Digest::of(&frozen).to_string(), digest, "{golden_file}");
+        assert!(frozen == bytes, "{golden_file}: this version writes other bytes");
+        frozen
+    };
     let file = file_ref(3);
     let image = ImageManifest {
         name: "debian".parse().unwrap(),
@@ -132,35 +138,28 @@ fn the_bytes_of_each_version_are_frozen() {
         initrd: file,
         created_unix_ms: 1,
     };
-    assert_eq!(
-        digest(encode(&image)),
-        "34a6edfda9982aef61bb6f3bc62bb2ad9df6bfb7fa7751c79a211f6f139a090d"
-    );
-    assert_eq!(
-        digest(encode(&kernel)),
-        "ad7827daf71bd972f20bfdd3257fd56edef9b9905aa97e25709013672177424b"
-    );
+    let path = Path::new("/store/manifest");
+    let digest = "34a6edfda9982aef61bb6f3bc62bb2ad9df6bfb7fa7751c79a211f6f139a090d";
+    let bytes = frozen("image-1", encode(&image).unwrap(), digest);
+    assert_eq!(decode::<ImageManifest>(path, &bytes).unwrap(), image);
+    let digest = "ad7827daf71bd972f20bfdd3257fd56edef9b9905aa97e25709013672177424b";
+    let bytes = frozen("kernel-1", encode(&kernel).unwrap(), digest);
+    assert_eq!(decode::<KernelManifest>(path, &bytes).unwrap(), kernel);
+    // The ids of its layers are frozen with it.
     let mut manifest = snapshot("base", &[5, 6]);
-    assert_eq!(
-        digest(encode(&manifest)),
-        "05fc78ee07bc04ab3522196e1318d2587839df7af137b7d8a4045982736afc28"
-    );
+    let digest = "05fc78ee07bc04ab3522196e1318d2587839df7af137b7d8a4045982736afc28";
+    let bytes = frozen("snapshot-3", encode(&manifest).unwrap(), digest);
+    assert_eq!(read_back(&bytes).unwrap(), manifest);
     // Version 2, without ancestors.
     manifest.ancestors.clear();
     let json =
         serde_json::to_string_pretty(&manifest).unwrap().replace("  \"ancestors\": [],\n", "");
     let second = sealed::seal(&SnapshotManifest::MAGIC, 2, json.as_bytes());
-    assert_eq!(read_back(&second).unwrap(), manifest);
-    assert_eq!(
-        digest(Ok(second)),
-        "6e45e95c7f83c2080c6d18d5e3870fecc3dd1c5f22ca9fcf0ab36c73926f3253"
-    );
+    let digest = "6e45e95c7f83c2080c6d18d5e3870fecc3dd1c5f22ca9fcf0ab36c73926f3253";
+    assert_eq!(read_back(&frozen("snapshot-2", second, digest)).unwrap(), manifest);
     // Version 1, without network devices.
     let json = json.replace("  \"nets\": 0,\n", "");
     let first = sealed::seal(&SnapshotManifest::MAGIC, 1, json.as_bytes());
-    assert_eq!(read_back(&first).unwrap(), manifest);
-    assert_eq!(
-        digest(Ok(first)),
-        "0dadd0fb9ba46efe366f60022128290a7800c9d5f2be916b0bce7d3ce25ce994"
-    );
+    let digest = "0dadd0fb9ba46efe366f60022128290a7800c9d5f2be916b0bce7d3ce25ce994";
+    assert_eq!(read_back(&frozen("snapshot-1", first, digest)).unwrap(), manifest);
 }

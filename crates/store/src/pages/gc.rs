@@ -23,10 +23,13 @@ use crate::blob::IfTaken;
 use crate::errors::{Damage, IoError, IoResult};
 use crate::gc::allocated_below;
 use crate::inner::{Inner, Store};
+use crate::integrity::verify::Stamp;
 use crate::memory::{BLOCKS, Table};
 use crate::meter::Meter;
-use crate::objects::manifest;
+use crate::objects::manifest::{self, ImageManifest, SnapshotManifest};
 use crate::publish::OpenError;
+use crate::snapshots::files::TABLE;
+use dayfly_units::failpoint;
 use dayfly_units::sync::lock;
 use dayfly_units::{Digest, Name};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -71,6 +74,19 @@ pub enum GcPagesError {
         #[source]
         source: OpenError,
     },
+    /// Another version of dayfly made a snapshot, so the references are not known; nothing was
+    /// removed.
+    #[error(
+        "snapshot {snapshot}: another version of dayfly made it, so its pages are not known; \
+         start that version, or remove the snapshot"
+    )]
+    Version {
+        /// Name of the snapshot.
+        snapshot: String,
+        /// The version expected and the version found.
+        #[source]
+        source: OpenError,
+    },
     /// A page to copy was damaged between two reads.
     #[error(transparent)]
     Damage(#[from] Damage),
@@ -96,6 +112,7 @@ impl Store {
     /// # Errors
     /// [`GcPagesError`].
     pub fn gc_pages(&self) -> Result<GcPagesReport, GcPagesError> {
+        self.0.writable()?;
         let mut report = GcPagesReport::default();
         for tenant in self.0.tenant_names()? {
             let space = self.0.space(&tenant)?;
@@ -111,6 +128,7 @@ impl Store {
     /// # Errors
     /// [`GcPagesError`]; if [`Meter::stop`] ended the gc, nothing of the tenant was changed.
     pub fn gc_pages_of(&self, tenant: &Name, meter: &Meter) -> Result<GcPagesReport, GcPagesError> {
+        self.0.writable()?;
         let mut report = GcPagesReport::default();
         let space = self.0.space(tenant)?;
         self.0.collect(&space, &mut report, meter)?;
@@ -128,25 +146,66 @@ struct Victim {
     live: Vec<(u32, Digest)>,
 }
 
+/// The table of a snapshot, and the stamps of its files.
+struct ReadTable {
+    /// As [`Inner::stamps`]; `None` if the files must be read again.
+    stamps: Option<[Stamp; 2]>,
+    /// `None` if RAM is a file.
+    table: Option<Table>,
+}
+
+/// Tables by the names of their snapshots.
+type Tables = BTreeMap<String, ReadTable>;
+
 impl Inner {
-    /// The tables of all snapshots that have one, with the snapshots' names.
-    pub(crate) fn tables(&self) -> Result<Vec<(String, Table)>, GcPagesError> {
-        let mut tables = Vec::new();
+    /// The tables of all snapshots that have one.
+    pub(super) fn all_tables(&self) -> Result<Vec<Table>, GcPagesError> {
+        let (tables, _) = self.tables(Tables::new())?;
+        Ok(tables.into_values().filter_map(|read| read.table).collect())
+    }
+
+    /// The tables of all snapshots, by the snapshots' names, and how many were read. Those in
+    /// `known` are taken over, if their files are still the same.
+    fn tables(&self, mut known: Tables) -> Result<(Tables, usize), GcPagesError> {
+        let (mut tables, mut read) = (Tables::new(), 0);
         for name in self.snapshots.entries()? {
-            let read = self
-                .snapshots
-                .sub(&name)
-                .map_err(OpenError::from)
-                .and_then(|dir| self.table_in(&dir));
-            match read {
-                Ok(Some(table)) => tables.push((name, table)),
-                Ok(None) => {}
+            let current =
+                |known: &ReadTable| known.stamps.is_some() && known.stamps == self.stamps(&name);
+            if let Some(known) = known.remove(&name).filter(current) {
+                tables.insert(name, known);
+                continue;
+            }
+            read += 1;
+            // The stamps are taken before the files are read.
+            let stamps = self.stamps(&name);
+            match self.table_of(&name) {
+                Ok(table) => _ = tables.insert(name, ReadTable { stamps, table }),
                 // The snapshot was removed after it was listed.
                 Err(OpenError::Io(e)) if e.is_not_found() && !self.snapshots.has(&name)? => {}
+                Err(source) if source.is_version() => {
+                    return Err(GcPagesError::Version { snapshot: name, source });
+                }
                 Err(source) => return Err(GcPagesError::Unreadable { snapshot: name, source }),
             }
         }
-        Ok(tables)
+        Ok((tables, read))
+    }
+
+    fn table_of(&self, snapshot: &str) -> Result<Option<Table>, OpenError> {
+        let dir = self.snapshots.sub(snapshot)?;
+        // A snapshot of another version may have its pages elsewhere than in a table.
+        match manifest::read::<SnapshotManifest>(&dir) {
+            Err(e) if e.is_version() => Err(e.into()),
+            _ => self.table_in(&dir),
+        }
+    }
+
+    /// Stamps of a snapshot's manifest and table; `None` for a file that is absent, or changed so
+    /// lately that a change may leave the same stamp.
+    fn stamps(&self, snapshot: &str) -> Option<[Stamp; 2]> {
+        let folder = self.snapshots.path().join(snapshot);
+        let stamp = |file| Stamp::at(&folder.join(file)).ok().filter(Stamp::is_settled);
+        Some([stamp(manifest::FILE)?, stamp(TABLE)?])
     }
 
     fn collect(
@@ -158,18 +217,22 @@ impl Inner {
         meter.begin("looking for unused pages", 0);
         let _one_at_a_time = lock(&space.collecting);
         let _collecting = space.leases().collect();
-        let tables = {
+        // Most tables are read before the publish lock is taken, because creating VMs waits for it.
+        let (known, _) = self.tables(Tables::new())?;
+        let (tables, _) = {
             // The publish lock waits for a removal that is not synced: it may still fail, or a
             // crash may undo it, so its snapshot's pages must count until it is durable.
             let _publishing = self.publishing();
-            self.tables()?
+            self.tables(known)?
         };
+        let of_tenant = tables.values().filter_map(|read| read.table.as_ref());
         let named =
-            tables.iter().filter(|(_, t)| t.tenant == space.tenant).flat_map(|(_, t)| t.hashes());
+            of_tenant.filter(|table| table.tenant == space.tenant).flat_map(|table| table.hashes());
         let mut live: Vec<u64> = named.map(prefix).chain(space.leases().prefixes()).collect();
         live.sort_unstable();
         live.dedup();
         drop(tables);
+        failpoint::reached("store.gc_pages.marked");
         let victims = space.victims(&live, report, meter)?;
         if victims.is_empty() {
             let _changing = space.changing();
@@ -179,11 +242,14 @@ impl Inner {
         let source = LivePages::of(space, &victims, meter);
         meter.begin("copying pages out of packs that go", source.pages.len() as u64 * PAGE as u64);
         let staged = writer::stage(&stage, &space.tenant, &source)?;
+        failpoint::reached("store.gc_pages.staged");
         let _changing = space.changing();
         let packs = writer::publish(&stage, &space.dir, &space.tenant, &staged)?;
+        failpoint::reached("store.gc_pages.published");
         let written: u64 = packs.iter().map(|p| p.bytes).sum();
         let gone = space.change_over(victims, packs);
         self.retire_packs(space)?;
+        failpoint::reached("store.gc_pages.retired");
         report.packs += gone.len() as u64;
         report.rewritten_packs += gone.iter().filter(|v| !v.live.is_empty()).count() as u64;
         report.copied_pages += gone.iter().map(|v| v.live.len() as u64).sum::<u64>();
@@ -215,18 +281,20 @@ impl Inner {
         Ok(())
     }
 
-    /// Removes block indexes of files that are in no image and in no snapshot's layers. The indexes
-    /// are a cache.
+    /// Removes block indexes of files that are in no image and in no snapshot's layers, if all of
+    /// these are known. The indexes are a cache.
     fn collect_block_indexes(&self, report: &mut GcPagesReport) -> Result<(), GcPagesError> {
         if !self.root.has(BLOCKS)? {
             return Ok(());
         }
-        let images = manifest::list::<crate::ImageManifest>(&self.images)?
-            .items
-            .into_iter()
-            .map(|i| i.disk.digest);
-        let snapshots = manifest::list::<crate::SnapshotManifest>(&self.snapshots)?.items;
+        let mut images = manifest::list::<ImageManifest>(&self.images)?;
+        let mut snapshots = manifest::list::<SnapshotManifest>(&self.snapshots)?;
+        if images.other_version().is_some() || snapshots.other_version().is_some() {
+            return Ok(());
+        }
+        let images = images.items.into_iter().map(|i| i.disk.digest);
         let layers = snapshots
+            .items
             .iter()
             .flat_map(|s| s.disks.iter().flat_map(|d| &d.layers))
             .map(|l| l.data.digest);

@@ -60,6 +60,55 @@ fn a_lease_taken_while_a_gc_works_is_seen_and_one_that_ended_meanwhile_too() {
 }
 
 #[test]
+fn a_reader_that_comes_late_does_not_keep_a_removed_pack_open() {
+    let root = tempfile::tempdir().unwrap();
+    let store = Store::open(root.path()).unwrap();
+    let space = store.tenant(&name("one")).unwrap().space;
+    drop(store.tenant(&name("one")).unwrap().put(&file(&pages(0..100)), &[]).unwrap());
+    let found = space.find(&Digest::of(&page(8))).unwrap().unwrap();
+    assert!(space.keeps_open(found.number));
+    let victims =
+        space.victims(&[], &mut crate::GcPagesReport::default(), &crate::Meter::default());
+    assert_eq!(space.change_over(victims.unwrap(), Vec::new()).len(), 1);
+    assert!(!space.keeps_open(found.number));
+    // The gc has not removed the file yet.
+    space.file(found.number, &found.pack).unwrap();
+    assert!(!space.keeps_open(found.number));
+}
+
+#[test]
+fn tables_are_read_again_only_if_they_changed() {
+    let root = tempfile::tempdir().unwrap();
+    let (store, one) = (store(root.path()), name("one"));
+    for (snapshot, seed) in [("a", 5), ("b", 6), ("c", 7)] {
+        bake_paged(&store, snapshot, seed, &ram(1..40), &PagedSpec::of(&one)).unwrap();
+    }
+    let inner = &store.0;
+    let settle = |snapshots: &[&str]| {
+        while snapshots.iter().any(|snapshot| inner.stamps(snapshot).is_none()) {
+            std::thread::yield_now();
+        }
+    };
+    settle(&["a", "b", "c"]);
+    let (known, read) = inner.tables(super::Tables::new()).unwrap();
+    assert_eq!((known.len(), read), (3, 3));
+    let (known, read) = inner.tables(known).unwrap();
+    assert_eq!((known.len(), read), (3, 0), "the lock is held for as long as it takes to read");
+    // One goes, one is replaced by another under its name, one is new.
+    store.remove_snapshot(&name("a")).unwrap();
+    store.remove_snapshot(&name("b")).unwrap();
+    for (snapshot, seed) in [("b", 8), ("d", 9)] {
+        let pages = ram(100 * u64::from(seed)..100 * u64::from(seed) + 40);
+        bake_paged(&store, snapshot, seed, &pages, &PagedSpec::of(&one)).unwrap();
+    }
+    let (known, read) = inner.tables(known).unwrap();
+    assert_eq!((known.keys().map(String::as_str).collect::<String>(), read), ("bcd".into(), 2));
+    let fresh = inner.tables(super::Tables::new()).unwrap().0;
+    let tables = |of: super::Tables| of.into_values().map(|read| read.table).collect::<Vec<_>>();
+    assert!(tables(known) == tables(fresh));
+}
+
+#[test]
 fn a_damaged_page_keeps_its_pack_and_is_reported() {
     let root = tempfile::tempdir().unwrap();
     let store = Store::open(root.path()).unwrap();

@@ -11,6 +11,7 @@ use crate::inner::Inner;
 use crate::meter::Meter;
 use crate::sparse::is_zero;
 use crate::workers;
+use dayfly_units::failpoint;
 use dayfly_units::{Digest, PAGE_SIZE};
 use std::collections::HashSet;
 use std::fs::File;
@@ -141,11 +142,14 @@ impl Space {
         let fresh: Vec<(u32, Digest)> = fresh.into_iter().flatten().collect();
         let stats = PutStats { pages: wanted.len() as u64, new_pages: fresh.len() as u64 };
         if !fresh.is_empty() {
+            inner.writable()?;
             let stage = inner.stage()?;
             meter.begin("storing new pages", fresh.len() as u64 * PAGE_SIZE);
             let source = FilePages { file, pages: &fresh, path: self.dir.path(), meter };
             let staged = writer::stage(&stage, &self.tenant, &source)?;
+            failpoint::reached("store.put_pages.staged");
             self.publish(&stage, staged)?;
+            failpoint::reached("store.put_pages.published");
         }
         Ok((stats, lease))
     }

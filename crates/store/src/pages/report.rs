@@ -14,8 +14,8 @@ impl Tenant {
     /// # Errors
     /// A snapshot's table cannot be read.
     pub fn stats(&self) -> Result<Pages, GcPagesError> {
-        let tables = self.inner.tables()?;
-        Ok(self.space.stats(tables.iter().map(|(_, table)| table)))
+        let tables = self.inner.all_tables()?;
+        Ok(self.space.stats(tables.iter()))
     }
 }
 

@@ -23,7 +23,7 @@ pub(crate) struct Space {
     pub(crate) tenant: Name,
     pub(crate) dir: Dir,
     state: RwLock<State>,
-    files: Mutex<Vec<(u32, Arc<File>)>>,
+    files: Mutex<Files>,
     leases: Arc<Leases>,
     /// Locked by the running gc, so that only one runs.
     pub(super) collecting: Mutex<()>,
@@ -33,6 +33,16 @@ pub(crate) struct Space {
     /// A put holds it from the rename into the folder until the index has the pack. A gc holds it
     /// from the change of the index until the files are out of the folder.
     changing: Mutex<()>,
+}
+
+/// The open files of packs.
+#[derive(Debug, Default)]
+struct Files {
+    /// By number, the one opened first in front.
+    open: Vec<(u32, Arc<File>)>,
+    /// Numbers of packs that were removed. A reader that found such a pack before may still open
+    /// its file; it is not kept, because it would take its space on disk until 64 others are open.
+    gone: BTreeSet<u32>,
 }
 
 #[derive(Debug, Default)]
@@ -132,7 +142,7 @@ impl Space {
         lock(&self.changing)
     }
 
-    fn files(&self) -> MutexGuard<'_, Vec<(u32, Arc<File>)>> {
+    fn files(&self) -> MutexGuard<'_, Files> {
         lock(&self.files)
     }
 
@@ -194,21 +204,32 @@ impl Space {
 
     /// The open file of a pack, from the cache or newly opened.
     pub(crate) fn file(&self, number: u32, pack: &Pack) -> IoResult<Arc<File>> {
-        if let Some((_, file)) = self.files().iter().find(|(n, _)| *n == number) {
+        if let Some((_, file)) = self.files().open.iter().find(|(n, _)| *n == number) {
             return Ok(Arc::clone(file));
         }
         let file = Arc::new(self.dir.open(&pack.id.to_string())?);
         let mut files = self.files();
-        if files.len() >= OPEN_FILES {
-            files.remove(0);
+        if files.gone.contains(&number) {
+            return Ok(file);
         }
-        files.push((number, Arc::clone(&file)));
+        if files.open.len() >= OPEN_FILES {
+            files.open.remove(0);
+        }
+        files.open.push((number, Arc::clone(&file)));
         Ok(file)
     }
 
     /// Closes the files of packs that were removed.
     pub(crate) fn close(&self, gone: &BTreeSet<u32>) {
-        self.files().retain(|(number, _)| !gone.contains(number));
+        let mut files = self.files();
+        files.open.retain(|(number, _)| !gone.contains(number));
+        files.gone.extend(gone);
+    }
+
+    /// Whether the file of a pack is kept open.
+    #[cfg(test)]
+    pub(super) fn keeps_open(&self, number: u32) -> bool {
+        self.files().open.iter().any(|(n, _)| *n == number)
     }
 
     /// The error for a missing page.

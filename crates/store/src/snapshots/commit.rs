@@ -21,6 +21,7 @@ use crate::objects::types::{ChainLayer, FileRef, LayerRef, VmLayer};
 use crate::publish::seal;
 use crate::vms::pins::{Pin, Pinned};
 use dayfly_units::Digest;
+use dayfly_units::failpoint;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::ops::Range;
@@ -114,8 +115,10 @@ impl SavedSnapshot {
             .iter()
             .map(|d| staged.disk(&inner, &stage, d))
             .collect::<Result<Vec<_>, _>>()?;
+        failpoint::reached("store.prepare.layers_staged");
         let moves = merge.and_then(|merge| staged.flatten(&inner, &stage, &mut disks, merge));
         ram::seal(&memory_file, free)?;
+        failpoint::reached("store.prepare.done");
         let manifest = SnapshotManifest {
             name,
             created_unix_ms: Store::now_unix_ms(),
@@ -223,14 +226,17 @@ impl Prepared {
                 (ram, Some(lease), resident.map_err(IoError::new("opening", dir.path()))?)
             }
         };
+        failpoint::reached("store.commit.memory_staged");
         manifest.memory = ram;
         seal(&dir, &manifest)?;
+        failpoint::reached("store.commit.manifest_staged");
         // Pinned before it is published, because afterwards it may be removed and its layers
         // collected.
         let pin =
             inner.pins.pin(Pinned::of(&manifest, format!("the VM of snapshot {}", manifest.name)));
         inner.publish_snapshot(&stage, &manifest, &mut staged)?;
         // The snapshot is published: no step may fail from here on.
+        failpoint::reached("store.commit.published");
         let folder = inner.snapshots.path().join(manifest.name.as_str());
         let mut files = vec![(folder.join(STATE), &state)];
         files.extend(memory_file.as_ref().map(|memory| (folder.join(MEMORY), memory)));
@@ -323,7 +329,13 @@ impl Inner {
         staged: &mut Staged,
     ) -> Result<(), CommitError> {
         let by = format!("snapshot {}", manifest.name);
+        // Layers that are stored already are verified here, so that they are not hashed while the
+        // publish lock is held: creating VMs waits for it.
+        for layer in &staged.layers {
+            let _checked_below = self.open_layer(&layer.layer, &by);
+        }
         let _publishing = self.publishing();
+        self.writable()?;
         if self.snapshots.has(manifest.name.as_str())? {
             return Err(CommitError::Exists { name: manifest.name.clone() });
         }
@@ -339,12 +351,14 @@ impl Inner {
             self.publish_layer(stage, layer)?;
         }
         self.layers.sync()?;
+        failpoint::reached("store.commit.layers_published");
         match stage.rename("snapshot", &self.snapshots, manifest.name.as_str(), IfTaken::Refuse) {
             Err(e) if e.source.kind() == std::io::ErrorKind::AlreadyExists => {
                 return Err(CommitError::Exists { name: manifest.name.clone() });
             }
             other => other?,
         }
+        failpoint::reached("store.commit.renamed");
         if let Err(error) = self.snapshots.sync() {
             // The rename may be durable or not. An error must mean that there is no snapshot, so
             // undo it.

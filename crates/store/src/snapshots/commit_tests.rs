@@ -1,10 +1,12 @@
 use crate::fixture::{Vm, assert_is, name, reopen, store};
 use crate::fixture_pages::{PAGE, bytes, ram, restored, saved};
-use crate::integrity::verify::Stamp;
+use crate::integrity::verify::{Stamp, after_reading};
 use crate::{ChainLayer, Kind, Known, OpenSnapshot, PageReader, PagedSpec, Plan, Store};
 use dayfly_units::VmId;
+use std::cell::RefCell;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::PathBuf;
+use std::rc::Rc;
 
 const FREE: std::ops::Range<u32> = 100..200;
 
@@ -145,6 +147,30 @@ fn stored_layers_are_not_hashed_again_when_the_vm_releases_its_own() {
         std::fs::set_permissions(layer.join("data"), PermissionsExt::from_mode(0o600)).unwrap();
         assert!(!hashed(), "a change that the store did not make");
     }
+}
+
+#[test]
+fn a_layer_that_is_stored_already_is_not_hashed_while_creations_wait() {
+    let root = tempfile::tempdir().unwrap();
+    let mut vm = {
+        let store = store(root.path());
+        published_but_not_noted(&store).0
+    };
+    // This process has verified nothing yet, and stores the same layer again.
+    let store = reopen(root.path());
+    let saved = {
+        let mut writer = store.snapshot_writer(&name("again")).unwrap();
+        let freeze = writer.freeze(&vm.writable).unwrap();
+        vm.chain.push(freeze.frozen);
+        writer.saved()
+    };
+    let (free, same) = (Rc::new(RefCell::new(Vec::new())), store.clone());
+    let seen = free.clone();
+    after_reading::each(move || seen.borrow_mut().push(same.0.publish.try_lock().is_ok()));
+    saved.commit(&vm.spec(3, None)).unwrap();
+    after_reading::stop();
+    let free = free.borrow();
+    assert!(free.len() > 4 && free.iter().all(|free| *free), "{free:?}");
 }
 
 impl Store {

@@ -28,6 +28,7 @@ use crate::objects::types::{DATA, LayerRef, MAP, VmLayer};
 use crate::publish::OpenError;
 use crate::sparse::{SparseHasher, is_zero, next_data};
 use crate::vms::layers::next_number;
+use dayfly_units::failpoint;
 use dayfly_units::{PAGE_SIZE, VmId};
 use std::fs::File;
 use std::ops::Range;
@@ -267,7 +268,10 @@ impl Store {
             let (dir, name, file) = (&dir, name.as_str(), &file);
             let mut copy = Copy { dir, name, file, hasher: None, from: 0, end: size_bytes };
             runs.into_iter().try_for_each(|(layer, bytes)| copy.run(&data, layer, bytes))?;
-            Ok(dir.write(&merged.map_name(), &map)?)
+            failpoint::reached("store.merge.data_written");
+            dir.write(&merged.map_name(), &map)?;
+            failpoint::reached("store.merge.map_written");
+            Ok(())
         };
         match made() {
             Ok(()) => Ok(Some(merged)),

@@ -106,6 +106,7 @@ impl Store {
 
     fn writer(&self, name: &Name, in_memory: Option<u64>) -> Result<SnapshotWriter, CommitError> {
         let inner = Arc::clone(&self.0);
+        inner.writable()?;
         if inner.snapshots.has(name.as_str())? {
             return Err(CommitError::Exists { name: name.clone() });
         }

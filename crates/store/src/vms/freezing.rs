@@ -4,6 +4,7 @@ use crate::errors::IoError;
 use crate::inner::{Inner, Store};
 use crate::objects::types::{ChainLayer, VmLayer};
 use crate::vms::layers::next_number;
+use dayfly_units::failpoint;
 use std::fs::File;
 use std::sync::Arc;
 
@@ -61,7 +62,9 @@ impl Freezing {
         let next = VmLayer { number: next_number(&dir, writable.disk)?, ..*writable };
         let next_data = self.store.fresh_file(&dir, &next.data_name())?;
         self.undo.push((*writable, next));
+        failpoint::reached("store.freeze.next_made");
         let map = self.store.fresh_file(&dir, &writable.map_name())?;
+        failpoint::reached("store.freeze.map_made");
         Ok(Freeze { frozen: ChainLayer::Frozen(*writable), read_only, map, next, next_data })
     }
 

@@ -11,6 +11,7 @@ use crate::errors::{IoError, IoResult};
 use crate::inner::{Inner, Store};
 use crate::objects::types::{DATA, MAP, VmLayer};
 use dayfly_sys::writers::{Writers, writers};
+use dayfly_units::failpoint;
 use dayfly_units::sync::lock;
 use std::fs::File;
 use std::path::Path;
@@ -95,7 +96,9 @@ impl Inner {
             stage.copy(name, file)?;
         }
         let (new_data, new_map) = (stage.open(DATA)?, stage.open(MAP)?);
+        failpoint::reached("store.copy_layer.copied");
         stage.rename(MAP, dir, &layer.map_name(), IfTaken::Exchange)?;
+        failpoint::reached("store.copy_layer.map_exchanged");
         stage.rename(DATA, dir, &layer.data_name(), IfTaken::Exchange)?;
         let replaced = Some(ReplacedLayer { layer: *layer, data, map });
         Ok(FrozenLayer { data: new_data, map: new_map, replaced })

@@ -6,6 +6,7 @@ use crate::errors::{IoError, IoResult};
 use crate::inner::Store;
 use crate::objects::types::VmLayer;
 use dayfly_units::VmId;
+use dayfly_units::failpoint;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -59,9 +60,9 @@ impl Store {
         self.0.shared.release(layer)
     }
 
-    /// Releases layers of a VM that stored ones replaced ([`crate::Committed::replaced`]), after the
-    /// VM's record was written: until then a new daemon looks for them. The stored layers are not
-    /// hashed again, although they lose a name.
+    /// Releases layers of a VM that stored ones replaced ([`crate::Committed::replaced`]), after
+    /// the VM's record was written: until then a new daemon looks for them. The stored layers are
+    /// not hashed again, although they lose a name.
     ///
     /// # Errors
     /// The host cannot remove a file. The files that are left are removed with the VM.
@@ -77,6 +78,7 @@ impl Store {
     pub fn remove_vm(&self, vm: VmId) -> Result<(), IoError> {
         for _ in 1..EMPTIED {
             self.keep_vm_layers(vm, &[])?;
+            failpoint::reached("store.remove_vm.emptied");
             // If a layer is still referenced, dropping its last reference removes the folder.
             // Otherwise a file was added meanwhile, and the folder is emptied again.
             let shared = self.0.shared.of_vm(vm);

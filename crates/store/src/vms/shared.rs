@@ -12,6 +12,7 @@ use crate::integrity::verify::{Stamp, Verifier};
 use crate::objects::types::VmLayer;
 use dayfly_units::VmId;
 use dayfly_units::error::chain;
+use dayfly_units::failpoint;
 use dayfly_units::sync::lock;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -88,7 +89,10 @@ impl SharedLayers {
         let dir = self.folder(layer)?;
         self.end(dir.as_ref(), layer)?;
         drop(all);
-        self.remove(dir.as_ref(), layer)
+        failpoint::reached("store.release_layer.map_removed");
+        self.remove(dir.as_ref(), layer)?;
+        failpoint::reached("store.release_layer.data_removed");
+        Ok(())
     }
 
     /// The folder of the layer's VM; `None` if it is gone.

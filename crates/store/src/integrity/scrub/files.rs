@@ -1,6 +1,6 @@
 //! Searches images, kernels, layers and block indexes.
 
-use super::{Object, Read, Scrub, entry};
+use super::{Finding, Object, Read, Scrub, entry};
 use crate::blob::Dir;
 use crate::errors::{Damage, IoError};
 use crate::integrity::verify::{self, Kind};
@@ -36,6 +36,28 @@ impl Scrub<'_> {
     fn digest(&self, dir: &Dir, name: &str, file: &File, kind: Kind) -> Read<FileRef> {
         let got = verify::digest_with(file, kind, &|bytes| self.meter.step(bytes));
         Ok(got.map_err(IoError::new("reading", &dir.path().join(name)))?)
+    }
+
+    /// Lists entries whose names are not UTF-8. No other operation sees them.
+    pub(super) fn foreign(&mut self) -> Result<(), IoError> {
+        let inner = self.inner;
+        let folders = [
+            (Object::Image, &inner.images),
+            (Object::Kernel, &inner.kernels),
+            (Object::Layer, &inner.layers),
+            (Object::Snapshot, &inner.snapshots),
+        ];
+        for (object, dir) in folders {
+            for name in dir.foreign()? {
+                let text = format!(
+                    "{}: expected names in UTF-8, got {name}, which dayfly did not make; move it \
+                     to another folder",
+                    dir.path().display()
+                );
+                self.list(Finding { object, name, text, snapshots: Vec::new() });
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn images(&mut self) -> Result<(), IoError> {

@@ -56,6 +56,7 @@ impl<'a> Scrub<'a> {
                 }
             }
         } else {
+            scrub.foreign()?;
             for name in scrub.inner.snapshots.entries()? {
                 match name.parse() {
                     Ok(name) => _ = scrub.plan_snapshot(&name, &mut total)?,
