@@ -213,19 +213,6 @@ mod tests {
     }
 
     #[test]
-    fn a_run_folder_without_its_lock_file_is_locked() {
-        let run = tempfile::tempdir().unwrap();
-        let config = Config { run: run.path().into(), ..crate::fixture::config(run.path()) };
-        let first = lock(&config).unwrap();
-        for _ in 0..2 {
-            assert!(lock(&config).unwrap_err().to_string().contains("held by another dayflyd"));
-            std::fs::remove_file(config.lock()).unwrap();
-        }
-        drop(first);
-        lock(&config).unwrap();
-    }
-
-    #[test]
     fn a_folder_that_others_could_change_is_refused_and_one_that_they_could_read_is_closed() {
         let outer = tempfile::tempdir().unwrap();
         let path = outer.path().join("a/b");

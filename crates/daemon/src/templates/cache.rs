@@ -3,6 +3,7 @@
 
 use crate::base::error::{ApiError, Outcome};
 use crate::model::disk::Disk;
+use crate::templates::objects::{shown_image, shown_kernel};
 use crate::templates::open::OpenTemplate;
 use crate::templates::pagers::Pagers;
 use crate::templates::pending::PendingSnapshots;
@@ -11,8 +12,8 @@ use crate::templates::sharing;
 use dayfly_api::types::{self, ErrorCode};
 use dayfly_host::reaper::Reapers;
 use dayfly_store::{
-    Digest, Image, ImageManifest, ImageSpec, Kernel, KernelManifest, KernelSpec, LayerId, Listing,
-    Pin, Resident, SnapshotManifest, Store, VmLayer,
+    Digest, Image, ImageSpec, Kernel, KernelSpec, LayerId, Listing, Pin, Resident,
+    SnapshotManifest, Store, VmLayer,
 };
 use dayfly_units::{Name, VmId, error::chain, failpoint, sync::lock};
 use std::collections::HashMap;
@@ -482,27 +483,6 @@ impl TemplateCache {
     #[must_use]
     pub fn vms_folder(&self) -> PathBuf {
         self.store.root().join("vms")
-    }
-}
-
-fn shown_image(manifest: ImageManifest) -> types::Image {
-    types::Image {
-        name: manifest.name,
-        digest: manifest.disk.digest.to_string(),
-        size_bytes: manifest.disk.bytes,
-        stored_bytes: manifest.disk.data_bytes,
-        created_unix_ms: manifest.created_unix_ms,
-        source: manifest.source,
-        config: manifest.config,
-    }
-}
-
-fn shown_kernel(manifest: KernelManifest) -> types::Kernel {
-    types::Kernel {
-        name: manifest.name,
-        release: manifest.release,
-        digest: manifest.digest.to_string(),
-        created_unix_ms: manifest.created_unix_ms,
     }
 }
 

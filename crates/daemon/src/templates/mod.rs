@@ -6,6 +6,7 @@ mod errors;
 pub mod fork_point;
 pub mod garbage;
 pub mod memory_backing;
+mod objects;
 pub mod open;
 pub mod pagers;
 pub mod pending;
