@@ -3,11 +3,16 @@
 use crate::files::{self, FileError};
 use crate::machine::Machine;
 use crate::run_state::{Ended, Running, boot_id, unix_ms};
+use crate::start::kernel_crashed;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Lines of the console in a report.
+/// The last lines of the console in a report.
 const CONSOLE_LINES: usize = 5;
+/// Lines of a crash before these, in a report. Registers and a call trace follow them.
+const CRASH_LINES: usize = 2;
+/// Lines of the console among which a crash is looked for.
+const CONSOLE_SEARCHED_LINES: usize = 200;
 
 /// The end of a machine, reported to the next command.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -86,6 +91,14 @@ pub(crate) fn end_of(running: Option<&Running>, ended: Option<Ended>) -> Option<
     Some(Ended { at_unix_ms: 0, vms, ..Ended::now(false, cause.to_owned()) })
 }
 
+/// The first lines that show a crash, and the last lines.
+fn end_of_console(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    let (before, last) = lines.split_at(lines.len().saturating_sub(CONSOLE_LINES));
+    let crash = before.iter().filter(|line| kernel_crashed(line)).take(CRASH_LINES);
+    crash.chain(last).copied().collect::<Vec<_>>().join("\n")
+}
+
 impl Machine {
     /// The report of the last end, for a caller that holds the command lock of a machine that is
     /// down. `None` if it was reported before. An end that was asked for and had no VMs needs no
@@ -104,7 +117,7 @@ impl Machine {
         let console = if asked {
             String::new()
         } else {
-            files::tail(&self.layout.console_log(), CONSOLE_LINES)
+            end_of_console(&files::tail(&self.layout.console_log(), CONSOLE_SEARCHED_LINES))
         };
         Ok(Some(EndReport {
             at_unix_ms: (end.at_unix_ms > 0).then_some(end.at_unix_ms),
@@ -258,6 +271,17 @@ mod tests {
         files::write_json(&machine.layout.running(), &running(8, "b")).unwrap();
         assert!(machine.first_notice("3"));
         assert!(!machine.first_notice("3"));
+    }
+
+    #[test]
+    fn a_crash_is_quoted_although_a_call_trace_follows_it() {
+        let trace = (0..30).map(|n| format!("trace {n}\n")).collect::<String>();
+        let text = format!("before\nKernel panic - not syncing: why\n{trace}");
+        let quoted = end_of_console(&text);
+        assert_eq!(quoted.lines().count(), 1 + CONSOLE_LINES, "{quoted}");
+        assert!(quoted.starts_with("Kernel panic - not syncing: why\ntrace 25\n"), "{quoted}");
+        assert_eq!(end_of_console("Oops: one\ntwo"), "Oops: one\ntwo");
+        assert_eq!(end_of_console(""), "");
     }
 
     #[test]
