@@ -64,7 +64,7 @@ pub const FAILPOINTS: &[&str] = &[
 /// The failpoints of `dayflyd`.
 #[must_use]
 pub fn all() -> Vec<&'static str> {
-    FAILPOINTS.to_vec()
+    [FAILPOINTS, dayfly_store::FAILPOINTS].concat()
 }
 
 #[cfg(test)]

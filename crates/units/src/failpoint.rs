@@ -6,6 +6,7 @@
 //! | action | armed by | at the chosen pass |
 //! |---|---|---|
 //! | end | [`arm_from_env`], once at the start of a program | the process sends itself SIGKILL |
+//! | end | the file that the environment names, when it is there | likewise |
 //! | hold | [`hold`], in a test of the same process | the pass blocks until the test goes on |
 //!
 //! A crate that has failpoints lists their names in `FAILPOINTS`. A test compares the list with
@@ -14,17 +15,20 @@
 use crate::sync::lock;
 use rustix::process::{Signal, getpid, kill_process};
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::{fs, io};
 
-/// The environment variable that arms a failpoint: `NAME`, or `NAME:COUNT` for a later pass.
+/// The environment variable that arms a failpoint: `NAME`, or `NAME:COUNT` for a later pass. Or it
+/// is `@PATH`: a file with that text arms the failpoint, from the first pass that finds the file.
 pub const VARIABLE: &str = "DAYFLY_FAILPOINT";
 
 /// Whether a failpoint is armed.
 static ARMED: AtomicBool = AtomicBool::new(false);
 static STATE: Mutex<Option<Armed>> = Mutex::new(None);
+/// The file that arms a failpoint, and the names that it may have.
+static FILE: Mutex<Option<(PathBuf, Vec<String>)>> = Mutex::new(None);
 static CHANGED: Condvar = Condvar::new();
 /// Held while a test has a failpoint, because a process has one at a time.
 static ONE: Mutex<()> = Mutex::new(());
@@ -75,6 +79,9 @@ pub fn reached(name: &'static str) {
 #[cold]
 fn passed(name: &'static str) {
     let mut state = lock(&STATE);
+    if state.is_none() {
+        *state = armed_by_file();
+    }
     let Some(armed) = state.as_mut().filter(|armed| armed.name == name && armed.left > 0) else {
         return;
     };
@@ -94,6 +101,22 @@ fn passed(name: &'static str) {
     }
 }
 
+/// What the file arms, if it is there. Ends the process if the file has a wrong text, because a test
+/// would wait for ever.
+fn armed_by_file() -> Option<Armed> {
+    let file = lock(&FILE);
+    let (path, known) = file.as_ref()?;
+    let text = fs::read_to_string(path).ok()?;
+    let known: Vec<&str> = known.iter().map(String::as_str).collect();
+    match parse(text.trim(), &known) {
+        Ok((name, left)) => Some(Armed { name, left, action: Action::End }),
+        Err(error) => {
+            eprintln!("{}: {error}", path.display());
+            std::process::abort();
+        }
+    }
+}
+
 /// Arms the failpoint that the environment names, one of `known`: this process will end there.
 /// Returns the value of the variable. To be called once, before the first failpoint.
 ///
@@ -104,6 +127,12 @@ pub fn arm_from_env(known: &[&str]) -> Result<Option<String>, ArmError> {
     let value = value.to_string_lossy().into_owned();
     if value.is_empty() {
         return Ok(None);
+    }
+    if let Some(path) = value.strip_prefix('@') {
+        let known = known.iter().map(ToString::to_string).collect();
+        *lock(&FILE) = Some((path.into(), known));
+        ARMED.store(true, Ordering::Relaxed);
+        return Ok(Some(value));
     }
     let (name, left) = parse(&value, known)?;
     *lock(&STATE) = Some(Armed { name, left, action: Action::End });

@@ -69,7 +69,7 @@ fn store(bed: &Testbed) -> Result<()> {
 pub async fn testbed() -> Result<Testbed> {
     let mut bed = Testbed::new()?;
     store(&bed)?;
-    bed.start(None).await?;
+    bed.start().await?;
     let boot = BootSource {
         image: name(GUEST)?,
         kernel: Some(name(GUEST)?),

@@ -1,8 +1,8 @@
 //! The daemon is killed at each named step of each operation, and started again.
 //!
 //! ```text
-//!  daemon with an armed failpoint ─▶ VM b ─▶ operation on b ─▶ SIGKILL at the failpoint
-//!       ─▶ daemon without one: VM a, which lives through all kills, and b are checked
+//!  VM b is created ─▶ a failpoint is armed ─▶ operation on b ─▶ the daemon kills itself there
+//!       ─▶ the next daemon: VM a, which lives through all kills, and b are checked
 //! ```
 //!
 //! Programs, VMMs and pagers are the real ones, on bare `/dev/kvm`. The guests write to memory and
@@ -44,13 +44,12 @@ const SOME: [&str; 9] = [
 
 /// Kills one daemon, and checks what the next one has.
 async fn kill(bed: &mut Testbed, a: &mut Living, case: &Case) -> Result<&'static str> {
-    bed.stop()?;
-    bed.start(Some(&case.armed())).await?;
     let b = Living::new(guest::create(bed, "b").await?, bed)?;
     operation::prepare(bed, &b, case.operation).await.context("before the operation")?;
+    bed.arm(&case.armed())?;
     operation::run(bed, &b, case.operation).await?;
     bed.died()?;
-    bed.start(None).await?;
+    bed.start().await?;
     check::after(bed, a, b, case.operation).await
 }
 
@@ -77,6 +76,11 @@ async fn kill_all(cases: &[Case]) {
                 failures.push(format!("{case}: {error:#}\nthe daemons' log:\n{log}"));
             }
         }
+    }
+    if let Some((mut bed, _)) = bed
+        && let Err(error) = bed.stop()
+    {
+        failures.push(format!("at the end: {error:#}"));
     }
     let points: BTreeSet<_> = cases.iter().map(|case| case.point).collect();
     println!("{} kills at {} failpoints", cases.len(), points.len());
@@ -105,7 +109,8 @@ async fn a_daemon_killed_at_every_step_leaves_each_vm_and_operation_whole() {
 
 #[test]
 fn every_failpoint_has_a_case() {
-    let points: BTreeSet<_> = cases().into_iter().map(|case| case.point).collect();
+    let killed = cases().into_iter().map(|case| case.point);
+    let points: BTreeSet<_> = killed.chain(operation::ELSEWHERE.map(|(point, _)| point)).collect();
     let all: BTreeSet<_> = dayfly_daemon::failpoints::all().into_iter().collect();
     assert_eq!(points, all);
     let operations: BTreeSet<_> = cases().iter().map(|case| case.operation).collect();

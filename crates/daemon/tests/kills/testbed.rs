@@ -54,8 +54,21 @@ impl Testbed {
         self.run().join(format!("vms/{vm}/{file}"))
     }
 
-    /// Starts a daemon, with this failpoint armed.
-    pub async fn start(&mut self, armed: Option<&str>) -> Result<()> {
+    /// The file that arms a failpoint.
+    fn arming_file(&self) -> PathBuf {
+        self.folder.path().join("failpoint")
+    }
+
+    /// Arms a failpoint of the daemon that runs. Renamed, so that the daemon reads a whole text.
+    pub fn arm(&self, text: &str) -> Result<()> {
+        let beside = self.folder.path().join("failpoint.new");
+        std::fs::write(&beside, text)?;
+        Ok(std::fs::rename(beside, self.arming_file())?)
+    }
+
+    /// Starts a daemon. No failpoint is armed yet.
+    pub async fn start(&mut self) -> Result<()> {
+        let _not_there = std::fs::remove_file(self.arming_file());
         let program = Path::new(env!("CARGO_BIN_EXE_dayflyd"));
         let vmm = program.with_file_name("dayfly-vmm");
         ensure!(vmm.is_file(), "{}: build it first: cargo build --release", vmm.display());
@@ -64,7 +77,7 @@ impl Testbed {
             .env("DAYFLY_STATE", self.state())
             .env("DAYFLY_RUN", self.run())
             .env("DAYFLY_VMM", vmm)
-            .env(failpoint::VARIABLE, armed.unwrap_or_default())
+            .env(failpoint::VARIABLE, format!("@{}", self.arming_file().display()))
             .env_remove("RUST_LOG")
             .args(["--overcommit", "1000", "--network", "none", "--pool", "0"])
             .stdin(Stdio::null())
