@@ -248,6 +248,8 @@ async fn vmms_that_do_not_answer_delay_neither_the_daemon_nor_other_vms() {
         let refused = crate::ops::snapshot::snapshot(daemon.clone(), vm.clone(), request, progress);
         assert_eq!(refused.await.unwrap_err().0.code, ErrorCode::State);
     }
+    // The kernel ends processes in its own time.
+    tokio::time::resume();
     for (id, process) in slow.iter().chain(&bad).chain([&saving]) {
         let vm = daemon.registry.find(&id.to_string()).unwrap();
         remove::remove(&daemon, &vm).await.unwrap();

@@ -17,20 +17,35 @@ use rustix::process::Signal;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// VMs that live on without their guard.
-async fn vms(room: &Room, count: usize) -> Vec<Arc<Vm>> {
-    let mut vms = Vec::new();
-    for n in 0..count {
-        vms.push(room.create(&format!("vm-{n}").parse().unwrap()).await.unwrap().keep());
+/// VMs that the daemon of `room` has left. They end with the test.
+struct Left(Vec<Arc<Vm>>);
+
+impl Left {
+    async fn of(room: &Room, count: usize) -> Self {
+        let mut vms = Self(Vec::new());
+        for n in 0..count {
+            let vm = room.create(&format!("vm-{n}").parse().unwrap()).await.unwrap().keep();
+            // That daemon writes no record of it any more.
+            room.daemon.registry.forget(&vm);
+            vms.0.push(vm);
+        }
+        vms
     }
-    vms
+}
+
+impl Drop for Left {
+    fn drop(&mut self) {
+        for process in self.0.iter().filter_map(|vm| vm.process()) {
+            let _ended_already = process.kill();
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stopped_vmms_survive_a_restart_delay_no_other_and_are_adopted_when_they_continue() {
     let room = Room::new(0).await;
-    let vms = vms(&room, 11).await;
-    let (healthy, stopped) = vms.split_first().unwrap();
+    let vms = Left::of(&room, 11).await;
+    let (healthy, stopped) = vms.0.split_first().unwrap();
     let signal = |vm: &Vm, signal| vm.process().unwrap().signal(signal).unwrap();
     stopped.iter().for_each(|vm| signal(vm, Signal::STOP));
     // The next daemon has another store, because the one before has locked its own.
@@ -62,7 +77,7 @@ async fn stopped_vmms_survive_a_restart_delay_no_other_and_are_adopted_when_they
     for vm in next.registry.all() {
         remove::remove(&next, &vm).await.unwrap();
     }
-    until("their processes are gone", || vms.iter().all(|vm| vm.is_gone())).await;
+    until("their processes are gone", || vms.0.iter().all(|vm| vm.is_gone())).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
