@@ -101,8 +101,8 @@ fn passed(name: &'static str) {
     }
 }
 
-/// What the file arms, if it is there. Ends the process if the file has a wrong text, because a test
-/// would wait for ever.
+/// What the file arms, if it is there. Ends the process if the file has a wrong text, because a
+/// test would wait for ever.
 fn armed_by_file() -> Option<Armed> {
     let file = lock(&FILE);
     let (path, known) = file.as_ref()?;
