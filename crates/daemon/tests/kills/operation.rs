@@ -101,7 +101,7 @@ fn passes(point: &str) -> Vec<(u32, Operation)> {
         "daemon.publish.committed" | "store.commit.published" => first(&[Snapshot, Bake, ForkAs]),
         "store.freeze.next_made" | "store.freeze.map_made" => first(&[Fork, Snapshot]),
         "store.release_layer.map_removed" | "store.release_layer.data_removed" => {
-            first(&[Merge, Snapshot, Remove])
+            first(&[Snapshot, Remove])
         }
         _ if ELSEWHERE.iter().any(|(elsewhere, _)| *elsewhere == point) => Vec::new(),
         _ => first(&[match point.rsplit_once('.').unwrap_or_default().0 {
