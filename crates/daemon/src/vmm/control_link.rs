@@ -110,6 +110,7 @@ pub async fn with_fds(
 }
 
 /// Sends a command on a new connection.
+#[expect(clippy::result_large_err, reason = "as its callers, which are asynchronous")]
 fn asked(path: &Path, command: &Command, fds: Vec<OwnedFd>) -> Result<Link, ControlError> {
     let link = Link::connect(path)
         .map_err(|source| ControlError::Connect { command: command.clone(), source })?;

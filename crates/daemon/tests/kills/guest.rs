@@ -1,6 +1,6 @@
 //! VMs of the test: all are clones of one snapshot, whose guest writes to memory and disk.
 
-use crate::testbed::{Testbed, until};
+use crate::testbed::{Testbed, own_programs, until};
 use anyhow::{Context, Result, bail, ensure};
 use dayfly_api::agent::{FrameKind, READY_PORT, Ready, Reply, encode};
 use dayfly_api::client::ProgressStream;
@@ -12,6 +12,7 @@ use dayfly_units::{Name, VmId};
 use dayfly_vmm::arch::layout;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 
 /// RAM: the guest writes the pages from 32 to 64 MiB.
 pub const MEMORY_BYTES: u64 = 72 << 20;
@@ -67,7 +68,13 @@ fn store(bed: &Testbed) -> Result<()> {
 
 /// A testbed with the snapshot [`BASE`], whose daemon runs.
 pub async fn testbed() -> Result<Testbed> {
+    testbed_of(own_programs()).await
+}
+
+/// As [`testbed`], with a daemon from the folder `programs`.
+pub async fn testbed_of(programs: PathBuf) -> Result<Testbed> {
     let mut bed = Testbed::new()?;
+    bed.programs = programs;
     store(&bed)?;
     bed.start().await?;
     let boot = BootSource {

@@ -14,6 +14,9 @@
 //! - The operation is wholly done or wholly undone.
 //! - Nothing leaks: processes, run folders, layers, staged files.
 //!
+//! With DAYFLY_OLD=FOLDER, twenty VMs live on through upgrades from the programs in FOLDER, and
+//! downgrades to them.
+//!
 //! `make long` runs all failpoints, and DAYFLY_KILLS=TEXT those whose names contain TEXT.
 
 mod check;
@@ -21,6 +24,7 @@ mod guest;
 mod living;
 mod operation;
 mod testbed;
+mod upgrade;
 
 use anyhow::{Context, Result};
 use living::Living;
@@ -105,6 +109,13 @@ async fn a_daemon_killed_at_every_step_leaves_each_vm_and_operation_whole() {
         cases().into_iter().filter(|case| case.to_string().contains(&wanted)).collect();
     assert!(!cases.is_empty(), "DAYFLY_KILLS={wanted}: no failpoint's name contains it");
     kill_all(&cases).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs the programs of another version: DAYFLY_OLD=FOLDER"]
+async fn twenty_vms_live_on_through_upgrades_and_downgrades() -> Result<()> {
+    let old = std::env::var_os("DAYFLY_OLD").context("DAYFLY_OLD: expected a folder")?;
+    upgrade::through(old.into()).await
 }
 
 #[test]

@@ -28,8 +28,15 @@ pub async fn until(what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> 
 pub struct Testbed {
     folder: tempfile::TempDir,
     daemon: Option<Child>,
+    /// The folder with the programs that the next daemon is started from.
+    pub programs: PathBuf,
     /// A client of the daemon that runs.
     pub client: Client,
+}
+
+/// The folder with the programs of this build.
+pub fn own_programs() -> PathBuf {
+    Path::new(env!("CARGO_BIN_EXE_dayflyd")).with_file_name("")
 }
 
 impl Testbed {
@@ -38,7 +45,7 @@ impl Testbed {
         ensure!(Path::new("/dev/kvm").exists(), "/dev/kvm: not found; this test needs KVM");
         let folder = tempfile::Builder::new().prefix("kills").tempdir_in("/dev/shm")?;
         let client = Client::new(folder.path().join("r/dayflyd.sock"));
-        Ok(Self { folder, daemon: None, client })
+        Ok(Self { folder, daemon: None, programs: own_programs(), client })
     }
 
     pub fn state(&self) -> PathBuf {
@@ -69,8 +76,7 @@ impl Testbed {
     /// Starts a daemon. No failpoint is armed yet.
     pub async fn start(&mut self) -> Result<()> {
         let _not_there = std::fs::remove_file(self.arming_file());
-        let program = Path::new(env!("CARGO_BIN_EXE_dayflyd"));
-        let vmm = program.with_file_name("dayfly-vmm");
+        let (program, vmm) = (self.programs.join("dayflyd"), self.programs.join("dayfly-vmm"));
         ensure!(vmm.is_file(), "{}: build it first: cargo build --release", vmm.display());
         let log = std::fs::File::options().append(true).create(true).open(self.log_file())?;
         let daemon = Command::new(program)
@@ -120,6 +126,15 @@ impl Testbed {
         let status = self.ended()?;
         ensure!(status.signal() == Some(9), "the daemon ended otherwise than by SIGKILL: {status}");
         Ok(())
+    }
+
+    /// Kills the daemon.
+    pub fn kill(&mut self) -> Result<()> {
+        kill_process(
+            Pid::from_child(self.daemon.as_ref().context("no daemon runs")?),
+            Signal::KILL,
+        )?;
+        self.died()
     }
 
     /// Stops the daemon as an administrator would.

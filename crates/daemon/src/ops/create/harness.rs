@@ -83,20 +83,8 @@ impl Room {
         paged: bool,
         record: Option<&Record>,
     ) -> Self {
-        let change = |config| Config { pool, ..config };
-        Self::configured(change, settings, command_line, paged, record).await
-    }
-
-    /// As [`Self::expecting`], with a configuration that `change` made.
-    pub(super) async fn configured(
-        change: impl FnOnce(Config) -> Config,
-        settings: Settings,
-        command_line: &str,
-        paged: bool,
-        record: Option<&Record>,
-    ) -> Self {
         let folder = tempfile::Builder::new().prefix("creations").tempdir_in("/dev/shm").unwrap();
-        let config = change(Config { vmm: vmm(), ..fixture::config(folder.path()) });
+        let config = Config { vmm: vmm(), pool, ..fixture::config(folder.path()) };
         std::fs::create_dir_all(config.vms()).unwrap();
         std::fs::create_dir_all(&config.state).unwrap();
         let store = Store::open(&config.state).unwrap();

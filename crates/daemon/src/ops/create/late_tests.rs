@@ -1,6 +1,5 @@
 //! VMMs that are late, and clients that do not wait for them: the task that works keeps the locks.
 
-use crate::base::config::{Config, Deadlines};
 use crate::base::time::Asked;
 use crate::ops::create::forking::{end, forked, generations, says};
 use crate::ops::create::harness::{Room, until};
@@ -14,17 +13,10 @@ use dayfly_vmm::control::{Answer, Command};
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
-/// A room whose daemon waits for a VMM for a moment only.
-async fn impatient() -> Room {
-    let control = Duration::from_secs(2);
-    let change = |config: Config| Config {
-        pool: 0,
-        deadlines: Deadlines { control, ..config.deadlines },
-        ..config
-    };
-    Room::configured(change, Settings::default(), &generations("40", "40"), false, None).await
+/// A room without warm VMMs.
+async fn room() -> Room {
+    Room::with(0, Settings::default(), &generations("40", "40"), false).await
 }
 
 /// Sends a signal to the VMM of `vm`.
@@ -42,11 +34,13 @@ async fn is_paused(room: &Room, vm: &Vm) -> bool {
     }
 }
 
-#[tokio::test(flavor = "multi_thread")]
+#[tokio::test]
 async fn a_pause_with_a_late_answer_is_settled_by_the_answer() {
-    let room = impatient().await;
+    let room = room().await;
     let vm = room.create(&"parent".parse().unwrap()).await.unwrap().keep();
     signal(&vm, Signal::STOP);
+    // The clock goes on by itself when nothing else can happen.
+    tokio::time::pause();
     let late = power::pause(&room.daemon, &vm).await.unwrap_err().0;
     assert_eq!(late.code, ErrorCode::Timeout);
     assert!(late.message.contains("dayfly rm --force parent"), "{}", late.message);
@@ -54,6 +48,7 @@ async fn a_pause_with_a_late_answer_is_settled_by_the_answer() {
     let busy = power::unpause(&room.daemon, &vm).await.unwrap_err().0;
     assert_eq!(busy.code, ErrorCode::Timeout);
     assert!(busy.message.contains("operation before"), "{}", busy.message);
+    tokio::time::resume();
     signal(&vm, Signal::CONT);
     drop(vm.take_turn(room.daemon.config.deadlines.save).await.unwrap());
     let said = is_paused(&room, &vm).await;
@@ -65,7 +60,7 @@ async fn a_pause_with_a_late_answer_is_settled_by_the_answer() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_fork_that_its_client_abandons_keeps_the_next_one_waiting() {
-    let room = impatient().await;
+    let room = room().await;
     let vm = room.create(&"parent".parse().unwrap()).await.unwrap().keep();
     says(&vm, "verify ok seed 8\nready").await;
     signal(&vm, Signal::STOP);
