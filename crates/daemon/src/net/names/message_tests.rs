@@ -431,7 +431,10 @@ proptest! {
         for bytes in [[&head[..], &rest].concat(), with_head([7, 0x0100, 1, 0, 0, 0], &[&rest])] {
             if let Ok(query) = read(&bytes) {
                 let asked = query.forwarded(9);
-                prop_assert!(Packet::parse(&asked).is_ok());
+                // The other parser refuses types and classes that it does not know.
+                let known = QTYPE::try_from(query.question.kind).is_ok()
+                    && QCLASS::try_from(query.question.class).is_ok();
+                prop_assert!(!known || Packet::parse(&asked).is_ok());
                 prop_assert_eq!(read(&asked).unwrap().forwarded(9), asked);
             }
         }

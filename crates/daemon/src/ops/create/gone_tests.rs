@@ -209,7 +209,7 @@ async fn rounds(default: u64) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_goes_away_spoils_nothing_for_the_next() {
-    rounds(12).await;
+    rounds(6).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
