@@ -122,7 +122,7 @@ async fn end(daemon: &Daemon, vm: &Vm, exit: VmExit) {
 }
 
 /// From the end of a process, which the pidfd reports, until the kernel has reaped it.
-const WITHIN: Duration = Duration::from_secs(10);
+const WITHIN: Duration = Duration::from_secs(1);
 
 /// The most RAM that is freed at real-time priority. munmap(2) of this much written memory takes 15
 /// to 40 ms (`make bench BENCH=death`).
