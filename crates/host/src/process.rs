@@ -62,12 +62,16 @@ fn gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
 }
 
-/// Field 22 of a stat line. Field 2, the program's name in parentheses, may hold any byte,
-/// parentheses included.
-fn start_ticks(stat: &[u8]) -> Option<u64> {
+/// A field of a stat line after the second, by its number in proc_pid_stat(5). Field 2, the
+/// program's name in parentheses, may hold any byte, parentheses included.
+fn field(stat: &[u8], number: usize) -> Option<&str> {
     let name_end = stat.iter().rposition(|&b| b == b')')?;
     let rest = std::str::from_utf8(stat.get(name_end + 1..)?).ok()?;
-    rest.split_ascii_whitespace().nth(22 - 3)?.parse().ok()
+    rest.split_ascii_whitespace().nth(number.checked_sub(3)?)
+}
+
+fn start_ticks(stat: &[u8]) -> Option<u64> {
+    field(stat, 22)?.parse().ok()
 }
 
 /// How a process ended.
@@ -201,13 +205,18 @@ impl Process {
     }
 
     /// The signal that killed the process, which has ended and need not be a child. `None` if none
-    /// did, or if the kernel does not say so: before Linux 6.15, or if the process is not reaped
-    /// `within` that time.
+    /// did, or if the kernel does not say so: before Linux 6.15 of a process that was reaped, or if
+    /// this process may not see its status and it is not reaped `within` that time.
     ///
     /// # Errors
     /// The kernel refuses.
     pub fn killed_by(&self, within: Duration) -> io::Result<Option<i32>> {
         let mut status = self.exit_status()?;
+        if status.flatten().is_none()
+            && let Some(zombie) = self.zombie_status()?
+        {
+            status = Some(Some(zombie));
+        }
         if status == Some(None) {
             // Once the process is reaped, the pidfd reports that too.
             let within = Timespec::try_from(within).map_err(io::Error::other)?;
@@ -253,6 +262,20 @@ impl Process {
             }
             e => Err(e),
         }
+    }
+
+    /// The wait status of the process while it is a zombie: its parent may reap it late. `None` if
+    /// it is none, or if the kernel does not show the status.
+    fn zombie_status(&self) -> io::Result<Option<i32>> {
+        let stat = match std::fs::read(format!("/proc/{}/stat", self.id.pid)) {
+            Ok(stat) => stat,
+            Err(e) if gone(&e) => return Ok(None),
+            Err(e) => return Err(e),
+        };
+        // Another process may have the pid by now. A status that may not be seen is shown as 0.
+        let same = start_ticks(&stat) == Some(self.id.start_ticks) && field(&stat, 3) == Some("Z");
+        let status = field(&stat, 52).filter(|_| same).and_then(|code| code.parse().ok());
+        Ok(status.filter(|status| *status != 0))
     }
 
     /// Waits until the pidfd is readable, which means that the process ended.

@@ -81,7 +81,7 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
         let exit = if daemon.registry.has(vm.id) {
             let dir = vm.dir.clone();
             let seen = move || {
-                // Before Linux 6.15 the signal is unknown.
+                // Before Linux 6.15 the signal of a process that was reaped is unknown.
                 let signal = process.killed_by(WITHIN).unwrap_or_default();
                 Ok((signal, read_json::<ExitRecord>(&dir.exit())))
             };
