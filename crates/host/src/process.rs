@@ -247,20 +247,33 @@ impl Process {
             ids: [u32; 11],
             exit_code: i32,
         }
-        let mut info = Info { mask: PIDFD_INFO_EXIT, cgroup: 0, ids: [0; 11], exit_code: 0 };
-        // SAFETY: the kernel reads and writes one struct pidfd_info of the size in the request's
-        // number, which `info` is laid out as.
-        let result = unsafe { libc::ioctl(self.pidfd.as_raw_fd(), PIDFD_GET_INFO, &raw mut info) };
-        if result == 0 {
+        let ask = || {
+            let mut info = Info { mask: PIDFD_INFO_EXIT, cgroup: 0, ids: [0; 11], exit_code: 0 };
+            let pidfd = self.pidfd.as_raw_fd();
+            // SAFETY: the kernel reads and writes one struct pidfd_info of the size in the
+            // request's number, which `info` is laid out as.
+            let result = unsafe { libc::ioctl(pidfd, PIDFD_GET_INFO, &raw mut info) };
+            if result < 0 {
+                return Err(io::Error::last_os_error());
+            }
             let known = info.mask & PIDFD_INFO_EXIT != 0;
-            return Ok(Some(known.then_some(info.exit_code)));
-        }
-        match io::Error::last_os_error() {
+            Ok(known.then_some(info.exit_code))
+        };
+        let answer = match ask() {
+            // Reaped between the kernel's look for the status and its look for the process. The
+            // status is there now.
+            Err(e) if e.raw_os_error() == Some(libc::ESRCH) => ask(),
+            answer => answer,
+        };
+        match answer {
+            Ok(status) => Ok(Some(status)),
             // An older kernel has no such ioctl, or gives no status.
-            e if matches!(e.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL | libc::ESRCH)) => {
+            Err(e)
+                if matches!(e.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL | libc::ESRCH)) =>
+            {
                 Ok(None)
             }
-            e => Err(e),
+            Err(e) => Err(e),
         }
     }
 

@@ -52,6 +52,24 @@ fn the_signal_that_killed_a_process_is_known_before_and_after_it_is_reaped() {
 }
 
 #[test]
+fn the_signal_is_known_although_the_process_is_reaped_meanwhile() {
+    for _ in 0..3000 {
+        let process = sleeper();
+        let again = Process::open(process.id()).unwrap().unwrap();
+        process.kill().unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| process.wait(None).unwrap());
+            assert!(again.poll(None).unwrap());
+            let killed = again.killed_by(Duration::from_secs(20)).unwrap();
+            // Before Linux 6.15 the kernel forgets it.
+            if again.exit_status().unwrap().is_some() {
+                assert_eq!(killed, Some(libc::SIGKILL));
+            }
+        });
+    }
+}
+
+#[test]
 fn a_zombie_has_ended_but_is_there_until_it_is_reaped() {
     let process = sleeper();
     process.kill().unwrap();

@@ -82,7 +82,10 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
             let dir = vm.dir.clone();
             let seen = move || {
                 // Before Linux 6.15 the signal of a process that was reaped is unknown.
-                let signal = process.killed_by(WITHIN).unwrap_or_default();
+                let signal = process.killed_by(WITHIN).unwrap_or_else(|e| {
+                    tracing::error!("which signal ended process {}: {e}", process.id().pid);
+                    None
+                });
                 Ok((signal, read_json::<ExitRecord>(&dir.exit())))
             };
             match blocking(seen).await {
