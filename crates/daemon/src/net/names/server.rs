@@ -187,10 +187,13 @@ impl Service {
     fn spawn(self: &Arc<Self>, guest: &Guest, work: impl Future<Output = ()> + Send + 'static) {
         let (stop, gone) = (self.stop.clone(), guest.gone.clone());
         tokio::spawn(Timed::new(&self.stats, async move {
+            // In this order: if the answer of a server comes when the guest has gone already, it
+            // must not reach the next guest with the address.
             tokio::select! {
-                () = work => {}
-                () = gone.cancelled() => {}
+                biased;
                 () = stop.cancelled() => {}
+                () = gone.cancelled() => {}
+                () = work => {}
             }
         }));
     }

@@ -353,6 +353,35 @@ fn a_panic_ends_a_question_and_not_the_service() {
 }
 
 #[test]
+fn an_answer_for_a_guest_that_has_gone_never_reaches_the_next_one_with_its_address() {
+    alone(|| {
+        let world = world();
+        let socket = Blocking::bind("127.0.0.1:0").unwrap();
+        world.servers.send(Arc::from([socket.local_addr().unwrap()])).unwrap();
+        let insert = |name: &str| {
+            let name = name.parse().unwrap();
+            world.index.insert(ip(6), VmId::random(), &name, Policy::default())
+        };
+        let guest = udp(6);
+        for id in (0..1000_u16).step_by(2) {
+            let late = insert("late");
+            guest.send(&question(id, "example.org", kind::A)).unwrap();
+            let mut bytes = vec![0; 512];
+            let (length, from) = socket.recv_from(&mut bytes).unwrap();
+            let answer = with_address(&bytes[..length], [1, 1, 1, 1]);
+            drop(late);
+            socket.send_to(&answer, from).unwrap();
+            let _next = insert("next");
+            let answer = ask(&guest, &question(id + 1, "next.dayfly.internal", kind::A));
+            assert_eq!(
+                (address(&answer), &answer[..2]),
+                (Some(ip(6)), &(id + 1).to_be_bytes()[..])
+            );
+        }
+    });
+}
+
+#[test]
 fn nothing_goes_on_for_a_guest_that_has_gone() {
     alone(|| {
         let world = world();
