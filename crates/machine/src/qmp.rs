@@ -12,7 +12,7 @@
 
 use crate::run_state::PauseNote;
 use serde::Deserialize;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -21,6 +21,9 @@ use std::time::Duration;
 const LOOK_AGAIN: Duration = Duration::from_secs(2);
 /// Free space in bytes with which the machine goes on. With less it would pause again at once.
 pub(crate) const ENOUGH_BYTES: u64 = 64 << 20;
+
+/// The longest line of the monitor, in bytes. A machine that has taken over its QEMU may send any.
+const LINE_BYTES: u64 = 1 << 20;
 
 const CAPABILITIES: &str = r#"{"execute":"qmp_capabilities"}"#;
 const CONTINUE: &str = r#"{"execute":"cont"}"#;
@@ -50,7 +53,12 @@ fn talk(
     // Kept across a timeout, because a line may arrive in pieces.
     let mut line = Vec::new();
     loop {
-        match lines.read_until(b'\n', &mut line) {
+        let room = LINE_BYTES.saturating_sub(line.len() as u64);
+        match lines.by_ref().take(room).read_until(b'\n', &mut line) {
+            Ok(_) if line.len() as u64 >= LINE_BYTES => {
+                let text = format!("a line: expected at most {LINE_BYTES} bytes");
+                return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+            }
             Ok(0) => return Ok(()),
             Ok(_) => {
                 let reply = monitor.read(&line);
@@ -181,5 +189,20 @@ mod tests {
         qemu.shutdown(std::net::Shutdown::Write).unwrap();
         talking.join().unwrap().unwrap();
         assert_eq!(PauseNote::read(&layout), None);
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let layout = Layout { folder: folder.path().to_owned() };
+        let note = PauseNote::new(&layout).unwrap();
+        let (mut qemu, ours) = UnixStream::pair().unwrap();
+        let saying = std::thread::spawn(move || {
+            // Fails once the other side has closed.
+            while qemu.write_all(&[b'x'; 4096]).is_ok() {}
+        });
+        let refused = talk(ours, &note, &layout.disk(), Duration::from_millis(1)).unwrap_err();
+        assert!(refused.to_string().contains("a line: expected at most"), "{refused}");
+        saying.join().unwrap();
     }
 }
