@@ -43,12 +43,24 @@ pub struct Guest {
     pub(super) connections: Arc<AtomicUsize>,
     /// Cancelled when the VM returns its address.
     pub(super) gone: CancellationToken,
+    /// Whether the VM still has the address. Packets are sent to it under this lock.
+    present: Mutex<bool>,
 }
 
 impl Guest {
     /// Takes one question from the rate limit; false if the limit is reached.
     pub(super) fn may_ask(&self, now: Instant) -> bool {
         lock(&self.bucket).take(now)
+    }
+
+    /// Calls `send`, which sends a packet to the VM's address and does not block, unless the VM has
+    /// returned the address. The address is not returned while `send` runs, so that no packet
+    /// reaches the next VM with it.
+    pub(super) fn deliver(&self, send: impl FnOnce()) {
+        let present = lock(&self.present);
+        if *present {
+            send();
+        }
     }
 
     /// Whether this VM may resolve `other`.
@@ -100,6 +112,7 @@ impl Index {
             forwards: Arc::default(),
             connections: Arc::default(),
             gone: CancellationToken::new(),
+            present: Mutex::new(true),
         });
         let mut maps = self.maps.write().unwrap_or_else(PoisonError::into_inner);
         maps.by_label.insert(id, guest.clone());
@@ -161,6 +174,7 @@ impl Drop for Registration {
                 maps.by_address.remove(&guest.address);
             }
         }
+        *lock(&guest.present) = false;
         guest.gone.cancel();
     }
 }

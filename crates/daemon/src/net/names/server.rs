@@ -187,10 +187,7 @@ impl Service {
     fn spawn(self: &Arc<Self>, guest: &Guest, work: impl Future<Output = ()> + Send + 'static) {
         let (stop, gone) = (self.stop.clone(), guest.gone.clone());
         tokio::spawn(Timed::new(&self.stats, async move {
-            // In this order: if the answer of a server comes when the guest has gone already, it
-            // must not reach the next guest with the address.
             tokio::select! {
-                biased;
                 () = stop.cancelled() => {}
                 () = gone.cancelled() => {}
                 () = work => {}
@@ -208,10 +205,9 @@ async fn packets(service: Arc<Service>, socket: Arc<UdpSocket>) -> io::Result<()
             let Some(guest) = service.guest(from).filter(|guest| service.may_ask(guest)) else {
                 continue;
             };
-            // An answer that does not fit into the socket's queue is dropped, as UDP permits.
             match service.look(&guest, &bytes[..length]) {
                 Next::Nothing => {}
-                Next::Send(answer) => drop(socket.try_send_to(&answer, from)),
+                Next::Send(answer) => send(&guest, &socket, &answer, from),
                 Next::Ask(query) => by_packet(&service, &guest, &socket, from, query),
             }
         }
@@ -227,15 +223,20 @@ fn by_packet(
     query: Query,
 ) {
     let Some(turn) = service.forward(guest) else {
-        let _ = socket.try_send_to(&query.answer(Head::of(rcode::SERVFAIL), &[]), from);
-        return;
+        return send(guest, socket, &query.answer(Head::of(rcode::SERVFAIL), &[]), from);
     };
-    let (same, socket) = (service.clone(), socket.clone());
+    let (same, of, socket) = (service.clone(), guest.clone(), socket.clone());
     service.spawn(guest, async move {
         let answer = same.ask(&query, By::Packet).await;
         drop(turn);
-        let _ = socket.try_send_to(&answer, from);
+        send(&of, &socket, &answer, from);
     });
+}
+
+/// Sends an answer, if the guest still has its address. An answer that does not fit into the
+/// socket's queue is dropped, as UDP permits.
+fn send(guest: &Guest, socket: &UdpSocket, answer: &[u8], to: SocketAddr) {
+    guest.deliver(|| drop(socket.try_send_to(answer, to)));
 }
 
 /// Whether an error of accept(2) concerns only one connection, which is gone.
