@@ -79,11 +79,8 @@ fn the_reply_that_a_program_runs_comes_with_its_first_output_or_soon() {
     let out = client.output(pid);
     assert_eq!((out.text().as_str(), out.exit.code), ("here\n", Some(0)));
     assert!(begun.elapsed() >= Duration::from_millis(200), "its output waited for its end");
-    let (after, _client, _) = reported("sleep 5");
-    assert!(
-        after < Duration::from_secs(2),
-        "a silent program is reported {after:?} after its start"
-    );
+    let (_, _client, pid) = reported("sleep 1000");
+    assert!(alive(pid), "a silent program is reported before its end");
 }
 
 #[test]
@@ -118,9 +115,7 @@ fn output_written_just_before_the_end_is_not_lost_to_a_slow_client() {
 #[test]
 fn a_background_child_that_holds_the_streams_does_not_hold_the_answer() {
     let guest = Guest::start();
-    let start = Instant::now();
-    let out = guest.sh("sleep 30 & echo $!");
-    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+    let out = guest.sh("sleep 1000 & echo $!");
     let child: u32 = out.text().trim().parse().unwrap();
     assert!(alive(child), "a program's end does not end what it left behind");
     rustix::process::kill_process(
@@ -129,10 +124,8 @@ fn a_background_child_that_holds_the_streams_does_not_hold_the_answer() {
     )
     .unwrap();
     // The output of a remaining process that writes endlessly is cut off too.
-    let start = Instant::now();
     let out = guest
         .sh("(trap '' PIPE; while :; do echo x || exit; done) & head -c 200000 /dev/zero; exit 4");
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
     assert_eq!(out.exit.code, Some(4));
     assert!(out.stdout.iter().filter(|b| **b == 0).count() == 200_000);
 }
@@ -184,9 +177,7 @@ fn time_runs_out_for_everything_that_was_started() {
                   sh -c 'trap \"\" TERM; sleep 1000' & wait";
     let start = Instant::now();
     let out = guest.exec(ExecSpec { timeout_ms: Some(700), ..sh(script) }, b"");
-    assert!(
-        start.elapsed() >= Duration::from_millis(700) && start.elapsed() < Duration::from_secs(5)
-    );
+    assert!(start.elapsed() >= Duration::from_millis(700));
     assert_eq!((out.exit.signal, out.exit.timed_out), (Some(libc::SIGKILL), true));
     let children: Vec<u32> = out.text().lines().map(|l| l.parse().unwrap()).collect();
     assert_eq!(children.len(), 3);
@@ -319,8 +310,7 @@ fn accounts_that_cannot_be_read_refuse_a_program_at_once() {
 
 #[test]
 fn users_folders_and_variables() {
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("left out: only root can become another user");
+    if !dayfly_units::needs::root() {
         return;
     }
     let guest = Guest::start();
@@ -393,7 +383,7 @@ fn what_cannot_be_run_is_told_apart_before_it_starts() {
     ] {
         assert_eq!(refused(&guest, bad.clone()).0, FailureCode::Invalid, "{bad:?}");
     }
-    if rustix::process::geteuid().is_root() {
+    if dayfly_units::needs::root() {
         let as_nobody = ExecSpec { user: "nobody".into(), cwd: "/root".into(), ..sh("true") };
         assert_eq!(refused(&guest, as_nobody).0, FailureCode::NotPermitted);
     }

@@ -9,7 +9,6 @@ use dayfly_api::agent::{
 use proptest::prelude::*;
 use std::io::Write;
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
 
 fn sealed(guest: &Guest) -> bool {
     match guest.ask(&Request::Ping) {
@@ -78,13 +77,11 @@ fn connections_from_before_a_seal_do_not_hang_in_a_clone() {
     assert_eq!(running.frame(), Some((FrameKind::Stdout, b"still here".to_vec())));
     // In a clone, these connections end.
     assert_eq!(guest.ask(&Request::Seal), Reply::Ok);
-    let start = Instant::now();
     assert_eq!(guest.ask(&Request::Identity(identity("clone", '2'))), Reply::Ok);
     for client in [&mut idle, &mut half, &mut running, &mut receiving] {
         while client.frame().is_some() {}
     }
     eventually("the program of a client that is gone", || !alive(pid));
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
 #[test]

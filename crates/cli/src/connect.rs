@@ -4,7 +4,8 @@
 //! ```text
 //! DAYFLY_HOST set? ──yes──▶ that socket, as it is
 //!      │ no
-//! KVM runs Linux here? ──yes──▶ this host's dayflyd ──not answering──▶ start it
+//! KVM runs Linux here, and   ──yes──▶ this host's dayflyd ──not answering──▶ start it
+//! root or a usable socket?
 //!      │ no
 //!      └──────────────────────▶ the machine's dayflyd ──not answering──▶ make and start it
 //! ```
@@ -18,7 +19,8 @@ use crate::progress::Steps;
 use anyhow::{Context, Result, bail};
 use dayfly_api::client::Client;
 use dayfly_api::types::Info;
-use dayfly_machine::{Machine, probe};
+use dayfly_machine::{Machine, Probe, probe};
+use rustix::fs::Access;
 use std::fs::{DirBuilder, File, Permissions};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
@@ -38,7 +40,7 @@ pub enum Place {
     Given(PathBuf),
     /// A daemon on this host, with its socket.
     Native(PathBuf),
-    /// A daemon in the machine. The probe says why KVM of this host is not used.
+    /// A daemon in the machine, with what this host's KVM can do.
     Machine(dayfly_machine::Probe),
 }
 
@@ -50,12 +52,29 @@ pub fn place() -> Result<Place> {
     if let Some(host) = std::env::var("DAYFLY_HOST").ok().filter(|h| !h.is_empty()) {
         return socket_of(&host).map(Place::Given);
     }
-    let probe = probe();
-    Ok(if probe.is_native() {
-        Place::Native(run_folder().join("dayflyd.sock"))
+    let socket = run_folder().join("dayflyd.sock");
+    let root = rustix::process::geteuid().is_root();
+    Ok(choose(probe(), root, &|| rustix::fs::access(&socket, Access::WRITE_OK).is_ok(), &socket))
+}
+
+/// This host's daemon if KVM runs stock kernels here, and this user is root and can start the
+/// daemon, or may use the socket of one; otherwise the machine.
+fn choose(probe: Probe, root: bool, may_use: &dyn Fn() -> bool, socket: &Path) -> Place {
+    if probe.is_native() && (root || may_use()) {
+        Place::Native(socket.to_owned())
     } else {
         Place::Machine(probe)
-    })
+    }
+}
+
+/// Why the machine is used.
+pub fn why_the_machine(probe: &Probe) -> String {
+    if probe.is_native() {
+        return "this host's own daemon runs as root, and this user is not root and may not use \
+                its socket"
+            .to_owned();
+    }
+    probe.to_string()
 }
 
 /// The folder of this host's daemon's socket, by the daemon's own rule.
@@ -96,7 +115,8 @@ pub async fn client() -> Result<Client> {
                     return Ok(client);
                 }
             }
-            eprintln!("dayfly: {probe}; working through the machine (dayfly machine)");
+            let why = why_the_machine(&probe);
+            eprintln!("dayfly: {why}; working through the machine (dayfly machine)");
             let steps = Steps::new();
             let machine =
                 tokio::task::spawn_blocking(move || use_machine(&home()?, &steps)).await??;
@@ -185,6 +205,19 @@ fn last_lines(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_is_not_root_uses_the_hosts_daemon_only_if_its_socket_lets_them() {
+        let socket = Path::new("/run/x.sock");
+        let native = || Probe::Native { extension: "VMX".to_owned() };
+        let (here, machine) = (Place::Native(socket.to_owned()), Place::Machine(native()));
+        assert_eq!(choose(native(), true, &|| false, socket), here);
+        assert_eq!(choose(native(), false, &|| true, socket), here);
+        assert_eq!(choose(native(), false, &|| false, socket), machine);
+        let none = || Probe::NoDevice { cpu_could: false };
+        assert_eq!(choose(none(), true, &|| true, socket), Place::Machine(none()));
+        assert!(why_the_machine(&native()).contains("root"));
+    }
 
     #[test]
     fn a_host_is_a_unix_socket() {

@@ -6,7 +6,8 @@ use crate::progress::Steps;
 use anyhow::{Context, Result, bail};
 use dayfly_api::client::{Client, ClientError};
 use dayfly_machine::{
-    Consent, InitError, InitOptions, Machine, Note, Purpose, Reexec, StartOrder, Started,
+    Accelerator, Consent, InitError, InitOptions, Machine, Note, Purpose, Reexec, StartOrder,
+    Started, accelerator,
 };
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -23,13 +24,32 @@ pub fn machine_options(steps: &Steps) -> Result<InitOptions> {
     let init = program("dayfly-machine-init")?;
     let (daemon, vmm, pager) =
         (program("dayflyd")?, program("dayfly-vmm")?, program("dayfly-pager")?);
-    let cpus = std::thread::available_parallelism().map_or(2, |n| n.get().clamp(2, 8));
     let mut options = InitOptions::new(artefacts::machine_kernel(steps)?, init);
-    options.cpus = u32::try_from(cpus).unwrap_or(2);
+    options.cpus = default_cpus(accelerator());
     options.daemon = Some(daemon);
     options.vmm = Some(vmm);
     options.pager = Some(pager);
     Ok(options)
+}
+
+/// The number of CPUs of a machine without `--cpus`. Emulated, a machine with several CPUs panics
+/// under load (docs/lab-notes/2026-11-21-emulated-host.md).
+fn default_cpus(accelerator: Accelerator) -> u32 {
+    let host = std::thread::available_parallelism().map_or(1, |n| n.get().min(8));
+    match accelerator {
+        Accelerator::Kvm => u32::try_from(host).unwrap_or(1),
+        Accelerator::Emulation => 1,
+    }
+}
+
+/// What to say of a machine with this number of CPUs; `None` if nothing.
+pub fn cpus_warning(cpus: u32, accelerator: Accelerator) -> Option<String> {
+    (cpus > 1 && accelerator == Accelerator::Emulation).then(|| {
+        format!(
+            "{cpus} CPUs under emulation: the machine's kernel may panic under load, which ends \
+             its VMs; `dayfly machine init --cpus 1`, then `dayfly machine restart`"
+        )
+    })
 }
 
 /// The options of a machine in which programs that do not exist any more are replaced by what

@@ -9,7 +9,6 @@ use crate::synthetic::{
     USER_CODE, USER_DATA, all_large, image, loop_at,
 };
 use proptest::prelude::*;
-use std::time::{Duration, Instant};
 
 const KINDS: [(Like, Levels); 4] = [
     (Like::Linux6_1, Levels::Four),
@@ -272,10 +271,10 @@ fn a_free_block_ends_where_its_chunk_does() {
     );
 }
 
-/// Memory in which every frame is the same kind of hostile table is processed quickly.
+/// Memory in which every frame is the same kind of hostile table is processed, or the report says
+/// that the limit on work was reached.
 #[test]
 fn hostile_tables_end() {
-    let start = Instant::now();
     for (like, levels) in KINDS {
         for hostile in [loop_at, all_large] {
             let guest = Guest::new(like, levels);
@@ -298,7 +297,6 @@ fn hostile_tables_end() {
             }
         }
     }
-    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }
 
 #[test]

@@ -8,7 +8,8 @@ use std::path::PathBuf;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct InitOptions {
-    /// Number of virtual CPUs.
+    /// Number of virtual CPUs. Emulation of several crashes the machine's kernel
+    /// (docs/lab-notes/machine-cpus.md).
     pub cpus: u32,
     /// Memory in MiB. The host only provides the memory that the machine touches.
     pub memory_mib: u64,
@@ -41,7 +42,7 @@ pub struct InitOptions {
 impl Default for InitOptions {
     fn default() -> Self {
         Self {
-            cpus: 2,
+            cpus: 1,
             memory_mib: 4096,
             numa_nodes: 1,
             disk_bytes: 64 << 30,
@@ -58,7 +59,7 @@ impl Default for InitOptions {
 }
 
 impl InitOptions {
-    /// Options with two CPUs, 4 GiB of memory and 64 GiB of sparse disk, without shares and without
+    /// Options with one CPU, 4 GiB of memory and 64 GiB of sparse disk, without shares and without
     /// a daemon.
     #[must_use]
     pub fn new(kernel_tree: PathBuf, init_program: PathBuf) -> Self {

@@ -10,7 +10,8 @@
 //! | | |
 //! |---|---|
 //! | user | one per machine that owns no file, without groups and capabilities |
-//! | files | read-only: /usr, kernel and initramfs; no /proc, /dev, /tmp, /run, no socket |
+//! | files | read-only: /usr, kernel and initramfs; no /proc, /tmp, /run, no socket |
+//! | devices | none, or /dev/kvm if KVM runs the machine |
 //! | open | disk, two logs, tap, control line, the sockets of the shares |
 //! | calls | `-sandbox on`: no exec, no change of user, scheduling or namespaces |
 //!
@@ -20,13 +21,14 @@
 //! with few capabilities, and its root shows only the shared folder (its `sandbox=namespace`).
 
 use crate::files::FileError;
+use crate::probe::Accelerator;
 use rustix::mount::{MountFlags, mount, mount_bind, mount_remount};
 use std::ffi::{CString, OsString};
 use std::fs;
 use std::io;
 use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -89,6 +91,7 @@ impl Jail {
         program: &Path,
         kernel: &Path,
         initramfs: &Path,
+        accelerator: Accelerator,
     ) -> Result<Result<Self, String>, FileError> {
         let user = user_of(folder);
         let map = |path: &str| fs::read_to_string(path).unwrap_or_default();
@@ -143,6 +146,10 @@ impl Jail {
             fs::File::create(&to).map_err(fail("making", &to))?;
             bind_read_only(from, &to).map_err(fail("binding", &to))?;
         }
+        if accelerator == Accelerator::Kvm {
+            let dev = at.join("dev");
+            make_kvm(&dev, user).map_err(fail("making kvm in", &dev))?;
+        }
         mount_remount(at, flags | MountFlags::RDONLY, c"mode=0755,size=1m")
             .map_err(|e| fail("making read-only", at)(e.into()))?;
         Ok(Ok(Self { root, user }))
@@ -152,6 +159,24 @@ impl Jail {
     pub(crate) fn boot_files(&self) -> (PathBuf, PathBuf) {
         (KERNEL.into(), INITRAMFS.into())
     }
+}
+
+/// Makes the folder `dev` with a `/dev/kvm` that only `user` can open.
+fn make_kvm(dev: &Path, user: u32) -> io::Result<()> {
+    let number = fs::metadata("/dev/kvm")?.rdev();
+    fs::create_dir(dev)?;
+    // Unlike the jail's root, this file system has device files.
+    mount("tmpfs", dev, "tmpfs", MountFlags::NOSUID | MountFlags::NOEXEC, c"mode=0755,size=64k")?;
+    let kvm = dev.join("kvm");
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &kvm,
+        rustix::fs::FileType::CharacterDevice,
+        mode,
+        number,
+    )?;
+    chown(&kvm, Some(user), Some(user))
 }
 
 fn set_mode(path: &Path, mode: u32) -> io::Result<()> {

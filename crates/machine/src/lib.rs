@@ -64,7 +64,7 @@ pub use files::FileError;
 pub use initramfs::BuildError;
 pub use leaks::{Leak, leaks};
 pub use machine::Machine;
-pub use probe::{Probe, probe};
+pub use probe::{Accelerator, Probe, accelerator, probe};
 pub use report::EndReport;
 pub use share::{Access, Share, ShareError};
 pub use start::{Note, Reexec, StartOrder, Started, kernel_crashed};

@@ -93,6 +93,30 @@ fn open_kvm() -> Result<i32, io::Error> {
     if version < 0 { Err(io::Error::last_os_error()) } else { Ok(version) }
 }
 
+/// How QEMU runs the machine's CPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accelerator {
+    /// By KVM, and the machine then has a KVM too.
+    Kvm,
+    /// By translating instructions, some twenty times slower.
+    Emulation,
+}
+
+/// Chooses how the machine runs: by KVM if this user may open `/dev/kvm`, it runs stock kernels,
+/// and it can nest, so that the machine has a `/dev/kvm` as well.
+#[must_use]
+pub fn accelerator() -> Accelerator {
+    let nested = ["kvm_intel", "kvm_amd"].map(|module| {
+        fs::read_to_string(format!("/sys/module/{module}/parameters/nested")).unwrap_or_default()
+    });
+    choose(&probe(), &nested)
+}
+
+fn choose(probe: &Probe, nested: &[String]) -> Accelerator {
+    let nests = nested.iter().any(|value| matches!(value.trim(), "Y" | "1"));
+    if probe.is_native() && nests { Accelerator::Kvm } else { Accelerator::Emulation }
+}
+
 fn judge(kvm: &Result<i32, io::Error>, cpuinfo: &str, modules: &[(&str, bool)]) -> Probe {
     let flags = cpuinfo.lines().find(|l| l.starts_with("flags")).unwrap_or_default();
     let has = |flag: &str| flags.split_whitespace().any(|f| f == flag);
@@ -123,6 +147,22 @@ fn judge(kvm: &Result<i32, io::Error>, cpuinfo: &str, modules: &[(&str, bool)]) 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kvm_runs_the_machine_only_if_it_runs_stock_kernels_and_nests() {
+        let native = Probe::Native { extension: "VMX".to_owned() };
+        let nested = |value: &str| [value.to_owned(), String::new()];
+        for (probe, value, expected) in [
+            (&native, "Y\n", Accelerator::Kvm),
+            (&native, "1\n", Accelerator::Kvm),
+            (&native, "N\n", Accelerator::Emulation),
+            (&native, "", Accelerator::Emulation),
+            (&Probe::NoPermission, "Y\n", Accelerator::Emulation),
+            (&Probe::NoExtension { modules: vec![] }, "Y\n", Accelerator::Emulation),
+        ] {
+            assert_eq!(choose(probe, &nested(value)), expected, "{probe:?} {value:?}");
+        }
+    }
 
     #[test]
     fn every_kind_of_host_is_told_apart() {

@@ -6,6 +6,7 @@
 //! then guests with four vCPUs do not boot. So the threads stay, and the machine's init prevents
 //! flips of static keys at a VM's creation (`steady`).
 
+use crate::probe::Accelerator;
 use dayfly_machine_init::{CONTROL_PORT_NAME, LOG_PORT_NAME};
 use std::ffi::OsString;
 use std::net::Ipv4Addr;
@@ -33,6 +34,7 @@ fn find(name: &str, places: &[&str]) -> Option<PathBuf> {
 /// The options of QEMU. QEMU opens only `kernel` and `initramfs` by path. It inherits all other
 /// files as descriptors, so it needs no rights to them.
 pub(crate) struct QemuOptions<'a> {
+    pub(crate) accelerator: Accelerator,
     pub(crate) cpus: u32,
     pub(crate) memory_mib: u64,
     pub(crate) numa_nodes: u32,
@@ -115,16 +117,16 @@ pub(crate) fn arguments(options: &QemuOptions<'_>) -> Vec<OsString> {
         "-display",
         "none",
     ]);
-    add(&[
-        "-machine",
-        "q35,usb=off,vmport=off,smbus=off,sata=off,hpet=off",
-        "-cpu",
-        "EPYC-v3",
-        "-no-reboot",
-    ]);
+    add(&["-machine", "q35,usb=off,vmport=off,smbus=off,sata=off,hpet=off", "-no-reboot"]);
+    let (accelerator, cpu) = match options.accelerator {
+        Accelerator::Kvm => ("kvm", "host"),
+        Accelerator::Emulation => ("tcg,thread=multi,tb-size=1024", "EPYC-v3"),
+    };
     add(&[
         "-accel",
-        "tcg,thread=multi,tb-size=1024",
+        accelerator,
+        "-cpu",
+        cpu,
         "-smp",
         &cpus,
         "-m",
@@ -220,6 +222,7 @@ mod tests {
 
     fn options(shares: Vec<(String, i32)>) -> QemuOptions<'static> {
         QemuOptions {
+            accelerator: Accelerator::Emulation,
             cpus: 2,
             memory_mib: 1024,
             numa_nodes: 1,
@@ -257,6 +260,18 @@ mod tests {
         assert_eq!(named, ["/home/a,,b/machine/qemu,process=dayfly-machine"]);
         assert_eq!(values(&words, "-add-fd"), ["fd=10,set=1", "fd=11,set=2", "fd=12,set=3"]);
         assert_eq!(values(&words, "-kernel"), ["/vmlinux"]);
+    }
+
+    #[test]
+    fn kvm_shows_the_hosts_cpu_and_emulation_one_that_has_svm() {
+        let words = |accelerator| -> Vec<String> {
+            let options = QemuOptions { accelerator, ..options(Vec::new()) };
+            arguments(&options).into_iter().map(|word| word.into_string().unwrap()).collect()
+        };
+        let (kvm, emulated) = (words(Accelerator::Kvm), words(Accelerator::Emulation));
+        assert_eq!((values(&kvm, "-accel"), values(&kvm, "-cpu")), (vec!["kvm"], vec!["host"]));
+        assert_eq!(values(&emulated, "-accel"), ["tcg,thread=multi,tb-size=1024"]);
+        assert_eq!(values(&emulated, "-cpu"), ["EPYC-v3"]);
     }
 
     #[test]

@@ -38,6 +38,10 @@ pub struct Status {
     pub uptime_ms: Option<u64>,
     /// Cause of the machine's last end.
     pub last_end: Option<String>,
+    /// Time of the last end in milliseconds since 1970; `None` if it is not known.
+    pub last_end_unix_ms: Option<u64>,
+    /// Number of VMs that ended with the machine; `None` if they were not counted.
+    pub last_end_vms: Option<u64>,
     /// How often the machine's kernel crashed before it booted.
     pub boot_crashes: u32,
     /// Number of VMs at the last count, ended ones that were not removed included.
@@ -86,6 +90,8 @@ impl Machine {
                 .as_ref()
                 .filter(|_| alive)
                 .map(|r| unix_ms().saturating_sub(r.since_unix_ms)),
+            last_end_unix_ms: last_end.as_ref().map(|end| end.at_unix_ms).filter(|at| *at > 0),
+            last_end_vms: last_end.as_ref().and_then(|end| end.vms),
             last_end: last_end.map(|end| end.cause),
             boot_crashes: running.as_ref().filter(|_| alive).map_or(0, |r| r.boot_crashes),
             vms: running.as_ref().filter(|_| alive).and_then(|r| r.vms),

@@ -16,6 +16,7 @@ use crate::files;
 use crate::forward::{forward, listen};
 use crate::layout::Layout;
 use crate::lock;
+use crate::probe::accelerator;
 use crate::progress::{Report, SupervisorError, report, system};
 use crate::qemu;
 use crate::qmp;
@@ -206,7 +207,9 @@ fn start_qemu(
         package: "qemu-system-x86",
     })?;
     let (kernel, initramfs) = (layout.vmlinux(), layout.initramfs());
-    let jail = Jail::make(&layout.folder, &layout.jail(), &program, &kernel, &initramfs)?;
+    let accelerator = accelerator();
+    let jail =
+        Jail::make(&layout.folder, &layout.jail(), &program, &kernel, &initramfs, accelerator)?;
     if let Err(why) = &jail {
         eprintln!("QEMU has no jail and no separate user, only its system call filter: {why}");
     }
@@ -220,6 +223,7 @@ fn start_qemu(
     let (console, log) = (console?, log?);
     let (kernel, initramfs) = jail.as_ref().map_or((kernel, initramfs), Jail::boot_files);
     let options = qemu::QemuOptions {
+        accelerator,
         cpus: orders.options.cpus,
         memory_mib: orders.options.memory_mib,
         numa_nodes: orders.options.numa_nodes,

@@ -96,7 +96,10 @@ mod tests {
 
     #[test]
     fn after_it_files_open_only_below_the_one_folder_and_open_files_still_read() {
+        // Not `dayfly_units::needs`, which is on this crate's floor.
         if version().is_none() {
+            let required = std::env::var("DAYFLY_REQUIRE").unwrap_or_default();
+            assert!(!required.split(',').any(|need| need == "landlock"), "no Landlock here");
             println!("landlock: this kernel has none: nothing was tested");
             return;
         }

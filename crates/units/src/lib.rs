@@ -4,7 +4,8 @@
 //! header that precedes everything dayfly writes and later decodes, and [`text`] that is safe to
 //! print. Also the content of [`sparse`] files with its [`Digest`], which clients and stores must
 //! compute alike; the figures of a store and the configuration of an image; the causes of an
-//! [`error`] in one line; and locks ([`sync`]). Tests end a process at a [`failpoint`].
+//! [`error`] in one line; and locks ([`sync`]). Tests end a process at a [`failpoint`],
+//! and fail if what they need is required and absent ([`needs`]).
 //!
 //! This crate contains no policy and knows nothing about KVM, HTTP or file locations. It does no
 //! I/O except on files that the caller opened ([`sparse`]), and on sources for a test
@@ -15,6 +16,7 @@ pub mod error;
 pub mod failpoint;
 mod ids;
 pub mod image_config;
+pub mod needs;
 mod pages;
 pub mod regions;
 pub mod sealed;

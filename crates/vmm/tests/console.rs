@@ -3,9 +3,10 @@
 mod harness;
 
 use dayfly_microguest::elf;
+use dayfly_units::needs;
 use dayfly_vmm::control::ExitReason;
 use dayfly_vmm::platform::{START_BYTES, start_of};
-use harness::{Boot, Disk, Vmm, kvm_or_nothing, write_file};
+use harness::{Boot, Disk, Vmm, write_file};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
@@ -13,7 +14,7 @@ use std::sync::atomic::Ordering;
 fn the_newest_output_of_a_guest_is_kept() {
     const MAX: u64 = 200;
     const MIB: u64 = 1 << 20;
-    if !kvm_or_nothing("console") {
+    if !needs::kvm() {
         return;
     }
     harness::CONSOLE_MAX_BYTES.store(MAX, Ordering::Relaxed);

@@ -9,8 +9,9 @@
 mod harness;
 
 use dayfly_microguest::{Growth, elf};
+use dayfly_units::needs;
 use dayfly_vmm::arch::layout;
-use harness::{Boot, Disk, Snapshot, Vmm, kvm_or_nothing, write_file};
+use harness::{Boot, Disk, Snapshot, Vmm, write_file};
 use std::path::{Path, PathBuf};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_dayfly-vmm");
@@ -92,7 +93,7 @@ fn forks(vcpus: u8, count: usize) {
 
 #[test]
 fn a_fork_under_writers_on_every_vcpu_is_one_instant() {
-    if !kvm_or_nothing("forks") {
+    if !needs::kvm() {
         return;
     }
     let count =

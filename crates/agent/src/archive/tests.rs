@@ -18,7 +18,7 @@ fn packed(path: &Path) -> Vec<u8> {
 }
 
 fn root() -> bool {
-    rustix::process::geteuid().is_root()
+    dayfly_units::needs::root()
 }
 
 /// One line for each entry below `root`, with everything that an archive keeps.

@@ -4,11 +4,14 @@ use crate::prelude::*;
 use dayfly_cli::progress::Steps;
 use dayfly_cli::{home, machine_start};
 use dayfly_machine::{InitError, InitOptions, Machine, Stopped, copy_in};
+use dayfly_units::text::{LONG, escaped};
 use std::ffi::OsStr;
 use std::process::Stdio;
 use tokio::process::Command;
 use tokio::task::spawn_blocking;
 
+/// Number of lines of the console that are shown if something fails in the machine.
+const CONSOLE_LINES: usize = 20;
 /// How long the machine may take to stop by itself.
 const STOP: Duration = Duration::from_secs(30);
 
@@ -65,14 +68,27 @@ pub fn command(home: &Path, words: impl IntoIterator<Item = impl AsRef<OsStr>>) 
     Ok(command)
 }
 
-/// What a command writes. Its errors are on the terminal.
+/// What a command of [`command`] in the machine of `home` writes. Its errors are on the terminal.
 ///
 /// # Errors
-/// It fails: `what` it does, as a reader would call it.
-pub async fn output(mut command: Command, what: &str) -> Result<Vec<u8>> {
+/// It fails: `what` it does, as a reader would call it, and the console's last lines, because the
+/// machine's kernel may have crashed.
+pub async fn output(home: &Path, mut command: Command, what: &str) -> Result<Vec<u8>> {
     // `Command::output` would take standard error too.
     let child = command.stdout(Stdio::piped()).spawn().context("dayfly machine exec")?;
     let output = child.wait_with_output().await.context("dayfly machine exec")?;
-    ensure!(output.status.success(), "{what} failed ({}); see above", output.status);
+    if !output.status.success() {
+        bail!("{what} failed ({}); see above\n{}", output.status, last_lines(home));
+    }
     Ok(output.stdout)
+}
+
+/// The last lines of the console of the machine in `home`.
+pub fn last_lines(home: &Path) -> String {
+    let Ok(machine) = Machine::open(home) else { return "there is no machine".to_owned() };
+    let console = std::fs::read(machine.folder().join("console.log")).unwrap_or_default();
+    let console = String::from_utf8_lossy(&console);
+    let lines: Vec<&str> = console.lines().collect();
+    let last = lines[lines.len().saturating_sub(CONSOLE_LINES)..].join("\n");
+    format!("the last lines of the machine's console:\n{}", escaped(&last, LONG).keep_lines())
 }

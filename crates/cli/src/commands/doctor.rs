@@ -2,10 +2,11 @@
 
 use crate::connect::{self, Place};
 use crate::home::{home, on_path, program};
+use crate::machine_start::cpus_warning;
 use crate::output::{self, Format};
 use anyhow::{Context, Result};
 use dayfly_api::types::Info;
-use dayfly_machine::{Machine, State, probe};
+use dayfly_machine::{Machine, State, accelerator, probe};
 use dayfly_units::Bytes;
 use serde::Serialize;
 use std::path::Path;
@@ -58,7 +59,7 @@ impl Args {
             ok: probe.is_native(),
             needed: false,
             found: if machine {
-                format!("{probe}; the machine is used")
+                format!("{}; the machine is used", connect::why_the_machine(&probe))
             } else {
                 probe.to_string()
             },
@@ -157,6 +158,9 @@ fn machine_status() -> Check {
                 found += &format!(" (holds {})", Bytes(held));
             }
             found += &format!(", disk takes {}", Bytes(status.disk_bytes));
+            if let Some(warning) = cpus_warning(status.options.cpus, accelerator()) {
+                found += &format!("; {warning}");
+            }
             check(status.state == State::Running, found)
         }
         Err(_) => check(false, "none made yet; made when it is first needed".into()),

@@ -1,14 +1,14 @@
 //! `dayfly machine`: manages the Linux host under QEMU.
 
 use crate::home::home;
-use crate::machine_start::{machine_options, restart_machine, use_machine};
+use crate::machine_start::{cpus_warning, machine_options, restart_machine, use_machine};
 use crate::output;
 use crate::progress::Steps;
 use anyhow::{Context, Result};
 use clap::Subcommand;
 use dayfly_machine::{
-    ExecSpec, Exit, Input, Machine, RawTerminal, Root, Share, State, Stopped, supervisor_main,
-    window_size,
+    ExecSpec, Exit, Input, Machine, RawTerminal, Root, Share, State, Stopped, accelerator,
+    supervisor_main, window_size,
 };
 use dayfly_units::Bytes;
 use std::io::{IsTerminal, stderr, stdin, stdout};
@@ -25,7 +25,8 @@ const STOP: Duration = Duration::from_secs(20);
 pub enum Command {
     /// Make the machine, or change its options; its disk stays
     Init {
-        /// Number of virtual CPUs
+        /// Number of virtual CPUs: as many as this host has, at most 8, if KVM runs the machine;
+        /// one if it is emulated, because emulation of several is not reliable
         #[arg(long)]
         cpus: Option<u32>,
         /// Memory; this host only provides what the machine touches
@@ -103,6 +104,9 @@ impl Command {
             Self::Init { cpus, memory, disk, shares } => {
                 let mut options = machine_options(&steps)?;
                 options.cpus = cpus.unwrap_or(options.cpus);
+                if let Some(warning) = cpus_warning(options.cpus, accelerator()) {
+                    steps.say(&format!("dayfly: warning: {warning}"));
+                }
                 options.memory_mib = memory.0 >> 20;
                 options.disk_bytes = disk.0;
                 options.shares = shares;

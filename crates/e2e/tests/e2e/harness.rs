@@ -78,8 +78,13 @@ fn free_lane() -> (usize, MutexGuard<'static, ()>, bool) {
 }
 
 impl Drop for World {
-    /// Prints how long the test took.
+    /// Prints how long the test took, and after a failure what the machine said last.
     fn drop(&mut self) {
+        if std::thread::panicking() && machine() {
+            for (what, file) in [("console", "console.log"), ("daemon", "daemon.log")] {
+                eprintln!("e2e: the last lines of the machine's {what}:\n{}", last_lines(file));
+            }
+        }
         let name = std::thread::current().name().unwrap_or_default().to_owned();
         eprintln!("e2e: {name}: {} s in lane {}", self.begun.elapsed().as_secs(), LANE.get());
     }
@@ -92,7 +97,7 @@ fn set_up() {
         // One CPU, because QEMU 7.2's emulation of several crashes kernels that patch their own
         // code. The machine's disk of an earlier run is kept, with the programs of this build.
         ok(&["machine", "init", "--cpus", "1"]);
-        ok(&["machine", "start"]);
+        start_machine();
     }
     let remove = |list: &[&str], rm: &[&str]| {
         for name in ok(list).lines() {
@@ -104,7 +109,7 @@ fn set_up() {
     remove(&["ps", "-aq"], &["rm", "-f"]);
     if machine() {
         // A machine with VMs of a failed run goes on with older programs; now it has none.
-        ok(&["machine", "start"]);
+        start_machine();
     }
     remove(&["snapshots", "-q"], &["snapshots", "rm"]);
     remove(&["kernel", "ls", "-q"], &["kernel", "rm"]);
@@ -113,6 +118,14 @@ fn set_up() {
     }
     bake(IMAGE, BASE, &[]);
     eprintln!("e2e: lane {} set up in {} s", LANE.get(), begun.elapsed().as_secs());
+}
+
+fn start_machine() {
+    let got = dayfly(&["machine", "start"]);
+    assert_eq!(got.code, 0, "{}{}", got.out, got.err);
+    for line in got.err.lines().filter(|line| line.contains("crashed during boot")) {
+        retried("machine start", line);
+    }
 }
 
 /// Bakes the demo's server.
@@ -131,10 +144,7 @@ pub fn bake(image: &str, name: &str, more: &[&str]) {
             return;
         }
         assert!(machine() && crashed && tries_left > 0, "dayfly {words:?}: {}{}", got.out, got.err);
-        eprintln!(
-            "e2e: the guest crashed while it booted under emulation, trying again: {}",
-            got.err
-        );
+        retried("bake", &format!("the guest crashed while it booted under emulation: {}", got.err));
     }
 }
 
@@ -161,8 +171,20 @@ pub fn unless_the_machine_stands_still(test: impl Fn()) {
             std::panic::resume_unwind(failed);
         }
         let where_it_was = on_host("dmesg | grep -A 45 'soft lockup' | tail -n 50").out;
-        eprintln!("e2e: the machine stood still under emulation, trying again:\n{where_it_was}");
+        retried("test", &format!("the machine stood still under emulation:\n{where_it_was}"));
     }
+}
+
+/// Reports a retry, and notes it in the file whose lines `make test` counts.
+fn retried(what: &str, why: &str) {
+    let name = std::thread::current().name().unwrap_or_default().to_owned();
+    eprintln!("e2e: {name}: {what}: trying again: {why}");
+    let first = why.lines().next().unwrap_or_default();
+    let file = bin().join("../../test");
+    std::fs::create_dir_all(&file).unwrap();
+    let mut file =
+        std::fs::File::options().create(true).append(true).open(file.join("retries.log")).unwrap();
+    writeln!(file, "{name}: {what}: {first}").unwrap();
 }
 
 /// Notes the machine's busiest processes every two seconds, in [`BUSIEST`].
@@ -196,15 +218,20 @@ fn diagnostics() -> String {
          grep -A 7 '^Load' {BUSIEST} | tail -n 360"
     );
     let machine = on_host(&show).out;
-    let log = std::fs::read(home().join("home/machine/daemon.log")).unwrap_or_default();
-    let log = String::from_utf8_lossy(&log);
-    let lines: Vec<&str> = log.lines().collect();
-    let said = lines[lines.len().saturating_sub(30)..].join("\n");
+    let said = last_lines("daemon.log");
     format!(
         "e2e: load of the host {load}\
          the machine's time, uptime, load, kernel and busiest processes:\n{machine}\
          its daemon:\n{said}"
     )
+}
+
+/// The last 30 lines of a log of this lane's machine.
+fn last_lines(file: &str) -> String {
+    let log = std::fs::read(home().join("home/machine").join(file)).unwrap_or_default();
+    let log = String::from_utf8_lossy(&log);
+    let lines: Vec<&str> = log.lines().collect();
+    lines[lines.len().saturating_sub(30)..].join("\n")
 }
 
 /// How a command ended.

@@ -20,6 +20,7 @@ fn another_daemon() {
 }
 
 #[test]
+#[ignore = "long"]
 fn clones_have_all_of_their_memory_and_their_template_is_read_once() {
     unless_the_machine_stands_still(three_clones_of_one_template);
 }

@@ -41,6 +41,7 @@ fn begin(scratch: &Scratch, path: &str) -> Child {
 }
 
 #[test]
+#[ignore = "long"]
 fn an_agent_that_lies_writes_nothing_but_the_name_that_was_asked_for() {
     let world = world();
     ok(&["create", "--name", "evil", BASE]);

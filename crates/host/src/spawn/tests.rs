@@ -158,7 +158,7 @@ fn the_callers_signal_mask_is_kept() {
 
 #[test]
 fn namespaces_are_its_own() {
-    if !rustix::process::geteuid().is_root() {
+    if !dayfly_units::needs::root() {
         return;
     }
     let here = |kind: &str| std::fs::read_link(Path::new("/proc/self/ns").join(kind)).unwrap();

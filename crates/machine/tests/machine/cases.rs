@@ -102,7 +102,6 @@ fn api(scene: &Scene) {
     });
     bench::print("one request at a time", times.collect());
 
-    let at = Instant::now();
     let times: Vec<Duration> = std::thread::scope(|scope| {
         let socket = &socket;
         let all: Vec<_> = (0..50)
@@ -119,7 +118,6 @@ fn api(scene: &Scene) {
         all.into_iter().map(|t| t.join().unwrap()).collect()
     });
     bench::print("fifty at once", times);
-    assert!(at.elapsed() < Duration::from_secs(20), "{:?}", at.elapsed());
 
     let length = 64 << 20;
     let at = Instant::now();

@@ -40,8 +40,12 @@ fn killed_while_running() {
             kill(scene.pid(victim).unwrap());
         }
         wait_until("seen as crashed", || scene.machine().status().unwrap().state == State::Crashed);
-        let end = scene.machine().status().unwrap().last_end.unwrap();
+        let status = scene.machine().status().unwrap();
+        let end = status.last_end.unwrap();
         assert!(end.starts_with(cause), "{victim}: {end}");
+        assert_eq!(status.last_end_vms, Some(3));
+        // Nobody was left to note the time at which a supervisor ended.
+        assert_eq!(status.last_end_unix_ms.is_some(), victim != "supervisor");
         scene.assert_nothing_left();
         assert!(matches!(scene.start(), Started::Fresh { replaced: None, .. }), "{victim}");
         assert_eq!(scene.shell(&format!("cat /var/lib/dayfly/{victim}")), victim);

@@ -19,20 +19,6 @@ use std::process::{Child, Command};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Whether tests that need KVM can run. Without KVM it panics, unless the environment allows a
-/// skip.
-pub fn kvm_or_nothing(test: &str) -> bool {
-    if Path::new("/dev/kvm").exists() {
-        return true;
-    }
-    assert!(
-        std::env::var_os("DAYFLY_NO_KVM").is_some_and(|v| v == "1"),
-        "{test}: there is no /dev/kvm; set DAYFLY_NO_KVM=1 to skip what needs it"
-    );
-    println!("{test}: no /dev/kvm and DAYFLY_NO_KVM=1: nothing was tested");
-    false
-}
-
 /// The limit on a console's output in bytes; a variable for the test of the limit.
 pub static CONSOLE_MAX_BYTES: AtomicU64 = AtomicU64::new(4 << 20);
 

@@ -1,8 +1,9 @@
 //! Guests that are saved while paused, and their clones.
 
-use crate::harness::{Snapshot, Vmm, kvm_or_nothing, write_file};
+use crate::harness::{Snapshot, Vmm, write_file};
 use crate::room::{BINARY, Room, content};
 use dayfly_microguest::{End, orders};
+use dayfly_units::needs;
 use dayfly_vmm::arch::{cpuid, layout};
 use dayfly_vmm::control::{ClientError, ExitReason};
 use dayfly_vmm::{state, vcpu};
@@ -13,7 +14,7 @@ use std::time::{Duration, Instant};
 
 #[test]
 fn vcpus_whose_cpuid_was_set_ahead_are_those_of_the_guest() {
-    if !kvm_or_nothing("cpuid") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -59,7 +60,7 @@ fn vcpus_whose_cpuid_was_set_ahead_are_those_of_the_guest() {
 
 #[test]
 fn a_saved_guest_goes_on_and_its_clones_share_nothing_they_write() {
-    if !kvm_or_nothing("clones") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -108,7 +109,7 @@ fn a_saved_guest_goes_on_and_its_clones_share_nothing_they_write() {
 
 #[test]
 fn clones_end_as_ordered() {
-    if !kvm_or_nothing("clone ends") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -126,12 +127,7 @@ fn clones_end_as_ordered() {
 
 #[test]
 fn a_jailed_guest_with_four_vcpus_is_saved_and_cloned() {
-    if !kvm_or_nothing("jail") {
-        return;
-    }
-    // SAFETY: geteuid(2) has no arguments and cannot fail.
-    if unsafe { libc::geteuid() } != 0 {
-        println!("jail: not root, cannot make namespaces: nothing was tested");
+    if !needs::kvm() || !needs::root() {
         return;
     }
     let room = Room::new();
@@ -196,7 +192,7 @@ fn a_jailed_guest_with_four_vcpus_is_saved_and_cloned() {
 
 #[test]
 fn a_clone_that_starts_paused_waits_for_resume_and_can_be_saved_first() {
-    if !kvm_or_nothing("paused clone") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -222,7 +218,7 @@ fn a_clone_that_starts_paused_waits_for_resume_and_can_be_saved_first() {
 
 #[test]
 fn a_save_that_fails_leaves_the_vm_paused_and_usable() {
-    if !kvm_or_nothing("failed save") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -250,7 +246,7 @@ fn a_save_that_fails_leaves_the_vm_paused_and_usable() {
 
 #[test]
 fn a_damaged_snapshot_is_refused_with_the_place() {
-    if !kvm_or_nothing("damage") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();

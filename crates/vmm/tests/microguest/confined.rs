@@ -1,8 +1,9 @@
 //! What a VMM still has when its guest runs: descriptors, limits, filters, addresses.
 
-use crate::harness::{Vmm, kvm_or_nothing};
+use crate::harness::Vmm;
 use crate::room::{BINARY, MIB, Room};
 use dayfly_microguest::{End, orders};
+use dayfly_units::needs;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -22,7 +23,7 @@ fn line(path: &str, name: &str) -> String {
 
 #[test]
 fn a_vmm_whose_guest_runs_has_neither_kvm_nor_memory_files_and_all_threads_are_narrowed() {
-    if !kvm_or_nothing("confined") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -80,8 +81,7 @@ fn a_vmm_whose_guest_runs_has_neither_kvm_nor_memory_files_and_all_threads_are_n
 
 #[test]
 fn a_recorded_clone_keeps_only_the_files_that_it_serves() {
-    // SAFETY: geteuid(2) has no arguments and cannot fail.
-    if !kvm_or_nothing("confined recording") || unsafe { libc::geteuid() } != 0 {
+    if !needs::kvm() || !needs::root() {
         return;
     }
     let room = Room::new();

@@ -1,15 +1,16 @@
 //! What a guest does from its boot to its end, and what is refused at the boot.
 
-use crate::harness::{Boot, Vmm, kvm_or_nothing, write_file};
+use crate::harness::{Boot, Vmm, write_file};
 use crate::room::{BINARY, MIB, Room};
 use dayfly_microguest::{End, elf, sorted};
+use dayfly_units::needs;
 use dayfly_vmm::control::ExitReason;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 #[test]
 fn a_guest_boots_prints_and_each_end_has_its_reason() {
-    if !kvm_or_nothing("ends") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -31,7 +32,7 @@ fn a_guest_boots_prints_and_each_end_has_its_reason() {
 
 #[test]
 fn a_guest_sorts_what_its_seed_makes() {
-    if !kvm_or_nothing("sort") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -46,7 +47,7 @@ fn a_guest_sorts_what_its_seed_makes() {
 
 #[test]
 fn memory_on_both_sides_of_the_hole_is_there() {
-    if !kvm_or_nothing("hole") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -56,7 +57,7 @@ fn memory_on_both_sides_of_the_hole_is_there() {
 
 #[test]
 fn a_paused_guest_stands_still_and_goes_on() {
-    if !kvm_or_nothing("pause") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -87,7 +88,7 @@ fn a_paused_guest_stands_still_and_goes_on() {
 
 #[test]
 fn what_is_no_kernel_is_refused() {
-    if !kvm_or_nothing("kernel") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();

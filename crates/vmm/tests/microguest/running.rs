@@ -1,9 +1,10 @@
 //! Guests that are saved or forked while they run.
 
-use crate::harness::{Boot, Disk, Snapshot, Vmm, kvm_or_nothing};
+use crate::harness::{Boot, Disk, Snapshot, Vmm};
 use crate::room::{BINARY, MIB, Room, content};
 use dayfly_microguest::{End, Growth};
 use dayfly_sys::writers::{Writers, writers};
+use dayfly_units::needs;
 use dayfly_vmm::arch::layout;
 use dayfly_vmm::control::wire::{self, Received, Receiver};
 use dayfly_vmm::control::{Answer, Busy, ClientError, Command, FileId, PROTOCOL, Status};
@@ -61,7 +62,7 @@ fn copied_while_running(room: &Room, vm: &mut Vmm, name: &str, turns: std::ops::
 
 #[test]
 fn a_copy_made_while_the_guest_runs_equals_its_memory_when_paused() {
-    if !kvm_or_nothing("precopy") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -93,7 +94,7 @@ fn a_copy_made_while_the_guest_runs_equals_its_memory_when_paused() {
 
 #[test]
 fn a_guest_that_is_saved_while_it_runs_has_its_memory_and_disk_of_one_instant() {
-    if !kvm_or_nothing("freeze") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -132,7 +133,7 @@ fn ram(snapshot: &Snapshot) -> Vec<u8> {
 
 #[test]
 fn clones_of_a_running_guest_have_what_it_had_when_it_stood_still() {
-    if !kvm_or_nothing("fork") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -191,7 +192,7 @@ fn clones_of_a_running_guest_have_what_it_had_when_it_stood_still() {
 
 #[test]
 fn a_guest_that_booted_is_forked_whole() {
-    if !kvm_or_nothing("fork-booted") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -225,7 +226,7 @@ fn a_guest_that_booted_is_forked_whole() {
 
 #[test]
 fn a_copy_for_a_fork_is_refused_for_a_freeze_and_a_save() {
-    if !kvm_or_nothing("fork copy") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -294,7 +295,7 @@ fn status_during(vm: &Vmm, command: &Command, fds: &[BorrowedFd<'_>]) -> (Answer
 
 #[test]
 fn status_is_answered_while_memory_is_copied_and_while_the_page_map_is_made() {
-    if !kvm_or_nothing("status") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -354,7 +355,7 @@ fn writers_of_top(snapshot: &Snapshot) -> [Writers; 2] {
 
 #[test]
 fn a_vmm_closes_what_it_froze_for_writing_if_it_gets_it_read_only() {
-    if !kvm_or_nothing("read-only layers") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();

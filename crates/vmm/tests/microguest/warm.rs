@@ -1,8 +1,9 @@
 //! Warm VMMs: adopting a guest, and recording its working set.
 
-use crate::harness::{Snapshot, Vmm, kvm_or_nothing};
+use crate::harness::{Snapshot, Vmm};
 use crate::room::{BINARY, MIB, Room};
 use dayfly_microguest::{End, orders};
+use dayfly_units::needs;
 use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::{ClientError, Command, ExitReason};
 use dayfly_vmm::memory::working_set;
@@ -10,7 +11,7 @@ use std::path::Path;
 
 #[test]
 fn a_warm_vmm_waits_for_a_guest_of_its_shape() {
-    if !kvm_or_nothing("warm VMM") {
+    if !needs::kvm() {
         return;
     }
     let room = Room::new();
@@ -52,12 +53,7 @@ fn a_warm_vmm_waits_for_a_guest_of_its_shape() {
 
 #[test]
 fn what_a_recording_touched_is_laid_ready_in_the_clones_after_it() {
-    if !kvm_or_nothing("recording") {
-        return;
-    }
-    // SAFETY: geteuid(2) has no arguments and cannot fail.
-    if unsafe { libc::geteuid() } != 0 {
-        println!("recording: not root, no userfaultfd that sees KVM's faults: nothing was tested");
+    if !needs::kvm() || !needs::root() {
         return;
     }
     let room = Room::new();

@@ -110,7 +110,7 @@ async fn inside(home: &Path, image: &Name) -> Result<(Measured, f64)> {
     let words = words.chain(more.map(str::to_owned));
     let (here, before) = (cpu::read()?, of_machine());
     let samples = machine::command(home, words)?;
-    let samples = machine::output(samples, "measuring in the machine").await?;
+    let samples = machine::output(home, samples, "measuring in the machine").await?;
     let (all, machine) = (here.spent()?, of_machine().saturating_sub(before));
     let others = Spent { busy: all.busy.saturating_sub(machine), ..all };
     let measured = serde_json::from_slice(&samples).context("the samples from the machine")?;

@@ -64,9 +64,11 @@ async fn measured(cpus: u32, nodes: u32, home: &Path) -> Result<Value> {
     machine::copy_self(machine, COPY).await?;
     let words = [COPY, "numa", "--here", "--out", OUT];
     let status = machine::command(home, words)?.status().await?;
-    ensure!(status.success(), "measuring in the machine failed; see above");
+    if !status.success() {
+        bail!("measuring in the machine failed; see above\n{}", machine::last_lines(home));
+    }
     let figures = machine::command(home, ["cat", &format!("{OUT}/numa.json")])?;
-    let figures = machine::output(figures, "reading the figures in the machine").await?;
+    let figures = machine::output(home, figures, "reading the figures in the machine").await?;
     serde_json::from_slice(&figures).context("the figures from the machine")
 }
 

@@ -203,7 +203,7 @@ fn a_folder_is_taken_as_it_is() {
     let _socket = std::os::unix::net::UnixListener::bind(root.join("socket")).unwrap();
     let sparse = std::fs::File::create(root.join("sparse")).unwrap();
     sparse.set_len(50 << 20).unwrap();
-    let privileged = rustix::process::geteuid().is_root();
+    let privileged = dayfly_units::needs::root();
     if privileged {
         std::os::unix::fs::chown(root.join("d/f"), Some(1234), Some(70_000)).unwrap();
     }
