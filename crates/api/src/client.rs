@@ -24,11 +24,12 @@ use crate::types::{
     BakeRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest, Footprint, ForkRequest,
     Forked, Image, ImageUpload, Info, Kernel, KernelUpload, Leak, List, RecordRequest,
     RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest, StoreStats, StoreUsage,
-    VerifyRequest, Vm, VmDetails,
+    VerifyRequest, Vm, VmDetails, VmExit,
 };
 use call::{query, segment};
 use dayfly_units::Name;
 use http::Method;
+use std::time::Duration;
 
 type Result<T> = std::result::Result<T, ClientError>;
 
@@ -263,6 +264,24 @@ impl Client {
     /// [`ClientError`].
     pub async fn kill(&self, vm: &str) -> Result<()> {
         self.nothing(Method::POST, format!("/v1/vms/{}/kill", segment(vm)), empty_body()).await
+    }
+
+    /// Asks a VM's guest to power off, and kills the VM after `grace`. Returns when it has ended.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn stop(&self, vm: &str, grace: Duration) -> Result<()> {
+        let ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
+        let path = format!("/v1/vms/{}/stop?grace_ms={ms}", segment(vm));
+        self.nothing(Method::POST, path, empty_body()).await
+    }
+
+    /// Waits until a VM has ended, and returns how.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn wait(&self, vm: &str) -> Result<VmExit> {
+        self.json(Method::GET, format!("/v1/vms/{}/wait", segment(vm)), empty_body()).await
     }
 
     /// Makes a snapshot of a VM.

@@ -28,6 +28,7 @@ mod version;
 
 use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand};
+use std::io::Write;
 use std::process::ExitCode;
 
 /// Bake a virtual machine once; start copies of it in milliseconds
@@ -81,8 +82,12 @@ pub enum Command {
     Pause(signals::Pause),
     /// Resume the vCPUs of VMs
     Unpause(signals::Unpause),
+    /// Power VMs off by their guests, and kill those that do not in time
+    Stop(signals::Stop),
     /// Kill VMs without a shutdown of the guest
     Kill(signals::Kill),
+    /// Wait until VMs have ended; prints how
+    Wait(signals::Wait),
     /// Remove VMs
     Rm(rm::Args),
     /// Make a snapshot of a running VM
@@ -123,12 +128,11 @@ impl Command {
         match self {
             Self::MachineSupervise(args) => Some(args.run()),
             Self::Completions { shell } => {
-                clap_complete::generate(
-                    *shell,
-                    &mut Args::command(),
-                    "dayfly",
-                    &mut std::io::stdout(),
-                );
+                // Not to standard output, because the generator panics if that is closed.
+                let mut script = Vec::new();
+                clap_complete::generate(*shell, &mut Args::command(), "dayfly", &mut script);
+                // A reader that closed the pipe, such as head(1), has what it wanted.
+                let _ = std::io::stdout().write_all(&script);
                 Some(ExitCode::SUCCESS)
             }
             _ => None,
@@ -156,6 +160,8 @@ impl Command {
             Self::Pause(args) => args.run().await,
             Self::Unpause(args) => args.run().await,
             Self::Kill(args) => args.run().await,
+            Self::Stop(args) => args.run().await,
+            Self::Wait(args) => args.run().await,
             Self::Rm(args) => args.run().await,
             Self::Snapshot(args) => args.run().await.map(|()| 0),
             Self::Snapshots(args) => args.run().await,

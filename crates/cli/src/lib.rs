@@ -18,6 +18,7 @@ pub mod commands;
 pub mod connect;
 pub mod failure;
 pub mod home;
+mod image_source;
 pub mod machine_start;
 pub mod output;
 pub mod progress;

@@ -14,6 +14,9 @@ const SHOWN_AFTER: Duration = Duration::from_secs(1);
 /// Without a terminal, a long step is printed again at this interval.
 const AGAIN_AFTER: Duration = Duration::from_secs(15);
 const TICK: Duration = Duration::from_millis(100);
+/// indicatif's template for a step without a total: its default would draw an empty bar, without
+/// the message.
+const SPINNER: &str = "{spinner} {msg}";
 /// indicatif's template for a step with a known total.
 const BAR: &str = "{spinner} [{bar:24}] {msg}";
 
@@ -150,12 +153,13 @@ impl Step {
         let text = format!("{}{} ({})", self.label, self.share(), seconds(self.began.elapsed()));
         let bar = self.bar.get_or_insert_with(|| {
             ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr())
+                .with_style(style(SPINNER))
         });
         match self.bytes {
             Some((done, total)) if total > 0 => {
                 if bar.length() != Some(total) {
                     bar.set_length(total);
-                    bar.set_style(bar_style());
+                    bar.set_style(style(BAR));
                 }
                 bar.set_position(done.min(total));
             }
@@ -190,8 +194,8 @@ impl Step {
     }
 }
 
-fn bar_style() -> ProgressStyle {
-    let style = ProgressStyle::with_template(BAR);
+fn style(template: &str) -> ProgressStyle {
+    let style = ProgressStyle::with_template(template);
     style.map_or_else(|_| ProgressStyle::default_spinner(), |style| style.progress_chars("=> "))
 }
 
@@ -227,6 +231,62 @@ pub fn seconds(duration: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use indicatif::TermLike;
+    use std::io;
+
+    /// Keeps what is written to a terminal of 80 columns.
+    #[derive(Debug, Clone, Default)]
+    struct Screen(Arc<Mutex<String>>);
+
+    impl TermLike for Screen {
+        fn width(&self) -> u16 {
+            80
+        }
+        fn move_cursor_up(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_down(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_right(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_left(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn write_line(&self, text: &str) -> io::Result<()> {
+            self.write_str(text)
+        }
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            lock(&self.0).push_str(text);
+            Ok(())
+        }
+        fn clear_line(&self) -> io::Result<()> {
+            Ok(())
+        }
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_step_is_named_with_and_without_a_total() {
+        for (bytes, expected) in [
+            (None, "booting ("),
+            (Some((1 << 20, 4 << 20)), "[======>                 ] booting 1"),
+        ] {
+            let screen = Screen::default();
+            let target = ProgressDrawTarget::term_like(Box::new(screen.clone()));
+            let began = Instant::now().checked_sub(2 * SHOWN_AFTER).expect("a past time");
+            let template = style(SPINNER);
+            let bar = ProgressBar::with_draw_target(None, target).with_style(template);
+            let mut step =
+                Step { label: "booting".into(), began, bytes, shown: None, bar: Some(bar) };
+            step.draw();
+            let shown = lock(&screen.0).clone();
+            assert!(shown.contains(expected), "{shown:?}");
+        }
+    }
 
     #[test]
     fn labels_are_one_short_line() {

@@ -30,7 +30,9 @@ use programs::Running;
 use spawn::{Plan, SpawnError, Step};
 use std::collections::BTreeMap;
 use std::ffi::CString;
+use std::fs::DirBuilder;
 use std::os::fd::AsFd;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -128,8 +130,15 @@ fn start(programs: &Programs, spec: &ExecSpec, output: Unheard) -> Result<Runnin
         .map(|(name, value)| text("env", &format!("{name}={value}")))
         .collect::<Result<Vec<_>, _>>()?;
     let named = !spec.cwd.is_empty();
+    if named && spec.make_cwd {
+        // If this fails, the program's start names the folder.
+        let _ = DirBuilder::new().recursive(true).mode(0o755).create(&spec.cwd);
+    }
     let cwd = text("cwd", if named { &spec.cwd } else { &account.home })?;
     let (streams, mut inner) = streams::open(spec, output)?;
+    if account.uid != 0 {
+        inner.give_to(spec, account.uid);
+    }
     let console = rustix::stdio::stderr();
     let input = inner.stdin.as_fd();
     let otherwise = if streams.terminal { input } else { console };

@@ -180,13 +180,20 @@ fn prepare_and_exec(shared: &Shared<'_>) -> (Step, i32) {
                 libc::close(fd);
             }
         }
+        // As container runtimes do it: root changes to a folder that was asked for, and the user
+        // tries only where root may not, as on some network file systems.
+        let asked = plan.cwd_fallback.is_none();
+        let there = asked && libc::chdir(plan.cwd.as_ptr()) == 0;
+        if asked && !there && errno() != libc::EACCES {
+            return (Step::Cwd, errno());
+        }
         if libc::syscall(libc::SYS_setgroups, plan.groups.len(), plan.groups.as_ptr()) != 0
             || libc::syscall(libc::SYS_setresgid, plan.gid, plan.gid, plan.gid) != 0
             || libc::syscall(libc::SYS_setresuid, plan.uid, plan.uid, plan.uid) != 0
         {
             return (Step::User, errno());
         }
-        if libc::chdir(plan.cwd.as_ptr()) != 0 {
+        if !there && libc::chdir(plan.cwd.as_ptr()) != 0 {
             let why = errno();
             match plan.cwd_fallback {
                 Some(other) if libc::chdir(other.as_ptr()) == 0 => {}

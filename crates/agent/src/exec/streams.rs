@@ -41,6 +41,18 @@ pub(super) enum Unheard {
     Kept,
 }
 
+impl Inner {
+    /// Gives the pipes and the terminal to `uid`, so that the program can open `/dev/stdout` and its
+    /// terminal by path, as in containers. The console and `/dev/null` stay root's.
+    pub(super) fn give_to(&self, spec: &ExecSpec, uid: u32) {
+        let stdin = (spec.stdin || spec.pty.is_some()).then_some(&self.stdin);
+        for stream in stdin.into_iter().chain(&self.stdout).chain(&self.stderr) {
+            // If it fails, the program still has the open stream.
+            let _ = rustix::fs::fchown(stream, Some(rustix::fs::Uid::from_raw(uid)), None);
+        }
+    }
+}
+
 /// Opens both ends of the streams that `spec` asks for.
 pub(super) fn open(spec: &ExecSpec, output: Unheard) -> Result<(Streams, Inner), ExecError> {
     let failed = |what| move |errno| ExecError::Streams { what, errno };

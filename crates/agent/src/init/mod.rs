@@ -50,6 +50,7 @@ pub fn run() -> Result<Infallible, BootError> {
     let options = up()?;
     // Before the image's own init, which may leave it to services that the image lacks.
     mounts::loopback_up();
+    mounts::ports_and_ping_for_all();
     match options.init {
         None => {
             mounts::hostname();

@@ -119,6 +119,18 @@ fn tmp(read_only: bool) {
     }
 }
 
+/// Lets every user listen on every port, and ping, as docker does for containers: nobody else is in
+/// this machine whom a port could be taken from.
+pub(super) fn ports_and_ping_for_all() {
+    for (name, value) in [("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 2147483647")]
+    {
+        let path = format!("/proc/sys/net/ipv4/{name}");
+        if let Err(error) = std::fs::write(&path, value) {
+            crate::say!("{path}: {error}");
+        }
+    }
+}
+
 /// Brings the loopback interface up, as an init does.
 pub(super) fn loopback_up() {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};

@@ -176,11 +176,16 @@ pub struct NetworkIdentity {
 pub struct ExecSpec {
     /// Program and arguments. The program is looked up in the PATH of `env`, or else of the agent.
     pub argv: Vec<String>,
-    /// Variables in addition to the agent's own: PATH, HOME, and TERM if there is a pty.
+    /// Variables in addition to the image's, and to the agent's own: PATH, HOME, and TERM if there
+    /// is a pty.
     pub env: BTreeMap<String, String>,
-    /// Working directory. If empty, the user's home, or `/` if the home is missing.
+    /// Working directory. If empty, the image's, or else the user's home, or `/` if the home is
+    /// missing.
     pub cwd: String,
-    /// `name`, `uid`, `name:group` or `uid:gid`. If empty, root.
+    /// Whether a missing working directory is made, as the daemon asks for the image's.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub make_cwd: bool,
+    /// `name`, `uid`, `name:group` or `uid:gid`. If empty, the image's user, or else root.
     pub user: String,
     /// If set, the program gets a pseudo-terminal of this size, and its standard error arrives with
     /// its standard output.

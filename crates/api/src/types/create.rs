@@ -112,8 +112,12 @@ wire! {
     pub struct RunRequest {
         /// The VM to create.
         pub create: CreateRequest,
-        /// The program to run.
+        /// The program to run. Its `argv` follows the entrypoint; if empty, the image's cmd does.
         pub exec: ExecSpec,
+        /// The entrypoint instead of the image's, whose cmd is then ignored. An empty list means
+        /// that `argv` begins with the program.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub entrypoint: Option<Vec<String>>,
         /// Whether the VM stays after the connection ends.
         pub keep: bool,
     }

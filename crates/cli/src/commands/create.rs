@@ -2,10 +2,12 @@
 
 use super::network::NetworkArgs;
 use super::options::label;
+use crate::image_source::snapshot_for;
 use crate::progress::Steps;
 use crate::{artefacts, connect, output};
 use anyhow::Result;
-use dayfly_api::types::{BootSource, CreateManyRequest, CreateRequest, Source};
+use dayfly_api::client::{Client, ClientError};
+use dayfly_api::types::{BootSource, CreateManyRequest, CreateRequest, Source, Vm};
 use dayfly_units::{Bytes, Name, VmName};
 
 /// Arguments of `dayfly create`.
@@ -43,9 +45,24 @@ pub struct Args {
     /// Run this init of the image instead of dayfly's own
     #[arg(long, value_name = "PATH", conflicts_with = "snapshot")]
     init: Option<String>,
-    /// Snapshot to clone (dayfly snapshots)
+    /// Snapshot to clone (dayfly snapshots); or an image (dayfly image ls), of which the first use
+    /// makes a snapshot
     #[arg(required_unless_present = "boot")]
     snapshot: Option<Name>,
+}
+
+async fn make(
+    client: &Client,
+    request: &CreateRequest,
+    count: u32,
+    steps: &Steps,
+) -> Result<Vec<Vm>, ClientError> {
+    if count == 1 {
+        return client.create(request).await.map(|vm| vec![vm]);
+    }
+    steps.begin(format!("making {count} VMs"));
+    let CreateRequest { source, labels, network, .. } = request.clone();
+    client.create_many(&CreateManyRequest { source, count, labels, network }).await
 }
 
 impl Args {
@@ -63,20 +80,21 @@ impl Args {
             (None, Some(snapshot)) => Source::Snapshot(snapshot),
             (None, None) => anyhow::bail!("expected a snapshot, or --boot with an image"),
         };
-        let labels = self.label.into_iter().collect();
-        let network = self.network.request();
-        if self.count > 1 {
-            steps.begin(format!("making {} VMs", self.count));
-            let vms = client
-                .create_many(&CreateManyRequest { source, count: self.count, labels, network })
-                .await?;
-            drop(steps);
-            return vms.iter().try_for_each(|vm| output::line(vm.id));
+        let mut request = CreateRequest {
+            source,
+            name: self.name,
+            labels: self.label.into_iter().collect(),
+            forks: self.forks,
+            network: self.network.request(),
+        };
+        let mut made = make(&client, &request, self.count, &steps).await;
+        if let (Err(refused), Source::Snapshot(name)) = (&made, &request.source)
+            && let Some(found) = snapshot_for(&client, name, refused, &steps).await?
+        {
+            request.source = Source::Snapshot(found);
+            made = make(&client, &request, self.count, &steps).await;
         }
-        let vm = client
-            .create(&CreateRequest { source, name: self.name, labels, forks: self.forks, network })
-            .await?;
         drop(steps);
-        output::line(vm.id)
+        made?.iter().try_for_each(|vm| output::line(vm.id))
     }
 }

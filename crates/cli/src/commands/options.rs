@@ -38,10 +38,10 @@ pub struct ExecArgs {
     /// Set a variable; without =VALUE, pass on this process's value
     #[arg(short, long, value_name = "NAME[=VALUE]")]
     pub env: Vec<String>,
-    /// Folder in the VM to start in
+    /// Folder in the VM to start in [default: the image's]
     #[arg(short, long, value_name = "DIR")]
     pub workdir: Option<String>,
-    /// User to run as: name, uid, name:group or uid:gid
+    /// User to run as: name, uid, name:group or uid:gid [default: the image's, or root]
     #[arg(short, long)]
     pub user: Option<String>,
     /// Pass the program's output to the terminal unfiltered, control sequences included; -t implies
@@ -72,6 +72,7 @@ impl ExecArgs {
             argv,
             env: environment(&self.env, |name| std::env::var(name).ok()),
             cwd: self.workdir.clone().unwrap_or_default(),
+            make_cwd: false,
             user: self.user.clone().unwrap_or_default(),
             pty: self.tty.then(|| crate::session::window_size().unwrap_or(DEFAULT_SIZE)),
             timeout_ms: self.timeout.map(|t| u64::try_from(t.as_millis()).unwrap_or(u64::MAX)),
@@ -128,7 +129,7 @@ fn duration(text: &str) -> Result<Duration, String> {
 }
 
 /// As [`duration`], or `0`.
-fn duration_or_zero(text: &str) -> Result<Duration, String> {
+pub fn duration_or_zero(text: &str) -> Result<Duration, String> {
     if text == "0" { Ok(Duration::ZERO) } else { duration(text) }
 }
 

@@ -1,7 +1,9 @@
-//! `dayfly run`: clones a snapshot, runs a program, and removes the clone.
+//! `dayfly run`: clones a snapshot or an image, runs a program, and removes the clone.
 
 use super::network::NetworkArgs;
 use super::options::ExecArgs;
+use crate::image_source::snapshot_for;
+use crate::progress::Steps;
 use crate::{connect, session};
 use anyhow::Result;
 use dayfly_api::types::{CreateRequest, RunRequest, Source};
@@ -21,22 +23,23 @@ pub struct Args {
     network: NetworkArgs,
     #[command(flatten)]
     exec: ExecArgs,
-    /// Snapshot to clone (dayfly snapshots)
+    /// Snapshot to clone (dayfly snapshots); or an image (dayfly image ls), of which the first use
+    /// makes a snapshot
     snapshot: Name,
-    /// The program and its arguments
-    #[arg(
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        required = true,
-        value_name = "PROGRAM"
-    )]
+    /// Run this instead of the image's entrypoint, and ignore the image's command; "" runs only
+    /// what follows the snapshot
+    #[arg(long, value_name = "PROGRAM")]
+    entrypoint: Option<String>,
+    /// The program and its arguments, or arguments for the image's entrypoint [default: the image's
+    /// command]
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
     argv: Vec<String>,
 }
 
 impl Args {
     pub async fn run(self) -> Result<u8> {
         let exec = self.exec.spec(self.argv, false)?;
-        let source = Source::Snapshot(self.snapshot);
+        let source = Source::Snapshot(self.snapshot.clone());
         let create = CreateRequest {
             source,
             name: self.name,
@@ -44,8 +47,22 @@ impl Args {
             forks: 0,
             network: self.network.request(),
         };
+        let entrypoint = self.entrypoint.map(|program| match program.as_str() {
+            "" => Vec::new(),
+            _ => vec![program],
+        });
         let client = connect::client().await?;
-        let running = client.run(&RunRequest { create, exec, keep: self.keep }).await?;
+        let mut request = RunRequest { create, exec, entrypoint, keep: self.keep };
+        let running = match client.run(&request).await {
+            Ok(running) => running,
+            Err(refused) => {
+                let steps = Steps::new();
+                let found = snapshot_for(&client, &self.snapshot, &refused, &steps).await?;
+                drop(steps);
+                request.create.source = Source::Snapshot(found.ok_or(refused)?);
+                client.run(&request).await?
+            }
+        };
         if self.keep {
             eprintln!(
                 "dayfly: VM {} ({}) stays; `dayfly rm -f {0}` removes it",

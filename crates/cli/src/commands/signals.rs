@@ -1,9 +1,12 @@
-//! `dayfly pause`, `unpause`, `kill`: one operation on several VMs.
+//! `dayfly pause`, `unpause`, `stop`, `kill`, `wait`: one operation on several VMs.
 
+use super::options::duration_or_zero;
+use crate::output::{Format, FormatArgs};
 use crate::{connect, failure, output};
 use anyhow::Result;
 use dayfly_api::client::{Client, ClientError};
 use futures::{StreamExt, stream};
+use std::time::Duration;
 
 /// Number of operations that run at a time.
 const AT_ONCE: usize = 64;
@@ -30,6 +33,54 @@ pub struct Kill {
     /// VMs, by id or name
     #[arg(required = true)]
     vms: Vec<String>,
+}
+
+/// Arguments of `dayfly stop`.
+#[derive(Debug, clap::Args)]
+pub struct Stop {
+    /// Time for the guest to power off, such as 30s; then the VM is killed
+    #[arg(short, long, default_value = "10s", value_parser = duration_or_zero)]
+    time: Duration,
+    /// VMs, by id or name
+    #[arg(required = true)]
+    vms: Vec<String>,
+}
+
+/// Arguments of `dayfly wait`.
+#[derive(Debug, clap::Args)]
+pub struct Wait {
+    /// Format of the output
+    #[command(flatten)]
+    format: FormatArgs,
+    /// VMs, by id or name
+    #[arg(required = true)]
+    vms: Vec<String>,
+}
+
+impl Stop {
+    pub async fn run(self) -> Result<u8> {
+        each(&self.vms, async |client, vm| client.stop(vm, self.time).await).await
+    }
+}
+
+impl Wait {
+    pub async fn run(self) -> Result<u8> {
+        let client = connect::client().await?;
+        let mut code = 0;
+        let ends = self.vms.iter().map(|vm| client.wait(vm));
+        let mut ends = std::pin::pin!(stream::iter(ends).buffered(self.vms.len()));
+        while let Some(end) = ends.next().await {
+            match end {
+                Ok(end) if self.format.format == Format::Json => {
+                    output::emit(&output::json_line(&end)?)?;
+                }
+                // As in JSON: `power_off`, `killed`.
+                Ok(end) => output::line(serde_json::to_value(end.reason)?.as_str().unwrap_or("?"))?,
+                Err(e) => code = failure::report(&e.into()),
+            }
+        }
+        Ok(code)
+    }
 }
 
 impl Pause {

@@ -18,6 +18,11 @@ fn what_follows_the_snapshot_is_the_programs() {
         "run web ls -la --help",
         "run -it -e A=1 -w /tmp -u nobody --timeout 30s --name x web sh -c true",
         "run --keep web true",
+        "run web",
+        "stop -t 30s web db",
+        "stop --time 0 web",
+        "wait --format json web",
+        "run --entrypoint /bin/sh web -c true",
         "exec -d web sleep 5",
         "exec -it web sh",
         "connect web 5000",
@@ -65,8 +70,8 @@ fn what_follows_the_snapshot_is_the_programs() {
 #[test]
 fn mistakes_are_refused() {
     for text in [
-        "run web",
         "run",
+        "run --entrypoint",
         "exec -d -i web cat",
         "connect web",
         "connect web 0",

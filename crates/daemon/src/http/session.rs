@@ -139,10 +139,13 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
                 Ok(request) => request,
                 Err(error) => return caller.fail(error).await,
             };
-            // A request without a program is refused once the VM exists.
-            let next = (!request.exec.argv.is_empty())
-                .then(|| Request::Exec(Box::new(request.exec.clone())));
-            let order = Order { ephemeral: !request.keep, next, ..Order::create(request.create) };
+            let next = Some(Request::Exec(Box::new(request.exec.clone())));
+            let order = Order {
+                ephemeral: !request.keep,
+                next,
+                entrypoint: request.entrypoint,
+                ..Order::create(request.create)
+            };
             let mut born = match caller.while_there(create::create(&daemon, asked, order)).await {
                 Ok(Ok(born)) => born,
                 Ok(Err(error)) => return caller.fail(error).await,

@@ -4,6 +4,7 @@ pub mod disk;
 pub mod exit;
 pub mod facts;
 pub mod live;
+pub mod program;
 pub mod state;
 pub mod step;
 pub mod vm_slot;

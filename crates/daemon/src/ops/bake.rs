@@ -54,6 +54,7 @@ pub async fn bake(
         purpose: Purpose::User,
         network: None,
         next: None,
+        entrypoint: None,
         batch: None,
     };
     let guard = create(&daemon, asked, order).await?;

@@ -3,6 +3,7 @@
 use crate::base::error::{ApiError, Outcome};
 use crate::base::progress::ProgressSender;
 use crate::daemon::Daemon;
+use crate::model::program::for_exec;
 use crate::ops::liveness::Liveness;
 use crate::vm::Vm;
 use crate::vmm::agent_link::{AgentLink, LinkError, read_frame};
@@ -19,7 +20,7 @@ const EXPLANATION: Duration = Duration::from_millis(1500);
 /// A program in a guest.
 #[derive(Debug)]
 pub enum Program {
-    /// A program to be requested.
+    /// A program to be requested, in the image's environment.
     New(ExecSpec),
     /// A program requested together with the guest's identity, with the link for the reply.
     Asked(AgentLink),
@@ -38,7 +39,8 @@ pub async fn start(daemon: &Daemon, vm: &Vm, program: Program) -> Outcome<(UnixS
     let work = async {
         let mut link = match program {
             Program::Asked(link) => link,
-            Program::New(spec) => {
+            Program::New(mut spec) => {
+                for_exec(&mut spec, &vm.facts.config);
                 let mut link =
                     AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
                 link.send(&Request::Exec(Box::new(spec)), doing).await?;

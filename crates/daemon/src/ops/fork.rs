@@ -140,6 +140,7 @@ async fn forked(
         purpose: Purpose::User,
         network: None,
         next: None,
+        entrypoint: None,
         batch: batch.clone(),
     };
     let guards = tokio::select! {

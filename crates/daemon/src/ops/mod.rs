@@ -26,5 +26,6 @@ pub mod self_fork;
 pub mod snapshot;
 #[cfg(test)]
 pub(crate) mod standin;
+pub mod stop;
 pub mod sweep;
 mod unadopted;

@@ -113,6 +113,7 @@ async fn play(
         purpose,
         network: None,
         next: None,
+        entrypoint: None,
         batch: None,
     };
     let guard = create(daemon, Asked::now(), order).await?;

@@ -14,6 +14,7 @@ mod families;
 mod forks;
 mod harness;
 mod hostile;
+mod images;
 mod integrity;
 mod kernels;
 mod lazy;

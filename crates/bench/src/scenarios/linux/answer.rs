@@ -61,7 +61,8 @@ impl Guests {
 
 /// The measured part. The VM stays: its timeline is asked for when nothing is measured any more.
 pub async fn first_answer(client: &Client, source: Source) -> Result<Answer> {
-    let request = RunRequest { create: create(source, &[LABEL]), exec: program(), keep: true };
+    let create = create(source, &[LABEL]);
+    let request = RunRequest { create, exec: program(), entrypoint: None, keep: true };
     let begun = Instant::now();
     let measured = async {
         let mut exec = client.run(&request).await?;

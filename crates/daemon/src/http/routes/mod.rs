@@ -6,6 +6,7 @@
 mod agent_body;
 mod archive;
 mod batch;
+mod ends;
 mod exec;
 mod extract;
 mod host;
@@ -66,6 +67,8 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(vms::pause))
         .routes(routes!(vms::unpause))
         .routes(routes!(vms::kill))
+        .routes(routes!(ends::stop))
+        .routes(routes!(ends::wait))
         .routes(routes!(vms::snapshot))
         .routes(routes!(vms::fork))
         .routes(routes!(logs::logs))

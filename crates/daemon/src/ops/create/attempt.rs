@@ -5,6 +5,7 @@ use crate::base::metrics::{self, CreatePhase};
 use crate::base::time::Asked;
 use crate::daemon::Daemon;
 use crate::model::facts::Facts;
+use crate::model::program::for_run;
 use crate::model::state::Event;
 use crate::model::step::{self, Step};
 use crate::net::Attachment;
@@ -81,9 +82,13 @@ async fn attempt(
 ) -> Result<VmGuard, Failed> {
     let wanted = order.name.clone().map(Name::from);
     let done = |step| step::done(step, wanted.as_ref());
-    let (purpose, next) = (order.purpose, order.next.take());
+    let (purpose, mut next) = (order.purpose, order.next.take());
+    let entrypoint = order.entrypoint.take();
     let reserved = reserve(daemon, asked, order, wanted.as_ref(), from_pool).await?;
     let Reserved { under_way, vm, mut guard, opened, opened_us, warm } = reserved;
+    if let Some(Request::Exec(spec)) = &mut next {
+        for_run(spec, entrypoint.as_deref(), &vm.facts.config)?;
+    }
     let mut under_way = Some(under_way);
     let (began, how) = started_with(&opened, warm.as_ref());
     let ready_made = warm.is_some();

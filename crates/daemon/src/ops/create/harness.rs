@@ -107,6 +107,7 @@ impl Room {
             purpose: Purpose::User,
             network: None,
             next: None,
+            entrypoint: None,
             batch: None,
         }
     }

@@ -30,6 +30,8 @@ pub struct Order {
     /// A request to the agent, sent together with the identity.
     /// [`VmGuard::take_next`](super::VmGuard::take_next) returns the link for its reply.
     pub next: Option<Request>,
+    /// The entrypoint of the program in `next`, instead of the image's.
+    pub entrypoint: Option<Vec<String>>,
     /// The batch to which it belongs, if the request is for several VMs.
     pub batch: Option<Arc<Batch>>,
 }
@@ -58,6 +60,7 @@ impl Order {
             purpose: Purpose::User,
             network: Some(request.network),
             next: None,
+            entrypoint: None,
             batch: None,
         }
     }

@@ -176,6 +176,7 @@ async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
         },
         // Python starts, imports its modules and listens.
         exec: guest::start_and_stay(),
+        entrypoint: None,
         keep: false,
     };
     let mut exec = demo.host.client.run(&request).await?;

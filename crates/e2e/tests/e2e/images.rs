@@ -1,0 +1,101 @@
+//! Images that others made: a program runs as its image's configuration says.
+
+use crate::harness::{dayfly, ok, refused, start, wait, world};
+use sha2::Digest;
+use std::io::Write;
+use std::path::Path;
+
+/// Links to busybox in the image.
+const APPLETS: [&str; 9] = ["sh", "id", "pwd", "echo", "timeout", "nc", "ping", "cat", "sleep"];
+
+fn header(kind: tar::EntryType, size: usize, mode: u32) -> tar::Header {
+    let mut header = tar::Header::new_gnu();
+    header.set_entry_type(kind);
+    header.set_size(size as u64);
+    header.set_mode(mode);
+    header
+}
+
+/// A root with busybox and the user `app`.
+fn layer(at: &Path) {
+    let mut tar = tar::Builder::new(std::fs::File::create(at).unwrap());
+    let busybox = std::fs::read("/bin/busybox").unwrap();
+    let file = |data: &[u8], mode| header(tar::EntryType::Regular, data.len(), mode);
+    tar.append_data(&mut file(&busybox, 0o755), "bin/busybox", &busybox[..]).unwrap();
+    for applet in APPLETS {
+        let mut link = header(tar::EntryType::Symlink, 0, 0o777);
+        tar.append_link(&mut link, format!("bin/{applet}"), "busybox").unwrap();
+    }
+    for (name, text) in [
+        ("etc/passwd", "root:x:0:0::/root:/bin/sh\napp:x:1000:1000::/home/app:/bin/sh\n"),
+        ("etc/group", "root:x:0:\napp:x:1000:\n"),
+    ] {
+        tar.append_data(&mut file(text.as_bytes(), 0o644), name, text.as_bytes()).unwrap();
+    }
+    for (name, mode) in [("tmp/", 0o1777), ("root/", 0o700)] {
+        tar.append_data(&mut header(tar::EntryType::Directory, 0, mode), name, &[][..]).unwrap();
+    }
+    tar.into_inner().unwrap().flush().unwrap();
+}
+
+/// A docker archive of [`layer`] with the configuration `config`.
+fn archive(folder: &Path, config: &str) -> String {
+    let (layer_at, archive) = (folder.join("layer.tar"), folder.join("image.tar"));
+    layer(&layer_at);
+    let digest = hex::encode(sha2::Sha256::digest(std::fs::read(&layer_at).unwrap()));
+    let config = format!(
+        r#"{{"architecture":"amd64","os":"linux","config":{config},
+            "rootfs":{{"type":"layers","diff_ids":["sha256:{digest}"]}}}}"#
+    );
+    let manifest = r#"[{"Config":"config.json","RepoTags":["tiny:1"],"Layers":["layer.tar"]}]"#;
+    let mut tar = tar::Builder::new(std::fs::File::create(&archive).unwrap());
+    tar.append_path_with_name(&layer_at, "layer.tar").unwrap();
+    for (name, body) in [("config.json", config.as_str()), ("manifest.json", manifest)] {
+        let mut header = header(tar::EntryType::Regular, body.len(), 0o644);
+        tar.append_data(&mut header, name, body.as_bytes()).unwrap();
+    }
+    tar.into_inner().unwrap().flush().unwrap();
+    archive.to_str().unwrap().to_owned()
+}
+
+#[test]
+fn a_program_runs_as_its_images_configuration_says() {
+    const NAME: &str = "e2e-tiny";
+    let world = world();
+    let folder = tempfile::tempdir().unwrap();
+    let config = r#"{"Env":["A=1","PATH=/bin"],"WorkingDir":"/srv/new","User":"app",
+        "Entrypoint":["/bin/sh","-c"],"Cmd":["echo cmd $A"]}"#;
+    ok(&["image", "build", "--from", &archive(folder.path(), config), NAME]);
+    // The first use of an image makes a snapshot, and the next ones clone it.
+    assert_eq!(ok(&["run", NAME]), "cmd 1");
+    let made: Vec<String> = ok(&["snapshots", "-q"]).lines().map(str::to_owned).collect();
+    let made: Vec<&String> = made.iter().filter(|name| name.starts_with(NAME)).collect();
+    let [snapshot] = made[..] else { panic!("one snapshot, got {made:?}") };
+    assert_eq!(ok(&["run", NAME, "echo $A; pwd; id -u"]), "1\n/srv/new\n1000");
+    let flags = ["-u", "root", "-e", "A=2", "-w", "/", "--entrypoint", "/bin/sh", NAME];
+    let words = [&["run"], &flags[..], &["-c", "echo $A; pwd; id -u"]].concat();
+    assert_eq!(ok(&words), "2\n/\n0");
+    assert_eq!(ok(&["run", "--entrypoint", "", NAME, "id", "-u"]), "1000");
+    refused(&["run", "--entrypoint", "", NAME], &["name a program"]);
+
+    // `exec` has the same environment, without the entrypoint; and what a user may in a container.
+    ok(&["create", "--name", "tiny", NAME]);
+    let sh = |text: &str| ok(&["exec", "tiny", "sh", "-c", text]);
+    assert_eq!(sh("echo $A; pwd; id -u"), "1\n/srv/new\n1000");
+    assert_eq!(sh("echo out >/dev/stdout; echo lost >/dev/stderr"), "out");
+    sh("ping -c 1 127.0.0.1");
+    let listens = dayfly(&["exec", "tiny", "timeout", "1", "nc", "-l", "-p", "80"]);
+    assert!(!listens.err.contains("denied"), "{listens:?}");
+    assert_eq!(ok(&["exec", "-w", "/root", "tiny", "pwd"]), "/root");
+
+    // A guest that is stopped powers itself off; `wait` ends with it.
+    let waits = start(&["wait", "tiny"]);
+    assert_eq!(ok(&["stop", "-t", "4m", "tiny"]), "tiny");
+    assert_eq!(wait(waits).out, "power_off\n");
+    refused(&["stop", "tiny"], &["has exited already"]);
+    ok(&["rm", "tiny"]);
+    assert_eq!(ok(&["snapshots", "-q"]).matches(NAME).count(), 1);
+    ok(&["snapshots", "rm", snapshot]);
+    ok(&["image", "rm", NAME]);
+    world.clean();
+}
