@@ -10,7 +10,7 @@ use comfy_table::{Table, presets};
 use dayfly_units::text::{SHORT, escaped, is_unsafe};
 use serde::Serialize;
 use std::fmt::Write as _;
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The format of a list.
@@ -129,16 +129,75 @@ fn cell(text: String) -> String {
     }
 }
 
-/// A table in docker's style: no lines, three spaces between columns.
+/// A table in docker's style: no lines, three spaces between columns. On a terminal it has no line
+/// that the terminal would wrap: columns of [`LEAST`] are left out, then long cells are cut.
 pub fn table<const N: usize>(
     header: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,
 ) -> String {
+    let terminal = std::io::stdout().is_terminal();
+    let width = terminal.then(crate::session::window_size).flatten();
+    let width = width.map_or(usize::MAX, |size| usize::from(size.cols));
+    table_within(width, header, rows)
+}
+
+/// Columns that a narrow terminal does without, the first one first. `--format json` and `inspect`
+/// have them.
+const LEAST: [&str; 6] = ["KERNEL", "CPUS", "DIGEST", "PARENT", "ADDRESS", "MEMORY"];
+/// Spaces between columns.
+const GAP: usize = 3;
+/// Characters to which a cell is cut at most.
+const SHORTEST: usize = 8;
+
+/// The columns that are shown in a line of `width` characters, and the width of each.
+fn fit(header: &[&str], rows: &[Vec<String>], width: usize) -> Vec<(usize, usize)> {
+    let length = |text: &str| text.chars().count();
+    let mut columns: Vec<(usize, usize)> = header
+        .iter()
+        .enumerate()
+        .map(|(n, name)| {
+            let cells = rows.iter().map(|row| length(&row[n]));
+            (n, cells.max().unwrap_or(0).max(length(name)))
+        })
+        .collect();
+    let total = |columns: &[(usize, usize)]| -> usize {
+        columns.iter().map(|(_, width)| width + GAP).sum::<usize>().saturating_sub(GAP)
+    };
+    for name in LEAST {
+        if total(&columns) > width {
+            columns.retain(|(n, _)| header[*n] != name);
+        }
+    }
+    // The widest column gives way, one character at a time.
+    while total(&columns) > width
+        && let Some(widest) = columns.iter_mut().map(|(_, width)| width).max()
+        && *widest > SHORTEST
+    {
+        *widest -= 1;
+    }
+    columns
+}
+
+fn table_within<const N: usize>(
+    width: usize,
+    header: [&str; N],
+    rows: impl IntoIterator<Item = [String; N]>,
+) -> String {
+    let rows: Vec<Vec<String>> =
+        rows.into_iter().map(|row| row.map(cell).into_iter().collect()).collect();
+    let columns = fit(&header, &rows, width);
+    let cut = |text: &str, width: usize| {
+        if text.chars().count() <= width {
+            return text.to_owned();
+        }
+        text.chars().take(width.saturating_sub(1)).chain(['…']).collect()
+    };
     let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header(header);
-    rows.into_iter().for_each(|row| {
-        table.add_row(row.map(cell));
-    });
+    table.load_style(presets::NOTHING);
+    table.set_header(columns.iter().map(|(n, width)| cut(header[*n], *width)));
+    for row in &rows {
+        table.add_row(columns.iter().map(|(n, width)| cut(&row[*n], *width)));
+    }
     for column in table.column_iter_mut() {
         column.set_padding((0, 3));
     }
@@ -170,6 +229,24 @@ mod tests {
             table(["NAME", "X"], rows),
             "NAME          X\na             long value\nlonger name\n"
         );
+    }
+
+    #[test]
+    fn a_line_fits_a_narrow_terminal() {
+        let header = ["VM ID", "NAME", "KERNEL", "ADDRESS", "PORTS"];
+        let row = ["0123456789ab", "a-name", "6.12", "10.88.0.2", "127.0.0.1:8080->80, 9->9"];
+        let row = || [row.map(str::to_owned)];
+        let whole = table_within(usize::MAX, header, row());
+        assert!(whole.contains("KERNEL") && whole.contains("9->9"), "{whole}");
+        let narrower = table_within(66, header, row());
+        assert!(!narrower.contains("KERNEL") && narrower.contains("10.88.0.2"), "{narrower}");
+        let narrow = table_within(40, header, row());
+        assert_eq!(
+            narrow,
+            "VM ID          NAME     PORTS\n0123456789ab   a-name   127.0.0.1:8080-…\n"
+        );
+        // A terminal without room for anything still gets something.
+        assert!(table_within(3, header, row()).lines().all(|line| line.chars().count() < 40));
     }
 
     #[test]
