@@ -6,7 +6,7 @@ BENCHES := birth chain scale death fork jobs trace faults dns linux numa
 BENCH ?= $(BENCHES)
 OPTIONS ?=
 # Tests of make long, by name.
-LONG ?= a_daemon_killed_at_every_step a_thousand_clients a_silent_machine of_qemu lazy:: liar::
+LONG ?= a_daemon_killed_at_every_step a_thousand_clients a_silent_machine of_qemu lazy:: liar:: tour::
 
 .PHONY: help setup build demo test long bench lint clean
 

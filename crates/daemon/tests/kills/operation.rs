@@ -26,7 +26,7 @@ pub enum Operation {
     Unpause,
     /// `b` is removed.
     Remove,
-    /// The snapshot `made` of `b` is removed.
+    /// The snapshot `made` of a clone of `b` is removed.
     RemoveSnapshot,
     /// A snapshot `made` is baked.
     Bake,
@@ -144,7 +144,14 @@ pub async fn prepare(bed: &Testbed, b: &Living, operation: Operation) -> Result<
             }
         }
         Operation::Unpause => bed.client.pause(&b.word()).await?,
-        Operation::RemoveSnapshot => guest::snapshot(bed, b.id, "made").await?,
+        // Of a clone that is gone, because layers that a VM uses are not collected.
+        Operation::RemoveSnapshot => {
+            let forked = bed.client.fork(&b.word(), &fork_request(1, None)).await?;
+            for clone in forked.items {
+                guest::snapshot(bed, clone.id, "made").await?;
+                bed.client.remove_vm(&clone.id.to_string(), true).await?;
+            }
+        }
         _ => {}
     }
     Ok(())

@@ -27,3 +27,4 @@ mod reach;
 mod record;
 mod stats;
 mod store;
+mod tour;
