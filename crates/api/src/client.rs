@@ -21,10 +21,10 @@ pub use stream::{ByteStream, MAX_LINE_BYTES, ProgressStream};
 
 use crate::agent::ExecSpec;
 use crate::types::{
-    BakeRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest, Footprint, ForkRequest,
-    Forked, Image, ImageUpload, Info, Kernel, KernelUpload, Leak, List, RecordRequest,
-    RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest, StoreStats, StoreUsage,
-    VerifyRequest, Vm, VmDetails, VmExit,
+    BakeRequest, CollectRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest,
+    Footprint, ForkRequest, Forked, Image, ImageUpload, Info, Kernel, KernelUpload, Leak, List,
+    RecordRequest, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest, StoreStats,
+    StoreUsage, VerifyRequest, Vm, VmDetails, VmExit,
 };
 use call::{query, segment};
 use dayfly_units::Name;
@@ -413,8 +413,17 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError`] before the stream begins; later failures are reported in the stream.
-    pub async fn collect_store(&self) -> Result<ProgressStream> {
-        let answer = self.call(Method::POST, "/v1/store/gc", empty_body()).await?;
+    pub async fn collect_store(&self, request: &CollectRequest) -> Result<ProgressStream> {
+        let answer = self.call(Method::POST, "/v1/store/gc", call::json_body(request)?).await?;
+        Ok(ProgressStream::new(answer))
+    }
+
+    /// Verifies the store and repairs what can be repaired.
+    ///
+    /// # Errors
+    /// [`ClientError`] before the stream begins; later failures are reported in the stream.
+    pub async fn repair_store(&self) -> Result<ProgressStream> {
+        let answer = self.call(Method::POST, "/v1/store/repair", empty_body()).await?;
         Ok(ProgressStream::new(answer))
     }
 

@@ -31,7 +31,10 @@ pub use error::{ApiError, ErrorCode};
 pub use images::{Image, ImageUpload, Kernel, KernelUpload};
 pub use recording::{ColourTouched, MAX_TOUCHES, RecordRequest, Recording};
 pub use snapshots::{BakeRequest, Progress, Resident, Snapshot, SnapshotRequest};
-pub use store::{Collected, Damaged, LeftAlone, SnapshotUse, StoreUsage, Verified, VerifyRequest};
+pub use store::{
+    CollectRequest, Collected, Damaged, LeftAlone, LostSnapshot, Repaired, SnapshotUse, StoreUsage,
+    Verified, VerifyRequest,
+};
 pub use vms::{
     ExitKind, ForkRequest, Forked, GuestStat, RemoveManyRequest, RunReply, Vm, VmDetails, VmExit,
     VmNetwork, VmState,

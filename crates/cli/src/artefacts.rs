@@ -10,7 +10,7 @@ pub use kernels::{add_kernel, ensure_kernel, fetch_kernel, machine_kernel, refre
 use crate::progress::Steps;
 use anyhow::{Result, bail};
 use dayfly_api::client::{ClientError, ProgressStream};
-use dayfly_api::types::{Collected, Progress, Recording, Snapshot, Verified};
+use dayfly_api::types::{Collected, Progress, Recording, Repaired, Snapshot, Verified};
 
 /// Shows the progress of a long operation. Returns the snapshot at its end.
 ///
@@ -52,6 +52,17 @@ pub async fn watch_collect(stream: ProgressStream, steps: &Steps) -> Result<Coll
     match follow(stream, steps, |_| ()).await? {
         Progress::Collected(collected) => Ok(*collected),
         other => Err(foreign("collected", &other)),
+    }
+}
+
+/// Shows the progress of a repair. Returns what it did.
+///
+/// # Errors
+/// If the operation failed, or its connection broke.
+pub async fn watch_repair(stream: ProgressStream, steps: &Steps) -> Result<Repaired> {
+    match follow(stream, steps, |_| ()).await? {
+        Progress::Repaired(repaired) => Ok(*repaired),
+        other => Err(foreign("repaired", &other)),
     }
 }
 
@@ -111,6 +122,7 @@ async fn follow(
             last @ (Progress::Snapshot(_)
             | Progress::Verified(_)
             | Progress::Collected(_)
+            | Progress::Repaired(_)
             | Progress::Recorded(_)) => {
                 steps.end();
                 return Ok(last);

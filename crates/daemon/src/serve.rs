@@ -42,6 +42,10 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     folder(&config.state, 0o700)?;
     let store =
         Store::open(&config.state).map_err(|e| anyhow::anyhow!(dayfly_units::error::chain(&e)))?;
+    // It is missing on a full disk: each gc and each removal tries again.
+    if let Err(e) = store.keep_reserve() {
+        tracing::warn!("no reserve for gc: {}", dayfly_units::error::chain(&e));
+    }
     let nodes = dayfly_host::numa::nodes().context("looking at the host's memory")?;
     let pagers = Pagers::new(&config);
     let (self_forks, opened) = tokio::sync::mpsc::unbounded_channel();

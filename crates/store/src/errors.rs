@@ -2,6 +2,7 @@
 //! not as expected.
 
 use dayfly_units::sealed::SealError;
+use rustix::io::Errno;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -35,6 +36,26 @@ impl IoError {
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         self.source.kind() == io::ErrorKind::ReadOnlyFilesystem
+    }
+
+    /// Whether the error comes from damage: the disk failed to read the file, the file ends early,
+    /// or an entry is of a kind that the store does not create. Any other error is the host's.
+    pub(crate) fn is_damage(&self) -> bool {
+        let errno = self.source.raw_os_error().map(Errno::from_raw_os_error);
+        let of_the_disk = matches!(
+            errno,
+            Some(
+                Errno::IO
+                    | Errno::UCLEAN
+                    | Errno::BADMSG
+                    | Errno::NODATA
+                    | Errno::LOOP
+                    | Errno::NOTDIR
+            )
+        );
+        let ends_or_differs =
+            matches!(self.source.kind(), io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof);
+        of_the_disk || ends_or_differs
     }
 
     /// Whether the disk is full or a quota is used up.

@@ -177,7 +177,9 @@ fn with_an_unknown_ro_compat_feature_objects_are_read_and_vms_run() {
     assert!(matches!(removed, RemoveError::Io(_)) && refused(&removed));
     assert!(matches!(store.gc(), Err(GcError::Io(e)) if e.is_read_only() && refused(&e)));
     assert!(matches!(store.gc_pages(), Err(GcPagesError::Io(e)) if refused(&e)));
-    assert!(refused(&store.gc_pages_of(&name("one"), &crate::Meter::default()).unwrap_err()));
+    assert!(refused(
+        &store.gc_pages_of(&name("one"), &[].into(), &crate::Meter::default()).unwrap_err()
+    ));
     assert!(refused(&store.gc_staging().unwrap_err()));
     let tenant = store.tenant(&name("one")).unwrap();
     assert!(refused(&tenant.put(&crate::fixture_pages::file(&[8; 4096]), &[]).unwrap_err()));

@@ -2,14 +2,17 @@
 
 use crate::blob::Dir;
 use crate::errors::IoError;
-use crate::inner::Store;
-use crate::objects::manifest::{self, ManifestError};
-use crate::objects::refs;
+use crate::inner::{Inner, Store};
+use crate::objects::manifest::{self, ManifestError, SnapshotManifest};
 use crate::objects::types::{DATA, LayerId, MAP};
-use dayfly_units::failpoint;
+use crate::publish::Retired;
+use crate::watch::Watch;
+use dayfly_units::{Name, failpoint};
 use rustix::fs::{AtFlags, FileType, statat};
+use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::Arc;
 
 /// What a gc of layers removed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -82,29 +85,42 @@ impl Store {
         Ok(report)
     }
 
-    /// Removes every layer that no snapshot references and no [`crate::Pin`] retains. Blocks
-    /// commits while it runs. If a layer is kept only by pins, the callback of
-    /// [`Self::when_garbage`] runs when the last pin is dropped.
+    /// Removes every layer that no snapshot references and no [`crate::Pin`] retains. If a layer is
+    /// kept only by pins, the callback of [`Self::when_garbage`] runs when the last pin is dropped.
+    /// Commits wait for the removal of one layer at most.
     ///
     /// # Errors
     /// [`GcError`]; a referenced layer is never removed.
     pub fn gc(&self) -> Result<GcReport, GcError> {
+        self.gc_without(&BTreeSet::new())
+    }
+
+    /// As [`Self::gc`], but a snapshot in `without` whose manifest is damaged references nothing.
+    /// One that another version of dayfly made stops the gc nevertheless.
+    ///
+    /// # Errors
+    /// As [`Self::gc`].
+    pub fn gc_without(&self, without: &BTreeSet<Name>) -> Result<GcReport, GcError> {
         let inner = &self.0;
         inner.writable()?;
-        let _publishing = inner.publishing();
-        let mut snapshots = manifest::list(&inner.snapshots)?;
-        if let Some((snapshot, source)) = snapshots.other_version() {
-            return Err(GcError::Version { snapshot, source });
+        let mut watch = inner.watch();
+        let mut users = LayerUsers { inner, without, used: BTreeSet::new() };
+        let mut unreadable = None;
+        for name in inner.snapshots.entries()? {
+            match users.add(&name) {
+                // One of another version has another way on, so it is reported first.
+                Err(e @ GcError::Unreadable { .. }) => unreadable = Some(e),
+                other => other?,
+            }
         }
-        if let Some((snapshot, source)) = snapshots.damaged.pop() {
-            return Err(GcError::Unreadable { snapshot, source });
-        }
+        unreadable.map_or(Ok(()), Err)?;
         // Entries whose name is not a layer id are not ours, and stay.
-        let present = inner.layers.entries()?.iter().filter_map(|n| n.parse().ok()).collect();
+        let present = inner.layers.entries()?.into_iter().filter_map(|n| n.parse().ok());
+        let unused = present.filter(|id| !users.used.contains(id)).collect();
         let mut report = GcReport::default();
-        for id in inner.pins.unpinned(refs::unreferenced(&present, &snapshots.items)) {
+        for id in inner.pins.unpinned(unused) {
             let bytes = self.layer_allocated(id);
-            if inner.retire(&inner.layers, &id.to_string())? {
+            if let Some(_deleted) = users.retire(&mut watch, id)? {
                 failpoint::reached("store.gc.layer_removed");
                 report.layers.push(id);
                 report.freed_bytes += bytes;
@@ -119,6 +135,52 @@ impl Store {
         let blocks =
             |name| dir.open(name).ok().and_then(|f| f.metadata().ok()).map_or(0, |m| m.blocks());
         (blocks(DATA) + blocks(MAP)) * 512
+    }
+}
+
+/// The layers that snapshots reference.
+struct LayerUsers<'a> {
+    inner: &'a Arc<Inner>,
+    without: &'a BTreeSet<Name>,
+    used: BTreeSet<LayerId>,
+}
+
+impl LayerUsers<'_> {
+    /// Adds the references of a snapshot. One that is gone has none.
+    fn add(&mut self, snapshot: &str) -> Result<(), GcError> {
+        let snapshots = &self.inner.snapshots;
+        let read = snapshots.sub(snapshot).map_err(ManifestError::from);
+        match read.and_then(|dir| manifest::read::<SnapshotManifest>(&dir)) {
+            Ok(manifest) => self.used.extend(manifest.layer_ids()),
+            Err(ManifestError::Io(e)) if e.is_not_found() && !snapshots.has(snapshot)? => {}
+            Err(source) if source.is_version() => {
+                return Err(GcError::Version { snapshot: snapshot.to_owned(), source });
+            }
+            Err(_) if self.without.iter().any(|name| name.as_str() == snapshot) => {}
+            Err(source) => {
+                return Err(GcError::Unreadable { snapshot: snapshot.to_owned(), source });
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes a layer, unless a snapshot or a pin references it now. Manifests are read without
+    /// the publish lock.
+    fn retire(&mut self, watch: &mut Watch, id: LayerId) -> Result<Option<Retired>, GcError> {
+        loop {
+            let (changed, publishing) = watch.changed();
+            if changed.is_empty() {
+                let needed = self.used.contains(&id) || self.inner.pins.keeps(id);
+                if needed {
+                    return Ok(None);
+                }
+                return Ok(self.inner.retire(&self.inner.layers, &id.to_string())?);
+            }
+            drop(publishing);
+            for snapshot in changed {
+                self.add(&snapshot)?;
+            }
+        }
     }
 }
 

@@ -6,15 +6,17 @@ use crate::errors::{IoError, IoResult};
 use crate::format::{Format, FormatError, read_only};
 use crate::integrity::verify::Verifier;
 use crate::lock::{Lock, LockError};
+use crate::objects::types::{Unsynced, VmLayer};
 use crate::pages::space::Tenants;
+use crate::published::Published;
 use crate::vms::pins::Pins;
 use crate::vms::prepared::PreparedFiles;
 use crate::vms::shared::SharedLayers;
 use dayfly_units::error::chain;
-use dayfly_units::sync::lock;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 /// The state folder, locked by this process alone. Cheap to clone. Every method may be called from
 /// any thread, and blocks.
@@ -33,11 +35,15 @@ pub(crate) struct Inner {
     pub(crate) staging: Dir,
     /// The publish lock: taken while an entry becomes visible or is removed, so that reference
     /// decisions see one state of the folders.
-    pub(crate) publish: Mutex<()>,
+    pub(crate) publish: Mutex<Published>,
     /// Held while a frozen layer is copied because a process may write to it.
     pub(crate) copying: Mutex<()>,
     pub(crate) verifier: Arc<Verifier>,
     pub(crate) tenants: Tenants,
+    /// The wanted size of the reserve for gc in bytes; 0 for none.
+    pub(crate) reserve: Mutex<u64>,
+    /// The layers of VMs whose fsync failed in this process.
+    pub(crate) unsynced: Mutex<BTreeMap<VmLayer, Unsynced>>,
     pub(crate) pins: Arc<Pins>,
     pub(crate) shared: Arc<SharedLayers>,
     pub(crate) counter: AtomicU64,
@@ -100,10 +106,12 @@ impl Store {
             vms: folder("vms")?,
             staging: folder("staging")?,
             root,
-            publish: Mutex::new(()),
+            publish: Mutex::default(),
             copying: Mutex::new(()),
             verifier,
             tenants: Tenants::default(),
+            reserve: Mutex::default(),
+            unsynced: Mutex::default(),
             pins: Arc::default(),
             counter: AtomicU64::new(0),
             stages: Stages::default(),
@@ -172,10 +180,6 @@ impl Inner {
     pub(crate) fn writable(&self) -> IoResult<()> {
         let unknown = &self.unknown_features;
         if unknown.is_empty() { Ok(()) } else { Err(read_only(self.root.path(), unknown)) }
-    }
-
-    pub(crate) fn publishing(&self) -> MutexGuard<'_, ()> {
-        lock(&self.publish)
     }
 
     /// Creates a new folder in `staging/`, which is removed when the `Stage` is dropped.

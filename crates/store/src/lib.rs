@@ -14,6 +14,7 @@
 //! | `blocks/` | digest of a disk file | its blocks by content: a cache |
 //! | `vms/` | VM id | `disk<d>.<n>.data`, `disk<d>.<n>.map`: layers that belong to one VM |
 //! | `staging/` | anything | unfinished work; emptied when a store opens |
+//! | `reserve` | – | disk space that only a gc may spend |
 //! | `lock` | – | `flock`ed by the one process that has the store open |
 //!
 //! ## Publishing, and what a crash leaves
@@ -84,9 +85,12 @@ mod meter;
 mod objects;
 mod pages;
 mod publish;
+mod published;
+mod reserve;
 mod snapshots;
 mod usage;
 mod vms;
+mod watch;
 mod workers;
 
 pub use blob::probe::UnfitError;
@@ -95,6 +99,7 @@ pub use errors::{Damage, IoError};
 pub use format::FormatError;
 pub use gc::{GcError, GcReport, GcStagingReport};
 pub use inner::{Store, StoreError};
+pub use integrity::repair::{LostSnapshot, RepairError, RepairReport};
 pub use integrity::scrub::{Finding, MAX_FINDINGS, Object, Scope, SearchError, VerifyReport};
 pub use memory::{
     Alike, BlockHint, Comparable, DiskLayer, FramesDigest, Kind, Known, MAX_FRAMES, Materialised,
@@ -110,9 +115,11 @@ pub use objects::manifest::{
 };
 pub use objects::refs;
 pub use objects::types::{ChainLayer, FileRef, LayerId, LayerRef, VmLayer};
-pub use pages::gc::{GcPagesError, GcPagesReport, REWRITE_BELOW_PERCENT};
+pub use pages::gc::{GcPagesError, GcPagesReport};
+pub use pages::victims::REWRITE_BELOW_PERCENT;
 pub use pages::{Group, Lease, PagesError, Put, PutStats, Tenant};
 pub use publish::{OpenError, PutError, RemoveError};
+pub use reserve::{FreeSpace, LowSpaceError, SpaceError};
 pub use snapshots::{
     CommitError, Committed, DiskSpec, FlattenError, GroupBuffer, GroupId, MOST_LAYERS, Merge,
     Merged, OpenDisk, OpenSnapshot, PageReader, PagedSpec, Plan, Prepared, Resident, SavedSnapshot,
@@ -155,9 +162,13 @@ pub const FAILPOINTS: &[&str] = &[
 ];
 
 #[cfg(test)]
+mod crash_beside_tests;
+#[cfg(test)]
 mod crash_objects_tests;
 #[cfg(test)]
 mod crash_tests;
+#[cfg(test)]
+mod damage_kinds_tests;
 #[cfg(test)]
 mod fixture;
 #[cfg(test)]

@@ -183,6 +183,19 @@ pub(crate) fn seal<M: Manifest>(folder: &Dir, manifest: &M) -> IoResult<()> {
     folder.sync()
 }
 
+/// An object that was removed, until its content is deleted.
+pub(crate) struct Retired {
+    stage: Option<Stage>,
+    inner: Arc<Inner>,
+}
+
+impl Drop for Retired {
+    fn drop(&mut self) {
+        self.stage = None;
+        self.inner.restore_reserve();
+    }
+}
+
 impl Inner {
     /// Renames `stage`/`from` to `parent`/`name`, exchanging it with an existing entry. The caller
     /// holds the publish lock.
@@ -209,14 +222,16 @@ impl Inner {
         })
     }
 
-    /// Renames `parent`/`name` into a staging folder, which is then deleted with its content. The
-    /// caller holds the publish lock. Returns whether the entry existed.
-    pub(crate) fn retire(self: &Arc<Self>, parent: &Dir, name: &str) -> IoResult<bool> {
+    /// Renames `parent`/`name` into a staging folder. The caller holds the publish lock, and drops
+    /// the result after it: this deletes the folder with its content. `None` if there was no such
+    /// entry.
+    pub(crate) fn retire(self: &Arc<Self>, parent: &Dir, name: &str) -> IoResult<Option<Retired>> {
         self.writable()?;
-        let stage = self.stage()?;
-        match parent.rename(name, &stage, "retired", IfTaken::Refuse) {
+        let stage = self.with_reserve(IoError::is_no_space, || self.stage())?;
+        let rename = || parent.rename(name, &stage, "retired", IfTaken::Refuse);
+        match self.with_reserve(IoError::is_no_space, rename) {
             Ok(()) => {}
-            Err(e) if e.is_not_found() => return Ok(false),
+            Err(e) if e.is_not_found() => return Ok(None),
             Err(e) => return Err(e),
         }
         failpoint::reached("store.remove.renamed");
@@ -225,7 +240,7 @@ impl Inner {
             let _best_effort = stage.rename("retired", parent, name, IfTaken::Refuse);
         })?;
         failpoint::reached("store.remove.synced");
-        Ok(true)
+        Ok(Some(Retired { stage: Some(stage), inner: Arc::clone(self) }))
     }
 
     /// Verifies `file`, which is open from `folder`/`name`.

@@ -63,7 +63,7 @@ fn what_a_snapshot_alone_keeps_is_what_its_removal_gives_back() {
     assert_eq!(next.own_layer_bytes, 0, "base depends on it too");
     let before = store.stats(&one).unwrap();
     store.remove_snapshot(&name("next")).unwrap();
-    let report = store.gc_pages_of(&one, &crate::Meter::default()).unwrap();
+    let report = store.gc_pages_of(&one, &[].into(), &crate::Meter::default()).unwrap();
     let after = store.stats(&one).unwrap();
     let gone = before.pages.stored_bytes - after.pages.stored_bytes;
     assert!(next.own_page_bytes.abs_diff(gone) < next.own_pages, "{next:?}, {gone}");

@@ -53,7 +53,7 @@ fn gc_removes_nothing_while_a_snapshot_is_of_another_version() {
         assert!(text.contains(&format!("expected 1 to 3, got {version}")), "{text}");
         for error in [
             store.gc_pages().unwrap_err(),
-            store.gc_pages_of(&name("one"), &crate::Meter::default()).unwrap_err(),
+            store.gc_pages_of(&name("one"), &[].into(), &crate::Meter::default()).unwrap_err(),
         ] {
             let GcPagesError::Version { snapshot, .. } = &error else { panic!("{error}") };
             assert_eq!(snapshot, "new");

@@ -143,6 +143,7 @@ async fn progress_arrives_line_by_line_however_it_is_cut() {
         Progress::Step { done: 1, total: 2 },
         Progress::Verified(Box::default()),
         Progress::Collected(Box::default()),
+        Progress::Repaired(Box::default()),
         Progress::Failed(ApiError { code: ErrorCode::Guest, message: "no".into() }),
     ];
     let text: String = lines.iter().map(|l| format!("{}\n", serde_json::json!(l))).collect();

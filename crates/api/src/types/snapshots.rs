@@ -2,7 +2,7 @@
 
 use super::error::ApiError;
 use super::recording::Recording;
-use super::store::{Collected, Verified};
+use super::store::{Collected, Repaired, Verified};
 use super::wire::wire;
 use crate::agent::ExecSpec;
 use dayfly_units::Name;
@@ -115,6 +115,8 @@ wire! {
         Verified(Box<Verified>),
         /// The collection is complete; the stream ends.
         Collected(Box<Collected>),
+        /// The repair is complete; the stream ends. Lost snapshots do not make the operation fail.
+        Repaired(Box<Repaired>),
         /// The operation failed and leaves nothing behind; the stream ends.
         Failed(ApiError),
     }

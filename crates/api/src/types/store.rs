@@ -43,6 +43,15 @@ wire! {
         pub snapshots: Vec<Name>,
     }
 
+    /// What a collection leaves out of account.
+    #[derive(Default)]
+    pub struct CollectRequest {
+        /// Names of damaged snapshots. What cannot be read of them references nothing, so they do
+        /// not stop the collection. Their own files stay.
+        #[serde(default)]
+        pub without: Vec<Name>,
+    }
+
     /// A damaged object.
     pub struct Damaged {
         /// `image`, `kernel`, `layer`, `snapshot`, `pack` or `block_index`.
@@ -78,6 +87,38 @@ wire! {
         pub damaged: Vec<Damaged>,
         /// Number of entries left out of `damaged`.
         pub more_damaged: u64,
+    }
+
+    /// A snapshot that cannot be cloned any more.
+    pub struct LostSnapshot {
+        /// Name of the snapshot.
+        pub name: String,
+        /// Number of its pages (4096 bytes) that the store does not have.
+        pub lost_pages: u64,
+        /// For each damaged or missing thing that it needs, file and place, with expected and got;
+        /// at most 100 entries.
+        pub causes: Vec<String>,
+        /// The next step, for people.
+        pub next: String,
+    }
+
+    /// The result of a repair.
+    #[derive(Default)]
+    pub struct Repaired {
+        /// Number of damaged pages (4096 bytes) that were written anew.
+        pub healed_pages: u64,
+        /// Number of packs that were removed: damaged ones that nothing needs any more, and
+        /// unused ones.
+        pub packs: u64,
+        /// Bytes of removed packs minus bytes of written packs. The figure is negative if more was
+        /// written.
+        pub pack_bytes: i64,
+        /// Number of damaged block indexes that were removed; they are made again.
+        pub block_indexes: u64,
+        /// Snapshots that cannot be cloned any more.
+        pub lost: Vec<LostSnapshot>,
+        /// Other damaged objects; at most 1000 entries.
+        pub damaged: Vec<Damaged>,
     }
 
     /// An object that a collection kept because something is damaged.

@@ -6,7 +6,8 @@ use crate::{artefacts, connect};
 use anyhow::Result;
 use clap::Subcommand;
 use dayfly_api::types::{
-    Collected, Counted, MemoryKinds, SnapshotUse, StoreStats, StoreUsage, Verified, VerifyRequest,
+    CollectRequest, Collected, Counted, Damaged, MemoryKinds, Repaired, SnapshotUse, StoreStats,
+    StoreUsage, Verified, VerifyRequest,
 };
 use dayfly_units::text::{LONG, escaped};
 use dayfly_units::{Bytes, Name};
@@ -22,7 +23,19 @@ pub enum Command {
     /// Read and hash everything in the store; exit code 1 if anything is damaged
     Verify(Verify),
     /// Remove unused data; exit code 1 if anything was kept because of damage
-    Gc(FormatArgs),
+    Gc(Gc),
+    /// Verify the store and repair what can be repaired; exit code 1 if anything is lost
+    Repair(FormatArgs),
+}
+
+/// Arguments of `dayfly store gc`.
+#[derive(Debug, clap::Args)]
+pub struct Gc {
+    /// Go on although this damaged snapshot cannot be read: what it needs may be removed
+    #[arg(long, value_name = "NAME")]
+    without: Vec<Name>,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 /// Arguments of `dayfly store verify`.
@@ -61,13 +74,21 @@ impl Command {
                 show(format, &verified, || verified_text(&verified))?;
                 Ok(u8::from(!verified.damaged.is_empty()))
             }
-            Self::Gc(args) => {
+            Self::Gc(Gc { without, format }) => {
                 let steps = Steps::new();
-                let collected =
-                    artefacts::watch_collect(client.collect_store().await?, &steps).await?;
+                let stream = client.collect_store(&CollectRequest { without }).await?;
+                let collected = artefacts::watch_collect(stream, &steps).await?;
                 drop(steps);
-                show(args, &collected, || collected_text(&collected))?;
+                show(format, &collected, || collected_text(&collected))?;
                 Ok(u8::from(!collected.left_alone.is_empty()))
+            }
+            Self::Repair(args) => {
+                let steps = Steps::new();
+                let repaired =
+                    artefacts::watch_repair(client.repair_store().await?, &steps).await?;
+                drop(steps);
+                show(args, &repaired, || repaired_text(&repaired))?;
+                Ok(u8::from(!repaired.lost.is_empty() || !repaired.damaged.is_empty()))
             }
         }
     }
@@ -204,9 +225,9 @@ fn usage_text(usage: &StoreUsage) -> String {
     output::table(header, rows)
 }
 
-fn verified_text(verified: &Verified) -> String {
+fn damaged_text(all: &[Damaged]) -> String {
     let mut text = String::new();
-    for damaged in &verified.damaged {
+    for damaged in all {
         // Writing to a String cannot fail.
         let _ = writeln!(text, "{} {}: {}", damaged.kind, damaged.name, damaged.message);
         if !damaged.snapshots.is_empty() {
@@ -214,6 +235,11 @@ fn verified_text(verified: &Verified) -> String {
         }
         let _ = writeln!(text, "  next: {}", damaged.next);
     }
+    text
+}
+
+fn verified_text(verified: &Verified) -> String {
+    let mut text = damaged_text(&verified.damaged);
     if verified.more_damaged > 0 {
         let _ = writeln!(text, "and {} more", verified.more_damaged);
     }
@@ -234,11 +260,43 @@ fn verified_text(verified: &Verified) -> String {
     text
 }
 
-fn collected_text(collected: &Collected) -> String {
-    let packs = match u64::try_from(collected.pack_bytes) {
+/// Bytes that were freed; negative if more was written.
+fn freed(n: i64) -> String {
+    match u64::try_from(n) {
         Ok(freed) => bytes(freed),
-        Err(_) => format!("-{}", bytes(collected.pack_bytes.unsigned_abs())),
+        Err(_) => format!("-{}", bytes(n.unsigned_abs())),
+    }
+}
+
+fn repaired_text(repaired: &Repaired) -> String {
+    let mut text = String::new();
+    for lost in &repaired.lost {
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "snapshot {}: {} pages are lost", lost.name, lost.lost_pages);
+        for cause in &lost.causes {
+            let _ = writeln!(text, "  {}", escaped(cause, LONG));
+        }
+        let _ = writeln!(text, "  next: {}", lost.next);
+    }
+    text += &damaged_text(&repaired.damaged);
+    let verdict = match repaired.lost.len() {
+        0 => "no snapshot is lost".to_owned(),
+        1 => "1 snapshot is lost".to_owned(),
+        n => format!("{n} snapshots are lost"),
     };
+    let _ = writeln!(
+        text,
+        "wrote {} pages anew, removed {} packs ({}) and {} block indexes: {verdict}",
+        repaired.healed_pages,
+        repaired.packs,
+        freed(repaired.pack_bytes),
+        repaired.block_indexes
+    );
+    text
+}
+
+fn collected_text(collected: &Collected) -> String {
+    let packs = freed(collected.pack_bytes);
     let rows = [
         ["disk layers".into(), collected.layers.to_string(), bytes(collected.layer_bytes)],
         ["pages".into(), collected.pages.to_string(), packs],

@@ -1,5 +1,5 @@
 use super::*;
-use dayfly_api::types::{Damaged, LeftAlone};
+use dayfly_api::types::{LeftAlone, LostSnapshot};
 
 fn used(name: &str, own: u64) -> SnapshotUse {
     SnapshotUse {
@@ -104,6 +104,24 @@ fn what_was_left_alone_is_shown_with_what_was_freed() {
         "{text}"
     );
     assert!(text.ends_with("left alone: a pack\n  why\n  next: how\n"), "{text}");
+}
+
+#[test]
+fn a_repair_names_what_is_lost_with_its_causes() {
+    let sound = Repaired { healed_pages: 3, packs: 1, pack_bytes: 4096, ..Repaired::default() };
+    let wrote = "wrote 3 pages anew, removed 1 packs (4.0 KiB) and 0 block indexes: ";
+    assert_eq!(repaired_text(&sound), format!("{wrote}no snapshot is lost\n"));
+    let lost = LostSnapshot {
+        name: "base".into(),
+        lost_pages: 16,
+        causes: vec!["/p/1f: group 0, page 3: digest of the page: expected a, got b".into()],
+        next: "make it again".into(),
+    };
+    let expected = format!(
+        "snapshot base: 16 pages are lost\n  /p/1f: group 0, page 3: digest of the page: expected \
+         a, got b\n  next: make it again\n{wrote}1 snapshot is lost\n"
+    );
+    assert_eq!(repaired_text(&Repaired { lost: vec![lost], ..sound }), expected);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use axum::body::Body;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use dayfly_api::types::{Collected, Progress, Recording, Snapshot, Verified};
+use dayfly_api::types::{Collected, Progress, Recording, Repaired, Snapshot, Verified};
 use std::future::Future;
 use tokio::sync::mpsc;
 use tokio_stream::StreamExt;
@@ -43,6 +43,12 @@ impl Ending for Verified {
 impl Ending for Collected {
     fn line(self) -> Progress {
         Progress::Collected(Box::new(self))
+    }
+}
+
+impl Ending for Repaired {
+    fn line(self) -> Progress {
+        Progress::Repaired(Box::new(self))
     }
 }
 

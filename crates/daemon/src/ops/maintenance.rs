@@ -8,14 +8,16 @@ use crate::base::progress::{ProgressSender, StopWhenDropped, metered};
 use crate::daemon::Daemon;
 use crate::templates::cache::TemplateCache;
 use dayfly_api::types::{
-    Collected, Damaged, ErrorCode, LeftAlone, MAX_PROGRESS_BYTES, SnapshotUse, StoreStats,
-    StoreUsage, Verified, VerifyRequest,
+    CollectRequest, Collected, Damaged, ErrorCode, LeftAlone, LostSnapshot, MAX_PROGRESS_BYTES,
+    Repaired, SnapshotUse, StoreStats, StoreUsage, Verified, VerifyRequest,
 };
 use dayfly_host::priority;
 use dayfly_store::{
-    Damage, Finding, GcError, GcPagesError, Meter, Object, Scope, SearchError, VerifyReport,
+    Damage, Finding, GcError, GcPagesError, Meter, Object, RepairError, RepairReport, Scope,
+    SearchError, VerifyReport,
 };
-use dayfly_units::{error::chain, failpoint};
+use dayfly_units::{Name, error::chain, failpoint};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use tokio::sync::Mutex;
 
@@ -75,13 +77,33 @@ pub async fn verify(
 /// Removes objects that nothing references.
 ///
 /// # Errors
-/// The host cannot remove an object.
-pub async fn gc(daemon: Arc<Daemon>, progress: ProgressSender) -> Outcome<Collected> {
+/// A snapshot in `without` does not exist, or the host cannot remove an object.
+pub async fn gc(
+    daemon: Arc<Daemon>,
+    request: CollectRequest,
+    progress: ProgressSender,
+) -> Outcome<Collected> {
     let shared = daemon.clone();
     let _turn = turn(&daemon.maintenance.gc, &progress, "waiting for another collection").await;
     progress.phase("removing disk layers that nothing needs").await;
+    let without: BTreeSet<Name> = request.without.into_iter().collect();
     // At normal priority, because requests wait while gc holds the store's lock.
-    reported(&progress, move |meter: &Meter| collect(&shared.templates, meter)).await
+    reported(&progress, move |meter: &Meter| collect(&shared.templates, &without, meter)).await
+}
+
+/// Verifies the store and repairs what can be repaired.
+///
+/// # Errors
+/// The host cannot read, write or remove an object.
+pub async fn repair(daemon: Arc<Daemon>, progress: ProgressSender) -> Outcome<Repaired> {
+    let shared = daemon.clone();
+    let _gc = turn(&daemon.maintenance.gc, &progress, "waiting for a collection").await;
+    let _verify = turn(&daemon.maintenance.verify, &progress, "waiting for a verification").await;
+    let work = move |meter: &Meter| {
+        let templates = &shared.templates;
+        priority::background(|| Ok(templates.store().repair(&templates.tenant(), meter)?))
+    };
+    Ok(repaired(reported(&progress, work).await?))
 }
 
 async fn turn<'a>(
@@ -108,10 +130,19 @@ where
     metered(progress, &meter, blocking(move || work(&same))).await
 }
 
-fn collect(templates: &TemplateCache, meter: &Meter) -> Outcome<Collected> {
+fn collect(
+    templates: &TemplateCache,
+    without: &BTreeSet<Name>,
+    meter: &Meter,
+) -> Outcome<Collected> {
     let store = templates.store();
+    for name in without {
+        if let Err(e @ dayfly_store::OpenError::NotFound { .. }) = store.snapshot(name) {
+            return Err(e.into());
+        }
+    }
     let mut collected = Collected::default();
-    match store.gc() {
+    match store.gc_without(without) {
         Ok(report) => {
             collected.layers = report.layers.len() as u64;
             collected.layer_bytes = report.freed_bytes;
@@ -125,8 +156,9 @@ fn collect(templates: &TemplateCache, meter: &Meter) -> Outcome<Collected> {
         Err(e @ GcError::Io(_)) => return Err(e.into()),
     }
     failpoint::reached("daemon.gc.layers");
-    match store.gc_pages_of(&templates.tenant(), meter) {
+    match store.gc_pages_of(&templates.tenant(), without, meter) {
         Ok(report) => {
+            collected.left_alone.extend(report.no_space.map(no_space));
             collected.pages = report.dropped_pages;
             collected.packs = report.packs;
             collected.pack_bytes = report.freed_bytes;
@@ -153,7 +185,20 @@ fn unreadable(what: &str, snapshot: &str, why: &dyn std::error::Error) -> LeftAl
     LeftAlone {
         what: format!("{what}: snapshot {snapshot} cannot be read, so what it needs is not known"),
         message: chain(why),
-        next: format!("dayfly snapshots rm {snapshot}, then dayfly store gc"),
+        next: format!(
+            "dayfly snapshots rm {snapshot}, then dayfly store gc; or dayfly store gc --without \
+             {snapshot}, which keeps the snapshot's own files"
+        ),
+    }
+}
+
+fn no_space(message: String) -> LeftAlone {
+    LeftAlone {
+        what: "packs that are mostly unused: the disk is too full to rewrite them".to_owned(),
+        message,
+        next: "dayfly snapshots rm what is not needed, or free other space of the disk; then \
+               dayfly store gc"
+            .to_owned(),
     }
 }
 
@@ -177,6 +222,26 @@ fn damaged_pack(damage: &Damage) -> LeftAlone {
         next:
             "dayfly store verify names the snapshots that need it; once they are removed it can go"
                 .to_owned(),
+    }
+}
+
+fn repaired(report: RepairReport) -> Repaired {
+    let lost = report.lost.into_iter().map(|lost| {
+        let next = format!(
+            "dayfly snapshots rm {0}, and make it again; an image is built again from what it was \
+             built from, and a bake of the same content brings pages back",
+            lost.name
+        );
+        let dayfly_store::LostSnapshot { name, pages, causes } = lost;
+        LostSnapshot { name, lost_pages: pages, causes, next }
+    });
+    Repaired {
+        healed_pages: report.healed_pages,
+        packs: report.gc.packs,
+        pack_bytes: report.gc.freed_bytes,
+        block_indexes: report.block_indexes,
+        lost: lost.collect(),
+        damaged: within_a_line(report.damage.into_iter().map(damaged)),
     }
 }
 
@@ -255,10 +320,23 @@ fn next(finding: &Finding) -> String {
             "no snapshot is known to need it: dayfly store gc removes it, or says why not"
                 .to_owned()
         }
-        Object::Layer | Object::Pack => again,
+        Object::Layer => again,
+        Object::Pack => format!(
+            "dayfly store repair, or a bake with the same pages, brings them back; if not: {again}"
+        ),
         Object::BlockIndex => {
             "nothing is lost: it is a cache, and is made again by the next bake of its image"
                 .to_owned()
+        }
+    }
+}
+
+impl From<RepairError> for ApiError {
+    fn from(e: RepairError) -> Self {
+        match e {
+            RepairError::Search(e) => e.into(),
+            RepairError::Io(e) => e.into(),
+            e => Self::new(ErrorCode::Internal, chain(&e)),
         }
     }
 }

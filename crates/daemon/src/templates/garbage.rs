@@ -20,6 +20,9 @@ impl TemplateCache {
                 for damage in &report.damage {
                     tracing::warn!("collecting pages: left alone: {damage}");
                 }
+                if let Some(error) = report.no_space {
+                    tracing::warn!("collecting pages: not all unused ones are removed: {error}");
+                }
                 if report.packs > 0 {
                     tracing::info!(
                         packs = report.packs,

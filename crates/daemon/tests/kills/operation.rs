@@ -4,7 +4,7 @@ use crate::guest;
 use crate::living::Living;
 use crate::testbed::Testbed;
 use anyhow::{Result, bail};
-use dayfly_api::types::{BakeRequest, ForkRequest};
+use dayfly_api::types::{BakeRequest, CollectRequest, ForkRequest};
 use std::fmt;
 
 /// An operation on VM `b`, or beside it.
@@ -185,7 +185,9 @@ async fn answer(bed: &Testbed, b: &Living, operation: Operation) -> Result<()> {
         Operation::Remove => client.remove_vm(&vm, true).await?,
         Operation::RemoveSnapshot => client.remove_snapshot(&guest::name("made")?).await?,
         Operation::Bake => bake(bed).await?,
-        Operation::Gc => guest::made(client.collect_store().await?).await?,
+        Operation::Gc => {
+            guest::made(client.collect_store(&CollectRequest::default()).await?).await?
+        }
     }
     Ok(())
 }

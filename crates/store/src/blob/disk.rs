@@ -49,6 +49,11 @@ impl Crash {
     pub(crate) fn loses_nothing(&self) -> bool {
         self.names_now && self.bytes_now && !self.torn && self.other.is_none()
     }
+
+    /// Whether all folders are alike.
+    pub(crate) fn has_no_exception(&self) -> bool {
+        self.other.is_none()
+    }
 }
 
 impl Disk {
@@ -168,7 +173,7 @@ impl Disk {
                 let (folder, name) = self.place(root, path);
                 self.names(folder).remove(&name).unwrap();
             }
-            Event::Acknowledged => {}
+            Event::Acknowledged(_) => {}
         }
     }
 

@@ -10,6 +10,14 @@ pub(crate) const fn step(_doing: &'static str, _path: &Path) -> io::Result<()> {
     Ok(())
 }
 
+/// A read of the file or folder at `path`.
+#[cfg(not(test))]
+#[inline]
+#[expect(clippy::unnecessary_wraps, reason = "it fails in tests")]
+pub(crate) const fn read(_path: &Path) -> io::Result<()> {
+    Ok(())
+}
+
 /// Whether this thread injects or records faults. If so, it must do all work itself, because plans
 /// are thread-local.
 #[cfg(not(test))]
@@ -20,14 +28,18 @@ pub(crate) const fn planned() -> bool {
 
 #[cfg(test)]
 pub(crate) use injected::{
-    planned, step, with_crash_at, with_errno_at, with_failure_at, with_trace,
+    Unreadable, planned, read, step, unreadable, with_crash_at, with_errno_at, with_failure_at,
+    with_trace, with_trace_and_errno_at,
 };
 
 #[cfg(test)]
 mod injected {
     use super::{Path, io};
+    use dayfly_units::sync::lock;
     use std::cell::RefCell;
+    use std::collections::BTreeSet;
     use std::path::PathBuf;
+    use std::sync::Mutex;
 
     #[derive(Default)]
     struct Plan {
@@ -45,6 +57,7 @@ mod injected {
     thread_local!(static PLAN: RefCell<Plan> = RefCell::default());
 
     pub(crate) fn step(doing: &'static str, path: &Path) -> io::Result<()> {
+        crate::blob::interleave::step();
         PLAN.with_borrow_mut(|plan| {
             plan.trace.push((doing, path.to_owned()));
             let fails = match plan.left {
@@ -60,6 +73,30 @@ mod injected {
                 None => Err(io::Error::other("injected fault")),
             }
         })
+    }
+
+    /// Files that the disk cannot read, for all threads: tests use their own folders.
+    static UNREADABLE: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+    /// Makes reads of a file fail with EIO, until the result is dropped.
+    pub(crate) fn unreadable(path: &Path) -> Unreadable {
+        lock(&UNREADABLE).insert(path.to_owned());
+        Unreadable(path.to_owned())
+    }
+
+    pub(crate) struct Unreadable(PathBuf);
+
+    impl Drop for Unreadable {
+        fn drop(&mut self) {
+            lock(&UNREADABLE).remove(&self.0);
+        }
+    }
+
+    pub(crate) fn read(path: &Path) -> io::Result<()> {
+        match lock(&UNREADABLE).contains(path) {
+            true => Err(io::Error::from_raw_os_error(5)),
+            false => Ok(()),
+        }
     }
 
     pub(crate) fn planned() -> bool {
@@ -95,6 +132,17 @@ mod injected {
     pub(crate) fn with_failure_at<T>(n: u32, run: impl FnOnce() -> T) -> (T, bool) {
         let (result, plan) = with(Some(n), false, run);
         (result, plan.hit)
+    }
+
+    /// As [`with_errno_at`], and returns every step.
+    pub(crate) fn with_trace_and_errno_at<T>(
+        n: u32,
+        errno: i32,
+        run: impl FnOnce() -> T,
+    ) -> (T, Vec<(&'static str, PathBuf)>) {
+        let plan = Plan { left: Some(n), errno: Some(errno), ..Plan::default() };
+        let (result, plan) = with_plan(plan, run);
+        (result, plan.trace)
     }
 
     /// Runs `run` and returns every step it took.

@@ -8,6 +8,8 @@
 #[cfg(test)]
 pub(crate) mod disk;
 pub(crate) mod fault;
+pub(crate) mod interleave;
+pub(crate) mod lock_work;
 pub(crate) mod probe;
 pub(crate) mod watch;
 
@@ -16,8 +18,8 @@ use crate::sparse;
 use dayfly_sys::writers::enable_verity;
 use dayfly_units::sync::lock;
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, RawDir, RenameFlags, fchmod, linkat, mkdirat, openat,
-    renameat_with, statat, unlinkat,
+    AtFlags, CWD, FallocateFlags, FileType, Mode, OFlags, RawDir, RenameFlags, fallocate, fchmod,
+    linkat, mkdirat, openat, renameat_with, statat, unlinkat,
 };
 use rustix::io::Errno;
 use rustix::path::Arg;
@@ -77,8 +79,15 @@ impl Dir {
     }
 
     fn step(&self, doing: &'static str, name: &str) -> IoResult<()> {
+        lock_work::operation();
         fault::step(doing, &self.path.join(name))
             .map_err(IoError::new(doing, &self.path.join(name)))
+    }
+
+    fn read_step(&self, doing: &'static str, name: &str) -> IoResult<()> {
+        lock_work::operation();
+        let path = self.path.join(name);
+        fault::read(&path).map_err(IoError::new(doing, &path))
     }
 
     /// The folder's descriptor.
@@ -99,6 +108,7 @@ impl Dir {
 
     /// Opens a subfolder.
     pub(crate) fn sub(&self, name: &str) -> IoResult<Self> {
+        self.read_step("opening folder", name)?;
         let fd = openat(&self.fd, name, DIR, Mode::empty())
             .map_err(self.fail("opening folder", name))?;
         Ok(Self { fd, path: self.path.join(name) })
@@ -140,6 +150,7 @@ impl Dir {
 
     /// Opens an existing file for reading.
     pub(crate) fn open(&self, name: &str) -> IoResult<File> {
+        self.read_step("opening", name)?;
         let fd = openat(&self.fd, name, FILE | OFlags::RDONLY, Mode::empty())
             .map_err(self.fail("opening", name))?;
         self.regular(name, File::from(fd))
@@ -185,6 +196,18 @@ impl Dir {
         let file = self.create(name)?;
         self.step("copying to", name)?;
         sparse::copy_file(from, &file).map_err(IoError::new("copying to", &self.path.join(name)))
+    }
+
+    /// Creates a file of `bytes` whose blocks are allocated. After an error there is no file.
+    pub(crate) fn allocate(&self, name: &str, bytes: u64) -> IoResult<()> {
+        let file = self.create(name)?;
+        let allocated = self.step("allocating", name).and_then(|()| {
+            fallocate(&file, FallocateFlags::empty(), 0, bytes)
+                .map_err(self.fail("allocating", name))
+        });
+        allocated.inspect_err(|_| {
+            let _best_effort = self.unlink(name);
+        })
     }
 
     /// Makes a file with its final content read-only, and `fsync`s it.
@@ -308,6 +331,7 @@ impl Dir {
 
     /// Whether an entry has that name.
     pub(crate) fn has(&self, name: &str) -> IoResult<bool> {
+        lock_work::operation();
         match statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) => Ok(true),
             Err(Errno::NOENT) => Ok(false),
@@ -340,6 +364,7 @@ impl Dir {
         let mut list = RawDir::new(fd, &mut buffer);
         let mut names = Vec::new();
         while let Some(entry) = list.next() {
+            lock_work::operation();
             let name = entry.map_err(self.fail("listing", ""))?.file_name().to_owned();
             if !matches!(name.to_bytes(), b"." | b"..") {
                 names.push(name);

@@ -21,14 +21,18 @@ pub(crate) enum Change<'a> {
 pub(crate) const fn made(_change: &Change) {}
 
 #[cfg(test)]
-pub(crate) use recorded::{Event, acknowledge, listening, made, record};
+pub(crate) use recorded::{
+    Event, Log, acknowledge, acknowledge_as, listening, made, record, record_to,
+};
 
 #[cfg(test)]
 mod recorded {
     use super::Change;
+    use dayfly_units::sync::lock;
     use std::cell::RefCell;
     use std::os::unix::fs::FileExt;
     use std::path::PathBuf;
+    use std::sync::{Arc, Mutex};
 
     /// A recorded [`Change`].
     #[derive(Debug, Clone)]
@@ -58,15 +62,18 @@ mod recorded {
         },
         Remove(PathBuf),
         /// An operation reported success to its caller.
-        Acknowledged,
+        Acknowledged(&'static str),
     }
 
-    thread_local!(static LOG: RefCell<Option<Vec<Event>>> = const { RefCell::new(None) });
+    /// Changes in order; several threads may share one.
+    pub(crate) type Log = Arc<Mutex<Vec<Event>>>;
+
+    thread_local!(static LOG: RefCell<Option<Log>> = const { RefCell::new(None) });
 
     pub(crate) fn made(change: &Change) {
-        LOG.with_borrow_mut(|log| {
+        LOG.with_borrow(|log| {
             let Some(log) = log else { return };
-            log.push(match *change {
+            lock(log).push(match *change {
                 Change::Folder(path) => Event::Folder(path.to_owned()),
                 Change::File(path) => Event::File(path.to_owned()),
                 Change::Write { path, at, bytes } => Event::Write {
@@ -94,14 +101,32 @@ mod recorded {
 
     /// Runs `run` and returns every change that this thread made.
     pub(crate) fn record<T>(run: impl FnOnce() -> T) -> (T, Vec<Event>) {
-        LOG.set(Some(Vec::new()));
-        let result = run();
-        (result, LOG.take().unwrap())
+        let log = Log::default();
+        let result = record_to(&log, run);
+        let events = std::mem::take(&mut *lock(&log));
+        (result, events)
     }
 
-    /// Records that all changes up to now were acknowledged.
+    /// Runs `run` and adds every change that this thread made to `log`.
+    pub(crate) fn record_to<T>(log: &Log, run: impl FnOnce() -> T) -> T {
+        LOG.set(Some(Arc::clone(log)));
+        let result = run();
+        LOG.set(None);
+        result
+    }
+
+    /// Records that all changes of this thread up to now were acknowledged.
     pub(crate) fn acknowledge() {
-        LOG.with_borrow_mut(|log| log.iter_mut().for_each(|log| log.push(Event::Acknowledged)));
+        acknowledge_as("");
+    }
+
+    /// As [`acknowledge`], with a name for what was acknowledged.
+    pub(crate) fn acknowledge_as(what: &'static str) {
+        LOG.with_borrow(|log| {
+            if let Some(log) = log {
+                lock(log).push(Event::Acknowledged(what));
+            }
+        });
     }
 
     /// Whether changes on this thread are recorded.

@@ -165,15 +165,16 @@ impl Store {
     /// # Errors
     /// [`RemoveError`]: `InUse` names every snapshot and VM that depends on the image.
     pub fn remove_image(&self, name: &Name) -> Result<(), RemoveError> {
-        let _publishing = self.0.publishing();
+        let publishing = self.0.publishing();
         let by = self.0.image_users(name, None)?;
         if !by.is_empty() {
             return Err(RemoveError::InUse { kind: "image", name: name.clone(), by });
         }
-        if self.0.retire(&self.0.images, name.as_str())? {
-            Ok(())
-        } else {
-            Err(RemoveError::NotFound { kind: "image", name: name.clone() })
+        let retired = self.0.retire(&self.0.images, name.as_str())?;
+        drop(publishing);
+        match retired {
+            Some(_deleted) => Ok(()),
+            None => Err(RemoveError::NotFound { kind: "image", name: name.clone() }),
         }
     }
 }

@@ -149,11 +149,12 @@ impl Store {
     /// # Errors
     /// [`RemoveError`].
     pub fn remove_kernel(&self, name: &Name) -> Result<(), RemoveError> {
-        let _publishing = self.0.publishing();
-        if self.0.retire(&self.0.kernels, name.as_str())? {
-            Ok(())
-        } else {
-            Err(RemoveError::NotFound { kind: "kernel", name: name.clone() })
+        let publishing = self.0.publishing();
+        let retired = self.0.retire(&self.0.kernels, name.as_str())?;
+        drop(publishing);
+        match retired {
+            Some(_deleted) => Ok(()),
+            None => Err(RemoveError::NotFound { kind: "kernel", name: name.clone() }),
         }
     }
 }

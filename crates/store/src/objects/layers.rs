@@ -5,7 +5,7 @@ use crate::blob::{Dir, IfTaken, Stage};
 use crate::errors::{Damage, IoError, IoResult};
 use crate::inner::{Inner, Store};
 use crate::integrity::verify::{Hashed, Kind};
-use crate::objects::types::{DATA, FileRef, LayerId, LayerRef, MAP, VmLayer};
+use crate::objects::types::{DATA, FileRef, LayerId, LayerRef, MAP, Unsynced, VmLayer};
 use crate::publish::{OpenError, needed};
 use dayfly_units::Digest;
 use std::fs::File;
@@ -30,9 +30,18 @@ pub(crate) struct StagedLayer {
     folder: String,
     data: Hashed,
     map: Hashed,
-    /// Whether this operation put these files into `layers/`; otherwise a layer with the same
-    /// content exists already.
-    published: bool,
+    published: Published,
+}
+
+/// How an operation put a layer into `layers/`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Published {
+    /// It did not, or a layer with the same content was there.
+    No,
+    /// Under a name that was free.
+    New,
+    /// In the place of a damaged layer.
+    Replaced,
 }
 
 impl StagedLayer {
@@ -57,7 +66,7 @@ impl StagedLayer {
     fn of(folder: String, data: Hashed, map: Hashed) -> Self {
         let id = LayerId::of(&data.content, &map.content);
         let layer = LayerRef { id, data: data.content, map: map.content };
-        Self { layer, folder, data, map, published: false }
+        Self { layer, folder, data, map, published: Published::No }
     }
 
     /// Duplicates the descriptor of its data.
@@ -100,21 +109,26 @@ impl Inner {
         from: VmLayer,
     ) -> IoResult<StagedLayer> {
         if self.open_frozen_layer(&from)?.replaced.is_some() {
-            tracing::warn!(vm = %from.vm, "copied a layer to which a process may still write");
+            tracing::warn!(vm = %from.vm, "stored a copy of a layer");
         }
         let vm = self.vms.sub(&from.vm.to_string())?;
         let staged = stage.make(&folder)?;
         vm.link(&from.data_name(), &staged, DATA)?;
         vm.link(&from.map_name(), &staged, MAP)?;
-        let content = |name: &str, kind: Kind| -> IoResult<Hashed> {
-            let file = staged.open(name)?;
-            staged.finish(name, &file)?;
-            let hashed = Hashed::of(file, kind)
-                .map_err(IoError::new("reading", &staged.path().join(name)))?;
-            staged.protect(name, hashed.file(), hashed.content.data_bytes)?;
-            Ok(hashed)
+        let hashed = |name: &str, kind: Kind| -> IoResult<Hashed> {
+            Hashed::of(staged.open(name)?, kind)
+                .map_err(IoError::new("reading", &staged.path().join(name)))
         };
-        let (data, map) = (content(DATA, Kind::Sparse)?, content(MAP, Kind::Plain)?);
+        // Hashed before they are synced, so that the digests are known if the sync fails.
+        let (data, map) = (hashed(DATA, Kind::Sparse)?, hashed(MAP, Kind::Plain)?);
+        for (name, hashed) in [(DATA, &data), (MAP, &map)] {
+            if let Err(e) = staged.finish(name, hashed.file()) {
+                let (data, map) = (Some(data.content), Some(map.content));
+                self.note_unsynced(&vm, &from, Unsynced { data, map });
+                return Err(e);
+            }
+            staged.protect(name, hashed.file(), hashed.content.data_bytes)?;
+        }
         staged.sync()?;
         Ok(StagedLayer::of(folder, data, map))
     }
@@ -128,7 +142,7 @@ impl Inner {
             Err(OpenError::Damage(Damage::Missing { .. })) if !self.layers.has(&name)? => {
                 IfTaken::Refuse
             }
-            Err(OpenError::Io(e)) => return Err(e),
+            Err(OpenError::Io(e)) if !e.is_damage() => return Err(e),
             Err(damage) => {
                 tracing::warn!(
                     %damage,
@@ -139,8 +153,22 @@ impl Inner {
         };
         stage.rename(&staged.folder, &self.layers, &name, if_taken)?;
         self.verifier.forget(&self.layers.path().join(&name));
-        staged.published = true;
+        staged.published = match if_taken {
+            IfTaken::Refuse => Published::New,
+            IfTaken::Exchange => Published::Replaced,
+        };
         Ok(())
+    }
+
+    /// Undoes [`Self::publish_layer`], if the host allows it. A layer that replaced a damaged one
+    /// stays.
+    pub(crate) fn unpublish_layer(&self, stage: &Stage, staged: &mut StagedLayer) {
+        if staged.published == Published::New {
+            let name = staged.layer.id.to_string();
+            let _best_effort = self.layers.rename(&name, stage, &staged.folder, IfTaken::Refuse);
+            self.verifier.forget(&self.layers.path().join(&name));
+            staged.published = Published::No;
+        }
     }
 
     /// The files of a layer, for [`crate::integrity::verify::Verifier::remember`], if this
@@ -149,7 +177,7 @@ impl Inner {
         &self,
         staged: &'a StagedLayer,
     ) -> Vec<(PathBuf, &'a Hashed)> {
-        if !staged.published {
+        if staged.published == Published::No {
             return Vec::new();
         }
         let folder = self.layers.path().join(staged.layer.id.to_string());

@@ -115,6 +115,11 @@ impl VmLayer {
         format!("disk{}.{}.map", self.disk, self.number)
     }
 
+    /// The name of the file that says that the layer's fsync failed.
+    pub(crate) fn unsynced_name(&self) -> String {
+        format!("disk{}.{}.unsynced", self.disk, self.number)
+    }
+
     /// The layer that has a file `name` in the folder of `vm`.
     pub(crate) fn named(vm: VmId, name: &str) -> Option<Self> {
         let (disk, number) = name.strip_prefix("disk")?.split_once('.')?;
@@ -122,6 +127,14 @@ impl VmLayer {
         let layer = Self { vm, disk: disk.parse().ok()?, number: number.parse().ok()? };
         (name == layer.data_name() || name == layer.map_name()).then_some(layer)
     }
+}
+
+/// What the files of a VM's layer had before their fsync failed; `None` for one that was not read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Unsynced {
+    pub(crate) data: Option<FileRef>,
+    pub(crate) map: Option<FileRef>,
 }
 
 /// A frozen layer of a running VM's disk, in any of the three places.

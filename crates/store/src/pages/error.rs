@@ -24,6 +24,17 @@ pub enum PagesError {
     Io(IoError),
 }
 
+impl PagesError {
+    /// Whether stored bytes are damaged, or the disk cannot read them.
+    pub(super) fn is_damage(&self) -> bool {
+        match self {
+            Self::Damage(_) => true,
+            Self::Io(e) => e.is_damage(),
+            Self::Invalid { .. } => false,
+        }
+    }
+}
+
 impl From<PackError> for PagesError {
     fn from(e: PackError) -> Self {
         match e {

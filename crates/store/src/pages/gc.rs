@@ -2,42 +2,42 @@
 //!
 //! 1. From here on, leases that end still count ([`super::lease`]).
 //! 2. Mark every hash in a table or a lease. An unreadable table stops the gc before it changes
-//!    anything.
-//! 3. A pack without marked pages is removed. If the share of marked pages is below the threshold,
-//!    they are copied into new packs, each page hashed. A pack with a damaged page is left alone,
-//!    and the report names the page.
-//! 4. Publish the new packs (fsync, rename, fsync).
-//! 5. Under the index's lock, check the leases again: a pack that a new lease needs stays. Then
-//!    change the index.
-//! 6. Rename the old packs into `staging/`, sync the folder, delete them.
+//!    anything. Tables are read without the publish lock; what changes meanwhile is read again
+//!    ([`crate::watch`]).
+//! 3. Remove the packs without marked pages.
+//! 4. Of packs whose share of marked pages is below the threshold, and of packs with a group in
+//!    quarantine, copy the marked pages into new packs ([`super::victims`]). A pack that has the
+//!    only copy of a damaged page is left alone, and the report names the page.
+//! 5. Publish the new packs (fsync, rename, fsync).
+//! 6. Under the index's lock, check the leases again: a pack that a new lease needs stays. Then
+//!    change the index, and unlink the old packs.
 //!
-//! A crash after step 4 leaves pages twice. The next open indexes one copy, and the next gc finds
+//! Steps 4 to 6 are done for some packs at a time, each time for as many as fill one new pack per
+//! core. On a full disk they are done for one pack at a time, the one with the fewest marked pages
+//! first, so that each frees space for the next; the first of them may spend the reserve
+//! ([`crate::reserve`]).
+//!
+//! A crash after step 5 leaves pages twice. The next open indexes one copy, and the next gc finds
 //! the other copy unused.
 
-use super::index::{Place, prefix};
-use super::pack::{PAGE, Pack, PackError};
-use super::read::read_span;
+use super::index::prefix;
+use super::pack::{MAX_PACK_PAGES, PAGE, PackError};
 use super::space::Space;
-use super::writer::{self, Source};
-use crate::blob::IfTaken;
+use super::victims::{LivePages, Victim};
+use super::writer::{self, Staged};
+use crate::blob::{Stage, interleave};
 use crate::errors::{Damage, IoError, IoResult};
 use crate::gc::allocated_below;
 use crate::inner::{Inner, Store};
-use crate::integrity::verify::Stamp;
 use crate::memory::{BLOCKS, Table};
 use crate::meter::Meter;
 use crate::objects::manifest::{self, ImageManifest, SnapshotManifest};
 use crate::publish::OpenError;
-use crate::snapshots::files::TABLE;
+use crate::workers;
+use dayfly_units::Name;
 use dayfly_units::failpoint;
-use dayfly_units::sync::lock;
-use dayfly_units::{Digest, Name};
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::ops::Range;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-
-/// A pack is rewritten if less than this percentage of its pages is in use.
-pub const REWRITE_BELOW_PERCENT: u32 = 50;
 
 /// What a gc of pages removed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -58,6 +58,8 @@ pub struct GcPagesReport {
     pub block_index_bytes: u64,
     /// Damage that was found and left alone.
     pub damage: Vec<Damage>,
+    /// The disk was too full to rewrite all packs that are mostly unused; this is the error.
+    pub no_space: Option<String>,
 }
 
 /// Why a gc removed nothing, or not everything. A referenced page is never removed.
@@ -95,6 +97,12 @@ pub enum GcPagesError {
     Io(#[from] IoError),
 }
 
+impl GcPagesError {
+    fn is_no_space(&self) -> bool {
+        matches!(self, Self::Io(e) if e.is_no_space())
+    }
+}
+
 impl From<PackError> for GcPagesError {
     fn from(e: PackError) -> Self {
         match e {
@@ -106,8 +114,8 @@ impl From<PackError> for GcPagesError {
 
 impl Store {
     /// Removes packs of pages that no snapshot's table and no lease names, for every tenant.
-    /// Rewrites packs of which less than [`REWRITE_BELOW_PERCENT`] is in use. Puts, opens, fetches
-    /// and commits run concurrently.
+    /// Rewrites packs of which less than [`crate::REWRITE_BELOW_PERCENT`] is in use. Puts, opens,
+    /// fetches and commits run concurrently.
     ///
     /// # Errors
     /// [`GcPagesError`].
@@ -116,79 +124,82 @@ impl Store {
         let mut report = GcPagesReport::default();
         for tenant in self.0.tenant_names()? {
             let space = self.0.space(&tenant)?;
-            self.0.collect(&space, &mut report, &Meter::default())?;
+            self.0.collect(&space, &BTreeSet::new(), &mut report, &Meter::default())?;
         }
         self.0.collect_block_indexes(&mut report)?;
+        self.0.restore_reserve();
         Ok(report)
     }
 
     /// As [`Self::gc_pages`], for one tenant. The report also lists packs that could not be opened.
-    /// `meter` shows the progress.
+    /// A snapshot in `without` whose table is damaged references nothing. `meter` shows the
+    /// progress.
     ///
     /// # Errors
-    /// [`GcPagesError`]; if [`Meter::stop`] ended the gc, nothing of the tenant was changed.
-    pub fn gc_pages_of(&self, tenant: &Name, meter: &Meter) -> Result<GcPagesReport, GcPagesError> {
+    /// [`GcPagesError`]; if [`Meter::stop`] ended the gc, each pack is as before or removed.
+    pub fn gc_pages_of(
+        &self,
+        tenant: &Name,
+        without: &BTreeSet<Name>,
+        meter: &Meter,
+    ) -> Result<GcPagesReport, GcPagesError> {
         self.0.writable()?;
         let mut report = GcPagesReport::default();
         let space = self.0.space(tenant)?;
-        self.0.collect(&space, &mut report, meter)?;
+        let collected = self.0.collect(&space, without, &mut report, meter);
+        self.0.restore_reserve();
+        collected?;
         self.0.collect_block_indexes(&mut report)?;
         report.damage.extend(space.unopened()?);
         Ok(report)
     }
 }
 
-/// A pack to remove, and the pages to copy from it first.
-struct Victim {
-    number: u32,
-    pack: Arc<Pack>,
-    /// Pages to copy, in ascending order, with their hashes.
-    live: Vec<(u32, Digest)>,
-}
-
-/// The table of a snapshot, and the stamps of its files.
-struct ReadTable {
-    /// As [`Inner::stamps`]; `None` if the files must be read again.
-    stamps: Option<[Stamp; 2]>,
-    /// `None` if RAM is a file.
-    table: Option<Table>,
-}
-
-/// Tables by the names of their snapshots.
-type Tables = BTreeMap<String, ReadTable>;
+/// Tables by the names of their snapshots; `None` if RAM is a file.
+type Tables = BTreeMap<String, Option<Table>>;
 
 impl Inner {
     /// The tables of all snapshots that have one.
     pub(super) fn all_tables(&self) -> Result<Vec<Table>, GcPagesError> {
-        let (tables, _) = self.tables(Tables::new())?;
-        Ok(tables.into_values().filter_map(|read| read.table).collect())
+        Ok(self.tables(&BTreeSet::new())?.into_values().flatten().collect())
     }
 
-    /// The tables of all snapshots, by the snapshots' names, and how many were read. Those in
-    /// `known` are taken over, if their files are still the same.
-    fn tables(&self, mut known: Tables) -> Result<(Tables, usize), GcPagesError> {
-        let (mut tables, mut read) = (Tables::new(), 0);
-        for name in self.snapshots.entries()? {
-            let current =
-                |known: &ReadTable| known.stamps.is_some() && known.stamps == self.stamps(&name);
-            if let Some(known) = known.remove(&name).filter(current) {
-                tables.insert(name, known);
-                continue;
+    /// The tables of all snapshots, at one moment. They are read without the publish lock, because
+    /// creating VMs waits for it.
+    fn tables(&self, without: &BTreeSet<Name>) -> Result<Tables, GcPagesError> {
+        let mut watch = self.watch();
+        let mut tables = Tables::new();
+        let mut names: BTreeSet<String> = self.snapshots.entries()?.into_iter().collect();
+        loop {
+            for name in names {
+                self.read_table(&mut tables, name, without)?;
             }
-            read += 1;
-            // The stamps are taken before the files are read.
-            let stamps = self.stamps(&name);
-            match self.table_of(&name) {
-                Ok(table) => _ = tables.insert(name, ReadTable { stamps, table }),
-                // The snapshot was removed after it was listed.
-                Err(OpenError::Io(e)) if e.is_not_found() && !self.snapshots.has(&name)? => {}
-                Err(source) if source.is_version() => {
-                    return Err(GcPagesError::Version { snapshot: name, source });
-                }
-                Err(source) => return Err(GcPagesError::Unreadable { snapshot: name, source }),
+            let (changed, _publishing) = watch.changed();
+            if changed.is_empty() {
+                return Ok(tables);
             }
+            names = changed;
         }
-        Ok((tables, read))
+    }
+
+    /// Reads the table of a snapshot. One that is gone has none.
+    fn read_table(
+        &self,
+        tables: &mut Tables,
+        name: String,
+        without: &BTreeSet<Name>,
+    ) -> Result<(), GcPagesError> {
+        tables.remove(&name);
+        match self.table_of(&name) {
+            Ok(table) => _ = tables.insert(name, table),
+            Err(OpenError::Io(e)) if e.is_not_found() && !self.snapshots.has(&name)? => {}
+            Err(source) if source.is_version() => {
+                return Err(GcPagesError::Version { snapshot: name, source });
+            }
+            Err(_) if without.iter().any(|known| known.as_str() == name) => {}
+            Err(source) => return Err(GcPagesError::Unreadable { snapshot: name, source }),
+        }
+        Ok(())
     }
 
     fn table_of(&self, snapshot: &str) -> Result<Option<Table>, OpenError> {
@@ -200,55 +211,98 @@ impl Inner {
         }
     }
 
-    /// Stamps of a snapshot's manifest and table; `None` for a file that is absent, or changed so
-    /// lately that a change may leave the same stamp.
-    fn stamps(&self, snapshot: &str) -> Option<[Stamp; 2]> {
-        let folder = self.snapshots.path().join(snapshot);
-        let stamp = |file| Stamp::at(&folder.join(file)).ok().filter(Stamp::is_settled);
-        Some([stamp(manifest::FILE)?, stamp(TABLE)?])
+    /// The hash prefixes that a table of the tenant or a lease names, ascending.
+    fn marked(&self, space: &Space, without: &BTreeSet<Name>) -> Result<Vec<u64>, GcPagesError> {
+        let tables = self.tables(without)?;
+        let of_tenant = tables.values().flatten().filter(|table| table.tenant == space.tenant);
+        let named = of_tenant.flat_map(|table| table.hashes()).map(prefix);
+        let mut live: Vec<u64> = named.chain(space.leases().prefixes()).collect();
+        live.sort_unstable();
+        live.dedup();
+        Ok(live)
     }
 
     fn collect(
         self: &Arc<Self>,
         space: &Space,
+        without: &BTreeSet<Name>,
         report: &mut GcPagesReport,
         meter: &Meter,
     ) -> Result<(), GcPagesError> {
         meter.begin("looking for unused pages", 0);
-        let _one_at_a_time = lock(&space.collecting);
+        let _one_at_a_time = interleave::lock(&space.collecting);
         let _collecting = space.leases().collect();
-        // Most tables are read before the publish lock is taken, because creating VMs waits for it.
-        let (known, _) = self.tables(Tables::new())?;
-        let (tables, _) = {
-            // The publish lock waits for a removal that is not synced: it may still fail, or a
-            // crash may undo it, so its snapshot's pages must count until it is durable.
-            let _publishing = self.publishing();
-            self.tables(known)?
-        };
-        let of_tenant = tables.values().filter_map(|read| read.table.as_ref());
-        let named =
-            of_tenant.filter(|table| table.tenant == space.tenant).flat_map(|table| table.hashes());
-        let mut live: Vec<u64> = named.map(prefix).chain(space.leases().prefixes()).collect();
-        live.sort_unstable();
-        live.dedup();
-        drop(tables);
+        let live = self.marked(space, without)?;
         failpoint::reached("store.gc_pages.marked");
-        let victims = space.victims(&live, report, meter)?;
-        if victims.is_empty() {
-            let _changing = space.changing();
-            return Ok(self.retire_packs(space)?);
+        space.remove_unopened(&live)?;
+        let victims = space.victims(&live, &mut report.damage, meter)?;
+        let (unused, mut mostly): (Vec<_>, Vec<_>) =
+            victims.into_iter().partition(|victim| victim.live.is_empty());
+        if !unused.is_empty() {
+            self.replace_packs(space, unused, None, report)?;
         }
+        let pages = mostly.iter().map(|victim| victim.live.len()).sum::<usize>();
+        meter.begin("copying pages out of packs that go", (pages * PAGE) as u64);
+        // The last is rewritten first.
+        mostly.sort_by_key(|victim| std::cmp::Reverse(victim.live.len()));
+        let mut most = workers::threads() * MAX_PACK_PAGES as usize;
+        while let Some(batch) = next_batch(&mut mostly, most) {
+            let copied = self.with_reserve(
+                |e: &GcPagesError| most == 0 && e.is_no_space(),
+                || self.copy_live(space, &batch, meter),
+            );
+            match copied {
+                Ok(copies) => self.replace_packs(space, batch, Some(copies), report)?,
+                Err(e) if !e.is_no_space() => return Err(e),
+                // One at a time from here on.
+                Err(_) if most > 0 => {
+                    most = 0;
+                    mostly.extend(batch.into_iter().rev());
+                }
+                Err(e) => {
+                    report.no_space = Some(dayfly_units::error::chain(&e));
+                    break;
+                }
+            }
+        }
+        let _changing = space.changing();
+        self.unlink_retired(space)?;
+        space.record();
+        Ok(())
+    }
+
+    /// Writes the live pages of packs into new packs in a stage, which are synced.
+    fn copy_live(
+        self: &Arc<Self>,
+        space: &Space,
+        victims: &[Victim],
+        meter: &Meter,
+    ) -> Result<Copies, GcPagesError> {
         let stage = self.stage()?;
-        let source = LivePages::of(space, &victims, meter);
-        meter.begin("copying pages out of packs that go", source.pages.len() as u64 * PAGE as u64);
-        let staged = writer::stage(&stage, &space.tenant, &source)?;
+        let packs = writer::stage(&stage, &space.tenant, &LivePages::of(space, victims, meter))?;
+        Ok(Copies { stage, packs })
+    }
+
+    /// Publishes the copies of the victims' live pages, and removes the victims.
+    fn replace_packs(
+        self: &Arc<Self>,
+        space: &Space,
+        victims: Vec<Victim>,
+        copies: Option<Copies>,
+        report: &mut GcPagesReport,
+    ) -> Result<(), GcPagesError> {
         failpoint::reached("store.gc_pages.staged");
         let _changing = space.changing();
-        let packs = writer::publish(&stage, &space.dir, &space.tenant, &staged)?;
+        let packs = match &copies {
+            Some(Copies { stage, packs }) => {
+                writer::publish(stage, &space.dir, &space.tenant, packs)?
+            }
+            None => Vec::new(),
+        };
         failpoint::reached("store.gc_pages.published");
         let written: u64 = packs.iter().map(|p| p.bytes).sum();
         let gone = space.change_over(victims, packs);
-        self.retire_packs(space)?;
+        self.unlink_retired(space)?;
         failpoint::reached("store.gc_pages.retired");
         report.packs += gone.len() as u64;
         report.rewritten_packs += gone.iter().filter(|v| !v.live.is_empty()).count() as u64;
@@ -261,20 +315,17 @@ impl Inner {
         Ok(())
     }
 
-    /// Removes the files of retired packs. If this fails, the next gc tries again, unless a put has
-    /// made the same pack meanwhile. The caller holds `changing`.
-    fn retire_packs(self: &Arc<Self>, space: &Space) -> IoResult<()> {
+    /// Unlinks the files of retired packs: a pack is one file, so this needs no space. If it fails,
+    /// the next gc tries again, unless a put has made the same pack meanwhile. The caller holds
+    /// `changing`.
+    fn unlink_retired(&self, space: &Space) -> IoResult<()> {
         let retired = space.read().retired.clone();
         if retired.is_empty() {
             return Ok(());
         }
-        let stage = self.stage()?;
         for id in &retired {
-            let name = id.to_string();
-            match space.dir.rename(&name, &stage, &name, IfTaken::Refuse) {
-                Err(e) if e.is_not_found() => {}
-                other => other?,
-            }
+            let unlink = || space.dir.unlink(&id.to_string());
+            self.with_reserve(IoError::is_no_space, unlink)?;
         }
         space.dir.sync()?;
         space.write().retired.clear();
@@ -310,132 +361,21 @@ impl Inner {
     }
 }
 
-impl Space {
-    /// The packs to remove, given the prefixes of the live pages.
-    fn victims(
-        &self,
-        live: &[u64],
-        report: &mut GcPagesReport,
-        meter: &Meter,
-    ) -> IoResult<Vec<Victim>> {
-        let (packs, used) = {
-            let state = self.read();
-            let mut used: BTreeMap<u32, Vec<u32>> =
-                state.packs.keys().map(|&n| (n, Vec::new())).collect();
-            for (_, place) in state.index.iter().filter(|(p, _)| live.binary_search(p).is_ok()) {
-                used.entry(place.pack).or_default().push(place.page);
-            }
-            (state.packs.clone(), used)
-        };
-        let mut victims = Vec::new();
-        for (number, mut pages) in used {
-            let Some(pack) = packs.get(&number) else { continue };
-            if pages.len() as u64 * 100 >= u64::from(pack.pages) * u64::from(REWRITE_BELOW_PERCENT)
-            {
-                continue;
-            }
-            pages.sort_unstable();
-            let live = if pages.is_empty() {
-                Vec::new()
-            } else {
-                let file = self.file(number, pack)?;
-                let hashes = pack.hashes(&file, 0..pack.pages)?;
-                pages.into_iter().map(|page| (page, hashes[page as usize])).collect()
-            };
-            let victim = Victim { number, pack: Arc::clone(pack), live };
-            match LivePages::of(self, std::slice::from_ref(&victim), meter)
-                .pages(0..victim.live.len(), &mut |_, _| Ok(()))
-            {
-                Ok(()) => victims.push(victim),
-                Err(PackError::Damage(damage)) => report.damage.push(damage),
-                Err(PackError::Io(e)) => return Err(e),
-            }
-        }
-        Ok(victims)
-    }
-
-    /// Switches the index to the copies, which hold the victims' live pages in the same order.
-    /// Returns the victims that nothing references any more. No step can fail, so the index is
-    /// never left half changed.
-    fn change_over(&self, victims: Vec<Victim>, copies: Vec<Pack>) -> Vec<Victim> {
-        let places = |v: &Victim| -> Vec<Place> {
-            v.live.iter().map(|(page, _)| Place { pack: v.number, page: *page }).collect()
-        };
-        let old: Vec<Place> = victims.iter().flat_map(places).collect();
-        let mut state = self.write();
-        let late = self.leases().prefixes();
-        let copied: HashSet<Place> = old.iter().copied().collect();
-        let left =
-            state.index.iter().filter(|(p, place)| late.contains(p) && !copied.contains(place));
-        let needed: BTreeSet<u32> = left.map(|(_, place)| place.pack).collect();
-        let gone: Vec<Victim> =
-            victims.into_iter().filter(|v| !needed.contains(&v.number)).collect();
-        let numbers: BTreeSet<u32> = gone.iter().map(|v| v.number).collect();
-        state.packs.retain(|number, _| !numbers.contains(number));
-        state.retired.extend(gone.iter().map(|v| v.pack.id));
-        let new = copies.into_iter().flat_map(|pack| {
-            let pages = pack.pages;
-            let number = state.enter(pack);
-            (0..pages).map(move |page| Place { pack: number, page })
-        });
-        let moved: HashMap<Place, Place> = old.into_iter().zip(new.collect::<Vec<_>>()).collect();
-        state.index.remap(|place| match numbers.contains(&place.pack) {
-            true => moved.get(&place).copied(),
-            false => Some(place),
-        });
-        self.close(&numbers);
-        gone
-    }
+/// Packs in a stage.
+struct Copies {
+    stage: Stage,
+    packs: Vec<Staged>,
 }
 
-/// The live pages of victims, as a source for new packs.
-struct LivePages<'a> {
-    space: &'a Space,
-    victims: &'a [Victim],
-    /// Index of the victim, and index in its `live`.
-    pages: Vec<(usize, usize)>,
-    meter: &'a Meter,
-}
-
-impl<'a> LivePages<'a> {
-    fn of(space: &'a Space, victims: &'a [Victim], meter: &'a Meter) -> Self {
-        let of = |(n, victim): (usize, &Victim)| (0..victim.live.len()).map(move |at| (n, at));
-        Self { space, victims, pages: victims.iter().enumerate().flat_map(of).collect(), meter }
+/// Takes victims from the end, of at most `most` live pages together, but at least one.
+fn next_batch(victims: &mut Vec<Victim>, most: usize) -> Option<Vec<Victim>> {
+    let mut batch = vec![victims.pop()?];
+    let mut pages = batch[0].live.len();
+    while let Some(next) = victims.pop_if(|next| pages + next.live.len() <= most) {
+        pages += next.live.len();
+        batch.push(next);
     }
-}
-
-impl Source for LivePages<'_> {
-    fn count(&self) -> usize {
-        self.pages.len()
-    }
-
-    fn pages(
-        &self,
-        range: Range<usize>,
-        push: &mut dyn FnMut(Digest, &[u8]) -> IoResult<()>,
-    ) -> Result<(), PackError> {
-        let (mut buffer, mut raw) = (Vec::new(), Vec::new());
-        let group_of = |&(n, at): &(usize, usize)| {
-            (n, self.victims[n].live[at].0 / self.victims[n].pack.group_pages)
-        };
-        for of_group in self.pages[range].chunk_by(|a, b| group_of(a) == group_of(b)) {
-            let (n, number) = group_of(&of_group[0]);
-            let victim = &self.victims[n];
-            let file = self.space.file(victim.number, &victim.pack)?;
-            let group = number as usize;
-            let stored = read_span(&victim.pack, &file, group, group, &mut buffer)?;
-            victim.pack.decode(group, victim.live[of_group[0].1].0, stored, &mut raw)?;
-            for &(_, at) in of_group {
-                let (page, hash) = victim.live[at];
-                let start = (page % victim.pack.group_pages) as usize * PAGE;
-                let bytes = &raw[start..start + PAGE];
-                victim.pack.check(page, &hash, bytes)?;
-                push(hash, bytes)?;
-            }
-            self.meter.step_at((of_group.len() * PAGE) as u64, &victim.pack.path)?;
-        }
-        Ok(())
-    }
+    Some(batch)
 }
 
 #[cfg(test)]

@@ -31,10 +31,15 @@ pub(crate) mod index;
 mod lease;
 pub(crate) mod pack;
 pub(crate) mod put;
+pub(crate) mod quarantine;
 pub(crate) mod read;
+pub(crate) mod record;
 pub(crate) mod report;
+mod sound;
 pub(crate) mod space;
+mod sums;
 pub(crate) mod tenant;
+pub(crate) mod victims;
 mod writer;
 
 pub use error::PagesError;

@@ -26,7 +26,10 @@
 //!
 //! Above 16, a single page takes 60 us or more, for 1 % of ratio. Level 6 costs three times the CPU
 //! for 1 %.
+use super::sums::Sound;
+use crate::blob::fault;
 use crate::errors::{Damage, IoError};
+use dayfly_units::error::chain;
 use dayfly_units::sealed::{self, HEADER_BYTES, Magic};
 use dayfly_units::{Digest, Name};
 use std::cell::RefCell;
@@ -83,6 +86,8 @@ pub(crate) struct Pack {
     sums: Vec<Sum>,
     /// Offset of the pages' hashes in the file.
     hashes_at: u64,
+    /// The groups whose stored bytes were compared with their sums.
+    pub(super) sound: Sound,
 }
 
 /// The content of a footer, before it is sealed.
@@ -137,6 +142,32 @@ pub(crate) enum PackError {
     Io(#[from] IoError),
     #[error(transparent)]
     Damage(#[from] Damage),
+}
+
+impl PackError {
+    /// The I/O error; of damage, that the file cannot be read back.
+    pub(super) fn into_io(self) -> IoError {
+        match self {
+            Self::Io(e) => e,
+            Self::Damage(damage) => {
+                let kind = std::io::ErrorKind::InvalidData;
+                let source = std::io::Error::new(kind, damage.to_string());
+                IoError { doing: "reading back", path: damage.file().to_owned(), source }
+            }
+        }
+    }
+
+    /// The damage; of an I/O error, the file that cannot be read.
+    pub(crate) fn into_damage(self) -> Damage {
+        match self {
+            Self::Damage(damage) => damage,
+            Self::Io(e) => {
+                let (place, got) = ("the file".to_owned(), chain(&e));
+                let expected = "that it can be read".to_owned();
+                Damage::Content { file: e.path, place, expected, got }
+            }
+        }
+    }
 }
 
 impl Pack {
@@ -244,7 +275,8 @@ impl Pack {
         }
         let hashes_at = at + (HEADER_BYTES + FIXED_BYTES + groups * GROUP_BYTES) as u64;
         let (id, path) = (Digest([0; 32]), PathBuf::new());
-        Ok(Self { id, path, pages, group_pages, bytes: 0, ends, sums, hashes_at })
+        let sound = Sound::default();
+        Ok(Self { id, path, pages, group_pages, bytes: 0, ends, sums, hashes_at, sound })
     }
 
     /// Bytes of memory that this value takes.
@@ -282,8 +314,14 @@ impl Pack {
     ) -> Result<Vec<Digest>, IoError> {
         let mut bytes = vec![0; pages.len() * HASH_BYTES];
         let at = self.hashes_at + u64::from(pages.start) * HASH_BYTES as u64;
+        fault::read(&self.path).map_err(IoError::new("reading", &self.path))?;
         file.read_exact_at(&mut bytes, at).map_err(IoError::new("reading", &self.path))?;
         Ok(bytes.as_chunks::<HASH_BYTES>().0.iter().map(|hash| Digest(*hash)).collect())
+    }
+
+    /// Whether a group's stored bytes have its sum.
+    pub(super) fn has_sum(&self, group: usize, stored: &[u8]) -> bool {
+        sum(stored) == self.sums[group]
     }
 
     /// A damage error that names pack, group and page.

@@ -3,6 +3,7 @@
 use super::error::PagesError;
 use super::lease::Lease;
 use super::pack::{PAGE, PackError};
+use super::sound::Asked;
 use super::space::Space;
 use super::tenant::Tenant;
 use super::writer::{self, Source};
@@ -111,7 +112,8 @@ pub(crate) fn read_piece<'a>(
 }
 
 impl Space {
-    /// Puts pages of `file` by number, in this order; duplicates of a page are skipped.
+    /// Puts pages of `file` by number, in this order; duplicates of a page are skipped. A page that
+    /// is there with damaged bytes is written anew.
     pub(crate) fn store(
         &self,
         inner: &Arc<Inner>,
@@ -124,21 +126,15 @@ impl Space {
         drop(seen);
         let lease = self.lease(wanted.iter().map(|(_, hash)| hash));
         let chunks: Vec<&[(u32, Digest)]> = wanted.chunks(4096).collect();
-        let fresh = workers::map(
-            chunks.len(),
-            || (),
-            |(), n| {
-                let missing =
-                    |page: &&(u32, Digest)| self.find(&page.1).map(|found| found.is_none());
-                let mut fresh = Vec::new();
-                for page in chunks[n] {
-                    if missing(&page)? {
-                        fresh.push(*page);
-                    }
+        let fresh = workers::map(chunks.len(), Asked::default, |asked, n| {
+            let mut fresh = Vec::new();
+            for page in chunks[n] {
+                if !self.has_sound(&page.1, asked)? {
+                    fresh.push(*page);
                 }
-                Ok::<_, IoError>(fresh)
-            },
-        )?;
+            }
+            Ok::<_, IoError>(fresh)
+        })?;
         let fresh: Vec<(u32, Digest)> = fresh.into_iter().flatten().collect();
         let stats = PutStats { pages: wanted.len() as u64, new_pages: fresh.len() as u64 };
         if !fresh.is_empty() {

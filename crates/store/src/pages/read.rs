@@ -9,6 +9,7 @@ use super::index::Place;
 use super::pack::{PAGE, Pack};
 use super::space::{Found, Space};
 use super::tenant::Tenant;
+use crate::blob::fault;
 use crate::errors::{IoError, IoResult};
 use crate::workers;
 use dayfly_units::Digest;
@@ -114,28 +115,48 @@ impl Space {
         })
     }
 
-    /// Calls `use_it` with the page's place, the file of its pack, and the bytes of its group.
+    /// Calls `use_it` with the page's place, the file of its pack, and the bytes of its group. If
+    /// they are damaged, the group goes into quarantine and another copy of the page is tried. The
+    /// last to be tried is a copy that was in quarantine before.
     fn with_group<T>(
         &self,
         hash: &Digest,
-        use_it: impl FnOnce(&Found, &File, &[u8]) -> Result<T, PagesError>,
+        use_it: impl Fn(&Found, &File, &[u8]) -> Result<T, PagesError>,
+    ) -> Result<T, PagesError> {
+        for _ in 0..TRIES {
+            let (found, is_last) = match self.find(hash)? {
+                Some(found) => (found, false),
+                None => {
+                    let bad = self.find_bad(hash)?;
+                    (bad.ok_or_else(|| self.missing(hash, "who asks"))?, true)
+                }
+            };
+            let group = found.page / found.pack.group_pages;
+            match self.read_group(&found, group as usize, &use_it) {
+                Err(PagesError::Io(e)) if e.is_not_found() => {}
+                Err(e) if !is_last && e.is_damage() => {
+                    self.quarantine(&[(found.number, group)]);
+                }
+                other => return other,
+            }
+        }
+        Err(self.missing(hash, "who asks").into())
+    }
+
+    fn read_group<T>(
+        &self,
+        found: &Found,
+        group: usize,
+        use_it: impl Fn(&Found, &File, &[u8]) -> Result<T, PagesError>,
     ) -> Result<T, PagesError> {
         // A buffer per thread: page faults on fresh memory would cost more than the fetch itself.
         thread_local!(static SCRATCH: RefCell<Scratch> = RefCell::default());
-        for _ in 0..TRIES {
-            let found = self.find(hash)?.ok_or_else(|| self.missing(hash, "who asks"))?;
-            let file = match self.file(found.number, &found.pack) {
-                Err(e) if e.is_not_found() => continue,
-                other => other?,
-            };
-            let group = (found.page / found.pack.group_pages) as usize;
-            return SCRATCH.with_borrow_mut(|Scratch { stored, raw }| {
-                let stored = read_span(&found.pack, &file, group, group, stored)?;
-                found.pack.decode(group, found.page, stored, raw)?;
-                use_it(&found, &file, raw)
-            });
-        }
-        Err(self.missing(hash, "who asks").into())
+        let file = self.file(found.number, &found.pack)?;
+        SCRATCH.with_borrow_mut(|Scratch { stored, raw }| {
+            let stored = read_span(&found.pack, &file, group, group, stored)?;
+            found.pack.decode(group, found.page, stored, raw)?;
+            use_it(found, &file, raw)
+        })
     }
 
     /// Calls `give` with the page of each tag; the page's hash is `hash(tag)`.
@@ -191,9 +212,10 @@ impl Space {
         give: &Give,
         Scratch { stored, raw }: &mut Scratch,
     ) -> Result<(), PagesError> {
-        let one_by_one = || {
-            span.iter()
-                .try_for_each(|w| give(&self.fetch(&hash(w.tag))?, &[Given { at: 0, tag: w.tag }]))
+        // Finds out which pages are damaged, and whether another copy has them.
+        let one_by_one = |pages: &[Wanted]| {
+            let one = |w: &Wanted| give(&self.fetch(&hash(w.tag))?, &[Given { at: 0, tag: w.tag }]);
+            pages.iter().try_for_each(one)
         };
         let (first, last) = match span {
             [] => return Ok(()),
@@ -201,24 +223,24 @@ impl Space {
             [first, .., last] => (first, last),
         };
         let pack = self.read().packs.get(&first.place.pack).cloned();
-        let Some(pack) = pack else { return one_by_one() };
-        let file = match self.file(first.place.pack, &pack) {
-            Err(e) if e.is_not_found() => return one_by_one(),
+        let Some(pack) = pack else { return one_by_one(span) };
+        let group = |w: &Wanted| (w.place.page / pack.group_pages) as usize;
+        let file = self.file(first.place.pack, &pack);
+        let read = file.and_then(|file| read_span(&pack, &file, group(first), group(last), stored));
+        let stored = match read {
+            Err(e) if e.is_not_found() || e.is_damage() => return one_by_one(span),
             other => other?,
         };
-        let group = |w: &Wanted| (w.place.page / pack.group_pages) as usize;
-        let stored = read_span(&pack, &file, group(first), group(last), stored)?;
         let start = pack.span(group(first), group(first)).start;
         for of_group in span.chunk_by(|a, b| group(a) == group(b)) {
             let number = group(&of_group[0]);
             let within = pack.span(number, number);
             let slice = |at: u64| usize::try_from(at - start).unwrap_or(0);
-            pack.decode(
-                number,
-                of_group[0].place.page,
-                &stored[slice(within.start)..slice(within.end)],
-                raw,
-            )?;
+            let stored = &stored[slice(within.start)..slice(within.end)];
+            if pack.decode(number, of_group[0].place.page, stored, raw).is_err() {
+                one_by_one(of_group)?;
+                continue;
+            }
             let mut given = Vec::with_capacity(of_group.len());
             let mut checked = None;
             for w in of_group {
@@ -261,6 +283,7 @@ pub(crate) fn read_span<'a>(
         buffer.resize(length, 0);
     }
     let stored = &mut buffer[..length];
+    fault::read(&pack.path).map_err(IoError::new("reading", &pack.path))?;
     file.read_exact_at(stored, span.start).map_err(IoError::new("reading", &pack.path))?;
     Ok(stored)
 }

@@ -3,12 +3,14 @@
 use super::index::{Index, Place, prefix};
 use super::lease::{Lease, Leases};
 use super::pack::{Pack, PackError};
-use crate::blob::Dir;
+use super::record::{ALL, Record};
+use crate::blob::{Dir, interleave};
 use crate::errors::{Damage, IoResult};
 use dayfly_units::sync::lock;
 use dayfly_units::{Digest, DigestError, Name};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// The most packs whose files are kept open.
@@ -33,6 +35,13 @@ pub(crate) struct Space {
     /// A put holds it from the rename into the folder until the index has the pack. A gc holds it
     /// from the change of the index until the files are out of the folder.
     changing: Mutex<()>,
+    /// The quarantine as it is on disk.
+    pub(super) recorded: Mutex<Record>,
+    /// Whether nothing in the folder may be changed.
+    pub(super) is_read_only: bool,
+    /// Packs whose hashes could not be read by a lookup, and are not in quarantine yet.
+    suspects: Mutex<BTreeSet<u32>>,
+    has_suspects: AtomicBool,
 }
 
 /// The open files of packs.
@@ -50,6 +59,8 @@ pub(crate) struct State {
     pub(crate) index: Index,
     pub(crate) packs: BTreeMap<u32, Arc<Pack>>,
     next: u32,
+    /// Groups in quarantine: a pack's number and a group's number, or [`ALL`].
+    pub(crate) quarantine: BTreeSet<(u32, u32)>,
     /// Files of packs that are in no state any more, and could not be removed.
     pub(super) retired: Vec<Digest>,
     /// Packs that could not be opened, with the cause.
@@ -57,12 +68,15 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// Registers a pack in the folder and returns its number. A pack with a known id is the same
-    /// file: it keeps its number, and is not retired any more.
+    /// Registers a pack in the folder and returns its number. A pack with a known id has the same
+    /// content: it keeps its number, and is neither retired nor damaged any more.
     pub(super) fn enter(&mut self, pack: Pack) -> u32 {
         self.retired.retain(|id| *id != pack.id);
-        if let Some((number, _)) = self.packs.iter().find(|(_, known)| known.id == pack.id) {
-            return *number;
+        self.damaged.retain(|damage| damage.file() != pack.path);
+        let known = self.packs.iter().find(|(_, known)| known.id == pack.id);
+        if let Some(number) = known.map(|(number, _)| *number) {
+            self.quarantine.retain(|(bad, _)| *bad != number);
+            return number;
         }
         let number = self.next;
         self.next += 1;
@@ -80,8 +94,9 @@ pub(crate) struct Found {
 }
 
 impl Space {
-    /// Opens every pack in `dir`. A damaged pack makes only its own pages unavailable.
-    pub(crate) fn open(tenant: &Name, dir: Dir) -> IoResult<Self> {
+    /// Opens every pack in `dir`. A damaged pack, or one that the disk cannot read, makes only its
+    /// own pages unavailable. If `is_read_only`, nothing in `dir` is changed.
+    pub(crate) fn open(tenant: &Name, dir: Dir, is_read_only: bool) -> IoResult<Self> {
         let space = Self {
             tenant: tenant.clone(),
             dir,
@@ -90,15 +105,25 @@ impl Space {
             leases: Arc::default(),
             collecting: Mutex::default(),
             changing: Mutex::default(),
+            recorded: Mutex::default(),
+            is_read_only,
+            suspects: Mutex::default(),
+            has_suspects: AtomicBool::new(false),
         };
+        let record = space.read_record()?;
         for name in space.dir.entries()? {
             let id: Result<Digest, DigestError> = name.parse();
             // Entries whose name is not a digest are not ours, and are skipped.
             let Ok(id) = id else { continue };
             match space.open_pack(&name, &id) {
-                Ok((pack, hashes)) => space.add(vec![(pack, hashes)])?,
-                Err(PackError::Io(e)) => return Err(e),
-                Err(PackError::Damage(damage)) => {
+                Ok((pack, hashes)) => {
+                    let bad = record.range((pack.id, 0)..=(pack.id, ALL));
+                    let bad: Vec<u32> = bad.map(|(_, group)| *group).collect();
+                    space.add_pack(&mut space.write(), pack, &hashes, &bad)?;
+                }
+                Err(PackError::Io(e)) if !e.is_damage() => return Err(e),
+                Err(e) => {
+                    let damage = e.into_damage();
                     tracing::warn!(%damage, "leaving a pack alone");
                     space.write().damaged.push(damage);
                 }
@@ -139,7 +164,7 @@ impl Space {
     }
 
     pub(super) fn changing(&self) -> MutexGuard<'_, ()> {
-        lock(&self.changing)
+        interleave::lock(&self.changing)
     }
 
     fn files(&self) -> MutexGuard<'_, Files> {
@@ -155,51 +180,117 @@ impl Space {
         self.leases.take(hashes.map(prefix))
     }
 
-    /// Adds packs to the index. A page that the index has already keeps its first place.
+    /// Adds packs to the index. A page that the index has already keeps its first place, unless
+    /// that is in quarantine. `packs` were written just now: each is whole.
     pub(super) fn add(&self, packs: Vec<(Pack, Vec<Digest>)>) -> IoResult<()> {
         let mut state = self.write();
-        packs.into_iter().try_for_each(|(pack, hashes)| self.add_pack(&mut state, pack, &hashes))
+        packs
+            .into_iter()
+            .try_for_each(|(pack, hashes)| self.add_pack(&mut state, pack, &hashes, &[]))?;
+        drop(state);
+        self.record();
+        Ok(())
     }
 
-    fn add_pack(&self, state: &mut State, pack: Pack, hashes: &[Digest]) -> IoResult<()> {
+    /// Adds a pack to the index, with the groups `bad` in quarantine.
+    fn add_pack(
+        &self,
+        state: &mut State,
+        pack: Pack,
+        hashes: &[Digest],
+        bad: &[u32],
+    ) -> IoResult<()> {
         let number = state.enter(pack);
+        state.quarantine.extend(bad.iter().map(|group| (number, *group)));
+        // A damaged file that had the name may be open.
+        self.reopen(number);
         for (page, hash) in (0..).zip(hashes) {
-            if self.find_in(state, hash)?.is_none() {
-                state.index.insert(prefix(hash), Place { pack: number, page });
+            let place = Place { pack: number, page };
+            let is_known = state.index.candidates(prefix(hash)).any(|known| known == place);
+            if !is_known && self.find_in(state, hash, false)?.is_none() {
+                state.index.insert(prefix(hash), place);
             }
         }
         Ok(())
     }
 
-    /// Finds the page with this hash; all 32 bytes are compared with the footer on disk.
+    /// Finds the page with this hash, unless it is in quarantine; all 32 bytes are compared with
+    /// the footer on disk.
     pub(crate) fn find(&self, hash: &Digest) -> IoResult<Option<Found>> {
-        self.find_in(&self.read(), hash)
+        let found = self.find_in(&self.read(), hash, false);
+        self.quarantine_suspects();
+        found
     }
 
-    fn find_in(&self, state: &State, hash: &Digest) -> IoResult<Option<Found>> {
+    /// As [`Self::find`], for a page in quarantine.
+    pub(super) fn find_bad(&self, hash: &Digest) -> IoResult<Option<Found>> {
+        self.find_in(&self.read(), hash, true)
+    }
+
+    /// Finds the page, in quarantine or not, as `bad` says. A pack that the disk cannot read is
+    /// passed over; if it is in quarantine already, its error is returned if there is no other.
+    fn find_in(&self, state: &State, hash: &Digest, bad: bool) -> IoResult<Option<Found>> {
+        let mut unreadable = None;
         for place in state.index.candidates(prefix(hash)) {
             let Some(pack) = state.packs.get(&place.pack) else { continue };
-            let file = match self.file(place.pack, pack) {
-                Err(e) if e.is_not_found() => continue,
-                other => other?,
-            };
-            if pack.hashes(&file, place.page..place.page + 1)?.first() == Some(hash) {
-                return Ok(Some(Found {
-                    number: place.pack,
-                    pack: Arc::clone(pack),
-                    page: place.page,
-                }));
+            if state.is_bad(place, pack) != bad {
+                continue;
+            }
+            match self.is_named(place, pack, hash) {
+                Ok(true) => {
+                    let (number, page) = (place.pack, place.page);
+                    return Ok(Some(Found { number, pack: Arc::clone(pack), page }));
+                }
+                Ok(false) => {}
+                Err(e) if e.is_not_found() => {}
+                Err(e) if e.is_damage() && bad => unreadable = Some(e),
+                Err(e) if e.is_damage() => {
+                    lock(&self.suspects).insert(place.pack);
+                    self.has_suspects.store(true, Ordering::Release);
+                }
+                Err(e) => return Err(e),
             }
         }
-        Ok(None)
+        unreadable.map_or(Ok(None), Err)
     }
 
-    /// The likely place of the page with this hash. It is wrong if two hashes share 8 bytes, so
-    /// verify the page before you use it.
+    /// Whether the footer on disk has this hash at this place.
+    fn is_named(&self, place: Place, pack: &Pack, hash: &Digest) -> IoResult<bool> {
+        let file = self.file(place.pack, pack)?;
+        Ok(pack.hashes(&file, place.page..place.page + 1)?.first() == Some(hash))
+    }
+
+    /// Puts packs in quarantine whose hashes a lookup could not read. A lookup holds the lock that
+    /// this needs.
+    fn quarantine_suspects(&self) {
+        if self.has_suspects.swap(false, Ordering::Acquire) {
+            let suspects = std::mem::take(&mut *lock(&self.suspects));
+            let all: Vec<(u32, u32)> = suspects.into_iter().map(|number| (number, ALL)).collect();
+            self.quarantine(&all);
+        }
+    }
+
+    /// The likely place of the page with this hash; one in quarantine only if there is no other. It
+    /// is wrong if two hashes share 8 bytes, so verify the page before you use it.
     pub(crate) fn guess(&self, hash: &Digest) -> Option<(Place, Arc<Pack>)> {
         let state = self.read();
-        let place = state.index.candidates(prefix(hash)).next()?;
-        Some((place, Arc::clone(state.packs.get(&place.pack)?)))
+        let mut bad = None;
+        for place in state.index.candidates(prefix(hash)) {
+            let Some(pack) = state.packs.get(&place.pack) else { continue };
+            if !state.is_bad(place, pack) {
+                return Some((place, Arc::clone(pack)));
+            }
+            bad = bad.or_else(|| Some((place, Arc::clone(pack))));
+        }
+        bad
+    }
+
+    /// Finds the page with this hash: a copy in quarantine only if there is no other.
+    pub(crate) fn find_any(&self, hash: &Digest) -> IoResult<Option<Found>> {
+        Ok(match self.find(hash)? {
+            Some(found) => Some(found),
+            None => self.find_bad(hash)?,
+        })
     }
 
     /// The open file of a pack, from the cache or newly opened.
@@ -224,6 +315,11 @@ impl Space {
         let mut files = self.files();
         files.open.retain(|(number, _)| !gone.contains(number));
         files.gone.extend(gone);
+    }
+
+    /// Closes the file of a pack, whose name another file may have now.
+    fn reopen(&self, number: u32) {
+        self.files().open.retain(|(open, _)| *open != number);
     }
 
     /// Whether the file of a pack is kept open.

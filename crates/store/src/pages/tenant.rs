@@ -60,7 +60,7 @@ impl Inner {
             Ok(made)
         };
         let dir = lasting(&lasting(&self.root, PAGES)?, tenant.as_str())?;
-        let space = Arc::new(Space::open(tenant, dir)?);
+        let space = Arc::new(Space::open(tenant, dir, self.writable().is_err())?);
         tenants.insert(tenant.clone(), Arc::clone(&space));
         Ok(space)
     }

@@ -1,8 +1,9 @@
 //! Writes packs: completely into a stage, `fsync`ed, then renamed into the tenant's folder.
 
 use super::pack::{Footer, GROUP_PAGES, LEVEL, MAX_PACK_PAGES, PAGE, Pack, PackError, Sum, sum};
+use super::sound::is_whole;
 use crate::blob::{Dir, IfTaken, Stage};
-use crate::errors::{Damage, IoError, IoResult};
+use crate::errors::{IoError, IoResult};
 use crate::workers;
 use dayfly_units::{Digest, Name};
 use std::fs::File;
@@ -122,8 +123,8 @@ pub(super) fn stage(
 }
 
 /// Renames staged packs into the tenant's folder, and `fsync`s the folder. An existing file of that
-/// name holds the same pages, or is damaged and is replaced. After an error, new files are unlinked
-/// again, if the host allows it.
+/// name has the same pages, or is damaged in its footer or in a group and is replaced: it is read
+/// and compared with its sums. After an error, new files are unlinked again, if the host allows it.
 pub(super) fn publish(
     stage: &Stage,
     dir: &Dir,
@@ -140,8 +141,11 @@ pub(super) fn publish(
         let name = pack.id.to_string();
         let path = dir.path().join(&name);
         let there = dir.has(&name)?;
-        let sound =
-            there && dir.open(&name).is_ok_and(|file| Pack::open(&path, &file, tenant).is_ok());
+        let opened = if there { dir.open(&name).ok() } else { None };
+        let sound = match &opened {
+            Some(file) => is_whole(&path, file, tenant).map_err(PackError::into_io)?,
+            None => false,
+        };
         if !sound {
             let if_taken = if there { IfTaken::Exchange } else { IfTaken::Refuse };
             stage.rename(&pack.name, dir, &name, if_taken)?;
@@ -164,13 +168,5 @@ pub(super) fn publish(
 
 /// Opens a pack just written, from the page cache.
 fn open(path: &std::path::Path, file: &File, tenant: &Name) -> IoResult<Pack> {
-    Pack::open(path, file, tenant).map_err(|e| match e {
-        PackError::Io(e) => e,
-        PackError::Damage(damage) => damaged(path, &damage),
-    })
-}
-
-fn damaged(path: &std::path::Path, damage: &Damage) -> IoError {
-    let source = std::io::Error::new(std::io::ErrorKind::InvalidData, damage.to_string());
-    IoError { doing: "reading back", path: path.to_owned(), source }
+    Pack::open(path, file, tenant).map_err(PackError::into_io)
 }

@@ -322,6 +322,16 @@ impl Inner {
         Ok(OpenDisk { image: of, base: image.disk, size_bytes, writable, layers })
     }
 
+    /// Renames the staged layers into `layers/` and syncs the folder. If that fails, the renames
+    /// are undone: the next attempt must not take a name for durable that it finds.
+    fn publish_layers(&self, stage: &Stage, staged: &mut Staged) -> IoResult<()> {
+        let publish = |layer: &mut StagedLayer| self.publish_layer(stage, layer);
+        let published = staged.layers.iter_mut().try_for_each(publish);
+        published.and_then(|()| self.layers.sync()).inspect_err(|_| {
+            staged.layers.iter_mut().for_each(|layer| self.unpublish_layer(stage, layer));
+        })
+    }
+
     fn publish_snapshot(
         &self,
         stage: &Stage,
@@ -334,7 +344,8 @@ impl Inner {
         for layer in &staged.layers {
             let _checked_below = self.open_layer(&layer.layer, &by);
         }
-        let _publishing = self.publishing();
+        let mut publishing = self.publishing();
+        publishing.change(manifest.name.as_str());
         self.writable()?;
         if self.snapshots.has(manifest.name.as_str())? {
             return Err(CommitError::Exists { name: manifest.name.clone() });
@@ -347,10 +358,7 @@ impl Inner {
             self.layer_is(layer.id, &by)?;
         }
         stage.sync()?;
-        for layer in &mut staged.layers {
-            self.publish_layer(stage, layer)?;
-        }
-        self.layers.sync()?;
+        self.publish_layers(stage, staged)?;
         failpoint::reached("store.commit.layers_published");
         match stage.rename("snapshot", &self.snapshots, manifest.name.as_str(), IfTaken::Refuse) {
             Err(e) if e.source.kind() == std::io::ErrorKind::AlreadyExists => {
@@ -361,7 +369,7 @@ impl Inner {
         failpoint::reached("store.commit.renamed");
         if let Err(error) = self.snapshots.sync() {
             // The rename may be durable or not. An error must mean that there is no snapshot, so
-            // undo it.
+            // undo it. Its layers stay: they are durable, and a gc removes them.
             let _best_effort =
                 self.snapshots.rename(manifest.name.as_str(), stage, "snapshot", IfTaken::Refuse);
             return Err(error.into());

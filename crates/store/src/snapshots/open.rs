@@ -169,11 +169,14 @@ impl Store {
     /// # Errors
     /// [`RemoveError`].
     pub fn remove_snapshot(&self, name: &Name) -> Result<(), RemoveError> {
-        let _publishing = self.0.publishing();
-        if self.0.retire(&self.0.snapshots, name.as_str())? {
-            Ok(())
-        } else {
-            Err(RemoveError::NotFound { kind: "snapshot", name: name.clone() })
+        let mut publishing = self.0.publishing();
+        let retired = self.0.retire(&self.0.snapshots, name.as_str());
+        // A removal that failed may have been undone.
+        publishing.change(name.as_str());
+        drop(publishing);
+        match retired? {
+            Some(_deleted) => Ok(()),
+            None => Err(RemoveError::NotFound { kind: "snapshot", name: name.clone() }),
         }
     }
 

@@ -17,6 +17,7 @@ use crate::pages::PagesError;
 use crate::pages::index::Place;
 use crate::pages::pack::{PAGE, Pack, PackError};
 use crate::pages::read::read_span;
+use crate::pages::record::ALL;
 use crate::pages::space::Space;
 use crate::publish::OpenError;
 use dayfly_units::{Name, PAGE_SIZE};
@@ -99,7 +100,9 @@ fn located(space: &Space, table: &Table) -> Result<(Vec<File>, Vec<u8>), OpenErr
             let (at, hashes) = match packs.entry(place.pack) {
                 std::collections::btree_map::Entry::Occupied(known) => known.into_mut(),
                 std::collections::btree_map::Entry::Vacant(free) => {
-                    let Some((file, hashes)) = opened(space, &pack)? else { continue 'again };
+                    let Some((file, hashes)) = opened(space, place.pack, &pack)? else {
+                        continue 'again;
+                    };
                     files.push(file);
                     free.insert((count(files.len() - 1), hashes))
                 }
@@ -107,12 +110,14 @@ fn located(space: &Space, table: &Table) -> Result<(Vec<File>, Vec<u8>), OpenErr
             let mut at = *at;
             if hashes.get(place.page as usize) != Some(hash) {
                 // Two pages share this prefix.
-                let found = space.find(hash)?.ok_or_else(missing)?;
+                let found = space.find_any(hash)?.ok_or_else(missing)?;
                 (place, pack) = (Place { pack: found.number, page: found.page }, found.pack);
                 at = match packs.get(&place.pack) {
                     Some((at, _)) => *at,
                     None => {
-                        let Some((file, hashes)) = opened(space, &pack)? else { continue 'again };
+                        let Some((file, hashes)) = opened(space, place.pack, &pack)? else {
+                            continue 'again;
+                        };
                         files.push(file);
                         packs.insert(place.pack, (count(files.len() - 1), hashes));
                         count(files.len() - 1)
@@ -136,14 +141,22 @@ fn count(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
-/// The file of a pack and its hashes; `None` if the pack was just retired.
-fn opened(space: &Space, pack: &Pack) -> Result<Option<(File, Vec<crate::Digest>)>, IoError> {
-    match space.dir.open(&pack.id.to_string()) {
-        Ok(file) => {
-            let hashes = pack.hashes(&file, 0..pack.pages)?;
-            Ok(Some((file, hashes)))
-        }
+/// The file of a pack and its hashes; `None` if the pack was just retired, or cannot be read and is
+/// in quarantine from now on: another pack may have its pages.
+fn opened(
+    space: &Space,
+    number: u32,
+    pack: &Pack,
+) -> Result<Option<(File, Vec<crate::Digest>)>, IoError> {
+    let read = || -> Result<_, IoError> {
+        let file = space.dir.open(&pack.id.to_string())?;
+        let hashes = pack.hashes(&file, 0..pack.pages)?;
+        Ok((file, hashes))
+    };
+    match read() {
+        Ok(read) => Ok(Some(read)),
         Err(e) if e.is_not_found() => Ok(None),
+        Err(e) if e.is_damage() && space.quarantine(&[(number, ALL)]) => Ok(None),
         Err(e) => Err(e),
     }
 }

@@ -5,6 +5,8 @@
 //! frozen layer is shared with another VM or published, the kernel is asked whether any process can
 //! write to its files ([`writers`]). If one can, or the kernel does not know, a copy takes the
 //! files' names. A process that still writes then writes to files that no other VM reads.
+//!
+//! A layer whose fsync failed is copied likewise ([`super::unsynced`]).
 
 use crate::blob::{Dir, IfTaken};
 use crate::errors::{IoError, IoResult};
@@ -77,7 +79,7 @@ impl Inner {
     pub(crate) fn open_frozen_layer(&self, layer: &VmLayer) -> IoResult<FrozenLayer> {
         let dir = self.vms.sub(&layer.vm.to_string())?;
         let (data, map) = open(&dir, layer)?;
-        if proven(&dir, layer, &data, &map)? {
+        if self.unsynced(&dir, layer)?.is_none() && proven(&dir, layer, &data, &map)? {
             return Ok(FrozenLayer { data, map, replaced: None });
         }
         self.copy_frozen_layer(&dir, layer)
@@ -88,18 +90,25 @@ impl Inner {
         // writes to the original meanwhile.
         let _one = lock(&self.copying);
         let (data, map) = open(dir, layer)?;
-        if proven(dir, layer, &data, &map)? {
+        let unsynced = self.unsynced(dir, layer)?;
+        if unsynced.is_none() && proven(dir, layer, &data, &map)? {
             return Ok(FrozenLayer { data, map, replaced: None });
         }
         let stage = self.stage()?;
         for (name, file) in [(DATA, &data), (MAP, &map)] {
             stage.copy(name, file)?;
         }
+        if let Some(expected) = unsynced {
+            self.sync_copies(&stage, layer, expected)?;
+        }
         let (new_data, new_map) = (stage.open(DATA)?, stage.open(MAP)?);
         failpoint::reached("store.copy_layer.copied");
         stage.rename(MAP, dir, &layer.map_name(), IfTaken::Exchange)?;
         failpoint::reached("store.copy_layer.map_exchanged");
         stage.rename(DATA, dir, &layer.data_name(), IfTaken::Exchange)?;
+        if unsynced.is_some() {
+            self.forget_unsynced(dir, layer)?;
+        }
         let replaced = Some(ReplacedLayer { layer: *layer, data, map });
         Ok(FrozenLayer { data: new_data, map: new_map, replaced })
     }

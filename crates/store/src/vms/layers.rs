@@ -110,6 +110,7 @@ impl Store {
             match VmLayer::named(vm, &name) {
                 Some(layer) if layers.contains(&layer) => {}
                 Some(layer) => self.0.shared.release(&layer)?,
+                None if layers.iter().any(|layer| name == layer.unsynced_name()) => {}
                 None => dir.remove(&name)?,
             }
         }

@@ -9,3 +9,4 @@ pub(crate) mod pins;
 mod prepare;
 pub(crate) mod prepared;
 pub(crate) mod shared;
+pub(crate) mod unsynced;

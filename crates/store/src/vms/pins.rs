@@ -116,6 +116,17 @@ impl Pins {
         all.kept = kept;
         unpinned
     }
+
+    /// Whether a pin retains the layer, which no snapshot references. If so, it becomes garbage
+    /// when its last pin is dropped.
+    pub(crate) fn keeps(&self, layer: LayerId) -> bool {
+        let mut all = self.lock();
+        let kept = all.every_layer > 0 || all.layers.contains_key(&layer);
+        if kept {
+            all.kept.insert(layer);
+        }
+        kept
+    }
 }
 
 impl All {

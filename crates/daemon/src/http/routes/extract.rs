@@ -27,16 +27,32 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Json<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, _: &S) -> Outcome<Self> {
-        let body: Bytes =
-            axum::body::to_bytes(request.into_body(), MAX_JSON_BYTES).await.map_err(|e| {
-                ApiError::invalid(format_args!(
-                    "request body: expected at most {MAX_JSON_BYTES} bytes: {e}"
-                ))
-            })?;
-        serde_json::from_slice(&body)
-            .map(Self)
-            .map_err(|e| ApiError::invalid(format_args!("request body: {e}")))
+        decoded(&body(request).await?).map(Self)
     }
+}
+
+/// As [`Json`]; an empty body is the default value.
+pub struct JsonOrNothing<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned + Default> FromRequest<S> for JsonOrNothing<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, _: &S) -> Outcome<Self> {
+        let body = body(request).await?;
+        if body.is_empty() { Ok(Self(T::default())) } else { decoded(&body).map(Self) }
+    }
+}
+
+async fn body(request: Request) -> Outcome<Bytes> {
+    axum::body::to_bytes(request.into_body(), MAX_JSON_BYTES).await.map_err(|e| {
+        ApiError::invalid(format_args!(
+            "request body: expected at most {MAX_JSON_BYTES} bytes: {e}"
+        ))
+    })
+}
+
+fn decoded<T: DeserializeOwned>(body: &Bytes) -> Outcome<T> {
+    serde_json::from_slice(body).map_err(|e| ApiError::invalid(format_args!("request body: {e}")))
 }
 
 /// Extracts the query of a request.

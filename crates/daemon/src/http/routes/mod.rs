@@ -59,6 +59,7 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(store::usage))
         .routes(routes!(store::verify))
         .routes(routes!(store::gc))
+        .routes(routes!(store::repair))
         .routes(routes!(vms::list, vms::create))
         .routes(routes!(vms::inspect, vms::remove))
         .routes(routes!(vms::footprint))

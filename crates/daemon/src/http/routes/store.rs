@@ -2,11 +2,13 @@
 
 use crate::base::error::{Outcome, blocking};
 use crate::http::ndjson;
-use crate::http::routes::extract::{Json, Shared};
+use crate::http::routes::extract::{Json, JsonOrNothing, Shared};
 use crate::ops::maintenance;
 use axum::extract::State;
 use axum::response::Response;
-use dayfly_api::types::{ApiError as ErrorBody, Progress, StoreStats, StoreUsage, VerifyRequest};
+use dayfly_api::types::{
+    ApiError as ErrorBody, CollectRequest, Progress, StoreStats, StoreUsage, VerifyRequest,
+};
 
 /// Statistics of the store.
 #[utoipa::path(
@@ -46,10 +48,29 @@ pub async fn verify(State(daemon): Shared, Json(request): Json<VerifyRequest>) -
 }
 
 /// Removes what nothing references: disk layers, pages, block indexes, and files that failed
-/// removals left in the staging folder. The answer is one Progress in JSON a line, the last of them
-/// `collected` or `failed`.
-#[utoipa::path(post, path = "/v1/store/gc",
+/// removals left in the staging folder. The body may be empty. The answer is one Progress in JSON a
+/// line, the last of them `collected` or `failed`.
+#[utoipa::path(
+    post,
+    path = "/v1/store/gc",
+    request_body = CollectRequest,
+    responses(
+        (status = 200, body = Progress, content_type = "application/x-ndjson"),
+        (status = 400, body = ErrorBody)
+    )
+)]
+pub async fn gc(
+    State(daemon): Shared,
+    JsonOrNothing(request): JsonOrNothing<CollectRequest>,
+) -> Response {
+    ndjson::stream(daemon.stop.clone(), move |progress| maintenance::gc(daemon, request, progress))
+}
+
+/// Verifies everything in the store, writes damaged pages anew that another file has, removes
+/// damaged packs and block indexes that nothing needs, and names the snapshots that are lost. The
+/// answer is one Progress in JSON a line, the last of them `repaired` or `failed`.
+#[utoipa::path(post, path = "/v1/store/repair",
     responses((status = 200, body = Progress, content_type = "application/x-ndjson")))]
-pub async fn gc(State(daemon): Shared) -> Response {
-    ndjson::stream(daemon.stop.clone(), move |progress| maintenance::gc(daemon, progress))
+pub async fn repair(State(daemon): Shared) -> Response {
+    ndjson::stream(daemon.stop.clone(), move |progress| maintenance::repair(daemon, progress))
 }

@@ -3,7 +3,9 @@
 use crate::fixture::snapshot;
 use crate::http::routes::tests::{Served, served};
 use dayfly_api::client::{Client, ProgressStream};
-use dayfly_api::types::{Collected, ErrorCode, Progress, Verified, VerifyRequest};
+use dayfly_api::types::{
+    CollectRequest, Collected, ErrorCode, Progress, Repaired, Verified, VerifyRequest,
+};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::PathBuf;
 
@@ -26,7 +28,8 @@ async fn verify(client: &Client, snapshots: &[&str]) -> Verified {
 }
 
 async fn collect(client: &Client) -> Collected {
-    match all_progress(client.collect_store().await.unwrap()).await.last() {
+    match all_progress(client.collect_store(&CollectRequest::default()).await.unwrap()).await.last()
+    {
         Some(Progress::Collected(collected)) => *collected.clone(),
         other => panic!("{other:?}"),
     }
@@ -175,6 +178,55 @@ async fn a_collection_leaves_alone_what_cannot_be_known_and_says_so() {
         matches!(&usage.unreadable[..], [u] if u.name == "base" && u.message.contains("table")),
         "{usage:?}"
     );
+}
+
+#[tokio::test]
+async fn a_collection_goes_on_without_a_damaged_snapshot_that_the_user_names() {
+    let served = filled();
+    let client = Client::new(&served.socket);
+    let store = served.daemon.templates.store();
+    flip(&store.root().join("snapshots/base/manifest"), 200);
+    flip(&store.root().join("snapshots/base/table"), 200);
+    store.remove_snapshot(&"next".parse().unwrap()).unwrap();
+    let stopped = collect(&client).await;
+    assert_eq!((stopped.pages, stopped.layers, stopped.left_alone.len()), (0, 0, 2));
+    for left in &stopped.left_alone {
+        assert!(left.next.contains("dayfly store gc --without base"), "{left:?}");
+    }
+    let request = |name: &str| CollectRequest { without: vec![name.parse().unwrap()] };
+    let all = all_progress(client.collect_store(&request("typo")).await.unwrap()).await;
+    let Some(Progress::Failed(error)) = all.last() else { panic!("{all:?}") };
+    assert!(error.code == ErrorCode::NotFound && error.message.contains("typo"), "{error:?}");
+    let all = all_progress(client.collect_store(&request("base")).await.unwrap()).await;
+    let Some(Progress::Collected(collected)) = all.last() else { panic!("{all:?}") };
+    assert_eq!((collected.pages, collected.layers, collected.left_alone.len()), (400, 2, 0));
+    assert!(store.root().join("snapshots/base").exists());
+}
+
+#[tokio::test]
+async fn a_repair_names_the_snapshots_that_are_lost_and_a_bake_brings_them_back() {
+    let served = filled();
+    let client = Client::new(&served.socket);
+    let repair = async || match all_progress(client.repair_store().await.unwrap()).await.last() {
+        Some(Progress::Repaired(repaired)) => *repaired.clone(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(repair().await, Repaired::default());
+    for pack in packs(&served, "default") {
+        flip(&pack, 40);
+    }
+    let repaired = repair().await;
+    let names: Vec<_> = repaired.lost.iter().map(|lost| lost.name.as_str()).collect();
+    assert_eq!(names, ["base", "next"], "{repaired:?}");
+    for lost in &repaired.lost {
+        assert!(lost.lost_pages >= 16 && lost.next.contains(&lost.name), "{lost:?}");
+        assert!(lost.causes.iter().any(|cause| cause.contains("group 0, page 0")), "{lost:?}");
+    }
+    let store = served.daemon.templates.store();
+    snapshot(store, "default", "again", 0..400);
+    let repaired = repair().await;
+    assert_eq!((repaired.lost, repaired.damaged), (vec![], vec![]));
+    assert_eq!(verify(&client, &[]).await.damaged, []);
 }
 
 /// A client that goes away while it waits for another verification, and one during its own.

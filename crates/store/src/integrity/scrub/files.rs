@@ -1,6 +1,6 @@
 //! Searches images, kernels, layers and block indexes.
 
-use super::{Finding, Object, Read, Scrub, entry};
+use super::{Finding, Object, Read, Scrub};
 use crate::blob::Dir;
 use crate::errors::{Damage, IoError};
 use crate::integrity::verify::{self, Kind};
@@ -72,7 +72,9 @@ impl Scrub<'_> {
         };
         for name in names {
             // A missing image is reported with the snapshot that needs it.
-            let Some(dir) = entry(&inner.images, &name)? else { continue };
+            let Some(dir) = self.folder(Object::Image, &inner.images, &name)? else {
+                continue;
+            };
             self.report.images += 1;
             let result = self.image(&dir);
             let users =
@@ -99,7 +101,9 @@ impl Scrub<'_> {
         let inner = self.inner;
         let names = if self.chosen { Vec::new() } else { inner.kernels.entries()? };
         for name in names {
-            let Some(dir) = entry(&inner.kernels, &name)? else { continue };
+            let Some(dir) = self.folder(Object::Kernel, &inner.kernels, &name)? else {
+                continue;
+            };
             self.report.kernels += 1;
             let manifest = manifest::read::<KernelManifest>(&dir);
             let files = |m: KernelManifest| [(VMLINUX, m.vmlinux), (INITRD, m.initrd)];
@@ -138,7 +142,9 @@ impl Scrub<'_> {
         }
         for id in ids {
             let name = id.to_string();
-            let Some(dir) = entry(&inner.layers, &name)? else { continue };
+            let Some(dir) = self.folder(Object::Layer, &inner.layers, &name)? else {
+                continue;
+            };
             self.report.layers += 1;
             let (expected, users) = match known.get(&id) {
                 Some((layer, users)) => (Some(layer), users.iter().cloned().collect::<Vec<_>>()),

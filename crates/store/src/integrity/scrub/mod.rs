@@ -30,7 +30,6 @@ use dayfly_units::error::chain;
 use dayfly_units::{Digest, Name};
 use rustix::io::Errno;
 use std::collections::{BTreeSet, HashMap, HashSet};
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -194,7 +193,7 @@ impl Scrub<'_> {
     ) -> Result<bool, IoError> {
         let text = match result {
             Ok(()) => return Ok(true),
-            Err(Trouble::Io(e)) if !is_damage(&e) && !e.is_not_found() => return Err(e),
+            Err(Trouble::Io(e)) if !e.is_damage() && !e.is_not_found() => return Err(e),
             Err(_) if !same_folder(parent, holder)? => return Ok(true),
             Err(Trouble::Io(e)) => chain(&e),
             Err(Trouble::Damage(damage)) => damage.to_string(),
@@ -203,6 +202,23 @@ impl Scrub<'_> {
         self.inner.verifier.forget(holder.path());
         self.list(Finding { object, name: name.to_owned(), text, snapshots });
         Ok(false)
+    }
+
+    /// Opens the folder of an object. `None` if it is gone or not ours, or cannot be read, which is
+    /// listed.
+    fn folder(&mut self, object: Object, parent: &Dir, name: &str) -> Result<Option<Dir>, IoError> {
+        match entry(parent, name) {
+            Err(e) if e.is_damage() => {
+                self.list(Finding {
+                    object,
+                    name: name.to_owned(),
+                    text: chain(&e),
+                    snapshots: Vec::new(),
+                });
+                Ok(None)
+            }
+            other => other,
+        }
     }
 
     /// Lists a finding, and returns its index; `None` if the list is full.
@@ -236,17 +252,6 @@ impl Scrub<'_> {
 
 fn errno(e: &IoError) -> Option<Errno> {
     e.source.raw_os_error().map(Errno::from_raw_os_error)
-}
-
-/// Whether the error comes from damage: the disk failed to read the file, or an entry is of a kind
-/// that the store does not create. Any other error is the host's.
-fn is_damage(e: &IoError) -> bool {
-    matches!(
-        errno(e),
-        Some(
-            Errno::IO | Errno::UCLEAN | Errno::BADMSG | Errno::NODATA | Errno::LOOP | Errno::NOTDIR
-        )
-    ) || matches!(e.source.kind(), ErrorKind::InvalidData | ErrorKind::UnexpectedEof)
 }
 
 /// Whether `parent` still has the folder `holder` under its name.

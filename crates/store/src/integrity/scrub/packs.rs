@@ -1,15 +1,15 @@
 //! Searches packs of pages.
 
-use super::{Finding, MAX_FINDINGS, Object, Scrub, is_damage};
+use super::{Finding, MAX_FINDINGS, Object, Scrub};
 use crate::errors::{Damage, IoError};
 use crate::pages::index::prefix;
 use crate::pages::pack::{PAGE, Pack, PackError};
 use crate::pages::read::read_span;
+use crate::pages::record::ALL;
 use crate::pages::space::Space;
 use crate::workers;
-use dayfly_units::Name;
-use dayfly_units::error::chain;
 use dayfly_units::sync::lock;
+use dayfly_units::{Digest, Name};
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,11 +24,23 @@ struct Seen {
     wrong: Vec<(Damage, Vec<u64>)>,
     /// Damaged pages that are only counted, because the report is full.
     unsaid: Vec<u64>,
+    /// Groups with damage, and groups in quarantine that are sound: the pack's number and the
+    /// group's, as in [`crate::pages::quarantine`].
+    bad: Vec<(u32, u32)>,
+    good: Vec<(u32, u32)>,
 }
 
-/// The result for all packs: packs, pages, damage by index of the pack, and damaged pages that are
-/// only counted.
-type All = (u64, u64, Vec<(usize, (Damage, Vec<u64>))>, Vec<u64>);
+/// The result for all packs.
+#[derive(Default)]
+struct All {
+    packs: u64,
+    pages: u64,
+    /// Damage by index of the pack.
+    wrong: Vec<(usize, (Damage, Vec<u64>))>,
+    unsaid: Vec<u64>,
+    bad: Vec<(u32, u32)>,
+    good: Vec<(u32, u32)>,
+}
 
 impl Scrub<'_> {
     pub(super) fn packs(&mut self) -> Result<(), IoError> {
@@ -74,40 +86,38 @@ impl Scrub<'_> {
             let all = state.packs.iter().filter(|(n, _)| only.is_none() || needed.contains(n));
             all.map(|(n, pack)| (*n, Arc::clone(pack))).collect()
         };
-        let done: Mutex<All> = Mutex::default();
+        let done = Mutex::new(All::default());
         let said = AtomicUsize::new(self.report.damage.len());
         workers::each(packs.len(), <(Vec<u8>, Vec<u8>)>::default, |scratch, n| {
             let (number, pack) = &packs[n];
             let mut seen = Seen::default();
-            match self.pack(space, pack, only, scratch, &said, &mut seen) {
+            match self.pack(space, (*number, pack), only, scratch, &said, &mut seen) {
                 Ok(()) => {}
                 // A gc removed the pack meanwhile; its live pages are in another pack, and were
                 // hashed when that was written. If the file was deleted otherwise, the snapshots
                 // that miss its pages report them.
                 Err(PackError::Io(e)) if e.is_not_found() => return Ok(()),
-                Err(PackError::Io(e)) if is_damage(&e) => {
-                    let (file, got) = (pack.path.clone(), chain(&e));
-                    let (place, expected) =
-                        ("the file".to_owned(), "that it can be read".to_owned());
-                    seen.wrong.push((
-                        Damage::Content { file, place, expected, got },
-                        all_of(space, *number),
-                    ));
+                Err(PackError::Io(e)) if !e.is_damage() => return Err(e),
+                Err(e) => {
+                    seen.bad.push((*number, ALL));
+                    seen.wrong.push((e.into_damage(), all_of(space, *number)));
                 }
-                Err(PackError::Io(e)) => return Err(e),
-                Err(PackError::Damage(d)) => seen.wrong.push((d, all_of(space, *number))),
             }
             let mut done = lock(&done);
-            done.0 += 1;
-            done.1 += seen.pages;
-            done.2.extend(seen.wrong.into_iter().map(|wrong| (n, wrong)));
-            done.3.append(&mut seen.unsaid);
+            done.packs += 1;
+            done.pages += seen.pages;
+            done.wrong.extend(seen.wrong.into_iter().map(|wrong| (n, wrong)));
+            done.unsaid.append(&mut seen.unsaid);
+            done.bad.append(&mut seen.bad);
+            done.good.append(&mut seen.good);
             Ok(())
         })?;
-        let (opened, pages, mut wrong, unsaid) =
+        let All { packs: opened, pages, mut wrong, unsaid, bad, good } =
             done.into_inner().unwrap_or_else(PoisonError::into_inner);
         self.report.packs += opened;
         self.report.pages += pages;
+        space.release(&good);
+        space.quarantine(&bad);
         wrong.sort_by_key(|(n, _)| *n);
         // The next use opens these packs anew, because good copies may have replaced them.
         space.close(&wrong.iter().map(|(n, _)| packs[*n].0).collect());
@@ -128,7 +138,7 @@ impl Scrub<'_> {
     fn pack(
         &self,
         space: &Space,
-        pack: &Pack,
+        (number, pack): (u32, &Pack),
         only: Option<&HashSet<u64>>,
         (buffer, raw): &mut (Vec<u8>, Vec<u8>),
         said: &AtomicUsize,
@@ -136,33 +146,65 @@ impl Scrub<'_> {
     ) -> Result<(), PackError> {
         let file = space.dir.open(&pack.id.to_string())?;
         let again = Pack::open(&pack.path, &file, &space.tenant)?;
+        let in_quarantine = space.read().is_pack_bad(number);
         for group in 0..again.groups() {
             let hashes = again.hashes(&file, again.pages_of(group))?;
             if only.is_some_and(|only| !hashes.iter().any(|hash| only.contains(&prefix(hash)))) {
                 continue;
             }
-            let stored = read_span(&again, &file, group, group, buffer)?;
-            self.meter.step_at(stored.len() as u64, &pack.path)?;
-            // A damaged group is decoded again for each of its pages, so that every lost page is
-            // named.
-            raw.clear();
-            for (slot, (page, hash)) in again.pages_of(group).zip(&hashes).enumerate() {
-                let decoded =
-                    if raw.is_empty() { again.decode(group, page, stored, raw) } else { Ok(()) };
-                let decoded = decoded.inspect_err(|_| raw.clear());
-                let checked =
-                    decoded.and_then(|()| again.check(page, hash, &raw[slot * PAGE..][..PAGE]));
-                if let Err(damage) = checked {
-                    if said.fetch_add(1, Ordering::Relaxed) < MAX_FINDINGS {
-                        seen.wrong.push((damage, vec![prefix(hash)]));
-                    } else {
-                        seen.unsaid.push(prefix(hash));
-                    }
+            let place = (number, u32::try_from(group).unwrap_or(ALL));
+            let stored = match read_span(&again, &file, group, group, buffer) {
+                Err(e) if e.is_damage() => {
+                    let pages = hashes.iter().map(prefix).collect();
+                    seen.wrong.push((PackError::Io(e).into_damage(), pages));
+                    seen.bad.push(place);
+                    continue;
                 }
-                seen.pages += 1;
+                other => other?,
+            };
+            self.meter.step_at(stored.len() as u64, &pack.path)?;
+            let before = seen.wrong.len() + seen.unsaid.len();
+            self.group(&again, group, &hashes, (stored, raw), said, seen);
+            if before < seen.wrong.len() + seen.unsaid.len() {
+                seen.bad.push(place);
+            } else if in_quarantine {
+                seen.good.push(place);
             }
         }
+        if in_quarantine && only.is_none() {
+            // Every group was read. Those with damage are in quarantine by themselves.
+            seen.good.push((number, ALL));
+        }
         Ok(())
+    }
+
+    /// Checks all pages of a group. A damaged group is decoded again for each of its pages, so that
+    /// every lost page is named.
+    fn group(
+        &self,
+        pack: &Pack,
+        group: usize,
+        hashes: &[Digest],
+        (stored, raw): (&[u8], &mut Vec<u8>),
+        said: &AtomicUsize,
+        seen: &mut Seen,
+    ) {
+        raw.clear();
+        for (slot, (page, hash)) in pack.pages_of(group).zip(hashes).enumerate() {
+            let decoded =
+                if raw.is_empty() { pack.decode(group, page, stored, raw) } else { Ok(()) };
+            let decoded = decoded.inspect_err(|_| raw.clear());
+            let checked =
+                decoded.and_then(|()| pack.check(page, hash, &raw[slot * PAGE..][..PAGE]));
+            if let Err(damage) = checked {
+                if said.fetch_add(1, Ordering::Relaxed) < MAX_FINDINGS {
+                    seen.wrong.push((damage, vec![prefix(hash)]));
+                } else {
+                    seen.unsaid.push(prefix(hash));
+                }
+            }
+            seen.pages += 1;
+        }
     }
 }
 

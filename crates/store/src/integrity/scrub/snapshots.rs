@@ -78,7 +78,10 @@ impl<'a> Scrub<'a> {
     /// Adds a snapshot to the plan, and its bytes to `total`. Returns whether the searched tenant
     /// has such a snapshot. A snapshot with an unreadable table counts for every tenant.
     fn plan_snapshot(&mut self, name: &Name, total: &mut u64) -> Result<bool, IoError> {
-        let Some(dir) = entry(&self.inner.snapshots, name.as_str())? else { return Ok(false) };
+        let inner = self.inner;
+        let Some(dir) = self.folder(Object::Snapshot, &inner.snapshots, name.as_str())? else {
+            return Ok(false);
+        };
         let table = self.inner.table_in(&dir).ok().flatten();
         if let (Some(table), Some(tenant)) = (&table, &self.tenant)
             && table.tenant != *tenant
@@ -173,16 +176,17 @@ impl<'a> Scrub<'a> {
         let manifest: SnapshotManifest = manifest::read(dir)?;
         let table = self.inner.checked_table(dir, &manifest)?;
         let space = table.as_ref().map(|table| self.inner.space(&table.tenant)).transpose()?;
+        // A gc sees the snapshot or the lease: the snapshot is there after the lease is taken.
+        let lease =
+            space.zip(table.as_ref()).map(|(space, table)| space.lease(table.hashes().iter()));
+        let pinned = Pinned::of(&manifest, format!("a verification of {by}"));
         // The publish lock is held only for this block, because creating VMs waits for it.
-        let (lease, pin) = {
+        let pin = {
             let _publishing = self.inner.publishing();
             if !same_folder(&self.inner.snapshots, dir)? {
                 return Ok(None);
             }
-            let lease =
-                space.zip(table.as_ref()).map(|(space, table)| space.lease(table.hashes().iter()));
-            let pinned = Pinned::of(&manifest, format!("a verification of {by}"));
-            (lease, self.inner.pins.pin(pinned))
+            self.inner.pins.pin(pinned)
         };
         let ram = match table.zip(lease) {
             Some((table, lease)) => Ram::Table(Box::new(table), lease),
@@ -282,13 +286,21 @@ impl<'a> Scrub<'a> {
         let found = self.found.entry(table.tenant.clone()).or_default();
         let (mut damaged, mut lost, mut first) = (false, 0_u64, None);
         for hash in table.hashes() {
-            if let Some(finding) = bad.and_then(|bad| bad.get(&prefix(hash))) {
+            let finding = bad.and_then(|bad| bad.get(&prefix(hash)));
+            // The damaged copy is in quarantine, so only another copy is found.
+            if let Some(finding) = finding
+                && space.find(hash)?.is_none()
+            {
                 damaged = true;
                 if let Some(finding) = finding {
                     users.entry(*finding).or_default().insert(name.to_string());
                 }
             } else if !found.contains(hash) {
-                if space.find(hash)?.is_some() {
+                let any = match space.find_any(hash) {
+                    Err(e) if e.is_damage() => None,
+                    any => any?,
+                };
+                if any.is_some() {
                     found.insert(*hash);
                 } else {
                     lost += 1;

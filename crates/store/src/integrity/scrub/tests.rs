@@ -178,7 +178,7 @@ fn a_damaged_page_is_reported_with_the_snapshots_that_need_it() {
         "{report:?}"
     );
     // A gc leaves the pack alone, and reports it.
-    let gc = store.gc_pages_of(&name("one"), &Meter::default()).unwrap();
+    let gc = store.gc_pages_of(&name("one"), &[].into(), &Meter::default()).unwrap();
     assert!(matches!(&gc.damage[..], [damage] if damage.to_string().contains(pack)), "{gc:?}");
 }
 
@@ -250,7 +250,7 @@ fn a_search_that_is_stopped_ends() {
     meter.stop();
     let error = store.verify(&Scope::All, &meter).unwrap_err();
     assert!(
-        matches!(&error, SearchError::Io(e) if e.source.kind() == ErrorKind::Interrupted),
+        matches!(&error, SearchError::Io(e) if e.source.kind() == std::io::ErrorKind::Interrupted),
         "{error}"
     );
     assert!(meter.reading().done < meter.reading().total);

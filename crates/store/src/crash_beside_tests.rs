@@ -1,0 +1,308 @@
+//! Two operations at once: at each step of one the other runs, and at each change of the disk from
+//! there on the power is lost, or the daemon is killed. Nothing acknowledged is lost.
+//!
+//! The second operation goes on after the end of the first if it needs a lock that the first holds
+//! ([`crate::blob::turns`]). So each order that the locks allow is run, up to one change from one
+//! operation to the other and back.
+
+use crate::blob::disk::{Crash, Disk, build};
+use crate::blob::interleave::beside;
+use crate::blob::watch::{Event, Log, acknowledge_as, record_to};
+use crate::crash_tests::{Case, Known, check, folder, new, old, with_garbage};
+use crate::fixture::{Vm, name, store};
+use crate::fixture_pages::{PAGE, bake_paged, file, grow_frozen, page, ram, restored};
+use crate::integrity::verify::hurry;
+use crate::{ChainLayer, Digest, Meter, PagedSpec, Scope, Store};
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+use std::sync::Mutex;
+
+fn bake(store: &Store, to: &'static str, memory: &[u8]) {
+    hurry::begin();
+    bake_paged(store, to, 9, memory, &PagedSpec::of(&name("one"))).unwrap();
+    acknowledge_as(to);
+}
+
+fn put_new(store: &Store) {
+    bake(store, "new", &new());
+}
+
+/// Shares pages with `new`, and a layer.
+fn put_second(store: &Store) {
+    bake(store, "second", &second());
+}
+
+fn second() -> Vec<u8> {
+    ram(40..90)
+}
+
+fn gc(store: &Store) {
+    assert_eq!(store.gc_pages().unwrap().damage, []);
+    store.gc().unwrap();
+    acknowledge_as("gc");
+}
+
+/// What is read is right at each step of the other operation.
+fn open(store: &Store) {
+    assert!(restored(store, &name("one"), "old") == old());
+    assert_eq!(store.verify(&Scope::All, &Meter::default()).unwrap().damage, []);
+}
+
+/// Pages without a table, which their lease keeps.
+fn put_pages(store: &Store) {
+    let tenant = store.tenant(&name("one")).unwrap();
+    let put = tenant.put(&file(&second()), &[]).unwrap();
+    store.gc_pages().unwrap();
+    for number in (40..90).filter(|n| n % 7 != 0) {
+        assert_eq!(tenant.fetch(&Digest::of(&page(number))).unwrap(), page(number));
+    }
+    drop(put);
+}
+
+fn remove_other(store: &Store) {
+    store.remove_snapshot(&name("other")).unwrap();
+    acknowledge_as("other");
+    store.gc_pages().unwrap();
+}
+
+/// Two operations by name; the snapshots that they make.
+type Pair = (&'static str, fn(&Store), &'static str, fn(&Store), &'static [&'static str]);
+
+const PAIRS: [Pair; 7] = [
+    ("a gc", gc, "a commit", put_new, &["new"]),
+    ("a commit", put_new, "a gc", gc, &["new"]),
+    ("a commit", put_new, "another commit", put_second, &["new", "second"]),
+    ("a gc", gc, "a put of pages and a gc", put_pages, &[]),
+    ("a gc", gc, "an open and a verification", open, &[]),
+    ("a commit", put_new, "an open and a verification", open, &["new"]),
+    ("a commit", put_new, "a removal and a gc", remove_other, &["new"]),
+];
+
+/// The state as one digest.
+fn digest(state: &BTreeMap<String, Option<Vec<u8>>>, more: &str) -> blake3::Hash {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(more.as_bytes());
+    for (path, content) in state {
+        hasher.update(&(path.len() as u64).to_le_bytes()).update(path.as_bytes());
+        let content = content.as_deref();
+        hasher.update(&content.map_or(u64::MAX, |bytes| bytes.len() as u64).to_le_bytes());
+        hasher.update(content.unwrap_or_default());
+    }
+    hasher.finalize()
+}
+
+/// Builds each state that a crash may leave at each change of the disk from number `from` on, and
+/// calls `check` for those that are not in `seen`, with what was acknowledged.
+fn each_crash(
+    root: &Path,
+    mut disk: Disk,
+    (events, from): (&[Event], usize),
+    kept: impl Fn(&Crash) -> bool,
+    seen: &mut HashSet<blake3::Hash>,
+    mut check: impl FnMut(&Path, &[&'static str], &str),
+) -> usize {
+    let mut acknowledged = Vec::new();
+    let mut points = 0;
+    for n in 0..=events.len() {
+        if n >= from {
+            points += 1;
+            for crash in disk.crashes().into_iter().filter(&kept) {
+                let state = disk.state(crash);
+                if seen.insert(digest(&state, &format!("{acknowledged:?}"))) {
+                    let crashed = folder();
+                    build(&state, crashed.path());
+                    let after = n.checked_sub(1).map(|n| &events[n]);
+                    check(
+                        crashed.path(),
+                        &acknowledged,
+                        &format!("{crash:?} after {n}, {after:?}"),
+                    );
+                }
+            }
+        }
+        let Some(event) = events.get(n) else { break };
+        disk.apply(root, event);
+        if let Event::Acknowledged(what) = event {
+            acknowledged.push(*what);
+        }
+    }
+    points
+}
+
+fn expected(snapshot: &str) -> Vec<u8> {
+    match snapshot {
+        "old" => old(),
+        "other" => ram(300..340),
+        "new" => new(),
+        _ => second(),
+    }
+}
+
+/// What has to be in a store after these acknowledgements, and what may be.
+fn case(made: &[&'static str], acknowledged: &[&'static str], removes: bool) -> Case {
+    let mut before = Known::default();
+    let mut between = BTreeMap::new();
+    for snapshot in ["old", "other"].iter().chain(made) {
+        let is_made = made.contains(snapshot);
+        let is_acknowledged = acknowledged.contains(snapshot);
+        let content = expected(snapshot);
+        if *snapshot == "other" && removes {
+            if !is_acknowledged {
+                between.insert(*snapshot, content);
+            }
+        } else if is_made && !is_acknowledged {
+            between.insert(*snapshot, content);
+        } else {
+            before.snapshots.insert(*snapshot, content);
+        }
+    }
+    Case {
+        prepare: with_garbage,
+        run: |_| Ok(()),
+        after: before.clone(),
+        before,
+        between,
+        perhaps: Vec::new(),
+        put_with_working_set: false,
+    }
+}
+
+#[test]
+fn nothing_acknowledged_is_lost_whatever_runs_beside() {
+    let (mut all_points, mut all_states) = (0, 0);
+    for (first_name, first, second_name, second, made) in PAIRS {
+        let mut seen = HashSet::new();
+        let (mut steps, mut points) = (0, 0);
+        for n in 0.. {
+            hurry::begin();
+            let root = folder();
+            let store = with_garbage(root.path());
+            let disk = Disk::read(root.path());
+            let (log, from) = (Log::default(), Mutex::new(0));
+            let run = beside(
+                n,
+                || record_to(&log, || (hurry::begin(), first(&store)).1),
+                || {
+                    *from.lock().unwrap() = log.lock().unwrap().len();
+                    record_to(&log, || (hurry::begin(), second(&store)).1);
+                },
+            );
+            if !run {
+                break;
+            }
+            steps += 1;
+            let at = format!("{second_name} at step {n} of {first_name}");
+            for snapshot in made.iter().chain(&["old"]) {
+                let memory = restored(&store, &name("one"), snapshot);
+                assert!(memory == expected(snapshot), "{at}: {snapshot}");
+            }
+            drop(store);
+            let events = std::mem::take(&mut *log.lock().unwrap());
+            let from = *from.lock().unwrap();
+            let removes = second_name.contains("removal");
+            // One folder that differs from the others is tried by the tests of one operation.
+            let kept = |crash: &Crash| crash.has_no_exception();
+            points += each_crash(root.path(), disk, (&events, from), kept, &mut seen, {
+                |crashed, acknowledged, text| {
+                    hurry::begin();
+                    let case = case(made, acknowledged, removes);
+                    check(crashed, &case, false, &format!("{at}: {text}"));
+                }
+            });
+        }
+        assert!(steps > 20, "{first_name}: only {steps} steps");
+        println!(
+            "{second_name} beside {first_name}: {steps} steps, {points} points, {} different \
+             states, nothing lost",
+            seen.len()
+        );
+        all_points += points;
+        all_states += seen.len();
+    }
+    println!("in all: {all_points} points, {all_states} different states");
+}
+
+/// The blocks of the VM's disk, by its record.
+fn layers_are_there(store: &Store, vm: &Vm, at: &str) {
+    for (layer, seed) in vm.chain.iter().zip(1_u8..) {
+        let data = match layer {
+            ChainLayer::Frozen(layer) | ChainLayer::Shared(layer) => {
+                store.open_frozen_layer(layer).unwrap_or_else(|e| panic!("{at}: {e}")).data
+            }
+            ChainLayer::Stored(layer) => {
+                let open = store.open_layers(std::slice::from_ref(layer), "a VM");
+                open.unwrap_or_else(|e| panic!("{at}: {e}")).remove(0).data
+            }
+        };
+        let block = usize::from(seed % 16) * PAGE;
+        let bytes = crate::fixture_pages::bytes(&data);
+        assert!(bytes[block..block + PAGE] == [seed; PAGE], "{at}: layer {seed}");
+    }
+}
+
+/// A snapshot of a VM with two frozen layers, and a gc beside it. The daemon is killed; the record
+/// that it has written last says what the next one looks for.
+#[test]
+fn a_vm_keeps_its_layers_if_the_daemon_dies_in_a_commit_with_a_gc_beside_it() {
+    let (mut seen, mut steps, mut points) = (HashSet::new(), 0, 0);
+    for n in 0.. {
+        hurry::begin();
+        let root = folder();
+        let store = store(root.path());
+        let mut vm = Vm::boot(&store);
+        for seed in 1..=2 {
+            grow_frozen(&store, &mut vm, seed);
+        }
+        let records = Mutex::new(vec![vm.clone()]);
+        let disk = Disk::read(root.path());
+        let (log, from) = (Log::default(), Mutex::new(0));
+        let commit = || {
+            hurry::begin();
+            let mut vm = vm.clone();
+            let committed = vm.commit(&store, "s", 7).unwrap();
+            records.lock().unwrap().push(vm);
+            acknowledge_as("record");
+            store.remove_vm_layers(&committed.replaced).unwrap();
+            drop(committed.pin);
+        };
+        let collect = || {
+            hurry::begin();
+            *from.lock().unwrap() = log.lock().unwrap().len();
+            record_to(&log, || {
+                store.gc().unwrap();
+                store.gc_pages().unwrap();
+            });
+        };
+        if !beside(n, || record_to(&log, commit), collect) {
+            break;
+        }
+        steps += 1;
+        drop(store);
+        let events = std::mem::take(&mut *log.lock().unwrap());
+        let from = *from.lock().unwrap();
+        let records = RefCell::new(records.into_inner().unwrap());
+        let kept = |crash: &Crash| crash.loses_nothing();
+        points += each_crash(root.path(), disk, (&events, from), kept, &mut seen, {
+            |crashed, acknowledged, text| {
+                hurry::begin();
+                let at = format!("a gc at step {n} of a commit: {text}");
+                let store = Store::open(crashed).unwrap();
+                let vm = records.borrow()[acknowledged.len()].clone();
+                let stored = vm.chain.iter().filter_map(|layer| match layer {
+                    ChainLayer::Stored(layer) => Some(layer.id),
+                    _ => None,
+                });
+                let stored: Vec<_> = stored.collect();
+                let pin = store.pin("a VM", &[vm.image.clone()], &stored, &[]);
+                let _pin = pin.unwrap_or_else(|e| panic!("{at}: {e}"));
+                store.gc().unwrap();
+                layers_are_there(&store, &vm, &at);
+                let damage = store.verify(&Scope::All, &Meter::default()).unwrap().damage;
+                assert_eq!(damage, [], "{at}");
+            }
+        });
+    }
+    assert!(steps > 20, "only {steps} steps");
+    println!("{steps} steps, {points} points, {} different states", seen.len());
+}

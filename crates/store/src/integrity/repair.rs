@@ -1,0 +1,257 @@
+//! Repairs a tenant's store: writes damaged pages anew from elsewhere, removes damaged packs and
+//! caches that nothing needs, and names what is lost.
+//!
+//! A page can be had from a block of an image or a stored layer, if the block index of that file
+//! has its hash, and from a second copy of its pack that the disk reads again. Nothing else is
+//! rebuilt: an image comes back by its upload, and each other page by the next put that has it.
+
+use crate::blob::Dir;
+use crate::errors::IoError;
+use crate::inner::{Inner, Store};
+use crate::integrity::scrub::{Finding, Object, Scope, SearchError};
+use crate::integrity::verify::Kind;
+use crate::memory::BLOCKS;
+use crate::meter::Meter;
+use crate::objects::images::DISK;
+use crate::objects::manifest::{self, ImageManifest, SnapshotManifest};
+use crate::objects::types::{DATA, FileRef};
+use crate::pages::gc::{GcPagesError, GcPagesReport};
+use crate::pages::pack::PAGE;
+use crate::pages::space::Space;
+use crate::pages::{Lease, PagesError};
+use dayfly_units::{Digest, Name};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+/// What a repair did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RepairReport {
+    /// Damaged pages that were written anew.
+    pub healed_pages: u64,
+    /// Damaged block indexes that were removed. The next bake of their image makes them again.
+    pub block_indexes: u64,
+    /// What the gc after it removed.
+    pub gc: GcPagesReport,
+    /// Snapshots that cannot be cloned any more.
+    pub lost: Vec<LostSnapshot>,
+    /// Damage that no snapshot needs, or that is not of a snapshot.
+    pub damage: Vec<Finding>,
+}
+
+/// A snapshot that cannot be cloned, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LostSnapshot {
+    /// The snapshot's name.
+    pub name: String,
+    /// Its pages that no pack has.
+    pub pages: u64,
+    /// File, place, expected value and value found of each thing that it needs, at most 100.
+    pub causes: Vec<String>,
+}
+
+/// The most causes that are listed for a snapshot.
+const MAX_CAUSES: usize = 100;
+
+/// Why a repair stopped. What it did before stays.
+#[derive(Debug, thiserror::Error)]
+pub enum RepairError {
+    /// The damage was not found out.
+    #[error(transparent)]
+    Search(#[from] SearchError),
+    /// The unused packs were not removed.
+    #[error(transparent)]
+    Gc(#[from] GcPagesError),
+    /// The pages were not written.
+    #[error(transparent)]
+    Pages(#[from] PagesError),
+    /// The host could not read or write.
+    #[error(transparent)]
+    Io(#[from] IoError),
+}
+
+impl Store {
+    /// Verifies everything that `tenant` sees, and repairs what can be repaired. A second call
+    /// finds what is left.
+    ///
+    /// # Errors
+    /// [`RepairError`].
+    pub fn repair(&self, tenant: &Name, meter: &Meter) -> Result<RepairReport, RepairError> {
+        let inner = &self.0;
+        inner.writable()?;
+        let scope = Scope::Tenant { tenant: tenant.clone(), snapshots: Vec::new() };
+        let before = self.verify(&scope, meter)?;
+        let mut report = RepairReport::default();
+        for index in before.damage.iter().filter(|found| found.object == Object::BlockIndex) {
+            inner.root.sub(BLOCKS)?.unlink(&index.name)?;
+            report.block_indexes += 1;
+        }
+        let space = inner.space(tenant)?;
+        // The lease keeps the new pages until the gc has marked the tables that name them.
+        let (healed, _lease) = inner.heal(&space, meter)?;
+        report.healed_pages = healed;
+        report.gc = self.gc_pages_of(tenant, &BTreeSet::new(), meter).or_else(tolerated)?;
+        let after = self.verify(&scope, meter)?;
+        let mut lost: BTreeMap<String, LostSnapshot> = BTreeMap::new();
+        for finding in after.damage {
+            match finding.object {
+                Object::Snapshot => lose(&mut lost, &finding.name, &finding.text),
+                _ if finding.snapshots.is_empty() => report.damage.push(finding),
+                _ => {
+                    finding.snapshots.iter().for_each(|name| lose(&mut lost, name, &finding.text));
+                }
+            }
+        }
+        for (snapshot, hashes) in inner.lost_pages(&space)? {
+            if let Some(lost) = lost.get_mut(&snapshot) {
+                lost.pages = hashes.len() as u64;
+            }
+        }
+        report.lost = lost.into_values().collect();
+        Ok(report)
+    }
+}
+
+/// A gc that is stopped by a damaged snapshot is no failure of the repair, which reports the
+/// snapshot.
+fn tolerated(e: GcPagesError) -> Result<GcPagesReport, GcPagesError> {
+    match e {
+        GcPagesError::Unreadable { .. } | GcPagesError::Version { .. } => {
+            Ok(GcPagesReport::default())
+        }
+        e => Err(e),
+    }
+}
+
+fn lose(lost: &mut BTreeMap<String, LostSnapshot>, name: &str, cause: &str) {
+    let lost = lost.entry(name.to_owned()).or_insert_with(|| {
+        let (name, pages, causes) = (name.to_owned(), 0, Vec::new());
+        LostSnapshot { name, pages, causes }
+    });
+    if lost.causes.len() < MAX_CAUSES {
+        lost.causes.push(cause.to_owned());
+    }
+}
+
+impl Inner {
+    /// For each snapshot of the tenant whose table can be read, its pages that no pack has.
+    fn lost_pages(&self, space: &Space) -> Result<BTreeMap<String, Vec<Digest>>, IoError> {
+        let mut lost = BTreeMap::new();
+        for name in self.snapshots.entries()? {
+            let table = self.snapshots.sub(&name).ok().and_then(|dir| self.table_in(&dir).ok());
+            let Some(table) = table.flatten().filter(|table| table.tenant == space.tenant) else {
+                continue;
+            };
+            let mut missing = Vec::new();
+            for hash in table.hashes() {
+                if space.find(hash)?.is_none() {
+                    missing.push(*hash);
+                }
+            }
+            if !missing.is_empty() {
+                lost.insert(name, missing);
+            }
+        }
+        Ok(lost)
+    }
+
+    /// Writes lost pages anew that can be had from elsewhere. Returns their number.
+    fn heal(
+        self: &Arc<Self>,
+        space: &Space,
+        meter: &Meter,
+    ) -> Result<(u64, Option<Lease>), RepairError> {
+        let lost = self.lost_pages(space)?.into_values().flatten().collect();
+        self.heal_pages(space, lost, meter)
+    }
+
+    fn heal_pages(
+        self: &Arc<Self>,
+        space: &Space,
+        lost: BTreeSet<Digest>,
+        meter: &Meter,
+    ) -> Result<(u64, Option<Lease>), RepairError> {
+        if lost.is_empty() {
+            return Ok((0, None));
+        }
+        meter.begin("looking for lost pages on disks", 0);
+        let mut found: BTreeMap<Digest, Vec<u8>> = BTreeMap::new();
+        for hash in &lost {
+            if let Ok(page) = space.fetch(hash) {
+                found.insert(*hash, page);
+            }
+        }
+        for DiskFile { dir, name, expected } in self.disk_files()? {
+            let missing = lost.iter().filter(|hash| !found.contains_key(*hash));
+            let missing: Vec<Digest> = missing.copied().collect();
+            if missing.is_empty() {
+                break;
+            }
+            let Ok(file) = dir.open(name) else { continue };
+            // A damaged file has no index.
+            if self.verify(&dir, name, &file, &expected, Kind::Sparse).is_err() {
+                continue;
+            }
+            let Ok(index) = self.block_index(&expected.digest, &file, meter) else { continue };
+            for hash in missing {
+                let Some(block) = index.find(&hash) else { continue };
+                let mut page = vec![0; PAGE];
+                let read = file.read_exact_at(&mut page, u64::from(block) * PAGE as u64);
+                if read.is_ok() && Digest::of(&page) == hash {
+                    found.insert(hash, page);
+                }
+            }
+        }
+        self.put_pages(space, &found, meter)
+    }
+
+    /// Puts pages one after the other.
+    fn put_pages(
+        self: &Arc<Self>,
+        space: &Space,
+        pages: &BTreeMap<Digest, Vec<u8>>,
+        meter: &Meter,
+    ) -> Result<(u64, Option<Lease>), RepairError> {
+        if pages.is_empty() {
+            return Ok((0, None));
+        }
+        let stage = self.stage()?;
+        let mut file = stage.create("pages")?;
+        let path = stage.path().join("pages");
+        for page in pages.values() {
+            file.write_all(page).map_err(IoError::new("writing", &path))?;
+        }
+        let (stats, lease) = space.store(self, &file, (0..).zip(pages.keys().copied()), meter)?;
+        Ok((stats.new_pages, Some(lease)))
+    }
+
+    /// The files of images and of the layers of readable snapshots.
+    fn disk_files(&self) -> Result<Vec<DiskFile>, IoError> {
+        let mut files = BTreeMap::new();
+        for image in manifest::list::<ImageManifest>(&self.images)?.items {
+            let dir = self.images.sub(image.name.as_str());
+            let of = |dir| DiskFile { dir, name: DISK, expected: image.disk };
+            files.extend(dir.ok().map(|dir| (image.disk.digest, of(dir))));
+        }
+        for snapshot in manifest::list::<SnapshotManifest>(&self.snapshots)?.items {
+            for layer in snapshot.disks.iter().flat_map(|disk| &disk.layers) {
+                let dir = self.layers.sub(&layer.id.to_string());
+                let of = |dir| DiskFile { dir, name: DATA, expected: layer.data };
+                files.extend(dir.ok().map(|dir| (layer.data.digest, of(dir))));
+            }
+        }
+        Ok(files.into_values().collect())
+    }
+}
+
+/// A file that may have pages, not verified yet.
+struct DiskFile {
+    dir: Dir,
+    name: &'static str,
+    expected: FileRef,
+}
+
+#[cfg(test)]
+#[path = "repair_tests.rs"]
+mod tests;
