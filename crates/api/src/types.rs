@@ -33,8 +33,8 @@ pub use recording::{ColourTouched, MAX_TOUCHES, RecordRequest, Recording};
 pub use snapshots::{BakeRequest, Progress, Resident, Snapshot, SnapshotRequest};
 pub use store::{Collected, Damaged, LeftAlone, SnapshotUse, StoreUsage, Verified, VerifyRequest};
 pub use vms::{
-    ExitKind, ForkRequest, Forked, GuestStat, RemoveManyRequest, RunReply, Vm, VmDetails, VmExit,
-    VmNetwork, VmState,
+    ExitKind, ForkRequest, Forked, GuestStat, PauseReason, RemoveManyRequest, RunReply, Vm,
+    VmDetails, VmExit, VmNetwork, VmState,
 };
 
 /// The answer to a request for a list.

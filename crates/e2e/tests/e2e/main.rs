@@ -24,5 +24,6 @@ mod pool;
 mod ports;
 mod reach;
 mod record;
+mod space;
 mod stats;
 mod store;
