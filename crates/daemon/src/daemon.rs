@@ -5,8 +5,10 @@ use crate::base::metrics::Metrics;
 use crate::net::Networks;
 use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
+use crate::vm::available::Available;
 use crate::vm::budget::Budget;
 use crate::vm::registry::Registry;
+use crate::vm::space::Space;
 use crate::vm::survey::addresses;
 use crate::vmm::launch::Launcher;
 use crate::vmm::pool::Pool;
@@ -31,6 +33,10 @@ pub struct Daemon {
     pub nodes: Vec<Node>,
     /// Memory that VMs may have, by node.
     pub budget: Arc<Budget>,
+    /// Memory that the host has.
+    pub available: Available,
+    /// Space of the host's file systems.
+    pub space: Arc<Space>,
     /// Threads that free the memory of ended VMs.
     pub reapers: Arc<Reapers>,
     /// Starts VMMs.
@@ -77,6 +83,8 @@ impl Daemon {
             reapers,
             registry: Registry::new(config.first_uid),
             budget: Arc::new(Budget::new(&nodes, config.overcommit)),
+            available: Available::new(config.memory_reserve_bytes, config.overcommit),
+            space: Arc::new(Space::new(&config)),
             makers: Arc::new(Semaphore::new(2 * cpus())),
             launcher: Arc::new(Launcher::new(&config, templates.store().clone(), &nodes)),
             self_forks,

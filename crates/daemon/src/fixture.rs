@@ -1,6 +1,6 @@
 //! Fixtures for unit tests of several modules.
 
-use crate::base::config::{Config, Deadlines};
+use crate::base::config::{Config, Deadlines, DiskSpace};
 use crate::daemon::Daemon;
 use crate::model::facts::{Facts, ForkFacts};
 use crate::templates::cache::TemplateCache;
@@ -22,6 +22,13 @@ pub(crate) fn config(folder: &Path) -> Config {
         run: folder.join("r"),
         vmm: "/nonexistent/dayfly-vmm".into(),
         overcommit: 100,
+        memory_reserve_bytes: None,
+        disk: DiskSpace {
+            share_bytes: Some(0),
+            quota_bytes: None,
+            reserve_bytes: Some(0),
+            run_reserve_bytes: 0,
+        },
         network: None,
         reach: Vec::new(),
         pool: 0,

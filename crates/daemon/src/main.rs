@@ -2,10 +2,10 @@
 
 use anyhow::Context;
 use clap::Parser;
-use dayfly_daemon::base::config::{self, Config, Deadlines};
+use dayfly_daemon::base::config::{self, Config, Deadlines, DiskSpace};
 use dayfly_daemon::base::prefix::Prefix;
 use dayfly_daemon::vm::uids::IdFiles;
-use dayfly_units::failpoint;
+use dayfly_units::{Bytes, ParseBytesError, failpoint};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::path::PathBuf;
 use tokio::signal::unix::{SignalKind, signal};
@@ -32,6 +32,25 @@ struct Options {
         default_value_t = dayfly_daemon::base::config::OVERCOMMIT
     )]
     overcommit: u32,
+    /// Memory of the host that no VM is promised, such as 512M, or none: VMs are then created
+    /// whatever memory is available. By default a thirty-second of the host's memory.
+    #[arg(long, env = "DAYFLY_MEMORY_RESERVE", value_name = "SIZE", value_parser = reserve)]
+    memory_reserve: Option<Reserve>,
+    /// Space that each VM's disks are guaranteed. A VM within it never waits for space. By default a
+    /// 4096th of the file system, 4 to 64 MiB.
+    #[arg(long, env = "DAYFLY_DISK_SHARE", value_name = "SIZE")]
+    disk_share: Option<Bytes>,
+    /// The most that the layers of one VM may have on the host's disk; the VM waits at the limit. By
+    /// default no limit but the size of its disks.
+    #[arg(long, env = "DAYFLY_DISK_QUOTA", value_name = "SIZE")]
+    disk_quota: Option<Bytes>,
+    /// Free space of the state folder below which bakes, snapshots, uploads and new VMs are refused.
+    /// By default a thirty-second of the file system, at most 1 GiB.
+    #[arg(long, env = "DAYFLY_DISK_RESERVE", value_name = "SIZE")]
+    disk_reserve: Option<Bytes>,
+    /// Free space of the run folder below which new VMs are refused.
+    #[arg(long, env = "DAYFLY_RUN_RESERVE", value_name = "SIZE", default_value = "8M")]
+    run_reserve: Bytes,
     /// The most VMMs and clones that wait, made ahead of demand; 0 for none. By default as many as
     /// fit a twentieth of the host's memory.
     #[arg(long, env = "DAYFLY_POOL", value_name = "N")]
@@ -67,6 +86,19 @@ struct Options {
 /// Value of [`Options::network`]; `None`: VMs have no network.
 #[derive(Debug, Clone, Copy)]
 struct Network(Option<Prefix>);
+
+/// Value of [`Options::memory_reserve`]; `None`: no reserve.
+#[derive(Debug, Clone, Copy)]
+struct Reserve(Option<u64>);
+
+fn reserve(text: &str) -> Result<Reserve, String> {
+    if text == "none" {
+        return Ok(Reserve(None));
+    }
+    text.parse()
+        .map(|Bytes(bytes)| Reserve(Some(bytes)))
+        .map_err(|e: ParseBytesError| e.to_string())
+}
 
 fn network(text: &str) -> Result<Network, String> {
     if text == "none" {
@@ -117,12 +149,24 @@ async fn run() -> anyhow::Result<()> {
         run: absolute(options.run)?,
         vmm,
         overcommit: options.overcommit,
+        memory_reserve_bytes: options
+            .memory_reserve
+            .map_or(Some(memory_bytes / config::MEMORY_RESERVE_PART), |Reserve(bytes)| bytes),
+        disk: DiskSpace {
+            share_bytes: options.disk_share.map(|Bytes(bytes)| bytes),
+            quota_bytes: options.disk_quota.map(|Bytes(bytes)| bytes),
+            reserve_bytes: options.disk_reserve.map(|Bytes(bytes)| bytes),
+            run_reserve_bytes: options.run_reserve.0,
+        },
         pool: options.pool.unwrap_or_else(|| config::pool(memory_bytes)),
         network: options.network.0,
         reach: options.reach,
         first_uid: IdFiles::read()?.choose()?,
         deadlines: Deadlines::default().times(options.timeout_factor),
     };
+    if let Err(e) = dayfly_host::process::keep_for_oom() {
+        tracing::warn!("the kernel may end this daemon before VMs if memory is short: {e}");
+    }
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
     dayfly_daemon::serve::serve(config, async move {

@@ -5,7 +5,7 @@ use crate::base::heap;
 use crate::daemon::Daemon;
 use crate::http::routes;
 use crate::net::keeper as net_keeper;
-use crate::ops::{adopt, keeper, self_fork};
+use crate::ops::{adopt, keeper, self_fork, space};
 use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::Pagers;
 use anyhow::{Context, bail};
@@ -52,6 +52,11 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let daemon = Daemon::new(config, TemplateCache::new(store, pagers), nodes, self_forks)
         .context("threads, and VMs of an earlier daemon")?;
     let daemon = Arc::new(daemon);
+    let limits = daemon.config.limits();
+    daemon
+        .space
+        .publish(&limits)
+        .with_context(|| format!("limits of disks, {}", limits.display()))?;
     daemon.launcher.run_dirs.sweep()?;
     daemon.launcher.run_dirs.prepare()?;
     daemon.templates.store().prepare_vm_layers(1)?;
@@ -60,6 +65,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     // The VMMs are asked while clients are served.
     adopt::adopt(&daemon).await.context("VMs of an earlier daemon")?.detach_all();
     let keeper = tokio::spawn(keeper::keep(daemon.clone()));
+    let space = tokio::spawn(space::keep(daemon.clone()));
     let wiring = tokio::spawn(net_keeper::keep(daemon.networks.clone(), daemon.stop.clone()));
     let collector = tokio::spawn(daemon.templates.clone().keep_collected(daemon.stop.clone()));
     tokio::spawn(heap::give_back(daemon.stop.clone()));
@@ -82,6 +88,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let quiet = async {
         let _ = server.await;
         let _ = keeper.await;
+        let _ = space.await;
         let _ = wiring.await;
         let _ = collector.await;
         daemon.undo.close();

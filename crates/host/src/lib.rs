@@ -3,7 +3,8 @@
 //! Linux facilities that the other crates share: starting a process with exact descriptors and
 //! namespaces ([`spawn`]); finding, ending and freeing a process ([`process`]); its memory use
 //! ([`memory`]); the file pages that it maps ([`pagemap`]). Also cgroups ([`cgroup`]), mounts
-//! ([`mounts`]), memory nodes ([`numa`]), threads that free memory on its node ([`reaper`]) and
+//! ([`mounts`]), memory nodes ([`numa`]), processes that
+//! the kernel killed for their memory ([`oom`]), threads that free memory on its node ([`reaper`]) and
 //! thread priorities ([`priority`]). Also the VMs' network ([`net`]), and what a crash leaves
 //! behind ([`leaks`]).
 //!
@@ -16,6 +17,7 @@ pub mod memory;
 pub mod mounts;
 pub mod net;
 pub mod numa;
+pub mod oom;
 pub mod pagemap;
 pub mod priority;
 pub mod process;

@@ -26,6 +26,38 @@ pub fn of(pid: u32) -> io::Result<Memory> {
     Ok(parse(&std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?))
 }
 
+/// Bytes of memory that belong to process `pid` and to no file (`RssAnon` of proc_pid_status(5)).
+/// Takes the same time for any amount of memory, other than [`of`].
+///
+/// # Errors
+/// As [`of`].
+pub fn anonymous(pid: u32) -> io::Result<u64> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    // A process without memory, such as a zombie, has no such line.
+    Ok(kib(&text, "RssAnon:").unwrap_or(0).saturating_mul(1024))
+}
+
+/// Bytes of memory that the host can still give to programs without swapping (`MemAvailable` of
+/// proc_meminfo(5)).
+///
+/// # Errors
+/// The file cannot be read, or has no such line.
+pub fn available() -> io::Result<u64> {
+    let path = "/proc/meminfo";
+    let text = std::fs::read_to_string(path)?;
+    let kib = kib(&text, "MemAvailable:").ok_or_else(|| {
+        let what = format!("{path}: expected a line MemAvailable:, got none");
+        io::Error::new(io::ErrorKind::InvalidData, what)
+    })?;
+    Ok(kib.saturating_mul(1024))
+}
+
+/// The number in the line that begins with `key`.
+fn kib(text: &str, key: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+    line.split_ascii_whitespace().next()?.parse().ok()
+}
+
 /// Missing and malformed lines count as 0.
 fn parse(text: &str) -> Memory {
     let mut memory = Memory::default();
@@ -70,12 +102,22 @@ mod tests {
     }
 
     #[test]
+    fn the_host_has_memory_available() {
+        let bytes = available().unwrap();
+        assert!((1 << 20..1 << 50).contains(&bytes), "{bytes}");
+        assert_eq!(kib("MemAvailableX: 3 kB\nMemAvailable:  12 kB\n", "MemAvailable:"), Some(12));
+        assert_eq!(kib("MemFree: 3 kB\n", "MemAvailable:"), None);
+    }
+
+    #[test]
     fn our_own_memory_grows_with_what_we_touch() {
-        let before = of(std::process::id()).unwrap();
+        let own = || anonymous(std::process::id()).unwrap();
+        let (before, anonymous_before) = (of(std::process::id()).unwrap(), own());
         let block = vec![1_u8; 32 << 20];
         let after = of(std::process::id()).unwrap();
         assert!(block.iter().all(|&b| b == 1));
         assert!(after.anonymous_kib >= before.anonymous_kib + (24 << 10), "{before:?} {after:?}");
         assert!(after.private_kib <= after.rss_kib, "{after:?}");
+        assert!(own() >= anonymous_before + (24 << 20), "{anonymous_before} {}", own());
     }
 }

@@ -3,7 +3,7 @@
  * `Growth`. */
 #include "guest.h"
 
-enum { SLOTS = 8192 };
+enum { SLOTS = 8192, FEW_SLOTS = 256 };
 
 /* Which seed wrote a slot's block and page last; 0: none. In RAM, so every snapshot has its own. */
 static volatile u32 owners[SLOTS];
@@ -45,13 +45,13 @@ static const char *write(u64 seed, u64 count, u64 stride) {
     return 0;
 }
 
-/* Writes slots, each with another seed, until the generation changes. */
-static const char *churn(u64 seed, u64 stride, u64 generation) {
+/* Writes the first slots, each with another seed, until the generation changes. */
+static const char *churn(u64 seed, u64 slots, u64 stride, u64 generation) {
     volatile u64 *id = (volatile u64 *)generation;
     u64 low = id[0], high = id[1], state = seed * 2 + 1;
     put("churning\n");
     for (; id[0] == low && id[1] == high; seed++) {
-        const char *failed = write_slot(seed, next(&state), stride);
+        const char *failed = write_slot(seed, next(&state) % slots, stride);
         if (failed) return failed;
     }
     return 0;
@@ -73,7 +73,8 @@ static const char *obey(u64 seed, char what, u64 count, u64 generation) {
     const char *failed = disk_open(&blocks);
     if (!failed && blocks < SLOTS) failed = "the disk is too small";
     if (!failed && what == 'g') failed = write(seed, count, blocks / SLOTS);
-    if (!failed && what == 'c') failed = churn(seed, blocks / SLOTS, generation);
+    if (!failed && what == 'c') failed = churn(seed, SLOTS, blocks / SLOTS, generation);
+    if (!failed && what == 's') failed = churn(seed, FEW_SLOTS, blocks / SLOTS, generation);
     if (!failed && what == 'l') failed = look(blocks / SLOTS, &slot, &found);
     if (failed) {
         put("failed: ");
@@ -93,7 +94,7 @@ void grow(u64 generation, u64 count, u64 seed, u64 end, char then) {
     for (; seed < end; seed++)
         if (obey(seed, 'g', count, generation)) halt();
     for (char what = 0;;) {
-        if (what != 'c') until(generation);
+        if (what != 'c' && what != 's') until(generation);
         what = (char)id[1];
         if (id[2] == 0x68434644 && id[3] == 0x0a6e6961) { /* "DFChain\n" */
             if (obey(id[0], what, count, generation)) halt();

@@ -63,6 +63,10 @@ pub struct VmmConfig {
     /// An empty file for the JSON of the [`crate::control::ExitRecord`], which is written once,
     /// just before the process ends.
     pub exit_fd: FdNumber,
+    /// The file of the limits on the growth of disks ([`crate::disk::room`]), opened for reading;
+    /// `None`: only the file system limits the growth.
+    #[serde(default)]
+    pub limits_fd: Option<FdNumber>,
     /// How the guest starts.
     pub start: Start,
 }

@@ -12,6 +12,7 @@
 //! |---|---|
 //! | 1 | |
 //! | 2 | `Status` reports `protocol`, `layers` and `busy`, and is answered during `Precopy` |
+//! | 3 | a VM whose disk has no space on the host stops; `Status` reports `no_space` |
 //!
 //! Both sides ignore fields that they do not know. A field that is missing has the value that fits
 //! the version before the field. A VMM refuses a command that it does not know, without any effect.
@@ -21,7 +22,7 @@ mod message;
 pub mod server;
 pub mod wire;
 
-pub use crate::disk::FileId;
+pub use crate::disk::{FileId, NoSpace};
 pub use client::{Client, ClientError};
 pub use message::{
     Answer, Busy, Command, ExitReason, ExitRecord, Frozen, MAX_MESSAGE_BYTES, PROTOCOL, Precopied,

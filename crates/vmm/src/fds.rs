@@ -129,6 +129,7 @@ pub fn all(config: &VmmConfig) -> BTreeSet<FdNumber> {
     numbers.extend(config.console_fds);
     numbers.extend(config.kvm_fd);
     numbers.extend(config.link_fd);
+    numbers.extend(config.limits_fd);
     let Start::Boot(boot) = &config.start else { return numbers };
     numbers.insert(boot.kernel_fd);
     numbers.extend(boot.initrd_fd);

@@ -199,6 +199,8 @@ fn live(
         .link_fd
         .map(|number| fds.take("the connection to the daemon", number))
         .transpose()?;
+    let limits =
+        config.limits_fd.map(|number| fds.take("the limits of disks", number)).transpose()?;
     let [first, second] = config.console_fds;
     let console = [first, second].map(|number| fds.take("the console", number).map(File::from));
     let [first, second] = console;
@@ -209,6 +211,7 @@ fn live(
         console: Console::new([first?, second?], config.console_max_bytes),
         vsock_listener: fds.take("the vsock socket", config.vsock_fd)?,
         vsock_path: config.vsock_path,
+        limits: limits.map(File::from),
         pagemap,
         uffd,
         record: matches!(config.start, Start::WarmVmm { record: true, .. }),

@@ -85,6 +85,7 @@ fn vm() -> Vm {
         ephemeral: true,
         network: None,
         labels: BTreeMap::new(),
+        paused_for: None,
         problem: None,
     }
 }

@@ -30,6 +30,19 @@ wire! {
         Unknown,
     }
 
+    /// Why a VM is paused.
+    #[derive(Copy)]
+    #[serde(rename_all = "snake_case")]
+    pub enum PauseReason {
+        /// A client asked for it.
+        Request,
+        /// A snapshot of it is being taken.
+        Snapshot,
+        /// Its disk has no space on the host; `problem` has more. It goes on by itself when there
+        /// is space.
+        NoSpace,
+    }
+
     /// Why a VM ended.
     pub struct VmExit {
         /// The kind of end, for programs.
@@ -54,6 +67,8 @@ wire! {
         Killed,
         /// The VMM failed and reported the cause.
         Failed,
+        /// The kernel killed the VMM because the host, or its group, was out of memory.
+        Memory,
         /// The VMM was killed from outside.
         Lost,
     }
@@ -84,6 +99,9 @@ wire! {
         pub name: Name,
         /// The VM's state.
         pub state: VmState,
+        /// Why the VM is paused; `None` if it is not.
+        #[serde(default)]
+        pub paused_for: Option<PauseReason>,
         /// Why the VM ended; `None` while it lives.
         pub exit: Option<VmExit>,
         /// Snapshot that the VM was cloned from. For a fork, the snapshot of the forked VM.
@@ -110,8 +128,9 @@ wire! {
         pub network: Option<VmNetwork>,
         /// Labels of the request.
         pub labels: BTreeMap<String, String>,
-        /// Why this daemon cannot control a VM of an earlier daemon: its record cannot be read, or
-        /// its VMM does not answer. `None` for most VMs.
+        /// Why the VM does not go on: its disk has no space on the host. Or why this daemon cannot
+        /// control a VM of an earlier daemon: its record cannot be read, or its VMM does not
+        /// answer. `None` for most VMs.
         #[serde(default)]
         pub problem: Option<String>,
     }

@@ -3,7 +3,7 @@
 use super::network;
 use crate::output::{self, ListArgs, ago};
 use anyhow::Result;
-use dayfly_api::types::{ExitKind, Vm, VmState};
+use dayfly_api::types::{ExitKind, PauseReason, Vm, VmState};
 use dayfly_units::Bytes;
 use dayfly_units::text::{LONG, escaped};
 
@@ -73,7 +73,7 @@ fn ports(vm: &Vm) -> String {
     ports.map(network::shown).collect::<Vec<_>>().join(", ")
 }
 
-/// The state of a VM, with the cause if it has ended.
+/// The state of a VM, with the cause if it has ended or waits for space.
 fn state(vm: &Vm) -> String {
     let ended = vm.exit.as_ref().map(|exit| match exit.reason {
         ExitKind::PowerOff => "powered off",
@@ -81,11 +81,15 @@ fn state(vm: &Vm) -> String {
         ExitKind::Panic => "panicked",
         ExitKind::Killed => "killed",
         ExitKind::Failed => "failed",
+        ExitKind::Memory => "out of memory",
         ExitKind::Lost => "lost",
     });
     match (vm.state, ended) {
         (VmState::Starting, _) => "starting".into(),
         (VmState::Running, _) => "running".into(),
+        (VmState::Paused, _) if vm.paused_for == Some(PauseReason::NoSpace) => {
+            "paused (no space)".into()
+        }
         (VmState::Paused, _) => "paused".into(),
         (VmState::Exited, Some(why)) => format!("exited ({why})"),
         (VmState::Exited, None) => "exited".into(),

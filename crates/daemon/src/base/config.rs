@@ -4,6 +4,7 @@
 //! <run>/dayflyd.sock            the API
 //! <run>/dayflyd.lock            locked by the daemon as long as it lives
 //! <run>/netns                   the VM network namespace, mounted ([`crate::net`])
+//! <run>/limits                  limits of disks, which VMMs read ([`crate::vm::space`])
 //! <run>/vms/<id>/vm.json        the VM's record for the next daemon ([`crate::vm::record`])
 //! <run>/vms/<id>/control.sock   the VMM's control socket
 //! <run>/vms/<id>/console.log    the guest's console output, in two files that the VMM fills in
@@ -31,6 +32,11 @@ pub struct Config {
     pub vmm: PathBuf,
     /// Memory that all VMs together may have, in percent of the host's memory.
     pub overcommit: u32,
+    /// Memory of the host in bytes that no VM is promised ([`crate::vm::available`]); `None`: VMs
+    /// are created whatever memory is available.
+    pub memory_reserve_bytes: Option<u64>,
+    /// Space of the host's file systems.
+    pub disk: DiskSpace,
     /// The most warm VMMs and warm clones that wait.
     pub pool: usize,
     /// The addresses of VMs; `None`: VMs have no network.
@@ -41,6 +47,19 @@ pub struct Config {
     pub first_uid: u32,
     /// Time limits of the daemon's waits.
     pub deadlines: Deadlines,
+}
+
+/// Shares and reserves of the host's file systems, in bytes ([`crate::vm::space`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DiskSpace {
+    /// What each VM's disks are guaranteed; `None`: by the size of the file system.
+    pub share_bytes: Option<u64>,
+    /// The most that a VM's writable layers may have; `None`: no limit.
+    pub quota_bytes: Option<u64>,
+    /// Free space with which requests are refused; `None`: by the size of the file system.
+    pub reserve_bytes: Option<u64>,
+    /// The same of the run folder.
+    pub run_reserve_bytes: u64,
 }
 
 /// Time limits after which the daemon gives up an operation and undoes it.
@@ -106,6 +125,8 @@ pub const VMM_NAME: &str = "dayfly-vmm";
 pub const CONSOLE_MAX_BYTES: u64 = 4 << 20;
 /// Default of [`Config::overcommit`]. It is above 100 because clones share unwritten pages.
 pub const OVERCOMMIT: u32 = 1000;
+/// Default of [`Config::memory_reserve_bytes`]: this part of the host's memory.
+pub const MEMORY_RESERVE_PART: u64 = 32;
 /// Default of [`Config::pool`] on a host with `memory_bytes`: warm clones of about 2 MiB each may
 /// take a twentieth of the memory. This is only a cap; the pool makes as many as were just used.
 #[must_use]
@@ -132,6 +153,12 @@ impl Config {
     #[must_use]
     pub fn lock(&self) -> PathBuf {
         self.run.join("dayflyd.lock")
+    }
+
+    /// The file of the limits of disks.
+    #[must_use]
+    pub fn limits(&self) -> PathBuf {
+        self.run.join("limits")
     }
 
     /// The folder that contains the VMs' folders.

@@ -43,7 +43,7 @@ pub fn check(port: u32) -> Outcome<()> {
 /// does not answer in time.
 pub async fn connect(daemon: &Daemon, vm: &Vm, port: u32) -> Outcome<UnixStream> {
     check(port)?;
-    vm.phase().serves("connect to a port of")?;
+    vm.serves("connect to a port of")?;
     let within = daemon.config.deadlines.port;
     let name = &vm.name;
     let refused = match timeout(within, dial(&vm.dir.vsock(), port)).await {
@@ -61,7 +61,7 @@ pub async fn connect(daemon: &Daemon, vm: &Vm, port: u32) -> Outcome<UnixStream>
         }
     };
     // If the VM was paused, snapshotted or ended meanwhile, the error reports that.
-    vm.phase().serves("connect to a port of")?;
+    vm.serves("connect to a port of")?;
     let message = match refused {
         DialError::Io(e) if is_closed(&e) => format!(
             "VM {name}, port {port}: expected a program that listens there, got a refusal; \

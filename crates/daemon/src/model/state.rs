@@ -26,7 +26,7 @@
 //! other task may stop or start its vCPUs.
 
 use crate::base::error::ApiError;
-use dayfly_api::types::{ErrorCode, VmState};
+use dayfly_api::types::{ErrorCode, PauseReason, VmState};
 
 /// The phase of a VM's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -135,11 +135,23 @@ impl Phase {
         }
     }
 
-    /// The state that clients see.
+    /// Why clients see the VM as paused, with `stalled` as for [`Self::shown`].
     #[must_use]
-    pub fn shown(self) -> VmState {
+    pub fn paused_for(self, stalled: bool) -> Option<PauseReason> {
+        match self {
+            Self::Paused => Some(PauseReason::Request),
+            Self::Freezing => Some(PauseReason::Snapshot),
+            Self::Running | Self::Forking if stalled => Some(PauseReason::NoSpace),
+            _ => None,
+        }
+    }
+
+    /// The state that clients see. `stalled`: its VMM has stopped it, because a disk waits for space.
+    #[must_use]
+    pub fn shown(self, stalled: bool) -> VmState {
         match self {
             Self::Starting => VmState::Starting,
+            Self::Running | Self::Forking if stalled => VmState::Paused,
             Self::Running | Self::Forking => VmState::Running,
             Self::Paused | Self::Freezing => VmState::Paused,
             Self::Exited => VmState::Exited,
@@ -225,7 +237,11 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(phase, model.phase());
-                prop_assert_eq!(phase.serves("exec").is_ok(), phase.shown() == VmState::Running);
+                prop_assert_eq!(phase.serves("exec").is_ok(), phase.shown(false) == VmState::Running);
+                for stalled in [false, true] {
+                    let paused = phase.shown(stalled) == VmState::Paused;
+                    prop_assert_eq!(phase.paused_for(stalled).is_some(), paused);
+                }
                 prop_assert_eq!(phase.alive(), !model.dead);
             }
         }

@@ -19,7 +19,7 @@ use crate::daemon::Daemon;
 use crate::model::disk::Disk;
 use crate::model::state::Phase;
 use crate::net::Attachment;
-use crate::ops::{interrupted, remove, save, sweep, unadopted};
+use crate::ops::{interrupted, remove, save, space, sweep, unadopted};
 use crate::templates::pagers::{PAGER_NAME, end_with, pager_lives};
 use crate::vm::Vm;
 use crate::vm::batch;
@@ -217,6 +217,11 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
     }
     let exit = (verdict == Verdict::MarkExited)
         .then(|| remove::classify_exit(read_json(&dir.exit()), record.live.kill_asked));
+    let vmm = record.live.process.filter(|_| record.is_of_this_boot());
+    let exit = match (exit, record.uid) {
+        (Some(exit), Some(uid)) => Some(remove::classify_memory(exit, vmm, uid)),
+        (exit, _) => exit,
+    };
     let same = record.clone();
     let vm: Vm = record.into_vm(dir);
     if let Some(exit) = exit {
@@ -338,6 +343,7 @@ async fn settle(daemon: &Arc<Daemon>, vm: &Arc<Vm>, phase: Phase, status: &Statu
         _ => {}
     }
     vm.wait_for_vmm(None);
+    space::noticed(vm, None, status.no_space);
     record::note(&daemon.registry, vm).await;
 }
 
@@ -345,6 +351,7 @@ async fn settle(daemon: &Arc<Daemon>, vm: &Arc<Vm>, phase: Phase, status: &Statu
 fn give_resources(daemon: &Daemon, vm: &Vm) {
     vm.attach(Attachment::adopt(&daemon.networks, vm.live().network, &vm.facts.network));
     vm.keep_memory(daemon.budget.adopt(vm.node, vm.facts.memory_bytes));
+    vm.keep_share(daemon.space.adopt());
     match daemon.templates.pin(&vm.name, &vm.live().disks) {
         Ok(pin) => vm.keep_pinned(pin),
         // Its VMM has all files open; only snapshots need the pin.

@@ -15,7 +15,7 @@ use crate::model::state::Event;
 use crate::ops::create::{Order, Origin, create};
 use crate::ops::publish::{self, Ready};
 use crate::ops::recording::record;
-use crate::ops::{exec, immutable, save};
+use crate::ops::{admit, exec, immutable, save};
 use crate::vmm::source::{Purpose, Template};
 use dayfly_api::agent::Exit;
 use dayfly_api::types::{BakeRequest, BootSource, ErrorCode, Snapshot, Source};
@@ -38,6 +38,7 @@ pub async fn bake(
     let asked = Asked::now();
     let BakeRequest { image, name, kernel, memory_bytes, vcpus, warmup, recording, init } = request;
     publish::free(&daemon, &name).await?;
+    admit::room(&daemon, "a bake", 0).await?;
     progress.phase(format!("booting {image} with {} and {vcpus} vCPUs", Bytes(memory_bytes))).await;
     let order = Order {
         origin: Origin::Source(Source::Boot(BootSource {
@@ -74,6 +75,7 @@ pub async fn bake(
         }
     }
     progress.phase(format!("saving {} of memory", Bytes(memory_bytes))).await;
+    admit::snapshot(&daemon, &vm).await?;
     vm.step(Event::Freeze)?;
     let saved = save::save(&daemon, &vm, &name).await?;
     failpoint::reached("daemon.bake.saved");

@@ -35,7 +35,7 @@ pub async fn start(daemon: &Daemon, vm: &Vm, program: Program) -> Outcome<(UnixS
     if matches!(&program, Program::New(spec) if spec.argv.is_empty()) {
         return Err(ApiError::invalid("exec: argv: expected a program, got nothing"));
     }
-    vm.phase().serves("run a program in")?;
+    vm.serves("run a program in")?;
     let work = async {
         let mut link = match program {
             Program::Asked(link) => link,

@@ -19,11 +19,10 @@ use crate::daemon::Daemon;
 use crate::model::disk::Disk;
 use crate::model::facts::{Facts, ForkFacts};
 use crate::model::state::Event;
-use crate::model::step::Step;
 use crate::ops::create::{Order, Origin, VmGuard, create};
 use crate::ops::save::{allowed, answered, arrived, end_precopy, freeze_disks, precopy};
 use crate::ops::section::section;
-use crate::ops::{flatten, immutable, pending, publish};
+use crate::ops::{admit, flatten, immutable, pending, publish};
 use crate::templates::fork_point::{ForkPoint, ForkPointDisk};
 use crate::templates::memory_backing::{MemoryBacking, Ram};
 use crate::templates::shared::Shared;
@@ -112,13 +111,11 @@ async fn forked(
     allowed(vm)?;
     if let Some(template) = &template {
         publish::free(daemon, template).await?;
+        admit::snapshot(daemon, vm).await?;
     }
     // A fork whose clones do not fit is refused before the VM is paused. Each clone reserves its
     // memory later.
-    let fit = (0..count)
-        .map(|_| daemon.budget.reserve(vm.facts.memory_bytes, None))
-        .collect::<Result<Vec<_>, _>>();
-    drop(fit.map_err(Step::Memory.failed())?);
+    admit::together(daemon, count, vm.facts.memory_bytes).await?;
     let (work, same) = (daemon.clone(), vm.clone());
     let within = 2 * daemon.config.deadlines.save;
     let frozen = async move { Ok((freeze(&work, &same).await?, one)) };

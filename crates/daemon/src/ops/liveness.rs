@@ -45,7 +45,9 @@ impl<'a> Liveness<'a> {
             socket: vm.dir.vsock(),
             silence: silence(silence_ms),
             within,
-            runs: Box::new(|| matches!(vm.phase(), Phase::Running | Phase::Forking)),
+            runs: Box::new(|| {
+                matches!(vm.phase(), Phase::Running | Phase::Forking) && vm.no_space().is_none()
+            }),
             heard: Arc::default(),
         }
     }

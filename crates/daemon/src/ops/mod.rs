@@ -1,6 +1,7 @@
 //! Operations on VMs, snapshots and the store. Operations own no state, and only here two services
 //! meet.
 
+pub mod admit;
 pub mod adopt;
 pub mod bake;
 pub mod colours;
@@ -24,6 +25,7 @@ pub mod save;
 mod section;
 pub mod self_fork;
 pub mod snapshot;
+pub mod space;
 #[cfg(test)]
 pub(crate) mod standin;
 pub mod stop;

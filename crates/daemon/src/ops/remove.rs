@@ -15,8 +15,8 @@ use crate::vm::Vm;
 use crate::vm::record::{RecordError, note, read_json};
 use crate::vm::survey;
 use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
-use dayfly_host::priority;
-use dayfly_host::process::Process;
+use dayfly_host::process::{Process, ProcessId};
+use dayfly_host::{oom, priority};
 use dayfly_units::failpoint;
 use dayfly_units::text::{LONG, escaped};
 use dayfly_vmm::control::{ExitReason, ExitRecord};
@@ -69,6 +69,39 @@ fn classify_end(
     classify_exit(record, kill_asked)
 }
 
+/// As [`classify_end`] of the VMM `process` of user `uid`, of which `exit` was decided: a VMM that
+/// left no record may have been killed because memory was short. The kernel's log says that, so that
+/// a VMM that somebody else killed is never taken for one. Blocks.
+#[must_use]
+pub fn classify_memory(exit: VmExit, process: Option<ProcessId>, uid: u32) -> VmExit {
+    let Some(process) = process.filter(|_| exit.reason == ExitKind::Lost) else { return exit };
+    match oom::killed(process.pid, uid, started_us(process)) {
+        Ok(Some(line)) => {
+            let text = escaped(&line, LONG);
+            let message = format!(
+                "the kernel killed the VMM because memory was short; its log: {text}; create fewer \
+                 or smaller VMs, or start dayflyd with a lower --overcommit"
+            );
+            exit_now(ExitKind::Memory, message)
+        }
+        Ok(None) => exit,
+        Err(e) => {
+            tracing::warn!(
+                "whether process {} was killed for its memory: /dev/kmsg: {e}",
+                process.pid
+            );
+            exit
+        }
+    }
+}
+
+/// When a process started, in microseconds since the boot by the clock of the kernel's log, or
+/// earlier. That clock is not adjusted as the one of processes is: allow 200 parts in a million.
+fn started_us(process: ProcessId) -> u64 {
+    let us = process.started_us();
+    us.saturating_sub(us / 5000).saturating_sub(1_000_000)
+}
+
 /// Waits for the end of `process`, the VMM of `vm`, and then marks the VM as exited. The daemon
 /// need not reap the process, which is a child of a zygote.
 pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
@@ -79,17 +112,18 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
             tracing::error!("waiting for VM {}: {e}", vm.id);
         }
         let exit = if daemon.registry.has(vm.id) {
-            let dir = vm.dir.clone();
+            let (dir, uid, kill_asked) = (vm.dir.clone(), vm.uid, vm.live().kill_asked);
             let seen = move || {
                 // Before Linux 6.15 the signal of a process that was reaped is unknown.
                 let signal = process.killed_by(WITHIN).unwrap_or_else(|e| {
                     tracing::error!("which signal ended process {}: {e}", process.id().pid);
                     None
                 });
-                Ok((signal, read_json::<ExitRecord>(&dir.exit())))
+                let exit = classify_end(signal, read_json(&dir.exit()), kill_asked);
+                Ok(classify_memory(exit, Some(process.id()), uid))
             };
             match blocking(seen).await {
-                Ok((signal, record)) => classify_end(signal, record, vm.live().kill_asked),
+                Ok(exit) => exit,
                 Err(error) => exit_now(ExitKind::Lost, error.0.message),
             }
         } else {

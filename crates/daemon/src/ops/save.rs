@@ -5,7 +5,7 @@ use crate::base::progress::ProgressSender;
 use crate::daemon::Daemon;
 use crate::model::disk::Disk;
 use crate::model::state::Event;
-use crate::ops::remove;
+use crate::ops::{remove, space};
 use crate::templates::memory_backing::MemoryBacking;
 use crate::vm::Vm;
 use crate::vmm::agent_link::LinkError;
@@ -48,9 +48,11 @@ pub async fn arrived(
 /// Checks that another layer may be frozen.
 ///
 /// # Errors
-/// A disk has too many layers, the VM's layers are unknown, or its VMM has not answered yet.
+/// A disk has too many layers, the VM's layers are unknown, its VMM has not answered yet, or it
+/// waits for space: its guest would not answer.
 pub fn allowed(vm: &Vm) -> Outcome<()> {
     vm.answers()?;
+    vm.has_space("take a snapshot of or fork")?;
     let live = vm.live();
     if let Some(why) = live.no_snapshot {
         return Err(ApiError::new(
@@ -288,7 +290,8 @@ pub(crate) async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
 }
 
 /// Gives the guest its identity again. An agent that does not answer is asked again until the VM
-/// ends: a guest may be busy for long, and it is not ended for that.
+/// ends: a guest may be busy for long, and it is not ended for that. If its disk waits for space, it
+/// tries again, because no other task has it go on while it is being saved.
 async fn unseal(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
     if !vm.has_agent() {
         return Ok(());
@@ -297,6 +300,7 @@ async fn unseal(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
         match identity::give(daemon.config.deadlines.agent, vm, None, || ()).await {
             Err(late @ LinkError::Timeout { .. }) if vm.phase().alive() => {
                 tracing::warn!(vm = %vm.id, "{late}: asking it again");
+                space::retry(daemon, vm).await;
             }
             given => return given.map(drop).map_err(ApiError::from),
         }

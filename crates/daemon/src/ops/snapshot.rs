@@ -19,7 +19,7 @@ use crate::model::state::Event;
 use crate::ops::publish::{free, release, spec, store, to_its_end};
 use crate::ops::save::{Saved, allowed, arrived, begin, end_precopy, precopy, save_into, thaw};
 use crate::ops::section::section;
-use crate::ops::{flatten, immutable};
+use crate::ops::{admit, flatten, immutable};
 use crate::vm::{Vm, record};
 use dayfly_api::types::{Snapshot, SnapshotRequest};
 use dayfly_store::Committed;
@@ -44,6 +44,7 @@ pub async fn snapshot(
     let one = vm.snapshots.clone().lock_owned().await;
     free(&daemon, &request.name).await?;
     allowed(&vm)?;
+    admit::snapshot(&daemon, &vm).await?;
     arrived(&daemon, &vm, Some(&progress)).await?;
     progress
         .phase(format!("saving {} of memory", dayfly_units::Bytes(vm.facts.memory_bytes)))

@@ -16,13 +16,15 @@
 //!
 //! Below them come locks that are held for a few instructions and never across an `await`. First
 //! the registry's lock, then `live`, then one of `process`, `pin`, `memory`, `backing`,
-//! `attachment` and `has_slot`. The drop of a pin or a template may remove files, so it happens
+//! `attachment`, `space` and `has_slot`. The drop of a pin or a template may remove files, so it happens
 //! after `live` is released: readers of `live` must not wait for the disk.
 
+pub mod available;
 pub mod batch;
 pub mod budget;
 pub mod record;
 pub mod registry;
+pub mod space;
 pub mod survey;
 pub mod uids;
 pub mod unknown;
@@ -85,6 +87,7 @@ pub struct Vm {
     memory: Mutex<Option<Reservation>>,
     backing: Mutex<Option<MemoryBacking>>,
     attachment: Mutex<Attachment>,
+    space: Mutex<space::VmSpace>,
     has_slot: Mutex<bool>,
     gone: watch::Sender<bool>,
     /// Why its VMM, which an earlier daemon started, has not said yet in which state it is.
@@ -164,6 +167,7 @@ impl Vm {
             memory: Mutex::default(),
             backing: Mutex::default(),
             attachment: Mutex::default(),
+            space: Mutex::default(),
             has_slot: Mutex::new(alive),
             gone: watch::Sender::new(!alive),
             waiting: watch::Sender::new(None),
@@ -338,6 +342,7 @@ impl Vm {
         }
         lock(&self.process).take();
         lock(&self.memory).take();
+        lock(&self.space).end();
         self.waiting.send_replace(None);
         Remains {
             _pin: lock(&self.pin).take(),
@@ -387,12 +392,12 @@ impl Vm {
         ))
     }
 
-    /// Why the daemon cannot control it; `None` for most VMs.
+    /// Why the daemon cannot control it, or why it does not go on; `None` for most VMs.
     #[must_use]
     pub fn problem(&self) -> Option<String> {
         let waiting =
             || self.waiting.borrow().as_ref().map(|why| format!("waiting for its VMM: {why}"));
-        self.unadopted.clone().or_else(waiting)
+        self.unadopted.clone().or_else(waiting).or_else(|| self.stalled())
     }
 
     /// Whether the end of an ephemeral VM was requested: no client uses it any more.
@@ -420,7 +425,8 @@ impl Vm {
         types::Vm {
             id: self.id,
             name: self.name.clone(),
-            state: live.phase.shown(),
+            state: live.phase.shown(self.no_space().is_some()),
+            paused_for: live.phase.paused_for(self.no_space().is_some()),
             exit: live.exit,
             snapshot: facts.snapshot,
             forked_from: facts.fork.from,

@@ -13,6 +13,7 @@ use dayfly_host::spawn::Child;
 use dayfly_store::Store;
 use dayfly_units::error::chain;
 use dayfly_vmm::config::{FdNumber, JailConfig, Start, VmmConfig};
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::chown;
@@ -119,6 +120,8 @@ impl Launcher {
             chown(dir.ready(), Some(uid), Some(uid))
                 .map_err(failed("giving away", &dir.ready()))?;
         }
+        // A test's daemon may have no limits.
+        let limits = File::open(self.config.limits()).ok();
         let vmm = VmmConfig {
             id: vm_slot.id,
             jail: Some(JailConfig { root: dir.root_in_jail(), uid, gid: uid }),
@@ -131,6 +134,7 @@ impl Launcher {
             console_fds: console.map(|file| fds.add(file)),
             console_max_bytes: CONSOLE_MAX_BYTES,
             exit_fd: fds.add(exit),
+            limits_fd: limits.map(|file| fds.add(file)),
             start,
         };
         let child = self.zygotes.fork(vm_slot.node, &vmm, &fds.0)?;

@@ -39,12 +39,13 @@ pub fn name(text: &str) -> Result<Name> {
     Ok(text.parse()?)
 }
 
-/// Stores the guest. No daemon may run.
-fn store(bed: &Testbed) -> Result<()> {
+/// Stores the guest `called`. No daemon may run. Its clones check all slots, and then do `then`
+/// ([`dayfly_microguest`], `grow=`).
+pub fn store(bed: &Testbed, called: &str, then: char) -> Result<()> {
     std::fs::create_dir_all(bed.state())?;
-    let (store, guest) = (Store::open(&bed.state())?, name(GUEST)?);
-    // 64 slots before the snapshot. A clone checks all slots, and then writes without end.
-    let words = format!("grow={:x}:40:1:1:c", layout::GENERATION.0);
+    let (store, guest) = (Store::open(&bed.state())?, name(called)?);
+    // 64 slots before the snapshot.
+    let words = format!("grow={:x}:40:1:1:{then}", layout::GENERATION.0);
     let (elf, words) = (dayfly_microguest::elf(), dayfly_microguest::initramfs(&words));
     let both = [elf, &words].concat();
     let spec = KernelSpec {
@@ -75,21 +76,27 @@ pub async fn testbed() -> Result<Testbed> {
 pub async fn testbed_of(programs: PathBuf) -> Result<Testbed> {
     let mut bed = Testbed::new()?;
     bed.programs = programs;
-    store(&bed)?;
+    store(&bed, GUEST, 'c')?;
     bed.start().await?;
+    base(&bed, GUEST, BASE).await?;
+    Ok(bed)
+}
+
+/// Boots the guest `called`, and takes the snapshot `to` of it.
+pub async fn base(bed: &Testbed, called: &str, to: &str) -> Result<()> {
     let boot = BootSource {
-        image: name(GUEST)?,
-        kernel: Some(name(GUEST)?),
+        image: name(called)?,
+        kernel: Some(name(called)?),
         memory_bytes: MEMORY_BYTES,
         vcpus: 1,
         init: None,
     };
     let request = request(Source::Boot(boot), "first");
     let created = async { Ok(bed.client.create(&request).await?) };
-    let (vm, ()) = tokio::try_join!(created, report_ready(&bed))?;
-    snapshot(&bed, vm.id, BASE).await?;
+    let (vm, ()) = tokio::try_join!(created, report_ready(bed))?;
+    snapshot(bed, vm.id, to).await?;
     bed.client.remove_vm(&vm.id.to_string(), true).await?;
-    Ok(bed)
+    Ok(())
 }
 
 fn request(source: Source, name: &str) -> CreateRequest {
@@ -127,7 +134,12 @@ pub fn console(bed: &Testbed, id: VmId) -> String {
 
 /// Creates a clone of [`BASE`], and waits until it writes.
 pub async fn create(bed: &Testbed, called: &str) -> Result<Vm> {
-    let vm = clone(bed, BASE, called).await?;
+    create_from(bed, BASE, called).await
+}
+
+/// Creates a clone of a snapshot, and waits until it writes.
+pub async fn create_from(bed: &Testbed, snapshot: &str, called: &str) -> Result<Vm> {
+    let vm = clone(bed, snapshot, called).await?;
     has_right_content(bed, vm.id).await?;
     until("the guest writes", async || Ok(console(bed, vm.id).ends_with("churning\n"))).await?;
     Ok(vm)

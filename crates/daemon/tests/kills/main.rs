@@ -22,7 +22,9 @@
 mod check;
 mod guest;
 mod living;
+mod memory;
 mod operation;
+mod space;
 mod testbed;
 mod upgrade;
 

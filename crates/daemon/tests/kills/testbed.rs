@@ -27,6 +27,10 @@ pub async fn until(what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> 
 /// The folders, and the daemon if it runs. A drop ends all processes and removes the folders.
 pub struct Testbed {
     folder: tempfile::TempDir,
+    /// The state folder.
+    state: PathBuf,
+    /// Options of the next daemon, after the usual ones.
+    pub options: Vec<&'static str>,
     daemon: Option<Child>,
     /// The folder with the programs that the next daemon is started from.
     pub programs: PathBuf,
@@ -44,12 +48,21 @@ impl Testbed {
     pub fn new() -> Result<Self> {
         ensure!(Path::new("/dev/kvm").exists(), "/dev/kvm: not found; this test needs KVM");
         let folder = tempfile::Builder::new().prefix("kills").tempdir_in("/dev/shm")?;
+        let state = folder.path().join("s");
         let client = Client::new(folder.path().join("r/dayflyd.sock"));
-        Ok(Self { folder, daemon: None, programs: own_programs(), client })
+        let (options, programs) = (Vec::new(), own_programs());
+        Ok(Self { folder, state, options, daemon: None, programs, client })
+    }
+
+    /// With an empty state folder at `state`.
+    pub fn with_state(state: PathBuf) -> Result<Self> {
+        let mut bed = Self::new()?;
+        bed.state = state;
+        Ok(bed)
     }
 
     pub fn state(&self) -> PathBuf {
-        self.folder.path().join("s")
+        self.state.clone()
     }
 
     pub fn run(&self) -> PathBuf {
@@ -86,6 +99,7 @@ impl Testbed {
             .env(failpoint::VARIABLE, format!("@{}", self.arming_file().display()))
             .env_remove("RUST_LOG")
             .args(["--overcommit", "1000", "--network", "none", "--pool", "0"])
+            .args(&self.options)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)

@@ -25,6 +25,7 @@ mod pool;
 mod ports;
 mod reach;
 mod record;
+mod space;
 mod stats;
 mod store;
 mod tour;

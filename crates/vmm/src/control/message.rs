@@ -1,11 +1,11 @@
 //! The messages of the control protocol, and the record of a VMM's end.
 
 use crate::config::{LinkConfig, RestoreConfig, Shape};
-use crate::disk::FileId;
+use crate::disk::{FileId, NoSpace};
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol that this code speaks ([`crate::control`]).
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 /// The longest JSON of a message that either side accepts, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 10;
 
@@ -20,7 +20,8 @@ pub enum Command {
     Restore(RestoreConfig),
     /// Stop every vCPU between two instructions and every device between two requests. Idempotent.
     Pause,
-    /// Resume vCPUs and devices. Idempotent.
+    /// Resume vCPUs and devices. A disk that has no space on the host tries its request again.
+    /// Idempotent.
     Resume,
     /// Write the whole machine. The VM must be paused, and stays paused.
     ///
@@ -150,7 +151,7 @@ pub struct Status {
     /// fills.
     #[serde(default = "yes")]
     pub whole: bool,
-    /// Whether the vCPUs are stopped.
+    /// Whether the vCPUs are stopped by `Pause`.
     pub paused: bool,
     /// The VM's size.
     pub shape: Shape,
@@ -164,6 +165,10 @@ pub struct Status {
     /// end of this one. Since version 2.
     #[serde(default)]
     pub busy: Option<Busy>,
+    /// Why a disk waits for space on the host; `None`: none waits. The VM is then stopped until
+    /// `Resume`, whatever `paused` is. Since version 3.
+    #[serde(default)]
+    pub no_space: Option<NoSpace>,
 }
 
 impl Status {
@@ -178,6 +183,7 @@ impl Status {
             phases: Vec::new(),
             layers: Vec::new(),
             busy: None,
+            no_space: None,
         }
     }
 }

@@ -114,6 +114,7 @@ fn status() -> Status {
         phases: phases(),
         layers: vec![first, Vec::new()],
         busy: Some(Busy::Precopy),
+        no_space: Some(NoSpace::Shares),
         ..Status::of(shape())
     }
 }
@@ -133,19 +134,26 @@ fn a_vmm_of_version_1_understands_a_daemon_of_today() {
     assert!(all.iter().enumerate().all(|(n, command)| place(command) == n) && all.len() == 12);
     let sent = encoded(&all);
     assert_eq!(sent, fixture(PROTOCOL).commands, "a new version needs a new fixture");
-    // Version 2 changes no command.
+    // Versions 2 and 3 change no command.
     assert_eq!(sent, fixture(1).commands);
+    assert_eq!(sent, fixture(2).commands);
 }
 
 #[test]
 fn a_daemon_of_today_understands_a_vmm_of_version_1() {
-    let before = Status { protocol: 1, layers: Vec::new(), busy: None, ..status() };
+    let before = Status { protocol: 1, layers: Vec::new(), busy: None, no_space: None, ..status() };
     let got = fixture(1).answers;
     assert_eq!(decoded::<Answer>(&got), answers(before.clone()));
     let mut oldest = got[1].clone();
     oldest.as_object_mut().unwrap().remove("whole");
     let whole = Answer::Status(Status { whole: true, ..before });
     assert_eq!(decoded::<Answer>(&[oldest]), [whole]);
+}
+
+#[test]
+fn a_daemon_of_today_understands_a_vmm_of_version_2() {
+    let before = Status { protocol: 2, no_space: None, ..status() };
+    assert_eq!(decoded::<Answer>(&fixture(2).answers), answers(before));
 }
 
 /// The answers as version 1 has them.
@@ -210,8 +218,10 @@ fn what_a_later_version_adds_is_ignored_and_its_commands_are_refused() {
     let mut answer = fixture(PROTOCOL).answers[1].clone();
     let fields = answer.as_object_mut().unwrap();
     fields.extend([("later".into(), json!(1)), ("busy".into(), json!("later"))]);
+    fields.insert("no_space".into(), json!("later"));
     fields.insert("protocol".into(), json!(PROTOCOL + 1));
-    let expected = Status { protocol: PROTOCOL + 1, busy: Some(Busy::Other), ..status() };
+    let (busy, no_space) = (Some(Busy::Other), Some(NoSpace::Other));
+    let expected = Status { protocol: PROTOCOL + 1, busy, no_space, ..status() };
     assert_eq!(decoded::<Answer>(&[answer]), [Answer::Status(expected)]);
 }
 

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
@@ -40,6 +40,22 @@ pub enum Hosted {
 }
 
 impl Hosted {
+    /// A descriptor that is readable when a disk of the VM has no space on the host.
+    fn stall_event(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Vm(vm) => Some(vm.stall_event()),
+            Self::WarmVmm(_) | Self::Nothing => None,
+        }
+    }
+
+    /// Stops a VM of which a disk has no space on the host.
+    fn stall(&mut self) {
+        if let Self::Vm(vm) = self {
+            // If a vCPU does not stop, it goes on until it needs the disk.
+            let _ = vm.stall();
+        }
+    }
+
     /// Restores a guest. If the restore fails, the process ends and its exit record names the
     /// cause.
     fn restore(&mut self, config: &RestoreConfig, fds: Vec<OwnedFd>) -> Result<(), &'static str> {
@@ -132,7 +148,10 @@ impl Server {
     /// When the listener fails.
     pub fn run(mut self, hosted: &mut Hosted) -> io::Result<()> {
         loop {
-            self.wait(if self.starved { Some(&STARVED) } else { None })?;
+            let within = if self.starved { Some(&STARVED) } else { None };
+            if self.wait(within, hosted.stall_event())? {
+                hosted.stall();
+            }
             while let Some(at) = self.connections.iter().position(|c| c.ready) {
                 // Taken out, so that a long command can serve the others.
                 let mut connection = self.connections.remove(at);
@@ -144,33 +163,40 @@ impl Server {
         }
     }
 
-    /// Waits until a connection is ready, at most `within`, and accepts new connections.
-    fn wait(&mut self, within: Option<&Timespec>) -> io::Result<()> {
+    /// Waits until a connection or `event` is ready, at most `within`, and accepts new connections.
+    /// Returns whether `event` is ready.
+    fn wait(
+        &mut self,
+        within: Option<&Timespec>,
+        event: Option<BorrowedFd<'_>>,
+    ) -> io::Result<bool> {
         // While descriptors are short, new connections wait: poll(2) would report the listener as
         // ready without a pause.
         let events = if self.starved { PollFlags::empty() } else { PollFlags::IN };
         let mut polled = vec![PollFd::new(&self.listener, events)];
         polled.extend(self.connections.iter().map(|c| PollFd::new(&c.stream, PollFlags::IN)));
+        polled.extend(event.map(|event| PollFd::from_borrowed_fd(event, PollFlags::IN)));
         match poll(&mut polled, within) {
             Ok(_) => {}
-            Err(Errno::INTR) => return Ok(()),
+            Err(Errno::INTR) => return Ok(false),
             Err(error) => return Err(error.into()),
         }
         let ready: Vec<bool> = polled.iter().map(|p| !p.revents().is_empty()).collect();
+        let happened = event.is_some() && ready.last() == Some(&true);
         for (connection, ready) in self.connections.iter_mut().zip(&ready[1..]) {
             connection.ready |= *ready;
         }
         if ready[0] || self.starved {
             self.starved = !accept(&self.listener, &mut self.connections);
         }
-        Ok(())
+        Ok(happened)
     }
 
     /// Answers `Status` with `status` on the other connections, during a long command. Other
     /// messages wait for their turn. Never waits.
     fn serve_status(&mut self, status: &Status) {
         // An error is met again after the command.
-        let _ = self.wait(Some(&AT_ONCE));
+        let _ = self.wait(Some(&AT_ONCE), None);
         for connection in self.connections.iter_mut().filter(|c| c.ready) {
             connection.serve_status(status);
         }

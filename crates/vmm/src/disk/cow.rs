@@ -5,6 +5,7 @@ use super::error::{FreezeError, OpenDiskError, host};
 use super::files::{check_empty, make_writable, open_layers, regular_size};
 use super::iolist::IoList;
 use super::layer;
+use super::room::{NoSpace, Room};
 use super::span::{length, span};
 use super::spec::{DiskSpec, FileId, LayerSpec, MAX_DISK_BYTES};
 use crate::config::{DISK_BLOCK_BYTES, MAX_LAYERS};
@@ -274,6 +275,28 @@ impl Disk {
         let number = self.writable_number();
         self.index[span(blocks)].fill(number);
         self.written.insert_run(blocks);
+    }
+
+    /// Checks that a write of `len` bytes at `offset` may grow the writable layer of disk `number`.
+    ///
+    /// # Errors
+    /// Why the write has to wait.
+    pub fn check_room(
+        &self,
+        room: &mut Room,
+        number: usize,
+        offset: u64,
+        len: u64,
+    ) -> Result<(), NoSpace> {
+        let Some(layer) = &self.writable else { return Ok(()) };
+        let blocks =
+            offset / DISK_BLOCK_BYTES..offset.saturating_add(len).div_ceil(DISK_BLOCK_BYTES);
+        // The blocks that are covered in part are completed.
+        let bytes = (blocks.end - blocks.start).saturating_mul(DISK_BLOCK_BYTES);
+        let own = self.writable_number();
+        let grows =
+            || self.index.get(span(&blocks)).is_none_or(|all| all.iter().any(|of| *of != own));
+        room.check(number, layer.as_fd(), bytes, grows)
     }
 
     /// The blocks of the writable layer.

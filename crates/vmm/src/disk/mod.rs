@@ -31,6 +31,7 @@ mod iolist;
 pub mod layer;
 mod merge;
 pub mod page_map;
+pub mod room;
 mod span;
 mod spec;
 
@@ -39,6 +40,7 @@ pub use cow::Disk;
 pub use error::{FreezeError, OpenDiskError};
 pub use iolist::IoList;
 pub use merge::{Merge, MergeError};
+pub use room::{NoSpace, Room};
 pub use spec::{DiskSpec, FileId, FreezeFiles, LayerSpec, MAX_DISK_BYTES};
 
 #[cfg(test)]

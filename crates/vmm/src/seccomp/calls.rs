@@ -111,7 +111,9 @@ const DEVICES: &[Call] = &[
         (&[&[low(1, PUNCH_HOLE)]], "PUNCH_HOLE, KEEP_SIZE"),
         "disk: discarded blocks",
     ),
-    call(named!(SYS_preadv), &[Devices], Guest, EVERY, "disk"),
+    call(named!(SYS_fstat), &[Devices], Guest, EVERY, "disk: space that a layer has"),
+    call(named!(SYS_fstatfs), &[Devices], Guest, EVERY, "disk: space that the host has"),
+    call(named!(SYS_preadv), &[Devices], Guest, EVERY, "disk, and its limits"),
     call(named!(SYS_pwritev), &[Devices], Guest, EVERY, "disk"),
     call(named!(SYS_read), &[Devices], Guest, EVERY, "eventfds, tap"),
     call(

@@ -113,6 +113,7 @@ pub(super) const CONTROL: &[Call] = &[
     call(named!(SYS_getpid), &[Main], Guest, EVERY, "pause: kick of a vCPU"),
     call(named!(SYS_poll), &[Main], Guest, EVERY, "control connections"),
     call(named!(SYS_ppoll), &[Main], Guest, EVERY, "control connections, with a time limit"),
+    call(named!(SYS_read), &[Main], Guest, EVERY, "event of a disk that waits for space"),
     call(
         named!(SYS_recvmsg),
         &[Main],

@@ -7,7 +7,7 @@
 use super::interrupt::Interrupt;
 use super::ring::{Broken, Chain, Ring};
 use crate::disk::page_map::PageMap;
-use crate::disk::{Disk, IoList};
+use crate::disk::{Disk, IoList, NoSpace, Room};
 use serde::{Deserialize, Serialize};
 use std::io;
 use virtio_bindings::virtio_blk as spec;
@@ -46,7 +46,7 @@ enum Status {
 /// Failed requests since the device was made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DiskCounters {
-    /// Requests that failed because the host's file system is full (ENOSPC, EDQUOT).
+    /// Requests that had to wait because the host had no space for them.
     pub no_space: u64,
     /// Requests that failed with another error of the host.
     pub host_errors: u64,
@@ -63,6 +63,15 @@ pub struct BlockState {
     pub read_only: bool,
 }
 
+/// What a device reads and notes beside its disk, for all disks of a VM.
+#[derive(Debug)]
+pub struct Notes<'n> {
+    /// Which frames met which blocks.
+    pub pages: &'n mut PageMap,
+    /// The host's room for the disks.
+    pub room: &'n mut Room,
+}
+
 /// A virtio-blk device.
 #[derive(Debug)]
 pub struct Block {
@@ -70,6 +79,8 @@ pub struct Block {
     number: u8,
     id: [u8; ID_BYTES],
     counters: DiskCounters,
+    /// Why the next request waits until [`Self::retry`].
+    waits: Option<NoSpace>,
 }
 
 impl Block {
@@ -82,7 +93,7 @@ impl Block {
         id[..length].copy_from_slice(&text.as_bytes()[..length]);
         // The page map ignores numbers past the last disk of a VM.
         let number = u8::try_from(number).unwrap_or(u8::MAX);
-        Self { disk, number, id, counters: DiskCounters::default() }
+        Self { disk, number, id, counters: DiskCounters::default(), waits: None }
     }
 
     /// The features that this device offers, besides the common ones.
@@ -132,6 +143,17 @@ impl Block {
         self.counters
     }
 
+    /// Why the device serves no request until [`Self::retry`]; `None`: it serves.
+    #[must_use]
+    pub const fn waits(&self) -> Option<NoSpace> {
+        self.waits
+    }
+
+    /// Makes the device try the request again that had no space. Returns whether there is one.
+    pub const fn retry(&mut self) -> bool {
+        self.waits.take().is_some()
+    }
+
     /// The disk behind the device.
     pub const fn disk(&mut self) -> &mut Disk {
         &mut self.disk
@@ -140,6 +162,10 @@ impl Block {
     /// Serves requests until there are none or `stop` returns true, and notes in `pages` which
     /// frames met which blocks. Returns whether requests may be left.
     ///
+    /// A request for which the host has no space goes back to the queue, as if it had never been
+    /// taken. It and the requests after it wait until [`Self::retry`]. Until then the driver has no
+    /// answer, so a saved VM has the request in its queue, and each clone performs it.
+    ///
     /// # Errors
     /// [`Broken`].
     pub fn serve(
@@ -147,14 +173,20 @@ impl Block {
         ring: &mut Ring<'_, '_>,
         features: u64,
         interrupt: &Interrupt,
-        pages: &mut PageMap,
+        notes: &mut Notes<'_>,
         stop: &dyn Fn() -> bool,
     ) -> Result<bool, Broken> {
+        if self.waits.is_some() {
+            return Ok(false);
+        }
         loop {
             ring.hush()?;
             while let Some(chain) = ring.pop()? {
                 let head = chain.head;
-                let len = self.answer(&chain, features, pages)?;
+                let Some(len) = self.answer(&chain, features, notes)? else {
+                    ring.unpop(1);
+                    return Ok(false);
+                };
                 ring.push(head, len)?;
                 ring.signal(interrupt)?;
                 if stop() {
@@ -167,23 +199,26 @@ impl Block {
         }
     }
 
-    /// Performs a request and writes its status. Returns the bytes written to the chain.
+    /// Performs a request and writes its status. Returns the bytes written to the chain; `None` if
+    /// the request waits for space.
     fn answer(
         &mut self,
         chain: &Chain<'_>,
         features: u64,
-        pages: &mut PageMap,
-    ) -> Result<u32, Broken> {
+        notes: &mut Notes<'_>,
+    ) -> Result<Option<u32>, Broken> {
         let Some(data_in) = chain.writable.len().checked_sub(1) else {
             return Err(Broken::Chain { head: chain.head, what: "no place for the status" });
         };
-        let (status, written) = match self.request(chain, data_in, features, pages) {
+        let (status, written) = match self.request(chain, data_in, features, notes) {
             Ok(written) => (Status::Ok, written),
-            Err(Refusal::Host(error)) => {
-                let full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
-                let counter =
-                    if full { &mut self.counters.no_space } else { &mut self.counters.host_errors };
-                *counter = counter.saturating_add(1);
+            Err(Refusal::NoSpace(why)) => {
+                self.counters.no_space = self.counters.no_space.saturating_add(1);
+                self.waits = Some(why);
+                return Ok(None);
+            }
+            Err(Refusal::Host) => {
+                self.counters.host_errors = self.counters.host_errors.saturating_add(1);
                 (Status::IoError, 0)
             }
             Err(Refusal::Request(status)) => {
@@ -194,7 +229,7 @@ impl Block {
         chain.writable.window(data_in, 1).copy_from(&[status as u8]);
         // The used length counts from the first writable byte. After a failure no data is known to
         // be good, so only the status counts.
-        Ok(u32::try_from(written.saturating_add(1)).unwrap_or(u32::MAX))
+        Ok(Some(u32::try_from(written.saturating_add(1)).unwrap_or(u32::MAX)))
     }
 
     /// Checks and performs a request; `data_in` is the number of writable bytes before the status.
@@ -204,8 +239,9 @@ impl Block {
         chain: &Chain<'_>,
         data_in: usize,
         features: u64,
-        pages: &mut PageMap,
+        notes: &mut Notes<'_>,
     ) -> Result<usize, Refusal> {
+        let Notes { pages, room } = notes;
         let mut header = [0; HEADER_BYTES];
         if !chain.in_order || chain.readable.copy_to(&mut header) != HEADER_BYTES {
             return Err(Refusal::INVALID);
@@ -233,6 +269,7 @@ impl Block {
                     return Err(Refusal::INVALID);
                 }
                 let offset = self.place(sector, data_out.len())?;
+                self.check_room(room, offset, data_out.len() as u64)?;
                 self.disk.write(offset, &data_out)?;
                 pages.written(self.number, offset, &data_out);
                 Ok(0)
@@ -254,10 +291,10 @@ impl Block {
                 Ok(chain.writable.window(0, data_in).copy_from(&self.id))
             }
             spec::VIRTIO_BLK_T_DISCARD if offered(spec::VIRTIO_BLK_F_DISCARD) => {
-                self.zero_ranges(&data_out, data_in, false)
+                self.zero_ranges(&data_out, data_in, room, false)
             }
             spec::VIRTIO_BLK_T_WRITE_ZEROES if offered(spec::VIRTIO_BLK_F_WRITE_ZEROES) => {
-                self.zero_ranges(&data_out, data_in, true)
+                self.zero_ranges(&data_out, data_in, room, true)
             }
             _ => Err(Refusal::Request(Status::Unsupported)),
         }
@@ -274,12 +311,18 @@ impl Block {
         }
     }
 
+    fn check_room(&self, room: &mut Room, offset: u64, len: u64) -> Result<(), Refusal> {
+        let number = usize::from(self.number);
+        self.disk.check_room(room, number, offset, len).map_err(Refusal::NoSpace)
+    }
+
     /// Performs DISCARD, or WRITE_ZEROES if `exact` (5.2.6.2). All ranges are checked before the
     /// first one changes.
     fn zero_ranges(
         &mut self,
         list: &IoList<'_>,
         data_in: usize,
+        room: &mut Room,
         exact: bool,
     ) -> Result<usize, Refusal> {
         const UNMAP: u32 = 1;
@@ -310,6 +353,12 @@ impl Block {
             ranges.push((offset, len));
         }
         for (offset, len) in ranges {
+            // At most the first and the last block of a range become data; the rest are holes.
+            for edge in [offset, (offset + len).saturating_sub(1)] {
+                if exact && len > 0 {
+                    self.check_room(room, edge, 1)?;
+                }
+            }
             if exact { self.disk.zero(offset, len) } else { self.disk.discard(offset, len) }?;
         }
         Ok(0)
@@ -320,8 +369,10 @@ impl Block {
 enum Refusal {
     /// The request is invalid or unsupported.
     Request(Status),
+    /// The host has no space for it.
+    NoSpace(NoSpace),
     /// A call to the host failed.
-    Host(io::Error),
+    Host,
 }
 
 impl Refusal {
@@ -330,7 +381,10 @@ impl Refusal {
 
 impl From<io::Error> for Refusal {
     fn from(error: io::Error) -> Self {
-        Self::Host(error)
+        match error.raw_os_error() {
+            Some(libc::ENOSPC | libc::EDQUOT) => Self::NoSpace(NoSpace::Full),
+            _ => Self::Host,
+        }
     }
 }
 

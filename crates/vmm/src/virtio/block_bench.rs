@@ -1,11 +1,11 @@
 //! A block device whose queue the tests fill by hand.
 
-use super::block::{Block, QUEUES};
+use super::block::{Block, Notes, QUEUES};
 use super::interrupt::Interrupt;
 use super::ring::{Broken, Ring};
 use super::testing::{DATA, NEXT, Piece, WRITE, disk, memory, reads, writes};
-use crate::disk::Disk;
 use crate::disk::page_map::PageMap;
+use crate::disk::{Disk, Room};
 use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{Queue, QueueState};
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
@@ -25,6 +25,7 @@ pub const UNSUPP: u8 = 2;
 pub struct Bench {
     pub mem: GuestMemoryMmap,
     pub pages: PageMap,
+    pub room: Room,
     pub block: Block,
     pub queue: Queue,
     pub features: u64,
@@ -56,7 +57,8 @@ impl Bench {
         let interrupt = Interrupt::new().unwrap();
         let mem = memory();
         let pages = PageMap::new(&mem);
-        Self { mem, pages, block, queue, features, interrupt, avail: 0, used: 0 }
+        let room = Room::default();
+        Self { mem, pages, room, block, queue, features, interrupt, avail: 0, used: 0 }
     }
 
     pub fn descriptor(
@@ -90,7 +92,8 @@ impl Bench {
     pub fn serve(&mut self) -> Result<bool, Broken> {
         let noted = crate::memory::writes::Writes::default();
         let mut ring = Ring::new(&mut self.queue, &self.mem, &noted);
-        self.block.serve(&mut ring, self.features, &self.interrupt, &mut self.pages, &|| false)
+        let notes = &mut Notes { pages: &mut self.pages, room: &mut self.room };
+        self.block.serve(&mut ring, self.features, &self.interrupt, notes, &|| false)
     }
 
     /// Serves one chain at descriptor 0 and returns the used length.

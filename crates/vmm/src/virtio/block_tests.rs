@@ -3,7 +3,6 @@ use super::block_bench::{BLOCKS, BODY, Bench, HEADER, IOERR, OK, RINGS, SECTORS,
 use super::ring::Broken;
 use super::testing::{DATA, HIGH_END, INDIRECT, LOW_END, NEXT, WRITE, disk, reads, writes};
 use crate::disk::Disk;
-use std::os::fd::{AsFd as _, OwnedFd};
 use virtio_bindings::virtio_blk as spec;
 use vm_memory::{Bytes as _, GuestAddress};
 
@@ -262,40 +261,4 @@ fn errors_of_the_host_are_answered_and_counted() {
     assert_eq!((bench.block.counters().host_errors, bench.block.counters().no_space), (1, 0));
     assert_eq!(bench.request(spec::VIRTIO_BLK_T_IN, 0, &[writes(BODY, 512)]), (OK, 513));
     assert_eq!(bench.bytes(BODY, 512), [7; 512]);
-
-    // A full file system: a private tmpfs in a mount namespace of this thread.
-    if !dayfly_units::needs::root() {
-        return;
-    }
-    let layer = full_file_system().unwrap();
-    let mut spec_ = disk(BLOCKS, &[7; 8192], vec![], false);
-    spec_.writable = Some(layer);
-    let mut bench = Bench::of(Disk::open(spec_).unwrap());
-    let mut statuses = Vec::new();
-    for block in 0..BLOCKS {
-        statuses.push(bench.request(spec::VIRTIO_BLK_T_OUT, block * 8, &[reads(BODY, 4096)]).0);
-    }
-    let failed = statuses.iter().filter(|s| **s == IOERR).count() as u64;
-    assert!(failed > 0 && failed < BLOCKS, "{statuses:?}");
-    assert_eq!(bench.block.counters().no_space, failed);
-    // A discard frees space.
-    bench.mem.write_obj([0_u64, 64], GuestAddress(BODY)).unwrap();
-    assert_eq!(bench.request(spec::VIRTIO_BLK_T_DISCARD, 0, &[reads(BODY, 16)]).0, OK);
-    assert_eq!(bench.request(spec::VIRTIO_BLK_T_OUT, SECTORS - 8, &[reads(BODY, 4096)]).0, OK);
-}
-
-/// An empty file on a private tmpfs of 64 KiB.
-fn full_file_system() -> Option<OwnedFd> {
-    use rustix::mount::{
-        FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount,
-        fsopen,
-    };
-    let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC).ok()?;
-    fsconfig_set_string(context.as_fd(), "size", "65536").ok()?;
-    fsconfig_create(context.as_fd()).ok()?;
-    let mount =
-        fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty()).ok()?;
-    use rustix::fs::{Mode, OFlags};
-    rustix::fs::openat(&mount, "layer", OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC, Mode::RUSR)
-        .ok()
 }

@@ -34,11 +34,13 @@ impl DeviceSet {
             }
             self.take(&events[..count], now, &mut pending);
             let mut deadline: Option<Instant> = None;
+            let shared = (&self.pages, &self.room);
             for (slot, pending) in self.slots.iter().zip(&mut pending) {
                 let next = slot.deadline();
                 if (*pending || next.is_some_and(|next| next <= now)) && !self.gate.wanted() {
-                    *pending = slot
-                        .serve(&self.mem, &self.writes, &self.pages, now, &|| self.gate.wanted());
+                    *pending =
+                        slot.serve(&self.mem, &self.writes, shared, now, &|| self.gate.wanted());
+                    self.note_no_space(slot);
                 }
                 deadline = deadline.into_iter().chain(slot.deadline()).min();
             }

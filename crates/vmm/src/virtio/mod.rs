@@ -16,7 +16,8 @@
 //!   running vCPU cannot tear the state of one device. The saved devices belong to one instant only
 //!   if the vCPUs are parked.
 //!
-//! Order of locks: the gate's state, then one device, then the page map; never two devices.
+//! Order of locks: the gate's state, then one device, then the page map, then the room; never
+//! two devices.
 
 mod block;
 #[cfg(test)]
@@ -38,6 +39,9 @@ mod ring;
 mod rng;
 mod set;
 mod slot;
+mod stall;
+#[cfg(test)]
+mod stall_tests;
 mod state;
 #[cfg(test)]
 mod testing;

@@ -5,12 +5,13 @@ use super::device::{DeviceError, DeviceHealth, MAX_SOCKET_PATH, MmioSlot, VsockS
 use super::gate::Gate;
 use super::net::Net;
 use super::slot::{Kind, Slot};
+use super::stall::Stall;
 use super::state::{DeviceStates, LoadError};
 use super::vsock::Vsock;
 use crate::config::LinkConfig;
 use crate::disk::Disk;
 use crate::disk::page_map::{self, PageMap};
-use crate::disk::{DiskSpec, FileId, FreezeError, FreezeFiles, LayerSpec};
+use crate::disk::{DiskSpec, FileId, FreezeError, FreezeFiles, LayerSpec, Room};
 use crate::memory::YieldPoints;
 use crate::memory::writes::Writes;
 use dayfly_units::sync::lock;
@@ -51,6 +52,9 @@ pub struct DeviceSet {
     /// The files of each disk's layers. Kept beside the disks, because the device thread holds a
     /// disk for as long as a request takes.
     pub(super) layers: Mutex<Vec<Vec<FileId>>>,
+    /// The host's room for the disks.
+    pub(super) room: Mutex<Room>,
+    pub(super) stall: Stall,
 }
 
 impl DeviceSet {
@@ -132,7 +136,8 @@ impl DeviceSet {
         let (pages, gate, loaded) =
             (Mutex::new(PageMap::new(&mem)), Gate::default(), AtomicBool::new(false));
         let (writes, layers) = (Writes::default(), Mutex::new(vec![Vec::new(); disks.into()]));
-        Ok(Self { mem, pages, writes, slots, epoll, wake, gate, loaded, layers })
+        let (room, stall) = (Mutex::default(), Stall::new()?);
+        Ok(Self { mem, pages, writes, slots, epoll, wake, gate, loaded, layers, room, stall })
     }
 
     /// Puts media into the disks vda, vdb, … in this order; returns how many are writable. Call it

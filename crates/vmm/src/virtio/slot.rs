@@ -1,6 +1,6 @@
 //! One device in its MMIO window: registers, kicks of its queues, interrupt, and the device's kind.
 
-use super::block::{self, Block};
+use super::block::{self, Block, Notes};
 use super::device::{DeviceError, DeviceHealth, host};
 use super::interrupt::{CONFIG_CHANGE, Interrupt};
 use super::net::{self, Net, Turn};
@@ -11,8 +11,8 @@ use super::state::{DeviceState, KindState, LoadError};
 use super::transport::{Effect, Transport};
 use super::vsock::{self, Service, Vsock};
 use crate::config::LinkConfig;
-use crate::disk::Disk;
 use crate::disk::page_map::PageMap;
+use crate::disk::{Disk, NoSpace, Room};
 use crate::memory::writes::Writes;
 use dayfly_units::sync::lock;
 use std::os::fd::OwnedFd;
@@ -144,7 +144,10 @@ impl Slot {
                 match &mut inner.kind {
                     Kind::Vsock(vsock) => vsock.reset(),
                     Kind::Net(net) => net.reset(),
-                    Kind::Block(_) | Kind::Rng => {}
+                    Kind::Block(block) => {
+                        let _ = block.retry();
+                    }
+                    Kind::Rng => {}
                 }
                 self.kick_all();
             }
@@ -168,7 +171,7 @@ impl Slot {
         &self,
         mem: &GuestMemoryMmap,
         writes: &Writes,
-        pages: &Mutex<PageMap>,
+        (pages, room): (&Mutex<PageMap>, &Mutex<Room>),
         now: Instant,
         stop: &dyn Fn() -> bool,
     ) -> bool {
@@ -187,7 +190,7 @@ impl Slot {
                 &mut Ring::new(queue, mem, writes),
                 features,
                 interrupt,
-                &mut lock(pages),
+                &mut Notes { pages: &mut lock(pages), room: &mut lock(room) },
                 stop,
             ),
             (Kind::Rng, [queue]) => rng::serve(&mut Ring::new(queue, mem, writes), interrupt, stop),
@@ -262,6 +265,23 @@ impl Slot {
         let mut inner = lock(&self.inner);
         inner.transport = Transport::new(block::DEVICE_ID, block.features(), block::QUEUES);
         inner.kind = Kind::Block(block);
+    }
+
+    /// Why this disk waits for space; `None`: it does not, or this is another device.
+    pub fn waits(&self) -> Option<NoSpace> {
+        match &lock(&self.inner).kind {
+            Kind::Block(block) => block.waits(),
+            _ => None,
+        }
+    }
+
+    /// Makes a disk try again the request that had no space.
+    pub fn retry(&self) {
+        if let Kind::Block(block) = &mut lock(&self.inner).kind
+            && block.retry()
+        {
+            self.kick_all();
+        }
     }
 
     /// Whether this is a disk with a writable layer.

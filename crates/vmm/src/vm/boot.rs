@@ -54,6 +54,7 @@ impl WarmVmm {
             writable_disks,
             not_yet_run: None,
             paused: true,
+            stalled: false,
             copying: None,
         })
     }

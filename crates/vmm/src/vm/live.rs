@@ -69,10 +69,14 @@ impl Vm {
             }
         };
         let began = Instant::now();
-        let ran = !self.paused;
+        let (ran, stalled) = (!self.paused && !self.stalled, !self.paused && self.stalled);
         self.pause().map_err(SaveError::Freeze)?;
         let saved = save(self, saving);
         let resumed = if ran { self.resume_noting() } else { Ok(()) };
+        if stalled {
+            // It goes on when there is space, and not because it was saved.
+            self.paused = false;
+        }
         let paused_us = micros(began);
         self.end_precopy();
         if let Err(error) = resumed {

@@ -17,7 +17,7 @@ use kvm_bindings::kvm_clock_data;
 use kvm_ioctls::VcpuFd;
 use std::fs::File;
 use std::io::Write;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 /// RAM that has been copied, except for pages written since.
 #[derive(Debug)]
@@ -43,7 +43,10 @@ pub struct Vm {
     pub(super) ram: Ram,
     pub(super) writable_disks: usize,
     pub(super) not_yet_run: Option<Restored>,
+    /// Whether the daemon has stopped the VM.
     pub(super) paused: bool,
+    /// Whether the VM has stopped itself because a disk has no space on the host ([`Self::stall`]).
+    pub(super) stalled: bool,
     /// A copy of RAM in progress ([`Self::precopy`]).
     pub(super) copying: Option<Copying>,
 }
@@ -58,6 +61,7 @@ impl Vm {
         phases.extend(first.map(|us| ("first port write".to_owned(), us)));
         Status {
             paused: self.paused,
+            no_space: self.warm.devices.no_space(),
             whole: self.ram.is_whole(),
             phases,
             layers: self.warm.devices.layers(),
@@ -65,12 +69,41 @@ impl Vm {
         }
     }
 
+    /// A descriptor that is readable when a disk has no space on the host, until [`Self::stall`].
+    #[must_use]
+    pub fn stall_event(&self) -> BorrowedFd<'_> {
+        self.warm.devices.stall_event()
+    }
+
     /// Stops every vCPU between two instructions, then every device between two requests.
     ///
     /// # Errors
     /// When a vCPU does not stop; all vCPUs then run on.
     pub fn pause(&mut self) -> Result<(), VmError> {
-        if self.paused {
+        if !self.paused {
+            self.stop()?;
+            self.paused = true;
+        }
+        Ok(())
+    }
+
+    /// Stops a VM of which a disk waits for space on the host. [`Self::resume`] has the disk try
+    /// again. The guest does not notice the wait, and no request of it fails.
+    ///
+    /// # Errors
+    /// When a vCPU does not stop; all vCPUs then run on, and the disk waits nevertheless.
+    pub fn stall(&mut self) -> Result<(), VmError> {
+        // The event is taken from a paused VM too. Its next `resume` tries again.
+        if self.warm.devices.take_stall() && !self.paused {
+            self.stop()?;
+            self.stalled = true;
+        }
+        Ok(())
+    }
+
+    /// Stops the vCPUs and the devices, unless they are stopped.
+    fn stop(&self) -> Result<(), VmError> {
+        if self.paused || self.stalled {
             return Ok(());
         }
         for vcpu in &self.warm.vcpus {
@@ -83,16 +116,16 @@ impl Vm {
             return Err(error.into());
         }
         self.warm.devices.pause();
-        self.paused = true;
         Ok(())
     }
 
-    /// Starts the vCPUs, then the devices.
+    /// Starts the vCPUs, then the devices. A disk that had no space tries again.
     ///
     /// # Errors
     /// When a restored VM's clocks cannot be set; it then stays paused.
     pub fn resume(&mut self) -> Result<(), VmError> {
-        if !self.paused {
+        self.warm.devices.retry();
+        if !self.paused && !self.stalled {
             self.end_precopy();
             return Ok(());
         }
@@ -103,7 +136,7 @@ impl Vm {
             // which has none to inform.
             let _ = vcpu.fd().kvmclock_ctrl();
         }
-        self.paused = false;
+        (self.paused, self.stalled) = (false, false);
         for vcpu in &self.warm.vcpus {
             vcpu.resume();
         }

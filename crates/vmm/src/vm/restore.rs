@@ -149,8 +149,15 @@ impl WarmVmm {
         };
         drop((files.state, files.pager));
         self.end_set_up(&disks_bytes);
-        let mut vm =
-            Vm { warm: self, ram, writable_disks, not_yet_run, paused: true, copying: None };
+        let mut vm = Vm {
+            warm: self,
+            ram,
+            writable_disks,
+            not_yet_run,
+            paused: true,
+            stalled: false,
+            copying: None,
+        };
         if !config.paused {
             vm.resume()?;
         }

@@ -35,6 +35,8 @@ pub struct Host {
     pub vsock_listener: OwnedFd,
     /// The path prefix for connections that the guest starts.
     pub vsock_path: std::path::PathBuf,
+    /// The limits on the growth of disks; `None`: there are none.
+    pub limits: Option<File>,
     /// `/proc/self/pagemap`, if it could be opened.
     pub pagemap: Option<File>,
     /// A userfaultfd, for a guest whose memory arrives page by page.
@@ -105,6 +107,7 @@ impl WarmVmm {
             console,
             vsock_listener,
             vsock_path,
+            limits: growth,
             pagemap,
             uffd,
             record,
@@ -117,6 +120,9 @@ impl WarmVmm {
 
         let vsock = VsockSpec { listener: vsock_listener, path: vsock_path, guest_cid: GUEST_CID };
         let devices = DeviceSet::new(memory.clone(), shape.disks, shape.nets, vsock, &vm)?;
+        if let Some(growth) = growth {
+            devices.limit_growth(growth);
+        }
         let platform = Arc::new(Platform::new(&vm, console, Arc::clone(&devices))?);
         timeline.done("devices");
 

@@ -215,6 +215,7 @@ impl Vmm {
         let vsock_path =
             if jailed { PathBuf::from("/vsock.sock") } else { folder.join("root/vsock.sock") };
         let config = VmmConfig {
+            limits_fd: None,
             id: dayfly_units::VmId::random(),
             jail,
             kvm_fd: Some(files.keep(kvm.into())),

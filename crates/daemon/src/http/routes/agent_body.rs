@@ -138,7 +138,7 @@ async fn in_time<T>(
         if let Ok(got) = timeout(step, &mut next).await {
             return Ok(got);
         }
-        if vm.phase().serves("wait for").is_ok() {
+        if vm.serves("wait for").is_ok() {
             left -= step;
         }
         if left.is_zero() {

@@ -32,7 +32,7 @@ async fn open(
     request: &Request,
     doing: &'static str,
 ) -> Outcome<UnixStream> {
-    vm.phase().serves("copy files of")?;
+    vm.serves("copy files of")?;
     let mut link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
     link.send(request, doing).await?;
     match link.reply(doing).await? {

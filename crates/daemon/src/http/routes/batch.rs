@@ -4,8 +4,7 @@ use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::time::Asked;
 use crate::http::routes::extract::{Json, Shared};
 use crate::http::routes::vms::{check_labels, removable, to_the_end};
-use crate::model::step::Step;
-use crate::ops::{create, remove};
+use crate::ops::{admit, create, remove};
 use crate::vm::batch::Batch;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -59,10 +58,7 @@ pub async fn create(
     };
     // A request whose VMs do not fit is refused before any is created. Each VM reserves its memory
     // later.
-    let fit = (0..count)
-        .map(|_| daemon.budget.reserve(memory_bytes, None))
-        .collect::<Result<Vec<_>, _>>();
-    drop(fit.map_err(Step::Memory.failed())?);
+    admit::together(&daemon, count, memory_bytes).await?;
     let batch = Batch::of(&daemon.config, count).map_err(ApiError::internal)?;
     let order = create::Order {
         batch: batch.clone(),

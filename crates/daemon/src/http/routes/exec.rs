@@ -28,7 +28,7 @@ pub async fn exec(
     upgrade: Upgrade<Frames>,
 ) -> Outcome<Response> {
     let vm = daemon.registry.find(&word)?;
-    vm.phase().serves("run a program in")?;
+    vm.serves("run a program in")?;
     Ok(upgrade.then(move |client| session::exec(daemon, vm, client)))
 }
 

@@ -3,8 +3,9 @@
 use crate::base::error::{Outcome, blocking};
 use crate::http::routes::extract::{Named, Shared, blocking_reader};
 use crate::http::upload;
+use crate::ops::admit;
 use axum::Json;
-use axum::body::Body;
+use axum::body::{Body, HttpBody as _};
 use axum::extract::State;
 use axum::http::StatusCode;
 use dayfly_api::types::{ApiError as ErrorBody, Image, ImageUpload, List};
@@ -52,10 +53,12 @@ pub async fn upload(
     Named(name): Named,
     body: Body,
 ) -> Outcome<(StatusCode, Json<Image>)> {
-    let mut body = blocking_reader(body);
+    admit::room(&daemon, "an upload", body.size_hint().exact().unwrap_or(0)).await?;
+    let mut body = admit::Upload::new(daemon.clone(), blocking_reader(body));
     let image = blocking(move || {
         let head: ImageUpload = upload::read_head(&mut body)?;
-        daemon.templates.put_image(&name, &head, &mut body)
+        let put = daemon.templates.put_image(&name, &head, &mut body);
+        body.result(put)
     })
     .await?;
     Ok((StatusCode::CREATED, Json(image)))

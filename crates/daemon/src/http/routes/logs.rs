@@ -106,7 +106,7 @@ async fn of_program(
     headers: &HeaderMap,
 ) -> Outcome<Response> {
     const DOING: &str = "reading a program's output";
-    vm.phase().serves("read what a program wrote in")?;
+    vm.serves("read what a program wrote in")?;
     let mut link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
     link.send(&Request::Log { pid, follow }, DOING).await?;
     match link.reply(DOING).await? {

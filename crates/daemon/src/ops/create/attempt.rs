@@ -13,7 +13,7 @@ use crate::ops::create::guard::{Next, VmGuard};
 use crate::ops::create::last_lines::explain;
 use crate::ops::create::order::{Order, Origin};
 use crate::ops::create::start::start;
-use crate::ops::keeper;
+use crate::ops::{admit, keeper};
 use crate::vm::budget::Reservation;
 use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, AgentLink, LinkError};
@@ -22,7 +22,7 @@ use crate::vmm::pool::{Pool, UnderWay, WarmVmm};
 use crate::vmm::source::{Opened, Purpose, Template};
 use crate::vmm::{guest_socket, identity};
 use dayfly_api::agent::{Ready, Request};
-use dayfly_api::types::{ErrorCode, ExitKind};
+use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
 use dayfly_units::text::escaped;
 use dayfly_units::{Name, VmName, failpoint};
 use dayfly_vmm::config::Shape;
@@ -175,12 +175,14 @@ async fn reserve(
         .budget
         .reserve(facts.memory_bytes, pooled.node(&daemon.pool))
         .map_err(Step::Memory.failed())?;
+    let share = admit::one(daemon).await?;
     done(Step::Memory)?;
     let attachment =
         Attachment::allocate(&daemon.networks, &facts).await.map_err(Step::Network.failed())?;
     done(Step::Network)?;
     let warm = pooled.take(&daemon.pool, memory.node);
     let (vm, warm) = name(daemon, order.name, facts, memory, warm).await?;
+    vm.keep_share(share);
     let guard = VmGuard::new(daemon.clone(), vm.clone(), order.batch.clone());
     if let Some(batch) = order.batch {
         batch.add(vm.id).map_err(ApiError::internal)?;
@@ -278,7 +280,8 @@ async fn not_started(vm: &Arc<Vm>, guard: VmGuard, error: ApiError, ready_made: 
     let step =
         if vm.process().is_none() && vm.live().exit.is_none() { Step::Vmm } else { Step::Guest };
     let error = explain(vm, error).await.during(step.text());
-    let lost = vm.live().exit.is_some_and(|exit| exit.reason == ExitKind::Lost);
+    let lost = |exit: VmExit| matches!(exit.reason, ExitKind::Lost | ExitKind::Memory);
+    let lost = vm.live().exit.is_some_and(lost);
     if !(ready_made && lost) {
         return error.into();
     }
