@@ -119,7 +119,6 @@ pub use pages::gc::{GcPagesError, GcPagesReport};
 pub use pages::victims::REWRITE_BELOW_PERCENT;
 pub use pages::{Group, Lease, PagesError, Put, PutStats, Tenant};
 pub use publish::{OpenError, PutError, RemoveError};
-pub use reserve::{FreeSpace, LowSpaceError, SpaceError};
 pub use snapshots::{
     CommitError, Committed, DiskSpec, FlattenError, GroupBuffer, GroupId, MOST_LAYERS, Merge,
     Merged, OpenDisk, OpenSnapshot, PageReader, PagedSpec, Plan, Prepared, Resident, SavedSnapshot,

@@ -1,4 +1,4 @@
-//! The reserve: disk space that only a gc may spend, and the free space of the file system.
+//! The reserve: disk space that only a gc may spend.
 //!
 //! On a full disk a gc must write before it can free: the live pages of a pack that is mostly
 //! unused, or the folder into which an object is renamed before it is deleted. The reserve is the
@@ -8,7 +8,6 @@
 
 use crate::errors::{IoError, IoResult};
 use crate::inner::{Inner, Store};
-use dayfly_units::Bytes;
 use dayfly_units::error::chain;
 use dayfly_units::sync::lock;
 use rustix::fs::fstatvfs;
@@ -20,50 +19,6 @@ const FILE: &str = "reserve";
 const MOST_BYTES: u64 = 64 << 20;
 /// The most of a file system that is kept, in per cent.
 const MOST_PERCENT: u64 = 3;
-/// Below this share of the file system, in per cent, nothing new is begun.
-const LOW_PERCENT: u64 = 5;
-/// The most bytes below which nothing new is begun.
-const MOST_LOW_BYTES: u64 = 1 << 30;
-
-/// The file system of the state folder, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FreeSpace {
-    /// Size of the file system.
-    pub total_bytes: u64,
-    /// What may still be written. The reserve is not part of it.
-    pub free_bytes: u64,
-    /// The low watermark: with fewer free bytes nothing new is begun.
-    pub low_bytes: u64,
-}
-
-/// The disk has too little free space to begin something new.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "free space at {}: expected at least {}, got {}; dayfly store gc frees what nothing needs, and \
-     dayfly store du shows what each snapshot takes",
-    path.display(),
-    Bytes(*expected),
-    Bytes(*got)
-)]
-pub struct LowSpaceError {
-    /// The state folder.
-    pub path: std::path::PathBuf,
-    /// The low watermark, and what the operation is known to write.
-    pub expected: u64,
-    /// The free bytes.
-    pub got: u64,
-}
-
-/// Why free space was not found.
-#[derive(Debug, thiserror::Error)]
-pub enum SpaceError {
-    /// Too little is free.
-    #[error(transparent)]
-    Low(#[from] LowSpaceError),
-    /// The file system cannot be asked.
-    #[error(transparent)]
-    Io(#[from] IoError),
-}
 
 impl Store {
     /// Keeps a part of the disk for gc from now on: 64 MiB, which is more than a pack takes, or 3 %
@@ -72,7 +27,7 @@ impl Store {
     /// # Errors
     /// The host cannot make the file now, as on a full disk. Each gc and each removal tries again.
     pub fn keep_reserve(&self) -> Result<(), IoError> {
-        let total = self.free_space()?.total_bytes;
+        let total = self.total_bytes()?;
         self.keep_reserve_of((total / 100 * MOST_PERCENT).min(MOST_BYTES))
     }
 
@@ -83,34 +38,13 @@ impl Store {
         self.0.make_reserve(bytes)
     }
 
-    /// The free space of the state folder's file system.
-    ///
-    /// # Errors
-    /// The file system cannot be asked.
-    pub fn free_space(&self) -> Result<FreeSpace, IoError> {
+    /// The size of the state folder's file system in bytes.
+    fn total_bytes(&self) -> Result<u64, IoError> {
         let root = &self.0.root;
-        let stat = fstatvfs(root)
-            .map_err(|e| IoError::new("asking for the free space of", root.path())(e.into()))?;
-        let total_bytes = stat.f_blocks.saturating_mul(stat.f_frsize);
-        let free_bytes = stat.f_bavail.saturating_mul(stat.f_frsize);
-        let low_bytes = (total_bytes / 100 * LOW_PERCENT).min(MOST_LOW_BYTES);
-        Ok(FreeSpace { total_bytes, free_bytes, low_bytes })
-    }
-
-    /// Refuses to begin something new that is known to write `bytes`, if the free space would go
-    /// below the low watermark: before a bake, a fork or an upload, so that they do not fail half
-    /// way, and VMs do not pause for them.
-    ///
-    /// # Errors
-    /// [`SpaceError`].
-    pub fn check_space(&self, bytes: u64) -> Result<(), SpaceError> {
-        let space = self.free_space()?;
-        let expected = space.low_bytes.saturating_add(bytes);
-        if space.free_bytes >= expected {
-            return Ok(());
-        }
-        let path = self.0.root.path().to_owned();
-        Err(LowSpaceError { path, expected, got: space.free_bytes }.into())
+        let stat = fstatvfs(root).map_err(|e| {
+            IoError::new("asking for the size of the disk of", root.path())(e.into())
+        })?;
+        Ok(stat.f_blocks.saturating_mul(stat.f_frsize))
     }
 }
 

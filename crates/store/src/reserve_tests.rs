@@ -130,17 +130,3 @@ fn a_snapshot_is_removed_from_a_disk_without_an_inode_left() {
     store.gc_pages().unwrap();
     assert!(root.path().join(FILE).exists());
 }
-
-#[test]
-fn nothing_new_begins_below_the_low_watermark() {
-    let root = Small::new(6 << 20);
-    let store = store(root.path());
-    let space = store.free_space().unwrap();
-    assert_eq!((space.total_bytes, space.low_bytes), (6 << 20, (6 << 20) / 100 * 5));
-    store.check_space(0).unwrap();
-    store.check_space(space.free_bytes - space.low_bytes).unwrap();
-    let error = store.check_space(space.free_bytes - space.low_bytes + 1).unwrap_err().to_string();
-    assert!(error.contains("free space at") && error.contains("dayfly store gc"), "{error}");
-    fill(root.path());
-    store.check_space(0).unwrap_err();
-}

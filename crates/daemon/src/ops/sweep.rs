@@ -63,7 +63,7 @@ fn look(daemon: &Daemon) -> Outcome<Vec<Leak>> {
     // A VM whose layers are not known may use any of them.
     let every = daemon.templates.store().every_layer_is_pinned();
     let layers = |leak: &Leak| matches!(leak, Leak::File(path) if path.parent() == Some(&folder));
-    leaks.retain(|leak| !held(leak, &folder, &of_others) && !(every && layers(leak)));
+    leaks.retain(|leak| !(held(leak, &folder, &of_others) || every && layers(leak)));
     Ok(leaks)
 }
 

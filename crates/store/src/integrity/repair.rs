@@ -62,13 +62,19 @@ pub enum RepairError {
     Search(#[from] SearchError),
     /// The unused packs were not removed.
     #[error(transparent)]
-    Gc(#[from] GcPagesError),
+    Gc(Box<GcPagesError>),
     /// The pages were not written.
     #[error(transparent)]
     Pages(#[from] PagesError),
     /// The host could not read or write.
     #[error(transparent)]
     Io(#[from] IoError),
+}
+
+impl From<GcPagesError> for RepairError {
+    fn from(e: GcPagesError) -> Self {
+        Self::Gc(Box::new(e))
+    }
 }
 
 impl Store {
