@@ -77,7 +77,10 @@ impl Vms {
     async fn new(bed: &Testbed, large: usize, small: usize) -> Result<Self> {
         let mut vms = Self { large: Vec::new(), small: Vec::new() };
         for n in 0..large {
-            vms.large.push(Living::new(create_from(bed, BASE, &format!("large{n}")).await?, bed)?);
+            let vm = create_from(bed, BASE, &format!("large{n}")).await?;
+            // So that none has written all of its blocks before the last one is there.
+            bed.client.pause(&vm.id.to_string()).await?;
+            vms.large.push(Living::new(vm, bed)?);
         }
         for n in 0..small {
             vms.small.push(Living::new(create_from(bed, SMALL, &format!("small{n}")).await?, bed)?);
@@ -180,6 +183,9 @@ async fn fills_up(state: PathBuf, large: usize, small: usize) -> Result<()> {
     let vms = Vms::new(&bed, large, small).await?;
     let kept = SHARE_BYTES * (large + small) as u64;
     let other = fill(&bed, kept + LEFT_BYTES)?;
+    for vm in &vms.large {
+        bed.client.unpause(&vm.word()).await?;
+    }
     vms.wait(&bed).await?;
 
     let (one, free_small) = (&vms.large[0], &vms.small[0]);
