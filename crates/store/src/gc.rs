@@ -5,6 +5,7 @@ use crate::errors::IoError;
 use crate::inner::Store;
 use crate::objects::manifest::{self, ManifestError};
 use crate::objects::refs;
+use crate::objects::tree::TREE;
 use crate::objects::types::{DATA, LayerId, MAP};
 use dayfly_units::failpoint;
 use rustix::fs::{AtFlags, FileType, statat};
@@ -118,7 +119,7 @@ impl Store {
         let Ok(dir) = self.0.layers.sub(&id.to_string()) else { return 0 };
         let blocks =
             |name| dir.open(name).ok().and_then(|f| f.metadata().ok()).map_or(0, |m| m.blocks());
-        (blocks(DATA) + blocks(MAP)) * 512
+        (blocks(DATA) + blocks(TREE) + blocks(MAP)) * 512
     }
 }
 

@@ -36,7 +36,7 @@ pub(crate) struct Inner {
     pub(crate) publish: Mutex<()>,
     /// Held while a frozen layer is copied because a process may write to it.
     pub(crate) copying: Mutex<()>,
-    pub(crate) verifier: Arc<Verifier>,
+    pub(crate) verifier: Verifier,
     pub(crate) tenants: Tenants,
     pub(crate) pins: Arc<Pins>,
     pub(crate) shared: Arc<SharedLayers>,
@@ -90,19 +90,18 @@ impl Store {
         let format = Format::read(&root)?;
         let unknown_features = format.as_ref().map(Format::unknown_ro_compat).unwrap_or_default();
         let folder = |name: &str| root.make_or_open(name);
-        let verifier: Arc<Verifier> = Arc::default();
         let inner = Inner {
             images: folder("images")?,
             kernels: folder("kernels")?,
             layers: folder("layers")?,
             snapshots: folder("snapshots")?,
-            shared: Arc::new(SharedLayers::new(folder("vms")?, verifier.clone())),
+            shared: Arc::new(SharedLayers::new(folder("vms")?)),
             vms: folder("vms")?,
             staging: folder("staging")?,
             root,
             publish: Mutex::new(()),
             copying: Mutex::new(()),
-            verifier,
+            verifier: Verifier::default(),
             tenants: Tenants::default(),
             pins: Arc::default(),
             counter: AtomicU64::new(0),
