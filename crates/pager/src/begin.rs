@@ -3,7 +3,7 @@
 use crate::error::{ServeError, invalid, step};
 use crate::stored::{Expected, Stored};
 use crate::wire::{Settings, ToPager, receive};
-use dayfly_store::PageReader;
+use dayfly_store::{DiskFile, FileTree, PageReader};
 use rustix::fd::OwnedFd;
 use std::fs::File;
 use std::io;
@@ -35,6 +35,7 @@ pub(crate) fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
         elsewhere_bytes,
         packs,
         disks,
+        roots,
         settings,
     } = first
     else {
@@ -63,7 +64,12 @@ pub(crate) fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
         order.as_chunks().0.iter().map(|frame| u32::from_le_bytes(*frame)).collect();
     let elsewhere = part(table_bytes + places_bytes + order_bytes, elsewhere_bytes)?;
     let elsewhere = rows(&elsewhere)?;
-    let wanted = disks.iter().fold(u64::from(packs), |sum, files| sum + u64::from(*files));
+    let of_disks = disks.iter().fold(0, |sum: u64, files| sum.saturating_add(u64::from(*files)));
+    if of_disks != roots.len() as u64 {
+        return Err(invalid("roots of hash trees", of_disks, roots.len()));
+    }
+    let trees = roots.iter().flatten().count() as u64;
+    let wanted = u64::from(packs) + of_disks + trees;
     let mut files: Vec<File> = Vec::new();
     while (files.len() as u64) < wanted {
         match next()?.ok_or_else(ended)? {
@@ -80,10 +86,15 @@ pub(crate) fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
         }
     }
     if files.len() as u64 != wanted {
-        return Err(invalid("packs and files of disks", wanted, files.len()));
+        return Err(invalid("packs, files of disks and hash trees", wanted, files.len()));
     }
+    let mut trees = files.split_off(files.len() - roots.iter().flatten().count()).into_iter();
     let mut files = files.into_iter();
     let packs = files.by_ref().take(packs as usize).collect();
+    let mut files = files.zip(roots).map(|(file, root)| DiskFile {
+        file,
+        tree: root.and_then(|root| Some(FileTree { file: trees.next()?, root })),
+    });
     let disks = disks.iter().map(|n| files.by_ref().take(*n as usize).collect()).collect();
     let reader = PageReader::open(&table, &places, packs, disks)?;
     let expected = Expected { first: first.clone(), elsewhere, ..Expected::default() };

@@ -34,6 +34,7 @@ impl Client {
             sheet.write_all(part)?;
         }
         let number = |n: usize| u32::try_from(n).map_err(io::Error::other);
+        let disks = || plan.disks.iter().flatten();
         let begin = ToPager::Begin {
             table_bytes: plan.table.len() as u64,
             places_bytes: plan.places.len() as u64,
@@ -41,11 +42,13 @@ impl Client {
             elsewhere_bytes: elsewhere.len() as u64,
             packs: number(plan.packs.len())?,
             disks: plan.disks.iter().map(|files| number(files.len())).collect::<io::Result<_>>()?,
+            roots: disks().map(|disk| disk.tree.as_ref().map(|tree| tree.root)).collect(),
             settings,
         };
         send(&socket, &begin, &[plan.memory.as_fd(), sheet.as_fd()])?;
-        let files: Vec<BorrowedFd<'_>> =
-            plan.packs.iter().chain(plan.disks.iter().flatten()).map(AsFd::as_fd).collect();
+        let trees = disks().filter_map(|disk| disk.tree.as_ref()).map(|tree| &tree.file);
+        let files = plan.packs.iter().chain(disks().map(|disk| &disk.file)).chain(trees);
+        let files: Vec<BorrowedFd<'_>> = files.map(AsFd::as_fd).collect();
         for some in files.chunks(MAX_FDS) {
             send(&socket, &ToPager::Files, some)?;
         }

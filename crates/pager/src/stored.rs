@@ -18,6 +18,7 @@ const MOST_FRAMES: usize = 64;
 const KEPT_GROUPS: usize = 64;
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);
+const _: () = assert!(UNIT as u64 * PAGE_SIZE == dayfly_units::tree::LEAF_BYTES);
 
 /// The stored place of a frame's page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -303,7 +304,8 @@ impl Stored {
         Ok(())
     }
 
-    /// Puts frames that are disk blocks.
+    /// Puts frames that are blocks of one unit. The blocks are read at once, because a unit is a
+    /// leaf of the disk file's hash tree.
     fn blocks(
         &self,
         slots: &[Slot],
@@ -316,12 +318,22 @@ impl Stored {
             }
             _ => false,
         };
+        let block = |slot: &Slot| match slot.place {
+            Place::Block(_, _, block) => Some(block),
+            Place::Page(..) => None,
+        };
+        let all = || slots.iter().filter_map(block);
+        let (Some(first), Some(last)) = (all().min(), all().max()) else { return Ok(()) };
+        let Some(Place::Block(disk, layer, _)) = slots.first().map(|slot| slot.place) else {
+            return Ok(());
+        };
+        bytes.resize((last - first + 1) as usize * PAGE, 0);
+        self.reader.read_blocks(disk, layer, first, bytes)?;
         for run in slots.chunk_by(follows) {
-            let Place::Block(disk, layer, block) = run[0].place else { continue };
-            bytes.resize(run.len() * PAGE, 0);
-            self.reader.read_blocks(disk, layer, block, bytes)?;
-            self.count(bytes.len());
-            put(run[0].frame, bytes).map_err(SourceError::Install)?;
+            let start = block(&run[0]).map_or(0, |block| (block - first) as usize * PAGE);
+            let Some(part) = bytes.get(start..start + run.len() * PAGE) else { continue };
+            self.count(part.len());
+            put(run[0].frame, part).map_err(SourceError::Install)?;
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
 
 use crate::policy::Policy;
 use dayfly_sys::fdwire;
+use dayfly_units::Digest;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use serde::de::DeserializeOwned;
@@ -49,8 +50,8 @@ impl Default for Settings {
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum ToPager {
     /// The first message. With it come the memfd of RAM and the sheet: a file that has table,
-    /// places, first frames and frames elsewhere, concatenated. Packs and disk files follow in
-    /// [`ToPager::Files`].
+    /// places, first frames and frames elsewhere, concatenated. Packs, disk files and then the hash
+    /// trees of those that have one follow in [`ToPager::Files`].
     Begin {
         /// Bytes of the table.
         table_bytes: u64,
@@ -65,10 +66,12 @@ pub enum ToPager {
         packs: u32,
         /// Number of files of each disk.
         disks: Vec<u32>,
+        /// For each disk file the root of its hash tree, if it has one.
+        roots: Vec<Option<Digest>>,
         /// The pager's settings.
         settings: Settings,
     },
-    /// With it come further packs and disk files, in the order of the plan.
+    /// With it come further packs, disk files and hash trees, in the order of the plan.
     Files,
     /// A new clone. With it come a socket on which its VMM will send its regions, a pidfd of the
     /// VMM, and the exit record.

@@ -11,7 +11,6 @@ use crate::blob::fault;
 use crate::blob::watch::{Event, acknowledge, record};
 use crate::fixture::{IMAGE, Vm, disk, name, put_image, store};
 use crate::fixture_pages::{bytes, grow_frozen, merge};
-use crate::integrity::verify::hurry;
 use crate::{ChainLayer, Digest, FileId, KernelSpec, Scope, Store, VmLayer};
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashSet};
@@ -91,7 +90,6 @@ fn seed(store: &Store, at: &str) -> Option<u8> {
 
 #[test]
 fn an_image_is_the_old_or_the_new_after_each_crash() {
-    hurry::begin();
     type Run = fn(&Store);
     let put: Run = |store| drop(put_image(store, IMAGE, 2).unwrap());
     let remove: Run = |store| store.remove_image(&name(IMAGE)).unwrap();
@@ -143,7 +141,6 @@ fn filled(store: &Store, at: &str) -> Option<u8> {
 
 #[test]
 fn a_kernel_is_the_old_or_the_new_after_each_crash() {
-    hurry::begin();
     type Run = fn(&Store);
     let put: Run = |store| put_kernel(store, 2).unwrap();
     let remove: Run = |store| store.remove_kernel(&name("k")).unwrap();
@@ -169,7 +166,6 @@ fn a_kernel_is_the_old_or_the_new_after_each_crash() {
 
 #[test]
 fn a_step_of_putting_a_kernel_that_fails_leaves_the_old_or_the_new() {
-    hurry::begin();
     let mut steps = 0;
     for errno in [None, Some(EIO), Some(ENOSPC)] {
         for n in 0.. {
@@ -305,7 +301,6 @@ fn with_frozen(store: &Store, layers: u8) -> (Vm, Vec<u8>) {
 
 #[test]
 fn a_vm_whose_daemon_is_killed_while_its_layers_are_stored_can_be_saved_again() {
-    hurry::begin();
     let root = folder();
     let store = store(root.path());
     let (mut vm, expected) = with_frozen(&store, 2);
@@ -394,7 +389,6 @@ fn a_vm_whose_daemon_is_killed_while_it_is_frozen_has_a_chain_of_files() {
 
 #[test]
 fn a_step_of_storing_layers_that_fails_leaves_a_vm_that_can_be_saved_again() {
-    hurry::begin();
     let mut steps = 0;
     for errno in [EIO, ENOSPC] {
         for n in 0.. {

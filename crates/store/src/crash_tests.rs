@@ -7,7 +7,6 @@ use crate::blob::fault;
 use crate::blob::watch::{Event, acknowledge, record};
 use crate::fixture::{name, store};
 use crate::fixture_pages::{PAGE, bake_paged, bytes, file, grow, page, ram, restored, saved};
-use crate::integrity::verify::hurry;
 use crate::{CommitError, Digest, PagedSpec, Scope, Store};
 use dayfly_units::VmId;
 use std::collections::{BTreeMap, HashSet};
@@ -288,7 +287,6 @@ pub(crate) fn check(root: &Path, case: &Case, acknowledged: bool, at: &str) {
 
 #[test]
 fn every_state_that_a_crash_may_leave_keeps_what_was_acknowledged_and_nothing_half() {
-    hurry::begin();
     for (what, case) in cases() {
         let root = folder();
         let store = (case.prepare)(root.path());
@@ -332,7 +330,6 @@ fn every_state_that_a_crash_may_leave_keeps_what_was_acknowledged_and_nothing_ha
 
 #[test]
 fn every_step_that_fails_or_is_the_last_leaves_the_old_or_the_new() {
-    hurry::begin();
     for (what, case) in cases() {
         let mut steps = 0;
         for kind in [None, Some(EIO), Some(ENOSPC)] {

@@ -4,6 +4,8 @@ use crate::blob::Dir;
 use crate::errors::IoError;
 use crate::inner::{Inner, Store};
 use crate::objects::manifest::{self, ManifestError, SnapshotManifest};
+use crate::objects::refs;
+use crate::objects::tree::TREE;
 use crate::objects::types::{DATA, LayerId, MAP};
 use crate::publish::Retired;
 use crate::watch::Watch;
@@ -134,7 +136,7 @@ impl Store {
         let Ok(dir) = self.0.layers.sub(&id.to_string()) else { return 0 };
         let blocks =
             |name| dir.open(name).ok().and_then(|f| f.metadata().ok()).map_or(0, |m| m.blocks());
-        (blocks(DATA) + blocks(MAP)) * 512
+        (blocks(DATA) + blocks(TREE) + blocks(MAP)) * 512
     }
 }
 

@@ -38,7 +38,7 @@ pub(crate) struct Inner {
     pub(crate) publish: Mutex<Published>,
     /// Held while a frozen layer is copied because a process may write to it.
     pub(crate) copying: Mutex<()>,
-    pub(crate) verifier: Arc<Verifier>,
+    pub(crate) verifier: Verifier,
     pub(crate) tenants: Tenants,
     /// The wanted size of the reserve for gc in bytes; 0 for none.
     pub(crate) reserve: Mutex<u64>,
@@ -96,19 +96,18 @@ impl Store {
         let format = Format::read(&root)?;
         let unknown_features = format.as_ref().map(Format::unknown_ro_compat).unwrap_or_default();
         let folder = |name: &str| root.make_or_open(name);
-        let verifier: Arc<Verifier> = Arc::default();
         let inner = Inner {
             images: folder("images")?,
             kernels: folder("kernels")?,
             layers: folder("layers")?,
             snapshots: folder("snapshots")?,
-            shared: Arc::new(SharedLayers::new(folder("vms")?, verifier.clone())),
+            shared: Arc::new(SharedLayers::new(folder("vms")?)),
             vms: folder("vms")?,
             staging: folder("staging")?,
             root,
             publish: Mutex::default(),
             copying: Mutex::new(()),
-            verifier,
+            verifier: Verifier::default(),
             tenants: Tenants::default(),
             reserve: Mutex::default(),
             unsynced: Mutex::default(),

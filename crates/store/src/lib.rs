@@ -5,9 +5,9 @@
 //!
 //! | folder | entry | files |
 //! |---|---|---|
-//! | `images/` | name | `disk` (raw, sparse), `manifest` |
+//! | `images/` | name | `disk` (raw, sparse), `tree` (its hash tree), `manifest` |
 //! | `kernels/` | name | `vmlinux`, `initrd`, `manifest` |
-//! | `layers/` | content id | `data` (sparse), `map` (sealed; opaque to this crate) |
+//! | `layers/` | content id | `data` (sparse), `tree`, `map` (sealed; opaque to this crate) |
 //! | `snapshots/` | name | `state`, `memory` (sparse), `manifest` |
 //! | | | or, in place of `memory`, `table` ([`Table`]) |
 //! | `pages/` | tenant | packs of unique pages ([`Tenant`]) |
@@ -34,11 +34,12 @@
 //! rename into `staging/`, `fsync`, delete.
 //!
 //! ## Trust
-//! Manifests are sealed ([`dayfly_units::sealed`]). This process hashes a file in full before its
-//! first use. It then trusts the file while its device, inode, size, mtime and ctime do not change
-//! (`integrity/verify.rs`). [`Store::open_snapshot`] of trusted files is then a few `fstat`s. No
-//! symbolic link is followed below the state folder. [`Store::verify`] reads everything again,
-//! trusted or not.
+//! Manifests are sealed ([`dayfly_units::sealed`]). A disk file has a hash tree
+//! ([`dayfly_units::tree`]): it is opened without being read, and each reader checks what it reads.
+//! This process hashes any other file in full before its first use. It then trusts the file while
+//! its device, inode, size, mtime and ctime do not change (`integrity/verify.rs`).
+//! [`Store::open_snapshot`] of trusted files is then a few `fstat`s. No symbolic link is followed
+//! below the state folder. [`Store::verify`] reads everything again, trusted or not.
 //!
 //! ## What keeps what alive
 //! No reference count is stored. [`refs`] counts references from the snapshots' manifests whenever
@@ -114,6 +115,7 @@ pub use objects::manifest::{
     ManifestError, SnapshotManifest,
 };
 pub use objects::refs;
+pub use objects::tree::{DiskFile, FileTree};
 pub use objects::types::{ChainLayer, FileRef, LayerId, LayerRef, VmLayer};
 pub use pages::gc::{GcPagesError, GcPagesReport};
 pub use pages::victims::REWRITE_BELOW_PERCENT;

@@ -2,6 +2,7 @@ use super::*;
 use crate::fixture::{
     IMAGE, assert_is, bake, disk, image_spec, name, put_image, reopen, store, tree,
 };
+use crate::objects::tree::CheckedFile;
 use rustix::fs::FlockOperation;
 use std::fs::File;
 use std::io::Read;
@@ -151,13 +152,24 @@ fn a_damaged_image_is_refused_and_replaced() {
     let file = File::options().write(true).open(&path);
     let file = file.unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, &[0xaa], 4097).unwrap();
+    let read = || {
+        let Image { disk, tree, .. } = store.image(&name(IMAGE)).unwrap();
+        let checked = CheckedFile::new(DiskFile { file: disk, tree }).unwrap();
+        checked.read(3 * 4096, &mut [0; 4096])
+    };
+    let text = read().unwrap_err().to_string();
+    assert!(text.starts_with("bytes 0 to 65536: expected hash "), "{text}");
+    // Without its tree the whole image is read when it is opened.
+    let tree = root.path().join("images/debian/tree");
+    std::fs::remove_file(&tree).unwrap();
     let text = store.image(&name(IMAGE)).unwrap_err().to_string();
     assert!(
         text.starts_with(&format!("{}: digest of the content: expected ", path.display())),
         "{text}"
     );
+    assert!(!tree.exists(), "a damaged image has got a tree");
     put_image(&store, IMAGE, 1).unwrap();
-    store.image(&name(IMAGE)).unwrap();
+    read().unwrap();
 }
 
 #[test]
@@ -245,8 +257,12 @@ fn an_image_is_on_disk_before_it_is_renamed_and_its_name_after() {
         "making folder staging/*/image",
         "creating staging/*/image/disk",
         "writing staging/*/image/disk",
+        "creating staging/*/image/tree",
+        "writing staging/*/image/tree",
         "making read-only staging/*/image/disk",
         "syncing staging/*/image/disk",
+        "making read-only staging/*/image/tree",
+        "syncing staging/*/image/tree",
         "creating staging/*/image/manifest",
         "writing staging/*/image/manifest",
         "making read-only staging/*/image/manifest",
@@ -283,7 +299,7 @@ fn putting_an_image_fails_or_crashes_at_any_step_and_leaves_the_old_or_the_new()
             let now = store.image(&name(IMAGE)).unwrap().manifest.disk.digest;
             assert!([digest(1), digest(2)].contains(&now), "step {steps}");
             assert!(result.is_err() || now == digest(2), "step {steps}");
-            assert_eq!(tree(root.path()).len(), 11, "step {steps}: {:?}", tree(root.path()));
+            assert_eq!(tree(root.path()).len(), 12, "step {steps}: {:?}", tree(root.path()));
             if !hit {
                 break;
             }

@@ -8,6 +8,7 @@ use crate::inner::{Inner, Store};
 use crate::memory::{BLOCKS, Kind, Table};
 use crate::objects::manifest::{self, SnapshotManifest};
 use crate::objects::refs;
+use crate::objects::tree::TREE;
 use crate::objects::types::{DATA, LayerId, MAP};
 use crate::pages::index::prefix;
 use crate::publish::OpenError;
@@ -246,7 +247,8 @@ impl Inner {
     fn layer_counted(&self, id: LayerId) -> Counted {
         let folder = self.layers.path().join(id.to_string());
         let mut counted = Counted::default();
-        [DATA, MAP].into_iter().for_each(|file| counted.add(file_counted(&folder.join(file))));
+        let files = [DATA, TREE, MAP].into_iter();
+        files.for_each(|file| counted.add(file_counted(&folder.join(file))));
         Counted { count: 1, ..counted }
     }
 }

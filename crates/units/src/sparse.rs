@@ -92,21 +92,25 @@ pub struct Sparse {
 /// # Errors
 /// The file cannot be read, or becomes shorter meanwhile.
 pub fn digest(file: &File) -> io::Result<Sparse> {
-    digest_with(file, &|_| Ok(()))
+    digest_with(file, &mut |_, _| Ok(()))
 }
 
-/// As [`digest`]; calls `on` with the length of each piece read, and stops with its error.
+/// As [`digest`]; calls `on` with the offset and the bytes of each piece read, and stops with its
+/// error.
 ///
 /// # Errors
 /// As [`digest`], or the error of `on`.
-pub fn digest_with(file: &File, on: &dyn Fn(u64) -> io::Result<()>) -> io::Result<Sparse> {
+pub fn digest_with(file: &File, on: Piece<'_>) -> io::Result<Sparse> {
     let mut hasher = SparseHasher::default();
     let len = for_each_data(file, |at, piece| {
         hasher.update(at, piece);
-        on(piece.len() as u64)
+        on(at, piece)
     })?;
     Ok(hasher.finish(len))
 }
+
+/// Gets the offset and the bytes of a piece of a file.
+pub type Piece<'a> = &'a mut dyn FnMut(u64, &[u8]) -> io::Result<()>;
 
 /// Calls `each` with the offset and the bytes of every part of `file` that is not a hole, in
 /// ascending order, and returns the file's length. Offsets are multiples of 4096, and so are all
@@ -199,6 +203,19 @@ pub enum CopyError {
 /// # Errors
 /// [`CopyError`]; the content of `to` is undefined then.
 pub fn copy(from: &mut dyn Read, to: &File, len: u64) -> Result<Sparse, CopyError> {
+    copy_with(from, to, len, &mut |_, _| Ok(()))
+}
+
+/// As [`copy`]; calls `on` with the offset and the bytes of each piece copied.
+///
+/// # Errors
+/// As [`copy`]; an error of `on` counts as one of writing.
+pub fn copy_with(
+    from: &mut dyn Read,
+    to: &File,
+    len: u64,
+    on: Piece<'_>,
+) -> Result<Sparse, CopyError> {
     to.set_len(len).map_err(|source| CopyError::Write { at: len, source })?;
     let mut hasher = SparseHasher::default();
     let mut buffer = vec![0; CHUNK_BYTES];
@@ -212,7 +229,8 @@ pub fn copy(from: &mut dyn Read, to: &File, len: u64) -> Result<Sparse, CopyErro
         }
         let piece = &buffer[..want];
         hasher.update(at, piece);
-        write_data(to, at, piece).map_err(|source| CopyError::Write { at, source })?;
+        let written = write_data(to, at, piece).and_then(|()| on(at, piece));
+        written.map_err(|source| CopyError::Write { at, source })?;
         at += want as u64;
     }
     Ok(hasher.finish(len))

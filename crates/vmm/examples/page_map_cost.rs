@@ -51,6 +51,7 @@ fn main() {
         base: base.into(),
         layers: vec![],
         writable: Some(file().into()),
+        trees: vec![],
     };
     let mut disk = Disk::open(spec).unwrap();
     let mut map = PageMap::new(&memory);

@@ -6,7 +6,7 @@
 //! configuration from descriptor N to its end. The process opens no file by path, with one
 //! exception: vsock connections of the guest go to sockets in the root folder of its jail.
 
-use dayfly_units::VmId;
+use dayfly_units::{Digest, VmId};
 use serde::{Deserialize, Serialize};
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
@@ -237,7 +237,16 @@ pub struct DiskConfig {
     /// An empty file, opened read-write, that takes this VM's writes; `None`: the disk is read-only
     /// for the guest.
     pub writable_fd: Option<FdNumber>,
+    /// The hash trees of the base and of the layers, in this order; a VMM of an earlier version
+    /// ignores them. Missing entries count as `None`: what is read of that file is not checked.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub trees: Vec<Option<TreeConfig>>,
 }
+
+/// The hash tree of a published disk file: its descriptor and its root. A tuple, because a restore
+/// may have hundreds, and the length of a message is limited.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TreeConfig(pub FdNumber, pub Digest);
 
 /// A frozen copy-on-write layer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

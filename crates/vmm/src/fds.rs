@@ -1,8 +1,8 @@
 //! Taking ownership of the descriptors that a [`VmmConfig`](crate::config::VmmConfig) or a message
 //! names.
 
-use crate::config::{DiskConfig, FdNumber, Start, VmmConfig};
-use crate::disk::{DiskSpec, LayerSpec};
+use crate::config::{DiskConfig, FdNumber, Start, TreeConfig, VmmConfig};
+use crate::disk::{DiskSpec, LayerSpec, TreeSpec};
 use std::collections::BTreeSet;
 use std::os::fd::{FromRawFd, OwnedFd};
 
@@ -47,7 +47,8 @@ pub trait Descriptors {
     /// [`FdError`] if the descriptor is missing or taken already.
     fn take(&mut self, what: &'static str, number: FdNumber) -> Result<OwnedFd, FdError>;
 
-    /// Takes the descriptors of a disk: base image, layers with their maps, writable layer.
+    /// Takes the descriptors of a disk: base image, layers with their maps, writable layer, hash
+    /// trees.
     ///
     /// # Errors
     /// [`FdError`] if one is missing or taken already.
@@ -62,7 +63,15 @@ pub trait Descriptors {
             .writable_fd
             .map(|number| self.take("a disk's writable layer", number))
             .transpose()?;
-        Ok(DiskSpec { size_bytes: disk.size_bytes, base, layers, writable })
+        let mut trees = Vec::with_capacity(disk.trees.len());
+        for tree in &disk.trees {
+            let take = |TreeConfig(number, root): &TreeConfig| {
+                let file = self.take("a disk file's hash tree", *number)?;
+                Ok::<_, FdError>(TreeSpec { file, root: *root })
+            };
+            trees.push(tree.as_ref().map(take).transpose()?);
+        }
+        Ok(DiskSpec { size_bytes: disk.size_bytes, base, layers, writable, trees })
     }
 }
 
@@ -137,6 +146,7 @@ pub fn all(config: &VmmConfig) -> BTreeSet<FdNumber> {
         numbers.insert(disk.base_fd);
         numbers.extend(disk.layers.iter().flat_map(|layer| [layer.data_fd, layer.map_fd]));
         numbers.extend(disk.writable_fd);
+        numbers.extend(disk.trees.iter().flatten().map(|TreeConfig(number, _)| number));
     }
     numbers
 }

@@ -26,6 +26,7 @@ pub mod limits;
 pub mod memory;
 pub mod platform;
 pub mod process;
+pub mod report;
 pub mod seccomp;
 pub mod state;
 pub mod timeline;

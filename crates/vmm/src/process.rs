@@ -14,7 +14,7 @@ use crate::vcpu::state::StateError;
 use crate::vm::{Bare, BuildError, Host, WarmVmm};
 use crate::workers::Workers;
 use crate::zygote::{self, ZygoteError};
-use crate::{exit, limits, vcpu};
+use crate::{exit, limits, report, vcpu};
 use dayfly_sys::uffd::Uffd;
 use kvm_ioctls::Kvm;
 use std::convert::Infallible;
@@ -105,6 +105,7 @@ fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
             let mut fds = fds::Received::new(fds);
             exit::set_file(fds.take("the exit record", config.exit_fd)?.into_raw_fd());
             name.write(config.id);
+            report::of_vm(config.id);
             let known = Known { kvm, bare, msrs, filters, pagemap, base_bytes };
             let inside = Inside::new(known, &config)?;
             if config.background && may_return {
@@ -119,6 +120,7 @@ fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
             let config = read_config(number)?;
             let mut fds = FdTable::default();
             exit::set_file(fds.claim("the exit record", config.exit_fd)?);
+            report::of_vm(config.id);
             jail::close_all_but(&fds::all(&config))?;
             let kvm = fds.take("/dev/kvm", config.kvm_fd.unwrap_or(-1))?;
             // SAFETY: the descriptor is owned and given up here. The writer of the configuration

@@ -400,14 +400,16 @@ fn open(daemon: &Daemon, disk: Disk, replaced: &mut Vec<ReplacedLayer>) -> Outco
         ChainLayer::Frozen(layer) | ChainLayer::Shared(layer) => {
             let open = store.open_frozen_layer(layer)?;
             replaced.extend(open.replaced);
-            Ok::<_, ApiError>((open.data, open.map))
+            Ok::<_, ApiError>(((open.data, open.map), None))
         }
         ChainLayer::Stored(layer) => {
             let open = store.open_layers(std::slice::from_ref(layer), "a fork")?.pop();
             let open = open.ok_or_else(|| ApiError::internal("a layer that was opened"))?;
-            Ok((open.data, open.map))
+            Ok(((open.data, open.map), open.tree))
         }
     };
-    let layers = disk.layers.iter().map(layer).collect::<Outcome<_>>()?;
-    Ok(ForkPointDisk { base: base.disk, layers, disk })
+    let layers = disk.layers.iter().map(layer).collect::<Outcome<Vec<_>>>()?;
+    let (layers, of_layers): (_, Vec<_>) = layers.into_iter().unzip();
+    let trees = std::iter::once(base.tree).chain(of_layers).collect();
+    Ok(ForkPointDisk { base: base.disk, layers, trees, disk })
 }

@@ -4,11 +4,12 @@
 
 use super::merge;
 use dayfly_store::{
-    BlockHint, ChainLayer, Digest, ImageConfig, ImageRef, ImageSpec, KernelRef, Kind, Known,
-    MOST_LAYERS, OpenLayer, OpenSnapshot, PagedSpec, SnapshotSpec, Store, VmLayer, sparse,
+    BlockHint, ChainLayer, Digest, FileTree, ImageConfig, ImageRef, ImageSpec, KernelRef, Kind,
+    Known, MOST_LAYERS, OpenDisk, OpenLayer, OpenSnapshot, PagedSpec, SnapshotSpec, Store, VmLayer,
+    sparse,
 };
 use dayfly_units::{Name, VmId};
-use dayfly_vmm::disk::{Disk, DiskSpec, IoList, LayerSpec};
+use dayfly_vmm::disk::{Disk, DiskSpec, IoList, LayerSpec, TreeSpec};
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
@@ -106,8 +107,17 @@ fn opened(open: &OpenSnapshot, writable: Option<File>) -> Disk {
         base: file.base.try_clone().unwrap().into(),
         layers: file.layers.iter().map(layer).collect(),
         writable: writable.map(Into::into),
+        trees: trees(file),
     })
     .unwrap()
+}
+
+/// The hash trees of a disk's files.
+fn trees(disk: &OpenDisk) -> Vec<Option<TreeSpec>> {
+    let tree =
+        |tree: &FileTree| TreeSpec { file: tree.file.try_clone().unwrap().into(), root: tree.root };
+    let trees = std::iter::once(&disk.tree).chain(disk.layers.iter().map(|layer| &layer.tree));
+    trees.map(|of| of.as_ref().map(tree)).collect()
 }
 
 fn read(disk: &Disk) -> Vec<u8> {
@@ -122,7 +132,8 @@ impl Machine {
         let base = store.image(&name(IMAGE)).unwrap().disk.into();
         let writable = Some(store.open_vm_layer(&vm.writable, true).unwrap().into());
         let size_bytes = (BLOCKS * PAGE) as u64;
-        let disk = Disk::open(DiskSpec { size_bytes, base, layers: Vec::new(), writable }).unwrap();
+        let (layers, trees) = (Vec::new(), Vec::new());
+        let disk = Disk::open(DiskSpec { size_bytes, base, layers, writable, trees }).unwrap();
         Self { vm, disk, content: image() }
     }
 
@@ -289,8 +300,8 @@ fn over(store: &Store, layers: &[VmLayer]) -> Disk {
     };
     let base = store.image(&name(IMAGE)).unwrap().disk.into();
     let layers = layers.iter().map(layer).collect();
-    Disk::open(DiskSpec { size_bytes: (BLOCKS * PAGE) as u64, base, layers, writable: None })
-        .unwrap()
+    let (size_bytes, trees) = ((BLOCKS * PAGE) as u64, Vec::new());
+    Disk::open(DiskSpec { size_bytes, base, layers, writable: None, trees }).unwrap()
 }
 
 #[test]

@@ -5,7 +5,7 @@ use crate::base::time::unix_ms;
 use crate::model::disk::Disk;
 use crate::model::facts::{Facts, ForkFacts};
 use crate::templates::memory_backing::Ram;
-use dayfly_store::Pin;
+use dayfly_store::{FileTree, Pin};
 use dayfly_units::Name;
 use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::Frozen;
@@ -39,6 +39,8 @@ pub struct ForkPointDisk {
     pub base: File,
     /// Data and map of each layer over it, the lowest first.
     pub layers: Vec<(File, File)>,
+    /// The hash trees of the image and of the layers; a layer that a VM froze has none.
+    pub trees: Vec<Option<FileTree>>,
     /// The layers' names, for the clones' records.
     pub disk: Disk,
 }
@@ -67,9 +69,12 @@ impl ForkPoint {
                 Ok::<_, io::Error>((data.try_clone()?, map.try_clone()?))
             };
             let layers = open.layers.iter().map(both).collect::<Result<_, _>>()?;
+            let tree = |of: &Option<FileTree>| of.as_ref().map(FileTree::try_clone).transpose();
+            let trees = open.trees.iter().map(tree).collect::<Result<_, _>>()?;
             Ok::<_, io::Error>(ForkPointDisk {
                 base: open.base.try_clone()?,
                 layers,
+                trees,
                 disk: open.disk.clone(),
             })
         };

@@ -16,12 +16,12 @@ use crate::vm::Vm;
 use crate::vmm::launch::Fds;
 use dayfly_api::types::{BootSource, NetworkRequest, Source};
 use dayfly_host::process::Process;
-use dayfly_store::{Digest, DiskRef, Image, Kernel, OpenSnapshot, Pin};
+use dayfly_store::{Digest, DiskRef, FileTree, Image, Kernel, OpenSnapshot, Pin};
 use dayfly_sys::reopen;
 use dayfly_units::{Name, VmId};
 use dayfly_vmm::config::{
     BootConfig, DiskConfig, LayerConfig, MAX_NETS, MAX_VCPUS, RestoreConfig, Shape, SharedConfig,
-    Start,
+    Start, TreeConfig,
 };
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -250,6 +250,8 @@ pub(crate) struct Frozen<'a> {
 
 struct FrozenDisk<'a> {
     base: &'a File,
+    /// The hash trees of the base and of the layers.
+    trees: Vec<Option<&'a FileTree>>,
     layers: Vec<(&'a File, &'a File)>,
     disk: Disk,
     writable: bool,
@@ -259,6 +261,10 @@ impl<'a> From<&'a Arc<OpenTemplate>> for Frozen<'a> {
     fn from(open: &'a Arc<OpenTemplate>) -> Self {
         let disks = open.disks.iter().zip(&open.manifest.disks).map(|(file, disk)| FrozenDisk {
             base: &file.base,
+            trees: std::iter::once(&file.tree)
+                .chain(file.layers.iter().map(|layer| &layer.tree))
+                .map(Option::as_ref)
+                .collect(),
             layers: file.layers.iter().map(|layer| (&layer.data, &layer.map)).collect(),
             disk: Disk::of(disk),
             writable: file.writable,
@@ -272,6 +278,7 @@ impl<'a> From<&'a ForkPoint> for Frozen<'a> {
     fn from(fork_point: &'a ForkPoint) -> Self {
         let disks = fork_point.disks.iter().map(|open| FrozenDisk {
             base: &open.base,
+            trees: open.trees.iter().map(Option::as_ref).collect(),
             layers: open.layers.iter().map(|(data, map)| (data, map)).collect(),
             disk: Disk { writable: None, ..open.disk.clone() },
             writable: open.disk.writable.is_some(),
@@ -314,7 +321,7 @@ impl CloneOf {
         let (mut disks, mut configs) =
             (Vec::with_capacity(files.len()), Vec::with_capacity(files.len()));
         let mut writable = Vec::new();
-        for (number, FrozenDisk { base, layers, disk, writable: is_writable }) in
+        for (number, FrozenDisk { base, trees, layers, disk, writable: is_writable }) in
             (0_u8..).zip(files)
         {
             let base_fd = shared(base)?;
@@ -322,11 +329,16 @@ impl CloneOf {
                 Ok(LayerConfig { data_fd: shared(data)?, map_fd: shared(map)? })
             });
             let layers = layers.collect::<Outcome<_>>()?;
+            let mut tree =
+                |tree: &FileTree| Ok::<_, ApiError>(TreeConfig(shared(&tree.file)?, tree.root));
+            let trees = trees.into_iter().map(|of| of.map(&mut tree).transpose());
+            let trees = trees.collect::<Outcome<_>>()?;
             configs.push(DiskConfig {
                 size_bytes: disk.size_bytes,
                 base_fd,
                 layers,
                 writable_fd: None,
+                trees,
             });
             disks.push(disk);
             writable.extend(is_writable.then_some(number));
@@ -365,7 +377,7 @@ pub(crate) fn boot(
     kernel: Kernel,
     fds: &mut Fds,
 ) -> Outcome<(Start, Pin)> {
-    let Image { manifest, disk, pin } = image;
+    let Image { manifest, disk, tree, pin } = image;
     let mut disks = vm.live().disks;
     let (layer, data) = templates.writable(vm.id, 0)?;
     disks[0].writable = Some(layer);
@@ -374,6 +386,7 @@ pub(crate) fn boot(
         base_fd: fds.add(disk),
         layers: Vec::new(),
         writable_fd: Some(fds.add(data)),
+        trees: vec![tree.map(|tree| TreeConfig(fds.add(tree.file), tree.root))],
     };
     let init = boot.init.map(|init| format!(" dayfly.init={init}")).unwrap_or_default();
     let start = BootConfig {

@@ -106,6 +106,16 @@ impl Dir {
         }
     }
 
+    /// Whether this folder is still at its path.
+    pub(crate) fn is_in_place(&self) -> IoResult<bool> {
+        let open = rustix::fs::fstat(&self.fd).map_err(self.fail("looking at", ""))?;
+        match statat(CWD, &self.path, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => Ok((stat.st_dev, stat.st_ino) == (open.st_dev, open.st_ino)),
+            Err(Errno::NOENT) => Ok(false),
+            Err(e) => Err(self.fail("looking at", "")(e)),
+        }
+    }
+
     /// Opens a subfolder.
     pub(crate) fn sub(&self, name: &str) -> IoResult<Self> {
         self.read_step("opening folder", name)?;

@@ -1,4 +1,5 @@
-//! Hashes a file once, and trusts it until it changes.
+//! Hashes a file once, and trusts it until it changes: states, maps, kernels, RAM in a file, and
+//! disk files without a hash tree ([`crate::objects::tree`]).
 //!
 //! A file counts as unchanged while its device, inode, size, mtime and ctime (both in ns) are the
 //! same as before it was hashed. No VMM and no pager can write to a content file once it is
@@ -9,24 +10,21 @@
 //! the same times. So a file is trusted only if its ctime or its mtime was at least two ticks old
 //! when its stamp was taken.
 //!
-//! A published layer may have a second name in the folder of the VM that froze it. Removing that
-//! name changes the ctime, so [`Verifier::unlinked`] carries the trust over.
-//!
-//! The record is in memory only: after a restart every file is hashed again.
+//! The record is in memory only: after a restart these files are hashed again.
 
 use crate::errors::{Damage, IoError};
 use crate::objects::types::FileRef;
-use crate::sparse;
+use crate::sparse::{self, Piece};
 use dayfly_units::sync::lock;
+use dayfly_units::tree::{Header, HeaderError, Layout, TOP_BYTES};
 use dayfly_units::{Digest, sealed};
 use rustix::time::ClockId;
 use std::collections::HashMap;
 use std::fs::{File, Metadata};
 use std::io::{self, Read, Seek};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 /// How a file's digest is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,21 +50,15 @@ impl Stamp {
         Ok(Self::from(&file.metadata()?))
     }
 
-    /// The time in which a later write to the file may leave the same times; zero if none can. A
-    /// write sets both times, so it shows if one of them is old.
-    fn racy(&self) -> Duration {
+    /// Whether every later write to the file changes its stamp. A write sets both times, so it
+    /// shows if one of them is old.
+    pub(crate) fn is_settled(&self) -> bool {
         let tick = rustix::time::clock_getres(ClockId::RealtimeCoarse);
         let now = rustix::time::clock_gettime(ClockId::Realtime);
         let of = |time: rustix::time::Timespec| ns((time.tv_sec, time.tv_nsec));
         // A clock that was set back does not show the same time soon.
         let age = |time| of(now).abs_diff(ns(time));
-        let left = (2 * of(tick)).saturating_sub(age(self.ctime).max(age(self.mtime)));
-        Duration::from_nanos(u64::try_from(left).unwrap_or(u64::MAX))
-    }
-
-    /// Whether every later write to the file changes its stamp.
-    pub(crate) fn is_settled(&self) -> bool {
-        self.racy().is_zero()
+        age(self.ctime).max(age(self.mtime)) >= 2 * of(tick)
     }
 
     /// Whether only names and mode may have changed since `before`: a link, a rename, an unlink and
@@ -86,33 +78,23 @@ fn ns((seconds, nanoseconds): (i64, i64)) -> u128 {
     seconds * 1_000_000_000 + u128::try_from(nanoseconds).unwrap_or(0)
 }
 
-/// A file whose digest was computed from its content, and its stamp before that.
+/// A file with the digest of its content.
 #[derive(Debug)]
 pub(crate) struct Hashed {
-    file: File,
+    pub(crate) file: File,
     pub(crate) content: FileRef,
-    stamp: Stamp,
 }
 
 impl Hashed {
-    /// Hashes a file that nothing changes.
-    pub(crate) fn of(file: File, kind: Kind) -> io::Result<Self> {
+    /// Hashes a file that nothing changes. Calls `on` for each piece that is read.
+    pub(crate) fn of(file: File, kind: Kind, on: Piece<'_>) -> io::Result<Self> {
         let stamp = Stamp::of(&file)?;
-        let content = digest(&file, kind)?;
+        let content = digest_with(&file, kind, on)?;
         // Another of its names may be removed meanwhile, with the VM that froze it.
         if !Stamp::of(&file)?.same_content(&stamp) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "it changed while it was read"));
         }
-        Ok(Self { file, content, stamp })
-    }
-
-    /// A file whose digest was computed while this process wrote it.
-    pub(crate) fn written(file: File, content: FileRef) -> io::Result<Self> {
-        Ok(Self { stamp: Stamp::of(&file)?, file, content })
-    }
-
-    pub(crate) const fn file(&self) -> &File {
-        &self.file
+        Ok(Self { file, content })
     }
 }
 
@@ -136,31 +118,6 @@ type Slot = Arc<Mutex<Option<(Stamp, Digest)>>>;
 #[derive(Debug, Default)]
 pub(crate) struct Verifier {
     slots: Mutex<HashMap<PathBuf, Slot>>,
-}
-
-#[cfg(test)]
-use hurry::wait;
-#[cfg(not(test))]
-use std::thread::sleep as wait;
-
-/// Lets a test publish thousands of times without waiting for clock ticks. The files are then
-/// hashed again.
-#[cfg(test)]
-pub(crate) mod hurry {
-    use std::cell::Cell;
-    use std::time::Duration;
-
-    thread_local!(static HURRY: Cell<bool> = const { Cell::new(false) });
-
-    pub(crate) fn begin() {
-        HURRY.set(true);
-    }
-
-    pub(super) fn wait(time: Duration) {
-        if !HURRY.get() {
-            std::thread::sleep(time);
-        }
-    }
 }
 
 /// Lets a test do something after a file was read and before its stamp is taken again.
@@ -211,23 +168,10 @@ impl Verifier {
         Arc::clone(slots.entry(path.to_owned()).or_default())
     }
 
-    /// Records that the files, now at these paths, have their digests. Call it last, after every
-    /// change of their names and modes. Waits up to two clock ticks, until a later change gives
-    /// them other times: two renames and an `fsync` take longer. A file that has changed since it
-    /// was hashed is hashed again before its next use.
-    pub(crate) fn remember(&self, files: &[(PathBuf, &Hashed)]) {
-        let stamps = files.iter().map(|(_, hashed)| Stamp::of(&hashed.file).ok());
-        let stamps: Vec<_> = stamps.collect();
-        let racy = stamps.iter().flatten().map(Stamp::racy).max();
-        wait(racy.unwrap_or_default());
-        for ((path, hashed), stamp) in files.iter().zip(stamps) {
-            let same = |stamp: &Stamp| {
-                stamp.same_content(&hashed.stamp)
-                    && stamp.is_settled()
-                    && Stamp::of(&hashed.file).is_ok_and(|now| now == *stamp)
-            };
-            *lock(&self.slot(path)) = stamp.filter(same).map(|s| (s, hashed.content.digest));
-        }
+    /// Trusts a file without reading it.
+    #[cfg(test)]
+    pub(crate) fn trust(&self, path: &Path, file: &File, digest: Digest) {
+        *lock(&self.slot(path)) = Some((Stamp::of(file).unwrap(), digest));
     }
 
     /// Forgets every file below `folder`.
@@ -244,16 +188,39 @@ impl Verifier {
         expected: &FileRef,
         kind: Kind,
     ) -> Result<(), VerifyError> {
+        self.check_with(path, file, expected, kind, &mut |_, _| Ok(())).map(|_| ())
+    }
+
+    /// As [`Self::check`], for a sparse digest. Calls `on` for each piece that is read, and returns
+    /// whether the file was read.
+    pub(crate) fn check_pieces(
+        &self,
+        path: &Path,
+        file: &File,
+        expected: &FileRef,
+        on: Piece<'_>,
+    ) -> Result<bool, VerifyError> {
+        self.check_with(path, file, expected, Kind::Sparse, on)
+    }
+
+    fn check_with(
+        &self,
+        path: &Path,
+        file: &File,
+        expected: &FileRef,
+        kind: Kind,
+        on: Piece<'_>,
+    ) -> Result<bool, VerifyError> {
         let stamp = Stamp::of(file).map_err(IoError::new("looking at", path))?;
         same_length(path, expected, stamp.bytes)?;
         let slot = self.slot(path);
         let mut known = lock(&slot);
         if *known == Some((stamp, expected.digest)) {
-            return Ok(());
+            return Ok(false);
         }
         *known = None;
         let settled = stamp.is_settled();
-        let got = digest(file, kind).map_err(IoError::new("reading", path))?;
+        let got = digest_with(file, kind, on).map_err(IoError::new("reading", path))?;
         same(path, expected, &got)?;
         let after = Stamp::of(file).map_err(IoError::new("looking at", path))?;
         // Another of its names may be removed meanwhile, with the VM that froze it.
@@ -262,29 +229,42 @@ impl Verifier {
             return Err(differs(path, "modification time", expected, got).into());
         }
         *known = settled.then_some((after, got.digest));
-        Ok(())
+        Ok(true)
     }
 
-    /// Goes on to trust a file of which another name was removed. `before` and `after` are its
-    /// stamps around the removal.
-    pub(crate) fn unlinked(&self, before: Stamp, after: Stamp) {
-        if !after.same_content(&before) || !after.is_settled() {
-            return;
+    /// Verifies length, header and highest node of a hash tree, open at `path`, of the disk file
+    /// `of`. Returns the root. Reads 8 KiB, unless the tree is unchanged since then.
+    pub(crate) fn tree(
+        &self,
+        path: &Path,
+        file: &File,
+        of: &FileRef,
+    ) -> Result<Digest, VerifyError> {
+        let stamp = Stamp::of(file).map_err(IoError::new("looking at", path))?;
+        let (expected, got) = (Layout::of(of.bytes).tree_bytes(), stamp.bytes);
+        if expected != got {
+            let (expected, got) = (expected.to_string(), got.to_string());
+            return Err(differs(path, "size in bytes", expected, got).into());
         }
-        // A slot that is locked belongs to a file that is being hashed now.
-        for mut known in lock(&self.slots).values().filter_map(|slot| slot.try_lock().ok()) {
-            if let Some((stamp, _)) = known.as_mut().filter(|(stamp, _)| *stamp == before) {
-                *stamp = after;
-            }
+        let slot = self.slot(path);
+        let mut known = lock(&slot);
+        if let Some((then, root)) = *known
+            && then == stamp
+        {
+            return Ok(root);
         }
-    }
-
-    /// Whether the file at `path` with this stamp is verified. Does not block.
-    pub(crate) fn knows(&self, path: &Path, stamp: &Stamp) -> bool {
-        let slot = lock(&self.slots).get(path).cloned();
-        slot.is_some_and(|slot| {
-            slot.try_lock().is_ok_and(|known| known.is_some_and(|(then, _)| then == *stamp))
-        })
+        *known = None;
+        let settled = stamp.is_settled();
+        let mut top = [0; TOP_BYTES];
+        file.read_exact_at(&mut top, 0).map_err(IoError::new("reading", path))?;
+        let header = Header::decode(&top).map_err(|error| of_header(path, error))?;
+        if (header.bytes, header.digest) != (of.bytes, of.digest) {
+            let expected = format!("{} of {} bytes", of.digest, of.bytes);
+            let got = format!("{} of {} bytes", header.digest, header.bytes);
+            return Err(differs(path, "digest of the disk file", expected, got).into());
+        }
+        *known = settled.then_some((stamp, header.root));
+        Ok(header.root)
     }
 }
 
@@ -321,6 +301,23 @@ fn differs(path: &Path, place: &str, expected: String, got: String) -> Damage {
     Damage::Content { file: path.to_owned(), place: place.to_owned(), expected, got }
 }
 
+/// The damage of the tree at `path`.
+fn of_header(path: &Path, error: HeaderError) -> Damage {
+    let (place, expected, got) = match error {
+        HeaderError::Seal(error) => return Damage::Seal { file: path.to_owned(), error },
+        HeaderError::Field { place, at, expected, got } => {
+            (format!("{place} at payload byte {at}"), expected, got)
+        }
+        HeaderError::Padding => {
+            ("padding of the header".to_owned(), "zeroes".to_owned(), "other bytes".to_owned())
+        }
+        HeaderError::Short(got) => {
+            ("header".to_owned(), format!("{TOP_BYTES} bytes"), got.to_string())
+        }
+    };
+    differs(path, &place, expected, got)
+}
+
 /// Checks that the file at `path`, of length `bytes`, has the expected length.
 pub(crate) fn same_length(path: &Path, expected: &FileRef, bytes: u64) -> Result<(), Damage> {
     if bytes == expected.bytes {
@@ -344,15 +341,12 @@ pub(crate) fn same(path: &Path, expected: &FileRef, got: &FileRef) -> Result<(),
 
 /// The digest and sizes of `file`.
 pub(crate) fn digest(file: &File, kind: Kind) -> io::Result<FileRef> {
-    digest_with(file, kind, &|_| Ok(()))
+    digest_with(file, kind, &mut |_, _| Ok(()))
 }
 
-/// As [`digest`]; calls `on` with the length of each piece read, and stops with its error.
-pub(crate) fn digest_with(
-    file: &File,
-    kind: Kind,
-    on: &dyn Fn(u64) -> io::Result<()>,
-) -> io::Result<FileRef> {
+/// As [`digest`]; calls `on` with the offset and the bytes of each piece read, and stops with its
+/// error.
+pub(crate) fn digest_with(file: &File, kind: Kind, on: Piece<'_>) -> io::Result<FileRef> {
     let got = match kind {
         Kind::Sparse => {
             let sparse = sparse::digest_with(file, on)?;
@@ -371,7 +365,7 @@ fn rewind(mut file: &File) -> io::Result<()> {
     file.rewind()
 }
 
-fn plain(file: &File, on: &dyn Fn(u64) -> io::Result<()>) -> io::Result<FileRef> {
+fn plain(file: &File, on: Piece<'_>) -> io::Result<FileRef> {
     let mut reader = file;
     rewind(file)?;
     let mut hasher = blake3::Hasher::new();
@@ -382,8 +376,8 @@ fn plain(file: &File, on: &dyn Fn(u64) -> io::Result<()>) -> io::Result<FileRef>
             Ok(0) => break,
             Ok(n) => {
                 hasher.update(&buffer[..n]);
+                on(bytes, &buffer[..n])?;
                 bytes += n as u64;
-                on(n as u64)?;
             }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) => return Err(e),

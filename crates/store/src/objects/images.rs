@@ -1,15 +1,16 @@
 //! Images: a raw root disk with its manifest.
 
+use crate::blob;
 use crate::errors::{IoError, IoResult};
 use crate::inner::{Inner, Store};
-use crate::integrity::verify::{Hashed, Kind};
 use crate::objects::manifest::{self, ImageManifest, ImageRef, Listing};
 use crate::objects::refs;
+use crate::objects::tree::{self, FileTree};
 use crate::objects::types::FileRef;
 use crate::objects::upload::Frame;
 use crate::publish::{OpenError, PutError, RemoveError, folder, needed, seal};
+use crate::sparse::{self, Piece};
 use crate::vms::pins::{Pin, Pinned};
-use crate::{blob, sparse};
 use dayfly_units::{Digest, ImageConfig, Name};
 use std::fs::File;
 use std::io::Read;
@@ -39,6 +40,8 @@ pub struct Image {
     pub manifest: ImageManifest,
     /// The raw disk, read-only.
     pub disk: File,
+    /// The disk's hash tree; `None`: the disk was verified whole.
+    pub tree: Option<FileTree>,
     /// Retains the image in the store.
     pub pin: Pin,
 }
@@ -63,11 +66,11 @@ impl Store {
         spec: &ImageSpec,
         body: &mut dyn Read,
     ) -> Result<ImageManifest, PutError> {
-        self.put_image_from(name, spec, body, |body, to| {
+        self.put_image_from(name, spec, body, |body, to, on| {
             let stream = |source| PutError::Stream { what: DISK, source };
             let mut frame = Frame::new(body)
                 .map_err(|source| stream(sparse::CopyError::Read { at: 0, source }))?;
-            let disk = sparse::copy(&mut frame, to, spec.size_bytes).map_err(stream)?;
+            let disk = sparse::copy_with(&mut frame, to, spec.size_bytes, on).map_err(stream)?;
             match frame.ends_here() {
                 Ok(true) => Ok(disk),
                 Ok(false) => Err(PutError::Longer { announced: spec.size_bytes }),
@@ -86,8 +89,8 @@ impl Store {
         spec: &ImageSpec,
         disk: &mut dyn Read,
     ) -> Result<ImageManifest, PutError> {
-        self.put_image_from(name, spec, disk, |disk, to| {
-            sparse::copy(disk, to, spec.size_bytes)
+        self.put_image_from(name, spec, disk, |disk, to, on| {
+            sparse::copy_with(disk, to, spec.size_bytes, on)
                 .map_err(|source| PutError::Stream { what: DISK, source })
         })
     }
@@ -97,7 +100,7 @@ impl Store {
         name: &Name,
         spec: &ImageSpec,
         body: &mut dyn Read,
-        receive: impl FnOnce(&mut dyn Read, &File) -> Result<sparse::Sparse, PutError>,
+        receive: impl FnOnce(&mut dyn Read, &File, Piece<'_>) -> Result<sparse::Sparse, PutError>,
     ) -> Result<ImageManifest, PutError> {
         if spec.size_bytes > MAX_DISK_BYTES {
             return Err(PutError::TooLarge {
@@ -117,12 +120,14 @@ impl Store {
         let file = staged.create(DISK)?;
         let path = staged.path().join(DISK);
         blob::fault::step("writing", &path).map_err(IoError::new("writing", &path))?;
-        let got = receive(body, &file)?;
+        let mut tree = tree::begin(&staged, spec.size_bytes)?;
+        let got = receive(body, &file, &mut |at, piece| tree.update(at, piece))?;
         if got.digest != spec.digest {
             let (expected, got) = (spec.digest.to_string(), got.digest.to_string());
             return Err(PutError::Digest { what: "the disk", expected, got });
         }
         staged.finish(DISK, &file)?;
+        tree::end(&staged, tree, got.digest)?;
         let manifest = ImageManifest {
             name: name.clone(),
             disk: FileRef { digest: got.digest, bytes: got.bytes, data_bytes: got.data_bytes },
@@ -130,8 +135,6 @@ impl Store {
             source: spec.source.clone(),
             config: spec.config.clone(),
         };
-        let file =
-            Hashed::written(file, manifest.disk).map_err(IoError::new("looking at", &path))?;
         seal(&staged, &manifest)?;
         let publishing = inner.publishing();
         let by = inner.image_users(name, Some(spec.digest))?;
@@ -140,7 +143,6 @@ impl Store {
         }
         inner.replace(&stage, "image", &inner.images, name.as_str())?;
         drop(publishing);
-        inner.verifier.remember(&[(inner.image_path(name), &file)]);
         Ok(manifest)
     }
 
@@ -194,8 +196,8 @@ impl Inner {
                 dir,
             )
         };
-        self.verify(&dir, DISK, &disk, &manifest.disk, Kind::Sparse)?;
-        Ok(Image { manifest, disk, pin })
+        let tree = self.verify_disk(&dir, DISK, &disk, &manifest.disk, None)?;
+        Ok(Image { manifest, disk, tree, pin })
     }
 
     /// The snapshots and VMs that use the image `name`; with `replacement`, only those that need a

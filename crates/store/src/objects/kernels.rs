@@ -4,7 +4,7 @@
 use crate::blob;
 use crate::errors::IoError;
 use crate::inner::Store;
-use crate::integrity::verify::{Hashed, Kind};
+use crate::integrity::verify::Kind;
 use crate::objects::manifest::{self, KernelManifest, KernelRef, Listing};
 use crate::objects::types::FileRef;
 use crate::objects::upload::Frame;
@@ -85,8 +85,7 @@ impl Store {
             let digest = receive(&mut frame, &file, len, &mut both).map_err(stream(what))?;
             staged.finish(what, &file)?;
             let content = FileRef { digest, bytes: len, data_bytes: len };
-            let file = Hashed::written(file, content).map_err(IoError::new("looking at", &path))?;
-            files.push((what, file));
+            files.push(content);
         }
         let announced = spec.vmlinux_bytes + spec.initrd_bytes;
         match frame.ends_here() {
@@ -105,17 +104,14 @@ impl Store {
             name: name.clone(),
             release: spec.release.clone(),
             digest: got,
-            vmlinux: files[0].1.content,
-            initrd: files[1].1.content,
+            vmlinux: files[0],
+            initrd: files[1],
             created_unix_ms: Self::now_unix_ms(),
         };
         seal(&staged, &manifest)?;
         let publishing = inner.publishing();
         inner.replace(&stage, "kernel", &inner.kernels, name.as_str())?;
         drop(publishing);
-        let folder = inner.kernels.path().join(name.as_str());
-        let files: Vec<_> = files.iter().map(|(what, file)| (folder.join(what), file)).collect();
-        inner.verifier.remember(&files);
         Ok(manifest)
     }
 

@@ -5,11 +5,12 @@ use crate::blob::{Dir, IfTaken, Stage};
 use crate::errors::{Damage, IoError, IoResult};
 use crate::inner::{Inner, Store};
 use crate::integrity::verify::{Hashed, Kind};
+use crate::objects::tree::{self, FileTree};
 use crate::objects::types::{DATA, FileRef, LayerId, LayerRef, MAP, Unsynced, VmLayer};
 use crate::publish::{OpenError, needed};
+use crate::sparse::Piece;
 use dayfly_units::Digest;
 use std::fs::File;
-use std::path::PathBuf;
 
 /// A stored layer of an open snapshot.
 #[derive(Debug)]
@@ -20,6 +21,8 @@ pub struct OpenLayer {
     pub data: File,
     /// Its sealed map.
     pub map: File,
+    /// The hash tree of its blocks; `None`: they were verified whole.
+    pub tree: Option<FileTree>,
 }
 
 /// A layer made ready in a staging folder.
@@ -30,6 +33,7 @@ pub(crate) struct StagedLayer {
     folder: String,
     data: Hashed,
     map: Hashed,
+    tree: FileTree,
     published: Published,
 }
 
@@ -45,28 +49,40 @@ enum Published {
 }
 
 impl StagedLayer {
-    /// A layer that was written into `folder` of a stage, open as `dir`, with this data and this
-    /// map.
+    /// A layer that was written into `folder` of a stage, open as `dir`, with this data, this tree
+    /// and this map.
     pub(crate) fn made(
         dir: &Dir,
         folder: String,
         data: crate::sparse::Sparse,
+        tree: FileTree,
         map: &[u8],
     ) -> IoResult<Self> {
         let data = FileRef { digest: data.digest, bytes: data.bytes, data_bytes: data.data_bytes };
         let bytes = map.len() as u64;
         let map = FileRef { digest: Digest::of(map), bytes, data_bytes: bytes };
-        let written = |name, content| {
-            Hashed::written(dir.open(name)?, content)
-                .map_err(IoError::new("looking at", &dir.path().join(name)))
-        };
-        Ok(Self::of(folder, written(DATA, data)?, written(MAP, map)?))
+        let written = |name, content| Ok::<_, IoError>(Hashed { file: dir.open(name)?, content });
+        Ok(Self::of(folder, written(DATA, data)?, tree, written(MAP, map)?))
     }
 
-    fn of(folder: String, data: Hashed, map: Hashed) -> Self {
+    fn of(folder: String, data: Hashed, tree: FileTree, map: Hashed) -> Self {
         let id = LayerId::of(&data.content, &map.content);
         let layer = LayerRef { id, data: data.content, map: map.content };
-        Self { layer, folder, data, map, published: Published::No }
+        Self { layer, folder, data, map, tree, published: Published::No }
+    }
+
+    /// The hash tree of its data.
+    pub(crate) const fn tree(&self) -> &FileTree {
+        &self.tree
+    }
+
+    /// Duplicates its descriptors.
+    pub(crate) fn open(&self) -> IoResult<OpenLayer> {
+        let path = std::path::Path::new(&self.folder);
+        let tree = self.tree.try_clone();
+        let tree = tree.map_err(IoError::new("duplicating the descriptor of", path))?;
+        let (data, map) = (self.data()?, self.map()?);
+        Ok(OpenLayer { layer: self.layer, data, map, tree: Some(tree) })
     }
 
     /// Duplicates the descriptor of its data.
@@ -81,7 +97,7 @@ impl StagedLayer {
 
     fn duplicate(&self, hashed: &Hashed) -> IoResult<File> {
         let path = std::path::Path::new(&self.folder);
-        hashed.file().try_clone().map_err(IoError::new("duplicating the descriptor of", path))
+        hashed.file.try_clone().map_err(IoError::new("duplicating the descriptor of", path))
     }
 }
 
@@ -91,11 +107,7 @@ impl Store {
     /// # Errors
     /// [`OpenError`].
     pub fn open_layers(&self, layers: &[LayerRef], by: &str) -> Result<Vec<OpenLayer>, OpenError> {
-        let open = |layer: &LayerRef| {
-            let (data, map) = self.0.open_layer(layer, by)?;
-            Ok(OpenLayer { layer: *layer, data, map })
-        };
-        layers.iter().map(open).collect()
+        layers.iter().map(|layer| self.0.open_layer(layer, by)).collect()
     }
 }
 
@@ -115,29 +127,34 @@ impl Inner {
         let staged = stage.make(&folder)?;
         vm.link(&from.data_name(), &staged, DATA)?;
         vm.link(&from.map_name(), &staged, MAP)?;
-        let hashed = |name: &str, kind: Kind| -> IoResult<Hashed> {
-            Hashed::of(staged.open(name)?, kind)
+        let path = staged.path().join(DATA);
+        let length = staged.open(DATA)?.metadata().map_err(IoError::new("looking at", &path));
+        let mut tree = tree::begin(&staged, length?.len())?;
+        let hashed = |name: &str, kind: Kind, on: Piece<'_>| -> IoResult<Hashed> {
+            Hashed::of(staged.open(name)?, kind, on)
                 .map_err(IoError::new("reading", &staged.path().join(name)))
         };
         // Hashed before they are synced, so that the digests are known if the sync fails.
-        let (data, map) = (hashed(DATA, Kind::Sparse)?, hashed(MAP, Kind::Plain)?);
+        let data = hashed(DATA, Kind::Sparse, &mut |at, piece| tree.update(at, piece))?;
+        let map = hashed(MAP, Kind::Plain, &mut |_, _| Ok(()))?;
         for (name, hashed) in [(DATA, &data), (MAP, &map)] {
-            if let Err(e) = staged.finish(name, hashed.file()) {
+            if let Err(e) = staged.finish(name, &hashed.file) {
                 let (data, map) = (Some(data.content), Some(map.content));
                 self.note_unsynced(&vm, &from, Unsynced { data, map });
                 return Err(e);
             }
-            staged.protect(name, hashed.file(), hashed.content.data_bytes)?;
+            staged.protect(name, &hashed.file, hashed.content.data_bytes)?;
         }
+        let tree = tree::end(&staged, tree, data.content.digest)?;
         staged.sync()?;
-        Ok(StagedLayer::of(folder, data, map))
+        Ok(StagedLayer::of(folder, data, tree, map))
     }
 
     /// Renames a staged layer into `layers/`, unless a sound copy is there; a damaged copy is
     /// exchanged. The caller holds the publish lock, and syncs `layers/` afterwards.
-    pub(crate) fn publish_layer(&self, stage: &Stage, staged: &mut StagedLayer) -> IoResult<()> {
+    pub(crate) fn publish_layer(&self, stage: &Stage, staged: &StagedLayer) -> IoResult<()> {
         let name = staged.layer.id.to_string();
-        let if_taken = match self.open_layer(&staged.layer, "this snapshot") {
+        let if_taken = match self.open_whole_layer(&staged.layer, "this snapshot") {
             Ok(_) => return Ok(()),
             Err(OpenError::Damage(Damage::Missing { .. })) if !self.layers.has(&name)? => {
                 IfTaken::Refuse
@@ -170,24 +187,18 @@ impl Inner {
             staged.published = Published::No;
         }
     }
-
-    /// The files of a layer, for [`crate::integrity::verify::Verifier::remember`], if this
-    /// operation published them.
-    pub(crate) fn published_files<'a>(
-        &self,
-        staged: &'a StagedLayer,
-    ) -> Vec<(PathBuf, &'a Hashed)> {
-        if staged.published == Published::No {
-            return Vec::new();
-        }
-        let folder = self.layers.path().join(staged.layer.id.to_string());
-        vec![(folder.join(DATA), &staged.data), (folder.join(MAP), &staged.map)]
     }
 
-    /// Opens and verifies a stored layer; `by` is the object that depends on it, named in errors.
-    pub(crate) fn open_layer(&self, layer: &LayerRef, by: &str) -> Result<(File, File), OpenError> {
+    /// As [`Self::open_layer`], but hashes all of the data: for a caller that would otherwise give
+    /// damaged data a new digest, or keep it in place of a good copy.
+    pub(crate) fn open_whole_layer(
+        &self,
+        layer: &LayerRef,
+        by: &str,
+    ) -> Result<(File, File), OpenError> {
         let (dir, data, map) = self.open_layer_files(layer.id, by)?;
-        self.verify_layer(&dir, layer, &data, &map)?;
+        self.verify(&dir, MAP, &map, &layer.map, Kind::Plain)?;
+        self.verify(&dir, DATA, &data, &layer.data, Kind::Sparse)?;
         Ok((data, map))
     }
 
@@ -201,17 +212,5 @@ impl Inner {
         let by = format!("layer {id} of {by}");
         let (data, map) = (needed(&dir, DATA, &by)?, needed(&dir, MAP, &by)?);
         Ok((dir, data, map))
-    }
-
-    pub(crate) fn verify_layer(
-        &self,
-        dir: &Dir,
-        layer: &LayerRef,
-        data: &File,
-        map: &File,
-    ) -> Result<(), OpenError> {
-        self.verify(dir, MAP, map, &layer.map, Kind::Plain)?;
-        self.verify(dir, DATA, data, &layer.data, Kind::Sparse)?;
-        Ok(())
     }
 }

@@ -13,7 +13,7 @@ use dayfly_units::sealed::{self, Magic};
 use dayfly_units::{Digest, ImageConfig, Name};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read};
 use std::path::PathBuf;
 
@@ -136,6 +136,10 @@ pub struct SnapshotManifest {
     pub memory: FileRef,
     /// vCPUs and devices, sealed by the VMM; a plain digest.
     pub state: FileRef,
+    /// For the disks' files, by digest, the roots of their hash trees ([`dayfly_units::tree`]). A
+    /// file without one is verified whole. Since version 4; empty before.
+    #[serde(default)]
+    pub trees: BTreeMap<Digest, Digest>,
 }
 
 impl SnapshotManifest {
@@ -229,7 +233,7 @@ impl Manifest for KernelManifest {
 
 impl Manifest for SnapshotManifest {
     const MAGIC: Magic = *b"DFsnaps\n";
-    const VERSION: u32 = 3;
+    const VERSION: u32 = 4;
     const KIND: &'static str = "snapshot";
     fn name(&self) -> &Name {
         &self.name
@@ -254,6 +258,15 @@ impl Manifest for SnapshotManifest {
             for (l, layer) in disk.layers.iter().enumerate() {
                 layer.check(&format!("disks[{d}].layers[{l}]"))?;
             }
+        }
+        let files = |disk: &DiskRef| {
+            let layers = disk.layers.iter().map(|layer| layer.data.digest);
+            std::iter::once(disk.image.digest).chain(layers).collect::<Vec<_>>()
+        };
+        let files: BTreeSet<Digest> = self.disks.iter().flat_map(files).collect();
+        if let Some(stray) = self.trees.keys().find(|digest| !files.contains(digest)) {
+            let (place, expected) = ("trees".to_owned(), "digests of the disks' files".to_owned());
+            return Err((place, expected, stray.to_string()));
         }
         Ok(())
     }

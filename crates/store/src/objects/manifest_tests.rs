@@ -35,6 +35,7 @@ pub(crate) fn snapshot(name: &str, layers: &[u8]) -> SnapshotManifest {
         }],
         memory: file_ref(3),
         state: file_ref(4),
+        trees: [(Digest([2; 32]), Digest([8; 32]))].into(),
     }
 }
 
@@ -67,9 +68,9 @@ fn another_kind_and_another_version_are_reported_as_such() {
     let image = sealed::seal(&ImageManifest::MAGIC, 1, b"{}");
     let text = read_back(&image).unwrap_err().to_string();
     assert!(text.contains(r#"expected "DFsnaps\\n", got "DFimage\\n""#), "{text}");
-    let future = sealed::seal(&SnapshotManifest::MAGIC, 4, b"{}");
+    let future = sealed::seal(&SnapshotManifest::MAGIC, 5, b"{}");
     let text = read_back(&future).unwrap_err().to_string();
-    assert!(text.contains("version at byte 40: expected 1 to 3, got 4"), "{text}");
+    assert!(text.contains("version at byte 40: expected 1 to 4, got 5"), "{text}");
 }
 
 #[test]
@@ -93,6 +94,8 @@ fn sealed_nonsense_is_refused_with_its_place() {
     let text =
         changed(&|m| m.disks[0].layers[0].id = crate::LayerId::of(&file_ref(0), &file_ref(0)));
     assert!(text.contains("disks[0].layers[0].id: expected "), "{text}");
+    let text = changed(&|m| _ = m.trees.insert(Digest([1; 32]), Digest([8; 32])));
+    assert!(text.contains("trees: expected digests of the disks' files, got 0101"), "{text}");
     let text = changed(&|m| m.memory.data_bytes = 9000);
     assert!(text.contains("memory.data_bytes: expected at most 8192, got 9000"), "{text}");
     let text = changed(&|m| m.disks.clear());
@@ -147,13 +150,22 @@ fn the_bytes_of_each_version_are_frozen() {
     assert_eq!(decode::<KernelManifest>(path, &bytes).unwrap(), kernel);
     // The ids of its layers are frozen with it.
     let mut manifest = snapshot("base", &[5, 6]);
-    let digest = "05fc78ee07bc04ab3522196e1318d2587839df7af137b7d8a4045982736afc28";
-    let bytes = frozen("snapshot-3", encode(&manifest).unwrap(), digest);
+    let digest = "57c99557a6ee90132042a755320fae456efda2e3e7802449c61dcdae29d2bcd0";
+    let bytes = frozen("snapshot-4", encode(&manifest).unwrap(), digest);
     assert_eq!(read_back(&bytes).unwrap(), manifest);
+
+    // Version 3, without the roots of hash trees.
+    let without_trees = |manifest: &SnapshotManifest| {
+        let json = serde_json::to_string_pretty(manifest).unwrap();
+        json.replace(",\n  \"trees\": {}", "")
+    };
+    manifest.trees.clear();
+    let third = sealed::seal(&SnapshotManifest::MAGIC, 3, without_trees(&manifest).as_bytes());
+    let digest = "05fc78ee07bc04ab3522196e1318d2587839df7af137b7d8a4045982736afc28";
+    assert_eq!(read_back(&frozen("snapshot-3", third, digest)).unwrap(), manifest);
     // Version 2, without ancestors.
     manifest.ancestors.clear();
-    let json =
-        serde_json::to_string_pretty(&manifest).unwrap().replace("  \"ancestors\": [],\n", "");
+    let json = without_trees(&manifest).replace("  \"ancestors\": [],\n", "");
     let second = sealed::seal(&SnapshotManifest::MAGIC, 2, json.as_bytes());
     let digest = "6e45e95c7f83c2080c6d18d5e3870fecc3dd1c5f22ca9fcf0ab36c73926f3253";
     assert_eq!(read_back(&frozen("snapshot-2", second, digest)).unwrap(), manifest);

@@ -6,5 +6,6 @@ pub(crate) mod kernels;
 pub(crate) mod layers;
 pub(crate) mod manifest;
 pub mod refs;
+pub(crate) mod tree;
 pub(crate) mod types;
 mod upload;

@@ -15,13 +15,14 @@ use crate::blob::{Dir, IfTaken, Stage};
 use crate::errors::{Damage, IoError, IoResult};
 use crate::inner::{Inner, Store};
 use crate::integrity::verify::{Hashed, Kind};
-use crate::objects::layers::{OpenLayer, StagedLayer};
+use crate::objects::layers::StagedLayer;
 use crate::objects::manifest::{DiskRef, MAX_DISKS, MAX_LAYERS, SnapshotManifest};
 use crate::objects::types::{ChainLayer, FileRef, LayerRef, VmLayer};
 use crate::publish::seal;
 use crate::vms::pins::{Pin, Pinned};
 use dayfly_units::Digest;
 use dayfly_units::failpoint;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::ops::Range;
@@ -56,21 +57,21 @@ pub struct Prepared {
     dir: Dir,
     /// The future manifest; the digest of RAM is not known yet, only the length.
     manifest: SnapshotManifest,
-    state: Hashed,
     memory: File,
     free: Vec<Range<u32>>,
     staged: Staged,
     moves: Option<Moves>,
 }
 
-fn content(dir: &Dir, file: File, name: &str, kind: Kind) -> IoResult<Hashed> {
+fn content(dir: &Dir, file: File, name: &str, kind: Kind) -> IoResult<FileRef> {
     dir.finish(name, &file)?;
-    Hashed::of(file, kind).map_err(IoError::new("reading", &dir.path().join(name)))
+    let hashed = Hashed::of(file, kind, &mut |_, _| Ok(()));
+    Ok(hashed.map_err(IoError::new("reading", &dir.path().join(name)))?.content)
 }
 
 /// Copies the state from the memfd into which a VMM wrote it. It is read once, because the VMM may
 /// still write.
-fn state(dir: &Dir, from: &File) -> Result<Hashed, CommitError> {
+fn state(dir: &Dir, from: &File) -> Result<FileRef, CommitError> {
     let path = dir.path().join(STATE);
     let reading = |e| IoError::new("reading what becomes", &path)(e);
     let mut bytes = Vec::new();
@@ -86,10 +87,8 @@ fn state(dir: &Dir, from: &File) -> Result<Hashed, CommitError> {
         });
     }
     dir.write(STATE, &bytes)?;
-    let content = FileRef { digest: Digest::of(&bytes), bytes: got, data_bytes: got };
-    let state = Hashed::written(dir.open(STATE)?, content).map_err(reading)?;
-    dir.protect(STATE, state.file(), got)?;
-    Ok(state)
+    dir.protect(STATE, &dir.open(STATE)?, got)?;
+    Ok(FileRef { digest: Digest::of(&bytes), bytes: got, data_bytes: got })
 }
 
 impl SavedSnapshot {
@@ -133,20 +132,11 @@ impl SavedSnapshot {
             labels: spec.labels.clone(),
             disks,
             memory: FileRef { digest: Digest::of(&[]), bytes: spec.memory_bytes, data_bytes: 0 },
-            state: state.content,
+            state,
+            trees: BTreeMap::new(),
         };
         let free = free.to_vec();
-        Ok(Prepared {
-            inner,
-            stage,
-            dir,
-            manifest,
-            state,
-            memory: memory_file,
-            free,
-            staged,
-            moves,
-        })
+        Ok(Prepared { inner, stage, dir, manifest, memory: memory_file, free, staged, moves })
     }
 
     /// Hashes, syncs and publishes everything, layers first. `Frozen` layers become `Stored`, alone
@@ -204,14 +194,10 @@ impl Prepared {
     }
 
     fn commit_with(self, pages: Option<&PagedSpec>) -> Result<Committed, CommitError> {
-        let Self { inner, stage, dir, mut manifest, state, memory, free, mut staged, moves } = self;
+        let Self { inner, stage, dir, mut manifest, memory, free, staged, moves } = self;
         // The lease is held until the snapshot is published or has failed.
-        let mut memory_file = None;
         let (ram, _lease, resident) = match pages {
-            None => {
-                let hashed = content(&dir, memory, MEMORY, Kind::Sparse)?;
-                (memory_file.insert(hashed).content, None, None)
-            }
+            None => (content(&dir, memory, MEMORY, Kind::Sparse)?, None, None),
             Some(pages) => {
                 let hints: Vec<_>;
                 let mut pages = *pages;
@@ -228,20 +214,16 @@ impl Prepared {
         };
         failpoint::reached("store.commit.memory_staged");
         manifest.memory = ram;
+        manifest.trees = inner.roots(&manifest.disks, &staged.layers);
         seal(&dir, &manifest)?;
         failpoint::reached("store.commit.manifest_staged");
         // Pinned before it is published, because afterwards it may be removed and its layers
         // collected.
         let pin =
             inner.pins.pin(Pinned::of(&manifest, format!("the VM of snapshot {}", manifest.name)));
-        inner.publish_snapshot(&stage, &manifest, &mut staged)?;
+        inner.publish_snapshot(&stage, &manifest, &staged)?;
         // The snapshot is published: no step may fail from here on.
         failpoint::reached("store.commit.published");
-        let folder = inner.snapshots.path().join(manifest.name.as_str());
-        let mut files = vec![(folder.join(STATE), &state)];
-        files.extend(memory_file.as_ref().map(|memory| (folder.join(MEMORY), memory)));
-        files.extend(staged.layers.iter().flat_map(|layer| inner.published_files(layer)));
-        inner.verifier.remember(&files);
         Ok(Committed { manifest, pin, replaced: staged.frozen, resident })
     }
 }
@@ -312,14 +294,14 @@ impl Inner {
         }
         let mut layers = Vec::with_capacity(disk.layers.len());
         for &layer in &disk.layers {
-            let (data, map) = match staged.iter().find(|s| s.layer.id == layer.id) {
-                Some(staged) => (staged.data()?, staged.map()?),
+            layers.push(match staged.iter().find(|s| s.layer.id == layer.id) {
+                Some(staged) => staged.open()?,
                 None => self.open_layer(&layer, MAKING)?,
-            };
-            layers.push(OpenLayer { layer, data, map });
+            });
         }
         let DiskRef { image: of, size_bytes, writable, .. } = disk.clone();
-        Ok(OpenDisk { image: of, base: image.disk, size_bytes, writable, layers })
+        let (base, tree) = (image.disk, image.tree);
+        Ok(OpenDisk { image: of, base, tree, size_bytes, writable, layers })
     }
 
     /// Renames the staged layers into `layers/` and syncs the folder. If that fails, the renames
@@ -336,13 +318,13 @@ impl Inner {
         &self,
         stage: &Stage,
         manifest: &SnapshotManifest,
-        staged: &mut Staged,
+        staged: &Staged,
     ) -> Result<(), CommitError> {
         let by = format!("snapshot {}", manifest.name);
         // Layers that are stored already are verified here, so that they are not hashed while the
         // publish lock is held: creating VMs waits for it.
         for layer in &staged.layers {
-            let _checked_below = self.open_layer(&layer.layer, &by);
+            let _checked_below = self.open_whole_layer(&layer.layer, &by);
         }
         let mut publishing = self.publishing();
         publishing.change(manifest.name.as_str());

@@ -24,11 +24,13 @@ use crate::inner::{Inner, Store};
 use crate::memory::BlockHint;
 use crate::objects::layers::StagedLayer;
 use crate::objects::manifest::DiskRef;
+use crate::objects::tree;
 use crate::objects::types::{DATA, LayerRef, MAP, VmLayer};
 use crate::publish::OpenError;
 use crate::sparse::{SparseHasher, is_zero, next_data};
 use crate::vms::layers::next_number;
 use dayfly_units::failpoint;
+use dayfly_units::tree::TreeBuilder;
 use dayfly_units::{PAGE_SIZE, VmId};
 use std::fs::File;
 use std::ops::Range;
@@ -208,7 +210,8 @@ impl Staged {
             let (blocks, map) = match self.layers.iter().find(|staged| staged.layer.id == layer.id)
             {
                 Some(staged) => (staged.data()?, staged.map()?),
-                None => inner.open_layer(layer, "a snapshot in the making")?,
+                // Merged data gets another digest, so damage must show now.
+                None => inner.open_whole_layer(layer, "a snapshot in the making")?,
             };
             if layer.data.bytes != size_bytes {
                 return Err(FlattenError::Length { expected: size_bytes, got: layer.data.bytes });
@@ -222,17 +225,19 @@ impl Staged {
         let dir = stage.make(&folder)?;
         let file = dir.create(DATA)?;
         file.set_len(size_bytes).map_err(IoError::new("extending", &dir.path().join(DATA)))?;
-        let hasher = Some(SparseHasher::default());
-        let mut copy =
-            Copy { dir: &dir, name: DATA, file: &file, hasher, from: 0, end: size_bytes };
+        let mut sums = (SparseHasher::default(), tree::begin(&dir, size_bytes)?);
+        let (dir, file, end) = (&dir, &file, size_bytes);
+        let mut copy = Copy { dir, name: DATA, file, sums: Some(&mut sums), from: 0, end };
         for (layer, bytes) in runs {
             copy.run(&data, layer, bytes)?;
         }
-        let content = copy.hasher.unwrap_or_default().finish(size_bytes);
-        dir.finish(DATA, &file)?;
+        let (hasher, tree) = sums;
+        let content = hasher.finish(size_bytes);
+        dir.finish(DATA, file)?;
+        let tree = tree::end(dir, tree, content.digest)?;
         dir.write(MAP, &map)?;
         dir.sync()?;
-        Ok(StagedLayer::made(&dir, folder, content, &map)?)
+        Ok(StagedLayer::made(dir, folder, content, tree, &map)?)
     }
 }
 
@@ -266,7 +271,7 @@ impl Store {
             let file = dir.create(&name)?;
             file.set_len(size_bytes).map_err(IoError::new("extending", &dir.path().join(&name)))?;
             let (dir, name, file) = (&dir, name.as_str(), &file);
-            let mut copy = Copy { dir, name, file, hasher: None, from: 0, end: size_bytes };
+            let mut copy = Copy { dir, name, file, sums: None, from: 0, end: size_bytes };
             runs.into_iter().try_for_each(|(layer, bytes)| copy.run(&data, layer, bytes))?;
             failpoint::reached("store.merge.data_written");
             dir.write(&merged.map_name(), &map)?;
@@ -289,7 +294,8 @@ struct Copy<'a> {
     dir: &'a Dir,
     name: &'a str,
     file: &'a File,
-    hasher: Option<SparseHasher>,
+    /// The digest and the hash tree; `None` for a layer of a VM.
+    sums: Option<&'a mut (SparseHasher, TreeBuilder)>,
     /// End of the last run, in bytes.
     from: u64,
     /// End of the disk, in bytes.
@@ -321,8 +327,10 @@ impl Copy<'_> {
             source.read_exact_at(&mut buffer, start).map_err(reading)?;
             if !is_zero_all(&buffer) {
                 self.dir.write_at(self.name, self.file, &buffer, start)?;
-                if let Some(hasher) = &mut self.hasher {
+                if let Some((hasher, tree)) = &mut self.sums {
                     hasher.update(start, &buffer);
+                    let written = tree.update(start, &buffer);
+                    written.map_err(IoError::new("writing the hash tree of", &path))?;
                 }
             }
             at = end;

@@ -17,6 +17,7 @@ mod open;
 mod paged;
 mod plan;
 mod ram;
+mod roots;
 mod staged;
 mod writer;
 

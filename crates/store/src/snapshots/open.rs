@@ -4,10 +4,12 @@ use super::files::{MAX_WORKING_SET_BYTES, MEMORY, STATE, TABLE, WORKING_SET};
 use super::ram::Resident;
 use crate::errors::{Damage, IoError};
 use crate::inner::{Inner, Store};
-use crate::integrity::verify::{Kind, Stamp, Verifier};
+use crate::integrity::verify::{Kind, Stamp};
 use crate::memory::Table;
+use crate::objects::images::DISK;
 use crate::objects::layers::OpenLayer;
 use crate::objects::manifest::{self, DiskRef, ImageRef, Listing, SnapshotManifest};
+use crate::objects::tree::{FileTree, TREE};
 use crate::objects::types::{DATA, MAP};
 use crate::pages::Lease;
 use crate::publish::{OpenError, RemoveError, folder, needed};
@@ -40,7 +42,6 @@ pub struct OpenSnapshot {
     pub pin: Pin,
     /// The verified files: paths and stamps.
     files: Vec<Seen>,
-    verifier: Arc<Verifier>,
     /// Whether `memory` is a memfd or an unnamed file, so that its content cannot change under a
     /// path.
     own_memory: bool,
@@ -57,18 +58,7 @@ impl OpenSnapshot {
     ) -> Self {
         let (working_set, files, own_memory) = (None, Vec::new(), false);
         let fingerprint = fingerprint(&files);
-        Self {
-            manifest,
-            state,
-            memory,
-            working_set,
-            disks,
-            fingerprint,
-            pin,
-            files,
-            verifier: Arc::default(),
-            own_memory,
-        }
+        Self { manifest, state, memory, working_set, disks, fingerprint, pin, files, own_memory }
     }
 
     /// The snapshot's RAM, for opening the snapshot again after another of its files changed.
@@ -88,9 +78,7 @@ impl OpenSnapshot {
     pub fn is_current(&self) -> bool {
         self.files.iter().all(|(path, seen)| match Stamp::at(path) {
             // A second name of the file may have been removed.
-            Ok(now) => seen.is_some_and(|seen| {
-                seen == now || now.same_content(&seen) && self.verifier.knows(path, &now)
-            }),
+            Ok(now) => seen.is_some_and(|seen| now.same_content(&seen)),
             Err(e) => e.kind() == ErrorKind::NotFound && seen.is_none(),
         })
     }
@@ -106,6 +94,8 @@ pub struct OpenDisk {
     pub image: ImageRef,
     /// The raw image, read-only.
     pub base: File,
+    /// The image's hash tree; `None`: the image was verified whole.
+    pub tree: Option<FileTree>,
     /// Size that the guest sees, in bytes.
     pub size_bytes: u64,
     /// Whether each clone gets a writable layer for this disk.
@@ -125,8 +115,9 @@ pub struct Sizes {
 
 impl Store {
     /// Opens the snapshot `name`. It verifies the manifest's seal, the presence of images and
-    /// layers, and size and content of every file. Content is hashed once per process and change
-    /// (`integrity/verify.rs`); concurrent callers wait for one hash.
+    /// layers, and size and content of every file. A disk file with a hash tree is not read: each
+    /// reader of it checks what it reads ([`FileTree`]). Other content is hashed once per process
+    /// and change (`integrity/verify.rs`); concurrent callers wait for one hash.
     ///
     /// # Errors
     /// [`OpenError`]: `Damage` names the file, the place, the expected value and the value found.
@@ -203,6 +194,10 @@ impl Store {
                 .add(&data)
                 .and_then(|()| layers.add(&map))
                 .map_err(IoError::new("looking at", dir.path()))?;
+            if dir.has(TREE)? {
+                let tree = needed(&dir, TREE, &by)?;
+                layers.add(&tree).map_err(IoError::new("looking at", dir.path()))?;
+            }
         }
         Ok((own, layers))
     }
@@ -257,13 +252,12 @@ pub(crate) struct Parts {
     pub(super) disks: Vec<OpenDisk>,
     pub(super) pin: Pin,
     files: Vec<Seen>,
-    verifier: Arc<Verifier>,
 }
 
 impl Parts {
     /// Completes the snapshot with its RAM file.
     pub(super) fn with(self, memory: File) -> OpenSnapshot {
-        let Self { manifest, state, ram, working_set, disks, pin, files, verifier } = self;
+        let Self { manifest, state, ram, working_set, disks, pin, files } = self;
         let (fingerprint, own_memory) = (fingerprint(&files), matches!(ram, Ram::Table(..)));
         OpenSnapshot {
             manifest,
@@ -274,7 +268,6 @@ impl Parts {
             fingerprint,
             pin,
             files,
-            verifier,
             own_memory,
         }
     }
@@ -344,42 +337,50 @@ impl Inner {
             None => stamps.0.push((dir.path().join(WORKING_SET), None)),
         }
         let mut open = Vec::with_capacity(disks.len());
-        for (disk, base, layers) in disks {
-            for (dir, l) in &layers {
+        let root = |digest: &Digest| manifest.trees.get(digest).copied();
+        for (disk, base, mut layers) in disks {
+            for (dir, l) in &mut layers {
                 for (file, open) in [(DATA, &l.data), (MAP, &l.map)] {
                     stamps.add(dir.path().join(file), open)?;
                 }
-                self.verify_layer(dir, &l.layer, &l.data, &l.map)?;
+                self.verify(dir, MAP, &l.map, &l.layer.map, Kind::Plain)?;
+                let (of, root) = (&l.layer.data, root(&l.layer.data.digest));
+                l.tree = self.verify_disk(dir, DATA, &l.data, of, root)?;
             }
             let image = self.images.path().join(disk.image.name.as_str());
-            stamps.add(image.join("disk"), &base)?;
-            self.verify_base(&disk, &base)?;
+            stamps.add(image.join(DISK), &base)?;
+            let tree = self.verify_base(&disk, &base, root(&disk.image.digest))?;
             let layers = layers.into_iter().map(|(_, l)| l).collect();
             let DiskRef { image, size_bytes, writable, .. } = disk;
-            open.push(OpenDisk { image, base, size_bytes, writable, layers });
+            open.push(OpenDisk { image, base, tree, size_bytes, writable, layers });
         }
         if let Ram::File(memory) = &ram {
             stamps.add(dir.path().join(MEMORY), memory)?;
             self.verify(&dir, MEMORY, memory, &manifest.memory, Kind::Sparse)?;
         }
-        let (disks, files, verifier) = (open, stamps.0, Arc::clone(&self.verifier));
-        Ok(Parts { manifest, state, ram, working_set, disks, pin, files, verifier })
+        let (disks, files) = (open, stamps.0);
+        Ok(Parts { manifest, state, ram, working_set, disks, pin, files })
     }
 
     fn open_disk(&self, disk: &DiskRef, by: &str) -> Result<RawDisk, OpenError> {
         self.image_is(&disk.image, by)?;
-        let base = needed(&self.images.sub(disk.image.name.as_str())?, "disk", by)?;
+        let base = needed(&self.images.sub(disk.image.name.as_str())?, DISK, by)?;
         let mut layers = Vec::with_capacity(disk.layers.len());
         for &layer in &disk.layers {
             let (dir, data, map) = self.open_layer_files(layer.id, by)?;
-            layers.push((dir, OpenLayer { layer, data, map }));
+            layers.push((dir, OpenLayer { layer, data, map, tree: None }));
         }
         Ok((disk.clone(), base, layers))
     }
 
-    /// Verifies an image's disk. The size comes from the image's manifest; its digest must equal
-    /// the snapshot's.
-    fn verify_base(&self, disk: &DiskRef, base: &File) -> Result<(), OpenError> {
+    /// Verifies an image's disk, and returns its tree. The size comes from the image's manifest;
+    /// its digest must equal the snapshot's.
+    fn verify_base(
+        &self,
+        disk: &DiskRef,
+        base: &File,
+        root: Option<Digest>,
+    ) -> Result<Option<FileTree>, OpenError> {
         let dir = self.images.sub(disk.image.name.as_str())?;
         let image: crate::ImageManifest = manifest::read(&dir)?;
         if image.disk.digest != disk.image.digest {
@@ -393,6 +394,6 @@ impl Inner {
             }
             .into());
         }
-        Ok(self.verify(&dir, "disk", base, &image.disk, Kind::Sparse)?)
+        Ok(self.verify_disk(&dir, DISK, base, &image.disk, root)?)
     }
 }

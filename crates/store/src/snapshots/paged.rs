@@ -12,9 +12,11 @@ use super::open::{OpenDisk, Ram};
 use crate::blob::Dir;
 use crate::errors::{Damage, IoError};
 use crate::inner::{Inner, Store};
+use crate::integrity::verify::VerifyError;
 use crate::memory::table::MAX_BYTES;
 use crate::memory::{DiskLayer, Kind, Known, Materialised, MemorySpec, Table};
 use crate::objects::manifest::{self, DiskRef, SnapshotManifest};
+use crate::objects::tree::{CheckedFile, DiskFile, trouble};
 use crate::objects::types::FileRef;
 use crate::pages::{Lease, PagesError, Tenant};
 use crate::publish::{OpenError, folder};
@@ -23,7 +25,6 @@ use dayfly_units::sealed::HEADER_BYTES;
 use dayfly_units::{Digest, Name, PAGE_SIZE};
 use std::fs::File;
 use std::io::Read;
-use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -88,17 +89,34 @@ impl SnapshotPages {
             Kind::Zero | Kind::Free => Ok(vec![0; 4096]),
             Kind::Page { hash } => self.tenant.fetch(&self.table.hashes()[hash as usize]),
             Kind::Disk { disk, layer, block } => {
-                let layers = layers(&self.disks);
-                let layer =
-                    layers.get(usize::from(disk)).and_then(|disk| disk.get(usize::from(layer)));
-                let file =
-                    layer.ok_or_else(|| invalid("of a disk of this snapshot".to_owned()))?.file;
+                let open = self.disks.get(usize::from(disk)).and_then(|disk| disk.file(layer));
+                let open = open.ok_or_else(|| invalid("of a disk of this snapshot".to_owned()))?;
+                let path = self.tenant.space.dir.path();
+                let failed = IoError::new("reading a disk for", path);
+                let file = open.and_then(CheckedFile::new).map_err(failed)?;
                 let mut bytes = vec![0; 4096];
-                let read = file.read_exact_at(&mut bytes, u64::from(block) * PAGE_SIZE);
-                read.map_err(IoError::new("reading a disk for", self.tenant.space.dir.path()))?;
+                let read = file.read(u64::from(block) * PAGE_SIZE, &mut bytes);
+                let name = format!("layer {layer} of disk {disk}");
+                read.map_err(|error| trouble(path, &name, error))?;
                 Ok(bytes)
             }
         }
+    }
+}
+
+impl OpenDisk {
+    /// Duplicates the descriptors of file `layer`, numbered as in tables. `None` if there is no
+    /// such file.
+    pub(super) fn file(&self, layer: u8) -> Option<std::io::Result<DiskFile>> {
+        let (file, tree) = match usize::from(layer).checked_sub(1) {
+            None => (&self.base, &self.tree),
+            Some(n) => self.layers.get(n).map(|layer| (&layer.data, &layer.tree))?,
+        };
+        let open = || {
+            let tree = tree.as_ref().map(|tree| tree.try_clone()).transpose()?;
+            Ok(DiskFile { file: file.try_clone()?, tree })
+        };
+        Some(open())
     }
 }
 
@@ -272,6 +290,15 @@ impl From<PagesError> for CommitError {
             PagesError::Invalid { place, expected, got } => Self::Invalid { place, expected, got },
             PagesError::Damage(d) => Self::Damage(d),
             PagesError::Io(e) => Self::Io(e),
+        }
+    }
+}
+
+impl From<VerifyError> for PagesError {
+    fn from(e: VerifyError) -> Self {
+        match e {
+            VerifyError::Io(e) => Self::Io(e),
+            VerifyError::Damage(d) => Self::Damage(d),
         }
     }
 }

@@ -5,14 +5,16 @@
 //! files: a retired pack stays readable while a process has it open.
 //!
 //! The pager trusts no page because of its sender: it checks each group's sum, and compares each
-//! page's hash with the table's. Disk files are verified in full before they are sent, and are
-//! never written again.
+//! page's hash with the table's. It checks each leaf of a disk file against the file's hash tree,
+//! whenever it reads a part of the leaf. A disk file without a tree was verified whole before it
+//! was sent.
 
 use super::open::{OpenDisk, OpenSnapshot, Ram};
 use super::ram;
 use crate::errors::{Damage, IoError};
 use crate::inner::Store;
 use crate::memory::Table;
+use crate::objects::tree::{CheckedFile, DiskFile, FileTree, trouble};
 use crate::pages::PagesError;
 use crate::pages::index::Place;
 use crate::pages::pack::{PAGE, Pack, PackError};
@@ -20,11 +22,11 @@ use crate::pages::read::read_span;
 use crate::pages::record::ALL;
 use crate::pages::space::Space;
 use crate::publish::OpenError;
+use dayfly_units::tree::LeafError;
 use dayfly_units::{Name, PAGE_SIZE};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 /// How often packs are located again because a gc moved pages meanwhile.
@@ -45,7 +47,7 @@ pub struct Plan {
     pub packs: Vec<File>,
     /// For each of the snapshot's disks its files as the table numbers them: the image, then the
     /// layers' data.
-    pub disks: Vec<Vec<File>>,
+    pub disks: Vec<Vec<DiskFile>>,
     /// RAM: an empty memfd with the length of RAM, its length sealed.
     pub memory: File,
 }
@@ -80,12 +82,18 @@ impl Store {
     }
 }
 
-fn files_of(disk: &OpenDisk) -> io::Result<Vec<File>> {
-    std::iter::once(&disk.base)
-        .chain(disk.layers.iter().map(|l| &l.data))
-        // The pager gets descriptions that it shares with neither the daemon nor a VMM.
-        .map(ram::to_read)
-        .collect()
+fn files_of(disk: &OpenDisk) -> io::Result<Vec<DiskFile>> {
+    // The pager gets descriptions that it shares with neither the daemon nor a VMM.
+    let tree = |tree: &FileTree| {
+        Ok::<_, io::Error>(FileTree { file: ram::to_read(&tree.file)?, root: tree.root })
+    };
+    std::iter::once((&disk.base, &disk.tree))
+        .chain(disk.layers.iter().map(|l| (&l.data, &l.tree)))
+        .map(|(file, of)| {
+            let tree = of.as_ref().map(tree).transpose()?;
+            Ok(DiskFile { file: ram::to_read(file)?, tree })
+        })
+        .collect::<io::Result<_>>()
 }
 
 /// Opens the packs that have the table's pages, and encodes the place of each page.
@@ -184,7 +192,7 @@ pub struct PageReader {
     table: Table,
     packs: Vec<(Pack, File)>,
     places: Vec<Place>,
-    disks: Vec<Vec<File>>,
+    disks: Vec<Vec<CheckedFile>>,
 }
 
 impl PageReader {
@@ -196,7 +204,7 @@ impl PageReader {
         table: &[u8],
         places: &[u8],
         packs: Vec<File>,
-        disks: Vec<Vec<File>>,
+        disks: Vec<Vec<DiskFile>>,
     ) -> Result<Self, PagesError> {
         let table = Table::decode(Path::new("the table of a plan"), table)?;
         let invalid = |place: String, expected: String, got: String| PagesError::Invalid {
@@ -245,6 +253,10 @@ impl PageReader {
                 ));
             }
         }
+        let checked = |files: Vec<DiskFile>| files.into_iter().map(CheckedFile::new).collect();
+        let disks = disks.into_iter().map(checked).collect::<io::Result<_>>();
+        let disks =
+            disks.map_err(IoError::new("looking at", Path::new("a disk file of a plan")))?;
         Ok(Self { table, packs: opened, places, disks })
     }
 
@@ -301,10 +313,12 @@ impl PageReader {
         Ok(bytes)
     }
 
-    /// Reads blocks of a disk's file, from `block` on, until `bytes` is full.
+    /// Reads blocks of a disk's file, from `block` on, until `bytes` is full, and checks the leaves
+    /// that have them. After an error the content of `bytes` is not to be used.
     ///
     /// # Errors
-    /// `Damage`: there is no such file, or it ends before. `Io`: the host cannot read.
+    /// `Damage`: there is no such file, it ends before, or a leaf or the tree is damaged. `Io`: the
+    /// host cannot read.
     pub fn read_blocks(
         &self,
         disk: u8,
@@ -312,19 +326,26 @@ impl PageReader {
         block: u32,
         bytes: &mut [u8],
     ) -> Result<(), PagesError> {
-        let path = PathBuf::from(format!("layer {layer} of disk {disk}"));
+        let path = Path::new("the disks of a plan");
+        let name = format!("layer {layer} of disk {disk}");
         let file =
             self.disks.get(usize::from(disk)).and_then(|layers| layers.get(usize::from(layer)));
         let length = bytes.len();
         let missing = || Damage::Missing {
-            file: path.clone(),
+            file: path.join(&name),
             what: format!("block {block} and {length} bytes from there"),
             by: "RAM".to_owned(),
         };
         let file = file.ok_or_else(missing)?;
-        match file.read_exact_at(bytes, u64::from(block) * PAGE_SIZE) {
-            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Err(missing().into()),
-            other => Ok(other.map_err(IoError::new("reading", &path))?),
+        match file.read(u64::from(block) * PAGE_SIZE, bytes) {
+            Ok(()) => Ok(()),
+            Err(LeafError::Read { source, .. })
+                if source.kind() == io::ErrorKind::UnexpectedEof =>
+            {
+                Err(missing().into())
+            }
+            Err(LeafError::Range { .. }) => Err(missing().into()),
+            Err(error) => Err(trouble(path, &name, error).into()),
         }
     }
 }

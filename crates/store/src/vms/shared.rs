@@ -8,7 +8,6 @@
 
 use crate::blob::Dir;
 use crate::errors::IoResult;
-use crate::integrity::verify::{Stamp, Verifier};
 use crate::objects::types::VmLayer;
 use dayfly_units::VmId;
 use dayfly_units::error::chain;
@@ -16,7 +15,6 @@ use dayfly_units::failpoint;
 use dayfly_units::sync::lock;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The reference counts of all shared layers, in memory only. A restarted daemon first
@@ -25,7 +23,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 #[derive(Debug)]
 pub(crate) struct SharedLayers {
     vms: Dir,
-    verifier: Arc<Verifier>,
     counts: Mutex<Counts>,
 }
 
@@ -58,9 +55,9 @@ pub(crate) struct Retained {
 }
 
 impl SharedLayers {
-    pub(crate) const fn new(vms: Dir, verifier: Arc<Verifier>) -> Self {
+    pub(crate) const fn new(vms: Dir) -> Self {
         let counts = Mutex::new(Counts { layers: BTreeMap::new(), all: 0 });
-        Self { vms, verifier, counts }
+        Self { vms, counts }
     }
 
     fn lock(&self) -> MutexGuard<'_, Counts> {
@@ -117,10 +114,10 @@ impl SharedLayers {
             return Ok(());
         }
         let dir = self.folder(layer)?;
-        self.end(dir.as_ref(), layer)?;
+        Self::end(dir.as_ref(), layer)?;
         drop(all);
         failpoint::reached("store.release_layer.map_removed");
-        self.remove(dir.as_ref(), layer)?;
+        Self::remove(dir.as_ref(), layer)?;
         failpoint::reached("store.release_layer.data_removed");
         Ok(())
     }
@@ -135,25 +132,12 @@ impl SharedLayers {
 
     /// Unlinks the map, after which [`crate::Store::pin`] does not find the layer. Unlinking the
     /// small map is quick enough to do under the lock.
-    fn end(&self, dir: Option<&Dir>, layer: &VmLayer) -> IoResult<()> {
-        dir.map_or(Ok(()), |dir| self.unlink(dir, &layer.map_name()))
+    fn end(dir: Option<&Dir>, layer: &VmLayer) -> IoResult<()> {
+        dir.map_or(Ok(()), |dir| dir.unlink(&layer.map_name()))
     }
 
-    fn remove(&self, dir: Option<&Dir>, layer: &VmLayer) -> IoResult<()> {
-        dir.map_or(Ok(()), |dir| self.unlink(dir, &layer.data_name()))
-    }
-
-    /// Unlinks a file that may have a second name in `layers/`. It need not be hashed again.
-    fn unlink(&self, dir: &Dir, name: &str) -> IoResult<()> {
-        // Without a descriptor left, the file is hashed again before its next use.
-        let stored = dir.open(name).ok().filter(|f| f.metadata().is_ok_and(|m| m.nlink() > 1));
-        let stamp = || stored.as_ref().and_then(|file| Stamp::of(file).ok());
-        let before = stamp();
-        dir.unlink(name)?;
-        if let Some((before, after)) = before.zip(stamp()) {
-            self.verifier.unlinked(before, after);
-        }
-        Ok(())
+    fn remove(dir: Option<&Dir>, layer: &VmLayer) -> IoResult<()> {
+        dir.map_or(Ok(()), |dir| dir.unlink(&layer.data_name()))
     }
 }
 
@@ -203,7 +187,7 @@ impl SharedLayers {
     fn delete(&self, counts: MutexGuard<'_, Counts>, unused: Vec<VmLayer>) {
         let ended = unused.into_iter().map(|layer| {
             let dir = self.folder(&layer).and_then(|dir| {
-                self.end(dir.as_ref(), &layer)?;
+                Self::end(dir.as_ref(), &layer)?;
                 Ok(dir)
             });
             (layer, dir)
@@ -213,7 +197,7 @@ impl SharedLayers {
         for (layer, dir) in ended {
             // The folder of a removed VM is removed with its last layer. The folder of a running VM
             // is never empty, because it has the writable layer.
-            let removed = dir.and_then(|dir| self.remove(dir.as_ref(), &layer));
+            let removed = dir.and_then(|dir| Self::remove(dir.as_ref(), &layer));
             let removed = removed.and_then(|()| self.vms.remove_if_empty(&layer.vm.to_string()));
             if let Err(e) = removed {
                 // The next start of the daemon removes it.

@@ -50,8 +50,10 @@ const fn place(command: &Command) -> usize {
 
 fn restore() -> RestoreConfig {
     let layers = vec![LayerConfig { data_fd: 6, map_fd: 7 }];
-    let writable = DiskConfig { size_bytes: 1 << 20, base_fd: 5, layers, writable_fd: Some(8) };
-    let read_only = DiskConfig { size_bytes: 4096, base_fd: 9, layers: vec![], writable_fd: None };
+    let (size_bytes, trees) = (1 << 20, Vec::new());
+    let writable = DiskConfig { size_bytes, base_fd: 5, layers, writable_fd: Some(8), trees };
+    let (size_bytes, layers, trees) = (4096, Vec::new(), Vec::new());
+    let read_only = DiskConfig { size_bytes, base_fd: 9, layers, writable_fd: None, trees };
     RestoreConfig {
         state_fd: 0,
         memory_fd: 1,

@@ -12,9 +12,9 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 /// The most descriptors of one message. A restore has state, memory, working set and pager, the
-/// list of shared pages with its files, and for each disk the base, the layers with their maps, and
-/// the writable layer.
-pub const MAX_FDS: usize = 4 + 1 + MAX_FILES + MAX_DISKS * (2 + 2 * MAX_LAYERS);
+/// list of shared pages with its files, and for each disk the base with its hash tree, the layers
+/// with their maps and hash trees, and the writable layer.
+pub const MAX_FDS: usize = 4 + 1 + MAX_FILES + MAX_DISKS * (3 + 3 * MAX_LAYERS);
 
 /// Why a message could not be sent or received.
 #[derive(Debug, thiserror::Error)]
@@ -176,7 +176,7 @@ impl Receiver {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{DiskConfig, LayerConfig, RestoreConfig, SharedConfig};
+    use crate::config::{DiskConfig, LayerConfig, RestoreConfig, SharedConfig, TreeConfig};
     use crate::control::message::Command;
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     use std::os::fd::AsFd;
@@ -219,6 +219,9 @@ mod tests {
             base_fd: fd(),
             layers: (0..MAX_LAYERS).map(|_| LayerConfig { data_fd: fd(), map_fd: fd() }).collect(),
             writable_fd: Some(fd()),
+            trees: (0..=MAX_LAYERS)
+                .map(|_| Some(TreeConfig(fd(), dayfly_units::Digest([255; 32]))))
+                .collect(),
         };
         let disks = (0..MAX_DISKS).map(|_| disk()).collect();
         let config = RestoreConfig {
@@ -247,7 +250,7 @@ mod tests {
                 Received::End => panic!("the end"),
             }
         };
-        assert_eq!((got.len(), got_fds.len()), (json.len(), 1061));
+        assert_eq!((got.len(), got_fds.len()), (json.len(), 1581));
         let many = vec![file.as_fd(); MAX_FDS + 1];
         assert!(matches!(send(&here, b"{}", &many), Err(WireError::TooManyFds)));
     }

@@ -1,7 +1,8 @@
 //! One disk: the layer that holds each block, and reading and writing blocks.
 
 use super::block_set::BlockSet;
-use super::error::{FreezeError, OpenDiskError, host};
+use super::checked::Checked;
+use super::error::{DamagedFile, FreezeError, OpenDiskError, host};
 use super::files::{check_empty, make_writable, open_layers, regular_size};
 use super::iolist::IoList;
 use super::layer;
@@ -33,6 +34,8 @@ pub struct Disk {
     index: Vec<u8>,
     /// The blocks of the writable layer: those with its number in the index.
     written: BlockSet,
+    /// The hash trees, by number of the layer; 0 is the base. May be shorter than the chain.
+    checks: Vec<Option<Checked>>,
 }
 
 impl Disk {
@@ -47,6 +50,7 @@ impl Disk {
             writable: None,
             index: Vec::new(),
             written: BlockSet::default(),
+            checks: Vec::new(),
         }
     }
 
@@ -69,6 +73,9 @@ impl Disk {
             return Err(OpenDiskError::File { what: "base image".into(), expected, got });
         }
         let (frozen, index) = open_layers(size_bytes, spec.layers)?;
+        let lengths = std::iter::once(base_bytes).chain(std::iter::repeat(size_bytes));
+        let check = |(tree, bytes): (Option<_>, u64)| tree.map(|tree| Checked::new(tree, bytes));
+        let checks = spec.trees.into_iter().take(1 + frozen.len()).zip(lengths).map(check);
         if let Some(file) = &spec.writable {
             make_writable(file.as_fd(), size_bytes, "writable layer")?;
         }
@@ -76,6 +83,7 @@ impl Disk {
             size_bytes,
             base: Some(spec.base),
             base_bytes,
+            checks: checks.collect(),
             frozen,
             writable: spec.writable,
             index,
@@ -126,11 +134,12 @@ impl Disk {
     }
 
     /// Fills `data` from byte `offset` on, with one system call for each run of blocks in one
-    /// layer.
+    /// layer, apart from leaves of hash trees that are read for the first time.
     ///
     /// # Errors
     /// `InvalidInput` past the disk's end; the host's error; `UnexpectedEof` if a layer's file
-    /// became shorter.
+    /// became shorter; `InvalidData` with a [`DamagedFile`] if a file is not what its hash tree
+    /// says. After an error the content of `data` is not to be used.
     pub fn read(&self, offset: u64, data: &IoList<'_>) -> io::Result<()> {
         let end = self.end(offset, data.len())?;
         let mut at = offset;
@@ -141,8 +150,11 @@ impl Disk {
             let (file, file_bytes) = self.file(layer)?;
             let there = length(file_bytes.min(stop).saturating_sub(at));
             if there > 0 {
-                let got = part.window(0, there).read_at(file.as_fd(), at)?;
-                if got < there {
+                let part = part.window(0, there);
+                if let Some(check) = self.checks.get(usize::from(layer)).and_then(Option::as_ref) {
+                    let read = check.read(file.as_fd(), at, &part);
+                    read.map_err(|e| damaged(e, layer, file.as_fd()))?;
+                } else if part.read_at(file.as_fd(), at)? < there {
                     return Err(io::ErrorKind::UnexpectedEof.into());
                 }
             }
@@ -366,9 +378,27 @@ impl Disk {
                 return Err(OpenDiskError::Differs { block, was: *was, now: *now });
             }
         }
+        let mut checks: Vec<Option<Checked>> = Vec::with_capacity(1 + frozen.len());
+        checks.push(self.checks.first_mut().and_then(Option::take));
+        for file in &frozen {
+            checks.push(self.take_check(file.as_fd())?);
+        }
+        checks.extend(self.checks.drain(self.checks.len().min(1 + replaced)..));
         frozen.extend(self.frozen.drain(replaced..));
-        (self.frozen, self.index) = (frozen, index);
+        (self.frozen, self.index, self.checks) = (frozen, index, checks);
         Ok(())
+    }
+
+    /// Takes the hash tree of the layer that has this file as its data. A merged layer has none:
+    /// it was written on this host since the VM started.
+    fn take_check(&mut self, data: BorrowedFd<'_>) -> Result<Option<Checked>, OpenDiskError> {
+        let wanted = identity(data)?;
+        for (file, check) in self.frozen.iter().zip(self.checks.iter_mut().skip(1)) {
+            if check.is_some() && identity(file.as_fd())? == wanted {
+                return Ok(check.take());
+            }
+        }
+        Ok(None)
     }
 
     /// The index in `frozen` of the layer that has this file as its data.
@@ -418,6 +448,15 @@ impl Disk {
     pub fn keep_read_only(&mut self, read_only: OwnedFd) -> Option<OwnedFd> {
         self.frozen.last_mut().map(|file| std::mem::replace(file, read_only))
     }
+}
+
+/// Adds to the error of a hash tree which file of the disk it is about.
+fn damaged(error: io::Error, layer: u8, file: BorrowedFd<'_>) -> io::Error {
+    if error.kind() != io::ErrorKind::InvalidData {
+        return error;
+    }
+    let inode = identity(file).map_or(0, |id| id.ino);
+    io::Error::new(io::ErrorKind::InvalidData, DamagedFile { layer, inode, source: error })
 }
 
 /// The device and inode of a layer's file.

@@ -3,7 +3,7 @@
 use super::layer::LayerMapError;
 use super::spec::MAX_DISK_BYTES;
 use crate::config::{DISK_BLOCK_BYTES, MAX_LAYERS};
-use std::io;
+use std::{fmt, io};
 
 /// Why a disk was refused.
 #[derive(Debug, thiserror::Error)]
@@ -87,4 +87,30 @@ pub enum FreezeError {
 pub(super) fn host(what: impl Into<String>) -> impl FnOnce(rustix::io::Errno) -> OpenDiskError {
     let what = what.into();
     move |errno| OpenDiskError::Host { what, source: errno.into() }
+}
+
+/// A published disk file that is not what its hash tree says.
+#[derive(Debug)]
+pub struct DamagedFile {
+    /// The layer's number; 0 is the base image.
+    pub layer: u8,
+    /// The file's inode; 0 if the host does not report it.
+    pub inode: u64,
+    /// The bytes, the expected hash and the hash found.
+    pub source: io::Error,
+}
+
+impl fmt::Display for DamagedFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.layer {
+            0 => write!(f, "base image (inode {})", self.inode),
+            layer => write!(f, "layer {layer} (inode {})", self.inode),
+        }
+    }
+}
+
+impl std::error::Error for DamagedFile {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.source)
+    }
 }

@@ -25,7 +25,8 @@ fn touched(bytes: &[u8]) -> usize {
 /// the freeze looked, the pages of the index that it touched, and the blocks in the map.
 fn frozen(size_bytes: u64) -> (u64, usize, Vec<Range<u64>>) {
     let writable = Some(file().into());
-    let spec = DiskSpec { size_bytes, base: file().into(), layers: vec![], writable };
+    let spec =
+        DiskSpec { size_bytes, base: file().into(), layers: vec![], writable, trees: vec![] };
     let mut disk = Disk::open(spec).unwrap();
     for block in [0, 5, 4095, 4096, 70_000, 200_000] {
         disk.write(block * DISK_BLOCK_BYTES, &IoList::of(&mut [1; 4096])).unwrap();

@@ -19,10 +19,14 @@
 //! base        ■ ■ ■ ■ ■ ■
 //! ```
 //!
+//! What is read of the base and of published layers is checked against their hash trees
+//! (`checked`).
+//!
 //! Layers may be merged while the VM runs. [`Merge`] plans one layer from several, the owner of the
 //! files writes it, and [`Disk::rebase`] puts it in their place.
 
 mod block_set;
+mod checked;
 mod cow;
 mod error;
 mod files;
@@ -37,12 +41,14 @@ mod spec;
 
 pub use block_set::{CHUNK_BYTES, MAX_BYTES_PER_CHUNK};
 pub use cow::Disk;
-pub use error::{FreezeError, OpenDiskError};
+pub use error::{DamagedFile, FreezeError, OpenDiskError};
 pub use iolist::IoList;
 pub use merge::{Merge, MergeError};
 pub use room::{NoSpace, Room};
-pub use spec::{DiskSpec, FileId, FreezeFiles, LayerSpec, MAX_DISK_BYTES};
+pub use spec::{DiskSpec, FileId, FreezeFiles, LayerSpec, MAX_DISK_BYTES, TreeSpec};
 
+#[cfg(test)]
+mod checked_tests;
 #[cfg(test)]
 mod freeze_tests;
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The files of a disk, and its largest size.
 
+use dayfly_units::Digest;
 use serde::{Deserialize, Serialize};
 use std::os::fd::OwnedFd;
 
@@ -28,6 +29,18 @@ pub struct DiskSpec {
     pub layers: Vec<LayerSpec>,
     /// An empty file for writes; `None`: the disk is read-only.
     pub writable: Option<OwnedFd>,
+    /// The hash trees of the base and of the layers, in this order. What is read of a file with a
+    /// tree is checked. Missing entries count as `None`.
+    pub trees: Vec<Option<TreeSpec>>,
+}
+
+/// The hash tree of a published disk file ([`dayfly_units::tree`]).
+#[derive(Debug)]
+pub struct TreeSpec {
+    /// The tree.
+    pub file: OwnedFd,
+    /// Its root.
+    pub root: Digest,
 }
 
 /// The files with which the writable layer of a disk is frozen.

@@ -45,6 +45,7 @@ impl Files {
             base: copy(&self.base),
             layers: layers.collect(),
             writable: Some(copy(&self.writable)),
+            trees: Vec::new(),
         }
     }
 

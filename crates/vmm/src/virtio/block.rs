@@ -7,7 +7,9 @@
 use super::interrupt::Interrupt;
 use super::ring::{Broken, Chain, Ring};
 use crate::disk::page_map::PageMap;
-use crate::disk::{Disk, IoList, NoSpace, Room};
+use crate::disk::{DamagedFile, Disk, IoList, NoSpace, Room};
+use crate::report;
+use dayfly_units::error::chain;
 use serde::{Deserialize, Serialize};
 use std::io;
 use virtio_bindings::virtio_blk as spec;
@@ -29,6 +31,8 @@ const MAX_DATA_BYTES: usize = MAX_SEGMENTS as usize * MAX_SEGMENT_BYTES as usize
 const MAX_ZERO_SECTORS: u32 = 1 << 22;
 /// Most ranges in one request.
 const MAX_ZERO_RANGES: u32 = 16;
+/// Most reports of damaged files, because a guest can read one as often as it likes.
+const MAX_REPORTS: u64 = 16;
 const HEADER_BYTES: usize = 16;
 const RANGE_BYTES: usize = 16;
 const ID_BYTES: usize = 20;
@@ -50,6 +54,8 @@ pub struct DiskCounters {
     pub no_space: u64,
     /// Requests that failed with another error of the host.
     pub host_errors: u64,
+    /// Requests that failed because a disk file is not what its hash tree says.
+    pub damaged: u64,
     /// Requests that the device refused as invalid or unsupported.
     pub refused: u64,
 }
@@ -217,8 +223,8 @@ impl Block {
                 self.waits = Some(why);
                 return Ok(None);
             }
-            Err(Refusal::Host) => {
-                self.counters.host_errors = self.counters.host_errors.saturating_add(1);
+            Err(Refusal::Host(error)) => {
+                self.count(&error);
                 (Status::IoError, 0)
             }
             Err(Refusal::Request(status)) => {
@@ -230,6 +236,26 @@ impl Block {
         // The used length counts from the first writable byte. After a failure no data is known to
         // be good, so only the status counts.
         Ok(Some(u32::try_from(written.saturating_add(1)).unwrap_or(u32::MAX)))
+    }
+
+    /// Counts a failure of the host. The first failures because of a damaged file are reported.
+    fn count(&mut self, error: &io::Error) {
+        let full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
+        let counter = match error.get_ref() {
+            _ if full => &mut self.counters.no_space,
+            Some(cause) if cause.is::<DamagedFile>() => {
+                if self.counters.damaged < MAX_REPORTS {
+                    let (number, cause) = (self.number, chain(cause));
+                    report::line(&format!(
+                        "disk {number}, {cause}; the guest gets an I/O error; next: `dayfly store \
+                         verify`"
+                    ));
+                }
+                &mut self.counters.damaged
+            }
+            _ => &mut self.counters.host_errors,
+        };
+        *counter = counter.saturating_add(1);
     }
 
     /// Checks and performs a request; `data_in` is the number of writable bytes before the status.

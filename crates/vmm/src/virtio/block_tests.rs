@@ -2,7 +2,10 @@ use super::block::QUEUES;
 use super::block_bench::{BLOCKS, BODY, Bench, HEADER, IOERR, OK, RINGS, SECTORS, STATUS, UNSUPP};
 use super::ring::Broken;
 use super::testing::{DATA, HIGH_END, INDIRECT, LOW_END, NEXT, WRITE, disk, reads, writes};
-use crate::disk::Disk;
+use crate::disk::{Disk, TreeSpec};
+use dayfly_units::Digest;
+use dayfly_units::tree::{LEAF_BYTES, TreeBuilder};
+use std::os::unix::fs::FileExt as _;
 use virtio_bindings::virtio_blk as spec;
 use vm_memory::{Bytes as _, GuestAddress};
 
@@ -261,4 +264,37 @@ fn errors_of_the_host_are_answered_and_counted() {
     assert_eq!((bench.block.counters().host_errors, bench.block.counters().no_space), (1, 0));
     assert_eq!(bench.request(spec::VIRTIO_BLK_T_IN, 0, &[writes(BODY, 512)]), (OK, 513));
     assert_eq!(bench.bytes(BODY, 512), [7; 512]);
+}
+
+#[test]
+fn a_file_that_is_not_what_its_tree_says_is_an_io_error() {
+    let base = tempfile::tempfile().unwrap();
+    let mut tree = TreeBuilder::new(tempfile::tempfile().unwrap(), 3 * LEAF_BYTES).unwrap();
+    let content = vec![7; 3 * usize::try_from(LEAF_BYTES).unwrap()];
+    base.write_all_at(&content, 0).unwrap();
+    tree.update(0, &content).unwrap();
+    let (file, root) = tree.finish(Digest([0; 32])).unwrap();
+    base.write_all_at(&[8], LEAF_BYTES + 20_000).unwrap();
+    let sectors = LEAF_BYTES / 512;
+    let mut spec_ = disk(3 * LEAF_BYTES / 4096, &[], vec![], true);
+    spec_.base = base.into();
+    spec_.trees = vec![Some(TreeSpec { file: file.into(), root })];
+    let mut bench = Bench::of(Disk::open(spec_).unwrap());
+    for (sector, status) in [(0, OK), (sectors, IOERR), (2 * sectors - 8, IOERR), (2 * sectors, OK)]
+    {
+        bench.mem.write_slice(&[1; 512], GuestAddress(BODY)).unwrap();
+        let (got, _) = bench.request(spec::VIRTIO_BLK_T_IN, sector, &[writes(BODY, 512)]);
+        assert_eq!(got, status, "sector {sector}");
+        // No byte of a damaged leaf gets into guest memory.
+        let byte = if status == OK { 7 } else { 1 };
+        assert_eq!(bench.bytes(BODY, 512), [byte; 512], "sector {sector}");
+    }
+    let counters = bench.block.counters();
+    assert_eq!((counters.damaged, counters.host_errors, counters.refused), (2, 0, 0));
+    // A write that needs bytes of it fails too; one of whole blocks replaces it.
+    let write = |bench: &mut Bench, length| {
+        bench.request(spec::VIRTIO_BLK_T_OUT, sectors + 40, &[reads(BODY, length)]).0
+    };
+    assert_eq!((write(&mut bench, 512), write(&mut bench, 4096)), (IOERR, OK));
+    assert_eq!(bench.block.counters().damaged, 3);
 }

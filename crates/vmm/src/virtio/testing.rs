@@ -51,6 +51,7 @@ pub fn disk(blocks: u64, base: &[u8], layers: Vec<LayerSpec>, writable: bool) ->
         base: temp_file(base).into(),
         layers,
         writable: writable.then(|| temp_file(&[]).into()),
+        trees: Vec::new(),
     }
 }
 

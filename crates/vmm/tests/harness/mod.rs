@@ -119,7 +119,8 @@ trait Collect {
                 self.keep(file.into())
             });
             let base_fd = self.read(&disk.base);
-            out.push(DiskConfig { size_bytes: disk.size_bytes, base_fd, layers, writable_fd });
+            let (size_bytes, trees) = (disk.size_bytes, Vec::new());
+            out.push(DiskConfig { size_bytes, base_fd, layers, writable_fd, trees });
         }
         out
     }

@@ -4,9 +4,9 @@
 use crate::prelude::*;
 use crate::testbed::host::now_us;
 use crate::testbed::random::Random;
-use dayfly_store::{OpenSnapshot, Store};
+use dayfly_store::{FileTree, OpenSnapshot, Store};
 use dayfly_vmm::config::DISK_BLOCK_BYTES;
-use dayfly_vmm::disk::{Disk, DiskSpec, IoList, LayerSpec};
+use dayfly_vmm::disk::{Disk, DiskSpec, IoList, LayerSpec, TreeSpec};
 
 /// Reads in a sample.
 const READS: u64 = 2000;
@@ -22,11 +22,18 @@ fn disk(open: &OpenSnapshot) -> Result<Disk> {
     let layers = file.layers.iter().map(|layer| {
         Ok(LayerSpec { data: layer.data.try_clone()?.into(), map: layer.map.try_clone()?.into() })
     });
+    let trees = std::iter::once(&file.tree).chain(file.layers.iter().map(|layer| &layer.tree));
+    let trees = trees.map(|of| {
+        let spec =
+            |tree: &FileTree| Ok(TreeSpec { file: tree.file.try_clone()?.into(), root: tree.root });
+        of.as_ref().map(spec).transpose()
+    });
     Ok(Disk::open(DiskSpec {
         size_bytes: file.size_bytes,
         base: file.base.try_clone()?.into(),
         layers: layers.collect::<Result<_>>()?,
         writable: Some(tempfile::tempfile()?.into()),
+        trees: trees.collect::<Result<_>>()?,
     })?)
 }
 

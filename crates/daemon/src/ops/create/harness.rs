@@ -175,6 +175,7 @@ async fn bake(
         base_fd: fds.add(image.disk),
         layers: Vec::new(),
         writable_fd: Some(fds.add(data)),
+        trees: Vec::new(),
     };
     let start = Start::Boot(BootConfig {
         kernel_fd: fds.add(kernel.vmlinux),

@@ -1,6 +1,6 @@
 //! Searches images, kernels, layers and block indexes.
 
-use super::{Finding, Object, Read, Scrub};
+use super::{Finding, Object, Read, Scrub, Trouble, entry};
 use crate::blob::Dir;
 use crate::errors::{Damage, IoError};
 use crate::integrity::verify::{self, Kind};
@@ -8,12 +8,16 @@ use crate::memory::{BLOCKS, BlockIndex};
 use crate::objects::images::DISK;
 use crate::objects::kernels::{INITRD, VMLINUX};
 use crate::objects::manifest::{self, ImageManifest, KernelManifest};
+use crate::objects::tree::{FileTree, TREE, trouble};
 use crate::objects::types::FileRef;
 use crate::objects::types::{DATA, LayerId, LayerRef, MAP};
 use crate::publish::needed;
+use crate::sparse::next_data;
 use dayfly_units::Name;
+use dayfly_units::tree::{LeafError, TreeReader};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 
 impl Scrub<'_> {
     /// Reads all of a file of `dir`, and compares it with `expected`.
@@ -34,8 +38,90 @@ impl Scrub<'_> {
 
     /// Reads all of a file, and returns its digest and sizes.
     fn digest(&self, dir: &Dir, name: &str, file: &File, kind: Kind) -> Read<FileRef> {
-        let got = verify::digest_with(file, kind, &|bytes| self.meter.step(bytes));
+        let got =
+            verify::digest_with(file, kind, &mut |_, piece| self.meter.step(piece.len() as u64));
         Ok(got.map_err(IoError::new("reading", &dir.path().join(name)))?)
+    }
+
+    /// Reads all of a disk file of `dir`. If it is damaged, and its hash tree is sound, the finding
+    /// names the first leaf that is wrong, and the number of all.
+    fn disk(&self, dir: &Dir, name: &str, file: &File, of: &FileRef) -> Read<()> {
+        let result = self.content(dir, name, file, of, Kind::Sparse);
+        let path = dir.path().join(name);
+        let length = file.metadata().map_err(IoError::new("looking at", &path))?.len();
+        match &result {
+            Err(Trouble::Damage(_)) if length == of.bytes => {}
+            _ => return result,
+        }
+        let Some(tree) = self.inner.tree(dir, of, None) else { return result };
+        self.leaves(dir, name, file, of, &tree)?;
+        result
+    }
+
+    /// Compares each leaf of a disk file with the file's tree.
+    fn leaves(
+        &self,
+        dir: &Dir,
+        name: &str,
+        file: &File,
+        of: &FileRef,
+        tree: &FileTree,
+    ) -> Read<()> {
+        let path = dir.path().join(name);
+        let reading = |e| IoError::new("reading", &path)(e);
+        let nodes = |out: &mut [u8], at: u64| tree.file.read_exact_at(out, at);
+        let mut reader = TreeReader::new(of.bytes, tree.root);
+        let mut data = next_data(file, 0, of.bytes).map_err(reading)?;
+        let (mut buffer, mut wrong, mut first) = (Vec::new(), 0_u64, None);
+        for leaf in 0..reader.layout().leaves() {
+            self.meter.step(0).map_err(reading)?;
+            let leaf = reader.leaf(&nodes, leaf).map_err(|e| trouble(dir.path(), name, e))?;
+            let end = leaf.at() + leaf.length() as u64;
+            if data.is_some_and(|(_, end)| end <= leaf.at()) {
+                data = next_data(file, leaf.at(), of.bytes).map_err(reading)?;
+            }
+            let is_hole = data.is_none_or(|(start, _)| start >= end);
+            if is_hole && leaf.is_zero() {
+                continue;
+            }
+            buffer.clear();
+            buffer.resize(leaf.length(), 0);
+            if !is_hole {
+                file.read_exact_at(&mut buffer, leaf.at()).map_err(reading)?;
+            }
+            if let Err(LeafError::Leaf { at, end, expected, got }) = leaf.check(&buffer) {
+                wrong += 1;
+                first = first.or(Some((at, end, expected, got)));
+            }
+        }
+        let Some((at, end, expected, got)) = first else { return Ok(()) };
+        let place =
+            format!("hash of bytes {at} to {end} (damaged parts of 64 KiB in all: {wrong})");
+        let (expected, got) = (expected.to_string(), got.to_string());
+        Err(Damage::Content { file: path, place, expected, got }.into())
+    }
+
+    /// Reads all of the hash tree of a disk file of `dir`. A file of a store from before hash trees
+    /// has none.
+    fn hash_tree(&self, dir: &Dir, of: &FileRef) -> Read<()> {
+        let path = dir.path().join(TREE);
+        // Trusted or not, it is read.
+        self.inner.verifier.forget(&path);
+        let root = self.manifests().find_map(|m| m.trees.get(&of.digest).copied());
+        let Some(tree) = self.inner.open_tree(dir, of, root)? else { return Ok(()) };
+        let nodes = |out: &mut [u8], at: u64| tree.file.read_exact_at(out, at);
+        match TreeReader::new(of.bytes, tree.root).check_nodes(&nodes) {
+            Ok(()) => Ok(()),
+            Err(LeafError::Read { source, .. }) => {
+                Err(IoError::new("reading", &path)(source).into())
+            }
+            Err(LeafError::Node { at, expected, got }) => {
+                let place = format!("hash of the node at byte {at}");
+                let (expected, got) = (expected.to_string(), got.to_string());
+                Err(Damage::Content { file: path, place, expected, got }.into())
+            }
+            Err(other) => Err(trouble(dir.path(), TREE, other).into()),
+        }
     }
 
     /// Lists entries whose names are not UTF-8. No other operation sees them.
@@ -80,11 +166,14 @@ impl Scrub<'_> {
             let users =
                 self.manifests().filter(|m| m.disks.iter().any(|d| d.image.name.as_str() == name));
             let users = users.map(|m| m.name.to_string()).collect();
-            if !self.judge(Object::Image, &name, (&inner.images, &dir), result, users)?
+            let (at, users): (_, Vec<String>) = ((&inner.images, &dir), users);
+            if !self.judge(Object::Image, &name, at, result, users.clone())?
                 && let Ok(name) = name.parse::<Name>()
             {
                 self.bad_images.insert(name);
             }
+            let tree = self.image_tree(&dir);
+            self.judge(Object::Image, &name, at, tree, users)?;
         }
         Ok(())
     }
@@ -92,7 +181,13 @@ impl Scrub<'_> {
     fn image(&self, dir: &Dir) -> Read<()> {
         let manifest: ImageManifest = manifest::read(dir)?;
         let disk = needed(dir, DISK, &format!("image {}", manifest.name))?;
-        self.content(dir, DISK, &disk, &manifest.disk, Kind::Sparse)
+        self.disk(dir, DISK, &disk, &manifest.disk)
+    }
+
+    /// An unreadable manifest is reported with the disk.
+    fn image_tree(&self, dir: &Dir) -> Read<()> {
+        let manifest = manifest::read::<ImageManifest>(dir);
+        manifest.map_or(Ok(()), |manifest| self.hash_tree(dir, &manifest.disk))
     }
 
     /// Kernels are skipped if snapshots are chosen, because no snapshot depends on a kernel's
@@ -154,6 +249,7 @@ impl Scrub<'_> {
                 Some(layer) => vec![
                     self.layer_file(&dir, MAP, &name, &layer.map, Kind::Plain),
                     self.layer_file(&dir, DATA, &name, &layer.data, Kind::Sparse),
+                    self.hash_tree(&dir, &layer.data),
                 ],
                 None => vec![self.layer_by_name(&dir, id)],
             };
@@ -181,7 +277,10 @@ impl Scrub<'_> {
         kind: Kind,
     ) -> Read<()> {
         let open = needed(dir, file, &format!("layer {id}"))?;
-        self.content(dir, file, &open, expected, kind)
+        match kind {
+            Kind::Sparse => self.disk(dir, file, &open, expected),
+            Kind::Plain => self.content(dir, file, &open, expected, kind),
+        }
     }
 
     fn layer_by_name(&self, dir: &Dir, id: LayerId) -> Read<()> {
@@ -191,7 +290,7 @@ impl Scrub<'_> {
         let map = self.digest(dir, MAP, &map, Kind::Plain)?;
         let got = LayerId::of(&data, &map);
         if got == id {
-            return Ok(());
+            return self.hash_tree(dir, &data);
         }
         let (expected, got) = (id.to_string(), got.to_string());
         let place = "digest of data and map, which the folder is named by".to_owned();

@@ -1,7 +1,6 @@
 use super::*;
 use crate::fixture::{bake, name, reopen, store};
 use crate::fixture_pages::{bake_paged, image_block, ram};
-use crate::integrity::verify::Hashed;
 use crate::{KernelSpec, Meter, PagedSpec};
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{FileExt, PermissionsExt};
@@ -186,19 +185,17 @@ fn a_damaged_page_is_reported_with_the_snapshots_that_need_it() {
 fn damage_found_is_not_forgotten_by_the_next_use() {
     let root = tempfile::tempdir().unwrap();
     let store = filled(root.path());
-    let layer = store.snapshot(&name("raw")).unwrap().layer_ids()[0];
-    let path = root.path().join(format!("layers/{layer}/data"));
-    let expected = store.snapshot(&name("raw")).unwrap().disks[0].layers[0].data;
-    flip(&path, 3 * 4096);
+    let path = root.path().join("snapshots/raw/state");
+    let expected = store.snapshot(&name("raw")).unwrap().state;
+    flip(&path, 100);
     // As if bytes rot on disk without a change of the file's times.
-    let rotten = Hashed::written(File::open(&path).unwrap(), expected).unwrap();
-    store.0.verifier.remember(&[(path, &rotten)]);
+    store.0.verifier.trust(&path, &File::open(&path).unwrap(), expected.digest);
     drop(store.open_snapshot(&name("raw")).unwrap());
     let report = all(&store);
     assert_eq!(report.damage.len(), 1, "{:?}", report.damage);
     assert_eq!(
-        (report.damage[0].object, &report.damage[0].snapshots[..]),
-        (Object::Layer, &["raw".to_owned()][..])
+        (report.damage[0].object, report.damage[0].name.as_str()),
+        (Object::Snapshot, "raw")
     );
     assert!(store.open_snapshot(&name("raw")).is_err());
 }

@@ -178,8 +178,8 @@ fn base(data: &[bool], more: usize) -> File {
 fn disk_over(base: &File, blocks: u64, writable: bool) -> Disk {
     let writable = writable.then(|| tempfile::tempfile().unwrap().into());
     let base = base.try_clone().unwrap().into();
-    Disk::open(DiskSpec { size_bytes: blocks * DISK_BLOCK_BYTES, base, layers: vec![], writable })
-        .unwrap()
+    let (size_bytes, layers, trees) = (blocks * DISK_BLOCK_BYTES, vec![], vec![]);
+    Disk::open(DiskSpec { size_bytes, base, layers, writable, trees }).unwrap()
 }
 
 fn freeze(disk: &mut Disk) {
