@@ -16,8 +16,8 @@
 //!
 //! Below them come locks that are held for a few instructions and never across an `await`. First
 //! the registry's lock, then `live`, then one of `process`, `pin`, `memory`, `backing`,
-//! `attachment`, `space` and `has_slot`. The drop of a pin or a template may remove files, so it happens
-//! after `live` is released: readers of `live` must not wait for the disk.
+//! `attachment`, `space` and `has_slot`. The drop of a pin or a template may remove files, so it
+//! happens after `live` is released: readers of `live` must not wait for the disk.
 
 pub mod available;
 pub mod batch;
@@ -28,6 +28,7 @@ pub mod space;
 pub mod survey;
 pub mod uids;
 pub mod unknown;
+mod waiting;
 
 use crate::base::config::VmDir;
 use crate::base::error::{ApiError, Outcome};

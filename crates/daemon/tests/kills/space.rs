@@ -166,8 +166,8 @@ fn used(bed: &Testbed, vm: &Living) -> u64 {
 async fn is_refused(result: Result<()>, parts: &[&str]) -> Result<()> {
     let Err(error) = result else { bail!("expected a refusal because of {parts:?}") };
     let text = format!("{error:#}");
-    for part in parts {
-        ensure!(text.contains(part), "expected {part:?} in {text:?}");
+    for piece in parts {
+        ensure!(text.contains(piece), "expected {piece:?} in {text:?}");
     }
     Ok(())
 }
