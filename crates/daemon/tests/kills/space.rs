@@ -18,6 +18,8 @@ use std::process::Command;
 const MIB: u64 = 1 << 20;
 /// The guaranteed share of each VM, which a guest with 256 slots does not use up.
 const SHARE_BYTES: u64 = 2 * MIB;
+/// As in [`OPTIONS`].
+const RESERVE_BYTES: u64 = 4 * MIB;
 const OPTIONS: [&str; 6] = ["--disk-share", "2M", "--disk-reserve", "4M", "--run-reserve", "0"];
 /// A guest that writes the same few slots over and over, and its snapshot.
 const SMALL: &str = "small";
@@ -187,6 +189,13 @@ async fn fills_up(state: PathBuf, large: usize, small: usize) -> Result<()> {
         bed.client.unpause(&vm.word()).await?;
     }
     vms.wait(&bed).await?;
+    // They wait for the shares that were unused when they asked, and try again once those are used.
+    until("less than the reserve is left beside the shares", async || {
+        let used = vms.small.iter().map(|vm| used(&bed, vm).min(SHARE_BYTES));
+        let unused = SHARE_BYTES * small as u64 - used.sum::<u64>();
+        Ok(free(&bed.state())? < unused + RESERVE_BYTES)
+    })
+    .await?;
 
     let (one, free_small) = (&vms.large[0], &vms.small[0]);
     let refused = guest::snapshot(&bed, one.id, "refused").await;
