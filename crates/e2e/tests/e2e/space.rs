@@ -30,7 +30,7 @@ fn states() -> Vec<String> {
 }
 
 #[test]
-#[ignore = "minutes, and fills the machine's disk: cargo test --test e2e -- --ignored debian"]
+#[ignore = "long: fills the machine's disk"]
 fn twenty_debian_guests_on_a_full_disk_go_on_with_clean_file_systems() {
     let world = world();
     assert!(machine(), "natively this test would fill the disk of this host");
