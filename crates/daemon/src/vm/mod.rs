@@ -91,6 +91,8 @@ pub struct Vm {
     space: Mutex<space::VmSpace>,
     has_slot: Mutex<bool>,
     gone: watch::Sender<bool>,
+    /// For the first caller of [`Self::ended`].
+    mark_gone: Mutex<Option<MarkGone>>,
     /// Why its VMM, which an earlier daemon started, has not said yet in which state it is.
     waiting: watch::Sender<Option<String>>,
 }
@@ -105,7 +107,7 @@ pub struct Remains {
     _backing: Option<MemoryBacking>,
     _attachment: Attachment,
     /// The last field, because fields are dropped in this order: a VM that is gone keeps nothing.
-    _gone: MarkGone,
+    _gone: Option<MarkGone>,
 }
 
 /// Marks the VM as gone when dropped.
@@ -148,6 +150,7 @@ impl Vm {
     pub fn with(vm_slot: VmSlot, name: Name, dir: VmDir, facts: Facts, live: Live) -> Self {
         let VmSlot { id, slot, uid, node } = vm_slot;
         let alive = live.phase.alive();
+        let gone = watch::Sender::new(!alive);
         Self {
             id,
             name,
@@ -170,7 +173,8 @@ impl Vm {
             attachment: Mutex::default(),
             space: Mutex::default(),
             has_slot: Mutex::new(alive),
-            gone: watch::Sender::new(!alive),
+            mark_gone: Mutex::new(Some(MarkGone(gone.clone()))),
+            gone,
             waiting: watch::Sender::new(None),
         }
     }
@@ -333,7 +337,8 @@ impl Vm {
     }
 
     /// Marks it as exited for the reason `exit`, and takes everything that a live VM has. The first
-    /// reason stays. The VM counts as gone when the result is dropped.
+    /// reason stays. The VM counts as gone when the result of the first call is dropped: a second
+    /// caller has nothing of the VM, and may drop its result earlier.
     pub fn ended(&self, exit: VmExit) -> Remains {
         {
             let mut live = lock(&self.live);
@@ -349,7 +354,7 @@ impl Vm {
             _pin: lock(&self.pin).take(),
             _backing: lock(&self.backing).take(),
             _attachment: std::mem::take(&mut *lock(&self.attachment)),
-            _gone: MarkGone(self.gone.clone()),
+            _gone: lock(&self.mark_gone).take(),
         }
     }
 
