@@ -13,7 +13,7 @@ LONG ?= a_daemon_killed_at_every_step a_thousand_clients a_silent_machine of_qem
 
 help:
 	@echo "make demo    build, bake a Debian machine, start 40 copies of it, show the figures"
-	@echo "make test    every test, rustfmt, clippy: unit, microguest on /dev/kvm, stock kernels"
+	@echo "make test    every test, and rustfmt: unit, microguest on /dev/kvm, stock kernels"
 	@echo "             natively or in the machine"
 	@echo "make long    what make test runs a part of: the daemon killed at every step, and 1,000"
 	@echo "             clients that go away; half an hour on two cores (LONG=NAME for one of them)"

@@ -309,7 +309,7 @@ fn a_vm_keeps_its_layers_if_the_daemon_dies_in_a_commit_with_a_gc_beside_it() {
                     _ => None,
                 });
                 let stored: Vec<_> = stored.collect();
-                let pin = store.pin("a VM", &[vm.image.clone()], &stored, &[]);
+                let pin = store.pin("a VM", std::slice::from_ref(&vm.image), &stored, &[]);
                 let _pin = pin.unwrap_or_else(|e| panic!("{at}: {e}"));
                 store.gc().unwrap();
                 layers_are_there(&store, &vm, &at);

@@ -33,7 +33,7 @@ fn verify(store: &Store) -> VerifyReport {
 }
 
 fn refusal(store: &Store, snapshot: &str) -> String {
-    let error = store.open_snapshot(&name(snapshot)).err().expect("it is damaged");
+    let error = store.open_snapshot(&name(snapshot)).expect_err("it is damaged");
     dayfly_units::error::chain(&error)
 }
 
