@@ -113,9 +113,9 @@ impl Vms {
         Ok(by_id)
     }
 
-    /// Waits until each VM over its share waits. Checks that the first one was furthest over.
+    /// Waits until each VM over its share waits. Which waits first is not judged here, because the
+    /// daemon asks one VMM after the other; `dayfly_vmm::disk::room` has the tests of that.
     async fn wait(&self, bed: &Testbed) -> Result<()> {
-        let mut first = None;
         until("VMs over their share wait", async || {
             let listed = self.listed(bed).await?;
             let waits = |vm: &Living| {
@@ -123,20 +123,14 @@ impl Vms {
                     vm.state == VmState::Paused && vm.paused_for == Some(PauseReason::NoSpace)
                 })
             };
-            if first.is_none() && self.large.iter().any(waits) {
-                let waiting = self.large.iter().filter(|vm| waits(vm)).map(|vm| used(bed, vm));
-                let least = waiting.min().context("some wait")?;
-                let others = self.large.iter().filter(|vm| !waits(vm)).map(|vm| used(bed, vm));
-                first = Some((least, others.max().unwrap_or(0)));
+            for vm in self.large.iter().filter(|vm| waits(vm)) {
+                let used = used(bed, vm);
+                // The write that waits is not counted.
+                ensure!(used + MIB > SHARE_BYTES, "VM {} waits with {used} bytes", vm.word());
             }
             Ok(self.large.iter().all(waits))
         })
-        .await?;
-        let (first, others) = first.context("some have waited")?;
-        // Others may have written since the VMM decided.
-        ensure!(first + MIB >= others, "the first had {first} bytes, another one {others}");
-        ensure!(first > SHARE_BYTES, "the first had {first} bytes");
-        Ok(())
+        .await
     }
 
     /// Checks that each guest goes on, and that a clone of each finds all that it has written.

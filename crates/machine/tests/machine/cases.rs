@@ -288,7 +288,7 @@ fn daemon_is_kept(scene: &Scene) {
 fn second_machine(first: &Scene) {
     let mut scene = Scene::new();
     scene.options.daemon_arguments = vec!["standin".to_owned(), "two".to_owned()];
-    scene.options.numa_nodes = 2;
+    (scene.options.cpus, scene.options.numa_nodes) = (2, 2);
     let config = scene.init().folder().join("machine.json");
     // Fields as an older version wrote them.
     let text = std::fs::read_to_string(&config).unwrap();
