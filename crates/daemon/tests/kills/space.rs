@@ -225,5 +225,5 @@ fn vms_over_their_share_wait_on_a_full_disk_and_all_go_on_without_an_error() -> 
 #[test]
 #[ignore = "minutes: make long"]
 fn twenty_vms_on_a_full_disk_go_on_without_an_error() -> Result<()> {
-    with_log(on_a_file_system(256 * MIB, |state| fills_up(state, 14, 6)))
+    with_log(on_a_file_system(512 * MIB, |state| fills_up(state, 14, 6)))
 }
