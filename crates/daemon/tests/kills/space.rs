@@ -113,7 +113,7 @@ impl Vms {
         Ok(by_id)
     }
 
-    /// Waits until each VM over its share waits. Which waits first is not judged here, because the
+    /// Waits until each VM over its share waits. Which waits first is not checked here, because the
     /// daemon asks one VMM after the other; `dayfly_vmm::disk::room` has the tests of that.
     async fn wait(&self, bed: &Testbed) -> Result<()> {
         until("VMs over their share wait", async || {
