@@ -15,8 +15,9 @@ help:
 	@echo "make demo    build, bake a Debian machine, start 40 copies of it, show the figures"
 	@echo "make test    every test, and rustfmt: unit, microguest on /dev/kvm, stock kernels"
 	@echo "             natively or in the machine"
-	@echo "make long    what make test runs a part of: the daemon killed at every step, and 1,000"
-	@echo "             clients that go away; half an hour on two cores (LONG=NAME for one of them)"
+	@echo "make long    tests of minutes: the daemon killed at every step, 1,000 clients that go"
+	@echo "             away, full disks, README's tour; over an hour on two cores (LONG=NAME for"
+	@echo "             one of them)"
 	@echo "make bench   every short benchmark: dayfly-bench $(BENCHES)"
 	@echo "             BENCH='death fork' for some, OPTIONS='--full' if each has it; also"
 	@echo "             store: two hours under emulation; root, and Debian's mirror the first time"
@@ -44,7 +45,7 @@ test: setup
 long: setup
 	@cargo build --release --workspace --bins --tests --examples
 	cargo test --release --workspace --no-fail-fast --lib --test kills --test machine --test e2e \
-		-- --ignored --nocapture --test-threads 1 $(LONG)
+		-- --ignored --nocapture --test-threads=1 $(LONG)
 
 bench: build
 	@set -e; for scenario in $(BENCH); do $(BIN)/dayfly-bench $$scenario $(OPTIONS); done
