@@ -6,16 +6,18 @@ BENCHES := birth chain scale death fork jobs trace faults dns linux numa
 BENCH ?= $(BENCHES)
 OPTIONS ?=
 # Tests of make long, by name.
-LONG ?= a_daemon_killed_at_every_step a_thousand_clients a_silent_machine of_qemu lazy:: liar:: tour::
+LONG ?= a_daemon_killed_at_every_step a_thousand_clients a_silent_machine of_qemu lazy:: \
+	liar:: tour:: whatever_runs_beside twenty_vms_on_a_full_disk twenty_debian
 
 .PHONY: help setup build demo test long bench lint clean
 
 help:
 	@echo "make demo    build, bake a Debian machine, start 40 copies of it, show the figures"
-	@echo "make test    every test, rustfmt, clippy: unit, microguest on /dev/kvm, and stock kernels"
+	@echo "make test    every test, and rustfmt: unit, microguest on /dev/kvm, stock kernels"
 	@echo "             natively or in the machine"
-	@echo "make long    what make test runs a part of: the daemon killed at every step, and 1,000"
-	@echo "             clients that go away; half an hour on two cores (LONG=NAME for one of them)"
+	@echo "make long    tests of minutes: the daemon killed at every step, 1,000 clients that go"
+	@echo "             away, full disks, README's tour; over an hour on two cores (LONG=NAME for"
+	@echo "             one of them)"
 	@echo "make bench   every short benchmark: dayfly-bench $(BENCHES)"
 	@echo "             BENCH='death fork' for some, OPTIONS='--full' if each has it; also"
 	@echo "             store: two hours under emulation; root, and Debian's mirror the first time"
@@ -42,8 +44,8 @@ test: setup
 # These tests are ignored by `make test`. One command builds programs and tests, as there.
 long: setup
 	@cargo build --release --workspace --bins --tests --examples
-	cargo test --release --workspace --no-fail-fast --lib --test kills --test machine --test e2e -- \
-		--ignored --nocapture --test-threads 1 $(LONG)
+	cargo test --release --workspace --no-fail-fast --lib --test kills --test machine --test e2e \
+		-- --ignored --nocapture --test-threads=1 $(LONG)
 
 bench: build
 	@set -e; for scenario in $(BENCH); do $(BIN)/dayfly-bench $$scenario $(OPTIONS); done

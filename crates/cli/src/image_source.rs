@@ -1,7 +1,7 @@
 //! A snapshot for a command that names an image: made at its first use, cloned from then on.
 //!
 //! Its name is the image's with the first digits of the image's digest. So an image that was built
-//! again gets another snapshot, and nobody's own name is taken.
+//! again gets another snapshot, and no name that a user chose is taken.
 
 use crate::artefacts;
 use crate::progress::Steps;

@@ -36,16 +36,16 @@ struct Options {
     /// whatever memory is available. By default a thirty-second of the host's memory.
     #[arg(long, env = "DAYFLY_MEMORY_RESERVE", value_name = "SIZE", value_parser = reserve)]
     memory_reserve: Option<Reserve>,
-    /// Space that each VM's disks are guaranteed. A VM within it never waits for space. By default a
-    /// 4096th of the file system, 4 to 64 MiB.
+    /// Space that each VM's disks are guaranteed. A VM within it never waits for space. By default
+    /// a 4096th of the file system, 4 to 64 MiB.
     #[arg(long, env = "DAYFLY_DISK_SHARE", value_name = "SIZE")]
     disk_share: Option<Bytes>,
-    /// The most that the layers of one VM may have on the host's disk; the VM waits at the limit. By
-    /// default no limit but the size of its disks.
+    /// The most that the layers of one VM may have on the host's disk; the VM waits at the limit.
+    /// By default no limit but the size of its disks.
     #[arg(long, env = "DAYFLY_DISK_QUOTA", value_name = "SIZE")]
     disk_quota: Option<Bytes>,
-    /// Free space of the state folder below which bakes, snapshots, uploads and new VMs are refused.
-    /// By default a thirty-second of the file system, at most 1 GiB.
+    /// Free space of the state folder below which bakes, snapshots, uploads and new VMs are
+    /// refused. By default a thirty-second of the file system, at most 1 GiB.
     #[arg(long, env = "DAYFLY_DISK_RESERVE", value_name = "SIZE")]
     disk_reserve: Option<Bytes>,
     /// Free space of the run folder below which new VMs are refused.
@@ -151,7 +151,7 @@ async fn run() -> anyhow::Result<()> {
         overcommit: options.overcommit,
         memory_reserve_bytes: options
             .memory_reserve
-            .map_or(Some(memory_bytes / config::MEMORY_RESERVE_PART), |Reserve(bytes)| bytes),
+            .map_or(Some(memory_bytes / config::MEMORY_RESERVE_FRACTION), |Reserve(bytes)| bytes),
         disk: DiskSpace {
             share_bytes: options.disk_share.map(|Bytes(bytes)| bytes),
             quota_bytes: options.disk_quota.map(|Bytes(bytes)| bytes),

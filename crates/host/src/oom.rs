@@ -1,9 +1,9 @@
 //! Which processes the kernel killed because memory was short, from its log (`/dev/kmsg`,
 //! Documentation/ABI/testing/dev-kmsg).
 //!
-//! A process that was killed for its memory ends by SIGKILL, as one that a program killed. The kernel
-//! writes a line for each (mm/oom_kill.c, `__oom_kill_process`), whether the host or a group was
-//! out of memory:
+//! A process that was killed for its memory ends by SIGKILL, as one that a program killed. The
+//! kernel writes a line for each (mm/oom_kill.c, `__oom_kill_process`), whether the host or a group
+//! was out of memory:
 //!
 //! ```text
 //! 3,1571,11952900442,-;Out of memory: Killed process 3077 (dayfly-vmm) total-vm:…, UID:70001 …
@@ -87,7 +87,7 @@ mod tests {
         let none = [
             record("3,1571,499,-", "Out of memory"),
             record("11,1571,500,-", "Out of memory"),
-            record("3,1571,500,-", "Somebody says"),
+            record("3,1571,500,-", "Another says"),
             record("3,1571,500,-", "Out of memory").replace("3077", "3078"),
             record("3,1571,500,-", "Out of memory").replace("UID:70001", "UID:70002"),
             // The name of another process.

@@ -3,11 +3,14 @@
  * `Growth`. */
 #include "guest.h"
 
-enum { SLOTS = 8192, FEW_SLOTS = 256 };
+enum { SLOTS = 8192, FEW_SLOTS = 256, KEPT_WRITES = 1024 };
 
 /* Which seed wrote a slot's block and page last; 0: none. In RAM, so every snapshot has its own. */
 static volatile u32 owners[SLOTS];
 static volatile u64 buffer[PAGE / 8] __attribute__((aligned(PAGE)));
+/* Churn writes every KEPT_WRITES-th block from this page, which equals its block until the next
+ * such write. So a page map that is made meanwhile has something to name. */
+static volatile u64 kept[PAGE / 8] __attribute__((aligned(PAGE)));
 
 static int owned(const volatile u64 *at, u64 seed, u64 slot) {
     return seed ? at[0] == word(seed, slot) && at[511] == ~word(seed, slot) : !at[0] && !at[511];
@@ -27,9 +30,9 @@ static u64 next(u64 *state) {
 
 /* Between any two of these steps the VM may be snapshotted: a clone does the rest, to its own disk
  * and memory. */
-static const char *write_slot(u64 seed, u64 slot, u64 stride) {
-    own(buffer, seed, slot);
-    const char *failed = disk_move(slot * stride, (void *)buffer, 1);
+static const char *write_slot(volatile u64 *from, u64 seed, u64 slot, u64 stride) {
+    own(from, seed, slot);
+    const char *failed = disk_move(slot * stride, (void *)from, 1);
     if (failed) return failed;
     own(page(slot), seed, slot);
     owners[slot] = (u32)seed;
@@ -39,7 +42,7 @@ static const char *write_slot(u64 seed, u64 slot, u64 stride) {
 static const char *write(u64 seed, u64 count, u64 stride) {
     u64 state = seed * 2 + 1;
     for (u64 n = 0; n < count; n++) {
-        const char *failed = write_slot(seed, next(&state), stride);
+        const char *failed = write_slot(buffer, seed, next(&state), stride);
         if (failed) return failed;
     }
     return 0;
@@ -50,8 +53,9 @@ static const char *churn(u64 seed, u64 slots, u64 stride, u64 generation) {
     volatile u64 *id = (volatile u64 *)generation;
     u64 low = id[0], high = id[1], state = seed * 2 + 1;
     put("churning\n");
-    for (; id[0] == low && id[1] == high; seed++) {
-        const char *failed = write_slot(seed, next(&state) % slots, stride);
+    for (u64 n = 0; id[0] == low && id[1] == high; seed++, n++) {
+        volatile u64 *from = n % KEPT_WRITES ? buffer : kept;
+        const char *failed = write_slot(from, seed, next(&state) % slots, stride);
         if (failed) return failed;
     }
     return 0;

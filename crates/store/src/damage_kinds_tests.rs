@@ -87,9 +87,11 @@ fn put_kernel(store: &Store) {
     store.put_kernel(&name("k"), &spec, &mut &body[..]).unwrap();
 }
 
-/// A file of each kind that only `base` needs, the object that it belongs to, and what brings its
-/// content back.
-fn files(root: &Path, store: &Store) -> Vec<(PathBuf, Object, fn(&Store))> {
+/// A file, the object that it belongs to, and what brings its content back.
+type Harmed = (PathBuf, Object, fn(&Store));
+
+/// A file of each kind that only `base` needs.
+fn files(root: &Path, store: &Store) -> Vec<Harmed> {
     let again: fn(&Store) = |store| {
         store.remove_snapshot(&name("base")).unwrap();
         BASE.bake(store).unwrap();

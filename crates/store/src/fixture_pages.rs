@@ -5,8 +5,9 @@ use crate::{
     ChainLayer, CommitError, Committed, PagedSpec, SavedSnapshot, SnapshotSpec, Store, VmLayer,
 };
 use dayfly_units::{Name, VmId};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 
 pub(crate) const PAGE: usize = 4096;
 
@@ -37,6 +38,26 @@ pub(crate) fn file(bytes: &[u8]) -> File {
 
 fn write(file: &File, bytes: &[u8]) {
     crate::sparse::copy(&mut &bytes[..], file, bytes.len() as u64).unwrap();
+}
+
+/// Changes a bit of the byte at `at`. Published files are read-only.
+pub(crate) fn flip(path: &Path, at: u64) {
+    fs::set_permissions(path, Permissions::from_mode(0o600)).unwrap();
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 4], at).unwrap();
+}
+
+/// The packs of the tenant `one`.
+pub(crate) fn pack_files(root: &Path) -> Vec<PathBuf> {
+    let names = fs::read_dir(root.join("pages/one")).unwrap().map(|e| e.unwrap().path());
+    names.filter(|path| path.file_name().unwrap().len() == 64).collect()
+}
+
+/// A snapshot of the tenant `one` with this RAM in pages.
+pub(crate) fn bake_one(store: &Store, to: &str, memory: &[u8]) {
+    bake_paged(store, to, 5, memory, &PagedSpec::of(&name("one"))).unwrap();
 }
 
 pub(crate) fn bytes(file: &File) -> Vec<u8> {

@@ -4,7 +4,6 @@ use crate::blob::Dir;
 use crate::errors::IoError;
 use crate::inner::{Inner, Store};
 use crate::objects::manifest::{self, ManifestError, SnapshotManifest};
-use crate::objects::refs;
 use crate::objects::tree::TREE;
 use crate::objects::types::{DATA, LayerId, MAP};
 use crate::publish::Retired;

@@ -42,8 +42,8 @@ pub(super) enum Unheard {
 }
 
 impl Inner {
-    /// Gives the pipes and the terminal to `uid`, so that the program can open `/dev/stdout` and its
-    /// terminal by path, as in containers. The console and `/dev/null` stay root's.
+    /// Gives the pipes and the terminal to `uid`, so that the program can open `/dev/stdout` and
+    /// its terminal by path, as in containers. The console and `/dev/null` stay root's.
     pub(super) fn give_to(&self, spec: &ExecSpec, uid: u32) {
         let stdin = (spec.stdin || spec.pty.is_some()).then_some(&self.stdin);
         for stream in stdin.into_iter().chain(&self.stdout).chain(&self.stderr) {

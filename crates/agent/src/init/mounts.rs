@@ -119,8 +119,8 @@ fn tmp(read_only: bool) {
     }
 }
 
-/// Lets every user listen on every port, and ping, as docker does for containers: nobody else is in
-/// this machine whom a port could be taken from.
+/// Lets every user listen on every port, and ping, as docker does for containers: this machine has
+/// one owner, from whom no port can be taken.
 pub(super) fn ports_and_ping_for_all() {
     for (name, value) in [("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 2147483647")]
     {

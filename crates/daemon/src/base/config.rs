@@ -126,7 +126,7 @@ pub const CONSOLE_MAX_BYTES: u64 = 4 << 20;
 /// Default of [`Config::overcommit`]. It is above 100 because clones share unwritten pages.
 pub const OVERCOMMIT: u32 = 1000;
 /// Default of [`Config::memory_reserve_bytes`]: this part of the host's memory.
-pub const MEMORY_RESERVE_PART: u64 = 32;
+pub const MEMORY_RESERVE_FRACTION: u64 = 32;
 /// Default of [`Config::pool`] on a host with `memory_bytes`: warm clones of about 2 MiB each may
 /// take a twentieth of the memory. This is only a cap; the pool makes as many as were just used.
 #[must_use]

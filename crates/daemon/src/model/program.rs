@@ -2,7 +2,7 @@
 //!
 //! | | user, folder, variables | arguments |
 //! |---|---|---|
-//! | `run` | the request's, or else the image's | entrypoint, then the request's or the image's cmd |
+//! | `run` | the request's, or else the image's | entrypoint, then the request's or image's cmd |
 //! | `exec` | the request's, or else the image's | the request's |
 //!
 //! An entrypoint in the request replaces the image's, and its cmd is then ignored.

@@ -146,7 +146,8 @@ impl Phase {
         }
     }
 
-    /// The state that clients see. `stalled`: its VMM has stopped it, because a disk waits for space.
+    /// The state that clients see. `stalled`: its VMM has stopped it, because a disk waits for
+    /// space.
     #[must_use]
     pub fn shown(self, stalled: bool) -> VmState {
         match self {
@@ -237,7 +238,8 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(phase, model.phase());
-                prop_assert_eq!(phase.serves("exec").is_ok(), phase.shown(false) == VmState::Running);
+                let runs = phase.shown(false) == VmState::Running;
+                prop_assert_eq!(phase.serves("exec").is_ok(), runs);
                 for stalled in [false, true] {
                     let paused = phase.shown(stalled) == VmState::Paused;
                     prop_assert_eq!(phase.paused_for(stalled).is_some(), paused);

@@ -70,8 +70,8 @@ fn classify_end(
 }
 
 /// As [`classify_end`] of the VMM `process` of user `uid`, of which `exit` was decided: a VMM that
-/// left no record may have been killed because memory was short. The kernel's log says that, so that
-/// a VMM that somebody else killed is never taken for one. Blocks.
+/// left no record may have been killed because memory was short. The kernel's log says that, so
+/// that a VMM that a program killed is never taken for one. Blocks.
 #[must_use]
 pub fn classify_memory(exit: VmExit, process: Option<ProcessId>, uid: u32) -> VmExit {
     let Some(process) = process.filter(|_| exit.reason == ExitKind::Lost) else { return exit };

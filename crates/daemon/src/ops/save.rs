@@ -290,8 +290,8 @@ pub(crate) async fn thaw(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
 }
 
 /// Gives the guest its identity again. An agent that does not answer is asked again until the VM
-/// ends: a guest may be busy for long, and it is not ended for that. If its disk waits for space, it
-/// tries again, because no other task has it go on while it is being saved.
+/// ends: a guest may be busy for long, and it is not ended for that. If its disk waits for space,
+/// it tries again, because no other task has it go on while it is being saved.
 async fn unseal(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
     if !vm.has_agent() {
         return Ok(());

@@ -211,7 +211,7 @@ pub async fn retry(daemon: &Daemon, vm: &Vm) {
     }
 }
 
-/// Has a VM that waits for space try again. Returns whether its VMM was told.
+/// Has a VM that waits for space try again. Returns whether its VMM got the command.
 async fn resume(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> bool {
     let within = daemon.config.deadlines.control;
     let Ok(turn) = vm.take_turn(Duration::ZERO).await else { return false };

@@ -16,8 +16,8 @@
 //!
 //! Below them come locks that are held for a few instructions and never across an `await`. First
 //! the registry's lock, then `live`, then one of `process`, `pin`, `memory`, `backing`,
-//! `attachment`, `space` and `has_slot`. The drop of a pin or a template may remove files, so it happens
-//! after `live` is released: readers of `live` must not wait for the disk.
+//! `attachment`, `space` and `has_slot`. The drop of a pin or a template may remove files, so it
+//! happens after `live` is released: readers of `live` must not wait for the disk.
 
 pub mod available;
 pub mod batch;
@@ -28,6 +28,7 @@ pub mod space;
 pub mod survey;
 pub mod uids;
 pub mod unknown;
+mod waiting;
 
 use crate::base::config::VmDir;
 use crate::base::error::{ApiError, Outcome};
@@ -90,6 +91,8 @@ pub struct Vm {
     space: Mutex<space::VmSpace>,
     has_slot: Mutex<bool>,
     gone: watch::Sender<bool>,
+    /// For the first caller of [`Self::ended`].
+    mark_gone: Mutex<Option<MarkGone>>,
     /// Why its VMM, which an earlier daemon started, has not said yet in which state it is.
     waiting: watch::Sender<Option<String>>,
 }
@@ -104,7 +107,7 @@ pub struct Remains {
     _backing: Option<MemoryBacking>,
     _attachment: Attachment,
     /// The last field, because fields are dropped in this order: a VM that is gone keeps nothing.
-    _gone: MarkGone,
+    _gone: Option<MarkGone>,
 }
 
 /// Marks the VM as gone when dropped.
@@ -147,6 +150,7 @@ impl Vm {
     pub fn with(vm_slot: VmSlot, name: Name, dir: VmDir, facts: Facts, live: Live) -> Self {
         let VmSlot { id, slot, uid, node } = vm_slot;
         let alive = live.phase.alive();
+        let gone = watch::Sender::new(!alive);
         Self {
             id,
             name,
@@ -169,7 +173,8 @@ impl Vm {
             attachment: Mutex::default(),
             space: Mutex::default(),
             has_slot: Mutex::new(alive),
-            gone: watch::Sender::new(!alive),
+            mark_gone: Mutex::new(Some(MarkGone(gone.clone()))),
+            gone,
             waiting: watch::Sender::new(None),
         }
     }
@@ -332,7 +337,8 @@ impl Vm {
     }
 
     /// Marks it as exited for the reason `exit`, and takes everything that a live VM has. The first
-    /// reason stays. The VM counts as gone when the result is dropped.
+    /// reason stays. The VM counts as gone when the result of the first call is dropped: a second
+    /// caller has nothing of the VM, and may drop its result earlier.
     pub fn ended(&self, exit: VmExit) -> Remains {
         {
             let mut live = lock(&self.live);
@@ -348,7 +354,7 @@ impl Vm {
             _pin: lock(&self.pin).take(),
             _backing: lock(&self.backing).take(),
             _attachment: std::mem::take(&mut *lock(&self.attachment)),
-            _gone: MarkGone(self.gone.clone()),
+            _gone: lock(&self.mark_gone).take(),
         }
     }
 

@@ -16,7 +16,6 @@
 
 use crate::base::config::{Config, DiskSpace};
 use crate::base::error::ApiError;
-use crate::vm::Vm;
 use dayfly_api::types::ErrorCode;
 use dayfly_units::{Bytes, sync::lock};
 use dayfly_vmm::control::NoSpace;
@@ -28,11 +27,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 /// Default of [`DiskSpace::share_bytes`]: this part of the file system, within [`SHARES`].
-const SHARE_PART: u64 = 4096;
+const SHARE_FRACTION: u64 = 4096;
 const SHARES: (u64, u64) = (4 << 20, 64 << 20);
 /// Default of [`DiskSpace::reserve_bytes`]: this part of the file system, at most
 /// [`MOST_RESERVE_BYTES`].
-const RESERVE_PART: u64 = 32;
+const RESERVE_FRACTION: u64 = 32;
 const MOST_RESERVE_BYTES: u64 = 1 << 30;
 
 /// The size of a file system, and what is free on it for users without privileges, in bytes.
@@ -114,7 +113,7 @@ pub struct Space {
 
 /// The share of one VM; dropping it returns the share.
 #[derive(Debug)]
-pub struct Share(Arc<Space>);
+pub struct Share(pub(super) Arc<Space>);
 
 impl Drop for Share {
     fn drop(&mut self) {
@@ -134,9 +133,10 @@ impl Space {
         Self {
             state: config.state.clone(),
             run: config.run.clone(),
-            share_bytes: share_bytes.unwrap_or((size / SHARE_PART).clamp(least, most)),
+            share_bytes: share_bytes.unwrap_or((size / SHARE_FRACTION).clamp(least, most)),
             quota_bytes: quota_bytes.unwrap_or(u64::MAX),
-            reserve_bytes: reserve_bytes.unwrap_or((size / RESERVE_PART).min(MOST_RESERVE_BYTES)),
+            reserve_bytes: reserve_bytes
+                .unwrap_or((size / RESERVE_FRACTION).min(MOST_RESERVE_BYTES)),
             run_reserve_bytes,
             kept: Mutex::default(),
         }
@@ -352,75 +352,14 @@ const RUN_BYTES: u64 = 4 << 20;
 /// What a VM knows of its space.
 #[derive(Debug, Default)]
 pub struct VmSpace {
-    share: Option<Share>,
-    no_space: Option<NoSpace>,
+    pub(super) share: Option<Share>,
+    pub(super) no_space: Option<NoSpace>,
 }
 
 impl VmSpace {
     /// Returns the share; the VM does not write any more.
     pub(super) fn end(&mut self) {
         *self = Self::default();
-    }
-}
-
-impl Vm {
-    /// Keeps the share until the VM ends.
-    pub fn keep_share(&self, share: Share) {
-        let live = lock(&self.live);
-        if live.phase.alive() {
-            lock(&self.space).share = Some(share);
-        }
-    }
-
-    /// Whether the VM has a share.
-    #[must_use]
-    pub fn has_share(&self) -> bool {
-        lock(&self.space).share.is_some()
-    }
-
-    /// Why its VMM has stopped it; `None`: it has not.
-    #[must_use]
-    pub fn no_space(&self) -> Option<NoSpace> {
-        lock(&self.space).no_space
-    }
-
-    /// Notes why its VMM has stopped it. Returns what was noted before.
-    pub fn note_no_space(&self, why: Option<NoSpace>) -> Option<NoSpace> {
-        let live = lock(&self.live);
-        let why = why.filter(|_| live.phase.alive());
-        std::mem::replace(&mut lock(&self.space).no_space, why)
-    }
-
-    /// Why it does not go on; `None`: it does, or it was stopped on request.
-    #[must_use]
-    pub fn stalled(&self) -> Option<String> {
-        let space = lock(&self.space);
-        space.no_space.map(|why| match &space.share {
-            Some(share) => share.0.explain(why),
-            None => "no space".to_owned(),
-        })
-    }
-
-    /// Checks that the VM does not wait for space, because its guest then serves no request.
-    ///
-    /// # Errors
-    /// [`ErrorCode::State`] with the reason.
-    pub fn has_space(&self, what: &'static str) -> Result<(), ApiError> {
-        let Some(why) = self.stalled() else { return Ok(()) };
-        let name = &self.name;
-        Err(ApiError::new(
-            ErrorCode::State,
-            format_args!("cannot {what} VM {name}, which is paused: {why}"),
-        ))
-    }
-
-    /// Checks that its guest serves requests.
-    ///
-    /// # Errors
-    /// It does not run, or it waits for space.
-    pub fn serves(&self, what: &'static str) -> Result<(), ApiError> {
-        self.phase().serves(what)?;
-        self.has_space(what)
     }
 }
 

@@ -63,8 +63,8 @@ fn a_request_that_would_take_the_shares_or_the_reserve_is_refused_with_figures()
     let refused = space.share().unwrap_err();
     assert_eq!((refused.vms, refused.needs, refused.kept), (1, free / 2, free / 2));
     let text = refused.to_string();
-    for part in ["a VM's guaranteed share", "store gc", "dayfly rm", "--disk-share", "of 1 VMs"] {
-        assert!(text.contains(part), "{part}: {text}");
+    for piece in ["a VM's guaranteed share", "store gc", "dayfly rm", "--disk-share", "of 1 VMs"] {
+        assert!(text.contains(piece), "{piece}: {text}");
     }
     assert!(text.contains(&*folder.path().to_string_lossy()), "{text}");
     let error = ApiError::from(refused);

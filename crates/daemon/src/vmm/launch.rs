@@ -120,8 +120,9 @@ impl Launcher {
             chown(dir.ready(), Some(uid), Some(uid))
                 .map_err(failed("giving away", &dir.ready()))?;
         }
-        // A test's daemon may have no limits.
-        let limits = File::open(self.config.limits()).ok();
+        // Without it the VM's disks could take all space of the host.
+        let limits = self.config.limits();
+        let limits = File::open(&limits).map_err(failed("opening", &limits))?;
         let vmm = VmmConfig {
             id: vm_slot.id,
             jail: Some(JailConfig { root: dir.root_in_jail(), uid, gid: uid }),
@@ -134,7 +135,7 @@ impl Launcher {
             console_fds: console.map(|file| fds.add(file)),
             console_max_bytes: CONSOLE_MAX_BYTES,
             exit_fd: fds.add(exit),
-            limits_fd: limits.map(|file| fds.add(file)),
+            limits_fd: Some(fds.add(limits)),
             start,
         };
         let child = self.zygotes.fork(vm_slot.node, &vmm, &fds.0)?;

@@ -1,4 +1,4 @@
-//! Why a VM ended is told apart: the kernel took it for its memory, or somebody killed it.
+//! Why a VM ended: the kernel took it for its memory, or a program killed it.
 
 use crate::guest::{self, create};
 use crate::living::Living;
@@ -49,7 +49,7 @@ async fn end(bed: &Testbed, vm: &Living) -> Result<VmExit> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vm_that_the_kernel_took_for_its_memory_is_told_from_one_that_was_killed() -> Result<()> {
+async fn a_vm_that_the_kernel_took_for_its_memory_differs_from_one_that_was_killed() -> Result<()> {
     let mut bed = guest::testbed().await?;
     let process = |bed: &Testbed, vm: &Living| {
         let found = bed.processes().get(&vm.id).copied();

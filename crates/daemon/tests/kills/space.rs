@@ -18,6 +18,8 @@ use std::process::Command;
 const MIB: u64 = 1 << 20;
 /// The guaranteed share of each VM, which a guest with 256 slots does not use up.
 const SHARE_BYTES: u64 = 2 * MIB;
+/// As in [`OPTIONS`].
+const RESERVE_BYTES: u64 = 4 * MIB;
 const OPTIONS: [&str; 6] = ["--disk-share", "2M", "--disk-reserve", "4M", "--run-reserve", "0"];
 /// A guest that writes the same few slots over and over, and its snapshot.
 const SMALL: &str = "small";
@@ -111,9 +113,9 @@ impl Vms {
         Ok(by_id)
     }
 
-    /// Waits until each VM over its share waits. Checks that the first one was furthest over.
+    /// Waits until each VM over its share waits. Which waits first is not checked here, because the
+    /// daemon asks one VMM after the other; `dayfly_vmm::disk::room` has the tests of that.
     async fn wait(&self, bed: &Testbed) -> Result<()> {
-        let mut first = None;
         until("VMs over their share wait", async || {
             let listed = self.listed(bed).await?;
             let waits = |vm: &Living| {
@@ -121,20 +123,14 @@ impl Vms {
                     vm.state == VmState::Paused && vm.paused_for == Some(PauseReason::NoSpace)
                 })
             };
-            if first.is_none() && self.large.iter().any(waits) {
-                let waiting = self.large.iter().filter(|vm| waits(vm)).map(|vm| used(bed, vm));
-                let least = waiting.min().context("some wait")?;
-                let others = self.large.iter().filter(|vm| !waits(vm)).map(|vm| used(bed, vm));
-                first = Some((least, others.max().unwrap_or(0)));
+            for vm in self.large.iter().filter(|vm| waits(vm)) {
+                let used = used(bed, vm);
+                // The write that waits is not counted.
+                ensure!(used + MIB > SHARE_BYTES, "VM {} waits with {used} bytes", vm.word());
             }
             Ok(self.large.iter().all(waits))
         })
-        .await?;
-        let (first, others) = first.context("some have waited")?;
-        // Others may have written since the VMM decided.
-        ensure!(first + MIB >= others, "the first had {first} bytes, another one {others}");
-        ensure!(first > SHARE_BYTES, "the first had {first} bytes");
-        Ok(())
+        .await
     }
 
     /// Checks that each guest goes on, and that a clone of each finds all that it has written.
@@ -166,8 +162,8 @@ fn used(bed: &Testbed, vm: &Living) -> u64 {
 async fn is_refused(result: Result<()>, parts: &[&str]) -> Result<()> {
     let Err(error) = result else { bail!("expected a refusal because of {parts:?}") };
     let text = format!("{error:#}");
-    for part in parts {
-        ensure!(text.contains(part), "expected {part:?} in {text:?}");
+    for piece in parts {
+        ensure!(text.contains(piece), "expected {piece:?} in {text:?}");
     }
     Ok(())
 }
@@ -187,6 +183,13 @@ async fn fills_up(state: PathBuf, large: usize, small: usize) -> Result<()> {
         bed.client.unpause(&vm.word()).await?;
     }
     vms.wait(&bed).await?;
+    // They wait for the shares that were unused when they asked, and try again once those are used.
+    until("less than the reserve is left beside the shares", async || {
+        let used = vms.small.iter().map(|vm| used(&bed, vm).min(SHARE_BYTES));
+        let unused = SHARE_BYTES * small as u64 - used.sum::<u64>();
+        Ok(free(&bed.state())? < unused + RESERVE_BYTES)
+    })
+    .await?;
 
     let (one, free_small) = (&vms.large[0], &vms.small[0]);
     let refused = guest::snapshot(&bed, one.id, "refused").await;
@@ -222,5 +225,5 @@ fn vms_over_their_share_wait_on_a_full_disk_and_all_go_on_without_an_error() -> 
 #[test]
 #[ignore = "minutes: make long"]
 fn twenty_vms_on_a_full_disk_go_on_without_an_error() -> Result<()> {
-    with_log(on_a_file_system(256 * MIB, |state| fills_up(state, 14, 6)))
+    with_log(on_a_file_system(512 * MIB, |state| fills_up(state, 14, 6)))
 }

@@ -30,7 +30,7 @@ fn states() -> Vec<String> {
 }
 
 #[test]
-#[ignore = "minutes, and fills the machine's disk: cargo test --test e2e -- --ignored debian"]
+#[ignore = "long: fills the machine's disk"]
 fn twenty_debian_guests_on_a_full_disk_go_on_with_clean_file_systems() {
     let world = world();
     assert!(machine(), "natively this test would fill the disk of this host");
@@ -57,8 +57,8 @@ fn twenty_debian_guests_on_a_full_disk_go_on_with_clean_file_systems() {
         });
         assert!(sh(guest, "sha256sum -c /root/sum").contains("OK"), "{guest}");
         // The kernel stops writing to all file systems (sysrq-trigger), so the check is exact.
-        let check = "echo u >/proc/sysrq-trigger; until grep -q ' / ext4 ro' /proc/mounts; do :; done; \
-                     e2fsck -fn /dev/vda";
+        let check = "echo u >/proc/sysrq-trigger; \
+                     until grep -q ' / ext4 ro' /proc/mounts; do :; done; e2fsck -fn /dev/vda";
         let got = dayfly(&["exec", guest, "--", "/bin/sh", "-c", check]);
         assert_eq!(got.code, 0, "{guest}: {}{}", got.out, got.err);
         let said = sh(guest, "dmesg | grep -c 'I/O error' || true");

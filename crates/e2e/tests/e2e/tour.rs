@@ -13,7 +13,7 @@ fn commands(readme: &str) -> Vec<String> {
     lines.filter(|line| !line.is_empty() && !line.starts_with('#')).map(str::to_owned).collect()
 }
 
-/// Runs a line as a user's shell does, on a terminal. Returns what the terminal shows.
+/// Runs a line as a user does, on a terminal. Returns what the terminal shows.
 fn typed(line: &str) -> (bool, String) {
     let path = format!("{}:{}", bin().display(), std::env::var("PATH").unwrap());
     let mut child = Command::new("script")
@@ -21,7 +21,6 @@ fn typed(line: &str) -> (bool, String) {
         .arg(format!("stty cols 80 rows 24; {line}"))
         .arg("/dev/null")
         .env("PATH", path)
-        .env("SHELL", "/bin/bash")
         .env_remove("DAYFLY_HOST")
         .envs(
             [("DAYFLY_HOME", "home"), ("DAYFLY_RUN", "run"), ("DAYFLY_STATE", "state")]
@@ -31,7 +30,7 @@ fn typed(line: &str) -> (bool, String) {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    // For the line that starts a shell.
+    // For the line that starts bash.
     let mut input = child.stdin.take().unwrap();
     input.write_all(b"exit\n").unwrap();
     let output = child.wait_with_output().unwrap();

@@ -8,7 +8,11 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError, mpsc};
+use std::time::Duration;
+
+/// The longest that a host keeps the connection after it was sent the exit.
+const LINGER: Duration = Duration::from_secs(10);
 
 /// The init's ends of the program's standard streams.
 struct Ends {
@@ -40,7 +44,9 @@ pub(crate) fn run(stream: &TcpStream, spec: &ExecSpec) -> io::Result<()> {
     std::thread::scope(|scope| {
         let input = stream.try_clone()?;
         let Ends { stdin, outputs, terminal } = ends;
+        let (ends_with_input, input_ended) = mpsc::channel::<()>();
         scope.spawn(move || {
+            let _dropped_at_the_end = ends_with_input;
             let ended = take_input(input, stdin, terminal.as_ref());
             let gone = gone.lock().unwrap_or_else(PoisonError::into_inner);
             if ended.is_err() && !*gone && group > 0 {
@@ -86,7 +92,11 @@ pub(crate) fn run(stream: &TcpStream, spec: &ExecSpec) -> io::Result<()> {
             Ok(exit) => send(Kind::Exit, &serde_json::to_vec(&exit)?),
             Err(e) => send(Kind::Failed, e.to_string().as_bytes()),
         };
-        // Ends the thread that reads from the host.
+        // The host may still send input. If this end closed before it had read that, the connection
+        // would be reset, and the exit could be lost on its way. So the input thread reads on until
+        // the host, which now has the exit, disconnects.
+        drop(stream.shutdown(Shutdown::Write));
+        let _disconnected = input_ended.recv_timeout(LINGER);
         drop(stream.shutdown(Shutdown::Both));
         sent
     })

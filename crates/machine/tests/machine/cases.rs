@@ -81,7 +81,7 @@ fn status(scene: &Scene) {
     let machine = status.machine.unwrap();
     assert!(machine.kvm && machine.svm && machine.npt, "{machine:?}");
     assert_eq!(machine.shares, ["usr", "in"]);
-    assert_eq!(machine.cpus, 2);
+    assert_eq!(machine.cpus, 1, "emulation of more is not reliable");
     assert!(
         machine.memory_total_bytes > 800 << 20 && machine.memory_total_bytes <= 1024 << 20,
         "{machine:?}"
@@ -288,7 +288,7 @@ fn daemon_is_kept(scene: &Scene) {
 fn second_machine(first: &Scene) {
     let mut scene = Scene::new();
     scene.options.daemon_arguments = vec!["standin".to_owned(), "two".to_owned()];
-    scene.options.numa_nodes = 2;
+    (scene.options.cpus, scene.options.numa_nodes) = (2, 2);
     let config = scene.init().folder().join("machine.json");
     // Fields as an older version wrote them.
     let text = std::fs::read_to_string(&config).unwrap();
@@ -397,7 +397,7 @@ fn refusals() {
     let text = init(&with(|o| o.cpus = 0), folder.path());
     assert!(text.contains("CPUs: expected 1 to 64, got 0"), "{text}");
     let text = init(&with(|o| o.numa_nodes = 3), folder.path());
-    assert!(text.contains("NUMA nodes: expected 1 to 2, got 3"), "{text}");
+    assert!(text.contains("NUMA nodes: expected 1 to 1, got 3"), "{text}");
     let text = init(&with(|o| o.kernel_tree = "/etc".into()), folder.path());
     assert!(text.contains("/etc/boot"), "{text}");
     let text = init(&with(|o| o.vmm = Some("/bin/ls".into())), folder.path());

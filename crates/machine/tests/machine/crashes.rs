@@ -44,7 +44,7 @@ fn killed_while_running() {
         let end = status.last_end.unwrap();
         assert!(end.starts_with(cause), "{victim}: {end}");
         assert_eq!(status.last_end_vms, Some(3));
-        // Nobody was left to note the time at which a supervisor ended.
+        // No process was left to note the time at which a supervisor ended.
         assert_eq!(status.last_end_unix_ms.is_some(), victim != "supervisor");
         scene.assert_nothing_left();
         assert!(matches!(scene.start(), Started::Fresh { replaced: None, .. }), "{victim}");

@@ -1,7 +1,8 @@
 //! Real machines: started, used, killed at every process and moment, started again.
 //!
 //! `cargo test -p dayfly-machine --test machine [-- WORD…]` runs the cases whose name contains a
-//! word, apart from those of [`LONG`]. They need QEMU, busybox-static, e2fsprogs and a kernel. The kernel is `DAYFLY_TEST_KERNEL`
+//! word, apart from those of [`LONG`]. They need QEMU, busybox-static, e2fsprogs
+//! and a kernel. The kernel is `DAYFLY_TEST_KERNEL`
 //! (an unpacked linux-image package). If that is not set, Debian's 6.12 cloud kernel is fetched
 //! once by `apt-get download`.
 

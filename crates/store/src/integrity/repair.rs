@@ -21,8 +21,10 @@ use crate::pages::space::Space;
 use crate::pages::{Lease, PagesError};
 use dayfly_units::{Digest, Name};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// What a repair did.
@@ -182,15 +184,18 @@ impl Inner {
             return Ok((0, None));
         }
         meter.begin("looking for lost pages on disks", 0);
-        let mut found: BTreeMap<Digest, Vec<u8>> = BTreeMap::new();
-        for hash in &lost {
-            if let Ok(page) = space.fetch(hash) {
-                found.insert(*hash, page);
+        // In a file, because all pages of a store may be lost.
+        let stage = self.stage()?;
+        let (file, path) = (stage.create("pages")?, stage.path().join("pages"));
+        let mut found = Found { file, path, hashes: Vec::new() };
+        let mut missing = Vec::new();
+        for hash in lost {
+            match space.fetch(&hash) {
+                Ok(page) => found.add(hash, &page)?,
+                Err(_) => missing.push(hash),
             }
         }
         for DiskFile { dir, name, expected } in self.disk_files()? {
-            let missing = lost.iter().filter(|hash| !found.contains_key(*hash));
-            let missing: Vec<Digest> = missing.copied().collect();
             if missing.is_empty() {
                 break;
             }
@@ -200,35 +205,22 @@ impl Inner {
                 continue;
             }
             let Ok(index) = self.block_index(&expected.digest, &file, meter) else { continue };
-            for hash in missing {
-                let Some(block) = index.find(&hash) else { continue };
-                let mut page = vec![0; PAGE];
-                let read = file.read_exact_at(&mut page, u64::from(block) * PAGE as u64);
-                if read.is_ok() && Digest::of(&page) == hash {
-                    found.insert(hash, page);
+            let mut page = vec![0; PAGE];
+            for hash in std::mem::take(&mut missing) {
+                let at = index.find(&hash).map(|block| u64::from(block) * PAGE as u64);
+                let read = at.is_some_and(|at| file.read_exact_at(&mut page, at).is_ok());
+                if read && Digest::of(&page) == hash {
+                    found.add(hash, &page)?;
+                } else {
+                    missing.push(hash);
                 }
             }
         }
-        self.put_pages(space, &found, meter)
-    }
-
-    /// Puts pages one after the other.
-    fn put_pages(
-        self: &Arc<Self>,
-        space: &Space,
-        pages: &BTreeMap<Digest, Vec<u8>>,
-        meter: &Meter,
-    ) -> Result<(u64, Option<Lease>), RepairError> {
-        if pages.is_empty() {
+        if found.hashes.is_empty() {
             return Ok((0, None));
         }
-        let stage = self.stage()?;
-        let mut file = stage.create("pages")?;
-        let path = stage.path().join("pages");
-        for page in pages.values() {
-            file.write_all(page).map_err(IoError::new("writing", &path))?;
-        }
-        let (stats, lease) = space.store(self, &file, (0..).zip(pages.keys().copied()), meter)?;
+        let pages = (0..).zip(found.hashes);
+        let (stats, lease) = space.store(self, &found.file, pages, meter)?;
         Ok((stats.new_pages, Some(lease)))
     }
 
@@ -248,6 +240,21 @@ impl Inner {
             }
         }
         Ok(files.into_values().collect())
+    }
+}
+
+/// Pages that were found elsewhere, one after the other in a file.
+struct Found {
+    file: File,
+    path: PathBuf,
+    hashes: Vec<Digest>,
+}
+
+impl Found {
+    fn add(&mut self, hash: Digest, page: &[u8]) -> Result<(), IoError> {
+        self.file.write_all(page).map_err(IoError::new("writing", &self.path))?;
+        self.hashes.push(hash);
+        Ok(())
     }
 }
 

@@ -1,26 +1,7 @@
 use crate::fixture::{name, store};
-use crate::fixture_pages::{bake_paged, image_block, ram, restored};
-use crate::{Digest, Meter, PagedSpec, RepairReport, Scope, Store};
+use crate::fixture_pages::{bake_one, flip, image_block, pack_files, ram, restored};
+use crate::{Digest, Meter, RepairReport, Scope, Store};
 use std::fs;
-use std::os::unix::fs::{FileExt, PermissionsExt};
-use std::path::{Path, PathBuf};
-
-fn bake(store: &Store, to: &str, memory: &[u8]) {
-    bake_paged(store, to, 5, memory, &PagedSpec::of(&name("one"))).unwrap();
-}
-
-fn packs(root: &Path) -> Vec<PathBuf> {
-    let names = fs::read_dir(root.join("pages/one")).unwrap().map(|e| e.unwrap().path());
-    names.filter(|path| path.file_name().unwrap().len() == 64).collect()
-}
-
-fn flip(path: &Path, at: u64) {
-    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).unwrap();
-    let file = fs::File::options().read(true).write(true).open(path).unwrap();
-    let mut byte = [0];
-    file.read_exact_at(&mut byte, at).unwrap();
-    file.write_all_at(&[byte[0] ^ 4], at).unwrap();
-}
 
 fn repair(store: &Store) -> RepairReport {
     store.repair(&name("one"), &Meter::default()).unwrap()
@@ -30,7 +11,7 @@ fn repair(store: &Store) -> RepairReport {
 fn a_sound_store_needs_no_repair() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());
-    bake(&store, "a", &ram(1..40));
+    bake_one(&store, "a", &ram(1..40));
     assert_eq!(repair(&store), RepairReport::default());
 }
 
@@ -38,9 +19,9 @@ fn a_sound_store_needs_no_repair() {
 fn what_nothing_has_is_lost_and_named_by_snapshot() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());
-    bake(&store, "a", &ram(1..40));
-    let bad = packs(root.path()).remove(0);
-    bake(&store, "b", &ram(100..140));
+    bake_one(&store, "a", &ram(1..40));
+    let bad = pack_files(root.path()).remove(0);
+    bake_one(&store, "b", &ram(100..140));
     flip(&bad, 20);
     let report = repair(&store);
     assert_eq!(report.lost.len(), 1, "{report:?}");
@@ -64,7 +45,7 @@ fn pages_in_a_damaged_pack_come_back_from_the_blocks_of_a_disk() {
     let memory = [block.clone(), ram(1..6)].concat();
     let tenant = store.tenant(&name("one")).unwrap();
     let put = tenant.put(&crate::fixture_pages::file(&memory), &[]).unwrap();
-    flip(&packs(root.path())[0], 9);
+    flip(&pack_files(root.path())[0], 9);
     let space = tenant.space.clone();
     assert!(tenant.fetch(&Digest::of(&block)).is_err());
     let lost = [(Digest::of(&block))];
@@ -78,12 +59,12 @@ fn pages_in_a_damaged_pack_come_back_from_the_blocks_of_a_disk() {
 fn damaged_caches_and_packs_that_nothing_needs_are_removed() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());
-    bake(&store, "a", &ram(1..40));
-    bake(&store, "gone", &ram(100..140));
+    bake_one(&store, "a", &ram(1..40));
+    bake_one(&store, "gone", &ram(100..140));
     store.remove_snapshot(&name("gone")).unwrap();
     let index = fs::read_dir(root.path().join("blocks")).unwrap().next().unwrap().unwrap().path();
     flip(&index, 50);
-    for pack in packs(root.path()) {
+    for pack in pack_files(root.path()) {
         // The footer of one, a group of the other.
         let bytes = fs::metadata(&pack).unwrap().len();
         flip(&pack, bytes - 60);
@@ -93,10 +74,10 @@ fn damaged_caches_and_packs_that_nothing_needs_are_removed() {
     let report = repair(&store);
     assert_eq!(report.block_indexes, 1);
     assert_eq!(report.lost.len(), 1);
-    bake(&store, "again", &ram(1..40));
+    bake_one(&store, "again", &ram(1..40));
     assert!(restored(&store, &name("one"), "a") == ram(1..40));
     let report = repair(&store);
     assert_eq!((report.lost, report.damage), (vec![], vec![]));
-    assert_eq!(packs(root.path()).len(), 1);
+    assert_eq!(pack_files(root.path()).len(), 1);
     assert_eq!(store.verify(&Scope::All, &Meter::default()).unwrap().damage, []);
 }

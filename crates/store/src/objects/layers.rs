@@ -152,7 +152,7 @@ impl Inner {
 
     /// Renames a staged layer into `layers/`, unless a sound copy is there; a damaged copy is
     /// exchanged. The caller holds the publish lock, and syncs `layers/` afterwards.
-    pub(crate) fn publish_layer(&self, stage: &Stage, staged: &StagedLayer) -> IoResult<()> {
+    pub(crate) fn publish_layer(&self, stage: &Stage, staged: &mut StagedLayer) -> IoResult<()> {
         let name = staged.layer.id.to_string();
         let if_taken = match self.open_whole_layer(&staged.layer, "this snapshot") {
             Ok(_) => return Ok(()),
@@ -187,6 +187,14 @@ impl Inner {
             staged.published = Published::No;
         }
     }
+
+    /// Opens and verifies a stored layer; `by` is the object that depends on it, named in errors.
+    /// If the layer has a hash tree, each leaf of its data must be checked when it is read.
+    pub(crate) fn open_layer(&self, layer: &LayerRef, by: &str) -> Result<OpenLayer, OpenError> {
+        let (dir, data, map) = self.open_layer_files(layer.id, by)?;
+        self.verify(&dir, MAP, &map, &layer.map, Kind::Plain)?;
+        let tree = self.verify_disk(&dir, DATA, &data, &layer.data, None)?;
+        Ok(OpenLayer { layer: *layer, data, map, tree })
     }
 
     /// As [`Self::open_layer`], but hashes all of the data: for a caller that would otherwise give

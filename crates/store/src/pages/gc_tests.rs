@@ -1,7 +1,6 @@
 use crate::blob::lock_work;
 use crate::fixture::{name, store};
 use crate::fixture_pages::{bake_paged, file, page, ram, restored};
-use crate::integrity::verify::hurry;
 use crate::{Digest, Known, PagedSpec, Store};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -131,7 +130,6 @@ fn work_under_the_lock(count: u32) -> [usize; 3] {
 
 #[test]
 fn the_work_under_the_publish_lock_does_not_grow_with_the_store() {
-    hurry::begin();
     let (few, many) = (work_under_the_lock(10), work_under_the_lock(1000));
     println!("operations under the lock, of 10 snapshots and of 1000: {few:?}, {many:?}");
     assert_eq!(few, many);

@@ -1,31 +1,12 @@
 use crate::blob::fault;
 use crate::fixture::{name, store};
-use crate::fixture_pages::{PAGE, bake_paged, file, page, ram, restored};
-use crate::{Digest, Meter, PagedSpec, Scope, Store, VerifyReport};
+use crate::fixture_pages::{PAGE, bake_one, file, flip, pack_files, page, ram, restored};
+use crate::{Digest, Meter, Scope, Store, VerifyReport};
 use std::fs;
-use std::os::unix::fs::{FileExt, PermissionsExt};
-use std::path::{Path, PathBuf};
 
 /// 68 pages, in five groups.
 fn memory() -> Vec<u8> {
     ram((1..80).filter(|n| n % 7 != 0))
-}
-
-fn bake(store: &Store, to: &str, memory: &[u8]) {
-    bake_paged(store, to, 5, memory, &PagedSpec::of(&name("one"))).unwrap();
-}
-
-fn packs(root: &Path) -> Vec<PathBuf> {
-    let names = fs::read_dir(root.join("pages/one")).unwrap().map(|e| e.unwrap().path());
-    names.filter(|path| path.file_name().unwrap().len() == 64).collect()
-}
-
-fn flip(path: &Path, at: u64) {
-    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).unwrap();
-    let file = fs::File::options().read(true).write(true).open(path).unwrap();
-    let mut byte = [0];
-    file.read_exact_at(&mut byte, at).unwrap();
-    file.write_all_at(&[byte[0] ^ 4], at).unwrap();
 }
 
 fn verify(store: &Store) -> VerifyReport {
@@ -33,7 +14,7 @@ fn verify(store: &Store) -> VerifyReport {
 }
 
 fn refusal(store: &Store, snapshot: &str) -> String {
-    let error = store.open_snapshot(&name(snapshot)).err().expect("it is damaged");
+    let error = store.open_snapshot(&name(snapshot)).expect_err("it is damaged");
     dayfly_units::error::chain(&error)
 }
 
@@ -53,8 +34,8 @@ fn the_next_put_writes_a_damaged_group_anew_which_heals_older_snapshots() {
     for known in [Known::No, Known::Read, Known::Verified, Known::Reopened] {
         let root = tempfile::tempdir().unwrap();
         let mut store = store(root.path());
-        bake(&store, "old", &memory());
-        let pack = packs(root.path()).remove(0);
+        bake_one(&store, "old", &memory());
+        let pack = pack_files(root.path()).remove(0);
         flip(&pack, 30);
         match known {
             Known::No => {}
@@ -79,9 +60,9 @@ fn the_next_put_writes_a_damaged_group_anew_which_heals_older_snapshots() {
         };
         let before: &[u32] = if known == Known::No { &[] } else { &[0] };
         assert_eq!(in_quarantine(&store), before, "{known:?}");
-        bake(&store, "new", &memory());
+        bake_one(&store, "new", &memory());
         assert_eq!(in_quarantine(&store), [0], "{known:?}");
-        assert_eq!(packs(root.path()).len(), 2, "{known:?}: 16 pages are written anew");
+        assert_eq!(pack_files(root.path()).len(), 2, "{known:?}: 16 pages are written anew");
         for snapshot in ["old", "new"] {
             assert!(restored(&store, &name("one"), snapshot) == memory(), "{known:?}: {snapshot}");
         }
@@ -106,11 +87,11 @@ fn what_was_healed_is_found_after_a_restart_whichever_pack_is_opened_first() {
         let root = tempfile::tempdir().unwrap();
         let store = store(root.path());
         let memory = ram(seed * 100..seed * 100 + 80);
-        bake(&store, "old", &memory);
-        let old = packs(root.path()).remove(0);
+        bake_one(&store, "old", &memory);
+        let old = pack_files(root.path()).remove(0);
         flip(&old, 30);
-        bake(&store, "new", &memory);
-        first.insert(packs(root.path()).into_iter().min().unwrap() == old);
+        bake_one(&store, "new", &memory);
+        first.insert(pack_files(root.path()).into_iter().min().unwrap() == old);
         drop(store);
         let store = Store::open(root.path()).unwrap();
         for snapshot in ["old", "new"] {
@@ -127,7 +108,7 @@ fn a_pack_whose_name_is_taken_by_a_damaged_one_takes_its_place() {
     let store = Store::open(root.path()).unwrap();
     let tenant = store.tenant(&one).unwrap();
     drop(tenant.put(&file(&memory()), &[]).unwrap());
-    let pack = packs(root.path()).remove(0);
+    let pack = pack_files(root.path()).remove(0);
     let groups = {
         let state = tenant.space.read();
         let pack = state.packs.values().next().unwrap();
@@ -137,7 +118,7 @@ fn a_pack_whose_name_is_taken_by_a_damaged_one_takes_its_place() {
     groups.iter().for_each(|at| flip(&pack, at + 9));
     // The new pack is the same, to the last byte of its name.
     let put = tenant.put(&file(&memory()), &[]).unwrap();
-    assert_eq!((put.stats.new_pages, packs(root.path())), (put.stats.pages, vec![pack]));
+    assert_eq!((put.stats.new_pages, pack_files(root.path())), (put.stats.pages, vec![pack]));
     let sound = |store: &Store| {
         let tenant = store.tenant(&one).unwrap();
         put.pages.iter().all(|(_, hash)| tenant.fetch(hash).is_ok())
@@ -159,14 +140,14 @@ fn a_copy_that_a_gc_finds_under_its_name_is_compared_before_the_original_goes() 
         let memory = |range: std::ops::Range<u64>| ram(range.filter(|n| n % 7 != 0));
         let store = Store::open(root.path()).unwrap();
         drop(store.tenant(&one).unwrap().put(&file(&memory(seed..seed + 100)), &[]).unwrap());
-        let old = packs(root.path()).remove(0);
+        let old = pack_files(root.path()).remove(0);
         let aside = root.path().join("aside");
         fs::copy(&old, &aside).unwrap();
         let kept: Vec<Digest> =
             (40..50).filter(|n| n % 7 != 0).map(|n| Digest::of(&page(n))).collect();
         let lease = store.tenant(&one).unwrap().lease(&kept);
         assert_eq!(store.gc_pages().unwrap().rewritten_packs, 1);
-        let copy = packs(root.path()).remove(0);
+        let copy = pack_files(root.path()).remove(0);
         drop((lease, store));
         fs::rename(&aside, &old).unwrap();
         if copy < old {
@@ -178,7 +159,7 @@ fn a_copy_that_a_gc_finds_under_its_name_is_compared_before_the_original_goes() 
         let store = Store::open(root.path()).unwrap();
         let _lease = store.tenant(&one).unwrap().lease(&kept);
         assert_eq!(store.gc_pages().unwrap().rewritten_packs, 1, "seed {seed}");
-        assert_eq!(packs(root.path()), [copy]);
+        assert_eq!(pack_files(root.path()), [copy]);
         let tenant = store.tenant(&one).unwrap();
         assert!(kept.iter().all(|hash| tenant.fetch(hash).is_ok()), "seed {seed}");
     }
@@ -191,10 +172,10 @@ fn a_pack_that_the_disk_cannot_read_hides_only_its_own_pages() {
         let root = tempfile::tempdir().unwrap();
         let one = name("one");
         let mut store = store(root.path());
-        bake(&store, "a", &memory());
-        let bad = packs(root.path()).remove(0);
-        bake(&store, "b", &ram(200..230));
-        bake(&store, "gone", &ram(300..330));
+        bake_one(&store, "a", &memory());
+        let bad = pack_files(root.path()).remove(0);
+        bake_one(&store, "b", &ram(200..230));
+        bake_one(&store, "gone", &ram(300..330));
         store.remove_snapshot(&name("gone")).unwrap();
         if !opened_before {
             drop(store);
@@ -213,7 +194,7 @@ fn a_pack_that_the_disk_cannot_read_hides_only_its_own_pages() {
         assert!(bad.exists(), "a table needs its pages");
         // With another page, so that the pack has another name.
         let more = [memory(), ram(500..501)].concat();
-        bake(&store, "again", &more);
+        bake_one(&store, "again", &more);
         assert!(restored(&store, &one, "a") == memory(), "{opened_before}");
         assert!(restored(&store, &one, "again") == more, "{opened_before}");
         // Now nothing needs it.
@@ -228,8 +209,8 @@ fn a_pack_that_the_disk_cannot_read_hides_only_its_own_pages() {
 fn what_the_disk_reads_again_is_served_and_leaves_the_quarantine() {
     let root = tempfile::tempdir().unwrap();
     let store = store(root.path());
-    bake(&store, "a", &memory());
-    let bad = packs(root.path()).remove(0);
+    bake_one(&store, "a", &memory());
+    let bad = pack_files(root.path()).remove(0);
     let tenant = store.tenant(&name("one")).unwrap();
     let hash = Digest::of(&page(8));
     let io = fault::unreadable(&bad);
@@ -247,8 +228,8 @@ fn what_the_disk_reads_again_is_served_and_leaves_the_quarantine() {
 fn a_record_that_is_damaged_or_not_written_costs_only_another_look() {
     let root = tempfile::tempdir().unwrap();
     let mut store = store(root.path());
-    bake(&store, "a", &memory());
-    flip(&packs(root.path()).remove(0), 30);
+    bake_one(&store, "a", &memory());
+    flip(&pack_files(root.path()).remove(0), 30);
     // The disk is full for each step of writing the record.
     let record = root.path().join("pages/one/quarantine");
     let mut steps = 0;
@@ -275,7 +256,7 @@ fn a_record_that_is_damaged_or_not_written_costs_only_another_look() {
         store = Store::open(root.path()).unwrap();
         assert!(refusal(&store, "a").contains("group 0"), "{length}");
     }
-    bake(&store, "b", &memory());
+    bake_one(&store, "b", &memory());
     assert!(restored(&store, &name("one"), "a") == memory());
     assert_eq!(memory().len() % PAGE, 0);
 }

@@ -194,7 +194,7 @@ impl Prepared {
     }
 
     fn commit_with(self, pages: Option<&PagedSpec>) -> Result<Committed, CommitError> {
-        let Self { inner, stage, dir, mut manifest, memory, free, staged, moves } = self;
+        let Self { inner, stage, dir, mut manifest, memory, free, mut staged, moves } = self;
         // The lease is held until the snapshot is published or has failed.
         let (ram, _lease, resident) = match pages {
             None => (content(&dir, memory, MEMORY, Kind::Sparse)?, None, None),
@@ -221,7 +221,7 @@ impl Prepared {
         // collected.
         let pin =
             inner.pins.pin(Pinned::of(&manifest, format!("the VM of snapshot {}", manifest.name)));
-        inner.publish_snapshot(&stage, &manifest, &staged)?;
+        inner.publish_snapshot(&stage, &manifest, &mut staged)?;
         // The snapshot is published: no step may fail from here on.
         failpoint::reached("store.commit.published");
         Ok(Committed { manifest, pin, replaced: staged.frozen, resident })
@@ -318,7 +318,7 @@ impl Inner {
         &self,
         stage: &Stage,
         manifest: &SnapshotManifest,
-        staged: &Staged,
+        staged: &mut Staged,
     ) -> Result<(), CommitError> {
         let by = format!("snapshot {}", manifest.name);
         // Layers that are stored already are verified here, so that they are not hashed while the

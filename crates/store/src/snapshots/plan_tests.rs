@@ -3,6 +3,7 @@ use crate::fixture::{name, store};
 use crate::fixture_pages::{bake_paged, bytes, image_block, ram};
 use crate::memory::Kind;
 use crate::{PagedSpec, Store};
+use std::os::unix::fs::FileExt;
 
 /// RAM with duplicate pages, zeroes, and a block of the disk.
 fn memory() -> Vec<u8> {

@@ -103,8 +103,8 @@ impl Limits {
             Some(left) => left,
             None => {
                 let left = free.checked_sub(new).ok_or(NoSpace::Shares)?;
-                let spare = left.checked_sub(self.needs_free(after)).ok_or(NoSpace::Shares)?;
-                spare / UNCHECKED_PART
+                let unused = left.checked_sub(self.needs_free(after)).ok_or(NoSpace::Shares)?;
+                unused / UNCHECKED_PART
             }
         };
         Ok(unchecked.min(most).min(MOST_UNCHECKED_BYTES))
@@ -132,8 +132,8 @@ impl Room {
     }
 
     /// Checks that the writable layer of disk `number` may grow by `bytes`, before they are
-    /// written. `grows` tells whether the write needs any new space, and is asked only if there is
-    /// none.
+    /// written. `grows` returns whether the write needs any new space, and is asked only if there
+    /// is none.
     ///
     /// # Errors
     /// Why the write has to wait.

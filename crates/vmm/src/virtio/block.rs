@@ -240,9 +240,7 @@ impl Block {
 
     /// Counts a failure of the host. The first failures because of a damaged file are reported.
     fn count(&mut self, error: &io::Error) {
-        let full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
         let counter = match error.get_ref() {
-            _ if full => &mut self.counters.no_space,
             Some(cause) if cause.is::<DamagedFile>() => {
                 if self.counters.damaged < MAX_REPORTS {
                     let (number, cause) = (self.number, chain(cause));
@@ -398,7 +396,7 @@ enum Refusal {
     /// The host has no space for it.
     NoSpace(NoSpace),
     /// A call to the host failed.
-    Host,
+    Host(io::Error),
 }
 
 impl Refusal {
@@ -409,7 +407,7 @@ impl From<io::Error> for Refusal {
     fn from(error: io::Error) -> Self {
         match error.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT) => Self::NoSpace(NoSpace::Full),
-            _ => Self::Host,
+            _ => Self::Host(error),
         }
     }
 }

@@ -16,8 +16,8 @@
 //!   running vCPU cannot tear the state of one device. The saved devices belong to one instant only
 //!   if the vCPUs are parked.
 //!
-//! Order of locks: the gate's state, then one device, then the page map, then the room; never
-//! two devices.
+//! Order of locks: the gate's state, then one device, then the page map, then the limits on
+//! growth; never two devices.
 
 mod block;
 #[cfg(test)]
@@ -32,6 +32,7 @@ mod event_loop;
 mod gate;
 mod interrupt;
 mod net;
+mod no_space;
 #[cfg(test)]
 mod page_map_tests;
 mod registers;

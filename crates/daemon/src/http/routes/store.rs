@@ -53,7 +53,7 @@ pub async fn verify(State(daemon): Shared, Json(request): Json<VerifyRequest>) -
 #[utoipa::path(
     post,
     path = "/v1/store/gc",
-    request_body = CollectRequest,
+    request_body = Option<CollectRequest>,
     responses(
         (status = 200, body = Progress, content_type = "application/x-ndjson"),
         (status = 400, body = ErrorBody)

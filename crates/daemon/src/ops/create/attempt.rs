@@ -77,18 +77,14 @@ where
 async fn attempt(
     daemon: &Arc<Daemon>,
     asked: Asked,
-    mut order: Order,
+    order: Order,
     from_pool: bool,
 ) -> Result<VmGuard, Failed> {
     let wanted = order.name.clone().map(Name::from);
     let done = |step| step::done(step, wanted.as_ref());
-    let (purpose, mut next) = (order.purpose, order.next.take());
-    let entrypoint = order.entrypoint.take();
+    let purpose = order.purpose;
     let reserved = reserve(daemon, asked, order, wanted.as_ref(), from_pool).await?;
-    let Reserved { under_way, vm, mut guard, opened, opened_us, warm } = reserved;
-    if let Some(Request::Exec(spec)) = &mut next {
-        for_run(spec, entrypoint.as_deref(), &vm.facts.config)?;
-    }
+    let Reserved { under_way, vm, mut guard, opened, opened_us, next, warm } = reserved;
     let mut under_way = Some(under_way);
     let (began, how) = started_with(&opened, warm.as_ref());
     let ready_made = warm.is_some();
@@ -152,6 +148,8 @@ struct Reserved {
     guard: VmGuard,
     opened: Opened,
     opened_us: u64,
+    /// The request to its agent, completed by the image's configuration.
+    next: Option<Request>,
     /// What the pool had for it.
     warm: Option<WarmVmm>,
 }
@@ -160,7 +158,7 @@ struct Reserved {
 async fn reserve(
     daemon: &Arc<Daemon>,
     asked: Asked,
-    order: Order,
+    mut order: Order,
     wanted: Option<&Name>,
     from_pool: bool,
 ) -> Result<Reserved, Failed> {
@@ -170,6 +168,10 @@ async fn reserve(
     let opened_us = asked.elapsed_us();
     let under_way = daemon.pool.creation();
     let facts = opened.facts(order.labels, order.ephemeral, order.forks, order.network);
+    // Before anything is taken from the pool, which has to get it back after an error.
+    if let Some(Request::Exec(spec)) = &mut order.next {
+        for_run(spec, order.entrypoint.as_deref(), &facts.config)?;
+    }
     let pooled = Pooled::of(&opened, from_pool && order.purpose == Purpose::User)?;
     let memory = daemon
         .budget
@@ -194,7 +196,7 @@ async fn reserve(
         live.asked_us = Some(asked.at_us());
         live.timeline.push(("source verified and open".into(), opened_us));
     });
-    Ok(Reserved { under_way, vm, guard, opened, opened_us, warm })
+    Ok(Reserved { under_way, vm, guard, opened, opened_us, next: order.next, warm })
 }
 
 /// Opens and verifies what a VM starts from.

@@ -92,6 +92,7 @@ impl Room {
         let mut pagers = Pagers::new(&config);
         pagers.settings = settings;
         let daemon = fixture::daemon(config, TemplateCache::new(store, pagers), nodes);
+        daemon.space.publish(&daemon.config.limits()).unwrap();
         let snapshot: Name = "s".parse().unwrap();
         bake(&daemon, &snapshot, command_line, paged, record).await;
         Self { _folder: folder, daemon, snapshot }

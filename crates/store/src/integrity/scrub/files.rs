@@ -1,6 +1,6 @@
 //! Searches images, kernels, layers and block indexes.
 
-use super::{Finding, Object, Read, Scrub, Trouble, entry};
+use super::{Finding, Object, Read, Scrub, Trouble};
 use crate::blob::Dir;
 use crate::errors::{Damage, IoError};
 use crate::integrity::verify::{self, Kind};

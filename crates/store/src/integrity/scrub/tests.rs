@@ -1,6 +1,6 @@
 use super::*;
 use crate::fixture::{bake, name, reopen, store};
-use crate::fixture_pages::{bake_paged, image_block, ram};
+use crate::fixture_pages::{bake_paged, flip, image_block, ram};
 use crate::{KernelSpec, Meter, PagedSpec};
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{FileExt, PermissionsExt};
@@ -41,14 +41,6 @@ fn all(store: &Store) -> VerifyReport {
 fn of(store: &Store, tenant: &str, snapshots: &[&str]) -> Result<VerifyReport, SearchError> {
     let snapshots = snapshots.iter().map(|text| name(text)).collect();
     store.verify(&Scope::Tenant { tenant: name(tenant), snapshots }, &Meter::default())
-}
-
-fn flip(path: &Path, at: u64) {
-    fs::set_permissions(path, Permissions::from_mode(0o600)).unwrap();
-    let file = File::options().read(true).write(true).open(path).unwrap();
-    let mut byte = [0];
-    file.read_exact_at(&mut byte, at).unwrap();
-    file.write_all_at(&[byte[0] ^ 4], at).unwrap();
 }
 
 /// Every file below `folder`.
