@@ -4,9 +4,10 @@
 use crate::blob::fault::{self, Unreadable};
 use crate::fixture::{Vm, disk, name, put_image};
 use crate::fixture_pages::{PAGE, bytes, ram};
+use crate::objects::tree::CheckedFile;
 use crate::{
-    ChainLayer, CommitError, Digest, KernelSpec, Meter, Object, PagedSpec, Scope, SnapshotSpec,
-    Store,
+    ChainLayer, CommitError, Digest, DiskFile, FileTree, KernelSpec, Meter, Object, PagedSpec,
+    Scope, SnapshotSpec, Store,
 };
 use dayfly_units::VmId;
 use std::fs;
@@ -65,14 +66,27 @@ impl Sample {
         let Ok(open) = store.open_snapshot(&name(self.snapshot)) else { return false };
         assert!(bytes(&open.memory) == self.ram(), "{at}: RAM");
         assert!(bytes(&open.state) == [self.seed; 300], "{at}: state");
-        assert!(bytes(&open.disks[0].base) == disk(self.seed), "{at}: image");
-        let layer = &open.disks[0].layers[0];
-        assert!(bytes(&layer.data)[3 * PAGE] == self.seed, "{at}: layer");
+        let file = &open.disks[0];
+        let layer = &file.layers[0];
+        let image = checked(&file.base, file.tree.as_ref());
+        let Some((image, data)) = image.zip(checked(&layer.data, layer.tree.as_ref())) else {
+            return false;
+        };
+        assert!(image == disk(self.seed), "{at}: image");
+        assert!(data[3 * PAGE] == self.seed, "{at}: layer");
         assert!(bytes(&layer.map) == [self.seed; 200], "{at}: map");
         let working_set = open.working_set.as_ref().map(bytes);
         assert!(working_set == Some(self.working_set()), "{at}: working set");
         true
     }
+}
+
+/// What a reader of a disk file gets; `None`: an error.
+fn checked(file: &fs::File, tree: Option<&FileTree>) -> Option<Vec<u8>> {
+    let mut all = vec![0; usize::try_from(file.metadata().unwrap().len()).unwrap()];
+    let tree = tree.map(|tree| tree.try_clone().unwrap());
+    let file = CheckedFile::new(DiskFile { file: file.try_clone().unwrap(), tree }).unwrap();
+    file.read(0, &mut all).ok().map(|()| all)
 }
 
 fn put_kernel(store: &Store) {

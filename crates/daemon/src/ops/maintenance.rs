@@ -296,6 +296,7 @@ fn kind(object: Object) -> &'static str {
         Object::Snapshot => "snapshot",
         Object::Pack => "pack",
         Object::BlockIndex => "block_index",
+        Object::HashTree => "hash_tree",
     }
 }
 
@@ -327,6 +328,9 @@ fn next(finding: &Finding) -> String {
         Object::BlockIndex => {
             "nothing is lost: it is a cache, and is made again by the next bake of its image"
                 .to_owned()
+        }
+        Object::HashTree => {
+            "nothing is lost: dayfly store repair makes it again from its disk file".to_owned()
         }
     }
 }

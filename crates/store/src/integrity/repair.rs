@@ -1,5 +1,5 @@
-//! Repairs a tenant's store: writes damaged pages anew from elsewhere, removes damaged packs and
-//! caches that nothing needs, and names what is lost.
+//! Repairs a tenant's store: writes damaged pages anew from elsewhere, makes damaged hash trees
+//! again, removes damaged packs and caches that nothing needs, and names what is lost.
 //!
 //! A page can be had from a block of an image or a stored layer, if the block index of that file
 //! has its hash, and from a second copy of its pack that the disk reads again. Nothing else is
@@ -14,6 +14,7 @@ use crate::memory::BLOCKS;
 use crate::meter::Meter;
 use crate::objects::images::DISK;
 use crate::objects::manifest::{self, ImageManifest, SnapshotManifest};
+use crate::objects::tree::TREE;
 use crate::objects::types::{DATA, FileRef};
 use crate::pages::gc::{GcPagesError, GcPagesReport};
 use crate::pages::pack::PAGE;
@@ -34,6 +35,8 @@ pub struct RepairReport {
     pub healed_pages: u64,
     /// Damaged block indexes that were removed. The next bake of their image makes them again.
     pub block_indexes: u64,
+    /// Damaged hash trees of disk files that were made again.
+    pub hash_trees: u64,
     /// What the gc after it removed.
     pub gc: GcPagesReport,
     /// Snapshots that cannot be cloned any more.
@@ -94,6 +97,9 @@ impl Store {
         for index in before.damage.iter().filter(|found| found.object == Object::BlockIndex) {
             inner.root.sub(BLOCKS)?.unlink(&index.name)?;
             report.block_indexes += 1;
+        }
+        for tree in before.damage.iter().filter(|found| found.object == Object::HashTree) {
+            report.hash_trees += u64::from(inner.mend_tree(&tree.name)?);
         }
         let space = inner.space(tenant)?;
         // The lease keeps the new pages until the gc has marked the tables that name them.
@@ -164,6 +170,19 @@ impl Inner {
         Ok(lost)
     }
 
+    /// Makes the hash tree of the disk file in `folder` again. Returns whether there is one now.
+    fn mend_tree(&self, folder: &str) -> Result<bool, IoError> {
+        let file = self.disk_files()?.into_iter().find(|file| file.dir.path().ends_with(folder));
+        let Some(DiskFile { dir, name, expected }) = file else { return Ok(false) };
+        if dir.has(TREE)? {
+            dir.unlink(TREE)?;
+        }
+        self.verifier.forget(dir.path());
+        let Ok(file) = dir.open(name) else { return Ok(false) };
+        // A damaged file gets no tree; the second verification reports the file.
+        Ok(matches!(self.verify_disk(&dir, name, &file, &expected, None), Ok(Some(_))))
+    }
+
     /// Writes lost pages anew that can be had from elsewhere. Returns their number.
     fn heal(
         self: &Arc<Self>,
@@ -230,13 +249,13 @@ impl Inner {
         for image in manifest::list::<ImageManifest>(&self.images)?.items {
             let dir = self.images.sub(image.name.as_str());
             let of = |dir| DiskFile { dir, name: DISK, expected: image.disk };
-            files.extend(dir.ok().map(|dir| (image.disk.digest, of(dir))));
+            files.extend(dir.ok().map(|dir| (dir.path().to_owned(), of(dir))));
         }
         for snapshot in manifest::list::<SnapshotManifest>(&self.snapshots)?.items {
             for layer in snapshot.disks.iter().flat_map(|disk| &disk.layers) {
                 let dir = self.layers.sub(&layer.id.to_string());
                 let of = |dir| DiskFile { dir, name: DATA, expected: layer.data };
-                files.extend(dir.ok().map(|dir| (layer.data.digest, of(dir))));
+                files.extend(dir.ok().map(|dir| (dir.path().to_owned(), of(dir))));
             }
         }
         Ok(files.into_values().collect())

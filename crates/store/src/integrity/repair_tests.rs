@@ -1,6 +1,6 @@
 use crate::fixture::{name, store};
 use crate::fixture_pages::{bake_one, flip, image_block, pack_files, ram, restored};
-use crate::{Digest, Meter, RepairReport, Scope, Store};
+use crate::{Digest, Meter, Object, RepairReport, Scope, Store};
 use std::fs;
 
 fn repair(store: &Store) -> RepairReport {
@@ -80,4 +80,26 @@ fn damaged_caches_and_packs_that_nothing_needs_are_removed() {
     assert_eq!((report.lost, report.damage), (vec![], vec![]));
     assert_eq!(pack_files(root.path()).len(), 1);
     assert_eq!(store.verify(&Scope::All, &Meter::default()).unwrap().damage, []);
+}
+
+#[test]
+fn a_damaged_hash_tree_loses_no_snapshot_and_is_made_again() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    bake_one(&store, "a", &ram(1..40));
+    let layer = store.snapshot(&name("a")).unwrap().layer_ids()[0];
+    let trees = [format!("layers/{layer}/tree"), "images/debian/tree".to_owned()];
+    for tree in trees.map(|tree| root.path().join(tree)) {
+        let whole = fs::read(&tree).unwrap();
+        flip(&tree, 4096 + 33);
+        let report = store.verify(&Scope::All, &Meter::default()).unwrap();
+        assert_eq!(report.damage.len(), 1, "{:?}", report.damage);
+        assert_eq!(
+            (report.damage[0].object, &report.damage[0].snapshots),
+            (Object::HashTree, &vec![])
+        );
+        let report = repair(&store);
+        assert_eq!((report.hash_trees, report.lost, report.damage), (1, vec![], vec![]));
+        assert!(fs::read(&tree).unwrap() == whole);
+    }
 }

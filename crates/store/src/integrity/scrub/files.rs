@@ -166,14 +166,14 @@ impl Scrub<'_> {
             let users =
                 self.manifests().filter(|m| m.disks.iter().any(|d| d.image.name.as_str() == name));
             let users = users.map(|m| m.name.to_string()).collect();
-            let (at, users): (_, Vec<String>) = ((&inner.images, &dir), users);
-            if !self.judge(Object::Image, &name, at, result, users.clone())?
+            let at = (&inner.images, &dir);
+            if !self.judge(Object::Image, &name, at, result, users)?
                 && let Ok(name) = name.parse::<Name>()
             {
                 self.bad_images.insert(name);
             }
             let tree = self.image_tree(&dir);
-            self.judge(Object::Image, &name, at, tree, users)?;
+            self.judge(Object::HashTree, &format!("images/{name}"), at, tree, Vec::new())?;
         }
         Ok(())
     }
@@ -249,7 +249,6 @@ impl Scrub<'_> {
                 Some(layer) => vec![
                     self.layer_file(&dir, MAP, &name, &layer.map, Kind::Plain),
                     self.layer_file(&dir, DATA, &name, &layer.data, Kind::Sparse),
-                    self.hash_tree(&dir, &layer.data),
                 ],
                 None => vec![self.layer_by_name(&dir, id)],
             };
@@ -263,6 +262,12 @@ impl Scrub<'_> {
                 )? {
                     self.bad_layers.insert(id);
                 }
+            }
+            if let Some(layer) = expected {
+                // It can be made again, so the snapshots are not damaged.
+                let tree = self.hash_tree(&dir, &layer.data);
+                let (at, name) = ((&inner.layers, &dir), format!("layers/{name}"));
+                self.judge(Object::HashTree, &name, at, tree, Vec::new())?;
             }
         }
         Ok(())

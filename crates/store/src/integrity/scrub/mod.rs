@@ -66,6 +66,8 @@ pub enum Object {
     Pack,
     /// A block index of a disk file, by the file's digest: a cache.
     BlockIndex,
+    /// The hash tree of a disk file, by `images/` or `layers/` and the name of the image or layer.
+    HashTree,
 }
 
 /// A damaged or missing object.
