@@ -1,6 +1,6 @@
 //! Images that others made: a program runs as its image's configuration says.
 
-use crate::harness::{dayfly, ok, refused, start, wait, world};
+use crate::harness::{ok, refused, start, wait, world};
 use sha2::Digest;
 use std::io::Write;
 use std::path::Path;
