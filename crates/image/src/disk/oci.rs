@@ -12,7 +12,6 @@ use super::spool::Spool;
 use super::tree::Tree;
 use dayfly_units::ImageConfig;
 use serde::Deserialize;
-use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 
@@ -22,6 +21,10 @@ const MAX_LAYERS: usize = 512;
 const MAX_INDEX_DEPTH: usize = 4;
 /// Upper limit for the manifests in an index.
 const MAX_MANIFESTS: usize = 4096;
+/// Characters of a name that an error shows.
+const MAX_SHOWN: usize = 256;
+/// Upper limit for the bytes of an image's name.
+const MAX_NAME_BYTES: usize = 4096;
 /// Upper limit for the bytes after the end of a layer's archive, because tar pads with zeroes.
 const MAX_TRAILING_BYTES: u64 = 1 << 30;
 
@@ -34,8 +37,41 @@ struct Descriptor {
     size: u64,
     #[serde(default)]
     platform: Option<Platform>,
-    #[serde(default)]
-    annotations: BTreeMap<String, String>,
+    #[serde(default, rename = "annotations")]
+    names: Names,
+}
+
+/// The annotations that name an image. Others are not kept, because an index passes its annotations
+/// on to each manifest in it.
+#[derive(Debug, Clone, Default, Deserialize)]
+struct Names {
+    #[serde(default, rename = "org.opencontainers.image.ref.name")]
+    name: Option<String>,
+    #[serde(default, rename = "io.containerd.image.name")]
+    full_name: Option<String>,
+}
+
+impl Names {
+    fn check(&self, file: &str) -> Result<(), BuildError> {
+        let bytes = [&self.name, &self.full_name].into_iter().flatten().map(String::len).max();
+        match bytes.filter(|bytes| *bytes > MAX_NAME_BYTES) {
+            Some(got) => Err(document(
+                file,
+                "name of an image",
+                format!("at most {MAX_NAME_BYTES} bytes"),
+                got,
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// These names, and those of `outer` in place of them.
+    fn inside(self, outer: &Self) -> Self {
+        Self {
+            name: outer.name.clone().or(self.name),
+            full_name: outer.full_name.clone().or(self.full_name),
+        }
+    }
 }
 
 #[derive(Debug, Clone, Deserialize)]
@@ -173,7 +209,8 @@ pub fn docker(
 }
 
 fn ambiguous(path: &Path, count: usize, names: impl Iterator<Item = String>) -> BuildError {
-    let choices: Vec<String> = names.take(64).collect();
+    let choices: Vec<String> =
+        names.take(64).map(|name| name.chars().take(MAX_SHOWN).collect()).collect();
     BuildError::Ambiguous { path: path.to_owned(), count, choices: choices.join(", ") }
 }
 
@@ -261,17 +298,22 @@ fn choose(
     top: Vec<Descriptor>,
     reference: Option<&str>,
 ) -> Result<Descriptor, BuildError> {
-    const NAME: &str = "org.opencontainers.image.ref.name";
-    const FULL_NAME: &str = "io.containerd.image.name";
     let name_of = |d: &Descriptor| {
-        let name = d.annotations.get(FULL_NAME).or_else(|| d.annotations.get(NAME));
-        name.cloned().unwrap_or_else(|| d.digest.clone())
+        let name = d.names.full_name.as_ref().or(d.names.name.as_ref());
+        name.unwrap_or(&d.digest).clone()
     };
     let is = |d: &Descriptor, want: &str| {
-        d.annotations.get(NAME).is_some_and(|n| n == want)
-            || d.annotations.get(FULL_NAME).is_some_and(|n| n == want)
-            || d.digest == want
+        [d.names.name.as_deref(), d.names.full_name.as_deref(), Some(d.digest.as_str())]
+            .contains(&Some(want))
     };
+    let listed = |file: &str, manifests: &[Descriptor], before: usize| {
+        if manifests.len() + before > MAX_MANIFESTS {
+            let expected = format!("at most {MAX_MANIFESTS} manifests");
+            return Err(document(file, "index", expected, manifests.len() + before));
+        }
+        manifests.iter().try_for_each(|d| d.names.check(file))
+    };
+    listed(&blobs.label("index.json"), &top, 0)?;
     let matching: Vec<Descriptor> =
         top.iter().filter(|d| reference.is_none_or(|want| is(d, want))).cloned().collect();
     if matching.is_empty() {
@@ -295,10 +337,10 @@ fn choose(
             "application/vnd.oci.image.index.v1+json"
             | "application/vnd.docker.distribution.manifest.list.v2+json" => {
                 let index: Index = json(&d.digest, &verified(blobs, &d)?)?;
+                // Before they are copied, because each of them takes over the names of this index.
+                listed(&d.digest, &index.manifests, seen + todo.len())?;
                 todo.extend(index.manifests.into_iter().rev().map(|mut below| {
-                    // A manifest inherits the annotations, and so the name, of the index that lists
-                    // it.
-                    below.annotations.extend(d.annotations.clone());
+                    below.names = below.names.inside(&d.names);
                     (depth + 1, below)
                 }));
             }

@@ -288,6 +288,20 @@ fn documents_that_make_no_sense() {
     }
     index(&mut files, &[below]);
     fails(&files, None, &["indices deep"]);
+    // What an index says about itself goes to each manifest in it, so an index of many manifests
+    // must not be long-winded. Other annotations are not kept.
+    let mut files = Files::new();
+    let one = image(&mut files, &layers(), "amd64");
+    let many = json!({"manifests": vec![platform(one.clone(), "arm64"); 5000]}).to_string();
+    let below = blob(&mut files, INDEX, many.as_bytes());
+    index(&mut files, &[below]);
+    fails(&files, None, &["at most 4096 manifests"]);
+    index(&mut files, &[named(one.clone(), &"n".repeat(4097))]);
+    fails(&files, None, &["name of an image", "at most 4096 bytes", "4097"]);
+    let mut annotated = one;
+    annotated["annotations"] = json!({"other": "x".repeat(1 << 20)});
+    index(&mut files, &[annotated]);
+    assert_eq!(both(&files, None).unwrap().0, EXPECTED);
     // Encrypted layers are refused.
     let mut files = Files::new();
     let config = blob(
