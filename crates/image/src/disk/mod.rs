@@ -3,7 +3,9 @@
 
 mod blobs;
 mod build;
+mod choice;
 mod debian;
+mod descriptor;
 mod error;
 mod ext4;
 mod folder;
