@@ -93,7 +93,7 @@ pub fn choose(
         }
         let is_wanted = above || wanted.is(&descriptor);
         any |= is_wanted;
-        // Whoever names a digest has chosen the platform.
+        // A caller that names a digest has chosen the platform.
         let named = wanted.image == Some(descriptor.digest.as_str());
         let level = if named { Some(1) } else { wanted.level(descriptor.platform.as_ref()) };
         let Some(level) = level.filter(|_| is_wanted || wanted.is_digest()) else { continue };
@@ -128,7 +128,7 @@ pub fn choose(
 impl Todo {
     fn top(descriptor: Descriptor) -> Self {
         let name = descriptor.names.best();
-        // Without names, platforms tell that the entries are one image.
+        // Entries without names, and for several platforms, are one image.
         let nameless = || descriptor.platform.is_none().then_some(descriptor.digest.as_str());
         let group = name.or_else(nameless).unwrap_or_default().to_owned();
         Self { descriptor, depth: 0, wanted: false, group }

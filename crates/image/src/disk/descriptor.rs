@@ -145,4 +145,3 @@ pub fn check_blob(
     }
     Ok(())
 }
-

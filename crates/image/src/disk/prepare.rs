@@ -8,7 +8,7 @@
 //!   the host that built the image. A link to nothing stays, because the program that maintains its
 //!   target makes it.
 //! - `/etc/hosts` has entries for localhost only, and the agent adds the VM's name. Container
-//!   runtimes put files of their own over both.
+//!   runtimes bind other files over both.
 //! - In a bootstrapped system `/etc/hostname` is emptied, because mmdebstrap copies it from the
 //!   build host.
 //! - Everything else stays unchanged, SSH host keys too: an image for cloning should not contain

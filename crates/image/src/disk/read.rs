@@ -23,10 +23,8 @@ pub(super) fn read(
 ) -> Result<ImageConfig, BuildError> {
     let content = work.join("content");
     std::fs::create_dir(&content).map_err(on("create", &content))?;
-    let wanted = |image: &'_ Option<String>| Wanted {
-        image: image.as_deref(),
-        cpu_level: options.cpu_level,
-    };
+    let wanted =
+        |image| Wanted { image: Option::as_deref(image), cpu_level: options.cpu_level.max(1) };
     match source {
         Source::Folder(path) => {
             let mut spool = Spool::new(&content, options.limits, progress);
@@ -65,9 +63,9 @@ pub(super) fn read(
     }
 }
 
-/// Copies an archive that is compressed (`docker save | gzip`) or a stream. Without that, each access
-/// to a member would decompress the whole archive, and a stream could be read only once. Returns
-/// `None` if the archive can be read where it is.
+/// Copies an archive that is compressed (`docker save | gzip`) or a stream. Without that, each
+/// access to a member would decompress the whole archive, and a stream could be read only once.
+/// Returns `None` if the archive can be read where it is.
 fn plain_archive(
     path: &Path,
     work: &Path,

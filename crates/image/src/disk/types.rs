@@ -68,7 +68,7 @@ impl Source {
             return Ok(if layout { Self::OciLayout { path, image } } else { Self::Folder(path) });
         }
         let file = kind.file_type();
-        if file.is_file() || file.is_fifo() || file.is_char_device() {
+        if file.is_file() || file.is_fifo() {
             return Ok(Self::Archive { path, image });
         }
         Err(BuildError::UnknownSource { path, got: "neither a file nor a folder".to_owned() })

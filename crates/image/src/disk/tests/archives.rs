@@ -202,7 +202,7 @@ fn of_several_levels_the_highest_that_guests_have_is_taken() {
         (vec!["v2", "", "v9"], "isv2"),
     ] {
         let expected = ["/ 755", &format!("/{best} 644 \"\"")];
-        // In an index of their own, with a name or without one, or in index.json itself.
+        // In a nested index, with a name or without one, or in index.json itself.
         let mut all = of(&mut files, &levels);
         all.insert(1, arm.clone());
         let text = json!({"schemaVersion": 2, "manifests": all}).to_string();
