@@ -124,7 +124,7 @@ fn write_line(mut stream: &UnixStream, line: &str) {
 }
 
 /// Reads and executes a request line. Returns the answer, if one is due.
-fn answer(
+pub(crate) fn answer(
     mut stream: &UnixStream,
     programs: &Programs,
     host: Host,

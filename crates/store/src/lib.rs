@@ -160,6 +160,9 @@ pub const FAILPOINTS: &[&str] = &[
     "store.gc_pages.retired",
 ];
 
+#[doc(hidden)]
+pub mod fuzzing;
+
 #[cfg(test)]
 mod crash_beside_tests;
 #[cfg(test)]

@@ -9,6 +9,7 @@ mod descriptor;
 mod error;
 mod ext4;
 mod folder;
+pub(crate) mod fuzzing;
 mod layer;
 mod oci;
 mod prepare;

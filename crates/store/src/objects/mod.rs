@@ -7,4 +7,4 @@ pub(crate) mod layers;
 pub(crate) mod manifest;
 pub mod refs;
 pub(crate) mod types;
-mod upload;
+pub(crate) mod upload;
