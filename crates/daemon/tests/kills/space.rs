@@ -159,10 +159,10 @@ fn used(bed: &Testbed, vm: &Living) -> u64 {
 }
 
 /// Checks that what needs space is refused, with the reason and the next step. Returns the text.
-async fn is_refused(result: Result<()>, parts: &[&str]) -> Result<String> {
-    let Err(error) = result else { bail!("expected a refusal because of {parts:?}") };
+async fn is_refused(result: Result<()>, words: &[&str]) -> Result<String> {
+    let Err(error) = result else { bail!("expected a refusal because of {words:?}") };
     let text = format!("{error:#}");
-    for piece in parts {
+    for piece in words {
         ensure!(text.contains(piece), "expected {piece:?} in {text:?}");
     }
     Ok(text)
@@ -196,7 +196,7 @@ async fn fills_up(state: PathBuf, large: usize, small: usize) -> Result<()> {
     until("the refusal names the VM that waits", async || {
         let refused = guest::snapshot(&bed, one.id, "refused").await;
         let text = is_refused(refused, &["store gc"]).await?;
-        Ok(["large0", "no space", "share"].iter().all(|part| text.contains(part)))
+        Ok(["large0", "no space", "share"].iter().all(|word| text.contains(word)))
     })
     .await?;
     let refused = guest::snapshot(&bed, free_small.id, "refused").await;
