@@ -14,17 +14,10 @@ SECONDS ?= 60
 TARGET ?=
 JOBS ?= 1
 FUZZ := target/fuzz-build/x86_64-unknown-linux-gnu/release/dayfly-fuzz
-# The coverage that libFuzzer reads. SANITIZER=address adds AddressSanitizer, which needs nightly.
+# The coverage that libFuzzer reads.
 FUZZ_FLAGS := --cfg fuzzing -Cdebug-assertions -Coverflow-checks -Cpasses=sancov-module \
 	-Cllvm-args=-sanitizer-coverage-level=4 -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
 	-Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares
-SANITIZER ?=
-ifneq ($(SANITIZER),)
-FUZZ_FLAGS += -Zsanitizer=$(SANITIZER)
-FUZZ_CARGO := cargo +nightly
-else
-FUZZ_CARGO := cargo
-endif
 
 .PHONY: help setup build demo test long bench fuzz fuzz-build fuzz-planted fuzz-corpus lint clean
 
@@ -42,7 +35,7 @@ help:
 	@echo "             restore, prefetch: likewise, an hour and a half"
 	@echo "             soak: 10,000 births and deaths with kills; fails if anything is left"
 	@echo "             dayfly-bench SCENARIO --help shows the options of each"
-	@echo "make fuzz    every decoder with libFuzzer, SECONDS=60 each; TARGET=NAME for one of them"
+	@echo "make fuzz    each target with libFuzzer, SECONDS=60 each; TARGET=NAME for one of them"
 	@echo "             fuzz-planted: whether planted faults are found; fuzz-corpus: small corpora"
 	@echo "make lint    rustfmt, clippy, cargo-deny"
 	@echo "make setup   install what is missing from Debian's packages"
@@ -51,7 +44,7 @@ setup:
 	@scripts/setup
 
 build: setup
-	@echo "build: cargo build --release (about two minutes the first time)"
+	@echo "build: cargo build --release (about six minutes on two cores the first time)"
 	@cargo build --release --workspace --bins
 
 demo: build
@@ -72,7 +65,7 @@ bench: build
 # A separate target folder, because all crates are built with other flags.
 fuzz-build:
 	@CARGO_TARGET_DIR=target/fuzz-build RUSTFLAGS="$(FUZZ_FLAGS)" \
-		$(FUZZ_CARGO) build --release -p dayfly-fuzz --features libfuzzer --bin dayfly-fuzz
+		cargo build --release -p dayfly-fuzz --features libfuzzer --bin dayfly-fuzz
 
 FUZZ_RUN = $(FUZZ) $(1) --seconds $(SECONDS) --jobs $(JOBS) $(if $(TARGET),--target $(TARGET))
 

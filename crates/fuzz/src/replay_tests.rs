@@ -81,7 +81,7 @@ const BAD: Target = Target {
 };
 
 #[test]
-fn memory_work_and_planted_faults_are_noticed() {
+fn memory_and_work_are_limited_and_no_fault_is_planted() {
     let fails = |input: [u8; 3]| catch_unwind(|| BAD.check(&input)).is_err();
     assert!(!fails([10, 0, 0]), "1000 of 1030 bytes");
     assert!(fails([11, 0, 0]), "1100 of 1030 bytes");

@@ -36,7 +36,7 @@ pub(super) fn enter(mounted: Mounted) -> Result<(), BootError> {
         MountFlags::NOSUID.union(MountFlags::NODEV),
         c"mode=1777",
     )?;
-    run(mounted.read_only)?;
+    mount_run(mounted.read_only)?;
     device_links();
     tmp(mounted.read_only);
     // Without cgroup2 the agent finds processes by the process tree.
@@ -96,7 +96,7 @@ fn empty(folder: BorrowedFd<'_>, device: u64, depth: usize) {
 
 /// /run is a tmpfs, unless the image has something in it: then it stays on the disk, as in a
 /// container, and only the agent's folder is a tmpfs.
-fn run(read_only: bool) -> Result<(), BootError> {
+fn mount_run(read_only: bool) -> Result<(), BootError> {
     let of_image = || {
         let list = Dir::new(rustix::fs::open("/run", OFlags::RDONLY, Mode::empty()).ok()?).ok()?;
         list.flatten().find(|entry| ![c".", c".."].contains(&entry.file_name()))

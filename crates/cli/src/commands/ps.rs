@@ -27,7 +27,7 @@ impl Args {
         let all = self.all || Filter::wants_ended(&self.filters);
         let known = crate::connect::client().await?.vms(all).await?;
         let vms: Vec<Vm> =
-            known.iter().filter(|vm| Filter::all(&self.filters, vm)).cloned().collect();
+            known.iter().filter(|vm| Filter::lists(&self.filters, vm)).cloned().collect();
         for (vm, problem) in vms.iter().filter_map(|vm| Some((vm, vm.problem.as_ref()?))) {
             // On standard error, because the reason does not fit into the table.
             eprintln!("VM {}: {}", vm.name, escaped(problem, LONG));

@@ -78,7 +78,7 @@ impl Filter {
     }
 
     /// Whether `vm` is listed: all labels must match, and one filter of each other key.
-    pub fn all(filters: &[Self], vm: &Vm) -> bool {
+    pub fn lists(filters: &[Self], vm: &Vm) -> bool {
         filters.iter().all(|filter| {
             let same = |other: &&Self| {
                 !matches!(filter, Self::Label(..))
@@ -112,7 +112,7 @@ mod tests {
         ];
         let filters: Vec<Filter> =
             filters.iter().map(|text| text.parse().expect("a filter")).collect();
-        all.iter().filter(|vm| Filter::all(&filters, vm)).map(|vm| vm.name.to_string()).collect()
+        all.iter().filter(|vm| Filter::lists(&filters, vm)).map(|vm| vm.name.to_string()).collect()
     }
 
     #[test]

@@ -37,31 +37,8 @@ pub const TARGETS: &[Target] = &[
 /// The most bytes of an unpacked kernel here; the real limit is far above what fuzzing can spend.
 const UNPACKED: u32 = 1 << 20;
 
-fn small_elf() -> Vec<u8> {
-    let mut elf = vec![0; 64 + 56];
-    elf[..6].copy_from_slice(b"\x7fELF\x02\x01");
-    (elf[16], elf[18], elf[32], elf[54], elf[56], elf[64]) = (2, 62, 64, 56, 1, 1);
-    elf.extend_from_slice(b"Linux version %s (fmt)\0Linux version 6.12.1+deb12 (someone) #1\0");
-    elf.extend((0..300_u32).map(|i| (i * i % 251).to_le_bytes()[0]));
-    let length = u64::try_from(elf.len()).unwrap();
-    elf[64 + 32..64 + 40].copy_from_slice(&length.to_le_bytes());
-    elf
-}
-
-fn image(payload: &[u8]) -> Vec<u8> {
-    let mut image = vec![0; 3 * 512];
-    image[0x1f1] = 1;
-    image[0x1fe..0x200].copy_from_slice(&[0x55, 0xaa]);
-    image[0x202..0x206].copy_from_slice(b"HdrS");
-    image[0x206..0x208].copy_from_slice(&0x20f_u16.to_le_bytes());
-    image[0x248..0x24c].copy_from_slice(&512_u32.to_le_bytes());
-    image[0x24c..0x250].copy_from_slice(&u32::try_from(payload.len()).unwrap().to_le_bytes());
-    image.extend_from_slice(payload);
-    image
-}
-
 fn kernel_seeds() -> Vec<Vec<u8>> {
-    let elf = small_elf();
+    let elf = fuzzing::small_kernel(300);
     let length = u32::try_from(elf.len()).unwrap().to_le_bytes();
     let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
     gzip.write_all(&elf).unwrap();
@@ -75,10 +52,10 @@ fn kernel_seeds() -> Vec<Vec<u8>> {
     interpreter[64] = 3;
     interpreter[72..74].copy_from_slice(&[130, 0]);
     vec![
-        image(&gzip.finish().unwrap()),
-        image(&[&zstd[..], &length].concat()),
-        image(&[&lz4[..], &length].concat()),
-        image(&[&b"\xfd7zXZ\0"[..], &length].concat()),
+        fuzzing::small_image(&gzip.finish().unwrap()),
+        fuzzing::small_image(&[&zstd[..], &length].concat()),
+        fuzzing::small_image(&[&lz4[..], &length].concat()),
+        fuzzing::small_image(&[&b"\xfd7zXZ\0"[..], &length].concat()),
         interpreter,
         elf,
     ]

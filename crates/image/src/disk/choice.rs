@@ -26,11 +26,6 @@ impl Wanted<'_> {
         self.image.is_none() || all.contains(&self.image)
     }
 
-    /// Whether a digest is wanted. It may be one of a manifest inside an index.
-    fn is_digest(&self) -> bool {
-        self.image.is_some_and(|image| image.starts_with("sha256:"))
-    }
-
     /// The level of x86-64 that an image for `platform` needs; `None` if a guest cannot run it.
     fn level(&self, platform: Option<&Platform>) -> Option<u8> {
         let Some(platform) = platform else { return Some(1) };
@@ -81,6 +76,9 @@ pub fn choose(
     let label = blobs.label("index.json");
     let top = top.manifests(&label, 0)?;
     let names: Vec<String> = top.iter().map(name_of).collect();
+    // A digest that index.json does not list may be one of a manifest inside an index.
+    let is_digest = wanted.image.is_some_and(|image| image.starts_with("sha256:"));
+    let searches = is_digest && !top.iter().any(|descriptor| wanted.is(descriptor));
     let mut todo: Vec<Todo> = top.into_iter().rev().map(Todo::top).collect();
     let mut found: BTreeMap<String, Found> = BTreeMap::new();
     let (mut seen, mut any) = (0, false);
@@ -96,9 +94,9 @@ pub fn choose(
         // A caller that names a digest has chosen the platform.
         let named = wanted.image == Some(descriptor.digest.as_str());
         let level = if named { Some(1) } else { wanted.level(descriptor.platform.as_ref()) };
-        let Some(level) = level.filter(|_| is_wanted || wanted.is_digest()) else { continue };
-        match kind(&descriptor)? {
-            Kind::Index => {
+        let Some(level) = level.filter(|_| is_wanted || searches) else { continue };
+        match kind(&descriptor) {
+            Ok(Kind::Index) => {
                 let below = Index::read(blobs, &descriptor)?;
                 // Before they are copied, because each of them takes over the index's names.
                 let below = below.manifests(&descriptor.digest, seen + todo.len())?;
@@ -108,8 +106,11 @@ pub fn choose(
                     Todo { descriptor: below, depth: depth + 1, wanted: is_wanted, group }
                 }));
             }
-            Kind::Manifest if is_wanted => keep(&mut found, group, Found { descriptor, level }),
-            Kind::Manifest => {}
+            Ok(Kind::Manifest) if is_wanted => {
+                keep(&mut found, group, Found { descriptor, level });
+            }
+            Err(error) if is_wanted => return Err(error),
+            _ => {}
         }
     }
     match found.len() {

@@ -5,8 +5,8 @@
 //! - `/etc/machine-id` is an empty file: the agent writes a new one into every clone, and two VMs
 //!   must not share one.
 //! - `/etc/resolv.conf` is empty, and the agent fills it: the image's file names the nameservers of
-//!   the host that built the image. A link to nothing stays, because the program that maintains its
-//!   target makes it.
+//!   the host that built the image. A link to nothing stays: the agent puts its
+//!   file in the place of the link, unless a program of the image has made the target by then.
 //! - `/etc/hosts` has entries for localhost only, and the agent adds the VM's name. Container
 //!   runtimes bind other files over both.
 //! - In a bootstrapped system `/etc/hostname` is emptied, because mmdebstrap copies it from the

@@ -220,6 +220,17 @@ fn of_several_levels_the_highest_that_guests_have_is_taken() {
         let digest = arm["digest"].as_str().unwrap();
         fails(&files, Some(digest), &["expected linux/amd64, got linux/arm64"]);
     }
+    // What is not wanted may be of a kind that is unknown, or not there.
+    let one = variant(&mut files, "one", "v1");
+    let text = json!({"schemaVersion": 2, "manifests": [one.clone()]}).to_string();
+    let nested = blob(&mut files, INDEX, text.as_bytes());
+    let absent = json!({"mediaType": INDEX, "digest": sha256(b"absent"), "size": 6});
+    let signature = json!({"mediaType": "text/signature", "digest": sha256(b"s"), "size": 1});
+    let digest = one["digest"].as_str().unwrap();
+    for top in [vec![absent, one.clone()], vec![signature, nested]] {
+        index(&mut files, &top);
+        assert_eq!(both(&files, Some(digest)).unwrap().0, ["/ 755", "/one 644 \"\""]);
+    }
     let only = of(&mut files, &["v4"]);
     index(&mut files, &only);
     fails(&files, None, &["expected an image for linux/amd64, at most variant v3", "got none"]);

@@ -340,7 +340,7 @@ fn names_of_the_host_that_built_the_image_are_replaced() {
             ],
             true,
         ),
-        // The program that maintains the target will make it.
+        // The agent replaces it, unless a program has made the target by then.
         (vec![symlink("etc/resolv.conf", "../run/r/stub")], false),
     ]
     .into_iter()
