@@ -353,7 +353,7 @@ fn documents_that_make_no_sense() {
     let many = json!({"manifests": vec![platform(one.clone(), "arm64"); 5000]}).to_string();
     let below = blob(&mut files, INDEX, many.as_bytes());
     index(&mut files, &[below]);
-    fails(&files, None, &["at most 4096 manifests"]);
+    fails(&files, None, &["at most 4096 manifests", "got 5001"]);
     index(&mut files, &[named(one.clone(), &"n".repeat(4097))]);
     fails(&files, None, &["name of an image", "at most 4096 bytes", "4097"]);
     let mut annotated = one;
