@@ -27,7 +27,8 @@ fn kernel(entry: u64, memory_bytes: u64) -> File {
 #[test]
 fn a_kernel_lies_in_ram_with_its_zeroed_memory() {
     let start = layout::HIGH_RAM;
-    let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), RAM as usize)]).unwrap();
+    let memory =
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), usize::try_from(RAM).unwrap())]).unwrap();
     let load = |entry, bytes| load(&memory, RAM, kernel(entry, bytes), None, "quiet");
     let room = RAM - start.0;
     assert_eq!(load(start.0, room).unwrap(), start);
