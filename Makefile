@@ -9,7 +9,17 @@ OPTIONS ?=
 LONG ?= a_daemon_killed_at_every_step a_thousand_clients a_silent_machine of_qemu lazy:: \
 	liar:: tour:: whatever_runs_beside twenty_vms_on_a_full_disk twenty_debian
 
-.PHONY: help setup build demo test long bench lint clean
+# Fuzzing: seconds for each target, one target alone, targets at once (docs/fuzzing.md).
+SECONDS ?= 60
+TARGET ?=
+JOBS ?= 1
+FUZZ := target/fuzz-build/x86_64-unknown-linux-gnu/release/dayfly-fuzz
+# The coverage that libFuzzer reads.
+FUZZ_FLAGS := --cfg fuzzing -Cdebug-assertions -Coverflow-checks -Cpasses=sancov-module \
+	-Cllvm-args=-sanitizer-coverage-level=4 -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
+	-Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares
+
+.PHONY: help setup build demo test long bench fuzz fuzz-build fuzz-planted fuzz-corpus lint clean
 
 help:
 	@echo "make demo    build, bake a Debian machine, start 40 copies of it, show the figures"
@@ -25,6 +35,8 @@ help:
 	@echo "             restore, prefetch: likewise, an hour and a half"
 	@echo "             soak: 10,000 births and deaths with kills; fails if anything is left"
 	@echo "             dayfly-bench SCENARIO --help shows the options of each"
+	@echo "make fuzz    each target with libFuzzer, SECONDS=60 each; TARGET=NAME for one of them"
+	@echo "             fuzz-planted: whether planted faults are found; fuzz-corpus: small corpora"
 	@echo "make lint    rustfmt, clippy, cargo-deny"
 	@echo "make setup   install what is missing from Debian's packages"
 
@@ -32,7 +44,7 @@ setup:
 	@scripts/setup
 
 build: setup
-	@echo "build: cargo build --release (about two minutes the first time)"
+	@echo "build: cargo build --release (about six minutes on two cores the first time)"
 	@cargo build --release --workspace --bins
 
 demo: build
@@ -49,6 +61,22 @@ long: setup
 
 bench: build
 	@set -e; for scenario in $(BENCH); do $(BIN)/dayfly-bench $$scenario $(OPTIONS); done
+
+# A separate target folder, because all crates are built with other flags.
+fuzz-build:
+	@CARGO_TARGET_DIR=target/fuzz-build RUSTFLAGS="$(FUZZ_FLAGS)" \
+		cargo build --release -p dayfly-fuzz --features libfuzzer --bin dayfly-fuzz
+
+FUZZ_RUN = $(FUZZ) $(1) --seconds $(SECONDS) --jobs $(JOBS) $(if $(TARGET),--target $(TARGET))
+
+fuzz: fuzz-build
+	@$(call FUZZ_RUN,run)
+
+fuzz-planted: fuzz-build
+	@$(call FUZZ_RUN,planted)
+
+fuzz-corpus: fuzz-build
+	@$(call FUZZ_RUN,minimise)
 
 lint:
 	cargo fmt --all --check

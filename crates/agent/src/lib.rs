@@ -24,6 +24,8 @@
 pub mod archive;
 pub mod console;
 pub mod exec;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod gate;
 pub mod hooks;
 pub mod identity;

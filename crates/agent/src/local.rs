@@ -124,7 +124,7 @@ fn write_line(mut stream: &UnixStream, line: &str) {
 }
 
 /// Reads and executes a request line. Returns the answer, if one is due.
-fn answer(
+pub(crate) fn answer(
     mut stream: &UnixStream,
     programs: &Programs,
     host: Host,
@@ -180,6 +180,8 @@ fn fork(programs: &Programs, host: Host, count: u32) -> Result<String, String> {
     }
     // The connection broke. In a clone the host's end does not exist; the clone is known as such
     // once it has its identity.
+    #[cfg(test)]
+    tests::BROKEN.fetch_add(1, Ordering::SeqCst);
     let until = Instant::now() + HOST_TIMEOUT;
     while programs.fork.is_under_way() && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));

@@ -9,6 +9,8 @@ use std::sync::{Mutex, MutexGuard};
 /// turns.
 static HOST: Mutex<Option<UnixStream>> = Mutex::new(None);
 static TURN: Mutex<()> = Mutex::new(());
+/// How often a request learnt that its connection to the host is broken.
+pub(super) static BROKEN: AtomicUsize = AtomicUsize::new(0);
 
 fn host() -> Result<OwnedFd, Errno> {
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -76,8 +78,11 @@ fn the_original_gets_the_ids_of_its_clones_and_a_clone_its_number() {
     let (stream, request) = asked();
     assert_eq!(request, HostRequest::Fork { count: 1 });
     programs.fork.begin();
+    let before = BROKEN.load(Ordering::SeqCst);
     drop(stream);
-    std::thread::sleep(Duration::from_millis(30));
+    while BROKEN.load(Ordering::SeqCst) == before {
+        std::thread::yield_now();
+    }
     programs.fork.end(Some(1));
     assert_eq!(answer(waits), "1\n");
 

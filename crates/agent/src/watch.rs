@@ -58,8 +58,18 @@ struct Watcher {
 }
 
 /// All watching programs.
-#[derive(Debug, Default)]
-pub struct Watchers(Mutex<Vec<Watcher>>);
+#[derive(Debug)]
+pub struct Watchers {
+    all: Mutex<Vec<Watcher>>,
+    /// As [`TIMEOUT`].
+    timeout: Duration,
+}
+
+impl Default for Watchers {
+    fn default() -> Self {
+        Self { all: Mutex::default(), timeout: TIMEOUT }
+    }
+}
 
 impl Watcher {
     /// Sends a line; returns whether the program took it.
@@ -73,12 +83,13 @@ impl Watcher {
         !matches!(poll(&mut fds, Some(&now)), Ok(n) if n > 0)
     }
 
-    /// Waits for `go`.
-    fn go(&mut self, until: Instant) -> Result<(), String> {
+    /// Waits for `go` until `until`, which is `timeout` after the begin.
+    fn go(&mut self, until: Instant, timeout: Duration) -> Result<(), String> {
         let mut line = Vec::new();
         while !line.ends_with(b"\n") && line.len() < 16 {
             let left = until.saturating_duration_since(Instant::now());
-            let late = || format!("process {}: no `go` within {} s", self.pid, TIMEOUT.as_secs());
+            let late =
+                || format!("process {}: no `go` within {} s", self.pid, timeout.as_secs_f32());
             if left.is_zero() {
                 return Err(late());
             }
@@ -104,7 +115,7 @@ impl Watcher {
 
 impl Watchers {
     fn all(&self) -> MutexGuard<'_, Vec<Watcher>> {
-        lock(&self.0)
+        lock(&self.all)
     }
 
     /// Adds the program at the other end, which sent `watch` and these words.
@@ -157,12 +168,12 @@ impl Watchers {
     pub fn hold(&self) -> Result<(), String> {
         let mut all = self.all();
         all.retain(Watcher::is_there);
-        let until = Instant::now() + TIMEOUT;
+        let until = Instant::now() + self.timeout;
         for watcher in all.iter_mut().filter(|watcher| watcher.barrier) {
             watcher.waits = watcher.send("fork");
         }
         let mut waiting = all.iter_mut().filter(|watcher| watcher.waits);
-        let result = waiting.try_for_each(|watcher| watcher.go(until));
+        let result = waiting.try_for_each(|watcher| watcher.go(until, self.timeout));
         drop(all);
         if result.is_err() {
             self.release(Is::Parent);

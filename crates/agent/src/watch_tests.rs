@@ -1,15 +1,26 @@
 use super::*;
+use rustix::process::{WaitOptions, kill_process, waitpid};
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A watching program; the reader gets the agent's lines.
 fn watch(watchers: &Watchers, words: &str) -> Result<BufReader<UnixStream>, String> {
+    watch_and_agent(watchers, words).map(|(program, _)| program)
+}
+
+/// As [`watch`], with a second descriptor of the agent's end.
+fn watch_and_agent(
+    watchers: &Watchers,
+    words: &str,
+) -> Result<(BufReader<UnixStream>, UnixStream), String> {
     let (ours, theirs) = UnixStream::pair().unwrap();
+    let agent = theirs.try_clone().unwrap();
     watchers.add(theirs, words.split_ascii_whitespace())?;
     let mut program = BufReader::new(ours);
     assert_eq!(line(&mut program), "ok");
-    Ok(program)
+    Ok((program, agent))
 }
 
 fn line(program: &mut BufReader<UnixStream>) -> String {
@@ -28,16 +39,23 @@ fn quiet(program: &BufReader<UnixStream>) -> bool {
 #[test]
 fn those_with_a_barrier_are_waited_for_and_all_learn_what_the_machine_is() {
     let watchers = Watchers::default();
-    let (mut plain, mut held) =
-        (watch(&watchers, "").unwrap(), watch(&watchers, "barrier").unwrap());
+    let mut plain = watch(&watchers, "").unwrap();
+    let (mut held, agent) = watch_and_agent(&watchers, "barrier").unwrap();
+    let said = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let holding = scope.spawn(|| watchers.hold());
+        let holding = scope.spawn(|| (watchers.hold(), said.load(Ordering::SeqCst)));
         assert_eq!(line(&mut held), "fork");
-        std::thread::sleep(Duration::from_millis(30));
-        assert!(!holding.is_finished(), "no program said go");
-        held.get_ref().write_all(b"go\n").unwrap();
-        holding.join().unwrap().unwrap();
+        // Once the agent has read the first bytes, it waits for the last one.
+        held.get_ref().write_all(b"go").unwrap();
+        while rustix::io::ioctl_fionread(&agent).unwrap() > 0 {
+            assert!(!holding.is_finished(), "no program said go");
+            std::thread::yield_now();
+        }
+        said.store(true, Ordering::SeqCst);
+        held.get_ref().write_all(b"\n").unwrap();
+        assert_eq!(holding.join().unwrap(), (Ok(()), true), "it waits until a program says go");
     });
+    drop(agent);
     assert!(quiet(&plain) && quiet(&held));
     watchers.release(Is::Parent);
     assert_eq!(line(&mut held), "parent");
@@ -63,15 +81,16 @@ fn a_program_that_does_not_say_go_prevents_the_fork() {
     for program in [&mut first, &mut second] {
         assert_eq!((line(program), line(program)), ("fork".into(), "parent".into()));
     }
-    second.get_ref().write_all(b"go").unwrap();
-    first.get_ref().write_all(b"go\n").unwrap();
-    let began = Instant::now();
-    assert_eq!(watchers.hold().unwrap_err(), format!("process {pid}: no `go` within 10 s"));
-    assert!(began.elapsed() >= TIMEOUT);
     // The wait ends early for a program that ends meanwhile.
     first.get_ref().write_all(b"go\n").unwrap();
     drop(second);
     watchers.hold().unwrap();
+
+    let watchers = Watchers { timeout: Duration::from_millis(20), ..Watchers::default() };
+    let late = watch(&watchers, "barrier").unwrap();
+    late.get_ref().write_all(b"go").unwrap();
+    assert_eq!(watchers.hold().unwrap_err(), format!("process {pid}: no `go` within 0.02 s"));
+    assert_eq!(Watchers::default().timeout, TIMEOUT);
 }
 
 #[test]
@@ -97,10 +116,21 @@ fn a_clone_signals_who_named_a_signal() {
         barrier: false,
         waits: false,
     });
+    // Signals of a stopped process wait, and `/proc` shows them.
+    kill_process(pid, Signal::STOP).unwrap();
+    waitpid(Some(pid), WaitOptions::UNTRACED).unwrap().unwrap();
+    let waiting = || {
+        let status = std::fs::read_to_string(format!("/proc/{own}/status")).unwrap();
+        let masks = status.lines().filter_map(|line| {
+            line.strip_prefix("SigPnd:").or_else(|| line.strip_prefix("ShdPnd:"))
+        });
+        masks.fold(0, |all, mask| all | u64::from_str_radix(mask.trim(), 16).unwrap())
+    };
     watchers.release(Is::Parent);
-    std::thread::sleep(Duration::from_millis(20));
-    assert!(child.try_wait().unwrap().is_none());
+    assert_eq!(waiting(), 0, "the original machine got a signal");
     watchers.release(Is::Clone { number: 0, id: "" });
+    assert_eq!(waiting(), 1 << 36);
+    kill_process(pid, Signal::CONT).unwrap();
     use std::os::unix::process::ExitStatusExt;
     assert_eq!(child.wait().unwrap().signal(), Some(37));
 }

@@ -487,7 +487,7 @@ fn page_runs(
 fn kind_of(byte: u8, path: &[u8]) -> Kind {
     match byte {
         // A regular file whose name ends in '/' is a folder (tar before POSIX).
-        b'0' | 0 if path.ends_with(b"/") => Kind::Folder,
+        b'0' | 0 | b'7' if path.ends_with(b"/") => Kind::Folder,
         b'0' | 0 | b'7' | b'S' => Kind::File,
         b'1' => Kind::HardLink,
         b'2' => Kind::Symlink,

@@ -22,6 +22,8 @@ pub mod elf;
 mod error;
 mod fields;
 mod files;
+#[doc(hidden)]
+pub mod fuzzing;
 mod initramfs;
 mod kernel;
 pub mod modules;

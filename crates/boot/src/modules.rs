@@ -7,7 +7,7 @@
 
 mod body;
 mod names;
-mod needs;
+pub(crate) mod needs;
 
 pub use body::without_signature;
 

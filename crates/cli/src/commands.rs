@@ -16,6 +16,7 @@ mod machine;
 mod network;
 mod options;
 mod ps;
+mod ps_filter;
 mod record;
 mod rm;
 mod run;

@@ -17,6 +17,8 @@ mod bridge;
 pub mod commands;
 pub mod connect;
 pub mod failure;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod home;
 mod image_source;
 pub mod machine_start;

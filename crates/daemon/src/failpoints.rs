@@ -49,6 +49,7 @@ pub const FAILPOINTS: &[&str] = &[
     "daemon.remove.unpinned",
     "daemon.remove.layers",
     "daemon.remove.forgotten",
+    "daemon.open_snapshot.loaded",
     "daemon.remove_snapshot.removed",
     "daemon.remove_snapshot.layers",
     "daemon.remove_snapshot.pages",

@@ -1,6 +1,9 @@
 //! A process's memory use, from `/proc/<pid>/smaps_rollup` (proc(5)).
 
+use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::OnceLock;
 
 /// Memory of one process, in KiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -43,10 +46,23 @@ pub fn anonymous(pid: u32) -> io::Result<u64> {
 /// # Errors
 /// The file cannot be read, or has no such line.
 pub fn available() -> io::Result<u64> {
+    /// The line is the third of all kernels since it was added (fs/proc/meminfo.c).
+    const FIRST_LINES: usize = 512;
+    // Kept open, and read with one system call, because each creation of a VM asks.
+    static FILE: OnceLock<File> = OnceLock::new();
     let path = "/proc/meminfo";
-    let text = std::fs::read_to_string(path)?;
+    let file = match FILE.get() {
+        Some(file) => file,
+        None => {
+            let file = File::open(path)?;
+            FILE.get_or_init(|| file)
+        }
+    };
+    let mut lines = [0; FIRST_LINES];
+    let read = file.read_at(&mut lines, 0)?;
+    let text = String::from_utf8_lossy(lines.get(..read).unwrap_or_default());
     let kib = kib(&text, "MemAvailable:").ok_or_else(|| {
-        let what = format!("{path}: expected a line MemAvailable:, got none");
+        let what = format!("{path}: expected a line MemAvailable: in {read} bytes, got none");
         io::Error::new(io::ErrorKind::InvalidData, what)
     })?;
     Ok(kib.saturating_mul(1024))

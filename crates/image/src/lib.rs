@@ -9,6 +9,8 @@
 
 pub mod cache;
 mod disk;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod kernel;
 mod manifest;
 mod staging;

@@ -154,8 +154,8 @@ fn pfns(memory: &dyn PhysMemory) -> impl Iterator<Item = memory::Pfn> + '_ {
         .flat_map(|(first, frames)| (first.0..).take(frames.len()).map(memory::Pfn))
 }
 
-#[cfg(test)]
-mod synthetic;
+#[doc(hidden)]
+pub mod synthetic;
 
 #[cfg(test)]
 #[path = "lib_tests.rs"]

@@ -10,8 +10,8 @@ pub(crate) use access::{PhysRead, bytes, word, word_index};
 pub use file::{OpenError, RamFile};
 pub use layout::{Extent, Frame, Layout, LayoutError, MAX_EXTENTS, MAX_GUEST_BYTES, Pfn};
 
-#[cfg(test)]
-pub(crate) mod image;
+#[doc(hidden)]
+pub mod image;
 
 #[cfg(test)]
 #[path = "memory_tests.rs"]

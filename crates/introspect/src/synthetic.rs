@@ -1,57 +1,59 @@
 //! A small Linux built by hand, for tests: 4 MiB of RAM with only the structures that this crate
 //! reads.
 
+#![allow(clippy::unwrap_used, reason = "support of tests and fuzzing")]
+
 use crate::memory::image::RamImage;
 use crate::paging::{LARGE, Levels, NO_EXECUTE, PRESENT, USER};
 use std::fmt::Write;
 
-pub(crate) const FRAMES: usize = 1024;
-pub(crate) const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
+pub const FRAMES: usize = 1024;
+pub const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 const VMEMMAP_4: u64 = 0xffff_ea00_0000_0000;
 const VMEMMAP_5: u64 = 0xffd4_0000_0000_0000;
 
 /// Frames with a meaning; all other frames are free.
-pub(crate) const ROOT: u64 = 1;
-pub(crate) const TEXT: u64 = 12;
+pub const ROOT: u64 = 1;
+pub const TEXT: u64 = 12;
 const UTS: u64 = 13;
 const INODE: u64 = 14;
 const SECTIONS: u64 = 15;
 const MEMMAP: u64 = 16;
 /// A process: its top-level table, the isolated twin, and the tables below.
-pub(crate) const PROCESS: u64 = 40;
-pub(crate) const USER_CODE: u64 = 50;
-pub(crate) const USER_DATA: u64 = 51;
+pub const PROCESS: u64 = 40;
+pub const USER_CODE: u64 = 50;
+pub const USER_DATA: u64 = 51;
 /// A compound page of four page cache frames, of another file than the code.
-pub(crate) const CACHE: u64 = 52;
-pub(crate) const SLAB: u64 = 56;
-pub(crate) const BALLOON: u64 = 57;
+pub const CACHE: u64 = 52;
+pub const SLAB: u64 = 56;
+pub const BALLOON: u64 = 57;
 /// A frame that is marked as a page table, and that no entry points to.
-pub(crate) const SPARE_TABLE: u64 = 58;
-pub(crate) const KERNEL_CODE: u64 = 60;
+pub const SPARE_TABLE: u64 = 58;
+pub const KERNEL_CODE: u64 = 60;
 /// From here to the end, frames are free: a block of 64 frames and blocks of 128.
-pub(crate) const FREE: u64 = 64;
+pub const FREE: u64 = 64;
 
 /// The kernel version to imitate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Like {
+pub enum Like {
     Linux6_1,
     Linux6_12,
 }
 
 /// The guest and its text, which a test may change and write again.
-pub(crate) struct Guest {
-    pub(crate) ram: RamImage,
-    pub(crate) text: String,
-    pub(crate) levels: Levels,
+pub struct Guest {
+    pub ram: RamImage,
+    pub text: String,
+    pub levels: Levels,
 }
 
 /// Virtual address of a frame in the kernel's image.
-pub(crate) fn image(frame: u64) -> u64 {
+pub fn image(frame: u64) -> u64 {
     KERNEL_MAP + frame * 4096
 }
 
 impl Guest {
-    pub(crate) fn new(like: Like, levels: Levels) -> Self {
+    pub fn new(like: Like, levels: Levels) -> Self {
         let ram = RamImage::new(FRAMES);
         let guest = Self { ram, text: text(like, levels), levels };
         guest.write_text(TEXT);
@@ -131,17 +133,17 @@ impl Guest {
         guest
     }
 
-    pub(crate) fn vmemmap(&self) -> u64 {
+    pub fn vmemmap(&self) -> u64 {
         if self.levels == Levels::Four { VMEMMAP_4 } else { VMEMMAP_5 }
     }
 
     /// Writes the text to the start of a frame.
-    pub(crate) fn write_text(&self, frame: u64) {
+    pub fn write_text(&self, frame: u64) {
         self.ram.put_bytes(frame * 4096, self.text.as_bytes());
     }
 
     /// Changes the text, also in guest memory.
-    pub(crate) fn edit(&mut self, from: &str, to: &str) {
+    pub fn edit(&mut self, from: &str, to: &str) {
         assert!(self.text.contains(from), "{from}");
         let padded = format!("{}{}", self.text.replace(from, to), "\0".repeat(from.len()));
         self.text = padded;
@@ -149,25 +151,25 @@ impl Guest {
     }
 
     /// Writes a `struct page`.
-    pub(crate) fn page(&self, frame: u64, words: [u64; 8]) {
+    pub fn page(&self, frame: u64, words: [u64; 8]) {
         for (n, word) in (0..).zip(words) {
             self.ram.put(MEMMAP * 4096 + frame * 64 + n * 8, word);
         }
     }
 
     /// Changes the kernel's release, which must have eight characters.
-    pub(crate) fn rename(&mut self, release: &str) {
+    pub fn rename(&mut self, release: &str) {
         let old = self.text.lines().next().unwrap().to_owned();
         self.edit(&old, &format!("OSRELEASE={release}"));
         self.ram.put_bytes(UTS * 4096 + 128, &[b"\0\0", release.as_bytes(), b"\0"].concat());
     }
 
-    pub(crate) fn entry(&self, table: u64, index: u64) -> u64 {
+    pub fn entry(&self, table: u64, index: u64) -> u64 {
         use crate::memory::PhysRead;
         self.ram.word_at(table * 4096 + index * 8).unwrap()
     }
 
-    pub(crate) fn put_entry(&self, table: u64, index: u64, entry: u64) {
+    pub fn put_entry(&self, table: u64, index: u64, entry: u64) {
         self.ram.put(table * 4096 + index * 8, entry);
     }
 
@@ -226,14 +228,14 @@ fn text(like: Like, levels: Levels) -> String {
 }
 
 /// A table whose entries all point to the table itself.
-pub(crate) fn loop_at(guest: &Guest, frame: u64) {
+pub fn loop_at(guest: &Guest, frame: u64) {
     for index in 0..512 {
         guest.put_entry(frame, index, (frame * 4096) | PRESENT | USER);
     }
 }
 
 /// A table whose entries are all leaves of 1 GiB or 2 MiB from address 0.
-pub(crate) fn all_large(guest: &Guest, frame: u64) {
+pub fn all_large(guest: &Guest, frame: u64) {
     for index in 0..512 {
         guest.put_entry(frame, index, PRESENT | USER | LARGE);
     }

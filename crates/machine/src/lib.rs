@@ -32,6 +32,8 @@ mod exec;
 mod files;
 mod forward;
 mod found;
+#[doc(hidden)]
+pub mod fuzzing;
 mod initramfs;
 mod layout;
 mod leaks;

@@ -87,7 +87,7 @@ fn free_bytes(path: &Path) -> io::Result<u64> {
 
 /// What QEMU's events say.
 #[derive(Debug, Default)]
-struct Monitor {
+pub(crate) struct Monitor {
     /// Whether a write has met a full disk since the machine last ran.
     no_space: bool,
     stopped: bool,
@@ -105,7 +105,7 @@ struct Message {
 impl Monitor {
     /// Reads one message, and returns the command that answers it. Answers of QEMU, unknown events
     /// and damaged lines change nothing.
-    fn read(&mut self, line: &[u8]) -> Option<&'static str> {
+    pub(crate) fn read(&mut self, line: &[u8]) -> Option<&'static str> {
         let message: Message = serde_json::from_slice(line).ok()?;
         if message.greeting.is_some() {
             return Some(CAPABILITIES);
@@ -120,7 +120,7 @@ impl Monitor {
     }
 
     /// Why the machine is paused, if it is.
-    fn paused(&self, disk: &Path) -> Option<String> {
+    pub(crate) fn paused(&self, disk: &Path) -> Option<String> {
         let folder = disk.parent().unwrap_or(disk).display();
         match (self.stopped, self.no_space) {
             (false, _) => None,

@@ -48,7 +48,7 @@ fn ask(token: &Token) -> io::Result<Option<u64>> {
 }
 
 /// The number of VMs in an HTTP answer; `None` if the answer does not say it.
-fn vms_in(answer: &[u8]) -> Option<u64> {
+pub(crate) fn vms_in(answer: &[u8]) -> Option<u64> {
     #[derive(Deserialize)]
     struct Info {
         vms: u64,

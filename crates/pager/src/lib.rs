@@ -50,6 +50,8 @@ mod begin;
 pub mod client;
 pub mod clones;
 pub mod filter;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod guest;
 pub mod jail;
 pub mod order;

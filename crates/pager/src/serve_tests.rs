@@ -14,7 +14,6 @@ use std::thread;
 pub(super) const PAGE: usize = 4096;
 /// Frames per batch.
 const EACH: u32 = 4;
-const SLOW: u32 = 900;
 
 /// The content of a frame.
 pub(super) fn content(frame: u32) -> [u8; PAGE] {
@@ -286,15 +285,18 @@ fn streams_have_more_come_at_once_and_none_of_it_is_wrong_where_some_cannot_be_r
 
 #[test]
 fn the_end_of_the_first_pages_is_reported() {
-    let room = Room::new(
-        Made::new(1024, |batch, _| {
-            thread::sleep(Duration::from_millis(u64::from(batch / 64)));
-            None
-        }),
-        settings(true),
-        &[500, 3, 501],
-    );
+    static REPORTED: Mutex<()> = Mutex::new(());
+    let unreported = REPORTED.lock();
+    // The batches of the frames 3, 500 and 501 come first, and others after the report.
+    let others_wait = |batch, _| {
+        if ![0, 100].contains(&batch) {
+            drop(REPORTED.lock());
+        }
+        None
+    };
+    let room = Room::new(Made::new(1024, others_wait), settings(true), &[500, 3, 501]);
     assert_eq!(room.report(), Some(FromPager::First));
+    drop(unreported);
     room.whole();
     room.end();
 }
@@ -327,9 +329,11 @@ fn a_source_that_fails_for_a_while_is_asked_again() {
 
 #[test]
 fn a_clone_that_waits_too_long_is_killed() {
+    static READ: Mutex<()> = Mutex::new(());
+    let unread = READ.lock();
     let slow = |batch, _| {
         if batch == 1 {
-            thread::sleep(Duration::from_millis(u64::from(SLOW) * 4));
+            drop(READ.lock());
         }
         None
     };
@@ -342,6 +346,7 @@ fn a_clone_that_waits_too_long_is_killed() {
     });
     // Other clones are served during the slow read.
     room.clone().check(40);
+    drop(unread);
     room.end();
 }
 
@@ -383,10 +388,10 @@ fn what_is_touched_in_the_name_of_a_clone_that_has_ended_is_no_zeroes_of_the_tem
     guest.vmm.kill().unwrap();
     guest.vmm.wait().unwrap();
     guest.guest.close();
-    thread::sleep(Duration::from_millis(200));
+    // The pager has noticed that end before it answers a clone that comes later.
+    let other = room.clone();
     (0..32).for_each(|frame| guest.check(frame));
     // The pager does not wait for the end of that memory.
-    let other = room.clone();
     (0..48).for_each(|frame| other.check(frame));
     drop(other);
     room.end();

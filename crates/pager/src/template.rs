@@ -156,6 +156,11 @@ impl<S: Source> Template<S> {
         self.source.layout()
     }
 
+    /// The source of the pages.
+    pub const fn source(&self) -> &S {
+        &self.source
+    }
+
     /// Stored bytes read so far.
     pub fn read_bytes(&self) -> u64 {
         self.source.read_bytes()

@@ -125,7 +125,7 @@ impl Format {
         }
     }
 
-    fn decode(path: &Path, bytes: &[u8]) -> Result<Self, FormatError> {
+    pub(crate) fn decode(path: &Path, bytes: &[u8]) -> Result<Self, FormatError> {
         let file = || path.to_owned();
         let damage = |place: String, expected: &str, got: String| {
             let expected = expected.to_owned();
@@ -153,7 +153,7 @@ impl Format {
         Ok(format)
     }
 
-    fn encode(&self) -> io::Result<Vec<u8>> {
+    pub(crate) fn encode(&self) -> io::Result<Vec<u8>> {
         Ok(sealed::seal(&MAGIC, VERSION, &serde_json::to_vec_pretty(self)?))
     }
 

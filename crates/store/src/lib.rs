@@ -162,6 +162,9 @@ pub const FAILPOINTS: &[&str] = &[
     "store.gc_pages.retired",
 ];
 
+#[doc(hidden)]
+pub mod fuzzing;
+
 #[cfg(test)]
 mod crash_beside_tests;
 #[cfg(test)]

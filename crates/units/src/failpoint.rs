@@ -7,16 +7,17 @@
 //! |---|---|---|
 //! | end | [`arm_from_env`], once at the start of a program | the process sends itself SIGKILL |
 //! | end | the file that the environment names, when it is there | likewise |
-//! | hold | [`hold`], in a test of the same process | the pass blocks until the test goes on |
+//! | hold | [`hold`] or [`Group::hold`], in a test | the pass blocks until it is released |
 //!
 //! A crate that has failpoints lists their names in `FAILPOINTS`. A test compares the list with
 //! [`in_sources`].
 
 use crate::sync::lock;
 use rustix::process::{Signal, getpid, kill_process};
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::{fs, io};
 
@@ -33,11 +34,23 @@ static CHANGED: Condvar = Condvar::new();
 /// Held while a test has a failpoint, because a process has one at a time.
 static ONE: Mutex<()> = Mutex::new(());
 
+thread_local! {
+    /// The group of this thread.
+    static GROUP: Cell<Option<Group>> = const { Cell::new(None) };
+}
+
+/// The threads of one test. Tests of one process run at the same time, and a hold of a group
+/// concerns no thread of another test.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Group(u64);
+
 #[derive(Debug)]
 struct Armed {
     name: String,
     /// Passes left, with the one that acts.
     left: u32,
+    /// The group whose passes count; all passes if there is none.
+    group: Option<Group>,
     action: Action,
 }
 
@@ -82,7 +95,11 @@ fn passed(name: &'static str) {
     if state.is_none() {
         *state = armed_by_file();
     }
-    let Some(armed) = state.as_mut().filter(|armed| armed.name == name && armed.left > 0) else {
+    let counts = |armed: &&mut Armed| {
+        let concerned = armed.group.is_none() || armed.group == GROUP.get();
+        armed.name == name && armed.left > 0 && concerned
+    };
+    let Some(armed) = state.as_mut().filter(counts) else {
         return;
     };
     armed.left -= 1;
@@ -109,7 +126,7 @@ fn armed_by_file() -> Option<Armed> {
     let text = fs::read_to_string(path).ok()?;
     let known: Vec<&str> = known.iter().map(String::as_str).collect();
     match parse(text.trim(), &known) {
-        Ok((name, left)) => Some(Armed { name, left, action: Action::End }),
+        Ok((name, left)) => Some(Armed { name, left, group: None, action: Action::End }),
         Err(error) => {
             eprintln!("{}: {error}", path.display());
             std::process::abort();
@@ -135,7 +152,7 @@ pub fn arm_from_env(known: &[&str]) -> Result<Option<String>, ArmError> {
         return Ok(Some(value));
     }
     let (name, left) = parse(&value, known)?;
-    *lock(&STATE) = Some(Armed { name, left, action: Action::End });
+    *lock(&STATE) = Some(Armed { name, left, group: None, action: Action::End });
     ARMED.store(true, Ordering::Relaxed);
     Ok(Some(value))
 }
@@ -160,10 +177,35 @@ pub struct Hold {
 /// until no other test has a failpoint.
 #[must_use]
 pub fn hold(name: &'static str, count: u32) -> Hold {
-    let one = lock(&ONE);
-    *lock(&STATE) = Some(Armed { name: name.to_owned(), left: count.max(1), action: Action::Hold });
+    hold_of(None, name, count)
+}
+
+fn hold_of(group: Option<Group>, name: &'static str, count: u32) -> Hold {
+    let (one, left) = (lock(&ONE), count.max(1));
+    *lock(&STATE) = Some(Armed { name: name.to_owned(), left, group, action: Action::Hold });
     ARMED.store(true, Ordering::Relaxed);
     Hold { _one: one }
+}
+
+impl Group {
+    /// A group without threads.
+    #[expect(clippy::new_without_default, reason = "two groups are never equal")]
+    #[must_use]
+    pub fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Puts this thread into the group.
+    pub fn join(self) {
+        GROUP.set(Some(self));
+    }
+
+    /// As [`hold`], of the group's threads only.
+    #[must_use]
+    pub fn hold(self, name: &'static str, count: u32) -> Hold {
+        hold_of(Some(self), name, count)
+    }
 }
 
 impl Hold {
@@ -173,6 +215,12 @@ impl Hold {
         while state.as_ref().is_some_and(|armed| armed.action == Action::Hold) {
             state = CHANGED.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// Whether the pass blocks.
+    #[must_use]
+    pub fn is_reached(&self) -> bool {
+        lock(&STATE).as_ref().is_some_and(|armed| armed.action == Action::Held)
     }
 }
 
@@ -239,6 +287,20 @@ mod tests {
         drop(held);
         thread.join().unwrap();
         assert_eq!(passes.try_iter().collect::<Vec<_>>(), [2, 3]);
+    }
+
+    #[test]
+    fn a_hold_of_a_group_concerns_no_thread_of_another() {
+        let (ours, others) = (Group::new(), Group::new());
+        let held = ours.hold("grouped", 1);
+        reached("grouped"); // of no group
+        thread::spawn(move || (others.join(), reached("grouped"))).join().unwrap();
+        assert!(!held.is_reached());
+        let thread = thread::spawn(move || (ours.join(), reached("grouped")));
+        held.wait();
+        assert!(held.is_reached() && !thread.is_finished());
+        drop(held);
+        thread.join().unwrap();
     }
 
     #[test]

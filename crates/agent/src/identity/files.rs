@@ -269,13 +269,15 @@ fn temporary(path: &Path) -> Option<PathBuf> {
 }
 
 /// The text of /etc/hosts in which `new` names this machine instead of `old`.
-fn hosts(text: &str, old: Option<&str>, new: &str) -> String {
+pub(crate) fn hosts(text: &str, old: Option<&str>, new: &str) -> String {
     let loopback = |address: &str| address.starts_with("127.") || address == "::1";
     // The old name stays if it is "localhost" or the new name.
     let old = old.filter(|old| *old != new && *old != "localhost");
     let mut out = String::with_capacity(text.len() + 64);
     let mut named = false;
     for line in text.lines() {
+        // `lines` leaves all but the last of several carriage returns.
+        let line = line.trim_end_matches('\r');
         let (entry, comment) = line.split_at(line.find('#').unwrap_or(line.len()));
         let mut fields = entry.split_ascii_whitespace();
         let address = fields.next().unwrap_or_default();
@@ -335,6 +337,8 @@ mod tests {
             hosts("127.0.0.1 localhost\n", Some("localhost"), "new"),
             "127.0.0.1 localhost\n127.0.1.1 new\n"
         );
+        let once = hosts("127.0.0.1 a\r\r\n10.0.0.1 b\r\r\r\n", None, "a");
+        assert_eq!(once, "127.0.0.1 a\n10.0.0.1 b\n");
     }
 
     proptest! {

@@ -9,7 +9,7 @@
 //! restarted from its disk after a power loss.
 
 mod error;
-mod files;
+pub(crate) mod files;
 mod resolver;
 
 pub use error::{IdentityError, Step};
@@ -72,6 +72,11 @@ fn check(identity: &Identity) -> Result<Checked, IdentityError> {
         entropy,
         wall_clock_ns: identity.wall_clock_ns,
     })
+}
+
+/// Whether all fields of `identity` are valid.
+pub(crate) fn is_valid(identity: &Identity) -> bool {
+    check(identity).is_ok()
 }
 
 fn bytes_of(hex: &str) -> Option<Vec<u8>> {

@@ -36,7 +36,7 @@ pub(super) fn enter(mounted: Mounted) -> Result<(), BootError> {
         MountFlags::NOSUID.union(MountFlags::NODEV),
         c"mode=1777",
     )?;
-    mount_new("tmpfs", "/run", "tmpfs", MountFlags::NOSUID.union(MountFlags::NODEV), c"mode=755")?;
+    mount_run(mounted.read_only)?;
     device_links();
     tmp(mounted.read_only);
     // Without cgroup2 the agent finds processes by the process tree.
@@ -92,6 +92,17 @@ fn empty(folder: BorrowedFd<'_>, device: u64, depth: usize) {
         }
         let _ = unlinkat(folder, name, AtFlags::REMOVEDIR);
     }
+}
+
+/// /run is a tmpfs, unless the image has something in it: then it stays on the disk, as in a
+/// container, and only the agent's folder is a tmpfs.
+fn mount_run(read_only: bool) -> Result<(), BootError> {
+    let of_image = || {
+        let list = Dir::new(rustix::fs::open("/run", OFlags::RDONLY, Mode::empty()).ok()?).ok()?;
+        list.flatten().find(|entry| ![c".", c".."].contains(&entry.file_name()))
+    };
+    let at = if !read_only && of_image().is_some() { "/run/dayfly" } else { "/run" };
+    mount_new("tmpfs", at, "tmpfs", MountFlags::NOSUID.union(MountFlags::NODEV), c"mode=755")
 }
 
 /// Creates links in /dev that programs expect and devtmpfs does not create.

@@ -14,6 +14,10 @@ wire! {
         /// Virtualisation that /dev/kvm uses, by the host's modules: `svm`, `vmx`, or what prevents
         /// it.
         pub kvm: String,
+        /// The highest level of x86-64 that the host's CPUs have, 1 to 4 (psABI,
+        /// "Micro-Architecture Levels"); 0: unknown.
+        #[serde(default)]
+        pub cpu_level: u8,
         /// Number of VMs that the daemon knows.
         pub vms: usize,
         /// Folder of images, kernels and snapshots.

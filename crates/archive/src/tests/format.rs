@@ -66,10 +66,12 @@ fn sizes_names_and_times() {
     let link = raw(b'K', b"././@LongLink", 201, &long);
     assert_eq!(one(&[link, raw(b'2', b"x", 0, b"")]).head.link, b"n".repeat(200));
     // ustar's prefix; a file whose name ends in '/' is a folder.
-    let mut block = raw(b'0', b"name/", 0, b"");
-    block[345..351].copy_from_slice(b"prefix");
-    let head = one(&[summed(block)]).head;
-    assert_eq!((head.path.as_slice(), head.kind), (&b"prefix/name/"[..], Kind::Folder));
+    for kind in [b'0', 0, b'7'] {
+        let mut block = raw(kind, b"name/", 0, b"");
+        block[345..351].copy_from_slice(b"prefix");
+        let head = one(&[summed(block)]).head;
+        assert_eq!((head.path.as_slice(), head.kind), (&b"prefix/name/"[..], Kind::Folder));
+    }
     // A global header names no entry.
     let mut global = pax(&[("path", b"evil")]);
     global[156] = b'g';

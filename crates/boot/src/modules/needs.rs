@@ -11,7 +11,7 @@ const MAX_FILES: usize = 1 << 16;
 
 /// The content of `modules.dep`: each module's path with the paths of its dependencies, relative to
 /// the modules' folder.
-type Listed = BTreeMap<String, Vec<String>>;
+pub(crate) type Listed = BTreeMap<String, Vec<String>>;
 
 /// The modules of a folder, and their dependencies.
 pub(super) struct Needs {
@@ -58,7 +58,7 @@ impl Needs {
     }
 }
 
-fn parse(text: &str) -> Listed {
+pub(crate) fn parse(text: &str) -> Listed {
     let lines = text.lines().map_while(|line| line.split_once(':'));
     lines
         .map(|(path, needs)| {
@@ -94,7 +94,7 @@ fn walk(folder: &Path, path: &str, files: &mut BTreeSet<String>) -> Result<(), B
 }
 
 /// The dependencies in the `depends=` line of a module's `.modinfo`, which depmod also uses.
-fn stated(body: &[u8]) -> Vec<String> {
+pub(crate) fn stated(body: &[u8]) -> Vec<String> {
     const KEY: &[u8] = b"\0depends=";
     let Some(at) = body.windows(KEY.len()).position(|w| w == KEY) else { return Vec::new() };
     let list = body[at + KEY.len()..].split(|b| *b == 0).next().unwrap_or_default();

@@ -35,7 +35,7 @@ pub enum Command {
 #[derive(Debug, clap::Args)]
 #[command(group(clap::ArgGroup::new("origin").required(true).args(["from", "debian"])))]
 pub struct Build {
-    /// A folder, an archive of `docker save`, or an OCI layout
+    /// A folder, an archive of `docker save`, or an OCI layout; `-`: an archive from standard input
     #[arg(long, value_name = "PATH")]
     from: Option<PathBuf>,
     /// Bootstrap this Debian release, such as bookworm (with mmdebstrap)
@@ -98,7 +98,8 @@ impl Build {
             );
         }
         let steps = Arc::new(Steps::new());
-        let options = BuildOptions { size, ..BuildOptions::default() };
+        let cpu_level = client.info().await?.cpu_level;
+        let options = BuildOptions { size, cpu_level, ..BuildOptions::default() };
         let image = artefacts::build_image(&client, source, options, &self.name, &steps).await?;
         drop(steps);
         output::line(image.name)

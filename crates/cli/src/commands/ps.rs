@@ -1,6 +1,7 @@
 //! `dayfly ps`: lists the VMs.
 
 use super::network;
+use super::ps_filter::Filter;
 use crate::output::{self, ListArgs, ago};
 use anyhow::Result;
 use dayfly_api::types::{ExitKind, PauseReason, Vm, VmState};
@@ -13,13 +14,20 @@ pub struct Args {
     /// List VMs that have ended too
     #[arg(short, long)]
     all: bool,
+    /// List only VMs with this: id=START, name=PART, status=STATE, label=KEY[=VALUE], or
+    /// ancestor=SNAPSHOT or image; all labels must match, and one filter of each other kind
+    #[arg(short, long = "filter", value_name = "KEY=VALUE")]
+    filters: Vec<Filter>,
     #[command(flatten)]
     list: ListArgs,
 }
 
 impl Args {
     pub async fn run(self) -> Result<()> {
-        let vms = crate::connect::client().await?.vms(self.all).await?;
+        let all = self.all || Filter::wants_ended(&self.filters);
+        let known = crate::connect::client().await?.vms(all).await?;
+        let vms: Vec<Vm> =
+            known.iter().filter(|vm| Filter::lists(&self.filters, vm)).cloned().collect();
         for (vm, problem) in vms.iter().filter_map(|vm| Some((vm, vm.problem.as_ref()?))) {
             // On standard error, because the reason does not fit into the table.
             eprintln!("VM {}: {}", vm.name, escaped(problem, LONG));
@@ -34,7 +42,7 @@ impl Args {
             header,
             |vm| vm.id.to_string(),
             |vm| {
-                let from = from(vm, &vms);
+                let from = from(vm, &known);
                 [
                     vm.id.to_string(),
                     vm.name.to_string(),

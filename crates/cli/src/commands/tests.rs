@@ -34,6 +34,7 @@ fn what_follows_the_snapshot_is_the_programs() {
         "bake debian -t web -- python3 -c pass",
         "ps -aq",
         "ps --format json",
+        "ps -f name=web --filter label=a=b -q",
         "stats",
         "stats web --format json",
         "snapshots",

@@ -56,8 +56,10 @@ impl Attachment {
             return Ok(Self::default());
         }
         let lease = match networks.ready() {
-            Some(lease) => Ok(lease),
-            None => {
+            Ok(Some(lease)) => Ok(lease),
+            Err(e) => Err(e),
+            // Only this needs another thread.
+            Ok(None) => {
                 let networks = networks.clone();
                 blocking(move || Ok(networks.lease())).await?
             }

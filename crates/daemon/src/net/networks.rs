@@ -79,17 +79,19 @@ impl Networks {
         self.0.as_ref().err().map(|why| &**why)
     }
 
-    /// An address with a waiting tap, if there is one.
-    #[must_use]
-    pub fn ready(&self) -> Option<Lease> {
-        let network = self.0.as_ref().ok()?;
+    /// An address with a waiting tap, if there is one. Does not block.
+    ///
+    /// # Errors
+    /// [`NetError::None`].
+    pub fn ready(&self) -> Result<Option<Lease>, NetError> {
+        let network = self.get()?;
         let mut state = lock(&network.state);
-        let (place, tap) = state.ready.pop_front()?;
+        let Some((place, tap)) = state.ready.pop_front() else { return Ok(None) };
         if state.ready.len() < LEAST_READY / 2 {
             network.wanted.notify_one();
         }
         drop(state);
-        Some(Lease::new(network, place, tap))
+        Ok(Some(Lease::new(network, place, tap)))
     }
 
     /// An address, with a new tap if none waits. Blocks.
@@ -98,7 +100,7 @@ impl Networks {
     /// [`NetError`].
     pub fn lease(&self) -> Result<Lease, NetError> {
         let network = self.get()?;
-        match self.ready() {
+        match self.ready()? {
             Some(lease) => Ok(lease),
             None => network.make().map(|(place, tap)| Lease::new(network, place, tap)),
         }

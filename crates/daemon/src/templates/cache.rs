@@ -330,6 +330,7 @@ impl TemplateCache {
             None => self.load(name)?,
         };
         let open = Arc::new(open);
+        failpoint::reached("daemon.open_snapshot.loaded");
         self.keep(name, &open, bytes);
         Ok(open)
     }

@@ -158,22 +158,27 @@ impl Record {
         vm
     }
 
+    /// The record's JSON, with the fields that a later daemon added.
+    ///
+    /// # Errors
+    /// The error of serde; no record causes one.
+    pub fn encode(&self) -> Result<Vec<u8>, serde_json::Error> {
+        if self.unknown.is_empty() {
+            return serde_json::to_vec(self);
+        }
+        let mut value = serde_json::to_value(self)?;
+        self.unknown.add_to(&mut value);
+        serde_json::to_vec(&value)
+    }
+
     /// Writes the record to `dir`, complete or not at all. If it fails, the record before stays.
     ///
     /// # Errors
     /// The record is too long, or the file system's error.
     pub fn write(&self, dir: &VmDir) -> Result<(), RecordError> {
         let path = dir.record();
-        let bytes = if self.unknown.is_empty() {
-            serde_json::to_vec(self)
-        } else {
-            serde_json::to_value(self).and_then(|mut value| {
-                self.unknown.add_to(&mut value);
-                serde_json::to_vec(&value)
-            })
-        };
         let json = |source| RecordError::Json { path: path.clone(), source };
-        let bytes = bytes.map_err(json)?;
+        let bytes = self.encode().map_err(json)?;
         if bytes.len() as u64 > MAX_BYTES {
             return Err(RecordError::TooLong { path, got: bytes.len() as u64 });
         }
@@ -185,24 +190,32 @@ impl Record {
     /// # Errors
     /// [`RecordError`].
     pub fn read(dir: &VmDir, expected: VmId) -> Result<Self, RecordError> {
+        let path = dir.record();
+        let bytes = read_bytes(&path)?;
+        Self::decode(path, &bytes, expected)
+    }
+
+    /// Decodes the bytes of the record at `path`.
+    ///
+    /// # Errors
+    /// [`RecordError`].
+    pub fn decode(path: PathBuf, bytes: &[u8], expected: VmId) -> Result<Self, RecordError> {
         /// What every format has.
         #[derive(Deserialize)]
         struct Header {
             version: u32,
         }
-        let path = dir.record();
-        let bytes = read_bytes(&path)?;
         let json = |source| RecordError::Json { path: path.clone(), source };
         // The version first, because a later format may have other fields.
-        let got = serde_json::from_slice::<Header>(&bytes).map_err(json)?.version;
+        let got = serde_json::from_slice::<Header>(bytes).map_err(json)?.version;
         if !(1..=FORMAT).contains(&got) {
             return Err(RecordError::Version { path, got });
         }
-        let mut record: Self = serde_json::from_slice(&bytes).map_err(json)?;
+        let mut record: Self = serde_json::from_slice(bytes).map_err(json)?;
         if record.id != expected {
             return Err(RecordError::Id { path, expected, got: record.id });
         }
-        let read = serde_json::from_slice(&bytes).map_err(json)?;
+        let read = serde_json::from_slice(bytes).map_err(json)?;
         let known = serde_json::to_value(&record).map_err(json)?;
         record.unknown = Unknown::of(&read, &known);
         Ok(record)

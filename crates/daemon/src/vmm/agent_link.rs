@@ -224,7 +224,10 @@ fn request_frame(request: &Request, doing: &'static str) -> Result<Vec<u8>, Link
 }
 
 /// Decodes a frame that must be a reply.
-fn parse_reply(frame: Option<Frame>, doing: &'static str) -> Result<Reply, LinkError> {
+///
+/// # Errors
+/// The frame is another one, or the agent refuses.
+pub fn parse_reply(frame: Option<Frame>, doing: &'static str) -> Result<Reply, LinkError> {
     let unexpected = |got: String| LinkError::Unexpected { doing, expected: "a reply", got };
     let frame = frame.ok_or_else(|| unexpected("the end of the connection".to_owned()))?;
     if frame.kind != FrameKind::Reply {

@@ -42,7 +42,7 @@ fn as_many_warm_vmms_wait_as_forks_took_at_once() {
     assert!(matches!(pool.missing(), Some(Missing::WarmVmm(_))));
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_creation_lasts_until_its_program_has_written_something_but_not_for_ever() {
     let pool = Arc::new(Pool::new(1));
     let ended = async || {
@@ -54,7 +54,7 @@ async fn a_creation_lasts_until_its_program_has_written_something_but_not_for_ev
         timeout(Duration::from_secs(5), none).await.is_ok()
     };
     let lasting = pool.creation().lasting(Duration::from_secs(60));
-    tokio::time::sleep(Duration::from_millis(20)).await;
+    tokio::time::sleep(Duration::from_secs(59)).await;
     assert_eq!(pool.creations.load(Ordering::SeqCst), 1, "it ended by itself");
     drop(lasting);
     assert!(ended().await, "it goes on after its end");

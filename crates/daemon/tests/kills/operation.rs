@@ -73,7 +73,8 @@ impl fmt::Display for Case {
 }
 
 /// Failpoints that no operation of this test passes, each with its reason.
-pub const ELSEWHERE: [(&str, &str); 3] = [
+pub const ELSEWHERE: [(&str, &str); 4] = [
+    ("daemon.open_snapshot.loaded", "an opening changes nothing that the next daemon finds"),
     ("store.copy_layer.copied", "only if a VMM keeps a writable descriptor of a frozen layer"),
     ("store.copy_layer.map_exchanged", "likewise"),
     ("store.replace.renamed", "only in uploads of images and kernels"),

@@ -158,14 +158,14 @@ fn used(bed: &Testbed, vm: &Living) -> u64 {
     std::fs::metadata(path).map_or(0, |found| found.blocks() * 512)
 }
 
-/// Checks that what needs space is refused, with the reason and the next step.
-async fn is_refused(result: Result<()>, parts: &[&str]) -> Result<()> {
-    let Err(error) = result else { bail!("expected a refusal because of {parts:?}") };
+/// Checks that what needs space is refused, with the reason and the next step. Returns the text.
+async fn is_refused(result: Result<()>, words: &[&str]) -> Result<String> {
+    let Err(error) = result else { bail!("expected a refusal because of {words:?}") };
     let text = format!("{error:#}");
-    for piece in parts {
+    for piece in words {
         ensure!(text.contains(piece), "expected {piece:?} in {text:?}");
     }
-    Ok(())
+    Ok(text)
 }
 
 async fn fills_up(state: PathBuf, large: usize, small: usize) -> Result<()> {
@@ -192,8 +192,13 @@ async fn fills_up(state: PathBuf, large: usize, small: usize) -> Result<()> {
     .await?;
 
     let (one, free_small) = (&vms.large[0], &vms.small[0]);
-    let refused = guest::snapshot(&bed, one.id, "refused").await;
-    is_refused(refused, &["large0", "no space", "share", "store gc"]).await?;
+    // A VM that waits tries again now and then, and is running then.
+    until("the refusal names the VM that waits", async || {
+        let refused = guest::snapshot(&bed, one.id, "refused").await;
+        let text = is_refused(refused, &["store gc"]).await?;
+        Ok(["large0", "no space", "share"].iter().all(|word| text.contains(word)))
+    })
+    .await?;
     let refused = guest::snapshot(&bed, free_small.id, "refused").await;
     is_refused(refused, &["a snapshot", "free on the file system of", "store gc"]).await?;
     let refused = guest::clone(&bed, BASE, "refused").await.map(drop);

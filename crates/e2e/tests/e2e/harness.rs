@@ -56,12 +56,13 @@ pub fn world() -> World {
         for snapshot in ok(&["snapshots", "-q"]).lines().filter(|name| *name != BASE) {
             ok(&["snapshots", "rm", snapshot]);
         }
+        remove_images();
     }
     world
 }
 
 /// Waits for a free lane. Returns its number, its lock, and whether an earlier test failed in the
-/// lane, which may have left snapshots.
+/// lane, which may have left snapshots and images.
 fn free_lane() -> (usize, MutexGuard<'static, ()>, bool) {
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let lanes = if machine() { LANES.len().min(cpus) } else { 1 };
@@ -113,11 +114,19 @@ fn set_up() {
     }
     remove(&["snapshots", "-q"], &["snapshots", "rm"]);
     remove(&["kernel", "ls", "-q"], &["kernel", "rm"]);
+    remove_images();
     if dayfly(&["image", "inspect", IMAGE]).code != 0 {
         ok(&["image", "build", "--debian", "bookworm", "--include", INCLUDE, IMAGE]);
     }
     bake(IMAGE, BASE, &[]);
     eprintln!("e2e: lane {} set up in {} s", LANE.get(), begun.elapsed().as_secs());
+}
+
+/// Removes the images that tests left. Only [`IMAGE`] is kept, because building it takes long.
+fn remove_images() {
+    for image in ok(&["image", "ls", "-q"]).lines().filter(|name| *name != IMAGE) {
+        ok(&["image", "rm", image]);
+    }
 }
 
 fn start_machine() {

@@ -1,6 +1,6 @@
 //! Images that others made: a program runs as its image's configuration says.
 
-use crate::harness::{ok, refused, start, wait, world};
+use crate::harness::{fed, ok, refused, start, wait, world};
 use sha2::Digest;
 use std::io::Write;
 use std::path::Path;
@@ -16,7 +16,7 @@ fn header(kind: tar::EntryType, size: usize, mode: u32) -> tar::Header {
     header
 }
 
-/// A root with busybox and the user `app`.
+/// A root with busybox and the user `app`, a file in /run, and the resolver of its builder.
 fn layer(at: &Path) {
     let mut tar = tar::Builder::new(std::fs::File::create(at).unwrap());
     let busybox = std::fs::read("/bin/busybox").unwrap();
@@ -29,6 +29,8 @@ fn layer(at: &Path) {
     for (name, text) in [
         ("etc/passwd", "root:x:0:0::/root:/bin/sh\napp:x:1000:1000::/home/app:/bin/sh\n"),
         ("etc/group", "root:x:0:\napp:x:1000:\n"),
+        ("etc/resolv.conf", "# of the builder\nnameserver 192.0.2.53\n"),
+        ("run/svc/state", "kept\n"),
     ] {
         tar.append_data(&mut file(text.as_bytes(), 0o644), name, text.as_bytes()).unwrap();
     }
@@ -39,7 +41,7 @@ fn layer(at: &Path) {
 }
 
 /// A docker archive of [`layer`] with the configuration `config`.
-fn archive(folder: &Path, config: &str) -> String {
+fn archive(folder: &Path, config: &str) -> Vec<u8> {
     let (layer_at, archive) = (folder.join("layer.tar"), folder.join("image.tar"));
     layer(&layer_at);
     let digest = hex::encode(sha2::Sha256::digest(std::fs::read(&layer_at).unwrap()));
@@ -55,7 +57,7 @@ fn archive(folder: &Path, config: &str) -> String {
         tar.append_data(&mut header, name, body.as_bytes()).unwrap();
     }
     tar.into_inner().unwrap().flush().unwrap();
-    archive.to_str().unwrap().to_owned()
+    std::fs::read(archive).unwrap()
 }
 
 #[test]
@@ -65,7 +67,8 @@ fn a_program_runs_as_its_images_configuration_says() {
     let folder = tempfile::tempdir().unwrap();
     let config = r#"{"Env":["A=1","PATH=/bin"],"WorkingDir":"/srv/new","User":"app",
         "Entrypoint":["/bin/sh","-c"],"Cmd":["echo cmd $A"]}"#;
-    ok(&["image", "build", "--from", &archive(folder.path(), config), NAME]);
+    let built = fed(&["image", "build", "--from", "-", NAME], &archive(folder.path(), config));
+    assert_eq!((built.code, built.out.as_str()), (0, "e2e-tiny\n"), "{}", built.err);
     // The first use of an image makes a snapshot, and the next ones clone it.
     assert_eq!(ok(&["run", NAME]), "cmd 1");
     let made: Vec<String> = ok(&["snapshots", "-q"]).lines().map(str::to_owned).collect();
@@ -83,6 +86,10 @@ fn a_program_runs_as_its_images_configuration_says() {
     let sh = |text: &str| ok(&["exec", "tiny", "sh", "-c", text]);
     assert_eq!(sh("echo $A; pwd; id -u"), "1\n/srv/new\n1000");
     assert_eq!(sh("echo out >/dev/stdout; echo lost >/dev/stderr"), "out");
+    // The image's /run is there, and nothing of its builder's network.
+    assert_eq!(sh("cat /run/svc/state"), "kept");
+    let resolver = sh("cat /etc/resolv.conf");
+    assert!(resolver.contains("nameserver") && !resolver.contains("192.0.2.53"), "{resolver}");
     // Programs that use ICMP sockets, such as Debian's ping, need no capability.
     assert_eq!(sh("cat /proc/sys/net/ipv4/ping_group_range"), "0\t2147483647");
     // Port 80 listens (state 0A of proc_net_tcp.txt) as long as nc has not ended.

@@ -4,6 +4,9 @@ use crate::tool::ToolError;
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// Characters of a name that an error shows.
+const MAX_SHOWN: usize = 256;
+
 /// Why a root disk was not built.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
@@ -119,6 +122,19 @@ pub enum BuildError {
         /// What was read back.
         got: String,
     },
+}
+
+impl BuildError {
+    /// An error for an archive with `count` images that could be meant; `names` are to choose from.
+    pub(super) fn ambiguous(
+        path: &Path,
+        count: usize,
+        names: impl Iterator<Item = String>,
+    ) -> Self {
+        let choices: Vec<String> =
+            names.take(64).map(|name| name.chars().take(MAX_SHOWN).collect()).collect();
+        Self::Ambiguous { path: path.to_owned(), count, choices: choices.join(", ") }
+    }
 }
 
 /// Makes a function that turns an I/O error on `path` into a [`BuildError`].

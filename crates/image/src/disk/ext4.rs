@@ -284,6 +284,39 @@ fn number(inode: u32) -> Vec<u8> {
     format!("<{inode}>").into_bytes()
 }
 
+/// The line of one command. Words are quoted as libss reads them: a quote within quotes is doubled.
+pub(super) fn quoted(words: &[&[u8]]) -> Result<Vec<u8>, BuildError> {
+    let mut line = Vec::new();
+    for (i, word) in words.iter().enumerate() {
+        if word.iter().any(|b| matches!(b, b'\n' | b'\r' | 0)) {
+            return Err(BuildError::Verify {
+                expected: "names and link targets without line breaks, which debugfs cannot write"
+                    .to_owned(),
+                got: format!("{:?}", show(word)),
+            });
+        }
+        if i == 0 {
+            line.extend_from_slice(word);
+            continue;
+        }
+        line.extend_from_slice(b" \"");
+        for byte in *word {
+            line.extend(std::iter::repeat_n(*byte, if *byte == b'"' { 2 } else { 1 }));
+        }
+        line.push(b'"');
+    }
+    line.push(b'\n');
+    if line.len() > MAX_LINE {
+        return Err(BuildError::Verify {
+            expected: format!(
+                "paths and link targets of less than {MAX_LINE} bytes with quotes doubled"
+            ),
+            got: format!("{} bytes in {:?}…", line.len(), show(&line)),
+        });
+    }
+    Ok(line)
+}
+
 impl<'a> Script<'a> {
     /// Writes the script. Returns the inodes that debugfs will report as allocated.
     fn write(
@@ -317,38 +350,9 @@ impl<'a> Script<'a> {
         Ok(script.said)
     }
 
-    /// Writes one command. Words are quoted as libss reads them: a quote within quotes is doubled.
+    /// Writes one command.
     fn line(&mut self, words: &[&[u8]]) -> Result<(), BuildError> {
-        let mut line = Vec::new();
-        for (i, word) in words.iter().enumerate() {
-            if word.iter().any(|b| matches!(b, b'\n' | b'\r' | 0)) {
-                return Err(BuildError::Verify {
-                    expected:
-                        "names and link targets without line breaks, which debugfs cannot write"
-                            .to_owned(),
-                    got: format!("{:?}", show(word)),
-                });
-            }
-            if i == 0 {
-                line.extend_from_slice(word);
-                continue;
-            }
-            line.extend_from_slice(b" \"");
-            for byte in *word {
-                line.extend(std::iter::repeat_n(*byte, if *byte == b'"' { 2 } else { 1 }));
-            }
-            line.push(b'"');
-        }
-        line.push(b'\n');
-        if line.len() > MAX_LINE {
-            return Err(BuildError::Verify {
-                expected: format!(
-                    "paths and link targets of less than {MAX_LINE} bytes with quotes doubled"
-                ),
-                got: format!("{} bytes in {:?}…", line.len(), show(&line)),
-            });
-        }
-        self.out.write_all(&line).map_err(on("write", self.path))
+        self.out.write_all(&quoted(words)?).map_err(on("write", self.path))
     }
 
     fn set(&mut self, inode: u32, field: &str, value: &str) -> Result<(), BuildError> {

@@ -3,10 +3,13 @@
 
 mod blobs;
 mod build;
+mod choice;
 mod debian;
+mod descriptor;
 mod error;
 mod ext4;
 mod folder;
+pub(crate) mod fuzzing;
 mod layer;
 mod oci;
 mod prepare;

@@ -5,49 +5,22 @@
 //! that names them. Layers must match their descriptor too, and, uncompressed, the `diff_id` in the
 //! image's config.
 
-use super::blobs::{Blobs, Sha, decoder, document, json, sha256};
+use super::blobs::{Blobs, Sha, decoder, document, json};
+use super::choice::{Wanted, choose};
+use super::descriptor::{Descriptor, Index, blob_path, check_blob, verified};
 use super::error::BuildError;
 use super::layer;
 use super::spool::Spool;
 use super::tree::Tree;
 use dayfly_units::ImageConfig;
 use serde::Deserialize;
-use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 
 /// Upper limit for the layers of an image (docker's limit is 127).
 const MAX_LAYERS: usize = 512;
-/// Upper limit for the nesting depth of indices.
-const MAX_INDEX_DEPTH: usize = 4;
-/// Upper limit for the manifests in an index.
-const MAX_MANIFESTS: usize = 4096;
 /// Upper limit for the bytes after the end of a layer's archive, because tar pads with zeroes.
 const MAX_TRAILING_BYTES: u64 = 1 << 30;
-
-#[derive(Debug, Clone, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Descriptor {
-    #[serde(default)]
-    media_type: String,
-    digest: String,
-    size: u64,
-    #[serde(default)]
-    platform: Option<Platform>,
-    #[serde(default)]
-    annotations: BTreeMap<String, String>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-struct Platform {
-    architecture: String,
-    os: String,
-}
-
-#[derive(Deserialize)]
-struct Index {
-    manifests: Vec<Descriptor>,
-}
 
 #[derive(Deserialize)]
 struct Manifest {
@@ -101,17 +74,17 @@ struct Layer {
     diff_id: Option<String>,
 }
 
-/// Unpacks the image `reference` of an OCI layout into `tree`.
+/// Unpacks the wanted image of an OCI layout into `tree`.
 pub fn layout(
     blobs: &Blobs,
     path: &Path,
-    reference: Option<&str>,
+    wanted: Wanted<'_>,
     tree: &mut Tree,
     spool: &mut Spool<'_>,
 ) -> Result<ImageConfig, BuildError> {
     let label = blobs.label("index.json");
     let index: Index = json(&label, &blobs.document("index.json")?)?;
-    let found = choose(blobs, path, index.manifests, reference)?;
+    let found = choose(blobs, path, index, wanted)?;
     let manifest: Manifest = json(&found.digest, &verified(blobs, &found)?)?;
     let config = config(&found.digest, &verified(blobs, &manifest.config)?)?;
     let diffs = &config.rootfs.diff_ids;
@@ -129,11 +102,11 @@ pub fn layout(
     Ok(run_config(config.config))
 }
 
-/// Unpacks the image `reference` of a `docker save` archive into `tree`.
+/// Unpacks the wanted image of a `docker save` archive into `tree`.
 pub fn docker(
     blobs: &Blobs,
     path: &Path,
-    reference: Option<&str>,
+    wanted: Wanted<'_>,
     tree: &mut Tree,
     spool: &mut Spool<'_>,
 ) -> Result<ImageConfig, BuildError> {
@@ -154,10 +127,10 @@ pub fn docker(
             || (want.len() >= 12 && id.starts_with(want.trim_start_matches("sha256:")))
     };
     let matching: Vec<&Saved> =
-        all.iter().filter(|s| reference.is_none_or(|want| is(s, want))).collect();
+        all.iter().filter(|s| wanted.image.is_none_or(|want| is(s, want))).collect();
     let saved = match matching[..] {
         [one] => one,
-        _ => return Err(ambiguous(path, matching.len(), all.iter().map(names))),
+        _ => return Err(BuildError::ambiguous(path, matching.len(), all.iter().map(names))),
     };
     let config = config(&blobs.label(&saved.config), &blobs.document(&saved.config)?)?;
     let diffs = &config.rootfs.diff_ids;
@@ -172,11 +145,6 @@ pub fn docker(
     Ok(run_config(config.config))
 }
 
-fn ambiguous(path: &Path, count: usize, names: impl Iterator<Item = String>) -> BuildError {
-    let choices: Vec<String> = names.take(64).collect();
-    BuildError::Ambiguous { path: path.to_owned(), count, choices: choices.join(", ") }
-}
-
 fn check_count(file: &str, layers: usize, diffs: usize) -> Result<(), BuildError> {
     if layers > MAX_LAYERS {
         return Err(document(file, "layers", format!("at most {MAX_LAYERS}"), layers));
@@ -188,48 +156,6 @@ fn check_count(file: &str, layers: usize, diffs: usize) -> Result<(), BuildError
             format!("one for each of {layers} layers"),
             diffs,
         ));
-    }
-    Ok(())
-}
-
-/// The path `blobs/sha256/<hex>` of a digest. No other form is accepted, so a digest cannot name
-/// another file.
-fn blob_path(file: &str, digest: &str) -> Result<String, BuildError> {
-    let hex = digest.strip_prefix("sha256:").unwrap_or_default();
-    if hex.len() == 64 && hex.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b)) {
-        return Ok(format!("blobs/sha256/{hex}"));
-    }
-    let got: String = digest.chars().take(100).collect();
-    Err(document(file, "digest", "sha256: and 64 hexadecimal digits", format!("{got:?}")))
-}
-
-/// Reads the document that `descriptor` names, and verifies its digest and size.
-fn verified(blobs: &Blobs, descriptor: &Descriptor) -> Result<Vec<u8>, BuildError> {
-    let name = blob_path("descriptor", &descriptor.digest)?;
-    let bytes = blobs.document(&name)?;
-    check_blob(
-        &blobs.label(&name),
-        &descriptor.digest,
-        descriptor.size,
-        &sha256(&bytes),
-        bytes.len() as u64,
-    )?;
-    Ok(bytes)
-}
-
-fn check_blob(
-    file: &str,
-    digest: &str,
-    size: u64,
-    got: &str,
-    got_size: u64,
-) -> Result<(), BuildError> {
-    if size != got_size || digest != got {
-        return Err(BuildError::Digest {
-            file: file.to_owned(),
-            expected: format!("{digest} of {size} bytes"),
-            got: format!("{got} of {got_size} bytes"),
-        });
     }
     Ok(())
 }
@@ -252,81 +178,6 @@ fn check_layer_type(file: &str, layer: &Descriptor) -> Result<(), BuildError> {
         format!("{TAR}, plain, +gzip or +zstd"),
         format!("{got:?}"),
     ))
-}
-
-/// Follows the index to the manifest for linux/amd64.
-fn choose(
-    blobs: &Blobs,
-    path: &Path,
-    top: Vec<Descriptor>,
-    reference: Option<&str>,
-) -> Result<Descriptor, BuildError> {
-    const NAME: &str = "org.opencontainers.image.ref.name";
-    const FULL_NAME: &str = "io.containerd.image.name";
-    let name_of = |d: &Descriptor| {
-        let name = d.annotations.get(FULL_NAME).or_else(|| d.annotations.get(NAME));
-        name.cloned().unwrap_or_else(|| d.digest.clone())
-    };
-    let is = |d: &Descriptor, want: &str| {
-        d.annotations.get(NAME).is_some_and(|n| n == want)
-            || d.annotations.get(FULL_NAME).is_some_and(|n| n == want)
-            || d.digest == want
-    };
-    let matching: Vec<Descriptor> =
-        top.iter().filter(|d| reference.is_none_or(|want| is(d, want))).cloned().collect();
-    if matching.is_empty() {
-        return Err(ambiguous(path, 0, top.iter().map(name_of)));
-    }
-    let mut found: Vec<Descriptor> = Vec::new();
-    let mut seen = 0;
-    let mut todo: Vec<(usize, Descriptor)> = matching.into_iter().rev().map(|d| (0, d)).collect();
-    while let Some((depth, d)) = todo.pop() {
-        seen += 1;
-        if seen > MAX_MANIFESTS || depth > MAX_INDEX_DEPTH {
-            let expected =
-                format!("at most {MAX_MANIFESTS} manifests, {MAX_INDEX_DEPTH} indices deep");
-            return Err(document(&d.digest, "index", expected, "more"));
-        }
-        let fits = d.platform.as_ref().is_none_or(|p| p.os == "linux" && p.architecture == "amd64");
-        if !fits {
-            continue;
-        }
-        match d.media_type.as_str() {
-            "application/vnd.oci.image.index.v1+json"
-            | "application/vnd.docker.distribution.manifest.list.v2+json" => {
-                let index: Index = json(&d.digest, &verified(blobs, &d)?)?;
-                todo.extend(index.manifests.into_iter().rev().map(|mut below| {
-                    // A manifest inherits the annotations, and so the name, of the index that lists
-                    // it.
-                    below.annotations.extend(d.annotations.clone());
-                    (depth + 1, below)
-                }));
-            }
-            "application/vnd.oci.image.manifest.v1+json"
-            | "application/vnd.docker.distribution.manifest.v2+json" => {
-                if !found.iter().any(|f| f.digest == d.digest) {
-                    found.push(d);
-                }
-            }
-            other => {
-                let got: String = other.chars().take(100).collect();
-                return Err(document(
-                    &d.digest,
-                    "mediaType",
-                    "an image index or manifest",
-                    format!("{got:?}"),
-                ));
-            }
-        }
-    }
-    match found.len() {
-        1 => Ok(found.remove(0)),
-        0 => {
-            let got = "none";
-            Err(document(&blobs.label("index.json"), "manifests", "an image for linux/amd64", got))
-        }
-        count => Err(ambiguous(path, count, found.iter().map(name_of))),
-    }
 }
 
 fn config(file: &str, bytes: &[u8]) -> Result<Config, BuildError> {

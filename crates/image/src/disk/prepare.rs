@@ -4,12 +4,13 @@
 //!   folder stays.
 //! - `/etc/machine-id` is an empty file: the agent writes a new one into every clone, and two VMs
 //!   must not share one.
-//! - `/etc/resolv.conf` exists (a missing one is created empty), so that there is a file to bind or
-//!   write to.
-//! - A missing or empty `/etc/hosts` gets entries for localhost; container runtimes bind their own
-//!   file over it.
-//! - In a bootstrapped system `/etc/resolv.conf` and `/etc/hostname` are emptied, because
-//!   mmdebstrap copies them from the build host.
+//! - `/etc/resolv.conf` is empty, and the agent fills it: the image's file names the nameservers of
+//!   the host that built the image. A link to nothing stays: the agent puts its
+//!   file in the place of the link, unless a program of the image has made the target by then.
+//! - `/etc/hosts` has entries for localhost only, and the agent adds the VM's name. Container
+//!   runtimes bind other files over both.
+//! - In a bootstrapped system `/etc/hostname` is emptied, because mmdebstrap copies it from the
+//!   build host.
 //! - Everything else stays unchanged, SSH host keys too: an image for cloning should not contain
 //!   any.
 
@@ -52,20 +53,15 @@ pub fn prepare(tree: &mut Tree, work: &Path, bootstrapped: bool) -> Result<(), B
     };
     empty(b"etc/machine-id", 0o444)?;
     if bootstrapped {
-        empty(b"etc/resolv.conf", 0o644)?;
         empty(b"etc/hostname", 0o644)?;
-    } else if tree.find(b"etc/resolv.conf").is_none() {
+    }
+    let path = work.join("hosts");
+    std::fs::write(&path, HOSTS).map_err(on("write", &path))?;
+    let content = Content { path: Some(path), size_bytes: HOSTS.len() as u64, data_bytes: 4096 };
+    tree.put_at(b"etc/hosts", Kind::File(content), Meta::root(0o644)).map_err(refused)?;
+    if tree.find(b"etc/resolv.conf").is_none() || tree.resolve(b"etc/resolv.conf").is_some() {
         let content = Content { path: None, size_bytes: 0, data_bytes: 0 };
         tree.put_at(b"etc/resolv.conf", Kind::File(content), Meta::root(0o644)).map_err(refused)?;
-    }
-    let nothing =
-        |id| matches!(&tree.node(id).kind, Kind::File(content) if content.size_bytes == 0);
-    if tree.find(b"etc/hosts").is_none_or(nothing) {
-        let path = work.join("hosts");
-        std::fs::write(&path, HOSTS).map_err(on("write", &path))?;
-        let content =
-            Content { path: Some(path), size_bytes: HOSTS.len() as u64, data_bytes: 4096 };
-        tree.put_at(b"etc/hosts", Kind::File(content), Meta::root(0o644)).map_err(refused)?;
     }
     Ok(())
 }

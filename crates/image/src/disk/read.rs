@@ -1,14 +1,15 @@
 //! Reads a source into a tree.
 
 use super::blobs::{self, Blobs};
+use super::choice::Wanted;
 use super::error::{BuildError, on};
 use super::spool::Spool;
 use super::tree::Tree;
-use super::types::{BuildOptions, Limits, Progress, Source};
+use super::types::{BuildOptions, Limits, Progress, STDIN, Source};
 use super::{debian, folder, layer, oci};
 use dayfly_units::ImageConfig;
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Seek};
 use std::path::{Path, PathBuf};
 
 /// Reads `source` into `tree`. The contents of its files are kept below `work`. Returns the image's
@@ -22,6 +23,8 @@ pub(super) fn read(
 ) -> Result<ImageConfig, BuildError> {
     let content = work.join("content");
     std::fs::create_dir(&content).map_err(on("create", &content))?;
+    let wanted =
+        |image| Wanted { image: Option::as_deref(image), cpu_level: options.cpu_level.max(1) };
     match source {
         Source::Folder(path) => {
             let mut spool = Spool::new(&content, options.limits, progress);
@@ -30,16 +33,16 @@ pub(super) fn read(
         }
         Source::OciLayout { path, image } => {
             let mut spool = Spool::new(&content, options.limits, progress);
-            oci::layout(&Blobs::Folder(path.clone()), path, image.as_deref(), tree, &mut spool)
+            oci::layout(&Blobs::Folder(path.clone()), path, wanted(image), tree, &mut spool)
         }
         Source::Archive { path, image } => {
             let plain = plain_archive(path, work, options.limits, progress)?;
             let blobs = Blobs::archive(plain.as_deref().unwrap_or(path))?;
             let mut spool = Spool::new(&content, options.limits, progress);
             if blobs.has("manifest.json") {
-                oci::docker(&blobs, path, image.as_deref(), tree, &mut spool)
+                oci::docker(&blobs, path, wanted(image), tree, &mut spool)
             } else if blobs.has("index.json") {
-                oci::layout(&blobs, path, image.as_deref(), tree, &mut spool)
+                oci::layout(&blobs, path, wanted(image), tree, &mut spool)
             } else {
                 let got = "an archive with neither manifest.json nor index.json".to_owned();
                 Err(BuildError::UnknownSource { path: path.clone(), got })
@@ -60,25 +63,33 @@ pub(super) fn read(
     }
 }
 
-/// Decompresses an archive (`docker save | gzip`) once. Without that, each access to a member would
-/// decompress the whole archive. Returns `None` if the archive is not compressed.
+/// Copies an archive that is compressed (`docker save | gzip`) or a stream. Without that, each
+/// access to a member would decompress the whole archive, and a stream could be read only once.
+/// Returns `None` if the archive can be read where it is.
 fn plain_archive(
     path: &Path,
     work: &Path,
     limits: Limits,
     progress: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Option<PathBuf>, BuildError> {
-    let mut file = File::open(path).map_err(on("open", path))?;
-    let mut head = [0; 6];
-    let have = file.read(&mut head).map_err(on("read", path))?;
-    let known: [&[u8]; 3] =
-        [&[0x1f, 0x8b], &[0x28, 0xb5, 0x2f, 0xfd], &[0xfd, b'7', b'z', b'X', b'Z', 0]];
-    if !known.iter().any(|magic| head[..have].starts_with(magic)) {
-        return Ok(None);
-    }
-    progress(Progress { step: "uncompressing the archive", done_bytes: 0 });
-    let file = File::open(path).map_err(on("open", path))?;
-    let reader = blobs::decoder(std::io::BufReader::new(file)).map_err(on("read", path))?;
+    let input: Box<dyn Read> = if path.as_os_str() == STDIN {
+        Box::new(std::io::stdin().lock())
+    } else {
+        let mut file = File::open(path).map_err(on("open", path))?;
+        if file.metadata().map_err(on("read", path))?.is_file() {
+            let mut head = [0; 6];
+            let have = file.read(&mut head).map_err(on("read", path))?;
+            let known: [&[u8]; 3] =
+                [&[0x1f, 0x8b], &[0x28, 0xb5, 0x2f, 0xfd], &[0xfd, b'7', b'z', b'X', b'Z', 0]];
+            if !known.iter().any(|magic| head[..have].starts_with(magic)) {
+                return Ok(None);
+            }
+            file.rewind().map_err(on("read", path))?;
+        }
+        Box::new(file)
+    };
+    progress(Progress { step: "reading the archive", done_bytes: 0 });
+    let reader = blobs::decoder(std::io::BufReader::new(input)).map_err(on("read", path))?;
     let target = work.join("archive.tar");
     let mut to = File::create_new(&target).map_err(on("create", &target))?;
     let cap = limits.max_content_bytes.saturating_add(1);

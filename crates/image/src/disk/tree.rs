@@ -192,8 +192,15 @@ impl Tree {
         self.children(dir).and_then(|c| c.get(name)).copied()
     }
 
+    /// The node at `path`; symbolic links are followed.
+    pub fn resolve(&mut self, path: &[u8]) -> Option<NodeId> {
+        let parts: Vec<&[u8]> = components(path).collect();
+        self.resolve_dir(&parts, false).ok().flatten()
+    }
+
     /// Resolves the folder `parts` as a container runtime does inside the root. A missing folder is
-    /// created if `make` is set; otherwise the result is `None`.
+    /// created if `make` is set; otherwise the result is `None`, or the last node if that is no
+    /// folder.
     fn resolve_dir(&mut self, parts: &[&[u8]], make: bool) -> Result<Option<NodeId>, Refusal> {
         // A stack of folders from the root, so that '..' in a link's target means the parent of the
         // link's folder.
@@ -232,7 +239,7 @@ impl Tree {
                     }
                     todo.extend(components(target).rev().map(<[u8]>::to_vec));
                 }
-                _ if !make => return Ok(None),
+                _ if !make => return Ok(todo.is_empty().then_some(child.id)),
                 other => {
                     return refuse(
                         "a folder as parent",

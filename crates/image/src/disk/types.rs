@@ -3,7 +3,12 @@
 use super::error::{BuildError, on};
 use crate::manifest::ImageManifest;
 use dayfly_units::Bytes;
+use std::io::IsTerminal;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+
+/// The path that means standard input.
+pub(super) const STDIN: &str = "-";
 
 /// The source of a root disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -13,7 +18,7 @@ pub enum Source {
     /// An archive of `docker save`, old or new style, or an OCI layout in an archive. The archive
     /// may be compressed.
     Archive {
-        /// Path of the archive.
+        /// Path of the archive, which may be a pipe; `-`: standard input.
         path: PathBuf,
         /// Selects an image if the archive holds several: a tag, or at least 12 digits of an image
         /// id.
@@ -44,19 +49,26 @@ pub struct Debian {
 
 impl Source {
     /// Detects the kind of `path`: a folder with `oci-layout` and `index.json` in it, another
-    /// folder, or an archive.
+    /// folder, or an archive, which may be a pipe; `-` is standard input.
     ///
     /// # Errors
     /// [`BuildError::Io`] if `path` cannot be read, [`BuildError::UnknownSource`] if it is neither
     /// a folder nor an archive.
     pub fn detect(path: &Path, image: Option<String>) -> Result<Self, BuildError> {
         let path = path.to_owned();
+        if path.as_os_str() == STDIN {
+            if std::io::stdin().is_terminal() {
+                return Err(BuildError::UnknownSource { path, got: "a terminal".to_owned() });
+            }
+            return Ok(Self::Archive { path, image });
+        }
         let kind = path.metadata().map_err(on("open", &path))?;
         if kind.is_dir() {
             let layout = path.join("oci-layout").is_file() && path.join("index.json").is_file();
             return Ok(if layout { Self::OciLayout { path, image } } else { Self::Folder(path) });
         }
-        if kind.is_file() {
+        let file = kind.file_type();
+        if file.is_file() || file.is_fifo() {
             return Ok(Self::Archive { path, image });
         }
         Err(BuildError::UnknownSource { path, got: "neither a file nor a folder".to_owned() })
@@ -121,6 +133,9 @@ pub struct Progress<'a> {
 /// Options of [`build`].
 #[derive(Debug, Clone, Default)]
 pub struct BuildOptions {
+    /// The highest level of x86-64 that guests' CPUs have, 1 to 4 (0: 1). Of an image for several
+    /// levels, the highest up to this one is taken.
+    pub cpu_level: u8,
     /// Size of the disk.
     pub size: Size,
     /// Resource limits for the image.

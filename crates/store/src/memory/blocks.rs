@@ -71,7 +71,7 @@ impl BlockIndex {
         self.prefixes.binary_search(&prefix(hash)).ok().map(|at| self.blocks[at])
     }
 
-    fn encode(&self, of: &Digest) -> Vec<u8> {
+    pub(crate) fn encode(&self, of: &Digest) -> Vec<u8> {
         let mut out = Vec::with_capacity(FIXED_BYTES + self.blocks.len() * ENTRY_BYTES);
         out.extend_from_slice(&of.0);
         out.extend_from_slice(&(self.blocks.len() as u64).to_le_bytes());
@@ -80,7 +80,7 @@ impl BlockIndex {
         sealed::seal(&MAGIC, VERSION, &out)
     }
 
-    fn decode(path: &Path, of: &Digest, bytes: &[u8]) -> Result<Self, Damage> {
+    pub(crate) fn decode(path: &Path, of: &Digest, bytes: &[u8]) -> Result<Self, Damage> {
         let opened = sealed::open(&MAGIC, VERSION..=VERSION, MAX_BYTES, bytes);
         let (_, payload) = opened.map_err(|error| Damage::Seal { file: path.to_owned(), error })?;
         let wrong = |place: &str, expected: String, got: String| Damage::Content {

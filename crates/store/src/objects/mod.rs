@@ -8,4 +8,4 @@ pub(crate) mod manifest;
 pub mod refs;
 pub(crate) mod tree;
 pub(crate) mod types;
-mod upload;
+pub(crate) mod upload;

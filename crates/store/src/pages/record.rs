@@ -6,6 +6,7 @@ use dayfly_units::Digest;
 use dayfly_units::sealed::{self, HEADER_BYTES, Magic};
 use std::collections::BTreeSet;
 use std::io::Read;
+use std::path::Path;
 
 /// The name of the record.
 pub(crate) const FILE: &str = "quarantine";
@@ -20,7 +21,7 @@ const ENTRY_BYTES: usize = 36;
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Packs by id, each with the number of a group.
-pub(super) type Record = BTreeSet<(Digest, u32)>;
+pub(crate) type Record = BTreeSet<(Digest, u32)>;
 
 /// Why the record was not read.
 #[derive(Debug, thiserror::Error)]
@@ -37,19 +38,32 @@ pub(super) fn read(dir: &Dir) -> Result<Record, ReadError> {
     let mut bytes = Vec::new();
     let most = MAX_BYTES + HEADER_BYTES as u64 + 1;
     file.take(most).read_to_end(&mut bytes).map_err(IoError::new("reading", &path))?;
-    let opened = sealed::open(&MAGIC, VERSION..=VERSION, MAX_BYTES, &bytes);
-    let (_, payload) = opened.map_err(|error| Damage::Seal { file: path.clone(), error })?;
+    Ok(decode(&path, &bytes)?)
+}
+
+pub(crate) fn decode(path: &Path, bytes: &[u8]) -> Result<Record, Damage> {
+    let opened = sealed::open(&MAGIC, VERSION..=VERSION, MAX_BYTES, bytes);
+    let (_, payload) = opened.map_err(|error| Damage::Seal { file: path.to_owned(), error })?;
     let (entries, rest) = payload.as_chunks::<ENTRY_BYTES>();
     if !rest.is_empty() {
         let (place, got) = ("bytes of the entries".to_owned(), payload.len().to_string());
         let expected = format!("a multiple of {ENTRY_BYTES}");
-        return Err(Damage::Content { file: path, place, expected, got }.into());
+        return Err(Damage::Content { file: path.to_owned(), place, expected, got });
     }
     let entry = |entry: &[u8; ENTRY_BYTES]| {
         let id = Digest(std::array::from_fn(|n| entry[n]));
         (id, u32::from_le_bytes(std::array::from_fn(|n| entry[32 + n])))
     };
     Ok(entries.iter().map(entry).collect())
+}
+
+pub(crate) fn encode(record: &Record) -> Vec<u8> {
+    let mut payload = Vec::with_capacity(record.len() * ENTRY_BYTES);
+    for (id, group) in record {
+        payload.extend_from_slice(&id.0);
+        payload.extend_from_slice(&group.to_le_bytes());
+    }
+    sealed::seal(&MAGIC, VERSION, &payload)
 }
 
 /// Replaces the record whole, or removes it if there is no entry.
@@ -59,12 +73,7 @@ pub(super) fn write(dir: &Dir, record: &Record) -> IoResult<()> {
         dir.unlink(FILE)?;
         return dir.sync();
     }
-    let mut payload = Vec::with_capacity(record.len() * ENTRY_BYTES);
-    for (id, group) in record {
-        payload.extend_from_slice(&id.0);
-        payload.extend_from_slice(&group.to_le_bytes());
-    }
-    dir.write(NEW, &sealed::seal(&MAGIC, VERSION, &payload))?;
+    dir.write(NEW, &encode(record))?;
     let taken = dir.has(FILE)?;
     let if_taken = if taken { IfTaken::Exchange } else { IfTaken::Refuse };
     dir.rename(NEW, dir, FILE, if_taken)?;

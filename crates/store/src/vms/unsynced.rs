@@ -60,10 +60,8 @@ impl Inner {
         let file = dir.open(&name)?;
         let most = MAX_BYTES + HEADER_BYTES as u64 + 1;
         file.take(most).read_to_end(&mut bytes).map_err(IoError::new("reading", &path))?;
-        let opened = sealed::open(&MAGIC, VERSION..=VERSION, MAX_BYTES, &bytes).ok();
         // An unreadable note still says that the fsync failed.
-        let note = opened.and_then(|(_, json)| serde_json::from_slice(json).ok());
-        Ok(Some(note.unwrap_or(Unsynced { data: None, map: None })))
+        Ok(Some(decode(&bytes).unwrap_or(Unsynced { data: None, map: None })))
     }
 
     /// Forgets a layer that was copied, or is removed.
@@ -99,6 +97,11 @@ impl Inner {
         }
         Ok(())
     }
+}
+
+pub(crate) fn decode(bytes: &[u8]) -> Option<Unsynced> {
+    let (_, json) = sealed::open(&MAGIC, VERSION..=VERSION, MAX_BYTES, bytes).ok()?;
+    serde_json::from_slice(json).ok()
 }
 
 #[cfg(test)]

@@ -42,6 +42,17 @@ pub enum LoadError {
         /// First address past the kernel.
         end: u64,
     },
+    /// The kernel does not fit into the RAM below the hole.
+    #[error(
+        "kernel: its memory ends at {end:#x}, expected at most {ram_end:#x}, the end of low RAM; \
+         give the VM more memory"
+    )]
+    End {
+        /// First address past the kernel, with the memory that the kernel expects to be zero.
+        end: u64,
+        /// End of the RAM below the hole.
+        ram_end: u64,
+    },
     /// The command line is too long.
     #[error("command line: {got} bytes, at most {max}")]
     Cmdline {
@@ -109,6 +120,10 @@ pub fn load(
             start: layout::HIGH_RAM.0,
             end: kernel_end,
         });
+    }
+    let ram_end = memory_bytes.min(layout::HOLE_START);
+    if kernel_end > ram_end {
+        return Err(LoadError::End { end: kernel_end, ram_end });
     }
     let initrd =
         initrd.map(|file| load_initrd(memory, memory_bytes, file, kernel_end)).transpose()?;
@@ -214,3 +229,7 @@ fn params(memory_bytes: u64, cmdline_bytes: u32, initrd: Option<(u32, u32)>) -> 
     params.e820_entries = u8::try_from(map.len()).unwrap_or(0);
     params
 }
+
+#[cfg(test)]
+#[path = "boot_tests.rs"]
+mod tests;

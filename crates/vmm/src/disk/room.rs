@@ -72,7 +72,9 @@ impl Limits {
         sealed::seal(&MAGIC, VERSION, numbers.map(u64::to_le_bytes).as_flattened())
     }
 
-    fn decode(bytes: &[u8]) -> Option<Self> {
+    /// The limits in a file; `None` if it is damaged, or is being rewritten.
+    #[must_use]
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
         let cap = PAYLOAD_BYTES as u64;
         let (_, payload) = sealed::open(&MAGIC, VERSION..=VERSION, cap, bytes).ok()?;
         let numbers = payload.as_chunks::<8>().0;

@@ -33,24 +33,30 @@ impl DeviceSet {
                 self.slots.iter().for_each(|slot| slot.interrupt().raise_again());
             }
             self.take(&events[..count], now, &mut pending);
-            let mut deadline: Option<Instant> = None;
-            let shared = (&self.pages, &self.room);
-            for (slot, pending) in self.slots.iter().zip(&mut pending) {
-                let next = slot.deadline();
-                if (*pending || next.is_some_and(|next| next <= now)) && !self.gate.wanted() {
-                    *pending =
-                        slot.serve(&self.mem, &self.writes, shared, now, &|| self.gate.wanted());
-                    self.note_no_space(slot);
-                }
-                deadline = deadline.into_iter().chain(slot.deadline()).min();
-            }
+            let deadline = self.serve(now, &mut pending);
             self.gate.leave();
             timeout = if pending.contains(&true) { 0 } else { milliseconds(deadline, now) };
         }
     }
 
+    /// Serves the devices that are pending or due at `now`, unless a gate is wanted. Returns when
+    /// the next device is due.
+    pub(super) fn serve(&self, now: Instant, pending: &mut [bool]) -> Option<Instant> {
+        let mut deadline: Option<Instant> = None;
+        let shared = (&self.pages, &self.room);
+        for (slot, pending) in self.slots.iter().zip(pending) {
+            let next = slot.deadline();
+            if (*pending || next.is_some_and(|next| next <= now)) && !self.gate.wanted() {
+                *pending = slot.serve(&self.mem, &self.writes, shared, now, &|| self.gate.wanted());
+                self.note_no_space(slot);
+            }
+            deadline = deadline.into_iter().chain(slot.deadline()).min();
+        }
+        deadline
+    }
+
     /// Marks in `pending` the devices that `events` concern, and drains the eventfds.
-    fn take(&self, events: &[EpollEvent], now: Instant, pending: &mut [bool]) {
+    pub(super) fn take(&self, events: &[EpollEvent], now: Instant, pending: &mut [bool]) {
         for event in events {
             match event.data() {
                 // The thread has passed the gate again, which is all that a wake is for.

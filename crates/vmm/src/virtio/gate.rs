@@ -10,7 +10,7 @@
 
 use dayfly_units::sync::lock;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 #[derive(Debug, Default)]
@@ -19,6 +19,8 @@ struct State {
     paused_before: Duration,
     serving: bool,
     stopping: bool,
+    /// Threads that wait for a change.
+    waiting: usize,
 }
 
 /// The gate between the device thread and the threads that pause it.
@@ -36,7 +38,7 @@ impl Gate {
     pub fn enter(&self) -> Option<Instant> {
         let mut state = lock(&self.state);
         while state.paused_since.is_some() && !state.stopping {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.wait(state);
         }
         if state.stopping {
             return None;
@@ -63,7 +65,7 @@ impl Gate {
         state.paused_since.get_or_insert_with(Instant::now);
         self.wanted.store(true, Ordering::Relaxed);
         while state.serving {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.wait(state);
         }
     }
 
@@ -88,14 +90,28 @@ impl Gate {
     pub fn paused(&self) -> bool {
         lock(&self.state).paused_since.is_some()
     }
+
+    /// Waits for a change of the state.
+    fn wait<'a>(&self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        state.waiting += 1;
+        let mut state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        state.waiting -= 1;
+        state
+    }
+
+    /// The number of threads that wait: the device thread to enter, others until it has left.
+    #[cfg(test)]
+    pub fn waiting(&self) -> usize {
+        lock(&self.state).waiting
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::mpsc::{RecvTimeoutError, channel};
+    use crate::virtio::testing::until;
+    use std::sync::mpsc::{TryRecvError, channel};
 
-    const SHORT: Duration = Duration::from_millis(50);
     const LONG: Duration = Duration::from_secs(20);
 
     #[test]
@@ -109,11 +125,8 @@ mod tests {
                 gate.pause();
                 paused.send(()).unwrap();
             });
-            assert_eq!(
-                is_paused.recv_timeout(SHORT),
-                Err(RecvTimeoutError::Timeout),
-                "still inside"
-            );
+            until("`pause` waits", || gate.waiting() == 1);
+            assert_eq!(is_paused.try_recv(), Err(TryRecvError::Empty), "still inside");
             assert!(gate.wanted(), "the thread is asked to come out");
             gate.leave();
             is_paused.recv_timeout(LONG).unwrap();
@@ -124,7 +137,8 @@ mod tests {
                 entered.send(now.is_some()).unwrap();
                 gate.leave();
             });
-            assert_eq!(has_entered.recv_timeout(SHORT), Err(RecvTimeoutError::Timeout), "paused");
+            until("`enter` waits", || gate.waiting() == 1);
+            assert_eq!(has_entered.try_recv(), Err(TryRecvError::Empty), "paused");
             gate.resume();
             assert_eq!(has_entered.recv_timeout(LONG), Ok(true));
             assert!(!gate.wanted());
@@ -146,13 +160,17 @@ mod tests {
 
     #[test]
     fn the_device_clock_stands_still_while_paused() {
-        let gate = Gate::default();
+        let (gate, begun) = (Gate::default(), Instant::now());
         let before = gate.enter().unwrap();
         gate.leave();
         gate.pause();
-        std::thread::sleep(SHORT * 4);
+        let paused = Instant::now();
+        until("the host's clock goes on", || paused.elapsed() > Duration::from_millis(20));
+        let stood = paused.elapsed();
         gate.resume();
         let after = gate.enter().unwrap();
-        assert!(after - before < SHORT * 4, "{:?} passed", after - before);
+        // Holds however slow this thread is: the pause is longer than what was measured in it.
+        let (passed, most) = (after - before, begun.elapsed() - stood);
+        assert!(passed <= most, "{passed:?} passed, at most {most:?} of them not paused");
     }
 }

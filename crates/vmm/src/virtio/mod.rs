@@ -29,6 +29,8 @@ mod block_tests;
 mod bucket;
 mod device;
 mod event_loop;
+#[doc(hidden)]
+pub mod fuzzing;
 mod gate;
 mod interrupt;
 mod net;

@@ -9,6 +9,7 @@ use super::registers::{register, status};
 use super::{DeviceSet, MMIO_BASE, MMIO_SIZE, VsockSpec};
 use crate::config::DISK_BLOCK_BYTES;
 use crate::disk::{DiskSpec, LayerSpec};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -16,6 +17,7 @@ use std::time::{Duration, Instant};
 use virtio_bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 pub const NEXT: u16 = VRING_DESC_F_NEXT as u16;
 pub const WRITE: u16 = VRING_DESC_F_WRITE as u16;
@@ -85,6 +87,29 @@ impl Machine {
         let set = Arc::clone(&self.set);
         self.thread = Some(std::thread::spawn(move || set.run_loop().unwrap()));
         self
+    }
+
+    /// Waits until the device thread has served what was ready before this call. What that makes
+    /// ready, the next call waits for.
+    ///
+    /// The thread empties `wake` at the begin of a turn. So a whole turn has ended when the thread
+    /// empties it for the second time.
+    pub fn turn(&self) {
+        let (epoll, mut events) = (Epoll::new().unwrap(), [EpollEvent::default()]);
+        let filled = EpollEvent::new(EventSet::IN, 0);
+        epoll.ctl(ControlOperation::Add, self.set.wake.as_raw_fd(), filled).unwrap();
+        for _ in 0..2 {
+            self.set.wake.write(1).unwrap();
+            let mut empty = || epoll.wait(0, &mut events).unwrap() == 0;
+            until("the device thread begins a turn", &mut empty);
+        }
+    }
+
+    /// Waits until the device thread has accepted the connections of the host that wait, and then
+    /// read what their callers have sent.
+    pub fn take_caller(&self) {
+        self.turn();
+        self.turn();
     }
 
     pub fn slot_of(&self, device_id: u32) -> usize {

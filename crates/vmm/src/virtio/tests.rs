@@ -87,7 +87,7 @@ fn work_that_came_while_paused_is_done_after_and_not_before() {
     machine.set.pause();
     request(&mut driver, &mem, DATA, 0, 0, 512, true);
     driver.kick(&machine, 0);
-    std::thread::sleep(std::time::Duration::from_millis(50));
+    until("the device thread waits at the gate", || machine.set.gate.waiting() == 1);
     assert_eq!((driver.queues[0].take_used(&mem).len(), status(&mem, DATA)), (0, 0xff));
     machine.set.resume();
     driver.queues[0].wait_used(&mem, 1);
@@ -386,7 +386,7 @@ fn what_was_made_available_before_the_driver_was_ready_is_served_without_a_kick(
     let mut driver = Driver::prepare(&machine, machine.slot_of(4), 0);
     driver.queues[0].add(&mem, &[writes(DATA, 10)]);
     driver.kick(&machine, 0);
-    std::thread::sleep(std::time::Duration::from_millis(50));
+    machine.turn();
     assert!(driver.queues[0].take_used(&mem).is_empty(), "not before DRIVER_OK");
     driver.go(&machine);
     assert_eq!(driver.queues[0].wait_used(&mem, 1), [(0, 10)]);

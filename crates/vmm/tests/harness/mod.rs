@@ -296,6 +296,22 @@ impl Vmm {
         }
     }
 
+    /// Waits until the guest has worked with its disks: until the VMM has made `calls` more system
+    /// calls that read or write, or the guest prints `ready` and rests.
+    pub fn works(&self, calls: u64) {
+        let made = || {
+            let counts = std::fs::read_to_string(format!("/proc/{}/io", self.child.id())).unwrap();
+            let counts = counts.lines().filter_map(|line| line.split_once(": "));
+            let counts = counts.filter(|(name, _)| ["syscr", "syscw"].contains(name));
+            counts.map(|(_, count)| count.parse::<u64>().unwrap()).sum::<u64>()
+        };
+        let (before, begun) = (made(), Instant::now());
+        while made() < before + calls && !self.console().contains("ready\n") {
+            assert!(begun.elapsed() < Duration::from_secs(60), "it does not work with its disks");
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
     /// Waits until the process ends by itself.
     pub fn wait_exit(&mut self, seconds: u64) -> (ExitRecord, i32) {
         let deadline = Instant::now() + Duration::from_secs(seconds);

@@ -14,7 +14,6 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
 
 /// A guest that writes pages and blocks without end.
 fn churner(room: &Room) -> Vmm {
@@ -39,7 +38,8 @@ fn churner(room: &Room) -> Vmm {
 }
 
 /// Copies memory under the running VM, pauses it, copies the rest, and compares the copy with a
-/// copy of all of its memory; once for each of `turns`.
+/// copy of all of its memory; once for each of `turns`. In each turn the guest works for longer
+/// between the first copy and the pause.
 fn copied_while_running(room: &Room, vm: &mut Vmm, name: &str, turns: std::ops::Range<u64>) {
     let mut again = 0;
     for turn in turns {
@@ -47,7 +47,7 @@ fn copied_while_running(room: &Room, vm: &mut Vmm, name: &str, turns: std::ops::
         vm.disks.clone_from(&copied.disks);
         let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
         again += vm.client().precopy(false, fds[1]).unwrap().pages;
-        std::thread::sleep(Duration::from_micros(turn * 700));
+        vm.works(turn * 5);
         vm.client().pause().unwrap();
         vm.client().save(&fds).unwrap();
         let whole = vm.save(&room.path(&format!("{name}-whole{turn}")));
@@ -100,7 +100,7 @@ fn a_guest_that_is_saved_while_it_runs_has_its_memory_and_disk_of_one_instant() 
     let room = Room::new();
     let mut vm = churner(&room);
     for turn in 0..3 {
-        std::thread::sleep(Duration::from_millis(200));
+        vm.works(500);
         let (snapshot, frozen) = vm.freeze(&room.path(&format!("frozen{turn}")));
         println!("stood still for {} us, {} pages", frozen.paused_us, frozen.pages);
         let look = Growth::Look.generation();
@@ -141,9 +141,9 @@ fn clones_of_a_running_guest_have_what_it_had_when_it_stood_still() {
     let mut rows = 0;
     for turn in 0..8 {
         // Forked while it is paused: another save shows its content at that time.
-        std::thread::sleep(Duration::from_millis(turn * 5));
+        vm.works(turn * 30);
         let (forked, _) = vm.fork(&room.path(&format!("stood{turn}")), |vm| {
-            std::thread::sleep(Duration::from_micros(turn * 700));
+            vm.works(turn * 5);
             vm.client().pause().unwrap();
         });
         assert!(vm.client().status().unwrap().paused, "one that stood goes on standing");
@@ -180,7 +180,7 @@ fn clones_of_a_running_guest_have_what_it_had_when_it_stood_still() {
             false,
         );
         child.wait_for("churning\n", 30);
-        std::thread::sleep(Duration::from_millis(100));
+        child.works(200);
         let (grandchild, _) = child.fork(&room.path(&format!("forked-child{turn}")), |_| ());
         look(format!("grandchild{turn}"), &grandchild);
         // From here on the child is the next parent.

@@ -17,6 +17,7 @@ pub async fn info(State(daemon): Shared) -> Json<Info> {
         pid: std::process::id(),
         host_kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         kvm: crate::base::kvm::vendor(),
+        cpu_level: crate::base::cpu::level(),
         vms: daemon.registry.len(),
         state_dir: daemon.config.state.display().to_string(),
     })

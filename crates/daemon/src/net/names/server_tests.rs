@@ -264,17 +264,19 @@ fn one_guest_s_connections_and_questions_are_its_own_limit() {
             say(&mut stream, &question(7, name, kind::A));
             assert_eq!(address(&hear(&mut stream).unwrap()), Some(expected));
         }
-        // Questions above a guest's rate are dropped, which only costs that guest its answers. The
-        // dropped packets are in the socket's queue before the other guest's question.
+        // Questions above a guest's rate are dropped, which only costs that guest its answers. How
+        // many that are depends on the host's speed.
         let lone = udp(5);
         let before = stats.over_limit.load(Relaxed);
-        for n in 0..20 {
+        let mut rounds = 0;
+        while stats.over_limit.load(Relaxed) - before < 1000 {
+            rounds += 1;
+            assert!(rounds <= 200, "of 20,000 questions few were refused: {stats:?}");
             for _ in 0..100 {
                 lone.send(&question(7, "lone.dayfly.internal", kind::A)).unwrap();
             }
-            assert!(address(&ask(&db, &question(n, "db.dayfly.internal", kind::A))).is_some());
+            assert!(address(&ask(&db, &question(7, "db.dayfly.internal", kind::A))).is_some());
         }
-        assert!(stats.over_limit.load(Relaxed) - before > 1000, "{stats:?}");
         // From an address without a VM, questions get no answer and connections are closed.
         let outsider = udp(9);
         outsider.send(&question(7, "web.dayfly.internal", kind::A)).unwrap();

@@ -96,25 +96,28 @@ fn a_guest_is_answered_and_a_flood_of_another_s_is_not_its_business() {
             };
             let own = question(7, "good.dayfly.internal", kind::A);
             ask(1, &own);
-            let answer = heard(&taps[1], 30_000).expect("an answer");
+            let answer = heard(&taps[1], 60_000).expect("an answer");
             assert_eq!(address(&answer), Some(ip(3)));
             // The other VM's name does not exist for this VM.
             ask(1, &question(8, "evil.dayfly.internal", kind::A));
-            assert_eq!(code_of(&heard(&taps[1], 30_000).unwrap()), RCODE::NameError);
+            assert_eq!(code_of(&heard(&taps[1], 60_000).unwrap()), RCODE::NameError);
             // Small and large questions, all of which must be parsed; frames have at most 1500
             // bytes.
             let bomb = bomb([7, 0x0100], 1400);
-            for n in 0..30 {
+            // How many are above the guest's rate depends on the host's speed.
+            let stats = serving.stats();
+            let mut n = 0;
+            while stats.over_limit.load(Relaxed) < 1000 {
+                n += 1;
+                assert!(n <= 1000, "of 100,000 questions few were refused: {stats:?}");
                 for _ in 0..50 {
                     ask(0, &own);
                     ask(0, &bomb);
                 }
                 ask(1, &question(n, "good.dayfly.internal", kind::A));
-                let answer = heard(&taps[1], 30_000).expect("an answer");
-                assert_eq!((address(&answer), answer[1]), (Some(ip(3)), u8::try_from(n).unwrap()));
+                let answer = heard(&taps[1], 60_000).expect("an answer");
+                assert_eq!((address(&answer), &answer[..2]), (Some(ip(3)), &n.to_be_bytes()[..]));
             }
-            let stats = serving.stats();
-            assert!(stats.over_limit.load(Relaxed) > 1000, "{stats:?}");
             drop((serving, guests));
             vm_netns.remove().unwrap();
         });

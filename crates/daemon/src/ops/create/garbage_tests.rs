@@ -5,13 +5,13 @@ use crate::ops::create::harness::{Room, until};
 use crate::ops::publish::{self, Ready};
 use crate::ops::remove;
 use crate::ops::save;
+use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
 use dayfly_pager::wire::Settings;
 use dayfly_store::Meter;
-use dayfly_units::Name;
+use dayfly_units::{Name, failpoint};
 use dayfly_vmm::arch::layout;
 use std::io::Write;
-use std::time::Duration;
 use tokio::task::{JoinHandle, block_in_place};
 
 /// A fixture whose daemon collects garbage.
@@ -54,7 +54,7 @@ async fn layers_of_a_removed_snapshot_are_removed_after_the_last_vm_on_them() {
     assert_eq!(layers(&room), 1);
     room.daemon.templates.remove_snapshot(&name("s")).unwrap();
     remove::remove(&room.daemon, &first).await.unwrap();
-    tokio::time::sleep(Duration::from_millis(100)).await;
+    block_in_place(|| room.daemon.templates.collect());
     assert_eq!(layers(&room), 1, "a VM depends on it");
     // It ends by itself and stays in the list; no caller asks for a collection.
     kill(&second).await;
@@ -82,8 +82,7 @@ async fn a_snapshot_is_stored_although_its_vm_ended_and_what_that_was_made_from_
     let spec = publish::spec(&vm);
     kill(&vm).await;
     let ready = block_in_place(|| Ready::new(&vm.name, saved, &spec)).unwrap();
-    // Gives the collector time to run.
-    tokio::time::sleep(Duration::from_millis(200)).await;
+    block_in_place(|| room.daemon.templates.collect());
     assert_eq!(layers(&room), 1);
     block_in_place(|| ready.store(&room.daemon, &Meter::default())).unwrap();
     assert_eq!(layers(&room), 2);
@@ -95,15 +94,33 @@ async fn a_snapshot_is_stored_although_its_vm_ended_and_what_that_was_made_from_
     close(room, collector).await;
 }
 
+/// Each step of an opening and of a removal at which the other one may happen.
+const MEETINGS: [&str; 4] = [
+    "daemon.open_snapshot.loaded",
+    "daemon.remove_snapshot.removed",
+    "daemon.remove_snapshot.layers",
+    "daemon.remove_snapshot.pages",
+];
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_that_is_removed_while_it_is_opened_does_not_stay_open() {
-    for turn in 0..64 {
+    let group = failpoint::Group::new();
+    let open = |templates: &TemplateCache| drop(templates.open_snapshot(&name("s")));
+    let remove = |templates: &TemplateCache| templates.remove_snapshot(&name("s")).unwrap();
+    for point in MEETINGS {
         let (room, collector) = room().await;
         let templates = room.daemon.templates.clone();
-        let opener = std::thread::spawn(move || drop(templates.open_snapshot(&name("s"))));
-        tokio::time::sleep(Duration::from_micros(turn * 20)).await;
-        room.daemon.templates.remove_snapshot(&name("s")).unwrap();
-        opener.join().unwrap();
+        let opens = point.starts_with("daemon.open");
+        let held = block_in_place(|| group.hold(point, 1));
+        let first = std::thread::spawn(move || {
+            group.join();
+            if opens { open(&templates) } else { remove(&templates) }
+        });
+        until(point, || held.is_reached()).await;
+        let templates = &room.daemon.templates;
+        block_in_place(|| if opens { remove(templates) } else { open(templates) });
+        drop(held);
+        first.join().unwrap();
         until("its layer is gone", || layers(&room) == 0).await;
         close(room, collector).await;
     }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::disk::blobs::{Blobs, sha256};
+use crate::disk::choice::Wanted;
 use crate::disk::oci;
 use dayfly_units::ImageConfig;
 use serde_json::{Value, json};
@@ -125,7 +126,8 @@ fn read(blobs: &Blobs, reference: Option<&str>) -> Result<(Vec<String>, ImageCon
     let mut tree = Tree::new(1000);
     let path = PathBuf::from("source");
     let from = if blobs.has("manifest.json") { oci::docker } else { oci::layout };
-    let run = from(blobs, &path, reference, &mut tree, &mut spool)?;
+    let wanted = Wanted { image: reference, cpu_level: 3 };
+    let run = from(blobs, &path, wanted, &mut tree, &mut spool)?;
     Ok((text(&tree), run))
 }
 
@@ -173,10 +175,66 @@ fn an_index_of_platforms_gives_the_one_for_amd64() {
     index(&mut files, &[nested]);
     assert_eq!(both(&files, None).unwrap().0, EXPECTED);
     index(&mut files, std::slice::from_ref(&arm));
-    fails(&files, None, &["expected an image for linux/amd64", "got none"]);
+    fails(&files, None, &["expected an image for linux/amd64, at most variant v3", "got none"]);
     // An index that claims a wrong platform.
     index(&mut files, &[platform(arm, "amd64")]);
     fails(&files, None, &["expected linux/amd64, got linux/arm64"]);
+}
+
+/// An image with the file `name` for a variant of amd64.
+fn variant(files: &mut Files, name: &str, variant: &str) -> Value {
+    let mut one = platform(image(files, &[archive(&[file(name, b"")])], "amd64"), "amd64");
+    one["platform"]["variant"] = json!(variant);
+    one
+}
+
+#[test]
+fn of_several_levels_the_highest_that_guests_have_is_taken() {
+    let mut files = Files::new();
+    let arm = platform(image(&mut files, &[archive(&[file("arm", b"")])], "arm64"), "arm64");
+    let of = |files: &mut Files, levels: &[&str]| -> Vec<Value> {
+        levels.iter().map(|level| variant(files, &format!("is{level}"), level)).collect()
+    };
+    for (levels, best) in [
+        (vec!["", "v2"], "isv2"),
+        (vec!["v3", "v2"], "isv3"),
+        (vec!["v4", "v1"], "isv1"),
+        (vec!["v2", "", "v9"], "isv2"),
+    ] {
+        let expected = ["/ 755", &format!("/{best} 644 \"\"")];
+        // In a nested index, with a name or without one, or in index.json itself.
+        let mut all = of(&mut files, &levels);
+        all.insert(1, arm.clone());
+        let text = json!({"schemaVersion": 2, "manifests": all}).to_string();
+        let nested = blob(&mut files, INDEX, text.as_bytes());
+        for top in [vec![nested.clone()], vec![named(nested, "one")], all.clone()] {
+            index(&mut files, &top);
+            assert_eq!(both(&files, None).unwrap().0, expected, "{levels:?}");
+        }
+        // A digest selects any of them, and the platform with it.
+        for (level, one) in levels.iter().zip(of(&mut files, &levels)) {
+            let digest = one["digest"].as_str().unwrap();
+            let expected = ["/ 755", &format!("/is{level} 644 \"\"")];
+            assert_eq!(both(&files, Some(digest)).unwrap().0, expected);
+        }
+        let digest = arm["digest"].as_str().unwrap();
+        fails(&files, Some(digest), &["expected linux/amd64, got linux/arm64"]);
+    }
+    // What is not wanted may be of a kind that is unknown, or not there.
+    let one = variant(&mut files, "one", "v1");
+    let text = json!({"schemaVersion": 2, "manifests": [one.clone()]}).to_string();
+    let nested = blob(&mut files, INDEX, text.as_bytes());
+    let absent = json!({"mediaType": INDEX, "digest": sha256(b"absent"), "size": 6});
+    let signature = json!({"mediaType": "text/signature", "digest": sha256(b"s"), "size": 1});
+    let digest = one["digest"].as_str().unwrap();
+    for top in [vec![absent, one.clone()], vec![signature, nested]] {
+        index(&mut files, &top);
+        assert_eq!(both(&files, Some(digest)).unwrap().0, ["/ 755", "/one 644 \"\""]);
+    }
+    let only = of(&mut files, &["v4"]);
+    index(&mut files, &only);
+    fails(&files, None, &["expected an image for linux/amd64, at most variant v3", "got none"]);
+    fails(&files, Some(&format!("sha256:{}", "0".repeat(64))), &["expected one image, got 0"]);
 }
 
 #[test]
@@ -288,6 +346,20 @@ fn documents_that_make_no_sense() {
     }
     index(&mut files, &[below]);
     fails(&files, None, &["indices deep"]);
+    // What an index says about itself goes to each manifest in it, so an index of many manifests
+    // must not be long-winded. Other annotations are not kept.
+    let mut files = Files::new();
+    let one = image(&mut files, &layers(), "amd64");
+    let many = json!({"manifests": vec![platform(one.clone(), "arm64"); 5000]}).to_string();
+    let below = blob(&mut files, INDEX, many.as_bytes());
+    index(&mut files, &[below]);
+    fails(&files, None, &["at most 4096 manifests", "got 5001"]);
+    index(&mut files, &[named(one.clone(), &"n".repeat(4097))]);
+    fails(&files, None, &["name of an image", "at most 4096 bytes", "4097"]);
+    let mut annotated = one;
+    annotated["annotations"] = json!({"other": "x".repeat(1 << 20)});
+    index(&mut files, &[annotated]);
+    assert_eq!(both(&files, None).unwrap().0, EXPECTED);
     // Encrypted layers are refused.
     let mut files = Files::new();
     let config = blob(

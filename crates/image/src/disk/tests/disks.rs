@@ -131,7 +131,7 @@ fn everything_arrives_and_the_same_input_gives_the_same_disk() {
         assert_eq!(bytes_of(&image, name), data.as_bytes(), "{name}");
     }
     says(&image, "stat /etc/machine-id", &["Size: 0", "Mode: 0444"]);
-    assert_eq!(bytes_of(&image, "/etc/resolv.conf"), b"nameserver 9.9.9.9\n");
+    assert_eq!(bytes_of(&image, "/etc/resolv.conf"), b"");
     assert!(bytes_of(&image, "/etc/hosts").starts_with(b"127.0.0.1\tlocalhost\n"));
     for (folder, mode) in [("proc", "0555"), ("sys", "0555"), ("run", "0755"), ("tmp", "01777")] {
         says(&image, &format!("stat /{folder}"), &["Type: directory", mode]);
@@ -323,4 +323,64 @@ fn images_of_umoci_and_skopeo() {
     let saved = make(&source, temp.path(), "from-archive", Size::Total(Bytes::mib(64))).unwrap();
     assert_eq!(saved.manifest.digest, image.manifest.digest);
     assert_eq!(saved.manifest.run, image.manifest.run);
+}
+
+#[test]
+fn names_of_the_host_that_built_the_image_are_replaced() {
+    let temp = tempfile::tempdir().unwrap();
+    for (number, (resolver, left)) in [
+        (vec![], true),
+        (vec![file("etc/resolv.conf", b"nameserver 192.0.2.53\n")], true),
+        (vec![file("etc/resolv.conf", b"# comments only\n")], true),
+        (
+            vec![
+                symlink("etc/resolv.conf", "../run/r/stub"),
+                dir("run/r"),
+                file("run/r/stub", b"nameserver 192.0.2.53\n"),
+            ],
+            true,
+        ),
+        // The agent replaces it, unless a program has made the target by then.
+        (vec![symlink("etc/resolv.conf", "../run/r/stub")], false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut layer = vec![file("etc/hosts", b"192.0.2.1 builder\n")];
+        layer.extend(resolver);
+        let source = docker(temp.path(), &archive(&layer));
+        let out = format!("out{number}");
+        let image = make(&source, temp.path(), &out, Size::Total(Bytes::mib(64))).unwrap();
+        let expected = if left { "Type: regular" } else { "Type: symlink" };
+        says(&image, "stat /etc/resolv.conf", &[expected]);
+        assert_eq!(bytes_of(&image, "/etc/resolv.conf"), b"", "{number}");
+        let hosts = String::from_utf8(bytes_of(&image, "/etc/hosts")).unwrap();
+        assert!(hosts.starts_with("127.0.0.1\tlocalhost\n") && !hosts.contains("builder"));
+    }
+}
+
+#[test]
+fn an_archive_is_read_from_a_pipe() {
+    let temp = tempfile::tempdir().unwrap();
+    let Source::Archive { path: saved, .. } = docker(temp.path(), &archive(&[file("a", b"1")]))
+    else {
+        unreachable!("docker() makes an archive")
+    };
+    let plain = std::fs::read(saved).unwrap();
+    for (name, sent) in
+        [("plain", plain.clone()), ("packed", zstd::encode_all(&plain[..], 1).unwrap())]
+    {
+        let pipe = temp.path().join(name);
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let writer = std::thread::spawn({
+            let pipe = pipe.clone();
+            move || std::fs::write(pipe, sent).unwrap()
+        });
+        let source = Source::detect(&pipe, None).unwrap();
+        let out = format!("out-{name}");
+        let image = make(&source, temp.path(), &out, Size::Total(Bytes::mib(64))).unwrap();
+        writer.join().unwrap();
+        assert_eq!(bytes_of(&image, "/a"), b"1");
+    }
 }

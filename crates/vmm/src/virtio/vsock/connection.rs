@@ -166,7 +166,6 @@ impl Connection {
     }
 
     /// Bytes of the guest's data in the buffer.
-    #[cfg(test)]
     pub fn buffered(&self) -> usize {
         self.buffer.len()
     }

@@ -19,6 +19,7 @@
 //! a machine). So a guest that had no connection when it was saved gets no event.
 
 mod connection;
+pub mod fuzzing;
 mod muxer;
 #[cfg(test)]
 mod muxer_tests;

@@ -388,7 +388,7 @@ impl Muxer {
         }
     }
 
-    #[cfg(test)]
+    /// All connections, in no order.
     pub(super) fn connections(&self) -> impl Iterator<Item = &Connection> {
         self.connections.values()
     }

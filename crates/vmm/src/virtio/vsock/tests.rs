@@ -279,7 +279,7 @@ fn a_refused_or_malformed_connect_ends_the_stream() {
     let mut stream = UnixStream::connect(guest.machine.folder.path().join("v")).unwrap();
     for piece in ["CONN", "ECT 9", "\nhello"] {
         stream.write_all(piece.as_bytes()).unwrap();
-        std::thread::sleep(Duration::from_millis(20));
+        guest.machine.take_caller();
     }
     let (request, _) = guest.expect(op::REQUEST);
     let flow = Flow::new(9, request.src_port, 1 << 16);
@@ -292,7 +292,7 @@ fn a_connect_waits_for_the_driver() {
     let machine = Machine::new(memory(), vec![]).run();
     let mut stream = UnixStream::connect(machine.folder.path().join("v")).unwrap();
     stream.write_all(b"CONNECT 1024\n").unwrap();
-    std::thread::sleep(Duration::from_millis(50));
+    machine.take_caller();
     let mut guest = Guest::on(machine);
     let (request, _) = guest.expect(op::REQUEST);
     let flow = Flow::new(1024, request.src_port, 1 << 16);
@@ -304,12 +304,14 @@ fn a_connect_waits_for_the_driver() {
 fn a_driver_that_resets_forgets_connections_but_not_those_it_never_heard_of() {
     let mut guest = Guest::start();
     let (mut old, _) = guest.accept(7, 1 << 16);
-    // Let the thread fall asleep, so that only the reset can wake it.
-    std::thread::sleep(Duration::from_millis(100));
+    // The thread falls asleep, so that only the reset can wake it.
+    guest.machine.turn();
+    guest.machine.set.pause();
+    guest.machine.set.resume();
     guest.machine.write(guest.driver.slot, register::STATUS, 0);
     assert_eq!(old.read(&mut [0; 8]).unwrap(), 0);
     let waiting = guest.connect(8);
-    std::thread::sleep(Duration::from_millis(50));
+    guest.machine.take_caller();
     let Guest { machine, .. } = guest;
     let mut guest = Guest::on(machine);
     assert_eq!(guest.expect(op::REQUEST).0.dst_port, 8);
@@ -359,7 +361,8 @@ fn after_a_load_the_guest_hears_of_the_reset_first() {
     let used = driver.queues[2].wait_used(&mem, 1);
     assert_eq!(used, [(0, 4)]);
     assert_eq!(mem.read_obj::<u32>(GuestAddress(DATA - 0x1000)).unwrap(), 0, "TRANSPORT_RESET");
-    std::thread::sleep(Duration::from_millis(100));
+    machine.take_caller();
+    machine.turn();
     assert!(driver.queues[0].take_used(&mem).is_empty(), "a packet overtook the event");
     assert!(
         driver.queues[1].take_used(&mem).is_empty(),
@@ -462,11 +465,9 @@ fn more_connections_than_allowed_are_closed_at_once() {
     over.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     assert_eq!(over.read(&mut [0; 1]).unwrap(), 0);
     held.pop();
+    guest.machine.turn();
+    // One that ended makes room.
     let mut guest = guest;
-    until("one that ended makes room", || {
-        let _stream = guest.connect(9);
-        std::thread::sleep(Duration::from_millis(5));
-        guest.poll();
-        guest.inbox.iter().any(|(h, _)| h.op == op::REQUEST)
-    });
+    let _stream = guest.connect(9);
+    guest.expect(op::REQUEST);
 }

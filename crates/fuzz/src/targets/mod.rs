@@ -1,0 +1,42 @@
+//! The targets, a file for each crate whose decoders they call.
+
+pub mod agent;
+pub mod archives;
+pub mod boot;
+pub mod daemon;
+pub mod devices;
+pub mod dns;
+pub mod introspect;
+pub mod pager;
+pub mod store;
+pub mod units;
+pub mod vmm;
+pub mod vsock;
+
+use crate::target::Target;
+
+/// All targets.
+pub fn all() -> impl Iterator<Item = &'static Target> {
+    [
+        units::TARGETS,
+        store::TARGETS,
+        vmm::TARGETS,
+        devices::TARGETS,
+        vsock::TARGETS,
+        agent::TARGETS,
+        archives::TARGETS,
+        boot::TARGETS,
+        dns::TARGETS,
+        daemon::TARGETS,
+        pager::TARGETS,
+        introspect::TARGETS,
+    ]
+    .into_iter()
+    .flatten()
+}
+
+/// The target with this name.
+#[must_use]
+pub fn named(name: &str) -> Option<&'static Target> {
+    all().find(|target| target.name == name)
+}
