@@ -9,6 +9,7 @@ pub mod dns;
 pub mod introspect;
 pub mod pager;
 pub mod store;
+pub mod tree;
 pub mod units;
 pub mod vmm;
 pub mod vsock;
@@ -20,6 +21,7 @@ pub fn all() -> impl Iterator<Item = &'static Target> {
     [
         units::TARGETS,
         store::TARGETS,
+        tree::TARGETS,
         vmm::TARGETS,
         devices::TARGETS,
         vsock::TARGETS,
