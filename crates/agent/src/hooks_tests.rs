@@ -2,7 +2,24 @@ use super::*;
 use crate::exec::cage::Cages;
 use dayfly_api::agent::NetworkIdentity;
 use std::fs;
+use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// Writes a program, in another process. A child that another test is about to execute has the
+/// descriptors of this process; as long as it can write to the program, execve(2) fails (ETXTBSY).
+fn put(path: &Path, text: &str, mode: u32) {
+    let mut writer = Command::new("/bin/sh")
+        .args(["-c", "cat >\"$0\""])
+        .arg(path)
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    writer.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    assert!(writer.wait().unwrap().success());
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+}
 
 /// The programs of a machine with these hooks.
 fn machine(hooks: &[(&str, u32, &str)]) -> (tempfile::TempDir, Programs) {
@@ -10,9 +27,7 @@ fn machine(hooks: &[(&str, u32, &str)]) -> (tempfile::TempDir, Programs) {
     let folder = root.path().join(FOLDER);
     fs::create_dir_all(&folder).unwrap();
     for (name, mode, script) in hooks {
-        let path = folder.join(name);
-        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(*mode)).unwrap();
+        put(&folder.join(name), &format!("#!/bin/sh\n{script}\n"), *mode);
     }
     let programs =
         Programs::new(root.path().into(), Cages::open(&root.path().join("no-cgroups")), false);
@@ -80,8 +95,7 @@ fn a_hook_that_fails_is_named_and_ends_them() {
     }
     let (root, programs) = machine(&[]);
     let hook = root.path().join(FOLDER).join("hook");
-    fs::write(&hook, "\u{7f}ELF").unwrap();
-    fs::set_permissions(&hook, fs::Permissions::from_mode(0o755)).unwrap();
+    put(&hook, "\u{7f}ELF", 0o755);
     let error = run(&programs, &identity(0)).unwrap_err();
     assert!(error.contains("hook"), "{error}");
     let many: Vec<String> = (0..=MOST).map(|n| n.to_string()).collect();

@@ -73,12 +73,17 @@ fn the_reply_that_a_program_runs_comes_with_its_first_output_or_soon() {
         let pid = started(&mut client, sh(script));
         (begun.elapsed(), client, pid)
     };
-    let (after, mut client, pid) = reported("sleep 0.05; echo here; sleep 0.3");
+    let folder = tempfile::tempdir().unwrap();
+    let waits = folder.path().join("waits");
+    std::fs::write(&waits, "").unwrap();
+    let waiting = format!("while [ -e {} ]; do sleep 0.01; done", waits.display());
+    let (after, mut client, pid) = reported(&format!("sleep 0.05; echo here; {waiting}"));
     assert!(after >= Duration::from_millis(50), "reported {after:?} after the start, alone");
-    let begun = Instant::now();
+    // Its output does not wait for its end.
+    assert_eq!(client.frame(), Some((FrameKind::Stdout, b"here\n".to_vec())));
+    std::fs::remove_file(&waits).unwrap();
     let out = client.output(pid);
-    assert_eq!((out.text().as_str(), out.exit.code), ("here\n", Some(0)));
-    assert!(begun.elapsed() >= Duration::from_millis(200), "its output waited for its end");
+    assert_eq!((out.text().as_str(), out.exit.code), ("", Some(0)));
     let (_, _client, pid) = reported("sleep 1000");
     assert!(alive(pid), "a silent program is reported before its end");
 }
@@ -175,12 +180,20 @@ fn time_runs_out_for_everything_that_was_started() {
     let script = "sleep 1000 & echo $!; setsid sleep 1000 & echo $!; (sleep 1000 & echo $!; wait) \
                   & sleep 0.1; \
                   sh -c 'trap \"\" TERM; sleep 1000' & wait";
-    let start = Instant::now();
-    let out = guest.exec(ExecSpec { timeout_ms: Some(700), ..sh(script) }, b"");
-    assert!(start.elapsed() >= Duration::from_millis(700));
-    assert_eq!((out.exit.signal, out.exit.timed_out), (Some(libc::SIGKILL), true));
-    let children: Vec<u32> = out.text().lines().map(|l| l.parse().unwrap()).collect();
-    assert_eq!(children.len(), 3);
+    let (mut children, mut all) = (Vec::new(), false);
+    // A busy host may need longer to start them all.
+    for ms in [700, 5000, 30_000] {
+        let start = Instant::now();
+        let out = guest.exec(ExecSpec { timeout_ms: Some(ms), ..sh(script) }, b"");
+        assert!(start.elapsed() >= Duration::from_millis(ms));
+        assert_eq!((out.exit.signal, out.exit.timed_out), (Some(libc::SIGKILL), true));
+        children.extend(out.text().lines().map(|line| line.parse::<u32>().unwrap()));
+        all = out.text().lines().count() == 3;
+        if all {
+            break;
+        }
+    }
+    assert!(all, "{children:?}");
     for child in children {
         eventually("a child of a program out of time is gone", || !alive(child));
     }
@@ -229,13 +242,15 @@ fn a_client_that_leaves_takes_everything_along() {
 fn a_detached_program_lives_on_until_its_time_is_up() {
     let guest = Guest::start();
     let mut client = guest.connect();
+    let begun = Instant::now();
     let pid = started(
         &mut client,
         ExecSpec { detach: true, timeout_ms: Some(1500), ..sh("sleep 1000 & wait") },
     );
     drop(client);
     std::thread::sleep(Duration::from_millis(500));
-    assert!(alive(pid));
+    // This thread may have stood still until the time was up.
+    assert!(alive(pid) || begun.elapsed() >= Duration::from_millis(1500));
     eventually("its time is up", || !alive(pid));
     // A client that stays gets the exit code.
     let out = guest.exec(ExecSpec { detach: true, ..sh("exit 5") }, b"");

@@ -315,11 +315,9 @@ mod tests {
     fn a_terminal_shows_a_bar_where_the_end_is_known_and_a_spinner_elsewhere() {
         let bar = drawn(Some((512 << 20, 1 << 30)));
         assert_eq!((bar.position(), bar.length()), (512 << 20, Some(1 << 30)));
-        assert!(bar.message().starts_with("reading 512.0 MiB of 1.0 GiB (2."), "{}", bar.message());
+        assert!(bar.message().starts_with("reading 512.0 MiB of 1.0 GiB ("), "{}", bar.message());
         assert_eq!(drawn(Some((9, 5))).position(), 5, "an estimate that was too low");
-        for (bytes, text) in
-            [(Some((512 << 20, 0)), "reading 512.0 MiB (2."), (None, "reading (2.")]
-        {
+        for (bytes, text) in [(Some((512 << 20, 0)), "reading 512.0 MiB ("), (None, "reading (")] {
             let bar = drawn(bytes);
             assert_eq!(bar.length(), None);
             assert!(bar.message().starts_with(text), "{}", bar.message());
@@ -335,9 +333,11 @@ mod tests {
 
     #[test]
     fn a_step_that_ends_soon_was_never_shown_and_one_that_lasts_was() {
-        let steps = Steps::new();
+        let (steps, begun) = (Steps::new(), Instant::now());
         steps.begin("short");
-        assert!(steps.shared.lock().step.as_ref().is_some_and(|s| s.shown.is_none()));
+        let unshown = steps.shared.lock().step.as_ref().is_some_and(|s| s.shown.is_none());
+        // On a busy host this thread may stand still meanwhile.
+        assert!(unshown || begun.elapsed() >= SHOWN_AFTER);
         let mut long = Step {
             label: "long".into(),
             began: Instant::now().checked_sub(Duration::from_secs(2)).expect("an uptime of 2 s"),

@@ -179,7 +179,7 @@ mod tests {
         let process = crate::process::Process::from_child(child).unwrap();
         process.kill().unwrap();
         process.wait(None).unwrap();
-        group.remove(Duration::from_secs(5)).unwrap();
+        group.remove(Duration::from_secs(240)).unwrap();
         group.remove(Duration::ZERO).unwrap();
         assert!(!groups.vms().unwrap().contains(&vm));
     }

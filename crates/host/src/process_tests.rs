@@ -60,7 +60,7 @@ fn the_signal_is_known_although_the_process_is_reaped_meanwhile() {
         std::thread::scope(|scope| {
             scope.spawn(|| process.wait(None).unwrap());
             assert!(again.poll(None).unwrap());
-            let killed = again.killed_by(Duration::from_secs(20)).unwrap();
+            let killed = again.killed_by(Duration::from_secs(240)).unwrap();
             // Before Linux 6.15 the kernel forgets it.
             if again.exit_status().unwrap().is_some() {
                 assert_eq!(killed, Some(libc::SIGKILL));

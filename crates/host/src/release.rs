@@ -168,7 +168,7 @@ mod tests {
         let status = format!("/proc/{}/status", child.id());
         let begun = Instant::now();
         while kib(&status, "VmRSS").is_some_and(|rss| rss < kib_of_it) {
-            assert!(begun.elapsed() < Duration::from_secs(60), "dd does not fill its buffer");
+            assert!(begun.elapsed() < Duration::from_secs(600), "dd does not fill its buffer");
             std::thread::sleep(Duration::from_millis(5));
         }
         let process = Process::open(ProcessId::of(child.id()).unwrap().unwrap()).unwrap().unwrap();
@@ -187,7 +187,10 @@ mod tests {
     fn memory_that_a_process_is_freeing_itself_is_waited_for() {
         const KIB: u64 = 512 << 10;
         // Other processes on this host take memory in the meantime, but not in every round.
-        let released: Vec<u64> = (0..5).map(|_| released_kib(KIB)).collect();
-        assert!(released.iter().any(|kib| *kib > KIB / 2), "of {KIB} KiB: {released:?}");
+        let mut released: Vec<u64> = Vec::new();
+        while released.len() < 20 && released.last().is_none_or(|kib| *kib <= KIB / 2) {
+            released.push(released_kib(KIB));
+        }
+        assert!(released.last().is_some_and(|kib| *kib > KIB / 2), "of {KIB} KiB: {released:?}");
     }
 }

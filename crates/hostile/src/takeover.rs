@@ -17,6 +17,8 @@ use std::time::{Duration, Instant};
 
 /// How long a system call may take before it counts as [`Fate::Blocks`].
 const MOST: Duration = Duration::from_secs(5);
+/// A thread that has not stopped after this time does not, however busy the host is.
+const NEVER: Duration = Duration::from_secs(120);
 /// Bytes below the stack pointer that the program may use without moving it (System V ABI,
 /// section 3.2.2).
 const RED_ZONE: u64 = 128;
@@ -264,7 +266,14 @@ fn set_registers(thread: i32, to: &libc::user_regs_struct) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Waits until the thread stops or ends, at most [`MOST`].
+/// Whether the thread sleeps in its call. On a busy host it may also wait for a CPU.
+fn sleeps(thread: i32) -> io::Result<bool> {
+    let stat = std::fs::read_to_string(format!("/proc/{thread}/stat"))?;
+    // The state is behind the name, which may have parentheses too.
+    Ok(stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(['S', 'D'])))
+}
+
+/// Waits until the thread stops or ends, or sleeps after [`MOST`]; at most [`NEVER`].
 fn wait(thread: i32) -> io::Result<Stop> {
     let begun = Instant::now();
     loop {
@@ -273,7 +282,8 @@ fn wait(thread: i32) -> io::Result<Stop> {
         let got = unsafe { libc::waitpid(thread, &raw mut status, libc::__WALL | libc::WNOHANG) };
         match got {
             -1 => return Err(io::Error::last_os_error()),
-            0 if begun.elapsed() > MOST => return Ok(Stop::Late),
+            0 if begun.elapsed() > MOST && sleeps(thread)? => return Ok(Stop::Late),
+            0 if begun.elapsed() > NEVER => return Ok(Stop::Late),
             0 => std::thread::sleep(Duration::from_micros(200)),
             _ if !libc::WIFSTOPPED(status) => return Ok(Stop::Ended),
             _ if status >> 16 != 0 => return Ok(Stop::Other),

@@ -105,7 +105,7 @@ mod tests {
     use std::net::Shutdown;
     use std::os::unix::net::UnixStream;
 
-    const LONG: Duration = Duration::from_secs(60);
+    const LONG: Duration = Duration::from_secs(240);
 
     /// The result of `admit` for a connection that sends these bytes and ends.
     fn said_to(token: &Token, bytes: &[u8]) -> io::Result<()> {

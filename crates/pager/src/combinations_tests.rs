@@ -17,7 +17,7 @@ use std::thread;
 const EACH: u32 = 3;
 const BATCHES: u32 = 6;
 const FRAMES: u32 = 24;
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(120);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
@@ -227,7 +227,8 @@ fn play(case: Case) -> Duration {
         go: Mutex::new(gone),
     };
     let policy = Policy { background: case.background, beside: 0, ..Policy::default() };
-    let settings = Settings { policy, fault_threads: 2, retry_ms: 0, ..Settings::default() };
+    let (fault_threads, retry_ms, deadline_s) = (2, 0, 600);
+    let settings = Settings { policy, fault_threads, retry_ms, deadline_s, ..Settings::default() };
     let early = [case.batch * EACH];
     let ahead = case.early || case.fault == Fault::Ahead;
     let mut room = Room::over(memory, source, settings, if ahead { &early } else { &[] });

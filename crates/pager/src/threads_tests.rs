@@ -64,7 +64,7 @@ fn a_fault_that_waits_gets_the_page_that_another_thread_fetches() {
         assert_eq!(template.ahead(0), Brought::Done);
         // The second batch is not coming, so it is fetched for the clone.
         assert_eq!(template.fault(&clone, fault(), |_| false, |_| Vec::new()), Some(1));
-        let until = Instant::now() + Duration::from_secs(20);
+        let until = Instant::now() + Duration::from_secs(120);
         while !reader.is_finished() && Instant::now() < until {
             thread::yield_now();
         }

@@ -106,6 +106,17 @@ pub fn enable_verity(file: &File) -> io::Result<bool> {
 mod tests {
     use super::*;
     use std::io::Write;
+    use std::time::{Duration, Instant};
+
+    /// Asserts that no description is writable any more. Children that other tests have forked have
+    /// copies of this process's descriptors until they end, so it waits for them.
+    fn no_writer(file: &File) {
+        let until = Instant::now() + Duration::from_secs(120);
+        while writers(file).unwrap() != Writers::None {
+            assert!(Instant::now() < until, "there still is a writer");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
 
     fn file() -> (tempfile::TempDir, File, File) {
         let folder = tempfile::tempdir().unwrap();
@@ -124,7 +135,7 @@ mod tests {
         assert_eq!(writers(&file).unwrap(), Writers::Some);
         drop(copy);
         let other = file.try_clone().unwrap();
-        assert_eq!(writers(&file).unwrap(), Writers::None);
+        no_writer(&file);
         // The lease was given back: an open for writing neither waits nor fails.
         assert_eq!(writers(&other).unwrap(), Writers::None);
     }
@@ -145,7 +156,7 @@ mod tests {
         assert_eq!(writers(&file).unwrap(), Writers::Some);
         // SAFETY: the mapping made above, to which no reference exists.
         unsafe { munmap(mapped, 4096) }.unwrap();
-        assert_eq!(writers(&file).unwrap(), Writers::None);
+        no_writer(&file);
     }
 
     #[test]
@@ -155,6 +166,7 @@ mod tests {
         if !matches!(sealed, Ok(false)) {
             assert_eq!(sealed.unwrap_err().raw_os_error(), Some(libc::ETXTBSY));
             drop(writable);
+            no_writer(&file);
             assert!(enable_verity(&file).unwrap());
             let again = File::options().write(true).open(folder.path().join("file"));
             assert!(again.is_err(), "a sealed file was opened for writing");

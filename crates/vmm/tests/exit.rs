@@ -29,7 +29,7 @@ fn child(act: impl FnOnce()) -> i32 {
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 1);
         libc::setrlimit(libc::RLIMIT_CORE, &raw const no_core);
-        libc::alarm(60);
+        libc::alarm(600);
     }
     exit::install_handlers();
     act();

@@ -46,8 +46,14 @@ fn restored(folder: PathBuf, snapshot: &Snapshot, what: Growth) -> Vmm {
 
 /// The number of writes, from the clone's console.
 fn looked(mut clone: Vmm) -> u64 {
-    let console = clone.wait_for("rings ", 60);
-    let console = if console.ends_with('\n') { console } else { clone.wait_for("\n", 5) };
+    // The guest writes letter by letter: the line may have only begun.
+    let console = loop {
+        let console = clone.wait_for("rings ", 60);
+        if console.ends_with('\n') || clone.child.try_wait().unwrap().is_some() {
+            break console;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    };
     let all = console.lines().find_map(|line| line.strip_prefix("rings ok "));
     let all = all.unwrap_or_else(|| panic!("{}: {console}", clone.folder.display()));
     u64::from_str_radix(all, 16).unwrap()

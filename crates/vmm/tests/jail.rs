@@ -48,7 +48,7 @@ fn confined(filter: &ThreadFilter, act: impl Fn()) -> (i32, Option<ExitRecord>) 
         // SAFETY: the structure lives during the call.
         unsafe {
             libc::setrlimit(libc::RLIMIT_CORE, &raw const no_core);
-            libc::alarm(60);
+            libc::alarm(600);
         }
         if jail::no_new_privileges().is_ok() {
             filter.enter(Stage::SetUp);

@@ -83,8 +83,8 @@ impl Guest {
 
     pub fn connect(&self) -> Client {
         let stream = UnixStream::connect(self.folder.path().join("s")).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-        stream.set_write_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(240))).unwrap();
+        stream.set_write_timeout(Some(Duration::from_secs(240))).unwrap();
         Client { stream }
     }
 
@@ -248,13 +248,13 @@ pub fn alive(pid: u32) -> bool {
     })
 }
 
-/// Waits until `done` returns true, at most ten seconds.
+/// Waits until `done` returns true, at most two minutes, which end only a hang.
 pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
-    for _ in 0..500 {
+    for _ in 0..6000 {
         if done() {
             return;
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    panic!("not within ten seconds: {what}");
+    panic!("not within two minutes: {what}");
 }

@@ -1,6 +1,6 @@
 //! Programs in a clone: streams, codes, users, terminals, time limits and copies of files.
 
-use crate::harness::{BASE, dayfly, fed, ok, world};
+use crate::harness::{BASE, dayfly, fed, ok, until, world};
 
 #[test]
 fn streams_codes_and_signals_come_back() {
@@ -50,9 +50,9 @@ fn user_folder_variables_terminal_and_time_are_as_asked() {
         let all = ok(&["exec", "asked", "--", "/bin/sh", "-c", list]);
         all.lines().filter(|line| line.trim() == format!("sleep {seconds}")).count()
     };
-    assert_eq!(sleepers(977), 0, "the timeout left a child");
+    until("the end of the program's child", || sleepers(977) == 0);
     ok(&["exec", "asked", "--", "/bin/sh", "-c", "setsid sleep 976 >/dev/null 2>&1 </dev/null &"]);
-    assert_eq!(sleepers(976), 1, "a running sleep is not counted");
+    until("a running sleep is counted", || sleepers(976) == 1);
     world.clean();
 }
 

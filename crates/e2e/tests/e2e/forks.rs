@@ -176,6 +176,7 @@ fn a_journal_is_neither_ahead_of_memory_nor_behind_it() {
     until("the journal", || sh("writer", "test -e /run/synced && echo yes || :") == "yes");
     let mut last = 0;
     for turn in 0..6 {
+        until("one more entry", || sh("writer", "cat /run/synced").parse::<u64>().unwrap() > last);
         let clone = fork("writer", &[]).pop().unwrap();
         // The writer also runs in the clone, so it is stopped first. The page cache is dropped, so
         // that the journal comes from the disk.

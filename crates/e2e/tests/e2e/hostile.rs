@@ -8,7 +8,7 @@ const FORK_BY_VSOCK: &str = r#"
 import errno, socket, struct
 for port in (None, 700):
     host = socket.socket(socket.AF_VSOCK)
-    host.settimeout(20)
+    host.settimeout(200)
     try:
         if port:
             host.bind((socket.VMADDR_CID_ANY, port))

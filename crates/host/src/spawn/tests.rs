@@ -103,13 +103,19 @@ fn a_failed_start_leaves_no_zombie_and_no_descriptor() {
     };
     let before = zombies();
     let mut least = usize::MAX;
-    for _ in 0..50 {
-        Spawn::new(Program::Path("/nonexistent".into()), "x").run().unwrap_err();
-        least = least.min(open());
+    // Other tests of this process open files too, some of them hundreds for a while. Fifty leaked
+    // descriptors would show in the minimum, and each further round adds fifty.
+    for _ in 0..100 {
+        least = usize::MAX;
+        for _ in 0..50 {
+            Spawn::new(Program::Path("/nonexistent".into()), "x").run().unwrap_err();
+            least = least.min(open());
+        }
+        if least < 45 {
+            break;
+        }
     }
     assert_eq!(zombies(), before);
-    // Other tests of this process open files too; fifty leaked descriptors would show in the
-    // minimum.
     assert!(least < 45, "{least} descriptors");
 }
 
@@ -178,7 +184,7 @@ fn namespaces_are_its_own() {
     }
     process.kill().unwrap();
     assert_eq!(
-        process.wait(Some(Duration::from_secs(10))).unwrap(),
+        process.wait(Some(Duration::from_secs(240))).unwrap(),
         Some(Ended::Signal(libc::SIGKILL))
     );
 }
@@ -219,7 +225,7 @@ fn a_child_outlives_its_parent() {
     parent.env.push(format!("DAYFLY_HOST_TEST_PID_FILE={}", file.display()).into());
     let parent = Process::from_child(parent.run().unwrap()).unwrap();
     assert_eq!(
-        parent.wait(Some(Duration::from_secs(60))).unwrap(),
+        parent.wait(Some(Duration::from_secs(240))).unwrap(),
         Some(Ended::Signal(libc::SIGKILL))
     );
     let pid: u32 = std::fs::read_to_string(&file).unwrap().parse().unwrap();
@@ -229,7 +235,7 @@ fn a_child_outlives_its_parent() {
     assert!(child.is_alive().unwrap());
     child.kill().unwrap();
     assert_eq!(
-        child.wait(Some(Duration::from_secs(10))).unwrap(),
+        child.wait(Some(Duration::from_secs(240))).unwrap(),
         Some(Ended::Unknown),
         "it is not our child"
     );

@@ -254,11 +254,12 @@ fn nested_kvm(scene: &Scene) {
 /// connections.
 fn hanging_daemon(scene: &Scene) {
     let answering = || scene.machine().status().unwrap().machine.unwrap().daemon.unwrap().answering;
-    assert!(answering());
+    // On a busy host an answer may come too late.
+    wait_until("the daemon answers", answering);
     scene.shell(&format!("touch {}", crate::standin::HANG));
     assert!(!answering());
     scene.shell(&format!("rm {}", crate::standin::HANG));
-    assert!(answering());
+    wait_until("the daemon answers again", answering);
 }
 
 fn daemon_is_kept(scene: &Scene) {

@@ -112,7 +112,7 @@ mod tests {
     use crate::virtio::testing::until;
     use std::sync::mpsc::{TryRecvError, channel};
 
-    const LONG: Duration = Duration::from_secs(20);
+    const LONG: Duration = Duration::from_secs(300);
 
     #[test]
     fn pause_returns_when_the_thread_has_left_and_it_does_not_come_back_before_resume() {

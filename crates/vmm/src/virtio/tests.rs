@@ -65,7 +65,8 @@ fn a_disk_reads_and_writes_through_the_device_thread() {
     driver.kick(&machine, 0);
     assert_eq!(driver.queues[0].wait_used(&mem, 1), [(0, 1025)]);
     assert_eq!((status(&mem, DATA), data(&mem, DATA, 1024)), (OK, [[2; 512], [3; 512]].concat()));
-    assert_eq!(machine.read(0, register::INTERRUPT_STATUS), 1);
+    // The device thread raises the interrupt after it has returned the buffers.
+    until("the interrupt is raised", || machine.read(0, register::INTERRUPT_STATUS) == 1);
     machine.write(0, register::INTERRUPT_ACK, 1);
     assert_eq!(machine.read(0, register::INTERRUPT_STATUS), 0);
 

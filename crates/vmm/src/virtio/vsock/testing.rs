@@ -109,7 +109,7 @@ impl Guest {
 
     pub fn connect(&self, port: u32) -> UnixStream {
         let mut stream = UnixStream::connect(self.machine.folder.path().join("v")).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(300))).unwrap();
         stream.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
         stream
     }
