@@ -33,7 +33,8 @@ pub(crate) fn config(folder: &Path) -> Config {
         reach: Vec::new(),
         pool: 0,
         first_uid: 0x7100_0000,
-        deadlines: Deadlines::default(),
+        // Processes and threads of tests stand still for seconds on a busy host.
+        deadlines: Deadlines::default().times(6),
     }
 }
 

@@ -181,7 +181,7 @@ mod tests {
     }
 
     async fn ends(relay: tokio::task::JoinHandle<()>) {
-        timeout(Duration::from_secs(10), relay).await.expect("an end").unwrap();
+        timeout(Duration::from_secs(120), relay).await.expect("an end").unwrap();
     }
 
     #[tokio::test]

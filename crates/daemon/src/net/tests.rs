@@ -2,6 +2,7 @@ use crate::base::config::Config;
 use crate::base::prefix::Prefix;
 use crate::model::facts::Facts;
 use crate::model::state::Phase;
+use crate::net::names::server_world::alone;
 use crate::net::network::{State, guest};
 use crate::net::publish::{MAX_CONNECTIONS, turn};
 use crate::net::{Attachment, Lease, MAX_PUBLISHED, NetError, Networks, Published, mac, mac_text};
@@ -239,12 +240,23 @@ fn what_a_vm_may_reach_outlives_its_daemon_and_ends_with_the_vm() {
     networks.end();
 }
 
-#[tokio::test]
-async fn connections_to_a_vm_s_ports_are_limited_and_one_more_is_refused_at_once() {
+/// Runs a test in a network namespace, in which nothing else takes ports.
+fn with_own_ports(test: impl AsyncFnOnce() + Send) {
+    alone(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(test());
+    });
+}
+
+#[test]
+fn connections_to_a_vm_s_ports_are_limited_and_one_more_is_refused_at_once() {
+    with_own_ports(ports_are_limited);
+}
+
+async fn ports_are_limited() {
     let guest = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let guest_port = guest.local_addr().unwrap().port();
-    let free = || std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let ports = [free(), free()].map(|host_port| Publish { host: None, host_port, guest_port });
+    let ports = [5001, 5002].map(|host_port| Publish { host: None, host_port, guest_port });
     let mut published = Published::take(&ports).unwrap();
     published.connect_to(Ipv4Addr::LOCALHOST);
     let mut held = Vec::new();
@@ -276,7 +288,7 @@ async fn connections_to_a_vm_s_ports_are_limited_and_one_more_is_refused_at_once
             }
         }
     };
-    tokio::time::timeout(Duration::from_secs(60), next).await.expect("room for one more");
+    tokio::time::timeout(Duration::from_secs(120), next).await.expect("room for one more");
 }
 
 #[test]
@@ -297,8 +309,12 @@ fn a_connection_takes_room_of_its_vm_and_of_all() {
     assert_eq!(all.available_permits(), 1);
 }
 
-#[tokio::test]
-async fn a_published_port_reaches_its_guest_until_it_is_dropped() {
+#[test]
+fn a_published_port_reaches_its_guest_until_it_is_dropped() {
+    with_own_ports(a_port_is_published);
+}
+
+async fn a_port_is_published() {
     let guest = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let guest_port = guest.local_addr().unwrap().port();
     tokio::spawn(async move {
@@ -310,7 +326,7 @@ async fn a_published_port_reaches_its_guest_until_it_is_dropped() {
             stream.write_all(&said).await.unwrap();
         }
     });
-    let free = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().port();
+    let free = 5001;
     let port = Publish { host: Some("127.0.0.1".parse().unwrap()), host_port: free, guest_port };
     let mut published = Published::take(&[port]).unwrap();
     let taken = Published::take(&[port]).unwrap_err();

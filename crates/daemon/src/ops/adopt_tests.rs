@@ -2,12 +2,15 @@ use super::*;
 use crate::base::config::{Config, Deadlines};
 use crate::base::progress::ProgressSender;
 use crate::fixture;
-use crate::ops::standin::{Standin, answer, answer_commands, recorded, recorded_with};
+use crate::ops::standin::{Standin, answer, answer_commands, message, recorded, recorded_with};
 use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::Pagers;
 use dayfly_api::types::{ErrorCode, ExitKind, SnapshotRequest};
 use dayfly_host::process::ProcessId;
 use dayfly_store::{ChainLayer, Store, VmLayer};
+
+/// Only a hang takes this long.
+const WITHIN: Duration = Duration::from_secs(120);
 
 const PHASES: [Phase; 6] = [
     Phase::Starting,
@@ -70,8 +73,7 @@ fn every_case_is_decided_as_promised() {
 #[tokio::test]
 async fn a_new_daemon_finds_what_lives_and_sweeps_the_rest() {
     let folder = tempfile::tempdir().unwrap();
-    let deadlines = Deadlines { control: Duration::from_millis(500), ..Deadlines::default() };
-    let config = Config { deadlines, ..fixture::config(folder.path()) };
+    let config = fixture::config(folder.path());
     std::fs::create_dir_all(config.vms()).unwrap();
     let mut slot = 0;
     let mut with_standin = |name: &str, phase, ephemeral| {
@@ -133,15 +135,13 @@ async fn a_new_daemon_finds_what_lives_and_sweeps_the_rest() {
     // The end of an adopted VM is noticed and recorded, as that of any other.
     lives_process.0.kill().unwrap();
     let vm = daemon.registry.find("lives").unwrap();
-    tokio::time::timeout(Duration::from_secs(5), vm.wait_gone()).await.unwrap();
+    tokio::time::timeout(WITHIN, vm.wait_gone()).await.unwrap();
     assert_eq!(state(lives), Some((Phase::Exited, Some(ExitKind::Lost))));
-    for _ in 0..100 {
-        if Record::read(&config.vm(lives), lives).unwrap().live.phase == Phase::Exited {
-            return;
-        }
+    let begun = Instant::now();
+    while Record::read(&config.vm(lives), lives).unwrap().live.phase != Phase::Exited {
+        assert!(begun.elapsed() < WITHIN, "the end of an adopted VM was not written down");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    panic!("the end of an adopted VM was not written down");
 }
 
 #[tokio::test]
@@ -161,9 +161,11 @@ async fn a_vm_without_an_agent_goes_on_after_an_interrupted_fork() {
     assert_eq!(vm.live().no_snapshot, None, "it has no disks, so its layers are known");
 }
 
-/// A VMM that was taken over answers a command in this way.
+/// A VMM answers a command in this way; all but the first were taken over.
 #[derive(Debug, Clone, Copy)]
-enum Hostile {
+enum Answering {
+    /// By the status of a running VM.
+    Honest,
     Silent,
     /// One byte at a time of a message that never ends.
     Trickling,
@@ -174,17 +176,19 @@ enum Hostile {
 
 /// Serves the control socket of a VM in the test's runtime, whose time stands still while anything
 /// else can happen.
-fn hostile(config: &Config, id: VmId, how: Hostile) {
+fn answering(config: &Config, id: VmId, how: Answering) {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let listener = tokio::net::UnixListener::bind(config.vm(id).control()).unwrap();
     tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.unwrap();
-        stream.read_u8().await.unwrap();
+        let length = stream.read_u32_le().await.unwrap();
+        stream.read_exact(&mut vec![0; length as usize]).await.unwrap();
         match how {
-            Hostile::Silent => std::future::pending().await,
-            Hostile::Closing => {}
-            Hostile::Babbling => stream.write_all(b"\x04\0\0\0nullnullnull").await.unwrap(),
-            Hostile::Trickling => {
+            Answering::Honest => stream.write_all(&message(&Command::Status, false)).await.unwrap(),
+            Answering::Silent => std::future::pending().await,
+            Answering::Closing => {}
+            Answering::Babbling => stream.write_all(b"\x04\0\0\0nullnullnull").await.unwrap(),
+            Answering::Trickling => {
                 stream.write_all(&60_000_u32.to_le_bytes()).await.unwrap();
                 while stream.write_u8(b' ').await.is_ok() {
                     tokio::time::sleep(Duration::from_millis(10)).await;
@@ -197,30 +201,31 @@ fn hostile(config: &Config, id: VmId, how: Hostile) {
 #[tokio::test(start_paused = true)]
 async fn vmms_that_do_not_answer_delay_neither_the_daemon_nor_other_vms() {
     let folder = tempfile::tempdir().unwrap();
-    let config = fixture::config(folder.path());
-    let Deadlines { control, .. } = config.deadlines;
+    let deadlines = Deadlines::default();
+    let config = Config { deadlines, ..fixture::config(folder.path()) };
     std::fs::create_dir_all(config.vms()).unwrap();
     let mut slot = 0;
     let mut left = |name: String, phase| {
         slot += 1;
         recorded_with(&config, &name, phase, false, |record| record.slot = slot)
     };
-    let silent = |n: usize| if n.is_multiple_of(2) { Hostile::Silent } else { Hostile::Trickling };
+    let silent =
+        |n: usize| if n.is_multiple_of(2) { Answering::Silent } else { Answering::Trickling };
     let slow: Vec<_> = (0..10).map(|n| left(format!("slow-{n}"), Phase::Running)).collect();
-    slow.iter().zip(0..).for_each(|((id, _), n)| hostile(&config, *id, silent(n)));
+    slow.iter().zip(0..).for_each(|((id, _), n)| answering(&config, *id, silent(n)));
     let saving = left("saving".into(), Phase::Freezing);
-    hostile(&config, saving.0, Hostile::Silent);
+    answering(&config, saving.0, Answering::Silent);
     let bad: Vec<_> = (0..2).map(|n| left(format!("bad-{n}"), Phase::Paused)).collect();
-    hostile(&config, bad[0].0, Hostile::Babbling);
-    hostile(&config, bad[1].0, Hostile::Closing);
+    answering(&config, bad[0].0, Answering::Babbling);
+    answering(&config, bad[1].0, Answering::Closing);
     let good: Vec<_> = (0..10).map(|n| left(format!("good-{n}"), Phase::Paused)).collect();
-    good.iter().for_each(|(id, _)| answer(&config, *id, false));
+    good.iter().for_each(|(id, _)| answering(&config, *id, Answering::Honest));
 
     let templates = TemplateCache::new(Store::open(&config.state).unwrap(), Pagers::new(&config));
     let daemon = fixture::daemon(config.clone(), templates, fixture::nodes());
     let begun = tokio::time::Instant::now();
     let mut asking = adopt(&daemon).await.unwrap();
-    assert!(begun.elapsed() < control, "it waits for a VMM");
+    assert!(begun.elapsed() < deadlines.control, "it waits for a VMM");
     let phase = |id: VmId| daemon.registry.find(&id.to_string()).unwrap().phase();
     assert!(slow.iter().all(|(id, _)| phase(*id) == Phase::Running), "listed as recorded");
     assert_eq!(phase(saving.0), Phase::Freezing);
@@ -284,8 +289,7 @@ async fn a_request_waits_until_the_vmm_has_said_in_which_state_it_is() {
 #[tokio::test]
 async fn layers_that_clones_depend_on_stay_and_no_others() {
     let folder = tempfile::tempdir().unwrap();
-    let deadlines = Deadlines { control: Duration::from_millis(500), ..Deadlines::default() };
-    let config = Config { deadlines, ..fixture::config(folder.path()) };
+    let config = fixture::config(folder.path());
     std::fs::create_dir_all(config.vms()).unwrap();
     let store = Store::open(&config.state).unwrap();
     fixture::snapshot(&store, "default", "s", 0..1);

@@ -130,6 +130,7 @@ impl<R: AsyncRead + Unpin> AsyncRead for Hearing<R> {
     }
 }
 
+/// The clock stands still while anything else can happen.
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -149,7 +150,7 @@ mod tests {
         }
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn an_agent_that_answers_no_more_is_not_waited_for() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent");
@@ -173,7 +174,7 @@ mod tests {
         assert!(error.to_string().contains("VM quiet"), "{error}");
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn a_paused_guest_is_not_asked_and_its_silence_does_not_count() {
         let folder = tempfile::tempdir().unwrap();
         // There is no agent, so each question fails.
@@ -201,7 +202,7 @@ mod tests {
         assert_eq!(end.await.unwrap_err().0.code, ErrorCode::Timeout);
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn output_is_a_sign_of_life_and_no_question_is_asked_then() {
         let folder = tempfile::tempdir().unwrap();
         let (vm, runs) = ("busy".parse().unwrap(), AtomicBool::new(true));

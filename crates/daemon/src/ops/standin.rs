@@ -46,7 +46,7 @@ impl Standin {
         let began = std::time::Instant::now();
         while !named() {
             assert!(
-                began.elapsed() < Duration::from_secs(10),
+                began.elapsed() < Duration::from_secs(120),
                 "{cmdline}: the stand-in has not started"
             );
             std::thread::sleep(Duration::from_millis(1));
@@ -75,9 +75,8 @@ pub(crate) fn answer(config: &Config, id: VmId, paused: bool) {
 /// Answers these commands on the control socket of a VM, each on a connection.
 pub(crate) fn answer_commands(config: &Config, id: VmId, paused: bool, commands: &[Command]) {
     let listener = UnixListener::bind(config.vm(id).control()).unwrap();
-    let commands: Vec<_> = commands.iter().map(|c| serde_json::to_value(c).unwrap()).collect();
+    let commands = commands.to_vec();
     std::thread::spawn(move || {
-        let status = serde_json::to_value(Command::Status).unwrap();
         for expected in commands {
             let (mut stream, _) = listener.accept().unwrap();
             let mut length = [0; 4];
@@ -85,18 +84,22 @@ pub(crate) fn answer_commands(config: &Config, id: VmId, paused: bool, commands:
             let mut json = vec![0; u32::from_le_bytes(length) as usize];
             stream.read_exact(&mut json).unwrap();
             let got: serde_json::Value = serde_json::from_slice(&json).unwrap();
-            assert_eq!(got, expected);
-            let shape = Shape { memory_bytes: 64 << 20, vcpus: 1, disks: 1, nets: 0 };
-            let answer = if got == status {
-                Answer::Status(Status { paused, ..Status::of(shape) })
-            } else {
-                Answer::Ok
-            };
-            let json = serde_json::to_vec(&answer).unwrap();
-            let length = u32::try_from(json.len()).unwrap().to_le_bytes();
-            stream.write_all(&[length.to_vec(), json].concat()).unwrap();
+            assert_eq!(got, serde_json::to_value(&expected).unwrap());
+            stream.write_all(&message(&expected, paused)).unwrap();
         }
     });
+}
+
+/// The answer to a command as it is sent.
+pub(crate) fn message(command: &Command, paused: bool) -> Vec<u8> {
+    let shape = Shape { memory_bytes: 64 << 20, vcpus: 1, disks: 1, nets: 0 };
+    let answer = match command {
+        Command::Status => Answer::Status(Status { paused, ..Status::of(shape) }),
+        _ => Answer::Ok,
+    };
+    let json = serde_json::to_vec(&answer).unwrap();
+    let length = u32::try_from(json.len()).unwrap().to_le_bytes();
+    [length.to_vec(), json].concat()
 }
 
 /// Writes the record of a VM of an earlier daemon.

@@ -348,6 +348,7 @@ pub fn pager_lives(pager: Option<ProcessId>, name: &Path) -> io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::config::Deadlines;
     use crate::fixture;
     use std::os::unix::process::CommandExt;
     use std::process::Command;
@@ -356,7 +357,15 @@ mod tests {
     fn a_pager_is_looked_for_by_its_process_and_not_by_its_name() {
         let folder = tempfile::tempdir().unwrap();
         let name = folder.path().join(PAGER_NAME);
-        let sleep = || Command::new("sleep").arg0(&name).arg("1000").spawn().unwrap();
+        let sleep = || {
+            let child = Command::new("sleep").arg0(&name).arg("1000").spawn().unwrap();
+            // It has its command line a little later than its program.
+            let cmdline = format!("/proc/{}/cmdline", child.id());
+            while std::fs::read(&cmdline).unwrap().is_empty() {
+                std::thread::yield_now();
+            }
+            child
+        };
         let id = |child: &std::process::Child| ProcessId::of(child.id()).unwrap().unwrap();
         let (mut dies, mut other) = (sleep(), sleep());
         let (pager, of_another_template) = (id(&dies), id(&other));
@@ -374,7 +383,8 @@ mod tests {
     #[test]
     fn a_patient_daemons_clones_wait_longer_for_a_page() {
         let folder = tempfile::tempdir().unwrap();
-        let mut config = fixture::config(folder.path());
+        let deadlines = Deadlines::default();
+        let mut config = Config { deadlines, ..fixture::config(folder.path()) };
         let usual = Pagers::new(&config).settings;
         assert_eq!(usual, Settings::default());
         config.deadlines = config.deadlines.times(4);

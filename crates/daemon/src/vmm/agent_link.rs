@@ -330,6 +330,7 @@ pub async fn read_ready<R: AsyncRead + Unpin>(from: &mut R) -> Result<Ready, Lin
     }
 }
 
+/// The clock stands still while anything else can happen.
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -369,12 +370,12 @@ mod tests {
         memory_available_bytes: 5,
     };
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn a_reply_right_behind_the_greeting_is_read() {
         assert_eq!(answered_with(vec![reply(&Reply::Stat(STAT))]).await.unwrap(), STAT);
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn a_guest_that_does_not_take_connections_yet_is_asked_again() {
         assert_eq!(
             answered_with(vec![Vec::new(), Vec::new(), reply(&Reply::Stat(STAT))]).await.unwrap(),
@@ -382,7 +383,7 @@ mod tests {
         );
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn what_a_guest_may_not_say_is_refused() {
         let failure = Failure { code: FailureCode::Sealed, message: "sealed".into() };
         assert!(matches!(
@@ -409,7 +410,7 @@ mod tests {
         assert!(matches!(answered_with(vec![not_json]).await, Err(LinkError::Unexpected { .. })));
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn a_silent_guest_is_given_up_after_the_deadline() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("vsock.sock");

@@ -11,6 +11,7 @@ use dayfly_store::{Digest, ImageConfig, ImageSpec, KernelSpec, Store, sparse};
 use dayfly_units::{Name, VmId};
 use dayfly_vmm::arch::layout;
 use std::io::Write;
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
@@ -135,6 +136,27 @@ pub fn console(bed: &Testbed, id: VmId) -> String {
 /// Creates a clone of [`BASE`], and waits until it writes.
 pub async fn create(bed: &Testbed, called: &str) -> Result<Vm> {
     create_from(bed, BASE, called).await
+}
+
+/// Creates a clone of [`BASE`], and pauses it before its guest has written half of its blocks, so
+/// that it needs more memory and space when it goes on. A busy host may be late: then the clone is
+/// replaced.
+pub async fn create_paused(bed: &Testbed, called: &str) -> Result<Vm> {
+    for _ in 0..20 {
+        let vm = create(bed, called).await?;
+        bed.client.pause(&vm.id.to_string()).await?;
+        if used(bed, vm.id) < DISK_BYTES / 2 {
+            return Ok(vm);
+        }
+        bed.client.remove_vm(&vm.id.to_string(), true).await?;
+    }
+    bail!("VM {called}: its guest had written most of its blocks each time when it was paused")
+}
+
+/// Bytes of the first writable layer of a VM.
+pub fn used(bed: &Testbed, id: VmId) -> u64 {
+    let path = bed.state().join(format!("vms/{id}/disk0.0.data"));
+    std::fs::metadata(path).map_or(0, |found| found.blocks() * 512)
 }
 
 /// Creates a clone of a snapshot, and waits until it writes.

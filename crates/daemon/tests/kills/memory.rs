@@ -1,11 +1,12 @@
 //! Why a VM ended: the kernel took it for its memory, or a program killed it.
 
-use crate::guest::{self, create};
+use crate::guest::{self, create, create_paused};
 use crate::living::Living;
-use crate::testbed::{Testbed, until};
+use crate::testbed::{Testbed, WITHIN, until};
 use anyhow::{Context, Result, ensure};
 use dayfly_api::types::{ExitKind, VmExit};
 use dayfly_host::process::Process;
+use dayfly_vmm::control;
 use std::path::{Path, PathBuf};
 
 /// A cgroup whose processes may take little memory; removed when dropped.
@@ -21,6 +22,8 @@ impl Group {
             (Path::new("/sys/fs/cgroup"), "memory.max")
         };
         let group = Self(parent.join(name));
+        // A killed run of this pid may have left it.
+        let _not_there = std::fs::remove_dir(&group.0);
         std::fs::create_dir(&group.0).with_context(|| group.0.display().to_string())?;
         std::fs::write(group.0.join(limit), bytes.to_string()).context(limit)?;
         Ok(group)
@@ -63,18 +66,21 @@ async fn a_vm_that_the_kernel_took_for_its_memory_differs_from_one_that_was_kill
 
     // Its guest writes to ever more pages, which are charged to its group from now on.
     let group = Group::new(1 << 20)?;
-    let taken = Living::new(create(&bed, "taken").await?, &bed)?;
+    let taken = Living::new(create_paused(&bed, "taken").await?, &bed)?;
     let id = process(&bed, &taken)?;
     group.add(id.pid)?;
+    let _ended_before_its_answer = bed.client.unpause(&taken.word()).await;
     let exit = end(&bed, &taken).await?;
     ensure!(exit.reason == ExitKind::Memory, "{exit:?}");
     let named = format!("Killed process {} ", id.pid);
     ensure!(exit.message.contains(&named) && exit.message.contains("--overcommit"), "{exit:?}");
     // The next daemon says the same of a VM that ended while there was none.
-    let unseen = Living::new(create(&bed, "unseen").await?, &bed)?;
+    let unseen = Living::new(create_paused(&bed, "unseen").await?, &bed)?;
     let id = process(&bed, &unseen)?;
     bed.kill()?;
     group.add(id.pid)?;
+    let mut vmm = control::Client::connect(&bed.of_vm(unseen.id, "control.sock"), Some(WITHIN))?;
+    let _ended_before_its_answer = vmm.resume();
     until("the VMM has ended", async || Ok(!bed.processes().contains_key(&unseen.id))).await?;
     bed.start().await?;
     let exit = end(&bed, &unseen).await?;

@@ -1,7 +1,7 @@
 //! VMs on a file system that gets full: those over their share wait, none gets an error, and all
 //! go on when there is space.
 
-use crate::guest::{self, BASE, GUEST, console, create_from};
+use crate::guest::{self, BASE, GUEST, console, create_from, create_paused, used};
 use crate::living::Living;
 use crate::testbed::{Testbed, until};
 use anyhow::{Context, Result, bail, ensure};
@@ -11,7 +11,6 @@ use rustix::mount::{MountPropagationFlags, mount_change};
 use rustix::thread::UnshareFlags;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -79,9 +78,7 @@ impl Vms {
     async fn new(bed: &Testbed, large: usize, small: usize) -> Result<Self> {
         let mut vms = Self { large: Vec::new(), small: Vec::new() };
         for n in 0..large {
-            let vm = create_from(bed, BASE, &format!("large{n}")).await?;
-            // So that none has written all of its blocks before the last one is there.
-            bed.client.pause(&vm.id.to_string()).await?;
+            let vm = create_paused(bed, &format!("large{n}")).await?;
             vms.large.push(Living::new(vm, bed)?);
         }
         for n in 0..small {
@@ -124,7 +121,7 @@ impl Vms {
                 })
             };
             for vm in self.large.iter().filter(|vm| waits(vm)) {
-                let used = used(bed, vm);
+                let used = used(bed, vm.id);
                 // The write that waits is not counted.
                 ensure!(used + MIB > SHARE_BYTES, "VM {} waits with {used} bytes", vm.word());
             }
@@ -150,12 +147,6 @@ impl Vms {
         }
         Ok(())
     }
-}
-
-/// Bytes of the writable layer of a VM.
-fn used(bed: &Testbed, vm: &Living) -> u64 {
-    let path = bed.state().join(format!("vms/{}/disk0.0.data", vm.word()));
-    std::fs::metadata(path).map_or(0, |found| found.blocks() * 512)
 }
 
 /// Checks that what needs space is refused, with the reason and the next step. Returns the text.
@@ -185,7 +176,7 @@ async fn fills_up(state: PathBuf, large: usize, small: usize) -> Result<()> {
     vms.wait(&bed).await?;
     // They wait for the shares that were unused when they asked, and try again once those are used.
     until("less than the reserve is left beside the shares", async || {
-        let used = vms.small.iter().map(|vm| used(&bed, vm).min(SHARE_BYTES));
+        let used = vms.small.iter().map(|vm| used(&bed, vm.id).min(SHARE_BYTES));
         let unused = SHARE_BYTES * small as u64 - used.sum::<u64>();
         Ok(free(&bed.state())? < unused + RESERVE_BYTES)
     })

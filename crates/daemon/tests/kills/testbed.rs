@@ -98,6 +98,9 @@ impl Testbed {
             .env("DAYFLY_VMM", vmm)
             .env(failpoint::VARIABLE, format!("@{}", self.arming_file().display()))
             .env_remove("RUST_LOG")
+            // What else runs on the host changes nothing here.
+            .env("DAYFLY_TIMEOUT_FACTOR", "6")
+            .env("DAYFLY_MEMORY_RESERVE", "none")
             .args(["--overcommit", "1000", "--network", "none", "--pool", "0"])
             .args(&self.options)
             .stdin(Stdio::null())

@@ -137,7 +137,7 @@ async fn a_client_that_reads_no_trailers_sees_the_connection_break() {
     }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn an_agent_that_owes_a_frame_is_not_waited_for_without_end() {
     let agent_time = Duration::from_millis(50);
     let served = served_within(Deadlines { agent: agent_time, ..Deadlines::default() });
@@ -156,7 +156,7 @@ async fn an_agent_that_owes_a_frame_is_not_waited_for_without_end() {
     }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn time_in_which_a_guest_is_paused_does_not_count() {
     let served = served();
     let (vm, _listener) = running(&served, "web");

@@ -1,3 +1,5 @@
+//! The clock stands still while anything else can happen.
+
 use super::super::tests::{called, running, served_within};
 use crate::base::config::Deadlines;
 use crate::vmm::agent_link::read_frame;
@@ -57,7 +59,7 @@ async fn end_with(questions: usize) -> Result<Option<i32>, ClientError> {
     tokio::time::timeout(Duration::from_secs(60), ended).await.expect("the client waits for ever")
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn exec_in_a_guest_that_answers_no_more_ends_with_an_error() {
     let Err(ClientError::Refused(error)) = end_with(usize::MAX).await else {
         panic!("expected an error")

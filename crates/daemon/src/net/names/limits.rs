@@ -110,6 +110,13 @@ impl Drop for Turn {
     }
 }
 
+/// The most questions of one guest that may be let through `within` that time, at whatever speed
+/// the host works.
+#[cfg(test)]
+pub(super) fn most_within(within: Duration) -> u64 {
+    u64::from(BURST) + u64::from(QUESTIONS_PER_SECOND) * (within.as_secs() + 1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -56,4 +56,4 @@ pub(super) fn start(network: &Network) -> io::Result<Serving> {
 #[cfg(test)]
 mod message_tests;
 #[cfg(test)]
-mod server_world;
+pub(super) mod server_world;

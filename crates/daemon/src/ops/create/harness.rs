@@ -90,7 +90,7 @@ impl Room {
         let store = Store::open(&config.state).unwrap();
         let nodes = dayfly_host::numa::nodes().unwrap();
         let mut pagers = Pagers::new(&config);
-        pagers.settings = settings;
+        pagers.settings = Settings { deadline_s: pagers.settings.deadline_s, ..settings };
         let daemon = fixture::daemon(config, TemplateCache::new(store, pagers), nodes);
         daemon.space.publish(&daemon.config.limits()).unwrap();
         let snapshot: Name = "s".parse().unwrap();

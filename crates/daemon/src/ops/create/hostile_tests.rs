@@ -186,6 +186,18 @@ async fn a_vmm_that_keeps_a_published_layer_changes_no_snapshot_and_is_ended() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_layers_of_an_honest_vmm_are_neither_copied_nor_writable() {
+    // A process that another test starts has copies of all descriptors until it executes its
+    // program. If it has that of the layer, the layer is copied.
+    for _ in 0..5 {
+        if honest().await {
+            return;
+        }
+    }
+    panic!("the layers were copied each time");
+}
+
+/// Checks the layers of an honest VMM; false if another process could write to one.
+async fn honest() -> bool {
     let (room, vm) = running().await;
     let store = room.daemon.templates.store();
     let layer = writable(&vm);
@@ -193,14 +205,19 @@ async fn the_layers_of_an_honest_vmm_are_neither_copied_nor_writable() {
     let inode = file.metadata().unwrap().ino();
     assert_eq!(writers(&file).unwrap(), Writers::Some, "its VMM writes to it");
     let child = forked(&room, &vm).await;
+    if copied(&room) != "0" {
+        end(&room, &[&vm, &child]).await;
+        return false;
+    }
     assert_eq!(writers(&file).unwrap(), Writers::None);
     let of_child = store.open_frozen_layer(&layer).unwrap();
     assert_eq!(of_child.data.metadata().unwrap().ino(), inode);
     assert_eq!(writers(&of_child.map).unwrap(), Writers::None);
     snapshotted(&room, &vm, &"next".parse().unwrap()).await;
-    assert_eq!(copied(&room), "0");
-    assert_eq!(vm.phase(), Phase::Running);
+    let was_copied = copied(&room) != "0";
+    assert!(was_copied || vm.phase() == Phase::Running);
     end(&room, &[&vm, &child]).await;
+    !was_copied
 }
 
 #[tokio::test(flavor = "multi_thread")]

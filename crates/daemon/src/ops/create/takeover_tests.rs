@@ -12,6 +12,7 @@ use dayfly_pager::wire::Settings;
 use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 const PAGE: u64 = 4096;
 
@@ -129,10 +130,22 @@ fn pid_of(vm: &Vm) -> u32 {
 /// The kinds of thread; the main thread has the program's name.
 const THREADS: [Option<&str>; 3] = [None, Some("devices"), Some("vcpu0")];
 
+/// Takes a thread of a VMM. A new thread has its name once it runs.
+fn taken(pid: u32, kind: Option<&str>) -> Taken {
+    let begun = Instant::now();
+    loop {
+        match Taken::thread(pid, kind) {
+            Ok(taken) => return taken,
+            Err(e) => assert!(begun.elapsed() < WITHIN, "{kind:?}: {e}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// A room whose snapshot's memory has not arrived.
 async fn slow_room() -> Room {
     let settings = Settings { ahead_bytes_per_s: 4096, ..Settings::default() };
-    Room::with(0, settings, &generations("200", "10"), true).await
+    Room::with(0, settings, &generations("800", "10"), true).await
 }
 
 /// Asserts that `vm`'s guest, and a new clone, have the memory that they should have.
@@ -162,7 +175,7 @@ async fn every_hostile_call_of_a_vmm_is_refused_and_ends_it_alone() {
             let evil = room.create(&name).await.unwrap().keep();
             let pid = pid_of(&evil);
             let refused = tokio::task::spawn_blocking(move || -> Option<String> {
-                let mut taken = Taken::thread(pid, kind).unwrap();
+                let mut taken = taken(pid, kind);
                 let attacks =
                     attacks(&of_each_kind(open_descriptors(pid)), taken.scratch(), ram_of(pid));
                 let attack = attacks.get(at)?;
