@@ -33,7 +33,8 @@ const CAUSE: &str = "its VMM can still write to a disk layer that it reported as
 
 /// How long a writer may stay before its VM is ended, and the pause between two looks. A process
 /// that the daemon starts has copies of the daemon's descriptors for an instant, until it executes
-/// its program, and on a busy host that instant may be seconds. No event reports that they are closed.
+/// its program, and on a busy host that instant may be seconds. No event reports that they are
+/// closed.
 const CLOSED_WITHIN: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(10);
 
