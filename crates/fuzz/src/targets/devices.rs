@@ -123,6 +123,7 @@ impl World {
             base: base.try_clone().unwrap().into(),
             layers: Vec::new(),
             writable: Some(written.try_clone().unwrap().into()),
+            trees: Vec::new(),
         };
         let vsock = VsockSpec { listener, path, guest_cid: 3 };
         let devices = Devices::new(mem.clone(), vec![disk], 1, vsock).unwrap();
@@ -343,6 +344,7 @@ pub fn load(states: &DeviceStates) {
         base: file().into(),
         layers: Vec::new(),
         writable: Some(file().into()),
+        trees: Vec::new(),
     };
     let vsock = VsockSpec { listener, path, guest_cid: 3 };
     let count = |is: fn(&KindState) -> bool| {

@@ -88,6 +88,7 @@ fn plan(input: &[u8]) -> Outcome {
         elsewhere_bytes: elsewhere,
         packs: 0,
         disks: Vec::new(),
+        roots: Vec::new(),
         settings: Settings::default(),
     };
     let memory = guest::memory(4096).unwrap();
