@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 /// The times of tests are those of an idle host; on a busy one, threads stand still for seconds. A
 /// limit ends only what hangs.
-const PATIENCE: u32 = 20;
+const TIMEOUT_FACTOR: u32 = 20;
 
 /// The limit on a console's output in bytes; a variable for the test of the limit.
 pub static CONSOLE_MAX_BYTES: AtomicU64 = AtomicU64::new(4 << 20);
@@ -281,9 +281,9 @@ impl Vmm {
     }
 
     /// Waits for `text` on the console and returns the console. Panics with the console if the VMM
-    /// ends or [`PATIENCE`] times the time passes.
+    /// ends or [`TIMEOUT_FACTOR`] times the time passes.
     pub fn wait_for(&mut self, text: &str, seconds: u64) -> String {
-        let deadline = Instant::now() + PATIENCE * Duration::from_secs(seconds);
+        let deadline = Instant::now() + TIMEOUT_FACTOR * Duration::from_secs(seconds);
         loop {
             let ended = self.child.try_wait().unwrap().is_some();
             let console = self.console();
@@ -311,7 +311,7 @@ impl Vmm {
         };
         let (before, begun) = (made(), Instant::now());
         while made() < before + calls && !self.console().contains("ready\n") {
-            let within = PATIENCE * Duration::from_secs(60);
+            let within = TIMEOUT_FACTOR * Duration::from_secs(60);
             assert!(begun.elapsed() < within, "it does not work with its disks");
             std::thread::sleep(Duration::from_micros(100));
         }
@@ -319,7 +319,7 @@ impl Vmm {
 
     /// Waits until the process ends by itself.
     pub fn wait_exit(&mut self, seconds: u64) -> (ExitRecord, i32) {
-        let deadline = Instant::now() + PATIENCE * Duration::from_secs(seconds);
+        let deadline = Instant::now() + TIMEOUT_FACTOR * Duration::from_secs(seconds);
         let status = loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 break status;
