@@ -115,6 +115,8 @@ wire! {
         pub pack_bytes: i64,
         /// Number of damaged block indexes that were removed; they are made again.
         pub block_indexes: u64,
+        /// Number of damaged or missing hash trees of disk files that were made anew.
+        pub hash_trees: u64,
         /// Snapshots that cannot be cloned any more.
         pub lost: Vec<LostSnapshot>,
         /// Other damaged objects; at most 1000 entries.

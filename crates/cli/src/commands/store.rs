@@ -286,8 +286,10 @@ fn repaired_text(repaired: &Repaired) -> String {
     };
     let _ = writeln!(
         text,
-        "wrote {} pages anew, removed {} packs ({}) and {} block indexes: {verdict}",
+        "wrote {} pages and {} hash trees anew, removed {} packs ({}) and {} block indexes: \
+         {verdict}",
         repaired.healed_pages,
+        repaired.hash_trees,
         repaired.packs,
         freed(repaired.pack_bytes),
         repaired.block_indexes

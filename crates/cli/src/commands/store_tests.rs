@@ -108,8 +108,11 @@ fn what_was_left_alone_is_shown_with_what_was_freed() {
 
 #[test]
 fn a_repair_names_what_is_lost_with_its_causes() {
-    let sound = Repaired { healed_pages: 3, packs: 1, pack_bytes: 4096, ..Repaired::default() };
-    let wrote = "wrote 3 pages anew, removed 1 packs (4.0 KiB) and 0 block indexes: ";
+    let (pack_bytes, hash_trees) = (4096, 2);
+    let sound =
+        Repaired { healed_pages: 3, packs: 1, pack_bytes, hash_trees, ..Repaired::default() };
+    let wrote =
+        "wrote 3 pages and 2 hash trees anew, removed 1 packs (4.0 KiB) and 0 block indexes: ";
     assert_eq!(repaired_text(&sound), format!("{wrote}no snapshot is lost\n"));
     let lost = LostSnapshot {
         name: "base".into(),

@@ -240,6 +240,7 @@ fn repaired(report: RepairReport) -> Repaired {
         packs: report.gc.packs,
         pack_bytes: report.gc.freed_bytes,
         block_indexes: report.block_indexes,
+        hash_trees: report.hash_trees,
         lost: lost.collect(),
         damaged: within_a_line(report.damage.into_iter().map(damaged)),
     }
