@@ -65,17 +65,15 @@ fn remove_other(store: &Store) {
 }
 
 /// Two operations by name; the snapshots that they make.
-type Pair = (&'static str, fn(&Store), &'static str, fn(&Store), &'static [&'static str]);
+struct Pair {
+    first: (&'static str, fn(&Store)),
+    second: (&'static str, fn(&Store)),
+    made: &'static [&'static str],
+}
 
-const PAIRS: [Pair; 7] = [
-    ("a gc", gc, "a commit", put_new, &["new"]),
-    ("a commit", put_new, "a gc", gc, &["new"]),
-    ("a commit", put_new, "another commit", put_second, &["new", "second"]),
-    ("a gc", gc, "a put of pages and a gc", put_pages, &[]),
-    ("a gc", gc, "an open and a verification", open, &[]),
-    ("a commit", put_new, "an open and a verification", open, &["new"]),
-    ("a commit", put_new, "a removal and a gc", remove_other, &["new"]),
-];
+const GC: (&str, fn(&Store)) = ("a gc", gc);
+const COMMIT: (&str, fn(&Store)) = ("a commit", put_new);
+const OPEN: (&str, fn(&Store)) = ("an open and a verification", open);
 
 /// The state as one digest. Ids of VMs and times in manifests differ from run to run, and count as
 /// equal.
@@ -176,11 +174,10 @@ fn case(made: &[&'static str], acknowledged: &[&'static str], removes: bool) -> 
     }
 }
 
-#[test]
-#[ignore = "long"]
-fn nothing_acknowledged_is_lost_whatever_runs_beside() {
-    let (mut all_points, mut all_states) = (0, 0);
-    for (first_name, first, second_name, second, made) in PAIRS {
+impl Pair {
+    /// Runs the second operation at each step of the first.
+    fn run(&self) {
+        let ((first_name, first), (second_name, second)) = (self.first, self.second);
         let mut seen = HashSet::new();
         let (mut steps, mut points) = (0, 0);
         for n in 0.. {
@@ -201,7 +198,7 @@ fn nothing_acknowledged_is_lost_whatever_runs_beside() {
             }
             steps += 1;
             let at = format!("{second_name} at step {n} of {first_name}");
-            for snapshot in made.iter().chain(&["old"]) {
+            for snapshot in self.made.iter().chain(&["old"]) {
                 let memory = restored(&store, &name("one"), snapshot);
                 assert!(memory == expected(snapshot), "{at}: {snapshot}");
             }
@@ -217,7 +214,7 @@ fn nothing_acknowledged_is_lost_whatever_runs_beside() {
             let kept = |crash: &Crash| crash.has_no_exception() && !crash.torn;
             points += each_crash(root.path(), disk, (&events, from), kept, &mut seen, {
                 |crashed, acknowledged, text| {
-                    let case = case(made, acknowledged, removes);
+                    let case = case(self.made, acknowledged, removes);
                     check(crashed, &case, false, &format!("{at}: {text}"));
                 }
             });
@@ -228,10 +225,57 @@ fn nothing_acknowledged_is_lost_whatever_runs_beside() {
              states, nothing lost",
             seen.len()
         );
-        all_points += points;
-        all_states += seen.len();
     }
-    println!("in all: {all_points} points, {all_states} different states");
+}
+
+/// Each pair takes minutes, so each is a test of its own.
+mod whatever_runs_beside {
+    use super::*;
+
+    #[test]
+    #[ignore = "long"]
+    fn a_commit_beside_a_gc() {
+        Pair { first: GC, second: COMMIT, made: &["new"] }.run();
+    }
+
+    #[test]
+    #[ignore = "long"]
+    fn a_gc_beside_a_commit() {
+        Pair { first: COMMIT, second: GC, made: &["new"] }.run();
+    }
+
+    #[test]
+    #[ignore = "long"]
+    fn another_commit_beside_a_commit() {
+        let second = ("another commit", put_second as fn(&Store));
+        Pair { first: COMMIT, second, made: &["new", "second"] }.run();
+    }
+
+    #[test]
+    #[ignore = "long"]
+    fn a_put_of_pages_beside_a_gc() {
+        let second = ("a put of pages and a gc", put_pages as fn(&Store));
+        Pair { first: GC, second, made: &[] }.run();
+    }
+
+    #[test]
+    #[ignore = "long"]
+    fn an_open_beside_a_gc() {
+        Pair { first: GC, second: OPEN, made: &[] }.run();
+    }
+
+    #[test]
+    #[ignore = "long"]
+    fn an_open_beside_a_commit() {
+        Pair { first: COMMIT, second: OPEN, made: &["new"] }.run();
+    }
+
+    #[test]
+    #[ignore = "long"]
+    fn a_removal_beside_a_commit() {
+        let second = ("a removal and a gc", remove_other as fn(&Store));
+        Pair { first: COMMIT, second, made: &["new"] }.run();
+    }
 }
 
 /// The blocks of the VM's first two layers, by its record.
