@@ -440,8 +440,9 @@ mod tests {
             CloneOf::new(&templates, exit, id, &vmm, frozen, Purpose::User).unwrap()
         };
         let (one, other) = (clone(), clone());
-        // State, RAM, image, a layer's data and map, the writable layer.
-        assert_eq!((one.fds.len(), other.fds.len()), (6, 6));
+        // State, RAM, image, a layer's data and map, the hash trees of image and layer, the writable
+        // layer.
+        assert_eq!((one.fds.len(), other.fds.len()), (8, 8));
         for fd in &one.fds {
             // Not every file system has O_DIRECT.
             let _ = fcntl_setfl(fd, OFlags::DIRECT);
@@ -450,15 +451,17 @@ mod tests {
         }
         let disk = &open.disks[0];
         let layer = &disk.layers[0];
+        let trees = [&disk.tree, &layer.tree].map(|tree| &tree.as_ref().unwrap().file);
         let kept = [&open.state, &open.memory, &disk.base, &layer.data, &layer.map];
-        let kept = kept.map(|file| file.try_clone().unwrap().into());
+        let kept = kept.into_iter().chain(trees);
+        let kept: Vec<OwnedFd> = kept.map(|file| file.try_clone().unwrap().into()).collect();
         for fd in other.fds.iter().chain(&clone().fds).chain(&kept) {
             let flags = fcntl_getfl(fd).unwrap();
             assert!(!flags.intersects(OFlags::APPEND | OFlags::DIRECT), "{flags:?}");
         }
         let mode = |fd: &OwnedFd| fcntl_getfl(fd).unwrap() & OFlags::RWMODE;
         let modes: Vec<_> = other.fds.iter().map(mode).collect();
-        assert_eq!(modes, [[OFlags::RDONLY; 5].as_slice(), &[OFlags::RDWR]].concat());
+        assert_eq!(modes, [[OFlags::RDONLY; 7].as_slice(), &[OFlags::RDWR]].concat());
     }
 
     #[test]
