@@ -52,6 +52,7 @@ async fn open(
 /// archive ends with the code `timeout`.
 #[utoipa::path(
     get,
+    operation_id = "read_archive",
     path = "/v1/vms/{vm}/archive",
     params(("vm" = String, Path), ArchiveParams),
     responses(
@@ -77,6 +78,7 @@ pub async fn read(
 /// on the guest's disk.
 #[utoipa::path(
     put,
+    operation_id = "write_archive",
     path = "/v1/vms/{vm}/archive",
     params(("vm" = String, Path), ArchiveParams),
     request_body(content = Vec<u8>, content_type = "application/x-tar"),

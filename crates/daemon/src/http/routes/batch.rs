@@ -27,6 +27,7 @@ fn check(what: &str, got: usize) -> Outcome<()> {
 /// identity. If the client goes away before, the VMs are removed.
 #[utoipa::path(
     post,
+    operation_id = "create_vms",
     path = "/v1/batch/create",
     request_body = CreateManyRequest,
     responses(
@@ -86,7 +87,8 @@ pub async fn create(
 
 /// Removes many VMs. The answer comes when the memory of all is free. If one cannot be removed, the
 /// others are removed all the same; the error names the first that failed.
-#[utoipa::path(post, path = "/v1/batch/remove", request_body = RemoveManyRequest,
+#[utoipa::path(post, operation_id = "remove_vms",
+    path = "/v1/batch/remove", request_body = RemoveManyRequest,
     responses((status = 204), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody)))]
 pub async fn remove(

@@ -28,7 +28,8 @@ pub struct StopParams {
 
 /// Asks a VM's guest to power off, and kills the VM if it has not within the grace. The VM stays
 /// listed as exited.
-#[utoipa::path(post, path = "/v1/vms/{vm}/stop", params(("vm" = String, Path), StopParams),
+#[utoipa::path(post, operation_id = "stop_vm",
+    path = "/v1/vms/{vm}/stop", params(("vm" = String, Path), StopParams),
     responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub async fn stop(
     State(daemon): Shared,
@@ -42,7 +43,8 @@ pub async fn stop(
 }
 
 /// Waits until a VM has ended. The answer comes then, with how it ended.
-#[utoipa::path(get, path = "/v1/vms/{vm}/wait", params(("vm" = String, Path)),
+#[utoipa::path(get, operation_id = "wait_for_vm",
+    path = "/v1/vms/{vm}/wait", params(("vm" = String, Path)),
     responses((status = 200, body = VmExit), (status = 404, body = ErrorBody)))]
 pub async fn wait(State(daemon): Shared, Word(word): Word) -> Outcome<axum::Json<VmExit>> {
     let vm = daemon.registry.find(&word)?;

@@ -14,6 +14,7 @@ use dayfly_api::types::{ApiError as ErrorBody, RunReply, RunRequest};
 /// the VM ends before the program, the last frame is a `Reply` with `failed` instead.
 #[utoipa::path(
     post,
+    operation_id = "exec_in_vm",
     path = "/v1/vms/{vm}/exec",
     params(("vm" = String, Path)),
     request_body(content = ExecSpec, description = "as a Request frame after the upgrade"),
@@ -34,7 +35,8 @@ pub async fn exec(
 
 /// Clones (or boots) a VM, runs a program in it, and removes it: as exec, with a RunRequest in the
 /// first frame. The VM is removed when the connection ends, unless `keep`.
-#[utoipa::path(post, path = "/v1/run",
+#[utoipa::path(post, operation_id = "run",
+    path = "/v1/run",
     request_body(content = RunRequest, description = "as a Request frame after the upgrade"),
     responses((status = 101, body = RunReply), (status = 400, body = ErrorBody)))]
 pub async fn run(State(daemon): Shared, upgrade: Upgrade<Frames>) -> Response {

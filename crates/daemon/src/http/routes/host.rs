@@ -10,7 +10,8 @@ use axum::http::header::CONTENT_TYPE;
 use dayfly_api::types::{ApiError as ErrorBody, Info, Leak, List};
 
 /// Version, process and host of this daemon.
-#[utoipa::path(get, path = "/v1/info", responses((status = 200, body = Info)))]
+#[utoipa::path(get, operation_id = "info",
+    path = "/v1/info", responses((status = 200, body = Info)))]
 pub async fn info(State(daemon): Shared) -> Json<Info> {
     Json(Info {
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -27,6 +28,7 @@ pub async fn info(State(daemon): Shared) -> Json<Info> {
 /// Changes nothing.
 #[utoipa::path(
     get,
+    operation_id = "leaks",
     path = "/v1/leaks",
     responses((status = 200, body = List<Leak>), (status = 500, body = ErrorBody))
 )]
@@ -37,6 +39,7 @@ pub async fn leaks(State(daemon): Shared) -> Outcome<Json<List<Leak>>> {
 /// Removes what a crash left, and lists what it removed.
 #[utoipa::path(
     post,
+    operation_id = "sweep",
     path = "/v1/sweep",
     responses((status = 200, body = List<Leak>), (status = 500, body = ErrorBody))
 )]
@@ -47,6 +50,7 @@ pub async fn sweep(State(daemon): Shared) -> Outcome<Json<List<Leak>>> {
 /// Counters and histograms, for Prometheus.
 #[utoipa::path(
     get,
+    operation_id = "metrics",
     path = "/metrics",
     responses((status = 200, body = String, content_type = "application/openmetrics-text"))
 )]

@@ -13,6 +13,7 @@ use dayfly_api::types::{ApiError as ErrorBody, Image, ImageUpload, List};
 /// Lists all images.
 #[utoipa::path(
     get,
+    operation_id = "list_images",
     path = "/v1/images",
     responses((status = 200, body = List<Image>), (status = 500, body = ErrorBody))
 )]
@@ -24,6 +25,7 @@ pub async fn list(State(daemon): Shared) -> Outcome<Json<List<Image>>> {
 /// One image.
 #[utoipa::path(
     get,
+    operation_id = "inspect_image",
     path = "/v1/images/{name}",
     params(("name" = String, Path)),
     responses(
@@ -39,6 +41,7 @@ pub async fn inspect(State(daemon): Shared, Named(name): Named) -> Outcome<Json<
 /// JSON, and the raw disk as one zstd frame.
 #[utoipa::path(
     put,
+    operation_id = "upload_image",
     path = "/v1/images/{name}",
     params(("name" = String, Path)),
     request_body(content = ImageUpload, content_type = "application/octet-stream"),
@@ -65,7 +68,8 @@ pub async fn upload(
 }
 
 /// Removes an image that no snapshot and no VM uses.
-#[utoipa::path(delete, path = "/v1/images/{name}", params(("name" = String, Path)),
+#[utoipa::path(delete, operation_id = "remove_image",
+    path = "/v1/images/{name}", params(("name" = String, Path)),
     responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub async fn remove(State(daemon): Shared, Named(name): Named) -> Outcome<StatusCode> {
     blocking(move || daemon.templates.remove_image(&name)).await?;

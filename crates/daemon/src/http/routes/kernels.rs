@@ -13,6 +13,7 @@ use dayfly_api::types::{ApiError as ErrorBody, Kernel, KernelUpload, List};
 /// Lists all kernels.
 #[utoipa::path(
     get,
+    operation_id = "list_kernels",
     path = "/v1/kernels",
     responses((status = 200, body = List<Kernel>), (status = 500, body = ErrorBody))
 )]
@@ -24,6 +25,7 @@ pub async fn list(State(daemon): Shared) -> Outcome<Json<List<Kernel>>> {
 /// One kernel.
 #[utoipa::path(
     get,
+    operation_id = "inspect_kernel",
     path = "/v1/kernels/{name}",
     params(("name" = String, Path)),
     responses(
@@ -39,6 +41,7 @@ pub async fn inspect(State(daemon): Shared, Named(name): Named) -> Outcome<Json<
 /// JSON, and one zstd frame with vmlinux followed by the initramfs.
 #[utoipa::path(
     put,
+    operation_id = "upload_kernel",
     path = "/v1/kernels/{name}",
     params(("name" = String, Path)),
     request_body(content = KernelUpload, content_type = "application/octet-stream"),
@@ -66,7 +69,8 @@ pub async fn upload(
 
 /// Removes a kernel. VMs and snapshots that were booted with it have it in their memory and do not
 /// need the files.
-#[utoipa::path(delete, path = "/v1/kernels/{name}", params(("name" = String, Path)),
+#[utoipa::path(delete, operation_id = "remove_kernel",
+    path = "/v1/kernels/{name}", params(("name" = String, Path)),
     responses((status = 204), (status = 404, body = ErrorBody)))]
 pub async fn remove(State(daemon): Shared, Named(name): Named) -> Outcome<StatusCode> {
     blocking(move || daemon.templates.remove_kernel(&name)).await?;

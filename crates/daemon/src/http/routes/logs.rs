@@ -39,6 +39,7 @@ pub struct LogParams {
 /// output of a detached program.
 #[utoipa::path(
     get,
+    operation_id = "read_logs",
     path = "/v1/vms/{vm}/logs",
     params(("vm" = String, Path), LogParams),
     responses(

@@ -76,6 +76,7 @@ fn described(mut response: Response, mut vm: Vm) -> Outcome<Response> {
 /// directions, and each direction ends separately.
 #[utoipa::path(
     get,
+    operation_id = "connect_to_vm",
     path = "/v1/vms/{vm}/ports/{port}",
     params(("vm" = String, Path), ("port" = u32, Path)),
     responses(
@@ -109,6 +110,7 @@ pub async fn connect(
 /// VM.
 #[utoipa::path(
     post,
+    operation_id = "run_connected",
     path = "/v1/connect",
     request_body = ConnectRequest,
     responses(

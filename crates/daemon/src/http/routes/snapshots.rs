@@ -32,6 +32,7 @@ impl Picture {
 /// Lists all snapshots.
 #[utoipa::path(
     get,
+    operation_id = "list_snapshots",
     path = "/v1/snapshots",
     responses((status = 200, body = List<Snapshot>), (status = 500, body = ErrorBody))
 )]
@@ -43,6 +44,7 @@ pub async fn list(State(daemon): Shared) -> Outcome<axum::Json<List<Snapshot>>> 
 /// One snapshot.
 #[utoipa::path(
     get,
+    operation_id = "inspect_snapshot",
     path = "/v1/snapshots/{name}",
     params(("name" = String, Path)),
     responses(
@@ -57,6 +59,7 @@ pub async fn inspect(State(daemon): Shared, Named(name): Named) -> Outcome<axum:
 /// The use of a snapshot's RAM, by the colours that its frames got when it was saved.
 #[utoipa::path(
     get,
+    operation_id = "list_colours",
     path = "/v1/snapshots/{name}/colours",
     params(("name" = String, Path)),
     responses(
@@ -71,6 +74,7 @@ pub async fn colours(State(daemon): Shared, Named(name): Named) -> Outcome<axum:
 /// The colours of a snapshot as a PNG with a pixel for each frame.
 #[utoipa::path(
     get,
+    operation_id = "draw_colours",
     path = "/v1/snapshots/{name}/colours.png",
     params(("name" = String, Path), Picture),
     responses(
@@ -92,6 +96,7 @@ pub async fn picture(
 /// answer is one Progress in JSON a line, the last of them `recorded` or `failed`.
 #[utoipa::path(
     post,
+    operation_id = "record_working_set",
     path = "/v1/snapshots/{name}/record",
     params(("name" = String, Path)),
     request_body = RecordRequest,
@@ -112,7 +117,8 @@ pub async fn record(
 
 /// Removes a snapshot. Its running clones keep what they use; layers that nothing else uses are
 /// removed too.
-#[utoipa::path(delete, path = "/v1/snapshots/{name}", params(("name" = String, Path)),
+#[utoipa::path(delete, operation_id = "remove_snapshot",
+    path = "/v1/snapshots/{name}", params(("name" = String, Path)),
     responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub async fn remove(State(daemon): Shared, Named(name): Named) -> Outcome<StatusCode> {
     let (shared, gone) = (daemon.clone(), name.clone());
@@ -126,6 +132,7 @@ pub async fn remove(State(daemon): Shared, Named(name): Named) -> Outcome<Status
 /// last of them `snapshot` or `failed`.
 #[utoipa::path(
     post,
+    operation_id = "bake",
     path = "/v1/bake",
     request_body = BakeRequest,
     responses(

@@ -13,6 +13,7 @@ use dayfly_api::types::{
 /// Statistics of the store.
 #[utoipa::path(
     get,
+    operation_id = "store_stats",
     path = "/v1/store",
     responses((status = 200, body = StoreStats), (status = 500, body = ErrorBody))
 )]
@@ -23,6 +24,7 @@ pub async fn stats(State(daemon): Shared) -> Outcome<axum::Json<StoreStats>> {
 /// Bytes of each snapshot: its RAM by kind, and what only it keeps in the store.
 #[utoipa::path(
     get,
+    operation_id = "store_usage",
     path = "/v1/store/usage",
     responses((status = 200, body = StoreUsage), (status = 500, body = ErrorBody))
 )]
@@ -34,6 +36,7 @@ pub async fn usage(State(daemon): Shared) -> Outcome<axum::Json<StoreUsage>> {
 /// all damage. The answer is one Progress in JSON a line, the last of them `verified` or `failed`.
 #[utoipa::path(
     post,
+    operation_id = "verify_store",
     path = "/v1/store/verify",
     request_body = VerifyRequest,
     responses(
@@ -52,6 +55,7 @@ pub async fn verify(State(daemon): Shared, Json(request): Json<VerifyRequest>) -
 /// line, the last of them `collected` or `failed`.
 #[utoipa::path(
     post,
+    operation_id = "collect_garbage",
     path = "/v1/store/gc",
     request_body = Option<CollectRequest>,
     responses(
@@ -69,7 +73,8 @@ pub async fn gc(
 /// Verifies everything in the store, writes damaged pages anew that another file has, removes
 /// damaged packs and block indexes that nothing needs, and names the snapshots that are lost. The
 /// answer is one Progress in JSON a line, the last of them `repaired` or `failed`.
-#[utoipa::path(post, path = "/v1/store/repair",
+#[utoipa::path(post, operation_id = "repair_store",
+    path = "/v1/store/repair",
     responses((status = 200, body = Progress, content_type = "application/x-ndjson")))]
 pub async fn repair(State(daemon): Shared) -> Response {
     ndjson::stream(daemon.stop.clone(), move |progress| maintenance::repair(daemon, progress))

@@ -114,6 +114,16 @@ fn the_document_is_frozen() {
     );
 }
 
+#[test]
+fn each_operation_has_a_name_of_its_own() {
+    let document: serde_json::Value = serde_json::from_str(&document().unwrap()).unwrap();
+    let paths = document["paths"].as_object().unwrap();
+    let operations = paths.values().flat_map(|path| path.as_object().unwrap().values());
+    let names: Vec<_> = operations.map(|of| of["operationId"].as_str().unwrap()).collect();
+    let unique: std::collections::BTreeSet<_> = names.iter().collect();
+    assert!(names.len() > 40 && unique.len() == names.len(), "{names:?}");
+}
+
 #[tokio::test]
 async fn errors_are_json_with_their_status() {
     let served = served();

@@ -60,6 +60,7 @@ pub struct ListParams {
 /// Lists VMs, the oldest first.
 #[utoipa::path(
     get,
+    operation_id = "list_vms",
     path = "/v1/vms",
     params(ListParams),
     responses((status = 200, body = List<Vm>))
@@ -78,6 +79,7 @@ pub async fn list(
 /// away before, the VM is removed.
 #[utoipa::path(
     post,
+    operation_id = "create_vm",
     path = "/v1/vms",
     request_body = CreateRequest,
     responses(
@@ -103,6 +105,7 @@ pub async fn create(
 /// A VM, with figures measured now.
 #[utoipa::path(
     get,
+    operation_id = "inspect_vm",
     path = "/v1/vms/{vm}",
     params(("vm" = String, Path, description = "id, unique start of an id, or name")),
     responses((status = 200, body = VmDetails), (status = 404, body = ErrorBody))
@@ -115,6 +118,7 @@ pub async fn inspect(State(daemon): Shared, Word(word): Word) -> Outcome<axum::J
 /// The RAM that a VM holds now, by the colours of its snapshot.
 #[utoipa::path(
     get,
+    operation_id = "vm_footprint",
     path = "/v1/vms/{vm}/footprint",
     params(("vm" = String, Path, description = "id, unique start of an id, or name")),
     responses(
@@ -148,7 +152,8 @@ pub(super) fn removable(daemon: &Daemon, word: &str, force: bool) -> Outcome<Arc
 }
 
 /// Removes a VM. The answer comes when its memory is free.
-#[utoipa::path(delete, path = "/v1/vms/{vm}", params(("vm" = String, Path), RemoveParams),
+#[utoipa::path(delete, operation_id = "remove_vm",
+    path = "/v1/vms/{vm}", params(("vm" = String, Path), RemoveParams),
     responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub async fn remove(
     State(daemon): Shared,
@@ -161,7 +166,8 @@ pub async fn remove(
 }
 
 /// Stops a VM's vCPUs.
-#[utoipa::path(post, path = "/v1/vms/{vm}/pause", params(("vm" = String, Path)),
+#[utoipa::path(post, operation_id = "pause_vm",
+    path = "/v1/vms/{vm}/pause", params(("vm" = String, Path)),
     responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub async fn pause(State(daemon): Shared, Word(word): Word) -> Outcome<StatusCode> {
     let vm = daemon.registry.find(&word)?;
@@ -170,7 +176,8 @@ pub async fn pause(State(daemon): Shared, Word(word): Word) -> Outcome<StatusCod
 }
 
 /// Starts a VM's vCPUs again.
-#[utoipa::path(post, path = "/v1/vms/{vm}/unpause", params(("vm" = String, Path)),
+#[utoipa::path(post, operation_id = "unpause_vm",
+    path = "/v1/vms/{vm}/unpause", params(("vm" = String, Path)),
     responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub async fn unpause(State(daemon): Shared, Word(word): Word) -> Outcome<StatusCode> {
     let vm = daemon.registry.find(&word)?;
@@ -179,7 +186,8 @@ pub async fn unpause(State(daemon): Shared, Word(word): Word) -> Outcome<StatusC
 }
 
 /// Kills a VM without asking its guest. The VM stays listed as exited.
-#[utoipa::path(post, path = "/v1/vms/{vm}/kill", params(("vm" = String, Path)),
+#[utoipa::path(post, operation_id = "kill_vm",
+    path = "/v1/vms/{vm}/kill", params(("vm" = String, Path)),
     responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub async fn kill(State(daemon): Shared, Word(word): Word) -> Outcome<StatusCode> {
     let vm = daemon.registry.find(&word)?;
@@ -197,6 +205,7 @@ pub async fn kill(State(daemon): Shared, Word(word): Word) -> Outcome<StatusCode
 /// them `snapshot` or `failed`.
 #[utoipa::path(
     post,
+    operation_id = "snapshot_vm",
     path = "/v1/vms/{vm}/snapshot",
     params(("vm" = String, Path)),
     request_body = SnapshotRequest,
@@ -220,6 +229,7 @@ pub async fn snapshot(
 /// agent has its identity. If the client goes away before, the clones are removed.
 #[utoipa::path(
     post,
+    operation_id = "fork_vm",
     path = "/v1/vms/{vm}/fork",
     params(("vm" = String, Path)),
     request_body = ForkRequest,
