@@ -1,5 +1,6 @@
 //! The HTTP API, and connections that have left HTTP by an upgrade.
 
+pub mod json;
 pub mod ndjson;
 pub mod ports;
 pub mod relay;

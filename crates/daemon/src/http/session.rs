@@ -3,6 +3,7 @@
 use crate::base::error::{ApiError, Outcome};
 use crate::base::time::Asked;
 use crate::daemon::Daemon;
+use crate::http::json;
 use crate::http::relay::{self, Ended, RelayError};
 use crate::ops::create::{self, Next, Order, VmGuard};
 use crate::ops::exec::{PROGRAM, Program, explain, start};
@@ -71,8 +72,7 @@ impl Caller {
                 frame.kind
             )));
         }
-        serde_json::from_slice(&frame.body)
-            .map_err(|e| ApiError::invalid(format_args!("first frame: {e}")))
+        json::decoded(&frame.body).map_err(|e| ApiError::invalid(format_args!("first frame: {e}")))
     }
 
     /// Runs `work` while the client stays; reads the client's early bytes meanwhile.

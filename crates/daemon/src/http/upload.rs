@@ -3,6 +3,7 @@
 //! The length is checked before memory is allocated for it.
 
 use crate::base::error::ApiError;
+use crate::http::json;
 use dayfly_api::types::MAX_JSON_BYTES;
 use serde::de::DeserializeOwned;
 use std::io::{self, Read};
@@ -22,9 +23,9 @@ pub enum UploadError {
     /// The head's length is 0, or above the limit.
     #[error("upload, length of the head at byte 0: expected 1 to {MAX_JSON_BYTES}, got {0}")]
     HeadLength(u32),
-    /// The head is not valid JSON of its type.
+    /// The head is not JSON of its type.
     #[error("upload, head at byte 4: {0}")]
-    Head(#[source] serde_json::Error),
+    Head(#[source] json::JsonError),
 }
 
 impl From<UploadError> for ApiError {
@@ -48,7 +49,7 @@ pub fn read_head<T: DeserializeOwned>(from: &mut impl Read) -> Result<T, UploadE
     let mut json = vec![0; length as usize];
     from.read_exact(&mut json)
         .map_err(|source| UploadError::Io { what: "head at byte 4", source })?;
-    serde_json::from_slice(&json).map_err(UploadError::Head)
+    json::decoded(&json).map_err(UploadError::Head)
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use crate::base::error::{ApiError, Outcome};
 use crate::daemon::Daemon;
+use crate::http::json;
 use axum::body::Bytes;
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
 use axum::http::request::Parts;
@@ -52,7 +53,7 @@ async fn body(request: Request) -> Outcome<Bytes> {
 }
 
 fn decoded<T: DeserializeOwned>(body: &Bytes) -> Outcome<T> {
-    serde_json::from_slice(body).map_err(|e| ApiError::invalid(format_args!("request body: {e}")))
+    json::decoded(body).map_err(|e| ApiError::invalid(format_args!("request body: {e}")))
 }
 
 /// Extracts the query of a request.

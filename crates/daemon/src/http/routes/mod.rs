@@ -6,6 +6,7 @@
 mod agent_body;
 mod archive;
 mod batch;
+mod closed;
 mod ends;
 mod exec;
 mod extract;
@@ -93,6 +94,7 @@ pub fn document() -> serde_json::Result<String> {
         info.remove("license");
         info.remove("contact");
     }
+    closed::requests(&mut value);
     Ok(format!("{value:#}\n"))
 }
 
