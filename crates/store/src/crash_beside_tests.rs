@@ -228,7 +228,7 @@ impl Pair {
     }
 }
 
-/// Each pair takes minutes, so each is a test of its own.
+/// Each pair takes minutes, so each is one test.
 mod whatever_runs_beside {
     use super::*;
 

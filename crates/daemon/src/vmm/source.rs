@@ -440,8 +440,7 @@ mod tests {
             CloneOf::new(&templates, exit, id, &vmm, frozen, Purpose::User).unwrap()
         };
         let (one, other) = (clone(), clone());
-        // State, RAM, image, a layer's data and map, the hash trees of image and layer, the writable
-        // layer.
+        // State, RAM, image, a layer's data and map, both hash trees, the writable layer.
         assert_eq!((one.fds.len(), other.fds.len()), (8, 8));
         for fd in &one.fds {
             // Not every file system has O_DIRECT.

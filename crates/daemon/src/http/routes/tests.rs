@@ -115,7 +115,7 @@ fn the_document_is_frozen() {
 }
 
 #[test]
-fn each_operation_has_a_name_of_its_own() {
+fn each_operation_has_its_own_name() {
     let document: serde_json::Value = serde_json::from_str(&document().unwrap()).unwrap();
     let paths = document["paths"].as_object().unwrap();
     let operations = paths.values().flat_map(|path| path.as_object().unwrap().values());
