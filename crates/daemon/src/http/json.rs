@@ -51,7 +51,7 @@ mod tests {
             r#"{"source":{"snapshot":"s"},"network":{"publish":[{"host_port":1,
             "guest_port":2,"protocol\u001b[2J":"x"}]}}"#,
         );
-        assert!(deep.starts_with("network.publish.0.protocol\\u{1b}[2J: no such"), "{deep}");
+        assert!(deep.starts_with("network.publish.0.protocol\\x1b[2J: no such"), "{deep}");
         let long = "x".repeat(5000);
         assert!(refused(&format!(r#"{{"source":{{"snapshot":"s"}},"{long}":1}}"#)).len() < 400);
     }
