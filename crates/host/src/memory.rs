@@ -46,7 +46,7 @@ pub fn anonymous(pid: u32) -> io::Result<u64> {
 /// # Errors
 /// The file cannot be read, or has no such line.
 pub fn available() -> io::Result<u64> {
-    /// The line is the third of all kernels since it was added (fs/proc/meminfo.c).
+    /// The line is the third, in all kernels that have it (fs/proc/meminfo.c).
     const FIRST_LINES: usize = 512;
     // Kept open, and read with one system call, because each creation of a VM asks.
     static FILE: OnceLock<File> = OnceLock::new();

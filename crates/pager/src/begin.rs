@@ -68,8 +68,8 @@ pub(crate) fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
     if of_disks != roots.len() as u64 {
         return Err(invalid("roots of hash trees", of_disks, roots.len()));
     }
-    let trees = roots.iter().flatten().count() as u64;
-    let wanted = u64::from(packs) + of_disks + trees;
+    let trees = roots.iter().flatten().count();
+    let wanted = u64::from(packs) + of_disks + trees as u64;
     let mut files: Vec<File> = Vec::new();
     while (files.len() as u64) < wanted {
         match next()?.ok_or_else(ended)? {
@@ -88,7 +88,7 @@ pub(crate) fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
     if files.len() as u64 != wanted {
         return Err(invalid("packs, files of disks and hash trees", wanted, files.len()));
     }
-    let mut trees = files.split_off(files.len() - roots.iter().flatten().count()).into_iter();
+    let mut trees = files.split_off(files.len() - trees).into_iter();
     let mut files = files.into_iter();
     let packs = files.by_ref().take(packs as usize).collect();
     let mut files = files.zip(roots).map(|(file, root)| DiskFile {

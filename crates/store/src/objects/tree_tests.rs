@@ -3,6 +3,7 @@ use crate::fixture::{
     IMAGE, Vm, bake, disk, name, put_image, reopen, store, tree as tree_of_store,
 };
 use crate::fixture_pages::{bake_paged, image_block, ram, restored};
+use crate::integrity::verify::Stamp;
 use crate::objects::manifest::{Manifest, SnapshotManifest};
 use crate::{Meter, PagedSpec, Scope, Store};
 use dayfly_units::sealed;
@@ -42,12 +43,22 @@ fn with_large_layer(root: &Path, bytes: u64) {
     store.remove_vm(vm.id).unwrap();
 }
 
+/// Waits until the times of all files show each later write. A younger file is read again.
+fn settle(root: &Path) {
+    for path in tree_of_store(root) {
+        while !Stamp::at(&root.join(&path)).unwrap().is_settled() {
+            std::thread::yield_now();
+        }
+    }
+}
+
 /// A new daemon opens a snapshot of 20 GiB for the price of one of 256 MiB, whatever the data.
 #[test]
 fn what_an_opening_reads_does_not_depend_on_the_size_of_the_disk() {
     let opening = |bytes: u64| {
         let root = tempfile::tempdir().unwrap();
         with_large_layer(root.path(), bytes);
+        settle(root.path());
         let store = reopen(root.path());
         let (open, read) = read_by(|| store.open_snapshot(&name("large")).unwrap());
         assert!(open.disks[0].layers[0].tree.is_some());

@@ -155,6 +155,25 @@ fn an_open_snapshot_stays_current_when_the_vm_releases_its_own_layers() {
 }
 
 #[test]
+fn other_content_with_the_times_of_before_is_noticed_where_no_tree_proves_it() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let (_vm, ..) = published_but_not_noted(&store);
+    let state = root.path().join("snapshots/s/state");
+    let open = store.open_snapshot(&name("s")).unwrap();
+    std::fs::set_permissions(&state, PermissionsExt::from_mode(0o600)).unwrap();
+    let file = std::fs::File::options().read(true).write(true).open(&state).unwrap();
+    let before = file.metadata().unwrap().modified().unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, 0).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], 0).unwrap();
+    file.set_modified(before).unwrap();
+    assert!(!open.is_current(), "the ctime shows the write");
+    let error = store.open_snapshot(&name("s")).unwrap_err().to_string();
+    assert!(error.contains("state"), "{error}");
+}
+
+#[test]
 fn a_layer_that_is_stored_already_is_not_hashed_while_creations_wait() {
     let root = tempfile::tempdir().unwrap();
     let mut vm = {

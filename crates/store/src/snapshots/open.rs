@@ -76,16 +76,30 @@ impl OpenSnapshot {
     /// again would give the same files.
     #[must_use]
     pub fn is_current(&self) -> bool {
-        self.files.iter().all(|(path, seen)| match Stamp::at(path) {
-            // A second name of the file may have been removed.
-            Ok(now) => seen.is_some_and(|seen| now.same_content(&seen)),
-            Err(e) => e.kind() == ErrorKind::NotFound && seen.is_none(),
-        })
+        self.files.iter().all(Seen::is_unchanged)
     }
 }
 
-/// A path and the stamp of its file; `None` if there was no file.
-type Seen = (PathBuf, Option<Stamp>);
+/// A path and the file that was there.
+#[derive(Debug)]
+struct Seen {
+    path: PathBuf,
+    /// The stamp of the file; `None` if there was no file.
+    stamp: Option<Stamp>,
+    /// Whether the file may have a second name, in the folder of the VM that froze it. The removal
+    /// of that name changes the ctime.
+    is_of_layer: bool,
+}
+
+impl Seen {
+    fn is_unchanged(&self) -> bool {
+        match (Stamp::at(&self.path), self.stamp) {
+            (Ok(now), Some(seen)) => now == seen || self.is_of_layer && now.same_content(&seen),
+            (Err(e), None) => e.kind() == ErrorKind::NotFound,
+            _ => false,
+        }
+    }
+}
 
 /// A disk of an open snapshot.
 #[derive(Debug)]
@@ -204,7 +218,7 @@ impl Store {
 }
 
 fn fingerprint(files: &[Seen]) -> Digest {
-    let stamps: Vec<String> = files.iter().map(|(_, stamp)| format!("{stamp:?}")).collect();
+    let stamps: Vec<String> = files.iter().map(|seen| format!("{:?}", seen.stamp)).collect();
     Digest::of(stamps.join("\n").as_bytes())
 }
 
@@ -214,13 +228,23 @@ struct Stamps(Vec<Seen>);
 impl Stamps {
     fn add(&mut self, path: PathBuf, file: &File) -> Result<(), IoError> {
         let stamp = Stamp::of(file).map_err(IoError::new("looking at", &path))?;
-        self.0.push((path, Some(stamp)));
+        self.push(path, Some(stamp));
         Ok(())
+    }
+
+    fn add_of_layer(&mut self, path: PathBuf, file: &File) -> Result<(), IoError> {
+        let stamp = Stamp::of(file).map_err(IoError::new("looking at", &path))?;
+        self.0.push(Seen { path, stamp: Some(stamp), is_of_layer: true });
+        Ok(())
+    }
+
+    fn push(&mut self, path: PathBuf, stamp: Option<Stamp>) {
+        self.0.push(Seen { path, stamp, is_of_layer: false });
     }
 
     fn add_at(&mut self, path: PathBuf) -> Result<(), IoError> {
         let stamp = Stamp::at(&path).map_err(IoError::new("looking at", &path))?;
-        self.0.push((path, Some(stamp)));
+        self.push(path, Some(stamp));
         Ok(())
     }
 }
@@ -316,7 +340,7 @@ impl Inner {
                 // If the image is missing, `open_disk` reports it.
                 let path = self.images.path().join(disk.image.name.as_str()).join(manifest::FILE);
                 let stamp = Stamp::at(&path).ok();
-                stamps.0.push((path, stamp));
+                stamps.push(path, stamp);
             }
             let disks = manifest
                 .disks
@@ -334,14 +358,14 @@ impl Inner {
                 stamps.add(path.clone(), record)?;
                 self.verifier.check_sealed(&path, record, MAX_WORKING_SET_BYTES)?;
             }
-            None => stamps.0.push((dir.path().join(WORKING_SET), None)),
+            None => stamps.push(dir.path().join(WORKING_SET), None),
         }
         let mut open = Vec::with_capacity(disks.len());
         let root = |digest: &Digest| manifest.trees.get(digest).copied();
         for (disk, base, mut layers) in disks {
             for (dir, l) in &mut layers {
                 for (file, open) in [(DATA, &l.data), (MAP, &l.map)] {
-                    stamps.add(dir.path().join(file), open)?;
+                    stamps.add_of_layer(dir.path().join(file), open)?;
                 }
                 self.verify(dir, MAP, &l.map, &l.layer.map, Kind::Plain)?;
                 let (of, root) = (&l.layer.data, root(&l.layer.data.digest));
