@@ -19,10 +19,13 @@ FUZZ_FLAGS := --cfg fuzzing -Cdebug-assertions -Coverflow-checks -Cpasses=sancov
 	-Cllvm-args=-sanitizer-coverage-level=4 -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
 	-Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares
 
-.PHONY: help setup build demo test long bench fuzz fuzz-build fuzz-planted fuzz-corpus lint clean
+.PHONY: help setup build install uninstall demo test long bench fuzz fuzz-build fuzz-planted \
+	fuzz-corpus lint clean
 
 help:
 	@echo "make demo    build, bake a Debian machine, start 40 copies of it, show the figures"
+	@echo "make install programs, manual pages, completions, systemd units; PREFIX=/usr/local; after"
+	@echo "             make build, as root; make uninstall removes them"
 	@echo "make test    every test, and rustfmt: unit, microguest on /dev/kvm, stock kernels"
 	@echo "             natively or in the machine"
 	@echo "make long    tests of minutes: the daemon killed at every step, 1,000 clients that go"
@@ -46,6 +49,13 @@ setup:
 build: setup
 	@echo "build: cargo build --release (about six minutes on two cores the first time)"
 	@cargo build --release --workspace --bins
+
+# Not built here, because that belongs to the user who builds, not to root.
+install:
+	@scripts/install
+
+uninstall:
+	@scripts/install remove
 
 demo: build
 	@$(BIN)/dayfly-demo $(DEMO)

@@ -30,6 +30,7 @@ mod version;
 use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand};
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Bake a virtual machine once; start copies of it in milliseconds
@@ -114,6 +115,12 @@ pub enum Command {
         /// Name of the shell
         shell: clap_complete::Shell,
     },
+    /// Write the manual pages of all commands into a folder; `make install` runs this
+    #[command(hide = true)]
+    Man {
+        /// The folder, which exists
+        folder: PathBuf,
+    },
     /// Show the versions of dayfly and of the daemon
     Version(version::Args),
     /// Started by `dayfly machine start`: supervises the machine's processes
@@ -135,6 +142,16 @@ impl Command {
                 // A reader that closed the pipe, such as head(1), has what it wanted.
                 let _ = std::io::stdout().write_all(&script);
                 Some(ExitCode::SUCCESS)
+            }
+            Self::Man { folder } => {
+                let written = clap_mangen::generate_to(Args::command(), folder);
+                Some(written.map_or_else(
+                    |e| {
+                        eprintln!("dayfly: writing manual pages to {}: {e}", folder.display());
+                        ExitCode::from(125)
+                    },
+                    |()| ExitCode::SUCCESS,
+                ))
             }
             _ => None,
         }
@@ -173,7 +190,7 @@ impl Command {
             Self::Doctor(args) => args.run().await,
             Self::Machine(command) => command.run().await,
             Self::Version(args) => args.run().await.map(|()| 0),
-            Self::Completions { .. } | Self::MachineSupervise(_) => {
+            Self::Completions { .. } | Self::Man { .. } | Self::MachineSupervise(_) => {
                 unreachable!("run by before_runtime")
             }
         }

@@ -1,5 +1,6 @@
 //! The life of the daemon process: lock, store, adoption, socket, shutdown.
 
+use crate::base::activation;
 use crate::base::config::{Config, SOCKET_PATH_MAX};
 use crate::base::heap;
 use crate::daemon::Daemon;
@@ -12,6 +13,7 @@ use anyhow::{Context, bail};
 use dayfly_store::Store;
 use rustix::fs::{FlockOperation, Mode, fchmod, flock};
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use sd_notify::NotifyState;
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
@@ -70,20 +72,31 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let collector = tokio::spawn(daemon.templates.clone().keep_collected(daemon.stop.clone()));
     tokio::spawn(heap::give_back(daemon.stop.clone()));
     let path = daemon.config.socket();
-    let listener = listen(&path)?;
+    let passed = activation::passed(&path)?;
+    let own_socket = passed.is_none();
+    let listener = match passed {
+        Some(listener) => UnixListener::from_std(listener).context("socket of systemd")?,
+        None => listen(&path)?,
+    };
     let app = routes::router(daemon.clone()).context("the OpenAPI document")?;
     let stop = daemon.stop.clone();
     let server = axum::serve(listener, app.into_make_service())
         .with_graceful_shutdown(async move { stop.cancelled().await });
     let mut server = tokio::spawn(server.into_future());
     tracing::info!(socket = %path.display(), vms = daemon.registry.len(), "serving");
+    // Without systemd, or if it does not listen, nothing waits for this.
+    let _ = sd_notify::notify(&[NotifyState::Ready]);
     tokio::select! {
         () = end => {}
         ended = &mut server => bail!("the server ended by itself: {ended:?}"),
     }
     tracing::info!("asked to stop");
-    // From here on no client can connect, and operations undo themselves.
-    let _ = std::fs::remove_file(&path);
+    let _ = sd_notify::notify(&[NotifyState::Stopping]);
+    // From here on operations undo themselves, and no client can connect. Clients of a socket of
+    // systemd wait for the next daemon.
+    if own_socket {
+        let _ = std::fs::remove_file(&path);
+    }
     daemon.stop.cancel();
     let quiet = async {
         let _ = server.await;

@@ -83,14 +83,14 @@ static void describe(int n, volatile void *at, u32 len, u16 flags) {
     table[n].next = (u16)(n + 1);
 }
 
-/* Reads the block into the buffer of a page, or writes it. */
-const char *disk_move(u64 block, void *buffer, int write) {
+/* Reads `blocks` blocks from `block` on into the buffer, or writes them. */
+const char *disk_move(u64 block, void *buffer, u32 blocks, int write) {
     header.type = write ? 1 : 0;
     header.reserved = 0;
     header.sector = block * (PAGE / 512);
     status = 0xff;
     describe(0, &header, sizeof header, NEXT);
-    describe(1, buffer, PAGE, write ? NEXT : NEXT | DEVICE_WRITES);
+    describe(1, buffer, blocks * PAGE, write ? NEXT : NEXT | DEVICE_WRITES);
     describe(2, &status, 1, DEVICE_WRITES);
     avail.ring[avail.index % SIZE] = 0;
     avail.index++;

@@ -21,4 +21,4 @@ __attribute__((noreturn)) void grow(u64 generation, u64 count, u64 seed, u64 end
 __attribute__((noreturn)) void rings(u64 generation, u64 cpus);
 /* disk.c: both return 0, or why not. */
 const char *disk_open(u64 *blocks);
-const char *disk_move(u64 block, void *buffer, int write);
+const char *disk_move(u64 block, void *buffer, u32 blocks, int write);

@@ -46,7 +46,7 @@ static const char *write(u64 cpu, struct id was) {
         for (u64 other = 0; other < cpus; other++) at[1 + other] = latest[other];
         at[511] = ~n;
         if (cpu == 0) {
-            const char *failed = disk_move(n % RING, (void *)at, 1);
+            const char *failed = disk_move(n % RING, (void *)at, 1, 1);
             if (failed) return failed;
         }
         latest[cpu] = n;
@@ -67,7 +67,7 @@ static const char *check(u64 cpu) {
             seen[other] = at[1 + other];
         }
         if (cpu == 0) {
-            const char *failed = disk_move(n % RING, (void *)buffer, 0);
+            const char *failed = disk_move(n % RING, (void *)buffer, 1, 0);
             if (failed) return failed;
             if (buffer[0] != n || buffer[511] != ~n)
                 return buffer[0] < n ? "the disk is older than memory"

@@ -16,7 +16,8 @@
 //!   [`Growth`] halts the guest.
 //! - `grow=ADDR:COUNT:SEEDS:FIRST:THEN`: as `grow` with SEEDS seeds from FIRST on. An id that is no
 //!   [`Growth`] makes the guest check its pages, and then grow by the next seed (THEN is `g`),
-//!   churn from that seed on (`c`), churn in the first 256 slots only (`s`), or do nothing (`l`).
+//!   churn from that seed on (`c`), churn in the first 256 slots only (`s`), do nothing (`l`), or
+//!   churn the first time and halt the next time, as a clone that takes no CPU time then (`h`).
 //! - `rings=ADDR:CPUS`: starts the other vCPUs and prints `writing`. All vCPUs write numbered
 //!   pages, the first vCPU also writes blocks, until the generation id at ADDR changes. Then each
 //!   vCPU checks that it finds all of its writes and nothing else. Prints `rings ok N`, or `rings

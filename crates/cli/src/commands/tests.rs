@@ -63,6 +63,7 @@ fn what_follows_the_snapshot_is_the_programs() {
         "kernel fetch 6.12 --name new",
         "kernel add --from tree mine",
         "completions bash",
+        "man /tmp",
     ] {
         assert!(parse(text).is_ok(), "{text}: {:?}", parse(text).err().map(|e| e.to_string()));
     }

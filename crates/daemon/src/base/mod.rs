@@ -1,5 +1,6 @@
 //! The lowest level of the import order: it imports no other module of the daemon.
 
+pub mod activation;
 pub mod config;
 pub mod cpu;
 pub mod error;

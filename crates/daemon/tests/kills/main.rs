@@ -19,6 +19,7 @@
 //!
 //! `make long` runs all failpoints, and DAYFLY_KILLS=TEXT those whose names contain TEXT.
 
+mod activation;
 mod check;
 mod guest;
 mod living;

@@ -6,6 +6,8 @@ use dayfly_host::process::{Process, ProcessId};
 use dayfly_units::{VmId, failpoint};
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -31,11 +33,43 @@ pub struct Testbed {
     state: PathBuf,
     /// Options of the next daemon, after the usual ones.
     pub options: Vec<&'static str>,
+    /// Sockets that the next daemon gets as systemd would pass them.
+    pub activation: Option<Activation>,
     daemon: Option<Child>,
     /// The folder with the programs that the next daemon is started from.
     pub programs: PathBuf,
     /// A client of the daemon that runs.
     pub client: Client,
+}
+
+/// What systemd gives to a service of `Type=notify` with a socket.
+pub struct Activation {
+    /// Listens on the API's path.
+    pub socket: UnixListener,
+    /// Where a datagram socket takes the service's messages.
+    pub notify: PathBuf,
+}
+
+impl Activation {
+    /// Has `command` get the socket as descriptor 3. A program between is needed, because
+    /// LISTEN_PID is the pid of the process that gets the socket.
+    fn activate(&self, command: Command) -> Result<Command> {
+        let mut through = Command::new("sh");
+        through
+            .args(["-c", r#"export LISTEN_PID=$$; exec 3<&0 0</dev/null; exec "$0" "$@""#])
+            .arg(command.get_program())
+            .args(command.get_args())
+            .env("LISTEN_FDS", "1")
+            .env("NOTIFY_SOCKET", &self.notify)
+            .stdin(OwnedFd::from(self.socket.try_clone()?));
+        for (name, value) in command.get_envs() {
+            match value {
+                Some(value) => through.env(name, value),
+                None => through.env_remove(name),
+            };
+        }
+        Ok(through)
+    }
 }
 
 /// The folder with the programs of this build.
@@ -51,7 +85,7 @@ impl Testbed {
         let state = folder.path().join("s");
         let client = Client::new(folder.path().join("r/dayflyd.sock"));
         let (options, programs) = (Vec::new(), own_programs());
-        Ok(Self { folder, state, options, daemon: None, programs, client })
+        Ok(Self { folder, state, options, activation: None, daemon: None, programs, client })
     }
 
     /// With an empty state folder at `state`.
@@ -92,7 +126,8 @@ impl Testbed {
         let (program, vmm) = (self.programs.join("dayflyd"), self.programs.join("dayfly-vmm"));
         ensure!(vmm.is_file(), "{}: build it first: cargo build --release", vmm.display());
         let log = std::fs::File::options().append(true).create(true).open(self.log_file())?;
-        let daemon = Command::new(program)
+        let mut command = Command::new(program);
+        command
             .env("DAYFLY_STATE", self.state())
             .env("DAYFLY_RUN", self.run())
             .env("DAYFLY_VMM", vmm)
@@ -103,7 +138,11 @@ impl Testbed {
             .env("DAYFLY_MEMORY_RESERVE", "none")
             .args(["--overcommit", "1000", "--network", "none", "--pool", "0"])
             .args(&self.options)
-            .stdin(Stdio::null())
+            .stdin(Stdio::null());
+        if let Some(activation) = &self.activation {
+            command = activation.activate(command)?;
+        }
+        let daemon = command
             .stdout(Stdio::null())
             .stderr(log)
             .spawn()
