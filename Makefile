@@ -24,8 +24,8 @@ FUZZ_FLAGS := --cfg fuzzing -Cdebug-assertions -Coverflow-checks -Cpasses=sancov
 
 help:
 	@echo "make demo    build, bake a Debian machine, start 40 copies of it, show the figures"
-	@echo "make install programs, manual pages, completions, systemd units; PREFIX=/usr/local; after"
-	@echo "             make build, as root; make uninstall removes them"
+	@echo "make install programs, manual pages, completions, systemd units (PREFIX=/usr/local);"
+	@echo "             as root, after make build; make uninstall removes them"
 	@echo "make test    every test, and rustfmt: unit, microguest on /dev/kvm, stock kernels"
 	@echo "             natively or in the machine"
 	@echo "make long    tests of minutes: the daemon killed at every step, 1,000 clients that go"

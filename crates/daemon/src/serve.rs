@@ -20,6 +20,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use tokio::net::UnixListener;
+use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 /// The most connections that wait to be accepted; the kernel takes at most net.core.somaxconn.
@@ -72,12 +73,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let collector = tokio::spawn(daemon.templates.clone().keep_collected(daemon.stop.clone()));
     tokio::spawn(heap::give_back(daemon.stop.clone()));
     let path = daemon.config.socket();
-    let passed = activation::passed(&path)?;
-    let own_socket = passed.is_none();
-    let listener = match passed {
-        Some(listener) => UnixListener::from_std(listener).context("socket of systemd")?,
-        None => listen(&path)?,
-    };
+    let (listener, own_socket) = api_socket(&path)?;
     let app = routes::router(daemon.clone()).context("the OpenAPI document")?;
     let stop = daemon.stop.clone();
     let server = axum::serve(listener, app.into_make_service())
@@ -98,18 +94,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
         let _ = std::fs::remove_file(&path);
     }
     daemon.stop.cancel();
-    let quiet = async {
-        let _ = server.await;
-        let _ = keeper.await;
-        let _ = space.await;
-        let _ = wiring.await;
-        let _ = collector.await;
-        daemon.undo.close();
-        daemon.undo.wait().await;
-    };
-    if timeout(daemon.config.deadlines.shutdown, quiet).await.is_err() {
-        tracing::warn!("not everything ended in time; the next daemon sweeps what is left");
-    }
+    settle(&daemon, server, [keeper, space, wiring, collector]).await;
     daemon.launcher.run_dirs.end();
     daemon.launcher.zygotes.end();
     let shared = daemon.clone();
@@ -175,6 +160,29 @@ fn lock(config: &Config) -> anyhow::Result<[File; 2]> {
         .and_then(|()| writeln!(file, "{}", std::process::id()))
         .with_context(|| format!("writing {}", path.display()))?;
     Ok([file, folder])
+}
+
+/// The socket of systemd, or one of this daemon's on `path`; and whether it is this daemon's.
+fn api_socket(path: &Path) -> anyhow::Result<(UnixListener, bool)> {
+    match activation::passed(path)? {
+        Some(passed) => Ok((UnixListener::from_std(passed).context("socket of systemd")?, false)),
+        None => Ok((listen(path)?, true)),
+    }
+}
+
+/// Waits until connections, tasks and roll-backs have ended, for as long as a shutdown may take.
+async fn settle<S>(daemon: &Daemon, server: JoinHandle<S>, tasks: [JoinHandle<()>; 4]) {
+    let quiet = async {
+        let _ = server.await;
+        for task in tasks {
+            let _ = task.await;
+        }
+        daemon.undo.close();
+        daemon.undo.wait().await;
+    };
+    if timeout(daemon.config.deadlines.shutdown, quiet).await.is_err() {
+        tracing::warn!("not everything ended in time; the next daemon sweeps what is left");
+    }
 }
 
 /// Listens on `path` with mode 0600. An existing socket is left over from an earlier daemon,

@@ -13,7 +13,7 @@ use std::path::Path;
 ///
 /// # Errors
 /// Several sockets were passed, or one that is no listening unix socket at `path`, or one that
-/// every user may connect to: whoever connects may do as this user.
+/// every user may connect to: a client may do what this user may.
 pub fn passed(path: &Path) -> anyhow::Result<Option<UnixListener>> {
     let mut passed = sd_notify::listen_fds().context("sockets of systemd (LISTEN_FDS)")?;
     let Some(descriptor) = passed.next() else { return Ok(None) };

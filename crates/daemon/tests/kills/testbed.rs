@@ -142,23 +142,24 @@ impl Testbed {
         if let Some(activation) = &self.activation {
             command = activation.activate(command)?;
         }
-        let daemon = command
-            .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .context("starting dayflyd")?;
+        let daemon =
+            command.stdout(Stdio::null()).stderr(log).spawn().context("starting dayflyd")?;
         let daemon = self.daemon.insert(daemon);
         // The client of the daemon before has a connection to that one.
         self.client = Client::new(self.folder.path().join("r/dayflyd.sock"));
         let begun = Instant::now();
-        while self.client.info().await.is_err() {
+        loop {
+            // A client of systemd's socket is answered only once a daemon takes it, if ever.
+            let answer = tokio::time::timeout(Duration::from_millis(50), self.client.info()).await;
+            if matches!(answer, Ok(Ok(_))) {
+                return Ok(());
+            }
             if let Some(status) = daemon.try_wait()? {
                 bail!("a daemon did not start: {status}");
             }
             ensure!(begun.elapsed() < WITHIN, "a daemon does not answer after {WITHIN:?}");
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
-        Ok(())
     }
 
     /// Waits until the daemon has ended.
