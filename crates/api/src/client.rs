@@ -24,7 +24,7 @@ use crate::types::{
     BakeRequest, CollectRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest,
     Footprint, ForkRequest, Forked, Image, ImageUpload, Info, Kernel, KernelUpload, Leak, List,
     RecordRequest, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest, StoreStats,
-    StoreUsage, VerifyRequest, Vm, VmDetails, VmExit,
+    StoreUsage, TtlRequest, VerifyRequest, Vm, VmDetails, VmExit,
 };
 use call::{query, segment};
 use dayfly_units::Name;
@@ -284,6 +284,16 @@ impl Client {
         self.json(Method::GET, format!("/v1/vms/{}/wait", segment(vm)), empty_body()).await
     }
 
+    /// Changes a VM's time to live: it ends after `ttl` from now on, or without a limit.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn set_ttl(&self, vm: &str, ttl: Option<Duration>) -> Result<Vm> {
+        let ttl_ms = ttl.map(|ttl| u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX));
+        let body = call::json_body(&TtlRequest { ttl_ms })?;
+        self.json(Method::PUT, format!("/v1/vms/{}/ttl", segment(vm)), body).await
+    }
+
     /// Makes a snapshot of a VM.
     ///
     /// # Errors
@@ -294,13 +304,14 @@ impl Client {
         Ok(ProgressStream::new(answer))
     }
 
-    /// Reads a VM's console output; with `follow`, until the VM ends.
+    /// Reads the output of the detached program of the `run` that created a VM; of a VM without
+    /// one, and with `console`, the console's. With `follow`, until its end.
     ///
     /// # Errors
     /// [`ClientError`].
-    pub async fn logs(&self, vm: &str, follow: bool) -> Result<ByteStream> {
-        let path = format!("/v1/vms/{}/logs?follow={follow}", segment(vm));
-        Ok(ByteStream::new(self.call(Method::GET, &path, empty_body()).await?))
+    pub async fn logs(&self, vm: &str, console: bool, follow: bool) -> Result<ByteStream> {
+        let path = format!("/v1/vms/{}/logs?follow={follow}&console={console}", segment(vm));
+        Ok(ByteStream::new(self.stream(&path).await?))
     }
 
     /// Reads a detached program's output; with `follow`, until no process can write to it any more.

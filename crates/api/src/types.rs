@@ -22,8 +22,8 @@ mod wire;
 
 pub use colours::{ColourHeld, ColourUse, Colours, Footprint, MAX_PICTURE_WIDTH};
 pub use create::{
-    BootSource, ConnectRequest, CreateManyRequest, CreateRequest, NetworkRequest, Publish,
-    RunRequest, Source,
+    BootSource, ConnectRequest, CreateManyRequest, CreateRequest, Lifetime, NetworkRequest,
+    Publish, RunRequest, Source, TtlRequest,
 };
 pub use daemon::{Info, Leak};
 pub use dayfly_units::{Counted, ImageConfig, MemoryKinds, Pages, StoreStats, Unreadable};

@@ -87,6 +87,8 @@ pub enum Command {
     Stop(signals::Stop),
     /// Kill VMs without a shutdown of the guest
     Kill(signals::Kill),
+    /// Change the time to live of VMs
+    Update(signals::Update),
     /// Wait until VMs have ended; prints how
     Wait(signals::Wait),
     /// Remove VMs
@@ -163,6 +165,7 @@ impl Command {
             Self::Kill(args) => args.run().await,
             Self::Stop(args) => args.run().await,
             Self::Wait(args) => args.run().await,
+            Self::Update(args) => args.run().await,
             Self::Rm(args) => args.run().await,
             Self::Snapshot(args) => args.run().await.map(|()| 0),
             Self::Snapshots(args) => args.run().await,

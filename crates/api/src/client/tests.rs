@@ -3,8 +3,8 @@
 use super::{Client, ClientError, ExecEvent, stream_body};
 use crate::agent::{ExecSpec, Exit, FrameKind, WindowSize, encode};
 use crate::types::{
-    ApiError, ConnectRequest, CreateRequest, ErrorCode, ImageConfig, ImageUpload, NetworkRequest,
-    Progress, RunReply, Source, Vm, VmState,
+    ApiError, ConnectRequest, CreateRequest, ErrorCode, ImageConfig, ImageUpload, Lifetime,
+    NetworkRequest, Progress, RunReply, Source, Vm, VmState,
 };
 use bytes::Bytes;
 use std::collections::BTreeMap;
@@ -83,6 +83,9 @@ fn vm() -> Vm {
         created_unix_ms: 1,
         ready_us: Some(5),
         ephemeral: true,
+        auto_remove: false,
+        ends_unix_ms: None,
+        program: None,
         network: None,
         labels: BTreeMap::new(),
         paused_for: None,
@@ -300,6 +303,7 @@ async fn a_port_is_asked_for_and_its_bytes_are_whole() {
             name: None,
             labels: BTreeMap::new(),
             forks: 0,
+            lifetime: Lifetime::UNLIMITED,
             network: NetworkRequest::default(),
         },
         port: 5000,

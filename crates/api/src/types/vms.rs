@@ -1,6 +1,6 @@
 //! VMs, and requests to an existing VM.
 
-use super::create::Publish;
+use super::create::{Lifetime, Publish};
 use super::error::ApiError;
 use super::wire::wire;
 use crate::agent::Stat;
@@ -65,6 +65,8 @@ wire! {
         Panic,
         /// A client asked for `kill`.
         Killed,
+        /// Its time to live was over.
+        Ttl,
         /// The VMM failed and reported the cause.
         Failed,
         /// The kernel killed the VMM because the host, or its group, was out of memory.
@@ -123,6 +125,16 @@ wire! {
         pub ready_us: Option<u64>,
         /// Whether the VM is removed when the connection of the `run` that created it ends.
         pub ephemeral: bool,
+        /// Whether the daemon removes the VM when it has ended.
+        #[serde(default)]
+        pub auto_remove: bool,
+        /// When the daemon ends the VM, by the host's clock at the time of the request; `None`: no
+        /// limit.
+        #[serde(default)]
+        pub ends_unix_ms: Option<u64>,
+        /// Process id in the guest of the detached program of the `run` that created the VM.
+        #[serde(default)]
+        pub program: Option<u32>,
         /// The VM's network attachment; `None` without a network.
         #[serde(default)]
         pub network: Option<VmNetwork>,
@@ -195,6 +207,10 @@ wire! {
         /// counts until it is removed.
         #[serde(default)]
         pub forks: u32,
+        /// When each clone ends, and what is left of it. The VM's own time to live is not
+        /// inherited.
+        #[serde(default)]
+        pub lifetime: Lifetime,
         /// Name of a snapshot to make of that instant, which must be free. The snapshot can be
         /// cloned at once, and is stored meanwhile.
         #[serde(default)]

@@ -92,7 +92,7 @@ async fn job(testbed: &Testbed, name: &Name, expected: &str) -> Result<[u64; 3]>
 }
 
 async fn console_to_its_end(testbed: &Testbed, id: VmId) -> Result<String> {
-    let mut console = testbed.client.logs(&id.to_string(), true).await?;
+    let mut console = testbed.client.logs(&id.to_string(), true, true).await?;
     let mut said = Vec::new();
     while let Some(piece) = console.next().await? {
         said.extend_from_slice(&piece);

@@ -25,15 +25,19 @@ pub struct Args {
     raw: bool,
     /// The VM, by id or name
     vm: String,
-    /// A detached program, by the number that dayfly exec -d printed [default: the console]
+    /// A detached program, by the number that dayfly exec -d printed [default: the program of
+    /// dayfly run -d, or else the console]
     program: Option<u32>,
+    /// Show the console of a VM of dayfly run -d
+    #[arg(long, conflicts_with = "program")]
+    console: bool,
 }
 
 impl Args {
     pub async fn run(self) -> Result<()> {
         let client = connect::client().await?;
         let log = match self.program {
-            None => client.logs(&self.vm, self.follow).await?,
+            None => client.logs(&self.vm, self.console, self.follow).await?,
             Some(program) => client.program_log(&self.vm, program, self.follow).await?,
         };
         let mut out = Stranger::new(std::io::stdout(), self.raw);

@@ -88,6 +88,7 @@ fn state(vm: &Vm) -> String {
         ExitKind::Reboot => "rebooted",
         ExitKind::Panic => "panicked",
         ExitKind::Killed => "killed",
+        ExitKind::Ttl => "ttl",
         ExitKind::Failed => "failed",
         ExitKind::Memory => "out of memory",
         ExitKind::Lost => "lost",

@@ -1,6 +1,6 @@
-//! `dayfly pause`, `unpause`, `stop`, `kill`, `wait`: one operation on several VMs.
+//! `dayfly pause`, `unpause`, `stop`, `kill`, `wait`, `update`: one operation on several VMs.
 
-use super::options::duration_or_zero;
+use super::options::{duration, duration_or_zero};
 use crate::output::{Format, FormatArgs};
 use crate::{connect, failure, output};
 use anyhow::Result;
@@ -46,6 +46,24 @@ pub struct Stop {
     vms: Vec<String>,
 }
 
+/// Arguments of `dayfly update`.
+#[derive(Debug, clap::Args)]
+pub struct Update {
+    /// End the VMs after this time from now on, such as 90s, 10m, 8h or 7d; none: no limit
+    #[arg(long, value_name = "TIME|none", value_parser = ttl)]
+    ttl: Ttl,
+    /// VMs, by id or name
+    #[arg(required = true)]
+    vms: Vec<String>,
+}
+
+/// A time to live; `None`: no limit.
+type Ttl = Option<Duration>;
+
+fn ttl(text: &str) -> Result<Ttl, String> {
+    if text == "none" { Ok(None) } else { duration(text).map(Some) }
+}
+
 /// Arguments of `dayfly wait`.
 #[derive(Debug, clap::Args)]
 pub struct Wait {
@@ -60,6 +78,13 @@ pub struct Wait {
 impl Stop {
     pub async fn run(self) -> Result<u8> {
         each(&self.vms, async |client, vm| client.stop(vm, self.time).await).await
+    }
+}
+
+impl Update {
+    pub async fn run(self) -> Result<u8> {
+        let ttl = self.ttl;
+        each(&self.vms, async |client, vm| client.set_ttl(vm, ttl).await.map(drop)).await
     }
 }
 

@@ -9,7 +9,7 @@ use crate::ops::create::{self, Next, Order, VmGuard};
 use crate::ops::exec::{PROGRAM, Program, explain, start};
 use crate::ops::inspect;
 use crate::ops::liveness::Liveness;
-use crate::vm::Vm;
+use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, LinkError, read_frame, write_frame};
 use crate::vmm::pool::Lasting;
 use bytes::BytesMut;
@@ -115,7 +115,8 @@ pub async fn exec(daemon: Arc<Daemon>, vm: Arc<Vm>, client: Client) {
                 Ok(spec) => {
                     let within = daemon.config.deadlines.agent;
                     let liveness = Liveness::new(&vm, spec.liveness_ms, within);
-                    let run = Run { program: Program::New(spec), liveness, last: false };
+                    let program = Program::New(spec);
+                    let run = Run { program, liveness, last: false, recorded: false };
                     serve(&daemon, &vm, run, None, &mut caller).await
                 }
                 Err(error) => caller.fail(error).await,
@@ -139,6 +140,7 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
                 Ok(request) => request,
                 Err(error) => return caller.fail(error).await,
             };
+            let detached = request.exec.detach;
             let next = Some(Request::Exec(Box::new(request.exec.clone())));
             let order = Order {
                 ephemeral: !request.keep,
@@ -163,7 +165,8 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
             } else {
                 guard = Some(born);
             }
-            let run = Run { program, liveness, last: !request.keep };
+            let recorded = request.keep && detached;
+            let run = Run { program, liveness, last: !request.keep, recorded };
             serve(&daemon, &vm, run, lasting, &mut caller).await;
         } => {}
         () = stop.cancelled() => {}
@@ -177,18 +180,20 @@ struct Run<'a> {
     liveness: Liveness<'a>,
     /// Whether the VM is removed after the program.
     last: bool,
+    /// Whether the VM's record names the program, which outlives the client.
+    recorded: bool,
 }
 
 /// Runs one program for the client. `lasting` is dropped with the program's first output or its
 /// end.
 async fn serve(
     daemon: &Daemon,
-    vm: &Vm,
+    vm: &Arc<Vm>,
     run: Run<'_>,
     lasting: Option<Lasting>,
     caller: &mut Caller,
 ) {
-    let Run { program, liveness, last } = run;
+    let Run { program, liveness, last, recorded } = run;
     let started = match caller.while_there(start(daemon, vm, program)).await {
         Ok(started) => started,
         Err(Gone) => return,
@@ -197,6 +202,10 @@ async fn serve(
         Ok(started) => started,
         Err(error) => return caller.fail(error).await,
     };
+    if recorded {
+        vm.update(|live| live.program = Some(pid));
+        record::note(&daemon.registry, vm).await;
+    }
     let reply = RunReply::Started { vm: Box::new(vm.shown()), pid };
     if caller.reply(&reply).await.is_err() {
         return;

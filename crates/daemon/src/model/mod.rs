@@ -1,5 +1,6 @@
 //! A VM as plain data, and the decisions about it that need no I/O.
 
+pub mod deadline;
 pub mod disk;
 pub mod exit;
 pub mod facts;

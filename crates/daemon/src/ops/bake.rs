@@ -18,7 +18,7 @@ use crate::ops::recording::record;
 use crate::ops::{admit, exec, immutable, save};
 use crate::vmm::source::{Purpose, Template};
 use dayfly_api::agent::Exit;
-use dayfly_api::types::{BakeRequest, BootSource, ErrorCode, Snapshot, Source};
+use dayfly_api::types::{BakeRequest, BootSource, ErrorCode, Lifetime, Snapshot, Source};
 use dayfly_units::{Bytes, failpoint};
 use dayfly_vmm::config::{MAX_NETS, Shape};
 use std::sync::Arc;
@@ -51,6 +51,7 @@ pub async fn bake(
         name: None,
         labels: [(LABEL.to_owned(), name.to_string())].into(),
         forks: 0,
+        lifetime: Lifetime::UNLIMITED,
         ephemeral: true,
         purpose: Purpose::User,
         network: None,

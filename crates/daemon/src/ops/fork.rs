@@ -22,7 +22,7 @@ use crate::model::state::Event;
 use crate::ops::create::{Order, Origin, VmGuard, create};
 use crate::ops::save::{allowed, answered, arrived, end_precopy, freeze_disks, precopy};
 use crate::ops::section::section;
-use crate::ops::{admit, flatten, immutable, pending, publish};
+use crate::ops::{admit, expiry, flatten, immutable, pending, publish};
 use crate::templates::fork_point::{ForkPoint, ForkPointDisk};
 use crate::templates::memory_backing::{MemoryBacking, Ram};
 use crate::templates::shared::Shared;
@@ -95,7 +95,8 @@ async fn forked(
     asked: Asked,
     by_guest: bool,
 ) -> Outcome<Forked> {
-    let ForkRequest { count, name, labels, forks, template } = request;
+    let ForkRequest { count, name, labels, forks, lifetime, template } = request;
+    expiry::check(lifetime)?;
     let least = u32::from(template.is_none());
     if !(least..=MOST).contains(&count) {
         return Err(ApiError::invalid(format_args!(
@@ -133,6 +134,7 @@ async fn forked(
         name,
         labels,
         forks,
+        lifetime,
         ephemeral: false,
         purpose: Purpose::User,
         network: None,

@@ -7,6 +7,7 @@ pub mod bake;
 pub mod colours;
 pub mod create;
 pub mod exec;
+pub mod expiry;
 pub mod flatten;
 pub mod footprint;
 pub mod fork;

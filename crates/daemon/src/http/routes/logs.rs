@@ -30,9 +30,13 @@ pub struct LogParams {
     /// Follow the output until the VM ends, or until no process can write to it any more.
     #[serde(default)]
     follow: bool,
-    /// The output of the detached program with this process id in the guest, instead of the
-    /// console. The guest's agent keeps the newest 256 KiB of each of 32 programs.
+    /// The output of the detached program with this process id in the guest. The guest's agent
+    /// keeps the newest 256 KiB of each of 32 programs. Without it: the program of the `run` that
+    /// created the VM, if that is detached, or else the console.
     program: Option<u32>,
+    /// The console, also of a VM with such a program.
+    #[serde(default)]
+    console: bool,
 }
 
 /// Reads a guest's console: the newest output, at least 2 MiB if there was as much. Or reads the
@@ -50,11 +54,15 @@ pub struct LogParams {
 pub async fn logs(
     State(daemon): Shared,
     Word(word): Word,
-    Params(LogParams { follow, program }): Params<LogParams>,
+    Params(LogParams { follow, program, console: of_console }): Params<LogParams>,
     headers: HeaderMap,
 ) -> Outcome<Response> {
     let vm = daemon.registry.find(&word)?;
-    match program {
+    if of_console && program.is_some() {
+        return Err(ApiError::invalid("console, program: expected at most one of them"));
+    }
+    let own = || vm.live().program.filter(|_| !of_console);
+    match program.or_else(own) {
         None => Ok(([(header::CONTENT_TYPE, TEXT)], console(vm, follow).await?).into_response()),
         Some(pid) => of_program(&daemon, vm, pid, follow, &headers).await,
     }

@@ -71,6 +71,7 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(vms::kill))
         .routes(routes!(ends::stop))
         .routes(routes!(ends::wait))
+        .routes(routes!(ends::set_ttl))
         .routes(routes!(vms::snapshot))
         .routes(routes!(vms::fork))
         .routes(routes!(logs::logs))

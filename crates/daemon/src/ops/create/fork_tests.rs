@@ -12,7 +12,9 @@ use crate::vm::Vm;
 use crate::vm::registry::Children;
 use crate::vmm::agent_link;
 use dayfly_api::agent::{FrameKind, HostReply, HostRequest};
-use dayfly_api::types::{ErrorCode, ForkRequest, Forked, SnapshotRequest, Source, VmState};
+use dayfly_api::types::{
+    ErrorCode, ForkRequest, Forked, Lifetime, SnapshotRequest, Source, VmState,
+};
 use dayfly_pager::wire::Settings;
 use dayfly_units::{Name, VmName};
 use dayfly_vmm::arch::layout;
@@ -30,8 +32,14 @@ pub(super) fn generations(left: &str, looks_at: &str) -> String {
     )
 }
 
-const ASKED: ForkRequest =
-    ForkRequest { count: 1, name: None, labels: BTreeMap::new(), forks: 0, template: None };
+const ASKED: ForkRequest = ForkRequest {
+    count: 1,
+    name: None,
+    labels: BTreeMap::new(),
+    forks: 0,
+    lifetime: Lifetime::UNLIMITED,
+    template: None,
+};
 
 pub(super) async fn forked(room: &Room, vm: &Arc<Vm>, count: u32) -> (Vec<Arc<Vm>>, Forked) {
     let request = ForkRequest { count, ..ASKED };
@@ -287,6 +295,7 @@ fn order_of(template: &str) -> Order {
         name: None,
         labels: BTreeMap::new(),
         forks: 0,
+        lifetime: Lifetime::UNLIMITED,
         network: dayfly_api::types::NetworkRequest::default(),
     })
 }

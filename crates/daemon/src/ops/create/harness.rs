@@ -12,7 +12,7 @@ use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::{Pager, Pagers};
 use crate::vmm::launch::Fds;
 use crate::vmm::source::Purpose;
-use dayfly_api::types::Source;
+use dayfly_api::types::{Lifetime, Source};
 use dayfly_pager::wire::Settings;
 use dayfly_store::{
     DiskSpec, Image, ImageConfig, ImageSpec, Kernel, KernelSpec, PagedSpec, SnapshotSpec, Store,
@@ -104,6 +104,7 @@ impl Room {
             name: Some(name.clone()),
             labels: BTreeMap::new(),
             forks: 0,
+            lifetime: Lifetime::UNLIMITED,
             ephemeral: false,
             purpose: Purpose::User,
             network: None,
