@@ -10,21 +10,23 @@
 mod call;
 mod error;
 mod exec;
+mod outputs;
 mod port;
 mod stream;
 
 pub use call::{Body, Client, empty_body, stream_body};
 pub use error::ClientError;
 pub use exec::{Exec, ExecEvent, ExecInput, ExecOutput, Finished};
+pub use outputs::{EventQuery, LogOptions};
 pub use port::Connection;
-pub use stream::{ByteStream, MAX_LINE_BYTES, ProgressStream};
+pub use stream::{ByteStream, EventStream, MAX_LINE_BYTES, ProgressStream};
 
 use crate::agent::ExecSpec;
 use crate::types::{
     BakeRequest, CollectRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest,
-    Footprint, ForkRequest, Forked, Image, ImageUpload, Info, Kernel, KernelUpload, Leak, List,
-    RecordRequest, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest, StoreStats,
-    StoreUsage, VerifyRequest, Vm, VmDetails, VmExit,
+    ExecResult, Footprint, ForkRequest, Forked, Image, ImageUpload, Info, Kernel, KernelUpload,
+    Leak, List, RecordRequest, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest,
+    StoreStats, StoreUsage, TtlRequest, VerifyRequest, Vm, VmDetails, VmExit,
 };
 use call::{query, segment};
 use dayfly_units::Name;
@@ -284,6 +286,16 @@ impl Client {
         self.json(Method::GET, format!("/v1/vms/{}/wait", segment(vm)), empty_body()).await
     }
 
+    /// Changes a VM's time to live: it ends after `ttl` from now on, or without a limit.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn set_ttl(&self, vm: &str, ttl: Option<Duration>) -> Result<Vm> {
+        let ttl_ms = ttl.map(|ttl| u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX));
+        let body = call::json_body(&TtlRequest { ttl_ms })?;
+        self.json(Method::PUT, format!("/v1/vms/{}/ttl", segment(vm)), body).await
+    }
+
     /// Makes a snapshot of a VM.
     ///
     /// # Errors
@@ -292,24 +304,6 @@ impl Client {
         let path = format!("/v1/vms/{}/snapshot", segment(vm));
         let answer = self.call(Method::POST, &path, call::json_body(request)?).await?;
         Ok(ProgressStream::new(answer))
-    }
-
-    /// Reads a VM's console output; with `follow`, until the VM ends.
-    ///
-    /// # Errors
-    /// [`ClientError`].
-    pub async fn logs(&self, vm: &str, follow: bool) -> Result<ByteStream> {
-        let path = format!("/v1/vms/{}/logs?follow={follow}", segment(vm));
-        Ok(ByteStream::new(self.call(Method::GET, &path, empty_body()).await?))
-    }
-
-    /// Reads a detached program's output; with `follow`, until no process can write to it any more.
-    ///
-    /// # Errors
-    /// [`ClientError`].
-    pub async fn program_log(&self, vm: &str, program: u32, follow: bool) -> Result<ByteStream> {
-        let path = format!("/v1/vms/{}/logs?follow={follow}&program={program}", segment(vm));
-        Ok(ByteStream::new(self.stream(&path).await?))
     }
 
     /// Reads a file or folder of a VM as a tar archive. The first entry is that file or folder.
@@ -337,6 +331,21 @@ impl Client {
     /// program.
     pub async fn exec(&self, vm: &str, spec: &ExecSpec) -> Result<Exec> {
         self.upgrade(&format!("/v1/vms/{}/exec", segment(vm)), spec).await
+    }
+
+    /// Runs a program in a VM to its end, and returns the first `max_output_bytes` of what it wrote
+    /// to each of its two streams.
+    ///
+    /// # Errors
+    /// As for [`Client::exec`].
+    pub async fn exec_to_end(
+        &self,
+        vm: &str,
+        spec: &ExecSpec,
+        max_output_bytes: usize,
+    ) -> Result<ExecResult> {
+        let path = format!("/v1/vms/{}/exec?max_output_bytes={max_output_bytes}", segment(vm));
+        self.json(Method::POST, path, call::json_body(spec)?).await
     }
 
     /// Clones (or boots) a VM and runs a program in it. The VM ends with the connection, unless

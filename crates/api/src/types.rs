@@ -13,6 +13,7 @@ mod colours;
 mod create;
 mod daemon;
 mod error;
+mod events;
 mod images;
 mod recording;
 mod snapshots;
@@ -22,12 +23,13 @@ mod wire;
 
 pub use colours::{ColourHeld, ColourUse, Colours, Footprint, MAX_PICTURE_WIDTH};
 pub use create::{
-    BootSource, ConnectRequest, CreateManyRequest, CreateRequest, NetworkRequest, Publish,
-    RunRequest, Source,
+    BootSource, ConnectRequest, CreateManyRequest, CreateRequest, Lifetime, NetworkRequest,
+    Publish, RunRequest, Source, TtlRequest,
 };
 pub use daemon::{Info, Leak};
 pub use dayfly_units::{Counted, ImageConfig, MemoryKinds, Pages, StoreStats, Unreadable};
 pub use error::{ApiError, ErrorCode};
+pub use events::{Event, EventKind};
 pub use images::{Image, ImageUpload, Kernel, KernelUpload};
 pub use recording::{ColourTouched, MAX_TOUCHES, RecordRequest, Recording};
 pub use snapshots::{BakeRequest, Progress, Resident, Snapshot, SnapshotRequest};
@@ -36,8 +38,8 @@ pub use store::{
     Verified, VerifyRequest,
 };
 pub use vms::{
-    ExitKind, ForkRequest, Forked, GuestStat, PauseReason, RemoveManyRequest, RunReply, Vm,
-    VmDetails, VmExit, VmNetwork, VmState,
+    ExecResult, ExitKind, ForkRequest, Forked, GuestStat, PauseReason, RemoveManyRequest, RunReply,
+    Vm, VmDetails, VmExit, VmNetwork, VmState,
 };
 
 /// The answer to a request for a list.

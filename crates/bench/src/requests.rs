@@ -3,7 +3,8 @@
 use anyhow::{Context, Result, bail};
 use dayfly_api::client::{ClientError, ProgressStream};
 use dayfly_api::types::{
-    CreateManyRequest, CreateRequest, ErrorCode, NetworkRequest, Progress, Snapshot, Source,
+    CreateManyRequest, CreateRequest, ErrorCode, Lifetime, NetworkRequest, Progress, Snapshot,
+    Source,
 };
 use dayfly_units::Name;
 use dayfly_vmm::timeline::now_us;
@@ -16,7 +17,7 @@ pub const MAX_OUTPUT: usize = 1 << 20;
 pub fn create(source: Source, labels: &[&str]) -> CreateRequest {
     let labels = labels.iter().map(|label| ((*label).to_owned(), String::new())).collect();
     let network = NetworkRequest::default();
-    CreateRequest { source, name: None, labels, forks: 0, network }
+    CreateRequest { source, name: None, labels, forks: 0, network, lifetime: Lifetime::UNLIMITED }
 }
 
 /// Many clones, as [`create`].
@@ -24,7 +25,8 @@ pub fn create_many(snapshot: &Name, count: usize, labels: &[&str]) -> CreateMany
     let CreateRequest { source, labels, network, .. } =
         create(Source::Snapshot(snapshot.clone()), labels);
     // The daemon refuses more than 4096.
-    CreateManyRequest { source, count: u32::try_from(count).unwrap_or(u32::MAX), labels, network }
+    let (count, lifetime) = (u32::try_from(count).unwrap_or(u32::MAX), Lifetime::UNLIMITED);
+    CreateManyRequest { source, count, labels, network, lifetime }
 }
 
 /// A snapshot that was made.

@@ -6,6 +6,7 @@ mod connect;
 mod cp;
 mod create;
 mod doctor;
+mod events;
 mod exec;
 mod fork;
 mod image;
@@ -15,8 +16,12 @@ mod logs;
 mod machine;
 mod network;
 mod options;
+mod port;
+mod program;
 mod ps;
+mod ps_cells;
 mod ps_filter;
+mod ps_format;
 mod record;
 mod rm;
 mod run;
@@ -70,10 +75,17 @@ pub enum Command {
     Fork(fork::Args),
     /// Run a program in a running VM
     Exec(exec::Args),
+    /// List, wait for, signal, attach to and forget the detached programs of a VM
+    #[command(subcommand)]
+    Program(program::Command),
     /// Connect to a vsock port of a running VM
     Connect(connect::Args),
     /// List VMs
     Ps(ps::Args),
+    /// Show what happens to VMs
+    Events(events::Args),
+    /// List the published ports of a VM
+    Port(port::Args),
     /// Show the memory use of VMs; for one VM, by colour
     Stats(stats::Args),
     /// Show a VM's console, or the output of a detached program in the VM
@@ -88,6 +100,8 @@ pub enum Command {
     Stop(signals::Stop),
     /// Kill VMs without a shutdown of the guest
     Kill(signals::Kill),
+    /// Change the time to live of VMs
+    Update(signals::Update),
     /// Wait until VMs have ended; prints how
     Wait(signals::Wait),
     /// Remove VMs
@@ -170,8 +184,11 @@ impl Command {
             Self::Create(args) => args.run().await.map(|()| 0),
             Self::Fork(args) => args.run().await.map(|()| 0),
             Self::Exec(args) => args.run().await,
+            Self::Program(command) => command.run().await,
             Self::Connect(args) => args.run().await.map(|()| 0),
             Self::Ps(args) => args.run().await.map(|()| 0),
+            Self::Events(args) => args.run().await.map(|()| 0),
+            Self::Port(args) => args.run().await,
             Self::Stats(args) => args.run().await.map(|()| 0),
             Self::Logs(args) => args.run().await.map(|()| 0),
             Self::Cp(args) => args.run().await.map(|()| 0),
@@ -180,6 +197,7 @@ impl Command {
             Self::Kill(args) => args.run().await,
             Self::Stop(args) => args.run().await,
             Self::Wait(args) => args.run().await,
+            Self::Update(args) => args.run().await,
             Self::Rm(args) => args.run().await,
             Self::Snapshot(args) => args.run().await.map(|()| 0),
             Self::Snapshots(args) => args.run().await,

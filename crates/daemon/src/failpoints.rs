@@ -40,6 +40,8 @@ pub const FAILPOINTS: &[&str] = &[
     "daemon.publish.prepared",
     "daemon.publish.committed",
     "daemon.publish.pinned",
+    "daemon.expire.due",
+    "daemon.expire.recorded",
     "daemon.power.switched",
     "daemon.power.recorded",
     "daemon.remove.asked",

@@ -68,6 +68,7 @@ pub(crate) fn facts() -> Facts {
         created_unix_ms: 0,
         config: Default::default(),
         ephemeral: false,
+        auto_remove: false,
         labels: Default::default(),
     }
 }

@@ -46,6 +46,30 @@ wire! {
         /// The VM's network access.
         #[serde(default)]
         pub network: NetworkRequest,
+        /// When the VM ends, and what is left of it.
+        #[serde(default)]
+        pub lifetime: Lifetime,
+    }
+
+    /// When a VM ends, and what is left of it. Without fields, it runs until it is stopped or
+    /// killed, and stays listed until it is removed.
+    #[derive(Copy, Default)]
+    pub struct Lifetime {
+        /// Time to live in milliseconds, 1 to 31,536,000,000 (365 days), from the answer to the
+        /// request on. Then the daemon kills the VM, whose exit reason is `ttl`. Pauses count.
+        #[serde(default)]
+        pub ttl_ms: Option<u64>,
+        /// Whether the daemon removes the VM when it has ended, for whatever reason.
+        #[serde(default)]
+        pub auto_remove: bool,
+    }
+
+    /// Changes the time to live of a VM: `PUT /v1/vms/{vm}/ttl`.
+    #[derive(Copy)]
+    pub struct TtlRequest {
+        /// Time to live in milliseconds from now on, as in [`Lifetime`]; `null`: no limit.
+        #[serde(deserialize_with = "serde::Deserialize::deserialize")]
+        pub ttl_ms: Option<u64>,
     }
 
     /// A VM's network access. Clones that a fork makes of the VM have the same access, but no
@@ -101,6 +125,9 @@ wire! {
         /// Network access of each VM, without published ports.
         #[serde(default)]
         pub network: NetworkRequest,
+        /// When each VM ends, and what is left of it.
+        #[serde(default)]
+        pub lifetime: Lifetime,
     }
 
     /// Clones (or boots) a VM, runs a program and removes the VM, all over one connection.
@@ -108,7 +135,8 @@ wire! {
     /// The request is `POST /v1/run` with `Upgrade: dayfly-exec`. After the `101` the client sends
     /// this value as a `Request` frame. The daemon answers with a [`RunReply`] in a `Reply` frame;
     /// the connection then continues as an exec ([`crate::agent`]). The VM ends with the
-    /// connection, unless `keep` is set.
+    /// connection, unless `keep` is set. With `keep` and a detached program (`exec.detach`), the
+    /// client may go once it has the reply; [`super::Vm::program`] then names the program.
     pub struct RunRequest {
         /// The VM to create.
         pub create: CreateRequest,
@@ -137,4 +165,9 @@ wire! {
         /// Whether the VM stays after the connection ends.
         pub keep: bool,
     }
+}
+
+impl Lifetime {
+    /// No time limit, and the VM stays listed when it has ended.
+    pub const UNLIMITED: Self = Self { ttl_ms: None, auto_remove: false };
 }

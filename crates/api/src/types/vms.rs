@@ -1,6 +1,6 @@
 //! VMs, and requests to an existing VM.
 
-use super::create::Publish;
+use super::create::{Lifetime, Publish};
 use super::error::ApiError;
 use super::wire::wire;
 use crate::agent::Stat;
@@ -65,6 +65,8 @@ wire! {
         Panic,
         /// A client asked for `kill`.
         Killed,
+        /// Its time to live was over.
+        Ttl,
         /// The VMM failed and reported the cause.
         Failed,
         /// The kernel killed the VMM because the host, or its group, was out of memory.
@@ -123,6 +125,17 @@ wire! {
         pub ready_us: Option<u64>,
         /// Whether the VM is removed when the connection of the `run` that created it ends.
         pub ephemeral: bool,
+        /// Whether the daemon removes the VM when it has ended.
+        #[serde(default)]
+        pub auto_remove: bool,
+        /// When the daemon ends the VM, by the host's clock at the time of the request; `None`: no
+        /// limit.
+        #[serde(default)]
+        pub ends_unix_ms: Option<u64>,
+        /// Id of the detached program of the `run` that created the VM; its process id if the
+        /// guest's agent gives no ids.
+        #[serde(default)]
+        pub program: Option<String>,
         /// The VM's network attachment; `None` without a network.
         #[serde(default)]
         pub network: Option<VmNetwork>,
@@ -174,9 +187,34 @@ wire! {
             vm: Box<Vm>,
             /// The program's process id in the guest.
             pid: u32,
+            /// The program's id, if it is detached and the guest's agent gives ids.
+            #[serde(default, skip_serializing_if = "Option::is_none")]
+            id: Option<String>,
         },
         /// The program did not start, or the VM ended before the program did; the connection ends.
         Failed(ApiError),
+    }
+
+    /// The answer to an exec without an upgrade: what a program wrote, and how it ended.
+    #[derive(Default)]
+    pub struct ExecResult {
+        /// The beginning of its standard output; bytes that are not UTF-8 became U+FFFD.
+        pub stdout: String,
+        /// The beginning of its standard error, likewise.
+        pub stderr: String,
+        /// Whether `stdout` lacks the rest.
+        pub stdout_truncated: bool,
+        /// Whether `stderr` lacks the rest.
+        pub stderr_truncated: bool,
+        /// The exit code, unless a signal ended the program or it is detached.
+        pub exit_code: Option<i32>,
+        /// The signal that ended the program.
+        pub signal: Option<i32>,
+        /// Whether `timeout_ms` ran out.
+        pub timed_out: bool,
+        /// The id of a program that is detached; its process id if the agent gives no ids.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub program: Option<String>,
     }
 
     /// Starts clones of a running VM, with its memory and its disks as they are at one instant:
@@ -195,6 +233,10 @@ wire! {
         /// counts until it is removed.
         #[serde(default)]
         pub forks: u32,
+        /// When each clone ends, and what is left of it. The VM's own time to live is not
+        /// inherited.
+        #[serde(default)]
+        pub lifetime: Lifetime,
         /// Name of a snapshot to make of that instant, which must be free. The snapshot can be
         /// cloned at once, and is stored meanwhile.
         #[serde(default)]

@@ -9,7 +9,7 @@
 
 use crate::prelude::*;
 use crate::testbed::{Floor, Guest, Linked, Testbed, host::MIB};
-use dayfly_api::types::{ForkRequest, Forked};
+use dayfly_api::types::{ForkRequest, Forked, Lifetime};
 use dayfly_vmm::arch::layout;
 use rustix::fs::MemfdFlags;
 use std::collections::BTreeMap;
@@ -90,8 +90,14 @@ fn cases(full: bool) -> Vec<Case> {
 
 /// Clones of `parent`; and the microseconds until the daemon answered.
 async fn fork(testbed: &Testbed, parent: VmId, count: u32) -> Result<(Forked, u64)> {
-    let request =
-        ForkRequest { count, name: None, labels: BTreeMap::new(), forks: 0, template: None };
+    let request = ForkRequest {
+        count,
+        name: None,
+        labels: BTreeMap::new(),
+        forks: 0,
+        lifetime: Lifetime::UNLIMITED,
+        template: None,
+    };
     let begun = Instant::now();
     let forked = testbed.client.fork(&parent.to_string(), &request).await?;
     Ok((forked, u64::try_from(begun.elapsed().as_micros())?))

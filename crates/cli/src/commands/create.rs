@@ -1,7 +1,7 @@
 //! `dayfly create`: creates a VM that stays.
 
 use super::network::NetworkArgs;
-use super::options::label;
+use super::options::{LifetimeArgs, label};
 use crate::image_source::snapshot_for;
 use crate::progress::Steps;
 use crate::{artefacts, connect, output};
@@ -27,6 +27,8 @@ pub struct Args {
     /// has ended counts until it is removed
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "count")]
     forks: u32,
+    #[command(flatten)]
+    lifetime: LifetimeArgs,
     #[command(flatten)]
     network: NetworkArgs,
     /// Boot this image cold instead of cloning a snapshot
@@ -61,8 +63,8 @@ async fn make(
         return client.create(request).await.map(|vm| vec![vm]);
     }
     steps.begin(format!("making {count} VMs"));
-    let CreateRequest { source, labels, network, .. } = request.clone();
-    client.create_many(&CreateManyRequest { source, count, labels, network }).await
+    let CreateRequest { source, labels, network, lifetime, .. } = request.clone();
+    client.create_many(&CreateManyRequest { source, count, labels, network, lifetime }).await
 }
 
 impl Args {
@@ -86,6 +88,7 @@ impl Args {
             labels: self.label.into_iter().collect(),
             forks: self.forks,
             network: self.network.request(),
+            lifetime: self.lifetime.request(),
         };
         let mut made = make(&client, &request, self.count, &steps).await;
         if let (Err(refused), Source::Snapshot(name)) = (&made, &request.source)

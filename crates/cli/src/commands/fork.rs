@@ -1,6 +1,6 @@
 //! `dayfly fork`: clones a running VM.
 
-use super::options::label;
+use super::options::{LifetimeArgs, label};
 use crate::progress::Steps;
 use crate::{connect, output};
 use anyhow::Result;
@@ -28,6 +28,8 @@ pub struct Args {
     /// that has ended counts until it is removed
     #[arg(long, value_name = "N", default_value_t = 0)]
     forks: u32,
+    #[command(flatten)]
+    lifetime: LifetimeArgs,
     /// The VM, by id or name; it keeps running
     vm: String,
 }
@@ -40,7 +42,8 @@ impl Args {
         let labels = self.label.into_iter().collect();
         let count = self.count.unwrap_or(u32::from(self.template.is_none() || self.name.is_some()));
         let template = self.template.clone();
-        let request = ForkRequest { count, name: self.name, labels, forks: self.forks, template };
+        let (name, forks, lifetime) = (self.name, self.forks, self.lifetime.request());
+        let request = ForkRequest { count, name, labels, forks, lifetime, template };
         let forked = client.fork(&self.vm, &request).await?;
         let (ms, part) = (forked.paused_us / 1000, forked.paused_us % 1000 / 100);
         steps.begin(format!("{} stood still for {ms}.{part} ms", self.vm));

@@ -2,9 +2,10 @@
 
 use clap::Args;
 use dayfly_api::agent::{ExecSpec, WindowSize};
+use dayfly_api::types::Lifetime;
 use dayfly_units::{Bytes, Name};
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Size of a program's terminal if this process has no terminal.
 const DEFAULT_SIZE: WindowSize = WindowSize { rows: 24, cols: 80 };
@@ -24,6 +25,26 @@ pub struct Shape {
     /// Run this init of the image instead of dayfly's own
     #[arg(long, value_name = "PATH")]
     pub init: Option<String>,
+}
+
+/// When a VM ends, and what is left of it.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct LifetimeArgs {
+    /// End the VM after this time, such as 90s, 10m, 8h or 7d; its exit reason is ttl
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub ttl: Option<Duration>,
+    /// Remove the VM when it has ended
+    #[arg(long)]
+    pub rm: bool,
+}
+
+impl LifetimeArgs {
+    /// The request of the options.
+    #[must_use]
+    pub fn request(self) -> Lifetime {
+        let ttl_ms = self.ttl.map(|ttl| u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX));
+        Lifetime { ttl_ms, auto_remove: self.rm }
+    }
 }
 
 /// Options for running a program.
@@ -113,19 +134,35 @@ fn environment(
         .collect()
 }
 
-/// Parses `500ms`, `30s`, `5m`, `1h`, or a number of seconds.
-fn duration(text: &str) -> Result<Duration, String> {
+/// Parses `500ms`, `30s`, `5m`, `1h`, `7d`, or a number of seconds.
+pub fn duration(text: &str) -> Result<Duration, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let bad = || format!("{text:?}: expected a whole number and ms, s, m or h, such as 30s");
+    let bad = || format!("{text:?}: expected a whole number and ms, s, m, h or d, such as 30s");
     let number: u64 = digits.parse().map_err(|_| bad())?;
     let unit_ms = match &text[digits.len()..] {
         "ms" => 1,
         "" | "s" => 1_000,
         "m" => 60_000,
         "h" => 3_600_000,
+        "d" => 86_400_000,
         _ => return Err(bad()),
     };
     number.checked_mul(unit_ms).filter(|ms| *ms > 0).map(Duration::from_millis).ok_or_else(bad)
+}
+
+/// Parses a time in the past, or a number of seconds since 1970, to milliseconds since 1970.
+pub fn past(text: &str) -> Result<u64, String> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
+    let now = u64::try_from(now).unwrap_or(u64::MAX);
+    if text == "now" {
+        return Ok(now);
+    }
+    if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
+        let ms = text.parse::<u64>().ok().and_then(|seconds| seconds.checked_mul(1000));
+        return ms.ok_or_else(|| format!("{text:?}: expected seconds since 1970"));
+    }
+    let ago = duration(text)?.as_millis();
+    Ok(now.saturating_sub(u64::try_from(ago).unwrap_or(u64::MAX)))
 }
 
 /// As [`duration`], or `0`.
@@ -150,6 +187,7 @@ mod tests {
         assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(duration("30"), Ok(Duration::from_secs(30)));
         assert_eq!(duration("5m"), Ok(Duration::from_secs(300)));
+        assert_eq!(duration("7d"), Ok(Duration::from_secs(7 * 86_400)));
         for bad in
             ["", "s", "-1s", "1.5s", "3 d", "0s", "99999999999999999999h", "9999999999999999h"]
         {

@@ -1,14 +1,14 @@
 //! `dayfly run`: clones a snapshot or an image, runs a program, and removes the clone.
 
 use super::network::NetworkArgs;
-use super::options::ExecArgs;
+use super::options::{ExecArgs, LifetimeArgs, duration, label};
 use crate::image_source::snapshot_for;
 use crate::progress::Steps;
-use crate::{connect, session};
+use crate::{connect, output, session};
 use anyhow::Result;
 use dayfly_api::types::{CreateRequest, RunRequest, Source};
 use dayfly_units::{Name, VmName};
-use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// Arguments of `dayfly run`.
 #[derive(Debug, clap::Args)]
@@ -16,9 +16,23 @@ pub struct Args {
     /// Name and hostname of the VM [default: its id]
     #[arg(long)]
     name: Option<VmName>,
-    /// Keep the VM after the program ends
+    /// Keep the VM after the program ends; without this, the daemon removes the VM as soon as this
+    /// command ends, however it ends
     #[arg(long)]
     keep: bool,
+    /// Leave the program running and print the VM's id; dayfly logs VM shows its output. The VM
+    /// stays until it is removed, or for --ttl; with --rm, until the program has ended
+    #[arg(short, long, conflicts_with_all = ["keep", "interactive", "tty"])]
+    detach: bool,
+    /// Add the label NAME=VALUE; may be repeated
+    #[arg(short, long, value_parser = label)]
+    label: Vec<(String, String)>,
+    /// End the VM, and the program with it, after this time, such as 90s, 10m, 8h or 7d
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    ttl: Option<Duration>,
+    /// Remove the VM when the program has ended, which is the default
+    #[arg(long, conflicts_with = "keep")]
+    rm: bool,
     #[command(flatten)]
     network: NetworkArgs,
     #[command(flatten)]
@@ -38,21 +52,23 @@ pub struct Args {
 
 impl Args {
     pub async fn run(self) -> Result<u8> {
-        let exec = self.exec.spec(self.argv, false)?;
+        let exec = self.exec.spec(self.argv, self.detach)?;
         let source = Source::Snapshot(self.snapshot.clone());
         let create = CreateRequest {
             source,
             name: self.name,
-            labels: BTreeMap::new(),
+            labels: self.label.into_iter().collect(),
             forks: 0,
             network: self.network.request(),
+            lifetime: LifetimeArgs { ttl: self.ttl, rm: self.detach && self.rm }.request(),
         };
         let entrypoint = self.entrypoint.map(|program| match program.as_str() {
             "" => Vec::new(),
             _ => vec![program],
         });
         let client = connect::client().await?;
-        let mut request = RunRequest { create, exec, entrypoint, keep: self.keep };
+        let keep = self.keep || self.detach;
+        let mut request = RunRequest { create, exec, entrypoint, keep };
         let running = match client.run(&request).await {
             Ok(running) => running,
             Err(refused) => {
@@ -63,6 +79,9 @@ impl Args {
                 client.run(&request).await?
             }
         };
+        if self.detach {
+            return output::line(running.vm.id).map(|()| 0);
+        }
         if self.keep {
             eprintln!(
                 "dayfly: VM {} ({}) stays; `dayfly rm -f {0}` removes it",

@@ -24,6 +24,14 @@ pub fn monotonic_us() -> u64 {
     unsigned(now.tv_sec) * 1_000_000 + unsigned(now.tv_nsec) / 1_000
 }
 
+/// Microseconds of `CLOCK_BOOTTIME`, which counts while the host is suspended.
+#[must_use]
+pub fn boottime_us() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let unsigned = |n: i64| u64::try_from(n).unwrap_or(0);
+    unsigned(now.tv_sec) * 1_000_000 + unsigned(now.tv_nsec) / 1_000
+}
+
 /// The instant of a request, from which its timeline counts.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked(u64);

@@ -6,10 +6,10 @@ use crate::daemon::Daemon;
 use crate::http::json;
 use crate::http::relay::{self, Ended, RelayError};
 use crate::ops::create::{self, Next, Order, VmGuard};
-use crate::ops::exec::{PROGRAM, Program, explain, start};
-use crate::ops::inspect;
+use crate::ops::exec::{PROGRAM, Program, Started, explain, start};
 use crate::ops::liveness::Liveness;
-use crate::vm::Vm;
+use crate::ops::{inspect, own_program, programs};
+use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, LinkError, read_frame, write_frame};
 use crate::vmm::pool::Lasting;
 use bytes::BytesMut;
@@ -115,7 +115,8 @@ pub async fn exec(daemon: Arc<Daemon>, vm: Arc<Vm>, client: Client) {
                 Ok(spec) => {
                     let within = daemon.config.deadlines.agent;
                     let liveness = Liveness::new(&vm, spec.liveness_ms, within);
-                    let run = Run { program: Program::New(spec), liveness, last: false };
+                    let program = Program::New(spec);
+                    let run = Run { program, liveness, last: false, recorded: false };
                     serve(&daemon, &vm, run, None, &mut caller).await
                 }
                 Err(error) => caller.fail(error).await,
@@ -139,6 +140,7 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
                 Ok(request) => request,
                 Err(error) => return caller.fail(error).await,
             };
+            let detached = request.exec.detach;
             let next = Some(Request::Exec(Box::new(request.exec.clone())));
             let order = Order {
                 ephemeral: !request.keep,
@@ -152,6 +154,12 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
                 Err(Gone) => return,
             };
             let vm = born.vm();
+            if detached
+                && vm.facts.auto_remove
+                && let Err(old) = programs::needs(&vm, programs::IDS, "ending it with its program")
+            {
+                return caller.fail(old).await;
+            }
             let within = daemon.config.deadlines.agent;
             let liveness = Liveness::new(&vm, request.exec.liveness_ms, within);
             let (program, lasting) = match born.take_next() {
@@ -163,7 +171,8 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
             } else {
                 guard = Some(born);
             }
-            let run = Run { program, liveness, last: !request.keep };
+            let recorded = request.keep && detached;
+            let run = Run { program, liveness, last: !request.keep, recorded };
             serve(&daemon, &vm, run, lasting, &mut caller).await;
         } => {}
         () = stop.cancelled() => {}
@@ -177,27 +186,35 @@ struct Run<'a> {
     liveness: Liveness<'a>,
     /// Whether the VM is removed after the program.
     last: bool,
+    /// Whether the VM's record names the program, which outlives the client.
+    recorded: bool,
 }
 
 /// Runs one program for the client. `lasting` is dropped with the program's first output or its
 /// end.
 async fn serve(
-    daemon: &Daemon,
-    vm: &Vm,
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
     run: Run<'_>,
     lasting: Option<Lasting>,
     caller: &mut Caller,
 ) {
-    let Run { program, liveness, last } = run;
+    let Run { program, liveness, last, recorded } = run;
     let started = match caller.while_there(start(daemon, vm, program)).await {
         Ok(started) => started,
         Err(Gone) => return,
     };
-    let (agent, pid) = match started {
+    let Started { agent, pid, id } = match started {
         Ok(started) => started,
         Err(error) => return caller.fail(error).await,
     };
-    let reply = RunReply::Started { vm: Box::new(vm.shown()), pid };
+    if recorded {
+        let program = id.clone().unwrap_or_else(|| pid.to_string());
+        vm.update(|live| live.program = Some(program));
+        record::note(&daemon.registry, vm).await;
+        own_program::watch(daemon, vm);
+    }
+    let reply = RunReply::Started { vm: Box::new(vm.shown()), pid, id };
     if caller.reply(&reply).await.is_err() {
         return;
     }

@@ -38,6 +38,9 @@ pub struct Facts {
     pub config: ImageConfig,
     /// Whether the VM is removed when the connection or the bake that created it ends.
     pub ephemeral: bool,
+    /// Whether the daemon removes the VM when it has ended.
+    #[serde(default)]
+    pub auto_remove: bool,
     /// Labels from the client, unchanged.
     pub labels: BTreeMap<String, String>,
 }

@@ -1,5 +1,6 @@
 //! The state of a VM that changes during its life.
 
+use crate::model::deadline::Deadline;
 use crate::model::disk::Disk;
 use crate::model::facts::GuestIdentity;
 use crate::model::state::Phase;
@@ -16,6 +17,16 @@ pub struct Live {
     pub exit: Option<VmExit>,
     /// Whether its end was requested.
     pub kill_asked: bool,
+    /// When the daemon ends the VM; `None`: no limit.
+    #[serde(default)]
+    pub deadline: Option<Deadline>,
+    /// Whether its end was requested because its deadline has passed.
+    #[serde(default)]
+    pub expired: bool,
+    /// Id of the detached program of the `run` that created the VM; its process id if the guest's
+    /// agent gives no ids.
+    #[serde(default)]
+    pub program: Option<String>,
     /// Microseconds from the request until the agent had its identity.
     pub ready_us: Option<u64>,
     /// Phases of its start, each with the microseconds since the request at which it ended.

@@ -1,6 +1,8 @@
 //! A VM as plain data, and the decisions about it that need no I/O.
 
+pub mod deadline;
 pub mod disk;
+pub mod events;
 pub mod exit;
 pub mod facts;
 pub mod live;

@@ -17,15 +17,17 @@
 use crate::base::error::{ApiError, blocking};
 use crate::daemon::Daemon;
 use crate::model::disk::Disk;
+use crate::model::facts::Facts;
 use crate::model::state::Phase;
 use crate::net::Attachment;
-use crate::ops::{interrupted, remove, save, space, sweep, unadopted};
+use crate::ops::{expiry, interrupted, own_program, remove, save, space, sweep, unadopted};
 use crate::templates::pagers::{PAGER_NAME, end_with, pager_lives};
 use crate::vm::Vm;
 use crate::vm::batch;
 use crate::vm::record::{self, Record, read_json};
 use crate::vm::survey::{self, Found, Unreadable};
 use crate::vmm::{control_link, guest_socket};
+use dayfly_api::types::EventKind;
 use dayfly_host::process::Process;
 use dayfly_units::text::{SHORT, escaped};
 use dayfly_units::{VmId, error::chain};
@@ -73,16 +75,41 @@ pub enum Verdict {
     MarkExited,
     /// It was listed as exited, and stays so.
     Keep,
-    /// Its client ended with the earlier daemon, or its start was never finished: remove
-    /// everything.
+    /// Its client ended with the earlier daemon, or its start was never finished, or it is not to
+    /// stay when it has ended: remove everything.
     Discard,
+}
+
+/// How long a VM stays.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stays {
+    /// As long as the connection or the bake that created it.
+    WithItsClient,
+    /// Until it has ended.
+    UntilItsEnd,
+    /// Until it is removed.
+    UntilRemoved,
+}
+
+impl Stays {
+    /// How long a VM with these facts stays.
+    #[must_use]
+    pub const fn of(facts: &Facts) -> Self {
+        match (facts.ephemeral, facts.auto_remove) {
+            (true, _) => Self::WithItsClient,
+            (false, true) => Self::UntilItsEnd,
+            (false, false) => Self::UntilRemoved,
+        }
+    }
 }
 
 /// Decides about a recorded VM, without I/O.
 #[must_use]
-pub fn decide(phase: Phase, ephemeral: bool, seen: Seen) -> Verdict {
+pub fn decide(phase: Phase, stays: Stays, seen: Seen) -> Verdict {
+    let ended = phase == Phase::Exited || seen == Seen::Gone;
     match (phase, seen) {
-        _ if ephemeral => Verdict::Discard,
+        _ if stays == Stays::WithItsClient => Verdict::Discard,
+        _ if stays == Stays::UntilItsEnd && ended => Verdict::Discard,
         (Phase::Starting, _) => Verdict::Discard,
         (Phase::Exited | Phase::Unknown, _) => Verdict::Keep,
         (_, Seen::Gone) => Verdict::MarkExited,
@@ -200,23 +227,25 @@ struct Left {
 async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<Unreadable>> {
     let id = record.id;
     let dir = daemon.config.vm(id);
-    let (phase, ephemeral) = (record.live.phase, record.facts.ephemeral);
+    let (phase, stays) = (record.live.phase, Stays::of(&record.facts));
     let process = match living(&record) {
         Ok(process) => process,
-        Err(e) if !ephemeral && phase.alive() => {
+        Err(e) if stays != Stays::WithItsClient && phase.alive() => {
             return Err(Box::new(Unreadable::of(record, format!("its process: {e}"))));
         }
         Err(_) => None,
     };
     let seen = if process.is_some() { Seen::Lives } else { Seen::Gone };
-    let verdict = decide(phase, ephemeral, seen);
+    let verdict = decide(phase, stays, seen);
     tracing::info!(vm = %id, name = %record.name, ?seen, ?verdict, "found");
     if verdict == Verdict::Discard {
         // The sweep kills its process and removes its files, because it is not in the registry.
         return Ok(None);
     }
-    let exit = (verdict == Verdict::MarkExited)
-        .then(|| remove::classify_exit(read_json(&dir.exit()), record.live.kill_asked));
+    let exit = (verdict == Verdict::MarkExited).then(|| {
+        let exit = remove::classify_exit(read_json(&dir.exit()), record.live.kill_asked);
+        remove::classify_expired(exit, record.live.expired)
+    });
     let vmm = record.live.process.filter(|_| record.is_of_this_boot());
     let exit = match (exit, record.uid) {
         (Some(exit), Some(uid)) => Some(remove::classify_memory(exit, vmm, uid)),
@@ -239,6 +268,8 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
         .map_err(|e| Box::new(Unreadable::of(same, format!("it cannot be adopted: {e}"))))?;
     if vm.phase().alive() {
         give_resources(daemon, &vm);
+    } else if verdict == Verdict::MarkExited {
+        daemon.happened(&vm, EventKind::Exited);
     }
     let process = process.filter(|_| verdict == Verdict::Ask);
     if let Some(process) = &process {
@@ -283,7 +314,7 @@ async fn ask(daemon: Arc<Daemon>, left: Left, turns: Arc<Semaphore>) -> VmId {
                 break;
             }
             Err(why) => {
-                let verdict = decide(phase, false, Seen::Unresponsive);
+                let verdict = decide(phase, Stays::UntilRemoved, Seen::Unresponsive);
                 tracing::warn!(vm = %vm.id, name = %vm.name, ?verdict, "its VMM: {why}");
                 vm.wait_for_vmm(Some(why));
             }
@@ -326,7 +357,7 @@ fn settled(phase: Phase, status: Status) -> Result<Status, String> {
 /// Takes over the state that the VMM reports. The caller holds the VM's locks.
 async fn settle(daemon: &Arc<Daemon>, vm: &Arc<Vm>, phase: Phase, status: &Status) {
     let seen = Seen::Answers { paused: status.paused };
-    let verdict = decide(phase, false, seen);
+    let verdict = decide(phase, Stays::UntilRemoved, seen);
     tracing::info!(vm = %vm.id, name = %vm.name, ?seen, ?verdict, "asked");
     match verdict {
         Verdict::Adopt(phase) => vm.update(|live| {
@@ -363,6 +394,8 @@ fn give_resources(daemon: &Daemon, vm: &Vm) {
 fn follow(daemon: &Arc<Daemon>, vm: &Arc<Vm>, process: Arc<Process>) {
     vm.hold(process.clone());
     remove::watch(daemon, vm.clone(), process);
+    expiry::watch(daemon, vm);
+    own_program::watch(daemon, vm);
     if vm.facts.fork.max_clones > 0 {
         match guest_socket::listen(vm) {
             Ok(listener) => daemon.serve_self_forks(vm.clone(), listener),

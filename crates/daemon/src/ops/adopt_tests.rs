@@ -2,6 +2,7 @@ use super::*;
 use crate::base::config::{Config, Deadlines};
 use crate::base::progress::ProgressSender;
 use crate::fixture;
+use crate::model::deadline::Deadline;
 use crate::ops::standin::{Standin, answer, answer_commands, message, recorded, recorded_with};
 use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::Pagers;
@@ -33,11 +34,17 @@ fn every_case_is_decided_as_promised() {
     for phase in PHASES {
         for seen in SEEN {
             assert_eq!(
-                decide(phase, true, seen),
+                decide(phase, Stays::WithItsClient, seen),
                 Verdict::Discard,
                 "its client is gone: {phase:?} {seen:?}"
             );
-            let verdict = decide(phase, false, seen);
+            let verdict = decide(phase, Stays::UntilRemoved, seen);
+            let ended = phase == Phase::Exited || seen == Seen::Gone;
+            assert_eq!(
+                decide(phase, Stays::UntilItsEnd, seen),
+                if ended { Verdict::Discard } else { verdict },
+                "{phase:?} {seen:?}"
+            );
             match verdict {
                 Verdict::Ask => {
                     assert_eq!(seen, Seen::Lives);
@@ -142,6 +149,44 @@ async fn a_new_daemon_finds_what_lives_and_sweeps_the_rest() {
         assert!(begun.elapsed() < WITHIN, "the end of an adopted VM was not written down");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
+}
+
+#[tokio::test]
+async fn a_deadline_outlives_the_daemon() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = fixture::config(folder.path());
+    std::fs::create_dir_all(config.vms()).unwrap();
+    let deadline = |boot_us| Some(Deadline { boot_us, unix_ms: 7 });
+    // It passed while no daemon was there.
+    let (late, late_process) =
+        recorded_with(&config, "late", Phase::Running, false, |r| r.live.deadline = deadline(1));
+    let (early, early_process) = recorded_with(&config, "early", Phase::Running, false, |r| {
+        (r.slot, r.live.deadline) = (1, deadline(u64::MAX));
+    });
+    answer(&config, early, false);
+    // The daemon before ended after it had killed the VMM.
+    let gone = |r: &mut Record| {
+        r.live.process = Some(ProcessId { pid: 1, start_ticks: u64::MAX });
+        (r.slot, r.live.expired) = (2, true);
+    };
+    let (expired, _) = recorded_with(&config, "expired", Phase::Running, false, gone);
+    let (removed, _) = recorded_with(&config, "removed", Phase::Running, false, |r| {
+        gone(r);
+        (r.slot, r.facts.auto_remove) = (3, true);
+    });
+    let templates = TemplateCache::new(Store::open(&config.state).unwrap(), Pagers::new(&config));
+    let daemon = fixture::daemon(config.clone(), templates, fixture::nodes());
+    let _asking = adopt(&daemon).await.unwrap();
+    let vm = daemon.registry.find("late").unwrap();
+    tokio::time::timeout(WITHIN, vm.wait_gone()).await.unwrap();
+    assert_eq!(vm.live().exit.map(|exit| exit.reason), Some(ExitKind::Ttl));
+    assert!(!late_process.alive() && early_process.alive());
+    assert!(!daemon.registry.find("early").unwrap().live().expired);
+    let exit = daemon.registry.find("expired").unwrap().live().exit.unwrap();
+    assert_eq!(exit.reason, ExitKind::Ttl);
+    assert!(daemon.registry.find("removed").is_err());
+    assert!(!config.vm(removed).path().exists() && config.vm(expired).path().exists());
+    assert_eq!(vm.id, late);
 }
 
 #[tokio::test]

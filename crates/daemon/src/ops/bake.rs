@@ -18,7 +18,7 @@ use crate::ops::recording::record;
 use crate::ops::{admit, exec, immutable, save};
 use crate::vmm::source::{Purpose, Template};
 use dayfly_api::agent::Exit;
-use dayfly_api::types::{BakeRequest, BootSource, ErrorCode, Snapshot, Source};
+use dayfly_api::types::{BakeRequest, BootSource, ErrorCode, Lifetime, Snapshot, Source};
 use dayfly_units::{Bytes, failpoint};
 use dayfly_vmm::config::{MAX_NETS, Shape};
 use std::sync::Arc;
@@ -40,17 +40,13 @@ pub async fn bake(
     publish::free(&daemon, &name).await?;
     admit::room(&daemon, "a bake", 0).await?;
     progress.phase(format!("booting {image} with {} and {vcpus} vCPUs", Bytes(memory_bytes))).await;
+    let boot = BootSource { image, kernel, memory_bytes, vcpus, init };
     let order = Order {
-        origin: Origin::Source(Source::Boot(BootSource {
-            image,
-            kernel,
-            memory_bytes,
-            vcpus,
-            init,
-        })),
+        origin: Origin::Source(Source::Boot(boot)),
         name: None,
         labels: [(LABEL.to_owned(), name.to_string())].into(),
         forks: 0,
+        lifetime: Lifetime::UNLIMITED,
         ephemeral: true,
         purpose: Purpose::User,
         network: None,

@@ -19,10 +19,11 @@ use crate::daemon::Daemon;
 use crate::model::disk::Disk;
 use crate::model::facts::{Facts, ForkFacts};
 use crate::model::state::Event;
+use crate::ops::awake::awake;
 use crate::ops::create::{Order, Origin, VmGuard, create};
 use crate::ops::save::{allowed, answered, arrived, end_precopy, freeze_disks, precopy};
 use crate::ops::section::section;
-use crate::ops::{admit, flatten, immutable, pending, publish};
+use crate::ops::{admit, expiry, flatten, immutable, pending, publish};
 use crate::templates::fork_point::{ForkPoint, ForkPointDisk};
 use crate::templates::memory_backing::{MemoryBacking, Ram};
 use crate::templates::shared::Shared;
@@ -30,7 +31,7 @@ use crate::vm::batch::Batch;
 use crate::vm::{Vm, record};
 use crate::vmm::source::Purpose;
 use crate::vmm::{agent_link, control_link};
-use dayfly_api::types::{ErrorCode, ForkRequest, Forked};
+use dayfly_api::types::{ErrorCode, EventKind, ForkRequest, Forked};
 use dayfly_store::{ChainLayer, Freezing, Pin, ReplacedLayer, seal_content};
 use dayfly_units::{PAGE_SIZE, error::chain, failpoint};
 use dayfly_vmm::control::{Command, Frozen};
@@ -62,7 +63,7 @@ fn files(e: io::Error) -> ApiError {
     ApiError::internal(format_args!("files for a fork: {e}"))
 }
 
-/// Starts clones of a running VM: all of them or none.
+/// Starts clones of a running VM, or of a paused one, which runs for a moment: all of them or none.
 ///
 /// # Errors
 /// The VM does not run, the clones do not fit, or a step failed; if possible, the VM goes on.
@@ -95,7 +96,8 @@ async fn forked(
     asked: Asked,
     by_guest: bool,
 ) -> Outcome<Forked> {
-    let ForkRequest { count, name, labels, forks, template } = request;
+    let ForkRequest { count, name, labels, forks, lifetime, template } = request;
+    expiry::check(lifetime)?;
     let least = u32::from(template.is_none());
     if !(least..=MOST).contains(&count) {
         return Err(ApiError::invalid(format_args!(
@@ -116,10 +118,12 @@ async fn forked(
     // A fork whose clones do not fit is refused before the VM is paused. Each clone reserves its
     // memory later.
     admit::together(daemon, count, vm.facts.memory_bytes).await?;
+    let awake = awake(daemon, vm).await?;
     let (work, same) = (daemon.clone(), vm.clone());
     let within = 2 * daemon.config.deadlines.save;
     let frozen = async move { Ok((freeze(&work, &same).await?, one)) };
     let (mut fork_point, one) = section(daemon, vm, "a fork", within, frozen).await?;
+    drop(awake);
     fork_point.facts.fork.by_guest = by_guest;
     let (fork_point, frozen_us) = (Arc::new(fork_point), asked.elapsed_us());
     daemon.pool.expect_shape(fork_point.shape());
@@ -133,6 +137,7 @@ async fn forked(
         name,
         labels,
         forks,
+        lifetime,
         ephemeral: false,
         purpose: Purpose::User,
         network: None,
@@ -156,7 +161,10 @@ async fn forked(
         flatten::merge_frozen(&work, &same).await;
         drop(one);
     });
-    let items = guards.into_iter().map(|guard| guard.keep().shown()).collect();
+    let items: Vec<_> = guards.into_iter().map(|guard| guard.keep().shown()).collect();
+    if !items.is_empty() {
+        daemon.happened(vm, EventKind::Forked);
+    }
     let Frozen { paused_us, pages } = fork_point.frozen;
     Ok(Forked { paused_us, pages, frozen_us, items })
 }

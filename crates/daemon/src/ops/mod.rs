@@ -3,10 +3,12 @@
 
 pub mod admit;
 pub mod adopt;
+mod awake;
 pub mod bake;
 pub mod colours;
 pub mod create;
 pub mod exec;
+pub mod expiry;
 pub mod flatten;
 pub mod footprint;
 pub mod fork;
@@ -16,8 +18,10 @@ mod interrupted;
 pub mod keeper;
 pub mod liveness;
 pub mod maintenance;
+pub mod own_program;
 pub mod pending;
 pub mod power;
+pub mod programs;
 pub mod publish;
 pub mod recording;
 pub mod remove;

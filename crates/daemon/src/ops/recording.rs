@@ -19,7 +19,7 @@ use crate::vm::Vm;
 use crate::vmm::control_link;
 use crate::vmm::source::Purpose;
 use dayfly_api::agent::ExecSpec;
-use dayfly_api::types::{ErrorCode, MAX_TOUCHES, Progress, RecordRequest, Recording};
+use dayfly_api::types::{ErrorCode, Lifetime, MAX_TOUCHES, Progress, RecordRequest, Recording};
 use dayfly_units::{Name, error::chain};
 use dayfly_vmm::control::{Answer, Command};
 use dayfly_vmm::memory::working_set::{self, Record, Run};
@@ -109,6 +109,7 @@ async fn play(
         name: None,
         labels: BTreeMap::new(),
         forks: 0,
+        lifetime: Lifetime::UNLIMITED,
         ephemeral: true,
         purpose,
         network: None,

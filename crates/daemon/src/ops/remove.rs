@@ -8,13 +8,14 @@ use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::pidfd::readable;
 use crate::daemon::Daemon;
 use crate::model::exit::exit_now;
+use crate::model::live::Live;
 use crate::model::state::Phase;
 use crate::net::Attachment;
 use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
 use crate::vm::record::{RecordError, note, read_json};
 use crate::vm::survey;
-use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
+use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit};
 use dayfly_host::process::{Process, ProcessId};
 use dayfly_host::{oom, priority};
 use dayfly_units::failpoint;
@@ -69,6 +70,17 @@ fn classify_end(
     classify_exit(record, kill_asked)
 }
 
+/// As decided, but a VM that was killed because its deadline has passed ended for that.
+#[must_use]
+pub fn classify_expired(exit: VmExit, expired: bool) -> VmExit {
+    // It is lost if the daemon ended before it noticed that the VMM was killed.
+    if expired && matches!(exit.reason, ExitKind::Killed | ExitKind::Lost) {
+        let message = "its time to live is over; `dayfly update --ttl` changes that of a VM";
+        return VmExit { reason: ExitKind::Ttl, message: message.into(), ..exit };
+    }
+    exit
+}
+
 /// As [`classify_end`] of the VMM `process` of user `uid`, of which `exit` was decided: a VMM that
 /// left no record may have been killed because memory was short. The kernel's log says that, so
 /// that a VMM that a program killed is never taken for one. Blocks.
@@ -112,7 +124,8 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
             tracing::error!("waiting for VM {}: {e}", vm.id);
         }
         let exit = if daemon.registry.has(vm.id) {
-            let (dir, uid, kill_asked) = (vm.dir.clone(), vm.uid, vm.live().kill_asked);
+            let Live { kill_asked, expired, .. } = vm.live();
+            let (dir, uid) = (vm.dir.clone(), vm.uid);
             let seen = move || {
                 // Before Linux 6.15 the signal of a process that was reaped is unknown.
                 let signal = process.killed_by(WITHIN).unwrap_or_else(|e| {
@@ -120,6 +133,7 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
                     None
                 });
                 let exit = classify_end(signal, read_json(&dir.exit()), kill_asked);
+                let exit = classify_expired(exit, expired);
                 Ok(classify_memory(exit, Some(process.id()), uid))
             };
             match blocking(seen).await {
@@ -139,7 +153,7 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
         vm.mark_now("vmm gone");
         end(&daemon, &vm, exit).await;
         daemon.registry.release_slot(&vm);
-        if vm.facts.ephemeral {
+        if vm.facts.ephemeral || vm.facts.auto_remove {
             // Callers that wait for the VM have a reference to it; no other request shall find it.
             if let Err(e) = discard(&daemon, &vm, None).await {
                 tracing::error!("removing VM {}: {e}", vm.id);
@@ -156,6 +170,7 @@ async fn end(daemon: &Daemon, vm: &Vm, exit: VmExit) {
     let remains = vm.ended(exit);
     daemon.reapers.run(vm.node, move || drop(remains));
     vm.wait_gone().await;
+    daemon.happened(vm, EventKind::Exited);
 }
 
 /// From the end of a process, which the pidfd reports, until the kernel has reaped it.
@@ -165,7 +180,8 @@ const WITHIN: Duration = Duration::from_secs(1);
 /// to 40 ms (`make bench BENCH=death`).
 const SHORT_BYTES: u64 = 512 << 20;
 
-/// Kills a VM, and waits until its memory is free and its process is gone.
+/// Kills a VM, and waits until its memory is free and its process is gone. A VM that is to be
+/// removed when it has ended is removed too.
 ///
 /// # Errors
 /// Its process survives SIGKILL.
@@ -178,7 +194,8 @@ pub async fn kill(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
     let freed = asked.elapsed();
     gone(daemon, vm).await?;
     daemon.metrics.destroyed(freed, asked.elapsed());
-    Ok(())
+    // So that no later request finds it.
+    if vm.facts.auto_remove { discard(daemon, vm, None).await } else { Ok(()) }
 }
 
 /// Ends a VM if it lives, and removes everything of it. Returns when its memory is free, its files
@@ -326,6 +343,7 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
         daemon.metrics.destroyed(freed, asked.elapsed());
     }
     daemon.registry.forget(vm);
+    daemon.happened(vm, EventKind::Removed);
     failpoint::reached("daemon.remove.forgotten");
     if vm.snapshots.try_lock().is_err() {
         remove_what_comes_late(daemon, vm);

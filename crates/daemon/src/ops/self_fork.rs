@@ -14,7 +14,7 @@
 use crate::base::error::{ApiError, Outcome};
 use crate::base::time::Asked;
 use crate::daemon::Daemon;
-use crate::ops::fork;
+use crate::ops::{expiry, fork};
 use crate::vm::Vm;
 use crate::vm::registry::Children;
 use crate::vmm::agent_link::{read_frame, write_frame};
@@ -197,8 +197,10 @@ async fn forked(
             "{count} more clones so soon: expected a pause of {ms} ms"
         )));
     }
-    let request =
-        ForkRequest { count, name: None, labels: BTreeMap::new(), forks: 0, template: None };
+    // A guest must not outlive its time to live by a clone.
+    let lifetime = expiry::inherited(vm);
+    let (labels, name, template) = (BTreeMap::new(), None, None);
+    let request = ForkRequest { count, name, labels, forks: 0, lifetime, template };
     let forked = fork::fork_for_guest(daemon, vm, request, Asked::now()).await;
     let forked = forked.inspect_err(|_| bucket.put_back(count))?;
     Ok(HostReply::Forked { ids: forked.items.iter().map(|vm| vm.id).collect() })

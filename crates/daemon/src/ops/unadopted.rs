@@ -101,6 +101,9 @@ fn vm(
         agent_version: String::new(),
         disks: traces.disks,
         read_only_layers: false,
+        deadline: None,
+        expired: false,
+        program: None,
         no_snapshot: Some(problem.clone()),
     };
     // A bake's VM or a `run` without `--keep` has no record.
@@ -133,6 +136,7 @@ fn unknown_facts(created_unix_ms: u64) -> Facts {
         network: NetworkRequest::default(),
         config: Default::default(),
         ephemeral: false,
+        auto_remove: false,
         labels: Default::default(),
     }
 }

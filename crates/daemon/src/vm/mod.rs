@@ -45,9 +45,10 @@ use dayfly_api::types::{self, ErrorCode, VmExit};
 use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId, sync::lock};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tokio::sync::{OwnedMutexGuard, watch};
+use tokio::sync::{Notify, OwnedMutexGuard, watch};
 use tokio::time::timeout;
 
 /// One VM.
@@ -93,6 +94,10 @@ pub struct Vm {
     gone: watch::Sender<bool>,
     /// For the first caller of [`Self::ended`].
     mark_gone: Mutex<Option<MarkGone>>,
+    /// Notified when its deadline has changed.
+    pub deadline_changed: Notify,
+    /// Whether a task ends it at its deadline.
+    deadline_watched: AtomicBool,
     /// Why its VMM, which an earlier daemon started, has not said yet in which state it is.
     waiting: watch::Sender<Option<String>>,
 }
@@ -138,6 +143,9 @@ impl Vm {
             agent_version: String::new(),
             disks: Vec::new(),
             read_only_layers: true,
+            deadline: None,
+            expired: false,
+            program: None,
             no_snapshot: None,
         };
         let vm = Self::with(vm_slot, name, dir, facts, live);
@@ -175,6 +183,8 @@ impl Vm {
             has_slot: Mutex::new(alive),
             mark_gone: Mutex::new(Some(MarkGone(gone.clone()))),
             gone,
+            deadline_changed: Notify::new(),
+            deadline_watched: AtomicBool::new(false),
             waiting: watch::Sender::new(None),
         }
     }
@@ -358,6 +368,12 @@ impl Vm {
         }
     }
 
+    /// Whether the caller is the first, and has to start the task that ends the VM at its deadline.
+    #[must_use]
+    pub fn claim_deadline(&self) -> bool {
+        !self.deadline_watched.swap(true, Ordering::Relaxed)
+    }
+
     /// Resolves once its process is gone.
     pub async fn wait_gone(&self) {
         let mut gone = self.gone.subscribe();
@@ -443,6 +459,9 @@ impl Vm {
             created_unix_ms: facts.created_unix_ms,
             ready_us: live.ready_us,
             ephemeral: facts.ephemeral,
+            auto_remove: facts.auto_remove,
+            ends_unix_ms: live.deadline.map(|deadline| deadline.unix_ms),
+            program: live.program,
             network: live.network,
             labels: facts.labels,
             problem: self.problem(),

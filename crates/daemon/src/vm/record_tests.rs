@@ -1,6 +1,7 @@
 use super::*;
 use crate::base::config::Config;
 use crate::fixture;
+use crate::model::deadline::Deadline;
 use crate::model::disk::Disk;
 use crate::model::facts::GuestIdentity;
 use crate::model::state::Phase;
@@ -26,6 +27,7 @@ fn vm(run: &Path) -> std::sync::Arc<Vm> {
         network: Default::default(),
         created_unix_ms: 7,
         ephemeral: true,
+        auto_remove: true,
         labels: [("a".to_owned(), "b".to_owned())].into(),
     };
     let vm = Registry::default().reserve(&config, None, facts, fixture::memory(), None).unwrap();
@@ -42,6 +44,8 @@ fn vm(run: &Path) -> std::sync::Arc<Vm> {
             writable: Some(layer(1)),
         }];
         live.no_snapshot = Some("x".into());
+        live.deadline = Some(Deadline { boot_us: 5, unix_ms: 6 });
+        (live.expired, live.program) = (true, Some("7".into()));
     });
     std::fs::create_dir_all(vm.dir.path()).unwrap();
     vm

@@ -28,6 +28,7 @@ fn facts() -> Facts {
         network: Default::default(),
         created_unix_ms: 0,
         ephemeral: false,
+        auto_remove: false,
         labels: Default::default(),
     }
 }

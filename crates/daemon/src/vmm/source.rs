@@ -154,6 +154,7 @@ impl Opened {
             nets,
             created_unix_ms,
             ephemeral,
+            auto_remove: false,
             labels,
             network: network.unwrap_or_default(),
             config,

@@ -5,7 +5,7 @@ use crate::living::Living;
 use crate::operation::Operation;
 use crate::testbed::{Testbed, until};
 use anyhow::{Context, Result, bail, ensure};
-use dayfly_api::types::{Vm, VmState};
+use dayfly_api::types::{ExitKind, Vm, VmState};
 use dayfly_store::VmLayer;
 use dayfly_vmm::control;
 use std::collections::BTreeSet;
@@ -20,7 +20,7 @@ pub async fn after(
 ) -> Result<&'static str> {
     a.runs_on(bed).await.context("VM a")?;
     let done = outcome(bed, &b, operation).await.context("the operation")?;
-    let b_is_gone = operation == Operation::Remove && done;
+    let b_is_gone = matches!(operation, Operation::Remove | Operation::Expire) && done;
     if !b_is_gone {
         b.runs_on(bed).await.context("VM b")?;
     }
@@ -87,6 +87,16 @@ async fn outcome(bed: &Testbed, b: &Living, operation: Operation) -> Result<bool
                 "VM b, which was being removed: {there:?}"
             );
             Ok(there.is_none())
+        }
+        Operation::Expire => {
+            let ended = async || {
+                let exit = bed.client.vm(&b.word()).await?.vm.exit;
+                ensure!(exit.as_ref().is_none_or(|exit| exit.reason == ExitKind::Ttl), "{exit:?}");
+                Ok(exit.is_some())
+            };
+            until("VM b has ended", ended).await?;
+            bed.client.remove_vm(&b.word(), false).await?;
+            Ok(true)
         }
         Operation::Gc => Ok(true),
     }

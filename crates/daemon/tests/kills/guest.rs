@@ -5,7 +5,7 @@ use anyhow::{Context, Result, bail, ensure};
 use dayfly_api::agent::{FrameKind, READY_PORT, Ready, Reply, encode};
 use dayfly_api::client::ProgressStream;
 use dayfly_api::types::{
-    BootSource, CreateRequest, NetworkRequest, Progress, SnapshotRequest, Source, Vm,
+    BootSource, CreateRequest, Lifetime, NetworkRequest, Progress, SnapshotRequest, Source, Vm,
 };
 use dayfly_store::{Digest, ImageConfig, ImageSpec, KernelSpec, Store, sparse};
 use dayfly_units::{Name, VmId};
@@ -106,6 +106,7 @@ fn request(source: Source, name: &str) -> CreateRequest {
         name: name.parse().ok(),
         labels: [].into(),
         forks: 0,
+        lifetime: Lifetime::UNLIMITED,
         network: NetworkRequest::default(),
     }
 }

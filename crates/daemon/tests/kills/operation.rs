@@ -4,8 +4,9 @@ use crate::guest;
 use crate::living::Living;
 use crate::testbed::Testbed;
 use anyhow::{Result, bail};
-use dayfly_api::types::{BakeRequest, CollectRequest, ForkRequest};
+use dayfly_api::types::{BakeRequest, CollectRequest, ForkRequest, Lifetime};
 use std::fmt;
+use std::time::Duration;
 
 /// An operation on VM `b`, or beside it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -24,6 +25,8 @@ pub enum Operation {
     Pause,
     /// `b`, which is paused, is resumed.
     Unpause,
+    /// The time to live of `b` ends.
+    Expire,
     /// `b` is removed.
     Remove,
     /// The snapshot `made` of a clone of `b` is removed.
@@ -35,7 +38,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Create,
         Self::Fork,
         Self::ForkAs,
@@ -43,6 +46,7 @@ impl Operation {
         Self::Snapshot,
         Self::Pause,
         Self::Unpause,
+        Self::Expire,
         Self::Remove,
         Self::RemoveSnapshot,
         Self::Bake,
@@ -92,7 +96,8 @@ pub fn cases() -> Vec<Case> {
 /// The passes of a failpoint to kill at.
 fn passes(point: &str) -> Vec<(u32, Operation)> {
     use Operation::{
-        Bake, Create, Fork, ForkAs, Gc, Merge, Pause, Remove, RemoveSnapshot, Snapshot, Unpause,
+        Bake, Create, Expire, Fork, ForkAs, Gc, Merge, Pause, Remove, RemoveSnapshot, Snapshot,
+        Unpause,
     };
     let first = |operations: &[Operation]| operations.iter().map(|of| (1, *of)).collect();
     match point {
@@ -108,6 +113,7 @@ fn passes(point: &str) -> Vec<(u32, Operation)> {
         _ => first(&[match point.rsplit_once('.').unwrap_or_default().0 {
             "daemon.create" => Create,
             "daemon.power" => return first(&[Pause, Unpause]),
+            "daemon.expire" => Expire,
             "daemon.fork" => Fork,
             "daemon.pending" => ForkAs,
             "daemon.merge" | "store.merge" => Merge,
@@ -129,6 +135,7 @@ fn fork_request(count: u32, template: Option<&str>) -> ForkRequest {
         name: None,
         labels: [].into(),
         forks: 0,
+        lifetime: Lifetime::UNLIMITED,
         template: template.and_then(|name| name.parse().ok()),
     }
 }
@@ -183,6 +190,10 @@ async fn answer(bed: &Testbed, b: &Living, operation: Operation) -> Result<()> {
         Operation::Snapshot => guest::snapshot(bed, b.id, "made").await?,
         Operation::Pause => client.pause(&vm).await?,
         Operation::Unpause => client.unpause(&vm).await?,
+        Operation::Expire => {
+            client.set_ttl(&vm, Some(Duration::from_millis(1))).await?;
+            client.wait(&vm).await.map(drop)?;
+        }
         Operation::Remove => client.remove_vm(&vm, true).await?,
         Operation::RemoveSnapshot => client.remove_snapshot(&guest::name("made")?).await?,
         Operation::Bake => bake(bed).await?,

@@ -4,7 +4,7 @@ use crate::harness::{
     BASE, dayfly, fed, home, inspect, machine, ok, refused, sh, start, until, wait, world,
 };
 use dayfly_api::client::Client;
-use dayfly_api::types::{ConnectRequest, CreateRequest, NetworkRequest, Source};
+use dayfly_api::types::{ConnectRequest, CreateRequest, Lifetime, NetworkRequest, Source};
 use dayfly_e2e::guest::{self, Sum};
 use dayfly_e2e::setup;
 use std::collections::BTreeMap;
@@ -122,6 +122,7 @@ fn ports_of_clones_that_live_as_long_as_their_connection() {
             name: Some(name.parse().unwrap()),
             labels: BTreeMap::from([("what".to_owned(), "schön".to_owned())]),
             forks: 0,
+            lifetime: Lifetime::UNLIMITED,
             network: NetworkRequest::default(),
         },
         port,

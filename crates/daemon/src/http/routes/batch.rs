@@ -42,7 +42,7 @@ pub async fn create(
     Json(request): Json<CreateManyRequest>,
 ) -> Outcome<(StatusCode, axum::Json<List<Vm>>)> {
     let asked = Asked::now();
-    let CreateManyRequest { source, count, labels, network } = request;
+    let CreateManyRequest { source, count, labels, network, lifetime } = request;
     if count > 1 && !network.publish.is_empty() {
         return Err(ApiError::invalid(
             "publish: expected no ports for many VMs at once: each port leads to one",
@@ -63,7 +63,14 @@ pub async fn create(
     let batch = Batch::of(&daemon.config, count).map_err(ApiError::internal)?;
     let order = create::Order {
         batch: batch.clone(),
-        ..create::Order::create(CreateRequest { source, name: None, labels, forks: 0, network })
+        ..create::Order::create(CreateRequest {
+            source,
+            name: None,
+            labels,
+            forks: 0,
+            network,
+            lifetime,
+        })
     };
     // A task for each VM, so that all CPUs start VMs. If one fails, the others are dropped, which
     // removes their VMs.

@@ -1,12 +1,12 @@
-//! Stopping a VM, and waiting for its end.
+//! The end of a VM: by its guest, by its time to live, and waited for.
 
 use crate::base::error::{ApiError, Outcome};
-use crate::http::routes::extract::{Params, Shared, Word};
+use crate::http::routes::extract::{Json, Params, Shared, Word};
 use crate::http::routes::vms::to_the_end;
-use crate::ops::stop as ending;
+use crate::ops::{expiry, stop as ending};
 use axum::extract::State;
 use axum::http::StatusCode;
-use dayfly_api::types::{ApiError as ErrorBody, ErrorCode, VmExit};
+use dayfly_api::types::{ApiError as ErrorBody, ErrorCode, TtlRequest, Vm, VmExit};
 use serde::Deserialize;
 use std::time::Duration;
 
@@ -51,4 +51,20 @@ pub async fn wait(State(daemon): Shared, Word(word): Word) -> Outcome<axum::Json
     let stopped = || ApiError::new(ErrorCode::Timeout, "the daemon ends before the VM; ask again");
     let exit = daemon.stop.run_until_cancelled(ending::wait(&vm)).await;
     exit.map(axum::Json).ok_or_else(stopped)
+}
+
+/// Changes a VM's time to live, counted from now on. The answer is the VM.
+#[utoipa::path(put, operation_id = "set_ttl_of_vm",
+    path = "/v1/vms/{vm}/ttl", params(("vm" = String, Path)), request_body = TtlRequest,
+    responses((status = 200, body = Vm), (status = 400, body = ErrorBody),
+        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub async fn set_ttl(
+    State(daemon): Shared,
+    Word(word): Word,
+    Json(request): Json<TtlRequest>,
+) -> Outcome<axum::Json<Vm>> {
+    let vm = daemon.registry.find(&word)?;
+    let same = vm.clone();
+    to_the_end(async move { expiry::change(&daemon, &same, request.ttl_ms).await }).await?;
+    Ok(axum::Json(vm.shown()))
 }

@@ -4,6 +4,7 @@ use crate::base::error::{ApiError, Outcome, blocking};
 use crate::daemon::Daemon;
 use crate::http::routes::agent_body::AgentBody;
 use crate::http::routes::extract::{Params, Shared, Word};
+use crate::ops::programs;
 use crate::vm::Vm;
 use crate::vmm::agent_link::AgentLink;
 use crate::vmm::console::Console;
@@ -30,9 +31,17 @@ pub struct LogParams {
     /// Follow the output until the VM ends, or until no process can write to it any more.
     #[serde(default)]
     follow: bool,
-    /// The output of the detached program with this process id in the guest, instead of the
-    /// console. The guest's agent keeps the newest 256 KiB of each of 32 programs.
-    program: Option<u32>,
+    /// The output of the detached program with this id or process id. The guest's agent
+    /// keeps the newest 256 KiB of each of 32 programs. Without it: the program of the `run` that
+    /// created the VM, if that is detached, or else the console.
+    program: Option<String>,
+    /// Only the last lines of the output so far.
+    tail: Option<u64>,
+    /// Only output since this time, to a second. Only of a program: a console has no times.
+    since_unix_ms: Option<u64>,
+    /// The console, also of a VM with such a program.
+    #[serde(default)]
+    console: bool,
 }
 
 /// Reads a guest's console: the newest output, at least 2 MiB if there was as much. Or reads the
@@ -50,30 +59,55 @@ pub struct LogParams {
 pub async fn logs(
     State(daemon): Shared,
     Word(word): Word,
-    Params(LogParams { follow, program }): Params<LogParams>,
+    Params(params): Params<LogParams>,
     headers: HeaderMap,
 ) -> Outcome<Response> {
+    let LogParams { follow, program, tail, since_unix_ms, console: of_console } = params;
     let vm = daemon.registry.find(&word)?;
-    match program {
-        None => Ok(([(header::CONTENT_TYPE, TEXT)], console(vm, follow).await?).into_response()),
-        Some(pid) => of_program(&daemon, vm, pid, follow, &headers).await,
+    if of_console && program.is_some() {
+        return Err(ApiError::invalid("console, program: expected at most one of them"));
+    }
+    let own = || vm.live().program.filter(|_| !of_console);
+    match program.or_else(own) {
+        None if since_unix_ms.is_some() => Err(ApiError::invalid(
+            "since_unix_ms: expected a program: the lines of a console have no times; use tail",
+        )),
+        None => {
+            let body = console(vm, follow, tail).await?;
+            Ok(([(header::CONTENT_TYPE, TEXT)], body).into_response())
+        }
+        Some(program) => {
+            let excerpt = Excerpt { follow, tail, since_unix_ms };
+            of_program(&daemon, vm, program, excerpt, &headers).await
+        }
     }
 }
 
-async fn console(vm: Arc<Vm>, follow: bool) -> Outcome<Body> {
+async fn console(vm: Arc<Vm>, follow: bool, lines: Option<u64>) -> Outcome<Body> {
     let dir = vm.dir.clone();
     let console = blocking(move || {
         let path = dir.path().display().to_string();
-        Console::open(&dir)
-            .map_err(|e| ApiError::internal(format_args!("the console in {path}: {e}")))
+        let read = || {
+            let mut console = Console::open(&dir)?;
+            let first = lines.map(|lines| console.last_lines(lines)).transpose()?;
+            Ok((console, first.unwrap_or_default()))
+        };
+        read()
+            .map_err(|e: io::Error| ApiError::internal(format_args!("the console in {path}: {e}")))
     });
-    let tail = Tail { console: console.await?, vm: follow.then_some(vm), last_look: false };
+    let (console, first) = console.await?;
+    let vm = follow.then_some(vm);
+    let tail = Tail { console, first, vm, last_look: false, ended: lines.is_some() && !follow };
     let pieces = futures::stream::try_unfold(tail, async |tail| tail.next().await);
     Ok(Body::from_stream(pieces))
 }
 
 struct Tail {
     console: Console,
+    /// Bytes that were read already.
+    first: Vec<u8>,
+    /// Nothing follows `first`.
+    ended: bool,
     /// The VM to whose end the console is followed; `None`: not followed.
     vm: Option<Arc<Vm>>,
     last_look: bool,
@@ -81,6 +115,12 @@ struct Tail {
 
 impl Tail {
     async fn next(mut self) -> io::Result<Option<(Bytes, Self)>> {
+        if !self.first.is_empty() {
+            return Ok(Some((std::mem::take(&mut self.first).into(), self)));
+        }
+        if self.ended {
+            return Ok(None);
+        }
         loop {
             let read = tokio::task::spawn_blocking(move || {
                 let piece = self.console.more();
@@ -99,17 +139,45 @@ impl Tail {
     }
 }
 
+/// Which excerpt of a program's output.
+struct Excerpt {
+    follow: bool,
+    tail: Option<u64>,
+    since_unix_ms: Option<u64>,
+}
+
+/// The request to the agent. Agents of the version before know only process ids.
+///
+/// # Errors
+/// The agent is too old for what is asked.
+fn request(vm: &Vm, word: String, excerpt: &Excerpt) -> Outcome<Request> {
+    let Excerpt { follow, tail, since_unix_ms } = *excerpt;
+    match word.parse() {
+        Ok(pid) if tail.is_none() && since_unix_ms.is_none() => {
+            let old = programs::needs(vm, programs::IDS, DOING).is_err();
+            // An id may consist of decimal digits.
+            let program = (!old).then_some(word);
+            Ok(Request::Log { pid, follow, program, tail, since_unix_ms })
+        }
+        _ => {
+            programs::needs(vm, programs::IDS, DOING)?;
+            Ok(Request::Log { pid: 0, follow, program: Some(word), tail, since_unix_ms })
+        }
+    }
+}
+
+const DOING: &str = "reading a program's output";
+
 async fn of_program(
     daemon: &Daemon,
     vm: Arc<Vm>,
-    pid: u32,
-    follow: bool,
+    word: String,
+    excerpt: Excerpt,
     headers: &HeaderMap,
 ) -> Outcome<Response> {
-    const DOING: &str = "reading a program's output";
     vm.serves("read what a program wrote in")?;
     let mut link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
-    link.send(&Request::Log { pid, follow }, DOING).await?;
+    link.send(&request(&vm, word, &excerpt)?, DOING).await?;
     match link.reply(DOING).await? {
         Reply::Ok => {}
         reply => {
@@ -118,6 +186,6 @@ async fn of_program(
         }
     }
     // A program that is followed may be silent for as long as it likes.
-    let silence = (!follow).then_some(daemon.config.deadlines.agent);
+    let silence = (!excerpt.follow).then_some(daemon.config.deadlines.agent);
     Ok(AgentBody::new(link.into_stream(), vm, DOING, silence).answer(TEXT, headers))
 }

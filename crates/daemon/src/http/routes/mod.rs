@@ -8,6 +8,7 @@ mod archive;
 mod batch;
 mod closed;
 mod ends;
+mod events;
 mod exec;
 mod extract;
 mod host;
@@ -16,6 +17,7 @@ mod kernels;
 mod logs;
 mod metrics;
 mod ports;
+mod programs;
 mod snapshots;
 mod store;
 mod upgrade;
@@ -71,9 +73,15 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(vms::kill))
         .routes(routes!(ends::stop))
         .routes(routes!(ends::wait))
+        .routes(routes!(ends::set_ttl))
         .routes(routes!(vms::snapshot))
         .routes(routes!(vms::fork))
+        .routes(routes!(events::events))
         .routes(routes!(logs::logs))
+        .routes(routes!(programs::list))
+        .routes(routes!(programs::inspect, programs::remove))
+        .routes(routes!(programs::kill))
+        .routes(routes!(programs::wait))
         .routes(routes!(archive::read, archive::write))
         .routes(routes!(exec::exec))
         .routes(routes!(exec::run))

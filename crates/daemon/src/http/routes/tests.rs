@@ -334,6 +334,7 @@ async fn a_connected_run_that_cannot_be_leaves_nothing() {
             name: None,
             labels: Default::default(),
             forks: 0,
+            lifetime: Default::default(),
             network: dayfly_api::types::NetworkRequest::default(),
         },
         port,
@@ -389,6 +390,7 @@ async fn a_creation_that_fails_leaves_nothing() {
         name: Some("v".parse().unwrap()),
         labels: Default::default(),
         forks: 0,
+        lifetime: Default::default(),
         network: dayfly_api::types::NetworkRequest::default(),
     };
     for (memory, vcpus) in [(0, 1), (64 << 20, 0), (64 << 20, 17), ((64 << 20) + 4096, 1)] {

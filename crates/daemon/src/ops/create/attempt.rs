@@ -13,7 +13,7 @@ use crate::ops::create::guard::{Next, VmGuard};
 use crate::ops::create::last_lines::explain;
 use crate::ops::create::order::{Order, Origin};
 use crate::ops::create::start::start;
-use crate::ops::{admit, keeper};
+use crate::ops::{admit, expiry, keeper};
 use crate::vm::budget::Reservation;
 use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, AgentLink, LinkError};
@@ -22,7 +22,7 @@ use crate::vmm::pool::{Pool, UnderWay, WarmVmm};
 use crate::vmm::source::{Opened, Purpose, Template};
 use crate::vmm::{guest_socket, identity};
 use dayfly_api::agent::{Ready, Request};
-use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
+use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit};
 use dayfly_units::text::escaped;
 use dayfly_units::{Name, VmName, failpoint};
 use dayfly_vmm::config::Shape;
@@ -49,6 +49,7 @@ const PROGRAM_AT_MOST: Duration = Duration::from_millis(500);
 /// What is missing, damaged, taken or exhausted; or why the guest did not start, with the end of
 /// its console.
 pub async fn create(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome<VmGuard> {
+    expiry::check(order.lifetime)?;
     match attempt(daemon, asked, order.clone(), true).await {
         Err(Failed { error, was_dying: true }) => {
             tracing::warn!("what was ready for a VM was dying, making another: {error}");
@@ -82,7 +83,7 @@ async fn attempt(
 ) -> Result<VmGuard, Failed> {
     let wanted = order.name.clone().map(Name::from);
     let done = |step| step::done(step, wanted.as_ref());
-    let purpose = order.purpose;
+    let (purpose, lifetime) = (order.purpose, order.lifetime);
     let reserved = reserve(daemon, asked, order, wanted.as_ref(), from_pool).await?;
     let Reserved { under_way, vm, mut guard, opened, opened_us, next, warm } = reserved;
     let mut under_way = Some(under_way);
@@ -132,11 +133,13 @@ async fn attempt(
         // The VM ended at this moment.
         return Err(explain(&vm, refused.into()).await.into());
     }
+    expiry::begin(daemon, &vm, lifetime);
     if !vm.facts.ephemeral {
         // Before a client learns of the VM, because the next daemon sweeps a VM without a record.
         record::write(&daemon.registry, &vm).await.map_err(|e| e.during("its record"))?;
         failpoint::reached("daemon.create.recorded");
     }
+    daemon.happened(&vm, EventKind::Created);
     tracing::debug!(vm = %vm.id, name = %vm.name, ready_us, "created");
     Ok(guard)
 }
@@ -167,7 +170,8 @@ async fn reserve(
     done(Step::Source)?;
     let opened_us = asked.elapsed_us();
     let under_way = daemon.pool.creation();
-    let facts = opened.facts(order.labels, order.ephemeral, order.forks, order.network);
+    let mut facts = opened.facts(order.labels, order.ephemeral, order.forks, order.network);
+    facts.auto_remove = order.lifetime.auto_remove;
     // Before anything is taken from the pool, which has to get it back after an error.
     if let Some(Request::Exec(spec)) = &mut order.next {
         for_run(spec, order.entrypoint.as_deref(), &facts.config)?;

@@ -16,7 +16,7 @@ use crate::ops::create::last_lines::console_tail;
 use crate::ops::fork::fork;
 use crate::ops::snapshot::snapshot;
 use crate::vm::Vm;
-use dayfly_api::types::{ForkRequest, SnapshotRequest};
+use dayfly_api::types::{ForkRequest, Lifetime, SnapshotRequest};
 use dayfly_pager::wire::Settings;
 use dayfly_units::Name;
 use dayfly_vmm::arch::layout;
@@ -127,8 +127,14 @@ impl Client {
             Asking::ForkAs(name) => Some(name.clone()),
             Asking::Fork => None,
         };
-        let request =
-            ForkRequest { count: 1, name: None, labels: BTreeMap::new(), forks: 0, template };
+        let request = ForkRequest {
+            count: 1,
+            name: None,
+            labels: BTreeMap::new(),
+            forks: 0,
+            lifetime: Lifetime::UNLIMITED,
+            template,
+        };
         let forked = fork(daemon, vm, request, Asked::now()).await?;
         let found = forked.items.iter().map(|item| daemon.registry.find(&item.id.to_string()));
         Ok(found.map(Result::unwrap).collect())

@@ -10,7 +10,7 @@ use crate::ops::create::{Order, Origin, create};
 use crate::ops::fork::fork;
 use crate::ops::{remove, snapshot};
 use crate::vm::Vm;
-use dayfly_api::types::{ExitKind, ForkRequest, SnapshotRequest, Source};
+use dayfly_api::types::{ExitKind, ForkRequest, Lifetime, SnapshotRequest, Source};
 use dayfly_pager::wire::Settings;
 use dayfly_store::{ChainLayer, Meter, Scope, VmLayer};
 use dayfly_sys::writers::{Writers, writers};
@@ -89,8 +89,14 @@ async fn running() -> (Room, Arc<Vm>) {
 }
 
 async fn forked(room: &Room, vm: &Arc<Vm>) -> Arc<Vm> {
-    let request =
-        ForkRequest { count: 1, name: None, labels: BTreeMap::new(), forks: 0, template: None };
+    let request = ForkRequest {
+        count: 1,
+        name: None,
+        labels: BTreeMap::new(),
+        forks: 0,
+        lifetime: Lifetime::UNLIMITED,
+        template: None,
+    };
     let forked = fork(&room.daemon, vm, request, Asked::now()).await.unwrap();
     room.daemon.registry.find(&forked.items[0].id.to_string()).unwrap()
 }

@@ -7,7 +7,7 @@ use crate::ops::fork::fork;
 use crate::ops::power;
 use crate::vm::Vm;
 use crate::vmm::control_link;
-use dayfly_api::types::{ErrorCode, ForkRequest};
+use dayfly_api::types::{ErrorCode, ForkRequest, Lifetime};
 use dayfly_pager::wire::Settings;
 use dayfly_vmm::control::{Answer, Command};
 use rustix::process::{Pid, Signal, kill_process};
@@ -65,8 +65,14 @@ async fn a_fork_that_its_client_abandons_keeps_the_next_one_waiting() {
     says(&vm, "verify ok seed 8\nready").await;
     signal(&vm, Signal::STOP);
     let (daemon, parent) = (room.daemon.clone(), vm.clone());
-    let request =
-        || ForkRequest { count: 1, name: None, labels: BTreeMap::new(), forks: 0, template: None };
+    let request = || ForkRequest {
+        count: 1,
+        name: None,
+        labels: BTreeMap::new(),
+        forks: 0,
+        lifetime: Lifetime::UNLIMITED,
+        template: None,
+    };
     let asked = request();
     let client = tokio::spawn(async move { fork(&daemon, &parent, asked, Asked::now()).await });
     until("the fork has begun", || vm.snapshots.try_lock().is_err()).await;

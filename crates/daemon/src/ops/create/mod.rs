@@ -25,6 +25,10 @@ pub use order::{Order, Origin};
 mod failing;
 
 #[cfg(test)]
+#[path = "expiry_tests.rs"]
+mod expiring;
+
+#[cfg(test)]
 #[path = "fork_tests.rs"]
 mod forking;
 

@@ -5,7 +5,7 @@ use crate::templates::open::OpenTemplate;
 use crate::vm::batch::Batch;
 use crate::vmm::source::Purpose;
 use dayfly_api::agent::Request;
-use dayfly_api::types::{CreateRequest, NetworkRequest, Source};
+use dayfly_api::types::{CreateRequest, Lifetime, NetworkRequest, Source};
 use dayfly_units::VmName;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,6 +23,8 @@ pub struct Order {
     pub ephemeral: bool,
     /// The most clones of itself that its guest may have at one time.
     pub forks: u32,
+    /// When it ends, and what is left of it.
+    pub lifetime: Lifetime,
     /// Whether a client uses it, the pool, or a recording.
     pub purpose: Purpose,
     /// Its network; `None`: as its fork point has it, or the default.
@@ -56,6 +58,7 @@ impl Order {
             name: request.name,
             labels: request.labels,
             forks: request.forks,
+            lifetime: request.lifetime,
             ephemeral: false,
             purpose: Purpose::User,
             network: Some(request.network),

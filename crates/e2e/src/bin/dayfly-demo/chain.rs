@@ -4,7 +4,7 @@
 use crate::clones::Demo;
 use anyhow::{Context, Result, ensure};
 use dayfly_api::agent::ExecSpec;
-use dayfly_api::types::{CreateRequest, NetworkRequest, SnapshotRequest, Source};
+use dayfly_api::types::{CreateRequest, Lifetime, NetworkRequest, SnapshotRequest, Source};
 use dayfly_cli::artefacts;
 use dayfly_e2e::guest::{self, Kept};
 use dayfly_units::Name;
@@ -27,6 +27,7 @@ pub async fn run(demo: &mut Demo, snapshot: &Name) -> Result<()> {
             name: Some(name.clone()),
             labels: BTreeMap::new(),
             forks: 0,
+            lifetime: Lifetime::UNLIMITED,
             network: NetworkRequest::default(),
         };
         demo.host.client.create(&create).await?;

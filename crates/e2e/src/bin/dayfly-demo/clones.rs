@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use dayfly_api::client::{Client, Connection};
 use dayfly_api::types::{
-    ConnectRequest, CreateRequest, ErrorCode, NetworkRequest, Snapshot, Source, VmDetails,
+    ConnectRequest, CreateRequest, ErrorCode, Lifetime, NetworkRequest, Snapshot, Source, VmDetails,
 };
 use dayfly_cli::progress::Steps;
 use dayfly_e2e::guest::{self, Sum};
@@ -206,6 +206,7 @@ async fn ask_a_clone(
             name: Some(name),
             labels: BTreeMap::new(),
             forks: 0,
+            lifetime: Lifetime::UNLIMITED,
             network: NetworkRequest::default(),
         },
         port: guest::PORT,

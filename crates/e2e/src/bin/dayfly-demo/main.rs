@@ -16,7 +16,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use clones::{Clone, Demo};
 use dayfly_api::types::{
-    BakeRequest, BootSource, CreateRequest, Kernel, NetworkRequest, RunRequest, Source,
+    BakeRequest, BootSource, CreateRequest, Kernel, Lifetime, NetworkRequest, RunRequest, Source,
 };
 use dayfly_cli::artefacts;
 use dayfly_cli::progress::{Steps, seconds};
@@ -172,6 +172,7 @@ async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
             name: Some(name),
             labels: BTreeMap::new(),
             forks: 0,
+            lifetime: Lifetime::UNLIMITED,
             network: NetworkRequest::default(),
         },
         // Python starts, imports its modules and listens.
