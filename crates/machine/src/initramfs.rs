@@ -21,7 +21,7 @@ use std::process::Command;
 
 /// Version of the initramfs's layout. A change of the layout that its inputs do not show must raise
 /// the number.
-const RECIPE: u32 = 3;
+const RECIPE: u32 = 4;
 /// Timeout factor of `dayflyd` (`DAYFLY_TIMEOUT_FACTOR`) unless the caller sets one. An emulated
 /// CPU is about 20 times slower than its host CPU, which also runs the user's programs.
 const TIMEOUT_FACTOR: &str = "4";
@@ -249,6 +249,7 @@ fn guest_config(options: &InitOptions, shares: &[Share]) -> GuestConfig {
         shares: shares.iter().map(share).collect(),
         links: root_links(shares),
         hostname: "dayfly-machine".to_owned(),
+        uplink: options.network,
     }
 }
 

@@ -107,6 +107,7 @@ fn tools(machine: bool) -> Vec<Check> {
         ("dpkg-deb", "dpkg", false, "kernel fetch"),
         ("qemu-system-x86_64", "qemu-system-x86", machine, "the machine"),
         ("busybox", "busybox-static", machine, "the machine"),
+        ("passt", "passt", false, "networks of the machine's VMs (else QEMU's user network)"),
         ("virtiofsd", "qemu-system-common", false, "machine init --share"),
     ];
     checks.extend(debian.into_iter().map(|(name, package, needed, purpose)| match on_path(name) {

@@ -29,3 +29,4 @@ mod space;
 mod stats;
 mod store;
 mod tour;
+mod uplink;

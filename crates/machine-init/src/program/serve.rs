@@ -3,7 +3,7 @@
 use crate::boot::{self, BootError, say};
 use crate::daemon::Keeper;
 use crate::steady;
-use crate::{control, exec, status};
+use crate::{control, exec, status, uplink};
 use dayfly_machine_init::{
     CONTROL_PORT_NAME, DAEMON_SOCKET, GUEST_CONFIG_PATH, GuestConfig, GuestShare, Kind,
     LOG_PORT_NAME, MAX_API_CONNECTIONS, MAX_EXEC_CONNECTIONS, Request, Root, Token, join_streams,
@@ -83,6 +83,9 @@ pub(crate) fn run() -> Result<(), BootError> {
     // interface.
     phase("starting the network");
     let listeners = control::network()?;
+    if config.uplink {
+        uplink::bring_up()?;
+    }
     phase("mounting the disk");
     boot::disk()?;
     fs::create_dir_all("/run/dayfly").map_err(|e| BootError::new("/run/dayfly", e))?;
