@@ -8,12 +8,17 @@
 //! nothing about QEMU, kernels or the host's files.
 
 mod net;
+mod ports;
 mod proto;
 mod slots;
 mod streams;
 mod token;
 
 pub use net::{InterfaceMover, interface_of, open_tap, set_address, set_gateway, set_up};
+pub use ports::{
+    MAX_PORT_LINE_BYTES, MAX_PORTS_CONNECTIONS, MAX_RELAY_CONNECTIONS, PORTS_PORT, PORTS_SOCKET,
+    PortAnswer, PortOrder, PortRefusal, RELAY_PORT, RefusalKind,
+};
 pub use proto::{
     API_PORT, CONTROL_MAC, CONTROL_PORT_NAME, DAEMON_SOCKET, DaemonConfig, DaemonStatus, EXEC_PORT,
     ExecSpec, Exit, GUEST_ADDRESS, GUEST_CONFIG_PATH, GUEST_MASK, GuestConfig, GuestShare,

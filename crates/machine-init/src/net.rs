@@ -1,5 +1,6 @@
-//! The ioctls of netdevice(7) and route(7) that bring an interface up, and the rtnetlink(7) message that moves
-//! it into another network namespace. A netlink library would be a further dependency of the init.
+//! The ioctls of netdevice(7) and route(7) that bring an interface up, and the rtnetlink(7) message
+//! that moves it into another network namespace. A netlink library would be a further dependency of
+//! the init.
 
 use rustix::fs::{FileType, Mode};
 use std::fs::File;
@@ -31,7 +32,8 @@ fn request(name: &str) -> io::Result<libc::ifreq> {
 
 fn ioctl<T>(socket: &OwnedFd, number: libc::c_ulong, argument: &mut T) -> io::Result<()> {
     // SAFETY: `argument` is an exclusive reference to the structure that each caller pairs with
-    // `number` (ifreq for SIOC?IF* and TUNSETIFF, rtentry for SIOCADDRT). The kernel keeps no pointer after the call.
+    // `number` (ifreq for SIOC?IF* and TUNSETIFF, rtentry for SIOCADDRT). The kernel keeps no
+    // pointer after the call.
     let result = unsafe { libc::ioctl(socket.as_raw_fd(), number, std::ptr::from_mut(argument)) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

@@ -10,7 +10,7 @@ use dayfly_boot::modules::{self, Modules};
 use dayfly_boot::{
     Archive, BootError, KernelSource, MAX_KERNEL_BYTES, elf, initramfs, read_capped, unpack_vmlinux,
 };
-use dayfly_machine_init::{DaemonConfig, GUEST_CONFIG_PATH, GuestConfig, GuestShare};
+use dayfly_machine_init::{DaemonConfig, GUEST_CONFIG_PATH, GuestConfig, GuestShare, PORTS_SOCKET};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
@@ -230,7 +230,11 @@ fn difference(before: &Record, inputs: &BTreeMap<String, Input>, config: &GuestC
 
 fn guest_config(options: &InitOptions, shares: &[Share]) -> GuestConfig {
     let mut env = options.daemon_env.clone();
-    for (name, value) in [("RUST_BACKTRACE", "1"), ("DAYFLY_TIMEOUT_FACTOR", TIMEOUT_FACTOR)] {
+    for (name, value) in [
+        ("RUST_BACKTRACE", "1"),
+        ("DAYFLY_TIMEOUT_FACTOR", TIMEOUT_FACTOR),
+        ("DAYFLY_PORTS", PORTS_SOCKET),
+    ] {
         if !env.iter().any(|(known, _)| known == name) {
             env.push((name.to_owned(), value.to_owned()));
         }

@@ -41,6 +41,7 @@ mod lines;
 mod lock;
 mod machine;
 mod modules;
+mod ports;
 mod probe;
 mod progress;
 mod qemu;

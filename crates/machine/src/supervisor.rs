@@ -9,8 +9,8 @@
 //! Every end of the supervisor, SIGKILL included, ends everything below it. The kernel kills the
 //! processes of a pid namespace with its init, and mounts and network disappear with their last
 //! user. Threads that start before the supervisor makes its network namespace stay in the host's:
-//! those of the uplink (`uplink`). The supervisor owns the sockets that the host connects to, and forwards each connection
-//! into the machine.
+//! those of the uplink (`uplink`) and of published ports (`ports`). The supervisor owns the sockets
+//! that the host connects to, and forwards each connection into the machine.
 
 use crate::config::InitOptions;
 use crate::confine::{Jail, bind_read_only, bind_read_write, spawn};
@@ -18,6 +18,7 @@ use crate::files;
 use crate::forward::{forward, listen};
 use crate::layout::Layout;
 use crate::lock;
+use crate::ports::{self, Outside};
 use crate::probe::accelerator;
 use crate::progress::{Report, SupervisorError, report, system};
 use crate::qemu;
@@ -123,6 +124,15 @@ fn stage_one(orders: &str) -> Result<(), SupervisorError> {
         }
         _ => Ok(()),
     }
+}
+
+/// Raises the soft limit of open files to the hard limit, because each connection to a published
+/// port takes two.
+fn more_descriptors() -> Result<(), SupervisorError> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
+        .map_err(|e| system("limit of open files")(e.into()))
 }
 
 /// Blocks the signals that [`wait_for_end`] reads, in this thread and in all threads that it
@@ -280,6 +290,7 @@ fn start_qemu(
 fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
     // Only this user can access the socket files, from their creation on.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
+    more_descriptors()?;
     let life = lock::exclusive(&layout.life_lock(), Duration::from_secs(10), || {})?;
     lock::sign(&life).map_err(system("signing the life lock"))?;
     let signals = signals()?;
@@ -297,6 +308,7 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
     };
     let state = Arc::new(RunState::new(layout, running)?);
     let uplink = start_uplink(layout, orders, &state)?;
+    let outside = Outside::start()?;
     let tap = network()?;
     let pause_note = PauseNote::new(layout)?;
     files::remove(&layout.ended())?;
@@ -329,6 +341,7 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
         state.change(|running| running.ready = true)?;
         if orders.options.daemon.is_some() {
             vm_count::keep(Arc::clone(&state), token.clone());
+            ports::keep(outside.clone(), &token);
         }
         report(&Report::Ready);
         // `start` reads until the pipe ends.

@@ -6,7 +6,7 @@ use crate::machine_start::cpus_warning;
 use crate::output::{self, Format};
 use anyhow::{Context, Result};
 use dayfly_api::types::Info;
-use dayfly_machine::{Machine, State, accelerator, probe};
+use dayfly_machine::{Machine, State, Uplink, accelerator, probe};
 use dayfly_units::Bytes;
 use serde::Serialize;
 use std::path::Path;
@@ -159,6 +159,9 @@ fn machine_status() -> Check {
                 found += &format!(" (holds {})", Bytes(held));
             }
             found += &format!(", disk takes {}", Bytes(status.disk_bytes));
+            if let Some(Uplink::Down { why }) = &status.uplink {
+                found += &format!("; its VMs reach nothing outside: {why}");
+            }
             if let Some(warning) = cpus_warning(status.options.cpus, accelerator()) {
                 found += &format!("; {warning}");
             }

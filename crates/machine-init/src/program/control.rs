@@ -1,14 +1,14 @@
-//! The machine's two control ports: their listeners, and the check of each connection's token.
+//! The machine's control ports: their listeners, and the check of each connection's token.
 //!
-//! The Ethernet interface of the link to the supervisor is moved into a network namespace that holds the interface
-//! and the two listeners. No thread is in that namespace, so it lives as long as the listeners. The
-//! VMs' traffic arrives in the first namespace, from which no interface and no route leads to the
-//! ports (`dayfly_machine_init`'s `proto`).
+//! The Ethernet interface of the link to the supervisor is moved into a network namespace that has
+//! only this interface and the listeners. No thread is in that namespace, so it lives as long as
+//! the listeners. The VMs' traffic arrives in the first namespace, from which no interface and no
+//! route leads to the ports (`dayfly_machine_init`'s `proto`).
 
 use crate::boot::{BootError, say, wait_for};
 use dayfly_machine_init::{
-    API_PORT, CONTROL_MAC, EXEC_PORT, GUEST_ADDRESS, GUEST_MASK, InterfaceMover, Slots,
-    TOKEN_DEADLINE, Token, interface_of, set_address, set_up, widen,
+    API_PORT, CONTROL_MAC, EXEC_PORT, GUEST_ADDRESS, GUEST_MASK, InterfaceMover, PORTS_PORT,
+    RELAY_PORT, Slots, TOKEN_DEADLINE, Token, interface_of, set_address, set_up, widen,
 };
 use rustix::thread::UnshareFlags;
 use std::fs::File;
@@ -26,6 +26,8 @@ const PAUSE: Duration = Duration::from_millis(50);
 pub(crate) struct Listeners {
     pub(crate) api: TcpListener,
     pub(crate) exec: TcpListener,
+    pub(crate) ports: TcpListener,
+    pub(crate) relay: TcpListener,
 }
 
 /// Makes the control namespace. The caller must do this before any other socket listens on an
@@ -52,7 +54,12 @@ fn namespace() -> Result<Listeners, BootError> {
     let step = |e| BootError::new(format!("interface {name}"), e);
     set_address(&name, GUEST_ADDRESS, GUEST_MASK).map_err(step)?;
     set_up(&name).map_err(step)?;
-    Ok(Listeners { api: listener(API_PORT)?, exec: listener(EXEC_PORT)? })
+    Ok(Listeners {
+        api: listener(API_PORT)?,
+        exec: listener(EXEC_PORT)?,
+        ports: listener(PORTS_PORT)?,
+        relay: listener(RELAY_PORT)?,
+    })
 }
 
 fn listener(port: u16) -> Result<TcpListener, BootError> {

@@ -20,7 +20,7 @@ const FAR: (Ipv4Addr, u16) = (Ipv4Addr::new(203, 0, 113, 1), 9);
 /// What the host has.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(super) struct Host {
-    /// The ranges of its own addresses, loopback included.
+    /// The ranges of the host's addresses, loopback included.
     pub(super) own: Vec<Range>,
     /// Whether it has a route to any other host.
     pub(super) routes: bool,
@@ -36,13 +36,19 @@ impl Host {
     pub(super) fn read() -> io::Result<Self> {
         let local = fs::read_to_string("/proc/thread-self/net/fib_trie")?;
         let routes = fs::read_to_string("/proc/thread-self/net/route")?;
-        let resolvers = fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
-        Ok(Self {
-            own: own(&local),
-            routes: has_route(&routes) || far_is_routed(),
-            resolvers: listed(&resolvers),
-        })
+        let routes = has_route(&routes) || far_is_routed();
+        Ok(Self { own: own(&local), routes, resolvers: resolvers() })
     }
+
+    /// The state after a time in which the kernel has reported no change. Only the resolvers are
+    /// read, because a router's tables are long.
+    pub(super) fn later(self) -> Self {
+        Self { resolvers: resolvers(), ..self }
+    }
+}
+
+fn resolvers() -> Vec<IpAddr> {
+    listed(&fs::read_to_string("/etc/resolv.conf").unwrap_or_default())
 }
 
 /// The ranges of type LOCAL in the text of /proc/net/fib_trie: `|-- ADDRESS` in one line, `/BITS
@@ -107,15 +113,16 @@ impl Changes {
         Ok(Self(socket))
     }
 
-    /// Waits for a change, at most [`TICK`].
-    pub(super) fn wait(&self) {
+    /// Waits for a change, at most [`TICK`]. Returns whether there was one.
+    pub(super) fn wait(&self) -> bool {
         let time = dayfly_machine_init::timespec(TICK);
-        let _ = poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&time));
+        let changed = poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&time)) != Ok(0);
         // A queue that overflowed (ENOBUFS) is a change too.
         while !matches!(
             recv(&self.0, &mut [0_u8; 8192][..], RecvFlags::empty()),
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR)
         ) {}
+        changed
     }
 }
 
@@ -125,12 +132,30 @@ mod tests {
 
     #[test]
     fn own_addresses_are_those_of_local_routes() {
-        let text = "Main:\n  +-- 0.0.0.0/0 3 0 5\n     |-- 0.0.0.0\n        /0 universe UNICAST\n     \
-            |-- 192.0.2.0\n        /24 link UNICAST\nLocal:\n  +-- 0.0.0.0/0 3 0 5\n     |-- \
-            127.0.0.0\n        /8 host LOCAL\n     |-- 127.0.0.1\n        /32 host LOCAL\n     |-- \
-            127.255.255.255\n        /32 link BROADCAST\n     |-- 192.0.2.2\n        /32 host \
-            LOCAL\n     |-- 203.0.113.0\n        /24 host LOCAL\n        /99 host LOCAL\n     |-- \
-            bad\n        /32 host LOCAL\n";
+        let text = [
+            "Main:",
+            "+-- 0.0.0.0/0 3 0 5",
+            "|-- 0.0.0.0",
+            "/0 universe UNICAST",
+            "|-- 192.0.2.0",
+            "/24 link UNICAST",
+            "Local:",
+            "+-- 0.0.0.0/0 3 0 5",
+            "|-- 127.0.0.0",
+            "/8 host LOCAL",
+            "|-- 127.0.0.1",
+            "/32 host LOCAL",
+            "|-- 127.255.255.255",
+            "/32 link BROADCAST",
+            "|-- 192.0.2.2",
+            "/32 host LOCAL",
+            "|-- 203.0.113.0",
+            "/24 host LOCAL",
+            "/99 host LOCAL",
+            "|-- bad",
+            "/32 host LOCAL",
+        ]
+        .join("\n      ");
         let range = |a: [u8; 4], bits| Range::new(a.into(), bits).unwrap();
         let expected = [
             range([127, 0, 0, 0], 8),
@@ -138,7 +163,7 @@ mod tests {
             range([192, 0, 2, 2], 32),
             range([203, 0, 113, 0], 24),
         ];
-        assert_eq!(own(text), expected);
+        assert_eq!(own(&text), expected);
         assert_eq!(own(""), []);
     }
 

@@ -131,8 +131,12 @@ pub(crate) fn start(
 /// Follows the host's network.
 fn watch(shared: &Shared, changes: &Changes) {
     while !shared.is_gone() {
-        changes.wait();
-        shared.host(Host::read());
+        let changed = changes.wait();
+        let known = shared.host.read().unwrap_or_else(PoisonError::into_inner).clone();
+        shared.host(match known {
+            Some(host) if !changed => Ok(host.later()),
+            _ => Host::read(),
+        });
     }
 }
 

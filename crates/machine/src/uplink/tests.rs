@@ -295,13 +295,13 @@ fn an_address_that_the_host_gets_later_is_its_own_and_one_that_it_loses_is_not()
                 Host::read().unwrap().own.iter().any(|range| range.contains(address))
             };
             set_up("lo").unwrap();
-            changes.wait();
+            assert!(changes.wait());
             assert!(has(Ipv4Addr::LOCALHOST) && !has(HOST));
             set_address("lo", HOST, MASK).unwrap();
-            changes.wait();
+            assert!(changes.wait());
             assert!(has(HOST));
             busybox("ip addr flush dev lo");
-            changes.wait();
+            assert!(changes.wait());
             assert!(!has(HOST));
         };
         scope.spawn(run).join().unwrap();
