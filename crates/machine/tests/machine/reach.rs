@@ -7,8 +7,8 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
-/// The ports of the API and of exec.
-const PORTS: [u16; 2] = [1024, 1025];
+/// The ports of the API, of exec, and of published ports.
+const PORTS: [u16; 4] = [1024, 1025, 1026, 1027];
 /// The first namespace's address on the link, which is also a local address there.
 const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 88, 0, 1);
 const GUEST: Ipv4Addr = Ipv4Addr::new(10, 88, 0, 2);
