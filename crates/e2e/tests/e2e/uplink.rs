@@ -11,14 +11,15 @@ use rustix::thread::UnshareFlags;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, UdpSocket};
+use std::path::Path;
 use std::process::Command;
 
 /// The server's address, and the address of the user's host on the link (RFC 5737).
 const SERVER: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 7);
 const HOST: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 1);
 const MASK: Ipv4Addr = Ipv4Addr::new(255, 255, 255, 0);
-/// The link's ends; no other test uses these names.
-const LINK: [&str; 2] = ["dfuplink0", "dfuplink1"];
+/// The host's end of the link; no other test uses this name.
+const LINK: &str = "dfuplink";
 /// A port of the user's host at which a VM must not arrive.
 const PRIVATE: u16 = 18_093;
 /// The list of the machine's name servers, and that of the uplink.
@@ -57,21 +58,21 @@ struct Internet;
 
 impl Internet {
     fn new() -> Self {
-        ip(&["link", "del", LINK[0]]);
-        let made = ip(&["link", "add", LINK[0], "type", "veth", "peer", "name", LINK[1]]);
-        assert!(made, "ip link add {LINK:?}");
+        ip(&["link", "del", LINK]);
+        assert!(ip(&["link", "add", LINK, "type", "veth"]), "busybox ip link add {LINK}");
+        let peer = peer(LINK);
         let mover = InterfaceMover::new().unwrap();
         let inside = move || {
             // SAFETY: NEWNET leaves the table of descriptors alone.
             unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNET) }.unwrap();
-            mover.move_to(LINK[1], File::open("/proc/thread-self/ns/net").unwrap()).unwrap();
-            set_address(LINK[1], SERVER, MASK).unwrap();
-            set_up(LINK[1]).unwrap();
+            mover.move_to(&peer, File::open("/proc/thread-self/ns/net").unwrap()).unwrap();
+            set_address(&peer, SERVER, MASK).unwrap();
+            set_up(&peer).unwrap();
             (UdpSocket::bind((SERVER, 53)).unwrap(), TcpListener::bind((SERVER, 80)).unwrap())
         };
         let (names, web) = std::thread::spawn(inside).join().unwrap();
-        set_address(LINK[0], HOST, MASK).unwrap();
-        set_up(LINK[0]).unwrap();
+        set_address(LINK, HOST, MASK).unwrap();
+        set_up(LINK).unwrap();
         std::thread::spawn(move || answer_names(&names));
         std::thread::spawn(move || answer_requests(&web));
         Self
@@ -80,14 +81,24 @@ impl Internet {
 
 impl Drop for Internet {
     fn drop(&mut self) {
-        ip(&["link", "del", LINK[0]]);
+        ip(&["link", "del", LINK]);
         on_host(&format!("test -e {RESOLVERS}.kept && mv {RESOLVERS}.kept {RESOLVERS}"));
     }
 }
 
-/// Runs ip(8) and returns whether it succeeded.
+/// Runs busybox's ip and returns whether it succeeded.
 fn ip(words: &[&str]) -> bool {
-    Command::new("ip").args(words).output().unwrap().status.success()
+    Command::new("busybox").arg("ip").args(words).output().unwrap().status.success()
+}
+
+/// The other end of a veth, whose name the kernel has chosen.
+fn peer(name: &str) -> String {
+    let all = Path::new("/sys/class/net");
+    let number = |name: &str, file| std::fs::read_to_string(all.join(name).join(file)).ok();
+    let wanted = number(name, "iflink").unwrap();
+    let names = std::fs::read_dir(all).unwrap();
+    let mut names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.find(|name| number(name, "ifindex").as_ref() == Some(&wanted)).unwrap()
 }
 
 /// Answers each question for an IPv4 address with [`SERVER`], each other one with nothing
