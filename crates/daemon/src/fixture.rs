@@ -32,6 +32,7 @@ pub(crate) fn config(folder: &Path) -> Config {
         network: None,
         reach: Vec::new(),
         pool: 0,
+        ports: None,
         first_uid: 0x7100_0000,
         // Processes and threads of tests stand still for seconds on a busy host.
         deadlines: Deadlines::default().times(6),

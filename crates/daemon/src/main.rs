@@ -68,6 +68,9 @@ struct Options {
     /// repeated. The host's own addresses stay out of reach.
     #[arg(long, env = "DAYFLY_REACH", value_name = "ADDRESS/BITS", value_delimiter = ',')]
     reach: Vec<ipnet::Ipv4Net>,
+    /// Socket on which the machine's supervisor takes orders for published ports.
+    #[arg(long, env = "DAYFLY_PORTS", value_name = "SOCKET", hide = true)]
+    ports: Option<PathBuf>,
     /// Factor of the time limits for guests, VMMs and pages, 1 to 100. Use more than 1 on a host
     /// that is emulated or far too small.
     #[arg(
@@ -161,6 +164,7 @@ async fn run() -> anyhow::Result<()> {
         pool: options.pool.unwrap_or_else(|| config::pool(memory_bytes)),
         network: options.network.0,
         reach: options.reach,
+        ports: options.ports.map(absolute).transpose()?,
         first_uid: IdFiles::read()?.choose()?,
         deadlines: Deadlines::default().times(options.timeout_factor),
     };

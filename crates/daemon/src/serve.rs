@@ -6,6 +6,7 @@ use crate::base::heap;
 use crate::daemon::Daemon;
 use crate::http::routes;
 use crate::net::keeper as net_keeper;
+use crate::net::publisher::Publisher;
 use crate::ops::{adopt, keeper, self_fork, space};
 use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::Pagers;
@@ -70,6 +71,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let keeper = tokio::spawn(keeper::keep(daemon.clone()));
     let space = tokio::spawn(space::keep(daemon.clone()));
     let wiring = tokio::spawn(net_keeper::keep(daemon.networks.clone(), daemon.stop.clone()));
+    serve_publisher(&daemon)?;
     let collector = tokio::spawn(daemon.templates.clone().keep_collected(daemon.stop.clone()));
     tokio::spawn(heap::give_back(daemon.stop.clone()));
     let path = daemon.config.socket();
@@ -100,6 +102,16 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let shared = daemon.clone();
     let _ = tokio::task::spawn_blocking(move || shared.networks.end()).await;
     tracing::info!(vms = daemon.registry.len(), "stopped; VMs live on");
+    Ok(())
+}
+
+/// Serves the machine's supervisor, if that listens for published ports.
+fn serve_publisher(daemon: &Daemon) -> anyhow::Result<()> {
+    if let (Some(path), Some(publisher)) = (&daemon.config.ports, daemon.networks.publisher()) {
+        let listener = Publisher::listen(path)
+            .with_context(|| format!("the supervisor's socket {}", path.display()))?;
+        tokio::spawn(publisher.clone().keep(listener, daemon.stop.clone()));
+    }
     Ok(())
 }
 

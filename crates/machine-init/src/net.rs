@@ -1,5 +1,6 @@
-//! The ioctls of netdevice(7) that bring an interface up, and the rtnetlink(7) message that moves
-//! it into another network namespace. A netlink library would be a further dependency of the init.
+//! The ioctls of netdevice(7) and route(7) that bring an interface up, and the rtnetlink(7) message
+//! that moves it into another network namespace. A netlink library would be a further dependency of
+//! the init.
 
 use rustix::fs::{FileType, Mode};
 use std::fs::File;
@@ -31,7 +32,8 @@ fn request(name: &str) -> io::Result<libc::ifreq> {
 
 fn ioctl<T>(socket: &OwnedFd, number: libc::c_ulong, argument: &mut T) -> io::Result<()> {
     // SAFETY: `argument` is an exclusive reference to the structure that each caller pairs with
-    // `number` (ifreq for SIOC?IF* and TUNSETIFF). The kernel keeps no pointer after the call.
+    // `number` (ifreq for SIOC?IF* and TUNSETIFF, rtentry for SIOCADDRT). The kernel keeps no
+    // pointer after the call.
     let result = unsafe { libc::ioctl(socket.as_raw_fd(), number, std::ptr::from_mut(argument)) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -67,6 +69,41 @@ pub fn set_address(name: &str, ip: Ipv4Addr, mask: Ipv4Addr) -> io::Result<()> {
     ioctl(&socket, libc::SIOCSIFADDR, &mut request)?;
     request.ifr_ifru.ifru_netmask = address(mask);
     ioctl(&socket, libc::SIOCSIFNETMASK, &mut request)
+}
+
+/// Sets the default route, which leads to `gateway` through the interface.
+///
+/// # Errors
+/// The system's error; `ENETUNREACH` if `gateway` is not on the interface's link.
+pub fn set_gateway(name: &str, gateway: Ipv4Addr) -> io::Result<()> {
+    let socket = socket()?;
+    let device = std::ffi::CString::new(name)?;
+    // SAFETY: rtentry is plain data, for which all zeroes is a valid value.
+    let mut route: libc::rtentry = unsafe { std::mem::zeroed() };
+    route.rt_dst = address(Ipv4Addr::UNSPECIFIED);
+    route.rt_genmask = address(Ipv4Addr::UNSPECIFIED);
+    route.rt_gateway = address(gateway);
+    route.rt_flags = libc::RTF_UP | libc::RTF_GATEWAY;
+    // The kernel reads the name during the call only, and does not write it (route(7)).
+    route.rt_dev = device.as_ptr().cast_mut();
+    ioctl(&socket, libc::SIOCADDRT, &mut route)
+}
+
+/// The name of the Ethernet interface with this MAC in the network namespace of `/sys`.
+///
+/// # Errors
+/// The system's error; `NotFound` if there is none.
+pub fn interface_of(mac: [u8; 6]) -> io::Result<String> {
+    let wanted = mac.map(|byte| format!("{byte:02x}")).join(":");
+    for entry in std::fs::read_dir("/sys/class/net")? {
+        let entry = entry?;
+        let address = std::fs::read_to_string(entry.path().join("address"));
+        if address.is_ok_and(|address| address.trim() == wanted) {
+            return Ok(entry.file_name().to_string_lossy().into_owned());
+        }
+    }
+    let what = format!("no interface with MAC {wanted}");
+    Err(io::Error::new(io::ErrorKind::NotFound, what))
 }
 
 /// Moves interfaces out of the network namespace in which the value was made. The calling thread

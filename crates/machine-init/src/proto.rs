@@ -16,6 +16,7 @@
 //!                                 │      no interface in common, no route
 //!                                 │  first namespace: dayflyd, the VMs' uplinks
 //! ```
+//! The card of the uplink, if there is one, is in the first namespace.
 //! A VM that owns every address of the first namespace still has no way to a port. The network
 //! between supervisor and machine is in the control namespace, which holds nothing else.
 
@@ -36,6 +37,19 @@ pub const EXEC_PORT: u16 = 1025;
 pub const GUEST_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 15);
 /// The network mask of the machine's and the supervisor's addresses.
 pub const GUEST_MASK: Ipv4Addr = Ipv4Addr::new(255, 255, 255, 0);
+/// MAC of the network card whose link has only supervisor and machine.
+pub const CONTROL_MAC: [u8; 6] = [0x02, 0xdf, 0, 0, 1, 1];
+/// MAC of the network card by which the machine and its VMs reach other hosts: the uplink.
+pub const UPLINK_MAC: [u8; 6] = [0x02, 0xdf, 0, 0, 1, 2];
+/// The machine's address on the uplink: a link-local one (RFC 3927), because it must be free on
+/// the user's host too.
+pub const UPLINK_ADDRESS: Ipv4Addr = Ipv4Addr::new(169, 254, 77, 2);
+/// The network mask of the uplink's addresses.
+pub const UPLINK_MASK: Ipv4Addr = Ipv4Addr::new(255, 255, 255, 248);
+/// The uplink's gateway.
+pub const UPLINK_GATEWAY: Ipv4Addr = Ipv4Addr::new(169, 254, 77, 1);
+/// The uplink's DNS server, which forwards to the resolvers of the user's host.
+pub const UPLINK_DNS: Ipv4Addr = Ipv4Addr::new(169, 254, 77, 3);
 /// Length in bytes of the token at the start of each connection.
 pub const TOKEN_BYTES: usize = 32;
 /// How long the machine waits for a connection's token.
@@ -64,6 +78,9 @@ pub struct GuestConfig {
     pub links: Vec<(String, String)>,
     /// The machine's hostname.
     pub hostname: String,
+    /// Whether the machine has an uplink.
+    #[serde(default)]
+    pub uplink: bool,
 }
 
 /// One shared folder of the host.

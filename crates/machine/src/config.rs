@@ -32,6 +32,8 @@ pub struct InitOptions {
     pub vmm: Option<PathBuf>,
     /// Path of `dayfly-pager`.
     pub pager: Option<PathBuf>,
+    /// Whether machine and VMs reach what the user's host reaches.
+    pub network: bool,
     /// Folders of the host that the machine sees.
     // Files of older versions have plain paths under "shares", see [`Stored`].
     #[serde(rename = "folders")]
@@ -53,6 +55,7 @@ impl Default for InitOptions {
             daemon_env: Vec::new(),
             vmm: None,
             pager: None,
+            network: true,
             shares: Vec::new(),
         }
     }

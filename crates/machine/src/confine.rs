@@ -2,7 +2,9 @@
 //!
 //! Every child loses the caller's environment, all descriptors except those passed to it, and the
 //! way to new privileges. The child runs in the supervisor's process, mount and network namespaces.
-//! The network namespace has no interface except the tap to the machine.
+//! The network namespace has no interface except the tap to the machine. Only the uplink's program
+//! runs in the host's network namespace (`uplink`), as a user that owns nothing if the supervisor
+//! is root.
 //!
 //! A hostile kernel in the machine may take over QEMU. So, if the supervisor is root, QEMU also
 //! runs in a [`Jail`]:
@@ -12,7 +14,7 @@
 //! | user | one per machine that owns no file, without groups and capabilities |
 //! | files | read-only: /usr, kernel and initramfs; no /proc, /tmp, /run, no socket |
 //! | devices | none, or /dev/kvm if KVM runs the machine |
-//! | open | disk, two logs, tap, control line, the sockets of the shares |
+//! | open | disk, two logs, tap, control line, the sockets of the shares and of the uplink |
 //! | calls | `-sandbox on`: no exec, no change of user, scheduling or namespaces |
 //!
 //! A QEMU that was taken over can still use up the host's CPU and memory, fill the two logs, and
@@ -183,6 +185,30 @@ fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
     fs::set_permissions(path, fs::Permissions::from_mode(mode))
 }
 
+/// The user id for helpers of the machine in `folder`, if this process may use it.
+pub(crate) fn user_for(folder: &Path) -> Option<u32> {
+    let user = user_of(folder);
+    let may = |map: &str| maps(&fs::read_to_string(map).unwrap_or_default(), user);
+    let root = rustix::process::geteuid().is_root();
+    (root && may("/proc/self/uid_map") && may("/proc/self/gid_map")).then_some(user)
+}
+
+/// Gives up root for a user id without groups. Async-signal-safe.
+///
+/// # Errors
+/// The system's error.
+pub(crate) fn become_user(user: u32) -> io::Result<()> {
+    // SAFETY: setgroups reads no list of length 0; the other calls take no pointers.
+    let results = unsafe {
+        [
+            libc::setgroups(0, std::ptr::null()),
+            libc::setresgid(user, user, user),
+            libc::setresuid(user, user, user),
+        ]
+    };
+    if results.iter().any(|result| *result < 0) { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
 /// Starts a child that inherits the descriptors `keep`, under the same numbers, and no others.
 ///
 /// # Errors
@@ -193,6 +219,16 @@ pub(crate) fn spawn(
     keep: &[RawFd],
     jail: Option<&Jail>,
 ) -> io::Result<Child> {
+    command(program, arguments, keep, jail).spawn()
+}
+
+/// The command that [`spawn`] starts.
+pub(crate) fn command(
+    program: &Path,
+    arguments: &[OsString],
+    keep: &[RawFd],
+    jail: Option<&Jail>,
+) -> Command {
     let keep = keep.to_vec();
     let jail = jail.map(|jail| (jail.root.clone(), jail.user));
     let mut command = Command::new(program);
@@ -211,14 +247,12 @@ pub(crate) fn spawn(
             if let Some((root, user)) = &jail {
                 check(libc::chroot(root.as_ptr()))?;
                 check(libc::chdir(c"/".as_ptr()))?;
-                check(libc::setgroups(0, std::ptr::null()))?;
-                check(libc::setresgid(*user, *user, *user))?;
-                check(libc::setresuid(*user, *user, *user))?;
+                become_user(*user)?;
             }
             check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         });
     }
-    command.spawn()
+    command
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use dayfly_boot::modules::{self, Modules};
 use dayfly_boot::{
     Archive, BootError, KernelSource, MAX_KERNEL_BYTES, elf, initramfs, read_capped, unpack_vmlinux,
 };
-use dayfly_machine_init::{DaemonConfig, GUEST_CONFIG_PATH, GuestConfig, GuestShare};
+use dayfly_machine_init::{DaemonConfig, GUEST_CONFIG_PATH, GuestConfig, GuestShare, PORTS_SOCKET};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,7 +21,7 @@ use std::process::Command;
 
 /// Version of the initramfs's layout. A change of the layout that its inputs do not show must raise
 /// the number.
-const RECIPE: u32 = 3;
+const RECIPE: u32 = 4;
 /// Timeout factor of `dayflyd` (`DAYFLY_TIMEOUT_FACTOR`) unless the caller sets one. An emulated
 /// CPU is about 20 times slower than its host CPU, which also runs the user's programs.
 const TIMEOUT_FACTOR: &str = "4";
@@ -230,7 +230,11 @@ fn difference(before: &Record, inputs: &BTreeMap<String, Input>, config: &GuestC
 
 fn guest_config(options: &InitOptions, shares: &[Share]) -> GuestConfig {
     let mut env = options.daemon_env.clone();
-    for (name, value) in [("RUST_BACKTRACE", "1"), ("DAYFLY_TIMEOUT_FACTOR", TIMEOUT_FACTOR)] {
+    for (name, value) in [
+        ("RUST_BACKTRACE", "1"),
+        ("DAYFLY_TIMEOUT_FACTOR", TIMEOUT_FACTOR),
+        ("DAYFLY_PORTS", PORTS_SOCKET),
+    ] {
         if !env.iter().any(|(known, _)| known == name) {
             env.push((name.to_owned(), value.to_owned()));
         }
@@ -249,6 +253,7 @@ fn guest_config(options: &InitOptions, shares: &[Share]) -> GuestConfig {
         shares: shares.iter().map(share).collect(),
         links: root_links(shares),
         hostname: "dayfly-machine".to_owned(),
+        uplink: options.network,
     }
 }
 

@@ -21,7 +21,7 @@
 //! The private network ends in a network namespace of the machine that holds init's two listeners
 //! and nothing else, so no VM reaches them (`dayfly-machine-init`). QEMU runs as a user that owns
 //! nothing, under a system call filter (`confine`). The machine sees only those folders of the host
-//! that are shared by name (`share`).
+//! that are shared by name (`share`). Other hosts are reached by the `uplink`.
 
 mod config;
 mod confine;
@@ -41,6 +41,7 @@ mod lines;
 mod lock;
 mod machine;
 mod modules;
+mod ports;
 mod probe;
 mod progress;
 mod qemu;
@@ -52,6 +53,7 @@ mod start;
 mod status;
 mod stop;
 mod supervisor;
+mod uplink;
 mod vm_count;
 mod watch;
 
@@ -73,3 +75,4 @@ pub use start::{Note, Reexec, StartOrder, Started, kernel_crashed};
 pub use status::{State, Status};
 pub use stop::Stopped;
 pub use supervisor::supervisor_main;
+pub use uplink::Uplink;

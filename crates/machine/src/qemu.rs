@@ -7,7 +7,7 @@
 //! flips of static keys at a VM's creation (`steady`).
 
 use crate::probe::Accelerator;
-use dayfly_machine_init::{CONTROL_PORT_NAME, LOG_PORT_NAME};
+use dayfly_machine_init::{CONTROL_MAC, CONTROL_PORT_NAME, LOG_PORT_NAME, UPLINK_MAC};
 use std::ffi::OsString;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,8 @@ pub(crate) fn find_virtiofsd() -> Option<PathBuf> {
     find("virtiofsd", &["/usr/lib/qemu/virtiofsd", "/usr/libexec/virtiofsd", "/usr/lib/virtiofsd"])
 }
 
-fn find(name: &str, places: &[&str]) -> Option<PathBuf> {
+/// Finds a program in these places or on the PATH.
+pub(crate) fn find(name: &str, places: &[&str]) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let on_path = std::env::split_paths(&path).map(|folder| folder.join(name));
     places.iter().map(PathBuf::from).chain(on_path).find(|p| p.is_file())
@@ -56,6 +57,8 @@ pub(crate) struct QemuOptions<'a> {
     pub(crate) monitor_fd: i32,
     /// The other end of the supervisor's network interface.
     pub(crate) tap_fd: i32,
+    /// The socket for the uplink's frames, if the machine has an uplink.
+    pub(crate) uplink_fd: Option<i32>,
     /// Each share's tag, with a socket that is connected to its virtiofsd.
     pub(crate) shares: Vec<(String, i32)>,
     /// The process name that `ps` shows.
@@ -69,7 +72,8 @@ const LOG_SET: u32 = 3;
 
 /// QEMU's system call filter (its manual, `-sandbox`): no obsolete calls, no change of user, no new
 /// process, no scheduling.
-const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
+pub(crate) const SANDBOX: &str =
+    "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
 
 /// The command line of the machine's kernel.
 const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 oops=panic reboot=t mitigations=off \
@@ -173,7 +177,11 @@ fn add_devices(options: &QemuOptions<'_>, add: &mut dyn FnMut(&[&str])) {
     add(&["-blockdev", "driver=raw,node-name=disk,file=file,discard=unmap,detect-zeroes=unmap"]);
     add(&["-device", "virtio-blk-pci,drive=disk,disable-legacy=on"]);
     add(&["-netdev", &format!("tap,id=net,fd={}", options.tap_fd)]);
-    add(&["-device", "virtio-net-pci,netdev=net,disable-legacy=on,romfile="]);
+    add(&["-device", &card("net", CONTROL_MAC)]);
+    if let Some(fd) = options.uplink_fd {
+        add(&["-netdev", &format!("socket,id=uplink,fd={fd}")]);
+        add(&["-device", &card("uplink", UPLINK_MAC)]);
+    }
     add(&["-device", "virtio-serial-pci,disable-legacy=on"]);
     add(&["-chardev", &format!("socket,id=control,fd={}", options.control_fd)]);
     add(&["-device", &format!("virtserialport,chardev=control,name={CONTROL_PORT_NAME}")]);
@@ -187,6 +195,12 @@ fn add_devices(options: &QemuOptions<'_>, add: &mut dyn FnMut(&[&str])) {
         "-device",
         "virtio-balloon-pci,disable-legacy=on,free-page-reporting=on",
     ]);
+}
+
+/// The argument for a network card.
+fn card(netdev: &str, mac: [u8; 6]) -> String {
+    let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
+    format!("virtio-net-pci,netdev={netdev},mac={mac},disable-legacy=on,romfile=")
 }
 
 /// The arguments of virtiofsd. `socket` is a listening descriptor that virtiofsd inherits.
@@ -235,6 +249,7 @@ mod tests {
             control_fd: 13,
             monitor_fd: 17,
             tap_fd: 14,
+            uplink_fd: None,
             shares,
             process_name: "dayfly-machine",
         }
@@ -275,9 +290,15 @@ mod tests {
     }
 
     #[test]
-    fn the_machine_has_one_network_card_and_only_the_shares_asked_for() {
+    fn the_machine_has_only_the_network_cards_and_shares_asked_for() {
         let none = words(Vec::new());
         assert_eq!(values(&none, "-netdev"), ["tap,id=net,fd=14"]);
+        let both = arguments(&QemuOptions { uplink_fd: Some(18), ..options(Vec::new()) });
+        let both: Vec<String> = both.into_iter().map(|word| word.into_string().unwrap()).collect();
+        assert_eq!(values(&both, "-netdev"), ["tap,id=net,fd=14", "socket,id=uplink,fd=18"]);
+        for mac in ["netdev=net,mac=02:df:00:00:01:01,", "netdev=uplink,mac=02:df:00:00:01:02,"] {
+            assert!(both.iter().any(|word| word.contains(mac)), "{both:?}");
+        }
         assert!(!none.iter().any(|word| word.contains("vhost-user")), "{none:?}");
         let some = words(vec![("host-a".to_owned(), 15), ("host-b".to_owned(), 16)]);
         let shares: Vec<&str> = values(&some, "-device")

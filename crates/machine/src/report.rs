@@ -183,6 +183,7 @@ mod tests {
             boot_id: boot_id.to_owned(),
             boot_crashes: 0,
             vms: Some(2),
+            uplink: None,
         }
     }
 

@@ -3,6 +3,7 @@
 use crate::config::InitOptions;
 use crate::files::{self, FileError};
 use crate::layout::Layout;
+use crate::uplink::Uplink;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io;
@@ -27,6 +28,9 @@ pub(crate) struct Running {
     /// Number of VMs at the last count, ended ones that were not removed included.
     #[serde(default)]
     pub(crate) vms: Option<u64>,
+    /// The uplink's state.
+    #[serde(default)]
+    pub(crate) uplink: Option<Uplink>,
 }
 
 /// Content of `ended.json`.
@@ -137,6 +141,7 @@ mod tests {
             boot_id: boot_id(),
             boot_crashes: 0,
             vms: None,
+            uplink: None,
         }
     }
 

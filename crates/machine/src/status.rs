@@ -6,6 +6,7 @@ use crate::lock;
 use crate::machine::Machine;
 use crate::report::end_of;
 use crate::run_state::{Ended, PauseNote, Running, unix_ms};
+use crate::uplink::Uplink;
 use dayfly_machine_init::GuestStatus;
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -32,7 +33,7 @@ pub struct Status {
     pub state: State,
     /// Process id of the supervisor; QEMU and virtiofsd are its children.
     pub supervisor_pid: Option<i32>,
-    /// The supervisor's children (QEMU, virtiofsd), with their names.
+    /// The supervisor's children (QEMU, virtiofsd, the uplink's program), with their names.
     pub processes: Vec<(i32, String)>,
     /// Milliseconds since the supervisor started.
     pub uptime_ms: Option<u64>,
@@ -46,6 +47,8 @@ pub struct Status {
     pub boot_crashes: u32,
     /// Number of VMs at the last count, ended ones that were not removed included.
     pub vms: Option<u64>,
+    /// Whether machine and VMs reach what the user's host reaches; `None` if no machine runs.
+    pub uplink: Option<Uplink>,
     /// Why QEMU has paused the machine, if it has.
     pub paused: Option<String>,
     /// Resident host memory of QEMU in bytes.
@@ -95,6 +98,7 @@ impl Machine {
             last_end: last_end.map(|end| end.cause),
             boot_crashes: running.as_ref().filter(|_| alive).map_or(0, |r| r.boot_crashes),
             vms: running.as_ref().filter(|_| alive).and_then(|r| r.vms),
+            uplink: running.as_ref().filter(|_| alive).and_then(|r| r.uplink.clone()),
             paused: alive.then(|| PauseNote::read(&self.layout)).flatten(),
             host_memory_bytes: qemu.and_then(|(pid, _)| crate::leaks::resident_bytes(*pid)),
             processes,

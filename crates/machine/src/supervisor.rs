@@ -1,4 +1,5 @@
-//! The supervisor: init of a process, network and mount namespace, parent of QEMU and virtiofsd.
+//! The supervisor: init of a process, network and mount namespace, parent of QEMU, virtiofsd and
+//! the uplink's program.
 //!
 //! ```text
 //! start() ──spawn──▶ stage one ──unshare, fork──▶ supervisor ──▶ virtiofsd…, QEMU ──▶ ready
@@ -7,8 +8,9 @@
 //! ```
 //! Every end of the supervisor, SIGKILL included, ends everything below it. The kernel kills the
 //! processes of a pid namespace with its init, and mounts and network disappear with their last
-//! user. The supervisor owns the sockets that the host connects to, and forwards each connection
-//! into the machine.
+//! user. Threads that start before the supervisor makes its network namespace stay in the host's:
+//! those of the uplink (`uplink`) and of published ports (`ports`). The supervisor owns the sockets
+//! that the host connects to, and forwards each connection into the machine.
 
 use crate::config::InitOptions;
 use crate::confine::{Jail, bind_read_only, bind_read_write, spawn};
@@ -16,12 +18,14 @@ use crate::files;
 use crate::forward::{forward, listen};
 use crate::layout::Layout;
 use crate::lock;
+use crate::ports::{self, Outside};
 use crate::probe::accelerator;
 use crate::progress::{Report, SupervisorError, report, system};
 use crate::qemu;
 use crate::qmp;
 use crate::run_state::{Ended, PauseNote, RunState, Running, boot_id, unix_ms};
 use crate::share::{Access, Share};
+use crate::uplink::{self, Uplink};
 use crate::vm_count;
 use crate::watch::wait_for_end;
 use dayfly_machine_init::{
@@ -77,7 +81,7 @@ fn stage_one(orders: &str) -> Result<(), SupervisorError> {
     let orders: Orders = serde_json::from_str(orders).map_err(SupervisorError::Orders)?;
     rustix::process::setsid().map_err(|e| system("new session")(e.into()))?;
     let root = rustix::process::geteuid().is_root();
-    let mut namespaces = UnshareFlags::NEWPID | UnshareFlags::NEWNET | UnshareFlags::NEWNS;
+    let mut namespaces = UnshareFlags::NEWPID | UnshareFlags::NEWNS;
     let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     if !root {
         namespaces |= UnshareFlags::NEWUSER;
@@ -90,7 +94,7 @@ fn stage_one(orders: &str) -> Result<(), SupervisorError> {
         } else {
             " (this user may not make user namespaces; run as root or allow them)"
         };
-        system(format!("new process, network and mount namespaces{hint}"))(e.into())
+        system(format!("new process and mount namespaces{hint}"))(e.into())
     })?;
     if !root {
         let write = |path: &str, text: String| fs::write(path, text).map_err(system(path));
@@ -122,6 +126,15 @@ fn stage_one(orders: &str) -> Result<(), SupervisorError> {
     }
 }
 
+/// Raises the soft limit of open files to the hard limit, because each connection to a published
+/// port takes two.
+fn more_descriptors() -> Result<(), SupervisorError> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
+        .map_err(|e| system("limit of open files")(e.into()))
+}
+
 /// Blocks the signals that [`wait_for_end`] reads, in this thread and in all threads that it
 /// starts. Child processes get an empty mask.
 fn signals() -> Result<OwnedFd, SupervisorError> {
@@ -143,8 +156,12 @@ fn signals() -> Result<OwnedFd, SupervisorError> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Makes the network between supervisor and machine, which has no other hosts.
+/// Makes the network between supervisor and machine, which has no other hosts. The calling thread,
+/// and all threads that it starts from then on, leave the host's network.
 fn network() -> Result<OwnedFd, SupervisorError> {
+    // SAFETY: NEWNET leaves the table of descriptors alone.
+    unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNET) }
+        .map_err(|e| system("a new network namespace")(e.into()))?;
     set_up("lo").map_err(system("interface lo"))?;
     // Without router solicitations the network is silent until it is used. The file is missing on
     // kernels without IPv6.
@@ -154,6 +171,26 @@ fn network() -> Result<OwnedFd, SupervisorError> {
         .map_err(system("the tap interface's address"))?;
     set_up("machine").map_err(system("the tap interface"))?;
     Ok(tap)
+}
+
+/// Starts the uplink, if the machine is to have one. Returns QEMU's end of it.
+fn start_uplink(
+    layout: &Layout,
+    orders: &Orders,
+    state: &Arc<RunState>,
+) -> Result<Option<UnixStream>, SupervisorError> {
+    if !orders.options.network {
+        state.change(|running| running.uplink = Some(Uplink::Off))?;
+        return Ok(None);
+    }
+    let (machine, qemu_end) = UnixStream::pair().map_err(system("the uplink"))?;
+    let state = Arc::clone(state);
+    uplink::start(&layout.folder, &uplink::Kind::ALL, machine, move |now| {
+        if let Err(e) = state.change(|running| running.uplink = Some(now)) {
+            eprintln!("the uplink's state: {e}");
+        }
+    })?;
+    Ok(Some(qemu_end))
 }
 
 /// Starts the virtiofsd of a share, whose folder is bound at `at`. Returns a socket that is
@@ -191,6 +228,7 @@ struct QemuEnds {
     control: UnixStream,
     monitor: UnixStream,
     tap: OwnedFd,
+    uplink: Option<UnixStream>,
     /// Each share's tag, with its socket.
     shares: Vec<(String, UnixStream)>,
 }
@@ -236,6 +274,7 @@ fn start_qemu(
         control_fd: ends.control.as_raw_fd(),
         monitor_fd: ends.monitor.as_raw_fd(),
         tap_fd: ends.tap.as_raw_fd(),
+        uplink_fd: ends.uplink.as_ref().map(AsRawFd::as_raw_fd),
         shares: ends.shares.iter().map(|(tag, socket)| (tag.clone(), socket.as_raw_fd())).collect(),
         process_name: "dayfly-machine",
     };
@@ -243,6 +282,7 @@ fn start_qemu(
     keep.extend([&disk, &console, &log, life].map(AsRawFd::as_raw_fd));
     keep.extend([&ends.control, &ends.monitor].map(AsRawFd::as_raw_fd));
     keep.push(ends.tap.as_raw_fd());
+    keep.extend(options.uplink_fd);
     spawn(&program, &qemu::arguments(&options), &keep, jail.as_ref())
         .map_err(system(format!("starting {}", program.display())))
 }
@@ -250,12 +290,12 @@ fn start_qemu(
 fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
     // Only this user can access the socket files, from their creation on.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
+    more_descriptors()?;
     let life = lock::exclusive(&layout.life_lock(), Duration::from_secs(10), || {})?;
     lock::sign(&life).map_err(system("signing the life lock"))?;
     let signals = signals()?;
     mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
         .map_err(|e| system("making mounts private")(e.into()))?;
-    let tap = network()?;
     let running = Running {
         since_unix_ms: unix_ms(),
         ready: false,
@@ -264,8 +304,12 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
         boot_id: boot_id(),
         boot_crashes: orders.boot_crashes,
         vms: None,
+        uplink: None,
     };
     let state = Arc::new(RunState::new(layout, running)?);
+    let uplink = start_uplink(layout, orders, &state)?;
+    let outside = Outside::start()?;
+    let tap = network()?;
     let pause_note = PauseNote::new(layout)?;
     files::remove(&layout.ended())?;
 
@@ -278,7 +322,7 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
     }
     let (mut control, machine_end) = UnixStream::pair().map_err(system("control line"))?;
     let (monitor, qemu_end) = UnixStream::pair().map_err(system("QEMU's monitor"))?;
-    let ends = QemuEnds { control: machine_end, monitor: qemu_end, tap, shares };
+    let ends = QemuEnds { control: machine_end, monitor: qemu_end, tap, uplink, shares };
     let qemu_pid = start_qemu(layout, orders, &life, &ends)?.id();
     drop(ends);
     qmp::keep(monitor, pause_note, layout.disk());
@@ -297,6 +341,7 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
         state.change(|running| running.ready = true)?;
         if orders.options.daemon.is_some() {
             vm_count::keep(Arc::clone(&state), token.clone());
+            ports::keep(outside.clone(), &token);
         }
         report(&Report::Ready);
         // `start` reads until the pipe ends.

@@ -6,7 +6,7 @@ use crate::machine_start::cpus_warning;
 use crate::output::{self, Format};
 use anyhow::{Context, Result};
 use dayfly_api::types::Info;
-use dayfly_machine::{Machine, State, accelerator, probe};
+use dayfly_machine::{Machine, State, Uplink, accelerator, probe};
 use dayfly_units::Bytes;
 use serde::Serialize;
 use std::path::Path;
@@ -107,6 +107,7 @@ fn tools(machine: bool) -> Vec<Check> {
         ("dpkg-deb", "dpkg", false, "kernel fetch"),
         ("qemu-system-x86_64", "qemu-system-x86", machine, "the machine"),
         ("busybox", "busybox-static", machine, "the machine"),
+        ("passt", "passt", false, "networks of the machine's VMs (else QEMU's user network)"),
         ("virtiofsd", "qemu-system-common", false, "machine init --share"),
     ];
     checks.extend(debian.into_iter().map(|(name, package, needed, purpose)| match on_path(name) {
@@ -158,6 +159,9 @@ fn machine_status() -> Check {
                 found += &format!(" (holds {})", Bytes(held));
             }
             found += &format!(", disk takes {}", Bytes(status.disk_bytes));
+            if let Some(Uplink::Down { why }) = &status.uplink {
+                found += &format!("; its VMs reach nothing outside: {why}");
+            }
             if let Some(warning) = cpus_warning(status.options.cpus, accelerator()) {
                 found += &format!("; {warning}");
             }

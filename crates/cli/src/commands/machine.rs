@@ -39,6 +39,9 @@ pub enum Command {
         /// Read-only unless :rw is added. Without this option the machine sees no file of this host
         #[arg(long = "share", value_name = "NAME=PATH[:ro|:rw]")]
         shares: Vec<Share>,
+        /// Do not connect the machine with the network of this host: its VMs reach nothing outside
+        #[arg(long)]
+        no_network: bool,
     },
     /// Start the machine; one that runs older programs is restarted if no VM lives in it
     Start,
@@ -101,7 +104,7 @@ impl Command {
         let steps = Steps::new();
         let progress = &mut |text: &str| steps.begin(text);
         match self {
-            Self::Init { cpus, memory, disk, shares } => {
+            Self::Init { cpus, memory, disk, shares, no_network } => {
                 let mut options = machine_options(&steps)?;
                 options.cpus = cpus.unwrap_or(options.cpus);
                 if let Some(warning) = cpus_warning(options.cpus, accelerator()) {
@@ -110,6 +113,7 @@ impl Command {
                 options.memory_mib = memory.0 >> 20;
                 options.disk_bytes = disk.0;
                 options.shares = shares;
+                options.network = !no_network;
                 let machine = Machine::init(&home, &options, progress)?;
                 steps.end();
                 output::line(machine.folder().display())?;

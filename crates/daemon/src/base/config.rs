@@ -43,6 +43,9 @@ pub struct Config {
     pub network: Option<Prefix>,
     /// Ranges that are not public, and that every VM may reach unless it is closed.
     pub reach: Vec<ipnet::Ipv4Net>,
+    /// Socket of the process that listens for published ports on another host; `None`: this daemon
+    /// listens on its own host ([`crate::net`]).
+    pub ports: Option<PathBuf>,
     /// The first user id of VMs ([`crate::vm::uids`]).
     pub first_uid: u32,
     /// Time limits of the daemon's waits.

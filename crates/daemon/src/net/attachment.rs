@@ -73,20 +73,23 @@ impl Attachment {
             Err(e) => return Err(e.into()),
         };
         if asked.network.is_none() && !asked.closed {
-            return Self::with(lease, asked);
+            return Self::with(networks, lease, asked).await;
         }
         let special = asked.clone();
         let lease = blocking(move || {
             let mut lease = lease;
             Ok(lease.admit(&special).map(|()| lease))
         });
-        Self::with(lease.await??, asked)
+        Self::with(networks, lease.await??, asked).await
     }
 
     /// An attachment with this address and the requested ports.
-    fn with(lease: Lease, asked: &NetworkRequest) -> Outcome<Self> {
-        let published =
-            if asked.publish.is_empty() { None } else { Some(Published::take(&asked.publish)?) };
+    async fn with(networks: &Networks, lease: Lease, asked: &NetworkRequest) -> Outcome<Self> {
+        let published = match (asked.publish.as_slice(), networks.publisher()) {
+            ([], _) => None,
+            (ports, None) => Some(Published::take(ports)?),
+            (ports, Some(publisher)) => Some(Published::ask_for(ports, publisher).await?),
+        };
         let (address, mac) = (lease.address(), mac_text(mac(lease.address())));
         let NetworkRequest { publish: published_ports, network, closed, .. } = asked.clone();
         let shown = Some(VmNetwork { address, mac, network, closed, published: published_ports });
@@ -102,7 +105,10 @@ impl Attachment {
     pub fn adopt(networks: &Networks, had: Option<VmNetwork>, asked: &NetworkRequest) -> Self {
         let Some(had) = had else { return Self::default() };
         let lease = networks.adopt(had.address, asked);
-        let published = Published::take(&had.published);
+        let published = match networks.publisher() {
+            None => Published::take(&had.published),
+            Some(publisher) => Published::again(&had.published, publisher),
+        };
         if let Err(error) = &published {
             tracing::error!(address = %had.address, "not published any more: {error}");
         }

@@ -32,6 +32,7 @@ pub mod names;
 mod network;
 mod networks;
 mod publish;
+pub mod publisher;
 #[cfg(test)]
 mod tests;
 

@@ -4,6 +4,7 @@ use crate::base::prefix::Prefix;
 use crate::net::error::NetError;
 use crate::net::mac::mac;
 use crate::net::names::Index;
+use crate::net::publisher::Publisher;
 use dayfly_api::types::NetworkRequest;
 use dayfly_host::net::{Guest, Tap, TapSpec, VmNetns};
 use dayfly_units::error::chain;
@@ -46,6 +47,8 @@ pub(super) struct Network {
     pub(super) names: Arc<Index>,
     /// Ranges that guests reach although they are not public.
     pub(super) reach: Arc<[ipnet::Ipv4Net]>,
+    /// The process that listens for published ports, if it is not this daemon.
+    pub(super) publisher: Option<Arc<Publisher>>,
     /// Wakes the keeper: addresses were returned, or too few taps wait.
     pub(super) wanted: Notify,
 }

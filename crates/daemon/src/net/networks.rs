@@ -4,6 +4,7 @@ use crate::base::config::Config;
 use crate::net::error::NetError;
 use crate::net::lease::Lease;
 use crate::net::network::{LEAST_READY, Network, Returned, guest, tap_name};
+use crate::net::publisher::Publisher;
 use dayfly_api::types::NetworkRequest;
 use dayfly_host::net::{Guest, VmNetns, VmNetnsSpec};
 use dayfly_units::error::chain;
@@ -62,6 +63,7 @@ impl Networks {
                     unclaimed,
                     names,
                     reach,
+                    publisher: config.ports.as_ref().map(|_| Arc::default()),
                     wanted,
                 })))
             }
@@ -71,6 +73,12 @@ impl Networks {
 
     pub(super) fn get(&self) -> Result<&Arc<Network>, NetError> {
         self.0.as_ref().map_err(|why| NetError::None(why.clone()))
+    }
+
+    /// The process that listens for published ports, if it is not this daemon.
+    #[must_use]
+    pub fn publisher(&self) -> Option<&Arc<Publisher>> {
+        self.0.as_ref().ok()?.publisher.as_ref()
     }
 
     /// Why there is no network; `None` if there is one.

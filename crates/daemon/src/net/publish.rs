@@ -4,9 +4,15 @@
 //! addresses. So published ports work from everywhere, the host's loopback included, and the host's
 //! own packet filter stays unchanged. The guest does not see a client's address. Connections end
 //! with the daemon; the next daemon publishes the same ports again.
+//!
+//! In the machine, ports are those of the user's host, on which the machine's supervisor listens
+//! ([`publisher`](super::publisher)). It passes each connection on to a port of the machine's
+//! loopback, which the daemon relays.
 
 use crate::base::error::{ApiError, Outcome};
+use crate::net::publisher::{Answer, Order, Publisher};
 use dayfly_api::types::{ErrorCode, Publish};
+use dayfly_machine_init::{PortRefusal, RefusalKind};
 use rustix::net::sockopt::{
     set_socket_keepalive, set_socket_linger, set_socket_reuseaddr, set_tcp_keepidle,
 };
@@ -29,6 +35,8 @@ pub const MAX_CONNECTIONS: usize = 1024;
 /// Published connections of all VMs use at most 1/`SHARE` of the daemon's descriptors; each uses
 /// two.
 const SHARE: u64 = 2;
+/// Time limit for the publisher's answer, which listens on its host at once.
+const ANSWER: Duration = Duration::from_secs(60);
 /// Idle time of a connection before TCP keepalive probes both ends.
 const SILENCE: Duration = Duration::from_secs(60);
 /// Time limit for a guest to accept a connection.
@@ -39,6 +47,8 @@ const BACKLOG: u32 = 1024;
 /// Bound ports, which from [`Self::connect_to`] on lead to a guest. Dropping this frees the ports.
 #[derive(Debug)]
 pub struct Published {
+    /// Orders of the publisher, freed before the listeners to which they lead.
+    orders: Vec<Order>,
     listeners: Vec<(Arc<TcpListener>, Publish)>,
     tasks: Vec<AbortHandle>,
 }
@@ -80,24 +90,75 @@ impl Published {
     pub fn take(ports: &[Publish]) -> Outcome<Self> {
         check(ports)?;
         let listener = |port: &Publish| {
-            listen(port.host, port.host_port).map(|listener| (Arc::new(listener), *port)).map_err(
-                |e| {
-                    let what = format_args!(
-                        "publishing port {} of the host: {e}; give another one, or end who has it",
-                        port.host_port
-                    );
-                    match e.kind() {
-                        io::ErrorKind::AddrInUse => ApiError::new(ErrorCode::Conflict, what),
-                        io::ErrorKind::PermissionDenied | io::ErrorKind::AddrNotAvailable => {
-                            ApiError::invalid(what)
-                        }
-                        _ => ApiError::internal(what),
+            let made = listen(port.host, port.host_port);
+            made.map(|listener| (Arc::new(listener), *port)).map_err(|e| {
+                let kind = match e.kind() {
+                    io::ErrorKind::AddrInUse => RefusalKind::Taken,
+                    io::ErrorKind::PermissionDenied | io::ErrorKind::AddrNotAvailable => {
+                        RefusalKind::Invalid
                     }
-                },
-            )
+                    _ => RefusalKind::Other,
+                };
+                refused(port, &PortRefusal { kind, why: e.to_string() })
+            })
         };
         let listeners = ports.iter().map(listener).collect::<Outcome<_>>()?;
-        Ok(Self { listeners, tasks: Vec::new() })
+        Ok(Self { orders: Vec::new(), listeners, tasks: Vec::new() })
+    }
+
+    /// Has the publisher bind these ports, and waits until it has. Call it within a tokio runtime.
+    ///
+    /// # Errors
+    /// As [`Self::take`]; or the publisher does not answer.
+    pub async fn ask_for(ports: &[Publish], publisher: &Arc<Publisher>) -> Outcome<Self> {
+        let (published, answers) = Self::order(ports, publisher)?;
+        for (port, answer) in ports.iter().zip(answers) {
+            match timeout(ANSWER, answer).await {
+                Ok(Ok(None)) => {}
+                Ok(Ok(Some(refusal))) => return Err(refused(port, &refusal)),
+                Ok(Err(_)) | Err(_) => {
+                    return Err(ApiError::internal(format_args!(
+                        "publishing port {} of the host: the machine's supervisor does not answer",
+                        port.host_port
+                    )));
+                }
+            }
+        }
+        Ok(published)
+    }
+
+    /// Has the publisher bind the ports of an adopted VM as soon as it is connected. It logs which
+    /// of them it cannot have. Call it within a tokio runtime.
+    ///
+    /// # Errors
+    /// No port of the loopback is free.
+    pub fn again(ports: &[Publish], publisher: &Arc<Publisher>) -> Outcome<Self> {
+        Self::order(ports, publisher).map(|(published, _)| published)
+    }
+
+    /// Listens on the loopback, and orders the ports that lead there.
+    fn order(ports: &[Publish], publisher: &Arc<Publisher>) -> Outcome<(Self, Vec<Answer>)> {
+        check(ports)?;
+        let mut published = Self { orders: Vec::new(), listeners: Vec::new(), tasks: Vec::new() };
+        let mut answers = Vec::new();
+        for port in ports {
+            let inside = listen(None, 0).and_then(|listener| {
+                let to = listener.local_addr()?.port();
+                Ok((listener, to))
+            });
+            let (listener, to) = inside.map_err(|e| {
+                ApiError::internal(format_args!(
+                    "publishing port {}: a port of the machine: {e}",
+                    port.host_port
+                ))
+            })?;
+            let ip = port.host.unwrap_or(Ipv4Addr::LOCALHOST.into());
+            let (order, answer) = publisher.order(SocketAddr::from((ip, port.host_port)), to);
+            published.listeners.push((Arc::new(listener), *port));
+            published.orders.push(order);
+            answers.push(answer);
+        }
+        Ok((published, answers))
     }
 
     /// Relays new connections to the guest at `address`.
@@ -111,8 +172,22 @@ impl Published {
     }
 }
 
+/// The error for a port that its host does not give.
+fn refused(port: &Publish, refusal: &PortRefusal) -> ApiError {
+    let what = format_args!(
+        "publishing port {} of the host: {}; give another one, or end who has it",
+        port.host_port, refusal.why
+    );
+    match refusal.kind {
+        RefusalKind::Taken => ApiError::new(ErrorCode::Conflict, what),
+        RefusalKind::Invalid => ApiError::invalid(what),
+        RefusalKind::Other => ApiError::internal(what),
+    }
+}
+
 impl Drop for Published {
     fn drop(&mut self) {
+        self.orders.clear();
         self.tasks.iter().for_each(AbortHandle::abort);
         // Shutdown frees the ports at once, not only when the tasks have ended (tcp_disconnect of
         // the kernel; SO_REUSEADDR).

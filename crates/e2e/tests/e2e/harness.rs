@@ -265,6 +265,12 @@ fn home_of(lane: usize) -> PathBuf {
     bin().join("../../e2e").join(["", "second"][lane])
 }
 
+/// A port of this host for this lane's test. Published ports are this host's also in the machine,
+/// so that two lanes must not use the same.
+pub fn port(first: u16) -> u16 {
+    first + 1000 * u16::try_from(LANE.get()).unwrap()
+}
+
 /// Whether the tests' commands work through the machine: this host's KVM does not run stock
 /// kernels, or its daemon cannot be started because this user is not root.
 pub fn machine() -> bool {

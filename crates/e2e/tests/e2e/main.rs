@@ -30,3 +30,4 @@ mod space;
 mod stats;
 mod store;
 mod tour;
+mod uplink;

@@ -1,8 +1,10 @@
 //! VMs on the network: reachability, published ports, and forks of a busy web server.
 
 use crate::harness::{
-    BASE, World, dayfly, inspect, ok, on_host, refused, sh, start, until, wait, world,
+    BASE, World, dayfly, inspect, ok, on_host, port, refused, sh, start, until, wait, world,
 };
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
 /// The network of VMs that reach each other.
@@ -110,10 +112,25 @@ fn wait_for_file(vm: &str, file: &str) {
     });
 }
 
+/// The test's port of this host, published as this port of a VM.
+fn published(guest_port: u16) -> String {
+    format!("{}:{guest_port}", port(18080))
+}
+
+/// What the web server answers at the published port of this host, if anything.
+fn fetch() -> std::io::Result<String> {
+    let mut stream = TcpStream::connect(("127.0.0.1", port(18080)))?;
+    stream.write_all(b"GET / HTTP/1.0\r\n\r\n")?;
+    stream.shutdown(Shutdown::Write)?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    Ok(answer.rsplit("\r\n\r\n").next().unwrap_or_default().trim().to_owned())
+}
+
 /// Creates a VM with a web server, and one for its clients.
 fn web_and_client() -> World {
     let world = world();
-    ok(&["create", "--name", "web", "--network", LAB, "--publish", "18080:80", BASE]);
+    ok(&["create", "--name", "web", "--network", LAB, "--publish", &published(80), BASE]);
     ok(&["create", "--name", "client", "--network", LAB, BASE]);
     ok(&["exec", "-d", "web", "--", "python3", "-c", WEB]);
     wait_for_file("web", "/run/web");
@@ -128,12 +145,13 @@ fn vms_find_each_other_by_name_and_the_host_finds_their_ports() {
     assert_eq!(ask("client", "web.dayfly.internal"), "web");
     let unknown = python("client", ASK, &["absent.dayfly.internal", "80"]);
     assert!(unknown.code != 0 && unknown.err.contains("gaierror"), "{unknown:?}");
-    for place in ["127.0.0.1:18080".to_owned(), format!("{}:80", address("web"))] {
-        let got = on_host(&format!("wget -q -O - http://{place}/ || curl -s http://{place}/"));
-        assert_eq!(got.out.trim(), "web", "{place}: {got:?}");
-    }
-    assert!(ok(&["ps"]).contains("18080->80"));
-    refused(&["create", "-p", "18080:81", BASE], &["port 18080"]);
+    let place = format!("{}:80", address("web"));
+    let got = on_host(&format!("wget -q -O - http://{place}/ || curl -s http://{place}/"));
+    assert_eq!(got.out.trim(), "web", "{place}: {got:?}");
+    assert_eq!(fetch().unwrap(), "web");
+    let taken = port(18080);
+    assert!(ok(&["ps"]).contains(&format!("{taken}->80")));
+    refused(&["create", "-p", &published(81), BASE], &[&format!("port {taken}")]);
     // A VM without a network has no interface.
     ok(&["create", "--name", "alone", "--network", "none", BASE]);
     assert!(inspect("alone")["vm"]["network"].is_null());
@@ -153,7 +171,8 @@ fn vms_find_each_other_by_name_and_the_host_finds_their_ports() {
     refused(&["create", "--network", "host", BASE], &["host", "a name of your own"]);
     // Removing the VM frees its port.
     ok(&["rm", "-f", "web"]);
-    ok(&["create", "--name", "again", "-p", "18080:80", BASE]);
+    until("the port is free", || TcpStream::connect(("127.0.0.1", taken)).is_err());
+    ok(&["create", "--name", "again", "-p", &published(80), BASE]);
     world.clean();
 }
 
@@ -164,8 +183,7 @@ fn a_daemon_that_was_killed_publishes_again_and_its_vms_keep_their_addresses() {
     assert_eq!(on_host("pkill -9 -x dayflyd || killall -9 dayflyd").code, 0);
     assert_eq!(address("web"), before);
     assert_eq!(ask("client", "web"), "web");
-    let got = on_host("wget -q -O - http://127.0.0.1:18080/ || curl -s http://127.0.0.1:18080/");
-    assert_eq!(got.out.trim(), "web", "{got:?}");
+    until("the port leads to the VM again", || fetch().is_ok_and(|said| said == "web"));
     let other = ok(&["create", BASE]);
     assert_ne!(address(&other), before, "an address that is taken was given away");
     world.clean();

@@ -8,7 +8,7 @@ use dayfly_machine::{Machine, copy_in};
 use dayfly_units::needs::{Need, met};
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::{Ipv4Addr, Ipv6Addr, TcpStream};
 
 /// The guests' gateway and DNS server.
 const GATEWAY: &str = "10.88.0.1";
@@ -175,14 +175,16 @@ fn a_guest_reaches_nothing_of_its_machine_but_dns() {
     let listeners = listeners();
     let dns = |kind: &str| (format!("{kind}/53"), GATEWAY.to_owned());
     assert!(listeners.contains(&dns("udp")) && listeners.contains(&dns("tcp")), "{listeners:?}");
-    let published = format!("tcp/{PUBLISHED}");
-    assert!(listeners.iter().any(|(port, _)| *port == published), "{listeners:?}");
-    for port in ["tcp/1024", "tcp/1025"] {
+    // The machine's supervisor listens, on the user's host.
+    TcpStream::connect(("127.0.0.1", PUBLISHED)).unwrap();
+    let control = ["tcp/1024", "tcp/1025", "tcp/1026", "tcp/1027"];
+    for port in control {
         let known = listeners.iter().find(|(listener, _)| listener == port);
         assert!(known.is_none(), "the control listens where VMs' packets arrive: {known:?}");
     }
     let mut ports: BTreeSet<String> = listeners.into_iter().map(|(port, _)| port).collect();
-    ports.extend(["tcp/1024", "tcp/1025"].map(str::to_owned));
+    ports.extend(control.map(str::to_owned));
+    ports.insert(format!("tcp/{PUBLISHED}"));
     let mut addresses = addresses();
     assert!(addresses.contains("10.88.255.254"), "the VMs' uplink: {addresses:?}");
     addresses.extend(CONTROL_ADDRESSES.map(str::to_owned));

@@ -74,6 +74,16 @@ pub const TARGETS: &[Target] = &[
         seeds: line_seeds,
     },
     Target {
+        name: "machine-uplink",
+        what: "frames that the machine sends to other hosts",
+        stateful: false,
+        most_bytes: 2048,
+        // A frame of the largest length is allocated before it is read.
+        heap: Heap { fixed: 256 << 10, per_byte: 64 },
+        run: machine_uplink,
+        seeds: uplink_seeds,
+    },
+    Target {
         name: "terminal",
         what: "output of a guest on the user's terminal",
         stateful: false,
@@ -215,6 +225,26 @@ fn machine_lines(input: &[u8]) -> Outcome {
     assert!(lines.iter().all(|line| !line.contains('\n')), "{lines:?}");
     planted(|| paused && commands.len() == 2);
     Outcome::of(paused || vms.is_some() || !commands.is_empty() || lines.len() > 1)
+}
+
+/// A datagram to another host, one to the host's own range, one with a forged source.
+fn uplink_seeds() -> Vec<Vec<u8>> {
+    let datagram = |from: [u8; 4], to: [u8; 4]| {
+        let head = [0x45, 0, 0, 29, 0, 1, 0x40, 0, 64, 17, 0, 0];
+        let body = [0x11, 0x5c, 0, 53, 0, 9, 0, 0, b'x'];
+        let packet = [&[2; 12][..], &[8, 0], &head, &from, &to, &body].concat();
+        [&[0, 0, 0, 43][..], &packet].concat()
+    };
+    let (own, other) = ([169, 254, 77, 2], [198, 51, 100, 7]);
+    let some = [datagram(own, other), datagram(own, [192, 0, 2, 2])];
+    vec![datagram(own, other), some.concat(), datagram(other, own)]
+}
+
+fn machine_uplink(input: &[u8]) -> Outcome {
+    let (all, allowed) = fuzzing::uplink(input);
+    assert!(allowed <= all && all <= input.len() / 5, "{all} frames, {allowed} may leave");
+    planted(|| all == 4 && allowed == 3);
+    Outcome::of(allowed > 0)
 }
 
 /// What the terminal gets but for colours: no control character.

@@ -1,14 +1,14 @@
-//! The machine's two control ports: their listeners, and the check of each connection's token.
+//! The machine's control ports: their listeners, and the check of each connection's token.
 //!
-//! The machine's only Ethernet interface is moved into a network namespace that holds the interface
-//! and the two listeners. No thread is in that namespace, so it lives as long as the listeners. The
-//! VMs' traffic arrives in the first namespace, from which no interface and no route leads to the
-//! ports (`dayfly_machine_init`'s `proto`).
+//! The Ethernet interface of the link to the supervisor is moved into a network namespace that has
+//! only this interface and the listeners. No thread is in that namespace, so it lives as long as
+//! the listeners. The VMs' traffic arrives in the first namespace, from which no interface and no
+//! route leads to the ports (`dayfly_machine_init`'s `proto`).
 
 use crate::boot::{BootError, say, wait_for};
 use dayfly_machine_init::{
-    API_PORT, EXEC_PORT, GUEST_ADDRESS, GUEST_MASK, InterfaceMover, Slots, TOKEN_DEADLINE, Token,
-    set_address, set_up, widen,
+    API_PORT, CONTROL_MAC, EXEC_PORT, GUEST_ADDRESS, GUEST_MASK, InterfaceMover, PORTS_PORT,
+    RELAY_PORT, Slots, TOKEN_DEADLINE, Token, interface_of, set_address, set_up, widen,
 };
 use rustix::thread::UnshareFlags;
 use std::fs::File;
@@ -17,8 +17,6 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Name of the interface of QEMU's network card.
-const INTERFACE: &str = "eth0";
 /// Upper limit for connections that wait for accept.
 const BACKLOG: i32 = 1024;
 /// Pause before the next accept if no descriptor or memory is left.
@@ -28,6 +26,8 @@ const PAUSE: Duration = Duration::from_millis(50);
 pub(crate) struct Listeners {
     pub(crate) api: TcpListener,
     pub(crate) exec: TcpListener,
+    pub(crate) ports: TcpListener,
+    pub(crate) relay: TcpListener,
 }
 
 /// Makes the control namespace. The caller must do this before any other socket listens on an
@@ -40,6 +40,8 @@ pub(crate) fn network() -> Result<Listeners, BootError> {
 }
 
 fn namespace() -> Result<Listeners, BootError> {
+    // /sys shows the namespace in which it was mounted, which is the first one.
+    let name = wait_for("the interface of the control link", || interface_of(CONTROL_MAC))?;
     let mover = InterfaceMover::new().map_err(|e| BootError::new("netlink socket", e))?;
     let step = "control namespace";
     // SAFETY: unshare is unsafe because it can split the descriptor table; NEWNET leaves that table
@@ -47,12 +49,17 @@ fn namespace() -> Result<Listeners, BootError> {
     unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNET) }
         .map_err(|e| BootError::new(step, e))?;
     let here = File::open("/proc/thread-self/ns/net").map_err(|e| BootError::new(step, e))?;
-    let moving = format!("moving interface {INTERFACE} into the control namespace");
-    wait_for(&moving, || mover.move_to(INTERFACE, &here))?;
-    let step = |e| BootError::new(format!("interface {INTERFACE}"), e);
-    set_address(INTERFACE, GUEST_ADDRESS, GUEST_MASK).map_err(step)?;
-    set_up(INTERFACE).map_err(step)?;
-    Ok(Listeners { api: listener(API_PORT)?, exec: listener(EXEC_PORT)? })
+    let moving = format!("moving interface {name} into the control namespace");
+    wait_for(&moving, || mover.move_to(&name, &here))?;
+    let step = |e| BootError::new(format!("interface {name}"), e);
+    set_address(&name, GUEST_ADDRESS, GUEST_MASK).map_err(step)?;
+    set_up(&name).map_err(step)?;
+    Ok(Listeners {
+        api: listener(API_PORT)?,
+        exec: listener(EXEC_PORT)?,
+        ports: listener(PORTS_PORT)?,
+        relay: listener(RELAY_PORT)?,
+    })
 }
 
 fn listener(port: u16) -> Result<TcpListener, BootError> {

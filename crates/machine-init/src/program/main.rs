@@ -12,6 +12,7 @@ mod exec;
 mod serve;
 mod status;
 mod steady;
+mod uplink;
 
 use std::process::{Command, ExitCode};
 

@@ -3,15 +3,16 @@
 use crate::boot::{self, BootError, say};
 use crate::daemon::Keeper;
 use crate::steady;
-use crate::{control, exec, status};
+use crate::{control, exec, status, uplink};
 use dayfly_machine_init::{
     CONTROL_PORT_NAME, DAEMON_SOCKET, GUEST_CONFIG_PATH, GuestConfig, GuestShare, Kind,
-    LOG_PORT_NAME, MAX_API_CONNECTIONS, MAX_EXEC_CONNECTIONS, Request, Root, Token, join_streams,
+    LOG_PORT_NAME, MAX_API_CONNECTIONS, MAX_EXEC_CONNECTIONS, MAX_PORTS_CONNECTIONS,
+    MAX_RELAY_CONNECTIONS, PORTS_SOCKET, Request, Root, TOKEN_DEADLINE, Token, join_streams,
     read_frame, widen, write_frame,
 };
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::net::{Ipv4Addr, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -83,6 +84,9 @@ pub(crate) fn run() -> Result<(), BootError> {
     // interface.
     phase("starting the network");
     let listeners = control::network()?;
+    if config.uplink {
+        uplink::bring_up()?;
+    }
     phase("mounting the disk");
     boot::disk()?;
     fs::create_dir_all("/run/dayfly").map_err(|e| BootError::new("/run/dayfly", e))?;
@@ -90,8 +94,12 @@ pub(crate) fn run() -> Result<(), BootError> {
     if let Some(daemon) = config.daemon.clone() {
         keeper.keep(daemon, port(LOG_PORT_NAME).ok());
     }
-    let api = |stream: TcpStream| drop(to_daemon(&stream));
+    let api = |stream: TcpStream| drop(to_daemon(&stream, DAEMON_SOCKET));
     control::serve(listeners.api, token.clone(), MAX_API_CONNECTIONS, api);
+    let ports = |stream: TcpStream| drop(to_daemon(&stream, PORTS_SOCKET));
+    control::serve(listeners.ports, token.clone(), MAX_PORTS_CONNECTIONS, ports);
+    let relays = |stream: TcpStream| drop(to_port(&stream));
+    control::serve(listeners.relay, token.clone(), MAX_RELAY_CONNECTIONS, relays);
     let with_daemon = config.daemon.is_some().then(|| keeper.clone());
     let shares = config.shares.clone();
     control::serve(listeners.exec, token, MAX_EXEC_CONNECTIONS, move |stream| {
@@ -155,16 +163,27 @@ fn obey(orders: impl BufRead) -> Result<(), BootError> {
 }
 
 /// Joins a connection with the daemon. Waits if the daemon is just starting.
-fn to_daemon(stream: &TcpStream) -> io::Result<()> {
+fn to_daemon(stream: &TcpStream, socket: &str) -> io::Result<()> {
     let deadline = Instant::now() + DAEMON_TIMEOUT;
     let daemon = loop {
-        match UnixStream::connect(DAEMON_SOCKET) {
+        match UnixStream::connect(socket) {
             Ok(daemon) => break daemon,
             Err(e) if Instant::now() > deadline => return Err(e),
             Err(_) => std::thread::sleep(Duration::from_millis(20)),
         }
     };
     widen(&daemon);
+    join_streams(stream, &daemon)
+}
+
+/// Joins a connection with the port of the loopback that it names.
+fn to_port(mut stream: &TcpStream) -> io::Result<()> {
+    let mut port = [0; 2];
+    stream.set_read_timeout(Some(TOKEN_DEADLINE))?;
+    stream.read_exact(&mut port)?;
+    stream.set_read_timeout(None)?;
+    let daemon = TcpStream::connect((Ipv4Addr::LOCALHOST, u16::from_be_bytes(port)))?;
+    daemon.set_nodelay(true)?;
     join_streams(stream, &daemon)
 }
 

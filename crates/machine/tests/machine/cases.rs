@@ -6,7 +6,7 @@ use crate::scene::{Case, Scene, spec, this, wait_until};
 use crate::standin::request;
 use dayfly_machine::{
     Consent, ExecError, Exit, InitOptions, Machine, Purpose, Root, StartError, Started, State,
-    Stopped, WindowSize, copy_in, leaks, probe,
+    Stopped, Uplink, WindowSize, copy_in, leaks, probe,
 };
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -77,6 +77,8 @@ fn status(scene: &Scene) {
     assert_eq!(status.state, State::Running);
     assert!(status.supervisor_pid.is_some() && status.host_memory_bytes.is_some_and(|b| b > 0));
     assert_eq!(status.processes.len(), 3, "QEMU and two virtiofsd: {:?}", status.processes);
+    assert_eq!(status.uplink, Some(Uplink::Off));
+    assert_eq!(scene.shell("ls /sys/class/net | xargs"), "lo", "no card in the first namespace");
     println!("  memory on the host: {} MiB", status.host_memory_bytes.unwrap() >> 20);
     let machine = status.machine.unwrap();
     assert!(machine.kvm && machine.svm && machine.npt, "{machine:?}");

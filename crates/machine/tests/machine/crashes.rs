@@ -5,6 +5,7 @@ use crate::scene::{Case, Scene, kill, signal, spec, wait_until};
 use dayfly_machine::{Consent, Purpose, Started, State, Stopped, kernel_crashed};
 use rustix::mount::{MountFlags, UnmountFlags, mount, mount_remount};
 use std::io::Read;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 pub(crate) const CASES: &[Case] = &[
@@ -16,9 +17,24 @@ pub(crate) const CASES: &[Case] = &[
     ("a_killed_starter_leaves_a_machine_that_the_next_start_finds", killed_starter),
 ];
 
+/// Process id of the program that connects the machine with the host's network.
+fn uplink(scene: &Scene) -> Option<i32> {
+    let others = ["dayfly-machine", "virtiofsd"];
+    let processes = scene.machine().status().unwrap().processes;
+    let is_other = |name: &str| others.iter().any(|other| name.starts_with(other));
+    processes.into_iter().find(|(_, name)| !is_other(name)).map(|(pid, _)| pid)
+}
+
 fn killed_while_running() {
-    let scene = Scene::sharing(&["usr=/usr"]);
+    let mut scene = Scene::sharing(&["usr=/usr"]);
+    scene.options.network = true;
+    scene.init();
     scene.start();
+    // A program that ends is started again, and the machine goes on.
+    wait_until("the uplink's program runs", || uplink(&scene).is_some());
+    let first = uplink(&scene).unwrap();
+    kill(first);
+    wait_until("another one runs", || uplink(&scene).is_some_and(|pid| pid != first));
     for (victim, cause) in [
         ("supervisor", "killed, or the host went down"),
         ("dayfly-machine", "QEMU ended unexpectedly: signal 9"),
@@ -28,6 +44,8 @@ fn killed_while_running() {
         // Synced data must be on disk after a crash.
         scene.shell(&format!("echo {victim} > /var/lib/dayfly/{victim} && sync"));
         scene.shell(&format!("echo 3 > {}", crate::standin::VMS));
+        wait_until("the uplink's program runs", || uplink(&scene).is_some());
+        let program = uplink(&scene).unwrap();
         wait_long("the VMs are counted", || scene.machine().status().unwrap().vms == Some(3));
         if victim == "kernel" {
             // The answer never comes.
@@ -47,6 +65,7 @@ fn killed_while_running() {
         // No process was left to note the time at which a supervisor ended.
         assert_eq!(status.last_end_unix_ms.is_some(), victim != "supervisor");
         scene.assert_nothing_left();
+        assert!(!Path::new(&format!("/proc/{program}")).exists(), "{victim}: the uplink's program");
         assert!(matches!(scene.start(), Started::Fresh { replaced: None, .. }), "{victim}");
         assert_eq!(scene.shell(&format!("cat /var/lib/dayfly/{victim}")), victim);
         let said = scene.said().join("\n");

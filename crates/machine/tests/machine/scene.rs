@@ -83,6 +83,8 @@ impl Scene {
         let mut options = InitOptions::new(kernel_tree().to_owned(), init_program());
         options.memory_mib = 1024;
         options.disk_bytes = 1 << 30;
+        // The cases of `uplink` turn it on.
+        options.network = false;
         options.shares = shares.iter().map(|share| share.parse().unwrap()).collect();
         let daemon = folder.path().join("dayflyd");
         std::fs::copy(this(), &daemon).unwrap();

@@ -1,0 +1,163 @@
+//! VMs in the machine reach what the user's host reaches, and nothing of that host.
+//!
+//! A network namespace stands for the internet: it has a link to the user's host, a name server
+//! and a web server. `crates/machine/src/uplink/tests.rs` has the filter's cases.
+
+use crate::harness::{BASE, dayfly, home, machine, ok, on_host, world};
+use dayfly_machine::guest::{InterfaceMover, set_address, set_up};
+use dayfly_machine::{Machine, Uplink};
+use dayfly_units::needs::{Need, met};
+use rustix::thread::UnshareFlags;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener, UdpSocket};
+use std::path::Path;
+use std::process::Command;
+
+/// The server's address, and the address of the user's host on the link (RFC 5737).
+const SERVER: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 7);
+const HOST: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 1);
+const MASK: Ipv4Addr = Ipv4Addr::new(255, 255, 255, 0);
+/// The host's end of the link; no other test uses this name.
+const LINK: &str = "dfuplink";
+/// A port of the user's host at which a VM must not arrive.
+const PRIVATE: u16 = 18_093;
+/// The list of the machine's name servers, and that of the uplink.
+const RESOLVERS: &str = "/etc/resolv.conf";
+
+/// Asks the server by its name. Then tries each other address, sending first and waiting for
+/// nothing, and asks the server again. Prints both answers.
+const TRY: &str = r#"
+import socket, sys, urllib.request
+def get():
+    # A busy host lets the machine stand still, and its daemon reads the list of servers every 5 s.
+    for n in range(60):
+        try:
+            return urllib.request.urlopen("http://server.example/", timeout=60).read().decode()
+        except OSError as error:
+            last = error
+            import time; time.sleep(1)
+    raise last
+first = get()
+tried = []
+for address in sys.argv[2:]:
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+        s = socket.socket(socket.AF_INET, kind)
+        s.setblocking(False)
+        try:
+            s.connect((address, int(sys.argv[1])))
+            if kind == socket.SOCK_DGRAM: s.send(b"private")
+        except OSError:
+            pass
+        tried.append(s)
+print(first, get())
+"#;
+
+/// The link and its server; dropping it removes the link and what the machine's list had.
+struct Internet;
+
+impl Internet {
+    fn new() -> Self {
+        ip(&["link", "del", LINK]);
+        assert!(ip(&["link", "add", LINK, "type", "veth"]), "busybox ip link add {LINK}");
+        let peer = peer(LINK);
+        let mover = InterfaceMover::new().unwrap();
+        let inside = move || {
+            // SAFETY: NEWNET leaves the table of descriptors alone.
+            unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNET) }.unwrap();
+            mover.move_to(&peer, File::open("/proc/thread-self/ns/net").unwrap()).unwrap();
+            set_address(&peer, SERVER, MASK).unwrap();
+            set_up(&peer).unwrap();
+            (UdpSocket::bind((SERVER, 53)).unwrap(), TcpListener::bind((SERVER, 80)).unwrap())
+        };
+        let (names, web) = std::thread::spawn(inside).join().unwrap();
+        set_address(LINK, HOST, MASK).unwrap();
+        set_up(LINK).unwrap();
+        std::thread::spawn(move || answer_names(&names));
+        std::thread::spawn(move || answer_requests(&web));
+        Self
+    }
+}
+
+impl Drop for Internet {
+    fn drop(&mut self) {
+        ip(&["link", "del", LINK]);
+        on_host(&format!("test -e {RESOLVERS}.kept && mv {RESOLVERS}.kept {RESOLVERS}"));
+    }
+}
+
+/// Runs busybox's ip and returns whether it succeeded.
+fn ip(words: &[&str]) -> bool {
+    Command::new("busybox").arg("ip").args(words).output().unwrap().status.success()
+}
+
+/// The other end of a veth, whose name the kernel has chosen.
+fn peer(name: &str) -> String {
+    let all = Path::new("/sys/class/net");
+    let number = |name: &str, file| std::fs::read_to_string(all.join(name).join(file)).ok();
+    let wanted = number(name, "iflink").unwrap();
+    let names = std::fs::read_dir(all).unwrap();
+    let mut names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.find(|name| number(name, "ifindex").as_ref() == Some(&wanted)).unwrap()
+}
+
+/// Answers each question for an IPv4 address with [`SERVER`], each other one with nothing
+/// (RFC 1035, section 4).
+fn answer_names(socket: &UdpSocket) {
+    let mut question = [0; 512];
+    while let Ok((length, from)) = socket.recv_from(&mut question) {
+        let question = &question[..length];
+        let labels = question.get(12..).unwrap_or_default();
+        let Some(end) = labels.iter().position(|byte| *byte == 0) else { continue };
+        let asked = &labels[..end + 5];
+        let is_a = asked[end + 1..] == [0, 1, 0, 1];
+        let mut answer = question[..2].to_vec();
+        answer.extend_from_slice(&[0x81, 0x80, 0, 1, 0, u8::from(is_a), 0, 0, 0, 0]);
+        answer.extend_from_slice(asked);
+        if is_a {
+            answer.extend_from_slice(&[0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4]);
+            answer.extend_from_slice(&SERVER.octets());
+        }
+        drop(socket.send_to(&answer, from));
+    }
+}
+
+fn answer_requests(listener: &TcpListener) {
+    while let Ok((mut stream, _)) = listener.accept() {
+        drop(stream.read(&mut [0; 4096]));
+        drop(stream.write_all(b"HTTP/1.0 200 OK\r\ncontent-length: 5\r\n\r\nhello"));
+    }
+}
+
+#[test]
+fn a_guest_reaches_a_server_by_name_and_nothing_of_the_users_host() {
+    let root = rustix::process::geteuid().is_root();
+    if !met(Need::Machine, machine()) || !met(Need::Root, root) {
+        return;
+    }
+    let world = world();
+    let internet = Internet::new();
+    let status = Machine::open(&home().join("home")).unwrap().status().unwrap();
+    assert!(matches!(status.uplink, Some(Uplink::Up { .. })), "{:?}", status.uplink);
+    // The user's own resolvers cannot be replaced here, so the machine asks the server directly.
+    let replaced =
+        format!("cp {RESOLVERS} {RESOLVERS}.kept; echo nameserver {SERVER} >{RESOLVERS}");
+    assert_eq!(on_host(&replaced).code, 0);
+    let tcp = TcpListener::bind((Ipv4Addr::UNSPECIFIED, PRIVATE)).unwrap();
+    let udp = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, PRIVATE)).unwrap();
+    ok(&["create", "--name", "surfer", BASE]);
+    let port = PRIVATE.to_string();
+    let mut words = vec!["exec", "surfer", "--", "python3", "-c", TRY, &port];
+    let host = HOST.to_string();
+    let addresses = [host.as_str(), "10.0.2.2", "169.254.77.1", "169.254.77.3", "0.0.0.1"];
+    words.extend(addresses);
+    let got = dayfly(&words);
+    assert_eq!((got.code, got.out.trim()), (0, "hello hello"), "{got:?}");
+    // The second answer came after all tries, in the same queue.
+    tcp.set_nonblocking(true).unwrap();
+    udp.set_nonblocking(true).unwrap();
+    assert!(tcp.accept().is_err(), "a guest has reached the user's host");
+    assert!(udp.recv(&mut [0; 100]).is_err(), "a guest has reached the user's host");
+    drop(internet);
+    world.clean();
+}

@@ -1,0 +1,277 @@
+//! Published ports of VMs: the user's host listens, and each connection goes on into the machine.
+//!
+//! One thread stays in the host's network namespace and makes the listeners. All other threads are
+//! in the supervisor's namespace, from which the machine is reached. `dayfly_machine_init::ports`
+//! has the protocol.
+
+use crate::progress::{SupervisorError, system};
+use dayfly_machine_init::{
+    GUEST_ADDRESS, MAX_PORT_LINE_BYTES, PORTS_PORT, PortAnswer, PortOrder, PortRefusal, RELAY_PORT,
+    RefusalKind, Token, join_streams,
+};
+use rustix::net::sockopt::{set_socket_keepalive, set_socket_linger, set_tcp_keepidle};
+use std::collections::BTreeMap;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// The most ports of all VMs.
+const MAX_PORTS: usize = 1024;
+/// Connections of one port at a time. Further ones are reset at once.
+pub(crate) const MAX_OF_PORT: usize = 256;
+/// Connections of each port that are served although other ports have many.
+pub(crate) const RESERVED: usize = 16;
+/// Connections of all ports at a time, without the reserved ones.
+pub(crate) const MAX_OF_ALL: usize = 1024;
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 1024;
+/// Idle time before TCP keepalive probes the client.
+const SILENCE: Duration = Duration::from_secs(60);
+/// Pause before the daemon is connected again, and before the next accept if no descriptor is left.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A request for a listener, and where to send it.
+type Wanted = (SocketAddr, mpsc::Sender<io::Result<TcpListener>>);
+
+/// The thread in the host's network namespace.
+#[derive(Debug, Clone)]
+pub(crate) struct Outside(mpsc::Sender<Wanted>);
+
+impl Outside {
+    /// Starts the thread in the calling thread's network namespace.
+    ///
+    /// # Errors
+    /// The thread cannot be made.
+    pub(crate) fn start() -> Result<Self, SupervisorError> {
+        let (sender, wanted) = mpsc::channel::<Wanted>();
+        let thread = std::thread::Builder::new().name("ports".to_owned()).stack_size(128 << 10);
+        let listen = move || {
+            for (address, answer) in wanted {
+                // A session that has ended meanwhile drops the listener.
+                drop(answer.send(listen(address)));
+            }
+        };
+        thread.spawn(listen).map_err(system("the thread of published ports"))?;
+        Ok(Self(sender))
+    }
+
+    fn listen(&self, address: SocketAddr) -> io::Result<TcpListener> {
+        let (sender, answer) = mpsc::channel();
+        let gone = || io::Error::other("the supervisor's thread of published ports has ended");
+        self.0.send((address, sender)).map_err(|_| gone())?;
+        answer.recv().unwrap_or_else(|_| Err(gone()))
+    }
+}
+
+fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    let listener = TcpListener::bind(address)?;
+    // A second listen lengthens the library's queue.
+    rustix::net::listen(&listener, BACKLOG)?;
+    Ok(listener)
+}
+
+/// Numbers of connections.
+#[derive(Debug, Default)]
+struct Room(Mutex<usize>);
+
+/// A connection's place among those of its port and of all ports.
+#[derive(Debug)]
+struct Place {
+    of_all: Option<Arc<Room>>,
+    of_port: Arc<Room>,
+}
+
+impl Room {
+    fn take(&self, most: usize) -> Option<usize> {
+        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        (*taken < most).then(|| {
+            *taken += 1;
+            *taken
+        })
+    }
+
+    fn give_back(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+    }
+}
+
+impl Place {
+    /// A place, if there is one. The first [`RESERVED`] of a port take none of all ports.
+    fn take(of_all: &Arc<Room>, of_port: &Arc<Room>) -> Option<Self> {
+        let number = of_port.take(MAX_OF_PORT)?;
+        let mut place = Self { of_all: None, of_port: Arc::clone(of_port) };
+        if number > RESERVED {
+            of_all.take(MAX_OF_ALL)?;
+            place.of_all = Some(Arc::clone(of_all));
+        }
+        Some(place)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.of_port.give_back();
+        if let Some(of_all) = &self.of_all {
+            of_all.give_back();
+        }
+    }
+}
+
+/// A port on which the host listens until this is dropped.
+#[derive(Debug)]
+struct Port {
+    listener: Arc<TcpListener>,
+    ended: Arc<AtomicBool>,
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Release);
+        // This frees the port at once, and wakes the thread that accepts.
+        let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
+    }
+}
+
+/// Where connections go: makes a stream to a port of the machine's loopback.
+pub(crate) type Connect = Arc<dyn Fn(u16) -> io::Result<TcpStream> + Send + Sync>;
+
+/// Carries out the daemon's orders until the supervisor ends. A daemon that ends is connected
+/// again.
+pub(crate) fn keep(outside: Outside, token: &Token) {
+    let token = token.clone();
+    let for_clients = token.clone();
+    let connect: Connect = Arc::new(move |port| {
+        let mut machine = TcpStream::connect((GUEST_ADDRESS, RELAY_PORT))?;
+        machine.set_nodelay(true)?;
+        for_clients.send(&mut machine)?;
+        machine.write_all(&port.to_be_bytes())?;
+        Ok(machine)
+    });
+    let keeping = move || {
+        loop {
+            let session = TcpStream::connect((GUEST_ADDRESS, PORTS_PORT)).and_then(|mut stream| {
+                token.send(&mut stream)?;
+                serve(&stream, &outside, &connect)
+            });
+            if let Err(e) = session
+                && e.kind() == io::ErrorKind::InvalidData
+            {
+                eprintln!("published ports: {e}");
+            }
+            std::thread::sleep(PAUSE);
+        }
+    };
+    let thread = std::thread::Builder::new().name("ports-orders".into()).stack_size(256 << 10);
+    if let Err(e) = thread.spawn(keeping) {
+        eprintln!("no port is published: {e}");
+    }
+}
+
+/// Carries out the orders of one connection. Its end frees all ports.
+///
+/// # Errors
+/// The connection's errors; `InvalidData` for a line that is no order.
+pub(crate) fn serve(stream: &TcpStream, outside: &Outside, connect: &Connect) -> io::Result<()> {
+    let mut ports = BTreeMap::new();
+    let of_all = Arc::new(Room::default());
+    let mut reader = BufReader::new(stream);
+    while let Some(order) = read_order(&mut reader)? {
+        match order {
+            PortOrder::Free { id } => drop(ports.remove(&id)),
+            PortOrder::Bind { id, address, to } => {
+                let made = if ports.len() < MAX_PORTS {
+                    publish(address, to, outside, connect, &of_all)
+                } else {
+                    Err(io::Error::other(format!("{MAX_PORTS} ports are published already")))
+                };
+                let refused = made.map(|port| drop(ports.insert(id, port))).err().map(refusal);
+                let mut line = serde_json::to_vec(&PortAnswer { id, refused })?;
+                line.push(b'\n');
+                let mut to = stream;
+                to.write_all(&line)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The next order; `None` at the connection's end.
+fn read_order(from: &mut impl BufRead) -> io::Result<Option<PortOrder>> {
+    let most = u64::try_from(MAX_PORT_LINE_BYTES).unwrap_or(u64::MAX);
+    let mut line = Vec::new();
+    from.take(most).read_until(b'\n', &mut line)?;
+    if line.is_empty() {
+        return Ok(None);
+    }
+    serde_json::from_slice(&line)
+        .map(Some)
+        .map_err(|e| io::Error::new(io::ErrorKind::InvalidData, format!("an order: {e}")))
+}
+
+fn refusal(e: io::Error) -> PortRefusal {
+    let kind = match e.kind() {
+        io::ErrorKind::AddrInUse => RefusalKind::Taken,
+        io::ErrorKind::PermissionDenied | io::ErrorKind::AddrNotAvailable => RefusalKind::Invalid,
+        _ => RefusalKind::Other,
+    };
+    PortRefusal { kind, why: e.to_string() }
+}
+
+fn publish(
+    address: SocketAddr,
+    to: u16,
+    outside: &Outside,
+    connect: &Connect,
+    of_all: &Arc<Room>,
+) -> io::Result<Port> {
+    let listener = Arc::new(outside.listen(address)?);
+    let port = Port { listener, ended: Arc::default() };
+    let (listener, ended) = (Arc::clone(&port.listener), Arc::clone(&port.ended));
+    let (connect, of_all) = (Arc::clone(connect), Arc::clone(of_all));
+    let thread = std::thread::Builder::new().name("port".to_owned()).stack_size(128 << 10);
+    thread.spawn(move || {
+        let of_port = Arc::new(Room::default());
+        while !ended.load(Ordering::Acquire) {
+            match listener.accept() {
+                Ok((client, _)) => forward(client, to, &connect, Place::take(&of_all, &of_port)),
+                Err(_) if ended.load(Ordering::Acquire) => return,
+                // Out of descriptors: connections that end will free some.
+                Err(_) => std::thread::sleep(PAUSE),
+            }
+        }
+    })?;
+    Ok(port)
+}
+
+/// Forwards a client's connection, or resets it if there is no place.
+fn forward(client: TcpStream, to: u16, connect: &Connect, place: Option<Place>) {
+    let Some(place) = place else { return reset(&client) };
+    let connect = Arc::clone(connect);
+    let thread = std::thread::Builder::new().name("port-client".to_owned());
+    let joined = thread.stack_size(128 << 10).spawn(move || {
+        let _place = place;
+        let _ = client.set_nodelay(true);
+        // Keepalive finds a client that has disappeared, so that it does not keep its place.
+        let _ = set_socket_keepalive(&client, true);
+        let _ = set_tcp_keepidle(&client, SILENCE);
+        let joined = connect(to).and_then(|machine| join_streams(&client, &machine));
+        if joined.is_err() {
+            reset(&client);
+        }
+    });
+    if let Err(e) = joined {
+        eprintln!("a connection to a published port: {e}");
+    }
+}
+
+/// Makes closing the stream send an RST instead of a FIN.
+fn reset(stream: &TcpStream) {
+    let _ = set_socket_linger(stream, Some(Duration::ZERO));
+}
+
+#[cfg(test)]
+#[path = "ports_tests.rs"]
+mod tests;

@@ -1,0 +1,89 @@
+//! What is known of the uplink.
+
+use serde::{Deserialize, Serialize};
+
+/// The state of a machine's uplink.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "state", rename_all = "snake_case")]
+pub enum Uplink {
+    /// Machine and VMs reach what the user's host reaches.
+    Up {
+        /// The program that connects them: `passt`, or `QEMU's user network`.
+        by: String,
+        /// What does not work, such as names if the host has no resolver.
+        without: Option<String>,
+    },
+    /// Nothing outside is reached.
+    Down {
+        /// The cause.
+        why: String,
+    },
+    /// The machine was made without an uplink.
+    Off,
+}
+
+/// What determines the state.
+#[derive(Debug, Default, Clone)]
+pub(super) struct Facts {
+    /// The program that has answered and still runs.
+    pub(super) program: Option<&'static str>,
+    /// Why no program runs.
+    pub(super) why: String,
+    /// Why the host's network is not known, if it is not.
+    pub(super) unknown: Option<String>,
+    /// Whether the host has a route to another host.
+    pub(super) routes: bool,
+    /// Whether the host has a resolver.
+    pub(super) resolvers: bool,
+}
+
+impl Facts {
+    pub(super) fn state(&self) -> Uplink {
+        let why = match (&self.unknown, self.program) {
+            (Some(unknown), _) => unknown.clone(),
+            (None, None) => self.why.clone(),
+            (None, Some(_)) if !self.routes => "this host has no route to another host".to_owned(),
+            (None, Some(by)) => {
+                let without = (!self.resolvers)
+                    .then(|| "names: /etc/resolv.conf of this host names no server".to_owned());
+                return Uplink::Up { by: by.to_owned(), without };
+            }
+        };
+        Uplink::Down { why }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn up_needs_a_program_that_answers_and_a_route() {
+        let up = Facts {
+            program: Some("passt"),
+            why: "old".to_owned(),
+            unknown: None,
+            routes: true,
+            resolvers: true,
+        };
+        let down = |why: &str| Uplink::Down { why: why.to_owned() };
+        let by = || "passt".to_owned();
+        assert_eq!(up.state(), Uplink::Up { by: by(), without: None });
+        assert_eq!(Facts { program: None, ..up.clone() }.state(), down("old"));
+        assert_eq!(Facts { unknown: Some("x".to_owned()), ..up.clone() }.state(), down("x"));
+        let Uplink::Down { why } = (Facts { routes: false, ..up.clone() }).state() else {
+            panic!("no route")
+        };
+        assert!(why.contains("no route"), "{why}");
+        let deaf = Facts { resolvers: false, ..up }.state();
+        assert!(matches!(deaf, Uplink::Up { without: Some(_), .. }), "{deaf:?}");
+    }
+
+    #[test]
+    fn the_state_has_one_tag() {
+        let json = |uplink: &Uplink| serde_json::to_string(uplink).unwrap();
+        assert_eq!(json(&Uplink::Off), r#"{"state":"off"}"#);
+        let down = Uplink::Down { why: "x".to_owned() };
+        assert_eq!(json(&down), r#"{"state":"down","why":"x"}"#);
+    }
+}
