@@ -24,6 +24,7 @@ mod lifetimes;
 mod networks;
 mod pool;
 mod ports;
+mod pull;
 mod reach;
 mod record;
 mod space;
