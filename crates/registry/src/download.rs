@@ -58,7 +58,7 @@ impl Registry {
         let mut download = Download { image, blob, partial, done, mixed, resets: 0 };
         let mut endpoints = self.base.config.endpoints(image.domain()).into_iter().peekable();
         while let Some(endpoint) = endpoints.next() {
-            match self.from_endpoint(&endpoint, &mut download).await {
+            match self.fetch_through(&endpoint, &mut download).await {
                 Ok(()) => {
                     let partial = download.partial;
                     return joined(tokio::task::spawn_blocking(|| partial.finish()).await);
@@ -81,7 +81,7 @@ impl Registry {
     }
 
     /// Fetches what is missing, and verifies the whole.
-    async fn from_endpoint(
+    async fn fetch_through(
         &self,
         endpoint: &Endpoint,
         download: &mut Download<'_>,
