@@ -26,7 +26,7 @@ help:
 	@echo "make demo    build, bake a Debian machine, start 40 copies of it, show the figures"
 	@echo "make install programs, manual pages, completions, systemd units (PREFIX=/usr/local);"
 	@echo "             as root, after make build; make uninstall removes them"
-	@echo "make test    every test, and rustfmt: unit, microguest on /dev/kvm, stock kernels"
+	@echo "make test    every test, and make lint: unit, microguest on /dev/kvm, stock kernels"
 	@echo "             natively or in the machine"
 	@echo "make long    tests of minutes: the daemon killed at every step, 1,000 clients that go"
 	@echo "             away, full disks, README's tour; over an hour on two cores (LONG=NAME for"

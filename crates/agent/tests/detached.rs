@@ -60,7 +60,7 @@ fn a_detached_program_is_listed_signalled_and_waited_for() {
     assert_eq!((found.len(), found[0].pid, &found[0].id, found[0].exit), (1, pid, &id, None));
     assert_eq!(found[0].command[..2], ["/bin/sh", "-c"]);
     let mut waiting = guest.connect();
-    waiting.request(&Request::WaitForProgram { program: id[..8].to_owned() });
+    waiting.request(&Request::WaitForProgram { program: id.clone() });
     // The trap is set once it has said so.
     eventually("it has begun", || {
         let mut client = guest.connect();
@@ -72,7 +72,7 @@ fn a_detached_program_is_listed_signalled_and_waited_for() {
     assert_eq!(guest.ask(&signal), Reply::Ok);
     let Reply::Program(ended) = waiting.reply() else { panic!("it has ended") };
     assert_eq!((ended.exit.unwrap().code, &ended.id), (Some(7), &id));
-    assert_eq!(listed(), [ended.clone()]);
+    assert_eq!(listed(), std::slice::from_ref(&ended));
     let again = guest.ask(&Request::WaitForProgram { program: pid.to_string() });
     assert_eq!(again, Reply::Program(ended));
     assert!(matches!(guest.ask(&signal), Reply::Err(_)), "it has ended");

@@ -137,12 +137,14 @@ pub async fn pull(client: &Client, reference: &Reference, steps: &Arc<Steps>) ->
         let named = before.as_ref().is_some_and(|before| all.names(&before.image));
         (before, named)
     })?;
-    if let Some(before) = before.filter(|before| before.manifest.is_some() && !named) {
-        // The tag has moved, and no reference means the earlier image. The daemon keeps an image
-        // that a snapshot or a VM uses.
-        if client.remove_image(&before.image).await.is_ok() {
-            steps.say(&format!("dayfly: removed image {}, which was {shown}", before.image));
-        }
+    // The tag has moved, and no reference means the earlier image. The daemon keeps an image that a
+    // snapshot or a VM uses.
+    if let Some(before) = before.filter(|before| !named && is_stored_by_pull(reference, before))
+        && let Ok(Some(earlier)) = there(client, &before.image).await
+        && before.means(&earlier)
+        && client.remove_image(&before.image).await.is_ok()
+    {
+        steps.say(&format!("dayfly: removed image {}, which was {shown}", before.image));
     }
     Ok(Pulled { image, digest, is_new })
 }
@@ -170,6 +172,15 @@ fn stored_name(reference: &Reference, manifest: &str, digits: usize) -> Result<N
     let hex = manifest.trim_start_matches("sha256:");
     let name = format!("{:.*}-{:.digits$}", 63 - 1 - digits, stem, hex);
     name.parse().with_context(|| format!("a name for {}", reference.familiar()))
+}
+
+/// Whether [`pull`] made and named the image of `record` for `reference`. The user named any other
+/// image: one that `dayfly tag` gave this reference, or one of `dayfly image build`.
+fn is_stored_by_pull(reference: &Reference, record: &Record) -> bool {
+    let (Some(_), Some(manifest)) = (&record.digest, &record.manifest) else { return false };
+    let is_named =
+        |digits| stored_name(reference, manifest, digits).is_ok_and(|name| name == record.image);
+    DIGITS.into_iter().any(is_named)
 }
 
 async fn store(
@@ -258,5 +269,27 @@ mod tests {
             let name = name(&long, digits);
             assert!(name.len() == 63 && name.ends_with(&format!("x-{}", &hex[..digits])), "{name}");
         }
+    }
+
+    #[test]
+    fn a_moved_tag_removes_only_an_image_that_pull_named() {
+        let reference: Reference = "localhost:5000/a/web:1".parse().expect("a reference");
+        let manifest = format!("sha256:{}", "0123456789abcdef".repeat(4));
+        let record = |image: &str, digest: Option<&str>| Record {
+            image: image.parse().expect("a name"),
+            disk: "disk".to_owned(),
+            digest: digest.map(str::to_owned),
+            manifest: Some(manifest.clone()),
+        };
+        let removes = |record: &Record| is_stored_by_pull(&reference, record);
+        let pulled = record("web-0123456789ab", Some("sha256:index"));
+        assert!(removes(&pulled));
+        let long = format!("web-{}", &manifest["sha256:".len()..][..40]);
+        assert!(removes(&record(&long, Some("sha256:index"))));
+        // `dayfly tag` copies the manifest, and knows no digest.
+        assert!(!removes(&record("web-0123456789ab", None)));
+        assert!(!removes(&record("production", Some("sha256:index"))));
+        assert!(!removes(&record("app-0123456789ab", Some("sha256:index"))));
+        assert!(!removes(&Record { manifest: None, ..pulled }));
     }
 }

@@ -8,7 +8,7 @@
 //! The layout is in a staging folder, which is removed with its [`Pull`], or after a kill by the
 //! next sweep.
 
-use crate::disk::pulled::Layout;
+use crate::disk::pulled::{Layout, Manifest};
 use crate::disk::{BuildError, Limits, Source};
 use crate::staging::Staging;
 use dayfly_registry::{
@@ -19,7 +19,7 @@ use futures::{StreamExt, TryStreamExt, stream};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 /// Layers that are fetched at a time.
 const AT_ONCE: usize = 3;
@@ -41,7 +41,7 @@ pub enum PullError {
         /// The cause.
         source: DigestError,
     },
-    /// The layers are larger than an image may be, or than the free space of the disk.
+    /// The layers are larger than an image may be, or than the disk can take above a reserve.
     #[error("image {image}: expected layers of at most {most} ({why}), got {got}")]
     Room {
         /// The reference.
@@ -72,6 +72,7 @@ pub struct Pull<'a> {
     staging: Staging,
     image: Reference,
     manifest_digest: BlobDigest,
+    config: BlobDigest,
     /// Each layer once, with its path in the layout.
     layers: BTreeMap<BlobDigest, (u64, PathBuf)>,
 }
@@ -114,12 +115,7 @@ impl<'a> Pull<'a> {
             document(registry, &image, &layout, &chosen.digest, 0).await?;
         }
         let manifest = layout.select(&chosen)?;
-        let digest = parsed(&image, &manifest.config.digest)?;
-        let config = Blob { digest, size: manifest.config.size };
-        registry.blob(&image, &config, &cache, &AtomicU64::new(0)).await?;
-        let path = layout.path(&manifest.config)?;
-        link(&cache, &config.digest, &path)?;
-        layout.check_config(&manifest)?;
+        let config = configuration(registry, &image, &cache, &layout, &manifest).await?;
         let mut layers = BTreeMap::new();
         for layer in &manifest.layers {
             let digest = parsed(&image, &layer.digest)?;
@@ -128,7 +124,7 @@ impl<'a> Pull<'a> {
             layers.entry(digest).or_insert((layer.size, path));
         }
         let manifest_digest = parsed(&image, &chosen.digest)?;
-        let pull = Self { registry, cache, staging, image, manifest_digest, layers };
+        let pull = Self { registry, cache, staging, image, manifest_digest, config, layers };
         pull.check_room()?;
         Ok(pull)
     }
@@ -144,7 +140,7 @@ impl<'a> Pull<'a> {
         }
         let free = self.cache.free()?;
         if got > free.0 {
-            return refused(free, "the free space of the cache's disk");
+            return refused(free, "the free space of the cache's disk, without its reserve");
         }
         Ok(())
     }
@@ -180,10 +176,10 @@ impl<'a> Pull<'a> {
                 link(&self.cache, &blob.digest, &path)
             }
         };
-        layers.map_ok(one).try_buffer_unordered(AT_ONCE).try_collect::<()>().await?;
-        debug_assert_eq!(done.load(Ordering::Relaxed), self.layer_bytes());
+        let fetched = layers.map_ok(one).try_buffer_unordered(AT_ONCE).try_collect::<()>().await;
+        // Partial files of a failed pull count towards the bound of the cache too.
         self.cache.sweep();
-        Ok(())
+        fetched
     }
 
     /// The source for [`crate::build`], as long as this value lives.
@@ -196,9 +192,10 @@ impl<'a> Pull<'a> {
         }
     }
 
-    /// Drops the layers from the cache, because one of them turned out to be damaged.
+    /// Drops the configuration and the layers from the cache, because one of them turned out to be
+    /// damaged.
     pub fn forget(&self) {
-        self.layers.keys().for_each(|digest| self.cache.forget(digest));
+        self.layers.keys().chain([&self.config]).for_each(|digest| self.cache.forget(digest));
     }
 }
 
@@ -213,6 +210,37 @@ async fn document(
     let named = image.pinned(parsed(image, digest)?);
     let found = registry.manifest(&named).await?;
     Ok(layout.add(&found.media_type, &found.bytes, indices)?.1)
+}
+
+/// Fetches the configuration of `manifest` into the layout, and checks it. The cache's copy may be
+/// damaged on disk: it is fetched once more.
+async fn configuration(
+    registry: &Registry,
+    image: &Reference,
+    cache: &BlobCache,
+    layout: &Layout,
+    manifest: &Manifest,
+) -> Result<BlobDigest, PullError> {
+    let digest = parsed(image, &manifest.config.digest)?;
+    let config = Blob { digest, size: manifest.config.size };
+    let path = layout.path(&manifest.config)?;
+    let mut is_second = false;
+    loop {
+        registry.blob(image, &config, cache, &AtomicU64::new(0)).await?;
+        link(cache, &config.digest, &path)?;
+        match layout.check_config(manifest) {
+            Err(BuildError::Digest { .. }) if !is_second => {
+                is_second = true;
+                cache.forget(&config.digest);
+                let failed = |source| PullError::Io { what: "remove", path: path.clone(), source };
+                std::fs::remove_file(&path).map_err(failed)?;
+            }
+            checked => {
+                checked?;
+                return Ok(config.digest);
+            }
+        }
+    }
 }
 
 fn parsed(image: &Reference, digest: &str) -> Result<BlobDigest, PullError> {

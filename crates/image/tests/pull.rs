@@ -1,5 +1,6 @@
 //! Images of registries: Debian's `docker-registry`, filled by `skopeo`, and a server of files for
 //! what that registry refuses to store.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 use dayfly_image::{BuildOptions, BuiltImage, Pull, PullError, build};
 use dayfly_registry::testing::LocalRegistry;
@@ -150,7 +151,7 @@ async fn an_image_of_a_registry_becomes_a_disk_and_a_second_pull_fetches_no_laye
     assert_eq!(pull.manifest_digest(), named.digest().unwrap());
     first.forget();
     let lost = first.fetch(&AtomicU64::new(0)).await.unwrap_err();
-    assert!(lost.to_string().contains("blob sha256:"), "{lost}");
+    assert!(lost.to_string().contains("sha256:"), "{lost}");
     drop((first, pull));
     let left = std::fs::read_dir(cache.join("staging")).unwrap().count();
     assert_eq!(left, 0, "a pull that has ended leaves no layout");
@@ -228,6 +229,30 @@ async fn pulled(blobs: &Blobs, kind: &str, top: &Value) -> Result<String, PullEr
     let pull = Pull::begin(&registry, &reference(&host, "a:1"), 1, Some(cache.path())).await?;
     pull.fetch(&AtomicU64::new(0)).await?;
     Ok(text(&made(&pull, cache.path(), "out")))
+}
+
+#[tokio::test]
+async fn a_damaged_configuration_in_the_cache_is_fetched_again() {
+    let mut blobs = Blobs::new();
+    let top = image(&mut blobs, "x", "amd64");
+    let manifest = blobs[top["digest"].as_str().unwrap()].clone();
+    let (digest, (_, config)) = blobs.iter().find(|(_, (kind, _))| kind == CONFIG).unwrap();
+    let host = served(blobs.clone(), manifest);
+    let (registry, cache) = (client(DockerConfig::none()), tempfile::tempdir().unwrap());
+    let named = reference(&host, "a:1");
+    let path = cache.path().join("registry/blobs").join(digest.strip_prefix("sha256:").unwrap());
+    drop(Pull::begin(&registry, &named, 1, Some(cache.path())).await.unwrap());
+    assert!(std::fs::read(&path).unwrap() == *config);
+    // A blob is read-only, so that damage is another file in its place.
+    for damaged in [vec![0_u8; config.len()], vec![0_u8; 1]] {
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, damaged).unwrap();
+        let pull = Pull::begin(&registry, &named, 1, Some(cache.path())).await.unwrap();
+        assert!(std::fs::read(&path).unwrap() == *config);
+        pull.forget();
+        assert!(!path.exists());
+        drop(Pull::begin(&registry, &named, 1, Some(cache.path())).await.unwrap());
+    }
 }
 
 #[tokio::test]

@@ -26,7 +26,8 @@ pub const PORTS_SOCKET: &str = "/run/dayfly/ports.sock";
 pub const MAX_PORT_LINE_BYTES: usize = 4096;
 /// Connections to [`PORTS_PORT`] that are served at a time.
 pub const MAX_PORTS_CONNECTIONS: usize = 4;
-/// Connections to [`RELAY_PORT`] that are served at a time; the supervisor makes fewer.
+/// Connections to [`RELAY_PORT`] that are served at a time. The supervisor makes at most 5,120:
+/// 4 for each of 1,024 ports, and 1,024 others. It checks this number when it is compiled.
 pub const MAX_RELAY_CONNECTIONS: usize = 8192;
 
 /// An order of the daemon.

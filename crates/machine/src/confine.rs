@@ -3,8 +3,8 @@
 //! Every child loses the caller's environment, all descriptors except those passed to it, and the
 //! way to new privileges. The child runs in the supervisor's process, mount and network namespaces.
 //! The network namespace has no interface except the tap to the machine. Only the uplink's program
-//! runs in the host's network namespace (`uplink`), as a user that owns nothing if the supervisor
-//! is root.
+//! runs in the host's network namespace (`uplink`). If the supervisor is root, that program has a
+//! user id that differs from QEMU's and owns nothing.
 //!
 //! A hostile kernel in the machine may take over QEMU. So, if the supervisor is root, QEMU also
 //! runs in a [`Jail`]:
@@ -34,10 +34,14 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// First of the 65,536 user ids of machines' QEMUs. The range is beyond those of distributions,
-/// containers and dayfly's VMs (systemd's UIDS-GIDS: 1879048192 to 2147483647 are unused).
+/// First of the user ids of machines' QEMUs. The next [`USERS`] ids are those of the uplinks'
+/// programs. Both ranges are beyond those of distributions, containers and dayfly's VMs (systemd's
+/// UIDS-GIDS: 1879048192 to 2147483647 are unused).
 const FIRST_USER: u32 = 0x7d00_0000;
+/// Number of user ids of machines' QEMUs.
+const USERS: u32 = 1 << 16;
 /// Paths of kernel and initramfs inside the jail.
 const KERNEL: &str = "/vmlinux";
 const INITRAMFS: &str = "/initramfs";
@@ -185,9 +189,10 @@ fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
     fs::set_permissions(path, fs::Permissions::from_mode(mode))
 }
 
-/// The user id for helpers of the machine in `folder`, if this process may use it.
+/// The user id for the uplink's program of the machine in `folder`, if this process may use it. It
+/// differs from QEMU's, so neither program can touch the other's process.
 pub(crate) fn user_for(folder: &Path) -> Option<u32> {
-    let user = user_of(folder);
+    let user = user_of(folder) + USERS;
     let may = |map: &str| maps(&fs::read_to_string(map).unwrap_or_default(), user);
     let root = rustix::process::geteuid().is_root();
     (root && may("/proc/self/uid_map") && may("/proc/self/gid_map")).then_some(user)
@@ -207,6 +212,14 @@ pub(crate) fn become_user(user: u32) -> io::Result<()> {
         ]
     };
     if results.iter().any(|result| *result < 0) { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Locks the starting and the reaping of children. The supervisor reaps any child
+/// (`waitpid(-1)`). A thread that starts a child meanwhile holds this lock until it has a pidfd,
+/// because std panics if another thread has reaped a child whose exec failed.
+pub(crate) fn lock_children() -> MutexGuard<'static, ()> {
+    static CHILDREN: Mutex<()> = Mutex::new(());
+    CHILDREN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Starts a child that inherits the descriptors `keep`, under the same numbers, and no others.
@@ -264,7 +277,7 @@ mod tests {
         let (one, two) =
             (user_of(Path::new("/home/a/machine")), user_of(Path::new("/home/b/machine")));
         assert_ne!(one, two);
-        for user in [one, two] {
+        for user in [one, two, one + USERS, two + USERS] {
             assert!((1_879_048_192..2_147_483_647).contains(&user), "{user}");
         }
     }

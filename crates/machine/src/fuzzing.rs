@@ -27,7 +27,7 @@ pub fn uplink(mut bytes: &[u8]) -> (usize, usize) {
     let (mut frame, mut all, mut allowed) = (Vec::new(), 0, 0);
     while let Ok(true) = read_frame(&mut bytes, &mut frame) {
         all += 1;
-        allowed += usize::from(allows(&frame[LENGTH_BYTES..], own.as_slice()));
+        allowed += usize::from(allows(&frame[LENGTH_BYTES..], own.as_slice(), true));
     }
     (all, allowed)
 }

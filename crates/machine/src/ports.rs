@@ -1,13 +1,16 @@
 //! Published ports of VMs: the user's host listens, and each connection goes on into the machine.
 //!
+//! Orders come from inside the machine, which may have been taken over. So the supervisor, even as
+//! root, listens on no privileged port, and with `--no-network` on none.
+//!
 //! One thread stays in the host's network namespace and makes the listeners. All other threads are
 //! in the supervisor's namespace, from which the machine is reached. `dayfly_machine_init::ports`
 //! has the protocol.
 
 use crate::progress::{SupervisorError, system};
 use dayfly_machine_init::{
-    GUEST_ADDRESS, MAX_PORT_LINE_BYTES, PORTS_PORT, PortAnswer, PortOrder, PortRefusal, RELAY_PORT,
-    RefusalKind, Token, join_streams,
+    GUEST_ADDRESS, MAX_PORT_LINE_BYTES, MAX_RELAY_CONNECTIONS, PORTS_PORT, PortAnswer, PortOrder,
+    PortRefusal, RELAY_PORT, RefusalKind, Token, join_streams,
 };
 use rustix::net::sockopt::{set_socket_keepalive, set_socket_linger, set_tcp_keepidle};
 use std::collections::BTreeMap;
@@ -23,9 +26,13 @@ const MAX_PORTS: usize = 1024;
 /// Connections of one port at a time. Further ones are reset at once.
 pub(crate) const MAX_OF_PORT: usize = 256;
 /// Connections of each port that are served although other ports have many.
-pub(crate) const RESERVED: usize = 16;
+pub(crate) const RESERVED: usize = 4;
+/// Reserved connections of all ports at a time.
+const MAX_RESERVED: usize = MAX_PORTS * RESERVED;
 /// Connections of all ports at a time, without the reserved ones.
 pub(crate) const MAX_OF_ALL: usize = 1024;
+// The difference is for connections whose end the machine has not noticed yet.
+const _: () = assert!(MAX_OF_ALL + MAX_RESERVED + 2048 < MAX_RELAY_CONNECTIONS);
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
 /// Idle time before TCP keepalive probes the client.
@@ -41,17 +48,19 @@ type Wanted = (SocketAddr, mpsc::Sender<io::Result<TcpListener>>);
 pub(crate) struct Outside(mpsc::Sender<Wanted>);
 
 impl Outside {
-    /// Starts the thread in the calling thread's network namespace.
+    /// Starts the thread in the calling thread's network namespace. Unless `allowed`, it refuses
+    /// all ports.
     ///
     /// # Errors
     /// The thread cannot be made.
-    pub(crate) fn start() -> Result<Self, SupervisorError> {
+    pub(crate) fn start(allowed: bool) -> Result<Self, SupervisorError> {
         let (sender, wanted) = mpsc::channel::<Wanted>();
         let thread = std::thread::Builder::new().name("ports".to_owned()).stack_size(128 << 10);
         let listen = move || {
             for (address, answer) in wanted {
+                let made = may_listen(allowed, address.port()).and_then(|()| listen(address));
                 // A session that has ended meanwhile drops the listener.
-                drop(answer.send(listen(address)));
+                drop(answer.send(made));
             }
         };
         thread.spawn(listen).map_err(system("the thread of published ports"))?;
@@ -66,6 +75,29 @@ impl Outside {
     }
 }
 
+/// Whether a port of the calling thread's network namespace may be published.
+///
+/// # Errors
+/// `PermissionDenied`, with the next step.
+fn may_listen(allowed: bool, port: u16) -> io::Result<()> {
+    let why = if allowed {
+        let first = std::fs::read_to_string("/proc/sys/net/ipv4/ip_unprivileged_port_start");
+        let first = first.ok().and_then(|first| first.trim().parse().ok()).unwrap_or(1024_u16);
+        if port >= first {
+            return Ok(());
+        }
+        format!(
+            "VMs in a machine get ports from {first} on; `sysctl \
+             net.ipv4.ip_unprivileged_port_start={port}` on this host changes that"
+        )
+    } else {
+        "the machine was made with --no-network; `dayfly machine init` without that option, then \
+         `dayfly machine restart`, allows ports"
+            .to_owned()
+    };
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
+}
+
 fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     let listener = TcpListener::bind(address)?;
     // A second listen lengthens the library's queue.
@@ -76,6 +108,16 @@ fn listen(address: SocketAddr) -> io::Result<TcpListener> {
 /// Numbers of connections.
 #[derive(Debug, Default)]
 struct Room(Mutex<usize>);
+
+/// Numbers of the connections of all ports. They last as long as the supervisor, because the end
+/// of a port or of the daemon does not end connections.
+#[derive(Debug, Default)]
+pub(crate) struct Rooms {
+    /// Of the reserved connections, at most [`MAX_RESERVED`].
+    reserved: Arc<Room>,
+    /// Of all others, at most [`MAX_OF_ALL`].
+    shared: Arc<Room>,
+}
 
 /// A connection's place among those of its port and of all ports.
 #[derive(Debug)]
@@ -99,14 +141,17 @@ impl Room {
 }
 
 impl Place {
-    /// A place, if there is one. The first [`RESERVED`] of a port take none of all ports.
-    fn take(of_all: &Arc<Room>, of_port: &Arc<Room>) -> Option<Self> {
+    /// A place, if there is one. The first [`RESERVED`] of a port are reserved ones.
+    fn take(rooms: &Rooms, of_port: &Arc<Room>) -> Option<Self> {
         let number = of_port.take(MAX_OF_PORT)?;
         let mut place = Self { of_all: None, of_port: Arc::clone(of_port) };
-        if number > RESERVED {
-            of_all.take(MAX_OF_ALL)?;
-            place.of_all = Some(Arc::clone(of_all));
-        }
+        let (room, most) = if number > RESERVED {
+            (&rooms.shared, MAX_OF_ALL)
+        } else {
+            (&rooms.reserved, MAX_RESERVED)
+        };
+        room.take(most)?;
+        place.of_all = Some(Arc::clone(room));
         Some(place)
     }
 }
@@ -150,11 +195,12 @@ pub(crate) fn keep(outside: Outside, token: &Token) {
         machine.write_all(&port.to_be_bytes())?;
         Ok(machine)
     });
+    let rooms = Arc::new(Rooms::default());
     let keeping = move || {
         loop {
             let session = TcpStream::connect((GUEST_ADDRESS, PORTS_PORT)).and_then(|mut stream| {
                 token.send(&mut stream)?;
-                serve(&stream, &outside, &connect)
+                serve(&stream, &outside, &connect, &rooms)
             });
             if let Err(e) = session
                 && e.kind() == io::ErrorKind::InvalidData
@@ -174,16 +220,20 @@ pub(crate) fn keep(outside: Outside, token: &Token) {
 ///
 /// # Errors
 /// The connection's errors; `InvalidData` for a line that is no order.
-pub(crate) fn serve(stream: &TcpStream, outside: &Outside, connect: &Connect) -> io::Result<()> {
+pub(crate) fn serve(
+    stream: &TcpStream,
+    outside: &Outside,
+    connect: &Connect,
+    rooms: &Arc<Rooms>,
+) -> io::Result<()> {
     let mut ports = BTreeMap::new();
-    let of_all = Arc::new(Room::default());
     let mut reader = BufReader::new(stream);
     while let Some(order) = read_order(&mut reader)? {
         match order {
             PortOrder::Free { id } => drop(ports.remove(&id)),
             PortOrder::Bind { id, address, to } => {
                 let made = if ports.len() < MAX_PORTS {
-                    publish(address, to, outside, connect, &of_all)
+                    publish(address, to, outside, connect, rooms)
                 } else {
                     Err(io::Error::other(format!("{MAX_PORTS} ports are published already")))
                 };
@@ -225,18 +275,18 @@ fn publish(
     to: u16,
     outside: &Outside,
     connect: &Connect,
-    of_all: &Arc<Room>,
+    rooms: &Arc<Rooms>,
 ) -> io::Result<Port> {
     let listener = Arc::new(outside.listen(address)?);
     let port = Port { listener, ended: Arc::default() };
     let (listener, ended) = (Arc::clone(&port.listener), Arc::clone(&port.ended));
-    let (connect, of_all) = (Arc::clone(connect), Arc::clone(of_all));
+    let (connect, rooms) = (Arc::clone(connect), Arc::clone(rooms));
     let thread = std::thread::Builder::new().name("port".to_owned()).stack_size(128 << 10);
     thread.spawn(move || {
         let of_port = Arc::new(Room::default());
         while !ended.load(Ordering::Acquire) {
             match listener.accept() {
-                Ok((client, _)) => forward(client, to, &connect, Place::take(&of_all, &of_port)),
+                Ok((client, _)) => forward(client, to, &connect, Place::take(&rooms, &of_port)),
                 Err(_) if ended.load(Ordering::Acquire) => return,
                 // Out of descriptors: connections that end will free some.
                 Err(_) => std::thread::sleep(PAUSE),

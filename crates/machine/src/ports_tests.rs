@@ -1,5 +1,6 @@
 use super::*;
 use dayfly_machine_init::set_up;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::UnshareFlags;
 use std::net::Ipv4Addr;
 
@@ -34,7 +35,7 @@ fn with_session(test: impl FnOnce(&mut Daemon, &TcpListener) + Send) {
         // SAFETY: NEWNET leaves the table of descriptors alone.
         unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNET) }.unwrap();
         set_up("lo").unwrap();
-        let outside = Outside::start().unwrap();
+        let outside = Outside::start(true).unwrap();
         let guest = TcpListener::bind(at(0)).unwrap();
         let guest_at = guest.local_addr().unwrap();
         let connect: Connect = Arc::new(move |port| {
@@ -46,7 +47,8 @@ fn with_session(test: impl FnOnce(&mut Daemon, &TcpListener) + Send) {
         let daemon = TcpStream::connect(session.local_addr().unwrap()).unwrap();
         let stream = session.accept().unwrap().0;
         std::thread::scope(|scope| {
-            let serving = scope.spawn(move || serve(&stream, &outside, &connect));
+            let rooms = Arc::new(Rooms::default());
+            let serving = scope.spawn(move || serve(&stream, &outside, &connect, &rooms));
             let mut daemon = Daemon(BufReader::new(daemon));
             test(&mut daemon, &guest);
             drop(daemon);
@@ -104,7 +106,23 @@ fn a_port_leads_into_the_machine_until_it_is_freed() {
 }
 
 #[test]
+fn privileged_ports_are_refused_and_without_a_network_all_ports() {
+    with_session(|daemon, _| {
+        let refused = daemon.bind(1, 1023, 1).unwrap();
+        assert_eq!(refused.kind, RefusalKind::Invalid);
+        assert!(refused.why.contains("ip_unprivileged_port_start=1023"), "{refused:?}");
+        assert_eq!(daemon.bind(2, 1024, 1), None);
+    });
+    let refused = refusal(Outside::start(false).unwrap().listen(at(0)).unwrap_err());
+    assert_eq!(refused.kind, RefusalKind::Invalid);
+    assert!(refused.why.contains("--no-network"), "{refused:?}");
+}
+
+#[test]
 fn a_port_that_is_full_resets_further_connections_and_others_are_served() {
+    // Each connection takes four descriptors of this process, and many hosts allow 1,024.
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
     with_session(|daemon, guest| {
         assert_eq!(daemon.bind(1, 5001, 1), None);
         assert_eq!(daemon.bind(2, 5002, 2), None);
@@ -124,7 +142,7 @@ fn a_port_that_is_full_resets_further_connections_and_others_are_served() {
 
 #[test]
 fn each_port_has_places_that_the_others_cannot_take() {
-    let all = Arc::new(Room::default());
+    let all = Rooms::default();
     let ports: Vec<Arc<Room>> = (0..6).map(|_| Arc::default()).collect();
     let mut held = Vec::new();
     for port in &ports[..5] {
@@ -134,7 +152,8 @@ fn each_port_has_places_that_the_others_cannot_take() {
     let last: Vec<Place> = (0..MAX_OF_PORT).map_while(|_| Place::take(&all, &ports[5])).collect();
     assert_eq!(last.len(), RESERVED);
     drop((held, last));
-    assert_eq!(*all.0.lock().unwrap(), 0);
+    assert_eq!(*all.shared.0.lock().unwrap(), 0);
+    assert_eq!(*all.reserved.0.lock().unwrap(), 0);
     assert!(ports.iter().all(|port| *port.0.lock().unwrap() == 0));
 }
 

@@ -308,7 +308,7 @@ fn supervise(layout: &Layout, orders: &Orders) -> Result<(), SupervisorError> {
     };
     let state = Arc::new(RunState::new(layout, running)?);
     let uplink = start_uplink(layout, orders, &state)?;
-    let outside = Outside::start()?;
+    let outside = Outside::start(orders.options.network)?;
     let tap = network()?;
     let pause_note = PauseNote::new(layout)?;
     files::remove(&layout.ended())?;

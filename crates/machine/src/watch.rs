@@ -1,5 +1,6 @@
 //! Waits for the end of a machine, and finds its cause.
 
+use crate::confine::lock_children;
 use crate::lines::Lines;
 use crate::progress::{Report, SupervisorError, report, system};
 use crate::run_state::Ended;
@@ -140,7 +141,9 @@ impl Watch {
 /// Reaps one ended child or orphan, and says how it ended.
 fn reap() -> Option<(u32, String)> {
     let mut status = 0;
-    // SAFETY: `status` outlives the call; no other thread of the supervisor waits for children.
+    let _children = lock_children();
+    // SAFETY: `status` outlives the call. `_children` keeps other threads from starting a child,
+    // and so from waiting for one.
     let pid = unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) };
     let pid = u32::try_from(pid).ok().filter(|pid| *pid > 0)?;
     let how = if libc::WIFSIGNALED(status) {

@@ -1,13 +1,17 @@
 //! Blobs on disk: verified ones for later pulls, and partial ones that a later pull goes on with.
 //!
 //! ```text
-//! absent ──claim──▶ partial/HEX (locked by its process) ──verified, rename──▶ blobs/HEX
+//! absent ──claim──▶ partial/HEX.SIZE (locked by its process) ──verified, rename──▶ blobs/HEX
 //!                       │ its process ends: the lock is free, the next claim goes on
 //!                       └ a day old and free, or the bound is passed: swept
 //! ```
 //!
 //! A partial file belongs to the process that holds its lock (flock). A verified blob never
 //! changes, and users link it, so that a sweep can remove it at any time.
+//!
+//! SIZE is the size in a descriptor. A hostile manifest can name the blob of another image with a
+//! wrong size. Therefore each size has its own partial file, and a claim removes a verified blob
+//! only if its digest is wrong.
 
 use crate::digest::{Blob, BlobDigest};
 use crate::error::{RegistryError, io};
@@ -22,6 +26,13 @@ use std::time::{Duration, SystemTime};
 
 /// A partial file that nothing has written for this long is swept.
 const STALE: Duration = Duration::from_secs(24 * 3600);
+
+/// Bytes of the disk that a pull leaves free, because other programs need them.
+const RESERVE: u64 = 1 << 30;
+
+/// A pull leaves no more of a disk free than its bytes divided by this number, because
+/// [`RESERVE`] would be much of a small disk.
+const RESERVE_PART: u64 = 32;
 
 /// A folder of blobs.
 #[derive(Debug, Clone)]
@@ -57,6 +68,10 @@ impl BlobCache {
         self.folder.join("blobs").join(digest.hex())
     }
 
+    fn partial(&self, blob: &Blob) -> PathBuf {
+        self.folder.join("partial").join(format!("{}.{}", blob.digest.hex(), blob.size))
+    }
+
     /// Makes `target` a link to the blob. `false`: the blob is not there.
     ///
     /// # Errors
@@ -74,7 +89,8 @@ impl BlobCache {
         let _ = fs::remove_file(self.blob(digest));
     }
 
-    /// Bytes that the file system can still take.
+    /// Bytes that a pull may still add to the file system: its free bytes without a reserve of
+    /// 1 GiB, or of a 32nd of a disk under 32 GiB.
     ///
     /// # Errors
     /// The folder cannot be made or looked at.
@@ -82,18 +98,18 @@ impl BlobCache {
         fs::create_dir_all(&self.folder).map_err(io("create", &self.folder))?;
         let stat = rustix::fs::statvfs(&self.folder)
             .map_err(|e| io("look at", &self.folder)(io::Error::from(e)))?;
-        Ok(Bytes(stat.f_bavail.saturating_mul(stat.f_frsize)))
+        let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
+        Ok(Bytes(without_reserve(bytes(stat.f_bavail), bytes(stat.f_blocks))))
     }
 
     /// Finds the blob, or waits until no other process fetches it and takes it over. Blocks.
     pub(crate) fn claim(&self, blob: &Blob) -> Result<Claim, RegistryError> {
-        let (target, folder) = (self.blob(&blob.digest), self.folder.join("partial"));
-        for folder in [&folder, &self.folder.join("blobs")] {
-            fs::create_dir_all(folder).map_err(io("create", folder))?;
+        let (target, path) = (self.blob(&blob.digest), self.partial(blob));
+        for folder in [self.folder.join("partial"), self.folder.join("blobs")] {
+            fs::create_dir_all(&folder).map_err(io("create", &folder))?;
         }
-        let path = folder.join(blob.digest.hex());
         loop {
-            if self.is_there(&target, blob) {
+            if is_there(&target, blob)? {
                 return Ok(Claim::There);
             }
             let mut options = File::options();
@@ -102,25 +118,12 @@ impl BlobCache {
             flock(&file, FlockOperation::LockExclusive)
                 .map_err(|e| io("lock", &path)(io::Error::from(e)))?;
             // While this process waited, another one may have completed or removed the file.
-            let own = file.metadata().map_err(io("look at", &path))?;
-            let same = |now: fs::Metadata| (now.dev(), now.ino()) == (own.dev(), own.ino());
-            if !fs::metadata(&path).is_ok_and(same) {
+            if !is_named(&file, &path).map_err(io("look at", &path))? {
                 continue;
             }
-            let (hasher, have) = hashed(&mut file, blob.size).map_err(io("read", &path))?;
+            let (hasher, have) = beginning(&mut file, blob.size).map_err(io("read", &path))?;
             return Ok(Claim::Mine(Partial { file, path, target, hasher, have }));
         }
-    }
-
-    /// Whether a blob of the right size is there. Notes its use, for [`Self::sweep`].
-    fn is_there(&self, target: &Path, blob: &Blob) -> bool {
-        let Ok(file) = File::open(target) else { return false };
-        if file.metadata().is_ok_and(|now| now.len() == blob.size) {
-            let _ = file.set_modified(SystemTime::now());
-            return true;
-        }
-        let _ = fs::remove_file(target);
-        false
     }
 
     /// Removes partial files that no process has written for a day; then, as long as all files have
@@ -151,6 +154,33 @@ impl BlobCache {
     }
 }
 
+/// Of `free` bytes of a disk of `all` bytes, those above the reserve.
+fn without_reserve(free: u64, all: u64) -> u64 {
+    free.saturating_sub(RESERVE.min(all / RESERVE_PART))
+}
+
+/// Whether the blob is there. Notes its use, for [`BlobCache::sweep`]. If a file has another size
+/// than `blob`, its digest decides whether the file is damaged or the descriptor is wrong.
+fn is_there(target: &Path, blob: &Blob) -> Result<bool, RegistryError> {
+    let Ok(mut file) = File::open(target) else { return Ok(false) };
+    let found = file.metadata().map_err(io("look at", target))?.len();
+    if found == blob.size {
+        let _ = file.set_modified(SystemTime::now());
+        return Ok(true);
+    }
+    let (hasher, _) = hashed(&mut file).map_err(io("read", target))?;
+    if BlobDigest::from_hasher(hasher) == blob.digest {
+        return Err(RegistryError::Document {
+            url: format!("blob {}", blob.digest),
+            place: "size in its descriptor",
+            expected: format!("{found} bytes, as the verified blob has"),
+            got: blob.size.to_string(),
+        });
+    }
+    let _ = fs::remove_file(target);
+    Ok(false)
+}
+
 /// The files of a folder: time of their last use, path, bytes.
 fn listed(folder: &Path) -> Vec<(SystemTime, PathBuf, u64)> {
     let all = fs::read_dir(folder).into_iter().flatten().flatten();
@@ -163,17 +193,34 @@ fn listed(folder: &Path) -> Vec<(SystemTime, PathBuf, u64)> {
 
 /// Removes a partial file unless a process holds its lock.
 fn removed_if_free(path: &Path) -> bool {
-    let Ok(file) = File::open(path) else { return false };
-    let free = flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok();
-    free && fs::remove_file(path).is_ok()
+    File::open(path).is_ok_and(|file| removed_if_locked(&file, path))
 }
 
-/// Hashes what is there, and leaves the file's position at its end. More than `size` bytes are no
-/// beginning of the blob, and are dropped.
-fn hashed(file: &mut File, size: u64) -> io::Result<(Sha256, u64)> {
+/// Removes `path` if `file` can be locked and still has this name. Before the lock, another process
+/// may have removed `file`, and a third one may write a new file of this name.
+fn removed_if_locked(file: &File, path: &Path) -> bool {
+    let free = flock(file, FlockOperation::NonBlockingLockExclusive).is_ok();
+    free && is_named(file, path).unwrap_or(false) && fs::remove_file(path).is_ok()
+}
+
+/// Whether `path` is a name of the open `file`.
+fn is_named(file: &File, path: &Path) -> io::Result<bool> {
+    let own = file.metadata()?;
+    let same = |now: fs::Metadata| (now.dev(), now.ino()) == (own.dev(), own.ino());
+    Ok(fs::metadata(path).is_ok_and(same))
+}
+
+/// Hashes a partial file of a blob of `size` bytes. A longer file is no beginning of this blob, and
+/// is emptied: no other blob has a partial file of this name.
+fn beginning(file: &mut File, size: u64) -> io::Result<(Sha256, u64)> {
     if file.metadata()?.len() > size {
         file.set_len(0)?;
     }
+    hashed(file)
+}
+
+/// Hashes what is there, and leaves the file's position at its end.
+fn hashed(file: &mut File) -> io::Result<(Sha256, u64)> {
     let (mut hasher, mut have) = (Sha256::new(), 0);
     let mut buffer = vec![0; 256 << 10];
     loop {
@@ -227,118 +274,5 @@ impl Partial {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn cache(most: u64) -> (tempfile::TempDir, BlobCache) {
-        let folder = tempfile::tempdir().unwrap();
-        let cache = BlobCache::new(folder.path().join("registry"), Bytes(most));
-        (folder, cache)
-    }
-
-    fn blob(bytes: &[u8]) -> Blob {
-        Blob { digest: BlobDigest::of(bytes), size: bytes.len() as u64 }
-    }
-
-    fn mine(claim: Claim) -> Partial {
-        match claim {
-            Claim::Mine(partial) => partial,
-            Claim::There => panic!("expected a partial file, got a blob"),
-        }
-    }
-
-    fn stored(cache: &BlobCache, bytes: &[u8]) -> Blob {
-        let blob = blob(bytes);
-        let mut partial = mine(cache.claim(&blob).unwrap());
-        partial.write(bytes).unwrap();
-        assert_eq!(partial.digest(), blob.digest);
-        partial.finish().unwrap();
-        blob
-    }
-
-    #[test]
-    fn a_claim_goes_on_where_a_killed_process_stopped() {
-        let (folder, cache) = cache(1 << 20);
-        let blob = blob(b"0123456789");
-        let mut partial = mine(cache.claim(&blob).unwrap());
-        partial.write(b"0123").unwrap();
-        // As after SIGKILL: the lock is free, the file stays.
-        drop(partial);
-        cache.sweep();
-        let mut partial = mine(cache.claim(&blob).unwrap());
-        assert_eq!(partial.have, 4);
-        partial.write(b"456789").unwrap();
-        assert_eq!(partial.digest(), blob.digest);
-        partial.finish().unwrap();
-        assert!(matches!(cache.claim(&blob).unwrap(), Claim::There));
-        let target = folder.path().join("x");
-        assert!(cache.link(&blob.digest, &target).unwrap());
-        cache.forget(&blob.digest);
-        assert_eq!(fs::read(&target).unwrap(), b"0123456789");
-        assert!(!cache.link(&blob.digest, &folder.path().join("y")).unwrap());
-    }
-
-    #[test]
-    fn a_second_process_waits_and_then_has_the_blob() {
-        let (_folder, cache) = cache(1 << 20);
-        let wanted = blob(b"content");
-        let mut partial = mine(cache.claim(&wanted).unwrap());
-        std::thread::scope(|scope| {
-            let second = scope.spawn(|| cache.claim(&wanted).unwrap());
-            partial.write(b"content").unwrap();
-            partial.finish().unwrap();
-            assert!(matches!(second.join().unwrap(), Claim::There));
-        });
-        let wanted = blob(b"wrong");
-        let partial = mine(cache.claim(&wanted).unwrap());
-        std::thread::scope(|scope| {
-            let second = scope.spawn(|| cache.claim(&wanted).unwrap());
-            partial.discard();
-            assert_eq!(mine(second.join().unwrap()).have, 0);
-        });
-    }
-
-    #[test]
-    fn a_sweep_keeps_the_bound_and_what_was_used_last() {
-        let (_folder, cache) = cache(25);
-        let old = stored(&cache, &[1; 10]);
-        let used = stored(&cache, &[2; 10]);
-        let hours_ago = SystemTime::now() - Duration::from_secs(7200);
-        for blob in [&old, &used] {
-            File::open(cache.blob(&blob.digest)).unwrap().set_modified(hours_ago).unwrap();
-        }
-        assert!(matches!(cache.claim(&used).unwrap(), Claim::There));
-        let new = stored(&cache, &[3; 10]);
-        cache.sweep();
-        let there = |blob: &Blob| cache.blob(&blob.digest).exists();
-        assert!(!there(&old) && there(&used) && there(&new));
-    }
-
-    #[test]
-    fn a_partial_file_is_swept_after_a_day_or_if_there_is_no_room_unless_it_is_written() {
-        let (_folder, cache) = cache(100);
-        let path = |blob: &Blob| cache.folder.join("partial").join(blob.digest.hex());
-        let days_ago = SystemTime::now() - 2 * STALE;
-        let (stale, locked, large) = (blob(&[1; 50]), blob(&[2; 50]), blob(&[3; 500]));
-        for blob in [&stale, &locked] {
-            mine(cache.claim(blob).unwrap()).write(b"x").unwrap();
-            File::open(path(blob)).unwrap().set_modified(days_ago).unwrap();
-        }
-        let held = mine(cache.claim(&locked).unwrap());
-        cache.sweep();
-        assert!(!path(&stale).exists() && path(&locked).exists());
-        drop(held);
-        mine(cache.claim(&large).unwrap()).write(&[0; 200]).unwrap();
-        cache.sweep();
-        assert!(!path(&large).exists());
-    }
-
-    #[test]
-    fn a_blob_of_another_size_is_fetched_again() {
-        let (_folder, cache) = cache(1 << 20);
-        let blob = stored(&cache, b"content");
-        fs::remove_file(cache.blob(&blob.digest)).unwrap();
-        fs::write(cache.blob(&blob.digest), "cont").unwrap();
-        assert_eq!(mine(cache.claim(&blob).unwrap()).have, 0);
-    }
-}
+#[path = "blobs_tests.rs"]
+mod tests;

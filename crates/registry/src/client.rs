@@ -234,8 +234,10 @@ impl Registry {
             expected: expected.to_owned(),
             got: shown(&endpoint.host),
         })?;
-        let request = Request::new(Method::GET);
-        let tls = match self.base.transport.send(&url, &endpoint.trust, &request, None).await {
+        let (transport, request) = (&self.base.transport, Request::new(Method::GET));
+        let limit = transport.timeouts.connect;
+        let answer = transport.send_within(limit, &url, &endpoint.trust, &request, None).await;
+        let tls = match answer {
             // Go's servers with TLS answer so, and nginx.
             Ok(answer) => matches!(answer.status.as_u16(), 400 | 497),
             Err(RegistryError::Broken { .. }) => true,

@@ -16,7 +16,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// that a registry that sends a byte at a time comes to an end.
 const PROGRESS_BYTES: u64 = 64 << 10;
 
-/// How often the bytes that are there may be dropped, to fetch the blob from its beginning.
+/// How often the bytes that are there may be dropped for an endpoint, to fetch the blob from its
+/// beginning.
 const MAX_RESETS: u32 = 3;
 
 /// A download in progress.
@@ -25,8 +26,9 @@ struct Download<'a> {
     blob: &'a Blob,
     partial: Partial,
     done: &'a AtomicU64,
-    /// Whether bytes of several connections or processes are in the file.
+    /// Whether bytes of several endpoints, connections or processes are in the file.
     mixed: bool,
+    /// How often this endpoint's bytes were dropped.
     resets: u32,
 }
 
@@ -54,8 +56,7 @@ impl Registry {
             Claim::Mine(partial) => partial,
         };
         done.fetch_add(partial.have, Ordering::Relaxed);
-        let mixed = partial.have > 0;
-        let mut download = Download { image, blob, partial, done, mixed, resets: 0 };
+        let mut download = Download { image, blob, partial, done, mixed: false, resets: 0 };
         let mut endpoints = self.base.config.endpoints(image.domain()).into_iter().peekable();
         while let Some(endpoint) = endpoints.next() {
             match self.fetch_through(&endpoint, &mut download).await {
@@ -66,6 +67,7 @@ impl Registry {
                 Err(error) if endpoints.peek().is_some() && error.is_of_the_endpoint() => {
                     tracing::warn!(mirror = %endpoint.name, %error, "the next endpoint is asked");
                     if matches!(error, RegistryError::Digest { .. }) {
+                        download.resets = 0;
                         download.reset(&error.to_string())?;
                     }
                 }
@@ -86,6 +88,9 @@ impl Registry {
         endpoint: &Endpoint,
         download: &mut Download<'_>,
     ) -> Result<(), RegistryError> {
+        // What is there came from an earlier process, or from another endpoint.
+        download.mixed = download.partial.have > 0;
+        download.resets = 0;
         let mut attempt = 1;
         loop {
             let before = download.partial.have;

@@ -7,7 +7,7 @@ use crate::url::Url;
 #[must_use]
 pub fn redirect(url: &str, location: &str) -> Option<(String, String)> {
     let url = Url::parse(url).ok()?;
-    let next = url.join(location).ok()?;
+    let next = url.redirect(location).ok()?;
     Some((next.to_string(), format!("{}{}", next.origin(), next.target)))
 }
 

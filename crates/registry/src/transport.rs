@@ -32,7 +32,8 @@ const AGENT: &str = concat!("dayfly/", env!("CARGO_PKG_VERSION"));
 /// How long a registry may take.
 #[derive(Debug, Clone, Copy)]
 pub struct Timeouts {
-    /// For the name's resolution, the connection and the TLS handshake together.
+    /// For the name's resolution, the connection and the TLS handshake together; and for the
+    /// answer that tells whether an insecure registry has TLS.
     pub connect: Duration,
     /// For the head of an answer, and between two pieces of a body. A slow body has no limit.
     pub silence: Duration,
@@ -146,11 +147,7 @@ impl Transport {
                 expected: expected.to_owned(),
                 got: shown(text.split('?').next().unwrap_or_default()),
             };
-            let next = url.join(&text).map_err(refused)?;
-            if url.https && !next.https {
-                return Err(refused("https after https"));
-            }
-            url = next;
+            url = url.redirect(&text).map_err(refused)?;
         }
         Err(RegistryError::Redirect {
             url: first.to_string(),
@@ -162,6 +159,18 @@ impl Transport {
     /// Makes one request.
     pub async fn send(
         &self,
+        url: &Url,
+        trust: &Trust,
+        request: &Request,
+        authorization: Option<&HeaderValue>,
+    ) -> Result<Answer, RegistryError> {
+        self.send_within(self.timeouts.silence, url, trust, request, authorization).await
+    }
+
+    /// Makes one request. `silence` bounds each wait for a part of its answer.
+    pub async fn send_within(
+        &self,
+        silence: Duration,
         url: &Url,
         trust: &Trust,
         request: &Request,
@@ -193,7 +202,7 @@ impl Transport {
         if let Some(authorization) = authorization {
             headers.insert(AUTHORIZATION, authorization.clone());
         }
-        let answered = timeout(self.timeouts.silence, sender.send_request(message)).await;
+        let answered = timeout(silence, sender.send_request(message)).await;
         let (head, incoming) = match answered {
             Ok(Ok(answer)) => answer.into_parts(),
             Ok(Err(e)) => {
@@ -202,10 +211,9 @@ impl Transport {
             }
             Err(_) => {
                 connection.abort();
-                return Err(silent(&shown, self.timeouts.silence));
+                return Err(silent(&shown, silence));
             }
         };
-        let silence = self.timeouts.silence;
         let body = Body { url: shown, incoming, silence, connection };
         Ok(Answer { url: url.clone(), status: head.status, headers: head.headers, body })
     }

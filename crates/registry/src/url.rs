@@ -68,6 +68,15 @@ impl Url {
         Self::parse(&format!("{own}{folder}{location}"))
     }
 
+    /// The URL that a redirect from this one leads to, which is not from https to http.
+    pub fn redirect(&self, location: &str) -> Result<Self, &'static str> {
+        let next = self.join(location)?;
+        if self.https && !next.https {
+            return Err("https after https");
+        }
+        Ok(next)
+    }
+
     pub const fn scheme(&self) -> &'static str {
         if self.https { "https" } else { "http" }
     }
@@ -149,6 +158,10 @@ mod tests {
                 assert_eq!(shown.as_deref(), Ok(expected), "{location}");
             }
         }
+        assert_eq!(url.redirect("http://b/z"), Err("https after https"));
+        assert!(url.redirect("https://b/z").is_ok());
+        let http = Url::parse("http://a/").unwrap();
+        assert!(http.redirect("http://b/z").is_ok() && http.redirect("https://b/z").is_ok());
         assert!(url.same_origin(&url.join("/z").unwrap()));
         for other in ["http://a:1/", "https://a/", "https://b:1/"] {
             assert!(!url.same_origin(&url.join(other).unwrap()), "{other}");

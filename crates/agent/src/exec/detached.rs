@@ -167,8 +167,8 @@ pub(super) fn pipe() -> Result<(OwnedFd, Reader), Errno> {
 }
 
 impl Logs {
-    /// Adds a program that has started. If there are [`MOST_LOGS`] already, the oldest program that
-    /// has ended is dropped, or the oldest one if all still write.
+    /// Adds a program that has started. If there are [`MOST_LOGS`] already, one is dropped
+    /// ([`dispensable`]).
     pub(super) fn add(&self, child: &Child, spec: &ExecSpec, reader: Reader) -> Arc<Log> {
         let pidfd = rustix::io::fcntl_dupfd_cloexec(&child.pidfd, 3).ok();
         self.add_with(child.pid, pidfd, spec, reader)
@@ -193,8 +193,7 @@ impl Logs {
             more: Condvar::new(),
         });
         if logs.len() >= MOST_LOGS {
-            let ended = logs.iter().position(|log| lock(&log.kept).ended).unwrap_or(0);
-            if let Some(old) = logs.remove(ended) {
+            if let Some(old) = dispensable(&logs).and_then(|at| logs.remove(at)) {
                 old.drop_all();
             }
         }
@@ -288,15 +287,9 @@ impl Logs {
         };
         loop {
             {
+                // A program that is forgotten meanwhile ends too.
                 let kept = lock(&log.kept);
-                let kept =
-                    if kept.exit.is_none() && !kept.forgotten { wait(&log, kept) } else { kept };
-                if kept.exit.is_none() && kept.forgotten {
-                    let message = format!("program {}: forgotten in favour of newer ones", log.id);
-                    let code = FailureCode::NotFound;
-                    drop(kept);
-                    return conn.reply(&Reply::Err(Failure { code, message }));
-                }
+                let kept = if kept.exit.is_none() { wait(&log, kept) } else { kept };
                 if kept.exit.is_some() {
                     drop(kept);
                     return conn.reply(&Reply::Program(log.shown()));
@@ -398,6 +391,16 @@ impl Log {
             *kept = Kept { forgotten: true, ended: true, exit: kept.exit, ..Kept::default() };
         });
     }
+}
+
+/// The index of the program to forget: the oldest that has ended and whose output has, else the
+/// oldest that has ended, else the second oldest. The oldest of `run -d` is the program by which
+/// the VM may end.
+fn dispensable(logs: &VecDeque<Arc<Log>>) -> Option<usize> {
+    let find = |is: fn(&Kept) -> bool| logs.iter().position(|log| is(&lock(&log.kept)));
+    find(|kept| kept.exit.is_some() && kept.ended)
+        .or_else(|| find(|kept| kept.exit.is_some()))
+        .or_else(|| logs.len().checked_sub(1).map(|last| last.min(1)))
 }
 
 /// An id that none of `logs` has.

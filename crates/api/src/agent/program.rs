@@ -36,7 +36,8 @@ pub struct Program {
 
 /// The index of the program that `word` names: by its id, by its process id, or by the unique start
 /// of its id. `programs` has id and process id of each, the oldest first. Of several with one
-/// process id, the newest.
+/// process id, the newest. A number is never the start of an id, because the process id of a
+/// program that is forgotten must not name another one.
 #[must_use]
 pub fn find<'a>(
     programs: impl DoubleEndedIterator<Item = (&'a str, u32)> + ExactSizeIterator + Clone,
@@ -47,10 +48,9 @@ pub fn find<'a>(
     };
     let pid: Option<u32> = word.parse().ok();
     newest(&|id, _| id == word).or_else(|| newest(&|_, of| pid == Some(of))).or_else(|| {
-        let mut fits = programs
-            .clone()
-            .enumerate()
-            .filter(|(_, (id, _))| !word.is_empty() && id.starts_with(word));
+        let is_start = word.bytes().any(|byte| !byte.is_ascii_digit());
+        let mut fits =
+            programs.clone().enumerate().filter(|(_, (id, _))| is_start && id.starts_with(word));
         fits.next().filter(|_| fits.next().is_none()).map(|(n, _)| n)
     })
 }
@@ -69,5 +69,6 @@ mod tests {
         assert_eq!(found("12"), Some(3));
         assert_eq!(found("12c"), Some(1));
         assert_eq!((found("1"), found(""), found("x")), (None, None, None));
+        assert_eq!((found("999"), found("9999")), (None, Some(3)), "a number is no start");
     }
 }

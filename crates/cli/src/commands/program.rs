@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use clap::Subcommand;
 use dayfly_api::agent::Program;
 use dayfly_api::client::{Client, LogOptions};
+use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal as receive};
 
 /// The subcommands of `dayfly program`.
@@ -129,6 +130,9 @@ fn state(program: &Program) -> String {
     }
 }
 
+/// How long the output of a program that has ended is waited for, if its pipe stays open.
+const LAST_OUTPUT: Duration = Duration::from_secs(1);
+
 async fn attach(client: &Client, which: &Which, logs: bool, raw: bool) -> Result<u8> {
     let Which { vm, program } = which;
     let tail = (!logs).then_some(0);
@@ -140,9 +144,17 @@ async fn attach(client: &Client, which: &Which, logs: bool, raw: bool) -> Result
     let result = {
         let whole = async {
             // Processes that the program has left behind may write on: its end counts.
+            let mut copying = std::pin::pin!(logs::copy(log, &mut out));
             tokio::select! {
-                copied = logs::copy(log, &mut out) => copied?,
-                ended = client.wait_for_program(vm, program) => return Ok(code(&ended?)),
+                copied = &mut copying => copied?,
+                ended = client.wait_for_program(vm, program) => {
+                    let ended = ended?;
+                    // What it wrote last comes by another connection.
+                    if let Ok(copied) = tokio::time::timeout(LAST_OUTPUT, copying).await {
+                        copied?;
+                    }
+                    return Ok(code(&ended));
+                }
             }
             Ok(code(&client.wait_for_program(vm, program).await?))
         };

@@ -116,7 +116,7 @@ pub async fn exec(daemon: Arc<Daemon>, vm: Arc<Vm>, client: Client) {
                     let within = daemon.config.deadlines.agent;
                     let liveness = Liveness::new(&vm, spec.liveness_ms, within);
                     let program = Program::New(spec);
-                    let run = Run { program, liveness, last: false, recorded: false };
+                    let run = Run { program, liveness, last: false, kept: None };
                     serve(&daemon, &vm, run, None, &mut caller).await
                 }
                 Err(error) => caller.fail(error).await,
@@ -166,13 +166,16 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
                 Some(Next { link, lasting }) => (Program::Asked(link), Some(lasting)),
                 None => (Program::New(request.exec), None),
             };
-            if request.keep {
+            let last = !request.keep;
+            // Kept once its record names the program, which may be what ends the VM.
+            let kept = (request.keep && detached).then_some(());
+            if request.keep && !detached {
                 let _lives_on = born.keep();
             } else {
                 guard = Some(born);
             }
-            let recorded = request.keep && detached;
-            let run = Run { program, liveness, last: !request.keep, recorded };
+            let kept = kept.map(|()| &mut guard);
+            let run = Run { program, liveness, last, kept };
             serve(&daemon, &vm, run, lasting, &mut caller).await;
         } => {}
         () = stop.cancelled() => {}
@@ -186,8 +189,9 @@ struct Run<'a> {
     liveness: Liveness<'a>,
     /// Whether the VM is removed after the program.
     last: bool,
-    /// Whether the VM's record names the program, which outlives the client.
-    recorded: bool,
+    /// The guard of a VM that is kept once its record names the program, which outlives the
+    /// client.
+    kept: Option<&'a mut Option<VmGuard>>,
 }
 
 /// Runs one program for the client. `lasting` is dropped with the program's first output or its
@@ -199,7 +203,7 @@ async fn serve(
     lasting: Option<Lasting>,
     caller: &mut Caller,
 ) {
-    let Run { program, liveness, last, recorded } = run;
+    let Run { program, liveness, last, kept } = run;
     let started = match caller.while_there(start(daemon, vm, program)).await {
         Ok(started) => started,
         Err(Gone) => return,
@@ -208,10 +212,11 @@ async fn serve(
         Ok(started) => started,
         Err(error) => return caller.fail(error).await,
     };
-    if recorded {
+    if let Some(guard) = kept {
         let program = id.clone().unwrap_or_else(|| pid.to_string());
         vm.update(|live| live.program = Some(program));
         record::note(&daemon.registry, vm).await;
+        let _lives_on = guard.take().map(VmGuard::keep);
         own_program::watch(daemon, vm);
     }
     let reply = RunReply::Started { vm: Box::new(vm.shown()), pid, id };

@@ -174,10 +174,12 @@ impl Published {
 
 /// The error for a port that its host does not give.
 fn refused(port: &Publish, refusal: &PortRefusal) -> ApiError {
-    let what = format_args!(
-        "publishing port {} of the host: {}; give another one, or end who has it",
-        port.host_port, refusal.why
-    );
+    let next = match refusal.kind {
+        RefusalKind::Taken => "; give another one, or end the program that has it",
+        RefusalKind::Invalid | RefusalKind::Other => "",
+    };
+    let what =
+        format_args!("publishing port {} of the host: {}{next}", port.host_port, refusal.why);
     match refusal.kind {
         RefusalKind::Taken => ApiError::new(ErrorCode::Conflict, what),
         RefusalKind::Invalid => ApiError::invalid(what),

@@ -8,7 +8,8 @@ use crate::vm::Vm;
 use dayfly_api::types::ErrorCode;
 use std::sync::Arc;
 
-/// A VM that was paused, and runs until this is dropped. Then it is paused again.
+/// A VM that was paused, and runs until this is dropped. Then it is paused again, unless a client
+/// decided otherwise meanwhile.
 #[derive(Debug)]
 pub(crate) struct Awake {
     daemon: Arc<Daemon>,
@@ -23,8 +24,10 @@ pub(crate) async fn awake(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Option<
     if vm.phase() != Phase::Paused {
         return Ok(None);
     }
-    power::unpause(daemon, vm).await?;
-    Ok(Some(Awake { daemon: daemon.clone(), vm: vm.clone() }))
+    // Made first: an unpause whose caller goes away, or that is late, goes on.
+    let awake = Awake { daemon: daemon.clone(), vm: vm.clone() };
+    power::wake(daemon, vm).await?;
+    Ok(Some(awake))
 }
 
 impl Drop for Awake {
@@ -33,7 +36,7 @@ impl Drop for Awake {
         // A task, because a client that goes away must not leave the VM running.
         self.daemon.undo.spawn(async move {
             loop {
-                match power::pause(&daemon, &vm).await {
+                match power::pause_again(&daemon, &vm).await {
                     // The snapshot or the fork still has its turn, or the VMM is late.
                     Err(e) if e.0.code == ErrorCode::Timeout && vm.phase().alive() => {}
                     Err(e) if vm.phase().alive() => {

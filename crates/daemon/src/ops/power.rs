@@ -13,6 +13,7 @@ use dayfly_api::types::EventKind;
 use dayfly_units::failpoint;
 use dayfly_vmm::control::{Answer, Command};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// Stops a VM's vCPUs.
 ///
@@ -20,7 +21,7 @@ use std::sync::Arc;
 /// The VM neither runs nor is paused, or its VMM refused: its phase is then unchanged. Or its VMM
 /// did not answer in time: its phase follows from the answer.
 pub async fn pause(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
-    switch(daemon, vm, Event::Pause, Command::Pause).await
+    switch(daemon, vm, Event::Pause, Reason::Asked).await
 }
 
 /// Starts a VM's vCPUs again.
@@ -28,18 +29,56 @@ pub async fn pause(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
 /// # Errors
 /// As [`pause`].
 pub async fn unpause(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
-    switch(daemon, vm, Event::Unpause, Command::Resume).await
+    switch(daemon, vm, Event::Unpause, Reason::Asked).await
 }
 
-async fn switch(daemon: &Arc<Daemon>, vm: &Arc<Vm>, event: Event, command: Command) -> Outcome<()> {
+/// Starts the vCPUs of a paused VM until [`pause_again`].
+///
+/// # Errors
+/// As [`pause`]. The VM may run then, so [`pause_again`] must follow.
+pub(super) async fn wake(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
+    switch(daemon, vm, Event::Unpause, Reason::Moment).await
+}
+
+/// Pauses a VM after [`wake`], unless it was paused, unpaused or stopped on request since.
+///
+/// # Errors
+/// As [`pause`].
+pub(super) async fn pause_again(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
+    switch(daemon, vm, Event::Pause, Reason::Moment).await
+}
+
+/// Why vCPUs are stopped or started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reason {
+    /// A request.
+    Asked,
+    /// A snapshot or a fork of a paused VM.
+    Moment,
+}
+
+async fn switch(daemon: &Arc<Daemon>, vm: &Arc<Vm>, event: Event, reason: Reason) -> Outcome<()> {
     let within = daemon.config.deadlines.control;
     vm.answers()?;
     let turn = vm.take_turn(within).await?;
     let (work, same) = (daemon.clone(), vm.clone());
-    let what = if command == Command::Pause { "a pause" } else { "an unpause" };
+    let (what, command) = match event {
+        Event::Pause => ("a pause", Command::Pause),
+        _ => ("an unpause", Command::Resume),
+    };
     section(daemon, vm, what, within, async move {
         let _turn = turn;
-        settled(&work, &same, event, command).await
+        let due = &same.pause_due;
+        if (event, reason) == (Event::Pause, Reason::Moment) && !due.load(Relaxed) {
+            return Ok(());
+        }
+        // Before the command, because the VMM may carry it out without an answer.
+        let before = due.swap((event, reason) == (Event::Unpause, Reason::Moment), Relaxed);
+        let settled = settled(&work, &same, event, command, reason).await;
+        if settled.is_err() && event == Event::Pause {
+            due.store(before, Relaxed);
+        }
+        settled
     })
     .await
 }
@@ -59,6 +98,7 @@ async fn settled(
     vm: &Arc<Vm>,
     event: Event,
     command: Command,
+    reason: Reason,
 ) -> Outcome<()> {
     let before = vm.step(event)?;
     let within = daemon.config.deadlines.control;
@@ -67,7 +107,9 @@ async fn settled(
         Ok(Answer::Ok) => {
             failpoint::reached("daemon.power.switched");
             record::note(&daemon.registry, vm).await;
-            happened(daemon, vm, before, event);
+            if reason == Reason::Asked {
+                happened(daemon, vm, before, event);
+            }
             failpoint::reached("daemon.power.recorded");
             return Ok(());
         }

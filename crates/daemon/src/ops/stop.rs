@@ -10,6 +10,7 @@ use crate::vmm::agent_link::{AgentLink, LinkError};
 use dayfly_api::agent::{Reply, Request};
 use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use tokio::time::timeout;
 
@@ -55,7 +56,8 @@ pub async fn stop(daemon: &Arc<Daemon>, vm: &Arc<Vm>, grace: Duration) -> Outcom
 /// The VM cannot go on, or its agent does not answer or refuses.
 async fn ask(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
     let doing = "powering the guest off";
-    if vm.phase() == Phase::Paused {
+    // Running for a snapshot, it would be paused again while it powers off.
+    if vm.phase() == Phase::Paused || vm.pause_due.load(Relaxed) {
         power::unpause(daemon, vm).await?;
     }
     let link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;

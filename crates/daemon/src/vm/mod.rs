@@ -98,6 +98,9 @@ pub struct Vm {
     pub deadline_changed: Notify,
     /// Whether a task ends it at its deadline.
     deadline_watched: AtomicBool,
+    /// Whether the VM runs only for a snapshot or a fork, and is then paused again. Changed with
+    /// the turn, see [`Self::take_turn`].
+    pub pause_due: AtomicBool,
     /// Why its VMM, which an earlier daemon started, has not said yet in which state it is.
     waiting: watch::Sender<Option<String>>,
 }
@@ -185,6 +188,7 @@ impl Vm {
             gone,
             deadline_changed: Notify::new(),
             deadline_watched: AtomicBool::new(false),
+            pause_due: AtomicBool::new(false),
             waiting: watch::Sender::new(None),
         }
     }

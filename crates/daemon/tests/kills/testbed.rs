@@ -148,17 +148,22 @@ impl Testbed {
         // The client of the daemon before has a connection to that one.
         self.client = Client::new(self.folder.path().join("r/dayflyd.sock"));
         let begun = Instant::now();
+        let answered = async {
+            while self.client.info().await.is_err() {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        let mut answered = std::pin::pin!(answered);
         loop {
             // A client of systemd's socket is answered only once a daemon takes it, if ever.
-            let answer = tokio::time::timeout(Duration::from_millis(50), self.client.info()).await;
-            if matches!(answer, Ok(Ok(_))) {
-                return Ok(());
+            tokio::select! {
+                () = &mut answered => return Ok(()),
+                () = tokio::time::sleep(Duration::from_millis(50)) => {}
             }
             if let Some(status) = daemon.try_wait()? {
                 bail!("a daemon did not start: {status}");
             }
             ensure!(begun.elapsed() < WITHIN, "a daemon does not answer after {WITHIN:?}");
-            tokio::time::sleep(Duration::from_millis(2)).await;
         }
     }
 

@@ -3,7 +3,7 @@
 //! A network namespace stands for the internet: it has a link to the user's host, a name server
 //! and a web server. `crates/machine/src/uplink/tests.rs` has the filter's cases.
 
-use crate::harness::{BASE, dayfly, home, machine, ok, on_host, world};
+use crate::harness::{BASE, dayfly, home, machine, ok, on_host, until, world};
 use dayfly_machine::guest::{InterfaceMover, set_address, set_up};
 use dayfly_machine::{Machine, Uplink};
 use dayfly_units::needs::{Need, met};
@@ -18,10 +18,6 @@ use std::process::Command;
 const SERVER: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 7);
 const HOST: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 1);
 const MASK: Ipv4Addr = Ipv4Addr::new(255, 255, 255, 0);
-/// The host's end of the link; no other test uses this name.
-const LINK: &str = "dfuplink";
-/// A port of the user's host at which a VM must not arrive.
-const PRIVATE: u16 = 18_093;
 /// The list of the machine's name servers, and that of the uplink.
 const RESOLVERS: &str = "/etc/resolv.conf";
 
@@ -54,13 +50,17 @@ print(first, get())
 "#;
 
 /// The link and its server; dropping it removes the link and what the machine's list had.
-struct Internet;
+struct Internet {
+    /// The host's end of the link.
+    link: String,
+}
 
 impl Internet {
     fn new() -> Self {
-        ip(&["link", "del", LINK]);
-        assert!(ip(&["link", "add", LINK, "type", "veth"]), "busybox ip link add {LINK}");
-        let peer = peer(LINK);
+        // At most 15 characters (IFNAMSIZ).
+        let link = format!("dfu{}", std::process::id());
+        assert!(ip(&["link", "add", &link, "type", "veth"]), "busybox ip link add {link}");
+        let peer = peer(&link);
         let mover = InterfaceMover::new().unwrap();
         let inside = move || {
             // SAFETY: NEWNET leaves the table of descriptors alone.
@@ -71,17 +71,17 @@ impl Internet {
             (UdpSocket::bind((SERVER, 53)).unwrap(), TcpListener::bind((SERVER, 80)).unwrap())
         };
         let (names, web) = std::thread::spawn(inside).join().unwrap();
-        set_address(LINK, HOST, MASK).unwrap();
-        set_up(LINK).unwrap();
+        set_address(&link, HOST, MASK).unwrap();
+        set_up(&link).unwrap();
         std::thread::spawn(move || answer_names(&names));
         std::thread::spawn(move || answer_requests(&web));
-        Self
+        Self { link }
     }
 }
 
 impl Drop for Internet {
     fn drop(&mut self) {
-        ip(&["link", "del", LINK]);
+        ip(&["link", "del", &self.link]);
         on_host(&format!("test -e {RESOLVERS}.kept && mv {RESOLVERS}.kept {RESOLVERS}"));
     }
 }
@@ -129,6 +129,18 @@ fn answer_requests(listener: &TcpListener) {
     }
 }
 
+/// A port of the user's host at which a VM must not arrive, for TCP and for UDP.
+fn private_port() -> (u16, TcpListener, UdpSocket) {
+    loop {
+        let tcp = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).unwrap();
+        let port = tcp.local_addr().unwrap().port();
+        // Another program may have the port for UDP.
+        if let Ok(udp) = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port)) {
+            return (port, tcp, udp);
+        }
+    }
+}
+
 #[test]
 fn a_guest_reaches_a_server_by_name_and_nothing_of_the_users_host() {
     let root = rustix::process::geteuid().is_root();
@@ -137,16 +149,17 @@ fn a_guest_reaches_a_server_by_name_and_nothing_of_the_users_host() {
     }
     let world = world();
     let internet = Internet::new();
-    let status = Machine::open(&home().join("home")).unwrap().status().unwrap();
-    assert!(matches!(status.uplink, Some(Uplink::Up { .. })), "{:?}", status.uplink);
+    until("the uplink is up", || {
+        let status = Machine::open(&home().join("home")).unwrap().status().unwrap();
+        matches!(status.uplink, Some(Uplink::Up { .. }))
+    });
     // The user's own resolvers cannot be replaced here, so the machine asks the server directly.
     let replaced =
         format!("cp {RESOLVERS} {RESOLVERS}.kept; echo nameserver {SERVER} >{RESOLVERS}");
     assert_eq!(on_host(&replaced).code, 0);
-    let tcp = TcpListener::bind((Ipv4Addr::UNSPECIFIED, PRIVATE)).unwrap();
-    let udp = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, PRIVATE)).unwrap();
+    let (port, tcp, udp) = private_port();
     ok(&["create", "--name", "surfer", BASE]);
-    let port = PRIVATE.to_string();
+    let port = port.to_string();
     let mut words = vec!["exec", "surfer", "--", "python3", "-c", TRY, &port];
     let host = HOST.to_string();
     let addresses = [host.as_str(), "10.0.2.2", "169.254.77.1", "169.254.77.3", "0.0.0.1"];

@@ -51,7 +51,7 @@ impl Disk {
         for _ in 0..count % 9 {
             let (&[high, low, fill], behind) = rest.split_first_chunk()?;
             let place = u128::from(u16::from_be_bytes([high, low]));
-            leaves.insert(u64::try_from(u128::from(all) * place >> 16).unwrap(), fill);
+            leaves.insert(u64::try_from((u128::from(all) * place) >> 16).unwrap(), fill);
             rest = behind;
         }
         Some((Self { bytes, leaves }, rest))

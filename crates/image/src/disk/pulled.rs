@@ -5,7 +5,7 @@ use super::choice::{Wanted, choose};
 pub use super::descriptor::Descriptor;
 use super::descriptor::{Index, blob_path, verified};
 use super::error::{BuildError, on};
-use super::oci::Manifest;
+pub use super::oci::Manifest;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::json;

@@ -3,10 +3,11 @@
 //! A frame of the machine is passed on if it is
 //! - ARP, with the machine's address as the sender, or
 //! - IPv4, no fragment, from the machine's address, to one unicast address of another host, or to
-//!   the uplink's DNS server.
+//!   the uplink's DNS server if the host has a resolver.
 //!
 //! Everything else is dropped without an answer. IPv6 never leaves. Fragments are dropped because
-//! only the first one has ports, so no program could check the others.
+//! only the first one has ports, so no program could check the others. Link-local addresses
+//! (169.254/16) are dropped because clouds serve the host's credentials there.
 
 use dayfly_machine_init::{UPLINK_ADDRESS, UPLINK_DNS, UPLINK_GATEWAY, UPLINK_MASK};
 use std::net::Ipv4Addr;
@@ -53,13 +54,15 @@ fn address(bytes: &[u8], at: usize) -> Option<Ipv4Addr> {
     Some(Ipv4Addr::from(*bytes.get(at..)?.first_chunk::<4>()?))
 }
 
-/// Whether the machine may send this frame. `own` are the ranges of the user's host.
-pub(crate) fn allows(frame: &[u8], own: &[Range]) -> bool {
+/// Whether the machine may send this frame. `own` are the ranges of the user's host, `names` is
+/// whether it has a resolver. Without one, a program would send questions to 0.0.0.0, which is the
+/// host itself.
+pub(crate) fn allows(frame: &[u8], own: &[Range], names: bool) -> bool {
     let allowed = || -> Option<bool> {
         let payload = frame.get(ETHERNET_BYTES..)?;
         match number(frame, 12)? {
             ARP => Some(payload.len() >= ARP_BYTES && address(payload, 14)? == UPLINK_ADDRESS),
-            IPV4 => packet(payload, own),
+            IPV4 => packet(payload, own, names),
             _ => Some(false),
         }
     };
@@ -67,7 +70,7 @@ pub(crate) fn allows(frame: &[u8], own: &[Range]) -> bool {
 }
 
 /// Whether an IPv4 packet may leave; `None` if it is truncated.
-fn packet(packet: &[u8], own: &[Range]) -> Option<bool> {
+fn packet(packet: &[u8], own: &[Range], names: bool) -> Option<bool> {
     let first = *packet.first()?;
     let header = usize::from(first & 15) * 4;
     let total = usize::from(number(packet, 2)?);
@@ -88,11 +91,11 @@ fn packet(packet: &[u8], own: &[Range]) -> Option<bool> {
     if link.contains(to) {
         let kind = *packet.get(9)?;
         let dns = (kind == TCP || kind == UDP) && number(packet, header + 2)? == DNS;
-        return Some(to == UPLINK_DNS && dns);
+        return Some(names && to == UPLINK_DNS && dns);
     }
     // A connection to 0.0.0.0 reaches the loopback interface (ip(7)).
     let unicast = to.octets()[0] != 0 && !to.is_loopback() && to.octets()[0] < 224;
-    Some(unicast && !own.iter().any(|range| range.contains(to)))
+    Some(unicast && !to.is_link_local() && !own.iter().any(|range| range.contains(to)))
 }
 
 #[cfg(test)]
@@ -135,7 +138,7 @@ pub(super) mod tests {
 
     fn to(address: Ipv4Addr, port: u16) -> bool {
         let own = [Range::new(HOST, 32).unwrap(), Range::new([203, 0, 113, 9].into(), 24).unwrap()];
-        allows(&udp(UPLINK_ADDRESS, address, port, b"x"), &own)
+        allows(&udp(UPLINK_ADDRESS, address, port, b"x"), &own, true)
     }
 
     #[test]
@@ -154,19 +157,28 @@ pub(super) mod tests {
             (UPLINK_GATEWAY.octets(), 53),
             (UPLINK_DNS.octets(), 80),
             ([169, 254, 77, 7], 53),
+            ([169, 254, 77, 8], 80),
+            ([169, 254, 169, 254], 80),
+            ([169, 254, 169, 254], 53),
         ] {
             assert!(!to(address.into(), port), "{address:?}:{port}");
         }
-        assert!(to([169, 254, 77, 8].into(), 80), "beyond the link");
+    }
+
+    #[test]
+    fn names_are_asked_for_only_if_the_host_has_a_resolver() {
+        let question = udp(UPLINK_ADDRESS, UPLINK_DNS, 53, b"x");
+        assert!(allows(&question, &[], true) && !allows(&question, &[], false));
+        assert!(allows(&udp(UPLINK_ADDRESS, OTHER, 53, b"x"), &[], false));
     }
 
     #[test]
     fn forged_sources_fragments_and_other_protocols_do_not_leave() {
         for from in [[127, 0, 0, 1], [10, 88, 0, 2], [0, 0, 0, 0], UPLINK_GATEWAY.octets()] {
-            assert!(!allows(&udp(from.into(), OTHER, 80, b"x"), &[]), "{from:?}");
+            assert!(!allows(&udp(from.into(), OTHER, 80, b"x"), &[], true), "{from:?}");
         }
         let good = udp(UPLINK_ADDRESS, OTHER, 80, b"xyz");
-        assert!(allows(&good, &[]));
+        assert!(allows(&good, &[], true));
         for (at, value, what) in [
             (14, 0x65, "version 6"),
             (14, 0x44, "a header of 16 bytes"),
@@ -181,10 +193,10 @@ pub(super) mod tests {
         ] {
             let mut bad = good.clone();
             bad[at] = value;
-            assert!(!allows(&bad, &[]), "{what}");
+            assert!(!allows(&bad, &[], true), "{what}");
         }
         for length in 0..good.len() {
-            assert!(!allows(&good[..length], &[]), "{length} bytes");
+            assert!(!allows(&good[..length], &[], true), "{length} bytes");
         }
     }
 
@@ -198,8 +210,8 @@ pub(super) mod tests {
             frame.extend_from_slice(&UPLINK_GATEWAY.octets());
             frame
         };
-        assert!(allows(&arp(UPLINK_ADDRESS), &[]));
-        assert!(!allows(&arp(UPLINK_GATEWAY), &[]));
-        assert!(!allows(&arp(UPLINK_ADDRESS)[..41], &[]));
+        assert!(allows(&arp(UPLINK_ADDRESS), &[], true));
+        assert!(!allows(&arp(UPLINK_GATEWAY), &[], true));
+        assert!(!allows(&arp(UPLINK_ADDRESS)[..41], &[], true));
     }
 }

@@ -6,7 +6,7 @@ use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, bind, recv, socket_with};
 use std::fs;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::net::{Ipv4Addr, UdpSocket};
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
@@ -24,8 +24,8 @@ pub(super) struct Host {
     pub(super) own: Vec<Range>,
     /// Whether it has a route to any other host.
     pub(super) routes: bool,
-    /// Its resolvers, in the order of resolv.conf(5).
-    pub(super) resolvers: Vec<IpAddr>,
+    /// Its IPv4 resolvers, in the order of resolv.conf(5). The uplink's programs use no others.
+    pub(super) resolvers: Vec<Ipv4Addr>,
 }
 
 impl Host {
@@ -47,7 +47,7 @@ impl Host {
     }
 }
 
-fn resolvers() -> Vec<IpAddr> {
+fn resolvers() -> Vec<Ipv4Addr> {
     listed(&fs::read_to_string("/etc/resolv.conf").unwrap_or_default())
 }
 
@@ -94,9 +94,10 @@ fn far_is_routed() -> bool {
     probe().unwrap_or(false)
 }
 
-/// The resolvers in a text in the format of resolv.conf(5).
-fn listed(text: &str) -> Vec<IpAddr> {
-    let address = |line: &str| line.trim().strip_prefix("nameserver")?.trim().parse().ok();
+/// The IPv4 resolvers in a text in the format of resolv.conf(5).
+fn listed(text: &str) -> Vec<Ipv4Addr> {
+    let address =
+        |line: &str| line.trim().strip_prefix("nameserver")?.trim().parse::<Ipv4Addr>().ok();
     text.lines().filter_map(address).take(3).collect()
 }
 
@@ -180,9 +181,10 @@ mod tests {
     }
 
     #[test]
-    fn resolvers_are_read() {
+    fn ipv4_resolvers_are_read() {
         let text =
             "# x\nnameserver 192.0.2.53\n nameserver ::1 \nnameserver\nsearch a\nnameserver x";
-        assert_eq!(listed(text), ["192.0.2.53", "::1"].map(|a| a.parse::<IpAddr>().unwrap()));
+        assert_eq!(listed(text), [Ipv4Addr::new(192, 0, 2, 53)]);
+        assert_eq!(listed("nameserver 2001:db8::1\n"), []);
     }
 }

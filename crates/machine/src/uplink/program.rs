@@ -105,11 +105,15 @@ impl Program {
                 user.map_or(Ok(()), confine::become_user)
             });
         }
+        // A program that ends at once stays a zombie until the lock is free, so it has a handle,
+        // and `end` returns what it said.
+        let children = confine::lock_children();
         let child = command.spawn()?;
-        // The command holds the pipe's other end, which must close with the program.
-        drop((command, other));
         let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
         let handle = pidfd_open(pid.ok_or(io::ErrorKind::InvalidData)?, PidfdFlags::empty())?;
+        drop(children);
+        // The command holds the pipe's other end, which must close with the program.
+        drop((command, other));
         let said = std::thread::Builder::new().name("uplink-said".to_owned());
         let said = said.stack_size(64 << 10).spawn(move || last_line(reader))?;
         Ok(Self { frames, handle, said: Some(said) })

@@ -32,7 +32,7 @@ struct Shared {
     program: Mutex<Option<Arc<UnixStream>>>,
     facts: Mutex<Facts>,
     report: Box<dyn Fn(Uplink) + Send + Sync>,
-    /// Whether QEMU has closed its end.
+    /// Whether QEMU has closed its end, or a thread of the uplink has failed.
     gone: AtomicBool,
 }
 
@@ -81,13 +81,26 @@ impl Shared {
 
     fn allows(&self, frame: &[u8]) -> bool {
         let host = self.host.read().unwrap_or_else(PoisonError::into_inner);
-        host.as_ref().is_some_and(|host| allows(frame, &host.own))
+        host.as_ref().is_some_and(|host| allows(frame, &host.own, !host.resolvers.is_empty()))
     }
 
     /// Ends the connection with the program, which then ends.
     fn end_program(&self) {
         if let Some(program) = &*lock(&self.program) {
             drop(program.shutdown(Shutdown::Both));
+        }
+    }
+}
+
+/// Ends the uplink if one of its threads ends before QEMU does, which only a panic causes. Without
+/// this the state would stay `up`.
+struct EndsWithThread<'a>(&'a Shared);
+
+impl Drop for EndsWithThread<'_> {
+    fn drop(&mut self) {
+        if !self.0.gone.swap(true, Ordering::AcqRel) {
+            self.0.end_program();
+            self.0.change(|facts| facts.failed = true);
         }
     }
 }
@@ -121,7 +134,11 @@ pub(crate) fn start(
     let spawn = |name: &str, run: Box<dyn FnOnce(&Shared) + Send>| {
         let shared = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name(name.to_owned()).stack_size(256 << 10);
-        thread.spawn(move || run(&shared)).map(drop).map_err(fail)
+        let run = move || {
+            let ends = EndsWithThread(&shared);
+            run(ends.0);
+        };
+        thread.spawn(run).map(drop).map_err(fail)
     };
     spawn("uplink-host", Box::new(move |shared| watch(shared, &changes)))?;
     spawn("uplink-out", Box::new(move |shared| out(shared, &machine)))?;

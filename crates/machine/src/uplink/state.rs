@@ -29,23 +29,28 @@ pub(super) struct Facts {
     pub(super) program: Option<&'static str>,
     /// Why no program runs.
     pub(super) why: String,
+    /// Whether a thread of the uplink has failed. No thread is started again.
+    pub(super) failed: bool,
     /// Why the host's network is not known, if it is not.
     pub(super) unknown: Option<String>,
     /// Whether the host has a route to another host.
     pub(super) routes: bool,
-    /// Whether the host has a resolver.
+    /// Whether the host has an IPv4 resolver.
     pub(super) resolvers: bool,
 }
 
 impl Facts {
     pub(super) fn state(&self) -> Uplink {
+        let failed =
+            "a thread of the supervisor has failed; `dayfly machine restart` starts it anew";
         let why = match (&self.unknown, self.program) {
+            _ if self.failed => failed.to_owned(),
             (Some(unknown), _) => unknown.clone(),
             (None, None) => self.why.clone(),
             (None, Some(_)) if !self.routes => "this host has no route to another host".to_owned(),
             (None, Some(by)) => {
-                let without = (!self.resolvers)
-                    .then(|| "names: /etc/resolv.conf of this host names no server".to_owned());
+                let names = "names: /etc/resolv.conf of this host has no IPv4 name server";
+                let without = (!self.resolvers).then(|| names.to_owned());
                 return Uplink::Up { by: by.to_owned(), without };
             }
         };
@@ -62,6 +67,7 @@ mod tests {
         let up = Facts {
             program: Some("passt"),
             why: "old".to_owned(),
+            failed: false,
             unknown: None,
             routes: true,
             resolvers: true,
@@ -75,6 +81,8 @@ mod tests {
             panic!("no route")
         };
         assert!(why.contains("no route"), "{why}");
+        let failed = Facts { failed: true, ..up.clone() }.state();
+        assert!(matches!(failed, Uplink::Down { .. }), "{failed:?}");
         let deaf = Facts { resolvers: false, ..up }.state();
         assert!(matches!(deaf, Uplink::Up { without: Some(_), .. }), "{deaf:?}");
     }

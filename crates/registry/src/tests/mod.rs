@@ -26,7 +26,8 @@ fn client_with(config: Config, docker: DockerConfig) -> Registry {
     Registry::new(Settings { config, docker, timeouts: Timeouts::default(), policy })
 }
 
-/// A client that takes 50 ms of silence for too long.
+/// A client that takes 50 ms of silence for too long, except when it finds out whether there is
+/// TLS.
 fn hasty() -> Registry {
     let timeouts = Timeouts { silence: Duration::from_millis(50), ..Timeouts::default() };
     let policy = Policy { attempts: 1, ..Policy::default() };

@@ -145,6 +145,10 @@ async fn serve(
         if stream.read_buf(&mut bytes).await? == 0 {
             return Ok(());
         }
+        // A TLS handshake, which ends as at a server without TLS.
+        if bytes[0] == 0x16 {
+            return Ok(());
+        }
         if let Some(end) = bytes.windows(4).position(|w| w == b"\r\n\r\n") {
             break end;
         }

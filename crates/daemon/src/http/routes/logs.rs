@@ -33,7 +33,7 @@ pub struct LogParams {
     follow: bool,
     /// The output of the detached program with this id or process id. The guest's agent
     /// keeps the newest 256 KiB of each of 32 programs. Without it: the program of the `run` that
-    /// created the VM, if that is detached, or else the console.
+    /// created the VM, if that is detached and the VM has not ended, or else the console.
     program: Option<String>,
     /// Only the last lines of the output so far.
     tail: Option<u64>,
@@ -67,7 +67,8 @@ pub async fn logs(
     if of_console && program.is_some() {
         return Err(ApiError::invalid("console, program: expected at most one of them"));
     }
-    let own = || vm.live().program.filter(|_| !of_console);
+    // What a VM that has ended still has is its console.
+    let own = || vm.live().program.filter(|_| !of_console && vm.phase().alive());
     match program.or_else(own) {
         None if since_unix_ms.is_some() => Err(ApiError::invalid(
             "since_unix_ms: expected a program: the lines of a console have no times; use tail",
