@@ -19,14 +19,17 @@ pub enum Need {
     Machine,
     /// The kernel has Landlock.
     Landlock,
+    /// Debian's `docker-registry` and `skopeo`.
+    Registry,
 }
 
 impl Need {
-    const ALL: [(&'static str, Self); 4] = [
+    const ALL: [(&'static str, Self); 5] = [
         ("root", Self::Root),
         ("kvm", Self::Kvm),
         ("machine", Self::Machine),
         ("landlock", Self::Landlock),
+        ("registry", Self::Registry),
     ];
 
     fn name(self) -> &'static str {
@@ -83,6 +86,13 @@ pub fn root() -> bool {
 #[must_use]
 pub fn kvm() -> bool {
     met(Need::Kvm, Path::new("/dev/kvm").exists())
+}
+
+/// Whether there are `docker-registry` and `skopeo`; see [`met`].
+#[must_use]
+pub fn registry() -> bool {
+    let programs = ["/usr/bin/docker-registry", "/usr/bin/skopeo"];
+    met(Need::Registry, programs.iter().all(|path| Path::new(path).exists()))
 }
 
 #[cfg(test)]
