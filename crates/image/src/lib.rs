@@ -1,7 +1,8 @@
 //! # image
 //!
 //! Builds what VMs are made from: root disks ([`build`]), and kernels with their initramfs
-//! ([`kernel`]). The CLI calls this crate on the user's host and uploads the results to the daemon.
+//! ([`kernel`]). [`Pull`] fetches an image from a registry. The CLI calls this crate on the user's
+//! host and uploads the results to the daemon.
 //!
 //! This crate does not mount file systems, use loop devices, or need root unless an external tool
 //! does. It does not know VMs, snapshots or the daemon. It treats all input (archives, layers,
@@ -13,6 +14,7 @@ mod disk;
 pub mod fuzzing;
 pub mod kernel;
 mod manifest;
+mod pull;
 mod staging;
 mod tool;
 
@@ -24,5 +26,6 @@ pub use manifest::{
     FileDigest, ImageManifest, KernelManifest, MANIFEST_NAME, MAX_MANIFEST_BYTES, ManifestError,
     Sealed,
 };
+pub use pull::{Pull, PullError};
 pub use staging::sweep;
 pub use tool::ToolError;

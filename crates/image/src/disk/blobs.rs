@@ -20,6 +20,8 @@ const MAX_MEMBERS: u64 = 100_000;
 pub enum Blobs {
     /// Files of a folder.
     Folder(PathBuf),
+    /// Files of a folder that were pulled, and the image's name for errors.
+    Pulled(PathBuf, String),
     /// Members of a tar archive: the archive's path, and each member by its normalised name.
     Archive(PathBuf, BTreeMap<Vec<u8>, Member>),
 }
@@ -65,6 +67,7 @@ impl Blobs {
     pub fn label(&self, name: &str) -> String {
         match self {
             Self::Folder(path) => path.join(name).display().to_string(),
+            Self::Pulled(_, image) => format!("{image}: {name}"),
             Self::Archive(path, _) => format!("{}: {name}", path.display()),
         }
     }
@@ -72,7 +75,7 @@ impl Blobs {
     /// Whether a member is called `name`.
     pub fn has(&self, name: &str) -> bool {
         match self {
-            Self::Folder(path) => path.join(name).is_file(),
+            Self::Folder(path) | Self::Pulled(path, _) => path.join(name).is_file(),
             Self::Archive(_, members) => members.contains_key(name.as_bytes()),
         }
     }
@@ -85,7 +88,7 @@ impl Blobs {
             source: io::Error::from(io::ErrorKind::NotFound),
         };
         match self {
-            Self::Folder(folder) => {
+            Self::Folder(folder) | Self::Pulled(folder, _) => {
                 let path = folder.join(name);
                 let file = File::open(&path).map_err(on("open", &path))?;
                 let bytes = file.metadata().map_err(on("stat", &path))?;

@@ -88,6 +88,14 @@ pub fn docker(
     unpacked(scratch, |tree, spool| oci::docker(&blobs, path, wanted(image), tree, spool))
 }
 
+/// Whether a document that a registry sent is an index.
+///
+/// # Errors
+/// [`BuildError`].
+pub fn document(bytes: &[u8]) -> Result<bool, BuildError> {
+    super::pulled::is_index("document", "", bytes)
+}
+
 /// The digest of a blob, `sha256:` and hexadecimal digits.
 #[must_use]
 pub fn digest(blob: &[u8]) -> String {

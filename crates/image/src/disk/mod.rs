@@ -1,5 +1,5 @@
-//! Builds root disks (raw ext4 files) from a folder, a docker archive, an OCI layout or Debian's
-//! archive.
+//! Builds root disks (raw ext4 files) from a folder, a docker archive, an OCI layout, an image of a
+//! registry or Debian's archive.
 
 mod blobs;
 mod build;
@@ -17,6 +17,8 @@ mod read;
 mod spool;
 mod tree;
 mod types;
+
+pub(crate) mod pulled;
 
 #[cfg(test)]
 mod tests;

@@ -22,10 +22,33 @@ const MAX_LAYERS: usize = 512;
 /// Upper limit for the bytes after the end of a layer's archive, because tar pads with zeroes.
 const MAX_TRAILING_BYTES: u64 = 1 << 30;
 
+/// A manifest: what an image is made of.
 #[derive(Deserialize)]
-struct Manifest {
-    config: Descriptor,
-    layers: Vec<Descriptor>,
+pub struct Manifest {
+    /// The image's configuration.
+    pub config: Descriptor,
+    /// The layers, lowest first.
+    pub layers: Vec<Descriptor>,
+}
+
+impl Manifest {
+    /// Reads the manifest that `descriptor` names. Each layer is of a known type.
+    pub fn read(blobs: &Blobs, descriptor: &Descriptor) -> Result<Self, BuildError> {
+        let digest = &descriptor.digest;
+        let manifest: Self = json(digest, &verified(blobs, descriptor)?)?;
+        if manifest.layers.len() > MAX_LAYERS {
+            let expected = format!("at most {MAX_LAYERS}");
+            return Err(document(digest, "layers", expected, manifest.layers.len()));
+        }
+        manifest.layers.iter().try_for_each(|layer| check_layer_type(digest, layer))?;
+        Ok(manifest)
+    }
+
+    /// Checks that the image runs on linux/amd64, and that each layer has its digest.
+    pub fn check_config(&self, blobs: &Blobs) -> Result<(), BuildError> {
+        let config = config(&self.config.digest, &verified(blobs, &self.config)?)?;
+        check_count(&self.config.digest, self.layers.len(), config.rootfs.diff_ids.len())
+    }
 }
 
 #[derive(Deserialize)]
@@ -85,12 +108,11 @@ pub fn layout(
     let label = blobs.label("index.json");
     let index: Index = json(&label, &blobs.document("index.json")?)?;
     let found = choose(blobs, path, index, wanted)?;
-    let manifest: Manifest = json(&found.digest, &verified(blobs, &found)?)?;
+    let manifest = Manifest::read(blobs, &found)?;
     let config = config(&found.digest, &verified(blobs, &manifest.config)?)?;
     let diffs = &config.rootfs.diff_ids;
     check_count(&manifest.config.digest, manifest.layers.len(), diffs.len())?;
     let layers = manifest.layers.into_iter().zip(diffs).map(|(descriptor, diff)| {
-        check_layer_type(&found.digest, &descriptor)?;
         Ok(Layer {
             name: blob_path(&found.digest, &descriptor.digest)?,
             stored: Some((descriptor.digest, descriptor.size)),

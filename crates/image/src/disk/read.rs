@@ -35,6 +35,11 @@ pub(super) fn read(
             let mut spool = Spool::new(&content, options.limits, progress);
             oci::layout(&Blobs::Folder(path.clone()), path, wanted(image), tree, &mut spool)
         }
+        Source::Pulled { layout, image, .. } => {
+            let mut spool = Spool::new(&content, options.limits, progress);
+            let blobs = Blobs::Pulled(layout.clone(), image.clone());
+            oci::layout(&blobs, Path::new(image), wanted(&None), tree, &mut spool)
+        }
         Source::Archive { path, image } => {
             let plain = plain_archive(path, work, options.limits, progress)?;
             let blobs = Blobs::archive(plain.as_deref().unwrap_or(path))?;

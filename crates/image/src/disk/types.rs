@@ -32,6 +32,15 @@ pub enum Source {
         /// digest.
         image: Option<String>,
     },
+    /// An image that [`crate::Pull`] has fetched.
+    Pulled {
+        /// The folder of an OCI layout with this image only.
+        layout: PathBuf,
+        /// The image's reference, with the digest of what the registry has for it.
+        image: String,
+        /// The digest of the image's manifest.
+        manifest: String,
+    },
     /// A Debian system, bootstrapped from Debian's archive.
     Debian(Debian),
 }
@@ -85,6 +94,7 @@ impl Source {
             Self::Folder(path) => format!("folder {}", path.display()),
             Self::Archive { path, image } => named("archive", path, image),
             Self::OciLayout { path, image } => named("oci", path, image),
+            Self::Pulled { image, manifest, .. } => format!("registry {image} {manifest}"),
             Self::Debian(d) => {
                 format!("debian {} {}", d.suite, d.include.join(",")).trim_end().to_owned()
             }
