@@ -17,6 +17,7 @@ mod network;
 mod options;
 mod ps;
 mod ps_filter;
+mod pull;
 mod record;
 mod rm;
 mod run;
@@ -53,15 +54,23 @@ pub struct Args {
 /// The commands of `dayfly`.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Build, list, show and remove root disks
+    /// Build, pull, list, show and remove images
     #[command(subcommand)]
     Image(image::Command),
+    /// Pull an image from a registry
+    Pull(pull::Pull),
+    /// List images (as dayfly image ls)
+    Images(crate::output::ListArgs),
+    /// Give an image a further reference
+    Tag(pull::Tag),
+    /// Remove images
+    Rmi(pull::Remove),
     /// Fetch, list and remove guest kernels
     #[command(subcommand)]
     Kernel(kernel::Command),
     /// Boot an image, warm it up, and make a snapshot of it
     Bake(bake::Args),
-    /// Clone a snapshot, run a program in it, and remove it
+    /// Clone a snapshot or an image, run a program in it, and remove it
     Run(run::Args),
     /// Start a VM and leave it running; prints its id
     Create(create::Args),
@@ -147,6 +156,10 @@ impl Command {
     pub async fn run(self) -> Result<u8> {
         match self {
             Self::Image(command) => command.run().await,
+            Self::Pull(args) => args.run().await.map(|()| 0),
+            Self::Images(list) => image::ls(list).await.map(|()| 0),
+            Self::Tag(args) => args.run().await.map(|()| 0),
+            Self::Rmi(args) => args.run().await,
             Self::Kernel(command) => command.run().await,
             Self::Bake(args) => args.run().await.map(|()| 0),
             Self::Run(args) => args.run().await,

@@ -24,6 +24,8 @@ mod image_source;
 pub mod machine_start;
 pub mod output;
 pub mod progress;
+mod pulling;
+mod references;
 pub mod session;
 mod tarball;
 pub mod terminal_text;

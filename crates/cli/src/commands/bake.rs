@@ -2,10 +2,13 @@
 
 use super::options::{Shape, program};
 use crate::progress::Steps;
+use crate::pulling::{self, When};
+use crate::references::ImageArg;
 use crate::{artefacts, connect, output};
 use anyhow::Result;
 use dayfly_api::types::BakeRequest;
 use dayfly_units::Name;
+use std::sync::Arc;
 
 /// Arguments of `dayfly bake`.
 #[derive(Debug, clap::Args)]
@@ -16,8 +19,8 @@ use dayfly_units::Name;
                   -t served"
 )]
 pub struct Args {
-    /// The image to boot (dayfly image ls)
-    image: Name,
+    /// The image to boot (dayfly image ls); an image of a registry is pulled if it is not there
+    image: ImageArg,
     /// Name of the new snapshot
     #[arg(short = 't', long = "tag", value_name = "NAME")]
     name: Name,
@@ -39,9 +42,9 @@ impl Args {
     pub async fn run(self) -> Result<()> {
         let Shape { memory, cpus, kernel, init } = self.shape;
         let client = connect::client().await?;
-        let steps = Steps::new();
+        let steps = Arc::new(Steps::new());
         let request = BakeRequest {
-            image: self.image,
+            image: pulling::image(&client, &self.image, When::Missing, &steps).await?.name,
             name: self.name,
             kernel: artefacts::ensure_kernel(&client, kernel.as_ref(), &steps).await?,
             memory_bytes: memory.0,

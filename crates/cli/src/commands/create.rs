@@ -2,13 +2,16 @@
 
 use super::network::NetworkArgs;
 use super::options::label;
-use crate::image_source::snapshot_for;
+use crate::image_source::{first_choice, snapshot_for};
 use crate::progress::Steps;
+use crate::pulling::{self, When};
+use crate::references::ImageArg;
 use crate::{artefacts, connect, output};
 use anyhow::Result;
 use dayfly_api::client::{Client, ClientError};
 use dayfly_api::types::{BootSource, CreateManyRequest, CreateRequest, Source, Vm};
 use dayfly_units::{Bytes, Name, VmName};
+use std::sync::Arc;
 
 /// Arguments of `dayfly create`.
 #[derive(Debug, clap::Args)]
@@ -31,7 +34,7 @@ pub struct Args {
     network: NetworkArgs,
     /// Boot this image cold instead of cloning a snapshot
     #[arg(long, value_name = "IMAGE", conflicts_with = "snapshot")]
-    boot: Option<Name>,
+    boot: Option<ImageArg>,
     /// RAM of a cold boot, such as 256M or 2G; a clone has the RAM of its snapshot
     #[arg(short, long, default_value = "256M", conflicts_with = "snapshot")]
     memory: Bytes,
@@ -45,10 +48,13 @@ pub struct Args {
     /// Run this init of the image instead of dayfly's own
     #[arg(long, value_name = "PATH", conflicts_with = "snapshot")]
     init: Option<String>,
-    /// Snapshot to clone (dayfly snapshots); or an image (dayfly image ls), of which the first use
-    /// makes a snapshot
+    /// When to pull an image of a registry
+    #[arg(long, value_enum, default_value_t)]
+    pull: When,
+    /// Snapshot to clone (dayfly snapshots); or an image (dayfly image ls, or of a registry), of
+    /// which the first use makes a snapshot
     #[arg(required_unless_present = "boot")]
-    snapshot: Option<Name>,
+    snapshot: Option<ImageArg>,
 }
 
 async fn make(
@@ -68,16 +74,19 @@ async fn make(
 impl Args {
     pub async fn run(self) -> Result<()> {
         let client = connect::client().await?;
-        let steps = Steps::new();
-        let source = match (self.boot, self.snapshot) {
+        let steps = Arc::new(Steps::new());
+        let source = match (&self.boot, &self.snapshot) {
             (Some(image), _) => {
+                let image = pulling::image(&client, image, self.pull, &steps).await?.name;
                 let kernel =
                     artefacts::ensure_kernel(&client, self.kernel.as_ref(), &steps).await?;
                 steps.begin(format!("booting {image}"));
                 let (memory_bytes, vcpus, init) = (self.memory.0, self.cpus, self.init);
                 Source::Boot(BootSource { image, kernel, memory_bytes, vcpus, init })
             }
-            (None, Some(snapshot)) => Source::Snapshot(snapshot),
+            (None, Some(arg)) => {
+                Source::Snapshot(first_choice(&client, arg, self.pull, &steps).await?)
+            }
             (None, None) => anyhow::bail!("expected a snapshot, or --boot with an image"),
         };
         let mut request = CreateRequest {
@@ -88,8 +97,8 @@ impl Args {
             network: self.network.request(),
         };
         let mut made = make(&client, &request, self.count, &steps).await;
-        if let (Err(refused), Source::Snapshot(name)) = (&made, &request.source)
-            && let Some(found) = snapshot_for(&client, name, refused, &steps).await?
+        if let (Err(refused), Some(arg)) = (&made, &self.snapshot)
+            && let Some(found) = snapshot_for(&client, arg, refused, self.pull, &steps).await?
         {
             request.source = Source::Snapshot(found);
             made = make(&client, &request, self.count, &steps).await;

@@ -1,6 +1,8 @@
 //! `dayfly inspect`: shows everything about one VM, snapshot or image.
 
-use crate::{connect, output};
+use super::image::Known;
+use crate::references::{ImageArg, References};
+use crate::{connect, output, pulling};
 use anyhow::{Result, bail};
 use dayfly_api::client::ClientError;
 use dayfly_api::types::ErrorCode;
@@ -32,11 +34,11 @@ impl Args {
                 Err(e) if found(&e) => return Err(e.into()),
                 Err(_) => {}
             }
-            match client.image(&name).await {
-                Ok(image) => return output::json(&image),
-                Err(e) if found(&e) => return Err(e.into()),
-                Err(_) => {}
-            }
+        }
+        if let Ok(arg) = self.name.parse::<ImageArg>()
+            && let Some(image) = pulling::local(&client, &arg).await?
+        {
+            return output::json(&Known::new(image, &References::load()?));
         }
         bail!(
             "{}: no VM, snapshot or image of this name; see `dayfly ps -a`, `dayfly snapshots`, \

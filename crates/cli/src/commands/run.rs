@@ -2,13 +2,16 @@
 
 use super::network::NetworkArgs;
 use super::options::ExecArgs;
-use crate::image_source::snapshot_for;
+use crate::image_source::{first_choice, snapshot_for};
 use crate::progress::Steps;
+use crate::pulling::When;
+use crate::references::ImageArg;
 use crate::{connect, session};
 use anyhow::Result;
 use dayfly_api::types::{CreateRequest, RunRequest, Source};
-use dayfly_units::{Name, VmName};
+use dayfly_units::VmName;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Arguments of `dayfly run`.
 #[derive(Debug, clap::Args)]
@@ -23,9 +26,12 @@ pub struct Args {
     network: NetworkArgs,
     #[command(flatten)]
     exec: ExecArgs,
-    /// Snapshot to clone (dayfly snapshots); or an image (dayfly image ls), of which the first use
-    /// makes a snapshot
-    snapshot: Name,
+    /// When to pull an image of a registry
+    #[arg(long, value_enum, default_value_t)]
+    pull: When,
+    /// Snapshot to clone (dayfly snapshots); or an image (dayfly image ls, or of a registry), of
+    /// which the first use makes a snapshot
+    snapshot: ImageArg,
     /// Run this instead of the image's entrypoint, and ignore the image's command; "" runs only
     /// what follows the snapshot
     #[arg(long, value_name = "PROGRAM")]
@@ -39,7 +45,11 @@ pub struct Args {
 impl Args {
     pub async fn run(self) -> Result<u8> {
         let exec = self.exec.spec(self.argv, false)?;
-        let source = Source::Snapshot(self.snapshot.clone());
+        let client = connect::client().await?;
+        let steps = Arc::new(Steps::new());
+        let name = first_choice(&client, &self.snapshot, self.pull, &steps).await?;
+        steps.end();
+        let source = Source::Snapshot(name);
         let create = CreateRequest {
             source,
             name: self.name,
@@ -51,14 +61,13 @@ impl Args {
             "" => Vec::new(),
             _ => vec![program],
         });
-        let client = connect::client().await?;
         let mut request = RunRequest { create, exec, entrypoint, keep: self.keep };
         let running = match client.run(&request).await {
             Ok(running) => running,
             Err(refused) => {
-                let steps = Steps::new();
-                let found = snapshot_for(&client, &self.snapshot, &refused, &steps).await?;
-                drop(steps);
+                let found = snapshot_for(&client, &self.snapshot, &refused, self.pull, &steps);
+                let found = found.await?;
+                steps.end();
                 request.create.source = Source::Snapshot(found.ok_or(refused)?);
                 client.run(&request).await?
             }
