@@ -38,7 +38,9 @@ macro_rules! replay {
     };
 }
 
-replay! { agent archives boot daemon devices dns introspect pager store tree units vmm vsock }
+replay! {
+    agent archives boot daemon devices dns introspect pager registry store tree units vmm vsock
+}
 
 #[test]
 fn every_target_has_a_name_seeds_and_a_corpus_and_all_are_small() {

@@ -41,7 +41,7 @@ fn layer(at: &Path) {
 }
 
 /// A docker archive of [`layer`] with the configuration `config`.
-fn archive(folder: &Path, config: &str) -> Vec<u8> {
+pub fn archive(folder: &Path, config: &str) -> Vec<u8> {
     let (layer_at, archive) = (folder.join("layer.tar"), folder.join("image.tar"));
     layer(&layer_at);
     let digest = hex::encode(sha2::Sha256::digest(std::fs::read(&layer_at).unwrap()));

@@ -23,6 +23,7 @@ mod life;
 mod networks;
 mod pool;
 mod ports;
+mod pull;
 mod reach;
 mod record;
 mod space;

@@ -8,6 +8,7 @@ pub mod devices;
 pub mod dns;
 pub mod introspect;
 pub mod pager;
+pub mod registry;
 pub mod store;
 pub mod tree;
 pub mod units;
@@ -31,6 +32,7 @@ pub fn all() -> impl Iterator<Item = &'static Target> {
         dns::TARGETS,
         daemon::TARGETS,
         pager::TARGETS,
+        registry::TARGETS,
         introspect::TARGETS,
     ]
     .into_iter()
