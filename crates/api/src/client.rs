@@ -10,14 +10,16 @@
 mod call;
 mod error;
 mod exec;
+mod outputs;
 mod port;
 mod stream;
 
 pub use call::{Body, Client, empty_body, stream_body};
 pub use error::ClientError;
 pub use exec::{Exec, ExecEvent, ExecInput, ExecOutput, Finished};
+pub use outputs::{EventQuery, LogOptions};
 pub use port::Connection;
-pub use stream::{ByteStream, MAX_LINE_BYTES, ProgressStream};
+pub use stream::{ByteStream, EventStream, MAX_LINE_BYTES, ProgressStream};
 
 use crate::agent::ExecSpec;
 use crate::types::{
@@ -302,25 +304,6 @@ impl Client {
         let path = format!("/v1/vms/{}/snapshot", segment(vm));
         let answer = self.call(Method::POST, &path, call::json_body(request)?).await?;
         Ok(ProgressStream::new(answer))
-    }
-
-    /// Reads the output of the detached program of the `run` that created a VM; of a VM without
-    /// one, and with `console`, the console's. With `follow`, until its end.
-    ///
-    /// # Errors
-    /// [`ClientError`].
-    pub async fn logs(&self, vm: &str, console: bool, follow: bool) -> Result<ByteStream> {
-        let path = format!("/v1/vms/{}/logs?follow={follow}&console={console}", segment(vm));
-        Ok(ByteStream::new(self.stream(&path).await?))
-    }
-
-    /// Reads a detached program's output; with `follow`, until no process can write to it any more.
-    ///
-    /// # Errors
-    /// [`ClientError`].
-    pub async fn program_log(&self, vm: &str, program: u32, follow: bool) -> Result<ByteStream> {
-        let path = format!("/v1/vms/{}/logs?follow={follow}&program={program}", segment(vm));
-        Ok(ByteStream::new(self.stream(&path).await?))
     }
 
     /// Reads a file or folder of a VM as a tar archive. The first entry is that file or folder.

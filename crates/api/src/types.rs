@@ -13,6 +13,7 @@ mod colours;
 mod create;
 mod daemon;
 mod error;
+mod events;
 mod images;
 mod recording;
 mod snapshots;
@@ -28,6 +29,7 @@ pub use create::{
 pub use daemon::{Info, Leak};
 pub use dayfly_units::{Counted, ImageConfig, MemoryKinds, Pages, StoreStats, Unreadable};
 pub use error::{ApiError, ErrorCode};
+pub use events::{Event, EventKind};
 pub use images::{Image, ImageUpload, Kernel, KernelUpload};
 pub use recording::{ColourTouched, MAX_TOUCHES, RecordRequest, Recording};
 pub use snapshots::{BakeRequest, Progress, Resident, Snapshot, SnapshotRequest};

@@ -6,6 +6,7 @@ mod connect;
 mod cp;
 mod create;
 mod doctor;
+mod events;
 mod exec;
 mod fork;
 mod image;
@@ -15,8 +16,11 @@ mod logs;
 mod machine;
 mod network;
 mod options;
+mod port;
 mod ps;
+mod ps_cells;
 mod ps_filter;
+mod ps_format;
 mod record;
 mod rm;
 mod run;
@@ -73,6 +77,10 @@ pub enum Command {
     Connect(connect::Args),
     /// List VMs
     Ps(ps::Args),
+    /// Show what happens to VMs
+    Events(events::Args),
+    /// List the published ports of a VM
+    Port(port::Args),
     /// Show the memory use of VMs; for one VM, by colour
     Stats(stats::Args),
     /// Show a VM's console, or the output of a detached program in the VM
@@ -157,6 +165,8 @@ impl Command {
             Self::Exec(args) => args.run().await,
             Self::Connect(args) => args.run().await.map(|()| 0),
             Self::Ps(args) => args.run().await.map(|()| 0),
+            Self::Events(args) => args.run().await.map(|()| 0),
+            Self::Port(args) => args.run().await,
             Self::Stats(args) => args.run().await.map(|()| 0),
             Self::Logs(args) => args.run().await.map(|()| 0),
             Self::Cp(args) => args.run().await.map(|()| 0),

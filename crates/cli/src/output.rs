@@ -218,6 +218,26 @@ pub fn ago(unix_ms: u64) -> String {
     format!("{count} {unit}{} ago", if count == 1 { "" } else { "s" })
 }
 
+/// A time in UTC, as RFC 3339 has it: `2026-11-28T01:02:03.004Z`.
+#[must_use]
+pub fn rfc3339(unix_ms: u64) -> String {
+    const DAYS_OF_400_YEARS: u64 = 146_097;
+    let (seconds, ms) = (unix_ms / 1000, unix_ms % 1000);
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Howard Hinnant, chrono-Compatible Low-Level Date Algorithms: years begin in March, so that
+    // the leap day is their last. Day 0 is 0000-03-01.
+    let day = days + 719_468;
+    let (era, of_era) = (day / DAYS_OF_400_YEARS, day % DAYS_OF_400_YEARS);
+    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let from_march = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * from_march + 2) / 5 + 1;
+    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{ms:03}Z")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -272,6 +292,22 @@ mod tests {
         let line = json_line(&[label]).unwrap();
         assert!(line.ends_with("]\n") && !line.trim_end().contains(is_unsafe), "{line:?}");
         assert_eq!(serde_json::from_str::<[String; 1]>(&line).unwrap(), [label]);
+    }
+
+    #[test]
+    fn days_of_the_calendar_are_right() {
+        for (seconds, expected) in [
+            (0, "1970-01-01T00:00:00"),
+            (951_782_399, "2000-02-28T23:59:59"),
+            (951_782_400, "2000-02-29T00:00:00"),
+            (951_868_800, "2000-03-01T00:00:00"),
+            (1_709_164_800, "2024-02-29T00:00:00"),
+            (1_735_689_599, "2024-12-31T23:59:59"),
+            (1_735_689_600, "2025-01-01T00:00:00"),
+            (4_107_542_400, "2100-03-01T00:00:00"),
+        ] {
+            assert_eq!(rfc3339(seconds * 1000 + 7), format!("{expected}.007Z"));
+        }
     }
 
     #[test]

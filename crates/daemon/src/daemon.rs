@@ -2,6 +2,9 @@
 
 use crate::base::config::Config;
 use crate::base::metrics::Metrics;
+use crate::base::random::random;
+use crate::base::time::unix_ms;
+use crate::model::events::EventLog;
 use crate::net::Networks;
 use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
@@ -12,8 +15,10 @@ use crate::vm::space::Space;
 use crate::vm::survey::addresses;
 use crate::vmm::launch::Launcher;
 use crate::vmm::pool::Pool;
+use dayfly_api::types::{Event, EventKind};
 use dayfly_host::numa::Node;
 use dayfly_host::reaper::Reapers;
+use dayfly_units::Name;
 use std::sync::Arc;
 use tokio::net::UnixListener;
 use tokio::sync::mpsc::UnboundedSender;
@@ -52,6 +57,8 @@ pub struct Daemon {
     pub pool: Arc<Pool>,
     /// Counters and histograms for `/metrics`.
     pub metrics: Metrics,
+    /// The newest events of VMs.
+    pub events: EventLog,
     /// Images, kernels, snapshots and layers of the store; open templates.
     pub templates: TemplateCache,
     /// Locks that serialise `verify` and `gc` of the store.
@@ -93,11 +100,24 @@ impl Daemon {
             pool: Arc::new(Pool::new(config.pool)),
             config,
             metrics: Metrics::default(),
+            events: EventLog::new(u64::from_ne_bytes(random())),
             templates,
             maintenance: MaintenanceLocks::default(),
             undo: TaskTracker::new(),
             stop: CancellationToken::new(),
         })
+    }
+
+    /// Adds an event of `vm`.
+    pub fn happened(&self, vm: &Vm, kind: EventKind) {
+        let exit = if kind == EventKind::Exited { vm.live().exit } else { None };
+        self.events.add(Event { exit, ..event_of(vm, kind) });
+    }
+
+    /// Adds the event that `snapshot` of `vm` is stored.
+    pub fn snapshotted(&self, vm: &Vm, snapshot: Name) {
+        let snapshot = Some(snapshot);
+        self.events.add(Event { snapshot, ..event_of(vm, EventKind::Snapshotted) });
     }
 
     /// Has the requests of a guest to fork itself served on `listener`.
@@ -106,6 +126,20 @@ impl Daemon {
         if self.self_forks.send((vm, listener)).is_err() && !self.stop.is_cancelled() {
             tracing::error!(vm = %id, "cannot fork itself: the task that serves it has ended");
         }
+    }
+}
+
+/// An event without more than the VM. The log gives it its id.
+fn event_of(vm: &Vm, kind: EventKind) -> Event {
+    Event {
+        id: String::new(),
+        at_unix_ms: unix_ms(),
+        kind,
+        vm: Some(vm.id),
+        name: Some(vm.name.clone()),
+        exit: None,
+        snapshot: None,
+        message: None,
     }
 }
 

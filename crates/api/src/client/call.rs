@@ -133,6 +133,19 @@ impl Client {
         Ok(self.send(request, empty_body(), None).await?.0)
     }
 
+    /// Gets events that follow the one with the id `last`.
+    pub(super) async fn events_after(
+        &self,
+        path: &str,
+        last: Option<&str>,
+    ) -> Result<Response<Incoming>, ClientError> {
+        let mut request = Request::builder().method(Method::GET).uri(path);
+        if let Some(last) = last {
+            request = request.header("last-event-id", last);
+        }
+        Ok(self.send(request, empty_body(), None).await?.0)
+    }
+
     /// Sends a request over `connection` or a new one. Returns the answer and the connection.
     async fn send(
         &self,

@@ -1,7 +1,7 @@
 //! Answers that arrive in pieces.
 
 use super::error::ClientError;
-use crate::types::{ERROR_TRAILER, Progress};
+use crate::types::{ERROR_TRAILER, Event, Progress};
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, Response};
 use http_body_util::BodyExt;
@@ -94,6 +94,45 @@ impl ProgressStream {
                 Some(piece) => self.lines.push(&piece),
                 None if self.lines.is_empty() => return Ok(None),
                 None => self.lines.push(b"\n"),
+            }
+        }
+    }
+}
+
+/// Events of VMs as they happen.
+#[derive(Debug)]
+pub struct EventStream {
+    bytes: ByteStream,
+    lines: Lines,
+}
+
+impl EventStream {
+    pub(super) fn new(answer: Response<Incoming>) -> Self {
+        Self { bytes: ByteStream::new(answer), lines: Lines::default() }
+    }
+
+    /// The next event; `None` at the end.
+    ///
+    /// # Errors
+    /// [`ClientError`] if the connection breaks, or if an event has an unknown format.
+    pub async fn next(&mut self) -> Result<Option<Event>, ClientError> {
+        loop {
+            while let Some(line) = self.lines.take()? {
+                // Everything else of an event is in its data too.
+                let Some(json) = line.strip_prefix(b"data:") else { continue };
+                let foreign = |e: serde_json::Error| ClientError::Foreign {
+                    call: "an event".into(),
+                    expected: "one event in JSON",
+                    got: format!(
+                        "{e} in {}",
+                        String::from_utf8_lossy(&json[..json.len().min(200)])
+                    ),
+                };
+                return serde_json::from_slice(json).map(Some).map_err(foreign);
+            }
+            match self.bytes.next().await? {
+                Some(piece) => self.lines.push(&piece),
+                None => return Ok(None),
             }
         }
     }

@@ -135,8 +135,8 @@ wire! {
     /// The request is `POST /v1/run` with `Upgrade: dayfly-exec`. After the `101` the client sends
     /// this value as a `Request` frame. The daemon answers with a [`RunReply`] in a `Reply` frame;
     /// the connection then continues as an exec ([`crate::agent`]). The VM ends with the
-    /// connection, unless `keep` is set. With `keep` and a program that is detached (`exec.detach`),
-    /// the client may go once it has the reply; [`super::Vm::program`] then names the program.
+    /// connection, unless `keep` is set. With `keep` and a detached program (`exec.detach`), the
+    /// client may go once it has the reply; [`super::Vm::program`] then names the program.
     pub struct RunRequest {
         /// The VM to create.
         pub create: CreateRequest,

@@ -17,6 +17,7 @@
 
 use crate::prelude::*;
 use crate::testbed::{Guest, Testbed, host::MIB, host::now_us};
+use dayfly_api::client::LogOptions;
 use dayfly_vmm::arch::layout;
 use futures::future::try_join_all;
 
@@ -92,7 +93,8 @@ async fn job(testbed: &Testbed, name: &Name, expected: &str) -> Result<[u64; 3]>
 }
 
 async fn console_to_its_end(testbed: &Testbed, id: VmId) -> Result<String> {
-    let mut console = testbed.client.logs(&id.to_string(), true, true).await?;
+    let followed = LogOptions { follow: true, ..LogOptions::default() };
+    let mut console = testbed.client.logs(&id.to_string(), true, followed).await?;
     let mut said = Vec::new();
     while let Some(piece) = console.next().await? {
         said.extend_from_slice(&piece);

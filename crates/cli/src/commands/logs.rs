@@ -3,7 +3,7 @@
 use crate::connect;
 use crate::terminal_text::Stranger;
 use anyhow::{Context, Result};
-use dayfly_api::client::ByteStream;
+use dayfly_api::client::{ByteStream, LogOptions};
 
 /// Exit code of a program that SIGINT ends: 128 plus its number.
 const INTERRUPTED: i32 = 128 + 2;
@@ -20,6 +20,9 @@ pub struct Args {
     /// Follow the output until the VM ends, or until no process can write to it any more
     #[arg(short, long)]
     follow: bool,
+    /// Show only the last N lines of the output so far
+    #[arg(short = 'n', long, value_name = "N")]
+    tail: Option<u64>,
     /// Pass the output to the terminal unfiltered, control sequences included
     #[arg(long)]
     raw: bool,
@@ -36,9 +39,10 @@ pub struct Args {
 impl Args {
     pub async fn run(self) -> Result<()> {
         let client = connect::client().await?;
+        let options = LogOptions { follow: self.follow, tail: self.tail };
         let log = match self.program {
-            None => client.logs(&self.vm, self.console, self.follow).await?,
-            Some(program) => client.program_log(&self.vm, program, self.follow).await?,
+            None => client.logs(&self.vm, self.console, options).await?,
+            Some(program) => client.program_log(&self.vm, program, options).await?,
         };
         let mut out = Stranger::new(std::io::stdout(), self.raw);
         // While standard output takes nothing, `copy` blocks and the first signal is not noticed.

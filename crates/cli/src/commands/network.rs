@@ -65,10 +65,16 @@ fn publish(text: &str) -> Result<Publish, String> {
 /// Formats a published port for a table: `HOST:PORT->PORT`.
 #[must_use]
 pub fn shown(port: &Publish) -> String {
+    format!("{}->{}", address(port), port.guest_port)
+}
+
+/// The address of a published port on the host: `HOST:PORT`.
+#[must_use]
+pub fn address(port: &Publish) -> String {
     match port.host {
-        Some(IpAddr::V6(host)) => format!("[{host}]:{}->{}", port.host_port, port.guest_port),
-        Some(host) => format!("{host}:{}->{}", port.host_port, port.guest_port),
-        None => format!("127.0.0.1:{}->{}", port.host_port, port.guest_port),
+        Some(IpAddr::V6(host)) => format!("[{host}]:{}", port.host_port),
+        Some(host) => format!("{host}:{}", port.host_port),
+        None => format!("127.0.0.1:{}", port.host_port),
     }
 }
 

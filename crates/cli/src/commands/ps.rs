@@ -1,10 +1,11 @@
 //! `dayfly ps`: lists the VMs.
 
-use super::network;
+use super::ps_cells::{from, ports, state};
 use super::ps_filter::Filter;
-use crate::output::{self, ListArgs, ago};
+use super::ps_format::PsFormat;
+use crate::output::{self, Format, ListArgs, ago};
 use anyhow::Result;
-use dayfly_api::types::{ExitKind, PauseReason, Vm, VmState};
+use dayfly_api::types::Vm;
 use dayfly_units::Bytes;
 use dayfly_units::text::{LONG, escaped};
 
@@ -18,8 +19,13 @@ pub struct Args {
     /// ancestor=SNAPSHOT or image; all labels must match, and one filter of each other kind
     #[arg(short, long = "filter", value_name = "KEY=VALUE")]
     filters: Vec<Filter>,
-    #[command(flatten)]
-    list: ListArgs,
+    /// table, json, or a line of fields such as '{{.ID}} {{.Name}} {{.Label "KEY"}}', as docker's;
+    /// with `table ` before it, tabs separate columns
+    #[arg(long, default_value = "table", hide_default_value = true)]
+    format: PsFormat,
+    /// Print only ids
+    #[arg(short, long)]
+    quiet: bool,
 }
 
 impl Args {
@@ -32,12 +38,19 @@ impl Args {
             // On standard error, because the reason does not fit into the table.
             eprintln!("VM {}: {}", vm.name, escaped(problem, LONG));
         }
+        let format = match self.format {
+            PsFormat::Template(template) if !self.quiet => {
+                return output::emit(&template.text(&vms, &known)?);
+            }
+            PsFormat::Json => Format::Json,
+            _ => Format::Table,
+        };
         let header = [
             "VM ID", "NAME", "STATE", "FROM", "KERNEL", "CPUS", "MEMORY", "ADDRESS", "PORTS",
             "CREATED",
         ];
         output::list(
-            self.list,
+            ListArgs { format, quiet: self.quiet },
             &vms,
             header,
             |vm| vm.id.to_string(),
@@ -59,49 +72,5 @@ impl Args {
                 ]
             },
         )
-    }
-}
-
-/// The origin of a VM: the VM that it was forked from (by name if that VM is listed), a snapshot,
-/// or an image.
-fn from(vm: &Vm, vms: &[Vm]) -> String {
-    let Some(id) = vm.forked_from else {
-        return vm.snapshot.as_ref().unwrap_or(&vm.image).to_string();
-    };
-    let parent = vms
-        .iter()
-        .find(|other| other.id == id)
-        .map_or_else(|| id.to_string(), |vm| vm.name.to_string());
-    format!("{parent} (fork)")
-}
-
-/// The published ports of a VM.
-fn ports(vm: &Vm) -> String {
-    let ports = vm.network.iter().flat_map(|network| &network.published);
-    ports.map(network::shown).collect::<Vec<_>>().join(", ")
-}
-
-/// The state of a VM, with the cause if it has ended or waits for space.
-fn state(vm: &Vm) -> String {
-    let ended = vm.exit.as_ref().map(|exit| match exit.reason {
-        ExitKind::PowerOff => "powered off",
-        ExitKind::Reboot => "rebooted",
-        ExitKind::Panic => "panicked",
-        ExitKind::Killed => "killed",
-        ExitKind::Ttl => "ttl",
-        ExitKind::Failed => "failed",
-        ExitKind::Memory => "out of memory",
-        ExitKind::Lost => "lost",
-    });
-    match (vm.state, ended) {
-        (VmState::Starting, _) => "starting".into(),
-        (VmState::Running, _) => "running".into(),
-        (VmState::Paused, _) if vm.paused_for == Some(PauseReason::NoSpace) => {
-            "paused (no space)".into()
-        }
-        (VmState::Paused, _) => "paused".into(),
-        (VmState::Exited, Some(why)) => format!("exited ({why})"),
-        (VmState::Exited, None) => "exited".into(),
-        (VmState::Unknown, _) => "unknown".into(),
     }
 }

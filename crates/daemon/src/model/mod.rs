@@ -2,6 +2,7 @@
 
 pub mod deadline;
 pub mod disk;
+pub mod events;
 pub mod exit;
 pub mod facts;
 pub mod live;

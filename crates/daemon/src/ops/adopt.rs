@@ -27,6 +27,7 @@ use crate::vm::batch;
 use crate::vm::record::{self, Record, read_json};
 use crate::vm::survey::{self, Found, Unreadable};
 use crate::vmm::{control_link, guest_socket};
+use dayfly_api::types::EventKind;
 use dayfly_host::process::Process;
 use dayfly_units::text::{SHORT, escaped};
 use dayfly_units::{VmId, error::chain};
@@ -267,6 +268,8 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
         .map_err(|e| Box::new(Unreadable::of(same, format!("it cannot be adopted: {e}"))))?;
     if vm.phase().alive() {
         give_resources(daemon, &vm);
+    } else if verdict == Verdict::MarkExited {
+        daemon.happened(&vm, EventKind::Exited);
     }
     let process = process.filter(|_| verdict == Verdict::Ask);
     if let Some(process) = &process {

@@ -158,9 +158,9 @@ async fn a_deadline_outlives_the_daemon() {
     std::fs::create_dir_all(config.vms()).unwrap();
     let deadline = |boot_us| Some(Deadline { boot_us, unix_ms: 7 });
     // It passed while no daemon was there.
-    let (late, mut late_process) =
+    let (late, late_process) =
         recorded_with(&config, "late", Phase::Running, false, |r| r.live.deadline = deadline(1));
-    let (early, mut early_process) = recorded_with(&config, "early", Phase::Running, false, |r| {
+    let (early, early_process) = recorded_with(&config, "early", Phase::Running, false, |r| {
         (r.slot, r.live.deadline) = (1, deadline(u64::MAX));
     });
     answer(&config, early, false);

@@ -40,14 +40,9 @@ pub async fn bake(
     publish::free(&daemon, &name).await?;
     admit::room(&daemon, "a bake", 0).await?;
     progress.phase(format!("booting {image} with {} and {vcpus} vCPUs", Bytes(memory_bytes))).await;
+    let boot = BootSource { image, kernel, memory_bytes, vcpus, init };
     let order = Order {
-        origin: Origin::Source(Source::Boot(BootSource {
-            image,
-            kernel,
-            memory_bytes,
-            vcpus,
-            init,
-        })),
+        origin: Origin::Source(Source::Boot(boot)),
         name: None,
         labels: [(LABEL.to_owned(), name.to_string())].into(),
         forks: 0,

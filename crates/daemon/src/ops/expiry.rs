@@ -14,7 +14,7 @@ use crate::daemon::Daemon;
 use crate::model::deadline::Deadline;
 use crate::ops::remove;
 use crate::vm::{Vm, record};
-use dayfly_api::types::{ErrorCode, Lifetime};
+use dayfly_api::types::{ErrorCode, EventKind, Lifetime};
 use dayfly_units::failpoint;
 use std::sync::Arc;
 use std::time::Duration;
@@ -75,8 +75,9 @@ pub async fn change(daemon: &Arc<Daemon>, vm: &Arc<Vm>, ttl_ms: Option<u64>) -> 
     };
     let written =
         if vm.facts.ephemeral { Ok(()) } else { record::write(&daemon.registry, vm).await };
-    if written.is_err() {
-        vm.update(|live| live.deadline = before);
+    match &written {
+        Ok(()) => daemon.happened(vm, EventKind::Updated),
+        Err(_) => vm.update(|live| live.deadline = before),
     }
     vm.deadline_changed.notify_one();
     watch(daemon, vm);

@@ -30,7 +30,7 @@ use crate::vm::batch::Batch;
 use crate::vm::{Vm, record};
 use crate::vmm::source::Purpose;
 use crate::vmm::{agent_link, control_link};
-use dayfly_api::types::{ErrorCode, ForkRequest, Forked};
+use dayfly_api::types::{ErrorCode, EventKind, ForkRequest, Forked};
 use dayfly_store::{ChainLayer, Freezing, Pin, ReplacedLayer, seal_content};
 use dayfly_units::{PAGE_SIZE, error::chain, failpoint};
 use dayfly_vmm::control::{Command, Frozen};
@@ -158,7 +158,10 @@ async fn forked(
         flatten::merge_frozen(&work, &same).await;
         drop(one);
     });
-    let items = guards.into_iter().map(|guard| guard.keep().shown()).collect();
+    let items: Vec<_> = guards.into_iter().map(|guard| guard.keep().shown()).collect();
+    if !items.is_empty() {
+        daemon.happened(vm, EventKind::Forked);
+    }
     let Frozen { paused_us, pages } = fork_point.frozen;
     Ok(Forked { paused_us, pages, frozen_us, items })
 }

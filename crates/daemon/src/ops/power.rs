@@ -5,10 +5,11 @@
 
 use crate::base::error::Outcome;
 use crate::daemon::Daemon;
-use crate::model::state::Event;
+use crate::model::state::{Event, Phase};
 use crate::ops::section::section;
 use crate::vm::{Vm, record};
 use crate::vmm::control_link::{self, ControlError};
+use dayfly_api::types::EventKind;
 use dayfly_units::failpoint;
 use dayfly_vmm::control::{Answer, Command};
 use std::sync::Arc;
@@ -43,6 +44,15 @@ async fn switch(daemon: &Arc<Daemon>, vm: &Arc<Vm>, event: Event, command: Comma
     .await
 }
 
+/// Adds the event of a change; a repeated request changes nothing.
+fn happened(daemon: &Daemon, vm: &Vm, before: Phase, event: Event) {
+    match (before, event) {
+        (Phase::Running, Event::Pause) => daemon.happened(vm, EventKind::Paused),
+        (Phase::Paused, Event::Unpause) => daemon.happened(vm, EventKind::Unpaused),
+        _ => {}
+    }
+}
+
 /// Sends the command, and sets the phase by the VMM's answer.
 async fn settled(
     daemon: &Arc<Daemon>,
@@ -57,6 +67,7 @@ async fn settled(
         Ok(Answer::Ok) => {
             failpoint::reached("daemon.power.switched");
             record::note(&daemon.registry, vm).await;
+            happened(daemon, vm, before, event);
             failpoint::reached("daemon.power.recorded");
             return Ok(());
         }

@@ -15,7 +15,7 @@ use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
 use crate::vm::record::{RecordError, note, read_json};
 use crate::vm::survey;
-use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
+use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit};
 use dayfly_host::process::{Process, ProcessId};
 use dayfly_host::{oom, priority};
 use dayfly_units::failpoint;
@@ -170,6 +170,7 @@ async fn end(daemon: &Daemon, vm: &Vm, exit: VmExit) {
     let remains = vm.ended(exit);
     daemon.reapers.run(vm.node, move || drop(remains));
     vm.wait_gone().await;
+    daemon.happened(vm, EventKind::Exited);
 }
 
 /// From the end of a process, which the pidfd reports, until the kernel has reaped it.
@@ -342,6 +343,7 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
         daemon.metrics.destroyed(freed, asked.elapsed());
     }
     daemon.registry.forget(vm);
+    daemon.happened(vm, EventKind::Removed);
     failpoint::reached("daemon.remove.forgotten");
     if vm.snapshots.try_lock().is_err() {
         remove_what_comes_late(daemon, vm);

@@ -65,6 +65,7 @@ pub async fn snapshot(
     immutable::prove(&daemon, &vm).await?;
     failpoint::reached("daemon.snapshot.proven");
     let committed = commit(&daemon, &vm, one, saved, request.name, &progress).await?;
+    daemon.snapshotted(&vm, committed.manifest.name.clone());
     Ok(daemon.templates.shown(&committed.manifest))
 }
 

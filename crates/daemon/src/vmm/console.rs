@@ -106,6 +106,47 @@ impl Console {
     }
 }
 
+impl Console {
+    /// Reads what is there now. Returns its last lines, of at most [`TAIL_BYTES`]; a last line
+    /// without an end counts.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub fn last_lines(&mut self, lines: u64) -> io::Result<Vec<u8>> {
+        let (mut kept, mut read) = (Vec::new(), 0);
+        // A guest that writes faster than this reads must not keep it busy.
+        while read < MOST_READ {
+            let piece = self.more()?;
+            if piece.is_empty() {
+                break;
+            }
+            read += piece.len();
+            kept.extend(piece);
+            if kept.len() > 2 * TAIL_BYTES {
+                kept.drain(..kept.len() - TAIL_BYTES);
+            }
+        }
+        kept.drain(..start_of_lines(&kept, lines).max(kept.len().saturating_sub(TAIL_BYTES)));
+        Ok(kept)
+    }
+}
+
+/// The most bytes of the last lines of a console: what is kept of it.
+const TAIL_BYTES: usize = 4 << 20;
+/// The most bytes that are read to find them.
+const MOST_READ: usize = 16 << 20;
+
+/// Where the last `lines` lines of `text` begin.
+fn start_of_lines(text: &[u8], lines: u64) -> usize {
+    let Some(before) = usize::try_from(lines).ok().and_then(|lines| lines.checked_sub(1)) else {
+        return if lines == 0 { text.len() } else { 0 };
+    };
+    // The end of the last line is not the beginning of another.
+    let whole = text.strip_suffix(b"\n").unwrap_or(text);
+    let mut ends = whole.iter().enumerate().rev().filter(|(_, byte)| **byte == b'\n');
+    ends.nth(before).map_or(0, |(at, _)| at + 1)
+}
+
 /// The last `most` bytes of a console.
 ///
 /// # Errors
@@ -185,6 +226,31 @@ mod tests {
             );
             assert!(tail.len() as u64 >= most.min(MAX / 2), "{most}: {}", tail.len());
         }
+    }
+
+    #[test]
+    fn the_last_lines_are_found_and_the_reader_goes_on_after_them() {
+        let last = |text: &str, lines| text[start_of_lines(text.as_bytes(), lines)..].to_owned();
+        for (text, lines, expected) in [
+            ("a\nb\nc\n", 2, "b\nc\n"),
+            ("a\nb\nc", 2, "b\nc"),
+            ("a\nb\n", 2, "a\nb\n"),
+            ("a\nb\n", 3, "a\nb\n"),
+            ("a\nb\n", u64::MAX, "a\nb\n"),
+            ("a\nb\n", 0, ""),
+            ("\n\n", 1, "\n"),
+            ("", 1, ""),
+        ] {
+            assert_eq!(last(text, lines), expected, "{text:?} {lines}");
+        }
+        let (_folder, dir, mut console) = made();
+        (0..50).for_each(|n| console.write_all(line(n).as_bytes()).unwrap());
+        let mut reader = Console::open(&dir).unwrap();
+        assert_eq!(reader.last_lines(2).unwrap(), (line(48) + &line(49)).into_bytes());
+        console.write_all(line(50).as_bytes()).unwrap();
+        assert_eq!(all(&mut reader), line(50));
+        let none = Console::open(&dir).unwrap().last_lines(0).unwrap();
+        assert!(none.is_empty());
     }
 
     #[test]

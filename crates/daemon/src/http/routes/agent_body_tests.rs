@@ -3,7 +3,7 @@ use super::*;
 use crate::base::config::Deadlines;
 use crate::model::state::Event;
 use dayfly_api::agent::{Failure, FailureCode, encode};
-use dayfly_api::client::{ByteStream, Client, ClientError};
+use dayfly_api::client::{ByteStream, Client, ClientError, LogOptions};
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::task::Poll;
@@ -53,7 +53,9 @@ async fn whole_archives_and_logs_arrive_as_they_are() {
         let frames = [pieces.concat(), encode(FrameKind::End, &[])].concat();
         agent(listener, frames, true);
         let (bytes, end) = if log {
-            read(Client::new(&served.socket).program_log("web", 3, true).await.unwrap()).await
+            let followed = LogOptions { follow: true, ..LogOptions::default() };
+            let client = Client::new(&served.socket);
+            read(client.program_log("web", 3, followed).await.unwrap()).await
         } else {
             archive(&served).await
         };

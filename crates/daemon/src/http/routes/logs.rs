@@ -34,6 +34,8 @@ pub struct LogParams {
     /// keeps the newest 256 KiB of each of 32 programs. Without it: the program of the `run` that
     /// created the VM, if that is detached, or else the console.
     program: Option<u32>,
+    /// Only the last lines of the output so far. Not of a program yet.
+    tail: Option<u64>,
     /// The console, also of a VM with such a program.
     #[serde(default)]
     console: bool,
@@ -54,7 +56,7 @@ pub struct LogParams {
 pub async fn logs(
     State(daemon): Shared,
     Word(word): Word,
-    Params(LogParams { follow, program, console: of_console }): Params<LogParams>,
+    Params(LogParams { follow, program, tail, console: of_console }): Params<LogParams>,
     headers: HeaderMap,
 ) -> Outcome<Response> {
     let vm = daemon.registry.find(&word)?;
@@ -63,25 +65,39 @@ pub async fn logs(
     }
     let own = || vm.live().program.filter(|_| !of_console);
     match program.or_else(own) {
-        None => Ok(([(header::CONTENT_TYPE, TEXT)], console(vm, follow).await?).into_response()),
+        None => {
+            let body = console(vm, follow, tail).await?;
+            Ok(([(header::CONTENT_TYPE, TEXT)], body).into_response())
+        }
         Some(pid) => of_program(&daemon, vm, pid, follow, &headers).await,
     }
 }
 
-async fn console(vm: Arc<Vm>, follow: bool) -> Outcome<Body> {
+async fn console(vm: Arc<Vm>, follow: bool, lines: Option<u64>) -> Outcome<Body> {
     let dir = vm.dir.clone();
     let console = blocking(move || {
         let path = dir.path().display().to_string();
-        Console::open(&dir)
-            .map_err(|e| ApiError::internal(format_args!("the console in {path}: {e}")))
+        let read = || {
+            let mut console = Console::open(&dir)?;
+            let first = lines.map(|lines| console.last_lines(lines)).transpose()?;
+            Ok((console, first.unwrap_or_default()))
+        };
+        read()
+            .map_err(|e: io::Error| ApiError::internal(format_args!("the console in {path}: {e}")))
     });
-    let tail = Tail { console: console.await?, vm: follow.then_some(vm), last_look: false };
+    let (console, first) = console.await?;
+    let vm = follow.then_some(vm);
+    let tail = Tail { console, first, vm, last_look: false, ended: lines.is_some() && !follow };
     let pieces = futures::stream::try_unfold(tail, async |tail| tail.next().await);
     Ok(Body::from_stream(pieces))
 }
 
 struct Tail {
     console: Console,
+    /// Bytes that were read already.
+    first: Vec<u8>,
+    /// Nothing follows `first`.
+    ended: bool,
     /// The VM to whose end the console is followed; `None`: not followed.
     vm: Option<Arc<Vm>>,
     last_look: bool,
@@ -89,6 +105,12 @@ struct Tail {
 
 impl Tail {
     async fn next(mut self) -> io::Result<Option<(Bytes, Self)>> {
+        if !self.first.is_empty() {
+            return Ok(Some((std::mem::take(&mut self.first).into(), self)));
+        }
+        if self.ended {
+            return Ok(None);
+        }
         loop {
             let read = tokio::task::spawn_blocking(move || {
                 let piece = self.console.more();

@@ -8,6 +8,7 @@ mod archive;
 mod batch;
 mod closed;
 mod ends;
+mod events;
 mod exec;
 mod extract;
 mod host;
@@ -74,6 +75,7 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(ends::set_ttl))
         .routes(routes!(vms::snapshot))
         .routes(routes!(vms::fork))
+        .routes(routes!(events::events))
         .routes(routes!(logs::logs))
         .routes(routes!(archive::read, archive::write))
         .routes(routes!(exec::exec))

@@ -22,7 +22,7 @@ use crate::vmm::pool::{Pool, UnderWay, WarmVmm};
 use crate::vmm::source::{Opened, Purpose, Template};
 use crate::vmm::{guest_socket, identity};
 use dayfly_api::agent::{Ready, Request};
-use dayfly_api::types::{ErrorCode, ExitKind, VmExit};
+use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit};
 use dayfly_units::text::escaped;
 use dayfly_units::{Name, VmName, failpoint};
 use dayfly_vmm::config::Shape;
@@ -139,6 +139,7 @@ async fn attempt(
         record::write(&daemon.registry, &vm).await.map_err(|e| e.during("its record"))?;
         failpoint::reached("daemon.create.recorded");
     }
+    daemon.happened(&vm, EventKind::Created);
     tracing::debug!(vm = %vm.id, name = %vm.name, ready_us, "created");
     Ok(guard)
 }

@@ -3,7 +3,7 @@
 use crate::base::error::Outcome;
 use crate::base::progress::ProgressSender;
 use crate::base::time::Asked;
-use crate::ops::create::harness::{MEMORY_BYTES, Room, WITHIN, until};
+use crate::ops::create::harness::{ASKED, MEMORY_BYTES, Room, WITHIN, until};
 use crate::ops::create::last_lines::console_tail;
 use crate::ops::create::{Order, create};
 use crate::ops::fork::{fork, fork_point, freeze_notified};
@@ -31,15 +31,6 @@ pub(super) fn generations(left: &str, looks_at: &str) -> String {
          fill=9:40 {until} verify=9:40"
     )
 }
-
-const ASKED: ForkRequest = ForkRequest {
-    count: 1,
-    name: None,
-    labels: BTreeMap::new(),
-    forks: 0,
-    lifetime: Lifetime::UNLIMITED,
-    template: None,
-};
 
 pub(super) async fn forked(room: &Room, vm: &Arc<Vm>, count: u32) -> (Vec<Arc<Vm>>, Forked) {
     let request = ForkRequest { count, ..ASKED };

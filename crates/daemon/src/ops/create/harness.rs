@@ -12,7 +12,7 @@ use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::{Pager, Pagers};
 use crate::vmm::launch::Fds;
 use crate::vmm::source::Purpose;
-use dayfly_api::types::{Lifetime, Source};
+use dayfly_api::types::{ForkRequest, Lifetime, Source};
 use dayfly_pager::wire::Settings;
 use dayfly_store::{
     DiskSpec, Image, ImageConfig, ImageSpec, Kernel, KernelSpec, PagedSpec, SnapshotSpec, Store,
@@ -33,6 +33,15 @@ use std::time::{Duration, Instant};
 pub(super) const MEMORY_BYTES: u64 = 72 << 20;
 /// The word `grow=` needs 8,192 blocks.
 const DISK_BYTES: u64 = 32 << 20;
+/// A fork with one clone.
+pub(super) const ASKED: ForkRequest = ForkRequest {
+    count: 1,
+    name: None,
+    labels: BTreeMap::new(),
+    forks: 0,
+    lifetime: Lifetime::UNLIMITED,
+    template: None,
+};
 /// Generous, because guests may be emulated on a busy host; only a hang takes this long.
 pub(super) const WITHIN: Duration = Duration::from_secs(120);
 
