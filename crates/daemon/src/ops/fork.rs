@@ -19,6 +19,7 @@ use crate::daemon::Daemon;
 use crate::model::disk::Disk;
 use crate::model::facts::{Facts, ForkFacts};
 use crate::model::state::Event;
+use crate::ops::awake::awake;
 use crate::ops::create::{Order, Origin, VmGuard, create};
 use crate::ops::save::{allowed, answered, arrived, end_precopy, freeze_disks, precopy};
 use crate::ops::section::section;
@@ -62,7 +63,7 @@ fn files(e: io::Error) -> ApiError {
     ApiError::internal(format_args!("files for a fork: {e}"))
 }
 
-/// Starts clones of a running VM: all of them or none.
+/// Starts clones of a running VM, or of a paused one, which runs for a moment: all of them or none.
 ///
 /// # Errors
 /// The VM does not run, the clones do not fit, or a step failed; if possible, the VM goes on.
@@ -117,10 +118,12 @@ async fn forked(
     // A fork whose clones do not fit is refused before the VM is paused. Each clone reserves its
     // memory later.
     admit::together(daemon, count, vm.facts.memory_bytes).await?;
+    let awake = awake(daemon, vm).await?;
     let (work, same) = (daemon.clone(), vm.clone());
     let within = 2 * daemon.config.deadlines.save;
     let frozen = async move { Ok((freeze(&work, &same).await?, one)) };
     let (mut fork_point, one) = section(daemon, vm, "a fork", within, frozen).await?;
+    drop(awake);
     fork_point.facts.fork.by_guest = by_guest;
     let (fork_point, frozen_us) = (Arc::new(fork_point), asked.elapsed_us());
     daemon.pool.expect_shape(fork_point.shape());

@@ -3,6 +3,7 @@
 
 pub mod admit;
 pub mod adopt;
+mod awake;
 pub mod bake;
 pub mod colours;
 pub mod create;

@@ -16,6 +16,7 @@ use crate::base::error::{Outcome, blocking};
 use crate::base::progress::ProgressSender;
 use crate::daemon::Daemon;
 use crate::model::state::Event;
+use crate::ops::awake::awake;
 use crate::ops::publish::{free, release, spec, store, to_its_end};
 use crate::ops::save::{Saved, allowed, arrived, begin, end_precopy, precopy, save_into, thaw};
 use crate::ops::section::section;
@@ -28,7 +29,8 @@ use dayfly_vmm::control::{Command, Frozen};
 use std::sync::Arc;
 use tokio::sync::OwnedMutexGuard;
 
-/// Takes a snapshot of a running VM, which goes on.
+/// Takes a snapshot of a running VM, which goes on, or of a paused one, which runs for it
+/// ([`crate::ops::awake`]).
 ///
 /// # Errors
 /// The name is taken, the VM does not run or has too many layers, or a step failed. There is no
@@ -45,6 +47,7 @@ pub async fn snapshot(
     free(&daemon, &request.name).await?;
     allowed(&vm)?;
     admit::snapshot(&daemon, &vm).await?;
+    let awake = awake(&daemon, &vm).await?;
     arrived(&daemon, &vm, Some(&progress)).await?;
     progress
         .phase(format!("saving {} of memory", dayfly_units::Bytes(vm.facts.memory_bytes)))
@@ -55,6 +58,7 @@ pub async fn snapshot(
         Ok((freeze(&work, &same, &name).await?, one))
     })
     .await?;
+    drop(awake);
     if let Some(Frozen { paused_us, pages }) = saved.frozen {
         let (ms, tenths) = (paused_us / 1000, paused_us % 1000 / 100);
         progress
