@@ -42,7 +42,11 @@ pub async fn stop(daemon: &Arc<Daemon>, vm: &Arc<Vm>, grace: Duration) -> Outcom
         }
     }
     // It has ended, or will not.
-    if vm.phase().alive() { remove::kill(daemon, vm).await } else { Ok(()) }
+    if vm.phase().alive() {
+        return remove::kill(daemon, vm).await;
+    }
+    // So that no later request finds it.
+    if vm.facts.auto_remove { remove::remove(daemon, vm).await } else { Ok(()) }
 }
 
 /// Asks the guest to power off.
