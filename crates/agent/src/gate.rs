@@ -48,6 +48,10 @@ impl From<&Request> for Wish {
             | Request::ReadArchive { .. }
             | Request::WriteArchive { .. }
             | Request::Log { .. }
+            | Request::Programs
+            | Request::SignalProgram { .. }
+            | Request::WaitForProgram { .. }
+            | Request::ForgetProgram { .. }
             | Request::Stat
             | Request::Fork
             | Request::Forked

@@ -11,6 +11,7 @@
 //! A fork does not seal the machine, so programs of such connections live on in the clones.
 
 use crate::archive;
+use crate::exec::detached::Excerpt;
 use crate::exec::{self, Programs};
 use crate::gate::{Gate, Refusal, Wish};
 use crate::hooks;
@@ -20,7 +21,9 @@ use crate::priority;
 use crate::stat;
 use crate::watch::Is;
 use crate::wire::{Buffers, Conn, TIMEOUT, WireError};
-use dayfly_api::agent::{Failure, FailureCode, FrameKind, Identity, Ready, Reply, Request};
+use dayfly_api::agent::{
+    Failure, FailureCode, FrameKind, Identity, PROTOCOL, Ready, Reply, Request,
+};
 use dayfly_units::sync::lock;
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
@@ -105,7 +108,7 @@ impl Agent {
         let up = clock_gettime(ClockId::Boottime);
         let micros = up.tv_sec.saturating_mul(1_000_000).saturating_add(up.tv_nsec / 1000);
         Ready {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
+            version: format!("{}+{PROTOCOL}", env!("CARGO_PKG_VERSION")),
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
             uptime_us: u64::try_from(micros).unwrap_or(0),
             sealed: self.state().gate.sealed(),
@@ -283,7 +286,11 @@ impl Agent {
             Request::Exec(spec) => exec::run(&self.programs, conn, &spec),
             Request::ReadArchive { path } => archive::send(conn, &path),
             Request::WriteArchive { path } => archive::receive(conn, &path),
-            Request::Log { pid, follow } => self.programs.logs.send(conn, pid, follow),
+            Request::Log { .. }
+            | Request::Programs
+            | Request::SignalProgram { .. }
+            | Request::WaitForProgram { .. }
+            | Request::ForgetProgram { .. } => self.of_programs(conn, request),
             Request::Stat => {
                 let reply = stat::stat(&self.root).map_or_else(
                     |e| Reply::Err(Failure { code: FailureCode::Io, message: e.to_string() }),
@@ -298,6 +305,23 @@ impl Agent {
             }
         };
         served.map(|()| goes_on)
+    }
+
+    /// Serves the requests about detached programs.
+    fn of_programs(&self, conn: &mut Conn, request: Request) -> Result<(), WireError> {
+        let logs = &self.programs.logs;
+        match request {
+            Request::Log { pid, follow, program, tail, since_unix_ms } => {
+                let program = program.unwrap_or_else(|| pid.to_string());
+                logs.send(conn, &program, Excerpt { follow, tail, since_unix_ms })
+            }
+            Request::SignalProgram { program, signal } => {
+                conn.reply(&logs.signal(&program, signal))
+            }
+            Request::WaitForProgram { program } => logs.outlast(conn, &program),
+            Request::ForgetProgram { program } => conn.reply(&logs.forget(&program)),
+            _ => conn.reply(&logs.list()),
+        }
     }
 
     /// Prepares for a snapshot of this machine: waits until the watching programs hold their
@@ -372,5 +396,6 @@ const fn takes_long(request: &Request) -> bool {
             | Request::ReadArchive { .. }
             | Request::WriteArchive { .. }
             | Request::Log { .. }
+            | Request::WaitForProgram { .. }
     )
 }

@@ -260,42 +260,6 @@ fn a_detached_program_lives_on_until_its_time_is_up() {
 }
 
 #[test]
-fn what_a_detached_program_writes_is_kept_by_program() {
-    let guest = Guest::start();
-    let detached = |text: &str| {
-        let mut client = guest.connect();
-        started(&mut client, ExecSpec { detach: true, ..sh(text) })
-    };
-    let log = |pid: u32| {
-        let mut client = guest.connect();
-        client.request(&Request::Log { pid, follow: true });
-        assert_eq!(client.reply(), Reply::Ok);
-        let mut text = Vec::new();
-        loop {
-            match client.frame() {
-                Some((FrameKind::Data, body)) => text.extend(body),
-                Some((FrameKind::End, _)) => return String::from_utf8(text).unwrap(),
-                other => panic!("{other:?}"),
-            }
-        }
-    };
-    let (one, two) = (detached("echo one; echo two >&2; exec sleep 0.2"), detached("echo 2"));
-    let many = detached("yes 0123456789abcde | head -c 5242880; echo; echo the newest line");
-    assert_eq!((log(one).as_str(), log(two).as_str()), ("one\ntwo\n", "2\n"));
-    let newest = log(many);
-    assert!(
-        newest.ends_with("\nthe newest line\n") && newest.len() < 300 << 10,
-        "{} bytes",
-        newest.len()
-    );
-    let unknown = guest.ask(&Request::Log { pid: 1, follow: false });
-    assert!(
-        matches!(&unknown, Reply::Err(f) if f.message.contains(&format!("{many} (/bin/sh)"))),
-        "{unknown:?}"
-    );
-}
-
-#[test]
 fn accounts_that_cannot_be_read_refuse_a_program_at_once() {
     for (file, got) in
         [("etc/passwd", "a fifo"), ("etc/group", "a fifo"), ("etc/passwd", "a folder")]

@@ -66,7 +66,7 @@ fn connections_from_before_a_seal_do_not_hang_in_a_clone() {
     half.stream.write_all(&encode(FrameKind::Request, &[b' '; 100])[..50]).unwrap();
     let mut running = guest.connect();
     running.request(&Request::Exec(Box::new(ExecSpec { stdin: true, ..argv(&["cat"]) })));
-    let Reply::Started { pid } = running.reply() else { panic!() };
+    let Reply::Started { pid, .. } = running.reply() else { panic!() };
     let mut receiving = guest.connect();
     receiving.request(&Request::WriteArchive { path: guest.root().to_str().unwrap().into() });
     assert_eq!(receiving.reply(), Reply::Ok);

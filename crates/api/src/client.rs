@@ -24,9 +24,9 @@ pub use stream::{ByteStream, EventStream, MAX_LINE_BYTES, ProgressStream};
 use crate::agent::ExecSpec;
 use crate::types::{
     BakeRequest, CollectRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest,
-    Footprint, ForkRequest, Forked, Image, ImageUpload, Info, Kernel, KernelUpload, Leak, List,
-    RecordRequest, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest, StoreStats,
-    StoreUsage, TtlRequest, VerifyRequest, Vm, VmDetails, VmExit,
+    ExecResult, Footprint, ForkRequest, Forked, Image, ImageUpload, Info, Kernel, KernelUpload,
+    Leak, List, RecordRequest, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest,
+    StoreStats, StoreUsage, TtlRequest, VerifyRequest, Vm, VmDetails, VmExit,
 };
 use call::{query, segment};
 use dayfly_units::Name;
@@ -331,6 +331,21 @@ impl Client {
     /// program.
     pub async fn exec(&self, vm: &str, spec: &ExecSpec) -> Result<Exec> {
         self.upgrade(&format!("/v1/vms/{}/exec", segment(vm)), spec).await
+    }
+
+    /// Runs a program in a VM to its end, and returns the first `max_output_bytes` of what it wrote
+    /// to each of its two streams.
+    ///
+    /// # Errors
+    /// As for [`Client::exec`].
+    pub async fn exec_to_end(
+        &self,
+        vm: &str,
+        spec: &ExecSpec,
+        max_output_bytes: usize,
+    ) -> Result<ExecResult> {
+        let path = format!("/v1/vms/{}/exec?max_output_bytes={max_output_bytes}", segment(vm));
+        self.json(Method::POST, path, call::json_body(spec)?).await
     }
 
     /// Clones (or boots) a VM and runs a program in it. The VM ends with the connection, unless

@@ -38,8 +38,8 @@ pub use store::{
     Verified, VerifyRequest,
 };
 pub use vms::{
-    ExitKind, ForkRequest, Forked, GuestStat, PauseReason, RemoveManyRequest, RunReply, Vm,
-    VmDetails, VmExit, VmNetwork, VmState,
+    ExecResult, ExitKind, ForkRequest, Forked, GuestStat, PauseReason, RemoveManyRequest, RunReply,
+    Vm, VmDetails, VmExit, VmNetwork, VmState,
 };
 
 /// The answer to a request for a list.

@@ -17,6 +17,7 @@ mod machine;
 mod network;
 mod options;
 mod port;
+mod program;
 mod ps;
 mod ps_cells;
 mod ps_filter;
@@ -73,6 +74,9 @@ pub enum Command {
     Fork(fork::Args),
     /// Run a program in a running VM
     Exec(exec::Args),
+    /// List, wait for, signal, attach to and forget the detached programs of a VM
+    #[command(subcommand)]
+    Program(program::Command),
     /// Connect to a vsock port of a running VM
     Connect(connect::Args),
     /// List VMs
@@ -163,6 +167,7 @@ impl Command {
             Self::Create(args) => args.run().await.map(|()| 0),
             Self::Fork(args) => args.run().await.map(|()| 0),
             Self::Exec(args) => args.run().await,
+            Self::Program(command) => command.run().await,
             Self::Connect(args) => args.run().await.map(|()| 0),
             Self::Ps(args) => args.run().await.map(|()| 0),
             Self::Events(args) => args.run().await.map(|()| 0),

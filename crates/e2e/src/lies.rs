@@ -123,7 +123,7 @@ fn before_the_archive() -> Vec<Lie> {
             frame(out, FrameKind::Reply, &[b'['; MAX_FRAME_BYTES]).map(|()| Then::Hold)
         }),
         lie("another reply", Refused("expected Ok, got Started"), |out| {
-            reply(out, &Reply::Started { pid: 1 }).map(|()| Then::Hold)
+            reply(out, &Reply::Started { pid: 1, id: None }).map(|()| Then::Hold)
         }),
         lie("a long reply", Refused(r"expected Ok, got Ready"), |out| {
             let (version, kernel) = (ESCAPES.repeat(4000), ESCAPES.to_owned());

@@ -1,4 +1,4 @@
-//! The output of detached programs: the last bytes stay in memory for the host to read.
+//! Detached programs: how they end, and their output, whose last bytes stay in memory for the host.
 //!
 //! ```text
 //! program ──pipe──▶ a thread ──▶ Log (a ring of at most LOG_BYTES) ◀── Request::Log
@@ -8,16 +8,20 @@
 //! process that holds the pipe has closed it; this may be a service that outlives the program. A
 //! log is part of the machine's memory, so a clone has its parent's logs.
 
+use super::orders::{signal, signal_group};
+use super::spawn::Child;
 use crate::wire::{Conn, WireError};
-use dayfly_api::agent::{ExecSpec, Failure, FailureCode, FrameKind, MAX_FRAME_BYTES, Reply};
-use dayfly_units::sync::lock;
+use dayfly_api::agent::{
+    ExecSpec, Exit, Failure, FailureCode, FrameKind, MAX_FRAME_BYTES, Program, Reply, find_program,
+};
+use dayfly_units::{VmId, sync::lock};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Maximum bytes kept of each program.
 pub const LOG_BYTES: usize = 256 << 10;
@@ -28,17 +32,40 @@ const CHUNK_BYTES: usize = 16 << 10;
 /// Interval of the check whether a following client is still connected.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// The logs of the last programs, oldest first.
+/// Maximum bytes of a program's arguments that are kept.
+const COMMAND_BYTES: usize = 512;
+/// Minimum distance of the times that are kept of a program's output.
+const TIMES_MS: u64 = 1000;
+/// Maximum number of times that are kept of a program's output.
+const MOST_TIMES: usize = 1024;
+
+/// The last detached programs, oldest first.
 #[derive(Debug, Default)]
 pub struct Logs(Mutex<VecDeque<Arc<Log>>>);
 
-/// The output of one program.
+/// One detached program, and its output.
 #[derive(Debug)]
-struct Log {
+pub struct Log {
+    id: String,
     pid: u32,
-    program: String,
+    /// For signals; `None` if there was no descriptor for it.
+    pidfd: Option<OwnedFd>,
+    command: Vec<String>,
+    user: String,
+    started_unix_ms: u64,
     kept: Mutex<Kept>,
     more: Condvar,
+}
+
+/// Which excerpt of an output is sent.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Excerpt {
+    /// Whether to continue until no process can write any more.
+    pub follow: bool,
+    /// The number of last lines of the output so far.
+    pub tail: Option<u64>,
+    /// Only output since this time, to [`TIMES_MS`].
+    pub since_unix_ms: Option<u64>,
 }
 
 #[derive(Debug, Default)]
@@ -46,9 +73,13 @@ struct Kept {
     bytes: VecDeque<u8>,
     /// Number of bytes dropped before `bytes`.
     dropped: u64,
+    /// Offsets in everything that was ever written, and when the byte there was read.
+    times: VecDeque<(u64, u64)>,
     /// No process can write to the pipe any more.
     ended: bool,
-    /// The log was dropped in favour of newer programs, and keeps nothing.
+    /// How the program ended, and when.
+    exit: Option<(Exit, u64)>,
+    /// The log was dropped in favour of newer programs, or by a client, and keeps nothing.
     forgotten: bool,
 }
 
@@ -68,7 +99,38 @@ impl Log {
         kept.bytes.drain(..drop);
         kept.bytes.extend(bytes);
         kept.dropped += drop as u64;
+        let (at, now) = (kept.dropped + (kept.bytes.len() - bytes.len()) as u64, unix_ms());
+        if kept.times.back().is_none_or(|(_, last)| now.abs_diff(*last) >= TIMES_MS) {
+            if kept.times.len() == MOST_TIMES {
+                kept.times.pop_front();
+            }
+            kept.times.push_back((at, now));
+        }
         self.more.notify_all();
+    }
+
+    /// The program's id.
+    #[must_use]
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Notes the end of the program.
+    pub(super) fn exited(&self, exit: Exit) {
+        self.change(|kept| kept.exit = Some((exit, unix_ms())));
+    }
+
+    fn shown(&self) -> Program {
+        let exit = lock(&self.kept).exit;
+        Program {
+            id: self.id.clone(),
+            pid: self.pid,
+            command: self.command.clone(),
+            user: self.user.clone(),
+            started_unix_ms: self.started_unix_ms,
+            exit: exit.map(|(exit, _)| exit),
+            ended_unix_ms: exit.map(|(_, at)| at),
+        }
     }
 
     fn change(&self, change: impl FnOnce(&mut Kept)) {
@@ -105,39 +167,145 @@ pub(super) fn pipe() -> Result<(OwnedFd, Reader), Errno> {
 }
 
 impl Logs {
-    /// Adds the log of a program that has started. If there are [`MOST_LOGS`] already, the oldest
-    /// log of an ended program is dropped, or the oldest log if all programs still write.
-    pub(super) fn add(&self, pid: u32, spec: &ExecSpec, reader: Reader) {
-        let program =
-            spec.argv.first().map(|word| word.chars().take(64).collect()).unwrap_or_default();
-        let log = Arc::new(Log { pid, program, kept: Mutex::default(), more: Condvar::new() });
+    /// Adds a program that has started. If there are [`MOST_LOGS`] already, the oldest program that
+    /// has ended is dropped, or the oldest one if all still write.
+    pub(super) fn add(&self, child: &Child, spec: &ExecSpec, reader: Reader) -> Arc<Log> {
+        let pidfd = rustix::io::fcntl_dupfd_cloexec(&child.pidfd, 3).ok();
+        self.add_with(child.pid, pidfd, spec, reader)
+    }
+
+    fn add_with(
+        &self,
+        pid: u32,
+        pidfd: Option<OwnedFd>,
+        spec: &ExecSpec,
+        reader: Reader,
+    ) -> Arc<Log> {
         let mut logs = lock(&self.0);
+        let log = Arc::new(Log {
+            id: unused_id(&logs),
+            pid,
+            pidfd,
+            command: cut(&spec.argv),
+            user: spec.user.chars().take(64).collect(),
+            started_unix_ms: unix_ms(),
+            kept: Mutex::default(),
+            more: Condvar::new(),
+        });
         if logs.len() >= MOST_LOGS {
             let ended = logs.iter().position(|log| lock(&log.kept).ended).unwrap_or(0);
             if let Some(old) = logs.remove(ended) {
-                old.change(|kept| *kept = Kept { forgotten: true, ended: true, ..Kept::default() });
+                old.drop_all();
             }
         }
         logs.push_back(Arc::clone(&log));
         drop(logs);
         // The reader thread waits for this log.
-        let _ = reader.log.send(log);
+        let _ = reader.log.send(Arc::clone(&log));
+        log
     }
 
-    fn find(&self, pid: u32) -> Result<Arc<Log>, Failure> {
+    fn find(&self, word: &str) -> Result<Arc<Log>, Failure> {
         let logs = lock(&self.0);
-        // The newest first, because the kernel may have reused a pid.
-        if let Some(log) = logs.iter().rev().find(|log| log.pid == pid) {
+        if let Some(log) = find_program(logs.iter().map(|log| (log.id.as_str(), log.pid)), word)
+            .and_then(|at| logs.get(at))
+        {
             return Ok(Arc::clone(log));
         }
-        let known = logs
-            .iter()
-            .rev()
-            .map(|log| format!("{} ({})", log.pid, log.program))
-            .collect::<Vec<_>>();
+        let known = logs.iter().rev().map(|log| {
+            let program = log.command.first().map_or("", String::as_str);
+            let program: String = program.chars().take(64).collect();
+            format!("{} ({program})", log.id)
+        });
+        let known = known.collect::<Vec<_>>();
         let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-        let message = format!("detached program {pid}: expected one whose output is kept: {known}");
+        let word: String = word.chars().take(64).collect();
+        let message =
+            format!("detached program {word}: expected one whose output is kept: {known}");
         Err(Failure { code: FailureCode::NotFound, message })
+    }
+
+    /// The reply to [`dayfly_api::agent::Request::Programs`].
+    #[must_use]
+    pub fn list(&self) -> Reply {
+        Reply::Programs { programs: lock(&self.0).iter().map(|log| log.shown()).collect() }
+    }
+
+    /// The reply to [`dayfly_api::agent::Request::SignalProgram`].
+    #[must_use]
+    pub fn signal(&self, word: &str, number: i32) -> Reply {
+        let failed = |code, message| Reply::Err(Failure { code, message });
+        let log = match self.find(word) {
+            Ok(log) => log,
+            Err(failure) => return Reply::Err(failure),
+        };
+        let Some(signal) = signal(number) else {
+            let message = format!("signal: expected 1 to 31 or 34 to 64, got {number}");
+            return failed(FailureCode::Invalid, message);
+        };
+        let id = &log.id;
+        // With the lock: nothing notes the end of the program in between.
+        let kept = lock(&log.kept);
+        match (&log.pidfd, kept.exit) {
+            (_, Some(_)) => {
+                failed(FailureCode::NotFound, format!("program {id}: has ended already"))
+            }
+            (None, None) => failed(
+                FailureCode::Io,
+                format!("program {id}: its start found no descriptor for signals"),
+            ),
+            (Some(pidfd), None) => {
+                signal_group(log.pid, pidfd, signal);
+                Reply::Ok
+            }
+        }
+    }
+
+    /// The reply to [`dayfly_api::agent::Request::ForgetProgram`].
+    #[must_use]
+    pub fn forget(&self, word: &str) -> Reply {
+        let log = match self.find(word) {
+            Ok(log) => log,
+            Err(failure) => return Reply::Err(failure),
+        };
+        if lock(&log.kept).exit.is_none() {
+            let message = format!("program {}: still runs; kill it first", log.id);
+            return Reply::Err(Failure { code: FailureCode::Invalid, message });
+        }
+        lock(&self.0).retain(|other| !Arc::ptr_eq(other, &log));
+        log.drop_all();
+        Reply::Ok
+    }
+
+    /// Serves [`dayfly_api::agent::Request::WaitForProgram`].
+    ///
+    /// # Errors
+    /// [`WireError`] if the client is gone.
+    pub fn outlast(&self, conn: &mut Conn, word: &str) -> Result<(), WireError> {
+        let log = match self.find(word) {
+            Ok(log) => log,
+            Err(failure) => return conn.reply(&Reply::Err(failure)),
+        };
+        loop {
+            {
+                let kept = lock(&log.kept);
+                let kept =
+                    if kept.exit.is_none() && !kept.forgotten { wait(&log, kept) } else { kept };
+                if kept.exit.is_none() && kept.forgotten {
+                    let message = format!("program {}: forgotten in favour of newer ones", log.id);
+                    let code = FailureCode::NotFound;
+                    drop(kept);
+                    return conn.reply(&Reply::Err(Failure { code, message }));
+                }
+                if kept.exit.is_some() {
+                    drop(kept);
+                    return conn.reply(&Reply::Program(log.shown()));
+                }
+            }
+            if is_gone(conn) {
+                return Ok(());
+            }
+        }
     }
 
     /// Serves [`dayfly_api::agent::Request::Log`]: sends the kept output. With `follow` it also
@@ -145,14 +313,15 @@ impl Logs {
     ///
     /// # Errors
     /// [`WireError`] if the client is gone.
-    pub fn send(&self, conn: &mut Conn, pid: u32, follow: bool) -> Result<(), WireError> {
-        let log = match self.find(pid) {
+    pub fn send(&self, conn: &mut Conn, word: &str, excerpt: Excerpt) -> Result<(), WireError> {
+        let log = match self.find(word) {
             Ok(log) => log,
             Err(failure) => return conn.reply(&Reply::Err(failure)),
         };
         conn.reply(&Reply::Ok)?;
+        let follow = excerpt.follow;
         // Offset in everything that was ever written.
-        let mut at = 0;
+        let mut at = lock(&log.kept).start_of(excerpt);
         loop {
             let (gap, bytes, more) = {
                 let mut kept = lock(&log.kept);
@@ -187,6 +356,83 @@ impl Logs {
     }
 }
 
+impl Kept {
+    /// The offset at which `excerpt` begins.
+    fn start_of(&self, excerpt: Excerpt) -> u64 {
+        let end = self.dropped + self.bytes.len() as u64;
+        let since = excerpt.since_unix_ms.map_or(0, |since| {
+            // The entry before `since` may have later bytes too.
+            let mut times = self.times.iter().rev();
+            let first = times.find(|(_, time)| *time <= since);
+            match first {
+                Some((at, _)) => *at,
+                None => 0,
+            }
+        });
+        let newest = self.times.back().map_or(0, |(_, time)| *time);
+        let since = match excerpt.since_unix_ms {
+            Some(asked) if asked > newest.saturating_add(TIMES_MS) => end,
+            _ => since,
+        };
+        let tail = excerpt.tail.map_or(0, |lines| self.start_of_lines(lines));
+        since.max(tail)
+    }
+
+    /// The offset of the last `lines` lines; a last line without an end counts.
+    fn start_of_lines(&self, lines: u64) -> u64 {
+        let end = self.dropped + self.bytes.len() as u64;
+        if lines == 0 {
+            return end;
+        }
+        let unended = self.bytes.back().is_some_and(|byte| *byte != b'\n');
+        let before = usize::try_from(lines).unwrap_or(usize::MAX) - usize::from(unended);
+        let mut ends = self.bytes.iter().enumerate().rev().filter(|(_, byte)| **byte == b'\n');
+        ends.nth(before).map_or(0, |(at, _)| self.dropped + at as u64 + 1)
+    }
+}
+
+impl Log {
+    /// Drops everything, because nothing lists the program any more.
+    fn drop_all(&self) {
+        self.change(|kept| {
+            *kept = Kept { forgotten: true, ended: true, exit: kept.exit, ..Kept::default() };
+        });
+    }
+}
+
+/// An id that none of `logs` has.
+fn unused_id(logs: &VecDeque<Arc<Log>>) -> String {
+    let used = |id: &String| logs.iter().any(|log| log.id == *id);
+    std::iter::repeat_with(|| VmId::random().to_string()).find(|id| !used(id)).unwrap_or_default()
+}
+
+/// The arguments, cut to [`COMMAND_BYTES`].
+fn cut(argv: &[String]) -> Vec<String> {
+    let mut left = COMMAND_BYTES;
+    let mut command = Vec::new();
+    for word in argv {
+        if left == 0 {
+            break;
+        }
+        let mut end = word.len().min(left);
+        while !word.is_char_boundary(end) {
+            end -= 1;
+        }
+        // An empty word takes room too.
+        left = left.saturating_sub(end.max(1));
+        command.push(word[..end].to_owned());
+        if end < word.len() {
+            break;
+        }
+    }
+    command
+}
+
+fn unix_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
 /// Waits for more output, or until the next check of the client.
 fn wait<'a>(log: &'a Log, kept: MutexGuard<'a, Kept>) -> MutexGuard<'a, Kept> {
     log.more.wait_timeout(kept, LOOK).unwrap_or_else(PoisonError::into_inner).0
@@ -200,130 +446,5 @@ fn is_gone(conn: &Conn) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::wire::Buffers;
-    use std::fs::File;
-    use std::io::{Read, Write};
-    use std::os::unix::net::UnixStream;
-
-    fn program(logs: &Logs, pid: u32) -> File {
-        let (write, reader) = pipe().unwrap();
-        logs.add(pid, &ExecSpec { argv: vec![format!("p{pid}")], ..ExecSpec::default() }, reader);
-        write.into()
-    }
-
-    /// The frames of an answer: the reply, and the data if there is any.
-    fn asked(logs: &Logs, pid: u32, follow: bool) -> (Reply, Vec<u8>) {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        std::thread::scope(|scope| {
-            scope.spawn(move || {
-                let mut conn = Conn::new(Arc::new(ours.into()), Buffers::default());
-                logs.send(&mut conn, pid, follow).unwrap();
-            });
-            answered(theirs)
-        })
-    }
-
-    fn answered(mut stream: UnixStream) -> (Reply, Vec<u8>) {
-        let (mut reply, mut data) = (None, Vec::new());
-        loop {
-            let mut header = [0; dayfly_api::agent::HEADER_BYTES];
-            stream.read_exact(&mut header).unwrap();
-            let (kind, length) = dayfly_api::agent::decode_header(header).unwrap();
-            let mut body = vec![0; length];
-            stream.read_exact(&mut body).unwrap();
-            match kind {
-                FrameKind::Reply => {
-                    let got: Reply = serde_json::from_slice(&body).unwrap();
-                    if got != Reply::Ok {
-                        return (got, data);
-                    }
-                    reply = Some(got);
-                }
-                FrameKind::Data => data.extend(body),
-                FrameKind::End => return (reply.unwrap(), data),
-                other => panic!("{other:?}"),
-            }
-        }
-    }
-
-    fn until_ended(logs: &Logs, pid: u32) {
-        asked(logs, pid, true);
-    }
-
-    #[test]
-    fn the_newest_output_is_kept_within_the_bound() {
-        let logs = Logs::default();
-        let mut out = program(&logs, 7);
-        out.write_all(&vec![b'x'; 5 << 20]).unwrap();
-        out.write_all(b"\nthe newest line\n").unwrap();
-        drop(out);
-        until_ended(&logs, 7);
-        let (reply, data) = asked(&logs, 7, false);
-        let text = String::from_utf8(data).unwrap();
-        assert_eq!(reply, Reply::Ok);
-        assert!(text.ends_with("x\nthe newest line\n"), "{}", &text[text.len() - 40..]);
-        let dropped = (5 << 20) + 17 - LOG_BYTES;
-        assert!(
-            text.starts_with(&format!("[dayfly: {dropped} bytes of older output are dropped]\nx"))
-        );
-        assert!(text.len() < LOG_BYTES + 100, "{}", text.len());
-    }
-
-    #[test]
-    fn a_client_that_follows_gets_all_of_it_until_the_last_writer_is_gone() {
-        let logs = Logs::default();
-        let mut out = program(&logs, 7);
-        let mut service = out.try_clone().unwrap();
-        out.write_all(b"one\n").unwrap();
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        std::thread::scope(|scope| {
-            let logs = &logs;
-            scope.spawn(move || {
-                let mut conn = Conn::new(Arc::new(ours.into()), Buffers::default());
-                logs.send(&mut conn, 7, true).unwrap();
-            });
-            // A read in between: the program ends and leaves a service behind.
-            drop(out);
-            service.write_all(b"two\n").unwrap();
-            service.write_all(b"three\n").unwrap();
-            drop(service);
-            assert_eq!(answered(theirs).1, b"one\ntwo\nthree\n");
-        });
-        // A client that disconnects also ends the request, although the program continues.
-        let _out = program(&logs, 8);
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        drop(theirs);
-        let mut conn = Conn::new(Arc::new(ours.into()), Buffers::default());
-        let _ = logs.send(&mut conn, 8, true);
-    }
-
-    #[test]
-    fn the_number_of_kept_programs_is_limited_and_ended_ones_go_first() {
-        let logs = Logs::default();
-        let mut first = program(&logs, 1);
-        drop(program(&logs, 2));
-        until_ended(&logs, 2);
-        let mut others: Vec<File> = Vec::new();
-        for pid in 3..=u32::try_from(MOST_LOGS).unwrap() + 1 {
-            others.push(program(&logs, pid));
-        }
-        let (reply, _) = asked(&logs, 2, false);
-        let Reply::Err(Failure { code: FailureCode::NotFound, message }) = reply else {
-            panic!("{reply:?}")
-        };
-        assert!(
-            message.contains("detached program 2: ") && message.contains(" 1 (p1)"),
-            "{message}"
-        );
-        first.write_all(b"still kept").unwrap();
-        // The next program replaces the oldest log although that program runs, and the program does
-        // not notice.
-        others.push(program(&logs, 1000));
-        assert!(matches!(asked(&logs, 1, false).0, Reply::Err(_)));
-        first.write_all(&vec![b'x'; 1 << 20]).unwrap();
-        assert_eq!(lock(&logs.0).len(), MOST_LOGS);
-        assert!(matches!(asked(&Logs::default(), 1, true).0, Reply::Err(_)));
-    }
-}
+#[path = "detached_tests.rs"]
+mod tests;

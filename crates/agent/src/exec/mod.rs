@@ -10,6 +10,7 @@ pub mod cage;
 pub mod detached;
 mod error;
 mod fork;
+pub mod leftovers;
 mod orders;
 mod programs;
 mod session;
@@ -171,10 +172,9 @@ fn start(programs: &Programs, spec: &ExecSpec, output: Unheard) -> Result<Runnin
     match result {
         Ok(child) => {
             let cage = if in_group { cage } else { Cage::tree() };
-            if let Some(reader) = inner.reader.take() {
-                programs.logs.add(child.pid, spec, reader);
-            }
-            Ok(Running { child, cage, streams })
+            let reader = inner.reader.take();
+            let log = reader.map(|reader| programs.logs.add(&child, spec, reader));
+            Ok(Running { child, cage, streams, log })
         }
         Err(error) => {
             programs.cages.give_back(cage);

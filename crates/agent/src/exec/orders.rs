@@ -3,7 +3,7 @@
 use crate::wire::WireError;
 use dayfly_api::agent::{FrameKind, WindowSize};
 use rustix::io::Errno;
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, pidfd_send_signal};
 use std::os::fd::OwnedFd;
 
 /// Writes as much of `body` from `taken` on as the program takes. Returns whether the frame is
@@ -28,6 +28,22 @@ pub(super) enum Order {
     Signal(Signal),
 }
 
+/// The signal with this number; `None` if Linux has none, or libc reserves it (32 and 33).
+pub(super) fn signal(number: i32) -> Option<Signal> {
+    let known = (1..=31).contains(&number) || (34..=64).contains(&number);
+    // SAFETY: 1 to 31 and 34 to 64 are Linux's signals, and libc reserves none of them.
+    known.then(|| unsafe { Signal::from_raw_unchecked(number) })
+}
+
+/// Signals the process group of a program, or only the program if it has moved to another group.
+pub(super) fn signal_group(pid: u32, pidfd: &OwnedFd, signal: Signal) {
+    let group = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    let sent = group.is_some_and(|g| rustix::process::kill_process_group(g, signal).is_ok());
+    if !sent {
+        let _ = pidfd_send_signal(pidfd, signal);
+    }
+}
+
 /// The command in a frame of kind `kind`.
 pub(super) fn control(kind: FrameKind, body: &[u8], takes_stdin: bool) -> Result<Order, WireError> {
     match kind {
@@ -41,12 +57,7 @@ pub(super) fn control(kind: FrameKind, body: &[u8], takes_stdin: bool) -> Result
                 expected: 4,
                 got: body.len(),
             })?;
-            let number = i32::from_le_bytes(bytes);
-            // Not 32 and 33, which libc reserves.
-            let known = (1..=31).contains(&number) || (34..=64).contains(&number);
-            // SAFETY: 1 to 31 and 34 to 64 are Linux's signals, and libc reserves none of them.
-            let signal = known.then(|| unsafe { Signal::from_raw_unchecked(number) });
-            signal
+            signal(i32::from_le_bytes(bytes))
                 .map(Order::Signal)
                 .ok_or(WireError::Unexpected { expected: "a signal from 1 to 64", got: kind })
         }

@@ -1,12 +1,14 @@
 //! What all programs share, and a started program.
 
 use super::cage::{Cage, Cages};
-use super::detached::Logs;
+use super::detached::{Log, Logs};
 use super::fork::Fork;
+use super::leftovers::Leftovers;
 use super::spawn::Child;
 use super::streams::Streams;
 use crate::watch::Watchers;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// State that all execs share.
 #[derive(Debug)]
@@ -22,8 +24,10 @@ pub struct Programs {
     pub fork: Fork,
     /// Connections that are informed of forks.
     pub watchers: Watchers,
-    /// The output of detached programs.
+    /// Detached programs, and their output.
     pub logs: Logs,
+    /// Streams of programs that have ended, which others still hold.
+    pub leftovers: Leftovers,
 }
 
 impl Programs {
@@ -37,6 +41,7 @@ impl Programs {
             fork: Fork::default(),
             watchers: Watchers::default(),
             logs: Logs::default(),
+            leftovers: Leftovers::default(),
         }
     }
 }
@@ -46,4 +51,6 @@ pub(crate) struct Running {
     pub(crate) child: Child,
     pub(crate) cage: Cage,
     pub(crate) streams: Streams,
+    /// Where its end is noted, if it is detached.
+    pub(crate) log: Option<Arc<Log>>,
 }

@@ -110,8 +110,9 @@ pub(super) fn run(
     running: Running,
 ) -> Result<(), WireError> {
     let forks = programs.fork.times();
-    let Running { child, cage, streams } = running;
-    conn.push_json(FrameKind::Reply, &Reply::Started { pid: child.pid });
+    let Running { child, cage, streams, log } = running;
+    let id = log.as_ref().map(|log| log.id().to_owned());
+    conn.push_json(FrameKind::Reply, &Reply::Started { pid: child.pid, id });
     let mut session = Session {
         fork: &programs.fork,
         forks,
@@ -136,12 +137,17 @@ pub(super) fn run(
     };
     session.flush_some();
     session.serve();
-    let Session { conn, child, cage, deadline, exit, gone, malformed, .. } = session;
+    let Session { conn, child, cage, deadline, exit, gone, malformed, streams, .. } = session;
     let Some(ended) = exit else {
         // The program is detached and still runs: a thread enforces its time limit and reaps it.
-        mind(programs, child, cage, deadline);
+        mind(programs, child, cage, deadline, log);
         return Ok(());
     };
+    if let Some(log) = log {
+        log.exited(ended.exit);
+    }
+    // Processes that the program left behind would get SIGPIPE.
+    programs.leftovers.keep(streams);
     let sent = match malformed {
         Some(error) => Err(error),
         None if gone => Ok(()),

@@ -1,13 +1,15 @@
 //! A program's signals and its end.
 
 use super::cage::Cage;
+use super::detached::Log;
+use super::orders::signal_group;
 use super::programs::Programs;
 use super::spawn::Child;
 use crate::wire::timespec;
 use dayfly_api::agent::Exit;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid};
+use rustix::process::{Signal, WaitId, WaitIdOptions, waitid};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,11 +17,7 @@ use std::time::Instant;
 impl Child {
     /// Signals the process group, or only the program if it has moved to another group.
     pub(super) fn signal(&self, signal: Signal) {
-        let group = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
-        let sent = group.is_some_and(|g| rustix::process::kill_process_group(g, signal).is_ok());
-        if !sent {
-            let _ = pidfd_send_signal(&self.pidfd, signal);
-        }
+        signal_group(self.pid, &self.pidfd, signal);
     }
 
     /// Reaps the program if it has ended.
@@ -57,11 +55,20 @@ pub(super) fn outlast(child: &Child, cage: &Cage, mut deadline: Option<Instant>)
 }
 
 /// Waits, in a new thread, for a program without a client.
-pub(super) fn mind(programs: &Arc<Programs>, child: Child, cage: Cage, deadline: Option<Instant>) {
+pub(super) fn mind(
+    programs: &Arc<Programs>,
+    child: Child,
+    cage: Cage,
+    deadline: Option<Instant>,
+    log: Option<Arc<Log>>,
+) {
     let pid = child.pid;
     let programs = Arc::clone(programs);
     let minder = move || {
-        outlast(&child, &cage, deadline);
+        let exit = outlast(&child, &cage, deadline);
+        if let Some(log) = log {
+            log.exited(exit);
+        }
         programs.cages.give_back(cage);
     };
     let thread = std::thread::Builder::new().name(format!("mind-{pid}")).stack_size(64 << 10);

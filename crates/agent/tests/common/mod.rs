@@ -99,7 +99,7 @@ impl Guest {
         let mut client = self.connect();
         client.request(&Request::Exec(Box::new(spec)));
         let first = client.reply();
-        let Reply::Started { pid } = first else { panic!("{first:?}") };
+        let Reply::Started { pid, .. } = first else { panic!("{first:?}") };
         let mut writer = Client { stream: client.stream.try_clone().unwrap() };
         let stdin = stdin.to_vec();
         let feeder = std::thread::spawn(move || {
@@ -130,7 +130,7 @@ pub fn sh(script: &str) -> ExecSpec {
 pub fn started(client: &mut Client, spec: ExecSpec) -> u32 {
     client.request(&Request::Exec(Box::new(spec)));
     match client.reply() {
-        Reply::Started { pid } => pid,
+        Reply::Started { pid, .. } => pid,
         other => panic!("{other:?}"),
     }
 }

@@ -32,15 +32,34 @@
 //! Both sides check a frame against [`MAX_FRAME_BYTES`] before they allocate its body.
 
 mod frame;
+mod program;
 
 pub use frame::{
     Frame, FrameError, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, decode_header, encode,
 };
 
+pub use program::{Exit, Program, find as find_program};
+
 use dayfly_units::VmId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
+
+/// The version of this protocol. Agents of versions before have none. [`protocol_of`] reads it.
+///
+/// | version | adds |
+/// |---|---|
+/// | 1 | ids of detached programs; `program`, `tail` and `since_unix_ms` of `Log` |
+/// | 1 | `Programs`, `SignalProgram`, `WaitForProgram`, `ForgetProgram` |
+pub const PROTOCOL: u32 = 1;
+
+/// The version of the protocol that an agent speaks: [`Ready::version`] is `<version>+<protocol>`,
+/// and of agents without a version of the protocol `<version>`. Snapshots have it, so it is known
+/// of a clone whose agent was never asked.
+#[must_use]
+pub fn protocol_of(agent_version: &str) -> u32 {
+    agent_version.rsplit_once('+').and_then(|(_, protocol)| protocol.parse().ok()).unwrap_or(0)
+}
 
 /// The vsock port that the agent listens on.
 pub const PORT: u32 = 1024;
@@ -112,10 +131,38 @@ pub enum Request {
     /// Asks for the newest 256 KiB of a detached program's output. The answer is `Ok`, then `Data`
     /// frames, then `End`.
     Log {
-        /// The program's process id.
+        /// The program's process id, if there is no `program`.
         pid: u32,
         /// Whether to continue until no process can write to the output any more.
         follow: bool,
+        /// The program's id, the unique start of it, or its process id (protocol 1).
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        program: Option<String>,
+        /// Begin with this number of last lines of the output so far (protocol 1).
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        tail: Option<u64>,
+        /// Begin with the output since this time, to a second (protocol 1).
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        since_unix_ms: Option<u64>,
+    },
+    /// Asks for the detached programs whose output is kept ([`Reply::Programs`]; protocol 1).
+    Programs,
+    /// Sends a signal to the process group of a detached program (protocol 1).
+    SignalProgram {
+        /// As in `Log`.
+        program: String,
+        /// The signal's number.
+        signal: i32,
+    },
+    /// Waits for the end of a detached program ([`Reply::Program`]; protocol 1).
+    WaitForProgram {
+        /// As in `Log`.
+        program: String,
+    },
+    /// Forgets a detached program that has ended, and its output (protocol 1).
+    ForgetProgram {
+        /// As in `Log`.
+        program: String,
     },
     /// Asks for the use of memory and root disk ([`Reply::Stat`]).
     Stat,
@@ -226,7 +273,17 @@ pub enum Reply {
     Started {
         /// The program's process id in the guest.
         pid: u32,
+        /// The program's id, if it is detached (protocol 1).
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        id: Option<String>,
     },
+    /// The detached programs whose output is kept, the oldest first.
+    Programs {
+        /// The programs.
+        programs: Vec<Program>,
+    },
+    /// A detached program that has ended.
+    Program(Program),
     /// The use of memory and root disk.
     Stat(Stat),
     /// The request failed.
@@ -236,7 +293,7 @@ pub enum Reply {
 /// The agent's description of itself and its guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
-    /// Version of the agent.
+    /// Version of the agent, `+`, and [`PROTOCOL`].
     pub version: String,
     /// Release of the guest's kernel.
     pub kernel: String,
@@ -289,13 +346,35 @@ pub enum FailureCode {
     Io,
 }
 
-/// How a program ended, as JSON in the `Exit` frame.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Exit {
-    /// The exit code, unless a signal ended the program.
-    pub code: Option<i32>,
-    /// The signal that ended the program.
-    pub signal: Option<i32>,
-    /// Whether `timeout_ms` ran out.
-    pub timed_out: bool,
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_protocol_of_an_agent_is_behind_its_version() {
+        for (version, protocol) in
+            [("0.1.0", 0), ("0.1.0+1", 1), ("", 0), ("1+x", 0), ("2+rc+7", 7), ("0.1.0+-1", 0)]
+        {
+            assert_eq!(protocol_of(version), protocol, "{version}");
+        }
+    }
+
+    #[test]
+    fn requests_are_those_of_the_version_before_unless_they_need_more() {
+        let log = |program, tail| Request::Log {
+            pid: 7,
+            follow: true,
+            program,
+            tail,
+            since_unix_ms: None,
+        };
+        let json = serde_json::to_string(&log(None, None)).unwrap();
+        assert_eq!(json, r#"{"op":"log","pid":7,"follow":true}"#);
+        assert_eq!(serde_json::from_str::<Request>(&json).unwrap(), log(None, None));
+        let json = serde_json::to_string(&Reply::Started { pid: 7, id: None }).unwrap();
+        assert_eq!(json, r#"{"reply":"started","pid":7}"#);
+        let more = log(Some("a".into()), Some(0));
+        let json = serde_json::to_string(&more).unwrap();
+        assert_eq!(serde_json::from_str::<Request>(&json).unwrap(), more);
+    }
 }

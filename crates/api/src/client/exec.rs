@@ -20,6 +20,8 @@ pub struct Exec {
     pub vm: Vm,
     /// The program's process id in the guest.
     pub pid: u32,
+    /// The program's id, if it is detached and the guest's agent gives ids.
+    pub id: Option<String>,
     /// The half that sends to the program.
     pub input: ExecInput,
     /// The half that receives from the program.
@@ -81,7 +83,9 @@ impl Exec {
         };
         match output.frame().await? {
             Some((FrameKind::Reply, body)) => match serde_json::from_slice(&body) {
-                Ok(RunReply::Started { vm, pid }) => Ok(Self { vm: *vm, pid, input, output }),
+                Ok(RunReply::Started { vm, pid, id }) => {
+                    Ok(Self { vm: *vm, pid, id, input, output })
+                }
                 Ok(RunReply::Failed(error)) => Err(ClientError::Refused(error)),
                 Err(e) => Err(foreign(e.to_string(), &output.call)),
             },

@@ -1,10 +1,16 @@
 //! What VMs and their programs put out: events and logs.
 
-use super::call::{query, segment};
+use super::call::{empty_body, query, segment};
 use super::{ByteStream, Client, ClientError, EventStream};
+use crate::agent::Program;
 use crate::types::EventKind;
+use http::Method;
 
 type Result<T> = std::result::Result<T, ClientError>;
+
+fn of_program(vm: &str, program: &str, what: &str) -> String {
+    format!("/v1/vms/{}/programs/{}{what}", segment(vm), segment(program))
+}
 
 /// Which events a client wants. The default is all from now on, without end.
 #[derive(Debug, Clone, Default)]
@@ -42,12 +48,17 @@ pub struct LogOptions {
     pub follow: bool,
     /// The number of lines of the output so far; `None`: all.
     pub tail: Option<u64>,
+    /// Only output since this time, in milliseconds since 1970. Only of programs.
+    pub since_unix_ms: Option<u64>,
 }
 
 impl LogOptions {
     fn query(self) -> String {
-        let tail = self.tail.map_or_else(String::new, |tail| format!("&tail={tail}"));
-        format!("follow={}{tail}", self.follow)
+        let part = |key, value: Option<u64>| {
+            value.map_or_else(String::new, |value| format!("&{key}={value}"))
+        };
+        let tail = part("tail", self.tail);
+        format!("follow={}{tail}{}", self.follow, part("since_unix_ms", self.since_unix_ms))
     }
 }
 
@@ -79,11 +90,52 @@ impl Client {
     pub async fn program_log(
         &self,
         vm: &str,
-        program: u32,
+        program: &str,
         options: LogOptions,
     ) -> Result<ByteStream> {
         let options = options.query();
-        let path = format!("/v1/vms/{}/logs?{options}&program={program}", segment(vm));
+        let path = format!("/v1/vms/{}/logs?{options}&program={}", segment(vm), query(program));
         Ok(ByteStream::new(self.stream(&path).await?))
+    }
+
+    /// Lists the detached programs of a VM, the oldest first.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn programs(&self, vm: &str) -> Result<Vec<Program>> {
+        self.list(&format!("/v1/vms/{}/programs", segment(vm))).await
+    }
+
+    /// Describes a detached program, given by id, start of its id, or process id.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn program(&self, vm: &str, program: &str) -> Result<Program> {
+        self.json(Method::GET, of_program(vm, program, ""), empty_body()).await
+    }
+
+    /// Sends a signal, by number, to the process group of a detached program.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn kill_program(&self, vm: &str, program: &str, signal: i32) -> Result<()> {
+        let path = of_program(vm, program, &format!("/kill?signal={signal}"));
+        self.nothing(Method::POST, path, empty_body()).await
+    }
+
+    /// Waits until a detached program has ended.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn wait_for_program(&self, vm: &str, program: &str) -> Result<Program> {
+        self.json(Method::GET, of_program(vm, program, "/wait"), empty_body()).await
+    }
+
+    /// Forgets a detached program that has ended, and its output.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn remove_program(&self, vm: &str, program: &str) -> Result<()> {
+        self.nothing(Method::DELETE, of_program(vm, program, ""), empty_body()).await
     }
 }

@@ -236,7 +236,7 @@ async fn an_exec_carries_both_directions() {
     let (_dir, path) = socket();
     let exit = Exit { code: Some(3), signal: None, timed_out: false };
     let mut frames = Vec::new();
-    let reply = RunReply::Started { vm: Box::new(vm()), pid: 77 };
+    let reply = RunReply::Started { vm: Box::new(vm()), pid: 77, id: None };
     frames.extend(encode(FrameKind::Reply, &serde_json::to_vec(&reply).expect("JSON")));
     frames.extend(encode(FrameKind::Stdout, b"out"));
     frames.extend(encode(FrameKind::Stderr, b"err"));
@@ -272,7 +272,7 @@ async fn a_program_that_does_not_start_and_one_that_is_cut_off_are_errors() {
         message: "no such program".into(),
     });
     let refuse = encode(FrameKind::Reply, &serde_json::to_vec(&refuse).expect("JSON"));
-    let started = RunReply::Started { vm: Box::new(vm()), pid: 1 };
+    let started = RunReply::Started { vm: Box::new(vm()), pid: 1, id: None };
     let started = encode(FrameKind::Reply, &serde_json::to_vec(&started).expect("JSON"));
     let too_long =
         [started.clone(), vec![0xff, 0xff, 0xff, 0xff, FrameKind::Stdout as u8]].concat();

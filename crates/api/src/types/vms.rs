@@ -132,9 +132,10 @@ wire! {
         /// limit.
         #[serde(default)]
         pub ends_unix_ms: Option<u64>,
-        /// Process id in the guest of the detached program of the `run` that created the VM.
+        /// Id of the detached program of the `run` that created the VM; its process id if the
+        /// guest's agent gives no ids.
         #[serde(default)]
-        pub program: Option<u32>,
+        pub program: Option<String>,
         /// The VM's network attachment; `None` without a network.
         #[serde(default)]
         pub network: Option<VmNetwork>,
@@ -186,9 +187,34 @@ wire! {
             vm: Box<Vm>,
             /// The program's process id in the guest.
             pid: u32,
+            /// The program's id, if it is detached and the guest's agent gives ids.
+            #[serde(default, skip_serializing_if = "Option::is_none")]
+            id: Option<String>,
         },
         /// The program did not start, or the VM ended before the program did; the connection ends.
         Failed(ApiError),
+    }
+
+    /// The answer to an exec without an upgrade: what a program wrote, and how it ended.
+    #[derive(Default)]
+    pub struct ExecResult {
+        /// The beginning of its standard output; bytes that are not UTF-8 became U+FFFD.
+        pub stdout: String,
+        /// The beginning of its standard error, likewise.
+        pub stderr: String,
+        /// Whether `stdout` lacks the rest.
+        pub stdout_truncated: bool,
+        /// Whether `stderr` lacks the rest.
+        pub stderr_truncated: bool,
+        /// The exit code, unless a signal ended the program or it is detached.
+        pub exit_code: Option<i32>,
+        /// The signal that ended the program.
+        pub signal: Option<i32>,
+        /// Whether `timeout_ms` ran out.
+        pub timed_out: bool,
+        /// The id of a program that is detached; its process id if the agent gives no ids.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub program: Option<String>,
     }
 
     /// Starts clones of a running VM, with its memory and its disks as they are at one instant:

@@ -1,13 +1,12 @@
 //! `dayfly events`: shows what happens to VMs.
 
-use super::options::duration;
+use super::options::past;
 use crate::output::{self, Format, FormatArgs, rfc3339};
 use crate::{connect, failure};
 use anyhow::Result;
 use dayfly_api::client::EventQuery;
 use dayfly_api::types::{Event, EventKind};
 use std::str::FromStr;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Arguments of `dayfly events`.
 #[derive(Debug, clap::Args)]
@@ -55,21 +54,6 @@ impl FromStr for Filter {
             _ => Err(format!("expected vm=NAME or kind=KIND, got {text:?}")),
         }
     }
-}
-
-/// Parses a time in the past, or a number of seconds since 1970, to milliseconds since 1970.
-fn past(text: &str) -> Result<u64, String> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
-    let now = u64::try_from(now).unwrap_or(u64::MAX);
-    if text == "now" {
-        return Ok(now);
-    }
-    if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
-        let ms = text.parse::<u64>().ok().and_then(|seconds| seconds.checked_mul(1000));
-        return ms.ok_or_else(|| format!("{text:?}: expected seconds since 1970"));
-    }
-    let ago = duration(text)?.as_millis();
-    Ok(now.saturating_sub(u64::try_from(ago).unwrap_or(u64::MAX)))
 }
 
 impl Args {

@@ -7,7 +7,8 @@ use anyhow::Result;
 /// Arguments of `dayfly exec`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Leave the program running and print its number; dayfly logs VM NUMBER shows its output
+    /// Leave the program running and print its id; dayfly logs VM ID shows its output, and dayfly
+    /// program waits for it and signals it
     #[arg(short, long, conflicts_with_all = ["interactive", "tty"])]
     detach: bool,
     #[command(flatten)]
@@ -29,7 +30,8 @@ impl Args {
         let spec = self.exec.spec(self.argv, self.detach)?;
         let running = connect::client().await?.exec(&self.vm, &spec).await?;
         if self.detach {
-            output::line(running.pid).map(|()| 0)
+            // An agent of the version before gives no ids.
+            output::line(running.id.unwrap_or_else(|| running.pid.to_string())).map(|()| 0)
         } else {
             session::attach(running, self.exec.attach()).await
         }

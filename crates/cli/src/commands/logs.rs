@@ -1,5 +1,6 @@
 //! `dayfly logs`: shows the console, or the output of a detached program.
 
+use super::options::past;
 use crate::connect;
 use crate::terminal_text::Stranger;
 use anyhow::{Context, Result};
@@ -23,14 +24,18 @@ pub struct Args {
     /// Show only the last N lines of the output so far
     #[arg(short = 'n', long, value_name = "N")]
     tail: Option<u64>,
+    /// Show only output since this time: a time ago such as 90s or 10m, or seconds since 1970; of a
+    /// detached program
+    #[arg(long, value_name = "TIME", value_parser = past)]
+    since: Option<u64>,
     /// Pass the output to the terminal unfiltered, control sequences included
     #[arg(long)]
     raw: bool,
     /// The VM, by id or name
     vm: String,
-    /// A detached program, by the number that dayfly exec -d printed [default: the program of
+    /// A detached program, by the id that dayfly exec -d printed [default: the program of
     /// dayfly run -d, or else the console]
-    program: Option<u32>,
+    program: Option<String>,
     /// Show the console of a VM of dayfly run -d
     #[arg(long, conflicts_with = "program")]
     console: bool,
@@ -39,8 +44,9 @@ pub struct Args {
 impl Args {
     pub async fn run(self) -> Result<()> {
         let client = connect::client().await?;
-        let options = LogOptions { follow: self.follow, tail: self.tail };
-        let log = match self.program {
+        let options =
+            LogOptions { follow: self.follow, tail: self.tail, since_unix_ms: self.since };
+        let log = match &self.program {
             None => client.logs(&self.vm, self.console, options).await?,
             Some(program) => client.program_log(&self.vm, program, options).await?,
         };
@@ -67,7 +73,7 @@ impl Args {
     }
 }
 
-async fn copy(mut log: ByteStream, out: &mut Stranger<std::io::Stdout>) -> Result<()> {
+pub(super) async fn copy(mut log: ByteStream, out: &mut Stranger<std::io::Stdout>) -> Result<()> {
     while let Some(bytes) = log.next().await? {
         out.write(&bytes).context("standard output")?;
     }

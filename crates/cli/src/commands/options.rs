@@ -5,7 +5,7 @@ use dayfly_api::agent::{ExecSpec, WindowSize};
 use dayfly_api::types::Lifetime;
 use dayfly_units::{Bytes, Name};
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Size of a program's terminal if this process has no terminal.
 const DEFAULT_SIZE: WindowSize = WindowSize { rows: 24, cols: 80 };
@@ -148,6 +148,21 @@ pub fn duration(text: &str) -> Result<Duration, String> {
         _ => return Err(bad()),
     };
     number.checked_mul(unit_ms).filter(|ms| *ms > 0).map(Duration::from_millis).ok_or_else(bad)
+}
+
+/// Parses a time in the past, or a number of seconds since 1970, to milliseconds since 1970.
+pub fn past(text: &str) -> Result<u64, String> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
+    let now = u64::try_from(now).unwrap_or(u64::MAX);
+    if text == "now" {
+        return Ok(now);
+    }
+    if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
+        let ms = text.parse::<u64>().ok().and_then(|seconds| seconds.checked_mul(1000));
+        return ms.ok_or_else(|| format!("{text:?}: expected seconds since 1970"));
+    }
+    let ago = duration(text)?.as_millis();
+    Ok(now.saturating_sub(u64::try_from(ago).unwrap_or(u64::MAX)))
 }
 
 /// As [`duration`], or `0`.

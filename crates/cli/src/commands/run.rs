@@ -21,8 +21,8 @@ pub struct Args {
     #[arg(long)]
     keep: bool,
     /// Leave the program running and print the VM's id; dayfly logs VM shows its output. The VM
-    /// stays until it is stopped or removed, or for --ttl
-    #[arg(short, long, conflicts_with_all = ["keep", "rm", "interactive", "tty"])]
+    /// stays until it is removed, or for --ttl; with --rm, until the program has ended
+    #[arg(short, long, conflicts_with_all = ["keep", "interactive", "tty"])]
     detach: bool,
     /// Add the label NAME=VALUE; may be repeated
     #[arg(short, long, value_parser = label)]
@@ -60,7 +60,7 @@ impl Args {
             labels: self.label.into_iter().collect(),
             forks: 0,
             network: self.network.request(),
-            lifetime: LifetimeArgs { ttl: self.ttl, rm: false }.request(),
+            lifetime: LifetimeArgs { ttl: self.ttl, rm: self.detach && self.rm }.request(),
         };
         let entrypoint = self.entrypoint.map(|program| match program.as_str() {
             "" => Vec::new(),

@@ -126,6 +126,42 @@ impl Kill {
     }
 }
 
+/// Signals by name, as on Linux for x86-64.
+const SIGNALS: [(&str, i32); 16] = [
+    ("HUP", 1),
+    ("INT", 2),
+    ("QUIT", 3),
+    ("ABRT", 6),
+    ("KILL", 9),
+    ("USR1", 10),
+    ("SEGV", 11),
+    ("USR2", 12),
+    ("PIPE", 13),
+    ("ALRM", 14),
+    ("TERM", 15),
+    ("CHLD", 17),
+    ("CONT", 18),
+    ("STOP", 19),
+    ("TSTP", 20),
+    ("WINCH", 28),
+];
+
+/// Parses `TERM`, `SIGTERM` or `15`.
+pub(super) fn signal(text: &str) -> Result<i32, String> {
+    if let Ok(number) = text.parse::<i32>()
+        && (1..=64).contains(&number)
+    {
+        return Ok(number);
+    }
+    let name = text.to_ascii_uppercase();
+    let name = name.strip_prefix("SIG").unwrap_or(&name);
+    let found = SIGNALS.iter().find(|(known, _)| *known == name).map(|(_, number)| *number);
+    found.ok_or_else(|| {
+        let names = SIGNALS.map(|(name, _)| name).join(", ");
+        format!("{text:?}: expected a number from 1 to 64, or one of {names}")
+    })
+}
+
 /// Runs `action` for every name. Prints the names for which it succeeded, and the errors of the
 /// others. Returns the exit code: 0, or that of the last error.
 pub(super) async fn each<N: std::fmt::Display>(
@@ -147,4 +183,19 @@ pub(super) async fn each<N: std::fmt::Display>(
         }
     }
     Ok(code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_are_named_or_numbered() {
+        for text in ["TERM", "SIGTERM", "term", "15"] {
+            assert_eq!(signal(text), Ok(15), "{text}");
+        }
+        for bad in ["", "SIG", "0", "65", "-1", "NOPE"] {
+            assert!(signal(bad).is_err(), "{bad:?}");
+        }
+    }
 }

@@ -6,9 +6,9 @@ use crate::daemon::Daemon;
 use crate::http::json;
 use crate::http::relay::{self, Ended, RelayError};
 use crate::ops::create::{self, Next, Order, VmGuard};
-use crate::ops::exec::{PROGRAM, Program, explain, start};
-use crate::ops::inspect;
+use crate::ops::exec::{PROGRAM, Program, Started, explain, start};
 use crate::ops::liveness::Liveness;
+use crate::ops::{inspect, own_program, programs};
 use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, LinkError, read_frame, write_frame};
 use crate::vmm::pool::Lasting;
@@ -154,6 +154,12 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
                 Err(Gone) => return,
             };
             let vm = born.vm();
+            if detached
+                && vm.facts.auto_remove
+                && let Err(old) = programs::needs(&vm, programs::IDS, "ending it with its program")
+            {
+                return caller.fail(old).await;
+            }
             let within = daemon.config.deadlines.agent;
             let liveness = Liveness::new(&vm, request.exec.liveness_ms, within);
             let (program, lasting) = match born.take_next() {
@@ -187,7 +193,7 @@ struct Run<'a> {
 /// Runs one program for the client. `lasting` is dropped with the program's first output or its
 /// end.
 async fn serve(
-    daemon: &Daemon,
+    daemon: &Arc<Daemon>,
     vm: &Arc<Vm>,
     run: Run<'_>,
     lasting: Option<Lasting>,
@@ -198,15 +204,17 @@ async fn serve(
         Ok(started) => started,
         Err(Gone) => return,
     };
-    let (agent, pid) = match started {
+    let Started { agent, pid, id } = match started {
         Ok(started) => started,
         Err(error) => return caller.fail(error).await,
     };
     if recorded {
-        vm.update(|live| live.program = Some(pid));
+        let program = id.clone().unwrap_or_else(|| pid.to_string());
+        vm.update(|live| live.program = Some(program));
         record::note(&daemon.registry, vm).await;
+        own_program::watch(daemon, vm);
     }
-    let reply = RunReply::Started { vm: Box::new(vm.shown()), pid };
+    let reply = RunReply::Started { vm: Box::new(vm.shown()), pid, id };
     if caller.reply(&reply).await.is_err() {
         return;
     }

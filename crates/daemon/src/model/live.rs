@@ -23,9 +23,10 @@ pub struct Live {
     /// Whether its end was requested because its deadline has passed.
     #[serde(default)]
     pub expired: bool,
-    /// Process id in the guest of the detached program of the `run` that created the VM.
+    /// Id of the detached program of the `run` that created the VM; its process id if the guest's
+    /// agent gives no ids.
     #[serde(default)]
-    pub program: Option<u32>,
+    pub program: Option<String>,
     /// Microseconds from the request until the agent had its identity.
     pub ready_us: Option<u64>,
     /// Phases of its start, each with the microseconds since the request at which it ended.

@@ -8,7 +8,8 @@ use crate::ops::liveness::Liveness;
 use crate::vm::Vm;
 use crate::vmm::agent_link::{AgentLink, LinkError, read_frame};
 use dayfly_api::agent::{ExecSpec, Exit, Frame, FrameKind, Reply, Request};
-use dayfly_api::types::{ErrorCode, Progress};
+use dayfly_api::types::{ErrorCode, ExecResult, Progress};
+use dayfly_units::text::escaped;
 use std::time::Duration;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
@@ -26,11 +27,25 @@ pub enum Program {
     Asked(AgentLink),
 }
 
-/// Starts a program. Returns its connection and its process id in the guest.
+/// A program that has started.
+#[derive(Debug)]
+pub struct Started {
+    /// The connection to the guest's agent.
+    pub agent: UnixStream,
+    /// The process id in the guest.
+    pub pid: u32,
+    /// The id, if the program is detached and the agent gives ids.
+    pub id: Option<String>,
+}
+
+/// The longest id of a program that is taken from an agent, in characters.
+const ID: usize = 64;
+
+/// Starts a program.
 ///
 /// # Errors
 /// The agent's error, or that of [`explain`] if the VM ended.
-pub async fn start(daemon: &Daemon, vm: &Vm, program: Program) -> Outcome<(UnixStream, u32)> {
+pub async fn start(daemon: &Daemon, vm: &Vm, program: Program) -> Outcome<Started> {
     let doing = "starting a program";
     if matches!(&program, Program::New(spec) if spec.argv.is_empty()) {
         return Err(ApiError::invalid("exec: argv: expected a program, got nothing"));
@@ -48,7 +63,10 @@ pub async fn start(daemon: &Daemon, vm: &Vm, program: Program) -> Outcome<(UnixS
             }
         };
         match link.reply(doing).await? {
-            Reply::Started { pid } => Ok((link.into_stream(), pid)),
+            Reply::Started { pid, id } => {
+                let id = id.map(|id| escaped(&id, ID).to_string());
+                Ok(Started { agent: link.into_stream(), pid, id })
+            }
             reply => {
                 Err(LinkError::Unexpected { doing, expected: "Started", got: format!("{reply:?}") })
             }
@@ -91,6 +109,91 @@ pub async fn explain(vm: &Vm, due: &'static str) -> ApiError {
     }
 }
 
+/// The beginning of a stream.
+#[derive(Debug, Default)]
+struct Beginning {
+    bytes: Vec<u8>,
+    truncated: bool,
+}
+
+impl Beginning {
+    fn add(&mut self, more: &[u8], most: usize) {
+        let room = most.saturating_sub(self.bytes.len()).min(more.len());
+        self.bytes.extend_from_slice(&more[..room]);
+        self.truncated |= room < more.len();
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.bytes).into_owned()
+    }
+}
+
+/// Runs a program to its end. Returns how it ended, and the first `most` bytes of each of its two
+/// streams. A detached program is only started.
+///
+/// # Errors
+/// As [`start`]; or the connection ended before the program.
+pub async fn collected(
+    daemon: &Daemon,
+    vm: &Vm,
+    spec: ExecSpec,
+    most: usize,
+) -> Outcome<ExecResult> {
+    if spec.stdin {
+        return Err(ApiError::invalid(
+            "stdin: expected false: only an exec with Upgrade: dayfly-exec has input",
+        ));
+    }
+    let doing = "running a program";
+    let detach = spec.detach;
+    let liveness = Liveness::new(vm, spec.liveness_ms, daemon.config.deadlines.agent);
+    let Started { mut agent, pid, id } = start(daemon, vm, Program::New(spec)).await?;
+    if detach {
+        let program = Some(id.unwrap_or_else(|| pid.to_string()));
+        return Ok(ExecResult { program, ..ExecResult::default() });
+    }
+    let (mut out, mut err) = (Beginning::default(), Beginning::default());
+    loop {
+        match liveness.wait(read_frame(&mut agent, doing)).await? {
+            Ok(Some(Frame { kind: FrameKind::Stdout, body })) => out.add(&body, most),
+            Ok(Some(Frame { kind: FrameKind::Stderr, body })) => err.add(&body, most),
+            Ok(Some(Frame { kind: FrameKind::Exit, body })) => {
+                let exit: Exit = exit_of(&body)?;
+                return Ok(ExecResult {
+                    stdout: out.text(),
+                    stderr: err.text(),
+                    stdout_truncated: out.truncated,
+                    stderr_truncated: err.truncated,
+                    exit_code: exit.code,
+                    signal: exit.signal,
+                    timed_out: exit.timed_out,
+                    program: None,
+                });
+            }
+            other => return Err(no_exit(vm, other, doing).await),
+        }
+    }
+}
+
+fn exit_of(body: &[u8]) -> Outcome<Exit> {
+    serde_json::from_slice(body).map_err(|e| {
+        let message = format_args!("the Exit frame of the guest's agent: {e}");
+        ApiError::new(ErrorCode::Guest, message)
+    })
+}
+
+/// The error for what came instead of output or `Exit`.
+async fn no_exit(vm: &Vm, got: Result<Option<Frame>, LinkError>, doing: &'static str) -> ApiError {
+    match got {
+        Ok(Some(Frame { kind, .. })) => ApiError::new(
+            ErrorCode::Guest,
+            format_args!("the guest's agent, while {doing}: got {kind:?}"),
+        ),
+        Ok(None) | Err(LinkError::Io { .. }) => explain(vm, PROGRAM).await,
+        Err(e) => e.into(),
+    }
+}
+
 /// Runs a program to its end and sends its output as progress. Returns how it ended and the end of
 /// its standard error.
 ///
@@ -105,7 +208,7 @@ pub async fn to_its_end(
     const TAIL_BYTES: usize = 4 << 10;
     let doing = "running a program";
     let liveness = Liveness::new(vm, spec.liveness_ms, daemon.config.deadlines.agent);
-    let (mut agent, _) = start(daemon, vm, Program::New(spec)).await?;
+    let Started { mut agent, .. } = start(daemon, vm, Program::New(spec)).await?;
     let mut tail = Vec::new();
     let say = |bytes: &[u8]| {
         progress.send(Progress::Output { text: String::from_utf8_lossy(bytes).into_owned() })
@@ -119,22 +222,9 @@ pub async fn to_its_end(
                 say(&body).await;
             }
             Ok(Some(Frame { kind: FrameKind::Exit, body })) => {
-                let exit = serde_json::from_slice(&body).map_err(|e| {
-                    ApiError::new(
-                        ErrorCode::Guest,
-                        format_args!("the Exit frame of the guest's agent: {e}"),
-                    )
-                })?;
-                return Ok((exit, tail));
+                return Ok((exit_of(&body)?, tail));
             }
-            Ok(Some(Frame { kind, .. })) => {
-                return Err(ApiError::new(
-                    ErrorCode::Guest,
-                    format_args!("the guest's agent, while {doing}: got {kind:?}"),
-                ));
-            }
-            Ok(None) | Err(LinkError::Io { .. }) => return Err(explain(vm, PROGRAM).await),
-            Err(e) => return Err(e.into()),
+            other => return Err(no_exit(vm, other, doing).await),
         }
     }
 }

@@ -45,7 +45,7 @@ fn vm(run: &Path) -> std::sync::Arc<Vm> {
         }];
         live.no_snapshot = Some("x".into());
         live.deadline = Some(Deadline { boot_us: 5, unix_ms: 6 });
-        (live.expired, live.program) = (true, Some(7));
+        (live.expired, live.program) = (true, Some("7".into()));
     });
     std::fs::create_dir_all(vm.dir.path()).unwrap();
     vm

@@ -20,6 +20,7 @@ mod kernels;
 mod lazy;
 mod liar;
 mod life;
+mod lifetimes;
 mod networks;
 mod pool;
 mod ports;

@@ -55,7 +55,7 @@ async fn whole_archives_and_logs_arrive_as_they_are() {
         let (bytes, end) = if log {
             let followed = LogOptions { follow: true, ..LogOptions::default() };
             let client = Client::new(&served.socket);
-            read(client.program_log("web", 3, followed).await.unwrap()).await
+            read(client.program_log("web", "3", followed).await.unwrap()).await
         } else {
             archive(&served).await
         };

@@ -1,36 +1,79 @@
 //! Programs in guests, over an upgraded connection.
 
-use crate::base::error::Outcome;
-use crate::http::routes::extract::{Shared, Word};
+use crate::base::error::{ApiError, Outcome};
+use crate::http::routes::extract::{Json, Params, Shared, Word};
 use crate::http::routes::upgrade::{Frames, Upgrade};
 use crate::http::session;
-use axum::extract::State;
-use axum::response::Response;
+use crate::ops::exec::collected;
+use axum::extract::{FromRequest, Request, State};
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
 use dayfly_api::agent::ExecSpec;
-use dayfly_api::types::{ApiError as ErrorBody, RunReply, RunRequest};
+use dayfly_api::types::{ApiError as ErrorBody, ExecResult, RunReply, RunRequest};
+use serde::Deserialize;
 
-/// Runs a program in a VM, with `Upgrade: dayfly-exec`. After the 101 the client sends an ExecSpec
-/// in a `Request` frame. It gets a RunReply in a `Reply` frame, then output frames and `Exit`. If
+const fn usual_bytes() -> usize {
+    1 << 20
+}
+
+/// The most bytes that `max_output_bytes` may ask for.
+const MOST_BYTES: usize = 4 << 20;
+
+/// Options of an exec without an upgrade.
+#[derive(Debug, Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+pub struct ExecParams {
+    /// The most bytes of each of the two streams that are returned, up to 4 MiB; 1 MiB if not
+    /// given. The rest is discarded.
+    #[serde(default = "usual_bytes")]
+    max_output_bytes: usize,
+}
+
+/// Runs a program in a VM. The ExecSpec is the body, and the answer is an ExecResult when the
+/// program has ended; if the client goes away before, the program is killed. A detached program is
+/// answered at once. Or with `Upgrade: dayfly-exec`: after the 101 the client sends an ExecSpec in
+/// a `Request` frame. It gets a RunReply in a `Reply` frame, then output frames and `Exit`. If
 /// the VM ends before the program, the last frame is a `Reply` with `failed` instead.
 #[utoipa::path(
     post,
     operation_id = "exec_in_vm",
     path = "/v1/vms/{vm}/exec",
-    params(("vm" = String, Path)),
-    request_body(content = ExecSpec, description = "as a Request frame after the upgrade"),
+    params(("vm" = String, Path), ExecParams),
+    request_body(content = ExecSpec,
+        description = "as the body, or as a Request frame after the upgrade"),
     responses(
-        (status = 101, body = RunReply), (status = 400, body = ErrorBody),
-        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)
+        (status = 101, body = RunReply), (status = 200, body = ExecResult),
+        (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody), (status = 422, body = ErrorBody),
+        (status = 502, body = ErrorBody), (status = 504, body = ErrorBody),
+        (status = 507, body = ErrorBody)
     )
 )]
 pub async fn exec(
     State(daemon): Shared,
     Word(word): Word,
-    upgrade: Upgrade<Frames>,
+    upgrade: Result<Upgrade<Frames>, ApiError>,
+    Params(params): Params<ExecParams>,
+    request: Request,
 ) -> Outcome<Response> {
     let vm = daemon.registry.find(&word)?;
     vm.serves("run a program in")?;
-    Ok(upgrade.then(move |client| session::exec(daemon, vm, client)))
+    match upgrade {
+        Ok(upgrade) => Ok(upgrade.then(move |client| session::exec(daemon, vm, client))),
+        Err(refused) if request.headers().contains_key(header::UPGRADE) => Err(refused),
+        Err(_) => {
+            let most = params.max_output_bytes;
+            if most > MOST_BYTES {
+                return Err(ApiError::invalid(format_args!(
+                    "max_output_bytes: expected at most {MOST_BYTES}, got {most}"
+                )));
+            }
+            let Json(spec) = Json::<ExecSpec>::from_request(request, &()).await?;
+            let work = collected(&daemon, &vm, spec, most);
+            let done = daemon.stop.run_until_cancelled(work).await;
+            Ok(axum::Json(done.ok_or_else(ApiError::stopping)??).into_response())
+        }
+    }
 }
 
 /// Clones (or boots) a VM, runs a program in it, and removes it: as exec, with a RunRequest in the

@@ -27,7 +27,7 @@ fn json(kind: FrameKind, body: &impl serde::Serialize) -> Vec<u8> {
 /// whose kernel has hung. It goes on once it was asked `questions` times.
 async fn silent(listener: UnixListener, questions: usize) {
     let mut program = asked(&listener).await;
-    let started = json(FrameKind::Reply, &Reply::Started { pid: 5 });
+    let started = json(FrameKind::Reply, &Reply::Started { pid: 5, id: None });
     let line = encode(FrameKind::Stdout, b"one\n");
     program.write_all(&[started, line].concat()).await.unwrap();
     let mut unanswered = Vec::new();
@@ -70,4 +70,48 @@ async fn exec_in_a_guest_that_answers_no_more_ends_with_an_error() {
     }
     // After one missing answer the program may still end.
     assert_eq!(end_with(1).await.unwrap(), Some(3));
+}
+
+#[tokio::test]
+async fn a_program_s_output_and_end_come_in_one_answer() {
+    let served = served_within(Deadlines::default());
+    let (_vm, listener) = running(&served, "web");
+    let (has_begun, begun) = tokio::sync::oneshot::channel();
+    let agent = tokio::spawn(async move {
+        let mut program = asked(&listener).await;
+        let started = json(FrameKind::Reply, &Reply::Started { pid: 5, id: None });
+        let out = encode(FrameKind::Stdout, b"12345\xff");
+        let err = encode(FrameKind::Stderr, b"e");
+        let exit = Exit { code: Some(3), signal: None, timed_out: false };
+        let exit = json(FrameKind::Exit, &exit);
+        program.write_all(&[started, out.clone(), err, out, exit].concat()).await.unwrap();
+        let mut detached = asked(&listener).await;
+        let started = Reply::Started { pid: 6, id: Some("0123456789ab".into()) };
+        detached.write_all(&json(FrameKind::Reply, &started)).await.unwrap();
+        // The client that goes away ends its program.
+        let mut program = asked(&listener).await;
+        let started = Reply::Started { pid: 7, id: None };
+        program.write_all(&json(FrameKind::Reply, &started)).await.unwrap();
+        has_begun.send(()).unwrap();
+        assert_eq!(program.read(&mut [0]).await.unwrap(), 0);
+    });
+    let client = Client::new(&served.socket);
+    let spec = ExecSpec { argv: vec!["p".into()], ..ExecSpec::default() };
+    let result = client.exec_to_end("web", &spec, 8).await.unwrap();
+    assert_eq!((result.stdout.as_str(), result.stderr.as_str()), ("12345\u{fffd}12", "e"));
+    assert_eq!((result.stdout_truncated, result.stderr_truncated), (true, false));
+    assert_eq!((result.exit_code, result.signal, result.timed_out), (Some(3), None, false));
+    let detached = ExecSpec { detach: true, ..spec.clone() };
+    let result = client.exec_to_end("web", &detached, 8).await.unwrap();
+    assert_eq!(result.program.as_deref(), Some("0123456789ab"));
+    let with_input = ExecSpec { stdin: true, ..spec.clone() };
+    for (spec, most) in [(&with_input, 8), (&ExecSpec::default(), 8), (&spec, 5 << 20)] {
+        let refused = client.exec_to_end("web", spec, most).await.unwrap_err();
+        assert_eq!(refused.code(), Some(ErrorCode::Invalid), "{refused}");
+    }
+    let going = tokio::spawn(async move { client.exec_to_end("web", &spec, 8).await.map(drop) });
+    begun.await.unwrap();
+    going.abort();
+    let ended = tokio::time::timeout(Duration::from_secs(60), agent).await;
+    ended.expect("the program runs on without its client").unwrap();
 }

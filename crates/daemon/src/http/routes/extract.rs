@@ -80,6 +80,18 @@ impl<S: Send + Sync> FromRequestParts<S> for Named {
     }
 }
 
+/// Extracts the words in a path that name a VM and something in it.
+pub struct Words(pub String, pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Words {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Outcome<Self> {
+        let path = Path::<(String, String)>::from_request_parts(parts, state).await;
+        path.map(|Path((vm, word))| Self(vm, word)).map_err(|e| ApiError::invalid(e.body_text()))
+    }
+}
+
 /// Extracts the word in a path that names a VM: its id, the start of its id, or its name.
 pub struct Word(pub String);
 

@@ -4,6 +4,7 @@ use crate::base::error::{ApiError, Outcome, blocking};
 use crate::daemon::Daemon;
 use crate::http::routes::agent_body::AgentBody;
 use crate::http::routes::extract::{Params, Shared, Word};
+use crate::ops::programs;
 use crate::vm::Vm;
 use crate::vmm::agent_link::AgentLink;
 use crate::vmm::console::Console;
@@ -30,12 +31,14 @@ pub struct LogParams {
     /// Follow the output until the VM ends, or until no process can write to it any more.
     #[serde(default)]
     follow: bool,
-    /// The output of the detached program with this process id in the guest. The guest's agent
+    /// The output of the detached program with this id or process id. The guest's agent
     /// keeps the newest 256 KiB of each of 32 programs. Without it: the program of the `run` that
     /// created the VM, if that is detached, or else the console.
-    program: Option<u32>,
-    /// Only the last lines of the output so far. Not of a program yet.
+    program: Option<String>,
+    /// Only the last lines of the output so far.
     tail: Option<u64>,
+    /// Only output since this time, to a second. Only of a program: a console has no times.
+    since_unix_ms: Option<u64>,
     /// The console, also of a VM with such a program.
     #[serde(default)]
     console: bool,
@@ -56,20 +59,27 @@ pub struct LogParams {
 pub async fn logs(
     State(daemon): Shared,
     Word(word): Word,
-    Params(LogParams { follow, program, tail, console: of_console }): Params<LogParams>,
+    Params(params): Params<LogParams>,
     headers: HeaderMap,
 ) -> Outcome<Response> {
+    let LogParams { follow, program, tail, since_unix_ms, console: of_console } = params;
     let vm = daemon.registry.find(&word)?;
     if of_console && program.is_some() {
         return Err(ApiError::invalid("console, program: expected at most one of them"));
     }
     let own = || vm.live().program.filter(|_| !of_console);
     match program.or_else(own) {
+        None if since_unix_ms.is_some() => Err(ApiError::invalid(
+            "since_unix_ms: expected a program: the lines of a console have no times; use tail",
+        )),
         None => {
             let body = console(vm, follow, tail).await?;
             Ok(([(header::CONTENT_TYPE, TEXT)], body).into_response())
         }
-        Some(pid) => of_program(&daemon, vm, pid, follow, &headers).await,
+        Some(program) => {
+            let excerpt = Excerpt { follow, tail, since_unix_ms };
+            of_program(&daemon, vm, program, excerpt, &headers).await
+        }
     }
 }
 
@@ -129,17 +139,45 @@ impl Tail {
     }
 }
 
+/// Which excerpt of a program's output.
+struct Excerpt {
+    follow: bool,
+    tail: Option<u64>,
+    since_unix_ms: Option<u64>,
+}
+
+/// The request to the agent. Agents of the version before know only process ids.
+///
+/// # Errors
+/// The agent is too old for what is asked.
+fn request(vm: &Vm, word: String, excerpt: &Excerpt) -> Outcome<Request> {
+    let Excerpt { follow, tail, since_unix_ms } = *excerpt;
+    match word.parse() {
+        Ok(pid) if tail.is_none() && since_unix_ms.is_none() => {
+            let old = programs::needs(vm, programs::IDS, DOING).is_err();
+            // An id may consist of decimal digits.
+            let program = (!old).then_some(word);
+            Ok(Request::Log { pid, follow, program, tail, since_unix_ms })
+        }
+        _ => {
+            programs::needs(vm, programs::IDS, DOING)?;
+            Ok(Request::Log { pid: 0, follow, program: Some(word), tail, since_unix_ms })
+        }
+    }
+}
+
+const DOING: &str = "reading a program's output";
+
 async fn of_program(
     daemon: &Daemon,
     vm: Arc<Vm>,
-    pid: u32,
-    follow: bool,
+    word: String,
+    excerpt: Excerpt,
     headers: &HeaderMap,
 ) -> Outcome<Response> {
-    const DOING: &str = "reading a program's output";
     vm.serves("read what a program wrote in")?;
     let mut link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
-    link.send(&Request::Log { pid, follow }, DOING).await?;
+    link.send(&request(&vm, word, &excerpt)?, DOING).await?;
     match link.reply(DOING).await? {
         Reply::Ok => {}
         reply => {
@@ -148,6 +186,6 @@ async fn of_program(
         }
     }
     // A program that is followed may be silent for as long as it likes.
-    let silence = (!follow).then_some(daemon.config.deadlines.agent);
+    let silence = (!excerpt.follow).then_some(daemon.config.deadlines.agent);
     Ok(AgentBody::new(link.into_stream(), vm, DOING, silence).answer(TEXT, headers))
 }

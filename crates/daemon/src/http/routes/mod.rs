@@ -17,6 +17,7 @@ mod kernels;
 mod logs;
 mod metrics;
 mod ports;
+mod programs;
 mod snapshots;
 mod store;
 mod upgrade;
@@ -77,6 +78,10 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(vms::fork))
         .routes(routes!(events::events))
         .routes(routes!(logs::logs))
+        .routes(routes!(programs::list))
+        .routes(routes!(programs::inspect, programs::remove))
+        .routes(routes!(programs::kill))
+        .routes(routes!(programs::wait))
         .routes(routes!(archive::read, archive::write))
         .routes(routes!(exec::exec))
         .routes(routes!(exec::run))

@@ -146,7 +146,7 @@ async fn errors_are_json_with_their_status() {
         ("POST", "/v1/vms", "{", 400, ErrorCode::Invalid),
         ("POST", "/v1/vms", r#"{"source":{"snapshot":"none"}}"#, 404, ErrorCode::NotFound),
         ("POST", "/v1/run", "", 400, ErrorCode::Invalid),
-        ("POST", "/v1/vms/missing/exec", "", 400, ErrorCode::Invalid),
+        ("POST", "/v1/vms/missing/exec", "", 404, ErrorCode::NotFound),
         ("POST", "/v1/connect", "", 400, ErrorCode::Invalid),
         ("GET", "/v1/vms/missing/ports/5000", "", 400, ErrorCode::Invalid),
         ("GET", "/v1/vms/missing/ports/x", "", 400, ErrorCode::Invalid),
