@@ -33,7 +33,7 @@ const AGENT: &str = concat!("dayfly/", env!("CARGO_PKG_VERSION"));
 #[derive(Debug, Clone, Copy)]
 pub struct Timeouts {
     /// For the name's resolution, the connection and the TLS handshake together; and for the
-    /// answer that tells whether an insecure registry has TLS.
+    /// answer that shows whether an insecure registry has TLS.
     pub connect: Duration,
     /// For the head of an answer, and between two pieces of a body. A slow body has no limit.
     pub silence: Duration,

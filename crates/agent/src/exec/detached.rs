@@ -192,10 +192,10 @@ impl Logs {
             kept: Mutex::default(),
             more: Condvar::new(),
         });
-        if logs.len() >= MOST_LOGS {
-            if let Some(old) = dispensable(&logs).and_then(|at| logs.remove(at)) {
-                old.drop_all();
-            }
+        if logs.len() >= MOST_LOGS
+            && let Some(old) = dispensable(&logs).and_then(|at| logs.remove(at))
+        {
+            old.drop_all();
         }
         logs.push_back(Arc::clone(&log));
         drop(logs);

@@ -185,6 +185,6 @@ mod tests {
         let text =
             "# x\nnameserver 192.0.2.53\n nameserver ::1 \nnameserver\nsearch a\nnameserver x";
         assert_eq!(listed(text), [Ipv4Addr::new(192, 0, 2, 53)]);
-        assert_eq!(listed("nameserver 2001:db8::1\n"), []);
+        assert!(listed("nameserver 2001:db8::1\n").is_empty());
     }
 }

@@ -200,7 +200,8 @@ async fn concurrent_pulls_of_a_blob_fetch_it_once() {
         first.blob(&image, &wanted, &cache, &done),
         second.blob(&image, &wanted, &cache, &done)
     );
-    (one.unwrap(), two.unwrap());
+    one.unwrap();
+    two.unwrap();
     assert_eq!(done.load(Ordering::Relaxed), 2 * wanted.size);
     assert_eq!(server.asked().len(), 1);
 }

@@ -4,7 +4,6 @@ use crate::base::error::Outcome;
 use crate::base::progress::ProgressSender;
 use crate::base::time::Asked;
 use crate::model::state::Phase;
-use crate::ops::awake::awake;
 use crate::ops::create::harness::{ASKED, MEMORY_BYTES, Room, WITHIN, until};
 use crate::ops::create::last_lines::console_tail;
 use crate::ops::create::{Order, create};
@@ -143,13 +142,7 @@ async fn a_fork_that_cannot_be_says_why_and_leaves_the_vm_as_it_was() {
     // It runs for the fork, and is paused again.
     let (children, _) = forked(&room, &parent, 1).await;
     until("it is paused again", || parent.phase() == Phase::Paused).await;
-    // Unpaused while it runs for a fork, it stays so.
-    let for_a_fork = awake(&room.daemon, &parent).await.unwrap();
     power::unpause(&room.daemon, &parent).await.unwrap();
-    drop(for_a_fork);
-    // A pause that was due would have its turn before this one.
-    power::unpause(&room.daemon, &parent).await.unwrap();
-    assert_eq!(parent.phase(), Phase::Running);
     says(&children[0], "verify ok seed 9\nready").await;
     parent.update(|live| live.no_snapshot = Some("for a test".to_owned()));
     assert!(refused(ASKED).await.message.contains("for a test"));

@@ -1,6 +1,8 @@
 //! VMMs that are late, and clients that do not wait for them: the task that works keeps the locks.
 
 use crate::base::time::Asked;
+use crate::model::state::Phase;
+use crate::ops::awake::awake;
 use crate::ops::create::forking::{end, forked, generations, says};
 use crate::ops::create::harness::{Room, until};
 use crate::ops::fork::fork;
@@ -13,6 +15,7 @@ use dayfly_vmm::control::{Answer, Command};
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// A room without warm VMMs.
 async fn room() -> Room {
@@ -55,6 +58,39 @@ async fn a_pause_with_a_late_answer_is_settled_by_the_answer() {
     assert_eq!((said, vm.shown().state), (true, dayfly_api::types::VmState::Paused));
     power::unpause(&room.daemon, &vm).await.unwrap();
     assert!(!is_paused(&room, &vm).await);
+    end(&room, &vm).await;
+}
+
+#[tokio::test]
+async fn a_vm_that_runs_for_a_snapshot_is_paused_again_unless_it_was_unpaused() {
+    let room = room().await;
+    let vm = room.create(&"parent".parse().unwrap()).await.unwrap().keep();
+    let daemon = &room.daemon;
+    power::pause(daemon, &vm).await.unwrap();
+    drop(awake(daemon, &vm).await.unwrap());
+    until("it is paused again", || vm.phase() == Phase::Paused).await;
+
+    // Its caller goes away before the VMM answers.
+    signal(&vm, Signal::STOP);
+    tokio::select! {
+        biased;
+        _ = awake(daemon, &vm) => panic!("a stopped VMM answered"),
+        () = std::future::ready(()) => {}
+    }
+    signal(&vm, Signal::CONT);
+    // The abandoned unpause has its turn, if it got that far, and then the pause.
+    until("no pause is due", || !vm.pause_due.load(Relaxed)).await;
+    drop(vm.take_turn(daemon.config.deadlines.save).await.unwrap());
+    until("no pause is due", || !vm.pause_due.load(Relaxed)).await;
+    until("it is paused again", || vm.phase() == Phase::Paused).await;
+
+    let for_a_snapshot = awake(daemon, &vm).await.unwrap();
+    power::unpause(daemon, &vm).await.unwrap();
+    drop(for_a_snapshot);
+    // Ends when no pause is due any more.
+    daemon.undo.close();
+    daemon.undo.wait().await;
+    assert_eq!((vm.phase(), is_paused(&room, &vm).await), (Phase::Running, false));
     end(&room, &vm).await;
 }
 
