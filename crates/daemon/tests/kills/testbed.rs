@@ -214,7 +214,8 @@ impl Testbed {
         Ok(self.daemon.as_ref().context("no daemon runs")?.id())
     }
 
-    fn log_file(&self) -> PathBuf {
+    /// What the daemons have logged.
+    pub fn log_file(&self) -> PathBuf {
         self.folder.path().join("log")
     }
 
