@@ -303,8 +303,9 @@ fn walked(reader: PageReader, policy: Policy, seed: u32) -> (u32, Option<String>
         assert!(vmm.cause().is_some(), "wrong bytes in frame {frame}, and no clone was killed");
         break;
     }
-    drop(guest);
+    // Before the memory is unmapped: the pager may still release it, and reports it missing.
     let cause = vmm.cause();
+    drop(guest);
     drop(vmm);
     room.end();
     (right, cause)
