@@ -167,14 +167,13 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
                 None => (Program::New(request.exec), None),
             };
             let last = !request.keep;
-            // Kept once its record names the program, which may be what ends the VM.
-            let kept = (request.keep && detached).then_some(());
             if request.keep && !detached {
                 let _lives_on = born.keep();
             } else {
                 guard = Some(born);
             }
-            let kept = kept.map(|()| &mut guard);
+            // A detached program may be what ends the VM: kept once the VM's record names it.
+            let kept = if request.keep && detached { Some(&mut guard) } else { None };
             let run = Run { program, liveness, last, kept };
             serve(&daemon, &vm, run, lasting, &mut caller).await;
         } => {}

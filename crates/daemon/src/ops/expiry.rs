@@ -49,7 +49,8 @@ pub fn begin(daemon: &Arc<Daemon>, vm: &Arc<Vm>, lifetime: Lifetime) {
     }
 }
 
-/// The lifetime of a clone for which the guest of `vm` asks: it ends with `vm` at the latest.
+/// The lifetime of a clone for which the guest of `vm` asks: what `vm` has left now. It counts from
+/// the clone's readiness, so the clone ends later than `vm` by as long as the fork takes.
 #[must_use]
 pub fn inherited(vm: &Vm) -> Lifetime {
     let left_ms = |deadline: Deadline| (deadline.left_us(boottime_us()) / 1000).max(1);

@@ -197,7 +197,7 @@ async fn forked(
             "{count} more clones so soon: expected a pause of {ms} ms"
         )));
     }
-    // A guest must not outlive its time to live by a clone.
+    // Else a guest could extend its time to live by a clone.
     let lifetime = expiry::inherited(vm);
     let (labels, name, template) = (BTreeMap::new(), None, None);
     let request = ForkRequest { count, name, labels, forks: 0, lifetime, template };
