@@ -20,8 +20,11 @@ use std::time::{Duration, Instant};
 const FOLDER: &str = "etc/dayfly/clone.d";
 /// Maximum number of hooks.
 const MOST: usize = 64;
-/// Time limit for all hooks together; the host waits longer for the identity.
-const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Time limit for all hooks together: two thirds of the time that the host waits for the identity.
+fn limit(identity: &Identity) -> Duration {
+    identity.answer_time() * 2 / 3
+}
 
 /// The hooks below `root`, in order.
 fn find(root: &Path) -> Result<Vec<PathBuf>, String> {
@@ -56,7 +59,8 @@ fn find(root: &Path) -> Result<Vec<PathBuf>, String> {
 /// # Errors
 /// The hook that failed, and its failure; later hooks did not run.
 pub fn run(programs: &Programs, identity: &Identity) -> Result<(), String> {
-    let until = Instant::now() + TIMEOUT;
+    let limit = limit(identity);
+    let until = Instant::now() + limit;
     for hook in find(&programs.root)? {
         let shown = hook.display().to_string();
         let env = [
@@ -81,7 +85,7 @@ pub fn run(programs: &Programs, identity: &Identity) -> Result<(), String> {
         let exit = exec::run_alone(programs, &spec, until).map_err(|e| e.to_string())?;
         match (exit.code, exit.signal) {
             _ if exit.timed_out => {
-                return Err(format!("{shown}: all hooks took longer than {} s", TIMEOUT.as_secs()));
+                return Err(format!("{shown}: all hooks took longer than {limit:.1?}"));
             }
             (Some(0), _) => {}
             (Some(code), _) => return Err(format!("{shown}: expected exit code 0, got {code}")),

@@ -42,6 +42,18 @@ fn identity(number: u32) -> Identity {
         entropy: String::new(),
         number,
         network: None,
+        answer_ms: None,
+    }
+}
+
+#[test]
+fn hooks_may_take_two_thirds_of_the_time_that_the_host_waits() {
+    let (_root, programs) = machine(&[("10-slow", 0o755, "sleep 3600")]);
+    let error = run(&programs, &Identity { answer_ms: Some(0), ..identity(0) }).unwrap_err();
+    assert!(error.ends_with("10-slow: all hooks took longer than 666.7ms"), "{error}");
+    for (answer_ms, seconds) in [(None, 20), (Some(120_000), 80)] {
+        let identity = Identity { answer_ms, ..identity(0) };
+        assert_eq!(limit(&identity), Duration::from_secs(seconds));
     }
 }
 

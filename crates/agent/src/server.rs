@@ -345,6 +345,7 @@ impl Agent {
     /// Takes on an identity that the gate has admitted, and reports the result to the gate, even
     /// after a panic.
     fn become_machine(&self, identity: &Identity, own: u64) -> Reply {
+        self.programs.watchers.wait_for(identity);
         let hooks = || hooks::run(&self.programs, identity);
         let become_machine =
             || identity::take_on(self.kernel.as_ref(), &self.root, identity, hooks);

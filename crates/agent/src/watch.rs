@@ -14,6 +14,7 @@
 //! A program watches as long as its connection is open. If a program does not send `go` in time,
 //! the fork fails with an error.
 
+use dayfly_api::agent::{ANSWER_MS, Identity};
 use dayfly_units::sync::lock;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -25,8 +26,9 @@ use std::time::{Duration, Instant};
 
 /// Maximum number of watching programs.
 const MOST: usize = 64;
-/// Time limit for all programs together to send `go`; the host waits longer.
-const TIMEOUT: Duration = Duration::from_secs(10);
+/// Time limit for all programs together to send `go`, a third of the time that a host waits for
+/// the agent, until an identity gives that of this host.
+const TIMEOUT: Duration = Duration::from_millis(ANSWER_MS / 3);
 /// Time limit for a write to a program that does not read.
 const WRITE_TIMEOUT: Duration = Duration::from_millis(100);
 /// Real-time signals that libc does not reserve.
@@ -62,12 +64,12 @@ struct Watcher {
 pub struct Watchers {
     all: Mutex<Vec<Watcher>>,
     /// As [`TIMEOUT`].
-    timeout: Duration,
+    timeout: Mutex<Duration>,
 }
 
 impl Default for Watchers {
     fn default() -> Self {
-        Self { all: Mutex::default(), timeout: TIMEOUT }
+        Self { all: Mutex::default(), timeout: Mutex::new(TIMEOUT) }
     }
 }
 
@@ -161,6 +163,11 @@ impl Watchers {
         Ok(())
     }
 
+    /// Takes over how long the host that gave `identity` waits.
+    pub fn wait_for(&self, identity: &Identity) {
+        *lock(&self.timeout) = identity.answer_time() / 3;
+    }
+
     /// Informs programs with a barrier of the coming fork, and waits for their `go`.
     ///
     /// # Errors
@@ -168,12 +175,13 @@ impl Watchers {
     pub fn hold(&self) -> Result<(), String> {
         let mut all = self.all();
         all.retain(Watcher::is_there);
-        let until = Instant::now() + self.timeout;
+        let timeout = *lock(&self.timeout);
+        let until = Instant::now() + timeout;
         for watcher in all.iter_mut().filter(|watcher| watcher.barrier) {
             watcher.waits = watcher.send("fork");
         }
         let mut waiting = all.iter_mut().filter(|watcher| watcher.waits);
-        let result = waiting.try_for_each(|watcher| watcher.go(until, self.timeout));
+        let result = waiting.try_for_each(|watcher| watcher.go(until, timeout));
         drop(all);
         if result.is_err() {
             self.release(Is::Parent);

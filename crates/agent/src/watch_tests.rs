@@ -39,7 +39,8 @@ fn quiet(program: &BufReader<UnixStream>) -> bool {
 #[test]
 fn those_with_a_barrier_are_waited_for_and_all_learn_what_the_machine_is() {
     // A thread of a busy host may stand still for seconds.
-    let watchers = Watchers { timeout: Duration::from_secs(240), ..Watchers::default() };
+    let watchers =
+        Watchers { timeout: Mutex::new(Duration::from_secs(240)), ..Watchers::default() };
     let mut plain = watch(&watchers, "").unwrap();
     let (mut held, agent) = watch_and_agent(&watchers, "barrier").unwrap();
     let said = AtomicBool::new(false);
@@ -87,11 +88,26 @@ fn a_program_that_does_not_say_go_prevents_the_fork() {
     drop(second);
     watchers.hold().unwrap();
 
-    let watchers = Watchers { timeout: Duration::from_millis(20), ..Watchers::default() };
+    let watchers =
+        Watchers { timeout: Mutex::new(Duration::from_millis(20)), ..Watchers::default() };
     let late = watch(&watchers, "barrier").unwrap();
     late.get_ref().write_all(b"go").unwrap();
     assert_eq!(watchers.hold().unwrap_err(), format!("process {pid}: no `go` within 0.02 s"));
-    assert_eq!(Watchers::default().timeout, TIMEOUT);
+    let watchers = Watchers::default();
+    assert_eq!(*watchers.timeout.lock().unwrap(), Duration::from_secs(10));
+    for (answer_ms, seconds) in [(Some(120_000), 40), (None, 10), (Some(u64::MAX), 1_200)] {
+        let identity = Identity {
+            hostname: "fly".into(),
+            machine_id: "a".repeat(32),
+            wall_clock_ns: 1,
+            entropy: String::new(),
+            number: 0,
+            network: None,
+            answer_ms,
+        };
+        watchers.wait_for(&identity);
+        assert_eq!(*watchers.timeout.lock().unwrap(), Duration::from_secs(seconds));
+    }
 }
 
 #[test]

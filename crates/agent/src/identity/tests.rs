@@ -58,6 +58,7 @@ fn identity(name: &str, digit: char) -> Identity {
         entropy: "5A".repeat(64),
         number: 0,
         network: None,
+        answer_ms: None,
     }
 }
 

@@ -151,6 +151,7 @@ pub fn identity(name: &str, digit: char) -> Identity {
         entropy: "a5".repeat(64),
         number: 0,
         network: None,
+        answer_ms: None,
     }
 }
 

@@ -192,6 +192,23 @@ pub struct Identity {
     /// configuration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<NetworkIdentity>,
+    /// How long this host waits for an answer of the agent, in milliseconds. The agent's own time
+    /// limits, for hooks and for programs with a barrier, are parts of it. If `None`, as from older
+    /// hosts, [`ANSWER_MS`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub answer_ms: Option<u64>,
+}
+
+/// How long a host waits for an answer of the agent if it does not say so, in milliseconds.
+pub const ANSWER_MS: u64 = 30_000;
+
+impl Identity {
+    /// How long the host waits for an answer of the agent: `answer_ms`, within 1 s and 1 h.
+    #[must_use]
+    pub fn answer_time(&self) -> std::time::Duration {
+        let ms = self.answer_ms.unwrap_or(ANSWER_MS).clamp(1_000, 3_600_000);
+        std::time::Duration::from_millis(ms)
+    }
 }
 
 /// The domain of VM names. The VMs' nameserver answers for it, and the agent makes it a guest's

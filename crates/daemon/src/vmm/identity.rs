@@ -55,6 +55,7 @@ pub async fn give(
             entropy: hex::encode(random::<ENTROPY_BYTES>()),
             number: vm.facts.fork.number,
             network: vm.attachment(|attachment| attachment.identity()),
+            answer_ms: u64::try_from(within.as_millis()).ok(),
         }
     })
     .await
