@@ -10,6 +10,7 @@
 mod call;
 mod error;
 mod exec;
+mod lists;
 mod outputs;
 mod port;
 mod stream;
@@ -17,6 +18,7 @@ mod stream;
 pub use call::{Body, Client, empty_body, stream_body};
 pub use error::ClientError;
 pub use exec::{Exec, ExecEvent, ExecInput, ExecOutput, Finished};
+pub use lists::VmQuery;
 pub use outputs::{EventQuery, LogOptions};
 pub use port::Connection;
 pub use stream::{ByteStream, EventStream, MAX_LINE_BYTES, ProgressStream};
@@ -179,7 +181,15 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn vms(&self, all: bool) -> Result<Vec<Vm>> {
-        self.list(&format!("/v1/vms?all={all}")).await
+        self.vms_with(&VmQuery { all, ..VmQuery::default() }).await
+    }
+
+    /// Lists the VMs that `query` is about, the oldest first.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn vms_with(&self, query: &VmQuery) -> Result<Vec<Vm>> {
+        self.list(&query.path()).await
     }
 
     /// Creates and starts a VM. The daemon answers when the VM's agent has its identity.
@@ -381,7 +391,8 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn leaks(&self) -> Result<Vec<Leak>> {
-        self.list("/v1/leaks").await
+        let list: List<Leak> = self.json(Method::GET, "/v1/leaks".into(), empty_body()).await?;
+        Ok(list.items)
     }
 
     /// Removes the leftovers of a crash, and lists what was removed.
@@ -443,11 +454,6 @@ impl Client {
     pub async fn metrics(&self) -> Result<String> {
         let text = self.short(Method::GET, "/metrics", empty_body()).await?;
         Ok(String::from_utf8_lossy(&text).into_owned())
-    }
-
-    async fn list<T: serde::de::DeserializeOwned>(&self, path: &str) -> Result<Vec<T>> {
-        let list: List<T> = self.json(Method::GET, path.to_owned(), empty_body()).await?;
-        Ok(list.items)
     }
 }
 

@@ -46,9 +46,23 @@ pub use vms::{
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(ToSchema))]
 pub struct List<T> {
-    /// The items of the list.
+    /// The items of the list, or of one page of it.
     pub items: Vec<T>,
+    /// The `cursor` of the next page; absent on the last one, and if the request had no `limit`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next: Option<String>,
 }
+
+impl<T> List<T> {
+    /// A whole list.
+    #[must_use]
+    pub const fn whole(items: Vec<T>) -> Self {
+        Self { items, next: None }
+    }
+}
+
+/// The largest `limit` of a page: a number of items.
+pub const MAX_PAGE_ITEMS: usize = 1000;
 
 /// The longest JSON body that the daemon reads, in bytes.
 pub const MAX_JSON_BYTES: usize = 1 << 20;

@@ -265,3 +265,20 @@ wire! {
         pub force: bool,
     }
 }
+
+impl VmState {
+    /// All states with their names.
+    pub const ALL: [(Self, &'static str); 5] = [
+        (Self::Starting, "starting"),
+        (Self::Running, "running"),
+        (Self::Paused, "paused"),
+        (Self::Exited, "exited"),
+        (Self::Unknown, "unknown"),
+    ];
+
+    /// The state's name, as in JSON.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(state, _)| *state == self).map_or("unknown", |(_, name)| name)
+    }
+}

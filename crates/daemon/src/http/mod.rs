@@ -1,8 +1,10 @@
 //! The HTTP API, and connections that have left HTTP by an upgrade.
 
 pub mod json;
+pub mod listing;
 pub mod ndjson;
 pub mod ports;
+pub mod query;
 pub mod relay;
 pub mod routes;
 pub mod session;

@@ -5,6 +5,7 @@ pub mod disk;
 pub mod events;
 pub mod exit;
 pub mod facts;
+pub mod filter;
 pub mod live;
 pub mod program;
 pub mod state;

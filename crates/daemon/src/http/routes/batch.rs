@@ -89,7 +89,7 @@ pub async fn create(
     };
     batch.iter().try_for_each(|batch| batch.commit()).map_err(ApiError::internal)?;
     let items = guards.into_iter().map(|guard| guard.keep().shown()).collect();
-    Ok((StatusCode::CREATED, axum::Json(List { items })))
+    Ok((StatusCode::CREATED, axum::Json(List::whole(items))))
 }
 
 /// Removes many VMs. The answer comes when the memory of all is free. If one cannot be removed, the

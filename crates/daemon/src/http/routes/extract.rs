@@ -2,9 +2,9 @@
 
 use crate::base::error::{ApiError, Outcome};
 use crate::daemon::Daemon;
-use crate::http::json;
+use crate::http::{json, query};
 use axum::body::Bytes;
-use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::extract::{FromRequest, FromRequestParts, Path, Request};
 use axum::http::request::Parts;
 use dayfly_api::types::MAX_JSON_BYTES;
 use dayfly_units::Name;
@@ -62,9 +62,8 @@ pub struct Params<T>(pub T);
 impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, state: &S) -> Outcome<Self> {
-        let query = Query::<T>::from_request_parts(parts, state).await;
-        query.map(|Query(t)| Self(t)).map_err(|e| ApiError::invalid(e.body_text()))
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Outcome<Self> {
+        query::decoded(parts.uri.query().unwrap_or_default()).map(Self)
     }
 }
 

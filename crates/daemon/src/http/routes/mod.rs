@@ -133,6 +133,8 @@ pub fn router(daemon: Arc<Daemon>) -> serde_json::Result<Router> {
 }
 
 #[cfg(test)]
+mod list_tests;
+#[cfg(test)]
 mod store_tests;
 #[cfg(test)]
 mod tests;
