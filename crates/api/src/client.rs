@@ -5,12 +5,14 @@
 //! [`Connection`]. Dropping that value closes the connection, by which the daemon detects that the
 //! caller no longer waits.
 //!
-//! This module does not retry, does not start a daemon, and prints nothing.
+//! A call that creates something is sent once more, with the same key, if its connection breaks.
+//! This module retries nothing else, does not start a daemon, and prints nothing.
 
 mod call;
 mod error;
 mod exec;
 mod lists;
+mod once;
 mod outputs;
 mod port;
 mod stream;
@@ -172,8 +174,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`] before the stream begins; later failures are reported in the stream.
     pub async fn bake(&self, request: &BakeRequest) -> Result<ProgressStream> {
-        let answer = self.call(Method::POST, "/v1/bake", call::json_body(request)?).await?;
-        Ok(ProgressStream::new(answer))
+        self.progress_once("/v1/bake", request).await
     }
 
     /// Lists the running VMs, or all VMs if `all` is set.
@@ -197,7 +198,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn create(&self, request: &CreateRequest) -> Result<Vm> {
-        self.json(Method::POST, "/v1/vms".into(), call::json_body(request)?).await
+        self.create_once("/v1/vms", request).await
     }
 
     /// Creates and starts many VMs, all of them or none. The daemon answers when each agent has its
@@ -206,8 +207,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn create_many(&self, request: &CreateManyRequest) -> Result<Vec<Vm>> {
-        let list: List<Vm> =
-            self.json(Method::POST, "/v1/batch/create".into(), call::json_body(request)?).await?;
+        let list: List<Vm> = self.create_once("/v1/batch/create", request).await?;
         Ok(list.items)
     }
 
@@ -217,8 +217,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn fork(&self, vm: &str, request: &ForkRequest) -> Result<Forked> {
-        let path = format!("/v1/vms/{}/fork", segment(vm));
-        self.json(Method::POST, path, call::json_body(request)?).await
+        self.create_once(&format!("/v1/vms/{}/fork", segment(vm)), request).await
     }
 
     /// Removes many VMs. The daemon answers when the memory of all is free.
@@ -311,9 +310,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`] before the stream begins; later failures are reported in the stream.
     pub async fn snapshot_vm(&self, vm: &str, request: &SnapshotRequest) -> Result<ProgressStream> {
-        let path = format!("/v1/vms/{}/snapshot", segment(vm));
-        let answer = self.call(Method::POST, &path, call::json_body(request)?).await?;
-        Ok(ProgressStream::new(answer))
+        self.progress_once(&format!("/v1/vms/{}/snapshot", segment(vm)), request).await
     }
 
     /// Reads a file or folder of a VM as a tar archive. The first entry is that file or folder.
@@ -355,7 +352,7 @@ impl Client {
         max_output_bytes: usize,
     ) -> Result<ExecResult> {
         let path = format!("/v1/vms/{}/exec?max_output_bytes={max_output_bytes}", segment(vm));
-        self.json(Method::POST, path, call::json_body(spec)?).await
+        self.create_once(&path, spec).await
     }
 
     /// Clones (or boots) a VM and runs a program in it. The VM ends with the connection, unless

@@ -68,6 +68,8 @@ pub const MAX_PAGE_ITEMS: usize = 1000;
 pub const MAX_JSON_BYTES: usize = 1 << 20;
 /// The longest line of [`Progress`], in bytes.
 pub const MAX_PROGRESS_BYTES: usize = 1 << 20;
+/// The header with the key of a request, as the daemon's HTTP library spells it.
+pub const IDEMPOTENCY_KEY: &str = "idempotency-key";
 /// The value of the `Upgrade` header for exec and run.
 pub const UPGRADE: &str = "dayfly-exec";
 /// The value of the `Upgrade` header for connections to ports.

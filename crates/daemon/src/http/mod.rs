@@ -3,6 +3,7 @@
 pub mod json;
 pub mod listing;
 pub mod ndjson;
+pub mod once;
 pub mod ports;
 pub mod query;
 pub mod relay;

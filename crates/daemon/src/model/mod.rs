@@ -8,6 +8,7 @@ pub mod facts;
 pub mod filter;
 pub mod live;
 pub mod program;
+pub mod request_key;
 pub mod state;
 pub mod step;
 pub mod vm_slot;

@@ -3,6 +3,7 @@
 use crate::base::error::{ApiError, Outcome};
 use crate::daemon::Daemon;
 use crate::http::{json, query};
+use crate::model::request_key::RequestKey;
 use axum::body::Bytes;
 use axum::extract::{FromRequest, FromRequestParts, Path, Request};
 use axum::http::request::Parts;
@@ -10,6 +11,7 @@ use dayfly_api::types::MAX_JSON_BYTES;
 use dayfly_units::Name;
 use futures::TryStreamExt;
 use serde::de::DeserializeOwned;
+use std::convert::Infallible;
 use std::sync::Arc;
 
 /// The state that every handler gets.
@@ -64,6 +66,17 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Outcome<Self> {
         query::decoded(parts.uri.query().unwrap_or_default()).map(Self)
+    }
+}
+
+/// Extracts the key of a request, if it has one.
+pub struct Key(pub Option<RequestKey>);
+
+impl<S: Send + Sync> FromRequestParts<S> for Key {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        Ok(Self(parts.extensions.get().cloned()))
     }
 }
 

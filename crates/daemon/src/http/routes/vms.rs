@@ -5,7 +5,7 @@ use crate::base::time::Asked;
 use crate::daemon::Daemon;
 use crate::http::listing::Paging;
 use crate::http::ndjson;
-use crate::http::routes::extract::{Json, Params, Shared, Word};
+use crate::http::routes::extract::{Json, Key, Params, Shared, Word};
 use crate::model::filter::{VmFilter, bounded, states};
 use crate::ops::{
     create, footprint as weigh, fork as forking, inspect as measure, power, remove,
@@ -127,12 +127,14 @@ pub async fn list(
 )]
 pub async fn create(
     State(daemon): Shared,
+    Key(key): Key,
     Json(request): Json<CreateRequest>,
 ) -> Outcome<(StatusCode, axum::Json<Vm>)> {
     let asked = Asked::now();
     check_labels(&request.labels)?;
+    let order = create::Order { request: key, ..create::Order::create(request) };
     let guard = tokio::select! {
-        guard = create::create(&daemon, asked, create::Order::create(request)) => guard?,
+        guard = create::create(&daemon, asked, order) => guard?,
         () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
     };
     Ok((StatusCode::CREATED, axum::Json(guard.keep().shown())))
@@ -279,12 +281,13 @@ pub async fn snapshot(
 pub async fn fork(
     State(daemon): Shared,
     Word(word): Word,
+    Key(key): Key,
     Json(request): Json<ForkRequest>,
 ) -> Outcome<(StatusCode, axum::Json<Forked>)> {
     let asked = Asked::now();
     check_labels(&request.labels)?;
     let vm = daemon.registry.find(&word)?;
-    let forked = forking::fork(&daemon, &vm, request, asked).await?;
+    let forked = forking::fork_once(&daemon, &vm, request, key, asked).await?;
     Ok((StatusCode::CREATED, axum::Json(forked)))
 }
 
