@@ -7,7 +7,7 @@ BENCH ?= $(BENCHES)
 OPTIONS ?=
 # Tests of make long, by name.
 LONG ?= a_daemon_killed_at_every_step a_thousand_clients a_silent_machine of_qemu lazy:: \
-	liar:: tour:: whatever_runs_beside twenty_vms_on_a_full_disk twenty_debian
+	liar:: tour:: whatever_runs_beside twenty_vms_on_a_full_disk twenty_debian a_foreign_client
 
 # Fuzzing: seconds for each target, one target alone, targets at once (docs/fuzzing.md).
 SECONDS ?= 60

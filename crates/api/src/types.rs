@@ -38,8 +38,8 @@ pub use store::{
     Verified, VerifyRequest,
 };
 pub use vms::{
-    ExecResult, ExitKind, ForkRequest, Forked, GuestStat, PauseReason, RemoveManyRequest, RunReply,
-    Vm, VmDetails, VmExit, VmNetwork, VmState,
+    ExecControl, ExecNotice, ExecResult, ExitKind, ForkRequest, Forked, GuestStat, PauseReason,
+    RemoveManyRequest, RunReply, Vm, VmDetails, VmExit, VmNetwork, VmState,
 };
 
 /// The answer to a request for a list.
@@ -72,6 +72,14 @@ pub const MAX_PROGRESS_BYTES: usize = 1 << 20;
 pub const IDEMPOTENCY_KEY: &str = "idempotency-key";
 /// The value of the `Upgrade` header for exec and run.
 pub const UPGRADE: &str = "dayfly-exec";
+/// The WebSocket subprotocol of a program's session.
+pub const WEBSOCKET_PROTOCOL: &str = "dayfly.exec.v1";
+/// The first byte of a binary message that has standard input.
+pub const WEBSOCKET_STDIN: u8 = 0;
+/// The first byte of a binary message that has standard output.
+pub const WEBSOCKET_STDOUT: u8 = 1;
+/// The first byte of a binary message that has standard error.
+pub const WEBSOCKET_STDERR: u8 = 2;
 /// The value of the `Upgrade` header for connections to ports.
 pub const UPGRADE_PORT: &str = "dayfly-port";
 /// The header of a `101` to a port that describes the VM: a [`Vm`] in JSON, in ASCII.

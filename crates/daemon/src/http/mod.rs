@@ -10,3 +10,4 @@ pub mod relay;
 pub mod routes;
 pub mod session;
 pub mod upload;
+pub mod websocket;

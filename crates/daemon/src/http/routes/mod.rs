@@ -36,6 +36,7 @@ use utoipa_axum::routes;
 
 #[derive(OpenApi)]
 #[openapi(
+    components(schemas(dayfly_api::types::ExecControl)),
     info(
         title = "dayflyd",
         description = "Virtual machines that are born fast, live a day, and are gone. \
@@ -87,7 +88,7 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(programs::kill))
         .routes(routes!(programs::wait))
         .routes(routes!(archive::read, archive::write))
-        .routes(routes!(exec::exec))
+        .routes(routes!(exec::exec, exec::over_websocket))
         .routes(routes!(exec::run))
         .routes(routes!(ports::connect))
         .routes(routes!(ports::run_connected))
@@ -140,6 +141,8 @@ pub fn router(daemon: Arc<Daemon>) -> serde_json::Result<Router> {
 
 #[cfg(test)]
 mod list_tests;
+#[cfg(test)]
+mod many_tests;
 #[cfg(test)]
 mod once_tests;
 #[cfg(test)]
