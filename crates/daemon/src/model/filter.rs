@@ -6,9 +6,9 @@ use dayfly_units::suggest::hint;
 use dayfly_units::text::{SHORT, escaped};
 
 /// The most values of one parameter.
-const MOST: usize = 256;
+pub const MOST: usize = 256;
 /// The longest value, in bytes.
-const LONGEST: usize = 1024;
+pub const LONGEST: usize = 1024;
 
 /// Conditions on a VM. Of each list but `labels`, one value must match, if there are any.
 #[derive(Debug, Default)]

@@ -72,7 +72,8 @@ pub async fn inspect(State(daemon): Shared, Named(name): Named) -> Outcome<Json<
     operation_id = "upload_kernel",
     path = "/v1/kernels/{name}",
     params(("name" = String, Path)),
-    request_body(content = KernelUpload, content_type = "application/octet-stream"),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream",
+        description = "length of the head, KernelUpload in JSON, zstd frame"),
     responses(
         (status = 201, body = Kernel), (status = 400, body = ErrorBody),
         (status = 409, body = ErrorBody), (status = 422, body = ErrorBody),

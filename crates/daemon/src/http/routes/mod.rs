@@ -15,6 +15,7 @@ mod host;
 mod images;
 mod kernels;
 mod keys;
+mod limits;
 mod logs;
 mod metrics;
 mod ports;
@@ -36,7 +37,11 @@ use utoipa_axum::routes;
 
 #[derive(OpenApi)]
 #[openapi(
-    components(schemas(dayfly_api::types::ExecControl)),
+    components(schemas(
+        dayfly_api::types::ExecControl,
+        dayfly_api::types::ImageUpload,
+        dayfly_api::types::KernelUpload
+    )),
     info(
         title = "dayflyd",
         description = "Virtual machines that are born fast, live a day, and are gone. \
@@ -109,6 +114,7 @@ pub fn document() -> serde_json::Result<String> {
     }
     closed::requests(&mut value);
     keys::describe(&mut value);
+    limits::describe(&mut value);
     Ok(format!("{value:#}\n"))
 }
 
