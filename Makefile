@@ -7,7 +7,7 @@ BENCH ?= $(BENCHES)
 OPTIONS ?=
 # Tests of make long, by name.
 LONG ?= a_daemon_killed_at_every_step a_thousand_clients a_silent_machine of_qemu lazy:: \
-	liar:: tour:: whatever_runs_beside twenty_vms_on_a_full_disk twenty_debian
+	liar:: tour:: whatever_runs_beside twenty_vms_on_a_full_disk twenty_debian a_foreign_client
 
 # Fuzzing: seconds for each target, one target alone, targets at once (docs/fuzzing.md).
 SECONDS ?= 60
@@ -29,8 +29,8 @@ help:
 	@echo "make test    every test, and make lint: unit, microguest on /dev/kvm, stock kernels"
 	@echo "             natively or in the machine"
 	@echo "make long    tests of minutes: the daemon killed at every step, 1,000 clients that go"
-	@echo "             away, full disks, README's tour; over an hour on two cores (LONG=NAME for"
-	@echo "             one of them)"
+	@echo "             away, full disks, README's tour, schemathesis (PyPI); over an hour on two"
+	@echo "             cores (LONG=NAME for one of the tests)"
 	@echo "make bench   every short benchmark: dayfly-bench $(BENCHES)"
 	@echo "             BENCH='death fork' for some, OPTIONS='--full' if each has it; also"
 	@echo "             store: two hours under emulation; root, and Debian's mirror the first time"
@@ -66,6 +66,7 @@ test: setup
 # These tests are ignored by `make test`. One command builds programs and tests, as there.
 long: setup
 	@cargo build --release --workspace --bins --tests --examples
+	scripts/schemathesis
 	cargo test --release --workspace --no-fail-fast --lib --test kills --test machine --test e2e \
 		-- --ignored --nocapture --test-threads=1 $(LONG)
 

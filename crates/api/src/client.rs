@@ -5,11 +5,14 @@
 //! [`Connection`]. Dropping that value closes the connection, by which the daemon detects that the
 //! caller no longer waits.
 //!
-//! This module does not retry, does not start a daemon, and prints nothing.
+//! A call that creates something is sent once more, with the same key, if its connection breaks.
+//! This module retries nothing else, does not start a daemon, and prints nothing.
 
 mod call;
 mod error;
 mod exec;
+mod lists;
+mod once;
 mod outputs;
 mod port;
 mod stream;
@@ -17,6 +20,7 @@ mod stream;
 pub use call::{Body, Client, empty_body, stream_body};
 pub use error::ClientError;
 pub use exec::{Exec, ExecEvent, ExecInput, ExecOutput, Finished};
+pub use lists::VmQuery;
 pub use outputs::{EventQuery, LogOptions};
 pub use port::Connection;
 pub use stream::{ByteStream, EventStream, MAX_LINE_BYTES, ProgressStream};
@@ -170,8 +174,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`] before the stream begins; later failures are reported in the stream.
     pub async fn bake(&self, request: &BakeRequest) -> Result<ProgressStream> {
-        let answer = self.call(Method::POST, "/v1/bake", call::json_body(request)?).await?;
-        Ok(ProgressStream::new(answer))
+        self.progress_once("/v1/bake", request).await
     }
 
     /// Lists the running VMs, or all VMs if `all` is set.
@@ -179,7 +182,15 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn vms(&self, all: bool) -> Result<Vec<Vm>> {
-        self.list(&format!("/v1/vms?all={all}")).await
+        self.vms_with(&VmQuery { all, ..VmQuery::default() }).await
+    }
+
+    /// Lists the VMs that `query` is about, the oldest first.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn vms_with(&self, query: &VmQuery) -> Result<Vec<Vm>> {
+        self.list(&query.path()).await
     }
 
     /// Creates and starts a VM. The daemon answers when the VM's agent has its identity.
@@ -187,7 +198,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn create(&self, request: &CreateRequest) -> Result<Vm> {
-        self.json(Method::POST, "/v1/vms".into(), call::json_body(request)?).await
+        self.create_once("/v1/vms", request).await
     }
 
     /// Creates and starts many VMs, all of them or none. The daemon answers when each agent has its
@@ -196,8 +207,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn create_many(&self, request: &CreateManyRequest) -> Result<Vec<Vm>> {
-        let list: List<Vm> =
-            self.json(Method::POST, "/v1/batch/create".into(), call::json_body(request)?).await?;
+        let list: List<Vm> = self.create_once("/v1/batch/create", request).await?;
         Ok(list.items)
     }
 
@@ -207,8 +217,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn fork(&self, vm: &str, request: &ForkRequest) -> Result<Forked> {
-        let path = format!("/v1/vms/{}/fork", segment(vm));
-        self.json(Method::POST, path, call::json_body(request)?).await
+        self.create_once(&format!("/v1/vms/{}/fork", segment(vm)), request).await
     }
 
     /// Removes many VMs. The daemon answers when the memory of all is free.
@@ -301,9 +310,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`] before the stream begins; later failures are reported in the stream.
     pub async fn snapshot_vm(&self, vm: &str, request: &SnapshotRequest) -> Result<ProgressStream> {
-        let path = format!("/v1/vms/{}/snapshot", segment(vm));
-        let answer = self.call(Method::POST, &path, call::json_body(request)?).await?;
-        Ok(ProgressStream::new(answer))
+        self.progress_once(&format!("/v1/vms/{}/snapshot", segment(vm)), request).await
     }
 
     /// Reads a file or folder of a VM as a tar archive. The first entry is that file or folder.
@@ -345,7 +352,7 @@ impl Client {
         max_output_bytes: usize,
     ) -> Result<ExecResult> {
         let path = format!("/v1/vms/{}/exec?max_output_bytes={max_output_bytes}", segment(vm));
-        self.json(Method::POST, path, call::json_body(spec)?).await
+        self.create_once(&path, spec).await
     }
 
     /// Clones (or boots) a VM and runs a program in it. The VM ends with the connection, unless
@@ -381,7 +388,8 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn leaks(&self) -> Result<Vec<Leak>> {
-        self.list("/v1/leaks").await
+        let list: List<Leak> = self.json(Method::GET, "/v1/leaks".into(), empty_body()).await?;
+        Ok(list.items)
     }
 
     /// Removes the leftovers of a crash, and lists what was removed.
@@ -443,11 +451,6 @@ impl Client {
     pub async fn metrics(&self) -> Result<String> {
         let text = self.short(Method::GET, "/metrics", empty_body()).await?;
         Ok(String::from_utf8_lossy(&text).into_owned())
-    }
-
-    async fn list<T: serde::de::DeserializeOwned>(&self, path: &str) -> Result<Vec<T>> {
-        let list: List<T> = self.json(Method::GET, path.to_owned(), empty_body()).await?;
-        Ok(list.items)
     }
 }
 

@@ -38,24 +38,48 @@ pub use store::{
     Verified, VerifyRequest,
 };
 pub use vms::{
-    ExecResult, ExitKind, ForkRequest, Forked, GuestStat, PauseReason, RemoveManyRequest, RunReply,
-    Vm, VmDetails, VmExit, VmNetwork, VmState,
+    ExecControl, ExecNotice, ExecResult, ExitKind, ForkRequest, Forked, GuestStat, PauseReason,
+    RemoveManyRequest, RunReply, Vm, VmDetails, VmExit, VmNetwork, VmState,
 };
 
 /// The answer to a request for a list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(ToSchema))]
 pub struct List<T> {
-    /// The items of the list.
+    /// The items of the list, or of one page of it.
     pub items: Vec<T>,
+    /// The `cursor` of the next page; absent on the last one, and if the request had no `limit`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next: Option<String>,
 }
+
+impl<T> List<T> {
+    /// A whole list.
+    #[must_use]
+    pub const fn whole(items: Vec<T>) -> Self {
+        Self { items, next: None }
+    }
+}
+
+/// The largest `limit` of a page: a number of items.
+pub const MAX_PAGE_ITEMS: usize = 1000;
 
 /// The longest JSON body that the daemon reads, in bytes.
 pub const MAX_JSON_BYTES: usize = 1 << 20;
 /// The longest line of [`Progress`], in bytes.
 pub const MAX_PROGRESS_BYTES: usize = 1 << 20;
+/// The header with the key of a request, as the daemon's HTTP library spells it.
+pub const IDEMPOTENCY_KEY: &str = "idempotency-key";
 /// The value of the `Upgrade` header for exec and run.
 pub const UPGRADE: &str = "dayfly-exec";
+/// The WebSocket subprotocol of a program's session.
+pub const WEBSOCKET_PROTOCOL: &str = "dayfly.exec.v1";
+/// The first byte of a binary message that has standard input.
+pub const WEBSOCKET_STDIN: u8 = 0;
+/// The first byte of a binary message that has standard output.
+pub const WEBSOCKET_STDOUT: u8 = 1;
+/// The first byte of a binary message that has standard error.
+pub const WEBSOCKET_STDERR: u8 = 2;
 /// The value of the `Upgrade` header for connections to ports.
 pub const UPGRADE_PORT: &str = "dayfly-port";
 /// The header of a `101` to a port that describes the VM: a [`Vm`] in JSON, in ASCII.

@@ -11,6 +11,7 @@ use crate::vm::Vm;
 use crate::vm::available::Available;
 use crate::vm::budget::Budget;
 use crate::vm::registry::Registry;
+use crate::vm::requests::Requests;
 use crate::vm::space::Space;
 use crate::vm::survey::addresses;
 use crate::vmm::launch::Launcher;
@@ -63,6 +64,8 @@ pub struct Daemon {
     pub templates: TemplateCache,
     /// Locks that serialise `verify` and `gc` of the store.
     pub maintenance: MaintenanceLocks,
+    /// Requests with a key, and their answers.
+    pub requests: Arc<Requests>,
     /// Roll-backs in progress; the daemon waits for them before it ends.
     pub undo: TaskTracker,
     /// Cancelled when the daemon is asked to stop; long operations then undo themselves.
@@ -103,6 +106,7 @@ impl Daemon {
             events: EventLog::new(u64::from_ne_bytes(random())),
             templates,
             maintenance: MaintenanceLocks::default(),
+            requests: Arc::default(),
             undo: TaskTracker::new(),
             stop: CancellationToken::new(),
         })

@@ -71,6 +71,7 @@ pub(crate) fn facts() -> Facts {
         ephemeral: false,
         auto_remove: false,
         labels: Default::default(),
+        request: None,
     }
 }
 

@@ -68,6 +68,9 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     tokio::spawn(self_fork::keep(daemon.clone(), opened));
     // The VMMs are asked while clients are served.
     adopt::adopt(&daemon).await.context("VMs of an earlier daemon")?.detach_all();
+    for vm in daemon.registry.all() {
+        vm.facts.request.iter().for_each(|key| daemon.requests.adopt(key, vm.id));
+    }
     let keeper = tokio::spawn(keeper::keep(daemon.clone()));
     let space = tokio::spawn(space::keep(daemon.clone()));
     let wiring = tokio::spawn(net_keeper::keep(daemon.networks.clone(), daemon.stop.clone()));

@@ -51,7 +51,7 @@ pub fn stream_body(pieces: impl Stream<Item = io::Result<Bytes>> + Send + 'stati
     StreamBody::new(pieces.map(|piece| piece.map(Frame::data))).boxed_unsync()
 }
 
-fn to_json(value: &impl Serialize) -> Result<Vec<u8>, ClientError> {
+pub(super) fn to_json(value: &impl Serialize) -> Result<Vec<u8>, ClientError> {
     serde_json::to_vec(value).map_err(|e| ClientError::Foreign {
         call: "a request's body".into(),
         expected: "a value that JSON can hold",
@@ -60,7 +60,11 @@ fn to_json(value: &impl Serialize) -> Result<Vec<u8>, ClientError> {
 }
 
 pub(super) fn json_body(value: &impl Serialize) -> Result<Body, ClientError> {
-    Ok(Full::new(Bytes::from(to_json(value)?)).map_err(|never| match never {}).boxed_unsync())
+    to_json(value).map(bytes_body)
+}
+
+pub(super) fn bytes_body(bytes: Vec<u8>) -> Body {
+    Full::new(Bytes::from(bytes)).map_err(|never| match never {}).boxed_unsync()
 }
 
 /// The body of an upload: a 4-byte little-endian length, `head` as JSON, then `rest`.
@@ -147,7 +151,7 @@ impl Client {
     }
 
     /// Sends a request over `connection` or a new one. Returns the answer and the connection.
-    async fn send(
+    pub(super) async fn send(
         &self,
         request: http::request::Builder,
         body: Body,
@@ -200,10 +204,19 @@ impl Client {
         path: String,
         body: Body,
     ) -> Result<T, ClientError> {
-        let call = format!("{method} {path}");
-        let body = self.short(method, &path, body).await?;
-        serde_json::from_slice(&body).map_err(|e| ClientError::Foreign {
-            call,
+        let body = self.short(method.clone(), &path, body).await?;
+        self.decoded(&method, &path, &body)
+    }
+
+    /// Decodes the answer to a call.
+    pub(super) fn decoded<T: DeserializeOwned>(
+        &self,
+        method: &Method,
+        path: &str,
+        body: &Bytes,
+    ) -> Result<T, ClientError> {
+        serde_json::from_slice(body).map_err(|e| ClientError::Foreign {
+            call: format!("{method} {path}"),
             expected: std::any::type_name::<T>(),
             got: e.to_string(),
         })
@@ -226,17 +239,27 @@ impl Client {
         path: &str,
         body: Body,
     ) -> Result<Bytes, ClientError> {
-        let call = format!("{method} {path}");
+        let request = Request::builder().method(method).uri(path);
+        self.short_request(request, path, body).await
+    }
+
+    /// As [`Self::short`], with a request that has its method and path.
+    pub(super) async fn short_request(
+        &self,
+        request: http::request::Builder,
+        path: &str,
+        body: Body,
+    ) -> Result<Bytes, ClientError> {
         let mut idle = lock(&self.idle).take();
         if let Some(sender) = &mut idle
             && sender.ready().await.is_err()
         {
             idle = None; // the daemon, or the runtime that served the connection, has ended
         }
-        let request = Request::builder().method(method).uri(path);
         let (answer, sender) = self.send(request, body, idle).await?;
         let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES).collect().await;
-        let body = body.map_err(|source| ClientError::Broken { call, source })?.to_bytes();
+        let call = || format!("the answer to {path}");
+        let body = body.map_err(|source| ClientError::Broken { call: call(), source })?.to_bytes();
         *lock(&self.idle) = Some(sender);
         Ok(body)
     }

@@ -1,6 +1,6 @@
 //! The client against a server whose answers each test scripts.
 
-use super::{Client, ClientError, ExecEvent, stream_body};
+use super::{Client, ClientError, ExecEvent, VmQuery, stream_body};
 use crate::agent::{ExecSpec, Exit, FrameKind, WindowSize, encode};
 use crate::types::{
     ApiError, ConnectRequest, CreateRequest, ErrorCode, ImageConfig, ImageUpload, Lifetime,
@@ -99,7 +99,43 @@ async fn a_listing_is_asked_for_and_read() {
     let body = serde_json::json!({ "items": [vm()] }).to_string();
     let server = answer_once(&path, with_length("200 OK", &body));
     assert_eq!(Client::new(path).vms(true).await.expect("an answer"), [vm()]);
-    assert!(server.await.expect("no panic").starts_with("GET /v1/vms?all=true HTTP/1.1\r\n"));
+    assert!(
+        server.await.expect("no panic").starts_with("GET /v1/vms?all=true&limit=1000 HTTP/1.1\r\n")
+    );
+}
+
+#[tokio::test]
+async fn a_list_is_read_to_its_last_page() {
+    let (_dir, path) = socket();
+    let listener = UnixListener::bind(&path).expect("a socket in an empty folder");
+    let server = tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await.expect("a client");
+        let mut asked = Vec::new();
+        for next in [Some("a=b"), None] {
+            asked.push(head(&mut stream).await.lines().next().map(str::to_owned));
+            let body = serde_json::json!({ "items": [vm()], "next": next }).to_string();
+            let answer = with_length("200 OK", &body);
+            stream.write_all(answer.as_bytes()).await.expect("a client that reads");
+        }
+        asked
+    });
+    let query = VmQuery { labels: vec!["tier=web&x".into()], ..VmQuery::default() };
+    let got = Client::new(path).vms_with(&query).await.expect("two pages");
+    assert_eq!(got, [vm(), vm()]);
+    let path = "GET /v1/vms?all=false&label=tier%3Dweb%26x&limit=1000";
+    assert_eq!(
+        server.await.expect("no panic"),
+        [Some(format!("{path} HTTP/1.1")), Some(format!("{path}&cursor=a%3Db HTTP/1.1"))]
+    );
+}
+
+#[tokio::test]
+async fn an_empty_page_with_another_behind_it_ends_the_list() {
+    let (_dir, path) = socket();
+    let body = serde_json::json!({ "items": [], "next": "x" }).to_string();
+    let _server = answer_once(&path, with_length("200 OK", &body));
+    let error = Client::new(path).images().await.expect_err("no list");
+    assert!(error.to_string().contains("an empty page"), "{error}");
 }
 
 #[tokio::test]

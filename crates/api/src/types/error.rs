@@ -35,6 +35,8 @@ wire! {
         /// The program exists and cannot be run; docker's exit code 126. Only in
         /// [`crate::types::RunReply::Failed`].
         ProgramNotExecutable,
+        /// The request's `Idempotency-Key` belongs to another request (422).
+        KeyReused,
         /// The agent did not answer in time (504).
         Timeout,
         /// A bug of the daemon, or a failure of the host (500).

@@ -3,7 +3,7 @@
 use super::create::{Lifetime, Publish};
 use super::error::ApiError;
 use super::wire::wire;
-use crate::agent::Stat;
+use crate::agent::{Exit, Stat};
 use dayfly_units::{Name, VmId, VmName};
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -195,6 +195,47 @@ wire! {
         Failed(ApiError),
     }
 
+    /// A text message of a client that runs a program over a WebSocket, after the first one, which
+    /// is an [`ExecSpec`](crate::agent::ExecSpec).
+    #[derive(Copy)]
+    #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+    pub enum ExecControl {
+        /// The terminal has another size.
+        Resize {
+            /// Lines of text.
+            rows: u16,
+            /// Characters in a line.
+            cols: u16,
+        },
+        /// Sends a signal to the program's process group.
+        Signal {
+            /// The signal's number on x86-64, 1 to 64.
+            signal: i32,
+        },
+        /// Ends the program's standard input.
+        StdinEnd {},
+    }
+
+    /// A text message to a client that runs a program over a WebSocket.
+    #[serde(tag = "type", rename_all = "snake_case")]
+    pub enum ExecNotice {
+        /// The program has started. Its output follows.
+        Started {
+            /// The VM that the program runs in.
+            vm: Box<Vm>,
+            /// The program's process id in the guest.
+            pid: u32,
+            /// The program's id, if it is detached and the guest's agent gives ids.
+            #[serde(default, skip_serializing_if = "Option::is_none")]
+            id: Option<String>,
+        },
+        /// The program has ended. The connection is closed.
+        Exit(Exit),
+        /// The program did not start, or the VM ended before the program did, or the client broke
+        /// the protocol. The connection is closed.
+        Failed(ApiError),
+    }
+
     /// The answer to an exec without an upgrade: what a program wrote, and how it ended.
     #[derive(Default)]
     pub struct ExecResult {
@@ -263,5 +304,22 @@ wire! {
         /// Whether to remove VMs that have not exited, too.
         #[serde(default)]
         pub force: bool,
+    }
+}
+
+impl VmState {
+    /// All states with their names.
+    pub const ALL: [(Self, &'static str); 5] = [
+        (Self::Starting, "starting"),
+        (Self::Running, "running"),
+        (Self::Paused, "paused"),
+        (Self::Exited, "exited"),
+        (Self::Unknown, "unknown"),
+    ];
+
+    /// The state's name, as in JSON.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(state, _)| *state == self).map_or("unknown", |(_, name)| name)
     }
 }

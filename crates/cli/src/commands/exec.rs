@@ -28,12 +28,11 @@ pub struct Args {
 impl Args {
     pub async fn run(self) -> Result<u8> {
         let spec = self.exec.spec(self.argv, self.detach)?;
-        let running = connect::client().await?.exec(&self.vm, &spec).await?;
+        let client = connect::client().await?;
         if self.detach {
-            // An agent of the version before gives no ids.
-            output::line(running.id.unwrap_or_else(|| running.pid.to_string())).map(|()| 0)
-        } else {
-            session::attach(running, self.exec.attach()).await
+            let started = client.exec_to_end(&self.vm, &spec, 0).await?;
+            return output::line(started.program.unwrap_or_default()).map(|()| 0);
         }
+        session::attach(client.exec(&self.vm, &spec).await?, self.exec.attach()).await
     }
 }

@@ -1,13 +1,15 @@
 //! `dayfly ps`: lists the VMs.
 
 use super::ps_cells::{from, ports, state};
-use super::ps_filter::Filter;
+use super::ps_filter::{Filter, query};
 use super::ps_format::PsFormat;
 use crate::output::{self, Format, ListArgs, ago};
 use anyhow::Result;
+use dayfly_api::client::{Client, VmQuery};
 use dayfly_api::types::Vm;
 use dayfly_units::Bytes;
 use dayfly_units::text::{LONG, escaped};
+use std::collections::BTreeSet;
 
 /// Arguments of `dayfly ps`.
 #[derive(Debug, clap::Args)]
@@ -16,7 +18,8 @@ pub struct Args {
     #[arg(short, long)]
     all: bool,
     /// List only VMs with this: id=START, name=PART, status=STATE, label=KEY[=VALUE], or
-    /// ancestor=SNAPSHOT or image; all labels must match, and one filter of each other kind
+    /// ancestor=SNAPSHOT or image, or image=IMAGE; all labels must match, and one filter of each
+    /// other kind
     #[arg(short, long = "filter", value_name = "KEY=VALUE")]
     filters: Vec<Filter>,
     /// table, json, or a line of fields such as '{{.ID}} {{.Name}} {{.Label "KEY"}}', as docker's;
@@ -30,10 +33,9 @@ pub struct Args {
 
 impl Args {
     pub async fn run(self) -> Result<()> {
-        let all = self.all || Filter::wants_ended(&self.filters);
-        let known = crate::connect::client().await?.vms(all).await?;
-        let vms: Vec<Vm> =
-            known.iter().filter(|vm| Filter::lists(&self.filters, vm)).cloned().collect();
+        let client = crate::connect::client().await?;
+        let vms = client.vms_with(&query(self.all, self.filters)).await?;
+        let known = [vms.clone(), parents(&client, &vms).await?].concat();
         for (vm, problem) in vms.iter().filter_map(|vm| Some((vm, vm.problem.as_ref()?))) {
             // On standard error, because the reason does not fit into the table.
             eprintln!("VM {}: {}", vm.name, escaped(problem, LONG));
@@ -73,4 +75,21 @@ impl Args {
             },
         )
     }
+}
+
+/// Ids of one request.
+const IDS: usize = 200;
+
+/// The VMs that `vms` were forked from and that are not among them, for their names.
+async fn parents(client: &Client, vms: &[Vm]) -> Result<Vec<Vm>> {
+    let listed: BTreeSet<_> = vms.iter().map(|vm| vm.id).collect();
+    let missing = vms.iter().filter_map(|vm| vm.forked_from).filter(|id| !listed.contains(id));
+    let missing: BTreeSet<_> = missing.map(|id| id.to_string()).collect();
+    let missing: Vec<String> = missing.into_iter().collect();
+    let mut parents = Vec::new();
+    for ids in missing.chunks(IDS) {
+        let query = VmQuery { all: true, ids: ids.to_vec(), ..VmQuery::default() };
+        parents.extend(client.vms_with(&query).await?);
+    }
+    Ok(parents)
 }

@@ -111,7 +111,9 @@ pub fn status(code: ErrorCode) -> StatusCode {
         ErrorCode::Invalid => StatusCode::BAD_REQUEST,
         ErrorCode::NotFound | ErrorCode::ProgramNotFound => StatusCode::NOT_FOUND,
         ErrorCode::Conflict | ErrorCode::State => StatusCode::CONFLICT,
-        ErrorCode::Damaged | ErrorCode::ProgramNotExecutable => StatusCode::UNPROCESSABLE_ENTITY,
+        ErrorCode::Damaged | ErrorCode::ProgramNotExecutable | ErrorCode::KeyReused => {
+            StatusCode::UNPROCESSABLE_ENTITY
+        }
         ErrorCode::Exhausted => StatusCode::INSUFFICIENT_STORAGE,
         ErrorCode::Guest => StatusCode::BAD_GATEWAY,
         ErrorCode::Timeout => StatusCode::GATEWAY_TIMEOUT,

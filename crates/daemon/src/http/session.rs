@@ -21,7 +21,7 @@ use serde::de::DeserializeOwned;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::time::timeout;
 
 /// A client's connection after the upgrade from HTTP.
@@ -31,9 +31,9 @@ pub type Client = TokioIo<Upgraded>;
 const EARLY_MAX_BYTES: usize = 256 << 10;
 
 /// The client's side of a session.
-struct Caller {
-    read: ReadHalf<Client>,
-    write: WriteHalf<Client>,
+struct Caller<S> {
+    read: ReadHalf<S>,
+    write: WriteHalf<S>,
     /// Bytes that the client sent before the reply.
     early: BytesMut,
 }
@@ -41,8 +41,8 @@ struct Caller {
 /// The client is gone, so no error can be sent.
 struct Gone;
 
-impl Caller {
-    fn new(client: Client) -> Self {
+impl<S: AsyncRead + AsyncWrite + Unpin> Caller<S> {
+    fn new(client: S) -> Self {
         let (read, write) = tokio::io::split(client);
         Self { read, write, early: BytesMut::new() }
     }
@@ -105,8 +105,8 @@ impl Caller {
     }
 }
 
-/// Serves `POST /v1/vms/{vm}/exec`.
-pub async fn exec(daemon: Arc<Daemon>, vm: Arc<Vm>, client: Client) {
+/// Serves `POST /v1/vms/{vm}/exec`, and the frames of a WebSocket.
+pub async fn exec<S: AsyncRead + AsyncWrite + Unpin>(daemon: Arc<Daemon>, vm: Arc<Vm>, client: S) {
     let mut caller = Caller::new(client);
     let stop = daemon.stop.clone();
     tokio::select! {
@@ -195,12 +195,12 @@ struct Run<'a> {
 
 /// Runs one program for the client. `lasting` is dropped with the program's first output or its
 /// end.
-async fn serve(
+async fn serve<S: AsyncRead + AsyncWrite + Unpin>(
     daemon: &Arc<Daemon>,
     vm: &Arc<Vm>,
     run: Run<'_>,
     lasting: Option<Lasting>,
-    caller: &mut Caller,
+    caller: &mut Caller<S>,
 ) {
     let Run { program, liveness, last, kept } = run;
     let started = match caller.while_there(start(daemon, vm, program)).await {
@@ -259,7 +259,12 @@ async fn serve(
 
 /// Warns of a full root disk after a failed program, because the program's own message rarely names
 /// the disk.
-async fn warn_if_full(daemon: &Daemon, vm: &Vm, exit: &Exit, caller: &mut Caller) {
+async fn warn_if_full<S: AsyncRead + AsyncWrite + Unpin>(
+    daemon: &Daemon,
+    vm: &Vm,
+    exit: &Exit,
+    caller: &mut Caller<S>,
+) {
     if exit.code != Some(0)
         && let Ok(stat) = agent_link::stat(&vm.dir.vsock(), daemon.config.deadlines.stat).await
         && let Some(warning) = inspect::disk_warning(&stat)

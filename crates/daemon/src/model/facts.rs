@@ -1,5 +1,6 @@
 //! Facts about a VM that stay the same from creation to removal, and its guest's identity.
 
+use crate::model::request_key::RequestKey;
 use dayfly_api::types;
 use dayfly_store::{Digest, ImageConfig, KernelRef};
 use dayfly_units::{Name, VmId};
@@ -43,6 +44,9 @@ pub struct Facts {
     pub auto_remove: bool,
     /// Labels from the client, unchanged.
     pub labels: BTreeMap<String, String>,
+    /// The key of the request that created it, by which the next daemon recognises a repetition.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request: Option<RequestKey>,
 }
 
 /// A VM's relation to forks.

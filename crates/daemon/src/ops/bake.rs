@@ -52,6 +52,7 @@ pub async fn bake(
         network: None,
         next: None,
         entrypoint: None,
+        request: None,
         batch: None,
     };
     let guard = create(&daemon, asked, order).await?;

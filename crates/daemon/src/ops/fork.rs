@@ -18,6 +18,7 @@ use crate::base::time::Asked;
 use crate::daemon::Daemon;
 use crate::model::disk::Disk;
 use crate::model::facts::{Facts, ForkFacts};
+use crate::model::request_key::RequestKey;
 use crate::model::state::Event;
 use crate::ops::awake::awake;
 use crate::ops::create::{Order, Origin, VmGuard, create};
@@ -73,7 +74,21 @@ pub async fn fork(
     request: ForkRequest,
     asked: Asked,
 ) -> Outcome<Forked> {
-    forked(daemon, vm, request, asked, false).await
+    fork_once(daemon, vm, request, None, asked).await
+}
+
+/// As [`fork`], on request of a client with this key.
+///
+/// # Errors
+/// As [`fork`].
+pub async fn fork_once(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    request: ForkRequest,
+    key: Option<RequestKey>,
+    asked: Asked,
+) -> Outcome<Forked> {
+    forked(daemon, vm, request, asked, By::Client(key)).await
 }
 
 /// As [`fork`], on request of the VM's own guest. The clones count against its limit.
@@ -86,7 +101,29 @@ pub async fn fork_for_guest(
     request: ForkRequest,
     asked: Asked,
 ) -> Outcome<Forked> {
-    forked(daemon, vm, request, asked, true).await
+    forked(daemon, vm, request, asked, By::Guest).await
+}
+
+/// What asks for a fork.
+enum By {
+    /// A client, with the key of its request.
+    Client(Option<RequestKey>),
+    /// The VM's own guest.
+    Guest,
+}
+
+fn check(request: &ForkRequest) -> Outcome<()> {
+    expiry::check(request.lifetime)?;
+    let (count, least) = (request.count, u32::from(request.template.is_none()));
+    if !(least..=MOST).contains(&count) {
+        return Err(ApiError::invalid(format_args!(
+            "count: expected {least} to {MOST}, got {count}"
+        )));
+    }
+    if count > 1 && request.name.is_some() {
+        return Err(ApiError::invalid("name: expected none where there is more than one clone"));
+    }
+    Ok(())
 }
 
 async fn forked(
@@ -94,19 +131,14 @@ async fn forked(
     vm: &Arc<Vm>,
     request: ForkRequest,
     asked: Asked,
-    by_guest: bool,
+    by: By,
 ) -> Outcome<Forked> {
+    let (by_guest, key) = match by {
+        By::Client(key) => (false, key),
+        By::Guest => (true, None),
+    };
+    check(&request)?;
     let ForkRequest { count, name, labels, forks, lifetime, template } = request;
-    expiry::check(lifetime)?;
-    let least = u32::from(template.is_none());
-    if !(least..=MOST).contains(&count) {
-        return Err(ApiError::invalid(format_args!(
-            "count: expected {least} to {MOST}, got {count}"
-        )));
-    }
-    if count > 1 && name.is_some() {
-        return Err(ApiError::invalid("name: expected none where there is more than one clone"));
-    }
     // Forks take turns, because each freezes the layers that the one before put on top. The task
     // that freezes owns the lock: a client that goes away does not release it.
     let one = vm.snapshots.clone().lock_owned().await;
@@ -143,6 +175,7 @@ async fn forked(
         network: None,
         next: None,
         entrypoint: None,
+        request: key,
         batch: batch.clone(),
     };
     let guards = tokio::select! {

@@ -115,6 +115,7 @@ async fn play(
         network: None,
         next: None,
         entrypoint: None,
+        request: None,
         batch: None,
     };
     let guard = create(daemon, Asked::now(), order).await?;

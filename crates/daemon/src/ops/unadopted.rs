@@ -138,6 +138,7 @@ fn unknown_facts(created_unix_ms: u64) -> Facts {
         ephemeral: false,
         auto_remove: false,
         labels: Default::default(),
+        request: None,
     }
 }
 

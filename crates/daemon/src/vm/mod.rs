@@ -1,5 +1,6 @@
 //! A VM as the daemon knows it. [`registry`] has all VMs, [`record`] is the file in which the next
-//! daemon finds a VM, [`batch`] has the VMs of unanswered requests, and [`budget`] is the memory of
+//! daemon finds a VM, [`batch`] has the VMs of unanswered requests, [`requests`] has
+//! answers for their repetition, and [`budget`] is the memory of
 //! VMs. [`crate::model::state`] decides which event a phase accepts.
 //!
 //! # Lock order
@@ -24,6 +25,7 @@ pub mod batch;
 pub mod budget;
 pub mod record;
 pub mod registry;
+pub mod requests;
 pub mod space;
 pub mod survey;
 pub mod uids;

@@ -4,6 +4,7 @@ use crate::fixture;
 use crate::model::deadline::Deadline;
 use crate::model::disk::Disk;
 use crate::model::facts::GuestIdentity;
+use crate::model::request_key::RequestKey;
 use crate::model::state::Phase;
 use crate::vm::registry::Registry;
 use dayfly_store::{ChainLayer, Digest, ImageRef, KernelRef, VmLayer};
@@ -29,6 +30,7 @@ fn vm(run: &Path) -> std::sync::Arc<Vm> {
         ephemeral: true,
         auto_remove: true,
         labels: [("a".to_owned(), "b".to_owned())].into(),
+        request: Some(RequestKey { key: "k".into(), request: Digest::of(b"r") }),
     };
     let vm = Registry::default().reserve(&config, None, facts, fixture::memory(), None).unwrap();
     let id = vm.id;

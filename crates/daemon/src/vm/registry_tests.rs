@@ -30,6 +30,7 @@ fn facts() -> Facts {
         ephemeral: false,
         auto_remove: false,
         labels: Default::default(),
+        request: None,
     }
 }
 

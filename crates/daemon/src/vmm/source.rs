@@ -158,6 +158,7 @@ impl Opened {
             labels,
             network: network.unwrap_or_default(),
             config,
+            request: None,
         }
     }
 

@@ -25,6 +25,7 @@ mod guest;
 mod living;
 mod memory;
 mod operation;
+mod repeated;
 mod space;
 mod testbed;
 mod upgrade;

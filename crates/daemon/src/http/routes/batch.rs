@@ -2,7 +2,7 @@
 
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::time::Asked;
-use crate::http::routes::extract::{Json, Shared};
+use crate::http::routes::extract::{Json, Key, Shared};
 use crate::http::routes::vms::{check_labels, removable, to_the_end};
 use crate::ops::{admit, create, remove};
 use crate::vm::batch::Batch;
@@ -39,6 +39,7 @@ fn check(what: &str, got: usize) -> Outcome<()> {
 )]
 pub async fn create(
     State(daemon): Shared,
+    Key(key): Key,
     Json(request): Json<CreateManyRequest>,
 ) -> Outcome<(StatusCode, axum::Json<List<Vm>>)> {
     let asked = Asked::now();
@@ -63,6 +64,7 @@ pub async fn create(
     let batch = Batch::of(&daemon.config, count).map_err(ApiError::internal)?;
     let order = create::Order {
         batch: batch.clone(),
+        request: key,
         ..create::Order::create(CreateRequest {
             source,
             name: None,
@@ -89,7 +91,7 @@ pub async fn create(
     };
     batch.iter().try_for_each(|batch| batch.commit()).map_err(ApiError::internal)?;
     let items = guards.into_iter().map(|guard| guard.keep().shown()).collect();
-    Ok((StatusCode::CREATED, axum::Json(List { items })))
+    Ok((StatusCode::CREATED, axum::Json(List::whole(items))))
 }
 
 /// Removes many VMs. The answer comes when the memory of all is free. If one cannot be removed, the

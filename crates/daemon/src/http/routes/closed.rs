@@ -5,6 +5,8 @@
 use serde_json::Value;
 use std::collections::BTreeSet;
 
+/// The heads of uploads, which are a part of the body.
+const HEADS: [&str; 2] = ["ImageUpload", "KernelUpload"];
 const SCHEMAS: &str = "#/components/schemas/";
 
 /// The names of schemas below `value`.
@@ -26,6 +28,7 @@ fn requested(document: &Value) -> BTreeSet<String> {
     let paths = document["paths"].as_object().into_iter().flat_map(|paths| paths.values());
     let operations = paths.filter_map(Value::as_object).flat_map(|path| path.values());
     operations.for_each(|operation| named(&operation["requestBody"], &mut names));
+    names.extend(HEADS.map(str::to_owned));
     let mut open: Vec<String> = names.iter().cloned().collect();
     while let Some(name) = open.pop() {
         let mut below = BTreeSet::new();

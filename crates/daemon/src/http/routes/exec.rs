@@ -3,13 +3,15 @@
 use crate::base::error::{ApiError, Outcome};
 use crate::http::routes::extract::{Json, Params, Shared, Word};
 use crate::http::routes::upgrade::{Frames, Upgrade};
-use crate::http::session;
+use crate::http::{session, websocket};
 use crate::ops::exec::collected;
+use axum::extract::ws::WebSocketUpgrade;
+use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::{FromRequest, Request, State};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use dayfly_api::agent::ExecSpec;
-use dayfly_api::types::{ApiError as ErrorBody, ExecResult, RunReply, RunRequest};
+use dayfly_api::types::{ApiError as ErrorBody, ExecNotice, ExecResult, RunReply, RunRequest};
 use serde::Deserialize;
 
 const fn usual_bytes() -> usize {
@@ -76,6 +78,33 @@ pub async fn exec(
     }
 }
 
+/// Runs a program in a VM over a WebSocket (RFC 6455). The client's first message is an ExecSpec as
+/// text. Binary messages have a channel in their first byte: 0 standard input, 1 standard output,
+/// 2 standard error. Text messages are ExecControl to the daemon and ExecNotice to the client;
+/// docs/http-api.md has the protocol.
+#[utoipa::path(
+    get,
+    operation_id = "exec_over_websocket",
+    path = "/v1/vms/{vm}/exec",
+    params(("vm" = String, Path)),
+    responses(
+        (status = 101, body = ExecNotice), (status = 400, body = ErrorBody),
+        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)
+    )
+)]
+pub async fn over_websocket(
+    State(daemon): Shared,
+    Word(word): Word,
+    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Outcome<Response> {
+    let vm = daemon.registry.find(&word)?;
+    vm.serves("run a program in")?;
+    let upgrade = upgrade.map_err(|e| {
+        ApiError::invalid(format_args!("expected a WebSocket: {e}; POST takes other clients"))
+    })?;
+    Ok(websocket::limited(upgrade).on_upgrade(move |socket| websocket::exec(daemon, vm, socket)))
+}
+
 /// Clones (or boots) a VM, runs a program in it, and removes it: as exec, with a RunRequest in the
 /// first frame. The VM is removed when the connection ends, unless `keep`.
 #[utoipa::path(post, operation_id = "run",
@@ -85,6 +114,10 @@ pub async fn exec(
 pub async fn run(State(daemon): Shared, upgrade: Upgrade<Frames>) -> Response {
     upgrade.then(move |client| session::run(daemon, client))
 }
+
+#[cfg(test)]
+#[path = "websocket_tests.rs"]
+mod websockets;
 
 #[cfg(test)]
 #[path = "exec_tests.rs"]

@@ -2,14 +2,16 @@
 
 use crate::base::error::{ApiError, Outcome};
 use crate::daemon::Daemon;
-use crate::http::json;
+use crate::http::{json, query};
+use crate::model::request_key::RequestKey;
 use axum::body::Bytes;
-use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::extract::{FromRequest, FromRequestParts, Path, Request};
 use axum::http::request::Parts;
 use dayfly_api::types::MAX_JSON_BYTES;
 use dayfly_units::Name;
 use futures::TryStreamExt;
 use serde::de::DeserializeOwned;
+use std::convert::Infallible;
 use std::sync::Arc;
 
 /// The state that every handler gets.
@@ -62,9 +64,19 @@ pub struct Params<T>(pub T);
 impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, state: &S) -> Outcome<Self> {
-        let query = Query::<T>::from_request_parts(parts, state).await;
-        query.map(|Query(t)| Self(t)).map_err(|e| ApiError::invalid(e.body_text()))
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Outcome<Self> {
+        query::decoded(parts.uri.query().unwrap_or_default()).map(Self)
+    }
+}
+
+/// Extracts the key of a request, if it has one.
+pub struct Key(pub Option<RequestKey>);
+
+impl<S: Send + Sync> FromRequestParts<S> for Key {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        Ok(Self(parts.extensions.get().cloned()))
     }
 }
 

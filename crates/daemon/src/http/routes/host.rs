@@ -33,7 +33,7 @@ pub async fn info(State(daemon): Shared) -> Json<Info> {
     responses((status = 200, body = List<Leak>), (status = 500, body = ErrorBody))
 )]
 pub async fn leaks(State(daemon): Shared) -> Outcome<Json<List<Leak>>> {
-    Ok(Json(List { items: sweep::find(&daemon).await?.iter().map(sweep::shown).collect() }))
+    Ok(Json(List::whole(sweep::find(&daemon).await?.iter().map(sweep::shown).collect())))
 }
 
 /// Removes what a crash left, and lists what it removed.
@@ -44,7 +44,7 @@ pub async fn leaks(State(daemon): Shared) -> Outcome<Json<List<Leak>>> {
     responses((status = 200, body = List<Leak>), (status = 500, body = ErrorBody))
 )]
 pub async fn sweep(State(daemon): Shared) -> Outcome<Json<List<Leak>>> {
-    Ok(Json(List { items: sweep::sweep(&daemon).await?.iter().map(sweep::shown).collect() }))
+    Ok(Json(List::whole(sweep::sweep(&daemon).await?.iter().map(sweep::shown).collect())))
 }
 
 /// Counters and histograms, for Prometheus.

@@ -1,25 +1,53 @@
 //! Guest kernels.
 
 use crate::base::error::{Outcome, blocking};
-use crate::http::routes::extract::{Named, Shared, blocking_reader};
+use crate::http::listing::Paging;
+use crate::http::routes::extract::{Named, Params, Shared, blocking_reader};
 use crate::http::upload;
+use crate::model::filter::{bounded, has_one_of};
 use crate::ops::admit;
 use axum::Json;
 use axum::body::{Body, HttpBody as _};
 use axum::extract::State;
 use axum::http::StatusCode;
 use dayfly_api::types::{ApiError as ErrorBody, Kernel, KernelUpload, List};
+use serde::Deserialize;
 
-/// Lists all kernels.
+/// Which kernels to list.
+#[derive(Debug, Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+pub struct ListParams {
+    /// A part of the name; of several one must match.
+    #[serde(default)]
+    name: Vec<String>,
+    /// The most items of the answer, 1 to 1000. Without it, the answer has all.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<usize>,
+    /// The `next` of the page before.
+    cursor: Option<String>,
+}
+
+/// Lists kernels, by name.
 #[utoipa::path(
     get,
     operation_id = "list_kernels",
     path = "/v1/kernels",
-    responses((status = 200, body = List<Kernel>), (status = 500, body = ErrorBody))
+    params(ListParams),
+    responses(
+        (status = 200, body = List<Kernel>), (status = 400, body = ErrorBody),
+        (status = 500, body = ErrorBody)
+    )
 )]
-pub async fn list(State(daemon): Shared) -> Outcome<Json<List<Kernel>>> {
-    let items = blocking(move || daemon.templates.kernels()).await?;
-    Ok(Json(List { items }))
+pub async fn list(
+    State(daemon): Shared,
+    Params(params): Params<ListParams>,
+) -> Outcome<Json<List<Kernel>>> {
+    let paging = Paging::of("kernels", params.limit, params.cursor.as_deref())?;
+    let names = bounded("name", params.name)?;
+    let mut items = blocking(move || daemon.templates.kernels()).await?;
+    items.retain(|kernel| has_one_of(kernel.name.as_str(), &names));
+    items.sort_by(|a, b| a.name.cmp(&b.name));
+    paging.page(items, |kernel| kernel.name.clone()).map(Json)
 }
 
 /// One kernel.
@@ -44,7 +72,8 @@ pub async fn inspect(State(daemon): Shared, Named(name): Named) -> Outcome<Json<
     operation_id = "upload_kernel",
     path = "/v1/kernels/{name}",
     params(("name" = String, Path)),
-    request_body(content = KernelUpload, content_type = "application/octet-stream"),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream",
+        description = "length of the head, KernelUpload in JSON, zstd frame"),
     responses(
         (status = 201, body = Kernel), (status = 400, body = ErrorBody),
         (status = 409, body = ErrorBody), (status = 422, body = ErrorBody),

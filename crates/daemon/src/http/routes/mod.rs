@@ -14,6 +14,8 @@ mod extract;
 mod host;
 mod images;
 mod kernels;
+mod keys;
+mod limits;
 mod logs;
 mod metrics;
 mod ports;
@@ -25,6 +27,7 @@ mod vms;
 
 use crate::base::error::ApiError;
 use crate::daemon::Daemon;
+use crate::http::once;
 use axum::Router;
 use axum::extract::Request;
 use std::sync::Arc;
@@ -33,13 +36,20 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 #[derive(OpenApi)]
-#[openapi(info(
-    title = "dayflyd",
-    description = "Virtual machines that are born fast, live a day, and are gone. \
+#[openapi(
+    components(schemas(
+        dayfly_api::types::ExecControl,
+        dayfly_api::types::ImageUpload,
+        dayfly_api::types::KernelUpload
+    )),
+    info(
+        title = "dayflyd",
+        description = "Virtual machines that are born fast, live a day, and are gone. \
         HTTP/1.1 over a unix socket. Every error is an ApiError; \
         long operations answer with one Progress in JSON a line \
         and are undone when the client goes away."
-))]
+    )
+)]
 struct Document;
 
 fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
@@ -83,7 +93,7 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(programs::kill))
         .routes(routes!(programs::wait))
         .routes(routes!(archive::read, archive::write))
-        .routes(routes!(exec::exec))
+        .routes(routes!(exec::exec, exec::over_websocket))
         .routes(routes!(exec::run))
         .routes(routes!(ports::connect))
         .routes(routes!(ports::run_connected))
@@ -103,6 +113,8 @@ pub fn document() -> serde_json::Result<String> {
         info.remove("contact");
     }
     closed::requests(&mut value);
+    keys::describe(&mut value);
+    limits::describe(&mut value);
     Ok(format!("{value:#}\n"))
 }
 
@@ -129,9 +141,16 @@ pub fn router(daemon: Arc<Daemon>) -> serde_json::Result<Router> {
                 format!("{method} {path}: not a method of this path; GET /openapi.json lists them");
             (axum::http::StatusCode::METHOD_NOT_ALLOWED, axum::Json(ApiError::invalid(message).0))
         })
+        .layer(axum::middleware::from_fn_with_state(daemon.clone(), once::once))
         .with_state(daemon))
 }
 
+#[cfg(test)]
+mod list_tests;
+#[cfg(test)]
+mod many_tests;
+#[cfg(test)]
+mod once_tests;
 #[cfg(test)]
 mod store_tests;
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Detached programs of a VM.
 
 use crate::base::error::{ApiError, Outcome};
+use crate::http::listing::Paging;
 use crate::http::routes::extract::{Params, Shared, Word, Words};
 use crate::ops::programs;
 use axum::extract::State;
@@ -9,16 +10,39 @@ use dayfly_api::agent::Program;
 use dayfly_api::types::{ApiError as ErrorBody, ErrorCode, List};
 use serde::Deserialize;
 
-/// Lists the detached programs of a VM, the oldest first: those whose output the guest's agent
-/// keeps, the last 32.
+/// Which programs to list.
+#[derive(Debug, Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+pub struct ListParams {
+    /// Only programs that run, or only programs that have ended.
+    running: Option<bool>,
+    /// The most items of the answer, 1 to 1000. Without it, the answer has all.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<usize>,
+    /// The `next` of the page before.
+    cursor: Option<String>,
+}
+
+/// Lists the detached programs of a VM, the oldest first by the guest's clock: those whose output
+/// the guest's agent keeps, the last 32.
 #[utoipa::path(get, operation_id = "list_programs",
-    path = "/v1/vms/{vm}/programs", params(("vm" = String, Path)),
-    responses((status = 200, body = List<Program>), (status = 404, body = ErrorBody),
+    path = "/v1/vms/{vm}/programs", params(("vm" = String, Path), ListParams),
+    responses((status = 200, body = List<Program>), (status = 400, body = ErrorBody),
+        (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody), (status = 502, body = ErrorBody),
         (status = 504, body = ErrorBody)))]
-pub async fn list(State(daemon): Shared, Word(vm): Word) -> Outcome<axum::Json<List<Program>>> {
+pub async fn list(
+    State(daemon): Shared,
+    Word(vm): Word,
+    Params(params): Params<ListParams>,
+) -> Outcome<axum::Json<List<Program>>> {
+    let paging = Paging::of("programs", params.limit, params.cursor.as_deref())?;
     let vm = daemon.registry.find(&vm)?;
-    Ok(axum::Json(List { items: programs::list(&daemon, &vm).await? }))
+    let mut items = programs::list(&daemon, &vm).await?;
+    items.retain(|program| params.running.is_none_or(|runs| runs == program.exit.is_none()));
+    let key = |program: &Program| (program.started_unix_ms, program.id.clone());
+    items.sort_by_key(key);
+    paging.page(items, key).map(axum::Json)
 }
 
 /// A detached program, by its id, the unique start of it, or its process id.

@@ -1,8 +1,10 @@
 //! Snapshots, and baking them.
 
 use crate::base::error::{Outcome, blocking};
+use crate::http::listing::Paging;
 use crate::http::ndjson;
 use crate::http::routes::extract::{Json, Named, Params, Shared};
+use crate::model::filter::{bounded, has_one_of, one_of};
 use crate::ops::colours::shown;
 use crate::ops::{bake, keeper, recording};
 use axum::extract::State;
@@ -11,11 +13,11 @@ use axum::response::{IntoResponse, Response};
 use dayfly_api::types::{
     ApiError as ErrorBody, BakeRequest, Colours, List, Progress, RecordRequest, Snapshot,
 };
+use dayfly_units::Name;
 use serde::Deserialize;
 
 /// Options of a picture.
 #[derive(Debug, Deserialize, utoipa::IntoParams)]
-#[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct Picture {
     /// Frames in a row.
@@ -29,16 +31,53 @@ impl Picture {
     }
 }
 
-/// Lists all snapshots.
+/// Which snapshots to list. Of the values of one parameter one must match.
+#[derive(Debug, Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+pub struct ListParams {
+    /// A part of the name.
+    #[serde(default)]
+    name: Vec<String>,
+    /// The name of the image of the root disk.
+    #[serde(default)]
+    image: Vec<String>,
+    /// The name of the snapshot that the VM was cloned from.
+    #[serde(default)]
+    parent: Vec<String>,
+    /// The most items of the answer, 1 to 1000. Without it, the answer has all.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<usize>,
+    /// The `next` of the page before.
+    cursor: Option<String>,
+}
+
+/// Lists snapshots, by name.
 #[utoipa::path(
     get,
     operation_id = "list_snapshots",
     path = "/v1/snapshots",
-    responses((status = 200, body = List<Snapshot>), (status = 500, body = ErrorBody))
+    params(ListParams),
+    responses(
+        (status = 200, body = List<Snapshot>), (status = 400, body = ErrorBody),
+        (status = 500, body = ErrorBody)
+    )
 )]
-pub async fn list(State(daemon): Shared) -> Outcome<axum::Json<List<Snapshot>>> {
-    let items = blocking(move || daemon.templates.snapshots()).await?;
-    Ok(axum::Json(List { items }))
+pub async fn list(
+    State(daemon): Shared,
+    Params(params): Params<ListParams>,
+) -> Outcome<axum::Json<List<Snapshot>>> {
+    let paging = Paging::of("snapshots", params.limit, params.cursor.as_deref())?;
+    let names = bounded("name", params.name)?;
+    let images = bounded("image", params.image)?;
+    let parents = bounded("parent", params.parent)?;
+    let mut items = blocking(move || daemon.templates.snapshots()).await?;
+    items.retain(|snapshot| {
+        let parent = snapshot.parent.as_ref().map_or("", Name::as_str);
+        has_one_of(snapshot.name.as_str(), &names)
+            && one_of(snapshot.image.as_str(), &images)
+            && one_of(parent, &parents)
+    });
+    paging.page(items, |snapshot| snapshot.name.clone()).map(axum::Json)
 }
 
 /// One snapshot.

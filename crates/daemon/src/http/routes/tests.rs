@@ -40,7 +40,7 @@ pub(super) fn served_within(deadlines: Deadlines) -> Served {
 }
 
 /// Sends a raw request and returns the status line and the body of the answer.
-async fn raw(socket: &FilePath, request: &[u8]) -> (String, String) {
+pub(super) async fn raw(socket: &FilePath, request: &[u8]) -> (String, String) {
     let mut stream = UnixStream::connect(socket).await.unwrap();
     stream.write_all(request).await.unwrap();
     let mut answer = Vec::new();
@@ -50,7 +50,7 @@ async fn raw(socket: &FilePath, request: &[u8]) -> (String, String) {
     (head.lines().next().unwrap().to_owned(), body.to_owned())
 }
 
-fn request(method: &str, path: &str, body: &str) -> Vec<u8> {
+pub(super) fn request(method: &str, path: &str, body: &str) -> Vec<u8> {
     format!(
         "{method} {path} HTTP/1.1\r\nHost: d\r\nConnection: close\r\n\
          Content-Length: {}\r\n\r\n{body}",

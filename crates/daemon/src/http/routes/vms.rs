@@ -3,8 +3,10 @@
 use crate::base::error::{ApiError, Outcome};
 use crate::base::time::Asked;
 use crate::daemon::Daemon;
+use crate::http::listing::Paging;
 use crate::http::ndjson;
-use crate::http::routes::extract::{Json, Params, Shared, Word};
+use crate::http::routes::extract::{Json, Key, Params, Shared, Word};
+use crate::model::filter::{VmFilter, bounded, states};
 use crate::ops::{
     create, footprint as weigh, fork as forking, inspect as measure, power, remove,
     snapshot as freeze,
@@ -14,7 +16,7 @@ use axum::http::StatusCode;
 use axum::response::Response;
 use dayfly_api::types::{
     ApiError as ErrorBody, CreateRequest, ErrorCode, Footprint, ForkRequest, Forked, List,
-    Progress, SnapshotRequest, Vm, VmDetails,
+    Progress, SnapshotRequest, Vm, VmDetails, VmState,
 };
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -48,13 +50,37 @@ pub(super) fn check_labels(labels: &BTreeMap<String, String>) -> Outcome<()> {
     )))
 }
 
-/// Which VMs to list.
+/// Which VMs to list. Of the values of one parameter one must match, of `label` all.
 #[derive(Debug, Deserialize, utoipa::IntoParams)]
 #[into_params(parameter_in = Query)]
 pub struct ListParams {
-    /// Include VMs that have ended.
+    /// Include VMs that have ended; implied by the status `exited`.
     #[serde(default)]
     all: bool,
+    /// The start of the id.
+    #[serde(default)]
+    id: Vec<String>,
+    /// A part of the name.
+    #[serde(default)]
+    name: Vec<String>,
+    /// The state.
+    #[serde(default)]
+    #[param(value_type = Vec<VmState>)]
+    status: Vec<String>,
+    /// A label: KEY or KEY=VALUE.
+    #[serde(default)]
+    label: Vec<String>,
+    /// The name of the snapshot or image that the VM was made from.
+    #[serde(default)]
+    ancestor: Vec<String>,
+    /// The name of the image.
+    #[serde(default)]
+    image: Vec<String>,
+    /// The most items of the answer, 1 to 1000. Without it, the answer has all.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<usize>,
+    /// The `next` of the page before.
+    cursor: Option<String>,
 }
 
 /// Lists VMs, the oldest first.
@@ -63,16 +89,26 @@ pub struct ListParams {
     operation_id = "list_vms",
     path = "/v1/vms",
     params(ListParams),
-    responses((status = 200, body = List<Vm>))
+    responses((status = 200, body = List<Vm>), (status = 400, body = ErrorBody))
 )]
 pub async fn list(
     State(daemon): Shared,
     Params(params): Params<ListParams>,
-) -> axum::Json<List<Vm>> {
-    let all = daemon.registry.all();
-    let items = all.iter().filter(|vm| !vm.leaving() && (params.all || vm.phase().alive()));
-    let items = items.map(|vm| vm.shown()).collect();
-    axum::Json(List { items })
+) -> Outcome<axum::Json<List<Vm>>> {
+    let paging = Paging::of("VMs", params.limit, params.cursor.as_deref())?;
+    let filter = VmFilter {
+        ids: bounded("id", params.id)?,
+        names: bounded("name", params.name)?,
+        states: states(&bounded("status", params.status)?)?,
+        labels: bounded("label", params.label)?,
+        ancestors: bounded("ancestor", params.ancestor)?,
+        images: bounded("image", params.image)?,
+    };
+    let all = params.all || filter.wants_ended();
+    let listed = daemon.registry.all().into_iter();
+    let listed = listed.filter(|vm| !vm.leaving() && (all || vm.phase().alive()));
+    let listed = listed.map(|vm| vm.shown()).filter(|vm| filter.lists(vm));
+    paging.page(listed, |vm| (vm.created_unix_ms, vm.id)).map(axum::Json)
 }
 
 /// Creates and starts a VM. The answer comes when its agent has its identity. If the client goes
@@ -91,12 +127,14 @@ pub async fn list(
 )]
 pub async fn create(
     State(daemon): Shared,
+    Key(key): Key,
     Json(request): Json<CreateRequest>,
 ) -> Outcome<(StatusCode, axum::Json<Vm>)> {
     let asked = Asked::now();
     check_labels(&request.labels)?;
+    let order = create::Order { request: key, ..create::Order::create(request) };
     let guard = tokio::select! {
-        guard = create::create(&daemon, asked, create::Order::create(request)) => guard?,
+        guard = create::create(&daemon, asked, order) => guard?,
         () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
     };
     Ok((StatusCode::CREATED, axum::Json(guard.keep().shown())))
@@ -243,12 +281,13 @@ pub async fn snapshot(
 pub async fn fork(
     State(daemon): Shared,
     Word(word): Word,
+    Key(key): Key,
     Json(request): Json<ForkRequest>,
 ) -> Outcome<(StatusCode, axum::Json<Forked>)> {
     let asked = Asked::now();
     check_labels(&request.labels)?;
     let vm = daemon.registry.find(&word)?;
-    let forked = forking::fork(&daemon, &vm, request, asked).await?;
+    let forked = forking::fork_once(&daemon, &vm, request, key, asked).await?;
     Ok((StatusCode::CREATED, axum::Json(forked)))
 }
 

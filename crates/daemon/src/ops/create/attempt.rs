@@ -172,6 +172,8 @@ async fn reserve(
     let under_way = daemon.pool.creation();
     let mut facts = opened.facts(order.labels, order.ephemeral, order.forks, order.network);
     facts.auto_remove = order.lifetime.auto_remove;
+    // Replaces that of the VM from which it was forked.
+    facts.request = order.request;
     // Before anything is taken from the pool, which has to get it back after an error.
     if let Some(Request::Exec(spec)) = &mut order.next {
         for_run(spec, order.entrypoint.as_deref(), &facts.config)?;

@@ -119,6 +119,7 @@ impl Room {
             network: None,
             next: None,
             entrypoint: None,
+            request: None,
             batch: None,
         }
     }

@@ -1,5 +1,6 @@
 //! What a VM is created from, and with which properties.
 
+use crate::model::request_key::RequestKey;
 use crate::templates::fork_point::ForkPoint;
 use crate::templates::open::OpenTemplate;
 use crate::vm::batch::Batch;
@@ -34,6 +35,8 @@ pub struct Order {
     pub next: Option<Request>,
     /// The entrypoint of the program in `next`, instead of the image's.
     pub entrypoint: Option<Vec<String>>,
+    /// The key of the request, if it has one.
+    pub request: Option<RequestKey>,
     /// The batch to which it belongs, if the request is for several VMs.
     pub batch: Option<Arc<Batch>>,
 }
@@ -64,6 +67,7 @@ impl Order {
             network: Some(request.network),
             next: None,
             entrypoint: None,
+            request: None,
             batch: None,
         }
     }
