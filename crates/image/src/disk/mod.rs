@@ -15,7 +15,7 @@ mod oci;
 mod prepare;
 mod read;
 mod spool;
-mod tree;
+pub(crate) mod tree;
 mod types;
 
 pub(crate) mod pulled;
@@ -23,6 +23,7 @@ pub(crate) mod pulled;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use build::plain;
 pub use build::{DISK_NAME, build};
 pub use error::BuildError;
 pub use types::{BuildOptions, BuiltImage, Debian, Limits, Progress, Size, Source};
