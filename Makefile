@@ -6,8 +6,9 @@ BENCHES := birth chain scale death fork jobs trace faults dns linux numa
 BENCH ?= $(BENCHES)
 OPTIONS ?=
 # Tests of make long, by name.
-LONG ?= a_daemon_killed_at_every_step a_thousand_clients a_silent_machine of_qemu lazy:: \
-	liar:: tour:: whatever_runs_beside twenty_vms_on_a_full_disk twenty_debian a_foreign_client
+LONG ?= a_daemon_killed_at_every_step a_foreign_client a_silent_machine a_thousand_clients \
+	docker_of_debian_runs lazy:: liar:: modules_load_in of_qemu tour:: twenty_debian \
+	twenty_vms_on_a_full_disk whatever_runs_beside zoo::
 
 # Fuzzing: seconds for each target, one target alone, targets at once (docs/fuzzing.md).
 SECONDS ?= 60

@@ -5,15 +5,16 @@
 //! each module's `.modinfo` section (`depends=`). Only the modules that are collected are read, and
 //! no program such as depmod is needed.
 
+mod all;
 mod body;
 mod names;
 pub(crate) mod needs;
 
-pub use body::without_signature;
+pub use all::{files, lists};
+pub use body::{unpack, without_signature};
 
 use crate::error::{BootError, on};
 use crate::files::MAX_KERNEL_BYTES;
-use body::unpack;
 use names::{list, name_of};
 use needs::Needs;
 use std::collections::BTreeSet;

@@ -12,6 +12,7 @@ mod fork;
 mod image;
 mod inspect;
 mod kernel;
+mod load;
 mod logs;
 mod machine;
 mod network;
@@ -65,6 +66,8 @@ pub enum Command {
     Image(image::Command),
     /// Pull an image from a registry
     Pull(pull::Pull),
+    /// Load the images of an archive that docker, podman, buildah or skopeo saved
+    Load(load::Args),
     /// List images (as dayfly image ls)
     Images(crate::output::ListArgs),
     /// Give an image a further reference
@@ -188,6 +191,7 @@ impl Command {
         match self {
             Self::Image(command) => command.run().await,
             Self::Pull(args) => args.run().await.map(|()| 0),
+            Self::Load(args) => args.run().await.map(|()| 0),
             Self::Images(list) => image::ls(list).await.map(|()| 0),
             Self::Tag(args) => args.run().await.map(|()| 0),
             Self::Rmi(args) => args.run().await,

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Digits of the manifest's digest in an image's name; more if another image has the name.
-const DIGITS: [usize; 2] = [12, 40];
+pub const DIGITS: [usize; 2] = [12, 40];
 
 /// When an image is pulled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
@@ -68,7 +68,11 @@ pub async fn recorded(client: &Client, reference: &Reference) -> Result<Option<(
     Ok(image.filter(|image| record.means(image)).map(|image| (image, record)))
 }
 
-async fn there(client: &Client, name: &Name) -> Result<Option<Image>, ClientError> {
+/// The image `name` of the store.
+///
+/// # Errors
+/// The daemon fails.
+pub async fn there(client: &Client, name: &Name) -> Result<Option<Image>, ClientError> {
     match client.image(name).await {
         Ok(image) => Ok(Some(image)),
         Err(e) if e.code() == Some(ErrorCode::NotFound) => Ok(None),
@@ -168,10 +172,18 @@ async fn name_of(
 
 /// The last component of the repository, and the first `digits` of the manifest's digest.
 fn stored_name(reference: &Reference, manifest: &str, digits: usize) -> Result<Name> {
-    let stem = reference.path().rsplit('/').next().unwrap_or_default();
-    let hex = manifest.trim_start_matches("sha256:");
+    named_by(reference.path(), manifest, digits)
+}
+
+/// The last component of the repository `path`, and the first `digits` of `digest`.
+///
+/// # Errors
+/// The digest is none.
+pub fn named_by(path: &str, digest: &str, digits: usize) -> Result<Name> {
+    let stem = path.rsplit('/').next().unwrap_or_default();
+    let hex = digest.trim_start_matches("sha256:");
     let name = format!("{:.*}-{:.digits$}", 63 - 1 - digits, stem, hex);
-    name.parse().with_context(|| format!("a name for {}", reference.familiar()))
+    name.parse().with_context(|| format!("a name for {path}"))
 }
 
 /// Whether [`pull`] made and named the image of `record` for `reference`. The user named any other

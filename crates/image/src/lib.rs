@@ -20,7 +20,8 @@ mod tool;
 
 pub use dayfly_units::ImageConfig;
 pub use disk::{
-    BuildError, BuildOptions, BuiltImage, DISK_NAME, Debian, Limits, Progress, Size, Source, build,
+    BuildError, BuildOptions, BuiltImage, DISK_NAME, Debian, Limits, Listed, Listing, Progress,
+    Size, Source, build,
 };
 pub use manifest::{
     FileDigest, ImageManifest, KernelManifest, MANIFEST_NAME, MAX_MANIFEST_BYTES, ManifestError,

@@ -2,9 +2,11 @@
 //! packed for a guest.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use dayfly_image::kernel::{KernelSource, build, fetch_debian};
-use dayfly_image::{KernelManifest, Sealed};
+use dayfly_image::kernel::{KernelSource, build, build_modules, fetch_debian};
+use dayfly_image::{ImageManifest, KernelManifest, Sealed};
+use dayfly_units::MODULES_SOURCE;
 use std::path::Path;
+use std::process::Command;
 
 fn kernel(version: &str, modules: &[&str]) {
     let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join("image-cache");
@@ -27,6 +29,48 @@ fn kernel(version: &str, modules: &[&str]) {
     let names: Vec<&str> = manifest.modules.iter().map(|m| m.rsplit('/').next().unwrap()).collect();
     assert_eq!(names, modules);
     assert!(build(&source, agent, Some(&cache), out.path()).unwrap().cached);
+    modules_disk(&source, &cache);
+}
+
+/// The disk of all modules has the lists of depmod, and each module unpacked and as root's.
+fn modules_disk(source: &KernelSource, cache: &Path) {
+    let out = tempfile::tempdir().unwrap();
+    let built = build_modules(source, Some(cache), out.path()).unwrap().unwrap();
+    let disk = out.path().join("root.ext4");
+    assert_eq!(ImageManifest::load(&out.path().join("manifest")).unwrap(), built.manifest);
+    assert!(built.manifest.source.starts_with(MODULES_SOURCE), "{:?}", built.manifest);
+    let ask = |request: &str| {
+        let mut debugfs = Command::new("/sbin/debugfs");
+        let said = debugfs.args(["-R", request]).arg(&disk).output().unwrap();
+        String::from_utf8_lossy(&said.stdout).into_owned()
+    };
+    let dep = ask("cat modules.dep");
+    let overlay = "kernel/fs/overlayfs/overlay.ko";
+    assert!(dep.lines().any(|line| line.starts_with(&format!("{overlay}:"))), "{dep}");
+    assert!(ask("cat modules.alias").contains("alias rtnl-link-bridge bridge"));
+    assert!(ask("ls -l .").contains("modules.builtin.alias.bin"));
+    let stat = ask(&format!("stat {overlay}"));
+    assert!(stat.contains("Mode:  0644") && stat.contains("User:     0"), "{stat}");
+    assert!(ask(&format!("cat {overlay}")).starts_with("\u{7f}ELF"));
+    // Modules without the cache give the same bytes.
+    let fresh = tempfile::tempdir().unwrap();
+    let again = build_modules(source, Some(fresh.path()), &fresh.path().join("out")).unwrap();
+    let again = again.unwrap();
+    assert_eq!(again.manifest.digest, built.manifest.digest);
+    assert!(!again.cached);
+    let again = build_modules(source, Some(fresh.path()), &fresh.path().join("out")).unwrap();
+    assert!(again.unwrap().cached);
+}
+
+#[test]
+fn a_kernel_without_modules_has_no_disk_of_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let build = |modules| {
+        let source = KernelSource { kernel: "/vmlinuz".into(), modules };
+        build_modules(&source, Some(folder.path()), folder.path()).unwrap()
+    };
+    assert_eq!(build(None), None);
+    assert_eq!(build(Some(folder.path().to_owned())), None);
 }
 
 #[test]

@@ -120,6 +120,7 @@ fn put_kernel(store: &Store, fill: u8) -> Result<(), crate::PutError> {
         vmlinux_bytes: 5000,
         initrd_bytes: 4000,
         digest: Digest::of(&both),
+        modules: None,
     };
     let body = zstd::encode_all(&both[..], 1).unwrap();
     store.put_kernel(&name("k"), &spec, &mut &body[..]).map(drop)

@@ -171,6 +171,7 @@ fn with_an_unknown_ro_compat_feature_objects_are_read_and_vms_run() {
         vmlinux_bytes: 0,
         initrd_bytes: 0,
         digest: Digest::of(b""),
+        modules: None,
     };
     assert!(refused(&store.put_kernel(&name("k"), &spec, &mut &b""[..]).unwrap_err()));
     let removed = store.remove_snapshot(&name("base")).unwrap_err();

@@ -127,6 +127,8 @@ impl Store {
                 report.freed_bytes += bytes;
             }
         }
+        drop(watch);
+        self.remove_unused_modules();
         Ok(report)
     }
 

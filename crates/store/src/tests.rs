@@ -188,6 +188,7 @@ fn a_kernel_is_uploaded_opened_and_removed() {
         vmlinux_bytes: 5000,
         initrd_bytes: 70_000,
         digest: Digest::of(&both),
+        modules: None,
     };
     let body = compressed(&both);
     store.put_kernel(&name("6.12"), &spec, &mut body.as_slice()).unwrap();
@@ -218,6 +219,62 @@ fn a_kernel_is_uploaded_opened_and_removed() {
     assert_eq!(store.kernels().unwrap().items.len(), 1);
     store.remove_kernel(&name("6.12")).unwrap();
     assert!(matches!(store.kernel(&name("6.12")), Err(OpenError::NotFound { .. })));
+}
+
+#[test]
+fn the_modules_of_a_kernel_are_removed_when_it_is() {
+    let root = tempfile::tempdir().unwrap();
+    let store = Store::open(root.path()).unwrap();
+    let put_modules = |as_name: &str, seed| {
+        let disk = disk(seed);
+        let source = format!("{}6.12", dayfly_units::MODULES_SOURCE);
+        let spec = ImageSpec { source, ..image_spec(&disk) };
+        store.put_image_raw(&name(as_name), &spec, &mut disk.as_slice()).unwrap();
+    };
+    let put = |modules: Option<&str>| {
+        let spec = KernelSpec {
+            modules: modules.map(name),
+            release: "6.12.0".to_owned(),
+            vmlinux_bytes: 5000,
+            initrd_bytes: 0,
+            digest: Digest::of(&[1; 5000]),
+        };
+        store.put_kernel(&name("6.12"), &spec, &mut compressed(&[1; 5000]).as_slice())
+    };
+    let images = || {
+        let items = store.images().unwrap().items;
+        items.into_iter().map(|image| image.name.to_string()).collect::<Vec<_>>()
+    };
+    // A root disk is not taken for modules, nor is what is missing.
+    put_image(&store, IMAGE, 1).unwrap();
+    for other in [IMAGE, "modules-0"] {
+        let refused = put(Some(other));
+        assert!(matches!(refused, Err(PutError::Invalid { place: "modules", .. })), "{refused:?}");
+    }
+    assert_eq!(store.kernels().unwrap().items.len(), 0);
+    put_modules("modules-1", 2);
+    put(Some("modules-1")).unwrap();
+    let kernel = store.kernel(&name("6.12")).unwrap();
+    assert_eq!(kernel.modules.as_ref().unwrap().manifest.name, name("modules-1"));
+    drop(kernel);
+    let RemoveError::InUse { by, .. } = store.remove_image(&name("modules-1")).unwrap_err() else {
+        panic!("removed, or not found");
+    };
+    assert_eq!(by, ["kernel 6.12"]);
+    // gc keeps modules whose kernel may still come.
+    put_modules("modules-2", 3);
+    store.gc().unwrap();
+    assert_eq!(images(), [IMAGE, "modules-1", "modules-2"]);
+    put(Some("modules-2")).unwrap();
+    assert_eq!(images(), [IMAGE, "modules-2"]);
+    // Modules that a VM has as its disk outlive their kernel.
+    let image = store.image(&name("modules-2")).unwrap();
+    store.remove_kernel(&name("6.12")).unwrap();
+    assert_eq!(images(), [IMAGE, "modules-2"]);
+    drop(image);
+    put(Some("modules-2")).unwrap();
+    store.remove_kernel(&name("6.12")).unwrap();
+    assert_eq!(images(), [IMAGE]);
 }
 
 #[test]

@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "openapi")]
 use utoipa::ToSchema;
 
+/// How the source of an image begins that holds the modules of a kernel, and no root disk.
+pub const MODULES_SOURCE: &str = "modules of kernel ";
+
 /// How to start an image's program (OCI image config).
 ///
 /// Missing fields are empty, and unknown fields are ignored, because a client may be older than its

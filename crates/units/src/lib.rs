@@ -30,6 +30,6 @@ pub mod tree;
 
 pub use digest::{Digest, DigestError};
 pub use ids::{IdError, Name, NameError, VmId, VmName, VmNameError};
-pub use image_config::ImageConfig;
+pub use image_config::{ImageConfig, MODULES_SOURCE};
 pub use pages::{Bytes, PAGE_SIZE, ParseBytesError};
 pub use stored::{Counted, MemoryKinds, Pages, StoreStats, Unreadable};

@@ -13,6 +13,8 @@ pub struct Options {
     pub flags: String,
     /// `ro`.
     pub read_only: bool,
+    /// `dayfly.modules=`: a device below /dev with the modules of this kernel.
+    pub modules: Option<PathBuf>,
     /// `dayfly.init=`: the image's own init, which becomes PID 1.
     pub init: Option<String>,
 }
@@ -26,11 +28,14 @@ pub enum OptionError {
     /// The root is not a path below /dev.
     #[error("root=: expected a device such as /dev/vda, got {0:?}")]
     Root(String),
+    /// The disk of the modules is not a path below /dev.
+    #[error("dayfly.modules=: expected a device such as /dev/vdb, got {0:?}")]
+    Modules(String),
     /// The init is not an absolute path.
     #[error("dayfly.init=: expected an absolute path, got {0:?}")]
     Init(String),
     /// An unknown option with the prefix `dayfly.`.
-    #[error("expected dayfly.init= as the only dayfly option, got {0:?}")]
+    #[error("expected dayfly.init= or dayfly.modules=, got {0:?}")]
     Unknown(String),
 }
 
@@ -46,6 +51,7 @@ pub fn parse(line: &str) -> Result<Options, OptionError> {
         kind: "ext4".into(),
         flags: String::new(),
         read_only: false,
+        modules: None,
         init: None,
     };
     for word in words(line).iter().take_while(|w| *w != "--") {
@@ -56,6 +62,8 @@ pub fn parse(line: &str) -> Result<Options, OptionError> {
             "rootflags" => options.flags = value.to_owned(),
             "ro" => options.read_only = true,
             "rw" => options.read_only = false,
+            "dayfly.modules" if is_device(value) => options.modules = Some(value.into()),
+            "dayfly.modules" => return Err(OptionError::Modules(value.to_owned())),
             "dayfly.init" if value.starts_with('/') => options.init = Some(value.to_owned()),
             "dayfly.init" => return Err(OptionError::Init(value.to_owned())),
             other if other.starts_with("dayfly.") => {
@@ -65,11 +73,15 @@ pub fn parse(line: &str) -> Result<Options, OptionError> {
         }
     }
     let root = root.ok_or(OptionError::NoRoot)?;
-    if !root.starts_with("/dev/") || root.contains("/..") {
+    if !is_device(&root) {
         return Err(OptionError::Root(root));
     }
     options.root = root.into();
     Ok(options)
+}
+
+fn is_device(path: &str) -> bool {
+    path.starts_with("/dev/") && !path.contains("/..")
 }
 
 /// Splits at white space, except in double quotes, as the kernel does.
@@ -103,14 +115,17 @@ mod tests {
         let plain = parse("console=ttyS0 quiet reboot=t panic=-1 root=/dev/vda\n").unwrap();
         assert_eq!(plain.root, PathBuf::from("/dev/vda"));
         assert_eq!((plain.kind.as_str(), plain.read_only, plain.init), ("ext4", false, None));
+        assert_eq!(plain.modules, None);
         let all = parse(
             "root=/dev/vda ro rw ro rootfstype=xfs rootflags=\"a b\" \
-                         dayfly.init=/sbin/init root=/dev/vdb -- ro=x root=/x",
+                         dayfly.init=/sbin/init root=/dev/vdb \
+                         dayfly.modules=/dev/vdc -- ro=x root=/x",
         )
         .unwrap();
         assert_eq!(all.root, PathBuf::from("/dev/vdb"));
         assert_eq!((all.kind.as_str(), all.flags.as_str(), all.read_only), ("xfs", "a b", true));
         assert_eq!(all.init.as_deref(), Some("/sbin/init"));
+        assert_eq!(all.modules, Some(PathBuf::from("/dev/vdc")));
     }
 
     #[test]
@@ -119,6 +134,10 @@ mod tests {
         assert!(matches!(parse("root=UUID=12"), Err(OptionError::Root(_))));
         assert!(matches!(parse("root=/dev/../etc"), Err(OptionError::Root(_))));
         assert!(matches!(parse("root=/dev/vda dayfly.init=init"), Err(OptionError::Init(_))));
+        for device in ["", "vdb", "/dev/../x"] {
+            let line = format!("root=/dev/vda dayfly.modules={device}");
+            assert!(matches!(parse(&line), Err(OptionError::Modules(_))), "{line}");
+        }
         assert!(matches!(
             parse("root=/dev/vda dayfly.listen=serial"),
             Err(OptionError::Unknown(_))

@@ -16,6 +16,7 @@
 pub mod cmdline;
 mod early;
 mod error;
+mod kernel_modules;
 mod modules;
 mod mount;
 mod mounts;
@@ -51,6 +52,9 @@ pub fn run() -> Result<Infallible, BootError> {
     // Before the image's own init, which may leave it to services that the image lacks.
     mounts::loopback_up();
     mounts::ports_and_ping_for_all();
+    if let Some(device) = &options.modules {
+        kernel_modules::mount(device);
+    }
     match options.init {
         None => {
             mounts::hostname();

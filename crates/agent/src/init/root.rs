@@ -54,7 +54,7 @@ fn is_block(path: &Path) -> Result<bool, BootError> {
 
 /// Waits for the device's node. The watch is set before the first check, so the node cannot appear
 /// unnoticed in between.
-fn wait_for(device: &Path) -> Result<(), BootError> {
+pub(super) fn wait_for(device: &Path) -> Result<(), BootError> {
     let folder = Path::new("/dev");
     let failed = |errno| BootError::File { path: folder.to_owned(), what: "watch", errno };
     let watch = inotify::init(inotify::CreateFlags::CLOEXEC).map_err(failed)?;

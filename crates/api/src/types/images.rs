@@ -45,6 +45,10 @@ wire! {
         pub release: String,
         /// BLAKE3 of vmlinux followed by initrd, hexadecimal.
         pub digest: String,
+        /// The image with the kernel's modules, which is a read-only disk of each VM that boots the
+        /// kernel.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub modules: Option<Name>,
         /// Time of the upload.
         pub created_unix_ms: u64,
     }
@@ -60,5 +64,9 @@ wire! {
         pub initrd_bytes: u64,
         /// BLAKE3 of vmlinux followed by initrd, hexadecimal.
         pub digest: String,
+        /// The name of a stored image with the kernel's modules. Its source begins with `modules of
+        /// kernel `, and the root of its file system is `/lib/modules/RELEASE`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub modules: Option<Name>,
     }
 }

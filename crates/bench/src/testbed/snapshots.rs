@@ -168,6 +168,7 @@ fn publish(store: &Store, guest: &Guest) -> Result<()> {
         vmlinux_bytes: elf.len() as u64,
         initrd_bytes: words.len() as u64,
         digest: blake3::hash(&both).into(),
+        modules: None,
     };
     let packed = zstd::encode_all(both.as_slice(), 1)?;
     store.put_kernel(&guest.name, &spec, &mut packed.as_slice())?;

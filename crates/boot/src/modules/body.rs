@@ -10,7 +10,11 @@ use std::path::Path;
 const MAX_MODULE_BYTES: u64 = 64 << 20;
 
 /// Opens and unpacks the module `path` of `folder`. A path that leads out of `folder` is refused.
-pub(super) fn unpack(folder: &Path, path: &str) -> Result<Vec<u8>, BootError> {
+///
+/// # Errors
+/// [`BootError::Io`], and [`BootError::Tree`] for a file that is no ELF module, or longer than
+/// 64 MiB.
+pub fn unpack(folder: &Path, path: &str) -> Result<Vec<u8>, BootError> {
     let whole = folder.join(path);
     let opened = open(folder, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
         .and_then(|dir| {

@@ -5,7 +5,7 @@ use crate::files::read_capped;
 use std::path::Path;
 
 /// Largest `modules.builtin` or `modules.dep` in bytes.
-const MAX_LIST_BYTES: u64 = 16 << 20;
+pub(super) const MAX_LIST_BYTES: u64 = 16 << 20;
 
 /// A module's name in the kernel's spelling: no folder, no suffix, `_` in place of `-`.
 pub(super) fn name_of(path: &str) -> String {

@@ -68,7 +68,11 @@ pub(crate) fn parse(text: &str) -> Listed {
 }
 
 /// Adds the module files below `folder`/`path` to `files`. Symbolic links are not followed.
-fn walk(folder: &Path, path: &str, files: &mut BTreeSet<String>) -> Result<(), BootError> {
+pub(super) fn walk(
+    folder: &Path,
+    path: &str,
+    files: &mut BTreeSet<String>,
+) -> Result<(), BootError> {
     let at = folder.join(path);
     let fail = on("read", &at);
     let entries = match std::fs::read_dir(&at) {

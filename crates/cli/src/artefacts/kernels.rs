@@ -6,8 +6,11 @@ use crate::home::program;
 use crate::progress::Steps;
 use anyhow::{Context, Result, bail};
 use dayfly_api::client::Client;
-use dayfly_api::types::{ErrorCode, Kernel, KernelUpload};
-use dayfly_image::kernel::{KernelArtefact, KernelError, KernelSource, build, fetch_debian};
+use dayfly_api::types::{ErrorCode, ImageUpload, Kernel, KernelUpload};
+use dayfly_image::BuiltImage;
+use dayfly_image::kernel::{
+    KernelArtefact, KernelError, KernelSource, build, build_modules, fetch_debian,
+};
 use dayfly_units::Name;
 use std::io::{self, Read};
 use std::path::PathBuf;
@@ -87,10 +90,10 @@ pub async fn refresh_kernel(
     name: &Name,
     steps: &Steps,
 ) -> Result<Kernel> {
-    let (_folder, artefact) = make(debian(version, steps).await?, steps).await?;
-    let head = head(&artefact)?;
+    let made = make(debian(version, steps).await?, steps).await?;
+    let head = head(&made)?;
     match client.kernel(name).await {
-        Ok(there) if there.digest == head.digest => {
+        Ok(there) if there.digest == head.digest && there.modules == head.modules => {
             steps.end();
             return Ok(there);
         }
@@ -98,7 +101,7 @@ pub async fn refresh_kernel(
         Err(e) if e.code() == Some(ErrorCode::NotFound) => {}
         Err(e) => return Err(e.into()),
     }
-    send(client, artefact, head, name, steps).await
+    send(client, made, head, name, steps).await
 }
 
 /// The unpacked kernel package that the machine boots. This function blocks.
@@ -136,30 +139,48 @@ async fn store(
     name: &Name,
     steps: &Steps,
 ) -> Result<Kernel> {
-    let (_folder, artefact) = make(source, steps).await?;
-    let head = head(&artefact)?;
-    send(client, artefact, head, name, steps).await
+    let made = make(source, steps).await?;
+    let head = head(&made)?;
+    send(client, made, head, name, steps).await
 }
 
-/// Builds the kernel. The returned folder must live until its files are uploaded.
-async fn make(source: KernelSource, steps: &Steps) -> Result<(OutFolder, KernelArtefact)> {
+/// A kernel that is built.
+struct Made {
+    kernel: KernelArtefact,
+    modules: Option<BuiltImage>,
+    /// Holds the files until they are uploaded.
+    _folder: OutFolder,
+}
+
+/// Builds the kernel and the disk of its modules.
+async fn make(source: KernelSource, steps: &Steps) -> Result<Made> {
     steps.begin("unpacking the kernel and its modules");
     let agent = program("dayfly-agent")?;
     let folder = OutFolder::new(&dayfly_image::cache::default_folder())?;
     let out = folder.path().to_owned();
-    let artefact =
-        tokio::task::spawn_blocking(move || build(&source, &agent, None, &out)).await??;
-    Ok((folder, artefact))
+    let work = move || {
+        let kernel = build(&source, &agent, None, &out)?;
+        Ok::<_, KernelError>((kernel, build_modules(&source, None, &out.join("modules"))?))
+    };
+    let (kernel, modules) = tokio::task::spawn_blocking(work).await??;
+    Ok(Made { kernel, modules, _folder: folder })
 }
 
-fn head(artefact: &KernelArtefact) -> Result<KernelUpload> {
-    let manifest = &artefact.manifest;
+fn head(made: &Made) -> Result<KernelUpload> {
+    let manifest = &made.kernel.manifest;
     Ok(KernelUpload {
         release: manifest.release.clone(),
         vmlinux_bytes: manifest.vmlinux.size_bytes,
         initrd_bytes: manifest.initrd.size_bytes,
-        digest: digest(artefact).context("hashing the kernel")?,
+        digest: digest(&made.kernel).context("hashing the kernel")?,
+        modules: made.modules.as_ref().map(modules_name).transpose()?,
     })
+}
+
+/// The name of an image of modules: equal modules are stored once.
+fn modules_name(modules: &BuiltImage) -> Result<Name> {
+    let digest = modules.manifest.digest.get(..12).unwrap_or_default();
+    Ok(format!("modules-{digest}").parse()?)
 }
 
 /// BLAKE3 of vmlinux followed by the initramfs.
@@ -180,16 +201,45 @@ fn digest(artefact: &KernelArtefact) -> io::Result<String> {
 
 async fn send(
     client: &Client,
-    artefact: KernelArtefact,
+    made: Made,
     head: KernelUpload,
     name: &Name,
     steps: &Steps,
 ) -> Result<Kernel> {
+    if let (Some(modules), Some(name)) = (made.modules, &head.modules) {
+        send_modules(client, modules, name, steps).await?;
+    }
     steps.begin(format!("storing kernel {name}"));
-    let files = vec![artefact.vmlinux, artefact.initrd];
+    let files = vec![made.kernel.vmlinux, made.kernel.initrd];
     let kernel =
         upload::send(files, steps, async |body| client.upload_kernel(name, &head, body).await)
             .await;
     steps.end();
     kernel
+}
+
+/// Stores the modules as the image `name`, unless it is there.
+async fn send_modules(
+    client: &Client,
+    modules: BuiltImage,
+    name: &Name,
+    steps: &Steps,
+) -> Result<()> {
+    let BuiltImage { root_ext4, manifest, .. } = modules;
+    match client.image(name).await {
+        Ok(there) if there.digest == manifest.digest => return Ok(()),
+        Err(e) if e.code() != Some(ErrorCode::NotFound) => return Err(e.into()),
+        Ok(_) | Err(_) => {}
+    }
+    let head = ImageUpload {
+        size_bytes: manifest.size_bytes,
+        digest: manifest.digest,
+        source: manifest.source,
+        config: manifest.run,
+    };
+    steps.begin("storing the kernel's modules");
+    let call = async |body| client.upload_image(name, &head, body).await;
+    let stored = upload::send(vec![root_ext4], steps, call).await;
+    steps.end();
+    stored.map(drop)
 }

@@ -10,7 +10,7 @@ use clap::Subcommand;
 use dayfly_api::types::Image;
 use dayfly_image::{BuildError, BuildOptions, Debian, Pull, Size, Source};
 use dayfly_registry::{Reference, Registry};
-use dayfly_units::{Bytes, Name};
+use dayfly_units::{Bytes, MODULES_SOURCE, Name};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -178,7 +178,9 @@ impl Known {
 
 /// Lists images: in a table one line for each reference, as docker does.
 pub async fn ls(list: ListArgs) -> Result<()> {
-    let images = connect::client().await?.images().await?;
+    let mut images = connect::client().await?.images().await?;
+    // The modules of a kernel are no root disk. They are removed when their kernel is.
+    images.retain(|image| !image.source.starts_with(MODULES_SOURCE));
     let all = References::load()?;
     if list.quiet || list.format == Format::Json {
         let images: Vec<Known> = images.into_iter().map(|i| Known::new(i, &all)).collect();

@@ -63,6 +63,7 @@ mod tests {
             release: "6.12".into(),
             vmlinux_bytes: 3,
             initrd_bytes: 2,
+            modules: None,
             digest: "d".into(),
         }
     }

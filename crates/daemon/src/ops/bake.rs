@@ -56,9 +56,10 @@ pub async fn bake(
         batch: None,
     };
     let guard = create(&daemon, asked, order).await?;
-    // The client will probably clone soon. A baked VM has one disk.
-    daemon.pool.expect_shape(Shape { memory_bytes, vcpus, disks: 1, nets: MAX_NETS });
     let vm = guard.vm();
+    // The client will probably clone soon.
+    let disks = u8::try_from(vm.live().disks.len()).unwrap_or(u8::MAX);
+    daemon.pool.expect_shape(Shape { memory_bytes, vcpus, disks, nets: MAX_NETS });
     failpoint::reached("daemon.bake.booted");
     let booted_ms = vm.live().ready_us.unwrap_or_default() / 1000;
     progress.phase(format!("booted in {booted_ms} ms")).await;

@@ -201,6 +201,7 @@ impl TemplateCache {
             vmlinux_bytes: head.vmlinux_bytes,
             initrd_bytes: head.initrd_bytes,
             digest: digest(&head.digest)?,
+            modules: head.modules.clone(),
         };
         Ok(shown_kernel(self.store.put_kernel(name, &spec, body)?))
     }

@@ -23,5 +23,6 @@ pub(super) fn shown_kernel(manifest: KernelManifest) -> types::Kernel {
         release: manifest.release,
         digest: manifest.digest.to_string(),
         created_unix_ms: manifest.created_unix_ms,
+        modules: manifest.modules.map(|image| image.name),
     }
 }

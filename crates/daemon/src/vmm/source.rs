@@ -34,6 +34,9 @@ use std::sync::Arc;
 const CMDLINE: &str = "console=ttyS0 quiet reboot=t panic=-1 i8042.noaux i8042.nokbd \
                        random.trust_cpu=on root=/dev/vda";
 
+/// Added to [`CMDLINE`] if the kernel has modules: their disk is the second.
+const MODULES: &str = " dayfly.modules=/dev/vdb";
+
 /// The open source of a VM.
 pub(crate) enum Opened {
     Snapshot(Arc<OpenTemplate>),
@@ -169,14 +172,17 @@ impl Opened {
                 let disks = fork_point.disks.iter().map(|open| open.disk.clone());
                 disks.map(|disk| Disk { writable: None, ..disk }).collect()
             }
-            Self::Boot { image, .. } => {
-                let size_bytes = image.manifest.disk.bytes;
-                vec![Disk::of(&DiskRef {
-                    image: image.reference(),
-                    size_bytes,
-                    writable: true,
-                    layers: Vec::new(),
-                })]
+            Self::Boot { image, kernel, .. } => {
+                let disk = |image: &Image, writable| {
+                    Disk::of(&DiskRef {
+                        image: image.reference(),
+                        size_bytes: image.manifest.disk.bytes,
+                        writable,
+                        layers: Vec::new(),
+                    })
+                };
+                let modules = kernel.modules.iter().map(|modules| disk(modules, false));
+                std::iter::once(disk(image, true)).chain(modules).collect()
             }
         }
     }
@@ -370,7 +376,7 @@ impl CloneOf {
     }
 }
 
-/// The command by which a VMM boots `vm`, and the pin of the image. Adds descriptors to `fds`.
+/// The command by which a VMM boots `vm`, and the pin of the images. Adds descriptors to `fds`.
 pub(crate) fn boot(
     templates: &TemplateCache,
     vm: &Vm,
@@ -379,25 +385,29 @@ pub(crate) fn boot(
     kernel: Kernel,
     fds: &mut Fds,
 ) -> Outcome<(Start, Pin)> {
-    let Image { manifest, disk, tree, pin } = image;
     let mut disks = vm.live().disks;
+    // Pins all images of the disks, as long as `image` and `kernel` pin them too.
+    let pin = templates.pin(&vm.name, &disks)?;
     let (layer, data) = templates.writable(vm.id, 0)?;
     disks[0].writable = Some(layer);
-    let config = DiskConfig {
-        size_bytes: manifest.disk.bytes,
-        base_fd: fds.add(disk),
+    let mut disk = |image: Image, data: Option<File>| DiskConfig {
+        size_bytes: image.manifest.disk.bytes,
+        base_fd: fds.add(image.disk),
         layers: Vec::new(),
-        writable_fd: Some(fds.add(data)),
-        trees: vec![tree.map(|tree| TreeConfig(fds.add(tree.file), tree.root))],
+        writable_fd: data.map(|data| fds.add(data)),
+        trees: vec![image.tree.map(|tree| TreeConfig(fds.add(tree.file), tree.root))],
     };
+    let mut configs = vec![disk(image, Some(data))];
+    let modules = kernel.modules.map(|modules| configs.push(disk(modules, None)));
+    let modules = modules.map_or("", |()| MODULES);
     let init = boot.init.map(|init| format!(" dayfly.init={init}")).unwrap_or_default();
     let start = BootConfig {
         kernel_fd: fds.add(kernel.vmlinux),
         initrd_fd: Some(fds.add(kernel.initrd)),
-        cmdline: format!("{CMDLINE}{init}"),
+        cmdline: format!("{CMDLINE}{modules}{init}"),
         memory_bytes: boot.memory_bytes,
         vcpus: boot.vcpus,
-        disks: vec![config],
+        disks: configs,
         nets: vm.facts.nets,
     };
     vm.update(|live| live.disks = disks);

@@ -54,6 +54,7 @@ pub fn store(bed: &Testbed, called: &str, then: char) -> Result<()> {
         vmlinux_bytes: elf.len() as u64,
         initrd_bytes: words.len() as u64,
         digest: Digest::of(&both),
+        modules: None,
     };
     store.put_kernel(&guest, &spec, &mut zstd::encode_all(both.as_slice(), 1)?.as_slice())?;
     let disk = tempfile::tempfile()?;

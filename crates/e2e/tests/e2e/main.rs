@@ -21,6 +21,7 @@ mod lazy;
 mod liar;
 mod life;
 mod lifetimes;
+mod modules;
 mod networks;
 mod pool;
 mod ports;

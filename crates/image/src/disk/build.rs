@@ -3,16 +3,20 @@
 use super::error::{BuildError, on};
 use super::read::read;
 use super::tree::Tree;
-use super::types::{BuildOptions, BuiltImage, Progress, Source};
+use super::types::{BuildOptions, BuiltImage, Progress, Size, Source};
 use super::{debian, ext4, prepare};
 use crate::manifest::{ImageManifest, MANIFEST_NAME, Sealed, now_s};
 use crate::{cache, staging};
-use dayfly_units::sparse;
+use dayfly_units::{Bytes, ImageConfig, sparse};
 use std::fs::File;
 use std::path::Path;
 
 /// File name of the disk in its output folder.
 pub const DISK_NAME: &str = "root.ext4";
+
+/// Bytes without content on a disk that nothing is written to: the estimate of what content needs
+/// is not exact.
+const ROOM_BYTES: u64 = 16 << 20;
 
 /// Builds the root disk of `source` as `out_dir/root.ext4` and `out_dir/manifest`.
 ///
@@ -62,20 +66,7 @@ pub fn build(
     prepare::prepare(&mut tree, work.path(), matches!(source, Source::Debian(_)))?;
 
     let disk = work.path().join(DISK_NAME);
-    let geometry = ext4::geometry(&tree, options.size)?;
-    let scratch = work.path().join("script");
-    std::fs::create_dir(&scratch).map_err(on("create", &scratch))?;
-    ext4::write(&tree, geometry, &disk, &scratch, progress)?;
-    progress(Progress { step: "hashing the disk", done_bytes: 0 });
-    let summary = File::open(&disk).and_then(|f| sparse::digest(&f)).map_err(on("read", &disk))?;
-    let manifest = ImageManifest {
-        digest: summary.digest.to_string(),
-        size_bytes: summary.bytes,
-        content_bytes: summary.data_bytes,
-        source: source.describe(),
-        created_s: now_s(),
-        run,
-    };
+    let manifest = write(&tree, options.size, source.describe(), run, &disk, progress)?;
     let folder = keep.as_deref().unwrap_or(out_dir);
     staging::deliver(&disk, folder, DISK_NAME, false).map_err(on("write", folder))?;
     write_manifest(&manifest, work.path(), folder)?;
@@ -83,6 +74,51 @@ pub fn build(
         return hand_out(folder, manifest, out_dir, false);
     }
     Ok(BuiltImage { root_ext4: out_dir.join(DISK_NAME), manifest, cached: false })
+}
+
+/// Writes `tree` into the new file `disk`, and makes its manifest. `disk`'s folder takes scripts.
+fn write(
+    tree: &Tree,
+    size: Size,
+    source: String,
+    run: ImageConfig,
+    disk: &Path,
+    progress: &mut dyn FnMut(Progress<'_>),
+) -> Result<ImageManifest, BuildError> {
+    let geometry = ext4::geometry(tree, size)?;
+    let scratch = disk.with_file_name("script");
+    std::fs::create_dir(&scratch).map_err(on("create", &scratch))?;
+    ext4::write(tree, geometry, disk, &scratch, progress)?;
+    progress(Progress { step: "hashing the disk", done_bytes: 0 });
+    let summary = File::open(disk).and_then(|f| sparse::digest(&f)).map_err(on("read", disk))?;
+    Ok(ImageManifest {
+        digest: summary.digest.to_string(),
+        size_bytes: summary.bytes,
+        content_bytes: summary.data_bytes,
+        source,
+        created_s: now_s(),
+        run,
+    })
+}
+
+/// Takes the disk of the cache entry `entry` if it is intact. Otherwise writes the tree that `make`
+/// returns into it: no folder is added, as [`build`] does. `work` is an empty folder.
+pub(crate) fn plain<E: From<BuildError>>(
+    entry: &Path,
+    work: &Path,
+    source: String,
+    out_dir: &Path,
+    make: impl FnOnce() -> Result<Tree, E>,
+) -> Result<BuiltImage, E> {
+    if let Some(manifest) = cached(entry, &mut |_| ()) {
+        return Ok(hand_out(entry, manifest, out_dir, true)?);
+    }
+    let disk = work.join(DISK_NAME);
+    let (run, size) = (ImageConfig::default(), Size::Free(Bytes(ROOM_BYTES)));
+    let manifest = write(&make()?, size, source, run, &disk, &mut |_| ())?;
+    staging::deliver(&disk, entry, DISK_NAME, false).map_err(on("write", entry))?;
+    write_manifest(&manifest, work, entry)?;
+    Ok(hand_out(entry, manifest, out_dir, false)?)
 }
 
 fn write_manifest<M: Sealed>(

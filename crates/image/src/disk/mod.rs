@@ -11,11 +11,12 @@ mod ext4;
 mod folder;
 pub(crate) mod fuzzing;
 mod layer;
+mod listing;
 mod oci;
 mod prepare;
 mod read;
 mod spool;
-mod tree;
+pub(crate) mod tree;
 mod types;
 
 pub(crate) mod pulled;
@@ -23,6 +24,8 @@ pub(crate) mod pulled;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use build::plain;
 pub use build::{DISK_NAME, build};
 pub use error::BuildError;
+pub use listing::{Listed, Listing};
 pub use types::{BuildOptions, BuiltImage, Debian, Limits, Progress, Size, Source};

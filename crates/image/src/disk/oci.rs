@@ -82,11 +82,25 @@ struct Run {
 /// An entry of `docker save`'s manifest.json.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Saved {
-    config: String,
+pub struct Saved {
+    /// The name of the configuration in the archive.
+    pub config: String,
+    /// Names with tags.
     #[serde(default)]
-    repo_tags: Option<Vec<String>>,
+    pub repo_tags: Option<Vec<String>>,
     layers: Vec<String>,
+}
+
+impl Saved {
+    /// The image's id, as the name of its configuration has it.
+    pub fn id(&self) -> &str {
+        self.config.trim_end_matches(".json").rsplit('/').next().unwrap_or_default()
+    }
+}
+
+/// The images of a `docker save` archive.
+pub fn saved(blobs: &Blobs) -> Result<Vec<Saved>, BuildError> {
+    json(&blobs.label("manifest.json"), &blobs.document("manifest.json")?)
 }
 
 /// A layer to apply.
@@ -132,8 +146,7 @@ pub fn docker(
     tree: &mut Tree,
     spool: &mut Spool<'_>,
 ) -> Result<ImageConfig, BuildError> {
-    let label = blobs.label("manifest.json");
-    let all: Vec<Saved> = json(&label, &blobs.document("manifest.json")?)?;
+    let all = saved(blobs)?;
     let names = |s: &Saved| {
         let tags = s.repo_tags.clone().unwrap_or_default();
         if tags.is_empty() {
@@ -143,7 +156,7 @@ pub fn docker(
         }
     };
     let is = |s: &Saved, want: &str| {
-        let id = s.config.trim_end_matches(".json").rsplit('/').next().unwrap_or_default();
+        let id = s.id();
         let tags = s.repo_tags.as_deref().unwrap_or_default();
         tags.iter().any(|t| t == want || t.strip_suffix(":latest") == Some(want))
             || (want.len() >= 12 && id.starts_with(want.trim_start_matches("sha256:")))

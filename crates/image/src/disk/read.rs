@@ -40,7 +40,7 @@ pub(super) fn read(
             let blobs = Blobs::Pulled(layout.clone(), image.clone());
             oci::layout(&blobs, Path::new(image), wanted(&None), tree, &mut spool)
         }
-        Source::Archive { path, image } => {
+        Source::Archive { path, image } | Source::Loaded { path, image, .. } => {
             let plain = plain_archive(path, work, options.limits, progress)?;
             let blobs = Blobs::archive(plain.as_deref().unwrap_or(path))?;
             let mut spool = Spool::new(&content, options.limits, progress);
@@ -71,7 +71,7 @@ pub(super) fn read(
 /// Copies an archive that is compressed (`docker save | gzip`) or a stream. Without that, each
 /// access to a member would decompress the whole archive, and a stream could be read only once.
 /// Returns `None` if the archive can be read where it is.
-fn plain_archive(
+pub(super) fn plain_archive(
     path: &Path,
     work: &Path,
     limits: Limits,

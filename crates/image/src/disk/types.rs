@@ -24,6 +24,15 @@ pub enum Source {
         /// id.
         image: Option<String>,
     },
+    /// An image of a [`super::Listing`].
+    Loaded {
+        /// Path of the uncompressed archive.
+        path: PathBuf,
+        /// Selects the image, as in an archive.
+        image: Option<String>,
+        /// Path of the archive as it was, for people.
+        archive: PathBuf,
+    },
     /// The folder of an OCI image layout.
     OciLayout {
         /// Path of the folder.
@@ -92,7 +101,9 @@ impl Source {
         };
         let text = match self {
             Self::Folder(path) => format!("folder {}", path.display()),
-            Self::Archive { path, image } => named("archive", path, image),
+            Self::Archive { path, image } | Self::Loaded { archive: path, image, .. } => {
+                named("archive", path, image)
+            }
             Self::OciLayout { path, image } => named("oci", path, image),
             Self::Pulled { image, manifest, .. } => format!("registry {image} {manifest}"),
             Self::Debian(d) => {

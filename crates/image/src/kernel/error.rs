@@ -1,5 +1,6 @@
 //! Errors of kernels' builds.
 
+use crate::disk::BuildError;
 use crate::manifest::ManifestError;
 use crate::tool::ToolError;
 use dayfly_boot::BootError;
@@ -39,6 +40,9 @@ pub enum KernelError {
     /// The text is not a kernel version.
     #[error("kernel version {0:?}: expected two or three numbers with dots, such as 6.12")]
     Version(String),
+    /// The disk of the modules cannot be built.
+    #[error("the disk of the kernel's modules")]
+    Disk(#[from] BuildError),
     /// The manifest cannot be written.
     #[error(transparent)]
     Manifest(#[from] ManifestError),

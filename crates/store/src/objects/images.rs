@@ -3,7 +3,7 @@
 use crate::blob;
 use crate::errors::{IoError, IoResult};
 use crate::inner::{Inner, Store};
-use crate::objects::manifest::{self, ImageManifest, ImageRef, Listing};
+use crate::objects::manifest::{self, ImageManifest, ImageRef, KernelManifest, Listing};
 use crate::objects::refs;
 use crate::objects::tree::{self, FileTree};
 use crate::objects::types::FileRef;
@@ -207,6 +207,12 @@ impl Inner {
         let snapshots = manifest::list(&self.snapshots)?;
         for snapshot in refs::users_of_image(&snapshots.items, name, replacement) {
             by.push(format!("snapshot {snapshot}"));
+        }
+        for kernel in manifest::list::<KernelManifest>(&self.kernels)?.items {
+            let uses = |i: &&ImageRef| &i.name == name && replacement != Some(i.digest);
+            if kernel.modules.as_ref().filter(uses).is_some() {
+                by.push(format!("kernel {}", kernel.name));
+            }
         }
         let now = self.current_digest(name)?;
         if replacement.is_none() || now != replacement {

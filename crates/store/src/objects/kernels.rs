@@ -3,19 +3,22 @@
 
 use crate::blob;
 use crate::errors::IoError;
-use crate::inner::Store;
+use crate::inner::{Inner, Store};
 use crate::integrity::verify::Kind;
-use crate::objects::manifest::{self, KernelManifest, KernelRef, Listing};
+use crate::objects::images::Image;
+use crate::objects::manifest::{self, ImageManifest, KernelManifest, KernelRef, Listing};
 use crate::objects::types::FileRef;
 use crate::objects::upload::Frame;
 use crate::publish::{OpenError, PutError, RemoveError, folder, needed, seal};
 use crate::sparse::CopyError;
-use dayfly_units::{Digest, Name};
+use dayfly_units::{Digest, MODULES_SOURCE, Name};
 use std::fs::File;
 use std::io::{self, Read, Write};
 
 /// The largest vmlinux, and the largest initramfs, in bytes: 1 GiB.
 const MAX_FILE_BYTES: u64 = 1 << 30;
+/// How long the upload of a kernel may come after that of its modules, in milliseconds.
+const UPLOAD_MS: u64 = 3_600_000;
 pub(crate) const VMLINUX: &str = "vmlinux";
 pub(crate) const INITRD: &str = "initrd";
 
@@ -30,6 +33,8 @@ pub struct KernelSpec {
     pub initrd_bytes: u64,
     /// BLAKE3 of vmlinux followed by the initramfs.
     pub digest: Digest,
+    /// The name of the stored image of the kernel's modules.
+    pub modules: Option<Name>,
 }
 
 /// A kernel, verified and open.
@@ -41,6 +46,8 @@ pub struct Kernel {
     pub vmlinux: File,
     /// The initramfs, read-only.
     pub initrd: File,
+    /// The image of its modules.
+    pub modules: Option<Image>,
 }
 
 impl Kernel {
@@ -71,6 +78,8 @@ impl Store {
         }
         let inner = &self.0;
         inner.writable()?;
+        // Pinned to the end, so that it is there when the kernel is.
+        let modules = spec.modules.as_ref().map(|name| inner.modules(name)).transpose()?;
         let stage = inner.stage()?;
         let staged = stage.make("kernel")?;
         let stream = |what| move |source| PutError::Stream { what, source };
@@ -106,12 +115,15 @@ impl Store {
             digest: got,
             vmlinux: files[0],
             initrd: files[1],
+            modules: modules.as_ref().map(Image::reference),
             created_unix_ms: Self::now_unix_ms(),
         };
         seal(&staged, &manifest)?;
         let publishing = inner.publishing();
+        let before = inner.modules_of(name);
         inner.replace(&stage, "kernel", &inner.kernels, name.as_str())?;
-        drop(publishing);
+        drop((publishing, modules));
+        self.remove_unused(before);
         Ok(manifest)
     }
 
@@ -129,7 +141,16 @@ impl Store {
         };
         self.0.verify(&dir, VMLINUX, &vmlinux, &manifest.vmlinux, Kind::Plain)?;
         self.0.verify(&dir, INITRD, &initrd, &manifest.initrd, Kind::Plain)?;
-        Ok(Kernel { manifest, vmlinux, initrd })
+        let modules = match &manifest.modules {
+            Some(image) => {
+                let _publishing = self.0.publishing();
+                self.0.image_is(image, &by)?;
+                Some(image)
+            }
+            None => None,
+        };
+        let modules = modules.map(|image| self.0.open_image(&image.name, &by)).transpose()?;
+        Ok(Kernel { manifest, vmlinux, initrd, modules })
     }
 
     /// Lists every kernel.
@@ -146,13 +167,64 @@ impl Store {
     /// [`RemoveError`].
     pub fn remove_kernel(&self, name: &Name) -> Result<(), RemoveError> {
         let publishing = self.0.publishing();
+        let modules = self.0.modules_of(name);
         let retired = self.0.retire(&self.0.kernels, name.as_str())?;
         drop(publishing);
         match retired {
-            Some(_deleted) => Ok(()),
+            Some(_deleted) => {
+                self.remove_unused(modules);
+                Ok(())
+            }
             None => Err(RemoveError::NotFound { kind: "kernel", name: name.clone() }),
         }
     }
+
+    /// Removes the images of modules that nothing uses. Those of the last hour stay, because the
+    /// upload of their kernel follows.
+    pub(crate) fn remove_unused_modules(&self) {
+        let Ok(images) = self.images() else { return };
+        let before = Self::now_unix_ms().saturating_sub(UPLOAD_MS);
+        let old = |image: &ImageManifest| is_modules(image) && image.created_unix_ms < before;
+        images.items.into_iter().filter(old).for_each(|image| self.remove_unused(Some(image.name)));
+    }
+
+    /// Removes an image of modules, unless something uses it. If it cannot be removed now,
+    /// [`Self::gc`] removes it later.
+    fn remove_unused(&self, modules: Option<Name>) {
+        if let Some(name) = modules {
+            let _in_use = self.remove_image(&name);
+        }
+    }
+}
+
+impl Inner {
+    /// Opens and pins the image `name`, which must hold modules.
+    fn modules(&self, name: &Name) -> Result<Image, PutError> {
+        let image = self.open_image(name, "the upload of a kernel");
+        let expected = "the name of a stored image of modules";
+        match image {
+            Ok(image) if is_modules(&image.manifest) => Ok(image),
+            Ok(_) => {
+                let got = format!("{name}, an image of another source");
+                Err(PutError::Invalid { place: "modules", expected, got })
+            }
+            Err(error) => {
+                Err(PutError::Invalid { place: "modules", expected, got: error.to_string() })
+            }
+        }
+    }
+
+    /// The image of the modules of the kernel `name`, if its manifest can be read.
+    fn modules_of(&self, name: &Name) -> Option<Name> {
+        let dir = self.kernels.sub(name.as_str()).ok()?;
+        let manifest = manifest::read::<KernelManifest>(&dir).ok()?;
+        manifest.modules.map(|image| image.name)
+    }
+}
+
+/// Whether the image holds the modules of a kernel.
+pub(crate) fn is_modules(image: &ImageManifest) -> bool {
+    image.source.starts_with(MODULES_SOURCE)
 }
 
 /// Copies `len` bytes. Returns their digest, and adds the bytes to the hasher `both`.

@@ -59,6 +59,10 @@ pub struct KernelManifest {
     pub vmlinux: FileRef,
     /// The initramfs; a plain digest.
     pub initrd: FileRef,
+    /// The image of the kernel's modules, a disk of each VM that boots the kernel. Since version 2;
+    /// `None` in version 1, and for a kernel without modules.
+    #[serde(default)]
+    pub modules: Option<ImageRef>,
     /// Time of storing, in milliseconds since 1970.
     pub created_unix_ms: u64,
 }
@@ -221,6 +225,7 @@ impl Manifest for ImageManifest {
 
 impl Manifest for KernelManifest {
     const MAGIC: Magic = *b"DFkernl\n";
+    const VERSION: u32 = 2;
     const KIND: &'static str = "kernel";
     fn name(&self) -> &Name {
         &self.name

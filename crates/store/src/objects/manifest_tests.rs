@@ -133,20 +133,29 @@ fn the_bytes_of_each_version_are_frozen() {
         source: "a folder".to_owned(),
         config: ImageConfig::default(),
     };
-    let kernel = KernelManifest {
+    let mut kernel = KernelManifest {
         name: "6.12".parse().unwrap(),
         release: "6.12.0".to_owned(),
         digest: Digest([1; 32]),
         vmlinux: file,
         initrd: file,
+        modules: Some(ImageRef { name: "modules-1".parse().unwrap(), digest: file.digest }),
         created_unix_ms: 1,
     };
     let path = Path::new("/store/manifest");
     let digest = "34a6edfda9982aef61bb6f3bc62bb2ad9df6bfb7fa7751c79a211f6f139a090d";
     let bytes = frozen("image-1", encode(&image).unwrap(), digest);
     assert_eq!(decode::<ImageManifest>(path, &bytes).unwrap(), image);
+    let digest = "f924bee8a2d542871fcb8940ffadf0bb77ad651bbafe21d11ad8f0c375289876";
+    let bytes = frozen("kernel-2", encode(&kernel).unwrap(), digest);
+    assert_eq!(decode::<KernelManifest>(path, &bytes).unwrap(), kernel);
+    // Version 1, without modules.
+    kernel.modules = None;
+    let json = serde_json::to_string_pretty(&kernel).unwrap();
+    let json = json.replace("  \"modules\": null,\n", "");
+    let first = sealed::seal(&KernelManifest::MAGIC, 1, json.as_bytes());
     let digest = "ad7827daf71bd972f20bfdd3257fd56edef9b9905aa97e25709013672177424b";
-    let bytes = frozen("kernel-1", encode(&kernel).unwrap(), digest);
+    let bytes = frozen("kernel-1", first, digest);
     assert_eq!(decode::<KernelManifest>(path, &bytes).unwrap(), kernel);
     // The ids of its layers are frozen with it.
     let mut manifest = snapshot("base", &[5, 6]);

@@ -376,6 +376,7 @@ async fn a_creation_that_fails_leaves_nothing() {
         release: "6.12".into(),
         vmlinux_bytes: 7,
         initrd_bytes: 6,
+        modules: None,
         digest: dayfly_store::Digest::of(&kernel).to_string(),
     };
     client.upload_kernel(&"k".parse().unwrap(), &head, packed(&kernel)).await.unwrap();

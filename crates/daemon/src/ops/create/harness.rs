@@ -255,6 +255,7 @@ fn store_guest(store: &Store) -> (Image, Kernel) {
         vmlinux_bytes: elf.len() as u64,
         initrd_bytes: 0,
         digest: dayfly_store::Digest::of(elf),
+        modules: None,
     };
     store.put_kernel(&guest, &spec, &mut zstd::encode_all(elf, 1).unwrap().as_slice()).unwrap();
     let disk = tempfile::tempfile().unwrap();

@@ -19,6 +19,7 @@ fn filled(root: &Path) -> Store {
         vmlinux_bytes: 7,
         initrd_bytes: 6,
         digest: Digest::of(&files),
+        modules: None,
     };
     store
         .put_kernel(&name("6.12"), &spec, &mut zstd::encode_all(&files[..], 1).unwrap().as_slice())
