@@ -6,7 +6,7 @@ BENCHES := birth chain scale death fork jobs trace faults dns linux numa
 BENCH ?= $(BENCHES)
 OPTIONS ?=
 # Tests of make long, by name.
-LONG ?= a_daemon_killed_at_every_step a_thousand_clients a_silent_machine of_qemu lazy:: \
+LONG ?= again:: a_daemon_killed_at_every_step a_thousand_clients a_silent_machine of_qemu lazy:: \
 	liar:: tour:: whatever_runs_beside twenty_vms_on_a_full_disk twenty_debian
 
 # Fuzzing: seconds for each target, one target alone, targets at once (docs/fuzzing.md).

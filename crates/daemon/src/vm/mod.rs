@@ -146,6 +146,7 @@ impl Vm {
             agent_version: String::new(),
             disks: Vec::new(),
             read_only_layers: true,
+            zeroes_written: true,
             deadline: None,
             expired: false,
             program: None,

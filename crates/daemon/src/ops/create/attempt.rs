@@ -299,7 +299,7 @@ async fn not_started(vm: &Arc<Vm>, guard: VmGuard, error: ApiError, ready_made: 
 
 /// Waits until the guest is ready, gives it its identity and connects its network. Stores in
 /// `connected_us` when the agent accepted a connection.
-async fn identify(
+pub(super) async fn identify(
     daemon: &Daemon,
     vm: &Vm,
     asked: Asked,
