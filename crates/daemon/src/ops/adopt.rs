@@ -269,7 +269,7 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
     if vm.phase().alive() {
         give_resources(daemon, &vm);
     } else if verdict == Verdict::MarkExited {
-        daemon.happened(&vm, EventKind::Exited);
+        vm.announce_end(|| daemon.happened(&vm, EventKind::Exited));
     }
     let process = process.filter(|_| verdict == Verdict::Ask);
     if let Some(process) = &process {

@@ -138,6 +138,7 @@ async fn forked(
         labels,
         forks,
         lifetime,
+        until: vm.live().deadline.filter(|_| by_guest),
         ephemeral: false,
         purpose: Purpose::User,
         network: None,

@@ -171,7 +171,13 @@ async fn end(daemon: &Daemon, vm: &Vm, exit: VmExit) {
     let remains = vm.ended(exit);
     daemon.reapers.run(vm.node, move || drop(remains));
     vm.wait_gone().await;
-    daemon.happened(vm, EventKind::Exited);
+    exited(daemon, vm);
+}
+
+/// Adds the event that the VM has ended, unless it was added already. A removal, which does not
+/// wait for the end of the process, adds it before its own event.
+fn exited(daemon: &Daemon, vm: &Vm) {
+    vm.announce_end(|| daemon.happened(vm, EventKind::Exited));
 }
 
 /// From the end of a process, which the pidfd reports, until the kernel has reaped it.
@@ -348,6 +354,7 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
         daemon.metrics.destroyed(freed, asked.elapsed());
     }
     daemon.registry.forget(vm);
+    exited(daemon, vm);
     daemon.happened(vm, EventKind::Removed);
     failpoint::reached("daemon.remove.forgotten");
     if vm.snapshots.try_lock().is_err() {

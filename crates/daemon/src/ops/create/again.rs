@@ -186,7 +186,7 @@ async fn run(
     // The time to live counts anew.
     vm.update(|live| live.deadline = None);
     let ttl_ms = ended.live().deadline.and_then(|deadline| deadline.ttl_ms);
-    expiry::begin(daemon, vm, Lifetime { ttl_ms, auto_remove: false });
+    expiry::begin(daemon, vm, Lifetime { ttl_ms, auto_remove: false }, None);
     record::write(&daemon.registry, vm).await.map_err(|e| e.during("its record"))?;
     failpoint::reached("daemon.start.recorded");
     daemon.happened(vm, EventKind::Started);

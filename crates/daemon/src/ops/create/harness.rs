@@ -114,6 +114,7 @@ impl Room {
             labels: BTreeMap::new(),
             forks: 0,
             lifetime: Lifetime::UNLIMITED,
+            until: None,
             ephemeral: false,
             purpose: Purpose::User,
             network: None,
