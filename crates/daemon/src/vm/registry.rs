@@ -289,7 +289,8 @@ impl Registry {
         let slot = inner.slots.take().ok_or(ReserveError::Full)?;
         let (id, uid) = (ended.id, inner.first_uid.saturating_add(slot));
         let vm_slot = VmSlot { id, slot, uid, node: memory.node };
-        let vm = Vm::new(vm_slot, ended.name.clone(), ended.dir.clone(), facts, memory);
+        let mut vm = Vm::new(vm_slot, ended.name.clone(), ended.dir.clone(), facts, memory);
+        vm.carried = ended.carried.clone();
         let vm = Arc::new(vm);
         inner.vms.insert(id, vm.clone());
         Ok(vm)

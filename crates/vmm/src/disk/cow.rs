@@ -229,13 +229,17 @@ impl Disk {
         let after =
             self.complete(blocks.end - 1, end..blocks.end * DISK_BLOCK_BYTES, &mut after)?;
         let start = offset - before.len() as u64;
-        if before.is_empty() && after.is_empty() {
-            data.write_at(self.writable()?, start)?;
+        let written = if before.is_empty() && after.is_empty() {
+            data.write_at(self.writable()?, start)
         } else {
             let mut whole = before;
             whole.append(data);
             whole.append(&after);
-            whole.write_at(self.writable()?, start)?;
+            whole.write_at(self.writable()?, start)
+        };
+        if written.is_err() {
+            self.forget(&blocks);
+            return written;
         }
         self.note_written(&blocks);
         Ok(())

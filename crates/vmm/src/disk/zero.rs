@@ -174,6 +174,23 @@ impl Disk {
         Ok(())
     }
 
+    /// Frees what a failed write has left in blocks that the writable layer does not have. If that
+    /// fails too, a disk that is opened again has part of the write there.
+    pub(super) fn forget(&self, blocks: &Range<u64>) {
+        use rustix::fs::FallocateFlags;
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let Ok(file) = self.writable() else { return };
+        let mut at = blocks.start;
+        while at < blocks.end {
+            let (layer, end) = self.run(at, blocks.end);
+            if layer != self.writable_number() {
+                let (start, bytes) = (at * DISK_BLOCK_BYTES, (end - at) * DISK_BLOCK_BYTES);
+                let _ = rustix::fs::fallocate(file, flags, start, bytes);
+            }
+            at = end;
+        }
+    }
+
     /// Makes whole blocks holes. Writes zeroes if the file system cannot punch holes.
     fn punch(&mut self, blocks: &Range<u64>) -> io::Result<()> {
         use rustix::fs::FallocateFlags;

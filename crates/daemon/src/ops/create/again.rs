@@ -40,11 +40,18 @@ use tokio::time::timeout;
 /// As [`stop::stop`] and [`start`].
 pub async fn restart(daemon: &Arc<Daemon>, vm: &Arc<Vm>, grace: Duration) -> Outcome<Arc<Vm>> {
     // Before it is stopped, because it would not start again.
+    if vm.phase() == Phase::Starting {
+        return Err(refused(vm, "it is starting"));
+    }
     stays(vm)?;
     disks_are_known(vm)?;
     let (shared, same) = (daemon.clone(), vm.clone());
     let kernel = blocking(move || kernel(&shared.templates, &same).map(drop)).await;
     kernel.map_err(|e| not_there(vm, e))?;
+    // Its image and layers stay in the store until it has them again.
+    let _pin = vm.pinned();
+    // Not in the middle of a snapshot or a fork, after which its disks might not be known.
+    drop(vm.snapshots.lock().await);
     match stop::stop(daemon, vm, grace).await {
         Err(e) if vm.phase().alive() => return Err(e),
         // It may have ended by itself.
