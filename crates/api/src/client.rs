@@ -287,6 +287,24 @@ impl Client {
         self.nothing(Method::POST, path, empty_body()).await
     }
 
+    /// Starts a VM that has ended: it boots from its own disks. Returns when it is ready.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn start(&self, vm: &str) -> Result<Vm> {
+        self.json(Method::POST, format!("/v1/vms/{}/start", segment(vm)), empty_body()).await
+    }
+
+    /// Stops a VM as [`Self::stop`], if it has not ended, and starts it.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn restart(&self, vm: &str, grace: Duration) -> Result<Vm> {
+        let ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
+        let path = format!("/v1/vms/{}/restart?grace_ms={ms}", segment(vm));
+        self.json(Method::POST, path, empty_body()).await
+    }
+
     /// Waits until a VM has ended, and returns how.
     ///
     /// # Errors

@@ -110,6 +110,10 @@ pub enum Command {
     Unpause(signals::Unpause),
     /// Power VMs off by their guests, and kill those that do not in time
     Stop(signals::Stop),
+    /// Boot VMs that have ended from their own disks
+    Start(signals::Start),
+    /// Stop VMs, and start them again
+    Restart(signals::Restart),
     /// Kill VMs without a shutdown of the guest
     Kill(signals::Kill),
     /// Change the time to live of VMs
@@ -213,6 +217,8 @@ impl Command {
             Self::Unpause(args) => args.run().await,
             Self::Kill(args) => args.run().await,
             Self::Stop(args) => args.run().await,
+            Self::Start(args) => args.run().await,
+            Self::Restart(args) => args.run().await,
             Self::Wait(args) => args.run().await,
             Self::Update(args) => args.run().await,
             Self::Rm(args) => args.run().await,

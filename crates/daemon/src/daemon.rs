@@ -5,6 +5,7 @@ use crate::base::metrics::Metrics;
 use crate::base::random::random;
 use crate::base::time::unix_ms;
 use crate::model::events::EventLog;
+use crate::model::exit::exit_now;
 use crate::net::Networks;
 use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
@@ -16,7 +17,7 @@ use crate::vm::space::Space;
 use crate::vm::survey::addresses;
 use crate::vmm::launch::Launcher;
 use crate::vmm::pool::Pool;
-use dayfly_api::types::{Event, EventKind};
+use dayfly_api::types::{Event, EventKind, ExitKind};
 use dayfly_host::numa::Node;
 use dayfly_host::reaper::Reapers;
 use dayfly_units::Name;
@@ -114,7 +115,8 @@ impl Daemon {
 
     /// Adds an event of `vm`.
     pub fn happened(&self, vm: &Vm, kind: EventKind) {
-        let exit = if kind == EventKind::Exited { vm.live().exit } else { None };
+        let removed = || exit_now(ExitKind::Killed, "removed");
+        let exit = (kind == EventKind::Exited).then(|| vm.live().exit.unwrap_or_else(removed));
         self.events.add(Event { exit, ..event_of(vm, kind) });
     }
 

@@ -68,6 +68,7 @@ pub(crate) fn facts() -> Facts {
         network: Default::default(),
         created_unix_ms: 0,
         config: Default::default(),
+        init: None,
         ephemeral: false,
         auto_remove: false,
         labels: Default::default(),

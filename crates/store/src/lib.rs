@@ -131,6 +131,7 @@ pub use vms::freezing::{Freeze, Freezing};
 pub use vms::identify::FileId;
 pub use vms::immutable::{FrozenLayer, ReplacedLayer};
 pub use vms::pins::{Pin, PinError};
+pub use vms::used::UsedLayerError;
 
 /// The failpoints of this crate, in the order of its operations ([`dayfly_units::failpoint`]).
 pub const FAILPOINTS: &[&str] = &[

@@ -11,6 +11,7 @@ use crate::pages::PAGE_SIZE;
 use rustix::fs::{FallocateFlags, SeekFrom};
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
 /// Bytes of a page.
@@ -146,10 +147,11 @@ pub fn for_each_data(
 ///
 /// # Errors
 /// The file cannot be searched, or changes meanwhile.
-pub fn next_data(file: &File, at: u64, len: u64) -> io::Result<Option<(u64, u64)>> {
+pub fn next_data(file: impl AsFd, at: u64, len: u64) -> io::Result<Option<(u64, u64)>> {
     if at >= len {
         return Ok(None);
     }
+    let file = file.as_fd();
     let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
         Ok(start) if start < len => start,
         // A hole reaches to the end.

@@ -36,6 +36,8 @@ wire! {
     pub enum EventKind {
         /// The VM is ready: created, or a clone of a fork.
         Created,
+        /// The VM, which had ended, was started again.
+        Started,
         /// The VM's vCPUs were stopped on request.
         Paused,
         /// The VM's vCPUs were started again.
@@ -61,8 +63,9 @@ wire! {
 
 impl EventKind {
     /// All kinds, and their names in the API.
-    pub const ALL: [(Self, &str); 10] = [
+    pub const ALL: [(Self, &str); 11] = [
         (Self::Created, "created"),
+        (Self::Started, "started"),
         (Self::Paused, "paused"),
         (Self::Unpaused, "unpaused"),
         (Self::Forked, "forked"),

@@ -1,4 +1,5 @@
-//! `dayfly pause`, `unpause`, `stop`, `kill`, `wait`, `update`: one operation on several VMs.
+//! `dayfly pause`, `unpause`, `stop`, `start`, `restart`, `kill`, `wait`, `update`: one operation
+//! on several VMs.
 
 use super::options::{duration, duration_or_zero};
 use crate::output::{Format, FormatArgs};
@@ -46,6 +47,25 @@ pub struct Stop {
     vms: Vec<String>,
 }
 
+/// Arguments of `dayfly start`.
+#[derive(Debug, clap::Args)]
+pub struct Start {
+    /// VMs, by id or name
+    #[arg(required = true)]
+    vms: Vec<String>,
+}
+
+/// Arguments of `dayfly restart`.
+#[derive(Debug, clap::Args)]
+pub struct Restart {
+    /// Time for the guest to power off, such as 30s; then the VM is killed
+    #[arg(short, long, default_value = "10s", value_parser = duration_or_zero)]
+    time: Duration,
+    /// VMs, by id or name
+    #[arg(required = true)]
+    vms: Vec<String>,
+}
+
 /// Arguments of `dayfly update`.
 #[derive(Debug, clap::Args)]
 pub struct Update {
@@ -78,6 +98,19 @@ pub struct Wait {
 impl Stop {
     pub async fn run(self) -> Result<u8> {
         each(&self.vms, async |client, vm| client.stop(vm, self.time).await).await
+    }
+}
+
+impl Start {
+    pub async fn run(self) -> Result<u8> {
+        each(&self.vms, async |client, vm| client.start(vm).await.map(drop)).await
+    }
+}
+
+impl Restart {
+    pub async fn run(self) -> Result<u8> {
+        let time = self.time;
+        each(&self.vms, async |client, vm| client.restart(vm, time).await.map(drop)).await
     }
 }
 

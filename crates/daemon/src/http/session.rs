@@ -9,6 +9,7 @@ use crate::ops::create::{self, Next, Order, VmGuard};
 use crate::ops::exec::{PROGRAM, Program, Started, explain, start};
 use crate::ops::liveness::Liveness;
 use crate::ops::{inspect, own_program, programs};
+use crate::vm::batch::Batch;
 use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, LinkError, read_frame, write_frame};
 use crate::vmm::pool::Lasting;
@@ -142,8 +143,15 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
             };
             let detached = request.exec.detach;
             let next = Some(Request::Exec(Box::new(request.exec.clone())));
+            // The VM has a record before the record names its program.
+            let batch = (detached && request.keep).then(|| Batch::of_one(&daemon.config));
+            let batch = match batch.transpose() {
+                Ok(batch) => batch,
+                Err(error) => return caller.fail(ApiError::internal(error)).await,
+            };
             let order = Order {
                 ephemeral: !request.keep,
+                batch,
                 next,
                 entrypoint: request.entrypoint,
                 ..Order::create(request.create)
@@ -215,6 +223,9 @@ async fn serve<S: AsyncRead + AsyncWrite + Unpin>(
         let program = id.clone().unwrap_or_else(|| pid.to_string());
         vm.update(|live| live.program = Some(program));
         record::note(&daemon.registry, vm).await;
+        if let Some(Err(error)) = guard.as_ref().map(VmGuard::commit) {
+            return caller.fail(error).await;
+        }
         let _lives_on = guard.take().map(VmGuard::keep);
         own_program::watch(daemon, vm);
     }

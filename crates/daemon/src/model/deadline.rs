@@ -10,6 +10,10 @@ pub struct Deadline {
     pub boot_us: u64,
     /// In milliseconds since 1970, for clients, by the clock at the time of the request.
     pub unix_ms: u64,
+    /// The time to live that was asked for, in milliseconds: a VM that is started again gets it
+    /// anew. `None` in records of earlier daemons.
+    #[serde(default)]
+    pub ttl_ms: Option<u64>,
 }
 
 impl Deadline {
@@ -20,6 +24,7 @@ impl Deadline {
         Self {
             boot_us: boot_us.saturating_add(ttl_ms.saturating_mul(1000)),
             unix_ms: unix_ms.saturating_add(ttl_ms),
+            ttl_ms: Some(ttl_ms),
         }
     }
 
@@ -37,7 +42,10 @@ mod tests {
     #[test]
     fn the_clock_of_the_boot_decides() {
         let deadline = Deadline::after(1500, 7, 1_000_000);
-        assert_eq!(deadline, Deadline { boot_us: 1_500_007, unix_ms: 1_001_500 });
+        assert_eq!(
+            deadline,
+            Deadline { boot_us: 1_500_007, unix_ms: 1_001_500, ttl_ms: Some(1500) }
+        );
         assert_eq!(deadline.left_us(7), 1_500_000);
         assert_eq!(deadline.left_us(1_500_006), 1);
         assert_eq!((deadline.left_us(1_500_007), deadline.left_us(u64::MAX)), (0, 0));

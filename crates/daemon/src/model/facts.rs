@@ -7,6 +7,9 @@ use dayfly_units::{Name, VmId};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
+/// The label of a snapshot that has [`Facts::init`] of its VM.
+pub const INIT_LABEL: &str = "dayfly.init";
+
 /// The immutable facts of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Facts {
@@ -37,6 +40,10 @@ pub struct Facts {
     /// The image's entrypoint, command, environment, working directory and user.
     #[serde(deserialize_with = "dayfly_units::image_config::known")]
     pub config: ImageConfig,
+    /// The init of its image that its guest runs; `None`: the agent is the init, or the VM is a
+    /// clone of a snapshot of an earlier daemon.
+    #[serde(default)]
+    pub init: Option<String>,
     /// Whether the VM is removed when the connection or the bake that created it ends.
     pub ephemeral: bool,
     /// Whether the daemon removes the VM when it has ended.

@@ -53,6 +53,10 @@ pub struct Live {
     /// writable ones. VMMs of an earlier version do not.
     #[serde(default)]
     pub read_only_layers: bool,
+    /// Whether its VMM writes zeroes where layers below the writable one have data, so that the
+    /// writable layer can be opened again. VMMs of an earlier version do not.
+    #[serde(default)]
+    pub zeroes_written: bool,
     /// Why no snapshot can be taken of the VM, such as an unknown layer below its writable one.
     pub no_snapshot: Option<String>,
 }

@@ -246,6 +246,7 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
         let exit = remove::classify_exit(read_json(&dir.exit()), record.live.kill_asked);
         remove::classify_expired(exit, record.live.expired)
     });
+    let of_this_boot = record.is_of_this_boot();
     let vmm = record.live.process.filter(|_| record.is_of_this_boot());
     let exit = match (exit, record.uid) {
         (Some(exit), Some(uid)) => Some(remove::classify_memory(exit, vmm, uid)),
@@ -262,6 +263,11 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
         // Whether its layers were frozen is unknown.
         vm.update(|live| live.no_snapshot = Some(INTERRUPTED.to_owned()));
     }
+    if !of_this_boot {
+        vm.update(|live| {
+            live.no_snapshot.get_or_insert_with(|| REBOOTED.to_owned());
+        });
+    }
     let vm = daemon
         .registry
         .adopt(vm)
@@ -269,7 +275,7 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
     if vm.phase().alive() {
         give_resources(daemon, &vm);
     } else if verdict == Verdict::MarkExited {
-        daemon.happened(&vm, EventKind::Exited);
+        vm.announce_end(|| daemon.happened(&vm, EventKind::Exited));
     }
     let process = process.filter(|_| verdict == Verdict::Ask);
     if let Some(process) = &process {
@@ -408,6 +414,9 @@ fn follow(daemon: &Arc<Daemon>, vm: &Arc<Vm>, process: Arc<Process>) {
 
 /// Why no snapshot can be taken of a VM any more.
 const INTERRUPTED: &str = "the daemon ended in the middle of a snapshot or a fork of it";
+
+/// Why a VM of an earlier boot of the host cannot be started: what its VMM wrote last may be lost.
+const REBOOTED: &str = "the host has started again since, and its layers were not synced before";
 
 /// Period at which [`watch_left`] asks a VMM whether its memory is complete.
 const LOOK: Duration = Duration::from_secs(1);

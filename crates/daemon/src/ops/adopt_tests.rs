@@ -156,7 +156,7 @@ async fn a_deadline_outlives_the_daemon() {
     let folder = tempfile::tempdir().unwrap();
     let config = fixture::config(folder.path());
     std::fs::create_dir_all(config.vms()).unwrap();
-    let deadline = |boot_us| Some(Deadline { boot_us, unix_ms: 7 });
+    let deadline = |boot_us| Some(Deadline { boot_us, unix_ms: 7, ttl_ms: None });
     // It passed while no daemon was there.
     let (late, late_process) =
         recorded_with(&config, "late", Phase::Running, false, |r| r.live.deadline = deadline(1));

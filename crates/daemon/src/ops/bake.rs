@@ -47,6 +47,7 @@ pub async fn bake(
         labels: [(LABEL.to_owned(), name.to_string())].into(),
         forks: 0,
         lifetime: Lifetime::UNLIMITED,
+        until: None,
         ephemeral: true,
         purpose: Purpose::User,
         network: None,

@@ -41,20 +41,13 @@ fn deadline(ttl_ms: u64) -> Deadline {
     Deadline::after(ttl_ms, boottime_us(), unix_ms())
 }
 
-/// Begins the lifetime of a VM that is ready. The caller writes the record.
-pub fn begin(daemon: &Arc<Daemon>, vm: &Arc<Vm>, lifetime: Lifetime) {
-    if let Some(ttl_ms) = lifetime.ttl_ms {
-        vm.update(|live| live.deadline = Some(deadline(ttl_ms)));
+/// Begins the lifetime of a VM that is ready: it ends at `until`, or else after its time to live.
+/// The caller writes the record.
+pub fn begin(daemon: &Arc<Daemon>, vm: &Arc<Vm>, lifetime: Lifetime, until: Option<Deadline>) {
+    if let Some(deadline) = until.or_else(|| lifetime.ttl_ms.map(deadline)) {
+        vm.update(|live| live.deadline = Some(deadline));
         watch(daemon, vm);
     }
-}
-
-/// The lifetime of a clone for which the guest of `vm` asks: what `vm` has left now. It counts from
-/// the clone's readiness, so the clone ends later than `vm` by as long as the fork takes.
-#[must_use]
-pub fn inherited(vm: &Vm) -> Lifetime {
-    let left_ms = |deadline: Deadline| (deadline.left_us(boottime_us()) / 1000).max(1);
-    Lifetime { ttl_ms: vm.live().deadline.map(left_ms), auto_remove: vm.facts.auto_remove }
 }
 
 /// Changes the time to live of a VM: from now on, or no limit.

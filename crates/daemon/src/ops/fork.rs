@@ -170,6 +170,7 @@ async fn forked(
         labels,
         forks,
         lifetime,
+        until: vm.live().deadline.filter(|_| by_guest),
         ephemeral: false,
         purpose: Purpose::User,
         network: None,

@@ -4,7 +4,7 @@ use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::progress::{ProgressSender, metered};
 use crate::daemon::Daemon;
 use crate::model::disk::Disk;
-use crate::model::facts::Facts;
+use crate::model::facts::{Facts, INIT_LABEL};
 use crate::ops::colours::saved::{self, Coloured};
 use crate::ops::flatten;
 use crate::ops::save::Saved;
@@ -99,6 +99,9 @@ pub fn spec_of(facts: &Facts, disks: &[Disk], agent_version: String) -> Snapshot
         writable: disk.writable.is_some(),
         layers: disk.layers.clone(),
     });
+    let mut labels = facts.labels.clone();
+    labels.remove(INIT_LABEL);
+    labels.extend(facts.init.clone().map(|init| (INIT_LABEL.to_owned(), init)));
     SnapshotSpec {
         parent: facts.snapshot.clone(),
         ancestors: facts.ancestors.clone(),
@@ -108,7 +111,7 @@ pub fn spec_of(facts: &Facts, disks: &[Disk], agent_version: String) -> Snapshot
         memory_bytes: facts.memory_bytes,
         agent_version,
         config: facts.config.clone(),
-        labels: facts.labels.clone(),
+        labels,
         disks: disks.collect(),
     }
 }

@@ -110,6 +110,7 @@ async fn play(
         labels: BTreeMap::new(),
         forks: 0,
         lifetime: Lifetime::UNLIMITED,
+        until: None,
         ephemeral: true,
         purpose,
         network: None,

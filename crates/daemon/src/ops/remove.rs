@@ -14,6 +14,7 @@ use crate::net::Attachment;
 use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
 use crate::vm::record::{RecordError, note, read_json};
+use crate::vm::registry::RestartError;
 use crate::vm::survey;
 use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit};
 use dayfly_host::process::{Process, ProcessId};
@@ -123,7 +124,7 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
             // Logged, because without the end of the wait the VM's resources stay reserved.
             tracing::error!("waiting for VM {}: {e}", vm.id);
         }
-        let exit = if daemon.registry.has(vm.id) {
+        let exit = if daemon.registry.holds(&vm) {
             let Live { kill_asked, expired, .. } = vm.live();
             let (dir, uid) = (vm.dir.clone(), vm.uid);
             let seen = move || {
@@ -170,7 +171,13 @@ async fn end(daemon: &Daemon, vm: &Vm, exit: VmExit) {
     let remains = vm.ended(exit);
     daemon.reapers.run(vm.node, move || drop(remains));
     vm.wait_gone().await;
-    daemon.happened(vm, EventKind::Exited);
+    exited(daemon, vm);
+}
+
+/// Adds the event that the VM has ended, unless it was added already. A removal, which does not
+/// wait for the end of the process, adds it before its own event.
+fn exited(daemon: &Daemon, vm: &Vm) {
+    vm.announce_end(|| daemon.happened(vm, EventKind::Exited));
 }
 
 /// From the end of a process, which the pidfd reports, until the kernel has reaped it.
@@ -308,7 +315,11 @@ async fn gone(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
 /// process and frees its memory first. A repeated call does nothing.
 async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -> Outcome<()> {
     let _one = vm.removal.lock().await;
-    if !daemon.registry.has(vm.id) {
+    if !daemon.registry.holds(vm) {
+        // Its files belong to the VM that was started in its place.
+        if daemon.registry.has(vm.id) {
+            return Err(RestartError::Gone(vm.name.clone()).into());
+        }
         return Ok(());
     }
     let _under_way = daemon.pool.removal();
@@ -343,6 +354,7 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
         daemon.metrics.destroyed(freed, asked.elapsed());
     }
     daemon.registry.forget(vm);
+    exited(daemon, vm);
     daemon.happened(vm, EventKind::Removed);
     failpoint::reached("daemon.remove.forgotten");
     if vm.snapshots.try_lock().is_err() {

@@ -137,6 +137,11 @@ pub async fn precopy(
     how: Command,
     memory: &File,
 ) -> Outcome<()> {
+    if !vm.phase().alive() {
+        // The control socket may be that of the VM that was started in its place.
+        let why = format!("VM {}: has ended", vm.name);
+        return Err(ApiError::new(ErrorCode::State, why));
+    }
     let failed =
         |e: std::io::Error| ApiError::internal(format_args!("descriptors for a snapshot: {e}"));
     let mut fds = vec![memory.try_clone().map_err(failed)?.into()];

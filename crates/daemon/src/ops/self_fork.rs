@@ -14,12 +14,12 @@
 use crate::base::error::{ApiError, Outcome};
 use crate::base::time::Asked;
 use crate::daemon::Daemon;
-use crate::ops::{expiry, fork};
+use crate::ops::fork;
 use crate::vm::Vm;
 use crate::vm::registry::Children;
 use crate::vmm::agent_link::{read_frame, write_frame};
 use dayfly_api::agent::{FrameKind, HOST_PORT, HostReply, HostRequest};
-use dayfly_api::types::{ErrorCode, ForkRequest};
+use dayfly_api::types::{ErrorCode, ForkRequest, Lifetime};
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
@@ -197,8 +197,8 @@ async fn forked(
             "{count} more clones so soon: expected a pause of {ms} ms"
         )));
     }
-    // Else a guest could extend its time to live by a clone.
-    let lifetime = expiry::inherited(vm);
+    // The clone has the deadline of `vm` too: else a guest could extend its time by a clone.
+    let lifetime = Lifetime { ttl_ms: None, auto_remove: vm.facts.auto_remove };
     let (labels, name, template) = (BTreeMap::new(), None, None);
     let request = ForkRequest { count, name, labels, forks: 0, lifetime, template };
     let forked = fork::fork_for_guest(daemon, vm, request, Asked::now()).await;

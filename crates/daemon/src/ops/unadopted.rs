@@ -10,7 +10,7 @@ use crate::model::live::Live;
 use crate::model::state::Phase;
 use crate::model::vm_slot::VmSlot;
 use crate::net::Attachment;
-use crate::ops::remove;
+use crate::ops::{expiry, remove};
 use crate::vm::Vm;
 use crate::vm::record::read_json;
 use crate::vm::registry::id_as_name;
@@ -59,6 +59,7 @@ pub(super) fn keep(daemon: &Arc<Daemon>, mut left: Unreadable) {
     let resident_bytes = resident.map_or(0, |memory| memory.rss_kib << 10);
     vm.keep_memory(daemon.budget.adopt(vm.node, vm.facts.memory_bytes.max(resident_bytes)));
     vm.keep_pinned(daemon.templates.store().pin_every_layer(&format!("VM {}", vm.name), images));
+    expiry::watch(daemon, &vm);
     if let Some(process) = process {
         vm.hold(process.clone());
         remove::watch(daemon, vm, process);
@@ -101,7 +102,8 @@ fn vm(
         agent_version: String::new(),
         disks: traces.disks,
         read_only_layers: false,
-        deadline: None,
+        zeroes_written: false,
+        deadline: traces.deadline,
         expired: false,
         program: None,
         no_snapshot: Some(problem.clone()),
@@ -135,6 +137,7 @@ fn unknown_facts(created_unix_ms: u64) -> Facts {
         created_unix_ms,
         network: NetworkRequest::default(),
         config: Default::default(),
+        init: None,
         ephemeral: false,
         auto_remove: false,
         labels: Default::default(),

@@ -2,7 +2,9 @@
 
 use crate::base::error::ApiError;
 use dayfly_api::types::ErrorCode;
-use dayfly_store::{CommitError, GcError, IoError, OpenError, PinError, PutError, RemoveError};
+use dayfly_store::{
+    CommitError, GcError, IoError, OpenError, PinError, PutError, RemoveError, UsedLayerError,
+};
 use dayfly_units::error::chain;
 use std::io;
 
@@ -17,6 +19,15 @@ fn io_code(e: &IoError) -> ErrorCode {
 impl From<IoError> for ApiError {
     fn from(e: IoError) -> Self {
         Self::new(io_code(&e), chain(&e))
+    }
+}
+
+impl From<UsedLayerError> for ApiError {
+    fn from(e: UsedLayerError) -> Self {
+        match e {
+            UsedLayerError::Io(e) => e.into(),
+            UsedLayerError::FileSystem { .. } => Self::new(ErrorCode::State, e),
+        }
     }
 }
 

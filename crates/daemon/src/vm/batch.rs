@@ -38,6 +38,15 @@ impl Batch {
         (count > 1).then(|| Self::begin(config).map(Arc::new)).transpose()
     }
 
+    /// A batch for one VM that is not to stay if its request is not answered, although it has a
+    /// record before.
+    ///
+    /// # Errors
+    /// The file system's error, with the path.
+    pub fn of_one(config: &Config) -> io::Result<Arc<Self>> {
+        Self::begin(config).map(Arc::new)
+    }
+
     fn begin(config: &Config) -> io::Result<Self> {
         let folder = config.batches();
         let path = folder.join(VmId::random().to_string());
@@ -106,7 +115,7 @@ mod tests {
         let config = fixture::config(folder.path());
         assert_eq!(unanswered(&config), BTreeSet::new());
         let vms: Vec<VmId> = std::iter::repeat_with(VmId::random).take(3).collect();
-        let begin = || Batch::begin(&config).unwrap();
+        let begin = || Batch::of_one(&config).unwrap();
         let (answered, failed, unfinished) = (begin(), begin(), begin());
         answered.add(vms[0]).unwrap();
         failed.add(vms[1]).unwrap();

@@ -16,9 +16,9 @@
 //! ```
 //!
 //! Below them come locks that are held for a few instructions and never across an `await`. First
-//! the registry's lock, then `live`, then one of `process`, `pin`, `memory`, `backing`,
-//! `attachment`, `space` and `has_slot`. The drop of a pin or a template may remove files, so it
-//! happens after `live` is released: readers of `live` must not wait for the disk.
+//! `end_announced`, then the registry's lock, then `live`, then one of `process`, `pin`, `memory`,
+//! `backing`, `attachment`, `space` and `has_slot`. The drop of a pin or a template may remove
+//! files, so it happens after `live` is released: readers of `live` must not wait for the disk.
 
 pub mod available;
 pub mod batch;
@@ -83,6 +83,9 @@ pub struct Vm {
     pub snapshots: Arc<tokio::sync::Mutex<()>>,
     /// Held while its record is written or its files are removed.
     pub removal: tokio::sync::Mutex<()>,
+    /// Held for reading while a client follows a program; a VM that is removed with its program
+    /// waits for them.
+    pub followers: Arc<tokio::sync::RwLock<()>>,
     /// Held while its VMM is being started; the end of the VM waits for it.
     pub launching: Arc<tokio::sync::Mutex<()>>,
     live: Mutex<Live>,
@@ -100,6 +103,8 @@ pub struct Vm {
     pub deadline_changed: Notify,
     /// Whether a task ends it at its deadline.
     deadline_watched: AtomicBool,
+    /// Whether the event of its end was added.
+    end_announced: Mutex<bool>,
     /// Whether the VM runs only for a snapshot or a fork, and is then paused again. Changed with
     /// the turn, see [`Self::take_turn`].
     pub pause_due: AtomicBool,
@@ -148,6 +153,7 @@ impl Vm {
             agent_version: String::new(),
             disks: Vec::new(),
             read_only_layers: true,
+            zeroes_written: true,
             deadline: None,
             expired: false,
             program: None,
@@ -177,6 +183,7 @@ impl Vm {
             turn: Arc::default(),
             snapshots: Arc::default(),
             removal: tokio::sync::Mutex::default(),
+            followers: Arc::default(),
             launching: Arc::default(),
             live: Mutex::new(live),
             process: Mutex::default(),
@@ -190,6 +197,7 @@ impl Vm {
             gone,
             deadline_changed: Notify::new(),
             deadline_watched: AtomicBool::new(false),
+            end_announced: Mutex::new(!alive),
             pause_due: AtomicBool::new(false),
             waiting: watch::Sender::new(None),
         }
@@ -378,6 +386,15 @@ impl Vm {
     #[must_use]
     pub fn claim_deadline(&self) -> bool {
         !self.deadline_watched.swap(true, Ordering::Relaxed)
+    }
+
+    /// Calls `add`, which adds the event of its end, unless another call has done so. Returns when
+    /// the event is added, so that a later event follows it.
+    pub fn announce_end(&self, add: impl FnOnce()) {
+        let mut announced = lock(&self.end_announced);
+        if !std::mem::replace(&mut *announced, true) {
+            add();
+        }
     }
 
     /// Resolves once its process is gone.

@@ -283,7 +283,7 @@ fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), RecordError> {
 pub async fn write(registry: &Registry, vm: &Arc<Vm>) -> Outcome<()> {
     // A file made while the folder is being removed would make the removal fail.
     let _one = vm.removal.lock().await;
-    if !registry.has(vm.id) || vm.unadopted.is_some() {
+    if !registry.holds(vm) || vm.unadopted.is_some() {
         return Ok(());
     }
     let vm = vm.clone();

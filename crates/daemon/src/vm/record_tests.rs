@@ -27,6 +27,7 @@ fn vm(run: &Path) -> std::sync::Arc<Vm> {
         nets: 0,
         network: Default::default(),
         created_unix_ms: 7,
+        init: None,
         ephemeral: true,
         auto_remove: true,
         labels: [("a".to_owned(), "b".to_owned())].into(),
@@ -46,7 +47,7 @@ fn vm(run: &Path) -> std::sync::Arc<Vm> {
             writable: Some(layer(1)),
         }];
         live.no_snapshot = Some("x".into());
-        live.deadline = Some(Deadline { boot_us: 5, unix_ms: 6 });
+        live.deadline = Some(Deadline { boot_us: 5, unix_ms: 6, ttl_ms: Some(7) });
         (live.expired, live.program) = (true, Some("7".into()));
     });
     std::fs::create_dir_all(vm.dir.path()).unwrap();
@@ -67,15 +68,17 @@ fn a_record_reads_back_whole() {
 }
 
 #[test]
-fn a_vmm_of_an_older_daemon_gets_no_read_only_layers() {
+fn a_vmm_of_an_older_daemon_gets_no_read_only_layers_and_wrote_no_zeroes() {
     let run = tempfile::tempdir().unwrap();
     let vm = vm(run.path());
-    assert!(vm.live().read_only_layers);
+    assert!(vm.live().read_only_layers && vm.live().zeroes_written);
     let mut old = serde_json::to_value(Record::of(&vm)).unwrap();
-    old["live"].as_object_mut().unwrap().remove("read_only_layers").unwrap();
+    for field in ["read_only_layers", "zeroes_written"] {
+        old["live"].as_object_mut().unwrap().remove(field).unwrap();
+    }
     std::fs::write(vm.dir.record(), old.to_string()).unwrap();
     let adopted = Record::read(&vm.dir, vm.id).unwrap().into_vm(vm.dir.clone());
-    assert!(!adopted.live().read_only_layers);
+    assert!(!adopted.live().read_only_layers && !adopted.live().zeroes_written);
 }
 
 #[test]

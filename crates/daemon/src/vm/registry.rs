@@ -33,6 +33,17 @@ pub enum ReserveError {
     Full,
 }
 
+/// Why a VM cannot take the place of one that has ended.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RestartError {
+    /// No slot.
+    #[error(transparent)]
+    Reserve(#[from] ReserveError),
+    /// It was removed, or started.
+    #[error("VM {0}: was removed or started meanwhile; `dayfly ps -a` lists the VMs")]
+    Gone(Name),
+}
+
 /// Why a word does not name a VM.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FindError {
@@ -135,6 +146,10 @@ impl Inner {
         self.names.insert(vm.name.clone(), vm.id);
         self.vms.insert(vm.id, vm.clone());
         vm
+    }
+
+    fn holds(&self, vm: &Vm) -> bool {
+        self.vms.get(&vm.id).is_some_and(|own| std::ptr::eq(&**own, vm))
     }
 
     fn release_slot(&mut self, vm: &Vm) {
@@ -256,6 +271,31 @@ impl Registry {
         uid.checked_sub(lock(&self.inner).first_uid).filter(|slot| *slot < MAX_VMS)
     }
 
+    /// Puts a VM that starts again in the place of `ended`, under its id and name, with a new slot.
+    /// It is `Starting` and has `memory`.
+    ///
+    /// # Errors
+    /// No slot is free, or `ended` is not in the registry any more.
+    pub fn restart(
+        &self,
+        ended: &Vm,
+        facts: Facts,
+        memory: Reservation,
+    ) -> Result<Arc<Vm>, RestartError> {
+        let mut inner = lock(&self.inner);
+        if !inner.holds(ended) {
+            return Err(RestartError::Gone(ended.name.clone()));
+        }
+        let slot = inner.slots.take().ok_or(ReserveError::Full)?;
+        let (id, uid) = (ended.id, inner.first_uid.saturating_add(slot));
+        let vm_slot = VmSlot { id, slot, uid, node: memory.node };
+        let mut vm = Vm::new(vm_slot, ended.name.clone(), ended.dir.clone(), facts, memory);
+        vm.carried = ended.carried.clone();
+        let vm = Arc::new(vm);
+        inner.vms.insert(id, vm.clone());
+        Ok(vm)
+    }
+
     /// Releases the slot of `vm`, whose process is gone. The slot is released once, however often
     /// this is called.
     pub fn release_slot(&self, vm: &Vm) {
@@ -268,7 +308,8 @@ impl Registry {
     /// until [`Self::release_slot`].
     pub fn forget(&self, vm: &Vm) {
         let mut inner = lock(&self.inner);
-        if inner.vms.remove(&vm.id).is_some() {
+        if inner.holds(vm) {
+            inner.vms.remove(&vm.id);
             inner.names.remove(&vm.name);
             if vm.is_gone() {
                 inner.release_slot(vm);
@@ -309,6 +350,13 @@ impl Registry {
                 second: *second,
             }),
         }
+    }
+
+    /// Whether it has this VM. A VM that ended and was started again is another one with the same
+    /// id.
+    #[must_use]
+    pub fn holds(&self, vm: &Vm) -> bool {
+        lock(&self.inner).holds(vm)
     }
 
     /// Whether a VM has this id.
@@ -378,6 +426,15 @@ impl From<ReserveError> for ApiError {
             ReserveError::Full => ErrorCode::Exhausted,
         };
         Self::new(code, e)
+    }
+}
+
+impl From<RestartError> for ApiError {
+    fn from(e: RestartError) -> Self {
+        match e {
+            RestartError::Reserve(e) => e.into(),
+            RestartError::Gone(_) => Self::new(ErrorCode::State, e),
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 use super::*;
 use crate::fixture::{self, memory};
 use crate::model::exit::exit_now;
+use crate::model::state::Phase;
 use dayfly_api::types::ExitKind;
 use proptest::prelude::*;
 use std::collections::HashSet;
@@ -27,6 +28,7 @@ fn facts() -> Facts {
         nets: 0,
         network: Default::default(),
         created_unix_ms: 0,
+        init: None,
         ephemeral: false,
         auto_remove: false,
         labels: Default::default(),
@@ -52,6 +54,28 @@ fn a_name_is_reserved_once_and_free_after_the_vm_is_forgotten() {
     registry.forget(&vm);
     assert!(registry.is_empty());
     registry.reserve(&config(), name("a"), facts(), memory(), None).unwrap();
+}
+
+#[test]
+fn a_vm_that_starts_again_takes_the_place_of_the_ended_one_which_can_do_nothing_any_more() {
+    let registry = Registry::default();
+    let ended = registry.reserve(&config(), name("a"), facts(), memory(), None).unwrap();
+    drop(ended.ended(exit_now(ExitKind::PowerOff, "off")));
+    registry.release_slot(&ended);
+    let vm = registry.restart(&ended, facts(), memory()).unwrap();
+    assert_eq!((vm.id, &vm.name, vm.phase()), (ended.id, &ended.name, Phase::Starting));
+    assert!(registry.holds(&vm) && !registry.holds(&ended));
+    assert!(Arc::ptr_eq(&registry.find("a").unwrap(), &vm));
+    assert_eq!(
+        registry.restart(&ended, facts(), memory()).unwrap_err(),
+        RestartError::Gone("a".parse().unwrap())
+    );
+    registry.forget(&ended);
+    registry.release_slot(&ended);
+    let other = registry.reserve(&config(), name("b"), facts(), memory(), None).unwrap();
+    assert!(registry.holds(&vm) && other.slot != vm.slot);
+    registry.forget(&vm);
+    assert!(!registry.has(vm.id));
 }
 
 #[test]

@@ -10,6 +10,7 @@
 //! learns that the VM has started.
 
 use crate::base::config::{Config, VMM_NAME};
+use crate::model::deadline::Deadline;
 use crate::model::disk::Disk;
 use crate::model::facts::Facts;
 use crate::net::{mac, mac_text};
@@ -66,6 +67,8 @@ pub struct Traces {
     pub disks: Vec<Disk>,
     /// Its process.
     pub process: Option<ProcessId>,
+    /// Its deadline, if this version knows the record's format: the VM ends for it.
+    pub deadline: Option<Deadline>,
 }
 
 impl Traces {
@@ -90,6 +93,7 @@ impl Traces {
             network: get(&value, "/live/network"),
             disks: get(&value, "/live/disks").unwrap_or_default(),
             process,
+            deadline: None,
         }
     }
 }
@@ -105,7 +109,8 @@ impl Unreadable {
     pub fn of(record: Record, why: String) -> Self {
         let Record { id, name, facts, live, .. } = record;
         let (name, facts, process) = (Some(name), Some(facts), live.process);
-        let traces = Traces { name, facts, network: live.network, disks: live.disks, process };
+        let (network, disks, deadline) = (live.network, live.disks, live.deadline);
+        let traces = Traces { name, facts, network, disks, process, deadline };
         Self { id, why, traces }
     }
 

@@ -12,6 +12,7 @@ use dayfly_host::process::Process;
 use dayfly_host::spawn::Child;
 use dayfly_store::Store;
 use dayfly_units::error::chain;
+use dayfly_units::failpoint;
 use dayfly_vmm::config::{FdNumber, JailConfig, Start, VmmConfig};
 use std::fs::File;
 use std::io;
@@ -104,6 +105,35 @@ impl Launcher {
         &self,
         vm_slot: VmSlot,
         start: Start,
+        fds: Fds,
+        background: bool,
+        another: bool,
+    ) -> Result<Launched, LaunchError> {
+        let mut run_dir = self.run_dirs.take()?;
+        run_dir.become_vm(&self.config.vm(vm_slot.id))?;
+        self.launch_in(run_dir, vm_slot, start, fds, background, another)
+    }
+
+    /// As [`Self::launch`] of a VM that has ended, in its run directory, which keeps its record.
+    ///
+    /// # Errors
+    /// [`LaunchError`]; no VMM process exists then.
+    pub fn launch_again(
+        &self,
+        vm_slot: VmSlot,
+        start: Start,
+        fds: Fds,
+    ) -> Result<Launched, LaunchError> {
+        let run_dir = PreparedRunDir::again(&self.config.vm(vm_slot.id))?;
+        failpoint::reached("daemon.start.emptied");
+        self.launch_in(run_dir, vm_slot, start, fds, false, false)
+    }
+
+    fn launch_in(
+        &self,
+        run_dir: PreparedRunDir,
+        vm_slot: VmSlot,
+        start: Start,
         mut fds: Fds,
         background: bool,
         another: bool,
@@ -111,8 +141,6 @@ impl Launcher {
         let dir = self.config.vm(vm_slot.id);
         let uid = vm_slot.uid;
         let boots = matches!(start, Start::Boot(_));
-        let mut run_dir = self.run_dirs.take()?;
-        run_dir.become_vm(&dir)?;
         let PreparedRunDir { control, vsock, console, exit, link, theirs, .. } = run_dir;
         let ready = boots.then(|| listener(&dir.ready())).transpose()?;
         if ready.is_some() {

@@ -1,6 +1,7 @@
 //! Drives VMM processes: starts them, connects to them and to their guests' agents, and keeps the
 //! pool of warm VMMs.
 
+pub(crate) mod again;
 pub mod agent_link;
 pub mod console;
 pub mod control_link;

@@ -68,6 +68,11 @@ impl PreparedRunDir {
     fn new(dir: VmDir) -> Result<Self, RunDirError> {
         folder(dir.path(), 0o700)?;
         let made = Folder(Some(dir.clone()));
+        Self::fill(&dir, made)
+    }
+
+    /// Makes what belongs into the empty folder `dir`, which `made` removes after an error.
+    fn fill(dir: &VmDir, made: Folder) -> Result<Self, RunDirError> {
         folder(&dir.root(), 0o755)?;
         let [first, second] = dir.console();
         let console = [file(&first, true)?, file(&second, true)?];
@@ -81,6 +86,28 @@ impl PreparedRunDir {
             theirs,
             folder: made,
         })
+    }
+
+    /// Makes the run directory `dir` of a VM that has ended anew. Its record stays; all else is
+    /// replaced, the console too.
+    ///
+    /// # Errors
+    /// A file cannot be removed or made. The call may be repeated.
+    pub(super) fn again(dir: &VmDir) -> Result<Self, RunDirError> {
+        let reading = || failed("emptying", dir.path());
+        for entry in std::fs::read_dir(dir.path()).map_err(reading())? {
+            let path = entry.map_err(reading())?.path();
+            if path == dir.record() {
+                continue;
+            }
+            let removed = if path.symlink_metadata().is_ok_and(|found| found.is_dir()) {
+                std::fs::remove_dir_all(&path)
+            } else {
+                std::fs::remove_file(&path)
+            };
+            removed.map_err(failed("removing", &path))?;
+        }
+        Self::fill(dir, Folder(None))
     }
 
     /// Renames the folder to `dir`. From then on the owner of `dir` must remove it.

@@ -6,7 +6,7 @@ use crate::base::error::{ApiError, Outcome};
 use crate::base::random::random;
 use crate::base::time::unix_ms;
 use crate::model::disk::Disk;
-use crate::model::facts::{Facts, ForkFacts};
+use crate::model::facts::{Facts, ForkFacts, INIT_LABEL};
 use crate::templates::cache::TemplateCache;
 use crate::templates::fork_point::ForkPoint;
 use crate::templates::memory_backing::MemoryBacking;
@@ -31,7 +31,7 @@ use std::sync::Arc;
 
 /// Command line of the guest kernel at a cold boot. A panic is reported by pvpanic, then ends the
 /// VM.
-const CMDLINE: &str = "console=ttyS0 quiet reboot=t panic=-1 i8042.noaux i8042.nokbd \
+pub(super) const CMDLINE: &str = "console=ttyS0 quiet reboot=t panic=-1 i8042.noaux i8042.nokbd \
                        random.trust_cpu=on root=/dev/vda";
 
 /// Added to [`CMDLINE`] if the kernel has modules: their disk is the second.
@@ -47,6 +47,12 @@ pub(crate) enum Opened {
         image: Box<Image>,
         kernel: Box<Kernel>,
     },
+}
+
+/// Whether the kernel's command line may have this path of an init.
+fn is_init(init: &str) -> bool {
+    init.starts_with('/')
+        && !init.bytes().any(|b| b.is_ascii_whitespace() || b.is_ascii_control() || b == b'"')
 }
 
 fn check(boot: &BootSource) -> Outcome<()> {
@@ -66,8 +72,7 @@ fn check(boot: &BootSource) -> Outcome<()> {
         )));
     }
     if let Some(init) = &boot.init
-        && (!init.starts_with('/')
-            || init.bytes().any(|b| b.is_ascii_whitespace() || b.is_ascii_control() || b == b'"'))
+        && !is_init(init)
     {
         return Err(ApiError::invalid(format_args!(
             "init: expected an absolute path without spaces, got {init:?}"
@@ -141,6 +146,13 @@ impl Opened {
             Self::Fork(fork_point, _) => fork_point.facts.config.clone(),
             Self::Boot { image, .. } => image.manifest.config.clone(),
         };
+        let init = match self {
+            Self::Boot { boot, .. } => boot.init.clone(),
+            Self::Snapshot(open) => {
+                open.manifest.labels.get(INIT_LABEL).filter(|init| is_init(init)).cloned()
+            }
+            Self::Fork(..) => None,
+        };
         let fork = ForkFacts { max_clones, ..ForkFacts::default() };
         let ancestors = match self {
             Self::Snapshot(open) => sharing::descendant(&open.manifest),
@@ -162,6 +174,7 @@ impl Opened {
             network: network.unwrap_or_default(),
             config,
             request: None,
+            init,
         }
     }
 

@@ -1,6 +1,6 @@
 //! What must hold after the daemon was killed and started again.
 
-use crate::guest::{BASE, has_right_content, is_whole, name};
+use crate::guest::{BASE, has_right_content, is_whole, name, snapshot, start_again};
 use crate::living::Living;
 use crate::operation::Operation;
 use crate::testbed::{Testbed, until};
@@ -21,11 +21,13 @@ pub async fn after(
     a.runs_on(bed).await.context("VM a")?;
     let done = outcome(bed, &b, operation).await.context("the operation")?;
     let b_is_gone = matches!(operation, Operation::Remove | Operation::Expire) && done;
-    if !b_is_gone {
+    // The guest that boots again does not write, in another process.
+    let b_runs_on = !b_is_gone && operation != Operation::Start;
+    if b_runs_on {
         b.runs_on(bed).await.context("VM b")?;
     }
     let saved = async {
-        if !b_is_gone {
+        if b_runs_on {
             b.can_be_saved(bed, "of-b").await.context("VM b, saved")?;
             b.can_be_forked(bed).await.context("VM b, forked")?;
             b.runs_on(bed).await.context("VM b, afterwards")?;
@@ -88,6 +90,7 @@ async fn outcome(bed: &Testbed, b: &Living, operation: Operation) -> Result<bool
             );
             Ok(there.is_none())
         }
+        Operation::Start => started(bed, b).await,
         Operation::Expire => {
             let ended = async || {
                 let exit = bed.client.vm(&b.word()).await?.vm.exit;
@@ -100,6 +103,24 @@ async fn outcome(bed: &Testbed, b: &Living, operation: Operation) -> Result<bool
         }
         Operation::Gc => Ok(true),
     }
+}
+
+/// Whether VM `b`, which was killed, was started again. If not, it can be; and if so, it can end
+/// and start once more.
+async fn started(bed: &Testbed, b: &Living) -> Result<bool> {
+    let state = b.listed(bed).await?.state;
+    let done = match state {
+        VmState::Exited => false,
+        VmState::Running => {
+            bed.client.kill(&b.word()).await?;
+            true
+        }
+        other => bail!("VM b: expected exited or running, got {other:?}"),
+    };
+    start_again(bed, b.id).await.context("VM b, started after the kill")?;
+    snapshot(bed, b.id, "of-b").await.context("VM b, saved")?;
+    bed.client.remove_snapshot(&name("of-b")?).await?;
+    Ok(done)
 }
 
 /// Whether the VM is paused: its VMM and the daemon have to agree.

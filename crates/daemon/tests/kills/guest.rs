@@ -6,6 +6,7 @@ use dayfly_api::agent::{FrameKind, READY_PORT, Ready, Reply, encode};
 use dayfly_api::client::ProgressStream;
 use dayfly_api::types::{
     BootSource, CreateRequest, Lifetime, NetworkRequest, Progress, SnapshotRequest, Source, Vm,
+    VmState,
 };
 use dayfly_store::{Digest, ImageConfig, ImageSpec, KernelSpec, Store, sparse};
 use dayfly_units::{Name, VmId};
@@ -118,15 +119,28 @@ pub async fn report_ready(bed: &Testbed) -> Result<()> {
     let mut booting = None;
     until("a guest boots", async || {
         let vms = bed.client.vms(true).await?;
-        booting = vms.into_iter().map(|vm| vm.id).find(|id| console(bed, *id).ends_with("ready\n"));
+        let ready = vms.into_iter().filter(|vm| console(bed, vm.id).ends_with("ready\n"));
+        // The console of an earlier boot has a socket on which no daemon listens.
+        let socket = |vm: Vm| {
+            UnixStream::connect(bed.of_vm(vm.id, &format!("root/vsock.sock_{READY_PORT}"))).ok()
+        };
+        booting = ready.filter_map(socket).next();
         Ok(booting.is_some())
     })
     .await?;
-    let id = booting.context("a guest boots")?;
+    let mut socket = booting.context("a guest boots")?;
     let (version, kernel) = (String::new(), GUEST.to_owned());
     let ready = Reply::Ready(Ready { version, kernel, uptime_us: 0, sealed: false });
-    let mut socket = UnixStream::connect(bed.of_vm(id, &format!("root/vsock.sock_{READY_PORT}")))?;
     socket.write_all(&encode(FrameKind::Reply, &serde_json::to_vec(&ready)?))?;
+    Ok(())
+}
+
+/// Starts a VM that has ended. Its guest boots, and does nothing then.
+pub async fn start_again(bed: &Testbed, id: VmId) -> Result<()> {
+    let word = id.to_string();
+    let started = async { Ok(bed.client.start(&word).await?) };
+    let (vm, ()) = tokio::try_join!(started, report_ready(bed))?;
+    ensure!(vm.id == id && vm.state == VmState::Running, "expected VM {id} that runs: {vm:?}");
     Ok(())
 }
 

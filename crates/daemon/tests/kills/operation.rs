@@ -25,6 +25,8 @@ pub enum Operation {
     Pause,
     /// `b`, which is paused, is resumed.
     Unpause,
+    /// `b`, which was killed, is started again.
+    Start,
     /// The time to live of `b` ends.
     Expire,
     /// `b` is removed.
@@ -38,7 +40,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Create,
         Self::Fork,
         Self::ForkAs,
@@ -46,6 +48,7 @@ impl Operation {
         Self::Snapshot,
         Self::Pause,
         Self::Unpause,
+        Self::Start,
         Self::Expire,
         Self::Remove,
         Self::RemoveSnapshot,
@@ -97,7 +100,7 @@ pub fn cases() -> Vec<Case> {
 fn passes(point: &str) -> Vec<(u32, Operation)> {
     use Operation::{
         Bake, Create, Expire, Fork, ForkAs, Gc, Merge, Pause, Remove, RemoveSnapshot, Snapshot,
-        Unpause,
+        Start, Unpause,
     };
     let first = |operations: &[Operation]| operations.iter().map(|of| (1, *of)).collect();
     match point {
@@ -114,6 +117,7 @@ fn passes(point: &str) -> Vec<(u32, Operation)> {
             "daemon.create" => Create,
             "daemon.power" => return first(&[Pause, Unpause]),
             "daemon.expire" => Expire,
+            "daemon.start" => Start,
             "daemon.fork" => Fork,
             "daemon.pending" => ForkAs,
             "daemon.merge" | "store.merge" => Merge,
@@ -152,6 +156,7 @@ pub async fn prepare(bed: &Testbed, b: &Living, operation: Operation) -> Result<
             }
         }
         Operation::Unpause => bed.client.pause(&b.word()).await?,
+        Operation::Start => bed.client.kill(&b.word()).await?,
         // Of a clone that is gone, because layers that a VM uses are not collected.
         Operation::RemoveSnapshot => {
             let forked = bed.client.fork(&b.word(), &fork_request(1, None)).await?;
@@ -190,6 +195,7 @@ async fn answer(bed: &Testbed, b: &Living, operation: Operation) -> Result<()> {
         Operation::Snapshot => guest::snapshot(bed, b.id, "made").await?,
         Operation::Pause => client.pause(&vm).await?,
         Operation::Unpause => client.unpause(&vm).await?,
+        Operation::Start => guest::start_again(bed, b.id).await?,
         Operation::Expire => {
             client.set_ttl(&vm, Some(Duration::from_millis(1))).await?;
             client.wait(&vm).await.map(drop)?;

@@ -62,7 +62,7 @@ fn named(number: u32) -> (String, bool) {
 }
 
 /// The number of the file system in statfs(2), if the kernel reports it.
-fn number(root: &Dir) -> Option<u32> {
+pub(crate) fn number(root: &Dir) -> Option<u32> {
     let stat = fstatfs(&root.fd).ok()?;
     // The numbers have 32 bits; the field is a signed word.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "see above")]

@@ -10,3 +10,4 @@ mod prepare;
 pub(crate) mod prepared;
 pub(crate) mod shared;
 pub(crate) mod unsynced;
+pub(crate) mod used;

@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 #[expect(clippy::cast_possible_truncation, reason = "4096 fits")]
-const BLOCK: usize = DISK_BLOCK_BYTES as usize;
+pub(super) const BLOCK: usize = DISK_BLOCK_BYTES as usize;
 
 /// An open disk.
 #[derive(Debug)]
@@ -54,11 +54,21 @@ impl Disk {
         }
     }
 
-    /// Opens a disk: reads and verifies every layer's map, and builds the index.
+    /// Opens a disk: reads and verifies every layer's map, and builds the index. The writable layer
+    /// must be an empty file.
     ///
     /// # Errors
     /// [`OpenDiskError`].
     pub fn open(spec: DiskSpec) -> Result<Self, OpenDiskError> {
+        let disk = Self::open_any(spec)?;
+        if let Some(file) = &disk.writable {
+            make_writable(file.as_fd(), disk.size_bytes, "writable layer")?;
+        }
+        Ok(disk)
+    }
+
+    /// As [`Self::open`], with a writable layer that nothing is known of yet.
+    pub(super) fn open_any(spec: DiskSpec) -> Result<Self, OpenDiskError> {
         let size_bytes = spec.size_bytes;
         if size_bytes == 0
             || !size_bytes.is_multiple_of(DISK_BLOCK_BYTES)
@@ -76,9 +86,6 @@ impl Disk {
         let lengths = std::iter::once(base_bytes).chain(std::iter::repeat(size_bytes));
         let check = |(tree, bytes): (Option<_>, u64)| tree.map(|tree| Checked::new(tree, bytes));
         let checks = spec.trees.into_iter().take(1 + frozen.len()).zip(lengths).map(check);
-        if let Some(file) = &spec.writable {
-            make_writable(file.as_fd(), size_bytes, "writable layer")?;
-        }
         Ok(Self {
             size_bytes,
             base: Some(spec.base),
@@ -109,6 +116,12 @@ impl Disk {
         self.frozen.len()
     }
 
+    /// The files below the writable layer, each with the bytes of the disk that it may have.
+    pub(super) fn below(&self) -> impl Iterator<Item = (BorrowedFd<'_>, u64)> {
+        let base = self.base.iter().map(|file| (file.as_fd(), self.base_bytes));
+        base.chain(self.frozen.iter().map(|file| (file.as_fd(), self.size_bytes)))
+    }
+
     /// The files of the layers: the frozen ones, the lowest first, then the writable one. A file of
     /// which the host reports no identity has the default id.
     #[must_use]
@@ -123,12 +136,12 @@ impl Disk {
     }
 
     /// The writable layer's number in the index.
-    fn writable_number(&self) -> u8 {
+    pub(super) fn writable_number(&self) -> u8 {
         u8::try_from(self.frozen.len() + 1).unwrap_or(u8::MAX)
     }
 
     /// Checks that `offset` and `len` lie on the disk; returns the end in bytes.
-    fn end(&self, offset: u64, len: usize) -> io::Result<u64> {
+    pub(super) fn end(&self, offset: u64, len: usize) -> io::Result<u64> {
         let end = offset.checked_add(len as u64).filter(|end| *end <= self.size_bytes);
         end.ok_or_else(|| io::ErrorKind::InvalidInput.into())
     }
@@ -188,7 +201,7 @@ impl Disk {
         Ok((file, self.size_bytes))
     }
 
-    fn writable(&self) -> io::Result<BorrowedFd<'_>> {
+    pub(super) fn writable(&self) -> io::Result<BorrowedFd<'_>> {
         self.writable
             .as_ref()
             .map(AsFd::as_fd)
@@ -216,13 +229,17 @@ impl Disk {
         let after =
             self.complete(blocks.end - 1, end..blocks.end * DISK_BLOCK_BYTES, &mut after)?;
         let start = offset - before.len() as u64;
-        if before.is_empty() && after.is_empty() {
-            data.write_at(self.writable()?, start)?;
+        let written = if before.is_empty() && after.is_empty() {
+            data.write_at(self.writable()?, start)
         } else {
             let mut whole = before;
             whole.append(data);
             whole.append(&after);
-            whole.write_at(self.writable()?, start)?;
+            whole.write_at(self.writable()?, start)
+        };
+        if written.is_err() {
+            self.forget(&blocks);
+            return written;
         }
         self.note_written(&blocks);
         Ok(())
@@ -243,47 +260,8 @@ impl Disk {
         Ok(list)
     }
 
-    /// Makes a range of bytes read as zero. Whole blocks become holes of the writable layer.
-    ///
-    /// # Errors
-    /// As [`Self::write`].
-    pub fn zero(&mut self, offset: u64, len: u64) -> io::Result<()> {
-        let end =
-            self.end(offset, usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?)?;
-        let inner = offset.next_multiple_of(DISK_BLOCK_BYTES)..end - end % DISK_BLOCK_BYTES;
-        let mut zeros = [0; BLOCK];
-        if inner.start >= inner.end {
-            // The range lies within one block, or across the border of two.
-            let border = inner.start.min(end);
-            self.write(offset, &IoList::of(&mut zeros[..length(border - offset)]))?;
-            return self.write(border, &IoList::of(&mut zeros[..length(end - border)]));
-        }
-        self.write(offset, &IoList::of(&mut zeros[..length(inner.start - offset)]))?;
-        self.write(inner.end, &IoList::of(&mut zeros[..length(end - inner.end)]))?;
-        self.discard(inner.start, inner.end - inner.start)
-    }
-
-    /// Makes the whole blocks in a range of bytes read as zero and frees their space. Partial
-    /// blocks are unchanged.
-    ///
-    /// # Errors
-    /// As [`Self::write`].
-    pub fn discard(&mut self, offset: u64, len: u64) -> io::Result<()> {
-        let end =
-            self.end(offset, usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?)?;
-        let blocks = offset.div_ceil(DISK_BLOCK_BYTES)..end / DISK_BLOCK_BYTES;
-        let file = self.writable()?;
-        if blocks.is_empty() {
-            return Ok(());
-        }
-        let bytes = blocks.start * DISK_BLOCK_BYTES..blocks.end * DISK_BLOCK_BYTES;
-        punch(file, &bytes)?;
-        self.note_written(&blocks);
-        Ok(())
-    }
-
     /// Notes that the writable layer has these blocks.
-    fn note_written(&mut self, blocks: &Range<u64>) {
+    pub(super) fn note_written(&mut self, blocks: &Range<u64>) {
         let number = self.writable_number();
         self.index[span(blocks)].fill(number);
         self.written.insert_run(blocks);
@@ -463,24 +441,4 @@ fn damaged(error: io::Error, layer: u8, file: BorrowedFd<'_>) -> io::Error {
 fn identity(file: BorrowedFd<'_>) -> Result<FileId, OpenDiskError> {
     let stat = rustix::fs::fstat(file).map_err(host("fstat of a layer's data"))?;
     Ok(FileId { dev: stat.st_dev, ino: stat.st_ino })
-}
-
-/// Frees a range of a file; writes zeroes if the file system cannot punch holes.
-fn punch(file: BorrowedFd<'_>, bytes: &Range<u64>) -> io::Result<()> {
-    use rustix::fs::FallocateFlags;
-    use rustix::io::Errno;
-    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    match rustix::fs::fallocate(file, flags, bytes.start, bytes.end - bytes.start) {
-        Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
-            let mut zeros = vec![0; 64 << 10];
-            let mut at = bytes.start;
-            while at < bytes.end {
-                let take = zeros.len().min(length(bytes.end - at));
-                IoList::of(&mut zeros[..take]).write_at(file, at)?;
-                at += take as u64;
-            }
-            Ok(())
-        }
-        other => Ok(other?),
-    }
 }

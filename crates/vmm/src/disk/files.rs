@@ -25,7 +25,6 @@ pub(super) fn check_empty(
     what: &str,
     read: bool,
 ) -> Result<(), OpenDiskError> {
-    use rustix::fs::OFlags;
     let refuse = |expected: &str, got: String| {
         Err(OpenDiskError::File { what: what.into(), expected: expected.into(), got })
     };
@@ -33,6 +32,30 @@ pub(super) fn check_empty(
     if size != 0 {
         return refuse("an empty file", format!("{size} bytes"));
     }
+    check_mode(file, what, read)
+}
+
+/// Checks that a file has the length of the disk and is open for reading and writing: a writable
+/// layer that a VM has used.
+pub(super) fn check_used(
+    file: BorrowedFd<'_>,
+    size_bytes: u64,
+    what: &str,
+) -> Result<(), OpenDiskError> {
+    let size = regular_size(file, what)?;
+    if size != size_bytes {
+        let (expected, got) = (format!("{size_bytes} bytes"), format!("{size} bytes"));
+        return Err(OpenDiskError::File { what: what.into(), expected, got });
+    }
+    check_mode(file, what, true)
+}
+
+/// Checks how a file is open, as [`check_empty`].
+fn check_mode(file: BorrowedFd<'_>, what: &str, read: bool) -> Result<(), OpenDiskError> {
+    use rustix::fs::OFlags;
+    let refuse = |expected: &str, got: String| {
+        Err(OpenDiskError::File { what: what.into(), expected: expected.into(), got })
+    };
     let flags = rustix::fs::fcntl_getfl(file).map_err(host(format!("flags of {what}")))?;
     if flags.contains(OFlags::APPEND) {
         return refuse("a file not opened for appending", "O_APPEND".into());

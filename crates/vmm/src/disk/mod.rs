@@ -25,6 +25,7 @@
 //! Layers may be merged while the VM runs. [`Merge`] plans one layer from several, the owner of the
 //! files writes it, and [`Disk::rebase`] puts it in their place.
 
+mod again;
 mod block_set;
 mod checked;
 mod cow;
@@ -38,6 +39,7 @@ pub mod page_map;
 pub mod room;
 mod span;
 mod spec;
+mod zero;
 
 pub use block_set::{CHUNK_BYTES, MAX_BYTES_PER_CHUNK};
 pub use cow::Disk;
@@ -46,7 +48,10 @@ pub use iolist::IoList;
 pub use merge::{Merge, MergeError};
 pub use room::{NoSpace, Room};
 pub use spec::{DiskSpec, FileId, FreezeFiles, LayerSpec, MAX_DISK_BYTES, TreeSpec};
+pub use zero::ZeroError;
 
+#[cfg(test)]
+mod again_tests;
 #[cfg(test)]
 mod checked_tests;
 #[cfg(test)]

@@ -113,6 +113,13 @@ const DEVICES: &[Call] = &[
     ),
     call(named!(SYS_fstat), &[Devices], Guest, EVERY, "disk: space that a layer has"),
     call(named!(SYS_fstatfs), &[Devices], Guest, EVERY, "disk: space that the host has"),
+    call(
+        named!(SYS_lseek),
+        &[Devices],
+        Guest,
+        (&[&[low(2, 3)], &[low(2, 4)]], "SEEK_DATA, SEEK_HOLE"),
+        "disk: data below zeroed blocks",
+    ),
     call(named!(SYS_preadv), &[Devices], Guest, EVERY, "disk, and its limits"),
     call(named!(SYS_pwritev), &[Devices], Guest, EVERY, "disk"),
     call(named!(SYS_read), &[Devices], Guest, EVERY, "eventfds, tap"),

@@ -7,7 +7,7 @@
 use super::interrupt::Interrupt;
 use super::ring::{Broken, Chain, Ring};
 use crate::disk::page_map::PageMap;
-use crate::disk::{DamagedFile, Disk, IoList, NoSpace, Room};
+use crate::disk::{DamagedFile, Disk, IoList, NoSpace, Room, ZeroError};
 use crate::report;
 use dayfly_units::error::chain;
 use serde::{Deserialize, Serialize};
@@ -27,7 +27,7 @@ const MAX_SEGMENTS: u32 = 254;
 /// Largest data buffer in bytes, so that no request moves more than 254 MiB.
 const MAX_SEGMENT_BYTES: u32 = 1 << 20;
 const MAX_DATA_BYTES: usize = MAX_SEGMENTS as usize * MAX_SEGMENT_BYTES as usize;
-/// Most sectors of one discarded or zeroed range: 2 GiB.
+/// Most sectors of one discarded range, and of all zeroed ranges of a request: 2 GiB.
 const MAX_ZERO_SECTORS: u32 = 1 << 22;
 /// Most ranges in one request.
 const MAX_ZERO_RANGES: u32 = 16;
@@ -132,7 +132,7 @@ impl Block {
         put(40, &MAX_ZERO_RANGES.to_le_bytes()); // max_discard_seg
         put(44, &8_u32.to_le_bytes()); // discard_sector_alignment
         put(48, &MAX_ZERO_SECTORS.to_le_bytes()); // max_write_zeroes_sectors
-        put(52, &MAX_ZERO_RANGES.to_le_bytes()); // max_write_zeroes_seg
+        put(52, &1_u32.to_le_bytes()); // max_write_zeroes_seg: zeroes may have to be written
         put(56, &[1]); // write_zeroes_may_unmap
         super::transport::copy_config(&config, offset, data);
     }
@@ -376,14 +376,18 @@ impl Block {
             }
             ranges.push((offset, len));
         }
+        let zeroed = ranges.iter().fold(0_u64, |sum, (_, len)| sum.saturating_add(*len));
+        if exact && zeroed > u64::from(MAX_ZERO_SECTORS) * SECTOR {
+            return Err(Refusal::INVALID);
+        }
+        let number = usize::from(self.number);
         for (offset, len) in ranges {
-            // At most the first and the last block of a range become data; the rest are holes.
-            for edge in [offset, (offset + len).saturating_sub(1)] {
-                if exact && len > 0 {
-                    self.check_room(room, edge, 1)?;
-                }
+            let mut check = |disk: &Disk, at, len| disk.check_room(room, number, at, len);
+            if exact {
+                self.disk.zero_if(offset, len, check)?;
+            } else {
+                self.disk.discard_if(offset, len, |disk, at, len| check(disk, at, len).is_ok())?;
             }
-            if exact { self.disk.zero(offset, len) } else { self.disk.discard(offset, len) }?;
         }
         Ok(0)
     }
@@ -401,6 +405,15 @@ enum Refusal {
 
 impl Refusal {
     const INVALID: Self = Self::Request(Status::IoError);
+}
+
+impl From<ZeroError> for Refusal {
+    fn from(error: ZeroError) -> Self {
+        match error {
+            ZeroError::NoSpace(why) => Self::NoSpace(why),
+            ZeroError::Host(error) => error.into(),
+        }
+    }
 }
 
 impl From<io::Error> for Refusal {

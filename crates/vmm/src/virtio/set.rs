@@ -11,7 +11,7 @@ use super::vsock::Vsock;
 use crate::config::LinkConfig;
 use crate::disk::Disk;
 use crate::disk::page_map::{self, PageMap};
-use crate::disk::{DiskSpec, FileId, FreezeError, FreezeFiles, LayerSpec, Room};
+use crate::disk::{DiskSpec, FileId, FreezeError, FreezeFiles, LayerSpec, OpenDiskError, Room};
 use crate::memory::YieldPoints;
 use crate::memory::writes::Writes;
 use dayfly_units::sync::lock;
@@ -146,6 +146,24 @@ impl DeviceSet {
     /// # Errors
     /// [`DeviceError`]; the devices cannot be used after it.
     pub fn insert_disks(&self, specs: Vec<DiskSpec>) -> Result<usize, DeviceError> {
+        self.insert(specs, Disk::open)
+    }
+
+    /// As [`Self::insert_disks`], for a guest that boots: writable layers may have been used by a
+    /// VM that has ended. A guest with saved memory must not get one, because the memory would not
+    /// agree with the disk.
+    ///
+    /// # Errors
+    /// As [`Self::insert_disks`].
+    pub fn insert_used_disks(&self, specs: Vec<DiskSpec>) -> Result<usize, DeviceError> {
+        self.insert(specs, Disk::open_again)
+    }
+
+    fn insert(
+        &self,
+        specs: Vec<DiskSpec>,
+        open: fn(DiskSpec) -> Result<Disk, OpenDiskError>,
+    ) -> Result<usize, DeviceError> {
         let (expected, got) =
             (self.slots.iter().filter(|slot| slot.is_disk()).count(), specs.len());
         if expected != got {
@@ -153,7 +171,7 @@ impl DeviceSet {
         }
         let mut writable = 0;
         for (number, (slot, spec)) in self.slots.iter().zip(specs).enumerate() {
-            let disk = Disk::open(spec).map_err(|source| DeviceError::Disk { number, source })?;
+            let disk = open(spec).map_err(|source| DeviceError::Disk { number, source })?;
             writable += usize::from(!disk.read_only());
             self.note_layers(number, &disk);
             slot.insert(Block::new(disk, number));

@@ -24,7 +24,7 @@ impl WarmVmm {
         kernel: File,
         initrd: Option<File>,
     ) -> Result<Vm, BuildError> {
-        let writable_disks = self.devices.insert_disks(disks)?;
+        let writable_disks = self.devices.insert_used_disks(disks)?;
         let entry = boot::load(&self.memory, config.memory_bytes, kernel, initrd, &config.cmdline)?;
         self.timeline.done("kernel");
 

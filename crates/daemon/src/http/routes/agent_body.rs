@@ -26,6 +26,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::BufReader;
 use tokio::net::UnixStream;
+use tokio::sync::OwnedRwLockReadGuard;
 use tokio::time::timeout;
 
 /// Read from an agent at once: an agent cuts an archive into frames of at most this length.
@@ -44,6 +45,8 @@ pub struct AgentBody {
     doing: &'static str,
     /// How long the agent of a running guest may take for a frame; `None`: as long as it likes.
     silence: Option<Duration>,
+    /// Delays the removal of the VM with its program ([`Vm::followers`]).
+    _follows: Option<OwnedRwLockReadGuard<()>>,
 }
 
 impl AgentBody {
@@ -55,7 +58,14 @@ impl AgentBody {
         doing: &'static str,
         silence: Option<Duration>,
     ) -> Self {
-        Self { agent: BufReader::with_capacity(CHUNK_BYTES, agent), vm, doing, silence }
+        let agent = BufReader::with_capacity(CHUNK_BYTES, agent);
+        Self { agent, vm, doing, silence, _follows: None }
+    }
+
+    /// The body of an output that a client follows, which holds `follows` to its end.
+    #[must_use]
+    pub fn following(self, follows: OwnedRwLockReadGuard<()>) -> Self {
+        Self { _follows: Some(follows), ..self }
     }
 
     /// The answer with this body, for a request with these headers.

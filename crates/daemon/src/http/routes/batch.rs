@@ -109,7 +109,7 @@ pub async fn remove(
     let found: Vec<_> = vms.iter().map(|word| removable(&daemon, word, force)).collect();
     to_the_end(async move {
         let removals = found.into_iter().map(async |vm| remove::remove(&daemon, &vm?).await);
-        join_all(removals).await.into_iter().collect()
+        join_all(removals).await.into_iter().collect::<Outcome<()>>()
     })
     .await?;
     Ok(StatusCode::NO_CONTENT)

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use std::time::Duration;
 
 /// The longest grace, so that a request ends.
-const MAX_GRACE: Duration = Duration::from_secs(24 * 3600);
+pub(super) const MAX_GRACE: Duration = Duration::from_secs(24 * 3600);
 
 const fn usual_ms() -> u64 {
     10_000
@@ -23,7 +23,7 @@ const fn usual_ms() -> u64 {
 pub struct StopParams {
     /// Time in milliseconds that the guest has to power off, 10 s if not given.
     #[serde(default = "usual_ms")]
-    grace_ms: u64,
+    pub(super) grace_ms: u64,
 }
 
 /// Asks a VM's guest to power off, and kills the VM if it has not within the grace. The VM stays

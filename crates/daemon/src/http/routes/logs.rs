@@ -177,6 +177,7 @@ async fn of_program(
     headers: &HeaderMap,
 ) -> Outcome<Response> {
     vm.serves("read what a program wrote in")?;
+    let follows = vm.followers.clone().read_owned().await;
     let mut link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
     link.send(&request(&vm, word, &excerpt)?, DOING).await?;
     match link.reply(DOING).await? {
@@ -188,5 +189,6 @@ async fn of_program(
     }
     // A program that is followed may be silent for as long as it likes.
     let silence = (!excerpt.follow).then_some(daemon.config.deadlines.agent);
-    Ok(AgentBody::new(link.into_stream(), vm, DOING, silence).answer(TEXT, headers))
+    let body = AgentBody::new(link.into_stream(), vm, DOING, silence).following(follows);
+    Ok(body.answer(TEXT, headers))
 }

@@ -3,6 +3,7 @@
 //! The OpenAPI document is derived from the handlers, served at `/openapi.json`, and kept in
 //! `docs/openapi.json`, with which a test compares it.
 
+mod again;
 mod agent_body;
 mod archive;
 mod batch;
@@ -82,6 +83,8 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(vms::unpause))
         .routes(routes!(vms::kill))
         .routes(routes!(ends::stop))
+        .routes(routes!(again::start))
+        .routes(routes!(again::restart))
         .routes(routes!(ends::wait))
         .routes(routes!(ends::set_ttl))
         .routes(routes!(vms::snapshot))

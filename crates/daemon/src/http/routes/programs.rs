@@ -115,6 +115,7 @@ pub async fn wait(
     Words(vm, program): Words,
 ) -> Outcome<axum::Json<Program>> {
     let vm = daemon.registry.find(&vm)?;
+    let _follows = vm.followers.clone().read_owned().await;
     let ended = daemon.stop.run_until_cancelled(programs::wait(&daemon, &vm, &program)).await;
     let stopped =
         || ApiError::new(ErrorCode::Timeout, "the daemon ends before the program; ask again");

@@ -23,9 +23,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Runs work on its own task, so that it is not stopped half-way if the client goes away.
-pub(super) async fn to_the_end(
-    work: impl Future<Output = Outcome<()>> + Send + 'static,
-) -> Outcome<()> {
+pub(super) async fn to_the_end<T: Send + 'static>(
+    work: impl Future<Output = Outcome<T>> + Send + 'static,
+) -> Outcome<T> {
     tokio::spawn(work).await.unwrap_or_else(|e| {
         Err(ApiError::internal(format_args!("a step of the daemon ended: {e}")))
     })

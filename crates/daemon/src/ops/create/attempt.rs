@@ -83,7 +83,7 @@ async fn attempt(
 ) -> Result<VmGuard, Failed> {
     let wanted = order.name.clone().map(Name::from);
     let done = |step| step::done(step, wanted.as_ref());
-    let (purpose, lifetime) = (order.purpose, order.lifetime);
+    let (purpose, lifetime, until) = (order.purpose, order.lifetime, order.until);
     let reserved = reserve(daemon, asked, order, wanted.as_ref(), from_pool).await?;
     let Reserved { under_way, vm, mut guard, opened, opened_us, next, warm } = reserved;
     let mut under_way = Some(under_way);
@@ -133,7 +133,7 @@ async fn attempt(
         // The VM ended at this moment.
         return Err(explain(&vm, refused.into()).await.into());
     }
-    expiry::begin(daemon, &vm, lifetime);
+    expiry::begin(daemon, &vm, lifetime, until);
     if !vm.facts.ephemeral {
         // Before a client learns of the VM, because the next daemon sweeps a VM without a record.
         record::write(&daemon.registry, &vm).await.map_err(|e| e.during("its record"))?;
@@ -301,7 +301,7 @@ async fn not_started(vm: &Arc<Vm>, guard: VmGuard, error: ApiError, ready_made: 
 
 /// Waits until the guest is ready, gives it its identity and connects its network. Stores in
 /// `connected_us` when the agent accepted a connection.
-async fn identify(
+pub(super) async fn identify(
     daemon: &Daemon,
     vm: &Vm,
     asked: Asked,

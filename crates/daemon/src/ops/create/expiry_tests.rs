@@ -2,15 +2,16 @@
 
 use crate::base::time::Asked;
 use crate::model::deadline::Deadline;
+use crate::model::events::Read;
 use crate::model::state::Phase;
 use crate::ops::create::forking::{end, generations};
 use crate::ops::create::harness::{Room, until};
 use crate::ops::create::{Order, create};
-use crate::ops::fork::fork;
-use crate::ops::{expiry, remove, stop};
+use crate::ops::fork::{fork, fork_for_guest};
+use crate::ops::{expiry, own_program, remove, stop};
 use crate::vm::Vm;
 use crate::vm::record::Record;
-use dayfly_api::types::{ErrorCode, ExitKind, ForkRequest, Lifetime};
+use dayfly_api::types::{ErrorCode, EventKind, ExitKind, ForkRequest, Lifetime};
 use dayfly_pager::wire::Settings;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -88,23 +89,60 @@ async fn a_vm_to_be_removed_at_its_end_is_gone_when_a_kill_is_answered() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_removal_after_a_program_waits_for_those_that_follow_it() {
+    let room = Room::new(0).await;
+    let vm = born(&room, "v", None, true).await;
+    let follows = vm.followers.clone().read_owned().await;
+    let removal = {
+        let (daemon, vm) = (room.daemon.clone(), vm.clone());
+        tokio::spawn(async move { own_program::remove_when_read(&daemon, &vm).await })
+    };
+    // The waiting writer has what is left of the lock.
+    until("the removal waits", || vm.followers.try_read().is_err()).await;
+    assert!(room.daemon.registry.holds(&vm) && vm.phase() == Phase::Running);
+    drop(follows);
+    removal.await.unwrap();
+    room.empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_is_removed_while_it_runs_has_ended_before() {
+    let room = Room::new(0).await;
+    let vm = born(&room, "v", None, false).await;
+    let events = &room.daemon.events;
+    let first = events.end();
+    remove::remove(&room.daemon, &vm).await.unwrap();
+    vm.wait_gone().await;
+    room.empty().await;
+    let kinds = (first..events.end()).map(|position| match events.read(position) {
+        Read::Event(event) => (event.kind, event.exit.as_ref().map(|exit| exit.reason)),
+        _ => panic!("an event that is not kept"),
+    });
+    let kinds: Vec<_> = kinds.collect();
+    assert_eq!(kinds, [(EventKind::Exited, Some(ExitKind::Killed)), (EventKind::Removed, None)]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_clone_has_the_lifetime_of_its_request_and_that_of_a_guest_ends_with_its_parent() {
     let room = Room::with(0, Settings::default(), &generations("40", "40"), false).await;
     let vm = born(&room, "parent", Some(LONG_MS), true).await;
     let deadline = vm.live().deadline.unwrap();
-    let inherited = expiry::inherited(&vm);
-    assert!(inherited.auto_remove && (1..=LONG_MS).contains(&inherited.ttl_ms.unwrap()));
-    let forked = async |lifetime| {
+    let forked = async |lifetime, by_guest| {
         let (name, labels) = (None, BTreeMap::new());
         let request = ForkRequest { count: 1, name, labels, forks: 0, lifetime, template: None };
-        let forked = fork(&room.daemon, &vm, request, Asked::now()).await.unwrap();
+        let forked = if by_guest {
+            fork_for_guest(&room.daemon, &vm, request, Asked::now()).await
+        } else {
+            fork(&room.daemon, &vm, request, Asked::now()).await
+        };
+        let forked = forked.unwrap();
         room.daemon.registry.find(&forked.items[0].id.to_string()).unwrap()
     };
-    let stays = forked(Lifetime::UNLIMITED).await;
+    let stays = forked(Lifetime::UNLIMITED, false).await;
     assert!(stays.live().deadline.is_none() && !stays.facts.auto_remove);
-    let ends = forked(inherited).await;
+    let ends = forked(Lifetime { ttl_ms: None, auto_remove: true }, true).await;
     assert!(ends.facts.auto_remove);
-    assert!(ends.live().deadline.unwrap().boot_us >= deadline.boot_us - 1000);
+    assert_eq!((ends.live().deadline, recorded(&ends)), (Some(deadline), Some(deadline)));
     for vm in [&stays, &ends, &vm] {
         end(&room, vm).await;
     }

@@ -1,6 +1,6 @@
 //! Ownership of a VM while it is created.
 
-use crate::base::error::Outcome;
+use crate::base::error::{ApiError, Outcome};
 use crate::daemon::Daemon;
 use crate::ops::remove;
 use crate::vm::Vm;
@@ -50,6 +50,15 @@ impl VmGuard {
     )]
     pub fn vm(&self) -> Arc<Vm> {
         self.vm.clone().expect("a guard has its VM until it is consumed")
+    }
+
+    /// Ends the batch of the VM, if it has one: the VM stays, also if the daemon ends now.
+    ///
+    /// # Errors
+    /// The batch cannot be ended; the VM is removed with the guard, or by the next daemon.
+    pub fn commit(&self) -> Outcome<()> {
+        let committed = self.batch.as_ref().map_or(Ok(()), |batch| batch.commit());
+        committed.map_err(ApiError::internal)
     }
 
     /// Releases the VM from the guard: it lives on.

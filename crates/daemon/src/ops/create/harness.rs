@@ -114,6 +114,7 @@ impl Room {
             labels: BTreeMap::new(),
             forks: 0,
             lifetime: Lifetime::UNLIMITED,
+            until: None,
             ephemeral: false,
             purpose: Purpose::User,
             network: None,
@@ -122,6 +123,23 @@ impl Room {
             request: None,
             batch: None,
         }
+    }
+
+    /// Stores the microguest that obeys these words as the kernel `again`.
+    pub(super) fn store_kernel(&self, words: &str) -> Name {
+        let again: Name = "again".parse().unwrap();
+        let (elf, initrd) = (dayfly_microguest::elf(), dayfly_microguest::initramfs(words));
+        let both = [elf, &initrd].concat();
+        let spec = KernelSpec {
+            release: "guest".into(),
+            vmlinux_bytes: elf.len() as u64,
+            initrd_bytes: initrd.len() as u64,
+            digest: dayfly_store::Digest::of(&both),
+        };
+        let body = zstd::encode_all(both.as_slice(), 1).unwrap();
+        let store = self.daemon.templates.store();
+        store.put_kernel(&again, &spec, &mut body.as_slice()).unwrap();
+        again
     }
 
     pub(super) async fn create(&self, name: &VmName) -> Outcome<VmGuard> {

@@ -8,6 +8,7 @@
 //! Dropping a [`VmGuard`] removes its VM, because the caller that waits for it may be cancelled at
 //! any moment.
 
+mod again;
 mod attempt;
 mod guard;
 #[cfg(test)]
@@ -16,9 +17,14 @@ mod last_lines;
 mod order;
 mod start;
 
+pub use again::{restart, start as start_again};
 pub use attempt::create;
 pub use guard::{Next, VmGuard};
 pub use order::{Order, Origin};
+
+#[cfg(test)]
+#[path = "again_tests.rs"]
+mod starting_again;
 
 #[cfg(test)]
 #[path = "create_tests.rs"]

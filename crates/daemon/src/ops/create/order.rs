@@ -1,6 +1,7 @@
 //! What a VM is created from, and with which properties.
 
 use crate::model::request_key::RequestKey;
+use crate::model::deadline::Deadline;
 use crate::templates::fork_point::ForkPoint;
 use crate::templates::open::OpenTemplate;
 use crate::vm::batch::Batch;
@@ -26,6 +27,9 @@ pub struct Order {
     pub forks: u32,
     /// When it ends, and what is left of it.
     pub lifetime: Lifetime,
+    /// The deadline of the VM whose guest asks for it, which it must not outlive. It counts instead
+    /// of the time to live in `lifetime`.
+    pub until: Option<Deadline>,
     /// Whether a client uses it, the pool, or a recording.
     pub purpose: Purpose,
     /// Its network; `None`: as its fork point has it, or the default.
@@ -62,6 +66,7 @@ impl Order {
             labels: request.labels,
             forks: request.forks,
             lifetime: request.lifetime,
+            until: None,
             ephemeral: false,
             purpose: Purpose::User,
             network: Some(request.network),

@@ -81,14 +81,16 @@ pub(super) async fn start(
     if ready.is_none() {
         link.done(within).await?;
     }
+    Ok((link, listener(ready)?))
+}
+
+/// The socket on which the agent of a guest that boots reports, for asynchronous use.
+pub(super) fn listener(ready: Option<StdListener>) -> Outcome<Option<UnixListener>> {
     let listener = ready.map(|ready| {
         ready.set_nonblocking(true)?;
         UnixListener::from_std(ready)
     });
-    let listener = listener
-        .transpose()
-        .map_err(|e| ApiError::internal(format_args!("listening for a guest: {e}")))?;
-    Ok((link, listener))
+    listener.transpose().map_err(|e| ApiError::internal(format_args!("listening for a guest: {e}")))
 }
 
 /// Asks a warm VMM, that of `link` or a new one, to become a clone. Blocks.
@@ -129,7 +131,7 @@ fn clone(
 }
 
 /// Stores the VM's process, and watches for its end.
-fn held(daemon: &Arc<Daemon>, vm: &Arc<Vm>, process: Arc<Process>) {
+pub(super) fn held(daemon: &Arc<Daemon>, vm: &Arc<Vm>, process: Arc<Process>) {
     vm.hold(process.clone());
     remove::watch(daemon, vm.clone(), process);
 }

@@ -219,13 +219,13 @@ fn blocks_are_found_in_the_file_that_has_them() {
     freeze(&mut disk);
     assert_eq!(
         held(&disk),
-        [run(103, 1, 2, 0, 3), run(109, 2, 2, 2, 9)],
-        "discarded blocks are holes"
+        [run(100, 2, 2, 2, 0), run(103, 1, 2, 0, 3), run(109, 2, 2, 2, 9)],
+        "discarded blocks are zeroes over data, else holes"
     );
     freeze(&mut disk);
     assert_eq!(
         held(&disk),
-        [run(103, 1, 2, 0, 3), run(109, 2, 2, 2, 9)],
+        [run(100, 2, 2, 2, 0), run(103, 1, 2, 0, 3), run(109, 2, 2, 2, 9)],
         "a layer without blocks counts"
     );
     assert_eq!(held(&disk_over(&base, 16, false)), [run(100, 2, 2, 0, 0), run(103, 1, 2, 0, 3)]);

@@ -1,0 +1,51 @@
+//! VMs that have ended and boot from their own disks.
+
+use crate::harness::{BASE, inspect, ok, refused, sh, until, world};
+
+/// What must be the same after a VM started again.
+fn identity(vm: &str) -> String {
+    let of_the_guest = sh(vm, "cat /etc/machine-id; hostname; cat /root/kept /usr/bin/* | md5sum");
+    let shown = inspect(vm);
+    let shown = &shown["vm"];
+    format!("{of_the_guest} {} {} {}", shown["id"], shown["name"], shown["labels"])
+}
+
+#[test]
+#[ignore = "minutes: make long"]
+fn vms_that_ended_start_with_their_files_and_identity() {
+    let world = world();
+    for (name, end) in [("off", "stop"), ("dead", "kill")] {
+        ok(&["create", "--name", name, "--label", "tier=web", "--ttl", "7d", BASE]);
+        // Blocks of the image are written, freed and discarded.
+        sh(
+            name,
+            "echo kept >/root/kept; rm -rf /usr/share/doc; head -c 4M /dev/urandom >/root/x; sync; \
+             rm /root/x; sync; fstrim / || echo no fstrim; sync",
+        );
+        let before = identity(name);
+        let boot = sh(name, "cat /proc/sys/kernel/random/boot_id");
+        ok(&[end, name]);
+        ok(&["start", name]);
+        assert_eq!(identity(name), before, "{name}");
+        assert_ne!(sh(name, "cat /proc/sys/kernel/random/boot_id"), boot, "a boot, not a clone");
+        assert_eq!(sh(name, "ls /usr/share/doc 2>/dev/null; touch /root/w && echo works"), "works");
+        assert!(inspect(name)["vm"]["ends_unix_ms"].is_u64());
+
+        ok(&["snapshot", name, "-t", "e2e-again"]);
+        ok(&["create", "--name", "copy", "e2e-again"]);
+        assert_eq!(sh("copy", "cat /root/kept"), "kept");
+        ok(&["rm", "--force", "copy"]);
+        ok(&["snapshots", "rm", "e2e-again"]);
+        let clone = ok(&["fork", name]);
+        assert_eq!(sh(&clone, "cat /root/kept"), "kept");
+        ok(&["rm", "--force", &clone]);
+    }
+    ok(&["restart", "-t", "60s", "off"]);
+    assert_eq!(sh("off", "cat /root/kept"), "kept");
+    until("it is listed as started", || {
+        ok(&["events", "--since", "1d", "--until", "now", "--filter", "vm=off"]).contains("started")
+    });
+    ok(&["create", "--rm", "--name", "brief", BASE]);
+    refused(&["restart", "brief"], &["--rm"]);
+    world.clean();
+}
