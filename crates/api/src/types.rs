@@ -38,8 +38,8 @@ pub use store::{
     Verified, VerifyRequest,
 };
 pub use vms::{
-    ExecResult, ExitKind, ForkRequest, Forked, GuestStat, PauseReason, RemoveManyRequest, RunReply,
-    Vm, VmDetails, VmExit, VmNetwork, VmState,
+    EgressRequest, ExecResult, ExitKind, ForkRequest, Forked, GuestStat, PauseReason, Refused,
+    RemoveManyRequest, RunReply, Vm, VmDetails, VmExit, VmNetwork, VmState,
 };
 
 /// The answer to a request for a list.

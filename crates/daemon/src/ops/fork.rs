@@ -31,9 +31,9 @@ use crate::vm::batch::Batch;
 use crate::vm::{Vm, record};
 use crate::vmm::source::Purpose;
 use crate::vmm::{agent_link, control_link};
-use dayfly_api::types::{ErrorCode, EventKind, ForkRequest, Forked};
+use dayfly_api::types::{ErrorCode, EventKind, ForkRequest, Forked, NetworkRequest};
 use dayfly_store::{ChainLayer, Freezing, Pin, ReplacedLayer, seal_content};
-use dayfly_units::{PAGE_SIZE, error::chain, failpoint};
+use dayfly_units::{Egress, PAGE_SIZE, error::chain, failpoint};
 use dayfly_vmm::control::{Command, Frozen};
 use dayfly_vmm::memory::{backing, live};
 use futures::future::try_join_all;
@@ -96,7 +96,7 @@ async fn forked(
     asked: Asked,
     by_guest: bool,
 ) -> Outcome<Forked> {
-    let ForkRequest { count, name, labels, forks, lifetime, template } = request;
+    let ForkRequest { count, name, labels, forks, egress, lifetime, template } = request;
     expiry::check(lifetime)?;
     let least = u32::from(template.is_none());
     if !(least..=MOST).contains(&count) {
@@ -140,7 +140,7 @@ async fn forked(
         lifetime,
         ephemeral: false,
         purpose: Purpose::User,
-        network: None,
+        network: egress.map(|egress| network_of(&fork_point, egress)),
         next: None,
         entrypoint: None,
         batch: batch.clone(),
@@ -167,6 +167,12 @@ async fn forked(
     }
     let Frozen { paused_us, pages } = fork_point.frozen;
     Ok(Forked { paused_us, pages, frozen_us, items })
+}
+
+/// The network of clones that get another egress policy than the VM. Ports are not inherited,
+/// because a port of the host leads to one VM.
+fn network_of(fork_point: &ForkPoint, egress: Egress) -> NetworkRequest {
+    NetworkRequest { publish: Vec::new(), ..fork_point.facts.network.clone() }.with_policy(egress)
 }
 
 /// Creates the clones of a fork point. A task for each, so that all CPUs start clones. If one
@@ -378,7 +384,7 @@ pub(crate) async fn fork_point(
         let disks = disks.into_iter().map(|disk| open(&daemon, disk, &mut replaced));
         let disks = disks.collect::<Outcome<_>>()?;
         let fork = ForkFacts { from: Some(vm.id), ..ForkFacts::default() };
-        let facts = Facts { fork, ..vm.facts.clone() };
+        let facts = Facts { fork, network: vm.network_now(), ..vm.facts.clone() };
         let agent_version = live.agent_version;
         let ram = Arc::new(ram);
         Ok((ForkPoint { ram, state, disks, facts, agent_version, pin, frozen }, replaced))

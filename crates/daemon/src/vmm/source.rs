@@ -18,7 +18,7 @@ use dayfly_api::types::{BootSource, NetworkRequest, Source};
 use dayfly_host::process::Process;
 use dayfly_store::{Digest, DiskRef, FileTree, Image, Kernel, OpenSnapshot, Pin};
 use dayfly_sys::reopen;
-use dayfly_units::{Name, VmId};
+use dayfly_units::{Egress, Name, VmId};
 use dayfly_vmm::config::{
     BootConfig, DiskConfig, LayerConfig, MAX_NETS, MAX_VCPUS, RestoreConfig, Shape, SharedConfig,
     Start, TreeConfig,
@@ -110,9 +110,11 @@ impl Opened {
             Self::Fork(fork_point, number) => {
                 let fork = ForkFacts { number: *number, max_clones, ..fork_point.facts.fork };
                 // Published ports are not inherited, because a port of the host leads to one VM.
-                let own =
-                    || NetworkRequest { publish: Vec::new(), ..fork_point.facts.network.clone() };
-                let network = network.unwrap_or_else(own);
+                let own = &fork_point.facts.network;
+                let network = match network {
+                    None => NetworkRequest { publish: Vec::new(), ..own.clone() },
+                    Some(asked) => with_policy_of(asked, own.policy()),
+                };
                 return Facts {
                     created_unix_ms,
                     ephemeral,
@@ -138,6 +140,10 @@ impl Opened {
             Self::Fork(fork_point, _) => fork_point.facts.config.clone(),
             Self::Boot { image, .. } => image.manifest.config.clone(),
         };
+        let policy = match self {
+            Self::Snapshot(open) => open.manifest.egress.clone(),
+            Self::Fork(..) | Self::Boot { .. } => None,
+        };
         let fork = ForkFacts { max_clones, ..ForkFacts::default() };
         let ancestors = match self {
             Self::Snapshot(open) => sharing::descendant(&open.manifest),
@@ -156,7 +162,7 @@ impl Opened {
             ephemeral,
             auto_remove: false,
             labels,
-            network: network.unwrap_or_default(),
+            network: with_policy_of(network.unwrap_or_default(), policy),
             config,
         }
     }
@@ -195,6 +201,14 @@ impl Opened {
             Self::Fork(fork_point, _) => Ok(Some(fork_point.shape())),
             Self::Boot { .. } => Ok(None),
         }
+    }
+}
+
+/// The request, with the egress policy of the VM's source if it asks for none.
+fn with_policy_of(asked: NetworkRequest, source: Option<Egress>) -> NetworkRequest {
+    match (asked.policy(), source) {
+        (None, Some(policy)) if !policy.is_internet() => asked.with_policy(policy),
+        _ => asked,
     }
 }
 

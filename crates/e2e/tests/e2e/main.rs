@@ -8,6 +8,7 @@
 mod colours;
 mod crashes;
 mod damage;
+mod egress;
 mod ends;
 mod exec;
 mod families;

@@ -96,7 +96,15 @@ async fn a_clone_has_the_lifetime_of_its_request_and_that_of_a_guest_ends_with_i
     assert!(inherited.auto_remove && (1..=LONG_MS).contains(&inherited.ttl_ms.unwrap()));
     let forked = async |lifetime| {
         let (name, labels) = (None, BTreeMap::new());
-        let request = ForkRequest { count: 1, name, labels, forks: 0, lifetime, template: None };
+        let request = ForkRequest {
+            count: 1,
+            name,
+            labels,
+            forks: 0,
+            egress: None,
+            lifetime,
+            template: None,
+        };
         let forked = fork(&room.daemon, &vm, request, Asked::now()).await.unwrap();
         room.daemon.registry.find(&forked.items[0].id.to_string()).unwrap()
     };

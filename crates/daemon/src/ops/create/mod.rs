@@ -25,6 +25,10 @@ pub use order::{Order, Origin};
 mod failing;
 
 #[cfg(test)]
+#[path = "egress_tests.rs"]
+mod egress;
+
+#[cfg(test)]
 #[path = "expiry_tests.rs"]
 mod expiring;
 
