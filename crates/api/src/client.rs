@@ -28,12 +28,12 @@ pub use stream::{ByteStream, EventStream, MAX_LINE_BYTES, ProgressStream};
 use crate::agent::ExecSpec;
 use crate::types::{
     BakeRequest, CollectRequest, Colours, ConnectRequest, CreateManyRequest, CreateRequest,
-    ExecResult, Footprint, ForkRequest, Forked, Image, ImageUpload, Info, Kernel, KernelUpload,
-    Leak, List, RecordRequest, RemoveManyRequest, RunRequest, Snapshot, SnapshotRequest,
-    StoreStats, StoreUsage, TtlRequest, VerifyRequest, Vm, VmDetails, VmExit,
+    EgressRequest, ExecResult, Footprint, ForkRequest, Forked, Image, ImageUpload, Info, Kernel,
+    KernelUpload, Leak, List, RecordRequest, RemoveManyRequest, RunRequest, Snapshot,
+    SnapshotRequest, StoreStats, StoreUsage, TtlRequest, VerifyRequest, Vm, VmDetails, VmExit,
 };
 use call::{query, segment};
-use dayfly_units::Name;
+use dayfly_units::{Egress, Name};
 use http::Method;
 use std::time::Duration;
 
@@ -321,6 +321,15 @@ impl Client {
         let ttl_ms = ttl.map(|ttl| u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX));
         let body = call::json_body(&TtlRequest { ttl_ms })?;
         self.json(Method::PUT, format!("/v1/vms/{}/ttl", segment(vm)), body).await
+    }
+
+    /// Changes the egress policy of a VM, whose open connections the new policy may cut.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn set_egress(&self, vm: &str, egress: Egress) -> Result<Vm> {
+        let body = call::json_body(&EgressRequest { egress })?;
+        self.json(Method::PUT, format!("/v1/vms/{}/egress", segment(vm)), body).await
     }
 
     /// Makes a snapshot of a VM.

@@ -38,7 +38,8 @@ pub use store::{
     Verified, VerifyRequest,
 };
 pub use vms::{
-    ExecControl, ExecNotice, ExecResult, ExitKind, ForkRequest, Forked, GuestStat, PauseReason,
+    EgressRequest, ExecControl, ExecNotice, ExecResult, ExitKind, ForkRequest, Forked, GuestStat,
+    PauseReason, Refused,
     RemoveManyRequest, RunReply, Vm, VmDetails, VmExit, VmNetwork, VmState,
 };
 

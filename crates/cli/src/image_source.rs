@@ -82,6 +82,7 @@ async fn baked(client: &Client, image: Image, steps: &Steps) -> Result<Name> {
         warmup: None,
         recording: None,
         init: None,
+        egress: None,
     };
     let baked = async { artefacts::watch(client.bake(&request).await?, steps).await };
     match baked.await {

@@ -137,6 +137,7 @@ pub(crate) fn descendant(
         agent_version: "0".into(),
         config: ImageConfig::default(),
         labels: [].into(),
+        egress: None,
         disks: vec![DiskSpec { image, size_bytes: disk.len() as u64, writable: true, layers }],
     };
     writer.saved().commit_paged(&spec, &PagedSpec::of(&name(tenant))).unwrap();

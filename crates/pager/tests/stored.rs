@@ -66,8 +66,7 @@ fn planned() -> (tempfile::TempDir, Plan) {
     let root = tempfile::tempdir().unwrap();
     let store = Store::open(root.path()).unwrap();
     let disk: Vec<u8> = (0..BLOCKS).flat_map(block).collect();
-    let scratch = tempfile::tempfile().unwrap();
-    let size_bytes = disk.len() as u64;
+    let (scratch, size_bytes) = (tempfile::tempfile().unwrap(), disk.len() as u64);
     let digest = sparse::copy(&mut &disk[..], &scratch, size_bytes).unwrap().digest;
     let spec =
         ImageSpec { size_bytes, digest, source: String::new(), config: ImageConfig::default() };
@@ -96,6 +95,7 @@ fn planned() -> (tempfile::TempDir, Plan) {
         agent_version: "0".into(),
         config: ImageConfig::default(),
         labels: [].into(),
+        egress: None,
         disks: vec![DiskSpec { image, size_bytes, writable: true, layers }],
     };
     writer.saved().commit_paged(&spec, &PagedSpec::of(&name("one"))).unwrap();

@@ -106,6 +106,7 @@ impl Vm {
             agent_version: format!("0.{seed}"),
             config: ImageConfig::default(),
             labels: [("seed".to_owned(), seed.to_string())].into(),
+            egress: None,
             disks: vec![DiskSpec {
                 image: self.image.clone(),
                 size_bytes: 16 * 4096,

@@ -117,6 +117,7 @@ fn sample(root: &Path) -> (Store, Vec<u8>) {
         agent_version: "0".to_owned(),
         config,
         labels: [].into(),
+        egress: None,
         disks,
     };
     writer.saved().commit_paged(&spec, &PagedSpec::of(&name("one"))).unwrap();

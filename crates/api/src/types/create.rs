@@ -2,7 +2,7 @@
 
 use super::wire::wire;
 use crate::agent::ExecSpec;
-use dayfly_units::{Name, VmName};
+use dayfly_units::{Egress, Name, VmName};
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
@@ -84,9 +84,15 @@ wire! {
         #[serde(default)]
         pub network: Option<Name>,
         /// If set, the VM reaches only the VMs of its network, and DNS answers only for their
-        /// names.
+        /// names: the `egress` policy `none`.
         #[serde(default)]
         pub closed: bool,
+        /// What the VM reaches outside its network: `none`, `internet`, or rules such as
+        /// `example.org:443,192.0.2.0/24:tcp:1-1023` (docs/networks.md). If `None`, as its snapshot
+        /// or the VM that was forked has it; `internet` if those have no policy.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+        pub egress: Option<Egress>,
         /// Ports of the host that are forwarded to ports of the guest; at most 256.
         #[serde(default)]
         pub publish: Vec<Publish>,
@@ -164,6 +170,20 @@ wire! {
         pub port: u32,
         /// Whether the VM stays after the connection ends.
         pub keep: bool,
+    }
+}
+
+impl NetworkRequest {
+    /// The egress policy that the request asks for; `None` if it leaves that to the VM's source.
+    #[must_use]
+    pub fn policy(&self) -> Option<Egress> {
+        self.egress.clone().or_else(|| self.closed.then(Egress::none))
+    }
+
+    /// The request with this egress policy.
+    #[must_use]
+    pub fn with_policy(self, egress: Egress) -> Self {
+        Self { closed: egress.is_none(), egress: Some(egress), ..self }
     }
 }
 

@@ -5,7 +5,7 @@ use super::recording::Recording;
 use super::store::{Collected, Repaired, Verified};
 use super::wire::wire;
 use crate::agent::ExecSpec;
-use dayfly_units::Name;
+use dayfly_units::{Egress, Name};
 
 wire! {
     /// A snapshot, from which clones start.
@@ -71,6 +71,10 @@ wire! {
         pub recording: Option<ExecSpec>,
         /// An init of the image that replaces the agent's own init.
         pub init: Option<String>,
+        /// Egress policy of the VM while it is baked, and of clones that ask for none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+        pub egress: Option<Egress>,
     }
 
     /// Makes a snapshot of a VM: `POST /v1/vms/{vm}/snapshot`. The answer is a stream of

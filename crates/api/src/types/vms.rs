@@ -4,7 +4,7 @@ use super::create::{Lifetime, Publish};
 use super::error::ApiError;
 use super::wire::wire;
 use crate::agent::{Exit, Stat};
-use dayfly_units::{Name, VmId, VmName};
+use dayfly_units::{Egress, Name, VmId, VmName};
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 
@@ -85,9 +85,13 @@ wire! {
         /// The network whose other VMs this VM reaches.
         #[serde(default)]
         pub network: Option<Name>,
-        /// Whether the VM reaches only the VMs of its network.
+        /// Whether the VM reaches only the VMs of its network: the `egress` policy `none`.
         #[serde(default)]
         pub closed: bool,
+        /// The VM's egress policy; absent if it is `internet`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+        pub egress: Option<Egress>,
         /// The published ports.
         #[serde(default)]
         pub published: Vec<Publish>,
@@ -164,8 +168,29 @@ wire! {
         pub guest: Option<GuestStat>,
         /// Warnings for the VM's owner, such as a full disk.
         pub warnings: Vec<String>,
+        /// What the VM's egress policy has refused since this daemon started; `None` without a
+        /// policy.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub refused: Option<Refused>,
         /// Phases of the VM's start: name, and microseconds since the request.
         pub timeline: Vec<(String, u64)>,
+    }
+
+    /// What an egress policy has refused.
+    #[derive(Copy, Default)]
+    pub struct Refused {
+        /// Packets that were dropped.
+        pub packets: u64,
+        /// Questions for names that were not answered, and addresses of answers that were not
+        /// opened because too many are open.
+        pub names: u64,
+    }
+
+    /// Changes the egress policy of a VM: `PUT /v1/vms/{vm}/egress`.
+    pub struct EgressRequest {
+        /// The policy, as in `NetworkRequest`: `none`, `internet`, or rules.
+        #[cfg_attr(feature = "openapi", schema(value_type = String))]
+        pub egress: Egress,
     }
 
     /// A guest's use of disk and memory.
@@ -274,6 +299,10 @@ wire! {
         /// counts until it is removed.
         #[serde(default)]
         pub forks: u32,
+        /// Egress policy of each clone. If `None`, the VM's own.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+        pub egress: Option<Egress>,
         /// When each clone ends, and what is left of it. The VM's own time to live is not
         /// inherited.
         #[serde(default)]
@@ -321,5 +350,20 @@ impl VmState {
     #[must_use]
     pub fn name(self) -> &'static str {
         Self::ALL.iter().find(|(state, _)| *state == self).map_or("unknown", |(_, name)| name)
+    }
+}
+
+impl VmNetwork {
+    /// The VM's egress policy. Records of earlier daemons only say `closed`.
+    #[must_use]
+    pub fn policy(&self) -> Egress {
+        let of_closed = || if self.closed { Egress::none() } else { Egress::internet() };
+        self.egress.clone().unwrap_or_else(of_closed)
+    }
+
+    /// Changes the policy.
+    pub fn set_policy(&mut self, egress: Egress) {
+        self.closed = egress.is_none();
+        self.egress = Some(egress).filter(|egress| !egress.is_internet());
     }
 }

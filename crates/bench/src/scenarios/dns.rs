@@ -92,7 +92,7 @@ fn measure() -> Result<Value> {
     let _vms = [insert(EVIL, "evil")?, insert(QUIET, "quiet")?];
     let scope = Scope { prefix, reach: Arc::from([]) };
     let within = runtime.enter();
-    let serving = serve(index.clone(), scope, servers, bind(at)?)?;
+    let serving = serve(index.clone(), scope, servers, bind(at)?, None)?;
     drop(within);
     let stats = serving.stats();
     let table = Table::new(8, "", &COLUMNS);

@@ -95,6 +95,7 @@ async fn fork(testbed: &Testbed, parent: VmId, count: u32) -> Result<(Forked, u6
         name: None,
         labels: BTreeMap::new(),
         forks: 0,
+        egress: None,
         lifetime: Lifetime::UNLIMITED,
         template: None,
     };

@@ -82,6 +82,7 @@ impl Stock {
             warmup: Some(warmup),
             recording,
             init: None,
+            egress: None,
         };
         let made = timed(async { made(self.client.bake(&request).await?).await }).await?;
         Ok((made.snapshot, made.output))

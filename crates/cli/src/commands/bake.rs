@@ -7,7 +7,7 @@ use crate::references::ImageArg;
 use crate::{artefacts, connect, output};
 use anyhow::Result;
 use dayfly_api::types::BakeRequest;
-use dayfly_units::Name;
+use dayfly_units::{Egress, Name};
 use std::sync::Arc;
 
 /// Arguments of `dayfly bake`.
@@ -31,6 +31,10 @@ pub struct Args {
     /// finds the pages that it touches in memory
     #[arg(long, value_name = "TEXT")]
     record: Option<String>,
+    /// What the VM reaches while it is baked, and clones that ask for nothing else: none, internet,
+    /// or rules as for `create`
+    #[arg(long, value_name = "POLICY")]
+    egress: Option<Egress>,
     #[command(flatten)]
     shape: Shape,
     /// Warm-up program and its arguments
@@ -52,6 +56,7 @@ impl Args {
             warmup: program(self.cmd, self.argv),
             recording: program(self.record, Vec::new()),
             init,
+            egress: self.egress,
         };
         let snapshot = artefacts::watch(client.bake(&request).await?, &steps).await?;
         drop(steps);

@@ -1,5 +1,6 @@
 //! `dayfly fork`: clones a running VM.
 
+use super::network::EgressArg;
 use super::options::{LifetimeArgs, label};
 use crate::progress::Steps;
 use crate::{connect, output};
@@ -29,6 +30,8 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     forks: u32,
     #[command(flatten)]
+    egress: EgressArg,
+    #[command(flatten)]
     lifetime: LifetimeArgs,
     /// The VM, by id or name; it keeps running
     vm: String,
@@ -43,7 +46,8 @@ impl Args {
         let count = self.count.unwrap_or(u32::from(self.template.is_none() || self.name.is_some()));
         let template = self.template.clone();
         let (name, forks, lifetime) = (self.name, self.forks, self.lifetime.request());
-        let request = ForkRequest { count, name, labels, forks, lifetime, template };
+        let egress = self.egress.egress;
+        let request = ForkRequest { count, name, labels, forks, egress, lifetime, template };
         let forked = client.fork(&self.vm, &request).await?;
         let (ms, part) = (forked.paused_us / 1000, forked.paused_us % 1000 / 100);
         steps.begin(format!("{} stood still for {ms}.{part} ms", self.vm));

@@ -1,7 +1,7 @@
 //! Options for a VM's network access.
 
 use dayfly_api::types::{NetworkRequest, Publish};
-use dayfly_units::{Bytes, Name};
+use dayfly_units::{Bytes, Egress, Name};
 use std::net::IpAddr;
 
 /// Network options of the commands that create VMs.
@@ -15,15 +15,27 @@ pub struct NetworkArgs {
     /// option the VM reaches the internet and no other VM; with `none` it has no address
     #[arg(long, value_name = "NAME", default_value = "default", hide_default_value = true)]
     network: Name,
-    /// Block the internet: the VM reaches only the VMs of its --network
-    #[arg(long)]
+    /// Block the internet: the VM reaches only the VMs of its --network. The same as --egress none
+    #[arg(long, conflicts_with = "egress")]
     closed: bool,
+    #[command(flatten)]
+    egress: EgressArg,
     /// Limit for sending, in bytes per second, such as 10M
     #[arg(long, value_name = "BYTES")]
     send_rate: Option<Bytes>,
     /// Limit for receiving, in bytes per second
     #[arg(long, value_name = "BYTES")]
     receive_rate: Option<Bytes>,
+}
+
+/// The egress policy.
+#[derive(Debug, Clone, clap::Args)]
+pub struct EgressArg {
+    /// What the VM reaches outside its --network: none, internet, or a list of rules
+    /// TARGET[:tcp|udp|icmp][:PORTS], such as example.org:443,*.example.net,192.0.2.0/24:tcp:1-1023
+    /// [default: as its snapshot or the VM that is forked; else internet]
+    #[arg(long, value_name = "POLICY")]
+    pub egress: Option<Egress>,
 }
 
 impl NetworkArgs {
@@ -34,6 +46,7 @@ impl NetworkArgs {
         NetworkRequest {
             none: self.network.as_str() == "none",
             closed: self.closed,
+            egress: self.egress.egress,
             network: named.then_some(self.network),
             publish: self.publish.into_iter().flat_map(|ports| ports.0).collect(),
             sends_bytes_per_second: self.send_rate.map(|rate| rate.0),

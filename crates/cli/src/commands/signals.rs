@@ -6,6 +6,7 @@ use crate::output::{Format, FormatArgs};
 use crate::{connect, failure, output};
 use anyhow::Result;
 use dayfly_api::client::{Client, ClientError};
+use dayfly_units::Egress;
 use futures::{StreamExt, stream};
 use std::time::Duration;
 
@@ -68,20 +69,29 @@ pub struct Restart {
 
 /// Arguments of `dayfly update`.
 #[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("change").required(true).multiple(true))]
 pub struct Update {
     /// End the VMs after this time from now on, such as 90s, 10m, 8h or 7d; none: no limit
-    #[arg(long, value_name = "TIME|none", value_parser = ttl)]
-    ttl: Ttl,
+    #[arg(long, value_name = "TIME|none", value_parser = ttl, group = "change")]
+    ttl: Option<Ttl>,
+    /// What the VMs reach outside their networks: none, internet, or rules as for `create`. Open
+    /// connections that this forbids are cut
+    #[arg(long, value_name = "POLICY", group = "change")]
+    egress: Option<Egress>,
     /// VMs, by id or name
     #[arg(required = true)]
     vms: Vec<String>,
 }
 
-/// A time to live; `None`: no limit.
-type Ttl = Option<Duration>;
+/// A time to live.
+#[derive(Debug, Clone, Copy)]
+enum Ttl {
+    Unlimited,
+    Time(Duration),
+}
 
 fn ttl(text: &str) -> Result<Ttl, String> {
-    if text == "none" { Ok(None) } else { duration(text).map(Some) }
+    if text == "none" { Ok(Ttl::Unlimited) } else { duration(text).map(Ttl::Time) }
 }
 
 /// Arguments of `dayfly wait`.
@@ -116,8 +126,18 @@ impl Restart {
 
 impl Update {
     pub async fn run(self) -> Result<u8> {
-        let ttl = self.ttl;
-        each(&self.vms, async |client, vm| client.set_ttl(vm, ttl).await.map(drop)).await
+        each(&self.vms, async |client, vm| {
+            match self.ttl {
+                None => {}
+                Some(Ttl::Unlimited) => drop(client.set_ttl(vm, None).await?),
+                Some(Ttl::Time(ttl)) => drop(client.set_ttl(vm, Some(ttl)).await?),
+            }
+            match &self.egress {
+                None => Ok(()),
+                Some(egress) => client.set_egress(vm, egress.clone()).await.map(drop),
+            }
+        })
+        .await
     }
 }
 

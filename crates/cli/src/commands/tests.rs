@@ -148,3 +148,27 @@ fn a_vm_is_not_named_as_a_host_of_the_internet_or_as_an_address() {
         assert!(parse(text).is_ok(), "{text}");
     }
 }
+
+#[test]
+fn an_update_changes_something_and_a_policy_is_checked_at_once() {
+    for text in [
+        "update --egress none web",
+        "update --ttl 5m --egress example.org:443,10.0.0.0/8 web db",
+        "create --egress internet base",
+        "fork --egress *.example.org web",
+        "bake debian -t base --egress none",
+        "run --egress 192.0.2.0/24:icmp base -- true",
+    ] {
+        assert!(parse(text).is_ok(), "{text}");
+    }
+    for text in [
+        "update web",
+        "update --egress none",
+        "create --egress none --closed base",
+        "create --egress 10.0.0.1/8 base",
+    ] {
+        assert!(parse(text).is_err(), "{text}");
+    }
+    let wrong = parse("create --egress example.org:99999 base").unwrap_err().to_string();
+    assert!(wrong.contains("egress rule \"example.org:99999\": expected TARGET"), "{wrong}");
+}

@@ -3,14 +3,14 @@
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::model::facts::Facts;
 use crate::net::error::NetError;
-use crate::net::lease::Lease;
+use crate::net::lease::{EgressControl, Lease};
 use crate::net::mac::{mac, mac_text};
 use crate::net::names::Registration;
 use crate::net::networks::Networks;
 use crate::net::publish::{Published, check};
 use dayfly_api::agent::NetworkIdentity;
 use dayfly_api::types::{NetworkRequest, VmNetwork};
-use dayfly_units::{Name, VmId};
+use dayfly_units::{Egress, Name, VmId};
 use dayfly_vmm::config::LinkConfig;
 use std::os::fd::OwnedFd;
 
@@ -36,6 +36,7 @@ impl Attachment {
         let asked = &facts.network;
         check(&asked.publish)?;
         check_name(asked)?;
+        let policy = check_egress(networks, asked)?;
         if facts.nets == 0 || asked.none {
             if let Some(port) = asked.publish.first() {
                 let why = if asked.none {
@@ -72,7 +73,7 @@ impl Attachment {
             }
             Err(e) => return Err(e.into()),
         };
-        if asked.network.is_none() && !asked.closed {
+        if asked.network.is_none() && policy.is_internet() {
             return Self::with(networks, lease, asked).await;
         }
         let special = asked.clone();
@@ -91,8 +92,11 @@ impl Attachment {
             (ports, Some(publisher)) => Some(Published::ask_for(ports, publisher).await?),
         };
         let (address, mac) = (lease.address(), mac_text(mac(lease.address())));
-        let NetworkRequest { publish: published_ports, network, closed, .. } = asked.clone();
-        let shown = Some(VmNetwork { address, mac, network, closed, published: published_ports });
+        let NetworkRequest { publish, network, .. } = asked.clone();
+        let (closed, egress) = (false, None);
+        let mut shown = VmNetwork { address, mac, network, closed, egress, published: publish };
+        shown.set_policy(asked.policy().unwrap_or_default());
+        let shown = Some(shown);
         Ok(Self { published, named: None, shown, lease: Some(lease) })
     }
 
@@ -127,6 +131,12 @@ impl Attachment {
     #[must_use]
     pub fn shown(&self) -> Option<VmNetwork> {
         self.shown.clone()
+    }
+
+    /// The VM's egress policy; `None` if it has no address.
+    #[must_use]
+    pub fn egress(&self) -> Option<EgressControl> {
+        Some(self.lease.as_ref()?.egress(self.named.as_ref()?))
     }
 
     /// The network part of the guest's identity.
@@ -165,4 +175,16 @@ fn check_name(asked: &NetworkRequest) -> Outcome<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// The egress policy that a request asks for.
+fn check_egress(networks: &Networks, asked: &NetworkRequest) -> Outcome<Egress> {
+    let policy = asked.policy().unwrap_or_default();
+    if asked.closed && !policy.is_none() {
+        return Err(ApiError::invalid(format_args!(
+            "egress {policy}: `closed` asks for `none`; give one of both"
+        )));
+    }
+    networks.check_egress(&policy)?;
+    Ok(policy)
 }

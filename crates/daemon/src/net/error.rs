@@ -23,6 +23,15 @@ pub enum NetError {
     /// The packet filter's rules for the VM could not be set.
     #[error("network: what the VM may reach: {0}")]
     Rules(Arc<str>),
+    /// An egress policy permits a range that no VM of this daemon reaches.
+    #[error(
+        "egress {0}: expected a range with public addresses, or one of `dayflyd --reach`; VMs of \
+         this daemon do not reach it"
+    )]
+    OutOfReach(ipnet::Ipv4Net),
+    /// The VM has returned its address.
+    #[error("network: the VM has ended")]
+    Ended,
     /// The host refused a tap.
     #[error("network: a tap for {address}: {why}")]
     Tap {
@@ -38,7 +47,8 @@ pub enum NetError {
 impl From<NetError> for ApiError {
     fn from(e: NetError) -> Self {
         let code = match &e {
-            NetError::None(_) => ErrorCode::State,
+            NetError::None(_) | NetError::Ended => ErrorCode::State,
+            NetError::OutOfReach(_) => ErrorCode::Invalid,
             NetError::Full { .. } => ErrorCode::Exhausted,
             NetError::Tap { .. } | NetError::Rules(_) => ErrorCode::Internal,
         };

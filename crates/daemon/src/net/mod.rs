@@ -22,6 +22,8 @@
 //! one gets the reason.
 
 mod attachment;
+#[cfg(test)]
+mod egress_tests;
 mod error;
 #[cfg(test)]
 mod keep_tests;
@@ -38,7 +40,7 @@ mod tests;
 
 pub use attachment::Attachment;
 pub use error::NetError;
-pub use lease::Lease;
+pub use lease::{EgressControl, Lease};
 pub use mac::{mac, mac_text};
 pub use networks::Networks;
 pub use publish::{MAX_PUBLISHED, Published};

@@ -27,7 +27,7 @@ pub(super) fn guest(address: Ipv4Addr, asked: &NetworkRequest) -> Guest {
     Guest {
         address,
         network: asked.network.as_ref().map(ToString::to_string),
-        closed: asked.closed,
+        egress: asked.policy().unwrap_or_default(),
     }
 }
 

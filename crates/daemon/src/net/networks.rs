@@ -6,9 +6,12 @@ use crate::net::lease::Lease;
 use crate::net::network::{LEAST_READY, Network, Returned, guest, tap_name};
 use crate::net::publisher::Publisher;
 use dayfly_api::types::NetworkRequest;
-use dayfly_host::net::{Guest, VmNetns, VmNetnsSpec};
+use dayfly_host::net::{Guest, NOT_PUBLIC, VmNetns, VmNetnsSpec};
+use dayfly_units::Egress;
+use dayfly_units::egress::Target;
 use dayfly_units::error::chain;
 use dayfly_units::sync::lock;
+use ipnet::Ipv4Net;
 use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex};
 use tokio::sync::Notify;
@@ -16,6 +19,12 @@ use tokio::sync::Notify;
 /// Maximum number of concurrent connections of one VM, those to its gateway excluded. The host
 /// tracks 65,536 to 262,144 connections for all VMs (nf_conntrack_max).
 const MOST_CONNECTIONS: u32 = 1024;
+
+/// Whether VMs can reach an address of this range: one that is public, or in `reach`.
+fn is_reachable(range: Ipv4Net, reach: &[Ipv4Net]) -> bool {
+    let private = NOT_PUBLIC.iter().any(|private| private.contains(&range));
+    !private || reach.iter().any(|reach| reach.contains(&range) || range.contains(reach))
+}
 
 /// The daemon's network, or the reason why there is none.
 #[derive(Debug, Clone)]
@@ -85,6 +94,22 @@ impl Networks {
     #[must_use]
     pub fn missing(&self) -> Option<&str> {
         self.0.as_ref().err().map(|why| &**why)
+    }
+
+    /// Checks an egress policy: each range must have addresses that VMs of this daemon can reach.
+    ///
+    /// # Errors
+    /// The first range without such an address.
+    pub fn check_egress(&self, egress: &Egress) -> Result<(), NetError> {
+        let Ok(network) = &self.0 else { return Ok(()) };
+        for rule in egress.rules() {
+            if let Target::Range(range) = rule.target
+                && !is_reachable(range, &network.reach)
+            {
+                return Err(NetError::OutOfReach(range));
+            }
+        }
+        Ok(())
     }
 
     /// An address with a waiting tap, if there is one. Does not block.
@@ -161,6 +186,29 @@ impl Networks {
         let unused = lock(&network.state).taken.is_empty();
         if unused && let Err(e) = network.vm_netns.remove() {
             tracing::error!("removing the network of VMs: {}", chain(&e));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_that_no_vm_reaches_is_refused() {
+        let reach = ["10.7.0.0/16".parse().unwrap()];
+        for (range, reachable) in [
+            ("192.0.2.0/24", true),
+            ("0.0.0.0/0", true),
+            ("172.0.0.0/8", true),
+            ("10.7.1.0/24", true),
+            ("10.0.0.0/8", true),
+            ("10.8.0.0/16", false),
+            ("127.0.0.1/32", false),
+            ("169.254.169.254/32", false),
+            ("100.64.0.0/10", false),
+        ] {
+            assert_eq!(is_reachable(range.parse().unwrap(), &reach), reachable, "{range}");
         }
     }
 }

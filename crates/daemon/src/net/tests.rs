@@ -228,8 +228,9 @@ fn written_down(config: &Config, address: Ipv4Addr, network: &NetworkRequest) {
         live.phase = Phase::Running;
         let mac = mac_text(mac(address));
         let network = network.network.clone();
+        let (closed, egress) = (false, None);
         live.network =
-            Some(VmNetwork { address, mac, network, closed: false, published: Vec::new() });
+            Some(VmNetwork { address, mac, network, closed, egress, published: Vec::new() });
     });
     Record::of(&vm).write(&vm.dir).unwrap();
 }

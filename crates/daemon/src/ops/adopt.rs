@@ -386,7 +386,7 @@ async fn settle(daemon: &Arc<Daemon>, vm: &Arc<Vm>, phase: Phase, status: &Statu
 
 /// Gives a live VM its network attachment, its memory and its pin again.
 fn give_resources(daemon: &Daemon, vm: &Vm) {
-    vm.attach(Attachment::adopt(&daemon.networks, vm.live().network, &vm.facts.network));
+    vm.attach(Attachment::adopt(&daemon.networks, vm.live().network, &vm.network_now()));
     vm.keep_memory(daemon.budget.adopt(vm.node, vm.facts.memory_bytes));
     vm.keep_share(daemon.space.adopt());
     match daemon.templates.pin(&vm.name, &vm.live().disks) {

@@ -18,7 +18,9 @@ use crate::ops::recording::record;
 use crate::ops::{admit, exec, immutable, save};
 use crate::vmm::source::{Purpose, Template};
 use dayfly_api::agent::Exit;
-use dayfly_api::types::{BakeRequest, BootSource, ErrorCode, Lifetime, Snapshot, Source};
+use dayfly_api::types::{
+    BakeRequest, BootSource, ErrorCode, Lifetime, NetworkRequest, Snapshot, Source,
+};
 use dayfly_units::{Bytes, failpoint};
 use dayfly_vmm::config::{MAX_NETS, Shape};
 use std::sync::Arc;
@@ -36,7 +38,8 @@ pub async fn bake(
     progress: ProgressSender,
 ) -> Outcome<Snapshot> {
     let asked = Asked::now();
-    let BakeRequest { image, name, kernel, memory_bytes, vcpus, warmup, recording, init } = request;
+    let BakeRequest { image, name, kernel, memory_bytes, vcpus, warmup, recording, init, egress } =
+        request;
     publish::free(&daemon, &name).await?;
     admit::room(&daemon, "a bake", 0).await?;
     progress.phase(format!("booting {image} with {} and {vcpus} vCPUs", Bytes(memory_bytes))).await;
@@ -50,7 +53,7 @@ pub async fn bake(
         until: None,
         ephemeral: true,
         purpose: Purpose::User,
-        network: None,
+        network: egress.map(|egress| NetworkRequest::default().with_policy(egress)),
         next: None,
         entrypoint: None,
         request: None,

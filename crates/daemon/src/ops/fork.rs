@@ -32,9 +32,9 @@ use crate::vm::batch::Batch;
 use crate::vm::{Vm, record};
 use crate::vmm::source::Purpose;
 use crate::vmm::{agent_link, control_link};
-use dayfly_api::types::{ErrorCode, EventKind, ForkRequest, Forked};
+use dayfly_api::types::{ErrorCode, EventKind, ForkRequest, Forked, NetworkRequest};
 use dayfly_store::{ChainLayer, Freezing, Pin, ReplacedLayer, seal_content};
-use dayfly_units::{PAGE_SIZE, error::chain, failpoint};
+use dayfly_units::{Egress, PAGE_SIZE, error::chain, failpoint};
 use dayfly_vmm::control::{Command, Frozen};
 use dayfly_vmm::memory::{backing, live};
 use futures::future::try_join_all;
@@ -138,7 +138,7 @@ async fn forked(
         By::Guest => (true, None),
     };
     check(&request)?;
-    let ForkRequest { count, name, labels, forks, lifetime, template } = request;
+    let ForkRequest { count, name, labels, forks, egress, lifetime, template } = request;
     // Forks take turns, because each freezes the layers that the one before put on top. The task
     // that freezes owns the lock: a client that goes away does not release it.
     let one = vm.snapshots.clone().lock_owned().await;
@@ -173,7 +173,7 @@ async fn forked(
         until: vm.live().deadline.filter(|_| by_guest),
         ephemeral: false,
         purpose: Purpose::User,
-        network: None,
+        network: egress.map(|egress| network_of(&fork_point, egress)),
         next: None,
         entrypoint: None,
         request: key,
@@ -201,6 +201,12 @@ async fn forked(
     }
     let Frozen { paused_us, pages } = fork_point.frozen;
     Ok(Forked { paused_us, pages, frozen_us, items })
+}
+
+/// The network of clones that get another egress policy than the VM. Ports are not inherited,
+/// because a port of the host leads to one VM.
+fn network_of(fork_point: &ForkPoint, egress: Egress) -> NetworkRequest {
+    NetworkRequest { publish: Vec::new(), ..fork_point.facts.network.clone() }.with_policy(egress)
 }
 
 /// Creates the clones of a fork point. A task for each, so that all CPUs start clones. If one
@@ -412,7 +418,7 @@ pub(crate) async fn fork_point(
         let disks = disks.into_iter().map(|disk| open(&daemon, disk, &mut replaced));
         let disks = disks.collect::<Outcome<_>>()?;
         let fork = ForkFacts { from: Some(vm.id), ..ForkFacts::default() };
-        let facts = Facts { fork, ..vm.facts.clone() };
+        let facts = Facts { fork, network: vm.network_now(), ..vm.facts.clone() };
         let agent_version = live.agent_version;
         let ram = Arc::new(ram);
         Ok((ForkPoint { ram, state, disks, facts, agent_version, pin, frozen }, replaced))

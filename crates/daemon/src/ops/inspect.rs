@@ -6,7 +6,7 @@ use crate::model::state::Phase;
 use crate::vm::Vm;
 use crate::vmm::{agent_link, control_link};
 use dayfly_api::agent::Stat;
-use dayfly_api::types::{GuestStat, VmDetails};
+use dayfly_api::types::{GuestStat, Refused, VmDetails};
 use dayfly_host::memory::{self, Memory};
 use dayfly_units::Bytes;
 use dayfly_units::text::{SHORT, escaped};
@@ -74,7 +74,7 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
             Ok((memory, templates.vm_bytes(id, &disks)))
         })
     };
-    let (guest, status, weight) = tokio::join!(guest, status, weight);
+    let (guest, status, weight, refused) = tokio::join!(guest, status, weight, refused(vm));
     // If the process has ended meanwhile, the figures are 0.
     let (memory, disk_bytes) = weight.unwrap_or_default();
     let live = vm.live();
@@ -104,8 +104,18 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
         disk_bytes,
         guest: guest.map(|stat| GuestStat { disk_full: disk_full(&stat), stat }),
         warnings,
+        refused,
         timeline,
     }
+}
+
+/// What the VM's egress policy has refused; `None` without a policy.
+async fn refused(vm: &Vm) -> Option<Refused> {
+    let limited = vm.live().network.is_some_and(|network| !network.policy().is_internet());
+    let control = vm.attachment(|attachment| attachment.egress()).filter(|_| limited)?;
+    let counted = blocking(move || Ok(control.refused()?)).await;
+    let counted = counted.inspect_err(|e| tracing::error!(vm = %vm.id, "what was refused: {e}"));
+    counted.ok().map(|(packets, names)| Refused { packets, names })
 }
 
 #[cfg(test)]

@@ -78,6 +78,7 @@ impl Vm {
             agent_version: "0.1".to_owned(),
             config: ImageConfig::default(),
             labels: std::collections::BTreeMap::new(),
+            egress: None,
             disks: vec![dayfly_store::DiskSpec {
                 image: self.image.clone(),
                 size_bytes: (BLOCKS * PAGE) as u64,

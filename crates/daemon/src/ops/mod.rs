@@ -7,6 +7,7 @@ mod awake;
 pub mod bake;
 pub mod colours;
 pub mod create;
+pub mod egress;
 pub mod exec;
 pub mod expiry;
 pub mod flatten;

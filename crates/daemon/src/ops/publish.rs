@@ -87,7 +87,8 @@ where
 /// The specification of a snapshot of `vm` for the store.
 pub fn spec(vm: &Vm) -> SnapshotSpec {
     let live = vm.live();
-    spec_of(&vm.facts, &live.disks, live.agent_version)
+    let facts = Facts { network: vm.network_now(), ..vm.facts.clone() };
+    spec_of(&facts, &live.disks, live.agent_version)
 }
 
 /// The specification of a snapshot without a live VM, such as that of a fork point.
@@ -112,6 +113,7 @@ pub fn spec_of(facts: &Facts, disks: &[Disk], agent_version: String) -> Snapshot
         agent_version,
         config: facts.config.clone(),
         labels,
+        egress: facts.network.policy().filter(|policy| !policy.is_internet()),
         disks: disks.collect(),
     }
 }

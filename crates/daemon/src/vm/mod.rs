@@ -13,6 +13,7 @@
 //!    └─ turn      vCPUs are stopped, started, or the state is saved              asynchronous
 //!         └─ removal    the record is written, or files are removed              asynchronous
 //!  launching      the VMM is being started; the end of the VM waits for it       asynchronous
+//!  egress         the egress policy is being changed                             asynchronous
 //! ```
 //!
 //! Below them come locks that are held for a few instructions and never across an `await`. First
@@ -99,6 +100,8 @@ pub struct Vm {
     gone: watch::Sender<bool>,
     /// For the first caller of [`Self::ended`].
     mark_gone: Mutex<Option<MarkGone>>,
+    /// Held while its egress policy is being changed.
+    pub egress: tokio::sync::Mutex<()>,
     /// Notified when its deadline has changed.
     pub deadline_changed: Notify,
     /// Whether a task ends it at its deadline.
@@ -195,6 +198,7 @@ impl Vm {
             has_slot: Mutex::new(alive),
             mark_gone: Mutex::new(Some(MarkGone(gone.clone()))),
             gone,
+            egress: tokio::sync::Mutex::default(),
             deadline_changed: Notify::new(),
             deadline_watched: AtomicBool::new(false),
             end_announced: Mutex::new(!alive),
@@ -342,6 +346,17 @@ impl Vm {
             attachment.name(self.id, &self.name);
             live.network = attachment.shown();
             *lock(&self.attachment) = attachment;
+        }
+    }
+
+    /// The network that it has now, for its clones and the next daemon: what was asked for, with
+    /// the egress policy as it was changed since.
+    #[must_use]
+    pub fn network_now(&self) -> types::NetworkRequest {
+        let asked = self.facts.network.clone();
+        match lock(&self.live).network.as_ref().map(types::VmNetwork::policy) {
+            Some(policy) => asked.with_policy(policy),
+            None => asked,
         }
     }
 

@@ -150,14 +150,16 @@ impl Unreadable {
                 let asked = self.traces.facts.as_ref().map(|facts| facts.network.clone());
                 let network = traced.network.clone();
                 let closed = NetworkRequest { network, closed: true, ..NetworkRequest::default() };
+                let policy = traced.policy();
+                let asked = asked.map(|asked| asked.with_policy(policy));
                 Some((traced, asked.unwrap_or(closed)))
             }
             (_, address) => {
                 let address = address?;
                 let mac = mac_text(mac(address));
-                let (network, closed, published) = (None, true, Vec::new());
+                let (network, closed, egress, published) = (None, true, None, Vec::new());
                 let asked = NetworkRequest { closed, ..NetworkRequest::default() };
-                Some((VmNetwork { address, mac, network, closed, published }, asked))
+                Some((VmNetwork { address, mac, network, closed, egress, published }, asked))
             }
         }
     }
@@ -246,7 +248,10 @@ pub fn addresses(config: &Config) -> io::Result<Vec<(Ipv4Addr, NetworkRequest)>>
     let of = |found: Found| match found {
         Found::Record(record) => {
             let (alive, facts) = (record.live.phase.alive(), record.facts);
-            record.live.network.filter(|_| alive).map(|had| (had.address, facts.network))
+            record.live.network.filter(|_| alive).map(|had| {
+                let policy = had.policy();
+                (had.address, facts.network.with_policy(policy))
+            })
         }
         Found::Nothing => None,
         Found::Unreadable(left) => {

@@ -8,7 +8,7 @@ use crate::model::disk::Disk;
 use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
 use crate::vmm::launch::Fds;
-use crate::vmm::source::CMDLINE;
+use crate::vmm::source::{CMDLINE, MODULES};
 use dayfly_api::types::ErrorCode;
 use dayfly_store::{ChainLayer, Kernel, Pin, Store};
 use dayfly_vmm::config::{BootConfig, DiskConfig, LayerConfig, Start, TreeConfig};
@@ -38,10 +38,12 @@ pub(crate) fn open(templates: &TemplateCache, vm: &Vm) -> Outcome<Again> {
     let disks = disks.iter().map(|of| disk(templates.store(), &by, of, &mut fds));
     let disks = disks.collect::<Outcome<_>>()?;
     let init = facts.init.as_ref().map(|init| format!(" dayfly.init={init}")).unwrap_or_default();
+    // The disk of the kernel's modules is the second.
+    let modules = if disks.len() > 1 { MODULES } else { "" };
     let start = Start::Boot(BootConfig {
         kernel_fd: fds.add(kernel.vmlinux),
         initrd_fd: Some(fds.add(kernel.initrd)),
-        cmdline: format!("{CMDLINE}{init}"),
+        cmdline: format!("{CMDLINE}{modules}{init}"),
         memory_bytes: facts.memory_bytes,
         vcpus: facts.vcpus,
         disks,

@@ -18,7 +18,7 @@ use dayfly_api::types::{BootSource, NetworkRequest, Source};
 use dayfly_host::process::Process;
 use dayfly_store::{Digest, DiskRef, FileTree, Image, Kernel, OpenSnapshot, Pin};
 use dayfly_sys::reopen;
-use dayfly_units::{Name, VmId};
+use dayfly_units::{Egress, Name, VmId};
 use dayfly_vmm::config::{
     BootConfig, DiskConfig, LayerConfig, MAX_NETS, MAX_VCPUS, RestoreConfig, Shape, SharedConfig,
     Start, TreeConfig,
@@ -35,7 +35,7 @@ pub(super) const CMDLINE: &str = "console=ttyS0 quiet reboot=t panic=-1 i8042.no
                        random.trust_cpu=on root=/dev/vda";
 
 /// Added to [`CMDLINE`] if the kernel has modules: their disk is the second.
-const MODULES: &str = " dayfly.modules=/dev/vdb";
+pub(super) const MODULES: &str = " dayfly.modules=/dev/vdb";
 
 /// The open source of a VM.
 pub(crate) enum Opened {
@@ -118,9 +118,11 @@ impl Opened {
             Self::Fork(fork_point, number) => {
                 let fork = ForkFacts { number: *number, max_clones, ..fork_point.facts.fork };
                 // Published ports are not inherited, because a port of the host leads to one VM.
-                let own =
-                    || NetworkRequest { publish: Vec::new(), ..fork_point.facts.network.clone() };
-                let network = network.unwrap_or_else(own);
+                let own = &fork_point.facts.network;
+                let network = match network {
+                    None => NetworkRequest { publish: Vec::new(), ..own.clone() },
+                    Some(asked) => with_policy_of(asked, own.policy()),
+                };
                 return Facts {
                     created_unix_ms,
                     ephemeral,
@@ -153,6 +155,10 @@ impl Opened {
             }
             Self::Fork(..) => None,
         };
+        let policy = match self {
+            Self::Snapshot(open) => open.manifest.egress.clone(),
+            Self::Fork(..) | Self::Boot { .. } => None,
+        };
         let fork = ForkFacts { max_clones, ..ForkFacts::default() };
         let ancestors = match self {
             Self::Snapshot(open) => sharing::descendant(&open.manifest),
@@ -171,7 +177,7 @@ impl Opened {
             ephemeral,
             auto_remove: false,
             labels,
-            network: network.unwrap_or_default(),
+            network: with_policy_of(network.unwrap_or_default(), policy),
             config,
             request: None,
             init,
@@ -215,6 +221,14 @@ impl Opened {
             Self::Fork(fork_point, _) => Ok(Some(fork_point.shape())),
             Self::Boot { .. } => Ok(None),
         }
+    }
+}
+
+/// The request, with the egress policy of the VM's source if it asks for none.
+fn with_policy_of(asked: NetworkRequest, source: Option<Egress>) -> NetworkRequest {
+    match (asked.policy(), source) {
+        (None, Some(policy)) if !policy.is_internet() => asked.with_policy(policy),
+        _ => asked,
     }
 }
 

@@ -139,6 +139,7 @@ fn fork_request(count: u32, template: Option<&str>) -> ForkRequest {
         name: None,
         labels: [].into(),
         forks: 0,
+        egress: None,
         lifetime: Lifetime::UNLIMITED,
         template: template.and_then(|name| name.parse().ok()),
     }
@@ -220,6 +221,7 @@ async fn bake(bed: &Testbed) -> Result<()> {
         warmup: None,
         recording: None,
         init: None,
+        egress: None,
     };
     let baked = async { guest::made(bed.client.bake(&request).await?).await };
     tokio::try_join!(baked, guest::report_ready(bed)).map(drop)

@@ -9,6 +9,7 @@ mod again;
 mod colours;
 mod crashes;
 mod damage;
+mod egress;
 mod ends;
 mod exec;
 mod families;

@@ -9,13 +9,14 @@ use dayfly_machine::{Machine, Uplink};
 use dayfly_units::needs::{Need, met};
 use rustix::thread::UnshareFlags;
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, UdpSocket};
 use std::path::Path;
 use std::process::Command;
+use std::sync::{Arc, Mutex};
 
 /// The server's address, and the address of the user's host on the link (RFC 5737).
-const SERVER: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 7);
+pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 7);
 const HOST: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 1);
 const MASK: Ipv4Addr = Ipv4Addr::new(255, 255, 255, 0);
 /// The list of the machine's name servers, and that of the uplink.
@@ -50,13 +51,18 @@ print(first, get())
 "#;
 
 /// The link and its server; dropping it removes the link and what the machine's list had.
-struct Internet {
+pub(crate) struct Internet {
     /// The host's end of the link.
     link: String,
+    /// What has reached the server, in order: `name QUESTION` in lower case, `web`, and
+    /// `udp WORDS`, `tcp accepted` and `tcp WORDS` at port 7, which answers with the same words.
+    pub(crate) seen: Seen,
 }
 
+type Seen = Arc<Mutex<Vec<String>>>;
+
 impl Internet {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         // At most 15 characters (IFNAMSIZ).
         let link = format!("dfu{}", std::process::id());
         assert!(ip(&["link", "add", &link, "type", "veth"]), "busybox ip link add {link}");
@@ -68,15 +74,37 @@ impl Internet {
             mover.move_to(&peer, File::open("/proc/thread-self/ns/net").unwrap()).unwrap();
             set_address(&peer, SERVER, MASK).unwrap();
             set_up(&peer).unwrap();
-            (UdpSocket::bind((SERVER, 53)).unwrap(), TcpListener::bind((SERVER, 80)).unwrap())
+            let [names, echo] = [53, 7].map(|port| UdpSocket::bind((SERVER, port)).unwrap());
+            let [web, lines] = [80, 7].map(|port| TcpListener::bind((SERVER, port)).unwrap());
+            (names, echo, web, lines)
         };
-        let (names, web) = std::thread::spawn(inside).join().unwrap();
+        let (names, echo, web, lines) = std::thread::spawn(inside).join().unwrap();
         set_address(&link, HOST, MASK).unwrap();
         set_up(&link).unwrap();
-        std::thread::spawn(move || answer_names(&names));
-        std::thread::spawn(move || answer_requests(&web));
-        Self { link }
+        let seen = Seen::default();
+        let [of_names, of_echo, of_web, of_lines] = std::array::from_fn(|_| seen.clone());
+        std::thread::spawn(move || answer_names(&names, &of_names));
+        std::thread::spawn(move || answer_packets(&echo, &of_echo));
+        std::thread::spawn(move || answer_requests(&web, &of_web));
+        std::thread::spawn(move || answer_lines(&lines, &of_lines));
+        Self { link, seen }
     }
+
+    /// Has the machine's daemon ask the server for names. The user's own resolvers cannot be
+    /// replaced here.
+    pub(crate) fn answers_for_the_machine(&self) {
+        let replaced =
+            format!("cp {RESOLVERS} {RESOLVERS}.kept; echo nameserver {SERVER} >{RESOLVERS}");
+        assert_eq!(on_host(&replaced).code, 0);
+    }
+}
+
+/// Waits until the machine has a way to other hosts.
+pub(crate) fn until_the_uplink_is_up() {
+    until("the uplink is up", || {
+        let status = Machine::open(&home().join("home")).unwrap().status().unwrap();
+        matches!(status.uplink, Some(Uplink::Up { .. }))
+    });
 }
 
 impl Drop for Internet {
@@ -103,7 +131,7 @@ fn peer(name: &str) -> String {
 
 /// Answers each question for an IPv4 address with [`SERVER`], each other one with nothing
 /// (RFC 1035, section 4).
-fn answer_names(socket: &UdpSocket) {
+fn answer_names(socket: &UdpSocket, seen: &Seen) {
     let mut question = [0; 512];
     while let Ok((length, from)) = socket.recv_from(&mut question) {
         let question = &question[..length];
@@ -111,6 +139,9 @@ fn answer_names(socket: &UdpSocket) {
         let Some(end) = labels.iter().position(|byte| *byte == 0) else { continue };
         let asked = &labels[..end + 5];
         let is_a = asked[end + 1..] == [0, 1, 0, 1];
+        let letter = |byte: u8| if byte < b' ' { '.' } else { char::from(byte) };
+        let name: String = asked[1..end].iter().map(|byte| letter(*byte)).collect();
+        seen.lock().unwrap().push(format!("name {name}"));
         let mut answer = question[..2].to_vec();
         answer.extend_from_slice(&[0x81, 0x80, 0, 1, 0, u8::from(is_a), 0, 0, 0, 0]);
         answer.extend_from_slice(asked);
@@ -122,8 +153,32 @@ fn answer_names(socket: &UdpSocket) {
     }
 }
 
-fn answer_requests(listener: &TcpListener) {
+fn answer_packets(socket: &UdpSocket, seen: &Seen) {
+    let mut words = [0; 512];
+    while let Ok((length, from)) = socket.recv_from(&mut words) {
+        let text = String::from_utf8_lossy(&words[..length]);
+        seen.lock().unwrap().push(format!("udp {text}"));
+        drop(socket.send_to(&words[..length], from));
+    }
+}
+
+fn answer_lines(listener: &TcpListener, seen: &Seen) {
+    while let Ok((stream, _)) = listener.accept() {
+        let seen = seen.clone();
+        seen.lock().unwrap().push("tcp accepted".to_owned());
+        std::thread::spawn(move || {
+            let mut writer = stream.try_clone().unwrap();
+            for line in BufReader::new(stream).lines().map_while(Result::ok) {
+                seen.lock().unwrap().push(format!("tcp {line}"));
+                drop(writeln!(writer, "{line}"));
+            }
+        });
+    }
+}
+
+fn answer_requests(listener: &TcpListener, seen: &Seen) {
     while let Ok((mut stream, _)) = listener.accept() {
+        seen.lock().unwrap().push("web".to_owned());
         drop(stream.read(&mut [0; 4096]));
         drop(stream.write_all(b"HTTP/1.0 200 OK\r\ncontent-length: 5\r\n\r\nhello"));
     }
@@ -149,14 +204,8 @@ fn a_guest_reaches_a_server_by_name_and_nothing_of_the_users_host() {
     }
     let world = world();
     let internet = Internet::new();
-    until("the uplink is up", || {
-        let status = Machine::open(&home().join("home")).unwrap().status().unwrap();
-        matches!(status.uplink, Some(Uplink::Up { .. }))
-    });
-    // The user's own resolvers cannot be replaced here, so the machine asks the server directly.
-    let replaced =
-        format!("cp {RESOLVERS} {RESOLVERS}.kept; echo nameserver {SERVER} >{RESOLVERS}");
-    assert_eq!(on_host(&replaced).code, 0);
+    until_the_uplink_is_up();
+    internet.answers_for_the_machine();
     let (port, tcp, udp) = private_port();
     ok(&["create", "--name", "surfer", BASE]);
     let port = port.to_string();

@@ -89,18 +89,20 @@ fn questions() -> Vec<Vec<u8>> {
     ]
 }
 
-/// The service as it is at each question: two VMs that resolve each other, and a closed one.
+/// The service as it is at each question: two VMs that resolve each other, of which
+/// one has rules, and a closed one.
 fn world() -> (Arc<Index>, Scope, Vec<Registration>) {
     let index = Arc::new(Index::default());
-    let add = |n: u8, name: &str, group: Option<&str>, closed| {
+    let add = |n: u8, name: &str, group: Option<&str>, egress: &str| {
         let (id, name) = (format!("00000000000{n}"), name.parse::<Name>().unwrap());
-        let policy = Policy { group: group.map(Into::into), closed };
+        let egress = egress.parse().unwrap();
+        let policy = Policy { group: group.map(Into::into), egress };
         index.insert(address(n), id.parse::<VmId>().unwrap(), &name, policy)
     };
     let all = vec![
-        add(0, "a", Some("blue"), false),
-        add(1, "b", Some("blue"), false),
-        add(2, "c", Some("red"), true),
+        add(0, "a", Some("blue"), "internet"),
+        add(1, "b", Some("blue"), "*.org:tcp:443,example.org"),
+        add(2, "c", Some("red"), "none"),
     ];
     (index, scope(), all)
 }
@@ -151,7 +153,11 @@ fn question(input: &[u8]) -> Outcome {
                 check_answer(input, &answer);
                 planted(|| answer.len() > 12 && answer[7] == 1 && query.question.kind == 255);
             }
-            Decision::Forward => assert!(!guest.policy.closed, "a closed VM's question"),
+            Decision::Refuse(answer) => {
+                assert!(n > 0, "refused without a policy");
+                check_answer(input, &answer);
+            }
+            Decision::Forward => assert!(!guest.egress().is_none(), "a closed VM's question"),
         }
     }
     drop(vms);
@@ -207,6 +213,8 @@ fn from_server(input: &[u8]) -> Outcome {
     let most = input.len() * MAX_VISITS_PER_BYTE;
     assert!(visits <= most + 512, "{visits} reads of {} bytes", input.len());
     let Ok(parsed) = parsed else { return Outcome::Refused };
+    let addresses = parsed.addresses();
+    assert!(addresses.len() <= 256, "{} addresses", addresses.len());
     for limit in [512, 1232, answer::MAX_TCP_BYTES] {
         let written = parsed.write(&query, limit);
         assert!(written.len() <= limit, "{} bytes, at most {limit}", written.len());
@@ -250,7 +258,8 @@ impl World {
                 let name = String::from_utf8_lossy(events.bytes()?).parse::<Name>();
                 let name = name.unwrap_or_else(|_| "web-1".parse().unwrap());
                 let group = (who < 3).then(|| Arc::from("blue"));
-                let policy = Policy { group, closed: who == 1 };
+                let egress = if who == 1 { "a.b:443" } else { "internet" };
+                let policy = Policy { group, egress: egress.parse().unwrap() };
                 let id = format!("00000000000{number}").parse().unwrap();
                 // The one before ends afterwards, as a VM that ends slowly.
                 let new = self.index.insert(address(number), id, &name, policy);
@@ -261,7 +270,7 @@ impl World {
                 let bytes = events.bytes()?;
                 let guest = self.index.guest(address(number));
                 if let (Some(guest), Ok(query)) = (guest, parse(bytes))
-                    && let Decision::Answer(answer) =
+                    && let Decision::Answer(answer) | Decision::Refuse(answer) =
                         policy::decide(&self.index, &scope(), &guest, &query)
                 {
                     check_answer(bytes, &answer);

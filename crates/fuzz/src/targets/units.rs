@@ -2,9 +2,10 @@
 
 use crate::sealing::resealed;
 use crate::target::{Heap, Outcome, Target, planted};
+use dayfly_units::egress::{self, MAX_RULES};
 use dayfly_units::sealed::{self, HEADER_BYTES};
 use dayfly_units::text::{escaped, is_unsafe};
-use dayfly_units::{Name, VmId, VmName, regions, sparse};
+use dayfly_units::{Egress, Name, VmId, VmName, regions, sparse};
 use std::os::unix::fs::FileExt;
 
 /// The targets of this file.
@@ -41,6 +42,22 @@ pub const TARGETS: &[Target] = &[
         },
     },
     Target {
+        name: "egress",
+        what: "egress policies",
+        stateful: false,
+        most_bytes: 2048,
+        heap: Heap { fixed: 128 << 10, per_byte: 64 },
+        run: policy,
+        seeds: || {
+            let seeds = [
+                "none",
+                "example.org:443,*.Example.net.:tcp:1-1023,10.0.0.0/8,192.0.2.7:icmp",
+                "*,0.0.0.0/0:udp:53,xn--mnchen-3ya.example:tcp",
+            ];
+            seeds.iter().map(|text| text.as_bytes().to_vec()).collect()
+        },
+    },
+    Target {
         name: "sparse",
         what: "the content of an uploaded disk",
         stateful: false,
@@ -53,6 +70,24 @@ pub const TARGETS: &[Target] = &[
         },
     },
 ];
+
+fn policy(input: &[u8]) -> Outcome {
+    let text = String::from_utf8_lossy(input);
+    let Ok(policy) = text.parse::<Egress>() else { return Outcome::Refused };
+    let shown = policy.to_string();
+    assert_eq!(shown.parse::<Egress>().as_ref(), Ok(&policy), "{shown}");
+    assert!(shown.bytes().all(|byte| byte.is_ascii_graphic()), "{shown}");
+    assert!(policy.rules().len() <= MAX_RULES, "{} rules", policy.rules().len());
+    let whole = u8::from(policy.is_none()) + u8::from(policy.is_internet());
+    assert_eq!(whole == 0, !policy.rules().is_empty(), "{shown}");
+    for rule in policy.rules() {
+        if let egress::Target::Name(_) = &rule.target {
+            assert!(policy.services_of_names().contains(&rule.service), "{shown}");
+        }
+    }
+    planted(|| policy.rules().len() == 3 && policy.services_of_names().len() == 1);
+    Outcome::Accepted
+}
 
 fn envelope(input: &[u8]) -> Outcome {
     const CAP: u64 = 2048;

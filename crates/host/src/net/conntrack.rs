@@ -1,10 +1,10 @@
-//! Tracked connections (linux/netfilter/nfnetlink_conntrack.h): listing the addresses that have
-//! some, and deleting them.
+//! Tracked connections (linux/netfilter/nfnetlink_conntrack.h): listing them, and deleting them.
 //!
 //! An address may later belong to another guest. If the previous guest's connections stayed, the
 //! new guest would receive their packets, and its own packets would pass as part of them.
 
-use super::netlink::{Batch, NetlinkError, Raw, dump};
+use super::netlink::{Batch, NetlinkError, Raw, dump, find};
+use rustix::io::Errno;
 use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
 
@@ -33,21 +33,6 @@ fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     let mut bytes = [&length.to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat();
     bytes.resize(bytes.len().next_multiple_of(4), 0);
     bytes
-}
-
-/// The attributes in a message's payload. A truncated attribute ends the iteration.
-fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
-    std::iter::from_fn(move || {
-        let length = usize::from(u16::from_ne_bytes(*bytes.first_chunk()?));
-        let kind = u16::from_ne_bytes(*bytes.get(2..)?.first_chunk()?) & !NLA_F_NESTED;
-        let value = bytes.get(4..length)?;
-        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
-        Some((kind, value))
-    })
-}
-
-fn find(bytes: &[u8], kind: u16) -> Option<&[u8]> {
-    attributes(bytes).find_map(|(of, value)| (of == kind).then_some(value))
 }
 
 /// Source and destination of the connection's original direction.
@@ -101,6 +86,68 @@ pub(super) fn forget(addresses: &BTreeSet<Ipv4Addr>) -> Result<(), NetlinkError>
     if addresses.is_empty() { Ok(()) } else { batch.send(NETLINK_NETFILTER) }
 }
 
+/// A tracked connection, by its original direction.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Connection {
+    /// Its destination.
+    pub(super) to: Ipv4Addr,
+    /// Its protocol above IP.
+    pub(super) protocol: u8,
+    /// Its destination port; 0 if the protocol has none.
+    pub(super) port: u16,
+    /// CTA_TUPLE_ORIG as the kernel wrote it.
+    tuple: Vec<u8>,
+}
+
+/// The connection in a message, if `from` has begun it.
+fn begun_by(message: &[u8], from: Ipv4Addr) -> Option<Connection> {
+    // enum ctattr_tuple, ctattr_l4proto
+    const TUPLE_PROTO: u16 = 2;
+    const NUMBER: u16 = 1;
+    const DESTINATION_PORT: u16 = 3;
+    let [source, to] = ends(message)?;
+    let tuple = find(message.get(HEADER_BYTES..)?, TUPLE_ORIG)?;
+    let above = find(tuple, TUPLE_PROTO)?;
+    let protocol = *find(above, NUMBER)?.first()?;
+    let port = find(above, DESTINATION_PORT).and_then(|port| port.first_chunk());
+    let port = port.map_or(0, |port| u16::from_be_bytes(*port));
+    (source == from).then(|| Connection { to, protocol, port, tuple: tuple.to_vec() })
+}
+
+/// The connections in the calling thread's namespace that `from` has begun.
+///
+/// # Errors
+/// The kernel lacks the module nf_conntrack_netlink, or refuses.
+pub(super) fn begun(from: Ipv4Addr) -> Result<Vec<Connection>, NetlinkError> {
+    let mut all = Vec::new();
+    let what = format!("connections of {from} (module nf_conntrack_netlink)");
+    dump(&what, NETLINK_NETFILTER, GET, &Raw(HEADER.into()), |one| {
+        all.extend(begun_by(one, from));
+    })?;
+    Ok(all)
+}
+
+/// Deletes these connections in the calling thread's namespace, as far as it has them.
+///
+/// # Errors
+/// The kernel refuses.
+pub(super) fn cut(connections: &[Connection]) -> Result<(), NetlinkError> {
+    for some in connections.chunks(64) {
+        let mut batch = Batch::default();
+        for Connection { tuple, .. } in some {
+            let body = [HEADER.to_vec(), attribute(TUPLE_ORIG | NLA_F_NESTED, tuple)].concat();
+            batch.ask("cutting a connection", DELETE, 0, &Raw(body));
+        }
+        match batch.send(NETLINK_NETFILTER) {
+            // NOENT: it has ended by itself, or this namespace has not seen it. The kernel handles
+            // each message of a batch, whatever came of those before.
+            Err(e) if e.errno != Errno::NOENT => return Err(e),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -110,6 +157,7 @@ mod tests {
         #[test]
         fn any_message_has_ends_or_none(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let _ = ends(&bytes);
+            let _ = begun_by(&bytes, Ipv4Addr::LOCALHOST);
         }
     }
 }

@@ -89,6 +89,25 @@ impl Batch {
     }
 }
 
+const NLA_F_NESTED: u16 = 1 << 15;
+
+/// The attributes (`struct nlattr`) in these bytes: type and value. A truncated attribute ends the
+/// iteration.
+pub(super) fn nested(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    std::iter::from_fn(move || {
+        let length = usize::from(u16::from_ne_bytes(*bytes.first_chunk()?));
+        let kind = u16::from_ne_bytes(*bytes.get(2..)?.first_chunk()?) & !NLA_F_NESTED;
+        let value = bytes.get(4..length)?;
+        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some((kind, value))
+    })
+}
+
+/// The value of the first attribute of this type.
+pub(super) fn find(bytes: &[u8], kind: u16) -> Option<&[u8]> {
+    nested(bytes).find_map(|(of, value)| (of == kind).then_some(value))
+}
+
 /// A connection of `protocol` to the kernel, in the calling thread's namespace.
 fn connected(protocol: isize) -> Result<Channel, Errno> {
     Channel::open(protocol, TIMEOUT, ANSWER_BYTES)

@@ -1,6 +1,7 @@
 //! Parameters of a VM network namespace and its guests, and the addresses of its ends.
 
 use super::error::NetError;
+use dayfly_units::Egress;
 use ipnet::Ipv4Net;
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
@@ -44,8 +45,8 @@ pub struct Guest {
     pub address: Ipv4Addr,
     /// The network of guests that reach each other: a name of at most 200 bytes.
     pub network: Option<String>,
-    /// Whether the guest has no way out and so only reaches its network.
-    pub closed: bool,
+    /// What the guest reaches outside its network.
+    pub egress: Egress,
 }
 
 /// The tap of a guest.
@@ -61,7 +62,7 @@ pub struct TapSpec {
 
 impl Guest {
     pub(super) fn is_special(&self) -> bool {
-        self.closed || self.network.is_some()
+        !self.egress.is_internet() || self.network.is_some()
     }
 }
 

@@ -4,10 +4,12 @@ use super::error::{NetError, file};
 use super::messages::{neighbour, route, up};
 use super::netlink::Batch;
 use super::netns::Netns;
+use super::policies::{Found, Policies};
 use super::setup::{carries, index, inside, outside, outside_filter, sweep, whole};
 use super::spec::{GATEWAY_MAC, Guest, NEXT, TapSpec, UPLINK, VmNetnsSpec};
 use super::tap::Tap;
 use super::{conntrack, nft, ways};
+use dayfly_units::Egress;
 use dayfly_units::sync::lock;
 use libc::{RTM_DELLINK, RTM_GETLINK, RTM_NEWLINK, RTM_NEWNEIGH, RTM_NEWROUTE};
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
@@ -37,28 +39,32 @@ pub struct VmNetns {
     networks: Mutex<Networks>,
 }
 
-/// Addresses of guests, by the name of their network.
-type Networks = BTreeMap<String, BTreeSet<Ipv4Addr>>;
+/// What guests reach, as the packet filter has it.
+#[derive(Debug, Clone, Default)]
+struct Networks {
+    /// Addresses of guests, by the name of their network.
+    by_name: BTreeMap<String, BTreeSet<Ipv4Addr>>,
+    /// The egress policies of guests.
+    policies: Policies,
+}
 
 /// Returns the packet filter changes that admit these guests, and adds the guests to `networks`.
 fn admitting<'a>(
     networks: &mut Networks,
     guests: impl Iterator<Item = &'a Guest>,
-) -> Vec<nft::Change<'a>> {
+) -> Vec<nft::Change> {
     let mut changes = Vec::new();
     for guest in guests {
         if let Some(name) = &guest.network {
-            let others = networks.entry(name.clone()).or_default();
+            let others = networks.by_name.entry(name.clone()).or_default();
             if others.is_empty() {
-                changes.push(nft::Change::NewNetwork(name));
+                changes.push(nft::Change::NewNetwork(name.clone()));
             }
             if others.insert(guest.address) {
-                changes.push(nft::Change::Join(name, guest.address));
+                changes.push(nft::Change::Join(name.clone(), guest.address));
             }
         }
-        if guest.closed {
-            changes.push(nft::Change::Close(guest.address));
-        }
+        networks.policies.set(guest.address, &guest.egress, &mut changes);
     }
     changes
 }
@@ -68,23 +74,21 @@ fn admitting<'a>(
 fn dismissing<'a>(
     networks: &mut Networks,
     guests: impl Iterator<Item = &'a Guest>,
-) -> Vec<nft::Change<'a>> {
+) -> Vec<nft::Change> {
     let mut changes = Vec::new();
     for guest in guests {
         if let Some(name) = &guest.network
-            && let Some(others) = networks.get_mut(name)
+            && let Some(others) = networks.by_name.get_mut(name)
         {
             if others.remove(&guest.address) {
-                changes.push(nft::Change::Leave(name, guest.address));
+                changes.push(nft::Change::Leave(name.clone(), guest.address));
             }
             if others.is_empty() {
-                networks.remove(name);
-                changes.push(nft::Change::NoNetwork(name));
+                networks.by_name.remove(name);
+                changes.push(nft::Change::NoNetwork(name.clone()));
             }
         }
-        if guest.closed {
-            changes.push(nft::Change::Open(guest.address));
-        }
+        networks.policies.remove(guest.address, &mut changes);
     }
     changes
 }
@@ -163,8 +167,10 @@ impl VmNetns {
     /// Sets the packet filter's rules in the namespace, which the calling thread must be in.
     fn filter(&self, guests: &[Guest]) -> Result<(), NetError> {
         let mut networks = self.networks();
-        networks.clear();
-        let changes = admitting(&mut networks, guests.iter());
+        *networks = Networks::default();
+        let mut changes = admitting(&mut networks, guests.iter());
+        // Addresses that an earlier daemon has opened stay open for the rest of their time.
+        networks.policies.reopen(&mut changes)?;
         let most_connections = self.spec.most_connections;
         let (gateway, host) = (self.spec.gateway(), self.spec.host());
         let inside = nft::Inside { uplink: UPLINK, gateway, host, most_connections };
@@ -183,6 +189,65 @@ impl VmNetns {
         let before = networks.clone();
         let changes = admitting(&mut networks, std::iter::once(guest));
         self.change(&changes).inspect_err(|_| *networks = before)
+    }
+
+    /// Changes the egress policy of a guest. From now on, packets of connections that the new
+    /// policy forbids are dropped, in both directions.
+    ///
+    /// # Errors
+    /// The host refuses: the guest has the policy before.
+    pub fn set_egress(&self, address: Ipv4Addr, egress: &Egress) -> Result<(), NetError> {
+        let mut networks = self.networks();
+        let before = networks.clone();
+        let mut changes = Vec::new();
+        networks.policies.set(address, egress, &mut changes);
+        if changes.is_empty() {
+            return Ok(());
+        }
+        self.change(&changes).inspect_err(|_| *networks = before)
+    }
+
+    /// Forgets the connections that the guest's policy forbids, in both namespaces, so that they do
+    /// not count for the guest's maximum. The calling thread must be in the host's namespace.
+    ///
+    /// # Errors
+    /// The host refuses.
+    pub fn cut(&self, address: Ipv4Addr) -> Result<(), NetError> {
+        let policies = self.networks().policies.clone();
+        let cut = self.netns.run(|| {
+            let mut some = conntrack::begun(address)?;
+            some.retain(|one| {
+                let outside = !self.spec.is_a_guest_s(one.to) && one.to != self.spec.gateway();
+                outside && !policies.permits(address, one.protocol, one.to, one.port)
+            });
+            conntrack::cut(&some).map(|()| some)
+        })??;
+        Ok(conntrack::cut(&cut)?)
+    }
+
+    /// Opens the addresses of a name for a guest, as far as its policy has rules for the name.
+    /// Returns the number of addresses that cannot be opened, because too many are open.
+    ///
+    /// # Errors
+    /// The host refuses.
+    pub fn open(&self, address: Ipv4Addr, found: &Found) -> Result<usize, NetError> {
+        let mut networks = self.networks();
+        let before = networks.policies.clone();
+        let mut changes = Vec::new();
+        let left_out = networks.policies.open(address, found, &mut changes);
+        if !changes.is_empty() {
+            self.change(&changes).inspect_err(|_| networks.policies = before)?;
+        }
+        Ok(left_out)
+    }
+
+    /// The number of packets that egress policies have refused, by guest; guests without any are
+    /// left out.
+    ///
+    /// # Errors
+    /// The host refuses.
+    pub fn refused(&self) -> Result<BTreeMap<Ipv4Addr, u64>, NetError> {
+        Ok(self.netns.run(nft::refused)??)
     }
 
     /// Applies the changes in the namespace.

@@ -10,7 +10,7 @@ use crate::blob::Dir;
 use crate::errors::{Damage, IoError};
 use crate::objects::types::{FileRef, LayerId, LayerRef};
 use dayfly_units::sealed::{self, Magic};
-use dayfly_units::{Digest, ImageConfig, Name};
+use dayfly_units::{Digest, Egress, ImageConfig, Name};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -144,6 +144,10 @@ pub struct SnapshotManifest {
     /// file without one is verified whole. Since version 4; empty before.
     #[serde(default)]
     pub trees: BTreeMap<Digest, Digest>,
+    /// The egress policy of clones that ask for none. Since version 5; absent before, and if the VM
+    /// had no policy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub egress: Option<Egress>,
 }
 
 impl SnapshotManifest {
@@ -207,6 +211,10 @@ pub(crate) trait Manifest: Serialize + DeserializeOwned {
     /// The kind's name, such as `image`.
     const KIND: &'static str;
     fn name(&self) -> &Name;
+    /// The lowest version that a reader must know.
+    fn version(&self) -> u32 {
+        Self::VERSION
+    }
     /// Checks bounds that JSON cannot express. The error has the place of the first bad field, the
     /// allowed values, and the value found.
     fn check(&self) -> Result<(), (String, String, String)>;
@@ -238,10 +246,15 @@ impl Manifest for KernelManifest {
 
 impl Manifest for SnapshotManifest {
     const MAGIC: Magic = *b"DFsnaps\n";
-    const VERSION: u32 = 4;
+    const VERSION: u32 = 5;
     const KIND: &'static str = "snapshot";
     fn name(&self) -> &Name {
         &self.name
+    }
+    fn version(&self) -> u32 {
+        // A daemon that does not know policies must not make clones without the one that they are
+        // to have. It may clone every other snapshot.
+        if self.egress.is_some() { 5 } else { 4 }
     }
     fn check(&self) -> Result<(), (String, String, String)> {
         let most = |place: String, most: usize, got: usize| {
@@ -285,7 +298,7 @@ pub(crate) fn encode<M: Manifest>(manifest: &M) -> io::Result<Vec<u8>> {
             format!("manifest: expected at most {MAX_MANIFEST_BYTES} bytes, got {}", json.len());
         return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
     }
-    Ok(sealed::seal(&M::MAGIC, M::VERSION, &json))
+    Ok(sealed::seal(&M::MAGIC, manifest.version(), &json))
 }
 
 /// Reads and verifies the manifest in `folder`; the folder's last component must equal the name in

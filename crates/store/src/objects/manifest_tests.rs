@@ -36,6 +36,7 @@ pub(crate) fn snapshot(name: &str, layers: &[u8]) -> SnapshotManifest {
         memory: file_ref(3),
         state: file_ref(4),
         trees: [(Digest([2; 32]), Digest([8; 32]))].into(),
+        egress: None,
     }
 }
 
@@ -159,6 +160,12 @@ fn the_bytes_of_each_version_are_frozen() {
     assert_eq!(decode::<KernelManifest>(path, &bytes).unwrap(), kernel);
     // The ids of its layers are frozen with it.
     let mut manifest = snapshot("base", &[5, 6]);
+    let rules = "*.example.org:443,192.0.2.0/24:tcp:1-1023,198.51.100.7:icmp";
+    let egress = Some(rules.parse().unwrap());
+    let limited = SnapshotManifest { egress, ..manifest.clone() };
+    let digest = "2bdaf3b5d2fdeff06bce6481b7ff87475c399b9f0a456e8eb5d21d306372b79f";
+    let bytes = frozen("snapshot-5", encode(&limited).unwrap(), digest);
+    assert_eq!(read_back(&bytes).unwrap(), limited);
     let digest = "57c99557a6ee90132042a755320fae456efda2e3e7802449c61dcdae29d2bcd0";
     let bytes = frozen("snapshot-4", encode(&manifest).unwrap(), digest);
     assert_eq!(read_back(&bytes).unwrap(), manifest);

@@ -134,6 +134,7 @@ impl SavedSnapshot {
             memory: FileRef { digest: Digest::of(&[]), bytes: spec.memory_bytes, data_bytes: 0 },
             state,
             trees: BTreeMap::new(),
+            egress: spec.egress.clone(),
         };
         let free = free.to_vec();
         Ok(Prepared { inner, stage, dir, manifest, memory: memory_file, free, staged, moves })

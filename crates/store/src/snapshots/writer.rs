@@ -10,7 +10,7 @@ use crate::inner::{Inner, Store};
 use crate::objects::manifest::{ImageRef, KernelRef};
 use crate::objects::types::{ChainLayer, VmLayer};
 use crate::vms::freezing::{Freeze, Freezing};
-use dayfly_units::{Digest, ImageConfig, Name};
+use dayfly_units::{Digest, Egress, ImageConfig, Name};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::Arc;
@@ -36,6 +36,8 @@ pub struct SnapshotSpec {
     pub config: ImageConfig,
     /// Labels for people and programs.
     pub labels: BTreeMap<String, String>,
+    /// The egress policy of clones that ask for none; `None` if the VM has none.
+    pub egress: Option<Egress>,
     /// The disks, in the order vda, vdb, ….
     pub disks: Vec<DiskSpec>,
 }

@@ -218,6 +218,7 @@ fn long(testbed: &Testbed) -> Result<()> {
         agent_version: manifest.agent_version.clone(),
         config: manifest.config.clone(),
         labels: manifest.labels.clone(),
+        egress: manifest.egress.clone(),
         disks: vec![DiskSpec {
             image: disk.image.clone(),
             size_bytes: disk.size_bytes,

@@ -168,6 +168,7 @@ async fn bake(guests: &mut Guests, options: &Options, boot: &BootSource) -> Resu
         warmup: Some(program()),
         recording: (!options.unrecorded).then(program),
         init: None,
+        egress: None,
     };
     let (client, steps) = (&guests.client, guests.losses.steps.clone());
     let baked = async || {

@@ -51,6 +51,7 @@ fn shape() -> Shape {
         agent_version: String::new(),
         config: ImageConfig::default(),
         labels: [].into(),
+        egress: None,
         disks: vec![DiskSpec { image, size_bytes: 1 << 20, writable: true, layers }],
     };
     let colours: Vec<u8> = (0..FRAMES).map(|frame| if frame < 512 { 3 } else { 5 }).collect();

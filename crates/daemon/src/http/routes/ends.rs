@@ -1,12 +1,13 @@
-//! The end of a VM: by its guest, by its time to live, and waited for.
+//! The end of a VM: by its guest, by its time to live, and waited for. Changes of a VM: of its time
+//! to live, and of its egress policy.
 
 use crate::base::error::{ApiError, Outcome};
 use crate::http::routes::extract::{Json, Params, Shared, Word};
 use crate::http::routes::vms::to_the_end;
-use crate::ops::{expiry, stop as ending};
+use crate::ops::{egress, expiry, stop as ending};
 use axum::extract::State;
 use axum::http::StatusCode;
-use dayfly_api::types::{ApiError as ErrorBody, ErrorCode, TtlRequest, Vm, VmExit};
+use dayfly_api::types::{ApiError as ErrorBody, EgressRequest, ErrorCode, TtlRequest, Vm, VmExit};
 use serde::Deserialize;
 use std::time::Duration;
 
@@ -66,5 +67,22 @@ pub async fn set_ttl(
     let vm = daemon.registry.find(&word)?;
     let same = vm.clone();
     to_the_end(async move { expiry::change(&daemon, &same, request.ttl_ms).await }).await?;
+    Ok(axum::Json(vm.shown()))
+}
+
+/// Changes what a VM reaches outside its network. Open connections that the new policy forbids are
+/// cut. The answer is the VM.
+#[utoipa::path(put, operation_id = "set_egress_of_vm",
+    path = "/v1/vms/{vm}/egress", params(("vm" = String, Path)), request_body = EgressRequest,
+    responses((status = 200, body = Vm), (status = 400, body = ErrorBody),
+        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub async fn set_egress(
+    State(daemon): Shared,
+    Word(word): Word,
+    Json(request): Json<EgressRequest>,
+) -> Outcome<axum::Json<Vm>> {
+    let vm = daemon.registry.find(&word)?;
+    let same = vm.clone();
+    to_the_end(async move { egress::change(&daemon, &same, request.egress).await }).await?;
     Ok(axum::Json(vm.shown()))
 }

@@ -87,6 +87,7 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(again::restart))
         .routes(routes!(ends::wait))
         .routes(routes!(ends::set_ttl))
+        .routes(routes!(ends::set_egress))
         .routes(routes!(vms::snapshot))
         .routes(routes!(vms::fork))
         .routes(routes!(events::events))

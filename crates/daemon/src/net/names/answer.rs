@@ -9,6 +9,8 @@
 //! takes no more work than its own bytes, however many names point there. That bounds the work
 //! below [`MAX_VISITS_PER_BYTE`] times the message's length; a counter also enforces the bound.
 //!
+//! [`chain`] follows aliases to the addresses of the name in question.
+//!
 //! A guest gets the answer section except addresses that it may not reach, and the records of the
 //! authority section that prove a negative answer. The additional section is left out.
 
@@ -17,6 +19,9 @@ use crate::net::names::message::{
     self, HEADER_BYTES, Head, IN, MAX_LABEL_BYTES, MAX_NAME_BYTES, Query, Reader, kind, rcode,
 };
 use ipnet::Ipv4Net;
+
+#[path = "chain.rs"]
+mod chain;
 
 /// Maximum number of reads per byte of a message, on average; a message that needs more is refused.
 pub const MAX_VISITS_PER_BYTE: usize = 4;

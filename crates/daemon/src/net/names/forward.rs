@@ -79,40 +79,64 @@ pub enum By {
 
 /// Asks the servers in order and returns the first successful answer, written for the guest. If a
 /// server fails, the next one is asked, as in every resolver.
-pub async fn ask(servers: &[SocketAddr], reach: &Reach, query: &Query, by: By) -> Vec<u8> {
+///
+/// With `follow`, the result has the addresses of the answer.
+pub async fn ask(
+    servers: &[SocketAddr],
+    reach: &Reach,
+    query: &Query,
+    by: By,
+    follow: bool,
+) -> Got {
+    let how = How { reach, follow };
     let mut failed = None;
     for server in servers.iter().take(MAX_SERVERS) {
         let asked = async {
             match by {
-                By::Packet => packet(*server, reach, query).await,
-                By::Stream => stream(*server, reach, query).await,
+                By::Packet => packet(*server, how, query).await,
+                By::Stream => stream(*server, how, query).await,
             }
         };
         match timeout(TIMEOUT, asked).await {
-            Ok(Ok((rcode::NOERROR | rcode::NXDOMAIN, bytes))) => return bytes,
-            Ok(Ok((_, bytes))) => failed = Some(bytes),
+            Ok(Ok(got)) if [rcode::NOERROR, rcode::NXDOMAIN].contains(&got.rcode) => return got,
+            Ok(Ok(got)) => failed = Some(got),
             Ok(Err(e)) => tracing::debug!(%server, "asking for a name: {e}"),
             Err(_) => tracing::debug!(%server, "asking for a name: no answer in {TIMEOUT:?}"),
         }
     }
-    failed.unwrap_or_else(|| query.answer(Head::of(rcode::SERVFAIL), &[]))
+    failed.unwrap_or_else(|| Got {
+        rcode: rcode::SERVFAIL,
+        bytes: query.answer(Head::of(rcode::SERVFAIL), &[]),
+        addresses: Vec::new(),
+    })
 }
 
-/// The response code, and the answer for a guest.
-type Got = (u16, Vec<u8>);
-
-fn rewritten(
-    bytes: &[u8],
-    query: &Query,
-    id: u16,
-    reach: &Reach,
-    limit: usize,
-) -> Result<Got, Bad> {
-    let answer = answer::parse(bytes, query, id, reach, &mut 0)?;
-    Ok((answer.rcode, answer.write(query, limit)))
+/// What a server has answered.
+#[derive(Debug)]
+pub struct Got {
+    /// The response code.
+    pub rcode: u16,
+    /// The answer for a guest.
+    pub bytes: Vec<u8>,
+    /// The addresses of the name in question, each with its seconds to live.
+    pub addresses: Vec<(Ipv4Addr, u32)>,
 }
 
-async fn packet(server: SocketAddr, reach: &Reach, query: &Query) -> io::Result<Got> {
+/// How an answer is read.
+#[derive(Debug, Clone, Copy)]
+struct How<'a> {
+    reach: &'a Reach,
+    /// Whether the addresses of the name are wanted.
+    follow: bool,
+}
+
+fn rewritten(bytes: &[u8], query: &Query, id: u16, how: How<'_>, limit: usize) -> Result<Got, Bad> {
+    let answer = answer::parse(bytes, query, id, how.reach, &mut 0)?;
+    let addresses = if how.follow { answer.addresses() } else { Vec::new() };
+    Ok(Got { rcode: answer.rcode, bytes: answer.write(query, limit), addresses })
+}
+
+async fn packet(server: SocketAddr, how: How<'_>, query: &Query) -> io::Result<Got> {
     let any: IpAddr =
         if server.is_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
     let id = u16::from_be_bytes(random());
@@ -122,7 +146,7 @@ async fn packet(server: SocketAddr, reach: &Reach, query: &Query) -> io::Result<
     let mut bytes = vec![0; PACKET_BYTES];
     for _ in 0..MAX_OTHERS {
         let length = socket.recv(&mut bytes).await?;
-        match rewritten(&bytes[..length], query, id, reach, query.udp_bytes()) {
+        match rewritten(&bytes[..length], query, id, how, query.udp_bytes()) {
             Err(Bad::Other) => {}
             got => return got.map_err(io::Error::other),
         }
@@ -130,19 +154,21 @@ async fn packet(server: SocketAddr, reach: &Reach, query: &Query) -> io::Result<
     Err(io::Error::other(Bad::Other))
 }
 
-async fn stream(server: SocketAddr, reach: &Reach, query: &Query) -> io::Result<Got> {
+async fn stream(server: SocketAddr, how: How<'_>, query: &Query) -> io::Result<Got> {
     let id = u16::from_be_bytes(random());
     let mut stream = TcpStream::connect(server).await?;
     write(&mut stream, &query.forwarded(id)).await?;
     let mut bytes = vec![0; stream.read_u16().await?.into()];
     stream.read_exact(&mut bytes).await?;
     if bytes.len() <= PACKET_BYTES {
-        return rewritten(&bytes, query, id, reach, answer::MAX_TCP_BYTES)
-            .map_err(io::Error::other);
+        return rewritten(&bytes, query, id, how, answer::MAX_TCP_BYTES).map_err(io::Error::other);
     }
     // The longest answers take most of a millisecond, too long for an async worker.
-    let (query, reach) = (query.clone(), reach.clone());
-    let work = move || rewritten(&bytes, &query, id, &reach, answer::MAX_TCP_BYTES);
+    let (query, reach, follow) = (query.clone(), how.reach.clone(), how.follow);
+    let work = move || {
+        let how = How { reach: &reach, follow };
+        rewritten(&bytes, &query, id, how, answer::MAX_TCP_BYTES)
+    };
     tokio::task::spawn_blocking(work).await.map_err(io::Error::other)?.map_err(io::Error::other)
 }
 

@@ -8,10 +8,10 @@
 //! hostname and could take another VM's name.
 
 use crate::net::names::limits::Bucket;
-use dayfly_units::{Name, VmId, VmName, sync::lock};
+use dayfly_units::{Egress, Name, VmId, VmName, sync::lock};
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -21,8 +21,8 @@ use tokio_util::sync::CancellationToken;
 pub struct Policy {
     /// The network whose VMs resolve each other; a VM without one only resolves itself.
     pub group: Option<Arc<str>>,
-    /// Whether only names of the group are answered, and nothing is forwarded.
-    pub closed: bool,
+    /// Which other names are forwarded: those that the VM's egress policy resolves.
+    pub egress: Egress,
 }
 
 /// A VM that has an address.
@@ -34,8 +34,12 @@ pub struct Guest {
     pub label: Box<str>,
     /// The VM's id, which is a second label.
     id: Box<str>,
-    /// Which names the VM may resolve.
-    pub policy: Policy,
+    /// The network whose VMs it resolves.
+    group: Option<Arc<str>>,
+    /// Its egress policy, which may change.
+    egress: RwLock<Egress>,
+    /// Names that its policy has refused, and addresses that found no room.
+    refused: AtomicU64,
     bucket: Mutex<Bucket>,
     /// Number of its questions that are being forwarded.
     pub(super) forwards: Arc<AtomicUsize>,
@@ -63,10 +67,31 @@ impl Guest {
         }
     }
 
+    /// Its egress policy.
+    #[must_use]
+    pub fn egress(&self) -> Egress {
+        self.egress.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Changes its egress policy, for the questions from now on.
+    pub fn set_egress(&self, egress: Egress) {
+        *self.egress.write().unwrap_or_else(PoisonError::into_inner) = egress;
+    }
+
+    /// Counts what its policy has refused.
+    pub(in crate::net) fn refuse(&self, more: u64) {
+        self.refused.fetch_add(more, Ordering::Relaxed);
+    }
+
+    /// The number of names that its policy has refused, and of addresses that found no room.
+    #[must_use]
+    pub fn refused(&self) -> u64 {
+        self.refused.load(Ordering::Relaxed)
+    }
+
     /// Whether this VM may resolve `other`.
     fn finds(&self, other: &Self) -> bool {
-        self.address == other.address
-            || self.policy.group.is_some() && self.policy.group == other.policy.group
+        self.address == other.address || self.group.is_some() && self.group == other.group
     }
 }
 
@@ -90,6 +115,14 @@ pub struct Registration {
     guest: Arc<Guest>,
 }
 
+impl Registration {
+    /// The VM of the entry.
+    #[must_use]
+    pub const fn guest(&self) -> &Arc<Guest> {
+        &self.guest
+    }
+}
+
 impl Index {
     /// Adds a VM. A name with a dot, which older daemons permitted, is no DNS label; such a VM is
     /// resolved by its id only.
@@ -107,7 +140,9 @@ impl Index {
             address,
             label: label.clone(),
             id: id.clone(),
-            policy,
+            group: policy.group,
+            egress: RwLock::new(policy.egress),
+            refused: AtomicU64::new(0),
             bucket: Mutex::default(),
             forwards: Arc::default(),
             connections: Arc::default(),
@@ -188,7 +223,7 @@ mod tests {
     }
 
     fn group(name: &str) -> Policy {
-        Policy { group: Some(name.into()), closed: false }
+        Policy { group: Some(name.into()), egress: Egress::internet() }
     }
 
     #[test]

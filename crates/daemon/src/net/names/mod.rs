@@ -31,28 +31,34 @@ pub mod timed;
 
 pub use index::{Guest, Index, Policy, Registration};
 pub use policy::Scope;
-pub use server::{Serving, serve};
+pub use server::{Opener, Serving, serve};
 pub use sockets::{Sockets, bind};
 pub use timed::Stats;
 
 use crate::base::prefix::Prefix;
 use crate::net::network::Network;
 pub use dayfly_api::agent::DOMAIN;
+use dayfly_units::error::chain;
 use std::io;
 use std::sync::Arc;
 use tokio::sync::watch;
 
 /// Starts the service at this network's gateway address; it runs until the result is dropped. Call
 /// it within a tokio runtime.
-pub(super) fn start(network: &Network) -> io::Result<Serving> {
+pub(super) fn start(network: &Arc<Network>) -> io::Result<Serving> {
     let at = server::place(network.prefix);
     let sockets = network.vm_netns.run(move || bind(at)).map_err(io::Error::other)??;
     let (sender, servers) = watch::channel(Arc::from([]));
     tokio::spawn(forward::follow_the_host(sender));
     let scope = Scope { prefix: network.prefix, reach: network.reach.clone() };
-    serve(network.names.clone(), scope, servers, sockets)
+    let same = network.clone();
+    let opener: Opener =
+        Arc::new(move |guest, found| same.vm_netns.open(guest, found).map_err(|e| chain(&e)));
+    serve(network.names.clone(), scope, servers, sockets, Some(opener))
 }
 
+#[cfg(test)]
+mod egress_tests;
 #[cfg(test)]
 mod message_tests;
 #[cfg(test)]

@@ -7,7 +7,7 @@
 //! | an address of the network, reversed | likewise |
 //! | another private address, reversed; a name of local use (`localhost`, `local`, …) | NXDOMAIN |
 //! | one label | NXDOMAIN: search lists lead to `dayfly.internal`, and no label is the host's |
-//! | anything else | forwarded; REFUSED for a closed VM |
+//! | anything else | forwarded; REFUSED for a VM whose egress policy does not resolve the name |
 
 use crate::net::names::addresses::{refused_v4, refused_v6};
 use crate::net::names::forward::Reach;
@@ -36,6 +36,8 @@ pub struct Scope {
 pub enum Decision {
     /// This answer is sent.
     Answer(Vec<u8>),
+    /// The VM's egress policy does not resolve the name; this answer is sent.
+    Refuse(Vec<u8>),
     /// The question goes to the host's servers.
     Forward,
 }
@@ -95,8 +97,9 @@ pub fn decide(index: &Index, scope: &Scope, guest: &Guest, query: &Query) -> Dec
         Some(Known::Record(kind, data)) => own(rcode::NOERROR, &record(kind, TTL_SECONDS, &data)),
         Some(Known::Nothing) => own(rcode::NOERROR, &[]),
         Some(Known::Unknown) => own(rcode::NXDOMAIN, &[]),
-        None if guest.policy.closed => {
-            Decision::Answer(query.answer(Head::of(rcode::REFUSED), &[]))
+        None if !guest.egress().resolves(&labels) => {
+            let head = Head { blocked: true, ..Head::of(rcode::REFUSED) };
+            Decision::Refuse(query.answer(head, &[]))
         }
         None => Decision::Forward,
     }

@@ -11,7 +11,7 @@
 //! only; a task that ends is started again.
 
 use crate::net::names::Prefix;
-use crate::net::names::forward::{self, By, Servers};
+use crate::net::names::forward::{self, By, Got, Servers};
 use crate::net::names::index::{Guest, Index};
 use crate::net::names::limits::{Gate, Turn};
 use crate::net::names::message::{
@@ -20,6 +20,7 @@ use crate::net::names::message::{
 use crate::net::names::policy::{self, Decision, Scope};
 use crate::net::names::sockets::Sockets;
 use crate::net::names::timed::{Stats, Timed, count};
+use dayfly_host::net::Found;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -45,16 +46,20 @@ const AT_ONCE: usize = 4;
 /// Pause before a task is restarted, and after a lack of descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
-#[derive(Debug)]
 struct Service {
     index: Arc<Index>,
     scope: Scope,
     servers: Servers,
+    opener: Option<Opener>,
     forwards: Arc<Gate>,
     connections: Arc<Gate>,
     stats: Arc<Stats>,
     stop: CancellationToken,
 }
+
+/// Opens the addresses that a question of the guest at an address has found. Returns the number of
+/// those that found no room, or why none was opened. Blocks.
+pub type Opener = Arc<dyn Fn(Ipv4Addr, &Found) -> Result<usize, String> + Send + Sync>;
 
 /// The running service; dropping this ends it.
 #[derive(Debug)]
@@ -78,7 +83,8 @@ impl Drop for Serving {
 }
 
 /// Serves the VMs of `index`, whose addresses are in `scope`, at these sockets. Questions for other
-/// names go to `servers`. Call it within a tokio runtime.
+/// names go to `servers`, and `opener` opens what their answers have. Call it within a tokio
+/// runtime.
 ///
 /// # Errors
 /// The sockets cannot be registered with the runtime.
@@ -87,6 +93,7 @@ pub fn serve(
     scope: Scope,
     servers: Servers,
     sockets: Sockets,
+    opener: Option<Opener>,
 ) -> io::Result<Serving> {
     let (stats, stop) = (Arc::new(Stats::default()), CancellationToken::new());
     // On an error its drop ends the tasks that were started.
@@ -95,6 +102,7 @@ pub fn serve(
         index,
         scope,
         servers,
+        opener,
         forwards: Gate::new(FORWARDS.0, FORWARDS.1),
         connections: Gate::new(CONNECTIONS.0, CONNECTIONS.1),
         stats: stats.clone(),
@@ -164,6 +172,10 @@ impl Service {
             assert!(!query.question.name.is(tests::PANICS), "on purpose");
             match policy::decide(&self.index, &self.scope, guest, &query) {
                 Decision::Answer(answer) => Next::Send(answer),
+                Decision::Refuse(answer) => {
+                    guest.refuse(1);
+                    Next::Send(answer)
+                }
                 Decision::Forward => Next::Ask(query),
             }
         }));
@@ -179,9 +191,35 @@ impl Service {
         Some(turn)
     }
 
-    async fn ask(&self, query: &Query, by: By) -> Vec<u8> {
+    async fn ask(&self, guest: &Arc<Guest>, query: &Query, by: By) -> Vec<u8> {
         let servers = self.servers.borrow().clone();
-        forward::ask(&servers, &self.scope.reach, query, by).await
+        let follow = self.opener.is_some() && !guest.egress().rules().is_empty();
+        let Got { bytes, addresses, .. } =
+            forward::ask(&servers, &self.scope.reach, query, by, follow).await;
+        if !addresses.is_empty() {
+            self.open(guest, query, addresses).await;
+        }
+        bytes
+    }
+
+    /// Opens the addresses of an answer before the guest gets it, because the guest connects at
+    /// once.
+    async fn open(&self, guest: &Arc<Guest>, query: &Query, addresses: Vec<(Ipv4Addr, u32)>) {
+        let Some(opener) = self.opener.clone() else { return };
+        let mut name: Vec<Box<[u8]>> =
+            query.question.name.labels().map(|label| label.to_ascii_lowercase().into()).collect();
+        name.reverse();
+        let of = |(address, seconds)| (address, Duration::from_secs(u64::from(seconds)));
+        let found = Found { name, addresses: addresses.into_iter().map(of).collect() };
+        let guest = guest.clone();
+        let opening = move || match opener(guest.address, &found) {
+            Ok(0) => {}
+            Ok(left_out) => guest.refuse(u64::try_from(left_out).unwrap_or(u64::MAX)),
+            Err(why) => tracing::error!(address = %guest.address, "opening a name: {why}"),
+        };
+        if let Err(e) = tokio::task::spawn_blocking(opening).await {
+            tracing::error!("opening a name: {e}");
+        }
     }
 
     /// Runs `work` for a guest in a task, until the guest returns its address or the service stops.
@@ -228,7 +266,7 @@ fn by_packet(
     };
     let (same, of, socket) = (service.clone(), guest.clone(), socket.clone());
     service.spawn(guest, async move {
-        let answer = same.ask(&query, By::Packet).await;
+        let answer = same.ask(&of, &query, By::Packet).await;
         drop(turn);
         send(&of, &socket, &answer, from);
     });
@@ -298,7 +336,7 @@ async fn connection(service: &Arc<Service>, guest: &Arc<Guest>, mut stream: TcpS
             Next::Send(answer) => answer,
             Next::Ask(query) => match service.forward(guest) {
                 None => query.answer(Head::of(rcode::SERVFAIL), &[]),
-                Some(_turn) => service.ask(&query, By::Stream).await,
+                Some(_turn) => service.ask(guest, &query, By::Stream).await,
             },
         };
         if !matches!(timeout(IDLE, forward::write(&mut stream, &answer)).await, Ok(Ok(()))) {

@@ -3,9 +3,11 @@
 use crate::base::prefix::Prefix;
 use crate::net::names::index::{Index, Policy, Registration};
 use crate::net::names::policy::Scope;
-use crate::net::names::server::{Serving, place, serve};
+use crate::net::names::server::{Opener, Serving, place, serve};
 use crate::net::names::sockets;
-use dayfly_units::VmId;
+use dayfly_host::net::Found;
+use dayfly_units::sync::lock;
+use dayfly_units::{Egress, VmId};
 use simple_dns::rdata::RData;
 use simple_dns::{Packet, RCODE};
 use std::io::{Read, Write};
@@ -65,13 +67,18 @@ pub(super) struct World {
     pub(super) serving: Serving,
     /// Sends the service its list of servers.
     pub(super) servers: watch::Sender<Arc<[SocketAddr]>>,
+    /// What the service has opened for which guest.
+    pub(super) opened: Arc<Mutex<Vec<(Ipv4Addr, Found)>>>,
 }
 
 pub(super) fn world() -> World {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let index = Arc::new(Index::default());
-    let policy = |group: &str, closed| Policy { group: Some(group.into()), closed };
+    let policy = |group: &str, closed: bool| {
+        let egress = if closed { Egress::none() } else { Egress::internet() };
+        Policy { group: Some(group.into()), egress }
+    };
     let insert = |last, name: &str, policy| {
         index.insert(ip(last), VmId::random(), &name.parse().unwrap(), policy)
     };
@@ -82,11 +89,18 @@ pub(super) fn world() -> World {
         insert(5, "lone", Policy::default()),
     ];
     let (servers, receiver) = watch::channel(Arc::from([]));
+    let opened: Arc<Mutex<Vec<_>>> = Arc::default();
     let serving = {
+        let opened = opened.clone();
+        let opener: Opener = Arc::new(move |guest, found| {
+            lock(&opened).push((guest, found.clone()));
+            Ok(0)
+        });
         let _within = runtime.enter();
-        serve(index.clone(), scope(), receiver, sockets::bind(gateway()).unwrap()).unwrap()
+        serve(index.clone(), scope(), receiver, sockets::bind(gateway()).unwrap(), Some(opener))
+            .unwrap()
     };
-    World { runtime, index, _guests: guests, serving, servers }
+    World { runtime, index, _guests: guests, serving, servers, opened }
 }
 
 pub(super) fn udp(last: u8) -> Blocking {

@@ -89,7 +89,7 @@ fn a_guest_is_answered_and_a_flood_of_another_s_is_not_its_business() {
             });
             let _within = runtime.enter();
             let (_sender, servers) = watch::channel(Arc::from([]));
-            let serving = serve(index, scope(), servers, sockets).unwrap();
+            let serving = serve(index, scope(), servers, sockets, None).unwrap();
             let ask = |n: usize, message: &[u8]| {
                 let address = ip(u8::try_from(n + 2).unwrap());
                 let frame = frame(address, macs[n], message);

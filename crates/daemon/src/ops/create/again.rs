@@ -136,7 +136,12 @@ async fn begin(daemon: &Arc<Daemon>, ended: &Arc<Vm>) -> Outcome<Arc<Vm>> {
 /// Reserves memory, network and slot, and puts a new VM in the place of the ended one.
 async fn replaced(daemon: &Arc<Daemon>, ended: &Arc<Vm>, asked: Asked) -> Outcome<Arc<Vm>> {
     // Its snapshot is no part of its past any more: its guest boots.
-    let facts = Facts { snapshot: None, ancestors: Vec::new(), ..ended.facts.clone() };
+    let facts = Facts {
+        snapshot: None,
+        ancestors: Vec::new(),
+        network: ended.network_now(),
+        ..ended.facts.clone()
+    };
     let memory = daemon.budget.reserve(facts.memory_bytes, None).map_err(Step::Memory.failed())?;
     let share = admit::one(daemon).await?;
     let attachment =

@@ -129,7 +129,15 @@ async fn a_clone_has_the_lifetime_of_its_request_and_that_of_a_guest_ends_with_i
     let deadline = vm.live().deadline.unwrap();
     let forked = async |lifetime, by_guest| {
         let (name, labels) = (None, BTreeMap::new());
-        let request = ForkRequest { count: 1, name, labels, forks: 0, lifetime, template: None };
+        let request = ForkRequest {
+            count: 1,
+            name,
+            labels,
+            forks: 0,
+            egress: None,
+            lifetime,
+            template: None,
+        };
         let forked = if by_guest {
             fork_for_guest(&room.daemon, &vm, request, Asked::now()).await
         } else {

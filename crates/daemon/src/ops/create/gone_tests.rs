@@ -132,6 +132,7 @@ impl Client {
             name: None,
             labels: BTreeMap::new(),
             forks: 0,
+            egress: None,
             lifetime: Lifetime::UNLIMITED,
             template,
         };

@@ -39,6 +39,7 @@ pub(super) const ASKED: ForkRequest = ForkRequest {
     name: None,
     labels: BTreeMap::new(),
     forks: 0,
+    egress: None,
     lifetime: Lifetime::UNLIMITED,
     template: None,
 };
@@ -245,6 +246,7 @@ async fn bake(
         agent_version: String::new(),
         config: ImageConfig::default(),
         labels: BTreeMap::new(),
+        egress: None,
         disks: vec![disk],
     };
     if paged {

@@ -94,6 +94,7 @@ async fn forked(room: &Room, vm: &Arc<Vm>) -> Arc<Vm> {
         name: None,
         labels: BTreeMap::new(),
         forks: 0,
+        egress: None,
         lifetime: Lifetime::UNLIMITED,
         template: None,
     };

@@ -106,6 +106,7 @@ async fn a_fork_that_its_client_abandons_keeps_the_next_one_waiting() {
         name: None,
         labels: BTreeMap::new(),
         forks: 0,
+        egress: None,
         lifetime: Lifetime::UNLIMITED,
         template: None,
     };

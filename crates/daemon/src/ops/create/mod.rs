@@ -31,6 +31,10 @@ mod starting_again;
 mod failing;
 
 #[cfg(test)]
+#[path = "egress_tests.rs"]
+mod egress;
+
+#[cfg(test)]
 #[path = "expiry_tests.rs"]
 mod expiring;
 

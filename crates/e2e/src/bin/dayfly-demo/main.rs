@@ -207,6 +207,7 @@ async fn bake(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
         // same.
         recording: Some(guest::ask(&["sum", "0"])),
         init: None,
+        egress: None,
     };
     let stream = demo.host.client.bake(&request).await?;
     demo.snapshots.push(name.clone());

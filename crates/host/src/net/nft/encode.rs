@@ -7,11 +7,10 @@
 use super::super::NetlinkError;
 use super::super::netlink::{Batch, Raw};
 use std::net::Ipv4Addr;
-use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 
-const NETLINK_NETFILTER: isize = 12;
+pub(super) const NETLINK_NETFILTER: isize = 12;
 /// NFNL_SUBSYS_NFTABLES.
-const SUBSYSTEM: u16 = 10;
+pub(super) const SUBSYSTEM: u16 = 10;
 const BATCH_BEGIN: u16 = 0x10;
 const BATCH_END: u16 = 0x11;
 // enum nf_tables_msg_types
@@ -28,15 +27,16 @@ const NLM_F_CREATE: u16 = 0x400;
 const NLM_F_APPEND: u16 = 0x800;
 const NLA_F_NESTED: u16 = 1 << 15;
 /// NFT_REG_1, the only register that these rules use.
-const REGISTER: u32 = 1;
+pub(super) const REGISTER: u32 = 1;
 /// NFT_REG_VERDICT.
-const VERDICT: u32 = 0;
+pub(super) const VERDICT: u32 = 0;
 /// IFNAMSIZ.
 const NAME_BYTES: usize = 16;
 /// NFT_DATA_VERDICT: the value type of a verdict map.
 const DATA_VERDICT: u32 = 0xffff_ff00;
 // enum nft_set_flags
 const SET_MAP: u32 = 0x8;
+const SET_TIMEOUT: u32 = 0x10;
 const SET_EVAL: u32 = 0x20;
 
 /// The protocol family of a table: `NFPROTO_IPV4` or `NFPROTO_IPV6`.
@@ -54,6 +54,8 @@ pub(super) enum Verdict<'a> {
     /// Continues with the rules of the named chain. If none of them decides, the rule after this
     /// one is next.
     Jump(&'a str),
+    /// Continues after the rule that jumped to this chain.
+    Return,
 }
 
 /// The point at which a chain sees packets (linux/netfilter.h).
@@ -67,7 +69,7 @@ pub(super) enum Hook {
 }
 
 /// `struct nlattr`, padded to four bytes.
-fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
+pub(super) fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     let length = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
     let mut bytes = [&length.to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat();
     bytes.resize(bytes.len().next_multiple_of(4), 0);
@@ -78,26 +80,26 @@ fn nested(kind: u16, inner: &[Vec<u8>]) -> Vec<u8> {
     attribute(kind | NLA_F_NESTED, &inner.concat())
 }
 
-fn text(kind: u16, value: &str) -> Vec<u8> {
+pub(super) fn text(kind: u16, value: &str) -> Vec<u8> {
     attribute(kind, &[value.as_bytes(), &[0]].concat())
 }
 
-fn number(kind: u16, value: u32) -> Vec<u8> {
+pub(super) fn number(kind: u16, value: u32) -> Vec<u8> {
     attribute(kind, &value.to_be_bytes())
 }
 
 /// NFTA_EXPR_NAME and NFTA_EXPR_DATA.
-fn bare_expression(name: &str, data: &[Vec<u8>]) -> Vec<u8> {
+pub(super) fn bare_expression(name: &str, data: &[Vec<u8>]) -> Vec<u8> {
     [text(1, name), nested(2, data)].concat()
 }
 
 /// An expression as an entry of a list (NFTA_LIST_ELEM).
-fn expression(name: &str, data: &[Vec<u8>]) -> Vec<u8> {
+pub(super) fn expression(name: &str, data: &[Vec<u8>]) -> Vec<u8> {
     attribute(1 | NLA_F_NESTED, &bare_expression(name, data))
 }
 
 /// NFTA_DATA_VALUE in the attribute that holds it.
-fn value(kind: u16, bytes: &[u8]) -> Vec<u8> {
+pub(super) fn value(kind: u16, bytes: &[u8]) -> Vec<u8> {
     nested(kind, &[attribute(1, bytes)])
 }
 
@@ -105,10 +107,13 @@ fn value(kind: u16, bytes: &[u8]) -> Vec<u8> {
 fn verdict_data(kind: u16, verdict: Verdict) -> Vec<u8> {
     // NFT_JUMP is -3 of enum nft_verdicts.
     const JUMP: u32 = (-3_i32).cast_unsigned();
+    // NFT_RETURN is -5.
+    const RETURN: u32 = (-5_i32).cast_unsigned();
     let inner = match verdict {
         Verdict::Drop => vec![number(1, 0)],
         Verdict::Accept => vec![number(1, 1)],
         Verdict::Jump(chain) => vec![number(1, JUMP), text(2, chain)],
+        Verdict::Return => vec![number(1, RETURN)],
     };
     nested(kind, &[nested(2, &inner)])
 }
@@ -120,12 +125,12 @@ fn padded(name: &str) -> Vec<u8> {
 }
 
 /// Matches if the register equals these bytes, or differs from them (NFT_CMP_EQ, NFT_CMP_NEQ).
-fn compare(equal: bool, bytes: &[u8]) -> Vec<u8> {
+pub(super) fn compare(equal: bool, bytes: &[u8]) -> Vec<u8> {
     expression("cmp", &[number(1, REGISTER), number(2, u32::from(!equal)), value(3, bytes)])
 }
 
 /// Keeps only the bits of `mask` in the register's four bytes.
-fn masked(mask: [u8; 4]) -> Vec<u8> {
+pub(super) fn masked(mask: [u8; 4]) -> Vec<u8> {
     let data = [
         number(1, REGISTER),
         number(2, REGISTER),
@@ -142,7 +147,7 @@ fn meta(key: u32) -> Vec<u8> {
 
 /// Loads bytes of a packet into the register, from the network header (base 1) or the transport
 /// header (base 2).
-fn payload(base: u32, offset: u32, bytes: u32) -> Vec<u8> {
+pub(super) fn payload(base: u32, offset: u32, bytes: u32) -> Vec<u8> {
     expression(
         "payload",
         &[number(1, REGISTER), number(2, base), number(3, offset), number(4, bytes)],
@@ -219,7 +224,7 @@ pub(super) fn member(address: Address, set: &str) -> Vec<u8> {
     [load(address), lookup(set)].concat()
 }
 
-fn lookup(set: &str) -> Vec<u8> {
+pub(super) fn lookup(set: &str) -> Vec<u8> {
     expression("lookup", &[text(1, set), number(2, REGISTER)])
 }
 
@@ -284,6 +289,8 @@ pub(super) fn verdict(verdict: Verdict) -> Vec<u8> {
 pub(super) enum SetOf {
     /// Addresses.
     Addresses,
+    /// Addresses that the kernel removes after a time.
+    Timed,
     /// Verdicts for addresses.
     Verdicts,
     /// Addresses with a counter of connections or packets.
@@ -394,6 +401,7 @@ impl Transaction {
         let (kind, bytes) = if matches!(of, SetOf::Interfaces) { (41, 16) } else { (7, 4) };
         let flags = match of {
             SetOf::Addresses | SetOf::Interfaces => 0,
+            SetOf::Timed => SET_TIMEOUT,
             SetOf::Verdicts => SET_MAP,
             SetOf::Counts => SET_EVAL,
         };
@@ -411,8 +419,8 @@ impl Transaction {
         self.ask(&format!("removing the set {name:?}"), DELETE_SET, 0, &attributes);
     }
 
-    fn element(&mut self, what: &str, kind: u16, set: &str, key: &Key, verdict: Option<Verdict>) {
-        let data = verdict.map(|verdict| verdict_data(2, verdict));
+    /// Requests a change of the set's element with this key; `data` are its other attributes.
+    fn element(&mut self, what: &str, kind: u16, set: &str, key: &Key, data: Option<Vec<u8>>) {
         let element: Vec<Vec<u8>> = [value(1, &key.bytes())].into_iter().chain(data).collect();
         let attributes = [text(1, &self.table), text(2, set), nested(3, &[nested(1, &element)])];
         let flags = if kind == NEW_ELEMENT { NLM_F_CREATE } else { 0 };
@@ -421,11 +429,25 @@ impl Transaction {
 
     /// Adds an element to a set, with its verdict if the set is a verdict map.
     pub(super) fn add(&mut self, set: &str, key: impl Into<Key>, verdict: Option<Verdict>) {
-        self.element("adding to", NEW_ELEMENT, set, &key.into(), verdict);
+        let data = verdict.map(|verdict| verdict_data(2, verdict));
+        self.element("adding to", NEW_ELEMENT, set, &key.into(), data);
+    }
+
+    /// Adds an address to a set of [`SetOf::Timed`] for `ms` milliseconds from now on, whether the
+    /// set has the address already or not.
+    pub(super) fn add_for(&mut self, set: &str, address: Ipv4Addr, ms: u64) {
+        // Adding an element that exists leaves its time as it is (before Linux 6.12), and removing
+        // one that does not exist fails.
+        let time = || Some(attribute(4, &ms.to_be_bytes()));
+        let key = Key::Address(address);
+        self.element("adding to", NEW_ELEMENT, set, &key, time());
+        self.element("removing from", DELETE_ELEMENT, set, &key, None);
+        self.element("adding to", NEW_ELEMENT, set, &key, time());
     }
 
     pub(super) fn remove(&mut self, set: &str, key: impl Into<Key>, verdict: Option<Verdict>) {
-        self.element("removing from", DELETE_ELEMENT, set, &key.into(), verdict);
+        let data = verdict.map(|verdict| verdict_data(2, verdict));
+        self.element("removing from", DELETE_ELEMENT, set, &key.into(), data);
     }
 
     /// Sends the transaction to the kernel, for the calling thread's namespace.
@@ -436,35 +458,6 @@ impl Transaction {
 }
 
 /// `struct nfgenmsg`: the family, version 0, and in a batch the subsystem.
-fn head(family: Family, resource: u16) -> Vec<u8> {
+pub(super) fn head(family: Family, resource: u16) -> Vec<u8> {
     [&[family as u8, 0][..], &resource.to_be_bytes()].concat()
-}
-
-/// Whether the IPv4 table has this chain.
-pub(super) fn has_chain(table: &str, chain: &str) -> Result<bool, NetlinkError> {
-    const GET_CHAIN: u16 = SUBSYSTEM << 8 | 4;
-    let mut batch = Batch::default();
-    let body = [head(Family::V4, 0), text(1, table), text(3, chain)].concat();
-    batch.ask("nf_tables: looking for a chain", GET_CHAIN, 0, &Raw(body));
-    match batch.send(NETLINK_NETFILTER) {
-        Err(NetlinkError { errno: rustix::io::Errno::NOENT, .. }) => Ok(false),
-        found => found.map(|()| true),
-    }
-}
-
-/// A non-blocking socket that becomes readable when any process changes the rules of the calling
-/// thread's namespace.
-pub(super) fn changes() -> Result<OwnedFd, NetlinkError> {
-    /// NFNLGRP_NFTABLES of linux/netfilter/nfnetlink.h.
-    const GROUP: u32 = 7;
-    let failed = |e: std::io::Error| {
-        let errno = rustix::io::Errno::from_io_error(&e).unwrap_or(rustix::io::Errno::IO);
-        NetlinkError { what: "nf_tables: watching changes".to_owned(), errno }
-    };
-    let mut socket = netlink_sys::Socket::new(NETLINK_NETFILTER).map_err(failed)?;
-    socket.bind_auto().map_err(failed)?;
-    socket.add_membership(GROUP).map_err(failed)?;
-    socket.set_non_blocking(true).map_err(failed)?;
-    // SAFETY: `into_raw_fd` gives up the ownership of the socket's descriptor.
-    Ok(unsafe { OwnedFd::from_raw_fd(socket.into_raw_fd()) })
 }

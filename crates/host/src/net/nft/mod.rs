@@ -33,23 +33,32 @@
 //! chain says (filter, output):
 //!     icmp other than "fragmentation needed" drop
 //! chain guests (filter, forward; policy drop):
+//!     oifname <uplink> ct original saddr vmap @egress, and likewise for iifname
 //!     ct state established,related accept
 //!     ct state != new drop
+//!     iifname <uplink> ip daddr @limited ip saddr != <host> drop
 //!     iifname <uplink> accept
 //!     add @connections { ip saddr ct count over <most> } drop
 //!     ip daddr <host> drop
-//!     ip saddr @closed oifname <uplink> drop
 //!     oifname <uplink> accept
 //!     ip saddr vmap @networks
 //! chain net_NAME:
 //!     ip daddr @in_NAME accept
 //! ```
-//! and `table ip6 dayfly`, whose one chain drops every packet. These rules may trust source
-//! addresses, because rp_filter has compared them with the routes.
+//! The chains of egress policies are in [`egress`]. There is also `table ip6 dayfly`, whose one
+//! chain drops every packet. These rules may trust source addresses, because rp_filter has compared
+//! them with the routes.
 
+mod change;
+mod egress;
 mod encode;
+mod query;
+
+pub(super) use change::Change;
+pub(super) use egress::{MAX_OPENED, refused, reopened};
 
 use super::NetlinkError;
+use change::{MOST_GUESTS, TABLE};
 use encode::{Address, Family, Hook, SetOf, Transaction, Verdict};
 use ipnet::Ipv4Net;
 use rustix::io::Errno;
@@ -57,8 +66,6 @@ use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
 use std::os::fd::OwnedFd;
 
-/// The table in the VM network namespace.
-const TABLE: &str = "dayfly";
 /// Name prefix of every uplink.
 const UPLINKS: &str = "dayfly";
 const TCP: u8 = 6;
@@ -79,9 +86,6 @@ const RAW: i32 = -300;
 const SOURCE: i32 = 100;
 /// ICMP "fragmentation needed" (RFC 792: type 3, code 4), which path MTU discovery needs.
 const TOO_BIG: (u8, u8) = (3, 4);
-/// Maximum number of elements in a set of guests. A VM network has at most 24 bits of addresses,
-/// and a host fewer guests.
-const MOST_GUESTS: u32 = 1 << 20;
 
 /// The parameters of the host's rules.
 #[derive(Debug, Clone, Copy)]
@@ -210,32 +214,13 @@ pub(super) struct Inside<'a> {
     pub(super) most_connections: u32,
 }
 
-/// A change of what a guest may reach.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Change<'a> {
-    /// Creates the chain and the set of a network, for its first guest.
-    NewNetwork(&'a str),
-    /// Adds a guest to a network.
-    Join(&'a str, Ipv4Addr),
-    /// Removes a guest from a network.
-    Leave(&'a str, Ipv4Addr),
-    /// Removes the chain and the set of a network without guests.
-    NoNetwork(&'a str),
-    /// Blocks a guest's way out.
-    Close(Ipv4Addr),
-    /// Opens a guest's way out again.
-    Open(Ipv4Addr),
-}
-
 /// Creates the table in the calling thread's namespace, replacing an existing one, with `changes`
 /// applied.
 ///
 /// # Errors
 /// The kernel has no nf_tables, or refuses.
 pub(super) fn set_inside(inside: Inside, changes: &[Change]) -> Result<(), NetlinkError> {
-    use encode::{
-        ESTABLISHED_OR_RELATED, IN, NEW, OUT, interface, member, port, protocol, state, verdict,
-    };
+    use encode::{ESTABLISHED_OR_RELATED, IN, NEW, OUT, interface, port, protocol, state, verdict};
     let mut all = Transaction::new(Family::V4, TABLE);
     all.replace_table();
     let drop = || verdict(Verdict::Drop);
@@ -272,12 +257,14 @@ pub(super) fn set_inside(inside: Inside, changes: &[Change]) -> Result<(), Netli
     all.rule("the gateway says nothing else", "says", &errors);
 
     all.set("connections", SetOf::Counts, MOST_GUESTS, 1);
-    all.set("closed", SetOf::Addresses, MOST_GUESTS, 2);
+    egress::base(&mut all);
     all.set("networks", SetOf::Verdicts, MOST_GUESTS, 3);
     all.base_chain("guests", "filter", Hook::Forward, FILTER, true);
+    egress::every_packet(&mut all, inside.uplink);
     let answers = [state(true, ESTABLISHED_OR_RELATED), accept()];
     all.rule("connections that were let through (module nft_ct)", "guests", &answers);
     all.rule("what belongs to no connection", "guests", &[state(false, NEW), drop()]);
+    egress::only_the_host(&mut all, inside.uplink, inside.host);
     all.rule("the host reaches guests", "guests", &[interface(IN, true, inside.uplink), accept()]);
     let many = encode::connections_over(Address::Source, "connections", inside.most_connections);
     all.rule("connections of a guest (module nft_connlimit)", "guests", &[many, drop()]);
@@ -285,12 +272,10 @@ pub(super) fn set_inside(inside: Inside, changes: &[Change]) -> Result<(), Netli
     // remove that table.
     let host = [encode::within(Address::Destination, Ipv4Net::from(inside.host)), drop()];
     all.rule("guests do not reach their host", "guests", &host);
-    let closed = [member(Address::Source, "closed"), to_uplink(), drop()];
-    all.rule("closed guests have no way out", "guests", &closed);
     all.rule("the way out", "guests", &[to_uplink(), accept()]);
     all.rule("networks", "guests", &[encode::by_map(Address::Source, "networks")]);
     for change in changes {
-        apply(&mut all, *change);
+        apply(&mut all, change);
     }
     all.commit()?;
     close_ipv6()
@@ -318,18 +303,23 @@ fn close_ipv6() -> Result<(), NetlinkError> {
 pub(super) fn change(changes: &[Change]) -> Result<(), NetlinkError> {
     let mut all = Transaction::new(Family::V4, TABLE);
     for change in changes {
-        apply(&mut all, *change);
+        apply(&mut all, change);
     }
     all.commit()
 }
 
-fn apply(all: &mut Transaction, change: Change) {
+fn apply(all: &mut Transaction, change: &Change) {
     let (chain, set) = match change {
         Change::NewNetwork(name)
         | Change::Join(name, _)
         | Change::Leave(name, _)
         | Change::NoNetwork(name) => (format!("net_{name}"), format!("in_{name}")),
-        Change::Close(_) | Change::Open(_) => Default::default(),
+        Change::NewPolicy(..)
+        | Change::Limit(..)
+        | Change::Unlimit(..)
+        | Change::Forget(_)
+        | Change::Open(..)
+        | Change::NoPolicy(..) => return egress::apply(all, change),
     };
     let jump = Some(Verdict::Jump(&chain));
     match change {
@@ -342,19 +332,23 @@ fn apply(all: &mut Transaction, change: Change) {
             all.rule("guests of one network reach each other", &chain, &to);
         }
         Change::Join(_, guest) => {
-            all.add(&set, guest, None);
-            all.add("networks", guest, jump);
+            all.add(&set, *guest, None);
+            all.add("networks", *guest, jump);
         }
         Change::Leave(_, guest) => {
-            all.remove("networks", guest, jump);
-            all.remove(&set, guest, None);
+            all.remove("networks", *guest, jump);
+            all.remove(&set, *guest, None);
         }
         Change::NoNetwork(_) => {
             all.remove_chain(&chain);
             all.remove_set(&set);
         }
-        Change::Close(guest) => all.add("closed", guest, None),
-        Change::Open(guest) => all.remove("closed", guest, None),
+        Change::NewPolicy(..)
+        | Change::Limit(..)
+        | Change::Unlimit(..)
+        | Change::Forget(_)
+        | Change::Open(..)
+        | Change::NoPolicy(..) => {}
     }
 }
 
@@ -363,7 +357,7 @@ fn apply(all: &mut Transaction, change: Change) {
 /// # Errors
 /// The kernel refuses the query.
 pub(super) fn has_host(uplink: &str) -> Result<bool, NetlinkError> {
-    encode::has_chain(uplink, "says")
+    query::has_chain(uplink, "says")
 }
 
 /// Whether the host's table has the chain that keeps the host from routing for others. Only a
@@ -372,7 +366,7 @@ pub(super) fn has_host(uplink: &str) -> Result<bool, NetlinkError> {
 /// # Errors
 /// The kernel refuses the query.
 pub(super) fn has_router(uplink: &str) -> Result<bool, NetlinkError> {
-    encode::has_chain(uplink, "router")
+    query::has_chain(uplink, "router")
 }
 
 /// A non-blocking socket that becomes readable when any process changes the rules of the calling
@@ -381,5 +375,5 @@ pub(super) fn has_router(uplink: &str) -> Result<bool, NetlinkError> {
 /// # Errors
 /// The kernel has no nf_tables.
 pub(super) fn changes() -> Result<OwnedFd, NetlinkError> {
-    encode::changes()
+    query::changes()
 }

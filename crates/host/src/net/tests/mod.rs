@@ -2,6 +2,7 @@
 //! one that stands for the outside world.
 
 mod connections;
+mod egress;
 mod forwards;
 mod frames;
 mod networks;
@@ -113,7 +114,8 @@ fn said(tap: &Tap) -> Option<(Ipv4Addr, Vec<u8>)> {
 
 /// Two guests of one network.
 fn both() -> [Guest; 2] {
-    [A, B].map(|address| Guest { address, network: Some("both".to_owned()), closed: false })
+    let egress = dayfly_units::Egress::internet;
+    [A, B].map(|address| Guest { address, network: Some("both".to_owned()), egress: egress() })
 }
 
 fn two(vm_netns: &VmNetns) -> (Tap, Tap) {

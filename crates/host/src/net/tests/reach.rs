@@ -3,6 +3,7 @@
 
 use super::frames::{self, ICMP, Packet, TCP, UDP};
 use super::*;
+use dayfly_units::Egress;
 use std::collections::BTreeSet;
 use std::net::{TcpListener, ToSocketAddrs};
 
@@ -21,7 +22,8 @@ pub(super) fn spec(folder: &tempfile::TempDir, uplink: &str) -> VmNetnsSpec {
 }
 
 pub(super) fn guest(address: Ipv4Addr, network: Option<&str>, closed: bool) -> Guest {
-    Guest { address, network: network.map(str::to_owned), closed }
+    let egress = if closed { Egress::none() } else { Egress::internet() };
+    Guest { address, network: network.map(str::to_owned), egress }
 }
 
 pub(super) fn tap(vm_netns: &VmNetns, name: &str, address: Ipv4Addr) -> Tap {
