@@ -169,7 +169,7 @@ pub async fn adopt(daemon: &Arc<Daemon>) -> io::Result<JoinSet<VmId>> {
     blocking(keep).await.map_err(io::Error::other)?;
     daemon.networks.adopted_all();
     let same = daemon.clone();
-    // Only after every live VM has pinned its image and layers.
+    // Only after every VM has pinned its image and layers.
     let _ = blocking(move || {
         release_layers(&same);
         same.templates.collect();
@@ -274,7 +274,14 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
         .map_err(|e| Box::new(Unreadable::of(same, format!("it cannot be adopted: {e}"))))?;
     if vm.phase().alive() {
         give_resources(daemon, &vm);
-    } else if verdict == Verdict::MarkExited {
+    } else {
+        // So that it can start again. If something is missing, the start is refused.
+        match daemon.templates.pin(&vm.name, &vm.live().disks) {
+            Ok(pin) => vm.keep_pinned(pin),
+            Err(error) => tracing::warn!(vm = %vm.id, "its disks are not kept: {}", error.0.message),
+        }
+    }
+    if verdict == Verdict::MarkExited {
         vm.announce_end(|| daemon.happened(&vm, EventKind::Exited));
     }
     let process = process.filter(|_| verdict == Verdict::Ask);

@@ -300,10 +300,19 @@ impl Vm {
         }
     }
 
-    /// Keeps the pin of its image and layers until the VM ends.
+    /// Whether a VM with the state `live` has disks from which it can start again when it has
+    /// ended.
+    fn keeps_disks(&self, live: &Live) -> bool {
+        let stays = !self.facts.ephemeral && !self.facts.auto_remove;
+        stays && self.unadopted.is_none() && live.no_snapshot.is_none()
+    }
+
+    /// Keeps the pin of its image and layers until the VM is removed, or until it ends if it cannot
+    /// start again.
     pub fn keep_pinned(&self, pin: Pin) {
         let live = lock(&self.live);
-        let before = if live.phase.alive() { lock(&self.pin).replace(pin) } else { Some(pin) };
+        let keeps = live.phase.alive() || self.keeps_disks(&live);
+        let before = if keeps { lock(&self.pin).replace(pin) } else { Some(pin) };
         drop(live);
         // Dropped after the lock of `live`: the drop may remove layers, and readers of `live` must
         // not wait for that.
@@ -379,18 +388,19 @@ impl Vm {
     /// reason stays. The VM counts as gone when the result of the first call is dropped: a second
     /// caller has nothing of the VM, and may drop its result earlier.
     pub fn ended(&self, exit: VmExit) -> Remains {
-        {
+        let keeps_disks = {
             let mut live = lock(&self.live);
             live.phase = Phase::Exited;
             live.exit.get_or_insert(exit);
             live.process = None;
-        }
+            self.keeps_disks(&live)
+        };
         lock(&self.process).take();
         lock(&self.memory).take();
         lock(&self.space).end();
         self.waiting.send_replace(None);
         Remains {
-            _pin: lock(&self.pin).take(),
+            _pin: if keeps_disks { None } else { lock(&self.pin).take() },
             _backing: lock(&self.backing).take(),
             _attachment: std::mem::take(&mut *lock(&self.attachment)),
             _gone: lock(&self.mark_gone).take(),

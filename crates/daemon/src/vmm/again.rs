@@ -36,7 +36,7 @@ pub(crate) fn open(templates: &TemplateCache, vm: &Vm) -> Outcome<Again> {
     let mut fds = Fds::default();
     let by = format!("VM {}", vm.name);
     let disks = disks.iter().map(|of| disk(templates.store(), &by, of, &mut fds));
-    let disks = disks.collect::<Outcome<_>>()?;
+    let disks = disks.collect::<Outcome<Vec<_>>>()?;
     let init = facts.init.as_ref().map(|init| format!(" dayfly.init={init}")).unwrap_or_default();
     // The disk of the kernel's modules is the second.
     let modules = if disks.len() > 1 { MODULES } else { "" };

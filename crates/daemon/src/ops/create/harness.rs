@@ -136,6 +136,7 @@ impl Room {
             vmlinux_bytes: elf.len() as u64,
             initrd_bytes: initrd.len() as u64,
             digest: dayfly_store::Digest::of(&both),
+            modules: None,
         };
         let body = zstd::encode_all(both.as_slice(), 1).unwrap();
         let store = self.daemon.templates.store();
