@@ -32,7 +32,7 @@ fn kernel(version: &str, modules: &[&str]) {
     modules_disk(&source, &cache);
 }
 
-/// The disk of all modules has the lists of depmod, and each module unpacked and as root's.
+/// The disk of all modules has the lists of depmod, and each module as the package has it, as root's.
 fn modules_disk(source: &KernelSource, cache: &Path) {
     let out = tempfile::tempdir().unwrap();
     let built = build_modules(source, Some(cache), out.path()).unwrap().unwrap();
@@ -45,13 +45,17 @@ fn modules_disk(source: &KernelSource, cache: &Path) {
         String::from_utf8_lossy(&said.stdout).into_owned()
     };
     let dep = ask("cat modules.dep");
-    let overlay = "kernel/fs/overlayfs/overlay.ko";
-    assert!(dep.lines().any(|line| line.starts_with(&format!("{overlay}:"))), "{dep}");
+    let is_overlay = |name: &&str| name.starts_with("kernel/fs/overlayfs/overlay.ko");
+    let mut names = dep.lines().filter_map(|line| Some(line.split_once(':')?.0));
+    let overlay = names.find(is_overlay).unwrap_or_else(|| panic!("{dep}"));
     assert!(ask("cat modules.alias").contains("alias rtnl-link-bridge bridge"));
     assert!(ask("ls -l .").contains("modules.builtin.alias.bin"));
     let stat = ask(&format!("stat {overlay}"));
     assert!(stat.contains("Mode:  0644") && stat.contains("User:     0"), "{stat}");
-    assert!(ask(&format!("cat {overlay}")).starts_with("\u{7f}ELF"));
+    let dumped = out.path().join("overlay");
+    ask(&format!("dump {overlay} {}", dumped.display()));
+    let package = std::fs::read(source.modules.as_ref().unwrap().join(overlay)).unwrap();
+    assert!(std::fs::read(dumped).unwrap() == package, "{overlay}");
     // Modules without the cache give the same bytes.
     let fresh = tempfile::tempdir().unwrap();
     let again = build_modules(source, Some(fresh.path()), &fresh.path().join("out")).unwrap();

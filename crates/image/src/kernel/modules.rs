@@ -1,20 +1,21 @@
 //! The disk with all modules of a kernel.
 //!
 //! ```text
-//!  lib/modules/<release> ── unpacked ──▶ staging ── depmod ──▶ modules.dep, modules.alias, …
-//!                                                                  │
-//!                      read-only ext4 without anything else ◀──────╯
+//!  lib/modules/<release> ── copied ──▶ staging ── depmod ──▶ modules.dep, modules.alias, …
+//!                                                                │
+//!                    read-only ext4 without anything else ◀──────╯
 //! ```
 //!
-//! The root of the disk is what a guest has in `/lib/modules/<release>`. The modules are not
-//! compressed, because not every modprobe(8) unpacks them. Signatures stay.
+//! The root of the disk is what a guest has in `/lib/modules/<release>`. Modules stay
+//! compressed as in the kernel's package, a fifth of their size; modprobe(8) of kmod unpacks them,
+//! that of busybox may not.
 
 use super::error::{KernelError, on};
 use crate::disk::tree::{Content, Kind, Meta, Tree};
 use crate::disk::{BuildError, BuiltImage, plain};
 use crate::{cache, staging, tool};
 use dayfly_archive::Refusal;
-use dayfly_boot::modules::{files, lists, unpack};
+use dayfly_boot::modules::{files, lists};
 use dayfly_boot::{BootError, KernelSource, read_capped};
 use dayfly_units::MODULES_SOURCE;
 use std::collections::BTreeSet;
@@ -70,7 +71,7 @@ fn key(folder: &Path, release: &str, modules: &BTreeSet<String>) -> Result<Strin
     let mut add = |name: &str, bytes: &[u8]| {
         hasher.update(name.as_bytes()).update(b"\n").update(blake3::hash(bytes).as_bytes());
     };
-    add("dayfly modules 1", release.as_bytes());
+    add("dayfly modules 2", release.as_bytes());
     for path in modules {
         add(path, &read_capped(&folder.join(path), MAX_FILE_BYTES)?);
     }
@@ -80,27 +81,26 @@ fn key(folder: &Path, release: &str, modules: &BTreeSet<String>) -> Result<Strin
     Ok(hasher.finalize().to_hex()[..32].to_owned())
 }
 
-/// Unpacks the modules below `work`, has depmod make its lists, and returns all of it as a tree.
+/// Copies the modules below `work`, has depmod make its lists, and returns all of it as a tree.
 fn tree(
     folder: &Path,
     release: &str,
     modules: &BTreeSet<String>,
     work: &Path,
 ) -> Result<Tree, KernelError> {
-    let base = work.join("unpacked");
+    let base = work.join("copied");
     let place = base.join("lib/modules").join(release);
     let mut tree = Tree::new(MAX_NAMES);
     let mut all_bytes = 0;
     for path in modules {
-        let bytes = unpack(folder, path)?;
+        let bytes = read_capped(&folder.join(path), MAX_FILE_BYTES)?;
         all_bytes += bytes.len() as u64;
         if all_bytes > MAX_BYTES {
             let expected = format!("modules of at most {MAX_BYTES} bytes in all");
             let (path, got) = (folder.to_owned(), format!("more at {path:?}"));
             return Err(BootError::Tree { path, expected, got }.into());
         }
-        let plain = path.split_once(".ko").map_or(path.as_str(), |(stem, _)| stem);
-        put(&mut tree, &place, &format!("{plain}.ko"), Some(&bytes))?;
+        put(&mut tree, &place, path, Some(&bytes))?;
     }
     for (name, bytes) in lists(folder)? {
         put(&mut tree, &place, name, Some(&bytes))?;
