@@ -67,6 +67,7 @@ fn tries(vm: &str, forbidden: &str, allowed: &str) {
 }
 
 #[test]
+#[ignore = "minutes in the machine: make long"]
 fn a_guest_reaches_what_its_policy_names_and_so_do_its_clones() {
     let root = rustix::process::geteuid().is_root();
     if !met(Need::Machine, machine()) || !met(Need::Root, root) {

@@ -140,7 +140,8 @@ fn answer_names(socket: &UdpSocket, seen: &Seen) {
         let asked = &labels[..end + 5];
         let is_a = asked[end + 1..] == [0, 1, 0, 1];
         let letter = |byte: u8| if byte < b' ' { '.' } else { char::from(byte) };
-        let name: String = asked[1..end].iter().map(|byte| letter(*byte)).collect();
+        let name = asked.get(1..end).unwrap_or_default();
+        let name: String = name.iter().map(|byte| letter(*byte)).collect();
         seen.lock().unwrap().push(format!("name {name}"));
         let mut answer = question[..2].to_vec();
         answer.extend_from_slice(&[0x81, 0x80, 0, 1, 0, u8::from(is_a), 0, 0, 0, 0]);

@@ -69,9 +69,9 @@ fn another_kind_and_another_version_are_reported_as_such() {
     let image = sealed::seal(&ImageManifest::MAGIC, 1, b"{}");
     let text = read_back(&image).unwrap_err().to_string();
     assert!(text.contains(r#"expected "DFsnaps\\n", got "DFimage\\n""#), "{text}");
-    let future = sealed::seal(&SnapshotManifest::MAGIC, 5, b"{}");
+    let future = sealed::seal(&SnapshotManifest::MAGIC, 6, b"{}");
     let text = read_back(&future).unwrap_err().to_string();
-    assert!(text.contains("version at byte 40: expected 1 to 4, got 5"), "{text}");
+    assert!(text.contains("version at byte 40: expected 1 to 5, got 6"), "{text}");
 }
 
 #[test]

@@ -41,13 +41,7 @@ fn next(there: &UdpSocket) -> ([u8; 4], SocketAddr) {
 
 /// What of a TCP connection, a UDP packet and a ping to `to` gets an answer. UDP goes to port 2000,
 /// TCP to port 80, from `port` of the guest.
-fn answered(
-    tap: &Tap,
-    from: Ipv4Addr,
-    to: Ipv4Addr,
-    port: u16,
-    there: &[UdpSocket; 2],
-) -> Vec<u8> {
+fn answered(tap: &Tap, from: Ipv4Addr, to: Ipv4Addr, port: u16, there: &[UdpSocket; 2]) -> Vec<u8> {
     send(tap, &frames::ipv4(from, to, TCP, &frames::syn([from, to], port, 80)));
     send(tap, &frames::ipv4(from, to, ICMP, &frames::ping()));
     send(tap, &frames::ipv4(from, to, UDP, &frames::udp(port, 2000, b"ask?")));
@@ -168,6 +162,8 @@ fn open_connections_are_cut_in_both_directions_or_go_on() {
         vm_netns.cut(A).unwrap();
         assert_eq!((speaks(at_world), is_heard(WORLD), is_heard(OTHER)), (1, true, false));
         vm_netns.set_egress(A, &policy("none")).unwrap();
+        // Even if the namespace has forgotten a connection that the host still translates.
+        vm_netns.run(|| conntrack::forget(&[A].into())).unwrap().unwrap();
         for _ in 0..2 {
             assert_eq!((speaks(at_world), is_heard(WORLD)), (0, false));
             // A packet of a connection that was cut begins none in the other direction.
@@ -176,6 +172,11 @@ fn open_connections_are_cut_in_both_directions_or_go_on() {
         }
         vm_netns.set_egress(A, &policy("internet")).unwrap();
         assert!(is_heard(WORLD) && is_heard(OTHER));
+        // What one policy has permitted, another one forbids.
+        vm_netns.set_egress(A, &policy("192.0.2.3")).unwrap();
+        assert!(is_heard(OTHER));
+        vm_netns.set_egress(A, &policy("192.0.2.2")).unwrap();
+        assert!(!is_heard(OTHER) && is_heard(WORLD));
         vm_netns.remove().unwrap();
     });
 }
