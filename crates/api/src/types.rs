@@ -39,8 +39,7 @@ pub use store::{
 };
 pub use vms::{
     EgressRequest, ExecControl, ExecNotice, ExecResult, ExitKind, ForkRequest, Forked, GuestStat,
-    PauseReason, Refused,
-    RemoveManyRequest, RunReply, Vm, VmDetails, VmExit, VmNetwork, VmState,
+    PauseReason, Refused, RemoveManyRequest, RunReply, Vm, VmDetails, VmExit, VmNetwork, VmState,
 };
 
 /// The answer to a request for a list.

@@ -278,7 +278,9 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
         // So that it can start again. If something is missing, the start is refused.
         match daemon.templates.pin(&vm.name, &vm.live().disks) {
             Ok(pin) => vm.keep_pinned(pin),
-            Err(error) => tracing::warn!(vm = %vm.id, "its disks are not kept: {}", error.0.message),
+            Err(error) => {
+                tracing::warn!(vm = %vm.id, "its disks are not kept: {}", error.0.message)
+            }
         }
     }
     if verdict == Verdict::MarkExited {

@@ -1,7 +1,7 @@
 //! What a VM is created from, and with which properties.
 
-use crate::model::request_key::RequestKey;
 use crate::model::deadline::Deadline;
+use crate::model::request_key::RequestKey;
 use crate::templates::fork_point::ForkPoint;
 use crate::templates::open::OpenTemplate;
 use crate::vm::batch::Batch;
