@@ -32,7 +32,7 @@ fn kernel(version: &str, modules: &[&str]) {
     modules_disk(&source, &cache);
 }
 
-/// The disk of all modules has the lists of depmod, and each module as the package has it, as root's.
+/// The disk of all modules has the lists of depmod, and each module as in the package, as root's.
 fn modules_disk(source: &KernelSource, cache: &Path) {
     let out = tempfile::tempdir().unwrap();
     let built = build_modules(source, Some(cache), out.path()).unwrap().unwrap();

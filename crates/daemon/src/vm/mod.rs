@@ -24,6 +24,7 @@
 pub mod available;
 pub mod batch;
 pub mod budget;
+mod pins;
 pub mod record;
 pub mod registry;
 pub mod requests;
@@ -298,38 +299,6 @@ impl Vm {
         if let Some(asked) = live.asked_us {
             live.timeline.push((what.to_owned(), monotonic_us().saturating_sub(asked)));
         }
-    }
-
-    /// Whether a VM with the state `live` has disks from which it can start again when it has
-    /// ended.
-    fn keeps_disks(&self, live: &Live) -> bool {
-        let stays = !self.facts.ephemeral && !self.facts.auto_remove;
-        stays && self.unadopted.is_none() && live.no_snapshot.is_none()
-    }
-
-    /// Keeps the pin of its image and layers until the VM is removed, or until it ends if it cannot
-    /// start again.
-    pub fn keep_pinned(&self, pin: Pin) {
-        let live = lock(&self.live);
-        let keeps = live.phase.alive() || self.keeps_disks(&live);
-        let before = if keeps { lock(&self.pin).replace(pin) } else { Some(pin) };
-        drop(live);
-        // Dropped after the lock of `live`: the drop may remove layers, and readers of `live` must
-        // not wait for that.
-        drop(before);
-    }
-
-    /// A copy of its pin, for another user of the same image and layers.
-    #[must_use]
-    pub fn pinned(&self) -> Option<Pin> {
-        lock(&self.pin).clone()
-    }
-
-    /// Drops its pin.
-    pub fn release_pin(&self) {
-        let pin = lock(&self.pin).take();
-        // Dropped outside the lock, because the drop may remove layers.
-        drop(pin);
     }
 
     /// Stores what its RAM is mapped from, and the pager that fills it, unless the VM has ended.
