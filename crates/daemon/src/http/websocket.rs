@@ -43,7 +43,6 @@ const REASON: usize = 123;
 type Sink = SplitSink<WebSocket, Message>;
 
 /// Sets the limits of a client's WebSocket.
-#[must_use]
 pub fn limited(upgrade: WebSocketUpgrade) -> WebSocketUpgrade {
     upgrade
         .protocols([WEBSOCKET_PROTOCOL])

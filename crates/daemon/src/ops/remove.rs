@@ -409,6 +409,7 @@ fn files(templates: &TemplateCache, vm: &Vm) -> Outcome<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::facts::Facts;
     use crate::templates::pagers::Pagers;
     use dayfly_host::process::ProcessId;
 
@@ -437,7 +438,8 @@ mod tests {
         let vm = daemon.registry.reserve(
             &daemon.config,
             None,
-            crate::fixture::facts(),
+            // A VM that stays in the list keeps its layers, to start again.
+            Facts { auto_remove: true, ..crate::fixture::facts() },
             crate::fixture::memory(),
             None,
         );

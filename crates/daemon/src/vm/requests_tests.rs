@@ -84,7 +84,8 @@ async fn answers_are_bounded_in_number_bytes_and_time() {
     assert!(error.0.message.contains("was carried out"), "{error}");
     tokio::time::advance(KEEP).await;
     first(&requests, &key("longer", b"1"));
-    assert_eq!((lock(&requests.0).ended.len(), lock(&requests.0).bytes), (0, 0));
+    let inner = lock(&requests.0);
+    assert_eq!((inner.ended.len(), inner.bytes), (0, 0));
 }
 
 #[tokio::test]
