@@ -151,6 +151,9 @@ fn taps(network: &crate::net::network::Network) -> BTreeSet<String> {
 /// neither blocks the daemon nor keeps an address.
 #[test]
 fn what_a_vmm_does_with_its_tap_is_nothing_to_the_daemon() {
+    if !in_a_process("net::tests::what_a_vmm_does_with_its_tap_is_nothing_to_the_daemon") {
+        return;
+    }
     let folder = tempfile::tempdir().unwrap();
     let networks = network(&folder);
     let Ok(network) = networks.get().cloned() else { panic!("{:?}", networks.missing()) };
@@ -188,6 +191,11 @@ fn what_a_vmm_does_with_its_tap_is_nothing_to_the_daemon() {
 
 #[test]
 fn taps_that_a_killed_daemon_left_are_removed_and_those_of_its_vms_stay() {
+    if !in_a_process(
+        "net::tests::taps_that_a_killed_daemon_left_are_removed_and_those_of_its_vms_stay",
+    ) {
+        return;
+    }
     let folder = tempfile::tempdir().unwrap();
     let address = Ipv4Addr::new(10, 88, 0, 3);
     let config = Config { run: folder.path().to_owned(), ..crate::fixture::config(folder.path()) };

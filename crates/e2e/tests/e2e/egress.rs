@@ -122,6 +122,7 @@ fn a_guest_reaches_what_its_policy_names_and_so_do_its_clones() {
     let before = refused("limited", "packets");
     tries("limited", "ping:x", "udp:then");
     assert_eq!(refused("limited", "packets"), before);
+    until("the datagram has arrived", || seen().contains(&"udp then".to_owned()));
     // The clones keep theirs.
     assert_eq!(policy("child"), "server.example:tcp:7");
     ok(&["update", "--egress", "none", "limited"]);

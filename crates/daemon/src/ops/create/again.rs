@@ -154,6 +154,11 @@ async fn replaced(daemon: &Arc<Daemon>, ended: &Arc<Vm>, asked: Asked) -> Outcom
     drop(removal);
     vm.keep_share(share);
     vm.attach(attachment);
+    if let Some(pin) = ended.pinned() {
+        vm.keep_pinned(pin);
+    }
+    // Not the last pin, so that no layer is removed here.
+    ended.release_pin();
     let before = ended.live();
     vm.update(|live| {
         live.disks = before.disks;
