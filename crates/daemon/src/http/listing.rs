@@ -3,11 +3,13 @@
 //! gone meanwhile, and whatever was added.
 
 use crate::base::error::{ApiError, Outcome};
+use crate::model::filter::{bounded, has_one_of};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use dayfly_api::types::{List, MAX_PAGE_ITEMS};
-use serde::Serialize;
+use dayfly_units::Name;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 /// JSON of the items of a page, in bytes, from which on the page ends.
 const PAGE_BYTES: usize = 4 << 20;
@@ -65,6 +67,54 @@ impl<K: Ord + Serialize + DeserializeOwned> Paging<K> {
     fn cursor(&self, key: &K) -> Outcome<String> {
         let json = serde_json::to_vec(&(self.list, key)).map_err(ApiError::internal)?;
         Ok(URL_SAFE_NO_PAD.encode(json))
+    }
+}
+
+/// Which items of a list by name a client wants.
+#[derive(Debug, Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+pub struct NameParams {
+    /// A part of the name; of several one must match.
+    #[serde(default)]
+    name: Vec<String>,
+    /// The most items of the answer, 1 to 1000. Without it, the answer has all.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<usize>,
+    /// The `next` of the page before.
+    cursor: Option<String>,
+}
+
+/// A page of a list by name.
+#[derive(Debug)]
+pub struct ByName {
+    paging: Paging<Name>,
+    names: Vec<String>,
+}
+
+impl NameParams {
+    /// The page of `list` that a client wants.
+    ///
+    /// # Errors
+    /// As [`Paging::of`], or too many or too long names.
+    pub fn checked(self, list: &'static str) -> Outcome<ByName> {
+        let paging = Paging::of(list, self.limit, self.cursor.as_deref())?;
+        Ok(ByName { paging, names: bounded("name", self.name)? })
+    }
+}
+
+impl ByName {
+    /// The page, of items in any order.
+    ///
+    /// # Errors
+    /// An item cannot be serialised.
+    pub fn page<T: Serialize>(
+        &self,
+        mut items: Vec<T>,
+        name: impl Fn(&T) -> &Name,
+    ) -> Outcome<List<T>> {
+        items.retain(|item| has_one_of(name(item).as_str(), &self.names));
+        items.sort_by(|a, b| name(a).cmp(name(b)));
+        self.paging.page(items, |item| name(item).clone())
     }
 }
 

@@ -1,38 +1,22 @@
 //! Images: root disks of VMs.
 
 use crate::base::error::{Outcome, blocking};
-use crate::http::listing::Paging;
+use crate::http::listing::NameParams;
 use crate::http::routes::extract::{Named, Params, Shared, blocking_reader};
 use crate::http::upload;
-use crate::model::filter::{bounded, has_one_of};
 use crate::ops::admit;
 use axum::Json;
 use axum::body::{Body, HttpBody as _};
 use axum::extract::State;
 use axum::http::StatusCode;
 use dayfly_api::types::{ApiError as ErrorBody, Image, ImageUpload, List};
-use serde::Deserialize;
-
-/// Which images to list.
-#[derive(Debug, Deserialize, utoipa::IntoParams)]
-#[into_params(parameter_in = Query)]
-pub struct ListParams {
-    /// A part of the name; of several one must match.
-    #[serde(default)]
-    name: Vec<String>,
-    /// The most items of the answer, 1 to 1000. Without it, the answer has all.
-    #[param(minimum = 1, maximum = 1000)]
-    limit: Option<usize>,
-    /// The `next` of the page before.
-    cursor: Option<String>,
-}
 
 /// Lists images, by name.
 #[utoipa::path(
     get,
     operation_id = "list_images",
     path = "/v1/images",
-    params(ListParams),
+    params(NameParams),
     responses(
         (status = 200, body = List<Image>), (status = 400, body = ErrorBody),
         (status = 500, body = ErrorBody)
@@ -40,14 +24,11 @@ pub struct ListParams {
 )]
 pub async fn list(
     State(daemon): Shared,
-    Params(params): Params<ListParams>,
+    Params(params): Params<NameParams>,
 ) -> Outcome<Json<List<Image>>> {
-    let paging = Paging::of("images", params.limit, params.cursor.as_deref())?;
-    let names = bounded("name", params.name)?;
-    let mut items = blocking(move || daemon.templates.images()).await?;
-    items.retain(|image| has_one_of(image.name.as_str(), &names));
-    items.sort_by(|a, b| a.name.cmp(&b.name));
-    paging.page(items, |image| image.name.clone()).map(Json)
+    let names = params.checked("images")?;
+    let items = blocking(move || daemon.templates.images()).await?;
+    names.page(items, |image| &image.name).map(Json)
 }
 
 /// One image.

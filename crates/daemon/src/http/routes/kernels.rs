@@ -1,38 +1,22 @@
 //! Guest kernels.
 
 use crate::base::error::{Outcome, blocking};
-use crate::http::listing::Paging;
+use crate::http::listing::NameParams;
 use crate::http::routes::extract::{Named, Params, Shared, blocking_reader};
 use crate::http::upload;
-use crate::model::filter::{bounded, has_one_of};
 use crate::ops::admit;
 use axum::Json;
 use axum::body::{Body, HttpBody as _};
 use axum::extract::State;
 use axum::http::StatusCode;
 use dayfly_api::types::{ApiError as ErrorBody, Kernel, KernelUpload, List};
-use serde::Deserialize;
-
-/// Which kernels to list.
-#[derive(Debug, Deserialize, utoipa::IntoParams)]
-#[into_params(parameter_in = Query)]
-pub struct ListParams {
-    /// A part of the name; of several one must match.
-    #[serde(default)]
-    name: Vec<String>,
-    /// The most items of the answer, 1 to 1000. Without it, the answer has all.
-    #[param(minimum = 1, maximum = 1000)]
-    limit: Option<usize>,
-    /// The `next` of the page before.
-    cursor: Option<String>,
-}
 
 /// Lists kernels, by name.
 #[utoipa::path(
     get,
     operation_id = "list_kernels",
     path = "/v1/kernels",
-    params(ListParams),
+    params(NameParams),
     responses(
         (status = 200, body = List<Kernel>), (status = 400, body = ErrorBody),
         (status = 500, body = ErrorBody)
@@ -40,14 +24,11 @@ pub struct ListParams {
 )]
 pub async fn list(
     State(daemon): Shared,
-    Params(params): Params<ListParams>,
+    Params(params): Params<NameParams>,
 ) -> Outcome<Json<List<Kernel>>> {
-    let paging = Paging::of("kernels", params.limit, params.cursor.as_deref())?;
-    let names = bounded("name", params.name)?;
-    let mut items = blocking(move || daemon.templates.kernels()).await?;
-    items.retain(|kernel| has_one_of(kernel.name.as_str(), &names));
-    items.sort_by(|a, b| a.name.cmp(&b.name));
-    paging.page(items, |kernel| kernel.name.clone()).map(Json)
+    let names = params.checked("kernels")?;
+    let items = blocking(move || daemon.templates.kernels()).await?;
+    names.page(items, |kernel| &kernel.name).map(Json)
 }
 
 /// One kernel.

@@ -3,7 +3,7 @@
 use super::*;
 use crate::disk::blobs::{Blobs, sha256};
 use crate::disk::choice::Wanted;
-use crate::disk::oci;
+use crate::disk::{Listed, Listing, Source, oci};
 use dayfly_units::ImageConfig;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -372,4 +372,95 @@ fn documents_that_make_no_sense() {
     let manifest = blob(&mut files, MANIFEST, text.as_bytes());
     index(&mut files, &[manifest]);
     fails(&files, None, &["media type of a layer", "encrypted"]);
+}
+
+/// An image of a listing: its names, its digest, and the tree that it gives.
+type Known = (Vec<String>, String, Vec<String>);
+
+/// The images of an archive, which are the same in each compression.
+fn listed(files: &Files) -> Result<Vec<Known>, String> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("images.tar");
+    write_tar(files, &path);
+    let tar = std::fs::read(&path).unwrap();
+    let packers: [Pack; 3] = [plain, gzip, zstd];
+    let mut found: Vec<_> = packers
+        .iter()
+        .map(|pack| {
+            std::fs::write(&path, pack(&tar)).unwrap();
+            let cache = folder.path().join("cache");
+            let opened = Listing::open(&path, Some(&cache), Limits::default(), &mut |_| ());
+            let listing = opened.map_err(|error| error.to_string())?;
+            let one = |listed: &Listed| {
+                let Source::Loaded { path: plain, image, archive } = listing.source(listed) else {
+                    panic!("another source");
+                };
+                assert_eq!(archive, path);
+                let blobs = Blobs::archive(&plain).unwrap();
+                let (tree, _) = read(&blobs, image.as_deref()).map_err(|e| e.to_string())?;
+                Ok((listed.names.clone(), listed.digest.clone(), tree))
+            };
+            let images = listing.images.iter().map(one).collect::<Result<Vec<_>, String>>();
+            drop(listing);
+            assert_eq!(std::fs::read_dir(cache.join("staging")).unwrap().count(), 0, "left over");
+            images
+        })
+        .collect();
+    let first = found.remove(0);
+    assert!(found.iter().all(|other| *other == first), "{found:?}");
+    first
+}
+
+#[test]
+fn each_image_of_an_archive_is_listed_and_can_be_built() {
+    let mut files = Files::new();
+    let other = vec![archive(&[file("only", b"x")])];
+    let (one, two) = (image(&mut files, &layers(), "amd64"), image(&mut files, &other, "amd64"));
+    let arm = image(&mut files, &other, "arm64");
+    let digest = |descriptor: &Value| descriptor["digest"].as_str().unwrap().to_owned();
+    // One name for two platforms, no name at all, and no name for another platform.
+    let manifests = [
+        named(platform(arm.clone(), "arm64"), "example.org/a:1"),
+        named(platform(one.clone(), "amd64"), "example.org/a:1"),
+        two.clone(),
+        platform(arm.clone(), "arm64"),
+    ];
+    index(&mut files, &manifests);
+    let only = ["/ 755", "/only 644 \"x\""].map(str::to_owned).to_vec();
+    let expected = EXPECTED.map(str::to_owned).to_vec();
+    let name = |name: &str| vec![name.to_owned()];
+    assert_eq!(
+        listed(&files).unwrap(),
+        [
+            (name("example.org/a:1"), digest(&arm), expected.clone()),
+            (vec![], digest(&two), only.clone())
+        ]
+    );
+
+    let mut files = Files::new();
+    let images = [
+        saved(&mut files, "one", "a:1", &layers(), plain),
+        saved(&mut files, "two", "b:2", &other, gzip),
+    ];
+    let id = |entry: &Value, files: &Files| sha256(&files[entry["Config"].as_str().unwrap()]);
+    let ids = images.each_ref().map(|entry| id(entry, &files));
+    files.insert("manifest.json".to_owned(), json!(images).to_string().into_bytes());
+    let [first, second] = ids;
+    assert_eq!(
+        listed(&files).unwrap(),
+        [(name("a:1"), first, expected), (name("b:2"), second, only)]
+    );
+}
+
+#[test]
+fn an_archive_without_images_or_with_too_many_is_refused() {
+    let mut files = Files::new();
+    index(&mut files, &[]);
+    assert!(listed(&files).unwrap_err().contains("expected 1 to 256, got 0"));
+    let one = image(&mut files, &layers(), "amd64");
+    let many: Vec<Value> = (0..257).map(|n| named(one.clone(), &format!("a:{n}"))).collect();
+    index(&mut files, &many);
+    assert!(listed(&files).unwrap_err().contains("expected 1 to 256, got 257"));
+    let text = listed(&[("x".to_owned(), b"y".to_vec())].into()).unwrap_err();
+    assert!(text.contains("neither manifest.json nor index.json"), "{text}");
 }
