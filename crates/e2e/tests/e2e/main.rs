@@ -35,3 +35,4 @@ mod stats;
 mod store;
 mod tour;
 mod uplink;
+mod zoo;
