@@ -4,12 +4,17 @@
 use netlink_packet_core::{Emitable, NLM_F_REQUEST, NLMSG_DONE, NetlinkBuffer, NetlinkHeader};
 use netlink_sys::{Socket, SocketAddr};
 use rustix::io::Errno;
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::sockopt::{
+    Timeout, set_socket_send_buffer_size, set_socket_send_buffer_size_force, set_socket_timeout,
+    socket_send_buffer_size,
+};
 use std::io;
 use std::time::{Duration, Instant};
 
 /// Bytes of `struct nlmsghdr`.
 const HEADER_BYTES: usize = 16;
+/// Bytes of a send buffer beside the messages. The kernel needs 32 (netlink_sendmsg).
+const SLACK_BYTES: usize = 4096;
 
 /// Messages to be sent together.
 #[derive(Debug, Default)]
@@ -93,8 +98,19 @@ impl Channel {
     /// # Errors
     /// The kernel refuses all of them, or takes only a part.
     pub fn send(&self, messages: &Messages) -> Result<(), Errno> {
+        self.make_room(messages.0.len() + SLACK_BYTES);
         let sent = self.socket.send(&messages.0, 0).map_err(|e| errno_of(&e))?;
         if sent == messages.0.len() { Ok(()) } else { Err(Errno::MSGSIZE) }
+    }
+
+    /// Enlarges the send buffer to `bytes`. Without CAP_NET_ADMIN the limit is net.core.wmem_max;
+    /// then the kernel refuses a larger message with MSGSIZE.
+    fn make_room(&self, bytes: usize) {
+        if socket_send_buffer_size(&self.socket).is_ok_and(|has| has >= bytes) {
+            return;
+        }
+        let _ = set_socket_send_buffer_size_force(&self.socket, bytes)
+            .or_else(|_| set_socket_send_buffer_size(&self.socket, bytes));
     }
 
     /// Waits for the kernel's next answers.

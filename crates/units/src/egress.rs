@@ -156,7 +156,7 @@ impl Egress {
         services.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
-    /// Whether names are resolved for the VM at all; which ones is up to [`Self::resolves`].
+    /// Whether the VM may resolve this name; labels as for [`Self::services_of`].
     #[must_use]
     pub fn resolves(&self, labels: &[&[u8]]) -> bool {
         self.is_internet() || !self.services_of(labels).is_empty()

@@ -19,7 +19,9 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// The policy permits what no VM reaches, the VM has no network or has ended, the host refuses, or
-/// the record cannot be written: the policy before stays.
+/// the record cannot be written: the policy before stays. If the record cannot be written and the
+/// host also refuses the policy before, the VM has the new policy until the daemon ends; the log
+/// says so.
 pub async fn change(daemon: &Arc<Daemon>, vm: &Arc<Vm>, egress: Egress) -> Outcome<()> {
     daemon.networks.check_egress(&egress)?;
     let state = |why: &str| ApiError::new(ErrorCode::State, format_args!("VM {}: {why}", vm.name));
@@ -47,7 +49,11 @@ pub async fn change(daemon: &Arc<Daemon>, vm: &Arc<Vm>, egress: Egress) -> Outco
         if vm.facts.ephemeral { Ok(()) } else { record::write(&daemon.registry, vm).await };
     match (&written, before) {
         (Ok(()), _) => daemon.happened(vm, EventKind::Updated),
-        (Err(_), Some(before)) => drop(set(before).await?),
+        (Err(_), Some(before)) => {
+            if let Err(e) = set(before).await {
+                tracing::error!(vm = %vm.id, "the egress policy before: {}", e.0.message);
+            }
+        }
         (Err(_), None) => {}
     }
     written

@@ -24,6 +24,9 @@ const IP_V4_DST: u16 = 2;
 const FILTER_ORIG_FLAGS: u16 = 1;
 /// Bytes of `struct nfgenmsg`.
 const HEADER_BYTES: usize = 4;
+/// Addresses or connections per batch, because all acknowledgements of a batch wait in one socket's
+/// buffer.
+const TOGETHER: usize = 64;
 
 /// `struct nfgenmsg`: the kernel heeds the family only if the version is not 0.
 const HEADER: [u8; HEADER_BYTES] = [AF_INET, 1, 0, 0];
@@ -69,21 +72,25 @@ pub(super) fn addresses() -> Result<BTreeSet<Ipv4Addr>, NetlinkError> {
 /// # Errors
 /// The kernel refuses.
 pub(super) fn forget(addresses: &BTreeSet<Ipv4Addr>) -> Result<(), NetlinkError> {
-    let mut batch = Batch::default();
-    for address in addresses {
-        for (kind, flag) in [(IP_V4_SRC, 1_u32), (IP_V4_DST, 2)] {
-            let ip = attribute(TUPLE_IP | NLA_F_NESTED, &attribute(kind, &address.octets()));
-            let flags = attribute(FILTER_ORIG_FLAGS, &flag.to_ne_bytes());
-            let body = [
-                HEADER.to_vec(),
-                attribute(TUPLE_ORIG | NLA_F_NESTED, &ip),
-                attribute(FILTER | NLA_F_NESTED, &flags),
-            ];
-            let what = format!("forgetting connections of {address}");
-            batch.ask(what, DELETE, 0, &Raw(body.concat()));
+    let all: Vec<Ipv4Addr> = addresses.iter().copied().collect();
+    for some in all.chunks(TOGETHER) {
+        let mut batch = Batch::default();
+        for address in some {
+            for (kind, flag) in [(IP_V4_SRC, 1_u32), (IP_V4_DST, 2)] {
+                let ip = attribute(TUPLE_IP | NLA_F_NESTED, &attribute(kind, &address.octets()));
+                let flags = attribute(FILTER_ORIG_FLAGS, &flag.to_ne_bytes());
+                let body = [
+                    HEADER.to_vec(),
+                    attribute(TUPLE_ORIG | NLA_F_NESTED, &ip),
+                    attribute(FILTER | NLA_F_NESTED, &flags),
+                ];
+                let what = format!("forgetting connections of {address}");
+                batch.ask(what, DELETE, 0, &Raw(body.concat()));
+            }
         }
+        batch.send(NETLINK_NETFILTER)?;
     }
-    if addresses.is_empty() { Ok(()) } else { batch.send(NETLINK_NETFILTER) }
+    Ok(())
 }
 
 /// A tracked connection, by its original direction.
@@ -132,7 +139,7 @@ pub(super) fn begun(from: Ipv4Addr) -> Result<Vec<Connection>, NetlinkError> {
 /// # Errors
 /// The kernel refuses.
 pub(super) fn cut(connections: &[Connection]) -> Result<(), NetlinkError> {
-    for some in connections.chunks(64) {
+    for some in connections.chunks(TOGETHER) {
         let mut batch = Batch::default();
         for Connection { tuple, .. } in some {
             let body = [HEADER.to_vec(), attribute(TUPLE_ORIG | NLA_F_NESTED, tuple)].concat();

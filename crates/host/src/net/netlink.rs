@@ -1,4 +1,5 @@
-//! Messages to the kernel over netlink(7): several in one system call, each one acknowledged.
+//! Messages to the kernel over netlink(7): several in one system call. The kernel acknowledges each
+//! message, or the whole transaction.
 
 pub(super) use dayfly_sys::netlink::Raw;
 use dayfly_sys::netlink::{Channel, Messages, refusal};
@@ -25,8 +26,11 @@ pub struct NetlinkError {
 #[derive(Debug, Default)]
 pub(super) struct Batch {
     messages: Messages,
-    /// The purpose of each message; `None` if the message is not acknowledged.
+    /// The purpose of each message; `None` for the begin and the end of a transaction or a list.
     asks: Vec<Option<String>>,
+    /// The number of messages with NLM_F_ACK. All acknowledgements wait in the socket's buffer,
+    /// which has room for less than 300.
+    acknowledged: usize,
 }
 
 impl Batch {
@@ -38,10 +42,11 @@ impl Batch {
         flags: u16,
         body: &dyn Emitable,
     ) {
+        self.acknowledged += 1;
         self.push(Some(what.into()), kind, flags | NLM_F_ACK, body);
     }
 
-    /// Adds a message without NLM_F_ACK.
+    /// Adds a message without NLM_F_ACK. The kernel answers only if it refuses the message.
     pub(super) fn push(
         &mut self,
         what: Option<String>,
@@ -55,8 +60,16 @@ impl Batch {
         self.messages.push(number, kind, flags, body);
     }
 
+    /// Adds NLM_F_ACK to the last message, which [`Self::push`] has added, if it has a purpose.
+    pub(super) fn acknowledge_last(&mut self) {
+        if let Some(Some(_)) = self.asks.last() {
+            self.acknowledged += 1;
+            self.messages.number(1, NLM_F_ACK);
+        }
+    }
+
     /// Sends all messages over a socket of `protocol` in the calling thread's namespace, and waits
-    /// for every acknowledgement.
+    /// for every acknowledgement, or for the first error.
     pub(super) fn send(self, protocol: isize) -> Result<(), NetlinkError> {
         if self.messages.is_empty() {
             return Ok(());
@@ -65,7 +78,7 @@ impl Batch {
         let failed = |errno| NetlinkError { what: first.clone(), errno };
         let mut channel = connected(protocol).map_err(failed)?;
         channel.send(&self.messages).map_err(failed)?;
-        let mut missing = self.asks.iter().flatten().count();
+        let mut missing = self.acknowledged;
         while missing > 0 {
             for message in channel.receive().map_err(failed)? {
                 let message = message.map_err(failed)?;

@@ -15,10 +15,10 @@ use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The shortest time for which a name opens an address. A guest connects after it has resolved a
+/// The shortest time for which a guest may use an answer. A guest connects after it has resolved a
 /// name, perhaps when the record's TTL has passed.
 const LEAST_OPEN: Duration = Duration::from_secs(60);
-/// The longest time for which a name opens an address.
+/// The longest time for which a guest may use an answer.
 const MOST_OPEN: Duration = Duration::from_secs(24 * 3600);
 /// Addresses of one answer that are opened.
 const MOST_OF_ANSWER: usize = 32;
@@ -36,10 +36,11 @@ pub struct Found {
 #[derive(Debug, Clone)]
 struct Opened {
     until: Instant,
-    /// For how long it was opened.
-    time: Duration,
+    /// The end of the time for which the guest may use the answer. It is before `until`, so that
+    /// not every answer changes the packet filter.
+    needed: Instant,
     /// The name's labels; empty if an earlier daemon has opened the address.
-    name: Vec<Box<[u8]>>,
+    name: Arc<[Box<[u8]>]>,
 }
 
 /// A policy with rules.
@@ -76,20 +77,25 @@ fn left_ms(until: Instant, now: Instant) -> u64 {
 }
 
 impl Policy {
-    /// Opens an address for a service, and returns whether there is room for it.
-    fn open(&mut self, place: usize, address: Ipv4Addr, opened: Opened, now: Instant) -> bool {
-        let of_service = |(of, _): &&(usize, Ipv4Addr)| *of == place;
+    /// The addresses that are, or were, open for the service at this place.
+    fn opened_at(&self, place: usize) -> impl Iterator<Item = (Ipv4Addr, &Opened)> + use<'_> {
+        let all = (place, Ipv4Addr::UNSPECIFIED)..=(place, Ipv4Addr::BROADCAST);
+        self.opened.range(all).map(|((_, address), one)| (*address, one))
+    }
+
+    /// The number of addresses that can still be opened for the service at this place.
+    fn room_at(&self, place: usize, now: Instant) -> usize {
         let most = usize::try_from(MAX_OPENED).unwrap_or(usize::MAX);
-        if !self.opened.contains_key(&(place, address))
-            && self.opened.keys().filter(of_service).count() >= most
-        {
-            self.opened.retain(|_, opened| opened.until > now);
-            if self.opened.keys().filter(of_service).count() >= most {
-                return false;
-            }
+        most.saturating_sub(self.opened_at(place).filter(|(_, one)| one.until > now).count())
+    }
+
+    /// Removes the addresses that are no longer open for the service at this place.
+    fn remove_closed(&mut self, place: usize, now: Instant) {
+        let closed = self.opened_at(place).filter(|(_, one)| one.until <= now);
+        let closed: Vec<Ipv4Addr> = closed.map(|(address, _)| address).collect();
+        for address in closed {
+            self.opened.remove(&(place, address));
         }
-        self.opened.insert((place, address), opened);
-        true
     }
 
     /// The places of the services at which a name may be reached.
@@ -185,78 +191,122 @@ impl Policies {
     /// for these names.
     fn carry_over(&mut self, from: u32, to: u32, changes: &mut Vec<Change>) {
         let now = Instant::now();
-        let Some(opened) = self.by_number.get(&from).map(|policy| policy.opened.clone()) else {
-            return;
-        };
-        for ((_, address), one) in opened {
-            if one.until > now && !one.name.is_empty() {
-                self.open_one(to, address, &one, now, changes);
-            }
-        }
-    }
-
-    /// Opens an address for all services of its name, and returns whether there was room.
-    fn open_one(
-        &mut self,
-        number: u32,
-        address: Ipv4Addr,
-        one: &Opened,
-        now: Instant,
-        changes: &mut Vec<Change>,
-    ) -> bool {
-        let Some(policy) = self.by_number.get_mut(&number) else { return true };
-        let mut room = true;
-        for place in policy.places(&one.name) {
-            // An address that stays open for long enough needs no change of the packet filter.
-            let open = policy.opened.get(&(place, address));
-            let long = |had: &Opened| had.until + had.time.max(one.time) / 2 >= one.until;
-            if open.is_some_and(|had| had.until > now && long(had)) {
+        let policies = [from, to].map(|number| self.by_number.get(&number).cloned());
+        let [Some(from), Some(policy)] = policies else { return };
+        let mut places: BTreeMap<&[Box<[u8]>], Vec<usize>> = BTreeMap::new();
+        let mut wanted: BTreeMap<usize, Vec<(Ipv4Addr, Opened)>> = BTreeMap::new();
+        for ((_, address), one) in &from.opened {
+            if one.until <= now || one.name.is_empty() {
                 continue;
             }
-            if Arc::make_mut(policy).open(place, address, one.clone(), now) {
-                changes.push(Change::Open(number, place, address, left_ms(one.until, now)));
-            } else {
-                room = false;
+            for place in places.entry(&one.name).or_insert_with(|| policy.places(&one.name)) {
+                let one = Opened { needed: one.until, ..one.clone() };
+                wanted.entry(*place).or_default().push((*address, one));
             }
         }
-        room
+        drop(policy);
+        for (place, wanted) in wanted {
+            self.open_at(to, place, &wanted, now, changes);
+        }
     }
 
-    /// Opens the addresses of a name for a guest. Returns the number of those that found no room.
+    /// Opens addresses for a policy's service. Returns those that found no room.
+    fn open_at(
+        &mut self,
+        number: u32,
+        place: usize,
+        wanted: &[(Ipv4Addr, Opened)],
+        now: Instant,
+        changes: &mut Vec<Change>,
+    ) -> Vec<Ipv4Addr> {
+        let Some(policy) = self.by_number.get_mut(&number) else { return Vec::new() };
+        let (mut room, mut opened, mut left_out) = (None, false, Vec::new());
+        for (address, one) in wanted {
+            let until = policy.opened.get(&(place, *address)).map(|had| had.until);
+            // An address that stays open for long enough needs no change of the packet filter.
+            if until.is_some_and(|until| until >= one.needed) {
+                continue;
+            }
+            // The packet filter's lock is held, so the addresses are counted once.
+            let room = room.get_or_insert_with(|| policy.room_at(place, now));
+            if until.is_none_or(|until| until <= now) {
+                let Some(less) = room.checked_sub(1) else {
+                    left_out.push(*address);
+                    continue;
+                };
+                *room = less;
+            }
+            // This copies the policy if an earlier state of it is kept, so it comes last.
+            let policy = Arc::make_mut(policy);
+            if !opened {
+                policy.remove_closed(place, now);
+                opened = true;
+            }
+            policy.opened.insert((place, *address), one.clone());
+            changes.push(Change::Open(number, place, *address, left_ms(one.until, now)));
+        }
+        left_out
+    }
+
+    /// Opens the addresses of a name for a guest. Returns the number of those that were left out.
     pub(super) fn open(
         &mut self,
         guest: Ipv4Addr,
         found: &Found,
+        now: Instant,
         changes: &mut Vec<Change>,
     ) -> usize {
         let Some(Some(number)) = self.of.get(&guest).copied() else { return 0 };
-        let now = Instant::now();
-        let mut left_out = found.addresses.len().saturating_sub(MOST_OF_ANSWER);
-        for (address, ttl) in found.addresses.iter().take(MOST_OF_ANSWER) {
-            // A name must not lead to private addresses: only a rule with a range opens those.
-            if !is_public(*address) {
-                continue;
-            }
-            let time = (*ttl).clamp(LEAST_OPEN, MOST_OPEN);
-            let one = Opened { until: now + time, time, name: found.name.clone() };
-            left_out += usize::from(!self.open_one(number, *address, &one, now, changes));
+        let Some(policy) = self.by_number.get(&number) else { return 0 };
+        let places = policy.places(&found.name);
+        let name: Arc<[Box<[u8]>]> = found.name.as_slice().into();
+        // A name must not lead to private addresses: only a rule with a range opens those.
+        let public = found.addresses.iter().filter(|(address, _)| is_public(*address));
+        let opened = |ttl: Duration| {
+            let time = ttl.clamp(LEAST_OPEN, MOST_OPEN);
+            Opened { until: now + time + time / 2, needed: now + time, name: name.clone() }
+        };
+        let mut wanted: Vec<(Ipv4Addr, Opened)> =
+            public.map(|(address, ttl)| (*address, opened(*ttl))).collect();
+        let more = wanted.len().saturating_sub(MOST_OF_ANSWER);
+        wanted.truncate(MOST_OF_ANSWER);
+        let mut left_out = BTreeSet::new();
+        for place in places {
+            left_out.extend(self.open_at(number, place, &wanted, now, changes));
         }
-        left_out
+        left_out.len() + more
+    }
+
+    /// The part that [`Self::open`] changes for a guest.
+    pub(super) fn part_of(&self, guest: Ipv4Addr) -> Self {
+        let number = self.of.get(&guest).copied().flatten();
+        let policy = number.and_then(|number| self.by_number.get_key_value(&number));
+        let by_number = policy.map(|(number, policy)| (*number, policy.clone()));
+        Self { by_number: by_number.into_iter().collect(), ..Self::default() }
+    }
+
+    /// Undoes what [`Self::open`] has changed since [`Self::part_of`].
+    pub(super) fn restore(&mut self, part: Self) {
+        self.by_number.extend(part.by_number);
     }
 
     /// Opens what the packet filter in the calling thread's namespace has open for these policies,
     /// for the rest of the time.
     pub(super) fn reopen(&mut self, changes: &mut Vec<Change>) -> Result<(), NetError> {
+        const LONGEST: Duration = MOST_OPEN.saturating_mul(2);
         let now = Instant::now();
-        for (number, policy) in &mut self.by_number {
-            for place in 0..policy.services.len() {
-                for (address, ms) in nft::reopened(*number, place)? {
-                    let time = Duration::from_millis(ms).min(MOST_OPEN);
-                    let one = Opened { until: now + time, time, name: Vec::new() };
-                    if ms > 0 && Arc::make_mut(policy).open(place, address, one, now) {
-                        changes.push(Change::Open(*number, place, address, ms));
-                    }
-                }
+        let services = |(number, policy): (&u32, &Arc<Policy>)| (*number, policy.services.len());
+        let all: Vec<(u32, usize)> = self.by_number.iter().map(services).collect();
+        for (number, services) in all {
+            for place in 0..services {
+                let mut wanted = nft::reopened(number, place)?;
+                wanted.retain(|(_, ms)| *ms > 0);
+                let opened = |(address, ms)| {
+                    let until = now + Duration::from_millis(ms).min(LONGEST);
+                    (address, Opened { until, needed: until, name: Arc::default() })
+                };
+                let wanted: Vec<(Ipv4Addr, Opened)> = wanted.into_iter().map(opened).collect();
+                self.open_at(number, place, &wanted, now, changes);
             }
         }
         Ok(())

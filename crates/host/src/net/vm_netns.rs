@@ -24,6 +24,7 @@ use std::net::Ipv4Addr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
+use std::time::Instant;
 
 /// The interface group (IFLA_GROUP of rtnetlink(7)) whose members are removed together.
 const DOOMED: u32 = 0xdf;
@@ -232,11 +233,11 @@ impl VmNetns {
     /// The host refuses.
     pub fn open(&self, address: Ipv4Addr, found: &Found) -> Result<usize, NetError> {
         let mut networks = self.networks();
-        let before = networks.policies.clone();
+        let before = networks.policies.part_of(address);
         let mut changes = Vec::new();
-        let left_out = networks.policies.open(address, found, &mut changes);
+        let left_out = networks.policies.open(address, found, Instant::now(), &mut changes);
         if !changes.is_empty() {
-            self.change(&changes).inspect_err(|_| networks.policies = before)?;
+            self.change(&changes).inspect_err(|_| networks.policies.restore(before))?;
         }
         Ok(left_out)
     }

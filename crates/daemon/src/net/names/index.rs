@@ -38,7 +38,7 @@ pub struct Guest {
     group: Option<Arc<str>>,
     /// Its egress policy, which may change.
     egress: RwLock<Egress>,
-    /// Names that its policy has refused, and addresses that found no room.
+    /// Names that its policy has refused, and addresses that were not opened.
     refused: AtomicU64,
     bucket: Mutex<Bucket>,
     /// Number of its questions that are being forwarded.
@@ -83,7 +83,7 @@ impl Guest {
         self.refused.fetch_add(more, Ordering::Relaxed);
     }
 
-    /// The number of names that its policy has refused, and of addresses that found no room.
+    /// The number of names that its policy has refused, and of addresses that were not opened.
     #[must_use]
     pub fn refused(&self) -> u64 {
         self.refused.load(Ordering::Relaxed)

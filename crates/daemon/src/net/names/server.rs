@@ -25,6 +25,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream, UdpSocket};
@@ -51,6 +52,8 @@ struct Service {
     scope: Scope,
     servers: Servers,
     opener: Option<Opener>,
+    /// Whether the host has refused to open the addresses of the last answer.
+    opening_fails: AtomicBool,
     forwards: Arc<Gate>,
     connections: Arc<Gate>,
     stats: Arc<Stats>,
@@ -103,6 +106,7 @@ pub fn serve(
         scope,
         servers,
         opener,
+        opening_fails: AtomicBool::new(false),
         forwards: Gate::new(FORWARDS.0, FORWARDS.1),
         connections: Gate::new(CONNECTIONS.0, CONNECTIONS.1),
         stats: stats.clone(),
@@ -211,15 +215,16 @@ impl Service {
         name.reverse();
         let of = |(address, seconds)| (address, Duration::from_secs(u64::from(seconds)));
         let found = Found { name, addresses: addresses.into_iter().map(of).collect() };
-        let guest = guest.clone();
-        let opening = move || match opener(guest.address, &found) {
-            Ok(0) => {}
-            Ok(left_out) => guest.refuse(u64::try_from(left_out).unwrap_or(u64::MAX)),
-            Err(why) => tracing::error!(address = %guest.address, "opening a name: {why}"),
-        };
-        if let Err(e) = tokio::task::spawn_blocking(opening).await {
-            tracing::error!("opening a name: {e}");
+        let (address, all) = (guest.address, found.addresses.len());
+        let opening = tokio::task::spawn_blocking(move || opener(address, &found)).await;
+        let opened = opening.unwrap_or_else(|e| Err(e.to_string()));
+        let failed_before = self.opening_fails.swap(opened.is_err(), Ordering::Relaxed);
+        // Each series of failures is reported once, because guests choose how often they ask.
+        if let (Err(why), false) = (&opened, failed_before) {
+            tracing::error!(%address, "opening a name: {why}");
         }
+        let left_out = opened.unwrap_or(all);
+        guest.refuse(u64::try_from(left_out).unwrap_or(u64::MAX));
     }
 
     /// Runs `work` for a guest in a task, until the guest returns its address or the service stops.

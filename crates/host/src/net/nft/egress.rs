@@ -35,7 +35,7 @@ use std::net::Ipv4Addr;
 
 /// The chain of guests without a way out.
 const NONE: &str = "egress_none";
-/// Maximum number of addresses of a set of names.
+/// Maximum number of addresses that are open for a policy's service of names.
 pub(in crate::net) const MAX_OPENED: u32 = 1024;
 
 // enum nft_ct_keys
@@ -72,15 +72,8 @@ pub(super) fn base(all: &mut Transaction) {
 }
 
 fn refuse(all: &mut Transaction, chain: &str) {
-    // NFT_DYNSET_OP_ADD is 0.
     let counter = encode::bare_expression("counter", &[]);
-    let add = [
-        encode::text(1, "refused"),
-        number(3, 0),
-        number(4, REGISTER),
-        encode::attribute(7 | 1 << 15, &counter),
-    ];
-    let count = [connection(SOURCE, true), expression("dynset", &add)];
+    let count = [connection(SOURCE, true), encode::add_with("refused", &counter)];
     all.rule("refused packets of a guest", chain, &count);
     all.rule("what a policy does not permit", chain, &[verdict(Verdict::Drop)]);
 }
@@ -104,7 +97,7 @@ pub(super) fn only_the_host(all: &mut Transaction, uplink: &str, host: Ipv4Addr)
     let others = [
         interface(IN, true, uplink),
         member(Address::Destination, "limited"),
-        encode::payload(1, Address::Source as u32, 4),
+        encode::load(Address::Source),
         compare(false, &host.octets()),
         verdict(Verdict::Drop),
     ];
@@ -160,7 +153,8 @@ fn new_policy(all: &mut Transaction, policy: u32, egress: &Egress) {
     }
     for (place, service) in egress.services_of_names().into_iter().enumerate() {
         let set = set_of(policy, place);
-        all.set(&set, SetOf::Timed, MAX_OPENED, 8);
+        // The kernel counts expired elements until its garbage collection.
+        all.set(&set, SetOf::Timed, 2 * MAX_OPENED, 8);
         for condition in conditions(service) {
             let to = [connection(DESTINATION, true), lookup(&set)].concat();
             all.rule("egress to names", &chain, &[condition, to, permit(policy)]);

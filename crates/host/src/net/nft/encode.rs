@@ -209,7 +209,8 @@ pub(super) enum Address {
     Destination = 16,
 }
 
-fn load(address: Address) -> Vec<u8> {
+/// Loads the address into the register.
+pub(super) fn load(address: Address) -> Vec<u8> {
     payload(1, address as u32, 4)
 }
 
@@ -265,9 +266,15 @@ pub(super) fn packets_over(address: Address, set: &str, rate: u32, burst: u32) -
 
 /// Adds the address to the set, with the counter `limit`.
 fn counted(address: Address, set: &str, limit: &[u8]) -> Vec<u8> {
+    [load(address), add_with(set, limit)].concat()
+}
+
+/// Adds the register's address to the set, with this counter.
+pub(super) fn add_with(set: &str, counter: &[u8]) -> Vec<u8> {
     // NFT_DYNSET_OP_ADD is 0.
-    let add = [text(1, set), number(3, 0), number(4, REGISTER), attribute(7 | NLA_F_NESTED, limit)];
-    [load(address), expression("dynset", &add)].concat()
+    let counter = attribute(7 | NLA_F_NESTED, counter);
+    let add = [text(1, set), number(3, 0), number(4, REGISTER), counter];
+    expression("dynset", &add)
 }
 
 /// Exempts the packet from connection tracking.
@@ -343,7 +350,7 @@ impl Transaction {
 
     fn ask(&mut self, what: &str, kind: u16, flags: u16, attributes: &[Vec<u8>]) {
         let body = [&[head(self.family, 0)][..], attributes].concat().concat();
-        self.batch.ask(format!("nf_tables: {what}"), kind, flags, &Raw(body));
+        self.batch.push(Some(format!("nf_tables: {what}")), kind, flags, &Raw(body));
     }
 
     /// Creates an empty table, replacing an existing one.
@@ -452,6 +459,9 @@ impl Transaction {
 
     /// Sends the transaction to the kernel, for the calling thread's namespace.
     pub(super) fn commit(mut self) -> Result<(), NetlinkError> {
+        // The kernel answers after it has committed or refused the whole transaction: first with
+        // the error of each refused message, then with this acknowledgement (nfnetlink_rcv_batch).
+        self.batch.acknowledge_last();
         self.batch.push(None, BATCH_END, 0, &Raw(head(Family::V4, SUBSYSTEM)));
         self.batch.send(NETLINK_NETFILTER)
     }

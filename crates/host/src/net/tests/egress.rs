@@ -223,7 +223,8 @@ fn names_open_addresses_which_survive_a_new_daemon() {
         let services = policy(rules).services_of_names().len();
         let left = || (0..services).flat_map(|place| nft::reopened(number, place).unwrap());
         let left = vm_netns.run(|| left().find(|(of, _)| *of == WORLD)).unwrap().unwrap().1;
-        assert!((3_600_001..=4_000_000).contains(&left), "{left} ms");
+        // The kernel has the time of the answer, and half of it.
+        assert!((5_400_001..=6_000_000).contains(&left), "{left} ms");
         // The next guests with these policies begin with nothing.
         vm_netns.dismiss(&guests).unwrap();
         guests.iter().for_each(|guest| vm_netns.admit(guest).unwrap());
@@ -260,6 +261,83 @@ fn what_is_refused_takes_no_connection_of_the_guest() {
             }
         }
         assert_eq!(there_now, 4);
+        vm_netns.remove().unwrap();
+    });
+}
+
+/// Guests that have one policy.
+fn many(count: u16, policy: &str) -> Vec<Guest> {
+    let address = |n: u16| Ipv4Addr::from(u32::from(A) + u32::from(n));
+    (0..count).map(|n| limited(address(n), policy)).collect()
+}
+
+#[test]
+fn a_new_daemon_opens_as_many_addresses_as_names_may_open() {
+    let folder = tempfile::tempdir().unwrap();
+    alone(|| {
+        let spec = spec(&folder, "dayflyef");
+        let guests = [limited(A, "*:443")];
+        let vm_netns = VmNetns::open_or_create(&spec, &guests).unwrap();
+        let most = nft::MAX_OPENED;
+        let all: Vec<_> = (0..most).map(|n| Ipv4Addr::from(u32::from(WORLD) + n)).collect();
+        for some in all.chunks(32) {
+            let ttl = Duration::from_secs(3600);
+            let addresses = some.iter().map(|address| (*address, ttl)).collect();
+            let name = vec![b"org"[..].into(), b"example"[..].into()];
+            assert_eq!(vm_netns.open(A, &Found { name, addresses }).unwrap(), 0);
+        }
+        drop(vm_netns);
+        let vm_netns = VmNetns::open_or_create(&spec, &guests).unwrap();
+        let number = policies::number(&guests[0].egress);
+        let open = || nft::reopened(number, 0).unwrap().into_iter().map(|(address, _)| address);
+        let open: std::collections::BTreeSet<_> = vm_netns.run(|| open().collect()).unwrap();
+        assert!(open.iter().eq(&all), "{} of {most}", open.len());
+        vm_netns.remove().unwrap();
+    });
+}
+
+#[test]
+fn many_guests_go_together() {
+    let folder = tempfile::tempdir().unwrap();
+    alone(|| {
+        let spec = spec(&folder, "dayflyeg");
+        let guests = many(200, "192.0.2.2");
+        let vm_netns = VmNetns::open_or_create(&spec, &[]).unwrap();
+        guests.iter().for_each(|guest| vm_netns.admit(guest).unwrap());
+        vm_netns.dismiss(&guests).unwrap();
+        // The addresses are free again; this daemon admits all guests in one transaction.
+        for _ in 0..2 {
+            let vm_netns = VmNetns::open_or_create(&spec, &guests).unwrap();
+            vm_netns.dismiss(&guests).unwrap();
+        }
+        vm_netns.remove().unwrap();
+    });
+}
+
+#[test]
+fn connections_of_many_guests_are_forgotten_together() {
+    let folder = tempfile::tempdir().unwrap();
+    alone(|| {
+        let vm_netns = VmNetns::open_or_create(&spec(&folder, "dayflyeh"), &[]).unwrap();
+        let addresses = many(400, "none").iter().map(|guest| guest.address).collect();
+        vm_netns.run(|| conntrack::forget(&addresses)).unwrap().unwrap();
+        vm_netns.remove().unwrap();
+    });
+}
+
+#[test]
+fn one_refused_message_undoes_its_transaction_and_is_named() {
+    use nft::Change::{Limit, Unlimit};
+    let folder = tempfile::tempdir().unwrap();
+    alone(|| {
+        let vm_netns = VmNetns::open_or_create(&spec(&folder, "dayflyei"), &[]).unwrap();
+        let change = |all: &[nft::Change]| vm_netns.run(|| nft::change(all)).unwrap();
+        let error = change(&[Limit(None, A), Unlimit(None, B), Limit(None, B)]).unwrap_err();
+        assert_eq!(error.errno, rustix::io::Errno::NOENT);
+        assert!(error.what.contains("removing from \"egress\": Address(10.88.0.3)"), "{error}");
+        // The first change was undone, so it is not there to be removed.
+        assert!(change(&[Unlimit(None, A)]).is_err());
+        change(&[]).unwrap();
         vm_netns.remove().unwrap();
     });
 }
