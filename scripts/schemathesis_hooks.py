@@ -6,7 +6,7 @@ import schemathesis
 
 @schemathesis.serializer("application/x-tar")
 def archive(ctx, value):
-    return value if isinstance(value, bytes) else bytes(value)
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 @schemathesis.deserializer("application/x-ndjson")

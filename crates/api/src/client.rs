@@ -379,7 +379,9 @@ impl Client {
         max_output_bytes: usize,
     ) -> Result<ExecResult> {
         let path = format!("/v1/vms/{}/exec?max_output_bytes={max_output_bytes}", segment(vm));
-        self.create_once(&path, spec).await
+        // Sent once and without a key: a daemon that was started meanwhile does not know the key,
+        // and would run the program again.
+        self.json(Method::POST, path, call::json_body(spec)?).await
     }
 
     /// Clones (or boots) a VM and runs a program in it. The VM ends with the connection, unless

@@ -8,7 +8,7 @@ use serde::de::value::Error;
 use serde::de::{DeserializeOwned, Deserializer, Error as _, Visitor};
 
 /// The most parameters of a query.
-const MOST: usize = 256;
+pub const MOST: usize = 256;
 
 /// Decodes a query. A field of type `Vec` may be given several times, every other at most once.
 ///

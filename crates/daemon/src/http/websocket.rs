@@ -66,28 +66,38 @@ struct Close(u16, String);
 async fn serve(socket: WebSocket, pipe: DuplexStream) {
     let (mut sink, mut stream) = socket.split();
     let (mut frames, mut to_session) = tokio::io::split(pipe);
-    let close = tokio::select! {
-        close = outwards(&mut frames, &mut sink) => close,
+    let (failed, close) = tokio::select! {
+        close = outwards(&mut frames, &mut sink) => match close {
+            Some(close) => (None, Some(close)),
+            None => return,
+        },
         end = inwards(&mut stream, &mut to_session) => match end {
-            // The client is gone, or going: its program ends with the pipe.
-            Ok(()) => Some(Close(close_code::NORMAL, String::new())),
+            // The client is gone, or has closed.
+            Ok(()) => (None, None),
             Err((code, ApiError(error))) => {
                 let close = Close(code, error.message.clone());
-                let failed = notice(&ExecNotice::Failed(error));
-                sink.send(failed).await.is_ok().then_some(close)
+                (Some(notice(&ExecNotice::Failed(error))), Some(close))
             }
         },
     };
+    // First, because it ends the program: the client may not read what follows.
     drop((frames, to_session));
-    let Some(Close(code, reason)) = close else { return };
-    let end = (0..=REASON.min(reason.len())).rev().find(|at| reason.is_char_boundary(*at));
-    let reason = reason[..end.unwrap_or_default()].to_owned();
-    let close = CloseFrame { code, reason: reason.into() };
-    if sink.send(Message::Close(Some(close))).await.is_ok() {
-        let rest = async { while let Some(Ok(_)) = stream.next().await {} };
-        // A client that does not close keeps nothing but this connection.
-        let _ = timeout(CLOSING, rest).await;
-    }
+    let goodbye = async {
+        // After an error of either, the client is gone.
+        if let Some(failed) = failed {
+            let _ = sink.send(failed).await;
+        }
+        if let Some(Close(code, reason)) = close {
+            let end = (0..=REASON.min(reason.len())).rev().find(|at| reason.is_char_boundary(*at));
+            let reason = reason[..end.unwrap_or_default()].to_owned();
+            let close = CloseFrame { code, reason: reason.into() };
+            let _ = sink.send(Message::Close(Some(close))).await;
+        }
+        // The library's answer to the client's close is written with the next read.
+        while let Some(Ok(_)) = stream.next().await {}
+    };
+    // A client that does not close keeps nothing but this connection.
+    let _ = timeout(CLOSING, goodbye).await;
 }
 
 fn notice(notice: &ExecNotice) -> Message {

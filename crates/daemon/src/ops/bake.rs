@@ -16,7 +16,7 @@ use crate::ops::create::{Order, Origin, create};
 use crate::ops::publish::{self, Ready};
 use crate::ops::recording::record;
 use crate::ops::{admit, exec, immutable, save};
-use crate::vmm::source::{Purpose, Template};
+use crate::vmm::source::{self, Purpose, Template};
 use dayfly_api::agent::Exit;
 use dayfly_api::types::{
     BakeRequest, BootSource, ErrorCode, Lifetime, NetworkRequest, Snapshot, Source,
@@ -28,6 +28,25 @@ use std::sync::Arc;
 /// The label of a VM that is being baked; its value is the snapshot's name.
 const LABEL: &str = "dayfly.bake";
 
+/// How the VM of a bake boots.
+fn boot_of(request: &BakeRequest) -> BootSource {
+    BootSource {
+        image: request.image.clone(),
+        kernel: request.kernel.clone(),
+        memory_bytes: request.memory_bytes,
+        vcpus: request.vcpus,
+        init: request.init.clone(),
+    }
+}
+
+/// Checks what can be checked of a request before its answer begins.
+///
+/// # Errors
+/// Names the field.
+pub fn check(request: &BakeRequest) -> Outcome<()> {
+    source::check(&boot_of(request))
+}
+
 /// Makes a snapshot from an image.
 ///
 /// # Errors
@@ -38,12 +57,11 @@ pub async fn bake(
     progress: ProgressSender,
 ) -> Outcome<Snapshot> {
     let asked = Asked::now();
-    let BakeRequest { image, name, kernel, memory_bytes, vcpus, warmup, recording, init, egress } =
-        request;
+    let boot = boot_of(&request);
+    let BakeRequest { image, name, memory_bytes, vcpus, warmup, recording, egress, .. } = request;
     publish::free(&daemon, &name).await?;
     admit::room(&daemon, "a bake", 0).await?;
     progress.phase(format!("booting {image} with {} and {vcpus} vCPUs", Bytes(memory_bytes))).await;
-    let boot = BootSource { image, kernel, memory_bytes, vcpus, init };
     let order = Order {
         origin: Origin::Source(Source::Boot(boot)),
         name: None,

@@ -250,9 +250,16 @@ impl Requests {
         inner.ended(key.key.clone(), number, 0);
     }
 
-    /// Forgets a key whose VMs are gone.
+    /// Forgets a key whose VMs, of an earlier daemon, are gone. A request that began anew with it
+    /// stays.
     pub fn forget(&self, key: &RequestKey) {
-        lock(&self.0).entries.remove(&key.key);
+        let mut inner = lock(&self.0);
+        let adopted = |entry: &Entry| {
+            entry.request == key.request && matches!(entry.state, State::Adopted(_))
+        };
+        if inner.entries.get(&key.key).is_some_and(adopted) {
+            inner.entries.remove(&key.key);
+        }
     }
 }
 

@@ -1,10 +1,11 @@
 //! Says in the document what the types of the handlers cannot say: ranges, forms, and the refusals
 //! that every operation shares. `scripts/schemathesis` holds the daemon against it.
 
+use crate::base::config::{MEMORY_BYTES, MEMORY_STEP_BYTES};
+use crate::http::query;
 use crate::model::filter;
 use crate::ops::expiry::MAX_TTL_MS;
 use dayfly_api::types::MAX_PICTURE_WIDTH;
-use dayfly_vmm::arch::layout::MIN_MEMORY_BYTES;
 use serde_json::{Value, json};
 
 const NAME: &str = "^[a-z0-9][a-z0-9._-]{0,62}$";
@@ -14,7 +15,12 @@ const VM_NAME: &str = "^(?!localhost$)(?![0-9a-f]{12}$)[a-z0-9][a-z0-9_-]{0,62}$
 /// Limits of schemas (`Name`) and of their properties (`Publish.host_port`).
 fn of_schemas() -> Vec<(&'static str, Value)> {
     let u16 = |least: u16| json!({ "minimum": least, "maximum": u16::MAX });
-    let memory = json!({ "minimum": MIN_MEMORY_BYTES, "multipleOf": 2 << 20 });
+    let memory = json!({
+        "minimum": MEMORY_BYTES.start(), "maximum": MEMORY_BYTES.end(),
+        "multipleOf": MEMORY_STEP_BYTES,
+    });
+    let init = json!({ "pattern": r#"^/[^\s\x00-\x1f\x7f"]*$"# });
+    let egress = json!({ "minLength": 1 });
     let vcpus = json!({ "minimum": 1, "maximum": 16 });
     vec![
         ("Name", json!({ "pattern": NAME })),
@@ -22,8 +28,14 @@ fn of_schemas() -> Vec<(&'static str, Value)> {
         ("VmId", json!({ "pattern": "^[0-9a-f]{12}$" })),
         ("BakeRequest.memory_bytes", memory.clone()),
         ("BakeRequest.vcpus", vcpus.clone()),
+        ("BakeRequest.init", init.clone()),
+        ("BakeRequest.egress", egress.clone()),
         ("BootSource.memory_bytes", memory),
         ("BootSource.vcpus", vcpus),
+        ("BootSource.init", init),
+        ("EgressRequest.egress", egress.clone()),
+        ("ForkRequest.egress", egress.clone()),
+        ("NetworkRequest.egress", egress),
         ("CreateManyRequest.count", json!({ "minimum": 1, "maximum": 4096 })),
         ("ForkRequest.count", json!({ "maximum": 4096 })),
         ("RemoveManyRequest.vms", json!({ "minItems": 1, "maxItems": 4096 })),
@@ -85,7 +97,7 @@ fn ranges(value: &mut Value) {
 /// Lists of a query have bounded values.
 fn bound_list(schema: &mut Value) {
     if schema["type"] == "array" {
-        merge(schema, &json!({ "maxItems": filter::MOST }));
+        merge(schema, &json!({ "maxItems": query::MOST }));
         if schema["items"]["type"] == "string" {
             merge(&mut schema["items"], &json!({ "minLength": 1, "maxLength": filter::LONGEST }));
         }
@@ -150,8 +162,15 @@ fn requests(operation: &mut Value) {
     }
     let error = json!({ "description": "the request is refused", "content": {
         "application/json": { "schema": { "$ref": "#/components/schemas/ApiError" } } } });
+    let in_query = |parameter: &Value| parameter["in"] == "query";
+    let has_query = operation["parameters"].as_array().is_some_and(|all| all.iter().any(in_query));
     if let Some(answers) = operation["responses"].as_object_mut() {
         answers.entry("400").or_insert(error);
+        if has_query {
+            // From the HTTP library, which reads at most 64 KiB of a request's first line.
+            answers
+                .insert("414".into(), json!({ "description": "the path and query are too long" }));
+        }
     }
 }
 

@@ -179,6 +179,8 @@ pub async fn remove(State(daemon): Shared, Named(name): Named) -> Outcome<Status
         (status = 400, body = ErrorBody)
     )
 )]
-pub async fn bake(State(daemon): Shared, Json(request): Json<BakeRequest>) -> Response {
-    ndjson::stream(daemon.stop.clone(), move |progress| bake::bake(daemon, request, progress))
+pub async fn bake(State(daemon): Shared, Json(request): Json<BakeRequest>) -> Outcome<Response> {
+    bake::check(&request)?;
+    let stop = daemon.stop.clone();
+    Ok(ndjson::stream(stop, move |progress| bake::bake(daemon, request, progress)))
 }

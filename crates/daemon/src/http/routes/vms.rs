@@ -199,8 +199,20 @@ pub async fn remove(
     Params(params): Params<RemoveParams>,
 ) -> Outcome<StatusCode> {
     let vm = removable(&daemon, &word, params.force)?;
-    to_the_end(async move { remove::remove(&daemon, &vm).await }).await?;
+    to_the_end(async move { removed(&daemon, &vm, params.force).await }).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// Removes a VM. If it ended and was started meanwhile, `force` removes the VM in its place, which
+/// has the same id.
+async fn removed(daemon: &Arc<Daemon>, vm: &Arc<crate::vm::Vm>, force: bool) -> Outcome<()> {
+    match remove::remove(daemon, vm).await {
+        Err(_) if force && !daemon.registry.holds(vm) && daemon.registry.has(vm.id) => {
+            let now = daemon.registry.find(&vm.id.to_string())?;
+            remove::remove(daemon, &now).await
+        }
+        done => done,
+    }
 }
 
 /// Stops a VM's vCPUs.

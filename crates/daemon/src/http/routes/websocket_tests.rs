@@ -184,7 +184,11 @@ async fn a_client_that_goes_away_takes_its_program_with_it() {
         noticed(&mut socket).await;
         if polite {
             socket.close(None).await.unwrap();
-            while let Some(Ok(_)) = socket.next().await {}
+            let mut answered = false;
+            while let Some(message) = socket.next().await {
+                answered |= matches!(message.unwrap(), Message::Close(_));
+            }
+            assert!(answered, "the closing handshake (RFC 6455, section 5.5.1)");
         }
         drop(socket);
         assert_eq!(agent.read_to_end(&mut Vec::new()).await.unwrap(), 0);
