@@ -64,12 +64,21 @@ demo: build
 test: setup
 	@scripts/test
 
-# These tests are ignored by `make test`. One command builds programs and tests, as there.
+LONG_TEST := cargo test --release --workspace --no-fail-fast --lib --test kills --test machine \
+	--test e2e -- --ignored
+
+# These tests are ignored by `make test`. One command builds programs and tests, as there. A name
+# that no test has is an error, because libtest passes without any test.
 long: setup
 	@cargo build --release --workspace --bins --tests --examples
+	@tests=$$($(LONG_TEST) --list) || exit; \
+	tests=$$(printf '%s\n' "$$tests" | sed -n 's/: test$$//p'); \
+	for name in $(LONG); do \
+		printf '%s\n' "$$tests" | grep -qF -- "$$name" || \
+			{ echo "make long: no ignored test is named $$name" >&2; exit 1; }; \
+	done
 	scripts/schemathesis
-	cargo test --release --workspace --no-fail-fast --lib --test kills --test machine --test e2e \
-		-- --ignored --nocapture --test-threads=1 $(LONG)
+	$(LONG_TEST) --nocapture --test-threads=1 $(LONG)
 
 bench: build
 	@set -e; for scenario in $(BENCH); do $(BIN)/dayfly-bench $$scenario $(OPTIONS); done

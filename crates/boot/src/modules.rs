@@ -11,10 +11,11 @@ mod names;
 pub(crate) mod needs;
 
 pub use all::{files, lists};
-pub use body::{unpack, without_signature};
+pub use body::{packed, without_signature};
 
 use crate::error::{BootError, on};
 use crate::files::MAX_KERNEL_BYTES;
+use body::unpack;
 use names::{list, name_of};
 use needs::Needs;
 use std::collections::BTreeSet;

@@ -1,10 +1,11 @@
 //! All files of a modules' folder, for a copy of it.
 
+use super::body::packed;
 use super::names::MAX_LIST_BYTES;
 use super::needs::walk;
 use crate::error::BootError;
-use crate::files::read_capped;
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::path::Path;
 
 /// The folders of `lib/modules/<release>` that hold modules: those of the kernel, and those that an
@@ -28,8 +29,11 @@ pub fn files(folder: &Path) -> Result<BTreeSet<String>, BootError> {
 /// The lists of `folder` that depmod(8) reads, each with its name. A missing one is left out.
 ///
 /// # Errors
-/// [`BootError`], also for a list of more than 16 MiB.
+/// [`BootError`], also for a list of more than 16 MiB, and for one that is no regular file.
 pub fn lists(folder: &Path) -> Result<Vec<(&'static str, Vec<u8>)>, BootError> {
-    let there = LISTS.into_iter().filter(|name| folder.join(name).exists());
-    there.map(|name| Ok((name, read_capped(&folder.join(name), MAX_LIST_BYTES)?))).collect()
+    let list = |name: &'static str| match packed(folder, name, MAX_LIST_BYTES) {
+        Err(BootError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
+        content => Some(content.map(|bytes| (name, bytes))),
+    };
+    LISTS.into_iter().filter_map(list).collect()
 }

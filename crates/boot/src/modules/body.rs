@@ -1,27 +1,65 @@
-//! Opens and unpacks module files.
+//! Opens, reads and unpacks the files of a modules' folder.
 
 use crate::error::{BootError, on};
 use rustix::fs::{Mode, OFlags, ResolveFlags, open, openat2};
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::Path;
 
 /// Largest unpacked module in bytes, far above those of distributions.
 const MAX_MODULE_BYTES: u64 = 64 << 20;
+
+/// Opens the regular file `path` of `folder`. A path that leads out of `folder` is refused, because
+/// a hostile package may have links to files of the user.
+fn open_in(folder: &Path, path: &str) -> Result<File, BootError> {
+    let whole = folder.join(path);
+    let opened = open(folder, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+        .and_then(|dir| {
+            // Without NONBLOCK, opening a FIFO waits for a writer.
+            let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+            let inside = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+            openat2(dir, path, flags, Mode::empty(), inside)
+        });
+    let file = File::from(opened.map_err(|e| on("open", &whole)(e.into()))?);
+    let kind = file.metadata().map_err(on("read", &whole))?.file_type();
+    if kind.is_file() {
+        return Ok(file);
+    }
+    let got = if kind.is_dir() { "a folder" } else { "a pipe, a socket or a device" };
+    let (expected, got) = ("a regular file".to_owned(), got.to_owned());
+    Err(BootError::Tree { path: whole, expected, got })
+}
+
+/// Reads at most one byte more than `cap`, which shows that the content is longer.
+fn read_past(reader: impl Read, cap: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    reader.take(cap + 1).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Reads the file `path` of `folder` as it is, packed or not. A path that leads out of `folder` is
+/// refused.
+///
+/// # Errors
+/// [`BootError::Io`], and [`BootError::Tree`] for no regular file, or one longer than `cap` bytes.
+pub fn packed(folder: &Path, path: &str, cap: u64) -> Result<Vec<u8>, BootError> {
+    let whole = folder.join(path);
+    let bytes = read_past(open_in(folder, path)?, cap).map_err(on("read", &whole))?;
+    if bytes.len() as u64 > cap {
+        let (expected, got) = (format!("a file of at most {cap} bytes"), "more".to_owned());
+        return Err(BootError::Tree { path: whole, expected, got });
+    }
+    Ok(bytes)
+}
 
 /// Opens and unpacks the module `path` of `folder`. A path that leads out of `folder` is refused.
 ///
 /// # Errors
 /// [`BootError::Io`], and [`BootError::Tree`] for a file that is no ELF module, or longer than
 /// 64 MiB.
-pub fn unpack(folder: &Path, path: &str) -> Result<Vec<u8>, BootError> {
+pub(super) fn unpack(folder: &Path, path: &str) -> Result<Vec<u8>, BootError> {
     let whole = folder.join(path);
-    let opened = open(folder, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
-        .and_then(|dir| {
-            let inside = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
-            openat2(dir, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty(), inside)
-        });
-    let file = File::from(opened.map_err(|e| on("open", &whole)(e.into()))?);
+    let file = open_in(folder, path)?;
     let failed = on("unpack", &whole);
     let reader: Box<dyn Read> = match path.rsplit('.').next() {
         Some("xz") => Box::new(liblzma::read::XzDecoder::new(file)),
@@ -29,8 +67,7 @@ pub fn unpack(folder: &Path, path: &str) -> Result<Vec<u8>, BootError> {
         Some("gz") => Box::new(flate2::read::GzDecoder::new(file)),
         _ => Box::new(file),
     };
-    let mut bytes = Vec::new();
-    reader.take(MAX_MODULE_BYTES + 1).read_to_end(&mut bytes).map_err(&failed)?;
+    let bytes = read_past(reader, MAX_MODULE_BYTES).map_err(&failed)?;
     if bytes.len() as u64 > MAX_MODULE_BYTES || !bytes.starts_with(b"\x7fELF") {
         let start = hex::encode(&bytes[..bytes.len().min(4)]);
         return Err(BootError::Tree {
@@ -78,6 +115,15 @@ mod tests {
         let hostile = [b"m".as_slice(), &[0; 8], &u32::MAX.to_be_bytes(), mark].concat();
         assert_eq!(without_signature(hostile.clone()), hostile);
         assert_eq!(without_signature(mark.to_vec()), mark);
+    }
+
+    #[test]
+    fn a_packed_file_is_read_up_to_its_limit() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("a"), b"1234").unwrap();
+        assert_eq!(packed(folder.path(), "a", 4).unwrap(), b"1234");
+        let text = packed(folder.path(), "a", 3).unwrap_err().to_string();
+        assert!(text.ends_with("expected a file of at most 3 bytes, got more"), "{text}");
     }
 
     #[test]

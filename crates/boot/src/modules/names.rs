@@ -1,7 +1,7 @@
 //! Names of modules, and the lists in a modules' folder.
 
+use super::body::packed;
 use crate::error::BootError;
-use crate::files::read_capped;
 use std::path::Path;
 
 /// Largest `modules.builtin` or `modules.dep` in bytes.
@@ -16,7 +16,7 @@ pub(super) fn name_of(path: &str) -> String {
 
 /// The text of a list in the modules' folder.
 pub(super) fn list(folder: &Path, name: &str) -> Result<String, BootError> {
-    let bytes = read_capped(&folder.join(name), MAX_LIST_BYTES)?;
+    let bytes = packed(folder, name, MAX_LIST_BYTES)?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 

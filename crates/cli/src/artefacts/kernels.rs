@@ -97,9 +97,10 @@ pub async fn refresh_kernel(
             steps.end();
             return Ok(there);
         }
-        Ok(_) => client.remove_kernel(name).await?,
-        Err(e) if e.code() == Some(ErrorCode::NotFound) => {}
-        Err(e) => return Err(e.into()),
+        Err(e) if e.code() != Some(ErrorCode::NotFound) => return Err(e.into()),
+        // The upload replaces a stored kernel atomically. Removing that kernel first would remove
+        // its modules too.
+        Ok(_) | Err(_) => {}
     }
     send(client, made, head, name, steps).await
 }

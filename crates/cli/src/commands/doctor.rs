@@ -104,7 +104,7 @@ fn tools(machine: bool) -> Vec<Check> {
         ("e2fsck", "e2fsprogs", true, "image build"),
         ("mmdebstrap", "mmdebstrap", false, "image build --debian"),
         ("apt-get", "apt", false, "kernel fetch"),
-        ("depmod", "kmod", false, "kernel fetch"),
+        ("depmod", "kmod", false, "kernel fetch, kernel add"),
         ("dpkg-deb", "dpkg", false, "kernel fetch"),
         ("qemu-system-x86_64", "qemu-system-x86", machine, "the machine"),
         ("busybox", "busybox-static", machine, "the machine"),

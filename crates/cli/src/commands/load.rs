@@ -39,7 +39,6 @@ impl Args {
         });
         let listing = listing.await??;
         let cpu_level = client.info().await?.cpu_level;
-        let mut loaded = Vec::new();
         for listed in &listing.images {
             let options = BuildOptions { cpu_level, ..BuildOptions::default() };
             let what = || {
@@ -47,10 +46,10 @@ impl Args {
                 format!("image {:?} of the archive", name.chars().take(100).collect::<String>())
             };
             let lines = load(&client, &listing, listed, options, &steps).await;
-            loaded.extend(lines.with_context(what)?);
+            // Printed now, because an error of a later image must not hide what is stored.
+            lines.with_context(what)?.iter().try_for_each(output::line)?;
         }
-        drop(steps);
-        loaded.iter().try_for_each(output::line)
+        Ok(())
     }
 }
 

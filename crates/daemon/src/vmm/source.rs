@@ -55,7 +55,11 @@ fn is_init(init: &str) -> bool {
         && !init.bytes().any(|b| b.is_ascii_whitespace() || b.is_ascii_control() || b == b'"')
 }
 
-fn check(boot: &BootSource) -> Outcome<()> {
+/// Checks what can be checked of a boot without its image.
+///
+/// # Errors
+/// Names the field, what was expected and what it has.
+pub(crate) fn check(boot: &BootSource) -> Outcome<()> {
     let (least, most) = (MEMORY_BYTES.start(), MEMORY_BYTES.end());
     if !(1..=MAX_VCPUS).contains(&boot.vcpus) {
         return Err(ApiError::invalid(format_args!(
@@ -413,7 +417,7 @@ pub(crate) fn boot(
     fds: &mut Fds,
 ) -> Outcome<(Start, Pin)> {
     let mut disks = vm.live().disks;
-    // Pins all images of the disks, as long as `image` and `kernel` pin them too.
+    // Pins all images of the disks, while `image` and `kernel` pin them too.
     let pin = templates.pin(&vm.name, &disks)?;
     let (layer, data) = templates.writable(vm.id, 0)?;
     disks[0].writable = Some(layer);
@@ -425,8 +429,12 @@ pub(crate) fn boot(
         trees: vec![image.tree.map(|tree| TreeConfig(fds.add(tree.file), tree.root))],
     };
     let mut configs = vec![disk(image, Some(data))];
-    let modules = kernel.modules.map(|modules| configs.push(disk(modules, None)));
-    let modules = modules.map_or("", |()| MODULES);
+    let modules = if let Some(modules) = kernel.modules {
+        configs.push(disk(modules, None));
+        MODULES
+    } else {
+        ""
+    };
     let init = boot.init.map(|init| format!(" dayfly.init={init}")).unwrap_or_default();
     let start = BootConfig {
         kernel_fd: fds.add(kernel.vmlinux),

@@ -61,6 +61,28 @@ pub fn archive(folder: &Path, config: &str) -> Vec<u8> {
 }
 
 #[test]
+fn an_archive_is_loaded_under_its_reference() {
+    let world = world();
+    let folder = tempfile::tempdir().unwrap();
+    let tiny = archive(folder.path(), r#"{"Env":["PATH=/bin"],"Cmd":["/bin/echo","loaded"]}"#);
+    // The second time, the image is there already.
+    for _ in 0..2 {
+        let got = fed(&["load"], &tiny);
+        assert_eq!((got.code, got.out.as_str()), (0, "Loaded image: tiny:1\n"), "{}", got.err);
+    }
+    assert_eq!(ok(&["run", "--pull", "never", "tiny:1"]), "loaded");
+    let shown: serde_json::Value =
+        serde_json::from_str(&ok(&["image", "inspect", "tiny:1"])).unwrap();
+    let name = shown["name"].as_str().unwrap();
+    for snapshot in ok(&["snapshots", "-q"]).lines().filter(|s| s.starts_with(name)) {
+        ok(&["snapshots", "rm", snapshot]);
+    }
+    assert_eq!(ok(&["rmi", "tiny:1"]), "tiny:1");
+    refused(&["rmi", "tiny:1"], &["no image named", "tiny:1"]);
+    world.clean();
+}
+
+#[test]
 fn a_program_runs_as_its_images_configuration_says() {
     const NAME: &str = "e2e-tiny";
     let world = world();

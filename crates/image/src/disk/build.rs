@@ -102,7 +102,7 @@ fn write(
 }
 
 /// Takes the disk of the cache entry `entry` if it is intact. Otherwise writes the tree that `make`
-/// returns into it: no folder is added, as [`build`] does. `work` is an empty folder.
+/// returns into it. Unlike [`build`], adds no folder to the tree. `work` is an empty folder.
 pub(crate) fn plain<E: From<BuildError>>(
     entry: &Path,
     work: &Path,

@@ -8,6 +8,7 @@ use super::read::plain_archive;
 use super::types::{Limits, Progress, Source};
 use crate::{cache, staging};
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
 
 /// The most images of an archive that is loaded as a whole.
@@ -32,7 +33,8 @@ pub struct Listed {
     /// them, so a name may be a bare tag, and is not escaped.
     pub names: Vec<String>,
     /// `sha256:` and 64 digits: of the configuration, as docker's image id, or of the manifest or
-    /// index in an OCI layout.
+    /// index in an OCI layout. If an OCI layout has several entries of the name, their digests are
+    /// mixed, so that another entry gives another digest.
     pub digest: String,
     /// What selects it, as in [`Source::Archive`].
     selector: Option<String>,
@@ -80,7 +82,7 @@ impl Listing {
     }
 }
 
-/// The images of `docker save`, each once.
+/// The images of `docker save`, in its order.
 fn docker(blobs: &Blobs) -> Result<Vec<Listed>, BuildError> {
     let all = saved(blobs)?;
     let only = all.len() == 1;
@@ -95,8 +97,9 @@ fn docker(blobs: &Blobs) -> Result<Vec<Listed>, BuildError> {
     Ok(images)
 }
 
-/// The images of an OCI layout. Entries of one name are one image for several platforms. Of entries
-/// without a name that state a platform, those that guests can run are images.
+/// The images of an OCI layout. Entries of one name are one image for several platforms, whose
+/// digest is the SHA-256 of `FIRST SECOND`, and so on. Of entries without a name that state a
+/// platform, those that guests can run are images.
 fn layout(blobs: &Blobs) -> Result<Vec<Listed>, BuildError> {
     let label = blobs.label("index.json");
     let index: Index = json(&label, &blobs.document("index.json")?)?;
@@ -109,12 +112,21 @@ fn layout(blobs: &Blobs) -> Result<Vec<Listed>, BuildError> {
             continue;
         }
         let selector = name.clone().unwrap_or_else(|| descriptor.digest.clone());
-        if known.insert(selector.clone(), images.len()).is_none() {
-            images.push(Listed {
-                names: name.into_iter().collect(),
-                digest: descriptor.digest,
-                selector: Some(selector),
-            });
+        match known.entry(selector) {
+            Entry::Occupied(at) => {
+                let digest = &mut images[*at.get()].digest;
+                if *digest != descriptor.digest {
+                    *digest = sha256(format!("{digest} {}", descriptor.digest).as_bytes());
+                }
+            }
+            Entry::Vacant(new) => {
+                images.push(Listed {
+                    names: name.into_iter().collect(),
+                    digest: descriptor.digest,
+                    selector: Some(new.key().clone()),
+                });
+                new.insert(images.len() - 1);
+            }
         }
     }
     Ok(images)

@@ -7,23 +7,22 @@
 //! ```
 //!
 //! The root of the disk is what a guest has in `/lib/modules/<release>`. Modules stay
-//! compressed as in the kernel's package, a fifth of their size; modprobe(8) of kmod unpacks them,
-//! that of busybox may not.
+//! compressed as in the kernel's package, a fifth of their size; modprobe(8) of kmod unpacks them.
 
 use super::error::{KernelError, on};
 use crate::disk::tree::{Content, Kind, Meta, Tree};
 use crate::disk::{BuildError, BuiltImage, plain};
 use crate::{cache, staging, tool};
 use dayfly_archive::Refusal;
-use dayfly_boot::modules::{files, lists};
-use dayfly_boot::{BootError, KernelSource, read_capped};
+use dayfly_boot::modules::{files, lists, packed};
+use dayfly_boot::{BootError, KernelSource};
 use dayfly_units::MODULES_SOURCE;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// The largest packed module, and the largest list that depmod makes, in bytes.
+/// The largest module, packed as in the kernel's package, in bytes.
 const MAX_FILE_BYTES: u64 = 64 << 20;
-/// The most bytes of all modules together.
+/// The most bytes of all modules together, packed.
 const MAX_BYTES: u64 = 2 << 30;
 /// The most names on a disk: 65,536 modules, and as many folders.
 const MAX_NAMES: usize = 1 << 17;
@@ -53,6 +52,12 @@ pub fn build_modules(
     let work = staging::Staging::new(&cache).map_err(on("make a staging folder in", &cache))?;
     let name = std::fs::canonicalize(folder).map_err(on("open", folder))?;
     let release = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    if !is_release(&release) {
+        let expected = "a kernel's release as the folder's name, such as 6.12.1-amd64 (rename it \
+                        to what uname -r prints in a guest)";
+        let (path, expected) = (folder.clone(), expected.to_owned());
+        return Err(BootError::Tree { path, expected, got: format!("{release:?}") }.into());
+    }
     let entry = cache.join("kernels/modules").join(key(folder, &release, &modules)?);
     let _lock = staging::lock_entry(&entry, || {
         tracing::info!("waiting for another build of the same modules")
@@ -64,6 +69,13 @@ pub fn build_modules(
     plain(&entry, work.path(), about, out_dir, make).map(Some)
 }
 
+/// Whether the text begins with two numbers and a dot between them, which depmod requires.
+fn is_release(text: &str) -> bool {
+    let digit = |text: &str| text.starts_with(|c: char| c.is_ascii_digit());
+    let rest = text.trim_start_matches(|c: char| c.is_ascii_digit());
+    digit(text) && rest.strip_prefix('.').is_some_and(digit)
+}
+
 /// The cache key: a digest of everything that the disk depends on. The number in it is the version
 /// of the disk's layout.
 fn key(folder: &Path, release: &str, modules: &BTreeSet<String>) -> Result<String, KernelError> {
@@ -71,9 +83,17 @@ fn key(folder: &Path, release: &str, modules: &BTreeSet<String>) -> Result<Strin
     let mut add = |name: &str, bytes: &[u8]| {
         hasher.update(name.as_bytes()).update(b"\n").update(blake3::hash(bytes).as_bytes());
     };
-    add("dayfly modules 2", release.as_bytes());
+    add("dayfly modules 3", release.as_bytes());
+    let mut all_bytes = 0;
     for path in modules {
-        add(path, &read_capped(&folder.join(path), MAX_FILE_BYTES)?);
+        let bytes = packed(folder, path, MAX_FILE_BYTES)?;
+        all_bytes += bytes.len() as u64;
+        if all_bytes > MAX_BYTES {
+            let expected = format!("modules of at most {MAX_BYTES} bytes in all");
+            let (path, got) = (folder.to_owned(), format!("more at {path:?}"));
+            return Err(BootError::Tree { path, expected, got }.into());
+        }
+        add(path, &bytes);
     }
     for (name, bytes) in lists(folder)? {
         add(name, &bytes);
@@ -91,22 +111,15 @@ fn tree(
     let base = work.join("copied");
     let place = base.join("lib/modules").join(release);
     let mut tree = Tree::new(MAX_NAMES);
-    let mut all_bytes = 0;
     for path in modules {
-        let bytes = read_capped(&folder.join(path), MAX_FILE_BYTES)?;
-        all_bytes += bytes.len() as u64;
-        if all_bytes > MAX_BYTES {
-            let expected = format!("modules of at most {MAX_BYTES} bytes in all");
-            let (path, got) = (folder.to_owned(), format!("more at {path:?}"));
-            return Err(BootError::Tree { path, expected, got }.into());
-        }
-        put(&mut tree, &place, path, Some(&bytes))?;
+        put(&mut tree, &place, path, Some(&packed(folder, path, MAX_FILE_BYTES)?))?;
     }
     for (name, bytes) in lists(folder)? {
         put(&mut tree, &place, name, Some(&bytes))?;
     }
     let mut depmod = tool::tool("depmod");
-    depmod.arg("-b").arg(&base).arg(release);
+    // The host's depmod.d would change the lists, and is not part of the cache key.
+    depmod.arg("-b").arg(&base).args(["-C", "/dev/null", release]);
     tool::run(depmod, "kmod", |_| ())?;
     let mut made = BTreeSet::new();
     for entry in std::fs::read_dir(&place).map_err(on("read", &place))? {

@@ -1,6 +1,7 @@
 //! Kernels are built once, and errors name what is missing.
 
 use super::*;
+use crate::kernel::build_modules;
 use dayfly_boot::fuzzing::{small_image, small_kernel};
 use sha2::Digest;
 use std::io::Write;
@@ -192,4 +193,40 @@ fn what_is_missing_is_named() {
     std::fs::write(place.join("boot/vmlinuz-6.13"), b"").unwrap();
     let text = KernelSource::in_tree(&place).unwrap_err().to_string();
     assert!(text.contains("expected one vmlinu*, got 2"), "{text}");
+}
+
+#[test]
+fn the_disk_of_modules_has_regular_files_of_the_package_only() {
+    let temp = tempfile::tempdir().unwrap();
+    let place = temp.path().join("tree");
+    tree(&place, "virtio_blk");
+    let outside = temp.path().join("outside");
+    std::fs::write(&outside, b"of the user").unwrap();
+    let mut source = KernelSource::in_tree(&place).unwrap();
+    let failed = |source: &KernelSource| {
+        let (cache, out) = (temp.path().join("cache"), temp.path().join("out"));
+        build_modules(source, Some(&cache), &out).unwrap_err().to_string()
+    };
+    let folder = place.join("lib/modules/6.12.1");
+    for name in ["kernel/a.ko.xz", "modules.order"] {
+        let at = folder.join(name);
+        std::os::unix::fs::symlink(&outside, &at).unwrap();
+        let text = failed(&source);
+        assert!(text.starts_with("open ") && text.contains(name), "{text}");
+        std::fs::remove_file(&at).unwrap();
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, &at, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let text = failed(&source);
+        assert!(text.contains(name), "{text}");
+        assert!(text.contains("expected a regular file, got a pipe"), "{text}");
+        std::fs::remove_file(&at).unwrap();
+    }
+    // depmod accepts no folder whose name does not begin with a version.
+    for name in ["mine", "6", "6.", "v6.12"] {
+        let renamed = place.join("lib/modules").join(name);
+        std::fs::rename(source.modules.as_ref().unwrap(), &renamed).unwrap();
+        source.modules = Some(renamed);
+        let text = failed(&source);
+        assert!(text.contains("rename it") && text.contains(&format!("got {name:?}")), "{text}");
+    }
 }

@@ -23,6 +23,12 @@ fn zstd(data: &[u8]) -> Vec<u8> {
     zstd::encode_all(data, 1).unwrap()
 }
 
+fn xz(data: &[u8]) -> Vec<u8> {
+    let mut encoder = liblzma::write::XzEncoder::new(Vec::new(), 1);
+    encoder.write_all(data).unwrap();
+    encoder.finish().unwrap()
+}
+
 fn plain(data: &[u8]) -> Vec<u8> {
     data.to_vec()
 }
@@ -383,7 +389,7 @@ fn listed(files: &Files) -> Result<Vec<Known>, String> {
     let path = folder.path().join("images.tar");
     write_tar(files, &path);
     let tar = std::fs::read(&path).unwrap();
-    let packers: [Pack; 3] = [plain, gzip, zstd];
+    let packers: [Pack; 4] = [plain, gzip, zstd, xz];
     let mut found: Vec<_> = packers
         .iter()
         .map(|pack| {
@@ -429,12 +435,10 @@ fn each_image_of_an_archive_is_listed_and_can_be_built() {
     let only = ["/ 755", "/only 644 \"x\""].map(str::to_owned).to_vec();
     let expected = EXPECTED.map(str::to_owned).to_vec();
     let name = |name: &str| vec![name.to_owned()];
+    let mixed = sha256(format!("{} {}", digest(&arm), digest(&one)).as_bytes());
     assert_eq!(
         listed(&files).unwrap(),
-        [
-            (name("example.org/a:1"), digest(&arm), expected.clone()),
-            (vec![], digest(&two), only.clone())
-        ]
+        [(name("example.org/a:1"), mixed, expected.clone()), (vec![], digest(&two), only.clone())]
     );
 
     let mut files = Files::new();
