@@ -114,7 +114,11 @@ pub enum RemoveError {
         name: Name,
     },
     /// Other objects depend on the entry.
-    #[error("{kind} {name} is in use by {}", by.join(", "))]
+    #[error(
+        "{kind} {name} is in use by {}; remove these first, `dayfly ps -a` lists VMs that have \
+         ended too",
+        by.join(", ")
+    )]
     InUse {
         /// `image`.
         kind: &'static str,

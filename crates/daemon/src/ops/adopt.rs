@@ -27,7 +27,7 @@ use crate::vm::batch;
 use crate::vm::record::{self, Record, read_json};
 use crate::vm::survey::{self, Found, Unreadable};
 use crate::vmm::{control_link, guest_socket};
-use dayfly_api::types::EventKind;
+use dayfly_api::types::{ErrorCode, EventKind};
 use dayfly_host::process::Process;
 use dayfly_units::text::{SHORT, escaped};
 use dayfly_units::{VmId, error::chain};
@@ -275,13 +275,7 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
     if vm.phase().alive() {
         give_resources(daemon, &vm);
     } else {
-        // So that it can start again. If something is missing, the start is refused.
-        match daemon.templates.pin(&vm.name, &vm.live().disks) {
-            Ok(pin) => vm.keep_pinned(pin),
-            Err(error) => {
-                tracing::warn!(vm = %vm.id, "its disks are not kept: {}", error.0.message)
-            }
-        }
+        keep_disks(daemon, &vm);
     }
     if verdict == Verdict::MarkExited {
         vm.announce_end(|| daemon.happened(&vm, EventKind::Exited));
@@ -402,6 +396,23 @@ fn give_resources(daemon: &Daemon, vm: &Vm) {
         Ok(pin) => vm.keep_pinned(pin),
         // Its VMM has all files open; only snapshots need the pin.
         Err(error) => vm.update(|live| live.no_snapshot = Some(error.0.message)),
+    }
+}
+
+/// Pins the disks of a VM that has ended, so that it can start again.
+fn keep_disks(daemon: &Daemon, vm: &Vm) {
+    let disks = vm.live().disks;
+    let error = match daemon.templates.pin(&vm.name, &disks) {
+        Ok(pin) => return vm.keep_pinned(pin),
+        Err(error) => error.0,
+    };
+    tracing::warn!(vm = %vm.id, "looking for its disks: {}", error.message);
+    // If something is missing, the start is refused. Another error, such as one of the host, may
+    // pass: then all layers stay until the VM starts or is removed.
+    if !matches!(error.code, ErrorCode::NotFound | ErrorCode::Damaged) {
+        let images = disks.iter().map(|disk| disk.image.name.clone()).collect();
+        let holder = format!("VM {}", vm.name);
+        vm.keep_pinned(daemon.templates.store().pin_every_layer(&holder, images));
     }
 }
 

@@ -235,8 +235,11 @@ pub(crate) fn store(
         live.clone()
     });
     // The pin in `committed` keeps the layers until the VM has its own pin.
-    if live.phase.alive() {
-        vm.keep_pinned(daemon.templates.pin(&vm.name, &live.disks)?);
+    // A VM that has ended needs them to start again; `keep_pinned` decides whether it can.
+    match daemon.templates.pin(&vm.name, &live.disks) {
+        Ok(pin) => vm.keep_pinned(pin),
+        Err(e) if live.phase.alive() => return Err(e),
+        Err(e) => tracing::warn!(vm = %vm.id, "its disks are not kept: {}", e.0.message),
     }
     failpoint::reached("daemon.publish.pinned");
     let flattened = flatten::rebases(daemon, tops, spec, &committed.manifest);

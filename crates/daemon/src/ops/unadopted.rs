@@ -51,6 +51,8 @@ pub(super) fn keep(daemon: &Arc<Daemon>, mut left: Unreadable) {
         }
     };
     tracing::error!(vm = %id, name = %vm.name, lives, "not adopted: {why}");
+    // Also if it has ended, because a daemon that can read its record may start it again.
+    vm.keep_pinned(daemon.templates.store().pin_every_layer(&format!("VM {}", vm.name), images));
     if !lives {
         return;
     }
@@ -58,7 +60,6 @@ pub(super) fn keep(daemon: &Arc<Daemon>, mut left: Unreadable) {
     let resident = process.as_ref().and_then(|process| memory::of(process.id().pid).ok());
     let resident_bytes = resident.map_or(0, |memory| memory.rss_kib << 10);
     vm.keep_memory(daemon.budget.adopt(vm.node, vm.facts.memory_bytes.max(resident_bytes)));
-    vm.keep_pinned(daemon.templates.store().pin_every_layer(&format!("VM {}", vm.name), images));
     expiry::watch(daemon, &vm);
     if let Some(process) = process {
         vm.hold(process.clone());

@@ -1,7 +1,7 @@
-//! A VM as the daemon knows it. [`registry`] has all VMs, [`record`] is the file in which the next
-//! daemon finds a VM, [`batch`] has the VMs of unanswered requests, [`requests`] has
-//! answers for their repetition, and [`budget`] is the memory of
-//! VMs. [`crate::model::state`] decides which event a phase accepts.
+//! A VM as the daemon knows it. [`registry`] has all VMs, and [`record`] is the file in which the
+//! next daemon finds a VM. [`batch`] has the VMs of unanswered requests, and [`requests`] has
+//! answers for their repetition. [`budget`] is the memory of VMs, and `pins` keeps their images and
+//! layers. [`crate::model::state`] decides which event a phase accepts.
 //!
 //! # Lock order
 //!

@@ -6,15 +6,15 @@ use dayfly_store::Pin;
 use dayfly_units::sync::lock;
 
 impl Vm {
-    /// Whether a VM with the state `live` has disks from which it can start again when it has
-    /// ended.
+    /// Whether a VM with the state `live` keeps its disks when it has ended: it can start again, or
+    /// a later daemon can adopt it.
     pub(super) fn keeps_disks(&self, live: &Live) -> bool {
         let stays = !self.facts.ephemeral && !self.facts.auto_remove;
-        stays && self.unadopted.is_none() && live.no_snapshot.is_none()
+        self.unadopted.is_some() || stays && live.no_snapshot.is_none()
     }
 
-    /// Keeps the pin of its image and layers until the VM is removed, or until it ends if it cannot
-    /// start again.
+    /// Keeps the pin of its image and layers until the VM is removed, or until it ends if its disks
+    /// are of no use then.
     pub fn keep_pinned(&self, pin: Pin) {
         let live = lock(&self.live);
         let keeps = live.phase.alive() || self.keeps_disks(&live);

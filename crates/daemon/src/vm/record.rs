@@ -16,6 +16,7 @@ use crate::base::config::VmDir;
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::model::facts::Facts;
 use crate::model::live::Live;
+use crate::model::state::Phase;
 use crate::model::vm_slot::{OLD_FIRST_UID, VmSlot};
 use crate::vm::Vm;
 use crate::vm::registry::Registry;
@@ -276,14 +277,17 @@ fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), RecordError> {
 }
 
 /// Writes the record of `vm`, if the VM is not removed yet. The record of a VM that this daemon
-/// could not adopt stays as it is, for a daemon that can read it.
+/// could not adopt stays as it is, for a daemon that can read it. So does that of a VM that starts
+/// again.
 ///
 /// # Errors
 /// [`RecordError`]; the record before stays.
 pub async fn write(registry: &Registry, vm: &Arc<Vm>) -> Outcome<()> {
     // A file made while the folder is being removed would make the removal fail.
     let _one = vm.removal.lock().await;
-    if !registry.holds(vm) || vm.unadopted.is_some() {
+    // The next daemon removes a VM that is recorded as starting, with its disks. A start, and a
+    // failed one, write the record when they end.
+    if !registry.holds(vm) || vm.unadopted.is_some() || vm.phase() == Phase::Starting {
         return Ok(());
     }
     let vm = vm.clone();

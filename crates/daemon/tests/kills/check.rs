@@ -119,6 +119,7 @@ async fn started(bed: &Testbed, b: &Living) -> Result<bool> {
     };
     start_again(bed, b.id).await.context("VM b, started after the kill")?;
     snapshot(bed, b.id, "of-b").await.context("VM b, saved")?;
+    is_whole(bed, "of-b").await.context("VM b, saved")?;
     bed.client.remove_snapshot(&name("of-b")?).await?;
     Ok(done)
 }

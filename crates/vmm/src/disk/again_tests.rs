@@ -37,6 +37,21 @@ fn a_discard_for_which_there_is_no_room_changes_nothing_that_has_data_below() {
 }
 
 #[test]
+fn zeroes_need_room_only_for_blocks_that_the_writable_layer_does_not_have() {
+    let files = Files::new(SIZE);
+    let mut disk = files.open().unwrap();
+    write(&mut disk, 4 * 4096, vec![9; 4096]).unwrap();
+    let mut asked = Vec::new();
+    let note = |_: &Disk, at, len| {
+        asked.push((at, len));
+        Ok(())
+    };
+    disk.zero_if(0, SIZE, note).unwrap();
+    assert_eq!(asked, [(0, 4 * 4096), (5 * 4096, SIZE - 5 * 4096)]);
+    assert_eq!(read(&disk, 0, SIZE as usize).unwrap(), vec![0; SIZE as usize]);
+}
+
+#[test]
 fn a_write_that_ended_within_a_block_is_completed_from_below_when_the_disk_is_opened_again() {
     // The file system of the test reports whole blocks, so the search is given what one with
     // smaller blocks reports.

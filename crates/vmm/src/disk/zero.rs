@@ -18,6 +18,9 @@ const MOST_SEARCHES: u32 = 1 << 16;
 /// The most bytes of zeroes that a discard writes. Beyond them it changes nothing, which virtio 1.2
 /// allows (section 5.2.6: a discard is a hint).
 const MOST_DISCARDED_BYTES: u64 = 64 << 20;
+/// The most blocks of zeroes that need room at once. What was written before there is no
+/// room stays, so a request that is tried again goes on there.
+const MOST_ASKED_BLOCKS: u64 = 256;
 /// Bytes of one write of zeroes.
 const PIECE_BYTES: usize = 64 << 10;
 
@@ -70,8 +73,9 @@ impl Disk {
         })
     }
 
-    /// As [`Self::zero`]. Calls `room` with an offset and a length before these bytes are written.
-    /// Whole blocks below which there is no data become holes.
+    /// As [`Self::zero`]. Calls `room` with an offset and a length before these bytes are written,
+    /// except for whole blocks that the writable layer has. Whole blocks below which there is no
+    /// data become holes.
     ///
     /// # Errors
     /// That of `room`; else as [`Self::write`]. Part of the range may be zero then.
@@ -101,15 +105,20 @@ impl Disk {
         let mut below = Below { left: MOST_SEARCHES };
         while !blocks.is_empty() {
             let (data, end) = below.next(self, &blocks)?;
-            let run = blocks.start..end;
-            if data {
-                let bytes = (run.end - run.start) * DISK_BLOCK_BYTES;
-                room(self, run.start * DISK_BLOCK_BYTES, bytes).map_err(ZeroError::NoSpace)?;
-                self.write_zeroes(&run)?;
-            } else {
-                self.punch(&run)?;
+            if !data {
+                self.punch(&(blocks.start..end))?;
+                blocks.start = end;
             }
-            blocks.start = end;
+            while blocks.start < end {
+                let (layer, same) = self.run(blocks.start, end);
+                let part = blocks.start..same.min(blocks.start + MOST_ASKED_BLOCKS);
+                if layer != self.writable_number() {
+                    let bytes = (part.end - part.start) * DISK_BLOCK_BYTES;
+                    room(self, part.start * DISK_BLOCK_BYTES, bytes).map_err(ZeroError::NoSpace)?;
+                }
+                self.write_zeroes(&part)?;
+                blocks.start = part.end;
+            }
         }
         Ok(())
     }
@@ -162,12 +171,18 @@ impl Disk {
 
     /// Writes zeroes to whole blocks.
     fn write_zeroes(&mut self, blocks: &Range<u64>) -> io::Result<()> {
-        let mut zeroes = vec![0; PIECE_BYTES];
+        let all = length((blocks.end - blocks.start) * DISK_BLOCK_BYTES);
+        let mut zeroes = vec![0; all.min(PIECE_BYTES)];
         let mut at = blocks.start;
         while at < blocks.end {
             let end = blocks.end.min(at + (PIECE_BYTES / BLOCK) as u64);
             let bytes = length((end - at) * DISK_BLOCK_BYTES);
-            IoList::of(&mut zeroes[..bytes]).write_at(self.writable()?, at * DISK_BLOCK_BYTES)?;
+            let list = IoList::of(&mut zeroes[..bytes]);
+            let written = list.write_at(self.writable()?, at * DISK_BLOCK_BYTES);
+            if written.is_err() {
+                self.forget(&(at..end));
+                return written;
+            }
             self.note_written(&(at..end));
             at = end;
         }

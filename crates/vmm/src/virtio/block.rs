@@ -29,6 +29,9 @@ const MAX_SEGMENT_BYTES: u32 = 1 << 20;
 const MAX_DATA_BYTES: usize = MAX_SEGMENTS as usize * MAX_SEGMENT_BYTES as usize;
 /// Most sectors of one discarded range, and of all zeroed ranges of a request: 2 GiB.
 const MAX_ZERO_SECTORS: u32 = 1 << 22;
+/// Most sectors of a WRITE_ZEROES request that the device offers: 16 MiB, because it may have to
+/// write them. Guests of older snapshots have read [`MAX_ZERO_SECTORS`] and use that many.
+const OFFERED_ZERO_SECTORS: u32 = 1 << 15;
 /// Most ranges in one request.
 const MAX_ZERO_RANGES: u32 = 16;
 /// Most reports of damaged files, because a guest can read one as often as it likes.
@@ -131,7 +134,7 @@ impl Block {
         put(36, &MAX_ZERO_SECTORS.to_le_bytes()); // max_discard_sectors
         put(40, &MAX_ZERO_RANGES.to_le_bytes()); // max_discard_seg
         put(44, &8_u32.to_le_bytes()); // discard_sector_alignment
-        put(48, &MAX_ZERO_SECTORS.to_le_bytes()); // max_write_zeroes_sectors
+        put(48, &OFFERED_ZERO_SECTORS.to_le_bytes()); // max_write_zeroes_sectors
         put(52, &1_u32.to_le_bytes()); // max_write_zeroes_seg: zeroes may have to be written
         put(56, &[1]); // write_zeroes_may_unmap
         super::transport::copy_config(&config, offset, data);

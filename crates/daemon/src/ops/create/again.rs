@@ -11,8 +11,9 @@
 //! daemon's sweep ends the VMM, which no record names.
 
 use crate::base::error::{ApiError, Outcome, blocking};
-use crate::base::time::Asked;
+use crate::base::time::{Asked, boottime_us, unix_ms};
 use crate::daemon::Daemon;
+use crate::model::deadline::Deadline;
 use crate::model::exit::exit_now;
 use crate::model::facts::Facts;
 use crate::model::state::{Event, Phase};
@@ -26,7 +27,7 @@ use crate::vm::{Vm, record};
 use crate::vmm::again::{Again, kernel, open};
 use crate::vmm::guest_socket;
 use crate::vmm::link::Link;
-use dayfly_api::types::{ErrorCode, EventKind, ExitKind, Lifetime};
+use dayfly_api::types::{ErrorCode, EventKind, ExitKind};
 use dayfly_units::failpoint;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -48,8 +49,6 @@ pub async fn restart(daemon: &Arc<Daemon>, vm: &Arc<Vm>, grace: Duration) -> Out
     let (shared, same) = (daemon.clone(), vm.clone());
     let kernel = blocking(move || kernel(&shared.templates, &same).map(drop)).await;
     kernel.map_err(|e| not_there(vm, e))?;
-    // Its image and layers stay in the store until it has them again.
-    let _pin = vm.pinned();
     // Not in the middle of a snapshot or a fork, after which its disks might not be known.
     drop(vm.snapshots.lock().await);
     match stop::stop(daemon, vm, grace).await {
@@ -110,6 +109,10 @@ async fn begin(daemon: &Arc<Daemon>, ended: &Arc<Vm>) -> Outcome<Arc<Vm>> {
     match ended.phase() {
         Phase::Exited => {}
         Phase::Running | Phase::Freezing | Phase::Forking => return Ok(ended.clone()),
+        Phase::Paused => {
+            let why = format!("it is paused; `dayfly unpause {}` lets it go on", ended.name);
+            return Err(refused(ended, why));
+        }
         phase => return Err(refused(ended, format_args!("it is {phase}"))),
     }
     stays(ended)?;
@@ -127,7 +130,7 @@ async fn begin(daemon: &Arc<Daemon>, ended: &Arc<Vm>) -> Outcome<Arc<Vm>> {
     let again = again.map_err(|e| not_there(ended, e))?;
     let vm = replaced(daemon, ended, asked).await?;
     failpoint::reached("daemon.start.reserved");
-    match run(daemon, &vm, ended, asked, again).await {
+    match run(daemon, &vm, asked, again).await {
         Ok(()) => Ok(vm),
         Err(error) => Err(failed(daemon, &vm, error).await),
     }
@@ -163,21 +166,15 @@ async fn replaced(daemon: &Arc<Daemon>, ended: &Arc<Vm>, asked: Asked) -> Outcom
     vm.update(|live| {
         live.disks = before.disks;
         live.identity = before.identity;
-        // For the next start, if this one fails.
-        live.deadline = before.deadline;
+        // For the end of this start, or the next one if this one fails.
+        live.deadline = live.deadline.or(before.deadline);
         live.asked_us = Some(asked.at_us());
     });
     Ok(vm)
 }
 
 /// Starts the VMM, and waits until the guest has its identity.
-async fn run(
-    daemon: &Arc<Daemon>,
-    vm: &Arc<Vm>,
-    ended: &Vm,
-    asked: Asked,
-    again: Again,
-) -> Outcome<()> {
+async fn run(daemon: &Arc<Daemon>, vm: &Arc<Vm>, asked: Asked, again: Again) -> Outcome<()> {
     let (mut link, ready) = launch(daemon, vm, again).await?;
     failpoint::reached("daemon.start.launched");
     vm.mark("vmm runs", asked.elapsed_us());
@@ -200,10 +197,13 @@ async fn run(
         live.timeline.push(("identity taken".into(), ready_us));
     });
     vm.step(Event::Ready)?;
-    // The time to live counts anew.
-    vm.update(|live| live.deadline = None);
-    let ttl_ms = ended.live().deadline.and_then(|deadline| deadline.ttl_ms);
-    expiry::begin(daemon, vm, Lifetime { ttl_ms, auto_remove: false }, None);
+    // The time to live counts anew. In one step, because a client may change it meanwhile, and the
+    // task that waits for the deadline must not find none.
+    vm.update(|live| {
+        let ttl_ms = live.deadline.and_then(|deadline| deadline.ttl_ms);
+        live.deadline = ttl_ms.map(|ms| Deadline::after(ms, boottime_us(), unix_ms()));
+    });
+    expiry::watch(daemon, vm);
     record::write(&daemon.registry, vm).await.map_err(|e| e.during("its record"))?;
     failpoint::reached("daemon.start.recorded");
     daemon.happened(vm, EventKind::Started);

@@ -15,7 +15,7 @@ use crate::base::progress::ProgressSender;
 use crate::base::time::Asked;
 use crate::daemon::Daemon;
 use crate::model::state::Phase;
-use crate::ops::{remove, snapshot};
+use crate::ops::{expiry, remove, snapshot};
 use crate::vm::Vm;
 use crate::vm::record::{self, Record};
 use crate::vmm::again::open;
@@ -239,6 +239,9 @@ async fn a_start_that_fails_leaves_a_vm_that_can_be_started_and_one_that_is_remo
     until("its VMM runs", || find(daemon, &vm).process().is_some()).await;
     let starting = find(daemon, &vm);
     assert_eq!((starting.phase(), recorded(&starting)), (Phase::Starting, Phase::Exited));
+    let longer_ms = Some(7_200_000);
+    expiry::change(daemon, &starting, longer_ms).await.unwrap();
+    assert_eq!(recorded(&starting), Phase::Exited, "the next daemon keeps its disks");
     let twice = start(daemon, &starting).await.unwrap_err();
     assert!(twice.0.message.contains("it is starting"), "{twice}");
     starting.process().unwrap().kill().unwrap();
@@ -251,7 +254,7 @@ async fn a_start_that_fails_leaves_a_vm_that_can_be_started_and_one_that_is_remo
 
     let again = started(daemon, &ended).await.unwrap();
     let anew = again.live().deadline.unwrap();
-    assert!(anew.boot_us > deadline.boot_us && anew.ttl_ms == deadline.ttl_ms, "{anew:?}");
+    assert!(anew.boot_us > deadline.boot_us && anew.ttl_ms == longer_ms, "{anew:?}");
     let restarted = async {
         let restarted = restart(daemon, &again, Duration::ZERO).await.unwrap();
         assert!(!Arc::ptr_eq(&restarted, &again));
@@ -259,9 +262,12 @@ async fn a_start_that_fails_leaves_a_vm_that_can_be_started_and_one_that_is_remo
     };
     let ready = async {
         until("it starts again", || !Arc::ptr_eq(&find(daemon, &vm), &again)).await;
+        until("its VMM runs", || find(daemon, &vm).process().is_some()).await;
+        expiry::change(daemon, &find(daemon, &vm), Some(10_800_000)).await.unwrap();
         report_ready(&vm.dir).await;
     };
     let (restarted, ()) = tokio::join!(restarted, ready);
+    assert_eq!(restarted.live().deadline.unwrap().ttl_ms, Some(10_800_000));
     remove::kill(daemon, &restarted).await.unwrap();
 
     // Removed while it starts.

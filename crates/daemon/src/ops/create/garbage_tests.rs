@@ -4,7 +4,7 @@ use crate::model::state::Event;
 use crate::ops::create::harness::{Room, until};
 use crate::ops::publish::{self, Ready};
 use crate::ops::remove;
-use crate::ops::save;
+use crate::ops::save::{self, Saved};
 use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
 use dayfly_pager::wire::Settings;
@@ -12,6 +12,7 @@ use dayfly_store::Meter;
 use dayfly_units::{Name, failpoint};
 use dayfly_vmm::arch::layout;
 use std::io::Write;
+use std::sync::Arc;
 use tokio::task::{JoinHandle, block_in_place};
 
 /// A fixture whose daemon collects garbage.
@@ -66,11 +67,8 @@ async fn layers_of_a_removed_snapshot_are_removed_after_the_last_vm_on_them() {
     close(room, collector).await;
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_is_stored_although_its_vm_ended_and_what_that_was_made_from_is_removed() {
-    // The VM's memory is incomplete when its snapshot is removed.
-    let slow = Settings { ahead_bytes_per_s: 2 << 20, ..Settings::default() };
-    let (room, collector) = room_of("fill=7:100 ", slow).await;
+/// A VM that was saved, with its own layer, after its snapshot was removed.
+async fn saved(room: &Room) -> (Arc<Vm>, Saved) {
     let vm = room.create(&"vm".parse().unwrap()).await.unwrap().keep();
     room.daemon.templates.remove_snapshot(&name("s")).unwrap();
     // Without a write to its disk, its new layer would equal the snapshot's.
@@ -82,6 +80,15 @@ async fn a_snapshot_is_stored_although_its_vm_ended_and_what_that_was_made_from_
     save::arrived(&room.daemon, &vm, None).await.unwrap();
     vm.step(Event::Freeze).unwrap();
     let saved = save::save(&room.daemon, &vm, &name("next")).await.unwrap();
+    (vm, saved)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_snapshot_is_stored_although_its_vm_ended_and_what_that_was_made_from_is_removed() {
+    // The VM's memory is incomplete when its snapshot is removed.
+    let slow = Settings { ahead_bytes_per_s: 2 << 20, ..Settings::default() };
+    let (room, collector) = room_of("fill=7:100 ", slow).await;
+    let (vm, saved) = saved(&room).await;
     let spec = publish::spec(&vm);
     kill(&vm).await;
     let ready = block_in_place(|| Ready::new(&vm.name, saved, &spec)).unwrap();
@@ -93,6 +100,25 @@ async fn a_snapshot_is_stored_although_its_vm_ended_and_what_that_was_made_from_
     block_in_place(|| templates.open_snapshot(&name("next"))).unwrap();
     templates.remove_snapshot(&name("next")).unwrap();
     remove::remove(&room.daemon, &vm).await.unwrap();
+    until("no layer is left", || layers(&room) == 0).await;
+    close(room, collector).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_ended_before_its_snapshot_is_stored_keeps_the_layers_until_it_is_removed() {
+    let (room, collector) = room().await;
+    let (vm, saved) = saved(&room).await;
+    let spec = publish::spec(&vm);
+    kill(&vm).await;
+    let (daemon, templates) = (&room.daemon, &room.daemon.templates);
+    // The result has a pin too.
+    block_in_place(|| {
+        drop(publish::store(daemon, &vm, saved, &spec, &Meter::default()).unwrap());
+        templates.remove_snapshot(&name("next")).unwrap();
+        templates.collect();
+    });
+    assert_eq!(layers(&room), 2, "the VM that has ended depends on both");
+    remove::remove(daemon, &vm).await.unwrap();
     until("no layer is left", || layers(&room) == 0).await;
     close(room, collector).await;
 }
