@@ -60,7 +60,7 @@ mod tests {
         let mut crew = Crew::waiting(3).unwrap();
         let waiting: Vec<ThreadId> = crew.0.iter().map(|(_, t)| t.thread().id()).collect();
         let (sender, done) = channel();
-        let mut start = |crew: &mut Crew, n: u32| {
+        let start = |crew: &mut Crew, n: u32| {
             let sender = sender.clone();
             let work = move || {
                 let name = std::fs::read_to_string("/proc/thread-self/comm").unwrap();
