@@ -25,6 +25,7 @@
 
 mod config;
 mod confine;
+mod datagrams;
 mod decide;
 mod disk;
 mod errors;

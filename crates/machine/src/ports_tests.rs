@@ -1,7 +1,7 @@
 use super::*;
 use dayfly_machine_init::set_up;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use rustix::thread::UnshareFlags;
+use rustix::thread::{CapabilitySet, UnshareFlags};
 use std::net::Ipv4Addr;
 
 /// The daemon's side of a session.
@@ -14,7 +14,7 @@ impl Daemon {
     }
 
     fn bind(&mut self, id: u64, port: u16, to: u16) -> Option<PortRefusal> {
-        self.order(&PortOrder::Bind { id, address: at(port), to });
+        self.order(&PortOrder::Bind { id, address: at(port), to, udp: false });
         let mut line = String::new();
         self.0.read_line(&mut line).unwrap();
         let answer: PortAnswer = serde_json::from_str(&line).unwrap();
@@ -74,7 +74,8 @@ fn a_port_leads_into_the_machine_until_it_is_freed() {
         assert_eq!(daemon.bind(1, 5001, 40_001), None);
         let taken = daemon.bind(2, 5001, 40_002).unwrap();
         assert_eq!(taken.kind, RefusalKind::Taken);
-        let absent = PortOrder::Bind { id: 3, address: "192.0.2.9:5001".parse().unwrap(), to: 1 };
+        let address = "192.0.2.9:5001".parse().unwrap();
+        let absent = PortOrder::Bind { id: 3, address, to: 1, udp: false };
         daemon.order(&absent);
         let mut line = String::new();
         daemon.0.read_line(&mut line).unwrap();
@@ -106,14 +107,26 @@ fn a_port_leads_into_the_machine_until_it_is_freed() {
 }
 
 #[test]
-fn privileged_ports_are_refused_and_without_a_network_all_ports() {
+fn privileged_ports_are_for_root_and_without_a_network_no_port_is_had() {
     with_session(|daemon, _| {
-        let refused = daemon.bind(1, 1023, 1).unwrap();
-        assert_eq!(refused.kind, RefusalKind::Invalid);
-        assert!(refused.why.contains("ip_unprivileged_port_start=1023"), "{refused:?}");
-        assert_eq!(daemon.bind(2, 1024, 1), None);
+        assert_eq!(daemon.bind(1, 1023, 1), None);
     });
-    let refused = refusal(Outside::start(false).unwrap().listen(at(0)).unwrap_err());
+    let denied = || {
+        // SAFETY: NEWNET leaves the table of descriptors alone.
+        unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNET) }.unwrap();
+        set_up("lo").unwrap();
+        let mut sets = rustix::thread::capabilities(None).unwrap();
+        sets.effective.remove(CapabilitySet::NET_BIND_SERVICE);
+        rustix::thread::set_capabilities(None, sets).unwrap();
+        assert!(listen(at(1024), false).is_ok() && listen(at(1024), true).is_ok());
+        for udp in [false, true] {
+            let refused = refusal(listen(at(1023), udp).unwrap_err());
+            assert_eq!(refused.kind, RefusalKind::Invalid);
+            assert!(refused.why.contains("ip_unprivileged_port_start=1023"), "{refused:?}");
+        }
+    };
+    std::thread::scope(|scope| scope.spawn(denied).join().unwrap());
+    let refused = refusal(Outside::start(false).unwrap().listen(at(0), false).unwrap_err());
     assert_eq!(refused.kind, RefusalKind::Invalid);
     assert!(refused.why.contains("--no-network"), "{refused:?}");
 }

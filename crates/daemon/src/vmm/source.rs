@@ -124,7 +124,11 @@ impl Opened {
                 // Published ports are not inherited, because a port of the host leads to one VM.
                 let own = &fork_point.facts.network;
                 let network = match network {
-                    None => NetworkRequest { publish: Vec::new(), ..own.clone() },
+                    None => NetworkRequest {
+                        publish: Vec::new(),
+                        publish_exposed: false,
+                        ..own.clone()
+                    },
                     Some(asked) => with_policy_of(asked, own.policy()),
                 };
                 return Facts {
