@@ -39,8 +39,8 @@ pub const MAX_DATAGRAM_BYTES: usize = u16::MAX as usize;
 /// Reads a datagram of a flow into `buffer`, and returns its length; `None` at the flow's end.
 ///
 /// # Errors
-/// The stream's errors; `UnexpectedEof` if it ends within a datagram; `InvalidData` if the buffer is
-/// shorter than the datagram.
+/// The stream's errors; `UnexpectedEof` if it ends within a datagram; `InvalidData` if the buffer
+/// is shorter than the datagram.
 pub fn read_datagram(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     let mut length = [0; 2];
     match from.read(&mut length[..1])? {

@@ -6,15 +6,16 @@
 //! for the machine are bounded, for each flow by number and for all flows by bytes; further ones
 //! are dropped, as UDP permits.
 
-use crate::ports::{Connect, Place, Room, Rooms};
+use crate::places::{Connect, Place, Room, Rooms};
 use dayfly_machine_init::{MAX_DATAGRAM_BYTES, read_datagram};
+use rustix::net::SendFlags;
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::io::{self, BufReader, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream, UdpSocket};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Weak};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Datagrams of one flow that wait.
@@ -43,9 +44,18 @@ impl Default for Idle {
 /// A UDP port of the host. Dropping it frees the port.
 #[derive(Debug)]
 pub(crate) struct UdpPort {
-    socket: Weak<UdpSocket>,
+    socket: Weak<Socket>,
     ended: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
+    closed: Receiver<Infallible>,
+}
+
+/// The socket of a port. The thread that receives owns it; threads that send an answer borrow it.
+#[derive(Debug)]
+struct Socket {
+    udp: UdpSocket,
+    /// The receiver of [`UdpPort`] sees its end. Fields are dropped in their order, so the socket
+    /// is closed before.
+    _closed: SyncSender<Infallible>,
 }
 
 impl Drop for UdpPort {
@@ -54,12 +64,11 @@ impl Drop for UdpPort {
         if let Some(socket) = self.socket.upgrade() {
             // This wakes the thread that receives, although the call fails on a socket without a
             // peer (inet_shutdown of the kernel).
-            let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Read);
+            let _ = rustix::net::shutdown(&socket.udp, rustix::net::Shutdown::Read);
         }
-        if let Some(thread) = self.thread.take() {
-            // The port is free when the thread has closed its socket.
-            let _ = thread.join();
-        }
+        // The port is free when the last thread has dropped the socket. None of them waits while it
+        // has the socket, except for a datagram to receive.
+        let _ = self.closed.recv();
     }
 }
 
@@ -96,15 +105,16 @@ impl UdpPort {
         rooms: Arc<Rooms>,
         idle: Idle,
     ) -> io::Result<Self> {
-        let (socket, ended) = (Arc::new(socket), Arc::<AtomicBool>::default());
+        let (_closed, closed) = sync_channel(0);
+        let (socket, ended) = (Arc::new(Socket { udp: socket, _closed }), Arc::default());
         let weak = Arc::downgrade(&socket);
         let stop = Arc::clone(&ended);
         let thread = std::thread::Builder::new().name("udp-port".to_owned()).stack_size(128 << 10);
-        let thread = thread.spawn(move || {
+        thread.spawn(move || {
             let flows = Flows { to, connect, rooms, idle, of_port: Arc::default(), stop };
             flows.receive(&socket);
         })?;
-        Ok(Self { socket: weak, ended, thread: Some(thread) })
+        Ok(Self { socket: weak, ended, closed })
     }
 }
 
@@ -122,11 +132,11 @@ struct Flows {
 type Flow = (SyncSender<Waiting>, Arc<AtomicBool>);
 
 impl Flows {
-    fn receive(&self, socket: &Arc<UdpSocket>) {
+    fn receive(&self, socket: &Arc<Socket>) {
         let mut flows: HashMap<SocketAddr, Flow> = HashMap::new();
         let mut buffer = vec![0; MAX_DATAGRAM_BYTES];
         loop {
-            let received = socket.recv_from(&mut buffer);
+            let received = socket.udp.recv_from(&mut buffer);
             if self.stop.load(Ordering::Acquire) {
                 // The flows' threads end with their channels.
                 return;
@@ -152,7 +162,7 @@ impl Flows {
     }
 
     /// A new flow, if there is a place for it.
-    fn open(&self, client: SocketAddr, socket: &Arc<UdpSocket>) -> Option<Flow> {
+    fn open(&self, client: SocketAddr, socket: &Arc<Socket>) -> Option<Flow> {
         let place = Place::take(&self.rooms, &self.of_port)?;
         let (sender, receiver) = sync_channel(MAX_WAITING);
         let ended = Arc::<AtomicBool>::default();
@@ -175,7 +185,7 @@ impl Flows {
 fn serve(
     machine: &TcpStream,
     datagrams: &Receiver<Waiting>,
-    (client, socket): (SocketAddr, &Weak<UdpSocket>),
+    (client, socket): (SocketAddr, &Weak<Socket>),
     idle: Idle,
 ) -> io::Result<()> {
     machine.set_write_timeout(Some(STALLED))?;
@@ -224,7 +234,7 @@ fn send_questions(
 fn send_answers(
     machine: &TcpStream,
     client: SocketAddr,
-    socket: &Weak<UdpSocket>,
+    socket: &Weak<Socket>,
     answers: &AtomicUsize,
 ) -> io::Result<()> {
     let mut machine = BufReader::new(machine);
@@ -232,8 +242,9 @@ fn send_answers(
     while let Some(length) = read_datagram(&mut machine, &mut buffer)? {
         answers.fetch_add(1, Ordering::Relaxed);
         let Some(socket) = socket.upgrade() else { return Ok(()) };
-        // What the host cannot send, such as a datagram that is too long, is lost.
-        let _ = socket.send_to(buffer.get(..length).unwrap_or_default(), client);
+        // What the host cannot send at once, such as a datagram that is too long, is lost.
+        let datagram = buffer.get(..length).unwrap_or_default();
+        let _ = rustix::net::sendto(&socket.udp, datagram, SendFlags::DONTWAIT, &client);
     }
     Ok(())
 }

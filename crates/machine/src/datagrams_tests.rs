@@ -1,5 +1,5 @@
 use super::*;
-use crate::ports::MAX_OF_PORT;
+use crate::places::MAX_OF_PORT;
 use std::io::Read;
 use std::net::{Ipv4Addr, TcpListener};
 use std::sync::Mutex;

@@ -42,6 +42,7 @@ mod lines;
 mod lock;
 mod machine;
 mod modules;
+mod places;
 mod ports;
 mod probe;
 mod progress;

@@ -1,40 +1,28 @@
 //! Published ports of VMs: the user's host listens, and each connection goes on into the machine.
 //!
-//! Orders come from inside the machine, which may have been taken over. So with `--no-network` the
-//! supervisor listens on no port. It listens on a privileged port if its user may, as a daemon on
-//! the host would: a supervisor that does not run as root may not.
+//! Orders come from inside the machine, which may have been taken over. So the supervisor, even as
+//! root, listens on no privileged port, and with `--no-network` on none.
 //!
 //! One thread stays in the host's network namespace and makes the listeners. All other threads are
 //! in the supervisor's namespace, from which the machine is reached. `dayfly_machine_init::ports`
 //! has the protocol.
 
 use crate::datagrams::{Idle, UdpPort};
+use crate::places::{Connect, MAX_PORTS, Place, Room, Rooms};
 use crate::progress::{SupervisorError, system};
 use dayfly_machine_init::{
-    GUEST_ADDRESS, MAX_PORT_LINE_BYTES, MAX_RELAY_CONNECTIONS, PORTS_PORT, PortAnswer, PortOrder,
-    PortRefusal, RELAY_PORT, RefusalKind, Token, join_streams,
+    GUEST_ADDRESS, MAX_PORT_LINE_BYTES, PORTS_PORT, PortAnswer, PortOrder, PortRefusal, RELAY_PORT,
+    RefusalKind, Token, join_streams,
 };
 use rustix::net::sockopt::{set_socket_keepalive, set_socket_linger, set_tcp_keepidle};
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// The most ports of all VMs.
-const MAX_PORTS: usize = 1024;
-/// Connections of one port at a time. Further ones are reset at once.
-pub(crate) const MAX_OF_PORT: usize = 256;
-/// Connections of each port that are served although other ports have many.
-pub(crate) const RESERVED: usize = 4;
-/// Reserved connections of all ports at a time.
-const MAX_RESERVED: usize = MAX_PORTS * RESERVED;
-/// Connections of all ports at a time, without the reserved ones.
-pub(crate) const MAX_OF_ALL: usize = 1024;
-// The difference is for connections whose end the machine has not noticed yet.
-const _: () = assert!(MAX_OF_ALL + MAX_RESERVED + 2048 < MAX_RELAY_CONNECTIONS);
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
 /// Idle time before TCP keepalive probes the client.
@@ -77,7 +65,7 @@ impl Outside {
         let thread = std::thread::Builder::new().name("ports".to_owned()).stack_size(128 << 10);
         let listen = move || {
             for (address, udp, answer) in wanted {
-                let made = may_listen(allowed).and_then(|()| listen(address, udp));
+                let made = may_listen(allowed, address.port()).and_then(|()| listen(address, udp));
                 // A session that has ended meanwhile drops the listener.
                 drop(answer.send(made));
             }
@@ -94,98 +82,38 @@ impl Outside {
     }
 }
 
-/// Whether ports may be published.
+/// Whether this port may be published. Port 0 is one that the kernel chooses.
 ///
 /// # Errors
 /// `PermissionDenied`, with the next step.
-fn may_listen(allowed: bool) -> io::Result<()> {
-    let why = "the machine was made with --no-network; `dayfly machine init` without that option, \
-               then `dayfly machine restart`, allows ports";
-    if allowed { Ok(()) } else { Err(io::Error::new(io::ErrorKind::PermissionDenied, why)) }
+fn may_listen(allowed: bool, port: u16) -> io::Result<()> {
+    let why = if allowed {
+        let first = std::fs::read_to_string("/proc/sys/net/ipv4/ip_unprivileged_port_start");
+        let first = first.ok().and_then(|first| first.trim().parse().ok()).unwrap_or(1024_u16);
+        if port == 0 || port >= first {
+            return Ok(());
+        }
+        format!(
+            "VMs in a machine get ports from {first} on; `sysctl \
+             net.ipv4.ip_unprivileged_port_start={port}` on this host changes that"
+        )
+    } else {
+        "the machine was made with --no-network; `dayfly machine init` without that option, then \
+         `dayfly machine restart`, allows ports"
+            .to_owned()
+    };
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
 }
 
 /// Binds a port of the calling thread's network namespace.
 fn listen(address: SocketAddr, udp: bool) -> io::Result<Listener> {
-    let denied = |e: io::Error| {
-        if e.kind() != io::ErrorKind::PermissionDenied {
-            return e;
-        }
-        let why = format!(
-            "only root may listen there: start the machine as root, give a port from 1024 on, or \
-             `sysctl net.ipv4.ip_unprivileged_port_start={}` on this host",
-            address.port()
-        );
-        io::Error::new(io::ErrorKind::PermissionDenied, why)
-    };
     if udp {
-        return UdpSocket::bind(address).map(Listener::Udp).map_err(denied);
+        return UdpSocket::bind(address).map(Listener::Udp);
     }
-    let listener = TcpListener::bind(address).map_err(denied)?;
+    let listener = TcpListener::bind(address)?;
     // A second listen lengthens the library's queue.
     rustix::net::listen(&listener, BACKLOG)?;
     Ok(Listener::Tcp(listener))
-}
-
-/// Numbers of connections.
-#[derive(Debug, Default)]
-pub(crate) struct Room(Mutex<usize>);
-
-/// Numbers of the connections of all ports. They last as long as the supervisor, because the end
-/// of a port or of the daemon does not end connections.
-#[derive(Debug, Default)]
-pub(crate) struct Rooms {
-    /// Of the reserved connections, at most [`MAX_RESERVED`].
-    reserved: Arc<Room>,
-    /// Of all others, at most [`MAX_OF_ALL`].
-    shared: Arc<Room>,
-    /// Bytes of datagrams that wait to be sent to the machine.
-    pub(crate) waiting: Arc<AtomicUsize>,
-}
-
-/// A connection's place among those of its port and of all ports.
-#[derive(Debug)]
-pub(crate) struct Place {
-    of_all: Option<Arc<Room>>,
-    of_port: Arc<Room>,
-}
-
-impl Room {
-    fn take(&self, most: usize) -> Option<usize> {
-        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        (*taken < most).then(|| {
-            *taken += 1;
-            *taken
-        })
-    }
-
-    fn give_back(&self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-    }
-}
-
-impl Place {
-    /// A place, if there is one. The first [`RESERVED`] of a port are reserved ones.
-    pub(crate) fn take(rooms: &Rooms, of_port: &Arc<Room>) -> Option<Self> {
-        let number = of_port.take(MAX_OF_PORT)?;
-        let mut place = Self { of_all: None, of_port: Arc::clone(of_port) };
-        let (room, most) = if number > RESERVED {
-            (&rooms.shared, MAX_OF_ALL)
-        } else {
-            (&rooms.reserved, MAX_RESERVED)
-        };
-        room.take(most)?;
-        place.of_all = Some(Arc::clone(room));
-        Some(place)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.of_port.give_back();
-        if let Some(of_all) = &self.of_all {
-            of_all.give_back();
-        }
-    }
 }
 
 /// A port on which the host listens until this is dropped.
@@ -204,9 +132,6 @@ impl Drop for Port {
         }
     }
 }
-
-/// Where connections go: makes a stream to a port of the machine's loopback.
-pub(crate) type Connect = Arc<dyn Fn(u16) -> io::Result<TcpStream> + Send + Sync>;
 
 /// Carries out the daemon's orders until the supervisor ends. A daemon that ends is connected
 /// again.

@@ -133,8 +133,8 @@ fn address_of(text: &str) -> Option<IpAddr> {
     }
 }
 
-/// Formats published ports for a table, as docker does: `HOST:PORT->PORT/tcp`, and ports that follow
-/// each other on both sides as ranges.
+/// Formats published ports for a table, as docker does: `HOST:PORT->PORT/tcp`. Ports that follow
+/// each other on both sides are ranges.
 #[must_use]
 pub fn shown(ports: &[Publish]) -> String {
     let mut runs: Vec<(Publish, u16)> = Vec::new();

@@ -1,8 +1,8 @@
 //! Published UDP ports: datagrams of clients go to a port of a guest, and its answers back.
 //!
 //! ```text
-//! client A ─▶┐ the host's port ┌─ socket of flow A ─▶ guest      each flow has a port of its own,
-//! client B ─▶┘  (one socket)   └─ socket of flow B ─▶ guest      so the guest tells flows apart
+//! client A ─▶┐ the host's port ┌─ socket of flow A ─▶ guest      the guest sees another port
+//! client B ─▶┘  (one socket)   └─ socket of flow B ─▶ guest      of the host for each flow
 //! ```
 //! A **flow** is all datagrams of one client's address and port. It begins with a datagram of the
 //! client, and ends when it has been idle. What the guest sends to a flow's socket goes to the
@@ -10,9 +10,10 @@
 //! what does not fit is lost, as UDP permits. If there are as many flows as there may be, datagrams
 //! of other clients are dropped.
 
-use crate::net::publish::{permits_of_all, reset, turn};
+use crate::net::permits::{permits_of_all, reset, turn};
 use dayfly_machine_init::MAX_DATAGRAM_BYTES;
 use dayfly_units::sync::lock;
+use rustix::net::SendFlags;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -146,13 +147,19 @@ fn to_guest(guest: SocketAddr) -> io::Result<UdpSocket> {
     UdpSocket::from_std(socket)
 }
 
-/// Passes a client's datagram on. One that cannot be sent at once is lost.
+/// Passes a client's datagram on.
 fn pass(flow: &Flow, bytes: &[u8], began: Instant) {
     flow.last_ms.store(elapsed_ms(began), Ordering::Relaxed);
+    send(&flow.guest, bytes);
+}
+
+/// Sends to the guest. A datagram that cannot be sent at once is lost. The system call is direct,
+/// because tokio takes a new socket for one that cannot send yet.
+fn send(guest: &UdpSocket, bytes: &[u8]) {
     // An error may be the guest's answer to an earlier datagram: no program listens there. Linux
     // reports it once, so the second call sends.
-    if flow.guest.try_send(bytes).is_err() {
-        let _ = flow.guest.try_send(bytes);
+    if rustix::net::send(guest, bytes, SendFlags::DONTWAIT).is_err() {
+        let _ = rustix::net::send(guest, bytes, SendFlags::DONTWAIT);
     }
 }
 
@@ -172,7 +179,9 @@ async fn answers(flow: &Flow, socket: &Weak<UdpSocket>, limits: &Limits, began: 
             if let Ok(count) = flow.guest.try_recv(buffer) {
                 flow.answered.store(true, Ordering::Relaxed);
                 flow.last_ms.store(elapsed_ms(began), Ordering::Relaxed);
-                let _ = socket.try_send_to(buffer.get(..count).unwrap_or_default(), flow.client);
+                // As in `send`.
+                let datagram = buffer.get(..count).unwrap_or_default();
+                let _ = rustix::net::sendto(&*socket, datagram, SendFlags::DONTWAIT, &flow.client);
             }
         });
     }
@@ -194,10 +203,7 @@ pub(super) async fn framed(client: TcpStream, guest: SocketAddr) {
             if from.read_exact(&mut datagram).await.is_err() {
                 return;
             }
-            // As in `pass`.
-            if guest.try_send(&datagram).is_err() {
-                let _ = guest.try_send(&datagram);
-            }
+            send(&guest, &datagram);
         }
     };
     let back = async {

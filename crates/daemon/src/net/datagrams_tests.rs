@@ -96,7 +96,7 @@ async fn a_guest_that_does_not_listen_ends_no_flow() {
     tokio::spawn(relay(Arc::downgrade(&socket), to, limits(1, LONG)));
     drop(guest);
     let client = client(at).await;
-    client.send(b"nobody").await.unwrap();
+    client.send(b"no program").await.unwrap();
     client.send(b"listens").await.unwrap();
     let guest = UdpSocket::bind(to).await.unwrap();
     let said = async {

@@ -34,6 +34,7 @@ mod mac;
 pub mod names;
 mod network;
 mod networks;
+mod permits;
 mod publish;
 pub mod publisher;
 #[cfg(test)]

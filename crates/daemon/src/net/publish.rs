@@ -17,20 +17,18 @@
 
 use crate::base::error::{ApiError, Outcome};
 use crate::net::datagrams;
+use crate::net::permits::{permits_of_all, reset, turn};
 use crate::net::publisher::{Answer, Order, Publisher};
 use dayfly_api::types::{ErrorCode, PortProtocol, Publish};
 use dayfly_machine_init::{PortRefusal, RefusalKind};
-use rustix::net::sockopt::{
-    set_socket_keepalive, set_socket_linger, set_socket_reuseaddr, set_tcp_keepidle,
-};
-use rustix::process::{Resource, getrlimit};
+use rustix::net::sockopt::{set_socket_keepalive, set_socket_reuseaddr, set_tcp_keepidle};
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpSocket, TcpStream, UdpSocket};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
@@ -41,9 +39,6 @@ pub const MAX_PUBLISHED: usize = 256;
 pub const MAX_CONNECTIONS: usize = 1024;
 /// Maximum number of concurrent flows of all UDP ports of one VM.
 pub const MAX_FLOWS: usize = 1024;
-/// Published connections of all VMs use at most 1/`SHARE` of the daemon's descriptors; each uses
-/// two.
-const SHARE: u64 = 2;
 /// Time limit for the publisher's answer, which listens on its host at once.
 const ANSWER: Duration = Duration::from_secs(60);
 /// Idle time of a connection before TCP keepalive probes both ends.
@@ -307,9 +302,18 @@ impl Drop for Published {
         self.tasks.iter().for_each(AbortHandle::abort);
         // Shutdown frees the ports at once, not only when the tasks have ended (tcp_disconnect of
         // the kernel; SO_REUSEADDR).
-        for (listener, _) in &self.listeners {
-            if let Listener::Tcp(listener) | Listener::Flows(listener) = listener {
-                let _ = rustix::net::shutdown(listener, rustix::net::Shutdown::Both);
+        for (listener, _) in self.listeners.drain(..) {
+            match listener {
+                Listener::Tcp(listener) | Listener::Flows(listener) => {
+                    let _ = rustix::net::shutdown(&*listener, rustix::net::Shutdown::Both);
+                }
+                Listener::Udp(mut socket) => {
+                    // Another worker may be using the socket, which takes a system call.
+                    while let Err(used) = Arc::try_unwrap(socket) {
+                        socket = used;
+                        std::thread::yield_now();
+                    }
+                }
             }
         }
     }
@@ -339,24 +343,6 @@ fn listen(at: (IpAddr, u16)) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// Permits for the connections of all VMs, which keep descriptors free for everything else.
-pub(super) fn permits_of_all() -> Arc<Semaphore> {
-    static ALL: LazyLock<Arc<Semaphore>> = LazyLock::new(|| {
-        let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(1 << 20);
-        let connections = usize::try_from(descriptors / SHARE / 2).unwrap_or(usize::MAX);
-        Arc::new(Semaphore::new(connections.clamp(1, Semaphore::MAX_PERMITS)))
-    });
-    ALL.clone()
-}
-
-/// Permits for one connection, of its VM and of all VMs; `None` if there are none left.
-pub(super) fn turn(
-    of_vm: &Arc<Semaphore>,
-    of_all_vms: &Arc<Semaphore>,
-) -> Option<[OwnedSemaphorePermit; 2]> {
-    Some([of_vm.clone().try_acquire_owned().ok()?, of_all_vms.clone().try_acquire_owned().ok()?])
-}
-
 async fn relay<F>(
     listener: Arc<TcpListener>,
     turns: Arc<Semaphore>,
@@ -383,11 +369,6 @@ async fn relay<F>(
             Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
         }
     }
-}
-
-/// Makes closing the stream send an RST instead of a FIN.
-pub(super) fn reset(stream: &TcpStream) {
-    let _ = set_socket_linger(stream, Some(Duration::ZERO));
 }
 
 async fn one(mut client: TcpStream, guest: SocketAddr) {

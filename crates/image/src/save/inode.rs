@@ -2,9 +2,7 @@
 
 use super::error::{SaveError, format};
 use super::ext4::{Ext4, LEAST_INODE_BYTES, u16_at, u32_at};
-use super::extents;
 use dayfly_archive::Kind;
-use dayfly_archive::path::MAX_PATH_BYTES;
 
 const EXTENTS_FLAG: u32 = 0x8_0000;
 /// Where the content is: extents, a short target of a link, or a device's number.
@@ -113,32 +111,5 @@ impl Inode {
             }
             old => ((old >> 8) & 0xff, old & 0xff),
         }
-    }
-
-    /// The target of a symbolic link.
-    pub fn target(&self, ext4: &Ext4<'_>) -> Result<Vec<u8>, SaveError> {
-        let place = format!("symbolic link, inode {}", self.number);
-        let length = usize::try_from(self.size_bytes).unwrap_or(usize::MAX);
-        if length == 0 || length > MAX_PATH_BYTES {
-            let got = format!("{} bytes", self.size_bytes);
-            return format(place, format!("a target of 1 to {MAX_PATH_BYTES} bytes"), got);
-        }
-        let target = if self.has_extents() {
-            let mut target = vec![0; length];
-            for extent in extents::of(ext4, self)? {
-                let start = usize::try_from(extent.offset).unwrap_or(usize::MAX);
-                let end = start.saturating_add(usize::try_from(extent.bytes).unwrap_or(usize::MAX));
-                if let Some(part) = target.get_mut(start..end) {
-                    ext4.read(extent.at, part)?;
-                }
-            }
-            target
-        } else {
-            self.content().get(..length).unwrap_or_default().to_vec()
-        };
-        if target.is_empty() || target.contains(&0) {
-            return format(place, "a target without a NUL byte", "one with it, or none");
-        }
-        Ok(target)
     }
 }

@@ -84,7 +84,7 @@ impl<W: Write> Walk<'_, W> {
         if inode.kind()? != Some(Kind::Folder) {
             return Ok(false);
         }
-        // mke2fs gives it four blocks, which are read twice if it is not empty; others spare them.
+        // mke2fs gives it four blocks, which are read twice if it has entries; others give it less.
         let again = Ext4::open(self.ext4.disk())?;
         Ok(dir::read(&again, &inode, self.left)?.is_empty())
     }
@@ -110,7 +110,7 @@ impl<W: Write> Walk<'_, W> {
         match kind {
             Kind::File => self.file(&head, &inode)?,
             Kind::Symlink => {
-                head.link = inode.target(self.ext4)?;
+                head.link = target(self.ext4, &inode)?;
                 self.out.entry(&head)?;
             }
             Kind::Char | Kind::Block => {
@@ -161,4 +161,31 @@ impl Read for Data<'_> {
             self.part = Some(Box::new(self.ext4.bytes(extent.at, extent.bytes)));
         }
     }
+}
+
+/// The target of a symbolic link.
+fn target(ext4: &Ext4<'_>, inode: &Inode) -> Result<Vec<u8>, SaveError> {
+    let place = format!("symbolic link, inode {}", inode.number);
+    let length = usize::try_from(inode.size_bytes).unwrap_or(usize::MAX);
+    if length == 0 || length > MAX_PATH_BYTES {
+        let got = format!("{} bytes", inode.size_bytes);
+        return format(place, format!("a target of 1 to {MAX_PATH_BYTES} bytes"), got);
+    }
+    let target = if inode.has_extents() {
+        let mut target = vec![0; length];
+        for extent in extents::of(ext4, inode)? {
+            let start = usize::try_from(extent.offset).unwrap_or(usize::MAX);
+            let end = start.saturating_add(usize::try_from(extent.bytes).unwrap_or(usize::MAX));
+            if let Some(part) = target.get_mut(start..end) {
+                ext4.read(extent.at, part)?;
+            }
+        }
+        target
+    } else {
+        inode.content().get(..length).unwrap_or_default().to_vec()
+    };
+    if target.is_empty() || target.contains(&0) {
+        return format(place, "a target without a NUL byte", "one with it, or none");
+    }
+    Ok(target)
 }

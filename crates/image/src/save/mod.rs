@@ -3,8 +3,8 @@
 //! ```text
 //! root disk ─▶ ext4: inodes, folders, extents ─▶ layer: one tar ─▶ archive: OCI layout + manifest
 //! ```
-//! A disk has no layers any more, so an image is saved as one layer with its whole tree. The disk is
-//! read twice: once for the layer's digest and length, which precede it in the archive, and once
+//! A disk has no layers any more, so an image is saved as one layer with its whole tree. The disk
+//! is read twice: once for the layer's digest and length, which precede it in the archive, and once
 //! for its bytes. So nothing is stored in between.
 //!
 //! Disks come from others. The reader mounts nothing, checks every number before it is used, and

@@ -139,18 +139,18 @@ impl Write for Pieces {
 fn compress(image: &dayfly_store::Image, out: &mut Pieces) -> io::Result<()> {
     let out = io::BufWriter::with_capacity(PIECE_BYTES, out);
     let mut encoder = zstd::Encoder::new(out, LEVEL)?;
-    let mut disk = PartOf { file: &image.disk, at: 0 };
+    let mut disk = DiskReader { file: &image.disk, at: 0 };
     io::copy(&mut disk, &mut encoder)?;
     encoder.finish()?.flush()
 }
 
 /// A reader that moves no offset, because other processes have the same description.
-struct PartOf<'a> {
+struct DiskReader<'a> {
     file: &'a File,
     at: u64,
 }
 
-impl Read for PartOf<'_> {
+impl Read for DiskReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let got = self.file.read_at(buffer, self.at)?;
         self.at += got as u64;

@@ -11,8 +11,8 @@ use std::process::Command;
 
 const SIZE: Size = Size::Total(Bytes::mib(64));
 
-/// An access control list as the system calls have it: the owner, user 1000, the group, the mask and
-/// others.
+/// An access control list as the system calls have it: the owner, user 1000, the group, the mask
+/// and others.
 const LIST: [u8; 44] = [
     2, 0, 0, 0, 1, 0, 7, 0, 255, 255, 255, 255, 2, 0, 4, 0, 232, 3, 0, 0, 4, 0, 5, 0, 255, 255,
     255, 255, 16, 0, 5, 0, 255, 255, 255, 255, 32, 0, 5, 0, 255, 255, 255, 255,
