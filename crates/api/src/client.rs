@@ -73,6 +73,14 @@ impl Client {
         self.json(Method::PUT, format!("/v1/images/{name}"), call::with_head(head, disk)?).await
     }
 
+    /// Downloads the raw disk of an image, as one zstd frame. The caller compares the digest.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn download_image(&self, name: &Name) -> Result<ByteStream> {
+        Ok(ByteStream::new(self.stream(&format!("/v1/images/{name}/disk")).await?))
+    }
+
     /// Removes an image that nothing uses.
     ///
     /// # Errors

@@ -27,7 +27,9 @@ pub use create::{
     Publish, RunRequest, Source, TtlRequest,
 };
 pub use daemon::{Info, Leak};
-pub use dayfly_units::{Counted, ImageConfig, MemoryKinds, Pages, StoreStats, Unreadable};
+pub use dayfly_units::{
+    Counted, ImageConfig, MemoryKinds, Pages, PortProtocol, StoreStats, Unreadable,
+};
 pub use error::{ApiError, ErrorCode};
 pub use events::{Event, EventKind};
 pub use images::{Image, ImageUpload, Kernel, KernelUpload};

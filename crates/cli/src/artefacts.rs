@@ -1,9 +1,11 @@
 //! Uploads images and kernels to the daemon, and shows the progress of long operations.
 
+mod download;
 mod images;
 mod kernels;
 mod upload;
 
+pub use download::download_disk;
 pub use images::{build_debian, build_image};
 pub use kernels::{add_kernel, ensure_kernel, fetch_kernel, machine_kernel, refresh_kernel};
 

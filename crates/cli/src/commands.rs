@@ -27,6 +27,7 @@ mod pull;
 mod record;
 mod rm;
 mod run;
+mod save;
 mod signals;
 mod snapshot;
 mod snapshots;
@@ -68,6 +69,8 @@ pub enum Command {
     Pull(pull::Pull),
     /// Load the images of an archive that docker, podman, buildah or skopeo saved
     Load(load::Args),
+    /// Save images as an archive that docker, podman, buildah and skopeo load
+    Save(save::Args),
     /// List images (as dayfly image ls)
     Images(crate::output::ListArgs),
     /// Give an image a further reference
@@ -196,6 +199,7 @@ impl Command {
             Self::Image(command) => command.run().await,
             Self::Pull(args) => args.run().await.map(|()| 0),
             Self::Load(args) => args.run().await.map(|()| 0),
+            Self::Save(args) => args.run().await.map(|()| 0),
             Self::Images(list) => image::ls(list).await.map(|()| 0),
             Self::Tag(args) => args.run().await.map(|()| 0),
             Self::Rmi(args) => args.run().await,

@@ -1,7 +1,8 @@
 //! # image
 //!
 //! Builds what VMs are made from: root disks ([`build`]), and kernels with their initramfs
-//! ([`kernel`]). [`Pull`] fetches an image from a registry. The CLI calls this crate on the user's
+//! ([`kernel`]). [`Pull`] fetches an image from a registry, and [`save`] writes images for docker.
+//! The CLI calls this crate on the user's
 //! host and uploads the results to the daemon.
 //!
 //! This crate does not mount file systems, use loop devices, or need root unless an external tool
@@ -15,6 +16,7 @@ pub mod fuzzing;
 pub mod kernel;
 mod manifest;
 mod pull;
+pub mod save;
 mod staging;
 mod tool;
 

@@ -16,8 +16,9 @@ mod token;
 
 pub use net::{InterfaceMover, interface_of, open_tap, set_address, set_gateway, set_up};
 pub use ports::{
-    MAX_PORT_LINE_BYTES, MAX_PORTS_CONNECTIONS, MAX_RELAY_CONNECTIONS, PORTS_PORT, PORTS_SOCKET,
-    PortAnswer, PortOrder, PortRefusal, RELAY_PORT, RefusalKind,
+    MAX_DATAGRAM_BYTES, MAX_PORT_LINE_BYTES, MAX_PORTS_CONNECTIONS, MAX_RELAY_CONNECTIONS,
+    PORTS_PORT, PORTS_SOCKET, PortAnswer, PortOrder, PortRefusal, RELAY_PORT, RefusalKind,
+    read_datagram,
 };
 pub use proto::{
     API_PORT, CONTROL_MAC, CONTROL_PORT_NAME, DAEMON_SOCKET, DaemonConfig, DaemonStatus, EXEC_PORT,

@@ -11,9 +11,12 @@
 //! daemon sends all orders again that hold.
 //!
 //! A connection to [`RELAY_PORT`] begins with the port of the machine's loopback, two bytes, most
+//! significant first. For a UDP port there is a connection for each flow, which is all datagrams of
+//! one client's address and port. It carries each datagram behind its length, two bytes, most
 //! significant first.
 
 use serde::{Deserialize, Serialize};
+use std::io::{self, Read};
 use std::net::SocketAddr;
 
 /// TCP port in the machine that leads to [`PORTS_SOCKET`].
@@ -30,6 +33,26 @@ pub const MAX_PORTS_CONNECTIONS: usize = 4;
 /// 4 for each of 1,024 ports, and 1,024 others. It checks this number when it is compiled.
 pub const MAX_RELAY_CONNECTIONS: usize = 8192;
 
+/// The longest datagram in bytes that a length of two bytes can describe.
+pub const MAX_DATAGRAM_BYTES: usize = u16::MAX as usize;
+
+/// Reads a datagram of a flow into `buffer`, and returns its length; `None` at the flow's end.
+///
+/// # Errors
+/// The stream's errors; `UnexpectedEof` if it ends within a datagram; `InvalidData` if the buffer
+/// is shorter than the datagram.
+pub fn read_datagram(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+    let mut length = [0; 2];
+    match from.read(&mut length[..1])? {
+        0 => return Ok(None),
+        _ => from.read_exact(&mut length[1..])?,
+    }
+    let length = usize::from(u16::from_be_bytes(length));
+    let datagram = buffer.get_mut(..length).ok_or(io::ErrorKind::InvalidData)?;
+    from.read_exact(datagram)?;
+    Ok(Some(length))
+}
+
 /// An order of the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -38,10 +61,13 @@ pub enum PortOrder {
     Bind {
         /// Number of the order, unique for this daemon.
         id: u64,
-        /// Where on the user's host.
+        /// Where on the user's host. Port 0 is one that the host chooses.
         address: SocketAddr,
         /// Port of the machine's loopback.
         to: u16,
+        /// Whether the port is one of UDP.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        udp: bool,
     },
     /// Undo an order.
     Free {
@@ -57,6 +83,9 @@ pub struct PortAnswer {
     pub id: u64,
     /// Why the user's host does not listen there, if it does not.
     pub refused: Option<PortRefusal>,
+    /// The port on which the host listens. A supervisor of an earlier version does not say it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub port: Option<u16>,
 }
 
 /// Why a port is not published.

@@ -25,6 +25,7 @@
 
 mod config;
 mod confine;
+mod datagrams;
 mod decide;
 mod disk;
 mod errors;
@@ -41,6 +42,7 @@ mod lines;
 mod lock;
 mod machine;
 mod modules;
+mod places;
 mod ports;
 mod probe;
 mod progress;

@@ -7,32 +7,22 @@
 //! in the supervisor's namespace, from which the machine is reached. `dayfly_machine_init::ports`
 //! has the protocol.
 
+use crate::datagrams::{Idle, UdpPort};
+use crate::places::{Connect, MAX_PORTS, Place, Room, Rooms};
 use crate::progress::{SupervisorError, system};
 use dayfly_machine_init::{
-    GUEST_ADDRESS, MAX_PORT_LINE_BYTES, MAX_RELAY_CONNECTIONS, PORTS_PORT, PortAnswer, PortOrder,
-    PortRefusal, RELAY_PORT, RefusalKind, Token, join_streams,
+    GUEST_ADDRESS, MAX_PORT_LINE_BYTES, PORTS_PORT, PortAnswer, PortOrder, PortRefusal, RELAY_PORT,
+    RefusalKind, Token, join_streams,
 };
 use rustix::net::sockopt::{set_socket_keepalive, set_socket_linger, set_tcp_keepidle};
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// The most ports of all VMs.
-const MAX_PORTS: usize = 1024;
-/// Connections of one port at a time. Further ones are reset at once.
-pub(crate) const MAX_OF_PORT: usize = 256;
-/// Connections of each port that are served although other ports have many.
-pub(crate) const RESERVED: usize = 4;
-/// Reserved connections of all ports at a time.
-const MAX_RESERVED: usize = MAX_PORTS * RESERVED;
-/// Connections of all ports at a time, without the reserved ones.
-pub(crate) const MAX_OF_ALL: usize = 1024;
-// The difference is for connections whose end the machine has not noticed yet.
-const _: () = assert!(MAX_OF_ALL + MAX_RESERVED + 2048 < MAX_RELAY_CONNECTIONS);
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
 /// Idle time before TCP keepalive probes the client.
@@ -40,8 +30,25 @@ const SILENCE: Duration = Duration::from_secs(60);
 /// Pause before the daemon is connected again, and before the next accept if no descriptor is left.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A request for a listener, and where to send it.
-type Wanted = (SocketAddr, mpsc::Sender<io::Result<TcpListener>>);
+/// A request for a listener, of UDP or TCP, and where to send it.
+type Wanted = (SocketAddr, bool, mpsc::Sender<io::Result<Listener>>);
+
+/// A bound port.
+#[derive(Debug)]
+pub(crate) enum Listener {
+    Tcp(TcpListener),
+    Udp(UdpSocket),
+}
+
+impl Listener {
+    fn port(&self) -> io::Result<u16> {
+        let address = match self {
+            Self::Tcp(listener) => listener.local_addr(),
+            Self::Udp(socket) => socket.local_addr(),
+        };
+        address.map(|address| address.port())
+    }
+}
 
 /// The thread in the host's network namespace.
 #[derive(Debug, Clone)]
@@ -57,8 +64,8 @@ impl Outside {
         let (sender, wanted) = mpsc::channel::<Wanted>();
         let thread = std::thread::Builder::new().name("ports".to_owned()).stack_size(128 << 10);
         let listen = move || {
-            for (address, answer) in wanted {
-                let made = may_listen(allowed, address.port()).and_then(|()| listen(address));
+            for (address, udp, answer) in wanted {
+                let made = may_listen(allowed, address.port()).and_then(|()| listen(address, udp));
                 // A session that has ended meanwhile drops the listener.
                 drop(answer.send(made));
             }
@@ -67,15 +74,15 @@ impl Outside {
         Ok(Self(sender))
     }
 
-    fn listen(&self, address: SocketAddr) -> io::Result<TcpListener> {
+    fn listen(&self, address: SocketAddr, udp: bool) -> io::Result<Listener> {
         let (sender, answer) = mpsc::channel();
         let gone = || io::Error::other("the supervisor's thread of published ports has ended");
-        self.0.send((address, sender)).map_err(|_| gone())?;
+        self.0.send((address, udp, sender)).map_err(|_| gone())?;
         answer.recv().unwrap_or_else(|_| Err(gone()))
     }
 }
 
-/// Whether a port of the calling thread's network namespace may be published.
+/// Whether this port may be published. Port 0 is one that the kernel chooses.
 ///
 /// # Errors
 /// `PermissionDenied`, with the next step.
@@ -83,7 +90,7 @@ fn may_listen(allowed: bool, port: u16) -> io::Result<()> {
     let why = if allowed {
         let first = std::fs::read_to_string("/proc/sys/net/ipv4/ip_unprivileged_port_start");
         let first = first.ok().and_then(|first| first.trim().parse().ok()).unwrap_or(1024_u16);
-        if port >= first {
+        if port == 0 || port >= first {
             return Ok(());
         }
         format!(
@@ -98,90 +105,33 @@ fn may_listen(allowed: bool, port: u16) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
 }
 
-fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+/// Binds a port of the calling thread's network namespace.
+fn listen(address: SocketAddr, udp: bool) -> io::Result<Listener> {
+    if udp {
+        return UdpSocket::bind(address).map(Listener::Udp);
+    }
     let listener = TcpListener::bind(address)?;
     // A second listen lengthens the library's queue.
     rustix::net::listen(&listener, BACKLOG)?;
-    Ok(listener)
-}
-
-/// Numbers of connections.
-#[derive(Debug, Default)]
-struct Room(Mutex<usize>);
-
-/// Numbers of the connections of all ports. They last as long as the supervisor, because the end
-/// of a port or of the daemon does not end connections.
-#[derive(Debug, Default)]
-pub(crate) struct Rooms {
-    /// Of the reserved connections, at most [`MAX_RESERVED`].
-    reserved: Arc<Room>,
-    /// Of all others, at most [`MAX_OF_ALL`].
-    shared: Arc<Room>,
-}
-
-/// A connection's place among those of its port and of all ports.
-#[derive(Debug)]
-struct Place {
-    of_all: Option<Arc<Room>>,
-    of_port: Arc<Room>,
-}
-
-impl Room {
-    fn take(&self, most: usize) -> Option<usize> {
-        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        (*taken < most).then(|| {
-            *taken += 1;
-            *taken
-        })
-    }
-
-    fn give_back(&self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-    }
-}
-
-impl Place {
-    /// A place, if there is one. The first [`RESERVED`] of a port are reserved ones.
-    fn take(rooms: &Rooms, of_port: &Arc<Room>) -> Option<Self> {
-        let number = of_port.take(MAX_OF_PORT)?;
-        let mut place = Self { of_all: None, of_port: Arc::clone(of_port) };
-        let (room, most) = if number > RESERVED {
-            (&rooms.shared, MAX_OF_ALL)
-        } else {
-            (&rooms.reserved, MAX_RESERVED)
-        };
-        room.take(most)?;
-        place.of_all = Some(Arc::clone(room));
-        Some(place)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.of_port.give_back();
-        if let Some(of_all) = &self.of_all {
-            of_all.give_back();
-        }
-    }
+    Ok(Listener::Tcp(listener))
 }
 
 /// A port on which the host listens until this is dropped.
 #[derive(Debug)]
-struct Port {
-    listener: Arc<TcpListener>,
-    ended: Arc<AtomicBool>,
+enum Port {
+    Tcp { listener: Arc<TcpListener>, ended: Arc<AtomicBool> },
+    Udp(#[expect(dead_code, reason = "its drop frees the port")] UdpPort),
 }
 
 impl Drop for Port {
     fn drop(&mut self) {
-        self.ended.store(true, Ordering::Release);
-        // This frees the port at once, and wakes the thread that accepts.
-        let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
+        if let Self::Tcp { listener, ended } = self {
+            ended.store(true, Ordering::Release);
+            // This frees the port at once, and wakes the thread that accepts.
+            let _ = rustix::net::shutdown(listener, rustix::net::Shutdown::Both);
+        }
     }
 }
-
-/// Where connections go: makes a stream to a port of the machine's loopback.
-pub(crate) type Connect = Arc<dyn Fn(u16) -> io::Result<TcpStream> + Send + Sync>;
 
 /// Carries out the daemon's orders until the supervisor ends. A daemon that ends is connected
 /// again.
@@ -231,14 +181,24 @@ pub(crate) fn serve(
     while let Some(order) = read_order(&mut reader)? {
         match order {
             PortOrder::Free { id } => drop(ports.remove(&id)),
-            PortOrder::Bind { id, address, to } => {
+            PortOrder::Bind { id, address, to, udp } => {
                 let made = if ports.len() < MAX_PORTS {
-                    publish(address, to, outside, connect, rooms)
+                    outside.listen(address, udp).and_then(|listener| {
+                        let port = listener.port()?;
+                        publish(listener, to, connect, rooms).map(|made| (made, port))
+                    })
                 } else {
                     Err(io::Error::other(format!("{MAX_PORTS} ports are published already")))
                 };
-                let refused = made.map(|port| drop(ports.insert(id, port))).err().map(refusal);
-                let mut line = serde_json::to_vec(&PortAnswer { id, refused })?;
+                let bound = made.map(|(made, port)| {
+                    ports.insert(id, made);
+                    port
+                });
+                let (port, refused) = match bound {
+                    Ok(port) => (Some(port), None),
+                    Err(e) => (None, Some(refusal(e))),
+                };
+                let mut line = serde_json::to_vec(&PortAnswer { id, refused, port })?;
                 line.push(b'\n');
                 let mut to = stream;
                 to.write_all(&line)?;
@@ -270,17 +230,17 @@ fn refusal(e: io::Error) -> PortRefusal {
     PortRefusal { kind, why: e.to_string() }
 }
 
-fn publish(
-    address: SocketAddr,
-    to: u16,
-    outside: &Outside,
-    connect: &Connect,
-    rooms: &Arc<Rooms>,
-) -> io::Result<Port> {
-    let listener = Arc::new(outside.listen(address)?);
-    let port = Port { listener, ended: Arc::default() };
-    let (listener, ended) = (Arc::clone(&port.listener), Arc::clone(&port.ended));
+fn publish(listener: Listener, to: u16, connect: &Connect, rooms: &Arc<Rooms>) -> io::Result<Port> {
     let (connect, rooms) = (Arc::clone(connect), Arc::clone(rooms));
+    let listener = match listener {
+        Listener::Tcp(listener) => Arc::new(listener),
+        Listener::Udp(socket) => {
+            let idle = Idle::default();
+            return UdpPort::start(socket, to, connect, rooms, idle).map(Port::Udp);
+        }
+    };
+    let ended = Arc::<AtomicBool>::default();
+    let port = Port::Tcp { listener: Arc::clone(&listener), ended: Arc::clone(&ended) };
     let thread = std::thread::Builder::new().name("port".to_owned()).stack_size(128 << 10);
     thread.spawn(move || {
         let of_port = Arc::new(Room::default());

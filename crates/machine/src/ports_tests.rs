@@ -1,4 +1,5 @@
 use super::*;
+use crate::places::MAX_OF_PORT;
 use dayfly_machine_init::set_up;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::UnshareFlags;
@@ -14,12 +15,16 @@ impl Daemon {
     }
 
     fn bind(&mut self, id: u64, port: u16, to: u16) -> Option<PortRefusal> {
-        self.order(&PortOrder::Bind { id, address: at(port), to });
+        self.outcome(id, port, to, false).refused
+    }
+
+    fn outcome(&mut self, id: u64, port: u16, to: u16, udp: bool) -> PortAnswer {
+        self.order(&PortOrder::Bind { id, address: at(port), to, udp });
         let mut line = String::new();
         self.0.read_line(&mut line).unwrap();
         let answer: PortAnswer = serde_json::from_str(&line).unwrap();
         assert_eq!(answer.id, id);
-        answer.refused
+        answer
     }
 }
 
@@ -74,7 +79,8 @@ fn a_port_leads_into_the_machine_until_it_is_freed() {
         assert_eq!(daemon.bind(1, 5001, 40_001), None);
         let taken = daemon.bind(2, 5001, 40_002).unwrap();
         assert_eq!(taken.kind, RefusalKind::Taken);
-        let absent = PortOrder::Bind { id: 3, address: "192.0.2.9:5001".parse().unwrap(), to: 1 };
+        let address = "192.0.2.9:5001".parse().unwrap();
+        let absent = PortOrder::Bind { id: 3, address, to: 1, udp: false };
         daemon.order(&absent);
         let mut line = String::new();
         daemon.0.read_line(&mut line).unwrap();
@@ -108,12 +114,19 @@ fn a_port_leads_into_the_machine_until_it_is_freed() {
 #[test]
 fn privileged_ports_are_refused_and_without_a_network_all_ports() {
     with_session(|daemon, _| {
-        let refused = daemon.bind(1, 1023, 1).unwrap();
-        assert_eq!(refused.kind, RefusalKind::Invalid);
-        assert!(refused.why.contains("ip_unprivileged_port_start=1023"), "{refused:?}");
+        for udp in [false, true] {
+            let refused = daemon.outcome(1, 1023, 1, udp).refused.unwrap();
+            assert_eq!(refused.kind, RefusalKind::Invalid);
+            assert!(refused.why.contains("ip_unprivileged_port_start=1023"), "{refused:?}");
+        }
         assert_eq!(daemon.bind(2, 1024, 1), None);
+        // A port that the host chooses.
+        for (id, udp) in [(3, false), (4, true)] {
+            let answer = daemon.outcome(id, 0, 1, udp);
+            assert!(answer.refused.is_none() && answer.port > Some(1023), "{answer:?}");
+        }
     });
-    let refused = refusal(Outside::start(false).unwrap().listen(at(0)).unwrap_err());
+    let refused = refusal(Outside::start(false).unwrap().listen(at(0), false).unwrap_err());
     assert_eq!(refused.kind, RefusalKind::Invalid);
     assert!(refused.why.contains("--no-network"), "{refused:?}");
 }
@@ -138,23 +151,6 @@ fn a_port_that_is_full_resets_further_connections_and_others_are_served() {
         assert_eq!(accepted(guest).0, 2);
         drop(client);
     });
-}
-
-#[test]
-fn each_port_has_places_that_the_others_cannot_take() {
-    let all = Rooms::default();
-    let ports: Vec<Arc<Room>> = (0..6).map(|_| Arc::default()).collect();
-    let mut held = Vec::new();
-    for port in &ports[..5] {
-        held.extend((0..MAX_OF_PORT).map_while(|_| Place::take(&all, port)));
-    }
-    assert_eq!(held.len(), MAX_OF_ALL + 5 * RESERVED);
-    let last: Vec<Place> = (0..MAX_OF_PORT).map_while(|_| Place::take(&all, &ports[5])).collect();
-    assert_eq!(last.len(), RESERVED);
-    drop((held, last));
-    assert_eq!(*all.shared.0.lock().unwrap(), 0);
-    assert_eq!(*all.reserved.0.lock().unwrap(), 0);
-    assert!(ports.iter().all(|port| *port.0.lock().unwrap() == 0));
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! How an image's program is started, as the API shows it and as manifests store it.
 
+use crate::GuestPort;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 #[cfg(feature = "openapi")]
 use utoipa::ToSchema;
 
@@ -25,6 +27,18 @@ pub struct ImageConfig {
     pub workdir: String,
     /// User that programs run as.
     pub user: String,
+    /// Ports that the program listens on, such as `80/tcp` (EXPOSE). Manifests of earlier versions
+    /// have no such field.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub exposed: Vec<String>,
+}
+
+impl ImageConfig {
+    /// The ports of `exposed`, without repetitions. What is no port is left out.
+    #[must_use]
+    pub fn exposed_ports(&self) -> BTreeSet<GuestPort> {
+        self.exposed.iter().filter_map(|port| port.parse().ok()).collect()
+    }
 }
 
 /// A decoder of an [`ImageConfig`] by the rules of the given serde attributes.
@@ -40,9 +54,12 @@ macro_rules! decoder {
                 env: Vec<String>,
                 workdir: String,
                 user: String,
+                #[serde(default)]
+                exposed: Vec<String>,
             }
-            let Strict { entrypoint, cmd, env, workdir, user } = Strict::deserialize(from)?;
-            Ok(ImageConfig { entrypoint, cmd, env, workdir, user })
+            let Strict { entrypoint, cmd, env, workdir, user, exposed } =
+                Strict::deserialize(from)?;
+            Ok(ImageConfig { entrypoint, cmd, env, workdir, user, exposed })
         }
     };
 }
@@ -85,5 +102,17 @@ mod tests {
         assert!(serde_json::from_str::<Whole>(more).is_err());
         assert_eq!(serde_json::from_str::<Known>(less).unwrap().0.cmd, ["b"]);
         assert!(serde_json::from_str::<Whole>(less).is_err());
+        // As earlier versions wrote it, which had no exposed ports.
+        assert_eq!(serde_json::to_string(&config).unwrap(), full);
+    }
+
+    #[test]
+    fn exposed_ports_are_those_that_are_ports() {
+        let exposed = ["80/tcp", "53/udp", "80", "9/sctp", "x"].map(str::to_owned).to_vec();
+        let config = ImageConfig { exposed, ..ImageConfig::default() };
+        let ports: Vec<String> = config.exposed_ports().iter().map(ToString::to_string).collect();
+        assert_eq!(ports, ["53/udp", "80/tcp"]);
+        let text = serde_json::to_string(&config).unwrap();
+        assert_eq!(serde_json::from_str::<Whole>(&text).unwrap().0, config);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::wire::wire;
 use crate::agent::ExecSpec;
-use dayfly_units::{Egress, Name, VmName};
+use dayfly_units::{Egress, Name, PortProtocol, VmName};
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
@@ -96,6 +96,10 @@ wire! {
         /// Ports of the host that are forwarded to ports of the guest; at most 256.
         #[serde(default)]
         pub publish: Vec<Publish>,
+        /// Whether all ports of the image's configuration (EXPOSE) are published too, each at a
+        /// free port of the host's 127.0.0.1; without those that `publish` has.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        pub publish_exposed: bool,
         /// Limit for sending, in bytes per second, with a burst of a tenth of that number. If
         /// `None`, there is no limit.
         #[serde(default)]
@@ -106,17 +110,21 @@ wire! {
         pub receives_bytes_per_second: Option<u64>,
     }
 
-    /// A TCP port of the host that is forwarded to a port of a guest.
+    /// A port of the host that is forwarded to a port of a guest.
     #[derive(Copy)]
     pub struct Publish {
         /// Address of the host. If `None`, 127.0.0.1. `0.0.0.0` or `::` means all addresses.
         #[serde(default)]
         #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
         pub host: Option<IpAddr>,
-        /// TCP port of the host.
+        /// Port of the host. In a request, 0 means a free one; a VM that is started again keeps
+        /// it if it is still free.
         pub host_port: u16,
-        /// TCP port of the guest.
+        /// Port of the guest.
         pub guest_port: u16,
+        /// Protocol of both ports; absent if it is `tcp`.
+        #[serde(default, skip_serializing_if = "PortProtocol::is_tcp")]
+        pub protocol: PortProtocol,
     }
 
     /// Creates and starts many VMs of one kind, all of them or none.
@@ -128,7 +136,7 @@ wire! {
         /// Labels of each VM.
         #[serde(default)]
         pub labels: BTreeMap<String, String>,
-        /// Network access of each VM, without published ports.
+        /// Network access of each VM. Published ports must be free ones (`host_port` 0).
         #[serde(default)]
         pub network: NetworkRequest,
         /// When each VM ends, and what is left of it.

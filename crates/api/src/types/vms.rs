@@ -92,7 +92,7 @@ wire! {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
         pub egress: Option<Egress>,
-        /// The published ports.
+        /// The published ports, each with the port of the host that it has.
         #[serde(default)]
         pub published: Vec<Publish>,
     }
@@ -303,6 +303,13 @@ wire! {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
         pub egress: Option<Egress>,
+        /// Ports of the host that are forwarded to ports of the clone. For more than one clone
+        /// they must be free ones (`host_port` 0). The VM's own ports are not inherited.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub publish: Vec<Publish>,
+        /// As in [`super::NetworkRequest`].
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        pub publish_exposed: bool,
         /// When each clone ends, and what is left of it. The VM's own time to live is not
         /// inherited.
         #[serde(default)]

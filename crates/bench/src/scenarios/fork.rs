@@ -96,6 +96,8 @@ async fn fork(testbed: &Testbed, parent: VmId, count: u32) -> Result<(Forked, u6
         labels: BTreeMap::new(),
         forks: 0,
         egress: None,
+        publish: Vec::new(),
+        publish_exposed: false,
         lifetime: Lifetime::UNLIMITED,
         template: None,
     };

@@ -1,6 +1,6 @@
 //! `dayfly fork`: clones a running VM.
 
-use super::network::EgressArg;
+use super::network::{EgressArg, PublishArgs};
 use super::options::{LifetimeArgs, label};
 use crate::progress::Steps;
 use crate::{connect, output};
@@ -30,6 +30,8 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     forks: u32,
     #[command(flatten)]
+    publish: PublishArgs,
+    #[command(flatten)]
     egress: EgressArg,
     #[command(flatten)]
     lifetime: LifetimeArgs,
@@ -47,7 +49,18 @@ impl Args {
         let template = self.template.clone();
         let (name, forks, lifetime) = (self.name, self.forks, self.lifetime.request());
         let egress = self.egress.egress;
-        let request = ForkRequest { count, name, labels, forks, egress, lifetime, template };
+        let (publish, publish_exposed) = self.publish.request();
+        let request = ForkRequest {
+            count,
+            name,
+            labels,
+            forks,
+            egress,
+            publish,
+            publish_exposed,
+            lifetime,
+            template,
+        };
         let forked = client.fork(&self.vm, &request).await?;
         let (ms, part) = (forked.paused_us / 1000, forked.paused_us % 1000 / 100);
         steps.begin(format!("{} stood still for {ms}.{part} ms", self.vm));

@@ -18,8 +18,7 @@ pub(super) fn from(vm: &Vm, vms: &[Vm]) -> String {
 
 /// The published ports of a VM.
 pub(super) fn ports(vm: &Vm) -> String {
-    let ports = vm.network.iter().flat_map(|network| &network.published);
-    ports.map(network::shown).collect::<Vec<_>>().join(", ")
+    vm.network.as_ref().map(|network| network::shown(&network.published)).unwrap_or_default()
 }
 
 /// The state of a VM, with the cause if it has ended or waits for space.

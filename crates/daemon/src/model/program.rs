@@ -71,6 +71,7 @@ mod tests {
             env: words("A=1 B=x=y ODD =empty A=2"),
             workdir: "/srv/new".into(),
             user: "app".into(),
+            exposed: words("80/tcp"),
         }
     }
 

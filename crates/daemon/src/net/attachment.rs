@@ -7,10 +7,10 @@ use crate::net::lease::{EgressControl, Lease};
 use crate::net::mac::{mac, mac_text};
 use crate::net::names::Registration;
 use crate::net::networks::Networks;
-use crate::net::publish::{Published, check};
+use crate::net::publish::{Published, check, with_choice};
 use dayfly_api::agent::NetworkIdentity;
-use dayfly_api::types::{NetworkRequest, VmNetwork};
-use dayfly_units::{Egress, Name, VmId};
+use dayfly_api::types::{NetworkRequest, Publish, VmNetwork};
+use dayfly_units::{Egress, GuestPort, ImageConfig, Name, VmId};
 use dayfly_vmm::config::LinkConfig;
 use std::os::fd::OwnedFd;
 
@@ -28,17 +28,20 @@ pub struct Attachment {
 impl Attachment {
     /// Allocates what a VM with these facts needs. The result is empty if the VM has no network
     /// device or asks for no network. On a host without a network it is also empty, unless the
-    /// request publishes ports or names a network.
+    /// request publishes ports or names a network. `before` are the ports that the VM had before
+    /// it was started again: it gets the same free ports if it can.
     ///
     /// # Errors
     /// The request is invalid or cannot be fulfilled.
-    pub async fn allocate(networks: &Networks, facts: &Facts) -> Outcome<Self> {
+    pub async fn allocate(networks: &Networks, facts: &Facts, before: &[Publish]) -> Outcome<Self> {
         let asked = &facts.network;
-        check(&asked.publish)?;
+        let ports = wanted(asked, &facts.config);
+        check(&ports)?;
+        let ports = with_choice(&ports, before);
         check_name(asked)?;
         let policy = check_egress(networks, asked)?;
         if facts.nets == 0 || asked.none {
-            if let Some(port) = asked.publish.first() {
+            if let Some((port, _)) = ports.first() {
                 let why = if asked.none {
                     "it is to have no network"
                 } else {
@@ -68,33 +71,38 @@ impl Attachment {
         let lease = match lease {
             Ok(lease) => lease,
             // The request does not require a network.
-            Err(NetError::None(_)) if asked.publish.is_empty() && asked.network.is_none() => {
+            Err(NetError::None(_)) if ports.is_empty() && asked.network.is_none() => {
                 return Ok(Self::default());
             }
             Err(e) => return Err(e.into()),
         };
         if asked.network.is_none() && policy.is_internet() {
-            return Self::with(networks, lease, asked).await;
+            return Self::with(networks, lease, asked, &ports).await;
         }
         let special = asked.clone();
         let lease = blocking(move || {
             let mut lease = lease;
             Ok(lease.admit(&special).map(|()| lease))
         });
-        Self::with(networks, lease.await??, asked).await
+        Self::with(networks, lease.await??, asked, &ports).await
     }
 
     /// An attachment with this address and the requested ports.
-    async fn with(networks: &Networks, lease: Lease, asked: &NetworkRequest) -> Outcome<Self> {
-        let published = match (asked.publish.as_slice(), networks.publisher()) {
+    async fn with(
+        networks: &Networks,
+        lease: Lease,
+        asked: &NetworkRequest,
+        ports: &[(Publish, Option<u16>)],
+    ) -> Outcome<Self> {
+        let published = match (ports, networks.publisher()) {
             ([], _) => None,
             (ports, None) => Some(Published::take(ports)?),
             (ports, Some(publisher)) => Some(Published::ask_for(ports, publisher).await?),
         };
         let (address, mac) = (lease.address(), mac_text(mac(lease.address())));
-        let NetworkRequest { publish, network, .. } = asked.clone();
-        let (closed, egress) = (false, None);
-        let mut shown = VmNetwork { address, mac, network, closed, egress, published: publish };
+        let ports = published.as_ref().map(Published::ports).unwrap_or_default();
+        let (closed, egress, network) = (false, None, asked.network.clone());
+        let mut shown = VmNetwork { address, mac, network, closed, egress, published: ports };
         shown.set_policy(asked.policy().unwrap_or_default());
         let shown = Some(shown);
         Ok(Self { published, named: None, shown, lease: Some(lease) })
@@ -110,7 +118,7 @@ impl Attachment {
         let Some(had) = had else { return Self::default() };
         let lease = networks.adopt(had.address, asked);
         let published = match networks.publisher() {
-            None => Published::take(&had.published),
+            None => Published::take(&with_choice(&had.published, &[])),
             Some(publisher) => Published::again(&had.published, publisher),
         };
         if let Err(error) = &published {
@@ -162,6 +170,27 @@ impl Attachment {
             published.connect_to(shown.address);
         }
     }
+}
+
+/// The ports that a VM publishes: those of the request, and the image's if it asks for them.
+fn wanted(asked: &NetworkRequest, config: &ImageConfig) -> Vec<Publish> {
+    let mut ports = asked.publish.clone();
+    if asked.publish_exposed {
+        let named = |exposed: &GuestPort| {
+            let same = |port: &Publish| {
+                (port.guest_port, port.protocol) == (exposed.port, exposed.protocol)
+            };
+            asked.publish.iter().any(same)
+        };
+        let exposed = config.exposed_ports().into_iter().filter(|port| !named(port));
+        ports.extend(exposed.map(|GuestPort { port, protocol }| Publish {
+            host: None,
+            host_port: 0,
+            guest_port: port,
+            protocol,
+        }));
+    }
+    ports
 }
 
 /// Refuses network names that have another meaning in docker.

@@ -67,7 +67,8 @@ fn a_vm_without_a_policy_changes_nothing_in_the_packet_filter() {
         let changed = || rustix::io::read(&changes, &mut [0; 4096]).is_ok();
         let attach = |network: NetworkRequest| {
             let facts = Facts { nets: 1, network, ..crate::fixture::facts() };
-            let mut attachment = runtime.block_on(Attachment::allocate(&networks, &facts)).unwrap();
+            let allocated = Attachment::allocate(&networks, &facts, &[]);
+            let mut attachment = runtime.block_on(allocated).unwrap();
             attachment.name(VmId::random(), &"plain".parse().unwrap());
             attachment
         };

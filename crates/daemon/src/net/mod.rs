@@ -22,6 +22,7 @@
 //! one gets the reason.
 
 mod attachment;
+mod datagrams;
 #[cfg(test)]
 mod egress_tests;
 mod error;
@@ -33,6 +34,7 @@ mod mac;
 pub mod names;
 mod network;
 mod networks;
+mod permits;
 mod publish;
 pub mod publisher;
 #[cfg(test)]
@@ -43,4 +45,4 @@ pub use error::NetError;
 pub use lease::{EgressControl, Lease};
 pub use mac::{mac, mac_text};
 pub use networks::Networks;
-pub use publish::{MAX_PUBLISHED, Published};
+pub use publish::{MAX_PUBLISHED, Published, check_many};

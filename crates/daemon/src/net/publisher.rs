@@ -4,7 +4,8 @@
 //! (`dayfly_machine_init::ports`). Orders are kept here until they are dropped. So a supervisor
 //! that connects anew gets all orders that hold.
 
-use dayfly_machine_init::{MAX_PORT_LINE_BYTES, PortAnswer, PortOrder, PortRefusal};
+use dayfly_api::types::PortProtocol;
+use dayfly_machine_init::{MAX_PORT_LINE_BYTES, PortAnswer, PortOrder, PortRefusal, RefusalKind};
 use dayfly_units::sync::lock;
 use futures::StreamExt;
 use std::collections::BTreeMap;
@@ -20,8 +21,8 @@ use tokio::sync::oneshot;
 use tokio_util::codec::{FramedRead, LinesCodec};
 use tokio_util::sync::CancellationToken;
 
-/// What comes of an order: why the port is refused, or `None` if the host listens there.
-pub type Answer = oneshot::Receiver<Option<PortRefusal>>;
+/// What comes of an order: the port on which the host listens, or why it does not.
+pub type Answer = oneshot::Receiver<Result<u16, PortRefusal>>;
 
 /// The orders that hold, and the connection of the supervisor.
 #[derive(Debug, Default)]
@@ -37,14 +38,33 @@ struct Orders {
 
 #[derive(Debug)]
 struct Held {
+    /// Port 0 until the host has chosen one.
     address: SocketAddr,
     to: u16,
-    answer: Option<oneshot::Sender<Option<PortRefusal>>>,
+    udp: bool,
+    answer: Option<oneshot::Sender<Result<u16, PortRefusal>>>,
 }
 
 impl Held {
     const fn bind(&self, id: u64) -> PortOrder {
-        PortOrder::Bind { id, address: self.address, to: self.to }
+        PortOrder::Bind { id, address: self.address, to: self.to, udp: self.udp }
+    }
+}
+
+impl Held {
+    /// What an answer says. A supervisor of an earlier version, which does not say its port, knows
+    /// only TCP.
+    fn outcome(&self, answer: PortAnswer) -> Result<u16, PortRefusal> {
+        match (answer.refused, answer.port) {
+            (Some(refusal), _) => Err(refusal),
+            (None, Some(port)) if port != 0 => Ok(port),
+            (None, _) if self.udp || self.address.port() == 0 => {
+                let why = "the machine's supervisor is of an earlier version: \
+                           `dayfly machine restart`";
+                Err(PortRefusal { kind: RefusalKind::Invalid, why: why.to_owned() })
+            }
+            (None, _) => Ok(self.address.port()),
+        }
     }
 }
 
@@ -74,12 +94,17 @@ impl Orders {
 
 impl Publisher {
     /// Orders that connections to `address` of the host go to the loopback's port `to`.
-    pub fn order(self: &Arc<Self>, address: SocketAddr, to: u16) -> (Order, Answer) {
+    pub fn order(
+        self: &Arc<Self>,
+        address: SocketAddr,
+        to: u16,
+        protocol: PortProtocol,
+    ) -> (Order, Answer) {
         let (sender, answer) = oneshot::channel();
         let mut orders = lock(&self.0);
         let id = orders.next;
         orders.next += 1;
-        let held = Held { address, to, answer: Some(sender) };
+        let held = Held { address, to, udp: !protocol.is_tcp(), answer: Some(sender) };
         orders.send(held.bind(id));
         orders.held.insert(id, held);
         (Order { publisher: self.clone(), id }, answer)
@@ -97,14 +122,19 @@ impl Publisher {
     fn answered(&self, answer: PortAnswer) {
         let mut orders = lock(&self.0);
         let Some(held) = orders.held.get_mut(&answer.id) else { return };
+        let got = held.outcome(answer);
+        if let Ok(port) = got {
+            // So that a supervisor that connects anew gets an order for the same port.
+            held.address.set_port(port);
+        }
         let address = held.address;
-        let refused = match held.answer.take() {
-            Some(waiting) => waiting.send(answer.refused).err().flatten(),
-            None => answer.refused,
+        let unheard = match held.answer.take() {
+            Some(waiting) => waiting.send(got).err(),
+            None => Some(got),
         };
         drop(orders);
         // No request waits for the port of an adopted VM.
-        if let Some(PortRefusal { why, .. }) = refused {
+        if let Some(Err(PortRefusal { why, .. })) = unheard {
             tracing::error!(%address, "not published any more: {why:?}");
         }
     }

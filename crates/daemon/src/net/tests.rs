@@ -4,11 +4,12 @@ use crate::model::facts::Facts;
 use crate::model::state::Phase;
 use crate::net::names::server_world::alone;
 use crate::net::network::{State, guest};
-use crate::net::publish::{MAX_CONNECTIONS, turn};
+use crate::net::permits::turn;
+use crate::net::publish::{MAX_CONNECTIONS, with_choice};
 use crate::net::{Attachment, Lease, MAX_PUBLISHED, NetError, Networks, Published, mac, mac_text};
 use crate::vm::record::Record;
 use crate::vm::registry::Registry;
-use dayfly_api::types::{NetworkRequest, Publish, VmNetwork};
+use dayfly_api::types::{NetworkRequest, PortProtocol, Publish, VmNetwork};
 use dayfly_units::sync::lock;
 use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
@@ -286,8 +287,13 @@ fn connections_to_a_vm_s_ports_are_limited_and_one_more_is_refused_at_once() {
 async fn ports_are_limited() {
     let guest = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let guest_port = guest.local_addr().unwrap().port();
-    let ports = [5001, 5002].map(|host_port| Publish { host: None, host_port, guest_port });
-    let mut published = Published::take(&ports).unwrap();
+    let ports = [5001, 5002].map(|host_port| Publish {
+        host: None,
+        host_port,
+        guest_port,
+        protocol: PortProtocol::Tcp,
+    });
+    let mut published = Published::take(&with_choice(&ports, &[])).unwrap();
     published.connect_to(Ipv4Addr::LOCALHOST);
     let mut held = Vec::new();
     for n in 0..MAX_CONNECTIONS {
@@ -357,9 +363,14 @@ async fn a_port_is_published() {
         }
     });
     let free = 5001;
-    let port = Publish { host: Some("127.0.0.1".parse().unwrap()), host_port: free, guest_port };
-    let mut published = Published::take(&[port]).unwrap();
-    let taken = Published::take(&[port]).unwrap_err();
+    let port = Publish {
+        host: Some("127.0.0.1".parse().unwrap()),
+        host_port: free,
+        guest_port,
+        protocol: PortProtocol::Tcp,
+    };
+    let mut published = Published::take(&[(port, None)]).unwrap();
+    let taken = Published::take(&[(port, None)]).unwrap_err();
     assert!(taken.0.message.contains(&free.to_string()), "{taken}");
     // Connections wait until the port leads to a guest.
     let mut early = TcpStream::connect(("127.0.0.1", free)).await.unwrap();
@@ -371,14 +382,11 @@ async fn a_port_is_published() {
     assert_eq!(said, "cba", "half of a connection does not end the other");
     drop(published);
     assert!(TcpStream::connect(("127.0.0.1", free)).await.is_err());
-    drop(Published::take(&[port]).expect("a port that is free again"));
-    for bad in [
-        vec![Publish { host_port: 0, ..port }],
-        vec![Publish { guest_port: 0, ..port }],
-        vec![port, port],
-        vec![port; MAX_PUBLISHED + 1],
-    ] {
-        assert!(Published::take(&bad).is_err());
+    drop(Published::take(&[(port, None)]).expect("a port that is free again"));
+    for bad in
+        [vec![Publish { guest_port: 0, ..port }], vec![port, port], vec![port; MAX_PUBLISHED + 1]]
+    {
+        assert!(Published::take(&with_choice(&bad, &[])).is_err());
     }
 }
 

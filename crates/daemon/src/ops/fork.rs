@@ -20,6 +20,7 @@ use crate::model::disk::Disk;
 use crate::model::facts::{Facts, ForkFacts};
 use crate::model::request_key::RequestKey;
 use crate::model::state::Event;
+use crate::net::check_many;
 use crate::ops::awake::awake;
 use crate::ops::create::{Order, Origin, VmGuard, create};
 use crate::ops::save::{allowed, answered, arrived, end_precopy, freeze_disks, precopy};
@@ -32,7 +33,7 @@ use crate::vm::batch::Batch;
 use crate::vm::{Vm, record};
 use crate::vmm::source::Purpose;
 use crate::vmm::{agent_link, control_link};
-use dayfly_api::types::{ErrorCode, EventKind, ForkRequest, Forked, NetworkRequest};
+use dayfly_api::types::{ErrorCode, EventKind, ForkRequest, Forked, NetworkRequest, Publish};
 use dayfly_store::{ChainLayer, Freezing, Pin, ReplacedLayer, seal_content};
 use dayfly_units::{Egress, PAGE_SIZE, error::chain, failpoint};
 use dayfly_vmm::control::{Command, Frozen};
@@ -123,7 +124,7 @@ fn check(request: &ForkRequest) -> Outcome<()> {
     if count > 1 && request.name.is_some() {
         return Err(ApiError::invalid("name: expected none where there is more than one clone"));
     }
-    Ok(())
+    check_many(count, &request.publish)
 }
 
 async fn forked(
@@ -138,7 +139,8 @@ async fn forked(
         By::Guest => (true, None),
     };
     check(&request)?;
-    let ForkRequest { count, name, labels, forks, egress, lifetime, template } = request;
+    let ForkRequest { count, name, labels, forks, lifetime, template, .. } = request;
+    let (egress, publish) = (request.egress, (request.publish, request.publish_exposed));
     // Forks take turns, because each freezes the layers that the one before put on top. The task
     // that freezes owns the lock: a client that goes away does not release it.
     let one = vm.snapshots.clone().lock_owned().await;
@@ -173,7 +175,7 @@ async fn forked(
         until: vm.live().deadline.filter(|_| by_guest),
         ephemeral: false,
         purpose: Purpose::User,
-        network: egress.map(|egress| network_of(&fork_point, egress)),
+        network: network_of(&fork_point, egress, publish),
         next: None,
         entrypoint: None,
         request: key,
@@ -203,10 +205,22 @@ async fn forked(
     Ok(Forked { paused_us, pages, frozen_us, items })
 }
 
-/// The network of clones that get another egress policy than the VM. Ports are not inherited,
-/// because a port of the host leads to one VM.
-fn network_of(fork_point: &ForkPoint, egress: Egress) -> NetworkRequest {
-    NetworkRequest { publish: Vec::new(), ..fork_point.facts.network.clone() }.with_policy(egress)
+/// The network of clones that get another egress policy than the VM, or ports; `None`: the VM's.
+/// Ports are not inherited, because a port of the host leads to one VM.
+fn network_of(
+    fork_point: &ForkPoint,
+    egress: Option<Egress>,
+    (publish, publish_exposed): (Vec<Publish>, bool),
+) -> Option<NetworkRequest> {
+    if egress.is_none() && publish.is_empty() && !publish_exposed {
+        return None;
+    }
+    let own = fork_point.facts.network.clone();
+    let network = NetworkRequest { publish, publish_exposed, ..own };
+    Some(match egress {
+        Some(egress) => network.with_policy(egress),
+        None => network,
+    })
 }
 
 /// Creates the clones of a fork point. A task for each, so that all CPUs start clones. If one

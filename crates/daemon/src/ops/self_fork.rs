@@ -200,7 +200,18 @@ async fn forked(
     // The clone has the deadline of `vm` too: else a guest could extend its time by a clone.
     let lifetime = Lifetime { ttl_ms: None, auto_remove: vm.facts.auto_remove };
     let (labels, name, egress, template) = (BTreeMap::new(), None, None, None);
-    let request = ForkRequest { count, name, labels, forks: 0, egress, lifetime, template };
+    let (publish, publish_exposed) = (Vec::new(), false);
+    let request = ForkRequest {
+        count,
+        name,
+        labels,
+        forks: 0,
+        egress,
+        publish,
+        publish_exposed,
+        lifetime,
+        template,
+    };
     let forked = fork::fork_for_guest(daemon, vm, request, Asked::now()).await;
     let forked = forked.inspect_err(|_| bucket.put_back(count))?;
     Ok(HostReply::Forked { ids: forked.items.iter().map(|vm| vm.id).collect() })

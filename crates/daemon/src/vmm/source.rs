@@ -121,10 +121,9 @@ impl Opened {
         let (snapshot, image, kernel, vcpus, memory_bytes, nets) = match self {
             Self::Fork(fork_point, number) => {
                 let fork = ForkFacts { number: *number, max_clones, ..fork_point.facts.fork };
-                // Published ports are not inherited, because a port of the host leads to one VM.
                 let own = &fork_point.facts.network;
                 let network = match network {
-                    None => NetworkRequest { publish: Vec::new(), ..own.clone() },
+                    None => without_ports(own),
                     Some(asked) => with_policy_of(asked, own.policy()),
                 };
                 return Facts {
@@ -226,6 +225,12 @@ impl Opened {
             Self::Boot { .. } => Ok(None),
         }
     }
+}
+
+/// A VM's network for a clone, which inherits no published ports, because a port of the host leads
+/// to one VM.
+fn without_ports(own: &NetworkRequest) -> NetworkRequest {
+    NetworkRequest { publish: Vec::new(), publish_exposed: false, ..own.clone() }
 }
 
 /// The request, with the egress policy of the VM's source if it asks for none.

@@ -140,6 +140,8 @@ fn fork_request(count: u32, template: Option<&str>) -> ForkRequest {
         labels: [].into(),
         forks: 0,
         egress: None,
+        publish: Vec::new(),
+        publish_exposed: false,
         lifetime: Lifetime::UNLIMITED,
         template: template.and_then(|name| name.parse().ok()),
     }

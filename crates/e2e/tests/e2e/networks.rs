@@ -4,7 +4,7 @@ use crate::harness::{
     BASE, World, dayfly, inspect, ok, on_host, port, refused, sh, start, until, wait, world,
 };
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{Shutdown, TcpStream, UdpSocket};
 use std::time::Duration;
 
 /// The network of VMs that reach each other.
@@ -137,6 +137,31 @@ fn web_and_client() -> World {
     world
 }
 
+/// Starts an echo server in a VM whose UDP port 53 is published at a free port, and asks it.
+fn asks_over_udp(vm: &str) {
+    let echo = "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); \
+                s.bind((\"\", 53)); open(\"/run/echo\", \"w\").close()\n\
+                while True: d, a = s.recvfrom(65535); s.sendto(d[::-1], a)";
+    ok(&["exec", "-d", vm, "--", "python3", "-c", echo]);
+    wait_for_file(vm, "/run/echo");
+    let at = ok(&["port", vm, "53/udp"]);
+    assert!(ok(&["port", vm]).contains(&format!("53/udp -> {}", at.trim())));
+    let [one, other] = [(); 2].map(|()| {
+        let client = UdpSocket::bind("127.0.0.1:0").unwrap();
+        client.connect(at.trim()).unwrap();
+        client.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+        client
+    });
+    for (client, said, expected) in [(&one, b"abc", b"cba"), (&other, b"xyz", b"zyx")] {
+        // UDP may lose each datagram.
+        until("an answer over UDP", || {
+            let mut buffer = [0; 16];
+            client.send(said).unwrap();
+            client.recv(&mut buffer).is_ok_and(|count| &buffer[..count] == expected)
+        });
+    }
+}
+
 #[test]
 fn vms_find_each_other_by_name_and_the_host_finds_their_ports() {
     let world = web_and_client();
@@ -172,7 +197,8 @@ fn vms_find_each_other_by_name_and_the_host_finds_their_ports() {
     // Removing the VM frees its port.
     ok(&["rm", "-f", "web"]);
     until("the port is free", || TcpStream::connect(("127.0.0.1", taken)).is_err());
-    ok(&["create", "--name", "again", "-p", &published(80), BASE]);
+    ok(&["create", "--name", "again", "-p", &published(80), "-p", "53/udp", BASE]);
+    asks_over_udp("again");
     world.clean();
 }
 

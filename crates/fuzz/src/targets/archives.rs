@@ -69,6 +69,15 @@ pub const TARGETS: &[Target] = &[
         seeds: image_seeds,
     },
     Target {
+        name: "saved-disk",
+        what: "a root disk (ext4) that is saved as a layer",
+        stateful: false,
+        most_bytes: 16 << 10,
+        heap: ARCHIVE,
+        run: saved_disk,
+        seeds: || vec![dayfly_image::fuzzing::small_disk()],
+    },
+    Target {
         name: "debugfs-script",
         what: "names in commands for debugfs",
         stateful: false,
@@ -406,5 +415,26 @@ fn script(input: &[u8]) -> Outcome {
     assert!(*last == b'\n' && !line.contains(&b'\n'), "more than one line");
     assert_eq!(words_of(line), words, "what debugfs reads");
     planted(|| names.len() == 4 && names[2] == b"\"");
+    Outcome::Accepted
+}
+
+/// A layer that is written can be read, and has no more data than the disk.
+fn saved_disk(input: &[u8]) -> Outcome {
+    let disk =
+        File::from(rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+    disk.write_all_at(input, 0).unwrap();
+    let mut layer = Vec::new();
+    if dayfly_image::save::write_layer(&disk, &mut layer).is_err() {
+        return Outcome::Refused;
+    }
+    let mut reader = Reader::new(layer.as_slice(), Limits::NONE);
+    let (mut data, mut attributes) = (0, 0);
+    while let Some(entry) = reader.next_entry().expect("a layer that can be read") {
+        attributes += entry.head.xattrs.len();
+        EntryPath::parse(&entry.head.path).expect("a path");
+        data += entry.plain_bytes().unwrap_or(0);
+    }
+    assert!(data <= input.len() as u64, "{data} bytes of a disk of {}", input.len());
+    planted(|| attributes == 4);
     Outcome::Accepted
 }

@@ -14,7 +14,8 @@ use dayfly_daemon::http::upload::read_head;
 use dayfly_daemon::vm::record::Record;
 use dayfly_machine::fuzzing;
 use dayfly_machine_init::{
-    GuestStatus, Kind, MAX_FRAME_BYTES, Request, Token, read_frame, write_frame,
+    GuestStatus, Kind, MAX_DATAGRAM_BYTES, MAX_FRAME_BYTES, PortAnswer, PortOrder, Request, Token,
+    read_datagram, read_frame, write_frame,
 };
 use dayfly_units::text::is_unsafe;
 use std::io::Write;
@@ -57,7 +58,7 @@ pub const TARGETS: &[Target] = &[
     },
     Target {
         name: "machine-frames",
-        what: "frames between host and machine",
+        what: "frames between host and machine, orders for ports, and datagrams of flows",
         stateful: false,
         most_bytes: 2048,
         heap: SMALL,
@@ -172,6 +173,9 @@ fn machine_seeds() -> Vec<Vec<u8>> {
         [frame(Kind::Stdout, b"out"), frame(Kind::Exit, br#"{"code":0}"#)].concat(),
         frame(Kind::Resize, br#"{"rows":2,"cols":3}"#),
         frame(Kind::Failed, b"no"),
+        br#"{"bind":{"id":7,"address":"127.0.0.1:0","to":4000,"udp":true}}"#.to_vec(),
+        br#"{"id":7,"refused":{"kind":"taken","why":"no"},"port":40000}"#.to_vec(),
+        b"\0\x02hi\0\0\0\x01!".to_vec(),
     ]
 }
 
@@ -192,6 +196,14 @@ fn machine_frames(input: &[u8]) -> Outcome {
     }
     assert!(input.starts_with(&encoded), "encoded again");
     planted(|| count == 3);
+    known |= json::<PortOrder>(input) || json::<PortAnswer>(input);
+    let (mut rest, mut encoded, mut buffer) = (input, Vec::new(), vec![0; MAX_DATAGRAM_BYTES]);
+    while let Ok(Some(length)) = read_datagram(&mut rest, &mut buffer) {
+        encoded.extend_from_slice(&u16::try_from(length).unwrap().to_be_bytes());
+        encoded.extend_from_slice(&buffer[..length]);
+        known = true;
+    }
+    assert!(input.starts_with(&encoded), "datagrams encoded again");
     if let Ok(text) = std::str::from_utf8(input)
         && let Ok(token) = Token::from_hex(text)
     {

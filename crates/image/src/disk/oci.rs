@@ -12,8 +12,9 @@ use super::error::BuildError;
 use super::layer;
 use super::spool::Spool;
 use super::tree::Tree;
-use dayfly_units::ImageConfig;
+use dayfly_units::{GuestPort, ImageConfig};
 use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 use std::path::Path;
 
@@ -21,6 +22,9 @@ use std::path::Path;
 const MAX_LAYERS: usize = 512;
 /// Upper limit for the bytes after the end of a layer's archive, because tar pads with zeroes.
 const MAX_TRAILING_BYTES: u64 = 1 << 30;
+
+/// Upper limit for the exposed ports of an image; a VM publishes at most 256.
+const MAX_EXPOSED: usize = 1024;
 
 /// A manifest: what an image is made of.
 #[derive(Deserialize)]
@@ -77,6 +81,8 @@ struct Run {
     env: Option<Vec<String>>,
     working_dir: Option<String>,
     user: Option<String>,
+    /// A set in Go: names with empty objects.
+    exposed_ports: Option<BTreeMap<String, serde::de::IgnoredAny>>,
 }
 
 /// An entry of `docker save`'s manifest.json.
@@ -234,7 +240,15 @@ fn run_config(run: Option<Run>) -> ImageConfig {
         env: run.env.unwrap_or_default(),
         workdir: run.working_dir.unwrap_or_default(),
         user: run.user.unwrap_or_default(),
+        exposed: exposed(run.exposed_ports.unwrap_or_default().keys()),
     }
+}
+
+/// The ports of a configuration, as docker writes them. What is no port, or of a protocol that is
+/// not published, is left out, because images have it and docker runs them.
+fn exposed<'a>(ports: impl Iterator<Item = &'a String>) -> Vec<String> {
+    let ports: BTreeSet<GuestPort> = ports.filter_map(|port| port.parse().ok()).collect();
+    ports.iter().take(MAX_EXPOSED).map(ToString::to_string).collect()
 }
 
 fn apply(

@@ -4,6 +4,7 @@ use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::time::Asked;
 use crate::http::routes::extract::{Json, Key, Shared};
 use crate::http::routes::vms::{check_labels, removable, to_the_end};
+use crate::net::check_many;
 use crate::ops::{admit, create, remove};
 use crate::vm::batch::Batch;
 use axum::extract::State;
@@ -44,11 +45,7 @@ pub async fn create(
 ) -> Outcome<(StatusCode, axum::Json<List<Vm>>)> {
     let asked = Asked::now();
     let CreateManyRequest { source, count, labels, network, lifetime } = request;
-    if count > 1 && !network.publish.is_empty() {
-        return Err(ApiError::invalid(
-            "publish: expected no ports for many VMs at once: each port leads to one",
-        ));
-    }
+    check_many(count, &network.publish)?;
     check("count", usize::try_from(count).unwrap_or(usize::MAX))?;
     check_labels(&labels)?;
     let memory_bytes = match &source {

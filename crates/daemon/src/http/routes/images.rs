@@ -8,8 +8,15 @@ use crate::ops::admit;
 use axum::Json;
 use axum::body::{Body, HttpBody as _};
 use axum::extract::State;
-use axum::http::StatusCode;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
 use dayfly_api::types::{ApiError as ErrorBody, Image, ImageUpload, List};
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::FileExt;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 
 /// Lists images, by name.
 #[utoipa::path(
@@ -75,6 +82,80 @@ pub async fn upload(
     })
     .await?;
     Ok((StatusCode::CREATED, Json(image)))
+}
+
+/// The raw disk of an image, as one zstd frame. Its digest is that of the image. The image stays in
+/// the store until the client has the disk.
+#[utoipa::path(
+    get,
+    operation_id = "download_image",
+    path = "/v1/images/{name}/disk",
+    params(("name" = String, Path)),
+    responses(
+        (status = 200, body = Vec<u8>, content_type = "application/zstd"),
+        (status = 404, body = ErrorBody), (status = 422, body = ErrorBody)
+    )
+)]
+pub async fn download(State(daemon): Shared, Named(name): Named) -> Outcome<Response> {
+    let image = blocking(move || daemon.templates.open_image(&name)).await?;
+    let (sender, pieces) = mpsc::channel(WAITING);
+    tokio::task::spawn_blocking(move || {
+        let mut out = Pieces(sender);
+        if let Err(e) = compress(&image, &mut out)
+            && e.kind() != io::ErrorKind::BrokenPipe
+        {
+            tracing::error!(image = %image.manifest.name, "a download of its disk: {e}");
+            // The connection ends before the last piece, so the client knows.
+            let _ = out.0.blocking_send(Err(e));
+        }
+    });
+    let body = Body::from_stream(ReceiverStream::new(pieces));
+    Ok(([(header::CONTENT_TYPE, "application/zstd")], body).into_response())
+}
+
+/// Pieces of an answer that may wait for the client.
+const WAITING: usize = 4;
+/// Length of a piece.
+const PIECE_BYTES: usize = 256 << 10;
+/// Speed matters most, because the client is on this computer and most of a disk is zero.
+const LEVEL: i32 = 1;
+
+/// A blocking writer of an answer's pieces.
+struct Pieces(mpsc::Sender<io::Result<Bytes>>);
+
+impl Write for Pieces {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let piece = Ok(Bytes::copy_from_slice(bytes));
+        // The client has gone.
+        self.0.blocking_send(piece).map_err(|_| io::ErrorKind::BrokenPipe)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn compress(image: &dayfly_store::Image, out: &mut Pieces) -> io::Result<()> {
+    let out = io::BufWriter::with_capacity(PIECE_BYTES, out);
+    let mut encoder = zstd::Encoder::new(out, LEVEL)?;
+    let mut disk = DiskReader { file: &image.disk, at: 0 };
+    io::copy(&mut disk, &mut encoder)?;
+    encoder.finish()?.flush()
+}
+
+/// A reader that moves no offset, because other processes have the same description.
+struct DiskReader<'a> {
+    file: &'a File,
+    at: u64,
+}
+
+impl Read for DiskReader<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let got = self.file.read_at(buffer, self.at)?;
+        self.at += got as u64;
+        Ok(got)
+    }
 }
 
 /// Removes an image that no snapshot and no VM uses.

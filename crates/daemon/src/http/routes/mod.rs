@@ -61,6 +61,7 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(host::metrics))
         .routes(routes!(images::list))
         .routes(routes!(images::inspect, images::upload, images::remove))
+        .routes(routes!(images::download))
         .routes(routes!(kernels::list))
         .routes(routes!(kernels::inspect, kernels::upload, kernels::remove))
         .routes(routes!(snapshots::list))

@@ -147,8 +147,9 @@ async fn replaced(daemon: &Arc<Daemon>, ended: &Arc<Vm>, asked: Asked) -> Outcom
     };
     let memory = daemon.budget.reserve(facts.memory_bytes, None).map_err(Step::Memory.failed())?;
     let share = admit::one(daemon).await?;
-    let attachment =
-        Attachment::allocate(&daemon.networks, &facts).await.map_err(Step::Network.failed())?;
+    let had = ended.live().network.map(|had| had.published).unwrap_or_default();
+    let attachment = Attachment::allocate(&daemon.networks, &facts, &had).await;
+    let attachment = attachment.map_err(Step::Network.failed())?;
     // The next daemon may find it in the middle of the start.
     record::write(&daemon.registry, ended).await?;
     // So that a removal of the ended VM, which has the same files, is over or finds the new one.

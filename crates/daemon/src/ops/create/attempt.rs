@@ -185,8 +185,8 @@ async fn reserve(
         .map_err(Step::Memory.failed())?;
     let share = admit::one(daemon).await?;
     done(Step::Memory)?;
-    let attachment =
-        Attachment::allocate(&daemon.networks, &facts).await.map_err(Step::Network.failed())?;
+    let attachment = Attachment::allocate(&daemon.networks, &facts, &[]).await;
+    let attachment = attachment.map_err(Step::Network.failed())?;
     done(Step::Network)?;
     let warm = pooled.take(&daemon.pool, memory.node);
     let (vm, warm) = name(daemon, order.name, facts, memory, warm).await?;

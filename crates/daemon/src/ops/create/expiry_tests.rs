@@ -135,6 +135,8 @@ async fn a_clone_has_the_lifetime_of_its_request_and_that_of_a_guest_ends_with_i
             labels,
             forks: 0,
             egress: None,
+            publish: Vec::new(),
+            publish_exposed: false,
             lifetime,
             template: None,
         };

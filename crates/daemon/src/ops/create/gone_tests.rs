@@ -133,6 +133,8 @@ impl Client {
             labels: BTreeMap::new(),
             forks: 0,
             egress: None,
+            publish: Vec::new(),
+            publish_exposed: false,
             lifetime: Lifetime::UNLIMITED,
             template,
         };

@@ -40,6 +40,8 @@ pub(super) const ASKED: ForkRequest = ForkRequest {
     labels: BTreeMap::new(),
     forks: 0,
     egress: None,
+    publish: Vec::new(),
+    publish_exposed: false,
     lifetime: Lifetime::UNLIMITED,
     template: None,
 };

@@ -95,6 +95,8 @@ async fn forked(room: &Room, vm: &Arc<Vm>) -> Arc<Vm> {
         labels: BTreeMap::new(),
         forks: 0,
         egress: None,
+        publish: Vec::new(),
+        publish_exposed: false,
         lifetime: Lifetime::UNLIMITED,
         template: None,
     };

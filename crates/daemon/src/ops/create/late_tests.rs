@@ -107,6 +107,8 @@ async fn a_fork_that_its_client_abandons_keeps_the_next_one_waiting() {
         labels: BTreeMap::new(),
         forks: 0,
         egress: None,
+        publish: Vec::new(),
+        publish_exposed: false,
         lifetime: Lifetime::UNLIMITED,
         template: None,
     };

@@ -11,7 +11,12 @@ fn options(cache: &Path, size: Size) -> BuildOptions {
     BuildOptions { size, cache: Some(cache.to_owned()), ..BuildOptions::default() }
 }
 
-fn make(source: &Source, cache: &Path, out: &str, size: Size) -> Result<BuiltImage, BuildError> {
+pub(super) fn make(
+    source: &Source,
+    cache: &Path,
+    out: &str,
+    size: Size,
+) -> Result<BuiltImage, BuildError> {
     build(source, &options(cache, size), &cache.join(out), &mut |_| ())
 }
 
@@ -57,7 +62,7 @@ fn docker(folder: &Path, layer: &[u8]) -> Source {
 }
 
 /// An archive with one entry of each kind, with names that debugfs might misread.
-fn everything() -> Vec<u8> {
+pub(super) fn everything() -> Vec<u8> {
     let mut device = raw(b'3', b"dev/null", b"", 0o666, b"");
     let mut header = tar::Header::from_byte_slice(&device[..512]).clone();
     header.set_device_major(1).unwrap();

@@ -5,6 +5,7 @@ mod archives;
 mod disks;
 mod hostile;
 mod model;
+mod saved;
 
 use super::error::BuildError;
 use super::layer;

@@ -1,0 +1,254 @@
+//! Published UDP ports of VMs: the user's host receives, and each flow goes on into the machine.
+//!
+//! A flow is all datagrams of one client's address and port. It has a connection into the machine,
+//! a place among all connections ([`Place`]), and two threads: one sends the client's datagrams,
+//! the other sends the answers to that client. It ends when it has been idle. Datagrams that wait
+//! for the machine are bounded, for each flow by number and for all flows by bytes; further ones
+//! are dropped, as UDP permits.
+
+use crate::places::{Connect, Place, Room, Rooms};
+use dayfly_machine_init::{MAX_DATAGRAM_BYTES, read_datagram};
+use rustix::net::SendFlags;
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::io::{self, BufReader, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream, UdpSocket};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+/// Datagrams of one flow that wait.
+const MAX_WAITING: usize = 64;
+/// Bytes of the datagrams of all flows that wait.
+const MAX_WAITING_BYTES: usize = 16 << 20;
+/// Time for the machine to take a datagram, after which the flow ends.
+const STALLED: Duration = Duration::from_secs(60);
+
+/// Idle times after which a flow ends, as those of the kernel's connection tracking
+/// (nf_conntrack_udp_timeout and nf_conntrack_udp_timeout_stream).
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Idle {
+    /// Of a flow to which the guest has not answered.
+    pub unanswered: Duration,
+    /// Of one to which it has.
+    pub answered: Duration,
+}
+
+impl Default for Idle {
+    fn default() -> Self {
+        Self { unanswered: Duration::from_secs(30), answered: Duration::from_secs(120) }
+    }
+}
+
+/// A UDP port of the host. Dropping it frees the port.
+#[derive(Debug)]
+pub(crate) struct UdpPort {
+    socket: Weak<Socket>,
+    ended: Arc<AtomicBool>,
+    closed: Receiver<Infallible>,
+}
+
+/// The socket of a port. The thread that receives owns it; threads that send an answer borrow it.
+#[derive(Debug)]
+struct Socket {
+    udp: UdpSocket,
+    /// The receiver of [`UdpPort`] sees its end. Fields are dropped in their order, so the socket
+    /// is closed before.
+    _closed: SyncSender<Infallible>,
+}
+
+impl Drop for UdpPort {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Release);
+        if let Some(socket) = self.socket.upgrade() {
+            // This wakes the thread that receives, although the call fails on a socket without a
+            // peer (inet_shutdown of the kernel).
+            let _ = rustix::net::shutdown(&socket.udp, rustix::net::Shutdown::Read);
+        }
+        // The port is free when the last thread has dropped the socket. None of them waits while it
+        // has the socket, except for a datagram to receive.
+        let _ = self.closed.recv();
+    }
+}
+
+/// A datagram that waits, and its share of the bytes that may wait.
+struct Waiting {
+    bytes: Vec<u8>,
+    of_all: Arc<AtomicUsize>,
+}
+
+impl Waiting {
+    /// A copy of the datagram, unless too many bytes wait.
+    fn new(bytes: &[u8], of_all: &Arc<AtomicUsize>) -> Option<Self> {
+        let before = of_all.fetch_add(bytes.len(), Ordering::Relaxed);
+        let waiting = Self { bytes: bytes.to_vec(), of_all: Arc::clone(of_all) };
+        (before + bytes.len() <= MAX_WAITING_BYTES).then_some(waiting)
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.of_all.fetch_sub(self.bytes.len(), Ordering::Relaxed);
+    }
+}
+
+impl UdpPort {
+    /// Starts the thread that receives.
+    ///
+    /// # Errors
+    /// The thread cannot be made.
+    pub(crate) fn start(
+        socket: UdpSocket,
+        to: u16,
+        connect: Connect,
+        rooms: Arc<Rooms>,
+        idle: Idle,
+    ) -> io::Result<Self> {
+        let (_closed, closed) = sync_channel(0);
+        let (socket, ended) = (Arc::new(Socket { udp: socket, _closed }), Arc::default());
+        let weak = Arc::downgrade(&socket);
+        let stop = Arc::clone(&ended);
+        let thread = std::thread::Builder::new().name("udp-port".to_owned()).stack_size(128 << 10);
+        thread.spawn(move || {
+            let flows = Flows { to, connect, rooms, idle, of_port: Arc::default(), stop };
+            flows.receive(&socket);
+        })?;
+        Ok(Self { socket: weak, ended, closed })
+    }
+}
+
+/// The flows of one port.
+struct Flows {
+    to: u16,
+    connect: Connect,
+    rooms: Arc<Rooms>,
+    idle: Idle,
+    of_port: Arc<Room>,
+    stop: Arc<AtomicBool>,
+}
+
+/// Where a flow's datagrams wait, and whether the flow has ended.
+type Flow = (SyncSender<Waiting>, Arc<AtomicBool>);
+
+impl Flows {
+    fn receive(&self, socket: &Arc<Socket>) {
+        let mut flows: HashMap<SocketAddr, Flow> = HashMap::new();
+        let mut buffer = vec![0; MAX_DATAGRAM_BYTES];
+        loop {
+            let received = socket.udp.recv_from(&mut buffer);
+            if self.stop.load(Ordering::Acquire) {
+                // The flows' threads end with their channels.
+                return;
+            }
+            let Ok((count, client)) = received else { continue };
+            let bytes = buffer.get(..count).unwrap_or_default();
+            let Some(datagram) = Waiting::new(bytes, &self.rooms.waiting) else { continue };
+            let datagram = match flows.get(&client).map(|flow| flow.0.try_send(datagram)) {
+                Some(Ok(()) | Err(TrySendError::Full(_))) => continue,
+                // The flow has ended.
+                Some(Err(TrySendError::Disconnected(datagram))) => datagram,
+                None => match Waiting::new(bytes, &self.rooms.waiting) {
+                    Some(datagram) => datagram,
+                    None => continue,
+                },
+            };
+            flows.retain(|_, flow| !flow.1.load(Ordering::Acquire));
+            if let Some(flow) = self.open(client, socket) {
+                let _ = flow.0.try_send(datagram);
+                flows.insert(client, flow);
+            }
+        }
+    }
+
+    /// A new flow, if there is a place for it.
+    fn open(&self, client: SocketAddr, socket: &Arc<Socket>) -> Option<Flow> {
+        let place = Place::take(&self.rooms, &self.of_port)?;
+        let (sender, receiver) = sync_channel(MAX_WAITING);
+        let ended = Arc::<AtomicBool>::default();
+        let (connect, to, idle) = (Arc::clone(&self.connect), self.to, self.idle);
+        let (socket, end) = (Arc::downgrade(socket), Arc::clone(&ended));
+        let thread = std::thread::Builder::new().name("udp-flow".to_owned()).stack_size(128 << 10);
+        let served = thread.spawn(move || {
+            let _place = place;
+            if let Ok(machine) = connect(to) {
+                // A flow whose connection breaks ends; the client's next datagram begins a new one.
+                let _ = serve(&machine, &receiver, (client, &socket), idle);
+            }
+            end.store(true, Ordering::Release);
+        });
+        served.ok().map(|_| (sender, ended))
+    }
+}
+
+/// Serves one flow until it has been idle, or its port or connection ends.
+fn serve(
+    machine: &TcpStream,
+    datagrams: &Receiver<Waiting>,
+    (client, socket): (SocketAddr, &Weak<Socket>),
+    idle: Idle,
+) -> io::Result<()> {
+    machine.set_write_timeout(Some(STALLED))?;
+    // Counts answers: a change since the last look means that the flow is in use.
+    let answers = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        let back = std::thread::Builder::new().stack_size(128 << 10);
+        back.spawn_scoped(scope, || {
+            let _ = send_answers(machine, client, socket, &answers);
+            let _ = machine.shutdown(Shutdown::Both);
+        })?;
+        let sent = send_questions(machine, datagrams, &answers, idle);
+        let _ = machine.shutdown(Shutdown::Both);
+        sent
+    })
+}
+
+/// Sends the client's datagrams into the machine.
+fn send_questions(
+    mut machine: &TcpStream,
+    datagrams: &Receiver<Waiting>,
+    answers: &AtomicUsize,
+    idle: Idle,
+) -> io::Result<()> {
+    let mut seen = 0;
+    loop {
+        let most = if seen == 0 { idle.unanswered } else { idle.answered };
+        match datagrams.recv_timeout(most) {
+            Ok(datagram) => {
+                let length = u16::try_from(datagram.bytes.len()).map_err(io::Error::other)?;
+                machine.write_all(&[&length.to_be_bytes()[..], &datagram.bytes].concat())?;
+            }
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            Err(RecvTimeoutError::Timeout) => {
+                let now = answers.load(Ordering::Relaxed);
+                if now == seen {
+                    return Ok(());
+                }
+                seen = now;
+            }
+        }
+    }
+}
+
+/// Sends the answers of the machine to the client.
+fn send_answers(
+    machine: &TcpStream,
+    client: SocketAddr,
+    socket: &Weak<Socket>,
+    answers: &AtomicUsize,
+) -> io::Result<()> {
+    let mut machine = BufReader::new(machine);
+    let mut buffer = vec![0; MAX_DATAGRAM_BYTES];
+    while let Some(length) = read_datagram(&mut machine, &mut buffer)? {
+        answers.fetch_add(1, Ordering::Relaxed);
+        let Some(socket) = socket.upgrade() else { return Ok(()) };
+        // What the host cannot send at once, such as a datagram that is too long, is lost.
+        let datagram = buffer.get(..length).unwrap_or_default();
+        let _ = rustix::net::sendto(&socket.udp, datagram, SendFlags::DONTWAIT, &client);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[path = "datagrams_tests.rs"]
+mod tests;
