@@ -19,6 +19,7 @@ mod recording;
 mod snapshots;
 mod store;
 mod vms;
+mod volumes;
 mod wire;
 
 pub use colours::{ColourHeld, ColourUse, Colours, Footprint, MAX_PICTURE_WIDTH};
@@ -40,6 +41,9 @@ pub use store::{
 pub use vms::{
     EgressRequest, ExecControl, ExecNotice, ExecResult, ExitKind, ForkRequest, Forked, GuestStat,
     PauseReason, Refused, RemoveManyRequest, RunReply, Vm, VmDetails, VmExit, VmNetwork, VmState,
+};
+pub use volumes::{
+    MAX_VOLUMES, VmVolume, Volume, VolumeCreateRequest, VolumeRequest, VolumeSource,
 };
 
 /// The answer to a request for a list.

@@ -33,6 +33,8 @@ mod snapshots;
 mod stats;
 mod store;
 mod version;
+mod volume;
+mod volumes_arg;
 
 use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -74,6 +76,9 @@ pub enum Command {
     Tag(pull::Tag),
     /// Remove images
     Rmi(pull::Remove),
+    /// Make, list, show and remove named volumes
+    #[command(subcommand)]
+    Volume(volume::Command),
     /// Fetch, list and remove guest kernels
     #[command(subcommand)]
     Kernel(kernel::Command),
@@ -200,6 +205,7 @@ impl Command {
             Self::Tag(args) => args.run().await.map(|()| 0),
             Self::Rmi(args) => args.run().await,
             Self::Kernel(command) => command.run().await,
+            Self::Volume(command) => command.run().await,
             Self::Bake(args) => args.run().await.map(|()| 0),
             Self::Run(args) => args.run().await,
             Self::Create(args) => args.run().await.map(|()| 0),

@@ -107,6 +107,9 @@ fn programs(options: &InitOptions) -> Result<BTreeMap<String, PathBuf>, BuildErr
     if let Some(pager) = &options.pager {
         programs.insert("usr/bin/dayfly-pager".to_owned(), pager.clone());
     }
+    if let Some(volume) = &options.volume {
+        programs.insert("usr/bin/dayfly-volume".to_owned(), volume.clone());
+    }
     Ok(programs)
 }
 

@@ -174,6 +174,7 @@ async fn forked(
         ephemeral: false,
         purpose: Purpose::User,
         network: egress.map(|egress| network_of(&fork_point, egress)),
+        volumes: None,
         next: None,
         entrypoint: None,
         request: key,

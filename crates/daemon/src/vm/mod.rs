@@ -18,7 +18,7 @@
 //!
 //! Below them come locks that are held for a few instructions and never across an `await`. First
 //! `end_announced`, then the registry's lock, then `live`, then one of `process`, `pin`, `memory`,
-//! `backing`, `attachment`, `space` and `has_slot`. The drop of a pin or a template may remove
+//! `backing`, `attachment`, `space`, `volumes` and `has_slot`. The drop of a pin or a template may remove
 //! files, so it happens after `live` is released: readers of `live` must not wait for the disk.
 
 pub mod available;
@@ -44,11 +44,13 @@ use crate::model::vm_slot::VmSlot;
 use crate::net::Attachment;
 use crate::templates::memory_backing::MemoryBacking;
 use crate::vm::unknown::Carried;
+use crate::volumes::named::Hold;
 use budget::Reservation;
 use dayfly_api::types::{self, ErrorCode, VmExit};
 use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId, sync::lock};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -97,6 +99,8 @@ pub struct Vm {
     backing: Mutex<Option<MemoryBacking>>,
     attachment: Mutex<Attachment>,
     space: Mutex<space::VmSpace>,
+    /// The folders of its volumes, until they are mounted.
+    volumes: Mutex<Vec<OpenVolume>>,
     has_slot: Mutex<bool>,
     gone: watch::Sender<bool>,
     /// For the first caller of [`Self::ended`].
@@ -114,6 +118,15 @@ pub struct Vm {
     pub pause_due: AtomicBool,
     /// Why its VMM, which an earlier daemon started, has not said yet in which state it is.
     waiting: watch::Sender<Option<String>>,
+}
+
+/// An open folder for a volume, and what keeps a named volume meanwhile.
+#[derive(Debug)]
+pub struct OpenVolume {
+    /// The folder, opened with the rights of the volume's client.
+    pub folder: OwnedFd,
+    /// Keeps a named volume until its VM is in the registry.
+    pub hold: Option<Hold>,
 }
 
 /// What a VM had until it ended. The drop may free gigabytes of RAM (of a template that no list has
@@ -154,6 +167,7 @@ impl Vm {
             pager: None,
             identity: None,
             network: None,
+            volumes: Vec::new(),
             agent_version: String::new(),
             disks: Vec::new(),
             read_only_layers: true,
@@ -196,6 +210,7 @@ impl Vm {
             backing: Mutex::default(),
             attachment: Mutex::default(),
             space: Mutex::default(),
+            volumes: Mutex::default(),
             has_slot: Mutex::new(alive),
             mark_gone: Mutex::new(Some(MarkGone(gone.clone()))),
             gone,
@@ -343,6 +358,17 @@ impl Vm {
         with(&mut lock(&self.attachment))
     }
 
+    /// Keeps the open folders of its volumes until they are mounted.
+    pub fn keep_volumes(&self, volumes: Vec<OpenVolume>) {
+        *lock(&self.volumes) = volumes;
+    }
+
+    /// The open folders of its volumes, once.
+    #[must_use]
+    pub fn take_volumes(&self) -> Vec<OpenVolume> {
+        std::mem::take(&mut *lock(&self.volumes))
+    }
+
     /// Keeps the reservation of its memory until it ends.
     pub fn keep_memory(&self, memory: Reservation) {
         *lock(&self.memory) = Some(memory);
@@ -362,11 +388,13 @@ impl Vm {
             live.phase = Phase::Exited;
             live.exit.get_or_insert(exit);
             live.process = None;
+            live.volumes.clear();
             self.keeps_disks(&live)
         };
         lock(&self.process).take();
         lock(&self.memory).take();
         lock(&self.space).end();
+        lock(&self.volumes).clear();
         self.waiting.send_replace(None);
         Remains {
             _pin: if keeps_disks { None } else { lock(&self.pin).take() },
@@ -480,6 +508,12 @@ impl Vm {
             ends_unix_ms: live.deadline.map(|deadline| deadline.unix_ms),
             program: live.program,
             network: live.network,
+            volumes: facts
+                .volumes
+                .iter()
+                .enumerate()
+                .map(|(n, volume)| volume.shown(live.volumes.get(n)))
+                .collect(),
             labels: facts.labels,
             problem: self.problem(),
         }

@@ -2,9 +2,9 @@
 
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::time::Asked;
-use crate::http::routes::extract::{Json, Key, Shared};
+use crate::http::routes::extract::{Json, Key, Peer, Shared};
 use crate::http::routes::vms::{check_labels, removable, to_the_end};
-use crate::ops::{admit, create, remove};
+use crate::ops::{admit, create, remove, volumes as shared};
 use crate::vm::batch::Batch;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -40,10 +40,12 @@ fn check(what: &str, got: usize) -> Outcome<()> {
 pub async fn create(
     State(daemon): Shared,
     Key(key): Key,
+    Peer(caller): Peer,
     Json(request): Json<CreateManyRequest>,
 ) -> Outcome<(StatusCode, axum::Json<List<Vm>>)> {
     let asked = Asked::now();
-    let CreateManyRequest { source, count, labels, network, lifetime } = request;
+    let CreateManyRequest { source, count, labels, network, lifetime, volumes } = request;
+    let volumes = shared::asked(&daemon, &volumes, caller.as_deref())?;
     if count > 1 && !network.publish.is_empty() {
         return Err(ApiError::invalid(
             "publish: expected no ports for many VMs at once: each port leads to one",
@@ -65,14 +67,18 @@ pub async fn create(
     let order = create::Order {
         batch: batch.clone(),
         request: key,
-        ..create::Order::create(CreateRequest {
-            source,
-            name: None,
-            labels,
-            forks: 0,
-            network,
-            lifetime,
-        })
+        ..create::Order::create(
+            CreateRequest {
+                source,
+                name: None,
+                labels,
+                forks: 0,
+                network,
+                lifetime,
+                volumes: Vec::new(),
+            },
+            volumes,
+        )
     };
     // A task for each VM, so that all CPUs start VMs. If one fails, the others are dropped, which
     // removes their VMs.

@@ -11,7 +11,7 @@ mod closed;
 mod ends;
 mod events;
 mod exec;
-mod extract;
+pub(crate) mod extract;
 mod host;
 mod images;
 mod kernels;
@@ -25,6 +25,7 @@ mod snapshots;
 mod store;
 mod upgrade;
 mod vms;
+mod volumes;
 
 use crate::base::error::ApiError;
 use crate::daemon::Daemon;
@@ -69,6 +70,8 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(snapshots::record))
         .routes(routes!(snapshots::picture))
         .routes(routes!(snapshots::bake))
+        .routes(routes!(volumes::list, volumes::create))
+        .routes(routes!(volumes::inspect, volumes::remove))
         .routes(routes!(store::stats))
         .routes(routes!(store::usage))
         .routes(routes!(store::verify))

@@ -282,14 +282,16 @@ pub(super) async fn born_of(room: &Room, template: &str) -> Outcome<Arc<Vm>> {
 
 fn order_of(template: &str) -> Order {
     let source = Source::Snapshot(template.parse().unwrap());
-    Order::create(dayfly_api::types::CreateRequest {
+    let request = dayfly_api::types::CreateRequest {
         source,
         name: None,
         labels: BTreeMap::new(),
         forks: 0,
         lifetime: Lifetime::UNLIMITED,
         network: dayfly_api::types::NetworkRequest::default(),
-    })
+        volumes: Vec::new(),
+    };
+    Order::create(request, Vec::new())
 }
 
 /// Makes a VM for `act`, which forks it as the snapshot `kept`. With pages, `kept` is still being
