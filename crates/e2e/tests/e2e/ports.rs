@@ -123,6 +123,7 @@ fn ports_of_clones_that_live_as_long_as_their_connection() {
             labels: BTreeMap::from([("what".to_owned(), "schön".to_owned())]),
             forks: 0,
             lifetime: Lifetime::UNLIMITED,
+            volumes: Vec::new(),
             network: NetworkRequest::default(),
         },
         port,
