@@ -43,7 +43,7 @@ pub use vms::{
     PauseReason, Refused, RemoveManyRequest, RunReply, Vm, VmDetails, VmExit, VmNetwork, VmState,
 };
 pub use volumes::{
-    MAX_VOLUMES, VmVolume, Volume, VolumeCreateRequest, VolumeRequest, VolumeSource,
+    MAX_VOLUMES, VmVolume, Volume, VolumeCreateRequest, VolumeOffer, VolumeRequest, VolumeSource,
 };
 
 /// The answer to a request for a list.
@@ -86,6 +86,8 @@ pub const WEBSOCKET_STDOUT: u8 = 1;
 pub const WEBSOCKET_STDERR: u8 = 2;
 /// The value of the `Upgrade` header for connections to ports.
 pub const UPGRADE_PORT: &str = "dayfly-port";
+/// The value of the `Upgrade` header for offers of folders, and for their streams.
+pub const UPGRADE_VOLUME: &str = "dayfly-volume";
 /// The header of a `101` to a port that describes the VM: a [`Vm`] in JSON, in ASCII.
 pub const VM_HEADER: &str = "dayfly-vm";
 /// The trailer of an answer that could not be completed: an [`ApiError`] in JSON, of at most

@@ -161,6 +161,9 @@ pub enum Command {
     /// Started by `dayfly machine start`: supervises the machine's processes
     #[command(hide = true)]
     MachineSupervise(machine::Supervise),
+    /// Started by `dayfly run` and `create`: offers folders of this host to the machine
+    #[command(hide = true)]
+    VolumeKeep,
 }
 
 impl Command {
@@ -170,6 +173,7 @@ impl Command {
     pub fn before_runtime(&self) -> Option<ExitCode> {
         match self {
             Self::MachineSupervise(args) => Some(args.run()),
+            Self::VolumeKeep => Some(crate::offers::keep()),
             Self::Completions { shell } => {
                 // Not to standard output, because the generator panics if that is closed.
                 let mut script = Vec::new();
@@ -237,7 +241,10 @@ impl Command {
             Self::Doctor(args) => args.run().await,
             Self::Machine(command) => command.run().await,
             Self::Version(args) => args.run().await.map(|()| 0),
-            Self::Completions { .. } | Self::Man { .. } | Self::MachineSupervise(_) => {
+            Self::Completions { .. }
+            | Self::Man { .. }
+            | Self::MachineSupervise(_)
+            | Self::VolumeKeep => {
                 unreachable!("run by before_runtime")
             }
         }

@@ -18,6 +18,7 @@ use crate::vm::survey::addresses;
 use crate::vmm::launch::Launcher;
 use crate::vmm::pool::Pool;
 use crate::volumes::named::Named;
+use crate::volumes::offers::Offers;
 use crate::volumes::server::Watched;
 use dayfly_api::types::{Event, EventKind, ExitKind};
 use dayfly_host::numa::Node;
@@ -67,6 +68,8 @@ pub struct Daemon {
     pub templates: TemplateCache,
     /// Named volumes.
     pub volumes: Named,
+    /// Folders of other hosts.
+    pub offers: Arc<Offers>,
     /// Processes that serve volumes.
     pub volume_servers: Watched,
     /// Locks that serialise `verify` and `gc` of the store.
@@ -109,6 +112,7 @@ impl Daemon {
             nodes,
             pool: Arc::new(Pool::new(config.pool)),
             volumes: Named::new(&config.state),
+            offers: Arc::default(),
             volume_servers: Watched::default(),
             config,
             metrics: Metrics::default(),

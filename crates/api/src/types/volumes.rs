@@ -12,6 +12,19 @@ wire! {
         Path(String),
         /// The named volume of the client. It is made if it is missing.
         Name(Name),
+        /// A folder of another host, which a process there offers: for a daemon in a machine.
+        Offer(VolumeOffer),
+    }
+
+    /// A folder of another host. A process there offers it with `POST /v1/volumes/offers/{token}`
+    /// before the request, and serves its files.
+    pub struct VolumeOffer {
+        /// The token of the offer: 32 hexadecimal digits, chosen at random by the client.
+        pub token: String,
+        /// The folder on that host, for people.
+        pub path: String,
+        /// The user of that host as which its files are opened, for people.
+        pub uid: u32,
     }
 
     /// A volume for a new VM.

@@ -102,7 +102,7 @@ impl Args {
             forks: self.forks,
             network: self.network.request(),
             lifetime: self.lifetime.request(),
-            volumes: self.volumes.request(),
+            volumes: self.volumes.request().await?,
         };
         let mut made = make(&client, &request, self.count, &steps).await;
         if let (Err(refused), Some(arg)) = (&made, &self.snapshot)

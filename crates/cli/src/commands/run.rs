@@ -74,7 +74,7 @@ impl Args {
             forks: 0,
             network: self.network.request(),
             lifetime: LifetimeArgs { ttl: self.ttl, rm: self.detach && self.rm }.request(),
-            volumes: self.volumes.request(),
+            volumes: self.volumes.request().await?,
         };
         let entrypoint = self.entrypoint.map(|program| match program.as_str() {
             "" => Vec::new(),

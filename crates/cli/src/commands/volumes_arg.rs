@@ -1,6 +1,11 @@
 //! The option `--volume`.
 
+use crate::connect::{self, Place};
+use crate::home::home;
+use crate::offers;
+use anyhow::Result;
 use dayfly_api::types::{VolumeRequest, VolumeSource};
+use dayfly_machine::Machine;
 use std::path::Path;
 
 /// Folders for a VM.
@@ -14,15 +19,24 @@ pub struct VolumeArgs {
 }
 
 impl VolumeArgs {
-    /// The options as a part of the API request.
-    #[must_use]
-    pub fn request(self) -> Vec<VolumeRequest> {
-        self.volumes
+    /// The options as a part of the API request to the daemon, which runs already. For a daemon in
+    /// the machine, a process of this user stays behind that has the folders of this host.
+    ///
+    /// # Errors
+    /// A folder cannot be had.
+    pub async fn request(self) -> Result<Vec<VolumeRequest>> {
+        let of_host = |volume: &VolumeRequest| matches!(volume.source, VolumeSource::Path(_));
+        if !self.volumes.iter().any(of_host) {
+            return Ok(self.volumes);
+        }
+        let Place::Machine(_) = connect::place()? else { return Ok(self.volumes) };
+        let offered = move || offers::offer(self.volumes, &Machine::open(&home()?)?.api_socket());
+        tokio::task::spawn_blocking(offered).await?
     }
 }
 
 /// Parses `/host:/guest`, `./here:/guest:ro` or `name:/guest`.
-fn volume(text: &str) -> Result<VolumeRequest, String> {
+fn volume(text: &str) -> std::result::Result<VolumeRequest, String> {
     let mut words = text.split(':');
     let (source, target, access, more) = (words.next(), words.next(), words.next(), words.next());
     let (Some(source), Some(target), None) = (source, target, more) else {
@@ -56,7 +70,7 @@ fn volume(text: &str) -> Result<VolumeRequest, String> {
 
 /// The absolute path of a folder that is given from the working directory. Its `..` are resolved
 /// as a shell's `cd` would.
-fn here(path: &str) -> Result<String, String> {
+fn here(path: &str) -> std::result::Result<String, String> {
     let wrong = |e: std::io::Error| format!("{path}: {e}");
     let own = std::env::current_dir().map_err(wrong)?;
     let mut whole = own.clone();
@@ -84,6 +98,7 @@ mod tests {
             let source = match source {
                 VolumeSource::Path(path) => format!("path {path}"),
                 VolumeSource::Name(name) => format!("name {name}"),
+                VolumeSource::Offer(offer) => panic!("{offer:?}"),
             };
             (source, target, read_only)
         };

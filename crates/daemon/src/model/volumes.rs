@@ -2,7 +2,7 @@
 
 use crate::base::caller::Caller;
 use crate::base::error::{ApiError, Outcome};
-use dayfly_api::types::{MAX_VOLUMES, VmVolume, VolumeRequest, VolumeSource};
+use dayfly_api::types::{MAX_VOLUMES, VmVolume, VolumeOffer, VolumeRequest, VolumeSource};
 use dayfly_host::process::ProcessId;
 use serde::{Deserialize, Serialize};
 
@@ -37,7 +37,7 @@ impl VolumeFacts {
     #[must_use]
     pub fn name(&self) -> &str {
         match &self.source {
-            VolumeSource::Path(path) => path,
+            VolumeSource::Path(path) | VolumeSource::Offer(VolumeOffer { path, .. }) => path,
             VolumeSource::Name(name) => name.as_str(),
         }
     }
@@ -45,11 +45,18 @@ impl VolumeFacts {
     /// The volume in the API's form.
     #[must_use]
     pub fn shown(&self, state: Option<&VolumeState>) -> VmVolume {
+        // The token of an offer is of no use to clients.
+        let (source, uid) = match &self.source {
+            VolumeSource::Offer(VolumeOffer { path, uid, .. }) => {
+                (VolumeSource::Path(path.clone()), *uid)
+            }
+            source => (source.clone(), self.owner.uid),
+        };
         VmVolume {
-            source: self.source.clone(),
+            source,
             target: self.target.clone(),
             read_only: self.read_only,
-            uid: self.owner.uid,
+            uid,
             problem: state.and_then(|state| state.problem.clone()),
         }
     }
@@ -91,7 +98,7 @@ pub fn checked(requests: &[VolumeRequest], owner: &Caller) -> Outcome<Vec<Volume
     }
     let mut volumes = Vec::with_capacity(requests.len());
     for VolumeRequest { source, target, read_only } in requests {
-        if let VolumeSource::Path(path) = source {
+        if let VolumeSource::Path(path) | VolumeSource::Offer(VolumeOffer { path, .. }) = source {
             absolute("the host's folder", path)?;
         }
         absolute("the guest's folder", target)?;

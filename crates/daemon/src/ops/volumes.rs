@@ -23,9 +23,10 @@ use crate::vmm::agent_link::{AgentLink, LinkError};
 use crate::vmm::source::Opened;
 use crate::volumes::folder::{self, FolderError};
 use crate::volumes::named::Found;
+use crate::volumes::offers;
 use crate::volumes::server::{self, Order, ServerError, explained};
 use dayfly_api::agent::{Reply, Request, protocol_of};
-use dayfly_api::types::{ErrorCode, EventKind, VolumeRequest, VolumeSource};
+use dayfly_api::types::{ErrorCode, EventKind, VolumeOffer, VolumeRequest, VolumeSource};
 use dayfly_host::process::Process;
 use dayfly_units::error::chain;
 use dayfly_units::text::{SHORT, escaped};
@@ -58,14 +59,14 @@ pub fn asked(
     let owner = known(caller)?;
     let of_host = requests.iter().find_map(|volume| match &volume.source {
         VolumeSource::Path(path) => Some(path),
-        VolumeSource::Name(_) => None,
+        VolumeSource::Name(_) | VolumeSource::Offer(_) => None,
     });
     if let Some(path) = of_host.filter(|_| daemon.config.ports.is_some()) {
         let shown: String = path.chars().take(200).collect();
         return Err(ApiError::invalid(format_args!(
             "volume {shown:?}: this daemon runs in a machine, which has no access to the folders \
-             of the user's host; use a named volume, which is kept in the machine (-v NAME:/PATH), \
-             or copy files with `dayfly cp`"
+             of the user's host; `dayfly` without DAYFLY_HOST offers the folder from there; or use \
+             a named volume (-v NAME:/PATH), or `dayfly cp`"
         )));
     }
     checked(requests, owner)
@@ -117,6 +118,12 @@ pub async fn open(daemon: &Arc<Daemon>, volumes: &[VolumeFacts]) -> Outcome<Vec<
     if volumes.is_empty() {
         return Ok(Vec::new());
     }
+    for volume in volumes {
+        if let VolumeSource::Offer(VolumeOffer { token, path, .. }) = &volume.source {
+            offers::checked(token)?;
+            daemon.offers.made(token, path).await?;
+        }
+    }
     let (daemon, volumes) = (daemon.clone(), volumes.to_vec());
     blocking(move || {
         let program = server::program(&daemon.config);
@@ -134,13 +141,14 @@ pub async fn open(daemon: &Arc<Daemon>, volumes: &[VolumeFacts]) -> Outcome<Vec<
 fn opened(daemon: &Daemon, volume: &VolumeFacts) -> Outcome<OpenVolume> {
     match &volume.source {
         VolumeSource::Path(path) => match folder::open(Path::new(path), &volume.owner) {
-            Ok(folder) => Ok(OpenVolume { folder, hold: None }),
+            Ok(folder) => Ok(OpenVolume { folder: Some(folder), hold: None }),
             Err(error) => Err(not_opened(&error)),
         },
         VolumeSource::Name(name) => {
             let (folder, hold) = daemon.volumes.open(&volume.owner, name)?;
-            Ok(OpenVolume { folder, hold: Some(hold) })
+            Ok(OpenVolume { folder: Some(folder), hold: Some(hold) })
         }
+        VolumeSource::Offer(_) => Ok(OpenVolume { folder: None, hold: None }),
     }
 }
 
@@ -202,10 +210,23 @@ async fn mount_one(
     let (config, dir, owner) = (daemon.config.clone(), vm.dir.clone(), volume.owner.clone());
     let (read_only, vm, daemon) = (volume.read_only, vm.clone(), daemon.clone());
     let OpenVolume { folder, hold } = open;
+    let other = match &volume.source {
+        VolumeSource::Offer(VolumeOffer { token, path, .. }) => {
+            Some(daemon.offers.stream(token, path, within).await?)
+        }
+        VolumeSource::Path(_) | VolumeSource::Name(_) => None,
+    };
     blocking(move || {
         let stream = stream.into();
-        let order = Order { stream, folder, owner: &owner, read_only, dir: &dir, number };
-        let process = server::start(&config, order, within).map_err(|e| not_served(&e))?;
+        let process = match (folder, other) {
+            (Some(folder), _) => {
+                let order = Order { stream, folder, owner: &owner, read_only, dir: &dir, number };
+                server::start(&config, order, within)
+            }
+            (None, Some(other)) => server::join(&dir, stream, other.into()),
+            (None, None) => return Err(ApiError::internal("a volume without a folder")),
+        };
+        let process = process.map_err(|e| not_served(&e))?;
         // Here, because a caller that goes away would lose the process.
         vm.update(|live| live.volumes[number].server = Some(process.id()));
         watch(&daemon, vm, number, process);
@@ -301,6 +322,16 @@ pub fn follow(daemon: &Arc<Daemon>, vm: &Arc<Vm>) {
             Err(e) => tracing::error!(vm = %vm.id, "the server of a volume: {e}"),
         }
     }
+}
+
+/// Whether a VM has the folder that is offered with this token.
+#[must_use]
+pub fn is_used(daemon: &Daemon, token: &str) -> bool {
+    let offered = |volume: &VolumeFacts| match &volume.source {
+        VolumeSource::Offer(offer) => offer.token == token,
+        VolumeSource::Path(_) | VolumeSource::Name(_) => false,
+    };
+    daemon.registry.all().iter().any(|vm| vm.facts.volumes.iter().any(offered))
 }
 
 /// A named volume of a user, and the VMs that have it.

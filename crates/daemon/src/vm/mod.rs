@@ -123,8 +123,8 @@ pub struct Vm {
 /// An open folder for a volume, and what keeps a named volume meanwhile.
 #[derive(Debug)]
 pub struct OpenVolume {
-    /// The folder, opened with the rights of the volume's client.
-    pub folder: OwnedFd,
+    /// The folder, opened with the rights of the volume's client; `None` if it is on another host.
+    pub folder: Option<OwnedFd>,
     /// Keeps a named volume until its VM is in the registry.
     pub hold: Option<Hold>,
 }

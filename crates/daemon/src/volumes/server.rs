@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::OwnedFd;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -129,6 +129,45 @@ pub fn start(config: &Config, order: Order<'_>, within: Duration) -> Result<Proc
     // Otherwise it has the daemon's protection. A process that has ended has no such file.
     let _ = std::fs::write(format!("/proc/{}/oom_score_adj", process.id().pid), OOM_SCORE);
     Ok(process)
+}
+
+/// The option by which `dayflyd` joins two streams, and does nothing else ([`join_streams`]).
+pub const JOIN: &str = "--join-streams";
+
+/// Starts a process that joins the stream to a guest's agent with that to a server on another host.
+/// It is the program of this process. Blocks.
+///
+/// # Errors
+/// [`ServerError`]; no process is left.
+pub fn join(dir: &VmDir, stream: OwnedFd, server: OwnedFd) -> Result<Process, ServerError> {
+    let own = File::open("/proc/self/exe").map_err(failed("this program"))?;
+    let mut spawn = Spawn::new(Program::Fd(own.into()), dir.volume_server());
+    spawn.argv.push(JOIN.into());
+    spawn.fds = vec![(stream, FIRST_FD), (server, FIRST_FD + 1)];
+    let process = Process::from_child(spawn.run()?).map_err(failed("the process"))?;
+    let _ = std::fs::write(format!("/proc/{}/oom_score_adj", process.id().pid), OOM_SCORE);
+    Ok(process)
+}
+
+/// Joins the descriptors that [`join`] gives this process, as a user without rights, until both
+/// have ended. Call it before this process has threads.
+///
+/// # Errors
+/// The user cannot be changed, or a stream breaks.
+pub fn join_streams() -> io::Result<()> {
+    const NOBODY: libc::uid_t = 65_534;
+    // SAFETY: `join` passes these two descriptors for this use alone.
+    let [stream, server] = [FIRST_FD, FIRST_FD + 1].map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
+    // SAFETY: plain calls that change this process's ids; no other thread exists.
+    let changed = unsafe {
+        libc::setgroups(0, std::ptr::null())
+            | libc::setresgid(NOBODY, NOBODY, NOBODY)
+            | libc::setresuid(NOBODY, NOBODY, NOBODY)
+    };
+    if changed != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    dayfly_machine_init::join_streams(&stream, &server)
 }
 
 fn arguments(owner: &Caller, read_only: bool) -> Vec<OsString> {

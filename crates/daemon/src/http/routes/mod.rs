@@ -19,6 +19,7 @@ mod keys;
 mod limits;
 mod logs;
 mod metrics;
+mod offers;
 mod ports;
 mod programs;
 mod snapshots;
@@ -72,6 +73,8 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(snapshots::bake))
         .routes(routes!(volumes::list, volumes::create))
         .routes(routes!(volumes::inspect, volumes::remove))
+        .routes(routes!(offers::offer))
+        .routes(routes!(offers::stream))
         .routes(routes!(store::stats))
         .routes(routes!(store::usage))
         .routes(routes!(store::verify))
