@@ -46,6 +46,47 @@ fn a_named_volume_outlives_its_vms() {
     end(&world, &["e2e-named"]);
 }
 
+/// A folder of the user's host, which is outside of the machine if there is one.
+#[test]
+fn a_folder_of_the_users_host_is_shared_with_the_users_rights() {
+    let world = world();
+    let folder = tempfile::tempdir().unwrap();
+    let own = |name: &str| folder.path().join(name);
+    std::fs::write(own("in"), "from the host").unwrap();
+    std::fs::create_dir(own("sub")).unwrap();
+    let shared = |to: &str| format!("{}:{to}", folder.path().display());
+    let program = "cat /work/in && echo out >/work/sub/out && stat -c %u /work/in && ls /work";
+    let words = ["run", "-v", &shared("/work"), BASE, "--", "sh", "-c", program];
+    assert_eq!(ok(&words), "from the host0\nin\nsub");
+    assert_eq!(std::fs::read_to_string(own("sub/out")).unwrap(), "out\n");
+    use std::os::unix::fs::MetadataExt;
+    let user = rustix::process::geteuid().as_raw();
+    assert_eq!(std::fs::metadata(own("sub/out")).unwrap().uid(), user, "it is the user's own");
+
+    // A missing folder is made; a read-only one stays as it is.
+    let new = format!("{}:/new:ro", own("new/folder").display());
+    ok(&["create", "--name", "stays", "-v", &shared("/work"), "-v", &new, BASE]);
+    assert!(own("new/folder").is_dir());
+    assert_eq!(sh("stays", "touch /new/x 2>&- || echo refused"), "refused");
+    std::fs::write(own("later"), "x").unwrap();
+    assert_eq!(sh("stays", "cat /work/later; head -c 3M /dev/zero >/work/big; sync"), "x");
+    assert_eq!(std::fs::metadata(own("big")).unwrap().len(), 3 << 20);
+    let shown = inspect("stays")["vm"]["volumes"][0]["source"].clone();
+    assert_eq!(shown["path"], folder.path().to_str().unwrap());
+    // A fork asks for a stream of its own.
+    let fork = ok(&["fork", "stays"]);
+    assert_eq!(sh(&fork, "cat /work/later; echo fork >/work/fork"), "x");
+    assert_eq!(std::fs::read_to_string(own("fork")).unwrap(), "fork\n");
+    another_daemon();
+    assert_eq!(sh("stays", "cat /work/fork"), "fork");
+    ok(&["rm", "-f", &fork]);
+    ok(&["restart", "-t", "60s", "stays"]);
+    assert_eq!(sh("stays", "cat /work/fork"), "fork");
+    let file = format!("{}:/file", own("in").display());
+    refused(&["create", "-v", &file, BASE], &["expected a folder, got a file"]);
+    end(&world, &[]);
+}
+
 #[test]
 #[ignore = "minutes: make long"]
 fn volumes_of_clones_forks_and_vms_that_start_again() {
