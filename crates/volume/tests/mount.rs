@@ -145,6 +145,10 @@ fn data_holes_and_appending() {
     OpenOptions::new().append(true).open(m.on_host("a")).unwrap().write_all(b"host").unwrap();
     one.write_all(b"guest").unwrap();
     assert!(fs::read(m.on_host("a")).unwrap().ends_with(b"hostguest"));
+    // The guest believes its own length for a second.
+    while m.at("a").metadata().unwrap().len() != 212 {
+        std::thread::sleep(Duration::from_millis(20));
+    }
     // Copied on the host.
     let (from, to) = (File::open(m.at("a")).unwrap(), File::create(m.at("copy")).unwrap());
     let copied = rustix::fs::copy_file_range(&from, None, &to, None, 1 << 40).unwrap();
@@ -152,8 +156,8 @@ fn data_holes_and_appending() {
     assert_eq!(fs::read(m.at("copy")).unwrap(), fs::read(m.at("a")).unwrap());
     // O_TRUNC, O_DIRECT and O_SYNC are the guest's.
     let flags = libc::O_DIRECT | libc::O_SYNC | libc::O_NOATIME;
-    let direct = OpenOptions::new().write(true).truncate(true).custom_flags(flags);
-    direct.clone().open(m.at("a")).unwrap().write_all(b"odd").unwrap();
+    let direct = OpenOptions::new().write(true).truncate(true).custom_flags(flags).open(m.at("a"));
+    direct.unwrap().write_all(b"odd").unwrap();
     assert_eq!(fs::read(m.on_host("a")).unwrap(), b"odd");
 }
 
@@ -200,7 +204,7 @@ fn only_attributes_of_users() {
     set("user.one", b"1", XattrFlags::CREATE).unwrap();
     assert_eq!(set("user.one", b"1", XattrFlags::CREATE), Err(Errno::EXIST));
     assert_eq!(set("user.two", b"1", XattrFlags::REPLACE), Err(Errno::NODATA));
-    for name in ["trusted.a", "security.capability", "security.selinux", "system.posix_acl_access"] {
+    for name in ["trusted.a", "security.selinux", "security.evm"] {
         assert_eq!(set(name, b"1", XattrFlags::empty()), Err(Errno::OPNOTSUPP), "{name}");
     }
     let mut value = [0; 8];
@@ -208,7 +212,7 @@ fn only_attributes_of_users() {
     assert_eq!(getxattr(m.at("a"), "user.none", &mut value), Err(Errno::NODATA));
     set("user.long", &[7; 3000], XattrFlags::empty()).unwrap();
     assert_eq!(getxattr(m.at("a"), "user.long", &mut value), Err(Errno::RANGE));
-    assert_eq!(getxattr(m.at("a"), "user.long", &mut [0_u8; 0]), Ok(3000));
+    assert_eq!(rustix::fs::getxattr_query(m.at("a"), "user.long"), Ok(3000));
     setxattr(m.on_host("a"), "trusted.host", b"1", XattrFlags::empty()).unwrap();
     let mut names = [0; 64];
     let count = listxattr(m.at("a"), &mut names).unwrap();

@@ -122,7 +122,11 @@ impl Call<'_> {
                 rustix::fs::copy_file_range(from, Some(&mut read_at), to, Some(&mut write_at), step)
             });
             match result {
-                Ok(0) => break,
+                // The end of the file, which may have grown by this copy.
+                Ok(count) if count < step => {
+                    done += count as u64;
+                    break;
+                }
                 Ok(count) => done += count as u64,
                 Err(_) if done > 0 => break,
                 Err(errno) => return Err(errno),

@@ -9,9 +9,9 @@ use crate::wire::{CreateIn, FSYNC_DATA, FsyncIn, KEEP_CACHE, OpenIn, OpenOut, Re
 use rustix::fd::OwnedFd;
 use rustix::fs::{FileType, Mode, OFlags, fdatasync, fsync};
 use rustix::io::Errno;
-use rustix::time::{ClockId, clock_gettime};
 use std::ffi::CStr;
 use std::sync::Mutex;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// How the guest wants to use a file. Nothing else of its flags is passed on: O_APPEND is applied
 /// to each write, and O_SYNC and O_DIRECT are the guest's own concern.
@@ -144,8 +144,8 @@ impl Call<'_> {
 
 /// Whether the file is as it was when it was last opened.
 fn unchanged(node: &Node, file: &OwnedFd) -> Result<bool, Errno> {
-    let now = clock_gettime(ClockId::Realtime).tv_sec;
-    let stamp = Stamp::of(&stat(file)?, now);
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    let stamp = Stamp::of(&stat(file)?, i64::try_from(now).unwrap_or(0));
     let before = std::mem::replace(&mut *locked(&node.opened), stamp);
     Ok(stamp.is_some() && before == stamp)
 }
