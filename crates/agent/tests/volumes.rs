@@ -1,5 +1,7 @@
 //! Volumes with the kernel's FUSE and the server of the host, in a mount namespace of this test.
 
+#![allow(clippy::unwrap_used, reason = "tests")]
+
 mod common;
 
 use common::{Client, Guest, eventually, identity};
