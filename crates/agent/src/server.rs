@@ -297,13 +297,7 @@ impl Agent {
             Request::Mount { path, name, read_only } => {
                 self.volumes.serve(conn, &path, &name, read_only)
             }
-            Request::Stat => {
-                let reply = stat::stat(&self.root).map_or_else(
-                    |e| Reply::Err(Failure { code: FailureCode::Io, message: e.to_string() }),
-                    Reply::Stat,
-                );
-                conn.reply(&reply)
-            }
+            Request::Stat => conn.reply(&self.stat()),
             Request::Shutdown { reboot } => {
                 let sent = conn.reply(&Reply::Ok);
                 self.kernel.end(reboot);
@@ -311,6 +305,12 @@ impl Agent {
             }
         };
         served.map(|()| goes_on)
+    }
+
+    /// The use of memory and root disk.
+    fn stat(&self) -> Reply {
+        let failed = |e: stat::StatError| Failure { code: FailureCode::Io, message: e.to_string() };
+        stat::stat(&self.root).map_or_else(|e| Reply::Err(failed(e)), Reply::Stat)
     }
 
     /// Serves the requests about detached programs.

@@ -13,7 +13,7 @@ use std::fs::File;
 use std::path::Path;
 use std::thread::JoinHandle;
 
-/// Gives this thread, and those that it starts, mounts of their own.
+/// Gives this thread, and those that it starts, another mount namespace.
 fn own_mounts() {
     // SAFETY: unshare(2) of the mount namespace affects only this thread and threads that it
     // starts.

@@ -16,6 +16,7 @@ mod once;
 mod outputs;
 mod port;
 mod stream;
+mod volumes;
 
 pub use call::{Body, Client, empty_body, stream_body};
 pub use error::ClientError;
@@ -31,7 +32,6 @@ use crate::types::{
     EgressRequest, ExecResult, Footprint, ForkRequest, Forked, Image, ImageUpload, Info, Kernel,
     KernelUpload, Leak, List, RecordRequest, RemoveManyRequest, RunRequest, Snapshot,
     SnapshotRequest, StoreStats, StoreUsage, TtlRequest, VerifyRequest, Vm, VmDetails, VmExit,
-    Volume, VolumeCreateRequest,
 };
 use call::{query, segment};
 use dayfly_units::{Egress, Name};
@@ -117,41 +117,6 @@ impl Client {
     /// [`ClientError`].
     pub async fn remove_kernel(&self, name: &Name) -> Result<()> {
         self.nothing(Method::DELETE, format!("/v1/kernels/{name}"), empty_body()).await
-    }
-
-    /// Lists the named volumes of this user whose name has one of these parts; without parts, all.
-    ///
-    /// # Errors
-    /// [`ClientError`].
-    pub async fn volumes(&self, parts: &[String]) -> Result<Vec<Volume>> {
-        let parts: Vec<String> = parts.iter().map(|part| format!("name={}", query(part))).collect();
-        let join = if parts.is_empty() { "" } else { "?" };
-        self.list(&format!("/v1/volumes{join}{}", parts.join("&"))).await
-    }
-
-    /// Makes a named volume, or finds it.
-    ///
-    /// # Errors
-    /// [`ClientError`].
-    pub async fn create_volume(&self, name: &Name) -> Result<Volume> {
-        let body = call::json_body(&VolumeCreateRequest { name: name.clone() })?;
-        self.json(Method::POST, "/v1/volumes".into(), body).await
-    }
-
-    /// Describes one named volume.
-    ///
-    /// # Errors
-    /// [`ClientError`].
-    pub async fn volume(&self, name: &Name) -> Result<Volume> {
-        self.json(Method::GET, format!("/v1/volumes/{name}"), empty_body()).await
-    }
-
-    /// Removes a named volume that no VM has, with its files.
-    ///
-    /// # Errors
-    /// [`ClientError`].
-    pub async fn remove_volume(&self, name: &Name) -> Result<()> {
-        self.nothing(Method::DELETE, format!("/v1/volumes/{name}"), empty_body()).await
     }
 
     /// Lists all snapshots.

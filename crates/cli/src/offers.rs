@@ -217,13 +217,11 @@ impl Ready {
         if self.read_only {
             command.arg("--read-only");
         }
-        let (inherited, folder) = (stream.try_clone()?, self.folder.try_clone()?);
         let numbers = [stream_fd, folder_fd];
-        // SAFETY: between fork and exec only fcntl(2) is called, on descriptors that `inherited` and
-        // `folder`, or the originals, keep open.
+        // SAFETY: between fork and exec only fcntl(2) is called, on descriptors that `stream` and
+        // `self` keep open.
         unsafe {
             command.pre_exec(move || {
-                let _open = (&inherited, &folder);
                 for number in numbers {
                     let fd = std::os::fd::BorrowedFd::borrow_raw(number);
                     fcntl_setfd(fd, FdFlags::empty())?;

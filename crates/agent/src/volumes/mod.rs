@@ -7,7 +7,7 @@
 //! The thread that serves a [`Request::Mount`](dayfly_api::agent::Request::Mount) mounts the file
 //! system and then relays until the connection or the mount ends. A volume whose connection has
 //! ended stays mounted, and the kernel answers programs with ENOTCONN, so that none of them writes
-//! to the folder below by mistake. A clone has no connection of its own: when this machine becomes
+//! to the folder below by mistake. A clone has no such connection: when this machine becomes
 //! another one, all volumes are unmounted lazily, and the host asks for the clone's volumes anew.
 
 mod device;

@@ -93,12 +93,12 @@ pub(super) struct Mounted {
 /// Whether a path can be a mount point: absolute, below the root, and the same whether or not the
 /// kernel resolves it.
 fn is_place(path: &str) -> bool {
-    let mut parts = path.split('/').filter(|part| !part.is_empty() && *part != ".").peekable();
+    let mut names = path.split('/').filter(|name| !name.is_empty() && *name != ".").peekable();
     path.starts_with('/')
         && path.len() < 4096
         && !path.contains('\0')
-        && parts.peek().is_some()
-        && parts.all(|part| part != "..")
+        && names.peek().is_some()
+        && names.all(|name| name != "..")
 }
 
 /// Mounts the file system of `device` on the folder `path`, which is made if it is missing.

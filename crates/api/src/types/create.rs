@@ -180,6 +180,22 @@ wire! {
     }
 }
 
+impl CreateRequest {
+    /// A request that names only what the VM starts from.
+    #[must_use]
+    pub fn new(source: Source) -> Self {
+        Self {
+            source,
+            name: None,
+            labels: BTreeMap::new(),
+            forks: 0,
+            network: NetworkRequest::default(),
+            lifetime: Lifetime::UNLIMITED,
+            volumes: Vec::new(),
+        }
+    }
+}
+
 impl NetworkRequest {
     /// The egress policy that the request asks for; `None` if it leaves that to the VM's source.
     #[must_use]

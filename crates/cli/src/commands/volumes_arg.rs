@@ -68,8 +68,8 @@ fn volume(text: &str) -> std::result::Result<VolumeRequest, String> {
     Ok(VolumeRequest { source, target: target.to_owned(), read_only })
 }
 
-/// The absolute path of a folder that is given from the working directory. Its `..` are resolved
-/// as a shell's `cd` would.
+/// The absolute path of a folder that is given from the working directory. A `..` removes the
+/// component before it, as `cd` does.
 fn here(path: &str) -> std::result::Result<String, String> {
     let wrong = |e: std::io::Error| format!("{path}: {e}");
     let own = std::env::current_dir().map_err(wrong)?;

@@ -52,7 +52,7 @@ pub struct Facts {
     pub auto_remove: bool,
     /// Labels from the client, unchanged.
     pub labels: BTreeMap<String, String>,
-    /// Its volumes, outer ones first. Clones of a fork have them too; those of a snapshot have none.
+    /// Its volumes, outer ones first. Clones of a fork have them too, those of a snapshot have not.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<VolumeFacts>,
     /// The key of the request that created it, by which the next daemon recognises a repetition.

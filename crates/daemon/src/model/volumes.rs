@@ -62,9 +62,9 @@ impl VolumeFacts {
     }
 }
 
-/// The parts of a path, without those that name no folder.
-fn parts(path: &str) -> impl Iterator<Item = &str> + Clone {
-    path.split('/').filter(|part| !part.is_empty() && *part != ".")
+/// The components of a path that name a folder.
+fn components(path: &str) -> impl Iterator<Item = &str> + Clone {
+    path.split('/').filter(|name| !name.is_empty() && *name != ".")
 }
 
 /// Checks an absolute path.
@@ -102,16 +102,16 @@ pub fn checked(requests: &[VolumeRequest], owner: &Caller) -> Outcome<Vec<Volume
             absolute("the host's folder", path)?;
         }
         absolute("the guest's folder", target)?;
-        if parts(target).next().is_none() || parts(target).any(|part| part == "..") {
+        if components(target).next().is_none() || components(target).any(|name| name == "..") {
             return Err(ApiError::invalid(format_args!(
                 "volume: the guest's folder: expected one below / without .., got {target:?}"
             )));
         }
         let (source, owner) = (source.clone(), owner.clone());
-        let target = parts(target).fold(String::new(), |path, part| path + "/" + part);
+        let target = components(target).fold(String::new(), |path, name| path + "/" + name);
         volumes.push(VolumeFacts { source, target, read_only: *read_only, owner });
     }
-    volumes.sort_by_key(|volume: &VolumeFacts| parts(&volume.target).count());
+    volumes.sort_by_key(|volume: &VolumeFacts| components(&volume.target).count());
     for (n, volume) in volumes.iter().enumerate() {
         if volumes[..n].iter().any(|before| before.target == volume.target) {
             return Err(ApiError::invalid(format_args!(

@@ -69,8 +69,8 @@ fn look(daemon: &Daemon) -> Outcome<Vec<Leak>> {
     Ok(leaks)
 }
 
-/// The servers of volumes that belong to no VM that lives, apart from those that this daemon watches
-/// and ends with their VMs.
+/// The servers of volumes that belong to no VM that lives. Those that this daemon watches are left
+/// out, because they end with their VMs.
 fn volume_servers(daemon: &Daemon) -> std::io::Result<Vec<Leak>> {
     let mut found = scan_below(&daemon.config.vms(), VOLUME_NAME)?;
     let lives = |vm: VmId| {

@@ -168,7 +168,7 @@ fn not_opened(error: &FolderError) -> ApiError {
 /// # Errors
 /// Names the volume. Servers that were started end with the VM.
 pub async fn mount(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
-    let open = vm.take_volumes();
+    let open = vm.volumes.take();
     if vm.facts.volumes.is_empty() {
         return Ok(());
     }

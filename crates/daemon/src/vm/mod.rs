@@ -18,8 +18,9 @@
 //!
 //! Below them come locks that are held for a few instructions and never across an `await`. First
 //! `end_announced`, then the registry's lock, then `live`, then one of `process`, `pin`, `memory`,
-//! `backing`, `attachment`, `space`, `volumes` and `has_slot`. The drop of a pin or a template may remove
-//! files, so it happens after `live` is released: readers of `live` must not wait for the disk.
+//! `backing`, `attachment`, `space`, `volumes` and `has_slot`. The drop of a pin or a template may
+//! remove files, so it happens after `live` is released: readers of `live` must not wait for the
+//! disk.
 
 pub mod available;
 pub mod batch;
@@ -32,7 +33,11 @@ pub mod space;
 pub mod survey;
 pub mod uids;
 pub mod unknown;
+mod volumes;
 mod waiting;
+
+pub use volumes::{OpenVolume, OpenVolumes};
+use volumes::shown_volumes;
 
 use crate::base::config::VmDir;
 use crate::base::error::{ApiError, Outcome};
@@ -44,13 +49,11 @@ use crate::model::vm_slot::VmSlot;
 use crate::net::Attachment;
 use crate::templates::memory_backing::MemoryBacking;
 use crate::vm::unknown::Carried;
-use crate::volumes::named::Hold;
 use budget::Reservation;
 use dayfly_api::types::{self, ErrorCode, VmExit};
 use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId, sync::lock};
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -100,7 +103,7 @@ pub struct Vm {
     attachment: Mutex<Attachment>,
     space: Mutex<space::VmSpace>,
     /// The folders of its volumes, until they are mounted.
-    volumes: Mutex<Vec<OpenVolume>>,
+    pub volumes: OpenVolumes,
     has_slot: Mutex<bool>,
     gone: watch::Sender<bool>,
     /// For the first caller of [`Self::ended`].
@@ -118,15 +121,6 @@ pub struct Vm {
     pub pause_due: AtomicBool,
     /// Why its VMM, which an earlier daemon started, has not said yet in which state it is.
     waiting: watch::Sender<Option<String>>,
-}
-
-/// An open folder for a volume, and what keeps a named volume meanwhile.
-#[derive(Debug)]
-pub struct OpenVolume {
-    /// The folder, opened with the rights of the volume's client; `None` if it is on another host.
-    pub folder: Option<OwnedFd>,
-    /// Keeps a named volume until its VM is in the registry.
-    pub hold: Option<Hold>,
 }
 
 /// What a VM had until it ended. The drop may free gigabytes of RAM (of a template that no list has
@@ -210,7 +204,7 @@ impl Vm {
             backing: Mutex::default(),
             attachment: Mutex::default(),
             space: Mutex::default(),
-            volumes: Mutex::default(),
+            volumes: OpenVolumes::default(),
             has_slot: Mutex::new(alive),
             mark_gone: Mutex::new(Some(MarkGone(gone.clone()))),
             gone,
@@ -358,17 +352,6 @@ impl Vm {
         with(&mut lock(&self.attachment))
     }
 
-    /// Keeps the open folders of its volumes until they are mounted.
-    pub fn keep_volumes(&self, volumes: Vec<OpenVolume>) {
-        *lock(&self.volumes) = volumes;
-    }
-
-    /// The open folders of its volumes, once.
-    #[must_use]
-    pub fn take_volumes(&self) -> Vec<OpenVolume> {
-        std::mem::take(&mut *lock(&self.volumes))
-    }
-
     /// Keeps the reservation of its memory until it ends.
     pub fn keep_memory(&self, memory: Reservation) {
         *lock(&self.memory) = Some(memory);
@@ -394,7 +377,7 @@ impl Vm {
         lock(&self.process).take();
         lock(&self.memory).take();
         lock(&self.space).end();
-        lock(&self.volumes).clear();
+        drop(self.volumes.take());
         self.waiting.send_replace(None);
         Remains {
             _pin: if keeps_disks { None } else { lock(&self.pin).take() },
@@ -508,12 +491,7 @@ impl Vm {
             ends_unix_ms: live.deadline.map(|deadline| deadline.unix_ms),
             program: live.program,
             network: live.network,
-            volumes: facts
-                .volumes
-                .iter()
-                .enumerate()
-                .map(|(n, volume)| volume.shown(live.volumes.get(n)))
-                .collect(),
+            volumes: shown_volumes(&facts.volumes, &live.volumes),
             labels: facts.labels,
             problem: self.problem(),
         }

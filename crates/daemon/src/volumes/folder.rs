@@ -69,16 +69,16 @@ pub fn open(path: &Path, caller: &Caller) -> Result<OwnedFd, FolderError> {
 /// thread.
 fn become_caller(caller: &Caller) -> io::Result<()> {
     let Caller { uid, gid, groups } = caller;
-    // SAFETY: bare system calls that change credentials of this thread only (credentials(7)). libc's
-    // setgroups would change those of all threads.
+    // SAFETY: a bare system call that changes credentials of this thread only (credentials(7)).
+    // libc's setgroups would change those of all threads.
     let set = unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) };
     if set != 0 {
         return Err(io::Error::last_os_error());
     }
     // The group first: without root's rights it could not be changed any more.
     for (call, id) in [(libc::SYS_setfsgid, *gid), (libc::SYS_setfsuid, *uid)] {
-        // SAFETY: as above. Both calls return the id before, and no error: so a second call with
-        // an id that nobody has says what the first has done.
+        // SAFETY: as above. Both calls return the id before, and no error. So a second call, with
+        // an invalid id, returns what the first call has set.
         let now = unsafe {
             libc::syscall(call, id);
             libc::syscall(call, u32::MAX)

@@ -26,7 +26,7 @@ use tokio::time::{Instant, timeout_at};
 /// The most offers at a time.
 const MOST: usize = 1024;
 /// How long a volume waits for its offer, which is made anew after a restart of the daemon.
-const PATIENCE: Duration = Duration::from_secs(5);
+const WAIT: Duration = Duration::from_secs(5);
 
 /// All offers.
 #[derive(Debug, Default)]
@@ -38,7 +38,7 @@ pub struct Offers {
 
 #[derive(Debug, Default)]
 struct State {
-    /// The orders for each offer, by token. The number tells an offer from a later one.
+    /// The orders for each offer, by token. The number distinguishes an offer from a later one.
     held: BTreeMap<String, (u64, UnboundedSender<String>)>,
     /// Streams that were asked for, by name.
     wanted: BTreeMap<String, oneshot::Sender<UnixStream>>,
@@ -120,7 +120,7 @@ impl Offers {
     /// # Errors
     /// There is none in time. `path` is the folder.
     pub async fn made(&self, token: &str, path: &str) -> Outcome<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT;
         loop {
             let made = self.made.notified();
             if lock(&self.state).held.contains_key(token) {

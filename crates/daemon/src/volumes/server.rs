@@ -155,14 +155,14 @@ pub fn join(dir: &VmDir, stream: OwnedFd, server: OwnedFd) -> Result<Process, Se
 /// # Errors
 /// The user cannot be changed, or a stream breaks.
 pub fn join_streams() -> io::Result<()> {
-    const NOBODY: libc::uid_t = 65_534;
+    const UNPRIVILEGED: libc::uid_t = 65_534;
     // SAFETY: `join` passes these two descriptors for this use alone.
     let [stream, server] = [FIRST_FD, FIRST_FD + 1].map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
     // SAFETY: plain calls that change this process's ids; no other thread exists.
     let changed = unsafe {
         libc::setgroups(0, std::ptr::null())
-            | libc::setresgid(NOBODY, NOBODY, NOBODY)
-            | libc::setresuid(NOBODY, NOBODY, NOBODY)
+            | libc::setresgid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
+            | libc::setresuid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
     };
     if changed != 0 {
         return Err(io::Error::last_os_error());

@@ -73,7 +73,7 @@ fn a_folder_of_the_users_host_is_shared_with_the_users_rights() {
     assert_eq!(std::fs::metadata(own("big")).unwrap().len(), 3 << 20);
     let shown = inspect("stays")["vm"]["volumes"][0]["source"].clone();
     assert_eq!(shown["path"], folder.path().to_str().unwrap());
-    // A fork asks for a stream of its own.
+    // A fork asks for another stream.
     let fork = ok(&["fork", "stays"]);
     assert_eq!(sh(&fork, "cat /work/later; echo fork >/work/fork"), "x");
     assert_eq!(std::fs::read_to_string(own("fork")).unwrap(), "fork\n");

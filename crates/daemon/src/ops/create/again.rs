@@ -131,7 +131,7 @@ async fn begin(daemon: &Arc<Daemon>, ended: &Arc<Vm>) -> Outcome<Arc<Vm>> {
     let folders = volumes::open(daemon, &ended.facts.volumes).await;
     let folders = folders.map_err(|e| not_there(ended, e))?;
     let vm = replaced(daemon, ended, asked).await?;
-    vm.keep_volumes(folders);
+    vm.volumes.keep(folders);
     failpoint::reached("daemon.start.reserved");
     match run(daemon, &vm, asked, again).await {
         Ok(()) => Ok(vm),

@@ -202,7 +202,7 @@ async fn reserve(
     }
     done(Step::Name)?;
     vm.attach(attachment);
-    vm.keep_volumes(folders);
+    vm.volumes.keep(folders);
     vm.update(|live| {
         live.disks = opened.disks();
         live.asked_us = Some(asked.at_us());
