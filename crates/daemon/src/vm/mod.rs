@@ -36,8 +36,8 @@ pub mod unknown;
 mod volumes;
 mod waiting;
 
-pub use volumes::{OpenVolume, OpenVolumes};
 use volumes::shown_volumes;
+pub use volumes::{OpenVolume, OpenVolumes};
 
 use crate::base::config::VmDir;
 use crate::base::error::{ApiError, Outcome};

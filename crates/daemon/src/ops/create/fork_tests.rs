@@ -13,9 +13,7 @@ use crate::vm::Vm;
 use crate::vm::registry::Children;
 use crate::vmm::agent_link;
 use dayfly_api::agent::{FrameKind, HostReply, HostRequest};
-use dayfly_api::types::{
-    ErrorCode, ForkRequest, Forked, SnapshotRequest, Source, VmState,
-};
+use dayfly_api::types::{ErrorCode, ForkRequest, Forked, SnapshotRequest, Source, VmState};
 use dayfly_pager::wire::Settings;
 use dayfly_units::{Name, VmName};
 use dayfly_vmm::arch::layout;
