@@ -408,3 +408,7 @@ fn having<'a>(
     all.filter(move |vm| vm.facts.volumes.iter().any(has) && !vm.leaving())
         .filter(|vm| vm.phase() != Phase::Unknown)
 }
+
+#[cfg(test)]
+#[path = "volumes_tests.rs"]
+mod tests;
