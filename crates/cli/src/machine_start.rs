@@ -75,10 +75,6 @@ fn with_present_programs(
             *path = find(name)?;
         }
     }
-    // A machine of an older version has none, and works without it.
-    if renewed.daemon.is_some() && renewed.volume.is_none() {
-        renewed.volume = find("dayfly-volume").ok();
-    }
     Ok((renewed != *options).then_some(renewed))
 }
 

@@ -156,6 +156,8 @@ pub fn join(dir: &VmDir, stream: OwnedFd, server: OwnedFd) -> Result<Process, Se
 /// The user cannot be changed, or a stream breaks.
 pub fn join_streams() -> io::Result<()> {
     const UNPRIVILEGED: libc::uid_t = 65_534;
+    // So that pkill(1) of the daemon by its name ends no volume.
+    rustix::thread::set_name(c"dayfly-volume")?;
     // SAFETY: `join` passes these two descriptors for this use alone.
     let [stream, server] = [FIRST_FD, FIRST_FD + 1].map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
     // SAFETY: plain calls that change this process's ids; no other thread exists.

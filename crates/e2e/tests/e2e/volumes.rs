@@ -1,6 +1,9 @@
 //! Volumes: files pass in both directions, and what the ends of VMs, servers and daemons do.
 
-use crate::harness::{BASE, World, dayfly, inspect, ok, on_host, refused, sh, until, world};
+use crate::harness::{
+    BASE, World, dayfly, home, inspect, machine, ok, on_host, refused, sh, until, world,
+};
+use std::path::PathBuf;
 
 /// The snapshot that the tests make.
 const KEPT: &str = "e2e-volumes";
@@ -12,7 +15,9 @@ fn servers() -> usize {
 
 /// Kills the daemon and waits until another answers.
 fn another_daemon() {
-    on_host("kill -9 $(pidof dayflyd)");
+    // By its number: other processes of its program join streams, and live on.
+    let lock: PathBuf = if machine() { "/run/dayfly".into() } else { home().join("run") };
+    on_host(&format!("kill -9 $(cat {}/dayflyd.lock)", lock.display()));
     until("another daemon answers", || dayfly(&["ps"]).code == 0);
 }
 
@@ -100,6 +105,7 @@ fn volumes_of_clones_forks_and_vms_that_start_again() {
     // A program that has a file open, and is in the folder. In a clone both are of the VM before.
     let program = "cd /data; exec 3<a; while sleep 0.2; do cat <&3; ls; done >/root/out 2>&1";
     ok(&["exec", "-d", "one", "--", "sh", "-c", program]);
+    until("it runs", || sh("one", "cat /root/out 2>&1 || :").contains("first"));
     let fork = ok(&["fork", "one"]);
     assert_eq!(
         sh(&fork, "cat /data/a; echo fork >/data/f; grep -c ' /data ' /proc/mounts"),
