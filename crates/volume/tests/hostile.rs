@@ -267,7 +267,12 @@ fn numbers_at_their_limits_are_errors() {
     assert_eq!(guest.with(op::LSEEK, node, &seek(0, 0)), Err(libc::EINVAL));
     assert_eq!(guest.with(op::LSEEK, node, &seek(9, 3)), Err(libc::ENXIO));
     let set = |valid, value: u64, nsec| SetattrIn {
-        valid, size: value, mtime: value, mtimensec: nsec, mode: u32::MAX, ..SetattrIn::default()
+        valid,
+        size: value,
+        mtime: value,
+        mtimensec: nsec,
+        mode: u32::MAX,
+        ..SetattrIn::default()
     };
     assert_eq!(guest.with(op::SETATTR, node, &set(valid::SIZE, u64::MAX, 0)), Err(libc::EFBIG));
     for nsec in [1_000_000_000, 0x3fff_ffff, 0x3fff_fffe, u32::MAX] {
@@ -281,7 +286,13 @@ fn numbers_at_their_limits_are_errors() {
     assert_eq!(fs::read(folder.path().join("a")).unwrap(), b"text");
     // Much is copied in parts.
     let copy = |len, flags| CopyIn {
-        fh_in: fh, nodeid_out: node, fh_out: fh, off_out: 1 << 40, len, flags, ..CopyIn::default()
+        fh_in: fh,
+        nodeid_out: node,
+        fh_out: fh,
+        off_out: 1 << 40,
+        len,
+        flags,
+        ..CopyIn::default()
     };
     assert_eq!(guest.with(op::COPY_FILE_RANGE, node, &copy(1, 1)), Err(libc::EINVAL));
     let done = guest.with(op::COPY_FILE_RANGE, node, &copy(u64::MAX, 0)).unwrap();
@@ -368,7 +379,8 @@ fn noise_is_answered_with_errors() {
     let mut guest = Guest::new(folder.path(), Options::own());
     let mut state = 1_u64;
     let mut random = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         state >> 33
     };
     for _ in 0..20_000 {

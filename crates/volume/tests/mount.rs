@@ -288,7 +288,7 @@ fn changes_of_the_host_become_visible() {
     fs::write(m.on_host("a"), "longer than before").unwrap();
     fs::write(m.on_host("b"), "").unwrap();
     fs::remove_file(m.on_host("a")).unwrap();
-    // After the second for which names are valid; the loop has no end of its own.
+    // After the second for which names are valid; the test's own time limit ends the loop.
     while m.at("a").exists() || !m.at("b").exists() {
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -327,26 +327,20 @@ fn tar_git_and_sqlite_work() {
         return;
     }
     let m = Mounted::new(As::Root, &[]);
-    m.sh(
-        "mkdir src out; for n in $(seq 200); do mkdir -p src/d$((n % 10)); \
+    m.sh("mkdir src out; for n in $(seq 200); do mkdir -p src/d$((n % 10)); \
          seq $n > src/d$((n % 10))/f$n; done; ln -s f1 src/d1/link; ln src/d1/f1 src/d1/hard; \
          tar -C src -cf - . | tar -C out -xpf -; diff -r src out; \
-         test \"$(stat -c %h out/d1/f1)\" = 2",
-    );
+         test \"$(stat -c %h out/d1/f1)\" = 2");
     assert_eq!(fs::read_link(m.on_host("out/d1/link")).unwrap().to_str(), Some("f1"));
-    m.sh(
-        "git init -q repo; cd repo; git config user.name n; git config user.email e; \
+    m.sh("git init -q repo; cd repo; git config user.name n; git config user.email e; \
          cp -r ../src .; git add .; git commit -qm one; git mv src moved; git commit -qam two; \
          git gc -q; git fsck --strict; cd ..; git clone -q repo clone; cd clone; \
-         test -z \"$(git status --porcelain)\"; test \"$(git log --oneline | wc -l)\" = 2",
-    );
+         test -z \"$(git status --porcelain)\"; test \"$(git log --oneline | wc -l)\" = 2");
     if std::path::Path::new("/usr/bin/sqlite3").exists() {
-        let found = m.sh(
-            "sqlite3 db 'pragma journal_mode=wal; create table t(a); begin; \
+        let found = m.sh("sqlite3 db 'pragma journal_mode=wal; create table t(a); begin; \
              with recursive n(x) as (select 1 union all select x+1 from n where x<20000) \
              insert into t select x from n; commit; pragma integrity_check; \
-             select count(*), sum(a) from t;'",
-        );
+             select count(*), sum(a) from t;'");
         assert!(found.ends_with("ok\n20000|200010000\n"), "{found}");
         m.sh("sqlite3 db 'pragma journal_mode=delete; delete from t where a % 2; vacuum;'");
     }

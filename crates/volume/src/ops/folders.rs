@@ -3,7 +3,7 @@
 use super::Call;
 use crate::attr::entry_type;
 use crate::handles::{Entry, Listing};
-use crate::locked;
+use crate::lock::locked;
 use crate::nodes::Node;
 use crate::wire::{Dirent, EntryOut, ROOT, ReadIn};
 use rustix::io::Errno;

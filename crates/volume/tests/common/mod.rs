@@ -155,10 +155,7 @@ fn requests(device: &File, mut to: &UnixStream) {
     let mut buffer = vec![0; (1 << 20) + 4096];
     loop {
         // A thread that waits in read(2) would keep the device open when the stream has ended.
-        let mut wait = [
-            PollFd::new(device, PollFlags::IN),
-            PollFd::new(to, PollFlags::RDHUP),
-        ];
+        let mut wait = [PollFd::new(device, PollFlags::IN), PollFd::new(to, PollFlags::RDHUP)];
         let _ = poll(&mut wait, None);
         if !wait[1].revents().is_empty() {
             return;
