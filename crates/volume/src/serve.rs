@@ -203,8 +203,8 @@ impl Server {
         }
     }
 
-    /// An operation that waits or runs ends with EINTR, if it can. One that has ended has its
-    /// answer already: the guest needs no other one.
+    /// An operation that waits or runs ends early, if it can. One that has ended has its answer
+    /// already: the guest needs no other one.
     fn interrupt(&self, unique: u64) {
         if let Some(interrupted) = locked(&self.queue).pending.get(&unique) {
             interrupted.0.store(true, Ordering::Relaxed);

@@ -4,7 +4,7 @@ use crate::arguments::{Arguments, Caller};
 use crate::jail::{self, JailError};
 use crate::options::Options;
 use crate::owner::Id;
-use crate::serve::{ServeError, serve_after, say};
+use crate::serve::{ServeError, say, serve_after};
 use crate::{filter, options};
 use rustix::process::{getegid, geteuid};
 use std::io::Write;

@@ -383,3 +383,61 @@ fn an_ordinary_user_can_share_a_folder() {
     assert_eq!(m.at("roots").metadata().unwrap().uid(), 65_534);
     m.sh("mkdir d; mv a d; tar cf t d; rm -r d; tar xf t; cat d/a");
 }
+
+#[test]
+fn a_user_without_namespaces_can_share_a_folder() {
+    if !can() {
+        return;
+    }
+    let m = Mounted::new(As::Confined, &[]);
+    m.sh("mkdir d; echo text > d/a; ln d/a d/b; tar cf t d; rm -r d; tar xf t; cat d/a d/b");
+    assert_eq!(m.on_host("d/a").metadata().unwrap().uid(), USER);
+    rustix::fs::setxattr(m.at("t"), "user.a", b"1", rustix::fs::XattrFlags::empty()).unwrap();
+}
+
+#[test]
+fn a_guest_that_walks_more_files_than_it_may_know_is_asked_to_forget() {
+    if !can() {
+        return;
+    }
+    let host = common::folder();
+    let count = 3 * common::FEW;
+    for n in 0..count {
+        File::create_new(host.path().join(n.to_string())).unwrap();
+    }
+    let m = Mounted::of(host, As::Confined, &["--notify"]);
+    for n in 0..count {
+        // What it was asked to forget may come a little later.
+        while let Err(e) = m.at(&n.to_string()).metadata() {
+            assert_eq!(e.raw_os_error(), Some(libc::ENFILE), "file {n}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    let descriptors = fs::read_dir(format!("/proc/{}/fd", m.server.id())).unwrap().count();
+    assert!(descriptors as u64 <= common::FEW, "{descriptors}");
+}
+
+#[test]
+fn a_guest_that_is_not_asked_to_forget_gets_enfile() {
+    if !can() {
+        return;
+    }
+    let m = Mounted::new(As::Confined, &[]);
+    let mut open = Vec::new();
+    let failed = (0..common::FEW).find_map(|n| {
+        let path = m.at(&n.to_string());
+        match fs::write(&path, "").and_then(|()| File::open(&path)) {
+            Ok(file) => {
+                open.push(file);
+                None
+            }
+            Err(e) => e.raw_os_error(),
+        }
+    });
+    assert_eq!(failed, Some(libc::ENFILE));
+    // An eighth of the descriptors are for handles. The guest closes, and goes on.
+    assert_eq!(open.len() as u64, common::FEW / 8);
+    drop(open);
+    fs::write(m.at("more"), "more").unwrap();
+    assert_eq!(fs::read(m.on_host("more")).unwrap(), b"more");
+}

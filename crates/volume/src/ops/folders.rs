@@ -27,7 +27,7 @@ impl Call<'_> {
         let handle = self.volume.handles.get(asked.fh, self.message.header.nodeid)?;
         let mut listing = locked(handle.folder()?);
         listing.go_to(asked.offset)?;
-        while self.interrupted.check().is_ok() {
+        loop {
             match self.next(&handle.node, &mut listing, most, plus) {
                 Ok(true) => {}
                 // The guest asks again, and gets the error then.
