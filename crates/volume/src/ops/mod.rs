@@ -27,8 +27,8 @@ const MAX_PAGES: u16 = 256;
 /// callers wait.
 const BACKGROUND: (u16, u16) = (32, 24);
 
-/// Set when a program of the guest that waits for an operation has got a signal (FUSE_INTERRUPT), or
-/// when the server ends.
+/// Set when a program of the guest that waits for an operation has got a signal (FUSE_INTERRUPT),
+/// or when the server ends.
 ///
 /// Short operations ignore it: a program whose stat(2) fails with EINTR because a child has ended
 /// would be surprised. Copies end early.
