@@ -81,10 +81,7 @@ pub fn forbid_outside(folder: BorrowedFd<'_>) -> io::Result<bool> {
 }
 
 /// Allows only what `allowed` returns, of all that can be forbidden, below `folder`.
-fn restrict(
-    folder: Option<BorrowedFd<'_>>,
-    allowed: impl FnOnce(u64) -> u64,
-) -> io::Result<bool> {
+fn restrict(folder: Option<BorrowedFd<'_>>, allowed: impl FnOnce(u64) -> u64) -> io::Result<bool> {
     let Some(version) = version() else { return Ok(false) };
     let (all, known) = everything(version);
     let check = |result: libc::c_long| {

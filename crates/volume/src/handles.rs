@@ -1,6 +1,6 @@
 //! Files and folders that the guest has open.
 
-use crate::locked;
+use crate::lock::locked;
 use crate::nodes::Node;
 use rustix::fd::OwnedFd;
 use rustix::fs::{FileType, RawDir, SeekFrom, seek};

@@ -7,7 +7,7 @@
 //! | root folder is the shared folder (nosuid, nodev, read-only if asked) | yes | likewise |
 //! | user, groups; no capabilities; no_new_privs | the caller's | unchanged |
 //! | limits: descriptors, address space, no core file | yes | yes |
-//! | Landlock, if the kernel has it: only the folder | yes | yes |
+//! | Landlock, if the kernel has version 2 of it: only the folder | yes | yes |
 //! | filter of system calls ([`crate::filter`]) | yes | yes |
 //!
 //! Without a user namespace, an ordinary user's server sees the host's files as before; Landlock
@@ -187,7 +187,10 @@ pub fn enter(
     rustix::thread::set_capabilities(None, none).map_err(step("clearing capabilities"))?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(step("becoming undumpable"))?;
     rustix::thread::set_no_new_privs(true).map_err(step("setting no_new_privs"))?;
-    if !dayfly_sys::landlock::forbid_outside(folder.as_fd()).map_err(step("Landlock"))? {
+    // The first version forbids every move between folders.
+    if dayfly_sys::landlock::version().is_some_and(|version| version > 1) {
+        dayfly_sys::landlock::forbid_outside(folder.as_fd()).map_err(step("Landlock"))?;
+    } else {
         lacking.push("Landlock");
     }
     Ok(Jailed { folder, own: OwnFds::in_working_folder(own), lacking })

@@ -1,6 +1,6 @@
 //! `dayfly-volume`: serves one folder of the host to one guest ([`dayfly_volume`]).
 
-use dayfly_volume::serve::tell;
+use dayfly_volume::serve::say;
 use dayfly_volume::{arguments, start};
 use std::process::ExitCode;
 
@@ -8,7 +8,7 @@ fn main() -> ExitCode {
     let arguments = match arguments::parse(std::env::args().skip(1)) {
         Ok(arguments) => arguments,
         Err(why) => {
-            tell(&why);
+            say(&why);
             return ExitCode::FAILURE;
         }
     };
@@ -21,7 +21,7 @@ fn main() -> ExitCode {
                 text = format!("{text}: {cause}");
                 source = cause.source();
             }
-            tell(&text);
+            say(&text);
             ExitCode::FAILURE
         }
     }

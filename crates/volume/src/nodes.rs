@@ -4,7 +4,7 @@
 //! One file has one node, whatever its names. A node lives until the guest has forgotten it as
 //! often as it was found. Numbers are never used again, so their generation is always 0.
 
-use crate::locked;
+use crate::lock::locked;
 use rustix::fd::OwnedFd;
 use rustix::fs::{AtFlags, FileType, Statx, StatxFlags};
 use rustix::io::Errno;

@@ -19,8 +19,8 @@ pub struct Options {
     pub group: Id,
     /// Every change fails with EROFS.
     pub read_only: bool,
-    /// The guest may be asked to forget files, because its relay writes messages with `unique` 0
-    /// from a thread of their own.
+    /// The guest may be asked to forget files, because its relay has another thread for messages
+    /// whose `unique` is 0.
     pub notify: bool,
     /// At most [`MAX_NODES`].
     pub max_nodes: usize,

@@ -3,7 +3,7 @@
 //! The server acts as the caller only, so every file that a guest makes belongs to the caller. The
 //! guest sees the caller's files as those of its root.
 
-/// The id that stands for all others ("nobody").
+/// The id that is shown for all other users and groups of the host (overflowuid).
 pub const OTHERS: u32 = 65_534;
 
 /// The user or the group of a caller.
@@ -22,7 +22,7 @@ impl Id {
         }
     }
 
-    /// The host's id for one that the guest gives a file. `None`: nobody can give it that.
+    /// The host's id for one that the guest gives a file. `None`: the caller cannot give it that.
     #[must_use]
     pub const fn given(self, guest: u32) -> Option<u32> {
         match (self.0, guest) {

@@ -8,7 +8,7 @@
 //! If the guest does not read its answers, the workers wait, then the queue is full, then the
 //! reader waits: nothing grows.
 
-use crate::locked;
+use crate::lock::locked;
 use crate::message::{Message, Reply};
 use crate::ops::{Interrupted, Volume};
 use crate::options::{Options, StartError};
@@ -40,7 +40,9 @@ pub enum ServeError {
     #[error(transparent)]
     Start(#[from] StartError),
     /// The guest has sent what is no message.
-    #[error("message of the guest: expected {IN_HEADER_BYTES} to {MAX_MESSAGE_BYTES} bytes, got {0}")]
+    #[error(
+        "message of the guest: expected {IN_HEADER_BYTES} to {MAX_MESSAGE_BYTES} bytes, got {0}"
+    )]
     Length(u32),
     /// The stream failed.
     #[error("reading the guest's messages")]
@@ -125,7 +127,7 @@ pub fn serve_after(
             let thread = std::thread::Builder::new().name(format!("worker-{n}"));
             if let Err(source) = thread.spawn_scoped(scope, work) {
                 // The threads that were started wait for ever.
-                tell(&format!("starting a thread: {source}"));
+                say(&format!("starting a thread: {source}"));
                 std::process::exit(1);
             }
         }
@@ -140,7 +142,7 @@ pub fn serve_after(
 }
 
 /// Writes a line to stderr, if there is one.
-pub fn tell(line: &str) {
+pub fn say(line: &str) {
     let _ = writeln!(io::stderr(), "dayfly-volume: {line}");
 }
 
@@ -201,8 +203,8 @@ impl Server {
         }
     }
 
-    /// An operation that waits or runs ends with EINTR, if it can. One that has ended has its
-    /// answer already: the guest needs no other one.
+    /// An operation that waits or runs ends early, if it can. One that has ended has its answer
+    /// already: the guest needs no other one.
     fn interrupt(&self, unique: u64) {
         if let Some(interrupted) = locked(&self.queue).pending.get(&unique) {
             interrupted.0.store(true, Ordering::Relaxed);

@@ -4,7 +4,7 @@ use crate::arguments::{Arguments, Caller};
 use crate::jail::{self, JailError};
 use crate::options::Options;
 use crate::owner::Id;
-use crate::serve::{ServeError, serve_after, tell};
+use crate::serve::{ServeError, say, serve_after};
 use crate::{filter, options};
 use rustix::process::{getegid, geteuid};
 use std::io::Write;
@@ -12,7 +12,7 @@ use std::io::Write;
 /// Why the program ended with an error.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
-    /// The program runs as root and was not told whose folder it is.
+    /// The program runs as root without the caller's ids.
     #[error("started as root: expected --uid and --gid of the caller")]
     NoCaller,
     /// The program does not run as root and cannot become another user.
@@ -57,7 +57,7 @@ pub fn run(arguments: Arguments) -> Result<(), RunError> {
     options::check_folder(&folder).map_err(ServeError::from)?;
     let jailed = jail::enter(folder, to_become, arguments.read_only)?;
     if !jailed.lacking.is_empty() {
-        tell(&format!("jailed without {}: this host has none", jailed.lacking.join(" and ")));
+        say(&format!("jailed without {}: this host has none", jailed.lacking.join(" and ")));
     }
     let options = Options {
         user: caller.user,

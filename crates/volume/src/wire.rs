@@ -211,7 +211,7 @@ structures! {
     /// Answer to STATFS.
     StatfsOut {
         blocks: u64, bfree: u64, bavail: u64, files: u64, ffree: u64,
-        bsize: u32, namelen: u32, frsize: u32, padding: u32, spare: [u32; 6],
+        bsize: u32, namelen: u32, frsize: u32, padding: u32, reserved: [u32; 6],
     }
     /// FSYNC and FSYNCDIR.
     FsyncIn { fh: u64, flags: u32, padding: u32 }

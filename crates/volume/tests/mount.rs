@@ -288,7 +288,7 @@ fn changes_of_the_host_become_visible() {
     fs::write(m.on_host("a"), "longer than before").unwrap();
     fs::write(m.on_host("b"), "").unwrap();
     fs::remove_file(m.on_host("a")).unwrap();
-    // After the second for which names are valid; the loop has no end of its own.
+    // After the second for which names are valid; the test's own time limit ends the loop.
     while m.at("a").exists() || !m.at("b").exists() {
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -327,26 +327,20 @@ fn tar_git_and_sqlite_work() {
         return;
     }
     let m = Mounted::new(As::Root, &[]);
-    m.sh(
-        "mkdir src out; for n in $(seq 200); do mkdir -p src/d$((n % 10)); \
+    m.sh("mkdir src out; for n in $(seq 200); do mkdir -p src/d$((n % 10)); \
          seq $n > src/d$((n % 10))/f$n; done; ln -s f1 src/d1/link; ln src/d1/f1 src/d1/hard; \
          tar -C src -cf - . | tar -C out -xpf -; diff -r src out; \
-         test \"$(stat -c %h out/d1/f1)\" = 2",
-    );
+         test \"$(stat -c %h out/d1/f1)\" = 2");
     assert_eq!(fs::read_link(m.on_host("out/d1/link")).unwrap().to_str(), Some("f1"));
-    m.sh(
-        "git init -q repo; cd repo; git config user.name n; git config user.email e; \
+    m.sh("git init -q repo; cd repo; git config user.name n; git config user.email e; \
          cp -r ../src .; git add .; git commit -qm one; git mv src moved; git commit -qam two; \
          git gc -q; git fsck --strict; cd ..; git clone -q repo clone; cd clone; \
-         test -z \"$(git status --porcelain)\"; test \"$(git log --oneline | wc -l)\" = 2",
-    );
+         test -z \"$(git status --porcelain)\"; test \"$(git log --oneline | wc -l)\" = 2");
     if std::path::Path::new("/usr/bin/sqlite3").exists() {
-        let found = m.sh(
-            "sqlite3 db 'pragma journal_mode=wal; create table t(a); begin; \
+        let found = m.sh("sqlite3 db 'pragma journal_mode=wal; create table t(a); begin; \
              with recursive n(x) as (select 1 union all select x+1 from n where x<20000) \
              insert into t select x from n; commit; pragma integrity_check; \
-             select count(*), sum(a) from t;'",
-        );
+             select count(*), sum(a) from t;'");
         assert!(found.ends_with("ok\n20000|200010000\n"), "{found}");
         m.sh("sqlite3 db 'pragma journal_mode=delete; delete from t where a % 2; vacuum;'");
     }
@@ -388,4 +382,62 @@ fn an_ordinary_user_can_share_a_folder() {
     fs::write(m.on_host("roots"), "").unwrap();
     assert_eq!(m.at("roots").metadata().unwrap().uid(), 65_534);
     m.sh("mkdir d; mv a d; tar cf t d; rm -r d; tar xf t; cat d/a");
+}
+
+#[test]
+fn a_user_without_namespaces_can_share_a_folder() {
+    if !can() {
+        return;
+    }
+    let m = Mounted::new(As::Confined, &[]);
+    m.sh("mkdir d; echo text > d/a; ln d/a d/b; tar cf t d; rm -r d; tar xf t; cat d/a d/b");
+    assert_eq!(m.on_host("d/a").metadata().unwrap().uid(), USER);
+    rustix::fs::setxattr(m.at("t"), "user.a", b"1", rustix::fs::XattrFlags::empty()).unwrap();
+}
+
+#[test]
+fn a_guest_that_walks_more_files_than_it_may_know_is_asked_to_forget() {
+    if !can() {
+        return;
+    }
+    let host = common::folder();
+    let count = 3 * common::FEW;
+    for n in 0..count {
+        File::create_new(host.path().join(n.to_string())).unwrap();
+    }
+    let m = Mounted::of(host, As::Confined, &["--notify"]);
+    for n in 0..count {
+        // What it was asked to forget may come a little later.
+        while let Err(e) = m.at(&n.to_string()).metadata() {
+            assert_eq!(e.raw_os_error(), Some(libc::ENFILE), "file {n}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    let descriptors = fs::read_dir(format!("/proc/{}/fd", m.server.id())).unwrap().count();
+    assert!(descriptors as u64 <= common::FEW, "{descriptors}");
+}
+
+#[test]
+fn a_guest_that_is_not_asked_to_forget_gets_enfile() {
+    if !can() {
+        return;
+    }
+    let m = Mounted::new(As::Confined, &[]);
+    let mut open = Vec::new();
+    let failed = (0..common::FEW).find_map(|n| {
+        let path = m.at(&n.to_string());
+        match fs::write(&path, "").and_then(|()| File::open(&path)) {
+            Ok(file) => {
+                open.push(file);
+                None
+            }
+            Err(e) => e.raw_os_error(),
+        }
+    });
+    assert_eq!(failed, Some(libc::ENFILE));
+    // An eighth of the descriptors are for handles. The guest closes, and goes on.
+    assert_eq!(open.len() as u64, common::FEW / 8);
+    drop(open);
+    fs::write(m.at("more"), "more").unwrap();
+    assert_eq!(fs::read(m.on_host("more")).unwrap(), b"more");
 }

@@ -144,7 +144,9 @@ fn body(opcode: u32, events: &mut Events<'_>) -> Option<Vec<u8>> {
             let mode = events.one(&kinds)? | small(events)?;
             [MknodIn { mode, ..MknodIn::default() }.as_bytes(), &name(events)?].concat()
         }
-        op::MKDIR => [MkdirIn { mode: small(events)?, umask: 0 }.as_bytes(), &name(events)?].concat(),
+        op::MKDIR => {
+            [MkdirIn { mode: small(events)?, umask: 0 }.as_bytes(), &name(events)?].concat()
+        }
         op::RENAME => {
             let start = RenameIn { newdir: id(events)? };
             [start.as_bytes(), &name(events)?, &name(events)?].concat()

@@ -3,7 +3,7 @@
 use super::Call;
 use crate::attr::entry_type;
 use crate::handles::{Entry, Listing};
-use crate::locked;
+use crate::lock::locked;
 use crate::nodes::Node;
 use crate::wire::{Dirent, EntryOut, ROOT, ReadIn};
 use rustix::io::Errno;
@@ -27,7 +27,7 @@ impl Call<'_> {
         let handle = self.volume.handles.get(asked.fh, self.message.header.nodeid)?;
         let mut listing = locked(handle.folder()?);
         listing.go_to(asked.offset)?;
-        while self.interrupted.check().is_ok() {
+        loop {
             match self.next(&handle.node, &mut listing, most, plus) {
                 Ok(true) => {}
                 // The guest asks again, and gets the error then.

@@ -27,7 +27,11 @@ const MAX_PAGES: u16 = 256;
 /// callers wait.
 const BACKGROUND: (u16, u16) = (32, 24);
 
-/// Set when the guest has given up an operation (FUSE_INTERRUPT).
+/// Set when a program of the guest that waits for an operation has got a signal (FUSE_INTERRUPT),
+/// or when the server ends.
+///
+/// Short operations ignore it: a program whose stat(2) fails with EINTR because a child has ended
+/// would be surprised. Copies end early.
 #[derive(Debug, Default)]
 pub struct Interrupted(pub AtomicBool);
 
@@ -170,7 +174,6 @@ impl Call<'_> {
     }
 
     fn run(mut self) -> Result<(), Errno> {
-        self.interrupted.check()?;
         if self.volume.options.read_only && self.changes() {
             return Err(Errno::ROFS);
         }

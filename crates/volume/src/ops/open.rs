@@ -3,7 +3,7 @@
 use super::names::permissions;
 use super::{Call, resolve};
 use crate::handles::{Listing, Open, Place};
-use crate::locked;
+use crate::lock::locked;
 use crate::nodes::{Node, Stamp, kind, stat};
 use crate::wire::{CreateIn, FSYNC_DATA, FsyncIn, KEEP_CACHE, OpenIn, OpenOut, ReleaseIn};
 use rustix::fd::OwnedFd;

@@ -71,7 +71,8 @@ impl Call<'_> {
         let mut names = vec![0; MAX_BYTES];
         let count = listxattr(self.volume.own.path(&node.fd), &mut names)?;
         let names = names.get(..count).ok_or(Errno::IO)?;
-        let shown = names.split_inclusive(|byte| *byte == 0).filter(|name| name.starts_with(PREFIX));
+        let shown =
+            names.split_inclusive(|byte| *byte == 0).filter(|name| name.starts_with(PREFIX));
         self.answer_sized(asked.size, &shown.collect::<Vec<_>>().concat())
     }
 

@@ -6,6 +6,8 @@
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsRawFd, OwnedFd};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
+use rustix::process::{Resource, Rlimit, setrlimit};
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -17,6 +19,8 @@ use tempfile::TempDir;
 
 /// The caller on the host.
 pub const USER: u32 = 12_345;
+/// Descriptors of a confined server.
+pub const FEW: u64 = 1024;
 /// The number of the stream in the server.
 const STREAM: i32 = 3;
 
@@ -27,6 +31,8 @@ pub enum As {
     Root,
     /// By [`USER`] itself.
     User,
+    /// By [`USER`], with [`FEW`] descriptors, on a host that forbids user namespaces.
+    Confined,
 }
 
 /// Starts the program, and waits until it serves.
@@ -41,6 +47,7 @@ pub fn start(by: As, folder: &Path, stream: OwnedFd, more: &[&str]) -> Child {
         As::User => {
             command.uid(USER).gid(USER);
         }
+        As::Confined => confine(command.uid(USER).gid(USER)),
     }
     let from = stream.as_raw_fd();
     // SAFETY: dup2(2) is async-signal-safe, and both numbers are the child's.
@@ -60,6 +67,24 @@ pub fn start(by: As, folder: &Path, stream: OwnedFd, more: &[&str]) -> Child {
         panic!("the server has not started: {why} {:?}", child.wait());
     }
     child
+}
+
+/// Lets a program have few descriptors, and no namespaces.
+fn confine(command: &mut Command) {
+    let eperm = SeccompAction::Errno(libc::EPERM.cast_unsigned());
+    let rules = [(libc::SYS_unshare, Vec::new())].into();
+    let arch = std::env::consts::ARCH.try_into().unwrap();
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, eperm, arch).unwrap();
+    let filter: BpfProgram = filter.try_into().unwrap();
+    // SAFETY: only system calls; the filter is compiled already.
+    unsafe {
+        command.pre_exec(move || {
+            let few = Rlimit { current: Some(FEW), maximum: Some(FEW) };
+            setrlimit(Resource::Nofile, few)?;
+            rustix::thread::set_no_new_privs(true)?;
+            seccompiler::apply_filter(&filter).map_err(std::io::Error::other)
+        })
+    };
 }
 
 /// A folder of [`USER`] on the host.
@@ -155,10 +180,7 @@ fn requests(device: &File, mut to: &UnixStream) {
     let mut buffer = vec![0; (1 << 20) + 4096];
     loop {
         // A thread that waits in read(2) would keep the device open when the stream has ended.
-        let mut wait = [
-            PollFd::new(device, PollFlags::IN),
-            PollFd::new(to, PollFlags::RDHUP),
-        ];
+        let mut wait = [PollFd::new(device, PollFlags::IN), PollFd::new(to, PollFlags::RDHUP)];
         let _ = poll(&mut wait, None);
         if !wait[1].revents().is_empty() {
             return;
@@ -178,7 +200,15 @@ fn requests(device: &File, mut to: &UnixStream) {
     }
 }
 
-fn answers(device: &File, mut from: UnixStream) {
+fn answers(device: &Arc<File>, mut from: UnixStream) {
+    // Writing a notification may wait for locks that are held until another answer comes.
+    let (notify, notifications) = std::sync::mpsc::sync_channel::<Vec<u8>>(64);
+    let notified = device.clone();
+    std::thread::spawn(move || {
+        for message in notifications {
+            let _ = (&*notified).write(&message);
+        }
+    });
     let mut len = [0; 4];
     while from.read_exact(&mut len).is_ok() {
         let mut message = vec![0; u32::from_ne_bytes(len) as usize];
@@ -186,6 +216,10 @@ fn answers(device: &File, mut from: UnixStream) {
         if from.read_exact(&mut message[4..]).is_err() {
             return;
         }
-        let _ = (&*device).write(&message);
+        if message[8..16] == [0; 8] {
+            let _ = notify.try_send(message);
+        } else {
+            let _ = (&**device).write(&message);
+        }
     }
 }
