@@ -125,7 +125,7 @@ async fn what_cannot_be_mounted_is_explained() {
 }
 
 #[tokio::test]
-async fn only_a_client_whose_user_is_known_shares_its_folders_and_in_a_machine_none_by_path() {
+async fn only_a_known_user_shares_folders_and_in_a_machine_none_by_path() {
     let world = World::new(ECHO, "0.1.0+2");
     let request = |source| VolumeRequest { source, target: "/x".into(), read_only: false };
     let path = request(VolumeSource::Path("/src".into()));
