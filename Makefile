@@ -2,7 +2,7 @@
 BIN := target/x86_64-unknown-linux-gnu/release
 DEMO ?=
 # Scenarios of dayfly-bench. Without a choice: those that take minutes rather than hours.
-BENCHES := birth chain scale death fork jobs trace faults dns linux numa
+BENCHES := birth first chain scale death fork jobs trace faults dns linux numa
 BENCH ?= $(BENCHES)
 OPTIONS ?=
 # Tests of make long, by name.

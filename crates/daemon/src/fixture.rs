@@ -12,7 +12,7 @@ use dayfly_store::{
 };
 use dayfly_units::{Name, VmId};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A configuration with all folders below `folder`, without a VMM program.
@@ -37,6 +37,14 @@ pub(crate) fn config(folder: &Path) -> Config {
         // Processes and threads of tests stand still for seconds on a busy host.
         deadlines: Deadlines::default().times(6),
     }
+}
+
+/// The VMM's program that was built with the test.
+pub(crate) fn vmm() -> PathBuf {
+    let own = std::env::current_exe().unwrap();
+    let vmm = own.ancestors().nth(2).unwrap().join("dayfly-vmm");
+    assert!(vmm.is_file(), "{}: build the programs first: cargo build --release", vmm.display());
+    vmm
 }
 
 /// Moves the calling thread, and threads that it starts, into a new network namespace and a mount

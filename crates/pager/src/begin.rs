@@ -21,13 +21,14 @@ pub(crate) struct Beginning {
     pub(crate) settings: Settings,
 }
 
-/// Receives the first message and the files.
-pub(crate) fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
+/// Receives the first message and the files. `None`: the daemon closed the connection before, because
+/// it needs no further pager.
+pub(crate) fn begin(socket: &OwnedFd) -> Result<Option<Beginning>, ServeError> {
     let next = || receive::<ToPager>(socket).map_err(step("receiving the plan from the daemon"));
     let ended = || {
         step("receiving the plan from the daemon")(io::Error::from(io::ErrorKind::UnexpectedEof))
     };
-    let (first, fds) = next()?.ok_or_else(ended)?;
+    let Some((first, fds)) = next()? else { return Ok(None) };
     let ToPager::Begin {
         table_bytes,
         places_bytes,
@@ -99,7 +100,7 @@ pub(crate) fn begin(socket: &OwnedFd) -> Result<Beginning, ServeError> {
     let reader = PageReader::open(&table, &places, packs, disks)?;
     let expected = Expected { first: first.clone(), elsewhere, ..Expected::default() };
     let source = Stored::new(reader, &expected, &settings.policy);
-    Ok(Beginning { source, memory: memory.into(), first, settings })
+    Ok(Some(Beginning { source, memory: memory.into(), first, settings }))
 }
 
 /// Decodes ranges of frames: for each the first frame and the frame behind the last, u32

@@ -4,6 +4,7 @@
 //! After its start it opens nothing by path and runs as another user ([`dayfly_pager::jail`]).
 
 use dayfly_pager::{jail, say, serve};
+use dayfly_sys::populate::Mapped;
 use rustix::fd::{FromRawFd, OwnedFd};
 use std::process::ExitCode;
 
@@ -17,6 +18,8 @@ fn main() -> ExitCode {
     // SAFETY: the process that starts this program passes the descriptor, and no other code here
     // knows its number. If it is not open, the first call on it fails.
     let socket = unsafe { OwnedFd::from_raw_fd(number) };
+    // Most pagers are started before the daemon needs them.
+    Mapped::find().touch();
     let descriptors = match jail::enter() {
         Ok(descriptors) => descriptors,
         Err(e) => {

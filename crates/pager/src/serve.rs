@@ -3,11 +3,13 @@
 
 use crate::begin::{Beginning, begin};
 use crate::clones::{Clone, Handle};
+use crate::crew::Crew;
 use crate::error::{ServeError, step};
 use crate::jail;
 use crate::order::Order;
 use crate::pace::Pace;
 use crate::source::Source;
+use crate::stored::Stored;
 use crate::template::{Counters, Template};
 use crate::threads::{STOP, Shared};
 use crate::wire::{FromPager, Report, Settings, ToPager, receive, receive_bytes, send, send_bytes};
@@ -31,23 +33,34 @@ const END: Duration = Duration::from_secs(10);
 const MAX_THREADS: u32 = 64;
 
 /// Follows the plan from the daemon at the other end of `socket`. Returns when everything is
-/// present and the daemon and all clones know, or when no process needs the template any more.
+/// present and the daemon and all clones know, when no process needs the template any more, or when
+/// the daemon closes the connection instead of sending a plan.
 ///
 /// # Errors
-/// [`ServeError`]; it has been sent to the daemon.
+/// [`ServeError`]. The daemon gets it, or, if pages are served already, sees this process end.
 pub fn run(socket: OwnedFd, descriptors: Descriptors) -> Result<(), ServeError> {
-    let begun = begin(&socket).and_then(|Beginning { source, memory, first, settings }| {
-        let template = Template::new(memory, source).map_err(step("the template"))?;
-        jail::limit_memory(template.bytes()).map_err(step("the limit of memory"))?;
-        Server::start(template, &first, settings, descriptors)
-    });
+    let usual = Settings::default().fault_threads as usize + 1;
+    let crew = Crew::waiting(usual).map_err(step("threads"))?;
+    let begun = match begin(&socket) {
+        Ok(None) => return Ok(()),
+        Ok(Some(beginning)) => prepare(beginning),
+        Err(e) => Err(e),
+    };
     let answer = match &begun {
         Ok(_) => FromPager::Begun,
         Err(e) => FromPager::Failed { cause: e.to_string() },
     };
     // If the daemon is gone, the next read from it shows that.
     let _ = send(&socket, &answer, &[]);
-    begun?.talk(socket)
+    let (template, first, settings) = begun?;
+    Server::start(template, &first, settings, descriptors, crew)?.talk(socket)
+}
+
+fn prepare(beginning: Beginning) -> Result<(Template<Stored>, Vec<u32>, Settings), ServeError> {
+    let Beginning { source, memory, first, settings } = beginning;
+    let template = Template::new(memory, source).map_err(step("the template"))?;
+    jail::limit_memory(template.bytes()).map_err(step("the limit of memory"))?;
+    Ok((template, first, settings))
 }
 
 /// As [`run`], with the caller's template and source.
@@ -61,7 +74,7 @@ pub fn fill<S: Source + 'static>(
     socket: OwnedFd,
 ) -> Result<(), ServeError> {
     let descriptors = Descriptors::open().map_err(step("/proc/self/fd"))?;
-    Server::start(template, first, settings, descriptors)?.talk(socket)
+    Server::start(template, first, settings, descriptors, Crew::default())?.talk(socket)
 }
 
 /// A clone whose VMM has not sent its regions yet.
@@ -90,6 +103,7 @@ impl<S: Source + 'static> Server<S> {
         first: &[u32],
         settings: Settings,
         descriptors: Descriptors,
+        mut crew: Crew,
     ) -> Result<Self, ServeError> {
         let order = Order::new(template.layout(), first, &settings.policy);
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
@@ -118,13 +132,12 @@ impl<S: Source + 'static> Server<S> {
         let mut threads = Vec::new();
         for thread in 0..shared.busy.len() {
             let shared = Arc::clone(&shared);
-            let builder = std::thread::Builder::new().name("faults".to_owned());
-            threads
-                .push(builder.spawn(move || shared.serve_faults(thread)).map_err(step("threads"))?);
+            let serves = move || shared.serve_faults(thread);
+            threads.push(crew.start(c"faults", serves).map_err(step("threads"))?);
         }
         let ahead = Arc::clone(&shared);
-        let builder = std::thread::Builder::new().name("ahead".to_owned());
-        threads.push(builder.spawn(move || ahead.fetch_ahead()).map_err(step("threads"))?);
+        let fetches = move || ahead.fetch_ahead();
+        threads.push(crew.start(c"ahead", fetches).map_err(step("threads"))?);
         // A template that is all zero is complete already.
         shared.look();
         Ok(Self {

@@ -9,6 +9,7 @@
 //! | [`fdwire`] | descriptors over unix sockets (SCM_RIGHTS, unix(7)) | daemon, VMM, pager |
 //! | [`pagemap`] | entries of `/proc/<pid>/pagemap` | daemon, VMM |
 //! | [`ioprio`] | ioprio_set(2) | pager |
+//! | [`populate`] | page faults taken ahead (madvise(2)) | daemon, VMM, pager |
 //! | [`clone3`] | clone3(2) | daemon, VMM, agent |
 //! | [`reopen`] | another description of an open file, by /proc/self/fd | daemon |
 //! | [`landlock`] | landlock(7) | VMM |
@@ -25,6 +26,7 @@ pub mod landlock;
 #[cfg(feature = "netlink")]
 pub mod netlink;
 pub mod pagemap;
+pub mod populate;
 pub mod reopen;
 pub mod uffd;
 pub mod writers;

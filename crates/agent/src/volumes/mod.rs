@@ -9,6 +9,12 @@
 //! ended stays mounted, and the kernel answers programs with ENOTCONN, so that none of them writes
 //! to the folder below by mistake. A clone has no such connection: when this machine becomes
 //! another one, all volumes are unmounted lazily, and the host asks for the clone's volumes anew.
+//!
+//! Other threads of this agent use volumes too: archives, working directories of programs. A wait
+//! for an answer of FUSE cannot be interrupted by SIGKILL. If this process were killed meanwhile,
+//! the waiting thread would keep the device open, and the answer would never come. As PID 1 it
+//! cannot be killed: its end ends the machine. As a child of the image's own init, only root of the
+//! guest can kill it, and then only this guest's volumes hang, until its VM ends.
 
 mod device;
 mod mount;

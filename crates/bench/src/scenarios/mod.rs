@@ -5,6 +5,7 @@ pub mod chain;
 pub mod death;
 pub mod dns;
 pub mod faults;
+pub mod first;
 pub mod fork;
 pub mod jobs;
 pub mod linux;

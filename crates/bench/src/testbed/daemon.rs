@@ -207,6 +207,16 @@ impl Testbed {
         Ok((metric(&metrics, "dayfly_waiting")?, clones))
     }
 
+    /// Waits for this time as [`Self::pool_is_full`] does: a host that slept would be slower.
+    pub async fn settled(&self, time: Duration) -> Result<()> {
+        let begun = Instant::now();
+        while begun.elapsed() < time {
+            self.waiting().await?;
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        Ok(())
+    }
+
     /// Waits until the pool is as full as it gets: at least a warm clone and a warm VMM wait, and
     /// nothing changed for [`QUIET`].
     pub async fn pool_is_full(&self) -> Result<()> {

@@ -87,6 +87,23 @@ impl TemplateCache {
         }
     }
 
+    /// Prepares what opening any snapshot needs: a pager, and the index of pages. Returns the newest
+    /// snapshot, which will probably be cloned next.
+    ///
+    /// # Errors
+    /// The store cannot be read.
+    pub fn warm(&self) -> Outcome<Option<SnapshotManifest>> {
+        self.pagers.warm();
+        self.store.tenant(&self.tenant())?;
+        let snapshots = self.store.snapshots()?.items.into_iter();
+        Ok(snapshots.max_by_key(|manifest| manifest.created_unix_ms))
+    }
+
+    /// Ends the pager that waits for a snapshot.
+    pub fn end_pager(&self) {
+        self.pagers.end();
+    }
+
     /// The underlying store.
     #[must_use]
     pub fn store(&self) -> &Store {

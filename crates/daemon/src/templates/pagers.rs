@@ -4,6 +4,9 @@
 //! pager outlives the daemon, and ends when all pages are there. If a pager dies before, clones
 //! would wait for ever for missing pages. Therefore this module ends their VMs, with the pager's
 //! exit as the cause.
+//!
+//! One pager is started ahead ([`Spare`]): a new process, its namespaces and its jail take longer
+//! than all else that opens a snapshot.
 
 use crate::base::config::Config;
 use crate::base::error::{ApiError, Outcome};
@@ -14,7 +17,7 @@ use dayfly_host::spawn::{FIRST_FD, Namespaces, Program, Spawn, SpawnError, Stdio
 use dayfly_pager::client::Client;
 use dayfly_pager::wire::{FromPager, Report, Settings, pair};
 use dayfly_store::{OpenSnapshot, Plan};
-use dayfly_units::{Name, VmId, sync::lock};
+use dayfly_units::{Name, VmId, error::chain, sync::lock};
 use dayfly_vmm::control::{ExitReason, ExitRecord};
 use dayfly_vmm::memory::{lazy, working_set};
 use rustix::fd::{AsFd, OwnedFd};
@@ -93,11 +96,32 @@ impl Drop for Wanted {
     }
 }
 
+/// A pager without a plan. It ends when its connection is closed, so that none is left of a daemon
+/// that was killed.
+#[derive(Debug)]
+struct Spare {
+    socket: OwnedFd,
+    process: Process,
+}
+
+impl Spare {
+    /// Ends it.
+    fn end(self) {
+        drop(self.socket);
+        match self.process.wait(Some(SEND)) {
+            Ok(Some(_)) => {}
+            other => tracing::warn!("a pager without a snapshot does not end: {other:?}"),
+        }
+    }
+}
+
 /// Starts pagers.
 #[derive(Debug, Clone)]
 pub struct Pagers {
     program: PathBuf,
     name: PathBuf,
+    /// Started ahead for the next snapshot that is opened.
+    spare: Arc<Mutex<Option<Spare>>>,
     /// Options of the pagers.
     pub settings: Settings,
 }
@@ -110,6 +134,7 @@ impl Pagers {
         Self {
             program: config.vmm.with_file_name(PAGER_NAME),
             name: config.run.join(PAGER_NAME),
+            spare: Arc::default(),
             settings: Settings { deadline_s, ..Settings::default() },
         }
     }
@@ -125,17 +150,7 @@ impl Pagers {
         plan: &Plan,
         shared: Option<&Shared>,
     ) -> Result<Wanted, PagerError> {
-        let (ours, theirs) = pair()?;
-        let mut spawn = Spawn::new(Program::Path(self.program.clone()), &self.name);
-        spawn.argv.push(OsString::from(FIRST_FD.to_string()));
-        // No PID namespace: a pager ends VMMs, which are outside of any namespace that it could
-        // have. The program changes its user, root folder and capabilities itself, and installs its
-        // seccomp filter (`dayfly_pager::jail`).
-        spawn.namespaces =
-            Namespaces::MOUNT.and(Namespaces::NET).and(Namespaces::IPC).and(Namespaces::UTS);
-        spawn.fds = vec![(theirs, FIRST_FD)];
-        spawn.stderr = Stdio::Inherit;
-        let process = Process::from_child(spawn.run()?)?;
+        let Spare { socket: ours, process } = self.take()?;
         let begun = || -> io::Result<_> {
             rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Recv, Some(BEGIN))?;
             rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Send, Some(SEND))?;
@@ -158,11 +173,56 @@ impl Pagers {
             served: Mutex::default(),
             process,
         });
-        let watched = pager.clone();
-        std::thread::Builder::new()
-            .name("pager".to_owned())
-            .spawn(move || watched.watch(client))?;
+        let (watched, pagers) = (pager.clone(), self.clone());
+        std::thread::Builder::new().name("pager".to_owned()).spawn(move || {
+            watched.watch(client, &pagers);
+            pagers.warm();
+        })?;
         Ok(Wanted(pager))
+    }
+
+    /// Starts a pager for the next snapshot, if none waits. If that fails, the next snapshot starts
+    /// its own.
+    pub fn warm(&self) {
+        let mut spare = lock(&self.spare);
+        if spare.is_none() {
+            let spawned = self.spawn();
+            *spare = spawned
+                .inspect_err(|e| tracing::warn!("no pager is started ahead: {}", chain(e)))
+                .ok();
+        }
+    }
+
+    /// Ends the pager that waits for a snapshot.
+    pub fn end(&self) {
+        if let Some(spare) = lock(&self.spare).take() {
+            spare.end();
+        }
+    }
+
+    /// The pager that waits, if it lives, or else a new one.
+    fn take(&self) -> Result<Spare, PagerError> {
+        match lock(&self.spare).take() {
+            Some(spare) if spare.process.is_alive().unwrap_or(false) => return Ok(spare),
+            // So that no zombie stays.
+            Some(spare) => spare.end(),
+            None => {}
+        }
+        self.spawn()
+    }
+
+    fn spawn(&self) -> Result<Spare, PagerError> {
+        let (ours, theirs) = pair()?;
+        let mut spawn = Spawn::new(Program::Path(self.program.clone()), &self.name);
+        spawn.argv.push(OsString::from(FIRST_FD.to_string()));
+        // No PID namespace: a pager ends VMMs, which are outside of any namespace that it could
+        // have. The program changes its user, root folder and capabilities itself, and installs its
+        // seccomp filter (`dayfly_pager::jail`).
+        spawn.namespaces =
+            Namespaces::MOUNT.and(Namespaces::NET).and(Namespaces::IPC).and(Namespaces::UTS);
+        spawn.fds = vec![(theirs, FIRST_FD)];
+        spawn.stderr = Stdio::Inherit;
+        Ok(Spare { socket: ours, process: Process::from_child(spawn.run()?)? })
     }
 }
 
@@ -254,12 +314,15 @@ impl Pager {
         }
     }
 
-    /// Reads the pager's reports until it ends. Runs on a thread for each pager.
-    fn watch(&self, client: Arc<Client>) {
+    /// Reads the pager's reports until it ends. Runs on a thread for each pager. The next pager is
+    /// started when this one has fetched what its clones touch first; before, that would delay
+    /// their births.
+    fn watch(&self, client: Arc<Client>, pagers: &Pagers) {
         loop {
             match client.next() {
                 Ok(Some(FromPager::First)) => {
                     self.state.send_replace(State::Filling { first: true });
+                    pagers.warm();
                 }
                 Ok(Some(FromPager::Whole(report))) => return self.end_whole(client, &report),
                 Ok(Some(report)) => {
@@ -378,6 +441,51 @@ mod tests {
         other.kill().unwrap();
         other.wait().unwrap();
         assert!(!pager_lives(None, &name).unwrap());
+    }
+
+    /// Pagers whose program is the built one.
+    fn pagers(folder: &Path) -> Pagers {
+        Pagers::new(&Config { vmm: fixture::vmm(), ..fixture::config(folder) })
+    }
+
+    #[test]
+    fn one_pager_waits_and_ends_with_its_connection() {
+        let folder = tempfile::tempdir().unwrap();
+        let pagers = pagers(folder.path());
+        let waits = |pagers: &Pagers| lock(&pagers.spare).as_ref().map(|s| s.process.id());
+        pagers.warm();
+        let first = waits(&pagers).unwrap();
+        pagers.warm();
+        assert_eq!(waits(&pagers), Some(first), "a second one was started");
+        let taken = pagers.take().unwrap();
+        assert_eq!((taken.process.id(), waits(&pagers)), (first, None));
+        pagers.warm();
+        assert_ne!(waits(&pagers), Some(first));
+        pagers.end();
+        assert_eq!(waits(&pagers), None);
+        // A daemon that is killed closes the connection.
+        drop(taken.socket);
+        assert_eq!(taken.process.wait(None).unwrap(), Some(Ended::Code(0)));
+    }
+
+    #[test]
+    fn a_pager_that_died_while_it_waited_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let pagers = pagers(folder.path());
+        pagers.warm();
+        let dead = {
+            let spare = lock(&pagers.spare);
+            let process = &spare.as_ref().unwrap().process;
+            process.kill().unwrap();
+            while process.is_alive().unwrap() {
+                std::thread::yield_now();
+            }
+            process.id()
+        };
+        let taken = pagers.take().unwrap();
+        assert_ne!(taken.process.id(), dead);
+        assert!(taken.process.is_alive().unwrap());
+        taken.end();
     }
 
     #[test]

@@ -16,7 +16,7 @@ use crate::vm::Vm;
 use crate::vmm::launch::Fds;
 use dayfly_api::types::{BootSource, NetworkRequest, Source};
 use dayfly_host::process::Process;
-use dayfly_store::{Digest, DiskRef, FileTree, Image, Kernel, OpenSnapshot, Pin};
+use dayfly_store::{Digest, DiskRef, FileTree, Image, Kernel, OpenSnapshot, Pin, SnapshotManifest};
 use dayfly_sys::reopen;
 use dayfly_units::{Egress, Name, VmId};
 use dayfly_vmm::config::{
@@ -254,12 +254,18 @@ impl Template {
     /// # Errors
     /// The snapshot has more disks than a VM may have.
     pub fn of(open: &OpenSnapshot) -> Outcome<Self> {
-        let manifest = &open.manifest;
-        let (vcpus, memory_bytes) = (manifest.vcpus, manifest.memory_bytes);
-        let shape =
-            Shape { memory_bytes, vcpus, disks: disks(manifest.disks.len())?, nets: manifest.nets };
+        let (manifest, shape) = (&open.manifest, shape_of(&open.manifest)?);
         Ok(Self { name: manifest.name.clone(), fingerprint: open.fingerprint, shape })
     }
+}
+
+/// The shape of the warm VMMs that fit a snapshot.
+///
+/// # Errors
+/// The snapshot has more disks than a VM may have.
+pub fn shape_of(manifest: &SnapshotManifest) -> Outcome<Shape> {
+    let &SnapshotManifest { memory_bytes, vcpus, nets, .. } = manifest;
+    Ok(Shape { memory_bytes, vcpus, disks: disks(manifest.disks.len())?, nets })
 }
 
 fn disks(count: usize) -> Outcome<u8> {

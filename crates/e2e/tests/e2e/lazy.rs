@@ -38,15 +38,19 @@ fn three_clones_of_one_template() {
     ok(&["snapshot", "early", "-t", "e2e-late"]);
     ok(&["rm", "-f", "early"]);
     another_daemon();
-    let pagers = || on_host("pidof dayfly-pager").out.split_whitespace().count();
+    // The pager that waits for a snapshot has one thread.
+    let serving = "ls -d /proc/[0-9]*/task/*/comm | xargs grep -lsx ahead | wc -l";
+    let pagers = || on_host(serving).out.trim().parse::<usize>().unwrap();
     // The base's template is opened first, so that the two share memory.
     ok(&["run", BASE, "true"]);
     until("the base's pager's end", || pagers() == 0);
     // A loop on the host, because the pager may end sooner than one `on_host` takes while clones
     // use the CPU.
-    let one = "echo ready; for n in $(seq 4000); do \
-               [ \"$(pidof dayfly-pager | wc -w)\" = 1 ] && exit; sleep 0.02; done; exit 1";
-    let mut seen = start_on_host(one);
+    let one = format!(
+        "echo ready; for n in $(seq 4000); do \
+         [ \"$({serving})\" = 1 ] && exit; sleep 0.02; done; exit 1"
+    );
+    let mut seen = start_on_host(&one);
     seen.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).unwrap();
     let clones: Vec<_> =
         (0..3).map(|_| start(&["run", "e2e-late", "/bin/sh", "-c", sums])).collect();

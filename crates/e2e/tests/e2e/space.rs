@@ -4,29 +4,32 @@ use crate::harness::{BASE, dayfly, machine, ok, on_host, refused, sh, state_dir,
 
 /// Guests of the test.
 const GUESTS: usize = 20;
-/// What each guest writes, in MiB: more than the share of a VM on the machine's disk, 16 MiB.
-const EACH_MIB: usize = 40;
+/// Bytes that each guest writes: more than the share of a VM on the machine's disk, 16 MiB.
+const EACH_BYTES: usize = 40 << 20;
 /// Free space for all guests together, in MiB, beside what is kept for their shares.
 const LEFT_MIB: u64 = 100;
 
 /// A guest's program: a file of random bytes, its checksum, and a mark when both are on the disk.
 fn write() -> String {
     format!(
-        "head -c {EACH_MIB}M /dev/urandom >/root/file && sha256sum /root/file >/root/sum && sync \
+        "head -c {EACH_BYTES} /dev/urandom >/root/file && sha256sum /root/file >/root/sum && sync \
          && touch /run/written"
     )
 }
 
 /// Free bytes of the host's disk.
 fn free() -> u64 {
-    let got = on_host(&format!("df --output=avail -B1 {} | tail -n 1", state_dir()));
-    got.out.trim().parse().unwrap()
+    // The machine's df is busybox's.
+    let got = on_host(&format!("stat -f -c '%a %S' {}", state_dir()));
+    let numbers: Vec<u64> = got.out.split_whitespace().map(|n| n.parse().unwrap()).collect();
+    assert_eq!(numbers.len(), 2, "{got:?}");
+    numbers[0] * numbers[1]
 }
 
 fn states() -> Vec<String> {
-    let vms: serde_json::Value = serde_json::from_str(&ok(&["ps", "--json"])).unwrap();
-    let all = vms.as_array().unwrap().iter();
-    all.map(|vm| vm["paused_for"].as_str().unwrap_or("runs").to_owned()).collect()
+    let vms = ok(&["ps", "--format", "json"]);
+    let vms = vms.lines().map(|vm| serde_json::from_str::<serde_json::Value>(vm).unwrap());
+    vms.map(|vm| vm["paused_for"].as_str().unwrap_or("runs").to_owned()).collect()
 }
 
 #[test]

@@ -33,7 +33,6 @@ mod message;
 mod name;
 mod placement;
 mod serve;
-mod warm;
 
 pub use client::Client;
 pub use error::ZygoteError;

@@ -47,13 +47,6 @@ pub(super) const ASKED: ForkRequest = ForkRequest {
 pub(super) const WITHIN: Duration = Duration::from_secs(120);
 
 /// The VMM program built beside the program of this test.
-fn vmm() -> PathBuf {
-    let own = std::env::current_exe().unwrap();
-    let vmm = own.ancestors().nth(2).unwrap().join("dayfly-vmm");
-    assert!(vmm.is_file(), "{}: build the programs first: cargo build --release", vmm.display());
-    vmm
-}
-
 pub(super) async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !holds() {
@@ -94,7 +87,7 @@ impl Room {
         record: Option<&Record>,
     ) -> Self {
         let folder = tempfile::Builder::new().prefix("creations").tempdir_in("/dev/shm").unwrap();
-        let config = Config { vmm: vmm(), pool, ..fixture::config(folder.path()) };
+        let config = Config { vmm: fixture::vmm(), pool, ..fixture::config(folder.path()) };
         std::fs::create_dir_all(config.vms()).unwrap();
         std::fs::create_dir_all(&config.state).unwrap();
         let store = Store::open(&config.state).unwrap();

@@ -1,5 +1,7 @@
-//! Page faults taken ahead. A fork has to fault in the pages that it reads and copy those that it
-//! writes: some hundred pages in a VMM's first millisecond. A pre-forked VMM does this while idle.
+//! Page faults taken ahead (MADV_POPULATE_READ and MADV_POPULATE_WRITE of madvise(2)). A new process
+//! has to fault in the pages that it reads, and a fork copies those that it writes: some hundred
+//! pages in a VMM's first millisecond. Processes that wait for their first request do this while
+//! they are idle.
 
 use std::io;
 
@@ -9,11 +11,12 @@ const MOST: usize = 16 << 20;
 /// The mappings of this process that are touched ahead: programs, their data, heap and stack. Each
 /// entry is address, bytes and the advice for madvise(2).
 #[derive(Debug, Default)]
-pub(super) struct Mapped(Vec<(usize, usize, libc::c_int)>);
+pub struct Mapped(Vec<(usize, usize, libc::c_int)>);
 
 impl Mapped {
     /// The mappings that `/proc/self/maps` lists (proc(5)); none if the file cannot be read.
-    pub(super) fn find() -> Self {
+    #[must_use]
+    pub fn find() -> Self {
         Self::parse(&std::fs::read_to_string("/proc/self/maps").unwrap_or_default())
     }
 
@@ -40,7 +43,7 @@ impl Mapped {
 
     /// Touches all mappings. A mapping that cannot be touched ahead (none can before Linux 5.14) is
     /// touched when it is needed.
-    pub(super) fn touch(&self) {
+    pub fn touch(&self) {
         for &(start, length, advice) in &self.0 {
             // SAFETY: MADV_POPULATE_* (madvise(2)) reads pages of a mapping of this process, or
             // writes them back unchanged. It fails if the mapping no longer exists.
