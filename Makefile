@@ -8,7 +8,7 @@ OPTIONS ?=
 # Tests of make long, by name.
 LONG ?= a_daemon_killed_at_every_step a_foreign_client a_silent_machine a_thousand_clients \
 	again:: docker_of_debian_runs egress:: lazy:: liar:: modules_load_in of_qemu tour:: \
-	twenty_debian twenty_vms_on_a_full_disk whatever_runs_beside zoo::
+	twenty_debian twenty_vms_on_a_full_disk volumes:: whatever_runs_beside zoo::
 
 # Fuzzing: seconds for each target, one target alone, targets at once (docs/fuzzing.md).
 SECONDS ?= 60

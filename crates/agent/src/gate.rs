@@ -52,6 +52,7 @@ impl From<&Request> for Wish {
             | Request::SignalProgram { .. }
             | Request::WaitForProgram { .. }
             | Request::ForgetProgram { .. }
+            | Request::Mount { .. }
             | Request::Stat
             | Request::Fork
             | Request::Forked

@@ -14,6 +14,7 @@
 //!             │  └──▶ wire (frames in and out)
 //!             ├──▶ exec ──▶ spawn, cage, users, detached (output of detached programs)
 //!             ├──▶ archive
+//!             ├──▶ volumes (file systems whose server is on the host)
 //!             ├──▶ identity ──▶ network, hooks, watch (informs the image's own programs)
 //!             └──▶ stat, power, priority
 //! small_file ◀── every module that reads a file of the image by its path
@@ -38,6 +39,7 @@ pub mod priority;
 pub mod server;
 pub mod small_file;
 pub mod stat;
+pub mod volumes;
 pub mod vsock;
 pub mod watch;
 pub mod wire;

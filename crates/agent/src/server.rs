@@ -19,6 +19,7 @@ use crate::identity;
 use crate::kernel::Kernel;
 use crate::priority;
 use crate::stat;
+use crate::volumes::Volumes;
 use crate::watch::Is;
 use crate::wire::{Buffers, Conn, TIMEOUT, WireError};
 use dayfly_api::agent::{
@@ -65,6 +66,7 @@ pub struct Agent {
     root: PathBuf,
     kernel: Box<dyn Kernel>,
     programs: Arc<Programs>,
+    volumes: Volumes,
     state: Mutex<Shared>,
 }
 
@@ -88,7 +90,8 @@ impl Agent {
     pub fn new(root: PathBuf, kernel: Box<dyn Kernel>, programs: Programs) -> Arc<Self> {
         let state =
             Shared { gate: Gate::open(), next: 0, open: HashMap::new(), workers: 0, waiting: 0 };
-        Arc::new(Self { root, kernel, programs: Arc::new(programs), state: Mutex::new(state) })
+        let (programs, volumes) = (Arc::new(programs), Volumes::default());
+        Arc::new(Self { root, kernel, programs, volumes, state: Mutex::new(state) })
     }
 
     /// The programs that the agent runs.
@@ -291,13 +294,10 @@ impl Agent {
             | Request::SignalProgram { .. }
             | Request::WaitForProgram { .. }
             | Request::ForgetProgram { .. } => self.of_programs(conn, request),
-            Request::Stat => {
-                let reply = stat::stat(&self.root).map_or_else(
-                    |e| Reply::Err(Failure { code: FailureCode::Io, message: e.to_string() }),
-                    Reply::Stat,
-                );
-                conn.reply(&reply)
+            Request::Mount { path, name, read_only } => {
+                self.volumes.serve(conn, &path, &name, read_only)
             }
+            Request::Stat => conn.reply(&self.stat()),
             Request::Shutdown { reboot } => {
                 let sent = conn.reply(&Reply::Ok);
                 self.kernel.end(reboot);
@@ -305,6 +305,12 @@ impl Agent {
             }
         };
         served.map(|()| goes_on)
+    }
+
+    /// The use of memory and root disk.
+    fn stat(&self) -> Reply {
+        let failed = |e: stat::StatError| Failure { code: FailureCode::Io, message: e.to_string() };
+        stat::stat(&self.root).map_or_else(|e| Reply::Err(failed(e)), Reply::Stat)
     }
 
     /// Serves the requests about detached programs.
@@ -377,6 +383,9 @@ impl Agent {
             {
                 let _ = rustix::net::shutdown(&open.fd, rustix::net::Shutdown::Both);
             }
+            drop(state);
+            // Those of the machine before: their connections are among those that have ended.
+            self.volumes.unmount();
         }
         reply
     }
@@ -398,5 +407,6 @@ const fn takes_long(request: &Request) -> bool {
             | Request::WriteArchive { .. }
             | Request::Log { .. }
             | Request::WaitForProgram { .. }
+            | Request::Mount { .. }
     )
 }

@@ -158,6 +158,15 @@ impl Conn {
         }
     }
 
+    /// Takes all bytes that were read and not consumed: what follows a request after which the
+    /// connection has no frames.
+    pub fn take_rest(&mut self) -> Vec<u8> {
+        let rest = self.inbox.split_off(self.at.min(self.inbox.len()));
+        self.inbox.clear();
+        self.at = 0;
+        rest
+    }
+
     /// Reads once, without waiting.
     ///
     /// # Errors

@@ -36,6 +36,7 @@ fn a_sealed_agent_serves_nothing_until_it_has_an_identity() {
         Request::ReadArchive { path: path.clone() },
         Request::WriteArchive { path },
         Request::Stat,
+        Request::Mount { path: "/nowhere".into(), name: "v".into(), read_only: true },
         Request::Seal,
         Request::Shutdown { reboot: false },
     ] {

@@ -16,6 +16,7 @@ mod once;
 mod outputs;
 mod port;
 mod stream;
+mod volumes;
 
 pub use call::{Body, Client, empty_body, stream_body};
 pub use error::ClientError;

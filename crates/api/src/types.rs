@@ -19,6 +19,7 @@ mod recording;
 mod snapshots;
 mod store;
 mod vms;
+mod volumes;
 mod wire;
 
 pub use colours::{ColourHeld, ColourUse, Colours, Footprint, MAX_PICTURE_WIDTH};
@@ -42,6 +43,9 @@ pub use store::{
 pub use vms::{
     EgressRequest, ExecControl, ExecNotice, ExecResult, ExitKind, ForkRequest, Forked, GuestStat,
     PauseReason, Refused, RemoveManyRequest, RunReply, Vm, VmDetails, VmExit, VmNetwork, VmState,
+};
+pub use volumes::{
+    MAX_VOLUMES, VmVolume, Volume, VolumeCreateRequest, VolumeOffer, VolumeRequest, VolumeSource,
 };
 
 /// The answer to a request for a list.
@@ -84,6 +88,8 @@ pub const WEBSOCKET_STDOUT: u8 = 1;
 pub const WEBSOCKET_STDERR: u8 = 2;
 /// The value of the `Upgrade` header for connections to ports.
 pub const UPGRADE_PORT: &str = "dayfly-port";
+/// The value of the `Upgrade` header for offers of folders, and for their streams.
+pub const UPGRADE_VOLUME: &str = "dayfly-volume";
 /// The header of a `101` to a port that describes the VM: a [`Vm`] in JSON, in ASCII.
 pub const VM_HEADER: &str = "dayfly-vm";
 /// The trailer of an answer that could not be completed: an [`ApiError`] in JSON, of at most

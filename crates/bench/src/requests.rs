@@ -17,7 +17,9 @@ pub const MAX_OUTPUT: usize = 1 << 20;
 pub fn create(source: Source, labels: &[&str]) -> CreateRequest {
     let labels = labels.iter().map(|label| ((*label).to_owned(), String::new())).collect();
     let network = NetworkRequest::default();
-    CreateRequest { source, name: None, labels, forks: 0, network, lifetime: Lifetime::UNLIMITED }
+    let lifetime = Lifetime::UNLIMITED;
+    let volumes = Vec::new();
+    CreateRequest { source, name: None, labels, forks: 0, network, lifetime, volumes }
 }
 
 /// Many clones, as [`create`].
@@ -26,7 +28,7 @@ pub fn create_many(snapshot: &Name, count: usize, labels: &[&str]) -> CreateMany
         create(Source::Snapshot(snapshot.clone()), labels);
     // The daemon refuses more than 4096.
     let (count, lifetime) = (u32::try_from(count).unwrap_or(u32::MAX), Lifetime::UNLIMITED);
-    CreateManyRequest { source, count, labels, network, lifetime }
+    CreateManyRequest { source, count, labels, network, lifetime, volumes: Vec::new() }
 }
 
 /// A snapshot that was made.

@@ -34,6 +34,8 @@ mod snapshots;
 mod stats;
 mod store;
 mod version;
+mod volume;
+mod volumes_arg;
 
 use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -77,6 +79,9 @@ pub enum Command {
     Tag(pull::Tag),
     /// Remove images
     Rmi(pull::Remove),
+    /// Make, list, show and remove named volumes
+    #[command(subcommand)]
+    Volume(volume::Command),
     /// Fetch, list and remove guest kernels
     #[command(subcommand)]
     Kernel(kernel::Command),
@@ -159,6 +164,9 @@ pub enum Command {
     /// Started by `dayfly machine start`: supervises the machine's processes
     #[command(hide = true)]
     MachineSupervise(machine::Supervise),
+    /// Started by `dayfly run` and `create`: offers folders of this host to the machine
+    #[command(hide = true)]
+    VolumeKeep,
 }
 
 impl Command {
@@ -168,6 +176,7 @@ impl Command {
     pub fn before_runtime(&self) -> Option<ExitCode> {
         match self {
             Self::MachineSupervise(args) => Some(args.run()),
+            Self::VolumeKeep => Some(crate::offers::keep()),
             Self::Completions { shell } => {
                 // Not to standard output, because the generator panics if that is closed.
                 let mut script = Vec::new();
@@ -204,6 +213,7 @@ impl Command {
             Self::Tag(args) => args.run().await.map(|()| 0),
             Self::Rmi(args) => args.run().await,
             Self::Kernel(command) => command.run().await,
+            Self::Volume(command) => command.run().await,
             Self::Bake(args) => args.run().await.map(|()| 0),
             Self::Run(args) => args.run().await,
             Self::Create(args) => args.run().await.map(|()| 0),
@@ -235,7 +245,10 @@ impl Command {
             Self::Doctor(args) => args.run().await,
             Self::Machine(command) => command.run().await,
             Self::Version(args) => args.run().await.map(|()| 0),
-            Self::Completions { .. } | Self::Man { .. } | Self::MachineSupervise(_) => {
+            Self::Completions { .. }
+            | Self::Man { .. }
+            | Self::MachineSupervise(_)
+            | Self::VolumeKeep => {
                 unreachable!("run by before_runtime")
             }
         }

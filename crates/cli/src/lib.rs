@@ -22,6 +22,7 @@ pub mod fuzzing;
 pub mod home;
 mod image_source;
 pub mod machine_start;
+mod offers;
 pub mod output;
 pub mod progress;
 mod pulling;

@@ -29,6 +29,7 @@ pub fn machine_options(steps: &Steps) -> Result<InitOptions> {
     options.daemon = Some(daemon);
     options.vmm = Some(vmm);
     options.pager = Some(pager);
+    options.volume = Some(program("dayfly-volume")?);
     Ok(options)
 }
 
@@ -65,6 +66,7 @@ fn with_present_programs(
         (renewed.daemon.as_mut(), "dayflyd"),
         (renewed.vmm.as_mut(), "dayfly-vmm"),
         (renewed.pager.as_mut(), "dayfly-pager"),
+        (renewed.volume.as_mut(), "dayfly-volume"),
     ];
     for (path, name) in programs {
         if let Some(path) = path

@@ -17,6 +17,9 @@ use crate::vm::space::Space;
 use crate::vm::survey::addresses;
 use crate::vmm::launch::Launcher;
 use crate::vmm::pool::Pool;
+use crate::volumes::named::Named;
+use crate::volumes::offers::Offers;
+use crate::volumes::server::Watched;
 use dayfly_api::types::{Event, EventKind, ExitKind};
 use dayfly_host::numa::Node;
 use dayfly_host::reaper::Reapers;
@@ -63,6 +66,12 @@ pub struct Daemon {
     pub events: EventLog,
     /// Images, kernels, snapshots and layers of the store; open templates.
     pub templates: TemplateCache,
+    /// Named volumes.
+    pub volumes: Named,
+    /// Folders of other hosts.
+    pub offers: Arc<Offers>,
+    /// Processes that serve volumes.
+    pub volume_servers: Watched,
     /// Locks that serialise `verify` and `gc` of the store.
     pub maintenance: MaintenanceLocks,
     /// Requests with a key, and their answers.
@@ -102,6 +111,9 @@ impl Daemon {
             networks: Networks::new(&config, &addresses(&config)?),
             nodes,
             pool: Arc::new(Pool::new(config.pool)),
+            volumes: Named::new(&config.state),
+            offers: Arc::default(),
+            volume_servers: Watched::default(),
             config,
             metrics: Metrics::default(),
             events: EventLog::new(u64::from_ne_bytes(random())),
@@ -118,6 +130,11 @@ impl Daemon {
         let removed = || exit_now(ExitKind::Killed, "removed");
         let exit = (kind == EventKind::Exited).then(|| vm.live().exit.unwrap_or_else(removed));
         self.events.add(Event { exit, ..event_of(vm, kind) });
+    }
+
+    /// Adds an event of `vm` that has a cause.
+    pub fn happened_because(&self, vm: &Vm, kind: EventKind, message: String) {
+        self.events.add(Event { message: Some(message), ..event_of(vm, kind) });
     }
 
     /// Adds the event that `snapshot` of `vm` is stored.

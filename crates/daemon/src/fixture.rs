@@ -80,6 +80,7 @@ pub(crate) fn facts() -> Facts {
         ephemeral: false,
         auto_remove: false,
         labels: Default::default(),
+        volumes: Vec::new(),
         request: None,
     }
 }

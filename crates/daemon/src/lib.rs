@@ -16,7 +16,8 @@
 //!    │
 //!  vm                 a VM and the registry of all VMs
 //!    │
-//!  templates, net     open snapshots and their pagers; addresses, taps, names
+//!  templates, net,    open snapshots and their pagers; addresses, taps, names;
+//!  volumes            folders of the host, and the processes that serve their files
 //!    │
 //!  model              plain data, and decisions without I/O
 //!    │
@@ -43,3 +44,4 @@ pub mod serve;
 pub mod templates;
 pub mod vm;
 pub mod vmm;
+pub mod volumes;

@@ -5,6 +5,7 @@ use clap::Parser;
 use dayfly_daemon::base::config::{self, Config, Deadlines, DiskSpace};
 use dayfly_daemon::base::prefix::Prefix;
 use dayfly_daemon::vm::uids::IdFiles;
+use dayfly_daemon::volumes::server;
 use dayfly_units::{Bytes, ParseBytesError, failpoint};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::path::PathBuf;
@@ -117,6 +118,9 @@ fn beside() -> anyhow::Result<PathBuf> {
 }
 
 fn main() -> anyhow::Result<()> {
+    if std::env::args_os().nth(1).is_some_and(|option| option == server::JOIN) {
+        return server::join_streams().context("joining two streams");
+    }
     dayfly_daemon::base::heap::keep_less();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     runtime.context("starting threads")?.block_on(run())

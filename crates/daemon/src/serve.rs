@@ -5,7 +5,7 @@ use crate::base::config::{Config, SOCKET_PATH_MAX};
 use crate::base::error::blocking;
 use crate::base::heap;
 use crate::daemon::Daemon;
-use crate::http::routes;
+use crate::http::routes::{self, extract::Peer};
 use crate::net::keeper as net_keeper;
 use crate::net::publisher::Publisher;
 use crate::ops::{adopt, keeper, self_fork, space};
@@ -67,6 +67,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     daemon.launcher.run_dirs.sweep()?;
     daemon.launcher.run_dirs.prepare()?;
     daemon.templates.store().prepare_vm_layers(1)?;
+    daemon.volumes.sweep();
     daemon.launcher.zygotes.warm().map_err(|e| anyhow::anyhow!(dayfly_units::error::chain(&e)))?;
     tokio::spawn(self_fork::keep(daemon.clone(), opened));
     // The VMMs are asked while clients are served.
@@ -85,7 +86,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let (listener, own_socket) = api_socket(&path)?;
     let app = routes::router(daemon.clone()).context("the OpenAPI document")?;
     let stop = daemon.stop.clone();
-    let server = axum::serve(listener, app.into_make_service())
+    let server = axum::serve(listener, app.into_make_service_with_connect_info::<Peer>())
         .with_graceful_shutdown(async move { stop.cancelled().await });
     let mut server = tokio::spawn(server.into_future());
     tracing::info!(socket = %path.display(), vms = daemon.registry.len(), "serving");

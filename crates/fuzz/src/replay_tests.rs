@@ -39,7 +39,8 @@ macro_rules! replay {
 }
 
 replay! {
-    agent archives boot daemon devices dns introspect pager registry store tree units vmm vsock
+    agent archives boot daemon devices dns introspect pager registry store tree units vmm volume
+    vsock
 }
 
 #[test]

@@ -13,8 +13,11 @@ use rustix::process::{
 };
 use rustix::time::Timespec;
 use serde::{Deserialize, Serialize};
+use std::ffi::OsStr;
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Identifies one process of this host until the host reboots.
@@ -353,6 +356,25 @@ pub struct VmProcess {
 /// # Errors
 /// `/proc` cannot be listed.
 pub fn scan(program: &str) -> io::Result<Vec<VmProcess>> {
+    scan_by(|cmdline| vm_of(program, cmdline))
+}
+
+/// Every live process whose `argv[0]` is `<folder>/<VmId>/<program>`. Left out are those that
+/// [`scan`] leaves out.
+///
+/// # Errors
+/// `/proc` cannot be listed.
+pub fn scan_below(folder: &Path, program: &str) -> io::Result<Vec<VmProcess>> {
+    scan_by(|cmdline| {
+        let own = Path::new(OsStr::from_bytes(cmdline.split(|&b| b == 0).next()?));
+        let of_vm = own.strip_prefix(folder).ok()?;
+        let id = of_vm.parent()?.to_str()?.parse().ok()?;
+        (of_vm.file_name()? == program).then_some(id)
+    })
+}
+
+/// Every live process in whose command line `vm_of` finds a VM.
+fn scan_by(vm_of: impl Fn(&[u8]) -> Option<VmId>) -> io::Result<Vec<VmProcess>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")? {
         let Some(pid) = entry?.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else {
@@ -361,7 +383,7 @@ pub fn scan(program: &str) -> io::Result<Vec<VmProcess>> {
         // The id first: if the pid is reused before the next read, the id names the process that
         // ended, and opening it fails.
         let Ok(Some(process)) = ProcessId::of(pid) else { continue };
-        if let Some(vm) = command_line(pid).and_then(|line| vm_of(program, &line)) {
+        if let Some(vm) = command_line(pid).and_then(|line| vm_of(&line)) {
             found.push(VmProcess { process, vm });
         }
     }
@@ -372,8 +394,7 @@ pub fn scan(program: &str) -> io::Result<Vec<VmProcess>> {
 ///
 /// # Errors
 /// `/proc` cannot be listed.
-pub fn lives(name: &std::path::Path) -> io::Result<bool> {
-    use std::os::unix::ffi::OsStrExt;
+pub fn lives(name: &Path) -> io::Result<bool> {
     let wanted = name.as_os_str().as_bytes();
     for entry in std::fs::read_dir("/proc")? {
         let Some(pid) = entry?.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else {

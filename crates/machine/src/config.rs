@@ -32,6 +32,8 @@ pub struct InitOptions {
     pub vmm: Option<PathBuf>,
     /// Path of `dayfly-pager`.
     pub pager: Option<PathBuf>,
+    /// Path of `dayfly-volume`.
+    pub volume: Option<PathBuf>,
     /// Whether machine and VMs reach what the user's host reaches.
     pub network: bool,
     /// Folders of the host that the machine sees.
@@ -55,6 +57,7 @@ impl Default for InitOptions {
             daemon_env: Vec::new(),
             vmm: None,
             pager: None,
+            volume: None,
             network: true,
             shares: Vec::new(),
         }

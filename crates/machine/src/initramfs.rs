@@ -107,6 +107,12 @@ fn programs(options: &InitOptions) -> Result<BTreeMap<String, PathBuf>, BuildErr
     if let Some(pager) = &options.pager {
         programs.insert("usr/bin/dayfly-pager".to_owned(), pager.clone());
     }
+    // Machines of older versions were made without it.
+    let beside = || Some(options.daemon.as_ref()?.with_file_name("dayfly-volume"));
+    let volume = options.volume.clone().or_else(|| beside().filter(|path| path.is_file()));
+    if let Some(volume) = volume {
+        programs.insert("usr/bin/dayfly-volume".to_owned(), volume);
+    }
     Ok(programs)
 }
 

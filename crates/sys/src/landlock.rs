@@ -7,7 +7,11 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 // linux/landlock.h
 const CREATE_RULESET_VERSION: u32 = 1;
 const RULE_OF_FOLDER: u32 = 1;
+const EXECUTE: u64 = 1;
 const READ_FILE: u64 = 1 << 2;
+const MAKE_CHAR: u64 = 1 << 6;
+const MAKE_BLOCK: u64 = 1 << 11;
+const IOCTL_DEVICE: u64 = 1 << 15;
 
 #[repr(C)]
 struct RulesetAttr {
@@ -63,6 +67,21 @@ const fn everything(version: u32) -> (RulesetAttr, usize) {
 /// # Errors
 /// The kernel refuses.
 pub fn forbid_all_but(readable: Option<BorrowedFd<'_>>) -> io::Result<bool> {
+    restrict(readable, |_| READ_FILE)
+}
+
+/// Forbids all that the kernel's Landlock can, to this thread and to all that it makes later, but
+/// working with files below `folder`; devices and programs are none of them. Otherwise as
+/// [`forbid_all_but`].
+///
+/// # Errors
+/// The kernel refuses.
+pub fn forbid_outside(folder: BorrowedFd<'_>) -> io::Result<bool> {
+    restrict(Some(folder), |all| all & !(EXECUTE | MAKE_CHAR | MAKE_BLOCK | IOCTL_DEVICE))
+}
+
+/// Allows only what `allowed` returns, of all that can be forbidden, below `folder`.
+fn restrict(folder: Option<BorrowedFd<'_>>, allowed: impl FnOnce(u64) -> u64) -> io::Result<bool> {
     let Some(version) = version() else { return Ok(false) };
     let (all, known) = everything(version);
     let check = |result: libc::c_long| {
@@ -75,8 +94,9 @@ pub fn forbid_all_but(readable: Option<BorrowedFd<'_>>) -> io::Result<bool> {
     let made = i32::try_from(made).map_err(io::Error::other)?;
     // SAFETY: the kernel has just made the descriptor, and nothing else owns it.
     let ruleset = unsafe { OwnedFd::from_raw_fd(made) };
-    if let Some(readable) = readable {
-        let rule = FolderAttr { allowed_access: READ_FILE, parent_fd: readable.as_raw_fd() };
+    if let Some(folder) = folder {
+        let allowed_access = allowed(all.handled_access_fs);
+        let rule = FolderAttr { allowed_access, parent_fd: folder.as_raw_fd() };
         let (ruleset, kind) = (ruleset.as_raw_fd(), RULE_OF_FOLDER);
         // SAFETY: the kernel reads one attribute of a rule for a folder, as `rule` is laid out.
         check(unsafe {

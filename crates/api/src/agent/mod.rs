@@ -12,6 +12,7 @@
 //!   write: Data*, End ────────────────────▶
 //!          ◀─────────────────────────── Reply when it is on disk
 //!   read, log: ◀──────────────── Data*, End
+//!   mount: after Ok, FUSE messages both ways, without frames
 //! ```
 //!
 //! A client keeps its half of the connection open until it has the last frame. If the client's half
@@ -51,7 +52,8 @@ use std::net::Ipv4Addr;
 /// |---|---|
 /// | 1 | ids of detached programs; `program`, `tail` and `since_unix_ms` of `Log` |
 /// | 1 | `Programs`, `SignalProgram`, `WaitForProgram`, `ForgetProgram` |
-pub const PROTOCOL: u32 = 1;
+/// | 2 | `Mount` |
+pub const PROTOCOL: u32 = 2;
 
 /// The version of the protocol that an agent speaks: [`Ready::version`] is `<version>+<protocol>`,
 /// and of agents without a version of the protocol `<version>`. Snapshots have it, so it is known
@@ -60,6 +62,11 @@ pub const PROTOCOL: u32 = 1;
 pub fn protocol_of(agent_version: &str) -> u32 {
     agent_version.rsplit_once('+').and_then(|(_, protocol)| protocol.parse().ok()).unwrap_or(0)
 }
+
+/// The longest FUSE message in bytes: 1 MiB of data, and a page for headers.
+pub const MAX_FUSE_BYTES: usize = (1 << 20) + 4096;
+/// The shortest FUSE message in bytes: a `fuse_out_header` (linux/fuse.h).
+pub const MIN_FUSE_BYTES: usize = 16;
 
 /// The vsock port that the agent listens on.
 pub const PORT: u32 = 1024;
@@ -163,6 +170,18 @@ pub enum Request {
     ForgetProgram {
         /// As in `Log`.
         program: String,
+    },
+    /// Mounts a file system whose FUSE messages come over this connection (protocol 2). After the
+    /// reply `Ok` the connection carries whole messages both ways, the first four bytes of each
+    /// are its length ([`MAX_FUSE_BYTES`]). The end of the connection ends the file system. An
+    /// identity that makes this another machine unmounts it.
+    Mount {
+        /// Absolute path in the guest. It is made if it is missing.
+        path: String,
+        /// The source that the guest's list of mounts shows.
+        name: String,
+        /// Whether the guest may only read.
+        read_only: bool,
     },
     /// Asks for the use of memory and root disk ([`Reply::Stat`]).
     Stat,

@@ -1,5 +1,6 @@
 //! Requests that create VMs.
 
+use super::volumes::VolumeRequest;
 use super::wire::wire;
 use crate::agent::ExecSpec;
 use dayfly_units::{Egress, Name, PortProtocol, VmName};
@@ -49,6 +50,9 @@ wire! {
         /// When the VM ends, and what is left of it.
         #[serde(default)]
         pub lifetime: Lifetime,
+        /// Folders of the host that the VM gets; at most 16.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub volumes: Vec<VolumeRequest>,
     }
 
     /// When a VM ends, and what is left of it. Without fields, it runs until it is stopped or
@@ -142,6 +146,9 @@ wire! {
         /// When each VM ends, and what is left of it.
         #[serde(default)]
         pub lifetime: Lifetime,
+        /// Folders of the host that each VM gets; at most 16.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub volumes: Vec<VolumeRequest>,
     }
 
     /// Clones (or boots) a VM, runs a program and removes the VM, all over one connection.
@@ -178,6 +185,22 @@ wire! {
         pub port: u32,
         /// Whether the VM stays after the connection ends.
         pub keep: bool,
+    }
+}
+
+impl CreateRequest {
+    /// A request that names only what the VM starts from.
+    #[must_use]
+    pub fn new(source: Source) -> Self {
+        Self {
+            source,
+            name: None,
+            labels: BTreeMap::new(),
+            forks: 0,
+            network: NetworkRequest::default(),
+            lifetime: Lifetime::UNLIMITED,
+            volumes: Vec::new(),
+        }
     }
 }
 

@@ -25,7 +25,7 @@ wire! {
         /// The snapshot that was made, if `kind` is `snapshotted`.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub snapshot: Option<Name>,
-        /// Why events are missing, or why the stream ends, for people.
+        /// Why events are missing, why the stream ends, or what happened to a volume, for people.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub message: Option<String>,
     }
@@ -48,6 +48,8 @@ wire! {
         Snapshotted,
         /// The VM's time to live was changed.
         Updated,
+        /// The VM lost a volume: the process that serves its files has ended.
+        VolumeLost,
         /// The VM has ended.
         Exited,
         /// The VM was removed.
@@ -63,7 +65,7 @@ wire! {
 
 impl EventKind {
     /// All kinds, and their names in the API.
-    pub const ALL: [(Self, &str); 11] = [
+    pub const ALL: [(Self, &str); 12] = [
         (Self::Created, "created"),
         (Self::Started, "started"),
         (Self::Paused, "paused"),
@@ -71,6 +73,7 @@ impl EventKind {
         (Self::Forked, "forked"),
         (Self::Snapshotted, "snapshotted"),
         (Self::Updated, "updated"),
+        (Self::VolumeLost, "volume_lost"),
         (Self::Exited, "exited"),
         (Self::Removed, "removed"),
         (Self::Gap, "gap"),

@@ -2,6 +2,7 @@
 
 use super::create::{Lifetime, Publish};
 use super::error::ApiError;
+use super::volumes::VmVolume;
 use super::wire::wire;
 use crate::agent::{Exit, Stat};
 use dayfly_units::{Egress, Name, VmId, VmName};
@@ -143,6 +144,9 @@ wire! {
         /// The VM's network attachment; `None` without a network.
         #[serde(default)]
         pub network: Option<VmNetwork>,
+        /// The VM's volumes.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub volumes: Vec<VmVolume>,
         /// Labels of the request.
         pub labels: BTreeMap<String, String>,
         /// Why the VM does not go on: its disk has no space on the host. Or why this daemon cannot

@@ -2,6 +2,7 @@
 
 use super::network::NetworkArgs;
 use super::options::{LifetimeArgs, label};
+use super::volumes_arg::VolumeArgs;
 use crate::image_source::{first_choice, snapshot_for};
 use crate::progress::Steps;
 use crate::pulling::{self, When};
@@ -34,6 +35,8 @@ pub struct Args {
     lifetime: LifetimeArgs,
     #[command(flatten)]
     network: NetworkArgs,
+    #[command(flatten)]
+    volumes: VolumeArgs,
     /// Boot this image cold instead of cloning a snapshot
     #[arg(long, value_name = "IMAGE", conflicts_with = "snapshot")]
     boot: Option<ImageArg>,
@@ -69,8 +72,9 @@ async fn make(
         return client.create(request).await.map(|vm| vec![vm]);
     }
     steps.begin(format!("making {count} VMs"));
-    let CreateRequest { source, labels, network, lifetime, .. } = request.clone();
-    client.create_many(&CreateManyRequest { source, count, labels, network, lifetime }).await
+    let CreateRequest { source, labels, network, lifetime, volumes, .. } = request.clone();
+    let many = CreateManyRequest { source, count, labels, network, lifetime, volumes };
+    client.create_many(&many).await
 }
 
 impl Args {
@@ -98,6 +102,7 @@ impl Args {
             forks: self.forks,
             network: self.network.request(),
             lifetime: self.lifetime.request(),
+            volumes: self.volumes.request().await?,
         };
         let mut made = make(&client, &request, self.count, &steps).await;
         if let (Err(refused), Some(arg)) = (&made, &self.snapshot)

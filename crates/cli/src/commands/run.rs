@@ -2,6 +2,7 @@
 
 use super::network::NetworkArgs;
 use super::options::{ExecArgs, LifetimeArgs, duration, label};
+use super::volumes_arg::VolumeArgs;
 use crate::image_source::{first_choice, snapshot_for};
 use crate::progress::Steps;
 use crate::pulling::When;
@@ -39,6 +40,8 @@ pub struct Args {
     #[command(flatten)]
     network: NetworkArgs,
     #[command(flatten)]
+    volumes: VolumeArgs,
+    #[command(flatten)]
     exec: ExecArgs,
     /// When to pull an image of a registry
     #[arg(long, value_enum, default_value_t)]
@@ -71,6 +74,7 @@ impl Args {
             forks: 0,
             network: self.network.request(),
             lifetime: LifetimeArgs { ttl: self.ttl, rm: self.detach && self.rm }.request(),
+            volumes: self.volumes.request().await?,
         };
         let entrypoint = self.entrypoint.map(|program| match program.as_str() {
             "" => Vec::new(),

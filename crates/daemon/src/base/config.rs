@@ -10,6 +10,7 @@
 //! <run>/vms/<id>/console.log    the guest's console output, in two files that the VMM fills in
 //! <run>/vms/<id>/console-2.log  turn ([`crate::vmm::console`])
 //! <run>/vms/<id>/exit.json      why the VMM ended
+//! <run>/vms/<id>/volume-0.log   what the process that serves its first volume has reported
 //! <run>/vms/<id>/root/          the jail's root, with the sockets of the guest's vsock:
 //!                               vsock.sock, vsock.sock_1025 during a boot,
 //!                               vsock.root_1026 if the VM may fork itself
@@ -124,6 +125,8 @@ impl Deadlines {
 
 /// The last component of `argv[0]` of each VMM.
 pub const VMM_NAME: &str = "dayfly-vmm";
+/// The program that serves the files of a volume, and the last component of its `argv[0]`.
+pub const VOLUME_NAME: &str = "dayfly-volume";
 /// Bytes of console output that are kept of each VM.
 pub const CONSOLE_MAX_BYTES: u64 = 4 << 20;
 /// Default of [`Config::overcommit`]. It is above 100 because clones share unwritten pages.
@@ -273,6 +276,16 @@ impl VmDir {
     #[must_use]
     pub fn exit(&self) -> PathBuf {
         self.0.join("exit.json")
+    }
+    /// `argv[0]` of the processes that serve its volumes, which names the VM.
+    #[must_use]
+    pub fn volume_server(&self) -> PathBuf {
+        self.0.join(VOLUME_NAME)
+    }
+    /// What the process that serves its volume `number` has reported.
+    #[must_use]
+    pub fn volume_log(&self, number: usize) -> PathBuf {
+        self.0.join(format!("volume-{number}.log"))
     }
     /// The VM's record for the next daemon.
     #[must_use]

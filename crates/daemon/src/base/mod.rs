@@ -1,6 +1,7 @@
 //! The lowest level of the import order: it imports no other module of the daemon.
 
 pub mod activation;
+pub mod caller;
 pub mod config;
 pub mod cpu;
 pub mod error;

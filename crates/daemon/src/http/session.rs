@@ -1,5 +1,6 @@
 //! A client's connection on which a program runs: first frame, reply, relay, end.
 
+use crate::base::caller::Caller;
 use crate::base::error::{ApiError, Outcome};
 use crate::base::time::Asked;
 use crate::daemon::Daemon;
@@ -8,7 +9,7 @@ use crate::http::relay::{self, Ended, RelayError};
 use crate::ops::create::{self, Next, Order, VmGuard};
 use crate::ops::exec::{PROGRAM, Program, Started, explain, start};
 use crate::ops::liveness::Liveness;
-use crate::ops::{inspect, own_program, programs};
+use crate::ops::{inspect, own_program, programs, volumes};
 use crate::vm::batch::Batch;
 use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, LinkError, read_frame, write_frame};
@@ -32,7 +33,7 @@ pub type Client = TokioIo<Upgraded>;
 const EARLY_MAX_BYTES: usize = 256 << 10;
 
 /// The client's side of a session.
-struct Caller<S> {
+struct ClientSide<S> {
     read: ReadHalf<S>,
     write: WriteHalf<S>,
     /// Bytes that the client sent before the reply.
@@ -42,7 +43,7 @@ struct Caller<S> {
 /// The client is gone, so no error can be sent.
 struct Gone;
 
-impl<S: AsyncRead + AsyncWrite + Unpin> Caller<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> ClientSide<S> {
     fn new(client: S) -> Self {
         let (read, write) = tokio::io::split(client);
         Self { read, write, early: BytesMut::new() }
@@ -108,7 +109,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Caller<S> {
 
 /// Serves `POST /v1/vms/{vm}/exec`, and the frames of a WebSocket.
 pub async fn exec<S: AsyncRead + AsyncWrite + Unpin>(daemon: Arc<Daemon>, vm: Arc<Vm>, client: S) {
-    let mut caller = Caller::new(client);
+    let mut caller = ClientSide::new(client);
     let stop = daemon.stop.clone();
     tokio::select! {
         () = async {
@@ -127,10 +128,10 @@ pub async fn exec<S: AsyncRead + AsyncWrite + Unpin>(daemon: Arc<Daemon>, vm: Ar
     }
 }
 
-/// Serves `POST /v1/run`.
-pub async fn run(daemon: Arc<Daemon>, client: Client) {
+/// Serves `POST /v1/run` for `user`.
+pub async fn run(daemon: Arc<Daemon>, user: Option<Arc<Caller>>, client: Client) {
     let asked = Asked::now();
-    let mut caller = Caller::new(client);
+    let mut caller = ClientSide::new(client);
     let stop = daemon.stop.clone();
     // Dropped at the end for any reason, which removes an ephemeral VM.
     let mut guard: Option<VmGuard> = None;
@@ -139,6 +140,11 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
             let within = daemon.config.deadlines.first_frame;
             let request: RunRequest = match caller.request(within).await {
                 Ok(request) => request,
+                Err(error) => return caller.fail(error).await,
+            };
+            let volumes = volumes::asked(&daemon, &request.create.volumes, user.as_deref());
+            let volumes = match volumes {
+                Ok(volumes) => volumes,
                 Err(error) => return caller.fail(error).await,
             };
             let detached = request.exec.detach;
@@ -154,7 +160,7 @@ pub async fn run(daemon: Arc<Daemon>, client: Client) {
                 batch,
                 next,
                 entrypoint: request.entrypoint,
-                ..Order::create(request.create)
+                ..Order::create(request.create, volumes)
             };
             let mut born = match caller.while_there(create::create(&daemon, asked, order)).await {
                 Ok(Ok(born)) => born,
@@ -208,7 +214,7 @@ async fn serve<S: AsyncRead + AsyncWrite + Unpin>(
     vm: &Arc<Vm>,
     run: Run<'_>,
     lasting: Option<Lasting>,
-    caller: &mut Caller<S>,
+    caller: &mut ClientSide<S>,
 ) {
     let Run { program, liveness, last, kept } = run;
     let started = match caller.while_there(start(daemon, vm, program)).await {
@@ -274,7 +280,7 @@ async fn warn_if_full<S: AsyncRead + AsyncWrite + Unpin>(
     daemon: &Daemon,
     vm: &Vm,
     exit: &Exit,
-    caller: &mut Caller<S>,
+    caller: &mut ClientSide<S>,
 ) {
     if exit.code != Some(0)
         && let Ok(stat) = agent_link::stat(&vm.dir.vsock(), daemon.config.deadlines.stat).await

@@ -1,6 +1,7 @@
 //! Facts about a VM that stay the same from creation to removal, and its guest's identity.
 
 use crate::model::request_key::RequestKey;
+use crate::model::volumes::VolumeFacts;
 use dayfly_api::types;
 use dayfly_store::{Digest, ImageConfig, KernelRef};
 use dayfly_units::{Name, VmId};
@@ -51,6 +52,9 @@ pub struct Facts {
     pub auto_remove: bool,
     /// Labels from the client, unchanged.
     pub labels: BTreeMap<String, String>,
+    /// Its volumes, outer ones first. Clones of a fork have them too, those of a snapshot have not.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<VolumeFacts>,
     /// The key of the request that created it, by which the next daemon recognises a repetition.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request: Option<RequestKey>,

@@ -4,6 +4,7 @@ use crate::model::deadline::Deadline;
 use crate::model::disk::Disk;
 use crate::model::facts::GuestIdentity;
 use crate::model::state::Phase;
+use crate::model::volumes::VolumeState;
 use dayfly_api::types::{self, VmExit};
 use dayfly_host::process::ProcessId;
 use serde::{Deserialize, Serialize};
@@ -45,6 +46,9 @@ pub struct Live {
     /// Its address, ports and other network properties.
     #[serde(default)]
     pub network: Option<types::VmNetwork>,
+    /// The states of its volumes, in the order of the facts; empty before they are mounted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<VolumeState>,
     /// Version of its agent; empty if the guest has none.
     pub agent_version: String,
     /// Disks in the order vda, vdb, ….

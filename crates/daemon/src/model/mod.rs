@@ -12,3 +12,4 @@ pub mod request_key;
 pub mod state;
 pub mod step;
 pub mod vm_slot;
+pub mod volumes;

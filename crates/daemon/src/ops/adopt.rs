@@ -20,7 +20,9 @@ use crate::model::disk::Disk;
 use crate::model::facts::Facts;
 use crate::model::state::Phase;
 use crate::net::Attachment;
-use crate::ops::{expiry, interrupted, own_program, remove, save, space, sweep, unadopted};
+use crate::ops::{
+    expiry, interrupted, own_program, remove, save, space, sweep, unadopted, volumes,
+};
 use crate::templates::pagers::{PAGER_NAME, end_with, pager_lives};
 use crate::vm::Vm;
 use crate::vm::batch;
@@ -422,6 +424,7 @@ fn follow(daemon: &Arc<Daemon>, vm: &Arc<Vm>, process: Arc<Process>) {
     remove::watch(daemon, vm.clone(), process);
     expiry::watch(daemon, vm);
     own_program::watch(daemon, vm);
+    volumes::follow(daemon, vm);
     if vm.facts.fork.max_clones > 0 {
         match guest_socket::listen(vm) {
             Ok(listener) => daemon.serve_self_forks(vm.clone(), listener),

@@ -72,6 +72,7 @@ pub async fn bake(
         ephemeral: true,
         purpose: Purpose::User,
         network: egress.map(|egress| NetworkRequest::default().with_policy(egress)),
+        volumes: None,
         next: None,
         entrypoint: None,
         request: None,

@@ -176,6 +176,7 @@ async fn forked(
         ephemeral: false,
         purpose: Purpose::User,
         network: network_of(&fork_point, egress, publish),
+        volumes: None,
         next: None,
         entrypoint: None,
         request: key,

@@ -36,3 +36,4 @@ pub(crate) mod standin;
 pub mod stop;
 pub mod sweep;
 mod unadopted;
+pub mod volumes;

@@ -114,6 +114,7 @@ async fn play(
         ephemeral: true,
         purpose,
         network: None,
+        volumes: Some(Vec::new()),
         next: None,
         entrypoint: None,
         request: None,

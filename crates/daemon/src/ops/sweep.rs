@@ -3,12 +3,13 @@
 //! The registry is read before *and* after the host is scanned, so that VMs created or removed
 //! meanwhile are not taken for leaks.
 
-use crate::base::config::VMM_NAME;
+use crate::base::config::{VMM_NAME, VOLUME_NAME};
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::daemon::Daemon;
 use crate::vm::survey::is_ours;
 use dayfly_api::types;
 use dayfly_host::leaks::{self, Found, Known, Leak, Places};
+use dayfly_host::process::scan_below;
 use dayfly_units::VmId;
 use std::path::Path;
 use std::sync::Arc;
@@ -64,7 +65,20 @@ fn look(daemon: &Daemon) -> Outcome<Vec<Leak>> {
     let every = daemon.templates.store().every_layer_is_pinned();
     let layers = |leak: &Leak| matches!(leak, Leak::File(path) if path.parent() == Some(&folder));
     leaks.retain(|leak| !(held(leak, &folder, &of_others) || every && layers(leak)));
+    leaks.extend(volume_servers(daemon).map_err(failed)?);
     Ok(leaks)
+}
+
+/// The servers of volumes that belong to no VM that lives. Those that this daemon watches are left
+/// out, because they end with their VMs.
+fn volume_servers(daemon: &Daemon) -> std::io::Result<Vec<Leak>> {
+    let mut found = scan_below(&daemon.config.vms(), VOLUME_NAME)?;
+    let lives = |vm: VmId| {
+        let vm = daemon.registry.find(&vm.to_string());
+        vm.is_ok_and(|vm| vm.phase().alive())
+    };
+    found.retain(|server| !lives(server.vm) && !daemon.volume_servers.has(server.process));
+    Ok(found.iter().map(|server| Leak::Process(server.process, server.vm)).collect())
 }
 
 /// Finds processes, files and mounts that belong to no VM and no operation.

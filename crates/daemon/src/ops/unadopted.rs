@@ -100,6 +100,7 @@ fn vm(
         pager: None,
         identity: None,
         network,
+        volumes: Vec::new(),
         agent_version: String::new(),
         disks: traces.disks,
         read_only_layers: false,
@@ -142,6 +143,7 @@ fn unknown_facts(created_unix_ms: u64) -> Facts {
         ephemeral: false,
         auto_remove: false,
         labels: Default::default(),
+        volumes: Vec::new(),
         request: None,
     }
 }

@@ -82,6 +82,8 @@ impl ForkPoint {
         let facts = Facts {
             snapshot: Some(name.clone()),
             fork: ForkFacts::default(),
+            // A snapshot has none: a client may clone it that has other rights.
+            volumes: Vec::new(),
             created_unix_ms: unix_ms(),
             ..self.facts.clone()
         };

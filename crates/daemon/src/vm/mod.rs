@@ -18,8 +18,9 @@
 //!
 //! Below them come locks that are held for a few instructions and never across an `await`. First
 //! `end_announced`, then the registry's lock, then `live`, then one of `process`, `pin`, `memory`,
-//! `backing`, `attachment`, `space` and `has_slot`. The drop of a pin or a template may remove
-//! files, so it happens after `live` is released: readers of `live` must not wait for the disk.
+//! `backing`, `attachment`, `space`, `volumes` and `has_slot`. The drop of a pin or a template may
+//! remove files, so it happens after `live` is released: readers of `live` must not wait for the
+//! disk.
 
 pub mod available;
 pub mod batch;
@@ -32,7 +33,11 @@ pub mod space;
 pub mod survey;
 pub mod uids;
 pub mod unknown;
+mod volumes;
 mod waiting;
+
+use volumes::shown_volumes;
+pub use volumes::{OpenVolume, OpenVolumes};
 
 use crate::base::config::VmDir;
 use crate::base::error::{ApiError, Outcome};
@@ -97,6 +102,8 @@ pub struct Vm {
     backing: Mutex<Option<MemoryBacking>>,
     attachment: Mutex<Attachment>,
     space: Mutex<space::VmSpace>,
+    /// The folders of its volumes, until they are mounted.
+    pub volumes: OpenVolumes,
     has_slot: Mutex<bool>,
     gone: watch::Sender<bool>,
     /// For the first caller of [`Self::ended`].
@@ -154,6 +161,7 @@ impl Vm {
             pager: None,
             identity: None,
             network: None,
+            volumes: Vec::new(),
             agent_version: String::new(),
             disks: Vec::new(),
             read_only_layers: true,
@@ -196,6 +204,7 @@ impl Vm {
             backing: Mutex::default(),
             attachment: Mutex::default(),
             space: Mutex::default(),
+            volumes: OpenVolumes::default(),
             has_slot: Mutex::new(alive),
             mark_gone: Mutex::new(Some(MarkGone(gone.clone()))),
             gone,
@@ -362,11 +371,13 @@ impl Vm {
             live.phase = Phase::Exited;
             live.exit.get_or_insert(exit);
             live.process = None;
+            live.volumes.clear();
             self.keeps_disks(&live)
         };
         lock(&self.process).take();
         lock(&self.memory).take();
         lock(&self.space).end();
+        drop(self.volumes.take());
         self.waiting.send_replace(None);
         Remains {
             _pin: if keeps_disks { None } else { lock(&self.pin).take() },
@@ -480,6 +491,7 @@ impl Vm {
             ends_unix_ms: live.deadline.map(|deadline| deadline.unix_ms),
             program: live.program,
             network: live.network,
+            volumes: shown_volumes(&facts.volumes, &live.volumes),
             labels: facts.labels,
             problem: self.problem(),
         }

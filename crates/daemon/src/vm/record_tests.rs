@@ -1,4 +1,5 @@
 use super::*;
+use crate::base::caller::Caller;
 use crate::base::config::Config;
 use crate::fixture;
 use crate::model::deadline::Deadline;
@@ -6,7 +7,10 @@ use crate::model::disk::Disk;
 use crate::model::facts::GuestIdentity;
 use crate::model::request_key::RequestKey;
 use crate::model::state::Phase;
+use crate::model::volumes::{VolumeFacts, VolumeState};
 use crate::vm::registry::Registry;
+use dayfly_api::types::VolumeSource;
+use dayfly_host::process::ProcessId;
 use dayfly_store::{ChainLayer, Digest, ImageRef, KernelRef, VmLayer};
 
 fn vm(run: &Path) -> std::sync::Arc<Vm> {
@@ -31,6 +35,12 @@ fn vm(run: &Path) -> std::sync::Arc<Vm> {
         ephemeral: true,
         auto_remove: true,
         labels: [("a".to_owned(), "b".to_owned())].into(),
+        volumes: vec![VolumeFacts {
+            source: VolumeSource::Path("/src".into()),
+            target: "/work".into(),
+            read_only: true,
+            owner: Caller { uid: 5, gid: 6, groups: vec![7] },
+        }],
         request: Some(RequestKey { key: "k".into(), request: Digest::of(b"r") }),
     };
     let vm = Registry::default().reserve(&config, None, facts, fixture::memory(), None).unwrap();
@@ -49,6 +59,8 @@ fn vm(run: &Path) -> std::sync::Arc<Vm> {
         live.no_snapshot = Some("x".into());
         live.deadline = Some(Deadline { boot_us: 5, unix_ms: 6, ttl_ms: Some(7) });
         (live.expired, live.program) = (true, Some("7".into()));
+        let server = Some(ProcessId { pid: 8, start_ticks: 9 });
+        live.volumes = vec![VolumeState { server, problem: Some("p".into()) }];
     });
     std::fs::create_dir_all(vm.dir.path()).unwrap();
     vm

@@ -32,6 +32,7 @@ fn facts() -> Facts {
         ephemeral: false,
         auto_remove: false,
         labels: Default::default(),
+        volumes: Vec::new(),
         request: None,
     }
 }

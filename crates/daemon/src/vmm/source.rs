@@ -182,6 +182,7 @@ impl Opened {
             labels,
             network: with_policy_of(network.unwrap_or_default(), policy),
             config,
+            volumes: Vec::new(),
             request: None,
             init,
         }

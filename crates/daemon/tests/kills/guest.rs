@@ -110,6 +110,7 @@ fn request(source: Source, name: &str) -> CreateRequest {
         forks: 0,
         lifetime: Lifetime::UNLIMITED,
         network: NetworkRequest::default(),
+        volumes: Vec::new(),
     }
 }
 

@@ -35,4 +35,5 @@ mod stats;
 mod store;
 mod tour;
 mod uplink;
+mod volumes;
 mod zoo;

@@ -124,6 +124,7 @@ fn ports_of_clones_that_live_as_long_as_their_connection() {
             forks: 0,
             lifetime: Lifetime::UNLIMITED,
             network: NetworkRequest::default(),
+            volumes: Vec::new(),
         },
         port,
         keep,

@@ -13,6 +13,7 @@ pub mod store;
 pub mod tree;
 pub mod units;
 pub mod vmm;
+pub mod volume;
 pub mod vsock;
 
 use crate::target::Target;
@@ -25,6 +26,7 @@ pub fn all() -> impl Iterator<Item = &'static Target> {
         tree::TARGETS,
         vmm::TARGETS,
         devices::TARGETS,
+        volume::TARGETS,
         vsock::TARGETS,
         agent::TARGETS,
         archives::TARGETS,

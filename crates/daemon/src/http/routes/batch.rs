@@ -2,10 +2,10 @@
 
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::time::Asked;
-use crate::http::routes::extract::{Json, Key, Shared};
+use crate::http::routes::extract::{Json, Key, Peer, Shared};
 use crate::http::routes::vms::{check_labels, removable, to_the_end};
 use crate::net::check_many;
-use crate::ops::{admit, create, remove};
+use crate::ops::{admit, create, remove, volumes as shared};
 use crate::vm::batch::Batch;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -41,10 +41,12 @@ fn check(what: &str, got: usize) -> Outcome<()> {
 pub async fn create(
     State(daemon): Shared,
     Key(key): Key,
+    Peer(caller): Peer,
     Json(request): Json<CreateManyRequest>,
 ) -> Outcome<(StatusCode, axum::Json<List<Vm>>)> {
     let asked = Asked::now();
-    let CreateManyRequest { source, count, labels, network, lifetime } = request;
+    let CreateManyRequest { source, count, labels, network, lifetime, volumes } = request;
+    let volumes = shared::asked(&daemon, &volumes, caller.as_deref())?;
     check_many(count, &network.publish)?;
     check("count", usize::try_from(count).unwrap_or(usize::MAX))?;
     check_labels(&labels)?;
@@ -62,14 +64,18 @@ pub async fn create(
     let order = create::Order {
         batch: batch.clone(),
         request: key,
-        ..create::Order::create(CreateRequest {
-            source,
-            name: None,
-            labels,
-            forks: 0,
-            network,
-            lifetime,
-        })
+        ..create::Order::create(
+            CreateRequest {
+                source,
+                name: None,
+                labels,
+                forks: 0,
+                network,
+                lifetime,
+                volumes: Vec::new(),
+            },
+            volumes,
+        )
     };
     // A task for each VM, so that all CPUs start VMs. If one fails, the others are dropped, which
     // removes their VMs.

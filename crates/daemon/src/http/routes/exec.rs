@@ -1,7 +1,7 @@
 //! Programs in guests, over an upgraded connection.
 
 use crate::base::error::{ApiError, Outcome};
-use crate::http::routes::extract::{Json, Params, Shared, Word};
+use crate::http::routes::extract::{Json, Params, Peer, Shared, Word};
 use crate::http::routes::upgrade::{Frames, Upgrade};
 use crate::http::{session, websocket};
 use crate::ops::exec::collected;
@@ -111,8 +111,8 @@ pub async fn over_websocket(
     path = "/v1/run",
     request_body(content = RunRequest, description = "as a Request frame after the upgrade"),
     responses((status = 101, body = RunReply), (status = 400, body = ErrorBody)))]
-pub async fn run(State(daemon): Shared, upgrade: Upgrade<Frames>) -> Response {
-    upgrade.then(move |client| session::run(daemon, client))
+pub async fn run(State(daemon): Shared, Peer(caller): Peer, upgrade: Upgrade<Frames>) -> Response {
+    upgrade.then(move |client| session::run(daemon, caller, client))
 }
 
 #[cfg(test)]

@@ -1,18 +1,22 @@
 //! What handlers take from a request: its body, its query and the names in its path.
 
+use crate::base::caller::Caller;
 use crate::base::error::{ApiError, Outcome};
 use crate::daemon::Daemon;
 use crate::http::{json, query};
 use crate::model::request_key::RequestKey;
 use axum::body::Bytes;
+use axum::extract::connect_info::{ConnectInfo, Connected};
 use axum::extract::{FromRequest, FromRequestParts, Path, Request};
 use axum::http::request::Parts;
+use axum::serve::IncomingStream;
 use dayfly_api::types::MAX_JSON_BYTES;
 use dayfly_units::Name;
 use futures::TryStreamExt;
 use serde::de::DeserializeOwned;
 use std::convert::Infallible;
 use std::sync::Arc;
+use tokio::net::UnixListener;
 
 /// The state that every handler gets.
 pub type Shared = axum::extract::State<Arc<Daemon>>;
@@ -77,6 +81,27 @@ impl<S: Send + Sync> FromRequestParts<S> for Key {
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
         Ok(Self(parts.extensions.get().cloned()))
+    }
+}
+
+/// The user of the process that made a connection; `None` if the kernel does not say it.
+#[derive(Debug, Clone, Default)]
+pub struct Peer(pub Option<Arc<Caller>>);
+
+impl Connected<IncomingStream<'_, UnixListener>> for Peer {
+    fn connect_info(stream: IncomingStream<'_, UnixListener>) -> Self {
+        let caller = Caller::of(stream.io());
+        let caller = caller.inspect_err(|e| tracing::warn!("the user of a client: {e}"));
+        Self(caller.ok().map(Arc::new))
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for Peer {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        let peer = parts.extensions.get::<ConnectInfo<Self>>();
+        Ok(peer.map(|ConnectInfo(peer)| peer.clone()).unwrap_or_default())
     }
 }
 

@@ -5,12 +5,13 @@ use crate::base::config::{MEMORY_BYTES, MEMORY_STEP_BYTES};
 use crate::http::query;
 use crate::model::filter;
 use crate::ops::expiry::MAX_TTL_MS;
-use dayfly_api::types::MAX_PICTURE_WIDTH;
+use dayfly_api::types::{MAX_PICTURE_WIDTH, MAX_VOLUMES};
 use serde_json::{Value, json};
 
 const NAME: &str = "^[a-z0-9][a-z0-9._-]{0,62}$";
 /// A name without a dot that is neither reserved nor in the form of an id.
 const VM_NAME: &str = "^(?!localhost$)(?![0-9a-f]{12}$)[a-z0-9][a-z0-9_-]{0,62}$";
+const TOKEN: &str = "^[0-9a-fA-F]{32}$";
 
 /// Limits of schemas (`Name`) and of their properties (`Publish.host_port`).
 fn of_schemas() -> Vec<(&'static str, Value)> {
@@ -43,6 +44,10 @@ fn of_schemas() -> Vec<(&'static str, Value)> {
         ("ForkRequest.publish", json!({ "maxItems": 256 })),
         ("Publish.host_port", u16(0)),
         ("Publish.guest_port", u16(1)),
+        ("CreateRequest.volumes", json!({ "maxItems": MAX_VOLUMES })),
+        ("CreateManyRequest.volumes", json!({ "maxItems": MAX_VOLUMES })),
+        ("VolumeRequest.target", json!({ "pattern": "^/", "maxLength": 4095 })),
+        ("VolumeOffer.token", json!({ "pattern": TOKEN })),
         ("WindowSize.rows", u16(0)),
         ("WindowSize.cols", u16(0)),
         ("Lifetime.ttl_ms", json!({ "minimum": 1, "maximum": MAX_TTL_MS })),
@@ -57,6 +62,8 @@ fn of_parameters() -> Vec<(&'static str, &'static str, Value)> {
         ("path", "name", json!({ "pattern": NAME })),
         ("path", "vm", json!({ "minLength": 1 })),
         ("path", "program", json!({ "minLength": 1 })),
+        ("path", "token", json!({ "pattern": TOKEN })),
+        ("path", "stream", json!({ "pattern": TOKEN })),
         ("path", "port", json!({ "minimum": 1, "maximum": u32::MAX })),
         ("query", "width", json!({ "minimum": 1, "maximum": MAX_PICTURE_WIDTH })),
         ("query", "max_output_bytes", json!({ "maximum": 4 << 20 })),

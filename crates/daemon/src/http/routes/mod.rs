@@ -11,7 +11,7 @@ mod closed;
 mod ends;
 mod events;
 mod exec;
-mod extract;
+pub(crate) mod extract;
 mod host;
 mod images;
 mod kernels;
@@ -19,12 +19,14 @@ mod keys;
 mod limits;
 mod logs;
 mod metrics;
+mod offers;
 mod ports;
 mod programs;
 mod snapshots;
 mod store;
 mod upgrade;
 mod vms;
+mod volumes;
 
 use crate::base::error::ApiError;
 use crate::daemon::Daemon;
@@ -70,6 +72,10 @@ fn described() -> (Router<Arc<Daemon>>, utoipa::openapi::OpenApi) {
         .routes(routes!(snapshots::record))
         .routes(routes!(snapshots::picture))
         .routes(routes!(snapshots::bake))
+        .routes(routes!(volumes::list, volumes::create))
+        .routes(routes!(volumes::inspect, volumes::remove))
+        .routes(routes!(offers::offer))
+        .routes(routes!(offers::stream))
         .routes(routes!(store::stats))
         .routes(routes!(store::usage))
         .routes(routes!(store::verify))

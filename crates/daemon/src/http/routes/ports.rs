@@ -3,9 +3,10 @@
 use crate::base::error::{ApiError, Outcome};
 use crate::base::time::Asked;
 use crate::http::ports::{self, ClientEnd};
-use crate::http::routes::extract::{Json, Shared};
+use crate::http::routes::extract::{Json, Peer, Shared};
 use crate::http::routes::upgrade::{Port, Upgrade};
 use crate::ops::create::{self, Order};
+use crate::ops::volumes;
 use axum::extract::{FromRequestParts, Path, State};
 use axum::http::HeaderValue;
 use axum::http::request::Parts;
@@ -123,12 +124,14 @@ pub async fn connect(
 )]
 pub async fn run_connected(
     State(daemon): Shared,
+    Peer(caller): Peer,
     upgrade: Upgrade<Port>,
     Json(request): Json<ConnectRequest>,
 ) -> Outcome<Response> {
     let asked = Asked::now();
     ports::check(request.port)?;
-    let order = Order { ephemeral: !request.keep, ..Order::create(request.create) };
+    let volumes = volumes::asked(&daemon, &request.create.volumes, caller.as_deref())?;
+    let order = Order { ephemeral: !request.keep, ..Order::create(request.create, volumes) };
     let work = async {
         let guard = create::create(&daemon, asked, order).await?;
         let guest = ports::connect(&daemon, &guard.vm(), request.port).await?;

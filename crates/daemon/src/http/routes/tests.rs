@@ -336,6 +336,7 @@ async fn a_connected_run_that_cannot_be_leaves_nothing() {
             forks: 0,
             lifetime: Default::default(),
             network: dayfly_api::types::NetworkRequest::default(),
+            volumes: Vec::new(),
         },
         port,
         keep: false,
@@ -393,6 +394,7 @@ async fn a_creation_that_fails_leaves_nothing() {
         forks: 0,
         lifetime: Default::default(),
         network: dayfly_api::types::NetworkRequest::default(),
+        volumes: Vec::new(),
     };
     for (memory, vcpus) in [(0, 1), (64 << 20, 0), (64 << 20, 17), ((64 << 20) + 4096, 1)] {
         assert_eq!(

@@ -22,6 +22,8 @@ pub trait Protocol {
 pub struct Frames;
 /// The bytes of a guest's port.
 pub struct Port;
+/// Offers of folders, and their streams.
+pub struct Volume;
 
 impl Protocol for Frames {
     const NAME: &'static str = types::UPGRADE;
@@ -29,6 +31,10 @@ impl Protocol for Frames {
 
 impl Protocol for Port {
     const NAME: &'static str = types::UPGRADE_PORT;
+}
+
+impl Protocol for Volume {
+    const NAME: &'static str = types::UPGRADE_VOLUME;
 }
 
 /// Extracts a request for an upgrade to `P`.

@@ -5,11 +5,11 @@ use crate::base::time::Asked;
 use crate::daemon::Daemon;
 use crate::http::listing::Paging;
 use crate::http::ndjson;
-use crate::http::routes::extract::{Json, Key, Params, Shared, Word};
+use crate::http::routes::extract::{Json, Key, Params, Peer, Shared, Word};
 use crate::model::filter::{VmFilter, bounded, states};
 use crate::ops::{
     create, footprint as weigh, fork as forking, inspect as measure, power, remove,
-    snapshot as freeze,
+    snapshot as freeze, volumes,
 };
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -128,11 +128,13 @@ pub async fn list(
 pub async fn create(
     State(daemon): Shared,
     Key(key): Key,
+    Peer(caller): Peer,
     Json(request): Json<CreateRequest>,
 ) -> Outcome<(StatusCode, axum::Json<Vm>)> {
     let asked = Asked::now();
     check_labels(&request.labels)?;
-    let order = create::Order { request: key, ..create::Order::create(request) };
+    let volumes = volumes::asked(&daemon, &request.volumes, caller.as_deref())?;
+    let order = create::Order { request: key, ..create::Order::create(request, volumes) };
     let guard = tokio::select! {
         guard = create::create(&daemon, asked, order) => guard?,
         () = daemon.stop.cancelled() => return Err(ApiError::stopping()),

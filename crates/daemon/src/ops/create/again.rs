@@ -19,10 +19,10 @@ use crate::model::facts::Facts;
 use crate::model::state::{Event, Phase};
 use crate::model::step::Step;
 use crate::net::Attachment;
-use crate::ops::create::attempt::identify;
+use crate::ops::create::attempt::bring_up;
 use crate::ops::create::last_lines::explain;
 use crate::ops::create::start::{held, listener};
-use crate::ops::{admit, expiry, remove, stop};
+use crate::ops::{admit, expiry, remove, stop, volumes};
 use crate::vm::{Vm, record};
 use crate::vmm::again::{Again, kernel, open};
 use crate::vmm::guest_socket;
@@ -128,7 +128,10 @@ async fn begin(daemon: &Arc<Daemon>, ended: &Arc<Vm>) -> Outcome<Arc<Vm>> {
     let (shared, same) = (daemon.clone(), ended.clone());
     let again = blocking(move || open(&shared.templates, &same)).await;
     let again = again.map_err(|e| not_there(ended, e))?;
+    let folders = volumes::open(daemon, &ended.facts.volumes).await;
+    let folders = folders.map_err(|e| not_there(ended, e))?;
     let vm = replaced(daemon, ended, asked).await?;
+    vm.volumes.keep(folders);
     failpoint::reached("daemon.start.reserved");
     match run(daemon, &vm, asked, again).await {
         Ok(()) => Ok(vm),
@@ -184,7 +187,7 @@ async fn run(daemon: &Arc<Daemon>, vm: &Arc<Vm>, asked: Asked, again: Again) -> 
         daemon.serve_self_forks(vm.clone(), guest_socket::listen(vm)?);
     }
     let connected_us = AtomicU64::new(0);
-    let alive = identify(daemon, vm, asked, &mut link, Some(ready), None, &connected_us);
+    let alive = bring_up(daemon, vm, asked, &mut link, Some(ready), None, &connected_us);
     tokio::select! {
         biased;
         alive = alive => alive.map(drop).map_err(|e| e.during(Step::Identity.text()))?,

@@ -13,7 +13,7 @@ use crate::ops::create::guard::{Next, VmGuard};
 use crate::ops::create::last_lines::explain;
 use crate::ops::create::order::{Order, Origin};
 use crate::ops::create::start::start;
-use crate::ops::{admit, expiry, keeper};
+use crate::ops::{admit, expiry, keeper, volumes};
 use crate::vm::budget::Reservation;
 use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, AgentLink, LinkError};
@@ -103,7 +103,7 @@ async fn attempt(
     }
     let connected_us = AtomicU64::new(running_us);
     vm.mark(how, running_us);
-    let alive = identify(daemon, &vm, asked, &mut vmm, ready, next.as_ref(), &connected_us);
+    let alive = bring_up(daemon, &vm, asked, &mut vmm, ready, next.as_ref(), &connected_us);
     let result = tokio::select! {
         biased;
         result = alive => result,
@@ -174,6 +174,11 @@ async fn reserve(
     facts.auto_remove = order.lifetime.auto_remove;
     // Replaces that of the VM from which it was forked.
     facts.request = order.request;
+    if let Some(asked) = order.volumes {
+        facts.volumes = asked;
+    }
+    volumes::supported(&opened, &facts.volumes)?;
+    let folders = volumes::open(daemon, &facts.volumes).await?;
     // Before anything is taken from the pool, which has to get it back after an error.
     if let Some(Request::Exec(spec)) = &mut order.next {
         for_run(spec, order.entrypoint.as_deref(), &facts.config)?;
@@ -197,6 +202,7 @@ async fn reserve(
     }
     done(Step::Name)?;
     vm.attach(attachment);
+    vm.volumes.keep(folders);
     vm.update(|live| {
         live.disks = opened.disks();
         live.asked_us = Some(asked.at_us());
@@ -299,9 +305,31 @@ async fn not_started(vm: &Arc<Vm>, guard: VmGuard, error: ApiError, ready_made: 
     }
 }
 
+/// As [`identify`], and mounts the VM's volumes before the guest gets the request `next`.
+pub(super) async fn bring_up(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    asked: Asked,
+    vmm: &mut Link,
+    ready: Option<UnixListener>,
+    next: Option<&Request>,
+    connected_us: &AtomicU64,
+) -> Outcome<Option<AgentLink>> {
+    if vm.facts.volumes.is_empty() {
+        return identify(daemon, vm, asked, vmm, ready, next, connected_us).await;
+    }
+    identify(daemon, vm, asked, vmm, ready, None, connected_us).await?;
+    volumes::mount(daemon, vm).await?;
+    vm.mark("volumes mounted", asked.elapsed_us());
+    let Some(next) = next else { return Ok(None) };
+    let mut link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
+    link.send(next, "starting a program").await?;
+    Ok(Some(link))
+}
+
 /// Waits until the guest is ready, gives it its identity and connects its network. Stores in
 /// `connected_us` when the agent accepted a connection.
-pub(super) async fn identify(
+async fn identify(
     daemon: &Daemon,
     vm: &Vm,
     asked: Asked,

@@ -341,6 +341,7 @@ async fn a_clone_that_is_recorded_has_nothing_prefetched() {
     let order = Order {
         purpose: Purpose::Touched,
         network: None,
+        volumes: None,
         origin: Origin::Template(template),
         ..room.order(&"noted".parse().unwrap())
     };

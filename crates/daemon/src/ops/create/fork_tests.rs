@@ -13,13 +13,10 @@ use crate::vm::Vm;
 use crate::vm::registry::Children;
 use crate::vmm::agent_link;
 use dayfly_api::agent::{FrameKind, HostReply, HostRequest};
-use dayfly_api::types::{
-    ErrorCode, ForkRequest, Forked, Lifetime, SnapshotRequest, Source, VmState,
-};
+use dayfly_api::types::{ErrorCode, ForkRequest, Forked, SnapshotRequest, Source, VmState};
 use dayfly_pager::wire::Settings;
 use dayfly_units::{Name, VmName};
 use dayfly_vmm::arch::layout;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::net::UnixStream;
@@ -282,14 +279,7 @@ pub(super) async fn born_of(room: &Room, template: &str) -> Outcome<Arc<Vm>> {
 
 fn order_of(template: &str) -> Order {
     let source = Source::Snapshot(template.parse().unwrap());
-    Order::create(dayfly_api::types::CreateRequest {
-        source,
-        name: None,
-        labels: BTreeMap::new(),
-        forks: 0,
-        lifetime: Lifetime::UNLIMITED,
-        network: dayfly_api::types::NetworkRequest::default(),
-    })
+    Order::create(dayfly_api::types::CreateRequest::new(source), Vec::new())
 }
 
 /// Makes a VM for `act`, which forks it as the snapshot `kept`. With pages, `kept` is still being

@@ -114,6 +114,7 @@ impl Room {
             ephemeral: false,
             purpose: Purpose::User,
             network: None,
+            volumes: None,
             next: None,
             entrypoint: None,
             request: None,

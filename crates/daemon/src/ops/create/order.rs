@@ -2,6 +2,7 @@
 
 use crate::model::deadline::Deadline;
 use crate::model::request_key::RequestKey;
+use crate::model::volumes::VolumeFacts;
 use crate::templates::fork_point::ForkPoint;
 use crate::templates::open::OpenTemplate;
 use crate::vm::batch::Batch;
@@ -34,6 +35,8 @@ pub struct Order {
     pub purpose: Purpose,
     /// Its network; `None`: as its fork point has it, or the default.
     pub network: Option<NetworkRequest>,
+    /// Its volumes; `None`: those of the VM that was forked, or none.
+    pub volumes: Option<Vec<VolumeFacts>>,
     /// A request to the agent, sent together with the identity.
     /// [`VmGuard::take_next`](super::VmGuard::take_next) returns the link for its reply.
     pub next: Option<Request>,
@@ -57,9 +60,9 @@ pub enum Origin {
 }
 
 impl Order {
-    /// The order for a `create` request.
+    /// The order for a `create` request, whose volumes were checked to be `volumes`.
     #[must_use]
-    pub fn create(request: CreateRequest) -> Self {
+    pub fn create(request: CreateRequest, volumes: Vec<VolumeFacts>) -> Self {
         Self {
             origin: Origin::Source(request.source),
             name: request.name,
@@ -70,6 +73,7 @@ impl Order {
             ephemeral: false,
             purpose: Purpose::User,
             network: Some(request.network),
+            volumes: Some(volumes),
             next: None,
             entrypoint: None,
             request: None,

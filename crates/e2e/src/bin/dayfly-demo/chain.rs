@@ -28,6 +28,7 @@ pub async fn run(demo: &mut Demo, snapshot: &Name) -> Result<()> {
             labels: BTreeMap::new(),
             forks: 0,
             lifetime: Lifetime::UNLIMITED,
+            volumes: Vec::new(),
             network: NetworkRequest::default(),
         };
         demo.host.client.create(&create).await?;

@@ -207,6 +207,7 @@ async fn ask_a_clone(
             labels: BTreeMap::new(),
             forks: 0,
             lifetime: Lifetime::UNLIMITED,
+            volumes: Vec::new(),
             network: NetworkRequest::default(),
         },
         port: guest::PORT,

@@ -173,6 +173,7 @@ async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
             labels: BTreeMap::new(),
             forks: 0,
             lifetime: Lifetime::UNLIMITED,
+            volumes: Vec::new(),
             network: NetworkRequest::default(),
         },
         // Python starts, imports its modules and listens.
