@@ -35,6 +35,11 @@ pub const COMMAND: &str = "volume-keep";
 const GONE: Duration = Duration::from_secs(60);
 /// Pause between two attempts to connect.
 const AGAIN: Duration = Duration::from_millis(200);
+/// The most servers that one process of this module has at once. An offer is one VM's, so more than
+/// one at a time means that the daemon asks for streams that it does not use.
+const MOST_SERVERS: usize = 64;
+/// How long the daemon may take to answer. A machine may stand still for seconds.
+const ANSWER: Duration = Duration::from_secs(120);
 /// Bytes of the longest answer to an upgrade that is read.
 const MAX_ANSWER_BYTES: usize = 16 << 10;
 /// Bytes of the longest line of the daemon.
@@ -140,7 +145,8 @@ fn begin() -> Result<Vec<Ready>> {
         let folder = open(&path)?;
         let offer = upgraded(&socket, &format!("offers/{token}"))?;
         let (socket, server) = (socket.clone(), server.clone());
-        all.push(Ready { socket, server, token, folder, read_only, offer });
+        let servers = Arc::new(());
+        all.push(Ready { socket, server, token, folder, read_only, offer, servers });
     }
     Ok(all)
 }
@@ -164,6 +170,8 @@ struct Ready {
     folder: OwnedFd,
     read_only: bool,
     offer: UnixStream,
+    /// One reference for each server that lives, and one for this.
+    servers: Arc<()>,
 }
 
 impl Ready {
@@ -176,10 +184,12 @@ impl Ready {
             // The daemon has ended; the next one gets the offer anew.
             let since = Instant::now();
             self.offer = loop {
+                // First, because a daemon that answers and closes must not keep a CPU busy.
+                std::thread::sleep(AGAIN);
                 match upgraded(&self.socket, &format!("offers/{}", self.token)) {
                     Ok(offer) => break offer,
                     Err(_) if since.elapsed() > GONE => return,
-                    Err(_) => std::thread::sleep(AGAIN),
+                    Err(_) => {}
                 }
             };
         }
@@ -207,6 +217,9 @@ impl Ready {
 
     /// Makes a stream, and starts a server for it.
     fn stream(&self, name: &str) -> Result<()> {
+        if Arc::strong_count(&self.servers) > MOST_SERVERS {
+            bail!("expected at most {MOST_SERVERS} streams of one folder at once");
+        }
         let stream = upgraded(&self.socket, &format!("streams/{name}"))?;
         let (stream_fd, folder_fd) = (stream.as_raw_fd(), self.folder.as_raw_fd());
         let mut command = Command::new(self.server.as_path());
@@ -231,9 +244,11 @@ impl Ready {
         }
         let command = command.env_clear().stdin(Stdio::null()).stdout(Stdio::null());
         let mut child = command.stderr(Stdio::null()).process_group(0).spawn()?;
+        let counted = self.servers.clone();
         std::thread::spawn(move || {
             // Reaps it.
             let _ = child.wait();
+            drop(counted);
         });
         Ok(())
     }
@@ -251,6 +266,7 @@ fn upgraded(socket: &Path, path: &str) -> Result<UnixStream> {
         "POST /v1/volumes/{path} HTTP/1.1\r\nHost: d\r\nContent-Length: 0\r\n\
          Connection: upgrade\r\nUpgrade: {UPGRADE_VOLUME}\r\n\r\n"
     );
+    stream.set_read_timeout(Some(ANSWER))?;
     stream.write_all(head.as_bytes())?;
     let (mut answer, mut byte) = (Vec::new(), [0]);
     // Byte by byte, because what follows is the guest's.
@@ -261,6 +277,7 @@ fn upgraded(socket: &Path, path: &str) -> Result<UnixStream> {
         answer.extend(byte);
     }
     if answer.starts_with(b"HTTP/1.1 101 ") {
+        stream.set_read_timeout(None)?;
         return Ok(stream);
     }
     let mut body = String::new();
@@ -301,7 +318,8 @@ mod tests {
         let shared = open(&folder.path().join("new/folder")).unwrap();
         let (socket, server) = (Arc::new(socket), Arc::new(PathBuf::from("/bin/false")));
         let token = "t".to_owned();
-        Ready { socket, server, token, folder: shared, read_only: false, offer }.keep();
+        let servers = Arc::new(());
+        Ready { socket, server, token, folder: shared, read_only: false, offer, servers }.keep();
         daemon.join().unwrap();
         assert!(folder.path().join("new/folder").is_dir());
     }

@@ -247,13 +247,10 @@ struct Trees {
 impl Trees {
     fn clone_of(folder: BorrowedFd<'_>, read_only: bool) -> Result<Self, JailError> {
         let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
-        let empty = flags | OpenTreeFlags::AT_EMPTY_PATH;
-        let cloned = match open_tree(folder, "", empty) {
-            // A user namespace cannot show what the host has mounted over. The server never enters
-            // mounts below the folder anyway.
-            Err(Errno::INVAL) => open_tree(folder, "", empty | OpenTreeFlags::AT_RECURSIVE),
-            other => other,
-        };
+        // With all that is mounted below: else the guest would see what these mounts hide. The
+        // server enters none of them.
+        let all = flags | OpenTreeFlags::AT_EMPTY_PATH | OpenTreeFlags::AT_RECURSIVE;
+        let cloned = open_tree(folder, "", all);
         let folder = cloned.map_err(step("mounting the folder"))?;
         attributes(&folder, read_only)?;
         let own = open_tree(CWD, "/proc/self/fd", flags);

@@ -6,7 +6,7 @@ use rustix::io::Errno;
 
 /// The most files that a guest may know at once. Each is a descriptor of the server, and keeps an
 /// inode in the host's memory, about 1.5 KiB.
-pub const MAX_NODES: usize = 262_144;
+pub const MAX_NODES: usize = 65_536;
 /// The most files and folders that a guest may have open at once.
 pub const MAX_HANDLES: usize = 16_384;
 

@@ -174,9 +174,18 @@ fn attributes_and_times() {
     let host = m.on_host("a").metadata().unwrap();
     assert_eq!((host.accessed().unwrap(), host.modified().unwrap()), (long_ago, later));
     assert_eq!(m.at("a").metadata().unwrap().accessed().unwrap(), long_ago);
-    fs::set_permissions(m.at("a"), fs::Permissions::from_mode(0o4755)).unwrap();
-    assert_eq!(m.on_host("a").metadata().unwrap().mode() & 0o7777, 0o4755);
-    // A write removes the set-uid bit, as on the host.
+    fs::set_permissions(m.at("a"), fs::Permissions::from_mode(0o1750)).unwrap();
+    assert_eq!(m.on_host("a").metadata().unwrap().mode() & 0o7777, 0o1750);
+    // Such programs would run with the caller's rights.
+    for mode in [0o4755, 0o2755] {
+        let refused = fs::set_permissions(m.at("a"), fs::Permissions::from_mode(mode));
+        assert_eq!(refused.unwrap_err().kind(), std::io::ErrorKind::PermissionDenied);
+        let made = OpenOptions::new().write(true).create_new(true).mode(mode).open(m.at("s"));
+        assert_eq!(made.unwrap_err().kind(), std::io::ErrorKind::PermissionDenied);
+    }
+    assert!(!m.on_host("s").exists());
+    // A write removes the set-uid bit that a file of the host has.
+    fs::set_permissions(m.on_host("a"), fs::Permissions::from_mode(0o4755)).unwrap();
     OpenOptions::new().write(true).open(m.at("a")).unwrap().write_all(b"x").unwrap();
     assert_eq!(m.on_host("a").metadata().unwrap().mode() & 0o7777, 0o755);
     // Times of a link itself.

@@ -228,8 +228,14 @@ async fn mount_one(
         };
         let process = process.map_err(|e| not_served(&e))?;
         // Here, because a caller that goes away would lose the process.
-        vm.update(|live| live.volumes[number].server = Some(process.id()));
-        watch(&daemon, vm, number, process);
+        let id = process.id();
+        watch(&daemon, vm.clone(), number, process);
+        // A VM that has ended meanwhile has none.
+        vm.update(|live| {
+            if let Some(volume) = live.volumes.get_mut(number) {
+                volume.server = Some(id);
+            }
+        });
         drop(hold);
         Ok(())
     })
@@ -404,9 +410,8 @@ fn having<'a>(
     let has = move |volume: &VolumeFacts| {
         volume.owner.uid == uid && matches!(&volume.source, VolumeSource::Name(own) if own == name)
     };
-    let all = daemon.registry.all().into_iter();
-    all.filter(move |vm| vm.facts.volumes.iter().any(has) && !vm.leaving())
-        .filter(|vm| vm.phase() != Phase::Unknown)
+    // Also one that is being removed, or whose VMM does not answer: its server may still write.
+    daemon.registry.all().into_iter().filter(move |vm| vm.facts.volumes.iter().any(has))
 }
 
 #[cfg(test)]

@@ -13,4 +13,5 @@
 pub mod folder;
 pub mod named;
 pub mod offers;
+mod remove;
 pub mod server;

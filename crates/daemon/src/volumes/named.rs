@@ -213,7 +213,7 @@ impl Named {
             std::fs::rename(&path, &old)
                 .map_err(failed(format_args!("removing {}", path.display())))?;
         }
-        std::fs::remove_dir_all(&old).map_err(failed(format_args!("removing {}", old.display())))
+        remove::all(&old).map_err(failed(format_args!("removing {}", old.display())))
     }
 
     /// Removes what a daemon that was killed left of volumes that it made or removed. Blocks.
@@ -226,7 +226,7 @@ impl Named {
             if !unfinished(".new-") && !unfinished(".old-") {
                 continue;
             }
-            match std::fs::remove_dir_all(entry.path()) {
+            match remove::all(&entry.path()) {
                 Ok(()) => tracing::info!("swept {}", entry.path().display()),
                 Err(e) => tracing::error!("sweeping {}: {e}", entry.path().display()),
             }

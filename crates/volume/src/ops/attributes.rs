@@ -49,13 +49,14 @@ impl Call<'_> {
         let times = times(&asked)?;
         let size = i64::try_from(asked.size).map_err(|_| Errno::FBIG);
         let size = has(valid::SIZE).then_some(size).transpose()?;
+        let mode = has(valid::MODE).then(|| permissions(asked.mode, node.kind)).transpose()?;
         let owner = self.owner(&asked, &node)?;
         let (own, name) = self.volume.own.name(&node.fd);
-        if has(valid::MODE) {
+        if let Some(mode) = mode {
             if node.kind == FileType::Symlink {
                 return Err(Errno::OPNOTSUPP);
             }
-            chmodat(own, &name, permissions(asked.mode), AtFlags::empty())?;
+            chmodat(own, &name, mode, AtFlags::empty())?;
         }
         if let Some((user, group)) = owner {
             chownat(own, &name, user, group, AtFlags::empty())?;

@@ -13,9 +13,15 @@ use std::sync::Arc;
 /// The longest target of a link (PATH_MAX, without the NUL).
 const MAX_TARGET_BYTES: usize = 4095;
 
-/// Permission bits, set-uid, set-gid and the sticky bit.
-pub(super) const fn permissions(mode: u32) -> Mode {
-    Mode::from_raw_mode(mode & 0o7777)
+/// Permission bits, and the sticky bit. Set-uid and set-gid bits are refused: such a program of the
+/// guest would run with the caller's rights on the host. Set-gid of a folder is harmless.
+pub(super) fn permissions(mode: u32, kind: FileType) -> Result<Mode, Errno> {
+    let mode = Mode::from_raw_mode(mode & 0o7777);
+    let harmless = if kind == FileType::Directory { Mode::SGID } else { Mode::empty() };
+    if mode.intersects((Mode::SUID | Mode::SGID).difference(harmless)) {
+        return Err(Errno::PERM);
+    }
+    Ok(mode)
 }
 
 impl Call<'_> {
@@ -73,7 +79,7 @@ impl Call<'_> {
             _ => return Err(Errno::PERM),
         };
         let name = body.name()?;
-        mknodat(&parent.fd, name, kind, permissions(asked.mode), 0)?;
+        mknodat(&parent.fd, name, kind, permissions(asked.mode, kind)?, 0)?;
         self.answer_with(&parent, name)
     }
 
@@ -81,7 +87,7 @@ impl Call<'_> {
         let (parent, mut body) = (self.parent()?, self.message.body());
         let asked: MkdirIn = body.take()?;
         let name = body.name()?;
-        mkdirat(&parent.fd, name, permissions(asked.mode))?;
+        mkdirat(&parent.fd, name, permissions(asked.mode, FileType::Directory)?)?;
         self.answer_with(&parent, name)
     }
 

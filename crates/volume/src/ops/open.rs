@@ -55,7 +55,8 @@ impl Call<'_> {
         let access = access(asked.flags)?;
         let place = self.volume.handles.reserve()?;
         let flags = access | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
-        let file = match resolve(&parent.fd, name, flags, permissions(asked.mode)) {
+        let mode = permissions(asked.mode, FileType::RegularFile)?;
+        let file = match resolve(&parent.fd, name, flags, mode) {
             Err(Errno::EXIST) if asked.flags & OFlags::EXCL.bits() == 0 => {
                 self.existing(&parent, name, access, asked.flags)?
             }
@@ -91,7 +92,8 @@ impl Call<'_> {
         let place = self.volume.handles.reserve()?;
         let keep = OFlags::from_bits_retain(asked.flags) & OFlags::EXCL;
         let flags = access | OFlags::TMPFILE | keep;
-        let file = resolve(&parent.fd, c".", flags, permissions(asked.mode))?;
+        let mode = permissions(asked.mode, FileType::RegularFile)?;
+        let file = resolve(&parent.fd, c".", flags, mode)?;
         self.answer_open(&parent, c".", file, place)
     }
 
