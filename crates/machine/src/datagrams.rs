@@ -29,15 +29,15 @@ const STALLED: Duration = Duration::from_secs(60);
 /// (nf_conntrack_udp_timeout and nf_conntrack_udp_timeout_stream).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Idle {
-    /// Of a flow to which the guest has not answered.
-    pub unanswered: Duration,
-    /// Of one to which it has.
-    pub answered: Duration,
+    /// Of a flow that is a question, and perhaps its answer.
+    pub once: Duration,
+    /// Of one whose client has sent again after an answer.
+    pub lasting: Duration,
 }
 
 impl Default for Idle {
     fn default() -> Self {
-        Self { unanswered: Duration::from_secs(30), answered: Duration::from_secs(120) }
+        Self { once: Duration::from_secs(30), lasting: Duration::from_secs(120) }
     }
 }
 
@@ -210,11 +210,12 @@ fn send_questions(
     answers: &AtomicUsize,
     idle: Idle,
 ) -> io::Result<()> {
-    let mut seen = 0;
+    let (mut seen, mut lasting) = (0, false);
     loop {
-        let most = if seen == 0 { idle.unanswered } else { idle.answered };
+        let most = if lasting { idle.lasting } else { idle.once };
         match datagrams.recv_timeout(most) {
             Ok(datagram) => {
+                lasting |= answers.load(Ordering::Relaxed) > 0;
                 let length = u16::try_from(datagram.bytes.len()).map_err(io::Error::other)?;
                 machine.write_all(&[&length.to_be_bytes()[..], &datagram.bytes].concat())?;
             }

@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::sync::Mutex;
 
 const LONG: Duration = Duration::from_secs(3600);
-const LASTING: Idle = Idle { unanswered: LONG, answered: LONG };
+const LASTING: Idle = Idle { once: LONG, lasting: LONG };
 
 /// A port, and the listener that stands for the machine.
 fn port(idle: Idle, rooms: &Arc<Rooms>) -> (UdpPort, SocketAddr, TcpListener) {
@@ -73,7 +73,7 @@ fn each_client_gets_the_answers_to_its_own_datagrams_and_the_port_is_freed() {
 
 #[test]
 fn an_idle_flow_ends_and_the_next_datagram_begins_another() {
-    let at_once = Idle { unanswered: Duration::ZERO, answered: Duration::ZERO };
+    let at_once = Idle { once: Duration::ZERO, lasting: Duration::ZERO };
     let (_port, at, machine) = port(at_once, &Arc::default());
     let client = client(at);
     // A flow may end before its first datagram is sent, which UDP permits.

@@ -10,7 +10,7 @@
 //! what does not fit is lost, as UDP permits. If there are as many flows as there may be, datagrams
 //! of other clients are dropped.
 
-use crate::net::permits::{permits_of_all, reset, turn};
+use crate::net::permits::{permits_of_flows, reset, turn};
 use dayfly_machine_init::MAX_DATAGRAM_BYTES;
 use dayfly_units::sync::lock;
 use rustix::net::SendFlags;
@@ -37,20 +37,20 @@ pub(super) struct Limits {
     pub of_vm: Arc<Semaphore>,
     /// The most flows of one port.
     pub of_port: usize,
-    /// The idle time after which a flow ends to which the guest has not answered.
-    pub unanswered: Duration,
-    /// The same for one to which it has.
-    pub answered: Duration,
+    /// The idle time after which a flow ends that is a question, and perhaps its answer.
+    pub once: Duration,
+    /// The same for one whose client has sent again after an answer.
+    pub lasting: Duration,
 }
 
 /// The most flows of one port.
-pub(super) const MAX_FLOWS_OF_PORT: usize = 256;
+pub(super) const MAX_FLOWS_OF_PORT: usize = 1024;
 
 impl Limits {
     /// The limits of a published port.
     pub(super) const fn of_vm(of_vm: Arc<Semaphore>) -> Self {
-        let (unanswered, answered) = (Duration::from_secs(30), Duration::from_secs(120));
-        Self { of_vm, of_port: MAX_FLOWS_OF_PORT, unanswered, answered }
+        let (once, lasting) = (Duration::from_secs(30), Duration::from_secs(120));
+        Self { of_vm, of_port: MAX_FLOWS_OF_PORT, once, lasting }
     }
 }
 
@@ -68,6 +68,8 @@ struct Flow {
     /// Milliseconds from the port's first moment to the last datagram of either side.
     last_ms: AtomicU64,
     answered: AtomicBool,
+    /// Whether the client has sent after an answer.
+    lasting: AtomicBool,
     _permits: [OwnedSemaphorePermit; 2],
 }
 
@@ -134,9 +136,15 @@ fn open(client: SocketAddr, guest: SocketAddr, flows: &Flows, limits: &Limits) -
     if lock(flows).len() >= limits.of_port {
         return None;
     }
-    let permits = turn(&limits.of_vm, &permits_of_all())?;
-    let (last_ms, answered) = (AtomicU64::new(0), AtomicBool::new(false));
-    Some(Flow { client, guest: to_guest(guest).ok()?, last_ms, answered, _permits: permits })
+    let permits = turn(&limits.of_vm, &permits_of_flows())?;
+    Some(Flow {
+        client,
+        guest: to_guest(guest).ok()?,
+        last_ms: AtomicU64::new(0),
+        answered: AtomicBool::new(false),
+        lasting: AtomicBool::new(false),
+        _permits: permits,
+    })
 }
 
 /// A socket that exchanges datagrams with this address only.
@@ -150,6 +158,9 @@ fn to_guest(guest: SocketAddr) -> io::Result<UdpSocket> {
 /// Passes a client's datagram on.
 fn pass(flow: &Flow, bytes: &[u8], began: Instant) {
     flow.last_ms.store(elapsed_ms(began), Ordering::Relaxed);
+    if flow.answered.load(Ordering::Relaxed) {
+        flow.lasting.store(true, Ordering::Relaxed);
+    }
     send(&flow.guest, bytes);
 }
 
@@ -166,13 +177,18 @@ fn send(guest: &UdpSocket, bytes: &[u8]) {
 /// Passes the guest's datagrams back to the flow's client, until the flow has been idle.
 async fn answers(flow: &Flow, socket: &Weak<UdpSocket>, limits: &Limits, began: Instant) {
     loop {
-        let answered = flow.answered.load(Ordering::Relaxed);
-        let most = if answered { limits.answered } else { limits.unanswered };
+        // What a guest sends without end must not keep this thread.
+        tokio::task::coop::consume_budget().await;
+        let lasting = flow.lasting.load(Ordering::Relaxed);
+        let most = if lasting { limits.lasting } else { limits.once };
         let last = Duration::from_millis(flow.last_ms.load(Ordering::Relaxed));
         let Some(left) = most.checked_sub(began.elapsed().saturating_sub(last)) else { return };
-        if timeout(left, flow.guest.readable()).await.is_err() {
+        match timeout(left, flow.guest.readable()).await {
+            Ok(Ok(())) => {}
+            // The runtime ends.
+            Ok(Err(_)) => return,
             // A datagram of the client may have come meanwhile.
-            continue;
+            Err(_) => continue,
         }
         let Some(socket) = socket.upgrade() else { return };
         DATAGRAM.with_borrow_mut(|buffer| {
@@ -208,6 +224,7 @@ pub(super) async fn framed(client: TcpStream, guest: SocketAddr) {
     };
     let back = async {
         loop {
+            tokio::task::coop::consume_budget().await;
             if guest.readable().await.is_err() {
                 return;
             }

@@ -23,7 +23,7 @@ async fn heard(socket: &UdpSocket) -> (Vec<u8>, SocketAddr) {
 const LONG: Duration = Duration::from_secs(3600);
 
 fn limits(of_port: usize, idle: Duration) -> Limits {
-    Limits { of_vm: Arc::new(Semaphore::new(8)), of_port, unanswered: idle, answered: idle }
+    Limits { of_vm: Arc::new(Semaphore::new(8)), of_port, once: idle, lasting: idle }
 }
 
 #[tokio::test]

@@ -21,6 +21,21 @@ pub(super) fn permits_of_all() -> Arc<Semaphore> {
     ALL.clone()
 }
 
+/// The most UDP flows of all VMs. Each has a UDP port of the host, of which the host itself needs
+/// some: the kernel gives out 28,232 of them.
+const MAX_FLOWS: u64 = 8192;
+
+/// Permits for the flows of all VMs. They are not those of connections, because a client can begin
+/// flows in the name of others.
+pub(super) fn permits_of_flows() -> Arc<Semaphore> {
+    static ALL: LazyLock<Arc<Semaphore>> = LazyLock::new(|| {
+        let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(1 << 20);
+        let flows = (descriptors / SHARE / 4).clamp(1, MAX_FLOWS);
+        Arc::new(Semaphore::new(usize::try_from(flows).unwrap_or(1)))
+    });
+    ALL.clone()
+}
+
 /// Permits for one connection, of its VM and of all VMs; `None` if there are none left.
 pub(super) fn turn(
     of_vm: &Arc<Semaphore>,
