@@ -27,6 +27,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
+use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, timeout};
 
 /// Bounds of the flows of one port. The times are those of the kernel's connection tracking
@@ -170,9 +171,13 @@ async fn answers(flow: &Flow, socket: &Weak<UdpSocket>, limits: &Limits, began: 
         let most = if answered { limits.answered } else { limits.unanswered };
         let last = Duration::from_millis(flow.last_ms.load(Ordering::Relaxed));
         let Some(left) = most.checked_sub(began.elapsed().saturating_sub(last)) else { return };
-        if timeout(left, flow.guest.readable()).await.is_err() {
+        // A guest that never stops sending must leave the thread to other tasks.
+        consume_budget().await;
+        match timeout(left, flow.guest.readable()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(_)) => return,
             // A datagram of the client may have come meanwhile.
-            continue;
+            Err(_) => continue,
         }
         let Some(socket) = socket.upgrade() else { return };
         DATAGRAM.with_borrow_mut(|buffer| {
@@ -208,6 +213,8 @@ pub(super) async fn framed(client: TcpStream, guest: SocketAddr) {
     };
     let back = async {
         loop {
+            // As in `answers`.
+            consume_budget().await;
             if guest.readable().await.is_err() {
                 return;
             }

@@ -95,6 +95,10 @@ impl<W: Write> Walk<'_, W> {
         // An archive has no sockets; they are made anew when a program listens.
         let Some(kind) = inode.kind()? else { return Ok(false) };
         let mut head = Head::new(path, kind, inode.mode());
+        // Also of further names, because docker sets the owner again for each.
+        (head.uid, head.gid) = (inode.uid().into(), inode.gid().into());
+        (head.mtime_s, head.mtime_ns) = inode.mtime();
+        head.xattrs = self.attributes(&inode)?;
         if kind != Kind::Folder && inode.links() > 1 {
             if let Some(first) = self.first.get(&number) {
                 head.kind = Kind::HardLink;
@@ -104,9 +108,6 @@ impl<W: Write> Walk<'_, W> {
             }
             self.first.insert(number, path.to_vec());
         }
-        (head.uid, head.gid) = (inode.uid().into(), inode.gid().into());
-        (head.mtime_s, head.mtime_ns) = inode.mtime();
-        head.xattrs = self.attributes(&inode)?;
         match kind {
             Kind::File => self.file(&head, &inode)?,
             Kind::Symlink => {
