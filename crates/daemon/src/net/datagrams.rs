@@ -27,6 +27,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
+use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, timeout};
 
 /// Bounds of the flows of one port. The times are those of the kernel's connection tracking
@@ -178,7 +179,7 @@ fn send(guest: &UdpSocket, bytes: &[u8]) {
 async fn answers(flow: &Flow, socket: &Weak<UdpSocket>, limits: &Limits, began: Instant) {
     loop {
         // What a guest sends without end must not keep this thread.
-        tokio::task::coop::consume_budget().await;
+        consume_budget().await;
         let lasting = flow.lasting.load(Ordering::Relaxed);
         let most = if lasting { limits.lasting } else { limits.once };
         let last = Duration::from_millis(flow.last_ms.load(Ordering::Relaxed));
@@ -224,7 +225,8 @@ pub(super) async fn framed(client: TcpStream, guest: SocketAddr) {
     };
     let back = async {
         loop {
-            tokio::task::coop::consume_budget().await;
+            // As in `answers`.
+            consume_budget().await;
             if guest.readable().await.is_err() {
                 return;
             }

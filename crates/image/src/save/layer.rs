@@ -95,7 +95,7 @@ impl<W: Write> Walk<'_, W> {
         // An archive has no sockets; they are made anew when a program listens.
         let Some(kind) = inode.kind()? else { return Ok(false) };
         let mut head = Head::new(path, kind, inode.mode());
-        // Of each name of a file: whoever unpacks the archive sets them again for the last one.
+        // Also of further names, because docker sets the owner again for each.
         (head.uid, head.gid) = (inode.uid().into(), inode.gid().into());
         (head.mtime_s, head.mtime_ns) = inode.mtime();
         head.xattrs = self.attributes(&inode)?;

@@ -29,7 +29,7 @@ fn a_small_disk_has_its_entries() {
     let expected = [
         ("./", Kind::Folder, 0),
         ("a", Kind::File, 1),
-        ("b", Kind::HardLink, 0),
+        ("b", Kind::HardLink, 1),
         ("d/", Kind::Folder, 1),
         ("l", Kind::Symlink, 0),
         ("z", Kind::Char, 0),
