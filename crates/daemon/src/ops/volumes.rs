@@ -15,7 +15,6 @@ use crate::base::config::VOLUME_NAME;
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::pidfd::readable;
 use crate::daemon::Daemon;
-use crate::model::state::Phase;
 use crate::model::volumes::{VolumeFacts, VolumeState, checked};
 use crate::ops::programs::needs;
 use crate::vm::{OpenVolume, Vm, record};

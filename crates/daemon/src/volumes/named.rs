@@ -13,6 +13,7 @@
 use crate::base::caller::Caller;
 use crate::base::error::{ApiError, Outcome};
 use crate::base::random::random;
+use crate::volumes::remove;
 use dayfly_api::types::ErrorCode;
 use dayfly_units::Name;
 use dayfly_units::sync::lock;

@@ -2,9 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test it is how a failure shows")]
 
-mod common;
-
-use common::{As, Mounted, USER};
+use crate::common::{As, Mounted, USER};
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -20,6 +18,7 @@ fn errno<T: std::fmt::Debug>(result: std::io::Result<T>) -> i32 {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn files_are_the_callers_on_the_host_and_roots_in_the_guest() {
     if !can() {
         return;
@@ -46,6 +45,7 @@ fn files_are_the_callers_on_the_host_and_roots_in_the_guest() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn names_and_links() {
     if !can() {
         return;
@@ -83,6 +83,7 @@ fn names_and_links() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn unlinked_files_keep_working() {
     if !can() {
         return;
@@ -107,6 +108,7 @@ fn unlinked_files_keep_working() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn data_holes_and_appending() {
     if !can() {
         return;
@@ -162,6 +164,7 @@ fn data_holes_and_appending() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn attributes_and_times() {
     if !can() {
         return;
@@ -201,6 +204,7 @@ fn attributes_and_times() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn only_attributes_of_users() {
     if !can() {
         return;
@@ -233,6 +237,7 @@ fn only_attributes_of_users() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn a_long_folder_is_read_while_it_is_emptied() {
     if !can() {
         return;
@@ -256,6 +261,7 @@ fn a_long_folder_is_read_while_it_is_emptied() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn special_files_are_the_guests_own() {
     if !can() {
         return;
@@ -276,6 +282,7 @@ fn special_files_are_the_guests_own() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn changes_of_the_host_become_visible() {
     if !can() {
         return;
@@ -307,11 +314,12 @@ fn changes_of_the_host_become_visible() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn read_only_changes_nothing() {
     if !can() {
         return;
     }
-    let host = common::folder();
+    let host = crate::common::folder();
     fs::write(host.path().join("a"), "text").unwrap();
     std::os::unix::fs::chown(host.path().join("a"), Some(USER), Some(USER)).unwrap();
     let m = Mounted::of(host, As::Root, &["--read-only"]);
@@ -331,6 +339,7 @@ fn read_only_changes_nothing() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn tar_git_and_sqlite_work() {
     if !can() {
         return;
@@ -357,6 +366,7 @@ fn tar_git_and_sqlite_work() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn programs_get_enotconn_when_the_server_dies() {
     if !can() {
         return;
@@ -380,6 +390,7 @@ fn programs_get_enotconn_when_the_server_dies() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn an_ordinary_user_can_share_a_folder() {
     if !can() {
         return;
@@ -394,6 +405,7 @@ fn an_ordinary_user_can_share_a_folder() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn a_user_without_namespaces_can_share_a_folder() {
     if !can() {
         return;
@@ -405,12 +417,13 @@ fn a_user_without_namespaces_can_share_a_folder() {
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn a_guest_that_walks_more_files_than_it_may_know_is_asked_to_forget() {
     if !can() {
         return;
     }
-    let host = common::folder();
-    let count = 3 * common::FEW;
+    let host = crate::common::folder();
+    let count = 3 * crate::common::FEW;
     for n in 0..count {
         File::create_new(host.path().join(n.to_string())).unwrap();
     }
@@ -423,17 +436,18 @@ fn a_guest_that_walks_more_files_than_it_may_know_is_asked_to_forget() {
         }
     }
     let descriptors = fs::read_dir(format!("/proc/{}/fd", m.server.id())).unwrap().count();
-    assert!(descriptors as u64 <= common::FEW, "{descriptors}");
+    assert!(descriptors as u64 <= crate::common::FEW, "{descriptors}");
 }
 
 #[test]
+#[ignore = "long: a mount whose process is killed would block others of this host"]
 fn a_guest_that_is_not_asked_to_forget_gets_enfile() {
     if !can() {
         return;
     }
     let m = Mounted::new(As::Confined, &[]);
     let mut open = Vec::new();
-    let failed = (0..common::FEW).find_map(|n| {
+    let failed = (0..crate::common::FEW).find_map(|n| {
         let path = m.at(&n.to_string());
         match fs::write(&path, "").and_then(|()| File::open(&path)) {
             Ok(file) => {
@@ -445,7 +459,7 @@ fn a_guest_that_is_not_asked_to_forget_gets_enfile() {
     });
     assert_eq!(failed, Some(libc::ENFILE));
     // An eighth of the descriptors are for handles. The guest closes, and goes on.
-    assert_eq!(open.len() as u64, common::FEW / 8);
+    assert_eq!(open.len() as u64, crate::common::FEW / 8);
     drop(open);
     fs::write(m.at("more"), "more").unwrap();
     assert_eq!(fs::read(m.on_host("more")).unwrap(), b"more");

@@ -1,0 +1,5 @@
+//! Real mounts of FUSE.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod mounts;
