@@ -119,7 +119,7 @@ async fn warm(daemon: Arc<Daemon>) {
     let templates = daemon.templates.clone();
     let warmed = blocking(move || {
         Mapped::find().touch();
-        templates.warm()?.map(|newest| shape_of(&newest)).transpose()
+        templates.prepare()?.map(|newest| shape_of(&newest)).transpose()
     });
     match warmed.await {
         Ok(Some(shape)) => daemon.pool.expect_shape(shape),

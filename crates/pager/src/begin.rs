@@ -21,8 +21,8 @@ pub(crate) struct Beginning {
     pub(crate) settings: Settings,
 }
 
-/// Receives the first message and the files. `None`: the daemon closed the connection before, because
-/// it needs no further pager.
+/// Receives the first message and the files. `None`: the daemon closed the connection before,
+/// because it needs no further pager.
 pub(crate) fn begin(socket: &OwnedFd) -> Result<Option<Beginning>, ServeError> {
     let next = || receive::<ToPager>(socket).map_err(step("receiving the plan from the daemon"));
     let ended = || {

@@ -34,7 +34,7 @@
 //! | [`streams`] | sequential faults |
 //! | `begin` | the plan that the daemon sends |
 //! | [`serve`], `threads` | the process, and its threads |
-//! | `crew` | threads that are started before there is work |
+//! | `workers` | threads that are started before there is work |
 //! | [`jail`], [`filter`] | the process's user and limits; its system calls |
 //! | `pace` | measured fetch times, and when to wait instead of seeking |
 //! | [`wire`], [`client`] | messages between daemon, pager and VMM |
@@ -50,7 +50,6 @@ pub mod error;
 mod begin;
 pub mod client;
 pub mod clones;
-mod crew;
 pub mod filter;
 #[doc(hidden)]
 pub mod fuzzing;
@@ -67,3 +66,4 @@ pub mod streams;
 pub mod template;
 mod threads;
 pub mod wire;
+mod workers;

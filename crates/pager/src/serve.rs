@@ -3,7 +3,6 @@
 
 use crate::begin::{Beginning, begin};
 use crate::clones::{Clone, Handle};
-use crate::crew::Crew;
 use crate::error::{ServeError, step};
 use crate::jail;
 use crate::order::Order;
@@ -13,6 +12,7 @@ use crate::stored::Stored;
 use crate::template::{Counters, Template};
 use crate::threads::{STOP, Shared};
 use crate::wire::{FromPager, Report, Settings, ToPager, receive, receive_bytes, send, send_bytes};
+use crate::workers::Workers;
 use dayfly_sys::uffd::{Descriptors, Uffd};
 use dayfly_units::regions;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -40,7 +40,7 @@ const MAX_THREADS: u32 = 64;
 /// [`ServeError`]. The daemon gets it, or, if pages are served already, sees this process end.
 pub fn run(socket: OwnedFd, descriptors: Descriptors) -> Result<(), ServeError> {
     let usual = Settings::default().fault_threads as usize + 1;
-    let crew = Crew::waiting(usual).map_err(step("threads"))?;
+    let workers = Workers::waiting(usual).map_err(step("threads"))?;
     let begun = match begin(&socket) {
         Ok(None) => return Ok(()),
         Ok(Some(beginning)) => prepare(beginning),
@@ -53,7 +53,7 @@ pub fn run(socket: OwnedFd, descriptors: Descriptors) -> Result<(), ServeError> 
     // If the daemon is gone, the next read from it shows that.
     let _ = send(&socket, &answer, &[]);
     let (template, first, settings) = begun?;
-    Server::start(template, &first, settings, descriptors, crew)?.talk(socket)
+    Server::start(template, &first, settings, descriptors, workers)?.talk(socket)
 }
 
 fn prepare(beginning: Beginning) -> Result<(Template<Stored>, Vec<u32>, Settings), ServeError> {
@@ -74,7 +74,7 @@ pub fn fill<S: Source + 'static>(
     socket: OwnedFd,
 ) -> Result<(), ServeError> {
     let descriptors = Descriptors::open().map_err(step("/proc/self/fd"))?;
-    Server::start(template, first, settings, descriptors, Crew::default())?.talk(socket)
+    Server::start(template, first, settings, descriptors, Workers::default())?.talk(socket)
 }
 
 /// A clone whose VMM has not sent its regions yet.
@@ -103,7 +103,7 @@ impl<S: Source + 'static> Server<S> {
         first: &[u32],
         settings: Settings,
         descriptors: Descriptors,
-        mut crew: Crew,
+        mut workers: Workers,
     ) -> Result<Self, ServeError> {
         let order = Order::new(template.layout(), first, &settings.policy);
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
@@ -133,11 +133,11 @@ impl<S: Source + 'static> Server<S> {
         for thread in 0..shared.busy.len() {
             let shared = Arc::clone(&shared);
             let serves = move || shared.serve_faults(thread);
-            threads.push(crew.start(c"faults", serves).map_err(step("threads"))?);
+            threads.push(workers.start(c"faults", serves).map_err(step("threads"))?);
         }
         let ahead = Arc::clone(&shared);
         let fetches = move || ahead.fetch_ahead();
-        threads.push(crew.start(c"ahead", fetches).map_err(step("threads"))?);
+        threads.push(workers.start(c"ahead", fetches).map_err(step("threads"))?);
         // A template that is all zero is complete already.
         shared.look();
         Ok(Self {

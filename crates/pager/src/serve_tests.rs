@@ -90,8 +90,8 @@ impl Room {
         first: &[u32],
     ) -> Self {
         let template = Template::new(memory.try_clone().unwrap(), source).unwrap();
-        let (descriptors, crew) = (Descriptors::open().unwrap(), Crew::default());
-        let server = Server::start(template, first, settings, descriptors, crew).unwrap();
+        let (descriptors, workers) = (Descriptors::open().unwrap(), Workers::default());
+        let server = Server::start(template, first, settings, descriptors, workers).unwrap();
         let shared = Arc::downgrade(&server.shared);
         let faults = Arc::new(move |id| {
             let clone = shared.upgrade().and_then(|shared| shared.template.clones.get(id));

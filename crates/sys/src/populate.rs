@@ -1,7 +1,7 @@
-//! Page faults taken ahead (MADV_POPULATE_READ and MADV_POPULATE_WRITE of madvise(2)). A new process
-//! has to fault in the pages that it reads, and a fork copies those that it writes: some hundred
-//! pages in a VMM's first millisecond. Processes that wait for their first request do this while
-//! they are idle.
+//! Page faults taken ahead (MADV_POPULATE_READ and MADV_POPULATE_WRITE of madvise(2)). A new
+//! process has to fault in the pages that it reads, and a fork copies those that it writes: some
+//! hundred pages in a VMM's first millisecond. Processes that wait for their first request do this
+//! while they are idle.
 
 use std::io;
 

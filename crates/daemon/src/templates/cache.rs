@@ -30,7 +30,7 @@ pub struct TemplateCache {
     /// Notified when a layer of a removed snapshot has lost its last VM, warm VMM or template.
     pub(super) garbage: Arc<Notify>,
     open: Arc<Mutex<Recent>>,
-    pagers: Pagers,
+    pub(super) pagers: Pagers,
     pending: Arc<PendingSnapshots>,
     /// A lock for each snapshot that was ever opened, which serialises its opening.
     loading: Arc<Mutex<HashMap<Name, Arc<Mutex<()>>>>>,
@@ -85,23 +85,6 @@ impl TemplateCache {
             // The node of a template's memory is unknown: its clones on any node have touched it.
             self.reapers.run(0, move || drop(evicted));
         }
-    }
-
-    /// Prepares what opening any snapshot needs: a pager, and the index of pages. Returns the newest
-    /// snapshot, which will probably be cloned next.
-    ///
-    /// # Errors
-    /// The store cannot be read.
-    pub fn warm(&self) -> Outcome<Option<SnapshotManifest>> {
-        self.pagers.warm();
-        self.store.tenant(&self.tenant())?;
-        let snapshots = self.store.snapshots()?.items.into_iter();
-        Ok(snapshots.max_by_key(|manifest| manifest.created_unix_ms))
-    }
-
-    /// Ends the pager that waits for a snapshot.
-    pub fn end_pager(&self) {
-        self.pagers.end();
     }
 
     /// The underlying store.

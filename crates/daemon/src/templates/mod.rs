@@ -1,6 +1,7 @@
 //! Templates: open snapshots, the memory that their clones share, and the pagers that fill this
 //! memory. [`cache::TemplateCache`] owns the state.
 
+mod ahead;
 pub mod cache;
 mod errors;
 pub mod fork_point;

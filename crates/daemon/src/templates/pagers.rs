@@ -5,8 +5,8 @@
 //! would wait for ever for missing pages. Therefore this module ends their VMs, with the pager's
 //! exit as the cause.
 //!
-//! One pager is started ahead ([`Spare`]): a new process, its namespaces and its jail take longer
-//! than all else that opens a snapshot.
+//! One pager is started ahead ([`Prepared`]): a new process, its namespaces and its jail take
+//! longer than all else that opens a snapshot.
 
 use crate::base::config::Config;
 use crate::base::error::{ApiError, Outcome};
@@ -99,12 +99,12 @@ impl Drop for Wanted {
 /// A pager without a plan. It ends when its connection is closed, so that none is left of a daemon
 /// that was killed.
 #[derive(Debug)]
-struct Spare {
+struct Prepared {
     socket: OwnedFd,
     process: Process,
 }
 
-impl Spare {
+impl Prepared {
     /// Ends it.
     fn end(self) {
         drop(self.socket);
@@ -121,7 +121,7 @@ pub struct Pagers {
     program: PathBuf,
     name: PathBuf,
     /// Started ahead for the next snapshot that is opened.
-    spare: Arc<Mutex<Option<Spare>>>,
+    prepared: Arc<Mutex<Option<Prepared>>>,
     /// Options of the pagers.
     pub settings: Settings,
 }
@@ -134,7 +134,7 @@ impl Pagers {
         Self {
             program: config.vmm.with_file_name(PAGER_NAME),
             name: config.run.join(PAGER_NAME),
-            spare: Arc::default(),
+            prepared: Arc::default(),
             settings: Settings { deadline_s, ..Settings::default() },
         }
     }
@@ -150,7 +150,7 @@ impl Pagers {
         plan: &Plan,
         shared: Option<&Shared>,
     ) -> Result<Wanted, PagerError> {
-        let Spare { socket: ours, process } = self.take()?;
+        let Prepared { socket: ours, process } = self.take()?;
         let begun = || -> io::Result<_> {
             rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Recv, Some(BEGIN))?;
             rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Send, Some(SEND))?;
@@ -184,10 +184,10 @@ impl Pagers {
     /// Starts a pager for the next snapshot, if none waits. If that fails, the next snapshot starts
     /// its own.
     pub fn warm(&self) {
-        let mut spare = lock(&self.spare);
-        if spare.is_none() {
+        let mut prepared = lock(&self.prepared);
+        if prepared.is_none() {
             let spawned = self.spawn();
-            *spare = spawned
+            *prepared = spawned
                 .inspect_err(|e| tracing::warn!("no pager is started ahead: {}", chain(e)))
                 .ok();
         }
@@ -195,23 +195,23 @@ impl Pagers {
 
     /// Ends the pager that waits for a snapshot.
     pub fn end(&self) {
-        if let Some(spare) = lock(&self.spare).take() {
-            spare.end();
+        if let Some(prepared) = lock(&self.prepared).take() {
+            prepared.end();
         }
     }
 
     /// The pager that waits, if it lives, or else a new one.
-    fn take(&self) -> Result<Spare, PagerError> {
-        match lock(&self.spare).take() {
-            Some(spare) if spare.process.is_alive().unwrap_or(false) => return Ok(spare),
+    fn take(&self) -> Result<Prepared, PagerError> {
+        match lock(&self.prepared).take() {
+            Some(prepared) if prepared.process.is_alive().unwrap_or(false) => return Ok(prepared),
             // So that no zombie stays.
-            Some(spare) => spare.end(),
+            Some(prepared) => prepared.end(),
             None => {}
         }
         self.spawn()
     }
 
-    fn spawn(&self) -> Result<Spare, PagerError> {
+    fn spawn(&self) -> Result<Prepared, PagerError> {
         let (ours, theirs) = pair()?;
         let mut spawn = Spawn::new(Program::Path(self.program.clone()), &self.name);
         spawn.argv.push(OsString::from(FIRST_FD.to_string()));
@@ -222,7 +222,7 @@ impl Pagers {
             Namespaces::MOUNT.and(Namespaces::NET).and(Namespaces::IPC).and(Namespaces::UTS);
         spawn.fds = vec![(theirs, FIRST_FD)];
         spawn.stderr = Stdio::Inherit;
-        Ok(Spare { socket: ours, process: Process::from_child(spawn.run()?)? })
+        Ok(Prepared { socket: ours, process: Process::from_child(spawn.run()?)? })
     }
 }
 
@@ -316,7 +316,7 @@ impl Pager {
 
     /// Reads the pager's reports until it ends. Runs on a thread for each pager. The next pager is
     /// started when this one has fetched what its clones touch first; before, that would delay
-    /// their births.
+    /// their creations.
     fn watch(&self, client: Arc<Client>, pagers: &Pagers) {
         loop {
             match client.next() {
@@ -409,96 +409,5 @@ pub fn pager_lives(pager: Option<ProcessId>, name: &Path) -> io::Result<bool> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::base::config::Deadlines;
-    use crate::fixture;
-    use std::os::unix::process::CommandExt;
-    use std::process::Command;
-
-    #[test]
-    fn a_pager_is_looked_for_by_its_process_and_not_by_its_name() {
-        let folder = tempfile::tempdir().unwrap();
-        let name = folder.path().join(PAGER_NAME);
-        let sleep = || {
-            let child = Command::new("sleep").arg0(&name).arg("1000").spawn().unwrap();
-            // It has its command line a little later than its program.
-            let cmdline = format!("/proc/{}/cmdline", child.id());
-            while std::fs::read(&cmdline).unwrap().is_empty() {
-                std::thread::yield_now();
-            }
-            child
-        };
-        let id = |child: &std::process::Child| ProcessId::of(child.id()).unwrap().unwrap();
-        let (mut dies, mut other) = (sleep(), sleep());
-        let (pager, of_another_template) = (id(&dies), id(&other));
-        assert!(pager_lives(Some(pager), &name).unwrap());
-        dies.kill().unwrap();
-        dies.wait().unwrap();
-        assert!(!pager_lives(Some(pager), &name).unwrap(), "another template's pager counts");
-        assert!(pager_lives(Some(of_another_template), &name).unwrap());
-        assert!(pager_lives(None, &name).unwrap());
-        other.kill().unwrap();
-        other.wait().unwrap();
-        assert!(!pager_lives(None, &name).unwrap());
-    }
-
-    /// Pagers whose program is the built one.
-    fn pagers(folder: &Path) -> Pagers {
-        Pagers::new(&Config { vmm: fixture::vmm(), ..fixture::config(folder) })
-    }
-
-    #[test]
-    fn one_pager_waits_and_ends_with_its_connection() {
-        let folder = tempfile::tempdir().unwrap();
-        let pagers = pagers(folder.path());
-        let waits = |pagers: &Pagers| lock(&pagers.spare).as_ref().map(|s| s.process.id());
-        pagers.warm();
-        let first = waits(&pagers).unwrap();
-        pagers.warm();
-        assert_eq!(waits(&pagers), Some(first), "a second one was started");
-        let taken = pagers.take().unwrap();
-        assert_eq!((taken.process.id(), waits(&pagers)), (first, None));
-        pagers.warm();
-        assert_ne!(waits(&pagers), Some(first));
-        pagers.end();
-        assert_eq!(waits(&pagers), None);
-        // A daemon that is killed closes the connection.
-        drop(taken.socket);
-        assert_eq!(taken.process.wait(None).unwrap(), Some(Ended::Code(0)));
-    }
-
-    #[test]
-    fn a_pager_that_died_while_it_waited_is_replaced() {
-        let folder = tempfile::tempdir().unwrap();
-        let pagers = pagers(folder.path());
-        pagers.warm();
-        let dead = {
-            let spare = lock(&pagers.spare);
-            let process = &spare.as_ref().unwrap().process;
-            process.kill().unwrap();
-            while process.is_alive().unwrap() {
-                std::thread::yield_now();
-            }
-            process.id()
-        };
-        let taken = pagers.take().unwrap();
-        assert_ne!(taken.process.id(), dead);
-        assert!(taken.process.is_alive().unwrap());
-        taken.end();
-    }
-
-    #[test]
-    fn a_patient_daemons_clones_wait_longer_for_a_page() {
-        let folder = tempfile::tempdir().unwrap();
-        let deadlines = Deadlines::default();
-        let mut config = Config { deadlines, ..fixture::config(folder.path()) };
-        let usual = Pagers::new(&config).settings;
-        assert_eq!(usual, Settings::default());
-        config.deadlines = config.deadlines.times(4);
-        assert_eq!(
-            Pagers::new(&config).settings,
-            Settings { deadline_s: usual.deadline_s * 4, ..usual }
-        );
-    }
-}
+#[path = "pagers_tests.rs"]
+mod tests;

@@ -10,9 +10,9 @@ use std::path::Path;
 
 /// Removes `folder` with everything in it, which no process may change meanwhile.
 ///
-/// A guest makes as many levels as it likes, and [`std::fs::remove_dir_all`] needs a stack frame and
-/// a descriptor for each. Here what is in a subfolder is moved up into `folder`, so two descriptors
-/// do.
+/// A guest makes as many levels as it likes, and [`std::fs::remove_dir_all`] needs a stack frame
+/// and a descriptor for each. Here what is in a subfolder is moved up into `folder`, so two
+/// descriptors do.
 ///
 /// # Errors
 /// The file system's.

@@ -1,5 +1,5 @@
-//! Threads that are started before there is work for them, because the first birth of a template
-//! would wait for their start.
+//! Threads that are started before there is work for them, because the first creation from a
+//! template would wait for their start.
 
 use std::ffi::CStr;
 use std::io;
@@ -10,9 +10,9 @@ type Work = Box<dyn FnOnce() + Send>;
 
 /// Threads that wait for work. When this is dropped, those that got none end.
 #[derive(Debug, Default)]
-pub struct Crew(Vec<(Sender<Work>, JoinHandle<()>)>);
+pub struct Workers(Vec<(Sender<Work>, JoinHandle<()>)>);
 
-impl Crew {
+impl Workers {
     /// `count` threads that wait.
     ///
     /// # Errors
@@ -57,25 +57,25 @@ mod tests {
 
     #[test]
     fn waiting_threads_work_first_then_new_ones_and_the_rest_end() {
-        let mut crew = Crew::waiting(3).unwrap();
-        let waiting: Vec<ThreadId> = crew.0.iter().map(|(_, t)| t.thread().id()).collect();
+        let mut workers = Workers::waiting(3).unwrap();
+        let waiting: Vec<ThreadId> = workers.0.iter().map(|(_, t)| t.thread().id()).collect();
         let (sender, done) = channel();
-        let start = |crew: &mut Crew, n: u32| {
+        let start = |workers: &mut Workers, n: u32| {
             let sender = sender.clone();
             let work = move || {
                 let name = std::fs::read_to_string("/proc/thread-self/comm").unwrap();
                 sender.send((n, name, std::thread::current().id())).unwrap();
             };
-            crew.start(c"works", work).unwrap().join().unwrap();
+            workers.start(c"works", work).unwrap().join().unwrap();
             let (number, name, thread) = done.recv().unwrap();
             assert_eq!((number, name.as_str()), (n, "works\n"));
             thread
         };
-        assert!(waiting.contains(&start(&mut crew, 1)));
-        assert!(waiting.contains(&start(&mut crew, 2)));
-        let mut none = Crew::default();
+        assert!(waiting.contains(&start(&mut workers, 1)));
+        assert!(waiting.contains(&start(&mut workers, 2)));
+        let mut none = Workers::default();
         assert!(!waiting.contains(&start(&mut none, 3)));
-        let (sender, thread) = crew.0.pop().unwrap();
+        let (sender, thread) = workers.0.pop().unwrap();
         drop(sender);
         thread.join().unwrap();
     }
