@@ -15,6 +15,10 @@ use std::io::{self, Read, Write};
 const ROOT: u32 = 2;
 /// Upper limit for the names of an image.
 const MAX_NAMES: usize = 4_000_000;
+/// Upper limit for the names that are kept for further names of the same file, in bytes.
+const MAX_KEPT_BYTES: usize = 256 << 20;
+/// Attributes may take this more than the disk does: several files may have one block of them.
+const MORE_ATTRIBUTE_BYTES: u64 = 64 << 20;
 /// The folder that mke2fs makes.
 const LOST_FOUND: &[u8] = b"lost+found";
 
@@ -30,6 +34,8 @@ pub fn write(disk: &File, out: &mut dyn Write) -> Result<(), SaveError> {
         first: HashMap::new(),
         folders: HashSet::new(),
         left: MAX_NAMES,
+        kept_left: MAX_KEPT_BYTES,
+        attributes_left: ext4.blocks * ext4.block_bytes + MORE_ATTRIBUTE_BYTES,
     };
     walk.entry(b"./", ROOT)?;
     walk.folder(&mut Vec::new(), ROOT, 0)?;
@@ -45,6 +51,8 @@ struct Walk<'a, W> {
     /// Folders that were read. Each has one place, so there are no circles.
     folders: HashSet<u32>,
     left: usize,
+    kept_left: usize,
+    attributes_left: u64,
 }
 
 impl<W: Write> Walk<'_, W> {
@@ -106,6 +114,11 @@ impl<W: Write> Walk<'_, W> {
                 self.out.entry(&head)?;
                 return Ok(false);
             }
+            let Some(left) = self.kept_left.checked_sub(path.len()) else {
+                let expected = format!("{MAX_KEPT_BYTES} bytes of names of files with several");
+                return format("names", expected, "more");
+            };
+            self.kept_left = left;
             self.first.insert(number, path.to_vec());
         }
         match kind {
@@ -123,8 +136,14 @@ impl<W: Write> Walk<'_, W> {
         Ok(kind == Kind::Folder)
     }
 
-    fn attributes(&self, inode: &Inode) -> Result<BTreeMap<Vec<u8>, Vec<u8>>, SaveError> {
-        xattrs::of(self.ext4, inode)
+    fn attributes(&mut self, inode: &Inode) -> Result<BTreeMap<Vec<u8>, Vec<u8>>, SaveError> {
+        let attributes = xattrs::of(self.ext4, inode)?;
+        let bytes: usize = attributes.iter().map(|(name, value)| name.len() + value.len()).sum();
+        let Some(left) = self.attributes_left.checked_sub(bytes as u64) else {
+            return format("attributes", "about as many bytes as the disk has", "more");
+        };
+        self.attributes_left = left;
+        Ok(attributes)
     }
 
     fn file(&mut self, head: &Head, inode: &Inode) -> Result<(), SaveError> {

@@ -8,7 +8,7 @@
 //! for its bytes. So nothing is stored in between.
 //!
 //! Disks come from others. The reader mounts nothing, checks every number before it is used, and
-//! its work is bounded by the number of blocks that the disk has.
+//! its work is bounded by the size of the disk, and by limits for names and attributes.
 
 mod archive;
 mod dir;
