@@ -310,10 +310,10 @@ fn attributes(mount: &OwnedFd, read_only: bool) -> Result<(), JailError> {
 
 /// Gives up what execve(2) could give: the bounding set, as far as this process may.
 fn drop_capabilities() -> Result<(), JailError> {
-    for capability in 0..64 {
+    for capability in 0_i32..64 {
         // SAFETY: prctl(2) with integer arguments.
         let result =
-            unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability as libc::c_ulong, 0, 0, 0) };
+            unsafe { libc::prctl(libc::PR_CAPBSET_DROP, libc::c_long::from(capability), 0, 0, 0) };
         let error = io::Error::last_os_error().raw_os_error();
         // Past the last capability; not permitted to an ordinary user, who has none to lose.
         if result != 0 && !matches!(error, Some(libc::EINVAL | libc::EPERM)) {

@@ -23,7 +23,7 @@ pub(super) fn read(
         let mut at = extent.at;
         let end = extent.at + extent.bytes.next_multiple_of(ext4.block_bytes);
         while at < end {
-            entries(&place, &ext4.block(at)?, &mut |name, inode| {
+            entries(&place, &ext4.block(at)?, |name, inode| {
                 if names.len() >= most {
                     return format(&place, "fewer names", "more than this image may have");
                 }
@@ -42,7 +42,7 @@ pub(super) fn read(
 fn entries(
     place: &str,
     block: &[u8],
-    each: &mut dyn FnMut(&[u8], u32) -> Result<(), SaveError>,
+    mut each: impl FnMut(&[u8], u32) -> Result<(), SaveError>,
 ) -> Result<(), SaveError> {
     let mut rest = block;
     while !rest.is_empty() {

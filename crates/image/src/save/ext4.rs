@@ -167,7 +167,7 @@ impl<'a> Ext4<'a> {
         let high = if self.has_wide_descriptors { u32_at(&descriptor, 0x28) } else { 0 };
         let table = u64::from(high) << 32 | u64::from(u32_at(&descriptor, 8));
         let offset = u64::from(index % self.inodes_per_group) * self.inode_bytes;
-        let within = table.checked_add(offset / self.block_bytes).unwrap_or(u64::MAX);
+        let within = table.saturating_add(offset / self.block_bytes);
         let at = self.check(&place, within, 1)? + offset % self.block_bytes;
         let mut inode = vec![0; usize::try_from(self.inode_bytes).unwrap_or(0)];
         self.read(at, &mut inode)?;

@@ -30,7 +30,7 @@ pub(super) struct Extent {
 pub(super) fn of(ext4: &Ext4<'_>, inode: &Inode) -> Result<Vec<Extent>, SaveError> {
     let mut walk = Walk { ext4, inode, next: 0, extents: Vec::new() };
     if !inode.has_extents() {
-        return format(&walk.place(), "a file with extents", "one without");
+        return format(walk.place(), "a file with extents", "one without");
     }
     let depth = u16_at(&inode.content(), 6);
     walk.node(&inode.content(), depth)?;

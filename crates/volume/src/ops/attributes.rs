@@ -14,6 +14,9 @@ use std::sync::Arc;
 
 const NANOSECONDS: u32 = 1_000_000_000;
 
+/// The user and the group to set, of which one may stay.
+type Owner = (Option<Uid>, Option<Gid>);
+
 impl Call<'_> {
     pub(super) fn getattr(&mut self) -> Result<(), Errno> {
         let asked: GetattrIn = self.message.body().take()?;
@@ -72,11 +75,7 @@ impl Call<'_> {
 
     /// The owner to set. What the guest is shown already needs no change, so that a program that
     /// copies owners does not fail.
-    fn owner(
-        &self,
-        asked: &SetattrIn,
-        node: &Node,
-    ) -> Result<Option<(Option<Uid>, Option<Gid>)>, Errno> {
+    fn owner(&self, asked: &SetattrIn, node: &Node) -> Result<Option<Owner>, Errno> {
         let options = &self.volume.options;
         if asked.valid & (valid::UID | valid::GID) == 0 {
             return Ok(None);

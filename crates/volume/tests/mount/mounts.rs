@@ -332,7 +332,7 @@ fn read_only_changes_nothing() {
     assert_eq!(errno(fs::rename(m.at("a"), m.at("b"))), erofs);
     assert_eq!(errno(fs::hard_link(m.at("a"), m.at("b"))), erofs);
     assert_eq!(errno(std::os::unix::fs::symlink("a", m.at("b"))), erofs);
-    assert_eq!(errno(fs::set_permissions(m.at("a"), fs::Permissions::from_mode(0))), erofs);
+    assert_eq!(errno(fs::set_permissions(m.at("a"), fs::Permissions::from_mode(0o0))), erofs);
     let flags = rustix::fs::XattrFlags::empty();
     let set = rustix::fs::setxattr(m.at("a"), "user.a", b"", flags);
     assert_eq!(set, Err(rustix::io::Errno::ROFS));
