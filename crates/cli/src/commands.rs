@@ -71,7 +71,7 @@ pub enum Command {
     Pull(pull::Pull),
     /// Load the images of an archive that docker, podman, buildah or skopeo saved
     Load(load::Args),
-    /// Save images as an archive that docker, podman, buildah and skopeo load
+    /// Save images as an archive in docker's form, which skopeo reads too
     Save(save::Args),
     /// List images (as dayfly image ls)
     Images(crate::output::ListArgs),

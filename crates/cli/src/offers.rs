@@ -11,8 +11,11 @@
 //!                                   └─▶ dayfly-volume ═══ STREAM ═══▶ guest
 //! ```
 //!
+//! The machine's supervisor, which is not in the machine, lets in at most 1,024 connections at a
+//! time. Each offer and each stream has one, so there are no more servers than that.
+//!
 //! The process ends when the daemon says that no VM has the folder any more, or when the daemon
-//! does not answer for a minute. Servers that it started go on with their streams.
+//! cannot be connected for a minute. Servers that it started go on with their streams.
 
 use crate::home::program;
 use anyhow::{Context, Result, bail};
@@ -35,11 +38,10 @@ pub const COMMAND: &str = "volume-keep";
 const GONE: Duration = Duration::from_secs(60);
 /// Pause between two attempts to connect.
 const AGAIN: Duration = Duration::from_millis(200);
-/// The most servers that one process of this module has at once. An offer is one VM's, so more than
-/// one at a time means that the daemon asks for streams that it does not use.
-const MOST_SERVERS: usize = 64;
 /// How long the daemon may take to answer. A machine may stand still for seconds.
 const ANSWER: Duration = Duration::from_secs(120);
+/// How long the text of a refusal may take, which follows its head at once.
+const BODY: Duration = Duration::from_secs(1);
 /// Bytes of the longest answer to an upgrade that is read.
 const MAX_ANSWER_BYTES: usize = 16 << 10;
 /// Bytes of the longest line of the daemon.
@@ -145,8 +147,7 @@ fn begin() -> Result<Vec<Ready>> {
         let folder = open(&path)?;
         let offer = upgraded(&socket, &format!("offers/{token}"))?;
         let (socket, server) = (socket.clone(), server.clone());
-        let servers = Arc::new(());
-        all.push(Ready { socket, server, token, folder, read_only, offer, servers });
+        all.push(Ready { socket, server, token, folder, read_only, offer });
     }
     Ok(all)
 }
@@ -170,8 +171,6 @@ struct Ready {
     folder: OwnedFd,
     read_only: bool,
     offer: UnixStream,
-    /// One reference for each server that lives, and one for this.
-    servers: Arc<()>,
 }
 
 impl Ready {
@@ -217,9 +216,6 @@ impl Ready {
 
     /// Makes a stream, and starts a server for it.
     fn stream(&self, name: &str) -> Result<()> {
-        if Arc::strong_count(&self.servers) > MOST_SERVERS {
-            bail!("expected at most {MOST_SERVERS} streams of one folder at once");
-        }
         let stream = upgraded(&self.socket, &format!("streams/{name}"))?;
         let (stream_fd, folder_fd) = (stream.as_raw_fd(), self.folder.as_raw_fd());
         let mut command = Command::new(self.server.as_path());
@@ -244,11 +240,9 @@ impl Ready {
         }
         let command = command.env_clear().stdin(Stdio::null()).stdout(Stdio::null());
         let mut child = command.stderr(Stdio::null()).process_group(0).spawn()?;
-        let counted = self.servers.clone();
         std::thread::spawn(move || {
             // Reaps it.
             let _ = child.wait();
-            drop(counted);
         });
         Ok(())
     }
@@ -259,6 +253,23 @@ fn is_stream(line: &str) -> bool {
     line.len() == 32 && line.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
+/// Reads until an instant, however slowly the bytes come.
+struct Until<'a> {
+    stream: &'a UnixStream,
+    end: Instant,
+}
+
+impl Read for Until<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(std::io::ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        (&mut &*self.stream).read(buffer)
+    }
+}
+
 /// A connection of the daemon after the upgrade at `/v1/volumes/…`.
 fn upgraded(socket: &Path, path: &str) -> Result<UnixStream> {
     let mut stream = UnixStream::connect(socket).with_context(|| socket.display().to_string())?;
@@ -266,12 +277,12 @@ fn upgraded(socket: &Path, path: &str) -> Result<UnixStream> {
         "POST /v1/volumes/{path} HTTP/1.1\r\nHost: d\r\nContent-Length: 0\r\n\
          Connection: upgrade\r\nUpgrade: {UPGRADE_VOLUME}\r\n\r\n"
     );
-    stream.set_read_timeout(Some(ANSWER))?;
     stream.write_all(head.as_bytes())?;
+    let mut until = Until { stream: &stream, end: Instant::now() + ANSWER };
     let (mut answer, mut byte) = (Vec::new(), [0]);
     // Byte by byte, because what follows is the guest's.
     while !answer.ends_with(b"\r\n\r\n") {
-        if answer.len() >= MAX_ANSWER_BYTES || stream.read(&mut byte)? == 0 {
+        if answer.len() >= MAX_ANSWER_BYTES || until.read(&mut byte)? == 0 {
             bail!("the daemon's answer to {path}: expected a head, got {} bytes", answer.len());
         }
         answer.extend(byte);
@@ -281,8 +292,8 @@ fn upgraded(socket: &Path, path: &str) -> Result<UnixStream> {
         return Ok(stream);
     }
     let mut body = String::new();
-    stream.set_read_timeout(Some(Duration::from_secs(1)))?;
-    let _ = (&stream).take(4096).read_to_string(&mut body);
+    until.end = Instant::now() + BODY;
+    let _ = until.take(4096).read_to_string(&mut body);
     let error = serde_json::from_str::<dayfly_api::types::ApiError>(&body);
     let first = String::from_utf8_lossy(&answer).lines().next().unwrap_or_default().to_owned();
     bail!("the machine's daemon: {}", error.map_or(first, |error| error.message))
@@ -318,8 +329,7 @@ mod tests {
         let shared = open(&folder.path().join("new/folder")).unwrap();
         let (socket, server) = (Arc::new(socket), Arc::new(PathBuf::from("/bin/false")));
         let token = "t".to_owned();
-        let servers = Arc::new(());
-        Ready { socket, server, token, folder: shared, read_only: false, offer, servers }.keep();
+        Ready { socket, server, token, folder: shared, read_only: false, offer }.keep();
         daemon.join().unwrap();
         assert!(folder.path().join("new/folder").is_dir());
     }

@@ -67,7 +67,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     daemon.launcher.run_dirs.sweep()?;
     daemon.launcher.run_dirs.prepare()?;
     daemon.templates.store().prepare_vm_layers(1)?;
-    daemon.volumes.sweep();
+    drop(daemon.volumes.sweep());
     daemon.launcher.zygotes.warm().map_err(|e| anyhow::anyhow!(dayfly_units::error::chain(&e)))?;
     tokio::spawn(self_fork::keep(daemon.clone(), opened));
     // The VMMs are asked while clients are served.

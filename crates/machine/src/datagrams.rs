@@ -29,9 +29,9 @@ const STALLED: Duration = Duration::from_secs(60);
 /// (nf_conntrack_udp_timeout and nf_conntrack_udp_timeout_stream).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Idle {
-    /// Of a flow that is a question, and perhaps its answer.
+    /// Of a flow whose client has not sent again after an answer.
     pub once: Duration,
-    /// Of one whose client has sent again after an answer.
+    /// Of a flow whose client has.
     pub lasting: Duration,
 }
 
@@ -144,13 +144,12 @@ impl Flows {
             let Ok((count, client)) = received else { continue };
             let bytes = buffer.get(..count).unwrap_or_default();
             let Some(datagram) = Waiting::new(bytes, &self.rooms.waiting) else { continue };
-            let datagram = match flows.get(&client).map(|flow| flow.0.try_send(datagram)) {
-                Some(Ok(()) | Err(TrySendError::Full(_))) => continue,
-                // The flow has ended.
-                Some(Err(TrySendError::Disconnected(datagram))) => datagram,
-                None => match Waiting::new(bytes, &self.rooms.waiting) {
-                    Some(datagram) => datagram,
-                    None => continue,
+            let datagram = match flows.get(&client) {
+                None => datagram,
+                Some(flow) => match flow.0.try_send(datagram) {
+                    Ok(()) | Err(TrySendError::Full(_)) => continue,
+                    // The flow has ended.
+                    Err(TrySendError::Disconnected(datagram)) => datagram,
                 },
             };
             flows.retain(|_, flow| !flow.1.load(Ordering::Acquire));

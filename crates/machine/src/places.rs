@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// The most ports of all VMs.
 pub(crate) const MAX_PORTS: usize = 1024;
-/// Connections of one port at a time. Further ones are reset at once.
+/// Connections or flows of one port at a time. Further connections are reset; datagrams of further
+/// flows are dropped.
 pub(crate) const MAX_OF_PORT: usize = 256;
 /// Connections of each port that are served although other ports have many.
 const RESERVED: usize = 4;
@@ -22,12 +23,12 @@ const _: () = assert!(MAX_OF_ALL + MAX_RESERVED + 2048 < MAX_RELAY_CONNECTIONS);
 /// Where connections go: makes a stream to a port of the machine's loopback.
 pub(crate) type Connect = Arc<dyn Fn(u16) -> io::Result<TcpStream> + Send + Sync>;
 
-/// Numbers of connections.
+/// How many places are taken.
 #[derive(Debug, Default)]
 pub(crate) struct Room(Mutex<usize>);
 
-/// Numbers of the connections of all ports. They last as long as the supervisor, because the end
-/// of a port or of the daemon does not end connections.
+/// Places of the connections and flows of all ports. They last as long as the supervisor, because
+/// the end of a port or of the daemon does not end connections.
 #[derive(Debug, Default)]
 pub(crate) struct Rooms {
     /// Of the reserved connections, at most [`MAX_RESERVED`].

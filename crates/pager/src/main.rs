@@ -18,7 +18,7 @@ fn main() -> ExitCode {
     // SAFETY: the process that starts this program passes the descriptor, and no other code here
     // knows its number. If it is not open, the first call on it fails.
     let socket = unsafe { OwnedFd::from_raw_fd(number) };
-    // Most pagers are started before the daemon needs them.
+    // Now, because most pagers wait before they get a plan.
     Mapped::find().touch();
     let descriptors = match jail::enter() {
         Ok(descriptors) => descriptors,

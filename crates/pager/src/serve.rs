@@ -37,7 +37,7 @@ const MAX_THREADS: u32 = 64;
 /// the daemon closes the connection instead of sending a plan.
 ///
 /// # Errors
-/// [`ServeError`]. The daemon gets it, or, if pages are served already, sees this process end.
+/// [`ServeError`]. The daemon gets it, or, after `Begun`, sees this process end.
 pub fn run(socket: OwnedFd, descriptors: Descriptors) -> Result<(), ServeError> {
     let usual = Settings::default().fault_threads as usize + 1;
     let workers = Workers::waiting(usual).map_err(step("threads"))?;

@@ -93,6 +93,9 @@ pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Arguments, S
 
 fn option(given: &mut Given, name: &str, value: &str) -> Result<(), String> {
     match name {
+        "--folder" | "--path" if given.folder.is_some() => {
+            return Err(format!("{name}: expected one of --folder and --path, once\n{USAGE}"));
+        }
         "--stream" => given.stream = Some(descriptor(name, value)?),
         "--folder" => given.folder = Some(Folder::Open(descriptor(name, value)?)),
         "--path" if value.starts_with('/') => given.folder = Some(Folder::Path(value.into())),

@@ -1,7 +1,7 @@
 //! Files and folders that the guest has open.
 
-use crate::lock::locked;
 use crate::nodes::Node;
+use dayfly_units::sync::lock;
 use rustix::fd::OwnedFd;
 use rustix::fs::{FileType, RawDir, SeekFrom, seek};
 use rustix::io::Errno;
@@ -41,12 +41,6 @@ impl Listing {
     #[must_use]
     pub const fn new(fd: OwnedFd) -> Self {
         Self { fd, ahead: VecDeque::new(), at: 0 }
-    }
-
-    /// The folder.
-    #[must_use]
-    pub const fn fd(&self) -> &OwnedFd {
-        &self.fd
     }
 
     /// Continues at a place that an entry has named, or at 0.
@@ -159,7 +153,7 @@ pub struct Place<'a>(&'a Handles);
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        locked(&self.0.table).reserved -= 1;
+        lock(&self.0.table).reserved -= 1;
     }
 }
 
@@ -167,7 +161,7 @@ impl Place<'_> {
     /// Fills the place, and returns the handle's number.
     #[must_use]
     pub fn fill(self, node: Arc<Node>, open: Open) -> u64 {
-        let mut table = locked(&self.0.table);
+        let mut table = lock(&self.0.table);
         table.last += 1;
         let id = table.last;
         table.handles.insert(id, Arc::new(Handle { node, open }));
@@ -187,7 +181,7 @@ impl Handles {
     /// # Errors
     /// ENFILE: the guest has too many files open.
     pub fn reserve(&self) -> Result<Place<'_>, Errno> {
-        let mut table = locked(&self.table);
+        let mut table = lock(&self.table);
         if table.handles.len() + table.reserved >= self.most {
             return Err(Errno::NFILE);
         }
@@ -200,7 +194,7 @@ impl Handles {
     /// # Errors
     /// EBADF.
     pub fn get(&self, id: u64, node: u64) -> Result<Arc<Handle>, Errno> {
-        let table = locked(&self.table);
+        let table = lock(&self.table);
         let handle = table.handles.get(&id).ok_or(Errno::BADF)?;
         if handle.node.id == node { Ok(handle.clone()) } else { Err(Errno::BADF) }
     }
@@ -212,7 +206,7 @@ impl Handles {
     pub fn release(&self, id: u64, node: u64) -> Result<(), Errno> {
         drop(self.get(id, node)?);
         // Not dropped under the lock, because closing a file may take long.
-        let removed = locked(&self.table).handles.remove(&id);
+        let removed = lock(&self.table).handles.remove(&id);
         drop(removed);
         Ok(())
     }
@@ -220,6 +214,6 @@ impl Handles {
     /// Open handles.
     #[must_use]
     pub fn count(&self) -> usize {
-        locked(&self.table).handles.len()
+        lock(&self.table).handles.len()
     }
 }

@@ -138,7 +138,7 @@ pub fn folder(folder: Folder, caller: Option<&Caller>) -> Result<OwnedFd, JailEr
     opened.map_err(step(format!("opening the shared folder {} as the caller", path.display())))
 }
 
-/// Takes the caller's groups and, as effective ids, its user and group. Capabilities are not
+/// Takes the caller's groups and group, and its user as effective user. Capabilities are not
 /// effective until the user is root again.
 fn become_for_a_while(caller: &Caller) -> Result<(), JailError> {
     groups(caller)?;
@@ -283,12 +283,14 @@ struct MountAttr {
     user_namespace: u64,
 }
 
-/// Sets nosuid, nodev, and read-only if asked, on a mount and all below it.
+/// Sets nosuid, nodev, private, and read-only if asked, on a mount and all below it.
 fn attributes(mount: &OwnedFd, read_only: bool) -> Result<(), JailError> {
     const READ_ONLY: u64 = 1;
     const NO_SUID_NO_DEV: u64 = 2 | 4;
     let set = NO_SUID_NO_DEV | if read_only { READ_ONLY } else { 0 };
-    let attr = MountAttr { set, clear: 0, propagation: 0, user_namespace: 0 };
+    // pivot_root(2) refuses a mount whose changes others see.
+    let propagation = libc::MS_PRIVATE;
+    let attr = MountAttr { set, clear: 0, propagation, user_namespace: 0 };
     let flags = libc::AT_EMPTY_PATH | libc::AT_RECURSIVE;
     // SAFETY: the path is a NUL-terminated text, and the kernel reads a whole `MountAttr`.
     let result = unsafe {

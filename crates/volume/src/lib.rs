@@ -41,8 +41,9 @@
 //! 1. mounts with `rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions`, `nosuid`
 //!    and `nodev`;
 //! 2. reads /dev/fuse with room for 1 MiB + 4096 bytes, and writes each answer with one write(2);
-//! 3. has a thread for each direction: the server stops reading while its answers are not read;
-//! 4. ignores ENOENT, EINTR and EINVAL of writes: the request was given up;
+//! 3. reads the stream also while a request waits to be sent: the server stops reading while its
+//!    answers are not read;
+//! 4. ignores ENOENT and EINVAL of writes: the request was given up;
 //! 5. closes /dev/fuse when the stream ends: the guest's programs get ENOTCONN.
 //!
 //! With `--notify` the server asks a guest that knows nearly too many files to forget some
@@ -70,7 +71,7 @@
 //! | [`owner`], [`attr`] | owners and attributes as the guest sees them |
 //! | [`nodes`], [`handles`] | what the guest knows, and has open |
 //! | [`own`] | the server's descriptors by name |
-//! | [`ops`] | the operations |
+//! | [`ops`], [`options`] | the operations; what is served, and bounds |
 //! | [`serve`](mod@serve) | the stream and the threads |
 //! | [`arguments`], [`start`], [`jail`], [`filter`] | the program, its jail, its system calls |
 //!
@@ -83,7 +84,6 @@ pub mod filter;
 pub mod fuzzing;
 pub mod handles;
 pub mod jail;
-mod lock;
 pub mod message;
 pub mod nodes;
 pub mod ops;

@@ -15,13 +15,7 @@ fn main() -> ExitCode {
     match start::run(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            let mut text = e.to_string();
-            let mut source = std::error::Error::source(&e);
-            while let Some(cause) = source {
-                text = format!("{text}: {cause}");
-                source = cause.source();
-            }
-            say(&text);
+            say(&dayfly_units::error::chain(&e));
             ExitCode::FAILURE
         }
     }

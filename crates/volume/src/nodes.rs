@@ -4,7 +4,7 @@
 //! One file has one node, whatever its names. A node lives until the guest has forgotten it as
 //! often as it was found. Numbers are never used again, so their generation is always 0.
 
-use crate::lock::locked;
+use dayfly_units::sync::lock;
 use rustix::fd::OwnedFd;
 use rustix::fs::{AtFlags, FileType, Statx, StatxFlags};
 use rustix::io::Errno;
@@ -116,7 +116,7 @@ impl Nodes {
     /// # Errors
     /// ESTALE: the guest has forgotten it, or never knew it.
     pub fn get(&self, id: u64) -> Result<Arc<Node>, Errno> {
-        let table = locked(&self.table);
+        let table = lock(&self.table);
         table.slots.get(&id).map(|slot| slot.node.clone()).ok_or(Errno::STALE)
     }
 
@@ -135,7 +135,7 @@ impl Nodes {
     /// # Errors
     /// ENFILE: the guest knows too many files.
     pub fn found(&self, fd: OwnedFd, stat: &Statx, seen: (u64, &CStr)) -> Result<u64, Errno> {
-        let (key, mut table) = (key(stat), locked(&self.table));
+        let (key, mut table) = (key(stat), lock(&self.table));
         let table = &mut *table;
         if let Some(&id) = table.by_key.get(&key)
             && let Some(slot) = table.slots.get_mut(&id)
@@ -157,7 +157,7 @@ impl Nodes {
     /// The guest forgets a file as often as it has found it `count` times. A count that is too
     /// high is a forgotten file; the root stays.
     pub fn forget(&self, id: u64, count: u64) {
-        let mut table = locked(&self.table);
+        let mut table = lock(&self.table);
         let Some(slot) = table.slots.get_mut(&id) else { return };
         slot.lookups = slot.lookups.saturating_sub(count);
         if slot.lookups > 0 || id == ROOT {
@@ -175,13 +175,13 @@ impl Nodes {
     /// How many files the guest knows.
     #[must_use]
     pub fn count(&self) -> usize {
-        locked(&self.table).slots.len()
+        lock(&self.table).slots.len()
     }
 
     /// Up to `most` files that are not open and no folders, if the table is nearly full: the guest
     /// may be asked to forget them. Successive calls go through all nodes, the oldest first.
     pub fn idle(&self, most: usize) -> Vec<(u64, Box<CStr>)> {
-        let mut table = locked(&self.table);
+        let mut table = lock(&self.table);
         let full = table.slots.len() >= self.most - self.most / 4;
         if !full {
             return Vec::new();

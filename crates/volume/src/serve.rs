@@ -8,13 +8,13 @@
 //! If the guest does not read its answers, the workers wait, then the queue is full, then the
 //! reader waits: nothing grows.
 
-use crate::lock::locked;
 use crate::message::{Message, Reply};
 use crate::ops::{Interrupted, Volume};
 use crate::options::{Options, StartError};
 use crate::own::OwnFds;
 use crate::wire::{IN_HEADER_BYTES, InHeader, InterruptIn, InvalEntryOut, MAX_MESSAGE_BYTES};
 use crate::wire::{NOTIFY_INVAL_ENTRY, op};
+use dayfly_units::sync::lock;
 use rustix::fd::OwnedFd;
 use rustix::net::{Shutdown, shutdown};
 use std::collections::{HashMap, VecDeque};
@@ -160,7 +160,7 @@ impl Drop for EndOnPanic<'_> {
 impl Server {
     /// Ends all threads: what waits is not done any more.
     fn end(&self) {
-        let mut queue = locked(&self.queue);
+        let mut queue = lock(&self.queue);
         queue.ended = true;
         queue.jobs.clear();
         for interrupted in queue.pending.values() {
@@ -189,7 +189,7 @@ impl Server {
                 op::FORGET | op::BATCH_FORGET | op::INIT => {
                     let now = Interrupted::default();
                     if let Some(answer) = self.volume.handle(message, &mut reply, &now)
-                        && self.send(&[answer]).is_err()
+                        && self.send(answer).is_err()
                     {
                         return Ok(());
                     }
@@ -206,14 +206,14 @@ impl Server {
     /// An operation that waits or runs ends early, if it can. One that has ended has its answer
     /// already: the guest needs no other one.
     fn interrupt(&self, unique: u64) {
-        if let Some(interrupted) = locked(&self.queue).pending.get(&unique) {
+        if let Some(interrupted) = lock(&self.queue).pending.get(&unique) {
             interrupted.0.store(true, Ordering::Relaxed);
         }
     }
 
     /// Gives a message to the workers. Returns whether there are any.
     fn push(&self, header: InHeader, bytes: Vec<u8>) -> bool {
-        let mut queue = locked(&self.queue);
+        let mut queue = lock(&self.queue);
         while queue.is_full() && !queue.ended {
             queue = self.taken.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
@@ -230,7 +230,7 @@ impl Server {
     }
 
     fn take(&self) -> Option<Job> {
-        let mut queue = locked(&self.queue);
+        let mut queue = lock(&self.queue);
         loop {
             if queue.ended {
                 return None;
@@ -251,7 +251,7 @@ impl Server {
             let Some(message) = Message::parse(&job.bytes) else { continue };
             let answer = self.volume.handle(message, &mut reply, &job.interrupted);
             self.forget(message.header.unique, &job.interrupted);
-            let sent = answer.map_or(Ok(()), |answer| self.send(&[answer]));
+            let sent = answer.map_or(Ok(()), |answer| self.send(answer));
             if sent.and_then(|()| self.notify()).is_err() {
                 self.end();
             }
@@ -260,7 +260,7 @@ impl Server {
 
     /// The operation has ended; a hostile guest may have used its number for another one.
     fn forget(&self, unique: u64, interrupted: &Arc<Interrupted>) {
-        let mut queue = locked(&self.queue);
+        let mut queue = lock(&self.queue);
         if queue.pending.get(&unique).is_some_and(|other| Arc::ptr_eq(other, interrupted)) {
             queue.pending.remove(&unique);
         }
@@ -274,14 +274,14 @@ impl Server {
             let namelen = u32::try_from(name.to_bytes().len()).unwrap_or(0);
             reply.push(&InvalEntryOut { parent, namelen, flags: 0 });
             reply.extend(name.to_bytes_with_nul());
-            self.send(&[reply.seal(0, NOTIFY_INVAL_ENTRY)])?;
+            self.send(reply.seal(0, NOTIFY_INVAL_ENTRY))?;
         }
         Ok(())
     }
 
-    fn send(&self, parts: &[&[u8]]) -> io::Result<()> {
-        let _writing = locked(&self.writing);
-        parts.iter().try_for_each(|part| (&self.stream).write_all(part))
+    fn send(&self, message: &[u8]) -> io::Result<()> {
+        let _writing = lock(&self.writing);
+        (&self.stream).write_all(message)
     }
 }
 

@@ -16,12 +16,15 @@ pub enum RunError {
     #[error("started as root: expected --uid and --gid of the caller")]
     NoCaller,
     /// The program does not run as root and cannot become another user.
-    #[error("started as user {own}, not as root: expected no --uid but its own, got {asked}")]
+    #[error(
+        "started as user {}:{}, not as root: expected no other --uid and --gid, got {}:{}",
+        own.0, own.1, asked.0, asked.1
+    )]
     OtherCaller {
-        /// The process's user.
-        own: u32,
-        /// The user of the command line.
-        asked: u32,
+        /// The process's user and group.
+        own: (u32, u32),
+        /// Those of the command line.
+        asked: (u32, u32),
     },
     /// The jail could not be entered.
     #[error(transparent)]
@@ -40,7 +43,10 @@ fn caller(given: Option<Caller>) -> Result<Caller, RunError> {
         None => Ok(own),
         Some(caller) if user == 0 => Ok(caller),
         Some(caller) if (caller.user, caller.group) == (own.user, own.group) => Ok(own),
-        Some(caller) => Err(RunError::OtherCaller { own: user, asked: caller.user.0 }),
+        Some(caller) => {
+            let asked = (caller.user.0, caller.group.0);
+            Err(RunError::OtherCaller { own: (user, group), asked })
+        }
     }
 }
 

@@ -2,11 +2,14 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test it is how a failure shows")]
 
+mod common;
+
 use dayfly_volume::message::encode;
 use dayfly_volume::wire::*;
 use dayfly_volume::{Options, ServeError, serve};
 use rustix::fd::OwnedFd;
 use rustix::fs::{CWD, Mode, OFlags, RenameFlags, openat, renameat_with};
+use rustix::mount::{MountFlags, mount};
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -372,7 +375,7 @@ fn a_guest_that_does_not_read_stops_only_itself() {
     // Until the server reads no more: its memory is bounded.
     let mut sent = 0;
     let mut idle = 0;
-    while idle < 50 {
+    while idle < 50 && sent < 10_000 * message.len() {
         match guest.stream.write(&message) {
             Ok(count) => (sent, idle) = (sent + count, 0),
             Err(_) => {
@@ -387,7 +390,23 @@ fn a_guest_that_does_not_read_stops_only_itself() {
 }
 
 #[test]
-fn noise_is_answered_with_errors() {
+fn what_is_mounted_in_the_folder_is_not_entered() {
+    if !dayfly_units::needs::root() {
+        return;
+    }
+    common::own_mounts();
+    let folder = tempfile::tempdir().unwrap();
+    let below = folder.path().join("below");
+    fs::create_dir(&below).unwrap();
+    mount("none", &below, "tmpfs", MountFlags::empty(), None).unwrap();
+    fs::write(below.join("secret"), "").unwrap();
+    let mut guest = Guest::new(folder.path(), Options::own());
+    assert_eq!(guest.lookup(ROOT, "below").unwrap_err(), libc::EXDEV);
+    guest.end().unwrap();
+}
+
+#[test]
+fn noise_is_answered() {
     let folder = tempfile::tempdir().unwrap();
     file(&folder, "a", "text");
     let mut guest = Guest::new(folder.path(), Options::own());
@@ -408,6 +427,8 @@ fn noise_is_answered_with_errors() {
             let _ = guest.call(opcode, node, &body);
         }
     }
+    file(&folder, "after", "");
+    guest.lookup(ROOT, "after").unwrap();
     guest.end().unwrap();
 }
 

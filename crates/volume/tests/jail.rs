@@ -5,6 +5,7 @@
 mod common;
 
 use common::{As, USER, folder, start};
+use rustix::mount::{MountPropagationFlags, mount_change};
 use std::fs;
 use std::os::unix::net::UnixStream;
 use std::process::Child;
@@ -62,6 +63,15 @@ fn started_by_root() {
     if dayfly_units::needs::root() {
         check(As::Root, "7 12345", &["--groups", "7,12345"]);
         check(As::Root, "", &["--read-only"]);
+    }
+}
+
+#[test]
+fn started_by_root_on_a_mount_that_is_shared_as_those_of_systemd() {
+    if dayfly_units::needs::root() {
+        common::own_mounts();
+        mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::SHARED).unwrap();
+        check(As::Root, "", &[]);
     }
 }
 

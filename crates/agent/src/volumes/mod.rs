@@ -30,7 +30,7 @@ use mount::Mounted;
 use std::os::fd::AsFd;
 use std::sync::Mutex;
 
-/// Most file systems that are mounted for the host at a time.
+/// Most file systems that are mounted for the host under one identity. Those that have ended count.
 const MOST: usize = 32;
 
 /// The file systems that are mounted for the host.

@@ -24,8 +24,8 @@ pub enum MountError {
     /// The name has a byte that mount(2) does not take.
     #[error("mount: name {0:?}: expected one without NUL")]
     Name(String),
-    /// Too many are mounted.
-    #[error("mount: expected fewer than {0} volumes, got {0}")]
+    /// Too many were mounted under this identity.
+    #[error("mount: expected fewer than {0} volumes, those included that have ended, got {0}")]
     Full(usize),
     /// The folder cannot be made or entered.
     #[error("mount {}: making the folder: {source}", path.display())]

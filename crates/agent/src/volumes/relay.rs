@@ -52,7 +52,7 @@ pub enum RelayError {
     Cut(usize),
 }
 
-/// Relays until one side ends. Both sides must not wait in reads, or be sockets.
+/// Relays until one side ends. `device` must be non-blocking, and `stream` a socket.
 ///
 /// # Errors
 /// [`RelayError`].

@@ -5,7 +5,7 @@
 //!
 //! - **first**: the daemon has been asked for its metrics only, for [`SETTLED`], as before a hit;
 //! - **at once**: the request follows the daemon's first answer;
-//! - **no pool**: as *first*, but the daemon runs with `--pool 0`, so nothing at all is ready.
+//! - **no pool**: as *first*, but the daemon runs with `--pool 0`, so that no VMM waits.
 //!
 //! The hits that they are compared with belong to the same daemons as *first*.
 
@@ -63,7 +63,9 @@ pub async fn run(options: &Options, places: &Places) -> Result<()> {
         if name == "first" || name == "no pool" {
             kind.phases.print(name);
         }
-        println!("  {name}: {} over a hit (p50)", shown(over_us));
+        if name != "hit" {
+            println!("  {name}: {} over a hit (p50)", shown(over_us));
+        }
     }
     testbed.finish(&report, figures)
 }

@@ -5,14 +5,10 @@ use crate::progress::Steps;
 use anyhow::{Context, Result, bail};
 use dayfly_api::client::Client;
 use dayfly_api::types::Image;
-use dayfly_units::sparse::{self, SparseHasher};
+use dayfly_units::sparse;
 use std::fs::File;
-use std::io::{self, Read};
-use std::os::unix::fs::FileExt;
+use std::io::Read;
 use std::sync::Arc;
-
-/// Bytes that are read at a time: whole pages, which the digest needs.
-const PIECE_BYTES: usize = 1 << 20;
 
 /// The disk of an image, as a file without a name in the cache folder. Pages of zeroes are holes.
 ///
@@ -43,34 +39,24 @@ pub async fn download_disk(client: &Client, image: &Image, steps: &Arc<Steps>) -
 }
 
 /// Writes `bytes` bytes of `from`, and returns their sparse digest.
-fn unpack(mut from: impl Read, file: &File, bytes: u64, steps: &Steps) -> io::Result<String> {
-    file.set_len(bytes)?;
-    let (mut hasher, mut piece, mut at) = (SparseHasher::default(), vec![0; PIECE_BYTES], 0);
-    while at < bytes {
-        let most = usize::try_from(bytes - at).map_or(PIECE_BYTES, |left| left.min(PIECE_BYTES));
-        let piece = &mut piece[..most];
-        from.read_exact(piece)?;
-        hasher.update(at, piece);
-        for (offset, page) in (at..).step_by(sparse::PAGE).zip(piece.chunks(sparse::PAGE)) {
-            if !sparse::is_zero(page) {
-                file.write_all_at(page, offset)?;
-            }
-        }
-        at += most as u64;
-        steps.bytes(at, bytes);
-    }
+fn unpack(mut from: impl Read, file: &File, bytes: u64, steps: &Steps) -> Result<String> {
+    let mut step = |at: u64, piece: &[u8]| {
+        steps.bytes(at + piece.len() as u64, bytes);
+        Ok(())
+    };
+    let digest = sparse::copy_with(&mut from, file, bytes, &mut step)?.digest;
     // So that the end of the frame is checked, and nothing comes behind it.
-    match from.read(&mut [0])? {
-        0 => Ok(hasher.finish(bytes).digest.to_string()),
-        _ => Err(io::Error::new(io::ErrorKind::InvalidData, format!("more than {bytes} bytes"))),
+    if from.read(&mut [0])? > 0 {
+        bail!("expected {bytes} bytes, got more");
     }
+    Ok(digest.to_string())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use dayfly_units::sparse::digest;
-    use std::os::unix::fs::MetadataExt;
+    use std::os::unix::fs::{FileExt, MetadataExt};
 
     #[test]
     fn a_disk_has_holes_and_its_digest_and_no_other_length() {

@@ -19,10 +19,12 @@ const BUFFER_BYTES: usize = 1 << 20;
 
 /// Arguments of `dayfly save`.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "docker load, skopeo and dayfly load read the archive. An image is saved \
-                  with one layer, because a root disk has none. An image that is given by a \
-                  reference has that name in the archive; one given by its name in the store has \
-                  all its references.")]
+#[command(
+    after_help = "skopeo and dayfly load read the archive, which has the form of docker save. \
+                  An image is saved with one layer, because a root disk has none. An image that \
+                  is given by a reference has that name in the archive; one given by its name in \
+                  the store, or by a digest, has all its references that have tags."
+)]
 pub struct Args {
     /// Write to this file instead of standard output
     #[arg(short, long, value_name = "FILE")]

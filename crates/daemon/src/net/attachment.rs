@@ -217,3 +217,38 @@ fn check_egress(networks: &Networks, asked: &NetworkRequest) -> Outcome<Egress> 
     networks.check_egress(&policy)?;
     Ok(policy)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::publish::check_many;
+    use dayfly_api::types::PortProtocol;
+
+    fn port(host_port: u16, guest_port: u16, protocol: PortProtocol) -> Publish {
+        Publish { host: None, host_port, guest_port, protocol }
+    }
+
+    #[test]
+    fn exposed_ports_get_free_ones_unless_the_request_names_them() {
+        let exposed = ["80/tcp", "53/udp", "53/tcp", "x"].map(str::to_owned).to_vec();
+        let config = ImageConfig { exposed, ..ImageConfig::default() };
+        let (tcp, udp) = (PortProtocol::Tcp, PortProtocol::Udp);
+        let publish = vec![port(8080, 80, tcp), port(0, 53, tcp)];
+        let mut asked = NetworkRequest { publish, ..NetworkRequest::default() };
+        assert_eq!(wanted(&asked, &config), asked.publish);
+        asked.publish_exposed = true;
+        let all = [port(8080, 80, tcp), port(0, 53, tcp), port(0, 53, udp)];
+        assert_eq!(wanted(&asked, &config), all);
+    }
+
+    #[test]
+    fn many_vms_share_no_port_of_the_host() {
+        let (fixed, free) = (port(8080, 80, PortProtocol::Tcp), port(0, 80, PortProtocol::Tcp));
+        check_many(1, &[fixed]).unwrap();
+        check_many(9, &[free, free]).unwrap();
+        let refused = check_many(2, &[free, fixed]).unwrap_err().0.message;
+        assert!(refused.contains("-p 80"), "{refused}");
+        check_many(1, &[fixed, fixed]).unwrap_err();
+        check_many(1, &[port(0, 0, PortProtocol::Udp)]).unwrap_err();
+    }
+}

@@ -38,14 +38,14 @@ pub(super) struct Limits {
     pub of_vm: Arc<Semaphore>,
     /// The most flows of one port.
     pub of_port: usize,
-    /// The idle time after which a flow ends that is a question, and perhaps its answer.
+    /// Idle time that ends a flow whose client has not sent again after an answer.
     pub once: Duration,
-    /// The same for one whose client has sent again after an answer.
+    /// Idle time that ends a flow whose client has sent again after an answer.
     pub lasting: Duration,
 }
 
 /// The most flows of one port.
-pub(super) const MAX_FLOWS_OF_PORT: usize = 1024;
+pub(super) const MAX_FLOWS_OF_PORT: usize = 512;
 
 impl Limits {
     /// The limits of a published port.
@@ -66,7 +66,7 @@ struct Flow {
     client: SocketAddr,
     /// Its socket, connected to the guest.
     guest: UdpSocket,
-    /// Milliseconds from the port's first moment to the last datagram of either side.
+    /// When the last datagram of either side came, in milliseconds since the relay began.
     last_ms: AtomicU64,
     answered: AtomicBool,
     /// Whether the client has sent after an answer.

@@ -94,8 +94,10 @@ async fn a_guest_that_does_not_listen_ends_no_flow() {
     let (guest, socket) = (local().await, Arc::new(local().await));
     let (to, at) = (guest.local_addr().unwrap(), socket.local_addr().unwrap());
     tokio::spawn(relay(Arc::downgrade(&socket), to, limits(1, LONG)));
-    drop(guest);
     let client = client(at).await;
+    client.send(b"first").await.unwrap();
+    let (_, flow) = heard(&guest).await;
+    drop(guest);
     client.send(b"no program").await.unwrap();
     client.send(b"listens").await.unwrap();
     let guest = UdpSocket::bind(to).await.unwrap();
@@ -103,12 +105,41 @@ async fn a_guest_that_does_not_listen_ends_no_flow() {
         loop {
             client.send(b"now").await.unwrap();
             tokio::select! {
+                (_, from) = heard(&guest) => return from,
+                () = tokio::task::yield_now() => {}
+            }
+        }
+    };
+    assert_eq!(said.await, flow);
+}
+
+#[tokio::test]
+async fn a_flow_is_a_lasting_one_when_its_client_sends_again_after_an_answer() {
+    let (guest, socket) = (local().await, Arc::new(local().await));
+    let (to, at) = (guest.local_addr().unwrap(), socket.local_addr().unwrap());
+    // Of two kinds of flows only one ends.
+    let limits = Limits { once: LONG, lasting: Duration::ZERO, ..limits(1, LONG) };
+    tokio::spawn(relay(Arc::downgrade(&socket), to, limits));
+    let (one, other) = (client(at).await, client(at).await);
+    one.send(b"question").await.unwrap();
+    let (_, flow) = heard(&guest).await;
+    guest.send_to(b"answer", flow).await.unwrap();
+    heard(&one).await;
+    other.send(b"dropped").await.unwrap();
+    one.send(b"again").await.unwrap();
+    assert_eq!(heard(&guest).await.0, b"again");
+    // The flow's task looks at its time.
+    guest.send_to(b"answer", flow).await.unwrap();
+    let said = async {
+        loop {
+            other.send(b"other").await.unwrap();
+            tokio::select! {
                 (said, _) = heard(&guest) => return said,
                 () = tokio::task::yield_now() => {}
             }
         }
     };
-    said.await;
+    assert_eq!(timeout(Duration::from_secs(120), said).await.unwrap(), b"other");
 }
 
 #[tokio::test]

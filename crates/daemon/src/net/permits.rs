@@ -22,21 +22,21 @@ pub(super) fn permits_of_all() -> Arc<Semaphore> {
 }
 
 /// The most UDP flows of all VMs. Each has a UDP port of the host, of which the host itself needs
-/// some: the kernel gives out 28,232 of them.
-const MAX_FLOWS: u64 = 8192;
+/// some: by default the kernel gives out 28,232 of them.
+const MAX_FLOWS_OF_ALL: u64 = 8192;
 
 /// Permits for the flows of all VMs. They are not those of connections, because a client can begin
 /// flows in the name of others.
 pub(super) fn permits_of_flows() -> Arc<Semaphore> {
     static ALL: LazyLock<Arc<Semaphore>> = LazyLock::new(|| {
         let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(1 << 20);
-        let flows = (descriptors / SHARE / 4).clamp(1, MAX_FLOWS);
+        let flows = (descriptors / SHARE / 4).clamp(1, MAX_FLOWS_OF_ALL);
         Arc::new(Semaphore::new(usize::try_from(flows).unwrap_or(1)))
     });
     ALL.clone()
 }
 
-/// Permits for one connection, of its VM and of all VMs; `None` if there are none left.
+/// Permits for one connection or flow, of its VM and of all VMs; `None` if there are none left.
 pub(super) fn turn(
     of_vm: &Arc<Semaphore>,
     of_all_vms: &Arc<Semaphore>,

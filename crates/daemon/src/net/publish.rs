@@ -17,7 +17,7 @@
 
 use crate::base::error::{ApiError, Outcome};
 use crate::net::datagrams;
-use crate::net::permits::{permits_of_all, reset, turn};
+use crate::net::permits::{permits_of_all, permits_of_flows, reset, turn};
 use crate::net::publisher::{Answer, Order, Publisher};
 use dayfly_api::types::{ErrorCode, PortProtocol, Publish};
 use dayfly_machine_init::{PortRefusal, RefusalKind};
@@ -38,7 +38,7 @@ pub const MAX_PUBLISHED: usize = 256;
 /// at once.
 pub const MAX_CONNECTIONS: usize = 1024;
 /// Maximum number of concurrent flows of all UDP ports of one VM.
-pub const MAX_FLOWS: usize = 1024;
+pub const MAX_FLOWS_OF_VM: usize = 1024;
 /// Time limit for the publisher's answer, which listens on its host at once.
 const ANSWER: Duration = Duration::from_secs(60);
 /// Idle time of a connection before TCP keepalive probes both ends.
@@ -100,8 +100,9 @@ pub fn check(ports: &[Publish]) -> Outcome<()> {
 /// Checks that ports can be published for this many VMs at once.
 ///
 /// # Errors
-/// A port that only one of them can have.
+/// As [`check`]; or a port that only one of them can have.
 pub fn check_many(count: u32, ports: &[Publish]) -> Outcome<()> {
+    check(ports)?;
     match ports.iter().find(|port| count > 1 && port.host_port != 0) {
         None => Ok(()),
         Some(port) => Err(ApiError::invalid(format_args!(
@@ -229,17 +230,17 @@ impl Published {
     /// Relays new connections and datagrams to the guest at `address`.
     pub fn connect_to(&mut self, address: Ipv4Addr) {
         let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        let flows = Arc::new(Semaphore::new(MAX_FLOWS));
+        let flows = Arc::new(Semaphore::new(MAX_FLOWS_OF_VM));
         for (listener, port) in &self.listeners {
             let guest = SocketAddr::from((address, port.guest_port));
             let task = match listener {
                 Listener::Tcp(listener) => {
-                    tokio::spawn(relay(listener.clone(), connections.clone(), move |client| {
-                        one(client, guest)
-                    }))
+                    let turns = (connections.clone(), permits_of_all());
+                    tokio::spawn(relay(listener.clone(), turns, move |client| one(client, guest)))
                 }
                 Listener::Flows(listener) => {
-                    tokio::spawn(relay(listener.clone(), flows.clone(), move |client| {
+                    let turns = (flows.clone(), permits_of_flows());
+                    tokio::spawn(relay(listener.clone(), turns, move |client| {
                         datagrams::framed(client, guest)
                     }))
                 }
@@ -343,9 +344,10 @@ fn listen(at: (IpAddr, u16)) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
+/// Serves connections while there are permits for them, of their VM and of all VMs.
 async fn relay<F>(
     listener: Arc<TcpListener>,
-    turns: Arc<Semaphore>,
+    turns: (Arc<Semaphore>, Arc<Semaphore>),
     serve: impl Fn(TcpStream) -> F + Send,
 ) where
     F: Future<Output = ()> + Send + 'static,
@@ -355,7 +357,7 @@ async fn relay<F>(
     loop {
         while under_way.try_join_next().is_some() {}
         match listener.accept().await {
-            Ok((client, _)) => match turn(&turns, &permits_of_all()) {
+            Ok((client, _)) => match turn(&turns.0, &turns.1) {
                 Some(turn) => {
                     let served = serve(client);
                     under_way.spawn(async move {

@@ -49,9 +49,7 @@ impl Held {
     const fn bind(&self, id: u64) -> PortOrder {
         PortOrder::Bind { id, address: self.address, to: self.to, udp: self.udp }
     }
-}
 
-impl Held {
     /// What an answer says. A supervisor of an earlier version, which does not say its port, knows
     /// only TCP.
     fn outcome(&self, answer: PortAnswer) -> Result<u16, PortRefusal> {

@@ -68,6 +68,13 @@ pub fn asked(
              a named volume (-v NAME:/PATH), or `dayfly cp`"
         )));
     }
+    let offered = |volume: &VolumeRequest| matches!(volume.source, VolumeSource::Offer(_));
+    if daemon.config.ports.is_none() && requests.iter().any(offered) {
+        return Err(ApiError::invalid(
+            "volumes: expected a path or a name, got an offer: this daemon runs in no machine, and \
+             opens folders by path",
+        ));
+    }
     checked(requests, owner)
 }
 
@@ -123,28 +130,31 @@ pub async fn open(daemon: &Arc<Daemon>, volumes: &[VolumeFacts]) -> Outcome<Vec<
             daemon.offers.made(token, path).await?;
         }
     }
-    let (daemon, volumes) = (daemon.clone(), volumes.to_vec());
-    blocking(move || {
-        let program = server::program(&daemon.config);
-        if !program.is_file() {
-            return Err(ApiError::internal(format_args!(
-                "volumes: {}: expected the program {VOLUME_NAME} beside dayfly-vmm, got none",
-                program.display()
-            )));
-        }
-        volumes.iter().map(|volume| opened(&daemon, volume)).collect()
-    })
-    .await
+    let program = server::program(&daemon.config);
+    if !program.is_file() {
+        return Err(ApiError::internal(format_args!(
+            "volumes: {}: expected the program {VOLUME_NAME} beside dayfly-vmm, got none",
+            program.display()
+        )));
+    }
+    let mut open = Vec::with_capacity(volumes.len());
+    for volume in volumes {
+        open.push(opened(daemon, volume).await?);
+    }
+    Ok(open)
 }
 
-fn opened(daemon: &Daemon, volume: &VolumeFacts) -> Outcome<OpenVolume> {
+async fn opened(daemon: &Arc<Daemon>, volume: &VolumeFacts) -> Outcome<OpenVolume> {
+    let owner = &volume.owner;
     match &volume.source {
-        VolumeSource::Path(path) => match folder::open(Path::new(path), &volume.owner) {
-            Ok(folder) => Ok(OpenVolume { folder: Some(folder), hold: None }),
-            Err(error) => Err(not_opened(&error)),
-        },
+        VolumeSource::Path(path) => {
+            let folder = folder::open(Path::new(path), owner, daemon.config.deadlines.agent).await;
+            let folder = folder.map_err(|error| not_opened(&error))?;
+            Ok(OpenVolume { folder: Some(folder), hold: None })
+        }
         VolumeSource::Name(name) => {
-            let (folder, hold) = daemon.volumes.open(&volume.owner, name)?;
+            let (daemon, owner, name) = (daemon.clone(), owner.clone(), name.clone());
+            let (folder, hold) = blocking(move || daemon.volumes.open(&owner, &name)).await?;
             Ok(OpenVolume { folder: Some(folder), hold: Some(hold) })
         }
         VolumeSource::Offer(_) => Ok(OpenVolume { folder: None, hold: None }),
@@ -154,6 +164,7 @@ fn opened(daemon: &Daemon, volume: &VolumeFacts) -> Outcome<OpenVolume> {
 fn not_opened(error: &FolderError) -> ApiError {
     let code = match error {
         FolderError::Refused { errno: Errno::NOSPC | Errno::DQUOT, .. } => ErrorCode::Exhausted,
+        FolderError::Late { .. } => ErrorCode::Timeout,
         FolderError::Rights { .. } => ErrorCode::Internal,
         FolderError::Refused { .. } | FolderError::Upwards(_) | FolderError::File(_) => {
             ErrorCode::Invalid
@@ -385,10 +396,14 @@ pub async fn create(daemon: &Arc<Daemon>, caller: &Caller, name: Name) -> Outcom
 /// # Errors
 /// There is none, or a VM has it.
 pub async fn remove(daemon: &Arc<Daemon>, uid: u32, name: Name) -> Outcome<()> {
+    // The client of such a VM may have ended just before, and expects it to be gone.
+    for vm in having(daemon, uid, &name).filter(|vm| vm.leaving()) {
+        let _ = timeout(daemon.config.deadlines.control, vm.wait_gone()).await;
+    }
     let same = daemon.clone();
     blocking(move || {
         let used_by = || {
-            let vm = having(&same, uid, &name).next()?;
+            let vm = having(&same, uid, &name).find(|vm| !(vm.leaving() && vm.is_gone()))?;
             Some(format!("VM {}{}", vm.name, if vm.phase().alive() { "" } else { " (ended)" }))
         };
         same.volumes.remove(uid, &name, used_by)

@@ -3,6 +3,9 @@
 //! A thread takes the client's user for file systems (setfsuid(2)), which drops its capabilities
 //! over files, and opens the folder. The thread keeps its other ids, because those decide which
 //! processes may signal this one. It ends right after that.
+//!
+//! A path may lead to a file system that does not answer, such as that of a host that is gone. So
+//! no thread of the daemon waits for such a thread, and there are at most [`MOST`] of them.
 
 use crate::base::caller::Caller;
 use rustix::fs::{Mode, OFlags, ResolveFlags, mkdirat, openat2};
@@ -10,6 +13,12 @@ use rustix::io::Errno;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
+use tokio::sync::{Semaphore, oneshot};
+use tokio::time::{Instant, timeout_at};
+
+/// Folders that are being opened at a time.
+const MOST: usize = 16;
 
 /// Why a folder cannot be shared.
 #[derive(Debug, thiserror::Error)]
@@ -36,6 +45,19 @@ pub enum FolderError {
         .0.display()
     )]
     File(PathBuf),
+    /// It was not opened in time.
+    #[error(
+        "{}: not opened within {} s: its file system, or that of another folder that is being \
+         shared, does not answer",
+        path.display(),
+        within.as_secs()
+    )]
+    Late {
+        /// The folder.
+        path: PathBuf,
+        /// The time limit.
+        within: Duration,
+    },
     /// No thread, or it could not take the client's user.
     #[error("taking the rights of user {uid}: {source}")]
     Rights {
@@ -48,21 +70,32 @@ pub enum FolderError {
 }
 
 /// Opens the folder at the absolute path `path` with the rights of `caller`, and makes the
-/// components that are missing. Blocks.
+/// components that are missing.
 ///
 /// # Errors
-/// [`FolderError`].
-pub fn open(path: &Path, caller: &Caller) -> Result<OwnedFd, FolderError> {
+/// [`FolderError`]. After [`FolderError::Late`] the folder may still be made.
+pub async fn open(path: &Path, caller: &Caller, within: Duration) -> Result<OwnedFd, FolderError> {
+    static OPENING: Semaphore = Semaphore::const_new(MOST);
+    let deadline = Instant::now() + within;
+    let late = || FolderError::Late { path: path.to_owned(), within };
     let uid = caller.uid;
     let rights = move |source| FolderError::Rights { uid, source };
-    let (path, caller) = (path.to_owned(), caller.clone());
+    // An error means that the semaphore is closed, which it never is.
+    let Ok(Ok(permit)) = timeout_at(deadline, OPENING.acquire()).await else { return Err(late()) };
+    let (sender, opened) = oneshot::channel();
+    let (owned, caller) = (path.to_owned(), caller.clone());
     let work = move || {
-        become_caller(&caller).map_err(rights)?;
-        open_or_make(&path, caller.uid)
+        let opened = become_caller(&caller).map_err(rights);
+        // The receiver is gone if this took too long.
+        let _ = sender.send(opened.and_then(|()| open_or_make(&owned, caller.uid)));
+        drop(permit);
     };
-    let thread = std::thread::Builder::new().name("folder".to_owned()).spawn(work);
-    let joined = thread.map_err(rights)?.join();
-    joined.unwrap_or_else(|_| Err(rights(io::Error::other("its thread panicked"))))
+    std::thread::Builder::new().name("folder".to_owned()).spawn(work).map_err(rights)?;
+    match timeout_at(deadline, opened).await {
+        Ok(Ok(opened)) => opened,
+        Ok(Err(_)) => Err(rights(io::Error::other("its thread panicked"))),
+        Err(_) => Err(late()),
+    }
 }
 
 /// Gives this thread the client's user, group and groups for files. They last as long as the
@@ -151,6 +184,7 @@ mod tests {
     use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 
     const USER: u32 = 12_345;
+    const LONG: Duration = Duration::from_secs(120);
 
     fn caller() -> Caller {
         Caller { uid: USER, gid: 23_456, groups: vec![34_567] }
@@ -160,8 +194,8 @@ mod tests {
         std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
     }
 
-    #[test]
-    fn a_client_opens_and_makes_what_it_may_and_nothing_else() {
+    #[tokio::test]
+    async fn a_client_opens_and_makes_what_it_may_and_nothing_else() {
         assert!(rustix::process::geteuid().is_root(), "this test has to run as root");
         let outer = tempfile::tempdir().unwrap();
         mode(outer.path(), 0o711);
@@ -179,7 +213,8 @@ mod tests {
         std::fs::create_dir(at("root/open")).unwrap();
         symlink("own", at("link")).unwrap();
         for name in ["own", "group", "all", "link", "own/new/newer"] {
-            open(&at(name), &caller()).unwrap_or_else(|e| panic!("{name}: {e}"));
+            let opened = open(&at(name), &caller(), LONG).await;
+            opened.unwrap_or_else(|e| panic!("{name}: {e}"));
         }
         let made = std::fs::metadata(at("own/new/newer")).unwrap();
         assert_eq!((made.uid(), made.gid(), made.mode() & 0o777), (USER, 23_456, 0o755));
@@ -188,29 +223,30 @@ mod tests {
             ("root/new", "opening it as user 12345: Permission denied"),
             ("all/new", "making the folder as user 12345: Permission denied"),
         ] {
-            let refused = open(&at(name), &caller()).unwrap_err().to_string();
+            let refused = open(&at(name), &caller(), LONG).await.unwrap_err().to_string();
             assert!(refused.contains(says), "{name}: {refused}");
         }
-        open(&at("root/new"), &Caller::default()).unwrap();
+        open(&at("root/new"), &Caller::default(), LONG).await.unwrap();
         // The rights of this thread are as before.
         assert!(std::fs::read_dir(at("root")).is_ok());
     }
 
-    #[test]
-    fn a_file_and_what_this_process_has_open_are_refused() {
+    #[tokio::test]
+    async fn a_file_and_what_this_process_has_open_are_refused() {
         let outer = tempfile::tempdir().unwrap();
         let file = outer.path().join("file");
         std::fs::write(&file, "").unwrap();
-        let refused = open(&file, &Caller::default()).unwrap_err().to_string();
+        let refused = open(&file, &Caller::default(), LONG).await.unwrap_err().to_string();
         assert!(refused.contains("expected a folder, got a file"), "{refused}");
         for path in ["/proc/self/root", "/proc/self/cwd", "/proc/thread-self/root/etc"] {
-            let refused = open(Path::new(path), &Caller::default());
+            let refused = open(Path::new(path), &Caller::default(), LONG).await;
             assert!(
                 matches!(refused, Err(FolderError::Refused { errno: Errno::LOOP, .. })),
                 "{path}: {refused:?}"
             );
         }
         let upwards = outer.path().join("new/../x");
-        assert!(matches!(open(&upwards, &Caller::default()), Err(FolderError::Upwards(_))));
+        let refused = open(&upwards, &Caller::default(), LONG).await;
+        assert!(matches!(refused, Err(FolderError::Upwards(_))), "{refused:?}");
     }
 }

@@ -25,6 +25,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::UNIX_EPOCH;
 
 /// The folder of a volume's files.
@@ -217,21 +218,33 @@ impl Named {
         remove::all(&old).map_err(failed(format_args!("removing {}", old.display())))
     }
 
-    /// Removes what a daemon that was killed left of volumes that it made or removed. Blocks.
-    pub fn sweep(&self) {
-        let Ok(users) = std::fs::read_dir(&self.folder) else { return };
+    /// Removes what a daemon that was killed left of volumes that it made or removed. Returns at
+    /// once: a thread removes the files, which may be many. Call it before clients are served,
+    /// whose volumes would be taken for such ones.
+    pub fn sweep(&self) -> Option<JoinHandle<()>> {
+        let users = std::fs::read_dir(&self.folder).ok()?;
         let users = users.flatten().filter_map(|user| std::fs::read_dir(user.path()).ok());
-        for entry in users.flatten().flatten() {
+        let unfinished = |entry: &std::fs::DirEntry| {
             let name = entry.file_name();
-            let unfinished = |start: &str| name.as_encoded_bytes().starts_with(start.as_bytes());
-            if !unfinished(".new-") && !unfinished(".old-") {
-                continue;
-            }
-            match remove::all(&entry.path()) {
-                Ok(()) => tracing::info!("swept {}", entry.path().display()),
-                Err(e) => tracing::error!("sweeping {}: {e}", entry.path().display()),
-            }
+            [".new-", ".old-"]
+                .iter()
+                .any(|start| name.as_encoded_bytes().starts_with(start.as_bytes()))
+        };
+        let left: Vec<PathBuf> =
+            users.flatten().flatten().filter(unfinished).map(|entry| entry.path()).collect();
+        if left.is_empty() {
+            return None;
         }
+        let sweeps = move || {
+            for path in left {
+                match remove::all(&path) {
+                    Ok(()) => tracing::info!("swept {}", path.display()),
+                    Err(e) => tracing::error!("sweeping {}: {e}", path.display()),
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("volumes".to_owned()).spawn(sweeps);
+        thread.inspect_err(|e| tracing::error!("sweeping volumes: {e}")).ok()
     }
 }
 
@@ -303,14 +316,14 @@ mod tests {
     fn what_a_killed_daemon_left_is_swept_and_never_listed() {
         let state = tempfile::tempdir().unwrap();
         let named = Named::new(state.path());
-        named.sweep();
+        assert!(named.sweep().is_none());
         named.ensure(&user(5), &name("data")).unwrap();
         let of_user = state.path().join("volumes/5");
         for left in [".new-1/files", ".old-2/files/deep"] {
             std::fs::create_dir_all(of_user.join(left)).unwrap();
         }
         assert_eq!(named.list(5).unwrap().len(), 1);
-        named.sweep();
+        named.sweep().unwrap().join().unwrap();
         let left: Vec<_> = std::fs::read_dir(of_user).unwrap().flatten().collect();
         assert_eq!(left.len(), 1, "{left:?}");
     }

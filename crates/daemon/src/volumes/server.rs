@@ -169,6 +169,7 @@ pub fn join_streams() -> io::Result<()> {
     if changed != 0 {
         return Err(io::Error::last_os_error());
     }
+    rustix::thread::set_no_new_privs(true)?;
     dayfly_machine_init::join_streams(&stream, &server)
 }
 

@@ -9,6 +9,7 @@ use dayfly_volume::wire::{
     CopyIn, CreateIn, EntryOut, FallocateIn, ForgetOne, FsyncIn, GetattrIn, GetxattrIn,
     IN_HEADER_BYTES, InHeader, InitIn, LinkIn, LseekIn, MkdirIn, MknodIn, OUT_HEADER_BYTES, OpenIn,
     OutHeader, ROOT, ReadIn, ReleaseIn, Rename2In, RenameIn, SetattrIn, SetxattrIn, WriteIn, op,
+    valid,
 };
 use rustix::fs::{CWD, Mode, OFlags, RenameFlags, open, renameat_with};
 use std::fs;
@@ -181,8 +182,11 @@ mod libc_mode {
 fn setattr(events: &mut Events<'_>) -> Option<Vec<u8>> {
     let valid = small(events)?;
     let (fh, size) = (id(events)?, number(events)?);
-    let mut asked = SetattrIn { valid, fh, size, mode: 0o6755, ..SetattrIn::default() };
-    if valid & 0x30 != 0 {
+    let mut asked = SetattrIn { valid, fh, size, ..SetattrIn::default() };
+    if valid & valid::MODE != 0 {
+        asked.mode = small(events)?;
+    }
+    if valid & (valid::ATIME | valid::MTIME) != 0 {
         (asked.atime, asked.mtime) = (number(events)?, number(events)?);
         asked.mtimensec = small(events)?;
     }
@@ -239,7 +243,7 @@ fn data_body(opcode: u32, events: &mut Events<'_>) -> Option<Vec<u8>> {
     })
 }
 
-/// What must not change: names, modes, owners, times, and content.
+/// What must not change: names and owners, and modes and times of files.
 fn outside(outer: &Path) -> Vec<(String, u32, u32, i64, i64)> {
     let mut all: Vec<_> = fs::read_dir(outer)
         .unwrap()

@@ -36,7 +36,7 @@ pub(super) struct Ext4<'a> {
     budget: Cell<u64>,
 }
 
-/// The number at `at`, which the caller has made sure is in `bytes`; 0 beyond their end.
+/// The number at `at`; 0 if it is beyond the end of `bytes`.
 pub(super) fn u16_at(bytes: &[u8], at: usize) -> u16 {
     let field = bytes.get(at..).and_then(<[u8]>::first_chunk);
     field.map_or(0, |field| u16::from_le_bytes(*field))
@@ -115,7 +115,7 @@ impl<'a> Ext4<'a> {
         Ok(ext4)
     }
 
-    /// Reads bytes of a block. The place was checked by [`Self::spend`].
+    /// Reads bytes of a block. The place was checked by [`Self::check`] or [`Self::spend`].
     pub fn read(&self, at: u64, bytes: &mut [u8]) -> Result<(), SaveError> {
         read(self.disk, at, bytes)
     }

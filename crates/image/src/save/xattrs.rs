@@ -32,7 +32,8 @@ pub(super) fn of(ext4: &Ext4<'_>, inode: &Inode) -> Result<BTreeMap<Vec<u8>, Vec
     }
     let block = inode.attributes_block();
     if block != 0 {
-        // Not taken from the budget, because inodes share a block; its work is bounded by its size.
+        // Not taken from the budget, because inodes share a block. `layer` bounds the bytes of all
+        // attributes.
         let bytes = ext4.block(ext4.check(&place, block, 1)?)?;
         if u32_at(&bytes, 0) != MAGIC {
             let got = format!("{:#x}", u32_at(&bytes, 0));
@@ -66,7 +67,10 @@ fn read(
             return format(place, "a name without NUL and `=`", "another one");
         }
         let value = if matches!(index, 2 | 3) { list(place, value)? } else { value.to_vec() };
-        all.insert([prefix, name].concat(), value);
+        // Without this, equal names would hide how much is read.
+        if all.insert([prefix, name].concat(), value).is_some() {
+            return format(place, "different names of attributes", "one twice");
+        }
         let used = (ENTRY + usize::from(name_length)).next_multiple_of(4);
         entries = entries.get(used..).unwrap_or_default();
     }
@@ -95,4 +99,28 @@ fn list(place: &str, disk: &[u8]) -> Result<Vec<u8>, SaveError> {
         rest = &rest[length..];
     }
     Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An entry of `user.N`, whose value is the four bytes at 0.
+    fn entry(name: u8) -> Vec<u8> {
+        let mut entry = vec![1, 1, 0, 0];
+        entry.extend([0_u32, 4, 0].map(u32::to_le_bytes).concat());
+        entry.extend([name, 0, 0, 0]);
+        entry
+    }
+
+    #[test]
+    fn two_attributes_have_two_names() {
+        let both = |one, other| {
+            let block = [entry(one), entry(other), vec![0; 4]].concat();
+            let mut all = BTreeMap::new();
+            read("a block", &block, &block, &mut all).map(|()| all.len())
+        };
+        assert_eq!(both(b'a', b'b').unwrap(), 2);
+        assert!(both(b'a', b'a').unwrap_err().to_string().contains("one twice"));
+    }
 }

@@ -1,5 +1,5 @@
 //! The data of files. Offsets and lengths are the guest's: the kernel takes no negative ones, and
-//! what may take long is done in parts.
+//! copies are done in parts.
 
 use super::Call;
 use crate::handles::Handle;

@@ -3,9 +3,9 @@
 use super::Call;
 use crate::attr::entry_type;
 use crate::handles::{Entry, Listing};
-use crate::lock::locked;
 use crate::nodes::Node;
 use crate::wire::{Dirent, EntryOut, ROOT, ReadIn};
+use dayfly_units::sync::lock;
 use rustix::io::Errno;
 
 /// The most bytes of one answer, whatever the guest asks for.
@@ -25,7 +25,7 @@ impl Call<'_> {
         let asked: ReadIn = self.message.body().take()?;
         let most = usize::try_from(asked.size).map_or(MAX_LIST_BYTES, |n| n.min(MAX_LIST_BYTES));
         let handle = self.volume.handles.get(asked.fh, self.message.header.nodeid)?;
-        let mut listing = locked(handle.folder()?);
+        let mut listing = lock(handle.folder()?);
         listing.go_to(asked.offset)?;
         loop {
             match self.next(&handle.node, &mut listing, most, plus) {

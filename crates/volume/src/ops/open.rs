@@ -3,9 +3,9 @@
 use super::names::permissions;
 use super::{Call, resolve};
 use crate::handles::{Listing, Open, Place};
-use crate::lock::locked;
 use crate::nodes::{Node, Stamp, kind, stat};
 use crate::wire::{CreateIn, FSYNC_DATA, FsyncIn, KEEP_CACHE, OpenIn, OpenOut, ReleaseIn};
+use dayfly_units::sync::lock;
 use rustix::fd::OwnedFd;
 use rustix::fs::{FileType, Mode, OFlags, fdatasync, fsync};
 use rustix::io::Errno;
@@ -148,6 +148,6 @@ impl Call<'_> {
 fn unchanged(node: &Node, file: &OwnedFd) -> Result<bool, Errno> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let stamp = Stamp::of(&stat(file)?, i64::try_from(now).unwrap_or(0));
-    let before = std::mem::replace(&mut *locked(&node.opened), stamp);
+    let before = std::mem::replace(&mut *lock(&node.opened), stamp);
     Ok(stamp.is_some() && before == stamp)
 }

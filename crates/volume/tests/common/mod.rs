@@ -94,6 +94,24 @@ pub fn folder() -> TempDir {
     folder
 }
 
+/// Gives this thread its own mounts.
+pub fn own_mounts() {
+    // SAFETY: CLONE_FILES is not among the flags.
+    unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }.unwrap();
+    mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE).unwrap();
+}
+
+/// Waits until `done` returns true, at most two minutes, which end only a hang.
+pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
+    for _ in 0..6000 {
+        if done() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    panic!("not within two minutes: {what}");
+}
+
 /// A folder, its server, and where it is mounted.
 pub struct Mounted {
     /// The folder on the host.
@@ -115,9 +133,7 @@ impl Mounted {
     pub fn of(host: TempDir, by: As, more: &[&str]) -> Self {
         let (here, there) = UnixStream::pair().unwrap();
         let server = start(by, host.path(), there.into(), more);
-        // SAFETY: CLONE_FILES is not among the flags.
-        unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }.unwrap();
-        mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE).unwrap();
+        own_mounts();
         let point = tempfile::tempdir().unwrap();
         let device = File::options().read(true).write(true).open("/dev/fuse").unwrap();
         let options = format!(

@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test it is how a failure shows")]
 
-use crate::common::{As, Mounted, USER};
+use crate::common::{As, Mounted, USER, eventually};
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -148,9 +148,7 @@ fn data_holes_and_appending() {
     one.write_all(b"guest").unwrap();
     assert!(fs::read(m.on_host("a")).unwrap().ends_with(b"hostguest"));
     // The guest believes its own length for a second.
-    while m.at("a").metadata().unwrap().len() != 212 {
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    eventually("the host's length", || m.at("a").metadata().unwrap().len() == 212);
     // Copied on the host.
     let (from, to) = (File::open(m.at("a")).unwrap(), File::create(m.at("copy")).unwrap());
     let copied = rustix::fs::copy_file_range(&from, None, &to, None, 1 << 40).unwrap();
@@ -304,13 +302,9 @@ fn changes_of_the_host_become_visible() {
     fs::write(m.on_host("a"), "longer than before").unwrap();
     fs::write(m.on_host("b"), "").unwrap();
     fs::remove_file(m.on_host("a")).unwrap();
-    // After the second for which names are valid; the test's own time limit ends the loop.
-    while m.at("a").exists() || !m.at("b").exists() {
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    while read() != "longer than before" {
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    // After the second for which names are valid.
+    eventually("the host's names", || !m.at("a").exists() && m.at("b").exists());
+    eventually("the host's content", || read() == "longer than before");
 }
 
 #[test]
@@ -354,14 +348,12 @@ fn tar_git_and_sqlite_work() {
          cp -r ../src .; git add .; git commit -qm one; git mv src moved; git commit -qam two; \
          git gc -q; git fsck --strict; cd ..; git clone -q repo clone; cd clone; \
          test -z \"$(git status --porcelain)\"; test \"$(git log --oneline | wc -l)\" = 2");
-    if std::path::Path::new("/usr/bin/sqlite3").exists() {
-        let found = m.sh("sqlite3 db 'pragma journal_mode=wal; create table t(a); begin; \
-             with recursive n(x) as (select 1 union all select x+1 from n where x<20000) \
-             insert into t select x from n; commit; pragma integrity_check; \
-             select count(*), sum(a) from t;'");
-        assert!(found.ends_with("ok\n20000|200010000\n"), "{found}");
-        m.sh("sqlite3 db 'pragma journal_mode=delete; delete from t where a % 2; vacuum;'");
-    }
+    let found = m.sh("sqlite3 db 'pragma journal_mode=wal; create table t(a); begin; \
+         with recursive n(x) as (select 1 union all select x+1 from n where x<20000) \
+         insert into t select x from n; commit; pragma integrity_check; \
+         select count(*), sum(a) from t;'");
+    assert!(found.ends_with("ok\n20000|200010000\n"), "{found}");
+    m.sh("sqlite3 db 'pragma journal_mode=delete; delete from t where a % 2; vacuum;'");
     m.sh("cp -a src copy; rm -r src out copy");
 }
 
@@ -430,10 +422,13 @@ fn a_guest_that_walks_more_files_than_it_may_know_is_asked_to_forget() {
     let m = Mounted::of(host, As::Confined, &["--notify"]);
     for n in 0..count {
         // What it was asked to forget may come a little later.
-        while let Err(e) = m.at(&n.to_string()).metadata() {
-            assert_eq!(e.raw_os_error(), Some(libc::ENFILE), "file {n}");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        eventually("room for a file", || match m.at(&n.to_string()).metadata() {
+            Ok(_) => true,
+            Err(e) => {
+                assert_eq!(e.raw_os_error(), Some(libc::ENFILE), "file {n}");
+                false
+            }
+        });
     }
     let descriptors = fs::read_dir(format!("/proc/{}/fd", m.server.id())).unwrap().count();
     assert!(descriptors as u64 <= crate::common::FEW, "{descriptors}");

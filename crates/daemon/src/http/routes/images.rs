@@ -1,6 +1,6 @@
 //! Images: root disks of VMs.
 
-use crate::base::error::{Outcome, blocking};
+use crate::base::error::{ApiError, Outcome, blocking};
 use crate::http::listing::NameParams;
 use crate::http::routes::extract::{Named, Params, Shared, blocking_reader};
 use crate::http::upload;
@@ -15,7 +15,7 @@ use dayfly_api::types::{ApiError as ErrorBody, Image, ImageUpload, List};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 
 /// Lists images, by name.
@@ -97,9 +97,12 @@ pub async fn upload(
     )
 )]
 pub async fn download(State(daemon): Shared, Named(name): Named) -> Outcome<Response> {
+    // An error means that the semaphore is closed, which it never is.
+    let turn = DOWNLOADS.acquire().await.map_err(ApiError::internal)?;
     let image = blocking(move || daemon.templates.open_image(&name)).await?;
     let (sender, pieces) = mpsc::channel(WAITING);
     tokio::task::spawn_blocking(move || {
+        let _turn = turn;
         let mut out = Pieces(sender);
         if let Err(e) = compress(&image, &mut out)
             && e.kind() != io::ErrorKind::BrokenPipe
@@ -113,6 +116,9 @@ pub async fn download(State(daemon): Shared, Named(name): Named) -> Outcome<Resp
     Ok(([(header::CONTENT_TYPE, "application/zstd")], body).into_response())
 }
 
+/// Downloads at a time; others wait. A client that does not read keeps a thread, of which all other
+/// work of the daemon needs some.
+static DOWNLOADS: Semaphore = Semaphore::const_new(8);
 /// Pieces of an answer that may wait for the client.
 const WAITING: usize = 4;
 /// Length of a piece.
@@ -137,9 +143,10 @@ impl Write for Pieces {
 }
 
 fn compress(image: &dayfly_store::Image, out: &mut Pieces) -> io::Result<()> {
+    let client = out.0.clone();
     let out = io::BufWriter::with_capacity(PIECE_BYTES, out);
     let mut encoder = zstd::Encoder::new(out, LEVEL)?;
-    let mut disk = DiskReader { file: &image.disk, at: 0 };
+    let mut disk = DiskReader { file: &image.disk, at: 0, client };
     io::copy(&mut disk, &mut encoder)?;
     encoder.finish()?.flush()
 }
@@ -148,10 +155,15 @@ fn compress(image: &dayfly_store::Image, out: &mut Pieces) -> io::Result<()> {
 struct DiskReader<'a> {
     file: &'a File,
     at: u64,
+    /// Asked whether the client is still there, because a disk of zeroes gives no piece for long.
+    client: mpsc::Sender<io::Result<Bytes>>,
 }
 
 impl Read for DiskReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.client.is_closed() {
+            return Err(io::ErrorKind::BrokenPipe.into());
+        }
         let got = self.file.read_at(buffer, self.at)?;
         self.at += got as u64;
         Ok(got)
