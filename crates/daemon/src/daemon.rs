@@ -1,6 +1,7 @@
 //! The services of one daemon, in one struct that all operations share.
 
 use crate::base::config::Config;
+use crate::base::long_requests::LongRequests;
 use crate::base::metrics::Metrics;
 use crate::base::random::random;
 use crate::base::time::unix_ms;
@@ -56,6 +57,8 @@ pub struct Daemon {
     self_forks: UnboundedSender<(Arc<Vm>, UnixListener)>,
     /// Limits the VMMs that are made at once for waiting requests: two for each CPU.
     pub makers: Arc<Semaphore>,
+    /// Bounds the memory of programs with long arguments.
+    pub long_requests: LongRequests,
     /// Addresses, taps and names of VMs.
     pub networks: Networks,
     /// Warm VMMs and warm clones, made ahead of demand.
@@ -108,6 +111,7 @@ impl Daemon {
             makers: Arc::new(Semaphore::new(2 * cpus())),
             launcher: Arc::new(Launcher::new(&config, templates.store().clone(), &nodes)),
             self_forks,
+            long_requests: LongRequests::default(),
             networks: Networks::new(&config, &addresses(&config)?),
             nodes,
             pool: Arc::new(Pool::new(config.pool)),

@@ -8,6 +8,7 @@ pub mod error;
 pub mod heap;
 pub mod kvm;
 pub mod log;
+pub mod long_requests;
 pub mod metrics;
 pub mod pidfd;
 pub mod prefix;
