@@ -81,6 +81,20 @@ impl StringsError {
     }
 }
 
+impl ExecSpec {
+    /// Checks that no `Strings` frames are announced, for requests that none can follow.
+    ///
+    /// # Errors
+    /// [`StringsError::Announced`].
+    pub fn has_its_strings(&self) -> Result<(), StringsError> {
+        let Some(Strings { arguments, bytes }) = self.strings else { return Ok(()) };
+        Err(StringsError::Announced {
+            expected: "no such field, because argv and env are in this request".to_owned(),
+            got: format!("{arguments} arguments, {bytes} bytes"),
+        })
+    }
+}
+
 /// A request that may run a program.
 pub trait Runs: Serialize {
     /// The program.
@@ -114,8 +128,8 @@ fn alone(request: &mut impl Runs, protocol: u32) -> Result<Option<Vec<u8>>, Stri
     if bytes > MAX_STRINGS_BYTES {
         return Err(StringsError::TooLong(bytes));
     }
-    // As many bytes as the kernel counts may fit, because it counts an address for each string.
-    if bytes <= 2 * MAX_FRAME_BYTES {
+    // The kernel counts 9 bytes more than a string's length, JSON at least 3 more.
+    if bytes <= 3 * MAX_FRAME_BYTES {
         let json = json(request)?;
         if json.len() <= MAX_FRAME_BYTES {
             return Ok(Some(json));

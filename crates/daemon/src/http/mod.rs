@@ -1,6 +1,5 @@
 //! The HTTP API, and connections that have left HTTP by an upgrade.
 
-pub mod gate;
 pub mod json;
 pub mod listing;
 pub mod ndjson;

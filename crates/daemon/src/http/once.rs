@@ -3,7 +3,7 @@
 
 use crate::base::error::{ApiError, Outcome};
 use crate::daemon::Daemon;
-use crate::http::routes::extract::long_body;
+use crate::http::routes::extract::{long_body, peer};
 use crate::model::request_key::{RequestKey, parse};
 use crate::vm::requests::{Answer, Entered, Ticket, Waiting};
 use axum::body::{Body, Bytes, to_bytes};
@@ -78,7 +78,10 @@ async fn keyed(
     };
     let key = parse(key.as_bytes())?;
     let (body, permit) = match creates {
-        Creates::Program => long_body(daemon, body).await?,
+        Creates::Program => {
+            let caller = peer(&parts.extensions).0;
+            long_body(daemon, caller.as_deref(), body).await?
+        }
         _ => (to_bytes(body, MAX_JSON_BYTES).await.map_err(too_long)?, None),
     };
     let head = format!("{} {}\n", parts.method, parts.uri);

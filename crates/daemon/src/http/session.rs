@@ -2,7 +2,7 @@
 
 use crate::base::caller::Caller;
 use crate::base::error::{ApiError, Outcome};
-use crate::base::long_requests::{LongRequests, Permit};
+use crate::base::long_requests::Permit;
 use crate::base::time::Asked;
 use crate::daemon::Daemon;
 use crate::http::json;
@@ -78,21 +78,17 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ClientSide<S> {
         json::decoded(&frame.body).map_err(|e| ApiError::invalid(format_args!("first frame: {e}")))
     }
 
-    /// Reads the `Strings` frames that a request announces. Waits for a permit before, unless the
-    /// client has one already.
+    /// Reads the `Strings` frames that a request announces. Waits for a permit before.
     async fn strings(
         &mut self,
         spec: &mut ExecSpec,
-        within: Duration,
-        permits: &LongRequests,
-        held: Option<Permit>,
+        daemon: &Daemon,
+        user: Option<&Caller>,
     ) -> Outcome<Option<Permit>> {
         let wrong = |e: StringsError| ApiError::from_strings(&e);
         let Some(mut collector) = Collector::of(spec).map_err(wrong)? else { return Ok(None) };
-        let permit = match held {
-            Some(permit) => Some(permit),
-            None => permits.permit().await,
-        };
+        let within = daemon.config.deadlines.first_frame;
+        let permit = daemon.long_requests.permit(user).await;
         let all = async {
             while !collector.is_complete() {
                 match read_frame(&mut self.read, "reading arguments").await {
@@ -120,25 +116,20 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ClientSide<S> {
     }
 
     /// The program that a client asks for.
-    async fn program(
-        &mut self,
-        within: Duration,
-        permits: &LongRequests,
-        held: Option<Permit>,
-    ) -> Outcome<Program> {
-        let mut spec: ExecSpec = self.request(within).await?;
-        let permit = self.strings(&mut spec, within, permits, held).await?;
+    async fn program(&mut self, daemon: &Daemon, user: Option<&Caller>) -> Outcome<Program> {
+        let mut spec: ExecSpec = self.request(daemon.config.deadlines.first_frame).await?;
+        let permit = self.strings(&mut spec, daemon, user).await?;
         Ok(Program::New(spec, permit))
     }
 
     /// The VM and the program that a client asks for.
     async fn run_request(
         &mut self,
-        within: Duration,
-        permits: &LongRequests,
+        daemon: &Daemon,
+        user: Option<&Caller>,
     ) -> Outcome<(RunRequest, Option<Permit>)> {
-        let mut request: RunRequest = self.request(within).await?;
-        let permit = self.strings(&mut request.exec, within, permits, None).await?;
+        let mut request: RunRequest = self.request(daemon.config.deadlines.first_frame).await?;
+        let permit = self.strings(&mut request.exec, daemon, user).await?;
         Ok((request, permit))
     }
 
@@ -172,20 +163,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ClientSide<S> {
     }
 }
 
-/// Serves `POST /v1/vms/{vm}/exec`, and the frames of a WebSocket, which may have a permit for long
-/// arguments.
+/// Serves `POST /v1/vms/{vm}/exec`, and the frames of a WebSocket, for `user`.
 pub async fn exec<S: AsyncRead + AsyncWrite + Unpin>(
     daemon: Arc<Daemon>,
     vm: Arc<Vm>,
+    user: Option<Arc<Caller>>,
     client: S,
-    permit: Option<Permit>,
 ) {
     let mut caller = ClientSide::new(client);
     let stop = daemon.stop.clone();
     tokio::select! {
         () = async {
-            let within = daemon.config.deadlines.first_frame;
-            match caller.program(within, &daemon.long_requests, permit).await {
+            match caller.program(&daemon, user.as_deref()).await {
                 Ok(program) => {
                     let within = daemon.config.deadlines.agent;
                     let liveness = Liveness::new(&vm, program.liveness_ms(), within);
@@ -208,9 +197,7 @@ pub async fn run(daemon: Arc<Daemon>, user: Option<Arc<Caller>>, client: Client)
     let mut guard: Option<VmGuard> = None;
     tokio::select! {
         () = async {
-            let within = daemon.config.deadlines.first_frame;
-            let asked_for = caller.run_request(within, &daemon.long_requests).await;
-            let (request, permit) = match asked_for {
+            let (request, permit) = match caller.run_request(&daemon, user.as_deref()).await {
                 Ok(asked_for) => asked_for,
                 Err(error) => return caller.fail(error).await,
             };

@@ -2,9 +2,11 @@
 
 use crate::base::error::{ApiError, Outcome};
 use crate::http::routes::extract::{Params, Peer, Shared, Spec, Word};
-use crate::http::routes::upgrade::{Frames, Upgrade, UpgradeToWebSocket};
+use crate::http::routes::upgrade::{Frames, Upgrade};
 use crate::http::{session, websocket};
 use crate::ops::exec::collected;
+use axum::extract::ws::WebSocketUpgrade;
+use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::{FromRequest, Request, State};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
@@ -52,6 +54,7 @@ pub struct ExecParams {
 pub async fn exec(
     State(daemon): Shared,
     Word(word): Word,
+    Peer(caller): Peer,
     upgrade: Result<Upgrade<Frames>, ApiError>,
     Params(params): Params<ExecParams>,
     request: Request,
@@ -59,7 +62,7 @@ pub async fn exec(
     let vm = daemon.registry.find(&word)?;
     vm.serves("run a program in")?;
     match upgrade {
-        Ok(upgrade) => Ok(upgrade.then(move |client| session::exec(daemon, vm, client, None))),
+        Ok(upgrade) => Ok(upgrade.then(move |client| session::exec(daemon, vm, caller, client))),
         Err(refused) if request.headers().contains_key(header::UPGRADE) => Err(refused),
         Err(_) => {
             let most = params.max_output_bytes;
@@ -93,11 +96,16 @@ pub async fn exec(
 pub async fn over_websocket(
     State(daemon): Shared,
     Word(word): Word,
-    upgrade: Outcome<UpgradeToWebSocket>,
+    Peer(caller): Peer,
+    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Outcome<Response> {
     let vm = daemon.registry.find(&word)?;
     vm.serves("run a program in")?;
-    Ok(upgrade?.then(move |client| websocket::exec(daemon, vm, client)))
+    let upgrade = upgrade.map_err(|e| {
+        ApiError::invalid(format_args!("expected a WebSocket: {e}; POST takes other clients"))
+    })?;
+    let serve = move |socket| websocket::exec(daemon, vm, caller, socket);
+    Ok(websocket::limited(upgrade).on_upgrade(serve))
 }
 
 /// Clones (or boots) a VM, runs a program in it, and removes it: as exec, with a RunRequest in the

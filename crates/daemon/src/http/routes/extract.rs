@@ -10,6 +10,7 @@ use axum::body::Body;
 use axum::body::Bytes;
 use axum::extract::connect_info::{ConnectInfo, Connected};
 use axum::extract::{FromRequest, FromRequestParts, Path, Request};
+use axum::http::Extensions;
 use axum::http::request::Parts;
 use axum::serve::IncomingStream;
 use bytes::BytesMut;
@@ -51,15 +52,13 @@ impl FromRequest<Arc<Daemon>> for Spec {
 
     async fn from_request(mut request: Request, daemon: &Arc<Daemon>) -> Outcome<Self> {
         let read_before = request.extensions_mut().remove::<Permit>();
+        let Peer(caller) = peer(request.extensions());
         let (body, permit) = match read_before {
             Some(permit) => (body(request, MAX_EXEC_JSON_BYTES).await?, Some(permit)),
-            None => long_body(daemon, request.into_body()).await?,
+            None => long_body(daemon, caller.as_deref(), request.into_body()).await?,
         };
         let spec: ExecSpec = decoded(&body)?;
-        if spec.strings.is_some() {
-            // No frames follow a body.
-            return Err(ApiError::invalid("request body: strings: no such field"));
-        }
+        spec.has_its_strings().map_err(|e| ApiError::invalid(format_args!("request body: {e}")))?;
         Ok(Self(spec, permit))
     }
 }
@@ -68,7 +67,11 @@ impl FromRequest<Arc<Daemon>> for Spec {
 ///
 /// # Errors
 /// It is longer than [`MAX_EXEC_JSON_BYTES`], or the client stalls while it has a permit.
-pub async fn long_body(daemon: &Daemon, body: Body) -> Outcome<(Bytes, Option<Permit>)> {
+pub async fn long_body(
+    daemon: &Daemon,
+    caller: Option<&Caller>,
+    body: Body,
+) -> Outcome<(Bytes, Option<Permit>)> {
     let mut pieces = body.into_data_stream();
     let (mut all, mut permit, mut until) = (BytesMut::new(), None, None);
     let within = daemon.config.deadlines.first_frame;
@@ -91,7 +94,7 @@ pub async fn long_body(daemon: &Daemon, body: Body) -> Outcome<(Bytes, Option<Pe
             )));
         }
         if length > MAX_FRAME_BYTES && permit.is_none() {
-            permit = daemon.long_requests.permit().await;
+            permit = daemon.long_requests.permit(caller).await;
             until = Some(Instant::now() + within);
         }
         all.extend_from_slice(&piece);
@@ -158,9 +161,14 @@ impl<S: Send + Sync> FromRequestParts<S> for Peer {
     type Rejection = Infallible;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
-        let peer = parts.extensions.get::<ConnectInfo<Self>>();
-        Ok(peer.map(|ConnectInfo(peer)| peer.clone()).unwrap_or_default())
+        Ok(peer(&parts.extensions))
     }
+}
+
+/// The peer of a request with these extensions.
+pub fn peer(extensions: &Extensions) -> Peer {
+    let peer = extensions.get::<ConnectInfo<Peer>>();
+    peer.map(|ConnectInfo(peer)| peer.clone()).unwrap_or_default()
 }
 
 /// Extracts the name in a path.

@@ -1,7 +1,8 @@
 //! Many programs at once, and clients that go away or stand still at any byte.
 
 use super::tests::{Served, called, running, served};
-use crate::base::long_requests::AT_ONCE;
+use crate::base::caller::Caller;
+use crate::base::long_requests::{AT_ONCE, OF_USER};
 use crate::vmm::agent_link::read_frame;
 use dayfly_api::agent::{
     Collector, ExecSpec, Exit, Frame, FrameKind, MAX_FRAME_BYTES, PROTOCOL, Reply, encode,
@@ -77,8 +78,7 @@ async fn nothing_left(served: &Served, agent: &Path, before: usize) {
     until("connections of clients are left", || sockets(&served.socket) == 1).await;
     until("connections to the agent are left", || sockets(agent) == 1).await;
     until("tasks are left", || tasks() <= before).await;
-    let permits = served.daemon.long_requests.semaphore();
-    assert_eq!(permits.available_permits(), AT_ONCE, "memory of long requests");
+    assert_eq!(served.daemon.long_requests.free(), AT_ONCE, "memory of long requests");
 }
 
 fn numbered(n: usize) -> ExecSpec {
@@ -104,7 +104,7 @@ async fn over_websocket(served: &Served, n: usize) -> i32 {
     let stream = UnixStream::connect(&served.socket).await.unwrap();
     let (mut socket, _) =
         tokio_tungstenite::client_async("ws://d/v1/vms/web/exec", stream).await.unwrap();
-    let spec = serde_json::to_string(&numbered(n)).unwrap();
+    let spec = serde_json::to_string(&spec(&n.to_string())).unwrap();
     socket.send(Message::text(spec)).await.unwrap();
     loop {
         match socket.next().await.unwrap().unwrap() {
@@ -186,6 +186,8 @@ enum Way {
 }
 
 const WAYS: [Way; 3] = [Way::Frames, Way::WebSocket, Way::Body];
+/// Those that take long arguments.
+const LONG_WAYS: [Way; 2] = [Way::Frames, Way::Body];
 
 /// The head of a request for `length` bytes of JSON.
 fn head(way: Way, length: usize) -> Vec<u8> {
@@ -209,7 +211,7 @@ fn long_sent(way: Way) -> Vec<Vec<u8>> {
     let json = serde_json::to_vec(&spec).unwrap();
     let mut all = vec![head(way, json.len())];
     match way {
-        Way::WebSocket => all.push(masked(1, &json)),
+        Way::WebSocket => panic!("no long arguments"),
         Way::Body => all.push(json),
         Way::Frames => {
             let bytes = request_frames(&mut spec.clone(), PROTOCOL).unwrap();
@@ -317,8 +319,8 @@ async fn a_client_that_goes_or_stands_still_at_any_byte_leaves_and_stops_nothing
     let _agent = tokio::spawn(endless(listener));
     let before = tasks();
     for way in WAYS {
-        // Fewer that stand still with long arguments than may be in memory.
-        for (frames, every) in [(sent(way), 10), (long_sent(way), 40)] {
+        let long = LONG_WAYS.contains(&way).then(|| (long_sent(way), usize::MAX));
+        for (frames, every) in [(sent(way), 10)].into_iter().chain(long) {
             let standing = cut_off(&served, way, &frames, every).await;
             // Beside clients that stand still, the daemon answers and runs programs.
             Client::new(&served.socket).info().await.unwrap();
@@ -337,7 +339,7 @@ async fn a_client_that_goes_or_stands_still_at_any_byte_leaves_and_stops_nothing
 async fn a_client_that_stalls_in_long_arguments_has_a_deadline() {
     let served = served();
     let (_vm, _listener) = taking_long(&served);
-    for way in WAYS {
+    for way in LONG_WAYS {
         let frames = long_sent(way);
         let bytes = frames.concat();
         // A body that would fit into a frame waits as any other body.
@@ -349,14 +351,15 @@ async fn a_client_that_stalls_in_long_arguments_has_a_deadline() {
             let mut client = UnixStream::connect(&served.socket).await.unwrap();
             // The deadline may pass before all is written, because nothing else has to happen.
             let _ = client.write_all(&bytes[..cut]).await;
+            let begun = tokio::time::Instant::now();
             let mut answer = Vec::new();
             let _ = client.read_to_end(&mut answer).await;
+            assert!(begun.elapsed() < Duration::from_secs(40), "{way:?} {cut}");
             let answer = String::from_utf8_lossy(&answer);
             let says = answer.contains("after 30 s") || answer.contains("nothing for 30 s");
             assert!(says && answer.contains("timeout"), "{way:?} {cut}: {answer}");
         }
-        let permits = served.daemon.long_requests.semaphore();
-        assert_eq!(permits.available_permits(), AT_ONCE, "{way:?}");
+        assert_eq!(served.daemon.long_requests.free(), AT_ONCE, "{way:?}");
     }
 }
 
@@ -368,8 +371,9 @@ async fn long_arguments_wait_in_the_socket_until_there_is_memory() {
     let (vm, listener) = taking_long(&served);
     let _agent = tokio::spawn(endless(listener));
     let before = tasks();
-    for way in WAYS {
-        let permits = (0..AT_ONCE).map(|_| served.daemon.long_requests.permit());
+    for way in LONG_WAYS {
+        let user = Caller { uid: rustix::process::getuid().as_raw(), ..Caller::default() };
+        let permits = (0..OF_USER).map(|_| served.daemon.long_requests.permit(Some(&user)));
         let permits = join_all(permits).await;
         let frames = long_sent(way);
         let mut client = UnixStream::connect(&served.socket).await.unwrap();

@@ -21,7 +21,7 @@ use crate::vmm::link::Link;
 use crate::vmm::pool::{Pool, UnderWay, WarmVmm};
 use crate::vmm::source::{Opened, Purpose, Template};
 use crate::vmm::{guest_socket, identity};
-use dayfly_api::agent::{Ready, Request, check_strings, protocol_of, request_frames};
+use dayfly_api::agent::{PROTOCOL, Ready, Request, check_strings, protocol_of, request_frames};
 use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit};
 use dayfly_units::text::escaped;
 use dayfly_units::{Name, VmName, failpoint};
@@ -182,10 +182,8 @@ async fn reserve(
     // Before anything is taken from the pool, which has to get it back after an error.
     if let Some(Request::Exec(spec)) = &mut order.next {
         for_run(spec, order.entrypoint.as_deref(), &facts.config)?;
-        if let Some(version) = opened.agent_version() {
-            let checked = check_strings(spec.as_mut(), protocol_of(version));
-            checked.map_err(|e| ApiError::from_strings(&e))?;
-        }
+        let protocol = opened.agent_version().map_or(PROTOCOL, protocol_of);
+        check_strings(spec.as_mut(), protocol).map_err(|e| ApiError::from_strings(&e))?;
     }
     let pooled = Pooled::of(&opened, from_pool && order.purpose == Purpose::User)?;
     let memory = daemon
