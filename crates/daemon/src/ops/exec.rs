@@ -70,7 +70,7 @@ pub async fn start(daemon: &Daemon, vm: &Vm, program: Program) -> Outcome<Starte
         let mut link = match program {
             Program::Asked(link) => link,
             Program::New(mut spec, _permit) => {
-                spec.has_its_strings().map_err(|e| ApiError::from_strings(&e))?;
+                spec.has_its_strings()?;
                 for_exec(&mut spec, &vm.facts.config);
                 let protocol = vm.update(|live| protocol_of(&live.agent_version));
                 let frames = request_frames(&mut Request::Exec(Box::new(spec)), protocol)?;
