@@ -1,6 +1,11 @@
 # The commands that users and contributors start from. Each prints what it does.
 BIN := target/x86_64-unknown-linux-gnu/release
 DEMO ?=
+# What `make build` builds. With `--bins --tests --examples` it builds what `make test` builds, so
+# neither builds again what the other has built.
+BUILD ?= --bins
+# rustup's programs are found without its line in ~/.profile.
+export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH)
 # Scenarios of dayfly-bench. Without a choice: those that take minutes rather than hours.
 BENCHES := birth first chain scale death fork jobs trace faults dns linux numa
 BENCH ?= $(BENCHES)
@@ -30,8 +35,9 @@ help:
 	@echo "make test    every test, and make lint: unit, microguest on /dev/kvm, stock kernels"
 	@echo "             natively or in the machine"
 	@echo "make long    tests of minutes: the daemon killed at every step, 1,000 clients that go"
-	@echo "             away, full disks, README's tour, schemathesis (PyPI); over an hour on two"
-	@echo "             cores (LONG=NAME for one of the tests)"
+	@echo "             away, full disks, README's tour, schemathesis (PyPI), what make demo needs"
+	@echo "             (root, Debian's mirror); over an hour on two cores (LONG=NAME for one of"
+	@echo "             the tests)"
 	@echo "make bench   every short benchmark: dayfly-bench $(BENCHES)"
 	@echo "             BENCH='death fork' for some, OPTIONS='--full' if each has it; also"
 	@echo "             store: two hours under emulation; root, and Debian's mirror the first time"
@@ -44,12 +50,13 @@ help:
 	@echo "make lint    rustfmt, clippy, cargo-deny"
 	@echo "make setup   install what is missing from Debian's packages"
 
+# `make demo` needs more of its user than a build does.
 setup:
-	@scripts/setup
+	@scripts/setup $(filter demo,$(MAKECMDGOALS))
 
 build: setup
 	@echo "build: cargo build --release (about six minutes on two cores the first time)"
-	@cargo build --release --workspace --bins
+	@cargo build --release --workspace $(BUILD)
 
 # Not built here, because that belongs to the user who builds, not to root.
 install:
@@ -78,6 +85,7 @@ long: setup
 			{ echo "make long: no ignored test is named $$name" >&2; exit 1; }; \
 	done
 	scripts/schemathesis
+	scripts/prerequisites
 	$(LONG_TEST) --nocapture --test-threads=1 $(LONG)
 
 bench: build

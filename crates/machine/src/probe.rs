@@ -1,5 +1,6 @@
 //! Detects whether KVM can run a stock kernel on this host.
 
+use crate::rights;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io;
@@ -21,7 +22,10 @@ pub enum Probe {
         cpu_could: bool,
     },
     /// This user may not open `/dev/kvm`.
-    NoPermission,
+    NoPermission {
+        /// The command that changes that, if the CPU supports virtualisation.
+        command: Option<String>,
+    },
     /// `/dev/kvm` works by emulation (PVM) or otherwise without VMX or SVM, so only tiny guests
     /// run.
     NoExtension {
@@ -53,10 +57,13 @@ impl std::fmt::Display for Probe {
             Self::NoDevice { cpu_could: false } => {
                 write!(f, "no /dev/kvm, and the CPU shows neither VMX nor SVM")
             }
-            Self::NoPermission => {
+            Self::NoPermission { command: Some(command) } => {
+                write!(f, "/dev/kvm may not be opened by this user: as root, run: {command}")
+            }
+            Self::NoPermission { command: None } => {
                 write!(
                     f,
-                    "/dev/kvm may not be opened by this user: join the group kvm, or run as root"
+                    "/dev/kvm may not be opened by this user, and the CPU shows neither VMX nor SVM"
                 )
             }
             Self::NoExtension { modules } => {
@@ -130,7 +137,9 @@ fn judge(kvm: &Result<i32, io::Error>, cpuinfo: &str, modules: &[(&str, bool)]) 
         Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) => {
             Probe::NoDevice { cpu_could: extension.is_some() }
         }
-        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Probe::NoPermission,
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+            Probe::NoPermission { command: extension.map(|_| rights::kvm_command()) }
+        }
         Err(e) => Probe::Broken { why: e.to_string() },
         Ok(version) if *version != 12 => {
             Probe::Broken { why: format!("API version: expected 12, got {version}") }
@@ -157,7 +166,7 @@ mod tests {
             (&native, "1\n", Accelerator::Kvm),
             (&native, "N\n", Accelerator::Emulation),
             (&native, "", Accelerator::Emulation),
-            (&Probe::NoPermission, "Y\n", Accelerator::Emulation),
+            (&Probe::NoPermission { command: None }, "Y\n", Accelerator::Emulation),
             (&Probe::NoExtension { modules: vec![] }, "Y\n", Accelerator::Emulation),
         ] {
             assert_eq!(choose(probe, &nested(value)), expected, "{probe:?} {value:?}");
@@ -188,8 +197,13 @@ mod tests {
         );
         assert_eq!(judge(&os(libc::ENOENT), bare, &none), Probe::NoDevice { cpu_could: false });
         assert_eq!(judge(&os(libc::ENOENT), svm, &none), Probe::NoDevice { cpu_could: true });
-        assert_eq!(judge(&os(libc::EACCES), svm, &amd), Probe::NoPermission);
-        assert_eq!(judge(&os(libc::EPERM), svm, &amd), Probe::NoPermission);
+        for error in [libc::EACCES, libc::EPERM] {
+            let Probe::NoPermission { command } = judge(&os(error), svm, &amd) else {
+                panic!("error {error}")
+            };
+            assert!(command.is_some_and(|command| !command.is_empty()));
+            assert_eq!(judge(&os(error), bare, &pvm), Probe::NoPermission { command: None });
+        }
         assert!(matches!(judge(&Ok(11), svm, &amd), Probe::Broken { .. }));
         assert!(matches!(judge(&os(libc::EBUSY), svm, &amd), Probe::Broken { .. }));
     }

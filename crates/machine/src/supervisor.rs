@@ -23,6 +23,7 @@ use crate::probe::accelerator;
 use crate::progress::{Report, SupervisorError, report, system};
 use crate::qemu;
 use crate::qmp;
+use crate::rights;
 use crate::run_state::{Ended, PauseNote, RunState, Running, boot_id, unix_ms};
 use crate::share::{Access, Share};
 use crate::uplink::{self, Uplink};
@@ -166,7 +167,10 @@ fn network() -> Result<OwnedFd, SupervisorError> {
     // Without router solicitations the network is silent until it is used. The file is missing on
     // kernels without IPv6.
     drop(fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1"));
-    let tap = open_tap("machine").map_err(system("a tap interface (/dev/net/tun)"))?;
+    let tap = open_tap("machine").map_err(|e| {
+        let command = rights::tun_command(e.kind());
+        system(format!("a tap interface of /dev/net/tun (as root, run: {command})"))(e)
+    })?;
     set_address("machine", qemu::HOST_ADDRESS, GUEST_MASK)
         .map_err(system("the tap interface's address"))?;
     set_up("machine").map_err(system("the tap interface"))?;

@@ -65,6 +65,7 @@ impl Args {
             },
         }];
         checks.extend(tools(machine));
+        checks.extend(rights(machine));
         checks.push(daemon().await);
         checks.push(machine_status());
         checks.push(room()?);
@@ -120,6 +121,35 @@ fn tools(machine: bool) -> Vec<Check> {
             Check { what: name.into(), ok: false, needed, found }
         }
     }));
+    checks
+}
+
+/// Checks what an ordinary user needs, with the commands that give it. Root has all of it.
+fn rights(machine: bool) -> Vec<Check> {
+    if rustix::process::geteuid().is_root() {
+        return Vec::new();
+    }
+    let check = |what: &str, needed, lack: Option<String>| Check {
+        what: what.into(),
+        ok: lack.is_none(),
+        needed,
+        found: lack.unwrap_or_else(|| "usable by this user".into()),
+    };
+    let mut checks = Vec::new();
+    if machine {
+        let tun = dayfly_machine::tun().err();
+        let tun = tun.map(|(e, command)| format!("{e}: as root, run: {command}"));
+        checks.push(check("/dev/net/tun", true, tun));
+    }
+    let newuidmap = on_path("newuidmap").is_none();
+    let newuidmap = newuidmap.then(|| {
+        "not found, for image build --debian: as root, run: apt-get install uidmap".to_owned()
+    });
+    checks.push(check("newuidmap", false, newuidmap));
+    let user = std::env::var("USER").unwrap_or_else(|_| "USER".to_owned());
+    let ids = dayfly_machine::subordinate_ids(&user, rustix::process::getuid().as_raw());
+    let ids = ids.map(|command| format!("none, for image build --debian: as root, run: {command}"));
+    checks.push(check("subordinate ids", false, ids));
     checks
 }
 

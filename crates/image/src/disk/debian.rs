@@ -104,8 +104,11 @@ pub fn bootstrap(
     tmp: &Path,
     progress: &mut dyn FnMut(Progress<'_>),
 ) -> Result<(), BuildError> {
-    let mut command =
-        contained(if rustix::process::geteuid().is_root() { Some(tmp) } else { None });
+    let root = rustix::process::geteuid().is_root();
+    if !root {
+        check_newuidmap()?;
+    }
+    let mut command = contained(root.then_some(tmp));
     command.args(["--variant=minbase", "--architectures=amd64", "--format=tar"]);
     if !debian.include.is_empty() {
         command.arg(format!("--include={}", debian.include.join(",")));
@@ -125,6 +128,17 @@ pub fn bootstrap(
         }
     })?;
     Ok(())
+}
+
+/// mmdebstrap of an ordinary user needs newuidmap(1), and names no package without it.
+fn check_newuidmap() -> Result<(), ToolError> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let more = [Path::new("/usr/bin").to_owned()];
+    if std::env::split_paths(&path).chain(more).any(|folder| folder.join("newuidmap").is_file()) {
+        return Ok(());
+    }
+    let source = std::io::ErrorKind::NotFound.into();
+    Err(ToolError::Start { program: "newuidmap".to_owned(), package: "uidmap", source })
 }
 
 /// An mmdebstrap command that leaves no processes or mounts behind.
