@@ -1,5 +1,7 @@
 //! Programs whose arguments and environment do not fit into a frame.
 
+#![allow(clippy::unwrap_used, reason = "tests")]
+
 mod common;
 
 use common::{Client, Guest, sh};

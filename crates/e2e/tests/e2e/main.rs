@@ -23,6 +23,7 @@ mod lazy;
 mod liar;
 mod life;
 mod lifetimes;
+mod limits;
 mod modules;
 mod networks;
 mod pool;
