@@ -1,11 +1,11 @@
 //! A WebSocket's connection below its messages: a long message waits for memory.
 //!
-//! The library collects a message before it shows it, so the bytes are counted here. A first message
-//! of more than [`FREE_BYTES`] waits for a permit ([`crate::base::long_requests`]), and later ones
-//! are errors. Meanwhile the bytes are in the client's socket.
+//! The library collects a message before it shows it, so the bytes are counted here. A first
+//! message of more than [`FREE_BYTES`] waits for a permit ([`crate::base::long_requests`]), and
+//! later ones are errors. Meanwhile the bytes are in the client's socket.
 
 use crate::base::long_requests::{LongRequests, Permit};
-use crate::http::websocket::MESSAGE_MAX_BYTES;
+use dayfly_api::agent::MAX_FRAME_BYTES;
 use dayfly_units::sync::lock;
 use std::io;
 use std::pin::Pin;
@@ -14,6 +14,9 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_util::sync::PollSemaphore;
 
+/// The longest message of a client behind the first: a channel and its bytes. The first, which is
+/// the program, may have [`dayfly_api::types::MAX_EXEC_JSON_BYTES`].
+pub const MESSAGE_MAX_BYTES: usize = MAX_FRAME_BYTES + 1;
 /// The bytes of a message that are read without a permit: more than any later message may have, so
 /// that one that is a little longer is refused by its length.
 const FREE_BYTES: usize = MESSAGE_MAX_BYTES + (64 << 10);

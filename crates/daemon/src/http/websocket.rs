@@ -12,7 +12,7 @@
 use crate::base::error::{ApiError, Outcome};
 use crate::base::long_requests::Permit;
 use crate::daemon::Daemon;
-use crate::http::gate::{Gate, Messages};
+use crate::http::gate::{Gate, MESSAGE_MAX_BYTES, Messages};
 use crate::http::{json, session};
 use crate::vm::Vm;
 use crate::vmm::agent_link::read_frame;
@@ -37,9 +37,6 @@ use tokio_tungstenite::tungstenite::error::ProtocolError;
 use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
 use tokio_tungstenite::tungstenite::{Error, Message};
 
-/// The longest message of a client behind the first: a channel and its bytes. The first, which is
-/// the program, may have [`MAX_EXEC_JSON_BYTES`].
-pub const MESSAGE_MAX_BYTES: usize = MAX_FRAME_BYTES + 1;
 /// Bytes between messages and frames.
 const PIPE_BYTES: usize = 64 << 10;
 /// The period of pings, by which the daemon notices that a client's host is gone.
@@ -122,6 +119,7 @@ struct Close(u16, String);
 
 async fn serve(socket: WebSocket, client: ClientSide, pipe: DuplexStream) {
     let (mut sink, mut stream) = socket.split();
+    let messages = client.messages.clone();
     let (mut frames, mut to_session) = tokio::io::split(pipe);
     let (failed, close) = tokio::select! {
         close = outwards(&mut frames, &mut sink) => match close {
@@ -137,8 +135,8 @@ async fn serve(socket: WebSocket, client: ClientSide, pipe: DuplexStream) {
             }
         },
     };
-    // First, because it ends the program: the client may not read what follows.
-    drop((frames, to_session));
+    // First, because it ends the program and frees memory: the client may not read what follows.
+    drop((frames, to_session, messages.data()));
     let goodbye = async {
         // After an error of either, the client is gone.
         if let Some(failed) = failed {

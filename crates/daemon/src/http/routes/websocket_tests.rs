@@ -1,7 +1,7 @@
 //! Programs over a WebSocket, with an agent whose answers each test scripts.
 
 use super::super::tests::{Served, called, running, served};
-use crate::http::websocket::MESSAGE_MAX_BYTES;
+use crate::http::gate::MESSAGE_MAX_BYTES;
 use crate::vmm::agent_link::read_frame;
 use bytes::Bytes;
 use dayfly_api::agent::{Collector, ExecSpec, Exit, Frame, FrameKind, Reply, encode};
@@ -177,10 +177,17 @@ async fn what_a_client_may_not_send_is_said_and_closes() {
 async fn long_arguments_reach_the_agent() {
     let served = served();
     let (vm, listener) = running(&served, "web");
+    let spec = ExecSpec { argv: vec!["x".repeat(100_000); 19], ..ExecSpec::default() };
+    let text = Message::text(serde_json::to_string(&spec).unwrap());
+    // An agent of an earlier version does not take them.
+    let mut socket = connect(&served, "web").await.unwrap();
+    socket.send(text.clone()).await.unwrap();
+    let ExecNotice::Failed(error) = noticed(&mut socket).await else { panic!() };
+    assert_eq!(error.code, ErrorCode::ProgramNotExecutable, "{}", error.message);
+    assert_eq!(closed(&mut socket).await.0, 1008);
     vm.update(|live| live.agent_version = "0.1.0+3".into());
     let mut socket = connect(&served, "web").await.unwrap();
-    let spec = ExecSpec { argv: vec!["x".repeat(100_000); 19], ..ExecSpec::default() };
-    socket.send(Message::text(serde_json::to_string(&spec).unwrap())).await.unwrap();
+    socket.send(text).await.unwrap();
     let (mut agent, request) = asked(&listener).await;
     let mut got: ExecSpec = serde_json::from_str(&request).unwrap();
     let mut strings = Collector::of(&mut got).unwrap().unwrap();
