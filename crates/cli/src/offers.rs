@@ -15,11 +15,14 @@
 //! time. Each offer and each stream has one, so there are no more servers than that.
 //!
 //! The process ends when the daemon says that no VM has the folder any more, or when the daemon
-//! cannot be connected for a minute. Servers that it started go on with their streams.
+//! cannot be connected for a minute. Its standard input is a pipe that `dayfly` keeps open: when
+//! that ends, with or without a VM, the daemon need not wait for a first VM any more. Servers that
+//! it started go on with their streams.
 
 use crate::home::program;
 use anyhow::{Context, Result, bail};
 use dayfly_api::types::{UPGRADE_VOLUME, VolumeOffer, VolumeRequest, VolumeSource};
+use dayfly_units::sync::lock;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{FdFlags, fcntl_setfd};
 use serde::{Deserialize, Serialize};
@@ -29,7 +32,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// The hidden command of the process that stays behind.
@@ -46,6 +49,12 @@ const BODY: Duration = Duration::from_secs(1);
 const MAX_ANSWER_BYTES: usize = 16 << 10;
 /// Bytes of the longest line of the daemon.
 const MAX_LINE_BYTES: u64 = 64;
+/// Bytes of the longest orders: 16 volumes with paths of 4 KiB, which JSON may make six times as
+/// long.
+const MAX_ORDERS_BYTES: u64 = 1 << 20;
+/// How often a daemon receives the line that the command has ended. A daemon that does not know
+/// this line ends the connection.
+const MAX_LINES: u8 = 3;
 
 /// What the process that stays behind does.
 #[derive(Debug, Serialize, Deserialize)]
@@ -101,7 +110,11 @@ fn start(orders: &Orders) -> Result<()> {
         .spawn()
         .context("starting the process that offers folders to the machine")?;
     if let Some(mut stdin) = child.stdin.take() {
-        stdin.write_all(&serde_json::to_vec(orders)?)?;
+        let mut line = serde_json::to_vec(orders)?;
+        line.push(b'\n');
+        stdin.write_all(&line)?;
+        // Until this process ends, in whatever way.
+        std::mem::forget(stdin);
     }
     let mut said = String::new();
     if let Some(stdout) = child.stdout.take() {
@@ -117,8 +130,16 @@ fn start(orders: &Orders) -> Result<()> {
 /// wrong.
 #[must_use]
 pub fn keep() -> ExitCode {
-    // Ctrl-C at the terminal, and its end, are not for this process.
+    // Ctrl-C at the terminal, and its end, are not for this process, nor are pipes and locks that
+    // the command has inherited: others wait for the end of those.
     let _ = rustix::process::setsid();
+    // SAFETY: this process has just started, and nothing in it owns a descriptor above 2.
+    let closed = unsafe { libc::syscall(libc::SYS_close_range, 3_u32, u32::MAX, 0_u32) };
+    if closed != 0 {
+        let error = std::io::Error::last_os_error();
+        let _ = writeln!(std::io::stdout(), "closing inherited descriptors: {error}");
+        return ExitCode::FAILURE;
+    }
     let ready = match begin() {
         Ok(ready) => ready,
         Err(e) => {
@@ -129,8 +150,14 @@ pub fn keep() -> ExitCode {
     let _ = writeln!(std::io::stdout(), "ready");
     if let Ok(null) = std::fs::File::options().read(true).write(true).open("/dev/null") {
         // Closes the pipe to the command, which waits for its end.
-        let _ = rustix::stdio::dup2_stdin(&null).and_then(|()| rustix::stdio::dup2_stdout(&null));
+        let _ = rustix::stdio::dup2_stdout(&null);
     }
+    let links: Vec<_> = ready.iter().map(|ready| ready.link.clone()).collect();
+    std::thread::spawn(move || {
+        // It has said all: what comes is the end of the command.
+        let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+        links.iter().for_each(|link| link.settle());
+    });
     let threads: Vec<_> =
         ready.into_iter().map(|ready| std::thread::spawn(move || ready.keep())).collect();
     for thread in threads {
@@ -140,14 +167,18 @@ pub fn keep() -> ExitCode {
 }
 
 fn begin() -> Result<Vec<Ready>> {
-    let orders: Orders = serde_json::from_reader(std::io::stdin()).context("the orders")?;
+    let mut line = String::new();
+    // Not beyond the line, because the pipe stays open.
+    std::io::stdin().lock().take(MAX_ORDERS_BYTES).read_line(&mut line).context("the orders")?;
+    let orders: Orders = serde_json::from_str(&line).context("the orders")?;
     let (socket, server) = (Arc::new(orders.socket), Arc::new(orders.server));
     let mut all = Vec::new();
     for Offered { token, path, read_only } in orders.offers {
         let folder = open(&path)?;
         let offer = upgraded(&socket, &format!("offers/{token}"))?;
         let (socket, server) = (socket.clone(), server.clone());
-        all.push(Ready { socket, server, token, folder, read_only, offer });
+        let link = Arc::new(Link::new(offer));
+        all.push(Ready { socket, server, token, folder, read_only, link });
     }
     Ok(all)
 }
@@ -170,19 +201,62 @@ struct Ready {
     token: String,
     folder: OwnedFd,
     read_only: bool,
-    offer: UnixStream,
+    link: Arc<Link>,
+}
+
+/// The connection of an offer, which may be replaced.
+struct Link(Mutex<LinkState>);
+
+struct LinkState {
+    offer: Arc<UnixStream>,
+    /// The command has ended.
+    settled: bool,
+    lines: u8,
+}
+
+impl LinkState {
+    fn send(&mut self) {
+        if self.settled && self.lines < MAX_LINES {
+            self.lines += 1;
+            // Fails if the daemon has ended.
+            let _ = (&*self.offer).write_all(b"\n");
+        }
+    }
+}
+
+impl Link {
+    fn new(offer: UnixStream) -> Self {
+        Self(Mutex::new(LinkState { offer: Arc::new(offer), settled: false, lines: 0 }))
+    }
+
+    fn offer(&self) -> Arc<UnixStream> {
+        lock(&self.0).offer.clone()
+    }
+
+    fn replace(&self, offer: UnixStream) {
+        let mut state = lock(&self.0);
+        state.offer = Arc::new(offer);
+        state.send();
+    }
+
+    /// No VM is made with the folder any more, besides clones of those that have it.
+    fn settle(&self) {
+        let mut state = lock(&self.0);
+        state.settled = true;
+        state.send();
+    }
 }
 
 impl Ready {
     /// Carries out the daemon's orders until it says that there will be none.
-    fn keep(mut self) {
+    fn keep(self) {
         loop {
             if self.serve() {
                 return;
             }
             // The daemon has ended; the next one gets the offer anew.
             let since = Instant::now();
-            self.offer = loop {
+            let offer = loop {
                 // First, because a daemon that answers and closes must not keep a CPU busy.
                 std::thread::sleep(AGAIN);
                 match upgraded(&self.socket, &format!("offers/{}", self.token)) {
@@ -191,12 +265,14 @@ impl Ready {
                     Err(_) => {}
                 }
             };
+            self.link.replace(offer);
         }
     }
 
     /// Carries out the orders of one connection. Returns whether they were the last.
     fn serve(&self) -> bool {
-        let mut lines = BufReader::new(&self.offer);
+        let offer = self.link.offer();
+        let mut lines = BufReader::new(&*offer);
         loop {
             let mut line = String::new();
             match (&mut lines).take(MAX_LINE_BYTES).read_line(&mut line) {
@@ -322,6 +398,9 @@ mod tests {
                 assert!(head.starts_with("POST /v1/volumes/offers/t HTTP/1.1\r\n"), "{head}");
                 assert!(head.contains("\r\nUpgrade: dayfly-volume\r\n"), "{head}");
                 stream.write_all(b"HTTP/1.1 101 Switching Protocols\r\nx: y\r\n\r\n").unwrap();
+                let mut byte = [0];
+                stream.read_exact(&mut byte).unwrap();
+                assert_eq!(byte, *b"\n");
                 stream.write_all(says.as_bytes()).unwrap();
             }
         });
@@ -329,7 +408,10 @@ mod tests {
         let shared = open(&folder.path().join("new/folder")).unwrap();
         let (socket, server) = (Arc::new(socket), Arc::new(PathBuf::from("/bin/false")));
         let token = "t".to_owned();
-        Ready { socket, server, token, folder: shared, read_only: false, offer }.keep();
+        let link = Arc::new(Link::new(offer));
+        // Daemons that come later receive it too.
+        link.settle();
+        Ready { socket, server, token, folder: shared, read_only: false, link }.keep();
         daemon.join().unwrap();
         assert!(folder.path().join("new/folder").is_dir());
     }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 /// How the program is called.
 pub const USAGE: &str = "usage: dayfly-volume --stream FD (--folder FD | --path PATH) \
-                         [--uid N --gid N [--groups N,N,...]] [--read-only] [--notify]";
+                         [--uid N --gid N [--groups N,N,...]] [--read-only]";
 
 /// Which folder is shared.
 #[derive(Debug)]
@@ -40,8 +40,6 @@ pub struct Arguments {
     pub caller: Option<Caller>,
     /// Every change fails.
     pub read_only: bool,
-    /// See [`crate::Options::notify`].
-    pub notify: bool,
 }
 
 #[derive(Default)]
@@ -52,7 +50,6 @@ struct Given {
     gid: Option<u32>,
     groups: Option<Vec<u32>>,
     read_only: bool,
-    notify: bool,
 }
 
 /// Reads the command line, without the program's name. The caller passes descriptors that nothing
@@ -66,7 +63,6 @@ pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Arguments, S
     while let Some(name) = arguments.next() {
         match name.as_str() {
             "--read-only" => given.read_only = true,
-            "--notify" => given.notify = true,
             _ => {
                 let value = arguments.next();
                 let value = value.ok_or_else(|| format!("{name}: expected a value\n{USAGE}"))?;
@@ -87,7 +83,6 @@ pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Arguments, S
         folder: given.folder.ok_or_else(|| missing("--folder or --path"))?,
         caller,
         read_only: given.read_only,
-        notify: given.notify,
     })
 }
 
@@ -164,7 +159,7 @@ mod tests {
         let line = ["--stream", &stream, "--folder", &folder, "--uid", "7", "--gid", "8"];
         let all = parsed(&[&line[..], &["--groups", "1,2", "--read-only"]].concat()).unwrap();
         let caller = Caller { user: Id(7), group: Id(8), groups: vec![1, 2] };
-        assert_eq!((all.caller, all.read_only, all.notify), (Some(caller), true, false));
+        assert_eq!((all.caller, all.read_only), (Some(caller), true));
     }
 
     #[test]

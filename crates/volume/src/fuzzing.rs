@@ -21,7 +21,8 @@ impl Session {
     #[must_use]
     #[expect(clippy::unwrap_used, reason = "for tests")]
     pub fn new(folder: OwnedFd, read_only: bool) -> Self {
-        let options = Options { read_only, max_nodes: 12, max_handles: 6, ..Options::own() };
+        let few = Options { max_nodes: 12, max_open_nodes: 9, max_handles: 6, ..Options::own() };
+        let options = Options { read_only, ..few };
         let volume = Volume::new(folder, OwnFds::by_path().unwrap(), options).unwrap();
         Self { volume, reply: Reply::default() }
     }
@@ -32,9 +33,9 @@ impl Session {
         self.volume.handle(message, &mut self.reply, &Interrupted::default())
     }
 
-    /// Nodes and handles.
+    /// Nodes, those of them with a descriptor, and handles.
     #[must_use]
-    pub fn counts(&self) -> (usize, usize) {
+    pub fn counts(&self) -> (usize, usize, usize) {
         self.volume.counts()
     }
 }

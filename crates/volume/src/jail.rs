@@ -11,10 +11,11 @@
 //! | filter of system calls ([`crate::filter`]) | yes | yes |
 //!
 //! Without a user namespace, an ordinary user's server sees the host's files as before; Landlock
-//! and openat2(2) then keep it in the folder. It says so on stderr.
+//! and openat2(2) then keep it in the folder. It says so on stderr. Without Landlock too, only its
+//! own code would keep a guest out of the user's other files, so it does not start.
 
 use crate::arguments::{Caller, Folder};
-use crate::options::{MAX_HANDLES, MAX_NODES};
+use crate::options::{MAX_HANDLES, MAX_OPEN_NODES};
 use crate::own::OwnFds;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{CWD, Gid, Mode, OFlags, Uid, open, readlink};
@@ -43,6 +44,13 @@ pub struct JailError {
     source: io::Error,
 }
 
+impl JailError {
+    /// Whether the host does not let this user do it.
+    fn is_forbidden(&self) -> bool {
+        matches!(self.source.raw_os_error(), Some(libc::EPERM | libc::EACCES))
+    }
+}
+
 fn step<E: Into<io::Error>>(what: impl Into<String>) -> impl FnOnce(E) -> JailError {
     move |error| JailError { what: what.into(), source: error.into() }
 }
@@ -58,12 +66,12 @@ pub struct Jailed {
     pub lacking: Vec<&'static str>,
 }
 
-/// Bounds of nodes and of handles that the limit of descriptors allows.
+/// Bounds of nodes with descriptors, and of handles, that the limit of descriptors allows.
 ///
 /// # Errors
 /// The limit is too low.
 pub fn limits() -> Result<(usize, usize), JailError> {
-    let wanted = MAX_NODES + MAX_HANDLES + OTHER_FDS;
+    let wanted = MAX_OPEN_NODES + MAX_HANDLES + OTHER_FDS;
     let set = |most: u64| {
         setrlimit(Resource::Nofile, Rlimit { current: Some(most), maximum: Some(most) })
     };
@@ -90,7 +98,7 @@ pub fn limits() -> Result<(usize, usize), JailError> {
     // SAFETY: sets a disposition; no handler is installed.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     let handles = MAX_HANDLES.min(got / 8);
-    Ok((MAX_NODES.min(got - handles - OTHER_FDS), handles))
+    Ok((MAX_OPEN_NODES.min(got - handles - OTHER_FDS), handles))
 }
 
 /// Closes every descriptor except 0 to 2 and those in `keep`.
@@ -169,8 +177,8 @@ pub fn enter(
         let trees = Trees::clone_of(folder.as_fd(), read_only)?;
         unshare(SPACES).map_err(step("making namespaces"))?;
         trees.pivot()?
-    } else if let Some(inside) = user_namespace(folder.as_fd())? {
-        Trees::clone_of(inside.as_fd(), read_only)?.pivot()?
+    } else if can_make_namespaces(folder.as_fd(), read_only)? {
+        own_namespaces(folder.as_fd(), read_only)?
     } else {
         lacking.push("a user namespace");
         let own = open("/proc/self/fd", FOLDER, Mode::empty());
@@ -193,8 +201,16 @@ pub fn enter(
     } else {
         lacking.push("Landlock");
     }
+    if lacking.len() > 1 {
+        return Err(step("keeping the server in the folder")(io::Error::other(NOTHING)));
+    }
     Ok(Jailed { folder, own: OwnFds::in_working_folder(own), lacking })
 }
+
+/// What is expected of a host, and what to do.
+const NOTHING: &str = "expected user namespaces for ordinary users, or Landlock (Linux 5.19), got \
+                       neither; allow the first with `sysctl kernel.unprivileged_userns_clone=1`, \
+                       or on Ubuntu with `sysctl kernel.apparmor_restrict_unprivileged_userns=0`";
 
 const SPACES: UnshareFlags = UnshareFlags::NEWNS
     .union(UnshareFlags::NEWNET)
@@ -206,16 +222,50 @@ fn unshare(flags: UnshareFlags) -> Result<(), Errno> {
     unsafe { rustix::thread::unshare_unsafe(flags) }
 }
 
+/// Whether this user can have namespaces in which the folder is the root. A child tries it: on a
+/// host that makes a user namespace without rights in it (AppArmor's restriction, as on Ubuntu
+/// 24.04) a process that has one cannot go back.
+fn can_make_namespaces(folder: BorrowedFd<'_>, read_only: bool) -> Result<bool, JailError> {
+    const FORBIDDEN: libc::c_int = 1;
+    // SAFETY: only this thread exists, so the child may do all that this process may. It leaves
+    // through _exit.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let forbidden = own_namespaces(folder, read_only).is_err_and(|e| e.is_forbidden());
+        // SAFETY: ends the child. Any other error comes again in this process, where it is shown.
+        unsafe { libc::_exit(if forbidden { FORBIDDEN } else { 0 }) }
+    }
+    let what = "trying user namespaces";
+    let pid = rustix::process::Pid::from_raw(child).filter(|_| child > 0);
+    let pid = pid.ok_or_else(io::Error::last_os_error).map_err(step(what))?;
+    let options = rustix::process::WaitOptions::empty();
+    let ended = rustix::io::retry_on_intr(|| rustix::process::waitpid(Some(pid), options));
+    let ended = ended.map_err(step(what))?.and_then(|(_, status)| status.exit_status());
+    Ok(ended != Some(FORBIDDEN))
+}
+
+/// Makes namespaces in which the folder is the root folder. Returns it, and `/proc/self/fd`.
+fn own_namespaces(
+    folder: BorrowedFd<'_>,
+    read_only: bool,
+) -> Result<(OwnedFd, OwnedFd), JailError> {
+    let inside = user_namespace(folder)?;
+    Trees::clone_of(inside.as_fd(), read_only)?.pivot()
+}
+
 /// Makes a user namespace in which this process has all capabilities, and opens the folder again in
-/// its mount namespace. `None` if the host forbids user namespaces.
-fn user_namespace(folder: BorrowedFd<'_>) -> Result<Option<OwnedFd>, JailError> {
+/// its mount namespace.
+fn user_namespace(folder: BorrowedFd<'_>) -> Result<OwnedFd, JailError> {
     let number = folder.as_raw_fd();
     let path = readlink(format!("/proc/self/fd/{number}"), Vec::new());
     let path = path.map_err(step("the path of the folder"))?;
     let (user, group) = (geteuid().as_raw(), rustix::process::getegid().as_raw());
     match unshare(SPACES | UnshareFlags::NEWUSER) {
         Ok(()) => {}
-        Err(Errno::PERM | Errno::NOSPC | Errno::USERS | Errno::INVAL) => return Ok(None),
+        // None may be made: by the limit user.max_user_namespaces, or by the kernel's build.
+        Err(Errno::NOSPC | Errno::USERS | Errno::INVAL) => {
+            return Err(step("making a user namespace")(Errno::PERM));
+        }
         Err(errno) => return Err(step("making a user namespace")(errno)),
     }
     let write = |name: &str, text: String| {
@@ -235,7 +285,7 @@ fn user_namespace(folder: BorrowedFd<'_>) -> Result<Option<OwnedFd>, JailError> 
         let why = io::Error::other("expected the folder that was passed, got another one");
         return Err(step("opening the folder again")(why));
     }
-    Ok(Some(inside))
+    Ok(inside)
 }
 
 /// Mounts of the folder and of `/proc/self/fd` that are nowhere in the tree yet.

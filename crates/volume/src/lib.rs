@@ -13,7 +13,7 @@
 //!
 //! ```text
 //! dayfly-volume --stream FD (--folder FD | --path PATH) [--uid N --gid N [--groups N,N,...]]
-//!               [--read-only] [--notify]
+//!               [--read-only]
 //! ```
 //!
 //! | argument | meaning |
@@ -23,7 +23,6 @@
 //! | `--path PATH` | instead: an absolute path, opened with the caller's rights |
 //! | `--uid`, `--gid`, `--groups` | the caller's ids; required if the program runs as root |
 //! | `--read-only` | every change fails with EROFS |
-//! | `--notify` | the relay has another thread for messages whose `unique` is 0 |
 //!
 //! A path is opened without capabilities, so a caller can share only what it reaches itself.
 //!
@@ -46,15 +45,15 @@
 //! 4. ignores ENOENT and EINVAL of writes: the request was given up;
 //! 5. closes /dev/fuse when the stream ends: the guest's programs get ENOTCONN.
 //!
-//! With `--notify` the server asks a guest that knows nearly too many files to forget some
-//! (FUSE_NOTIFY_INVAL_ENTRY). Writing such a message waits for locks that are held until other
-//! answers arrive, so the relay needs a third thread for it, with a bounded queue.
+//! The server sends no notifications. A guest that knows more files than the server has descriptors
+//! for need not forget any: the server closes them and opens them again ([`nodes`]).
 //!
 //! # What bounds a guest
 //!
 //! | | bound | past it |
 //! |---|---|---|
-//! | files that it knows | [`options::MAX_NODES`], or what RLIMIT_NOFILE allows | ENFILE |
+//! | files that the server knows | [`options::MAX_NODES`] | the guest looks the oldest up again |
+//! | descriptors of them | [`options::MAX_OPEN_NODES`], or what RLIMIT_NOFILE allows | closed |
 //! | files that it has open | [`options::MAX_HANDLES`] | ENFILE |
 //! | bytes of a message, a read or a write | 1 MiB | EINVAL; the server ends |
 //! | bytes of a part of a folder | 128 KiB | the guest asks again |

@@ -138,11 +138,6 @@ impl Reply {
             self.clear();
         }
         let error = result.err().map_or(0, |errno| -errno.raw_os_error());
-        self.seal(unique, error)
-    }
-
-    /// As [`Self::finish`], with any number in the place of the error: notifications.
-    pub fn seal(&mut self, unique: u64, error: i32) -> &[u8] {
         let len = u32::try_from(self.len).unwrap_or(u32::MAX);
         let header = OutHeader { len, error, unique };
         self.bytes[..OUT_HEADER_BYTES].copy_from_slice(header.as_bytes());

@@ -4,9 +4,11 @@ use crate::owner::Id;
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 
-/// The most files that a guest may know at once. Each is a descriptor of the server, and keeps an
-/// inode in the host's memory, about 1.5 KiB.
-pub const MAX_NODES: usize = 65_536;
+/// The most files that the server knows of those that its guest knows: about 90 MB.
+pub const MAX_NODES: usize = 262_144;
+/// The most of them with a descriptor of the server, which keeps an inode in the host's memory,
+/// about 1.5 KiB.
+pub const MAX_OPEN_NODES: usize = 65_536;
 /// The most files and folders that a guest may have open at once.
 pub const MAX_HANDLES: usize = 16_384;
 
@@ -19,11 +21,11 @@ pub struct Options {
     pub group: Id,
     /// Every change fails with EROFS.
     pub read_only: bool,
-    /// The guest may be asked to forget files, because its relay has another thread for messages
-    /// whose `unique` is 0.
-    pub notify: bool,
     /// At most [`MAX_NODES`].
     pub max_nodes: usize,
+    /// At most [`MAX_OPEN_NODES`], and more than `max_handles` and [`crate::serve::WORKERS`], whose
+    /// nodes stay open.
+    pub max_open_nodes: usize,
     /// At most [`MAX_HANDLES`].
     pub max_handles: usize,
 }
@@ -36,8 +38,8 @@ impl Options {
             user: Id(rustix::process::geteuid().as_raw()),
             group: Id(rustix::process::getegid().as_raw()),
             read_only: false,
-            notify: false,
             max_nodes: MAX_NODES,
+            max_open_nodes: MAX_OPEN_NODES,
             max_handles: MAX_HANDLES,
         }
     }

@@ -50,12 +50,14 @@ impl OwnFds {
         Self::text(self.prefix, fd)
     }
 
-    /// Opens the file of an O_PATH descriptor.
+    /// Opens the file of an O_PATH descriptor. Does not wait: neither for the other end of a FIFO,
+    /// nor for a program of the host that has a lease of the file (EAGAIN).
     ///
     /// # Errors
     /// The file system's.
     pub fn reopen(&self, fd: &OwnedFd, flags: OFlags) -> Result<OwnedFd, Errno> {
         let (folder, name) = self.name(fd);
-        openat(folder, &name, flags | OFlags::CLOEXEC | OFlags::NOCTTY, Mode::empty())
+        let more = OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+        openat(folder, &name, flags | more, Mode::empty())
     }
 }

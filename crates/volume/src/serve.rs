@@ -12,8 +12,7 @@ use crate::message::{Message, Reply};
 use crate::ops::{Interrupted, Volume};
 use crate::options::{Options, StartError};
 use crate::own::OwnFds;
-use crate::wire::{IN_HEADER_BYTES, InHeader, InterruptIn, InvalEntryOut, MAX_MESSAGE_BYTES};
-use crate::wire::{NOTIFY_INVAL_ENTRY, op};
+use crate::wire::{IN_HEADER_BYTES, InHeader, InterruptIn, MAX_MESSAGE_BYTES, op};
 use dayfly_units::sync::lock;
 use rustix::fd::OwnedFd;
 use rustix::net::{Shutdown, shutdown};
@@ -30,8 +29,6 @@ pub const WORKERS: usize = 8;
 const MAX_QUEUED: usize = 64;
 /// Bytes of messages that wait for a worker, beside one that may be longer.
 const MAX_QUEUED_BYTES: usize = 4 << 20;
-/// Notifications that follow one answer.
-const MAX_NOTIFIED: usize = 16;
 
 /// Why serving has ended before the stream.
 #[derive(Debug, thiserror::Error)]
@@ -252,7 +249,7 @@ impl Server {
             let answer = self.volume.handle(message, &mut reply, &job.interrupted);
             self.forget(message.header.unique, &job.interrupted);
             let sent = answer.map_or(Ok(()), |answer| self.send(answer));
-            if sent.and_then(|()| self.notify()).is_err() {
+            if sent.is_err() {
                 self.end();
             }
         }
@@ -264,19 +261,6 @@ impl Server {
         if queue.pending.get(&unique).is_some_and(|other| Arc::ptr_eq(other, interrupted)) {
             queue.pending.remove(&unique);
         }
-    }
-
-    /// Asks the guest to forget files, if it knows nearly too many.
-    fn notify(&self) -> io::Result<()> {
-        for (parent, name) in self.volume.idle(MAX_NOTIFIED) {
-            let mut reply = Reply::default();
-            reply.clear();
-            let namelen = u32::try_from(name.to_bytes().len()).unwrap_or(0);
-            reply.push(&InvalEntryOut { parent, namelen, flags: 0 });
-            reply.extend(name.to_bytes_with_nul());
-            self.send(reply.seal(0, NOTIFY_INVAL_ENTRY))?;
-        }
-        Ok(())
     }
 
     fn send(&self, message: &[u8]) -> io::Result<()> {

@@ -56,21 +56,22 @@ fn caller(given: Option<Caller>) -> Result<Caller, RunError> {
 /// [`RunError`].
 pub fn run(arguments: Arguments) -> Result<(), RunError> {
     jail::close_all_but(arguments.descriptors())?;
-    let (max_nodes, max_handles) = jail::limits()?;
+    let (max_open_nodes, max_handles) = jail::limits()?;
     let caller = caller(arguments.caller)?;
     let to_become = geteuid().is_root().then_some(&caller);
     let folder = jail::folder(arguments.folder, to_become)?;
     options::check_folder(&folder).map_err(ServeError::from)?;
     let jailed = jail::enter(folder, to_become, arguments.read_only)?;
     if !jailed.lacking.is_empty() {
-        say(&format!("jailed without {}: this host has none", jailed.lacking.join(" and ")));
+        let lacking = jailed.lacking.join(" and ");
+        say(&format!("jailed without {lacking}: this host has none, or forbids it"));
     }
     let options = Options {
         user: caller.user,
         group: caller.group,
         read_only: arguments.read_only,
-        notify: arguments.notify,
-        max_nodes,
+        max_nodes: options::MAX_NODES,
+        max_open_nodes,
         max_handles,
     };
     let ready = || {

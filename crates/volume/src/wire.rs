@@ -122,8 +122,6 @@ pub const WRITE_CACHE: u32 = 1;
 pub const FSYNC_DATA: u32 = 1;
 /// [`OpenOut::open_flags`]: cached pages of the file are still right.
 pub const KEEP_CACHE: u32 = 1 << 1;
-/// [`OutHeader::error`] of a notification that an entry of a folder is gone.
-pub const NOTIFY_INVAL_ENTRY: i32 = 3;
 
 macro_rules! structures {
     ($($(#[$doc:meta])* $name:ident { $($field:ident: $kind:ty),* $(,)? })*) => {$(
@@ -237,8 +235,6 @@ structures! {
     }
     /// An entry of a folder, before the name, which is padded to 8 bytes.
     Dirent { ino: u64, off: u64, namelen: u32, kind: u32 }
-    /// A notification that an entry is gone, before the name and a NUL.
-    InvalEntryOut { parent: u64, namelen: u32, flags: u32 }
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ mod common;
 use common::{As, USER, folder, start};
 use rustix::mount::{MountPropagationFlags, mount_change};
 use std::fs;
+use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::process::Child;
 
@@ -96,4 +97,46 @@ fn a_path_is_opened_as_the_caller() {
     let started = std::panic::catch_unwind(|| start(As::Root, &path, there.into(), &[]));
     let why = *started.err().unwrap().downcast::<String>().unwrap();
     assert!(why.contains("as the caller: Permission denied"), "{why}");
+}
+
+/// As AppArmor's restriction on Ubuntu 23.10 and later, kernel.unprivileged_userns_clone=0 of
+/// Debian, and user.max_user_namespaces=0.
+#[test]
+fn a_host_that_forbids_user_namespaces_or_rights_in_them_leaves_landlock() {
+    if !dayfly_units::needs::root() {
+        return;
+    }
+    for call in [
+        &[(libc::SYS_unshare, libc::EPERM)],
+        &[(libc::SYS_unshare, libc::EACCES)],
+        &[(libc::SYS_unshare, libc::ENOSPC)],
+        &[(libc::SYS_open_tree, libc::EPERM)],
+        &[(libc::SYS_move_mount, libc::EACCES)],
+    ] {
+        let (here, there) = UnixStream::pair().unwrap();
+        let folder = folder();
+        let mut server = start(As::Without(call), folder.path(), there.into(), &[]);
+        let spaces = |who: &str| fs::read_link(format!("/proc/{who}/ns/user")).unwrap();
+        assert_eq!(spaces(&server.id().to_string()), spaces("self"), "{call:?}");
+        drop(here);
+        let mut line = String::new();
+        server.stderr.take().unwrap().read_to_string(&mut line).unwrap();
+        assert!(line.contains("jailed without a user namespace"), "{call:?}: {line}");
+        assert!(server.wait().unwrap().success());
+    }
+}
+
+#[test]
+fn a_host_with_neither_user_namespaces_nor_landlock_is_refused_with_what_to_do() {
+    if !dayfly_units::needs::root() {
+        return;
+    }
+    let neither =
+        &[(libc::SYS_unshare, libc::EPERM), (libc::SYS_landlock_create_ruleset, libc::EOPNOTSUPP)];
+    let (_here, there) = UnixStream::pair().unwrap();
+    let folder = folder();
+    let start = || start(As::Without(neither), folder.path(), there.into(), &[]);
+    let started = std::panic::catch_unwind(std::panic::AssertUnwindSafe(start));
+    let why = *started.err().unwrap().downcast::<String>().unwrap();
+    assert!(why.contains("Landlock") && why.contains("sysctl"), "{why}");
 }

@@ -1,4 +1,4 @@
-//! The arguments and the environment of a program, if they come in frames of their own.
+//! The arguments and the environment of a program, if they come in `Strings` frames.
 //!
 //! They are in memory as frames, as strings and as execve(2) takes them: about 10 MiB. So only some
 //! connections have a [`Place`] for them, from the request to the start of the program. All others
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 pub const AT_ONCE: usize = 4;
 /// Time to wait for a place: as long as all connections that are ahead may take. A connection
 /// occupies a thread meanwhile, and there are [`crate::server::MAX_WORKERS`].
-const PATIENCE: Duration = Duration::from_secs(32 * TIMEOUT.as_secs());
+const MAX_WAIT: Duration = Duration::from_secs(32 * TIMEOUT.as_secs());
 
 /// Places for long arguments.
 #[derive(Debug, Default)]
@@ -32,7 +32,7 @@ pub struct Place<'a>(&'a Places);
 impl Places {
     fn take(&self) -> Result<Place<'_>, WireError> {
         let taken = lock(&self.taken);
-        let waited = self.freed.wait_timeout_while(taken, PATIENCE, |taken| *taken >= AT_ONCE);
+        let waited = self.freed.wait_timeout_while(taken, MAX_WAIT, |taken| *taken >= AT_ONCE);
         let (mut taken, waited) = waited.unwrap_or_else(std::sync::PoisonError::into_inner);
         if waited.timed_out() {
             return Err(WireError::Crowded);

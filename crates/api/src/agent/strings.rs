@@ -12,9 +12,8 @@
 //! this form has the length that the strings have, so it can be bounded as the kernel bounds them.
 
 use super::frame::{FrameKind, MAX_FRAME_BYTES, encode};
-use super::{ExecSpec, Request};
-use crate::types::RunRequest;
-use serde::{Deserialize, Serialize};
+use super::spec::{ExecSpec, Strings};
+use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// The version of the protocol ([`super::PROTOCOL`]) from which agents read `Strings` frames.
@@ -25,15 +24,6 @@ pub const STRINGS_PROTOCOL: u32 = 3;
 pub const MAX_STRINGS_BYTES: usize = 2 << 20;
 /// Bytes of a string's address.
 const ADDRESS_BYTES: usize = 8;
-
-/// What `Strings` frames follow a request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Strings {
-    /// The number of arguments among the strings.
-    pub arguments: u32,
-    /// The length of all strings in bytes, NULs included.
-    pub bytes: u32,
-}
 
 /// Why arguments or environment cannot be sent, or are not what was announced.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -104,21 +94,6 @@ pub trait Runs: Serialize {
 impl Runs for ExecSpec {
     fn program(&mut self) -> Option<&mut ExecSpec> {
         Some(self)
-    }
-}
-
-impl Runs for RunRequest {
-    fn program(&mut self) -> Option<&mut ExecSpec> {
-        Some(&mut self.exec)
-    }
-}
-
-impl Runs for Request {
-    fn program(&mut self) -> Option<&mut ExecSpec> {
-        match self {
-            Self::Exec(spec) => Some(spec),
-            _ => None,
-        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::volumes::VolumeRequest;
 use super::wire::wire;
-use crate::agent::ExecSpec;
+use crate::agent::{ExecSpec, Runs};
 use dayfly_units::{Egress, Name, PortProtocol, VmName};
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -185,6 +185,12 @@ wire! {
         pub port: u32,
         /// Whether the VM stays after the connection ends.
         pub keep: bool,
+    }
+}
+
+impl Runs for RunRequest {
+    fn program(&mut self) -> Option<&mut ExecSpec> {
+        Some(&mut self.exec)
     }
 }
 

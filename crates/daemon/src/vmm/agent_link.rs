@@ -275,7 +275,8 @@ async fn done(
 
 /// Gives a guest its identity, which unseals the agent. Calls `connected` between connecting and
 /// sending. The request `next` is sent in the same packet, to an agent of that version of the
-/// protocol, and the agent serves it as soon as it has its identity. The caller reads the reply to `next` from the returned link.
+/// protocol, and the agent serves it as soon as it has its identity. The caller reads the reply to
+/// `next` from the returned link.
 ///
 /// # Errors
 /// [`LinkError`].

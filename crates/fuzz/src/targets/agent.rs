@@ -37,7 +37,7 @@ pub const TARGETS: &[Target] = &[
     },
     Target {
         name: "agent-strings",
-        what: "arguments and environment in frames of their own",
+        what: "Strings frames behind the request of a program",
         stateful: false,
         most_bytes: 2048,
         heap: SMALL,
@@ -167,7 +167,7 @@ fn frames(input: &[u8]) -> Outcome {
     Outcome::of(known)
 }
 
-/// Strings in frames of their own: a number of arguments, the length of a frame, the strings.
+/// Strings frames: a number of arguments, the length of a frame, the strings.
 fn collected(input: &[u8]) -> Outcome {
     let [arguments, piece, strings @ ..] = input else { return Outcome::Refused };
     let bytes = u32::try_from(strings.len()).unwrap();

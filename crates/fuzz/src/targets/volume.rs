@@ -318,8 +318,8 @@ fn session(input: &[u8]) -> Outcome {
         let good = check(header, &message[IN_HEADER_BYTES..], session.answer(&message));
         planted(|| good && opcode == op::RENAME2 && body[8] == 2);
         succeeded |= good;
-        let (nodes, handles) = session.counts();
-        assert!(nodes <= 12 && handles <= 6, "{nodes} nodes, {handles} handles");
+        let (nodes, open, handles) = session.counts();
+        assert!(nodes <= 12 && open <= 9 && handles <= 6, "{nodes}, {open}, {handles}");
     }
     let root = InHeader { opcode: op::GETATTR, nodeid: ROOT, unique: 9, ..InHeader::default() };
     let asked = GetattrIn::default();

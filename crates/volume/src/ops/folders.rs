@@ -3,7 +3,7 @@
 use super::Call;
 use crate::attr::entry_type;
 use crate::handles::{Entry, Listing};
-use crate::nodes::Node;
+use crate::nodes::{Node, find};
 use crate::wire::{Dirent, EntryOut, ROOT, ReadIn};
 use dayfly_units::sync::lock;
 use rustix::io::Errno;
@@ -68,8 +68,9 @@ impl Call<'_> {
             // if a program asks for it.
             let found = (!dots)
                 .then(|| {
-                    let file = self.find(&folder.fd, &entry.name).ok()?;
-                    self.enter(file, folder.id, &entry.name).ok()
+                    let file = find(&folder.fd, &entry.name).ok()?;
+                    let (entry, _) = self.enter(file, folder.id, &entry.name).ok()?;
+                    Some(entry)
                 })
                 .flatten();
             self.reply.push(&found.unwrap_or_default());

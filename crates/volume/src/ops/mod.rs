@@ -10,15 +10,16 @@ mod xattrs;
 use crate::attr::{VALID_S, shown};
 use crate::handles::Handles;
 use crate::message::{Message, Reply};
-use crate::nodes::{Nodes, stat};
+use crate::nodes::{Bounds, Node, Nodes};
 use crate::options::{Options, StartError};
 use crate::own::OwnFds;
 use crate::wire::{EntryOut, ForgetIn, ForgetOne, InitIn, InitOut, StatfsOut, op};
 use crate::wire::{LEAST_MINOR, MAJOR, MAX_DATA_BYTES, MINOR, feature};
 use rustix::fd::OwnedFd;
-use rustix::fs::{Mode, OFlags, ResolveFlags, Statx, openat2};
+use rustix::fs::Statx;
 use rustix::io::Errno;
 use std::ffi::CStr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Pages of 4 KiB in a message.
@@ -70,21 +71,18 @@ impl Volume {
     /// [`StartError`].
     pub fn new(folder: OwnedFd, own: OwnFds, options: Options) -> Result<Self, StartError> {
         crate::options::check_folder(&folder)?;
-        let nodes = Nodes::new(folder, options.max_nodes).map_err(StartError::Folder)?;
+        let most = Bounds { known: options.max_nodes, open: options.max_open_nodes };
+        let nodes = Nodes::new(folder, most).map_err(StartError::Folder)?;
         let handles = Handles::new(options.max_handles);
         Ok(Self { nodes, handles, own, options, begun: AtomicBool::new(false) })
     }
 
-    /// How many files the guest knows, and how many it has open.
+    /// How many files the guest knows, how many of them have a descriptor, and how many it has
+    /// open.
     #[must_use]
-    pub fn counts(&self) -> (usize, usize) {
-        (self.nodes.count(), self.handles.count())
-    }
-
-    /// Entries that the guest may forget, if it knows nearly too many files.
-    #[must_use]
-    pub fn idle(&self, most: usize) -> Vec<(u64, Box<CStr>)> {
-        if self.options.notify { self.nodes.idle(most) } else { Vec::new() }
+    pub fn counts(&self) -> (usize, usize, usize) {
+        let (known, open) = self.nodes.count();
+        (known, open, self.handles.count())
     }
 
     /// Does what a message asks for, and returns the answer. `None`: the message has no answer.
@@ -212,26 +210,24 @@ impl Call<'_> {
         }
     }
 
-    /// The file of a name in a folder, if it is on the folder's file system; a link is not
-    /// followed.
-    fn find(&self, folder: &OwnedFd, name: &CStr) -> Result<(OwnedFd, Statx), Errno> {
-        let fd = resolve(folder, name, OFlags::PATH | OFlags::NOFOLLOW, Mode::empty())?;
-        let stat = stat(&fd)?;
-        Ok((fd, stat))
-    }
-
     /// Counts that the guest has found a file.
-    fn enter(&self, file: (OwnedFd, Statx), parent: u64, name: &CStr) -> Result<EntryOut, Errno> {
+    fn enter(
+        &self,
+        file: (OwnedFd, Statx),
+        parent: u64,
+        name: &CStr,
+    ) -> Result<(EntryOut, Arc<Node>), Errno> {
         let (fd, stat) = file;
-        let nodeid = self.volume.nodes.found(fd, &stat, (parent, name))?;
+        let node = self.volume.nodes.found(fd, &stat, (parent, name))?;
         let attr = shown(&stat, self.volume.options.user, self.volume.options.group);
-        Ok(EntryOut {
-            nodeid,
+        let entry = EntryOut {
+            nodeid: node.id,
             entry_valid: VALID_S,
             attr_valid: VALID_S,
             attr,
             ..EntryOut::default()
-        })
+        };
+        Ok((entry, node))
     }
 
     fn statfs(&mut self) -> Result<(), Errno> {
@@ -251,14 +247,4 @@ impl Call<'_> {
         });
         Ok(())
     }
-}
-
-/// Opens one name in a folder. Nothing outside of the folder is reached, no link is followed, and
-/// no other file system is entered (openat2(2)).
-fn resolve(folder: &OwnedFd, name: &CStr, flags: OFlags, mode: Mode) -> Result<OwnedFd, Errno> {
-    let resolve = ResolveFlags::BENEATH
-        | ResolveFlags::NO_MAGICLINKS
-        | ResolveFlags::NO_SYMLINKS
-        | ResolveFlags::NO_XDEV;
-    openat2(folder, name, flags | OFlags::CLOEXEC, mode, resolve)
 }

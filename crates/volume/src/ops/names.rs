@@ -2,7 +2,7 @@
 
 use super::Call;
 use crate::message::Body;
-use crate::nodes::Node;
+use crate::nodes::{Node, find};
 use crate::wire::{LinkIn, MkdirIn, MknodIn, Rename2In, RenameIn, op};
 use rustix::fs::{AtFlags, FileType, Mode, RenameFlags, linkat, mkdirat, mknodat, readlinkat};
 use rustix::fs::{renameat_with, symlinkat, unlinkat};
@@ -37,8 +37,8 @@ impl Call<'_> {
 
     /// Answers with the file of a name.
     fn answer_with(&mut self, parent: &Node, name: &CStr) -> Result<(), Errno> {
-        let file = self.find(&parent.fd, name)?;
-        let entry = self.enter(file, parent.id, name)?;
+        let file = find(&parent.fd, name)?;
+        let (entry, _) = self.enter(file, parent.id, name)?;
         self.reply.push(&entry);
         Ok(())
     }
@@ -102,7 +102,21 @@ impl Call<'_> {
         let (from, mut body) = (self.parent()?, self.message.body());
         let (to, flags) = rename_to(&mut body, self.message.header.opcode)?;
         let to = self.volume.nodes.folder(to)?;
-        renameat_with(&from.fd, body.name()?, &to.fd, body.name()?, flags)
+        let (old, new) = (body.name()?, body.name()?);
+        renameat_with(&from.fd, old, &to.fd, new, flags)?;
+        self.moved(&to, new);
+        if flags == RenameFlags::EXCHANGE {
+            self.moved(&from, old);
+        }
+        Ok(())
+    }
+
+    /// Notes the name that a file has got.
+    fn moved(&self, folder: &Node, name: &CStr) {
+        // If it has another name already, it is found when the guest looks that up.
+        if let Ok((_, stat)) = find(&folder.fd, name) {
+            self.volume.nodes.moved(&stat, (folder.id, name));
+        }
     }
 
     pub(super) fn link(&mut self) -> Result<(), Errno> {

@@ -1,9 +1,9 @@
 //! Opening and closing.
 
+use super::Call;
 use super::names::permissions;
-use super::{Call, resolve};
 use crate::handles::{Listing, Open, Place};
-use crate::nodes::{Node, Stamp, kind, stat};
+use crate::nodes::{Node, Stamp, find, kind, resolve, stat};
 use crate::wire::{CreateIn, FSYNC_DATA, FsyncIn, KEEP_CACHE, OpenIn, OpenOut, ReleaseIn};
 use dayfly_units::sync::lock;
 use rustix::fd::OwnedFd;
@@ -73,7 +73,7 @@ impl Call<'_> {
         access: OFlags,
         flags: u32,
     ) -> Result<OwnedFd, Errno> {
-        let (fd, found) = self.find(&parent.fd, name)?;
+        let (fd, found) = find(&parent.fd, name)?;
         if kind(&found) != FileType::RegularFile {
             return Err(Errno::EXIST);
         }
@@ -107,8 +107,7 @@ impl Call<'_> {
     ) -> Result<(), Errno> {
         let fd = self.volume.own.reopen(&file, OFlags::PATH)?;
         let found = stat(&fd)?;
-        let entry = self.enter((fd, found), parent.id, name)?;
-        let node = self.volume.nodes.get(entry.nodeid)?;
+        let (entry, node) = self.enter((fd, found), parent.id, name)?;
         let fh = place.fill(node, Open::File(file));
         self.reply.push(&entry);
         self.reply.push(&OpenOut { fh, open_flags: 0, padding: 0 });

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "in a test it is how a failure shows")]
 #![allow(dead_code, reason = "each test program uses a part")]
 
+use dayfly_volume::{Options, serve};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsRawFd, OwnedFd};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
@@ -33,6 +34,8 @@ pub enum As {
     User,
     /// By [`USER`], with [`FEW`] descriptors, on a host that forbids user namespaces.
     Confined,
+    /// By [`USER`], on a host where these system calls fail with these errors.
+    Without(&'static [(i64, i32)]),
 }
 
 /// Starts the program, and waits until it serves.
@@ -47,7 +50,11 @@ pub fn start(by: As, folder: &Path, stream: OwnedFd, more: &[&str]) -> Child {
         As::User => {
             command.uid(USER).gid(USER);
         }
-        As::Confined => confine(command.uid(USER).gid(USER)),
+        As::Confined => {
+            few_descriptors(command.uid(USER).gid(USER));
+            confine(&mut command, &[(libc::SYS_unshare, libc::EPERM)]);
+        }
+        As::Without(calls) => confine(command.uid(USER).gid(USER), calls),
     }
     let from = stream.as_raw_fd();
     // SAFETY: dup2(2) is async-signal-safe, and both numbers are the child's.
@@ -69,27 +76,49 @@ pub fn start(by: As, folder: &Path, stream: OwnedFd, more: &[&str]) -> Child {
     child
 }
 
-/// Lets a program have few descriptors, and no namespaces.
-fn confine(command: &mut Command) {
-    let eperm = SeccompAction::Errno(libc::EPERM.cast_unsigned());
-    let rules = [(libc::SYS_unshare, Vec::new())].into();
-    let arch = std::env::consts::ARCH.try_into().unwrap();
-    let filter = SeccompFilter::new(rules, SeccompAction::Allow, eperm, arch).unwrap();
-    let filter: BpfProgram = filter.try_into().unwrap();
-    // SAFETY: only system calls; the filter is compiled already.
+/// Lets a program have few descriptors.
+fn few_descriptors(command: &mut Command) {
+    // SAFETY: one system call.
+    unsafe {
+        command.pre_exec(|| {
+            let few = Rlimit { current: Some(FEW), maximum: Some(FEW) };
+            Ok(setrlimit(Resource::Nofile, few)?)
+        })
+    };
+}
+
+/// Lets system calls of a program fail.
+fn confine(command: &mut Command, calls: &[(i64, i32)]) {
+    let filter = |&(call, errno): &(i64, i32)| {
+        let fails = SeccompAction::Errno(errno.cast_unsigned());
+        let rules = [(call, Vec::new())].into();
+        let arch = std::env::consts::ARCH.try_into().unwrap();
+        SeccompFilter::new(rules, SeccompAction::Allow, fails, arch).unwrap().try_into().unwrap()
+    };
+    let filters: Vec<BpfProgram> = calls.iter().map(filter).collect();
+    // SAFETY: only system calls; the filters are compiled already.
     unsafe {
         command.pre_exec(move || {
-            let few = Rlimit { current: Some(FEW), maximum: Some(FEW) };
-            setrlimit(Resource::Nofile, few)?;
             rustix::thread::set_no_new_privs(true)?;
-            seccompiler::apply_filter(&filter).map_err(std::io::Error::other)
+            filters
+                .iter()
+                .try_for_each(|f| seccompiler::apply_filter(f))
+                .map_err(std::io::Error::other)
         })
     };
 }
 
 /// A folder of [`USER`] on the host.
 pub fn folder() -> TempDir {
-    let folder = tempfile::tempdir().unwrap();
+    owned(tempfile::tempdir().unwrap())
+}
+
+/// As [`folder`], in memory: making many files on a disk takes minutes.
+pub fn folder_in_memory() -> TempDir {
+    owned(tempfile::tempdir_in("/dev/shm").unwrap())
+}
+
+fn owned(folder: TempDir) -> TempDir {
     std::os::unix::fs::chown(folder.path(), Some(USER), Some(USER)).unwrap();
     folder
 }
@@ -118,8 +147,8 @@ pub struct Mounted {
     pub host: TempDir,
     /// The mount.
     pub guest: PathBuf,
-    /// The server.
-    pub server: Child,
+    /// The server, if it is another process.
+    pub server: Option<Child>,
     _point: TempDir,
 }
 
@@ -133,6 +162,18 @@ impl Mounted {
     pub fn of(host: TempDir, by: As, more: &[&str]) -> Self {
         let (here, there) = UnixStream::pair().unwrap();
         let server = start(by, host.path(), there.into(), more);
+        Self::served(host, here, Some(server))
+    }
+
+    /// Mounts a folder that a thread of this process serves.
+    pub fn with(host: TempDir, options: Options) -> Self {
+        let (here, there) = UnixStream::pair().unwrap();
+        let folder: OwnedFd = File::open(host.path()).unwrap().into();
+        std::thread::spawn(move || serve(there.into(), folder, options));
+        Self::served(host, here, None)
+    }
+
+    fn served(host: TempDir, here: UnixStream, server: Option<Child>) -> Self {
         own_mounts();
         let point = tempfile::tempdir().unwrap();
         let device = File::options().read(true).write(true).open("/dev/fuse").unwrap();
@@ -177,8 +218,10 @@ impl Mounted {
 impl Drop for Mounted {
     fn drop(&mut self) {
         let _ = rustix::mount::unmount(&self.guest, rustix::mount::UnmountFlags::DETACH);
-        let _ = self.server.kill();
-        let _ = self.server.wait();
+        if let Some(server) = &mut self.server {
+            let _ = server.kill();
+            let _ = server.wait();
+        }
     }
 }
 
@@ -216,15 +259,7 @@ fn requests(device: &File, mut to: &UnixStream) {
     }
 }
 
-fn answers(device: &Arc<File>, mut from: UnixStream) {
-    // Writing a notification may wait for locks that are held until another answer comes.
-    let (notify, notifications) = std::sync::mpsc::sync_channel::<Vec<u8>>(64);
-    let notified = device.clone();
-    std::thread::spawn(move || {
-        for message in notifications {
-            let _ = (&*notified).write(&message);
-        }
-    });
+fn answers(device: &File, mut from: UnixStream) {
     let mut len = [0; 4];
     while from.read_exact(&mut len).is_ok() {
         let mut message = vec![0; u32::from_ne_bytes(len) as usize];
@@ -232,10 +267,6 @@ fn answers(device: &Arc<File>, mut from: UnixStream) {
         if from.read_exact(&mut message[4..]).is_err() {
             return;
         }
-        if message[8..16] == [0; 8] {
-            let _ = notify.try_send(message);
-        } else {
-            let _ = (&**device).write(&message);
-        }
+        let _ = (&*device).write(&message);
     }
 }

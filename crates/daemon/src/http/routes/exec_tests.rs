@@ -123,7 +123,7 @@ async fn long_asked(listener: &UnixListener) -> (UnixStream, ExecSpec) {
     stream.write_all(b"OK 7\n").await.unwrap();
     let first = read_frame(&mut stream, "reading a request").await.unwrap().unwrap();
     let mut spec: ExecSpec = serde_json::from_slice(&first.body).unwrap();
-    let mut strings = Collector::of(&mut spec).unwrap().expect("strings in frames of their own");
+    let mut strings = Collector::of(&mut spec).unwrap().expect("Strings frames");
     while !strings.is_complete() {
         let frame = read_frame(&mut stream, "reading strings").await.unwrap().unwrap();
         assert_eq!(frame.kind, FrameKind::Strings);
@@ -140,11 +140,14 @@ async fn arguments_of_almost_2_mib_pass_and_an_earlier_agent_is_named() {
     let client = Client::new(&served.socket);
     let argv = (0..16).map(|n| format!("{n}{}", "x".repeat(117_000))).collect();
     let spec = ExecSpec { argv, env: [("A".into(), "=".into())].into(), ..ExecSpec::default() };
-    // The agent of the fixture has no protocol, and gets nothing.
-    for error in [
-        client.exec("web", &spec).await.unwrap_err(),
-        client.exec_to_end("web", &spec, 8).await.unwrap_err(),
-    ] {
+    // Agents of earlier versions get nothing.
+    let mut errors = Vec::new();
+    for version in ["0.1.0", "0.1.0+1", "0.1.0+2"] {
+        vm.update(|live| live.agent_version = version.into());
+        errors.push(client.exec("web", &spec).await.unwrap_err());
+        errors.push(client.exec_to_end("web", &spec, 8).await.unwrap_err());
+    }
+    for error in errors {
         let text = error.to_string();
         assert_eq!(error.code(), Some(ErrorCode::ProgramNotExecutable), "{text}");
         assert!(
@@ -163,7 +166,7 @@ async fn arguments_of_almost_2_mib_pass_and_an_earlier_agent_is_named() {
     let agent = tokio::spawn(async move {
         // The refused programs made no connection.
         let mut asked = Vec::new();
-        while asked.len() < 2 {
+        while asked.len() < 3 {
             let (mut stream, spec) = long_asked(&listener).await;
             let started = json(FrameKind::Reply, &Reply::Started { pid: 5, id: None });
             let exit = Exit { code: Some(0), signal: None, timed_out: false };
@@ -177,8 +180,11 @@ async fn arguments_of_almost_2_mib_pass_and_an_earlier_agent_is_named() {
     assert!(matches!(exec.output.next().await.unwrap(), ExecEvent::Exit(_)));
     let result = client.exec_to_end("web", &spec, 8).await.unwrap();
     assert_eq!(result.exit_code, Some(0));
+    let detached = ExecSpec { detach: true, ..spec };
+    let result = client.exec_to_end("web", &detached, 8).await.unwrap();
+    assert_eq!(result.program.as_deref(), Some("5"));
     let wait = tokio::time::timeout(Duration::from_secs(60), agent).await;
-    for got in wait.expect("two programs").unwrap() {
+    for got in wait.expect("three programs").unwrap() {
         assert_eq!((&got.argv, &got.env), (&wanted.argv, &wanted.env));
     }
 }

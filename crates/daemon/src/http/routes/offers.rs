@@ -20,14 +20,16 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::{Instant, interval};
 
-/// How long an offer stays that no VM has used. The client may bake an image meanwhile.
+/// How long an offer stays that no VM has used, if the client does not say that its command has
+/// ended. The client may bake an image meanwhile.
 const UNUSED: Duration = Duration::from_secs(3600);
 /// Period of the look whether a VM still has the folder.
 const LOOK: Duration = Duration::from_secs(5);
 
 /// Offers a folder of the client's host, with `Upgrade: dayfly-volume`. After the 101 the daemon
 /// sends a line for each stream that it needs: the name of the stream. The last line is `end`, when
-/// no VM has the folder any more. The offer ends with the connection.
+/// no VM has the folder any more. The client sends a line feed when it makes no VM with the folder
+/// any more. The offer ends with the connection.
 #[utoipa::path(
     post,
     operation_id = "offer_folder",
@@ -45,7 +47,8 @@ pub async fn offer(
 }
 
 async fn keep(daemon: Arc<Daemon>, mut offer: Offer, mut client: Client) {
-    let (begun, mut used) = (Instant::now(), false);
+    // Whether the folder may still get its first VM.
+    let (begun, mut waits) = (Instant::now(), true);
     let mut look = interval(LOOK);
     let mut byte = [0];
     loop {
@@ -54,13 +57,19 @@ async fn keep(daemon: Arc<Daemon>, mut offer: Offer, mut client: Client) {
                 Some(stream) => stream,
                 None => return,
             },
-            // Nothing is expected: the client has gone, or breaks the protocol.
-            _ = client.read(&mut byte) => return,
+            read = client.read(&mut byte) => match (read, byte) {
+                (Ok(1), [b'\n']) => {
+                    waits = false;
+                    continue;
+                }
+                // The client has gone, or breaks the protocol.
+                _ => return,
+            },
             () = daemon.stop.cancelled() => return,
             _ = look.tick() => {
-                let now = is_used(&daemon, &offer.token);
-                used |= now;
-                if now || !used && begun.elapsed() < UNUSED {
+                let used = is_used(&daemon, &offer.token);
+                waits &= !used && begun.elapsed() < UNUSED;
+                if used || waits {
                     continue;
                 }
                 "end".to_owned()
@@ -111,3 +120,7 @@ fn plain(client: Client) -> Result<StdStream, String> {
     stream.set_nonblocking(false).map_err(|e| e.to_string())?;
     Ok(stream)
 }
+
+#[cfg(test)]
+#[path = "offers_tests.rs"]
+mod tests;
