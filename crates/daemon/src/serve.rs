@@ -3,6 +3,7 @@
 use crate::base::activation;
 use crate::base::config::{Config, SOCKET_PATH_MAX};
 use crate::base::error::blocking;
+use crate::base::groups::GroupStock;
 use crate::base::heap;
 use crate::daemon::Daemon;
 use crate::http::routes::{self, extract::Peer};
@@ -54,9 +55,11 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
         tracing::warn!("no reserve for gc: {}", dayfly_units::error::chain(&e));
     }
     let nodes = dayfly_host::numa::nodes().context("looking at the host's memory")?;
-    let pagers = Pagers::new(&config);
+    // Before it starts a process, so that all its processes are in its group.
+    let groups = GroupStock::open(&config.group_root, &config.run, true);
+    let pagers = Pagers::new(&config).in_groups(groups.clone());
     let (self_forks, opened) = tokio::sync::mpsc::unbounded_channel();
-    let daemon = Daemon::new(config, TemplateCache::new(store, pagers), nodes, self_forks)
+    let daemon = Daemon::new(config, TemplateCache::new(store, pagers), groups, nodes, self_forks)
         .context("threads, and VMs of an earlier daemon")?;
     let daemon = Arc::new(daemon);
     let limits = daemon.config.limits();
@@ -108,6 +111,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     daemon.launcher.run_dirs.end();
     daemon.launcher.zygotes.end();
     daemon.templates.end_pager();
+    daemon.groups.end();
     let shared = daemon.clone();
     let _ = tokio::task::spawn_blocking(move || shared.networks.end()).await;
     tracing::info!(vms = daemon.registry.len(), "stopped; VMs live on");

@@ -36,6 +36,10 @@ pub struct Live {
     pub asked_us: Option<u64>,
     /// The VMM's process; `None` before it starts and after it ended.
     pub process: Option<ProcessId>,
+    /// The number of its control group; `None` if it has none, before its VMM starts and after its
+    /// end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<u32>,
     /// The pager that fills its memory; `None` if all of it was there when the VM started, and in
     /// records of earlier versions.
     #[serde(default)]

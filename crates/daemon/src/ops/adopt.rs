@@ -15,6 +15,7 @@
 //! each with a time limit for the whole answer. No VMM is killed because it does not answer.
 
 use crate::base::error::{ApiError, blocking};
+use crate::base::groups::GroupLease;
 use crate::daemon::Daemon;
 use crate::model::disk::Disk;
 use crate::model::facts::Facts;
@@ -250,12 +251,21 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
     });
     let of_this_boot = record.is_of_this_boot();
     let vmm = record.live.process.filter(|_| record.is_of_this_boot());
-    let exit = match (exit, record.uid) {
-        (Some(exit), Some(uid)) => Some(remove::classify_memory(exit, vmm, uid)),
-        (exit, _) => exit,
-    };
+    // Its processes are in it, or have ended.
+    let pid = process.as_ref().map(|process| process.id().pid);
+    let number = record.live.group.filter(|_| of_this_boot);
+    let group = number.and_then(|number| daemon.groups.adopt(number, pid));
+    let exit = exit.map(|exit| {
+        let usage = group.as_ref().and_then(GroupLease::usage);
+        let exit = match record.uid {
+            Some(uid) => remove::classify_memory(exit, vmm, uid, usage),
+            None => exit,
+        };
+        remove::billed(exit, usage)
+    });
     let same = record.clone();
     let vm: Vm = record.into_vm(dir);
+    vm.adopt_group(group);
     if let Some(exit) = exit {
         // It was just read from its record, so it has nothing whose drop takes time.
         drop(vm.ended(exit));

@@ -73,6 +73,7 @@ pub async fn bake(
         purpose: Purpose::User,
         network: egress.map(|egress| NetworkRequest::default().with_policy(egress)),
         volumes: None,
+        limits: None,
         next: None,
         entrypoint: None,
         request: None,

@@ -115,6 +115,7 @@ async fn play(
         purpose,
         network: None,
         volumes: Some(Vec::new()),
+        limits: None,
         next: None,
         entrypoint: None,
         request: None,

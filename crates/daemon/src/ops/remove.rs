@@ -5,6 +5,7 @@
 //! VM without a process, and one that a new daemon finds ([`crate::ops::adopt`]).
 
 use crate::base::error::{ApiError, Outcome, blocking};
+use crate::base::groups::shown;
 use crate::base::pidfd::readable;
 use crate::daemon::Daemon;
 use crate::model::exit::exit_now;
@@ -16,7 +17,8 @@ use crate::vm::Vm;
 use crate::vm::record::{RecordError, note, read_json};
 use crate::vm::registry::RestartError;
 use crate::vm::survey;
-use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit};
+use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit, VmUsage};
+use dayfly_host::groups::Usage;
 use dayfly_host::process::{Process, ProcessId};
 use dayfly_host::{oom, priority};
 use dayfly_units::failpoint;
@@ -83,11 +85,22 @@ pub fn classify_expired(exit: VmExit, expired: bool) -> VmExit {
 }
 
 /// As [`classify_end`] of the VMM `process` of user `uid`, of which `exit` was decided: a VMM that
-/// left no record may have been killed because memory was short. The kernel's log says that, so
-/// that a VMM that a program killed is never taken for one. Blocks.
+/// left no record may have been killed because memory was short. The counters of its control group
+/// say that, or else the kernel's log, so that a VMM that a program killed is never taken for one.
+/// Blocks.
 #[must_use]
-pub fn classify_memory(exit: VmExit, process: Option<ProcessId>, uid: u32) -> VmExit {
+pub fn classify_memory(
+    exit: VmExit,
+    process: Option<ProcessId>,
+    uid: u32,
+    usage: Option<Usage>,
+) -> VmExit {
     let Some(process) = process.filter(|_| exit.reason == ExitKind::Lost) else { return exit };
+    if usage.is_some_and(|usage| usage.oom_kills > 0 && usage.at_memory_limit > 0) {
+        let message = "the kernel killed the VMM because the VM needed more memory than its RAM \
+                       and its limit allow; create it with a larger --memory-max";
+        return exit_now(ExitKind::Memory, message);
+    }
     match oom::killed(process.pid, uid, started_us(process)) {
         Ok(Some(line)) => {
             let text = escaped(&line, LONG);
@@ -108,6 +121,13 @@ pub fn classify_memory(exit: VmExit, process: Option<ProcessId>, uid: u32) -> Vm
     }
 }
 
+/// The exit with what the VM had used.
+pub(crate) fn billed(exit: VmExit, usage: Option<Usage>) -> VmExit {
+    // What is left of its memory is not the VM's any more.
+    let usage = usage.map(|usage| VmUsage { memory_bytes: None, ..shown(&usage) });
+    VmExit { usage, ..exit }
+}
+
 /// When a process started, in microseconds since the boot by the clock of the kernel's log, or
 /// earlier. That clock is not adjusted as the one of processes is: allow 200 parts in a million.
 fn started_us(process: ProcessId) -> u64 {
@@ -124,9 +144,12 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
             // Logged, because without the end of the wait the VM's resources stay reserved.
             tracing::error!("waiting for VM {}: {e}", vm.id);
         }
+        // Kept until its record says that the VM has ended: the next daemon must not find the group
+        // with another VM in it.
+        let group = vm.take_group().map(Arc::new);
         let exit = if daemon.registry.holds(&vm) {
             let Live { kill_asked, expired, .. } = vm.live();
-            let (dir, uid) = (vm.dir.clone(), vm.uid);
+            let (dir, uid, group) = (vm.dir.clone(), vm.uid, group.clone());
             let seen = move || {
                 // Before Linux 6.15 the signal of a process that was reaped is unknown.
                 let signal = process.killed_by(WITHIN).unwrap_or_else(|e| {
@@ -135,7 +158,8 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
                 });
                 let exit = classify_end(signal, read_json(&dir.exit()), kill_asked);
                 let exit = classify_expired(exit, expired);
-                Ok(classify_memory(exit, Some(process.id()), uid))
+                let usage = group.and_then(|group| group.usage());
+                Ok(billed(classify_memory(exit, Some(process.id()), uid, usage), usage))
             };
             match blocking(seen).await {
                 Ok(exit) => exit,
@@ -162,6 +186,7 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
         } else {
             note(&daemon.registry, &vm).await;
         }
+        drop(group);
     });
 }
 

@@ -49,7 +49,7 @@ pub async fn arrived(
 ///
 /// # Errors
 /// A disk has too many layers, the VM's layers are unknown, its VMM has not answered yet, or it
-/// waits for space: its guest would not answer.
+/// waits for space: its guest would not answer. Or a copy of its RAM does not fit its limit.
 pub fn allowed(vm: &Vm) -> Outcome<()> {
     vm.answers()?;
     vm.has_space("take a snapshot of or fork")?;
@@ -74,7 +74,22 @@ pub fn allowed(vm: &Vm) -> Outcome<()> {
             ));
         }
     }
-    Ok(())
+    has_memory_for_a_copy(vm)
+}
+
+/// Checks that a copy of RAM fits the VM's limit of memory: its VMM writes the copy to a file in
+/// memory, which the kernel charges to the VM's control group.
+fn has_memory_for_a_copy(vm: &Vm) -> Outcome<()> {
+    let (ram, limit) = (vm.facts.memory_bytes, vm.facts.limits.memory_max_bytes);
+    let Some(most) = limit.filter(|most| *most < ram) else { return Ok(()) };
+    Err(ApiError::new(
+        ErrorCode::State,
+        format_args!(
+            "VM {}: memory_max_bytes: expected at least its RAM, {ram}, for a snapshot or a fork, \
+             which copies RAM; got {most}",
+            vm.name
+        ),
+    ))
 }
 
 /// A saved VM that is not stored yet.

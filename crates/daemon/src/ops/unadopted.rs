@@ -107,6 +107,7 @@ fn vm(
         zeroes_written: false,
         deadline: traces.deadline,
         expired: false,
+        group: None,
         program: None,
         no_snapshot: Some(problem.clone()),
     };
@@ -144,6 +145,7 @@ fn unknown_facts(created_unix_ms: u64) -> Facts {
         auto_remove: false,
         labels: Default::default(),
         volumes: Vec::new(),
+        limits: Default::default(),
         request: None,
     }
 }

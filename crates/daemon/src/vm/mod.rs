@@ -18,7 +18,7 @@
 //!
 //! Below them come locks that are held for a few instructions and never across an `await`. First
 //! `end_announced`, then the registry's lock, then `live`, then one of `process`, `pin`, `memory`,
-//! `backing`, `attachment`, `space`, `volumes` and `has_slot`. The drop of a pin or a template may
+//! `backing`, `attachment`, `group`, `space`, `volumes` and `has_slot`. The drop of a pin or a template may
 //! remove files, so it happens after `live` is released: readers of `live` must not wait for the
 //! disk.
 
@@ -41,6 +41,7 @@ pub use volumes::{OpenVolume, OpenVolumes};
 
 use crate::base::config::VmDir;
 use crate::base::error::{ApiError, Outcome};
+use crate::base::groups::GroupLease;
 use crate::base::time::monotonic_us;
 use crate::model::facts::Facts;
 use crate::model::live::Live;
@@ -51,6 +52,7 @@ use crate::templates::memory_backing::MemoryBacking;
 use crate::vm::unknown::Carried;
 use budget::Reservation;
 use dayfly_api::types::{self, ErrorCode, VmExit};
+use dayfly_host::groups::Usage;
 use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId, sync::lock};
@@ -97,6 +99,7 @@ pub struct Vm {
     pub launching: Arc<tokio::sync::Mutex<()>>,
     live: Mutex<Live>,
     process: Mutex<Option<Arc<Process>>>,
+    group: Mutex<Option<GroupLease>>,
     pin: Mutex<Option<Pin>>,
     memory: Mutex<Option<Reservation>>,
     backing: Mutex<Option<MemoryBacking>>,
@@ -132,6 +135,7 @@ pub struct Remains {
     _pin: Option<Pin>,
     _backing: Option<MemoryBacking>,
     _attachment: Attachment,
+    _group: Option<GroupLease>,
     /// The last field, because fields are dropped in this order: a VM that is gone keeps nothing.
     _gone: Option<MarkGone>,
 }
@@ -158,6 +162,7 @@ impl Vm {
             timeline: Vec::new(),
             asked_us: None,
             process: None,
+            group: None,
             pager: None,
             identity: None,
             network: None,
@@ -199,6 +204,7 @@ impl Vm {
             launching: Arc::default(),
             live: Mutex::new(live),
             process: Mutex::default(),
+            group: Mutex::default(),
             pin: Mutex::default(),
             memory: Mutex::default(),
             backing: Mutex::default(),
@@ -290,6 +296,43 @@ impl Vm {
         *lock(&self.process) = Some(process);
     }
 
+    /// Gives it the control group of its VMM until it ends, and sets its limits. `None`: its VMM is
+    /// in the daemon's group. Makes no system call if it has no limits.
+    ///
+    /// # Errors
+    /// A limit cannot be set.
+    pub fn keep_group(&self, group: Option<GroupLease>) -> Outcome<()> {
+        let Facts { limits, memory_bytes, .. } = &self.facts;
+        let limited = match &group {
+            Some(group) => group.limit(limits, *memory_bytes),
+            None if limits.is_none() => Ok(()),
+            None => Err(ApiError::internal(
+                "limits: its VMM has no control group; the daemon's log says why",
+            )),
+        };
+        lock(&self.live).group = group.as_ref().map(GroupLease::number);
+        *lock(&self.group) = group;
+        limited
+    }
+
+    /// Gives it the control group that it has had from an earlier daemon on, with its limits.
+    pub fn adopt_group(&self, group: Option<GroupLease>) {
+        *lock(&self.group) = group;
+    }
+
+    /// What its processes have used; `None` if it has no control group. Blocks for some
+    /// microseconds.
+    #[must_use]
+    pub fn usage(&self) -> Option<Usage> {
+        lock(&self.group).as_ref()?.usage()
+    }
+
+    /// Takes its control group, when its process is gone. The next VM may get it when
+    /// it is dropped.
+    pub(crate) fn take_group(&self) -> Option<GroupLease> {
+        lock(&self.group).take()
+    }
+
     /// Its VMM; `None` before it was started and after it ended.
     #[must_use]
     pub fn process(&self) -> Option<Arc<Process>> {
@@ -371,6 +414,7 @@ impl Vm {
             live.phase = Phase::Exited;
             live.exit.get_or_insert(exit);
             live.process = None;
+            live.group = None;
             live.volumes.clear();
             self.keeps_disks(&live)
         };
@@ -383,6 +427,7 @@ impl Vm {
             _pin: if keeps_disks { None } else { lock(&self.pin).take() },
             _backing: lock(&self.backing).take(),
             _attachment: std::mem::take(&mut *lock(&self.attachment)),
+            _group: self.take_group(),
             _gone: lock(&self.mark_gone).take(),
         }
     }

@@ -228,13 +228,13 @@ async fn launch(daemon: &Arc<Daemon>, vm: &Arc<Vm>, again: Again) -> Outcome<(Li
         let Again { start, fds, pin } = again;
         same.keep_pinned(pin);
         let launched = shared.launcher.launch_again(same.vm_slot(), start, fds)?;
-        held(&shared, &same, launched.process.clone());
-        Ok(launched)
+        held(&shared, &same, launched.process, launched.group)?;
+        Ok((launched.link, launched.ready))
     });
-    let launched = launched.await.map_err(|e| e.during(Step::Vmm.text()))?;
-    let ready = listener(launched.ready)?;
+    let (link, ready) = launched.await.map_err(|e| e.during(Step::Vmm.text()))?;
+    let ready = listener(ready)?;
     let ready = ready.ok_or_else(|| ApiError::internal("a boot without a socket for its agent"))?;
-    Ok((launched.link, ready))
+    Ok((link, ready))
 }
 
 /// Ends a VM whose start failed. It stays as one that has ended, with the reason.

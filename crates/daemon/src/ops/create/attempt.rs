@@ -177,6 +177,10 @@ async fn reserve(
     if let Some(asked) = order.volumes {
         facts.volumes = asked;
     }
+    if let Some(asked) = order.limits {
+        facts.limits = asked;
+    }
+    daemon.groups.check(&facts.limits, facts.vcpus)?;
     volumes::supported(&opened, &facts.volumes)?;
     let folders = volumes::open(daemon, &facts.volumes).await?;
     // Before anything is taken from the pool, which has to get it back after an error.

@@ -43,6 +43,7 @@ pub(super) const ASKED: ForkRequest = ForkRequest {
     publish: Vec::new(),
     publish_exposed: false,
     lifetime: Lifetime::UNLIMITED,
+    limits: None,
     template: None,
 };
 /// Generous, because guests may be emulated on a busy host; only a hang takes this long.
@@ -115,6 +116,7 @@ impl Room {
             purpose: Purpose::User,
             network: None,
             volumes: None,
+            limits: None,
             next: None,
             entrypoint: None,
             request: None,

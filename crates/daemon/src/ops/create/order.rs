@@ -8,7 +8,7 @@ use crate::templates::open::OpenTemplate;
 use crate::vm::batch::Batch;
 use crate::vmm::source::Purpose;
 use dayfly_api::agent::Request;
-use dayfly_api::types::{CreateRequest, Lifetime, NetworkRequest, Source};
+use dayfly_api::types::{CreateRequest, Lifetime, NetworkRequest, Source, VmLimits};
 use dayfly_units::VmName;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -37,6 +37,8 @@ pub struct Order {
     pub network: Option<NetworkRequest>,
     /// Its volumes; `None`: those of the VM that was forked, or none.
     pub volumes: Option<Vec<VolumeFacts>>,
+    /// Its limits; `None`: those of the VM that was forked, or none.
+    pub limits: Option<VmLimits>,
     /// A request to the agent, sent together with the identity.
     /// [`VmGuard::take_next`](super::VmGuard::take_next) returns the link for its reply.
     pub next: Option<Request>,
@@ -74,6 +76,7 @@ impl Order {
             purpose: Purpose::User,
             network: Some(request.network),
             volumes: Some(volumes),
+            limits: Some(request.limits),
             next: None,
             entrypoint: None,
             request: None,

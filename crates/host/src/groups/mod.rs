@@ -1,0 +1,312 @@
+//! Control groups (cgroups(7)): one for each VM, one for each template, one for the daemon.
+//!
+//! Closer (section IV-B) splits the privileged VM into a *main* container, whose work does not
+//! depend on any VM, and a *secondary* one, whose work is charged to the VM that it is done for.
+//! Here the host is the privileged VM, and control groups are its containers:
+//!
+//! ```text
+//!  <base>/dayfly-<tag>/       the tree of one daemon; the tag is a digest of its run folder
+//!    main/                    the daemon and idle zygotes
+//!    templates/<n>/           one pager
+//!    vms/<n>/                 one VMM: vCPUs, devices
+//! ```
+//!
+//! Two back ends do the same: [`v2`] for the unified hierarchy and [`v1`] for one hierarchy for each
+//! controller. [`find`] chooses the back end and the base.
+//!
+//! Groups are made before they are needed, and a process is made in its group
+//! ([`dayfly_sys::group`]), because moving one waits for a grace period. A group is removed only if
+//! no process is in it: the kernel refuses otherwise, so that no mistake here ends a VM.
+
+mod find;
+mod limits;
+mod tree;
+mod v1;
+mod v2;
+
+pub use find::{NoGroups, Root};
+pub use limits::{Controllers, GroupError, Limits, Usage};
+pub use tree::tag;
+
+use dayfly_sys::group::Entry;
+use find::Place;
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// A group of a daemon's tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum GroupName {
+    /// The daemon's own.
+    Main,
+    /// That of a pager.
+    Template(u32),
+    /// That of a VM.
+    Vm(u32),
+}
+
+/// The folders of the tree that contain groups.
+const PARENTS: [&str; 2] = ["templates", "vms"];
+
+impl GroupName {
+    /// The group's path in the tree.
+    #[must_use]
+    pub fn path(self) -> PathBuf {
+        self.to_string().into()
+    }
+}
+
+impl fmt::Display for GroupName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Main => f.write_str("main"),
+            Self::Template(number) => write!(f, "templates/{number}"),
+            Self::Vm(number) => write!(f, "vms/{number}"),
+        }
+    }
+}
+
+/// What the two versions of the interface do differently. `group` is a path in the tree.
+trait Backend: fmt::Debug + Send + Sync {
+    /// The tree's folder in each hierarchy.
+    fn folders(&self) -> &[PathBuf];
+    /// What can be limited.
+    fn controllers(&self) -> Controllers;
+    /// Gives the folder `group` of the tree its controllers for the groups in it.
+    fn enable(&self, group: &Path) -> io::Result<()>;
+    /// How a new process enters the group.
+    fn entry(&self, group: &Path) -> io::Result<Entry>;
+    /// Sets the given limits; the others stay.
+    fn set(&self, group: &Path, limits: &Limits) -> Result<(), GroupError>;
+    /// What the group's processes have used.
+    fn usage(&self, group: &Path) -> io::Result<Usage>;
+    /// Makes a group without processes as a new one. `false`: it cannot be, and is to be removed.
+    fn reset(&self, group: &Path) -> io::Result<bool>;
+    /// Moves this process into `main`.
+    fn join_main(&self) -> io::Result<()>;
+    /// Moves this process back to where it was.
+    fn leave_main(&self) -> io::Result<()>;
+}
+
+/// The tree of groups of one daemon. No other process of dayfly uses it meanwhile.
+#[derive(Debug)]
+pub struct Groups {
+    backend: Box<dyn Backend>,
+    /// The tree's folders, locked as long as the tree is in use ([`tree`]).
+    _locks: Vec<File>,
+}
+
+impl Groups {
+    /// Makes the tree of the daemon with the run folder `run`, or takes over that of a daemon
+    /// before. Removes the trees of daemons whose run folders are gone, if no process is in them.
+    ///
+    /// # Errors
+    /// Why there can be no groups.
+    pub fn open(root: &Root, run: &Path) -> Result<Self, NoGroups> {
+        Self::in_place(find::place(root)?, run)
+    }
+
+    fn in_place(place: Place, run: &Path) -> Result<Self, NoGroups> {
+        let bases: Vec<PathBuf> = place.bases().map(Path::to_owned).collect();
+        tree::sweep(&bases);
+        let name = tree::name(run);
+        let folders: Vec<PathBuf> = bases.iter().map(|base| base.join(&name)).collect();
+        let locks = tree::make(&folders, run)?;
+        let backend: Box<dyn Backend> = match place {
+            Place::V1(hierarchies) => Box::new(v1::V1::new(hierarchies, &name)),
+            Place::V2(base) => Box::new(v2::V2::new(base, &name)),
+        };
+        let groups = Self { backend, _locks: locks };
+        groups.make_folder(&GroupName::Main.path()).map_err(NoGroups::making)?;
+        groups.backend.enable(Path::new("")).map_err(NoGroups::making)?;
+        for parent in PARENTS {
+            groups.make_folder(Path::new(parent)).map_err(NoGroups::making)?;
+            groups.backend.enable(Path::new(parent)).map_err(NoGroups::making)?;
+        }
+        Ok(groups)
+    }
+
+    /// What can be limited.
+    #[must_use]
+    pub fn controllers(&self) -> Controllers {
+        self.backend.controllers()
+    }
+
+    /// The tree's folders, one for each hierarchy.
+    #[must_use]
+    pub fn folders(&self) -> &[PathBuf] {
+        self.backend.folders()
+    }
+
+    /// Moves this process, and with it all that it starts later, into `main`.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn join_main(&self) -> io::Result<()> {
+        self.backend.join_main()
+    }
+
+    fn make_folder(&self, path: &Path) -> io::Result<()> {
+        for folder in self.folders() {
+            let path = folder.join(path);
+            match std::fs::create_dir(&path) {
+                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(named(&path)(e)),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a group without limits. An existing one is no error.
+    ///
+    /// # Errors
+    /// The kernel refuses; nothing of the group is left, unless it was there before.
+    pub fn make(&self, group: GroupName) -> io::Result<()> {
+        self.make_folder(&group.path()).inspect_err(|_| {
+            let _ = self.remove(group);
+        })
+    }
+
+    /// How a new process enters the group.
+    ///
+    /// # Errors
+    /// The group does not exist, or a file of it cannot be opened.
+    pub fn entry(&self, group: GroupName) -> io::Result<Entry> {
+        self.backend.entry(&group.path())
+    }
+
+    /// Sets the limits that are given; the others stay.
+    ///
+    /// # Errors
+    /// [`GroupError`] names the limit.
+    pub fn set(&self, group: GroupName, limits: &Limits) -> Result<(), GroupError> {
+        self.controllers().check(limits)?;
+        self.backend.set(&group.path(), limits)
+    }
+
+    /// What the group's processes have used, those that have ended included.
+    ///
+    /// # Errors
+    /// The group does not exist.
+    pub fn usage(&self, group: GroupName) -> io::Result<Usage> {
+        self.backend.usage(&group.path())
+    }
+
+    /// Makes a group without processes as a new one: without limits, and its counters at zero.
+    /// `false`: that is not possible, and the group is to be removed.
+    ///
+    /// # Errors
+    /// The group does not exist, or the kernel refuses.
+    pub fn reset(&self, group: GroupName) -> io::Result<bool> {
+        self.backend.reset(&group.path())
+    }
+
+    /// The processes in the group.
+    ///
+    /// # Errors
+    /// The group does not exist.
+    pub fn processes(&self, group: GroupName) -> io::Result<Vec<u32>> {
+        let first = self.folders().first().ok_or(io::ErrorKind::NotFound)?;
+        let path = first.join(group.path()).join("cgroup.procs");
+        let text = std::fs::read_to_string(&path).map_err(named(&path))?;
+        Ok(text.lines().filter_map(|pid| pid.parse().ok()).collect())
+    }
+
+    /// Whether a process is in the group.
+    ///
+    /// # Errors
+    /// The group does not exist.
+    pub fn is_used(&self, group: GroupName) -> io::Result<bool> {
+        for folder in self.folders() {
+            if tree::has_processes(&folder.join(group.path()))? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Removes a group. `false`: a process is in it, and the group stays. A group that does not
+    /// exist is removed already.
+    ///
+    /// # Errors
+    /// The kernel refuses for another reason.
+    pub fn remove(&self, group: GroupName) -> io::Result<bool> {
+        let mut removed = true;
+        for folder in self.folders() {
+            removed &= tree::remove(&folder.join(group.path()))?;
+        }
+        Ok(removed)
+    }
+
+    /// The groups of VMs and of templates that exist.
+    ///
+    /// # Errors
+    /// A folder cannot be listed.
+    pub fn list(&self) -> io::Result<Vec<GroupName>> {
+        let mut found = Vec::new();
+        for (parent, name) in [
+            (PARENTS[0], GroupName::Template as fn(u32) -> GroupName),
+            (PARENTS[1], GroupName::Vm as fn(u32) -> GroupName),
+        ] {
+            for folder in self.folders() {
+                let path = folder.join(parent);
+                for entry in std::fs::read_dir(&path).map_err(named(&path))? {
+                    let number = entry?.file_name().to_str().and_then(|n| n.parse().ok());
+                    found.extend(number.map(name));
+                }
+            }
+        }
+        found.sort_unstable();
+        found.dedup();
+        Ok(found)
+    }
+
+    /// Removes the tree, if no group of a VM or of a template is left in it. Moves this process out
+    /// of it for that.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn close(&self) -> io::Result<()> {
+        if !self.list()?.is_empty() {
+            return Ok(());
+        }
+        self.backend.leave_main()?;
+        for folder in self.folders() {
+            tree::remove_all(folder)?;
+        }
+        Ok(())
+    }
+}
+
+/// Adds the path to an error of the file system.
+fn named(path: &Path) -> impl FnOnce(io::Error) -> io::Error {
+    move |e| io::Error::new(e.kind(), format!("{}: {e}", path.display()))
+}
+
+/// Writes a file of a group.
+fn write(path: &Path, text: &str) -> io::Result<()> {
+    // Without O_CREAT, because the file of a missing controller cannot be made.
+    let file = File::options().write(true).open(path).map_err(named(path))?;
+    io::Write::write_all(&mut &file, text.as_bytes()).map_err(named(path))
+}
+
+/// Reads a file of a group; `None` if there is none, as without its controller.
+fn read(path: &Path) -> Option<String> {
+    std::fs::read_to_string(path).ok()
+}
+
+/// Reads a number.
+fn number(path: &Path) -> Option<u64> {
+    read(path)?.trim().parse().ok()
+}
+
+/// The number after `key` in a file of lines `key number`.
+fn keyed(text: &str, key: &str) -> Option<u64> {
+    let of = |line: &str| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok();
+    text.lines().find_map(of)
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

@@ -1,0 +1,121 @@
+//! The back end for cgroup v2 (kernel: Documentation/admin-guide/cgroup-v2.rst): one hierarchy.
+
+use super::find::V2Place;
+use super::limits::CPU_PERIOD_US;
+use super::{
+    Backend, Controllers, GroupError, GroupName, Limits, Usage, keyed, number, read, write,
+};
+use dayfly_sys::group::Entry;
+use rustix::fs::{Mode, OFlags};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The weight of `main` against all VMs together, which have the usual 100: without the daemon no
+/// VM is created or removed.
+const MAIN_WEIGHT: &str = "10000";
+
+#[derive(Debug)]
+pub(super) struct V2 {
+    place: V2Place,
+    /// The tree, as a list of one.
+    tree: [PathBuf; 1],
+}
+
+impl V2 {
+    pub(super) fn new(place: V2Place, name: &str) -> Self {
+        let tree = [place.base.join(name)];
+        Self { place, tree }
+    }
+
+    fn at(&self, group: &Path, file: &str) -> PathBuf {
+        self.tree[0].join(group).join(file)
+    }
+
+    /// Gives the groups in `folder` all controllers that it has itself.
+    fn enable_in(folder: &Path) -> io::Result<()> {
+        let available = read(&folder.join("cgroup.controllers")).unwrap_or_default();
+        for name in ["cpu", "memory", "pids"] {
+            if available.split_whitespace().any(|other| other == name) {
+                write(&folder.join("cgroup.subtree_control"), &format!("+{name}"))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Backend for V2 {
+    fn folders(&self) -> &[PathBuf] {
+        &self.tree
+    }
+
+    fn controllers(&self) -> Controllers {
+        let given = read(&self.at("vms".as_ref(), "cgroup.subtree_control")).unwrap_or_default();
+        let has = |name| given.split_whitespace().any(|other| other == name);
+        Controllers { cpu: has("cpu"), memory: has("memory"), pids: has("pids") }
+    }
+
+    fn enable(&self, group: &Path) -> io::Result<()> {
+        if group == Path::new("") {
+            Self::enable_in(&self.place.base)?;
+        }
+        Self::enable_in(&self.tree[0].join(group))
+    }
+
+    fn entry(&self, group: &Path) -> io::Result<Entry> {
+        let (path, flags) = (self.at(group, ""), OFlags::RDONLY | OFlags::DIRECTORY);
+        let folder = rustix::fs::open(&path, flags | OFlags::CLOEXEC, Mode::empty());
+        folder.map(Entry::Folder).map_err(|e| super::named(&path)(e.into()))
+    }
+
+    fn set(&self, group: &Path, limits: &Limits) -> Result<(), GroupError> {
+        let set = |file, limit, value: Option<String>| match value {
+            Some(value) => write(&self.at(group, file), &value).map_err(GroupError::refused(limit)),
+            None => Ok(()),
+        };
+        let quota = limits.cpu_quota_us().map(|us| format!("{us} {CPU_PERIOD_US}"));
+        set("cpu.max", "cpu_max", quota)?;
+        set("cpu.weight", "cpu_weight", limits.cpu_weight.map(|weight| weight.to_string()))?;
+        let memory = limits.memory_max_bytes.map(|bytes| bytes.to_string());
+        set("memory.max", "memory_max", memory)?;
+        set("pids.max", "pids_max", limits.pids_max.map(|most| most.to_string()))
+    }
+
+    fn usage(&self, group: &Path) -> io::Result<Usage> {
+        let path = self.at(group, "cpu.stat");
+        // Each group has this file, with or without the controller.
+        let cpu = std::fs::read_to_string(&path).map_err(super::named(&path))?;
+        let events = read(&self.at(group, "memory.events")).unwrap_or_default();
+        let cpu = |key| keyed(&cpu, key).unwrap_or(0);
+        Ok(Usage {
+            cpu_us: cpu("usage_usec"),
+            cpu_user_us: cpu("user_usec"),
+            cpu_system_us: cpu("system_usec"),
+            memory_bytes: number(&self.at(group, "memory.current")),
+            memory_peak_bytes: number(&self.at(group, "memory.peak")),
+            oom_kills: keyed(&events, "oom_kill").unwrap_or(0),
+            at_memory_limit: keyed(&events, "max").unwrap_or(0),
+        })
+    }
+
+    fn reset(&self, _group: &Path) -> io::Result<bool> {
+        // Neither cpu.stat nor memory.peak can be reset for all readers.
+        Ok(false)
+    }
+
+    fn join_main(&self) -> io::Result<()> {
+        if !self.place.joins {
+            return Ok(());
+        }
+        if self.controllers().cpu {
+            write(&self.at(&GroupName::Main.path(), "cpu.weight"), MAIN_WEIGHT)?;
+        }
+        write(&self.at(&GroupName::Main.path(), "cgroup.procs"), "0")
+    }
+
+    fn leave_main(&self) -> io::Result<()> {
+        if !self.place.joins {
+            return Ok(());
+        }
+        write(&self.place.own.join("cgroup.procs"), "0")
+    }
+}
