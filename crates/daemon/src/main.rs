@@ -112,7 +112,7 @@ fn reserve(text: &str) -> Result<Reserve, String> {
 fn group_root(text: &str) -> Result<Root, String> {
     match text {
         "none" => Ok(Root::Nowhere),
-        path if path.starts_with('/') && !path.split('/').any(|part| part == "..") => {
+        path if path.starts_with('/') && !path.split('/').any(|name| name == "..") => {
             Ok(Root::At(path.into()))
         }
         _ => Err("expected an absolute path of a group, such as /dayfly, or none".to_owned()),

@@ -130,7 +130,7 @@ fn refused(error: GroupError) -> ApiError {
         GroupError::NoController { .. } => ErrorCode::Invalid,
         GroupError::Refused { .. } => ErrorCode::Internal,
     };
-    ApiError::new(code, dayfly_units::error::chain(&error))
+    ApiError::new(code, error)
 }
 
 /// Checks what can be checked of limits without the host.

@@ -22,7 +22,7 @@ use crate::model::facts::Facts;
 use crate::model::state::Phase;
 use crate::net::Attachment;
 use crate::ops::{
-    expiry, interrupted, own_program, remove, save, space, sweep, unadopted, volumes,
+    classify, expiry, interrupted, own_program, remove, save, space, sweep, unadopted, volumes,
 };
 use crate::templates::pagers::{PAGER_NAME, end_with, pager_lives};
 use crate::vm::Vm;
@@ -246,8 +246,8 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
         return Ok(None);
     }
     let exit = (verdict == Verdict::MarkExited).then(|| {
-        let exit = remove::classify_exit(read_json(&dir.exit()), record.live.kill_asked);
-        remove::classify_expired(exit, record.live.expired)
+        let exit = classify::classify_exit(read_json(&dir.exit()), record.live.kill_asked);
+        classify::classify_expired(exit, record.live.expired)
     });
     let of_this_boot = record.is_of_this_boot();
     let vmm = record.live.process.filter(|_| record.is_of_this_boot());
@@ -258,10 +258,10 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
     let exit = exit.map(|exit| {
         let usage = group.as_ref().and_then(GroupLease::usage);
         let exit = match record.uid {
-            Some(uid) => remove::classify_memory(exit, vmm, uid, usage),
+            Some(uid) => classify::classify_memory(exit, vmm, uid, usage),
             None => exit,
         };
-        remove::billed(exit, usage)
+        classify::billed(exit, usage)
     });
     let same = record.clone();
     let vm: Vm = record.into_vm(dir);

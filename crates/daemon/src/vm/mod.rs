@@ -18,17 +18,19 @@
 //!
 //! Below them come locks that are held for a few instructions and never across an `await`. First
 //! `end_announced`, then the registry's lock, then `live`, then one of `process`, `pin`, `memory`,
-//! `backing`, `attachment`, `group`, `space`, `volumes` and `has_slot`. The drop of a pin or a template may
-//! remove files, so it happens after `live` is released: readers of `live` must not wait for the
-//! disk.
+//! `backing`, `attachment`, `group`, `space`, `volumes` and `has_slot`. The drop of a pin or a
+//! template may remove files, so it happens after `live` is released: readers of `live` must not
+//! wait for the disk.
 
 pub mod available;
 pub mod batch;
 pub mod budget;
+mod group;
 mod pins;
 pub mod record;
 pub mod registry;
 pub mod requests;
+mod shown;
 pub mod space;
 pub mod survey;
 pub mod uids;
@@ -36,7 +38,6 @@ pub mod unknown;
 mod volumes;
 mod waiting;
 
-use volumes::shown_volumes;
 pub use volumes::{OpenVolume, OpenVolumes};
 
 use crate::base::config::VmDir;
@@ -52,7 +53,6 @@ use crate::templates::memory_backing::MemoryBacking;
 use crate::vm::unknown::Carried;
 use budget::Reservation;
 use dayfly_api::types::{self, ErrorCode, VmExit};
-use dayfly_host::groups::Usage;
 use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId, sync::lock};
@@ -99,7 +99,7 @@ pub struct Vm {
     pub launching: Arc<tokio::sync::Mutex<()>>,
     live: Mutex<Live>,
     process: Mutex<Option<Arc<Process>>>,
-    group: Mutex<Option<GroupLease>>,
+    group: Mutex<Option<Arc<GroupLease>>>,
     pin: Mutex<Option<Pin>>,
     memory: Mutex<Option<Reservation>>,
     backing: Mutex<Option<MemoryBacking>>,
@@ -135,7 +135,7 @@ pub struct Remains {
     _pin: Option<Pin>,
     _backing: Option<MemoryBacking>,
     _attachment: Attachment,
-    _group: Option<GroupLease>,
+    _group: Option<Arc<GroupLease>>,
     /// The last field, because fields are dropped in this order: a VM that is gone keeps nothing.
     _gone: Option<MarkGone>,
 }
@@ -294,43 +294,6 @@ impl Vm {
     pub fn hold(&self, process: Arc<Process>) {
         lock(&self.live).process = Some(process.id());
         *lock(&self.process) = Some(process);
-    }
-
-    /// Gives it the control group of its VMM until it ends, and sets its limits. `None`: its VMM is
-    /// in the daemon's group. Makes no system call if it has no limits.
-    ///
-    /// # Errors
-    /// A limit cannot be set.
-    pub fn keep_group(&self, group: Option<GroupLease>) -> Outcome<()> {
-        let Facts { limits, memory_bytes, .. } = &self.facts;
-        let limited = match &group {
-            Some(group) => group.limit(limits, *memory_bytes),
-            None if limits.is_none() => Ok(()),
-            None => Err(ApiError::internal(
-                "limits: its VMM has no control group; the daemon's log says why",
-            )),
-        };
-        lock(&self.live).group = group.as_ref().map(GroupLease::number);
-        *lock(&self.group) = group;
-        limited
-    }
-
-    /// Gives it the control group that it has had from an earlier daemon on, with its limits.
-    pub fn adopt_group(&self, group: Option<GroupLease>) {
-        *lock(&self.group) = group;
-    }
-
-    /// What its processes have used; `None` if it has no control group. Blocks for some
-    /// microseconds.
-    #[must_use]
-    pub fn usage(&self) -> Option<Usage> {
-        lock(&self.group).as_ref()?.usage()
-    }
-
-    /// Takes its control group, when its process is gone. The next VM may get it when
-    /// it is dropped.
-    pub(crate) fn take_group(&self) -> Option<GroupLease> {
-        lock(&self.group).take()
     }
 
     /// Its VMM; `None` before it was started and after it ended.
@@ -510,35 +473,5 @@ impl Vm {
     /// Gives up its slot; `false` if it has none any more.
     pub(crate) fn drop_slot(&self) -> bool {
         std::mem::replace(&mut *lock(&self.has_slot), false)
-    }
-
-    /// The VM in the API's form, as `dayfly ps` shows it.
-    #[must_use]
-    pub fn shown(&self) -> types::Vm {
-        let live = self.live();
-        let facts = self.facts.clone();
-        types::Vm {
-            id: self.id,
-            name: self.name.clone(),
-            state: live.phase.shown(self.no_space().is_some()),
-            paused_for: live.phase.paused_for(self.no_space().is_some()),
-            exit: live.exit,
-            snapshot: facts.snapshot,
-            forked_from: facts.fork.from,
-            image: facts.image,
-            kernel: facts.kernel.name,
-            vcpus: facts.vcpus,
-            memory_bytes: facts.memory_bytes,
-            created_unix_ms: facts.created_unix_ms,
-            ready_us: live.ready_us,
-            ephemeral: facts.ephemeral,
-            auto_remove: facts.auto_remove,
-            ends_unix_ms: live.deadline.map(|deadline| deadline.unix_ms),
-            program: live.program,
-            network: live.network,
-            volumes: shown_volumes(&facts.volumes, &live.volumes),
-            labels: facts.labels,
-            problem: self.problem(),
-        }
     }
 }

@@ -2,91 +2,18 @@
 //!
 //! | host | base |
 //! |---|---|
-//! | v2 has a controller cpu, memory or pids | the daemon's own group, if it is the root or delegated to it |
+//! | v2 has a controller cpu, memory or pids | the daemon's own group, if that is the root |
+//! | | the group around it, if it is `main` and the other is delegated |
 //! | v1 | the daemon's own group in each hierarchy of cpu, cpuacct, memory and pids |
 //! | a path is given | the group with that path, which is made |
 //!
-//! In v2 a group that gives controllers to others has no processes of its own, unless it is the
-//! root. So the group of a service is used only if systemd has put the daemon into a group `main`
+//! In v2 a group that gives controllers to others contains no process itself, unless it is the root. So the group of a service is used only if systemd has put the daemon into a group `main`
 //! below it (`Delegate=yes` and `DelegateSubgroup=main`, systemd.resource-control(5)).
 
-use super::v1::Hierarchy;
+use super::files::{named, read};
+use super::place::{Hierarchy, NoGroups, Place, Root, V2Place};
 use rustix::fs::getxattr;
-use std::io;
 use std::path::{Path, PathBuf};
-
-/// Where a daemon has its groups.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub enum Root {
-    /// It has none.
-    #[default]
-    Nowhere,
-    /// In its own group.
-    Own,
-    /// In the group with this absolute path, as `/proc/<pid>/cgroup` shows paths.
-    At(PathBuf),
-}
-
-/// Why a daemon has no groups.
-#[derive(Debug, thiserror::Error)]
-pub enum NoGroups {
-    /// It was started without.
-    #[error("dayflyd was started with --group-root none")]
-    Off,
-    /// No hierarchy has a controller that is used.
-    #[error("no cgroup hierarchy with the controllers cpu, memory or pids is mounted")]
-    Nowhere,
-    /// The group that the daemon is in belongs to another program.
-    #[error(
-        "the group {} is not delegated to dayflyd: let systemd delegate it (Delegate=yes and \
-         DelegateSubgroup=main), or name another with --group-root",
-        .0.display()
-    )]
-    NotDelegated(PathBuf),
-    /// Another daemon uses the tree.
-    #[error("{}: another dayflyd uses it", .0.display())]
-    Taken(PathBuf),
-    /// `/proc` cannot be read.
-    #[error("looking for cgroups: {0}")]
-    Proc(#[source] io::Error),
-    /// A folder cannot be made.
-    #[error("making control groups: {0}; start dayflyd as root")]
-    Making(#[source] io::Error),
-}
-
-impl NoGroups {
-    pub(super) const fn making(source: io::Error) -> Self {
-        Self::Making(source)
-    }
-}
-
-/// The folders that the tree is made in.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Place {
-    V1(Vec<Hierarchy>),
-    V2(V2Place),
-}
-
-/// A folder of cgroup v2.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct V2Place {
-    /// The folder in which the tree is made.
-    pub(super) base: PathBuf,
-    /// The folder of the group that this process is in.
-    pub(super) own: PathBuf,
-    /// Whether this process moves into `main`.
-    pub(super) joins: bool,
-}
-
-impl Place {
-    pub(super) fn bases(&self) -> impl Iterator<Item = &Path> {
-        let (v1, v2) = match self {
-            Self::V1(hierarchies) => (hierarchies.as_slice(), None),
-            Self::V2(place) => (&[][..], Some(place.base.as_path())),
-        };
-        v1.iter().map(|hierarchy| hierarchy.base.as_path()).chain(v2)
-    }
-}
 
 /// A mounted hierarchy.
 #[derive(Debug, PartialEq, Eq)]
@@ -205,7 +132,7 @@ fn is_delegated(folder: &Path) -> bool {
 
 /// Whether the v2 hierarchy has a controller that is used. A host may mount it without, beside v1.
 fn has_controllers(mount: &Mount) -> bool {
-    let text = super::read(&mount.point.join("cgroup.controllers")).unwrap_or_default();
+    let text = read(&mount.point.join("cgroup.controllers")).unwrap_or_default();
     text.split_whitespace().any(|name| ["cpu", "memory", "pids"].contains(&name))
 }
 
@@ -227,7 +154,7 @@ pub(super) fn place(root: &Root) -> Result<Place, NoGroups> {
     }
     if matches!(root, Root::At(_)) {
         for base in place.bases() {
-            std::fs::create_dir_all(base).map_err(|e| NoGroups::making(super::named(base)(e)))?;
+            std::fs::create_dir_all(base).map_err(|e| NoGroups::making(named(base)(e)))?;
         }
     }
     Ok(place)

@@ -11,83 +11,35 @@
 //!    vms/<n>/                 one VMM: vCPUs, devices
 //! ```
 //!
-//! Two back ends do the same: [`v2`] for the unified hierarchy and [`v1`] for one hierarchy for each
-//! controller. [`find`] chooses the back end and the base.
+//! Two back ends do the same: [`v2`] for the unified hierarchy, and [`v1`] for one hierarchy for
+//! each controller. [`find`] chooses the back end and the base.
 //!
 //! Groups are made before they are needed, and a process is made in its group
 //! ([`dayfly_sys::group`]), because moving one waits for a grace period. A group is removed only if
 //! no process is in it: the kernel refuses otherwise, so that no mistake here ends a VM.
 
+mod backend;
+mod files;
 mod find;
 mod limits;
+mod name;
+mod place;
 mod tree;
 mod v1;
 mod v2;
 
-pub use find::{NoGroups, Root};
 pub use limits::{Controllers, GroupError, Limits, Usage};
-pub use tree::tag;
+pub use name::GroupName;
+pub use place::{NoGroups, Root};
 
+use backend::Backend;
 use dayfly_sys::group::Entry;
-use find::Place;
-use std::fmt;
+use files::named;
+use name::PARENTS;
+use place::Place;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
-
-/// A group of a daemon's tree.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum GroupName {
-    /// The daemon's own.
-    Main,
-    /// That of a pager.
-    Template(u32),
-    /// That of a VM.
-    Vm(u32),
-}
-
-/// The folders of the tree that contain groups.
-const PARENTS: [&str; 2] = ["templates", "vms"];
-
-impl GroupName {
-    /// The group's path in the tree.
-    #[must_use]
-    pub fn path(self) -> PathBuf {
-        self.to_string().into()
-    }
-}
-
-impl fmt::Display for GroupName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Main => f.write_str("main"),
-            Self::Template(number) => write!(f, "templates/{number}"),
-            Self::Vm(number) => write!(f, "vms/{number}"),
-        }
-    }
-}
-
-/// What the two versions of the interface do differently. `group` is a path in the tree.
-trait Backend: fmt::Debug + Send + Sync {
-    /// The tree's folder in each hierarchy.
-    fn folders(&self) -> &[PathBuf];
-    /// What can be limited.
-    fn controllers(&self) -> Controllers;
-    /// Gives the folder `group` of the tree its controllers for the groups in it.
-    fn enable(&self, group: &Path) -> io::Result<()>;
-    /// How a new process enters the group.
-    fn entry(&self, group: &Path) -> io::Result<Entry>;
-    /// Sets the given limits; the others stay.
-    fn set(&self, group: &Path, limits: &Limits) -> Result<(), GroupError>;
-    /// What the group's processes have used.
-    fn usage(&self, group: &Path) -> io::Result<Usage>;
-    /// Makes a group without processes as a new one. `false`: it cannot be, and is to be removed.
-    fn reset(&self, group: &Path) -> io::Result<bool>;
-    /// Moves this process into `main`.
-    fn join_main(&self) -> io::Result<()>;
-    /// Moves this process back to where it was.
-    fn leave_main(&self) -> io::Result<()>;
-}
 
 /// The tree of groups of one daemon. No other process of dayfly uses it meanwhile.
 #[derive(Debug)]
@@ -277,34 +229,6 @@ impl Groups {
         }
         Ok(())
     }
-}
-
-/// Adds the path to an error of the file system.
-fn named(path: &Path) -> impl FnOnce(io::Error) -> io::Error {
-    move |e| io::Error::new(e.kind(), format!("{}: {e}", path.display()))
-}
-
-/// Writes a file of a group.
-fn write(path: &Path, text: &str) -> io::Result<()> {
-    // Without O_CREAT, because the file of a missing controller cannot be made.
-    let file = File::options().write(true).open(path).map_err(named(path))?;
-    io::Write::write_all(&mut &file, text.as_bytes()).map_err(named(path))
-}
-
-/// Reads a file of a group; `None` if there is none, as without its controller.
-fn read(path: &Path) -> Option<String> {
-    std::fs::read_to_string(path).ok()
-}
-
-/// Reads a number.
-fn number(path: &Path) -> Option<u64> {
-    read(path)?.trim().parse().ok()
-}
-
-/// The number after `key` in a file of lines `key number`.
-fn keyed(text: &str, key: &str) -> Option<u64> {
-    let of = |line: &str| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok();
-    text.lines().find_map(of)
 }
 
 #[cfg(test)]

@@ -1,4 +1,6 @@
-use super::find::{V2Place, mounts, v1 as places_v1, v2 as place_v2};
+use super::files::keyed;
+use super::find::{mounts, v1 as places_v1, v2 as place_v2};
+use super::place::{Hierarchy, V2Place};
 use super::*;
 use crate::process::{Ended, Process};
 use crate::spawn::{Program, Spawn};
@@ -20,7 +22,7 @@ fn the_bases_of_v1_are_the_daemon_s_own_groups_or_the_given_one() {
     assert_eq!(found.len(), 5);
     let shown = |root: &Root| {
         let found = places_v1(&found, V1_OWN, root);
-        let text = |of: &v1::Hierarchy| {
+        let text = |of: &Hierarchy| {
             format!("{} {} {}", of.controllers.join("+"), of.base.display(), of.own.display())
         };
         found.iter().map(text).collect::<Vec<_>>()

@@ -4,7 +4,9 @@
 //! attribute names the run folder. So a later daemon with another run folder can remove a tree that
 //! no daemon will use again.
 
-use super::{NoGroups, PARENTS, named};
+use super::files::named;
+use super::name::PARENTS;
+use super::place::NoGroups;
 use rustix::fs::{FlockOperation, Mode, OFlags, XattrFlags, flock, getxattr, setxattr};
 use rustix::io::Errno;
 use std::ffi::OsStr;
@@ -21,10 +23,9 @@ const RUN: &str = "trusted.dayfly.run";
 /// The longest path of a run folder that is read.
 const MOST_BYTES: usize = 4096;
 
-/// What tells the trees of daemons apart: a digest of the run folder (FNV-1a), because names of
+/// The number by which trees of daemons differ: a digest of the run folder (FNV-1a), because names of
 /// groups are short. Two run folders with one digest would share a tree, which its lock prevents.
-#[must_use]
-pub fn tag(run: &Path) -> u64 {
+fn tag(run: &Path) -> u64 {
     let mix = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
     run.as_os_str().as_bytes().iter().fold(0xcbf2_9ce4_8422_2325, mix)
 }

@@ -1,9 +1,11 @@
-//! The back end for cgroup v1 (kernel: Documentation/admin-guide/cgroup-v1): each controller has a
-//! hierarchy of its own, or shares one.
+//! The back end for cgroup v1 (kernel: Documentation/admin-guide/cgroup-v1): each controller has its
+//! own hierarchy, or shares one.
 
-use super::{
-    Backend, Controllers, GroupError, GroupName, Limits, Usage, keyed, number, read, write,
-};
+use super::backend::Backend;
+use super::files::{keyed, named, number, read, write};
+use super::limits::{Controllers, GroupError, Limits, Usage};
+use super::name::GroupName;
+use super::place::Hierarchy;
 use dayfly_sys::group::Entry;
 use std::fs::File;
 use std::io;
@@ -16,19 +18,6 @@ const LEFT_BYTES: u64 = 1 << 20;
 const WEIGHT: u64 = 100;
 const SHARES: u64 = 1024;
 const SHARES_RANGE: (u64, u64) = (2, 262_144);
-
-/// A hierarchy in which the tree is.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Hierarchy {
-    /// The group in which the tree is made.
-    pub(super) base: PathBuf,
-    /// The group of this process.
-    pub(super) own: PathBuf,
-    /// Those of its controllers that are used.
-    pub(super) controllers: Vec<String>,
-    /// Whether this process moves into `main`.
-    pub(super) joins: bool,
-}
 
 #[derive(Debug)]
 pub(super) struct V1 {
@@ -93,7 +82,7 @@ impl Backend for V1 {
     fn entry(&self, group: &Path) -> io::Result<Entry> {
         let open = |folder: &PathBuf| {
             let path = folder.join(group).join("tasks");
-            let file = File::options().write(true).open(&path).map_err(super::named(&path))?;
+            let file = File::options().write(true).open(&path).map_err(named(&path))?;
             Ok(file.into())
         };
         self.folders.iter().map(open).collect::<io::Result<_>>().map(Entry::Tasks)

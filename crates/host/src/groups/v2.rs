@@ -1,10 +1,10 @@
 //! The back end for cgroup v2 (kernel: Documentation/admin-guide/cgroup-v2.rst): one hierarchy.
 
-use super::find::V2Place;
-use super::limits::CPU_PERIOD_US;
-use super::{
-    Backend, Controllers, GroupError, GroupName, Limits, Usage, keyed, number, read, write,
-};
+use super::backend::Backend;
+use super::files::{keyed, named, number, read, write};
+use super::limits::{CPU_PERIOD_US, Controllers, GroupError, Limits, Usage};
+use super::name::GroupName;
+use super::place::V2Place;
 use dayfly_sys::group::Entry;
 use rustix::fs::{Mode, OFlags};
 use std::io;
@@ -64,7 +64,7 @@ impl Backend for V2 {
     fn entry(&self, group: &Path) -> io::Result<Entry> {
         let (path, flags) = (self.at(group, ""), OFlags::RDONLY | OFlags::DIRECTORY);
         let folder = rustix::fs::open(&path, flags | OFlags::CLOEXEC, Mode::empty());
-        folder.map(Entry::Folder).map_err(|e| super::named(&path)(e.into()))
+        folder.map(Entry::Folder).map_err(|e| named(&path)(e.into()))
     }
 
     fn set(&self, group: &Path, limits: &Limits) -> Result<(), GroupError> {
@@ -83,7 +83,7 @@ impl Backend for V2 {
     fn usage(&self, group: &Path) -> io::Result<Usage> {
         let path = self.at(group, "cpu.stat");
         // Each group has this file, with or without the controller.
-        let cpu = std::fs::read_to_string(&path).map_err(super::named(&path))?;
+        let cpu = std::fs::read_to_string(&path).map_err(named(&path))?;
         let events = read(&self.at(group, "memory.events")).unwrap_or_default();
         let cpu = |key| keyed(&cpu, key).unwrap_or(0);
         Ok(Usage {

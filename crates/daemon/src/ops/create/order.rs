@@ -62,25 +62,41 @@ pub enum Origin {
 }
 
 impl Order {
-    /// The order for a `create` request, whose volumes were checked to be `volumes`.
+    /// The order for a VM of `origin` that a client uses until it is removed, with all else as
+    /// usual.
     #[must_use]
-    pub fn create(request: CreateRequest, volumes: Vec<VolumeFacts>) -> Self {
+    pub const fn of(origin: Origin) -> Self {
         Self {
-            origin: Origin::Source(request.source),
-            name: request.name,
-            labels: request.labels,
-            forks: request.forks,
-            lifetime: request.lifetime,
+            origin,
+            name: None,
+            labels: BTreeMap::new(),
+            forks: 0,
+            lifetime: Lifetime::UNLIMITED,
             until: None,
             ephemeral: false,
             purpose: Purpose::User,
-            network: Some(request.network),
-            volumes: Some(volumes),
-            limits: Some(request.limits),
+            network: None,
+            volumes: None,
+            limits: None,
             next: None,
             entrypoint: None,
             request: None,
             batch: None,
+        }
+    }
+
+    /// The order for a `create` request, whose volumes were checked to be `volumes`.
+    #[must_use]
+    pub fn create(request: CreateRequest, volumes: Vec<VolumeFacts>) -> Self {
+        Self {
+            name: request.name,
+            labels: request.labels,
+            forks: request.forks,
+            lifetime: request.lifetime,
+            network: Some(request.network),
+            volumes: Some(volumes),
+            limits: Some(request.limits),
+            ..Self::of(Origin::Source(request.source))
         }
     }
 }
