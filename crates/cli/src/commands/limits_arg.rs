@@ -43,11 +43,8 @@ impl LimitArgs {
 
 /// Parses a number of CPUs with at most three decimals to thousandths of a CPU.
 fn millicpus(text: &str) -> Result<u32, String> {
-    let wrong = || {
-        format!(
-            "{text:?}: expected CPUs of the host from 0.01 on, such as 1.5, with at most three decimals"
-        )
-    };
+    let wrong =
+        || format!("{text:?}: expected CPUs such as 1.5, at least 0.01, 3 decimals at most");
     let (whole, decimals) = text.split_once('.').unwrap_or((text, "0"));
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     if !digits(whole) || !digits(decimals) || decimals.len() > 3 {

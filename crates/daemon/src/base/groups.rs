@@ -16,21 +16,25 @@
 use crate::base::error::ApiError;
 use dayfly_api::types::{ErrorCode, VmLimits, VmUsage};
 use dayfly_host::groups::{GroupError, GroupName, Groups, Limits, NoGroups, Root, Usage};
+use dayfly_host::priority::background;
 use dayfly_sys::group::Entry;
 use dayfly_units::sync::lock;
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::Duration;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// The groups that wait for a VMM after a start, and the most that wait after VMs have ended. A
 /// group takes about 42 KiB of the kernel's memory.
 const READY: usize = 8;
-const MOST_READY: usize = 256;
+const MOST_READY: usize = 512;
 
 /// How long a returned group waits for the end of a process that is still in it.
 const PAUSE: Duration = Duration::from_millis(20);
+/// The same of a group that an earlier daemon left.
+const LEFT_PAUSE: Duration = Duration::from_secs(1);
 
 /// Part of RAM that page tables of guest and VMM take: two tables of 8 bytes for each 4 KiB, and
 /// the levels above.
@@ -54,6 +58,7 @@ struct Stock {
     groups: Groups,
     state: Mutex<State>,
     changed: Condvar,
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 #[derive(Debug, Default)]
@@ -62,6 +67,9 @@ struct State {
     own: BTreeSet<GroupName>,
     ready: VecDeque<(GroupName, Entry)>,
     returned: Vec<GroupName>,
+    /// Groups of an earlier daemon whose processes this daemon does not know, such as a pager. They
+    /// are removed when they are empty.
+    left: Vec<GroupName>,
     /// The next number of a new group.
     next: u32,
     ended: bool,
@@ -186,11 +194,13 @@ impl GroupStock {
         });
         let next = last.max().map_or(0, |last| last.wrapping_add(1));
         let state = Mutex::new(State { next, ..State::default() });
-        let stock = Arc::new(Stock { groups, state, changed: Condvar::new() });
+        let (changed, thread) = (Condvar::new(), Mutex::default());
+        let stock = Arc::new(Stock { groups, state, changed, thread });
         let keeper = stock.clone();
         let thread = std::thread::Builder::new().name("groups".to_owned());
-        if let Err(e) = thread.spawn(move || dayfly_host::priority::background(|| keeper.keep())) {
-            tracing::warn!("control groups are not made ahead: {e}");
+        match thread.spawn(move || background(|| keeper.keep())) {
+            Ok(thread) => *lock(&stock.thread) = Some(thread),
+            Err(e) => tracing::warn!("control groups are not made ahead: {e}"),
         }
         Self(Ok(stock))
     }
@@ -259,16 +269,40 @@ impl GroupStock {
         new.then(|| GroupLease { name, stock: stock.clone() })
     }
 
+    /// Takes over the groups of an earlier daemon that were not adopted. They are removed when they
+    /// are empty, which ends no process.
+    pub fn take_the_rest(&self) {
+        let Ok(stock) = &self.0 else { return };
+        let found = stock.groups.list().unwrap_or_else(|e| {
+            tracing::warn!("control groups of an earlier daemon: {e}");
+            Vec::new()
+        });
+        let mut state = lock(&stock.state);
+        for name in found {
+            if state.own.insert(name) {
+                state.left.push(name);
+            }
+        }
+        drop(state);
+        stock.changed.notify_one();
+    }
+
     /// Removes the groups that nothing uses, and the tree if no VM is left. Groups that are
     /// returned later stay for the next daemon. Blocks.
     pub fn end(&self) {
         let Ok(stock) = &self.0 else { return };
-        let mut state = lock(&stock.state);
-        state.ended = true;
-        let ready = std::mem::take(&mut state.ready).into_iter().map(|(name, _)| name);
-        let unused: Vec<_> = ready.chain(std::mem::take(&mut state.returned)).collect();
-        drop(state);
+        lock(&stock.state).ended = true;
         stock.changed.notify_one();
+        let thread = lock(&stock.thread).take();
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread that makes control groups has panicked");
+        }
+        let mut state = lock(&stock.state);
+        let ready = std::mem::take(&mut state.ready).into_iter().map(|(name, _)| name);
+        let returned = std::mem::take(&mut state.returned);
+        let left = std::mem::take(&mut state.left);
+        let unused: Vec<_> = ready.chain(returned).chain(left).collect();
+        drop(state);
         for name in unused {
             stock.remove(name);
         }
@@ -310,24 +344,18 @@ impl Stock {
 
     /// Makes and takes back groups until the daemon ends.
     fn keep(&self) {
-        loop {
-            let returned = {
-                let mut state = lock(&self.state);
-                while !state.ended && state.returned.is_empty() && state.ready.len() >= READY {
-                    let woken = self.changed.wait(state);
-                    state = woken.unwrap_or_else(PoisonError::into_inner);
-                }
-                if state.ended {
-                    return;
-                }
-                std::mem::take(&mut state.returned)
-            };
-            let left: Vec<_> = returned.into_iter().filter(|name| !self.took_back(*name)).collect();
-            if !left.is_empty() {
+        while let Some((returned, left)) = self.work() {
+            let used: Vec<_> = returned.into_iter().filter(|name| !self.took_back(*name)).collect();
+            let left: Vec<_> = left.into_iter().filter(|name| !self.took_back(*name)).collect();
+            if !used.is_empty() {
                 std::thread::sleep(PAUSE);
-                lock(&self.state).returned.extend(left);
             }
-            if lock(&self.state).ready.len() < READY {
+            let mut state = lock(&self.state);
+            state.returned.extend(used);
+            state.left.extend(left);
+            let short = state.ready.len() < READY;
+            drop(state);
+            if short {
                 match self.make(GroupName::Vm) {
                     Ok(made) => self.add(made),
                     Err(e) => {
@@ -336,6 +364,28 @@ impl Stock {
                     }
                 }
             }
+        }
+    }
+
+    /// Waits for work. Returns the groups to take back; `None` at the end of the daemon.
+    fn work(&self) -> Option<(Vec<GroupName>, Vec<GroupName>)> {
+        let mut state = lock(&self.state);
+        let begun = Instant::now();
+        loop {
+            let look = !state.left.is_empty() && begun.elapsed() >= LEFT_PAUSE;
+            if state.ended {
+                return None;
+            }
+            if look || !state.returned.is_empty() || state.ready.len() < READY {
+                let left = if look { std::mem::take(&mut state.left) } else { Vec::new() };
+                return Some((std::mem::take(&mut state.returned), left));
+            }
+            state = if state.left.is_empty() {
+                self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+            } else {
+                let woken = self.changed.wait_timeout(state, LEFT_PAUSE);
+                woken.unwrap_or_else(PoisonError::into_inner).0
+            };
         }
     }
 

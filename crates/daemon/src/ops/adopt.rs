@@ -171,6 +171,7 @@ pub async fn adopt(daemon: &Arc<Daemon>) -> io::Result<JoinSet<VmId>> {
     };
     blocking(keep).await.map_err(io::Error::other)?;
     daemon.networks.adopted_all();
+    daemon.groups.take_the_rest();
     let same = daemon.clone();
     // Only after every VM has pinned its image and layers.
     let _ = blocking(move || {

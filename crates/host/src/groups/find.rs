@@ -7,8 +7,11 @@
 //! | v1 | the daemon's own group in each hierarchy of cpu, cpuacct, memory and pids |
 //! | a path is given | the group with that path, which is made |
 //!
-//! In v2 a group that gives controllers to others contains no process itself, unless it is the root. So the group of a service is used only if systemd has put the daemon into a group `main`
-//! below it (`Delegate=yes` and `DelegateSubgroup=main`, systemd.resource-control(5)).
+//! In v2 a group that gives controllers to others contains no process itself, unless it is the
+//! root, and none can enter it (EBUSY). So the group of a service is used only if systemd puts the
+//! daemon into a group `main` below it (`Delegate=yes` and `DelegateSubgroup=main`,
+//! systemd.resource-control(5), from systemd 254 on): an older systemd could not start the daemon
+//! again while VMs live. The unit of dayfly therefore gives a path outside of its own group.
 
 use super::files::{named, read};
 use super::place::{Hierarchy, NoGroups, Place, Root, V2Place};
@@ -106,16 +109,21 @@ pub(super) fn v2(
     let own = mount.folder(&own_path).ok_or(NoGroups::Nowhere)?;
     if let Root::At(path) = root {
         let base = mount.folder(path).ok_or(NoGroups::Nowhere)?;
-        return Ok(V2Place { base, own, joins: false });
+        // From the mounted group on.
+        let mut above: Vec<_> = base.ancestors().map(Path::to_owned).collect();
+        above.retain(|folder| folder.starts_with(&mount.point));
+        above.reverse();
+        return Ok(V2Place { base, own, above, joins: false });
     }
     if own_path == Path::new("/") {
-        return Ok(V2Place { base: own.clone(), own, joins: true });
+        return Ok(V2Place { base: own.clone(), above: vec![own.clone()], own, joins: true });
     }
     let service = own.parent().filter(|_| own_path.ends_with("main"));
     match service {
         // The daemon is in `main` of the service already.
         Some(service) if delegated(service) => {
-            Ok(V2Place { base: service.to_owned(), own, joins: false })
+            let base = service.to_owned();
+            Ok(V2Place { above: vec![base.clone()], base, own, joins: false })
         }
         _ => Err(NoGroups::NotDelegated(own_path)),
     }

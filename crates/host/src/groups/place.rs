@@ -38,7 +38,9 @@ pub enum NoGroups {
     #[error("looking for cgroups: {0}")]
     Proc(#[source] io::Error),
     /// A folder cannot be made.
-    #[error("making control groups: {0}; start dayflyd as root")]
+    #[error(
+        "making control groups: {0}; dayflyd needs root and a cgroup file system that it may write"
+    )]
     Making(#[source] io::Error),
 }
 
@@ -62,6 +64,8 @@ pub(super) struct V2Place {
     pub(super) base: PathBuf,
     /// The folder of the group that this process is in.
     pub(super) own: PathBuf,
+    /// The folders whose groups need controllers: `base`, and above it those that were given.
+    pub(super) above: Vec<PathBuf>,
     /// Whether this process moves into `main`.
     pub(super) joins: bool,
 }

@@ -46,19 +46,19 @@ fn a_group_of_v2_is_used_only_if_it_is_the_root_delegated_or_given() {
     let mounts = mounts("34 22 0:30 / /cg rw,nosuid - cgroup2 cgroup2 rw\n");
     let chosen = |own: &str, root: Root, delegated: bool| {
         let found = place_v2(&mounts[0], &format!("0::{own}\n"), &root, |_| delegated);
-        found.map(|place| (place.base, place.joins)).map_err(|e| e.to_string())
+        found.map(|place| (place.base, place.above.len(), place.joins)).map_err(|e| e.to_string())
     };
-    let base = |path: &str, joins| Ok((PathBuf::from(path), joins));
-    assert_eq!(chosen("/", Root::Own, false), base("/cg/", true));
+    let base = |path: &str, above, joins| Ok((PathBuf::from(path), above, joins));
+    assert_eq!(chosen("/", Root::Own, false), base("/cg/", 1, true));
     assert_eq!(
         chosen("/s.slice/d.service/main", Root::Own, true),
-        base("/cg/s.slice/d.service", false)
+        base("/cg/s.slice/d.service", 1, false)
     );
     for (own, delegated) in [("/s.slice/d.service", true), ("/s.slice/d.service/main", false)] {
         let refused = chosen(own, Root::Own, delegated).unwrap_err();
         assert!(refused.contains(own) && refused.contains("--group-root"), "{refused}");
     }
-    assert_eq!(chosen("/s.slice/d.service", Root::At("/x".into()), false), base("/cg/x", false));
+    assert_eq!(chosen("/s/d.service", Root::At("/x/y".into()), false), base("/cg/x/y", 3, false));
 }
 
 #[test]
@@ -198,8 +198,7 @@ fn a_group_of_v2_is_entered_by_a_new_process() {
     else {
         return; // a host with v1 alone, or a group of another program
     };
-    let V2Place { base, own, .. } = place;
-    let place = Place::V2(V2Place { base, own, joins: false });
+    let place = Place::V2(V2Place { joins: false, ..place });
     let groups = Groups::in_place(place, run.path()).unwrap();
     a_group_lives(&groups);
     let limits = Limits { pids_max: Some(9), ..Limits::default() };

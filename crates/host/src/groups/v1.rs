@@ -1,5 +1,5 @@
-//! The back end for cgroup v1 (kernel: Documentation/admin-guide/cgroup-v1): each controller has its
-//! own hierarchy, or shares one.
+//! The back end for cgroup v1 (kernel: Documentation/admin-guide/cgroup-v1): each controller has
+//! its own hierarchy, or shares one.
 
 use super::backend::Backend;
 use super::files::{keyed, named, number, read, write};

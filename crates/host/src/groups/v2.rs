@@ -56,7 +56,16 @@ impl Backend for V2 {
 
     fn enable(&self, group: &Path) -> io::Result<()> {
         if group == Path::new("") {
-            Self::enable_in(&self.place.base)?;
+            for folder in &self.place.above {
+                match Self::enable_in(folder) {
+                    // The root of a container is no root: it must have no process first.
+                    Err(e) if e.kind() == io::ErrorKind::ResourceBusy && self.place.joins => {
+                        self.join_main()?;
+                        Self::enable_in(folder)?;
+                    }
+                    enabled => enabled?,
+                }
+            }
         }
         Self::enable_in(&self.tree[0].join(group))
     }
