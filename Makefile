@@ -10,7 +10,7 @@ LONG ?= a_daemon_killed_at_every_step a_foreign_client a_silent_machine a_thousa
 	again:: docker_of_debian_runs egress:: lazy:: liar:: modules_load_in mounts:: of_qemu tour:: \
 	twenty_debian twenty_vms_on_a_full_disk volumes:: whatever_runs_beside zoo::
 
-# Fuzzing: seconds for each target, one target alone, targets at once (docs/fuzzing.md).
+# Fuzzing: seconds of CPU time for each target, one target alone, targets at once (docs/fuzzing.md).
 SECONDS ?= 60
 TARGET ?=
 JOBS ?= 1

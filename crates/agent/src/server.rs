@@ -286,7 +286,7 @@ impl Agent {
                 goes_on = matches!(reply, Reply::Ok);
                 conn.reply(&reply)
             }
-            Request::Exec(spec) => exec::run(&self.programs, conn, &spec),
+            Request::Exec(spec) => exec::run(&self.programs, conn, *spec),
             Request::ReadArchive { path } => archive::send(conn, &path),
             Request::WriteArchive { path } => archive::receive(conn, &path),
             Request::Log { .. }

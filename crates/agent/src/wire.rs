@@ -3,7 +3,7 @@
 
 use dayfly_api::agent::{
     Failure, FailureCode, FrameError, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, Reply,
-    decode_header,
+    StringsError, decode_header,
 };
 use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -62,6 +62,15 @@ pub enum WireError {
         /// Received bytes.
         got: usize,
     },
+    /// The arguments and the environment of a program are not what its request announces.
+    #[error("exec: {0}")]
+    Strings(#[from] StringsError),
+    /// They did not come in time.
+    #[error("exec: arguments and environment: not complete after {0:?}")]
+    Late(Duration),
+    /// Too many programs with long arguments start at once.
+    #[error("exec: long arguments: expected fewer programs that start at once; try again")]
+    Crowded,
     /// The socket failed.
     #[error("connection: {0}")]
     Io(Errno),
@@ -73,6 +82,10 @@ impl WireError {
     pub fn failure(&self) -> Option<Failure> {
         match self {
             Self::Closed | Self::Cut { .. } | Self::Io(_) => None,
+            Self::Strings(why) if why.is_too_long() => {
+                Some(Failure { code: FailureCode::NotPermitted, message: self.to_string() })
+            }
+            Self::Crowded => Some(Failure { code: FailureCode::Io, message: self.to_string() }),
             other => Some(Failure { code: FailureCode::Invalid, message: other.to_string() }),
         }
     }

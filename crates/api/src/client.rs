@@ -373,7 +373,7 @@ impl Client {
     /// [`ClientError`]; [`ClientError::Refused`] if the daemon or the agent did not start the
     /// program.
     pub async fn exec(&self, vm: &str, spec: &ExecSpec) -> Result<Exec> {
-        self.upgrade(&format!("/v1/vms/{}/exec", segment(vm)), spec).await
+        self.upgrade(&format!("/v1/vms/{}/exec", segment(vm)), spec.clone()).await
     }
 
     /// Runs a program in a VM to its end, and returns the first `max_output_bytes` of what it wrote
@@ -399,7 +399,7 @@ impl Client {
     /// # Errors
     /// As for [`Client::exec`].
     pub async fn run(&self, request: &RunRequest) -> Result<Exec> {
-        self.upgrade("/v1/run", request).await
+        self.upgrade("/v1/run", request.clone()).await
     }
 
     /// Connects to the vsock port of a program that runs in a VM. Each direction ends

@@ -2,6 +2,7 @@
 
 use crate::base::config::Config;
 use crate::base::groups::GroupStock;
+use crate::base::long_requests::LongRequests;
 use crate::base::metrics::Metrics;
 use crate::base::random::random;
 use crate::base::time::unix_ms;
@@ -59,6 +60,8 @@ pub struct Daemon {
     self_forks: UnboundedSender<(Arc<Vm>, UnixListener)>,
     /// Limits the VMMs that are made at once for waiting requests: two for each CPU.
     pub makers: Arc<Semaphore>,
+    /// Bounds the memory of programs with long arguments.
+    pub long_requests: LongRequests,
     /// Addresses, taps and names of VMs.
     pub networks: Networks,
     /// Warm VMMs and warm clones, made ahead of demand.
@@ -118,6 +121,7 @@ impl Daemon {
             )),
             groups,
             self_forks,
+            long_requests: LongRequests::default(),
             networks: Networks::new(&config, &addresses(&config)?),
             nodes,
             pool: Arc::new(Pool::new(config.pool)),

@@ -4,13 +4,14 @@
 
 use crate::run::minimise::minimise;
 use crate::run::process::{Folders, Order, run};
-use crate::run::summary::{Row, head};
+use crate::run::summary::{Row, head, write};
 use crate::{Target, targets};
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, Parser, Subcommand};
 use dayfly_units::sync::lock;
 use std::path::PathBuf;
 use std::sync::Mutex;
+use std::time::Duration;
 
 #[derive(Parser)]
 #[command(about = "Fuzzes every decoder")]
@@ -43,7 +44,7 @@ struct Runs {
     /// The folder for logs, corpora and crashes.
     #[arg(long, default_value = "target/fuzz")]
     out: PathBuf,
-    /// Seconds for each target.
+    /// Seconds of CPU time for each target; up to four times as long while it reaches new edges.
     #[arg(long, default_value_t = 60)]
     seconds: u64,
     /// Targets that run at once.
@@ -74,28 +75,29 @@ fn folders(runs: &Runs) -> Result<Folders> {
 
 fn fuzz(runs: &Runs, planted: bool) -> Result<()> {
     let folders = folders(runs)?;
+    let name = if planted { "planted.json" } else { "summary.json" };
+    let path = runs.out.join(name);
     println!("{}", head());
     let todo = Mutex::new(chosen(&runs.targets)?.into_iter());
     let rows: Mutex<Vec<Row>> = Mutex::default();
     let work = || -> Result<()> {
         loop {
             let Some(target) = lock(&todo).next() else { return Ok(()) };
-            let ran = run(&folders, target, Order { seconds: runs.seconds, planted })?;
+            let cpu = Duration::from_secs(runs.seconds);
+            let ran = run(&folders, target, Order { cpu, planted })?;
             let row = Row::of(target, ran, planted);
             println!("{}", row.line());
-            lock(&rows).push(row);
+            let mut rows = lock(&rows);
+            rows.push(row);
+            write(&path, &rows)?;
         }
     };
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..runs.jobs.max(1)).map(|_| scope.spawn(work)).collect();
         workers.into_iter().try_for_each(|worker| worker.join().expect("no panic"))
     })?;
-    let mut rows = std::mem::take(&mut *lock(&rows));
-    rows.sort_by_key(|row| row.target);
+    let rows = std::mem::take(&mut *lock(&rows));
     let executions: u64 = rows.iter().map(|row| row.executions).sum();
-    let name = if planted { "planted.json" } else { "summary.json" };
-    let path = runs.out.join(name);
-    std::fs::write(&path, serde_json::to_vec_pretty(&rows)?)?;
     println!("{executions} executions; figures in {}, logs beside it", path.display());
     for finding in rows.iter().flat_map(|row| &row.findings) {
         println!("finding: {}", finding.display());

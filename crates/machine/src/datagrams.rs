@@ -9,13 +9,13 @@
 use crate::places::{Connect, Place, Room, Rooms};
 use dayfly_machine_init::{MAX_DATAGRAM_BYTES, read_datagram};
 use rustix::net::SendFlags;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
 use std::io::{self, BufReader, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream, UdpSocket};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Weak};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 /// Datagrams of one flow that wait.
@@ -93,6 +93,77 @@ impl Drop for Waiting {
     }
 }
 
+/// The datagrams of one flow that wait, and whether it has ended.
+#[derive(Default)]
+struct Queue {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    waiting: VecDeque<Waiting>,
+    ended: bool,
+}
+
+/// What [`Queue::take`] waited for.
+enum Taken {
+    Datagram(Waiting),
+    Nothing,
+    End,
+}
+
+impl Queue {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a datagram, which is lost if too many wait. Gives it back if the flow has ended.
+    fn put(&self, datagram: Waiting) -> Result<(), Waiting> {
+        let mut state = self.state();
+        if state.ended {
+            return Err(datagram);
+        }
+        if state.waiting.len() < MAX_WAITING {
+            state.waiting.push_back(datagram);
+            self.changed.notify_one();
+        }
+        Ok(())
+    }
+
+    /// Waits for a datagram or the end, for a time at most.
+    fn take(&self, most: Duration) -> Taken {
+        let idle = |state: &mut State| state.waiting.is_empty() && !state.ended;
+        let (mut state, _) = self
+            .changed
+            .wait_timeout_while(self.state(), most, idle)
+            .unwrap_or_else(PoisonError::into_inner);
+        match state.waiting.pop_front() {
+            _ if state.ended => Taken::End,
+            Some(datagram) => Taken::Datagram(datagram),
+            None => Taken::Nothing,
+        }
+    }
+
+    fn has_ended(&self) -> bool {
+        self.state().ended
+    }
+
+    fn end(&self) {
+        *self.state() = State { waiting: VecDeque::new(), ended: true };
+        self.changed.notify_one();
+    }
+}
+
+/// A flow as the thread that receives sees it. Dropping it ends the flow.
+struct Flow(Arc<Queue>);
+
+impl Drop for Flow {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
+
 impl UdpPort {
     /// Starts the thread that receives.
     ///
@@ -128,9 +199,6 @@ struct Flows {
     stop: Arc<AtomicBool>,
 }
 
-/// Where a flow's datagrams wait, and whether the flow has ended.
-type Flow = (SyncSender<Waiting>, Arc<AtomicBool>);
-
 impl Flows {
     fn receive(&self, socket: &Arc<Socket>) {
         let mut flows: HashMap<SocketAddr, Flow> = HashMap::new();
@@ -138,7 +206,6 @@ impl Flows {
         loop {
             let received = socket.udp.recv_from(&mut buffer);
             if self.stop.load(Ordering::Acquire) {
-                // The flows' threads end with their channels.
                 return;
             }
             let Ok((count, client)) = received else { continue };
@@ -146,15 +213,14 @@ impl Flows {
             let Some(datagram) = Waiting::new(bytes, &self.rooms.waiting) else { continue };
             let datagram = match flows.get(&client) {
                 None => datagram,
-                Some(flow) => match flow.0.try_send(datagram) {
-                    Ok(()) | Err(TrySendError::Full(_)) => continue,
-                    // The flow has ended.
-                    Err(TrySendError::Disconnected(datagram)) => datagram,
+                Some(flow) => match flow.0.put(datagram) {
+                    Ok(()) => continue,
+                    Err(datagram) => datagram,
                 },
             };
-            flows.retain(|_, flow| !flow.1.load(Ordering::Acquire));
+            flows.retain(|_, flow| !flow.0.has_ended());
             if let Some(flow) = self.open(client, socket) {
-                let _ = flow.0.try_send(datagram);
+                let _ = flow.0.put(datagram);
                 flows.insert(client, flow);
             }
         }
@@ -163,27 +229,26 @@ impl Flows {
     /// A new flow, if there is a place for it.
     fn open(&self, client: SocketAddr, socket: &Arc<Socket>) -> Option<Flow> {
         let place = Place::take(&self.rooms, &self.of_port)?;
-        let (sender, receiver) = sync_channel(MAX_WAITING);
-        let ended = Arc::<AtomicBool>::default();
+        let flow = Flow(Arc::default());
         let (connect, to, idle) = (Arc::clone(&self.connect), self.to, self.idle);
-        let (socket, end) = (Arc::downgrade(socket), Arc::clone(&ended));
+        let (socket, queue) = (Arc::downgrade(socket), Arc::clone(&flow.0));
         let thread = std::thread::Builder::new().name("udp-flow".to_owned()).stack_size(128 << 10);
         let served = thread.spawn(move || {
             let _place = place;
             if let Ok(machine) = connect(to) {
                 // A flow whose connection breaks ends; the client's next datagram begins a new one.
-                let _ = serve(&machine, &receiver, (client, &socket), idle);
+                let _ = serve(&machine, &queue, (client, &socket), idle);
             }
-            end.store(true, Ordering::Release);
+            queue.end();
         });
-        served.ok().map(|_| (sender, ended))
+        served.ok().map(|_| flow)
     }
 }
 
 /// Serves one flow until it has been idle, or its port or connection ends.
 fn serve(
     machine: &TcpStream,
-    datagrams: &Receiver<Waiting>,
+    datagrams: &Queue,
     (client, socket): (SocketAddr, &Weak<Socket>),
     idle: Idle,
 ) -> io::Result<()> {
@@ -194,6 +259,7 @@ fn serve(
         let back = std::thread::Builder::new().stack_size(128 << 10);
         back.spawn_scoped(scope, || {
             let _ = send_answers(machine, client, socket, &answers);
+            datagrams.end();
             let _ = machine.shutdown(Shutdown::Both);
         })?;
         let sent = send_questions(machine, datagrams, &answers, idle);
@@ -205,21 +271,21 @@ fn serve(
 /// Sends the client's datagrams into the machine.
 fn send_questions(
     mut machine: &TcpStream,
-    datagrams: &Receiver<Waiting>,
+    datagrams: &Queue,
     answers: &AtomicUsize,
     idle: Idle,
 ) -> io::Result<()> {
     let (mut seen, mut lasting) = (0, false);
     loop {
         let most = if lasting { idle.lasting } else { idle.once };
-        match datagrams.recv_timeout(most) {
-            Ok(datagram) => {
+        match datagrams.take(most) {
+            Taken::Datagram(datagram) => {
                 lasting |= answers.load(Ordering::Relaxed) > 0;
                 let length = u16::try_from(datagram.bytes.len()).map_err(io::Error::other)?;
                 machine.write_all(&[&length.to_be_bytes()[..], &datagram.bytes].concat())?;
             }
-            Err(RecvTimeoutError::Disconnected) => return Ok(()),
-            Err(RecvTimeoutError::Timeout) => {
+            Taken::End => return Ok(()),
+            Taken::Nothing => {
                 let now = answers.load(Ordering::Relaxed);
                 if now == seen {
                     return Ok(());

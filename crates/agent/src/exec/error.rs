@@ -3,7 +3,7 @@
 use super::spawn::{SpawnError, Step};
 use super::users;
 use crate::small_file::SmallFileError;
-use dayfly_api::agent::{ExecSpec, Failure, FailureCode};
+use dayfly_api::agent::{ExecSpec, Failure, FailureCode, kernel_bytes};
 use rustix::io::Errno;
 use std::ffi::CString;
 
@@ -54,7 +54,6 @@ impl From<&ExecError> for Failure {
 fn spawn_code(step: Step, errno: Errno) -> FailureCode {
     match (step, errno) {
         (Step::Exec | Step::Cwd, Errno::NOENT | Errno::NOTDIR) => FailureCode::NotFound,
-        (Step::Exec, Errno::TOOBIG) => FailureCode::Invalid,
         (Step::Exec, Errno::IO | Errno::NOMEM | Errno::MFILE | Errno::NFILE) => FailureCode::Io,
         (Step::Exec | Step::Cwd | Step::User, _) => FailureCode::NotPermitted,
         (Step::Clone | Step::Session | Step::Terminal | Step::Streams, _) => FailureCode::Io,
@@ -79,6 +78,17 @@ pub(super) fn explain(
         Step::Cwd => format!("working directory {:?}", spec.cwd),
         Step::Exec if errno == Errno::NOENT && program.contains('/') && there() => {
             format!("{program:?} is there, but the interpreter or loader that it names is not")
+        }
+        Step::Exec if errno == Errno::TOOBIG => {
+            let arguments = spec.argv.iter().map(String::len);
+            let variables = spec.env.iter().map(|(name, value)| name.len() + value.len() + 1);
+            let longest = arguments.chain(variables).max().unwrap_or(0);
+            format!(
+                "{program:?}: E2BIG: expected strings of less than 128 KiB, and 2 MiB of arguments \
+                 and environment together (a fourth of the stack's limit), got {longest} bytes in \
+                 the longest and {} together",
+                kernel_bytes(spec)
+            )
         }
         Step::Exec => format!("{program:?}"),
     };

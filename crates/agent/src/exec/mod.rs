@@ -16,6 +16,7 @@ mod programs;
 mod session;
 pub mod spawn;
 mod streams;
+pub mod strings;
 pub mod users;
 mod wait;
 
@@ -47,10 +48,15 @@ pub const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bi
 /// # Errors
 /// [`WireError`] if the client sent a malformed frame; the program is killed then. A client that
 /// merely disconnects is no error.
-pub fn run(programs: &Arc<Programs>, conn: &mut Conn, spec: &ExecSpec) -> Result<(), WireError> {
+pub fn run(programs: &Arc<Programs>, conn: &mut Conn, mut spec: ExecSpec) -> Result<(), WireError> {
+    let place = strings::receive(&programs.places, conn, &mut spec)?;
     let output = if spec.detach { Unheard::Kept } else { Unheard::Console };
-    match start(programs, spec, output) {
-        Ok(running) => session::run(programs, conn, spec, running),
+    let started = start(programs, &spec, output);
+    // They may be 2 MiB, and the kernel has them.
+    (spec.argv, spec.env) = (Vec::new(), BTreeMap::new());
+    drop(place);
+    match started {
+        Ok(running) => session::run(programs, conn, &spec, running),
         Err(error) => conn.reply(&Reply::Err(Failure::from(&error))),
     }
 }

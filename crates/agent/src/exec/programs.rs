@@ -6,6 +6,7 @@ use super::fork::Fork;
 use super::leftovers::Leftovers;
 use super::spawn::Child;
 use super::streams::Streams;
+use super::strings::Places;
 use crate::watch::Watchers;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,6 +27,8 @@ pub struct Programs {
     pub watchers: Watchers,
     /// Detached programs, and their output.
     pub logs: Logs,
+    /// Bounds the memory of long arguments.
+    pub places: Places,
     /// Streams of programs that have ended, which others still hold.
     pub leftovers: Leftovers,
 }
@@ -41,6 +44,7 @@ impl Programs {
             fork: Fork::default(),
             watchers: Watchers::default(),
             logs: Logs::default(),
+            places: Places::default(),
             leftovers: Leftovers::default(),
         }
     }

@@ -37,6 +37,8 @@ pub enum FrameKind {
     Data = 10,
     /// End of a complete archive; no body.
     End = 11,
+    /// Arguments and environment of the `Request` before (protocol 3).
+    Strings = 12,
 }
 
 /// A complete frame.
@@ -55,7 +57,7 @@ pub enum FrameError {
     #[error("frame length at byte 0: expected at most {MAX_FRAME_BYTES}, got {0}")]
     TooLong(u32),
     /// The kind is unknown.
-    #[error("frame kind at byte 4: expected 1 to 11, got {0}")]
+    #[error("frame kind at byte 4: expected 1 to 12, got {0}")]
     Kind(u8),
 }
 
@@ -65,14 +67,14 @@ pub enum FrameError {
 /// [`FrameError`]. The caller must not allocate the body before this function succeeds.
 pub fn decode_header(header: [u8; HEADER_BYTES]) -> Result<(FrameKind, usize), FrameError> {
     use FrameKind::{
-        Data, End, Exit, Reply, Request, Resize, Signal, Stderr, Stdin, StdinEnd, Stdout,
+        Data, End, Exit, Reply, Request, Resize, Signal, Stderr, Stdin, StdinEnd, Stdout, Strings,
     };
     let [a, b, c, d, kind] = header;
     let length = u32::from_le_bytes([a, b, c, d]);
     if length as usize > MAX_FRAME_BYTES {
         return Err(FrameError::TooLong(length));
     }
-    [Request, Reply, Stdin, StdinEnd, Stdout, Stderr, Resize, Signal, Exit, Data, End]
+    [Request, Reply, Stdin, StdinEnd, Stdout, Stderr, Resize, Signal, Exit, Data, End, Strings]
         .into_iter()
         .find(|k| *k as u8 == kind)
         .map(|k| (k, length as usize))

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! client                                   agent
-//!   Request (JSON) ───────────────────────▶
+//!   Request (JSON), Strings* ─────────────▶
 //!          ◀─────────────── Reply (JSON: Ok(..) or Err(..))
 //!   exec: Stdin*, StdinEnd, Resize, Signal ▶
 //!          ◀──────────── Stdout*, Stderr*, then one Exit, then close
@@ -18,6 +18,7 @@
 //! A client keeps its half of the connection open until it has the last frame. If the client's half
 //! ends, the client is gone, and the agent kills its program unless the program is detached.
 //!
+//! - `Strings` follow an exec whose arguments and environment do not fit into its frame.
 //! - The first `Reply` to a write reports that the folder is open; the second `Reply` ends the
 //!   write.
 //! - If a read fails midway, a `Reply::Err` replaces `End`.
@@ -34,12 +35,17 @@
 
 mod frame;
 mod program;
+mod strings;
 
 pub use frame::{
     Frame, FrameError, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, decode_header, encode,
 };
 
 pub use program::{Exit, Program, find as find_program};
+pub use strings::{
+    Collector, MAX_STRINGS_BYTES, Runs, STRINGS_PROTOCOL, Strings, StringsError, check_strings,
+    kernel_bytes, request_frames,
+};
 
 use dayfly_units::VmId;
 use serde::{Deserialize, Serialize};
@@ -53,7 +59,8 @@ use std::net::Ipv4Addr;
 /// | 1 | ids of detached programs; `program`, `tail` and `since_unix_ms` of `Log` |
 /// | 1 | `Programs`, `SignalProgram`, `WaitForProgram`, `ForgetProgram` |
 /// | 2 | `Mount` |
-pub const PROTOCOL: u32 = 2;
+/// | 3 | `Strings` frames behind an `Exec` |
+pub const PROTOCOL: u32 = 3;
 
 /// The version of the protocol that an agent speaks: [`Ready::version`] is `<version>+<protocol>`,
 /// and of agents without a version of the protocol `<version>`. Snapshots have it, so it is known
@@ -285,6 +292,10 @@ pub struct ExecSpec {
     /// with an error. 0 turns the check off; without a value it is 30 s. The agent ignores it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub liveness_ms: Option<u64>,
+    /// Announces `Strings` frames, which have `argv` and `env`. Not part of the API's JSON.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(ignore))]
+    pub strings: Option<Strings>,
 }
 
 /// A terminal's size in characters.

@@ -4,7 +4,8 @@
 use super::error::ClientError;
 use super::exec::Exec;
 use super::port::Connection;
-use crate::types::{ApiError, UPGRADE, UPGRADE_PORT, VM_HEADER};
+use crate::agent::{PROTOCOL, Runs, request_frames};
+use crate::types::{ApiError, ErrorCode, UPGRADE, UPGRADE_PORT, VM_HEADER};
 use bytes::Bytes;
 use dayfly_units::sync::lock;
 use futures::{Stream, StreamExt};
@@ -264,15 +265,20 @@ impl Client {
         Ok(body)
     }
 
-    /// Requests the upgrade. If the daemon grants it, sends `first` as a `Request` frame.
+    /// Requests the upgrade. If the daemon grants it, sends the frames of `first`.
     pub(super) async fn upgrade(
         &self,
         path: &str,
-        first: &impl Serialize,
+        mut first: impl Runs,
     ) -> Result<Exec, ClientError> {
+        let frames = request_frames(&mut first, PROTOCOL).map_err(|e| {
+            let too_long = e.is_too_long();
+            let code = if too_long { ErrorCode::ProgramNotExecutable } else { ErrorCode::Invalid };
+            ClientError::Refused(ApiError { code, message: format!("exec: {e}") })
+        })?;
         let (call, answer) = self.switch(Method::POST, path, UPGRADE, empty_body()).await?;
         let io = leave_http(&call, answer).await?;
-        Exec::start(call, io, &to_json(first)?).await
+        Exec::start(call, io, &frames).await
     }
 
     /// Requests a connection to a port.

@@ -64,18 +64,12 @@ pub struct Finished {
 }
 
 impl Exec {
+    /// Sends `first`, the frames of the request, and waits for the program's start.
     pub(super) async fn start(call: String, io: Io, first: &[u8]) -> Result<Self, ClientError> {
-        if first.len() > MAX_FRAME_BYTES {
-            return Err(ClientError::Foreign {
-                call,
-                expected: "a request of at most 256 KiB",
-                got: format!("{} bytes of arguments and environment", first.len()),
-            });
-        }
         let (read, write) = tokio::io::split(io);
         let mut input = ExecInput { io: write };
         let mut output = ExecOutput { io: read, call };
-        input.send(FrameKind::Request, first).await.map_err(|e| output.broken(e))?;
+        input.send_frames(first).await.map_err(|e| output.broken(e))?;
         let foreign = |got: String, call: &str| ClientError::Foreign {
             call: call.to_owned(),
             expected: "a reply frame",
@@ -120,6 +114,11 @@ impl Exec {
 impl ExecInput {
     async fn send(&mut self, kind: FrameKind, body: &[u8]) -> io::Result<()> {
         self.io.write_all(&encode(kind, body)).await?;
+        self.io.flush().await
+    }
+
+    async fn send_frames(&mut self, frames: &[u8]) -> io::Result<()> {
+        self.io.write_all(frames).await?;
         self.io.flush().await
     }
 

@@ -11,6 +11,7 @@ use dayfly_machine::{
     supervisor_main, window_size,
 };
 use dayfly_units::Bytes;
+use ipnet::Ipv4Net;
 use std::io::{IsTerminal, stderr, stdin, stdout};
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -42,6 +43,10 @@ pub enum Command {
         /// Do not connect the machine with the network of this host: its VMs reach nothing outside
         #[arg(long)]
         no_network: bool,
+        /// A private range that its VMs may reach unless they are closed, such as 10.1.0.0/16; may
+        /// be repeated. This host's own addresses stay out of reach
+        #[arg(long, value_name = "RANGE", conflicts_with = "no_network")]
+        reach: Vec<Ipv4Net>,
     },
     /// Start the machine; one that runs older programs is restarted if no VM lives in it
     Start,
@@ -104,7 +109,7 @@ impl Command {
         let steps = Steps::new();
         let progress = &mut |text: &str| steps.begin(text);
         match self {
-            Self::Init { cpus, memory, disk, shares, no_network } => {
+            Self::Init { cpus, memory, disk, shares, no_network, reach } => {
                 let mut options = machine_options(&steps)?;
                 options.cpus = cpus.unwrap_or(options.cpus);
                 if let Some(warning) = cpus_warning(options.cpus, accelerator()) {
@@ -114,6 +119,7 @@ impl Command {
                 options.disk_bytes = disk.0;
                 options.shares = shares;
                 options.network = !no_network;
+                options.daemon_arguments = daemon_arguments(&reach);
                 let machine = Machine::init(&home, &options, progress)?;
                 steps.end();
                 output::line(machine.folder().display())?;
@@ -155,6 +161,11 @@ impl Command {
     }
 }
 
+/// The arguments of the machine's `dayflyd`.
+fn daemon_arguments(reach: &[Ipv4Net]) -> Vec<String> {
+    reach.iter().flat_map(|range| ["--reach".to_owned(), range.to_string()]).collect()
+}
+
 /// The machine, started if it does not run. A running machine is not restarted even if its programs
 /// have changed, because its VMs would end with it.
 fn running(home: &Path, steps: &Steps) -> Result<Machine> {
@@ -182,4 +193,17 @@ fn exec(machine: &Machine, host: bool, argv: Vec<String>, terminal: bool) -> Res
     };
     let exit: Exit = exit.with_context(|| format!("{} in the machine", spec.argv.join(" ")))?;
     Ok(u8::try_from(exit.shell_code()).unwrap_or(u8::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_given_to_the_machines_daemon() {
+        let reach = ["10.1.0.0/16", "192.168.7.0/24"].map(|range| range.parse().unwrap());
+        let arguments = daemon_arguments(&reach);
+        assert_eq!(arguments, ["--reach", "10.1.0.0/16", "--reach", "192.168.7.0/24"]);
+        assert!(daemon_arguments(&[]).is_empty());
+    }
 }

@@ -100,6 +100,7 @@ impl ExecArgs {
             stdin: self.interactive && !detach,
             detach,
             liveness_ms: self.liveness.map(|t| u64::try_from(t.as_millis()).unwrap_or(u64::MAX)),
+            strings: None,
         })
     }
 

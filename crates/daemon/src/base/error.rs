@@ -11,7 +11,7 @@
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use dayfly_api::agent::{Failure, FailureCode};
+use dayfly_api::agent::{Failure, FailureCode, StringsError};
 use dayfly_api::types::{ApiError as ErrorBody, ErrorCode};
 use dayfly_units::text::{LONG, escaped};
 use std::fmt;
@@ -79,6 +79,16 @@ impl ApiError {
             FailureCode::NotPermitted | FailureCode::Io => ErrorCode::Guest,
         };
         Self::new(code, format_args!("in the guest: {}", escaped(&failure.message, LONG)))
+    }
+
+    /// The error for arguments and an environment that a program cannot have.
+    #[must_use]
+    pub fn from_strings(error: &StringsError) -> Self {
+        let message = format!("exec: {error}");
+        match error.is_too_long() {
+            true => Self::new(ErrorCode::ProgramNotExecutable, message),
+            false => Self::invalid(message),
+        }
     }
 
     /// The error for an exec that the agent refused: here *not found* means the program.

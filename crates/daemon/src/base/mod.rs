@@ -9,6 +9,7 @@ pub mod groups;
 pub mod heap;
 pub mod kvm;
 pub mod log;
+pub mod long_requests;
 pub mod metrics;
 pub mod pidfd;
 pub mod prefix;

@@ -1,5 +1,6 @@
 //! The HTTP API, and connections that have left HTTP by an upgrade.
 
+pub mod gate;
 pub mod json;
 pub mod listing;
 pub mod ndjson;

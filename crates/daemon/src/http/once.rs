@@ -3,6 +3,7 @@
 
 use crate::base::error::{ApiError, Outcome};
 use crate::daemon::Daemon;
+use crate::http::routes::extract::long_body;
 use crate::model::request_key::{RequestKey, parse};
 use crate::vm::requests::{Answer, Entered, Ticket, Waiting};
 use axum::body::{Body, Bytes, to_bytes};
@@ -76,23 +77,29 @@ async fn keyed(
         return Err(ApiError::invalid("Idempotency-Key: expected one, got several"));
     };
     let key = parse(key.as_bytes())?;
-    let body = to_bytes(body, MAX_JSON_BYTES).await.map_err(|e| {
-        ApiError::invalid(format_args!(
-            "request body: expected at most {MAX_JSON_BYTES} bytes: {e}"
-        ))
-    })?;
+    let (body, permit) = match creates {
+        Creates::Program => long_body(daemon, body).await?,
+        _ => (to_bytes(body, MAX_JSON_BYTES).await.map_err(too_long)?, None),
+    };
     let head = format!("{} {}\n", parts.method, parts.uri);
     let key = RequestKey { key, request: Digest::of(&[head.as_bytes(), &body].concat()) };
     loop {
         match daemon.requests.enter(&key)? {
             Entered::Kept(answer) => return Ok(response(&answer)),
-            Entered::Again(mut waiting) => return waiting.answer().await.map(|a| response(&a)),
+            Entered::Again(mut waiting) => {
+                // The first of these requests may take long.
+                drop((body, permit));
+                return waiting.answer().await.map(|a| response(&a));
+            }
             Entered::Adopted(vms) => match adopted(daemon, creates, &vms)? {
                 Some(response) => return Ok(response),
                 None => daemon.requests.forget(&key),
             },
             Entered::First(ticket, waiting, cancelled) => {
                 parts.extensions.insert(key);
+                if let Some(permit) = permit {
+                    parts.extensions.insert(permit);
+                }
                 let request = Request::from_parts(parts, Body::from(body));
                 let (sender, begun) = oneshot::channel();
                 let work = work(creates, request, next, ticket, sender);
@@ -101,6 +108,11 @@ async fn keyed(
             }
         }
     }
+}
+
+fn too_long(error: axum::Error) -> ApiError {
+    let expected = format_args!("request body: expected at most {MAX_JSON_BYTES} bytes: {error}");
+    ApiError::invalid(expected)
 }
 
 /// The pieces of a progress, for the first request.

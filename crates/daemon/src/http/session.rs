@@ -2,6 +2,7 @@
 
 use crate::base::caller::Caller;
 use crate::base::error::{ApiError, Outcome};
+use crate::base::long_requests::{LongRequests, Permit};
 use crate::base::time::Asked;
 use crate::daemon::Daemon;
 use crate::http::json;
@@ -15,7 +16,7 @@ use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, LinkError, read_frame, write_frame};
 use crate::vmm::pool::Lasting;
 use bytes::BytesMut;
-use dayfly_api::agent::{ExecSpec, Exit, FrameKind, Request};
+use dayfly_api::agent::{Collector, ExecSpec, Exit, Frame, FrameKind, Request, StringsError};
 use dayfly_api::types::{ErrorCode, RunReply, RunRequest};
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
@@ -77,6 +78,70 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ClientSide<S> {
         json::decoded(&frame.body).map_err(|e| ApiError::invalid(format_args!("first frame: {e}")))
     }
 
+    /// Reads the `Strings` frames that a request announces. Waits for a permit before, unless the
+    /// client has one already.
+    async fn strings(
+        &mut self,
+        spec: &mut ExecSpec,
+        within: Duration,
+        permits: &LongRequests,
+        held: Option<Permit>,
+    ) -> Outcome<Option<Permit>> {
+        let wrong = |e: StringsError| ApiError::from_strings(&e);
+        let Some(mut collector) = Collector::of(spec).map_err(wrong)? else { return Ok(None) };
+        let permit = match held {
+            Some(permit) => Some(permit),
+            None => permits.permit().await,
+        };
+        let all = async {
+            while !collector.is_complete() {
+                match read_frame(&mut self.read, "reading arguments").await {
+                    Ok(Some(Frame { kind: FrameKind::Strings, body })) => {
+                        collector.add(&body).map_err(wrong)?;
+                    }
+                    Ok(Some(Frame { kind, .. })) => {
+                        return Err(ApiError::invalid(format_args!(
+                            "expected arguments and environment in Strings frames, got {kind:?}"
+                        )));
+                    }
+                    Ok(None) => return Err(ApiError::invalid("arguments: the connection ended")),
+                    Err(e) => return Err(ApiError::invalid(format_args!("arguments: {e}"))),
+                }
+            }
+            Ok(())
+        };
+        timeout(within, all).await.unwrap_or_else(|_| {
+            let waited = within.as_secs();
+            let text = format_args!("arguments: not complete after {waited} s");
+            Err(ApiError::new(ErrorCode::Timeout, text))
+        })?;
+        collector.finish(spec).map_err(wrong)?;
+        Ok(permit)
+    }
+
+    /// The program that a client asks for.
+    async fn program(
+        &mut self,
+        within: Duration,
+        permits: &LongRequests,
+        held: Option<Permit>,
+    ) -> Outcome<Program> {
+        let mut spec: ExecSpec = self.request(within).await?;
+        let permit = self.strings(&mut spec, within, permits, held).await?;
+        Ok(Program::New(spec, permit))
+    }
+
+    /// The VM and the program that a client asks for.
+    async fn run_request(
+        &mut self,
+        within: Duration,
+        permits: &LongRequests,
+    ) -> Outcome<(RunRequest, Option<Permit>)> {
+        let mut request: RunRequest = self.request(within).await?;
+        let permit = self.strings(&mut request.exec, within, permits, None).await?;
+        Ok((request, permit))
+    }
+
     /// Runs `work` while the client stays; reads the client's early bytes meanwhile.
     async fn while_there<T>(&mut self, work: impl Future<Output = T>) -> Result<T, Gone> {
         let mut work = std::pin::pin!(work);
@@ -107,17 +172,23 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ClientSide<S> {
     }
 }
 
-/// Serves `POST /v1/vms/{vm}/exec`, and the frames of a WebSocket.
-pub async fn exec<S: AsyncRead + AsyncWrite + Unpin>(daemon: Arc<Daemon>, vm: Arc<Vm>, client: S) {
+/// Serves `POST /v1/vms/{vm}/exec`, and the frames of a WebSocket, which may have a permit for long
+/// arguments.
+pub async fn exec<S: AsyncRead + AsyncWrite + Unpin>(
+    daemon: Arc<Daemon>,
+    vm: Arc<Vm>,
+    client: S,
+    permit: Option<Permit>,
+) {
     let mut caller = ClientSide::new(client);
     let stop = daemon.stop.clone();
     tokio::select! {
         () = async {
-            match caller.request::<ExecSpec>(daemon.config.deadlines.first_frame).await {
-                Ok(spec) => {
+            let within = daemon.config.deadlines.first_frame;
+            match caller.program(within, &daemon.long_requests, permit).await {
+                Ok(program) => {
                     let within = daemon.config.deadlines.agent;
-                    let liveness = Liveness::new(&vm, spec.liveness_ms, within);
-                    let program = Program::New(spec);
+                    let liveness = Liveness::new(&vm, program.liveness_ms(), within);
                     let run = Run { program, liveness, last: false, kept: None };
                     serve(&daemon, &vm, run, None, &mut caller).await
                 }
@@ -138,8 +209,9 @@ pub async fn run(daemon: Arc<Daemon>, user: Option<Arc<Caller>>, client: Client)
     tokio::select! {
         () = async {
             let within = daemon.config.deadlines.first_frame;
-            let request: RunRequest = match caller.request(within).await {
-                Ok(request) => request,
+            let asked_for = caller.run_request(within, &daemon.long_requests).await;
+            let (request, permit) = match asked_for {
+                Ok(asked_for) => asked_for,
                 Err(error) => return caller.fail(error).await,
             };
             let volumes = volumes::asked(&daemon, &request.create.volumes, user.as_deref());
@@ -177,8 +249,12 @@ pub async fn run(daemon: Arc<Daemon>, user: Option<Arc<Caller>>, client: Client)
             let within = daemon.config.deadlines.agent;
             let liveness = Liveness::new(&vm, request.exec.liveness_ms, within);
             let (program, lasting) = match born.take_next() {
-                Some(Next { link, lasting }) => (Program::Asked(link), Some(lasting)),
-                None => (Program::New(request.exec), None),
+                Some(Next { link, lasting }) => {
+                    // The agent has them.
+                    drop((request.exec, permit));
+                    (Program::Asked(link), Some(lasting))
+                }
+                None => (Program::New(request.exec, permit), None),
             };
             let last = !request.keep;
             if request.keep && !detached {

@@ -1,13 +1,16 @@
 //! Programs in a guest: starting one, and running one to its end.
 
 use crate::base::error::{ApiError, Outcome};
+use crate::base::long_requests::Permit;
 use crate::base::progress::ProgressSender;
 use crate::daemon::Daemon;
 use crate::model::program::for_exec;
 use crate::ops::liveness::Liveness;
 use crate::vm::Vm;
 use crate::vmm::agent_link::{AgentLink, LinkError, read_frame};
-use dayfly_api::agent::{ExecSpec, Exit, Frame, FrameKind, Reply, Request};
+use dayfly_api::agent::{
+    ExecSpec, Exit, Frame, FrameKind, Reply, Request, protocol_of, request_frames,
+};
 use dayfly_api::types::{ErrorCode, ExecResult, Progress};
 use dayfly_units::text::escaped;
 use std::time::Duration;
@@ -21,10 +24,22 @@ const EXPLANATION: Duration = Duration::from_millis(1500);
 /// A program in a guest.
 #[derive(Debug)]
 pub enum Program {
-    /// A program to be requested, in the image's environment.
-    New(ExecSpec),
+    /// A program to be requested, in the image's environment. The permit of a long one is held
+    /// until the agent has the request.
+    New(ExecSpec, Option<Permit>),
     /// A program requested together with the guest's identity, with the link for the reply.
     Asked(AgentLink),
+}
+
+impl Program {
+    /// [`ExecSpec::liveness_ms`] of a program that was not requested yet.
+    #[must_use]
+    pub const fn liveness_ms(&self) -> Option<u64> {
+        match self {
+            Self::New(spec, _) => spec.liveness_ms,
+            Self::Asked(_) => None,
+        }
+    }
 }
 
 /// A program that has started.
@@ -47,18 +62,20 @@ const ID: usize = 64;
 /// The agent's error, or that of [`explain`] if the VM ended.
 pub async fn start(daemon: &Daemon, vm: &Vm, program: Program) -> Outcome<Started> {
     let doing = "starting a program";
-    if matches!(&program, Program::New(spec) if spec.argv.is_empty()) {
+    if matches!(&program, Program::New(spec, _) if spec.argv.is_empty()) {
         return Err(ApiError::invalid("exec: argv: expected a program, got nothing"));
     }
     vm.serves("run a program in")?;
     let work = async {
         let mut link = match program {
             Program::Asked(link) => link,
-            Program::New(mut spec) => {
+            Program::New(mut spec, _permit) => {
                 for_exec(&mut spec, &vm.facts.config);
+                let protocol = vm.update(|live| protocol_of(&live.agent_version));
+                let frames = request_frames(&mut Request::Exec(Box::new(spec)), protocol)?;
                 let mut link =
                     AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
-                link.send(&Request::Exec(Box::new(spec)), doing).await?;
+                link.send_frames(&frames, doing).await?;
                 link
             }
         };
@@ -137,6 +154,7 @@ pub async fn collected(
     daemon: &Daemon,
     vm: &Vm,
     spec: ExecSpec,
+    permit: Option<Permit>,
     most: usize,
 ) -> Outcome<ExecResult> {
     if spec.stdin {
@@ -147,7 +165,8 @@ pub async fn collected(
     let doing = "running a program";
     let detach = spec.detach;
     let liveness = Liveness::new(vm, spec.liveness_ms, daemon.config.deadlines.agent);
-    let Started { mut agent, pid, id } = start(daemon, vm, Program::New(spec)).await?;
+    let program = Program::New(spec, permit);
+    let Started { mut agent, pid, id } = start(daemon, vm, program).await?;
     if detach {
         let program = Some(id.unwrap_or_else(|| pid.to_string()));
         return Ok(ExecResult { program, ..ExecResult::default() });
@@ -208,7 +227,7 @@ pub async fn to_its_end(
     const TAIL_BYTES: usize = 4 << 10;
     let doing = "running a program";
     let liveness = Liveness::new(vm, spec.liveness_ms, daemon.config.deadlines.agent);
-    let Started { mut agent, .. } = start(daemon, vm, Program::New(spec)).await?;
+    let Started { mut agent, .. } = start(daemon, vm, Program::New(spec, None)).await?;
     let mut tail = Vec::new();
     let say = |bytes: &[u8]| {
         progress.send(Progress::Output { text: String::from_utf8_lossy(bytes).into_owned() })

@@ -97,11 +97,7 @@ pub fn known(caller: Option<&Caller>) -> Outcome<&Caller> {
 /// # Errors
 /// [`ErrorCode::State`]: the agent is that of an earlier version, in a snapshot.
 pub(crate) fn supported(opened: &Opened, volumes: &[VolumeFacts]) -> Outcome<()> {
-    let version = match opened {
-        Opened::Snapshot(open) => &open.manifest.agent_version,
-        Opened::Fork(fork_point, _) => &fork_point.agent_version,
-        Opened::Boot { .. } => return Ok(()),
-    };
+    let Some(version) = opened.agent_version() else { return Ok(()) };
     let got = protocol_of(version);
     if volumes.is_empty() || got >= MOUNT {
         return Ok(());

@@ -7,7 +7,7 @@ use crate::base::error::ApiError;
 use crate::vmm::dial::{DialError, dial, is_closed};
 use dayfly_api::agent::{
     Failure, Frame, FrameError, FrameKind, HEADER_BYTES, Identity, PORT, Ready, Reply, Request,
-    Stat, decode_header, encode,
+    Stat, StringsError, decode_header, encode, request_frames,
 };
 use dayfly_api::types::ErrorCode;
 use dayfly_units::text::{LONG, escaped};
@@ -61,6 +61,9 @@ pub enum LinkError {
     /// The agent refused the request.
     #[error("the guest's agent: {}", escaped(&.0.message, LONG))]
     Refused(Failure),
+    /// The request cannot be sent to this agent.
+    #[error("exec: {0}")]
+    Request(#[from] StringsError),
     /// The deadline passed.
     #[error("the guest's agent did not answer within {} ms while {doing}", .waited.as_millis())]
     Timeout {
@@ -76,6 +79,7 @@ impl From<LinkError> for ApiError {
         match &e {
             LinkError::Refused(failure) => Self::from_agent(failure),
             LinkError::Timeout { .. } => Self::new(ErrorCode::Timeout, e),
+            LinkError::Request(why) => Self::from_strings(why),
             _ => Self::new(ErrorCode::Guest, e),
         }
     }
@@ -178,6 +182,18 @@ impl AgentLink {
         self.write(&frame, doing).await
     }
 
+    /// Sends the frames of a request ([`request_frames`]).
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub async fn send_frames(
+        &mut self,
+        frames: &[u8],
+        doing: &'static str,
+    ) -> Result<(), LinkError> {
+        self.write(frames, doing).await
+    }
+
     async fn write(&mut self, frames: &[u8], doing: &'static str) -> Result<(), LinkError> {
         self.timed(doing, async |stream| {
             stream.write_all(frames).await.map_err(|source| LinkError::Io { doing, source })
@@ -258,19 +274,20 @@ async fn done(
 }
 
 /// Gives a guest its identity, which unseals the agent. Calls `connected` between connecting and
-/// sending. The request `next` is sent in the same packet, and the agent serves it as soon as it
-/// has its identity. The caller reads the reply to `next` from the returned link.
+/// sending. The request `next` is sent in the same packet, to an agent of that version of the
+/// protocol, and the agent serves it as soon as it has its identity. The caller reads the reply to `next` from the returned link.
 ///
 /// # Errors
 /// [`LinkError`].
 pub async fn identify(
     path: &Path,
     within: Duration,
-    next: Option<&Request>,
+    next: Option<(&Request, u32)>,
     connected: impl FnOnce() -> Identity,
 ) -> Result<AgentLink, LinkError> {
     let doing = "taking its identity";
-    let next = next.map(|request| request_frame(request, doing)).transpose()?;
+    let next = next.map(|(request, protocol)| request_frames(&mut request.clone(), protocol));
+    let next = next.transpose()?;
     let mut link = AgentLink::connect(path, within).await?;
     let mut frames = request_frame(&Request::Identity(connected()), doing)?;
     frames.extend(next.into_iter().flatten());

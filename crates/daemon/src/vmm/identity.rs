@@ -5,7 +5,7 @@ use crate::base::time::unix_ns;
 use crate::model::facts::GuestIdentity;
 use crate::vm::Vm;
 use crate::vmm::agent_link::{AgentLink, LinkError, identify};
-use dayfly_api::agent::{Identity, Request};
+use dayfly_api::agent::{Identity, Request, protocol_of};
 use dayfly_units::VmId;
 use std::time::Duration;
 
@@ -44,7 +44,11 @@ pub async fn give(
     next: Option<&Request>,
     connected: impl FnOnce(),
 ) -> Result<AgentLink, LinkError> {
-    let identity = vm.update(|live| live.identity.get_or_insert_with(|| fresh(vm)).clone());
+    let (identity, protocol) = vm.update(|live| {
+        let identity = live.identity.get_or_insert_with(|| fresh(vm)).clone();
+        (identity, protocol_of(&live.agent_version))
+    });
+    let next = next.map(|request| (request, protocol));
     // The wall clock is read last, right before the request is sent.
     identify(&vm.dir.vsock(), within, next, || {
         connected();

@@ -86,6 +86,15 @@ pub(crate) fn check(boot: &BootSource) -> Outcome<()> {
 }
 
 impl Opened {
+    /// The version of the agent in the guest; that of a cold boot is not known yet.
+    pub(crate) fn agent_version(&self) -> Option<&str> {
+        match self {
+            Self::Snapshot(open) => Some(&open.manifest.agent_version),
+            Self::Fork(fork_point, _) => Some(&fork_point.agent_version),
+            Self::Boot { .. } => None,
+        }
+    }
+
     /// The source, if it is open already.
     pub(crate) fn known(templates: &TemplateCache, source: &Source) -> Option<Self> {
         match source {

@@ -1,6 +1,9 @@
 //! VMs that have ended and boot from their own disks.
 
-use crate::harness::{BASE, inspect, ok, refused, sh, until, world};
+use crate::harness::{BASE, inspect, ok, port, refused, sh, until, world};
+use crate::networks::{WEB, wait_for_file};
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpStream};
 
 /// What must be the same after a VM started again.
 fn identity(vm: &str) -> String {
@@ -42,6 +45,25 @@ fn vms_that_ended_start_with_their_files_and_identity() {
     }
     ok(&["restart", "-t", "60s", "off"]);
     assert_eq!(sh("off", "cat /root/kept"), "kept");
+
+    // Published ports are published again.
+    let place = format!("127.0.0.1:{}", port(18090));
+    ok(&["create", "--name", "web", "-p", &format!("{place}:80"), BASE]);
+    let published = ok(&["port", "web"]);
+    for again in [false, true] {
+        if again {
+            ok(&["restart", "-t", "60s", "web"]);
+        }
+        assert_eq!(ok(&["port", "web"]), published);
+        ok(&["exec", "-d", "web", "--", "python3", "-c", WEB]);
+        wait_for_file("web", "/run/web");
+        let mut stream = TcpStream::connect(&place).unwrap();
+        stream.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
+        stream.shutdown(Shutdown::Write).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.ends_with("web"), "{answer}");
+    }
     until("it is listed as started", || {
         ok(&["events", "--since", "1d", "--until", "now", "--filter", "vm=off"]).contains("started")
     });

@@ -17,6 +17,11 @@ fn streams_codes_and_signals_come_back() {
     assert_eq!(run(&["/no/such/program"]).code, 127);
     assert_eq!(run(&["no-such-program"]).code, 127);
     assert_eq!(run(&["/etc/passwd"]).code, 126);
+    let long = "x".repeat(118_000);
+    let words = ["/bin/sh", "-c", "echo $# ${#1}", "sh"].into_iter();
+    let words: Vec<&str> = words.chain(std::iter::repeat_n(long.as_str(), 15)).collect();
+    let got = run(&words);
+    assert_eq!((got.code, got.out.as_str()), (0, "15 118000\n"), "{}", got.err);
     assert_eq!(run(&["/bin/sh", "-c", "readlink /proc/self/fd/0"]).out, "/dev/null\n");
     world.clean();
 }

@@ -86,8 +86,7 @@ impl Drop for World {
                 eprintln!("e2e: the last lines of the machine's {what}:\n{}", last_lines(file));
             }
         }
-        let name = std::thread::current().name().unwrap_or_default().to_owned();
-        eprintln!("e2e: {name}: {} s in lane {}", self.begun.elapsed().as_secs(), LANE.get());
+        note("e2e-times.log", &format!("{:5} s  {}", self.begun.elapsed().as_secs(), test_name()));
     }
 }
 
@@ -119,7 +118,8 @@ fn set_up() {
         ok(&["image", "build", "--debian", "bookworm", "--include", INCLUDE, IMAGE]);
     }
     bake(IMAGE, BASE, &[]);
-    eprintln!("e2e: lane {} set up in {} s", LANE.get(), begun.elapsed().as_secs());
+    let took = begun.elapsed().as_secs();
+    note("e2e-times.log", &format!("{took:5} s  set-up of lane {}", LANE.get()));
 }
 
 /// Removes the images that tests left. Only [`IMAGE`] is kept, because building it takes long.
@@ -186,14 +186,24 @@ pub fn unless_the_machine_stands_still(test: impl Fn()) {
 
 /// Reports a retry, and notes it in the file whose lines `make test` counts.
 fn retried(what: &str, why: &str) {
-    let name = std::thread::current().name().unwrap_or_default().to_owned();
-    eprintln!("e2e: {name}: {what}: trying again: {why}");
+    let name = test_name();
+    eprintln!("e2e: {name}: trying again: {why}");
     let first = why.lines().next().unwrap_or_default();
-    let file = bin().join("../../test");
-    std::fs::create_dir_all(&file).unwrap();
+    note("retries.log", &format!("{name}: {what}: {first}"));
+}
+
+fn test_name() -> String {
+    std::thread::current().name().unwrap_or_default().to_owned()
+}
+
+/// Shows a line, and adds it to a file that `make test` prints at its end.
+fn note(file: &str, line: &str) {
+    eprintln!("e2e: {line}");
+    let folder = bin().join("../../test");
+    std::fs::create_dir_all(&folder).unwrap();
     let mut file =
-        std::fs::File::options().create(true).append(true).open(file.join("retries.log")).unwrap();
-    writeln!(file, "{name}: {what}: {first}").unwrap();
+        std::fs::File::options().create(true).append(true).open(folder.join(file)).unwrap();
+    file.write_all(format!("{line}\n").as_bytes()).unwrap();
 }
 
 /// Notes the machine's busiest processes every two seconds, in [`BUSIEST`].

@@ -74,11 +74,22 @@ fn an_archive_is_loaded_under_its_reference() {
     let shown: serde_json::Value =
         serde_json::from_str(&ok(&["image", "inspect", "tiny:1"])).unwrap();
     let name = shown["name"].as_str().unwrap();
-    for snapshot in ok(&["snapshots", "-q"]).lines().filter(|s| s.starts_with(name)) {
-        ok(&["snapshots", "rm", snapshot]);
-    }
-    assert_eq!(ok(&["rmi", "tiny:1"]), "tiny:1");
-    refused(&["rmi", "tiny:1"], &["no image named", "tiny:1"]);
+    let remove = || {
+        for snapshot in ok(&["snapshots", "-q"]).lines().filter(|s| s.starts_with(name)) {
+            ok(&["snapshots", "rm", snapshot]);
+        }
+        assert_eq!(ok(&["rmi", "tiny:1"]), "tiny:1");
+        refused(&["rmi", "tiny:1"], &["no image named", "tiny:1"]);
+    };
+    // What is saved is loaded with the same name and configuration.
+    let saved = folder.path().join("saved.tar").display().to_string();
+    ok(&["save", "-o", &saved, "tiny:1"]);
+    remove();
+    assert_eq!(ok(&["load", "-i", &saved]), "Loaded image: tiny:1");
+    let loaded: serde_json::Value =
+        serde_json::from_str(&ok(&["image", "inspect", "tiny:1"])).unwrap();
+    assert_eq!(loaded["config"], shown["config"]);
+    remove();
     world.clean();
 }
 

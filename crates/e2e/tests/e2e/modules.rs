@@ -125,6 +125,15 @@ fn docker_of_debian_runs_a_container_in_a_vm() {
     ok(&["cp", &file, "docker:/root/tiny.tar"]);
     assert!(sh("docker", "docker load -i /root/tiny.tar").contains("tiny:1"));
     assert_eq!(sh("docker", "docker run --rm tiny:1"), "contained");
+    // docker also loads what dayfly saves.
+    assert_eq!(ok(&["load", "-i", &file]), "Loaded image: tiny:1");
+    let saved = folder.path().join("saved.tar").display().to_string();
+    ok(&["save", "-o", &saved, "tiny:1"]);
+    ok(&["rmi", "tiny:1"]);
+    ok(&["cp", &saved, "docker:/root/saved.tar"]);
+    sh("docker", "docker rmi -f tiny:1");
+    assert!(sh("docker", "docker load -i /root/saved.tar").contains("tiny:1"));
+    assert_eq!(sh("docker", "docker run --rm tiny:1"), "contained");
     // In its own network, behind docker's bridge.
     let link = sh("docker", "docker run --rm tiny:1 /bin/cat /proc/net/dev");
     assert!(link.contains("eth0"), "{link}");

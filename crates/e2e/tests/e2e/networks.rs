@@ -11,7 +11,7 @@ use std::time::Duration;
 const LAB: &str = "lab";
 
 /// A minimal HTTP/1.1 server with persistent connections, which answers with its host name.
-const WEB: &str = r#"
+pub const WEB: &str = r#"
 import socket, threading
 def serve(stream):
     lines = stream.makefile("rb")
@@ -106,7 +106,7 @@ fn ask(from: &str, server: &str) -> String {
     got.out.trim().to_owned()
 }
 
-fn wait_for_file(vm: &str, file: &str) {
+pub fn wait_for_file(vm: &str, file: &str) {
     until(&format!("{file} in {vm}"), || {
         sh(vm, &format!("test -e {file} && echo yes || :")) == "yes"
     });
@@ -137,13 +137,17 @@ fn web_and_client() -> World {
     world
 }
 
-/// Starts an echo server in a VM whose UDP port 53 is published at a free port, and asks it.
-fn asks_over_udp(vm: &str) {
+/// Starts an echo server at UDP port 53 of a VM.
+fn echo_over_udp(vm: &str) {
     let echo = "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); \
                 s.bind((\"\", 53)); open(\"/run/echo\", \"w\").close()\n\
                 while True: d, a = s.recvfrom(65535); s.sendto(d[::-1], a)";
     ok(&["exec", "-d", vm, "--", "python3", "-c", echo]);
     wait_for_file(vm, "/run/echo");
+}
+
+/// Asks a VM with [`echo_over_udp`], whose port is published at a free port.
+fn asks_over_udp(vm: &str) {
     let at = ok(&["port", vm, "53/udp"]);
     assert!(ok(&["port", vm]).contains(&format!("53/udp -> {}", at.trim())));
     let [one, other] = [(); 2].map(|()| {
@@ -198,7 +202,12 @@ fn vms_find_each_other_by_name_and_the_host_finds_their_ports() {
     ok(&["rm", "-f", "web"]);
     until("the port is free", || TcpStream::connect(("127.0.0.1", taken)).is_err());
     ok(&["create", "--name", "again", "-p", &published(80), "-p", "53/udp", BASE]);
+    echo_over_udp("again");
     asks_over_udp("again");
+    // The ports of a clone are its request's, and its programs are its parent's.
+    let clone = ok(&["fork", "-p", "53/udp", "again"]);
+    assert_ne!(ok(&["port", &clone]), ok(&["port", "again"]));
+    asks_over_udp(&clone);
     world.clean();
 }
 

@@ -12,7 +12,7 @@ pub struct Progress {
     pub edges: u64,
     /// Edges reached by the corpus with which the run began.
     pub first_edges: u64,
-    /// When the last new edge was reached, since the run's start.
+    /// The run's CPU time when the last new edge was reached.
     pub last_new_edge: Duration,
     /// Whether the planted fault was found.
     pub planted: bool,
@@ -27,8 +27,8 @@ fn number_after(line: &str, key: &str) -> Option<u64> {
 }
 
 impl Progress {
-    /// Takes a line that came `since` the run's start.
-    pub fn line(&mut self, line: &str, since: Duration) {
+    /// Takes a line that came when the run had used `cpu`.
+    pub fn line(&mut self, line: &str, cpu: Duration) {
         if line.starts_with('#') {
             self.executions = number_after(line, "#").unwrap_or(0).max(self.executions);
         }
@@ -40,7 +40,7 @@ impl Progress {
                 self.first_edges = edges;
             }
             if edges > self.edges {
-                (self.edges, self.last_new_edge) = (edges, since);
+                (self.edges, self.last_new_edge) = (edges, cpu);
             }
         }
         self.planted |= line.contains("the planted fault");
@@ -52,10 +52,10 @@ impl Progress {
         }
     }
 
-    /// Whether a new edge was reached in the last third of a run that `took` so long.
+    /// Whether a new edge was reached in the last third of a run that used `cpu`.
     #[must_use]
-    pub fn still_grows(&self, took: Duration) -> bool {
-        self.last_new_edge > took * 2 / 3
+    pub fn still_grows(&self, cpu: Duration) -> bool {
+        self.last_new_edge > cpu * 2 / 3
     }
 }
 

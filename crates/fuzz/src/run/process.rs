@@ -5,12 +5,22 @@ use super::{PLANTED, TARGET};
 use crate::corpus;
 use crate::target::Target;
 use anyhow::{Context, Result};
-use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
+use dayfly_units::sync::lock;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
+
+/// How many times the least CPU time a run takes at most.
+const LONGEST: u32 = 4;
+/// How many times the longest CPU time a run takes at most by the clock: other programs may take
+/// the CPUs, and a target that waits for something uses none.
+const LONGEST_BY_CLOCK: u64 = 10;
+/// How often the CPU time of a run is read.
+const LOOK: Duration = Duration::from_millis(500);
 
 /// Where runs keep their files.
 #[derive(Debug, Clone)]
@@ -24,8 +34,8 @@ pub struct Folders {
 /// How to run.
 #[derive(Debug, Clone, Copy)]
 pub struct Order {
-    /// Duration in seconds.
-    pub seconds: u64,
+    /// The least CPU time. A run goes on while new edges come, to at most [`LONGEST`] times this.
+    pub cpu: Duration,
     /// Whether faults are planted; the run then begins with the seeds alone.
     pub planted: bool,
 }
@@ -37,8 +47,8 @@ pub struct Ran {
     pub progress: Progress,
     /// Duration.
     pub took: Duration,
-    /// CPU time in seconds.
-    pub cpu_s: f64,
+    /// CPU time.
+    pub cpu: Duration,
     /// Inputs that broke a property, ran out of time or of memory.
     pub crashes: Vec<PathBuf>,
 }
@@ -77,19 +87,34 @@ fn write_seeds(target: &Target, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Waits for `child`. Returns its CPU time in seconds, and that of the programs it waited for
-/// (proc(5), fields 14 to 17 of `stat`, in hundredths, which a process has until it is reaped).
-fn wait(child: &mut Child) -> Result<f64> {
-    let pid = Pid::from_child(child);
-    waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)
-        .context("waiting for libFuzzer")?;
+/// The CPU time that a process has used, and the programs it waited for (proc(5), fields 14 to 17
+/// of `stat`, in hundredths of a second). A process has them until it is reaped.
+fn cpu_time(pid: Pid) -> Duration {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
-    child.wait()?;
     let stat = stat.unwrap_or_default();
     let after_name = stat.rsplit(')').next().unwrap_or_default();
     let fields = after_name.split_ascii_whitespace().skip(11).take(4);
-    let ticks: f64 = fields.filter_map(|field| field.parse::<u32>().ok()).map(f64::from).sum();
-    Ok(ticks / 100.0)
+    let ticks: u64 = fields.filter_map(|field| field.parse::<u64>().ok()).sum();
+    Duration::from_millis(ticks * 10)
+}
+
+/// Whether a run that used `cpu` has run enough.
+fn is_enough(order: Order, progress: &Progress, cpu: Duration) -> bool {
+    let settled = !progress.still_grows(cpu) || order.planted;
+    cpu >= order.cpu && settled || cpu >= order.cpu * LONGEST
+}
+
+/// Ends libFuzzer when it has run enough. Returns when it has exited.
+fn end_in_time(pid: Pid, order: Order, progress: &Mutex<Progress>) -> Result<()> {
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+    while waitid(WaitId::Pid(pid), options).context("waiting for libFuzzer")?.is_none() {
+        if is_enough(order, &lock(progress), cpu_time(pid)) {
+            // libFuzzer then prints its figures and exits with 0.
+            kill_process(pid, Signal::USR1).context("ending libFuzzer")?;
+        }
+        std::thread::sleep(LOOK);
+    }
+    Ok(())
 }
 
 /// Runs a target.
@@ -112,7 +137,8 @@ pub fn run(folders: &Folders, target: &Target, order: Order) -> Result<Ran> {
     let log_path = folders.log(target, order.planted);
     let mut log = File::create(&log_path).with_context(|| format!("{}", log_path.display()))?;
     let mut command = folders.command(target);
-    command.arg(format!("-max_total_time={}", order.seconds));
+    let longest = order.cpu.as_secs() * u64::from(LONGEST) * LONGEST_BY_CLOCK;
+    command.arg(format!("-max_total_time={longest}"));
     command.arg(format!("-artifact_prefix={}/", crashes.display()));
     command.args(["-print_final_stats=1", "-reload=0"]);
     if order.planted {
@@ -126,17 +152,56 @@ pub fn run(folders: &Folders, target: &Target, order: Order) -> Result<Ran> {
         .stderr(Stdio::piped())
         .spawn()
         .with_context(|| format!("starting {}", folders.program.display()))?;
-    let mut progress = Progress::default();
-    if let Some(stderr) = child.stderr.take() {
-        for line in BufReader::new(stderr).split(b'\n') {
+    let pid = Pid::from_child(&child);
+    let progress = Mutex::new(Progress::default());
+    let stderr = child.stderr.take();
+    std::thread::scope(|scope| -> Result<()> {
+        let end = scope.spawn(|| end_in_time(pid, order, &progress));
+        for line in stderr.into_iter().flat_map(|stderr| BufReader::new(stderr).split(b'\n')) {
             let line = line?;
             log.write_all(&line)?;
             log.write_all(b"\n")?;
-            progress.line(&String::from_utf8_lossy(&line), start.elapsed());
+            lock(&progress).line(&String::from_utf8_lossy(&line), cpu_time(pid));
+        }
+        end.join().expect("no panic")
+    })?;
+    let cpu = cpu_time(pid);
+    child.wait()?;
+    let took = start.elapsed();
+    let progress = std::mem::take(&mut *lock(&progress));
+    let crashes = corpus::files(&crashes)?.into_iter().map(|(path, _)| path).collect();
+    Ok(Ran { progress, took, cpu, crashes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_goes_on_while_new_edges_come() {
+        let s = Duration::from_secs;
+        let order = Order { cpu: s(300), planted: false };
+        let last = |at| Progress { last_new_edge: s(at), ..Progress::default() };
+        for (at, cpu, enough) in [
+            (10, 299, false),
+            (10, 300, true),
+            (201, 300, false),
+            (201, 302, true),
+            (801, 1199, false),
+            (801, 1200, true),
+        ] {
+            assert_eq!(is_enough(order, &last(at), s(cpu)), enough, "last at {at}, {cpu} used");
+        }
+        let planted = Order { planted: true, ..order };
+        assert!(is_enough(planted, &last(299), s(300)));
+    }
+
+    #[test]
+    fn the_cpu_time_of_this_process_grows() {
+        let pid = rustix::process::getpid();
+        let begun = cpu_time(pid);
+        while cpu_time(pid) < begun + Duration::from_millis(30) {
+            std::hint::black_box([0u8; 4096]);
         }
     }
-    let cpu_s = wait(&mut child)?;
-    let took = start.elapsed();
-    let crashes = corpus::files(&crashes)?.into_iter().map(|(path, _)| path).collect();
-    Ok(Ran { progress, took, cpu_s, crashes })
 }

@@ -2,14 +2,15 @@
 
 use super::process::Ran;
 use crate::target::Target;
-use serde::Serialize;
-use std::path::PathBuf;
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
 
 /// The figures of one run.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Row {
     /// The target's name.
-    pub target: &'static str,
+    pub target: String,
     /// Whether its inputs are sequences of events.
     pub stateful: bool,
     /// Inputs executed.
@@ -35,17 +36,17 @@ pub struct Row {
 impl Row {
     /// The figures of `ran`.
     #[must_use]
-    pub fn of(target: &'static Target, ran: Ran, planted: bool) -> Self {
-        let Ran { progress, took, cpu_s, crashes } = ran;
+    pub fn of(target: &Target, ran: Ran, planted: bool) -> Self {
+        let Ran { progress, took, cpu, crashes } = ran;
         Self {
-            target: target.name,
+            target: target.name.to_owned(),
             stateful: target.stateful,
             executions: progress.executions,
             first_edges: progress.first_edges,
             edges: progress.edges,
-            still_grows: progress.still_grows(took),
+            still_grows: progress.still_grows(cpu),
             seconds: took.as_secs_f64(),
-            cpu_s,
+            cpu_s: cpu.as_secs_f64(),
             planted_found: planted.then_some(progress.planted),
             findings: if planted { Vec::new() } else { crashes },
             error: progress.error.filter(|_| !planted),
@@ -73,6 +74,24 @@ impl Row {
             self.target, self.executions, self.first_edges, self.edges, self.seconds, self.cpu_s,
         )
     }
+}
+
+/// Writes `rows` into the file, beside those of other targets that earlier runs left there.
+///
+/// # Errors
+/// The file cannot be read or written.
+pub fn write(path: &Path, rows: &[Row]) -> Result<()> {
+    let context = || format!("{}", path.display());
+    let earlier = match std::fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => b"[]".to_vec(),
+        Err(error) => return Err(error).with_context(context),
+    };
+    let mut all: Vec<Row> = serde_json::from_slice(&earlier).with_context(context)?;
+    all.retain(|earlier| rows.iter().all(|row| row.target != earlier.target));
+    all.extend_from_slice(rows);
+    all.sort_by(|one, other| one.target.cmp(&other.target));
+    std::fs::write(path, serde_json::to_vec_pretty(&all)?).with_context(context)
 }
 
 /// The head of the table.

@@ -9,8 +9,9 @@ use dayfly_agent::fuzzing;
 use dayfly_agent::init::cmdline;
 use dayfly_agent::wire::{Buffers, Conn};
 use dayfly_api::agent::{
-    ExecSpec, Exit, FrameKind, HEADER_BYTES, HostReply, HostRequest, Identity, MAX_FRAME_BYTES,
-    Reply, Request, WindowSize, decode_header, encode,
+    Collector, ExecSpec, Exit, FrameKind, HEADER_BYTES, HostReply, HostRequest, Identity,
+    MAX_FRAME_BYTES, MAX_STRINGS_BYTES, Reply, Request, STRINGS_PROTOCOL, Strings, WindowSize,
+    decode_header, encode, kernel_bytes, request_frames,
 };
 use dayfly_daemon::vmm::agent_link::{parse_reply, read_frame};
 use futures::FutureExt;
@@ -33,6 +34,23 @@ pub const TARGETS: &[Target] = &[
         heap: SMALL,
         run: frames,
         seeds: frame_seeds,
+    },
+    Target {
+        name: "agent-strings",
+        what: "arguments and environment in frames of their own",
+        stateful: false,
+        most_bytes: 2048,
+        heap: SMALL,
+        run: collected,
+        seeds: || {
+            let seeds = [
+                &b"\x02\x03/bin/x\0-c\0A=b\0"[..],
+                b"\x01\x40a\0A=1\0B==\0C=\0",
+                b"\0\x01",
+                b"\x02\x01\0\0",
+            ];
+            seeds.map(<[u8]>::to_vec).into()
+        },
     },
     Target {
         name: "guest-files",
@@ -75,6 +93,12 @@ fn frame_seeds() -> Vec<Vec<u8>> {
             r#"{"op":"exec","argv":["/bin/sh","-c","x"],"env":{"A":"b"},"pty":{"rows":2,
                 "cols":3}}"#,
         ),
+        [
+            request(r#"{"op":"exec","strings":{"arguments":2,"bytes":14}}"#),
+            encode(FrameKind::Strings, b"/bin/x\0"),
+            encode(FrameKind::Strings, b"-c\0A=b\0"),
+        ]
+        .concat(),
         request(r#"{"op":"write_archive","path":"/tmp"}"#),
         request(
             r#"{"op":"identity","hostname":"web-1",
@@ -123,10 +147,11 @@ fn frames(input: &[u8]) -> Outcome {
         assert_eq!(input[at..at + bytes.len()], bytes, "encoded again");
         at += bytes.len();
     }
-    let mut known = false;
+    let mut known = strings(&all);
     for (kind, body) in all {
         known |= match kind {
             FrameKind::Request => request(&body),
+            FrameKind::Strings => false,
             FrameKind::Reply => {
                 let host = json::<HostReply>(&body);
                 let reply = json::<Reply>(&body);
@@ -140,6 +165,54 @@ fn frames(input: &[u8]) -> Outcome {
         };
     }
     Outcome::of(known)
+}
+
+/// Strings in frames of their own: a number of arguments, the length of a frame, the strings.
+fn collected(input: &[u8]) -> Outcome {
+    let [arguments, piece, strings @ ..] = input else { return Outcome::Refused };
+    let bytes = u32::try_from(strings.len()).unwrap();
+    let announced = Strings { arguments: u32::from(*arguments), bytes };
+    let mut spec = ExecSpec { strings: Some(announced), ..ExecSpec::default() };
+    let mut collector = Collector::of(&mut spec).unwrap().expect("strings are announced");
+    for piece in strings.chunks(usize::from(*piece).max(1)) {
+        collector.add(piece).expect("no more than announced");
+    }
+    assert!(collector.is_complete() && collector.add(b"x").is_err(), "more than announced");
+    if collector.finish(&mut spec).is_err() {
+        return Outcome::Refused;
+    }
+    assert_eq!(spec.argv.len(), usize::from(*arguments));
+    let argv: String = spec.argv.iter().flat_map(|word| [word.as_str(), "\0"]).collect();
+    assert!(strings.starts_with(argv.as_bytes()), "arguments as they were sent");
+    for (name, value) in &spec.env {
+        let variable = format!("{name}={value}\0");
+        let rest = &strings[argv.len()..];
+        assert!(rest.windows(variable.len()).any(|part| part == variable.as_bytes()), "{name}");
+    }
+    planted(|| spec.argv.len() == 3 && spec.env.len() == 2);
+    Outcome::Accepted
+}
+
+/// A program whose strings follow its request. Sent again, it has the same strings.
+fn strings(frames: &[(FrameKind, Vec<u8>)]) -> bool {
+    let mut frames = frames.iter();
+    let Some((FrameKind::Request, body)) = frames.next() else { return false };
+    let Ok(Request::Exec(mut spec)) = serde_json::from_slice(body) else { return false };
+    let Ok(Some(mut collector)) = Collector::of(&mut spec) else { return false };
+    for (_, body) in frames.take_while(|(kind, _)| *kind == FrameKind::Strings) {
+        if collector.add(body).is_err() {
+            return false;
+        }
+    }
+    if !collector.is_complete() || collector.finish(&mut spec).is_err() {
+        return false;
+    }
+    assert!(kernel_bytes(&spec) <= MAX_STRINGS_BYTES, "more than a program can have");
+    let mut again = Request::Exec(spec.clone());
+    let sent = request_frames(&mut again, STRINGS_PROTOCOL).expect("a program to send");
+    assert!(sent.len() > HEADER_BYTES);
+    planted(|| spec.argv.len() == 3 && spec.env.len() == 2);
+    true
 }
 
 fn request(body: &[u8]) -> bool {
@@ -254,7 +327,7 @@ fn session(input: &[u8]) -> Outcome {
         timeout_ms: Some(500),
         ..ExecSpec::default()
     };
-    let served = exec::run(&PROGRAMS, &mut conn, &spec);
+    let served = exec::run(&PROGRAMS, &mut conn, spec);
     drop(conn);
     let mut bytes = Vec::new();
     // Unread input of the client resets the connection after what was sent.

@@ -11,7 +11,7 @@
 //! root, and none can enter it (EBUSY). So the group of a service is used only if systemd puts the
 //! daemon into a group `main` below it (`Delegate=yes` and `DelegateSubgroup=main`,
 //! systemd.resource-control(5), from systemd 254 on): an older systemd could not start the daemon
-//! again while VMs live. The unit of dayfly therefore gives a path outside of its own group.
+//! again while VMs live. The unit of dayfly therefore gives a path that is not below that group.
 
 use super::files::{named, read};
 use super::place::{Hierarchy, NoGroups, Place, Root, V2Place};

@@ -24,7 +24,7 @@ const RUN: &str = "trusted.dayfly.run";
 const MOST_BYTES: usize = 4096;
 
 /// The number by which trees of daemons differ: a digest of the run folder (FNV-1a), because names
-/// of groups are short. Two run folders with one digest would share a tree, which its lock prevents.
+/// of groups are short. The lock keeps two daemons apart whose run folders have one digest.
 fn tag(run: &Path) -> u64 {
     let mix = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
     run.as_os_str().as_bytes().iter().fold(0xcbf2_9ce4_8422_2325, mix)

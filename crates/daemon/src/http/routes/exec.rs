@@ -1,12 +1,10 @@
 //! Programs in guests, over an upgraded connection.
 
 use crate::base::error::{ApiError, Outcome};
-use crate::http::routes::extract::{Json, Params, Peer, Shared, Word};
-use crate::http::routes::upgrade::{Frames, Upgrade};
+use crate::http::routes::extract::{Params, Peer, Shared, Spec, Word};
+use crate::http::routes::upgrade::{Frames, Upgrade, UpgradeToWebSocket};
 use crate::http::{session, websocket};
 use crate::ops::exec::collected;
-use axum::extract::ws::WebSocketUpgrade;
-use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::{FromRequest, Request, State};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
@@ -61,7 +59,7 @@ pub async fn exec(
     let vm = daemon.registry.find(&word)?;
     vm.serves("run a program in")?;
     match upgrade {
-        Ok(upgrade) => Ok(upgrade.then(move |client| session::exec(daemon, vm, client))),
+        Ok(upgrade) => Ok(upgrade.then(move |client| session::exec(daemon, vm, client, None))),
         Err(refused) if request.headers().contains_key(header::UPGRADE) => Err(refused),
         Err(_) => {
             let most = params.max_output_bytes;
@@ -70,8 +68,8 @@ pub async fn exec(
                     "max_output_bytes: expected at most {MOST_BYTES}, got {most}"
                 )));
             }
-            let Json(spec) = Json::<ExecSpec>::from_request(request, &()).await?;
-            let work = collected(&daemon, &vm, spec, most);
+            let Spec(spec, permit) = Spec::from_request(request, &daemon).await?;
+            let work = collected(&daemon, &vm, spec, permit, most);
             let done = daemon.stop.run_until_cancelled(work).await;
             Ok(axum::Json(done.ok_or_else(ApiError::stopping)??).into_response())
         }
@@ -95,14 +93,11 @@ pub async fn exec(
 pub async fn over_websocket(
     State(daemon): Shared,
     Word(word): Word,
-    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+    upgrade: Outcome<UpgradeToWebSocket>,
 ) -> Outcome<Response> {
     let vm = daemon.registry.find(&word)?;
     vm.serves("run a program in")?;
-    let upgrade = upgrade.map_err(|e| {
-        ApiError::invalid(format_args!("expected a WebSocket: {e}; POST takes other clients"))
-    })?;
-    Ok(websocket::limited(upgrade).on_upgrade(move |socket| websocket::exec(daemon, vm, socket)))
+    Ok(upgrade?.then(move |client| websocket::exec(daemon, vm, client)))
 }
 
 /// Clones (or boots) a VM, runs a program in it, and removes it: as exec, with a RunRequest in the

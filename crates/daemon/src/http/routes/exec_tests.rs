@@ -3,7 +3,7 @@
 use super::super::tests::{called, running, served_within};
 use crate::base::config::Deadlines;
 use crate::vmm::agent_link::read_frame;
-use dayfly_api::agent::{ExecSpec, Exit, FrameKind, Reply, encode};
+use dayfly_api::agent::{Collector, ExecSpec, Exit, FrameKind, Reply, encode};
 use dayfly_api::client::{Client, ClientError, ExecEvent};
 use dayfly_api::types::ErrorCode;
 use std::time::Duration;
@@ -114,4 +114,71 @@ async fn a_program_s_output_and_end_come_in_one_answer() {
     going.abort();
     let ended = tokio::time::timeout(Duration::from_secs(60), agent).await;
     ended.expect("the program runs on without its client").unwrap();
+}
+
+/// Accepts a connection, and reads the program of a request with the strings that follow it.
+async fn long_asked(listener: &UnixListener) -> (UnixStream, ExecSpec) {
+    let (mut stream, line) = called(listener).await;
+    assert_eq!(line, "CONNECT 1024\n");
+    stream.write_all(b"OK 7\n").await.unwrap();
+    let first = read_frame(&mut stream, "reading a request").await.unwrap().unwrap();
+    let mut spec: ExecSpec = serde_json::from_slice(&first.body).unwrap();
+    let mut strings = Collector::of(&mut spec).unwrap().expect("strings in frames of their own");
+    while !strings.is_complete() {
+        let frame = read_frame(&mut stream, "reading strings").await.unwrap().unwrap();
+        assert_eq!(frame.kind, FrameKind::Strings);
+        strings.add(&frame.body).unwrap();
+    }
+    strings.finish(&mut spec).unwrap();
+    (stream, spec)
+}
+
+#[tokio::test]
+async fn arguments_of_almost_2_mib_pass_and_an_earlier_agent_is_named() {
+    let served = served_within(Deadlines::default());
+    let (vm, listener) = running(&served, "web");
+    let client = Client::new(&served.socket);
+    let argv = (0..16).map(|n| format!("{n}{}", "x".repeat(117_000))).collect();
+    let spec = ExecSpec { argv, env: [("A".into(), "=".into())].into(), ..ExecSpec::default() };
+    // The agent of the fixture has no protocol, and gets nothing.
+    for error in [
+        client.exec("web", &spec).await.unwrap_err(),
+        client.exec_to_end("web", &spec, 8).await.unwrap_err(),
+    ] {
+        let text = error.to_string();
+        assert_eq!(error.code(), Some(ErrorCode::ProgramNotExecutable), "{text}");
+        assert!(
+            text.contains("E2BIG") && text.contains("bake the image's snapshot again"),
+            "{text}"
+        );
+    }
+    let long = ExecSpec { argv: vec!["x".repeat(120_000); 18], ..ExecSpec::default() };
+    let error = client.exec("web", &long).await.unwrap_err();
+    assert_eq!(error.code(), Some(ErrorCode::ProgramNotExecutable), "{error}");
+    vm.update(|live| live.agent_version = "0.1.0+3".into());
+    let error = client.exec_to_end("web", &long, 8).await.unwrap_err();
+    assert_eq!(error.code(), Some(ErrorCode::ProgramNotExecutable), "{error}");
+    assert!(error.to_string().contains("E2BIG"), "{error}");
+    let wanted = spec.clone();
+    let agent = tokio::spawn(async move {
+        // The refused programs made no connection.
+        let mut asked = Vec::new();
+        while asked.len() < 2 {
+            let (mut stream, spec) = long_asked(&listener).await;
+            let started = json(FrameKind::Reply, &Reply::Started { pid: 5, id: None });
+            let exit = Exit { code: Some(0), signal: None, timed_out: false };
+            let frames = [started, json(FrameKind::Exit, &exit)].concat();
+            stream.write_all(&frames).await.unwrap();
+            asked.push(spec);
+        }
+        asked
+    });
+    let mut exec = client.exec("web", &spec).await.unwrap();
+    assert!(matches!(exec.output.next().await.unwrap(), ExecEvent::Exit(_)));
+    let result = client.exec_to_end("web", &spec, 8).await.unwrap();
+    assert_eq!(result.exit_code, Some(0));
+    let wait = tokio::time::timeout(Duration::from_secs(60), agent).await;
+    for got in wait.expect("two programs").unwrap() {
+        assert_eq!((&got.argv, &got.env), (&wanted.argv, &wanted.env));
+    }
 }

@@ -1,8 +1,12 @@
 //! Many programs at once, and clients that go away or stand still at any byte.
 
 use super::tests::{Served, called, running, served};
+use crate::base::long_requests::AT_ONCE;
 use crate::vmm::agent_link::read_frame;
-use dayfly_api::agent::{ExecSpec, Exit, Frame, FrameKind, Reply, encode};
+use dayfly_api::agent::{
+    Collector, ExecSpec, Exit, Frame, FrameKind, MAX_FRAME_BYTES, PROTOCOL, Reply, encode,
+    request_frames,
+};
 use dayfly_api::client::{Client, ExecEvent};
 use dayfly_api::types::ExecNotice;
 use futures::future::join_all;
@@ -10,6 +14,7 @@ use futures::{SinkExt, StreamExt};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
@@ -25,14 +30,28 @@ fn spec(argument: &str) -> ExecSpec {
     ExecSpec { argv, stdin: true, ..ExecSpec::default() }
 }
 
-/// Accepts the connection of a session; returns it and the program's argument. `None` if the
-/// session ends before.
+/// A program whose arguments have this many bytes more.
+fn long_spec(argument: &str, more: usize) -> ExecSpec {
+    let mut spec = spec(argument);
+    spec.argv.extend(std::iter::repeat_n("x".repeat(100_000), more / 100_000));
+    spec
+}
+
+/// Accepts the connection of a session; returns it and the program's argument.
 async fn asked(listener: &UnixListener) -> (UnixStream, String) {
     let (mut stream, _) = called(listener).await;
     stream.write_all(b"OK 7\n").await.unwrap();
     let request = read_frame(&mut stream, "reading a request").await.unwrap().unwrap();
-    let request: serde_json::Value = serde_json::from_slice(&request.body).unwrap();
-    (stream, request["argv"][1].as_str().unwrap().to_owned())
+    let mut spec: ExecSpec = serde_json::from_slice(&request.body).unwrap();
+    if let Some(mut strings) = Collector::of(&mut spec).unwrap() {
+        while !strings.is_complete() {
+            let frame = read_frame(&mut stream, "reading strings").await.unwrap().unwrap();
+            assert_eq!(frame.kind, FrameKind::Strings);
+            strings.add(&frame.body).unwrap();
+        }
+        strings.finish(&mut spec).unwrap();
+    }
+    (stream, spec.argv.swap_remove(1))
 }
 
 /// The sockets that were accepted at `path`, and the one that listens.
@@ -58,13 +77,19 @@ async fn nothing_left(served: &Served, agent: &Path, before: usize) {
     until("connections of clients are left", || sockets(&served.socket) == 1).await;
     until("connections to the agent are left", || sockets(agent) == 1).await;
     until("tasks are left", || tasks() <= before).await;
+    let permits = served.daemon.long_requests.semaphore();
+    assert_eq!(permits.available_permits(), AT_ONCE, "memory of long requests");
+}
+
+fn numbered(n: usize) -> ExecSpec {
+    long_spec(&n.to_string(), if n % 10 < 2 { 300_000 } else { 0 })
 }
 
 /// Runs the program `n`, which prints its number, over the upgrade of the Rust client; returns its
-/// exit code.
+/// exit code. Some programs have long arguments.
 async fn over_frames(served: &Served, n: usize) -> i32 {
     let client = Client::new(&served.socket);
-    let mut exec = client.exec("web", &spec(&n.to_string())).await.unwrap();
+    let mut exec = client.exec("web", &numbered(n)).await.unwrap();
     loop {
         match exec.output.next().await.unwrap() {
             ExecEvent::Stdout(bytes) => assert_eq!(&bytes[..], n.to_string().as_bytes()),
@@ -79,7 +104,7 @@ async fn over_websocket(served: &Served, n: usize) -> i32 {
     let stream = UnixStream::connect(&served.socket).await.unwrap();
     let (mut socket, _) =
         tokio_tungstenite::client_async("ws://d/v1/vms/web/exec", stream).await.unwrap();
-    let spec = serde_json::to_string(&spec(&n.to_string())).unwrap();
+    let spec = serde_json::to_string(&numbered(n)).unwrap();
     socket.send(Message::text(spec)).await.unwrap();
     loop {
         match socket.next().await.unwrap().unwrap() {
@@ -100,7 +125,7 @@ async fn a_thousand_programs_are_in_flight_and_each_client_gets_its_own_end() {
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
     let served = served();
-    let (vm, listener) = running(&served, "web");
+    let (vm, listener) = taking_long(&served);
     let before = tasks();
     // No program ends before all have started.
     let all = Arc::new(Barrier::new(PROGRAMS));
@@ -136,21 +161,79 @@ async fn a_thousand_programs_are_in_flight_and_each_client_gets_its_own_end() {
     nothing_left(&served, &vm.dir.vsock(), before).await;
 }
 
+/// A running VM whose agent takes long arguments.
+fn taking_long(served: &Served) -> (Arc<crate::vm::Vm>, UnixListener) {
+    let (vm, listener) = running(served, "web");
+    vm.update(|live| live.agent_version = format!("0.1.0+{PROTOCOL}"));
+    (vm, listener)
+}
+
 /// A frame of a WebSocket's client, masked with zeros.
 fn masked(opcode: u8, body: &[u8]) -> Vec<u8> {
-    let length = u16::try_from(body.len()).unwrap().to_be_bytes();
-    [&[0x80 | opcode, 0x80 | 126], &length[..], &[0; 4], body].concat()
+    let length = match u16::try_from(body.len()) {
+        Ok(length) => [&[0x80 | 126], &length.to_be_bytes()[..]].concat(),
+        Err(_) => [&[0x80 | 127], &(body.len() as u64).to_be_bytes()[..]].concat(),
+    };
+    [&[0x80 | opcode], &length[..], &[0; 4], body].concat()
+}
+
+/// How a client asks for a program.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Way {
+    Frames,
+    WebSocket,
+    Body,
+}
+
+const WAYS: [Way; 3] = [Way::Frames, Way::WebSocket, Way::Body];
+
+/// The head of a request for `length` bytes of JSON.
+fn head(way: Way, length: usize) -> Vec<u8> {
+    let (method, more) = match way {
+        Way::Frames => ("POST", "Connection: upgrade\r\nUpgrade: dayfly-exec".to_owned()),
+        Way::WebSocket => (
+            "GET",
+            "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\
+             Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
+                .to_owned(),
+        ),
+        Way::Body => ("POST", format!("Connection: close\r\nContent-Length: {length}")),
+    };
+    format!("{method} /v1/vms/web/exec HTTP/1.1\r\nHost: d\r\n{more}\r\n\r\n").into()
+}
+
+/// What a client sends for a program with 1.9 MB of arguments: the head of its request, and its
+/// frames.
+fn long_sent(way: Way) -> Vec<Vec<u8>> {
+    let spec = ExecSpec { stdin: way != Way::Body, ..long_spec("x", 1_900_000) };
+    let json = serde_json::to_vec(&spec).unwrap();
+    let mut all = vec![head(way, json.len())];
+    match way {
+        Way::WebSocket => all.push(masked(1, &json)),
+        Way::Body => all.push(json),
+        Way::Frames => {
+            let bytes = request_frames(&mut spec.clone(), PROTOCOL).unwrap();
+            let mut rest = &bytes[..];
+            while let Some((length, _)) = rest.split_first_chunk::<4>() {
+                let length = usize::try_from(u32::from_le_bytes(*length)).unwrap();
+                let (frame, after) = rest.split_at(5 + length);
+                all.push(frame.to_vec());
+                rest = after;
+            }
+            assert!(all.len() > 8, "Strings frames");
+        }
+    }
+    all
 }
 
 /// What a client sends: the head of its request, and its frames.
-fn sent(websocket: bool) -> Vec<Vec<u8>> {
-    let spec = serde_json::to_vec(&spec("x")).unwrap();
-    if websocket {
-        let head = "GET /v1/vms/web/exec HTTP/1.1\r\nHost: d\r\nConnection: Upgrade\r\n\
-                    Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\
-                    Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n";
-        vec![
-            head.into(),
+fn sent(way: Way) -> Vec<Vec<u8>> {
+    let spec = ExecSpec { stdin: way != Way::Body, ..spec("x") };
+    let spec = serde_json::to_vec(&spec).unwrap();
+    let head = head(way, spec.len());
+    match way {
+        Way::WebSocket => vec![
+            head,
             masked(1, &spec),
             masked(2, &[&[0], &[b'i'; 300][..]].concat()),
             masked(1, br#"{"type":"resize","rows":24,"cols":80}"#),
@@ -158,18 +241,16 @@ fn sent(websocket: bool) -> Vec<Vec<u8>> {
             masked(1, br#"{"type":"signal","signal":15}"#),
             masked(1, br#"{"type":"stdin_end"}"#),
             masked(8, &1000_u16.to_be_bytes()),
-        ]
-    } else {
-        let head = "POST /v1/vms/web/exec HTTP/1.1\r\nHost: d\r\nConnection: upgrade\r\n\
-                    Upgrade: dayfly-exec\r\n\r\n";
-        vec![
-            head.into(),
+        ],
+        Way::Body => vec![head, spec],
+        Way::Frames => vec![
+            head,
             encode(FrameKind::Request, &spec),
             encode(FrameKind::Stdin, &[b'i'; 300]),
             encode(FrameKind::Resize, br#"{"rows":24,"cols":80}"#),
             encode(FrameKind::Signal, &15_i32.to_le_bytes()),
             encode(FrameKind::StdinEnd, b""),
-        ]
+        ],
     }
 }
 
@@ -210,33 +291,110 @@ fn offsets(frames: &[Vec<u8>]) -> Vec<usize> {
     ends.chain(others.take(200)).collect()
 }
 
+/// Clients that go after each of the [`offsets`] of these frames; one of `every` stays.
+async fn cut_off(served: &Served, way: Way, frames: &[Vec<u8>], every: usize) -> Vec<UnixStream> {
+    let bytes = frames.concat();
+    let head = frames[0].len();
+    let mut standing = Vec::new();
+    for (n, cut) in offsets(frames).into_iter().enumerate() {
+        let mut client = UnixStream::connect(&served.socket).await.unwrap();
+        client.write_all(&bytes[..cut]).await.unwrap();
+        if cut >= head && way != Way::Body {
+            // Its connection is taken, so that it goes in the middle of a session.
+            assert_eq!(client.read_u8().await.unwrap(), b'H');
+        }
+        if n % every == 0 {
+            standing.push(client);
+        }
+    }
+    standing
+}
+
 #[tokio::test]
 async fn a_client_that_goes_or_stands_still_at_any_byte_leaves_and_stops_nothing() {
     let served = served();
-    let (vm, listener) = running(&served, "web");
+    let (vm, listener) = taking_long(&served);
     let _agent = tokio::spawn(endless(listener));
     let before = tasks();
-    for websocket in [false, true] {
-        let frames = sent(websocket);
-        let bytes = frames.concat();
-        let head = frames[0].len();
-        let mut standing = Vec::new();
-        for (n, cut) in offsets(&frames).into_iter().enumerate() {
-            let mut client = UnixStream::connect(&served.socket).await.unwrap();
-            client.write_all(&bytes[..cut]).await.unwrap();
-            if cut >= head {
-                // Its connection is taken, so that it goes in the middle of a session.
-                assert_eq!(client.read_u8().await.unwrap(), b'H');
+    for way in WAYS {
+        // Fewer that stand still with long arguments than may be in memory.
+        for (frames, every) in [(sent(way), 10), (long_sent(way), 40)] {
+            let standing = cut_off(&served, way, &frames, every).await;
+            // Beside clients that stand still, the daemon answers and runs programs.
+            Client::new(&served.socket).info().await.unwrap();
+            for spec in [spec("y"), long_spec("y", 1_900_000)] {
+                let mut exec = Client::new(&served.socket).exec("web", &spec).await.unwrap();
+                assert!(matches!(exec.output.next().await.unwrap(), ExecEvent::Stdout(_)));
             }
-            if n % 10 == 0 {
-                standing.push(client);
-            }
+            drop(standing);
+            nothing_left(&served, &vm.dir.vsock(), before).await;
         }
-        // Beside clients that stand still, the daemon answers and runs programs.
-        Client::new(&served.socket).info().await.unwrap();
+    }
+}
+
+/// The clock stands still while anything else can happen.
+#[tokio::test(start_paused = true)]
+async fn a_client_that_stalls_in_long_arguments_has_a_deadline() {
+    let served = served();
+    let (_vm, _listener) = taking_long(&served);
+    for way in WAYS {
+        let frames = long_sent(way);
+        let bytes = frames.concat();
+        // A body that would fit into a frame waits as any other body.
+        let from = frames[0].len() + if way == Way::Body { MAX_FRAME_BYTES + 1 } else { 0 };
+        let mut cuts = offsets(&frames);
+        cuts.retain(|cut| (from..bytes.len()).contains(cut));
+        assert!(cuts.len() > 100, "{way:?}");
+        for cut in cuts {
+            let mut client = UnixStream::connect(&served.socket).await.unwrap();
+            // The deadline may pass before all is written, because nothing else has to happen.
+            let _ = client.write_all(&bytes[..cut]).await;
+            let mut answer = Vec::new();
+            let _ = client.read_to_end(&mut answer).await;
+            let answer = String::from_utf8_lossy(&answer);
+            let says = answer.contains("after 30 s") || answer.contains("nothing for 30 s");
+            assert!(says && answer.contains("timeout"), "{way:?} {cut}: {answer}");
+        }
+        let permits = served.daemon.long_requests.semaphore();
+        assert_eq!(permits.available_permits(), AT_ONCE, "{way:?}");
+    }
+}
+
+#[tokio::test]
+async fn long_arguments_wait_in_the_socket_until_there_is_memory() {
+    /// What a socket and the daemon take without a permit.
+    const AHEAD: usize = 1 << 20;
+    let served = served();
+    let (vm, listener) = taking_long(&served);
+    let _agent = tokio::spawn(endless(listener));
+    let before = tasks();
+    for way in WAYS {
+        let permits = (0..AT_ONCE).map(|_| served.daemon.long_requests.permit());
+        let permits = join_all(permits).await;
+        let frames = long_sent(way);
+        let mut client = UnixStream::connect(&served.socket).await.unwrap();
+        client.write_all(&frames[0]).await.unwrap();
+        let written = Arc::new(AtomicUsize::new(0));
+        let counted = written.clone();
+        let writes = tokio::spawn(async move {
+            for piece in frames[1..].concat().chunks(1000) {
+                client.write_all(piece).await.unwrap();
+                counted.fetch_add(piece.len(), Ordering::Relaxed);
+            }
+            client
+        });
+        // Short programs do not wait.
         let mut exec = Client::new(&served.socket).exec("web", &spec("y")).await.unwrap();
         assert!(matches!(exec.output.next().await.unwrap(), ExecEvent::Stdout(_)));
-        drop((exec, standing));
+        until("it is read", || written.load(Ordering::Relaxed) > MAX_FRAME_BYTES).await;
+        for _ in 0..1000 {
+            tokio::task::yield_now().await;
+        }
+        let ahead = written.load(Ordering::Relaxed);
+        assert!(ahead < AHEAD && !writes.is_finished(), "{way:?}: {ahead} bytes were read");
+        drop(permits);
+        let client = writes.await.unwrap();
+        drop((client, exec));
         nothing_left(&served, &vm.dir.vsock(), before).await;
     }
 }

@@ -4,8 +4,8 @@ use super::super::tests::{Served, called, running, served};
 use crate::http::websocket::MESSAGE_MAX_BYTES;
 use crate::vmm::agent_link::read_frame;
 use bytes::Bytes;
-use dayfly_api::agent::{ExecSpec, Exit, Frame, FrameKind, Reply, encode};
-use dayfly_api::types::{ErrorCode, ExecNotice};
+use dayfly_api::agent::{Collector, ExecSpec, Exit, Frame, FrameKind, Reply, encode};
+use dayfly_api::types::{ErrorCode, ExecNotice, MAX_EXEC_JSON_BYTES};
 use futures::{SinkExt, StreamExt};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -132,14 +132,15 @@ async fn what_a_client_may_not_send_is_said_and_closes() {
     let served = served();
     let (_vm, listener) = running(&served, "web");
     let long = "x".repeat(MESSAGE_MAX_BYTES + 1);
+    let longest = "x".repeat(MAX_EXEC_JSON_BYTES + 1);
     for (first, then, code, says) in [
         (Message::binary(b"\0".to_vec()), None, 1008, "expected an ExecSpec as text"),
         (Message::text("{"), None, 1008, "EOF"),
         (Message::text(r#"{"argv":["p"],"argw":1}"#), None, 1008, "argw: no such field"),
         (Message::text(r#"{"argv":[]}"#), None, 1008, "expected a program"),
-        (Message::text(long.as_str()), None, 1009, "at most 262145 bytes"),
+        (Message::text(longest), None, 1009, "at most 4194304 bytes"),
         (Message::text(&long[2..]), None, 1008, "first frame"),
-        (Message::text(&long[1..]), None, 1009, "first message: expected at most 262144"),
+        (Message::text(&long[1..]), None, 1008, "first message"),
         (spec(), Some(Message::binary(b"\x01x".to_vec())), 1008, "expected channel 0"),
         (spec(), Some(Message::binary(Bytes::new())), 1008, "expected a channel"),
         (spec(), Some(Message::binary(long.clone().into_bytes())), 1009, "at most 262145"),
@@ -170,6 +171,27 @@ async fn what_a_client_may_not_send_is_said_and_closes() {
             assert_eq!(agent.read_to_end(&mut Vec::new()).await.unwrap(), 0);
         }
     }
+}
+
+#[tokio::test]
+async fn long_arguments_reach_the_agent() {
+    let served = served();
+    let (vm, listener) = running(&served, "web");
+    vm.update(|live| live.agent_version = "0.1.0+3".into());
+    let mut socket = connect(&served, "web").await.unwrap();
+    let spec = ExecSpec { argv: vec!["x".repeat(100_000); 19], ..ExecSpec::default() };
+    socket.send(Message::text(serde_json::to_string(&spec).unwrap())).await.unwrap();
+    let (mut agent, request) = asked(&listener).await;
+    let mut got: ExecSpec = serde_json::from_str(&request).unwrap();
+    let mut strings = Collector::of(&mut got).unwrap().unwrap();
+    while !strings.is_complete() {
+        let frame = read_frame(&mut agent, "strings").await.unwrap().unwrap();
+        strings.add(&frame.body).unwrap();
+    }
+    strings.finish(&mut got).unwrap();
+    assert_eq!(got.argv, spec.argv);
+    agent.write_all(&[started(), exit(0)].concat()).await.unwrap();
+    assert!(matches!(noticed(&mut socket).await, ExecNotice::Started { .. }));
 }
 
 #[tokio::test]

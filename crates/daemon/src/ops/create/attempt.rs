@@ -21,7 +21,7 @@ use crate::vmm::link::Link;
 use crate::vmm::pool::{Pool, UnderWay, WarmVmm};
 use crate::vmm::source::{Opened, Purpose, Template};
 use crate::vmm::{guest_socket, identity};
-use dayfly_api::agent::{Ready, Request};
+use dayfly_api::agent::{Ready, Request, check_strings, protocol_of, request_frames};
 use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit};
 use dayfly_units::text::escaped;
 use dayfly_units::{Name, VmName, failpoint};
@@ -186,6 +186,10 @@ async fn reserve(
     // Before anything is taken from the pool, which has to get it back after an error.
     if let Some(Request::Exec(spec)) = &mut order.next {
         for_run(spec, order.entrypoint.as_deref(), &facts.config)?;
+        if let Some(version) = opened.agent_version() {
+            let checked = check_strings(spec.as_mut(), protocol_of(version));
+            checked.map_err(|e| ApiError::from_strings(&e))?;
+        }
     }
     let pooled = Pooled::of(&opened, from_pool && order.purpose == Purpose::User)?;
     let memory = daemon
@@ -327,7 +331,9 @@ pub(super) async fn bring_up(
     vm.mark("volumes mounted", asked.elapsed_us());
     let Some(next) = next else { return Ok(None) };
     let mut link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
-    link.send(next, "starting a program").await?;
+    let protocol = vm.update(|live| protocol_of(&live.agent_version));
+    let frames = request_frames(&mut next.clone(), protocol).map_err(LinkError::from)?;
+    link.send_frames(&frames, "starting a program").await?;
     Ok(Some(link))
 }
 
