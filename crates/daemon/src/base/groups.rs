@@ -40,14 +40,14 @@ const LEFT_PAUSE: Duration = Duration::from_secs(1);
 /// the levels above.
 const TABLES_FRACTION: u64 = 128;
 
-/// The least of each limit that a VM runs with.
-const LEAST_CPU_MILLICPUS: u32 = 10;
-const MOST_CPU_MILLICPUS: u32 = 1_024_000;
-const WEIGHTS: std::ops::RangeInclusive<u32> = 1..=10_000;
-/// A clone of a VM of 256 MiB takes about 2 MiB beside its RAM, and a fork copies state.
-const LEAST_MEMORY_BYTES: u64 = 16 << 20;
-/// Threads of a VMM beside its vCPUs: main, devices, KVM's, those of a fork.
-const LEAST_PIDS: u32 = 16;
+/// The range of `cpu_max_millicpus`; the kernel takes no less than 1 ms of CPU time in a period.
+pub const MILLICPUS: std::ops::RangeInclusive<u32> = 10..=1_024_000;
+/// The range of `cpu_weight`, which is that of cgroup v2.
+pub const WEIGHTS: std::ops::RangeInclusive<u32> = 1..=10_000;
+/// The least `memory_max_bytes`: some times what a VMM takes beside RAM and page tables.
+pub const LEAST_MEMORY_BYTES: u64 = 16 << 20;
+/// The least `pids_max` without vCPUs: some times the other threads of a VMM.
+pub const LEAST_PIDS: u32 = 16;
 
 /// The groups of a daemon, or why it has none.
 #[derive(Debug, Clone)]
@@ -143,14 +143,14 @@ fn refused(error: GroupError) -> ApiError {
 
 /// Checks what can be checked of limits without the host.
 fn check_range(limits: &VmLimits, vcpus: u8) -> Result<(), ApiError> {
-    let cpus = LEAST_CPU_MILLICPUS..=MOST_CPU_MILLICPUS;
     let pids = LEAST_PIDS + u32::from(vcpus);
     let wrong = |limit: &str, least: u64, most: u64, got: u64| {
         Err(ApiError::invalid(format_args!("{limit}: expected {least} to {most}, got {got}")))
     };
     match *limits {
-        VmLimits { cpu_max_millicpus: Some(got), .. } if !cpus.contains(&got) => {
-            wrong("cpu_max_millicpus", (*cpus.start()).into(), (*cpus.end()).into(), got.into())
+        VmLimits { cpu_max_millicpus: Some(got), .. } if !MILLICPUS.contains(&got) => {
+            let (least, most) = (*MILLICPUS.start(), *MILLICPUS.end());
+            wrong("cpu_max_millicpus", least.into(), most.into(), got.into())
         }
         VmLimits { cpu_weight: Some(got), .. } if !WEIGHTS.contains(&got) => {
             wrong("cpu_weight", (*WEIGHTS.start()).into(), (*WEIGHTS.end()).into(), got.into())

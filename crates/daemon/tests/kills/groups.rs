@@ -13,10 +13,12 @@ use std::time::Instant;
 /// The file of a control group of this process in version 1 or 2, by the controller.
 fn file(pid: u32, controller: &str, [v1, v2]: [&str; 2]) -> Result<PathBuf> {
     let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
-    let of = |names: &str| {
+    let of = |name: &str| {
         let mut lines = groups.lines().map(|line| line.splitn(3, ':').skip(1));
-        lines
-            .find_map(|mut line| (line.next()? == names).then(|| line.next().map(str::to_owned))?)
+        lines.find_map(|mut line| {
+            let has = line.next()?.split(',').any(|other| other == name);
+            has.then(|| line.next().map(str::to_owned))?
+        })
     };
     Ok(match of(controller) {
         Some(path) => PathBuf::from(format!("/sys/fs/cgroup/{controller}{path}/{v1}")),
