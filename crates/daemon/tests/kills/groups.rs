@@ -205,6 +205,10 @@ async fn groups_are_swept_and_never_end_a_vm() -> Result<()> {
     let used = usage(&bed, &vm).await?;
     ensure!(used.cpu_us > 0, "{used:?}");
     bed.client.remove_vm(&vm.word(), true).await?;
+    until("its process is gone", async || Ok(!bed.processes().contains_key(&vm.id))).await?;
+    bed.stop()?;
+    // The daemon may have ended before it learned of the end of the process.
+    bed.start().await?;
     bed.stop()?;
     for folder in folders {
         ensure!(!folder.exists(), "{}: left by a daemon that stopped", folder.display());
