@@ -8,7 +8,7 @@ wire! {
     /// have those of their request.
     #[derive(Copy, Default)]
     pub struct VmLimits {
-        /// The most CPU time, in thousandths of a CPU of the host: 10 to 1,024,000.
+        /// The most CPU time, in thousandths of a CPU of the host: 50 to 1,024,000.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub cpu_max_millicpus: Option<u32>,
         /// Its share of CPU time while other VMs want the same CPUs: 1 to 10,000; without it 100.

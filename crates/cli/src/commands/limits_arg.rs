@@ -11,7 +11,7 @@ pub struct LimitArgs {
     /// The most CPU time of guest and devices together, in CPUs of the host, such as 1.5 or 0.25
     #[arg(long, value_name = "CPUS", value_parser = millicpus)]
     cpu_max: Option<u32>,
-    /// The share of CPU time while other VMs want the same CPUs, 1 to 10000; usually 100
+    /// The share of CPU time against other VMs that want the same CPUs, 1 to 10000; usually 100
     #[arg(long, value_name = "WEIGHT", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     cpu_weight: Option<u32>,
     /// The most memory of the host beyond the guest's RAM and its page tables, at least 16M
@@ -44,7 +44,7 @@ impl LimitArgs {
 /// Parses a number of CPUs with at most three decimals to thousandths of a CPU.
 fn millicpus(text: &str) -> Result<u32, String> {
     let wrong =
-        || format!("{text:?}: expected CPUs such as 1.5, at least 0.01, 3 decimals at most");
+        || format!("{text:?}: expected CPUs such as 1.5, at least 0.05, 3 decimals at most");
     let (whole, decimals) = text.split_once('.').unwrap_or((text, "0"));
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     if !digits(whole) || !digits(decimals) || decimals.len() > 3 {
@@ -53,7 +53,7 @@ fn millicpus(text: &str) -> Result<u32, String> {
     let thousandths: u32 = format!("{decimals:0<3}").parse().map_err(|_| wrong())?;
     let whole: u32 = whole.parse().map_err(|_| wrong())?;
     let milli = whole.checked_mul(1000).and_then(|milli| milli.checked_add(thousandths));
-    milli.filter(|milli| *milli >= 10).ok_or_else(wrong)
+    milli.filter(|milli| *milli >= 50).ok_or_else(wrong)
 }
 
 #[cfg(test)]
@@ -63,11 +63,11 @@ mod tests {
     #[test]
     fn cpus_have_at_most_three_decimals() {
         for (text, milli) in
-            [("1", 1000), ("1.5", 1500), ("0.25", 250), ("0.010", 10), ("16.0", 16_000)]
+            [("1", 1000), ("1.5", 1500), ("0.25", 250), ("0.050", 50), ("16.0", 16_000)]
         {
             assert_eq!(millicpus(text), Ok(milli));
         }
-        for wrong in ["", "0", "0.001", ".5", "1.", "1.0005", "-1", "1e3", "5000000", "1,5"] {
+        for wrong in ["", "0", "0.049", ".5", "1.", "1.0005", "-1", "1e3", "5000000", "1,5"] {
             assert!(millicpus(wrong).unwrap_err().contains("such as 1.5"), "{wrong}");
         }
     }

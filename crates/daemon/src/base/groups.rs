@@ -31,23 +31,29 @@ use std::time::{Duration, Instant};
 const READY: usize = 8;
 const MOST_READY: usize = 512;
 
-/// How long a returned group waits for the end of a process that is still in it.
+/// When a returned group in which a process is still ending is looked at again.
 const PAUSE: Duration = Duration::from_millis(20);
-/// The same of a group that an earlier daemon left.
+/// The same of a group that an earlier daemon left, or that cannot be looked at.
 const LEFT_PAUSE: Duration = Duration::from_secs(1);
+/// When another group is made after one could not be made.
+const RETRY: Duration = Duration::from_secs(10);
+/// How many numbers are tried for a new group.
+const TRIES: u32 = 1000;
 
 /// Part of RAM that page tables of guest and VMM take: two tables of 8 bytes for each 4 KiB, and
 /// the levels above.
 const TABLES_FRACTION: u64 = 128;
 
-/// The range of `cpu_max_millicpus`; the kernel takes no less than 1 ms of CPU time in a period.
-pub const MILLICPUS: std::ops::RangeInclusive<u32> = 10..=1_024_000;
+/// The range of `cpu_max_millicpus`. With less, a guest would not answer within the daemon's limits.
+pub const MILLICPUS: std::ops::RangeInclusive<u32> = 50..=1_024_000;
 /// The range of `cpu_weight`, which is that of cgroup v2.
 pub const WEIGHTS: std::ops::RangeInclusive<u32> = 1..=10_000;
 /// The least `memory_max_bytes`: some times what a VMM takes beside RAM and page tables.
 pub const LEAST_MEMORY_BYTES: u64 = 16 << 20;
 /// The least `pids_max` without vCPUs: some times the other threads of a VMM.
 pub const LEAST_PIDS: u32 = 16;
+/// The most `pids_max`: the kernel's PID_MAX_LIMIT.
+pub const MOST_PIDS: u32 = 4_194_304;
 
 /// The groups of a daemon, or why it has none.
 #[derive(Debug, Clone)]
@@ -63,15 +69,19 @@ struct Stock {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Groups of this daemon: ready, handed out or returned.
+    /// Groups of this daemon: ready, handed out, returned or waiting.
     own: BTreeSet<GroupName>,
     ready: VecDeque<(GroupName, Entry)>,
     returned: Vec<GroupName>,
-    /// Groups of an earlier daemon whose processes this daemon does not know, such as a pager. They
-    /// are removed when they are empty.
-    left: Vec<GroupName>,
-    /// The next number of a new group.
-    next: u32,
+    /// Groups that are looked at again at this time: a process is in them. Some are those of an
+    /// earlier daemon, such as of a pager.
+    waiting: Vec<(GroupName, Instant)>,
+    /// Those of them that were looked at once.
+    ending: BTreeSet<GroupName>,
+    /// The next number of a new group; `None` if all were used.
+    next: Option<u32>,
+    /// When another group may be made, after one could not be.
+    retry: Option<Instant>,
     ended: bool,
 }
 
@@ -93,29 +103,52 @@ impl GroupLease {
     /// Its number, by which the next daemon finds it.
     #[must_use]
     pub fn number(&self) -> u32 {
-        match self.name {
-            GroupName::Main => 0,
-            GroupName::Template(number) | GroupName::Vm(number) => number,
-        }
+        self.name.number()
     }
 
-    /// Sets the limits of a VM with this RAM. Makes no system call if there are none. Blocks for
-    /// some microseconds.
+    /// Sets the limits of a VM with this RAM, except that of CPU time ([`Self::cap`]). Makes no
+    /// system call if there are none. Blocks for some microseconds.
     ///
     /// # Errors
     /// The host has no controller for a limit, or the kernel refuses its value.
     pub fn limit(&self, limits: &VmLimits, ram_bytes: u64) -> Result<(), ApiError> {
+        let limits = Limits { cpu_max_millicpus: None, ..host_limits(limits, ram_bytes) };
         if limits.is_none() {
             return Ok(());
         }
-        self.stock.groups.set(self.name, &host_limits(limits, ram_bytes)).map_err(refused)
+        self.stock.groups.set(self.name, &limits).map_err(refused)
+    }
+
+    /// Sets the limit of CPU time, if there is one: when the guest is ready, because it would delay
+    /// its start.
+    ///
+    /// # Errors
+    /// As [`Self::limit`].
+    pub fn cap(&self, limits: &VmLimits) -> Result<(), ApiError> {
+        let Some(most) = limits.cpu_max_millicpus else { return Ok(()) };
+        let limits = Limits { cpu_max_millicpus: Some(most), ..Limits::default() };
+        self.stock.groups.set(self.name, &limits).map_err(refused)
+    }
+
+    /// Takes the limit of CPU time away, before the VMM is killed: a process that may not run cannot
+    /// end.
+    pub fn lift_cap(&self) {
+        if let Err(e) = self.stock.groups.lift_cpu_max(self.name) {
+            tracing::debug!("the limit of CPU time of control group {}: {e}", self.name);
+        }
+    }
+
+    /// The group's tree, which differs from those of daemons with another place.
+    #[must_use]
+    pub fn tree(&self) -> String {
+        self.stock.tree()
     }
 
     /// What its processes have used; `None` if the host does not say.
     #[must_use]
     pub fn usage(&self) -> Option<Usage> {
         let usage = self.stock.groups.usage(self.name);
-        usage.inspect_err(|e| tracing::warn!("the use of control group {}: {e}", self.name)).ok()
+        usage.inspect_err(|e| tracing::debug!("the use of control group {}: {e}", self.name)).ok()
     }
 }
 
@@ -126,17 +159,26 @@ pub const fn shown(usage: &Usage) -> VmUsage {
     VmUsage { cpu_us, cpu_user_us, cpu_system_us, memory_bytes, memory_peak_bytes }
 }
 
+/// The limit of the memory of a VM's group, RAM included.
+#[must_use]
+pub fn memory_limit_bytes(limits: &VmLimits, ram_bytes: u64) -> Option<u64> {
+    let ram = ram_bytes.saturating_add(ram_bytes / TABLES_FRACTION);
+    limits.memory_max_bytes.map(|bytes| bytes.saturating_add(ram))
+}
+
 fn host_limits(limits: &VmLimits, ram_bytes: u64) -> Limits {
-    let VmLimits { cpu_max_millicpus, cpu_weight, memory_max_bytes, pids_max } = *limits;
-    let beyond = ram_bytes.saturating_add(ram_bytes / TABLES_FRACTION);
-    let memory_max_bytes = memory_max_bytes.map(|bytes| bytes.saturating_add(beyond));
+    let memory_max_bytes = memory_limit_bytes(limits, ram_bytes);
+    let VmLimits { cpu_max_millicpus, cpu_weight, pids_max, .. } = *limits;
     Limits { cpu_max_millicpus, cpu_weight, memory_max_bytes, pids_max }
 }
 
 fn refused(error: GroupError) -> ApiError {
-    let code = match error {
-        GroupError::NoController { .. } => ErrorCode::Invalid,
-        GroupError::Refused { .. } => ErrorCode::Internal,
+    let code = match &error {
+        // EINVAL: for example more CPU time than a group above may have.
+        GroupError::Refused { source, .. } if source.kind() != io::ErrorKind::InvalidInput => {
+            ErrorCode::Internal
+        }
+        _ => ErrorCode::Invalid,
     };
     ApiError::new(code, error)
 }
@@ -158,10 +200,17 @@ fn check_range(limits: &VmLimits, vcpus: u8) -> Result<(), ApiError> {
         VmLimits { memory_max_bytes: Some(got), .. } if got < LEAST_MEMORY_BYTES => {
             wrong("memory_max_bytes", LEAST_MEMORY_BYTES, u64::MAX, got)
         }
-        VmLimits { pids_max: Some(got), .. } if got < pids => {
-            wrong("pids_max", pids.into(), u32::MAX.into(), got.into())
+        VmLimits { pids_max: Some(got), .. } if !(pids..=MOST_PIDS).contains(&got) => {
+            wrong("pids_max", pids.into(), MOST_PIDS.into(), got.into())
         }
         _ => Ok(()),
+    }
+}
+
+impl Default for GroupStock {
+    /// No groups.
+    fn default() -> Self {
+        Self::none(&NoGroups::Off)
     }
 }
 
@@ -176,8 +225,12 @@ impl GroupStock {
     /// `join`, and starts the thread that makes groups. Blocks.
     #[must_use]
     pub fn open(root: &Root, run: &Path, join: bool) -> Self {
-        let groups = match Groups::open(root, run) {
-            Ok(groups) => groups,
+        let opened = Groups::open(root, run, join).and_then(|groups| {
+            let list = groups.list().map_err(NoGroups::Listing)?;
+            Ok((groups, list))
+        });
+        let (groups, list) = match opened {
+            Ok(opened) => opened,
             Err(why) => {
                 if !matches!(why, NoGroups::Off) {
                     tracing::info!("VMs have no control groups: {why}");
@@ -185,14 +238,11 @@ impl GroupStock {
                 return Self::none(&why);
             }
         };
-        if join && let Err(e) = groups.join_main() {
+        if let Some(e) = groups.not_joined() {
             tracing::warn!("this daemon is not in its control group: {e}");
         }
-        let last = groups.list().unwrap_or_default().into_iter().map(|name| match name {
-            GroupName::Main => 0,
-            GroupName::Template(number) | GroupName::Vm(number) => number,
-        });
-        let next = last.max().map_or(0, |last| last.wrapping_add(1));
+        let next = list.into_iter().map(GroupName::number).max();
+        let next = next.map_or(Some(0), |last| last.checked_add(1));
         let state = Mutex::new(State { next, ..State::default() });
         let (changed, thread) = (Condvar::new(), Mutex::default());
         let stock = Arc::new(Stock { groups, state, changed, thread });
@@ -255,13 +305,13 @@ impl GroupStock {
         Some((GroupLease { name, stock: stock.clone() }, entry))
     }
 
-    /// The group of a VM that an earlier daemon started. `pid` is its VMM; `None` if that has
-    /// ended. There is none if the VMM is not in the group, or if another process is.
+    /// The group `number` of `tree`, which an earlier daemon gave to a VM. `pid` is its VMM; `None`
+    /// if that has ended. There is none if the VMM is not in the group, or if another process is.
     #[must_use]
-    pub fn adopt(&self, number: u32, pid: Option<u32>) -> Option<GroupLease> {
+    pub fn adopt(&self, tree: &str, number: u32, pid: Option<u32>) -> Option<GroupLease> {
         let stock = self.0.as_ref().ok()?;
         let name = GroupName::Vm(number);
-        let inside = stock.groups.processes(name).ok()?;
+        let inside = stock.groups.processes(name).ok().filter(|_| stock.tree() == tree)?;
         if !pid.map_or(inside.is_empty(), |pid| inside.contains(&pid)) {
             return None;
         }
@@ -280,7 +330,7 @@ impl GroupStock {
         let mut state = lock(&stock.state);
         for name in found {
             if state.own.insert(name) {
-                state.left.push(name);
+                state.returned.push(name);
             }
         }
         drop(state);
@@ -300,8 +350,8 @@ impl GroupStock {
         let mut state = lock(&stock.state);
         let ready = std::mem::take(&mut state.ready).into_iter().map(|(name, _)| name);
         let returned = std::mem::take(&mut state.returned);
-        let left = std::mem::take(&mut state.left);
-        let unused: Vec<_> = ready.chain(returned).chain(left).collect();
+        let waiting = std::mem::take(&mut state.waiting).into_iter().map(|(name, _)| name);
+        let unused: Vec<_> = ready.chain(returned).chain(waiting).collect();
         drop(state);
         for name in unused {
             stock.remove(name);
@@ -313,19 +363,38 @@ impl GroupStock {
 }
 
 impl Stock {
+    /// The folder of the tree in the first hierarchy.
+    fn tree(&self) -> String {
+        self.groups.folders().first().map_or_else(String::new, |path| path.display().to_string())
+    }
+
     /// Makes a group under a new number.
     fn make(&self, kind: fn(u32) -> GroupName) -> io::Result<(GroupName, Entry)> {
-        let name = {
-            let mut state = lock(&self.state);
-            let name = kind(state.next);
-            state.next = state.next.wrapping_add(1);
-            // Before it is made, so that no leak search takes it for a leak.
-            state.own.insert(name);
-            name
-        };
-        let made = self.groups.make(name).and_then(|()| self.groups.entry(name));
-        let entry = made.inspect_err(|_| self.remove(name))?;
-        Ok((name, entry))
+        let mut tries = 0..TRIES;
+        loop {
+            let name = {
+                let mut state = lock(&self.state);
+                let number = state.next.ok_or_else(|| io::Error::other("all numbers are used"))?;
+                let name = kind(number);
+                state.next = number.checked_add(1);
+                // Before it is made, so that no leak search takes it for a leak.
+                state.own.insert(name);
+                name
+            };
+            match self.groups.make(name) {
+                Ok(()) => {
+                    let entry = self.groups.entry(name).inspect_err(|_| self.remove(name))?;
+                    return Ok((name, entry));
+                }
+                Err(e) => {
+                    lock(&self.state).own.remove(&name);
+                    // It is not that of this daemon.
+                    if e.kind() != io::ErrorKind::AlreadyExists || tries.next().is_none() {
+                        return Err(e);
+                    }
+                }
+            }
+        }
     }
 
     fn make_or_warn(&self, kind: fn(u32) -> GroupName) -> Option<(GroupName, Entry)> {
@@ -344,47 +413,48 @@ impl Stock {
 
     /// Makes and takes back groups until the daemon ends.
     fn keep(&self) {
-        while let Some((returned, left)) = self.work() {
-            let used: Vec<_> = returned.into_iter().filter(|name| !self.took_back(*name)).collect();
-            let left: Vec<_> = left.into_iter().filter(|name| !self.took_back(*name)).collect();
-            if !used.is_empty() {
-                std::thread::sleep(PAUSE);
-            }
-            let mut state = lock(&self.state);
-            state.returned.extend(used);
-            state.left.extend(left);
-            let short = state.ready.len() < READY;
-            drop(state);
-            if short {
+        while let Some((make, back)) = self.work() {
+            if make {
                 match self.make(GroupName::Vm) {
                     Ok(made) => self.add(made),
                     Err(e) => {
                         tracing::warn!("no control group is made ahead: {e}");
-                        std::thread::sleep(PAUSE);
+                        lock(&self.state).retry = Some(Instant::now() + RETRY);
                     }
+                }
+            }
+            for name in back {
+                if let Some(pause) = self.take_back(name) {
+                    lock(&self.state).waiting.push((name, Instant::now() + pause));
                 }
             }
         }
     }
 
-    /// Waits for work. Returns the groups to take back; `None` at the end of the daemon.
-    fn work(&self) -> Option<(Vec<GroupName>, Vec<GroupName>)> {
+    /// Waits for work: whether to make a group, and the groups to take back. `None` at the end of
+    /// the daemon.
+    fn work(&self) -> Option<(bool, Vec<GroupName>)> {
         let mut state = lock(&self.state);
-        let begun = Instant::now();
         loop {
-            let look = !state.left.is_empty() && begun.elapsed() >= LEFT_PAUSE;
             if state.ended {
                 return None;
             }
-            if look || !state.returned.is_empty() || state.ready.len() < READY {
-                let left = if look { std::mem::take(&mut state.left) } else { Vec::new() };
-                return Some((std::mem::take(&mut state.returned), left));
+            let now = Instant::now();
+            let make = state.ready.len() < READY && state.retry.is_none_or(|at| at <= now);
+            let due = state.waiting.extract_if(.., |(_, at)| *at <= now).map(|(name, _)| name);
+            let mut back: Vec<_> = due.collect();
+            back.append(&mut state.returned);
+            if make || !back.is_empty() {
+                return Some((make, back));
             }
-            state = if state.left.is_empty() {
-                self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
-            } else {
-                let woken = self.changed.wait_timeout(state, LEFT_PAUSE);
-                woken.unwrap_or_else(PoisonError::into_inner).0
+            let times = state.waiting.iter().map(|(_, at)| *at);
+            let next = times.chain(state.retry.filter(|at| *at > now)).min();
+            state = match next {
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(at) => {
+                    let woken = self.changed.wait_timeout(state, at.saturating_duration_since(now));
+                    woken.unwrap_or_else(PoisonError::into_inner).0
+                }
             };
         }
     }
@@ -399,18 +469,27 @@ impl Stock {
         }
     }
 
-    /// Takes back a group: as a ready one, or removes it. `false`: a process is in it.
-    fn took_back(&self, name: GroupName) -> bool {
-        if matches!(self.groups.is_used(name), Ok(true)) {
-            return false;
+    /// Takes back a group: as a ready one, or removes it. Returns when to try again, if a process is
+    /// in it or the host does not say.
+    fn take_back(&self, name: GroupName) -> Option<Duration> {
+        match self.groups.is_used(name) {
+            Ok(false) => {}
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                self.remove(name);
+                return None;
+            }
+            // Soon at first; a pager, or a VM that was not adopted, may be in it for long.
+            Ok(true) if lock(&self.state).ending.insert(name) => return Some(PAUSE),
+            _ => return Some(LEFT_PAUSE),
         }
+        lock(&self.state).ending.remove(&name);
         let room = lock(&self.state).ready.len() < MOST_READY;
         let again = room && matches!(name, GroupName::Vm(_));
         match (again && self.groups.reset(name).unwrap_or(false)).then(|| self.groups.entry(name)) {
             Some(Ok(entry)) => self.add((name, entry)),
             _ => self.remove(name),
         }
-        true
+        None
     }
 }
 

@@ -7,8 +7,8 @@ fn limits() -> VmLimits {
 #[test]
 fn limits_out_of_range_are_refused_with_the_range() {
     let refused = |limits: VmLimits| check_range(&limits, 4).unwrap_err().0.message;
-    let message = refused(VmLimits { cpu_max_millicpus: Some(9), ..limits() });
-    assert_eq!(message, "cpu_max_millicpus: expected 10 to 1024000, got 9");
+    let message = refused(VmLimits { cpu_max_millicpus: Some(49), ..limits() });
+    assert_eq!(message, "cpu_max_millicpus: expected 50 to 1024000, got 49");
     let message = refused(VmLimits { cpu_weight: Some(0), ..limits() });
     assert_eq!(message, "cpu_weight: expected 1 to 10000, got 0");
     let message = refused(VmLimits { memory_max_bytes: Some(1), ..limits() });
@@ -16,7 +16,7 @@ fn limits_out_of_range_are_refused_with_the_range() {
     let message = refused(VmLimits { pids_max: Some(19), ..limits() });
     assert!(message.starts_with("pids_max: expected 20 to "), "{message}");
     let all = VmLimits {
-        cpu_max_millicpus: Some(10),
+        cpu_max_millicpus: Some(50),
         cpu_weight: Some(10_000),
         memory_max_bytes: Some(16 << 20),
         pids_max: Some(20),
@@ -28,7 +28,9 @@ fn limits_out_of_range_are_refused_with_the_range() {
 fn a_daemon_without_groups_refuses_limits_by_name_and_nothing_else() {
     let stock = GroupStock::none(&NoGroups::Nowhere);
     stock.check(&limits(), 1).unwrap();
-    assert!(stock.take().is_none() && stock.template().is_none() && stock.adopt(0, None).is_none());
+    assert!(
+        stock.take().is_none() && stock.template().is_none() && stock.adopt("", 0, None).is_none()
+    );
     let error = stock.check(&VmLimits { cpu_weight: Some(1), ..limits() }, 1).unwrap_err().0;
     assert_eq!(error.code, ErrorCode::Invalid);
     assert!(error.message.contains("no control groups: no cgroup hierarchy"), "{error:?}");
@@ -50,16 +52,18 @@ fn groups_are_made_ahead_used_again_and_removed_at_the_end() {
     let ready = || lock(&inner.state).ready.len();
     until(|| ready() == READY);
     let (first, _entry) = stock.take().unwrap();
-    let number = first.number();
+    let (number, tree) = (first.number(), first.tree());
     assert!(stock.own().contains(&GroupName::Vm(number)));
-    assert!(stock.adopt(number, None).is_none(), "it has an owner");
-    assert!(stock.adopt(4_000_000, None).is_none(), "there is no such group");
+    assert!(stock.adopt(&tree, number, None).is_none(), "it has an owner");
+    assert!(stock.adopt(&tree, 4_000_000, None).is_none(), "there is no such group");
     until(|| ready() == READY);
     drop(first);
-    let of_a_vm =
-        |state: &State| state.ready.iter().any(|(name, _)| *name == GroupName::Vm(number));
-    let known = || lock(&inner.state).own.contains(&GroupName::Vm(number));
-    until(|| lock(&inner.state).returned.is_empty() && (of_a_vm(&lock(&inner.state)) || !known()));
+    let settled = || {
+        let state = lock(&inner.state);
+        let is_ready = state.ready.iter().any(|(name, _)| *name == GroupName::Vm(number));
+        state.returned.is_empty() && (is_ready || !state.own.contains(&GroupName::Vm(number)))
+    };
+    until(settled);
     // A process in a group that is returned lives on.
     let (lease, entry) = stock.take().unwrap();
     let mut spawn = dayfly_host::spawn::Spawn::new(
@@ -84,20 +88,17 @@ fn groups_are_made_ahead_used_again_and_removed_at_the_end() {
         next = GroupStock::open(&Root::Own, run.path(), false);
     }
     let pid = process.id().pid;
-    assert!(next.adopt(number, None).is_none() && next.adopt(number, Some(1)).is_none());
-    let lease = next.adopt(number, Some(pid)).unwrap();
+    assert!(next.adopt(&tree, number, None).is_none());
+    assert!(next.adopt(&tree, number, Some(1)).is_none());
+    assert!(next.adopt("/another", number, Some(pid)).is_none());
+    let lease = next.adopt(&tree, number, Some(pid)).unwrap();
     process.kill().unwrap();
     process.wait(None).unwrap();
     assert!(lease.usage().is_some());
     drop(lease);
-    let inner = next.0.clone().unwrap();
-    until(|| lock(&inner.state).returned.is_empty());
-    drop(inner);
-    next.end();
+    // Until the thread has taken the group back.
     until(|| {
-        !folder.exists() || {
-            next.end();
-            false
-        }
+        next.end();
+        !folder.exists()
     });
 }

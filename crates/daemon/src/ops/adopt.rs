@@ -254,8 +254,8 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
     let vmm = record.live.process.filter(|_| record.is_of_this_boot());
     // Its processes are in it, or have ended.
     let pid = process.as_ref().map(|process| process.id().pid);
-    let number = record.live.group.filter(|_| of_this_boot);
-    let group = number.and_then(|number| daemon.groups.adopt(number, pid));
+    let group = record.live.group.as_ref().filter(|_| of_this_boot);
+    let group = group.and_then(|group| daemon.groups.adopt(&group.tree, group.number, pid));
     let exit = exit.map(|exit| {
         let usage = group.as_ref().and_then(GroupLease::usage);
         let exit = match record.uid {

@@ -75,29 +75,26 @@ pub fn classify_memory(
     usage: Option<Usage>,
 ) -> VmExit {
     let Some(process) = process.filter(|_| exit.reason == ExitKind::Lost) else { return exit };
-    if usage.is_some_and(|usage| usage.oom_kills > 0 && usage.at_memory_limit > 0) {
-        let message = "the kernel killed the VMM because the VM needed more memory than its RAM \
-                       and its limit allow; create it with a larger --memory-max";
-        return exit_now(ExitKind::Memory, message);
-    }
-    match oom::killed(process.pid, uid, started_us(process)) {
-        Ok(Some(line)) => {
+    let counted = usage.is_some_and(|usage| usage.oom_kills > 0);
+    let line = oom::killed(process.pid, uid, started_us(process)).unwrap_or_else(|e| {
+        tracing::warn!("whether process {} was killed for its memory: /dev/kmsg: {e}", process.pid);
+        None
+    });
+    let message = match line {
+        // The kernel counts a kill in the group of the process, whichever memory was short.
+        Some(line) if !(counted && line.starts_with(oom::IN_A_GROUP)) => {
             let text = escaped(&line, LONG);
-            let message = format!(
+            format!(
                 "the kernel killed the VMM because memory was short; its log: {text}; create fewer \
                  or smaller VMs, or start dayflyd with a lower --overcommit"
-            );
-            exit_now(ExitKind::Memory, message)
+            )
         }
-        Ok(None) => exit,
-        Err(e) => {
-            tracing::warn!(
-                "whether process {} was killed for its memory: /dev/kmsg: {e}",
-                process.pid
-            );
-            exit
-        }
-    }
+        _ if counted => "the kernel killed the VMM because the VM needed more memory than its \
+                         control group may have; create it with a larger --memory-max"
+            .to_owned(),
+        _ => return exit,
+    };
+    exit_now(ExitKind::Memory, message)
 }
 
 /// The exit with what the VM had used.

@@ -115,6 +115,7 @@ pub async fn kill(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
     let Some(process) = mark_removed(daemon, vm).await else { return Ok(()) };
     let _under_way = daemon.pool.removal();
     let asked = Instant::now();
+    vm.lift_cap();
     freed(daemon, vm, move || send_kill(&process)).await?;
     let freed = asked.elapsed();
     gone(daemon, vm).await?;
@@ -253,6 +254,7 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
                 tracing::error!("removing VM {}: {e}", dead.id);
             }
             failpoint::reached("daemon.remove.unrecorded");
+            dead.lift_cap();
             let free = process.is_none_or(|process| send_kill(&process));
             failpoint::reached("daemon.remove.killed");
             drop(done.send(files(&templates, &dead)));

@@ -78,16 +78,21 @@ pub fn allowed(vm: &Vm) -> Outcome<()> {
 }
 
 /// Checks that a copy of RAM fits the VM's limit of memory: its VMM writes the copy to a file in
-/// memory, which the kernel charges to the VM's control group.
+/// memory, which the kernel charges to the VM's control group, as long as a clone uses it.
 fn has_memory_for_a_copy(vm: &Vm) -> Outcome<()> {
-    let (ram, limit) = (vm.facts.memory_bytes, vm.facts.limits.memory_max_bytes);
-    let Some(most) = limit.filter(|most| *most < ram) else { return Ok(()) };
+    let Some(limit) = vm.memory_limit_bytes() else { return Ok(()) };
+    let used = vm.usage().and_then(|usage| usage.memory_bytes).unwrap_or(0);
+    let needed = used.saturating_add(vm.facts.memory_bytes);
+    if needed <= limit {
+        return Ok(());
+    }
     Err(ApiError::new(
         ErrorCode::State,
         format_args!(
-            "VM {}: memory_max_bytes: expected at least its RAM, {ram}, for a snapshot or a fork, \
-             which copies RAM; got {most}",
-            vm.name
+            "VM {}: memory: expected at most its limit of {limit} bytes for a snapshot or a fork, \
+             which copies RAM, got {used} in use and {} of RAM; create it with a larger \
+             --memory-max, or remove clones of it",
+            vm.name, vm.facts.memory_bytes
         ),
     ))
 }

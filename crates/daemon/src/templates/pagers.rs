@@ -13,12 +13,12 @@ use crate::base::error::{ApiError, Outcome};
 use crate::base::groups::{GroupLease, GroupStock};
 use crate::templates::shared::Shared;
 use dayfly_api::types::ErrorCode;
-use dayfly_host::groups::NoGroups;
 use dayfly_host::process::{Ended, Process, ProcessId, lives};
 use dayfly_host::spawn::{FIRST_FD, Namespaces, Program, Spawn, SpawnError, Stdio};
 use dayfly_pager::client::Client;
 use dayfly_pager::wire::{FromPager, Report, Settings, pair};
 use dayfly_store::{OpenSnapshot, Plan};
+use dayfly_sys::group::Entry;
 use dayfly_units::{Name, VmId, error::chain, sync::lock};
 use dayfly_vmm::control::{ExitReason, ExitRecord};
 use dayfly_vmm::memory::{lazy, working_set};
@@ -141,7 +141,7 @@ impl Pagers {
             program: config.vmm.with_file_name(PAGER_NAME),
             name: config.run.join(PAGER_NAME),
             prepared: Arc::default(),
-            groups: GroupStock::none(&NoGroups::Off),
+            groups: GroupStock::default(),
             settings: Settings { deadline_s, ..Settings::default() },
         }
     }
@@ -226,6 +226,17 @@ impl Pagers {
     }
 
     fn spawn(&self) -> Result<Prepared, PagerError> {
+        // All of its work and all pages of the template are charged to its group (Closer, IV-B).
+        match self.groups.template() {
+            None => self.spawn_in(None),
+            Some(group) => self.spawn_in(Some(group)).or_else(|e| {
+                tracing::warn!("a pager without a control group: {}", chain(&e));
+                self.spawn_in(None)
+            }),
+        }
+    }
+
+    fn spawn_in(&self, group: Option<(GroupLease, Entry)>) -> Result<Prepared, PagerError> {
         let (ours, theirs) = pair()?;
         let mut spawn = Spawn::new(Program::Path(self.program.clone()), &self.name);
         spawn.argv.push(OsString::from(FIRST_FD.to_string()));
@@ -236,8 +247,7 @@ impl Pagers {
             Namespaces::MOUNT.and(Namespaces::NET).and(Namespaces::IPC).and(Namespaces::UTS);
         spawn.fds = vec![(theirs, FIRST_FD)];
         spawn.stderr = Stdio::Inherit;
-        // All of its work and all pages of the template are charged to its group (Closer, IV-B).
-        let (group, entry) = self.groups.template().unzip();
+        let (group, entry) = group.unzip();
         spawn.group = entry;
         Ok(Prepared { socket: ours, process: Process::from_child(spawn.run()?)?, group })
     }

@@ -123,7 +123,7 @@ impl Zygotes {
         for zygote in &self.zygotes {
             let mut running = lock(&zygote.running);
             if running.is_none() {
-                *running = Some(self.start(&zygote.node)?);
+                *running = Some(self.start(&zygote.node, &self.groups)?);
             }
         }
         Ok(())
@@ -179,16 +179,18 @@ impl Zygotes {
         let mut own = running.take();
         let mut tries = 0;
         loop {
-            let forked = own.take().map_or_else(|| self.start(node), Ok).and_then(|mut own| {
-                match own.fork(config, fds, &self.groups) {
-                    Ok(child) => {
-                        *running = Some(own);
-                        Ok(child)
-                    }
-                    Err(e) => {
-                        ending.push(own);
-                        Err(e.into())
-                    }
+            // The last try is without a group, in case that none can be entered.
+            let without = GroupStock::default();
+            let groups = if tries < TRIES { &self.groups } else { &without };
+            let started = own.take().map_or_else(|| self.start(node, groups), Ok);
+            let forked = started.and_then(|mut own| match own.fork(config, fds, groups) {
+                Ok(child) => {
+                    *running = Some(own);
+                    Ok(child)
+                }
+                Err(e) => {
+                    ending.push(own);
+                    Err(e.into())
                 }
             });
             match forked {
@@ -218,7 +220,7 @@ impl Zygotes {
         }
     }
 
-    fn start(&self, node: &Node) -> Result<Running, ZygoteError> {
+    fn start(&self, node: &Node, groups: &GroupStock) -> Result<Running, ZygoteError> {
         let (ours, theirs) = UnixStream::pair().map_err(ZygoteError::Socket)?;
         let mut spawn = Spawn::new(Program::Path(self.program.clone()), &self.name);
         spawn.argv.extend(Client::<GroupLease>::arguments(FIRST_FD).map(Into::into));
@@ -234,7 +236,7 @@ impl Zygotes {
         };
         let kvm =
             File::options().read(true).write(true).open("/dev/kvm").map_err(ZygoteError::Kvm)?;
-        let first = || group(&self.groups);
+        let first = || group(groups);
         running.client = Some(Client::new(ours, &config, kvm.as_fd(), self.within, first)?);
         Ok(running)
     }

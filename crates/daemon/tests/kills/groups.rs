@@ -179,7 +179,7 @@ async fn groups_are_swept_and_never_end_a_vm() -> Result<()> {
     ensure!(bed.client.leaks().await?.is_empty());
     bed.kill()?;
     // Groups of a daemon that was killed: an empty one, and that of a VM without a record.
-    let groups = Groups::open(&Root::Own, &bed.run())?;
+    let groups = Groups::open(&Root::Own, &bed.run(), false)?;
     groups.make(GroupName::Vm(1_000_000))?;
     groups.make(GroupName::Template(1_000_000))?;
     let (all, folders) = (groups.list()?, groups.folders().to_vec());

@@ -264,7 +264,7 @@ impl Drop for Testbed {
         }
         // A daemon that stops removes them itself.
         if killed.is_some()
-            && let Ok(groups) = Groups::open(&Root::Own, &self.run())
+            && let Ok(groups) = Groups::open(&Root::Own, &self.run(), false)
         {
             for group in groups.list().unwrap_or_default() {
                 let _ = groups.remove(group);

@@ -12,8 +12,13 @@ pub(super) trait Backend: fmt::Debug + Send + Sync {
     fn folders(&self) -> &[PathBuf];
     /// What can be limited.
     fn controllers(&self) -> Controllers;
-    /// Gives the folder `group` of the tree its controllers for the groups in it.
-    fn enable(&self, group: &Path) -> io::Result<()>;
+    /// Gives the folder `group` of the tree its controllers for the groups in it. One that the
+    /// kernel does not give is left out.
+    fn enable(&self, group: &Path);
+    /// Sets the weights of the tree and of the folder of VMs.
+    fn weigh(&self);
+    /// Takes the limit of CPU time away.
+    fn lift_cpu_max(&self, group: &Path) -> io::Result<()>;
     /// How a new process enters the group.
     fn entry(&self, group: &Path) -> io::Result<Entry>;
     /// Sets the given limits; the others stay.

@@ -17,13 +17,18 @@ pub(super) fn write(path: &Path, text: &str) -> io::Result<()> {
 }
 
 /// Reads a file of a group; `None` if there is none, as without its controller.
-pub(super) fn read(path: &Path) -> Option<String> {
-    std::fs::read_to_string(path).ok()
+pub(super) fn read(path: &Path) -> io::Result<Option<String>> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(named(path)(e)),
+    }
 }
 
-/// Reads a number.
-pub(super) fn number(path: &Path) -> Option<u64> {
-    read(path)?.trim().parse().ok()
+/// Reads a number; `None` as in [`read`].
+pub(super) fn number(path: &Path) -> io::Result<Option<u64>> {
+    let parsed = read(path)?.map(|text| text.trim().parse());
+    parsed.transpose().map_err(|e| named(path)(io::Error::new(io::ErrorKind::InvalidData, e)))
 }
 
 /// The number after `key` in a file of lines `key number`.

@@ -47,6 +47,11 @@ pub(super) fn mounts(text: &str) -> Vec<Mount> {
 }
 
 impl Mount {
+    /// Whether it is the hierarchy of v2.
+    pub(super) const fn is_v2(&self) -> bool {
+        self.controllers.is_none()
+    }
+
     /// The path of this process's group in the hierarchy, from the text of `/proc/self/cgroup`.
     fn own(&self, cgroups: &str) -> Option<PathBuf> {
         cgroups.lines().find_map(|line| {
@@ -140,7 +145,7 @@ fn is_delegated(folder: &Path) -> bool {
 
 /// Whether the v2 hierarchy has a controller that is used. A host may mount it without, beside v1.
 fn has_controllers(mount: &Mount) -> bool {
-    let text = read(&mount.point.join("cgroup.controllers")).unwrap_or_default();
+    let text = read(&mount.point.join("cgroup.controllers")).ok().flatten().unwrap_or_default();
     text.split_whitespace().any(|name| ["cpu", "memory", "pids"].contains(&name))
 }
 
@@ -152,7 +157,7 @@ pub(super) fn place(root: &Root) -> Result<Place, NoGroups> {
     let text = std::fs::read_to_string("/proc/self/mountinfo").map_err(NoGroups::Proc)?;
     let cgroups = std::fs::read_to_string("/proc/self/cgroup").map_err(NoGroups::Proc)?;
     let mounts = mounts(&text);
-    let unified = mounts.iter().find(|mount| mount.controllers.is_none());
+    let unified = mounts.iter().find(|mount| mount.is_v2());
     let place = match unified.filter(|mount| has_controllers(mount)) {
         Some(mount) => Place::V2(v2(mount, &cgroups, root, is_delegated)?),
         None => Place::V1(v1(&mounts, &cgroups, root)),

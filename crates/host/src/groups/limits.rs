@@ -23,6 +23,11 @@ pub struct Limits {
 /// The period of a limit of CPU time, in microseconds: the kernel's default.
 pub(super) const CPU_PERIOD_US: u64 = 100_000;
 
+/// The CPUs of this process. All VMs together weigh as much as one task on each of them.
+pub(super) fn cpus() -> u64 {
+    std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64)
+}
+
 impl Limits {
     /// Whether nothing is limited.
     #[must_use]
@@ -111,8 +116,7 @@ pub struct Usage {
     pub memory_bytes: Option<u64>,
     /// The most bytes that were charged to it.
     pub memory_peak_bytes: Option<u64>,
-    /// How often the kernel killed a process of the group because memory was short.
+    /// How often the kernel killed a process of the group because memory was short, in the group
+    /// or on the host.
     pub oom_kills: u64,
-    /// How often the group was at its limit of memory.
-    pub at_memory_limit: u64,
 }

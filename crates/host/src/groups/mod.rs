@@ -32,6 +32,7 @@ pub use limits::{Controllers, GroupError, Limits, Usage};
 pub use name::GroupName;
 pub use place::{NoGroups, Root};
 
+use crate::spawn::{Program, Spawn};
 use backend::Backend;
 use dayfly_sys::group::Entry;
 use files::named;
@@ -41,25 +42,31 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// The group in which [`Groups::open`] tries whether a process can enter one.
+const PROBE: &str = "vms/probe";
+
 /// The tree of groups of one daemon. No other process of dayfly uses it meanwhile.
 #[derive(Debug)]
 pub struct Groups {
     backend: Box<dyn Backend>,
     /// The tree's folders, locked as long as the tree is in use ([`tree`]).
     _locks: Vec<File>,
+    /// Whether this process moved into `main`, or why it did not; `None`: it should not.
+    joined: Option<io::Result<()>>,
 }
 
 impl Groups {
     /// Makes the tree of the daemon with the run folder `run`, or takes over that of a daemon
     /// before. Removes the trees of daemons whose run folders are gone, if no process is in them.
+    /// With `join`, moves this process, and with it all that it starts later, into `main`.
     ///
     /// # Errors
     /// Why there can be no groups.
-    pub fn open(root: &Root, run: &Path) -> Result<Self, NoGroups> {
-        Self::in_place(find::place(root)?, run)
+    pub fn open(root: &Root, run: &Path, join: bool) -> Result<Self, NoGroups> {
+        Self::in_place(find::place(root)?, run, join)
     }
 
-    fn in_place(place: Place, run: &Path) -> Result<Self, NoGroups> {
+    fn in_place(place: Place, run: &Path, join: bool) -> Result<Self, NoGroups> {
         let bases: Vec<PathBuf> = place.bases().map(Path::to_owned).collect();
         tree::sweep(&bases);
         let name = tree::name(run);
@@ -69,14 +76,45 @@ impl Groups {
             Place::V1(hierarchies) => Box::new(v1::V1::new(hierarchies, &name)),
             Place::V2(base) => Box::new(v2::V2::new(base, &name)),
         };
-        let groups = Self { backend, _locks: locks };
+        let mut groups = Self { backend, _locks: locks, joined: None };
         groups.make_folder(&GroupName::Main.path()).map_err(NoGroups::making)?;
-        groups.backend.enable(Path::new("")).map_err(NoGroups::making)?;
+        if join {
+            // Before controllers are enabled: a v2 group that is no root must have no process then.
+            groups.joined = Some(groups.backend.join_main());
+        }
+        groups.backend.enable(Path::new(""));
         for parent in PARENTS {
             groups.make_folder(Path::new(parent)).map_err(NoGroups::making)?;
-            groups.backend.enable(Path::new(parent)).map_err(NoGroups::making)?;
+            groups.backend.enable(Path::new(parent));
         }
+        groups.backend.weigh();
+        groups.probe()?;
         Ok(groups)
+    }
+
+    /// Has a new process enter a group, because groups that none can enter are of no use.
+    fn probe(&self) -> Result<(), NoGroups> {
+        // It enters the group, and then cannot execute a folder.
+        let probe = Path::new(PROBE);
+        self.make_folder(probe).map_err(NoGroups::making)?;
+        let entry = self.backend.entry(probe).map_err(NoGroups::making)?;
+        let mut spawn = Spawn::new(Program::Path("/".into()), "probe");
+        spawn.group = Some(entry);
+        let entered = match spawn.run() {
+            Err(e) if e.is_of_execution() => Ok(()),
+            Err(e) => Err(NoGroups::Entering(Box::new(e))),
+            Ok(_) => Ok(()),
+        };
+        for folder in self.folders() {
+            let _ = tree::remove(&folder.join(probe));
+        }
+        entered
+    }
+
+    /// Why this process is not in `main`, although it should be.
+    #[must_use]
+    pub fn not_joined(&self) -> Option<&io::Error> {
+        self.joined.as_ref()?.as_ref().err()
     }
 
     /// What can be limited.
@@ -91,14 +129,6 @@ impl Groups {
         self.backend.folders()
     }
 
-    /// Moves this process, and with it all that it starts later, into `main`.
-    ///
-    /// # Errors
-    /// The kernel refuses.
-    pub fn join_main(&self) -> io::Result<()> {
-        self.backend.join_main()
-    }
-
     fn make_folder(&self, path: &Path) -> io::Result<()> {
         for folder in self.folders() {
             let path = folder.join(path);
@@ -110,14 +140,23 @@ impl Groups {
         Ok(())
     }
 
-    /// Makes a group without limits. An existing one is no error.
+    /// Makes a new group, without limits.
     ///
     /// # Errors
-    /// The kernel refuses; nothing of the group is left, unless it was there before.
+    /// `AlreadyExists` if there is one of that name in any hierarchy; or the kernel refuses. Nothing
+    /// of a new group is left.
     pub fn make(&self, group: GroupName) -> io::Result<()> {
-        self.make_folder(&group.path()).inspect_err(|_| {
-            let _ = self.remove(group);
-        })
+        let mut made: Vec<PathBuf> = Vec::new();
+        for path in self.folders().iter().map(|folder| folder.join(group.path())) {
+            if let Err(e) = std::fs::create_dir(&path) {
+                for path in &made {
+                    let _ = tree::remove(path);
+                }
+                return Err(named(&path)(e));
+            }
+            made.push(path);
+        }
+        Ok(())
     }
 
     /// How a new process enters the group.
@@ -151,7 +190,18 @@ impl Groups {
     /// # Errors
     /// The group does not exist, or the kernel refuses.
     pub fn reset(&self, group: GroupName) -> io::Result<bool> {
-        self.backend.reset(&group.path())
+        Ok(!self.is_used(group)?
+            && self.backend.reset(&group.path())?
+            // Last, because a process may have entered it.
+            && !self.is_used(group)?)
+    }
+
+    /// Takes the limit of CPU time away, so that its processes end quickly.
+    ///
+    /// # Errors
+    /// The group does not exist, or the kernel refuses.
+    pub fn lift_cpu_max(&self, group: GroupName) -> io::Result<()> {
+        self.backend.lift_cpu_max(&group.path())
     }
 
     /// The processes in the group.
@@ -223,7 +273,9 @@ impl Groups {
         if !self.list()?.is_empty() {
             return Ok(());
         }
-        self.backend.leave_main()?;
+        if matches!(self.joined, Some(Ok(()))) {
+            self.backend.leave_main()?;
+        }
         for folder in self.folders() {
             tree::remove_all(folder)?;
         }

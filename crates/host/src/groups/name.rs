@@ -18,6 +18,15 @@ pub enum GroupName {
 pub(super) const PARENTS: [&str; 2] = ["templates", "vms"];
 
 impl GroupName {
+    /// Its number; 0 for `main`.
+    #[must_use]
+    pub const fn number(self) -> u32 {
+        match self {
+            Self::Main => 0,
+            Self::Template(number) | Self::Vm(number) => number,
+        }
+    }
+
     /// The group's path in the tree.
     #[must_use]
     pub fn path(self) -> PathBuf {

@@ -1,5 +1,6 @@
 //! Where a tree is, or why there is none.
 
+use crate::spawn::SpawnError;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -37,6 +38,12 @@ pub enum NoGroups {
     /// `/proc` cannot be read.
     #[error("looking for cgroups: {0}")]
     Proc(#[source] io::Error),
+    /// The groups of an earlier daemon cannot be listed.
+    #[error("listing control groups: {0}")]
+    Listing(#[source] io::Error),
+    /// A new process cannot enter a group.
+    #[error("entering a control group: {}", dayfly_units::error::chain(.0))]
+    Entering(#[source] Box<SpawnError>),
     /// A folder cannot be made.
     #[error(
         "making control groups: {0}; dayflyd needs root and a cgroup file system that it may write"

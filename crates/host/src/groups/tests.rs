@@ -89,9 +89,8 @@ fn process_in(
 /// What holds in both versions.
 fn a_group_lives(groups: &Groups) {
     let vm = GroupName::Vm(7);
-    for _ in 0..2 {
-        groups.make(vm).unwrap();
-    }
+    groups.make(vm).unwrap();
+    assert_eq!(groups.make(vm).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
     groups.make(GroupName::Template(1)).unwrap();
     assert_eq!(groups.list().unwrap(), [GroupName::Template(1), vm]);
     assert_eq!(groups.usage(vm).unwrap().cpu_us, 0);
@@ -102,7 +101,7 @@ fn a_group_lives(groups: &Groups) {
         let inside = std::fs::read_to_string(folder.join("vms/7/cgroup.procs")).unwrap();
         assert_eq!(inside.trim(), process.id().pid.to_string(), "{}", folder.display());
     }
-    assert!(groups.is_used(vm).unwrap());
+    assert!(groups.is_used(vm).unwrap() && !groups.reset(vm).unwrap());
     assert!(!groups.remove(vm).unwrap(), "a process is in it");
     assert!(process.is_alive().unwrap(), "a removal that is refused ends nothing");
     let used = groups.usage(vm).unwrap();
@@ -137,7 +136,7 @@ fn a_group_of_v1_is_entered_by_a_new_process_limited_and_used_again() {
     if found.is_empty() {
         return; // a host with v2 alone
     }
-    let groups = Groups::in_place(Place::V1(found), run.path()).unwrap();
+    let groups = Groups::in_place(Place::V1(found), run.path(), false).unwrap();
     a_group_lives(&groups);
     let vm = GroupName::Vm(7);
     let limits = Limits {
@@ -154,6 +153,8 @@ fn a_group_of_v1_is_entered_by_a_new_process_limited_and_used_again() {
     let before = files.map(file);
     groups.set(vm, &limits).unwrap();
     assert_eq!(files.map(file), ["150000", "512", "67108864", "9"]);
+    groups.lift_cpu_max(vm).unwrap();
+    assert_eq!(file("cpu.cfs_quota_us"), "-1");
     assert!(groups.reset(vm).unwrap());
     assert_eq!(files.map(file), before);
     let again = groups.usage(vm).unwrap();
@@ -167,7 +168,7 @@ fn a_process_that_takes_too_much_memory_is_counted_and_its_group_is_not_used_aga
     if !needs::root() {
         return;
     }
-    let Ok(groups) = Groups::open(&Root::Own, run.path()) else { return };
+    let Ok(groups) = Groups::open(&Root::Own, run.path(), false) else { return };
     let vm = GroupName::Vm(0);
     groups.make(vm).unwrap();
     let memory_max_bytes = Some(4 << 20);
@@ -178,7 +179,7 @@ fn a_process_that_takes_too_much_memory_is_counted_and_its_group_is_not_used_aga
         let process = Process::from_child(spawn.run().unwrap()).unwrap();
         assert_eq!(process.wait(None).unwrap(), Some(Ended::Signal(libc::SIGKILL)));
         let used = groups.usage(vm).unwrap();
-        assert!(used.oom_kills > 0 && used.at_memory_limit > 0, "{used:?}");
+        assert!(used.oom_kills > 0, "{used:?}");
         assert!(used.memory_peak_bytes.is_some_and(|peak| peak >= 3 << 20), "{used:?}");
         assert!(!groups.reset(vm).unwrap());
     }
@@ -194,12 +195,13 @@ fn a_group_of_v2_is_entered_by_a_new_process() {
     let text = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
     let cgroups = std::fs::read_to_string("/proc/self/cgroup").unwrap();
     let mounts = mounts(&text);
-    let Some(place) = mounts.iter().find_map(|m| place_v2(m, &cgroups, &Root::Own, |_| true).ok())
-    else {
+    let unified = mounts.iter().find(|mount| mount.is_v2());
+    let chosen = unified.map(|mount| place_v2(mount, &cgroups, &Root::Own, |_| true));
+    let Some(Ok(place)) = chosen else {
         return; // a host with v1 alone, or a group of another program
     };
     let place = Place::V2(V2Place { joins: false, ..place });
-    let groups = Groups::in_place(place, run.path()).unwrap();
+    let groups = Groups::in_place(place, run.path(), false).unwrap();
     a_group_lives(&groups);
     let limits = Limits { pids_max: Some(9), ..Limits::default() };
     let set = groups.set(GroupName::Vm(7), &limits);
@@ -224,22 +226,22 @@ fn a_tree_is_locked_and_is_swept_once_its_run_folder_is_gone() {
     for run in [&own, &other] {
         std::fs::create_dir(run).unwrap();
     }
-    let Ok(groups) = Groups::open(&Root::Own, &own) else { return };
-    let again = Groups::open(&Root::Own, &own).unwrap_err();
+    let Ok(groups) = Groups::open(&Root::Own, &own, false) else { return };
+    let again = Groups::open(&Root::Own, &own, false).unwrap_err();
     assert!(matches!(again, NoGroups::Taken(_)), "{again}");
     let left = groups.folders().to_vec();
     groups.make(GroupName::Vm(1)).unwrap();
     let (process, input, _output) = process_in(&groups, GroupName::Vm(1));
     std::fs::remove_dir(&own).unwrap();
     // Its daemon lives; then it is gone and a VM lives; then nothing of it.
-    removed(Groups::open(&Root::Own, &other).unwrap());
+    removed(Groups::open(&Root::Own, &other, false).unwrap());
     assert!(left.iter().all(|folder| folder.join("main").is_dir()));
     drop(groups);
-    removed(Groups::open(&Root::Own, &other).unwrap());
+    removed(Groups::open(&Root::Own, &other, false).unwrap());
     assert!(left.iter().all(|folder| folder.join("vms/1").is_dir()));
     assert!(process.is_alive().unwrap());
     drop(input);
     process.wait(None).unwrap();
-    removed(Groups::open(&Root::Own, &other).unwrap());
+    removed(Groups::open(&Root::Own, &other, false).unwrap());
     assert!(left.iter().all(|folder| !folder.exists()), "{left:?}");
 }

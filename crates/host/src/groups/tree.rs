@@ -76,21 +76,24 @@ pub(super) fn sweep(bases: &[PathBuf]) {
     for base in bases {
         for entry in std::fs::read_dir(base).into_iter().flatten().flatten() {
             let path = entry.path();
-            if entry.file_name().as_bytes().starts_with(PREFIX.as_bytes()) && is_left(&path) {
+            if !entry.file_name().as_bytes().starts_with(PREFIX.as_bytes()) || !is_left(&path) {
+                continue;
+            }
+            // A daemon with the tree may see another run folder under its path, in another mount
+            // namespace. The lock is held until the tree is removed.
+            if let Ok(Some(_lock)) = lock(&path) {
                 let _ = remove_all(&path);
             }
         }
     }
 }
 
-/// Whether no daemon has this tree, and none will: its run folder is gone. (A daemon with the tree
-/// may see another run folder under that path, in another mount namespace.)
+/// Whether the run folder of this tree is gone, so that no daemon will take the tree over.
 fn is_left(folder: &Path) -> bool {
     let mut run = [0; MOST_BYTES];
     let Ok(length) = getxattr(folder, RUN, &mut run) else { return false };
     let run = Path::new(OsStr::from_bytes(&run[..length]));
-    let gone = run.is_absolute() && matches!(run.try_exists(), Ok(false));
-    gone && matches!(lock(folder), Ok(Some(_)))
+    run.is_absolute() && matches!(run.try_exists(), Ok(false))
 }
 
 /// Whether a process is in this group.

@@ -3,7 +3,7 @@
 
 use super::backend::Backend;
 use super::files::{keyed, named, number, read, write};
-use super::limits::{Controllers, GroupError, Limits, Usage};
+use super::limits::{Controllers, GroupError, Limits, Usage, cpus};
 use super::name::GroupName;
 use super::place::Hierarchy;
 use dayfly_sys::group::Entry;
@@ -11,6 +11,8 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// The file with the limit of memory and swap together.
+const MEMSW: &str = "memory.memsw.limit_in_bytes";
 /// A group with at most this much memory left can be used again: counters that are kept for each
 /// CPU, and the kernel's own objects.
 const LEFT_BYTES: u64 = 1 << 20;
@@ -42,12 +44,17 @@ impl V1 {
         self.file(controller, Path::new(""), "").is_some()
     }
 
-    fn number(&self, controller: &str, group: &Path, file: &str) -> Option<u64> {
-        number(&self.file(controller, group, file)?)
+    fn number(&self, controller: &str, group: &Path, file: &str) -> io::Result<Option<u64>> {
+        self.file(controller, group, file).map_or(Ok(None), |path| number(&path))
     }
 
     fn write(&self, controller: &str, group: &Path, file: &str, text: &str) -> io::Result<()> {
         self.file(controller, group, file).map_or(Ok(()), |path| write(&path, text))
+    }
+
+    /// Whether memory and swap together can be limited.
+    fn has_swap_limit(&self, group: &Path) -> bool {
+        self.file("memory", group, MEMSW).is_some_and(|path| path.exists())
     }
 
     /// The hierarchies in which this process moves into `main`. Not that of cpu: the kernel gives
@@ -74,9 +81,20 @@ impl Backend for V1 {
         Controllers { cpu, memory, pids }
     }
 
-    fn enable(&self, _group: &Path) -> io::Result<()> {
+    fn enable(&self, _group: &Path) {
         // Each group of a hierarchy has its controllers.
-        Ok(())
+    }
+
+    fn weigh(&self) {
+        let shares = (SHARES * cpus()).min(SHARES_RANGE.1).to_string();
+        for group in ["", "vms"] {
+            // With the usual weight, VMs get less beside other programs.
+            let _ = self.write("cpu", Path::new(group), "cpu.shares", &shares);
+        }
+    }
+
+    fn lift_cpu_max(&self, group: &Path) -> io::Result<()> {
+        self.write("cpu", group, "cpu.cfs_quota_us", "-1")
     }
 
     fn entry(&self, group: &Path) -> io::Result<Entry> {
@@ -99,26 +117,32 @@ impl Backend for V1 {
         set("cpu", "cpu.cfs_quota_us", "cpu_max", limits.cpu_quota_us())?;
         set("cpu", "cpu.shares", "cpu_weight", shares)?;
         set("memory", "memory.limit_in_bytes", "memory_max", limits.memory_max_bytes)?;
+        // After the limit of memory alone, which must not be above it. A kernel without accounting
+        // of swap has no such file.
+        if limits.memory_max_bytes.is_some() && self.has_swap_limit(group) {
+            set("memory", MEMSW, "memory_max", limits.memory_max_bytes)?;
+        }
         set("pids", "pids.max", "pids_max", limits.pids_max.map(u64::from))
     }
 
     fn usage(&self, group: &Path) -> io::Result<Usage> {
-        let us = |file| self.number("cpuacct", group, file).map(|ns| ns / 1000);
-        let cpu_us = us("cpuacct.usage");
+        for folder in self.folders.iter().map(|folder| folder.join(group)) {
+            std::fs::metadata(&folder).map_err(named(&folder))?;
+        }
+        let us = |file| {
+            let ns = self.number("cpuacct", group, file)?;
+            io::Result::Ok(ns.unwrap_or(0) / 1000)
+        };
         let memory = |file| self.number("memory", group, file);
         let oom = self.file("memory", group, "memory.oom_control");
-        let oom = oom.and_then(|path| read(&path)).unwrap_or_default();
-        if cpu_us.is_none() && !self.folders.iter().all(|folder| folder.join(group).is_dir()) {
-            return Err(io::Error::new(io::ErrorKind::NotFound, format!("{}", group.display())));
-        }
+        let oom = oom.map(|path| read(&path)).transpose()?.flatten().unwrap_or_default();
         Ok(Usage {
-            cpu_us: cpu_us.unwrap_or(0),
-            cpu_user_us: us("cpuacct.usage_user").unwrap_or(0),
-            cpu_system_us: us("cpuacct.usage_sys").unwrap_or(0),
-            memory_bytes: memory("memory.usage_in_bytes"),
-            memory_peak_bytes: memory("memory.max_usage_in_bytes"),
+            cpu_us: us("cpuacct.usage")?,
+            cpu_user_us: us("cpuacct.usage_user")?,
+            cpu_system_us: us("cpuacct.usage_sys")?,
+            memory_bytes: memory("memory.usage_in_bytes")?,
+            memory_peak_bytes: memory("memory.max_usage_in_bytes")?,
             oom_kills: keyed(&oom, "oom_kill").unwrap_or(0),
-            at_memory_limit: memory("memory.failcnt").unwrap_or(0),
         })
     }
 
@@ -129,13 +153,15 @@ impl Backend for V1 {
         if oom_kills > 0 || memory_bytes.is_some_and(|bytes| bytes > LEFT_BYTES) {
             return Ok(false);
         }
+        if self.has_swap_limit(group) {
+            self.write("memory", group, MEMSW, "-1")?;
+        }
         for (controller, file, text) in [
             ("cpu", "cpu.cfs_quota_us", "-1"),
             ("cpu", "cpu.shares", "1024"),
             ("cpuacct", "cpuacct.usage", "0"),
             ("memory", "memory.limit_in_bytes", "-1"),
             ("memory", "memory.max_usage_in_bytes", "0"),
-            ("memory", "memory.failcnt", "0"),
             ("pids", "pids.max", "max"),
         ] {
             self.write(controller, group, file, text)?;

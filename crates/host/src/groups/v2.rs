@@ -2,7 +2,7 @@
 
 use super::backend::Backend;
 use super::files::{keyed, named, number, read, write};
-use super::limits::{CPU_PERIOD_US, Controllers, GroupError, Limits, Usage};
+use super::limits::{CPU_PERIOD_US, Controllers, GroupError, Limits, Usage, cpus};
 use super::name::GroupName;
 use super::place::V2Place;
 use dayfly_sys::group::Entry;
@@ -12,7 +12,9 @@ use std::path::{Path, PathBuf};
 
 /// The weight of `main` against all VMs together, which have the usual 100: without the daemon no
 /// VM is created or removed.
-const MAIN_WEIGHT: &str = "10000";
+const MAIN_WEIGHT: u64 = 10_000;
+/// The usual weight of a group.
+const WEIGHT: u64 = 100;
 
 #[derive(Debug)]
 pub(super) struct V2 {
@@ -31,15 +33,12 @@ impl V2 {
         self.tree[0].join(group).join(file)
     }
 
-    /// Gives the groups in `folder` all controllers that it has itself.
-    fn enable_in(folder: &Path) -> io::Result<()> {
-        let available = read(&folder.join("cgroup.controllers")).unwrap_or_default();
+    /// Gives the groups in `folder` the controllers that it has itself. The kernel refuses one that
+    /// it cannot give, such as cpu while a thread of another group has real-time priority.
+    fn enable_in(folder: &Path) {
         for name in ["cpu", "memory", "pids"] {
-            if available.split_whitespace().any(|other| other == name) {
-                write(&folder.join("cgroup.subtree_control"), &format!("+{name}"))?;
-            }
+            let _ = write(&folder.join("cgroup.subtree_control"), &format!("+{name}"));
         }
-        Ok(())
     }
 }
 
@@ -49,25 +48,29 @@ impl Backend for V2 {
     }
 
     fn controllers(&self) -> Controllers {
-        let given = read(&self.at("vms".as_ref(), "cgroup.subtree_control")).unwrap_or_default();
+        let given = read(&self.at("vms".as_ref(), "cgroup.subtree_control"));
+        let given = given.ok().flatten().unwrap_or_default();
         let has = |name| given.split_whitespace().any(|other| other == name);
         Controllers { cpu: has("cpu"), memory: has("memory"), pids: has("pids") }
     }
 
-    fn enable(&self, group: &Path) -> io::Result<()> {
+    fn enable(&self, group: &Path) {
         if group == Path::new("") {
-            for folder in &self.place.above {
-                match Self::enable_in(folder) {
-                    // The root of a container is no root: it must have no process first.
-                    Err(e) if e.kind() == io::ErrorKind::ResourceBusy && self.place.joins => {
-                        self.join_main()?;
-                        Self::enable_in(folder)?;
-                    }
-                    enabled => enabled?,
-                }
-            }
+            self.place.above.iter().for_each(|folder| Self::enable_in(folder));
         }
-        Self::enable_in(&self.tree[0].join(group))
+        Self::enable_in(&self.tree[0].join(group));
+    }
+
+    fn weigh(&self) {
+        let weight = (WEIGHT * cpus()).min(MAIN_WEIGHT);
+        for (group, weight) in [("", weight), ("vms", weight), ("main", MAIN_WEIGHT)] {
+            // Without the controller there is no such file.
+            let _ = write(&self.at(group.as_ref(), "cpu.weight"), &weight.to_string());
+        }
+    }
+
+    fn lift_cpu_max(&self, group: &Path) -> io::Result<()> {
+        write(&self.at(group, "cpu.max"), "max")
     }
 
     fn entry(&self, group: &Path) -> io::Result<Entry> {
@@ -86,6 +89,11 @@ impl Backend for V2 {
         set("cpu.weight", "cpu_weight", limits.cpu_weight.map(|weight| weight.to_string()))?;
         let memory = limits.memory_max_bytes.map(|bytes| bytes.to_string());
         set("memory.max", "memory_max", memory)?;
+        let swap = self.at(group, "memory.swap.max");
+        if limits.memory_max_bytes.is_some() && swap.exists() {
+            // Otherwise the group would swap instead of ending.
+            write(&swap, "0").map_err(GroupError::refused("memory_max"))?;
+        }
         set("pids.max", "pids_max", limits.pids_max.map(|most| most.to_string()))
     }
 
@@ -93,16 +101,15 @@ impl Backend for V2 {
         let path = self.at(group, "cpu.stat");
         // Each group has this file, with or without the controller.
         let cpu = std::fs::read_to_string(&path).map_err(named(&path))?;
-        let events = read(&self.at(group, "memory.events")).unwrap_or_default();
+        let events = read(&self.at(group, "memory.events"))?.unwrap_or_default();
         let cpu = |key| keyed(&cpu, key).unwrap_or(0);
         Ok(Usage {
             cpu_us: cpu("usage_usec"),
             cpu_user_us: cpu("user_usec"),
             cpu_system_us: cpu("system_usec"),
-            memory_bytes: number(&self.at(group, "memory.current")),
-            memory_peak_bytes: number(&self.at(group, "memory.peak")),
+            memory_bytes: number(&self.at(group, "memory.current"))?,
+            memory_peak_bytes: number(&self.at(group, "memory.peak"))?,
             oom_kills: keyed(&events, "oom_kill").unwrap_or(0),
-            at_memory_limit: keyed(&events, "max").unwrap_or(0),
         })
     }
 
@@ -114,9 +121,6 @@ impl Backend for V2 {
     fn join_main(&self) -> io::Result<()> {
         if !self.place.joins {
             return Ok(());
-        }
-        if self.controllers().cpu {
-            write(&self.at(&GroupName::Main.path(), "cpu.weight"), MAIN_WEIGHT)?;
         }
         write(&self.at(&GroupName::Main.path(), "cgroup.procs"), "0")
     }

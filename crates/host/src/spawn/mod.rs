@@ -159,6 +159,14 @@ pub enum SpawnError {
     },
 }
 
+impl SpawnError {
+    /// Whether all steps before the execution of the program succeeded.
+    #[must_use]
+    pub fn is_of_execution(&self) -> bool {
+        matches!(self, Self::Child { step, .. } if *step == Step::Execute.text())
+    }
+}
+
 impl Spawn {
     /// A process with `argv0` as its whole command line: no environment, no new namespaces, no
     /// descriptors, stdio on `/dev/null`, working folder `/`.

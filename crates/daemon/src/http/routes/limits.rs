@@ -2,7 +2,7 @@
 //! that every operation shares. `scripts/schemathesis` holds the daemon against it.
 
 use crate::base::config::{MEMORY_BYTES, MEMORY_STEP_BYTES};
-use crate::base::groups::{LEAST_MEMORY_BYTES, LEAST_PIDS, MILLICPUS, WEIGHTS};
+use crate::base::groups::{LEAST_MEMORY_BYTES, LEAST_PIDS, MILLICPUS, MOST_PIDS, WEIGHTS};
 use crate::http::query;
 use crate::model::filter;
 use crate::ops::expiry::MAX_TTL_MS;
@@ -27,7 +27,7 @@ fn of_schemas() -> Vec<(&'static str, Value)> {
     let vcpus = json!({ "minimum": 1, "maximum": 16 });
     let range = |of: RangeInclusive<u32>| json!({ "minimum": of.start(), "maximum": of.end() });
     // One vCPU, at least.
-    let pids = range(LEAST_PIDS + 1..=u32::MAX);
+    let pids = range(LEAST_PIDS + 1..=MOST_PIDS);
     let beyond_ram = json!({ "minimum": LEAST_MEMORY_BYTES, "maximum": u64::MAX });
     vec![
         ("Name", json!({ "pattern": NAME })),
