@@ -44,7 +44,7 @@ const TRIES: u32 = 1000;
 /// the levels above.
 const TABLES_FRACTION: u64 = 128;
 
-/// The range of `cpu_max_millicpus`. With less, a guest would not answer within the daemon's limits.
+/// The range of `cpu_max_millicpus`. With less, a guest would not answer in time.
 pub const MILLICPUS: std::ops::RangeInclusive<u32> = 50..=1_024_000;
 /// The range of `cpu_weight`, which is that of cgroup v2.
 pub const WEIGHTS: std::ops::RangeInclusive<u32> = 1..=10_000;
@@ -130,8 +130,8 @@ impl GroupLease {
         self.stock.groups.set(self.name, &limits).map_err(refused)
     }
 
-    /// Takes the limit of CPU time away, before the VMM is killed: a process that may not run cannot
-    /// end.
+    /// Takes the limit of CPU time away, before the VMM is killed: a process that may not run
+    /// cannot end.
     pub fn lift_cap(&self) {
         if let Err(e) = self.stock.groups.lift_cpu_max(self.name) {
             tracing::debug!("the limit of CPU time of control group {}: {e}", self.name);
@@ -469,8 +469,8 @@ impl Stock {
         }
     }
 
-    /// Takes back a group: as a ready one, or removes it. Returns when to try again, if a process is
-    /// in it or the host does not say.
+    /// Takes back a group: as a ready one, or removes it. Returns when to try again, if a process
+    /// is in it or the host does not say.
     fn take_back(&self, name: GroupName) -> Option<Duration> {
         match self.groups.is_used(name) {
             Ok(false) => {}

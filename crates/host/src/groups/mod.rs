@@ -143,8 +143,8 @@ impl Groups {
     /// Makes a new group, without limits.
     ///
     /// # Errors
-    /// `AlreadyExists` if there is one of that name in any hierarchy; or the kernel refuses. Nothing
-    /// of a new group is left.
+    /// `AlreadyExists` if there is one of that name in any hierarchy; or the kernel refuses.
+    /// Nothing of a new group is left.
     pub fn make(&self, group: GroupName) -> io::Result<()> {
         let mut made: Vec<PathBuf> = Vec::new();
         for path in self.folders().iter().map(|folder| folder.join(group.path())) {
