@@ -15,6 +15,7 @@ mod daemon;
 mod error;
 mod events;
 mod images;
+mod limits;
 mod recording;
 mod snapshots;
 mod store;
@@ -34,6 +35,7 @@ pub use dayfly_units::{
 pub use error::{ApiError, ErrorCode};
 pub use events::{Event, EventKind};
 pub use images::{Image, ImageUpload, Kernel, KernelUpload};
+pub use limits::{VmLimits, VmUsage};
 pub use recording::{ColourTouched, MAX_TOUCHES, RecordRequest, Recording};
 pub use snapshots::{BakeRequest, Progress, Resident, Snapshot, SnapshotRequest};
 pub use store::{

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use dayfly_api::client::{ClientError, ProgressStream};
 use dayfly_api::types::{
     CreateManyRequest, CreateRequest, ErrorCode, Lifetime, NetworkRequest, Progress, Snapshot,
-    Source,
+    Source, VmLimits,
 };
 use dayfly_units::Name;
 use dayfly_vmm::timeline::now_us;
@@ -19,7 +19,8 @@ pub fn create(source: Source, labels: &[&str]) -> CreateRequest {
     let network = NetworkRequest::default();
     let lifetime = Lifetime::UNLIMITED;
     let volumes = Vec::new();
-    CreateRequest { source, name: None, labels, forks: 0, network, lifetime, volumes }
+    let limits = VmLimits::default();
+    CreateRequest { source, name: None, labels, forks: 0, network, lifetime, volumes, limits }
 }
 
 /// Many clones, as [`create`].
@@ -28,7 +29,8 @@ pub fn create_many(snapshot: &Name, count: usize, labels: &[&str]) -> CreateMany
         create(Source::Snapshot(snapshot.clone()), labels);
     // The daemon refuses more than 4096.
     let (count, lifetime) = (u32::try_from(count).unwrap_or(u32::MAX), Lifetime::UNLIMITED);
-    CreateManyRequest { source, count, labels, network, lifetime, volumes: Vec::new() }
+    let (volumes, limits) = (Vec::new(), VmLimits::default());
+    CreateManyRequest { source, count, labels, network, lifetime, volumes, limits }
 }
 
 /// A snapshot that was made.

@@ -12,6 +12,7 @@ mod fork;
 mod image;
 mod inspect;
 mod kernel;
+mod limits_arg;
 mod load;
 mod logs;
 mod machine;
@@ -106,7 +107,7 @@ pub enum Command {
     Events(events::Args),
     /// List the published ports of a VM
     Port(port::Args),
-    /// Show the memory use of VMs; for one VM, by colour
+    /// Show the memory and CPU use of VMs; for one VM, its memory by colour
     Stats(stats::Args),
     /// Show a VM's console, or the output of a detached program in the VM
     Logs(logs::Args),

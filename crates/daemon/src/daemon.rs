@@ -1,6 +1,7 @@
 //! The services of one daemon, in one struct that all operations share.
 
 use crate::base::config::Config;
+use crate::base::groups::GroupStock;
 use crate::base::long_requests::LongRequests;
 use crate::base::metrics::Metrics;
 use crate::base::random::random;
@@ -50,6 +51,8 @@ pub struct Daemon {
     pub space: Arc<Space>,
     /// Threads that free the memory of ended VMs.
     pub reapers: Arc<Reapers>,
+    /// Control groups of VMs and pagers.
+    pub groups: GroupStock,
     /// Starts VMMs.
     pub launcher: Arc<Launcher>,
     /// Takes a VM and its guest request socket, on which the guest asks for forks of itself.
@@ -97,6 +100,7 @@ impl Daemon {
     pub fn new(
         config: Config,
         templates: TemplateCache,
+        groups: GroupStock,
         nodes: Vec<Node>,
         self_forks: UnboundedSender<(Arc<Vm>, UnixListener)>,
     ) -> std::io::Result<Self> {
@@ -109,7 +113,13 @@ impl Daemon {
             available: Available::new(config.memory_reserve_bytes, config.overcommit),
             space: Arc::new(Space::new(&config)),
             makers: Arc::new(Semaphore::new(2 * cpus())),
-            launcher: Arc::new(Launcher::new(&config, templates.store().clone(), &nodes)),
+            launcher: Arc::new(Launcher::new(
+                &config,
+                templates.store().clone(),
+                &nodes,
+                groups.clone(),
+            )),
+            groups,
             self_forks,
             long_requests: LongRequests::default(),
             networks: Networks::new(&config, &addresses(&config)?),

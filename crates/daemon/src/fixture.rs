@@ -1,10 +1,12 @@
 //! Fixtures for unit tests of several modules.
 
 use crate::base::config::{Config, Deadlines, DiskSpace};
+use crate::base::groups::GroupStock;
 use crate::daemon::Daemon;
 use crate::model::facts::{Facts, ForkFacts};
 use crate::templates::cache::TemplateCache;
 use crate::vm::budget::{Budget, Reservation};
+use dayfly_host::groups::Root;
 use dayfly_host::numa::Node;
 use dayfly_store::{
     ChainLayer, Digest, DiskSpec, ImageConfig, ImageSpec, KernelRef, PagedSpec, SnapshotSpec,
@@ -34,6 +36,7 @@ pub(crate) fn config(folder: &Path) -> Config {
         pool: 0,
         ports: None,
         first_uid: 0x7100_0000,
+        group_root: Root::Nowhere,
         // Processes and threads of tests stand still for seconds on a busy host.
         deadlines: Deadlines::default().times(6),
     }
@@ -81,6 +84,7 @@ pub(crate) fn facts() -> Facts {
         auto_remove: false,
         labels: Default::default(),
         volumes: Vec::new(),
+        limits: Default::default(),
         request: None,
     }
 }
@@ -155,8 +159,9 @@ pub(crate) fn descendant(
 
 /// A daemon that serves the requests of guests to fork themselves, if it is made within a runtime.
 pub(crate) fn daemon(config: Config, templates: TemplateCache, nodes: Vec<Node>) -> Arc<Daemon> {
+    let groups = GroupStock::open(&config.group_root, &config.run, false);
     let (self_forks, opened) = tokio::sync::mpsc::unbounded_channel();
-    let daemon = Arc::new(Daemon::new(config, templates, nodes, self_forks).unwrap());
+    let daemon = Arc::new(Daemon::new(config, templates, groups, nodes, self_forks).unwrap());
     if tokio::runtime::Handle::try_current().is_ok() {
         tokio::spawn(crate::ops::self_fork::keep(daemon.clone(), opened));
     }

@@ -6,6 +6,7 @@ use dayfly_daemon::base::config::{self, Config, Deadlines, DiskSpace};
 use dayfly_daemon::base::prefix::Prefix;
 use dayfly_daemon::vm::uids::IdFiles;
 use dayfly_daemon::volumes::server;
+use dayfly_host::groups::Root;
 use dayfly_units::{Bytes, ParseBytesError, failpoint};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::path::PathBuf;
@@ -69,6 +70,10 @@ struct Options {
     /// repeated. The host's own addresses stay out of reach.
     #[arg(long, env = "DAYFLY_REACH", value_name = "ADDRESS/BITS", value_delimiter = ',')]
     reach: Vec<ipnet::Ipv4Net>,
+    /// Where VMs have their control groups: the path of a group, such as /dayfly, which is made; or
+    /// none: VMs have no limits and no bill. By default in the daemon's own group.
+    #[arg(long, env = "DAYFLY_GROUP_ROOT", value_name = "PATH", value_parser = group_root)]
+    group_root: Option<Root>,
     /// Socket on which the machine's supervisor takes orders for published ports.
     #[arg(long, env = "DAYFLY_PORTS", value_name = "SOCKET", hide = true)]
     ports: Option<PathBuf>,
@@ -102,6 +107,16 @@ fn reserve(text: &str) -> Result<Reserve, String> {
     text.parse()
         .map(|Bytes(bytes)| Reserve(Some(bytes)))
         .map_err(|e: ParseBytesError| e.to_string())
+}
+
+fn group_root(text: &str) -> Result<Root, String> {
+    match text {
+        "none" => Ok(Root::Nowhere),
+        path if path.starts_with('/') && !path.split('/').any(|name| name == "..") => {
+            Ok(Root::At(path.into()))
+        }
+        _ => Err("expected an absolute path of a group, such as /dayfly, or none".to_owned()),
+    }
 }
 
 fn network(text: &str) -> Result<Network, String> {
@@ -169,6 +184,7 @@ async fn run() -> anyhow::Result<()> {
         network: options.network.0,
         reach: options.reach,
         ports: options.ports.map(absolute).transpose()?,
+        group_root: options.group_root.unwrap_or(Root::Own),
         first_uid: IdFiles::read()?.choose()?,
         deadlines: Deadlines::default().times(options.timeout_factor),
     };

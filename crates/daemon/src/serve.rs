@@ -3,6 +3,7 @@
 use crate::base::activation;
 use crate::base::config::{Config, SOCKET_PATH_MAX};
 use crate::base::error::blocking;
+use crate::base::groups::GroupStock;
 use crate::base::heap;
 use crate::daemon::Daemon;
 use crate::http::routes::{self, extract::Peer};
@@ -11,6 +12,7 @@ use crate::net::publisher::Publisher;
 use crate::ops::{adopt, keeper, self_fork, space};
 use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::Pagers;
+use crate::vm::Vm;
 use crate::vmm::source::shape_of;
 use anyhow::{Context, bail};
 use dayfly_store::Store;
@@ -24,6 +26,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use tokio::net::UnixListener;
+use tokio::sync::mpsc::UnboundedSender;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
@@ -53,12 +56,8 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     if let Err(e) = store.keep_reserve() {
         tracing::warn!("no reserve for gc: {}", dayfly_units::error::chain(&e));
     }
-    let nodes = dayfly_host::numa::nodes().context("looking at the host's memory")?;
-    let pagers = Pagers::new(&config);
     let (self_forks, opened) = tokio::sync::mpsc::unbounded_channel();
-    let daemon = Daemon::new(config, TemplateCache::new(store, pagers), nodes, self_forks)
-        .context("threads, and VMs of an earlier daemon")?;
-    let daemon = Arc::new(daemon);
+    let daemon = Arc::new(new(config, store, self_forks)?);
     let limits = daemon.config.limits();
     daemon
         .space
@@ -108,10 +107,25 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     daemon.launcher.run_dirs.end();
     daemon.launcher.zygotes.end();
     daemon.templates.end_pager();
+    daemon.groups.end();
     let shared = daemon.clone();
     let _ = tokio::task::spawn_blocking(move || shared.networks.end()).await;
     tracing::info!(vms = daemon.registry.len(), "stopped; VMs live on");
     Ok(())
+}
+
+/// A daemon with its control groups, and without VMs.
+fn new(
+    config: Config,
+    store: Store,
+    self_forks: UnboundedSender<(Arc<Vm>, UnixListener)>,
+) -> anyhow::Result<Daemon> {
+    let nodes = dayfly_host::numa::nodes().context("looking at the host's memory")?;
+    // Before it starts a process, so that all its processes are in its group.
+    let groups = GroupStock::open(&config.group_root, &config.run, true);
+    let pagers = Pagers::new(&config).in_groups(groups.clone());
+    Daemon::new(config, TemplateCache::new(store, pagers), groups, nodes, self_forks)
+        .context("threads, and VMs of an earlier daemon")
 }
 
 /// Prepares the daemon's first creation, which would otherwise take ten times as long as others.

@@ -15,6 +15,8 @@ use std::io;
 
 /// The longest record of the log (PRINTK_MESSAGE_MAX).
 const RECORD: usize = 8192;
+/// How the line of a process begins that was killed because memory of a control group was short.
+pub const IN_A_GROUP: &str = "Memory cgroup out of memory";
 /// The most records that are read: more than any log has.
 const MOST_RECORDS: usize = 1 << 20;
 
@@ -60,7 +62,7 @@ fn names(record: &[u8], pid: u32, uid: u32, since_us: u64) -> Option<String> {
     let facility = fields.next()?.parse::<u32>().ok()? >> 3;
     let at_us = fields.nth(1)?.parse::<u64>().ok()?;
     let (why, victim) = text.split_once(": Killed process ")?;
-    let memory = why.starts_with("Out of memory") || why == "Memory cgroup out of memory";
+    let memory = why.starts_with("Out of memory") || why == IN_A_GROUP;
     let (number, rest) = victim.split_once(" (")?;
     // The program's name comes first, and may have any text in it.
     let (_, rest) = rest.rsplit_once(" UID:")?;

@@ -11,6 +11,7 @@
 //! | [`ioprio`] | ioprio_set(2) | pager |
 //! | [`populate`] | page faults taken ahead (madvise(2)) | daemon, VMM, pager |
 //! | [`clone3`] | clone3(2) | daemon, VMM, agent |
+//! | [`group`] | entering a control group (cgroups(7)) | daemon, VMM |
 //! | [`reopen`] | another description of an open file, by /proc/self/fd | daemon |
 //! | [`landlock`] | landlock(7) | VMM |
 //! | [`writers`] | leases and fs-verity: whether a file can be written to | store |
@@ -21,6 +22,7 @@
 
 pub mod clone3;
 pub mod fdwire;
+pub mod group;
 pub mod ioprio;
 pub mod landlock;
 #[cfg(feature = "netlink")]

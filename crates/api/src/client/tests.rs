@@ -342,6 +342,7 @@ async fn a_port_is_asked_for_and_its_bytes_are_whole() {
             forks: 0,
             lifetime: Lifetime::UNLIMITED,
             volumes: Vec::new(),
+            limits: Default::default(),
             network: NetworkRequest::default(),
         },
         port: 5000,

@@ -1,5 +1,6 @@
 //! What a snapshot's RAM is used for, by colour (Kaleidoscope's term for the use of a page).
 
+use super::limits::VmUsage;
 use super::wire::wire;
 use dayfly_units::{Name, VmId};
 
@@ -59,6 +60,9 @@ wire! {
         pub memory_bytes: u64,
         /// All colours, held or not.
         pub colours: Vec<ColourHeld>,
+        /// What it has taken from the host; `None` if it has no control group.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub usage: Option<VmUsage>,
     }
 }
 

@@ -1,5 +1,6 @@
 //! Requests that create VMs.
 
+use super::limits::VmLimits;
 use super::volumes::VolumeRequest;
 use super::wire::wire;
 use crate::agent::{ExecSpec, Runs};
@@ -53,6 +54,9 @@ wire! {
         /// Folders of the host that the VM gets; at most 16.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         pub volumes: Vec<VolumeRequest>,
+        /// Limits of what the VM takes from the host.
+        #[serde(default, skip_serializing_if = "VmLimits::is_none")]
+        pub limits: VmLimits,
     }
 
     /// When a VM ends, and what is left of it. Without fields, it runs until it is stopped or
@@ -149,6 +153,9 @@ wire! {
         /// Folders of the host that each VM gets; at most 16.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         pub volumes: Vec<VolumeRequest>,
+        /// Limits of what each VM takes from the host.
+        #[serde(default, skip_serializing_if = "VmLimits::is_none")]
+        pub limits: VmLimits,
     }
 
     /// Clones (or boots) a VM, runs a program and removes the VM, all over one connection.
@@ -206,6 +213,7 @@ impl CreateRequest {
             network: NetworkRequest::default(),
             lifetime: Lifetime::UNLIMITED,
             volumes: Vec::new(),
+            limits: VmLimits::default(),
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::create::{Lifetime, Publish};
 use super::error::ApiError;
+use super::limits::{VmLimits, VmUsage};
 use super::volumes::VmVolume;
 use super::wire::wire;
 use crate::agent::{Exit, Stat};
@@ -52,6 +53,9 @@ wire! {
         pub message: String,
         /// Time of the end.
         pub at_unix_ms: u64,
+        /// What the VM had taken from the host; `None` if it had no control group.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub usage: Option<VmUsage>,
     }
 
     /// Kinds of [`VmExit`].
@@ -172,6 +176,12 @@ wire! {
         pub guest: Option<GuestStat>,
         /// Warnings for the VM's owner, such as a full disk.
         pub warnings: Vec<String>,
+        /// Its limits.
+        #[serde(default, skip_serializing_if = "VmLimits::is_none")]
+        pub limits: VmLimits,
+        /// What it has taken from the host; `None` if it has no control group.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub usage: Option<VmUsage>,
         /// What the VM's egress policy has refused since this daemon started; `None` without a
         /// policy.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -318,6 +328,9 @@ wire! {
         /// inherited.
         #[serde(default)]
         pub lifetime: Lifetime,
+        /// Limits of each clone. If `None`, the VM's own.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub limits: Option<VmLimits>,
         /// Name of a snapshot to make of that instant, which must be free. The snapshot can be
         /// cloned at once, and is stored meanwhile.
         #[serde(default)]

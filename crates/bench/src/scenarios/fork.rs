@@ -99,6 +99,7 @@ async fn fork(testbed: &Testbed, parent: VmId, count: u32) -> Result<(Forked, u6
         publish: Vec::new(),
         publish_exposed: false,
         lifetime: Lifetime::UNLIMITED,
+        limits: None,
         template: None,
     };
     let begun = Instant::now();

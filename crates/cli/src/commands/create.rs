@@ -1,5 +1,6 @@
 //! `dayfly create`: creates a VM that stays.
 
+use super::limits_arg::LimitArgs;
 use super::network::NetworkArgs;
 use super::options::{LifetimeArgs, label};
 use super::volumes_arg::VolumeArgs;
@@ -37,6 +38,8 @@ pub struct Args {
     network: NetworkArgs,
     #[command(flatten)]
     volumes: VolumeArgs,
+    #[command(flatten)]
+    limits: LimitArgs,
     /// Boot this image cold instead of cloning a snapshot
     #[arg(long, value_name = "IMAGE", conflicts_with = "snapshot")]
     boot: Option<ImageArg>,
@@ -72,8 +75,8 @@ async fn make(
         return client.create(request).await.map(|vm| vec![vm]);
     }
     steps.begin(format!("making {count} VMs"));
-    let CreateRequest { source, labels, network, lifetime, volumes, .. } = request.clone();
-    let many = CreateManyRequest { source, count, labels, network, lifetime, volumes };
+    let CreateRequest { source, labels, network, lifetime, volumes, limits, .. } = request.clone();
+    let many = CreateManyRequest { source, count, labels, network, lifetime, volumes, limits };
     client.create_many(&many).await
 }
 
@@ -103,6 +106,7 @@ impl Args {
             network: self.network.request(),
             lifetime: self.lifetime.request(),
             volumes: self.volumes.request().await?,
+            limits: self.limits.request(),
         };
         let mut made = make(&client, &request, self.count, &steps).await;
         if let (Err(refused), Some(arg)) = (&made, &self.snapshot)

@@ -1,5 +1,6 @@
 //! `dayfly fork`: clones a running VM.
 
+use super::limits_arg::LimitArgs;
 use super::network::{EgressArg, PublishArgs};
 use super::options::{LifetimeArgs, label};
 use crate::progress::Steps;
@@ -35,6 +36,8 @@ pub struct Args {
     egress: EgressArg,
     #[command(flatten)]
     lifetime: LifetimeArgs,
+    #[command(flatten)]
+    limits: LimitArgs,
     /// The VM, by id or name; it keeps running
     vm: String,
 }
@@ -59,6 +62,7 @@ impl Args {
             publish,
             publish_exposed,
             lifetime,
+            limits: self.limits.of_fork(),
             template,
         };
         let forked = client.fork(&self.vm, &request).await?;

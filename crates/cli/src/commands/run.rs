@@ -1,5 +1,6 @@
 //! `dayfly run`: clones a snapshot or an image, runs a program, and removes the clone.
 
+use super::limits_arg::LimitArgs;
 use super::network::NetworkArgs;
 use super::options::{ExecArgs, LifetimeArgs, duration, label};
 use super::volumes_arg::VolumeArgs;
@@ -42,6 +43,8 @@ pub struct Args {
     #[command(flatten)]
     volumes: VolumeArgs,
     #[command(flatten)]
+    limits: LimitArgs,
+    #[command(flatten)]
     exec: ExecArgs,
     /// When to pull an image of a registry
     #[arg(long, value_enum, default_value_t)]
@@ -75,6 +78,7 @@ impl Args {
             network: self.network.request(),
             lifetime: LifetimeArgs { ttl: self.ttl, rm: self.detach && self.rm }.request(),
             volumes: self.volumes.request().await?,
+            limits: self.limits.request(),
         };
         let entrypoint = self.entrypoint.map(|program| match program.as_str() {
             "" => Vec::new(),

@@ -1,4 +1,4 @@
-//! `dayfly stats`: shows the memory use of VMs.
+//! `dayfly stats`: shows what VMs hold in memory, and what they have taken from the host.
 
 use crate::connect;
 use crate::output::{self, Format, FormatArgs};
@@ -50,6 +50,12 @@ fn bytes(n: u64) -> String {
     if n == 0 { "-".to_owned() } else { Bytes(n).to_string() }
 }
 
+/// Seconds of CPU time.
+fn seconds(us: u64) -> String {
+    let ms = us / 1000;
+    format!("{}.{:03} s", ms / 1000, ms % 1000)
+}
+
 fn share(n: u64, of: u64) -> String {
     let tenths = (u128::from(n) * 1000).checked_div(u128::from(of)).unwrap_or(0);
     format!("{}.{} %", tenths / 10, tenths % 10)
@@ -65,9 +71,12 @@ fn by_vm(all: &[Footprint]) -> String {
             bytes(total.own_bytes),
             share(total.own_bytes, of.memory_bytes),
             bytes(total.shared_bytes),
+            of.usage.map_or_else(|| "-".to_owned(), |usage| seconds(usage.cpu_us)),
+            bytes(of.usage.and_then(|usage| usage.memory_peak_bytes).unwrap_or(0)),
         ]
     };
-    output::table(["VM ID", "NAME", "MEMORY", "OWN", "OF MEMORY", "SHARED"], all.iter().map(row))
+    let heads = ["VM ID", "NAME", "MEMORY", "OWN", "OF MEMORY", "SHARED", "CPU", "PEAK"];
+    output::table(heads, all.iter().map(row))
 }
 
 fn by_colour(of: &Footprint) -> String {
@@ -90,6 +99,7 @@ fn by_colour(of: &Footprint) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use dayfly_api::types::VmUsage;
 
     #[test]
     fn tables_show_what_is_held() {
@@ -109,6 +119,11 @@ mod tests {
             name: "web".parse().unwrap(),
             memory_bytes: 256 << 20,
             colours,
+            usage: Some(VmUsage {
+                cpu_us: 1_234_567,
+                memory_peak_bytes: Some(5 << 20),
+                ..VmUsage::default()
+            }),
         };
         let text = by_colour(&of);
         let lines: Vec<Vec<&str>> =
@@ -122,5 +137,6 @@ mod tests {
             text.contains("web") && text.contains("1.1 %") && text.contains("256.0 MiB"),
             "{text}"
         );
+        assert!(text.contains("1.234 s") && text.contains("5.0 MiB"), "{text}");
     }
 }

@@ -18,6 +18,7 @@
 //! ```
 
 use crate::base::prefix::Prefix;
+use dayfly_host::groups::Root;
 use dayfly_units::VmId;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -49,6 +50,8 @@ pub struct Config {
     pub ports: Option<PathBuf>,
     /// The first user id of VMs ([`crate::vm::uids`]).
     pub first_uid: u32,
+    /// Where VMs have their control groups ([`crate::base::groups`]).
+    pub group_root: Root,
     /// Time limits of the daemon's waits.
     pub deadlines: Deadlines,
 }

@@ -13,6 +13,9 @@
 //! - `dayfly_waiting_clones`: of these, warm clones
 //! - `dayfly_memory_reserved_bytes`: memory reserved for VMs
 //! - `dayfly_memory_budget_bytes`: the most memory that may be reserved
+//! - `dayfly_vm_cpu_seconds_total`, by `vm` and `name`: CPU time of each VM that lives, since its
+//!   last start, from its control group
+//! - `dayfly_vm_memory_bytes`, by `vm` and `name`: memory that is charged to it
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;

@@ -6,5 +6,5 @@ use dayfly_api::types::{self, VmExit};
 /// An exit for this reason at the current time.
 #[must_use]
 pub fn exit_now(reason: types::ExitKind, message: impl Into<String>) -> VmExit {
-    VmExit { reason, message: message.into(), at_unix_ms: unix_ms() }
+    VmExit { reason, message: message.into(), at_unix_ms: unix_ms(), usage: None }
 }

@@ -55,6 +55,9 @@ pub struct Facts {
     /// Its volumes, outer ones first. Clones of a fork have them too, those of a snapshot have not.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<VolumeFacts>,
+    /// Its limits, which it also has when it starts again.
+    #[serde(default, skip_serializing_if = "types::VmLimits::is_none")]
+    pub limits: types::VmLimits,
     /// The key of the request that created it, by which the next daemon recognises a repetition.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request: Option<RequestKey>,

@@ -9,6 +9,15 @@ use dayfly_api::types::{self, VmExit};
 use dayfly_host::process::ProcessId;
 use serde::{Deserialize, Serialize};
 
+/// By what the next daemon finds a VM's control group.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmGroup {
+    /// The folder of the daemon's groups, in the first hierarchy.
+    pub tree: String,
+    /// The group's number.
+    pub number: u32,
+}
+
 /// The mutable state of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Live {
@@ -36,6 +45,10 @@ pub struct Live {
     pub asked_us: Option<u64>,
     /// The VMM's process; `None` before it starts and after it ended.
     pub process: Option<ProcessId>,
+    /// Its control group; `None` if it has none, before its VMM starts and after its
+    /// end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<VmGroup>,
     /// The pager that fills its memory; `None` if all of it was there when the VM started, and in
     /// records of earlier versions.
     #[serde(default)]

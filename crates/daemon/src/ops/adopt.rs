@@ -15,13 +15,14 @@
 //! each with a time limit for the whole answer. No VMM is killed because it does not answer.
 
 use crate::base::error::{ApiError, blocking};
+use crate::base::groups::GroupLease;
 use crate::daemon::Daemon;
 use crate::model::disk::Disk;
 use crate::model::facts::Facts;
 use crate::model::state::Phase;
 use crate::net::Attachment;
 use crate::ops::{
-    expiry, interrupted, own_program, remove, save, space, sweep, unadopted, volumes,
+    classify, expiry, interrupted, own_program, remove, save, space, sweep, unadopted, volumes,
 };
 use crate::templates::pagers::{PAGER_NAME, end_with, pager_lives};
 use crate::vm::Vm;
@@ -170,6 +171,7 @@ pub async fn adopt(daemon: &Arc<Daemon>) -> io::Result<JoinSet<VmId>> {
     };
     blocking(keep).await.map_err(io::Error::other)?;
     daemon.networks.adopted_all();
+    daemon.groups.take_the_rest();
     let same = daemon.clone();
     // Only after every VM has pinned its image and layers.
     let _ = blocking(move || {
@@ -245,17 +247,26 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
         return Ok(None);
     }
     let exit = (verdict == Verdict::MarkExited).then(|| {
-        let exit = remove::classify_exit(read_json(&dir.exit()), record.live.kill_asked);
-        remove::classify_expired(exit, record.live.expired)
+        let exit = classify::classify_exit(read_json(&dir.exit()), record.live.kill_asked);
+        classify::classify_expired(exit, record.live.expired)
     });
     let of_this_boot = record.is_of_this_boot();
     let vmm = record.live.process.filter(|_| record.is_of_this_boot());
-    let exit = match (exit, record.uid) {
-        (Some(exit), Some(uid)) => Some(remove::classify_memory(exit, vmm, uid)),
-        (exit, _) => exit,
-    };
+    // Its processes are in it, or have ended.
+    let pid = process.as_ref().map(|process| process.id().pid);
+    let group = record.live.group.as_ref().filter(|_| of_this_boot);
+    let group = group.and_then(|group| daemon.groups.adopt(&group.tree, group.number, pid));
+    let exit = exit.map(|exit| {
+        let usage = group.as_ref().and_then(GroupLease::usage);
+        let exit = match record.uid {
+            Some(uid) => classify::classify_memory(exit, vmm, uid, usage),
+            None => exit,
+        };
+        classify::billed(exit, usage)
+    });
     let same = record.clone();
     let vm: Vm = record.into_vm(dir);
+    vm.adopt_group(group);
     if let Some(exit) = exit {
         // It was just read from its record, so it has nothing whose drop takes time.
         drop(vm.ended(exit));

@@ -16,11 +16,9 @@ use crate::ops::create::{Order, Origin, create};
 use crate::ops::publish::{self, Ready};
 use crate::ops::recording::record;
 use crate::ops::{admit, exec, immutable, save};
-use crate::vmm::source::{self, Purpose, Template};
+use crate::vmm::source::{self, Template};
 use dayfly_api::agent::Exit;
-use dayfly_api::types::{
-    BakeRequest, BootSource, ErrorCode, Lifetime, NetworkRequest, Snapshot, Source,
-};
+use dayfly_api::types::{BakeRequest, BootSource, ErrorCode, NetworkRequest, Snapshot, Source};
 use dayfly_units::{Bytes, failpoint};
 use dayfly_vmm::config::{MAX_NETS, Shape};
 use std::sync::Arc;
@@ -63,20 +61,10 @@ pub async fn bake(
     admit::room(&daemon, "a bake", 0).await?;
     progress.phase(format!("booting {image} with {} and {vcpus} vCPUs", Bytes(memory_bytes))).await;
     let order = Order {
-        origin: Origin::Source(Source::Boot(boot)),
-        name: None,
         labels: [(LABEL.to_owned(), name.to_string())].into(),
-        forks: 0,
-        lifetime: Lifetime::UNLIMITED,
-        until: None,
         ephemeral: true,
-        purpose: Purpose::User,
         network: egress.map(|egress| NetworkRequest::default().with_policy(egress)),
-        volumes: None,
-        next: None,
-        entrypoint: None,
-        request: None,
-        batch: None,
+        ..Order::of(Origin::Source(Source::Boot(boot)))
     };
     let guard = create(&daemon, asked, order).await?;
     let vm = guard.vm();

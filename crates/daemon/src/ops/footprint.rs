@@ -5,6 +5,7 @@
 //! untouched pages take no memory. The colours are those of the snapshot.
 
 use crate::base::error::{ApiError, Outcome, blocking};
+use crate::base::groups::shown;
 use crate::daemon::Daemon;
 use crate::vm::Vm;
 use dayfly_api::types::{ColourHeld, ErrorCode, Footprint};
@@ -51,6 +52,7 @@ pub async fn footprint(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Footprint>
             name: vm.name.clone(),
             memory_bytes: vm.facts.memory_bytes,
             colours,
+            usage: vm.usage().as_ref().map(shown),
         })
     })
     .await

@@ -139,7 +139,7 @@ async fn forked(
         By::Guest => (true, None),
     };
     check(&request)?;
-    let ForkRequest { count, name, labels, forks, lifetime, template, .. } = request;
+    let ForkRequest { count, name, labels, forks, lifetime, limits, template, .. } = request;
     let (egress, publish) = (request.egress, (request.publish, request.publish_exposed));
     // Forks take turns, because each freezes the layers that the one before put on top. The task
     // that freezes owns the lock: a client that goes away does not release it.
@@ -177,6 +177,7 @@ async fn forked(
         purpose: Purpose::User,
         network: network_of(&fork_point, egress, publish),
         volumes: None,
+        limits,
         next: None,
         entrypoint: None,
         request: key,

@@ -1,6 +1,7 @@
 //! Measures a VM: its memory and disk on the host, and the use of its guest's root disk.
 
 use crate::base::error::{ApiError, blocking};
+use crate::base::groups::shown;
 use crate::daemon::Daemon;
 use crate::model::state::Phase;
 use crate::vm::Vm;
@@ -64,19 +65,18 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
         }
     };
     let weight = {
-        let (process, templates, id, disks) =
-            (vm.process(), daemon.templates.clone(), vm.id, vm.live().disks);
+        let (vm, templates) = (vm.clone(), daemon.templates.clone());
         blocking(move || {
-            let memory = match process {
+            let memory = match vm.process() {
                 Some(process) => memory::of(process.id().pid).map_err(ApiError::not_found)?,
                 None => Memory::default(),
             };
-            Ok((memory, templates.vm_bytes(id, &disks)))
+            Ok((memory, templates.vm_bytes(vm.id, &vm.live().disks), vm.usage()))
         })
     };
     let (guest, status, weight, refused) = tokio::join!(guest, status, weight, refused(vm));
     // If the process has ended meanwhile, the figures are 0.
-    let (memory, disk_bytes) = weight.unwrap_or_default();
+    let (memory, disk_bytes, usage) = weight.unwrap_or_default();
     let live = vm.live();
     let mut warnings = Vec::new();
     warnings.extend(guest.as_ref().and_then(disk_warning));
@@ -104,6 +104,8 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
         disk_bytes,
         guest: guest.map(|stat| GuestStat { disk_full: disk_full(&stat), stat }),
         warnings,
+        limits: vm.facts.limits,
+        usage: usage.as_ref().map(shown).or_else(|| live.exit.and_then(|exit| exit.usage)),
         refused,
         timeline,
     }

@@ -111,8 +111,8 @@ async fn make(daemon: &Arc<Daemon>, shape: Shape) -> Outcome<WarmVmm> {
         })
     });
     match made.await {
-        Ok(Launched { process, link, ready: _ }) => {
-            Ok(WarmVmm { vm_slot, process, link, shape, guest: None })
+        Ok(Launched { process, link, group, ready: _ }) => {
+            Ok(WarmVmm { vm_slot, process, link, group, shape, guest: None })
         }
         Err(error) => {
             discard(daemon, vm_slot).await;

@@ -5,6 +5,7 @@ pub mod admit;
 pub mod adopt;
 mod awake;
 pub mod bake;
+pub mod classify;
 pub mod colours;
 pub mod create;
 pub mod egress;

@@ -19,11 +19,10 @@ use crate::vm::Vm;
 use crate::vmm::control_link;
 use crate::vmm::source::Purpose;
 use dayfly_api::agent::ExecSpec;
-use dayfly_api::types::{ErrorCode, Lifetime, MAX_TOUCHES, Progress, RecordRequest, Recording};
+use dayfly_api::types::{ErrorCode, MAX_TOUCHES, Progress, RecordRequest, Recording};
 use dayfly_units::{Name, error::chain};
 use dayfly_vmm::control::{Answer, Command};
 use dayfly_vmm::memory::working_set::{self, Record, Run};
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::OwnedFd;
@@ -105,20 +104,10 @@ async fn play(
 ) -> Outcome<Record> {
     let name = &template.manifest.name;
     let order = Order {
-        origin: Origin::Template(template.clone()),
-        name: None,
-        labels: BTreeMap::new(),
-        forks: 0,
-        lifetime: Lifetime::UNLIMITED,
-        until: None,
         ephemeral: true,
         purpose,
-        network: None,
         volumes: Some(Vec::new()),
-        next: None,
-        entrypoint: None,
-        request: None,
-        batch: None,
+        ..Order::of(Origin::Template(template.clone()))
     };
     let guard = create(daemon, Asked::now(), order).await?;
     let vm = guard.vm();

@@ -11,109 +11,22 @@ use crate::model::exit::exit_now;
 use crate::model::live::Live;
 use crate::model::state::Phase;
 use crate::net::Attachment;
+use crate::ops::classify::{billed, classify_end, classify_expired, classify_memory};
 use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
-use crate::vm::record::{RecordError, note, read_json};
+use crate::vm::record::{note, read_json};
 use crate::vm::registry::RestartError;
 use crate::vm::survey;
 use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit};
-use dayfly_host::process::{Process, ProcessId};
-use dayfly_host::{oom, priority};
+use dayfly_host::priority;
+use dayfly_host::process::Process;
 use dayfly_units::failpoint;
-use dayfly_units::text::{LONG, escaped};
-use dayfly_vmm::control::{ExitReason, ExitRecord};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
-
-/// Decides why a VM ended, from its exit record and from whether its end was requested. Does no
-/// I/O; [`watch`] reads the record.
-#[must_use]
-pub fn classify_exit(record: Result<ExitRecord, RecordError>, kill_asked: bool) -> VmExit {
-    match record {
-        Ok(ExitRecord { reason, message }) => {
-            let kind = match reason {
-                ExitReason::PowerOff => ExitKind::PowerOff,
-                ExitReason::Reboot => ExitKind::Reboot,
-                ExitReason::Panic => ExitKind::Panic,
-                ExitReason::Quit => ExitKind::Killed,
-                ExitReason::Failed => ExitKind::Failed,
-            };
-            // The message is escaped, because a guest may have taken over its VMM.
-            exit_now(kind, escaped(&message, LONG).to_string())
-        }
-        Err(_) if kill_asked => exit_now(ExitKind::Killed, "killed on request"),
-        Err(e) => exit_now(
-            ExitKind::Lost,
-            format!(
-                "the VMM process was killed from outside, or before Linux 6.15 by the kernel for a \
-                 forbidden system call: it left no exit record ({e})"
-            ),
-        ),
-    }
-}
-
-/// As [`classify_exit`], of a VMM that `signal` killed. A VMM that was taken over may write any
-/// record, but it cannot hide that the kernel killed it for a forbidden system call.
-fn classify_end(
-    signal: Option<i32>,
-    record: Result<ExitRecord, RecordError>,
-    kill_asked: bool,
-) -> VmExit {
-    if signal == Some(libc::SIGSYS) {
-        let message = "the kernel killed the VMM because it made a system call that its seccomp \
-                       filter forbids; the kernel's log names the call";
-        return exit_now(ExitKind::Failed, message);
-    }
-    classify_exit(record, kill_asked)
-}
-
-/// As decided, but a VM that was killed because its deadline has passed ended for that.
-#[must_use]
-pub fn classify_expired(exit: VmExit, expired: bool) -> VmExit {
-    // It is lost if the daemon ended before it noticed that the VMM was killed.
-    if expired && matches!(exit.reason, ExitKind::Killed | ExitKind::Lost) {
-        let message = "its time to live is over; `dayfly update --ttl` changes that of a VM";
-        return VmExit { reason: ExitKind::Ttl, message: message.into(), ..exit };
-    }
-    exit
-}
-
-/// As [`classify_end`] of the VMM `process` of user `uid`, of which `exit` was decided: a VMM that
-/// left no record may have been killed because memory was short. The kernel's log says that, so
-/// that a VMM that a program killed is never taken for one. Blocks.
-#[must_use]
-pub fn classify_memory(exit: VmExit, process: Option<ProcessId>, uid: u32) -> VmExit {
-    let Some(process) = process.filter(|_| exit.reason == ExitKind::Lost) else { return exit };
-    match oom::killed(process.pid, uid, started_us(process)) {
-        Ok(Some(line)) => {
-            let text = escaped(&line, LONG);
-            let message = format!(
-                "the kernel killed the VMM because memory was short; its log: {text}; create fewer \
-                 or smaller VMs, or start dayflyd with a lower --overcommit"
-            );
-            exit_now(ExitKind::Memory, message)
-        }
-        Ok(None) => exit,
-        Err(e) => {
-            tracing::warn!(
-                "whether process {} was killed for its memory: /dev/kmsg: {e}",
-                process.pid
-            );
-            exit
-        }
-    }
-}
-
-/// When a process started, in microseconds since the boot by the clock of the kernel's log, or
-/// earlier. That clock is not adjusted as the one of processes is: allow 200 parts in a million.
-fn started_us(process: ProcessId) -> u64 {
-    let us = process.started_us();
-    us.saturating_sub(us / 5000).saturating_sub(1_000_000)
-}
 
 /// Waits for the end of `process`, the VMM of `vm`, and then marks the VM as exited. The daemon
 /// need not reap the process, which is a child of a zygote.
@@ -124,9 +37,12 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
             // Logged, because without the end of the wait the VM's resources stay reserved.
             tracing::error!("waiting for VM {}: {e}", vm.id);
         }
+        // Kept until its record says that the VM has ended: the next daemon must not find the group
+        // with another VM in it.
+        let group = vm.take_group();
         let exit = if daemon.registry.holds(&vm) {
             let Live { kill_asked, expired, .. } = vm.live();
-            let (dir, uid) = (vm.dir.clone(), vm.uid);
+            let (dir, uid, group) = (vm.dir.clone(), vm.uid, group.clone());
             let seen = move || {
                 // Before Linux 6.15 the signal of a process that was reaped is unknown.
                 let signal = process.killed_by(WITHIN).unwrap_or_else(|e| {
@@ -135,7 +51,8 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
                 });
                 let exit = classify_end(signal, read_json(&dir.exit()), kill_asked);
                 let exit = classify_expired(exit, expired);
-                Ok(classify_memory(exit, Some(process.id()), uid))
+                let usage = group.and_then(|group| group.usage());
+                Ok(billed(classify_memory(exit, Some(process.id()), uid, usage), usage))
             };
             match blocking(seen).await {
                 Ok(exit) => exit,
@@ -162,6 +79,7 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
         } else {
             note(&daemon.registry, &vm).await;
         }
+        drop(group);
     });
 }
 
@@ -197,6 +115,7 @@ pub async fn kill(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
     let Some(process) = mark_removed(daemon, vm).await else { return Ok(()) };
     let _under_way = daemon.pool.removal();
     let asked = Instant::now();
+    vm.lift_cap();
     freed(daemon, vm, move || send_kill(&process)).await?;
     let freed = asked.elapsed();
     gone(daemon, vm).await?;
@@ -335,6 +254,7 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
                 tracing::error!("removing VM {}: {e}", dead.id);
             }
             failpoint::reached("daemon.remove.unrecorded");
+            dead.lift_cap();
             let free = process.is_none_or(|process| send_kill(&process));
             failpoint::reached("daemon.remove.killed");
             drop(done.send(files(&templates, &dead)));
@@ -454,41 +374,5 @@ mod tests {
         child.wait().unwrap();
         vm.wait_gone().await;
         assert_eq!(drops.try_recv().as_deref(), Ok("reaper0"));
-    }
-
-    fn missing() -> Result<ExitRecord, RecordError> {
-        read_json(std::path::Path::new("/nonexistent/exit.json"))
-    }
-
-    #[test]
-    fn the_record_says_why_and_its_absence_says_killed_or_lost() {
-        for (reason, kind) in [
-            (ExitReason::PowerOff, ExitKind::PowerOff),
-            (ExitReason::Reboot, ExitKind::Reboot),
-            (ExitReason::Panic, ExitKind::Panic),
-            (ExitReason::Quit, ExitKind::Killed),
-            (ExitReason::Failed, ExitKind::Failed),
-        ] {
-            let record = || Ok(ExitRecord { reason, message: "why".into() });
-            // A guest that ended by itself while it was being killed keeps its own reason.
-            for kill_asked in [false, true] {
-                let exit = classify_exit(record(), kill_asked);
-                assert_eq!((exit.reason, exit.message.as_str()), (kind, "why"));
-            }
-        }
-        let message = "why\x1b]0;x\x07\nforged \u{9b}2J \u{202e}".to_owned();
-        let exit = classify_exit(Ok(ExitRecord { reason: ExitReason::Failed, message }), false);
-        assert_eq!(exit.message, r"why\x1b]0;x\x07\nforged \u{9b}2J \u{202e}");
-        let record = || Ok(ExitRecord { reason: ExitReason::PowerOff, message: "lie".into() });
-        for (signal, kind) in [
-            (Some(31), ExitKind::Failed),
-            (Some(9), ExitKind::PowerOff),
-            (None, ExitKind::PowerOff),
-        ] {
-            assert_eq!(classify_end(signal, record(), false).reason, kind, "{signal:?}");
-        }
-        assert!(classify_end(Some(31), missing(), true).message.contains("seccomp"));
-        assert_eq!(classify_exit(missing(), true).reason, ExitKind::Killed);
-        assert_eq!(classify_exit(missing(), false).reason, ExitKind::Lost);
     }
 }

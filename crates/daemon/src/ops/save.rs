@@ -49,7 +49,7 @@ pub async fn arrived(
 ///
 /// # Errors
 /// A disk has too many layers, the VM's layers are unknown, its VMM has not answered yet, or it
-/// waits for space: its guest would not answer.
+/// waits for space: its guest would not answer. Or a copy of its RAM does not fit its limit.
 pub fn allowed(vm: &Vm) -> Outcome<()> {
     vm.answers()?;
     vm.has_space("take a snapshot of or fork")?;
@@ -74,7 +74,27 @@ pub fn allowed(vm: &Vm) -> Outcome<()> {
             ));
         }
     }
-    Ok(())
+    has_memory_for_a_copy(vm)
+}
+
+/// Checks that a copy of RAM fits the VM's limit of memory: its VMM writes the copy to a file in
+/// memory, which the kernel charges to the VM's control group, as long as a clone uses it.
+fn has_memory_for_a_copy(vm: &Vm) -> Outcome<()> {
+    let Some(limit) = vm.memory_limit_bytes() else { return Ok(()) };
+    let used = vm.usage().and_then(|usage| usage.memory_bytes).unwrap_or(0);
+    let needed = used.saturating_add(vm.facts.memory_bytes);
+    if needed <= limit {
+        return Ok(());
+    }
+    Err(ApiError::new(
+        ErrorCode::State,
+        format_args!(
+            "VM {}: memory: expected at most its limit of {limit} bytes for a snapshot or a fork, \
+             which copies RAM, got {used} in use and {} of RAM; create it with a larger \
+             --memory-max, or remove clones of it",
+            vm.name, vm.facts.memory_bytes
+        ),
+    ))
 }
 
 /// A saved VM that is not stored yet.

@@ -210,6 +210,7 @@ async fn forked(
         publish,
         publish_exposed,
         lifetime,
+        limits: None,
         template,
     };
     let forked = fork::fork_for_guest(daemon, vm, request, Asked::now()).await;

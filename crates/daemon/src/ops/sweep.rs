@@ -28,6 +28,7 @@ fn places(daemon: &Daemon) -> Places {
 /// Adds every VM and every warm VMM with its process. A VM that is being started may have any
 /// process that names it.
 fn known(daemon: &Daemon, found: &Found, into: &mut Known) {
+    into.groups.extend(daemon.groups.own());
     for id in daemon.registry.vm_slots() {
         let entry = into.vms.entry(id).or_insert(None);
         *entry = entry.or_else(|| found.processes.iter().find(|p| p.vm == id).map(|p| p.process));
@@ -55,7 +56,7 @@ fn look(daemon: &Daemon) -> Outcome<Vec<Leak>> {
     let mut before = Known { mounts: [daemon.config.vms()].into(), ..Known::default() };
     known(daemon, &Found::default(), &mut before);
     let mut of_others = daemon.templates.store().shared_layer_owners();
-    let mut found = leaks::scan(&places, None).map_err(failed)?;
+    let mut found = leaks::scan(&places, daemon.groups.groups()).map_err(failed)?;
     found.processes.retain(|p| is_ours(&daemon.config, p.process.pid));
     of_others.extend(daemon.templates.store().shared_layer_owners());
     known(daemon, &found, &mut before);
@@ -98,7 +99,7 @@ pub async fn sweep(daemon: &Arc<Daemon>) -> Outcome<Vec<Leak>> {
     let daemon = daemon.clone();
     blocking(move || {
         let mut leaks = look(&daemon)?;
-        leaks.retain(|leak| match leaks::sweep(leak, None) {
+        leaks.retain(|leak| match leaks::sweep(leak, daemon.groups.groups()) {
             Ok(()) => {
                 tracing::info!(kind = leak.kind(), "swept {leak}");
                 true

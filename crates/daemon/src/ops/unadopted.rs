@@ -10,7 +10,7 @@ use crate::model::live::Live;
 use crate::model::state::Phase;
 use crate::model::vm_slot::VmSlot;
 use crate::net::Attachment;
-use crate::ops::{expiry, remove};
+use crate::ops::{classify, expiry, remove};
 use crate::vm::Vm;
 use crate::vm::record::read_json;
 use crate::vm::registry::id_as_name;
@@ -69,7 +69,7 @@ pub(super) fn keep(daemon: &Arc<Daemon>, mut left: Unreadable) {
 
 /// Why such a VM ended: the exit record says so, if it can be read.
 fn ended(daemon: &Daemon, id: VmId, problem: &str) -> VmExit {
-    let exit = remove::classify_exit(read_json(&daemon.config.vm(id).exit()), false);
+    let exit = classify::classify_exit(read_json(&daemon.config.vm(id).exit()), false);
     if exit.reason == ExitKind::Lost { exit_now(ExitKind::Lost, problem) } else { exit }
 }
 
@@ -107,6 +107,7 @@ fn vm(
         zeroes_written: false,
         deadline: traces.deadline,
         expired: false,
+        group: None,
         program: None,
         no_snapshot: Some(problem.clone()),
     };
@@ -144,6 +145,7 @@ fn unknown_facts(created_unix_ms: u64) -> Facts {
         auto_remove: false,
         labels: Default::default(),
         volumes: Vec::new(),
+        limits: Default::default(),
         request: None,
     }
 }

@@ -10,6 +10,7 @@
 
 use crate::base::config::Config;
 use crate::base::error::{ApiError, Outcome};
+use crate::base::groups::{GroupLease, GroupStock};
 use crate::templates::shared::Shared;
 use dayfly_api::types::ErrorCode;
 use dayfly_host::process::{Ended, Process, ProcessId, lives};
@@ -17,6 +18,7 @@ use dayfly_host::spawn::{FIRST_FD, Namespaces, Program, Spawn, SpawnError, Stdio
 use dayfly_pager::client::Client;
 use dayfly_pager::wire::{FromPager, Report, Settings, pair};
 use dayfly_store::{OpenSnapshot, Plan};
+use dayfly_sys::group::Entry;
 use dayfly_units::{Name, VmId, error::chain, sync::lock};
 use dayfly_vmm::control::{ExitReason, ExitRecord};
 use dayfly_vmm::memory::{lazy, working_set};
@@ -74,6 +76,8 @@ pub struct Pager {
     process: Process,
     /// The template's memory file. If it is sealed it is complete, whatever the pager has reported.
     memory: File,
+    /// Its control group, to which the kernel charges the template's pages.
+    _group: Option<GroupLease>,
 }
 
 /// The pager of an open template. When the template is closed and no clone runs, the pager ends,
@@ -102,6 +106,7 @@ impl Drop for Wanted {
 struct Prepared {
     socket: OwnedFd,
     process: Process,
+    group: Option<GroupLease>,
 }
 
 impl Prepared {
@@ -122,6 +127,7 @@ pub struct Pagers {
     name: PathBuf,
     /// Started ahead for the next snapshot that is opened.
     prepared: Arc<Mutex<Option<Prepared>>>,
+    groups: GroupStock,
     /// Options of the pagers.
     pub settings: Settings,
 }
@@ -135,8 +141,15 @@ impl Pagers {
             program: config.vmm.with_file_name(PAGER_NAME),
             name: config.run.join(PAGER_NAME),
             prepared: Arc::default(),
+            groups: GroupStock::default(),
             settings: Settings { deadline_s, ..Settings::default() },
         }
+    }
+
+    /// With a control group for each pager.
+    #[must_use]
+    pub fn in_groups(self, groups: GroupStock) -> Self {
+        Self { groups, ..self }
     }
 
     /// Starts a pager that fills the RAM of `open` according to `plan`, except the pages that
@@ -150,7 +163,7 @@ impl Pagers {
         plan: &Plan,
         shared: Option<&Shared>,
     ) -> Result<Wanted, PagerError> {
-        let Prepared { socket: ours, process } = self.take()?;
+        let Prepared { socket: ours, process, group } = self.take()?;
         let begun = || -> io::Result<_> {
             rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Recv, Some(BEGIN))?;
             rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Send, Some(SEND))?;
@@ -172,6 +185,7 @@ impl Pagers {
             client: Mutex::new(Some(client.clone())),
             served: Mutex::default(),
             process,
+            _group: group,
         });
         let (watched, pagers) = (pager.clone(), self.clone());
         std::thread::Builder::new().name("pager".to_owned()).spawn(move || {
@@ -212,6 +226,17 @@ impl Pagers {
     }
 
     fn spawn(&self) -> Result<Prepared, PagerError> {
+        // All of its work and all pages of the template are charged to its group (Closer, IV-B).
+        match self.groups.template() {
+            None => self.spawn_in(None),
+            Some(group) => self.spawn_in(Some(group)).or_else(|e| {
+                tracing::warn!("a pager without a control group: {}", chain(&e));
+                self.spawn_in(None)
+            }),
+        }
+    }
+
+    fn spawn_in(&self, group: Option<(GroupLease, Entry)>) -> Result<Prepared, PagerError> {
         let (ours, theirs) = pair()?;
         let mut spawn = Spawn::new(Program::Path(self.program.clone()), &self.name);
         spawn.argv.push(OsString::from(FIRST_FD.to_string()));
@@ -222,7 +247,9 @@ impl Pagers {
             Namespaces::MOUNT.and(Namespaces::NET).and(Namespaces::IPC).and(Namespaces::UTS);
         spawn.fds = vec![(theirs, FIRST_FD)];
         spawn.stderr = Stdio::Inherit;
-        Ok(Prepared { socket: ours, process: Process::from_child(spawn.run()?)? })
+        let (group, entry) = group.unzip();
+        spawn.group = entry;
+        Ok(Prepared { socket: ours, process: Process::from_child(spawn.run()?)?, group })
     }
 }
 

@@ -18,17 +18,19 @@
 //!
 //! Below them come locks that are held for a few instructions and never across an `await`. First
 //! `end_announced`, then the registry's lock, then `live`, then one of `process`, `pin`, `memory`,
-//! `backing`, `attachment`, `space`, `volumes` and `has_slot`. The drop of a pin or a template may
-//! remove files, so it happens after `live` is released: readers of `live` must not wait for the
-//! disk.
+//! `backing`, `attachment`, `group`, `space`, `volumes` and `has_slot`. The drop of a pin or a
+//! template may remove files, so it happens after `live` is released: readers of `live` must not
+//! wait for the disk.
 
 pub mod available;
 pub mod batch;
 pub mod budget;
+mod group;
 mod pins;
 pub mod record;
 pub mod registry;
 pub mod requests;
+mod shown;
 pub mod space;
 pub mod survey;
 pub mod uids;
@@ -36,11 +38,11 @@ pub mod unknown;
 mod volumes;
 mod waiting;
 
-use volumes::shown_volumes;
 pub use volumes::{OpenVolume, OpenVolumes};
 
 use crate::base::config::VmDir;
 use crate::base::error::{ApiError, Outcome};
+use crate::base::groups::GroupLease;
 use crate::base::time::monotonic_us;
 use crate::model::facts::Facts;
 use crate::model::live::Live;
@@ -97,6 +99,7 @@ pub struct Vm {
     pub launching: Arc<tokio::sync::Mutex<()>>,
     live: Mutex<Live>,
     process: Mutex<Option<Arc<Process>>>,
+    group: Mutex<Option<Arc<GroupLease>>>,
     pin: Mutex<Option<Pin>>,
     memory: Mutex<Option<Reservation>>,
     backing: Mutex<Option<MemoryBacking>>,
@@ -132,6 +135,7 @@ pub struct Remains {
     _pin: Option<Pin>,
     _backing: Option<MemoryBacking>,
     _attachment: Attachment,
+    _group: Option<Arc<GroupLease>>,
     /// The last field, because fields are dropped in this order: a VM that is gone keeps nothing.
     _gone: Option<MarkGone>,
 }
@@ -158,6 +162,7 @@ impl Vm {
             timeline: Vec::new(),
             asked_us: None,
             process: None,
+            group: None,
             pager: None,
             identity: None,
             network: None,
@@ -199,6 +204,7 @@ impl Vm {
             launching: Arc::default(),
             live: Mutex::new(live),
             process: Mutex::default(),
+            group: Mutex::default(),
             pin: Mutex::default(),
             memory: Mutex::default(),
             backing: Mutex::default(),
@@ -371,6 +377,7 @@ impl Vm {
             live.phase = Phase::Exited;
             live.exit.get_or_insert(exit);
             live.process = None;
+            live.group = None;
             live.volumes.clear();
             self.keeps_disks(&live)
         };
@@ -383,6 +390,7 @@ impl Vm {
             _pin: if keeps_disks { None } else { lock(&self.pin).take() },
             _backing: lock(&self.backing).take(),
             _attachment: std::mem::take(&mut *lock(&self.attachment)),
+            _group: self.take_group(),
             _gone: lock(&self.mark_gone).take(),
         }
     }
@@ -465,35 +473,5 @@ impl Vm {
     /// Gives up its slot; `false` if it has none any more.
     pub(crate) fn drop_slot(&self) -> bool {
         std::mem::replace(&mut *lock(&self.has_slot), false)
-    }
-
-    /// The VM in the API's form, as `dayfly ps` shows it.
-    #[must_use]
-    pub fn shown(&self) -> types::Vm {
-        let live = self.live();
-        let facts = self.facts.clone();
-        types::Vm {
-            id: self.id,
-            name: self.name.clone(),
-            state: live.phase.shown(self.no_space().is_some()),
-            paused_for: live.phase.paused_for(self.no_space().is_some()),
-            exit: live.exit,
-            snapshot: facts.snapshot,
-            forked_from: facts.fork.from,
-            image: facts.image,
-            kernel: facts.kernel.name,
-            vcpus: facts.vcpus,
-            memory_bytes: facts.memory_bytes,
-            created_unix_ms: facts.created_unix_ms,
-            ready_us: live.ready_us,
-            ephemeral: facts.ephemeral,
-            auto_remove: facts.auto_remove,
-            ends_unix_ms: live.deadline.map(|deadline| deadline.unix_ms),
-            program: live.program,
-            network: live.network,
-            volumes: shown_volumes(&facts.volumes, &live.volumes),
-            labels: facts.labels,
-            problem: self.problem(),
-        }
     }
 }

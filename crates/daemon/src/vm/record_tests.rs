@@ -41,6 +41,7 @@ fn vm(run: &Path) -> std::sync::Arc<Vm> {
             read_only: true,
             owner: Caller { uid: 5, gid: 6, groups: vec![7] },
         }],
+        limits: dayfly_api::types::VmLimits { cpu_weight: Some(5), ..Default::default() },
         request: Some(RequestKey { key: "k".into(), request: Digest::of(b"r") }),
     };
     let vm = Registry::default().reserve(&config, None, facts, fixture::memory(), None).unwrap();

@@ -33,6 +33,7 @@ fn facts() -> Facts {
         auto_remove: false,
         labels: Default::default(),
         volumes: Vec::new(),
+        limits: Default::default(),
         request: None,
     }
 }

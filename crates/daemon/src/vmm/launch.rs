@@ -2,6 +2,7 @@
 
 use crate::base::config::{CONSOLE_MAX_BYTES, Config};
 use crate::base::error::ApiError;
+use crate::base::groups::{GroupLease, GroupStock};
 use crate::model::vm_slot::VmSlot;
 use crate::vmm::link::Link;
 use crate::vmm::run_dir::{PreparedRunDir, PreparedRunDirs, RunDirError, failed, listener};
@@ -14,6 +15,7 @@ use dayfly_store::Store;
 use dayfly_units::error::chain;
 use dayfly_units::failpoint;
 use dayfly_vmm::config::{FdNumber, JailConfig, Start, VmmConfig};
+use dayfly_vmm::zygote::client::Forked;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -71,6 +73,8 @@ pub struct Launched {
     pub process: Arc<Process>,
     /// The connection for the commands that start the guest.
     pub link: Link,
+    /// Its control group; `None` if it is in the daemon's.
+    pub group: Option<GroupLease>,
     /// The socket on which the agent reports after a cold boot.
     pub ready: Option<UnixListener>,
 }
@@ -89,8 +93,9 @@ pub struct Launcher {
 impl Launcher {
     /// A launcher for VMs of this daemon, whose layers are in `store`.
     #[must_use]
-    pub fn new(config: &Config, store: Store, nodes: &[Node]) -> Self {
-        let (zygotes, run_dirs) = (Zygotes::new(config, nodes), PreparedRunDirs::new(config));
+    pub fn new(config: &Config, store: Store, nodes: &[Node], groups: GroupStock) -> Self {
+        let zygotes = Zygotes::new(config, nodes, groups);
+        let run_dirs = PreparedRunDirs::new(config);
         Self { config: config.clone(), store, zygotes, run_dirs }
     }
 
@@ -166,11 +171,12 @@ impl Launcher {
             limits_fd: Some(fds.add(limits)),
             start,
         };
-        let child = self.zygotes.fork(vm_slot.node, &vmm, &fds.0)?;
+        let Forked { pid, pidfd, group } = self.zygotes.fork(vm_slot.node, &vmm, &fds.0)?;
+        let child = Child { pid, pidfd };
         if background || another {
             self.zygotes.prepare(vm_slot.node);
         }
-        Ok(Launched { process: Arc::new(found(child, dir.path())?), link, ready })
+        Ok(Launched { process: Arc::new(found(child, dir.path())?), link, group, ready })
     }
 
     /// Has a pre-forked VMM, a run directory and a layer made for the next VM on this node. Does

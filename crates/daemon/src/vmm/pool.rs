@@ -20,6 +20,7 @@
 //!
 //! If a daemon is killed, its warm VMMs stay. They have no record, so the next daemon sweeps them.
 
+use crate::base::groups::GroupLease;
 use crate::model::disk::Disk;
 use crate::model::vm_slot::VmSlot;
 use crate::templates::memory_backing::MemoryBacking;
@@ -51,6 +52,8 @@ pub struct WarmVmm {
     pub process: Arc<Process>,
     /// The connection for its commands.
     pub link: Link,
+    /// Its control group, which becomes that of its VM.
+    pub group: Option<GroupLease>,
     pub(crate) shape: Shape,
     /// The guest, if this is a warm clone.
     pub guest: Option<Guest>,

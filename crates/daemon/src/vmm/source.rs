@@ -14,7 +14,7 @@ use crate::templates::open::OpenTemplate;
 use crate::templates::sharing;
 use crate::vm::Vm;
 use crate::vmm::launch::Fds;
-use dayfly_api::types::{BootSource, NetworkRequest, Source};
+use dayfly_api::types::{BootSource, NetworkRequest, Source, VmLimits};
 use dayfly_host::process::Process;
 use dayfly_store::{Digest, DiskRef, FileTree, Image, Kernel, OpenSnapshot, Pin, SnapshotManifest};
 use dayfly_sys::reopen;
@@ -192,6 +192,7 @@ impl Opened {
             network: with_policy_of(network.unwrap_or_default(), policy),
             config,
             volumes: Vec::new(),
+            limits: VmLimits::default(),
             request: None,
             init,
         }

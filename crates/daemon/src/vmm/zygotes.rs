@@ -4,13 +4,14 @@
 //! is started when it is first needed, and again after it has ended or is worn.
 
 use crate::base::config::Config;
+use crate::base::groups::{GroupLease, GroupStock};
 use dayfly_host::numa::Node;
 use dayfly_host::process::Process;
-use dayfly_host::spawn::{Child, FIRST_FD, Namespaces, Program, Spawn, SpawnError, Stdio};
+use dayfly_host::spawn::{FIRST_FD, Namespaces, Program, Spawn, SpawnError, Stdio};
 use dayfly_units::{error::chain, sync::lock};
 use dayfly_vmm::config::{VmmConfig, ZygoteConfig};
 use dayfly_vmm::zygote::Client;
-use dayfly_vmm::zygote::client::ClientError;
+use dayfly_vmm::zygote::client::{ClientError, Forked, Group};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -49,7 +50,7 @@ const TRIES: u32 = 2;
 #[derive(Debug)]
 struct Running {
     /// `None` only while this is dropped.
-    client: Option<Client>,
+    client: Option<Client<GroupLease>>,
     process: Process,
 }
 
@@ -66,9 +67,14 @@ impl Drop for Running {
 }
 
 impl Running {
-    fn fork(&mut self, config: &VmmConfig, fds: &[BorrowedFd<'_>]) -> Result<Child, ClientError> {
-        let (pid, pidfd) = self.client.as_mut().ok_or(ClientError::Gone)?.fork(config, fds)?;
-        Ok(Child { pid, pidfd })
+    fn fork(
+        &mut self,
+        config: &VmmConfig,
+        fds: &[BorrowedFd<'_>],
+        groups: &GroupStock,
+    ) -> Result<Forked<GroupLease>, ClientError> {
+        let client = self.client.as_mut().ok_or(ClientError::Gone)?;
+        client.fork(config, fds, || group(groups))
     }
 }
 
@@ -78,6 +84,11 @@ struct Zygote {
     running: Mutex<Option<Running>>,
 }
 
+/// A control group for the next pre-forked VMM.
+fn group(groups: &GroupStock) -> Option<Group<GroupLease>> {
+    groups.take().map(|(owner, entry)| Group { owner, entry })
+}
+
 /// All zygotes of a daemon.
 #[derive(Debug)]
 pub struct Zygotes {
@@ -85,19 +96,21 @@ pub struct Zygotes {
     name: PathBuf,
     folder: PathBuf,
     within: Duration,
+    groups: GroupStock,
     zygotes: Vec<Zygote>,
 }
 
 impl Zygotes {
-    /// A zygote for each of `nodes`, none of them started.
+    /// A zygote for each of `nodes`, none of them started. VMMs are made in `groups`.
     #[must_use]
-    pub fn new(config: &Config, nodes: &[Node]) -> Self {
+    pub fn new(config: &Config, nodes: &[Node], groups: GroupStock) -> Self {
         let of = |node: &Node| Zygote { node: node.clone(), running: Mutex::default() };
         Self {
             program: config.vmm.clone(),
             name: config.vmm_name(),
             folder: config.vms(),
             within: config.deadlines.control,
+            groups,
             zygotes: nodes.iter().map(of).collect(),
         }
     }
@@ -110,7 +123,7 @@ impl Zygotes {
         for zygote in &self.zygotes {
             let mut running = lock(&zygote.running);
             if running.is_none() {
-                *running = Some(self.start(&zygote.node)?);
+                *running = Some(self.start(&zygote.node, &self.groups)?);
             }
         }
         Ok(())
@@ -123,7 +136,7 @@ impl Zygotes {
         if let Ok(mut running) = self.zygote(node).running.try_lock()
             && let Some(client) = running.as_mut().and_then(|running| running.client.as_mut())
         {
-            let _ = client.prepare();
+            let _ = client.prepare(|| group(&self.groups));
         }
     }
 
@@ -140,7 +153,7 @@ impl Zygotes {
         node: usize,
         config: &VmmConfig,
         fds: &[OwnedFd],
-    ) -> Result<Child, ZygoteError> {
+    ) -> Result<Forked<GroupLease>, ZygoteError> {
         let zygote = self.zygote(node);
         let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
         let mut running = lock(&zygote.running);
@@ -162,20 +175,22 @@ impl Zygotes {
         ending: &mut Vec<Running>,
         config: &VmmConfig,
         fds: &[BorrowedFd<'_>],
-    ) -> Result<Child, ZygoteError> {
+    ) -> Result<Forked<GroupLease>, ZygoteError> {
         let mut own = running.take();
         let mut tries = 0;
         loop {
-            let forked = own.take().map_or_else(|| self.start(node), Ok).and_then(|mut own| {
-                match own.fork(config, fds) {
-                    Ok(child) => {
-                        *running = Some(own);
-                        Ok(child)
-                    }
-                    Err(e) => {
-                        ending.push(own);
-                        Err(e.into())
-                    }
+            // The last try is without a group, in case that none can be entered.
+            let without = GroupStock::default();
+            let groups = if tries < TRIES { &self.groups } else { &without };
+            let started = own.take().map_or_else(|| self.start(node, groups), Ok);
+            let forked = started.and_then(|mut own| match own.fork(config, fds, groups) {
+                Ok(child) => {
+                    *running = Some(own);
+                    Ok(child)
+                }
+                Err(e) => {
+                    ending.push(own);
+                    Err(e.into())
                 }
             });
             match forked {
@@ -205,10 +220,10 @@ impl Zygotes {
         }
     }
 
-    fn start(&self, node: &Node) -> Result<Running, ZygoteError> {
+    fn start(&self, node: &Node, groups: &GroupStock) -> Result<Running, ZygoteError> {
         let (ours, theirs) = UnixStream::pair().map_err(ZygoteError::Socket)?;
         let mut spawn = Spawn::new(Program::Path(self.program.clone()), &self.name);
-        spawn.argv.extend(Client::arguments(FIRST_FD).map(Into::into));
+        spawn.argv.extend(Client::<GroupLease>::arguments(FIRST_FD).map(Into::into));
         spawn.namespaces = Namespaces::MOUNT.and(Namespaces::NET);
         spawn.fds = vec![(theirs.into(), FIRST_FD)];
         spawn.stderr = Stdio::Inherit;
@@ -221,7 +236,8 @@ impl Zygotes {
         };
         let kvm =
             File::options().read(true).write(true).open("/dev/kvm").map_err(ZygoteError::Kvm)?;
-        running.client = Some(Client::new(ours, &config, kvm.as_fd(), self.within)?);
+        let first = || group(groups);
+        running.client = Some(Client::new(ours, &config, kvm.as_fd(), self.within, first)?);
         Ok(running)
     }
 }

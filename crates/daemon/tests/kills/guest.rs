@@ -6,7 +6,7 @@ use dayfly_api::agent::{FrameKind, READY_PORT, Ready, Reply, encode};
 use dayfly_api::client::ProgressStream;
 use dayfly_api::types::{
     BootSource, CreateRequest, Lifetime, NetworkRequest, Progress, SnapshotRequest, Source, Vm,
-    VmState,
+    VmLimits, VmState,
 };
 use dayfly_store::{Digest, ImageConfig, ImageSpec, KernelSpec, Store, sparse};
 use dayfly_units::{Name, VmId};
@@ -111,6 +111,7 @@ fn request(source: Source, name: &str) -> CreateRequest {
         lifetime: Lifetime::UNLIMITED,
         network: NetworkRequest::default(),
         volumes: Vec::new(),
+        limits: Default::default(),
     }
 }
 
@@ -188,6 +189,15 @@ pub async fn create_from(bed: &Testbed, snapshot: &str, called: &str) -> Result<
 pub async fn clone(bed: &Testbed, snapshot: &str, called: &str) -> Result<Vm> {
     let request = request(Source::Snapshot(name(snapshot)?), called);
     bed.client.create(&request).await.with_context(|| format!("a clone of {snapshot}"))
+}
+
+/// As [`create`], with limits.
+pub async fn create_limited(bed: &Testbed, called: &str, limits: VmLimits) -> Result<Vm> {
+    let request = request(Source::Snapshot(name(BASE)?), called);
+    let vm = bed.client.create(&CreateRequest { limits, ..request }).await?;
+    has_right_content(bed, vm.id).await?;
+    until("the guest writes", async || Ok(console(bed, vm.id).ends_with("churning\n"))).await?;
+    Ok(vm)
 }
 
 /// Waits until a new clone has checked its memory and its disk.

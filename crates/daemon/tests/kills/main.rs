@@ -21,6 +21,7 @@
 
 mod activation;
 mod check;
+mod groups;
 mod guest;
 mod living;
 mod memory;

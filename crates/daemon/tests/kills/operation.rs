@@ -143,6 +143,7 @@ fn fork_request(count: u32, template: Option<&str>) -> ForkRequest {
         publish: Vec::new(),
         publish_exposed: false,
         lifetime: Lifetime::UNLIMITED,
+        limits: None,
         template: template.and_then(|name| name.parse().ok()),
     }
 }

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use dayfly_api::client::Client;
+use dayfly_host::groups::{Groups, Root};
 use dayfly_host::process::{Process, ProcessId};
 use dayfly_units::{VmId, failpoint};
 use rustix::process::{Pid, Signal, kill_process};
@@ -250,16 +251,25 @@ impl Testbed {
 
 impl Drop for Testbed {
     fn drop(&mut self) {
-        if let Some(mut daemon) = self.daemon.take() {
+        let killed = self.daemon.take().map(|mut daemon| {
             let _ = daemon.kill();
             let _ = daemon.wait();
-        }
+        });
         // Guests spin, so guests that a failed test leaves would take the CPUs from later tests.
         for (_, id) in self.vmms() {
             if let Ok(Some(process)) = Process::open(id) {
                 let _ended_already = process.kill();
                 let _ = process.wait(Some(WITHIN));
             }
+        }
+        // A daemon that stops removes them itself.
+        if killed.is_some()
+            && let Ok(groups) = Groups::open(&Root::Own, &self.run(), false)
+        {
+            for group in groups.list().unwrap_or_default() {
+                let _ = groups.remove(group);
+            }
+            let _ = groups.close();
         }
     }
 }

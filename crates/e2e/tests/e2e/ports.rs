@@ -125,6 +125,7 @@ fn ports_of_clones_that_live_as_long_as_their_connection() {
             lifetime: Lifetime::UNLIMITED,
             network: NetworkRequest::default(),
             volumes: Vec::new(),
+            limits: Default::default(),
         },
         port,
         keep,

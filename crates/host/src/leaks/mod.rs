@@ -8,7 +8,7 @@
 //! VM. A thing of a known VM is never a leak. So a sweep may run at any time. The daemon must
 //! register a VM before creating anything for it, and forget the VM after removing everything.
 
-use crate::cgroup::Cgroups;
+use crate::groups::{GroupName, Groups};
 use crate::process::{Process, ProcessId, VmProcess};
 use crate::{mounts, process};
 use dayfly_units::VmId;
@@ -40,8 +40,9 @@ pub struct Found {
     pub processes: Vec<VmProcess>,
     /// Mount points.
     pub mounts: Vec<PathBuf>,
-    /// VMs that have a cgroup.
-    pub cgroups: Vec<VmId>,
+    /// Control groups of VMs and templates in which no process is. One with a process is never a
+    /// leak by itself: the process may be.
+    pub groups: Vec<GroupName>,
     /// Entries of the VMs' folders.
     pub entries: Vec<PathBuf>,
     /// Entries of temporary folders.
@@ -58,6 +59,8 @@ pub struct Known {
     pub mounts: BTreeSet<PathBuf>,
     /// Temporary entries that are in use.
     pub temporary: BTreeSet<PathBuf>,
+    /// Control groups that are in use, or ready.
+    pub groups: BTreeSet<GroupName>,
 }
 
 /// One thing that a crash left behind.
@@ -67,8 +70,8 @@ pub enum Leak {
     Process(ProcessId, VmId),
     /// A mount point.
     Mount(PathBuf),
-    /// The cgroup of a VM.
-    Cgroup(VmId),
+    /// A control group.
+    Group(GroupName),
     /// A socket, by path.
     Socket(PathBuf),
     /// A file or folder, by path.
@@ -82,7 +85,7 @@ impl Leak {
         match self {
             Self::Process(..) => "process",
             Self::Mount(_) => "mount",
-            Self::Cgroup(_) => "cgroup",
+            Self::Group(_) => "cgroup",
             Self::Socket(_) => "socket",
             Self::File(_) => "file",
         }
@@ -93,7 +96,7 @@ impl fmt::Display for Leak {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Process(process, vm) => write!(f, "process {} of VM {vm}", process.pid),
-            Self::Cgroup(vm) => write!(f, "cgroup {}/{vm}", crate::cgroup::PARENT),
+            Self::Group(group) => write!(f, "control group {group}"),
             Self::Mount(path) | Self::Socket(path) | Self::File(path) => {
                 write!(f, "{}", path.display())
             }
@@ -117,9 +120,8 @@ pub fn decide(found: &Found, known: &Known) -> Vec<Leak> {
             leaks.push(Leak::Mount(point.clone()));
         }
     }
-    leaks.extend(
-        found.cgroups.iter().filter(|vm| !known.vms.contains_key(vm)).map(|&vm| Leak::Cgroup(vm)),
-    );
+    let groups = found.groups.iter().filter(|group| !known.groups.contains(group));
+    leaks.extend(groups.copied().map(Leak::Group));
     leaks.extend(
         found.entries.iter().filter(|path| !entry_of_known(path, known)).cloned().map(Leak::File),
     );
@@ -163,13 +165,15 @@ fn entries(folder: &Path, into: &mut Vec<PathBuf>) -> io::Result<()> {
 ///
 /// # Errors
 /// `/proc` or one of the folders cannot be listed.
-pub fn scan(places: &Places, cgroups: Option<&Cgroups>) -> io::Result<Found> {
+pub fn scan(places: &Places, groups: Option<&Groups>) -> io::Result<Found> {
     let mut found = Found { processes: process::scan(&places.program)?, ..Found::default() };
     for root in &places.mount_roots {
         found.mounts.extend(mounts::below(root)?);
     }
-    if let Some(cgroups) = cgroups {
-        found.cgroups = cgroups.vms()?;
+    if let Some(groups) = groups {
+        found.groups = groups.list()?;
+        // One that is removed at this moment is gone.
+        found.groups.retain(|group| matches!(groups.is_used(*group), Ok(false)));
     }
     for folder in &places.vm_folders {
         entries(folder, &mut found.entries)?;
@@ -184,9 +188,9 @@ pub fn scan(places: &Places, cgroups: Option<&Cgroups>) -> io::Result<Found> {
 ///
 /// # Errors
 /// As [`scan`].
-pub fn find(places: &Places, cgroups: Option<&Cgroups>, known: &Known) -> io::Result<Vec<Leak>> {
+pub fn find(places: &Places, groups: Option<&Groups>, known: &Known) -> io::Result<Vec<Leak>> {
     use std::os::unix::fs::FileTypeExt;
-    let mut leaks = decide(&scan(places, cgroups)?, known);
+    let mut leaks = decide(&scan(places, groups)?, known);
     for leak in &mut leaks {
         if let Leak::File(path) = leak
             && std::fs::symlink_metadata(&*path).is_ok_and(|m| m.file_type().is_socket())
@@ -201,7 +205,7 @@ pub fn find(places: &Places, cgroups: Option<&Cgroups>, known: &Known) -> io::Re
 ///
 /// # Errors
 /// Names what was being removed, and the reason for the failure.
-pub fn sweep(leak: &Leak, cgroups: Option<&Cgroups>) -> io::Result<()> {
+pub fn sweep(leak: &Leak, groups: Option<&Groups>) -> io::Result<()> {
     const TIMEOUT: Duration = Duration::from_secs(10);
     let named = |e: io::Error| io::Error::new(e.kind(), format!("sweeping {leak}: {e}"));
     match leak {
@@ -217,7 +221,10 @@ pub fn sweep(leak: &Leak, cgroups: Option<&Cgroups>) -> io::Result<()> {
             }
         }
         Leak::Mount(path) => mounts::detach_below(path),
-        Leak::Cgroup(vm) => cgroups.map_or(Ok(()), |c| c.of(*vm).remove(TIMEOUT)).map_err(named),
+        // If a process has entered it meanwhile, it stays.
+        Leak::Group(group) => {
+            groups.map_or(Ok(()), |groups| groups.remove(*group).map(drop)).map_err(named)
+        }
         Leak::Socket(path) | Leak::File(path) => {
             // Unmount first: removing a folder would otherwise delete the content of mounts inside
             // it.

@@ -11,10 +11,15 @@ fn process_of(n: u8) -> ProcessId {
     ProcessId { pid: u32::from(n % 4), start_ticks: u64::from(n % 2) }
 }
 
+fn group_of(n: u8) -> GroupName {
+    let number = u32::from(n % 3);
+    if n < 128 { GroupName::Vm(number) } else { GroupName::Template(number) }
+}
+
 fn found() -> impl Strategy<Value = Found> {
     let bytes = || prop::collection::vec(any::<u8>(), 0..8);
     (prop::collection::vec(any::<(u8, u8)>(), 0..8), bytes(), bytes(), bytes(), bytes()).prop_map(
-        |(processes, mounts, cgroups, entries, temporary)| Found {
+        |(processes, mounts, groups, entries, temporary)| Found {
             processes: processes
                 .iter()
                 .map(|&(p, v)| VmProcess { process: process_of(p), vm: vm_of(v) })
@@ -23,7 +28,7 @@ fn found() -> impl Strategy<Value = Found> {
                 .iter()
                 .map(|&n| PathBuf::from(format!("/run/dayfly/vms/{}/root", vm_of(n))))
                 .collect(),
-            cgroups: cgroups.iter().copied().map(vm_of).collect(),
+            groups: groups.iter().copied().map(group_of).collect(),
             entries: entries
                 .iter()
                 .map(|&n| PathBuf::from(format!("/run/dayfly/vms/{}", vm_of(n))))
@@ -38,13 +43,15 @@ fn found() -> impl Strategy<Value = Found> {
 
 fn known() -> impl Strategy<Value = Known> {
     let vms = prop::collection::vec((any::<u8>(), prop::option::of(any::<u8>())), 0..6);
-    (vms, prop::collection::vec(any::<u8>(), 0..6)).prop_map(|(vms, temporary)| Known {
+    let bytes = || prop::collection::vec(any::<u8>(), 0..6);
+    (vms, bytes(), bytes()).prop_map(|(vms, temporary, groups)| Known {
         vms: vms.iter().map(|&(v, p)| (vm_of(v), p.map(process_of))).collect(),
         mounts: BTreeSet::new(),
         temporary: temporary
             .iter()
             .map(|&n| PathBuf::from(format!("/var/lib/dayfly/staging/{n}")))
             .collect(),
+        groups: groups.iter().copied().map(group_of).collect(),
     })
 }
 
@@ -56,8 +63,8 @@ proptest! {
             let ours = known.vms.get(&p.vm).is_some_and(|process| *process == Some(p.process));
             prop_assert_eq!(leaks.contains(&Leak::Process(p.process, p.vm)), !ours);
         }
-        for vm in &found.cgroups {
-            prop_assert_eq!(leaks.contains(&Leak::Cgroup(*vm)), !known.vms.contains_key(vm));
+        for group in &found.groups {
+            prop_assert_eq!(leaks.contains(&Leak::Group(*group)), !known.groups.contains(group));
         }
         for path in &found.entries {
             let vm: VmId = path.file_name().unwrap().to_str().unwrap().parse().unwrap();
@@ -72,7 +79,7 @@ proptest! {
             let mine = known.vms.keys().any(|vm| path.starts_with(format!("/run/dayfly/vms/{vm}")));
             prop_assert_eq!(leaks.contains(&Leak::Mount(path.clone())), !mine);
         }
-        let kernel = found.processes.len() + found.mounts.len() + found.cgroups.len();
+        let kernel = found.processes.len() + found.mounts.len() + found.groups.len();
         let all = kernel + found.entries.len() + found.temporary.len();
         prop_assert!(leaks.len() <= all, "a leak that was not found");
     }
@@ -82,7 +89,7 @@ proptest! {
         let rank = |leak: &Leak| match leak {
             Leak::Process(..) => 0,
             Leak::Mount(_) => 1,
-            Leak::Cgroup(_) => 2,
+            Leak::Group(_) => 2,
             Leak::Socket(_) | Leak::File(_) => 3,
         };
         prop_assert!(decide(&found, &Known::default()).is_sorted_by_key(rank));

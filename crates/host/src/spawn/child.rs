@@ -3,9 +3,10 @@
 
 use super::numbers::END_FD;
 use dayfly_sys::clone3::{self, CLONE_CLEAR_SIGHAND, CloneArgs};
+use dayfly_sys::group;
 use std::ffi::{CStr, CString, c_char};
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
 
 /// Bytes of stack for the child, which needs less than one page.
@@ -14,6 +15,7 @@ const STACK_BYTES: usize = 64 << 10;
 /// A step of the child that can fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
+    Group,
     Session,
     CloseOnExec,
     Duplicate,
@@ -33,6 +35,8 @@ pub(super) struct Plan {
     /// (the caller's descriptor, the child's number). The child overwrites the first with its
     /// duplicate.
     moves: Vec<(i32, i32)>,
+    /// The files `tasks` of the cgroup v1 that the child enters.
+    tasks: Vec<i32>,
     failure: Option<(Step, i32)>,
     /// Owns the texts that `argv` and `env` point to.
     _texts: [Vec<CString>; 2],
@@ -59,9 +63,15 @@ impl Plan {
             env: env_ptrs,
             cwd,
             moves,
+            tasks: Vec::new(),
             failure: None,
             _texts: [argv, env],
         }
+    }
+
+    /// Has the child enter the groups of these files.
+    pub(super) fn enter(&mut self, tasks: &[OwnedFd]) {
+        self.tasks = tasks.iter().map(AsRawFd::as_raw_fd).collect();
     }
 
     pub(super) const fn failure(&self) -> Option<(Step, i32)> {
@@ -130,6 +140,10 @@ fn errno() -> i32 {
 /// Returns only if a step failed. Every call is async-signal-safe (signal-safety(7)) or a bare
 /// system call.
 fn prepare_and_execute(plan: &mut Plan) -> (Step, i32) {
+    // First, so that all of its work is charged to its group.
+    if !plan.tasks.iter().all(|&tasks| group::enter(tasks).is_ok()) {
+        return (Step::Group, errno());
+    }
     // SAFETY: no arguments.
     if unsafe { libc::setsid() } < 0 {
         return (Step::Session, errno());

@@ -23,7 +23,8 @@ mod numbers;
 pub use numbers::{END_FD, FIRST_FD};
 
 use child::{Plan, Step};
-use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use dayfly_sys::group::Entry;
+use rustix::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ffi::{CString, OsStr, OsString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -94,8 +95,8 @@ pub struct Spawn {
     /// Descriptors and their numbers in the process, [`FIRST_FD`]..[`END_FD`], each number once.
     /// Apart from these and stdio, no descriptor is open in the process.
     pub fds: Vec<(OwnedFd, i32)>,
-    /// A cgroup v2 folder in which the process starts (`CLONE_INTO_CGROUP`).
-    pub cgroup: Option<OwnedFd>,
+    /// The control group in which the process starts; `None`: the caller's.
+    pub group: Option<Entry>,
     /// The working folder; `/` by default.
     pub cwd: PathBuf,
     /// Standard input.
@@ -158,6 +159,14 @@ pub enum SpawnError {
     },
 }
 
+impl SpawnError {
+    /// Whether all steps before the execution of the program succeeded.
+    #[must_use]
+    pub fn is_of_execution(&self) -> bool {
+        matches!(self, Self::Child { step, .. } if *step == Step::Execute.text())
+    }
+}
+
 impl Spawn {
     /// A process with `argv0` as its whole command line: no environment, no new namespaces, no
     /// descriptors, stdio on `/dev/null`, working folder `/`.
@@ -169,7 +178,7 @@ impl Spawn {
             env: Vec::new(),
             namespaces: Namespaces::NONE,
             fds: Vec::new(),
-            cgroup: None,
+            group: None,
             cwd: PathBuf::from("/"),
             stdin: Stdio::Null,
             stdout: Stdio::Null,
@@ -238,9 +247,10 @@ impl Spawn {
         ];
         moves.extend(self.fds.iter().map(|(fd, number)| (fd.as_raw_fd(), *number)));
         let mut plan = Plan::new(program_fd, program_path, argv, env, cwd, moves);
-        let cgroup = self.cgroup.as_ref().map(AsFd::as_fd);
+        plan.enter(self.group.as_ref().map_or(&[], Entry::tasks));
+        let folder = self.group.as_ref().and_then(Entry::folder);
         let (pid, pidfd) =
-            child::start(&mut plan, self.namespaces.0, cgroup).map_err(failed("clone3"))?;
+            child::start(&mut plan, self.namespaces.0, folder).map_err(failed("clone3"))?;
         // SAFETY: `start` succeeded, so the kernel stored a fresh descriptor in `pidfd`
         // (CLONE_PIDFD), and nothing else owns that descriptor.
         let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
@@ -266,6 +276,7 @@ fn reap(pidfd: &OwnedFd) {
 impl Step {
     const fn text(self) -> &'static str {
         match self {
+            Self::Group => "entering its control group",
             Self::Session => "setsid",
             Self::CloseOnExec => "close_range of what it does not need",
             Self::Duplicate => "duplicating a descriptor (is it open?)",

@@ -1,9 +1,10 @@
 //! The daemon's side of the zygote protocol: a small blocking client.
 
-use super::message::{Command, Report};
+use super::message::{Command, Enter, Report};
 use super::name::PLACE;
 use crate::config::{Shape, VmmConfig, ZygoteConfig};
 use crate::control::wire::{Received, Receiver, WireError, send};
+use dayfly_sys::group::Entry;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -33,29 +34,49 @@ pub enum ClientError {
     Socket(#[source] io::Error),
 }
 
+/// A control group for one VMM.
+#[derive(Debug)]
+pub struct Group<G> {
+    /// Owns the group; comes back with the VMM, or is dropped if the VMM is not used.
+    pub owner: G,
+    /// How the VMM enters it.
+    pub entry: Entry,
+}
+
+/// A VMM that was configured.
+#[derive(Debug)]
+pub struct Forked<G> {
+    /// Its process id in the zygote's PID namespace.
+    pub pid: u32,
+    /// Its pidfd.
+    pub pidfd: OwnedFd,
+    /// The owner of its control group; `None` if it has none.
+    pub group: Option<G>,
+}
+
 /// A pre-forked VMM that waits for its configuration.
 #[derive(Debug)]
-struct Preforked {
-    pid: u32,
-    pidfd: OwnedFd,
+struct Preforked<G> {
+    vmm: Forked<G>,
     stream: UnixStream,
 }
 
-/// A connection to a zygote.
+/// A connection to a zygote. `G` owns the control group of a VMM.
 #[derive(Debug)]
-pub struct Client {
+pub struct Client<G> {
     stream: UnixStream,
     receiver: Receiver,
-    /// A pre-forked VMM was requested and its `Forked` message has not been read yet.
-    asked: bool,
-    preforked: Option<Preforked>,
+    /// A pre-forked VMM was requested, with this group, and its `Forked` message has not been read
+    /// yet.
+    asked: Option<Option<G>>,
+    preforked: Option<Preforked<G>>,
     /// The shape of the last VM: the hint for the next fork.
     last: Option<Shape>,
     forks: u32,
     within: Duration,
 }
 
-impl Client {
+impl<G> Client<G> {
     /// The arguments of a zygote whose end of the connection is descriptor `fd`.
     #[must_use]
     pub fn arguments(fd: i32) -> [String; 4] {
@@ -64,7 +85,7 @@ impl Client {
 
     /// Configures the zygote at the other end of `stream`, and waits for its first pre-forked VMM.
     /// `within` bounds each send and each answer. An answer that comes byte by byte is given up at
-    /// the first byte after that time.
+    /// the first byte after that time. `group` makes the control group of that VMM.
     ///
     /// # Errors
     /// [`ClientError`] if the zygote could not get ready.
@@ -73,6 +94,7 @@ impl Client {
         config: &ZygoteConfig,
         kvm: BorrowedFd<'_>,
         within: Duration,
+        group: impl FnOnce() -> Option<Group<G>>,
     ) -> Result<Self, ClientError> {
         stream.set_read_timeout(Some(within)).map_err(ClientError::Socket)?;
         stream.set_write_timeout(Some(within)).map_err(ClientError::Socket)?;
@@ -80,28 +102,31 @@ impl Client {
         send(&stream, &json, &[kvm])?;
         let receiver = Receiver::default();
         let mut client =
-            Self { stream, receiver, asked: false, preforked: None, last: None, forks: 0, within };
-        client.prepare()?;
+            Self { stream, receiver, asked: None, preforked: None, last: None, forks: 0, within };
+        client.prepare(group)?;
         client.preforked = Some(client.next_preforked()?);
         Ok(client)
     }
 
-    /// Requests a pre-forked VMM if there is none, without waiting for it.
+    /// Requests a pre-forked VMM if there is none, without waiting for it. `group` makes its
+    /// control group.
     ///
     /// # Errors
     /// [`ClientError`]; the zygote is then unusable.
-    pub fn prepare(&mut self) -> Result<(), ClientError> {
-        if self.preforked.is_none() && !self.asked {
-            let json = serde_json::to_vec(&Command::Fork { likely: self.last })
-                .map_err(WireError::Json)?;
-            send(&self.stream, &json, &[])?;
-            self.asked = true;
+    pub fn prepare(&mut self, group: impl FnOnce() -> Option<Group<G>>) -> Result<(), ClientError> {
+        if self.preforked.is_none() && self.asked.is_none() {
+            let (owner, entry) = group().map(|group| (group.owner, group.entry)).unzip();
+            let command = Command::Fork { likely: self.last, group: entry.as_ref().map(Enter::of) };
+            let json = serde_json::to_vec(&command).map_err(WireError::Json)?;
+            let fds = entry.as_ref().map(Entry::fds).unwrap_or_default();
+            send(&self.stream, &json, &fds)?;
+            self.asked = Some(owner);
         }
         Ok(())
     }
 
-    /// Makes a VMM of `config`; returns its pid and its pidfd. Descriptors in `config` are numbered
-    /// by their places in `fds`.
+    /// Makes a VMM of `config`. Descriptors in `config` are numbered by their places in `fds`. If
+    /// no VMM was pre-forked, `group` makes its control group.
     ///
     /// # Errors
     /// [`ClientError`]; the zygote is then unusable.
@@ -109,19 +134,20 @@ impl Client {
         &mut self,
         config: &VmmConfig,
         fds: &[BorrowedFd<'_>],
-    ) -> Result<(u32, OwnedFd), ClientError> {
+        group: impl FnOnce() -> Option<Group<G>>,
+    ) -> Result<Forked<G>, ClientError> {
         let json = serde_json::to_vec(config).map_err(WireError::Json)?;
         self.last = Some(config.start.shape());
         // A pre-forked VMM that was killed while idle has not read a configuration: replace it.
-        self.preforked.take_if(|preforked| !alive(&preforked.pidfd));
-        self.prepare()?;
+        self.preforked.take_if(|preforked| !alive(&preforked.vmm.pidfd));
+        self.prepare(group)?;
         let preforked = match self.preforked.take() {
             Some(preforked) => preforked,
             None => self.next_preforked()?,
         };
         self.forks += 1;
         send(&preforked.stream, &json, fds)?;
-        Ok((preforked.pid, preforked.pidfd))
+        Ok(preforked.vmm)
     }
 
     /// Ends the zygote and its pre-forked VMM. Waits until the pre-forked VMM has ended, at most
@@ -129,15 +155,15 @@ impl Client {
     pub fn end(mut self, within: Duration) {
         // A pre-forked VMM that was requested may be on its way.
         let preforked = match self.preforked.take() {
-            None if self.asked => self.next_preforked().ok(),
+            None if self.asked.is_some() => self.next_preforked().ok(),
             preforked => preforked,
         };
         drop(self);
-        if let Some(Preforked { pidfd, stream, .. }) = preforked {
+        if let Some(Preforked { vmm, stream }) = preforked {
             drop(stream);
             let within = Timespec::try_from(within).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
             // If it has not ended by then, it ends as soon as it reads from its socket.
-            let _ = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&within));
+            let _ = poll(&mut [PollFd::new(&vmm.pidfd, PollFlags::IN)], Some(&within));
         }
     }
 
@@ -147,7 +173,7 @@ impl Client {
         self.forks >= MOST_FORKS
     }
 
-    fn next_preforked(&mut self) -> Result<Preforked, ClientError> {
+    fn next_preforked(&mut self) -> Result<Preforked<G>, ClientError> {
         let began = Instant::now();
         loop {
             match self.receiver.receive(&self.stream)? {
@@ -157,14 +183,15 @@ impl Client {
                 Received::Part => {}
                 Received::End => return Err(ClientError::Gone),
                 Received::Message(json, fds) => {
-                    self.asked = false;
+                    let group = self.asked.take().flatten();
                     let Report::Forked { pid } =
                         serde_json::from_slice(&json).map_err(WireError::Json)?;
                     let got = fds.len();
                     let Ok([pidfd, stream]) = <[OwnedFd; 2]>::try_from(fds) else {
                         return Err(ClientError::Descriptors(got));
                     };
-                    return Ok(Preforked { pid, pidfd, stream: stream.into() });
+                    let vmm = Forked { pid, pidfd, group };
+                    return Ok(Preforked { vmm, stream: stream.into() });
                 }
             }
         }
@@ -197,7 +224,8 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         // All of these system calls take more than this, and each of them less.
         let within = Duration::from_millis(1);
-        let given_up = Client::new(ours, &config, file.as_fd(), within).unwrap_err();
+        let none = || None::<Group<()>>;
+        let given_up = Client::new(ours, &config, file.as_fd(), within, none).unwrap_err();
         let timed_out = match &given_up {
             ClientError::Timeout(_) => true,
             // The other thread had not begun to write.

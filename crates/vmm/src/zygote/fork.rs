@@ -1,6 +1,7 @@
 //! A fork into new namespaces, with a pidfd (clone3(2)).
 
 use dayfly_sys::clone3::{self, CloneArgs};
+use dayfly_sys::group::{self, Entry};
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
 
@@ -12,17 +13,25 @@ use std::os::fd::{FromRawFd, OwnedFd};
 /// writes the new thread id into the thread's descriptor: the kernel does that here, if it reports
 /// the place (PR_GET_TID_ADDRESS). If it does not, the stale id stays; only recursive and robust
 /// mutexes use it, and a VMM uses neither.
-pub(super) fn fork() -> io::Result<Option<(u32, OwnedFd)>> {
+///
+/// With `group`, the child is in that control group before it runs.
+pub(super) fn fork(group: Option<&Entry>) -> io::Result<Option<(u32, OwnedFd)>> {
     let mut pidfd: i32 = -1;
     let namespaces = libc::CLONE_NEWPID | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
     let mut args = CloneArgs::new(namespaces, &mut pidfd);
     if let Some(place) = tid_address() {
         args = args.with_child_tid(place);
     }
+    if let Some(folder) = group.and_then(Entry::folder) {
+        args = args.with_cgroup(folder);
+    }
     // SAFETY: there is no other thread whose locks the child could find taken. The kernel writes
     // `pidfd` and, in the child, the thread's id.
     match unsafe { clone3::fork(&args)? } {
-        0 => Ok(None),
+        0 => {
+            group::enter_alone(group.map_or(&[], Entry::tasks))?;
+            Ok(None)
+        }
         // SAFETY: the kernel has just made the descriptor, and nothing else owns it.
         pid => Ok(Some((pid, unsafe { OwnedFd::from_raw_fd(pidfd) }))),
     }

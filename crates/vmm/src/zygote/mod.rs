@@ -5,7 +5,7 @@
 //! daemon ──ZygoteConfig, /dev/kvm──▶ zygote: empty mount and network namespace,
 //!                                     capability bounds, limits, filters compiled,
 //!                                     CPUs and memory node chosen
-//!        ──Fork─────────────────────▶  │ clone3(new PID, IPC, UTS namespace)
+//!        ──Fork, group──────────────▶  │ clone3(new PID, IPC, UTS namespace)
 //!        ◀──Forked { pid } ────────────┤
 //!           + pidfd, socket            ▼
 //!        ──VmmConfig, descriptors───▶ pre-forked VMM: has a KVM VM of the last shape,
@@ -16,6 +16,9 @@
 //! of mounts (Swift Birth and Quick Death, section 4.1.2: work that does not depend on the request
 //! precedes it). VMMs share the zygote's pages until they write them. The pre-forked VMM reads the
 //! daemon's message itself, so no third process has to run first.
+//!
+//! A pre-forked VMM is in the control group of its future VM before it does anything
+//! ([`dayfly_sys::group`]), so that all of its work is charged to that VM (Closer, section IV-B).
 //!
 //! The price: VMMs of one zygote have their code at the same addresses, so an attacker with the
 //! addresses of one VMM has those of all. Therefore a zygote forks at most [`client::MOST_FORKS`]
@@ -36,6 +39,6 @@ mod serve;
 
 pub use client::Client;
 pub use error::ZygoteError;
-pub use message::{Command, Report};
+pub use message::{Command, Enter, Report};
 pub use name::NameError;
 pub use serve::{Child, run};

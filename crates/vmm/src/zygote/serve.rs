@@ -92,15 +92,17 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
     let supported = cpuid::Supported::new(&kvm).map_err(step("KVM_GET_SUPPORTED_CPUID"))?;
     let msrs = vcpu::state::msrs(&kvm).map_err(ZygoteError::Msrs)?;
     loop {
-        let (json, _) = next(stream)?;
-        let Command::Fork { likely } =
+        let (json, fds) = next(stream)?;
+        let Command::Fork { likely, group } =
             serde_json::from_slice(&json).map_err(ZygoteError::Config)?;
+        let group = group.and_then(|enter| enter.with(fds));
         let (ours, theirs) = UnixStream::pair().map_err(step("a socket for a pre-forked VMM"))?;
-        if let Some((pid, preforked)) = fork::fork().map_err(step("clone3"))? {
+        let forked = fork::fork(group.as_ref()).map_err(step("a fork into its control group"))?;
+        if let Some((pid, preforked)) = forked {
             report(stream, &Report::Forked { pid }, &[preforked.as_fd(), ours.as_fd()])?;
             continue;
         }
-        drop(ours);
+        drop((ours, group));
         let base_bytes = base_bytes.saturating_add(layout::vary());
         jail::drop_admin()?;
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;

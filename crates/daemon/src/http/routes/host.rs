@@ -1,6 +1,6 @@
 //! The host and the daemon itself.
 
-use crate::base::error::Outcome;
+use crate::base::error::{Outcome, blocking};
 use crate::http::routes::extract::Shared;
 use crate::ops::sweep;
 use axum::Json;
@@ -54,7 +54,9 @@ pub async fn sweep(State(daemon): Shared) -> Outcome<Json<List<Leak>>> {
     path = "/metrics",
     responses((status = 200, body = String, content_type = "application/openmetrics-text"))
 )]
-pub async fn metrics(State(daemon): Shared) -> ([(HeaderName, &'static str); 1], String) {
+pub async fn metrics(State(daemon): Shared) -> Outcome<([(HeaderName, &'static str); 1], String)> {
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(CONTENT_TYPE, kind)], super::metrics::text(&daemon))
+    // Reads the counters of each VM's control group.
+    let text = blocking(move || Ok(super::metrics::text(&daemon))).await?;
+    Ok(([(CONTENT_TYPE, kind)], text))
 }

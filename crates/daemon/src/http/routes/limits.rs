@@ -2,11 +2,13 @@
 //! that every operation shares. `scripts/schemathesis` holds the daemon against it.
 
 use crate::base::config::{MEMORY_BYTES, MEMORY_STEP_BYTES};
+use crate::base::groups::{LEAST_MEMORY_BYTES, LEAST_PIDS, MILLICPUS, MOST_PIDS, WEIGHTS};
 use crate::http::query;
 use crate::model::filter;
 use crate::ops::expiry::MAX_TTL_MS;
 use dayfly_api::types::{MAX_PICTURE_WIDTH, MAX_VOLUMES};
 use serde_json::{Value, json};
+use std::ops::RangeInclusive;
 
 const NAME: &str = "^[a-z0-9][a-z0-9._-]{0,62}$";
 /// A name without a dot that is neither reserved nor in the form of an id.
@@ -23,6 +25,10 @@ fn of_schemas() -> Vec<(&'static str, Value)> {
     let init = json!({ "pattern": r#"^/[^\s\x00-\x1f\x7f"]*$"# });
     let egress = json!({ "minLength": 1 });
     let vcpus = json!({ "minimum": 1, "maximum": 16 });
+    let range = |of: RangeInclusive<u32>| json!({ "minimum": of.start(), "maximum": of.end() });
+    // One vCPU, at least.
+    let pids = range(LEAST_PIDS + 1..=MOST_PIDS);
+    let beyond_ram = json!({ "minimum": LEAST_MEMORY_BYTES, "maximum": u64::MAX });
     vec![
         ("Name", json!({ "pattern": NAME })),
         ("VmName", json!({ "pattern": VM_NAME })),
@@ -52,6 +58,10 @@ fn of_schemas() -> Vec<(&'static str, Value)> {
         ("WindowSize.cols", u16(0)),
         ("Lifetime.ttl_ms", json!({ "minimum": 1, "maximum": MAX_TTL_MS })),
         ("TtlRequest.ttl_ms", json!({ "minimum": 1, "maximum": MAX_TTL_MS })),
+        ("VmLimits.cpu_max_millicpus", range(MILLICPUS)),
+        ("VmLimits.cpu_weight", range(WEIGHTS)),
+        ("VmLimits.memory_max_bytes", beyond_ram),
+        ("VmLimits.pids_max", pids),
         ("TtlRequest", json!({ "required": ["ttl_ms"] })),
     ]
 }

@@ -124,6 +124,7 @@ async fn begin(daemon: &Arc<Daemon>, ended: &Arc<Vm>) -> Outcome<Arc<Vm>> {
         refused(ended, "a snapshot or a fork of it is under way; try again when it has ended")
     })?;
     disks_are_known(ended)?;
+    daemon.groups.check(&ended.facts.limits, ended.facts.vcpus)?;
     let _under_way = daemon.pool.creation();
     let (shared, same) = (daemon.clone(), ended.clone());
     let again = blocking(move || open(&shared.templates, &same)).await;
@@ -195,6 +196,7 @@ async fn run(daemon: &Arc<Daemon>, vm: &Arc<Vm>, asked: Asked, again: Again) -> 
         () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
     }
     failpoint::reached("daemon.start.identity");
+    vm.cap_cpu()?;
     let ready_us = asked.elapsed_us();
     vm.update(|live| {
         live.ready_us = Some(ready_us);
@@ -228,13 +230,13 @@ async fn launch(daemon: &Arc<Daemon>, vm: &Arc<Vm>, again: Again) -> Outcome<(Li
         let Again { start, fds, pin } = again;
         same.keep_pinned(pin);
         let launched = shared.launcher.launch_again(same.vm_slot(), start, fds)?;
-        held(&shared, &same, launched.process.clone());
-        Ok(launched)
+        held(&shared, &same, launched.process, launched.group)?;
+        Ok((launched.link, launched.ready))
     });
-    let launched = launched.await.map_err(|e| e.during(Step::Vmm.text()))?;
-    let ready = listener(launched.ready)?;
+    let (link, ready) = launched.await.map_err(|e| e.during(Step::Vmm.text()))?;
+    let ready = listener(ready)?;
     let ready = ready.ok_or_else(|| ApiError::internal("a boot without a socket for its agent"))?;
-    Ok((launched.link, ready))
+    Ok((link, ready))
 }
 
 /// Ends a VM whose start failed. It stays as one that has ended, with the reason.

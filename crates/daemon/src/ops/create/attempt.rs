@@ -114,6 +114,7 @@ async fn attempt(
         Err(error) => return Err(explain(&vm, error).await.during(Step::Identity.text()).into()),
     };
     done(Step::Identity)?;
+    vm.cap_cpu()?;
     let ready_us = asked.elapsed_us();
     let longest = Duration::from_micros(ready_us).saturating_mul(PROGRAM).min(PROGRAM_AT_MOST);
     guard.next =
@@ -177,6 +178,14 @@ async fn reserve(
     if let Some(asked) = order.volumes {
         facts.volumes = asked;
     }
+    if let Some(asked) = order.limits {
+        facts.limits = asked;
+    }
+    let inherited = order.limits.is_none() && !facts.limits.is_none();
+    daemon.groups.check(&facts.limits, facts.vcpus).map_err(|e| match inherited {
+        true => e.during("the limits of the VM that is forked"),
+        false => e,
+    })?;
     volumes::supported(&opened, &facts.volumes)?;
     let folders = volumes::open(daemon, &facts.volumes).await?;
     // Before anything is taken from the pool, which has to get it back after an error.

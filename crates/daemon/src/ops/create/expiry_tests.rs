@@ -138,6 +138,7 @@ async fn a_clone_has_the_lifetime_of_its_request_and_that_of_a_guest_ends_with_i
             publish: Vec::new(),
             publish_exposed: false,
             lifetime,
+            limits: None,
             template: None,
         };
         let forked = if by_guest {

@@ -136,6 +136,7 @@ impl Client {
             publish: Vec::new(),
             publish_exposed: false,
             lifetime: Lifetime::UNLIMITED,
+            limits: None,
             template,
         };
         let forked = fork(daemon, vm, request, Asked::now()).await?;

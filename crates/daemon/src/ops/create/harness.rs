@@ -11,7 +11,6 @@ use crate::ops::create::{Order, Origin, VmGuard, create};
 use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::{Pager, Pagers};
 use crate::vmm::launch::Fds;
-use crate::vmm::source::Purpose;
 use dayfly_api::types::{ForkRequest, Lifetime, Source};
 use dayfly_pager::wire::Settings;
 use dayfly_store::{
@@ -43,6 +42,7 @@ pub(super) const ASKED: ForkRequest = ForkRequest {
     publish: Vec::new(),
     publish_exposed: false,
     lifetime: Lifetime::UNLIMITED,
+    limits: None,
     template: None,
 };
 /// Generous, because guests may be emulated on a busy host; only a hang takes this long.
@@ -105,20 +105,8 @@ impl Room {
 
     pub(super) fn order(&self, name: &VmName) -> Order {
         Order {
-            origin: Origin::Source(Source::Snapshot(self.snapshot.clone())),
             name: Some(name.clone()),
-            labels: BTreeMap::new(),
-            forks: 0,
-            lifetime: Lifetime::UNLIMITED,
-            until: None,
-            ephemeral: false,
-            purpose: Purpose::User,
-            network: None,
-            volumes: None,
-            next: None,
-            entrypoint: None,
-            request: None,
-            batch: None,
+            ..Order::of(Origin::Source(Source::Snapshot(self.snapshot.clone())))
         }
     }
 

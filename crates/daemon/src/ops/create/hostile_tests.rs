@@ -98,6 +98,7 @@ async fn forked(room: &Room, vm: &Arc<Vm>) -> Arc<Vm> {
         publish: Vec::new(),
         publish_exposed: false,
         lifetime: Lifetime::UNLIMITED,
+        limits: None,
         template: None,
     };
     let forked = fork(&room.daemon, vm, request, Asked::now()).await.unwrap();

@@ -110,6 +110,7 @@ async fn a_fork_that_its_client_abandons_keeps_the_next_one_waiting() {
         publish: Vec::new(),
         publish_exposed: false,
         lifetime: Lifetime::UNLIMITED,
+        limits: None,
         template: None,
     };
     let asked = request();

@@ -8,7 +8,7 @@ use crate::templates::open::OpenTemplate;
 use crate::vm::batch::Batch;
 use crate::vmm::source::Purpose;
 use dayfly_api::agent::Request;
-use dayfly_api::types::{CreateRequest, Lifetime, NetworkRequest, Source};
+use dayfly_api::types::{CreateRequest, Lifetime, NetworkRequest, Source, VmLimits};
 use dayfly_units::VmName;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -37,6 +37,8 @@ pub struct Order {
     pub network: Option<NetworkRequest>,
     /// Its volumes; `None`: those of the VM that was forked, or none.
     pub volumes: Option<Vec<VolumeFacts>>,
+    /// Its limits; `None`: those of the VM that was forked, or none.
+    pub limits: Option<VmLimits>,
     /// A request to the agent, sent together with the identity.
     /// [`VmGuard::take_next`](super::VmGuard::take_next) returns the link for its reply.
     pub next: Option<Request>,
@@ -60,24 +62,41 @@ pub enum Origin {
 }
 
 impl Order {
-    /// The order for a `create` request, whose volumes were checked to be `volumes`.
+    /// The order for a VM of `origin` that a client uses until it is removed, with all else as
+    /// usual.
     #[must_use]
-    pub fn create(request: CreateRequest, volumes: Vec<VolumeFacts>) -> Self {
+    pub const fn of(origin: Origin) -> Self {
         Self {
-            origin: Origin::Source(request.source),
-            name: request.name,
-            labels: request.labels,
-            forks: request.forks,
-            lifetime: request.lifetime,
+            origin,
+            name: None,
+            labels: BTreeMap::new(),
+            forks: 0,
+            lifetime: Lifetime::UNLIMITED,
             until: None,
             ephemeral: false,
             purpose: Purpose::User,
-            network: Some(request.network),
-            volumes: Some(volumes),
+            network: None,
+            volumes: None,
+            limits: None,
             next: None,
             entrypoint: None,
             request: None,
             batch: None,
+        }
+    }
+
+    /// The order for a `create` request, whose volumes were checked to be `volumes`.
+    #[must_use]
+    pub fn create(request: CreateRequest, volumes: Vec<VolumeFacts>) -> Self {
+        Self {
+            name: request.name,
+            labels: request.labels,
+            forks: request.forks,
+            lifetime: request.lifetime,
+            network: Some(request.network),
+            volumes: Some(volumes),
+            limits: Some(request.limits),
+            ..Self::of(Origin::Source(request.source))
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Starts the VMM of a new VM: from a warm clone, a warm VMM or a new process.
 
 use crate::base::error::{ApiError, Outcome, blocking};
+use crate::base::groups::GroupLease;
 use crate::daemon::Daemon;
 use crate::model::step::{self, Step};
 use crate::ops::remove;
@@ -28,8 +29,9 @@ pub(super) async fn start(
 ) -> Outcome<(Link, Option<UnixListener>)> {
     let within = daemon.config.deadlines.control;
     // A warm clone is resumed on this thread, without any file access.
-    if let Some(WarmVmm { process, mut link, guest: Some(guest), .. }) = warm {
+    if let Some(WarmVmm { process, mut link, group, guest: Some(guest), .. }) = warm {
         vm.hold(process.clone());
+        let limited = vm.keep_group(group);
         let Guest { disks, backing, pin, agent_version, .. } = guest;
         vm.keep_pinned(pin);
         vm.set_backing(backing);
@@ -37,7 +39,7 @@ pub(super) async fn start(
             live.disks = disks;
             live.agent_version = agent_version;
         });
-        let asked = link.ask(&Command::Resume, &[]);
+        let asked = limited.and_then(|()| Ok(link.ask(&Command::Resume, &[])?));
         // After the command, so that the guest does not wait; and also if the command failed.
         remove::watch(daemon, vm.clone(), process);
         asked?;
@@ -45,10 +47,11 @@ pub(super) async fn start(
         return Ok((link, None));
     }
     // Before the first wait, because a cancelled caller would lose the process.
-    let link = warm.map(|WarmVmm { process, link, .. }| {
-        held(daemon, vm, process);
-        link
+    let link = warm.map(|WarmVmm { process, link, group, .. }| {
+        held(daemon, vm, process, group)?;
+        Ok::<_, ApiError>(link)
     });
+    let link = link.transpose()?;
     let launching = vm.launching.clone().lock_owned().await;
     let (shared, started) = (daemon.clone(), vm.clone());
     // Making a VMM needs a CPU, so more than the limit at once would only delay all of them.
@@ -72,7 +75,7 @@ pub(super) async fn start(
                 vm.keep_pinned(pin);
                 let launched =
                     daemon.launcher.launch(vm.vm_slot(), start, fds, false, daemon.pool.busy())?;
-                held(&daemon, &vm, launched.process);
+                held(&daemon, &vm, launched.process, launched.group)?;
                 Ok((launched.link, launched.ready))
             }
         }
@@ -116,7 +119,7 @@ fn clone(
                 false,
                 daemon.pool.busy(),
             )?;
-            held(daemon, vm, launched.process);
+            held(daemon, vm, launched.process, launched.group)?;
             launched.link
         }
     };
@@ -130,8 +133,18 @@ fn clone(
     Ok((link, None))
 }
 
-/// Stores the VM's process, and watches for its end.
-pub(super) fn held(daemon: &Arc<Daemon>, vm: &Arc<Vm>, process: Arc<Process>) {
+/// Stores the VM's process and its control group, and watches for its end.
+///
+/// # Errors
+/// A limit of the VM cannot be set.
+pub(super) fn held(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    process: Arc<Process>,
+    group: Option<GroupLease>,
+) -> Outcome<()> {
     vm.hold(process.clone());
+    let limited = vm.keep_group(group);
     remove::watch(daemon, vm.clone(), process);
+    limited
 }

@@ -29,6 +29,7 @@ pub async fn run(demo: &mut Demo, snapshot: &Name) -> Result<()> {
             forks: 0,
             lifetime: Lifetime::UNLIMITED,
             volumes: Vec::new(),
+            limits: Default::default(),
             network: NetworkRequest::default(),
         };
         demo.host.client.create(&create).await?;

@@ -208,6 +208,7 @@ async fn ask_a_clone(
             forks: 0,
             lifetime: Lifetime::UNLIMITED,
             volumes: Vec::new(),
+            limits: Default::default(),
             network: NetworkRequest::default(),
         },
         port: guest::PORT,

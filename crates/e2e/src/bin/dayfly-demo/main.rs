@@ -174,6 +174,7 @@ async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
             forks: 0,
             lifetime: Lifetime::UNLIMITED,
             volumes: Vec::new(),
+            limits: Default::default(),
             network: NetworkRequest::default(),
         },
         // Python starts, imports its modules and listens.

@@ -1,0 +1,498 @@
+//! The control groups of VMs and pagers ([`dayfly_host::groups`]): made ahead, handed out, taken
+//! back.
+//!
+//! ```text
+//!  thread `groups`: make ──▶ ready ──take──▶ GroupLease: a pre-forked VMM, a warm VMM, a VM
+//!                     ▲                          │ drop, when the process is gone
+//!                     └──── reset ◀── returned ◀─┘
+//!                               └──▶ removed
+//! ```
+//!
+//! A creation takes a ready group with its descriptors, and makes no system call for it (Closer,
+//! section IV-B: the secondary container is there before its work). A host without groups, or a
+//! daemon without the right to make them, gives `None`: VMs then run in the daemon's group, and a
+//! limit is refused.
+
+use crate::base::error::ApiError;
+use dayfly_api::types::{ErrorCode, VmLimits, VmUsage};
+use dayfly_host::groups::{GroupError, GroupName, Groups, Limits, NoGroups, Root, Usage};
+use dayfly_host::priority::background;
+use dayfly_sys::group::Entry;
+use dayfly_units::sync::lock;
+use std::collections::{BTreeSet, VecDeque};
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// The groups that wait for a VMM after a start, and the most that wait after VMs have ended. A
+/// group takes about 42 KiB of the kernel's memory.
+const READY: usize = 8;
+const MOST_READY: usize = 512;
+
+/// When a returned group in which a process is still ending is looked at again.
+const PAUSE: Duration = Duration::from_millis(20);
+/// The same of a group that an earlier daemon left, or that cannot be looked at.
+const LEFT_PAUSE: Duration = Duration::from_secs(1);
+/// When another group is made after one could not be made.
+const RETRY: Duration = Duration::from_secs(10);
+/// How many numbers are tried for a new group.
+const TRIES: u32 = 1000;
+
+/// Part of RAM that page tables of guest and VMM take: two tables of 8 bytes for each 4 KiB, and
+/// the levels above.
+const TABLES_FRACTION: u64 = 128;
+
+/// The range of `cpu_max_millicpus`. With less, a guest would not answer in time.
+pub const MILLICPUS: std::ops::RangeInclusive<u32> = 50..=1_024_000;
+/// The range of `cpu_weight`, which is that of cgroup v2.
+pub const WEIGHTS: std::ops::RangeInclusive<u32> = 1..=10_000;
+/// The least `memory_max_bytes`: some times what a VMM takes beside RAM and page tables.
+pub const LEAST_MEMORY_BYTES: u64 = 16 << 20;
+/// The least `pids_max` without vCPUs: some times the other threads of a VMM.
+pub const LEAST_PIDS: u32 = 16;
+/// The most `pids_max`: the kernel's PID_MAX_LIMIT.
+pub const MOST_PIDS: u32 = 4_194_304;
+
+/// The groups of a daemon, or why it has none.
+#[derive(Debug, Clone)]
+pub struct GroupStock(Result<Arc<Stock>, Arc<str>>);
+
+#[derive(Debug)]
+struct Stock {
+    groups: Groups,
+    state: Mutex<State>,
+    changed: Condvar,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Groups of this daemon: ready, handed out, returned or waiting.
+    own: BTreeSet<GroupName>,
+    ready: VecDeque<(GroupName, Entry)>,
+    returned: Vec<GroupName>,
+    /// Groups that are looked at again at this time: a process is in them. Some are those of an
+    /// earlier daemon, such as of a pager.
+    waiting: Vec<(GroupName, Instant)>,
+    /// Those of them that were looked at once.
+    ending: BTreeSet<GroupName>,
+    /// The next number of a new group; `None` if all were used.
+    next: Option<u32>,
+    /// When another group may be made, after one could not be.
+    retry: Option<Instant>,
+    ended: bool,
+}
+
+/// The group of one VM or pager. A drop returns it, which does not end a process in it.
+#[derive(Debug)]
+pub struct GroupLease {
+    name: GroupName,
+    stock: Arc<Stock>,
+}
+
+impl Drop for GroupLease {
+    fn drop(&mut self) {
+        lock(&self.stock.state).returned.push(self.name);
+        self.stock.changed.notify_one();
+    }
+}
+
+impl GroupLease {
+    /// Its number, by which the next daemon finds it.
+    #[must_use]
+    pub fn number(&self) -> u32 {
+        self.name.number()
+    }
+
+    /// Sets the limits of a VM with this RAM, except that of CPU time ([`Self::cap`]). Makes no
+    /// system call if there are none. Blocks for some microseconds.
+    ///
+    /// # Errors
+    /// The host has no controller for a limit, or the kernel refuses its value.
+    pub fn limit(&self, limits: &VmLimits, ram_bytes: u64) -> Result<(), ApiError> {
+        let limits = Limits { cpu_max_millicpus: None, ..host_limits(limits, ram_bytes) };
+        if limits.is_none() {
+            return Ok(());
+        }
+        self.stock.groups.set(self.name, &limits).map_err(refused)
+    }
+
+    /// Sets the limit of CPU time, if there is one: when the guest is ready, because it would delay
+    /// its start.
+    ///
+    /// # Errors
+    /// As [`Self::limit`].
+    pub fn cap(&self, limits: &VmLimits) -> Result<(), ApiError> {
+        let Some(most) = limits.cpu_max_millicpus else { return Ok(()) };
+        let limits = Limits { cpu_max_millicpus: Some(most), ..Limits::default() };
+        self.stock.groups.set(self.name, &limits).map_err(refused)
+    }
+
+    /// Takes the limit of CPU time away, before the VMM is killed: a process that may not run
+    /// cannot end.
+    pub fn lift_cap(&self) {
+        if let Err(e) = self.stock.groups.lift_cpu_max(self.name) {
+            tracing::debug!("the limit of CPU time of control group {}: {e}", self.name);
+        }
+    }
+
+    /// The group's tree, which differs from those of daemons with another place.
+    #[must_use]
+    pub fn tree(&self) -> String {
+        self.stock.tree()
+    }
+
+    /// What its processes have used; `None` if the host does not say.
+    #[must_use]
+    pub fn usage(&self) -> Option<Usage> {
+        let usage = self.stock.groups.usage(self.name);
+        usage.inspect_err(|e| tracing::debug!("the use of control group {}: {e}", self.name)).ok()
+    }
+}
+
+/// The use in the API's form.
+#[must_use]
+pub const fn shown(usage: &Usage) -> VmUsage {
+    let Usage { cpu_us, cpu_user_us, cpu_system_us, memory_bytes, memory_peak_bytes, .. } = *usage;
+    VmUsage { cpu_us, cpu_user_us, cpu_system_us, memory_bytes, memory_peak_bytes }
+}
+
+/// The limit of the memory of a VM's group, RAM included.
+#[must_use]
+pub fn memory_limit_bytes(limits: &VmLimits, ram_bytes: u64) -> Option<u64> {
+    let ram = ram_bytes.saturating_add(ram_bytes / TABLES_FRACTION);
+    limits.memory_max_bytes.map(|bytes| bytes.saturating_add(ram))
+}
+
+fn host_limits(limits: &VmLimits, ram_bytes: u64) -> Limits {
+    let memory_max_bytes = memory_limit_bytes(limits, ram_bytes);
+    let VmLimits { cpu_max_millicpus, cpu_weight, pids_max, .. } = *limits;
+    Limits { cpu_max_millicpus, cpu_weight, memory_max_bytes, pids_max }
+}
+
+fn refused(error: GroupError) -> ApiError {
+    let code = match &error {
+        // EINVAL: for example more CPU time than a group above may have.
+        GroupError::Refused { source, .. } if source.kind() != io::ErrorKind::InvalidInput => {
+            ErrorCode::Internal
+        }
+        _ => ErrorCode::Invalid,
+    };
+    ApiError::new(code, error)
+}
+
+/// Checks what can be checked of limits without the host.
+fn check_range(limits: &VmLimits, vcpus: u8) -> Result<(), ApiError> {
+    let pids = LEAST_PIDS + u32::from(vcpus);
+    let wrong = |limit: &str, least: u64, most: u64, got: u64| {
+        Err(ApiError::invalid(format_args!("{limit}: expected {least} to {most}, got {got}")))
+    };
+    match *limits {
+        VmLimits { cpu_max_millicpus: Some(got), .. } if !MILLICPUS.contains(&got) => {
+            let (least, most) = (*MILLICPUS.start(), *MILLICPUS.end());
+            wrong("cpu_max_millicpus", least.into(), most.into(), got.into())
+        }
+        VmLimits { cpu_weight: Some(got), .. } if !WEIGHTS.contains(&got) => {
+            wrong("cpu_weight", (*WEIGHTS.start()).into(), (*WEIGHTS.end()).into(), got.into())
+        }
+        VmLimits { memory_max_bytes: Some(got), .. } if got < LEAST_MEMORY_BYTES => {
+            wrong("memory_max_bytes", LEAST_MEMORY_BYTES, u64::MAX, got)
+        }
+        VmLimits { pids_max: Some(got), .. } if !(pids..=MOST_PIDS).contains(&got) => {
+            wrong("pids_max", pids.into(), MOST_PIDS.into(), got.into())
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Default for GroupStock {
+    /// No groups.
+    fn default() -> Self {
+        Self::none(&NoGroups::Off)
+    }
+}
+
+impl GroupStock {
+    /// No groups, because of `why`.
+    #[must_use]
+    pub fn none(why: &NoGroups) -> Self {
+        Self(Err(why.to_string().into()))
+    }
+
+    /// The groups of the daemon with the run folder `run`. Moves this process into `main` if
+    /// `join`, and starts the thread that makes groups. Blocks.
+    #[must_use]
+    pub fn open(root: &Root, run: &Path, join: bool) -> Self {
+        let opened = Groups::open(root, run, join).and_then(|groups| {
+            let list = groups.list().map_err(NoGroups::Listing)?;
+            Ok((groups, list))
+        });
+        let (groups, list) = match opened {
+            Ok(opened) => opened,
+            Err(why) => {
+                if !matches!(why, NoGroups::Off) {
+                    tracing::info!("VMs have no control groups: {why}");
+                }
+                return Self::none(&why);
+            }
+        };
+        if let Some(e) = groups.not_joined() {
+            tracing::warn!("this daemon is not in its control group: {e}");
+        }
+        let next = list.into_iter().map(GroupName::number).max();
+        let next = next.map_or(Some(0), |last| last.checked_add(1));
+        let state = Mutex::new(State { next, ..State::default() });
+        let (changed, thread) = (Condvar::new(), Mutex::default());
+        let stock = Arc::new(Stock { groups, state, changed, thread });
+        let keeper = stock.clone();
+        let thread = std::thread::Builder::new().name("groups".to_owned());
+        match thread.spawn(move || background(|| keeper.keep())) {
+            Ok(thread) => *lock(&stock.thread) = Some(thread),
+            Err(e) => tracing::warn!("control groups are not made ahead: {e}"),
+        }
+        Self(Ok(stock))
+    }
+
+    /// The groups for the leak search; `None` without groups.
+    #[must_use]
+    pub fn groups(&self) -> Option<&Groups> {
+        self.0.as_ref().ok().map(|stock| &stock.groups)
+    }
+
+    /// The groups that this daemon uses or has ready.
+    #[must_use]
+    pub fn own(&self) -> BTreeSet<GroupName> {
+        self.0.as_ref().map(|stock| lock(&stock.state).own.clone()).unwrap_or_default()
+    }
+
+    /// Checks the limits of a VM with this number of vCPUs, before anything of it exists.
+    ///
+    /// # Errors
+    /// A value is out of its range, or this daemon cannot limit that.
+    pub fn check(&self, limits: &VmLimits, vcpus: u8) -> Result<(), ApiError> {
+        if limits.is_none() {
+            return Ok(());
+        }
+        check_range(limits, vcpus)?;
+        match &self.0 {
+            Ok(stock) => stock.groups.controllers().check(&host_limits(limits, 0)).map_err(refused),
+            Err(why) => Err(ApiError::invalid(format_args!(
+                "limits: expected none, because VMs of this daemon have no control groups: {why}"
+            ))),
+        }
+    }
+
+    /// A group for a VMM, and how the VMM enters it. Makes one if none is ready.
+    #[must_use]
+    pub fn take(&self) -> Option<(GroupLease, Entry)> {
+        let stock = self.0.as_ref().ok()?;
+        let ready = lock(&stock.state).ready.pop_front();
+        stock.changed.notify_one();
+        let (name, entry) = match ready {
+            Some(ready) => ready,
+            None => stock.make_or_warn(GroupName::Vm)?,
+        };
+        Some((GroupLease { name, stock: stock.clone() }, entry))
+    }
+
+    /// A new group for a pager.
+    #[must_use]
+    pub fn template(&self) -> Option<(GroupLease, Entry)> {
+        let stock = self.0.as_ref().ok()?;
+        let (name, entry) = stock.make_or_warn(GroupName::Template)?;
+        Some((GroupLease { name, stock: stock.clone() }, entry))
+    }
+
+    /// The group `number` of `tree`, which an earlier daemon gave to a VM. `pid` is its VMM; `None`
+    /// if that has ended. There is none if the VMM is not in the group, or if another process is.
+    #[must_use]
+    pub fn adopt(&self, tree: &str, number: u32, pid: Option<u32>) -> Option<GroupLease> {
+        let stock = self.0.as_ref().ok()?;
+        let name = GroupName::Vm(number);
+        let inside = stock.groups.processes(name).ok().filter(|_| stock.tree() == tree)?;
+        if !pid.map_or(inside.is_empty(), |pid| inside.contains(&pid)) {
+            return None;
+        }
+        let new = lock(&stock.state).own.insert(name);
+        new.then(|| GroupLease { name, stock: stock.clone() })
+    }
+
+    /// Takes over the groups of an earlier daemon that were not adopted. They are removed when they
+    /// are empty, which ends no process.
+    pub fn take_the_rest(&self) {
+        let Ok(stock) = &self.0 else { return };
+        let found = stock.groups.list().unwrap_or_else(|e| {
+            tracing::warn!("control groups of an earlier daemon: {e}");
+            Vec::new()
+        });
+        let mut state = lock(&stock.state);
+        for name in found {
+            if state.own.insert(name) {
+                state.returned.push(name);
+            }
+        }
+        drop(state);
+        stock.changed.notify_one();
+    }
+
+    /// Removes the groups that nothing uses, and the tree if no VM is left. Groups that are
+    /// returned later stay for the next daemon. Blocks.
+    pub fn end(&self) {
+        let Ok(stock) = &self.0 else { return };
+        lock(&stock.state).ended = true;
+        stock.changed.notify_one();
+        let thread = lock(&stock.thread).take();
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread that makes control groups has panicked");
+        }
+        let mut state = lock(&stock.state);
+        let ready = std::mem::take(&mut state.ready).into_iter().map(|(name, _)| name);
+        let returned = std::mem::take(&mut state.returned);
+        let waiting = std::mem::take(&mut state.waiting).into_iter().map(|(name, _)| name);
+        let unused: Vec<_> = ready.chain(returned).chain(waiting).collect();
+        drop(state);
+        for name in unused {
+            stock.remove(name);
+        }
+        if let Err(e) = stock.groups.close() {
+            tracing::warn!("leaving control groups: {e}");
+        }
+    }
+}
+
+impl Stock {
+    /// The folder of the tree in the first hierarchy.
+    fn tree(&self) -> String {
+        self.groups.folders().first().map_or_else(String::new, |path| path.display().to_string())
+    }
+
+    /// Makes a group under a new number.
+    fn make(&self, kind: fn(u32) -> GroupName) -> io::Result<(GroupName, Entry)> {
+        let mut tries = 0..TRIES;
+        loop {
+            let name = {
+                let mut state = lock(&self.state);
+                let number = state.next.ok_or_else(|| io::Error::other("all numbers are used"))?;
+                let name = kind(number);
+                state.next = number.checked_add(1);
+                // Before it is made, so that no leak search takes it for a leak.
+                state.own.insert(name);
+                name
+            };
+            match self.groups.make(name) {
+                Ok(()) => {
+                    let entry = self.groups.entry(name).inspect_err(|_| self.remove(name))?;
+                    return Ok((name, entry));
+                }
+                Err(e) => {
+                    lock(&self.state).own.remove(&name);
+                    // It is not that of this daemon.
+                    if e.kind() != io::ErrorKind::AlreadyExists || tries.next().is_none() {
+                        return Err(e);
+                    }
+                }
+            }
+        }
+    }
+
+    fn make_or_warn(&self, kind: fn(u32) -> GroupName) -> Option<(GroupName, Entry)> {
+        let made = self.make(kind);
+        made.inspect_err(|e| tracing::warn!("a process without a control group: {e}")).ok()
+    }
+
+    /// Removes a group, if no process is in it.
+    fn remove(&self, name: GroupName) {
+        if let Err(e) = self.groups.remove(name) {
+            tracing::warn!("removing a control group: {e}");
+        }
+        // One that is left is a leak once its last process has ended, and swept.
+        lock(&self.state).own.remove(&name);
+    }
+
+    /// Makes and takes back groups until the daemon ends.
+    fn keep(&self) {
+        while let Some((make, back)) = self.work() {
+            if make {
+                match self.make(GroupName::Vm) {
+                    Ok(made) => self.add(made),
+                    Err(e) => {
+                        tracing::warn!("no control group is made ahead: {e}");
+                        lock(&self.state).retry = Some(Instant::now() + RETRY);
+                    }
+                }
+            }
+            for name in back {
+                if let Some(pause) = self.take_back(name) {
+                    lock(&self.state).waiting.push((name, Instant::now() + pause));
+                }
+            }
+        }
+    }
+
+    /// Waits for work: whether to make a group, and the groups to take back. `None` at the end of
+    /// the daemon.
+    fn work(&self) -> Option<(bool, Vec<GroupName>)> {
+        let mut state = lock(&self.state);
+        loop {
+            if state.ended {
+                return None;
+            }
+            let now = Instant::now();
+            let make = state.ready.len() < READY && state.retry.is_none_or(|at| at <= now);
+            let due = state.waiting.extract_if(.., |(_, at)| *at <= now).map(|(name, _)| name);
+            let mut back: Vec<_> = due.collect();
+            back.append(&mut state.returned);
+            if make || !back.is_empty() {
+                return Some((make, back));
+            }
+            let times = state.waiting.iter().map(|(_, at)| *at);
+            let next = times.chain(state.retry.filter(|at| *at > now)).min();
+            state = match next {
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(at) => {
+                    let woken = self.changed.wait_timeout(state, at.saturating_duration_since(now));
+                    woken.unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+    }
+
+    fn add(&self, made: (GroupName, Entry)) {
+        let mut state = lock(&self.state);
+        if state.ended {
+            drop(state);
+            self.remove(made.0);
+        } else {
+            state.ready.push_back(made);
+        }
+    }
+
+    /// Takes back a group: as a ready one, or removes it. Returns when to try again, if a process
+    /// is in it or the host does not say.
+    fn take_back(&self, name: GroupName) -> Option<Duration> {
+        match self.groups.is_used(name) {
+            Ok(false) => {}
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                self.remove(name);
+                return None;
+            }
+            // Soon at first; a pager, or a VM that was not adopted, may be in it for long.
+            Ok(true) if lock(&self.state).ending.insert(name) => return Some(PAUSE),
+            _ => return Some(LEFT_PAUSE),
+        }
+        lock(&self.state).ending.remove(&name);
+        let room = lock(&self.state).ready.len() < MOST_READY;
+        let again = room && matches!(name, GroupName::Vm(_));
+        match (again && self.groups.reset(name).unwrap_or(false)).then(|| self.groups.entry(name)) {
+            Some(Ok(entry)) => self.add((name, entry)),
+            _ => self.remove(name),
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+#[path = "groups_tests.rs"]
+mod tests;

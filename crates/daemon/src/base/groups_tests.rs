@@ -1,0 +1,104 @@
+use super::*;
+
+fn limits() -> VmLimits {
+    VmLimits::default()
+}
+
+#[test]
+fn limits_out_of_range_are_refused_with_the_range() {
+    let refused = |limits: VmLimits| check_range(&limits, 4).unwrap_err().0.message;
+    let message = refused(VmLimits { cpu_max_millicpus: Some(49), ..limits() });
+    assert_eq!(message, "cpu_max_millicpus: expected 50 to 1024000, got 49");
+    let message = refused(VmLimits { cpu_weight: Some(0), ..limits() });
+    assert_eq!(message, "cpu_weight: expected 1 to 10000, got 0");
+    let message = refused(VmLimits { memory_max_bytes: Some(1), ..limits() });
+    assert!(message.starts_with("memory_max_bytes: expected 16777216 to "), "{message}");
+    let message = refused(VmLimits { pids_max: Some(19), ..limits() });
+    assert!(message.starts_with("pids_max: expected 20 to "), "{message}");
+    let all = VmLimits {
+        cpu_max_millicpus: Some(50),
+        cpu_weight: Some(10_000),
+        memory_max_bytes: Some(16 << 20),
+        pids_max: Some(20),
+    };
+    check_range(&all, 4).unwrap();
+}
+
+#[test]
+fn a_daemon_without_groups_refuses_limits_by_name_and_nothing_else() {
+    let stock = GroupStock::none(&NoGroups::Nowhere);
+    stock.check(&limits(), 1).unwrap();
+    assert!(
+        stock.take().is_none() && stock.template().is_none() && stock.adopt("", 0, None).is_none()
+    );
+    let error = stock.check(&VmLimits { cpu_weight: Some(1), ..limits() }, 1).unwrap_err().0;
+    assert_eq!(error.code, ErrorCode::Invalid);
+    assert!(error.message.contains("no control groups: no cgroup hierarchy"), "{error:?}");
+    stock.end();
+}
+
+/// Waits until the thread of the stock has done what `holds` looks for.
+fn until(holds: impl Fn() -> bool) {
+    while !holds() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn groups_are_made_ahead_used_again_and_removed_at_the_end() {
+    let run = tempfile::tempdir().unwrap();
+    let stock = GroupStock::open(&Root::Own, run.path(), false);
+    let Ok(inner) = stock.0.clone() else { return };
+    let ready = || lock(&inner.state).ready.len();
+    until(|| ready() == READY);
+    let (first, _entry) = stock.take().unwrap();
+    let (number, tree) = (first.number(), first.tree());
+    assert!(stock.own().contains(&GroupName::Vm(number)));
+    assert!(stock.adopt(&tree, number, None).is_none(), "it has an owner");
+    assert!(stock.adopt(&tree, 4_000_000, None).is_none(), "there is no such group");
+    until(|| ready() == READY);
+    drop(first);
+    let settled = || {
+        let state = lock(&inner.state);
+        let is_ready = state.ready.iter().any(|(name, _)| *name == GroupName::Vm(number));
+        state.returned.is_empty() && (is_ready || !state.own.contains(&GroupName::Vm(number)))
+    };
+    until(settled);
+    // A process in a group that is returned lives on.
+    let (lease, entry) = stock.take().unwrap();
+    let mut spawn = dayfly_host::spawn::Spawn::new(
+        dayfly_host::spawn::Program::Path("/bin/sleep".into()),
+        "sleep",
+    );
+    spawn.argv.push("1000".into());
+    spawn.group = Some(entry);
+    let process = dayfly_host::process::Process::from_child(spawn.run().unwrap()).unwrap();
+    let (name, number) = (lease.name, lease.number());
+    drop(lease);
+    let folder = inner.groups.folders()[0].clone();
+    drop(inner);
+    stock.end();
+    assert!(process.is_alive().unwrap());
+    assert!(folder.join(name.path()).is_dir());
+    // The next daemon has it again.
+    drop(stock);
+    let mut next = GroupStock::open(&Root::Own, run.path(), false);
+    while next.0.is_err() {
+        // The thread of the stock before has not ended yet, and has its lock.
+        next = GroupStock::open(&Root::Own, run.path(), false);
+    }
+    let pid = process.id().pid;
+    assert!(next.adopt(&tree, number, None).is_none());
+    assert!(next.adopt(&tree, number, Some(1)).is_none());
+    assert!(next.adopt("/another", number, Some(pid)).is_none());
+    let lease = next.adopt(&tree, number, Some(pid)).unwrap();
+    process.kill().unwrap();
+    process.wait(None).unwrap();
+    assert!(lease.usage().is_some());
+    drop(lease);
+    // Until the thread has taken the group back.
+    until(|| {
+        next.end();
+        !folder.exists()
+    });
+}

@@ -1,0 +1,238 @@
+//! Control groups of VMs: limits, bills, adoption, and what is left of them.
+
+use crate::guest::{self, MEMORY_BYTES, create, create_paused, has_right_content, start_again};
+use crate::living::Living;
+use crate::testbed::{Testbed, until};
+use anyhow::{Context, Result, ensure};
+use dayfly_api::client::ClientError;
+use dayfly_api::types::{ErrorCode, ExitKind, ForkRequest, VmLimits, VmUsage};
+use dayfly_host::groups::{GroupName, Groups, Root};
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// The file of a control group of this process in version 1 or 2, by the controller.
+fn file(pid: u32, controller: &str, [v1, v2]: [&str; 2]) -> Result<PathBuf> {
+    let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
+    let of = |name: &str| {
+        let mut lines = groups.lines().map(|line| line.splitn(3, ':').skip(1));
+        lines.find_map(|mut line| {
+            let has = line.next()?.split(',').any(|other| other == name);
+            has.then(|| line.next().map(str::to_owned))?
+        })
+    };
+    Ok(match of(controller) {
+        Some(path) => PathBuf::from(format!("/sys/fs/cgroup/{controller}{path}/{v1}")),
+        None => PathBuf::from(format!("/sys/fs/cgroup{}/{v2}", of("").context("no group")?)),
+    })
+}
+
+/// The VM's VMM.
+fn pid(bed: &Testbed, vm: &Living) -> Result<u32> {
+    Ok(bed.processes().get(&vm.id).context("a VM without a VMM")?.pid)
+}
+
+fn text(path: PathBuf) -> Result<String> {
+    let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+    Ok(text.trim().to_owned())
+}
+
+/// The bill of a VM that lives or has ended.
+async fn usage(bed: &Testbed, vm: &Living) -> Result<VmUsage> {
+    bed.client.vm(&vm.word()).await?.usage.context("a VM without a bill")
+}
+
+/// Which of two bills is the later one, in all figures that only go up.
+fn grows(before: &VmUsage, after: &VmUsage) -> Result<()> {
+    let up = before.cpu_us <= after.cpu_us
+        && before.cpu_user_us <= after.cpu_user_us
+        && before.cpu_system_us <= after.cpu_system_us
+        && before.memory_peak_bytes <= after.memory_peak_bytes;
+    ensure!(up, "expected no figure below {before:?}, got {after:?}");
+    Ok(())
+}
+
+const CPU: u32 = 250;
+
+fn limits() -> VmLimits {
+    VmLimits {
+        cpu_max_millicpus: Some(CPU),
+        cpu_weight: Some(50),
+        memory_max_bytes: Some(256 << 20),
+        pids_max: Some(40),
+    }
+}
+
+/// Checks the limits that the kernel has of this VM.
+async fn is_limited(bed: &Testbed, vm: &Living) -> Result<()> {
+    ensure!(bed.client.vm(&vm.word()).await?.limits == limits());
+    let pid = pid(bed, vm)?;
+    let quota = text(file(pid, "cpu", ["cpu.cfs_quota_us", "cpu.max"])?)?;
+    ensure!(quota.starts_with("25000"), "{quota}");
+    let weight = text(file(pid, "cpu", ["cpu.shares", "cpu.weight"])?)?;
+    ensure!(weight == "512" || weight == "50", "{weight}");
+    let memory = text(file(pid, "memory", ["memory.limit_in_bytes", "memory.max"])?)?;
+    let expected = MEMORY_BYTES + MEMORY_BYTES / 128 + (256 << 20);
+    ensure!(memory.parse() == Ok(expected / 4096 * 4096), "{memory}");
+    let pids = text(file(pid, "pids", ["pids.max", "pids.max"])?)?;
+    ensure!(pids == "40", "{pids}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_keeps_its_limits_and_its_bill_and_gets_no_more_cpu_time() -> Result<()> {
+    let mut bed = guest::testbed().await?;
+    let vm = Living::new(guest::create_limited(&bed, "limited", limits()).await?, &bed)?;
+    is_limited(&bed, &vm).await?;
+    // Its guest spins. With a limit the time passes at least as fast as its bill allows.
+    let (begun, before) = (Instant::now(), usage(&bed, &vm).await?);
+    let mut after = before;
+    until("it has used 200 ms of CPU time", async || {
+        after = usage(&bed, &vm).await?;
+        Ok(after.cpu_us >= before.cpu_us + 200_000)
+    })
+    .await?;
+    // A period's worth may be used at once at either end.
+    let least_us = (after.cpu_us - before.cpu_us - 50_000) * 1000 / u64::from(CPU);
+    ensure!(begun.elapsed().as_micros() >= u128::from(least_us), "{before:?}, {after:?}");
+    grows(&before, &after)?;
+    ensure!(after.memory_peak_bytes >= after.memory_bytes, "{after:?}");
+    // A fork's clone has the same limits, unless others are asked for.
+    let forked = bed.client.fork(&vm.word(), &serde_json::from_str("{}")?).await?;
+    let clone = Living::new(forked.items.into_iter().next().context("a clone")?, &bed)?;
+    is_limited(&bed, &clone).await?;
+    bed.client.remove_vm(&clone.word(), true).await?;
+    let other = VmLimits { cpu_weight: Some(7), ..VmLimits::default() };
+    let asked = ForkRequest { limits: Some(other), ..serde_json::from_str("{}")? };
+    let forked = bed.client.fork(&vm.word(), &asked).await?;
+    let clone = forked.items.first().context("a clone")?.id.to_string();
+    ensure!(bed.client.vm(&clone).await?.limits == other);
+    bed.client.remove_vm(&clone, true).await?;
+    // The bill goes on over daemons that are killed, and over the VM's end.
+    let before = usage(&bed, &vm).await?;
+    bed.kill()?;
+    bed.start().await?;
+    vm.runs_on(&bed).await?;
+    is_limited(&bed, &vm).await?;
+    let after = usage(&bed, &vm).await?;
+    grows(&before, &after)?;
+    bed.client.kill(&vm.word()).await?;
+    let exit = vm.listed(&bed).await?.exit.context("it has ended")?;
+    grows(&after, &exit.usage.context("an exit without a bill")?)?;
+    bed.kill()?;
+    bed.start().await?;
+    ensure!(Some(usage(&bed, &vm).await?) == exit.usage);
+    start_again(&bed, vm.id).await?;
+    let vm = Living::new(vm.listed(&bed).await?, &bed)?;
+    is_limited(&bed, &vm).await?;
+    bed.client.remove_vm(&vm.word(), true).await?;
+    bed.stop()
+}
+
+/// Gives the VM's group little more memory than it has.
+fn squeeze(bed: &Testbed, vm: &Living) -> Result<()> {
+    let pid = pid(bed, vm)?;
+    let now = text(file(pid, "memory", ["memory.usage_in_bytes", "memory.current"])?)?;
+    let most = now.parse::<u64>()? + (1 << 20);
+    let limit = file(pid, "memory", ["memory.limit_in_bytes", "memory.max"])?;
+    Ok(std::fs::write(limit, most.to_string())?)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_needs_more_memory_than_its_group_has_ends_for_that_alone() -> Result<()> {
+    let mut bed = guest::testbed().await?;
+    let other = Living::new(create(&bed, "other").await?, &bed)?;
+    let greedy = Living::new(create_paused(&bed, "greedy").await?, &bed)?;
+    squeeze(&bed, &greedy)?;
+    let _ended_before_its_answer = bed.client.unpause(&greedy.word()).await;
+    let ended = async |bed: &Testbed, vm: &Living| {
+        let mut exit = None;
+        until("the VM has ended", async || {
+            exit = vm.listed(bed).await?.exit;
+            Ok(exit.is_some())
+        })
+        .await?;
+        let exit = exit.context("it has ended")?;
+        ensure!(exit.reason == ExitKind::Memory, "{exit:?}");
+        ensure!(exit.message.contains("--memory-max"), "{exit:?}");
+        ensure!(exit.usage.is_some_and(|usage| usage.cpu_us > 0), "{exit:?}");
+        Ok(())
+    };
+    ended(&bed, &greedy).await?;
+    // The next daemon says the same of a VM that ended while there was none.
+    let unseen = Living::new(create_paused(&bed, "unseen").await?, &bed)?;
+    squeeze(&bed, &unseen)?;
+    bed.kill()?;
+    let control = bed.of_vm(unseen.id, "control.sock");
+    let mut vmm = dayfly_vmm::control::Client::connect(&control, Some(crate::testbed::WITHIN))?;
+    let _ended_before_its_answer = vmm.resume();
+    until("the VMM has ended", async || Ok(!bed.processes().contains_key(&unseen.id))).await?;
+    bed.start().await?;
+    ended(&bed, &unseen).await?;
+    other.runs_on(&bed).await?;
+    bed.stop()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn groups_are_swept_and_never_end_a_vm() -> Result<()> {
+    let mut bed = guest::testbed().await?;
+    let vm = Living::new(create(&bed, "lives").await?, &bed)?;
+    ensure!(bed.client.leaks().await?.is_empty());
+    bed.kill()?;
+    // Groups of a daemon that was killed: an empty one, and that of a VM without a record.
+    let groups = Groups::open(&Root::Own, &bed.run(), false)?;
+    groups.make(GroupName::Vm(1_000_000))?;
+    groups.make(GroupName::Template(1_000_000))?;
+    let (all, folders) = (groups.list()?, groups.folders().to_vec());
+    drop(groups);
+    bed.start().await?;
+    vm.runs_on(&bed).await?;
+    ensure!(bed.client.leaks().await?.is_empty(), "of {all:?}");
+    until("empty groups are removed", async || {
+        let empty = ["vms/1000000", "templates/1000000"];
+        Ok(folders.iter().all(|folder| empty.iter().all(|path| !folder.join(path).exists())))
+    })
+    .await?;
+    bed.kill()?;
+    // A record that no daemon reads does not cost the VM its life.
+    let record = bed.of_vm(vm.id, "vm.json");
+    let kept = std::fs::read(&record)?;
+    std::fs::write(&record, "{")?;
+    bed.start().await?;
+    bed.kill()?;
+    std::fs::write(&record, kept)?;
+    bed.start().await?;
+    vm.runs_on(&bed).await?;
+    let used = usage(&bed, &vm).await?;
+    ensure!(used.cpu_us > 0, "{used:?}");
+    bed.client.remove_vm(&vm.word(), true).await?;
+    until("its process is gone", async || Ok(!bed.processes().contains_key(&vm.id))).await?;
+    bed.stop()?;
+    // The daemon may have ended before it learned of the end of the process.
+    bed.start().await?;
+    bed.stop()?;
+    for folder in folders {
+        ensure!(!folder.exists(), "{}: left by a daemon that stopped", folder.display());
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_without_groups_runs_vms_and_refuses_limits_by_name() -> Result<()> {
+    let mut bed = Testbed::new()?;
+    bed.options = vec!["--group-root", "none"];
+    guest::store(&bed, guest::GUEST, 'c')?;
+    bed.start().await?;
+    guest::base(&bed, guest::GUEST, guest::BASE).await?;
+    let vm = create(&bed, "free").await?;
+    has_right_content(&bed, vm.id).await?;
+    ensure!(bed.client.vm(&vm.id.to_string()).await?.usage.is_none());
+    let refused =
+        guest::create_limited(&bed, "limited", limits()).await.err().context("created")?;
+    let refused = refused.downcast_ref::<ClientError>().context("another error")?;
+    ensure!(refused.code() == Some(ErrorCode::Invalid), "{refused:?}");
+    let message = refused.to_string();
+    ensure!(message.contains("limits") && message.contains("--group-root none"), "{message}");
+    ensure!(bed.client.vms(true).await?.len() == 1);
+    bed.client.remove_vm(&vm.id.to_string(), true).await?;
+    bed.stop()
+}

@@ -1,0 +1,288 @@
+//! Control groups (cgroups(7)): one for each VM, one for each template, one for the daemon.
+//!
+//! Closer (section IV-B) splits the privileged VM into a *main* container, whose work does not
+//! depend on any VM, and a *secondary* one, whose work is charged to the VM that it is done for.
+//! Here the host is the privileged VM, and control groups are its containers:
+//!
+//! ```text
+//!  <base>/dayfly-<tag>/       the tree of one daemon; the tag is a digest of its run folder
+//!    main/                    the daemon and idle zygotes
+//!    templates/<n>/           one pager
+//!    vms/<n>/                 one VMM: vCPUs, devices
+//! ```
+//!
+//! Two back ends do the same: [`v2`] for the unified hierarchy, and [`v1`] for one hierarchy for
+//! each controller. [`find`] chooses the back end and the base.
+//!
+//! Groups are made before they are needed, and a process is made in its group
+//! ([`dayfly_sys::group`]), because moving one waits for a grace period. A group is removed only if
+//! no process is in it: the kernel refuses otherwise, so that no mistake here ends a VM.
+
+mod backend;
+mod files;
+mod find;
+mod limits;
+mod name;
+mod place;
+mod tree;
+mod v1;
+mod v2;
+
+pub use limits::{Controllers, GroupError, Limits, Usage};
+pub use name::GroupName;
+pub use place::{NoGroups, Root};
+
+use crate::spawn::{Program, Spawn};
+use backend::Backend;
+use dayfly_sys::group::Entry;
+use files::named;
+use name::PARENTS;
+use place::Place;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The group in which [`Groups::open`] tries whether a process can enter one.
+const PROBE: &str = "vms/probe";
+
+/// The tree of groups of one daemon. No other process of dayfly uses it meanwhile.
+#[derive(Debug)]
+pub struct Groups {
+    backend: Box<dyn Backend>,
+    /// The tree's folders, locked as long as the tree is in use ([`tree`]).
+    _locks: Vec<File>,
+    /// Whether this process moved into `main`, or why it did not; `None`: it should not.
+    joined: Option<io::Result<()>>,
+}
+
+impl Groups {
+    /// Makes the tree of the daemon with the run folder `run`, or takes over that of a daemon
+    /// before. Removes the trees of daemons whose run folders are gone, if no process is in them.
+    /// With `join`, moves this process, and with it all that it starts later, into `main`.
+    ///
+    /// # Errors
+    /// Why there can be no groups.
+    pub fn open(root: &Root, run: &Path, join: bool) -> Result<Self, NoGroups> {
+        Self::in_place(find::place(root)?, run, join)
+    }
+
+    fn in_place(place: Place, run: &Path, join: bool) -> Result<Self, NoGroups> {
+        let bases: Vec<PathBuf> = place.bases().map(Path::to_owned).collect();
+        tree::sweep(&bases);
+        let name = tree::name(run);
+        let folders: Vec<PathBuf> = bases.iter().map(|base| base.join(&name)).collect();
+        let locks = tree::make(&folders, run)?;
+        let backend: Box<dyn Backend> = match place {
+            Place::V1(hierarchies) => Box::new(v1::V1::new(hierarchies, &name)),
+            Place::V2(base) => Box::new(v2::V2::new(base, &name)),
+        };
+        let mut groups = Self { backend, _locks: locks, joined: None };
+        groups.make_folder(&GroupName::Main.path()).map_err(NoGroups::making)?;
+        if join {
+            // Before controllers are enabled: a v2 group that is no root must have no process then.
+            groups.joined = Some(groups.backend.join_main());
+        }
+        groups.backend.enable(Path::new(""));
+        for parent in PARENTS {
+            groups.make_folder(Path::new(parent)).map_err(NoGroups::making)?;
+            groups.backend.enable(Path::new(parent));
+        }
+        groups.backend.weigh();
+        groups.probe()?;
+        Ok(groups)
+    }
+
+    /// Has a new process enter a group, because groups that none can enter are of no use.
+    fn probe(&self) -> Result<(), NoGroups> {
+        // It enters the group, and then cannot execute a folder.
+        let probe = Path::new(PROBE);
+        self.make_folder(probe).map_err(NoGroups::making)?;
+        let entry = self.backend.entry(probe).map_err(NoGroups::making)?;
+        let mut spawn = Spawn::new(Program::Path("/".into()), "probe");
+        spawn.group = Some(entry);
+        let entered = match spawn.run() {
+            Err(e) if e.is_of_execution() => Ok(()),
+            Err(e) => Err(NoGroups::Entering(Box::new(e))),
+            Ok(_) => Ok(()),
+        };
+        for folder in self.folders() {
+            let _ = tree::remove(&folder.join(probe));
+        }
+        entered
+    }
+
+    /// Why this process is not in `main`, although it should be.
+    #[must_use]
+    pub fn not_joined(&self) -> Option<&io::Error> {
+        self.joined.as_ref()?.as_ref().err()
+    }
+
+    /// What can be limited.
+    #[must_use]
+    pub fn controllers(&self) -> Controllers {
+        self.backend.controllers()
+    }
+
+    /// The tree's folders, one for each hierarchy.
+    #[must_use]
+    pub fn folders(&self) -> &[PathBuf] {
+        self.backend.folders()
+    }
+
+    fn make_folder(&self, path: &Path) -> io::Result<()> {
+        for folder in self.folders() {
+            let path = folder.join(path);
+            match std::fs::create_dir(&path) {
+                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(named(&path)(e)),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a new group, without limits.
+    ///
+    /// # Errors
+    /// `AlreadyExists` if there is one of that name in any hierarchy; or the kernel refuses.
+    /// Nothing of a new group is left.
+    pub fn make(&self, group: GroupName) -> io::Result<()> {
+        let mut made: Vec<PathBuf> = Vec::new();
+        for path in self.folders().iter().map(|folder| folder.join(group.path())) {
+            if let Err(e) = std::fs::create_dir(&path) {
+                for path in &made {
+                    let _ = tree::remove(path);
+                }
+                return Err(named(&path)(e));
+            }
+            made.push(path);
+        }
+        Ok(())
+    }
+
+    /// How a new process enters the group.
+    ///
+    /// # Errors
+    /// The group does not exist, or a file of it cannot be opened.
+    pub fn entry(&self, group: GroupName) -> io::Result<Entry> {
+        self.backend.entry(&group.path())
+    }
+
+    /// Sets the limits that are given; the others stay.
+    ///
+    /// # Errors
+    /// [`GroupError`] names the limit.
+    pub fn set(&self, group: GroupName, limits: &Limits) -> Result<(), GroupError> {
+        self.controllers().check(limits)?;
+        self.backend.set(&group.path(), limits)
+    }
+
+    /// What the group's processes have used, those that have ended included.
+    ///
+    /// # Errors
+    /// The group does not exist.
+    pub fn usage(&self, group: GroupName) -> io::Result<Usage> {
+        self.backend.usage(&group.path())
+    }
+
+    /// Makes a group without processes as a new one: without limits, and its counters at zero.
+    /// `false`: that is not possible, and the group is to be removed.
+    ///
+    /// # Errors
+    /// The group does not exist, or the kernel refuses.
+    pub fn reset(&self, group: GroupName) -> io::Result<bool> {
+        Ok(!self.is_used(group)?
+            && self.backend.reset(&group.path())?
+            // Last, because a process may have entered it.
+            && !self.is_used(group)?)
+    }
+
+    /// Takes the limit of CPU time away, so that its processes end quickly.
+    ///
+    /// # Errors
+    /// The group does not exist, or the kernel refuses.
+    pub fn lift_cpu_max(&self, group: GroupName) -> io::Result<()> {
+        self.backend.lift_cpu_max(&group.path())
+    }
+
+    /// The processes in the group.
+    ///
+    /// # Errors
+    /// The group does not exist.
+    pub fn processes(&self, group: GroupName) -> io::Result<Vec<u32>> {
+        let first = self.folders().first().ok_or(io::ErrorKind::NotFound)?;
+        let path = first.join(group.path()).join("cgroup.procs");
+        let text = std::fs::read_to_string(&path).map_err(named(&path))?;
+        Ok(text.lines().filter_map(|pid| pid.parse().ok()).collect())
+    }
+
+    /// Whether a process is in the group.
+    ///
+    /// # Errors
+    /// The group does not exist.
+    pub fn is_used(&self, group: GroupName) -> io::Result<bool> {
+        for folder in self.folders() {
+            if tree::has_processes(&folder.join(group.path()))? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Removes a group. `false`: a process is in it, and the group stays. A group that does not
+    /// exist is removed already.
+    ///
+    /// # Errors
+    /// The kernel refuses for another reason.
+    pub fn remove(&self, group: GroupName) -> io::Result<bool> {
+        let mut removed = true;
+        for folder in self.folders() {
+            removed &= tree::remove(&folder.join(group.path()))?;
+        }
+        Ok(removed)
+    }
+
+    /// The groups of VMs and of templates that exist.
+    ///
+    /// # Errors
+    /// A folder cannot be listed.
+    pub fn list(&self) -> io::Result<Vec<GroupName>> {
+        let mut found = Vec::new();
+        for (parent, name) in [
+            (PARENTS[0], GroupName::Template as fn(u32) -> GroupName),
+            (PARENTS[1], GroupName::Vm as fn(u32) -> GroupName),
+        ] {
+            for folder in self.folders() {
+                let path = folder.join(parent);
+                for entry in std::fs::read_dir(&path).map_err(named(&path))? {
+                    let number = entry?.file_name().to_str().and_then(|n| n.parse().ok());
+                    found.extend(number.map(name));
+                }
+            }
+        }
+        found.sort_unstable();
+        found.dedup();
+        Ok(found)
+    }
+
+    /// Removes the tree, if no group of a VM or of a template is left in it. Moves this process out
+    /// of it for that.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn close(&self) -> io::Result<()> {
+        if !self.list()?.is_empty() {
+            return Ok(());
+        }
+        if matches!(self.joined, Some(Ok(()))) {
+            self.backend.leave_main()?;
+        }
+        for folder in self.folders() {
+            tree::remove_all(folder)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

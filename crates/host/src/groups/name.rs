@@ -1,0 +1,45 @@
+//! Names of groups.
+
+use std::fmt;
+use std::path::PathBuf;
+
+/// A group of a daemon's tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum GroupName {
+    /// The daemon's own.
+    Main,
+    /// That of a pager.
+    Template(u32),
+    /// That of a VM.
+    Vm(u32),
+}
+
+/// The folders of the tree that contain groups.
+pub(super) const PARENTS: [&str; 2] = ["templates", "vms"];
+
+impl GroupName {
+    /// Its number; 0 for `main`.
+    #[must_use]
+    pub const fn number(self) -> u32 {
+        match self {
+            Self::Main => 0,
+            Self::Template(number) | Self::Vm(number) => number,
+        }
+    }
+
+    /// The group's path in the tree.
+    #[must_use]
+    pub fn path(self) -> PathBuf {
+        self.to_string().into()
+    }
+}
+
+impl fmt::Display for GroupName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Main => f.write_str("main"),
+            Self::Template(number) => write!(f, "templates/{number}"),
+            Self::Vm(number) => write!(f, "vms/{number}"),
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! The back end for cgroup v2 (kernel: Documentation/admin-guide/cgroup-v2.rst): one hierarchy.
+
+use super::backend::Backend;
+use super::files::{keyed, named, number, read, write};
+use super::limits::{CPU_PERIOD_US, Controllers, GroupError, Limits, Usage, cpus};
+use super::name::GroupName;
+use super::place::V2Place;
+use dayfly_sys::group::Entry;
+use rustix::fs::{Mode, OFlags};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The weight of `main` against all VMs together, which have the usual 100: without the daemon no
+/// VM is created or removed.
+const MAIN_WEIGHT: u64 = 10_000;
+/// The usual weight of a group.
+const WEIGHT: u64 = 100;
+
+#[derive(Debug)]
+pub(super) struct V2 {
+    place: V2Place,
+    /// The tree, as a list of one.
+    tree: [PathBuf; 1],
+}
+
+impl V2 {
+    pub(super) fn new(place: V2Place, name: &str) -> Self {
+        let tree = [place.base.join(name)];
+        Self { place, tree }
+    }
+
+    fn at(&self, group: &Path, file: &str) -> PathBuf {
+        self.tree[0].join(group).join(file)
+    }
+
+    /// Gives the groups in `folder` the controllers that it has itself. The kernel refuses one that
+    /// it cannot give, such as cpu while a thread of another group has real-time priority.
+    fn enable_in(folder: &Path) {
+        for name in ["cpu", "memory", "pids"] {
+            let _ = write(&folder.join("cgroup.subtree_control"), &format!("+{name}"));
+        }
+    }
+}
+
+impl Backend for V2 {
+    fn folders(&self) -> &[PathBuf] {
+        &self.tree
+    }
+
+    fn controllers(&self) -> Controllers {
+        let given = read(&self.at("vms".as_ref(), "cgroup.subtree_control"));
+        let given = given.ok().flatten().unwrap_or_default();
+        let has = |name| given.split_whitespace().any(|other| other == name);
+        Controllers { cpu: has("cpu"), memory: has("memory"), pids: has("pids") }
+    }
+
+    fn enable(&self, group: &Path) {
+        if group == Path::new("") {
+            self.place.above.iter().for_each(|folder| Self::enable_in(folder));
+        }
+        Self::enable_in(&self.tree[0].join(group));
+    }
+
+    fn weigh(&self) {
+        let weight = (WEIGHT * cpus()).min(MAIN_WEIGHT);
+        for (group, weight) in [("", weight), ("vms", weight), ("main", MAIN_WEIGHT)] {
+            // Without the controller there is no such file.
+            let _ = write(&self.at(group.as_ref(), "cpu.weight"), &weight.to_string());
+        }
+    }
+
+    fn lift_cpu_max(&self, group: &Path) -> io::Result<()> {
+        write(&self.at(group, "cpu.max"), "max")
+    }
+
+    fn entry(&self, group: &Path) -> io::Result<Entry> {
+        let (path, flags) = (self.at(group, ""), OFlags::RDONLY | OFlags::DIRECTORY);
+        let folder = rustix::fs::open(&path, flags | OFlags::CLOEXEC, Mode::empty());
+        folder.map(Entry::Folder).map_err(|e| named(&path)(e.into()))
+    }
+
+    fn set(&self, group: &Path, limits: &Limits) -> Result<(), GroupError> {
+        let set = |file, limit, value: Option<String>| match value {
+            Some(value) => write(&self.at(group, file), &value).map_err(GroupError::refused(limit)),
+            None => Ok(()),
+        };
+        let quota = limits.cpu_quota_us().map(|us| format!("{us} {CPU_PERIOD_US}"));
+        set("cpu.max", "cpu_max", quota)?;
+        set("cpu.weight", "cpu_weight", limits.cpu_weight.map(|weight| weight.to_string()))?;
+        let memory = limits.memory_max_bytes.map(|bytes| bytes.to_string());
+        set("memory.max", "memory_max", memory)?;
+        let swap = self.at(group, "memory.swap.max");
+        if limits.memory_max_bytes.is_some() && swap.exists() {
+            // Otherwise the group would swap instead of ending.
+            write(&swap, "0").map_err(GroupError::refused("memory_max"))?;
+        }
+        set("pids.max", "pids_max", limits.pids_max.map(|most| most.to_string()))
+    }
+
+    fn usage(&self, group: &Path) -> io::Result<Usage> {
+        let path = self.at(group, "cpu.stat");
+        // Each group has this file, with or without the controller.
+        let cpu = std::fs::read_to_string(&path).map_err(named(&path))?;
+        let events = read(&self.at(group, "memory.events"))?.unwrap_or_default();
+        let cpu = |key| keyed(&cpu, key).unwrap_or(0);
+        Ok(Usage {
+            cpu_us: cpu("usage_usec"),
+            cpu_user_us: cpu("user_usec"),
+            cpu_system_us: cpu("system_usec"),
+            memory_bytes: number(&self.at(group, "memory.current"))?,
+            memory_peak_bytes: number(&self.at(group, "memory.peak"))?,
+            oom_kills: keyed(&events, "oom_kill").unwrap_or(0),
+        })
+    }
+
+    fn reset(&self, _group: &Path) -> io::Result<bool> {
+        // Neither cpu.stat nor memory.peak can be reset for all readers.
+        Ok(false)
+    }
+
+    fn join_main(&self) -> io::Result<()> {
+        if !self.place.joins {
+            return Ok(());
+        }
+        write(&self.at(&GroupName::Main.path(), "cgroup.procs"), "0")
+    }
+
+    fn leave_main(&self) -> io::Result<()> {
+        if !self.place.joins {
+            return Ok(());
+        }
+        write(&self.place.own.join("cgroup.procs"), "0")
+    }
+}
