@@ -52,26 +52,35 @@ impl Stamp {
     }
 }
 
-/// What a file is known by on the host. While no descriptor of a file is open, its inode's number
-/// may be given to another file, which was made at another time.
+/// What a file is known by on the host as long as a descriptor of it is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     device: (u32, u32),
     inode: u64,
     kind: u32,
-    made: (i64, u32),
+}
+
+/// When a file was made; zeros on file systems that do not say it. While no descriptor of a file is
+/// open, its inode's number may be given to another file, which was made at another time. It is no
+/// part of the [`Key`], because on overlayfs it changes when a file is written for the first time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Made(i64, u32);
+
+impl Made {
+    fn of(stat: &Statx) -> Self {
+        if stat.stx_mask & StatxFlags::BTIME.bits() == 0 {
+            return Self(0, 0);
+        }
+        Self(stat.stx_btime.tv_sec, stat.stx_btime.tv_nsec)
+    }
 }
 
 impl Key {
     fn of(stat: &Statx) -> Self {
-        let has_time = stat.stx_mask & StatxFlags::BTIME.bits() != 0;
-        let made = (stat.stx_btime.tv_sec, stat.stx_btime.tv_nsec);
         Self {
             device: (stat.stx_dev_major, stat.stx_dev_minor),
             inode: stat.stx_ino,
             kind: u32::from(stat.stx_mode) & libc::S_IFMT,
-            // Not every file system has it.
-            made: if has_time { made } else { (0, 0) },
         }
     }
 }
@@ -132,6 +141,7 @@ struct Slot {
     /// `None` if it is closed.
     node: Option<Arc<Node>>,
     key: Key,
+    made: Made,
     lookups: u64,
     /// The folder and the name where the file was last found.
     seen: (u64, Box<CStr>),
@@ -202,8 +212,8 @@ impl Table {
         Err(Errno::NFILE)
     }
 
-    /// The oldest closed node of the next [`MAX_STEP`] nodes; a folder only if there is no file.
-    fn oldest_closed(&mut self) -> Option<u64> {
+    /// The oldest closed file of the next [`MAX_STEP`] nodes, and the oldest closed folder before it.
+    fn oldest_closed(&mut self) -> (Option<u64>, Option<u64>) {
         let (mut folder, mut file, mut looked, mut count) = (None, None, 0, 0);
         let step = self.slots.range((Excluded(self.looked), Unbounded)).take(MAX_STEP);
         for (&id, slot) in step {
@@ -220,7 +230,13 @@ impl Table {
         }
         // At the end the next call begins again.
         self.looked = if file.is_none() && count < MAX_STEP { 0 } else { looked };
-        file.or(folder)
+        (file, folder)
+    }
+
+    fn remove_by(&mut self, key: &Key) {
+        if let Some(&id) = self.by_key.get(key) {
+            self.remove(id);
+        }
     }
 
     fn remove(&mut self, id: u64) -> Option<Slot> {
@@ -241,8 +257,14 @@ impl Table {
         // All of them, from where the last call ended. Open nodes follow each other, so only one
         // call of many passes over them.
         let steps = self.slots.len() / MAX_STEP + 2;
-        let oldest = (0..steps).find_map(|_| self.oldest_closed());
-        self.remove(oldest.ok_or(Errno::NFILE)?);
+        let mut folder = None;
+        let file = (0..steps).find_map(|_| {
+            let (file, other) = self.oldest_closed();
+            folder = folder.or(other);
+            file
+        });
+        // A folder only if there is no file: a program may be in it, or a mount on it.
+        self.remove(file.or(folder).ok_or(Errno::NFILE)?);
         Ok(())
     }
 }
@@ -296,7 +318,7 @@ impl Nodes {
                 if closed.len() >= MAX_DEPTH {
                     return Err(Errno::STALE);
                 }
-                closed.push((at, slot.seen.1.clone(), slot.key));
+                closed.push((at, slot.seen.1.clone(), (slot.key, slot.made)));
                 at = slot.seen.0;
             }
         };
@@ -313,13 +335,13 @@ impl Nodes {
         folder: &Node,
         id: u64,
         name: &CStr,
-        key: Key,
+        key: (Key, Made),
     ) -> Result<Arc<Node>, Errno> {
         let (fd, found) = find(&folder.fd, name).map_err(|errno| match errno {
             Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV => Errno::STALE,
             other => other,
         })?;
-        if Key::of(&found) != key {
+        if (Key::of(&found), Made::of(&found)) != key {
             return Err(Errno::STALE);
         }
         let mut table = lock(&self.table);
@@ -348,11 +370,19 @@ impl Nodes {
     /// # Errors
     /// ENFILE: operations use all descriptors.
     pub fn found(&self, fd: OwnedFd, stat: &Statx, seen: (u64, &CStr)) -> Result<Arc<Node>, Errno> {
-        let (key, mut guard) = (Key::of(stat), lock(&self.table));
-        let table = &mut *guard;
-        let known = table.by_key.get(&key).copied();
-        let open = known.and_then(|id| table.slots.get(&id)?.node.clone());
+        let (key, made) = (Key::of(stat), Made::of(stat));
+        // Dropped after the lock.
         let mut closed = None;
+        let mut guard = lock(&self.table);
+        let table = &mut *guard;
+        let mut known = table.by_key.get(&key).copied();
+        let slot = known.and_then(|id| table.slots.get(&id));
+        let open = slot.and_then(|slot| slot.node.clone());
+        if open.is_none() && slot.is_some_and(|slot| slot.made != made) {
+            // Another file has the number of a closed one.
+            known = None;
+            table.remove_by(&key);
+        }
         if open.is_none() {
             closed = table.make_room(self.most.open)?;
         }
@@ -362,7 +392,8 @@ impl Nodes {
                 table.make_unknown(self.most.known)?;
                 table.last += 1;
                 let seen = (seen.0, seen.1.into());
-                let slot = Slot { node: None, key, lookups: 0, seen, opened: None, used: true };
+                let slot =
+                    Slot { node: None, key, made, lookups: 0, seen, opened: None, used: true };
                 table.slots.insert(table.last, slot);
                 table.by_key.insert(key, table.last);
                 table.last
@@ -374,7 +405,7 @@ impl Nodes {
         };
         if let Some(slot) = table.slots.get_mut(&id) {
             slot.lookups = slot.lookups.saturating_add(1);
-            slot.used = true;
+            (slot.used, slot.made) = (true, made);
             place(slot, seen);
         }
         drop(guard);

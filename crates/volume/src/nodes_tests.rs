@@ -200,3 +200,38 @@ fn a_guest_finds_any_number_of_files() {
     }
     assert_eq!(w.nodes.count(), (6000, 4000));
 }
+
+/// On overlayfs a file's time of birth changes when it is written for the first time.
+#[test]
+fn an_open_file_stays_the_same_whatever_its_birth() {
+    let w = World::new(100, 2);
+    let id = w.made("a");
+    let born_later = |seconds: i64| {
+        let (fd, mut stat) = find(&w.nodes.folder(ROOT).unwrap().fd, c"a").unwrap();
+        stat.stx_mask |= StatxFlags::BTIME.bits();
+        stat.stx_btime.tv_sec = seconds;
+        w.nodes.found(fd, &stat, (ROOT, c"a")).unwrap().id
+    };
+    assert_eq!(born_later(1), id);
+    w.made("b");
+    w.made("c");
+    // It is closed now, and its inode is that of another file.
+    assert_ne!(born_later(2), id);
+    assert_eq!(w.nodes.get(id).err(), Some(Errno::STALE));
+}
+
+#[test]
+fn no_folder_becomes_unknown_while_a_file_can() {
+    let w = World::new(4000, 10);
+    let folders: Vec<u64> = (0..2500)
+        .map(|n| {
+            w.make_folder(&format!("d{n}"));
+            w.find(ROOT, &format!("d{n}")).unwrap()
+        })
+        .collect();
+    for n in 0..4000 {
+        w.made(&n.to_string());
+    }
+    assert_eq!(w.nodes.count().0, 4000);
+    assert!(folders.iter().all(|id| w.nodes.folder(*id).is_ok()));
+}
