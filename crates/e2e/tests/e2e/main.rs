@@ -23,7 +23,6 @@ mod lazy;
 mod liar;
 mod life;
 mod lifetimes;
-mod limits;
 mod modules;
 mod networks;
 mod pool;
