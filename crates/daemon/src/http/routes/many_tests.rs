@@ -372,9 +372,12 @@ async fn long_arguments_wait_in_the_socket_until_there_is_memory() {
     let _agent = tokio::spawn(endless(listener));
     let before = tasks();
     for way in LONG_WAYS {
-        let user = Caller { uid: rustix::process::getuid().as_raw(), ..Caller::default() };
-        let permits = (0..OF_USER).map(|_| served.daemon.long_requests.permit(Some(&user)));
-        let permits = join_all(permits).await;
+        let mut permits = Vec::new();
+        for n in 0..AT_ONCE {
+            let uid = u32::try_from(n / OF_USER).unwrap();
+            let user = Caller { uid, ..Caller::default() };
+            permits.push(served.daemon.long_requests.permit(Some(&user)).await);
+        }
         let frames = long_sent(way);
         let mut client = UnixStream::connect(&served.socket).await.unwrap();
         client.write_all(&frames[0]).await.unwrap();
