@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_status_reaches_who_minds_the_program_and_nobody_else() {
+    fn the_status_reaches_who_minds_the_program_and_no_other() {
         // Above the largest process id.
         let (one, other) = (Minded::new(u32::MAX / 4), Minded::new(u32::MAX / 4 + 1));
         let waits = std::thread::spawn(move || one.exit());
