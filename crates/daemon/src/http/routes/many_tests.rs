@@ -393,7 +393,7 @@ async fn long_arguments_wait_in_the_socket_until_there_is_memory() {
         // Short programs do not wait.
         let mut exec = Client::new(&served.socket).exec("web", &spec("y")).await.unwrap();
         assert!(matches!(exec.output.next().await.unwrap(), ExecEvent::Stdout(_)));
-        until("it is written", || written.load(Ordering::Relaxed) > 100_000).await;
+        until("it is written", || written.load(Ordering::Relaxed) > 50_000).await;
         for _ in 0..1000 {
             tokio::task::yield_now().await;
         }
