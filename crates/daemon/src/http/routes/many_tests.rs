@@ -314,7 +314,7 @@ async fn a_client_that_goes_or_stands_still_at_any_byte_leaves_and_stops_nothing
         for (frames, is_long) in [(sent(way), false)].into_iter().chain(long.map(|f| (f, true))) {
             // Of those with long arguments fewer than a user may have in memory.
             let middle = offsets(&frames).len() / 2;
-            let stands = |n: usize| if is_long { n == middle } else { n % 10 == 0 };
+            let stands = |n: usize| if is_long { n == middle } else { n.is_multiple_of(10) };
             let standing = cut_off(&served, way, &frames, stands).await;
             // Beside clients that stand still, the daemon answers and runs programs.
             Client::new(&served.socket).info().await.unwrap();
