@@ -74,9 +74,8 @@ pub const MAX_PAGE_ITEMS: usize = 1000;
 
 /// The longest JSON body that the daemon reads, in bytes.
 pub const MAX_JSON_BYTES: usize = 1 << 20;
-/// The longest JSON of an [`crate::agent::ExecSpec`] that the daemon reads, in bytes: as a body, or
-/// as the first message of a WebSocket. Its strings are bounded too
-/// ([`crate::agent::MAX_STRINGS_BYTES`]).
+/// The longest JSON body with an [`crate::agent::ExecSpec`] that the daemon reads, in bytes. Its
+/// strings are bounded too ([`crate::agent::MAX_STRINGS_BYTES`]).
 pub const MAX_EXEC_JSON_BYTES: usize = 4 << 20;
 /// The longest line of [`Progress`], in bytes.
 pub const MAX_PROGRESS_BYTES: usize = 1 << 20;

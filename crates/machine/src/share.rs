@@ -253,7 +253,7 @@ mod tests {
 
     #[test]
     fn the_root_in_any_spelling_is_never_shared() {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = tempfile::tempdir_in("/var/tmp").unwrap();
         let link = folder.path().join("link");
         std::os::unix::fs::symlink("/", &link).unwrap();
         let link = link.display().to_string();
@@ -280,7 +280,7 @@ mod tests {
 
     #[test]
     fn the_machines_own_folder_is_never_writable() {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = tempfile::tempdir_in("/var/tmp").unwrap();
         let home = folder.path().canonicalize().unwrap();
         let machine = home.join("machine");
         fs::create_dir_all(machine.join("in")).unwrap();

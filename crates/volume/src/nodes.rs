@@ -212,7 +212,8 @@ impl Table {
         Err(Errno::NFILE)
     }
 
-    /// The oldest closed file of the next [`MAX_STEP`] nodes, and the oldest closed folder before it.
+    /// The oldest closed file of the next [`MAX_STEP`] nodes, and the oldest closed folder before
+    /// it.
     fn oldest_closed(&mut self) -> (Option<u64>, Option<u64>) {
         let (mut folder, mut file, mut looked, mut count) = (None, None, 0, 0);
         let step = self.slots.range((Excluded(self.looked), Unbounded)).take(MAX_STEP);

@@ -201,9 +201,9 @@ fn a_guest_finds_any_number_of_files() {
     assert_eq!(w.nodes.count(), (6000, 4000));
 }
 
-/// On overlayfs a file's time of birth changes when it is written for the first time.
+/// On overlayfs the time at which a file was made changes when it is written for the first time.
 #[test]
-fn an_open_file_stays_the_same_whatever_its_birth() {
+fn an_open_file_stays_the_same_whenever_it_was_made() {
     let w = World::new(100, 2);
     let id = w.made("a");
     let born_later = |seconds: i64| {

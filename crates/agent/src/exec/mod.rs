@@ -6,6 +6,7 @@
 //!          └──── Err ◀───────┘  nothing runs
 //! ```
 
+pub(crate) mod adopted;
 pub mod cage;
 pub mod detached;
 mod error;

@@ -1,5 +1,6 @@
 //! A program's signals and its end.
 
+use super::adopted::Minded;
 use super::cage::Cage;
 use super::detached::Log;
 use super::orders::signal_group;
@@ -30,8 +31,7 @@ impl Child {
                 timed_out: false,
             }),
             Ok(None) | Err(Errno::INTR) => None,
-            // Another process has reaped the program, which no code of the agent does: the exit
-            // status is unknown.
+            // The main thread has reaped the program ([`super::adopted`]).
             Err(_) => Some(Exit { code: None, signal: None, timed_out: false }),
         }
     }
@@ -64,8 +64,14 @@ pub(super) fn mind(
 ) {
     let pid = child.pid;
     let programs = Arc::clone(programs);
+    let minded = Minded::new(pid);
     let minder = move || {
-        let exit = outlast(&child, &cage, deadline);
+        let mut exit = outlast(&child, &cage, deadline);
+        if (exit.code, exit.signal) == (None, None)
+            && let Some(passed_on) = minded.exit()
+        {
+            exit = Exit { timed_out: exit.timed_out, ..passed_on };
+        }
         if let Some(log) = log {
             log.exited(exit);
         }

@@ -1,8 +1,8 @@
 //! The main thread after boot: it reaps orphans and handles the signals that end the machine.
 //!
 //! The thread that started a program waits for it. The main thread reaps only its own children
-//! (`__WNOTHREAD`). Those are exactly the orphans, because the kernel reparents orphans to the
-//! first thread of PID 1.
+//! (`__WNOTHREAD`). Those are the orphans, because the kernel reparents orphans to the first thread
+//! of PID 1; and the programs whose thread has ended ([`crate::exec::adopted`]).
 
 use std::convert::Infallible;
 
@@ -49,5 +49,6 @@ fn reap() {
         if pid <= 0 {
             return;
         }
+        crate::exec::adopted::reaped(pid, status);
     }
 }

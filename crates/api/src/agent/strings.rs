@@ -251,7 +251,8 @@ impl Collector {
             return Err(StringsError::TooLong(counted));
         }
         let arguments = announced.arguments as usize;
-        if !self_ends(&bytes) || count < arguments {
+        let cut = bytes.last().is_some_and(|last| *last != 0);
+        if cut || count < arguments {
             return Err(wrong(format!("{arguments} strings or more"), format!("{count}")));
         }
         let text = std::str::from_utf8(&bytes).map_err(|e| {
@@ -270,11 +271,6 @@ impl Collector {
         }
         Ok(())
     }
-}
-
-/// Whether the last string has its NUL.
-fn self_ends(bytes: &[u8]) -> bool {
-    bytes.last().is_none_or(|last| *last == 0)
 }
 
 #[cfg(test)]

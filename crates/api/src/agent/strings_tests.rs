@@ -72,6 +72,15 @@ fn long_arguments_follow_in_frames_up_to_what_linux_takes() {
     assert_eq!(received(&bytes).unwrap().argv, control);
 }
 
+/// The kernel counts more for a short string than JSON has for it.
+#[test]
+fn many_short_arguments_that_fit_into_a_frame_go_to_every_agent() {
+    let asked = spec(&vec!["a".to_owned(); 60_000], &[]);
+    assert!(kernel_bytes(&asked) > 2 * MAX_FRAME_BYTES);
+    let bytes = request_frames(&mut asked.clone(), 0).unwrap();
+    assert_eq!(received(&bytes).unwrap(), asked);
+}
+
 #[test]
 fn what_the_form_cannot_have_is_refused() {
     let long = || "x".repeat(MAX_FRAME_BYTES);

@@ -8,8 +8,8 @@
 //! more than [`AT_ONCE`] of them.
 //!
 //! A client that has a permit has to send the rest within the deadline of a first frame. A user of
-//! the host has at most [`OF_USER`] permits, so that one whose clients stall, or whose VMs start
-//! slowly, delays others only if it has as many names.
+//! the host has at most [`OF_USER`] permits, so that a user whose clients stall, or whose VMs start
+//! slowly, does not take all of them.
 
 use crate::base::caller::Caller;
 use dayfly_units::sync::lock;

@@ -16,7 +16,8 @@ fn programs_and_vms_outlive_their_client_and_end_as_asked() {
     let id = ok(&["exec", "-d", "d", "/bin/sh", "-c", text]);
     until("its trap is set", || ok(&["logs", "d", &id]) == "ready");
     ok(&["program", "kill", "d", &id]);
-    assert_eq!(dayfly(&["program", "wait", "d", &id]).code, 7);
+    let waited = dayfly(&["program", "wait", "d", &id]);
+    assert_eq!(waited.code, 7, "{waited:?}");
     assert_eq!(ok(&["logs", "--tail", "1", "d", &id]), "ended");
     let programs = ok(&["program", "ls", "d"]);
     assert!(programs.contains(&id) && programs.contains("exited (7)"), "{programs}");

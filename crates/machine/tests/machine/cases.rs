@@ -24,7 +24,7 @@ const SAME: Started = Started::WasRunning { differs: None, vms: Some(0) };
 
 /// One machine for all uses that do not harm it.
 fn whole_life() {
-    let shared = tempfile::tempdir().unwrap();
+    let shared = tempfile::tempdir_in("/var/tmp").unwrap();
     let mut scene = Scene::sharing(&["usr=/usr", &format!("in={}:rw", shared.path().display())]);
     assert_eq!(scene.machine().status().unwrap().state, State::Stopped);
     let Started::Fresh { boot_ms, replaced: None, .. } = scene.start() else {
@@ -385,7 +385,7 @@ fn broken_daemon() {
 }
 
 fn refusals() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = tempfile::tempdir_in("/var/tmp").unwrap();
     let text = Machine::open(folder.path()).unwrap_err().to_string();
     assert!(text.contains("no machine there"), "{text}");
     let init = |options: &InitOptions, home: &Path| {
@@ -421,7 +421,7 @@ fn refusals() {
     assert!(text.contains("at most 107 bytes"), "{text}");
 
     // A share that has vanished is named, and the machine does not start without it.
-    let gone = tempfile::tempdir().unwrap();
+    let gone = tempfile::tempdir_in("/var/tmp").unwrap();
     let sharing = Scene::sharing(&[&format!("gone={}", gone.path().display())]);
     let path = gone.path().to_owned();
     drop(gone);

@@ -1,9 +1,9 @@
 //! The clock stands still while anything else can happen.
 
-use super::super::tests::{called, running, served_within};
+use super::super::tests::{asked_program, called, running, served_within};
 use crate::base::config::Deadlines;
 use crate::vmm::agent_link::read_frame;
-use dayfly_api::agent::{Collector, ExecSpec, Exit, FrameKind, Reply, encode};
+use dayfly_api::agent::{ExecSpec, Exit, FrameKind, Reply, encode};
 use dayfly_api::client::{Client, ClientError, ExecEvent};
 use dayfly_api::types::ErrorCode;
 use std::time::Duration;
@@ -116,23 +116,6 @@ async fn a_program_s_output_and_end_come_in_one_answer() {
     ended.expect("the program runs on without its client").unwrap();
 }
 
-/// Accepts a connection, and reads the program of a request with the strings that follow it.
-async fn long_asked(listener: &UnixListener) -> (UnixStream, ExecSpec) {
-    let (mut stream, line) = called(listener).await;
-    assert_eq!(line, "CONNECT 1024\n");
-    stream.write_all(b"OK 7\n").await.unwrap();
-    let first = read_frame(&mut stream, "reading a request").await.unwrap().unwrap();
-    let mut spec: ExecSpec = serde_json::from_slice(&first.body).unwrap();
-    let mut strings = Collector::of(&mut spec).unwrap().expect("Strings frames");
-    while !strings.is_complete() {
-        let frame = read_frame(&mut stream, "reading strings").await.unwrap().unwrap();
-        assert_eq!(frame.kind, FrameKind::Strings);
-        strings.add(&frame.body).unwrap();
-    }
-    strings.finish(&mut spec).unwrap();
-    (stream, spec)
-}
-
 #[tokio::test]
 async fn arguments_of_almost_2_mib_pass_and_an_earlier_agent_is_named() {
     let served = served_within(Deadlines::default());
@@ -167,7 +150,7 @@ async fn arguments_of_almost_2_mib_pass_and_an_earlier_agent_is_named() {
         // The refused programs made no connection.
         let mut asked = Vec::new();
         while asked.len() < 3 {
-            let (mut stream, spec) = long_asked(&listener).await;
+            let (mut stream, spec) = asked_program(&listener).await;
             let started = json(FrameKind::Reply, &Reply::Started { pid: 5, id: None });
             let exit = Exit { code: Some(0), signal: None, timed_out: false };
             let frames = [started, json(FrameKind::Exit, &exit)].concat();

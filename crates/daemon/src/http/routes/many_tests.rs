@@ -1,12 +1,11 @@
 //! Many programs at once, and clients that go away or stand still at any byte.
 
-use super::tests::{Served, called, running, served};
+use super::tests::{Served, asked_program, running, served};
 use crate::base::caller::Caller;
 use crate::base::long_requests::{AT_ONCE, OF_USER};
 use crate::vmm::agent_link::read_frame;
 use dayfly_api::agent::{
-    Collector, ExecSpec, Exit, Frame, FrameKind, MAX_FRAME_BYTES, PROTOCOL, Reply, encode,
-    request_frames,
+    ExecSpec, Exit, Frame, FrameKind, MAX_FRAME_BYTES, PROTOCOL, Reply, encode, request_frames,
 };
 use dayfly_api::client::{Client, ExecEvent};
 use dayfly_api::types::ExecNotice;
@@ -40,18 +39,7 @@ fn long_spec(argument: &str, more: usize) -> ExecSpec {
 
 /// Accepts the connection of a session; returns it and the program's argument.
 async fn asked(listener: &UnixListener) -> (UnixStream, String) {
-    let (mut stream, _) = called(listener).await;
-    stream.write_all(b"OK 7\n").await.unwrap();
-    let request = read_frame(&mut stream, "reading a request").await.unwrap().unwrap();
-    let mut spec: ExecSpec = serde_json::from_slice(&request.body).unwrap();
-    if let Some(mut strings) = Collector::of(&mut spec).unwrap() {
-        while !strings.is_complete() {
-            let frame = read_frame(&mut stream, "reading strings").await.unwrap().unwrap();
-            assert_eq!(frame.kind, FrameKind::Strings);
-            strings.add(&frame.body).unwrap();
-        }
-        strings.finish(&mut spec).unwrap();
-    }
+    let (stream, mut spec) = asked_program(listener).await;
     (stream, spec.argv.swap_remove(1))
 }
 
@@ -170,11 +158,8 @@ fn taking_long(served: &Served) -> (Arc<crate::vm::Vm>, UnixListener) {
 
 /// A frame of a WebSocket's client, masked with zeros.
 fn masked(opcode: u8, body: &[u8]) -> Vec<u8> {
-    let length = match u16::try_from(body.len()) {
-        Ok(length) => [&[0x80 | 126], &length.to_be_bytes()[..]].concat(),
-        Err(_) => [&[0x80 | 127], &(body.len() as u64).to_be_bytes()[..]].concat(),
-    };
-    [&[0x80 | opcode], &length[..], &[0; 4], body].concat()
+    let length = u16::try_from(body.len()).unwrap().to_be_bytes();
+    [&[0x80 | opcode, 0x80 | 126], &length[..], &[0; 4], body].concat()
 }
 
 /// How a client asks for a program.
@@ -293,8 +278,14 @@ fn offsets(frames: &[Vec<u8>]) -> Vec<usize> {
     ends.chain(others.take(200)).collect()
 }
 
-/// Clients that go after each of the [`offsets`] of these frames; one of `every` stays.
-async fn cut_off(served: &Served, way: Way, frames: &[Vec<u8>], every: usize) -> Vec<UnixStream> {
+/// Clients that go after each of the [`offsets`] of these frames; those with a number that `stands`
+/// stay.
+async fn cut_off(
+    served: &Served,
+    way: Way,
+    frames: &[Vec<u8>],
+    stands: impl Fn(usize) -> bool,
+) -> Vec<UnixStream> {
     let bytes = frames.concat();
     let head = frames[0].len();
     let mut standing = Vec::new();
@@ -305,7 +296,7 @@ async fn cut_off(served: &Served, way: Way, frames: &[Vec<u8>], every: usize) ->
             // Its connection is taken, so that it goes in the middle of a session.
             assert_eq!(client.read_u8().await.unwrap(), b'H');
         }
-        if n % every == 0 {
+        if stands(n) {
             standing.push(client);
         }
     }
@@ -319,9 +310,12 @@ async fn a_client_that_goes_or_stands_still_at_any_byte_leaves_and_stops_nothing
     let _agent = tokio::spawn(endless(listener));
     let before = tasks();
     for way in WAYS {
-        let long = LONG_WAYS.contains(&way).then(|| (long_sent(way), usize::MAX));
-        for (frames, every) in [(sent(way), 10)].into_iter().chain(long) {
-            let standing = cut_off(&served, way, &frames, every).await;
+        let long = LONG_WAYS.contains(&way).then(|| long_sent(way));
+        for (frames, is_long) in [(sent(way), false)].into_iter().chain(long.map(|f| (f, true))) {
+            // Of those with long arguments fewer than a user may have in memory.
+            let middle = offsets(&frames).len() / 2;
+            let stands = |n: usize| if is_long { n == middle } else { n.is_multiple_of(10) };
+            let standing = cut_off(&served, way, &frames, stands).await;
             // Beside clients that stand still, the daemon answers and runs programs.
             Client::new(&served.socket).info().await.unwrap();
             for spec in [spec("y"), long_spec("y", 1_900_000)] {
@@ -366,15 +360,18 @@ async fn a_client_that_stalls_in_long_arguments_has_a_deadline() {
 #[tokio::test]
 async fn long_arguments_wait_in_the_socket_until_there_is_memory() {
     /// What a socket and the daemon take without a permit.
-    const AHEAD: usize = 1_500_000;
+    const AHEAD: usize = 1 << 20;
     let served = served();
     let (vm, listener) = taking_long(&served);
     let _agent = tokio::spawn(endless(listener));
     let before = tasks();
     for way in LONG_WAYS {
-        let user = Caller { uid: rustix::process::getuid().as_raw(), ..Caller::default() };
-        let permits = (0..OF_USER).map(|_| served.daemon.long_requests.permit(Some(&user)));
-        let permits = join_all(permits).await;
+        let mut permits = Vec::new();
+        for n in 0..AT_ONCE {
+            let uid = u32::try_from(n / OF_USER).unwrap();
+            let user = Caller { uid, ..Caller::default() };
+            permits.push(served.daemon.long_requests.permit(Some(&user)).await);
+        }
         let frames = long_sent(way);
         let mut client = UnixStream::connect(&served.socket).await.unwrap();
         client.write_all(&frames[0]).await.unwrap();
@@ -390,7 +387,7 @@ async fn long_arguments_wait_in_the_socket_until_there_is_memory() {
         // Short programs do not wait.
         let mut exec = Client::new(&served.socket).exec("web", &spec("y")).await.unwrap();
         assert!(matches!(exec.output.next().await.unwrap(), ExecEvent::Stdout(_)));
-        until("it is written", || written.load(Ordering::Relaxed) > 100_000).await;
+        until("it is written", || written.load(Ordering::Relaxed) > 50_000).await;
         for _ in 0..1000 {
             tokio::task::yield_now().await;
         }

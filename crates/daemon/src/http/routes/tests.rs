@@ -2,6 +2,8 @@ use super::*;
 use crate::base::config::{Config, Deadlines};
 use crate::fixture;
 use crate::templates::cache::TemplateCache;
+use crate::vmm::agent_link::read_frame;
+use dayfly_api::agent::{Collector, ExecSpec, FrameKind};
 use dayfly_api::client::Client;
 use dayfly_api::types::ErrorCode;
 use dayfly_api::types::MAX_JSON_BYTES;
@@ -224,6 +226,25 @@ pub(super) async fn called(listener: &UnixListener) -> (UnixStream, String) {
         line.push(stream.read_u8().await.unwrap());
     }
     (stream, String::from_utf8(line).unwrap())
+}
+
+/// Accepts a connection to the agent, and reads the program of its request, with the strings that
+/// follow.
+pub(super) async fn asked_program(listener: &UnixListener) -> (UnixStream, ExecSpec) {
+    let (mut stream, line) = called(listener).await;
+    assert_eq!(line, "CONNECT 1024\n");
+    stream.write_all(b"OK 7\n").await.unwrap();
+    let request = read_frame(&mut stream, "reading a request").await.unwrap().unwrap();
+    let mut spec: ExecSpec = serde_json::from_slice(&request.body).unwrap();
+    if let Some(mut strings) = Collector::of(&mut spec).unwrap() {
+        while !strings.is_complete() {
+            let frame = read_frame(&mut stream, "reading strings").await.unwrap().unwrap();
+            assert_eq!(frame.kind, FrameKind::Strings);
+            strings.add(&frame.body).unwrap();
+        }
+        strings.finish(&mut spec).unwrap();
+    }
+    (stream, spec)
 }
 
 #[tokio::test]
