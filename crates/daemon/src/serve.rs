@@ -80,7 +80,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     serve_publisher(&daemon)?;
     let collector = tokio::spawn(daemon.templates.clone().keep_collected(daemon.stop.clone()));
     tokio::spawn(heap::give_back(daemon.stop.clone()));
-    tokio::spawn(warm(daemon.clone()));
+    let warming = tokio::spawn(warm(daemon.clone()));
     let path = daemon.config.socket();
     let (listener, own_socket) = api_socket(&path)?;
     let app = routes::router(daemon.clone()).context("the OpenAPI document")?;
@@ -103,7 +103,8 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
         let _ = std::fs::remove_file(&path);
     }
     daemon.stop.cancel();
-    settle(&daemon, server, [keeper, space, wiring, collector]).await;
+    // A pager that is started ahead must have been, to be ended below.
+    settle(&daemon, server, [keeper, space, wiring, collector, warming]).await;
     daemon.launcher.run_dirs.end();
     daemon.launcher.zygotes.end();
     daemon.templates.end_pager();
@@ -220,7 +221,7 @@ fn api_socket(path: &Path) -> anyhow::Result<(UnixListener, bool)> {
 }
 
 /// Waits until connections, tasks and roll-backs have ended, for as long as a shutdown may take.
-async fn settle<S>(daemon: &Daemon, server: JoinHandle<S>, tasks: [JoinHandle<()>; 4]) {
+async fn settle<S>(daemon: &Daemon, server: JoinHandle<S>, tasks: [JoinHandle<()>; 5]) {
     let quiet = async {
         let _ = server.await;
         for task in tasks {

@@ -14,8 +14,9 @@
 //! limit is refused.
 
 use crate::base::error::ApiError;
-use dayfly_api::types::{ErrorCode, VmLimits, VmUsage};
-use dayfly_host::groups::{GroupError, GroupName, Groups, Limits, NoGroups, Root, Usage};
+use crate::base::group_limits::{check_range, host_limits, refused};
+use dayfly_api::types::VmLimits;
+use dayfly_host::groups::{GroupName, Groups, Limits, NoGroups, Root, Usage};
 use dayfly_host::priority::background;
 use dayfly_sys::group::Entry;
 use dayfly_units::sync::lock;
@@ -39,21 +40,6 @@ const LEFT_PAUSE: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_secs(10);
 /// How many numbers are tried for a new group.
 const TRIES: u32 = 1000;
-
-/// Part of RAM that page tables of guest and VMM take: two tables of 8 bytes for each 4 KiB, and
-/// the levels above.
-const TABLES_FRACTION: u64 = 128;
-
-/// The range of `cpu_max_millicpus`. With less, a guest would not answer in time.
-pub const MILLICPUS: std::ops::RangeInclusive<u32> = 50..=1_024_000;
-/// The range of `cpu_weight`, which is that of cgroup v2.
-pub const WEIGHTS: std::ops::RangeInclusive<u32> = 1..=10_000;
-/// The least `memory_max_bytes`: some times what a VMM takes beside RAM and page tables.
-pub const LEAST_MEMORY_BYTES: u64 = 16 << 20;
-/// The least `pids_max` without vCPUs: some times the other threads of a VMM.
-pub const LEAST_PIDS: u32 = 16;
-/// The most `pids_max`: the kernel's PID_MAX_LIMIT.
-pub const MOST_PIDS: u32 = 4_194_304;
 
 /// The groups of a daemon, or why it has none.
 #[derive(Debug, Clone)]
@@ -149,61 +135,6 @@ impl GroupLease {
     pub fn usage(&self) -> Option<Usage> {
         let usage = self.stock.groups.usage(self.name);
         usage.inspect_err(|e| tracing::debug!("the use of control group {}: {e}", self.name)).ok()
-    }
-}
-
-/// The use in the API's form.
-#[must_use]
-pub const fn shown(usage: &Usage) -> VmUsage {
-    let Usage { cpu_us, cpu_user_us, cpu_system_us, memory_bytes, memory_peak_bytes, .. } = *usage;
-    VmUsage { cpu_us, cpu_user_us, cpu_system_us, memory_bytes, memory_peak_bytes }
-}
-
-/// The limit of the memory of a VM's group, RAM included.
-#[must_use]
-pub fn memory_limit_bytes(limits: &VmLimits, ram_bytes: u64) -> Option<u64> {
-    let ram = ram_bytes.saturating_add(ram_bytes / TABLES_FRACTION);
-    limits.memory_max_bytes.map(|bytes| bytes.saturating_add(ram))
-}
-
-fn host_limits(limits: &VmLimits, ram_bytes: u64) -> Limits {
-    let memory_max_bytes = memory_limit_bytes(limits, ram_bytes);
-    let VmLimits { cpu_max_millicpus, cpu_weight, pids_max, .. } = *limits;
-    Limits { cpu_max_millicpus, cpu_weight, memory_max_bytes, pids_max }
-}
-
-fn refused(error: GroupError) -> ApiError {
-    let code = match &error {
-        // EINVAL: for example more CPU time than a group above may have.
-        GroupError::Refused { source, .. } if source.kind() != io::ErrorKind::InvalidInput => {
-            ErrorCode::Internal
-        }
-        _ => ErrorCode::Invalid,
-    };
-    ApiError::new(code, error)
-}
-
-/// Checks what can be checked of limits without the host.
-fn check_range(limits: &VmLimits, vcpus: u8) -> Result<(), ApiError> {
-    let pids = LEAST_PIDS + u32::from(vcpus);
-    let wrong = |limit: &str, least: u64, most: u64, got: u64| {
-        Err(ApiError::invalid(format_args!("{limit}: expected {least} to {most}, got {got}")))
-    };
-    match *limits {
-        VmLimits { cpu_max_millicpus: Some(got), .. } if !MILLICPUS.contains(&got) => {
-            let (least, most) = (*MILLICPUS.start(), *MILLICPUS.end());
-            wrong("cpu_max_millicpus", least.into(), most.into(), got.into())
-        }
-        VmLimits { cpu_weight: Some(got), .. } if !WEIGHTS.contains(&got) => {
-            wrong("cpu_weight", (*WEIGHTS.start()).into(), (*WEIGHTS.end()).into(), got.into())
-        }
-        VmLimits { memory_max_bytes: Some(got), .. } if got < LEAST_MEMORY_BYTES => {
-            wrong("memory_max_bytes", LEAST_MEMORY_BYTES, u64::MAX, got)
-        }
-        VmLimits { pids_max: Some(got), .. } if !(pids..=MOST_PIDS).contains(&got) => {
-            wrong("pids_max", pids.into(), MOST_PIDS.into(), got.into())
-        }
-        _ => Ok(()),
     }
 }
 
@@ -311,8 +242,14 @@ impl GroupStock {
     pub fn adopt(&self, tree: &str, number: u32, pid: Option<u32>) -> Option<GroupLease> {
         let stock = self.0.as_ref().ok()?;
         let name = GroupName::Vm(number);
-        let inside = stock.groups.processes(name).ok().filter(|_| stock.tree() == tree)?;
-        if !pid.map_or(inside.is_empty(), |pid| inside.contains(&pid)) {
+        if stock.tree() != tree {
+            return None;
+        }
+        let inside = match pid {
+            Some(pid) => stock.groups.contains(name, pid),
+            None => stock.groups.is_used(name).map(|used| !used),
+        };
+        if !inside.unwrap_or(false) {
             return None;
         }
         let new = lock(&stock.state).own.insert(name);

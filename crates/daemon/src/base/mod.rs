@@ -5,6 +5,7 @@ pub mod caller;
 pub mod config;
 pub mod cpu;
 pub mod error;
+pub mod group_limits;
 pub mod groups;
 pub mod heap;
 pub mod kvm;

@@ -1,6 +1,6 @@
 //! Decisions on why a VM ended.
 
-use crate::base::groups::shown;
+use crate::base::group_limits::shown;
 use crate::model::exit::exit_now;
 use crate::vm::record::RecordError;
 use dayfly_api::types::{ExitKind, VmExit, VmUsage};

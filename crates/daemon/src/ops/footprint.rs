@@ -5,7 +5,7 @@
 //! untouched pages take no memory. The colours are those of the snapshot.
 
 use crate::base::error::{ApiError, Outcome, blocking};
-use crate::base::groups::shown;
+use crate::base::group_limits::shown;
 use crate::daemon::Daemon;
 use crate::vm::Vm;
 use dayfly_api::types::{ColourHeld, ErrorCode, Footprint};

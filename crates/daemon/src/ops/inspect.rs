@@ -1,7 +1,7 @@
 //! Measures a VM: its memory and disk on the host, and the use of its guest's root disk.
 
 use crate::base::error::{ApiError, blocking};
-use crate::base::groups::shown;
+use crate::base::group_limits::shown;
 use crate::daemon::Daemon;
 use crate::model::state::Phase;
 use crate::vm::Vm;

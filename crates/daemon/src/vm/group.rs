@@ -1,7 +1,8 @@
 //! A VM's control group.
 
 use crate::base::error::{ApiError, Outcome};
-use crate::base::groups::{self, GroupLease};
+use crate::base::group_limits;
+use crate::base::groups::GroupLease;
 use crate::model::facts::Facts;
 use crate::model::live::VmGroup;
 use crate::vm::Vm;
@@ -59,7 +60,7 @@ impl Vm {
     /// The limit of the memory of its control group, RAM included.
     #[must_use]
     pub fn memory_limit_bytes(&self) -> Option<u64> {
-        groups::memory_limit_bytes(&self.facts.limits, self.facts.memory_bytes)
+        group_limits::memory_limit_bytes(&self.facts.limits, self.facts.memory_bytes)
     }
 
     /// What its processes have used; `None` if it has no control group. Blocks for some

@@ -204,15 +204,20 @@ impl Groups {
         self.backend.lift_cpu_max(&group.path())
     }
 
-    /// The processes in the group.
+    /// Whether this process is in the group, in all hierarchies.
     ///
     /// # Errors
     /// The group does not exist.
-    pub fn processes(&self, group: GroupName) -> io::Result<Vec<u32>> {
-        let first = self.folders().first().ok_or(io::ErrorKind::NotFound)?;
-        let path = first.join(group.path()).join("cgroup.procs");
-        let text = std::fs::read_to_string(&path).map_err(named(&path))?;
-        Ok(text.lines().filter_map(|pid| pid.parse().ok()).collect())
+    pub fn contains(&self, group: GroupName, pid: u32) -> io::Result<bool> {
+        let pid = pid.to_string();
+        for folder in self.folders() {
+            let path = folder.join(group.path()).join("cgroup.procs");
+            let text = std::fs::read_to_string(&path).map_err(named(&path))?;
+            if !text.lines().any(|other| other == pid) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Whether a process is in the group.

@@ -2,7 +2,7 @@
 //! that every operation shares. `scripts/schemathesis` holds the daemon against it.
 
 use crate::base::config::{MEMORY_BYTES, MEMORY_STEP_BYTES};
-use crate::base::groups::{LEAST_MEMORY_BYTES, LEAST_PIDS, MILLICPUS, MOST_PIDS, WEIGHTS};
+use crate::base::group_limits::{LEAST_MEMORY_BYTES, LEAST_PIDS, MILLICPUS, MOST_PIDS, WEIGHTS};
 use crate::http::query;
 use crate::model::filter;
 use crate::ops::expiry::MAX_TTL_MS;

@@ -1,0 +1,101 @@
+//! Limits and bills of VMs: the API's form, and that of control groups.
+
+use crate::base::error::ApiError;
+use dayfly_api::types::{ErrorCode, VmLimits, VmUsage};
+use dayfly_host::groups::{GroupError, Limits, Usage};
+use std::io;
+
+/// Part of RAM that page tables of guest and VMM take: two tables of 8 bytes for each 4 KiB, and
+/// the levels above.
+const TABLES_FRACTION: u64 = 128;
+
+/// The range of `cpu_max_millicpus`. With less, a guest would not answer in time.
+pub const MILLICPUS: std::ops::RangeInclusive<u32> = 50..=1_024_000;
+/// The range of `cpu_weight`, which is that of cgroup v2.
+pub const WEIGHTS: std::ops::RangeInclusive<u32> = 1..=10_000;
+/// The least `memory_max_bytes`: some times what a VMM takes beside RAM and page tables.
+pub const LEAST_MEMORY_BYTES: u64 = 16 << 20;
+/// The least `pids_max` without vCPUs: some times the other threads of a VMM.
+pub const LEAST_PIDS: u32 = 16;
+/// The most `pids_max`: the kernel's PID_MAX_LIMIT.
+pub const MOST_PIDS: u32 = 4_194_304;
+
+/// The use in the API's form.
+#[must_use]
+pub const fn shown(usage: &Usage) -> VmUsage {
+    let Usage { cpu_us, cpu_user_us, cpu_system_us, memory_bytes, memory_peak_bytes, .. } = *usage;
+    VmUsage { cpu_us, cpu_user_us, cpu_system_us, memory_bytes, memory_peak_bytes }
+}
+
+/// The limit of the memory of a VM's group, RAM included.
+#[must_use]
+pub fn memory_limit_bytes(limits: &VmLimits, ram_bytes: u64) -> Option<u64> {
+    let ram = ram_bytes.saturating_add(ram_bytes / TABLES_FRACTION);
+    limits.memory_max_bytes.map(|bytes| bytes.saturating_add(ram))
+}
+
+pub(super) fn host_limits(limits: &VmLimits, ram_bytes: u64) -> Limits {
+    let memory_max_bytes = memory_limit_bytes(limits, ram_bytes);
+    let VmLimits { cpu_max_millicpus, cpu_weight, pids_max, .. } = *limits;
+    Limits { cpu_max_millicpus, cpu_weight, memory_max_bytes, pids_max }
+}
+
+pub(super) fn refused(error: GroupError) -> ApiError {
+    let code = match &error {
+        // EINVAL: for example more CPU time than a group above may have.
+        GroupError::Refused { source, .. } if source.kind() != io::ErrorKind::InvalidInput => {
+            ErrorCode::Internal
+        }
+        _ => ErrorCode::Invalid,
+    };
+    ApiError::new(code, error)
+}
+
+/// Checks what can be checked of limits without the host.
+pub(super) fn check_range(limits: &VmLimits, vcpus: u8) -> Result<(), ApiError> {
+    let pids = LEAST_PIDS + u32::from(vcpus);
+    let wrong = |limit: &str, least: u64, most: u64, got: u64| {
+        Err(ApiError::invalid(format_args!("{limit}: expected {least} to {most}, got {got}")))
+    };
+    match *limits {
+        VmLimits { cpu_max_millicpus: Some(got), .. } if !MILLICPUS.contains(&got) => {
+            let (least, most) = (*MILLICPUS.start(), *MILLICPUS.end());
+            wrong("cpu_max_millicpus", least.into(), most.into(), got.into())
+        }
+        VmLimits { cpu_weight: Some(got), .. } if !WEIGHTS.contains(&got) => {
+            wrong("cpu_weight", (*WEIGHTS.start()).into(), (*WEIGHTS.end()).into(), got.into())
+        }
+        VmLimits { memory_max_bytes: Some(got), .. } if got < LEAST_MEMORY_BYTES => {
+            wrong("memory_max_bytes", LEAST_MEMORY_BYTES, u64::MAX, got)
+        }
+        VmLimits { pids_max: Some(got), .. } if !(pids..=MOST_PIDS).contains(&got) => {
+            wrong("pids_max", pids.into(), MOST_PIDS.into(), got.into())
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_out_of_range_are_refused_with_the_range() {
+        let refused = |limits: VmLimits| check_range(&limits, 4).unwrap_err().0.message;
+        let message = refused(VmLimits { cpu_max_millicpus: Some(49), ..VmLimits::default() });
+        assert_eq!(message, "cpu_max_millicpus: expected 50 to 1024000, got 49");
+        let message = refused(VmLimits { cpu_weight: Some(0), ..VmLimits::default() });
+        assert_eq!(message, "cpu_weight: expected 1 to 10000, got 0");
+        let message = refused(VmLimits { memory_max_bytes: Some(1), ..VmLimits::default() });
+        assert!(message.starts_with("memory_max_bytes: expected 16777216 to "), "{message}");
+        let message = refused(VmLimits { pids_max: Some(19), ..VmLimits::default() });
+        assert!(message.starts_with("pids_max: expected 20 to "), "{message}");
+        let all = VmLimits {
+            cpu_max_millicpus: Some(50),
+            cpu_weight: Some(10_000),
+            memory_max_bytes: Some(16 << 20),
+            pids_max: Some(20),
+        };
+        check_range(&all, 4).unwrap();
+    }
+}
