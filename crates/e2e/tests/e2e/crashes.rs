@@ -16,10 +16,10 @@ fn long_bake() -> Child {
     child
 }
 
-/// Starts ten clones.
-fn ten() -> Vec<Child> {
+/// Starts six clones.
+fn six() -> Vec<Child> {
     let clones =
-        (0..10).map(|_| start(&["run", BASE, "/bin/sh", "-c", "echo up; sleep 600"])).collect();
+        (0..6).map(|_| start(&["run", BASE, "/bin/sh", "-c", "echo up; sleep 600"])).collect();
     until("some of the clones", || ok(&["ps", "-q"]).lines().count() >= 4);
     clones
 }
@@ -50,7 +50,7 @@ fn of_the_command_line() {
     let world = world();
     let mut bake = long_bake();
     kill9(&mut bake);
-    let mut clones = ten();
+    let mut clones = six();
     clones.iter_mut().for_each(kill9);
     recovered(&world);
 }
@@ -62,7 +62,7 @@ fn of_the_vmm() {
     on_host("pkill -9 dayfly-vmm || killall -9 dayfly-vmm");
     let got = wait(bake);
     assert_eq!(got.code, 125, "{got:?}");
-    let clones = ten();
+    let clones = six();
     ok(&["create", "--name", "struck", BASE]);
     until("no VMM left", || {
         on_host("pkill -9 dayfly-vmm || killall -9 dayfly-vmm");
@@ -82,7 +82,7 @@ fn of_the_daemon() {
     let pid = || inspect("survivor")["pid"].as_u64();
     let before = pid();
     let bake = long_bake();
-    let clones = ten();
+    let clones = six();
     let killed = on_host("pkill -9 -x dayflyd || killall -9 dayflyd");
     assert_eq!(killed.code, 0, "{killed:?}");
     over(clones);
@@ -117,7 +117,7 @@ fn of_qemu() {
             .unwrap_or_else(|| panic!("no QEMU in {status}"))
     };
     let mut children = vec![long_bake()];
-    children.extend(ten());
+    children.extend(six());
     let killed =
         std::process::Command::new("kill").args(["-9", &qemu().to_string()]).status().unwrap();
     assert!(killed.success());

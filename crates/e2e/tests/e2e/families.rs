@@ -53,7 +53,7 @@ const IDENTITY: &str = "touch /run/served; cat /run/first; echo; \
 
 #[test]
 fn clones_in_waves_have_unique_identities() {
-    let all = times("DAYFLY_CLONES", 8);
+    let all = times("DAYFLY_CLONES", 6);
     // Limited, because all clones of a wave run their hooks at once, on one emulated CPU.
     let wave = (all / 2).clamp(1, 10);
     let world = world();
@@ -142,7 +142,7 @@ print(*db.execute("""select count(*), max(transaction_number), count(distinct tr
 
 #[test]
 fn a_database_that_is_written_opens_clean_in_every_clone() {
-    let forks = times("DAYFLY_FORKS", 4);
+    let forks = times("DAYFLY_FORKS", 2);
     let world = world();
     ok(&["create", "--name", "writer", BASE]);
     let mut writer = start(&["exec", "writer", "--", "python3", "-c", WRITER]);

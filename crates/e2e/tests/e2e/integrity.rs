@@ -28,13 +28,13 @@ fn fio_verifies_random_writes_across_a_snapshot_and_a_clone() {
     ok(&["create", "--name", "writer", BASE]);
     begin(
         "writer",
-        "cd /root && fio --name=v --filename=/root/f --rw=randwrite --bsrange=4k-128k --size=24m \
+        "cd /root && fio --name=v --filename=/root/f --rw=randwrite --bsrange=4k-128k --size=8m \
          --direct=1 --ioengine=psync --verify=crc32c --do_verify=1 --verify_fatal=1 \
          --randrepeat=0 --group_reporting",
     );
     until("half of the writes", || {
         let kib: u64 = sh("writer", "du -k /root/f 2>/dev/null | cut -f1").parse().unwrap_or(0);
-        kib > 8 << 10
+        kib > 3 << 10
     });
     ok(&["snapshot", "writer", "-t", "e2e-fio"]);
     ok(&["create", "--name", "heir", "e2e-fio"]);
@@ -49,7 +49,7 @@ fn fio_verifies_random_writes_across_a_snapshot_and_a_clone() {
 fn stress_ng_verifies_memory_across_a_pause_and_a_restore() {
     let world = world();
     ok(&["create", "--name", "memory", BASE]);
-    begin("memory", "stress-ng --vm 2 --vm-bytes 64M --verify -t 12");
+    begin("memory", "stress-ng --vm 2 --vm-bytes 64M --verify -t 6");
     sh("memory", "sleep 2");
     ok(&["pause", "memory"]);
     ok(&["unpause", "memory"]);

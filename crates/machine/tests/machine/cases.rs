@@ -341,7 +341,8 @@ fn changed_daemon(scene: &mut Scene) {
     std::fs::remove_file(&daemon).unwrap();
     assert_eq!(scene.start(), SAME);
     // With another change the machine would run old copies, so that is refused.
-    scene.options.shares = vec![format!("t={}", scene.home().display()).parse().unwrap()];
+    let shared = tempfile::tempdir_in("/var/tmp").unwrap();
+    scene.options.shares = vec![format!("t={}", shared.path().display()).parse().unwrap()];
     let error = Machine::init(scene.home(), &scene.options, &mut |_| {}).unwrap_err().to_string();
     assert!(error.contains("gone, and the machine has changed"), "{error}");
 }

@@ -132,6 +132,8 @@ fn run(
         Ok(())
     })();
     let failed = registered.is_err();
+    // A page whose fault was read twice, because two threads waited for it, is noted once.
+    let mut seen = vec![0u64; usize::try_from(memory_bytes / PAGE_SIZE / 64).unwrap_or(0) + 1];
     if let Some(filter) = filter {
         // RAM is registered; the guest runs after the answer.
         filter.enter(Stage::Guest);
@@ -154,8 +156,12 @@ fn run(
             backing.read_page(number, &mut page)?;
             // Noted first: the thread that touched the page runs after the copy and may ask for the
             // record.
-            let us = u32::try_from(began.elapsed().as_micros()).unwrap_or(u32::MAX);
-            lock(notes).push(Touch { page: number, us });
+            let (word, bit) = (&mut seen[number as usize / 64], 1 << (number % 64));
+            if *word & bit == 0 {
+                *word |= bit;
+                let us = u32::try_from(began.elapsed().as_micros()).unwrap_or(u32::MAX);
+                lock(notes).push(Touch { page: number, us });
+            }
             // SAFETY: the page is in guest memory, to which nothing has a reference.
             unsafe { uffd.give(at, &page)? };
         }
@@ -171,6 +177,32 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     const RAM: u64 = 64 << 20;
+
+    #[test]
+    fn a_page_that_two_threads_wait_for_is_noted_once() {
+        if !dayfly_units::needs::root() {
+            return;
+        }
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(RAM).unwrap();
+        let memory = crate::memory::anonymous(RAM).unwrap();
+        let recorder = Recorder::start(Uffd::with_kernel_faults().unwrap(), None).unwrap();
+        let backing = Backing::of(file);
+        recorder.serve(&memory, RAM, backing.try_clone().unwrap()).unwrap();
+        let both = std::sync::Barrier::new(2);
+        let touch_all = || {
+            for page in 0..2000 {
+                both.wait();
+                memory.read_obj::<u8>(GuestAddress(page * PAGE_SIZE)).unwrap();
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(touch_all);
+            touch_all();
+        });
+        let pages: Vec<u32> = lock(&recorder.touched).iter().map(|touch| touch.page).collect();
+        assert_eq!(pages, (0..2000).collect::<Vec<_>>());
+    }
 
     #[test]
     fn touched_pages_are_noted_one_by_one_and_writes_differ_from_reads() {
