@@ -134,6 +134,9 @@ fn squeeze(bed: &Testbed, vm: &Living) -> Result<()> {
     let now = text(file(pid, "memory", ["memory.usage_in_bytes", "memory.current"])?)?;
     let most = now.parse::<u64>()? + (1 << 20);
     let limit = file(pid, "memory", ["memory.limit_in_bytes", "memory.max"])?;
+    // Never a group that other processes are in.
+    let inside = text(limit.with_file_name("cgroup.procs"))?;
+    ensure!(inside == pid.to_string(), "{}: has processes {inside}", limit.display());
     Ok(std::fs::write(limit, most.to_string())?)
 }
 

@@ -47,7 +47,8 @@ fn a_vm_is_limited_and_billed_and_ends_alone() {
         // A VMM that takes more than its limit: here the limit is lowered to what it has taken.
         let small = groups.iter().find(|group| {
             let pids = on_host(&format!("cat {group}/cgroup.procs")).out;
-            pids.lines().any(|pid| inspect("small")["pid"].to_string() == pid)
+            let vmm = inspect("small")["pid"].to_string();
+            pids.lines().any(|pid| pid == vmm)
         });
         let small = small.unwrap_or_else(|| panic!("{groups:?}: {}", inspect("small")));
         on_host(&format!("echo 0 >{small}/memory.swap.max; echo 4M >{small}/memory.max"));
