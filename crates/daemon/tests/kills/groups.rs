@@ -117,10 +117,13 @@ async fn a_vm_keeps_its_limits_and_its_bill_and_gets_no_more_cpu_time() -> Resul
     grows(&before, &after)?;
     bed.client.kill(&vm.word()).await?;
     let exit = vm.listed(&bed).await?.exit.context("it has ended")?;
-    grows(&after, &exit.usage.context("an exit without a bill")?)?;
+    let last = exit.usage.context("an exit without a bill")?;
+    grows(&after, &last)?;
     bed.kill()?;
     bed.start().await?;
-    ensure!(Some(usage(&bed, &vm).await?) == exit.usage);
+    // If the daemon was killed before it had recorded the end, the next one reads the counters
+    // again. The kernel counts the last microseconds of a process after it has reported its end.
+    grows(&last, &usage(&bed, &vm).await?)?;
     start_again(&bed, vm.id).await?;
     let vm = Living::new(vm.listed(&bed).await?, &bed)?;
     is_limited(&bed, &vm).await?;
