@@ -21,15 +21,18 @@ pub enum Need {
     Landlock,
     /// Debian's `docker-registry` and `skopeo`.
     Registry,
+    /// Control groups that limit CPU time, memory and processes (`dayfly_host::groups`).
+    Groups,
 }
 
 impl Need {
-    const ALL: [(&'static str, Self); 5] = [
+    const ALL: [(&'static str, Self); 6] = [
         ("root", Self::Root),
         ("kvm", Self::Kvm),
         ("machine", Self::Machine),
         ("landlock", Self::Landlock),
         ("registry", Self::Registry),
+        ("groups", Self::Groups),
     ];
 
     fn name(self) -> &'static str {
