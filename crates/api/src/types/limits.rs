@@ -4,8 +4,8 @@ use super::wire::wire;
 
 wire! {
     /// Limits of what a VM takes from the host, its devices included. A field that is absent limits
-    /// nothing. Clones that a fork makes of the VM have the same limits each; clones of a snapshot
-    /// have those of their request.
+    /// nothing. Clones that a fork makes of the VM have the same limits each, unless the fork gives
+    /// others; clones of a snapshot have those of their request.
     #[derive(Copy, Default)]
     pub struct VmLimits {
         /// The most CPU time, in thousandths of a CPU of the host: 50 to 1,024,000.
@@ -37,7 +37,7 @@ wire! {
         /// Bytes of the host's memory now, with the page cache of its disks; absent after its end.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub memory_bytes: Option<u64>,
-        /// The most bytes that it had at one time.
+        /// The most bytes that it had at one time; absent with cgroup v2 before Linux 5.19.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub memory_peak_bytes: Option<u64>,
     }
@@ -48,5 +48,16 @@ impl VmLimits {
     #[must_use]
     pub fn is_none(&self) -> bool {
         *self == Self::default()
+    }
+
+    /// These limits, and each that is absent as in `other`.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            cpu_max_millicpus: self.cpu_max_millicpus.or(other.cpu_max_millicpus),
+            cpu_weight: self.cpu_weight.or(other.cpu_weight),
+            memory_max_bytes: self.memory_max_bytes.or(other.memory_max_bytes),
+            pids_max: self.pids_max.or(other.pids_max),
+        }
     }
 }

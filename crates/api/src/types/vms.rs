@@ -328,7 +328,7 @@ wire! {
         /// inherited.
         #[serde(default)]
         pub lifetime: Lifetime,
-        /// Limits of each clone. If `None`, the VM's own.
+        /// Limits of each clone. One that is absent is the VM's own.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub limits: Option<VmLimits>,
         /// Name of a snapshot to make of that instant, which must be free. The snapshot can be

@@ -34,7 +34,7 @@ impl LimitArgs {
         }
     }
 
-    /// As [`Self::request`], of a fork, whose clones have the VM's limits if none is given.
+    /// As [`Self::request`], of a fork, whose clones have each limit of the VM that is not given.
     #[must_use]
     pub fn of_fork(self) -> Option<VmLimits> {
         Some(self.request()).filter(|limits| !limits.is_none())

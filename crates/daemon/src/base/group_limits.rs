@@ -2,11 +2,12 @@
 
 use crate::base::error::ApiError;
 use dayfly_api::types::{ErrorCode, VmLimits, VmUsage};
-use dayfly_host::groups::{GroupError, Limits, Usage};
+use dayfly_host::groups::{CpuTime, GroupError, Limits, Usage};
 use std::io;
 
-/// Part of RAM that page tables of guest and VMM take: two tables of 8 bytes for each 4 KiB, and
-/// the levels above.
+/// Part of RAM that is allowed for the host's page tables. Those of the VMM and those of KVM have 8
+/// bytes each for 4 KiB of RAM, with the levels above a little more: a 256th in all. The double is
+/// allowed, so that page tables never take of what `memory_max_bytes` gives.
 const TABLES_FRACTION: u64 = 128;
 
 /// The range of `cpu_max_millicpus`. With less, a guest would not answer in time.
@@ -20,11 +21,12 @@ pub const LEAST_PIDS: u32 = 16;
 /// The most `pids_max`: the kernel's PID_MAX_LIMIT.
 pub const MOST_PIDS: u32 = 4_194_304;
 
-/// The use in the API's form.
+/// The use in the API's form; `None` if CPU time is not counted.
 #[must_use]
-pub const fn shown(usage: &Usage) -> VmUsage {
-    let Usage { cpu_us, cpu_user_us, cpu_system_us, memory_bytes, memory_peak_bytes, .. } = *usage;
-    VmUsage { cpu_us, cpu_user_us, cpu_system_us, memory_bytes, memory_peak_bytes }
+pub const fn shown(usage: &Usage) -> Option<VmUsage> {
+    let Usage { cpu: Some(cpu), memory_bytes, memory_peak_bytes, .. } = *usage else { return None };
+    let CpuTime { all_us: cpu_us, user_us: cpu_user_us, system_us: cpu_system_us } = cpu;
+    Some(VmUsage { cpu_us, cpu_user_us, cpu_system_us, memory_bytes, memory_peak_bytes })
 }
 
 /// The limit of the memory of a VM's group, RAM included.

@@ -130,6 +130,16 @@ impl GroupLease {
         self.stock.tree()
     }
 
+    /// Bytes of its memory that the kernel cannot reclaim; `None` if the host does not say.
+    #[must_use]
+    pub fn unreclaimable_bytes(&self) -> Option<u64> {
+        let bytes = self.stock.groups.unreclaimable_bytes(self.name);
+        bytes
+            .inspect_err(|e| tracing::warn!("the memory of control group {}: {e}", self.name))
+            .ok()
+            .flatten()
+    }
+
     /// What its processes have used; `None` if the host does not say.
     #[must_use]
     pub fn usage(&self) -> Option<Usage> {
@@ -172,6 +182,9 @@ impl GroupStock {
         if let Some(e) = groups.not_joined() {
             tracing::warn!("this daemon is not in its control group: {e}");
         }
+        if let Some(e) = groups.not_enabled() {
+            tracing::warn!("a controller of control groups cannot be used: {e}");
+        }
         let next = list.into_iter().map(GroupName::number).max();
         let next = next.map_or(Some(0), |last| last.checked_add(1));
         let state = Mutex::new(State { next, ..State::default() });
@@ -210,8 +223,17 @@ impl GroupStock {
         match &self.0 {
             Ok(stock) => stock.groups.controllers().check(&host_limits(limits, 0)).map_err(refused),
             Err(why) => Err(ApiError::invalid(format_args!(
-                "limits: expected none, because VMs of this daemon have no control groups: {why}"
+                "limits: expected none, because VMs of this daemon have no control groups: {why}; \
+                 docs/limits.md says what helps"
             ))),
+        }
+    }
+
+    /// Takes the limit of CPU time of this process's group away, if it is in one of these, before
+    /// the process is killed.
+    pub fn lift_cap_of(&self, pid: u32) {
+        if let Some(Err(e)) = self.groups().map(|groups| groups.lift_cpu_max_of(pid)) {
+            tracing::debug!("the limit of CPU time of process {pid}: {e}");
         }
     }
 
@@ -291,7 +313,8 @@ impl GroupStock {
         let unused: Vec<_> = ready.chain(returned).chain(waiting).collect();
         drop(state);
         for name in unused {
-            stock.remove(name);
+            // One that stays is for the next daemon.
+            let _ = stock.remove(name);
         }
         if let Err(e) = stock.groups.close() {
             tracing::warn!("leaving control groups: {e}");
@@ -320,8 +343,12 @@ impl Stock {
             };
             match self.groups.make(name) {
                 Ok(()) => {
-                    let entry = self.groups.entry(name).inspect_err(|_| self.remove(name))?;
-                    return Ok((name, entry));
+                    let entry = self.groups.entry(name);
+                    if entry.is_err() {
+                        // No process is in it yet.
+                        let _ = self.remove(name);
+                    }
+                    return Ok((name, entry?));
                 }
                 Err(e) => {
                     lock(&self.state).own.remove(&name);
@@ -339,13 +366,17 @@ impl Stock {
         made.inspect_err(|e| tracing::warn!("a process without a control group: {e}")).ok()
     }
 
-    /// Removes a group, if no process is in it.
-    fn remove(&self, name: GroupName) {
-        if let Err(e) = self.groups.remove(name) {
+    /// Removes a group. `false`: a process is in it, and this daemon keeps it.
+    fn remove(&self, name: GroupName) -> bool {
+        let removed = self.groups.remove(name).unwrap_or_else(|e| {
             tracing::warn!("removing a control group: {e}");
+            // A leak, which a sweep removes if that is possible later.
+            true
+        });
+        if removed {
+            lock(&self.state).own.remove(&name);
         }
-        // One that is left is a leak once its last process has ended, and swept.
-        lock(&self.state).own.remove(&name);
+        removed
     }
 
     /// Makes and takes back groups until the daemon ends.
@@ -400,7 +431,8 @@ impl Stock {
         let mut state = lock(&self.state);
         if state.ended {
             drop(state);
-            self.remove(made.0);
+            // One that stays is for the next daemon.
+            let _ = self.remove(made.0);
         } else {
             state.ready.push_back(made);
         }
@@ -411,22 +443,37 @@ impl Stock {
     fn take_back(&self, name: GroupName) -> Option<Duration> {
         match self.groups.is_used(name) {
             Ok(false) => {}
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                self.remove(name);
-                return None;
-            }
-            // Soon at first; a pager, or a VM that was not adopted, may be in it for long.
-            Ok(true) if lock(&self.state).ending.insert(name) => return Some(PAUSE),
-            _ => return Some(LEFT_PAUSE),
+            // Another program removed it, or a removal was interrupted.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return self.end_group(name),
+            Ok(true) => return Some(self.pause(name)),
+            Err(_) => return Some(LEFT_PAUSE),
         }
-        lock(&self.state).ending.remove(&name);
         let room = lock(&self.state).ready.len() < MOST_READY;
         let again = room && matches!(name, GroupName::Vm(_));
         match (again && self.groups.reset(name).unwrap_or(false)).then(|| self.groups.entry(name)) {
-            Some(Ok(entry)) => self.add((name, entry)),
-            _ => self.remove(name),
+            Some(Ok(entry)) => {
+                lock(&self.state).ending.remove(&name);
+                self.add((name, entry));
+                None
+            }
+            _ => self.end_group(name),
         }
+    }
+
+    /// Removes a group. Returns when to try again: the kernel may still refuse for a moment after
+    /// the last process has ended (EBUSY).
+    fn end_group(&self, name: GroupName) -> Option<Duration> {
+        if !self.remove(name) {
+            return Some(self.pause(name));
+        }
+        lock(&self.state).ending.remove(&name);
         None
+    }
+
+    /// When to look again at a group with a process: soon at first. A pager, or a VM that was not
+    /// adopted, may be in it for long.
+    fn pause(&self, name: GroupName) -> Duration {
+        if lock(&self.state).ending.insert(name) { PAUSE } else { LEFT_PAUSE }
     }
 }
 

@@ -252,14 +252,13 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
     });
     let of_this_boot = record.is_of_this_boot();
     let vmm = record.live.process.filter(|_| record.is_of_this_boot());
-    // Its processes are in it, or have ended.
     let pid = process.as_ref().map(|process| process.id().pid);
-    let group = record.live.group.as_ref().filter(|_| of_this_boot);
-    let group = group.and_then(|group| daemon.groups.adopt(&group.tree, group.number, pid));
+    let group = record.group_in(&daemon.groups, pid);
+    let limited = record.facts.limits.memory_max_bytes.is_some();
     let exit = exit.map(|exit| {
         let usage = group.as_ref().and_then(GroupLease::usage);
         let exit = match record.uid {
-            Some(uid) => classify::classify_memory(exit, vmm, uid, usage),
+            Some(uid) => classify::classify_memory(exit, vmm, uid, usage, limited),
             None => exit,
         };
         classify::billed(exit, usage)
@@ -482,7 +481,7 @@ async fn watch_left(daemon: Arc<Daemon>, vm: Arc<Vm>, vmm: Arc<Process>) {
             () if !lives && (!silent || answered.elapsed() > deadlines.save) => {
                 let cause = "the pager of its memory died while pages were missing, \
                              and no daemon was there";
-                if let Err(e) = end_with(&vmm, &vm.dir.exit(), cause) {
+                if let Err(e) = end_with(&vmm, &vm.dir.exit(), cause, &daemon.groups) {
                     tracing::error!(vm = %vm.id, "ending a VM without a pager: {e}");
                 }
                 return;

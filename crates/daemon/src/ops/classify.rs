@@ -66,13 +66,14 @@ pub fn classify_expired(exit: VmExit, expired: bool) -> VmExit {
 /// As [`classify_end`] of the VMM `process` of user `uid`, of which `exit` was decided: a VMM that
 /// left no record may have been killed because memory was short. The counters of its control group
 /// say that, or else the kernel's log, so that a VMM that a program killed is never taken for one.
-/// Blocks.
+/// `limited`: whether the VM has a limit of memory. Blocks.
 #[must_use]
 pub fn classify_memory(
     exit: VmExit,
     process: Option<ProcessId>,
     uid: u32,
     usage: Option<Usage>,
+    limited: bool,
 ) -> VmExit {
     let Some(process) = process.filter(|_| exit.reason == ExitKind::Lost) else { return exit };
     let counted = usage.is_some_and(|usage| usage.oom_kills > 0);
@@ -80,27 +81,43 @@ pub fn classify_memory(
         tracing::warn!("whether process {} was killed for its memory: /dev/kmsg: {e}", process.pid);
         None
     });
-    let message = match line {
+    match short_of_memory(line.as_deref(), counted, limited) {
+        Some(message) => exit_now(ExitKind::Memory, message),
+        None => exit,
+    }
+}
+
+/// Which memory was short, by the line of the kernel's log, whether the VM's control group counts a
+/// kill, and whether the VM has a limit of memory; `None`: neither says that memory was short.
+fn short_of_memory(line: Option<&str>, counted: bool, limited: bool) -> Option<String> {
+    match line {
         // The kernel counts a kill in the group of the process, whichever memory was short.
         Some(line) if !(counted && line.starts_with(oom::IN_A_GROUP)) => {
-            let text = escaped(&line, LONG);
-            format!(
+            let text = escaped(line, LONG);
+            Some(format!(
                 "the kernel killed the VMM because memory was short; its log: {text}; create fewer \
                  or smaller VMs, or start dayflyd with a lower --overcommit"
-            )
+            ))
         }
-        _ if counted => "the kernel killed the VMM because the VM needed more memory than its \
-                         control group may have; create it with a larger --memory-max"
-            .to_owned(),
-        _ => return exit,
-    };
-    exit_now(ExitKind::Memory, message)
+        _ if !counted => None,
+        _ if limited => Some(
+            "the kernel killed the VMM because the VM needed more memory than its control group \
+             may have; create it with a larger --memory-max"
+                .to_owned(),
+        ),
+        _ => Some(
+            "the kernel killed the VMM because the host, or a control group above that of the VM, \
+             was out of memory; create fewer or smaller VMs, or give that group more memory"
+                .to_owned(),
+        ),
+    }
 }
 
 /// The exit with what the VM had used.
 pub(crate) fn billed(exit: VmExit, usage: Option<Usage>) -> VmExit {
     // What is left of its memory is not the VM's any more.
-    let usage = usage.map(|usage| VmUsage { memory_bytes: None, ..shown(&usage) });
+    let usage = usage.as_ref().and_then(shown);
+    let usage = usage.map(|usage| VmUsage { memory_bytes: None, ..usage });
     VmExit { usage, ..exit }
 }
 
@@ -118,6 +135,27 @@ mod tests {
 
     fn missing() -> Result<ExitRecord, RecordError> {
         read_json(std::path::Path::new("/nonexistent/exit.json"))
+    }
+
+    #[test]
+    fn a_larger_limit_is_proposed_only_to_a_vm_with_a_limit() {
+        let (host, group) = ("Out of memory: Killed 7", "Memory cgroup out of memory: Killed 7");
+        let said = |line, counted, limited, words: &str| {
+            let message = short_of_memory(line, counted, limited).unwrap();
+            assert!(message.contains(words), "{message}");
+            assert_eq!(message.contains("--memory-max"), words == "--memory-max", "{message}");
+        };
+        for limited in [false, true] {
+            assert_eq!(short_of_memory(None, false, limited), None);
+            said(Some(host), false, limited, "Out of memory: Killed 7");
+            said(Some(host), true, limited, "Out of memory: Killed 7");
+            // That of a VM without a group.
+            said(Some(group), false, limited, "Memory cgroup out of memory");
+        }
+        for line in [None, Some(group)] {
+            said(line, true, true, "--memory-max");
+            said(line, true, false, "a control group above");
+        }
     }
 
     #[test]

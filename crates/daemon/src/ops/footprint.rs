@@ -52,7 +52,7 @@ pub async fn footprint(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Footprint>
             name: vm.name.clone(),
             memory_bytes: vm.facts.memory_bytes,
             colours,
-            usage: vm.usage().as_ref().map(shown),
+            usage: vm.usage().as_ref().and_then(shown),
         })
     })
     .await

@@ -81,7 +81,7 @@ pub(crate) async fn replaced_layers(
         let Some(owner) = owner else { continue };
         // A VMM of an earlier version keeps its descriptor until it gets another file.
         if owner.live().read_only_layers && stays_written(&layer).await {
-            end(&owner, &layer.layer);
+            end(daemon, &owner, &layer.layer);
             ended |= owner.id == vm.id;
             continue;
         }
@@ -111,14 +111,14 @@ async fn stays_written(layer: &ReplacedLayer) -> bool {
 }
 
 /// Ends a VM whose VMM kept a layer.
-fn end(vm: &Vm, layer: &VmLayer) {
+fn end(daemon: &Daemon, vm: &Vm, layer: &VmLayer) {
     tracing::error!(vm = %vm.id, name = %vm.name, ?layer, "{CAUSE}: ending it");
     let Some(process) = vm.process() else { return };
     // First, because the VMM may have written its exit record already.
     vm.update(|live| {
         live.exit.get_or_insert_with(|| exit_now(ExitKind::Failed, CAUSE));
     });
-    if let Err(e) = end_with(&process, &vm.dir.exit(), CAUSE) {
+    if let Err(e) = end_with(&process, &vm.dir.exit(), CAUSE, &daemon.groups) {
         tracing::error!(vm = %vm.id, "ending it: {e}");
     }
 }

@@ -105,7 +105,7 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
         guest: guest.map(|stat| GuestStat { disk_full: disk_full(&stat), stat }),
         warnings,
         limits: vm.facts.limits,
-        usage: usage.as_ref().map(shown).or_else(|| live.exit.and_then(|exit| exit.usage)),
+        usage: usage.as_ref().and_then(shown).or_else(|| live.exit.and_then(|exit| exit.usage)),
         refused,
         timeline,
     }

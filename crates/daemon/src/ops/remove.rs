@@ -43,6 +43,7 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
         let exit = if daemon.registry.holds(&vm) {
             let Live { kill_asked, expired, .. } = vm.live();
             let (dir, uid, group) = (vm.dir.clone(), vm.uid, group.clone());
+            let limited = vm.facts.limits.memory_max_bytes.is_some();
             let seen = move || {
                 // Before Linux 6.15 the signal of a process that was reaped is unknown.
                 let signal = process.killed_by(WITHIN).unwrap_or_else(|e| {
@@ -52,7 +53,8 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
                 let exit = classify_end(signal, read_json(&dir.exit()), kill_asked);
                 let exit = classify_expired(exit, expired);
                 let usage = group.and_then(|group| group.usage());
-                Ok(billed(classify_memory(exit, Some(process.id()), uid, usage), usage))
+                let exit = classify_memory(exit, Some(process.id()), uid, usage, limited);
+                Ok(billed(exit, usage))
             };
             match blocking(seen).await {
                 Ok(exit) => exit,

@@ -78,10 +78,21 @@ pub fn allowed(vm: &Vm) -> Outcome<()> {
 }
 
 /// Checks that a copy of RAM fits the VM's limit of memory: its VMM writes the copy to a file in
-/// memory, which the kernel charges to the VM's control group, as long as a clone uses it.
+/// memory, which the kernel charges to the VM's control group, as long as a clone uses it. The page
+/// cache of its disks does not count, because the kernel reclaims it for the copy.
 fn has_memory_for_a_copy(vm: &Vm) -> Outcome<()> {
     let Some(limit) = vm.memory_limit_bytes() else { return Ok(()) };
-    let used = vm.usage().and_then(|usage| usage.memory_bytes).unwrap_or(0);
+    let Some(used) = vm.unreclaimable_bytes() else {
+        return Err(ApiError::new(
+            ErrorCode::State,
+            format_args!(
+                "VM {}: memory: its limit is {limit} bytes, and its use is not known, because its \
+                 control group was not found: a copy of RAM for a snapshot or a fork might end \
+                 it; stop it and start it again",
+                vm.name
+            ),
+        ));
+    };
     let needed = used.saturating_add(vm.facts.memory_bytes);
     if needed <= limit {
         return Ok(());

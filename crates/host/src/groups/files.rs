@@ -31,6 +31,13 @@ pub(super) fn number(path: &Path) -> io::Result<Option<u64>> {
     parsed.transpose().map_err(|e| named(path)(io::Error::new(io::ErrorKind::InvalidData, e)))
 }
 
+/// `used` bytes without the page cache of files, by the keys of its parts in the text of
+/// `memory.stat`.
+pub(super) fn without_cache(used: u64, stat: &str, keys: [&str; 2]) -> u64 {
+    // The two files are read one after the other, so that the cache may be larger.
+    keys.iter().fold(used, |left, key| left.saturating_sub(keyed(stat, key).unwrap_or(0)))
+}
+
 /// The number after `key` in a file of lines `key number`.
 pub(super) fn keyed(text: &str, key: &str) -> Option<u64> {
     let of = |line: &str| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok();

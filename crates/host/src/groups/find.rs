@@ -3,6 +3,7 @@
 //! | host | base |
 //! |---|---|
 //! | v2 has a controller cpu, memory or pids | the daemon's own group, if that is the root |
+//! | | the same, if it is the root of a cgroup namespace and no other process is in it |
 //! | | the group around it, if it is `main` and the other is delegated |
 //! | v1 | the daemon's own group in each hierarchy of cpu, cpuacct, memory and pids |
 //! | a path is given | the group with that path, which is made |
@@ -13,8 +14,9 @@
 //! systemd.resource-control(5), from systemd 254 on): an older systemd could not start the daemon
 //! again while VMs live. The unit of dayfly therefore gives a path that is not below that group.
 
-use super::files::{named, read};
+use super::files::read;
 use super::place::{Hierarchy, NoGroups, Place, Root, V2Place};
+use super::tree::make_base;
 use rustix::fs::getxattr;
 use std::path::{Path, PathBuf};
 
@@ -120,6 +122,7 @@ pub(super) fn v2(
         above.reverse();
         return Ok(V2Place { base, own, above, joins: false });
     }
+    // The root, or that of a cgroup namespace: [`super::backend::Backend::shared`].
     if own_path == Path::new("/") {
         return Ok(V2Place { base: own.clone(), above: vec![own.clone()], own, joins: true });
     }
@@ -167,7 +170,7 @@ pub(super) fn place(root: &Root) -> Result<Place, NoGroups> {
     }
     if matches!(root, Root::At(_)) {
         for base in place.bases() {
-            std::fs::create_dir_all(base).map_err(|e| NoGroups::making(named(base)(e)))?;
+            make_base(base)?;
         }
     }
     Ok(place)

@@ -82,6 +82,12 @@ impl GroupError {
 }
 
 impl Controllers {
+    /// Whether each of them is there.
+    #[must_use]
+    pub const fn are_all(self) -> bool {
+        self.cpu && self.memory && self.pids
+    }
+
     /// Checks that each given limit has its controller.
     ///
     /// # Errors
@@ -102,19 +108,27 @@ impl Controllers {
     }
 }
 
+/// The CPU time of a group's processes, in microseconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CpuTime {
+    /// All of it, exact.
+    pub all_us: u64,
+    /// Of that, time of programs and guests, which the kernel samples: the two parts need not add
+    /// up to the whole.
+    pub user_us: u64,
+    /// Of that, time of the kernel.
+    pub system_us: u64,
+}
+
 /// What the processes of a group have used since the group was made or reset.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// CPU time in microseconds, exact.
-    pub cpu_us: u64,
-    /// Of that, time of programs and guests, which the kernel samples: the two parts need not add
-    /// up to the whole.
-    pub cpu_user_us: u64,
-    /// Of that, time of the kernel.
-    pub cpu_system_us: u64,
+    /// CPU time; `None` in a v1 without cpuacct.
+    pub cpu: Option<CpuTime>,
     /// Bytes that are charged to the group now; `None` without the controller.
     pub memory_bytes: Option<u64>,
-    /// The most bytes that were charged to it.
+    /// The most bytes that were charged to it; `None` without the controller, and in v2 before
+    /// Linux 5.19.
     pub memory_peak_bytes: Option<u64>,
     /// How often the kernel killed a process of the group because memory was short, in the group
     /// or on the host.

@@ -28,7 +28,7 @@ mod tree;
 mod v1;
 mod v2;
 
-pub use limits::{Controllers, GroupError, Limits, Usage};
+pub use limits::{Controllers, CpuTime, GroupError, Limits, Usage};
 pub use name::GroupName;
 pub use place::{NoGroups, Root};
 
@@ -41,6 +41,7 @@ use place::Place;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// The group in which [`Groups::open`] tries whether a process can enter one.
 const PROBE: &str = "vms/probe";
@@ -53,6 +54,8 @@ pub struct Groups {
     _locks: Vec<File>,
     /// Whether this process moved into `main`, or why it did not; `None`: it should not.
     joined: Option<io::Result<()>>,
+    /// Why a controller is missing that the kernel has.
+    not_enabled: Option<io::Error>,
 }
 
 impl Groups {
@@ -61,9 +64,27 @@ impl Groups {
     /// With `join`, moves this process, and with it all that it starts later, into `main`.
     ///
     /// # Errors
-    /// Why there can be no groups.
+    /// Why there can be no groups. This process is where it was, and nothing new is left but the
+    /// group that `root` names.
     pub fn open(root: &Root, run: &Path, join: bool) -> Result<Self, NoGroups> {
-        Self::in_place(find::place(root)?, run, join)
+        // So that a daemon finds its tree by each path of its run folder.
+        let run = run.canonicalize().unwrap_or_else(|_| run.to_owned());
+        Self::in_place(find::place(root)?, &run, join)
+    }
+
+    /// What this process could limit with groups in `root`. Makes a tree for that, and removes it.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn check(root: &Root) -> Result<Controllers, NoGroups> {
+        // Threads and processes may check at the same time.
+        static CHECKS: AtomicU32 = AtomicU32::new(0);
+        let number = CHECKS.fetch_add(1, Ordering::Relaxed);
+        let run = format!("/proc/{}/check-{number}", std::process::id());
+        let groups = Self::open(root, Path::new(&run), false)?;
+        let controllers = groups.controllers();
+        groups.close().map_err(NoGroups::making)?;
+        Ok(controllers)
     }
 
     fn in_place(place: Place, run: &Path, join: bool) -> Result<Self, NoGroups> {
@@ -76,20 +97,45 @@ impl Groups {
             Place::V1(hierarchies) => Box::new(v1::V1::new(hierarchies, &name)),
             Place::V2(base) => Box::new(v2::V2::new(base, &name)),
         };
-        let mut groups = Self { backend, _locks: locks, joined: None };
-        groups.make_folder(&GroupName::Main.path()).map_err(NoGroups::making)?;
+        let mut groups = Self { backend, _locks: locks, joined: None, not_enabled: None };
+        match groups.prepare(join) {
+            Ok(()) => Ok(groups),
+            Err(why) => {
+                // The first error says more than one of the removal.
+                let _ = groups.leave(&groups.list().unwrap_or_default());
+                Err(why)
+            }
+        }
+    }
+
+    /// Makes the folders of the tree, and tries whether it can be used.
+    fn prepare(&mut self, join: bool) -> Result<(), NoGroups> {
+        self.make_folder(&GroupName::Main.path()).map_err(NoGroups::making)?;
         if join {
             // Before controllers are enabled: a v2 group that is no root must have no process then.
-            groups.joined = Some(groups.backend.join_main());
+            if self.joined.insert(self.backend.join_main()).is_ok()
+                && let Some(shared) = self.backend.shared().map_err(NoGroups::making)?
+            {
+                return Err(NoGroups::Shared(shared.to_owned()));
+            }
         }
-        groups.backend.enable(Path::new(""));
+        let enabled = self.backend.enable(Path::new(""));
+        let parents = self.make_parents().map_err(NoGroups::making)?;
+        self.not_enabled = enabled.and(parents).err();
+        self.probe()?;
+        self.list().map(drop).map_err(NoGroups::Listing)
+    }
+
+    /// Makes the folders that contain groups, unless they exist. Returns why a controller is
+    /// missing in them.
+    fn make_parents(&self) -> io::Result<io::Result<()>> {
+        let mut enabled = Ok(());
         for parent in PARENTS {
-            groups.make_folder(Path::new(parent)).map_err(NoGroups::making)?;
-            groups.backend.enable(Path::new(parent));
+            self.make_folder(Path::new(parent))?;
+            enabled = enabled.and(self.backend.enable(Path::new(parent)));
         }
-        groups.backend.weigh();
-        groups.probe()?;
-        Ok(groups)
+        self.backend.weigh();
+        Ok(enabled)
     }
 
     /// Has a new process enter a group, because groups that none can enter are of no use.
@@ -115,6 +161,12 @@ impl Groups {
     #[must_use]
     pub fn not_joined(&self) -> Option<&io::Error> {
         self.joined.as_ref()?.as_ref().err()
+    }
+
+    /// Why a controller is missing that the kernel has.
+    #[must_use]
+    pub const fn not_enabled(&self) -> Option<&io::Error> {
+        self.not_enabled.as_ref()
     }
 
     /// What can be limited.
@@ -148,7 +200,14 @@ impl Groups {
     pub fn make(&self, group: GroupName) -> io::Result<()> {
         let mut made: Vec<PathBuf> = Vec::new();
         for path in self.folders().iter().map(|folder| folder.join(group.path())) {
-            if let Err(e) = std::fs::create_dir(&path) {
+            let made_it = std::fs::create_dir(&path).or_else(|e| match e.kind() {
+                // Another program removed the folder that contains groups, when it was empty.
+                io::ErrorKind::NotFound => {
+                    self.make_parents().and_then(|_enabled| std::fs::create_dir(&path))
+                }
+                _ => Err(e),
+            });
+            if let Err(e) = made_it {
                 for path in &made {
                     let _ = tree::remove(path);
                 }
@@ -184,6 +243,15 @@ impl Groups {
         self.backend.usage(&group.path())
     }
 
+    /// Bytes that are charged to the group and that the kernel cannot reclaim: not the page cache
+    /// of files. `None` without the controller.
+    ///
+    /// # Errors
+    /// The group does not exist.
+    pub fn unreclaimable_bytes(&self, group: GroupName) -> io::Result<Option<u64>> {
+        self.backend.unreclaimable_bytes(&group.path())
+    }
+
     /// Makes a group without processes as a new one: without limits, and its counters at zero.
     /// `false`: that is not possible, and the group is to be removed.
     ///
@@ -202,6 +270,18 @@ impl Groups {
     /// The group does not exist, or the kernel refuses.
     pub fn lift_cpu_max(&self, group: GroupName) -> io::Result<()> {
         self.backend.lift_cpu_max(&group.path())
+    }
+
+    /// As [`Self::lift_cpu_max`] of the VM's group in which this process is. Does nothing if it is
+    /// in none of this tree.
+    ///
+    /// # Errors
+    /// The process has ended, or the kernel refuses.
+    pub fn lift_cpu_max_of(&self, pid: u32) -> io::Result<()> {
+        let cgroups = std::fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
+        let tree = self.folders().first().and_then(|folder| folder.file_name());
+        let group = tree.and_then(|tree| name::vm_of(&cgroups, tree));
+        group.map_or(Ok(()), |group| self.lift_cpu_max(group))
     }
 
     /// Whether this process is in the group, in all hierarchies.
@@ -258,7 +338,12 @@ impl Groups {
         ] {
             for folder in self.folders() {
                 let path = folder.join(parent);
-                for entry in std::fs::read_dir(&path).map_err(named(&path))? {
+                let entries = match std::fs::read_dir(&path) {
+                    // Another program removed it, when it was empty.
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                    entries => entries.map_err(named(&path))?,
+                };
+                for entry in entries {
                     let number = entry?.file_name().to_str().and_then(|n| n.parse().ok());
                     found.extend(number.map(name));
                 }
@@ -270,16 +355,21 @@ impl Groups {
     }
 
     /// Removes the tree, if no group of a VM or of a template is left in it. Moves this process out
-    /// of it for that.
+    /// of it for that. The tree stays if this process cannot leave, as in a cgroup namespace of v2.
     ///
     /// # Errors
     /// The kernel refuses.
     pub fn close(&self) -> io::Result<()> {
-        if !self.list()?.is_empty() {
+        let left = self.list()?;
+        if left.is_empty() { self.leave(&left) } else { Ok(()) }
+    }
+
+    /// Moves this process out of the tree, and removes the tree if no groups are `left`.
+    fn leave(&self, left: &[GroupName]) -> io::Result<()> {
+        // Also if it is in `main` of only some hierarchies.
+        let outside = self.joined.is_none() || self.backend.leave_main()?;
+        if !(outside && left.is_empty()) {
             return Ok(());
-        }
-        if matches!(self.joined, Some(Ok(()))) {
-            self.backend.leave_main()?;
         }
         for folder in self.folders() {
             tree::remove_all(folder)?;

@@ -1,5 +1,6 @@
 //! Names of groups.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::path::PathBuf;
 
@@ -32,6 +33,16 @@ impl GroupName {
     pub fn path(self) -> PathBuf {
         self.to_string().into()
     }
+}
+
+/// The group of a VM in which a process is, by the text of its `/proc/<pid>/cgroup` and the name of
+/// the tree.
+pub(super) fn vm_of(cgroups: &str, tree: &OsStr) -> Option<GroupName> {
+    cgroups.lines().find_map(|line| {
+        let (above, number) = line.rsplit_once("/vms/")?;
+        let above = above.rsplit('/').next()?;
+        number.parse().ok().filter(|_| above == tree).map(GroupName::Vm)
+    })
 }
 
 impl fmt::Display for GroupName {

@@ -32,8 +32,20 @@ pub enum NoGroups {
         .0.display()
     )]
     NotDelegated(PathBuf),
+    /// Other processes are in the group that the daemon is in, which is not the root.
+    #[error(
+        "other processes are in the group {} of this cgroup namespace, so that it cannot give its \
+         controllers to groups in it: start dayflyd as the only process of the container, or name \
+         another group with --group-root",
+        .0.display()
+    )]
+    Shared(PathBuf),
     /// Another daemon uses the tree.
-    #[error("{}: another dayflyd uses it", .0.display())]
+    #[error(
+        "{}: another dayflyd uses it, such as one of another container with the same run folder: \
+         choose another folder with --run, or another group with --group-root",
+        .0.display()
+    )]
     Taken(PathBuf),
     /// `/proc` cannot be read.
     #[error("looking for cgroups: {0}")]

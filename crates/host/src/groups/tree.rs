@@ -4,15 +4,16 @@
 //! attribute names the run folder. So a later daemon with another run folder can remove a tree that
 //! no daemon will use again.
 
-use super::files::named;
+use super::files::{keyed, named, read};
 use super::name::PARENTS;
 use super::place::NoGroups;
 use rustix::fs::{FlockOperation, Mode, OFlags, XattrFlags, flock, getxattr, setxattr};
 use rustix::io::Errno;
 use std::ffi::OsStr;
-use std::fs::File;
+use std::fs::{DirBuilder, File, Permissions};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 /// The start of the name of each tree.
@@ -20,6 +21,10 @@ const PREFIX: &str = "dayfly-";
 /// The attribute of a tree that has its run folder. The file systems of both versions have
 /// attributes of this kind, which only root can change.
 const RUN: &str = "trusted.dayfly.run";
+/// The attribute of a group above trees that a daemon made.
+const MADE: &str = "trusted.dayfly.made";
+/// The permissions of a tree. Another user who can open its folder can hold its lock.
+const MODE: u32 = 0o700;
 /// The longest path of a run folder that is read.
 const MOST_BYTES: usize = 4096;
 
@@ -50,24 +55,62 @@ fn lock(folder: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// Makes the folders of a tree, and locks them.
+/// Makes the folders of a tree, and locks them. After an error, no new folder is left.
 pub(super) fn make(folders: &[PathBuf], run: &Path) -> Result<Vec<File>, NoGroups> {
-    let mut locks = Vec::new();
-    for folder in folders {
-        match std::fs::create_dir(folder) {
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(NoGroups::making(named(folder)(e)));
-            }
-            _ => {}
+    let mut new = Vec::new();
+    let made = make_and_lock(folders, run, &mut new);
+    if made.is_err() {
+        for folder in new {
+            let _ = remove(folder);
         }
     }
+    made
+}
+
+fn make_and_lock<'a>(
+    folders: &'a [PathBuf],
+    run: &Path,
+    new: &mut Vec<&'a Path>,
+) -> Result<Vec<File>, NoGroups> {
+    let failed = |folder: &Path, e| NoGroups::making(named(folder)(e));
     for folder in folders {
-        let locked = lock(folder).map_err(|e| NoGroups::making(named(folder)(e)))?;
+        match DirBuilder::new().mode(MODE).create(folder) {
+            Ok(()) => new.push(folder),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(e) => return Err(failed(folder, e)),
+        }
+    }
+    let mut locks = Vec::new();
+    for folder in folders {
+        let permissions = Permissions::from_mode(MODE);
+        std::fs::set_permissions(folder, permissions).map_err(|e| failed(folder, e))?;
+        let locked = lock(folder).map_err(|e| failed(folder, e))?;
         locks.push(locked.ok_or_else(|| NoGroups::Taken(folder.clone()))?);
         // Without it, no other daemon removes the tree.
         let _ = setxattr(folder, RUN, run.as_os_str().as_bytes(), XattrFlags::empty());
     }
     Ok(locks)
+}
+
+/// Makes a group in which trees are made, with those above it, unless they exist.
+pub(super) fn make_base(base: &Path) -> Result<(), NoGroups> {
+    let missing: Vec<&Path> = base.ancestors().take_while(|folder| !folder.exists()).collect();
+    for folder in missing.into_iter().rev() {
+        match std::fs::create_dir(folder) {
+            Ok(()) => {
+                // Without the attribute, no daemon sets its weight.
+                let _ = setxattr(folder, MADE, b"1", XattrFlags::empty());
+            }
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(e) => return Err(NoGroups::making(named(folder)(e))),
+        }
+    }
+    Ok(())
+}
+
+/// Whether a daemon made this group above its tree.
+pub(super) fn was_made(folder: &Path) -> bool {
+    getxattr(folder, MADE, &mut [0_u8; 1]).is_ok()
 }
 
 /// Removes the trees in `bases` whose daemons do not run and whose run folders are gone, if no
@@ -96,9 +139,14 @@ fn is_left(folder: &Path) -> bool {
     run.is_absolute() && matches!(run.try_exists(), Ok(false))
 }
 
-/// Whether a process is in this group.
+/// Whether a process or thread is in this group. `cgroup.procs` may leave out a process whose first
+/// thread has ended.
 pub(super) fn has_processes(folder: &Path) -> io::Result<bool> {
-    let path = folder.join("cgroup.procs");
+    // v1 has no such file.
+    if let Some(events) = read(&folder.join("cgroup.events"))? {
+        return Ok(keyed(&events, "populated") != Some(0));
+    }
+    let path = folder.join("tasks");
     Ok(!std::fs::read_to_string(&path).map_err(named(&path))?.is_empty())
 }
 

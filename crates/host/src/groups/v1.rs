@@ -2,10 +2,11 @@
 //! its own hierarchy, or shares one.
 
 use super::backend::Backend;
-use super::files::{keyed, named, number, read, write};
-use super::limits::{Controllers, GroupError, Limits, Usage, cpus};
+use super::files::{keyed, named, number, read, without_cache, write};
+use super::limits::{Controllers, CpuTime, GroupError, Limits, Usage, cpus};
 use super::name::GroupName;
 use super::place::Hierarchy;
+use super::tree::was_made;
 use dayfly_sys::group::Entry;
 use std::fs::File;
 use std::io;
@@ -81,8 +82,9 @@ impl Backend for V1 {
         Controllers { cpu, memory, pids }
     }
 
-    fn enable(&self, _group: &Path) {
+    fn enable(&self, _group: &Path) -> io::Result<()> {
         // Each group of a hierarchy has its controllers.
+        Ok(())
     }
 
     fn weigh(&self) {
@@ -90,6 +92,11 @@ impl Backend for V1 {
         for group in ["", "vms"] {
             // With the usual weight, VMs get less beside other programs.
             let _ = self.write("cpu", Path::new(group), "cpu.shares", &shares);
+        }
+        let above = self.hierarchies.iter().flat_map(|of| of.base.ancestors());
+        for folder in above.filter(|folder| was_made(folder)) {
+            // Fails in the hierarchies without cpu.
+            let _ = write(&folder.join("cpu.shares"), &shares);
         }
     }
 
@@ -133,17 +140,31 @@ impl Backend for V1 {
             let ns = self.number("cpuacct", group, file)?;
             io::Result::Ok(ns.unwrap_or(0) / 1000)
         };
+        let cpu = match self.has("cpuacct") {
+            true => Some(CpuTime {
+                all_us: us("cpuacct.usage")?,
+                user_us: us("cpuacct.usage_user")?,
+                system_us: us("cpuacct.usage_sys")?,
+            }),
+            false => None,
+        };
         let memory = |file| self.number("memory", group, file);
         let oom = self.file("memory", group, "memory.oom_control");
         let oom = oom.map(|path| read(&path)).transpose()?.flatten().unwrap_or_default();
         Ok(Usage {
-            cpu_us: us("cpuacct.usage")?,
-            cpu_user_us: us("cpuacct.usage_user")?,
-            cpu_system_us: us("cpuacct.usage_sys")?,
+            cpu,
             memory_bytes: memory("memory.usage_in_bytes")?,
             memory_peak_bytes: memory("memory.max_usage_in_bytes")?,
             oom_kills: keyed(&oom, "oom_kill").unwrap_or(0),
         })
+    }
+
+    fn unreclaimable_bytes(&self, group: &Path) -> io::Result<Option<u64>> {
+        let used = self.number("memory", group, "memory.usage_in_bytes")?;
+        let stat = self.file("memory", group, "memory.stat");
+        let stat = stat.map(|path| read(&path)).transpose()?.flatten().unwrap_or_default();
+        Ok(used
+            .map(|used| without_cache(used, &stat, ["total_active_file", "total_inactive_file"])))
     }
 
     fn reset(&self, group: &Path) -> io::Result<bool> {
@@ -176,10 +197,15 @@ impl Backend for V1 {
         Ok(())
     }
 
-    fn leave_main(&self) -> io::Result<()> {
+    fn leave_main(&self) -> io::Result<bool> {
         for (of, _) in self.joined() {
             write(&of.own.join("cgroup.procs"), "0")?;
         }
-        Ok(())
+        Ok(true)
+    }
+
+    fn shared(&self) -> io::Result<Option<&Path>> {
+        // A group of v1 may have processes and groups.
+        Ok(None)
     }
 }

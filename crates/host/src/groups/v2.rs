@@ -1,10 +1,11 @@
 //! The back end for cgroup v2 (kernel: Documentation/admin-guide/cgroup-v2.rst): one hierarchy.
 
 use super::backend::Backend;
-use super::files::{keyed, named, number, read, write};
-use super::limits::{CPU_PERIOD_US, Controllers, GroupError, Limits, Usage, cpus};
+use super::files::{keyed, named, number, read, without_cache, write};
+use super::limits::{CPU_PERIOD_US, Controllers, CpuTime, GroupError, Limits, Usage, cpus};
 use super::name::GroupName;
 use super::place::V2Place;
+use super::tree::was_made;
 use dayfly_sys::group::Entry;
 use rustix::fs::{Mode, OFlags};
 use std::io;
@@ -35,10 +36,19 @@ impl V2 {
 
     /// Gives the groups in `folder` the controllers that it has itself. The kernel refuses one that
     /// it cannot give, such as cpu while a thread of another group has real-time priority.
-    fn enable_in(folder: &Path) {
-        for name in ["cpu", "memory", "pids"] {
-            let _ = write(&folder.join("cgroup.subtree_control"), &format!("+{name}"));
-        }
+    fn enable_in(folder: &Path) -> io::Result<()> {
+        let own = read(&folder.join("cgroup.controllers"))?.unwrap_or_default();
+        let used = own.split_whitespace().filter(|name| ["cpu", "memory", "pids"].contains(name));
+        let enable =
+            |name: &str| write(&folder.join("cgroup.subtree_control"), &format!("+{name}"));
+        // All of them, whichever fails.
+        used.map(enable).fold(Ok(()), io::Result::and)
+    }
+
+    /// Whether the tree's base is the root of all groups, which alone has no such file. Such a path
+    /// as `/` is no evidence, because a cgroup namespace has its own.
+    fn is_in_root(&self) -> bool {
+        !self.place.base.join("cgroup.type").exists()
     }
 }
 
@@ -54,11 +64,12 @@ impl Backend for V2 {
         Controllers { cpu: has("cpu"), memory: has("memory"), pids: has("pids") }
     }
 
-    fn enable(&self, group: &Path) {
-        if group == Path::new("") {
-            self.place.above.iter().for_each(|folder| Self::enable_in(folder));
-        }
-        Self::enable_in(&self.tree[0].join(group));
+    fn enable(&self, group: &Path) -> io::Result<()> {
+        let above: &[PathBuf] = if group == Path::new("") { &self.place.above } else { &[] };
+        let above =
+            above.iter().map(|folder| Self::enable_in(folder)).fold(Ok(()), io::Result::and);
+        let own = Self::enable_in(&self.tree[0].join(group));
+        above.and(own)
     }
 
     fn weigh(&self) {
@@ -66,6 +77,9 @@ impl Backend for V2 {
         for (group, weight) in [("", weight), ("vms", weight), ("main", MAIN_WEIGHT)] {
             // Without the controller there is no such file.
             let _ = write(&self.at(group.as_ref(), "cpu.weight"), &weight.to_string());
+        }
+        for folder in self.place.above.iter().filter(|folder| was_made(folder)) {
+            let _ = write(&folder.join("cpu.weight"), &weight.to_string());
         }
     }
 
@@ -104,13 +118,21 @@ impl Backend for V2 {
         let events = read(&self.at(group, "memory.events"))?.unwrap_or_default();
         let cpu = |key| keyed(&cpu, key).unwrap_or(0);
         Ok(Usage {
-            cpu_us: cpu("usage_usec"),
-            cpu_user_us: cpu("user_usec"),
-            cpu_system_us: cpu("system_usec"),
+            cpu: Some(CpuTime {
+                all_us: cpu("usage_usec"),
+                user_us: cpu("user_usec"),
+                system_us: cpu("system_usec"),
+            }),
             memory_bytes: number(&self.at(group, "memory.current"))?,
             memory_peak_bytes: number(&self.at(group, "memory.peak"))?,
             oom_kills: keyed(&events, "oom_kill").unwrap_or(0),
         })
+    }
+
+    fn unreclaimable_bytes(&self, group: &Path) -> io::Result<Option<u64>> {
+        let used = number(&self.at(group, "memory.current"))?;
+        let stat = read(&self.at(group, "memory.stat"))?.unwrap_or_default();
+        Ok(used.map(|used| without_cache(used, &stat, ["active_file", "inactive_file"])))
     }
 
     fn reset(&self, _group: &Path) -> io::Result<bool> {
@@ -125,10 +147,23 @@ impl Backend for V2 {
         write(&self.at(&GroupName::Main.path(), "cgroup.procs"), "0")
     }
 
-    fn leave_main(&self) -> io::Result<()> {
+    fn leave_main(&self) -> io::Result<bool> {
         if !self.place.joins {
-            return Ok(());
+            return Ok(true);
         }
-        write(&self.place.own.join("cgroup.procs"), "0")
+        let given = read(&self.place.own.join("cgroup.subtree_control"))?.unwrap_or_default();
+        if !(self.is_in_root() || given.trim().is_empty()) {
+            // EBUSY: only the root may have processes and give controllers.
+            return Ok(false);
+        }
+        write(&self.place.own.join("cgroup.procs"), "0").map(|()| true)
+    }
+
+    fn shared(&self) -> io::Result<Option<&Path>> {
+        if !self.place.joins || self.is_in_root() {
+            return Ok(None);
+        }
+        let processes = read(&self.place.own.join("cgroup.procs"))?.unwrap_or_default();
+        Ok((!processes.trim().is_empty()).then_some(self.place.own.as_path()))
     }
 }

@@ -27,7 +27,9 @@ fn bills(daemon: &Daemon, registry: &mut Registry) {
     for vm in daemon.registry.all() {
         let Some(usage) = vm.usage() else { continue };
         let of = OfVm { vm: vm.id.to_string(), name: vm.name.to_string() };
-        cpu.get_or_create(&of).inc_by(Duration::from_micros(usage.cpu_us).as_secs_f64());
+        if let Some(time) = usage.cpu {
+            cpu.get_or_create(&of).inc_by(Duration::from_micros(time.all_us).as_secs_f64());
+        }
         if let Some(bytes) = usage.memory_bytes {
             memory.get_or_create(&of).set(i64::try_from(bytes).unwrap_or(i64::MAX));
         }

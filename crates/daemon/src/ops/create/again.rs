@@ -124,7 +124,9 @@ async fn begin(daemon: &Arc<Daemon>, ended: &Arc<Vm>) -> Outcome<Arc<Vm>> {
         refused(ended, "a snapshot or a fork of it is under way; try again when it has ended")
     })?;
     disks_are_known(ended)?;
-    daemon.groups.check(&ended.facts.limits, ended.facts.vcpus)?;
+    daemon.groups.check(&ended.facts.limits, ended.facts.vcpus).map_err(|e| {
+        e.during(format_args!("VM {} cannot be started with its limits", ended.name))
+    })?;
     let _under_way = daemon.pool.creation();
     let (shared, same) = (daemon.clone(), ended.clone());
     let again = blocking(move || open(&shared.templates, &same)).await;
@@ -196,7 +198,7 @@ async fn run(daemon: &Arc<Daemon>, vm: &Arc<Vm>, asked: Asked, again: Again) -> 
         () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
     }
     failpoint::reached("daemon.start.identity");
-    vm.cap_cpu()?;
+    vm.cap_cpu().await?;
     let ready_us = asked.elapsed_us();
     vm.update(|live| {
         live.ready_us = Some(ready_us);

@@ -114,7 +114,7 @@ async fn attempt(
         Err(error) => return Err(explain(&vm, error).await.during(Step::Identity.text()).into()),
     };
     done(Step::Identity)?;
-    vm.cap_cpu()?;
+    vm.cap_cpu().await?;
     let ready_us = asked.elapsed_us();
     let longest = Duration::from_micros(ready_us).saturating_mul(PROGRAM).min(PROGRAM_AT_MOST);
     guard.next =
@@ -178,12 +178,14 @@ async fn reserve(
     if let Some(asked) = order.volumes {
         facts.volumes = asked;
     }
+    let inherited = !facts.limits.is_none();
     if let Some(asked) = order.limits {
-        facts.limits = asked;
+        facts.limits = asked.or(facts.limits);
     }
-    let inherited = order.limits.is_none() && !facts.limits.is_none();
     daemon.groups.check(&facts.limits, facts.vcpus).map_err(|e| match inherited {
-        true => e.during("the limits of the VM that is forked"),
+        true => {
+            e.during("with the limits of the VM that is forked; clones of a snapshot have none")
+        }
         false => e,
     })?;
     volumes::supported(&opened, &facts.volumes)?;

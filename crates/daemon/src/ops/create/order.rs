@@ -37,7 +37,7 @@ pub struct Order {
     pub network: Option<NetworkRequest>,
     /// Its volumes; `None`: those of the VM that was forked, or none.
     pub volumes: Option<Vec<VolumeFacts>>,
-    /// Its limits; `None`: those of the VM that was forked, or none.
+    /// Its limits. One that is absent is that of the VM that was forked, or none.
     pub limits: Option<VmLimits>,
     /// A request to the agent, sent together with the identity.
     /// [`VmGuard::take_next`](super::VmGuard::take_next) returns the link for its reply.

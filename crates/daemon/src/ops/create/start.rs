@@ -31,7 +31,7 @@ pub(super) async fn start(
     // A warm clone is resumed on this thread, without any file access.
     if let Some(WarmVmm { process, mut link, group, guest: Some(guest), .. }) = warm {
         vm.hold(process.clone());
-        let limited = vm.keep_group(group);
+        let limited = vm.keep_and_limit(group);
         let Guest { disks, backing, pin, agent_version, .. } = guest;
         vm.keep_pinned(pin);
         vm.set_backing(backing);
@@ -144,7 +144,7 @@ pub(super) fn held(
     group: Option<GroupLease>,
 ) -> Outcome<()> {
     vm.hold(process.clone());
-    let limited = vm.keep_group(group);
+    let limited = vm.keep_and_limit(group);
     remove::watch(daemon, vm.clone(), process);
     limited
 }
