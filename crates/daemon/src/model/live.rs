@@ -45,8 +45,7 @@ pub struct Live {
     pub asked_us: Option<u64>,
     /// The VMM's process; `None` before it starts and after it ended.
     pub process: Option<ProcessId>,
-    /// Its control group; `None` if it has none, before its VMM starts and after its
-    /// end.
+    /// Its control group; `None` if it has none, before its VMM starts and after its end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<VmGroup>,
     /// The pager that fills its memory; `None` if all of it was there when the VM started, and in

@@ -117,8 +117,12 @@ pub async fn kill(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
     let Some(process) = mark_removed(daemon, vm).await else { return Ok(()) };
     let _under_way = daemon.pool.removal();
     let asked = Instant::now();
-    vm.lift_cap();
-    freed(daemon, vm, move || send_kill(&process)).await?;
+    let capped = vm.clone();
+    let end = move || {
+        capped.lift_cap();
+        send_kill(&process)
+    };
+    freed(daemon, vm, end).await?;
     let freed = asked.elapsed();
     gone(daemon, vm).await?;
     daemon.metrics.destroyed(freed, asked.elapsed());

@@ -1,22 +1,17 @@
 //! Limits of a group, and what its processes have used.
 
-use serde::{Deserialize, Serialize};
 use std::io;
 
 /// Limits of a group. `None`: no limit, or the usual weight.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
     /// The most CPU time, in thousandths of a CPU.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_max_millicpus: Option<u32>,
     /// The share of CPU time against other groups, 1 to 10,000; usually 100.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_weight: Option<u32>,
     /// The most memory, in bytes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_max_bytes: Option<u64>,
     /// The most processes and threads.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pids_max: Option<u32>,
 }
 
