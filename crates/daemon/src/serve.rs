@@ -134,13 +134,18 @@ async fn warm(daemon: Arc<Daemon>) {
     let templates = daemon.templates.clone();
     let warmed = blocking(move || {
         Mapped::find().touch();
-        templates.prepare()?.map(|newest| shape_of(&newest)).transpose()
+        let newest = templates.prepare()?;
+        newest.map(|newest| Ok((shape_of(&newest)?, newest.name))).transpose()
     });
-    match warmed.await {
-        Ok(Some(shape)) => daemon.pool.expect_shape(shape),
-        Ok(None) => {}
-        Err(e) => tracing::warn!("nothing is prepared for the first creation: {e}"),
-    }
+    let newest = warmed.await.unwrap_or_else(|e| {
+        tracing::warn!("nothing is prepared for the first creation: {e}");
+        None
+    });
+    let newest = newest.map(|(shape, name)| {
+        daemon.pool.expect_shape(shape);
+        name
+    });
+    keeper::announce(&daemon, newest).await;
 }
 
 /// Serves the machine's supervisor, if that listens for published ports.

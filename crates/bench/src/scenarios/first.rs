@@ -3,18 +3,20 @@
 //! In each round a new daemon gets one request, and later another, which finds a warm clone. The
 //! kinds of first births:
 //!
-//! - **first**: the daemon has been asked for its metrics only, for [`SETTLED`], as before a hit;
-//! - **at once**: the request follows the daemon's first answer;
-//! - **no pool**: as *first*, but the daemon runs with `--pool 0`, so that no VMM waits.
+//! - **first**: the snapshot was the last one that was cloned before the daemon was started, and the
+//!   daemon has been asked for its metrics only, until its pool is full, as before a hit;
+//! - **at once**: as *first*, but the request follows the daemon's first answer;
+//! - **another**: another snapshot was cloned last, and this one's shape is unknown to the pool;
+//! - **no pool**: the daemon runs with `--pool 0`, so that no VMM waits.
 //!
 //! The hits that they are compared with belong to the same daemons as *first*.
 
 use crate::prelude::*;
 use crate::testbed::{Births, Guest, Testbed};
 
-/// How long a daemon runs before its first birth.
+/// How long a daemon without a warm clone runs before its first birth.
 const SETTLED: Duration = Duration::from_millis(300);
-const KINDS: [&str; 4] = ["hit", "first", "at once", "no pool"];
+const KINDS: [&str; 5] = ["hit", "first", "at once", "another", "no pool"];
 
 /// Options of `first`.
 #[derive(Debug, clap::Args)]
@@ -30,11 +32,13 @@ pub async fn run(options: &Options, places: &Places) -> Result<()> {
     let what = format!("{count} daemons of each kind, 256 MiB, 1 vCPU");
     let report = Report::begin(places, "first", "a birth that finds a warm clone", &what);
     let guest = Guest::idle("first")?;
-    let mut testbed = Testbed::baked(places, std::slice::from_ref(&guest)).await?;
+    let other = Guest::idle_of("other", 2 * guest.memory_bytes)?;
+    let mut testbed = Testbed::baked(places, &[guest.clone(), other.clone()]).await?;
     let mut all = Births::default();
+    remember(&mut testbed, &guest).await?;
     for _ in 0..count {
         testbed.start(&[]).await?;
-        testbed.settled(SETTLED).await?;
+        testbed.pool_is_full().await?;
         one(&mut testbed, &guest, &mut all, "first").await?;
         testbed.pool_is_full().await?;
         one(&mut testbed, &guest, &mut all, "hit").await?;
@@ -42,6 +46,12 @@ pub async fn run(options: &Options, places: &Places) -> Result<()> {
         testbed.start(&[]).await?;
         one(&mut testbed, &guest, &mut all, "at once").await?;
         testbed.stop()?;
+        remember(&mut testbed, &other).await?;
+        testbed.start(&[]).await?;
+        testbed.pool_is_full().await?;
+        one(&mut testbed, &guest, &mut all, "another").await?;
+        testbed.stop()?;
+        remember(&mut testbed, &guest).await?;
         testbed.start(&["--pool", "0"]).await?;
         testbed.settled(SETTLED).await?;
         one(&mut testbed, &guest, &mut all, "no pool").await?;
@@ -60,7 +70,7 @@ pub async fn run(options: &Options, places: &Places) -> Result<()> {
         let over_us = spread.p50().saturating_sub(hit_us);
         figures[name.replace(' ', "_")] =
             json!({ "birth": spread, "over_a_hit_us": over_us, "phases": kind.phases.json() });
-        if name == "first" || name == "no pool" {
+        if name == "first" || name == "another" {
             kind.phases.print(name);
         }
         if name != "hit" {
@@ -68,6 +78,15 @@ pub async fn run(options: &Options, places: &Places) -> Result<()> {
         }
     }
     testbed.finish(&report, figures)
+}
+
+/// Makes this snapshot the only one that was cloned last: a daemon that knows no other clones it.
+async fn remember(testbed: &mut Testbed, guest: &Guest) -> Result<()> {
+    std::fs::write(testbed.state().join("requested"), format!("{}\n", guest.name))?;
+    testbed.start(&[]).await?;
+    let (vm, _) = testbed.create(&guest.name).await?;
+    testbed.remove(vm.id).await?;
+    testbed.stop()
 }
 
 /// A birth of this kind, which is removed.

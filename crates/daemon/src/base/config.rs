@@ -15,6 +15,7 @@
 //!                               vsock.sock, vsock.sock_1025 during a boot,
 //!                               vsock.root_1026 if the VM may fork itself
 //! <state>/                      the store: images, kernels, layers, snapshots, staging
+//! <state>/requested             the snapshots that were cloned last ([`crate::vmm::requested`])
 //! ```
 
 use crate::base::prefix::Prefix;
@@ -168,6 +169,12 @@ impl Config {
     #[must_use]
     pub fn limits(&self) -> PathBuf {
         self.run.join("limits")
+    }
+
+    /// The file of the snapshots that were cloned last.
+    #[must_use]
+    pub fn requested(&self) -> PathBuf {
+        self.state.join("requested")
     }
 
     /// The folder that contains the VMs' folders.

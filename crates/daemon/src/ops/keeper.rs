@@ -9,6 +9,7 @@ use crate::vmm::demand::TICK;
 use crate::vmm::launch::{Fds, Launched};
 use crate::vmm::link;
 use crate::vmm::pool::{Guest, Missing, Pool, WarmVmm, YIELD};
+use crate::vmm::requested;
 use crate::vmm::source::{CloneOf, Purpose, Template};
 use dayfly_api::types::ErrorCode;
 use dayfly_host::priority::background;
@@ -16,6 +17,7 @@ use dayfly_host::process::Process;
 use dayfly_units::{Name, VmId, error::chain};
 use dayfly_vmm::config::{Shape, Start};
 use dayfly_vmm::control::{Command, ExitRecord};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::time::timeout;
@@ -23,9 +25,11 @@ use tokio::time::timeout;
 /// Fills the pool according to the demand until the daemon stops, and then ends all warm VMMs.
 pub async fn keep(daemon: Arc<Daemon>) {
     let mut last_look = Instant::now();
+    let mut noted = BTreeSet::new();
     while !daemon.stop.is_cancelled() {
         if last_look.elapsed() >= TICK {
             last_look = Instant::now();
+            note(&daemon, &mut noted).await;
             let surplus = daemon.pool.surplus();
             if !surplus.is_empty() {
                 end(&daemon, surplus).await;
@@ -70,7 +74,58 @@ pub async fn keep(daemon: Arc<Daemon>) {
             () = daemon.stop.cancelled() => {}
         }
     }
+    note(&daemon, &mut noted).await;
     end(&daemon, daemon.pool.close()).await;
+}
+
+/// Writes for the next daemon which snapshots were requested last, if these are not `noted`. After
+/// a time without requests those before them stay.
+async fn note(daemon: &Daemon, noted: &mut BTreeSet<Name>) {
+    let names = daemon.pool.requested(requested::MOST);
+    if names.is_empty() || names == *noted {
+        return;
+    }
+    // Not again and again on a full disk.
+    noted.clone_from(&names);
+    let path = daemon.config.requested();
+    let written = blocking(move || {
+        requested::write(&path, &names)
+            .map_err(|e| ApiError::internal(format_args!("{}: {e}", path.display())))
+    });
+    if let Err(e) = written.await {
+        tracing::warn!("the next daemon will not know which snapshots were requested: {e}");
+    }
+}
+
+/// Announces the snapshots that were requested last before this daemon started, or `newest` if
+/// there are none, so that the pool makes a warm clone of each.
+pub async fn announce(daemon: &Arc<Daemon>, newest: Option<Name>) {
+    if daemon.config.pool == 0 {
+        return;
+    }
+    let path = daemon.config.requested();
+    let read = blocking(move || {
+        requested::read(&path)
+            .map_err(|e| ApiError::internal(format_args!("{}: {e}", path.display())))
+    });
+    let mut names = read.await.unwrap_or_else(|e| {
+        tracing::warn!("which snapshots were requested: {e}");
+        BTreeSet::new()
+    });
+    if names.is_empty() {
+        names.extend(newest);
+    }
+    for name in names {
+        if daemon.stop.is_cancelled() {
+            return;
+        }
+        let (templates, wanted) = (daemon.templates.clone(), name.clone());
+        match blocking(move || Template::of(&*templates.open_snapshot(&wanted)?)).await {
+            Ok(template) => daemon.pool.announce(&template),
+            Err(e) if e.0.code == ErrorCode::NotFound => {}
+            Err(e) => tracing::warn!("no warm clone of snapshot {name}: {e}"),
+        }
+    }
 }
 
 /// Removes prepared layers that no warm VMM needs any more. One stays for a request without a warm

@@ -12,6 +12,7 @@ pub mod identity;
 pub mod launch;
 pub mod link;
 pub mod pool;
+pub(crate) mod requested;
 pub mod run_dir;
 pub mod source;
 pub mod zygotes;

@@ -19,6 +19,8 @@
 //! ```
 //!
 //! If a daemon is killed, its warm VMMs stay. They have no record, so the next daemon sweeps them.
+//! The next daemon begins with a warm clone of each snapshot that was requested last
+//! ([`crate::vmm::requested`]).
 
 use crate::base::groups::GroupLease;
 use crate::model::disk::Disk;
@@ -31,7 +33,7 @@ use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId, sync::lock};
 use dayfly_vmm::config::Shape;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -285,9 +287,8 @@ impl Pool {
         self.wanted.notify_one();
     }
 
-    /// Announces that this snapshot will soon be cloned. Waits until one warm clone of it is ready,
-    /// for a few seconds at most.
-    pub async fn expect(&self, template: &Template) {
+    /// Announces that this snapshot will soon be cloned.
+    pub fn announce(&self, template: &Template) {
         let now = Instant::now();
         lock(&self.shelves)
             .demand
@@ -295,6 +296,20 @@ impl Pool {
             .or_insert_with(|| Demand::new(now))
             .last = now;
         self.wanted.notify_one();
+    }
+
+    /// Names of the `most` snapshots that were requested or announced last.
+    pub(crate) fn requested(&self, most: usize) -> BTreeSet<Name> {
+        let shelves = lock(&self.shelves);
+        let mut known: Vec<_> = shelves.demand.iter().collect();
+        known.sort_by_key(|(_, demand)| std::cmp::Reverse(demand.last));
+        known.into_iter().take(most).map(|(template, _)| template.name.clone()).collect()
+    }
+
+    /// Announces that this snapshot will soon be cloned. Waits until one warm clone of it is ready,
+    /// for a few seconds at most.
+    pub async fn expect(&self, template: &Template) {
+        self.announce(template);
         let ready = async {
             loop {
                 let shelved = self.shelved.notified();

@@ -20,6 +20,7 @@
 //! `make long` runs all failpoints, and DAYFLY_KILLS=TEXT those whose names contain TEXT.
 
 mod activation;
+mod ahead;
 mod check;
 mod groups;
 mod guest;

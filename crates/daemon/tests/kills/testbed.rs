@@ -32,6 +32,8 @@ pub struct Testbed {
     folder: tempfile::TempDir,
     /// The state folder.
     state: PathBuf,
+    /// The most warm VMMs and warm clones of the next daemon.
+    pub pool: &'static str,
     /// Options of the next daemon, after the usual ones.
     pub options: Vec<&'static str>,
     /// Sockets that the next daemon gets as systemd would pass them.
@@ -85,8 +87,16 @@ impl Testbed {
         let folder = tempfile::Builder::new().prefix("kills").tempdir_in("/dev/shm")?;
         let state = folder.path().join("s");
         let client = Client::new(folder.path().join("r/dayflyd.sock"));
-        let (options, programs) = (Vec::new(), own_programs());
-        Ok(Self { folder, state, options, activation: None, daemon: None, programs, client })
+        Ok(Self {
+            folder,
+            state,
+            pool: "0",
+            options: Vec::new(),
+            activation: None,
+            daemon: None,
+            programs: own_programs(),
+            client,
+        })
     }
 
     /// With an empty state folder at `state`.
@@ -137,7 +147,7 @@ impl Testbed {
             // What else runs on the host changes nothing here.
             .env("DAYFLY_TIMEOUT_FACTOR", "6")
             .env("DAYFLY_MEMORY_RESERVE", "none")
-            .args(["--overcommit", "1000", "--network", "none", "--pool", "0"])
+            .args(["--overcommit", "1000", "--network", "none", "--pool", self.pool])
             .args(&self.options)
             .stdin(Stdio::null());
         if let Some(activation) = &self.activation {

@@ -1,0 +1,80 @@
+//! What a daemon makes before its first request.
+
+use crate::guest::{self, BASE, GUEST, base, clone};
+use crate::testbed::{Testbed, until};
+use anyhow::{Context, Result, ensure};
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+const NEWER: &str = "newer";
+
+/// Waits until this many warm clones wait.
+async fn clones_wait(bed: &Testbed, count: usize) -> Result<()> {
+    let mut found = String::new();
+    let waited = until("the pool has warm clones", async || {
+        let metrics = bed.client.metrics().await?;
+        let line = metrics.lines().find_map(|line| line.strip_prefix("dayfly_waiting_clones "));
+        found = line.context("dayfly_waiting_clones in /metrics")?.trim().to_owned();
+        Ok(found == count.to_string())
+    });
+    waited.await.with_context(|| format!("expected {count} warm clones, got {found}"))
+}
+
+/// Clones a snapshot. Whether a warm clone served.
+async fn was_warm(bed: &Testbed, snapshot: &str, called: &str) -> Result<bool> {
+    let vm = clone(bed, snapshot, called).await?;
+    let inspected = bed.client.vm(&vm.id.to_string()).await?;
+    Ok(inspected.timeline.iter().any(|(phase, _)| phase.contains("the clone was ready")))
+}
+
+fn file(bed: &Testbed) -> PathBuf {
+    bed.state().join("requested")
+}
+
+/// Waits until the file names these snapshots.
+async fn are_noted(bed: &Testbed, names: &[&str]) -> Result<()> {
+    let expected = BTreeSet::from_iter(names.iter().map(|name| (*name).to_owned()));
+    until("the requested snapshots are noted", async || {
+        let text = std::fs::read_to_string(file(bed)).unwrap_or_default();
+        Ok(text.lines().map(str::to_owned).collect::<BTreeSet<_>>() == expected)
+    })
+    .await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_begins_with_a_warm_clone_of_each_snapshot_that_was_cloned_last() -> Result<()> {
+    let mut bed = guest::testbed().await?;
+    base(&bed, GUEST, NEWER).await?;
+    bed.stop()?;
+    // Of an unknown past, the newest.
+    std::fs::remove_file(file(&bed)).context("what the daemon that baked has noted")?;
+    bed.pool = "8";
+    bed.start().await?;
+    clones_wait(&bed, 1).await?;
+    ensure!(was_warm(&bed, NEWER, "newest").await?, "the newest snapshot had no warm clone");
+    bed.kill()?;
+    // Lines that name nothing are passed over.
+    std::fs::write(file(&bed), format!("gone\n../{NEWER}\n{BASE}\n"))?;
+    bed.start().await?;
+    clones_wait(&bed, 1).await?;
+    ensure!(was_warm(&bed, BASE, "named").await?, "the named snapshot had no warm clone");
+    are_noted(&bed, &[BASE]).await?;
+    // Only now are there two, which a daemon notes while it runs.
+    was_warm(&bed, NEWER, "second").await?;
+    are_noted(&bed, &[BASE, NEWER]).await?;
+    bed.kill()?;
+    bed.start().await?;
+    clones_wait(&bed, 2).await?;
+    for (snapshot, called) in [(BASE, "a"), (NEWER, "b")] {
+        ensure!(was_warm(&bed, snapshot, called).await?, "{snapshot} had no warm clone");
+    }
+    // A daemon that stops notes them as well, and one without a pool makes none.
+    std::fs::remove_file(file(&bed))?;
+    bed.client.remove_snapshot(&guest::name(NEWER)?).await?;
+    bed.stop()?;
+    are_noted(&bed, &[BASE]).await?;
+    bed.pool = "0";
+    bed.start().await?;
+    ensure!(!was_warm(&bed, BASE, "without").await?, "a warm clone although there is no pool");
+    bed.stop()
+}
