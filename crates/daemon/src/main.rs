@@ -137,8 +137,10 @@ fn main() -> anyhow::Result<()> {
         return server::join_streams().context("joining two streams");
     }
     dayfly_daemon::base::heap::keep_less();
+    // Before there are other threads.
+    let huge = dayfly_sys::code::to_huge_pages();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
-    runtime.context("starting threads")?.block_on(run())
+    runtime.context("starting threads")?.block_on(run(huge))
 }
 
 /// Raises the soft limit of open files to the hard limit. Each VM takes several descriptors, and
@@ -148,8 +150,11 @@ fn more_descriptors() -> std::io::Result<()> {
     Ok(setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?)
 }
 
-async fn run() -> anyhow::Result<()> {
+async fn run(huge: std::io::Result<usize>) -> anyhow::Result<()> {
     dayfly_daemon::base::log::begin();
+    if let Err(e) = huge {
+        tracing::info!("requests will be slower, with this program's code in small pages: {e}");
+    }
     let options = Options::parse();
     let failpoints = dayfly_daemon::failpoints::all();
     if options.failpoints {

@@ -19,6 +19,7 @@ fn main() -> ExitCode {
     // knows its number. If it is not open, the first call on it fails.
     let socket = unsafe { OwnedFd::from_raw_fd(number) };
     // Now, because most pagers wait before they get a plan.
+    let _small = dayfly_sys::code::to_huge_pages();
     Mapped::find().touch();
     let descriptors = match jail::enter() {
         Ok(descriptors) => descriptors,

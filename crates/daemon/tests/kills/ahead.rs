@@ -8,6 +8,28 @@ use std::path::PathBuf;
 
 const NEWER: &str = "newer";
 
+/// Bytes of huge pages in mappings of a process that may be executed (proc(5), smaps).
+fn huge_code_bytes(pid: u32) -> Result<u64> {
+    let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps"))?;
+    let (mut is_code, mut kib) = (false, 0);
+    for line in smaps.lines() {
+        let mut fields = line.split_ascii_whitespace();
+        match (fields.next(), fields.next()) {
+            (Some("AnonHugePages:"), Some(number)) if is_code => kib += number.parse::<u64>()?,
+            (Some(first), Some(rights)) if first.contains('-') => is_code = rights == "r-xp",
+            _ => {}
+        }
+    }
+    Ok(kib << 10)
+}
+
+/// Whether this kernel loads static programs where their huge pages begin: since 6.10.
+fn aligns_programs() -> Result<bool> {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease")?;
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|n| n.parse().ok());
+    Ok((numbers.next(), numbers.next()) >= (Some(6u32), Some(10u32)))
+}
+
 /// Waits until this many warm clones wait.
 async fn clones_wait(bed: &Testbed, count: usize) -> Result<()> {
     let mut found = String::new();
@@ -77,4 +99,15 @@ async fn a_daemon_begins_with_a_warm_clone_of_each_snapshot_that_was_cloned_last
     bed.start().await?;
     ensure!(!was_warm(&bed, BASE, "without").await?, "a warm clone although there is no pool");
     bed.stop()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_code_of_daemon_and_vmms_is_in_huge_pages() -> Result<()> {
+    let bed = guest::testbed().await?;
+    let vm = clone(&bed, BASE, "a").await?;
+    let vmm = bed.processes().get(&vm.id).copied().context("a VM without a VMM")?;
+    let (daemon, vmm) = (huge_code_bytes(bed.pid()?)?, huge_code_bytes(vmm.pid)?);
+    ensure!(daemon >= 4 << 20, "the daemon has {daemon} bytes of huge pages");
+    ensure!(vmm > 0 || !aligns_programs()?, "a VMM has none");
+    Ok(())
 }
