@@ -4,7 +4,6 @@ use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::metrics::{self, CreatePhase};
 use crate::base::time::Asked;
 use crate::daemon::Daemon;
-use crate::model::facts::Facts;
 use crate::model::program::for_run;
 use crate::model::state::Event;
 use crate::model::step::{self, Step};
@@ -14,7 +13,6 @@ use crate::ops::create::last_lines::explain;
 use crate::ops::create::order::{Order, Origin};
 use crate::ops::create::start::start;
 use crate::ops::{admit, expiry, keeper, volumes};
-use crate::vm::budget::Reservation;
 use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, AgentLink, LinkError};
 use crate::vmm::link::Link;
@@ -24,9 +22,10 @@ use crate::vmm::{guest_socket, identity};
 use dayfly_api::agent::{PROTOCOL, Ready, Request, check_strings, protocol_of, request_frames};
 use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit};
 use dayfly_units::text::escaped;
-use dayfly_units::{Name, VmName, failpoint};
+use dayfly_units::{Name, failpoint};
 use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::Command;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -50,13 +49,20 @@ const PROGRAM_AT_MOST: Duration = Duration::from_millis(500);
 /// its console.
 pub async fn create(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome<VmGuard> {
     expiry::check(order.lifetime)?;
-    match attempt(daemon, asked, order.clone(), true).await {
+    match attempt(daemon, asked, &order, true).await {
         Err(Failed { error, was_dying: true }) => {
             tracing::warn!("what was ready for a VM was dying, making another: {error}");
-            attempt(daemon, asked, order, false).await.map_err(|failed| failed.error)
+            let again = rare(attempt(daemon, asked, &order, false));
+            again.await.map_err(|failed| failed.error)
         }
         result => result.map_err(|failed| failed.error),
     }
+}
+
+/// A future that few creations need, outside of the future of them all. That one is moved several
+/// times on its way, and its bytes are not in the CPU's caches.
+fn rare<F: Future>(future: F) -> Pin<Box<F>> {
+    Box::pin(future)
 }
 
 /// Why an attempt failed, and whether another one may succeed because the pool's warm VMM or clone
@@ -78,7 +84,7 @@ where
 async fn attempt(
     daemon: &Arc<Daemon>,
     asked: Asked,
-    order: Order,
+    order: &Order,
     from_pool: bool,
 ) -> Result<VmGuard, Failed> {
     let wanted = order.name.clone().map(Name::from);
@@ -91,7 +97,7 @@ async fn attempt(
     let ready_made = warm.is_some();
     let (mut vmm, ready) = match start(daemon, &vm, opened, warm, purpose).await {
         Ok(started) => started,
-        Err(error) => return Err(not_started(&vm, guard, error, ready_made).await),
+        Err(error) => return Err(rare(not_started(&vm, guard, error, ready_made)).await),
     };
     done(Step::Guest)?;
     let running_us = asked.elapsed_us();
@@ -111,7 +117,9 @@ async fn attempt(
     };
     let link = match result {
         Ok(link) => link.filter(|_| next.is_some()),
-        Err(error) => return Err(explain(&vm, error).await.during(Step::Identity.text()).into()),
+        Err(error) => {
+            return Err(rare(explain(&vm, error)).await.during(Step::Identity.text()).into());
+        }
     };
     done(Step::Identity)?;
     vm.cap_cpu().await?;
@@ -132,7 +140,7 @@ async fn attempt(
     daemon.metrics.created(began, &phases);
     if let Err(refused) = vm.step(Event::Ready) {
         // The VM ended at this moment.
-        return Err(explain(&vm, refused.into()).await.into());
+        return Err(rare(explain(&vm, refused.into())).await.into());
     }
     expiry::begin(daemon, &vm, lifetime, until);
     if !vm.facts.ephemeral {
@@ -162,21 +170,22 @@ struct Reserved {
 async fn reserve(
     daemon: &Arc<Daemon>,
     asked: Asked,
-    mut order: Order,
+    order: &Order,
     wanted: Option<&Name>,
     from_pool: bool,
 ) -> Result<Reserved, Failed> {
     let done = |step| step::done(step, wanted);
-    let opened = open(daemon, order.origin).await?;
+    let opened = open(daemon, &order.origin).await?;
     done(Step::Source)?;
     let opened_us = asked.elapsed_us();
     let under_way = daemon.pool.creation();
-    let mut facts = opened.facts(order.labels, order.ephemeral, order.forks, order.network);
+    let (labels, network) = (order.labels.clone(), order.network.clone());
+    let mut facts = opened.facts(labels, order.ephemeral, order.forks, network);
     facts.auto_remove = order.lifetime.auto_remove;
     // Replaces that of the VM from which it was forked.
-    facts.request = order.request;
-    if let Some(asked) = order.volumes {
-        facts.volumes = asked;
+    facts.request.clone_from(&order.request);
+    if let Some(asked) = &order.volumes {
+        facts.volumes.clone_from(asked);
     }
     let inherited = !facts.limits.is_none();
     if let Some(asked) = order.limits {
@@ -189,9 +198,13 @@ async fn reserve(
         false => e,
     })?;
     volumes::supported(&opened, &facts.volumes)?;
-    let folders = volumes::open(daemon, &facts.volumes).await?;
+    let folders = match facts.volumes.as_slice() {
+        [] => Vec::new(),
+        asked => rare(volumes::open(daemon, asked)).await?,
+    };
+    let mut next = order.next.clone();
     // Before anything is taken from the pool, which has to get it back after an error.
-    if let Some(Request::Exec(spec)) = &mut order.next {
+    if let Some(Request::Exec(spec)) = &mut next {
         for_run(spec, order.entrypoint.as_deref(), &facts.config)?;
         let protocol = opened.agent_version().map_or(PROTOCOL, protocol_of);
         check_strings(spec.as_mut(), protocol).map_err(|e| ApiError::from_strings(&e))?;
@@ -207,10 +220,20 @@ async fn reserve(
     let attachment = attachment.map_err(Step::Network.failed())?;
     done(Step::Network)?;
     let warm = pooled.take(&daemon.pool, memory.node);
-    let (vm, warm) = name(daemon, order.name, facts, memory, warm).await?;
+    let vm_slot = warm.as_ref().map(|warm| warm.vm_slot);
+    let name = order.name.clone();
+    let vm = match daemon.registry.reserve(&daemon.config, name, facts, memory, vm_slot) {
+        Ok(vm) => vm,
+        Err(refused) => {
+            if let Some(warm) = warm {
+                rare(keeper::give_back(daemon, warm)).await;
+            }
+            return Err(Step::Name.failed()(refused).into());
+        }
+    };
     vm.keep_share(share);
     let guard = VmGuard::new(daemon.clone(), vm.clone(), order.batch.clone());
-    if let Some(batch) = order.batch {
+    if let Some(batch) = &order.batch {
         batch.add(vm.id).map_err(ApiError::internal)?;
     }
     done(Step::Name)?;
@@ -221,18 +244,18 @@ async fn reserve(
         live.asked_us = Some(asked.at_us());
         live.timeline.push(("source verified and open".into(), opened_us));
     });
-    Ok(Reserved { under_way, vm, guard, opened, opened_us, next: order.next, warm })
+    Ok(Reserved { under_way, vm, guard, opened, opened_us, next, warm })
 }
 
 /// Opens and verifies what a VM starts from.
-async fn open(daemon: &Arc<Daemon>, origin: Origin) -> Outcome<Opened> {
+async fn open(daemon: &Arc<Daemon>, origin: &Origin) -> Outcome<Opened> {
     Ok(match origin {
-        Origin::Template(open) => Opened::Snapshot(open),
-        Origin::Fork(fork_point, number) => Opened::Fork(fork_point, number),
-        Origin::Source(source) => match Opened::known(&daemon.templates, &source) {
+        Origin::Template(open) => Opened::Snapshot(open.clone()),
+        Origin::Fork(fork_point, number) => Opened::Fork(fork_point.clone(), *number),
+        Origin::Source(source) => match Opened::known(&daemon.templates, source) {
             Some(opened) => opened,
             None => {
-                let shared = daemon.clone();
+                let (shared, source) = (daemon.clone(), source.clone());
                 blocking(move || Opened::open(&shared.templates, source))
                     .await
                     .map_err(Step::Source.failed())?
@@ -267,26 +290,6 @@ impl Pooled {
         match self.template {
             Some(template) => pool.take(&template, node),
             None => self.shape.and_then(|shape| pool.take_warm_vmm(shape, node)),
-        }
-    }
-}
-
-/// Reserves name, id and slot. If the name is refused, what the pool gave goes back.
-async fn name(
-    daemon: &Arc<Daemon>,
-    wanted: Option<VmName>,
-    facts: Facts,
-    memory: Reservation,
-    warm: Option<WarmVmm>,
-) -> Outcome<(Arc<Vm>, Option<WarmVmm>)> {
-    let vm_slot = warm.as_ref().map(|warm| warm.vm_slot);
-    match daemon.registry.reserve(&daemon.config, wanted, facts, memory, vm_slot) {
-        Ok(vm) => Ok((vm, warm)),
-        Err(refused) => {
-            if let Some(warm) = warm {
-                keeper::give_back(daemon, warm).await;
-            }
-            Err(Step::Name.failed()(refused))
         }
     }
 }
@@ -331,6 +334,18 @@ pub(super) async fn bring_up(
     if vm.facts.volumes.is_empty() {
         return identify(daemon, vm, asked, vmm, ready, next, connected_us).await;
     }
+    rare(with_volumes(daemon, vm, asked, vmm, ready, next, connected_us)).await
+}
+
+async fn with_volumes(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    asked: Asked,
+    vmm: &mut Link,
+    ready: Option<UnixListener>,
+    next: Option<&Request>,
+    connected_us: &AtomicU64,
+) -> Outcome<Option<AgentLink>> {
     identify(daemon, vm, asked, vmm, ready, None, connected_us).await?;
     volumes::mount(daemon, vm).await?;
     vm.mark("volumes mounted", asked.elapsed_us());
@@ -354,7 +369,7 @@ async fn identify(
     connected_us: &AtomicU64,
 ) -> Outcome<Option<AgentLink>> {
     if let Some(listener) = ready {
-        let ready = booted(daemon, listener).await?;
+        let ready = rare(booted(daemon, listener)).await?;
         vm.mark("agent ready", asked.elapsed_us());
         // Escaped, because the version is shown and written to every snapshot.
         let version = escaped(&ready.version, VERSION).to_string();
