@@ -85,8 +85,6 @@ pub fn main() -> ! {
 fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
     match arguments()? {
         ("--zygote-fd", number) => {
-            // Every VMM is forked from it. Without huge pages the code stays in those of the file.
-            let _small = dayfly_sys::code::to_huge_pages();
             // Returns in a child: in a pre-forked VMM that has received its message.
             let child = zygote::run(FdTable::default().take("the daemon's connection", number)?)?;
             let zygote::Child {

@@ -1,7 +1,8 @@
 //! A KVM VM without devices, made ahead for the shape that the next VM will probably have.
 //!
-//! The guess is the last VM's shape, because VMs come in series. If the guess is wrong, the KVM VM
-//! is dropped and made again at request time.
+//! The guess is the last VM's shape, because VMs come in series. If the guess is wrong, another KVM
+//! VM is made at request time. That of the guess stays, without memory and vCPUs, until the process
+//! ends: its removal would wait for grace periods (17 ms, Linux 6.18).
 //!
 //! Memory slots are set before the interrupt controllers. KVM_SET_USER_MEMORY_REGION waits for the
 //! grace periods in progress, and the controllers' places on the I/O bus begin some (1 ms against
@@ -46,6 +47,8 @@ pub(super) struct Parts {
     pub(super) vcpus: Vec<VcpuFd>,
     /// The CPUID of each vCPU (KVM_GET_CPUID2), if it was set ahead; else empty.
     pub(super) cpuid: Vec<Vec<kvm_cpuid_entry2>>,
+    /// The KVM VM of a wrong guess, to be kept until the process ends.
+    pub(super) unused: Option<VmFd>,
 }
 
 impl Bare {
@@ -97,16 +100,16 @@ impl Bare {
         let fits = |f: &Filled| {
             f.memory_bytes == shape.memory_bytes && f.vcpus.len() == usize::from(shape.vcpus)
         };
-        let bare = match &self.filled {
-            Some(filled) if !fits(filled) => Self::new(kvm)?,
-            _ => self,
+        let (bare, unused) = match &self.filled {
+            Some(filled) if !fits(filled) => (Self::new(kvm)?, Some(self.vm)),
+            _ => (self, None),
         };
         let filled = match bare.filled {
             Some(filled) => filled,
             None => bare.fill(shape)?,
         };
         let Filled { memory, vcpus, cpuid, .. } = filled;
-        Ok(Parts { vm: bare.vm, memory, vcpus, cpuid })
+        Ok(Parts { vm: bare.vm, memory, vcpus, cpuid, unused })
     }
 
     /// Makes the memory slots, then the interrupt controllers and the timer, then the vCPUs.
@@ -124,8 +127,8 @@ impl Bare {
                 userspace_addr: host.addr() as u64,
             };
             // SAFETY: `Filled`, then the `WarmVmm`, hold the memory and with it the mapping of the
-            // region. A `WarmVmm` holds it until the process ends; a VM whose memory is dropped is
-            // dropped too, before it has run. Later mappings over the region are again guest RAM.
+            // region. A `WarmVmm` holds it until the process ends; a VM whose memory is dropped has
+            // no vCPU then, so it never runs. Later mappings over the region are again guest RAM.
             // Slots do not overlap, because the regions of a GuestMemoryMmap do not.
             unsafe { self.vm.set_user_memory_region(area) }
                 .map_err(on("KVM_SET_USER_MEMORY_REGION"))?;

@@ -70,6 +70,8 @@ pub struct WarmVmm {
     /// Stays open as long as the process lives ([`memory::lazy`]).
     pub(super) uffd: Option<Uffd>,
     pub(super) timeline: Timeline,
+    /// The KVM VM of a wrong guess ([`super::bare`]).
+    pub(super) _unused: Option<VmFd>,
 }
 
 fn check(shape: Shape) -> Result<(), BuildError> {
@@ -114,7 +116,7 @@ impl WarmVmm {
             workers,
             mut timeline,
         } = host;
-        let Parts { vm, memory, vcpus: fds, cpuid } = bare.parts(kvm, shape)?;
+        let Parts { vm, memory, vcpus: fds, cpuid, unused } = bare.parts(kvm, shape)?;
         let limits = HostLimits::new(msrs, &vm);
         timeline.done("kvm");
 
@@ -160,6 +162,7 @@ impl WarmVmm {
             recorder,
             uffd,
             timeline,
+            _unused: unused,
         })
     }
 
