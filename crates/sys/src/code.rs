@@ -7,8 +7,8 @@
 //! its page tables, where it would have to fault in pages of a file.
 //!
 //! The programs are linked so that code and constants begin on the boundary of a huge page (their
-//! `build.rs`), and static programs with such an alignment are loaded on one since Linux 6.10. On
-//! older hosts a program begins anywhere, and only those huge pages that lie in it are used.
+//! `build.rs`). Linux 6.18 also loads them so. Older kernels may load a static program anywhere;
+//! then only those huge pages are used that lie within its code.
 
 use std::io;
 use std::ops::Range;

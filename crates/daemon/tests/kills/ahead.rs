@@ -23,11 +23,11 @@ fn huge_code_bytes(pid: u32) -> Result<u64> {
     Ok(kib << 10)
 }
 
-/// Whether this kernel loads static programs where their huge pages begin: since 6.10.
+/// Whether this kernel loads static programs where their huge pages begin, as Linux 6.18 does.
 fn aligns_programs() -> Result<bool> {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease")?;
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|n| n.parse().ok());
-    Ok((numbers.next(), numbers.next()) >= (Some(6u32), Some(10u32)))
+    Ok((numbers.next(), numbers.next()) >= (Some(6u32), Some(18u32)))
 }
 
 /// Waits until this many warm clones wait.
