@@ -1,4 +1,4 @@
-//! Has the linker begin code and constants of the program on the boundary of a huge page, for
+//! Has the linker begin code and constants of the daemon on the boundary of a huge page, for
 //! `dayfly_sys::code`.
 
 fn main() {

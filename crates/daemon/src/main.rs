@@ -137,10 +137,11 @@ fn main() -> anyhow::Result<()> {
         return server::join_streams().context("joining two streams");
     }
     dayfly_daemon::base::heap::keep_less();
+    let options = Options::parse();
     // Before there are other threads.
     let huge = dayfly_sys::code::to_huge_pages();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
-    runtime.context("starting threads")?.block_on(run(huge))
+    runtime.context("starting threads")?.block_on(run(options, huge))
 }
 
 /// Raises the soft limit of open files to the hard limit. Each VM takes several descriptors, and
@@ -150,16 +151,17 @@ fn more_descriptors() -> std::io::Result<()> {
     Ok(setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?)
 }
 
-async fn run(huge: std::io::Result<usize>) -> anyhow::Result<()> {
+async fn run(options: Options, huge: std::io::Result<usize>) -> anyhow::Result<()> {
     dayfly_daemon::base::log::begin();
-    if let Err(e) = huge {
-        tracing::info!("requests will be slower, with this program's code in small pages: {e}");
-    }
-    let options = Options::parse();
     let failpoints = dayfly_daemon::failpoints::all();
     if options.failpoints {
         failpoints.iter().for_each(|name| println!("{name}"));
         return Ok(());
+    }
+    match huge {
+        Ok(1..) => {}
+        Ok(0) => tracing::debug!("no part of this program's code fills a huge page"),
+        Err(e) => tracing::info!("requests will be slower, with the code in small pages: {e}"),
     }
     if let Some(armed) = failpoint::arm_from_env(&failpoints)? {
         tracing::warn!("{}={armed}: this daemon will end there", failpoint::VARIABLE);

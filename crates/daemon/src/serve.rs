@@ -13,6 +13,7 @@ use crate::ops::{adopt, keeper, self_fork, space};
 use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::Pagers;
 use crate::vm::Vm;
+use crate::vmm::requested::Requested;
 use crate::vmm::source::shape_of;
 use anyhow::{Context, bail};
 use dayfly_store::Store;
@@ -74,13 +75,14 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     for vm in daemon.registry.all() {
         vm.facts.request.iter().for_each(|key| daemon.requests.adopt(key, vm.id));
     }
-    let keeper = tokio::spawn(keeper::keep(daemon.clone()));
+    let requested = Requested::read(daemon.config.requested());
+    let keeper = tokio::spawn(keeper::keep(daemon.clone(), requested.clone()));
     let space = tokio::spawn(space::keep(daemon.clone()));
     let wiring = tokio::spawn(net_keeper::keep(daemon.networks.clone(), daemon.stop.clone()));
     serve_publisher(&daemon)?;
     let collector = tokio::spawn(daemon.templates.clone().keep_collected(daemon.stop.clone()));
     tokio::spawn(heap::give_back(daemon.stop.clone()));
-    let warming = tokio::spawn(warm(daemon.clone()));
+    let warming = tokio::spawn(warm(daemon.clone(), requested));
     let path = daemon.config.socket();
     let (listener, own_socket) = api_socket(&path)?;
     let app = routes::router(daemon.clone()).context("the OpenAPI document")?;
@@ -130,7 +132,7 @@ fn new(
 }
 
 /// Prepares the daemon's first creation, which would otherwise take ten times as long as others.
-async fn warm(daemon: Arc<Daemon>) {
+async fn warm(daemon: Arc<Daemon>, requested: Requested) {
     let templates = daemon.templates.clone();
     let warmed = blocking(move || {
         Mapped::find().touch();
@@ -145,7 +147,7 @@ async fn warm(daemon: Arc<Daemon>) {
         daemon.pool.expect_shape(shape);
         name
     });
-    keeper::announce(&daemon, newest).await;
+    keeper::announce(&daemon, &requested, newest).await;
 }
 
 /// Serves the machine's supervisor, if that listens for published ports.

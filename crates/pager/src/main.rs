@@ -4,7 +4,7 @@
 //! After its start it opens nothing by path and runs as another user ([`dayfly_pager::jail`]).
 
 use dayfly_pager::{jail, say, serve};
-use dayfly_sys::{code, populate::Mapped};
+use dayfly_sys::populate::Mapped;
 use rustix::fd::{FromRawFd, OwnedFd};
 use std::process::ExitCode;
 
@@ -19,7 +19,6 @@ fn main() -> ExitCode {
     // knows its number. If it is not open, the first call on it fails.
     let socket = unsafe { OwnedFd::from_raw_fd(number) };
     // Now, because most pagers wait before they get a plan.
-    let _refused = code::to_huge_pages();
     Mapped::find().touch();
     let descriptors = match jail::enter() {
         Ok(descriptors) => descriptors,

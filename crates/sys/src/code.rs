@@ -1,14 +1,16 @@
 //! The program's code and constants in huge pages.
 //!
 //! A request that comes after a pause finds the CPU's caches cold. Its path runs through some
-//! hundreds of pages of code, and for each of them the CPU has to walk the page tables; in a virtual
-//! machine each step of a walk is a walk of the host's tables. In huge pages all of the code needs a
-//! few entries of the CPU's table of translations. Moreover, a process that is forked gets them with
-//! its page tables, where it would have to fault in pages of a file.
+//! hundreds of pages of code, and for each of them the CPU has to walk the page tables; in a
+//! virtual machine each step of a walk is a walk of the host's tables. In huge pages all of the
+//! code needs a few entries of the CPU's table of translations.
 //!
-//! The programs are linked so that code and constants begin on the boundary of a huge page (their
+//! The daemon is linked so that code and constants begin on the boundary of a huge page (its
 //! `build.rs`). Linux 6.18 also loads them so. Older kernels may load a static program anywhere;
 //! then only those huge pages are used that lie within its code.
+//!
+//! VMMs and pagers stay in the pages of their files: their anonymous memory is what a VM is charged
+//! with, and they would have 4 MiB more of it.
 
 use std::io;
 use std::ops::Range;
@@ -31,13 +33,13 @@ struct Mapping {
     is_code: bool,
 }
 
-/// Copies code and constants into huge pages, which take the place of the pages of the file. Returns
-/// the bytes of huge pages. The process must have one thread, and must not map memory in signal
-/// handlers.
+/// Copies code and constants into huge pages, which take the place of the pages of the file.
+/// Returns the bytes of huge pages.
 ///
-/// # Errors
-/// The host has no huge page to give (MADV_COLLAPSE of madvise(2), Linux 6.1), or forbids to execute
-/// memory that was written to. The rest stays where it was.
+/// If the kernel has no memory for page tables in the middle of a move, the process ends.
+///
+/// # Errors The host has no huge page to give (MADV_COLLAPSE of madvise(2), Linux 6.1), or forbids
+/// to execute memory that was written to. What was not moved stays in pages of the file.
 pub fn to_huge_pages() -> io::Result<usize> {
     let maps = std::fs::read_to_string("/proc/self/maps")?;
     let own = to_huge_pages as fn() -> io::Result<usize> as *const () as usize;
@@ -49,13 +51,16 @@ pub fn to_huge_pages() -> io::Result<usize> {
 
 fn move_to_huge_pages(mapping: &Mapping) -> io::Result<()> {
     let &Mapping { ref content, bytes, is_code } = mapping;
-    let room = Room::of(bytes + HUGE)?;
+    let target = content.start..content.start + bytes;
+    let mut room = Room::of(bytes + HUGE)?;
+    if room.start < target.end && target.start < room.end {
+        return Err(io::Error::from(io::ErrorKind::AddrInUse));
+    }
     let to = room.start.next_multiple_of(HUGE);
     let address = ptr::with_exposed_provenance_mut::<libc::c_void>;
     let rights = libc::PROT_READ | if is_code { libc::PROT_EXEC } else { 0 };
-    // SAFETY: all of `to..to + bytes` is within `room`, which is memory of this process that nothing
-    // else uses. The content is mapped for reading, by `find`; it does not overlap with the room,
-    // which is a new mapping.
+    // SAFETY: all of `to..to + bytes` is within `room`, which is memory of this process that
+    // nothing else uses. The content is mapped for reading, by `find`, and is not in `room`.
     unsafe {
         called(libc::madvise(address(to), bytes, libc::MADV_HUGEPAGE))?;
         let (from, content_to) =
@@ -67,11 +72,17 @@ fn move_to_huge_pages(mapping: &Mapping) -> io::Result<()> {
         called(libc::mprotect(address(to), bytes, rights))?;
     }
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    // SAFETY: the new pages have the content and the rights of those whose place they take, and
-    // beyond these no other mapping is there, by `find`. The kernel takes away the old ones and puts
-    // the new ones there in one call (mremap(2)); no other thread can run in between.
-    let moved = unsafe { libc::mremap(address(to), bytes, bytes, flags, address(content.start)) };
-    if moved == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+    // SAFETY: the new pages have the content and the rights of those whose place they take. Where
+    // the target is longer than the content, `find` saw no mapping, and `room` is not there. The
+    // kernel takes away the old pages and puts the new ones there in one call (mremap(2)); a thread
+    // that needs one of them meanwhile waits for its end. Only a mapping that another thread makes
+    // in a gap after `find` would be lost: the caller has one thread.
+    let moved = unsafe { libc::mremap(address(to), bytes, bytes, flags, address(target.start)) };
+    if moved == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    room.moved_away(to..to + bytes);
+    Ok(())
 }
 
 fn called(result: libc::c_int) -> io::Result<()> {
@@ -111,10 +122,11 @@ fn parse(line: &str) -> Option<(Range<usize>, &str, &str)> {
     Some((number(start)?..number(end)?, rights, fields.nth(3).unwrap_or_default()))
 }
 
-/// New memory, which is given back when it is dropped, but for what was moved away.
+/// New memory, which is given back when it is dropped, except for what was moved away.
 struct Room {
     start: usize,
-    bytes: usize,
+    end: usize,
+    moved: Option<Range<usize>>,
 }
 
 impl Room {
@@ -126,15 +138,27 @@ impl Room {
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        Ok(Self { start: start.expose_provenance(), bytes })
+        let start = start.expose_provenance();
+        Ok(Self { start, end: start + bytes, moved: None })
+    }
+
+    /// Notes that a part of the memory has another place now.
+    fn moved_away(&mut self, moved: Range<usize>) {
+        self.moved = Some(moved);
     }
 }
 
 impl Drop for Room {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this room's. Nothing else is in its place: between mmap(2) and here
-        // the process, which has one thread, has mapped nothing without a place of its own.
-        unsafe { libc::munmap(ptr::with_exposed_provenance_mut(self.start), self.bytes) };
+        let moved = self.moved.take().unwrap_or(self.end..self.end);
+        for left in [self.start..moved.start, moved.end..self.end] {
+            if !left.is_empty() {
+                // SAFETY: this part of the mapping is where it was, and nothing else uses it.
+                let _ = unsafe {
+                    libc::munmap(ptr::with_exposed_provenance_mut(left.start), left.len())
+                };
+            }
+        }
     }
 }
 
@@ -218,7 +242,7 @@ a61000-a70000 r--p 0 fe:00 12 /usr/bin/dayflyd";
             move_to_huge_pages(&Mapping { content, bytes: 2 * HUGE, is_code }).unwrap();
             assert!(content_is());
             assert!(!is_code || called(HUGE / 6 * 6) == 42);
-            assert_eq!(huge_kib(start), 2 * HUGE >> 10);
+            assert_eq!(huge_kib(start), (2 * HUGE) >> 10);
         }
     }
 }

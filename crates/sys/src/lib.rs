@@ -10,7 +10,7 @@
 //! | [`pagemap`] | entries of `/proc/<pid>/pagemap` | daemon, VMM |
 //! | [`ioprio`] | ioprio_set(2) | pager |
 //! | [`populate`] | page faults taken ahead (madvise(2)) | daemon, VMM, pager |
-//! | [`code`] | huge pages for the program itself (madvise(2), mremap(2)) | daemon, VMM, pager |
+//! | [`code`] | huge pages for the program itself (madvise(2), mremap(2)) | daemon |
 //! | [`clone3`] | clone3(2) | daemon, VMM, agent |
 //! | [`group`] | entering a control group (cgroups(7)) | daemon, VMM |
 //! | [`reopen`] | another description of an open file, by /proc/self/fd | daemon |

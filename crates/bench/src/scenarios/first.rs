@@ -3,8 +3,8 @@
 //! In each round a new daemon gets one request, and later another, which finds a warm clone. The
 //! kinds of first births:
 //!
-//! - **first**: the snapshot was the last one that was cloned before the daemon was started, and the
-//!   daemon has been asked for its metrics only, until its pool is full, as before a hit;
+//! - **first**: the snapshot was the last one that was cloned before the daemon was started, and
+//!   the daemon has been asked for its metrics only, until its pool is full, as before a hit;
 //! - **at once**: as *first*, but the request follows the daemon's first answer;
 //! - **another**: another snapshot was cloned last, and this one's shape is unknown to the pool;
 //! - **no pool**: the daemon runs with `--pool 0`, so that no VMM waits.

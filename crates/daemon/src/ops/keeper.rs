@@ -9,7 +9,7 @@ use crate::vmm::demand::TICK;
 use crate::vmm::launch::{Fds, Launched};
 use crate::vmm::link;
 use crate::vmm::pool::{Guest, Missing, Pool, WarmVmm, YIELD};
-use crate::vmm::requested;
+use crate::vmm::requested::Requested;
 use crate::vmm::source::{CloneOf, Purpose, Template};
 use dayfly_api::types::ErrorCode;
 use dayfly_host::priority::background;
@@ -17,19 +17,18 @@ use dayfly_host::process::Process;
 use dayfly_units::{Name, VmId, error::chain};
 use dayfly_vmm::config::{Shape, Start};
 use dayfly_vmm::control::{Command, ExitRecord};
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::time::timeout;
 
 /// Fills the pool according to the demand until the daemon stops, and then ends all warm VMMs.
-pub async fn keep(daemon: Arc<Daemon>) {
+/// Keeps `requested` up to date.
+pub async fn keep(daemon: Arc<Daemon>, mut requested: Requested) {
     let mut last_look = Instant::now();
-    let mut noted = BTreeSet::new();
     while !daemon.stop.is_cancelled() {
         if last_look.elapsed() >= TICK {
             last_look = Instant::now();
-            note(&daemon, &mut noted).await;
+            note(&daemon, &mut requested).await;
             let surplus = daemon.pool.surplus();
             if !surplus.is_empty() {
                 end(&daemon, surplus).await;
@@ -74,58 +73,54 @@ pub async fn keep(daemon: Arc<Daemon>) {
             () = daemon.stop.cancelled() => {}
         }
     }
-    note(&daemon, &mut noted).await;
+    note(&daemon, &mut requested).await;
     end(&daemon, daemon.pool.close()).await;
 }
 
-/// Writes for the next daemon which snapshots were requested last, if these are not `noted`. After
-/// a time without requests those before them stay.
-async fn note(daemon: &Daemon, noted: &mut BTreeSet<Name>) {
-    let names = daemon.pool.requested(requested::MOST);
-    if names.is_empty() || names == *noted {
+/// Writes for the next daemon which snapshots were cloned last, if that has changed.
+async fn note(daemon: &Daemon, requested: &mut Requested) {
+    if !requested.note(daemon.pool.requested()) {
         return;
     }
-    // Not again and again on a full disk.
-    noted.clone_from(&names);
-    let path = daemon.config.requested();
-    let written = blocking(move || {
-        requested::write(&path, &names)
-            .map_err(|e| ApiError::internal(format_args!("{}: {e}", path.display())))
-    });
-    if let Err(e) = written.await {
-        tracing::warn!("the next daemon will not know which snapshots were requested: {e}");
+    let written = requested.clone();
+    let written = blocking(move || written.write().map_err(ApiError::internal)).await;
+    // Once for each change, also on a full disk.
+    if let Err(e) = written {
+        tracing::warn!("the next daemon will not know which snapshots were cloned last: {e}");
     }
 }
 
-/// Announces the snapshots that were requested last before this daemon started, or `newest` if
-/// there are none, so that the pool makes a warm clone of each.
-pub async fn announce(daemon: &Arc<Daemon>, newest: Option<Name>) {
-    if daemon.config.pool == 0 {
-        return;
+/// Announces the snapshots that were cloned last before this daemon started, or `newest` if none of
+/// them is left, so that the pool makes a warm clone of each.
+pub async fn announce(daemon: &Arc<Daemon>, requested: &Requested, newest: Option<Name>) {
+    // The last one last, because a pool that is full keeps what was announced last.
+    let mut left = false;
+    for name in requested.names().iter().rev() {
+        left |= announce_one(daemon, name).await;
     }
-    let path = daemon.config.requested();
-    let read = blocking(move || {
-        requested::read(&path)
-            .map_err(|e| ApiError::internal(format_args!("{}: {e}", path.display())))
+    if let (false, Some(newest)) = (left, newest) {
+        announce_one(daemon, &newest).await;
+    }
+}
+
+/// Announces a snapshot. Returns whether it exists.
+async fn announce_one(daemon: &Arc<Daemon>, name: &Name) -> bool {
+    if daemon.config.pool == 0 || daemon.stop.is_cancelled() {
+        return true;
+    }
+    hold_back(&daemon.pool).await;
+    let (templates, wanted) = (daemon.templates.clone(), name.clone());
+    let opened = blocking(move || {
+        background(|| templates.open_ahead(&wanted)?.map(|open| Template::of(&open)).transpose())
     });
-    let mut names = read.await.unwrap_or_else(|e| {
-        tracing::warn!("which snapshots were requested: {e}");
-        BTreeSet::new()
-    });
-    if names.is_empty() {
-        names.extend(newest);
+    match opened.await {
+        Ok(Some(template)) => daemon.pool.announce(&template),
+        // Too large to be read ahead of a request.
+        Ok(None) => {}
+        Err(e) if e.0.code == ErrorCode::NotFound => return false,
+        Err(e) => tracing::warn!("no warm clone of snapshot {name}: {e}"),
     }
-    for name in names {
-        if daemon.stop.is_cancelled() {
-            return;
-        }
-        let (templates, wanted) = (daemon.templates.clone(), name.clone());
-        match blocking(move || Template::of(&*templates.open_snapshot(&wanted)?)).await {
-            Ok(template) => daemon.pool.announce(&template),
-            Err(e) if e.0.code == ErrorCode::NotFound => {}
-            Err(e) => tracing::warn!("no warm clone of snapshot {name}: {e}"),
-        }
-    }
+    true
 }
 
 /// Removes prepared layers that no warm VMM needs any more. One stays for a request without a warm

@@ -2,7 +2,10 @@
 
 use crate::base::error::Outcome;
 use crate::templates::cache::TemplateCache;
+use crate::templates::open::OpenTemplate;
 use dayfly_store::SnapshotManifest;
+use dayfly_units::{Name, sync::lock};
+use std::sync::Arc;
 
 impl TemplateCache {
     /// Prepares what opening any snapshot needs: a pager, and the index of pages. Returns the
@@ -15,6 +18,17 @@ impl TemplateCache {
         self.store.tenant(&self.tenant())?;
         let snapshots = self.store.snapshots()?.items.into_iter();
         Ok(snapshots.max_by_key(|manifest| manifest.created_unix_ms))
+    }
+
+    /// Opens a snapshot for requests that may come; `None` if it is so large that all of its memory
+    /// would be read into a file.
+    ///
+    /// # Errors
+    /// As [`Self::open_snapshot`].
+    pub fn open_ahead(&self, name: &Name) -> Outcome<Option<Arc<OpenTemplate>>> {
+        let bytes = self.store.snapshot(name)?.memory.data_bytes;
+        let fits = bytes <= lock(&self.open).resident_most;
+        fits.then(|| self.open_snapshot(name)).transpose()
     }
 
     /// Ends the pager that waits for a snapshot.

@@ -29,7 +29,7 @@ pub struct TemplateCache {
     pub(super) store: Store,
     /// Notified when a layer of a removed snapshot has lost its last VM, warm VMM or template.
     pub(super) garbage: Arc<Notify>,
-    open: Arc<Mutex<Recent>>,
+    pub(super) open: Arc<Mutex<Recent>>,
     pub(super) pagers: Pagers,
     pending: Arc<PendingSnapshots>,
     /// A lock for each snapshot that was ever opened, which serialises its opening.

@@ -33,7 +33,7 @@ use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId, sync::lock};
 use dayfly_vmm::config::Shape;
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -298,12 +298,12 @@ impl Pool {
         self.wanted.notify_one();
     }
 
-    /// Names of the `most` snapshots that were requested or announced last.
-    pub(crate) fn requested(&self, most: usize) -> BTreeSet<Name> {
+    /// Names of the snapshots with demand, the one that was requested or announced last first.
+    pub(crate) fn requested(&self) -> Vec<Name> {
         let shelves = lock(&self.shelves);
         let mut known: Vec<_> = shelves.demand.iter().collect();
         known.sort_by_key(|(_, demand)| std::cmp::Reverse(demand.last));
-        known.into_iter().take(most).map(|(template, _)| template.name.clone()).collect()
+        known.into_iter().map(|(template, _)| template.name.clone()).collect()
     }
 
     /// Announces that this snapshot will soon be cloned. Waits until one warm clone of it is ready,

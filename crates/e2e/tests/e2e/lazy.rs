@@ -7,7 +7,7 @@ use crate::harness::{
 use serde_json::Value;
 use std::io::Read;
 
-/// Replaces the daemon by a new one, which has no template open.
+/// Replaces the daemon by a new one, which has only those templates open that were cloned last.
 fn another_daemon() {
     let pid = || on_host("pidof dayflyd").out;
     let before = pid();

@@ -1,8 +1,9 @@
 //! A KVM VM without devices, made ahead for the shape that the next VM will probably have.
 //!
 //! The guess is the last VM's shape, because VMs come in series. If the guess is wrong, another KVM
-//! VM is made at request time. That of the guess stays, without memory and vCPUs, until the process
-//! ends: its removal would wait for grace periods (17 ms, Linux 6.18).
+//! VM is made at request time. The kernel keeps the guessed one until the process ends, because its
+//! removal would wait for grace periods (17 ms, Linux 6.18). It has no guest RAM, and no descriptor
+//! is left by which a vCPU of it could run.
 //!
 //! Memory slots are set before the interrupt controllers. KVM_SET_USER_MEMORY_REGION waits for the
 //! grace periods in progress, and the controllers' places on the I/O bus begin some (1 ms against
@@ -127,9 +128,10 @@ impl Bare {
                 userspace_addr: host.addr() as u64,
             };
             // SAFETY: `Filled`, then the `WarmVmm`, hold the memory and with it the mapping of the
-            // region. A `WarmVmm` holds it until the process ends; a VM whose memory is dropped has
-            // no vCPU then, so it never runs. Later mappings over the region are again guest RAM.
-            // Slots do not overlap, because the regions of a GuestMemoryMmap do not.
+            // region. A `WarmVmm` holds it until the process ends; a wrong guess gives its memory
+            // and the descriptors of its vCPUs away, so it never runs. Later mappings over the
+            // region are again guest RAM. Slots do not overlap, because the regions of a
+            // GuestMemoryMmap do not.
             unsafe { self.vm.set_user_memory_region(area) }
                 .map_err(on("KVM_SET_USER_MEMORY_REGION"))?;
         }

@@ -17,7 +17,6 @@ use crate::timeline::now_us;
 use crate::vcpu;
 use crate::vm::Bare;
 use crate::workers::Workers;
-use dayfly_sys::code;
 use dayfly_sys::populate::Mapped;
 use kvm_ioctls::Kvm;
 use rustix::fs::{Mode, OFlags};
@@ -75,9 +74,6 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
     // SAFETY: the descriptor is owned and given up here. The daemon states that it is /dev/kvm; if
     // it is not, every ioctl fails.
     let kvm = unsafe { Kvm::from_raw_fd(kvm.into_raw_fd()) };
-    stay_on(&config)?;
-    // On its node, and for all VMMs. Where the host refuses, the code stays in the file's pages.
-    let _refused = code::to_huge_pages();
     let name = Name::find()?;
     let mapped = Mapped::find();
     let base_bytes = limits::space_now();
@@ -85,6 +81,7 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
     ignore_children();
     let procfs = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let procfs = rustix::fs::open("/proc", procfs, Mode::empty()).map_err(step("opening /proc"))?;
+    stay_on(&config)?;
     jail::see_only(&config.folder)?;
     let may_return = jail::narrow()?;
     // A pre-forked VMM opens its own pagemap there.

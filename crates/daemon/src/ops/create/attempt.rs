@@ -59,8 +59,8 @@ pub async fn create(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome
     }
 }
 
-/// A future that few creations need, outside of the future of them all. That one is moved several
-/// times on its way, and its bytes are not in the CPU's caches.
+/// Boxes a future that few creations need, so that the future of every creation is smaller. It is
+/// moved several times between a request and its handler, by copies of all its bytes.
 fn rare<F: Future>(future: F) -> Pin<Box<F>> {
     Box::pin(future)
 }

@@ -6,9 +6,10 @@ use crate::model::step::{Step, injected};
 use crate::ops::create::harness::{MEMORY_BYTES, Room, WITHIN, until};
 use crate::ops::create::last_lines::console_tail;
 use crate::ops::create::{Order, Origin, create};
-use crate::ops::keeper::give_back;
+use crate::ops::keeper::{self, give_back};
 use crate::ops::recording;
 use crate::vmm::launch::Fds;
+use crate::vmm::requested::Requested;
 use crate::vmm::source::{Purpose, Template};
 use dayfly_api::types::{ErrorCode, ExitKind};
 use dayfly_host::process::Process;
@@ -55,7 +56,7 @@ async fn is_ready(daemon: &Daemon, template: &Template) {
 async fn so_does_one_from_a_ready_clone() {
     let room = Room::new(8).await;
     let daemon = room.daemon.clone();
-    let keeper = tokio::spawn(crate::ops::keeper::keep(daemon.clone()));
+    let keeper = tokio::spawn(keeper::keep(daemon.clone(), Requested::default()));
     let template = Template::of(&daemon.templates.open_snapshot(&room.snapshot).unwrap()).unwrap();
     for step in [Step::Source, Step::Memory, Step::Guest, Step::Identity] {
         is_ready(&daemon, &template).await;
@@ -94,7 +95,7 @@ async fn so_does_one_from_a_ready_clone() {
 async fn a_warm_vmm_is_given_back_only_if_it_lives_and_the_pool_is_open() {
     let room = Room::new(8).await;
     let daemon = room.daemon.clone();
-    let keeper = tokio::spawn(crate::ops::keeper::keep(daemon.clone()));
+    let keeper = tokio::spawn(keeper::keep(daemon.clone(), Requested::default()));
     let template = Template::of(&daemon.templates.open_snapshot(&room.snapshot).unwrap()).unwrap();
     let take = async || {
         is_ready(&daemon, &template).await;
@@ -143,7 +144,7 @@ async fn layers_are_made_ahead_for_as_many_warm_vmms_as_wait() {
             .count()
     };
     assert_eq!(layers(), 0);
-    let keeper = tokio::spawn(crate::ops::keeper::keep(daemon.clone()));
+    let keeper = tokio::spawn(keeper::keep(daemon.clone(), Requested::default()));
     let (begun, mut asked) = (Instant::now(), Instant::now());
     while daemon.pool.waiting() != (5, 0) {
         assert!(begun.elapsed() < WITHIN, "warm VMMs: {:?}", daemon.pool.waiting());
