@@ -39,7 +39,10 @@ pub async fn keep(daemon: Arc<Daemon>, mut requested: Requested) {
             hold_back(&daemon.pool).await;
             let made = match &missing {
                 Missing::WarmVmm(shape) => make(&daemon, *shape).await.map(|warm| (warm, true)),
-                Missing::WarmClone(template) => prime(&daemon, template).await,
+                Missing::WarmClone(template) => {
+                    daemon.pool.making.send_replace(Some(template.name.clone()));
+                    prime(&daemon, template).await
+                }
             };
             match (made, &missing) {
                 (Ok((warm, new)), _) => shelve(&daemon, warm, new).await,
@@ -65,6 +68,7 @@ pub async fn keep(daemon: Arc<Daemon>, mut requested: Requested) {
                     tokio::time::sleep(TICK).await; // requests make their own VMMs meanwhile
                 }
             }
+            daemon.pool.making.send_replace(None);
             continue;
         }
         tokio::select! {
@@ -268,8 +272,13 @@ fn watch(daemon: &Arc<Daemon>, id: VmId, process: Arc<Process>) {
     });
 }
 
-/// Ends the warm clones of snapshots called `name`, which is being removed.
+/// Ends the warm clones of snapshots called `name`, which is being removed, also one that is being
+/// made: afterwards none of them uses the snapshot's image.
 pub async fn forget(daemon: &Arc<Daemon>, name: &Name) {
+    end(daemon, daemon.pool.forget(name)).await;
+    let mut making = daemon.pool.making.subscribe();
+    // An error means that the pool is gone, and its warm clones with it.
+    let _ = making.wait_for(|making| making.as_ref() != Some(name)).await;
     end(daemon, daemon.pool.forget(name)).await;
 }
 

@@ -37,7 +37,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::timeout;
 
 /// Time limit of [`Pool::expect`] for the first warm clone.
@@ -147,6 +147,8 @@ pub struct Pool {
     all: usize,
     shelves: Mutex<Shelves>,
     pub(crate) wanted: Notify,
+    /// The name of the snapshot of which a warm clone is being made.
+    pub(crate) making: watch::Sender<Option<Name>>,
     /// Notified when [`Self::put`] adds a warm VMM or warm clone.
     shelved: Notify,
     creations: AtomicUsize,
@@ -197,6 +199,7 @@ impl Pool {
             all,
             shelves: Mutex::default(),
             wanted: Notify::new(),
+            making: watch::Sender::new(None),
             shelved: Notify::new(),
             creations: AtomicUsize::new(0),
             removals: AtomicUsize::new(0),
