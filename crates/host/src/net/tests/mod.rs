@@ -454,16 +454,15 @@ fn a_tap_is_opened_anew_whatever_was_done_with_the_description_before() {
             TapSpec { name: "vm3".to_owned(), address: GATEWAY, mac: mac(B) },
         ];
         // A process that another test starts has all descriptors until it executes its program.
-        let busy = |taps: &Vec<Result<Tap, NetError>>| matches!(taps.first(), Some(Err(error)) if error.is_busy());
-        let mut taps = std::iter::repeat_with(|| vm_netns.taps(&wanted).unwrap())
-            .inspect(|taps| {
-                if busy(taps) {
-                    std::thread::sleep(Duration::from_millis(10));
-                }
-            })
-            .take(1000)
-            .find(|taps| !busy(taps))
-            .expect("the tap stays busy");
+        let is_busy = |tap: &Result<Tap, NetError>| tap.as_ref().is_err_and(NetError::is_busy);
+        let mut taps = vm_netns.taps(&wanted).unwrap();
+        for _ in 0..1000 {
+            if !is_busy(&taps[0]) {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+            taps = vm_netns.taps(&wanted).unwrap();
+        }
         assert!(matches!(taps.pop(), Some(Err(NetError::Foreign(GATEWAY, ..)))));
         let b = taps.pop().unwrap().unwrap();
         let flags = rustix::fs::fcntl_getfl(&b).unwrap();
