@@ -138,8 +138,8 @@ fn main() -> anyhow::Result<()> {
     }
     dayfly_daemon::base::heap::keep_less();
     let options = Options::parse();
-    // Before there are other threads.
-    let huge = dayfly_sys::code::to_huge_pages();
+    // SAFETY: nothing before this line starts a thread.
+    let huge = unsafe { dayfly_sys::code::to_huge_pages() };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     runtime.context("starting threads")?.block_on(run(options, huge))
 }

@@ -38,18 +38,28 @@ struct Mapping {
 ///
 /// If the kernel has no memory for page tables in the middle of a move, the process ends.
 ///
-/// # Errors The host has no huge page to give (MADV_COLLAPSE of madvise(2), Linux 6.1), or forbids
-/// to execute memory that was written to. What was not moved stays in pages of the file.
-pub fn to_huge_pages() -> io::Result<usize> {
+/// # Errors
+/// The host has no huge page to give (MADV_COLLAPSE of madvise(2), Linux 6.1), or forbids to
+/// execute memory that was written to. What was not moved stays in pages of the file.
+///
+/// # Safety
+/// The process has one thread: what another one maps right behind code or constants would be lost.
+pub unsafe fn to_huge_pages() -> io::Result<usize> {
     let maps = std::fs::read_to_string("/proc/self/maps")?;
-    let own = to_huge_pages as fn() -> io::Result<usize> as *const () as usize;
+    let own = find as fn(&str, usize) -> Vec<Mapping> as *const () as usize;
     find(&maps, own).iter().try_fold(0, |sum, mapping| {
-        move_to_huge_pages(mapping)?;
+        // SAFETY: `find` saw nothing behind the content, and there is no other thread.
+        unsafe { move_to_huge_pages(mapping) }?;
         Ok(sum + mapping.bytes)
     })
 }
 
-fn move_to_huge_pages(mapping: &Mapping) -> io::Result<()> {
+/// Moves one mapping.
+///
+/// # Safety
+/// The content is mapped for reading and nothing writes to it. What follows it, up to the end of
+/// the huge pages, is not mapped, or may be lost.
+unsafe fn move_to_huge_pages(mapping: &Mapping) -> io::Result<()> {
     let &Mapping { ref content, bytes, is_code } = mapping;
     let target = content.start..content.start + bytes;
     let mut room = Room::of(bytes + HUGE)?;
@@ -60,7 +70,8 @@ fn move_to_huge_pages(mapping: &Mapping) -> io::Result<()> {
     let address = ptr::with_exposed_provenance_mut::<libc::c_void>;
     let rights = libc::PROT_READ | if is_code { libc::PROT_EXEC } else { 0 };
     // SAFETY: all of `to..to + bytes` is within `room`, which is memory of this process that
-    // nothing else uses. The content is mapped for reading, by `find`, and is not in `room`.
+    // nothing else uses. The caller states that the content is mapped for reading; it is not in
+    // `room`, as was compared.
     unsafe {
         called(libc::madvise(address(to), bytes, libc::MADV_HUGEPAGE))?;
         let (from, content_to) =
@@ -73,10 +84,9 @@ fn move_to_huge_pages(mapping: &Mapping) -> io::Result<()> {
     }
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     // SAFETY: the new pages have the content and the rights of those whose place they take. Where
-    // the target is longer than the content, `find` saw no mapping, and `room` is not there. The
-    // kernel takes away the old pages and puts the new ones there in one call (mremap(2)); a thread
-    // that needs one of them meanwhile waits for its end. Only a mapping that another thread makes
-    // in a gap after `find` would be lost: the caller has one thread.
+    // the target is longer than the content, the caller states that nothing is lost, and `room` is
+    // not there. The kernel takes away the old pages and puts the new ones there in one call
+    // (mremap(2)); a thread that needs one of them meanwhile waits for its end.
     let moved = unsafe { libc::mremap(address(to), bytes, bytes, flags, address(target.start)) };
     if moved == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
@@ -239,7 +249,9 @@ a61000-a70000 r--p 0 fe:00 12 /usr/bin/dayflyd";
                 let got = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), length) };
                 got == bytes
             };
-            move_to_huge_pages(&Mapping { content, bytes: 2 * HUGE, is_code }).unwrap();
+            let mapping = Mapping { content, bytes: 2 * HUGE, is_code };
+            // SAFETY: the content was mapped above, and what follows it is of `room`.
+            unsafe { move_to_huge_pages(&mapping) }.unwrap();
             assert!(content_is());
             assert!(!is_code || called(HUGE / 6 * 6) == 42);
             assert_eq!(huge_kib(start), (2 * HUGE) >> 10);

@@ -59,8 +59,8 @@ pub async fn create(daemon: &Arc<Daemon>, asked: Asked, order: Order) -> Outcome
     }
 }
 
-/// Boxes a future that few creations need, so that the future of every creation is smaller. It is
-/// moved several times between a request and its handler, by copies of all its bytes.
+/// Boxes a future that few creations need. The future of every creation is smaller then, which
+/// matters because its bytes are copied several times on the way from a request to its handler.
 fn rare<F: Future>(future: F) -> Pin<Box<F>> {
     Box::pin(future)
 }
@@ -198,10 +198,7 @@ async fn reserve(
         false => e,
     })?;
     volumes::supported(&opened, &facts.volumes)?;
-    let folders = match facts.volumes.as_slice() {
-        [] => Vec::new(),
-        asked => rare(volumes::open(daemon, asked)).await?,
-    };
+    let folders = volumes::open(daemon, &facts.volumes).await?;
     let mut next = order.next.clone();
     // Before anything is taken from the pool, which has to get it back after an error.
     if let Some(Request::Exec(spec)) = &mut next {
@@ -334,27 +331,18 @@ pub(super) async fn bring_up(
     if vm.facts.volumes.is_empty() {
         return identify(daemon, vm, asked, vmm, ready, next, connected_us).await;
     }
-    rare(with_volumes(daemon, vm, asked, vmm, ready, next, connected_us)).await
-}
-
-async fn with_volumes(
-    daemon: &Arc<Daemon>,
-    vm: &Arc<Vm>,
-    asked: Asked,
-    vmm: &mut Link,
-    ready: Option<UnixListener>,
-    next: Option<&Request>,
-    connected_us: &AtomicU64,
-) -> Outcome<Option<AgentLink>> {
-    identify(daemon, vm, asked, vmm, ready, None, connected_us).await?;
-    volumes::mount(daemon, vm).await?;
-    vm.mark("volumes mounted", asked.elapsed_us());
-    let Some(next) = next else { return Ok(None) };
-    let mut link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
-    let protocol = vm.update(|live| protocol_of(&live.agent_version));
-    let frames = request_frames(&mut next.clone(), protocol).map_err(LinkError::from)?;
-    link.send_frames(&frames, "starting a program").await?;
-    Ok(Some(link))
+    let with_volumes = async {
+        identify(daemon, vm, asked, vmm, ready, None, connected_us).await?;
+        volumes::mount(daemon, vm).await?;
+        vm.mark("volumes mounted", asked.elapsed_us());
+        let Some(next) = next else { return Ok(None) };
+        let mut link = AgentLink::connect(&vm.dir.vsock(), daemon.config.deadlines.agent).await?;
+        let protocol = vm.update(|live| protocol_of(&live.agent_version));
+        let frames = request_frames(&mut next.clone(), protocol).map_err(LinkError::from)?;
+        link.send_frames(&frames, "starting a program").await?;
+        Ok(Some(link))
+    };
+    rare(with_volumes).await
 }
 
 /// Waits until the guest is ready, gives it its identity and connects its network. Stores in
