@@ -12,7 +12,8 @@ BENCH ?= $(BENCHES)
 OPTIONS ?=
 # Tests of make long, by name.
 LONG ?= a_daemon_killed_at_every_step a_foreign_client a_silent_machine a_thousand_clients \
-	again:: docker_of_debian_runs egress:: lazy:: liar:: modules_load_in mounts:: of_qemu tour:: \
+	again:: docker_of_debian_runs egress:: \
+	kernels_with_four_levels lazy:: liar:: modules_load_in mounts:: of_qemu tour:: \
 	twenty_debian twenty_vms_on_a_full_disk volumes:: whatever_runs_beside zoo::
 
 # Fuzzing: seconds of CPU time for each target, one target alone, targets at once (docs/fuzzing.md).
@@ -72,7 +73,7 @@ test: setup
 	@scripts/test
 
 LONG_TEST := cargo test --release --workspace --no-fail-fast --lib --test kills --test machine \
-	--test mount --test e2e -- --ignored
+	--test mount --test guest_memory --test e2e -- --ignored
 
 # These tests are ignored by `make test`. One command builds programs and tests, as there. A name
 # that no test has is an error, because libtest passes without any test.

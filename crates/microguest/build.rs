@@ -29,6 +29,7 @@ fn main() {
             "guest/disk.c",
             "guest/grow.c",
             "guest/rings.c",
+            "guest/flood.c",
             "-o",
         ])
         .arg(&out)

@@ -11,10 +11,12 @@
 mod call;
 mod error;
 mod exec;
+mod frames;
 mod lists;
 mod once;
 mod outputs;
 mod port;
+mod reason;
 mod stream;
 mod volumes;
 
@@ -79,7 +81,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn download_image(&self, name: &Name) -> Result<ByteStream> {
-        Ok(ByteStream::new(self.stream(&format!("/v1/images/{name}/disk")).await?))
+        self.body_stream(&format!("/v1/images/{name}/disk")).await
     }
 
     /// Removes an image that nothing uses.
@@ -355,7 +357,7 @@ impl Client {
     /// [`ClientError`].
     pub async fn read_archive(&self, vm: &str, path: &str) -> Result<ByteStream> {
         let path = format!("/v1/vms/{}/archive?path={}", segment(vm), query(path));
-        Ok(ByteStream::new(self.stream(&path).await?))
+        self.stream(vm, &path).await
     }
 
     /// Unpacks a tar archive into an existing folder of a VM.
@@ -364,7 +366,7 @@ impl Client {
     /// [`ClientError`].
     pub async fn write_archive(&self, vm: &str, folder: &str, archive: Body) -> Result<()> {
         let path = format!("/v1/vms/{}/archive?path={}", segment(vm), query(folder));
-        self.nothing(Method::PUT, path, archive).await
+        self.put(vm, path, archive).await
     }
 
     /// Runs a program in a VM.

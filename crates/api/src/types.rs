@@ -35,7 +35,7 @@ pub use dayfly_units::{
 pub use error::{ApiError, ErrorCode};
 pub use events::{Event, EventKind};
 pub use images::{Image, ImageUpload, Kernel, KernelUpload};
-pub use limits::{VmLimits, VmUsage};
+pub use limits::{CpuParts, DiskReads, DiskTraffic, IoMax, NetTraffic, VmLimits, VmUsage};
 pub use recording::{ColourTouched, MAX_TOUCHES, RecordRequest, Recording};
 pub use snapshots::{BakeRequest, Progress, Resident, Snapshot, SnapshotRequest};
 pub use store::{
@@ -44,7 +44,8 @@ pub use store::{
 };
 pub use vms::{
     EgressRequest, ExecControl, ExecNotice, ExecResult, ExitKind, ForkRequest, Forked, GuestStat,
-    PauseReason, Refused, RemoveManyRequest, RunReply, Vm, VmDetails, VmExit, VmNetwork, VmState,
+    PauseReason, Refused, RemoveManyRequest, RunReply, StreamReply, Vm, VmDetails, VmExit,
+    VmNetwork, VmState,
 };
 pub use volumes::{
     MAX_VOLUMES, VmVolume, Volume, VolumeCreateRequest, VolumeOffer, VolumeRequest, VolumeSource,
@@ -91,6 +92,8 @@ pub const WEBSOCKET_STDIN: u8 = 0;
 pub const WEBSOCKET_STDOUT: u8 = 1;
 /// The first byte of a binary message that has standard error.
 pub const WEBSOCKET_STDERR: u8 = 2;
+/// The value of the `Upgrade` header for archives and outputs in frames.
+pub const UPGRADE_STREAM: &str = "dayfly-stream";
 /// The value of the `Upgrade` header for connections to ports.
 pub const UPGRADE_PORT: &str = "dayfly-port";
 /// The value of the `Upgrade` header for offers of folders, and for their streams.

@@ -147,13 +147,15 @@ impl Header {
         self.field(MTIME, "time")
     }
 
-    /// Major and minor number.
+    /// Major and minor number, of at most 12 and 20 bits: Linux has no larger ones, and the octal
+    /// digits of a header hold no larger minor number than 2^21 - 1.
     pub fn device(&self) -> Result<(u32, u32), Refusal> {
-        let part = |range, what| {
+        let part = |range, what, bits: u32| {
             let value = self.unsigned(range, what)?;
-            u32::try_from(value).map_err(|_| bad(format!("a {what} of 32 bits"), value.to_string()))
+            let part = u32::try_from(value).ok().filter(|part| part >> bits == 0);
+            part.ok_or_else(|| bad(format!("a {what} of at most {bits} bits"), value.to_string()))
         };
-        Ok((part(MAJOR, "device major")?, part(MINOR, "device minor")?))
+        Ok((part(MAJOR, "device major", 12)?, part(MINOR, "device minor", 20)?))
     }
 
     /// GNU sparse: the runs of this block, a flag for further runs, and the file's length.

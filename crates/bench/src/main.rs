@@ -33,7 +33,9 @@ mod testbed;
 use clap::{Parser, Subcommand};
 use prelude::*;
 use scenarios::restore::Kind;
-use scenarios::{birth, chain, death, dns, faults, first, fork, jobs, linux, numa, restore};
+use scenarios::{
+    birth, chain, closer, death, dns, faults, first, fork, jobs, linux, numa, restore,
+};
 use scenarios::{scale, soak, store, trace};
 use std::process::ExitCode;
 use tokio::signal::unix::{SignalKind, signal};
@@ -57,6 +59,8 @@ enum Scenario {
     Scale(scale::Options),
     /// Clones of deep chains of snapshots
     Chain(chain::Options),
+    /// Who pays for the work of VMs: bills against a tracer, fairness, attacks
+    Closer(closer::Options),
     /// The first birth of a daemon, against one that finds a clone ready
     First(first::Options),
     /// A page that comes from a pager
@@ -92,6 +96,7 @@ impl Scenario {
             Self::Birth(options) => birth::run(options, places).await,
             Self::Scale(options) => scale::run(options, places).await,
             Self::Chain(options) => chain::run(options, places).await,
+            Self::Closer(options) => closer::run(options, places).await,
             Self::First(options) => first::run(options, places).await,
             Self::Faults(options) => faults::run(options, places),
             Self::Death(options) => death::run(options, places).await,

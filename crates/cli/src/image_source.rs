@@ -11,7 +11,7 @@ use crate::references::ImageArg;
 use anyhow::{Context, Result};
 use dayfly_api::client::{Client, ClientError};
 use dayfly_api::types::{BakeRequest, ErrorCode, Image};
-use dayfly_units::Name;
+use dayfly_units::{CpuModel, Name};
 use std::sync::Arc;
 
 /// RAM in bytes of such a snapshot, and so of its clones.
@@ -79,6 +79,7 @@ async fn baked(client: &Client, image: Image, steps: &Steps) -> Result<Name> {
         kernel: artefacts::ensure_kernel(client, None, steps).await?,
         memory_bytes: MEMORY_BYTES,
         vcpus: 1,
+        cpu_model: CpuModel::Host,
         warmup: None,
         recording: None,
         init: None,

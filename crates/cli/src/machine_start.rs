@@ -30,6 +30,7 @@ pub fn machine_options(steps: &Steps) -> Result<InitOptions> {
     options.vmm = Some(vmm);
     options.pager = Some(pager);
     options.volume = Some(program("dayfly-volume")?);
+    options.relay = Some(program("dayfly-relay")?);
     Ok(options)
 }
 
@@ -67,6 +68,7 @@ fn with_present_programs(
         (renewed.vmm.as_mut(), "dayfly-vmm"),
         (renewed.pager.as_mut(), "dayfly-pager"),
         (renewed.volume.as_mut(), "dayfly-volume"),
+        (renewed.relay.as_mut(), "dayfly-relay"),
     ];
     for (path, name) in programs {
         if let Some(path) = path

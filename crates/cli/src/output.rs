@@ -143,7 +143,18 @@ pub fn table<const N: usize>(
 
 /// Columns that a narrow terminal does without, the first one first. `--format json` and `inspect`
 /// have them.
-const LEAST: [&str; 6] = ["KERNEL", "CPUS", "DIGEST", "PARENT", "ADDRESS", "MEMORY"];
+const LEAST: [&str; 10] = [
+    "KERNEL",
+    "CPUS",
+    "DIGEST",
+    "PARENT",
+    "ADDRESS",
+    "SHARED",
+    "OF MEMORY",
+    "BOOKED",
+    "MEMORY",
+    "PEAK",
+];
 /// Spaces between columns.
 const GAP: usize = 3;
 /// Characters to which a cell is cut at most.
@@ -178,7 +189,7 @@ fn fit(header: &[&str], rows: &[Vec<String>], width: usize) -> Vec<(usize, usize
     columns
 }
 
-fn table_within<const N: usize>(
+pub(crate) fn table_within<const N: usize>(
     width: usize,
     header: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,

@@ -51,9 +51,15 @@ fn what_is_installed_runs_and_is_removed_again() {
         assert!(output.status.success());
         assert!(String::from_utf8_lossy(&output.stdout).starts_with(program), "{output:?}");
     }
-    for program in
-        ["dayfly-vmm", "dayfly-pager", "dayfly-volume", "dayfly-agent", "dayfly-machine-init"]
-    {
+    for program in [
+        "dayfly-vmm",
+        "dayfly-pager",
+        "dayfly-packer",
+        "dayfly-volume",
+        "dayfly-relay",
+        "dayfly-agent",
+        "dayfly-machine-init",
+    ] {
         assert!(at("lib/dayfly").join(program).is_file(), "{program}");
     }
     for page in ["dayfly.1", "dayfly-run.1", "dayfly-image-build.1"] {

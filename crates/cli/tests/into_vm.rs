@@ -94,6 +94,10 @@ fn answer(stream: &UnixStream, root: &Path) -> std::io::Result<()> {
         )?;
         out.write_all(body)
     };
+    if target == "/v1/info" {
+        // A daemon before `upgrades`, whose archives are bodies of HTTP.
+        return respond("200 OK", INFO.as_bytes());
+    }
     let Some((_, path)) = target.split_once("?path=") else {
         // The VM itself, asked for after something in it was not found.
         return respond("200 OK", VM.as_bytes());
@@ -119,6 +123,8 @@ fn answer(stream: &UnixStream, root: &Path) -> std::io::Result<()> {
     }
 }
 
+const INFO: &str = r#"{"version": "0.1.0", "pid": 1, "host_kernel": "6.1", "kvm": "svm", "vms": 1,
+    "state_dir": "/"}"#;
 const VM: &str = r#"{"vm": {"id": "000000000001", "name": "a", "state": "running", "exit": null,
     "snapshot": null, "image": "i", "kernel": "k", "vcpus": 1, "memory_bytes": 1,
     "created_unix_ms": 1, "ready_us": 1, "ephemeral": false, "labels": {}}, "pid": 1,

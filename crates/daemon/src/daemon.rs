@@ -23,6 +23,7 @@ use crate::volumes::named::Named;
 use crate::volumes::offers::Offers;
 use crate::volumes::server::Watched;
 use dayfly_api::types::{Event, EventKind, ExitKind};
+use dayfly_host::cpus;
 use dayfly_host::numa::Node;
 use dayfly_host::reaper::Reapers;
 use dayfly_units::Name;
@@ -88,10 +89,6 @@ pub struct Daemon {
     pub stop: CancellationToken,
 }
 
-fn cpus() -> usize {
-    std::thread::available_parallelism().map_or(2, std::num::NonZero::get)
-}
-
 impl Daemon {
     /// A daemon without VMs.
     ///
@@ -104,7 +101,7 @@ impl Daemon {
         nodes: Vec<Node>,
         self_forks: UnboundedSender<(Arc<Vm>, UnixListener)>,
     ) -> std::io::Result<Self> {
-        let reapers = Arc::new(Reapers::new(&nodes)?);
+        let reapers = Arc::new(Reapers::new(&nodes, &groups.kept_off())?);
         let templates = templates.freeing_on(reapers.clone());
         Ok(Self {
             reapers,
@@ -112,7 +109,7 @@ impl Daemon {
             budget: Arc::new(Budget::new(&nodes, config.overcommit)),
             available: Available::new(config.memory_reserve_bytes, config.overcommit),
             space: Arc::new(Space::new(&config)),
-            makers: Arc::new(Semaphore::new(2 * cpus())),
+            makers: Arc::new(Semaphore::new(2 * cpus::number())),
             launcher: Arc::new(Launcher::new(
                 &config,
                 templates.store().clone(),
@@ -142,7 +139,8 @@ impl Daemon {
     /// Adds an event of `vm`.
     pub fn happened(&self, vm: &Vm, kind: EventKind) {
         let removed = || exit_now(ExitKind::Killed, "removed");
-        let exit = (kind == EventKind::Exited).then(|| vm.live().exit.unwrap_or_else(removed));
+        let has_exit = matches!(kind, EventKind::Exited | EventKind::Billed);
+        let exit = has_exit.then(|| vm.live().exit.unwrap_or_else(removed));
         self.events.add(Event { exit, ..event_of(vm, kind) });
     }
 

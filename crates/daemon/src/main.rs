@@ -3,9 +3,11 @@
 use anyhow::Context;
 use clap::Parser;
 use dayfly_daemon::base::config::{self, Config, Deadlines, DiskSpace};
+use dayfly_daemon::base::cpu_alloc::check_main;
 use dayfly_daemon::base::prefix::Prefix;
 use dayfly_daemon::vm::uids::IdFiles;
 use dayfly_daemon::volumes::server;
+use dayfly_host::cpus::{self, CpuList};
 use dayfly_host::groups::Root;
 use dayfly_units::{Bytes, ParseBytesError, failpoint};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -74,6 +76,10 @@ struct Options {
     /// none: VMs have no limits and no bill. By default in the daemon's own group.
     #[arg(long, env = "DAYFLY_GROUP_ROOT", value_name = "PATH", value_parser = group_root)]
     group_root: Option<Root>,
+    /// CPUs of dayflyd and of its helpers, such as 0 or 0-1,8, on which no VM then runs. By default
+    /// dayflyd runs where VMs do. Needs control groups with the controller cpuset.
+    #[arg(long, env = "DAYFLY_MAIN_CPUS", value_name = "LIST", default_value = "")]
+    main_cpus: CpuList,
     /// Socket on which the machine's supervisor takes orders for published ports.
     #[arg(long, env = "DAYFLY_PORTS", value_name = "SOCKET", hide = true)]
     ports: Option<PathBuf>,
@@ -138,14 +144,27 @@ fn main() -> anyhow::Result<()> {
     }
     dayfly_daemon::base::heap::keep_less();
     let options = Options::parse();
+    // Before threads, which inherit it.
+    stay_on_main(&options.main_cpus)?;
     // SAFETY: nothing before this line starts a thread.
     let huge = unsafe { dayfly_sys::code::to_huge_pages() };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     runtime.context("starting threads")?.block_on(run(options, huge))
 }
 
+/// Restricts this process to its CPUs. Processes that it starts inherit that, except VMMs and
+/// pagers, which are in control groups with other CPUs.
+fn stay_on_main(main: &CpuList) -> anyhow::Result<()> {
+    if main.is_empty() {
+        return Ok(());
+    }
+    let host = cpus::online().context("--main-cpus: the CPUs of this host")?;
+    check_main(main, &host).map_err(|why| anyhow::anyhow!("--main-cpus: {why}"))?;
+    cpus::keep_to(main).with_context(|| format!("--main-cpus: staying on {main}"))
+}
+
 /// Raises the soft limit of open files to the hard limit. Each VM takes several descriptors, and
-/// each connection to a published port two.
+/// each of its published ports one.
 fn more_descriptors() -> std::io::Result<()> {
     let limit = getrlimit(Resource::Nofile);
     Ok(setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?)
@@ -192,6 +211,7 @@ async fn run(options: Options, huge: std::io::Result<usize>) -> anyhow::Result<(
         reach: options.reach,
         ports: options.ports.map(absolute).transpose()?,
         group_root: options.group_root.unwrap_or(Root::Own),
+        main_cpus: options.main_cpus,
         first_uid: IdFiles::read()?.choose()?,
         deadlines: Deadlines::default().times(options.timeout_factor),
     };

@@ -1,21 +1,25 @@
 //! The life of the daemon process: lock, store, adoption, socket, shutdown.
 
 use crate::base::activation;
-use crate::base::config::{Config, SOCKET_PATH_MAX};
+use crate::base::config::{Config, PACKER_NAME, RELAY_NAME, SOCKET_PATH_MAX, STREAMS_NAME};
 use crate::base::error::blocking;
 use crate::base::groups::GroupStock;
 use crate::base::heap;
 use crate::daemon::Daemon;
 use crate::http::routes::{self, extract::Peer};
+use crate::model::vm_slot::MAX_VMS;
 use crate::net::keeper as net_keeper;
 use crate::net::publisher::Publisher;
-use crate::ops::{adopt, keeper, self_fork, space};
+use crate::ops::{adopt, keeper, memory_time, self_fork, space};
 use crate::templates::cache::TemplateCache;
-use crate::templates::pagers::Pagers;
+use crate::templates::pagers::{PAGER_NAME, Pagers};
 use crate::vm::Vm;
 use crate::vmm::requested::Requested;
 use crate::vmm::source::shape_of;
 use anyhow::{Context, bail};
+use dayfly_host::process::Named;
+use dayfly_packer::jail::USER as PACKERS;
+use dayfly_pager::jail;
 use dayfly_store::Store;
 use dayfly_sys::populate::Mapped;
 use rustix::fs::{FlockOperation, Mode, fchmod, flock};
@@ -78,6 +82,7 @@ pub async fn serve(config: Config, end: impl Future<Output = ()>) -> anyhow::Res
     let requested = Requested::read(daemon.config.requested());
     let keeper = tokio::spawn(keeper::keep(daemon.clone(), requested.clone()));
     let space = tokio::spawn(space::keep(daemon.clone()));
+    tokio::spawn(memory_time::keep(daemon.clone()));
     let wiring = tokio::spawn(net_keeper::keep(daemon.networks.clone(), daemon.stop.clone()));
     serve_publisher(&daemon)?;
     let collector = tokio::spawn(daemon.templates.clone().keep_collected(daemon.stop.clone()));
@@ -126,6 +131,19 @@ fn new(
     let nodes = dayfly_host::numa::nodes().context("looking at the host's memory")?;
     // Before it starts a process, so that all its processes are in its group.
     let groups = GroupStock::open(&config.group_root, &config.run, true);
+    groups.limit_disks_of(config.disk_folders());
+    let uids = config.first_uid..config.first_uid.saturating_add(MAX_VMS);
+    let ours = vec![
+        (Named::Exactly(config.vmm_name()), uids.clone()),
+        (Named::OfVms(config.vms(), RELAY_NAME), uids.clone()),
+        (Named::OfVms(config.vms(), STREAMS_NAME), uids),
+        (Named::Exactly(config.run.join(PAGER_NAME)), jail::USER..jail::USER + 1),
+        (Named::OfVms(config.vms(), PACKER_NAME), PACKERS..PACKERS + 1),
+    ];
+    if let Err(why) = groups.begin_cpus(&config.main_cpus, &nodes, ours) {
+        groups.end();
+        bail!(why);
+    }
     let pagers = Pagers::new(&config).in_groups(groups.clone());
     Daemon::new(config, TemplateCache::new(store, pagers), groups, nodes, self_forks)
         .context("threads, and VMs of an earlier daemon")

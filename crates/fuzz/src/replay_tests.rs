@@ -39,8 +39,9 @@ macro_rules! replay {
 }
 
 replay! {
-    agent archives boot daemon devices dns introspect pager registry store tree units vmm volume
-    vsock
+    agent archives boot daemon devices dns introspect packer pager registry relay store tree units
+    vmm
+    volume vsock
 }
 
 #[test]

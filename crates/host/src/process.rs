@@ -17,7 +17,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Identifies one process of this host until the host reboots.
@@ -373,6 +373,31 @@ pub fn scan_below(folder: &Path, program: &str) -> io::Result<Vec<VmProcess>> {
     })
 }
 
+/// Processes with a certain form of `argv[0]`.
+#[derive(Debug, Clone)]
+pub enum Named {
+    /// The name itself.
+    Exactly(PathBuf),
+    /// `<folder>/<VmId>/<program>`.
+    OfVms(PathBuf, &'static str),
+}
+
+impl Named {
+    /// The pids of those that live.
+    ///
+    /// # Errors
+    /// `/proc` cannot be listed.
+    pub fn pids(&self) -> io::Result<Vec<u32>> {
+        match self {
+            Self::Exactly(name) => named(&[name]),
+            Self::OfVms(folder, program) => {
+                let found = scan_below(folder, program)?;
+                Ok(found.into_iter().map(|of_vm| of_vm.process.pid).collect())
+            }
+        }
+    }
+}
+
 /// Every live process in whose command line `vm_of` finds a VM.
 fn scan_by(vm_of: impl Fn(&[u8]) -> Option<VmId>) -> io::Result<Vec<VmProcess>> {
     let mut found = Vec::new();
@@ -395,16 +420,26 @@ fn scan_by(vm_of: impl Fn(&[u8]) -> Option<VmId>) -> io::Result<Vec<VmProcess>> 
 /// # Errors
 /// `/proc` cannot be listed.
 pub fn lives(name: &Path) -> io::Result<bool> {
-    let wanted = name.as_os_str().as_bytes();
+    Ok(!named(&[name])?.is_empty())
+}
+
+/// The live processes whose `argv[0]` is one of `names`.
+///
+/// # Errors
+/// `/proc` cannot be listed.
+pub fn named(names: &[impl AsRef<Path>]) -> io::Result<Vec<u32>> {
+    let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")? {
         let Some(pid) = entry?.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else {
             continue;
         };
-        if command_line(pid).is_some_and(|line| line.split(|&b| b == 0).next() == Some(wanted)) {
-            return Ok(true);
+        let line = command_line(pid).unwrap_or_default();
+        let own = line.split(|&b| b == 0).next().unwrap_or_default();
+        if names.iter().any(|name| name.as_ref().as_os_str().as_bytes() == own) {
+            found.push(pid);
         }
     }
-    Ok(false)
+    Ok(found)
 }
 
 /// The command line of a process; `None` for kernel threads and zombies, which have neither a

@@ -34,6 +34,8 @@ pub struct InitOptions {
     pub pager: Option<PathBuf>,
     /// Path of `dayfly-volume`.
     pub volume: Option<PathBuf>,
+    /// Path of `dayfly-relay`.
+    pub relay: Option<PathBuf>,
     /// Whether machine and VMs reach what the user's host reaches.
     pub network: bool,
     /// Folders of the host that the machine sees.
@@ -58,6 +60,7 @@ impl Default for InitOptions {
             vmm: None,
             pager: None,
             volume: None,
+            relay: None,
             network: true,
             shares: Vec::new(),
         }

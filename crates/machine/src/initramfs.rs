@@ -107,11 +107,17 @@ fn programs(options: &InitOptions) -> Result<BTreeMap<String, PathBuf>, BuildErr
     if let Some(pager) = &options.pager {
         programs.insert("usr/bin/dayfly-pager".to_owned(), pager.clone());
     }
-    // Machines of older versions were made without it.
-    let beside = || Some(options.daemon.as_ref()?.with_file_name("dayfly-volume"));
-    let volume = options.volume.clone().or_else(|| beside().filter(|path| path.is_file()));
-    if let Some(volume) = volume {
-        programs.insert("usr/bin/dayfly-volume".to_owned(), volume);
+    // Machines of older versions were made without them.
+    for (given, name) in [
+        (&options.volume, "dayfly-volume"),
+        (&options.relay, "dayfly-relay"),
+        (&None, "dayfly-packer"),
+    ] {
+        let beside = || Some(options.daemon.as_ref()?.with_file_name(name));
+        let path = given.clone().or_else(|| beside().filter(|path| path.is_file()));
+        if let Some(path) = path {
+            programs.insert(format!("usr/bin/{name}"), path);
+        }
     }
     Ok(programs)
 }

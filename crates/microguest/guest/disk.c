@@ -1,24 +1,8 @@
 /* The first disk: a virtio-blk device over MMIO (virtio 1.2, sections 4.2 and 5.2), one request at
  * a time, polled. */
-#include "guest.h"
+#include "virtio.h"
 
-static const u64 DEVICE = 0xd0000000; /* vmm::virtio::MMIO_BASE */
-
-enum {
-    DEVICE_ID = 0x08,
-    DRIVER_FEATURES = 0x20,
-    DRIVER_FEATURES_SEL = 0x24,
-    QUEUE_SEL = 0x30,
-    QUEUE_NUM = 0x38,
-    QUEUE_READY = 0x44,
-    QUEUE_NOTIFY = 0x50,
-    STATUS = 0x70,
-    QUEUE_DESC = 0x80,
-    QUEUE_DRIVER = 0x90,
-    QUEUE_DEVICE = 0xa0,
-    CONFIG = 0x100,
-};
-enum { SIZE = 4, NEXT = 1, DEVICE_WRITES = 2, NO_INTERRUPT = 1, BLOCK_DEVICE = 2 };
+enum { SIZE = 4, BLOCK_DEVICE = 2 };
 
 static volatile struct {
     u64 addr;
@@ -41,38 +25,19 @@ static volatile struct {
 } header;
 static volatile u8 status;
 
-static volatile u32 *reg(u64 offset) { return (volatile u32 *)(DEVICE + offset); }
-
-static void address(u64 offset, volatile void *at) {
-    *reg(offset) = (u32)(u64)at;
-    *reg(offset + 4) = (u32)((u64)at >> 32);
-}
-
 /* Resets the device and sets it up with no feature but VERSION_1. Stores the number of its blocks
  * of 4096 bytes in `blocks`. */
 const char *disk_open(u64 *blocks) {
-    if (*reg(DEVICE_ID) != BLOCK_DEVICE) return "there is no disk";
-    *reg(STATUS) = 0;
-    while (*reg(STATUS)) {}
-    *reg(STATUS) = 1;
-    *reg(STATUS) = 3;
-    *reg(DRIVER_FEATURES_SEL) = 0;
-    *reg(DRIVER_FEATURES) = 0;
-    *reg(DRIVER_FEATURES_SEL) = 1;
-    *reg(DRIVER_FEATURES) = 1;
-    *reg(STATUS) = 11;
+    const u64 device = FIRST_DEVICE;
+    if (*reg(device, DEVICE_ID) != BLOCK_DEVICE) return "there is no disk";
+    device_reset(device);
     avail.flags = NO_INTERRUPT;
     avail.index = 0;
     used.index = 0;
-    *reg(QUEUE_SEL) = 0;
-    *reg(QUEUE_NUM) = SIZE;
-    address(QUEUE_DESC, table);
-    address(QUEUE_DRIVER, &avail);
-    address(QUEUE_DEVICE, &used);
-    *reg(QUEUE_READY) = 1;
-    *reg(STATUS) = 15;
-    if (*reg(STATUS) != 15) return "the disk does not start";
-    *blocks = ((u64)*reg(CONFIG) | (u64)*reg(CONFIG + 4) << 32) / (PAGE / 512);
+    device_queue(device, 0, SIZE, table, &avail, &used);
+    if (!device_start(device)) return "the disk does not start";
+    u64 sectors = (u64)*reg(device, CONFIG) | (u64)*reg(device, CONFIG + 4) << 32;
+    *blocks = sectors / (PAGE / 512);
     return 0;
 }
 
@@ -94,7 +59,7 @@ const char *disk_move(u64 block, void *buffer, u32 blocks, int write) {
     describe(2, &status, 1, DEVICE_WRITES);
     avail.ring[avail.index % SIZE] = 0;
     avail.index++;
-    *reg(QUEUE_NOTIFY) = 0;
+    *reg(FIRST_DEVICE, QUEUE_NOTIFY) = 0;
     while (used.index != avail.index) {}
     return status ? "the disk refused" : 0;
 }

@@ -200,6 +200,18 @@ static void obey(u64 generation, u64 *seed, u64 pages) {
     end(how);
 }
 
+/* Writes a page to each of `blocks` blocks of the disk, from the first one on. */
+static void write_blocks(u64 blocks) {
+    u64 all = 0;
+    const char *failed = disk_open(&all);
+    for (u64 n = 0; !failed && n < blocks; n++) {
+        page(0)[0] = n + 1;
+        failed = disk_move(n, (void *)page(0), 1, 1);
+    }
+    put(failed ? failed : "written");
+    put("\n");
+}
+
 static int starts(const char *text, const char *with) {
     for (; *with; text++, with++)
         if (*text != *with) return 0;
@@ -266,6 +278,16 @@ void guest_main(const u8 *boot_params) {
             u64 generation = hex(&at);
             if (*at == ':') at++;
             rings(generation, hex(&at));
+        } else if (starts(at, "write=")) {
+            at += 6;
+            write_blocks(hex(&at));
+        } else if (starts(at, "serve")) {
+            serve();
+        } else if (starts(at, "flood=")) {
+            at += 6;
+            u64 name_service = hex(&at);
+            if (*at == ':') at++;
+            flood(name_service, hex(&at));
         } else if (starts(at, "touch=")) {
             at += 6;
             u64 end = PATTERN_BASE + hex(&at) * PAGE;

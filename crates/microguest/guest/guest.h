@@ -19,6 +19,9 @@ void until(u64 generation);
 __attribute__((noreturn)) void grow(u64 generation, u64 count, u64 seed, u64 end, char then);
 /* rings.c */
 __attribute__((noreturn)) void rings(u64 generation, u64 cpus);
+/* flood.c */
+__attribute__((noreturn)) void serve(void);
+__attribute__((noreturn)) void flood(u64 name_service, u64 pages);
 /* disk.c: both return 0, or why not. */
 const char *disk_open(u64 *blocks);
 const char *disk_move(u64 block, void *buffer, u32 blocks, int write);

@@ -22,6 +22,15 @@
 //!   pages, the first vCPU also writes blocks, until the generation id at ADDR changes. Then each
 //!   vCPU checks that it finds all of its writes and nothing else. Prints `rings ok N`, or `rings
 //!   wrong: WHY`, and goes on if the id is that of [`Growth::Churn`].
+//! - `write=BLOCKS`: writes a page to each of BLOCKS blocks of 4 KiB of the first disk, and prints
+//!   `written`, or why not.
+//! - `serve`: sends each UDP datagram that comes back to where it came from, for ever. Needs no
+//!   address: it is in the datagram. Halts without a network device.
+//! - `flood=ADDRESS:PAGES`: the same. What the first datagram holds becomes a question to the name
+//!   service at ADDRESS (an IPv4 address as one number). From then on, as fast as the devices take
+//!   them, over and over: sends the question, with the next id; asks the host for a vsock
+//!   connection, to a port on which no program listens; and after each question writes one word to
+//!   the next of PAGES pages from 32 MiB on.
 //! - `touch=PAGES`: writes one word to each of PAGES pages from 32 MiB on, without the hole below
 //!   4 GiB; at most 11 GiB of RAM.
 //! - `sort=SEED:KEYS`: makes KEYS 32-bit integers from SEED, sorts them, looks through them, and

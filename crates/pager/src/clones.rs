@@ -1,5 +1,6 @@
 //! A clone whose memory is not complete.
 
+use crate::wire::EXIT_PAGE_BYTES;
 use dayfly_sys::uffd::Uffd;
 use dayfly_units::PAGE_SIZE;
 use dayfly_units::regions::Region;
@@ -203,9 +204,10 @@ impl Clone {
     fn record(&self, cause: &str) -> io::Result<()> {
         // The format of `dayfly-vmm` (`dayfly_vmm::control::ExitRecord`).
         let record = serde_json::json!({ "reason": "failed", "message": cause });
-        if self.handle.exit.metadata()?.len() > 0 {
+        if ![0, EXIT_PAGE_BYTES].contains(&self.handle.exit.metadata()?.len()) {
             return Ok(()); // the VMM has written its own exit record
         }
+        // The file is open for appending, so the offset does not count (pwrite(2), bugs).
         self.handle.exit.write_all_at(record.to_string().as_bytes(), 0)
     }
 }

@@ -123,6 +123,9 @@ const CHECKED: &[(&str, i64, &[&[Condition]])] = &[
         &[
             &[(1, Dword, Eq, bits(libc::F_DUPFD_CLOEXEC))],
             &[(1, Dword, Eq, bits(libc::F_ADD_SEALS))],
+            // The standard library looks at a descriptor before it closes it.
+            #[cfg(debug_assertions)]
+            &[(1, Dword, Eq, bits(libc::F_GETFD))],
         ],
     ),
     ("open files", libc::SYS_statx, &[&[(2, Dword, MaskedEq(EMPTY_PATH), EMPTY_PATH)]]),

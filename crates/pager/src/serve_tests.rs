@@ -2,7 +2,7 @@ use super::*;
 use crate::guest::Guest;
 use crate::policy::Policy;
 use crate::source::{Batch, Layout, Put, SourceError, ZERO};
-use crate::wire::pair;
+use crate::wire::{EXIT_PAGE_BYTES, pair};
 use rustix::fs::SealFlags;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::fs::File;
@@ -151,7 +151,9 @@ impl Standin {
     pub(super) fn new(room: &Room) -> Self {
         let vmm = Command::new("sleep").arg("1000").spawn().unwrap();
         let pidfd = pidfd_open(Pid::from_child(&vmm), PidfdFlags::empty()).unwrap();
-        let exit = tempfile::tempfile().unwrap();
+        let mut exit = tempfile::Builder::new();
+        let exit = exit.append(true).tempfile().unwrap().into_file();
+        exit.set_len(EXIT_PAGE_BYTES).unwrap();
         let guest =
             Guest::new(room.daemon.as_ref().unwrap(), &room.memory, pidfd.as_fd(), &exit).unwrap();
         Self { guest, vmm, exit }
@@ -164,7 +166,7 @@ impl Standin {
 
     /// Whether the pager has killed the VMM.
     pub(super) fn was_killed(&self) -> bool {
-        self.exit.metadata().unwrap().len() > 0
+        self.exit.metadata().unwrap().len() > EXIT_PAGE_BYTES
     }
 
     /// Waits until the VMM was killed, and returns the cause. Another thread waits for a page
@@ -177,8 +179,9 @@ impl Standin {
             1,
             "it was not killed"
         );
-        let mut text = vec![0; usize::try_from(self.exit.metadata().unwrap().len()).unwrap()];
-        self.exit.read_exact_at(&mut text, 0).unwrap();
+        let length = self.exit.metadata().unwrap().len() - EXIT_PAGE_BYTES;
+        let mut text = vec![0; usize::try_from(length).unwrap()];
+        self.exit.read_exact_at(&mut text, EXIT_PAGE_BYTES).unwrap();
         let record: serde_json::Value = serde_json::from_slice(&text).unwrap();
         assert_eq!(record["reason"], "failed");
         record["message"].as_str().unwrap().to_owned()

@@ -14,6 +14,9 @@ const MAX_BYTES: usize = 64 << 10;
 /// Upper limit for the descriptors of one packet.
 pub const MAX_FDS: usize = 200;
 const _: () = assert!(MAX_FDS <= fdwire::MAX_FDS);
+/// The length of an exit file in which a VMM counts for the bill, before the exit record is
+/// appended (`dayfly_vmm::meter`). That of a VMM of an earlier version is empty.
+pub const EXIT_PAGE_BYTES: u64 = 4096;
 
 /// The settings of a pager.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -74,7 +77,7 @@ pub enum ToPager {
     /// With it come further packs, disk files and hash trees, in the order of the plan.
     Files,
     /// A new clone. With it come a socket on which its VMM will send its regions, a pidfd of the
-    /// VMM, and the exit record.
+    /// VMM, and the exit file, open for appending.
     Clone {
         /// The VM's id.
         vm: String,

@@ -16,7 +16,7 @@ use dayfly_store::{
     ChainLayer, Digest, DiskFile, DiskSpec, ImageConfig, ImageSpec, KernelRef, PageReader,
     PagedSpec, Plan, SnapshotSpec, Store, sparse,
 };
-use dayfly_units::{Name, VmId};
+use dayfly_units::{CpuModel, Name, VmId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -90,6 +90,7 @@ fn planned() -> (tempfile::TempDir, Plan) {
         ancestors: Vec::new(),
         kernel: KernelRef { name: name("6.12"), release: "6.12".into(), digest: Digest([7; 32]) },
         vcpus: 1,
+        cpu_model: CpuModel::Host,
         nets: 0,
         memory_bytes,
         agent_version: "0".into(),
@@ -100,8 +101,7 @@ fn planned() -> (tempfile::TempDir, Plan) {
     };
     writer.saved().commit_paged(&spec, &PagedSpec::of(&name("one"))).unwrap();
     store.remove_vm(vm).unwrap();
-    let (_, plan) = store.open_lazily(&name("s")).unwrap();
-    (root, plan.unwrap())
+    (root, store.open_lazily(&name("s")).unwrap().1.unwrap())
 }
 
 fn reader(plan: &Plan, packs: Vec<File>, disks: Vec<Vec<DiskFile>>) -> PageReader {

@@ -2,8 +2,8 @@
 //! there on the power is lost, or the daemon is killed. Nothing acknowledged is lost.
 //!
 //! The second operation goes on after the end of the first if it needs a lock that the first holds
-//! ([`crate::blob::turns`]). So each order that the locks allow is run, up to one change from one
-//! operation to the other and back.
+//! ([`crate::blob::interleave`]). So each order that the locks allow is run, up to one change from
+//! one operation to the other and back.
 
 use crate::blob::disk::{Crash, Disk, build};
 use crate::blob::interleave::beside;

@@ -7,8 +7,7 @@ use crate::{
     ChainLayer, CommitError, Committed, Digest, DiskSpec, ImageRef, ImageSpec, SnapshotSpec, Store,
     VmLayer, sparse,
 };
-use dayfly_units::ImageConfig;
-use dayfly_units::{Name, VmId};
+use dayfly_units::{CpuModel, ImageConfig, Name, VmId};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -101,6 +100,7 @@ impl Vm {
                 digest: Digest([7; 32]),
             },
             vcpus: 1,
+            cpu_model: CpuModel::Host,
             nets: 0,
             memory_bytes: 64 * 4096,
             agent_version: format!("0.{seed}"),

@@ -4,7 +4,7 @@ use crate::blob::probe::{self, UnfitError};
 use crate::blob::{Dir, Stage, Stages};
 use crate::errors::{IoError, IoResult};
 use crate::format::{Format, FormatError, read_only};
-use crate::integrity::verify::Verifier;
+use crate::integrity::verify::{Stamp, Verifier};
 use crate::lock::{Lock, LockError};
 use crate::objects::types::{Unsynced, VmLayer};
 use crate::pages::space::Tenants;
@@ -12,6 +12,7 @@ use crate::published::Published;
 use crate::vms::pins::Pins;
 use crate::vms::prepared::PreparedFiles;
 use crate::vms::shared::SharedLayers;
+use dayfly_units::Digest;
 use dayfly_units::error::chain;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -40,6 +41,8 @@ pub(crate) struct Inner {
     pub(crate) copying: Mutex<()>,
     pub(crate) verifier: Verifier,
     pub(crate) tenants: Tenants,
+    /// The files of block indexes that were decoded, by the digest of the disk file.
+    pub(crate) sound_indexes: Mutex<BTreeMap<Digest, Stamp>>,
     /// The wanted size of the reserve for gc in bytes; 0 for none.
     pub(crate) reserve: Mutex<u64>,
     /// The layers of VMs whose fsync failed in this process.
@@ -109,6 +112,7 @@ impl Store {
             copying: Mutex::new(()),
             verifier: Verifier::default(),
             tenants: Tenants::default(),
+            sound_indexes: Mutex::default(),
             reserve: Mutex::default(),
             unsynced: Mutex::default(),
             pins: Arc::default(),

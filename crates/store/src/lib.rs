@@ -103,8 +103,9 @@ pub use inner::{Store, StoreError};
 pub use integrity::repair::{LostSnapshot, RepairError, RepairReport};
 pub use integrity::scrub::{Finding, MAX_FINDINGS, Object, Scope, SearchError, VerifyReport};
 pub use memory::{
-    Alike, BlockHint, Comparable, DiskLayer, FramesDigest, Kind, Known, MAX_FRAMES, Materialised,
-    MemorySpec, PutMemory, Run, Table, alike,
+    Alike, BlockHint, Classified, Comparable, DiskLayer, FoundFrame, FramesDigest, GiveFrames,
+    Kind, Known, MAX_FRAMES, Materialised, MemorySpec, PutMemory, RamDisk, RamJob, RamSource,
+    RamWork, Run, Table, TakeFrame, alike,
 };
 pub use meter::{Meter, Reading};
 pub use objects::images::{Image, ImageSpec};
@@ -118,8 +119,9 @@ pub use objects::refs;
 pub use objects::tree::{DiskFile, FileTree};
 pub use objects::types::{ChainLayer, FileRef, LayerId, LayerRef, VmLayer};
 pub use pages::gc::{GcPagesError, GcPagesReport};
+pub use pages::pack::MAX_PACK_PAGES;
 pub use pages::victims::REWRITE_BELOW_PERCENT;
-pub use pages::{Group, Lease, PagesError, Put, PutStats, Tenant};
+pub use pages::{Group, Lease, PackWork, PagesError, Put, PutStats, Tenant, WorkError};
 pub use publish::{OpenError, PutError, RemoveError};
 pub use snapshots::{
     CommitError, Committed, DiskSpec, FlattenError, GroupBuffer, GroupId, MOST_LAYERS, Merge,
@@ -132,6 +134,7 @@ pub use vms::identify::FileId;
 pub use vms::immutable::{FrozenLayer, ReplacedLayer};
 pub use vms::pins::{Pin, PinError};
 pub use vms::used::UsedLayerError;
+pub use workers::limit_threads;
 
 /// The failpoints of this crate, in the order of its operations ([`dayfly_units::failpoint`]).
 pub const FAILPOINTS: &[&str] = &[

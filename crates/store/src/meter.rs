@@ -37,9 +37,16 @@ impl Meter {
     }
 
     /// Asks the operation to stop. [`crate::Store::verify`] and [`crate::Store::gc_pages_of`] then
-    /// end soon with an `Io` error of kind `Interrupted`; all other operations continue.
+    /// end soon with an `Io` error of kind `Interrupted`. All other operations continue, but a
+    /// [`crate::RamWork`] may ask [`Self::is_stopped`] and fail.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether [`Self::stop`] was called.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
     }
 
     /// Begins another part, of `total` bytes.
@@ -55,7 +62,7 @@ impl Meter {
     /// As [`Self::add`], but fails with `Interrupted` after [`Self::stop`].
     pub(crate) fn step(&self, bytes: u64) -> io::Result<()> {
         self.add(bytes);
-        if self.stopped.load(Ordering::Relaxed) {
+        if self.is_stopped() {
             return Err(io::Error::new(io::ErrorKind::Interrupted, "the caller stopped it"));
         }
         Ok(())

@@ -5,10 +5,23 @@ use dayfly_units::sync::lock;
 use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::thread::Builder;
+
+/// The most threads of this process.
+static MOST: AtomicUsize = AtomicUsize::new(usize::MAX);
+
+/// From now on this process works with at most `most` threads, but at least one.
+pub fn limit_threads(most: usize) {
+    MOST.store(most.max(1), Ordering::Relaxed);
+}
 
 /// Number of threads: one for each core that this process may use, or 1 while faults are injected.
 pub(crate) fn threads() -> usize {
-    if fault::planned() { 1 } else { std::thread::available_parallelism().map_or(1, NonZero::get) }
+    if fault::planned() {
+        return 1;
+    }
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    cores.min(MOST.load(Ordering::Relaxed))
 }
 
 /// Calls `work` once for every number below `pieces`. [`threads`] threads take the numbers in
@@ -40,7 +53,10 @@ pub(crate) fn each<S, E: Send>(
     };
     std::thread::scope(|scope| {
         for _ in 1..threads().min(pieces) {
-            scope.spawn(run);
+            // The control group may allow no more threads: those that there are do all.
+            if Builder::new().spawn_scoped(scope, run).is_err() {
+                break;
+            }
         }
         run();
     });

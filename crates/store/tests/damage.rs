@@ -8,7 +8,7 @@ use dayfly_store::{
     ChainLayer, Digest, DiskSpec, ImageConfig, ImageSpec, KernelRef, PagedSpec, SnapshotSpec,
     Store, sparse,
 };
-use dayfly_units::{Name, VmId};
+use dayfly_units::{CpuModel, Name, VmId};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt};
@@ -112,6 +112,7 @@ fn sample(root: &Path) -> (Store, Vec<u8>) {
             digest: Digest([7; 32]),
         },
         vcpus: 1,
+        cpu_model: CpuModel::Host,
         nets: 0,
         memory_bytes: ram.len() as u64,
         agent_version: "0".to_owned(),

@@ -7,6 +7,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 // linux/landlock.h
 const CREATE_RULESET_VERSION: u32 = 1;
 const RULE_OF_FOLDER: u32 = 1;
+const RULE_OF_PORT: u32 = 2;
+const CONNECT_TCP: u64 = 1 << 1;
 const EXECUTE: u64 = 1;
 const READ_FILE: u64 = 1 << 2;
 const MAKE_CHAR: u64 = 1 << 6;
@@ -24,6 +26,12 @@ struct RulesetAttr {
 struct FolderAttr {
     allowed_access: u64,
     parent_fd: i32,
+}
+
+#[repr(C)]
+struct PortAttr {
+    allowed_access: u64,
+    port: u64,
 }
 
 /// The version of Landlock that the kernel has; `None` without Landlock.
@@ -80,29 +88,64 @@ pub fn forbid_outside(folder: BorrowedFd<'_>) -> io::Result<bool> {
     restrict(Some(folder), |all| all & !(EXECUTE | MAKE_CHAR | MAKE_BLOCK | IOCTL_DEVICE))
 }
 
+/// Forbids all that the kernel's Landlock can, to this thread and to all that it makes later, but
+/// connecting to these TCP ports, of whatever host. Otherwise as [`forbid_all_but`].
+///
+/// # Errors
+/// The kernel refuses.
+pub fn forbid_all_but_connecting(ports: &[u16]) -> io::Result<bool> {
+    let Some((ruleset, all)) = ruleset()? else { return Ok(false) };
+    for port in ports {
+        // A version that does not know ports forbids none.
+        if all.handled_access_net & CONNECT_TCP != 0 {
+            let rule = PortAttr { allowed_access: CONNECT_TCP, port: u64::from(*port) };
+            // SAFETY: `rule` is laid out as the attribute of a rule for a port.
+            unsafe { add(&ruleset, RULE_OF_PORT, (&raw const rule).cast()) }?;
+        }
+    }
+    enforce(&ruleset)
+}
+
 /// Allows only what `allowed` returns, of all that can be forbidden, below `folder`.
 fn restrict(folder: Option<BorrowedFd<'_>>, allowed: impl FnOnce(u64) -> u64) -> io::Result<bool> {
-    let Some(version) = version() else { return Ok(false) };
+    let Some((ruleset, all)) = ruleset()? else { return Ok(false) };
+    if let Some(folder) = folder {
+        let allowed_access = allowed(all.handled_access_fs);
+        let rule = FolderAttr { allowed_access, parent_fd: folder.as_raw_fd() };
+        // SAFETY: `rule` is laid out as the attribute of a rule for a folder.
+        unsafe { add(&ruleset, RULE_OF_FOLDER, (&raw const rule).cast()) }?;
+    }
+    enforce(&ruleset)
+}
+
+fn check(result: libc::c_long) -> io::Result<libc::c_long> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// A set of rules that forbids everything; `None` without Landlock.
+fn ruleset() -> io::Result<Option<(OwnedFd, RulesetAttr)>> {
+    let Some(version) = version() else { return Ok(None) };
     let (all, known) = everything(version);
-    let check = |result: libc::c_long| {
-        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
-    };
     // SAFETY: the kernel reads `known` bytes of `all`, which has at least as many.
     let made = check(unsafe {
         libc::syscall(libc::SYS_landlock_create_ruleset, &raw const all, known, 0)
     })?;
     let made = i32::try_from(made).map_err(io::Error::other)?;
     // SAFETY: the kernel has just made the descriptor, and nothing else owns it.
-    let ruleset = unsafe { OwnedFd::from_raw_fd(made) };
-    if let Some(folder) = folder {
-        let allowed_access = allowed(all.handled_access_fs);
-        let rule = FolderAttr { allowed_access, parent_fd: folder.as_raw_fd() };
-        let (ruleset, kind) = (ruleset.as_raw_fd(), RULE_OF_FOLDER);
-        // SAFETY: the kernel reads one attribute of a rule for a folder, as `rule` is laid out.
-        check(unsafe {
-            libc::syscall(libc::SYS_landlock_add_rule, ruleset, kind, &raw const rule, 0)
-        })?;
-    }
+    Ok(Some((unsafe { OwnedFd::from_raw_fd(made) }, all)))
+}
+
+/// Adds an exception.
+///
+/// # Safety
+/// `rule` points to a whole attribute of a rule of this kind.
+unsafe fn add(ruleset: &OwnedFd, kind: u32, rule: *const libc::c_void) -> io::Result<()> {
+    let ruleset = ruleset.as_raw_fd();
+    // SAFETY: the kernel reads one attribute of a rule of this kind, which the caller promises.
+    check(unsafe { libc::syscall(libc::SYS_landlock_add_rule, ruleset, kind, rule, 0) }).map(drop)
+}
+
+fn enforce(ruleset: &OwnedFd) -> io::Result<bool> {
     // SAFETY: integers.
     check(unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), 0) })?;
     Ok(true)

@@ -6,7 +6,7 @@
 //! configuration from descriptor N to its end. The process opens no file by path, with one
 //! exception: vsock connections of the guest go to sockets in the root folder of its jail.
 
-use dayfly_units::{Digest, VmId};
+use dayfly_units::{CpuModel, Digest, VmId};
 use serde::{Deserialize, Serialize};
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
@@ -63,6 +63,10 @@ pub struct VmmConfig {
     /// An empty file for the JSON of the [`crate::control::ExitRecord`], which is written once,
     /// just before the process ends.
     pub exit_fd: FdNumber,
+    /// Whether that file is not empty, but has the page of [`crate::meter`], and is open for
+    /// reading and appending.
+    #[serde(default)]
+    pub metered: bool,
     /// The file of the limits on the growth of disks ([`crate::disk::room`]), opened for reading;
     /// `None`: only the file system limits the growth.
     #[serde(default)]
@@ -78,9 +82,13 @@ pub struct ZygoteConfig {
     /// The folder that contains the VMs' folders. The zygote and its VMMs see nothing else of the
     /// host's files.
     pub folder: PathBuf,
-    /// The CPUs that the VMMs run on; empty: all.
+    /// The CPUs that the zygote and the VMMs run on; empty: those that the zygote inherits.
     #[serde(default)]
     pub cpus: Vec<u32>,
+    /// The CPUs that the VMMs run on, if the zygote stays on those that it inherits; empty: those
+    /// of the zygote.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub vmm_cpus: Vec<u32>,
     /// The preferred NUMA node for the VMMs' memory; `None`: the node of the CPU that touches it.
     #[serde(default)]
     pub node: Option<u32>,
@@ -125,6 +133,7 @@ impl Start {
                 vcpus: boot.vcpus,
                 disks: u8::try_from(boot.disks.len()).unwrap_or(u8::MAX),
                 nets: boot.nets,
+                cpu_model: boot.cpu_model,
             },
             Self::WarmVmm { shape, .. } => *shape,
         }
@@ -143,6 +152,10 @@ pub struct Shape {
     /// Network devices, at most [`MAX_NETS`].
     #[serde(default)]
     pub nets: u8,
+    /// The model of the vCPUs. A warm VMM also accepts a saved VM of another model; then CPUID is
+    /// set once more.
+    #[serde(default, skip_serializing_if = "CpuModel::is_host")]
+    pub cpu_model: CpuModel,
 }
 
 /// The network attachment of a network device ([`crate::control::Command::Connect`]).
@@ -187,6 +200,9 @@ pub struct BootConfig {
     /// Network devices, at most [`MAX_NETS`], not connected yet.
     #[serde(default)]
     pub nets: u8,
+    /// The model of the vCPUs, which this host's CPU must have.
+    #[serde(default, skip_serializing_if = "CpuModel::is_host")]
+    pub cpu_model: CpuModel,
 }
 
 /// A start from a snapshot. Descriptors are numbered by their places in the message, from 0.

@@ -8,9 +8,9 @@
 //! What may not enter: anything about more than one VM, names, images, templates, policy, or paths
 //! of files on disk. Every file arrives as an open descriptor.
 //!
-//! Threads: `main` (control socket, save), `devices` (queues, sockets), `vcpu0`…; [`workers`] makes
-//! the last two kinds ahead. Lock order: a vCPU's phase, a vCPU's descriptor, a device. [`vm`]
-//! draws the states of the VM, [`vcpu`] those of one vCPU.
+//! Threads: `main` (control socket, save), `devices` (packets, sockets), `disks` (unless the VM has
+//! none), `vcpu0`…; [`workers`] makes all but the first ahead. Lock order: a vCPU's phase, a vCPU's
+//! descriptor, a device. [`vm`] draws the states of the VM, [`vcpu`] those of one vCPU.
 
 pub mod arch;
 pub mod config;
@@ -24,6 +24,7 @@ pub mod heap;
 pub mod jail;
 pub mod limits;
 pub mod memory;
+pub mod meter;
 pub mod platform;
 pub mod process;
 pub mod report;

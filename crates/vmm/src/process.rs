@@ -3,10 +3,12 @@
 //! The process starts as a fork of a zygote ([`crate::zygote`]), or alone as `dayfly-vmm
 //! --config-fd N` for a caller that wants one VM.
 
+use crate::arch::cpuid::Supported;
 use crate::config::{FdNumber, JailConfig, MAX_CONFIG_BYTES, Start, VmmConfig};
 use crate::control::server::{Hosted, Server};
 use crate::fds::{self, Descriptors, FdError, FdTable};
 use crate::jail::{self, JailError};
+use crate::meter::Meter;
 use crate::platform::Console;
 use crate::seccomp::{FilterError, Filters, Stage};
 use crate::timeline::Timeline;
@@ -20,7 +22,7 @@ use kvm_ioctls::Kvm;
 use std::convert::Infallible;
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 
 /// Why a VMM process failed.
@@ -50,6 +52,9 @@ pub enum ProcessError {
     /// KVM did not list its MSRs.
     #[error(transparent)]
     Msrs(#[from] StateError),
+    /// KVM did not say what it supports of this host's CPU.
+    #[error("KVM_GET_SUPPORTED_CPUID")]
+    Cpuid(#[source] kvm_ioctls::Error),
     /// The zygote failed.
     #[error(transparent)]
     Zygote(#[from] ZygoteError),
@@ -71,8 +76,8 @@ pub enum ProcessError {
 pub fn main() -> ! {
     let timeline = Timeline::start();
     // One arena for all threads: glibc opens /proc/sys/vm/overcommit_memory when it shrinks a
-    // thread's arena, which the filters forbid. No thread allocates on a path on which the shared
-    // lock costs time.
+    // thread's arena, which the filters forbid. A request of a disk and a packet allocate little,
+    // so that the two device threads rarely wait for the shared lock.
     // SAFETY: mallopt sets a parameter of the allocator; the process has one thread.
     unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
     exit::install_handlers();
@@ -98,16 +103,19 @@ fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
                 may_return,
                 base_bytes,
                 msrs,
+                supported,
                 name,
                 began_us,
             } = child;
             let config: VmmConfig = serde_json::from_slice(&json).map_err(ProcessError::Config)?;
             let mut fds = fds::Received::new(fds);
-            exit::set_file(fds.take("the exit record", config.exit_fd)?.into_raw_fd());
+            let exit_file = fds.take("the exit record", config.exit_fd)?;
+            let meter = meter_of(&config, exit_file.as_fd());
+            exit::set_file(exit_file.into_raw_fd());
             name.write(config.id);
             report::of_vm(config.id);
-            let known = Known { kvm, bare, msrs, filters, pagemap, base_bytes };
-            let inside = Inside::new(known, &config)?;
+            let known = Known { kvm, supported, bare, msrs, filters, pagemap, base_bytes };
+            let inside = Inside::new(known, meter, &config)?;
             if config.background && may_return {
                 jail::low_priority();
             }
@@ -119,7 +127,10 @@ fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
         (_, number) => {
             let config = read_config(number)?;
             let mut fds = FdTable::default();
-            exit::set_file(fds.claim("the exit record", config.exit_fd)?);
+            let exit_fd = fds.claim("the exit record", config.exit_fd)?;
+            exit::set_file(exit_fd);
+            // SAFETY: the descriptor was just claimed, and stays open until the process ends.
+            let meter = meter_of(&config, unsafe { BorrowedFd::borrow_raw(exit_fd) });
             report::of_vm(config.id);
             jail::close_all_but(&fds::all(&config))?;
             let kvm = fds.take("/dev/kvm", config.kvm_fd.unwrap_or(-1))?;
@@ -127,18 +138,20 @@ fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
             // states that it is /dev/kvm; if it is not, every ioctl fails.
             let kvm = unsafe { Kvm::from_raw_fd(kvm.into_raw_fd()) };
             let bare = Bare::new(&kvm)?;
+            let supported = Supported::new(&kvm).map_err(ProcessError::Cpuid)?;
             let msrs = vcpu::state::msrs(&kvm).map_err(ProcessError::Msrs)?;
             let pagemap = jail::open_without_admin("/proc/self/pagemap".as_ref()).ok();
             let (filters, base_bytes) = (Filters::new()?, limits::space_now());
-            let known = Known { kvm, bare, msrs, filters, pagemap, base_bytes };
-            let inside = Inside::new(known, &config)?;
+            let known = Known { kvm, supported, bare, msrs, filters, pagemap, base_bytes };
+            let inside = Inside::new(known, meter, &config)?;
             if let Some(jail) = &config.jail {
                 jail::see_only(&jail.root)?;
                 jail::narrow()?;
                 jail::open_nothing_but(None)?;
             }
             jail::no_new_privileges()?;
-            let workers = Workers::new(&inside.known.filters, config.start.shape().vcpus)
+            let shape = config.start.shape();
+            let workers = Workers::new(&inside.known.filters, shape.vcpus, shape.disks > 0)
                 .map_err(ProcessError::Workers)?;
             if let Some(jail) = &config.jail {
                 jail::enter(&JailConfig { root: "/".into(), ..jail.clone() })?;
@@ -152,6 +165,8 @@ fn run(timeline: Timeline) -> Result<Infallible, ProcessError> {
 struct Known {
     /// `/dev/kvm`, which is closed before the guest runs.
     kvm: Kvm,
+    /// What KVM supports of this host's CPU.
+    supported: Supported,
     bare: Bare,
     /// The MSRs that KVM saves.
     msrs: Vec<u32>,
@@ -169,10 +184,18 @@ struct Inside {
     /// A userfaultfd, for a guest whose memory arrives page by page. Only a privileged process may
     /// make one that sees the kernel's faults.
     uffd: Option<Uffd>,
+    /// What is counted for the bill.
+    meter: Meter,
+}
+
+/// The meter in the exit file, or one that no other process sees.
+fn meter_of(config: &VmmConfig, exit_file: BorrowedFd<'_>) -> Meter {
+    // The VM runs without a bill of its devices, rather than not at all.
+    config.metered.then(|| Meter::map(exit_file).ok()).flatten().unwrap_or_default()
 }
 
 impl Inside {
-    fn new(known: Known, config: &VmmConfig) -> Result<Self, ProcessError> {
+    fn new(known: Known, meter: Meter, config: &VmmConfig) -> Result<Self, ProcessError> {
         let uffd = match config.start {
             Start::WarmVmm { record: true, .. } => {
                 Some(Uffd::with_kernel_faults().map_err(ProcessError::Userfaultfd)?)
@@ -181,7 +204,7 @@ impl Inside {
             Start::WarmVmm { .. } => Uffd::with_kernel_faults().ok(),
             Start::Boot(_) => None,
         };
-        Ok(Self { known, uffd })
+        Ok(Self { known, uffd, meter })
     }
 }
 
@@ -192,9 +215,10 @@ fn live(
     workers: Workers,
     mut timeline: Timeline,
 ) -> Result<Infallible, ProcessError> {
-    let Inside { known: Known { kvm, bare, msrs, filters, pagemap, base_bytes }, uffd } = inside;
+    let Inside { known, uffd, meter } = inside;
+    let Known { kvm, supported, bare, msrs, filters, pagemap, base_bytes } = known;
     timeline.done("jail");
-    let workers = workers.prepare(&filters, config.start.shape().vcpus, config.jail.as_ref());
+    let workers = workers.prepare(&filters, config.start.shape(), config.jail.as_ref());
     let workers = workers.map_err(ProcessError::Workers)?;
     let control = UnixListener::from(fds.take("the control socket", config.control_fd)?);
     let link = config
@@ -209,6 +233,7 @@ fn live(
     let host = Host {
         msrs,
         base_bytes,
+        supported,
         bare,
         console: Console::new([first?, second?], config.console_max_bytes),
         vsock_listener: fds.take("the vsock socket", config.vsock_fd)?,
@@ -219,9 +244,11 @@ fn live(
         record: matches!(config.start, Start::WarmVmm { record: true, .. }),
         workers,
         timeline,
+        meter: meter.clone(),
     };
     let warm = WarmVmm::new(host, &kvm, config.start.shape(), &filters)?;
-    let server = Server::new(control, link.map(UnixStream::from)).map_err(ProcessError::Control)?;
+    let server = Server::new(control, link.map(UnixStream::from), meter);
+    let server = server.map_err(ProcessError::Control)?;
     let mut hosted = match config.start {
         Start::WarmVmm { .. } => {
             drop(kvm);
@@ -235,7 +262,7 @@ fn live(
             let initrd =
                 boot.initrd_fd.map(|number| fds.take("the initramfs", number)).transpose()?;
             let disks_bytes: Vec<u64> = boot.disks.iter().map(|disk| disk.size_bytes).collect();
-            let mut vm = warm.boot(&kvm, &boot, disks, kernel, initrd.map(File::from))?;
+            let mut vm = warm.boot(&boot, disks, kernel, initrd.map(File::from))?;
             drop((fds, kvm));
             filters.main.enter(Stage::SetUp);
             vm.start(&disks_bytes)?;

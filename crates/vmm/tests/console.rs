@@ -3,7 +3,7 @@
 mod harness;
 
 use dayfly_microguest::elf;
-use dayfly_units::needs;
+use dayfly_units::{CpuModel, needs};
 use dayfly_vmm::control::ExitReason;
 use dayfly_vmm::platform::{START_BYTES, start_of};
 use harness::{Boot, Disk, Vmm, write_file};
@@ -30,6 +30,7 @@ fn the_newest_output_of_a_guest_is_kept() {
         cmdline: format!("{words}end=o"),
         memory_bytes: 64 * MIB,
         vcpus: 1,
+        cpu_model: CpuModel::Host,
         disks: vec![Disk { size_bytes: MIB, base, layers: Vec::new(), writable: true }],
         jailed: true,
     };

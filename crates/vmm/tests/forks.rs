@@ -9,7 +9,7 @@
 mod harness;
 
 use dayfly_microguest::{Growth, elf};
-use dayfly_units::needs;
+use dayfly_units::{CpuModel, needs};
 use dayfly_vmm::arch::layout;
 use harness::{Boot, Disk, Snapshot, Vmm, write_file};
 use std::path::{Path, PathBuf};
@@ -32,6 +32,7 @@ fn writer(folder: &Path, vcpus: u8) -> Snapshot {
         cmdline: format!("rings={:x}:{vcpus:x}", layout::GENERATION.0),
         memory_bytes: 64 * MIB,
         vcpus,
+        cpu_model: CpuModel::Host,
         disks: vec![Disk { size_bytes: MIB, base, layers: Vec::new(), writable: true }],
         jailed: false,
     };

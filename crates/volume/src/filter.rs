@@ -91,6 +91,9 @@ const CHECKED: &[(&str, i64, &[&[Condition]])] = &[
             &[(2, Dword, MaskedEq(TYPE), libc::S_IFSOCK as u64)],
         ],
     ),
+    // The standard library looks at a descriptor before it closes it.
+    #[cfg(debug_assertions)]
+    ("debug assertions", libc::SYS_fcntl, &[&[(1, Dword, Eq, bits(libc::F_GETFD))]]),
 ];
 
 /// The numbers of all calls that do not kill with the right arguments.

@@ -3,12 +3,17 @@
 
 use super::error::ClientError;
 use super::exec::Exec;
+use super::frames;
 use super::port::Connection;
+use super::reason::Reason;
+use super::stream::ByteStream;
 use crate::agent::{PROTOCOL, Runs, request_frames};
-use crate::types::{ApiError, ErrorCode, UPGRADE, UPGRADE_PORT, VM_HEADER};
+use crate::types::{
+    ApiError, ErrorCode, Info, UPGRADE, UPGRADE_PORT, UPGRADE_STREAM, VM_HEADER, VmExit,
+};
 use bytes::Bytes;
 use dayfly_units::sync::lock;
-use futures::{Stream, StreamExt};
+use futures::{FutureExt, Stream, StreamExt};
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Empty, Full, Limited, StreamBody};
@@ -21,8 +26,10 @@ use serde::de::DeserializeOwned;
 use std::fmt::Write as _;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 use tokio::net::UnixStream;
+use tokio::time::timeout;
 
 /// The body of a request.
 pub type Body = UnsyncBoxBody<Bytes, io::Error>;
@@ -31,6 +38,8 @@ pub type Body = UnsyncBoxBody<Bytes, io::Error>;
 const MAX_ANSWER_BYTES: usize = 16 << 20;
 /// Longest error body in bytes that a client reads.
 const MAX_ERROR_BYTES: usize = 64 << 10;
+/// Time limit for the daemon to say why a VM has ended, which it knows when a stream breaks off.
+const REASON_WITHIN: Duration = Duration::from_secs(1);
 
 /// A client of the daemon at one socket.
 #[derive(Debug, Clone)]
@@ -38,6 +47,8 @@ pub struct Client {
     socket: PathBuf,
     /// An open connection without a request in progress.
     idle: Arc<Mutex<Option<SendRequest<Body>>>>,
+    /// Whether the daemon takes archives in frames, once that was asked.
+    takes_frames: Arc<OnceLock<bool>>,
 }
 
 /// An empty body.
@@ -110,7 +121,7 @@ impl Client {
     /// Makes a client for the daemon that listens on `socket`. Nothing is opened yet.
     #[must_use]
     pub fn new(socket: impl Into<PathBuf>) -> Self {
-        Self { socket: socket.into(), idle: Arc::default() }
+        Self { socket: socket.into(), idle: Arc::default(), takes_frames: Arc::default() }
     }
 
     /// Path of the daemon's socket.
@@ -131,11 +142,81 @@ impl Client {
         Ok(self.send(request, body, None).await?.0)
     }
 
-    /// Gets an answer whose body may fail: the daemon then sends the reason in a trailer.
-    pub(super) async fn stream(&self, path: &str) -> Result<Response<Incoming>, ClientError> {
+    /// Gets bytes as a body that may fail.
+    pub(super) async fn body_stream(&self, path: &str) -> Result<ByteStream, ClientError> {
         let request = Request::builder().method(Method::GET).uri(path);
         let request = request.header(header::TE, "trailers").header(header::CONNECTION, "te");
-        Ok(self.send(request, empty_body(), None).await?.0)
+        Ok(ByteStream::of_body(self.send(request, empty_body(), None).await?.0))
+    }
+
+    /// Gets bytes of a VM: in frames, or as a body that may fail, for which the daemon sends the
+    /// reason in a trailer. A daemon that has no frames for them, or none at all, sends a body.
+    pub(super) async fn stream(&self, vm: &str, path: &str) -> Result<ByteStream, ClientError> {
+        let request = Request::builder().method(Method::GET).uri(path);
+        let request =
+            request.header(header::TE, "trailers").header(header::UPGRADE, UPGRADE_STREAM);
+        let request = request.header(header::CONNECTION, "te, upgrade");
+        let answer = self.send(request, empty_body(), None).await?.0;
+        if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
+            return Ok(ByteStream::of_body(answer));
+        }
+        let call = format!("GET {path}");
+        let io = leave_http(&call, answer).await?;
+        Ok(ByteStream::of_frames(call, io, vm, self.reason()))
+    }
+
+    /// Asks once whether the daemon takes archives in frames.
+    async fn takes_frames(&self) -> Result<bool, ClientError> {
+        if let Some(known) = self.takes_frames.get() {
+            return Ok(*known);
+        }
+        let info: Info = self.json(Method::GET, "/v1/info".into(), empty_body()).await?;
+        let takes = info.upgrades.iter().any(|upgrade| upgrade == UPGRADE_STREAM);
+        Ok(*self.takes_frames.get_or_init(|| takes))
+    }
+
+    /// Asks why a VM has ended that a stream broke off from.
+    fn reason(&self) -> Reason {
+        let client = self.clone();
+        Reason::new(move |vm| {
+            let client = client.clone();
+            async move { timeout(REASON_WITHIN, client.end_of(&vm)).await.ok().flatten() }.boxed()
+        })
+    }
+
+    async fn end_of(&self, vm: &str) -> Option<ApiError> {
+        let path = format!("/v1/vms/{}/wait", segment(vm));
+        let message = match self.json::<VmExit>(Method::GET, path, empty_body()).await {
+            Ok(VmExit { reason, message, .. }) => format!("VM {vm} ended ({reason:?}): {message}"),
+            Err(ClientError::Refused(ApiError { code: ErrorCode::NotFound, .. })) => {
+                format!("VM {vm} ended and was removed before everything was sent")
+            }
+            Err(_) => return None,
+        };
+        Some(ApiError { code: ErrorCode::Guest, message })
+    }
+
+    /// Sends bytes to a VM in frames, if the daemon takes them so: it answers 101. Sends them as a
+    /// body to an earlier daemon, which would take the request for an upgrade for one with an empty
+    /// body.
+    pub(super) async fn put(&self, vm: &str, path: String, body: Body) -> Result<(), ClientError> {
+        if !self.takes_frames().await? {
+            return self.nothing(Method::PUT, path, body).await;
+        }
+        let request = Request::builder().method(Method::PUT).uri(&path);
+        let request = request.header(header::UPGRADE, UPGRADE_STREAM);
+        let request = request.header(header::CONNECTION, "upgrade");
+        let answer = self.send(request, empty_body(), None).await?.0;
+        if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
+            return self.nothing(Method::PUT, path, body).await;
+        }
+        let call = format!("PUT {path}");
+        let io = leave_http(&call, answer).await?;
+        match frames::send(&call, io, body).await {
+            Err(frames::NotSent::Answer(e)) => Err(self.reason().instead_of(e, vm).await),
+            Err(frames::NotSent::Body(e)) => Err(e),
+            Ok(()) => Ok(()),
+        }
     }
 
     /// Gets events that follow the one with the id `last`.
@@ -278,7 +359,7 @@ impl Client {
         })?;
         let (call, answer) = self.switch(Method::POST, path, UPGRADE, empty_body()).await?;
         let io = leave_http(&call, answer).await?;
-        Exec::start(call, io, &frames).await
+        Exec::start(call, io, &frames, self.reason()).await
     }
 
     /// Requests a connection to a port.

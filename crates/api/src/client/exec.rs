@@ -1,6 +1,7 @@
 //! The two directions of a running program.
 
 use super::error::ClientError;
+use super::reason::Reason;
 use crate::agent::{
     Exit, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, WindowSize, decode_header, encode,
 };
@@ -39,6 +40,8 @@ pub struct ExecInput {
 pub struct ExecOutput {
     io: ReadHalf<Io>,
     call: String,
+    /// Where the reason of an early end is asked for, and the VM.
+    reason: Option<(Reason, String)>,
 }
 
 /// An event of a running program.
@@ -65,10 +68,15 @@ pub struct Finished {
 
 impl Exec {
     /// Sends `first`, the frames of the request, and waits for the program's start.
-    pub(super) async fn start(call: String, io: Io, first: &[u8]) -> Result<Self, ClientError> {
+    pub(super) async fn start(
+        call: String,
+        io: Io,
+        first: &[u8],
+        reason: Reason,
+    ) -> Result<Self, ClientError> {
         let (read, write) = tokio::io::split(io);
         let mut input = ExecInput { io: write };
-        let mut output = ExecOutput { io: read, call };
+        let mut output = ExecOutput { io: read, call, reason: None };
         input.send_frames(first).await.map_err(|e| output.broken(e))?;
         let foreign = |got: String, call: &str| ClientError::Foreign {
             call: call.to_owned(),
@@ -78,6 +86,7 @@ impl Exec {
         match output.frame().await? {
             Some((FrameKind::Reply, body)) => match serde_json::from_slice(&body) {
                 Ok(RunReply::Started { vm, pid, id }) => {
+                    output.reason = Some((reason, vm.id.to_string()));
                     Ok(Self { vm: *vm, pid, id, input, output })
                 }
                 Ok(RunReply::Failed(error)) => Err(ClientError::Refused(error)),
@@ -190,6 +199,13 @@ impl ExecOutput {
     /// [`ClientError::Refused`] if the VM ends before the program does. [`ClientError::Broken`] if
     /// the connection ends first, which means that the daemon has ended.
     pub async fn next(&mut self) -> Result<ExecEvent, ClientError> {
+        match (self.event().await, &self.reason) {
+            (Err(error), Some((reason, vm))) => Err(reason.instead_of(error, vm).await),
+            (event, _) => event,
+        }
+    }
+
+    async fn event(&mut self) -> Result<ExecEvent, ClientError> {
         match self.frame().await? {
             None => Err(self.broken(io::Error::new(
                 io::ErrorKind::UnexpectedEof,

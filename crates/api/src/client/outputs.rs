@@ -80,7 +80,7 @@ impl Client {
     pub async fn logs(&self, vm: &str, console: bool, options: LogOptions) -> Result<ByteStream> {
         let options = options.query();
         let path = format!("/v1/vms/{}/logs?{options}&console={console}", segment(vm));
-        Ok(ByteStream::new(self.stream(&path).await?))
+        self.stream(vm, &path).await
     }
 
     /// Reads a detached program's output; with `follow`, until no process can write to it any more.
@@ -95,7 +95,17 @@ impl Client {
     ) -> Result<ByteStream> {
         let options = options.query();
         let path = format!("/v1/vms/{}/logs?{options}&program={}", segment(vm), query(program));
-        Ok(ByteStream::new(self.stream(&path).await?))
+        self.stream(vm, &path).await
+    }
+
+    /// Reads an archive as [`Client::read_archive`] does, but as the body of an HTTP answer, as
+    /// clients without frames get it. The daemon then passes on each byte.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn read_archive_as_body(&self, vm: &str, path: &str) -> Result<ByteStream> {
+        let path = format!("/v1/vms/{}/archive?path={}", segment(vm), query(path));
+        self.body_stream(&path).await
     }
 
     /// Lists the detached programs of a VM, the oldest first.

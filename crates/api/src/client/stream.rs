@@ -1,24 +1,38 @@
 //! Answers that arrive in pieces.
 
 use super::error::ClientError;
+use super::frames::FrameReader;
+use super::reason::Reason;
 use crate::types::{ERROR_TRAILER, Event, Progress};
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, Response};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
+use hyper::upgrade::Upgraded;
+use hyper_util::rt::TokioIo;
 
 /// Longest line of a [`ProgressStream`] in bytes.
 pub const MAX_LINE_BYTES: usize = crate::types::MAX_PROGRESS_BYTES;
 
 /// The bytes of a log or an archive.
 #[derive(Debug)]
-pub struct ByteStream {
-    body: Incoming,
+pub struct ByteStream(Source);
+
+#[derive(Debug)]
+enum Source {
+    Body(Incoming),
+    Frames(FrameReader),
+    /// The last frame was read.
+    Ended,
 }
 
 impl ByteStream {
-    pub(super) fn new(answer: Response<Incoming>) -> Self {
-        Self { body: answer.into_body() }
+    pub(super) fn of_body(answer: Response<Incoming>) -> Self {
+        Self(Source::Body(answer.into_body()))
+    }
+
+    pub(super) fn of_frames(call: String, io: TokioIo<Upgraded>, vm: &str, reason: Reason) -> Self {
+        Self(Source::Frames(FrameReader::new(call, io, vm, reason)))
     }
 
     /// The next piece; `None` at the end.
@@ -27,8 +41,19 @@ impl ByteStream {
     /// [`ClientError::Refused`] when the daemon could not complete the answer and gives the reason,
     /// [`ClientError::Broken`] when it gives none.
     pub async fn next(&mut self) -> Result<Option<Bytes>, ClientError> {
+        let body = match &mut self.0 {
+            Source::Body(body) => body,
+            Source::Ended => return Ok(None),
+            Source::Frames(frames) => {
+                let next = frames.next().await;
+                if !matches!(next, Ok(Some(_))) {
+                    self.0 = Source::Ended;
+                }
+                return next;
+            }
+        };
         loop {
-            match self.body.frame().await {
+            match body.frame().await {
                 None => return Ok(None),
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(data) => return Ok(Some(data)),
@@ -67,7 +92,7 @@ pub struct ProgressStream {
 
 impl ProgressStream {
     pub(super) fn new(answer: Response<Incoming>) -> Self {
-        Self { bytes: ByteStream::new(answer), lines: Lines::default() }
+        Self { bytes: ByteStream::of_body(answer), lines: Lines::default() }
     }
 
     /// The next report; `None` at the end.
@@ -108,7 +133,7 @@ pub struct EventStream {
 
 impl EventStream {
     pub(super) fn new(answer: Response<Incoming>) -> Self {
-        Self { bytes: ByteStream::new(answer), lines: Lines::default() }
+        Self { bytes: ByteStream::of_body(answer), lines: Lines::default() }
     }
 
     /// The next event; `None` at the end.

@@ -333,6 +333,45 @@ async fn a_program_that_does_not_start_and_one_that_is_cut_off_are_errors() {
 }
 
 #[tokio::test]
+async fn a_program_that_is_cut_off_inside_a_frame_ends_with_the_reason_of_its_vm() {
+    let started = RunReply::Started { vm: Box::new(vm()), pid: 1, id: None };
+    let started = encode(FrameKind::Reply, &serde_json::to_vec(&started).expect("JSON"));
+    let half = [started, encode(FrameKind::Stdout, b"abc")[..6].to_vec()].concat();
+    let exit = r#"{"reason":"killed","message":"by a test","at_unix_ms":1}"#;
+    let missing = ApiError { code: ErrorCode::NotFound, message: "no VM".into() };
+    let missing = serde_json::json!(missing).to_string();
+    for (answer, words) in [
+        (with_length("200 OK", exit), "ended (Killed): by a test"),
+        (with_length("404 Not Found", &missing), "was removed"),
+    ] {
+        let (_dir, path) = socket();
+        let listener = UnixListener::bind(&path).expect("a socket");
+        let frames = half.clone();
+        let server = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.expect("a client");
+            head(&mut stream).await;
+            let upgrade = crate::types::UPGRADE;
+            let switched =
+                format!("HTTP/1.1 101 x\r\nConnection: upgrade\r\nUpgrade: {upgrade}\r\n\r\n");
+            let all = [switched.as_bytes(), &frames].concat();
+            stream.write_all(&all).await.expect("a reader");
+            stream.read_u8().await.expect("a request");
+            drop(stream);
+            let (mut stream, _) = listener.accept().await.expect("a question");
+            let asked = head(&mut stream).await;
+            stream.write_all(answer.as_bytes()).await.expect("a reader");
+            asked
+        });
+        let exec = Client::new(path).exec("web", &ExecSpec::default()).await.expect("a program");
+        let got = exec.finish(1 << 20).await.expect_err("no exit came");
+        assert_eq!(got.code(), Some(ErrorCode::Guest), "{got:?}");
+        assert!(got.to_string().contains(words), "{got}");
+        let asked = server.await.expect("no panic");
+        assert!(asked.starts_with("GET /v1/vms/0123456789ab/wait HTTP/1.1\r\n"), "{asked}");
+    }
+}
+
+#[tokio::test]
 async fn a_port_is_asked_for_and_its_bytes_are_whole() {
     let request = ConnectRequest {
         create: CreateRequest {

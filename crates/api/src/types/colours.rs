@@ -1,6 +1,6 @@
 //! What a snapshot's RAM is used for, by colour (Kaleidoscope's term for the use of a page).
 
-use super::limits::VmUsage;
+use super::limits::{DiskTraffic, NetTraffic, VmUsage};
 use super::wire::wire;
 use dayfly_units::{Name, VmId};
 
@@ -63,6 +63,17 @@ wire! {
         /// What it has taken from the host; `None` if it has no control group.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub usage: Option<VmUsage>,
+        /// What the guest has moved to and from each disk, in the order vda, vdb, …; absent if the
+        /// VMM is of an earlier version.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub disk_traffic: Vec<DiskTraffic>,
+        /// What the guest has sent and received; absent without a network device, and if the VMM
+        /// is of an earlier version.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub net_traffic: Option<NetTraffic>,
+        /// The CPUs of the host that it has booked and has alone, in ascending order.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub cpus: Vec<u32>,
     }
 }
 

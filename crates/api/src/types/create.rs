@@ -4,7 +4,7 @@ use super::limits::VmLimits;
 use super::volumes::VolumeRequest;
 use super::wire::wire;
 use crate::agent::{ExecSpec, Runs};
-use dayfly_units::{Egress, Name, PortProtocol, VmName};
+use dayfly_units::{CpuModel, Egress, Name, PortProtocol, VmName};
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
@@ -30,6 +30,9 @@ wire! {
         pub vcpus: u8,
         /// An init of the image that replaces the agent's own init.
         pub init: Option<String>,
+        /// The model of the vCPUs, which this host's CPU must have.
+        #[serde(default, skip_serializing_if = "CpuModel::is_host")]
+        pub cpu_model: CpuModel,
     }
 
     /// Creates and starts a VM. The daemon answers when the VM's agent has its identity.

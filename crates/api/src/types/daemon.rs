@@ -18,6 +18,10 @@ wire! {
         /// "Micro-Architecture Levels"); 0: unknown.
         #[serde(default)]
         pub cpu_level: u8,
+        /// Protocols that archives and outputs may have instead of HTTP: `dayfly-stream`. An
+        /// earlier daemon names none.
+        #[serde(default)]
+        pub upgrades: Vec<String>,
         /// Number of VMs that the daemon knows.
         pub vms: usize,
         /// Folder of images, kernels and snapshots.

@@ -1,6 +1,8 @@
 //! Errors.
 
 use super::wire::wire;
+use crate::agent::{Failure, FailureCode};
+use dayfly_units::text::{LONG, escaped};
 
 wire! {
     /// The body of every error, whose HTTP status is 4xx or 5xx.
@@ -41,5 +43,21 @@ wire! {
         Timeout,
         /// A bug of the daemon, or a failure of the host (500).
         Internal,
+    }
+}
+
+impl ApiError {
+    /// The error for a failure that a guest's agent reports. It shows every control character that
+    /// the guest sends as an escape.
+    #[must_use]
+    pub fn of_agent(failure: &Failure) -> Self {
+        let code = match failure.code {
+            FailureCode::Invalid => ErrorCode::Invalid,
+            FailureCode::NotFound => ErrorCode::NotFound,
+            FailureCode::Sealed => ErrorCode::State,
+            FailureCode::NoSpace => ErrorCode::Exhausted,
+            FailureCode::NotPermitted | FailureCode::Io => ErrorCode::Guest,
+        };
+        Self { code, message: format!("in the guest: {}", escaped(&failure.message, LONG)) }
     }
 }

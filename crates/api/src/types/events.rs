@@ -19,7 +19,7 @@ wire! {
         /// The VM's name.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub name: Option<Name>,
-        /// Why the VM ended, if `kind` is `exited`.
+        /// Why the VM ended, if `kind` is `exited` or `billed`.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub exit: Option<VmExit>,
         /// The snapshot that was made, if `kind` is `snapshotted`.
@@ -54,6 +54,8 @@ wire! {
         Exited,
         /// The VM was removed.
         Removed,
+        /// The process of a VM that was removed while it lived has ended; `exit` has its last bill.
+        Billed,
         /// Events before this one are missing: the daemon keeps the newest 4096, and none of an
         /// earlier daemon. The client has to list the VMs anew. Always sent, whatever the filters.
         Gap,
@@ -65,7 +67,7 @@ wire! {
 
 impl EventKind {
     /// All kinds, and their names in the API.
-    pub const ALL: [(Self, &str); 12] = [
+    pub const ALL: [(Self, &str); 13] = [
         (Self::Created, "created"),
         (Self::Started, "started"),
         (Self::Paused, "paused"),
@@ -76,6 +78,7 @@ impl EventKind {
         (Self::VolumeLost, "volume_lost"),
         (Self::Exited, "exited"),
         (Self::Removed, "removed"),
+        (Self::Billed, "billed"),
         (Self::Gap, "gap"),
         (Self::Cut, "cut"),
     ];

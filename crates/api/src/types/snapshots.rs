@@ -5,7 +5,7 @@ use super::recording::Recording;
 use super::store::{Collected, Repaired, Verified};
 use super::wire::wire;
 use crate::agent::ExecSpec;
-use dayfly_units::{Egress, Name};
+use dayfly_units::{CpuModel, Egress, Name};
 
 wire! {
     /// A snapshot, from which clones start.
@@ -22,6 +22,9 @@ wire! {
         pub parent: Option<Name>,
         /// Number of vCPUs.
         pub vcpus: u8,
+        /// The model of the vCPUs.
+        #[serde(default)]
+        pub cpu_model: CpuModel,
         /// RAM of each clone in bytes.
         pub memory_bytes: u64,
         /// Bytes of RAM that are stored; the rest is zero.
@@ -71,6 +74,10 @@ wire! {
         pub recording: Option<ExecSpec>,
         /// An init of the image that replaces the agent's own init.
         pub init: Option<String>,
+        /// The model of the vCPUs, which this host's CPU must have. Clones can be made on each host
+        /// whose CPU has the features of that model; of `host`, where it has all of this one's.
+        #[serde(default, skip_serializing_if = "CpuModel::is_host")]
+        pub cpu_model: CpuModel,
         /// Egress policy of the VM while it is baked, and of clones that ask for none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]

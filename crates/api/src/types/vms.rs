@@ -2,7 +2,7 @@
 
 use super::create::{Lifetime, Publish};
 use super::error::ApiError;
-use super::limits::{VmLimits, VmUsage};
+use super::limits::{DiskReads, DiskTraffic, NetTraffic, VmLimits, VmUsage};
 use super::volumes::VmVolume;
 use super::wire::wire;
 use crate::agent::{Exit, Stat};
@@ -56,6 +56,14 @@ wire! {
         /// What the VM had taken from the host; `None` if it had no control group.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub usage: Option<VmUsage>,
+        /// What the guest has moved to and from each disk, in the order vda, vdb, …; absent if the
+        /// VMM is of an earlier version.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub disk_traffic: Vec<DiskTraffic>,
+        /// What the guest has sent and received; absent without a network device, and if the VMM
+        /// is of an earlier version.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub net_traffic: Option<NetTraffic>,
     }
 
     /// Kinds of [`VmExit`].
@@ -179,9 +187,24 @@ wire! {
         /// Its limits.
         #[serde(default, skip_serializing_if = "VmLimits::is_none")]
         pub limits: VmLimits,
+        /// The CPUs of the host that it has booked and has alone, in ascending order.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub cpus: Vec<u32>,
         /// What it has taken from the host; `None` if it has no control group.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub usage: Option<VmUsage>,
+        /// What the guest has moved to and from each disk, in the order vda, vdb, …; absent if the
+        /// VMM is of an earlier version and does not answer.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub disk_traffic: Vec<DiskTraffic>,
+        /// What the guest has sent and received; absent without a network device, and if the VMM
+        /// is of an earlier version.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub net_traffic: Option<NetTraffic>,
+        /// How the VMM reads the disks; absent if the VMM does not answer, if it is of an earlier
+        /// version, and for a VM without disks.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub disk_reads: Option<DiskReads>,
         /// What the VM's egress policy has refused since this daemon started; `None` without a
         /// policy.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -231,6 +254,16 @@ wire! {
             id: Option<String>,
         },
         /// The program did not start, or the VM ended before the program did; the connection ends.
+        Failed(ApiError),
+    }
+
+    /// The last frame (`Reply`) of an archive or an output with `Upgrade: dayfly-stream`, unless
+    /// that is `End`. [`crate::agent`] has the frames.
+    #[serde(tag = "reply", rename_all = "snake_case")]
+    pub enum StreamReply {
+        /// The archive that the client sent is on the guest's disk.
+        Done {},
+        /// What was sent or read is not complete.
         Failed(ApiError),
     }
 

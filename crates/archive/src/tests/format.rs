@@ -103,6 +103,21 @@ fn numbers() {
 }
 
 #[test]
+fn numbers_of_devices_are_no_larger_than_linux_has() {
+    let with = |major: &[u8], minor: &[u8]| {
+        let mut block = raw(b'3', b"null", 0, b"");
+        block[329..337].copy_from_slice(major);
+        block[337..345].copy_from_slice(minor);
+        summed(block)
+    };
+    assert_eq!(one(&[with(b"0007777\0", b"3777777\0")]).head.device, (4095, 1_048_575));
+    refused(&[with(b"0010000\0", b"0000003\0")], "a device major of at most 12 bits");
+    refused(&[with(b"0000001\0", b"4000000\0")], "a device minor of at most 20 bits");
+    refused(&[with(b"0000001\0", b"11111111")], "got 2396745");
+    refused(&[with(b"\x80\0\0\x01\0\0\0\x01", b"0000003\0")], "a device major");
+}
+
+#[test]
 fn sparse_files_in_all_formats() {
     let mut expected = vec![0; 20_000];
     expected[5_000..5_003].copy_from_slice(b"one");

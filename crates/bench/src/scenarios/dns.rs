@@ -9,7 +9,7 @@
 //! A poll of the service's tasks is timed by its thread's CPU clock; one that takes longer than a
 //! millisecond fails the benchmark, and so does a question that is not answered.
 
-mod messages;
+pub(super) mod messages;
 
 use crate::prelude::*;
 use dayfly_daemon::base::prefix::Prefix;

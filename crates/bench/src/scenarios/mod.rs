@@ -2,6 +2,7 @@
 
 pub mod birth;
 pub mod chain;
+pub mod closer;
 pub mod death;
 pub mod dns;
 pub mod faults;

@@ -7,6 +7,7 @@ use dayfly_api::agent::ExecSpec;
 use dayfly_api::client::Client;
 use dayfly_api::types::{BakeRequest, BootSource, Snapshot, SnapshotRequest, Source};
 use dayfly_e2e::guest::script;
+use dayfly_units::CpuModel;
 use futures::future::try_join_all;
 use serde::de::DeserializeOwned;
 
@@ -19,7 +20,14 @@ impl Stock {
     /// A VM that boots `image`.
     pub async fn boot(&self, image: &Name, memory_bytes: u64) -> Result<VmId> {
         let (image, kernel) = (image.clone(), Some(self.kernel.clone()));
-        let boot = BootSource { image, kernel, memory_bytes, vcpus: 1, init: None };
+        let boot = BootSource {
+            image,
+            kernel,
+            memory_bytes,
+            vcpus: 1,
+            init: None,
+            cpu_model: CpuModel::Host,
+        };
         self.create(Source::Boot(boot)).await
     }
 
@@ -79,6 +87,7 @@ impl Stock {
             kernel: Some(self.kernel.clone()),
             memory_bytes,
             vcpus: 1,
+            cpu_model: CpuModel::Host,
             warmup: Some(warmup),
             recording,
             init: None,

@@ -8,7 +8,8 @@ use crate::requests::{create, metric};
 use dayfly_api::client::Client;
 use dayfly_api::types::{RemoveManyRequest, Source, Vm};
 use dayfly_host::process::Process;
-use dayfly_vmm::control;
+use dayfly_vmm::{control, meter};
+use rustix::mount::{UnmountFlags, unmount};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::process::{Child, Command, Stdio};
@@ -31,15 +32,15 @@ pub struct Testbed {
 }
 
 impl Testbed {
-    /// A testbed with an empty store, whose daemon does not run.
-    pub(super) fn new(places: &Places) -> Result<Self> {
+    /// A testbed with an empty store in a new folder below `below`, whose daemon does not run.
+    pub(super) fn new(places: &Places, below: &Path) -> Result<Self> {
         ensure!(
             Path::new("/dev/kvm").exists(),
             "/dev/kvm: not found; this scenario needs KVM, even one that emulates"
         );
         let mut prefix = tempfile::Builder::new();
         let folders = prefix.prefix("dfbench");
-        let folder = folders.tempdir().context("a temporary folder")?;
+        let folder = folders.tempdir_in(below).context("a temporary folder")?;
         let run = folders.tempdir_in("/dev/shm").context("/dev/shm")?;
         let client = Client::new(run.path().join("dayflyd.sock"));
         Ok(Self { folder, run, programs: places.programs.clone(), daemon: None, client })
@@ -69,18 +70,23 @@ impl Testbed {
         self.run().join("dayfly-vmm")
     }
 
-    /// Starts the daemon with `arguments`, and waits until it answers. `DAYFLY_VMM` names another
-    /// VMM's program.
+    /// Starts the daemon with `arguments`, and waits until it answers. VMs have a network if
+    /// `--network` is among them. `DAYFLY_VMM` names another VMM's program.
     pub async fn start(&mut self, arguments: &[&str]) -> Result<()> {
         let log = std::fs::File::options().append(true).create(true).open(self.log_file())?;
         let vmm = std::env::var_os("DAYFLY_VMM").map(PathBuf::from);
+        let network: &[&str] = match arguments.contains(&"--network") {
+            true => &[],
+            false => &["--network", "none"],
+        };
         let daemon = Command::new(self.programs.join("dayflyd"))
             .env("DAYFLY_STATE", self.state())
             .env("DAYFLY_RUN", self.run())
             .env("DAYFLY_VMM", vmm.unwrap_or_else(|| self.programs.join("dayfly-vmm")))
             .env_remove("RUST_LOG")
             // Thousands of VMs of which each touches next to nothing.
-            .args(["--overcommit", "10000", "--network", "none"])
+            .args(["--overcommit", "10000"])
+            .args(network)
             .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -148,8 +154,9 @@ impl Testbed {
         while begun.elapsed() < WITHIN {
             let status = self.control(id).and_then(|mut control| Ok(control.status()?));
             let status = status.with_context(|| {
-                let exit = std::fs::read_to_string(self.of_vm(id, "exit.json"));
-                format!("VM {id}; its exit record: {:?}", exit.unwrap_or_default())
+                let exit = std::fs::read(self.of_vm(id, "exit.json")).unwrap_or_default();
+                let record = String::from_utf8_lossy(meter::split(&exit).1).into_owned();
+                format!("VM {id}; its exit record: {record:?}")
             })?;
             let mut phases = status.phases.iter();
             if let Some((_, us)) = phases.find(|(phase, _)| phase == "first port write") {
@@ -249,5 +256,7 @@ impl Drop for Testbed {
             vmms.filter_map(|vmm| Process::open(vmm.process).ok().flatten()).collect();
         processes.iter().for_each(|process| drop(process.kill()));
         processes.iter().for_each(|process| drop(process.wait(Some(WITHIN))));
+        // A daemon that stops right after a removal leaves it: the VM still has its address.
+        let _not_there = unmount(self.run().join("netns"), UnmountFlags::DETACH);
     }
 }

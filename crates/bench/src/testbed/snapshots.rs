@@ -11,6 +11,7 @@ use crate::requests::{create, made};
 use dayfly_api::agent::{FrameKind, READY_PORT, Ready, Reply, encode};
 use dayfly_api::types::{BootSource, Snapshot, SnapshotRequest, Source};
 use dayfly_store::{ImageConfig, ImageSpec, KernelSpec, Store, sparse};
+use dayfly_units::CpuModel;
 use dayfly_vmm::arch::layout;
 use std::fs::File;
 use std::io::Write;
@@ -76,11 +77,21 @@ impl Testbed {
     /// A testbed whose store has snapshots of `guests`. The daemon that made them is stopped: the
     /// next one has none of them in memory.
     pub async fn baked(places: &Places, guests: &[Guest]) -> Result<Self> {
-        let mut testbed = Self::new(places)?;
+        Self::baked_in(&std::env::temp_dir(), places, guests, &["--pool", "0"]).await
+    }
+
+    /// The same with its store below a folder, baked by a daemon with these arguments.
+    pub async fn baked_in(
+        below: &Path,
+        places: &Places,
+        guests: &[Guest],
+        arguments: &[&str],
+    ) -> Result<Self> {
+        let mut testbed = Self::new(places, below)?;
         let store = testbed.store()?;
         guests.iter().try_for_each(|guest| publish(&store, guest))?;
         drop(store);
-        testbed.start(&["--pool", "0"]).await?;
+        testbed.start(arguments).await?;
         for guest in guests {
             testbed.bake_one(guest).await.with_context(|| format!("baking {}", guest.name))?;
         }
@@ -94,6 +105,7 @@ impl Testbed {
             kernel: Some(guest.name.clone()),
             memory_bytes: guest.memory_bytes,
             vcpus: 1,
+            cpu_model: CpuModel::Host,
             init: None,
         };
         let request = create(Source::Boot(boot), &[LABEL]);

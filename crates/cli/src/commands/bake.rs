@@ -44,7 +44,7 @@ pub struct Args {
 
 impl Args {
     pub async fn run(self) -> Result<()> {
-        let Shape { memory, cpus, kernel, init } = self.shape;
+        let Shape { memory, cpus, cpu_model, kernel, init } = self.shape;
         let client = connect::client().await?;
         let steps = Arc::new(Steps::new());
         let request = BakeRequest {
@@ -56,6 +56,7 @@ impl Args {
             warmup: program(self.cmd, self.argv),
             recording: program(self.record, Vec::new()),
             init,
+            cpu_model,
             egress: self.egress,
         };
         let snapshot = artefacts::watch(client.bake(&request).await?, &steps).await?;

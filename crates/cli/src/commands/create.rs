@@ -12,7 +12,7 @@ use crate::{artefacts, connect, output};
 use anyhow::Result;
 use dayfly_api::client::{Client, ClientError};
 use dayfly_api::types::{BootSource, CreateManyRequest, CreateRequest, Source, Vm};
-use dayfly_units::{Bytes, Name, VmName};
+use dayfly_units::{Bytes, CpuModel, Name, VmName};
 use std::sync::Arc;
 
 /// Arguments of `dayfly create`.
@@ -50,6 +50,9 @@ pub struct Args {
     #[arg(long, default_value_t = 1, conflicts_with = "snapshot",
         value_parser = clap::value_parser!(u8).range(1..=16))]
     cpus: u8,
+    /// CPU that the guest of a cold boot sees: host, x86-64-v3 or x86-64-v2
+    #[arg(long, value_name = "MODEL", default_value_t, conflicts_with = "snapshot")]
+    cpu_model: CpuModel,
     /// Guest kernel of a cold boot; a known kernel is fetched if it is not stored
     #[arg(long, conflicts_with = "snapshot")]
     kernel: Option<Name>,
@@ -91,7 +94,8 @@ impl Args {
                     artefacts::ensure_kernel(&client, self.kernel.as_ref(), &steps).await?;
                 steps.begin(format!("booting {image}"));
                 let (memory_bytes, vcpus, init) = (self.memory.0, self.cpus, self.init);
-                Source::Boot(BootSource { image, kernel, memory_bytes, vcpus, init })
+                let cpu_model = self.cpu_model;
+                Source::Boot(BootSource { image, kernel, memory_bytes, vcpus, init, cpu_model })
             }
             (None, Some(arg)) => {
                 Source::Snapshot(first_choice(&client, arg, self.pull, &steps).await?)

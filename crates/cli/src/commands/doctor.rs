@@ -88,9 +88,17 @@ impl Args {
 
 /// Checks the programs that dayfly uses, with the Debian packages that contain them.
 fn tools(machine: bool) -> Vec<Check> {
-    let ours = ["dayflyd", "dayfly-vmm", "dayfly-pager", "dayfly-volume", "dayfly-agent"]
-        .into_iter()
-        .chain(machine.then_some("dayfly-machine-init"));
+    let ours = [
+        "dayflyd",
+        "dayfly-vmm",
+        "dayfly-pager",
+        "dayfly-packer",
+        "dayfly-volume",
+        "dayfly-relay",
+        "dayfly-agent",
+    ]
+    .into_iter()
+    .chain(machine.then_some("dayfly-machine-init"));
     let mut checks: Vec<Check> = ours
         .map(|name| {
             let found = program(name);

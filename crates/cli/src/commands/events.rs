@@ -11,9 +11,9 @@ use std::str::FromStr;
 /// Arguments of `dayfly events`.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Kinds: created, paused, unpaused, forked, snapshotted, updated, exited, removed; \
-                  and gap, if events before it are missing, and cut, the last one for a reader \
-                  that is too slow.\n\
+    after_help = "Kinds: created, paused, unpaused, forked, snapshotted, updated, exited, removed, \
+                  billed; and gap, if events before it are missing, and cut, the last one for a \
+                  reader that is too slow.\n\
                   A daemon keeps its newest 4096 events."
 )]
 pub struct Args {

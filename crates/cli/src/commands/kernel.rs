@@ -15,7 +15,8 @@ pub enum Command {
     /// Fetch a cloud kernel of Debian and add dayfly's agent; prints its name
     Fetch {
         /// Version, such as 6.12 or 6.1
-        version: String,
+        #[arg(value_name = "VERSION")]
+        release: String,
         /// Name of the stored kernel [default: the version]
         #[arg(long)]
         name: Option<Name>,
@@ -41,10 +42,10 @@ pub enum Command {
 impl Command {
     pub async fn run(self) -> Result<u8> {
         match self {
-            Self::Fetch { version, name } => {
-                let name = name.map_or_else(|| version.parse(), Ok)?;
+            Self::Fetch { release, name } => {
+                let name = name.map_or_else(|| release.parse(), Ok)?;
                 let (client, steps) = (connect::client().await?, Steps::new());
-                let kernel = artefacts::fetch_kernel(&client, &version, &name, &steps).await?;
+                let kernel = artefacts::fetch_kernel(&client, &release, &name, &steps).await?;
                 drop(steps);
                 output::line(kernel.name).map(|()| 0)
             }

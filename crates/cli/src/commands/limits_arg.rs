@@ -1,7 +1,7 @@
-//! `--cpu-max`, `--cpu-weight`, `--memory-max` and `--pids-max`: limits of what a VM takes from the
-//! host.
+//! `--cpu-max`, `--cpu-weight`, `--memory-max`, `--pids-max`, `--cpus-booked` and `--io-max`:
+//! limits of what a VM takes from the host.
 
-use dayfly_api::types::VmLimits;
+use dayfly_api::types::{IoMax, VmLimits};
 use dayfly_units::Bytes;
 
 /// Limits of a VM.
@@ -20,6 +20,13 @@ pub struct LimitArgs {
     /// The most processes and threads on the host, at least 16 more than vCPUs
     #[arg(long, value_name = "N")]
     pids_max: Option<u32>,
+    /// CPUs of the host that no other VM gets, for guest and devices together
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=8192))]
+    cpus_booked: Option<u32>,
+    /// The most it reads and writes per second on the host's disk, such as rbps=50M,wbps=10M,
+    /// riops=2000,wiops=500, each optional; hosts with cgroup v2
+    #[arg(long, value_name = "RATES", value_parser = io_max)]
+    io_max: Option<IoMax>,
 }
 
 impl LimitArgs {
@@ -31,6 +38,8 @@ impl LimitArgs {
             cpu_weight: self.cpu_weight,
             memory_max_bytes: self.memory_max.map(|Bytes(bytes)| bytes),
             pids_max: self.pids_max,
+            cpus_booked: self.cpus_booked,
+            io_max: self.io_max,
         }
     }
 
@@ -39,6 +48,33 @@ impl LimitArgs {
     pub fn of_fork(self) -> Option<VmLimits> {
         Some(self.request()).filter(|limits| !limits.is_none())
     }
+}
+
+/// Parses rates of disks, with the keys of the kernel's `io.max`.
+fn io_max(text: &str) -> Result<IoMax, String> {
+    let mut rates = IoMax::default();
+    for part in text.split(',') {
+        let (key, value) = part
+            .split_once('=')
+            .ok_or_else(|| format!("{part:?}: expected KEY=RATE, such as wbps=10M"))?;
+        let count =
+            || value.parse().map_err(|_| format!("{part:?}: expected a number of requests"));
+        let bytes = || match value.parse() {
+            Ok(Bytes(bytes)) => Ok(bytes),
+            Err(e) => Err(format!("{part:?}: {e}")),
+        };
+        let (rate, value) = match key {
+            "rbps" => (&mut rates.read_bytes_per_s, bytes()?),
+            "wbps" => (&mut rates.write_bytes_per_s, bytes()?),
+            "riops" => (&mut rates.reads_per_s, count()?),
+            "wiops" => (&mut rates.writes_per_s, count()?),
+            _ => return Err(format!("{key:?}: expected rbps, wbps, riops or wiops")),
+        };
+        if rate.replace(value).is_some() {
+            return Err(format!("{key}: expected once, got it twice"));
+        }
+    }
+    Ok(rates)
 }
 
 /// Parses a number of CPUs with at most three decimals to thousandths of a CPU.
@@ -59,6 +95,32 @@ fn millicpus(text: &str) -> Result<u32, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rates_of_disks_have_the_keys_of_the_kernel_each_once() {
+        let read_bytes_per_s = Some(1 << 20);
+        let one = IoMax { read_bytes_per_s, ..IoMax::default() };
+        assert_eq!(io_max("rbps=1M"), Ok(one));
+        let all = IoMax {
+            write_bytes_per_s: Some(65_536),
+            reads_per_s: Some(100),
+            writes_per_s: Some(10),
+            ..one
+        };
+        assert_eq!(io_max("wiops=10,rbps=1M,riops=100,wbps=65536"), Ok(all));
+        for (wrong, named) in [
+            ("", "KEY=RATE"),
+            ("rbps", "KEY=RATE"),
+            ("bps=1M", "\"bps\""),
+            ("rbps=1M,rbps=2M", "twice"),
+            ("riops=1M", "\"riops=1M\""),
+            ("wbps=x", "\"wbps=x\""),
+            ("rbps=1M,", "KEY=RATE"),
+        ] {
+            let message = io_max(wrong).unwrap_err();
+            assert!(message.contains(named), "{wrong}: {message}");
+        }
+    }
 
     #[test]
     fn cpus_have_at_most_three_decimals() {

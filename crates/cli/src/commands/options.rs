@@ -3,7 +3,7 @@
 use clap::Args;
 use dayfly_api::agent::{ExecSpec, WindowSize};
 use dayfly_api::types::Lifetime;
-use dayfly_units::{Bytes, Name};
+use dayfly_units::{Bytes, CpuModel, Name};
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -19,6 +19,10 @@ pub struct Shape {
     /// Number of vCPUs, 1 to 16
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub cpus: u8,
+    /// CPU that the guest sees: host, x86-64-v3 or x86-64-v2; clones of a snapshot need a host
+    /// whose CPU has all of it
+    #[arg(long, value_name = "MODEL", default_value_t)]
+    pub cpu_model: CpuModel,
     /// Guest kernel (dayfly kernel ls); a known kernel is fetched if it is not stored
     #[arg(long)]
     pub kernel: Option<Name>,

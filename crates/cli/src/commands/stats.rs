@@ -4,7 +4,7 @@ use crate::connect;
 use crate::output::{self, Format, FormatArgs};
 use anyhow::Result;
 use dayfly_api::client::ClientError;
-use dayfly_api::types::{ColourHeld, ErrorCode, Footprint};
+use dayfly_api::types::{ColourHeld, DiskTraffic, ErrorCode, Footprint};
 use dayfly_units::Bytes;
 
 /// Arguments of `dayfly stats`.
@@ -50,6 +50,26 @@ fn bytes(n: u64) -> String {
     if n == 0 { "-".to_owned() } else { Bytes(n).to_string() }
 }
 
+/// Bytes in at most five characters, such as `12.3M`.
+fn short(bytes: u64) -> String {
+    let text = Bytes(bytes).to_string();
+    let (number, unit) = text.split_once(' ').unwrap_or((&text, ""));
+    let whole = number.split('.').next().unwrap_or(number);
+    let number = if whole.len() > 2 || number.ends_with(".0") { whole } else { number };
+    format!("{number}{}", unit.strip_suffix("iB").unwrap_or(""))
+}
+
+/// Bytes in one direction and in the other, such as `4K/12.3M`.
+fn both(one: u64, other: u64) -> String {
+    format!("{}/{}", short(one), short(other))
+}
+
+/// Booked CPUs, such as `2,3`.
+fn booked(cpus: &[u32]) -> String {
+    let cpus: Vec<String> = cpus.iter().map(u32::to_string).collect();
+    if cpus.is_empty() { "-".to_owned() } else { cpus.join(",") }
+}
+
 /// Seconds of CPU time.
 fn seconds(us: u64) -> String {
     let ms = us / 1000;
@@ -61,22 +81,45 @@ fn share(n: u64, of: u64) -> String {
     format!("{}.{} %", tenths / 10, tenths % 10)
 }
 
+/// The columns of the table of VMs, the last two as those of `docker stats`: received and sent,
+/// read and written.
+const HEADS: [&str; 11] = [
+    "VM ID",
+    "NAME",
+    "MEMORY",
+    "OWN",
+    "OF MEMORY",
+    "SHARED",
+    "BOOKED",
+    "CPU",
+    "PEAK",
+    "NET I/O",
+    "BLOCK I/O",
+];
+
 fn by_vm(all: &[Footprint]) -> String {
-    let row = |of: &Footprint| {
-        let total = of.total();
-        [
-            of.id.to_string(),
-            of.name.to_string(),
-            Bytes(of.memory_bytes).to_string(),
-            bytes(total.own_bytes),
-            share(total.own_bytes, of.memory_bytes),
-            bytes(total.shared_bytes),
-            of.usage.map_or_else(|| "-".to_owned(), |usage| seconds(usage.cpu_us)),
-            bytes(of.usage.and_then(|usage| usage.memory_peak_bytes).unwrap_or(0)),
-        ]
+    output::table(HEADS, all.iter().map(row))
+}
+
+fn row(of: &Footprint) -> [String; HEADS.len()] {
+    let (total, unknown) = (of.total(), || "-".to_owned());
+    let moved = |of_disk: fn(&DiskTraffic) -> u64| {
+        of.disk_traffic.iter().map(of_disk).fold(0, u64::saturating_add)
     };
-    let heads = ["VM ID", "NAME", "MEMORY", "OWN", "OF MEMORY", "SHARED", "CPU", "PEAK"];
-    output::table(heads, all.iter().map(row))
+    let disks = || both(moved(|disk| disk.read_bytes), moved(|disk| disk.written_bytes));
+    [
+        of.id.to_string(),
+        of.name.to_string(),
+        Bytes(of.memory_bytes).to_string(),
+        bytes(total.own_bytes),
+        share(total.own_bytes, of.memory_bytes),
+        bytes(total.shared_bytes),
+        booked(&of.cpus),
+        of.usage.map_or_else(unknown, |usage| seconds(usage.cpu_us)),
+        bytes(of.usage.and_then(|usage| usage.memory_peak_bytes).unwrap_or(0)),
+        of.net_traffic.map_or_else(unknown, |net| both(net.received_bytes, net.sent_bytes)),
+        if of.disk_traffic.is_empty() { unknown() } else { disks() },
+    ]
 }
 
 fn by_colour(of: &Footprint) -> String {
@@ -99,7 +142,7 @@ fn by_colour(of: &Footprint) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use dayfly_api::types::VmUsage;
+    use dayfly_api::types::{NetTraffic, VmUsage};
 
     #[test]
     fn tables_show_what_is_held() {
@@ -124,6 +167,16 @@ mod tests {
                 memory_peak_bytes: Some(5 << 20),
                 ..VmUsage::default()
             }),
+            cpus: vec![2, 3],
+            disk_traffic: vec![
+                DiskTraffic { read_bytes: 4096, written_bytes: 1, ..DiskTraffic::default() },
+                DiskTraffic { read_bytes: 1 << 20, ..DiskTraffic::default() },
+            ],
+            net_traffic: Some(NetTraffic {
+                received_bytes: (1 << 40) - 1,
+                sent_bytes: (123 << 20) + (1 << 19),
+                ..NetTraffic::default()
+            }),
         };
         let text = by_colour(&of);
         let lines: Vec<Vec<&str>> =
@@ -132,11 +185,27 @@ mod tests {
         assert_eq!(lines[1], ["kernel", "data", "3.0", "MiB", "1.1", "%", "1.0", "MiB", "-"]);
         assert_eq!(lines[2], ["free", "-", "0.0", "%", "-", "4.0", "KiB"]);
         assert_eq!(lines[3][0], "all");
-        let text = by_vm(&[of]);
+        let text = by_vm(std::slice::from_ref(&of));
         assert!(
             text.contains("web") && text.contains("1.1 %") && text.contains("256.0 MiB"),
             "{text}"
         );
-        assert!(text.contains("1.234 s") && text.contains("5.0 MiB"), "{text}");
+        assert!(text.contains("2,3") && text.contains("1.234 s"), "{text}");
+        assert!(text.contains("5.0 MiB"), "{text}");
+        let terminal = output::table_within(80, HEADS, [row(&of)]);
+        let lines: Vec<&str> = terminal.lines().collect();
+        assert!(lines.iter().all(|line| line.chars().count() <= 80), "{terminal}");
+        for (head, cell) in [("NET I/O", "1023G/123M"), ("BLOCK I/O", "1M/1"), ("CPU", "1.234 s")] {
+            assert!(lines[0].contains(head) && lines[1].contains(cell), "{terminal}");
+        }
+        let without = Footprint { net_traffic: None, disk_traffic: Vec::new(), ..of };
+        assert_eq!(row(&without)[9..], ["-", "-"]);
+    }
+
+    #[test]
+    fn bytes_are_short_in_narrow_columns() {
+        let shown = [0, 1023, 1024, 1536, 10 << 20, (99 << 20) + (1 << 19), 100 << 20, 1 << 40];
+        let shown = shown.map(short);
+        assert_eq!(shown, ["0", "1023", "1K", "1.5K", "10M", "99.5M", "100M", "1024G"]);
     }
 }

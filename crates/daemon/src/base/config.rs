@@ -9,7 +9,8 @@
 //! <run>/vms/<id>/control.sock   the VMM's control socket
 //! <run>/vms/<id>/console.log    the guest's console output, in two files that the VMM fills in
 //! <run>/vms/<id>/console-2.log  turn ([`crate::vmm::console`])
-//! <run>/vms/<id>/exit.json      why the VMM ended
+//! <run>/vms/<id>/exit.json      what the VMM counts for the bill, then why it ended
+//!                               ([`dayfly_vmm::meter`])
 //! <run>/vms/<id>/volume-0.log   what the process that serves its first volume has reported
 //! <run>/vms/<id>/root/          the jail's root, with the sockets of the guest's vsock:
 //!                               vsock.sock, vsock.sock_1025 during a boot,
@@ -19,6 +20,7 @@
 //! ```
 
 use crate::base::prefix::Prefix;
+use dayfly_host::cpus::CpuList;
 use dayfly_host::groups::Root;
 use dayfly_units::VmId;
 use std::path::{Path, PathBuf};
@@ -53,6 +55,9 @@ pub struct Config {
     pub first_uid: u32,
     /// Where VMs have their control groups ([`crate::base::groups`]).
     pub group_root: Root,
+    /// The CPUs of dayflyd, on which no VM runs ([`crate::base::cpus`]); empty: VMs have all,
+    /// except those that one of them has booked.
+    pub main_cpus: CpuList,
     /// Time limits of the daemon's waits.
     pub deadlines: Deadlines,
 }
@@ -131,6 +136,12 @@ impl Deadlines {
 pub const VMM_NAME: &str = "dayfly-vmm";
 /// The program that serves the files of a volume, and the last component of its `argv[0]`.
 pub const VOLUME_NAME: &str = "dayfly-volume";
+/// The program that relays published ports, and the last component of its `argv[0]`.
+pub const RELAY_NAME: &str = "dayfly-relay";
+/// The last component of `argv[0]` of a [`RELAY_NAME`] that has the streams of a VM.
+pub const STREAMS_NAME: &str = "dayfly-streams";
+/// The program that stores the RAM of snapshots, and the last component of its `argv[0]`.
+pub const PACKER_NAME: &str = "dayfly-packer";
 /// Bytes of console output that are kept of each VM.
 pub const CONSOLE_MAX_BYTES: u64 = 4 << 20;
 /// Default of [`Config::overcommit`]. It is above 100 because clones share unwritten pages.
@@ -153,6 +164,12 @@ pub const MEMORY_STEP_BYTES: u64 = 2 << 20;
 pub const SOCKET_PATH_MAX: usize = 107;
 
 impl Config {
+    /// The folders of the state folder with the disks of VMs. Some may be mounts.
+    #[must_use]
+    pub fn disk_folders(&self) -> Vec<PathBuf> {
+        ["", "images", "layers", "vms"].map(|name| self.state.join(name)).into()
+    }
+
     /// The socket of the HTTP API.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
@@ -213,6 +230,18 @@ impl Config {
     #[must_use]
     pub fn vm(&self, id: VmId) -> VmDir {
         VmDir(self.vms().join(id.to_string()))
+    }
+
+    /// The program that relays published ports and streams, which is beside that of VMMs.
+    #[must_use]
+    pub fn relay(&self) -> PathBuf {
+        self.vmm.with_file_name(RELAY_NAME)
+    }
+
+    /// The program that stores the RAM of snapshots, which is beside that of VMMs.
+    #[must_use]
+    pub fn packer(&self) -> PathBuf {
+        self.vmm.with_file_name(PACKER_NAME)
     }
 
     /// `argv[0]` of this daemon's VMMs. It depends on the run folder, so that VMMs of several
@@ -282,7 +311,7 @@ impl VmDir {
     pub fn console(&self) -> [PathBuf; 2] {
         ["console.log", "console-2.log"].map(|name| self.0.join(name))
     }
-    /// The exit record: why the VMM ended.
+    /// The exit file: what the VMM counts for the bill, and why it ended.
     #[must_use]
     pub fn exit(&self) -> PathBuf {
         self.0.join("exit.json")
@@ -296,6 +325,31 @@ impl VmDir {
     #[must_use]
     pub fn volume_log(&self, number: usize) -> PathBuf {
         self.0.join(format!("volume-{number}.log"))
+    }
+    /// `argv[0]` of the process that relays its published ports, which names the VM.
+    #[must_use]
+    pub fn relay(&self) -> PathBuf {
+        self.0.join(RELAY_NAME)
+    }
+    /// `argv[0]` of the process that stores the RAM of its snapshot, which names the VM.
+    #[must_use]
+    pub fn packer(&self) -> PathBuf {
+        self.0.join(PACKER_NAME)
+    }
+    /// What the process that relays its published ports has reported.
+    #[must_use]
+    pub fn relay_log(&self) -> PathBuf {
+        self.0.join("relay.log")
+    }
+    /// `argv[0]` of the process that has its streams, which names the VM.
+    #[must_use]
+    pub fn streams(&self) -> PathBuf {
+        self.0.join(STREAMS_NAME)
+    }
+    /// What that process has reported.
+    #[must_use]
+    pub fn streams_log(&self) -> PathBuf {
+        self.0.join("streams.log")
     }
     /// The VM's record for the next daemon.
     #[must_use]

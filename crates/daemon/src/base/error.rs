@@ -71,14 +71,8 @@ impl ApiError {
     /// The error for a request that the agent refused.
     #[must_use]
     pub fn from_agent(failure: &Failure) -> Self {
-        let code = match failure.code {
-            FailureCode::Invalid => ErrorCode::Invalid,
-            FailureCode::NotFound => ErrorCode::NotFound,
-            FailureCode::Sealed => ErrorCode::State,
-            FailureCode::NoSpace => ErrorCode::Exhausted,
-            FailureCode::NotPermitted | FailureCode::Io => ErrorCode::Guest,
-        };
-        Self::new(code, format_args!("in the guest: {}", escaped(&failure.message, LONG)))
+        let ErrorBody { code, message } = ErrorBody::of_agent(failure);
+        Self::new(code, message)
     }
 
     /// The error for arguments and an environment that a program cannot have.

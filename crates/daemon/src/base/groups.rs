@@ -13,19 +13,22 @@
 //! daemon without the right to make them, gives `None`: VMs then run in the daemon's group, and a
 //! limit is refused.
 
-use crate::base::error::ApiError;
-use crate::base::group_limits::{check_range, host_limits, refused};
+use crate::base::cpu_alloc::Cpus;
+use crate::base::error::{ApiError, Outcome};
+use crate::base::group_limits::{host_limits, refused};
 use dayfly_api::types::VmLimits;
 use dayfly_host::groups::{GroupName, Groups, Limits, NoGroups, Root, Usage};
 use dayfly_host::priority::background;
+use dayfly_host::reaper::KeptOff;
 use dayfly_sys::group::Entry;
 use dayfly_units::sync::lock;
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
-use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use tokio::sync::Notify;
 
 /// The groups that wait for a VMM after a start, and the most that wait after VMs have ended. A
 /// group takes about 42 KiB of the kernel's memory.
@@ -43,18 +46,26 @@ const TRIES: u32 = 1000;
 
 /// The groups of a daemon, or why it has none.
 #[derive(Debug, Clone)]
-pub struct GroupStock(Result<Arc<Stock>, Arc<str>>);
+pub struct GroupStock(pub(super) Result<Arc<Stock>, Arc<str>>);
 
 #[derive(Debug)]
-struct Stock {
-    groups: Groups,
-    state: Mutex<State>,
+pub(super) struct Stock {
+    pub(super) groups: Groups,
+    pub(super) state: Mutex<State>,
+    /// Locked before `state`.
+    pub(super) cpus: Mutex<Cpus>,
+    /// CPUs of dayflyd, and those that VMs have booked: other VMs' memory is not freed there.
+    pub(super) off: Arc<KeptOff>,
+    /// Notified when CPUs were given back.
+    pub(super) given_back: Arc<Notify>,
+    /// The folders on whose disks rates are limited.
+    pub(super) folders: OnceLock<Vec<PathBuf>>,
     changed: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+pub(super) struct State {
     /// Groups of this daemon: ready, handed out, returned or waiting.
     own: BTreeSet<GroupName>,
     ready: VecDeque<(GroupName, Entry)>,
@@ -68,14 +79,14 @@ struct State {
     next: Option<u32>,
     /// When another group may be made, after one could not be.
     retry: Option<Instant>,
-    ended: bool,
+    pub(super) ended: bool,
 }
 
 /// The group of one VM or pager. A drop returns it, which does not end a process in it.
 #[derive(Debug)]
 pub struct GroupLease {
-    name: GroupName,
-    stock: Arc<Stock>,
+    pub(super) name: GroupName,
+    pub(super) stock: Arc<Stock>,
 }
 
 impl Drop for GroupLease {
@@ -86,13 +97,27 @@ impl Drop for GroupLease {
 }
 
 impl GroupLease {
+    /// Whether it has booked CPUs.
+    #[must_use]
+    pub const fn has_cpus(&self) -> bool {
+        matches!(self.name, GroupName::Booked(_))
+    }
+
     /// Its number, by which the next daemon finds it.
     #[must_use]
     pub fn number(&self) -> u32 {
         self.name.number()
     }
 
-    /// Sets the limits of a VM with this RAM, except that of CPU time ([`Self::cap`]). Makes no
+    /// How a new process enters the group. Blocks for some microseconds.
+    ///
+    /// # Errors
+    /// A file of the group cannot be opened.
+    pub fn entry(&self) -> io::Result<Entry> {
+        self.stock.groups.entry(self.name)
+    }
+
+    /// Sets the limits of a VM with this RAM, except those of rates ([`Self::cap`]). Makes no
     /// system call if there are none. Blocks for some microseconds.
     ///
     /// # Errors
@@ -103,25 +128,6 @@ impl GroupLease {
             return Ok(());
         }
         self.stock.groups.set(self.name, &limits).map_err(refused)
-    }
-
-    /// Sets the limit of CPU time, if there is one: when the guest is ready, because it would delay
-    /// its start.
-    ///
-    /// # Errors
-    /// As [`Self::limit`].
-    pub fn cap(&self, limits: &VmLimits) -> Result<(), ApiError> {
-        let Some(most) = limits.cpu_max_millicpus else { return Ok(()) };
-        let limits = Limits { cpu_max_millicpus: Some(most), ..Limits::default() };
-        self.stock.groups.set(self.name, &limits).map_err(refused)
-    }
-
-    /// Takes the limit of CPU time away, before the VMM is killed: a process that may not run
-    /// cannot end.
-    pub fn lift_cap(&self) {
-        if let Err(e) = self.stock.groups.lift_cpu_max(self.name) {
-            tracing::debug!("the limit of CPU time of control group {}: {e}", self.name);
-        }
     }
 
     /// The group's tree, which differs from those of daemons with another place.
@@ -189,7 +195,10 @@ impl GroupStock {
         let next = next.map_or(Some(0), |last| last.checked_add(1));
         let state = Mutex::new(State { next, ..State::default() });
         let (changed, thread) = (Condvar::new(), Mutex::default());
-        let stock = Arc::new(Stock { groups, state, changed, thread });
+        let (cpus, given_back, folders) = (Mutex::default(), Arc::default(), OnceLock::new());
+        let off = Arc::default();
+        let stock =
+            Arc::new(Stock { groups, state, cpus, off, given_back, folders, changed, thread });
         let keeper = stock.clone();
         let thread = std::thread::Builder::new().name("groups".to_owned());
         match thread.spawn(move || background(|| keeper.keep())) {
@@ -197,6 +206,12 @@ impl GroupStock {
             Err(e) => tracing::warn!("control groups are not made ahead: {e}"),
         }
         Self(Ok(stock))
+    }
+
+    /// CPUs on which no memory of other VMs is freed. They change with each booking.
+    #[must_use]
+    pub fn kept_off(&self) -> Arc<KeptOff> {
+        self.0.as_ref().map(|stock| stock.off.clone()).unwrap_or_default()
     }
 
     /// The groups for the leak search; `None` without groups.
@@ -211,30 +226,13 @@ impl GroupStock {
         self.0.as_ref().map(|stock| lock(&stock.state).own.clone()).unwrap_or_default()
     }
 
-    /// Checks the limits of a VM with this number of vCPUs, before anything of it exists.
-    ///
-    /// # Errors
-    /// A value is out of its range, or this daemon cannot limit that.
-    pub fn check(&self, limits: &VmLimits, vcpus: u8) -> Result<(), ApiError> {
-        if limits.is_none() {
-            return Ok(());
-        }
-        check_range(limits, vcpus)?;
-        match &self.0 {
-            Ok(stock) => stock.groups.controllers().check(&host_limits(limits, 0)).map_err(refused),
-            Err(why) => Err(ApiError::invalid(format_args!(
+    pub(super) fn stock(&self) -> Outcome<&Arc<Stock>> {
+        self.0.as_ref().map_err(|why| {
+            ApiError::invalid(format_args!(
                 "limits: expected none, because VMs of this daemon have no control groups: {why}; \
                  docs/limits.md says what helps"
-            ))),
-        }
-    }
-
-    /// Takes the limit of CPU time of this process's group away, if it is in one of these, before
-    /// the process is killed.
-    pub fn lift_cap_of(&self, pid: u32) {
-        if let Some(Err(e)) = self.groups().map(|groups| groups.lift_cpu_max_of(pid)) {
-            tracing::debug!("the limit of CPU time of process {pid}: {e}");
-        }
+            ))
+        })
     }
 
     /// A group for a VMM, and how the VMM enters it. Makes one if none is ready.
@@ -243,10 +241,15 @@ impl GroupStock {
         let stock = self.0.as_ref().ok()?;
         let ready = lock(&stock.state).ready.pop_front();
         stock.changed.notify_one();
-        let (name, entry) = match ready {
+        let (name, mut entry) = match ready {
             Some(ready) => ready,
             None => stock.make_or_warn(GroupName::Vm)?,
         };
+        // It may have been made before the first CPU was booked. Otherwise no system call.
+        if let Err(e) = stock.groups.complete(&mut entry) {
+            tracing::warn!("the CPUs that VMs share: {e}");
+            self.has_stray();
+        }
         Some((GroupLease { name, stock: stock.clone() }, entry))
     }
 
@@ -263,17 +266,17 @@ impl GroupStock {
     #[must_use]
     pub fn adopt(&self, tree: &str, number: u32, pid: Option<u32>) -> Option<GroupLease> {
         let stock = self.0.as_ref().ok()?;
-        let name = GroupName::Vm(number);
         if stock.tree() != tree {
             return None;
         }
-        let inside = match pid {
-            Some(pid) => stock.groups.contains(name, pid),
-            None => stock.groups.is_used(name).map(|used| !used),
+        let inside = |name: &GroupName| {
+            let inside = match pid {
+                Some(pid) => stock.groups.contains(*name, pid),
+                None => stock.groups.is_used(*name).map(|used| !used),
+            };
+            inside.unwrap_or(false)
         };
-        if !inside.unwrap_or(false) {
-            return None;
-        }
+        let name = [GroupName::Vm(number), GroupName::Booked(number)].into_iter().find(inside)?;
         let new = lock(&stock.state).own.insert(name);
         new.then(|| GroupLease { name, stock: stock.clone() })
     }
@@ -294,6 +297,7 @@ impl GroupStock {
         }
         drop(state);
         stock.changed.notify_one();
+        self.share_the_rest();
     }
 
     /// Removes the groups that nothing uses, and the tree if no VM is left. Groups that are
@@ -330,6 +334,15 @@ impl Stock {
 
     /// Makes a group under a new number.
     fn make(&self, kind: fn(u32) -> GroupName) -> io::Result<(GroupName, Entry)> {
+        self.make_by(kind, |name| self.groups.make(name))
+    }
+
+    /// As [`Self::make`], by `make`.
+    pub(super) fn make_by(
+        &self,
+        kind: fn(u32) -> GroupName,
+        make: impl Fn(GroupName) -> io::Result<()>,
+    ) -> io::Result<(GroupName, Entry)> {
         let mut tries = 0..TRIES;
         loop {
             let name = {
@@ -341,7 +354,7 @@ impl Stock {
                 state.own.insert(name);
                 name
             };
-            match self.groups.make(name) {
+            match make(name) {
                 Ok(()) => {
                     let entry = self.groups.entry(name);
                     if entry.is_err() {
@@ -375,6 +388,9 @@ impl Stock {
         });
         if removed {
             lock(&self.state).own.remove(&name);
+            if let GroupName::Booked(number) = name {
+                self.forget_booked(number);
+            }
         }
         removed
     }

@@ -16,6 +16,10 @@
 //! - `dayfly_vm_cpu_seconds_total`, by `vm` and `name`: CPU time of each VM that lives, since its
 //!   last start, from its control group
 //! - `dayfly_vm_memory_bytes`, by `vm` and `name`: memory that is charged to it
+//! - `dayfly_vm_disk_bytes_total`, `dayfly_vm_disk_requests_total`, by `what` (`read`, `written`):
+//!   what the guest of each VM that lives has moved to and from its disks, since its last start
+//! - `dayfly_vm_network_bytes_total`, `dayfly_vm_network_packets_total`, by `what` (`received`,
+//!   `sent`): the same of its network device
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;

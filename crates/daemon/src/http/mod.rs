@@ -1,5 +1,6 @@
 //! The HTTP API, and connections that have left HTTP by an upgrade.
 
+pub mod handed;
 pub mod json;
 pub mod listing;
 pub mod ndjson;
@@ -9,5 +10,6 @@ pub mod query;
 pub mod relay;
 pub mod routes;
 pub mod session;
+pub mod stream;
 pub mod upload;
 pub mod websocket;

@@ -6,7 +6,8 @@ use crate::base::long_requests::Permit;
 use crate::base::time::Asked;
 use crate::daemon::Daemon;
 use crate::http::json;
-use crate::http::relay::{self, Ended, RelayError};
+use crate::http::relay::{Over, rules};
+use crate::http::stream::{self, AgentCheck, Between, Rest, Socket};
 use crate::ops::create::{self, Next, Order, VmGuard};
 use crate::ops::exec::{PROGRAM, Program, Started, explain, start};
 use crate::ops::liveness::Liveness;
@@ -16,7 +17,9 @@ use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, LinkError, read_frame, write_frame};
 use crate::vmm::pool::Lasting;
 use bytes::BytesMut;
-use dayfly_api::agent::{Collector, ExecSpec, Exit, Frame, FrameKind, Request, StringsError};
+use dayfly_api::agent::{
+    Collector, ExecSpec, Exit, Frame, FrameKind, Request, StringsError, encode,
+};
 use dayfly_api::types::{ErrorCode, RunReply, RunRequest};
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
@@ -24,7 +27,7 @@ use serde::de::DeserializeOwned;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::time::timeout;
 
 /// A client's connection after the upgrade from HTTP.
@@ -32,6 +35,8 @@ pub type Client = TokioIo<Upgraded>;
 
 /// The most bytes that a client may send before the reply.
 const EARLY_MAX_BYTES: usize = 256 << 10;
+/// Bytes of the longest body of an `Exit` frame.
+const EXIT_MAX_BYTES: u32 = 1 << 10;
 
 /// The client's side of a session.
 struct ClientSide<S> {
@@ -44,7 +49,7 @@ struct ClientSide<S> {
 /// The client is gone, so no error can be sent.
 struct Gone;
 
-impl<S: AsyncRead + AsyncWrite + Unpin> ClientSide<S> {
+impl<S: Socket> ClientSide<S> {
     fn new(client: S) -> Self {
         let (read, write) = tokio::io::split(client);
         Self { read, write, early: BytesMut::new() }
@@ -164,7 +169,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ClientSide<S> {
 }
 
 /// Serves `POST /v1/vms/{vm}/exec`, and the frames of a WebSocket, for `user`.
-pub async fn exec<S: AsyncRead + AsyncWrite + Unpin>(
+pub async fn exec<S: Socket>(
     daemon: Arc<Daemon>,
     vm: Arc<Vm>,
     user: Option<Arc<Caller>>,
@@ -179,7 +184,7 @@ pub async fn exec<S: AsyncRead + AsyncWrite + Unpin>(
                     let within = daemon.config.deadlines.agent;
                     let liveness = Liveness::new(&vm, program.liveness_ms(), within);
                     let run = Run { program, liveness, last: false, kept: None };
-                    serve(&daemon, &vm, run, None, &mut caller).await
+                    serve(&daemon, &vm, run, None, caller).await
                 }
                 Err(error) => caller.fail(error).await,
             }
@@ -252,7 +257,7 @@ pub async fn run(daemon: Arc<Daemon>, user: Option<Arc<Caller>>, client: Client)
             // A detached program may be what ends the VM: kept once the VM's record names it.
             let kept = if request.keep && detached { Some(&mut guard) } else { None };
             let run = Run { program, liveness, last, kept };
-            serve(&daemon, &vm, run, lasting, &mut caller).await;
+            serve(&daemon, &vm, run, lasting, caller).await;
         } => {}
         () = stop.cancelled() => {}
     }
@@ -272,12 +277,12 @@ struct Run<'a> {
 
 /// Runs one program for the client. `lasting` is dropped with the program's first output or its
 /// end.
-async fn serve<S: AsyncRead + AsyncWrite + Unpin>(
+async fn serve<S: Socket>(
     daemon: &Arc<Daemon>,
     vm: &Arc<Vm>,
     run: Run<'_>,
     lasting: Option<Lasting>,
-    caller: &mut ClientSide<S>,
+    mut caller: ClientSide<S>,
 ) {
     let Run { program, liveness, last, kept } = run;
     let started = match caller.while_there(start(daemon, vm, program)).await {
@@ -302,54 +307,69 @@ async fn serve<S: AsyncRead + AsyncWrite + Unpin>(
     if caller.reply(&reply).await.is_err() {
         return;
     }
-    let (mut from_agent, mut to_agent) = agent.into_split();
-    let early = caller.early.split();
-    let relayed = async {
-        // The relay reads the bytes, or meets the error.
-        let _ = from_agent.readable().await;
-        drop(lasting);
-        relay::outwards(&mut liveness.hear(&mut from_agent), &mut caller.write).await
+    let output = [FrameKind::Stdout, FrameKind::Stderr];
+    let between = Between {
+        daemon,
+        vm,
+        rules: rules(&output, &[FrameKind::Exit], EXIT_MAX_BYTES),
+        farewell: failed(without_daemon(vm)),
+        check: AgentCheck::Liveness(liveness),
     };
-    let ended = tokio::select! {
-        ended = liveness.wait(relayed) => ended,
-        () = async {
-            let _ = to_agent.write_all(&early).await;
-            relay::inwards(&mut caller.read, &mut to_agent).await;
-        } => return,
-    };
-    let ended = match ended {
-        Ok(ended) => ended,
-        Err(silent) => return caller.fail(silent).await,
-    };
-    match ended {
-        Ok(Ended::Exit(exit, frame)) => {
-            warn_if_full(daemon, vm, &exit, caller).await;
-            if last {
-                // Before the client gets the exit, so that no later request finds the VM listed.
-                vm.update(|live| live.kill_asked = true);
-            }
-            let _ = caller.write.write_all(&frame).await;
-            let _ = caller.write.shutdown().await;
-        }
-        Ok(Ended::Closed) => caller.fail(explain(vm, PROGRAM).await).await,
-        Err(RelayError::Client(_)) => {}
-        Err(e) => caller.fail(ApiError::new(ErrorCode::Guest, e)).await,
-    }
+    let ClientSide { read, write, early } = caller;
+    let (over, rest) = stream::pass(&between, (read, write, early), agent, lasting).await;
+    end(daemon, vm, last, over, rest).await;
 }
 
-/// Warns of a full root disk after a failed program, because the program's own message rarely names
-/// the disk.
-async fn warn_if_full<S: AsyncRead + AsyncWrite + Unpin>(
-    daemon: &Daemon,
-    vm: &Vm,
-    exit: &Exit,
-    caller: &mut ClientSide<S>,
-) {
-    if exit.code != Some(0)
-        && let Ok(stat) = agent_link::stat(&vm.dir.vsock(), daemon.config.deadlines.stat).await
-        && let Some(warning) = inspect::disk_warning(&stat)
-    {
-        let text = format!("dayfly: {}: {warning}\n", vm.name);
-        let _ = write_frame(&mut caller.write, FrameKind::Stderr, text.as_bytes()).await;
+/// Sends the client how its program ended.
+async fn end(daemon: &Daemon, vm: &Vm, last: bool, over: Outcome<Over>, rest: Rest) {
+    let error = match over {
+        Ok(Over::Gone) => return,
+        Ok(Over::Frame(kind, body)) => match serde_json::from_slice(&body) {
+            Ok(exit) => {
+                let warning = full_disk(daemon, vm, &exit).await.unwrap_or_default();
+                if last {
+                    // Before the client gets the exit, so that no later request finds the VM
+                    // listed.
+                    vm.update(|live| live.kill_asked = true);
+                }
+                return rest.finish([warning, encode(kind, &body)].concat()).await;
+            }
+            Err(e) => {
+                let text = format_args!("the Exit frame of the guest's agent: {e}");
+                ApiError::new(ErrorCode::Guest, text)
+            }
+        },
+        Ok(Over::Closed) => explain(vm, PROGRAM).await,
+        Ok(Over::Wrong(wrong)) => ApiError::new(ErrorCode::Guest, wrong),
+        Err(silent) => silent,
+    };
+    rest.finish(failed(error)).await;
+}
+
+/// The last frame of a client whose program has no exit.
+fn failed(error: ApiError) -> Vec<u8> {
+    // Serialising it cannot fail, as in `websocket::notice`.
+    let json = serde_json::to_vec(&RunReply::Failed(error.0)).unwrap_or_default();
+    encode(FrameKind::Reply, &json)
+}
+
+/// What a client gets whose VM ends while no daemon is there.
+pub fn without_daemon(vm: &Vm) -> ApiError {
+    let text = format_args!(
+        "VM {}: the guest's agent closed the connection, and no daemon says why, because it ended \
+         before; `dayfly ps -a` may show it when the next one runs",
+        vm.name
+    );
+    ApiError::new(ErrorCode::Guest, text)
+}
+
+/// A frame that warns of a full root disk after a failed program, because the program's own message
+/// rarely names the disk.
+async fn full_disk(daemon: &Daemon, vm: &Vm, exit: &Exit) -> Option<Vec<u8>> {
+    if exit.code == Some(0) {
+        return None;
     }
+    let stat = agent_link::stat(&vm.dir.vsock(), daemon.config.deadlines.stat).await.ok()?;
+    let text = format!("dayfly: {}: {}\n", vm.name, inspect::disk_warning(&stat)?);
+    Some(encode(FrameKind::Stderr, text.as_bytes()))
 }

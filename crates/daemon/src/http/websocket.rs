@@ -12,6 +12,7 @@ use crate::base::caller::Caller;
 use crate::base::error::{ApiError, Outcome};
 use crate::daemon::Daemon;
 use crate::http::{json, session};
+use crate::ops::exec::{PROGRAM, explain};
 use crate::vm::Vm;
 use crate::vmm::agent_link::{read_frame, write_frame};
 use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade, close_code};
@@ -62,18 +63,19 @@ pub async fn exec(
     socket: WebSocket,
 ) {
     let (near, far) = tokio::io::duplex(PIPE_BYTES);
+    let session = session::exec(daemon.clone(), vm.clone(), caller, near);
     // Each ends when the other has ended.
-    tokio::join!(session::exec(daemon, vm, caller, near), serve(socket, far));
+    tokio::join!(session, serve(&daemon, &vm, socket, far));
 }
 
 /// Why a session is closed: a code of RFC 6455, section 7.4.1, and the reason.
 struct Close(u16, String);
 
-async fn serve(socket: WebSocket, pipe: DuplexStream) {
+async fn serve(daemon: &Daemon, vm: &Vm, socket: WebSocket, pipe: DuplexStream) {
     let (mut sink, mut stream) = socket.split();
     let (mut frames, mut to_session) = tokio::io::split(pipe);
     let (failed, close) = tokio::select! {
-        close = outwards(&mut frames, &mut sink) => match close {
+        close = outwards(daemon, vm, &mut frames, &mut sink) => match close {
             Some(close) => (None, Some(close)),
             None => return,
         },
@@ -112,7 +114,12 @@ fn notice(notice: &ExecNotice) -> Message {
 }
 
 /// Sends the session's frames to the client. Returns how to close, or `None` if the client is gone.
-async fn outwards(frames: &mut ReadHalf<DuplexStream>, sink: &mut Sink) -> Option<Close> {
+async fn outwards(
+    daemon: &Daemon,
+    vm: &Vm,
+    frames: &mut ReadHalf<DuplexStream>,
+    sink: &mut Sink,
+) -> Option<Close> {
     let mut pings = interval(PING);
     pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
     pings.tick().await;
@@ -128,10 +135,20 @@ async fn outwards(frames: &mut ReadHalf<DuplexStream>, sink: &mut Sink) -> Optio
                 }
             }
         };
-        let Ok(Some(Frame { kind, body })) = next else {
+        let Frame { kind, body } = match next {
+            Ok(Some(frame)) => frame,
+            // The session sends no reason inside a frame.
+            Err(_) if !daemon.stop.is_cancelled() => {
+                let error = explain(vm, PROGRAM).await.0;
+                let close = Close(close_code::ERROR, error.message.clone());
+                sink.send(notice(&ExecNotice::Failed(error))).await.ok()?;
+                return Some(close);
+            }
             // The session ends without an exit if the daemon stops.
-            let stopping = || Close(close_code::AWAY, "the daemon was asked to stop".into());
-            return Some(failed.unwrap_or_else(stopping));
+            _ => {
+                let stopping = || Close(close_code::AWAY, "the daemon was asked to stop".into());
+                return Some(failed.unwrap_or_else(stopping));
+            }
         };
         let message = match kind {
             FrameKind::Stdout => on_channel(WEBSOCKET_STDOUT, &body),

@@ -6,5 +6,7 @@ use dayfly_api::types::{self, VmExit};
 /// An exit for this reason at the current time.
 #[must_use]
 pub fn exit_now(reason: types::ExitKind, message: impl Into<String>) -> VmExit {
-    VmExit { reason, message: message.into(), at_unix_ms: unix_ms(), usage: None }
+    let (usage, disk_traffic, net_traffic) = (None, Vec::new(), None);
+    let (message, at_unix_ms) = (message.into(), unix_ms());
+    VmExit { reason, message, at_unix_ms, usage, disk_traffic, net_traffic }
 }

@@ -4,7 +4,7 @@ use crate::model::request_key::RequestKey;
 use crate::model::volumes::VolumeFacts;
 use dayfly_api::types;
 use dayfly_store::{Digest, ImageConfig, KernelRef};
-use dayfly_units::{Name, VmId};
+use dayfly_units::{CpuModel, Name, VmId};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -28,6 +28,9 @@ pub struct Facts {
     pub kernel: KernelRef,
     /// Number of vCPUs.
     pub vcpus: u8,
+    /// The model of the vCPUs.
+    #[serde(default, skip_serializing_if = "CpuModel::is_host")]
+    pub cpu_model: CpuModel,
     /// RAM in bytes.
     pub memory_bytes: u64,
     /// Number of network devices.

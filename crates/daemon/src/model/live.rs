@@ -3,9 +3,11 @@
 use crate::model::deadline::Deadline;
 use crate::model::disk::Disk;
 use crate::model::facts::GuestIdentity;
+use crate::model::memory_time::MemoryTime;
 use crate::model::state::Phase;
 use crate::model::volumes::VolumeState;
 use dayfly_api::types::{self, VmExit};
+use dayfly_host::cpus::CpuList;
 use dayfly_host::process::ProcessId;
 use serde::{Deserialize, Serialize};
 
@@ -39,6 +41,15 @@ pub struct Live {
     pub program: Option<String>,
     /// Microseconds from the request until the agent had its identity.
     pub ready_us: Option<u64>,
+    /// Microseconds of CPU time that the daemon and the zygote have taken for its creation.
+    #[serde(default)]
+    pub creation_us: u64,
+    /// The same of relays of its published ports that have ended.
+    #[serde(default)]
+    pub relays_us: u64,
+    /// The last look at its memory; `None` before the first one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_time: Option<MemoryTime>,
     /// Phases of its start, each with the microseconds since the request at which it ended.
     pub timeline: Vec<(String, u64)>,
     /// When it was requested, in microseconds of the host's `CLOCK_MONOTONIC`.
@@ -48,6 +59,9 @@ pub struct Live {
     /// Its control group; `None` if it has none, before its VMM starts and after its end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<VmGroup>,
+    /// The CPUs of the host that it has alone; empty if it has booked none, and after its end.
+    #[serde(default, skip_serializing_if = "CpuList::is_empty")]
+    pub cpus: CpuList,
     /// The pager that fills its memory; `None` if all of it was there when the VM started, and in
     /// records of earlier versions.
     #[serde(default)]

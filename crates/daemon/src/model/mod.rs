@@ -7,6 +7,7 @@ pub mod exit;
 pub mod facts;
 pub mod filter;
 pub mod live;
+pub mod memory_time;
 pub mod program;
 pub mod request_key;
 pub mod state;

@@ -8,8 +8,10 @@ use crate::net::mac::{mac, mac_text};
 use crate::net::names::Registration;
 use crate::net::networks::Networks;
 use crate::net::publish::{Published, check, with_choice};
+use crate::net::relay::Place;
 use dayfly_api::agent::NetworkIdentity;
 use dayfly_api::types::{NetworkRequest, Publish, VmNetwork};
+use dayfly_host::process::Process;
 use dayfly_units::{Egress, GuestPort, ImageConfig, Name, VmId};
 use dayfly_vmm::config::LinkConfig;
 use std::os::fd::OwnedFd;
@@ -94,9 +96,12 @@ impl Attachment {
         asked: &NetworkRequest,
         ports: &[(Publish, Option<u16>)],
     ) -> Outcome<Self> {
+        if !ports.is_empty() {
+            networks.check_relay()?;
+        }
         let published = match (ports, networks.publisher()) {
             ([], _) => None,
-            (ports, None) => Some(Published::take(ports)?),
+            (ports, None) => Some(Published::take_when_free(ports).await?),
             (ports, Some(publisher)) => Some(Published::ask_for(ports, publisher).await?),
         };
         let (address, mac) = (lease.address(), mac_text(mac(lease.address())));
@@ -113,21 +118,37 @@ impl Attachment {
         Self { lease: Some(lease), ..Self::default() }
     }
 
-    /// The attachment of a VM that an earlier daemon started.
-    pub fn adopt(networks: &Networks, had: Option<VmNetwork>, asked: &NetworkRequest) -> Self {
+    /// The attachment of a VM that an earlier daemon started. `relay` is the relay that the daemon
+    /// left. Its ports lead to the guest from [`Self::connect`] on, or still do.
+    pub fn adopt(
+        networks: &Networks,
+        had: Option<VmNetwork>,
+        asked: &NetworkRequest,
+        relay: Option<Process>,
+    ) -> Self {
         let Some(had) = had else { return Self::default() };
         let lease = networks.adopt(had.address, asked);
-        let published = match networks.publisher() {
-            None => Published::take(&with_choice(&had.published, &[])),
-            Some(publisher) => Published::again(&had.published, publisher),
+        let published = match (&*had.published, networks.publisher(), relay) {
+            ([], ..) => None,
+            (ports, None, Some(relay)) => Some(Ok(Published::adopted(ports, relay))),
+            (ports, None, None) => Some(Published::take(&with_choice(ports, &[]))),
+            (ports, Some(publisher), relay) => {
+                // Its listeners are of no use: the supervisor has freed the ports, and their order
+                // has to name new ones.
+                if let Some(Err(e)) = relay.map(|relay| relay.kill()) {
+                    tracing::error!(address = %had.address, "ending its relay: {e}");
+                }
+                Some(Published::again(ports, publisher))
+            }
         };
-        if let Err(error) = &published {
-            tracing::error!(address = %had.address, "not published any more: {error}");
-        }
-        let mut attachment =
-            Self { published: published.ok(), named: None, shown: Some(had), lease };
-        attachment.connect();
-        attachment
+        let published = published.and_then(|published| {
+            published
+                .inspect_err(|error| {
+                    tracing::error!(address = %had.address, "not published any more: {error}");
+                })
+                .ok()
+        });
+        Self { published, named: None, shown: Some(had), lease }
     }
 
     /// Makes the VM resolvable by this name and id for the VMs of its network.
@@ -159,15 +180,20 @@ impl Attachment {
         self.lease.as_mut().map(|lease| lease.link(asked))
     }
 
-    /// Releases the published ports.
+    /// Frees the published ports, and ends their relay.
     pub fn unpublish(&mut self) {
-        self.published = None;
+        if let Some(published) = self.published.take() {
+            published.close();
+        }
     }
 
-    /// Relays connections to the published ports from now on. Call it within a tokio runtime.
-    pub fn connect(&mut self) {
-        if let (Some(published), Some(shown)) = (&mut self.published, &self.shown) {
-            published.connect_to(shown.address);
+    /// Has published ports lead to the guest from now on, by a relay that runs in `place`. Call it
+    /// within a tokio runtime.
+    pub fn connect(&mut self, place: impl FnOnce() -> Option<Place>) {
+        if let (Some(published), Some(shown)) = (&mut self.published, &self.shown)
+            && let Some(place) = place()
+        {
+            published.connect_to(shown.address, place);
         }
     }
 }

@@ -1,9 +1,11 @@
 //! Why a VM gets no network.
 
+use crate::base::config::RELAY_NAME;
 use crate::base::error::ApiError;
 use crate::base::prefix::Prefix;
 use dayfly_api::types::ErrorCode;
 use std::net::Ipv4Addr;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Why a VM gets no network.
@@ -29,6 +31,12 @@ pub enum NetError {
          this daemon do not reach it"
     )]
     OutOfReach(ipnet::Ipv4Net),
+    /// The installation lacks a program.
+    #[error(
+        "publish: {}: expected the program {RELAY_NAME} beside dayfly-vmm, got none",
+        .0.display()
+    )]
+    NoRelay(PathBuf),
     /// The VM has returned its address.
     #[error("network: the VM has ended")]
     Ended,
@@ -50,7 +58,7 @@ impl From<NetError> for ApiError {
             NetError::None(_) | NetError::Ended => ErrorCode::State,
             NetError::OutOfReach(_) => ErrorCode::Invalid,
             NetError::Full { .. } => ErrorCode::Exhausted,
-            NetError::Tap { .. } | NetError::Rules(_) => ErrorCode::Internal,
+            NetError::Tap { .. } | NetError::Rules(_) | NetError::NoRelay(_) => ErrorCode::Internal,
         };
         Self::new(code, e)
     }

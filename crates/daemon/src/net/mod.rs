@@ -3,7 +3,7 @@
 //! ```text
 //!  guest ── virtio-net ── tap ┐                            ┌─ the host's own network
 //!  guest ── virtio-net ── tap ┼─ VM network ───── uplink ──┤   (masqueraded; published
-//!  guest ── virtio-net ── tap ┘  namespace                 └   ports are relayed)
+//!  guest ── virtio-net ── tap ┘  namespace                 └   ports: one relay per VM)
 //!                                (routes, names)
 //! ```
 //!
@@ -22,7 +22,8 @@
 //! one gets the reason.
 
 mod attachment;
-mod datagrams;
+mod bound;
+mod bounds;
 #[cfg(test)]
 mod egress_tests;
 mod error;
@@ -30,13 +31,15 @@ mod error;
 mod keep_tests;
 pub mod keeper;
 mod lease;
+pub mod line;
 mod mac;
 pub mod names;
 mod network;
 mod networks;
-mod permits;
 mod publish;
 pub mod publisher;
+pub mod relay;
+pub mod streams;
 #[cfg(test)]
 mod tests;
 

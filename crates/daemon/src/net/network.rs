@@ -11,6 +11,7 @@ use dayfly_units::error::chain;
 use dayfly_units::sync::lock;
 use std::collections::{BTreeSet, VecDeque};
 use std::net::Ipv4Addr;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use tokio::sync::Notify;
 
@@ -49,6 +50,8 @@ pub(super) struct Network {
     pub(super) reach: Arc<[ipnet::Ipv4Net]>,
     /// The process that listens for published ports, if it is not this daemon.
     pub(super) publisher: Option<Arc<Publisher>>,
+    /// The program that relays published ports.
+    pub(super) relay: PathBuf,
     /// Wakes the keeper: addresses were returned, or too few taps wait.
     pub(super) wanted: Notify,
 }

@@ -73,6 +73,7 @@ impl Networks {
                     names,
                     reach,
                     publisher: config.ports.as_ref().map(|_| Arc::default()),
+                    relay: config.relay(),
                     wanted,
                 })))
             }
@@ -88,6 +89,15 @@ impl Networks {
     #[must_use]
     pub fn publisher(&self) -> Option<&Arc<Publisher>> {
         self.0.as_ref().ok()?.publisher.as_ref()
+    }
+
+    /// Checks that ports can be relayed on this host.
+    ///
+    /// # Errors
+    /// The installation has no program for that.
+    pub(super) fn check_relay(&self) -> Result<(), NetError> {
+        let program = &self.get()?.relay;
+        if program.is_file() { Ok(()) } else { Err(NetError::NoRelay(program.clone())) }
     }
 
     /// Why there is no network; `None` if there is one.

@@ -1,70 +1,47 @@
 //! Published ports: ports of the host that lead to ports of a guest.
 //!
-//! The daemon relays connections in the host's namespace, from which guests are reached by their
-//! addresses. So published ports work from everywhere, the host's loopback included, and the host's
-//! own packet filter stays unchanged. The guest does not see a client's address. Connections end
-//! with the daemon; the next daemon publishes the same ports again.
-//!
-//! UDP has no connections: the relay of a UDP port has a flow for each address from which
-//! datagrams come ([`datagrams`](super::datagrams)).
+//! The daemon binds the ports, so that a request gets the error of one that is in use. A process in
+//! the VM's control group passes the bytes ([`relay`](super::relay)), in the host's namespace, from
+//! which guests are reached by their addresses. So published ports work from everywhere, the host's
+//! loopback included, and the host's own packet filter stays unchanged. The guest does not see a
+//! client's address. Connections outlive the daemon, and end with the VM.
 //!
 //! In the machine, ports are those of the user's host, on which the machine's supervisor listens
 //! ([`publisher`](super::publisher)). It passes each connection or flow on, as a connection to a
-//! port of the machine's loopback, which the daemon relays.
+//! port of the machine's loopback, which the relay serves. These connections end with the daemon,
+//! because the supervisor frees the ports then.
 //!
 //! A request for the host's port 0 gets a port that is free. It is chosen by the kernel that binds
 //! it, so no other program gets it in between.
 
 use crate::base::error::{ApiError, Outcome};
-use crate::net::datagrams;
-use crate::net::permits::{permits_of_all, permits_of_flows, reset, turn};
+use crate::net::bound::{Kind, Listener, bind, refusal, refused};
 use crate::net::publisher::{Answer, Order, Publisher};
-use dayfly_api::types::{ErrorCode, PortProtocol, Publish};
-use dayfly_machine_init::{PortRefusal, RefusalKind};
-use rustix::net::sockopt::{set_socket_keepalive, set_socket_reuseaddr, set_tcp_keepidle};
+use crate::net::relay::{self, Place, Ports, Relay};
+use dayfly_api::types::{PortProtocol, Publish};
+use dayfly_host::process::Process;
+use dayfly_machine_init::PortRefusal;
 use std::collections::BTreeSet;
-use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::net::{TcpListener, TcpSocket, TcpStream, UdpSocket};
-use tokio::sync::Semaphore;
-use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
 /// Maximum number of published ports of one VM.
 pub const MAX_PUBLISHED: usize = 256;
-/// Maximum number of concurrent connections to all ports of one VM. Further connections are reset
-/// at once.
-pub const MAX_CONNECTIONS: usize = 1024;
-/// Maximum number of concurrent flows of all UDP ports of one VM.
-pub const MAX_FLOWS_OF_VM: usize = 1024;
 /// Time limit for the publisher's answer, which listens on its host at once.
 const ANSWER: Duration = Duration::from_secs(60);
-/// Idle time of a connection before TCP keepalive probes both ends.
-const SILENCE: Duration = Duration::from_secs(60);
-/// Time limit for a guest to accept a connection.
-const TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of connections that wait in a listener's queue.
-const BACKLOG: u32 = 1024;
 
-/// Bound ports, which from [`Self::connect_to`] on lead to a guest. Dropping this frees the ports.
+/// Bound ports, which from [`Self::connect_to`] on lead to a guest. [`Self::close`] frees them.
+/// Dropping this lets a relay that runs be, as when the daemon stops, but no other one follows it.
 #[derive(Debug)]
 pub struct Published {
     /// Orders of the publisher, freed before the listeners to which they lead.
     orders: Vec<Order>,
     listeners: Vec<(Listener, Publish)>,
-    tasks: Vec<AbortHandle>,
-}
-
-/// What receives for a published port.
-#[derive(Debug)]
-enum Listener {
-    Tcp(Arc<TcpListener>),
-    /// No task keeps this socket, so that dropping it frees the port at once.
-    Udp(Arc<UdpSocket>),
-    /// The machine's supervisor receives, and makes a connection for each flow.
-    Flows(Arc<TcpListener>),
+    /// The relay of an earlier daemon, which has the listeners.
+    adopted: Option<Process>,
+    relay: Option<Relay>,
 }
 
 /// Validates a request for ports.
@@ -127,7 +104,7 @@ pub fn with_choice(asked: &[Publish], before: &[Publish]) -> Vec<(Publish, Optio
 }
 
 impl Published {
-    /// Binds these ports of the host. Call it within a tokio runtime.
+    /// Binds these ports of the host.
     ///
     /// # Errors
     /// A port is in use, or may not be bound by this user.
@@ -135,10 +112,10 @@ impl Published {
         let mut published = Self::empty(ports)?;
         for (asked, choice) in ports {
             let at = |port| (asked.host.unwrap_or(Ipv4Addr::LOCALHOST.into()), port);
-            let first = choice.map(|port| bound(asked.protocol, at(port)));
+            let first = choice.map(|port| bind(asked.protocol, at(port)));
             let bound = match first {
                 Some(Ok(bound)) => Ok(bound),
-                Some(Err(_)) | None => bound(asked.protocol, at(asked.host_port)),
+                Some(Err(_)) | None => bind(asked.protocol, at(asked.host_port)),
             };
             let (listener, host_port) = bound.map_err(|e| refused(asked, &refusal(&e)))?;
             published.listeners.push((listener, Publish { host_port, ..*asked }));
@@ -146,9 +123,19 @@ impl Published {
         Ok(published)
     }
 
+    /// As [`Self::take`], when no relay that was killed may have one of the ports still.
+    ///
+    /// # Errors
+    /// As [`Self::take`].
+    pub async fn take_when_free(ports: &[(Publish, Option<u16>)]) -> Outcome<Self> {
+        let wanted = ports.iter().map(|(asked, choice)| choice.unwrap_or(asked.host_port));
+        relay::ended(&wanted.collect()).await;
+        Self::take(ports)
+    }
+
     fn empty(ports: &[(Publish, Option<u16>)]) -> Outcome<Self> {
         check(&ports.iter().map(|(port, _)| *port).collect::<Vec<_>>())?;
-        Ok(Self { orders: Vec::new(), listeners: Vec::new(), tasks: Vec::new() })
+        Ok(Self { orders: Vec::new(), listeners: Vec::new(), adopted: None, relay: None })
     }
 
     /// Has the publisher bind these ports, and waits until it has. Call it within a tokio runtime.
@@ -199,11 +186,8 @@ impl Published {
 
     /// Listens on the loopback, and orders a port that leads there.
     fn order(&mut self, port: &Publish, publisher: &Arc<Publisher>) -> Outcome<Answer> {
-        let inside = listen((Ipv4Addr::LOCALHOST.into(), 0)).and_then(|listener| {
-            let to = listener.local_addr()?.port();
-            Ok((Arc::new(listener), to))
-        });
-        let (listener, to) = inside.map_err(|e| {
+        let inside = bind(PortProtocol::Tcp, (Ipv4Addr::LOCALHOST.into(), 0));
+        let (mut listener, to) = inside.map_err(|e| {
             ApiError::internal(format_args!(
                 "publishing port {}: a port of the machine: {e}",
                 port.host_port
@@ -212,10 +196,9 @@ impl Published {
         let ip = port.host.unwrap_or(Ipv4Addr::LOCALHOST.into());
         let address = SocketAddr::from((ip, port.host_port));
         let (order, answer) = publisher.order(address, to, port.protocol);
-        let listener = match port.protocol {
-            PortProtocol::Tcp => Listener::Tcp(listener),
-            PortProtocol::Udp => Listener::Flows(listener),
-        };
+        if !port.protocol.is_tcp() {
+            listener.kind = Kind::Framed;
+        }
         self.listeners.push((listener, *port));
         self.orders.push(order);
         Ok(answer)
@@ -227,29 +210,43 @@ impl Published {
         self.listeners.iter().map(|(_, port)| *port).collect()
     }
 
-    /// Relays new connections and datagrams to the guest at `address`.
-    pub fn connect_to(&mut self, address: Ipv4Addr) {
-        let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        let flows = Arc::new(Semaphore::new(MAX_FLOWS_OF_VM));
-        for (listener, port) in &self.listeners {
-            let guest = SocketAddr::from((address, port.guest_port));
-            let task = match listener {
-                Listener::Tcp(listener) => {
-                    let turns = (connections.clone(), permits_of_all());
-                    tokio::spawn(relay(listener.clone(), turns, move |client| one(client, guest)))
-                }
-                Listener::Flows(listener) => {
-                    let turns = (flows.clone(), permits_of_flows());
-                    tokio::spawn(relay(listener.clone(), turns, move |client| {
-                        datagrams::framed(client, guest)
-                    }))
-                }
-                Listener::Udp(socket) => {
-                    let limits = datagrams::Limits::of_vm(flows.clone());
-                    tokio::spawn(datagrams::relay(Arc::downgrade(socket), guest, limits))
-                }
-            };
-            self.tasks.push(task.abort_handle());
+    /// The ports of an adopted VM, which the relay of the daemon before has bound.
+    #[must_use]
+    pub fn adopted(ports: &[Publish], relay: Process) -> Self {
+        let listener = |port: &Publish| {
+            let kind = if port.protocol.is_tcp() { Kind::Tcp } else { Kind::Udp };
+            (Listener { kind, socket: None }, *port)
+        };
+        let listeners = ports.iter().map(listener).collect();
+        Self { orders: Vec::new(), listeners, adopted: Some(relay), relay: None }
+    }
+
+    /// Has a relay pass new connections and datagrams to the guest at `address`. Clients that came
+    /// before wait in the listeners' queues. Does not wait for the relay. Call it within a tokio
+    /// runtime.
+    pub fn connect_to(&mut self, address: Ipv4Addr, place: Place) {
+        let published = self.listeners.iter().map(|(listener, port)| (*port, listener.bound(port)));
+        let ports = Ports { guest: address, published: published.collect() };
+        self.relay = Some(Relay::keep(place, ports, self.adopted.take()));
+    }
+
+    /// Frees the ports: those of TCP now, and those of UDP when the relay is gone
+    /// ([`relay::ended`]).
+    pub fn close(mut self) {
+        self.orders.clear();
+        for (Listener { kind, socket }, _) in &self.listeners {
+            if let (Kind::Tcp | Kind::Framed, Some(socket)) = (kind, socket) {
+                // Also while the relay has the listener (tcp_disconnect of the kernel;
+                // SO_REUSEADDR).
+                let _ = rustix::net::shutdown(&**socket, rustix::net::Shutdown::Both);
+            }
+        }
+        if let Some(relay) = self.relay.take() {
+            relay.stop();
+        }
+        // One that was not followed yet.
+        if let Some(Err(e)) = self.adopted.take().map(|relay| relay.kill()) {
+            tracing::error!("ending a relay: {e}");
         }
     }
 }
@@ -265,128 +262,5 @@ async fn answered(port: &Publish, answer: Answer) -> Outcome<Result<u16, PortRef
             "publishing port {} of the host: the machine's supervisor does not answer",
             port.host_port
         ))),
-    }
-}
-
-/// Why this host does not give a port.
-fn refusal(e: &io::Error) -> PortRefusal {
-    let (kind, next) = match e.kind() {
-        io::ErrorKind::AddrInUse => (RefusalKind::Taken, ""),
-        io::ErrorKind::PermissionDenied => (
-            RefusalKind::Invalid,
-            " (ports below net.ipv4.ip_unprivileged_port_start are for a daemon that runs as root)",
-        ),
-        io::ErrorKind::AddrNotAvailable => (RefusalKind::Invalid, ""),
-        _ => (RefusalKind::Other, ""),
-    };
-    PortRefusal { kind, why: format!("{e}{next}") }
-}
-
-/// The error for a port that its host does not give.
-fn refused(port: &Publish, refusal: &PortRefusal) -> ApiError {
-    let next = match refusal.kind {
-        RefusalKind::Taken => "; give another one, or end the program that has it",
-        RefusalKind::Invalid | RefusalKind::Other => "",
-    };
-    let what =
-        format_args!("publishing port {} of the host: {}{next}", port.host_port, refusal.why);
-    match refusal.kind {
-        RefusalKind::Taken => ApiError::new(ErrorCode::Conflict, what),
-        RefusalKind::Invalid => ApiError::invalid(what),
-        RefusalKind::Other => ApiError::internal(what),
-    }
-}
-
-impl Drop for Published {
-    fn drop(&mut self) {
-        self.orders.clear();
-        self.tasks.iter().for_each(AbortHandle::abort);
-        // Shutdown frees the ports at once, not only when the tasks have ended (tcp_disconnect of
-        // the kernel; SO_REUSEADDR).
-        for (listener, _) in self.listeners.drain(..) {
-            match listener {
-                Listener::Tcp(listener) | Listener::Flows(listener) => {
-                    let _ = rustix::net::shutdown(&*listener, rustix::net::Shutdown::Both);
-                }
-                Listener::Udp(mut socket) => {
-                    // Another worker may be using the socket, which takes a system call.
-                    while let Err(used) = Arc::try_unwrap(socket) {
-                        socket = used;
-                        std::thread::yield_now();
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// Binds a port of this host, and returns which.
-fn bound(protocol: PortProtocol, at: (IpAddr, u16)) -> io::Result<(Listener, u16)> {
-    match protocol {
-        PortProtocol::Tcp => {
-            let listener = listen(at)?;
-            let port = listener.local_addr()?.port();
-            Ok((Listener::Tcp(Arc::new(listener)), port))
-        }
-        PortProtocol::Udp => {
-            let socket = std::net::UdpSocket::bind(at)?;
-            socket.set_nonblocking(true)?;
-            let port = socket.local_addr()?.port();
-            Ok((Listener::Udp(Arc::new(UdpSocket::from_std(socket)?)), port))
-        }
-    }
-}
-
-fn listen(at: (IpAddr, u16)) -> io::Result<TcpListener> {
-    let socket = if at.0.is_ipv6() { TcpSocket::new_v6() } else { TcpSocket::new_v4() }?;
-    set_socket_reuseaddr(&socket, true)?;
-    socket.bind(SocketAddr::from(at))?;
-    socket.listen(BACKLOG)
-}
-
-/// Serves connections while there are permits for them, of their VM and of all VMs.
-async fn relay<F>(
-    listener: Arc<TcpListener>,
-    turns: (Arc<Semaphore>, Arc<Semaphore>),
-    serve: impl Fn(TcpStream) -> F + Send,
-) where
-    F: Future<Output = ()> + Send + 'static,
-{
-    // The set aborts its relays when this task ends.
-    let mut under_way = tokio::task::JoinSet::new();
-    loop {
-        while under_way.try_join_next().is_some() {}
-        match listener.accept().await {
-            Ok((client, _)) => match turn(&turns.0, &turns.1) {
-                Some(turn) => {
-                    let served = serve(client);
-                    under_way.spawn(async move {
-                        served.await;
-                        drop(turn);
-                    });
-                }
-                None => reset(&client),
-            },
-            // No descriptor is free: clients in the backlog are accepted later.
-            Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
-        }
-    }
-}
-
-async fn one(mut client: TcpStream, guest: SocketAddr) {
-    let Ok(Ok(mut server)) = timeout(TIMEOUT, TcpStream::connect(guest)).await else {
-        // The client sees what it would see if the guest did not listen.
-        return reset(&client);
-    };
-    for stream in [&client, &server] {
-        let _ = stream.set_nodelay(true);
-        // Keepalive finds an end that has disappeared, so that the connection does not keep its
-        // permits.
-        let _ = set_socket_keepalive(stream, true).and_then(|()| set_tcp_keepidle(stream, SILENCE));
-    }
-    if tokio::io::copy_bidirectional(&mut client, &mut server).await.is_err() {
-        // The end that is still there must see an error, not an end of stream.
-        reset(&client);
-        reset(&server);
     }
 }

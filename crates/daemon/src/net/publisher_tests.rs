@@ -70,7 +70,7 @@ async fn a_port_is_ordered_reaches_the_guest_and_is_freed() {
     let (id, to) = supervisor.bind(8080).await;
     supervisor.answer(id, None).await;
     let mut published = asked.await.unwrap().unwrap();
-    published.connect_to(Ipv4Addr::LOCALHOST);
+    published.connect_to(Ipv4Addr::LOCALHOST, crate::fixture::relay_place(folder.path()));
     let mut client = TcpStream::connect(("127.0.0.1", to)).await.unwrap();
     let (mut stream, _) = guest.accept().await.unwrap();
     stream.write_all(b"hello").await.unwrap();
@@ -78,7 +78,7 @@ async fn a_port_is_ordered_reaches_the_guest_and_is_freed() {
     let mut said = String::new();
     client.read_to_string(&mut said).await.unwrap();
     assert_eq!(said, "hello");
-    drop(published);
+    published.close();
     assert_eq!(supervisor.order().await, PortOrder::Free { id });
     assert!(lock(&publisher.0).held.is_empty());
     stop.cancel();

@@ -16,26 +16,31 @@
 
 use crate::base::error::{ApiError, blocking};
 use crate::base::groups::GroupLease;
+use crate::base::time::monotonic_us;
 use crate::daemon::Daemon;
 use crate::model::disk::Disk;
 use crate::model::facts::Facts;
 use crate::model::state::Phase;
-use crate::net::Attachment;
+use crate::net::relay::Left;
+use crate::ops::resources::{give_resources, keep_disks};
 use crate::ops::{
-    classify, expiry, interrupted, own_program, remove, save, space, sweep, unadopted, volumes,
+    adopt_streams, classify, expiry, interrupted, own_program, packer, remove, save, space, sweep,
+    unadopted, volumes,
 };
 use crate::templates::pagers::{PAGER_NAME, end_with, pager_lives};
 use crate::vm::Vm;
 use crate::vm::batch;
-use crate::vm::record::{self, Record, read_json};
+use crate::vm::bill::{Account, Bill, Vcpus};
+use crate::vm::record::{self, Record, read_exit};
 use crate::vm::survey::{self, Found, Unreadable};
 use crate::vmm::{control_link, guest_socket};
-use dayfly_api::types::{ErrorCode, EventKind};
+use dayfly_api::types::EventKind;
 use dayfly_host::process::Process;
 use dayfly_units::text::{SHORT, escaped};
 use dayfly_units::{VmId, error::chain};
 use dayfly_vmm::control::{Answer, Command, Status};
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
@@ -121,11 +126,8 @@ pub fn decide(phase: Phase, stays: Stays, seen: Seen) -> Verdict {
         (Phase::Freezing | Phase::Forking, Seen::Answers { .. }) => Verdict::Resume,
         // The VMM's answer counts, because the daemon may have died between a command and its
         // record.
-        (Phase::Running | Phase::Paused, Seen::Answers { paused: true }) => {
-            Verdict::Adopt(Phase::Paused)
-        }
-        (Phase::Running | Phase::Paused, Seen::Answers { paused: false }) => {
-            Verdict::Adopt(Phase::Running)
+        (Phase::Running | Phase::Paused, Seen::Answers { paused }) => {
+            Verdict::Adopt(if paused { Phase::Paused } else { Phase::Running })
         }
     }
 }
@@ -136,10 +138,20 @@ pub fn decide(phase: Phase, stays: Stays, seen: Seen) -> Verdict {
 /// # Errors
 /// The run folder cannot be listed; nothing was changed.
 pub async fn adopt(daemon: &Arc<Daemon>) -> io::Result<JoinSet<VmId>> {
+    let vms = daemon.config.vms();
+    // First, because they take memory of VMs that live.
+    blocking(move || Ok(packer::end_left(&vms))).await.map_err(io::Error::other)?;
     let same = daemon.clone();
     let found = blocking(move || Ok(survey::survey(&same.config))).await;
     let found = found.map_err(io::Error::other)??;
     let unanswered = batch::unanswered(&daemon.config);
+    let vms = daemon.config.vms();
+    let (mut relays, of_streams) = match found.is_empty() {
+        true => (Left::default(), Vec::new()),
+        false => blocking(move || Ok((Left::find(&vms), adopt_streams::left(&vms))))
+            .await
+            .unwrap_or_default(),
+    };
     let (mut asking, turns) = (JoinSet::new(), Arc::new(Semaphore::new(ASKED_AT_ONCE)));
     let mut kept = Vec::new();
     for (id, found) in found {
@@ -148,7 +160,7 @@ pub async fn adopt(daemon: &Arc<Daemon>) -> io::Result<JoinSet<VmId>> {
             continue;
         }
         let left = match found {
-            Found::Record(record) => one(daemon, *record).await,
+            Found::Record(record) => one(daemon, *record, &mut relays).await,
             Found::Unreadable(left) => Err(left),
             Found::Nothing => {
                 tracing::info!(vm = %id, "no record: its start was not finished, or its removal");
@@ -166,10 +178,11 @@ pub async fn adopt(daemon: &Arc<Daemon>) -> io::Result<JoinSet<VmId>> {
     // Last, because VMs with a readable record get their names, slots and addresses first.
     let same = daemon.clone();
     let keep = move || {
-        kept.into_iter().for_each(|left| unadopted::keep(&same, *left));
+        kept.into_iter().for_each(|left| unadopted::keep(&same, *left, &mut relays));
         Ok(())
     };
     blocking(keep).await.map_err(io::Error::other)?;
+    adopt_streams::adopt(daemon, of_streams);
     daemon.networks.adopted_all();
     daemon.groups.take_the_rest();
     let same = daemon.clone();
@@ -216,7 +229,7 @@ fn release_layers(daemon: &Daemon) {
 }
 
 /// An adopted VM whose VMM has not been asked yet.
-struct Left {
+struct Unasked {
     vm: Arc<Vm>,
     process: Arc<Process>,
     /// The phase that was recorded.
@@ -228,7 +241,11 @@ struct Left {
 ///
 /// # Errors
 /// The VM, if it cannot be adopted.
-async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<Unreadable>> {
+async fn one(
+    daemon: &Arc<Daemon>,
+    record: Record,
+    relays: &mut Left,
+) -> Result<Option<Unasked>, Box<Unreadable>> {
     let id = record.id;
     let dir = daemon.config.vm(id);
     let (phase, stays) = (record.live.phase, Stays::of(&record.facts));
@@ -247,21 +264,24 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
         return Ok(None);
     }
     let exit = (verdict == Verdict::MarkExited).then(|| {
-        let exit = classify::classify_exit(read_json(&dir.exit()), record.live.kill_asked);
-        classify::classify_expired(exit, record.live.expired)
+        let (metered, ended) = read_exit(&dir.exit());
+        let exit = classify::classify_exit(ended, record.live.kill_asked);
+        (classify::classify_expired(exit, record.live.expired), metered)
     });
+    let ended_us = written_us(&dir.exit());
     let of_this_boot = record.is_of_this_boot();
     let vmm = record.live.process.filter(|_| record.is_of_this_boot());
     let pid = process.as_ref().map(|process| process.id().pid);
     let group = record.group_in(&daemon.groups, pid);
     let limited = record.facts.limits.memory_max_bytes.is_some();
-    let exit = exit.map(|exit| {
+    let exit = exit.map(|(exit, metered)| {
         let usage = group.as_ref().and_then(GroupLease::usage);
         let exit = match record.uid {
             Some(uid) => classify::classify_memory(exit, vmm, uid, usage, limited),
             None => exit,
         };
-        classify::billed(exit, usage)
+        let account = Account::of(&record.live, Some(ended_us));
+        Bill::new(usage.as_ref(), metered.as_ref(), Vcpus::AtLeast(0), account).close(exit)
     });
     let same = record.clone();
     let vm: Vm = record.into_vm(dir);
@@ -284,8 +304,9 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
         .registry
         .adopt(vm)
         .map_err(|e| Box::new(Unreadable::of(same, format!("it cannot be adopted: {e}"))))?;
+    vm.adopt_cpus(pid.map(|_| &daemon.groups));
     if vm.phase().alive() {
-        give_resources(daemon, &vm);
+        give_resources(daemon, &vm, relays.take(vm.id, vm.uid));
     } else {
         keep_disks(daemon, &vm);
     }
@@ -297,7 +318,18 @@ async fn one(daemon: &Arc<Daemon>, record: Record) -> Result<Option<Left>, Box<U
         follow(daemon, &vm, process.clone());
     }
     record::note(&daemon.registry, &vm).await;
-    Ok(process.map(|process| Left { vm, process, phase }))
+    Ok(process.map(|process| Unasked { vm, process, phase }))
+}
+
+/// When the exit file was written last, in microseconds of `CLOCK_MONOTONIC`: the end of a VMM that
+/// has left an exit record. Without one, it is the VMM's start, as what a VMM counts does not
+/// change the time. 0 if it is not known.
+fn written_us(exit: &Path) -> u64 {
+    let written = std::fs::metadata(exit).and_then(|file| file.modified());
+    // A time to come, after a change of the host's clock, is now.
+    let age = written.map(|at| at.elapsed().unwrap_or_default());
+    let age_us = age.map_or(u64::MAX, |age| u64::try_from(age.as_micros()).unwrap_or(u64::MAX));
+    monotonic_us().saturating_sub(age_us)
 }
 
 /// The process of a recorded VM, if it lives.
@@ -311,8 +343,8 @@ fn living(record: &Record) -> io::Result<Option<Arc<Process>>> {
 ///
 /// Requests to stop or to save the VM wait while its VMM is asked for the first time. After that
 /// they are refused until it has answered ([`Vm::answers`]).
-async fn ask(daemon: Arc<Daemon>, left: Left, turns: Arc<Semaphore>) -> VmId {
-    let Left { vm, process, phase } = left;
+async fn ask(daemon: Arc<Daemon>, left: Unasked, turns: Arc<Semaphore>) -> VmId {
+    let Unasked { vm, process, phase } = left;
     let mut first = Some((vm.snapshots.clone().lock_owned().await, vm.turn().await));
     let (mut pause, longest) = PAUSES;
     loop {
@@ -399,38 +431,10 @@ async fn settle(daemon: &Arc<Daemon>, vm: &Arc<Vm>, phase: Phase, status: &Statu
     record::note(&daemon.registry, vm).await;
 }
 
-/// Gives a live VM its network attachment, its memory and its pin again.
-fn give_resources(daemon: &Daemon, vm: &Vm) {
-    vm.attach(Attachment::adopt(&daemon.networks, vm.live().network, &vm.network_now()));
-    vm.keep_memory(daemon.budget.adopt(vm.node, vm.facts.memory_bytes));
-    vm.keep_share(daemon.space.adopt());
-    match daemon.templates.pin(&vm.name, &vm.live().disks) {
-        Ok(pin) => vm.keep_pinned(pin),
-        // Its VMM has all files open; only snapshots need the pin.
-        Err(error) => vm.update(|live| live.no_snapshot = Some(error.0.message)),
-    }
-}
-
-/// Pins the disks of a VM that has ended, so that it can start again.
-fn keep_disks(daemon: &Daemon, vm: &Vm) {
-    let disks = vm.live().disks;
-    let error = match daemon.templates.pin(&vm.name, &disks) {
-        Ok(pin) => return vm.keep_pinned(pin),
-        Err(error) => error.0,
-    };
-    tracing::warn!(vm = %vm.id, "looking for its disks: {}", error.message);
-    // If something is missing, the start is refused. Another error, such as one of the host, may
-    // pass: then all layers stay until the VM starts or is removed.
-    if !matches!(error.code, ErrorCode::NotFound | ErrorCode::Damaged) {
-        let images = disks.iter().map(|disk| disk.image.name.clone()).collect();
-        let holder = format!("VM {}", vm.name);
-        vm.keep_pinned(daemon.templates.store().pin_every_layer(&holder, images));
-    }
-}
-
 /// Watches an adopted VM's process, and serves its guest's requests.
 fn follow(daemon: &Arc<Daemon>, vm: &Arc<Vm>, process: Arc<Process>) {
     vm.hold(process.clone());
+    vm.connect_ports(&daemon.config);
     remove::watch(daemon, vm.clone(), process);
     expiry::watch(daemon, vm);
     own_program::watch(daemon, vm);

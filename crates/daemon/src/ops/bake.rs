@@ -34,6 +34,7 @@ fn boot_of(request: &BakeRequest) -> BootSource {
         memory_bytes: request.memory_bytes,
         vcpus: request.vcpus,
         init: request.init.clone(),
+        cpu_model: request.cpu_model,
     }
 }
 
@@ -56,7 +57,9 @@ pub async fn bake(
 ) -> Outcome<Snapshot> {
     let asked = Asked::now();
     let boot = boot_of(&request);
-    let BakeRequest { image, name, memory_bytes, vcpus, warmup, recording, egress, .. } = request;
+    let BakeRequest {
+        image, name, memory_bytes, vcpus, cpu_model, warmup, recording, egress, ..
+    } = request;
     publish::free(&daemon, &name).await?;
     admit::room(&daemon, "a bake", 0).await?;
     progress.phase(format!("booting {image} with {} and {vcpus} vCPUs", Bytes(memory_bytes))).await;
@@ -70,7 +73,8 @@ pub async fn bake(
     let vm = guard.vm();
     // The client will probably clone soon.
     let disks = u8::try_from(vm.live().disks.len()).unwrap_or(u8::MAX);
-    daemon.pool.expect_shape(Shape { memory_bytes, vcpus, disks, nets: MAX_NETS });
+    let nets = MAX_NETS;
+    daemon.pool.expect_shape(Shape { memory_bytes, vcpus, disks, nets, cpu_model });
     failpoint::reached("daemon.bake.booted");
     let booted_ms = vm.live().ready_us.unwrap_or_default() / 1000;
     progress.phase(format!("booted in {booted_ms} ms")).await;

@@ -1,9 +1,8 @@
 //! Decisions on why a VM ended.
 
-use crate::base::group_limits::shown;
 use crate::model::exit::exit_now;
 use crate::vm::record::RecordError;
-use dayfly_api::types::{ExitKind, VmExit, VmUsage};
+use dayfly_api::types::{ExitKind, VmExit};
 use dayfly_host::groups::Usage;
 use dayfly_host::oom;
 use dayfly_host::process::ProcessId;
@@ -113,14 +112,6 @@ fn short_of_memory(line: Option<&str>, counted: bool, limited: bool) -> Option<S
     }
 }
 
-/// The exit with what the VM had used.
-pub(crate) fn billed(exit: VmExit, usage: Option<Usage>) -> VmExit {
-    // What is left of its memory is not the VM's any more.
-    let usage = usage.as_ref().and_then(shown);
-    let usage = usage.map(|usage| VmUsage { memory_bytes: None, ..usage });
-    VmExit { usage, ..exit }
-}
-
 /// When a process started, in microseconds since the boot by the clock of the kernel's log, or
 /// earlier. That clock is not adjusted as the one of processes is: allow 200 parts in a million.
 fn started_us(process: ProcessId) -> u64 {
@@ -131,10 +122,10 @@ fn started_us(process: ProcessId) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vm::record::read_json;
+    use crate::vm::record::read_exit;
 
     fn missing() -> Result<ExitRecord, RecordError> {
-        read_json(std::path::Path::new("/nonexistent/exit.json"))
+        read_exit(std::path::Path::new("/nonexistent/exit.json")).1
     }
 
     #[test]

@@ -5,9 +5,9 @@
 //! untouched pages take no memory. The colours are those of the snapshot.
 
 use crate::base::error::{ApiError, Outcome, blocking};
-use crate::base::group_limits::shown;
 use crate::daemon::Daemon;
 use crate::vm::Vm;
+use crate::vm::bill::Bill;
 use dayfly_api::types::{ColourHeld, ErrorCode, Footprint};
 use dayfly_host::memory;
 use dayfly_host::pagemap::{self, Held};
@@ -47,12 +47,16 @@ pub async fn footprint(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<Footprint>
             std::io::ErrorKind::NotFound => ended(),
             _ => ApiError::internal(format_args!("the memory of VM {}: {e}", vm.name)),
         })?;
+        let Bill { usage, disks: disk_traffic, net: net_traffic } = vm.bill();
         Ok(Footprint {
             id: vm.id,
             name: vm.name.clone(),
             memory_bytes: vm.facts.memory_bytes,
             colours,
-            usage: vm.usage().as_ref().and_then(shown),
+            usage,
+            disk_traffic,
+            net_traffic,
+            cpus: vm.live().cpus.iter().collect(),
         })
     })
     .await

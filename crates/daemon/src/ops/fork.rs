@@ -150,8 +150,8 @@ async fn forked(
         admit::snapshot(daemon, vm).await?;
     }
     // A fork whose clones do not fit is refused before the VM is paused. Each clone reserves its
-    // memory later.
-    admit::together(daemon, count, vm.facts.memory_bytes).await?;
+    // memory and books its CPUs later.
+    admit::clones(daemon, vm, count, limits).await?;
     let awake = awake(daemon, vm).await?;
     let (work, same) = (daemon.clone(), vm.clone());
     let within = 2 * daemon.config.deadlines.save;

@@ -1,17 +1,17 @@
 //! Measures a VM: its memory and disk on the host, and the use of its guest's root disk.
 
 use crate::base::error::{ApiError, blocking};
-use crate::base::group_limits::shown;
 use crate::daemon::Daemon;
 use crate::model::state::Phase;
 use crate::vm::Vm;
+use crate::vm::bill::{self, Bill};
 use crate::vmm::{agent_link, control_link};
 use dayfly_api::agent::Stat;
-use dayfly_api::types::{GuestStat, Refused, VmDetails};
+use dayfly_api::types::{DiskReads, DiskTraffic, GuestStat, Refused, VmDetails};
 use dayfly_host::memory::{self, Memory};
 use dayfly_units::Bytes;
 use dayfly_units::text::{SHORT, escaped};
-use dayfly_vmm::control::{Answer, Command};
+use dayfly_vmm::control::{Answer, Command, Status};
 use std::sync::Arc;
 
 /// Bytes left below which a root disk counts as full.
@@ -71,13 +71,18 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
                 Some(process) => memory::of(process.id().pid).map_err(ApiError::not_found)?,
                 None => Memory::default(),
             };
-            Ok((memory, templates.vm_bytes(vm.id, &vm.live().disks), vm.usage()))
+            Ok((memory, templates.vm_bytes(vm.id, &vm.live().disks), vm.bill()))
         })
     };
     let (guest, status, weight, refused) = tokio::join!(guest, status, weight, refused(vm));
     // If the process has ended meanwhile, the figures are 0.
-    let (memory, disk_bytes, usage) = weight.unwrap_or_default();
+    let (memory, disk_bytes, bill) = weight.unwrap_or_default();
     let live = vm.live();
+    // A VM that has ended has its last bill there.
+    let bill = match &live.exit {
+        Some(exit) => Bill::of(exit),
+        None => bill,
+    };
     let mut warnings = Vec::new();
     warnings.extend(guest.as_ref().and_then(disk_warning));
     let problem = vm.problem();
@@ -87,6 +92,10 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
     if asked && guest.is_none() {
         warnings.push(format!("its agent did not answer within {} s", deadlines.stat.as_secs()));
     }
+    // Of a VMM of an earlier version, which has no meter.
+    let asked = status.as_ref().filter(|_| bill.disks.is_empty());
+    let disk_traffic = asked.map_or(bill.disks, |status| moved(status, live.disks.len()));
+    let disk_reads = status.as_ref().and_then(|status| status.disk_reads).map(read_by);
     let mut timeline = live.timeline;
     if let (Some(status), Some(zero)) = (status, live.asked_us) {
         // Phases of a warm VMM before the request do not belong to the creation of the VM.
@@ -105,10 +114,26 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
         guest: guest.map(|stat| GuestStat { disk_full: disk_full(&stat), stat }),
         warnings,
         limits: vm.facts.limits,
-        usage: usage.as_ref().and_then(shown).or_else(|| live.exit.and_then(|exit| exit.usage)),
+        cpus: live.cpus.iter().collect(),
+        usage: bill.usage,
+        disk_traffic,
+        net_traffic: bill.net,
+        disk_reads,
         refused,
         timeline,
     }
+}
+
+/// How a VMM reads the VM's disks. A VMM that its guest took over may report any number.
+fn read_by(reads: dayfly_vmm::disk::DiskReads) -> DiskReads {
+    let dayfly_vmm::disk::DiskReads { io_uring, errno } = reads;
+    let cause = |errno| std::io::Error::from_raw_os_error(errno).to_string();
+    DiskReads { io_uring, refused: errno.filter(|_| !io_uring).map(cause) }
+}
+
+/// What a VMM reports of the VM's disks. It has no more than `disks`, whatever a VMM says.
+fn moved(status: &Status, disks: usize) -> Vec<DiskTraffic> {
+    status.traffic.iter().take(disks).map(bill::disk).collect()
 }
 
 /// What the VM's egress policy has refused; `None` without a policy.
@@ -146,5 +171,33 @@ mod tests {
         assert!(!disk_full(&stat(0, 0, 0)));
         let warning = disk_warning(&stat(gib, 0, 5)).unwrap_or_default();
         assert!(warning.starts_with("root disk is full: 0 B of 1.0 GiB"), "{warning}");
+    }
+
+    #[test]
+    fn a_vmm_without_io_uring_is_shown_with_the_cause() {
+        let shown = |io_uring, errno| read_by(dayfly_vmm::disk::DiskReads { io_uring, errno });
+        assert_eq!(shown(true, None), DiskReads { io_uring: true, refused: None });
+        assert_eq!(shown(true, Some(1)), shown(true, None));
+        let refused = shown(false, Some(1)).refused.unwrap();
+        assert!(refused.starts_with("Operation not permitted"), "{refused}");
+        let refused = shown(false, Some(i32::MIN)).refused.unwrap();
+        assert!(refused.len() < 100, "{refused}");
+    }
+
+    #[test]
+    fn a_vmm_reports_of_the_disks_that_the_vm_has_and_of_no_more() {
+        let shape = dayfly_vmm::config::Shape {
+            memory_bytes: 1 << 28,
+            vcpus: 1,
+            disks: 2,
+            nets: 1,
+            cpu_model: dayfly_units::CpuModel::Host,
+        };
+        let before = Status::of(shape);
+        assert_eq!(moved(&before, 2).len(), 0);
+        let each = |n| dayfly_vmm::disk::DiskTraffic { reads: n, writes: 1, ..Default::default() };
+        let status = Status { traffic: (0..9).map(each).collect(), ..before };
+        let reads: Vec<u64> = moved(&status, 2).iter().map(|disk| disk.reads).collect();
+        assert_eq!(reads, [0, 1]);
     }
 }

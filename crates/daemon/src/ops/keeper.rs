@@ -4,7 +4,7 @@ use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::pidfd::readable;
 use crate::daemon::Daemon;
 use crate::model::vm_slot::VmSlot;
-use crate::vm::record::read_json;
+use crate::vm::record::read_exit;
 use crate::vmm::demand::TICK;
 use crate::vmm::launch::{Fds, Launched};
 use crate::vmm::link;
@@ -16,7 +16,7 @@ use dayfly_host::priority::background;
 use dayfly_host::process::Process;
 use dayfly_units::{Name, VmId, error::chain};
 use dayfly_vmm::config::{Shape, Start};
-use dayfly_vmm::control::{Command, ExitRecord};
+use dayfly_vmm::control::Command;
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::time::timeout;
@@ -165,7 +165,8 @@ async fn make(daemon: &Arc<Daemon>, shape: Shape) -> Outcome<WarmVmm> {
         })
     });
     match made.await {
-        Ok(Launched { process, link, group, ready: _ }) => {
+        // What waits in the pool is the provider's.
+        Ok(Launched { process, link, group, ready: _, zygote_us: _ }) => {
             Ok(WarmVmm { vm_slot, process, link, group, shape, guest: None })
         }
         Err(error) => {
@@ -233,7 +234,7 @@ async fn was_killed(daemon: &Daemon, warm: &WarmVmm) -> bool {
     let ended = timeout(YIELD, readable(&warm.process)).await;
     let record = daemon.config.vm(warm.vm_slot.id).exit();
     matches!(ended, Ok(Ok(())))
-        && blocking(move || Ok(read_json::<ExitRecord>(&record).is_err())).await == Ok(true)
+        && blocking(move || Ok(read_exit(&record).1.is_err())).await == Ok(true)
 }
 
 /// Puts back a warm VMM or clone that was taken and not used. It is ended instead if the pool is

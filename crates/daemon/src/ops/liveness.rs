@@ -9,20 +9,31 @@ use crate::model::state::Phase;
 use crate::vm::Vm;
 use crate::vmm::agent_link;
 use dayfly_api::types::ErrorCode;
+use dayfly_relay::streams::message::Heard;
 use dayfly_units::Name;
 use std::path::PathBuf;
-use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll, ready};
 use std::time::Duration;
-use tokio::io::{AsyncRead, ReadBuf};
 use tokio::time::timeout;
 
 /// Silence after which the agent is asked, unless the client has set another.
 const SILENCE: Duration = Duration::from_secs(30);
 /// The shortest silence that a client can set, because each question is a connection to the agent.
 const SHORTEST: Duration = Duration::from_millis(10);
+
+/// Counts the bytes of an agent.
+pub trait Hears: Sync {
+    /// What has come so far.
+    fn heard(&self) -> impl Future<Output = Heard> + Send;
+}
+
+/// No bytes.
+struct Nothing;
+
+impl Hears for Nothing {
+    async fn heard(&self) -> Heard {
+        Heard::default()
+    }
+}
 
 /// The check of one program's agent.
 pub struct Liveness<'a> {
@@ -33,7 +44,6 @@ pub struct Liveness<'a> {
     within: Duration,
     /// Whether the guest runs, and so can answer.
     runs: Box<dyn Fn() -> bool + Send + Sync + 'a>,
-    heard: Arc<AtomicU64>,
 }
 
 impl<'a> Liveness<'a> {
@@ -48,13 +58,7 @@ impl<'a> Liveness<'a> {
             runs: Box::new(|| {
                 matches!(vm.phase(), Phase::Running | Phase::Forking) && vm.no_space().is_none()
             }),
-            heard: Arc::default(),
         }
-    }
-
-    /// The connection `inner` of the agent. Bytes that are read from it count as a sign of life.
-    pub fn hear<R>(&self, inner: R) -> Hearing<R> {
-        Hearing { inner, heard: self.heard.clone() }
     }
 
     /// Waits for `next`, which comes from the agent.
@@ -62,19 +66,35 @@ impl<'a> Liveness<'a> {
     /// # Errors
     /// The agent did not answer twice in a row.
     pub async fn wait<T>(&self, next: impl Future<Output = T>) -> Outcome<T> {
+        self.wait_hearing(next, &Nothing).await
+    }
+
+    /// As [`Self::wait`]. Bytes of the agent that `hears` counts are a sign of life.
+    ///
+    /// # Errors
+    /// As [`Self::wait`].
+    pub async fn wait_hearing<T>(
+        &self,
+        next: impl Future<Output = T>,
+        hears: &impl Hears,
+    ) -> Outcome<T> {
         let mut next = std::pin::pin!(next);
         let Some(silence) = self.silence else { return Ok(next.await) };
-        let mut missed = false;
+        let (mut missed, mut before) = (false, 0);
         loop {
-            let before = self.heard.load(Ordering::Relaxed);
             if let Ok(got) = timeout(silence, &mut next).await {
                 return Ok(got);
             }
-            if self.heard.load(Ordering::Relaxed) != before || !(self.runs)() {
+            // What comes meanwhile matters more than any answer.
+            let now = tokio::select! {
+                biased;
+                got = &mut next => return Ok(got),
+                now = hears.heard() => now.bytes,
+            };
+            if std::mem::replace(&mut before, now) != now || !(self.runs)() {
                 missed = false;
                 continue;
             }
-            // The answer to `next` may come meanwhile, and then no other answer matters.
             let asked = tokio::select! {
                 biased;
                 got = &mut next => return Ok(got),
@@ -108,36 +128,22 @@ fn silence(asked_ms: Option<u64>) -> Option<Duration> {
     }
 }
 
-/// A reader whose bytes count as signs of life.
-#[derive(Debug)]
-pub struct Hearing<R> {
-    inner: R,
-    heard: Arc<AtomicU64>,
-}
-
-impl<R: AsyncRead + Unpin> AsyncRead for Hearing<R> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
-    ) -> Poll<std::io::Result<()>> {
-        let before = into.filled().len();
-        ready!(Pin::new(&mut self.inner).poll_read(context, into))?;
-        if into.filled().len() > before {
-            self.heard.fetch_add(1, Ordering::Relaxed);
-        }
-        Poll::Ready(Ok(()))
-    }
-}
-
 /// The clock stands still while anything else can happen.
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::UnixListener;
     use tokio::sync::oneshot;
+
+    struct Counted<'a>(&'a AtomicU64);
+
+    impl Hears for Counted<'_> {
+        async fn heard(&self) -> Heard {
+            Heard { bytes: self.0.load(Ordering::SeqCst), waits: true }
+        }
+    }
 
     fn check<'a>(vm: &'a Name, socket: PathBuf, runs: &'a AtomicBool) -> Liveness<'a> {
         Liveness {
@@ -146,7 +152,6 @@ mod tests {
             silence: Some(Duration::from_millis(5)),
             within: Duration::from_millis(50),
             runs: Box::new(|| runs.load(Ordering::SeqCst)),
-            heard: Arc::default(),
         }
     }
 
@@ -207,12 +212,15 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (vm, runs) = ("busy".parse().unwrap(), AtomicBool::new(true));
         let check = check(&vm, folder.path().join("agent"), &runs);
-        let (near, mut far) = tokio::io::duplex(64);
-        let mut near = check.hear(near);
+        let (mut near, mut far) = tokio::io::duplex(64);
+        let heard = AtomicU64::new(0);
         let reading = async {
-            let mut all = Vec::new();
-            near.read_to_end(&mut all).await.unwrap();
-            all.len()
+            let mut all = 0;
+            while let Ok(count @ 1..) = near.read(&mut [0; 8]).await {
+                all += count;
+                heard.fetch_add(1, Ordering::SeqCst);
+            }
+            all
         };
         // Each silence is shorter than the limit, all together are longer. Without output the
         // agent, which does not exist, would be asked, and the wait would end with an error.
@@ -223,7 +231,8 @@ mod tests {
             }
             drop(far);
         };
-        let (got, ()) = tokio::join!(check.wait(reading), writing);
+        let counted = Counted(&heard);
+        let (got, ()) = tokio::join!(check.wait_hearing(reading, &counted), writing);
         assert_eq!(got.unwrap(), 200);
     }
 

@@ -8,7 +8,7 @@ use dayfly_store::{
     Known, MOST_LAYERS, OpenDisk, OpenLayer, OpenSnapshot, PagedSpec, SnapshotSpec, Store, VmLayer,
     sparse,
 };
-use dayfly_units::{Name, VmId};
+use dayfly_units::{CpuModel, Name, VmId};
 use dayfly_vmm::disk::{Disk, DiskSpec, IoList, LayerSpec, TreeSpec};
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -73,6 +73,7 @@ impl Vm {
             ancestors: Vec::new(),
             kernel: KernelRef { name: name("6.12"), release: "6.12.0".to_owned(), digest },
             vcpus: 1,
+            cpu_model: CpuModel::Host,
             nets: 0,
             memory_bytes,
             agent_version: "0.1".to_owned(),

@@ -3,6 +3,7 @@
 
 pub mod admit;
 pub mod adopt;
+pub mod adopt_streams;
 mod awake;
 pub mod bake;
 pub mod classify;
@@ -20,13 +21,16 @@ mod interrupted;
 pub mod keeper;
 pub mod liveness;
 pub mod maintenance;
+pub mod memory_time;
 pub mod own_program;
+pub mod packer;
 pub mod pending;
 pub mod power;
 pub mod programs;
 pub mod publish;
 pub mod recording;
 pub mod remove;
+mod resources;
 pub mod save;
 mod section;
 pub mod self_fork;

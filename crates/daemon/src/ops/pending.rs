@@ -162,7 +162,7 @@ fn commit(
     }
     let wanted = daemon.templates.pending().is_wanted(name) && !daemon.stop.is_cancelled();
     if wanted {
-        ready.store(daemon, &Meter::default())?;
+        ready.store(daemon, None, &Meter::default())?;
     }
     Ok(wanted)
 }

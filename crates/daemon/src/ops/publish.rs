@@ -7,6 +7,7 @@ use crate::model::disk::Disk;
 use crate::model::facts::{Facts, INIT_LABEL};
 use crate::ops::colours::saved::{self, Coloured};
 use crate::ops::flatten;
+use crate::ops::packer::{self, Packer};
 use crate::ops::save::Saved;
 use crate::templates::open::OpenTemplate;
 use crate::templates::pending::taken;
@@ -18,6 +19,7 @@ use dayfly_store::{
 use dayfly_units::{Name, error::chain, failpoint};
 use dayfly_vmm::disk::page_map;
 use dayfly_vmm::memory::working_set::{self, Record};
+use std::pin::pin;
 use std::sync::Arc;
 use tokio::sync::oneshot;
 
@@ -34,7 +36,7 @@ pub async fn publish(
     let work = daemon.clone();
     to_its_end(daemon, name, progress, |meter| async move {
         blocking(move || {
-            let committed = ready.store(&work, &meter)?;
+            let committed = ready.store(&work, None, &meter)?;
             // No new daemon looks for the layers of a VM that has ended.
             release(&work, &committed.replaced);
             Ok(committed)
@@ -53,8 +55,9 @@ pub(crate) fn release(daemon: &Daemon, replaced: &[VmLayer]) {
     }
 }
 
-/// Runs `work`, which makes the snapshot `name`, to its end even if the client goes away. The
-/// snapshot is then removed again.
+/// Runs `work`, which makes the snapshot `name`, to its end even if the client goes away. The meter
+/// is then stopped, which ends a packer, and a snapshot that was made all the same is removed
+/// again.
 pub(crate) async fn to_its_end<F>(
     daemon: &Arc<Daemon>,
     name: Name,
@@ -67,8 +70,22 @@ where
     let meter = Arc::new(Meter::default());
     let (sender, receiver) = oneshot::channel();
     let (work, shared, made) = (work(meter.clone()), daemon.clone(), name.clone());
+    let left = meter.clone();
     daemon.undo.spawn(async move {
-        if let Err(Ok(_)) = sender.send(work.await) {
+        let mut sender = sender;
+        let mut work = pin!(work);
+        let done = tokio::select! {
+            done = &mut work => Some(done),
+            () = sender.closed() => None,
+        };
+        let done = match done {
+            Some(done) => done,
+            None => {
+                left.stop();
+                work.await
+            }
+        };
+        if let Err(Ok(_)) = sender.send(done) {
             tracing::info!(snapshot = %made, "no client waits for it any more: removing it");
             let removed = blocking(move || shared.templates.remove_snapshot(&made)).await;
             if let Err(e) = removed {
@@ -108,6 +125,7 @@ pub fn spec_of(facts: &Facts, disks: &[Disk], agent_version: String) -> Snapshot
         ancestors: facts.ancestors.clone(),
         kernel: facts.kernel.clone(),
         vcpus: facts.vcpus,
+        cpu_model: facts.cpu_model,
         nets: facts.nets,
         memory_bytes: facts.memory_bytes,
         agent_version,
@@ -174,11 +192,16 @@ impl Ready {
         Ok(self)
     }
 
-    /// Stores and publishes the snapshot. Blocks.
+    /// Stores and publishes the snapshot, with `packer` if there is one. Blocks.
     ///
     /// # Errors
-    /// The name is taken, or the disk is full.
-    pub fn store(self, daemon: &Daemon, meter: &Meter) -> Outcome<Box<Committed>> {
+    /// The name is taken, the disk is full, or the packer has failed.
+    pub fn store(
+        self,
+        daemon: &Daemon,
+        packer: Option<Packer>,
+        meter: &Meter,
+    ) -> Outcome<Box<Committed>> {
         let Self { prepared, hints, colours, order, pin: _pin } = self;
         let tenant = daemon.templates.tenant();
         let known = Known {
@@ -189,9 +212,12 @@ impl Ready {
             ..Known::default()
         };
         // A failed commit may have published layers.
-        let mut committed = prepared
-            .commit_paged(&PagedSpec { tenant: &tenant, known })
-            .inspect_err(|_| daemon.templates.look_for_garbage())?;
+        let spec = PagedSpec { tenant: &tenant, known };
+        let committed = match packer {
+            None => prepared.commit_paged(&spec),
+            Some(mut packer) => prepared.commit_paged_by(&spec, &mut packer),
+        };
+        let mut committed = committed.inspect_err(|_| daemon.templates.look_for_garbage())?;
         failpoint::reached("daemon.publish.committed");
         if let Some(resident) = committed.resident.take()
             && let Err(error) = daemon.templates.keep_resident(&committed.manifest.name, resident)
@@ -218,14 +244,15 @@ pub(crate) fn store(
     vm: &Vm,
     saved: Saved,
     spec: &SnapshotSpec,
-    meter: &Meter,
+    meter: &Arc<Meter>,
 ) -> Outcome<(Box<Committed>, Vec<flatten::Rebase>)> {
     let tops = flatten::tops(daemon, spec);
     let mut ready = Ready::new(&vm.name, saved, spec)?;
     if let Some(record) = inherited(daemon, &vm.facts) {
         ready = ready.expecting(&record)?;
     }
-    let committed = ready.store(daemon, meter)?;
+    let packer = packer::start(daemon, vm, meter)?;
+    let committed = ready.store(daemon, packer, meter)?;
     let live = vm.update(|live| {
         let disks = live.disks.iter_mut().zip(spec.disks.iter().zip(&committed.manifest.disks));
         disks.for_each(|(disk, (was, stored))| {

@@ -4,22 +4,25 @@
 //! requests the end, and waits until that task has seen it. Two ends have no such task: that of a
 //! VM without a process, and one that a new daemon finds ([`crate::ops::adopt`]).
 
+use crate::base::config::VmDir;
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::pidfd::readable;
+use crate::base::time::monotonic_us;
 use crate::daemon::Daemon;
 use crate::model::exit::exit_now;
 use crate::model::live::Live;
 use crate::model::state::Phase;
 use crate::net::Attachment;
-use crate::ops::classify::{billed, classify_end, classify_expired, classify_memory};
+use crate::ops::classify::{classify_end, classify_expired, classify_memory};
 use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
-use crate::vm::record::{note, read_json};
+use crate::vm::record::{note, read_exit};
 use crate::vm::registry::RestartError;
 use crate::vm::survey;
 use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit};
 use dayfly_host::priority;
 use dayfly_host::process::Process;
+use dayfly_host::reaper::Booked;
 use dayfly_units::failpoint;
 use std::io;
 use std::path::Path;
@@ -37,12 +40,13 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
             // Logged, because without the end of the wait the VM's resources stay reserved.
             tracing::error!("waiting for VM {}: {e}", vm.id);
         }
+        let ended_us = monotonic_us();
         // Kept until its record says that the VM has ended: the next daemon must not find the group
         // with another VM in it.
         let group = vm.take_group();
         let exit = if daemon.registry.holds(&vm) {
             let Live { kill_asked, expired, .. } = vm.live();
-            let (dir, uid, group) = (vm.dir.clone(), vm.uid, group.clone());
+            let (ended, dir, uid, group) = (vm.clone(), vm.dir.clone(), vm.uid, group.clone());
             let limited = vm.facts.limits.memory_max_bytes.is_some();
             let seen = move || {
                 // Before Linux 6.15 the signal of a process that was reaped is unknown.
@@ -50,18 +54,25 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
                     tracing::error!("which signal ended process {}: {e}", process.id().pid);
                     None
                 });
-                let exit = classify_end(signal, read_json(&dir.exit()), kill_asked);
+                let (metered, record) = read_exit(&dir.exit());
+                let exit = classify_end(signal, record, kill_asked);
                 let exit = classify_expired(exit, expired);
                 let usage = group.and_then(|group| group.usage());
                 let exit = classify_memory(exit, Some(process.id()), uid, usage, limited);
-                Ok(billed(exit, usage))
+                Ok(ended.last_bill(ended_us, usage.as_ref(), metered).close(exit))
             };
             match blocking(seen).await {
                 Ok(exit) => exit,
                 Err(error) => exit_now(ExitKind::Lost, error.0.message),
             }
         } else {
-            exit_now(ExitKind::Killed, "removed")
+            let (ended, group) = (vm.clone(), group.clone());
+            let bill = move || {
+                let usage = group.and_then(|group| group.usage());
+                Ok(ended.last_bill(ended_us, usage.as_ref(), None))
+            };
+            let bill = blocking(bill).await.unwrap_or_default();
+            bill.close(exit_now(ExitKind::Killed, "removed"))
         };
         if exit.reason == ExitKind::Killed {
             tracing::debug!(vm = %vm.id, name = %vm.name, "ended: {}", exit.message);
@@ -72,7 +83,9 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
         }
         vm.mark_now("vmm gone");
         end(&daemon, &vm, exit).await;
-        daemon.registry.release_slot(&vm);
+        if vm.ledger.closed() {
+            daemon.happened(&vm, EventKind::Billed);
+        }
         if vm.facts.ephemeral || vm.facts.auto_remove {
             // Callers that wait for the VM have a reference to it; no other request shall find it.
             if let Err(e) = discard(&daemon, &vm, None).await {
@@ -81,6 +94,9 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
         } else {
             note(&daemon.registry, &vm).await;
         }
+        // Its processes of streams have its user, which is that of the next VM in its slot.
+        vm.streams.end(LAST_BYTES).await;
+        daemon.registry.release_slot(&vm);
         drop(group);
     });
 }
@@ -88,8 +104,10 @@ pub fn watch(daemon: &Arc<Daemon>, vm: Arc<Vm>, process: Arc<Process>) {
 /// Marks the VM as exited, and drops what it had on its node's threads, because that may free RAM
 /// and delete layers. Returns when the VM has nothing any more.
 async fn end(daemon: &Daemon, vm: &Vm, exit: VmExit) {
+    // `remains` has the booking until the thread has freed everything else.
+    let cpus: Arc<dyn Booked> = Arc::new(vm.cpus());
     let remains = vm.ended(exit);
-    daemon.reapers.run(vm.node, move || drop(remains));
+    daemon.reapers.run_on(vm.node, || Some(cpus), move || drop(remains));
     vm.wait_gone().await;
     exited(daemon, vm);
 }
@@ -102,6 +120,10 @@ fn exited(daemon: &Daemon, vm: &Vm) {
 
 /// From the end of a process, which the pidfd reports, until the kernel has reaped it.
 const WITHIN: Duration = Duration::from_secs(1);
+
+/// Time for clients of a VM's streams to take their last bytes, before its processes of streams are
+/// killed.
+const LAST_BYTES: Duration = Duration::from_secs(1);
 
 /// The most RAM that is freed at real-time priority. munmap(2) of this much written memory takes 15
 /// to 40 ms (`make bench BENCH=death`).
@@ -117,17 +139,22 @@ pub async fn kill(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
     let Some(process) = mark_removed(daemon, vm).await else { return Ok(()) };
     let _under_way = daemon.pool.removal();
     let asked = Instant::now();
-    let capped = vm.clone();
-    let end = move || {
+    let (capped, killed) = (vm.clone(), process.clone());
+    let kill = move || {
         capped.lift_cap();
-        send_kill(&process)
+        send_kill(&killed);
     };
-    freed(daemon, vm, end).await?;
+    freed(daemon, vm, false, kill, move || release(&process)).await?;
     let freed = asked.elapsed();
     gone(daemon, vm).await?;
     daemon.metrics.destroyed(freed, asked.elapsed());
-    // So that no later request finds it.
-    if vm.facts.auto_remove { discard(daemon, vm, None).await } else { Ok(()) }
+    if vm.facts.auto_remove {
+        // So that no later request finds it.
+        return discard(daemon, vm, None).await;
+    }
+    // Before the answer, because no later daemon can find out what its destruction has taken.
+    note(&daemon.registry, vm).await;
+    Ok(())
 }
 
 /// Ends a VM if it lives, and removes everything of it. Returns when its memory is free, its files
@@ -136,7 +163,8 @@ pub async fn kill(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
 /// Neither the guest nor the VMM is asked. After SIGKILL, a thread on the VM's memory node frees
 /// the memory while the kernel still destroys the KVM VM, which waits for RCU grace periods. When
 /// the call returns, destroyed means free (Swift Birth and Quick Death, section 5). The VM's slot
-/// may be used again only after the end of the process; [`watch`] releases it.
+/// may be used again only after the end of the process and of those of its streams; [`watch`]
+/// releases it.
 ///
 /// # Errors
 /// Its process survives SIGKILL, or a file cannot be removed.
@@ -170,6 +198,7 @@ async fn find_unknown(daemon: &Arc<Daemon>, vm: &Arc<Vm>) -> Outcome<()> {
 /// Marks the VM's end as requested. Returns the process to kill, if there is one.
 async fn mark_removed(daemon: &Daemon, vm: &Vm) -> Option<Arc<Process>> {
     vm.update(|live| live.kill_asked = true);
+    vm.leaves_cpus();
     vm.attachment(Attachment::unpublish);
     // A start in progress ends first, so that its process is known.
     let _started = vm.launching.lock().await;
@@ -185,13 +214,15 @@ async fn mark_removed(daemon: &Daemon, vm: &Vm) -> Option<Arc<Process>> {
     Some(process)
 }
 
-/// Sends SIGKILL, and frees the memory at once with process_mrelease(2), before all threads have
-/// ended. Returns whether the memory is free; otherwise it is freed with the process.
-fn send_kill(process: &Process) -> bool {
+fn send_kill(process: &Process) {
     if let Err(e) = process.kill() {
         tracing::error!("SIGKILL for process {}: {e}", process.id().pid);
-        return false;
     }
+}
+
+/// Frees the memory of a killed process at once with process_mrelease(2), before all threads have
+/// ended. Returns whether the memory is free; otherwise it is freed with the process.
+fn release(process: &Process) -> bool {
     match process.release_memory() {
         Ok(()) => true,
         Err(e) => {
@@ -202,18 +233,47 @@ fn send_kill(process: &Process) -> bool {
     }
 }
 
-/// Runs `work`, which returns whether it has freed the VM's memory, on the VM's node. If it has
-/// not, waits until the process is gone.
+/// Runs `kill` on any CPU, so that SIGKILL does not wait for one that is busy. Then `work`, which
+/// returns whether it has freed the VM's memory, on the CPUs that the VM has booked, or else on its
+/// node. The VM is billed for both. If the memory is not free then, waits until the process is
+/// gone.
+///
+/// With `is_short`, both come before the threads of VMs, on the CPUs of the node.
 async fn freed(
     daemon: &Daemon,
-    vm: &Vm,
+    vm: &Arc<Vm>,
+    is_short: bool,
+    kill: impl FnOnce() + Send + 'static,
     work: impl FnOnce() -> bool + Send + 'static,
 ) -> Outcome<()> {
     let (done, free) = oneshot::channel();
     // The caller may have been cancelled.
-    daemon.reapers.run(vm.node, move || {
-        let _ = done.send(work());
-    });
+    let dead = vm.clone();
+    let destroying = Arc::new(vm.destroying());
+    if is_short {
+        daemon.reapers.run(vm.node, move || {
+            let all = || {
+                kill();
+                work()
+            };
+            let free = priority::first(|| destroying.by(all));
+            drop(destroying);
+            let _ = done.send(free);
+        });
+    } else {
+        let killing = destroying.clone();
+        let first = move || {
+            // If the VM has ended meanwhile, its CPUs may be another's.
+            let booked = dead.booked();
+            killing.by(kill);
+            booked
+        };
+        daemon.reapers.run_on(vm.node, first, move || {
+            let free = destroying.by(work);
+            drop(destroying);
+            let _ = done.send(free);
+        });
+    }
     if free.await != Ok(true) {
         gone(daemon, vm).await?;
     }
@@ -250,28 +310,35 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
     let _under_way = daemon.pool.removal();
     let asked = Instant::now();
     let killed = process.is_some();
+    let is_late = killed && vm.ledger.removed();
     let (templates, dead) = (daemon.templates.clone(), vm.clone());
     let (done, removed) = oneshot::channel();
-    let work = move || {
-        let all = || {
-            // First, so that a daemon that is started in the middle sweeps the rest: it does that
-            // with a VM without a record, alive or not.
-            if let Err(e) = unlinked(&dead.dir.record()) {
-                tracing::error!("removing VM {}: {e}", dead.id);
-            }
-            failpoint::reached("daemon.remove.unrecorded");
-            dead.lift_cap();
-            let free = process.is_none_or(|process| send_kill(&process));
-            failpoint::reached("daemon.remove.killed");
-            drop(done.send(files(&templates, &dead)));
-            free
-        };
-        // At real-time priority: if many VMMs are killed at once, their threads compete with this
-        // one for the CPUs. Without it, 512 removals take 0.33 to 0.45 s, three times as long as
-        // bare processes (`make bench BENCH=death`).
-        if dead.facts.memory_bytes <= SHORT_BYTES { priority::first(all) } else { all() }
+    let (first, victim) = (vm.clone(), process.clone());
+    let kill = move || {
+        // First, so that a daemon that is started in the middle sweeps the rest: it does that with
+        // a VM without a record, alive or not.
+        if let Err(e) = unlinked(&first.dir.record()) {
+            tracing::error!("removing VM {}: {e}", first.id);
+        }
+        failpoint::reached("daemon.remove.unrecorded");
+        first.lift_cap();
+        if let Some(process) = victim {
+            send_kill(&process);
+        }
     };
-    freed(daemon, vm, work).await?;
+    let work = move || {
+        let free = process.is_none_or(|process| release(&process));
+        failpoint::reached("daemon.remove.killed");
+        // When its files are gone, its bill is still open.
+        dead.keep_metered();
+        drop(done.send(files(&templates, &dead)));
+        free
+    };
+    // If many VMMs are killed at once, their threads compete with this one for the CPUs. With the
+    // normal policy, 512 removals take five times as long (`make bench BENCH=death`). On CPUs that
+    // the VM has booked there is no other VM that would have to wait.
+    let is_short = vm.facts.limits.cpus_booked.is_none() && vm.facts.memory_bytes <= SHORT_BYTES;
+    freed(daemon, vm, is_short, kill, work).await?;
     let freed = asked.elapsed();
     removed
         .await
@@ -282,6 +349,10 @@ async fn discard(daemon: &Daemon, vm: &Arc<Vm>, process: Option<Arc<Process>>) -
     daemon.registry.forget(vm);
     exited(daemon, vm);
     daemon.happened(vm, EventKind::Removed);
+    if is_late {
+        // [`watch`] did not know of the removal.
+        daemon.happened(vm, EventKind::Billed);
+    }
     failpoint::reached("daemon.remove.forgotten");
     if vm.snapshots.try_lock().is_err() {
         remove_what_comes_late(daemon, vm);
@@ -312,16 +383,25 @@ fn unlinked(path: &Path) -> io::Result<()> {
     }
 }
 
-fn files(templates: &TemplateCache, vm: &Vm) -> Outcome<()> {
-    match std::fs::remove_dir_all(vm.dir.path()) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => {
-            return Err(ApiError::internal(format_args!(
-                "removing {}: {e}",
-                vm.dir.path().display()
-            )));
-        }
-        _ => {}
+/// Removes the folder of a VM. Most have known files only: to list the folders first would take
+/// twice as many system calls.
+fn remove_folder(dir: &VmDir) -> io::Result<()> {
+    let [console, other] = dir.console();
+    for path in [dir.control(), console, other, dir.exit(), dir.vsock()] {
+        // What cannot be removed is met again.
+        let _ = std::fs::remove_file(path);
     }
+    let emptied = std::fs::remove_dir(dir.root()).and_then(|()| std::fs::remove_dir(dir.path()));
+    emptied.or_else(|_| match std::fs::remove_dir_all(dir.path()) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    })
+}
+
+fn files(templates: &TemplateCache, vm: &Vm) -> Outcome<()> {
+    remove_folder(&vm.dir).map_err(|e| {
+        ApiError::internal(format_args!("removing {}: {e}", vm.dir.path().display()))
+    })?;
     failpoint::reached("daemon.remove.folder");
     // Before `remove_vm`, because dropping the pin may delete shared layers of which this VM was
     // the last user.
@@ -333,52 +413,5 @@ fn files(templates: &TemplateCache, vm: &Vm) -> Outcome<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::model::facts::Facts;
-    use crate::templates::pagers::Pagers;
-    use dayfly_host::process::ProcessId;
-
-    /// The store reports on the dropping thread that the last pin of a removed snapshot's layer is
-    /// dropped.
-    #[tokio::test]
-    async fn what_a_vm_had_is_dropped_by_a_reaper_before_the_vm_is_gone() {
-        let folder = tempfile::tempdir().unwrap();
-        let config = crate::fixture::config(folder.path());
-        std::fs::create_dir_all(config.vms()).unwrap();
-        let store = dayfly_store::Store::open(&config.state).unwrap();
-        crate::fixture::snapshot(&store, "default", "s", 0..3);
-        let (dropped, drops) = std::sync::mpsc::channel();
-        store.when_garbage(move || {
-            let thread = std::thread::current().name().unwrap_or_default().to_owned();
-            dropped.send(thread).unwrap();
-        });
-        let open = store.open_snapshot(&"s".parse().unwrap()).unwrap();
-        let (images, layers) = (open.manifest.images(), open.manifest.layer_ids());
-        let pin = store.pin("VM test", &images, &layers, &[]).unwrap();
-        drop(open);
-        store.remove_snapshot(&"s".parse().unwrap()).unwrap();
-        assert_eq!(store.gc().unwrap().layers, [], "the VM depends on it");
-        let templates = TemplateCache::new(store, Pagers::new(&config));
-        let daemon = crate::fixture::daemon(config, templates, crate::fixture::nodes());
-        let vm = daemon.registry.reserve(
-            &daemon.config,
-            None,
-            // A VM that stays in the list keeps its layers, to start again.
-            Facts { auto_remove: true, ..crate::fixture::facts() },
-            crate::fixture::memory(),
-            None,
-        );
-        let vm = vm.unwrap();
-        vm.keep_pinned(pin);
-        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
-        let process = ProcessId::of(child.id()).unwrap().unwrap();
-        let process = Arc::new(Process::open(process).unwrap().unwrap());
-        vm.hold(process.clone());
-        watch(&daemon, vm.clone(), process.clone());
-        process.kill().unwrap();
-        child.wait().unwrap();
-        vm.wait_gone().await;
-        assert_eq!(drops.try_recv().as_deref(), Ok("reaper0"));
-    }
-}
+#[path = "remove_tests.rs"]
+mod tests;

@@ -12,6 +12,7 @@ use crate::vmm::agent_link::LinkError;
 use crate::vmm::control_link::{self, ControlError};
 use crate::vmm::{agent_link, identity};
 use dayfly_api::types::ErrorCode;
+use dayfly_packer::jail::memory_bytes;
 use dayfly_store::{Freeze, IoError, Pin, SavedSnapshot, SnapshotWriter, VmLayer};
 use dayfly_sys::reopen;
 use dayfly_units::{Name, failpoint};
@@ -74,13 +75,25 @@ pub fn allowed(vm: &Vm) -> Outcome<()> {
             ));
         }
     }
-    has_memory_for_a_copy(vm)
+    has_memory_for_a_copy(vm, 0)
+}
+
+/// Checks that a copy of RAM, and the process that stores it ([`crate::ops::packer`]), fit the VM's
+/// limit of memory. Without its program there is no such process.
+///
+/// # Errors
+/// They do not fit.
+pub fn can_be_stored(daemon: &Daemon, vm: &Vm) -> Outcome<()> {
+    let is_installed = daemon.config.packer().is_file();
+    let beside = if is_installed { memory_bytes(vm.facts.memory_bytes) } else { 0 };
+    has_memory_for_a_copy(vm, beside)
 }
 
 /// Checks that a copy of RAM fits the VM's limit of memory: its VMM writes the copy to a file in
-/// memory, which the kernel charges to the VM's control group, as long as a clone uses it. The page
-/// cache of its disks does not count, because the kernel reclaims it for the copy.
-fn has_memory_for_a_copy(vm: &Vm) -> Outcome<()> {
+/// memory, which the kernel charges to the VM's control group, as long as a clone uses it. So is
+/// the memory of the process that stores the copy, `beside`. The page cache of its disks does not
+/// count, because the kernel reclaims it for the copy.
+fn has_memory_for_a_copy(vm: &Vm, beside: u64) -> Outcome<()> {
     let Some(limit) = vm.memory_limit_bytes() else { return Ok(()) };
     let Some(used) = vm.unreclaimable_bytes() else {
         return Err(ApiError::new(
@@ -93,7 +106,7 @@ fn has_memory_for_a_copy(vm: &Vm) -> Outcome<()> {
             ),
         ));
     };
-    let needed = used.saturating_add(vm.facts.memory_bytes);
+    let needed = used.saturating_add(vm.facts.memory_bytes).saturating_add(beside);
     if needed <= limit {
         return Ok(());
     }
@@ -101,8 +114,8 @@ fn has_memory_for_a_copy(vm: &Vm) -> Outcome<()> {
         ErrorCode::State,
         format_args!(
             "VM {}: memory: expected at most its limit of {limit} bytes for a snapshot or a fork, \
-             which copies RAM, got {used} in use and {} of RAM; create it with a larger \
-             --memory-max, or remove clones of it",
+             which copies RAM, got {used} in use, {} of RAM and {beside} to store it; create it \
+             with a larger --memory-max, or remove clones of it",
             vm.name, vm.facts.memory_bytes
         ),
     ))

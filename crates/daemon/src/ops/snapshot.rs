@@ -6,6 +6,9 @@
 //!                                                       hash, sync, publish ◀─╯
 //! ```
 //!
+//! RAM is hashed, compressed and written by a process in the VM's control group
+//! ([`crate::ops::packer`]).
+//!
 //! RAM is copied while the VM runs. The VM is paused to copy the pages that it wrote last
 //! (`dayfly_vmm::memory::live`).
 //!
@@ -18,7 +21,9 @@ use crate::daemon::Daemon;
 use crate::model::state::Event;
 use crate::ops::awake::awake;
 use crate::ops::publish::{free, release, spec, store, to_its_end};
-use crate::ops::save::{Saved, allowed, arrived, begin, end_precopy, precopy, save_into, thaw};
+use crate::ops::save::{
+    Saved, allowed, arrived, begin, can_be_stored, end_precopy, precopy, save_into, thaw,
+};
 use crate::ops::section::section;
 use crate::ops::{admit, flatten, immutable};
 use crate::vm::{Vm, record};
@@ -46,6 +51,7 @@ pub async fn snapshot(
     let one = vm.snapshots.clone().lock_owned().await;
     free(&daemon, &request.name).await?;
     allowed(&vm)?;
+    can_be_stored(&daemon, &vm)?;
     admit::snapshot(&daemon, &vm).await?;
     let awake = awake(&daemon, &vm).await?;
     arrived(&daemon, &vm, Some(&progress)).await?;

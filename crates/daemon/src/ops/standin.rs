@@ -8,7 +8,7 @@ use crate::model::state::Phase;
 use crate::vm::record::Record;
 use crate::vm::registry::Registry;
 use dayfly_host::process::{Process, ProcessId};
-use dayfly_units::VmId;
+use dayfly_units::{CpuModel, VmId};
 use dayfly_vmm::config::Shape;
 use dayfly_vmm::control::{Answer, Command, Status};
 use std::io::{Read, Write};
@@ -92,7 +92,8 @@ pub(crate) fn answer_commands(config: &Config, id: VmId, paused: bool, commands:
 
 /// The answer to a command as it is sent.
 pub(crate) fn message(command: &Command, paused: bool) -> Vec<u8> {
-    let shape = Shape { memory_bytes: 64 << 20, vcpus: 1, disks: 1, nets: 0 };
+    let shape =
+        Shape { memory_bytes: 64 << 20, vcpus: 1, disks: 1, nets: 0, cpu_model: CpuModel::Host };
     let answer = match command {
         Command::Status => Answer::Status(Status { paused, ..Status::of(shape) }),
         _ => Answer::Ok,

@@ -3,9 +3,10 @@
 //! The registry is read before *and* after the host is scanned, so that VMs created or removed
 //! meanwhile are not taken for leaks.
 
-use crate::base::config::{VMM_NAME, VOLUME_NAME};
+use crate::base::config::{RELAY_NAME, STREAMS_NAME, VMM_NAME, VOLUME_NAME};
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::daemon::Daemon;
+use crate::net::{relay, streams};
 use crate::vm::survey::is_ours;
 use dayfly_api::types;
 use dayfly_host::leaks::{self, Found, Known, Leak, Places};
@@ -66,20 +67,26 @@ fn look(daemon: &Daemon) -> Outcome<Vec<Leak>> {
     let every = daemon.templates.store().every_layer_is_pinned();
     let layers = |leak: &Leak| matches!(leak, Leak::File(path) if path.parent() == Some(&folder));
     leaks.retain(|leak| !(held(leak, &folder, &of_others) || every && layers(leak)));
-    leaks.extend(volume_servers(daemon).map_err(failed)?);
+    leaks.extend(helpers(daemon).map_err(failed)?);
     Ok(leaks)
 }
 
-/// The servers of volumes that belong to no VM that lives. Those that this daemon watches are left
-/// out, because they end with their VMs.
-fn volume_servers(daemon: &Daemon) -> std::io::Result<Vec<Leak>> {
-    let mut found = scan_below(&daemon.config.vms(), VOLUME_NAME)?;
+/// The servers of volumes, and the relays of published ports and of streams, that belong to no VM
+/// that lives. Those of which this daemon knows that they end are left out.
+fn helpers(daemon: &Daemon) -> std::io::Result<Vec<Leak>> {
+    let vms = daemon.config.vms();
+    let mut found = scan_below(&vms, VOLUME_NAME)?;
+    found.retain(|server| !daemon.volume_servers.has(server.process));
+    let relays = scan_below(&vms, RELAY_NAME)?;
+    found.extend(relays.into_iter().filter(|found| !relay::is_ending(found.process)));
+    let of_streams = scan_below(&vms, STREAMS_NAME)?;
+    found.extend(of_streams.into_iter().filter(|found| !streams::is_running(found.process)));
     let lives = |vm: VmId| {
         let vm = daemon.registry.find(&vm.to_string());
         vm.is_ok_and(|vm| vm.phase().alive())
     };
-    found.retain(|server| !lives(server.vm) && !daemon.volume_servers.has(server.process));
-    Ok(found.iter().map(|server| Leak::Process(server.process, server.vm)).collect())
+    found.retain(|helper| !lives(helper.vm));
+    Ok(found.iter().map(|helper| Leak::Process(helper.process, helper.vm)).collect())
 }
 
 /// Finds processes, files and mounts that belong to no VM and no operation.

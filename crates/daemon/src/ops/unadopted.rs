@@ -10,23 +10,25 @@ use crate::model::live::Live;
 use crate::model::state::Phase;
 use crate::model::vm_slot::VmSlot;
 use crate::net::Attachment;
+use crate::net::relay::Left;
 use crate::ops::{classify, expiry, remove};
 use crate::vm::Vm;
-use crate::vm::record::read_json;
+use crate::vm::record::read_exit;
 use crate::vm::registry::id_as_name;
 use crate::vm::survey::{Traces, Unreadable};
 use dayfly_api::types::{ExitKind, NetworkRequest, VmExit, VmNetwork};
+use dayfly_host::cpus::CpuList;
 use dayfly_host::memory;
 use dayfly_host::process::{Process, uid_of};
 use dayfly_store::{Digest, KernelRef};
 use dayfly_units::text::{LONG, escaped};
-use dayfly_units::{Name, VmId};
+use dayfly_units::{CpuModel, Name, VmId};
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
 /// Keeps a VM that cannot be adopted. If the VM's process is gone, or has never existed, the VM is
-/// listed as exited.
-pub(super) fn keep(daemon: &Arc<Daemon>, mut left: Unreadable) {
+/// listed as exited. `relays` are those that the daemon before has left.
+pub(super) fn keep(daemon: &Arc<Daemon>, mut left: Unreadable, relays: &mut Left) {
     let id = left.id;
     let (process, lives) = match left.vmm(&daemon.config) {
         Ok(process) => (process.map(Arc::new), None),
@@ -56,20 +58,22 @@ pub(super) fn keep(daemon: &Arc<Daemon>, mut left: Unreadable) {
     if !lives {
         return;
     }
-    vm.attach(Attachment::adopt(&daemon.networks, network, &asked.unwrap_or_default()));
+    let (asked, relay) = (asked.unwrap_or_default(), relays.take(vm.id, vm.uid));
+    vm.attach(Attachment::adopt(&daemon.networks, network, &asked, relay));
     let resident = process.as_ref().and_then(|process| memory::of(process.id().pid).ok());
     let resident_bytes = resident.map_or(0, |memory| memory.rss_kib << 10);
     vm.keep_memory(daemon.budget.adopt(vm.node, vm.facts.memory_bytes.max(resident_bytes)));
     expiry::watch(daemon, &vm);
     if let Some(process) = process {
         vm.hold(process.clone());
+        vm.connect_ports(&daemon.config);
         remove::watch(daemon, vm, process);
     }
 }
 
 /// Why such a VM ended: the exit record says so, if it can be read.
 fn ended(daemon: &Daemon, id: VmId, problem: &str) -> VmExit {
-    let exit = classify::classify_exit(read_json(&daemon.config.vm(id).exit()), false);
+    let exit = classify::classify_exit(read_exit(&daemon.config.vm(id).exit()).1, false);
     if exit.reason == ExitKind::Lost { exit_now(ExitKind::Lost, problem) } else { exit }
 }
 
@@ -94,9 +98,13 @@ fn vm(
         exit,
         kill_asked: false,
         ready_us: None,
+        creation_us: 0,
+        relays_us: 0,
+        memory_time: None,
         timeline: Vec::new(),
         asked_us: None,
         process: None,
+        cpus: CpuList::default(),
         pager: None,
         identity: None,
         network,
@@ -135,6 +143,7 @@ fn unknown_facts(created_unix_ms: u64) -> Facts {
         image: unknown(),
         kernel: KernelRef { name: unknown(), release: String::new(), digest: Digest([0; 32]) },
         vcpus: 0,
+        cpu_model: CpuModel::Host,
         memory_bytes: 0,
         nets: 0,
         created_unix_ms,

@@ -257,6 +257,7 @@ impl TemplateCache {
             kernel: manifest.kernel.name.clone(),
             parent: manifest.parent.clone(),
             vcpus: manifest.vcpus,
+            cpu_model: manifest.cpu_model,
             memory_bytes: manifest.memory_bytes,
             memory_stored_bytes: manifest.memory.data_bytes,
             layers: layers().map(|layer| layer.id.to_string()).collect(),
@@ -317,7 +318,7 @@ impl TemplateCache {
             Some((resident, before, bytes)) => {
                 let snapshot = self.store.open_resident(name, resident)?;
                 // Another snapshot of this name has other RAM, which that pager does not fill.
-                let same = snapshot.manifest.memory == before.snapshot.manifest.memory;
+                let same = snapshot.manifest == before.snapshot.manifest;
                 let pager = before.pager.clone().filter(|_| same);
                 (
                     OpenTemplate {

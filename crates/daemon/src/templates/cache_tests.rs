@@ -29,7 +29,7 @@ fn a_snapshot_that_makes_room_is_closed_by_a_reaper_and_without_the_lock_of_the_
         closed.send((thread, free)).unwrap();
     });
     let node = Node { number: None, cpus: Vec::new(), memory_bytes: 1 << 30 };
-    let reapers = Arc::new(Reapers::new(&[node]).unwrap());
+    let reapers = Arc::new(Reapers::new(&[node], &Arc::default()).unwrap());
     let templates = TemplateCache::new(store, Pagers::new(&config)).freeing_on(reapers);
     *lock(&list) = Some(templates.open.clone());
     lock(&templates.open).resident_most = 10;

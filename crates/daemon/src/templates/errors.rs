@@ -88,6 +88,8 @@ impl From<CommitError> for ApiError {
             CommitError::Damage(_) => ErrorCode::Damaged,
             CommitError::Invalid { .. } => ErrorCode::Invalid,
             CommitError::Io(e) => io_code(e),
+            CommitError::Work(e) if e.is_no_space => ErrorCode::Exhausted,
+            CommitError::Work(_) => ErrorCode::Internal,
         };
         Self::new(code, chain(&e))
     }

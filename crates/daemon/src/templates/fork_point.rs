@@ -54,6 +54,7 @@ impl ForkPoint {
             vcpus: self.facts.vcpus,
             disks,
             nets: self.facts.nets,
+            cpu_model: self.facts.cpu_model,
         }
     }
 }

@@ -22,11 +22,12 @@ use dayfly_sys::group::Entry;
 use dayfly_units::{Name, VmId, error::chain, sync::lock};
 use dayfly_vmm::control::{ExitReason, ExitRecord};
 use dayfly_vmm::memory::{lazy, working_set};
+use dayfly_vmm::meter::{self, METER_BYTES};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::sockopt::Timeout;
 use std::ffi::OsString;
 use std::fs::File;
-use std::io;
+use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -305,7 +306,7 @@ impl Pager {
             let whole = *self.state.borrow() == State::Whole;
             return if whole { Ok(None) } else { Err(failed(io::ErrorKind::BrokenPipe.into())) };
         };
-        let record = File::options().write(true).open(exit).map_err(failed)?;
+        let record = File::options().append(true).open(exit).map_err(failed)?;
         {
             let mut served = lock(&self.served);
             served.retain(|(_, vmm, _)| vmm.is_alive().unwrap_or(false));
@@ -407,18 +408,21 @@ impl Pager {
     }
 }
 
-/// Kills a VMM, and writes `cause` to its exit record if that is empty. Takes the limit of CPU time
-/// of its group among `groups` away before, so that it ends quickly.
+/// Kills a VMM, and writes `cause` to its exit file if that has no record. Takes the limit of CPU
+/// time of its group among `groups` away before, so that it ends quickly.
 ///
 /// # Errors
 /// The process cannot be signalled.
 pub fn end_with(vmm: &Process, exit: &Path, cause: &str, groups: &GroupStock) -> io::Result<()> {
     let record = || -> io::Result<()> {
-        if std::fs::metadata(exit)?.len() > 0 {
+        // Never truncated, because the VMM has its first page mapped.
+        let mut begin = Vec::new();
+        File::open(exit)?.take(METER_BYTES as u64 + 1).read_to_end(&mut begin)?;
+        if !meter::split(&begin).1.is_empty() {
             return Ok(()); // the VMM has ended by itself
         }
         let exit_record = ExitRecord { reason: ExitReason::Failed, message: cause.to_owned() };
-        std::fs::write(exit, serde_json::to_vec(&exit_record)?)
+        File::options().append(true).open(exit)?.write_all(&serde_json::to_vec(&exit_record)?)
     };
     if let Err(e) = record() {
         tracing::warn!("{}: {e}", exit.display());

@@ -5,6 +5,31 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 #[test]
+fn a_pager_and_a_daemon_append_one_record_to_what_a_vmm_counts() {
+    assert_eq!(dayfly_pager::wire::EXIT_PAGE_BYTES, METER_BYTES as u64);
+    let folder = tempfile::tempdir().unwrap();
+    let exit = folder.path().join("exit.json");
+    let file = File::options().create_new(true).read(true).append(true).open(&exit).unwrap();
+    meter::prepare(&file).unwrap();
+    let counted = meter::Meter::map(file.as_fd()).unwrap();
+    let groups = GroupStock::default();
+    for cause in ["first", "second"] {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let vmm = ProcessId::of(child.id()).unwrap().unwrap();
+        let vmm = Process::open(vmm).unwrap().unwrap();
+        end_with(&vmm, &exit, cause, &groups).unwrap();
+        child.wait().unwrap();
+        // It would end this process if the page were gone.
+        counted.read(0, 7);
+    }
+    let bytes = std::fs::read(&exit).unwrap();
+    let (metered, record) = meter::split(&bytes);
+    assert_eq!(metered.unwrap().disks[0].read_bytes, 14);
+    let record: ExitRecord = serde_json::from_slice(record).unwrap();
+    assert_eq!(record.message, "first");
+}
+
+#[test]
 fn a_pager_is_looked_for_by_its_process_and_not_by_its_name() {
     let folder = tempfile::tempdir().unwrap();
     let name = folder.path().join(PAGER_NAME);

@@ -116,6 +116,26 @@ impl Budget {
         let most = shares.get(emptiest).map_or(0, Share::used).saturating_add(ABOUT);
         let fits = |share: &Share| share.left() >= bytes && share.used() <= most;
         let node = ready.filter(|node| shares.get(*node).is_some_and(fits)).unwrap_or(emptiest);
+        self.take(&mut shares, node, bytes)
+    }
+
+    /// Reserves `bytes` on `node`, or as [`Self::reserve`] if that has too little left.
+    ///
+    /// # Errors
+    /// As [`Self::reserve`].
+    pub fn reserve_on(self: &Arc<Self>, bytes: u64, node: usize) -> Result<Reservation, NoMemory> {
+        let mut shares = lock(&self.0);
+        let fits = shares.get(node).is_some_and(|share| share.left() >= bytes);
+        let node = if fits { node } else { emptiest(&shares, bytes) };
+        self.take(&mut shares, node, bytes)
+    }
+
+    fn take(
+        self: &Arc<Self>,
+        shares: &mut [Share],
+        node: usize,
+        bytes: u64,
+    ) -> Result<Reservation, NoMemory> {
         let left = shares.get(node).map_or(0, Share::left);
         if left < bytes {
             let sum = |of: fn(&Share) -> u64| shares.iter().map(of).fold(0, u64::saturating_add);
@@ -220,6 +240,11 @@ mod tests {
         assert_eq!(budget.reserve(GIB, Some(7)).unwrap().node, 0);
         // The other node has too little left.
         assert_eq!(budget.reserve(14 * GIB, Some(1)).unwrap().node, 0);
+        // With booked CPUs, only that counts.
+        let on: Vec<usize> = [(GIB, 1), (14 * GIB, 1), (1, 7)]
+            .map(|(b, n)| budget.reserve_on(b, n).unwrap().node)
+            .into();
+        assert_eq!(on, [1, 0, 0]);
     }
 
     #[test]

@@ -1,14 +1,20 @@
 //! A VM's control group, from the start of its VMM until its end: its limits, its bill, and what
 //! other modules ask of it. The groups themselves are made in [`crate::base::groups`].
 
+use crate::base::config::Config;
+use crate::base::cpus::Booking;
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::group_limits;
 use crate::base::groups::{GroupLease, GroupStock};
 use crate::model::facts::Facts;
 use crate::model::live::VmGroup;
+use crate::model::vm_slot::Placement;
+use crate::net::relay::Place;
 use crate::vm::Vm;
 use crate::vm::record::Record;
+use dayfly_host::cpus::CpuList;
 use dayfly_host::groups::Usage;
+use dayfly_host::reaper::Booked;
 use dayfly_units::sync::lock;
 use std::sync::Arc;
 
@@ -51,13 +57,57 @@ impl Vm {
         limited
     }
 
-    /// Limits its CPU time, if that was asked for, now that its guest is ready.
+    /// Gives it its booked CPUs, until it ends.
+    pub fn keep_booking(&self, booking: Option<Booking>) {
+        if let Some(booking) = booking {
+            lock(&self.live).cpus = booking.cpus().clone();
+            lock(&self.booking).keep(booking);
+        }
+    }
+
+    /// Its booked CPUs are free soon, because it is being killed.
+    pub(crate) fn leaves_cpus(&self) {
+        if let Some(booking) = lock(&self.booking).get() {
+            booking.leaves();
+        }
+    }
+
+    /// The CPUs that it has booked; empty if it has none, and after its end.
+    #[must_use]
+    pub fn cpus(&self) -> CpuList {
+        lock(&self.live).cpus.clone()
+    }
+
+    /// The booking itself, which a caller keeps as long as it works on its CPUs.
+    #[must_use]
+    pub fn booked(&self) -> Option<Arc<dyn Booked>> {
+        if let Some(booking) = lock(&self.booking).get() {
+            return Some(booking.clone());
+        }
+        let cpus = self.cpus();
+        (!cpus.is_empty()).then(|| Arc::new(cpus) as _)
+    }
+
+    /// Where its VMM is started.
+    #[must_use]
+    pub fn placement(&self) -> Placement {
+        let cpus = Some(self.cpus()).filter(|cpus| !cpus.is_empty());
+        Placement { vm_slot: self.vm_slot(), cpus }
+    }
+
+    /// Whether its CPU time or its disks are limited.
+    const fn is_capped(&self) -> bool {
+        let limits = &self.facts.limits;
+        limits.cpu_max_millicpus.is_some() || limits.io_max.is_some()
+    }
+
+    /// Limits its CPU time and its disks, if that was asked for, now that its guest is ready.
     ///
     /// # Errors
-    /// The limit cannot be set.
-    pub async fn cap_cpu(&self) -> Outcome<()> {
+    /// A limit cannot be set.
+    pub async fn cap(&self) -> Outcome<()> {
         let limits = self.facts.limits;
-        if limits.cpu_max_millicpus.is_none() {
+        if !self.is_capped() {
             return Ok(());
         }
         let Some(group) = lock(&self.group).clone() else { return Ok(()) };
@@ -65,18 +115,54 @@ impl Vm {
         blocking(move || group.cap(&limits)).await
     }
 
-    /// Takes the limit of its CPU time away, so that it ends quickly.
+    /// Takes the limits of its CPU time and of its disks away, so that it ends quickly.
     pub(crate) fn lift_cap(&self) {
-        if self.facts.limits.cpu_max_millicpus.is_some()
+        if self.is_capped()
             && let Some(group) = lock(&self.group).clone()
         {
             group.lift_cap();
         }
     }
 
+    /// Where its relays run; `None` before its VMM was started and after it ended.
+    #[must_use]
+    pub fn relay_place(&self, config: &Config) -> Option<Place> {
+        Some(Place {
+            program: config.relay(),
+            dir: self.dir.clone(),
+            uid: self.uid,
+            group: lock(&self.group).clone(),
+            vmm: self.process()?,
+            memory_max_bytes: self.facts.limits.memory_max_bytes,
+            spent: self.ledger.relays.clone(),
+        })
+    }
+
+    /// Where a process of its streams is started; `None` if its VMM has not been started, or has
+    /// ended.
+    #[must_use]
+    pub fn streams_place(&self, config: &Config) -> Option<Place> {
+        let place = self.relay_place(config)?;
+        // The group is taken from it before the rest ([`crate::ops::remove`]).
+        let has_lost_group = place.group.is_none() && lock(&self.live).group.is_some();
+        (!has_lost_group && place.vmm.is_alive().unwrap_or(false)).then_some(place)
+    }
+
     /// Gives it the control group that it has had from an earlier daemon on, with its limits.
     pub fn adopt_group(&self, group: Option<GroupLease>) {
         *lock(&self.group) = group.map(Arc::new);
+    }
+
+    /// Gives it the CPUs that it has booked with an earlier daemon, if its VMM lives: `living` then
+    /// has the groups.
+    pub fn adopt_cpus(&self, living: Option<&GroupStock>) {
+        let recorded = std::mem::take(&mut lock(&self.live).cpus);
+        let group = lock(&self.group).clone().filter(|group| group.has_cpus());
+        if let Some(groups) = living
+            && (group.is_some() || !recorded.is_empty())
+        {
+            self.keep_booking(groups.adopt_cpus(group.map(|group| group.number()), &recorded));
+        }
     }
 
     /// The limit of the memory of its control group, RAM included.
@@ -91,6 +177,12 @@ impl Vm {
     pub fn unreclaimable_bytes(&self) -> Option<u64> {
         let group = lock(&self.group).clone()?;
         group.unreclaimable_bytes()
+    }
+
+    /// Its control group, for a process that works for it; `None` if it has none, or has ended.
+    #[must_use]
+    pub fn group(&self) -> Option<Arc<GroupLease>> {
+        lock(&self.group).clone()
     }
 
     /// What its processes have used; `None` if it has no control group. Blocks for some

@@ -18,14 +18,16 @@
 //!
 //! Below them come locks that are held for a few instructions and never across an `await`. First
 //! `end_announced`, then the registry's lock, then `live`, then one of `process`, `pin`, `memory`,
-//! `backing`, `attachment`, `group`, `space`, `volumes` and `has_slot`. The drop of a pin or a
-//! template may remove files, so it happens after `live` is released: readers of `live` must not
-//! wait for the disk.
+//! `backing`, `attachment`, `group`, `booking`, `space`, `volumes`, `has_slot` and the processes of
+//! `streams`. The drop of a pin or a template may remove files, so it happens after `live` is
+//! released: readers of `live` must not wait for the disk.
 
 pub mod available;
 pub mod batch;
+pub mod bill;
 pub mod budget;
 mod group;
+mod ledger;
 mod pins;
 pub mod record;
 pub mod registry;
@@ -40,7 +42,8 @@ mod waiting;
 
 pub use volumes::{OpenVolume, OpenVolumes};
 
-use crate::base::config::VmDir;
+use crate::base::config::{Config, VmDir};
+use crate::base::cpus::{Booking, KeptBooking};
 use crate::base::error::{ApiError, Outcome};
 use crate::base::groups::GroupLease;
 use crate::base::time::monotonic_us;
@@ -49,10 +52,13 @@ use crate::model::live::Live;
 use crate::model::state::{Event, Phase, Refused};
 use crate::model::vm_slot::VmSlot;
 use crate::net::Attachment;
+use crate::net::streams::Streams;
 use crate::templates::memory_backing::MemoryBacking;
+use crate::vm::ledger::Ledger;
 use crate::vm::unknown::Carried;
 use budget::Reservation;
 use dayfly_api::types::{self, ErrorCode, VmExit};
+use dayfly_host::cpus::CpuList;
 use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId, sync::lock};
@@ -95,11 +101,14 @@ pub struct Vm {
     /// Held for reading while a client follows a program; a VM that is removed with its program
     /// waits for them.
     pub followers: Arc<tokio::sync::RwLock<()>>,
+    /// Its streams that the daemon hands over, and the processes that have them.
+    pub streams: Streams,
     /// Held while its VMM is being started; the end of the VM waits for it.
     pub launching: Arc<tokio::sync::Mutex<()>>,
     live: Mutex<Live>,
     process: Mutex<Option<Arc<Process>>>,
     group: Mutex<Option<Arc<GroupLease>>>,
+    booking: Mutex<KeptBooking>,
     pin: Mutex<Option<Pin>>,
     memory: Mutex<Option<Reservation>>,
     backing: Mutex<Option<MemoryBacking>>,
@@ -124,6 +133,8 @@ pub struct Vm {
     pub pause_due: AtomicBool,
     /// Why its VMM, which an earlier daemon started, has not said yet in which state it is.
     waiting: watch::Sender<Option<String>>,
+    /// What was done for it outside of its control group.
+    pub ledger: Ledger,
 }
 
 /// What a VM had until it ended. The drop may free gigabytes of RAM (of a template that no list has
@@ -136,6 +147,7 @@ pub struct Remains {
     _backing: Option<MemoryBacking>,
     _attachment: Attachment,
     _group: Option<Arc<GroupLease>>,
+    _booking: Option<Arc<Booking>>,
     /// The last field, because fields are dropped in this order: a VM that is gone keeps nothing.
     _gone: Option<MarkGone>,
 }
@@ -159,10 +171,14 @@ impl Vm {
             exit: None,
             kill_asked: false,
             ready_us: None,
+            creation_us: 0,
+            relays_us: 0,
+            memory_time: None,
             timeline: Vec::new(),
             asked_us: None,
             process: None,
             group: None,
+            cpus: CpuList::default(),
             pager: None,
             identity: None,
             network: None,
@@ -187,6 +203,7 @@ impl Vm {
         let VmSlot { id, slot, uid, node } = vm_slot;
         let alive = live.phase.alive();
         let gone = watch::Sender::new(!alive);
+        let ledger = Ledger::new(&live);
         Self {
             id,
             name,
@@ -201,10 +218,12 @@ impl Vm {
             snapshots: Arc::default(),
             removal: tokio::sync::Mutex::default(),
             followers: Arc::default(),
+            streams: Streams::default(),
             launching: Arc::default(),
             live: Mutex::new(live),
             process: Mutex::default(),
             group: Mutex::default(),
+            booking: Mutex::default(),
             pin: Mutex::default(),
             memory: Mutex::default(),
             backing: Mutex::default(),
@@ -220,6 +239,7 @@ impl Vm {
             end_announced: Mutex::new(!alive),
             pause_due: AtomicBool::new(false),
             waiting: watch::Sender::new(None),
+            ledger,
         }
     }
 
@@ -232,7 +252,8 @@ impl Vm {
     /// A copy of its mutable state.
     #[must_use]
     pub fn live(&self) -> Live {
-        lock(&self.live).clone()
+        let relays_us = self.ledger.relays.ended_us();
+        Live { relays_us, ..lock(&self.live).clone() }
     }
 
     /// Its current phase.
@@ -358,6 +379,12 @@ impl Vm {
         with(&mut lock(&self.attachment))
     }
 
+    /// Has its published ports lead to its guest from now on. Its VMM runs. Call it within a tokio
+    /// runtime.
+    pub fn connect_ports(&self, config: &Config) {
+        self.attachment(|attachment| attachment.connect(|| self.relay_place(config)));
+    }
+
     /// Keeps the reservation of its memory until it ends.
     pub fn keep_memory(&self, memory: Reservation) {
         *lock(&self.memory) = Some(memory);
@@ -372,12 +399,14 @@ impl Vm {
     /// reason stays. The VM counts as gone when the result of the first call is dropped: a second
     /// caller has nothing of the VM, and may drop its result earlier.
     pub fn ended(&self, exit: VmExit) -> Remains {
+        self.attachment(Attachment::unpublish);
         let keeps_disks = {
             let mut live = lock(&self.live);
             live.phase = Phase::Exited;
             live.exit.get_or_insert(exit);
             live.process = None;
             live.group = None;
+            live.cpus = CpuList::default();
             live.volumes.clear();
             self.keeps_disks(&live)
         };
@@ -391,6 +420,7 @@ impl Vm {
             _backing: lock(&self.backing).take(),
             _attachment: std::mem::take(&mut *lock(&self.attachment)),
             _group: self.take_group(),
+            _booking: lock(&self.booking).take(),
             _gone: lock(&self.mark_gone).take(),
         }
     }
@@ -432,22 +462,6 @@ impl Vm {
     #[must_use]
     pub fn waiting(&self) -> watch::Receiver<Option<String>> {
         self.waiting.subscribe()
-    }
-
-    /// Checks that its VMM has answered this daemon, before a command for the VMM.
-    ///
-    /// # Errors
-    /// [`ErrorCode::State`] with the reason.
-    pub fn answers(&self) -> Outcome<()> {
-        let Some(why) = self.waiting.borrow().clone() else { return Ok(()) };
-        Err(ApiError::new(
-            ErrorCode::State,
-            format_args!(
-                "VM {}: its VMM has not answered this daemon yet, which asks it again: {why}; try \
-                 later, or remove the VM with force",
-                self.name
-            ),
-        ))
     }
 
     /// Why the daemon cannot control it, or why it does not go on; `None` for most VMs.

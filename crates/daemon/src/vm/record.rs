@@ -24,11 +24,14 @@ use crate::vm::unknown::{Carried, Unknown};
 use dayfly_api::types::ErrorCode;
 use dayfly_host::process::boot_id;
 use dayfly_units::{Name, VmId};
+use dayfly_vmm::control::ExitRecord;
+use dayfly_vmm::meter::{self, METER_BYTES, Metered};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+use tokio::sync::MutexGuard;
 
 /// The format that this daemon writes, and the latest that it knows.
 const FORMAT: u32 = 2;
@@ -243,6 +246,29 @@ pub(crate) fn is_this_boot(boot: Option<&str>) -> bool {
     boot.zip(this_boot()).is_none_or(|(boot, this)| boot == this)
 }
 
+/// What a VM's exit file says: what its VMM has counted, if it has, and why it ended.
+///
+/// # Errors
+/// [`RecordError`], in place of the exit record: the file cannot be read, or has none.
+pub fn read_exit(path: &Path) -> (Option<Metered>, Result<ExitRecord, RecordError>) {
+    let bytes = match read_bytes(path) {
+        Ok(bytes) => bytes,
+        Err(e) => return (None, Err(e)),
+    };
+    let (metered, record) = meter::split(&bytes);
+    let json = |source| RecordError::Json { path: path.to_owned(), source };
+    (metered, serde_json::from_slice(record).map_err(json))
+}
+
+/// What the VMM with this exit file has counted until now; `None` if it does not count, as VMMs of
+/// an earlier version.
+#[must_use]
+pub fn read_meter(path: &Path) -> Option<Metered> {
+    let mut page = [0; METER_BYTES];
+    File::open(path).and_then(|mut file| file.read_exact(&mut page)).ok()?;
+    Metered::decode(&page)
+}
+
 /// Reads a JSON file of at most 1 MiB.
 ///
 /// # Errors
@@ -283,18 +309,71 @@ fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), RecordError> {
 /// # Errors
 /// [`RecordError`]; the record before stays.
 pub async fn write(registry: &Registry, vm: &Arc<Vm>) -> Outcome<()> {
+    write_changed(registry, vm, |_| {}).await.map(drop)
+}
+
+/// As [`write`], with a state that differs by `change`, which the VM itself has not made yet.
+/// Returns whether the record was written. A failure is logged.
+pub async fn write_with(
+    registry: &Registry,
+    vm: &Arc<Vm>,
+    change: impl FnOnce(&mut Live) + Send + 'static,
+) -> bool {
+    let written = write_changed(registry, vm, change).await;
+    written.unwrap_or_else(|e| {
+        tracing::error!(vm = %vm.id, "its record is not up to date: {e}");
+        false
+    })
+}
+
+async fn write_changed(
+    registry: &Registry,
+    vm: &Arc<Vm>,
+    change: impl FnOnce(&mut Live) + Send + 'static,
+) -> Outcome<bool> {
     // A file made while the folder is being removed would make the removal fail.
-    let _one = vm.removal.lock().await;
+    let one = vm.removal.lock().await;
+    write_locked(registry, vm, &one, change).await
+}
+
+/// As [`write_with`], and makes the change in the VM too, once it is written. Does nothing while
+/// the
+/// record is written or the VM is removed.
+pub async fn change(
+    registry: &Registry,
+    vm: &Arc<Vm>,
+    change: impl FnOnce(&mut Live) + Send + Clone + 'static,
+) {
+    let Ok(one) = vm.removal.try_lock() else { return };
+    match write_locked(registry, vm, &one, change.clone()).await {
+        Ok(true) => vm.update(change),
+        Ok(false) => {}
+        Err(e) => tracing::error!(vm = %vm.id, "its record is not up to date: {e}"),
+    }
+}
+
+/// Writes the record. `_one`: the lock of `vm.removal`.
+async fn write_locked(
+    registry: &Registry,
+    vm: &Arc<Vm>,
+    _one: &MutexGuard<'_, ()>,
+    change: impl FnOnce(&mut Live) + Send + 'static,
+) -> Outcome<bool> {
     // The next daemon removes a VM that is recorded as starting, with its disks. A start, and a
     // failed one, write the record when they end.
     if !registry.holds(vm) || vm.unadopted.is_some() || vm.phase() == Phase::Starting {
-        return Ok(());
+        return Ok(false);
     }
     let vm = vm.clone();
-    blocking(move || match Record::of(&vm).write(&vm.dir) {
-        Err(e @ RecordError::TooLong { .. }) => Err(ApiError::new(ErrorCode::Invalid, e)),
-        Err(e) if vm.dir.path().exists() => Err(ApiError::internal(e)),
-        _ => Ok(()),
+    blocking(move || {
+        let mut record = Record::of(&vm);
+        change(&mut record.live);
+        match record.write(&vm.dir) {
+            Ok(()) => Ok(true),
+            Err(e @ RecordError::TooLong { .. }) => Err(ApiError::new(ErrorCode::Invalid, e)),
+            Err(e) if vm.dir.path().exists() => Err(ApiError::internal(e)),
+            Err(_) => Ok(false),
+        }
     })
     .await
 }

@@ -296,22 +296,22 @@ impl Registry {
         Ok(vm)
     }
 
-    /// Releases the slot of `vm`, whose process is gone. The slot is released once, however often
-    /// this is called.
+    /// Releases the slot of `vm`, whose processes are gone. The slot is released once, however
+    /// often this is called.
     pub fn release_slot(&self, vm: &Vm) {
         let mut inner = lock(&self.inner);
         inner.vm_slots.remove(&vm.id);
         inner.release_slot(vm);
     }
 
-    /// Forgets a VM whose files are gone. If its process is still ending, its slot stays taken
-    /// until [`Self::release_slot`].
+    /// Forgets a VM whose files are gone. If its process is still ending, or that of its streams,
+    /// its slot stays taken until [`Self::release_slot`].
     pub fn forget(&self, vm: &Vm) {
         let mut inner = lock(&self.inner);
         if inner.holds(vm) {
             inner.vms.remove(&vm.id);
             inner.names.remove(&vm.name);
-            if vm.is_gone() {
+            if vm.is_gone() && vm.streams.close() {
                 inner.release_slot(vm);
             } else if vm.holds_slot() {
                 inner.vm_slots.insert(vm.id);

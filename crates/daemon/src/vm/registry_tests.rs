@@ -3,6 +3,7 @@ use crate::fixture::{self, memory};
 use crate::model::exit::exit_now;
 use crate::model::state::Phase;
 use dayfly_api::types::ExitKind;
+use dayfly_units::CpuModel;
 use proptest::prelude::*;
 use std::collections::HashSet;
 use std::path::Path;
@@ -24,6 +25,7 @@ fn facts() -> Facts {
         },
         config: Default::default(),
         vcpus: 1,
+        cpu_model: CpuModel::Host,
         memory_bytes: 64 << 20,
         nets: 0,
         network: Default::default(),

@@ -1,6 +1,7 @@
-//! A VM's share of the disk, and whether its VMM has stopped it because a disk waits for space.
+//! What a VM waits for: its VMM's answer to this daemon, or space for a disk; and its share of the
+//! disk.
 
-use crate::base::error::ApiError;
+use crate::base::error::{ApiError, Outcome};
 use crate::vm::Vm;
 use crate::vm::space::Share;
 use dayfly_api::types::ErrorCode;
@@ -8,6 +9,22 @@ use dayfly_units::sync::lock;
 use dayfly_vmm::control::NoSpace;
 
 impl Vm {
+    /// Checks that its VMM has answered this daemon, before a command for the VMM.
+    ///
+    /// # Errors
+    /// [`ErrorCode::State`] with the reason.
+    pub fn answers(&self) -> Outcome<()> {
+        let Some(why) = self.waiting.borrow().clone() else { return Ok(()) };
+        Err(ApiError::new(
+            ErrorCode::State,
+            format_args!(
+                "VM {}: its VMM has not answered this daemon yet, which asks it again: {why}; try \
+                 later, or remove the VM with force",
+                self.name
+            ),
+        ))
+    }
+
     /// Keeps the share until the VM ends.
     pub fn keep_share(&self, share: Share) {
         let live = lock(&self.live);

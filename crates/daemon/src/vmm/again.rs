@@ -48,6 +48,7 @@ pub(crate) fn open(templates: &TemplateCache, vm: &Vm) -> Outcome<Again> {
         vcpus: facts.vcpus,
         disks,
         nets: facts.nets,
+        cpu_model: facts.cpu_model,
     });
     Ok(Again { start, fds, pin })
 }

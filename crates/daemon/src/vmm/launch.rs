@@ -3,7 +3,7 @@
 use crate::base::config::{CONSOLE_MAX_BYTES, Config};
 use crate::base::error::ApiError;
 use crate::base::groups::{GroupLease, GroupStock};
-use crate::model::vm_slot::VmSlot;
+use crate::model::vm_slot::Placement;
 use crate::vmm::link::Link;
 use crate::vmm::run_dir::{PreparedRunDir, PreparedRunDirs, RunDirError, failed, listener};
 use crate::vmm::zygotes::{ZygoteError, Zygotes};
@@ -77,6 +77,8 @@ pub struct Launched {
     pub group: Option<GroupLease>,
     /// The socket on which the agent reports after a cold boot.
     pub ready: Option<UnixListener>,
+    /// Microseconds of CPU time that the zygote took to fork it.
+    pub zygote_us: u64,
 }
 
 /// Starts VMMs.
@@ -99,24 +101,24 @@ impl Launcher {
         Self { config: config.clone(), store, zygotes, run_dirs }
     }
 
-    /// Prepares a VM's run directory and starts its VMM with `start`, whose descriptors are in
-    /// `fds`. With `background`, the VMM has a lower priority until a client waits for its guest.
-    /// With `another`, the zygote makes the next pre-forked VMM at once; otherwise
+    /// Prepares a VM's run directory and starts its VMM in `place` with `start`, whose descriptors
+    /// are in `fds`. With `background`, the VMM has a lower priority until a client waits for its
+    /// guest. With `another`, the zygote makes the next pre-forked VMM at once; otherwise
     /// [`Self::prepare`] must be called once the guest runs. Must be called in a Tokio runtime.
     ///
     /// # Errors
     /// [`LaunchError`]; no VMM process exists then. The caller removes what is in the folder.
     pub fn launch(
         &self,
-        vm_slot: VmSlot,
+        place: impl Into<Placement>,
         start: Start,
         fds: Fds,
         background: bool,
         another: bool,
     ) -> Result<Launched, LaunchError> {
-        let mut run_dir = self.run_dirs.take()?;
-        run_dir.become_vm(&self.config.vm(vm_slot.id))?;
-        self.launch_in(run_dir, vm_slot, start, fds, background, another)
+        let (mut run_dir, place) = (self.run_dirs.take()?, place.into());
+        run_dir.become_vm(&self.config.vm(place.vm_slot.id))?;
+        self.launch_in(run_dir, place, start, fds, background, another)
     }
 
     /// As [`Self::launch`] of a VM that has ended, in its run directory, which keeps its record.
@@ -125,24 +127,25 @@ impl Launcher {
     /// [`LaunchError`]; no VMM process exists then.
     pub fn launch_again(
         &self,
-        vm_slot: VmSlot,
+        place: Placement,
         start: Start,
         fds: Fds,
     ) -> Result<Launched, LaunchError> {
-        let run_dir = PreparedRunDir::again(&self.config.vm(vm_slot.id))?;
+        let run_dir = PreparedRunDir::again(&self.config.vm(place.vm_slot.id))?;
         failpoint::reached("daemon.start.emptied");
-        self.launch_in(run_dir, vm_slot, start, fds, false, false)
+        self.launch_in(run_dir, place, start, fds, false, false)
     }
 
     fn launch_in(
         &self,
         run_dir: PreparedRunDir,
-        vm_slot: VmSlot,
+        place: Placement,
         start: Start,
         mut fds: Fds,
         background: bool,
         another: bool,
     ) -> Result<Launched, LaunchError> {
+        let Placement { vm_slot, cpus } = place;
         let dir = self.config.vm(vm_slot.id);
         let uid = vm_slot.uid;
         let boots = matches!(start, Start::Boot(_));
@@ -168,15 +171,18 @@ impl Launcher {
             console_fds: console.map(|file| fds.add(file)),
             console_max_bytes: CONSOLE_MAX_BYTES,
             exit_fd: fds.add(exit),
+            metered: true,
             limits_fd: Some(fds.add(limits)),
             start,
         };
-        let Forked { pid, pidfd, group } = self.zygotes.fork(vm_slot.node, &vmm, &fds.0)?;
+        let Forked { pid, pidfd, group, cpu_us: zygote_us } =
+            self.zygotes.fork(vm_slot.node, &vmm, &fds.0, cpus.as_ref())?;
         let child = Child { pid, pidfd };
         if background || another {
             self.zygotes.prepare(vm_slot.node);
         }
-        Ok(Launched { process: Arc::new(found(child, dir.path())?), link, group, ready })
+        let process = Arc::new(found(child, dir.path())?);
+        Ok(Launched { process, link, group, ready, zygote_us })
     }
 
     /// Has a pre-forked VMM, a run directory and a layer made for the next VM on this node. Does

@@ -8,6 +8,7 @@
 use crate::base::config::{Config, VmDir};
 use crate::vmm::link::Link;
 use dayfly_units::sync::lock;
+use dayfly_vmm::meter;
 use std::fs::{File, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
@@ -75,13 +76,13 @@ impl PreparedRunDir {
     fn fill(dir: &VmDir, made: Folder) -> Result<Self, RunDirError> {
         folder(&dir.root(), 0o755)?;
         let [first, second] = dir.console();
-        let console = [file(&first, true)?, file(&second, true)?];
+        let console = [console(&first)?, console(&second)?];
         let (link, theirs) = Link::new().map_err(failed("connecting to", &dir.control()))?;
         Ok(Self {
             control: listener(&dir.control())?,
             vsock: listener(&dir.vsock())?,
             console,
-            exit: file(&dir.exit(), false)?,
+            exit: exit_file(&dir.exit())?,
             link,
             theirs,
             folder: made,
@@ -138,15 +139,19 @@ pub(super) fn listener(path: &Path) -> Result<UnixListener, RunDirError> {
     UnixListener::bind(path).map_err(failed("listening on", path))
 }
 
-fn file(path: &Path, append: bool) -> Result<File, RunDirError> {
+fn console(path: &Path) -> Result<File, RunDirError> {
     let mut options = File::options();
-    options.create_new(true).mode(0o600);
-    if append {
-        options.append(true)
-    } else {
-        options.write(true)
-    };
+    options.create_new(true).mode(0o600).append(true);
     options.open(path).map_err(failed("making", path))
+}
+
+/// The exit file, with the page in which the VMM counts for the bill. The exit record is appended.
+fn exit_file(path: &Path) -> Result<File, RunDirError> {
+    let mut options = File::options();
+    options.create_new(true).mode(0o600).read(true).append(true);
+    let file = options.open(path).map_err(failed("making", path))?;
+    meter::prepare(&file).map_err(failed("making", path))?;
+    Ok(file)
 }
 
 /// The run directory that waits, and the folder in which run directories are made.

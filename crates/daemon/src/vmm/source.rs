@@ -18,7 +18,7 @@ use dayfly_api::types::{BootSource, NetworkRequest, Source, VmLimits};
 use dayfly_host::process::Process;
 use dayfly_store::{Digest, DiskRef, FileTree, Image, Kernel, OpenSnapshot, Pin, SnapshotManifest};
 use dayfly_sys::reopen;
-use dayfly_units::{Egress, Name, VmId};
+use dayfly_units::{CpuModel, Egress, Name, VmId};
 use dayfly_vmm::config::{
     BootConfig, DiskConfig, LayerConfig, MAX_NETS, MAX_VCPUS, RestoreConfig, Shape, SharedConfig,
     Start, TreeConfig,
@@ -119,6 +119,14 @@ impl Opened {
         }
     }
 
+    fn cpu_model(&self) -> CpuModel {
+        match self {
+            Self::Boot { boot, .. } => boot.cpu_model,
+            Self::Snapshot(open) => open.manifest.cpu_model,
+            Self::Fork(fork_point, _) => fork_point.facts.cpu_model,
+        }
+    }
+
     pub(crate) fn facts(
         &self,
         labels: BTreeMap<String, String>,
@@ -183,6 +191,7 @@ impl Opened {
             image,
             kernel,
             vcpus,
+            cpu_model: self.cpu_model(),
             memory_bytes,
             nets,
             created_unix_ms,
@@ -279,8 +288,8 @@ impl Template {
 /// # Errors
 /// The snapshot has more disks than a VM may have.
 pub fn shape_of(manifest: &SnapshotManifest) -> Outcome<Shape> {
-    let &SnapshotManifest { memory_bytes, vcpus, nets, .. } = manifest;
-    Ok(Shape { memory_bytes, vcpus, disks: disks(manifest.disks.len())?, nets })
+    let &SnapshotManifest { memory_bytes, vcpus, nets, cpu_model, .. } = manifest;
+    Ok(Shape { memory_bytes, vcpus, disks: disks(manifest.disks.len())?, nets, cpu_model })
 }
 
 fn disks(count: usize) -> Outcome<u8> {
@@ -466,6 +475,7 @@ pub(crate) fn boot(
         vcpus: boot.vcpus,
         disks: configs,
         nets: vm.facts.nets,
+        cpu_model: boot.cpu_model,
     };
     vm.update(|live| live.disks = disks);
     Ok((Start::Boot(start), pin))

@@ -1,6 +1,7 @@
 use super::*;
 use crate::templates::pagers::Pagers;
 use dayfly_api::types::ErrorCode;
+use dayfly_units::CpuModel;
 
 #[test]
 fn clones_share_no_description_of_a_file() {
@@ -50,6 +51,7 @@ fn an_init_that_would_change_the_command_line_is_refused() {
         kernel: None,
         memory_bytes: 64 << 20,
         vcpus: 1,
+        cpu_model: CpuModel::Host,
         init: Some(init.to_owned()),
     };
     assert!(check(&boot("/sbin/init")).is_ok());

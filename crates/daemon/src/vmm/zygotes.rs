@@ -5,6 +5,7 @@
 
 use crate::base::config::Config;
 use crate::base::groups::{GroupLease, GroupStock};
+use dayfly_host::cpus::{self, CpuList};
 use dayfly_host::numa::Node;
 use dayfly_host::process::Process;
 use dayfly_host::spawn::{FIRST_FD, Namespaces, Program, Spawn, SpawnError, Stdio};
@@ -35,6 +36,12 @@ pub enum ZygoteError {
     /// The zygote's pidfd cannot be opened.
     #[error("starting a zygote: its process")]
     Process(#[source] io::Error),
+    /// The CPUs of the host cannot be listed.
+    #[error("starting a zygote: the CPUs of the host")]
+    Cpus(#[source] io::Error),
+    /// There is no control group with the booked CPUs.
+    #[error("a control group with booked CPUs")]
+    Group(#[source] io::Error),
     /// The zygote did not fork the VMM.
     #[error("forking a VMM: {}", chain(.0))]
     Client(#[from] ClientError),
@@ -76,6 +83,18 @@ impl Running {
         let client = self.client.as_mut().ok_or(ClientError::Gone)?;
         client.fork(config, fds, || group(groups))
     }
+
+    /// Forks a VMM into a group with booked CPUs.
+    fn fork_on(
+        &mut self,
+        config: &VmmConfig,
+        fds: &[BorrowedFd<'_>],
+        group: Group<GroupLease>,
+        cpus: &CpuList,
+    ) -> Result<Forked<GroupLease>, ClientError> {
+        let client = self.client.as_mut().ok_or(ClientError::Gone)?;
+        client.fork_on(config, fds, group, cpus.iter().collect())
+    }
 }
 
 #[derive(Debug)]
@@ -97,6 +116,8 @@ pub struct Zygotes {
     folder: PathBuf,
     within: Duration,
     groups: GroupStock,
+    /// CPUs of dayflyd and of zygotes, and of no VM; empty: VMs have all.
+    main: CpuList,
     zygotes: Vec<Zygote>,
 }
 
@@ -111,6 +132,7 @@ impl Zygotes {
             folder: config.vms(),
             within: config.deadlines.control,
             groups,
+            main: config.main_cpus.clone(),
             zygotes: nodes.iter().map(of).collect(),
         }
     }
@@ -145,6 +167,8 @@ impl Zygotes {
     }
 
     /// Forks a VMM on this node. A descriptor in `config` is the index of a descriptor in `fds`.
+    /// With `cpus`, which are booked, the VMM is forked into a group with them: the pre-forked one,
+    /// which is in another group, waits for another VM.
     ///
     /// # Errors
     /// [`ZygoteError`].
@@ -153,13 +177,14 @@ impl Zygotes {
         node: usize,
         config: &VmmConfig,
         fds: &[OwnedFd],
+        cpus: Option<&CpuList>,
     ) -> Result<Forked<GroupLease>, ZygoteError> {
         let zygote = self.zygote(node);
         let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
         let mut running = lock(&zygote.running);
         let worn = running.take_if(|r| r.client.as_ref().is_none_or(Client::is_worn));
         let mut ending: Vec<Running> = worn.into_iter().collect();
-        let forked = self.fork_from(&zygote.node, &mut running, &mut ending, config, &fds);
+        let forked = self.fork_from(&zygote.node, &mut running, &mut ending, config, &fds, cpus);
         drop(running);
         // After the lock, because other forks must not wait for the end of these zygotes.
         drop(ending);
@@ -175,22 +200,43 @@ impl Zygotes {
         ending: &mut Vec<Running>,
         config: &VmmConfig,
         fds: &[BorrowedFd<'_>],
+        cpus: Option<&CpuList>,
     ) -> Result<Forked<GroupLease>, ZygoteError> {
         let mut own = running.take();
         let mut tries = 0;
         loop {
             // The last try is without a group, in case that none can be entered.
             let without = GroupStock::default();
-            let groups = if tries < TRIES { &self.groups } else { &without };
+            let last = tries == TRIES && cpus.is_none();
+            let groups = if last { &without } else { &self.groups };
             let started = own.take().map_or_else(|| self.start(node, groups), Ok);
-            let forked = started.and_then(|mut own| match own.fork(config, fds, groups) {
-                Ok(child) => {
-                    *running = Some(own);
-                    Ok(child)
-                }
-                Err(e) => {
-                    ending.push(own);
-                    Err(e.into())
+            let booked = cpus.map(|cpus| self.groups.booked(cpus)).transpose();
+            let booked = booked.map_err(ZygoteError::Group);
+            let forked = started.and_then(|mut own| {
+                let forked = match booked.map(|booked| booked.zip(cpus)) {
+                    Ok(Some(((owner, entry), cpus))) => {
+                        own.fork_on(config, fds, Group { owner, entry }, cpus)
+                    }
+                    Ok(None) => {
+                        if last {
+                            self.groups.has_stray();
+                        }
+                        own.fork(config, fds, groups)
+                    }
+                    Err(e) => {
+                        *running = Some(own);
+                        return Err(e);
+                    }
+                };
+                match forked {
+                    Ok(child) => {
+                        *running = Some(own);
+                        Ok(child)
+                    }
+                    Err(e) => {
+                        ending.push(own);
+                        Err(e.into())
+                    }
                 }
             });
             match forked {
@@ -229,10 +275,16 @@ impl Zygotes {
         spawn.stderr = Stdio::Inherit;
         let process = Process::from_child(spawn.run()?).map_err(ZygoteError::Process)?;
         let mut running = Running { client: None, process };
-        let config = ZygoteConfig {
-            folder: self.folder.clone(),
-            cpus: node.cpus.clone(),
-            node: node.number,
+        let (folder, node_number) = (self.folder.clone(), node.number);
+        let config = if self.main.is_empty() {
+            let (cpus, vmm_cpus) = (node.cpus.clone(), Vec::new());
+            ZygoteConfig { folder, cpus, vmm_cpus, node: node_number }
+        } else {
+            // The zygote inherits the CPUs of dayflyd, and its VMMs shall not.
+            let all = || Ok(cpus::online().map_err(ZygoteError::Cpus)?.iter().collect());
+            let of_node = Some(node.cpus.clone()).filter(|cpus| !cpus.is_empty());
+            let vmm_cpus = of_node.map_or_else(all, Ok::<_, ZygoteError>)?;
+            ZygoteConfig { folder, cpus: Vec::new(), vmm_cpus, node: node_number }
         };
         let kvm =
             File::options().read(true).write(true).open("/dev/kvm").map_err(ZygoteError::Kvm)?;

@@ -4,8 +4,10 @@ use crate::guest::{self, MEMORY_BYTES, create, create_paused, has_right_content,
 use crate::living::Living;
 use crate::testbed::{Testbed, until};
 use anyhow::{Context, Result, ensure};
-use dayfly_api::client::ClientError;
-use dayfly_api::types::{ErrorCode, ExitKind, ForkRequest, VmLimits, VmUsage};
+use dayfly_api::client::{ClientError, EventQuery};
+use dayfly_api::types::{
+    CpuParts, DiskTraffic, ErrorCode, EventKind, ExitKind, ForkRequest, VmLimits, VmUsage,
+};
 use dayfly_host::groups::{Controllers, GroupName, Groups, Root};
 use dayfly_units::needs;
 use std::path::{Path, PathBuf};
@@ -68,14 +70,176 @@ async fn usage(bed: &Testbed, vm: &Living) -> Result<VmUsage> {
     bed.client.vm(&vm.word()).await?.usage.context("a VM without a bill")
 }
 
+/// What a VM has moved to and from its disk; of one that has ended as its exit says it.
+async fn moved(bed: &Testbed, vm: &Living) -> Result<DiskTraffic> {
+    let details = bed.client.vm(&vm.word()).await?;
+    ensure!(details.net_traffic.is_none(), "it has no network device");
+    let [disk] = details.disk_traffic[..] else { anyhow::bail!("{:?}", details.disk_traffic) };
+    if let Some(exit) = details.vm.exit {
+        ensure!(exit.disk_traffic == [disk], "{exit:?}");
+    }
+    Ok(disk)
+}
+
+/// Which of two figures of a disk is the later one.
+fn moves(before: &DiskTraffic, after: &DiskTraffic) -> Result<()> {
+    let up = before.reads <= after.reads
+        && before.read_bytes <= after.read_bytes
+        && before.writes <= after.writes
+        && before.written_bytes <= after.written_bytes;
+    ensure!(up, "expected no figure below {before:?}, got {after:?}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_vm_moves_is_known_over_daemons_and_after_its_end() -> Result<()> {
+    let mut bed = guest::testbed().await?;
+    let vm = Living::new(create(&bed, "moves").await?, &bed)?;
+    // Its guest writes block after block.
+    let more = async |bed: &Testbed, before: DiskTraffic| {
+        let mut now = before;
+        until("it has written 64 blocks more", async || {
+            now = moved(bed, &vm).await?;
+            Ok(now.written_bytes >= before.written_bytes + 64 * 4096)
+        })
+        .await?;
+        moves(&before, &now)?;
+        Ok::<_, anyhow::Error>(now)
+    };
+    let before = more(&bed, DiskTraffic::default()).await?;
+    bed.kill()?;
+    bed.start().await?;
+    vm.runs_on(&bed).await?;
+    let before = more(&bed, before).await?;
+    // Nothing asks the VMM before it is killed.
+    bed.client.kill(&vm.word()).await?;
+    let last = moved(&bed, &vm).await?;
+    moves(&before, &last)?;
+    bed.kill()?;
+    bed.start().await?;
+    ensure!(moved(&bed, &vm).await? == last);
+    // A daemon that finds a VMM ended has its figures too, although it never saw it.
+    start_again(&bed, vm.id).await?;
+    let again = Living::new(vm.listed(&bed).await?, &bed)?;
+    let mut first = DiskTraffic::default();
+    until("it has moved something", async || {
+        first = moved(&bed, &again).await?;
+        Ok(first.writes > 0)
+    })
+    .await?;
+    ensure!(first.writes < last.writes, "a start begins a new bill: {first:?} after {last:?}");
+    let vmm = *bed.processes().get(&vm.id).context("a VM without a VMM")?;
+    bed.kill()?;
+    if let Some(vmm) = dayfly_host::process::Process::open(vmm)? {
+        vmm.kill()?;
+    }
+    until("the VMM has ended", async || Ok(!bed.processes().contains_key(&vm.id))).await?;
+    bed.start().await?;
+    let exit = again.listed(&bed).await?.exit.context("it has ended")?;
+    ensure!(exit.reason == ExitKind::Lost, "{exit:?}");
+    moves(&first, &moved(&bed, &again).await?)?;
+    bed.client.remove_vm(&vm.word(), true).await?;
+    bed.stop()
+}
+
 /// Which of two bills is the later one, in all figures that only go up.
 fn grows(before: &VmUsage, after: &VmUsage) -> Result<()> {
+    let (one, other) = (before.parts.context("no parts")?, after.parts.context("no parts")?);
     let up = before.cpu_us <= after.cpu_us
         && before.cpu_user_us <= after.cpu_user_us
         && before.cpu_system_us <= after.cpu_system_us
-        && before.memory_peak_bytes <= after.memory_peak_bytes;
+        && before.memory_peak_bytes <= after.memory_peak_bytes
+        && one.vcpus_us <= other.vcpus_us
+        && one.io_us <= other.io_us
+        && one.work_us <= other.work_us
+        && one.creation_us <= other.creation_us
+        && one.destruction_us <= other.destruction_us;
     ensure!(up, "expected no figure below {before:?}, got {after:?}");
     Ok(())
+}
+
+/// What the group's CPU time was for, without what was done outside of it.
+const fn inside_us(parts: CpuParts) -> u64 {
+    parts.vcpus_us + parts.io_us + parts.work_us
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_is_removed_while_it_lives_is_billed_after_its_end() -> Result<()> {
+    if !has_groups() {
+        return Ok(());
+    }
+    let mut bed = guest::testbed().await?;
+    let vm = Living::new(create(&bed, "removed").await?, &bed)?;
+    let mut before = VmUsage::default();
+    until("it has written blocks", async || {
+        before = usage(&bed, &vm).await?;
+        Ok(moved(&bed, &vm).await?.writes > 64)
+    })
+    .await?;
+    let disk = moved(&bed, &vm).await?;
+    let mut events = bed.client.events(&EventQuery::default()).await?;
+    bed.client.remove_vm(&vm.word(), true).await?;
+    let last = loop {
+        let event = events.next().await?.context("the stream of events ended")?;
+        if event.kind == EventKind::Billed && event.vm == Some(vm.id) {
+            break event.exit.context("a bill without an exit")?;
+        }
+    };
+    let usage = last.usage.context("an exit without a bill")?;
+    grows(&before, &usage)?;
+    ensure!(usage.parts.is_some_and(|parts| parts.destruction_us > 0), "{usage:?}");
+    // It was never looked at, and counts with the most that it had.
+    ensure!(usage.memory_byte_seconds > 0, "{usage:?}");
+    ensure!(last.disk_traffic.len() == 1, "{last:?}");
+    moves(&disk, &last.disk_traffic[0])?;
+    bed.stop()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_bill_says_what_cpu_time_was_for_until_the_vm_was_destroyed() -> Result<()> {
+    if !has_groups() {
+        return Ok(());
+    }
+    let mut bed = guest::testbed().await?;
+    let vm = Living::new(create(&bed, "works").await?, &bed)?;
+    let parts = async |bed: &Testbed| {
+        let usage = usage(bed, &vm).await?;
+        Ok::<_, anyhow::Error>((usage, usage.parts.context("no parts")?))
+    };
+    let mut before = parts(&bed).await?;
+    ensure!(before.1.creation_us > 0 && before.1.destruction_us == 0, "{before:?}");
+    // Its guest writes to memory and disk: vCPUs, and the thread of the disks.
+    for round in 0..3 {
+        let begun = before;
+        until("vCPUs and devices have worked", async || {
+            let now = parts(&bed).await?;
+            grows(&before.0, &now.0)?;
+            before = now;
+            Ok(now.1.vcpus_us > begun.1.vcpus_us + 50_000 && now.1.io_us > begun.1.io_us + 1000)
+        })
+        .await?;
+        // Work of the main thread, and of nothing else.
+        if round == 0 {
+            let work_us = before.1.work_us;
+            vm.can_be_forked(&bed).await?;
+            until("the fork was work", async || Ok(parts(&bed).await?.1.work_us > work_us)).await?;
+            bed.kill()?;
+            bed.start().await?;
+            vm.runs_on(&bed).await?;
+        }
+    }
+    ensure!(before.1.creation_us > 0, "known to the next daemon: {before:?}");
+    // Parts are of the whole. Threads are counted before the group, and one after the other.
+    ensure!(inside_us(before.1) <= before.0.cpu_us, "{before:?}");
+    bed.client.kill(&vm.word()).await?;
+    let (usage, last) = parts(&bed).await?;
+    grows(&before.0, &usage)?;
+    ensure!(last.destruction_us > 0, "{last:?}");
+    // At the end, nothing of the group's time is without a part; the rest is the VMM's set-up.
+    let set_up_us = usage.cpu_us - inside_us(last);
+    ensure!(set_up_us > 0 && set_up_us <= last.creation_us, "{usage:?}");
+    bed.client.remove_vm(&vm.word(), true).await?;
+    bed.stop()
 }
 
 const CPU: u32 = 250;
@@ -86,6 +250,7 @@ fn limits() -> VmLimits {
         cpu_weight: Some(50),
         memory_max_bytes: Some(256 << 20),
         pids_max: Some(40),
+        ..VmLimits::default()
     }
 }
 

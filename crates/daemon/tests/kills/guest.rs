@@ -5,11 +5,11 @@ use anyhow::{Context, Result, bail, ensure};
 use dayfly_api::agent::{FrameKind, READY_PORT, Ready, Reply, encode};
 use dayfly_api::client::ProgressStream;
 use dayfly_api::types::{
-    BootSource, CreateRequest, Lifetime, NetworkRequest, Progress, SnapshotRequest, Source, Vm,
-    VmLimits, VmState,
+    BootSource, CreateRequest, Lifetime, NetworkRequest, Progress, Publish, SnapshotRequest,
+    Source, Vm, VmLimits, VmState,
 };
 use dayfly_store::{Digest, ImageConfig, ImageSpec, KernelSpec, Store, sparse};
-use dayfly_units::{Name, VmId};
+use dayfly_units::{CpuModel, Name, VmId};
 use dayfly_vmm::arch::layout;
 use std::io::Write;
 use std::os::unix::fs::MetadataExt as _;
@@ -44,11 +44,15 @@ pub fn name(text: &str) -> Result<Name> {
 /// Stores the guest `called`. No daemon may run. Its clones check all slots, and then do `then`
 /// ([`dayfly_microguest`], `grow=`).
 pub fn store(bed: &Testbed, called: &str, then: char) -> Result<()> {
+    // 64 slots before the snapshot.
+    store_words(bed, called, &format!("grow={:x}:40:1:1:{then}", layout::GENERATION.0))
+}
+
+/// Stores the guest `called`, which obeys `words`. No daemon may run.
+pub fn store_words(bed: &Testbed, called: &str, words: &str) -> Result<()> {
     std::fs::create_dir_all(bed.state())?;
     let (store, guest) = (Store::open(&bed.state())?, name(called)?);
-    // 64 slots before the snapshot.
-    let words = format!("grow={:x}:40:1:1:{then}", layout::GENERATION.0);
-    let (elf, words) = (dayfly_microguest::elf(), dayfly_microguest::initramfs(&words));
+    let (elf, words) = (dayfly_microguest::elf(), dayfly_microguest::initramfs(words));
     let both = [elf, &words].concat();
     let spec = KernelSpec {
         release: GUEST.to_owned(),
@@ -87,19 +91,21 @@ pub async fn testbed_of(programs: PathBuf) -> Result<Testbed> {
 
 /// Boots the guest `called`, and takes the snapshot `to` of it.
 pub async fn base(bed: &Testbed, called: &str, to: &str) -> Result<()> {
-    let boot = BootSource {
-        image: name(called)?,
-        kernel: Some(name(called)?),
-        memory_bytes: MEMORY_BYTES,
-        vcpus: 1,
-        init: None,
-    };
-    let request = request(Source::Boot(boot), "first");
-    let created = async { Ok(bed.client.create(&request).await?) };
-    let (vm, ()) = tokio::try_join!(created, report_ready(bed))?;
+    let vm = boot(bed, called, MEMORY_BYTES, "ready\n").await?;
     snapshot(bed, vm.id, to).await?;
     bed.client.remove_vm(&vm.id.to_string(), true).await?;
     Ok(())
+}
+
+/// Boots the guest `called`, which is ready when its console ends with `says`.
+pub async fn boot(bed: &Testbed, called: &str, memory_bytes: u64, says: &str) -> Result<Vm> {
+    let (image, kernel) = (name(called)?, Some(name(called)?));
+    let cpu_model = CpuModel::Host;
+    let boot = BootSource { image, kernel, memory_bytes, vcpus: 1, init: None, cpu_model };
+    let request = request(Source::Boot(boot), "first");
+    let created = async { Ok(bed.client.create(&request).await?) };
+    let (vm, ()) = tokio::try_join!(created, report_ready(bed, says))?;
+    Ok(vm)
 }
 
 fn request(source: Source, name: &str) -> CreateRequest {
@@ -115,13 +121,14 @@ fn request(source: Source, name: &str) -> CreateRequest {
     }
 }
 
-/// Reports that the guest that boots is ready, as an agent would: the daemon waits for it. An agent
-/// without a version is none, so the daemon sends it nothing.
-pub async fn report_ready(bed: &Testbed) -> Result<()> {
+/// Reports that the guest that boots is ready, as an agent would, when its console ends with
+/// `says`: the daemon waits for it. An agent without a version is none, so the daemon sends it
+/// nothing.
+pub async fn report_ready(bed: &Testbed, says: &str) -> Result<()> {
     let mut booting = None;
     until("a guest boots", async || {
         let vms = bed.client.vms(true).await?;
-        let ready = vms.into_iter().filter(|vm| console(bed, vm.id).ends_with("ready\n"));
+        let ready = vms.into_iter().filter(|vm| console(bed, vm.id).ends_with(says));
         // The console of an earlier boot has a socket on which no daemon listens.
         let socket = |vm: Vm| {
             UnixStream::connect(bed.of_vm(vm.id, &format!("root/vsock.sock_{READY_PORT}"))).ok()
@@ -141,7 +148,7 @@ pub async fn report_ready(bed: &Testbed) -> Result<()> {
 pub async fn start_again(bed: &Testbed, id: VmId) -> Result<()> {
     let word = id.to_string();
     let started = async { Ok(bed.client.start(&word).await?) };
-    let (vm, ()) = tokio::try_join!(started, report_ready(bed))?;
+    let (vm, ()) = tokio::try_join!(started, report_ready(bed, "ready\n"))?;
     ensure!(vm.id == id && vm.state == VmState::Running, "expected VM {id} that runs: {vm:?}");
     Ok(())
 }
@@ -189,6 +196,18 @@ pub async fn create_from(bed: &Testbed, snapshot: &str, called: &str) -> Result<
 pub async fn clone(bed: &Testbed, snapshot: &str, called: &str) -> Result<Vm> {
     let request = request(Source::Snapshot(name(snapshot)?), called);
     bed.client.create(&request).await.with_context(|| format!("a clone of {snapshot}"))
+}
+
+/// A clone of the snapshot [`BASE`] that publishes these ports, which is ready.
+pub async fn create_published(
+    bed: &Testbed,
+    called: &str,
+    publish: Vec<Publish>,
+    limits: VmLimits,
+) -> Result<Vm> {
+    let request = request(Source::Snapshot(name(BASE)?), called);
+    let network = NetworkRequest { publish, ..NetworkRequest::default() };
+    Ok(bed.client.create(&CreateRequest { network, limits, ..request }).await?)
 }
 
 /// As [`create`], with limits.

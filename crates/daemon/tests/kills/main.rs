@@ -22,13 +22,17 @@
 mod activation;
 mod ahead;
 mod check;
+mod cpus;
 mod groups;
 mod guest;
 mod living;
 mod memory;
 mod operation;
+mod packer;
+mod ports;
 mod repeated;
 mod space;
+mod streams;
 mod testbed;
 mod upgrade;
 

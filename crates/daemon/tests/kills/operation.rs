@@ -5,6 +5,7 @@ use crate::living::Living;
 use crate::testbed::Testbed;
 use anyhow::{Result, bail};
 use dayfly_api::types::{BakeRequest, CollectRequest, ForkRequest, Lifetime};
+use dayfly_units::CpuModel;
 use std::fmt;
 use std::time::Duration;
 
@@ -122,7 +123,7 @@ fn passes(point: &str) -> Vec<(u32, Operation)> {
             "daemon.pending" => ForkAs,
             "daemon.merge" | "store.merge" => Merge,
             "daemon.snapshot" | "daemon.save" | "daemon.publish" => Snapshot,
-            "store.prepare" | "store.put_pages" | "store.commit" => Snapshot,
+            "daemon.packer" | "store.prepare" | "store.put_pages" | "store.commit" => Snapshot,
             "daemon.remove" | "store.remove_vm" => Remove,
             "daemon.remove_snapshot" | "store.remove" | "store.gc" => RemoveSnapshot,
             "store.gc_pages" => RemoveSnapshot,
@@ -221,11 +222,12 @@ async fn bake(bed: &Testbed) -> Result<()> {
         kernel: Some(guest::name(guest::GUEST)?),
         memory_bytes: guest::MEMORY_BYTES,
         vcpus: 1,
+        cpu_model: CpuModel::Host,
         warmup: None,
         recording: None,
         init: None,
         egress: None,
     };
     let baked = async { guest::made(bed.client.bake(&request).await?).await };
-    tokio::try_join!(baked, guest::report_ready(bed)).map(drop)
+    tokio::try_join!(baked, guest::report_ready(bed, "ready\n")).map(drop)
 }

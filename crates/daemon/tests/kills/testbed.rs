@@ -38,6 +38,8 @@ pub struct Testbed {
     pub options: Vec<&'static str>,
     /// Sockets that the next daemon gets as systemd would pass them.
     pub activation: Option<Activation>,
+    /// The addresses of VMs, or "none".
+    pub network: &'static str,
     daemon: Option<Child>,
     /// The folder with the programs that the next daemon is started from.
     pub programs: PathBuf,
@@ -93,6 +95,7 @@ impl Testbed {
             pool: "0",
             options: Vec::new(),
             activation: None,
+            network: "none",
             daemon: None,
             programs: own_programs(),
             client,
@@ -147,7 +150,7 @@ impl Testbed {
             // What else runs on the host changes nothing here.
             .env("DAYFLY_TIMEOUT_FACTOR", "6")
             .env("DAYFLY_MEMORY_RESERVE", "none")
-            .args(["--overcommit", "1000", "--network", "none", "--pool", self.pool])
+            .args(["--overcommit", "1000", "--network", self.network, "--pool", self.pool])
             .args(&self.options)
             .stdin(Stdio::null());
         if let Some(activation) = &self.activation {

@@ -5,6 +5,7 @@ use std::cell::Cell;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -90,9 +91,60 @@ impl Drop for World {
     }
 }
 
+/// Whether the second lane waits for a copy of the first one's disk.
+static COPY_WANTED: AtomicBool = AtomicBool::new(false);
+
+/// The copy.
+fn copied_disk() -> PathBuf {
+    home_of(0).join("disk.copy")
+}
+
 fn set_up() {
     std::fs::create_dir_all(home()).unwrap();
     let begun = Instant::now();
+    if LANE.get() == 0 {
+        let _ = std::fs::remove_file(copied_disk()); // It may be there since an earlier run.
+        set_up_alone();
+        if COPY_WANTED.load(Ordering::SeqCst) {
+            copy_disk();
+        }
+    } else if !set_up_from_first() {
+        set_up_alone();
+    }
+    let took = begun.elapsed().as_secs();
+    note("e2e-times.log", &format!("{took:5} s  set-up of lane {}", LANE.get()));
+}
+
+/// Copies the machine's disk with everything that was set up, while the machine is stopped.
+fn copy_disk() {
+    ok(&["machine", "stop"]);
+    copy(&home().join("home/machine/disk.img"), &copied_disk());
+    start_machine();
+}
+
+/// Copies a file with its holes.
+fn copy(from: &Path, to: &Path) {
+    let done = Command::new("cp").args(["--sparse=always", "--"]).arg(from).arg(to).status();
+    assert!(done.unwrap().success(), "copying {}", from.display());
+}
+
+/// Starts the second machine with a copy of the first one's disk: building an image and baking it
+/// takes a minute of CPU time and more. Returns false if the first lane was ready before this one
+/// asked for a copy.
+fn set_up_from_first() -> bool {
+    COPY_WANTED.store(true, Ordering::SeqCst);
+    // A lane is used only if the one before is in use, so the first one's set-up has begun.
+    if LANES[0].ready.wait().is_err() || !copied_disk().exists() {
+        return false;
+    }
+    ok(&["machine", "init", "--cpus", "1"]);
+    dayfly(&["machine", "stop"]); // It may run since an earlier run of the tests.
+    std::fs::rename(copied_disk(), home().join("home/machine/disk.img")).unwrap();
+    start_machine();
+    true
+}
+
+fn set_up_alone() {
     if machine() {
         // One CPU, because QEMU 7.2's emulation of several crashes kernels that patch their own
         // code. The machine's disk of an earlier run is kept, with the programs of this build.
@@ -118,8 +170,6 @@ fn set_up() {
         ok(&["image", "build", "--debian", "bookworm", "--include", INCLUDE, IMAGE]);
     }
     bake(IMAGE, BASE, &[]);
-    let took = begun.elapsed().as_secs();
-    note("e2e-times.log", &format!("{took:5} s  set-up of lane {}", LANE.get()));
 }
 
 /// Removes the images that tests left. Only [`IMAGE`] is kept, because building it takes long.

@@ -7,6 +7,7 @@
 
 mod again;
 mod colours;
+mod cpus;
 mod crashes;
 mod damage;
 mod egress;

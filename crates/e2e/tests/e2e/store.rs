@@ -31,7 +31,7 @@ fn a_snapshot_gives_back_what_only_it_kept() {
     // Unique pages, in memory and on disk.
     sh(
         "source",
-        "head -c 24000000 /dev/urandom >/dev/shm/own; \
+        "head -c 6000000 /dev/urandom >/dev/shm/own; \
          head -c 3000000 /dev/urandom >/root/own; sync",
     );
     ok(&["snapshot", "source", "-t", "e2e-own"]);
@@ -40,11 +40,10 @@ fn a_snapshot_gives_back_what_only_it_kept() {
     let kinds = ["zero_bytes", "free_bytes", "disk_bytes", "shared_bytes", "own_bytes"];
     let sum: u64 = kinds.iter().map(|kind| number(&row["memory"][kind])).sum();
     assert_eq!(sum, number(&row["memory_bytes"]), "{row}");
-    assert!(number(&row["memory"]["own_bytes"]) >= 24_000_000, "{row}");
+    assert!(number(&row["memory"]["own_bytes"]) >= 6_000_000, "{row}");
     assert!(number(&row["memory"]["shared_bytes"]) > 1 << 20, "with {BASE}: {row}");
     assert!(
-        number(&row["own_page_bytes"]) >= 20_000_000
-            && number(&row["own_layer_bytes"]) >= 3_000_000,
+        number(&row["own_page_bytes"]) >= 5_000_000 && number(&row["own_layer_bytes"]) >= 3_000_000,
         "{row}"
     );
     let base = du(BASE).unwrap();
@@ -59,13 +58,11 @@ fn a_snapshot_gives_back_what_only_it_kept() {
 
     let with = json(&["store", "stats", "--format", "json"]);
     let stored = |stats: &Value| number(&stats["pages"]["stored_bytes"]);
-    assert!(stored(&with) >= stored(&before) + 20_000_000, "{before}, {with}");
+    assert!(stored(&with) >= stored(&before) + 5_000_000, "{before}, {with}");
     assert!(
         with["dedup_ratio"].as_f64().unwrap() > 1.0
             && with["compression_ratio"].as_f64().unwrap() > 1.0
     );
-    let verified = dayfly(&["store", "verify"]);
-    assert!(verified.code == 0 && verified.out.contains("nothing is damaged"), "{verified:?}");
     let one = json(&["store", "verify", "--format", "json", "e2e-own"]);
     assert_eq!(
         (number(&one["snapshots"]), one["damaged"].as_array().unwrap().len()),
@@ -77,7 +74,7 @@ fn a_snapshot_gives_back_what_only_it_kept() {
     let collected = dayfly(&["store", "gc"]);
     assert!(collected.code == 0 && collected.out.starts_with("REMOVED"), "{collected:?}");
     let after = json(&["store", "stats", "--format", "json"]);
-    assert!(stored(&after) + 20_000_000 <= stored(&with), "{with}, {after}");
+    assert!(stored(&after) + 5_000_000 <= stored(&with), "{with}, {after}");
     assert_eq!(number(&after["layers"]["count"]), number(&before["layers"]["count"]), "{after}");
     assert!(du("e2e-own").is_none());
     assert_eq!(ok(&["run", BASE, "echo", "well"]), "well");

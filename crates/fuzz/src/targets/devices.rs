@@ -58,7 +58,8 @@ const SAVE: u8 = 11;
 const READ_REGISTER: u8 = 12;
 const LIMIT: u8 = 13;
 const RETRY: u8 = 14;
-const EVENTS: u8 = 15;
+const FLIGHT: u8 = 15;
+const EVENTS: u8 = 16;
 
 const REGISTERS: [u64; 20] = [
     register::DEVICE_FEATURES_SEL,
@@ -204,6 +205,7 @@ impl World {
                 let _waits = self.devices.set().take_stall();
                 self.devices.set().retry();
             }
+            FLIGHT => self.devices.read_in_flight(),
             kind @ (FROM_WIRE | CONNECT | HOST_WRITES | HOST_READS | LIMIT) => {
                 self.host_event(kind, events)?;
             }
@@ -411,6 +413,7 @@ fn seeds() -> Vec<Vec<u8>> {
     zeroes.store(0x1000, &[0, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0]);
     zeroes.request(13, 0, 16, false);
     zeroes.request(11, 0, 16, false);
+    let flight = Script([&disk.0[..], &[FLIGHT], &disk.0[5..], &[TURN, SAVE]].concat());
     let mut rng = Script::new(1 << RNG);
     rng.descriptor(RNG, 0, 0, (0, 64, 2, 0));
     rng.send(RNG, 0, 0);
@@ -454,5 +457,5 @@ fn seeds() -> Vec<Vec<u8>> {
     vsock.send(VSOCK, 1, 0);
     vsock.0.extend_from_slice(&[LATER, 0xff, 0xff, TURN, SAVE]);
     let raw = vec![0, 0, 0, 0, 0, WRITE_REGISTER, 0, 8, 1, 0, 0, 0, READ_REGISTER, 3, 8];
-    vec![disk.0, zeroes.0, rng.0, net.0, vsock.0, raw]
+    vec![disk.0, zeroes.0, flight.0, rng.0, net.0, vsock.0, raw]
 }

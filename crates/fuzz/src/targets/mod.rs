@@ -7,8 +7,10 @@ pub mod daemon;
 pub mod devices;
 pub mod dns;
 pub mod introspect;
+pub mod packer;
 pub mod pager;
 pub mod registry;
+pub mod relay;
 pub mod store;
 pub mod tree;
 pub mod units;
@@ -33,8 +35,10 @@ pub fn all() -> impl Iterator<Item = &'static Target> {
         boot::TARGETS,
         dns::TARGETS,
         daemon::TARGETS,
+        packer::TARGETS,
         pager::TARGETS,
         registry::TARGETS,
+        relay::TARGETS,
         introspect::TARGETS,
     ]
     .into_iter()

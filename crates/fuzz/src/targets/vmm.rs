@@ -9,7 +9,7 @@ use dayfly_vmm::disk::layer::LayerMap;
 use dayfly_vmm::disk::page_map::record;
 use dayfly_vmm::disk::room::Limits;
 use dayfly_vmm::memory::{backing, working_set};
-use dayfly_vmm::{arch, config, state, zygote};
+use dayfly_vmm::{arch, config, meter, state, zygote};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::Write;
@@ -84,6 +84,15 @@ pub const TARGETS: &[Target] = &[
         heap: Heap { fixed: 4096, per_byte: 16 },
         run: disk_limits,
         seeds: limit_seeds,
+    },
+    Target {
+        name: "exit-file",
+        what: "what a VMM counts for the bill, and its exit record",
+        stateful: false,
+        most_bytes: 1024,
+        heap: SMALL,
+        run: exit_file,
+        seeds: exit_seeds,
     },
     Target {
         name: "vmm-messages",
@@ -219,6 +228,43 @@ fn disk_limits(input: &[u8]) -> Outcome {
     Outcome::Accepted
 }
 
+/// The bytes of a page of [`meter`] that have a meaning.
+const COUNTED: usize = 384;
+
+fn exit_seeds() -> Vec<Vec<u8>> {
+    let record = br#"{"reason":"panic","message":"it panicked"}"#;
+    let counted = |version: u64, figure: u64| {
+        let words = [version].into_iter().chain([figure; COUNTED / 8 - 2]);
+        let words: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+        [b"\x01".as_slice(), &meter::MAGIC, &words].concat()
+    };
+    vec![
+        [b"\x00", record.as_slice()].concat(),
+        [counted(meter::VERSION, 1 << 40).as_slice(), record].concat(),
+        counted(meter::VERSION, u64::MAX),
+        counted(2, 7),
+        vec![1],
+    ]
+}
+
+/// The first byte says whether a page comes first.
+fn exit_file(input: &[u8]) -> Outcome {
+    let Some((paged, rest)) = input.split_first() else { return Outcome::Refused };
+    let paged = paged % 2 == 1;
+    let (page, record) = rest.split_at(if paged { rest.len().min(COUNTED) } else { 0 });
+    let mut file = page.to_vec();
+    file.resize(if paged { meter::METER_BYTES } else { 0 }, 0);
+    file.extend_from_slice(record);
+    let (metered, found) = meter::split(&file);
+    assert!(file.ends_with(found), "a part of the file");
+    if let Some(metered) = metered {
+        assert_eq!(found.len(), record.len(), "the record is behind the page");
+        assert_eq!(meter::Metered::decode(&file), Some(metered));
+        planted(|| metered.net.sent_bytes > 1 << 60 && metered.disks[7].reads > 0);
+    }
+    Outcome::of(metered.is_some() | json::<ExitRecord>(found))
+}
+
 /// Whether `bytes` are JSON of `T`, which is the same after it is written and read.
 pub(crate) fn json<T: Serialize + DeserializeOwned>(bytes: &[u8]) -> bool {
     let Ok(value) = serde_json::from_slice::<T>(bytes) else { return false };
@@ -238,7 +284,7 @@ fn message_seeds() -> Vec<Vec<u8>> {
         leaves(&value, &mut seeds);
     }
     seeds.push(br#"{"command":"fork","likely":null}"#.to_vec());
-    seeds.push(serde_json::to_vec(&zygote::Report::Forked { pid: 7 }).unwrap());
+    seeds.push(serde_json::to_vec(&zygote::Report::Forked { pid: 7, cpu_us: 9 }).unwrap());
     seeds
 }
 

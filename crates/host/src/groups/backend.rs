@@ -1,6 +1,7 @@
 //! What both versions have to do.
 
-use super::limits::{Controllers, GroupError, Limits, Usage};
+use super::limits::{Controllers, GroupError, IoMax, Limits, Usage};
+use crate::disks::Disk;
 use dayfly_sys::group::Entry;
 use std::fmt;
 use std::io;
@@ -18,8 +19,12 @@ pub(super) trait Backend: fmt::Debug + Send + Sync {
     /// Sets the weights of the tree, of the folder of VMs, and of the groups above the tree that a
     /// daemon made.
     fn weigh(&self);
-    /// Takes the limit of CPU time away.
-    fn lift_cpu_max(&self, group: &Path) -> io::Result<()>;
+    /// Takes the limits of CPU time and of disks away.
+    fn lift_rates(&self, group: &Path) -> io::Result<()>;
+    /// Checks that rates of disks can be limited.
+    fn check_io(&self) -> Result<(), GroupError>;
+    /// Limits the rates of these disks.
+    fn limit_io(&self, group: &Path, io_max: &IoMax, disks: &[Disk]) -> Result<(), GroupError>;
     /// How a new process enters the group.
     fn entry(&self, group: &Path) -> io::Result<Entry>;
     /// Sets the given limits; the others stay.

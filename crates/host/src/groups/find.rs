@@ -104,6 +104,23 @@ pub(super) fn v1(mounts: &[Mount], cgroups: &str, root: &Root) -> Vec<Hierarchy>
     found
 }
 
+/// The v1 hierarchy of cpuset, with the group in which the tree is made; `None` if it has another
+/// controller that is used, because a group without CPUs cannot be entered.
+pub(super) fn v1_cpuset(mounts: &[Mount], cgroups: &str, root: &Root) -> Option<Hierarchy> {
+    let used = ["cpu", "cpuacct", "memory", "pids"];
+    let mount = mounts.iter().find(|mount| {
+        let own = mount.controllers.as_deref().unwrap_or_default();
+        has(own, "cpuset") && !used.iter().any(|name| has(own, name))
+    })?;
+    let own = mount.folder(&mount.own(cgroups)?)?;
+    let base = match root {
+        Root::At(path) => mount.folder(path)?,
+        _ => own.clone(),
+    };
+    // The daemon stays where it is.
+    Some(Hierarchy { base, own, controllers: vec!["cpuset".to_owned()], joins: false })
+}
+
 /// The v2 group in which the tree is made. `delegated` says of a folder whether systemd delegates
 /// it.
 pub(super) fn v2(
@@ -163,7 +180,7 @@ pub(super) fn place(root: &Root) -> Result<Place, NoGroups> {
     let unified = mounts.iter().find(|mount| mount.is_v2());
     let place = match unified.filter(|mount| has_controllers(mount)) {
         Some(mount) => Place::V2(v2(mount, &cgroups, root, is_delegated)?),
-        None => Place::V1(v1(&mounts, &cgroups, root)),
+        None => Place::V1(v1(&mounts, &cgroups, root), v1_cpuset(&mounts, &cgroups, root)),
     };
     if place.bases().next().is_none() {
         return Err(NoGroups::Nowhere);

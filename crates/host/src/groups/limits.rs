@@ -15,12 +15,15 @@ pub struct Limits {
     pub pids_max: Option<u32>,
 }
 
+/// The limit of disks in errors.
+pub(super) const IO_MAX: &str = "io_max";
+
 /// The period of a limit of CPU time, in microseconds: the kernel's default.
 pub(super) const CPU_PERIOD_US: u64 = 100_000;
 
 /// The CPUs of this process. All VMs together weigh as much as one task on each of them.
 pub(super) fn cpus() -> u64 {
-    std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64)
+    crate::cpus::number() as u64
 }
 
 impl Limits {
@@ -47,6 +50,31 @@ pub struct Controllers {
     pub pids: bool,
 }
 
+/// The most that the processes of a group may read from and write to each of some disks, in each
+/// second. `None`: no limit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct IoMax {
+    /// Bytes read.
+    pub read_bytes: Option<u64>,
+    /// Bytes written.
+    pub write_bytes: Option<u64>,
+    /// Read requests.
+    pub reads: Option<u64>,
+    /// Write requests.
+    pub writes: Option<u64>,
+}
+
+impl IoMax {
+    /// The keys and values of `io.max`.
+    pub(super) fn keys(&self) -> String {
+        let Self { read_bytes, write_bytes, reads, writes } = *self;
+        [("rbps", read_bytes), ("wbps", write_bytes), ("riops", reads), ("wiops", writes)]
+            .into_iter()
+            .filter_map(|(key, value)| value.map(|value| format!(" {key}={value}")))
+            .collect()
+    }
+}
+
 /// Why a limit was not set.
 #[derive(Debug, thiserror::Error)]
 pub enum GroupError {
@@ -58,6 +86,18 @@ pub enum GroupError {
         /// The controller.
         controller: &'static str,
     },
+    /// Only cgroup v2 has this limit.
+    #[error(
+        "{limit}: this host has the controllers of cgroup v1, which does not limit writes that go \
+         through the page cache; a host with cgroup v2 has this limit"
+    )]
+    OnlyV2 {
+        /// The limit.
+        limit: &'static str,
+    },
+    /// These CPUs cannot be kept free of VMs.
+    #[error("{0}")]
+    Main(String),
     /// The kernel refuses the value.
     #[error("{limit}: {source}")]
     Refused {

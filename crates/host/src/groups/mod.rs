@@ -9,6 +9,7 @@
 //!    main/                    the daemon and idle zygotes
 //!    templates/<n>/           one pager
 //!    vms/<n>/                 one VMM: vCPUs, devices
+//!    booked/<n>/              the same, with booked CPUs ([`cpusets`])
 //! ```
 //!
 //! Two back ends do the same: [`v2`] for the unified hierarchy, and [`v1`] for one hierarchy for
@@ -19,6 +20,8 @@
 //! no process is in it: the kernel refuses otherwise, so that no mistake here ends a VM.
 
 mod backend;
+mod books;
+mod cpusets;
 mod files;
 mod find;
 mod limits;
@@ -28,15 +31,17 @@ mod tree;
 mod v1;
 mod v2;
 
-pub use limits::{Controllers, CpuTime, GroupError, Limits, Usage};
+pub use limits::{Controllers, CpuTime, GroupError, IoMax, Limits, Usage};
 pub use name::GroupName;
 pub use place::{NoGroups, Root};
 
+use crate::disks::Disk;
 use crate::spawn::{Program, Spawn};
 use backend::Backend;
+use cpusets::Cpusets;
 use dayfly_sys::group::Entry;
 use files::named;
-use name::PARENTS;
+use name::{BOOKED, PARENTS};
 use place::Place;
 use std::fs::File;
 use std::io;
@@ -56,6 +61,8 @@ pub struct Groups {
     joined: Option<io::Result<()>>,
     /// Why a controller is missing that the kernel has.
     not_enabled: Option<io::Error>,
+    /// CPUs of groups; `None` if the host has no such controller.
+    cpusets: Option<Cpusets>,
 }
 
 impl Groups {
@@ -93,11 +100,15 @@ impl Groups {
         let name = tree::name(run);
         let folders: Vec<PathBuf> = bases.iter().map(|base| base.join(&name)).collect();
         let locks = tree::make(&folders, run)?;
+        let cpusets = Cpusets::of(&place, &name, run);
+        if let Place::V1(_, Some(cpuset)) = &place {
+            tree::sweep(std::slice::from_ref(&cpuset.base));
+        }
         let backend: Box<dyn Backend> = match place {
-            Place::V1(hierarchies) => Box::new(v1::V1::new(hierarchies, &name)),
+            Place::V1(hierarchies, _) => Box::new(v1::V1::new(hierarchies, &name)),
             Place::V2(base) => Box::new(v2::V2::new(base, &name)),
         };
-        let mut groups = Self { backend, _locks: locks, joined: None, not_enabled: None };
+        let mut groups = Self { backend, _locks: locks, joined: None, not_enabled: None, cpusets };
         match groups.prepare(join) {
             Ok(()) => Ok(groups),
             Err(why) => {
@@ -126,11 +137,11 @@ impl Groups {
         self.list().map(drop).map_err(NoGroups::Listing)
     }
 
-    /// Makes the folders that contain groups, unless they exist. Returns why a controller is
-    /// missing in them.
+    /// Makes the folders that contain groups without booked CPUs, unless they exist. Returns why a
+    /// controller is missing in them.
     fn make_parents(&self) -> io::Result<io::Result<()>> {
         let mut enabled = Ok(());
-        for parent in PARENTS {
+        for parent in PARENTS.iter().filter(|parent| **parent != BOOKED) {
             self.make_folder(Path::new(parent))?;
             enabled = enabled.and(self.backend.enable(Path::new(parent)));
         }
@@ -199,7 +210,7 @@ impl Groups {
     /// Nothing of a new group is left.
     pub fn make(&self, group: GroupName) -> io::Result<()> {
         let mut made: Vec<PathBuf> = Vec::new();
-        for path in self.folders().iter().map(|folder| folder.join(group.path())) {
+        for path in self.places(group) {
             let made_it = std::fs::create_dir(&path).or_else(|e| match e.kind() {
                 // Another program removed the folder that contains groups, when it was empty.
                 io::ErrorKind::NotFound => {
@@ -223,7 +234,32 @@ impl Groups {
     /// # Errors
     /// The group does not exist, or a file of it cannot be opened.
     pub fn entry(&self, group: GroupName) -> io::Result<Entry> {
-        self.backend.entry(&group.path())
+        let mut entry = self.backend.entry(&group.path())?;
+        if let Entry::Tasks(tasks) = &mut entry {
+            tasks.extend(self.cpu_tasks(group)?);
+        }
+        Ok(entry)
+    }
+
+    /// Limits what the group's processes may read from and write to each of these disks.
+    ///
+    /// # Errors
+    /// The host has no such limit, or the kernel refuses.
+    pub fn limit_io(
+        &self,
+        group: GroupName,
+        io_max: &IoMax,
+        disks: &[Disk],
+    ) -> Result<(), GroupError> {
+        self.backend.limit_io(&group.path(), io_max, disks)
+    }
+
+    /// Checks that rates of disks can be limited.
+    ///
+    /// # Errors
+    /// As [`Self::limit_io`].
+    pub fn check_io(&self) -> Result<(), GroupError> {
+        self.backend.check_io()
     }
 
     /// Sets the limits that are given; the others stay.
@@ -264,32 +300,34 @@ impl Groups {
             && !self.is_used(group)?)
     }
 
-    /// Takes the limit of CPU time away, so that its processes end quickly.
+    /// Takes the limits of CPU time and of disks away, so that its processes end quickly: one that
+    /// waits for the disk ends when the disk has answered.
     ///
     /// # Errors
     /// The group does not exist, or the kernel refuses.
-    pub fn lift_cpu_max(&self, group: GroupName) -> io::Result<()> {
-        self.backend.lift_cpu_max(&group.path())
+    pub fn lift_rates(&self, group: GroupName) -> io::Result<()> {
+        self.backend.lift_rates(&group.path())
     }
 
-    /// As [`Self::lift_cpu_max`] of the VM's group in which this process is. Does nothing if it is
+    /// As [`Self::lift_rates`] of the VM's group in which this process is. Does nothing if it is
     /// in none of this tree.
     ///
     /// # Errors
     /// The process has ended, or the kernel refuses.
-    pub fn lift_cpu_max_of(&self, pid: u32) -> io::Result<()> {
+    pub fn lift_rates_of(&self, pid: u32) -> io::Result<()> {
         let cgroups = std::fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
         let tree = self.folders().first().and_then(|folder| folder.file_name());
         let group = tree.and_then(|tree| name::vm_of(&cgroups, tree));
-        group.map_or(Ok(()), |group| self.lift_cpu_max(group))
+        group.map_or(Ok(()), |group| self.lift_rates(group))
     }
 
-    /// Whether this process is in the group, in all hierarchies.
+    /// Whether this process is in the group, in all hierarchies that each group is in.
     ///
     /// # Errors
     /// The group does not exist.
     pub fn contains(&self, group: GroupName, pid: u32) -> io::Result<bool> {
         let pid = pid.to_string();
+        // Not the hierarchy of cpuset, in which the kernel may have moved it.
         for folder in self.folders() {
             let path = folder.join(group.path()).join("cgroup.procs");
             let text = std::fs::read_to_string(&path).map_err(named(&path))?;
@@ -305,8 +343,8 @@ impl Groups {
     /// # Errors
     /// The group does not exist.
     pub fn is_used(&self, group: GroupName) -> io::Result<bool> {
-        for folder in self.folders() {
-            if tree::has_processes(&folder.join(group.path()))? {
+        for folder in self.places(group) {
+            if tree::has_processes(&folder)? {
                 return Ok(true);
             }
         }
@@ -320,23 +358,25 @@ impl Groups {
     /// The kernel refuses for another reason.
     pub fn remove(&self, group: GroupName) -> io::Result<bool> {
         let mut removed = true;
-        for folder in self.folders() {
-            removed &= tree::remove(&folder.join(group.path()))?;
+        for folder in self.places(group) {
+            removed &= tree::remove(&folder)?;
         }
         Ok(removed)
     }
 
-    /// The groups of VMs and of templates that exist.
+    /// The groups of VMs and of templates that exist, also those in one hierarchy only.
     ///
     /// # Errors
     /// A folder cannot be listed.
     pub fn list(&self) -> io::Result<Vec<GroupName>> {
         let mut found = Vec::new();
+        let own = self.cpusets.as_ref().and_then(Cpusets::v1_tree);
         for (parent, name) in [
             (PARENTS[0], GroupName::Template as fn(u32) -> GroupName),
             (PARENTS[1], GroupName::Vm as fn(u32) -> GroupName),
+            (PARENTS[2], GroupName::Booked as fn(u32) -> GroupName),
         ] {
-            for folder in self.folders() {
+            for folder in self.folders().iter().map(PathBuf::as_path).chain(own) {
                 let path = folder.join(parent);
                 let entries = match std::fs::read_dir(&path) {
                     // Another program removed it, when it was empty.
@@ -371,7 +411,8 @@ impl Groups {
         if !(outside && left.is_empty()) {
             return Ok(());
         }
-        for folder in self.folders() {
+        let own = self.cpusets.as_ref().and_then(Cpusets::v1_tree);
+        for folder in self.folders().iter().map(PathBuf::as_path).chain(own) {
             tree::remove_all(folder)?;
         }
         Ok(())
@@ -381,3 +422,6 @@ impl Groups {
 #[cfg(test)]
 #[path = "tests.rs"]
 mod tests;
+
+#[cfg(test)]
+mod cpuset_tests;

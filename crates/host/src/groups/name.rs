@@ -13,10 +13,17 @@ pub enum GroupName {
     Template(u32),
     /// That of a VM.
     Vm(u32),
+    /// That of a VM with booked CPUs.
+    Booked(u32),
 }
 
+/// The folder that contains the groups with booked CPUs.
+pub(super) const BOOKED: &str = "booked";
+/// How a path in a hierarchy shows such a group.
+const BOOKED_NAME: (&str, fn(u32) -> GroupName) = ("/booked/", GroupName::Booked);
+
 /// The folders of the tree that contain groups.
-pub(super) const PARENTS: [&str; 2] = ["templates", "vms"];
+pub(super) const PARENTS: [&str; 3] = ["templates", "vms", BOOKED];
 
 impl GroupName {
     /// Its number; 0 for `main`.
@@ -24,7 +31,7 @@ impl GroupName {
     pub const fn number(self) -> u32 {
         match self {
             Self::Main => 0,
-            Self::Template(number) | Self::Vm(number) => number,
+            Self::Template(number) | Self::Vm(number) | Self::Booked(number) => number,
         }
     }
 
@@ -39,9 +46,12 @@ impl GroupName {
 /// the tree.
 pub(super) fn vm_of(cgroups: &str, tree: &OsStr) -> Option<GroupName> {
     cgroups.lines().find_map(|line| {
-        let (above, number) = line.rsplit_once("/vms/")?;
-        let above = above.rsplit('/').next()?;
-        number.parse().ok().filter(|_| above == tree).map(GroupName::Vm)
+        let kinds = [("/vms/", GroupName::Vm as fn(u32) -> GroupName), BOOKED_NAME];
+        kinds.into_iter().find_map(|(parent, name)| {
+            let (above, number) = line.rsplit_once(parent)?;
+            let above = above.rsplit('/').next()?;
+            number.parse().ok().filter(|_| above == tree).map(name)
+        })
     })
 }
 
@@ -51,6 +61,7 @@ impl fmt::Display for GroupName {
             Self::Main => f.write_str("main"),
             Self::Template(number) => write!(f, "templates/{number}"),
             Self::Vm(number) => write!(f, "vms/{number}"),
+            Self::Booked(number) => write!(f, "{BOOKED}/{number}"),
         }
     }
 }

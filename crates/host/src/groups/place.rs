@@ -72,7 +72,9 @@ impl NoGroups {
 /// The folders that the tree is made in.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Place {
-    V1(Vec<Hierarchy>),
+    /// The hierarchies in which each group has a folder; and that of cpuset, if it is mounted by
+    /// itself ([`super::cpusets`]).
+    V1(Vec<Hierarchy>, Option<Hierarchy>),
     V2(V2Place),
 }
 
@@ -92,7 +94,7 @@ pub(super) struct V2Place {
 impl Place {
     pub(super) fn bases(&self) -> impl Iterator<Item = &Path> {
         let (v1, v2) = match self {
-            Self::V1(hierarchies) => (hierarchies.as_slice(), None),
+            Self::V1(hierarchies, _) => (hierarchies.as_slice(), None),
             Self::V2(place) => (&[][..], Some(place.base.as_path())),
         };
         v1.iter().map(|hierarchy| hierarchy.base.as_path()).chain(v2)

@@ -103,6 +103,7 @@ fn the_group_of_a_process_is_found_by_the_name_of_the_tree() {
     let of = |text: &str| name::vm_of(text, "dayfly-1".as_ref());
     assert_eq!(of("3:cpu:/\n2:memory:/a/dayfly-1/vms/7\n0::/\n"), Some(GroupName::Vm(7)));
     assert_eq!(of("0::/dayfly-1/vms/0\n"), Some(GroupName::Vm(0)));
+    assert_eq!(of("0::/dayfly-1/booked/3\n"), Some(GroupName::Booked(3)));
     for other in ["/dayfly-2/vms/7", "/dayfly-1/vms/x", "/dayfly-1/main", "/vms/7", "/"] {
         assert_eq!(of(&format!("0::{other}\n")), None, "{other}");
     }
@@ -145,7 +146,7 @@ fn a_group_lives(groups: &Groups) {
     let used = groups.usage(vm).unwrap();
     assert!(cpu_us(&used) > 0, "{used:?}");
     assert_eq!(groups.unreclaimable_bytes(vm).unwrap().is_some(), used.memory_bytes.is_some());
-    groups.lift_cpu_max_of(std::process::id()).unwrap();
+    groups.lift_rates_of(std::process::id()).unwrap();
     drop(input);
     assert_eq!(process.wait(Some(WITHIN)).unwrap(), Some(Ended::Code(1)));
     let after = groups.usage(vm).unwrap();
@@ -187,7 +188,7 @@ fn a_group_of_v1_is_entered_by_a_new_process_limited_and_used_again() {
     if found.is_empty() {
         return untested("a host with v2 alone");
     }
-    let groups = Groups::in_place(Place::V1(found), run.path(), false).unwrap();
+    let groups = Groups::in_place(Place::V1(found, None), run.path(), false).unwrap();
     a_group_lives(&groups);
     let vm = GroupName::Vm(7);
     let limits = Limits {
@@ -205,12 +206,12 @@ fn a_group_of_v1_is_entered_by_a_new_process_limited_and_used_again() {
     groups.set(vm, &limits).unwrap();
     assert_eq!(files.map(file), ["150000", "512", "67108864", "9"]);
     let (process, input, _output) = process_in(&groups, vm);
-    groups.lift_cpu_max_of(process.id().pid).unwrap();
+    groups.lift_rates_of(process.id().pid).unwrap();
     assert_eq!(file("cpu.cfs_quota_us"), "-1");
     drop(input);
     process.wait(Some(WITHIN)).unwrap();
     groups.set(vm, &limits).unwrap();
-    groups.lift_cpu_max(vm).unwrap();
+    groups.lift_rates(vm).unwrap();
     assert_eq!(file("cpu.cfs_quota_us"), "-1");
     assert!(groups.reset(vm).unwrap());
     assert_eq!(files.map(file), before);
@@ -361,7 +362,7 @@ fn nothing_is_left_of_a_tree_that_cannot_be_used() {
         controllers: vec![controller.to_owned()],
         joins: false,
     };
-    let place = Place::V1(vec![hierarchy(&base, "x"), hierarchy(&elsewhere, "y")]);
+    let place = Place::V1(vec![hierarchy(&base, "x"), hierarchy(&elsewhere, "y")], None);
     let why = Groups::in_place(place, run.path(), false).unwrap_err();
     assert!(matches!(why, NoGroups::Making(_)), "{why}");
     assert!(!base.join(tree::name(run.path())).exists());

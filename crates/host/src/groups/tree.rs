@@ -170,6 +170,8 @@ pub(super) fn remove_all(folder: &Path) -> io::Result<()> {
         }
         remove(&parent)?;
     }
-    remove(&folder.join("main"))?;
+    for name in ["main", "shared"] {
+        remove(&folder.join(name))?;
+    }
     remove(folder).map(drop)
 }

@@ -3,10 +3,11 @@
 
 use super::backend::Backend;
 use super::files::{keyed, named, number, read, without_cache, write};
-use super::limits::{Controllers, CpuTime, GroupError, Limits, Usage, cpus};
-use super::name::GroupName;
+use super::limits::{Controllers, CpuTime, GroupError, IO_MAX, IoMax, Limits, Usage, cpus};
+use super::name::{BOOKED, GroupName};
 use super::place::Hierarchy;
 use super::tree::was_made;
+use crate::disks::Disk;
 use dayfly_sys::group::Entry;
 use std::fs::File;
 use std::io;
@@ -58,9 +59,9 @@ impl V1 {
         self.file("memory", group, MEMSW).is_some_and(|path| path.exists())
     }
 
-    /// The hierarchies in which this process moves into `main`. Not that of cpu: the kernel gives
-    /// real-time priority, which the daemon uses for removals, to no thread of a group without
-    /// real-time runtime (CONFIG_RT_GROUP_SCHED).
+    /// The hierarchies in which this process moves into `main`. Not that of cpu, in which the
+    /// daemon keeps the weight of the group in which it was started: in the tree, it would get a
+    /// part of the tree's.
     fn joined(&self) -> impl Iterator<Item = (&Hierarchy, &PathBuf)> {
         let pairs = self.hierarchies.iter().zip(&self.folders);
         pairs.filter(|(of, _)| of.joins && !of.controllers.iter().any(|own| own == "cpu"))
@@ -89,8 +90,9 @@ impl Backend for V1 {
 
     fn weigh(&self) {
         let shares = (SHARES * cpus()).min(SHARES_RANGE.1).to_string();
-        for group in ["", "vms"] {
-            // With the usual weight, VMs get less beside other programs.
+        for group in ["", "vms", BOOKED] {
+            // With the usual weight, VMs get less beside other programs. The last one may be
+            // missing.
             let _ = self.write("cpu", Path::new(group), "cpu.shares", &shares);
         }
         let above = self.hierarchies.iter().flat_map(|of| of.base.ancestors());
@@ -100,8 +102,16 @@ impl Backend for V1 {
         }
     }
 
-    fn lift_cpu_max(&self, group: &Path) -> io::Result<()> {
+    fn lift_rates(&self, group: &Path) -> io::Result<()> {
         self.write("cpu", group, "cpu.cfs_quota_us", "-1")
+    }
+
+    fn check_io(&self) -> Result<(), GroupError> {
+        Err(GroupError::OnlyV2 { limit: IO_MAX })
+    }
+
+    fn limit_io(&self, _group: &Path, _io_max: &IoMax, _disks: &[Disk]) -> Result<(), GroupError> {
+        Err(GroupError::OnlyV2 { limit: IO_MAX })
     }
 
     fn entry(&self, group: &Path) -> io::Result<Entry> {

@@ -2,10 +2,13 @@
 
 use super::backend::Backend;
 use super::files::{keyed, named, number, read, without_cache, write};
-use super::limits::{CPU_PERIOD_US, Controllers, CpuTime, GroupError, Limits, Usage, cpus};
-use super::name::GroupName;
+use super::limits::{
+    CPU_PERIOD_US, Controllers, CpuTime, GroupError, IO_MAX, IoMax, Limits, Usage, cpus,
+};
+use super::name::{BOOKED, GroupName};
 use super::place::V2Place;
 use super::tree::was_made;
+use crate::disks::Disk;
 use dayfly_sys::group::Entry;
 use rustix::fs::{Mode, OFlags};
 use std::io;
@@ -34,15 +37,24 @@ impl V2 {
         self.tree[0].join(group).join(file)
     }
 
-    /// Gives the groups in `folder` the controllers that it has itself. The kernel refuses one that
-    /// it cannot give, such as cpu while a thread of another group has real-time priority.
-    fn enable_in(folder: &Path) -> io::Result<()> {
+    /// Gives the groups in `folder` those of the controllers that it has itself. The kernel refuses
+    /// one that it cannot give, such as cpu while a thread of another group has real-time priority.
+    fn enable_in(folder: &Path, controllers: &[&str]) -> io::Result<()> {
         let own = read(&folder.join("cgroup.controllers"))?.unwrap_or_default();
-        let used = own.split_whitespace().filter(|name| ["cpu", "memory", "pids"].contains(name));
+        let used = own.split_whitespace().filter(|name| controllers.contains(name));
         let enable =
             |name: &str| write(&folder.join("cgroup.subtree_control"), &format!("+{name}"));
         // All of them, whichever fails.
         used.map(enable).fold(Ok(()), io::Result::and)
+    }
+
+    /// Gives all groups of VMs the controller io. That costs each of their disk requests a little,
+    /// so it is done when the first limit is set.
+    fn enable_io(&self) -> io::Result<()> {
+        let own = ["", "vms", BOOKED].map(|group| self.tree[0].join(group));
+        let folders = self.place.above.iter().chain(&own);
+        // Without VMs that book CPUs, there is no such folder.
+        folders.map(|folder| Self::enable_in(folder, &["io"])).fold(Ok(()), io::Result::and)
     }
 
     /// Whether the tree's base is the root of all groups, which alone has no such file. Such a path
@@ -66,16 +78,22 @@ impl Backend for V2 {
 
     fn enable(&self, group: &Path) -> io::Result<()> {
         let above: &[PathBuf] = if group == Path::new("") { &self.place.above } else { &[] };
-        let above =
-            above.iter().map(|folder| Self::enable_in(folder)).fold(Ok(()), io::Result::and);
-        let own = Self::enable_in(&self.tree[0].join(group));
+        let usual = ["cpu", "memory", "pids"];
+        // Those that other groups may not have come last.
+        let all = ["cpu", "memory", "pids", "cpuset", "io"];
+        let controllers = if group == Path::new(BOOKED) { &all[..] } else { &usual };
+        let enable = |folder: &Path| Self::enable_in(folder, controllers);
+        let above = above.iter().map(|folder| enable(folder)).fold(Ok(()), io::Result::and);
+        let own = enable(&self.tree[0].join(group));
         above.and(own)
     }
 
     fn weigh(&self) {
         let weight = (WEIGHT * cpus()).min(MAIN_WEIGHT);
-        for (group, weight) in [("", weight), ("vms", weight), ("main", MAIN_WEIGHT)] {
-            // Without the controller there is no such file.
+        for (group, weight) in
+            [("", weight), ("vms", weight), (BOOKED, weight), ("main", MAIN_WEIGHT)]
+        {
+            // Without the controller, or without the group, there is no such file.
             let _ = write(&self.at(group.as_ref(), "cpu.weight"), &weight.to_string());
         }
         for folder in self.place.above.iter().filter(|folder| was_made(folder)) {
@@ -83,8 +101,37 @@ impl Backend for V2 {
         }
     }
 
-    fn lift_cpu_max(&self, group: &Path) -> io::Result<()> {
-        write(&self.at(group, "cpu.max"), "max")
+    fn lift_rates(&self, group: &Path) -> io::Result<()> {
+        let cpu = match write(&self.at(group, "cpu.max"), "max") {
+            // Without the controller.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            lifted => lifted,
+        };
+        let path = self.at(group, "io.max");
+        let limits = read(&path)?.unwrap_or_default();
+        let disks = limits.lines().filter_map(|line| line.split_whitespace().next());
+        let lift = |disk| write(&path, &format!("{disk} rbps=max wbps=max riops=max wiops=max"));
+        disks.map(lift).fold(cpu, io::Result::and)
+    }
+
+    fn check_io(&self) -> Result<(), GroupError> {
+        // Enabled later, if the first of the groups above has it.
+        let first = self.place.above.first().map(|first| read(&first.join("cgroup.controllers")));
+        let first = first.and_then(Result::ok).flatten().unwrap_or_default();
+        match first.split_whitespace().any(|name| name == "io") {
+            true => Ok(()),
+            false => Err(GroupError::NoController { limit: IO_MAX, controller: "io" }),
+        }
+    }
+
+    fn limit_io(&self, group: &Path, io_max: &IoMax, disks: &[Disk]) -> Result<(), GroupError> {
+        let path = self.at(group, "io.max");
+        let enabled = if path.exists() { Ok(()) } else { self.enable_io() };
+        let keys = io_max.keys();
+        let set = |disk| write(&path, &format!("{disk}{keys}"));
+        // The first error says more, unless all the same is as it should be.
+        let set = disks.iter().try_for_each(set).map_err(|e| enabled.err().unwrap_or(e));
+        set.map_err(GroupError::refused(IO_MAX))
     }
 
     fn entry(&self, group: &Path) -> io::Result<Entry> {

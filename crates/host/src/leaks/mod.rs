@@ -212,7 +212,7 @@ pub fn sweep(leak: &Leak, groups: Option<&Groups>) -> io::Result<()> {
         Leak::Process(id, _) => {
             let Some(process) = Process::open(*id).map_err(named)? else { return Ok(()) };
             // A process that may hardly run ends late. One without a limit is not concerned.
-            let _ = groups.map(|groups| groups.lift_cpu_max_of(id.pid));
+            let _ = groups.map(|groups| groups.lift_rates_of(id.pid));
             process.kill().map_err(named)?;
             match process.wait(Some(TIMEOUT)).map_err(named)? {
                 Some(_) => Ok(()),

@@ -361,6 +361,11 @@ impl Tree {
             Some(_) => self.unname(dir, name),
             None => {}
         }
+        if self.nodes[node.id].is_none() {
+            // The new name replaced the folder that the only other name was in.
+            let got = format!("one to {:?}, which it replaces", show(target));
+            return refuse("a hard link to an existing file", got);
+        }
         self.name(dir, name, node.id);
         Ok(())
     }

@@ -239,7 +239,7 @@ impl Inner {
             return Ok((0, None));
         }
         let pages = (0..).zip(found.hashes);
-        let (stats, lease) = space.store(self, &found.file, pages, meter)?;
+        let (stats, lease) = space.store(self, &found.file, pages, None, meter)?;
         Ok((stats.new_pages, Some(lease)))
     }
 

@@ -8,6 +8,7 @@
 use crate::blob::IfTaken;
 use crate::errors::{Damage, IoError, IoResult};
 use crate::inner::Inner;
+use crate::integrity::verify::Stamp;
 use crate::meter::Meter;
 use crate::pages::PagesError;
 use crate::pages::pack::PAGE;
@@ -16,6 +17,7 @@ use crate::sparse::is_zero;
 use crate::workers;
 use dayfly_units::Digest;
 use dayfly_units::sealed::{self, HEADER_BYTES, Magic};
+use dayfly_units::sync::lock;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -28,13 +30,16 @@ const FIXED_BYTES: usize = 40;
 const ENTRY_BYTES: usize = 12;
 const MAX_BYTES: u64 = FIXED_BYTES as u64 + MAX_FILE_PAGES * ENTRY_BYTES as u64;
 
+/// The most indexes of which it is remembered that they are sound.
+const MAX_SOUND: usize = 4096;
+
 /// Index of the blocks of one file.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct BlockIndex {
     /// Hash prefixes, ascending, each once.
-    prefixes: Vec<u64>,
+    pub(super) prefixes: Vec<u64>,
     /// For each prefix the first block that has it.
-    blocks: Vec<u32>,
+    pub(super) blocks: Vec<u32>,
 }
 
 fn prefix(hash: &Digest) -> u64 {
@@ -142,6 +147,47 @@ impl Inner {
         Ok(index)
     }
 
+    /// The file of the index of `file`, which is made if there is none, and made again if it is
+    /// damaged; `None` if it cannot be kept. An index is decoded once, and again after its file has
+    /// changed: a reader in another process cannot make it again. The file is a new description,
+    /// read-only.
+    pub(super) fn block_index_file(
+        &self,
+        of: &Digest,
+        file: &File,
+        meter: &Meter,
+    ) -> Result<Option<File>, PagesError> {
+        let dir = self.root.make_or_open(BLOCKS)?;
+        let name = of.to_string();
+        let opened = || -> IoResult<Option<(File, Stamp)>> {
+            match dir.open(&name) {
+                Ok(file) => {
+                    let path = dir.path().join(&name);
+                    let stamp = Stamp::of(&file).map_err(IoError::new("looking at", &path))?;
+                    Ok(Some((file, stamp)))
+                }
+                Err(e) if e.is_not_found() => Ok(None),
+                Err(e) => Err(e),
+            }
+        };
+        if let Some((file, stamp)) = opened()?
+            && lock(&self.sound_indexes).get(of) == Some(&stamp)
+        {
+            return Ok(Some(file));
+        }
+        self.block_index(of, file, meter)?;
+        let Some((file, stamp)) = opened()? else { return Ok(None) };
+        // A damaged one may still be there, if the disk is full.
+        if stamp.is_settled() && BlockIndex::check(&dir, &name, of).is_ok() {
+            let mut sound = lock(&self.sound_indexes);
+            if sound.len() >= MAX_SOUND {
+                sound.clear();
+            }
+            sound.insert(*of, stamp);
+        }
+        Ok(Some(file))
+    }
+
     fn keep_block_index(&self, dir: &crate::blob::Dir, name: &str, bytes: &[u8]) -> IoResult<()> {
         self.writable()?;
         let stage = self.stage()?;
@@ -151,6 +197,13 @@ impl Inner {
         stage.rename(name, dir, name, if_taken)?;
         dir.sync()
     }
+}
+
+/// The index in `file` of the file with the digest `of`; `None` if it is damaged.
+pub(super) fn read_index(of: &Digest, file: &File) -> Option<BlockIndex> {
+    let mut bytes = Vec::new();
+    file.take(MAX_BYTES + HEADER_BYTES as u64 + 1).read_to_end(&mut bytes).ok()?;
+    BlockIndex::decode(Path::new("a block index"), of, &bytes).ok()
 }
 
 /// Reads a sealed file; stops one byte past the longest valid length.

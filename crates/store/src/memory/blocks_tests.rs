@@ -1,5 +1,5 @@
 use super::*;
-use crate::fixture_pages::{file, golden, page, ram};
+use crate::fixture_pages::{file, flip, golden, page, ram};
 use crate::inner::Store;
 use std::fs;
 
@@ -61,4 +61,26 @@ fn damage_is_refused_and_the_index_made_again() {
         assert_eq!(store.0.block_index(&of, &disk, &crate::Meter::default()).unwrap(), good);
         assert_eq!(fs::read(&path).unwrap(), whole);
     }
+}
+
+#[test]
+fn a_damaged_index_is_made_again_before_another_process_gets_it() {
+    let root = tempfile::tempdir().unwrap();
+    let store = Store::open(root.path()).unwrap();
+    let disk = file(&ram(0..40));
+    let of = crate::sparse::digest(&disk).unwrap().digest;
+    let path = root.path().join("blocks").join(of.to_string());
+    let is_sound = || {
+        let got = store.0.block_index_file(&of, &disk, &crate::Meter::default()).unwrap();
+        read_index(&of, &got.unwrap()).is_some()
+    };
+    assert!(is_sound());
+    while !Stamp::at(&path).unwrap().is_settled() {
+        std::thread::yield_now();
+    }
+    // The second call takes the stamp, and the third relies on it.
+    assert!(is_sound() && is_sound());
+    assert_eq!(store.0.sound_indexes.lock().unwrap().len(), 1);
+    flip(&path, 60);
+    assert!(is_sound(), "the damaged index was not made again");
 }

@@ -16,10 +16,12 @@ use crate::pages::pack::PAGE;
 use crate::pages::put::{pieces, read_piece};
 use crate::sparse::{SparseHasher, is_zero};
 use crate::workers;
+use dayfly_units::sync::lock;
 use dayfly_units::{Digest, PAGE_SIZE};
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Mutex;
 
 /// A frame, classified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +54,7 @@ impl FreeFrames {
         Self(free)
     }
 
-    fn has(&self, frame: u32) -> bool {
+    pub(super) fn has(&self, frame: u32) -> bool {
         self.0.get(frame as usize).copied().unwrap_or(false)
     }
 }
@@ -62,22 +64,45 @@ pub(super) struct Sources<'a> {
     pub(super) spec: &'a MemorySpec<'a>,
     pub(super) free: &'a FreeFrames,
     /// For each disk, and each of its files, the block index.
-    pub(super) indexes: &'a [Vec<BlockIndex>],
+    pub(super) indexes: &'a [Vec<&'a BlockIndex>],
     pub(super) path: &'a Path,
     pub(super) meter: &'a Meter,
 }
 
+/// Gets the first frame of a piece, the classes of its frames, and how many hints were right.
+pub(super) type Found<'a> = dyn Fn(u32, Vec<Frame>, Hints) -> IoResult<()> + Sync + 'a;
+
 /// Classifies every frame of RAM.
 pub(super) fn classify(sources: &Sources, frames: u32) -> Result<(Vec<Frame>, Hints), PagesError> {
+    let mut all: Vec<Frame> =
+        (0..frames).map(|n| if sources.free.has(n) { Frame::Free } else { Frame::Zero }).collect();
+    let mut tally = Hints::default();
+    let both = Mutex::new((&mut all, &mut tally));
+    each(sources, &|first, kinds, of_piece| {
+        let mut both = lock(&both);
+        let first = first as usize;
+        if let Some(slots) = both.0.get_mut(first..first + kinds.len()) {
+            slots.copy_from_slice(&kinds);
+        }
+        both.1.right += of_piece.right;
+        both.1.wrong += of_piece.wrong;
+        Ok(())
+    })?;
+    Ok((all, tally))
+}
+
+/// Classifies the frames of each piece of RAM that is no hole. Calls `found` from several threads,
+/// in any order.
+pub(super) fn each(sources: &Sources, found: &Found<'_>) -> Result<(), PagesError> {
     let mut hints: HashMap<u32, Vec<BlockHint>> = HashMap::new();
     for (frame, hint) in sources.spec.known.hints {
         hints.entry(*frame).or_default().push(*hint);
     }
     let pieces = pieces(sources.spec.memory, sources.path)?;
-    let found = workers::map(
+    Ok(workers::each(
         pieces.len(),
         || (Vec::new(), vec![0; PAGE]),
-        |(buffer, block), n| -> IoResult<(u32, Vec<Frame>, Hints)> {
+        |(buffer, block), n| -> IoResult<()> {
             let (first, bytes) = read_piece(sources.spec.memory, &pieces[n], buffer, sources.path)?;
             let mut tally = Hints::default();
             let mut kinds = Vec::with_capacity(bytes.len() / PAGE);
@@ -87,21 +112,9 @@ pub(super) fn classify(sources: &Sources, frames: u32) -> Result<(Vec<Frame>, Hi
             }
             // Half, because `ram_digest` reads the same bytes and counts the other half.
             sources.meter.add(bytes.len() as u64 / 2);
-            Ok((first, kinds, tally))
+            found(first, kinds, tally)
         },
-    )?;
-    let mut all: Vec<Frame> =
-        (0..frames).map(|n| if sources.free.has(n) { Frame::Free } else { Frame::Zero }).collect();
-    let mut tally = Hints::default();
-    for (first, kinds, of_piece) in found {
-        let first = first as usize;
-        if let Some(slots) = all.get_mut(first..first + kinds.len()) {
-            slots.copy_from_slice(&kinds);
-        }
-        tally.right += of_piece.right;
-        tally.wrong += of_piece.wrong;
-    }
-    Ok((all, tally))
+    )?)
 }
 
 impl Sources<'_> {

@@ -16,13 +16,17 @@ mod blocks;
 mod classify;
 mod materialise;
 mod put;
+mod ram_source;
 pub(crate) mod table;
 mod types;
+mod work;
 
 pub use alike::{Alike, Comparable, alike};
 pub use materialise::Materialised;
+pub use ram_source::{GiveFrames, RamSource};
 pub use table::{FramesDigest, Kind, MAX_FRAMES, Run, Table};
 pub use types::{BlockHint, DiskLayer, Known, MemorySpec, PutMemory};
+pub use work::{Classified, FoundFrame, RamDisk, RamJob, RamWork, TakeFrame};
 
 pub(crate) use blocks::{BLOCKS, BlockIndex};
 

@@ -1,14 +1,15 @@
 //! Stores the pages of a snapshot's RAM, and makes the table.
 
-use super::classify::{self, Frame, FreeFrames, Sources};
+use super::classify::{self, Frame, FreeFrames, Hints, Sources};
 use super::table::{FramesDigest, Kind, MAX_FRAMES, Run, Table};
 use super::types::{BlockHint, MemorySpec, PutMemory};
+use super::work::{self, RamWork};
 use crate::errors::IoError;
 use crate::meter::Meter;
 use crate::objects::manifest::{MAX_DISKS, MAX_LAYERS};
 use crate::objects::types::FileRef;
 use crate::pages::put::pieces;
-use crate::pages::{PagesError, Tenant};
+use crate::pages::{PackWork, PagesError, Tenant};
 use dayfly_units::Digest;
 use std::collections::HashMap;
 
@@ -19,11 +20,52 @@ impl Tenant {
     /// # Errors
     /// [`PagesError`]; pages stored before are unaffected.
     pub fn put_memory(&self, spec: &MemorySpec) -> Result<PutMemory, PagesError> {
-        let path = self.space.dir.path();
-        let frames = check(spec, path)?;
+        self.put_memory_by(spec, None)
+    }
+
+    /// As [`Self::put_memory`]. With `work`, that process reads RAM and writes the packs, and is
+    /// ended.
+    ///
+    /// # Errors
+    /// As [`Self::put_memory`], or `Work`.
+    pub fn put_memory_by(
+        &self,
+        spec: &MemorySpec,
+        work: Option<&mut dyn RamWork>,
+    ) -> Result<PutMemory, PagesError> {
+        let frames = check(spec, self.space.dir.path())?;
         let no_meter = Meter::default();
         let meter = spec.known.meter.unwrap_or(&no_meter);
         meter.begin("reading the disks' blocks", 0);
+        let store = |kinds: &[Frame], work: Option<&mut dyn PackWork>| {
+            self.space.store(&self.inner, spec.memory, ordered(kinds, spec), work, meter)
+        };
+        let (kinds, ram, hints, (stats, lease)) = match work {
+            None => {
+                let (kinds, ram, hints) = self.classify(spec, frames, meter)?;
+                let stored = store(&kinds, None)?;
+                (kinds, ram, hints, stored)
+            }
+            Some(work) => {
+                let tenant = &self.space.tenant;
+                let found = work::classify(&self.inner, spec, tenant, frames, work, meter)?;
+                let (kinds, ram, hints) = found;
+                let stored = store(&kinds, Some(work))?;
+                (kinds, ram, hints, stored)
+            }
+        };
+        let table = self.table(ram, &kinds, spec);
+        Ok(PutMemory { table, stats, hints: (hints.right, hints.wrong), lease })
+    }
+
+    /// Classifies RAM on all cores, in this process.
+    fn classify(
+        &self,
+        spec: &MemorySpec,
+        frames: u32,
+        meter: &Meter,
+    ) -> Result<(Vec<Frame>, FileRef, Hints), PagesError> {
+        let path = self.space.dir.path();
         let free = FreeFrames::new(frames, spec.known.free);
         let indexes = spec.disks.iter().map(|disk| {
             disk.iter()
@@ -31,6 +73,7 @@ impl Tenant {
                 .collect()
         });
         let indexes = indexes.collect::<Result<Vec<Vec<_>>, _>>()?;
+        let indexes: Vec<Vec<_>> = indexes.iter().map(|of| of.iter().collect()).collect();
         let data = pieces(spec.memory, path)?.iter().map(|piece| piece.end - piece.start).sum();
         meter.begin("hashing memory", data);
         let sources = Sources { spec, free: &free, indexes: &indexes, path, meter };
@@ -42,11 +85,8 @@ impl Tenant {
         });
         let ram = ram.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         let (kinds, hints) = found?;
-        let (stats, lease) =
-            self.space.store(&self.inner, spec.memory, ordered(&kinds, spec), meter)?;
         let ram = FileRef { digest: ram.digest, bytes: ram.bytes, data_bytes: ram.data_bytes };
-        let table = self.table(ram, &kinds, spec);
-        Ok(PutMemory { table, stats, hints: (hints.right, hints.wrong), lease })
+        Ok((kinds, ram, hints))
     }
 
     fn table(&self, ram: FileRef, kinds: &[Frame], spec: &MemorySpec) -> Table {
@@ -85,7 +125,7 @@ impl Tenant {
 }
 
 /// Number of frames of RAM, if all sizes are within bounds.
-fn check(spec: &MemorySpec, path: &std::path::Path) -> Result<u32, PagesError> {
+pub(super) fn check(spec: &MemorySpec, path: &std::path::Path) -> Result<u32, PagesError> {
     let invalid = |place: &str, expected: String, got: String| PagesError::Invalid {
         place: place.to_owned(),
         expected,

@@ -10,7 +10,7 @@ use crate::blob::Dir;
 use crate::errors::{Damage, IoError};
 use crate::objects::types::{FileRef, LayerId, LayerRef};
 use dayfly_units::sealed::{self, Magic};
-use dayfly_units::{Digest, Egress, ImageConfig, Name};
+use dayfly_units::{CpuModel, Digest, Egress, ImageConfig, Name};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -122,6 +122,9 @@ pub struct SnapshotManifest {
     pub kernel: KernelRef,
     /// Number of vCPUs.
     pub vcpus: u8,
+    /// The model of the vCPUs. Since version 6; absent before, and for the host's own.
+    #[serde(default, skip_serializing_if = "CpuModel::is_host")]
+    pub cpu_model: CpuModel,
     /// RAM in bytes.
     pub memory_bytes: u64,
     /// Number of network devices. Since version 2; 0 in version 1.
@@ -246,15 +249,20 @@ impl Manifest for KernelManifest {
 
 impl Manifest for SnapshotManifest {
     const MAGIC: Magic = *b"DFsnaps\n";
-    const VERSION: u32 = 5;
+    const VERSION: u32 = 6;
     const KIND: &'static str = "snapshot";
     fn name(&self) -> &Name {
         &self.name
     }
     fn version(&self) -> u32 {
         // A daemon that does not know policies must not make clones without the one that they are
-        // to have. It may clone every other snapshot.
-        if self.egress.is_some() { 5 } else { 4 }
+        // to have. Version 5 does not read what names a CPU model. Version 4 may clone every other
+        // snapshot.
+        match (self.cpu_model, &self.egress) {
+            (CpuModel::Host, None) => 4,
+            (CpuModel::Host, Some(_)) => 5,
+            _ => 6,
+        }
     }
     fn check(&self) -> Result<(), (String, String, String)> {
         let most = |place: String, most: usize, got: usize| {

@@ -1,5 +1,6 @@
 use super::*;
 use crate::fixture_pages::golden;
+use dayfly_units::CpuModel;
 use std::path::Path;
 
 pub(crate) fn file_ref(n: u8) -> FileRef {
@@ -22,6 +23,7 @@ pub(crate) fn snapshot(name: &str, layers: &[u8]) -> SnapshotManifest {
             digest: Digest([1; 32]),
         },
         vcpus: 2,
+        cpu_model: CpuModel::Host,
         nets: 0,
         memory_bytes: 8192,
         agent_version: "0.1.0".to_owned(),
@@ -69,9 +71,9 @@ fn another_kind_and_another_version_are_reported_as_such() {
     let image = sealed::seal(&ImageManifest::MAGIC, 1, b"{}");
     let text = read_back(&image).unwrap_err().to_string();
     assert!(text.contains(r#"expected "DFsnaps\\n", got "DFimage\\n""#), "{text}");
-    let future = sealed::seal(&SnapshotManifest::MAGIC, 6, b"{}");
+    let future = sealed::seal(&SnapshotManifest::MAGIC, 7, b"{}");
     let text = read_back(&future).unwrap_err().to_string();
-    assert!(text.contains("version at byte 40: expected 1 to 5, got 6"), "{text}");
+    assert!(text.contains("version at byte 40: expected 1 to 6, got 7"), "{text}");
 }
 
 #[test]
@@ -166,6 +168,10 @@ fn the_bytes_of_each_version_are_frozen() {
     let digest = "2bdaf3b5d2fdeff06bce6481b7ff87475c399b9f0a456e8eb5d21d306372b79f";
     let bytes = frozen("snapshot-5", encode(&limited).unwrap(), digest);
     assert_eq!(read_back(&bytes).unwrap(), limited);
+    let level = SnapshotManifest { cpu_model: CpuModel::V3, ..limited.clone() };
+    let digest = "3ec8c33b25a964040ec8cb409952d97d041dfafb46a516a21327ce76812d895a";
+    let bytes = frozen("snapshot-6", encode(&level).unwrap(), digest);
+    assert_eq!(read_back(&bytes).unwrap(), level);
     let digest = "57c99557a6ee90132042a755320fae456efda2e3e7802449c61dcdae29d2bcd0";
     let bytes = frozen("snapshot-4", encode(&manifest).unwrap(), digest);
     assert_eq!(read_back(&bytes).unwrap(), manifest);

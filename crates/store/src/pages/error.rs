@@ -3,6 +3,24 @@
 use super::pack::PackError;
 use crate::errors::{Damage, IoError};
 
+/// The process that works has failed, or has given an answer that no sound one gives.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("the process that stores the VM's memory: {text}")]
+pub struct WorkError {
+    /// The cause.
+    pub text: String,
+    /// Whether the process reports that the disk is full.
+    pub is_no_space: bool,
+}
+
+impl WorkError {
+    /// An error with another cause than a full disk.
+    #[must_use]
+    pub const fn new(text: String) -> Self {
+        Self { text, is_no_space: false }
+    }
+}
+
 /// Why pages were not put or not fetched.
 #[derive(Debug, thiserror::Error)]
 pub enum PagesError {
@@ -22,15 +40,28 @@ pub enum PagesError {
     /// The host could not read or write.
     #[error(transparent)]
     Io(IoError),
+    /// The process that reads and writes pages in place of this one has failed.
+    #[error(transparent)]
+    Work(#[from] WorkError),
 }
 
 impl PagesError {
+    /// Whether the disk is full or a quota is used up.
+    #[must_use]
+    pub fn is_no_space(&self) -> bool {
+        match self {
+            Self::Io(e) => e.is_no_space(),
+            Self::Work(e) => e.is_no_space,
+            Self::Invalid { .. } | Self::Damage(_) => false,
+        }
+    }
+
     /// Whether stored bytes are damaged, or the disk cannot read them.
     pub(super) fn is_damage(&self) -> bool {
         match self {
             Self::Damage(_) => true,
             Self::Io(e) => e.is_damage(),
-            Self::Invalid { .. } => false,
+            Self::Invalid { .. } | Self::Work(_) => false,
         }
     }
 }

@@ -4,9 +4,10 @@
 //! 2. Mark every hash in a table or a lease. An unreadable table stops the gc before it changes
 //!    anything. Tables are read without the publish lock; what changes meanwhile is read again
 //!    ([`crate::watch`]).
-//! 3. Remove the packs without marked pages.
-//! 4. Of packs whose share of marked pages is below the threshold, and of packs with a group in
-//!    quarantine, copy the marked pages into new packs ([`super::victims`]). A pack that has the
+//! 3. Of marked pages that have several places, read and hash copies: of each page one is needed
+//!    ([`super::copies`]). Remove the packs without needed pages.
+//! 4. Of packs whose share of needed pages is below the threshold, and of packs with a group in
+//!    quarantine, copy the needed pages into new packs ([`super::victims`]). A pack that has the
 //!    only copy of a damaged page is left alone, and the report names the page.
 //! 5. Publish the new packs (fsync, rename, fsync).
 //! 6. Under the index's lock, check the leases again: a pack that a new lease needs stays. Then
@@ -17,9 +18,10 @@
 //! first, so that each frees space for the next; the first of them may spend the reserve
 //! ([`crate::reserve`]).
 //!
-//! A crash after step 5 leaves pages twice. The next open indexes one copy, and the next gc finds
-//! the other copy unused.
+//! A crash after step 5 leaves pages twice. The next open finds both copies, and the next gc needs
+//! one of them.
 
+use super::copies::Superseded;
 use super::index::prefix;
 use super::pack::{MAX_PACK_PAGES, PAGE, PackError};
 use super::space::Space;
@@ -234,12 +236,13 @@ impl Inner {
         let _collecting = space.leases().collect();
         let live = self.marked(space, without)?;
         failpoint::reached("store.gc_pages.marked");
-        space.remove_unopened(&live)?;
-        let victims = space.victims(&live, &mut report.damage, meter)?;
+        space.remove_unopened(&live, meter)?;
+        let superseded = space.superseded(&live, meter)?;
+        let victims = space.victims(&live, &superseded, &mut report.damage, meter)?;
         let (unused, mut mostly): (Vec<_>, Vec<_>) =
             victims.into_iter().partition(|victim| victim.live.is_empty());
         if !unused.is_empty() {
-            self.replace_packs(space, unused, None, report)?;
+            self.replace_packs(space, unused, None, &superseded, report)?;
         }
         let pages = mostly.iter().map(|victim| victim.live.len()).sum::<usize>();
         meter.begin("copying pages out of packs that go", (pages * PAGE) as u64);
@@ -252,7 +255,9 @@ impl Inner {
                 || self.copy_live(space, &batch, meter),
             );
             match copied {
-                Ok(copies) => self.replace_packs(space, batch, Some(copies), report)?,
+                Ok(copies) => {
+                    self.replace_packs(space, batch, Some(copies), &superseded, report)?;
+                }
                 Err(e) if !e.is_no_space() => return Err(e),
                 // One at a time from here on.
                 Err(_) if most > 0 => {
@@ -289,6 +294,7 @@ impl Inner {
         space: &Space,
         victims: Vec<Victim>,
         copies: Option<Copies>,
+        superseded: &Superseded,
         report: &mut GcPagesReport,
     ) -> Result<(), GcPagesError> {
         failpoint::reached("store.gc_pages.staged");
@@ -301,7 +307,7 @@ impl Inner {
         };
         failpoint::reached("store.gc_pages.published");
         let written: u64 = packs.iter().map(|p| p.bytes).sum();
-        let gone = space.change_over(victims, packs);
+        let gone = space.change_over(victims, packs, superseded);
         self.unlink_retired(space)?;
         failpoint::reached("store.gc_pages.retired");
         report.packs += gone.len() as u64;

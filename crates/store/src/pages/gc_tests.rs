@@ -1,3 +1,4 @@
+use super::Superseded;
 use crate::blob::lock_work;
 use crate::fixture::{name, store};
 use crate::fixture_pages::{bake_paged, file, page, ram, restored};
@@ -44,14 +45,15 @@ fn a_lease_taken_while_a_gc_works_is_seen_and_one_that_ended_meanwhile_too() {
         let space = store.tenant(&name("one")).unwrap().space;
         drop(store.tenant(&name("one")).unwrap().put(&file(&pages(0..100)), &[]).unwrap());
         let _collecting = space.leases().collect();
-        let victims = space.victims(&[], &mut Vec::new(), &crate::Meter::default()).unwrap();
+        let none = Superseded::new();
+        let victims = space.victims(&[], &none, &mut Vec::new(), &crate::Meter::default()).unwrap();
         assert_eq!(victims.len(), 1);
         let hash = Digest::of(&page(8));
         let lease = space.lease([hash].iter());
         assert!(space.find(&hash).unwrap().is_some());
         // `filter`, because a shadowed binding would live on.
         let lease = Some(lease).filter(|_| !ended);
-        let gone = space.change_over(victims, Vec::new());
+        let gone = space.change_over(victims, Vec::new(), &none);
         assert_eq!(gone.len(), 0, "ended: {ended}");
         assert_eq!(space.fetch(&hash).unwrap(), page(8));
         drop(lease);
@@ -66,8 +68,9 @@ fn a_reader_that_comes_late_does_not_keep_a_removed_pack_open() {
     drop(store.tenant(&name("one")).unwrap().put(&file(&pages(0..100)), &[]).unwrap());
     let found = space.find(&Digest::of(&page(8))).unwrap().unwrap();
     assert!(space.keeps_open(found.number));
-    let victims = space.victims(&[], &mut Vec::new(), &crate::Meter::default());
-    assert_eq!(space.change_over(victims.unwrap(), Vec::new()).len(), 1);
+    let none = Superseded::new();
+    let victims = space.victims(&[], &none, &mut Vec::new(), &crate::Meter::default());
+    assert_eq!(space.change_over(victims.unwrap(), Vec::new(), &none).len(), 1);
     assert!(!space.keeps_open(found.number));
     // The gc has not removed the file yet.
     space.file(found.number, &found.pack).unwrap();

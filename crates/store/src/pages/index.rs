@@ -6,12 +6,17 @@
 //! are two entries.
 //!
 //! The index is a hash table with open addressing and linear probing. An entry's home slot is its
-//! prefix scaled to the table's length, which works for any length. The table grows by an eighth
-//! when it is more than 17/20 full, and so takes 18.8 to 21.3 bytes per entry ([`Index::bytes`]).
+//! prefix, mixed with a secret of this process and scaled to the table's length, which works for
+//! any length. A process that makes hashes up ([`super::work`]) does not know which slots are near.
+//! The table grows by an eighth when it is more than 17/20 full, and so takes 18.8 to 21.3 bytes
+//! per entry ([`Index::bytes`]).
+//!
 //! With the packs' tables of groups (see `stats`) this is less than 24 bytes per page, or 6 MiB per
 //! GiB. Prebaked uVMs, section V-C, needs 342 MB of such entries for 49.6 GB.
 
 use dayfly_units::Digest;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::LazyLock;
 
 /// The place of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -43,6 +48,19 @@ pub(crate) fn prefix(hash: &Digest) -> u64 {
     u64::from_be_bytes(std::array::from_fn(|n| hash.0[n]))
 }
 
+/// The prefix, mixed with a secret of this process: one to one.
+pub(super) fn mixed(prefix: u64) -> u64 {
+    static SECRET: LazyLock<[u64; 2]> = LazyLock::new(|| {
+        let secret = || RandomState::new().build_hasher().finish();
+        [secret(), secret() | 1]
+    });
+    let [added, factor] = *SECRET;
+    let mixed = (prefix ^ added).wrapping_mul(factor);
+    // MurmurHash3's finalizer.
+    let mixed = (mixed ^ (mixed >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    (mixed ^ (mixed >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53)
+}
+
 impl Index {
     pub(crate) const fn entries(&self) -> usize {
         self.entries
@@ -60,13 +78,21 @@ impl Index {
     }
 
     fn home(&self, prefix: u64) -> usize {
-        let scaled = (u128::from(prefix) * self.slots.len() as u128) >> 64;
+        let scaled = (u128::from(mixed(prefix)) * self.slots.len() as u128) >> 64;
         usize::try_from(scaled).unwrap_or(0)
     }
 
     /// The places of all pages with this hash prefix: nearly always none or one.
     pub(crate) fn candidates(&self, prefix: u64) -> impl Iterator<Item = Place> {
         self.probe(prefix).filter(move |slot| slot.prefix == prefix).map(|slot| slot.place)
+    }
+
+    /// Makes space for `more` entries, so that the table grows at most once for them.
+    pub(crate) fn reserve(&mut self, more: usize) {
+        let length = (self.entries + more) * 20 / 17 + 1;
+        if length > self.slots.len() + self.slots.len() / 8 {
+            self.rebuild(length.max(64), Some);
+        }
     }
 
     /// Adds an entry; the caller has checked that the page is not in the index.

@@ -22,10 +22,15 @@
 //!   packs with few live pages: copy these into new packs ─▶ index ─▶ retire
 //! ```
 //!
-//! A pack never changes. A pack that nothing references is harmless: the next open finds its pages,
-//! and the next gc removes them.
+//! A pack never changes. It may have been written by a process that is not trusted ([`work`]), so a
+//! copy of a page counts only once its bytes were hashed ([`sound`], [`copies`]).
+//!
+//! A pack that nothing references is harmless: the next open finds its pages, and the next gc
+//! removes them.
 
+mod copies;
 pub(crate) mod error;
+mod frame;
 pub(crate) mod gc;
 pub(crate) mod index;
 mod lease;
@@ -40,13 +45,17 @@ pub(crate) mod space;
 mod sums;
 pub(crate) mod tenant;
 pub(crate) mod victims;
+mod work;
 mod writer;
 
-pub use error::PagesError;
+pub use error::{PagesError, WorkError};
 pub use lease::Lease;
 pub use put::{Put, PutStats};
 pub use read::Group;
 pub use tenant::Tenant;
+pub use work::PackWork;
+
+pub(crate) use writer::write_pack;
 
 #[cfg(test)]
 mod tests;

@@ -26,6 +26,7 @@
 //!
 //! Above 16, a single page takes 60 us or more, for 1 % of ratio. Level 6 costs three times the CPU
 //! for 1 %.
+use super::frame;
 use super::sums::Sound;
 use crate::blob::fault;
 use crate::errors::{Damage, IoError};
@@ -332,8 +333,8 @@ impl Pack {
     }
 
     /// Decompresses a group from its stored bytes into `raw`, which is then exactly the group's
-    /// pages. The sum of the stored bytes is compared first. `page` is the requested page, for the
-    /// error message.
+    /// pages. The sum of the stored bytes is compared first, and then the frame is checked. `page`
+    /// is the requested page, for the error message.
     pub(crate) fn decode(
         &self,
         group: usize,
@@ -347,6 +348,10 @@ impl Pack {
             return Err(self.damage(page, "digest of the group as stored", expected, got));
         }
         let length = self.pages_of(group).len() * PAGE;
+        if !frame::is_plain(stored, length) {
+            let (expected, got) = (plain(length), "another one".to_owned());
+            return Err(self.damage(page, "the group", expected, got));
+        }
         raw.clear();
         raw.reserve(length);
         // A zstd context takes 95 KiB, so each thread reuses one.
@@ -364,12 +369,7 @@ impl Pack {
             Ok(got) => {
                 Err(self.damage(page, "bytes of the group", length.to_string(), got.to_string()))
             }
-            Err(e) => Err(self.damage(
-                page,
-                "the group",
-                format!("{length} bytes of one zstd frame"),
-                e.to_string(),
-            )),
+            Err(e) => Err(self.damage(page, "the group", plain(length), e.to_string())),
         }
     }
 
@@ -381,6 +381,11 @@ impl Pack {
         }
         Err(self.damage(page, "digest of the page", hash.to_string(), got.to_string()))
     }
+}
+
+/// What the stored bytes of a group are.
+fn plain(length: usize) -> String {
+    format!("{length} bytes of one zstd frame")
 }
 
 #[cfg(test)]

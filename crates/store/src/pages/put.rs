@@ -6,6 +6,7 @@ use super::pack::{PAGE, PackError};
 use super::sound::Asked;
 use super::space::Space;
 use super::tenant::Tenant;
+use super::work::{self, PackWork};
 use super::writer::{self, Source};
 use crate::errors::{Damage, IoError, IoResult};
 use crate::inner::Inner;
@@ -14,7 +15,7 @@ use crate::sparse::is_zero;
 use crate::workers;
 use dayfly_units::failpoint;
 use dayfly_units::{Digest, PAGE_SIZE};
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -24,6 +25,9 @@ use std::sync::Arc;
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
 /// The most pages of a file: 1 TiB.
 pub(crate) const MAX_FILE_PAGES: u64 = 1 << 28;
+
+/// How often copies that others publish are hashed without the lock of the namespace.
+const ROUNDS: u32 = 4;
 
 /// Counts of a put.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -66,7 +70,8 @@ impl Tenant {
         let lookup =
             |number: &u32| pages.binary_search_by_key(number, |(n, _)| *n).ok().map(|at| pages[at]);
         let ordered = first.iter().filter_map(lookup).chain(pages.iter().copied());
-        let (stats, lease) = self.space.store(&self.inner, file, ordered, &Meter::default())?;
+        let (stats, lease) =
+            self.space.store(&self.inner, file, ordered, None, &Meter::default())?;
         Ok(Put { pages, stats, lease })
     }
 }
@@ -113,17 +118,23 @@ pub(crate) fn read_piece<'a>(
 
 impl Space {
     /// Puts pages of `file` by number, in this order; duplicates of a page are skipped. A page that
-    /// is there with damaged bytes is written anew.
+    /// is there with damaged bytes is written anew. With `work`, that process writes the packs, has
+    /// computed the hashes, and is ended.
     pub(crate) fn store(
         &self,
         inner: &Arc<Inner>,
         file: &File,
         ordered: impl Iterator<Item = (u32, Digest)>,
+        mut work: Option<&mut dyn PackWork>,
         meter: &Meter,
     ) -> Result<(PutStats, Lease), PagesError> {
-        let mut seen = HashSet::new();
+        let mut seen = HashSet::with_capacity(ordered.size_hint().1.unwrap_or(0).min(1 << 20));
         let wanted: Vec<(u32, Digest)> = ordered.filter(|(_, hash)| seen.insert(*hash)).collect();
         drop(seen);
+        if work.is_some() {
+            work::check_prefixes(&wanted)?;
+        }
+        let since = self.read().changes();
         let lease = self.lease(wanted.iter().map(|(_, hash)| hash));
         let chunks: Vec<&[(u32, Digest)]> = wanted.chunks(4096).collect();
         let fresh = workers::map(chunks.len(), Asked::default, |asked, n| {
@@ -142,23 +153,73 @@ impl Space {
             let stage = inner.stage()?;
             meter.begin("storing new pages", fresh.len() as u64 * PAGE_SIZE);
             let source = FilePages { file, pages: &fresh, path: self.dir.path(), meter };
-            let staged = writer::stage(&stage, &self.tenant, &source)?;
+            let by_work = work.is_some();
+            let staged = match work.take() {
+                None => writer::stage(&stage, &self.tenant, &source)?,
+                Some(work) => work::stage(&stage, self, &fresh, work, meter)?,
+            };
             failpoint::reached("store.put_pages.staged");
-            self.publish(&stage, staged)?;
+            self.publish(&stage, staged, since, by_work)?;
             failpoint::reached("store.put_pages.published");
+        }
+        if let Some(work) = work {
+            work.end()?;
         }
         Ok((stats, lease))
     }
 
+    /// Publishes packs of pages that were not found when the state had made `since` changes;
+    /// another process has written them if `by_work`.
+    ///
+    /// A copy that another put has published meanwhile would hide the copy in these packs, so it is
+    /// hashed before: outside of the lock as long as others publish seldom.
     fn publish(
         &self,
         stage: &crate::blob::Stage,
         staged: Vec<writer::Staged>,
+        since: u64,
+        by_work: bool,
     ) -> Result<(), PagesError> {
+        let mut checked = since;
+        let own = if by_work { 0 } else { staged.len() };
+        let mut trusted: BTreeSet<usize> = (0..own).collect();
+        let mut check = || self.check_found(&staged, &mut trusted);
+        for _ in 0..ROUNDS {
+            let now = self.read().changes();
+            if now == checked {
+                break;
+            }
+            check()?;
+            checked = now;
+        }
         let _changing = self.changing();
+        if self.read().changes() != checked {
+            check()?;
+        }
         let packs = writer::publish(stage, &self.dir, &self.tenant, &staged)?;
         let hashes = staged.into_iter().map(|s| s.hashes);
         Ok(self.add(packs.into_iter().zip(hashes).collect())?)
+    }
+
+    /// Hashes the copies that there are of these pages. A wrong one goes into quarantine, and so
+    /// hides none. A pack that a right one hides is hashed whole, unless its number is in
+    /// `trusted`: after the next start either may be found first.
+    fn check_found(
+        &self,
+        staged: &[writer::Staged],
+        trusted: &mut BTreeSet<usize>,
+    ) -> Result<(), PagesError> {
+        let mut asked = Asked::default();
+        for (number, pack) in staged.iter().enumerate() {
+            let mut is_hidden = false;
+            for hash in &pack.hashes {
+                is_hidden |= self.has_sound(hash, &mut asked)?;
+            }
+            if is_hidden && trusted.insert(number) {
+                self.check_whole(pack)?;
+            }
+        }
+        Ok(())
     }
 }
 

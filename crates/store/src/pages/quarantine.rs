@@ -5,12 +5,14 @@
 //! content, so this heals every older snapshot that has the page. A reader that finds no other
 //! copy still tries the quarantined one, because a disk may read again what it could not read
 //! before; the page's hash decides. A gc keeps a quarantined pack as long as a table needs a page
-//! that has no other copy.
+//! that has no other copy, and reads and hashes the other copy before the pack goes
+//! ([`super::copies`]).
 //!
 //! The record is the file `quarantine` in the tenant's folder: sealed, its payload is 36 bytes per
 //! entry, the pack's id and the group's number as u32 little-endian. If it cannot be written, it is
 //! kept in memory, and the next change of the quarantine writes it. If it is damaged, it counts as
-//! empty: the next reader finds the damaged groups again.
+//! empty: the next reader finds the damaged groups again. No page depends on the record, because
+//! all copies of a page stay findable until one of them was hashed.
 
 use super::index::Place;
 use super::pack::Pack;
@@ -62,11 +64,10 @@ impl Space {
         !fresh.is_empty()
     }
 
-    /// Ends the quarantine of groups that were read in full and have the sums of their pack.
+    /// Ends the quarantine of groups whose pages were all hashed just now. The caller holds
+    /// `changing`.
     pub(crate) fn release(&self, groups: &[(u32, u32)]) {
-        let mut state = self.write();
-        groups.iter().for_each(|group| _ = state.quarantine.remove(group));
-        drop(state);
+        self.write().release(groups);
         self.record();
     }
 

@@ -117,30 +117,52 @@ impl Space {
 
     /// Calls `use_it` with the page's place, the file of its pack, and the bytes of its group. If
     /// they are damaged, the group goes into quarantine and another copy of the page is tried. The
-    /// last to be tried is a copy that was in quarantine before.
+    /// last to be tried are the copies that were in quarantine before.
     fn with_group<T>(
         &self,
         hash: &Digest,
         use_it: impl Fn(&Found, &File, &[u8]) -> Result<T, PagesError>,
     ) -> Result<T, PagesError> {
-        for _ in 0..TRIES {
-            let (found, is_last) = match self.find(hash)? {
-                Some(found) => (found, false),
-                None => {
-                    let bad = self.find_bad(hash)?;
-                    (bad.ok_or_else(|| self.missing(hash, "who asks"))?, true)
+        let mut tries = 0;
+        while tries < TRIES {
+            let Some(found) = self.find(hash)? else {
+                match self.with_bad_group(hash, &use_it) {
+                    Err(PagesError::Io(e)) if e.is_not_found() => tries += 1,
+                    other => return other,
                 }
+                continue;
             };
             let group = found.page / found.pack.group_pages;
             match self.read_group(&found, group as usize, &use_it) {
-                Err(PagesError::Io(e)) if e.is_not_found() => {}
-                Err(e) if !is_last && e.is_damage() => {
-                    self.quarantine(&[(found.number, group)]);
+                Err(PagesError::Io(e)) if e.is_not_found() => tries += 1,
+                Err(e) if e.is_damage() => {
+                    // There are as many other copies as packs, and each is tried once.
+                    if !self.quarantine(&[(found.number, group)]) {
+                        tries += 1;
+                    }
                 }
                 other => return other,
             }
         }
         Err(self.missing(hash, "who asks").into())
+    }
+
+    /// As [`Self::with_group`], for the copies in quarantine: one of them may have been put there
+    /// by an error of the disk that has passed. The error is that of the first copy.
+    fn with_bad_group<T>(
+        &self,
+        hash: &Digest,
+        use_it: impl Fn(&Found, &File, &[u8]) -> Result<T, PagesError>,
+    ) -> Result<T, PagesError> {
+        let mut first = None;
+        for found in self.find_all_bad(hash)? {
+            let group = found.page / found.pack.group_pages;
+            match self.read_group(&found, group as usize, &use_it) {
+                Ok(got) => return Ok(got),
+                Err(e) => first = first.or(Some(e)),
+            }
+        }
+        Err(first.unwrap_or_else(|| self.missing(hash, "who asks").into()))
     }
 
     fn read_group<T>(

@@ -36,7 +36,7 @@ impl Space {
             packs: state.packs.len() as u64,
             damaged_packs: state.damaged.len() as u64,
             index_disk_bytes: pack_bytes.saturating_sub(stored_bytes),
-            index_memory_bytes: (state.index.bytes() + group_tables) as u64,
+            index_memory_bytes: (state.index.bytes() + state.doubles.bytes() + group_tables) as u64,
         }
     }
 }

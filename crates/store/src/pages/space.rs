@@ -33,7 +33,8 @@ pub(crate) struct Space {
     /// very pack that a gc is about to retire.
     ///
     /// A put holds it from the rename into the folder until the index has the pack. A gc holds it
-    /// from the change of the index until the files are out of the folder.
+    /// from the change of the index until the files are out of the folder. A verification holds it
+    /// while it ends the quarantine of groups.
     changing: Mutex<()>,
     /// The quarantine as it is on disk.
     pub(super) recorded: Mutex<Record>,
@@ -56,9 +57,15 @@ struct Files {
 
 #[derive(Debug, Default)]
 pub(crate) struct State {
+    /// A place of each page.
     pub(crate) index: Index,
+    /// Further places of pages that the index has already, of packs that were found when the folder
+    /// was opened: which of the copies has the page's bytes is not known yet. Nearly always empty.
+    pub(super) doubles: Index,
     pub(crate) packs: BTreeMap<u32, Arc<Pack>>,
     next: u32,
+    /// How often pages became findable: a pack was registered, or a quarantine ended.
+    changes: u64,
     /// Groups in quarantine: a pack's number and a group's number, or [`ALL`].
     pub(crate) quarantine: BTreeSet<(u32, u32)>,
     /// Files of packs that are in no state any more, and could not be removed.
@@ -68,9 +75,31 @@ pub(crate) struct State {
 }
 
 impl State {
+    /// A number that grows whenever a page may have become findable.
+    pub(super) const fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    /// Ends the quarantine of groups.
+    pub(super) fn release(&mut self, groups: &[(u32, u32)]) {
+        groups.iter().for_each(|group| _ = self.quarantine.remove(group));
+        self.changes += 1;
+    }
+
+    /// The places of all pages with this hash prefix: nearly always none or one.
+    pub(crate) fn candidates(&self, prefix: u64) -> impl Iterator<Item = Place> {
+        self.index.candidates(prefix).chain(self.doubles.candidates(prefix))
+    }
+
+    /// All places: prefix and place.
+    pub(crate) fn places(&self) -> impl Iterator<Item = (u64, Place)> {
+        self.index.iter().chain(self.doubles.iter())
+    }
+
     /// Registers a pack in the folder and returns its number. A pack with a known id has the same
     /// content: it keeps its number, and is neither retired nor damaged any more.
     pub(super) fn enter(&mut self, pack: Pack) -> u32 {
+        self.changes += 1;
         self.retired.retain(|id| *id != pack.id);
         self.damaged.retain(|damage| damage.file() != pack.path);
         let known = self.packs.iter().find(|(_, known)| known.id == pack.id);
@@ -83,6 +112,16 @@ impl State {
         self.packs.insert(number, Arc::new(pack));
         number
     }
+}
+
+/// What is known of the copies of pages that a pack has too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Copies {
+    /// Their bytes were hashed just now, so the pack's own copies are not needed.
+    Proven,
+    /// Nothing. One of them may have been written by a process that a guest has taken over
+    /// ([`super::work`]), so it must not hide the others.
+    Unproven,
 }
 
 /// The pack and the page number of a page that was found.
@@ -119,7 +158,7 @@ impl Space {
                 Ok((pack, hashes)) => {
                     let bad = record.range((pack.id, 0)..=(pack.id, ALL));
                     let bad: Vec<u32> = bad.map(|(_, group)| *group).collect();
-                    space.add_pack(&mut space.write(), pack, &hashes, &bad)?;
+                    space.add_pack(&mut space.write(), pack, &hashes, Copies::Unproven, &bad)?;
                 }
                 Err(PackError::Io(e)) if !e.is_damage() => return Err(e),
                 Err(e) => {
@@ -163,7 +202,7 @@ impl Space {
         self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn changing(&self) -> MutexGuard<'_, ()> {
+    pub(crate) fn changing(&self) -> MutexGuard<'_, ()> {
         interleave::lock(&self.changing)
     }
 
@@ -181,23 +220,27 @@ impl Space {
     }
 
     /// Adds packs to the index. A page that the index has already keeps its first place, unless
-    /// that is in quarantine. `packs` were written just now: each is whole.
+    /// that is in quarantine: the caller holds `changing`, and has read and hashed the copies that
+    /// [`Self::find`] finds. The footers of `packs` name these hashes.
     pub(super) fn add(&self, packs: Vec<(Pack, Vec<Digest>)>) -> IoResult<()> {
         let mut state = self.write();
-        packs
-            .into_iter()
-            .try_for_each(|(pack, hashes)| self.add_pack(&mut state, pack, &hashes, &[]))?;
+        state.index.reserve(packs.iter().map(|(_, hashes)| hashes.len()).sum());
+        packs.into_iter().try_for_each(|(pack, hashes)| {
+            self.add_pack(&mut state, pack, &hashes, Copies::Proven, &[])
+        })?;
         drop(state);
         self.record();
         Ok(())
     }
 
-    /// Adds a pack to the index, with the groups `bad` in quarantine.
+    /// Adds a pack to the index, with the groups `bad` in quarantine. `others` says what is known
+    /// of copies of its pages that are found.
     fn add_pack(
         &self,
         state: &mut State,
         pack: Pack,
         hashes: &[Digest],
+        others: Copies,
         bad: &[u32],
     ) -> IoResult<()> {
         let number = state.enter(pack);
@@ -206,9 +249,13 @@ impl Space {
         self.reopen(number);
         for (page, hash) in (0..).zip(hashes) {
             let place = Place { pack: number, page };
-            let is_known = state.index.candidates(prefix(hash)).any(|known| known == place);
-            if !is_known && self.find_in(state, hash, false)?.is_none() {
-                state.index.insert(prefix(hash), place);
+            if state.candidates(prefix(hash)).any(|known| known == place) {
+                continue;
+            }
+            match self.find_in(state, hash, false)? {
+                None => state.index.insert(prefix(hash), place),
+                Some(_) if others == Copies::Proven => {}
+                Some(_) => state.doubles.insert(prefix(hash), place),
             }
         }
         Ok(())
@@ -223,15 +270,40 @@ impl Space {
     }
 
     /// As [`Self::find`], for a page in quarantine.
-    pub(super) fn find_bad(&self, hash: &Digest) -> IoResult<Option<Found>> {
+    fn find_bad(&self, hash: &Digest) -> IoResult<Option<Found>> {
         self.find_in(&self.read(), hash, true)
+    }
+
+    /// All copies of the page that are in quarantine. If the disk can read the hashes of none of
+    /// them, its error.
+    pub(super) fn find_all_bad(&self, hash: &Digest) -> IoResult<Vec<Found>> {
+        let state = self.read();
+        let (mut all, mut unreadable) = (Vec::new(), None);
+        for place in state.candidates(prefix(hash)) {
+            let bad = state.packs.get(&place.pack).filter(|pack| state.is_bad(place, pack));
+            let Some(pack) = bad else { continue };
+            match self.is_named(place, pack, hash) {
+                Ok(true) => {
+                    let (number, page) = (place.pack, place.page);
+                    all.push(Found { number, pack: Arc::clone(pack), page });
+                }
+                Ok(false) => {}
+                Err(e) if e.is_not_found() => {}
+                Err(e) if e.is_damage() => unreadable = Some(e),
+                Err(e) => return Err(e),
+            }
+        }
+        match unreadable {
+            Some(e) if all.is_empty() => Err(e),
+            _ => Ok(all),
+        }
     }
 
     /// Finds the page, in quarantine or not, as `bad` says. A pack that the disk cannot read is
     /// passed over; if it is in quarantine already, its error is returned if there is no other.
     fn find_in(&self, state: &State, hash: &Digest, bad: bool) -> IoResult<Option<Found>> {
         let mut unreadable = None;
-        for place in state.index.candidates(prefix(hash)) {
+        for place in state.candidates(prefix(hash)) {
             let Some(pack) = state.packs.get(&place.pack) else { continue };
             if state.is_bad(place, pack) != bad {
                 continue;
@@ -275,7 +347,7 @@ impl Space {
     pub(crate) fn guess(&self, hash: &Digest) -> Option<(Place, Arc<Pack>)> {
         let state = self.read();
         let mut bad = None;
-        for place in state.index.candidates(prefix(hash)) {
+        for place in state.candidates(prefix(hash)) {
             let Some(pack) = state.packs.get(&place.pack) else { continue };
             if !state.is_bad(place, pack) {
                 return Some((place, Arc::clone(pack)));

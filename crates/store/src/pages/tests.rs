@@ -132,7 +132,7 @@ fn a_file_that_changes_while_it_is_put_brings_no_page_under_a_wrong_hash() {
     memory.write_all_at(&page(99), 0).unwrap();
     let error = tenant
         .space
-        .store(&tenant.inner, &memory, [(0, hash)].into_iter(), &crate::Meter::default())
+        .store(&tenant.inner, &memory, [(0, hash)].into_iter(), None, &crate::Meter::default())
         .unwrap_err();
     assert!(
         error.to_string().contains(&format!("page 0, while it was put: expected {hash}")),

@@ -1,5 +1,6 @@
 //! The packs that a gc removes, and the pages that it copies out of them.
 
+use super::copies::Superseded;
 use super::index::Place;
 use super::pack::{PAGE, Pack, PackError};
 use super::read::read_span;
@@ -27,24 +28,42 @@ pub(super) struct Victim {
 impl State {
     /// Whether a page with this hash prefix has a copy that is not in quarantine.
     fn is_had(&self, prefix: u64) -> bool {
-        self.index.candidates(prefix).any(|place| !self.is_bad_place(place))
+        self.candidates(prefix).any(|place| !self.is_bad_place(place))
     }
 
     fn is_bad_place(&self, place: Place) -> bool {
         self.packs.get(&place.pack).is_none_or(|pack| self.is_bad(place, pack))
     }
 
-    /// For each pack the numbers of its pages that are live and have no other copy. A page in
-    /// quarantine counts only if no pack has a copy that is not.
-    fn used(&self, live: &[u64]) -> BTreeMap<u32, Vec<u32>> {
+    /// For each pack the numbers of its pages that are live and not superseded.
+    fn used(&self, live: &[u64], superseded: &Superseded) -> BTreeMap<u32, Vec<u32>> {
         let mut used: BTreeMap<u32, Vec<u32>> =
             self.packs.keys().map(|&n| (n, Vec::new())).collect();
-        for (prefix, place) in self.index.iter().filter(|(p, _)| live.binary_search(p).is_ok()) {
-            if !self.is_bad_place(place) || !self.is_had(prefix) {
+        for (_, place) in self.places().filter(|(p, _)| live.binary_search(p).is_ok()) {
+            if !superseded.contains_key(&place) {
                 used.entry(place.pack).or_default().push(place.page);
             }
         }
         used
+    }
+
+    /// Moves each place that `to` has, and removes those for which it returns `None`. A further
+    /// place takes the place of one that was removed.
+    fn remap(&mut self, to: impl Fn(Place) -> Option<Place>) {
+        self.index.remap(&to);
+        if self.doubles.entries() == 0 {
+            return;
+        }
+        let doubles = std::mem::take(&mut self.doubles);
+        for (prefix, place) in doubles.iter() {
+            let Some(place) = to(place) else { continue };
+            if self.index.candidates(prefix).any(|known| known == place) {
+                continue;
+            }
+            let only = self.index.candidates(prefix).next().is_none();
+            let index = if only { &mut self.index } else { &mut self.doubles };
+            index.insert(prefix, place);
+        }
     }
 }
 
@@ -54,13 +73,14 @@ impl Space {
     pub(super) fn victims(
         &self,
         live: &[u64],
+        superseded: &Superseded,
         damaged: &mut Vec<Damage>,
         meter: &Meter,
     ) -> IoResult<Vec<Victim>> {
         let (packs, used, bad) = {
             let state = self.read();
             let bad: BTreeSet<u32> = state.quarantine.iter().map(|(number, _)| *number).collect();
-            (state.packs.clone(), state.used(live), bad)
+            (state.packs.clone(), state.used(live, superseded), bad)
         };
         let mut victims = Vec::new();
         for (number, pages) in used {
@@ -97,7 +117,12 @@ impl Space {
             pack.hashes(&file, 0..pack.pages)
         };
         let hashes = read().map_err(|e| self.found_bad((number, ALL), e.into()))?;
-        victim.live = pages.into_iter().map(|page| (page, hashes[page as usize])).collect();
+        let named = |page: u32| {
+            let hash = hashes.get(page as usize).map(|hash| (page, *hash));
+            let expected = || format!("below {}", pack.pages);
+            hash.ok_or_else(|| pack.damage(page, "the page", expected(), page.to_string()))
+        };
+        victim.live = pages.into_iter().map(named).collect::<Result<_, Damage>>()?;
         let group = |(page, _): &(u32, Digest)| page / pack.group_pages;
         for of_group in victim.live.chunk_by(|a, b| group(a) == group(b)) {
             let live = of_group.to_vec();
@@ -122,7 +147,7 @@ impl Space {
 
     /// Removes the packs that could not be opened, if every live page is in another pack. Those of
     /// another version of dayfly stay. The caller runs the only gc.
-    pub(super) fn remove_unopened(&self, live: &[u64]) -> IoResult<()> {
+    pub(super) fn remove_unopened(&self, live: &[u64], meter: &Meter) -> IoResult<()> {
         let gone: Vec<Damage> = {
             let state = self.read();
             if state.damaged.is_empty() || !live.iter().all(|prefix| state.is_had(*prefix)) {
@@ -130,6 +155,10 @@ impl Space {
             }
             state.damaged.iter().filter(|damage| !damage.is_version()).cloned().collect()
         };
+        // A copy with other bytes proves nothing.
+        if gone.is_empty() || !self.are_proven(live, meter)? {
+            return Ok(());
+        }
         let _changing = self.changing();
         for damage in gone {
             let name = damage.file().file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -146,7 +175,14 @@ impl Space {
     /// Switches the index to the copies, which hold the victims' live pages in the same order.
     /// Returns the victims that nothing references any more. No step can fail, so the index is
     /// never left half changed.
-    pub(super) fn change_over(&self, victims: Vec<Victim>, copies: Vec<Pack>) -> Vec<Victim> {
+    ///
+    /// A pack stays if a place in `superseded` has lost its other copy meanwhile.
+    pub(super) fn change_over(
+        &self,
+        victims: Vec<Victim>,
+        copies: Vec<Pack>,
+        superseded: &Superseded,
+    ) -> Vec<Victim> {
         let places = |v: &Victim| -> Vec<Place> {
             v.live.iter().map(|(page, _)| Place { pack: v.number, page: *page }).collect()
         };
@@ -155,10 +191,11 @@ impl Space {
         let late = self.leases().prefixes();
         let copied: HashSet<Place> = old.iter().copied().collect();
         let is_needed = |(p, place): &(u64, Place)| {
-            let has_other = state.is_bad_place(*place) && state.is_had(*p);
-            late.contains(p) && !copied.contains(place) && !has_other
+            let other = superseded.get(place);
+            let has_other = other.is_some_and(|other| !state.is_bad_place(*other));
+            (other.is_some() || late.contains(p)) && !copied.contains(place) && !has_other
         };
-        let left = state.index.iter().filter(is_needed);
+        let left = state.places().filter(is_needed);
         let needed: BTreeSet<u32> = left.map(|(_, place)| place.pack).collect();
         let gone: Vec<Victim> =
             victims.into_iter().filter(|v| !needed.contains(&v.number)).collect();
@@ -172,7 +209,7 @@ impl Space {
             (0..pages).map(move |page| Place { pack: number, page })
         });
         let moved: HashMap<Place, Place> = old.into_iter().zip(new.collect::<Vec<_>>()).collect();
-        state.index.remap(|place| match numbers.contains(&place.pack) {
+        state.remap(|place| match numbers.contains(&place.pack) {
             true => moved.get(&place).copied(),
             false => Some(place),
         });

@@ -15,6 +15,7 @@ use crate::blob::{Dir, IfTaken, Stage};
 use crate::errors::{Damage, IoError, IoResult};
 use crate::inner::{Inner, Store};
 use crate::integrity::verify::{Hashed, Kind};
+use crate::memory::RamWork;
 use crate::objects::layers::StagedLayer;
 use crate::objects::manifest::{DiskRef, MAX_DISKS, MAX_LAYERS, SnapshotManifest};
 use crate::objects::types::{ChainLayer, FileRef, LayerRef, VmLayer};
@@ -125,6 +126,7 @@ impl SavedSnapshot {
             ancestors: spec.ancestors.clone(),
             kernel: spec.kernel.clone(),
             vcpus: spec.vcpus,
+            cpu_model: spec.cpu_model,
             nets: spec.nets,
             memory_bytes: spec.memory_bytes,
             agent_version: spec.agent_version.clone(),
@@ -147,7 +149,7 @@ impl SavedSnapshot {
     /// # Errors
     /// As [`Self::prepare`].
     pub fn commit(self, spec: &SnapshotSpec) -> Result<Committed, CommitError> {
-        self.prepare(spec, &[])?.commit_with(None)
+        self.prepare(spec, &[])?.commit_with(None, None)
     }
 
     /// As [`Self::commit`], with RAM as a table of pages in the tenant's namespace.
@@ -191,11 +193,28 @@ impl Prepared {
     /// # Errors
     /// [`CommitError`].
     pub fn commit_paged(self, pages: &PagedSpec) -> Result<Committed, CommitError> {
-        self.commit_with(Some(pages))
+        self.commit_with(Some(pages), None)
     }
 
-    fn commit_with(self, pages: Option<&PagedSpec>) -> Result<Committed, CommitError> {
+    /// As [`Self::commit_paged`]; `work` reads RAM and writes the packs, and is ended.
+    ///
+    /// # Errors
+    /// As [`Self::commit_paged`], or `Work`.
+    pub fn commit_paged_by(
+        self,
+        pages: &PagedSpec,
+        work: &mut dyn RamWork,
+    ) -> Result<Committed, CommitError> {
+        self.commit_with(Some(pages), Some(work))
+    }
+
+    fn commit_with(
+        self,
+        pages: Option<&PagedSpec>,
+        work: Option<&mut dyn RamWork>,
+    ) -> Result<Committed, CommitError> {
         let Self { inner, stage, dir, mut manifest, memory, free, mut staged, moves } = self;
+        let is_proven = work.is_none();
         // The lease is held until the snapshot is published or has failed.
         let (ram, _lease, resident) = match pages {
             None => (content(&dir, memory, MEMORY, Kind::Sparse)?, None, None),
@@ -208,8 +227,8 @@ impl Prepared {
                     pages.known.hints = &hints;
                 }
                 let disks = inner.open_disks(&manifest.disks, &staged.layers)?;
-                let (ram, lease) = inner.stage_table(&dir, &memory, &pages, &disks)?;
-                let resident = Resident::of(&memory, ram);
+                let (ram, lease) = inner.stage_table(&dir, &memory, &pages, &disks, work)?;
+                let resident = Resident::file(&memory);
                 (ram, Some(lease), resident.map_err(IoError::new("opening", dir.path()))?)
             }
         };
@@ -225,6 +244,8 @@ impl Prepared {
         inner.publish_snapshot(&stage, &manifest, &mut staged)?;
         // The snapshot is published: no step may fail from here on.
         failpoint::reached("store.commit.published");
+        let of = |file| Resident { file, of: Box::new(manifest.clone()), is_proven };
+        let resident = resident.map(of);
         Ok(Committed { manifest, pin, replaced: staged.frozen, resident })
     }
 }

@@ -1,6 +1,7 @@
 //! Why no snapshot was made.
 
 use crate::errors::{Damage, IoError};
+use crate::pages::WorkError;
 use crate::vms::pins::PinError;
 use dayfly_units::Name;
 
@@ -29,6 +30,9 @@ pub enum CommitError {
     /// The host could not read or write a file.
     #[error(transparent)]
     Io(#[from] IoError),
+    /// The process that stores the VM's memory in place of this one has failed.
+    #[error(transparent)]
+    Work(#[from] WorkError),
 }
 
 impl From<PinError> for CommitError {

@@ -45,6 +45,7 @@ pub struct OpenSnapshot {
     /// Whether `memory` is a memfd or an unnamed file, so that its content cannot change under a
     /// path.
     own_memory: bool,
+    is_proven: bool,
 }
 
 impl OpenSnapshot {
@@ -56,9 +57,29 @@ impl OpenSnapshot {
         disks: Vec<OpenDisk>,
         pin: Pin,
     ) -> Self {
-        let (working_set, files, own_memory) = (None, Vec::new(), false);
+        let (working_set, files) = (None, Vec::new());
         let fingerprint = fingerprint(&files);
-        Self { manifest, state, memory, working_set, disks, fingerprint, pin, files, own_memory }
+        let (own_memory, is_proven) = (false, false);
+        Self {
+            manifest,
+            state,
+            memory,
+            working_set,
+            disks,
+            fingerprint,
+            pin,
+            files,
+            own_memory,
+            is_proven,
+        }
+    }
+
+    /// Whether each page of `memory` has the hash that the snapshot's table names: this process has
+    /// hashed it, or the pager does. If not, another process has reported the hashes
+    /// ([`crate::RamWork`]), and no other snapshot may take pages from `memory`.
+    #[must_use]
+    pub const fn is_proven(&self) -> bool {
+        self.is_proven
     }
 
     /// The snapshot's RAM, for opening the snapshot again after another of its files changed.
@@ -67,8 +88,10 @@ impl OpenSnapshot {
     /// # Errors
     /// The process has too many descriptors.
     pub fn resident(&self) -> std::io::Result<Option<Resident>> {
-        let resident =
-            || Ok(Resident { file: self.memory.try_clone()?, ram: self.manifest.memory });
+        let resident = || {
+            let (file, of) = (self.memory.try_clone()?, Box::new(self.manifest.clone()));
+            Ok(Resident { file, of, is_proven: self.is_proven })
+        };
         self.own_memory.then(resident).transpose()
     }
 
@@ -139,8 +162,8 @@ impl Store {
         self.0.open_snapshot(name, None)
     }
 
-    /// As [`Self::open_snapshot`], but takes RAM from `resident` if it equals the snapshot's. Then
-    /// only the small files are read.
+    /// As [`Self::open_snapshot`], but takes RAM from `resident` if it is of the same snapshot.
+    /// Then only the small files are read.
     ///
     /// # Errors
     /// As [`Self::open_snapshot`].
@@ -279,8 +302,8 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    /// Completes the snapshot with its RAM file.
-    pub(super) fn with(self, memory: File) -> OpenSnapshot {
+    /// Completes the snapshot with its RAM file, which [is proven](OpenSnapshot::is_proven) or not.
+    pub(super) fn with(self, memory: File, is_proven: bool) -> OpenSnapshot {
         let Self { manifest, state, ram, working_set, disks, pin, files } = self;
         let (fingerprint, own_memory) = (fingerprint(&files), matches!(ram, Ram::Table(..)));
         OpenSnapshot {
@@ -293,6 +316,7 @@ impl Parts {
             pin,
             files,
             own_memory,
+            is_proven,
         }
     }
 }
@@ -304,14 +328,17 @@ impl Inner {
         resident: Option<Resident>,
     ) -> Result<OpenSnapshot, OpenError> {
         let parts = self.open_snapshot_parts(name)?;
-        let memory = match (&parts.ram, resident) {
+        let (memory, is_proven) = match (&parts.ram, resident) {
             (Ram::File(memory), _) => {
-                memory.try_clone().map_err(IoError::new("opening", Path::new(MEMORY)))?
+                let memory = memory.try_clone();
+                (memory.map_err(IoError::new("opening", Path::new(MEMORY)))?, true)
             }
-            (Ram::Table(table, _lease), Some(known)) if known.ram == table.ram => known.file,
-            (Ram::Table(table, _lease), _) => self.materialised(table, &parts.disks)?,
+            (Ram::Table(..), Some(known)) if *known.of == parts.manifest => {
+                (known.file, known.is_proven)
+            }
+            (Ram::Table(table, _lease), _) => (self.materialised(table, &parts.disks)?, true),
         };
-        Ok(parts.with(memory))
+        Ok(parts.with(memory, is_proven))
     }
 
     pub(crate) fn open_snapshot_parts(self: &Arc<Self>, name: &Name) -> Result<Parts, OpenError> {

@@ -14,7 +14,7 @@ use crate::errors::{Damage, IoError};
 use crate::inner::{Inner, Store};
 use crate::integrity::verify::VerifyError;
 use crate::memory::table::MAX_BYTES;
-use crate::memory::{DiskLayer, Kind, Known, Materialised, MemorySpec, Table};
+use crate::memory::{DiskLayer, Kind, Known, Materialised, MemorySpec, RamWork, Table};
 use crate::objects::manifest::{self, DiskRef, SnapshotManifest};
 use crate::objects::tree::{CheckedFile, DiskFile, trouble};
 use crate::objects::types::FileRef;
@@ -259,23 +259,29 @@ impl Inner {
                 let file = self.space(&table.tenant)?.dir.path().to_owned();
                 Err(Damage::Content { file, place, expected, got }.into())
             }
+            // Only a put has another process.
+            Err(PagesError::Work(e)) => {
+                let path = self.space(&table.tenant)?.dir.path().to_owned();
+                Err(IoError::new("reading pages of", &path)(std::io::Error::other(e)).into())
+            }
         }
     }
 
-    /// Puts the pages of saved RAM, and writes the table into the staged folder in place of
-    /// `memory`.
+    /// Puts the pages of saved RAM, by `work` if there is one, and writes the table into the staged
+    /// folder in place of `memory`.
     pub(super) fn stage_table(
         self: &Arc<Self>,
         dir: &Dir,
         memory: &File,
         pages: &PagedSpec,
         disks: &[OpenDisk],
+        work: Option<&mut dyn RamWork>,
     ) -> Result<(FileRef, Lease), CommitError> {
         let layers = layers(disks);
         let PagedSpec { tenant, known } = *pages;
         let spec = MemorySpec { memory, known, disks: &layers };
         let tenant = Tenant { inner: Arc::clone(self), space: self.space(tenant)? };
-        let put = tenant.put_memory(&spec)?;
+        let put = tenant.put_memory_by(&spec, work)?;
         if dir.has(MEMORY)? {
             dir.unlink(MEMORY)?;
         }
@@ -290,6 +296,7 @@ impl From<PagesError> for CommitError {
             PagesError::Invalid { place, expected, got } => Self::Invalid { place, expected, got },
             PagesError::Damage(d) => Self::Damage(d),
             PagesError::Io(e) => Self::Io(e),
+            PagesError::Work(e) => Self::Work(e),
         }
     }
 }

@@ -69,7 +69,7 @@ impl Store {
             Ram::Table(table, _lease) => table,
             Ram::File(memory) => {
                 let memory = memory.try_clone().map_err(failed)?;
-                return Ok((parts.with(memory), None));
+                return Ok((parts.with(memory, true), None));
             }
         };
         let space = self.0.space(&table.tenant)?;
@@ -78,7 +78,8 @@ impl Store {
         let memory = ram::create(table.ram.bytes)?;
         let to_read = ram::to_read(&memory).map_err(failed)?;
         let plan = Plan { table: table.encode(), places, packs, disks, memory };
-        Ok((parts.with(to_read), Some(plan)))
+        // The pager hashes each page.
+        Ok((parts.with(to_read, true), Some(plan)))
     }
 }
 

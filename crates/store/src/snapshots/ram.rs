@@ -8,7 +8,7 @@
 
 use super::error::CommitError;
 use crate::errors::IoError;
-use crate::objects::types::FileRef;
+use crate::objects::manifest::SnapshotManifest;
 use dayfly_units::PAGE_SIZE;
 use rustix::fs::{FallocateFlags, MemfdFlags, OFlags, SealFlags};
 use rustix::io::Errno;
@@ -16,6 +16,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -105,30 +106,29 @@ pub(super) fn to_read(file: &File) -> io::Result<File> {
     Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, rustix::fs::Mode::empty())?.into())
 }
 
-/// RAM of a snapshot just committed: a sealed memfd that equals the table's RAM.
-/// [`crate::Store::open_resident`] takes it.
+/// RAM of a snapshot that is in the host's memory: a sealed memfd. [`crate::Store::open_resident`]
+/// takes it.
 #[derive(Debug)]
 pub struct Resident {
     /// Read-only descriptor.
     pub(super) file: File,
-    /// Digest and sizes of the content.
-    pub(super) ram: FileRef,
+    /// The snapshot. The digest of its RAM does not identify it, because another process may have
+    /// reported it ([`crate::RamWork`]).
+    pub(super) of: Box<SnapshotManifest>,
+    /// As [`super::OpenSnapshot::is_proven`].
+    pub(super) is_proven: bool,
 }
 
 impl Resident {
-    /// `file`, if it is a sealed memfd; the caller has found its content to be `ram` since it was
-    /// sealed.
-    pub(super) fn of(file: &File, ram: FileRef) -> io::Result<Option<Self>> {
-        if !is_in_memory(file) {
-            return Ok(None);
-        }
-        Ok(Some(Self { file: to_read(file)?, ram }))
+    /// A new description of `file`, for reading, if it is a memfd.
+    pub(super) fn file(file: &File) -> io::Result<Option<File>> {
+        is_in_memory(file).then(|| to_read(file)).transpose()
     }
 
-    /// Bytes of the host's memory that it takes.
+    /// Bytes of the host's memory that it takes, as the kernel counts them.
     #[must_use]
     pub fn data_bytes(&self) -> u64 {
-        self.ram.data_bytes
+        self.file.metadata().map_or(self.of.memory.bytes, |meta| meta.blocks() * 512)
     }
 }
 

@@ -1,7 +1,10 @@
 use super::*;
 use crate::fixture::{name, store};
-use crate::fixture_pages::{PAGE, bake_paged, bake_paged_while, bytes, ram, restored};
-use crate::{Known, PagedSpec, Store};
+use crate::fixture_pages::{PAGE, bake_paged, bake_paged_while, bytes, file, ram, restored, saved};
+use crate::objects::types::FileRef;
+use crate::{
+    Classified, Known, PackWork, PagedSpec, RamJob, RamSource, RamWork, Store, TakeFrame, WorkError,
+};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::os::unix::fs::{FileExt, MetadataExt};
 
@@ -18,7 +21,13 @@ fn ram_that_was_just_saved_is_what_the_store_would_give() {
     let all = ram((0..600).map(|n| n % 250));
     let mut committed = bake_paged(&store, "s", 3, &all, &pages(&tenant)).unwrap();
     let resident = committed.resident.take().unwrap();
-    assert!(resident.data_bytes() > 0);
+    assert_eq!(resident.data_bytes(), committed.manifest.memory.data_bytes);
+    // Another process may have reported the size in the manifest.
+    let mut of = resident.of.clone();
+    of.memory = FileRef { data_bytes: 0, ..of.memory };
+    let file = resident.file.try_clone().unwrap();
+    let other = Resident { file, of, is_proven: true };
+    assert_eq!(other.data_bytes(), resident.data_bytes());
     let open = store.open_resident(&name("s"), resident).unwrap();
     let again = store.open_snapshot(&name("s")).unwrap();
     let expected = restored(&store, &tenant, "s");
@@ -99,6 +108,75 @@ fn ram_is_not_read_again_when_another_file_has_changed() {
     // A named file may change under its name, so it is no resident RAM.
     crate::fixture::bake(&store, "file", 4).unwrap();
     assert!(store.open_snapshot(&name("file")).unwrap().resident().unwrap().is_none());
+}
+
+/// A process that was taken over, and works on other RAM than that of its VM.
+#[derive(Debug)]
+struct Liar(File);
+
+impl PackWork for Liar {
+    fn threads(&self) -> usize {
+        1
+    }
+
+    fn begin(&mut self, number: u32, _: &[u32], _: File) -> Result<(), WorkError> {
+        Err(WorkError::new(format!("pack {number}: the store has all pages")))
+    }
+
+    fn written(&mut self) -> Result<u32, WorkError> {
+        Err(WorkError::new("no pack was begun".to_owned()))
+    }
+
+    fn end(&mut self) -> Result<(), WorkError> {
+        Ok(())
+    }
+}
+
+impl RamWork for Liar {
+    fn classify(
+        &mut self,
+        job: RamJob<'_>,
+        found: &mut TakeFrame<'_>,
+    ) -> Result<Classified, WorkError> {
+        let (memory, none) = (self.0.try_clone().unwrap(), Vec::new());
+        let source = RamSource::open(job.tenant.clone(), memory, none, Vec::new(), Vec::new());
+        let frames = std::sync::Mutex::new(Vec::new());
+        let classified = source.unwrap().classify(&|first, kinds| {
+            let kinds = (first..).zip(kinds).filter_map(|(frame, kind)| Some((frame, (*kind)?)));
+            frames.lock().unwrap().extend(kinds);
+            Ok(())
+        });
+        let frames = frames.into_inner().unwrap();
+        frames.into_iter().try_for_each(|(frame, kind)| found(frame, kind))?;
+        Ok(classified.unwrap())
+    }
+}
+
+#[test]
+fn ram_whose_digest_another_process_has_reported_is_not_taken_for_that_of_another_snapshot() {
+    let root = tempfile::tempdir().unwrap();
+    let store = store(root.path());
+    let (tenant, ours, theirs) = (name("one"), ram(0..600), ram(1000..1600));
+    let pages = PagedSpec::of(&tenant);
+    let one = bake_paged(&store, "one", 3, &ours, &pages).unwrap();
+    let (other, spec) = saved(&store, "other", 3, &theirs, dayfly_units::VmId::random()).unwrap();
+    let prepared = other.prepare(&spec, &[]).unwrap();
+    let mut other = prepared.commit_paged_by(&pages, &mut Liar(file(&ours))).unwrap();
+    assert_eq!(other.manifest.memory, one.manifest.memory, "it was believed");
+    let resident = other.resident.take().unwrap();
+    let resident = store.open_resident(&name("other"), resident).unwrap();
+    assert!(bytes(&resident.memory) == theirs && !resident.is_proven());
+    // As if the snapshot `one` had taken the name.
+    let taken = resident.resident().unwrap().unwrap();
+    let open = store.open_resident(&name("one"), taken).unwrap();
+    assert!(bytes(&open.memory) == ours && open.is_proven());
+    let again = resident.resident().unwrap().unwrap();
+    let again = store.open_resident(&name("other"), again).unwrap();
+    assert!(bytes(&again.memory) == theirs && !again.is_proven());
+    // What is read from pages is what the table names.
+    let read = store.open_snapshot(&name("other")).unwrap();
+    assert!(bytes(&read.memory) == ours && read.is_proven());
+    assert!(store.open_lazily(&name("other")).unwrap().0.is_proven());
 }
 
 #[test]

@@ -10,7 +10,7 @@ use crate::inner::{Inner, Store};
 use crate::objects::manifest::{ImageRef, KernelRef};
 use crate::objects::types::{ChainLayer, VmLayer};
 use crate::vms::freezing::{Freeze, Freezing};
-use dayfly_units::{Digest, Egress, ImageConfig, Name};
+use dayfly_units::{CpuModel, Digest, Egress, ImageConfig, Name};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::Arc;
@@ -26,6 +26,8 @@ pub struct SnapshotSpec {
     pub kernel: KernelRef,
     /// Number of vCPUs.
     pub vcpus: u8,
+    /// The model of the vCPUs.
+    pub cpu_model: CpuModel,
     /// Number of network devices.
     pub nets: u8,
     /// RAM in bytes.

@@ -7,12 +7,12 @@
 //! folder and of an inode that all clones share.
 
 use crate::blob::Dir;
+use crate::blob::interleave::lock;
 use crate::errors::IoResult;
 use crate::objects::types::VmLayer;
 use dayfly_units::VmId;
 use dayfly_units::error::chain;
 use dayfly_units::failpoint;
-use dayfly_units::sync::lock;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -1,11 +1,13 @@
-//! The CPUID that guests see: the features KVM supports, presented as one socket of `vcpus` cores
-//! without hyper-threads.
+//! The CPUID that guests see: the features that KVM supports and the VM's CPU model has
+//! ([`features`]), presented as one socket of `vcpus` cores without hyper-threads.
 //!
 //! Three features are left out on purpose:
 //! - nested virtualisation (VMX, SVM), so that there is no nested state to save;
 //! - asynchronous page faults, because a "page ready" event would be lost between save and load;
 //! - the PMU, because its counters belong to the host.
 
+use super::features;
+use dayfly_units::CpuModel;
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::{Cap, Kvm};
 
@@ -32,6 +34,35 @@ pub struct Supported {
     tsc_deadline: bool,
 }
 
+/// This host's CPU lacks features: those that a CPU model needs, or those of a saved guest's CPU.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{of}: this host's CPU lacks {}", listed(.lacks))]
+pub struct Lacking {
+    /// What needs the features.
+    of: String,
+    /// The features.
+    lacks: Vec<String>,
+}
+
+/// The guest would see features that its CPU model does not have.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("CPU model {model}: this host's KVM cannot hide {} from guests", listed(.more))]
+pub struct Unhidden {
+    model: CpuModel,
+    /// The features.
+    more: Vec<String>,
+}
+
+/// The first few of a list, and how many more there are.
+fn listed(all: &[String]) -> String {
+    const MOST: usize = 8;
+    let first = all[..all.len().min(MOST)].join(", ");
+    match all.len().saturating_sub(MOST) {
+        0 => first,
+        more => format!("{first} and {more} more"),
+    }
+}
+
 impl Supported {
     /// Asks KVM, which executes CPUID for the answer.
     ///
@@ -43,22 +74,60 @@ impl Supported {
         // in-kernel local APIC. All our VMs have that APIC.
         Ok(Self { entries, tsc_deadline: kvm.check_extension(Cap::TscDeadlineTimer) })
     }
+
+    /// The same host, whose vCPUs have `entries`.
+    #[must_use]
+    pub const fn with_entries(&self, entries: CpuId) -> Self {
+        Self { entries, tsc_deadline: self.tsc_deadline }
+    }
+
+    /// Checks that this host's CPU has what `model` needs.
+    ///
+    /// # Errors
+    /// Names what it lacks.
+    pub fn check(&self, model: CpuModel) -> Result<(), Lacking> {
+        let lacks = features::needed(model, self.entries.as_slice());
+        if lacks.is_empty() {
+            return Ok(());
+        }
+        Err(Lacking { of: format!("CPU model {model}"), lacks })
+    }
+
+    /// Checks that this host's CPU has all features of a saved vCPU, whose CPUID is `saved`.
+    ///
+    /// # Errors
+    /// Names what it lacks.
+    pub fn check_saved(&self, saved: &[kvm_cpuid_entry2]) -> Result<(), Lacking> {
+        let lacks = features::lacking(saved, self.entries.as_slice(), self.tsc_deadline);
+        if lacks.is_empty() {
+            return Ok(());
+        }
+        let of = "the snapshot's CPU (bake with --cpu-model for hosts with other CPUs)".to_owned();
+        Err(Lacking { of, lacks })
+    }
 }
 
 impl Template {
     /// The shared entries for a VM of `vcpus` vCPUs; 0 counts as 1.
     #[must_use]
-    pub fn new(supported: &Supported, vcpus: u8) -> Self {
-        Self::from_supported(supported.entries.as_slice(), vcpus.max(1), supported.tsc_deadline)
+    pub fn new(supported: &Supported, vcpus: u8, model: CpuModel) -> Self {
+        let entries = supported.entries.as_slice();
+        Self::from_supported(entries, vcpus.max(1), model, supported.tsc_deadline)
     }
 
-    fn from_supported(supported: &[kvm_cpuid_entry2], vcpus: u8, tsc_deadline: bool) -> Self {
+    fn from_supported(
+        supported: &[kvm_cpuid_entry2],
+        vcpus: u8,
+        model: CpuModel,
+        tsc_deadline: bool,
+    ) -> Self {
         let (bits, count) = (core_bits(vcpus), u32::from(vcpus));
         let mut entries: Vec<_> = supported
             .iter()
             .filter(|e| !matches!(e.function, 0xb | 0x1f | 0x8000_0026))
             .copied()
             .collect();
+        features::restrict(model, &mut entries);
         for e in &mut entries {
             match e.function {
                 0 => e.eax = e.eax.clamp(0xb, 0x1f),
@@ -137,6 +206,23 @@ impl Template {
     }
 }
 
+/// Checks that a vCPU has no features but those that it was given, by the CPUIDs `has`
+/// (KVM_GET_CPUID2) and `given`.
+///
+/// # Errors
+/// Names what it has besides: KVM cannot hide them, as PVM cannot.
+pub fn check_given(
+    model: CpuModel,
+    has: &[kvm_cpuid_entry2],
+    given: &[kvm_cpuid_entry2],
+) -> Result<(), Unhidden> {
+    let more = features::lacking(has, given, true);
+    if more.is_empty() {
+        return Ok(());
+    }
+    Err(Unhidden { model, more })
+}
+
 /// Whether a vCPU with CPUID `is` will have CPUID `wanted` once a guest's other registers are
 /// loaded. Both lists come from KVM_GET_CPUID2: `wanted` from the saved vCPU.
 ///
@@ -196,6 +282,19 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_kvm_that_hides_no_features_is_refused_for_a_model() {
+        let given = [entry(0, 0, 0xd, 1, 2, 3), entry(1, 0, 0, 0, 1 << 20, 0)];
+        // KVM derives OSXSAVE; SSE 4.1 was not given.
+        let mut has = given;
+        has[1].ecx |= 1 << 27;
+        assert_eq!(check_given(CpuModel::V2, &has, &given), Ok(()));
+        has[1].ecx |= 1 << 19;
+        let error = check_given(CpuModel::V2, &has, &given).unwrap_err().to_string();
+        let expected = "CPU model x86-64-v2: this host's KVM cannot hide sse4_1 from guests";
+        assert_eq!(error, expected);
+    }
+
     fn entry(
         function: u32,
         index: u32,
@@ -223,7 +322,7 @@ mod tests {
             entry(0x8000_001e, 0, 9, 0x0109, 3, 0),
         ];
         for (vcpus, bits) in [(1u8, 0), (2, 1), (3, 2), (4, 2), (16, 4)] {
-            let template = Template::from_supported(&supported, vcpus, true);
+            let template = Template::from_supported(&supported, vcpus, CpuModel::Host, true);
             for id in 0..vcpus {
                 let e = template.of(id);
                 let one = find(&e, 1, 0);

@@ -6,5 +6,6 @@
 pub mod acpi;
 pub mod boot;
 pub mod cpuid;
+pub mod features;
 pub mod layout;
 pub mod regs;

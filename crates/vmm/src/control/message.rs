@@ -1,11 +1,11 @@
 //! The messages of the control protocol, and the record of a VMM's end.
 
 use crate::config::{LinkConfig, RestoreConfig, Shape};
-use crate::disk::{FileId, NoSpace};
+use crate::disk::{DiskReads, DiskTraffic, FileId, NoSpace};
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol that this code speaks ([`crate::control`]).
-pub const PROTOCOL: u32 = 3;
+pub const PROTOCOL: u32 = 5;
 /// The longest JSON of a message that either side accepts, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 10;
 
@@ -169,6 +169,12 @@ pub struct Status {
     /// `Resume`, whatever `paused` is. Since version 3.
     #[serde(default)]
     pub no_space: Option<NoSpace>,
+    /// How much each disk has moved. Since version 4.
+    #[serde(default)]
+    pub traffic: Vec<DiskTraffic>,
+    /// How the disks are read; `None`: there are none. Since version 5.
+    #[serde(default)]
+    pub disk_reads: Option<DiskReads>,
 }
 
 impl Status {
@@ -184,6 +190,8 @@ impl Status {
             layers: Vec::new(),
             busy: None,
             no_space: None,
+            traffic: Vec::new(),
+            disk_reads: None,
         }
     }
 }

@@ -10,6 +10,7 @@ use crate::config::{FdNumber, RestoreConfig};
 use crate::exit;
 use crate::fds::{self, Descriptors as _, FdError};
 use crate::memory::backing::{Backing, BackingError};
+use crate::meter::{Meter, Thread, ThreadClock};
 use crate::vm::{BuildError, Files, Vm, WarmVmm};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -40,6 +41,11 @@ pub enum Hosted {
 }
 
 impl Hosted {
+    /// Whether a guest has run.
+    const fn has_run(&self) -> bool {
+        matches!(self, Self::Vm(vm) if vm.has_run())
+    }
+
     /// A descriptor that is readable when a disk of the VM has no space on the host.
     fn stall_event(&self) -> Option<BorrowedFd<'_>> {
         match self {
@@ -125,21 +131,22 @@ pub struct Server {
     connections: Vec<Connection>,
     /// Descriptors were short when a connection was to be accepted.
     starved: bool,
+    meter: Meter,
 }
 
 impl Server {
     /// A server of the connections of `listener`, and of `link` if there is one. Makes both
-    /// non-blocking, which the seccomp filters forbid later.
+    /// non-blocking, which the seccomp filters forbid later. `meter` counts what the thread works.
     ///
     /// # Errors
     /// The error of ioctl(2).
-    pub fn new(listener: UnixListener, link: Option<UnixStream>) -> io::Result<Self> {
+    pub fn new(listener: UnixListener, link: Option<UnixStream>, meter: Meter) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         if let Some(stream) = &link {
             stream.set_nonblocking(true)?;
         }
         let connections = link.into_iter().map(Connection::new).collect();
-        Ok(Self { listener, connections, starved: false })
+        Ok(Self { listener, connections, starved: false, meter })
     }
 
     /// Serves commands until `Quit` or the end of the guest.
@@ -147,7 +154,12 @@ impl Server {
     /// # Errors
     /// When the listener fails.
     pub fn run(mut self, hosted: &mut Hosted) -> io::Result<()> {
+        let mut clock = ThreadClock::new(&self.meter, Thread::Main);
         loop {
+            // After the answer to the command that had the guest run, because it is a system call.
+            if hosted.has_run() {
+                clock.look();
+            }
             let within = if self.starved { Some(&STARVED) } else { None };
             if self.wait(within, hosted.stall_event())? {
                 hosted.stall();

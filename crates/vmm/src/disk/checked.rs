@@ -10,7 +10,7 @@ use super::iolist::IoList;
 use super::span::length;
 use super::spec::TreeSpec;
 use dayfly_units::sync::lock;
-use dayfly_units::tree::{LEAF_BYTES, LeafError, TreeReader};
+use dayfly_units::tree::{LEAF_BYTES, Leaf, LeafError, TreeReader};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Mutex;
@@ -27,6 +27,9 @@ struct State {
     reader: TreeReader,
     /// A bit for each leaf; empty until the first read.
     good: Vec<u64>,
+    /// How many leaves were hashed.
+    #[cfg(test)]
+    hashed: usize,
 }
 
 impl State {
@@ -57,7 +60,12 @@ fn read(file: BorrowedFd<'_>, out: &mut [u8], at: u64) -> io::Result<()> {
 impl Checked {
     /// For a disk file of `bytes` bytes. Reads nothing.
     pub(super) fn new(spec: TreeSpec, bytes: u64) -> Self {
-        let state = State { reader: TreeReader::new(bytes, spec.root), good: Vec::new() };
+        let state = State {
+            reader: TreeReader::new(bytes, spec.root),
+            good: Vec::new(),
+            #[cfg(test)]
+            hashed: 0,
+        };
         Self { tree: spec.file, state: Mutex::new(state) }
     }
 
@@ -71,44 +79,85 @@ impl Checked {
         offset: u64,
         data: &IoList<'_>,
     ) -> io::Result<()> {
-        let mut state = lock(&self.state);
         let end = offset.saturating_add(data.len() as u64);
         let mut at = offset;
         while at < end {
-            let leaf = at / LEAF_BYTES;
-            let mut next = leaf + 1;
-            if state.is_good(leaf) {
-                while next * LEAF_BYTES < end && state.is_good(next) {
-                    next += 1;
-                }
-            }
-            let stop = end.min(next * LEAF_BYTES);
+            let (good, stop) = self.run(at, end);
             let part = data.window(length(at - offset), length(stop - at));
-            if state.is_good(leaf) {
+            if good {
                 if part.read_at(file, at)? < part.len() {
                     return Err(io::ErrorKind::UnexpectedEof.into());
                 }
             } else {
-                // The guest could change its memory while it is hashed, so the leaf is hashed here
-                // and then copied.
-                let bytes = self.leaf(&mut state, file, leaf)?;
-                let from = length(at % LEAF_BYTES);
-                let bytes = bytes.get(from..from + part.len());
-                part.copy_from(bytes.ok_or(io::ErrorKind::UnexpectedEof)?);
-                state.note(leaf);
+                let leaf = self.expect(at)?;
+                let mut bytes = vec![0; leaf.length()];
+                read(file, &mut bytes, leaf.at())?;
+                self.accept(&leaf, &bytes)?;
+                copy_leaf(&bytes, at, &part)?;
             }
             at = stop;
         }
         Ok(())
     }
 
-    fn leaf(&self, state: &mut State, file: BorrowedFd<'_>, leaf: u64) -> io::Result<Vec<u8>> {
-        let tree = |out: &mut [u8], at: u64| read(self.tree.as_fd(), out, at);
-        let wrong = |error: LeafError| io::Error::new(io::ErrorKind::InvalidData, error);
-        let leaf = state.reader.leaf(&tree, leaf).map_err(wrong)?;
-        let mut bytes = vec![0; leaf.length()];
-        read(file, &mut bytes, leaf.at())?;
-        leaf.check(&bytes).map_err(wrong)?;
-        Ok(bytes)
+    /// Whether the leaves from byte `at` on were checked, and the byte, at most `end`, up to which
+    /// the answer is the same. Leaves that were not checked come one at a time.
+    pub(super) fn run(&self, at: u64, end: u64) -> (bool, u64) {
+        let state = lock(&self.state);
+        let leaf = at / LEAF_BYTES;
+        let mut next = leaf + 1;
+        let good = state.is_good(leaf);
+        while good && next * LEAF_BYTES < end && state.is_good(next) {
+            next += 1;
+        }
+        (good, end.min(next * LEAF_BYTES))
     }
+
+    /// What the tree says about the leaf that has byte `at`.
+    ///
+    /// # Errors
+    /// The host's error; `InvalidData` with a [`LeafError`] if the tree is damaged.
+    pub(super) fn expect(&self, at: u64) -> io::Result<Leaf> {
+        let tree = |out: &mut [u8], at: u64| read(self.tree.as_fd(), out, at);
+        lock(&self.state).reader.leaf(&tree, at / LEAF_BYTES).map_err(wrong)
+    }
+
+    /// Checks `bytes`, which are those of `leaf`, and notes that the leaf is good. The caller then
+    /// copies them to the guest ([`copy_leaf`]).
+    ///
+    /// The guest could change its memory while it is hashed, so a leaf is hashed in this process's
+    /// memory and then copied.
+    ///
+    /// # Errors
+    /// `InvalidData` with a [`LeafError`] if the leaf is not what the tree says.
+    pub(super) fn accept(&self, leaf: &Leaf, bytes: &[u8]) -> io::Result<()> {
+        #[cfg(test)]
+        {
+            lock(&self.state).hashed += 1;
+        }
+        leaf.check(bytes).map_err(wrong)?;
+        lock(&self.state).note(leaf.at() / LEAF_BYTES);
+        Ok(())
+    }
+
+    /// How many leaves were hashed.
+    #[cfg(test)]
+    pub(super) fn hashed(&self) -> usize {
+        lock(&self.state).hashed
+    }
+}
+
+/// Copies what `part` has of a leaf from byte `at` of the file on. `leaf` is the leaf's content.
+///
+/// # Errors
+/// `UnexpectedEof` if the leaf ends before the part does.
+pub(super) fn copy_leaf(leaf: &[u8], at: u64, part: &IoList<'_>) -> io::Result<()> {
+    let from = length(at % LEAF_BYTES);
+    let bytes = leaf.get(from..from + part.len());
+    part.copy_from(bytes.ok_or(io::ErrorKind::UnexpectedEof)?);
+    Ok(())
+}
+
+fn wrong(error: LeafError) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
 }

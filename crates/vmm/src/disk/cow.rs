@@ -6,6 +6,7 @@ use super::error::{DamagedFile, FreezeError, OpenDiskError, host};
 use super::files::{check_empty, make_writable, open_layers, regular_size};
 use super::iolist::IoList;
 use super::layer;
+use super::reads::Nowait;
 use super::room::{NoSpace, Room};
 use super::span::{length, span};
 use super::spec::{DiskSpec, FileId, LayerSpec, MAX_DISK_BYTES};
@@ -16,6 +17,17 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 #[expect(clippy::cast_possible_truncation, reason = "4096 fits")]
 pub(super) const BLOCK: usize = DISK_BLOCK_BYTES as usize;
+
+/// A part of a read: consecutive bytes of one layer's file.
+#[derive(Debug, Clone)]
+pub(super) struct Part<'a> {
+    /// The layer's number; 0 is the base.
+    pub(super) layer: u8,
+    /// The offset of its first byte, the same in the file and on the disk.
+    pub(super) at: u64,
+    /// Where the bytes go.
+    pub(super) list: IoList<'a>,
+}
 
 /// An open disk.
 #[derive(Debug)]
@@ -36,6 +48,8 @@ pub struct Disk {
     written: BlockSet,
     /// The hash trees, by number of the layer; 0 is the base. May be shorter than the chain.
     checks: Vec<Option<Checked>>,
+    /// How the files of the first layers can be read, as far as known; 0 is the base.
+    pub(super) nowait: Vec<Nowait>,
 }
 
 impl Disk {
@@ -51,6 +65,7 @@ impl Disk {
             index: Vec::new(),
             written: BlockSet::default(),
             checks: Vec::new(),
+            nowait: Vec::new(),
         }
     }
 
@@ -95,6 +110,7 @@ impl Disk {
             writable: spec.writable,
             index,
             written: BlockSet::default(),
+            nowait: Vec::new(),
         })
     }
 
@@ -154,27 +170,55 @@ impl Disk {
     /// became shorter; `InvalidData` with a [`DamagedFile`] if a file is not what its hash tree
     /// says. After an error the content of `data` is not to be used.
     pub fn read(&self, offset: u64, data: &IoList<'_>) -> io::Result<()> {
+        self.each_part(offset, data, |part| self.read_part(&part))
+    }
+
+    /// Calls `act` for each part of a read that comes from a file, in order. Zeroes what no file
+    /// has.
+    ///
+    /// # Errors
+    /// `InvalidInput` past the disk's end; that of `act`, and no further part is done.
+    pub(super) fn each_part<'a>(
+        &self,
+        offset: u64,
+        data: &IoList<'a>,
+        mut act: impl FnMut(Part<'a>) -> io::Result<()>,
+    ) -> io::Result<()> {
         let end = self.end(offset, data.len())?;
         let mut at = offset;
         while at < end {
             let (layer, blocks) = self.run(at / DISK_BLOCK_BYTES, end.div_ceil(DISK_BLOCK_BYTES));
             let stop = end.min(blocks * DISK_BLOCK_BYTES);
-            let part = data.window(length(at - offset), length(stop - at));
-            let (file, file_bytes) = self.file(layer)?;
+            let all = data.window(length(at - offset), length(stop - at));
+            let (_, file_bytes) = self.file(layer)?;
             let there = length(file_bytes.min(stop).saturating_sub(at));
             if there > 0 {
-                let part = part.window(0, there);
-                if let Some(check) = self.checks.get(usize::from(layer)).and_then(Option::as_ref) {
-                    let read = check.read(file.as_fd(), at, &part);
-                    read.map_err(|e| damaged(e, layer, file.as_fd()))?;
-                } else if part.read_at(file.as_fd(), at)? < there {
-                    return Err(io::ErrorKind::UnexpectedEof.into());
-                }
+                act(Part { layer, at, list: all.window(0, there) })?;
             }
-            part.window(there, part.len()).zero();
+            all.window(there, all.len()).zero();
             at = stop;
         }
         Ok(())
+    }
+
+    /// Performs a part of a read.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub(super) fn read_part(&self, Part { layer, at, list }: &Part<'_>) -> io::Result<()> {
+        let file = self.file(*layer)?.0.as_fd();
+        match self.check(*layer) {
+            Some(check) => check.read(file, *at, list).map_err(|e| damaged(e, *layer, file)),
+            None if list.read_at(file, *at)? < list.len() => {
+                Err(io::ErrorKind::UnexpectedEof.into())
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The hash tree of a layer's file.
+    pub(super) fn check(&self, layer: u8) -> Option<&Checked> {
+        self.checks.get(usize::from(layer)).and_then(Option::as_ref)
     }
 
     /// The layer that has `block`, and the block (at most `end`) at which the layer changes.
@@ -289,6 +333,12 @@ impl Disk {
         room.check(number, layer.as_fd(), bytes, grows)
     }
 
+    /// How many leaves of the base's hash tree were hashed.
+    #[cfg(test)]
+    pub(crate) fn hashed(&self) -> usize {
+        self.check(0).map_or(0, Checked::hashed)
+    }
+
     /// The blocks of the writable layer.
     #[cfg(test)]
     pub(crate) const fn written(&self) -> &BlockSet {
@@ -364,6 +414,7 @@ impl Disk {
         checks.extend(self.checks.drain(self.checks.len().min(1 + replaced)..));
         frozen.extend(self.frozen.drain(replaced..));
         (self.frozen, self.index, self.checks) = (frozen, index, checks);
+        self.nowait.clear();
         Ok(())
     }
 
@@ -429,7 +480,7 @@ impl Disk {
 }
 
 /// Adds to the error of a hash tree which file of the disk it is about.
-fn damaged(error: io::Error, layer: u8, file: BorrowedFd<'_>) -> io::Error {
+pub(super) fn damaged(error: io::Error, layer: u8, file: BorrowedFd<'_>) -> io::Error {
     if error.kind() != io::ErrorKind::InvalidData {
         return error;
     }

@@ -34,8 +34,9 @@ impl<'a> IoList<'a> {
         Self { pieces: Vec::new(), len: 0, writes: Some(writes) }
     }
 
-    /// Notes that the first `bytes` bytes were written to, at least in part.
-    fn written(&self, bytes: usize) {
+    /// Notes that the first `bytes` bytes were written to, at least in part. The kernel, which may
+    /// have written them, is done.
+    pub(super) fn written(&self, bytes: usize) {
         let Some(writes) = self.writes else { return };
         let mut left = bytes;
         let ranges = self.pieces.iter().map(|piece| {
@@ -154,7 +155,8 @@ impl<'a> IoList<'a> {
         self.written(self.len);
     }
 
-    fn iovecs(&self) -> Vec<libc::iovec> {
+    /// The pieces for a vectored system call; those past the first 1024 are left out.
+    pub(super) fn iovecs(&self) -> Vec<libc::iovec> {
         self.pieces
             .iter()
             .take(MAX_IOVECS)
@@ -175,6 +177,23 @@ impl<'a> IoList<'a> {
             unsafe { libc::preadv(fd.as_raw_fd(), iovecs.as_ptr(), count(iovecs), offset) }
         });
         self.written(self.len);
+        read
+    }
+
+    /// Reads what is cached of a file from `offset` on, at most the list, without waiting for the
+    /// host's disk; returns the bytes read.
+    ///
+    /// # Errors
+    /// The error of `preadv2(2)` with `RWF_NOWAIT`: `WouldBlock` if nothing is cached,
+    /// `EOPNOTSUPP` if the file system cannot say.
+    pub(crate) fn read_cached(&self, fd: BorrowedFd<'_>, offset: u64) -> io::Result<usize> {
+        let at = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let iovecs = self.iovecs();
+        let (fd, all) = (fd.as_raw_fd(), iovecs.as_ptr());
+        // SAFETY: as in `read_at`.
+        let read =
+            retry(|| unsafe { libc::preadv2(fd, all, count(&iovecs), at, libc::RWF_NOWAIT) });
+        self.written(read.as_ref().map_or(self.len, |bytes| *bytes));
         read
     }
 

@@ -31,29 +31,38 @@ mod checked;
 mod cow;
 mod error;
 mod files;
+mod flight;
 mod held;
 mod iolist;
 pub mod layer;
 mod merge;
 pub mod page_map;
+mod reads;
 pub mod room;
 mod span;
 mod spec;
+mod traffic;
+mod uring;
 mod zero;
 
 pub use block_set::{CHUNK_BYTES, MAX_BYTES_PER_CHUNK};
 pub use cow::Disk;
 pub use error::{DamagedFile, FreezeError, OpenDiskError};
+pub use flight::{Flight, Started};
 pub use iolist::IoList;
 pub use merge::{Merge, MergeError};
+pub use reads::{DiskReads, Reads};
 pub use room::{NoSpace, Room};
 pub use spec::{DiskSpec, FileId, FreezeFiles, LayerSpec, MAX_DISK_BYTES, TreeSpec};
+pub use traffic::DiskTraffic;
 pub use zero::ZeroError;
 
 #[cfg(test)]
 mod again_tests;
 #[cfg(test)]
 mod checked_tests;
+#[cfg(test)]
+mod flight_tests;
 #[cfg(test)]
 mod freeze_tests;
 #[cfg(test)]

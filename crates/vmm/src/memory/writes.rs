@@ -1,8 +1,8 @@
 //! The pages of RAM that this process writes itself, for its devices, while RAM is copied under a
 //! running guest.
 //!
-//! KVM logs the writes of vCPUs. It does not see a disk's data that the device thread reads into a
-//! guest's buffer.
+//! KVM logs the writes of vCPUs. It does not see a disk's data that a device thread reads into a
+//! guest's buffer. Both device threads note their writes here.
 
 use dayfly_units::sync::lock;
 use std::collections::BTreeSet;
@@ -72,5 +72,30 @@ mod tests {
         writes.watch(false);
         note(&[[0, 1]]);
         assert!(writes.take().is_empty());
+    }
+
+    #[test]
+    fn what_several_threads_note_at_once_is_taken_once_and_none_is_lost() {
+        const PAGES: usize = 20_000;
+        let (writes, mut taken) = (Writes::default(), Vec::new());
+        writes.watch(true);
+        let left = std::sync::atomic::AtomicUsize::new(2);
+        std::thread::scope(|scope| {
+            for first in 0..2 {
+                let (writes, left) = (&writes, &left);
+                scope.spawn(move || {
+                    for page in (first..PAGES).step_by(2) {
+                        writes.note(std::iter::once(page * PAGE..page * PAGE + 1));
+                    }
+                    left.fetch_sub(1, Ordering::SeqCst);
+                });
+            }
+            while left.load(Ordering::SeqCst) > 0 {
+                taken.extend(writes.take());
+            }
+        });
+        taken.extend(writes.take());
+        taken.sort_unstable();
+        assert_eq!(taken, (0..PAGES).collect::<Vec<_>>());
     }
 }

@@ -7,8 +7,10 @@ use super::bound::Bound;
 pub enum Thread {
     /// Runs a vCPU.
     Vcpu,
-    /// Serves the devices.
+    /// Serves all devices but the disks.
     Devices,
+    /// Serves the disks.
+    Disks,
     /// Serves the control socket, restores and saves.
     Main,
     /// Gives pages to a clone whose working set is recorded.
@@ -81,13 +83,16 @@ pub(super) const fn ioctl(
 /// Any arguments.
 pub(super) const EVERY: (&[&[Bound]], &str) = (&[], "");
 
-// Arguments: linux/mman.h, linux/falloc.h, linux/net.h, linux/socket.h, linux/futex.h.
+// Arguments: linux/mman.h, linux/falloc.h, linux/net.h, linux/socket.h, linux/futex.h,
+// linux/io_uring.h, linux/fs.h.
 pub(super) const MAP_ANONYMOUS: u64 = 0x22; // MAP_PRIVATE | MAP_ANONYMOUS
 pub(super) const MAP_OVER: u64 = 0x4012; // MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
 pub(super) const READ_WRITE: u64 = 3; // PROT_READ | PROT_WRITE
 pub(super) const PUNCH_HOLE: u32 = 3; // FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 pub(super) const SOCKET_FLAGS: u32 = 0o2_004_000; // SOCK_CLOEXEC | SOCK_NONBLOCK
 pub(super) const DONTWAIT: u32 = 0x40; // MSG_DONTWAIT
+pub(super) const GETEVENTS: u32 = 1; // IORING_ENTER_GETEVENTS
+pub(super) const NOWAIT: u32 = 8; // RWF_NOWAIT
 pub(super) const PEEK: u32 = 2; // MSG_PEEK
 pub(super) const NOSIGNAL: u32 = 0x4000; // MSG_NOSIGNAL
 pub(super) const CMSG_CLOEXEC: u32 = 0x4000_0000; // MSG_CMSG_CLOEXEC

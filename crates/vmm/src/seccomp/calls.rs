@@ -3,16 +3,16 @@
 
 use super::bound::{all, bits, low, low_bits};
 use super::call::Stage::{Guest, SetUp};
-use super::call::Thread::{self, Devices, Main, Recorder, Vcpu};
+use super::call::Thread::{self, Devices, Disks, Main, Recorder, Vcpu};
 use super::call::{
-    Call, DONTWAIT, EVERY, FUTEX_FLAGS, MAP_ANONYMOUS, NOSIGNAL, PEEK, PUNCH_HOLE, READ_WRITE,
-    SOCKET_FLAGS, call, ioctl, named,
+    Call, DONTWAIT, EVERY, FUTEX_FLAGS, GETEVENTS, MAP_ANONYMOUS, NOSIGNAL, NOWAIT, PEEK,
+    PUNCH_HOLE, READ_WRITE, SOCKET_FLAGS, call, ioctl, named,
 };
 use super::main_calls::{CONTROL, RECORDER, RESTORE, SAVE};
 use super::requests as kvm;
 
-const ALL: &[Thread] = &[Vcpu, Devices, Main, Recorder];
-const WORKERS: &[Thread] = &[Vcpu, Devices];
+const ALL: &[Thread] = &[Vcpu, Devices, Disks, Main, Recorder];
+const WORKERS: &[Thread] = &[Vcpu, Devices, Disks];
 
 /// Calls of every thread.
 const COMMON: &[Call] = &[
@@ -60,7 +60,7 @@ const COMMON: &[Call] = &[
     call(named!(SYS_write), ALL, Guest, EVERY, "eventfds, console, tap, exit record"),
 ];
 
-/// Calls of vCPU threads and of the device thread.
+/// Calls of vCPU threads and of the two device threads.
 const DEVICES: &[Call] = &[
     call(named!(SYS_capset), WORKERS, SetUp, EVERY, "change to the VM's user"),
     call(
@@ -103,26 +103,40 @@ const DEVICES: &[Call] = &[
         (&[&[low(1, 1)]], "ADD"),
         "tap and vsock connections",
     ),
-    call(named!(SYS_epoll_wait), &[Devices], Guest, EVERY, "events of all devices"),
+    call(named!(SYS_epoll_wait), &[Devices], Guest, EVERY, "events of all devices but disks"),
     call(
         named!(SYS_fallocate),
-        &[Devices],
+        &[Disks],
         Guest,
         (&[&[low(1, PUNCH_HOLE)]], "PUNCH_HOLE, KEEP_SIZE"),
         "disk: discarded blocks",
     ),
-    call(named!(SYS_fstat), &[Devices], Guest, EVERY, "disk: space that a layer has"),
-    call(named!(SYS_fstatfs), &[Devices], Guest, EVERY, "disk: space that the host has"),
+    call(named!(SYS_fstat), &[Disks], Guest, EVERY, "disk: space that a layer has"),
+    call(named!(SYS_fstatfs), &[Disks], Guest, EVERY, "disk: space that the host has"),
     call(
         named!(SYS_lseek),
-        &[Devices],
+        &[Disks],
         Guest,
         (&[&[low(2, 3)], &[low(2, 4)]], "SEEK_DATA, SEEK_HOLE"),
         "disk: data below zeroed blocks",
     ),
-    call(named!(SYS_preadv), &[Devices], Guest, EVERY, "disk, and its limits"),
-    call(named!(SYS_pwritev), &[Devices], Guest, EVERY, "disk"),
-    call(named!(SYS_read), &[Devices], Guest, EVERY, "eventfds, tap"),
+    call(
+        named!(SYS_io_uring_enter),
+        &[Disks],
+        Guest,
+        (&[&[low(3, GETEVENTS), all(4, 0)]], "GETEVENTS, no signal mask"),
+        "disk: reads in flight, by a restricted ring",
+    ),
+    call(named!(SYS_preadv), &[Disks], Guest, EVERY, "disk, and its limits"),
+    call(
+        named!(SYS_preadv2),
+        &[Disks],
+        Guest,
+        (&[&[low(5, NOWAIT)]], "NOWAIT"),
+        "disk: reads of cached data",
+    ),
+    call(named!(SYS_pwritev), &[Disks], Guest, EVERY, "disk"),
+    call(named!(SYS_read), &[Devices, Disks], Guest, EVERY, "eventfds, tap"),
     call(
         named!(SYS_recvfrom),
         &[Devices],

@@ -2,7 +2,7 @@
 
 use super::bound::{all, bits, low};
 use super::call::Stage::{Guest, SetUp};
-use super::call::Thread::{Devices, Main, Recorder, Vcpu};
+use super::call::Thread::{Devices, Disks, Main, Recorder, Vcpu};
 use super::call::{
     CMSG_CLOEXEC, Call, EVERY, KICK, LONG, MAP_OVER, NOSIGNAL, PUNCH_HOLE, READ_WRITE,
     SOCKET_FLAGS, call, ioctl, named,
@@ -47,7 +47,7 @@ pub(super) const RESTORE: &[Call] = &[
     call(named!(SYS_recvfrom), &[Main], SetUp, (&[&[low(3, 0)]], "no flag"), "the pager's answer"),
     call(
         named!(SYS_seccomp),
-        &[Main, Recorder, Vcpu, Devices],
+        &[Main, Recorder, Vcpu, Devices, Disks],
         SetUp,
         (&[&[low(0, 1), low(1, 0)]], "SET_MODE_FILTER, no flag"),
         "the next stage's filter",

@@ -5,10 +5,11 @@
 //! guest took over could change its handler's data and stack, and go on. The daemon reads the
 //! signal from the VMM's pidfd (`dayfly_host::process`), so the cause is known all the same.
 //!
-//! There are four kinds of thread:
+//! There are five kinds of thread:
 //! - A vCPU thread runs the guest. Of KVM's ioctls it may call KVM_RUN, and read registers for a
 //!   last message.
-//! - The device thread moves bytes between guest memory, disks and sockets.
+//! - The thread of the disks moves bytes between guest memory and the files of disks.
+//! - The device thread moves bytes between guest memory, the tap and sockets.
 //! - The main thread serves the control socket, loads and saves.
 //! - The recorder's thread gives pages to a clone whose working set is recorded.
 //!
@@ -55,8 +56,10 @@ pub struct ThreadFilter {
 pub struct Filters {
     /// Filters of vCPU threads.
     pub vcpu: ThreadFilter,
-    /// Filters of the device thread.
+    /// Filters of the thread of all devices but the disks.
     pub devices: ThreadFilter,
+    /// Filters of the thread of the disks.
+    pub disks: ThreadFilter,
     /// Filters of the main thread.
     pub main: ThreadFilter,
     /// Filters of the recorder's thread.
@@ -68,6 +71,9 @@ pub struct Filters {
 #[error("seccomp filter of {0:?} threads")]
 pub struct FilterError(Thread, #[source] TreeError);
 
+/// F_GETFD: with debug assertions, the standard library looks at a descriptor before it closes it.
+const CHECK_BEFORE_CLOSE: &[Bound] = &[bound::low(1, libc::F_GETFD.cast_unsigned())];
+
 /// The calls that a thread may make in a stage.
 fn allowed(thread: Thread, stage: Stage) -> Result<Calls, TreeError> {
     let mut all = Calls::new();
@@ -76,6 +82,13 @@ fn allowed(thread: Thread, stage: Stage) -> Result<Calls, TreeError> {
         match all.entry(number).or_insert_with(|| When::Within(Vec::new())) {
             When::Within(lists) if !call.within.is_empty() => lists.extend(call.within),
             always => *always = When::Always,
+        }
+    }
+    if cfg!(debug_assertions) {
+        let fcntl = libc::SYS_fcntl;
+        let number = u32::try_from(fcntl).map_err(|_| TreeError::Number(fcntl))?;
+        if let When::Within(lists) = all.entry(number).or_insert_with(|| When::Within(Vec::new())) {
+            lists.push(CHECK_BEFORE_CLOSE);
         }
     }
     Ok(all)
@@ -141,6 +154,7 @@ impl Filters {
         Ok(Self {
             vcpu: ThreadFilter::new(Thread::Vcpu)?,
             devices: ThreadFilter::new(Thread::Devices)?,
+            disks: ThreadFilter::new(Thread::Disks)?,
             main: ThreadFilter::new(Thread::Main)?,
             recorder: ThreadFilter::new(Thread::Recorder)?,
         })
@@ -152,6 +166,7 @@ impl Filters {
         match thread {
             Thread::Vcpu => &self.vcpu,
             Thread::Devices => &self.devices,
+            Thread::Disks => &self.disks,
             Thread::Main => &self.main,
             Thread::Recorder => &self.recorder,
         }

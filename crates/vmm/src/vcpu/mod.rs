@@ -107,7 +107,7 @@ impl Vcpu {
             changed: Condvar::new(),
         });
         let mine = Arc::clone(&shared);
-        let thread = worker.set_to(move || mine.run(id, &platform));
+        let thread = worker.set_to(move |()| mine.run(id, &platform));
         Self { id, shared, thread }
     }
 

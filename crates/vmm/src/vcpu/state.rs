@@ -11,13 +11,14 @@
 //! not used: it adds only the PDPTRs of 32-bit PAE guests, which KVM reloads from memory.
 
 use super::tsc;
-use crate::arch::cpuid;
+use crate::arch::{cpuid, features};
 use kvm_bindings::{
     Msrs, Xsave, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry,
     kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave, kvm_xsave2,
 };
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use vmm_sys_util::fam::FamStruct;
 
 /// The time stamp counter (IA32_TSC).
@@ -95,8 +96,12 @@ pub enum StateError {
         /// Most items allowed.
         max: usize,
     },
-    /// The state's XSAVE area has another length than this host's.
-    #[error("vCPU state: XSAVE area of {got} words, this host's KVM has {expected}")]
+    /// The state's XSAVE area has another length than this host's, and states whose places differ
+    /// between CPUs.
+    #[error(
+        "vCPU state: XSAVE area of {got} words with states beyond AVX, this host's KVM has \
+         {expected} words"
+    )]
     Xsave {
         /// 32-bit words of this host's XSAVE area.
         expected: usize,
@@ -269,7 +274,8 @@ pub(super) fn set_msrs(vcpu: &VcpuFd, values: &[(u32, u64)]) -> Result<(), State
         rest = &rest[done..];
         if done < chunk.len() {
             let (index, value) = chunk[done];
-            if !MAY_BE_REFUSED.contains(&index) {
+            // A register that this host does not have was of no use to the guest if it is 0.
+            if value != 0 && !MAY_BE_REFUSED.contains(&index) {
                 return Err(StateError::MsrSet { index, value });
             }
             rest = &rest[1..];
@@ -304,10 +310,32 @@ fn get_xsave(vcpu: &VcpuFd, words: usize) -> Result<Vec<u32>, StateError> {
     Ok(out)
 }
 
-fn set_xsave(vcpu: &VcpuFd, words: &[u32], words_here: usize) -> Result<(), StateError> {
-    if words.len() < XSAVE_HEAD_WORDS || words.len() != words_here {
-        return Err(StateError::Xsave { expected: words_here, got: words.len() });
+/// The words of an XSAVE area that say which states it has (XSTATE_BV, Intel's manual, volume 1,
+/// 13.4.2).
+const XSTATE_BV: std::ops::Range<usize> = 128..130;
+/// The states of x87, SSE and AVX in XSTATE_BV.
+const UP_TO_AVX: u32 = 0b111;
+
+/// The area of a saved vCPU with this host's length. An area of a host with other states than this
+/// one's has another length; up to AVX, every CPU has the states in the same places.
+fn fitted(words: &[u32], words_here: usize) -> Result<Cow<'_, [u32]>, StateError> {
+    let refused = || StateError::Xsave { expected: words_here, got: words.len() };
+    if words.len() < XSAVE_HEAD_WORDS || words_here < XSAVE_HEAD_WORDS {
+        return Err(refused());
     }
+    if words.len() == words_here {
+        return Ok(Cow::Borrowed(words));
+    }
+    if words[XSTATE_BV][0] & !UP_TO_AVX != 0 || words[XSTATE_BV][1] != 0 {
+        return Err(refused());
+    }
+    let mut fitted = words[..features::XSAVE_OF_AVX_BYTES as usize / 4].to_vec();
+    fitted.resize(words_here, 0);
+    Ok(Cow::Owned(fitted))
+}
+
+fn set_xsave(vcpu: &VcpuFd, words: &[u32], words_here: usize) -> Result<(), StateError> {
+    let words = fitted(words, words_here)?;
     let mut area = xsave_buffer(words.len())?;
     let (head, tail) = words.split_at(XSAVE_HEAD_WORDS);
     // SAFETY: only the fixed part is written; the length field of the flexible part stays as it is.

@@ -4,10 +4,10 @@
 //! length of each part, the sectors, the type. An invalid request is answered with a status. Only a
 //! chain without a byte for the status makes the device ask for a reset.
 
-use super::interrupt::Interrupt;
-use super::ring::{Broken, Chain, Ring};
+use super::ring::Chain;
 use crate::disk::page_map::PageMap;
 use crate::disk::{DamagedFile, Disk, IoList, NoSpace, Room, ZeroError};
+use crate::meter::{Meter, ThreadClock};
 use crate::report;
 use dayfly_units::error::chain;
 use serde::{Deserialize, Serialize};
@@ -44,7 +44,7 @@ const CONFIG_BYTES: usize = 60;
 
 /// The status byte of an answer (5.2.6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Status {
+pub(super) enum Status {
     Ok = 0,
     IoError = 1,
     Unsupported = 2,
@@ -79,17 +79,21 @@ pub struct Notes<'n> {
     pub pages: &'n mut PageMap,
     /// The host's room for the disks.
     pub room: &'n mut Room,
+    /// How much the disks have moved.
+    pub meter: &'n Meter,
+    /// The CPU time of the thread of the disks, which is noted before each wait for reads.
+    pub clock: &'n mut ThreadClock,
 }
 
 /// A virtio-blk device.
 #[derive(Debug)]
 pub struct Block {
-    disk: Disk,
-    number: u8,
+    pub(super) disk: Disk,
+    pub(super) number: u8,
     id: [u8; ID_BYTES],
-    counters: DiskCounters,
+    pub(super) counters: DiskCounters,
     /// Why the next request waits until [`Self::retry`].
-    waits: Option<NoSpace>,
+    pub(super) waits: Option<NoSpace>,
 }
 
 impl Block {
@@ -168,81 +172,8 @@ impl Block {
         &mut self.disk
     }
 
-    /// Serves requests until there are none or `stop` returns true, and notes in `pages` which
-    /// frames met which blocks. Returns whether requests may be left.
-    ///
-    /// A request for which the host has no space goes back to the queue, as if it had never been
-    /// taken. It and the requests after it wait until [`Self::retry`]. Until then the driver has no
-    /// answer, so a saved VM has the request in its queue, and each clone performs it.
-    ///
-    /// # Errors
-    /// [`Broken`].
-    pub fn serve(
-        &mut self,
-        ring: &mut Ring<'_, '_>,
-        features: u64,
-        interrupt: &Interrupt,
-        notes: &mut Notes<'_>,
-        stop: &dyn Fn() -> bool,
-    ) -> Result<bool, Broken> {
-        if self.waits.is_some() {
-            return Ok(false);
-        }
-        loop {
-            ring.hush()?;
-            while let Some(chain) = ring.pop()? {
-                let head = chain.head;
-                let Some(len) = self.answer(&chain, features, notes)? else {
-                    ring.unpop(1);
-                    return Ok(false);
-                };
-                ring.push(head, len)?;
-                ring.signal(interrupt)?;
-                if stop() {
-                    return Ok(true);
-                }
-            }
-            if !ring.listen()? {
-                return Ok(false);
-            }
-        }
-    }
-
-    /// Performs a request and writes its status. Returns the bytes written to the chain; `None` if
-    /// the request waits for space.
-    fn answer(
-        &mut self,
-        chain: &Chain<'_>,
-        features: u64,
-        notes: &mut Notes<'_>,
-    ) -> Result<Option<u32>, Broken> {
-        let Some(data_in) = chain.writable.len().checked_sub(1) else {
-            return Err(Broken::Chain { head: chain.head, what: "no place for the status" });
-        };
-        let (status, written) = match self.request(chain, data_in, features, notes) {
-            Ok(written) => (Status::Ok, written),
-            Err(Refusal::NoSpace(why)) => {
-                self.counters.no_space = self.counters.no_space.saturating_add(1);
-                self.waits = Some(why);
-                return Ok(None);
-            }
-            Err(Refusal::Host(error)) => {
-                self.count(&error);
-                (Status::IoError, 0)
-            }
-            Err(Refusal::Request(status)) => {
-                self.counters.refused = self.counters.refused.saturating_add(1);
-                (status, 0)
-            }
-        };
-        chain.writable.window(data_in, 1).copy_from(&[status as u8]);
-        // The used length counts from the first writable byte. After a failure no data is known to
-        // be good, so only the status counts.
-        Ok(Some(u32::try_from(written.saturating_add(1)).unwrap_or(u32::MAX)))
-    }
-
     /// Counts a failure of the host. The first failures because of a damaged file are reported.
-    fn count(&mut self, error: &io::Error) {
+    pub(super) fn count(&mut self, error: &io::Error) {
         let counter = match error.get_ref() {
             Some(cause) if cause.is::<DamagedFile>() => {
                 if self.counters.damaged < MAX_REPORTS {
@@ -259,16 +190,16 @@ impl Block {
         *counter = counter.saturating_add(1);
     }
 
-    /// Checks and performs a request; `data_in` is the number of writable bytes before the status.
-    /// Returns how many of them were written.
-    fn request(
+    /// Checks a request and performs it, apart from a read, of which it returns what to read.
+    /// `data_in` is the number of writable bytes before the status.
+    pub(super) fn request<'m>(
         &mut self,
-        chain: &Chain<'_>,
+        chain: &Chain<'m>,
         data_in: usize,
         features: u64,
         notes: &mut Notes<'_>,
-    ) -> Result<usize, Refusal> {
-        let Notes { pages, room } = notes;
+    ) -> Result<Todo<'m>, Refusal> {
+        let Notes { pages, room, meter, .. } = notes;
         let mut header = [0; HEADER_BYTES];
         if !chain.in_order || chain.readable.copy_to(&mut header) != HEADER_BYTES {
             return Err(Refusal::INVALID);
@@ -283,13 +214,7 @@ impl Block {
                     return Err(Refusal::INVALID);
                 }
                 let offset = self.place(sector, data_in)?;
-                let data = chain.writable.window(0, data_in);
-                if let Err(error) = self.disk.read(offset, &data) {
-                    pages.lost(&data);
-                    return Err(error.into());
-                }
-                pages.filled(self.number, offset, &data);
-                Ok(data_in)
+                Ok(Todo::Read { offset, data: chain.writable.window(0, data_in) })
             }
             spec::VIRTIO_BLK_T_OUT => {
                 if data_in != 0 || self.disk.read_only() {
@@ -299,7 +224,8 @@ impl Block {
                 self.check_room(room, offset, data_out.len() as u64)?;
                 self.disk.write(offset, &data_out)?;
                 pages.written(self.number, offset, &data_out);
-                Ok(0)
+                meter.written(self.number, data_out.len());
+                Ok(Todo::Nothing(0))
             }
             spec::VIRTIO_BLK_T_FLUSH => {
                 if data_in != 0 || !data_out.is_empty() {
@@ -308,14 +234,15 @@ impl Block {
                 // A written block is in the host's page cache, which a snapshot reads and which
                 // outlives this process. A loss of the host's power ends the VM together with its
                 // writable layer. So waiting for the host's disk would protect nothing; the store
-                // syncs what a snapshot publishes.
-                Ok(0)
+                // syncs what a snapshot publishes. A write ends before it is answered, so none is
+                // in flight here.
+                Ok(Todo::Nothing(0))
             }
             spec::VIRTIO_BLK_T_GET_ID => {
                 if data_in < ID_BYTES || !data_out.is_empty() {
                     return Err(Refusal::INVALID);
                 }
-                Ok(chain.writable.window(0, data_in).copy_from(&self.id))
+                Ok(Todo::Nothing(chain.writable.window(0, data_in).copy_from(&self.id)))
             }
             spec::VIRTIO_BLK_T_DISCARD if offered(spec::VIRTIO_BLK_F_DISCARD) => {
                 self.zero_ranges(&data_out, data_in, room, false)
@@ -351,7 +278,7 @@ impl Block {
         data_in: usize,
         room: &mut Room,
         exact: bool,
-    ) -> Result<usize, Refusal> {
+    ) -> Result<Todo<'static>, Refusal> {
         const UNMAP: u32 = 1;
         let count = list.len() / RANGE_BYTES;
         let fits = list.len().is_multiple_of(RANGE_BYTES)
@@ -392,12 +319,20 @@ impl Block {
                 self.disk.discard_if(offset, len, |disk, at, len| check(disk, at, len).is_ok())?;
             }
         }
-        Ok(0)
+        Ok(Todo::Nothing(0))
     }
 }
 
+/// What is left of a request after its check.
+pub(super) enum Todo<'m> {
+    /// Nothing more: it is done, and wrote this many bytes to the chain.
+    Nothing(usize),
+    /// `data` must be filled from byte `offset` on.
+    Read { offset: u64, data: IoList<'m> },
+}
+
 /// Why a request failed.
-enum Refusal {
+pub(super) enum Refusal {
     /// The request is invalid or unsupported.
     Request(Status),
     /// The host has no space for it.

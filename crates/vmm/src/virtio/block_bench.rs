@@ -5,7 +5,9 @@ use super::interrupt::Interrupt;
 use super::ring::{Broken, Ring};
 use super::testing::{DATA, NEXT, Piece, WRITE, disk, memory, reads, writes};
 use crate::disk::page_map::PageMap;
-use crate::disk::{Disk, Room};
+use crate::disk::{Disk, Reads, Room};
+use crate::memory::writes::Writes;
+use crate::meter::{Meter, Thread, ThreadClock};
 use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{Queue, QueueState};
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
@@ -26,10 +28,14 @@ pub struct Bench {
     pub mem: GuestMemoryMmap,
     pub pages: PageMap,
     pub room: Room,
+    pub meter: Meter,
+    pub clock: ThreadClock,
     pub block: Block,
     pub queue: Queue,
     pub features: u64,
     pub interrupt: Interrupt,
+    pub reads: Reads,
+    pub noted: Writes,
     pub avail: u16,
     pub used: u16,
 }
@@ -58,7 +64,24 @@ impl Bench {
         let mem = memory();
         let pages = PageMap::new(&mem);
         let room = Room::default();
-        Self { mem, pages, room, block, queue, features, interrupt, avail: 0, used: 0 }
+        let meter = Meter::default();
+        let clock = ThreadClock::new(&meter, Thread::Disks);
+        let (reads, noted) = (Reads::default(), Writes::default());
+        Self {
+            mem,
+            pages,
+            room,
+            meter,
+            clock,
+            block,
+            queue,
+            features,
+            interrupt,
+            reads,
+            noted,
+            avail: 0,
+            used: 0,
+        }
     }
 
     pub fn descriptor(
@@ -90,10 +113,15 @@ impl Bench {
     }
 
     pub fn serve(&mut self) -> Result<bool, Broken> {
-        let noted = crate::memory::writes::Writes::default();
-        let mut ring = Ring::new(&mut self.queue, &self.mem, &noted);
-        let notes = &mut Notes { pages: &mut self.pages, room: &mut self.room };
-        self.block.serve(&mut ring, self.features, &self.interrupt, notes, &|| false)
+        self.serve_until(&|| false)
+    }
+
+    pub fn serve_until(&mut self, stop: &dyn Fn() -> bool) -> Result<bool, Broken> {
+        let mut ring = Ring::new(&mut self.queue, &self.mem, &self.noted);
+        let (pages, room, meter) = (&mut self.pages, &mut self.room, &self.meter);
+        let notes = &mut Notes { pages, room, meter, clock: &mut self.clock };
+        let reads = &mut self.reads;
+        self.block.serve(&mut ring, self.features, &self.interrupt, notes, reads, stop)
     }
 
     /// Serves one chain at descriptor 0 and returns the used length.

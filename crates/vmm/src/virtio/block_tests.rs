@@ -2,7 +2,7 @@ use super::block::QUEUES;
 use super::block_bench::{BLOCKS, BODY, Bench, HEADER, IOERR, OK, RINGS, SECTORS, STATUS, UNSUPP};
 use super::ring::Broken;
 use super::testing::{DATA, HIGH_END, INDIRECT, LOW_END, NEXT, WRITE, disk, reads, writes};
-use crate::disk::{Disk, TreeSpec};
+use crate::disk::{Disk, DiskTraffic, TreeSpec};
 use dayfly_units::Digest;
 use dayfly_units::tree::{LEAF_BYTES, TreeBuilder};
 use std::os::unix::fs::FileExt as _;
@@ -297,4 +297,41 @@ fn a_file_that_is_not_what_its_tree_says_is_an_io_error() {
     };
     assert_eq!((write(&mut bench, 512), write(&mut bench, 4096)), (IOERR, OK));
     assert_eq!(bench.block.counters().damaged, 3);
+}
+
+#[test]
+fn what_a_disk_has_moved_is_counted_for_it_alone_and_a_request_that_fails_is_not() {
+    let mut bench = Bench::new(true);
+    for _ in 0..2 {
+        bench.request(spec::VIRTIO_BLK_T_IN, 0, &[writes(BODY, 512), writes(BODY + 0x1000, 4096)]);
+    }
+    bench.request(spec::VIRTIO_BLK_T_OUT, 8, &[reads(BODY, 1024)]);
+    for kind in [spec::VIRTIO_BLK_T_IN, spec::VIRTIO_BLK_T_OUT, spec::VIRTIO_BLK_T_FLUSH] {
+        let data = if kind == spec::VIRTIO_BLK_T_IN { writes(BODY, 512) } else { reads(BODY, 512) };
+        assert_eq!(bench.request(kind, SECTORS, &[data]).0, IOERR);
+    }
+    let mut expected = vec![DiskTraffic::default(); 5];
+    expected[3] = DiskTraffic { reads: 2, read_bytes: 2 * 4608, writes: 1, written_bytes: 1024 };
+    assert_eq!(bench.meter.disks(5), expected);
+}
+
+#[test]
+fn a_driver_that_is_faster_than_the_disk_leaves_turns_for_other_disks() {
+    let mut bench = Bench::new(false);
+    bench.header(spec::VIRTIO_BLK_T_IN, 0);
+    bench.chain(RINGS[0], &[reads(HEADER, 16), writes(BODY, 512), writes(STATUS, 1)]);
+    bench.publish(0);
+    let (mem, avail) = (bench.mem.clone(), std::cell::Cell::new(bench.avail));
+    // Makes the same chain available again after each request. Entries of the ring are 0.
+    let refill = || {
+        avail.set(avail.get() + 1);
+        mem.write_obj(avail.get(), GuestAddress(RINGS[1] + 2)).unwrap();
+        assert!(avail.get() < 1000, "the disk never gives up its turn");
+        false
+    };
+    for turn in 1..4 {
+        assert_eq!(bench.serve_until(&refill), Ok(true));
+        assert_eq!(bench.meter.disks(4)[3].reads, turn * 64);
+        refill();
+    }
 }

@@ -1,10 +1,10 @@
 //! What devices are made of, how they report their health, and why they cannot be made or changed.
 
 use super::block::DiskCounters;
-use super::net::NetCounters;
 use super::ring::Broken;
 use super::state::LoadError;
 use crate::disk::{FreezeError, OpenDiskError};
+use crate::meter::NetTraffic;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -121,5 +121,5 @@ pub struct DeviceHealth {
     /// Failed requests, if the device is a disk.
     pub disk: Option<DiskCounters>,
     /// Packets and bytes, if the device is a network device.
-    pub net: Option<NetCounters>,
+    pub net: Option<NetTraffic>,
 }

@@ -1,8 +1,15 @@
-//! The event loop of the device thread.
+//! The loops of the two device threads: one serves the disks, the other all other devices.
+//!
+//! A request of a disk may take as long as the host's disk does. The thread of the other devices
+//! takes no lock of a disk, so packets and connections go on meanwhile.
 
 use super::device::{DeviceError, host};
 use super::set::DeviceSet;
+use super::slot::Slot;
 use super::tokens::{FIRST_SOCKET, LISTENER, TAP, WAKE};
+use crate::disk::{DiskReads, Reads};
+use crate::meter::{Thread, ThreadClock};
+use dayfly_units::sync::lock;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use vmm_sys_util::epoll::{EpollEvent, EventSet};
@@ -11,7 +18,7 @@ use vmm_sys_util::epoll::{EpollEvent, EventSet};
 const MAX_EVENTS: usize = 64;
 
 impl DeviceSet {
-    /// Serves the devices until [`Self::stop`]; the body of the device thread.
+    /// Serves all devices but the disks until [`Self::stop`]; the body of their thread.
     ///
     /// # Errors
     /// epoll fails. Nothing that a guest does ends the loop.
@@ -20,6 +27,7 @@ impl DeviceSet {
         // Devices with work left from the last turn.
         let mut pending = vec![false; self.slots.len()];
         let mut timeout = 0;
+        let mut clock = ThreadClock::new(&self.meter, Thread::Devices);
         loop {
             let count = match self.epoll.wait(timeout, &mut events) {
                 Ok(count) => count,
@@ -36,23 +44,91 @@ impl DeviceSet {
             let deadline = self.serve(now, &mut pending);
             self.gate.leave();
             timeout = if pending.contains(&true) { 0 } else { milliseconds(deadline, now) };
+            clock.look();
         }
     }
 
-    /// Serves the devices that are pending or due at `now`, unless a gate is wanted. Returns when
-    /// the next device is due.
+    /// Serves the devices but disks that are pending or due at `now`, unless a gate is wanted.
+    /// Returns when the next device is due.
     pub(super) fn serve(&self, now: Instant, pending: &mut [bool]) -> Option<Instant> {
         let mut deadline: Option<Instant> = None;
-        let shared = (&self.pages, &self.room);
         for (slot, pending) in self.slots.iter().zip(pending) {
             let next = slot.deadline();
             if (*pending || next.is_some_and(|next| next <= now)) && !self.gate.wanted() {
-                *pending = slot.serve(&self.mem, &self.writes, shared, now, &|| self.gate.wanted());
-                self.note_no_space(slot);
+                *pending = slot.serve(&self.mem, &self.writes, now, &|| self.gate.wanted());
             }
             deadline = deadline.into_iter().chain(slot.deadline()).min();
         }
         deadline
+    }
+
+    /// Serves the disks until [`Self::stop`]; the body of their thread. Returns at once if there
+    /// are no disks.
+    ///
+    /// One eventfd wakes the thread, for whichever disk is kicked: to look at a queue in which
+    /// nothing is new costs less than the system calls that say which queue it is. If work may be
+    /// left, because a gate is wanted or other disks had a turn, the thread does not sleep.
+    ///
+    /// `reads` was made by the calling thread.
+    ///
+    /// # Errors
+    /// The eventfd cannot be read. Nothing that a guest does ends the loop.
+    pub fn run_disks(&self, mut reads: Reads) -> Result<(), DeviceError> {
+        let Some(kick) = &self.disk_kick else { return Ok(()) };
+        reads.watch(kick, self.disks().count());
+        let mut kind = self.note_reads(&reads);
+        // True at first, so that the thread of a paused VM waits at the gate, and kicks before the
+        // VM runs need not wake it.
+        let mut more = true;
+        let mut clock = ThreadClock::new(&self.meter, Thread::Disks);
+        loop {
+            if !more {
+                match kick.read() {
+                    Ok(_) => {}
+                    Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
+                    Err(e) => return Err(host("reading the eventfd of the disks")(e)),
+                }
+            }
+            if self.gate.enter().is_none() {
+                return Ok(());
+            }
+            more = self.serve_disks(&mut reads, &mut clock);
+            self.gate.leave();
+            clock.look();
+            if kind != reads.kind() {
+                kind = self.note_reads(&reads);
+            }
+        }
+    }
+
+    /// Has [`Self::disk_reads`] say how the disks are read from now on.
+    fn note_reads(&self, reads: &Reads) -> DiskReads {
+        let kind = reads.kind();
+        *lock(&self.disk_reads) = Some(kind);
+        kind
+    }
+
+    /// Serves a part of each disk's queue, unless a gate is wanted. Returns whether work may be
+    /// left, of any disk if `reads` has emptied the eventfd of the disks.
+    pub(super) fn serve_disks(&self, reads: &mut Reads, clock: &mut ThreadClock) -> bool {
+        let (mut more, shared) = (false, (&self.pages, &self.room, &self.meter));
+        for slot in self.disks() {
+            self.turns.give(|| self.gate.wanted());
+            if self.gate.wanted() {
+                return true;
+            }
+            let stop = || self.gate.wanted() || self.turns.wanted();
+            let waited = slot.waits().is_some();
+            more |= slot.serve_disk(&self.mem, &self.writes, shared, (reads, clock), &stop);
+            if !waited {
+                self.note_no_space(slot);
+            }
+        }
+        more | reads.take_kicked()
+    }
+
+    fn disks(&self) -> impl Iterator<Item = &Slot> {
+        self.slots.iter().filter(|slot| slot.is_disk())
     }
 
     /// Marks in `pending` the devices that `events` concern, and drains the eventfds.
@@ -80,7 +156,7 @@ impl DeviceSet {
                         *pending = true;
                         // Read before the queue is looked at, so that a later kick wakes the thread
                         // again.
-                        device.kicks().get(queue).map(vmm_sys_util::eventfd::EventFd::read);
+                        device.kicks().get(queue).map(|kick| kick.read());
                     }
                 }
             }

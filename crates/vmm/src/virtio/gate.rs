@@ -1,12 +1,13 @@
-//! Stopping the device thread between two requests.
+//! Stopping the device threads while no request is in flight.
 //!
 //! ```text
-//! running ──pause──▶ pausing: the thread finishes its request ──▶ paused ──resume──▶ running
-//! any ──stop──▶ stopping: the thread leaves its loop
+//! running ──pause──▶ pausing: each thread ends its requests ──▶ paused ──resume──▶ running
+//! any ──stop──▶ stopping: each thread leaves its loop
 //! ```
-//! The device thread calls [`Gate::enter`] before it touches a device and [`Gate::leave`] after.
-//! `pause` returns once the thread has left. The thread cannot enter again before `resume`, and
-//! then serves the events of the meantime.
+//! A device thread calls [`Gate::enter`] before it touches a device and [`Gate::leave`] after.
+//! `pause` asks all threads at once, and returns once the last one has left. No thread can enter
+//! again before `resume`, and then each serves the events of the meantime. A thread inside waits
+//! for no other device thread, so the order in which they leave does not matter.
 
 use dayfly_units::sync::lock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,18 +18,22 @@ use std::time::{Duration, Instant};
 struct State {
     paused_since: Option<Instant>,
     paused_before: Duration,
-    serving: bool,
+    /// Device threads inside.
+    serving: usize,
     stopping: bool,
     /// Threads that wait for a change.
     waiting: usize,
+    /// How often a thread began to wait.
+    #[cfg(test)]
+    waits: usize,
 }
 
-/// The gate between the device thread and the threads that pause it.
+/// The gate between the device threads and the threads that pause them.
 #[derive(Debug, Default)]
 pub struct Gate {
     state: Mutex<State>,
     changed: Condvar,
-    /// Whether the device thread should leave soon. Only a hint, read without the lock.
+    /// Whether the device threads should leave soon. Only a hint, read without the lock.
     wanted: AtomicBool,
 }
 
@@ -43,18 +48,19 @@ impl Gate {
         if state.stopping {
             return None;
         }
-        state.serving = true;
+        state.serving += 1;
         let now = Instant::now();
         Some(now.checked_sub(state.paused_before).unwrap_or(now))
     }
 
-    /// Reports that the device thread touches no device any more.
+    /// Reports that the calling device thread touches no device any more.
     pub fn leave(&self) {
-        lock(&self.state).serving = false;
-        self.changed.notify_all();
+        let mut state = lock(&self.state);
+        state.serving -= 1;
+        self.notify(state);
     }
 
-    /// Whether another thread wants the device thread to leave.
+    /// Whether another thread wants the device threads to leave.
     pub fn wanted(&self) -> bool {
         self.wanted.load(Ordering::Relaxed)
     }
@@ -64,26 +70,27 @@ impl Gate {
         let mut state = lock(&self.state);
         state.paused_since.get_or_insert_with(Instant::now);
         self.wanted.store(true, Ordering::Relaxed);
-        while state.serving {
+        while state.serving > 0 {
             state = self.wait(state);
         }
     }
 
-    /// Lets the device thread enter again. Idempotent.
+    /// Lets the device threads enter again. Idempotent.
     pub fn resume(&self) {
         let mut state = lock(&self.state);
         if let Some(since) = state.paused_since.take() {
             state.paused_before += since.elapsed();
         }
         self.wanted.store(state.stopping, Ordering::Relaxed);
-        self.changed.notify_all();
+        self.notify(state);
     }
 
-    /// Ends the device thread, paused or not.
+    /// Ends the device threads, paused or not.
     pub fn stop(&self) {
-        lock(&self.state).stopping = true;
+        let mut state = lock(&self.state);
+        state.stopping = true;
         self.wanted.store(true, Ordering::Relaxed);
-        self.changed.notify_all();
+        self.notify(state);
     }
 
     /// Whether the gate is paused.
@@ -93,16 +100,36 @@ impl Gate {
 
     /// Waits for a change of the state.
     fn wait<'a>(&self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        #[cfg(test)]
+        {
+            state.waits += 1;
+        }
         state.waiting += 1;
         let mut state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         state.waiting -= 1;
         state
     }
 
-    /// The number of threads that wait: the device thread to enter, others until it has left.
+    /// Wakes the threads that wait, if there are any: the standard library makes a system call even
+    /// if there are none.
+    fn notify(&self, state: MutexGuard<'_, State>) {
+        let waiting = state.waiting;
+        drop(state);
+        if waiting > 0 {
+            self.changed.notify_all();
+        }
+    }
+
+    /// The number of threads that wait: device threads to enter, others until all have left.
     #[cfg(test)]
     pub fn waiting(&self) -> usize {
         lock(&self.state).waiting
+    }
+
+    /// How often a thread began to wait.
+    #[cfg(test)]
+    pub fn waits(&self) -> usize {
+        lock(&self.state).waits
     }
 }
 
@@ -156,6 +183,32 @@ mod tests {
         });
         gate.resume();
         assert!(gate.wanted() && gate.enter().is_none());
+    }
+
+    #[test]
+    fn pause_returns_when_the_last_of_two_threads_has_left() {
+        let gate = Gate::default();
+        gate.enter().unwrap();
+        gate.enter().unwrap();
+        std::thread::scope(|scope| {
+            let (paused, is_paused) = channel();
+            let gate = &gate;
+            scope.spawn(move || {
+                gate.pause();
+                paused.send(()).unwrap();
+            });
+            until("`pause` waits", || gate.waiting() == 1);
+            gate.leave();
+            // The thread wakes, sees the other one, and waits again; or it has returned.
+            let mut returned = false;
+            until("`pause` waits again", || {
+                returned = is_paused.try_recv().is_ok();
+                returned || gate.waits() == 2
+            });
+            assert!(!returned, "one thread is inside");
+            gate.leave();
+            is_paused.recv_timeout(LONG).unwrap();
+        });
     }
 
     #[test]

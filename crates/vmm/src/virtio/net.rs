@@ -19,6 +19,7 @@ use super::ring::{Broken, Chain, Ring};
 use super::tokens::TAP;
 use crate::config::LinkConfig;
 use crate::memory::writes::Writes;
+use crate::meter::{Meter, NetTraffic};
 use std::net::Ipv4Addr;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::sync::Arc;
@@ -62,18 +63,6 @@ pub const FEATURES: u64 = 1 << spec::VIRTIO_NET_F_CSUM
     | 1 << spec::VIRTIO_NET_F_MRG_RXBUF;
 const GUEST_TSO: u64 = 1 << spec::VIRTIO_NET_F_GUEST_TSO4 | 1 << spec::VIRTIO_NET_F_GUEST_TSO6;
 
-/// Packets that passed or were refused since the device was made.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct NetCounters {
-    /// Packets that the guest received, and their bytes without virtio headers.
-    pub received: (u64, u64),
-    /// Packets that the guest sent, and their bytes without virtio headers.
-    pub sent: (u64, u64),
-    /// Packets of the guest that were dropped: sent before there was a link, not from the guest's
-    /// address, or refused by the tap.
-    pub refused: u64,
-}
-
 /// The link to the host's network.
 #[derive(Debug)]
 struct Link {
@@ -96,7 +85,7 @@ pub struct Net {
     /// length in bytes; 0 if no packet waits.
     packet: Vec<u8>,
     waiting: usize,
-    counters: NetCounters,
+    meter: Meter,
     deadline: Option<Instant>,
 }
 
@@ -112,10 +101,10 @@ pub struct Turn<'a> {
 }
 
 impl Net {
-    /// A device without a link, whose taps `epoll` will watch.
-    pub fn new(epoll: Arc<Epoll>) -> Self {
-        let (packet, counters) = (Vec::new(), NetCounters::default());
-        Self { mac: NO_MAC, link: None, epoll, packet, waiting: 0, counters, deadline: None }
+    /// A device without a link, whose taps `epoll` will watch. `meter` counts its packets.
+    pub const fn new(epoll: Arc<Epoll>, meter: Meter) -> Self {
+        let packet = Vec::new();
+        Self { mac: NO_MAC, link: None, epoll, packet, waiting: 0, meter, deadline: None }
     }
 
     /// Gives the device a link. Without a tap, every packet that the guest sends is lost.
@@ -141,8 +130,8 @@ impl Net {
     }
 
     /// The packets counted so far.
-    pub const fn counters(&self) -> NetCounters {
-        self.counters
+    pub fn traffic(&self) -> NetTraffic {
+        self.meter.net()
     }
 
     /// When the device must be served again, if a rate limit stopped it.
@@ -184,10 +173,8 @@ impl Net {
                 }
                 let Some(chain) = ring.pop()? else { break };
                 match self.link.as_mut().map(|link| link.transmit(&chain)) {
-                    Some(Ok(bytes)) => add(&mut self.counters.sent, bytes),
-                    None | Some(Err(())) => {
-                        self.counters.refused = self.counters.refused.saturating_add(1)
-                    }
+                    Some(Ok(bytes)) => self.meter.sent(bytes),
+                    None | Some(Err(())) => self.meter.refused(),
                 }
                 ring.push(chain.head, 0)?;
                 left -= 1;
@@ -238,7 +225,7 @@ impl Net {
                     Delivered::Done => {
                         let bytes = (self.waiting - HEADER_BYTES) as u64;
                         link.receives.take(bytes);
-                        add(&mut self.counters.received, bytes);
+                        self.meter.received(bytes);
                     }
                     Delivered::NoRoom => {
                         // Ask for a kick when the driver adds buffers; it may have added some
@@ -265,10 +252,6 @@ impl Net {
 
 fn earlier(one: Option<Instant>, other: Instant) -> Option<Instant> {
     Some(one.map_or(other, |one| one.min(other)))
-}
-
-fn add(counter: &mut (u64, u64), bytes: u64) {
-    *counter = (counter.0.saturating_add(1), counter.1.saturating_add(bytes));
 }
 
 impl Link {

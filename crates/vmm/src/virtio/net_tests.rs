@@ -45,7 +45,7 @@ impl Bench {
         Self { machine, driver, slot }
     }
 
-    fn counters(&self) -> NetCounters {
+    fn counters(&self) -> NetTraffic {
         self.machine.set.health()[self.slot].net.unwrap()
     }
 
@@ -103,7 +103,7 @@ fn nothing_passes_before_there_is_a_link_and_then_what_is_its_own_does() {
     bench.send(&packet(OWN, 60, 3));
     bench.offer(&[2000]);
     assert_eq!(bench.driver.queues[1].wait_used(&bench.machine.mem, 2).len(), 2);
-    assert_eq!(bench.counters(), NetCounters { refused: 2, ..NetCounters::default() });
+    assert_eq!(bench.counters(), NetTraffic { refused_packets: 2, ..NetTraffic::default() });
 
     bench.machine.set.connect(&link(), Some(tap)).unwrap();
     bench.send(&packet(OTHER, 60, 4));
@@ -112,7 +112,13 @@ fn nothing_passes_before_there_is_a_link_and_then_what_is_its_own_does() {
     let used = bench.driver.queues[0].wait_used(&bench.machine.mem, 1);
     assert_eq!(used[0].1, 72);
     assert_eq!(bench.driver.queues[1].wait_used(&bench.machine.mem, 2).len(), 2);
-    let expected = NetCounters { received: (1, 60), sent: (1, 60), refused: 3 };
+    let expected = NetTraffic {
+        received_packets: 1,
+        received_bytes: 60,
+        sent_packets: 1,
+        sent_bytes: 60,
+        refused_packets: 3,
+    };
     assert_eq!(bench.counters(), expected);
     let mut mac = [0; 6];
     bench.machine.set.mmio_read(

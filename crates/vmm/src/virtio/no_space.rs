@@ -13,8 +13,8 @@ impl DeviceSet {
         *lock(&self.room) = Room::limited(limits);
     }
 
-    /// Announces that the disk of `slot` waits, if it does. Only the device thread calls it, after
-    /// it has served the slot.
+    /// Announces that the disk of `slot` waits, if it does. Only the thread of the disks calls it,
+    /// after it has served the slot of a disk that did not wait before.
     pub(super) fn note_no_space(&self, slot: &Slot) {
         if let Some(why) = slot.waits() {
             *lock(&self.stall.why) = Some(why);
@@ -35,6 +35,7 @@ impl DeviceSet {
     pub fn take_stall(&self) -> bool {
         // The read fails only if there is no event.
         let _ = self.stall.event.read();
+        let _turn = self.turns.take();
         let why = self.slots.iter().find_map(Slot::waits);
         *lock(&self.stall.why) = why;
         why.is_some()
@@ -50,6 +51,7 @@ impl DeviceSet {
     pub fn retry(&self) {
         // First, so that a disk that has no space again is noted after this.
         *lock(&self.stall.why) = None;
+        let _turn = self.turns.take();
         self.slots.iter().for_each(Slot::retry);
     }
 }

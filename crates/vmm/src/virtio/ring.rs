@@ -130,6 +130,14 @@ impl<'q, 'm> Ring<'q, 'm> {
         Ok(self.queue.avail_idx(self.mem, std::sync::atomic::Ordering::Acquire)?.0)
     }
 
+    /// The number of chains that the driver made available and the device has not taken.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn waiting(&self) -> Result<u16, Broken> {
+        Ok(self.available()?.wrapping_sub(self.queue.next_avail()))
+    }
+
     /// As [`Self::listen`], but asks for a kick beyond index `seen`, before the device has taken
     /// the chains up to there. Returns `true` if there is such a chain already.
     ///

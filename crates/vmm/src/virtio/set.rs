@@ -7,13 +7,18 @@ use super::net::Net;
 use super::slot::{Kind, Slot};
 use super::stall::Stall;
 use super::state::{DeviceStates, LoadError};
+use super::turns::Turns;
 use super::vsock::Vsock;
 use crate::config::LinkConfig;
 use crate::disk::Disk;
 use crate::disk::page_map::{self, PageMap};
-use crate::disk::{DiskSpec, FileId, FreezeError, FreezeFiles, LayerSpec, OpenDiskError, Room};
+use crate::disk::{
+    DiskReads, DiskSpec, DiskTraffic, FileId, FreezeError, FreezeFiles, LayerSpec, OpenDiskError,
+    Room,
+};
 use crate::memory::YieldPoints;
 use crate::memory::writes::Writes;
+use crate::meter::Meter;
 use dayfly_units::sync::lock;
 use kvm_ioctls::{IoEventAddress, VmFd};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
@@ -37,23 +42,34 @@ const STRETCHES: usize = 512;
 
 /// All virtio devices of a VM.
 ///
-/// The devices start unpaused: requests are served as soon as [`Self::run_loop`] runs.
+/// The devices start unpaused: requests are served as soon as [`Self::run_loop`] and
+/// [`Self::run_disks`] run.
 #[derive(Debug)]
 pub struct DeviceSet {
     pub(super) mem: GuestMemoryMmap,
     pub(super) pages: Mutex<PageMap>,
     pub(super) writes: Writes,
     pub(super) slots: Vec<Slot>,
+    /// The events of all devices but the disks.
     pub(super) epoll: Arc<Epoll>,
+    /// Wakes the thread of all devices but the disks.
     pub(super) wake: EventFd,
+    /// Wakes the thread of the disks, for a kick of any of them; `None`: there are no disks.
+    pub(super) disk_kick: Option<Arc<EventFd>>,
     pub(super) gate: Gate,
+    /// Turns at the disks, for all other threads than that of the disks.
+    pub(super) turns: Turns,
     /// Set when state was loaded, because interrupts may have been lost since the save.
     pub(super) loaded: AtomicBool,
-    /// The files of each disk's layers. Kept beside the disks, because the device thread holds a
-    /// disk for as long as a request takes.
+    /// The files of each disk's layers. Kept beside the disks, because the thread of the disks
+    /// holds a disk for as long as a request takes.
     pub(super) layers: Mutex<Vec<Vec<FileId>>>,
     /// The host's room for the disks.
     pub(super) room: Mutex<Room>,
+    /// How much the devices have moved.
+    pub(super) meter: Meter,
+    /// How the thread of the disks reads; `None` before it runs.
+    pub(super) disk_reads: Mutex<Option<DiskReads>>,
     pub(super) stall: Stall,
 }
 
@@ -69,9 +85,10 @@ impl DeviceSet {
         disks: u8,
         nets: u8,
         vsock: VsockSpec,
+        meter: Meter,
         vm: &VmFd,
     ) -> Result<Arc<Self>, DeviceError> {
-        let set = Self::without_vm(mem, disks, nets, vsock)?;
+        let set = Self::with_meter(mem, disks, nets, vsock, meter)?;
         for (slot, place) in set.slots.iter().zip(set.slots()) {
             let notify =
                 IoEventAddress::Mmio(place.base + super::registers::register::QUEUE_NOTIFY);
@@ -92,6 +109,16 @@ impl DeviceSet {
         disks: u8,
         nets: u8,
         vsock: VsockSpec,
+    ) -> Result<Self, DeviceError> {
+        Self::with_meter(mem, disks, nets, vsock, Meter::default())
+    }
+
+    fn with_meter(
+        mem: GuestMemoryMmap,
+        disks: u8,
+        nets: u8,
+        vsock: VsockSpec,
+        meter: Meter,
     ) -> Result<Self, DeviceError> {
         let VsockSpec { listener, path, guest_cid } = vsock;
         let longest = super::vsock::socket_path(&path, u32::MAX).as_os_str().len();
@@ -115,18 +142,22 @@ impl DeviceSet {
         )?;
 
         let mut slots = Vec::with_capacity(usize::from(disks) + 2 + usize::from(nets));
-        for number in 0..usize::from(disks) {
-            slots.push(Slot::new(Kind::Block(Block::new(Disk::none(), number)))?);
+        // Blocking: to read it is all that the thread of the disks waits for. A write of it cannot
+        // block, because no counter of 64 bits is ever full of kicks.
+        let kick = || EventFd::new(EFD_CLOEXEC).map(Arc::new).map_err(host("eventfd2"));
+        let disk_kick = (disks > 0).then(kick).transpose()?;
+        for (number, kick) in disk_kick.iter().cycle().take(disks.into()).enumerate() {
+            slots.push(Slot::disk(Block::new(Disk::none(), number), kick)?);
         }
         let vsock =
             Vsock::new(guest_cid, listener, path, Arc::clone(&epoll), super::tokens::FIRST_SOCKET);
         slots.push(Slot::new(Kind::Vsock(vsock))?);
         slots.push(Slot::new(Kind::Rng)?);
         for _ in 0..nets {
-            slots.push(Slot::new(Kind::Net(Net::new(Arc::clone(&epoll))))?);
+            slots.push(Slot::new(Kind::Net(Net::new(Arc::clone(&epoll), meter.clone())))?);
         }
 
-        for (number, slot) in slots.iter().enumerate() {
+        for (number, slot) in slots.iter().enumerate().filter(|(_, slot)| !slot.is_disk()) {
             for (queue, kick) in slot.kicks().iter().enumerate() {
                 watch(kick.as_raw_fd(), EventSet::IN, super::tokens::kick_token(number, queue))?;
             }
@@ -137,7 +168,23 @@ impl DeviceSet {
             (Mutex::new(PageMap::new(&mem)), Gate::default(), AtomicBool::new(false));
         let (writes, layers) = (Writes::default(), Mutex::new(vec![Vec::new(); disks.into()]));
         let (room, stall) = (Mutex::default(), Stall::new()?);
-        Ok(Self { mem, pages, writes, slots, epoll, wake, gate, loaded, layers, room, stall })
+        Ok(Self {
+            mem,
+            pages,
+            writes,
+            slots,
+            epoll,
+            wake,
+            disk_kick,
+            gate,
+            turns: Turns::default(),
+            loaded,
+            layers,
+            room,
+            meter,
+            disk_reads: Mutex::default(),
+            stall,
+        })
     }
 
     /// Puts media into the disks vda, vdb, … in this order; returns how many are writable. Call it
@@ -186,6 +233,18 @@ impl DeviceSet {
         lock(&self.layers).clone()
     }
 
+    /// How much each disk has moved. Never waits for a device.
+    #[must_use]
+    pub fn traffic(&self) -> Vec<DiskTraffic> {
+        self.meter.disks(self.slots.iter().filter(|slot| slot.is_disk()).count())
+    }
+
+    /// How the disks are read; `None`: there is no disk, or its thread does not run yet.
+    #[must_use]
+    pub fn disk_reads(&self) -> Option<DiskReads> {
+        *lock(&self.disk_reads)
+    }
+
     fn note_layers(&self, number: usize, disk: &Disk) {
         if let Some(layers) = lock(&self.layers).get_mut(number) {
             *layers = disk.layer_files();
@@ -227,6 +286,7 @@ impl DeviceSet {
         let Some((slot, offset)) = self.find(addr) else {
             return false;
         };
+        let _turn = slot.locks_disk(offset).then(|| self.turns.take());
         slot.read(offset, data);
         true
     }
@@ -237,30 +297,30 @@ impl DeviceSet {
         let Some((slot, offset)) = self.find(addr) else {
             return false;
         };
+        let _turn = slot.locks_disk(offset).then(|| self.turns.take());
         slot.write(&self.mem, offset, data);
         true
     }
 
-    fn wake(&self) {
-        // The write fails only if the counter is at its maximum, and then the thread is awake
-        // already.
-        let _ = self.wake.write(1);
-    }
-
-    /// Waits until no request is in flight. No request starts until [`Self::resume`]. Idempotent.
+    /// Waits until no request is in flight: of each disk at most 32 parts of reads and about 1 MiB,
+    /// or one larger request. No request starts until [`Self::resume`]. Idempotent.
     pub fn pause(&self) {
         self.gate.pause();
     }
 
-    /// Lets the device thread go on, with all that arrived during the pause. Idempotent.
+    /// Lets the device threads go on, with all that arrived during the pause. Idempotent.
     pub fn resume(&self) {
         self.gate.resume();
     }
 
-    /// Ends [`Self::run_loop`], also while paused.
+    /// Ends [`Self::run_loop`] and [`Self::run_disks`], also while paused.
     pub fn stop(&self) {
         self.gate.stop();
-        self.wake();
+        for wake in std::iter::once(&self.wake).chain(self.disk_kick.as_deref()) {
+            // The write fails only if the counter is at its maximum, and then the thread is awake
+            // already.
+            let _ = wake.write(1);
+        }
     }
 
     /// The state of every device, without the layers of its disk.
@@ -273,11 +333,10 @@ impl DeviceSet {
 
     /// Loads saved state: checks all of it, then changes all devices.
     ///
-    /// Guest memory has its content already. The devices are paused, or [`Self::run_loop`] was not
-    /// called yet. Resume or call it only after the interrupt controller has its state. The device
-    /// thread then looks at every queue, kicked or not, and raises every interrupt again that the
-    /// driver has not acknowledged. It also reports to the guest that its vsock connections, if
-    /// any, are gone.
+    /// Guest memory has its content already. The devices are paused, or their threads do not run
+    /// yet. Resume or run them only after the interrupt controller has its state. They then look at
+    /// every queue, kicked or not, and raise every interrupt again that the driver has not
+    /// acknowledged. They also report to the guest that its vsock connections, if any, are gone.
     ///
     /// # Errors
     /// [`LoadError`]; the devices are unchanged.
@@ -355,6 +414,7 @@ impl DeviceSet {
         top: &OwnedFd,
         layers: Vec<LayerSpec>,
     ) -> Result<(), DeviceError> {
+        let _turn = self.turns.take();
         let number = usize::from(number);
         let rebase = |slot: &Slot| {
             slot.with_disk(|disk| {
@@ -380,9 +440,11 @@ impl DeviceSet {
     pub fn page_map(&self, yields: &mut YieldPoints<'_>) -> Vec<page_map::Run> {
         let mut stretches = Vec::new();
         for first in (0..).step_by(page_map::PART) {
+            let turn = self.turns.take();
             if !lock(&self.pages).add_stretches(first, &mut stretches) {
                 break;
             }
+            drop(turn);
             yields.now();
         }
         stretches.sort_unstable_by_key(|stretch| (stretch.disk, stretch.block));
@@ -390,7 +452,9 @@ impl DeviceSet {
         for of_one in stretches.chunk_by(|one, next| one.disk == next.disk) {
             let slot = of_one.first().and_then(|stretch| self.slots.get(usize::from(stretch.disk)));
             for part in of_one.chunks(STRETCHES) {
+                let turn = self.turns.take();
                 slot.and_then(|slot| slot.with_disk(|disk| disk.held(part, &mut runs)));
+                drop(turn);
                 yields.now();
             }
         }

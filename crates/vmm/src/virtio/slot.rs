@@ -12,11 +12,13 @@ use super::transport::{Effect, Transport};
 use super::vsock::{self, Service, Vsock};
 use crate::config::LinkConfig;
 use crate::disk::page_map::PageMap;
-use crate::disk::{Disk, NoSpace, Room};
+use crate::disk::{Disk, NoSpace, Reads, Room};
 use crate::memory::writes::Writes;
+use crate::meter::{Meter, ThreadClock};
 use dayfly_units::sync::lock;
+use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use virtio_queue::QueueT as _;
 use vm_memory::GuestMemoryMmap;
@@ -46,36 +48,54 @@ struct Inner {
 /// A device, with the parts of it that need no lock.
 #[derive(Debug)]
 pub struct Slot {
+    /// The virtio device id, which never changes. A device thread chooses its devices by it,
+    /// because the lock of a disk is held as long as a turn takes.
+    device_id: u32,
     interrupt: Interrupt,
-    /// One eventfd for each queue.
-    kicks: Vec<EventFd>,
+    /// The eventfd of each queue. Disks share one.
+    kicks: Vec<Arc<EventFd>>,
     inner: Mutex<Inner>,
 }
 
 impl Slot {
-    /// A device after reset.
+    /// A disk after reset, whose queue is kicked by `kick`.
+    ///
+    /// # Errors
+    /// `eventfd2(2)` fails.
+    pub fn disk(block: Block, kick: &Arc<EventFd>) -> Result<Self, DeviceError> {
+        Self::with_kicks(Kind::Block(block), || Ok(Arc::clone(kick)))
+    }
+
+    /// A device after reset that is not a disk. Each queue has its own eventfd.
     ///
     /// # Errors
     /// `eventfd2(2)` fails.
     pub fn new(kind: Kind) -> Result<Self, DeviceError> {
+        Self::with_kicks(kind, || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new))
+    }
+
+    fn with_kicks(
+        kind: Kind,
+        kick: impl Fn() -> io::Result<Arc<EventFd>>,
+    ) -> Result<Self, DeviceError> {
         let (id, features, queues) = match &kind {
             Kind::Block(block) => (block::DEVICE_ID, block.features(), block::QUEUES),
             Kind::Vsock(_) => (vsock::DEVICE_ID, 0, vsock::QUEUES),
             Kind::Rng => (rng::DEVICE_ID, 0, rng::QUEUES),
             Kind::Net(_) => (net::DEVICE_ID, net::FEATURES, net::QUEUES),
         };
-        let kicks: Result<_, _> =
-            queues.iter().map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)).collect();
+        let kicks: io::Result<_> = queues.iter().map(|_| kick()).collect();
         let inner = Inner { transport: Transport::new(id, features, queues), kind, broken: None };
         Ok(Self {
+            device_id: id,
             interrupt: Interrupt::new().map_err(host("eventfd2"))?,
             kicks: kicks.map_err(host("eventfd2"))?,
             inner: Mutex::new(inner),
         })
     }
 
-    /// One eventfd for each queue.
-    pub fn kicks(&self) -> &[EventFd] {
+    /// The eventfd of each queue.
+    pub fn kicks(&self) -> &[Arc<EventFd>] {
         &self.kicks
     }
 
@@ -91,12 +111,19 @@ impl Slot {
             Kind::Rng => 0..0,
             Kind::Net(_) => net::TRANSMIT..net::TRANSMIT + 1,
         };
-        (0..).zip(&self.kicks).skip(fast.start).take(fast.len())
+        (0..).zip(self.kicks.iter().map(|kick| &**kick)).skip(fast.start).take(fast.len())
     }
 
     /// The device's interrupt.
     pub const fn interrupt(&self) -> &Interrupt {
         &self.interrupt
+    }
+
+    /// Whether an access to register `offset` may wait for the lock of a disk, which the thread of
+    /// the disks holds for a whole turn. The caller asks for a turn, because that thread could take
+    /// the lock again before the caller wakes. The two registers of each interrupt need no lock.
+    pub const fn locks_disk(&self, offset: u64) -> bool {
+        self.is_disk() && !matches!(offset, register::INTERRUPT_STATUS | register::INTERRUPT_ACK)
     }
 
     /// Reads a register. Below the configuration, only aligned reads of 32 bits give a value;
@@ -120,8 +147,8 @@ impl Slot {
         }
     }
 
-    /// Writes a register, and wakes the device thread if the device has work then. No device has a
-    /// writable configuration.
+    /// Writes a register, and wakes the device's thread if the device has work then. No device has
+    /// a writable configuration.
     pub fn write(&self, mem: &GuestMemoryMmap, offset: u64, data: &[u8]) {
         let Ok(word) = <[u8; 4]>::try_from(data) else {
             return;
@@ -166,12 +193,41 @@ impl Slot {
         (0..self.kicks.len()).for_each(|queue| self.kick(queue));
     }
 
-    /// Serves the device; returns whether work may be left. Only the device thread calls it.
+    /// Serves a disk; returns whether work may be left. Only the thread of the disks calls it.
+    pub fn serve_disk(
+        &self,
+        mem: &GuestMemoryMmap,
+        writes: &Writes,
+        (pages, room, meter): (&Mutex<PageMap>, &Mutex<Room>, &Meter),
+        (reads, clock): (&mut Reads, &mut ThreadClock),
+        stop: &dyn Fn() -> bool,
+    ) -> bool {
+        let mut inner = lock(&self.inner);
+        let Inner { transport, kind, broken } = &mut *inner;
+        let features = transport.features();
+        let (true, Kind::Block(block), [queue]) = (transport.live(), kind, transport.queues())
+        else {
+            return false;
+        };
+        let (pages, room) = (&mut lock(pages), &mut lock(room));
+        let notes = &mut Notes { pages, room, meter, clock };
+        let ring = &mut Ring::new(queue, mem, writes);
+        let served = block.serve(ring, features, &self.interrupt, notes, reads, stop);
+        served.unwrap_or_else(|cause| {
+            *broken = Some(cause);
+            if transport.need_reset() {
+                self.interrupt.raise(CONFIG_CHANGE);
+            }
+            false
+        })
+    }
+
+    /// Serves a device that is not a disk; returns whether work may be left. Only the device thread
+    /// calls it.
     pub fn serve(
         &self,
         mem: &GuestMemoryMmap,
         writes: &Writes,
-        (pages, room): (&Mutex<PageMap>, &Mutex<Room>),
         now: Instant,
         stop: &dyn Fn() -> bool,
     ) -> bool {
@@ -186,13 +242,6 @@ impl Slot {
         let (features, interrupt) = (transport.features(), &self.interrupt);
         let queues = transport.queues();
         let served = match (&mut *kind, queues) {
-            (Kind::Block(block), [queue]) => block.serve(
-                &mut Ring::new(queue, mem, writes),
-                features,
-                interrupt,
-                &mut Notes { pages: &mut lock(pages), room: &mut lock(room) },
-                stop,
-            ),
             (Kind::Rng, [queue]) => rng::serve(&mut Ring::new(queue, mem, writes), interrupt, stop),
             (Kind::Vsock(vsock), queues) => {
                 vsock.serve(&mut Service { mem, writes, queues, interrupt, now, stop })
@@ -219,14 +268,20 @@ impl Slot {
 
     /// Runs `act` on the vsock device; `None` if this is another device.
     pub fn with_vsock<R>(&self, act: impl FnOnce(&mut Vsock) -> R) -> Option<R> {
+        if self.device_id != vsock::DEVICE_ID {
+            return None;
+        }
         match &mut lock(&self.inner).kind {
             Kind::Vsock(vsock) => Some(act(vsock)),
             _ => None,
         }
     }
 
-    /// When the device must be served even without an event.
+    /// When the device must be served even without an event; `None` for a disk.
     pub fn deadline(&self) -> Option<Instant> {
+        if self.is_disk() {
+            return None;
+        }
         match &lock(&self.inner).kind {
             Kind::Vsock(vsock) => vsock.deadline(),
             Kind::Net(net) => net.deadline(),
@@ -235,8 +290,8 @@ impl Slot {
     }
 
     /// Whether this is a network device.
-    pub fn is_net(&self) -> bool {
-        matches!(lock(&self.inner).kind, Kind::Net(_))
+    pub const fn is_net(&self) -> bool {
+        self.device_id == net::DEVICE_ID
     }
 
     /// Connects this network device to `tap`; `false` if this is another device.
@@ -256,8 +311,8 @@ impl Slot {
     }
 
     /// Whether this is a disk.
-    pub fn is_disk(&self) -> bool {
-        matches!(lock(&self.inner).kind, Kind::Block(_))
+    pub const fn is_disk(&self) -> bool {
+        self.device_id == block::DEVICE_ID
     }
 
     /// Replaces this disk by `block`, and resets the device.
@@ -306,7 +361,7 @@ impl Slot {
             _ => None,
         };
         let net = match &inner.kind {
-            Kind::Net(net) => Some(net.counters()),
+            Kind::Net(net) => Some(net.traffic()),
             _ => None,
         };
         DeviceHealth {

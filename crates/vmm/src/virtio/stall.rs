@@ -1,6 +1,7 @@
 //! Disks that wait because the host has no space for a request.
 //!
-//! The device thread cannot stop the vCPUs, so it raises an event for the main thread, which does.
+//! The thread of the disks cannot stop the vCPUs, so it raises an event for the main thread, which
+//! does.
 
 use super::device::{DeviceError, host};
 use crate::disk::NoSpace;
@@ -10,8 +11,8 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 /// Why a disk waits, and the event that announces it.
 #[derive(Debug)]
 pub struct Stall {
-    /// Kept beside the disks, because the device thread holds a disk for as long as a request
-    /// takes.
+    /// Kept beside the disks, because the thread of the disks holds a disk for as long as a
+    /// request takes.
     pub(super) why: Mutex<Option<NoSpace>>,
     pub(super) event: EventFd,
 }

@@ -158,6 +158,44 @@ fn the_main_thread_learns_once_that_a_disk_waits_and_requests_go_on_after_a_retr
     assert!(!machine.set.take_stall());
 }
 
+#[test]
+fn a_disk_that_waits_is_announced_once_and_another_disk_goes_on() {
+    let (layer, other) = small_file_system(0);
+    let full = DiskSpec { writable: Some(layer), ..disk(BLOCKS, &[7; 8192], vec![], false) };
+    let free = disk(BLOCKS, &[7; 8192], vec![], true);
+    let machine = Machine::new(memory(), vec![full, free]).run();
+    let mut drivers = [0, 1].map(|slot| Driver::start(&machine, slot, 0));
+    let mut write = |slot: usize| {
+        let (header, status) = (HEADER + 0x10 * slot as u64, STATUS + slot as u64);
+        machine.mem.write_obj(spec::VIRTIO_BLK_T_OUT, GuestAddress(header)).unwrap();
+        let pieces = [reads(header, 16), reads(BODY, 4096), writes(status, 1)];
+        drivers[slot].queues[0].add(&machine.mem, &pieces);
+        drivers[slot].kick(&machine, 0);
+        drivers[slot].queues[0].clone()
+    };
+    let mut waiting = write(0);
+    wait(&machine);
+    for _ in 0..3 {
+        write(1).wait_used(&machine.mem, 1);
+        machine.disk_turn();
+    }
+    assert!(!is_announced(&machine), "announced again");
+    assert_eq!(machine.set.no_space(), Some(NoSpace::Full));
+    assert!(waiting.take_used(&machine.mem).is_empty());
+    other.set_len(0).unwrap();
+    machine.set.retry();
+    waiting.wait_used(&machine.mem, 1);
+    assert!(!is_announced(&machine) && machine.set.no_space().is_none());
+}
+
+/// Whether a disk has announced that it waits, without a wait.
+fn is_announced(machine: &Machine) -> bool {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let event = machine.set.stall_event();
+    let mut events = [PollFd::from_borrowed_fd(event, PollFlags::IN)];
+    poll(&mut events, Some(&Timespec::default())).unwrap() > 0
+}
+
 /// Waits until a disk has announced that it waits.
 fn wait(machine: &Machine) {
     use rustix::event::{PollFd, PollFlags, poll};

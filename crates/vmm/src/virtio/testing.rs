@@ -8,7 +8,7 @@
 use super::registers::{register, status};
 use super::{DeviceSet, MMIO_BASE, MMIO_SIZE, VsockSpec};
 use crate::config::DISK_BLOCK_BYTES;
-use crate::disk::{DiskSpec, LayerSpec};
+use crate::disk::{DiskSpec, LayerSpec, Reads};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
@@ -18,6 +18,7 @@ use virtio_bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRI
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::EventFd;
 
 pub const NEXT: u16 = VRING_DESC_F_NEXT as u16;
 pub const WRITE: u16 = VRING_DESC_F_WRITE as u16;
@@ -39,6 +40,17 @@ pub fn memory() -> GuestMemoryMmap {
     GuestMemoryMmap::from_ranges(&ranges).unwrap()
 }
 
+/// A copy of guest memory.
+pub fn copy_memory(from: &GuestMemoryMmap) -> GuestMemoryMmap {
+    let to = memory();
+    for (start, len) in [(0, LOW_END), (HIGH, HIGH_END - HIGH)] {
+        let mut bytes = vec![0; usize::try_from(len).unwrap()];
+        from.read_slice(&mut bytes, GuestAddress(start)).unwrap();
+        to.write_slice(&bytes, GuestAddress(start)).unwrap();
+    }
+    to
+}
+
 pub fn temp_file(bytes: &[u8]) -> std::fs::File {
     use std::io::Write as _;
     let mut file = tempfile::tempfile().unwrap();
@@ -57,12 +69,51 @@ pub fn disk(blocks: u64, base: &[u8], layers: Vec<LayerSpec>, writable: bool) ->
     }
 }
 
+/// An empty file of tmpfs. A ring gives each read of it to a kernel thread, so reads are in flight
+/// after their submission. If one waits, those after it overtake it. On ext4, reads of cached data
+/// end in their submission.
+pub fn memory_file() -> std::fs::File {
+    let flags = rustix::fs::MemfdFlags::CLOEXEC;
+    rustix::fs::memfd_create("disk", flags).unwrap().into()
+}
+
+/// A writable disk of `blocks` blocks whose base is in a file of tmpfs.
+pub fn disk_in_memory(blocks: u64, base: &[u8]) -> DiskSpec {
+    use std::os::unix::fs::FileExt as _;
+    let file = memory_file();
+    file.write_all_at(base, 0).unwrap();
+    DiskSpec { base: file.into(), ..disk(blocks, &[], vec![], true) }
+}
+
+/// Has system call `call` fail with `errno` in the calling thread, if its argument `argument` is at
+/// least `least`.
+pub fn refuse(call: i64, (argument, least): (u8, u64), errno: i32) {
+    use seccompiler::{
+        BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+        SeccompRule, TargetArch,
+    };
+    let (len, at_least) = (SeccompCmpArgLen::Dword, SeccompCmpOp::Ge);
+    let condition = SeccompCondition::new(argument, len, at_least, least).unwrap();
+    let rules = [(call, vec![SeccompRule::new(vec![condition]).unwrap()])].into_iter().collect();
+    let refuse = SeccompAction::Errno(errno.cast_unsigned());
+    let filter =
+        SeccompFilter::new(rules, SeccompAction::Allow, refuse, TargetArch::x86_64).unwrap();
+    let program: BpfProgram = filter.try_into().unwrap();
+    seccompiler::apply_filter(&program).unwrap();
+}
+
+/// Has the kernel report to the calling thread that it has no memory for `least` or more requests
+/// of a ring at once.
+pub fn starve_rings(least: u64) {
+    refuse(libc::SYS_io_uring_enter, (1, least), libc::EAGAIN);
+}
+
 /// Devices without a VM, and their files on the host.
 pub struct Machine {
     pub mem: GuestMemoryMmap,
     pub set: Arc<DeviceSet>,
     pub folder: tempfile::TempDir,
-    thread: Option<JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl Machine {
@@ -79,30 +130,33 @@ impl Machine {
             DeviceSet::without_vm(mem.clone(), u8::try_from(disks.len()).unwrap(), nets, vsock)
                 .unwrap();
         set.insert_disks(disks).unwrap();
-        Self { mem, set: Arc::new(set), folder, thread: None }
+        Self { mem, set: Arc::new(set), folder, threads: Vec::new() }
     }
 
-    /// Starts the device thread.
-    pub fn run(mut self) -> Self {
+    /// Starts both device threads, with a ring if the kernel makes one.
+    pub fn run(self) -> Self {
+        self.run_with(Reads::new)
+    }
+
+    /// Starts both device threads; that of the disks calls `reads`.
+    pub fn run_with(mut self, reads: fn() -> Reads) -> Self {
         let set = Arc::clone(&self.set);
-        self.thread = Some(std::thread::spawn(move || set.run_loop().unwrap()));
+        self.threads.push(std::thread::spawn(move || set.run_loop().unwrap()));
+        let set = Arc::clone(&self.set);
+        self.threads.push(std::thread::spawn(move || set.run_disks(reads()).unwrap()));
         self
     }
 
-    /// Waits until the device thread has served what was ready before this call. What that makes
-    /// ready, the next call waits for.
-    ///
-    /// The thread empties `wake` at the begin of a turn. So a whole turn has ended when the thread
-    /// empties it for the second time.
+    /// Waits until the thread of all devices but the disks has served what was ready before this
+    /// call. What that makes ready, the next call waits for.
     pub fn turn(&self) {
-        let (epoll, mut events) = (Epoll::new().unwrap(), [EpollEvent::default()]);
-        let filled = EpollEvent::new(EventSet::IN, 0);
-        epoll.ctl(ControlOperation::Add, self.set.wake.as_raw_fd(), filled).unwrap();
-        for _ in 0..2 {
-            self.set.wake.write(1).unwrap();
-            let mut empty = || epoll.wait(0, &mut events).unwrap() == 0;
-            until("the device thread begins a turn", &mut empty);
-        }
+        turn_of(&self.set.wake);
+    }
+
+    /// As [`Self::turn`], for the thread of the disks. No read may be in flight after its
+    /// submission, because a wait for reads empties the eventfd too.
+    pub fn disk_turn(&self) {
+        turn_of(self.set.disk_kick.as_deref().unwrap());
     }
 
     /// Waits until the device thread has accepted the connections of the host that wait, and then
@@ -132,11 +186,30 @@ impl Machine {
 impl Drop for Machine {
     fn drop(&mut self) {
         self.set.stop();
-        if let Some(thread) = self.thread.take() {
+        for thread in self.threads.drain(..) {
             let result = thread.join();
             assert!(result.is_ok() || std::thread::panicking());
         }
     }
+}
+
+/// Waits for a whole turn of the thread that `wake` wakes.
+///
+/// The thread empties `wake` at the begin of a turn. So a whole turn has ended when the thread
+/// empties it for the second time.
+fn turn_of(wake: &EventFd) {
+    for _ in 0..2 {
+        wake.write(1).unwrap();
+        until_empty(wake);
+    }
+}
+
+/// Waits until a device thread has emptied the eventfd.
+pub fn until_empty(wake: &EventFd) {
+    let (epoll, mut events) = (Epoll::new().unwrap(), [EpollEvent::default()]);
+    let filled = EpollEvent::new(EventSet::IN, 0);
+    epoll.ctl(ControlOperation::Add, wake.as_raw_fd(), filled).unwrap();
+    until("the device thread takes the kick", || epoll.wait(0, &mut events).unwrap() == 0);
 }
 
 /// One buffer of a chain.

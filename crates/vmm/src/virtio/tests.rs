@@ -1,7 +1,7 @@
 #![expect(clippy::cast_possible_truncation, reason = "tests: patterns of bytes, small numbers")]
 
 use super::registers::register;
-use super::testing::{DATA, Driver, HIGH_END, Machine, disk, memory, reads, until, writes};
+use super::testing::{DATA, Driver, Machine, copy_memory, disk, memory, reads, until, writes};
 use super::{DeviceError, DeviceStates, KindState, LoadError, MMIO_BASE, TransportStateError};
 use crate::disk::{FreezeFiles, LayerSpec};
 use std::fs::File;
@@ -84,11 +84,13 @@ fn work_that_came_while_paused_is_done_after_and_not_before() {
     let mem = memory();
     let machine = Machine::new(mem.clone(), vec![disk(4, &[5; 4096], vec![], true)]).run();
     let mut driver = Driver::start(&machine, 0, 0);
+    // The other device thread has nothing to do any more, so it does not wait at the gate.
+    machine.turn();
     machine.set.pause();
     machine.set.pause();
     request(&mut driver, &mem, DATA, 0, 0, 512, true);
     driver.kick(&machine, 0);
-    until("the device thread waits at the gate", || machine.set.gate.waiting() == 1);
+    until("the thread of the disks waits at the gate", || machine.set.gate.waiting() == 1);
     assert_eq!((driver.queues[0].take_used(&mem).len(), status(&mem, DATA)), (0, 0xff));
     machine.set.resume();
     driver.queues[0].wait_used(&mem, 1);
@@ -132,18 +134,6 @@ fn a_storm_of_pauses_loses_nothing() {
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
         storm.join().unwrap();
     }
-}
-
-fn copy_memory(from: &GuestMemoryMmap) -> GuestMemoryMmap {
-    let to = memory();
-    for (start, len) in
-        [(0, super::testing::LOW_END), (super::testing::HIGH, HIGH_END - super::testing::HIGH)]
-    {
-        let mut bytes = vec![0; usize::try_from(len).unwrap()];
-        from.read_slice(&mut bytes, GuestAddress(start)).unwrap();
-        to.write_slice(&bytes, GuestAddress(start)).unwrap();
-    }
-    to
 }
 
 fn copy(file: &File) -> std::os::fd::OwnedFd {

@@ -1,4 +1,5 @@
-//! What epoll reports to the device thread: 64-bit tokens, one for each source of events.
+//! What epoll reports to the thread of all devices but the disks: 64-bit tokens, one for each
+//! source of events.
 
 /// epoll token of the eventfd that wakes the thread to stop it.
 pub const WAKE: u64 = 0xffff;

@@ -7,7 +7,7 @@ use super::warm::WarmVmm;
 use crate::arch::{acpi, boot, cpuid, layout, regs};
 use crate::config::BootConfig;
 use crate::disk::DiskSpec;
-use kvm_ioctls::Kvm;
+use crate::vcpu::state::MAX_CPUID;
 use std::fs::File;
 use vm_memory::Bytes;
 
@@ -18,7 +18,6 @@ impl WarmVmm {
     /// When the configuration is invalid or the host refuses a step.
     pub fn boot(
         mut self,
-        kvm: &Kvm,
         config: &BootConfig,
         disks: Vec<DiskSpec>,
         kernel: File,
@@ -36,13 +35,18 @@ impl WarmVmm {
             .map_err(|error| BuildError::Random(error.into()))?;
         self.memory.write_slice(&generation, layout::GENERATION).map_err(BuildError::Generation)?;
 
-        let supported = cpuid::Supported::new(kvm).map_err(on("KVM_GET_SUPPORTED_CPUID"))?;
-        let template = cpuid::Template::new(&supported, config.vcpus);
+        self.supported.check(config.cpu_model)?;
+        let template = cpuid::Template::new(&self.supported, config.vcpus, config.cpu_model);
         regs::write_tables(&self.memory)?;
         for vcpu in &self.vcpus {
             let fd = vcpu.fd();
-            let entries = cpuid::for_kvm(&template.of(vcpu.id())).ok_or(BuildError::Cpuid)?;
-            fd.set_cpuid2(&entries).map_err(on("KVM_SET_CPUID2"))?;
+            let entries = template.of(vcpu.id());
+            let given = cpuid::for_kvm(&entries).ok_or(BuildError::Cpuid)?;
+            fd.set_cpuid2(&given).map_err(on("KVM_SET_CPUID2"))?;
+            if !config.cpu_model.is_host() {
+                let has = fd.get_cpuid2(MAX_CPUID).map_err(on("KVM_GET_CPUID2"))?;
+                cpuid::check_given(config.cpu_model, has.as_slice(), &entries)?;
+            }
             regs::prepare_any(&fd, template.xcr0())?;
             if vcpu.id() == 0 {
                 regs::prepare_first(&fd, entry)?;

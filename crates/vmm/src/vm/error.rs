@@ -1,6 +1,6 @@
 //! Why a VM could not be made, run or saved.
 
-use crate::arch::{acpi, boot, regs};
+use crate::arch::{acpi, boot, cpuid, regs};
 use crate::memory;
 use crate::platform::PlatformError;
 use crate::state;
@@ -40,6 +40,12 @@ pub enum BuildError {
     /// CPUID has more entries than KVM takes.
     #[error("CPUID: more entries than KVM takes")]
     Cpuid,
+    /// This host's CPU lacks features of the CPU model or of the saved guest's CPU.
+    #[error(transparent)]
+    Features(#[from] cpuid::Lacking),
+    /// KVM cannot hide features from a guest.
+    #[error(transparent)]
+    Unhidden(#[from] cpuid::Unhidden),
     /// The generation id could not be written.
     #[error("VM generation id")]
     Generation(#[source] vm_memory::GuestMemoryError),

@@ -65,8 +65,16 @@ impl Vm {
             whole: self.ram.is_whole(),
             phases,
             layers: self.warm.devices.layers(),
+            traffic: self.warm.devices.traffic(),
+            disk_reads: self.warm.devices.disk_reads(),
             ..Status::of(self.warm.shape)
         }
+    }
+
+    /// Whether its guest has run since this VMM was started.
+    #[must_use]
+    pub const fn has_run(&self) -> bool {
+        self.not_yet_run.is_none()
     }
 
     /// A descriptor that is readable when a disk has no space on the host, until [`Self::stall`].
@@ -140,7 +148,7 @@ impl Vm {
         for vcpu in &self.warm.vcpus {
             vcpu.resume();
         }
-        // Devices resume last, because the vCPUs would wait for a CPU behind the device thread.
+        // Devices resume last, because the vCPUs would wait for a CPU behind the device threads.
         // Requests of the guest wait in eventfds meanwhile.
         self.warm.devices.resume();
         if first {

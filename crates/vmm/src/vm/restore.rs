@@ -4,14 +4,16 @@ use super::error::{BuildError, on};
 use super::machine::{Restored, Vm};
 use super::ram::Ram;
 use super::warm::WarmVmm;
-use crate::arch::layout;
+use crate::arch::{cpuid, layout};
 use crate::config::RestoreConfig;
 use crate::disk::DiskSpec;
 use crate::jail;
 use crate::memory::backing::Backing;
 use crate::memory::{self, lazy, pre_fault, working_set};
 use crate::state::{self, VmState};
-use crate::vcpu::state as vcpu_state;
+use crate::vcpu::{Vcpu, state as vcpu_state};
+use dayfly_units::CpuModel;
+use kvm_bindings::kvm_cpuid_entry2;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
@@ -81,11 +83,30 @@ impl WarmVmm {
         Ok(())
     }
 
+    /// Checks that this host's CPU has all features of a saved vCPU.
+    fn check_features(&self, vcpu: &Vcpu, saved: &[kvm_cpuid_entry2]) -> Result<(), BuildError> {
+        if self.supported.check_saved(saved).is_ok() {
+            return Ok(());
+        }
+        // A KVM that cannot hide the CPU's own features from a guest, such as PVM, gives a vCPU
+        // more than it says it supports.
+        let all = cpuid::Template::new(&self.supported, self.shape.vcpus, CpuModel::Host);
+        let entries = cpuid::for_kvm(&all.of(vcpu.id())).ok_or(BuildError::Cpuid)?;
+        let fd = vcpu.fd();
+        fd.set_cpuid2(&entries).map_err(on("KVM_SET_CPUID2"))?;
+        let has = fd.get_cpuid2(vcpu_state::MAX_CPUID).map_err(on("KVM_GET_CPUID2"))?;
+        Ok(self.supported.with_entries(has).check_saved(saved)?)
+    }
+
     /// Loads the vCPUs, then the interrupt controllers and the timer.
     fn load_vcpus(&self, state: &VmState) -> Result<(), BuildError> {
         let xsave_words = self.limits.xsave_words();
         for (id, (vcpu, saved)) in self.vcpus.iter().zip(&state.vcpus).enumerate() {
             let has = self.cpuid.get(id).map(Vec::as_slice);
+            // What was set ahead is what KVM supports here.
+            if !has.is_some_and(|has| cpuid::alike(has, &saved.cpuid)) {
+                self.check_features(vcpu, &saved.cpuid)?;
+            }
             vcpu_state::load(&vcpu.fd(), saved, has, xsave_words)
                 .map_err(|source| BuildError::Vcpu { id, source })?;
         }

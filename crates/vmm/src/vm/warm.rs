@@ -2,17 +2,19 @@
 
 use super::bare::{Bare, Parts};
 use super::error::BuildError;
+use crate::arch::cpuid::Supported;
 use crate::config::{GUEST_CID, MAX_DISKS, MAX_NETS, MAX_VCPUS, Shape};
 use crate::control::Status;
 use crate::limits;
 use crate::memory::{self, recorder::Recorder};
+use crate::meter::Meter;
 use crate::platform::{Console, Platform};
 use crate::seccomp::{Filters, Stage, ThreadFilter};
 use crate::timeline::Timeline;
 use crate::vcpu::state::HostLimits;
 use crate::vcpu::{self, Vcpu};
-use crate::virtio::{DeviceSet, VsockSpec};
-use crate::workers::{Narrowed, Workers};
+use crate::virtio::{DeviceError, DeviceSet, VsockSpec};
+use crate::workers::{Narrowed, Worker, Workers};
 use dayfly_sys::uffd::Uffd;
 use kvm_bindings::kvm_cpuid_entry2;
 use kvm_ioctls::{Kvm, VmFd};
@@ -27,6 +29,8 @@ pub struct Host {
     pub msrs: Vec<u32>,
     /// The size of the process's address space before it had a VM, in bytes.
     pub base_bytes: u64,
+    /// What KVM supports of this host's CPU.
+    pub supported: Supported,
     /// A KVM VM without devices.
     pub bare: Bare,
     /// The files of the guest's serial console.
@@ -47,12 +51,16 @@ pub struct Host {
     pub workers: Workers,
     /// When each phase of the start ended.
     pub timeline: Timeline,
+    /// What is counted for the bill.
+    pub meter: Meter,
 }
 
 /// A VM without a guest: interrupt controllers, empty RAM, devices without disks, vCPUs without
 /// registers, and parked threads.
 pub struct WarmVmm {
     pub(super) vm: VmFd,
+    /// What KVM supports of this host's CPU.
+    pub(super) supported: Supported,
     pub(super) limits: HostLimits,
     pub(super) base_bytes: u64,
     /// The filter of the main thread, which is in its set-up stage.
@@ -94,6 +102,19 @@ fn check(shape: Shape) -> Result<(), BuildError> {
     Ok(memory::check_size(shape.memory_bytes)?)
 }
 
+/// Has `worker` run a loop of the devices until it ends.
+fn serve<T: 'static>(
+    worker: Worker<T>,
+    devices: &Arc<DeviceSet>,
+    run: fn(&DeviceSet, T) -> Result<(), DeviceError>,
+) {
+    let devices = Arc::clone(devices);
+    worker.set_to(move |made| match run(&devices, made) {
+        Ok(()) => {}
+        Err(error) => crate::exit::fail(&error),
+    });
+}
+
 impl WarmVmm {
     /// Makes a warm VMM, with all its threads. It needs `kvm`, which is `/dev/kvm`, no more
     /// afterwards.
@@ -105,6 +126,7 @@ impl WarmVmm {
         let Host {
             msrs,
             base_bytes,
+            supported,
             bare,
             console,
             vsock_listener,
@@ -115,13 +137,14 @@ impl WarmVmm {
             record,
             workers,
             mut timeline,
+            meter,
         } = host;
         let Parts { vm, memory, vcpus: fds, cpuid, unused } = bare.parts(kvm, shape)?;
         let limits = HostLimits::new(msrs, &vm);
         timeline.done("kvm");
 
         let vsock = VsockSpec { listener: vsock_listener, path: vsock_path, guest_cid: GUEST_CID };
-        let devices = DeviceSet::new(memory.clone(), shape.disks, shape.nets, vsock, &vm)?;
+        let devices = DeviceSet::new(memory.clone(), shape.disks, shape.nets, vsock, meter, &vm)?;
         if let Some(growth) = growth {
             devices.limit_growth(growth);
         }
@@ -131,12 +154,12 @@ impl WarmVmm {
         // Devices stay paused until the VM resumes: no device may raise an interrupt before the
         // clocks are set.
         devices.pause();
-        let Workers { devices: worker, vcpus: vcpu_workers, narrowed } = workers;
-        let served = Arc::clone(&devices);
-        worker.set_to(move || match served.run_loop() {
-            Ok(()) => {}
-            Err(error) => crate::exit::fail(&error),
-        });
+        let Workers { devices: worker, disks, vcpus: vcpu_workers, narrowed } = workers;
+        assert_eq!(disks.is_some(), shape.disks > 0, "`Workers::prepare` makes the threads");
+        serve(worker, &devices, |devices, ()| devices.run_loop());
+        if let Some(worker) = disks {
+            serve(worker, &devices, DeviceSet::run_disks);
+        }
         let (noted, uffd) = if record { (uffd, None) } else { (None, uffd) };
         let recorder =
             noted.map(|uffd| Recorder::start(uffd, Some(filters.recorder.clone()))).transpose();
@@ -148,6 +171,7 @@ impl WarmVmm {
         timeline.done("vcpus");
         Ok(Self {
             vm,
+            supported,
             limits,
             base_bytes,
             filter: filters.main.clone(),

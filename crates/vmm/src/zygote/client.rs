@@ -52,6 +52,8 @@ pub struct Forked<G> {
     pub pidfd: OwnedFd,
     /// The owner of its control group; `None` if it has none.
     pub group: Option<G>,
+    /// Microseconds of CPU time that the zygote took to fork it.
+    pub cpu_us: u64,
 }
 
 /// A pre-forked VMM that waits for its configuration.
@@ -115,14 +117,45 @@ impl<G> Client<G> {
     /// [`ClientError`]; the zygote is then unusable.
     pub fn prepare(&mut self, group: impl FnOnce() -> Option<Group<G>>) -> Result<(), ClientError> {
         if self.preforked.is_none() && self.asked.is_none() {
-            let (owner, entry) = group().map(|group| (group.owner, group.entry)).unzip();
-            let command = Command::Fork { likely: self.last, group: entry.as_ref().map(Enter::of) };
-            let json = serde_json::to_vec(&command).map_err(WireError::Json)?;
-            let fds = entry.as_ref().map(Entry::fds).unwrap_or_default();
-            send(&self.stream, &json, &fds)?;
-            self.asked = Some(owner);
+            self.ask(group(), Vec::new())?;
         }
         Ok(())
+    }
+
+    fn ask(&mut self, group: Option<Group<G>>, cpus: Vec<u32>) -> Result<(), ClientError> {
+        let (owner, entry) = group.map(|group| (group.owner, group.entry)).unzip();
+        let enter = entry.as_ref().map(Enter::of);
+        let command = Command::Fork { likely: self.last, group: enter, cpus };
+        let json = serde_json::to_vec(&command).map_err(WireError::Json)?;
+        let fds = entry.as_ref().map(Entry::fds).unwrap_or_default();
+        send(&self.stream, &json, &fds)?;
+        self.asked = Some(owner);
+        Ok(())
+    }
+
+    /// As [`Self::fork`], with a VMM that is forked now into `group`, and restricts itself to
+    /// `cpus`. A pre-forked VMM, which is in another group, goes on waiting.
+    ///
+    /// # Errors
+    /// As [`Self::fork`].
+    pub fn fork_on(
+        &mut self,
+        config: &VmmConfig,
+        fds: &[BorrowedFd<'_>],
+        group: Group<G>,
+        cpus: Vec<u32>,
+    ) -> Result<Forked<G>, ClientError> {
+        let json = serde_json::to_vec(config).map_err(WireError::Json)?;
+        self.last = Some(config.start.shape());
+        // Its answer would be read in place of this one's.
+        if self.asked.is_some() {
+            self.preforked = Some(self.next_preforked()?);
+        }
+        self.ask(Some(group), cpus)?;
+        let new = self.next_preforked()?;
+        self.forks += 1;
+        send(&new.stream, &json, fds)?;
+        Ok(new.vmm)
     }
 
     /// Makes a VMM of `config`. Descriptors in `config` are numbered by their places in `fds`. If
@@ -184,13 +217,13 @@ impl<G> Client<G> {
                 Received::End => return Err(ClientError::Gone),
                 Received::Message(json, fds) => {
                     let group = self.asked.take().flatten();
-                    let Report::Forked { pid } =
+                    let Report::Forked { pid, cpu_us } =
                         serde_json::from_slice(&json).map_err(WireError::Json)?;
                     let got = fds.len();
                     let Ok([pidfd, stream]) = <[OwnedFd; 2]>::try_from(fds) else {
                         return Err(ClientError::Descriptors(got));
                     };
-                    let vmm = Forked { pid, pidfd, group };
+                    let vmm = Forked { pid, pidfd, group, cpu_us };
                     return Ok(Preforked { vmm, stream: stream.into() });
                 }
             }
@@ -220,7 +253,8 @@ mod tests {
             let sent = theirs.write_all(&LENGTH.to_le_bytes());
             (0..LENGTH).take_while(|_| sent.is_ok() && theirs.write_all(b" ").is_ok()).count()
         });
-        let config = ZygoteConfig { folder: "/".into(), cpus: Vec::new(), node: None };
+        let config =
+            ZygoteConfig { folder: "/".into(), cpus: Vec::new(), vmm_cpus: Vec::new(), node: None };
         let file = tempfile::tempfile().unwrap();
         // All of these system calls take more than this, and each of them less.
         let within = Duration::from_millis(1);

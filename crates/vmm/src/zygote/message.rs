@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use std::os::fd::OwnedFd;
 
 /// A request from the daemon to a zygote, after the configuration.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     /// Fork a pre-forked VMM.
@@ -18,6 +18,9 @@ pub enum Command {
         /// in the zygote's.
         #[serde(default)]
         group: Option<Enter>,
+        /// The CPUs that it restricts itself to in that group; empty: those of the configuration.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        cpus: Vec<u32>,
     },
 }
 
@@ -57,5 +60,9 @@ pub enum Report {
     Forked {
         /// The process id in the zygote's PID namespace.
         pid: u32,
+        /// Microseconds of CPU time that the zygote took since the report before this one. Absent
+        /// in a zygote of an earlier version.
+        #[serde(default)]
+        cpu_us: u64,
     },
 }

@@ -4,19 +4,26 @@ use super::error::{ZygoteError, step};
 use crate::config::ZygoteConfig;
 use std::io;
 
+/// Restricts this thread, and threads and processes that it starts later, to `cpus`. An empty list
+/// changes nothing.
+pub(super) fn only(cpus: &[u32]) -> io::Result<()> {
+    if cpus.is_empty() {
+        return Ok(());
+    }
+    let mut set = rustix::thread::CpuSet::new();
+    for cpu in cpus {
+        let cpu = usize::try_from(*cpu).unwrap_or(usize::MAX);
+        if cpu < rustix::thread::CpuSet::MAX_CPU {
+            set.set(cpu);
+        }
+    }
+    Ok(rustix::thread::sched_setaffinity(None, &set)?)
+}
+
 /// Restricts this process and its children to the configured CPUs, and makes them prefer the memory
 /// of the configured node.
 pub(super) fn stay_on(config: &ZygoteConfig) -> Result<(), ZygoteError> {
-    if !config.cpus.is_empty() {
-        let mut set = rustix::thread::CpuSet::new();
-        for cpu in &config.cpus {
-            let cpu = usize::try_from(*cpu).unwrap_or(usize::MAX);
-            if cpu < rustix::thread::CpuSet::MAX_CPU {
-                set.set(cpu);
-            }
-        }
-        rustix::thread::sched_setaffinity(None, &set).map_err(step("choosing CPUs"))?;
-    }
+    only(&config.cpus).map_err(step("choosing CPUs"))?;
     let Some(node) = config.node else { return Ok(()) };
     const BITS: u32 = u64::BITS * 16;
     if node >= BITS {

@@ -6,9 +6,9 @@ use super::fork;
 use super::layout;
 use super::message::{Command, Report};
 use super::name::Name;
-use super::placement::stay_on;
+use super::placement::{only, stay_on};
 use crate::arch::cpuid;
-use crate::config::{MAX_VCPUS, ZygoteConfig};
+use crate::config::{MAX_VCPUS, Shape, ZygoteConfig};
 use crate::control::wire::{Received, Receiver, WireError, send};
 use crate::jail;
 use crate::limits;
@@ -34,6 +34,8 @@ pub struct Child {
     pub fds: Vec<OwnedFd>,
     /// `/dev/kvm`.
     pub kvm: Kvm,
+    /// What KVM supports of this host's CPU.
+    pub supported: cpuid::Supported,
     /// A KVM VM; [`Bare::likely`] may have filled it for the right shape.
     pub bare: Bare,
     /// Its worker threads, which wait for work.
@@ -64,7 +66,8 @@ pub fn run(connection: OwnedFd) -> Result<Child, ZygoteError> {
     serve(&UnixStream::from(connection))
 }
 
-fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
+/// The first message: the configuration, with /dev/kvm.
+fn first(stream: &UnixStream) -> Result<(ZygoteConfig, Kvm), ZygoteError> {
     let (json, fds) = next(stream)?;
     let config: ZygoteConfig = serde_json::from_slice(&json).map_err(ZygoteError::Config)?;
     let kvm = fds
@@ -74,6 +77,11 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
     // SAFETY: the descriptor is owned and given up here. The daemon states that it is /dev/kvm; if
     // it is not, every ioctl fails.
     let kvm = unsafe { Kvm::from_raw_fd(kvm.into_raw_fd()) };
+    Ok((config, kvm))
+}
+
+fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
+    let (config, kvm) = first(stream)?;
     let name = Name::find()?;
     let mapped = Mapped::find();
     let base_bytes = limits::space_now();
@@ -91,18 +99,25 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
     let filters = Filters::new()?;
     let supported = cpuid::Supported::new(&kvm).map_err(step("KVM_GET_SUPPORTED_CPUID"))?;
     let msrs = vcpu::state::msrs(&kvm).map_err(ZygoteError::Msrs)?;
+    // What came until here is not for one VM.
+    let mut reported_us = cpu_us();
     loop {
         let (json, fds) = next(stream)?;
-        let Command::Fork { likely, group } =
+        let Command::Fork { likely, group, cpus } =
             serde_json::from_slice(&json).map_err(ZygoteError::Config)?;
         let group = group.and_then(|enter| enter.with(fds));
         let (ours, theirs) = UnixStream::pair().map_err(step("a socket for a pre-forked VMM"))?;
         let forked = fork::fork(group.as_ref()).map_err(step("a fork into its control group"))?;
         if let Some((pid, preforked)) = forked {
-            report(stream, &Report::Forked { pid }, &[preforked.as_fd(), ours.as_fd()])?;
+            let now_us = cpu_us();
+            let cpu_us = now_us.saturating_sub(std::mem::replace(&mut reported_us, now_us));
+            report(stream, &Report::Forked { pid, cpu_us }, &[preforked.as_fd(), ours.as_fd()])?;
             continue;
         }
         drop((ours, group));
+        // An affinity that was inherited from the zygote does not keep a VMM off the CPUs of its
+        // group. The kernel refuses CPUs of which the group has none, and those of the group stay.
+        let _ = only(if cpus.is_empty() { &config.vmm_cpus } else { &cpus });
         let base_bytes = base_bytes.saturating_add(layout::vary());
         jail::drop_admin()?;
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
@@ -115,8 +130,7 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
             _ => Bare::new(&kvm)?,
         };
         mapped.touch();
-        let vcpus = likely.map_or(1, |shape| shape.vcpus.min(MAX_VCPUS));
-        let workers = Workers::new(&filters, vcpus).map_err(step("threads"))?;
+        let workers = workers(&filters, likely).map_err(step("threads"))?;
         let (json, fds) = next(&theirs)?;
         let began_us = now_us();
         // The zygote's standard error is the daemon's log, which a VMM must neither write nor make
@@ -129,6 +143,7 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
             json,
             fds,
             kvm,
+            supported,
             bare,
             workers,
             filters,
@@ -140,6 +155,12 @@ fn serve(stream: &UnixStream) -> Result<Child, ZygoteError> {
             began_us,
         });
     }
+}
+
+/// The threads for a VM of the expected shape.
+fn workers(filters: &Filters, likely: Option<Shape>) -> io::Result<Workers> {
+    let vcpus = likely.map_or(1, |shape| shape.vcpus.min(MAX_VCPUS));
+    Workers::new(filters, vcpus, likely.is_none_or(|shape| shape.disks > 0))
 }
 
 /// The next message. The process exits when the connection ends.
@@ -162,6 +183,13 @@ fn next(stream: &UnixStream) -> Result<(Vec<u8>, Vec<OwnedFd>), ZygoteError> {
 fn report(stream: &UnixStream, report: &Report, fds: &[BorrowedFd<'_>]) -> Result<(), ZygoteError> {
     let json = serde_json::to_vec(report).map_err(WireError::Json)?;
     Ok(send(stream, &json, fds)?)
+}
+
+/// Microseconds of CPU time of this thread, which is all of the zygote.
+fn cpu_us() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000
+        + u64::try_from(now.tv_nsec).unwrap_or(0) / 1000
 }
 
 /// Makes the kernel reap VMMs that end.

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each user takes what it needs")]
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, missing_docs, reason = "a test harness")]
 
+use dayfly_units::CpuModel;
 use dayfly_vmm::config::{
     BootConfig, DiskConfig, JailConfig, LayerConfig, RestoreConfig, Shape, SharedConfig, Start,
     VmmConfig,
@@ -43,6 +44,7 @@ pub struct Boot {
     pub cmdline: String,
     pub memory_bytes: u64,
     pub vcpus: u8,
+    pub cpu_model: CpuModel,
     pub disks: Vec<Disk>,
     pub jailed: bool,
 }
@@ -141,6 +143,7 @@ impl Vmm {
                 cmdline: boot.cmdline.clone(),
                 memory_bytes: boot.memory_bytes,
                 vcpus: boot.vcpus,
+                cpu_model: boot.cpu_model,
                 disks,
                 nets: 0,
             })
@@ -233,6 +236,7 @@ impl Vmm {
                 .map(|name| files.keep(append(name).into())),
             console_max_bytes: CONSOLE_MAX_BYTES.load(Ordering::Relaxed),
             exit_fd: files.keep(append("exit.json").into()),
+            metered: false,
             start: start(&mut files),
         };
         let path = folder.join("config.json");

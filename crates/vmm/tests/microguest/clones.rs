@@ -1,9 +1,9 @@
 //! Guests that are saved while paused, and their clones.
 
 use crate::harness::{Snapshot, Vmm, write_file};
-use crate::room::{BINARY, Room, content};
+use crate::room::{BINARY, Room, content, threads};
 use dayfly_microguest::{End, orders};
-use dayfly_units::needs;
+use dayfly_units::{CpuModel, needs};
 use dayfly_vmm::arch::{cpuid, layout};
 use dayfly_vmm::control::{ClientError, ExitReason};
 use dayfly_vmm::{state, vcpu};
@@ -46,7 +46,7 @@ fn vcpus_whose_cpuid_was_set_ahead_are_those_of_the_guest() {
     };
     let wanted: Vec<_> = saved.vcpus.iter().map(|state| state.cpuid.clone()).collect();
     let supported = cpuid::Supported::new(&kvm).unwrap();
-    let of = |vcpus| Some(cpuid::Template::new(&supported, vcpus));
+    let of = |vcpus| Some(cpuid::Template::new(&supported, vcpus, CpuModel::Host));
     // What CR4, XCR0 and others decide is as in the guest, for any CPUID set before.
     for (ahead, expected) in [(of(4), true), (of(1), false), (None, false)] {
         let (alike, is) = loaded(ahead);
@@ -132,13 +132,9 @@ fn a_jailed_guest_with_four_vcpus_is_saved_and_cloned() {
     }
     let room = Room::new();
     let (parent, snapshot) = room.snapshot(4, true);
-    let threads = std::fs::read_dir(format!("/proc/{}/task", parent.child.id())).unwrap();
-    // KVM keeps a thread in the process, which runs none of the VMM's code.
-    let ours = |thread: &std::fs::DirEntry| {
-        !std::fs::read_to_string(thread.path().join("comm")).unwrap().starts_with("kvm-")
-    };
-    let threads: Vec<_> = threads.map(Result::unwrap).filter(ours).collect();
-    assert_eq!(threads.len(), 6, "main, devices, vCPUs");
+    let threads = threads(&parent);
+    let names: Vec<_> = threads.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["dayfly-vmm", "devices", "disks", "vcpu0", "vcpu1", "vcpu2", "vcpu3"]);
     let jailed = [
         "Uid:\t61234\t61234\t61234\t61234",
         "Gid:\t61234\t61234\t61234\t61234",
@@ -154,8 +150,8 @@ fn a_jailed_guest_with_four_vcpus_is_saved_and_cloned() {
     // Each thread becomes the VM's user before its work; on a busy host a thread may not have begun
     // yet.
     let begun = Instant::now();
-    for thread in threads {
-        let status = || std::fs::read_to_string(thread.path().join("status")).unwrap();
+    for (_, thread) in threads {
+        let status = || std::fs::read_to_string(thread.join("status")).unwrap();
         while let Some(line) = jailed.iter().find(|line| !status().contains(**line)) {
             assert!(begun.elapsed() < Duration::from_secs(600), "{line}: {}", status());
             std::thread::sleep(Duration::from_millis(10));

@@ -1,9 +1,10 @@
 //! What a VMM still has when its guest runs: descriptors, limits, filters, addresses.
 
 use crate::harness::Vmm;
-use crate::room::{BINARY, MIB, Room};
+use crate::room::{BINARY, MIB, Room, threads};
 use dayfly_microguest::{End, orders};
-use dayfly_units::needs;
+use dayfly_units::{CpuModel, needs};
+use dayfly_vmm::config::Shape;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -98,4 +99,42 @@ fn a_recorded_clone_keeps_only_the_files_that_it_serves() {
         .filter(|task| line(task, "Name:") == "recorder")
         .map(|task| line(&task, "Seccomp_filters:"));
     assert_eq!(filters.collect::<Vec<_>>(), ["2"]);
+}
+
+#[test]
+fn a_vmm_without_disks_has_no_thread_for_them() {
+    if !needs::kvm() {
+        return;
+    }
+    let room = Room::new();
+    let shape =
+        Shape { memory_bytes: 64 * MIB, vcpus: 2, disks: 0, nets: 1, cpu_model: CpuModel::Host };
+    for disks in [0, 1, 2] {
+        let shape = Shape { disks, ..shape };
+        let warm = Vmm::warm(Path::new(BINARY), &room.path(&format!("{disks}")), shape, true);
+        warm.client().status().unwrap();
+        // A thread has its own name once it runs.
+        let names = loop {
+            let names: Vec<_> = threads(&warm).into_iter().map(|(name, _)| name).collect();
+            if names.windows(2).all(|pair| pair[0] != pair[1]) {
+                break names;
+            }
+            std::thread::yield_now();
+        };
+        let all = ["dayfly-vmm", "devices", "disks", "vcpu0", "vcpu1"];
+        let expected: Vec<_> = all.into_iter().filter(|n| disks > 0 || *n != "disks").collect();
+        assert_eq!(names, expected, "{disks} disks");
+        // The thread of the disks makes its ring before it is narrowed.
+        let narrowed = || {
+            let tasks = std::fs::read_dir(format!("/proc/{}/task", warm.child.id())).unwrap();
+            let tasks = tasks.map(|task| task.unwrap().path().join("status").display().to_string());
+            let mut disks = tasks.filter(|task| line(task, "Name:") == "disks");
+            disks.all(|task| line(&task, "Seccomp_filters:") == "2")
+        };
+        while !narrowed() {
+            std::thread::yield_now();
+        }
+        let ring = descriptors(&warm).contains(Path::new("anon_inode:[io_uring]"));
+        assert_eq!(ring, disks > 0, "{disks} disks");
+    }
 }

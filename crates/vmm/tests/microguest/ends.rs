@@ -3,7 +3,7 @@
 use crate::harness::{Boot, Vmm, write_file};
 use crate::room::{BINARY, MIB, Room};
 use dayfly_microguest::{End, elf, sorted};
-use dayfly_units::needs;
+use dayfly_units::{CpuModel, needs};
 use dayfly_vmm::control::ExitReason;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -109,6 +109,7 @@ fn what_is_no_kernel_is_refused() {
             cmdline: String::new(),
             memory_bytes: 64 * MIB,
             vcpus: 1,
+            cpu_model: CpuModel::Host,
             disks: Vec::new(),
             jailed: false,
         };

@@ -3,6 +3,7 @@
 
 mod clones;
 mod confined;
+mod cpu;
 mod ends;
 #[path = "../harness/mod.rs"]
 mod harness;

@@ -2,6 +2,7 @@
 
 use crate::harness::{Boot, Disk, Snapshot, Vmm, write_file};
 use dayfly_microguest::{End, elf, orders};
+use dayfly_units::CpuModel;
 use dayfly_vmm::arch::layout;
 use std::path::{Path, PathBuf};
 
@@ -44,10 +45,26 @@ impl Room {
             cmdline: cmdline.to_owned(),
             memory_bytes,
             vcpus,
+            cpu_model: CpuModel::Host,
             disks: vec![Disk { size_bytes: MIB, base, layers: Vec::new(), writable: true }],
             jailed,
         };
         Vmm::boot(Path::new(BINARY), &self.path(name), &boot)
+    }
+
+    /// Boots a guest of two vCPUs of this model, without disks, that waits for orders.
+    pub fn boot_of(&self, cpu_model: CpuModel) -> Vmm {
+        let boot = Boot {
+            kernel: self.kernel.clone(),
+            initrd: None,
+            cmdline: format!("fill=7:40 wait={:x}", layout::GENERATION.0),
+            memory_bytes: 64 * MIB,
+            vcpus: 2,
+            cpu_model,
+            disks: Vec::new(),
+            jailed: false,
+        };
+        Vmm::boot(Path::new(BINARY), &self.path(cpu_model.name()), &boot)
     }
 
     pub fn clone(&self, name: &str, snapshot: &Snapshot, seed: u32, end: End) -> Vmm {
@@ -67,4 +84,18 @@ impl Room {
 /// The bytes of a file.
 pub fn content(path: &Path) -> Vec<u8> {
     std::fs::read(path).unwrap()
+}
+
+/// Name and folder in /proc of each of a VMM's threads, sorted by name. KVM keeps a thread in the
+/// process, which runs none of the VMM's code and is left out.
+pub fn threads(vmm: &Vmm) -> Vec<(String, PathBuf)> {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", vmm.child.id())).unwrap();
+    let named = |task: PathBuf| {
+        let name = std::fs::read_to_string(task.join("comm")).unwrap();
+        (name.trim_end().to_owned(), task)
+    };
+    let mut all: Vec<_> = tasks.map(|task| named(task.unwrap().path())).collect();
+    all.retain(|(name, _)| !name.starts_with("kvm-"));
+    all.sort();
+    all
 }

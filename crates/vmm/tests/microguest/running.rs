@@ -4,7 +4,7 @@ use crate::harness::{Boot, Disk, Snapshot, Vmm};
 use crate::room::{BINARY, MIB, Room, content};
 use dayfly_microguest::{End, Growth};
 use dayfly_sys::writers::{Writers, writers};
-use dayfly_units::needs;
+use dayfly_units::{CpuModel, needs};
 use dayfly_vmm::arch::layout;
 use dayfly_vmm::control::wire::{self, Received, Receiver};
 use dayfly_vmm::control::{Answer, Busy, ClientError, Command, FileId, PROTOCOL, Status};
@@ -26,6 +26,7 @@ fn churner(room: &Room) -> Vmm {
         cmdline: format!("grow={:x}:1:0", layout::GENERATION.0),
         memory_bytes: 80 * MIB,
         vcpus: 1,
+        cpu_model: CpuModel::Host,
         disks: vec![Disk { size_bytes: 64 * MIB, base, layers: Vec::new(), writable: true }],
         jailed: false,
     };

@@ -19,6 +19,7 @@ use crate::prelude::*;
 use crate::stock::remove_vms;
 use dayfly_api::types::{BakeRequest, BootSource, Source};
 use dayfly_cli::artefacts;
+use dayfly_units::CpuModel;
 use futures::future::try_join_all;
 use std::sync::Arc;
 use tokio::sync::Barrier;
@@ -119,6 +120,7 @@ pub async fn run(mut guests: Guests, options: &Options, image: &Name) -> Result<
         kernel: Some(options.kernel.clone()),
         memory_bytes: options.memory.0,
         vcpus: options.cpus,
+        cpu_model: CpuModel::Host,
         init: None,
     };
     let mut boots = Series::default();
@@ -165,6 +167,7 @@ async fn bake(guests: &mut Guests, options: &Options, boot: &BootSource) -> Resu
         kernel: boot.kernel.clone(),
         memory_bytes: boot.memory_bytes,
         vcpus: boot.vcpus,
+        cpu_model: CpuModel::Host,
         warmup: Some(program()),
         recording: (!options.unrecorded).then(program),
         init: None,

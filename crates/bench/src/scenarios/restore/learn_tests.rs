@@ -5,7 +5,7 @@ use dayfly_store::{
     ChainLayer, Digest, DiskSpec, ImageConfig, ImageSpec, KernelRef, Known, PageReader, PagedSpec,
     SnapshotSpec, Store, sparse,
 };
-use dayfly_units::{Name, VmId};
+use dayfly_units::{CpuModel, Name, VmId};
 use std::os::unix::fs::FileExt;
 
 const PAGE: u64 = 4096;
@@ -46,6 +46,7 @@ fn shape() -> Shape {
         ancestors: Vec::new(),
         kernel,
         vcpus: 1,
+        cpu_model: CpuModel::Host,
         nets: 0,
         memory_bytes,
         agent_version: String::new(),

@@ -9,6 +9,7 @@
 //! waiting.
 
 use crate::base::error::{ApiError, Outcome};
+use crate::http::stream::TICK;
 use crate::ops::exec;
 use crate::vm::Vm;
 use crate::vmm::agent_link::{LinkError, read_frame};
@@ -33,8 +34,6 @@ use tokio::time::timeout;
 const CHUNK_BYTES: usize = (64 << 10) + HEADER_BYTES;
 /// The longest message in a trailer, in characters. hyper's client reads 16 KiB of trailers.
 const MESSAGE: usize = 2 << 10;
-/// How exactly the silence of an agent is measured.
-const TICK: Duration = Duration::from_secs(1);
 
 /// Where a body comes from.
 #[derive(Debug)]

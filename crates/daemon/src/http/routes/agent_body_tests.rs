@@ -1,9 +1,12 @@
 use super::super::tests::{Served, called, running, served, served_within};
 use super::*;
 use crate::base::config::Deadlines;
+use crate::http::stream::AgentCheck;
 use crate::model::state::Event;
+use crate::ops::liveness::Hears;
 use dayfly_api::agent::{Failure, FailureCode, encode};
 use dayfly_api::client::{ByteStream, Client, ClientError, LogOptions};
+use dayfly_relay::streams::message::Heard;
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::task::Poll;
@@ -41,7 +44,7 @@ async fn read(mut stream: ByteStream) -> (Vec<u8>, Result<(), ClientError>) {
 }
 
 async fn archive(served: &Served) -> (Vec<u8>, Result<(), ClientError>) {
-    read(Client::new(&served.socket).read_archive("web", "/x").await.unwrap()).await
+    read(Client::new(&served.socket).read_archive_as_body("web", "/x").await.unwrap()).await
 }
 
 #[tokio::test]
@@ -158,6 +161,15 @@ async fn an_agent_that_owes_a_frame_is_not_waited_for_without_end() {
     }
 }
 
+/// An agent that sends nothing, whatever its client reads.
+struct Silent;
+
+impl Hears for Silent {
+    async fn heard(&self) -> Heard {
+        Heard { bytes: 0, waits: true }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn time_in_which_a_guest_is_paused_does_not_count() {
     let served = served();
@@ -173,9 +185,14 @@ async fn time_in_which_a_guest_is_paused_does_not_count() {
             if asked.get() > polls { Poll::Ready(()) } else { Poll::Pending }
         })
     };
+    let check = AgentCheck::Silence(Some(silence), "waiting");
     let error = in_time(&vm, silence, "waiting", comes_after(100)).await.unwrap_err();
+    assert!(error.0.code == ErrorCode::Timeout && asked.get() < 10, "{error}: {}", asked.get());
+    let error = check.wait(&vm, comes_after(100), &Silent).await.unwrap_err();
     assert!(error.0.code == ErrorCode::Timeout && asked.get() < 10, "{error}: {}", asked.get());
     vm.step(Event::Pause).unwrap();
     in_time(&vm, silence, "waiting", comes_after(100)).await.unwrap();
+    assert_eq!(asked.get(), 101);
+    check.wait(&vm, comes_after(100), &Silent).await.unwrap();
     assert_eq!(asked.get(), 101);
 }

@@ -2,15 +2,17 @@
 
 use crate::base::error::{ApiError, Outcome};
 use crate::http::routes::agent_body::AgentBody;
+use crate::http::routes::agent_stream::{AgentStream, WRITING};
 use crate::http::routes::extract::{Params, Shared, Word};
+use crate::http::routes::upgrade::{Stream, Upgrade, wanted};
 use crate::vm::Vm;
 use crate::vmm::agent_link::{AgentLink, read_frame, write_frame};
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 use dayfly_api::agent::{Frame, FrameKind, MAX_FRAME_BYTES, Reply, Request};
-use dayfly_api::types::{ApiError as ErrorBody, ErrorCode};
+use dayfly_api::types::{ApiError as ErrorBody, ErrorCode, StreamReply};
 use futures::TryStreamExt;
 use serde::Deserialize;
 use std::io;
@@ -50,12 +52,17 @@ async fn open(
 /// trailer `dayfly-error`; for any other client the connection ends before the last chunk. If the
 /// agent of a running guest sends no frame for 30 s (times the daemon's timeout factor), the
 /// archive ends with the code `timeout`.
+///
+/// With `Upgrade: dayfly-stream` the daemon answers 101 when the agent has accepted the request.
+/// Then come `Data` frames, and `End`, or a StreamReply in a `Reply` frame if the archive is not
+/// complete. The VM pays for the bytes of such a stream.
 #[utoipa::path(
     get,
     operation_id = "read_archive",
     path = "/v1/vms/{vm}/archive",
     params(("vm" = String, Path), ArchiveParams),
     responses(
+        (status = 101, body = StreamReply),
         (status = 200, body = Vec<u8>, content_type = "application/x-tar"),
         (status = 404, body = ErrorBody), (status = 409, body = ErrorBody),
         (status = 502, body = ErrorBody)
@@ -65,17 +72,28 @@ pub async fn read(
     State(daemon): Shared,
     Word(word): Word,
     Params(ArchiveParams { path }): Params<ArchiveParams>,
+    upgrade: Result<Upgrade<Stream>, ApiError>,
     headers: HeaderMap,
 ) -> Outcome<Response> {
     const DOING: &str = "reading an archive";
+    let upgrade = wanted(upgrade, &headers)?;
     let vm = daemon.registry.find(&word)?;
     let agent = open(&daemon, &vm, &Request::ReadArchive { path }, DOING).await?;
-    let body = AgentBody::new(agent, vm, DOING, Some(daemon.config.deadlines.agent));
+    let silence = Some(daemon.config.deadlines.agent);
+    if let Some(upgrade) = upgrade {
+        let stream = AgentStream { vm, agent, doing: DOING, silence, follows: None };
+        return Ok(upgrade.then(move |client| stream.read(daemon, client)));
+    }
+    let body = AgentBody::new(agent, vm, DOING, silence);
     Ok(body.answer("application/x-tar", &headers))
 }
 
 /// Unpacks a tar archive into an existing folder of a guest. The answer comes when the content is
 /// on the guest's disk.
+///
+/// With `Upgrade: dayfly-stream` the daemon answers 101 when the agent has accepted the request.
+/// The client then sends the archive in `Data` frames, and `End`. It gets a StreamReply in a
+/// `Reply` frame. The VM pays for the bytes of such a stream.
 #[utoipa::path(
     put,
     operation_id = "write_archive",
@@ -83,7 +101,8 @@ pub async fn read(
     params(("vm" = String, Path), ArchiveParams),
     request_body(content = Vec<u8>, content_type = "application/x-tar"),
     responses(
-        (status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody),
+        (status = 101, body = StreamReply), (status = 204),
+        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody),
         (status = 502, body = ErrorBody), (status = 507, body = ErrorBody)
     )
 )]
@@ -91,11 +110,28 @@ pub async fn write(
     State(daemon): Shared,
     Word(word): Word,
     Params(ArchiveParams { path }): Params<ArchiveParams>,
+    upgrade: Result<Upgrade<Stream>, ApiError>,
+    headers: HeaderMap,
+    body: Body,
+) -> Outcome<Response> {
+    let upgrade = wanted(upgrade, &headers)?;
+    let vm = daemon.registry.find(&word)?;
+    let agent = open(&daemon, &vm, &Request::WriteArchive { path }, WRITING).await?;
+    if let Some(upgrade) = upgrade {
+        // The agent is silent until the client has sent everything.
+        let stream = AgentStream { vm, agent, doing: WRITING, silence: None, follows: None };
+        return Ok(upgrade.then(move |client| stream.write(daemon, client)));
+    }
+    unpack(&daemon, agent, body).await.map(IntoResponse::into_response)
+}
+
+/// Sends the agent a body of HTTP, and waits for its answer.
+async fn unpack(
+    daemon: &crate::daemon::Daemon,
+    stream: UnixStream,
     body: Body,
 ) -> Outcome<StatusCode> {
-    const DOING: &str = "writing an archive";
-    let vm = daemon.registry.find(&word)?;
-    let stream = open(&daemon, &vm, &Request::WriteArchive { path }, DOING).await?;
+    const DOING: &str = WRITING;
     let (mut from_agent, mut to_agent) = stream.into_split();
     let send = async {
         let mut pieces = body.into_data_stream();

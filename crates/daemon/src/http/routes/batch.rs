@@ -60,6 +60,7 @@ pub async fn create(
     // A request whose VMs do not fit is refused before any is created. Each VM reserves its memory
     // later.
     admit::together(&daemon, count, memory_bytes).await?;
+    admit::cpus_together(&daemon, count, limits.cpus_booked)?;
     let batch = Batch::of(&daemon.config, count).map_err(ApiError::internal)?;
     let order = create::Order {
         batch: batch.clone(),

@@ -19,6 +19,7 @@ pub async fn info(State(daemon): Shared) -> Json<Info> {
         host_kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         kvm: crate::base::kvm::vendor(),
         cpu_level: crate::base::cpu::level(),
+        upgrades: vec![dayfly_api::types::UPGRADE_STREAM.to_owned()],
         vms: daemon.registry.len(),
         state_dir: daemon.config.state.display().to_string(),
     })

@@ -2,7 +2,10 @@
 //! that every operation shares. `scripts/schemathesis` holds the daemon against it.
 
 use crate::base::config::{MEMORY_BYTES, MEMORY_STEP_BYTES};
-use crate::base::group_limits::{LEAST_MEMORY_BYTES, LEAST_PIDS, MILLICPUS, MOST_PIDS, WEIGHTS};
+use crate::base::group_limits::{
+    LEAST_IO_BYTES, LEAST_IO_REQUESTS, LEAST_MEMORY_BYTES, LEAST_PIDS, MILLICPUS, MOST_PIDS,
+    WEIGHTS,
+};
 use crate::http::query;
 use crate::model::filter;
 use crate::ops::expiry::MAX_TTL_MS;
@@ -28,7 +31,7 @@ fn of_schemas() -> Vec<(&'static str, Value)> {
     let range = |of: RangeInclusive<u32>| json!({ "minimum": of.start(), "maximum": of.end() });
     // One vCPU, at least.
     let pids = range(LEAST_PIDS + 1..=MOST_PIDS);
-    let beyond_ram = json!({ "minimum": LEAST_MEMORY_BYTES, "maximum": u64::MAX });
+    let least = |least: u64| json!({ "minimum": least, "maximum": u64::MAX });
     vec![
         ("Name", json!({ "pattern": NAME })),
         ("VmName", json!({ "pattern": VM_NAME })),
@@ -60,8 +63,14 @@ fn of_schemas() -> Vec<(&'static str, Value)> {
         ("TtlRequest.ttl_ms", json!({ "minimum": 1, "maximum": MAX_TTL_MS })),
         ("VmLimits.cpu_max_millicpus", range(MILLICPUS)),
         ("VmLimits.cpu_weight", range(WEIGHTS)),
-        ("VmLimits.memory_max_bytes", beyond_ram),
+        ("VmLimits.memory_max_bytes", least(LEAST_MEMORY_BYTES)),
         ("VmLimits.pids_max", pids),
+        ("VmLimits.cpus_booked", range(1..=8192)),
+        ("IoMax", json!({ "minProperties": 1 })),
+        ("IoMax.read_bytes_per_s", least(LEAST_IO_BYTES)),
+        ("IoMax.write_bytes_per_s", least(LEAST_IO_BYTES)),
+        ("IoMax.reads_per_s", least(LEAST_IO_REQUESTS)),
+        ("IoMax.writes_per_s", least(LEAST_IO_REQUESTS)),
         ("TtlRequest", json!({ "required": ["ttl_ms"] })),
     ]
 }

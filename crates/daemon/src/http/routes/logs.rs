@@ -3,7 +3,9 @@
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::daemon::Daemon;
 use crate::http::routes::agent_body::AgentBody;
+use crate::http::routes::agent_stream::AgentStream;
 use crate::http::routes::extract::{Params, Shared, Word};
+use crate::http::routes::upgrade::{Stream, Upgrade, wanted};
 use crate::ops::programs;
 use crate::vm::Vm;
 use crate::vmm::agent_link::AgentLink;
@@ -14,7 +16,7 @@ use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use dayfly_api::agent::{Reply, Request};
-use dayfly_api::types::{ApiError as ErrorBody, ErrorCode};
+use dayfly_api::types::{ApiError as ErrorBody, ErrorCode, StreamReply};
 use serde::Deserialize;
 use std::io;
 use std::sync::Arc;
@@ -46,12 +48,16 @@ pub struct LogParams {
 
 /// Reads a guest's console: the newest output, at least 2 MiB if there was as much. Or reads the
 /// output of a detached program.
+///
+/// The output of a program comes in frames, as an archive does, with `Upgrade: dayfly-stream`. A
+/// console comes as without.
 #[utoipa::path(
     get,
     operation_id = "read_logs",
     path = "/v1/vms/{vm}/logs",
     params(("vm" = String, Path), LogParams),
     responses(
+        (status = 101, body = StreamReply),
         (status = 200, body = String, content_type = "text/plain"),
         (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)
     )
@@ -60,8 +66,10 @@ pub async fn logs(
     State(daemon): Shared,
     Word(word): Word,
     Params(params): Params<LogParams>,
+    upgrade: Result<Upgrade<Stream>, ApiError>,
     headers: HeaderMap,
 ) -> Outcome<Response> {
+    let upgrade = wanted(upgrade, &headers)?;
     let LogParams { follow, program, tail, since_unix_ms, console: of_console } = params;
     let vm = daemon.registry.find(&word)?;
     if of_console && program.is_some() {
@@ -79,7 +87,7 @@ pub async fn logs(
         }
         Some(program) => {
             let excerpt = Excerpt { follow, tail, since_unix_ms };
-            of_program(&daemon, vm, program, excerpt, &headers).await
+            of_program(&daemon, vm, program, excerpt, (upgrade, &headers)).await
         }
     }
 }
@@ -170,11 +178,11 @@ fn request(vm: &Vm, word: String, excerpt: &Excerpt) -> Outcome<Request> {
 const DOING: &str = "reading a program's output";
 
 async fn of_program(
-    daemon: &Daemon,
+    daemon: &Arc<Daemon>,
     vm: Arc<Vm>,
     word: String,
     excerpt: Excerpt,
-    headers: &HeaderMap,
+    (upgrade, headers): (Option<Upgrade<Stream>>, &HeaderMap),
 ) -> Outcome<Response> {
     vm.serves("read what a program wrote in")?;
     let follows = vm.followers.clone().read_owned().await;
@@ -189,6 +197,12 @@ async fn of_program(
     }
     // A program that is followed may be silent for as long as it likes.
     let silence = (!excerpt.follow).then_some(daemon.config.deadlines.agent);
-    let body = AgentBody::new(link.into_stream(), vm, DOING, silence).following(follows);
+    let agent = link.into_stream();
+    if let Some(upgrade) = upgrade {
+        let stream = AgentStream { vm, agent, doing: DOING, silence, follows: Some(follows) };
+        let daemon = daemon.clone();
+        return Ok(upgrade.then(move |client| stream.read(daemon, client)));
+    }
+    let body = AgentBody::new(agent, vm, DOING, silence).following(follows);
     Ok(body.answer(TEXT, headers))
 }

@@ -1,6 +1,8 @@
 //! The metrics of the daemon.
 
 use crate::daemon::Daemon;
+use crate::vm::bill::Bill;
+use dayfly_api::types::DiskTraffic;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -17,6 +19,14 @@ struct OfVm {
     name: String,
 }
 
+/// Which VM a figure belongs to, and what it counts: `read` or `written`, `received` or `sent`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Moved {
+    vm: String,
+    name: String,
+    what: &'static str,
+}
+
 /// Seconds of CPU time.
 type Seconds = Counter<f64, AtomicU64>;
 
@@ -24,19 +34,63 @@ type Seconds = Counter<f64, AtomicU64>;
 /// VM is charged to it).
 fn bills(daemon: &Daemon, registry: &mut Registry) {
     let (cpu, memory) = (Family::<OfVm, Seconds>::default(), Family::<OfVm, Gauge>::default());
-    for vm in daemon.registry.all() {
-        let Some(usage) = vm.usage() else { continue };
+    let traffic = Traffic::default();
+    for vm in daemon.registry.all().iter().filter(|vm| vm.phase().alive()) {
+        let bill = vm.bill();
         let of = OfVm { vm: vm.id.to_string(), name: vm.name.to_string() };
-        if let Some(time) = usage.cpu {
-            cpu.get_or_create(&of).inc_by(Duration::from_micros(time.all_us).as_secs_f64());
+        if let Some(usage) = bill.usage {
+            cpu.get_or_create(&of).inc_by(Duration::from_micros(usage.cpu_us).as_secs_f64());
         }
-        if let Some(bytes) = usage.memory_bytes {
+        // A v1 without cpuacct counts memory and no CPU time.
+        let bytes = match bill.usage {
+            Some(usage) => usage.memory_bytes,
+            None => vm.usage().and_then(|usage| usage.memory_bytes),
+        };
+        if let Some(bytes) = bytes {
             memory.get_or_create(&of).set(i64::try_from(bytes).unwrap_or(i64::MAX));
         }
+        traffic.add(&of, &bill);
     }
-    let (seconds, bytes) = (Unit::Seconds, Unit::Bytes);
+    let (seconds, bytes) = (Unit::Seconds, || Unit::Bytes);
     registry.register_with_unit("vm_cpu", "CPU time that VMs have taken", seconds, cpu);
-    registry.register_with_unit("vm_memory", "Memory that is charged to VMs", bytes, memory);
+    registry.register_with_unit("vm_memory", "Memory that is charged to VMs", bytes(), memory);
+    let Traffic { disk_bytes, disk_requests, net_bytes, net_packets } = traffic;
+    registry.register_with_unit("vm_disk", "Bytes that disks have moved", bytes(), disk_bytes);
+    registry.register("vm_disk_requests", "Requests that disks have served", disk_requests);
+    registry.register_with_unit("vm_network", "Bytes of packets", bytes(), net_bytes);
+    registry.register("vm_network_packets", "Packets that guests had", net_packets);
+}
+
+/// What guests have moved through their devices.
+#[derive(Default)]
+struct Traffic {
+    disk_bytes: Family<Moved, Counter>,
+    disk_requests: Family<Moved, Counter>,
+    net_bytes: Family<Moved, Counter>,
+    net_packets: Family<Moved, Counter>,
+}
+
+impl Traffic {
+    fn add(&self, of: &OfVm, bill: &Bill) {
+        let add = |to: &Family<Moved, Counter>, what, n| {
+            let OfVm { vm, name } = of.clone();
+            to.get_or_create(&Moved { vm, name, what }).inc_by(n);
+        };
+        let sum =
+            |of: fn(&DiskTraffic) -> u64| bill.disks.iter().map(of).fold(0, u64::saturating_add);
+        if !bill.disks.is_empty() {
+            add(&self.disk_bytes, "read", sum(|disk| disk.read_bytes));
+            add(&self.disk_bytes, "written", sum(|disk| disk.written_bytes));
+            add(&self.disk_requests, "read", sum(|disk| disk.reads));
+            add(&self.disk_requests, "written", sum(|disk| disk.writes));
+        }
+        if let Some(net) = bill.net {
+            add(&self.net_bytes, "received", net.received_bytes);
+            add(&self.net_bytes, "sent", net.sent_bytes);
+            add(&self.net_packets, "received", net.received_packets);
+            add(&self.net_packets, "sent", net.sent_packets);
+        }
+    }
 }
 
 /// All metrics in the text format of OpenMetrics 1.0.

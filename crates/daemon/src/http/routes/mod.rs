@@ -5,6 +5,7 @@
 
 mod again;
 mod agent_body;
+mod agent_stream;
 mod archive;
 mod batch;
 mod closed;
@@ -157,6 +158,8 @@ pub fn router(daemon: Arc<Daemon>) -> serde_json::Result<Router> {
 }
 
 #[cfg(test)]
+mod archive_stream_tests;
+#[cfg(test)]
 mod list_tests;
 #[cfg(test)]
 mod many_tests;
@@ -164,5 +167,7 @@ mod many_tests;
 mod once_tests;
 #[cfg(test)]
 mod store_tests;
+#[cfg(test)]
+mod stream_tests;
 #[cfg(test)]
 mod tests;

@@ -1,13 +1,14 @@
 use super::*;
 use crate::base::config::{Config, Deadlines};
 use crate::fixture;
+use crate::model::facts::Facts;
 use crate::templates::cache::TemplateCache;
 use crate::vmm::agent_link::read_frame;
 use dayfly_api::agent::{Collector, ExecSpec, FrameKind};
 use dayfly_api::client::Client;
 use dayfly_api::types::ErrorCode;
 use dayfly_api::types::MAX_JSON_BYTES;
-use dayfly_units::Name;
+use dayfly_units::{CpuModel, Name};
 use std::path::{Path as FilePath, PathBuf};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -25,8 +26,13 @@ pub(super) fn served() -> Served {
 }
 
 pub(super) fn served_within(deadlines: Deadlines) -> Served {
+    served_with(|config| config.deadlines = deadlines)
+}
+
+pub(super) fn served_with(change: impl FnOnce(&mut Config)) -> Served {
     let folder = tempfile::tempdir().unwrap();
-    let config = Config { deadlines, ..fixture::config(folder.path()) };
+    let mut config = fixture::config(folder.path());
+    change(&mut config);
     std::fs::create_dir_all(config.vms()).unwrap();
     std::fs::create_dir_all(&config.state).unwrap();
     let templates = TemplateCache::new(
@@ -205,7 +211,15 @@ async fn an_unknown_entry_of_the_run_folder_is_a_leak_and_swept() {
 /// A VM in phase `Running` without a VMM, and the socket on which its VMM would listen.
 pub(super) fn running(served: &Served, name: &str) -> (Arc<crate::vm::Vm>, UnixListener) {
     let labels = [("schön".to_owned(), "\u{7f}".to_owned())].into();
-    let facts = crate::model::facts::Facts { labels, ..fixture::facts() };
+    running_as(served, name, Facts { labels, ..fixture::facts() })
+}
+
+/// The same with other facts.
+pub(super) fn running_as(
+    served: &Served,
+    name: &str,
+    facts: Facts,
+) -> (Arc<crate::vm::Vm>, UnixListener) {
     let name = Some(name.parse().unwrap());
     let vm = served
         .daemon
@@ -409,6 +423,7 @@ async fn a_creation_that_fails_leaves_nothing() {
             kernel: None,
             memory_bytes,
             vcpus,
+            cpu_model: CpuModel::Host,
             init: None,
         }),
         name: Some("v".parse().unwrap()),

@@ -20,6 +20,8 @@ pub trait Protocol {
 
 /// The frames of a program's session.
 pub struct Frames;
+/// The frames of an archive or an output.
+pub struct Stream;
 /// The bytes of a guest's port.
 pub struct Port;
 /// Offers of folders, and their streams.
@@ -27,6 +29,10 @@ pub struct Volume;
 
 impl Protocol for Frames {
     const NAME: &'static str = types::UPGRADE;
+}
+
+impl Protocol for Stream {
+    const NAME: &'static str = types::UPGRADE_STREAM;
 }
 
 impl Protocol for Port {
@@ -62,6 +68,22 @@ impl<S: Send + Sync, P: Protocol> FromRequestParts<S> for Upgrade<P> {
                 P::NAME
             ))
         })
+    }
+}
+
+/// The upgrade, if a client wants it: the same path also has an answer without. Other protocols in
+/// the header are ignored (RFC 9110, section 7.8): clients offer `h2c` without being asked.
+///
+/// # Errors
+/// The client names the protocol, but its request is no upgrade.
+pub fn wanted<P: Protocol>(
+    upgrade: Result<Upgrade<P>, ApiError>,
+    headers: &HeaderMap,
+) -> Outcome<Option<Upgrade<P>>> {
+    match upgrade {
+        Ok(upgrade) => Ok(Some(upgrade)),
+        Err(refused) if has_token(headers, header::UPGRADE, P::NAME) => Err(refused),
+        Err(_) => Ok(None),
     }
 }
 

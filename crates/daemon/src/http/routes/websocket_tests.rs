@@ -54,6 +54,22 @@ fn spec() -> Message {
     Message::text(serde_json::to_string(&spec).unwrap())
 }
 
+#[tokio::test]
+async fn an_agent_that_ends_inside_a_frame_is_no_stop_of_the_daemon() {
+    let served = served();
+    let (_vm, listener) = running(&served, "web");
+    let mut socket = connect(&served, "web").await.unwrap();
+    socket.send(spec()).await.unwrap();
+    let (mut agent, _) = asked(&listener).await;
+    let cut = &encode(FrameKind::Stdout, &[b'x'; 9])[..9];
+    agent.write_all(&[started().as_slice(), cut].concat()).await.unwrap();
+    assert!(matches!(noticed(&mut socket).await, ExecNotice::Started { .. }));
+    drop(agent);
+    let ExecNotice::Failed(error) = noticed(&mut socket).await else { panic!("no reason") };
+    assert!(error.code == ErrorCode::Guest && error.message.contains("web"), "{error:?}");
+    assert_eq!(closed(&mut socket).await, (1011, error.message));
+}
+
 /// The next message that is no ping.
 async fn next(socket: &mut Socket) -> Message {
     loop {

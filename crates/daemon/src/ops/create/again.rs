@@ -10,6 +10,7 @@
 //! has its identity, so a daemon that is killed meanwhile leaves a VM that can be started: the next
 //! daemon's sweep ends the VMM, which no record names.
 
+use crate::base::cpus::Booking;
 use crate::base::error::{ApiError, Outcome, blocking};
 use crate::base::time::{Asked, boottime_us, unix_ms};
 use crate::daemon::Daemon;
@@ -28,6 +29,7 @@ use crate::vmm::again::{Again, kernel, open};
 use crate::vmm::guest_socket;
 use crate::vmm::link::Link;
 use dayfly_api::types::{ErrorCode, EventKind, ExitKind};
+use dayfly_host::cpu_time;
 use dayfly_units::failpoint;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -127,13 +129,15 @@ async fn begin(daemon: &Arc<Daemon>, ended: &Arc<Vm>) -> Outcome<Arc<Vm>> {
     daemon.groups.check(&ended.facts.limits, ended.facts.vcpus).map_err(|e| {
         e.during(format_args!("VM {} cannot be started with its limits", ended.name))
     })?;
+    let booking = admit::cpus(daemon, ended.facts.limits.cpus_booked).await;
+    let booking = booking.map_err(|e| not_there(ended, e))?;
     let _under_way = daemon.pool.creation();
     let (shared, same) = (daemon.clone(), ended.clone());
     let again = blocking(move || open(&shared.templates, &same)).await;
     let again = again.map_err(|e| not_there(ended, e))?;
     let folders = volumes::open(daemon, &ended.facts.volumes).await;
     let folders = folders.map_err(|e| not_there(ended, e))?;
-    let vm = replaced(daemon, ended, asked).await?;
+    let vm = replaced(daemon, ended, asked, booking).await?;
     vm.volumes.keep(folders);
     failpoint::reached("daemon.start.reserved");
     match run(daemon, &vm, asked, again).await {
@@ -142,8 +146,14 @@ async fn begin(daemon: &Arc<Daemon>, ended: &Arc<Vm>) -> Outcome<Arc<Vm>> {
     }
 }
 
-/// Reserves memory, network and slot, and puts a new VM in the place of the ended one.
-async fn replaced(daemon: &Arc<Daemon>, ended: &Arc<Vm>, asked: Asked) -> Outcome<Arc<Vm>> {
+/// Reserves memory, network and slot, and puts a new VM with its booked CPUs in the place of the
+/// ended one.
+async fn replaced(
+    daemon: &Arc<Daemon>,
+    ended: &Arc<Vm>,
+    asked: Asked,
+    booking: Option<Booking>,
+) -> Outcome<Arc<Vm>> {
     // Its snapshot is no part of its past any more: its guest boots.
     let facts = Facts {
         snapshot: None,
@@ -151,7 +161,7 @@ async fn replaced(daemon: &Arc<Daemon>, ended: &Arc<Vm>, asked: Asked) -> Outcom
         network: ended.network_now(),
         ..ended.facts.clone()
     };
-    let memory = daemon.budget.reserve(facts.memory_bytes, None).map_err(Step::Memory.failed())?;
+    let memory = admit::memory(daemon, facts.memory_bytes, booking.as_ref(), None)?;
     let share = admit::one(daemon).await?;
     let had = ended.live().network.map(|had| had.published).unwrap_or_default();
     let attachment = Attachment::allocate(&daemon.networks, &facts, &had).await;
@@ -163,6 +173,7 @@ async fn replaced(daemon: &Arc<Daemon>, ended: &Arc<Vm>, asked: Asked) -> Outcom
     let vm = daemon.registry.restart(ended, facts, memory)?;
     drop(removal);
     vm.keep_share(share);
+    vm.keep_booking(booking);
     vm.attach(attachment);
     if let Some(pin) = ended.pinned() {
         vm.keep_pinned(pin);
@@ -198,7 +209,7 @@ async fn run(daemon: &Arc<Daemon>, vm: &Arc<Vm>, asked: Asked, again: Again) -> 
         () = daemon.stop.cancelled() => return Err(ApiError::stopping()),
     }
     failpoint::reached("daemon.start.identity");
-    vm.cap_cpu().await?;
+    vm.cap().await?;
     let ready_us = asked.elapsed_us();
     vm.update(|live| {
         live.ready_us = Some(ready_us);
@@ -231,9 +242,18 @@ async fn launch(daemon: &Arc<Daemon>, vm: &Arc<Vm>, again: Again) -> Outcome<(Li
         let (_launching, _turn) = (launching, turn);
         let Again { start, fds, pin } = again;
         same.keep_pinned(pin);
-        let launched = shared.launcher.launch_again(same.vm_slot(), start, fds)?;
-        held(&shared, &same, launched.process, launched.group)?;
-        Ok((launched.link, launched.ready))
+        let (launched, took) = cpu_time::of(|| {
+            let launched = shared.launcher.launch_again(same.placement(), start, fds)?;
+            held(&shared, &same, launched.process, launched.group)?;
+            Ok::<_, ApiError>((
+                launched.link,
+                launched.ready,
+                Duration::from_micros(launched.zygote_us),
+            ))
+        });
+        let (link, ready, of_zygote) = launched?;
+        same.costs(took.saturating_add(of_zygote));
+        Ok((link, ready))
     });
     let (link, ready) = launched.await.map_err(|e| e.during(Step::Vmm.text()))?;
     let ready = listener(ready)?;
@@ -252,7 +272,7 @@ async fn failed(daemon: &Arc<Daemon>, vm: &Arc<Vm>, error: ApiError) -> ApiError
         tracing::error!(vm = %vm.id, "after a start that failed: {e}");
     }
     // The task that waits for its process does both too, if there is a process.
-    if vm.is_gone() {
+    if vm.is_gone() && vm.streams.close() {
         daemon.registry.release_slot(vm);
     }
     record::note(&daemon.registry, vm).await;

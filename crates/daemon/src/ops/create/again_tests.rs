@@ -15,7 +15,7 @@ use crate::base::progress::ProgressSender;
 use crate::base::time::Asked;
 use crate::daemon::Daemon;
 use crate::model::state::Phase;
-use crate::ops::{expiry, remove, snapshot};
+use crate::ops::{expiry, inspect, remove, snapshot};
 use crate::vm::Vm;
 use crate::vm::record::{self, Record};
 use crate::vmm::again::open;
@@ -23,6 +23,7 @@ use dayfly_api::agent::{FrameKind, Ready, Reply, encode};
 use dayfly_api::types::{
     BootSource, ErrorCode, ExitKind, Lifetime, SnapshotRequest, Source, VmState,
 };
+use dayfly_units::CpuModel;
 use dayfly_vmm::arch::layout;
 use dayfly_vmm::config::Start;
 use dayfly_vmm::disk::{Disk, DiskSpec, IoList, LayerSpec};
@@ -56,7 +57,14 @@ async fn report_ready(dir: &VmDir) {
 async fn booted(room: &Room, lifetime: Lifetime) -> Arc<Vm> {
     let kernel = room.store_kernel(&format!("grow={:x}:40:1:1:c", layout::GENERATION.0));
     let (memory_bytes, image) = (super::harness::MEMORY_BYTES, "guest".parse().unwrap());
-    let boot = BootSource { image, kernel: Some(kernel), memory_bytes, vcpus: 1, init: None };
+    let boot = BootSource {
+        image,
+        kernel: Some(kernel),
+        memory_bytes,
+        vcpus: 1,
+        init: None,
+        cpu_model: CpuModel::Host,
+    };
     let name = "parent".parse().unwrap();
     let labels = [("tier".to_owned(), "web".to_owned())].into();
     let origin = Origin::Source(Source::Boot(boot));
@@ -133,7 +141,14 @@ async fn a_killed_vm_boots_from_its_own_disks_and_can_be_saved_and_forked() {
         daemon.templates.vm_bytes(clone.id, &clone.live().disks) > (4 * GROWN * BLOCK) as u64
     })
     .await;
+    let traffic = inspect::details(daemon, &clone).await.disk_traffic;
+    assert_eq!(traffic.len(), clone.live().disks.len());
+    assert!(traffic[0].writes > 0 && traffic[0].written_bytes > (3 * GROWN * BLOCK) as u64);
     remove::kill(daemon, &clone).await.unwrap();
+    // The last figures stay, although the VMM was killed.
+    let last = inspect::details(daemon, &clone).await.disk_traffic;
+    assert!(last.len() == traffic.len() && last[0].writes >= traffic[0].writes, "{last:?}");
+    assert_eq!(clone.live().exit.map(|exit| exit.disk_traffic), Some(last));
     let before = content(daemon, &clone);
     let zero = vec![0; before.len()];
     assert!(differing(&before, &zero) > 3 * GROWN);
@@ -144,6 +159,7 @@ async fn a_killed_vm_boots_from_its_own_disks_and_can_be_saved_and_forked() {
     assert!(!Arc::ptr_eq(&again, &clone) && Arc::ptr_eq(&find(daemon, &clone), &again));
     assert_eq!((recorded(&again), again.shown().state), (Phase::Running, VmState::Running));
     says(&again, "ready").await;
+    assert!(again.live().creation_us > 0, "its start is on its bill");
     // A VM that runs stays as it is.
     assert!(Arc::ptr_eq(&start(daemon, &again).await.unwrap(), &again));
 

@@ -122,7 +122,7 @@ async fn attempt(
         }
     };
     done(Step::Identity)?;
-    vm.cap_cpu().await?;
+    vm.cap().await?;
     let ready_us = asked.elapsed_us();
     let longest = Duration::from_micros(ready_us).saturating_mul(PROGRAM).min(PROGRAM_AT_MOST);
     guard.next =
@@ -191,12 +191,8 @@ async fn reserve(
     if let Some(asked) = order.limits {
         facts.limits = asked.or(facts.limits);
     }
-    daemon.groups.check(&facts.limits, facts.vcpus).map_err(|e| match inherited {
-        true => {
-            e.during("with the limits of the VM that is forked; clones of a snapshot have none")
-        }
-        false => e,
-    })?;
+    let of_fork = |e: ApiError| if inherited { e.during(admit::OF_FORK) } else { e };
+    daemon.groups.check(&facts.limits, facts.vcpus).map_err(of_fork)?;
     volumes::supported(&opened, &facts.volumes)?;
     let folders = volumes::open(daemon, &facts.volumes).await?;
     let mut next = order.next.clone();
@@ -206,11 +202,12 @@ async fn reserve(
         let protocol = opened.agent_version().map_or(PROTOCOL, protocol_of);
         check_strings(spec.as_mut(), protocol).map_err(|e| ApiError::from_strings(&e))?;
     }
-    let pooled = Pooled::of(&opened, from_pool && order.purpose == Purpose::User)?;
-    let memory = daemon
-        .budget
-        .reserve(facts.memory_bytes, pooled.node(&daemon.pool))
-        .map_err(Step::Memory.failed())?;
+    let booking = admit::cpus(daemon, facts.limits.cpus_booked).await.map_err(of_fork)?;
+    // What waits in the pool is in a group that shares its CPUs with others.
+    let from_pool = from_pool && order.purpose == Purpose::User && booking.is_none();
+    let pooled = Pooled::of(&opened, from_pool)?;
+    let ready = pooled.node(&daemon.pool);
+    let memory = admit::memory(daemon, facts.memory_bytes, booking.as_ref(), ready)?;
     let share = admit::one(daemon).await?;
     done(Step::Memory)?;
     let attachment = Attachment::allocate(&daemon.networks, &facts, &[]).await;
@@ -229,6 +226,7 @@ async fn reserve(
         }
     };
     vm.keep_share(share);
+    vm.keep_booking(booking);
     let guard = VmGuard::new(daemon.clone(), vm.clone(), order.batch.clone());
     if let Some(batch) = &order.batch {
         batch.add(vm.id).map_err(ApiError::internal)?;
@@ -389,7 +387,7 @@ async fn connect_network(daemon: &Daemon, vm: &Vm, vmm: &mut Link) -> Outcome<()
     // From here on only the VMM has the tap.
     drop(tap);
     vmm.done(daemon.config.deadlines.control).await?;
-    vm.attachment(Attachment::connect);
+    vm.connect_ports(&daemon.config);
     Ok(())
 }
 

@@ -14,7 +14,7 @@ use crate::vmm::source::{Purpose, Template};
 use dayfly_api::types::{ErrorCode, ExitKind};
 use dayfly_host::process::Process;
 use dayfly_pager::wire::Settings;
-use dayfly_units::VmName;
+use dayfly_units::{CpuModel, VmName};
 use dayfly_vmm::arch::layout;
 use dayfly_vmm::config::{Shape, Start};
 use dayfly_vmm::control::Client;
@@ -218,10 +218,11 @@ async fn a_vmm_of_another_shape_than_the_last_is_made_anew_and_no_thread_of_it_i
     let daemon = &room.daemon;
     // Twice each: the first time the pre-forked VMM has another shape, the second time the right
     // one.
-    for vcpus in [2, 2, 1, 1, 4] {
+    for (vcpus, disks) in [(2, 1), (2, 1), (1, 1), (1, 1), (1, 0), (1, 0), (1, 2), (4, 2)] {
         daemon.launcher.zygotes.prepare(0);
         let vm_slot = daemon.registry.vm_slot(0).unwrap();
-        let shape = Shape { memory_bytes: MEMORY_BYTES, vcpus, disks: 1, nets: 0 };
+        let shape =
+            Shape { memory_bytes: MEMORY_BYTES, vcpus, disks, nets: 0, cpu_model: CpuModel::Host };
         let start = Start::WarmVmm { shape, record: false };
         let launched =
             daemon.launcher.launch(vm_slot, start, Fds::default(), false, false).unwrap();
@@ -230,8 +231,8 @@ async fn a_vmm_of_another_shape_than_the_last_is_made_anew_and_no_thread_of_it_i
         assert_eq!(status.shape, shape);
         // A thread becomes the VM's user when it begins its work, at the latest with its guest.
         let (pid, uid) = (launched.process.id().pid, vm_slot.uid);
-        until("main, devices and vCPUs are the VM's user", || {
-            jailed(pid, uid) == 2 + usize::from(vcpus)
+        until("main, devices, vCPUs, and disks if it has any, are the VM's user", || {
+            jailed(pid, uid) == 2 + usize::from(vcpus) + usize::from(disks > 0)
         })
         .await;
         launched.process.kill().unwrap();

@@ -114,12 +114,19 @@ async fn a_vm_that_is_removed_while_it_runs_has_ended_before() {
     remove::remove(&room.daemon, &vm).await.unwrap();
     vm.wait_gone().await;
     room.empty().await;
-    let kinds = (first..events.end()).map(|position| match events.read(position) {
-        Read::Event(event) => (event.kind, event.exit.as_ref().map(|exit| exit.reason)),
-        _ => panic!("an event that is not kept"),
-    });
-    let kinds: Vec<_> = kinds.collect();
-    assert_eq!(kinds, [(EventKind::Exited, Some(ExitKind::Killed)), (EventKind::Removed, None)]);
+    let kinds = || {
+        let all = (first..events.end()).map(|position| match events.read(position) {
+            Read::Event(event) => (event.kind, event.exit.as_ref().map(|exit| exit.reason)),
+            _ => panic!("an event that is not kept"),
+        });
+        all.collect::<Vec<_>>()
+    };
+    // Its bill is closed while the rest of it is removed, or after that.
+    let is_bill = |of: &(EventKind, Option<ExitKind>)| of.0 == EventKind::Billed;
+    until("its bill is closed", || kinds().iter().any(is_bill)).await;
+    let (bills, others): (Vec<_>, Vec<_>) = kinds().into_iter().partition(is_bill);
+    assert_eq!(bills, [(EventKind::Billed, Some(ExitKind::Killed))]);
+    assert_eq!(others, [(EventKind::Exited, Some(ExitKind::Killed)), (EventKind::Removed, None)]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

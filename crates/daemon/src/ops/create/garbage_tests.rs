@@ -94,7 +94,7 @@ async fn a_snapshot_is_stored_although_its_vm_ended_and_what_that_was_made_from_
     let ready = block_in_place(|| Ready::new(&vm.name, saved, &spec)).unwrap();
     block_in_place(|| room.daemon.templates.collect());
     assert_eq!(layers(&room), 1);
-    block_in_place(|| ready.store(&room.daemon, &Meter::default())).unwrap();
+    block_in_place(|| ready.store(&room.daemon, None, &Meter::default())).unwrap();
     assert_eq!(layers(&room), 2);
     let templates = &room.daemon.templates;
     block_in_place(|| templates.open_snapshot(&name("next"))).unwrap();
@@ -113,7 +113,7 @@ async fn a_vm_that_ended_before_its_snapshot_is_stored_keeps_the_layers_until_it
     let (daemon, templates) = (&room.daemon, &room.daemon.templates);
     // The result has a pin too.
     block_in_place(|| {
-        drop(publish::store(daemon, &vm, saved, &spec, &Meter::default()).unwrap());
+        drop(publish::store(daemon, &vm, saved, &spec, &Arc::default()).unwrap());
         templates.remove_snapshot(&name("next")).unwrap();
         templates.collect();
     });

@@ -17,7 +17,7 @@ use dayfly_store::{
     DiskSpec, Image, ImageConfig, ImageSpec, Kernel, KernelSpec, PagedSpec, SnapshotSpec, Store,
     sparse,
 };
-use dayfly_units::{Name, VmName};
+use dayfly_units::{CpuModel, Name, VmName};
 use dayfly_vmm::arch::layout;
 use dayfly_vmm::config::{BootConfig, DiskConfig, Start};
 use dayfly_vmm::control::Client;
@@ -199,6 +199,7 @@ async fn bake(
         cmdline: command_line.to_owned(),
         memory_bytes: MEMORY_BYTES,
         vcpus: 1,
+        cpu_model: CpuModel::Host,
         disks: vec![disk],
         nets: 0,
     });
@@ -226,6 +227,7 @@ async fn bake(
         ancestors: Vec::new(),
         kernel: kernel_ref,
         vcpus: 1,
+        cpu_model: CpuModel::Host,
         nets: 0,
         memory_bytes: MEMORY_BYTES,
         agent_version: String::new(),

@@ -11,11 +11,13 @@ use crate::vmm::link::Link;
 use crate::vmm::pool::{Guest, WarmVmm};
 use crate::vmm::source::{self, CloneOf, Frozen, Opened, Purpose, Template};
 use dayfly_api::types::ErrorCode;
+use dayfly_host::cpu_time;
 use dayfly_host::process::Process;
 use dayfly_vmm::config::{Shape, Start};
 use dayfly_vmm::control::Command;
 use std::os::unix::net::UnixListener as StdListener;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::net::UnixListener;
 
 /// Starts the VMM. The caller may be cancelled meanwhile; the VM gets its process before a removal
@@ -59,32 +61,46 @@ pub(super) async fn start(
     let (mut link, ready) = blocking(move || {
         let (_launching, _turn) = (launching, turn);
         let (daemon, vm) = (shared, started);
-        match opened {
-            Opened::Snapshot(open) => {
-                let (shape, version) = (Template::of(&open)?.shape, &open.manifest.agent_version);
-                clone(&daemon, &vm, (&open).into(), shape, version, purpose, link)
-            }
-            Opened::Fork(fork_point, _) => {
-                let (shape, version) = (fork_point.shape(), &fork_point.agent_version);
-                clone(&daemon, &vm, (&*fork_point).into(), shape, version, purpose, link)
-            }
-            Opened::Boot { boot, image, kernel } => {
-                let mut fds = Fds::default();
-                let (start, pin) =
-                    source::boot(&daemon.templates, &vm, boot, *image, *kernel, &mut fds)?;
-                vm.keep_pinned(pin);
-                let launched =
-                    daemon.launcher.launch(vm.vm_slot(), start, fds, false, daemon.pool.busy())?;
-                held(&daemon, &vm, launched.process, launched.group)?;
-                Ok((launched.link, launched.ready))
-            }
-        }
+        let (made, took) = cpu_time::of(|| make(&daemon, &vm, opened, purpose, link));
+        vm.costs(took);
+        made
     })
     .await?;
     if ready.is_none() {
         link.done(within).await?;
     }
     Ok((link, listener(ready)?))
+}
+
+/// Starts the VMM of a VM, or asks the warm one of `link`. Blocks.
+fn make(
+    daemon: &Arc<Daemon>,
+    vm: &Arc<Vm>,
+    opened: Opened,
+    purpose: Purpose,
+    link: Option<Link>,
+) -> Outcome<(Link, Option<StdListener>)> {
+    match opened {
+        Opened::Snapshot(open) => {
+            let (shape, version) = (Template::of(&open)?.shape, &open.manifest.agent_version);
+            clone(daemon, vm, (&open).into(), shape, version, purpose, link)
+        }
+        Opened::Fork(fork_point, _) => {
+            let (shape, version) = (fork_point.shape(), &fork_point.agent_version);
+            clone(daemon, vm, (&*fork_point).into(), shape, version, purpose, link)
+        }
+        Opened::Boot { boot, image, kernel } => {
+            let mut fds = Fds::default();
+            let (start, pin) =
+                source::boot(&daemon.templates, vm, boot, *image, *kernel, &mut fds)?;
+            vm.keep_pinned(pin);
+            let launched =
+                daemon.launcher.launch(vm.placement(), start, fds, false, daemon.pool.busy())?;
+            vm.costs(Duration::from_micros(launched.zygote_us));
+            held(daemon, vm, launched.process, launched.group)?;
+            Ok((launched.link, launched.ready))
+        }
+    }
 }
 
 /// The socket on which the agent of a guest that boots reports, for asynchronous use.
@@ -113,12 +129,13 @@ fn clone(
         None => {
             let start = Start::WarmVmm { shape, record: purpose == Purpose::Touched };
             let launched = daemon.launcher.launch(
-                vm.vm_slot(),
+                vm.placement(),
                 start,
                 Fds::default(),
                 false,
                 daemon.pool.busy(),
             )?;
+            vm.costs(Duration::from_micros(launched.zygote_us));
             held(daemon, vm, launched.process, launched.group)?;
             launched.link
         }

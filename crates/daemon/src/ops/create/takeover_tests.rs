@@ -61,6 +61,36 @@ impl Attack {
     }
 }
 
+/// The ring of io_uring of a VMM with disks: there is one, which its thread `disks` has made.
+fn ring_of(open: &[Open]) -> u64 {
+    let rings: Vec<_> = open.iter().filter(|open| open.what.contains("[io_uring]")).collect();
+    let [ring] = rings[..] else { panic!("expected one ring, got {}", rings.len()) };
+    ring.number
+}
+
+/// The calls of the thread `kind` that would attack a VMM's ring. Only the thread of the disks may
+/// enter it, without a mask of signals and without flags but GETEVENTS.
+fn attacks_on_ring(kind: Option<&str>, ring: u64, scratch: u64) -> Vec<Attack> {
+    const REGISTER_FILES: u64 = 2;
+    const GETEVENTS: u64 = 1;
+    const SQ_WAKEUP: u64 = 2;
+    let enter = libc::SYS_io_uring_enter;
+    let mut attacks = vec![
+        Attack::new("another ring", libc::SYS_io_uring_setup, &[8, scratch]),
+        Attack::new(
+            "files for the ring",
+            libc::SYS_io_uring_register,
+            &[ring, REGISTER_FILES, scratch, 1],
+        ),
+        Attack::new("the ring woken", enter, &[ring, 1, 0, GETEVENTS | SQ_WAKEUP]),
+        Attack::new("the ring with a mask", enter, &[ring, 0, 0, GETEVENTS, scratch, 8]),
+    ];
+    if kind != Some("disks") {
+        attacks.push(Attack::new("the ring entered", enter, &[ring, 0, 0, GETEVENTS]));
+    }
+    attacks
+}
+
 /// The calls that a VMM's descriptors and memory would be attacked with.
 fn attacks(open: &[Open], scratch: u64, ram: u64) -> Vec<Attack> {
     const FIONBIO: u64 = 0x5421;
@@ -85,7 +115,6 @@ fn attacks(open: &[Open], scratch: u64, ram: u64) -> Vec<Attack> {
         Attack::new("a new process", libc::SYS_clone, &[17]),
         Attack::new("a new userfaultfd", libc::SYS_userfaultfd, &[0]),
         Attack::new("a network socket", libc::SYS_socket, &[2, 1, 0]),
-        Attack::new("io_uring", libc::SYS_io_uring_setup, &[8, scratch]),
         Attack::new("a namespace", libc::SYS_unshare, &[0x1000_0000]),
         Attack::new("a program", libc::SYS_execve, &[scratch, 0, 0]),
         Attack::new("a BPF program", libc::SYS_bpf, &[0]),
@@ -128,7 +157,7 @@ fn pid_of(vm: &Vm) -> u32 {
 }
 
 /// The kinds of thread; the main thread has the program's name.
-const THREADS: [Option<&str>; 3] = [None, Some("devices"), Some("vcpu0")];
+const THREADS: [Option<&str>; 4] = [None, Some("devices"), Some("disks"), Some("vcpu0")];
 
 /// Takes a thread of a VMM. A new thread has its name once it runs.
 fn taken(pid: u32, kind: Option<&str>) -> Taken {
@@ -176,8 +205,10 @@ async fn every_hostile_call_of_a_vmm_is_refused_and_ends_it_alone() {
             let pid = pid_of(&evil);
             let refused = tokio::task::spawn_blocking(move || -> Option<String> {
                 let mut taken = taken(pid, kind);
-                let attacks =
-                    attacks(&of_each_kind(open_descriptors(pid)), taken.scratch(), ram_of(pid));
+                let open = open_descriptors(pid);
+                let (ring, scratch) = (ring_of(&open), taken.scratch());
+                let mut attacks = attacks(&of_each_kind(open), scratch, ram_of(pid));
+                attacks.extend(attacks_on_ring(kind, ring, scratch));
                 let attack = attacks.get(at)?;
                 let fate = taken.call(attack.number, attack.arguments).unwrap();
                 assert_eq!(fate, Fate::Refused, "{kind:?}: {}", attack.what);

@@ -21,7 +21,7 @@ use dayfly_api::types::{
 use dayfly_cli::artefacts;
 use dayfly_cli::progress::{Steps, seconds};
 use dayfly_e2e::{guest, setup};
-use dayfly_units::{Bytes, Name};
+use dayfly_units::{Bytes, CpuModel, Name};
 use report::Report;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -161,6 +161,7 @@ async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
         kernel: Some(kernel.clone()),
         memory_bytes: options.memory.0,
         vcpus: options.cpus,
+        cpu_model: CpuModel::Host,
         init: None,
     };
     let begun = Instant::now();
@@ -204,6 +205,7 @@ async fn bake(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
         kernel: Some(kernel.clone()),
         memory_bytes: options.memory.0,
         vcpus: options.cpus,
+        cpu_model: CpuModel::Host,
         warmup: Some(guest::warmup_exec()),
         // By pipe, because a guest cannot connect to itself by vsock; the server's code is the
         // same.

@@ -114,6 +114,15 @@ fn hard_links_out_and_to_nothing() {
     one(&[dir("d"), hard_link("x", "d")], "x", "to a file", "folder");
     one(&[symlink("e", "/etc"), hard_link("x", "e/shadow")], "x", "existing file", "not there");
     one(&[hard_link("x", "x")], "x", "existing file", "not there");
+    // The link takes the place of a folder, which is removed with its content.
+    let inside = [dir("d"), file("d/f", b"x"), hard_link("d", "d/f")];
+    one(&inside, "d", "existing file", "which it replaces");
+    let deep = [file("d/e/f", b"x"), hard_link("d/e/g", "d/e/f"), hard_link("d", "d/e/g")];
+    one(&deep, "d", "existing file", "which it replaces");
+    let outside = [file("d/f", b"x"), hard_link("g", "d/f"), hard_link("d", "d/f")];
+    let text = unpack(&[archive(&outside)]).unwrap();
+    let both = ["/d 644 \"x\"", "/g 644 \"x\""];
+    assert!(both.iter().all(|line| text.iter().any(|t| t == line)), "{text:?}");
 }
 
 #[test]
@@ -227,10 +236,10 @@ fn devices_owners_and_attributes_out_of_range() {
     let header = tar::Header::from_byte_slice(&device[..512]).clone();
     let mut header = header;
     header.set_device_major(1).unwrap();
-    header.set_device_minor(0o7_777_777).unwrap();
+    header.set_device_minor(0o1_777_777).unwrap();
     header.set_cksum();
     device[..512].copy_from_slice(header.as_bytes());
-    one(&[device], "dev/x", "device number", "1:2097151");
+    one(&[device], "dev/x", "device number", "1:524287");
     one(&[pax(&[("uid", b"4294967295")]), file("f", b"")], "f", "user id", "4294967295");
     one(&[pax(&[("gid", b"99999999999")]), file("f", b"")], "f", "group id", "99999999999");
     one(&[pax(&[("SCHILY.xattr.user.big", &[b'x'; 5000])]), file("f", b"")], "f", "3800 bytes", "");

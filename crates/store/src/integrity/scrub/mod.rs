@@ -338,6 +338,10 @@ impl Trouble {
             PagesError::Invalid { place, expected, got } => {
                 Self::Damage(Damage::Content { file, place, expected, got })
             }
+            // Only a put has another process.
+            PagesError::Work(e) => {
+                Self::Io(IoError::new("reading", &file)(std::io::Error::other(e)))
+            }
         }
     }
 }

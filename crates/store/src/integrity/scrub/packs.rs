@@ -81,7 +81,7 @@ impl Scrub<'_> {
         let packs: Vec<(u32, Arc<Pack>)> = {
             let state = space.read();
             let places =
-                only.iter().flat_map(|only| only.iter()).flat_map(|p| state.index.candidates(*p));
+                only.iter().flat_map(|only| only.iter()).flat_map(|p| state.candidates(*p));
             let needed: HashSet<u32> = places.map(|place| place.pack).collect();
             let all = state.packs.iter().filter(|(n, _)| only.is_none() || needed.contains(n));
             all.map(|(n, pack)| (*n, Arc::clone(pack))).collect()
@@ -116,8 +116,11 @@ impl Scrub<'_> {
             done.into_inner().unwrap_or_else(PoisonError::into_inner);
         self.report.packs += opened;
         self.report.pages += pages;
+        // Between the two, groups that are bad may be in no quarantine.
+        let changing = space.changing();
         space.release(&good);
         space.quarantine(&bad);
+        drop(changing);
         wrong.sort_by_key(|(n, _)| *n);
         // The next use opens these packs anew, because good copies may have replaced them.
         space.close(&wrong.iter().map(|(n, _)| packs[*n].0).collect());
@@ -211,7 +214,7 @@ impl Scrub<'_> {
 /// The known pages of pack `number`, by hash prefix.
 fn all_of(space: &Space, number: u32) -> Vec<u64> {
     let state = space.read();
-    state.index.iter().filter(|(_, place)| place.pack == number).map(|(prefix, _)| prefix).collect()
+    state.places().filter(|(_, place)| place.pack == number).map(|(prefix, _)| prefix).collect()
 }
 
 impl Space {
@@ -222,7 +225,7 @@ impl Space {
         let Some(only) = only else {
             return state.packs.values().map(|pack| pack.stored_bytes()).sum();
         };
-        let places = only.iter().flat_map(|prefix| state.index.candidates(*prefix));
+        let places = only.iter().flat_map(|prefix| state.candidates(*prefix));
         let groups: HashSet<(u32, usize)> = places
             .filter_map(|place| {
                 let pack = state.packs.get(&place.pack)?;

@@ -159,7 +159,7 @@ impl PageMap {
 
     /// Adds the entries of [`PART`] chunks to `stretches`, from the chunk `first` on, which come
     /// after those that `stretches` has. Returns whether there are more. The caller gives others a
-    /// turn between two parts: the device thread waits for the map.
+    /// turn between two parts: the thread of the disks waits for the map.
     pub fn add_stretches(&self, first: usize, stretches: &mut Vec<Stretch>) -> bool {
         let chunks = self.chunks.iter().zip((0_u32..).step_by(CHUNK)).skip(first);
         for (chunk, start) in chunks.take(PART) {

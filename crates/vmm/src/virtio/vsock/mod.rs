@@ -25,7 +25,7 @@ mod muxer;
 mod muxer_tests;
 mod packet;
 #[cfg(test)]
-mod testing;
+pub(super) mod testing;
 #[cfg(test)]
 mod tests;
 

@@ -3,7 +3,8 @@
 #![expect(clippy::cast_possible_truncation, reason = "tests: patterns of bytes, small numbers")]
 
 use super::connection::BUFFER_BYTES;
-use super::packet::{HEADER_BYTES, Header, op};
+pub use super::packet::op;
+use super::packet::{HEADER_BYTES, Header};
 use crate::virtio::testing::{DATA, Driver, Machine, memory, reads, until, writes};
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
