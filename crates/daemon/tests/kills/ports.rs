@@ -153,8 +153,11 @@ async fn outlives() -> Result<()> {
     // It ends with its VM, and the ports are free.
     bed.client.remove_vm(&vm.word(), true).await?;
     until("the relay has ended", async || Ok(relays(&bed)?.is_empty())).await?;
-    TcpListener::bind(TCP)?;
-    UdpSocket::bind(UDP)?;
+    // A process that ends has no command line any more before its files are closed.
+    until("the ports are free", async || {
+        Ok(TcpListener::bind(TCP).is_ok() && UdpSocket::bind(UDP).is_ok())
+    })
+    .await?;
     leaks_nothing(&bed).await?;
 
     // Also while no daemon runs.

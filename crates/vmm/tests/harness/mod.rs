@@ -276,7 +276,8 @@ impl Vmm {
     }
 
     pub fn client(&self) -> Client {
-        Client::connect(&self.folder.join("control.sock"), Some(Duration::from_secs(120))).unwrap()
+        let within = TIMEOUT_FACTOR * Duration::from_secs(60);
+        Client::connect(&self.folder.join("control.sock"), Some(within)).unwrap()
     }
 
     pub fn console(&self) -> String {

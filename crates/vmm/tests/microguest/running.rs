@@ -165,6 +165,8 @@ fn clones_of_a_running_guest_have_what_it_had_when_it_stood_still() {
         let (snapshot, frozen) = vm.fork(&room.path(&format!("forked{turn}")), |_| ());
         println!("stood still for {} us, {} pages", frozen.paused_us, frozen.pages);
         assert!(!vm.client().status().unwrap().paused);
+        // It would only take the CPU from its children.
+        vm.client().pause().unwrap();
         let look = |name: String, snapshot: &Snapshot| {
             let look = Growth::Look.generation();
             let mut child =
@@ -188,6 +190,8 @@ fn clones_of_a_running_guest_have_what_it_had_when_it_stood_still() {
         // From here on the child is the next parent.
         if turn == 1 {
             vm = child;
+        } else {
+            vm.client().resume().unwrap();
         }
     }
 }
