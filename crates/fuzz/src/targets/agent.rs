@@ -296,7 +296,8 @@ fn session_seeds() -> Vec<Vec<u8>> {
     ]
 }
 
-/// The standard input in `bytes`, and whether nothing but it and window sizes is in them.
+/// The standard input in `bytes`, and whether nothing but it, window sizes, and ends behind it is in
+/// them.
 fn stdin_of(bytes: &[u8]) -> (Vec<u8>, bool) {
     let (mut rest, mut stdin) = (bytes, Vec::new());
     while let Some((header, after)) = rest.split_first_chunk::<HEADER_BYTES>() {
@@ -304,7 +305,10 @@ fn stdin_of(bytes: &[u8]) -> (Vec<u8>, bool) {
         let Some((body, after)) = after.split_at_checked(length) else { return (stdin, false) };
         match kind {
             FrameKind::Stdin => stdin.extend_from_slice(body),
-            FrameKind::StdinEnd => return (stdin, after.is_empty()),
+            FrameKind::StdinEnd => {
+                let end = encode(FrameKind::StdinEnd, b"");
+                return (stdin, after.is_empty() || after == end);
+            }
             FrameKind::Resize if json::<WindowSize>(body) => {}
             _ => return (stdin, false),
         }
@@ -317,8 +321,9 @@ fn stdin_of(bytes: &[u8]) -> (Vec<u8>, bool) {
 /// back is one that was sent, and all come back unless a signal or an error ends the program.
 fn session(input: &[u8]) -> Outcome {
     let (mut client, agent) = UnixStream::pair().unwrap();
-    client.write_all(input).unwrap();
-    client.write_all(&encode(FrameKind::StdinEnd, b"")).unwrap();
+    // The end may be the last bytes of a frame that the input begins.
+    let sent = [input, &encode(FrameKind::StdinEnd, b"")].concat();
+    client.write_all(&sent).unwrap();
     let mut conn = Conn::new(Arc::new(OwnedFd::from(agent)), Buffers::default());
     let spec = ExecSpec {
         argv: vec!["/bin/cat".into()],
@@ -333,7 +338,7 @@ fn session(input: &[u8]) -> Outcome {
     // Unread input of the client resets the connection after what was sent.
     let _end = client.read_to_end(&mut bytes);
     let frames = agent_reads(&bytes);
-    let (sent, plain) = stdin_of(input);
+    let (sent, plain) = stdin_of(&sent);
     let got: Vec<u8> = frames
         .iter()
         .filter(|(kind, _)| *kind == FrameKind::Stdout)

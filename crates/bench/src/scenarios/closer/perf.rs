@@ -1,9 +1,12 @@
 //! Switches between tasks, as the kernel reports them on each CPU (perf_event_open(2)).
 //!
-//! The software event "context switches" with a period of 1 writes a sample whenever a CPU leaves a
-//! task, with the task's ids and the time. No tracefs is needed, and nothing is left in the kernel
-//! when the descriptor is closed, however this process ends. Softirqs are tracepoints, whose
+//! An event with the bit `context_switch` gets a record whenever a CPU leaves a task, and whenever
+//! it begins one, with the task's ids and the time. No tracefs is needed, and nothing is left in the
+//! kernel when the descriptor is closed, however this process ends. Softirqs are tracepoints, whose
 //! numbers only tracefs has.
+//!
+//! The software event "context switches" does not do: of five switches away from the idle task, the
+//! kernel (6.18) reported one, and the idle time was that of the task after it.
 
 use crate::prelude::*;
 use std::io;
@@ -11,10 +14,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Pages of a CPU's ring, a power of two: 32,768 samples of 32 bytes.
-const RING_PAGES: usize = 256;
 const PAGE: usize = 4096;
-const RING_BYTES: usize = RING_PAGES * PAGE;
 /// Offsets of `data_head` and `data_tail` in `struct perf_event_mmap_page`.
 const HEAD: usize = 1024;
 const TAIL: usize = 1032;
@@ -22,12 +22,21 @@ const TAIL: usize = 1032;
 const ATTRIBUTES: usize = 112;
 const TYPE_SOFTWARE: u32 = 1;
 const TYPE_TRACEPOINT: u32 = 2;
-const CONTEXT_SWITCHES: u64 = 3;
+/// PERF_COUNT_SW_DUMMY: an event that never happens, and has other records.
+const DUMMY: u64 = 9;
 const SAMPLE_TID_TIME: u64 = 2 | 4;
+/// The bit `sample_id_all`: other records than samples end with the task's ids and the time.
+const ID_IN_ALL: u64 = 1 << 18;
+/// The bit `context_switch`.
+const SWITCHES: u64 = 1 << 26;
 /// The bit `use_clockid`, for CLOCK_MONOTONIC.
 const USE_CLOCK: u64 = 1 << 25;
 const RECORD_LOST: u32 = 2;
 const RECORD_SAMPLE: u32 = 9;
+/// PERF_RECORD_SWITCH_CPU_WIDE.
+const RECORD_SWITCH: u32 = 15;
+/// PERF_RECORD_MISC_SWITCH_OUT.
+const OUT: u32 = 1 << 13;
 
 /// The task that a CPU ran at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,22 +45,37 @@ pub struct Sample {
     pub ns: u64,
     /// The process; 0 for the idle task.
     pub pid: u32,
+    /// Whether the CPU begins the task here.
+    pub begins: bool,
 }
 
 /// What is sampled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
-    /// The CPU leaves the task.
+    /// The CPU leaves the task, or begins it.
     Switch,
     /// The tracepoint of this number.
     Tracepoint(u64),
+}
+
+impl What {
+    /// Bytes of a CPU's ring; its pages are a power of two. A record has 32 bytes. VMs that write
+    /// to disks make 100,000 switches a second, and this process may have to wait for a CPU.
+    const fn ring_bytes(self) -> usize {
+        match self {
+            Self::Switch => 4096 * PAGE,
+            Self::Tracepoint(_) => 256 * PAGE,
+        }
+    }
 }
 
 /// Samples of one CPU.
 #[derive(Debug)]
 pub struct Samples {
     _fd: OwnedFd,
+    /// A page of the kernel's, and behind it the ring.
     ring: NonNull<u8>,
+    ring_bytes: usize,
     /// Samples that did not fit into the ring.
     pub lost: u64,
 }
@@ -59,15 +83,15 @@ pub struct Samples {
 impl Drop for Samples {
     fn drop(&mut self) {
         // SAFETY: the mapping of `on`, which nothing uses any more.
-        unsafe { libc::munmap(self.ring.as_ptr().cast(), PAGE + RING_BYTES) };
+        unsafe { libc::munmap(self.ring.as_ptr().cast(), PAGE + self.ring_bytes) };
     }
 }
 
 /// `struct perf_event_attr`.
 fn attributes(what: What) -> [u8; ATTRIBUTES] {
-    let (kind, config) = match what {
-        What::Switch => (TYPE_SOFTWARE, CONTEXT_SWITCHES),
-        What::Tracepoint(number) => (TYPE_TRACEPOINT, number),
+    let (kind, config, flags) = match what {
+        What::Switch => (TYPE_SOFTWARE, DUMMY, USE_CLOCK | ID_IN_ALL | SWITCHES),
+        What::Tracepoint(number) => (TYPE_TRACEPOINT, number, USE_CLOCK),
     };
     let mut bytes = [0; ATTRIBUTES];
     bytes[..4].copy_from_slice(&kind.to_ne_bytes());
@@ -76,7 +100,7 @@ fn attributes(what: What) -> [u8; ATTRIBUTES] {
     // Each event is a sample.
     bytes[16..24].copy_from_slice(&1_u64.to_ne_bytes());
     bytes[24..32].copy_from_slice(&SAMPLE_TID_TIME.to_ne_bytes());
-    bytes[40..48].copy_from_slice(&USE_CLOCK.to_ne_bytes());
+    bytes[40..48].copy_from_slice(&flags.to_ne_bytes());
     bytes[92..96].copy_from_slice(&libc::CLOCK_MONOTONIC.to_ne_bytes());
     bytes
 }
@@ -106,11 +130,12 @@ impl Samples {
         }
         // SAFETY: the kernel has just made the descriptor.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let ring_bytes = what.ring_bytes();
         // SAFETY: a new mapping of the event's ring.
         let ring = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
-                PAGE + RING_BYTES,
+                PAGE + ring_bytes,
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_SHARED,
                 fd.as_raw_fd(),
@@ -121,7 +146,7 @@ impl Samples {
             return Err(io::Error::last_os_error()).with_context(failed);
         }
         let ring = NonNull::new(ring.cast()).context("a ring at address 0")?;
-        Ok(Self { _fd: fd, ring, lost: 0 })
+        Ok(Self { _fd: fd, ring, ring_bytes, lost: 0 })
     }
 
     fn word(&self, offset: usize) -> &AtomicU64 {
@@ -130,7 +155,7 @@ impl Samples {
     }
 
     fn byte(&self, at: u64) -> u8 {
-        let at = usize::try_from(at).unwrap_or(0) % RING_BYTES;
+        let at = usize::try_from(at).unwrap_or(0) % self.ring_bytes;
         // SAFETY: inside the mapping, behind its first page. The kernel writes no byte between tail
         // and head.
         unsafe { self.ring.add(PAGE + at).read() }
@@ -145,12 +170,16 @@ impl Samples {
                 u32::from_ne_bytes([0, 1, 2, 3].map(|n| self.byte(tail + offset + n)))
             };
             let long = |offset| u64::from(word(offset)) | u64::from(word(offset + 4)) << 32;
-            let (kind, size) = (word(0), u64::from(word(4) >> 16));
+            let (kind, misc, size) = (word(0), word(4) & 0xffff, u64::from(word(4) >> 16));
             if size < 8 {
                 break;
             }
             match kind {
-                RECORD_SAMPLE => to.push(Sample { pid: word(8), ns: long(16) }),
+                RECORD_SAMPLE => to.push(Sample { pid: word(8), ns: long(16), begins: false }),
+                // Behind the ids of the other task.
+                RECORD_SWITCH => {
+                    to.push(Sample { pid: word(16), ns: long(24), begins: misc & OUT == 0 });
+                }
                 RECORD_LOST => self.lost += long(16),
                 _ => {}
             }
@@ -189,8 +218,11 @@ mod tests {
         assert!(all.is_sorted_by_key(|sample| sample.ns));
         assert!(all.iter().any(|sample| sample.pid == own), "{own} in {} samples", all.len());
         assert_eq!(samples.lost, 0);
+        let (ins, outs): (Vec<&Sample>, Vec<&Sample>) =
+            all.iter().partition(|sample| sample.begins);
+        assert!(ins.len().abs_diff(outs.len()) <= 1, "{} begun, {} left", ins.len(), outs.len());
         // Tests of other threads count too.
-        let pairs = all.windows(2).filter(|pair| pair[1].pid == own);
+        let pairs = all.windows(2).filter(|pair| pair[1].pid == own && !pair[1].begins);
         let seen: u64 = pairs.map(|pair| pair[1].ns - pair[0].ns).sum();
         let took_ns = u64::try_from(took.as_nanos()).unwrap();
         assert!((took_ns / 2..=100 * took_ns).contains(&seen), "{seen} ns, {took:?}");

@@ -105,7 +105,7 @@ struct Cpu {
     switches: Samples,
     /// Entries and exits.
     softirqs: Option<[Samples; 2]>,
-    /// When the last task was left, or the trace began.
+    /// When the last task was begun or left, or the trace began.
     since_ns: u64,
     entered_ns: Option<u64>,
 }
@@ -174,10 +174,11 @@ impl Tracer {
         for at in 0..self.cpus.len() {
             samples.clear();
             self.cpus[at].switches.take(&mut samples);
-            for Sample { ns, pid } in &samples {
+            for Sample { ns, pid, begins } in &samples {
                 let ns = (*ns).min(until);
                 let since = self.cpus[at].since_ns;
                 if *pid != 0
+                    && !begins
                     && let Some(took) = ns.checked_sub(since)
                 {
                     times.add(self.owner(*pid), at, took);
@@ -197,7 +198,7 @@ impl Tracer {
             entries.into_iter().map(|sample| (sample, true)).collect();
         all.extend(exits.into_iter().map(|sample| (sample, false)));
         all.sort_by_key(|(sample, _)| sample.ns);
-        for (Sample { ns, pid }, entry) in all {
+        for (Sample { ns, pid, .. }, entry) in all {
             if entry {
                 self.cpus[at].entered_ns = Some(ns);
             } else if let Some(entered) = self.cpus[at].entered_ns.take().filter(|ns| *ns >= begun)

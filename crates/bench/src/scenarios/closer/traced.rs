@@ -38,7 +38,8 @@ pub async fn measure(
 ) -> Result<(Value, usize)> {
     let (idle, writes) = (Guest::idle("idle")?, writing()?);
     let mut testbed = Testbed::baked(places, &[idle.clone(), writes.clone()]).await?;
-    testbed.start(&["--pool", "0"]).await?;
+    // The idle VMs write nothing, and are many.
+    testbed.start(&["--pool", "0", "--disk-share", "1M"]).await?;
     // So that zygotes and pagers run, and snapshots are open.
     for guest in [&idle, &writes] {
         let vm = testbed.create(&guest.name).await?.0;
