@@ -190,8 +190,12 @@ impl Testbed {
         Ok(())
     }
 
-    /// Removes VMs by one request; returns the microseconds until the daemon answered.
+    /// Removes VMs by one request; returns the microseconds until the daemon answered, or 0 if
+    /// there are no VMs.
     pub async fn remove_all(&self, ids: &[VmId]) -> Result<u64> {
+        if ids.is_empty() {
+            return Ok(0);
+        }
         let vms = ids.iter().map(ToString::to_string).collect();
         let begun = now_us();
         self.client.remove_many(&RemoveManyRequest { vms, force: true }).await?;

@@ -296,8 +296,8 @@ fn session_seeds() -> Vec<Vec<u8>> {
     ]
 }
 
-/// The standard input in `bytes`, and whether nothing but it, window sizes, and ends behind it is in
-/// them.
+/// The standard input in `bytes`, and whether nothing but it, window sizes, and ends behind it is
+/// in them.
 fn stdin_of(bytes: &[u8]) -> (Vec<u8>, bool) {
     let (mut rest, mut stdin) = (bytes, Vec::new());
     while let Some((header, after)) = rest.split_first_chunk::<HEADER_BYTES>() {

@@ -1,9 +1,9 @@
 //! Switches between tasks, as the kernel reports them on each CPU (perf_event_open(2)).
 //!
 //! An event with the bit `context_switch` gets a record whenever a CPU leaves a task, and whenever
-//! it begins one, with the task's ids and the time. No tracefs is needed, and nothing is left in the
-//! kernel when the descriptor is closed, however this process ends. Softirqs are tracepoints, whose
-//! numbers only tracefs has.
+//! it begins one, with the task's ids and the time. No tracefs is needed, and nothing is left in
+//! the kernel when the descriptor is closed, however this process ends. Softirqs are tracepoints,
+//! whose numbers only tracefs has.
 //!
 //! The software event "context switches" does not do: of five switches away from the idle task, the
 //! kernel (6.18) reported one, and the idle time was that of the task after it.
