@@ -328,8 +328,9 @@ fn session(input: &[u8]) -> Outcome {
     let spec = ExecSpec {
         argv: vec!["/bin/cat".into()],
         stdin: true,
-        // A program that a signal has stopped ends nevertheless.
-        timeout_ms: Some(500),
+        // A program that a signal has stopped ends nevertheless, and one whose client owes the rest
+        // of a frame.
+        timeout_ms: Some(100),
         ..ExecSpec::default()
     };
     let served = exec::run(&PROGRAMS, &mut conn, spec);
