@@ -30,6 +30,13 @@ impl Random {
         usize::try_from(self.below(count as u64)).unwrap_or(0)
     }
 
+    /// Puts things in a random order (Fisher and Yates).
+    pub fn shuffle<T>(&mut self, things: &mut [T]) {
+        for end in (2..=things.len()).rev() {
+            things.swap(end - 1, self.index(end));
+        }
+    }
+
     /// One of `choices`, as likely as its weight.
     pub fn choose<T: Copy>(
         &mut self,
@@ -55,5 +62,17 @@ mod tests {
     fn random_numbers_are_splitmix64() {
         let mut random = Random(0);
         assert_eq!([random.next(), random.next()], [0xe220_a839_7b1d_cdaf, 0x6e78_9e6a_a1b9_65f4]);
+    }
+
+    #[test]
+    fn a_shuffle_keeps_all_and_each_comes_first() {
+        let (mut random, mut things, mut first) = (Random(1), [0, 1, 2, 3], [0; 4]);
+        for _ in 0..1000 {
+            random.shuffle(&mut things);
+            first[things[0]] += 1;
+        }
+        things.sort_unstable();
+        assert_eq!(things, [0, 1, 2, 3]);
+        assert!(first.iter().all(|times| (200..300).contains(times)), "{first:?}");
     }
 }

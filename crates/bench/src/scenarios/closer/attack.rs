@@ -13,7 +13,7 @@ use super::groups::{Owner, Part, Tree};
 use super::network;
 use super::network::{Published, published};
 use super::options::SETTLE;
-use super::peers::{self, Asked, Flood, Pace};
+use super::peers::{self, Asked, Flood};
 use super::promises::Promises;
 use super::trace::{Times, Tracer};
 use crate::prelude::*;
@@ -217,7 +217,7 @@ impl Attack<'_> {
         attacker: Option<VmId>,
         time: Duration,
     ) -> Result<Phase> {
-        let asking = peers::ask(victim.vm.udp, PER_SECOND, time, Pace::Steady);
+        let asking = peers::ask(victim.vm.udp, PER_SECOND, time);
         let (traced, (created_us, failed)) =
             tokio::join!(self.traced(attacker, time), self.creations(time));
         let asked = asking.join().map_err(|_| anyhow!("the thread that asks panicked"))??;

@@ -3,15 +3,15 @@
 //! relay took, by its bill.
 //!
 //! The paper asks 1,000, 3,000 and 6,000 times a second on ten CPUs. Here the guests are emulated
-//! and share two CPUs with all that serves them. If a VM had to wait for a CPU, several requests
-//! would be served with one wake-up, which makes each of them cheaper. So the usual rates are 10,
-//! 30 and 60 (`--rate`), and a request is sent when the one before was answered
-//! ([`Pace::OneByOne`]).
+//! and share two CPUs with all that serves them. Requests that are served together share wake-ups,
+//! so each is cheaper, and those of the VM that is asked most would be served together most often.
+//! So one client asks all three in a random order, and waits after each answer until all threads
+//! that served it sleep ([`peers::ask_in_turns`]).
 
 use super::groups::{Part, Tree};
 use super::network::{Published, published};
 use super::options::{Options, SETTLE};
-use super::peers::{self, Pace};
+use super::peers;
 use super::promises::Promises;
 use super::trace::Tracer;
 use super::traced::MOST_MORE_CPUS;
@@ -29,11 +29,12 @@ const POINTS: f64 = 1.0;
 /// The least part of the requests that is answered, in percent.
 const ANSWERED: f64 = 99.0;
 
-const COLUMNS: [Column; 7] = [
-    ("a second", "/per_second", Plain),
+const COLUMNS: [Column; 8] = [
+    ("asked", "/sent", Plain),
     ("answered", "/answered", Plain),
     ("devices", "/io_us", Us),
     ("work", "/work_us", Us),
+    ("idle", "/idle_us", Us),
     ("each", "/each_us", Us),
     ("expected", "/expected_percent", Digits(2)),
     ("got %", "/percent", Digits(2)),
@@ -60,6 +61,14 @@ async fn billed(testbed: &Testbed, vms: &[Published; 3]) -> Result<[CpuParts; 3]
     all.try_into().map_err(|_| anyhow!("three VMs"))
 }
 
+/// What bills have more for devices and for work.
+fn grown(before: &[CpuParts; 3], after: &[CpuParts; 3]) -> [(u64, u64); 3] {
+    [0, 1, 2].map(|n| {
+        let (before, after) = (&before[n], &after[n]);
+        (after.io_us - before.io_us, after.work_us - before.work_us)
+    })
+}
+
 /// Creates the VMs, and waits until they answer.
 async fn answering(testbed: &Testbed, serving: &Name) -> Result<[Published; 3]> {
     let book = (cpus::online()?.len() > TIMES.len()).then_some(1);
@@ -83,36 +92,28 @@ pub async fn measure(
     let vms = answering(testbed, serving).await?;
     let tree = Tree::of(testbed.daemon()?)?;
     let mut tracer = Tracer::new(tree)?;
-    let (time, rates) = (options.time(), TIMES.map(|times| times * options.rate));
+    let time = options.time();
+    let at_first = billed(testbed, &vms).await?;
     let quiet = tracer.run(time).await?;
     let before = billed(testbed, &vms).await?;
-    let asking: Vec<_> = vms
-        .iter()
-        .zip(rates)
-        .map(|(vm, rate)| peers::ask(vm.udp, rate, time, Pace::OneByOne))
-        .collect();
+    let asking = peers::ask_in_turns(vms.each_ref().map(|vm| vm.udp), TIMES, options.pause(), time);
     let busy = tracer.run(time).await?;
-    let mut asked = Vec::new();
-    for thread in asking {
-        asked.push(thread.join().map_err(|_| anyhow!("a thread that asks panicked"))??);
-    }
+    let asked = asking.join().map_err(|_| anyhow!("the thread that asks panicked"))??;
     let after = billed(testbed, &vms).await?;
     testbed.remove_all(&vms.each_ref().map(|vm| vm.id)).await?;
 
-    let grown = [0, 1, 2].map(|n| {
-        let (before, after) = (&before[n], &after[n]);
-        (after.io_us - before.io_us, after.work_us - before.work_us)
-    });
+    let idle = grown(&at_first, &before).map(|(io, work)| io + work);
+    let grown = grown(&before, &after);
     let (expected, got) =
-        (shares(rates.map(|rate| rate as u64)), shares(grown.map(|(io, work)| io + work)));
+        (shares(TIMES.map(|times| times as u64)), shares(grown.map(|(io, work)| io + work)));
     let table = Table::new(4, "VM", &COLUMNS);
     let mut rows = Vec::new();
     for (n, asked) in asked.iter().enumerate() {
         let (io_us, work_us) = grown[n];
         let (count, answers) = (asked.us.len(), Spread::of(&asked.us));
         let row = json!({
-            "per_second": rates[n], "sent": asked.sent, "answered": count, "io_us": io_us,
-            "work_us": work_us, "each_us": (io_us + work_us) / (count as u64).max(1),
+            "sent": asked.sent, "answered": count, "io_us": io_us,
+            "work_us": work_us, "idle_us": idle[n], "each_us": (io_us + work_us) / (count as u64).max(1),
             "expected_percent": expected[n], "percent": got[n], "answers": answers,
         });
         table.row(&(n + 1).to_string(), &row);

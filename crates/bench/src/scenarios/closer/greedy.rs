@@ -58,7 +58,7 @@ pub async fn measure(
     let other = published(testbed, serving, VmLimits::default()).await?;
     peers::until_it_answers(other.udp, &[0; 8])?;
     tokio::time::sleep(SETTLE).await;
-    let asking = peers::ask(other.udp, PER_SECOND, time, peers::Pace::Steady);
+    let asking = peers::ask(other.udp, PER_SECOND, time);
     let limits = VmLimits { memory_max_bytes: Some(LIMIT), ..VmLimits::default() };
     let id = published(testbed, greedy, limits).await?.id;
     let exit = end(testbed, id).await?;

@@ -14,10 +14,9 @@ pub struct Options {
     /// Idle VMs beside which the daemon is measured
     #[arg(long, default_value_t = 2000, value_name = "N")]
     pub idle: usize,
-    /// Requests a second to the first of the three VMs of `fairness`; the others get 3 and 6 times
-    /// as many
-    #[arg(long, default_value_t = 10, value_name = "N", value_parser = at_least(1))]
-    pub rate: usize,
+    /// Milliseconds between an answer and the next request of `fairness`
+    #[arg(long, default_value_t = 10, value_name = "MS")]
+    pause: u64,
     /// Only these parts, separated by commas
     #[arg(long, value_name = "PARTS", value_delimiter = ',')]
     only: Vec<Measured>,
@@ -40,6 +39,11 @@ impl Options {
     /// Whether the part is wanted.
     pub fn has(&self, part: Measured) -> bool {
         self.only.is_empty() || self.only.contains(&part)
+    }
+
+    /// The time between an answer and the next request.
+    pub const fn pause(&self) -> Duration {
+        Duration::from_millis(self.pause)
     }
 
     /// The length of each measurement.

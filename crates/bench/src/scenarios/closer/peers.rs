@@ -1,6 +1,7 @@
-//! Network peers of VMs: one that asks at a steady rate, and one that floods.
+//! Network peers of VMs: one that asks at a steady rate, one that asks in turns, and one that floods.
 
 use crate::prelude::*;
+use crate::testbed::random::Random;
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, TcpStream, UdpSocket};
 use std::sync::Arc;
@@ -65,44 +66,89 @@ impl Asked {
     }
 }
 
-/// When the next request is sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pace {
-    /// When it is due.
-    Steady,
-    /// When it is due and the one before was answered, or is lost. So no two are served at once,
-    /// which would make each of them cheaper. Requests that are late are made up for.
-    OneByOne,
+/// The thread comes before others of its group, so that it measures the VM and not how busy the
+/// CPUs of this program are.
+fn comes_first() -> Result<()> {
+    rustix::process::setpriority_process(None, NICE).context("a nice value of -20")
 }
 
 /// Asks a VM `per_second` times a second for `time`.
-///
-/// The thread comes before others of its group, so that it measures the VM and not how busy the
-/// CPUs of this program are.
-pub fn ask(port: u16, per_second: usize, time: Duration, pace: Pace) -> JoinHandle<Result<Asked>> {
+pub fn ask(port: u16, per_second: usize, time: Duration) -> JoinHandle<Result<Asked>> {
     let gap = Duration::from_secs(1) / u32::try_from(per_second).unwrap_or(u32::MAX);
     std::thread::spawn(move || {
-        rustix::process::setpriority_process(None, NICE).context("a nice value of -20")?;
-        let (socket, begun) = (to(port)?, Instant::now());
-        let (mut asked, mut sent_at) = (Asked::default(), Vec::new());
+        comes_first()?;
+        let (mut vm, begun) = (Peer::of(port)?, Instant::now());
         while begun.elapsed() < time {
-            let mut request = [0; REQUEST];
-            request[..8].copy_from_slice(&(sent_at.len() as u64).to_le_bytes());
-            sent_at.push(Instant::now());
-            // A request that the host refuses is one without an answer.
-            let _lost = socket.send(&request);
-            if pace == Pace::OneByOne {
-                let enough = asked.us.len() + 1;
-                answers(&socket, Instant::now() + LOST, &sent_at, &mut asked.us, enough)?;
-            }
-            let next = begun + gap * u32::try_from(sent_at.len())?;
-            answers(&socket, next, &sent_at, &mut asked.us, usize::MAX)?;
+            vm.send();
+            let next = begun + gap * u32::try_from(vm.sent_at.len())?;
+            vm.answers(next, usize::MAX)?;
         }
-        let last = Instant::now() + LOST;
-        answers(&socket, last, &sent_at, &mut asked.us, sent_at.len())?;
-        asked.sent = sent_at.len();
-        Ok(asked)
+        vm.end()
     })
+}
+
+/// Asks VMs one after the other for `time`: in each round each VM as often as `times` says, in a
+/// random order. A request is sent `pause` after the one before is answered or lost.
+pub fn ask_in_turns<const N: usize>(
+    ports: [u16; N],
+    times: [usize; N],
+    pause: Duration,
+    time: Duration,
+) -> JoinHandle<Result<[Asked; N]>> {
+    std::thread::spawn(move || {
+        comes_first()?;
+        let mut vms = Vec::with_capacity(N);
+        for port in ports {
+            vms.push(Peer::of(port)?);
+        }
+        let mut turns: Vec<usize> = std::iter::zip(0.., times)
+            .flat_map(|(vm, times)| std::iter::repeat_n(vm, times))
+            .collect();
+        let (mut random, begun) = (Random(0), Instant::now());
+        while begun.elapsed() < time {
+            random.shuffle(&mut turns);
+            for turn in &turns {
+                let vm: &mut Peer = vms.get_mut(*turn).context("a VM for each turn")?;
+                vm.send();
+                vm.answers(Instant::now() + LOST, vm.asked.us.len() + 1)?;
+                std::thread::sleep(pause);
+            }
+        }
+        let asked = vms.into_iter().map(Peer::end).collect::<Result<Vec<_>>>()?;
+        asked.try_into().map_err(|_| anyhow!("{N} VMs"))
+    })
+}
+
+/// A VM that is asked.
+#[derive(Debug)]
+struct Peer {
+    socket: UdpSocket,
+    sent_at: Vec<Instant>,
+    asked: Asked,
+}
+
+impl Peer {
+    fn of(port: u16) -> Result<Self> {
+        Ok(Self { socket: to(port)?, sent_at: Vec::new(), asked: Asked::default() })
+    }
+
+    fn send(&mut self) {
+        let mut request = [0; REQUEST];
+        request[..8].copy_from_slice(&(self.sent_at.len() as u64).to_le_bytes());
+        self.sent_at.push(Instant::now());
+        // A request that the host refuses is one without an answer.
+        let _lost = self.socket.send(&request);
+    }
+
+    fn answers(&mut self, until: Instant, enough: usize) -> Result<()> {
+        answers(&self.socket, until, &self.sent_at, &mut self.asked.us, enough)
+    }
+
+    /// Takes the last answers.
+    fn end(mut self) -> Result<Asked> {
+        self.answers(Instant::now() + LOST, self.sent_at.len())?;
+        Ok(Asked { sent: self.sent_at.len(), ..self.asked })
+    }
 }
 
 /// Takes answers until then, or until there are `enough` of them.
