@@ -3,10 +3,12 @@
 //! | module | concern |
 //! |---|---|
 //! | [`mod@process`] | one run: folders, arguments, the log |
+//! | `dictionary` | words for libFuzzer to insert |
 //! | [`output`] | what libFuzzer prints |
 //! | [`summary`] | the figures of all runs, as a table and as JSON |
 //! | [`minimise`] | small corpora for the repository |
 
+mod dictionary;
 pub mod minimise;
 pub mod output;
 pub mod process;

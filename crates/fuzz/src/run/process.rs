@@ -1,7 +1,7 @@
 //! One run of libFuzzer on one target.
 
 use super::output::Progress;
-use super::{PLANTED, TARGET};
+use super::{PLANTED, TARGET, dictionary};
 use crate::corpus;
 use crate::target::Target;
 use anyhow::{Context, Result};
@@ -80,13 +80,15 @@ impl Folders {
     }
 }
 
-/// Writes a target's seeds into `folder`.
-fn write_seeds(target: &Target, folder: &Path) -> Result<()> {
+/// Writes a target's seeds into `folder`, and their words into `dictionary`.
+fn write_seeds(target: &Target, folder: &Path, dictionary: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
-    for (number, seed) in (target.seeds)().iter().enumerate() {
+    let seeds = (target.seeds)();
+    for (number, seed) in seeds.iter().enumerate() {
         std::fs::write(folder.join(format!("seed-{number}")), seed)?;
     }
-    Ok(())
+    std::fs::write(dictionary, dictionary::of(&seeds))
+        .with_context(|| format!("writing {}", dictionary.display()))
 }
 
 /// The CPU time that a process has used, and the programs it waited for (proc(5), fields 14 to 17
@@ -135,13 +137,15 @@ pub fn run(folders: &Folders, target: &Target, order: Order) -> Result<Ran> {
         folders.grown(target)
     };
     std::fs::create_dir_all(&crashes)?;
-    write_seeds(target, &grown)?;
+    let words = folders.out.join(format!("{}.dict", target.name));
+    write_seeds(target, &grown, &words)?;
     let log_path = folders.log(target, order.planted);
     let mut log = File::create(&log_path).with_context(|| format!("{}", log_path.display()))?;
     let mut command = folders.command(target);
     let longest = order.cpu.as_secs() * u64::from(LONGEST) * LONGEST_BY_CLOCK;
     command.arg(format!("-max_total_time={longest}"));
     command.arg(format!("-artifact_prefix={}/", crashes.display()));
+    command.arg(format!("-dict={}", words.display()));
     command.args(["-print_final_stats=1", "-reload=0"]);
     if order.planted {
         command.env(PLANTED, "1").arg("-use_value_profile=1").arg(&grown);
