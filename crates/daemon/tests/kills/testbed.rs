@@ -279,8 +279,12 @@ impl Drop for Testbed {
         if killed.is_some()
             && let Ok(groups) = Groups::open(&Root::Own, &self.run(), false)
         {
+            // Relays end when their VM has ended.
+            let until = Instant::now() + WITHIN;
             for group in groups.list().unwrap_or_default() {
-                let _ = groups.remove(group);
+                while groups.remove(group).is_err() && Instant::now() < until {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
             }
             let _ = groups.close();
         }
