@@ -146,7 +146,7 @@ fn ballooned(status: BalloonStatus) -> Balloon {
     Balloon {
         driver,
         reports,
-        broken: broken.map(|why| escaped(&why, SHORT)),
+        broken: broken.map(|why| escaped(&why, SHORT).to_string()),
         target_bytes,
         actual_bytes,
         discarded_bytes,

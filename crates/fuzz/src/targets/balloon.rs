@@ -28,8 +28,8 @@ const HIGH_BYTES: u64 = 64 << 10;
 const RAM: u64 = LOW + HIGH_BYTES;
 /// Each page from here on has [`CONTENT`], until it is named as free or stored to.
 const DATA: u64 = 2 << 20;
-const PAGES: usize = ((LOW - DATA) / PAGE) as usize;
-const CONTENT: [u8; PAGE as usize] = [7; PAGE as usize];
+const PAGES: usize = 512;
+const CONTENT: [u8; 4096] = [7; 4096];
 /// Buffers that the device only reads lie from here on.
 const BUFFERS: u64 = 1 << 20;
 /// The place of the device: vsock and entropy come first.

@@ -1,3 +1,5 @@
+#![expect(clippy::cast_possible_truncation, reason = "tests: small numbers")]
+
 use super::balloon::{BalloonState, GuestMemory};
 use super::registers::{register, status};
 use super::testing::{

@@ -57,6 +57,7 @@ const TURN_BYTES: usize = 64 << 20;
 const STEP_BYTES: usize = 128 << 10;
 /// Most page numbers taken at once: as many as a turn has steps.
 const MOST_PAGES: usize = TURN_BYTES / STEP_BYTES;
+const PAGE: usize = 4096;
 /// A page number in a chain of the balloon: 32 bits.
 const NUMBER_BYTES: usize = 4;
 /// What a turn of the device works with.
@@ -236,7 +237,7 @@ impl Balloon {
         pages.dedup();
         let mut list = IoList::noted(ram.writes);
         for run in pages.chunk_by(|page, next| page.checked_add(1) == Some(*next)) {
-            let (Some(first), len) = (run.first(), run.len() * PAGE_SIZE as usize) else {
+            let (Some(first), len) = (run.first(), run.len() * PAGE) else {
                 continue;
             };
             let at = GuestAddress(u64::from(*first) * PAGE_SIZE);
@@ -280,7 +281,7 @@ impl Balloon {
                 Ok(bytes) => self.discarded_bytes += bytes as u64,
                 Err(_) => self.refused += 1,
             }
-            let cost = piece.len().max(STEP_BYTES).next_multiple_of(PAGE_SIZE as usize);
+            let cost = piece.len().max(STEP_BYTES).next_multiple_of(PAGE);
             ram.left = ram.left.saturating_sub(cost);
         }
         // A copy of RAM may have begun meanwhile.
