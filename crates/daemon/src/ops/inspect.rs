@@ -12,7 +12,9 @@ use dayfly_host::memory::{self, Memory};
 use dayfly_units::Bytes;
 use dayfly_units::text::{SHORT, escaped};
 use dayfly_vmm::control::{Answer, BalloonStatus, Command, Status};
+use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The first version of the control protocol with the command `Balloon`.
 const HAS_BALLOON: u32 = 6;
@@ -61,17 +63,7 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
         if !phase.alive() || phase == Phase::Starting {
             return None;
         }
-        let ask = |what| async {
-            control_link::command(&vm.dir.control(), what, deadlines.stat).await.ok()
-        };
-        let Some(Answer::Status(status)) = ask(Command::Status).await else { return None };
-        // A VMM that copies RAM answers only after that.
-        let balloon = if status.protocol >= HAS_BALLOON && status.busy.is_none() {
-            ask(Command::Balloon { target_bytes: None }).await
-        } else {
-            None
-        };
-        Some((status, balloon))
+        vmm_status(&vm.dir.control(), deadlines.stat).await
     };
     let weight = {
         let (vm, templates) = (vm.clone(), daemon.templates.clone());
@@ -87,10 +79,6 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
     // If the process has ended meanwhile, the figures are 0.
     let (memory, disk_bytes, bill) = weight.unwrap_or_default();
     let (status, balloon) = status.unzip();
-    let balloon = match balloon.flatten() {
-        Some(Answer::Balloon(status)) => Some(ballooned(status)),
-        _ => None,
-    };
     let live = vm.live();
     // A VM that has ended has its last bill there.
     let bill = match &live.exit {
@@ -133,10 +121,25 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
         disk_traffic,
         net_traffic: bill.net,
         disk_reads,
-        balloon,
+        balloon: balloon.flatten(),
         refused,
         timeline,
     }
+}
+
+/// The status of a VMM, and its VM's balloon; `None` if it does not answer `within`.
+async fn vmm_status(control: &Path, within: Duration) -> Option<(Status, Option<Balloon>)> {
+    let ask = |what| async { control_link::command(control, what, within).await.ok() };
+    let Some(Answer::Status(status)) = ask(Command::Status).await else { return None };
+    // A VMM that copies RAM answers only after that.
+    if status.protocol < HAS_BALLOON || status.busy.is_some() {
+        return Some((status, None));
+    }
+    let balloon = match ask(Command::Balloon { target_bytes: None }).await {
+        Some(Answer::Balloon(status)) => Some(ballooned(status)),
+        _ => None,
+    };
+    Some((status, balloon))
 }
 
 /// What a VMM reports of the balloon. A guest that took its VMM over may report anything.

@@ -1,4 +1,4 @@
-//! Giving the host's memory behind pages of RAM back, because the guest does not need their content.
+//! Freeing the host's memory behind pages of RAM whose content the guest does not need.
 
 use super::dump::PAGE;
 use std::io;

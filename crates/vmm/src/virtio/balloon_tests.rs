@@ -208,6 +208,7 @@ fn a_driver_that_breaks_a_rule_is_reported() {
         (STATS, writes(DATA, 4)),
     ] {
         let (machine, mut driver) = machine();
+        let _asks = state(&machine);
         driver.queues[queue].add(&machine.mem, &[piece]);
         driver.kick(&machine, queue);
         serve(&machine);
@@ -335,6 +336,42 @@ fn a_clone_finishes_what_was_reported_and_keeps_the_target() {
     large.devices[driver.slot].kind = KindState::Balloon(too_large);
     let refused = clone.set.load(&large).unwrap_err();
     assert!(matches!(refused, DeviceError::Load(LoadError::Kind { .. })), "{refused}");
+}
+
+/// What a clone looks at when it starts stays its template's.
+#[test]
+fn a_clone_without_work_writes_nothing() {
+    let (machine, mut driver) = machine();
+    let mem = &machine.mem;
+    driver.queues[STATS].add(mem, &[reads(DATA, 20)]);
+    for queue in [INFLATE, DEFLATE] {
+        mem.write_slice(&[0; 4], GuestAddress(DATA)).unwrap();
+        driver.queues[queue].add(mem, &[reads(DATA, 4)]);
+    }
+    driver.queues[REPORT].add(mem, &[writes(DATA, PAGE as u32)]);
+    serve(&machine);
+    let saved = machine.set.save();
+    let clone = Machine::new(copy_memory(mem), vec![]);
+    clone.set.load(&saved).unwrap();
+    serve(&clone);
+    let (mut before, mut after) = (vec![0; 0x10_0000], vec![0; 0x10_0000]);
+    let rings = GuestAddress(driver.queues[INFLATE].desc);
+    mem.read_slice(&mut before, rings).unwrap();
+    // Another value shows a write of the same one.
+    let event = |queue: &super::testing::DriverQueue| {
+        GuestAddress(queue.used + 4 + u64::from(queue.size) * 8)
+    };
+    for queue in &driver.queues {
+        clone.mem.write_obj(9999_u16, event(queue)).unwrap();
+    }
+    serve(&clone);
+    for queue in &driver.queues {
+        assert_eq!(clone.mem.read_obj::<u16>(event(queue)).unwrap(), 9999);
+        let was: u16 = mem.read_obj(event(queue)).unwrap();
+        clone.mem.write_obj(was, event(queue)).unwrap();
+    }
+    clone.mem.read_slice(&mut after, rings).unwrap();
+    assert!(before == after);
 }
 
 #[test]

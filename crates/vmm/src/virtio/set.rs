@@ -79,8 +79,8 @@ pub struct DeviceSet {
 
 impl DeviceSet {
     /// Makes the devices in this order: disks without media, vsock, rng, network devices without
-    /// links, balloon. Registers their kicks and interrupts with `vm`, whose interrupt controller must
-    /// exist.
+    /// links, balloon. Registers their kicks and interrupts with `vm`, whose interrupt controller
+    /// must exist.
     ///
     /// # Errors
     /// [`DeviceError`].

@@ -333,7 +333,7 @@ impl Slot {
         if let Some(bytes) = target_bytes {
             match balloon.set_target(bytes) {
                 None => return Some(Err(balloon.ram_bytes())),
-                // Without a driver there is nobody to interrupt: a driver reads it when it starts.
+                // A driver reads the target when it starts.
                 Some(true) if transport.live() => self.interrupt.raise(CONFIG_CHANGE),
                 Some(_) => {}
             }

@@ -1,14 +1,14 @@
 //! virtio-balloon (virtio 1.2 section 5.5): the guest gives memory back to the host.
 //!
-//! - **Free-page reporting** (VIRTIO_BALLOON_F_REPORTING): the guest's driver names free blocks, and
-//!   waits until the device has used the chain before the guest may use them again.
+//! - **Free-page reporting** (VIRTIO_BALLOON_F_REPORTING): the guest's driver names free blocks.
+//!   The guest uses them again only when the device has used the chain.
 //! - **Balloon**: the driver takes pages away from its guest until it has as many as the host wants
 //!   ([`Balloon::set_target`]), and names them. It takes them back without asking if the guest runs
 //!   out of memory (VIRTIO_BALLOON_F_DEFLATE_ON_OOM).
 //! - **Statistics** (VIRTIO_BALLOON_F_STATS_VQ): what the guest says of its memory.
 //!
-//! The device does not offer VIRTIO_BALLOON_F_PAGE_POISON, so no driver expects any content of pages
-//! that it gave back (5.5.6.7). A driver whose kernel relies on it does not accept reporting.
+//! The device does not offer VIRTIO_BALLOON_F_PAGE_POISON, so no driver expects any content of
+//! pages that it gave back (5.5.6.7). A driver whose kernel relies on it does not accept reporting.
 //!
 //! While RAM is copied under the running guest ([`crate::memory::live`]), nothing is discarded: the
 //! chains are used at once. Otherwise each discarded page would count as written, and a guest could
@@ -18,6 +18,9 @@
 //! All addresses and numbers come from the guest. A turn is bounded ([`TURN_BYTES`]), whatever a
 //! chain names; a chain that takes longer goes on in the next turn, from its start after a restore.
 //! To discard a page twice is harmless, because its chain is not used yet.
+//!
+//! A clone looks at all queues when it starts. If none has a chain, the device only reads, so the
+//! pages of its rings stay those of the template.
 
 mod control;
 mod status;
@@ -60,6 +63,7 @@ const MOST_PAGES: usize = TURN_BYTES / STEP_BYTES;
 const PAGE: usize = 4096;
 /// A page number in a chain of the balloon: 32 bits.
 const NUMBER_BYTES: usize = 4;
+
 /// What a turn of the device works with.
 pub struct Turn<'t> {
     /// Guest memory.
@@ -90,6 +94,8 @@ pub struct Balloon {
     reported: usize,
     /// Whether the driver shall get its statistics buffer back, to fill it again.
     asked: bool,
+    /// Whether statistics were asked for since this process has the VM.
+    ever_asked: bool,
     guest: GuestMemory,
     discarded_bytes: u64,
     refused: u64,
@@ -114,6 +120,7 @@ impl Balloon {
             inflated: 0,
             reported: 0,
             asked: false,
+            ever_asked: false,
             guest: GuestMemory::default(),
             discarded_bytes: 0,
             refused: 0,
@@ -144,8 +151,8 @@ impl Balloon {
         self.ram_bytes
     }
 
-    /// Sets how much memory the host wants in the balloon, in whole pages; returns whether that is a
-    /// change. `None`: more than RAM.
+    /// Sets how much memory the host wants in the balloon, in whole pages. Returns whether that is
+    /// a change; `None` if it is more than RAM.
     pub fn set_target(&mut self, bytes: u64) -> Option<bool> {
         let pages = u32::try_from(bytes / PAGE_SIZE).ok().filter(|_| bytes <= self.ram_bytes)?;
         Some(std::mem::replace(&mut self.target_pages, pages) != pages)
@@ -153,7 +160,7 @@ impl Balloon {
 
     /// Has the driver give new statistics in the next turn, if it gives any.
     pub const fn ask(&mut self) {
-        self.asked = true;
+        (self.asked, self.ever_asked) = (true, true);
     }
 
     /// What the device did, and what the guest says. `live`: whether a driver uses the device.
@@ -300,7 +307,7 @@ impl Balloon {
         ring: &mut Ring<'_, '_>,
         interrupt: &Interrupt,
     ) -> Result<bool, Broken> {
-        if !ring.ready() {
+        if !ring.ready() || !self.ever_asked {
             return Ok(false);
         }
         if self.asked
@@ -328,6 +335,10 @@ fn use_chains<'m>(
     ram: &mut Ram<'_>,
     mut act: impl FnMut(&mut Ram<'_>, &Chain<'m>) -> Result<bool, Broken>,
 ) -> Result<bool, Broken> {
+    // The driver kicks for the next chain, because the queue was empty when it was served last.
+    if !ring.ready() || ring.waiting()? == 0 {
+        return Ok(false);
+    }
     loop {
         ring.hush()?;
         while let Some(chain) = ring.pop()? {
