@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "openapi")]
 use utoipa::ToSchema;
 
+mod balloon;
 mod colours;
 mod create;
 mod daemon;
@@ -23,6 +24,7 @@ mod vms;
 mod volumes;
 mod wire;
 
+pub use balloon::Balloon;
 pub use colours::{ColourHeld, ColourUse, Colours, Footprint, MAX_PICTURE_WIDTH};
 pub use create::{
     BootSource, ConnectRequest, CreateManyRequest, CreateRequest, Lifetime, NetworkRequest,

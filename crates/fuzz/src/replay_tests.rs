@@ -39,8 +39,8 @@ macro_rules! replay {
 }
 
 replay! {
-    agent archives boot daemon devices dns introspect packer pager registry relay store tree units
-    vmm
+    agent archives balloon boot daemon devices dns introspect packer pager registry relay store
+    tree units vmm
     volume vsock
 }
 

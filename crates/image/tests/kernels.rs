@@ -97,6 +97,7 @@ fn debian_6_1() {
             "virtio_net.ko",
             "inet_diag.ko",
             "tcp_diag.ko",
+            "virtio_balloon.ko",
         ],
     );
 }
@@ -119,6 +120,7 @@ fn debian_6_12() {
             "virtio_net.ko",
             "inet_diag.ko",
             "tcp_diag.ko",
+            "virtio_balloon.ko",
         ],
     );
 }

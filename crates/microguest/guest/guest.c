@@ -281,6 +281,13 @@ void guest_main(const u8 *boot_params) {
         } else if (starts(at, "write=")) {
             at += 6;
             write_blocks(hex(&at));
+        } else if (starts(at, "give=")) {
+            at += 5;
+            u64 first = hex(&at);
+            if (*at == ':') at++;
+            const char *failed = balloon_report(first, hex(&at));
+            put(failed ? failed : "given");
+            put("\n");
         } else if (starts(at, "serve")) {
             serve();
         } else if (starts(at, "flood=")) {

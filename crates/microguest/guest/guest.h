@@ -22,6 +22,8 @@ __attribute__((noreturn)) void rings(u64 generation, u64 cpus);
 /* flood.c */
 __attribute__((noreturn)) void serve(void);
 __attribute__((noreturn)) void flood(u64 name_service, u64 pages);
+/* balloon.c: returns 0, or why not. */
+const char *balloon_report(u64 first, u64 pages);
 /* disk.c: both return 0, or why not. */
 const char *disk_open(u64 *blocks);
 const char *disk_move(u64 block, void *buffer, u32 blocks, int write);

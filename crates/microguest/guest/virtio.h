@@ -29,18 +29,21 @@ static inline void address(u64 device, u64 offset, volatile void *at) {
     *reg(device, offset + 4) = (u32)((u64)at >> 32);
 }
 
-/* Resets the device, and agrees on no feature but VERSION_1. */
-static inline void device_reset(u64 device) {
+/* Resets the device, and agrees on VERSION_1 and these features below bit 32. */
+static inline void device_reset_with(u64 device, u32 features) {
     *reg(device, STATUS) = 0;
     while (*reg(device, STATUS)) {}
     *reg(device, STATUS) = 1;
     *reg(device, STATUS) = 3;
     *reg(device, DRIVER_FEATURES_SEL) = 0;
-    *reg(device, DRIVER_FEATURES) = 0;
+    *reg(device, DRIVER_FEATURES) = features;
     *reg(device, DRIVER_FEATURES_SEL) = 1;
     *reg(device, DRIVER_FEATURES) = 1;
     *reg(device, STATUS) = 11;
 }
+
+/* Resets the device, and agrees on no feature but VERSION_1. */
+static inline void device_reset(u64 device) { device_reset_with(device, 0); }
 
 /* Makes a queue of `size` descriptors ready. */
 static inline void device_queue(u64 device, u32 number, u32 size, volatile void *table,

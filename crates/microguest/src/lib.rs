@@ -24,6 +24,8 @@
 //!   wrong: WHY`, and goes on if the id is that of [`Growth::Churn`].
 //! - `write=BLOCKS`: writes a page to each of BLOCKS blocks of 4 KiB of the first disk, and prints
 //!   `written`, or why not.
+//! - `give=FIRST:PAGES`: reports PAGES pages from FIRST on, counted from 32 MiB, as free to the
+//!   balloon, and prints `given`, or why not. It may still use them.
 //! - `serve`: sends each UDP datagram that comes back to where it came from, for ever. Needs no
 //!   address: it is in the datagram. Halts without a network device.
 //! - `flood=ADDRESS:PAGES`: the same. What the first datagram holds becomes a question to the name

@@ -15,6 +15,7 @@
 //! | 3 | a VM whose disk has no space on the host stops; `Status` reports `no_space` |
 //! | 4 | `Status` reports `traffic` |
 //! | 5 | `Status` reports `disk_reads` |
+//! | 6 | `Balloon` |
 //!
 //! Both sides ignore fields that they do not know. A field that is missing has the value that fits
 //! the version before the field. A VMM refuses a command that it does not know, without any effect.
@@ -25,6 +26,7 @@ pub mod server;
 pub mod wire;
 
 pub use crate::disk::{FileId, NoSpace};
+pub use crate::virtio::{BalloonStatus, GuestMemory};
 pub use client::{Client, ClientError};
 pub use message::{
     Answer, Busy, Command, ExitReason, ExitRecord, Frozen, MAX_MESSAGE_BYTES, PROTOCOL, Precopied,

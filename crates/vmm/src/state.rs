@@ -1,15 +1,16 @@
 //! The state file of a snapshot (`state`): a [`VmState`] in postcard, sealed.
 //!
-//! Layout: the header of [`dayfly_units::sealed`] (magic `DFstate\n`, version 1, at most 16 MiB),
-//! then the fields of [`VmState`] in their order in postcard's wire format, and nothing after them.
-//! A change of any field raises [`VERSION`]. Checks, in this order: the envelope, the encoding, the
+//! Layout: the header of [`dayfly_units::sealed`] (magic `DFstate\n`, version 1 or 2, at most
+//! 16 MiB), then the fields of [`VmState`] in their order in postcard's wire format, and nothing
+//! after them. A change of any field raises [`VERSION`]. Version 2 adds the balloon; the state of a
+//! VM without one is written as version 1. Checks, in this order: the envelope, the encoding, the
 //! limits of each part. Devices check the meaning of their parts when they load them.
 
 use crate::config::MAX_VCPUS;
 use crate::memory::{MAX_HOLES, MemoryError};
 use crate::platform::SerialSave;
 use crate::vcpu::state::{StateError, VcpuState, check};
-use crate::virtio::DeviceStates;
+use crate::virtio::{DeviceState, DeviceStates};
 use dayfly_units::sealed::{self, Magic, SealError};
 use kvm_bindings::{kvm_clock_data, kvm_irqchip, kvm_pit_state2};
 use serde::{Deserialize, Serialize};
@@ -17,7 +18,9 @@ use serde::{Deserialize, Serialize};
 /// The first 8 bytes of a state file.
 pub const MAGIC: Magic = *b"DFstate\n";
 /// The version of the encoding.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
+/// The version of a state without a balloon.
+const WITHOUT_BALLOON: u32 = 1;
 /// The longest payload, in bytes.
 pub const MAX_BYTES: u64 = 16 << 20;
 /// Bytes of vm-superio's receive FIFO.
@@ -89,7 +92,9 @@ pub enum DecodeError {
 /// # Errors
 /// When postcard cannot encode it; no state that [`crate::vm`] makes causes this.
 pub fn encode(state: &VmState) -> Result<Vec<u8>, postcard::Error> {
-    Ok(sealed::seal(&MAGIC, VERSION, &postcard::to_stdvec(state)?))
+    let balloon = state.devices.devices.iter().any(DeviceState::has_balloon);
+    let version = if balloon { VERSION } else { WITHOUT_BALLOON };
+    Ok(sealed::seal(&MAGIC, version, &postcard::to_stdvec(state)?))
 }
 
 /// Verifies and decodes a state file. No input makes it panic.
@@ -97,7 +102,7 @@ pub fn encode(state: &VmState) -> Result<Vec<u8>, postcard::Error> {
 /// # Errors
 /// [`DecodeError`] with place, expected and got.
 pub fn decode(bytes: &[u8]) -> Result<VmState, DecodeError> {
-    let (_, payload) = sealed::open(&MAGIC, VERSION..=VERSION, MAX_BYTES, bytes)?;
+    let (_, payload) = sealed::open(&MAGIC, WITHOUT_BALLOON..=VERSION, MAX_BYTES, bytes)?;
     let (state, rest) = postcard::take_from_bytes::<VmState>(payload)?;
     if !rest.is_empty() {
         return Err(DecodeError::Trailing { end: bytes.len() - rest.len(), extra: rest.len() });

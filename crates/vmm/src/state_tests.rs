@@ -1,6 +1,7 @@
 //! No bytes make `decode` panic, and damaged bytes are refused.
 
 use super::*;
+use crate::virtio::{BalloonState, KindState, QueueRegisters, TransportState};
 use dayfly_units::sealed::{HEADER_BYTES, seal};
 use kvm_bindings::{
     kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_regs, kvm_sregs,
@@ -36,6 +37,24 @@ fn sample() -> VmState {
         serial: SerialSave { received: vec![1, 2, 3], ..SerialSave::default() },
         devices: DeviceStates { devices: Vec::new() },
     }
+}
+
+/// A VM with a balloon, as version 2 has it.
+fn sample_with_balloon() -> VmState {
+    let queue = QueueRegisters { size: 32, desc: 0x1000, ready: true, ..Default::default() };
+    let transport = TransportState {
+        status: 15,
+        interrupt_status: 2,
+        driver_features: 1 << 32 | 1 << 5,
+        foreign_features: false,
+        device_features_sel: 0,
+        driver_features_sel: 1,
+        queue_sel: 3,
+        queues: vec![queue; 4],
+    };
+    let kind = KindState::Balloon(BalloonState { target_pages: 512, actual_pages: 300 });
+    let devices = vec![DeviceState { device_id: 5, transport, kind }];
+    VmState { devices: DeviceStates { devices }, ..sample() }
 }
 
 #[test]
@@ -112,11 +131,20 @@ fn what_no_vm_has_is_refused() {
 /// readable. When this fails, raise `VERSION`, and put the digest printed here in its place.
 #[test]
 fn the_encoding_of_this_version_has_not_changed() {
-    let bytes = encode(&sample()).unwrap();
-    let digest: String = bytes[64..96].iter().map(|byte| format!("{byte:02x}")).collect();
+    let of = |state: &VmState| {
+        let bytes = encode(state).unwrap();
+        let digest: String = bytes[64..96].iter().map(|byte| format!("{byte:02x}")).collect();
+        (bytes[40], digest)
+    };
+    let (version, digest) = of(&sample());
     assert_eq!(
-        (VERSION, digest.as_str()),
+        (version, digest.as_str()),
         (1, "2a8528fec1fdb2744a072b31198e6ada26218d885cf55da79e00f5f0d5813ed7")
+    );
+    let (version, digest) = of(&sample_with_balloon());
+    assert_eq!(
+        (version, digest.as_str()),
+        (2, "a20eac5f5f46612ce518a28eb58cae6949bc34a18051514c2ca298fffb2451c7")
     );
 }
 
@@ -128,6 +156,14 @@ fn the_state_of_version_1_is_read() {
     let state = decode(&frozen).unwrap();
     assert_eq!((state.vcpus[1].regs.rip, state.vcpus[1].msrs[0]), (2, (0x10, 2)));
     assert_eq!((state.holes, state.serial.received), (sample().holes, vec![1, 2, 3]));
+}
+
+#[test]
+fn the_state_of_version_2_is_read() {
+    let bytes = encode(&sample_with_balloon()).unwrap();
+    let frozen = crate::golden::golden("state-2", &bytes);
+    assert!(frozen == bytes);
+    assert_eq!(decode(&frozen).unwrap().devices, sample_with_balloon().devices);
 }
 
 proptest! {

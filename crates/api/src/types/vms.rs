@@ -1,5 +1,6 @@
 //! VMs, and requests to an existing VM.
 
+use super::balloon::Balloon;
 use super::create::{Lifetime, Publish};
 use super::error::ApiError;
 use super::limits::{DiskReads, DiskTraffic, NetTraffic, VmLimits, VmUsage};
@@ -205,6 +206,10 @@ wire! {
         /// version, and for a VM without disks.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub disk_reads: Option<DiskReads>,
+        /// Its balloon; absent if it has none, if its VMM does not answer, and while a fork or
+        /// snapshot copies its memory.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub balloon: Option<Balloon>,
         /// What the VM's egress policy has refused since this daemon started; `None` without a
         /// policy.
         #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -7,13 +7,17 @@ use crate::vm::Vm;
 use crate::vm::bill::{self, Bill};
 use crate::vmm::{agent_link, control_link};
 use dayfly_api::agent::Stat;
-use dayfly_api::types::{DiskReads, DiskTraffic, GuestStat, Refused, VmDetails};
+use dayfly_api::types::{Balloon, DiskReads, DiskTraffic, GuestStat, Refused, VmDetails};
 use dayfly_host::memory::{self, Memory};
 use dayfly_units::Bytes;
 use dayfly_units::text::{SHORT, escaped};
-use dayfly_vmm::control::{Answer, Command, Status};
+use dayfly_vmm::control::{Answer, BalloonStatus, Command, Status};
+use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
+/// The first version of the control protocol with the command `Balloon`.
+const HAS_BALLOON: u32 = 6;
 /// Bytes left below which a root disk counts as full.
 const FULL_BYTES: u64 = 4 << 20;
 /// Divisor of a root disk's size: with less than a hundredth left, the disk counts as full.
@@ -59,10 +63,7 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
         if !phase.alive() || phase == Phase::Starting {
             return None;
         }
-        match control_link::command(&vm.dir.control(), Command::Status, deadlines.stat).await {
-            Ok(Answer::Status(status)) => Some(status),
-            _ => None,
-        }
+        vmm_status(&vm.dir.control(), deadlines.stat).await
     };
     let weight = {
         let (vm, templates) = (vm.clone(), daemon.templates.clone());
@@ -77,6 +78,7 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
     let (guest, status, weight, refused) = tokio::join!(guest, status, weight, refused(vm));
     // If the process has ended meanwhile, the figures are 0.
     let (memory, disk_bytes, bill) = weight.unwrap_or_default();
+    let (status, balloon) = status.unzip();
     let live = vm.live();
     // A VM that has ended has its last bill there.
     let bill = match &live.exit {
@@ -119,8 +121,43 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
         disk_traffic,
         net_traffic: bill.net,
         disk_reads,
+        balloon: balloon.flatten(),
         refused,
         timeline,
+    }
+}
+
+/// The status of a VMM, and its VM's balloon; `None` if it does not answer `within`.
+async fn vmm_status(control: &Path, within: Duration) -> Option<(Status, Option<Balloon>)> {
+    let ask = |what| async { control_link::command(control, what, within).await.ok() };
+    let Some(Answer::Status(status)) = ask(Command::Status).await else { return None };
+    // A VMM that copies RAM answers only after that.
+    if status.protocol < HAS_BALLOON || status.busy.is_some() {
+        return Some((status, None));
+    }
+    let balloon = match ask(Command::Balloon { target_bytes: None }).await {
+        Some(Answer::Balloon(status)) => Some(ballooned(status)),
+        _ => None,
+    };
+    Some((status, balloon))
+}
+
+/// What a VMM reports of the balloon. A guest that took its VMM over may report anything.
+fn ballooned(status: BalloonStatus) -> Balloon {
+    let BalloonStatus { driver, reports, broken, target_bytes, actual_bytes, .. } = status;
+    let BalloonStatus { discarded_bytes, refused, guest, .. } = status;
+    Balloon {
+        driver,
+        reports,
+        broken: broken.map(|why| escaped(&why, SHORT).to_string()),
+        target_bytes,
+        actual_bytes,
+        discarded_bytes,
+        refused,
+        guest_total_bytes: guest.total_bytes,
+        guest_free_bytes: guest.free_bytes,
+        guest_available_bytes: guest.available_bytes,
+        guest_cached_bytes: guest.cached_bytes,
     }
 }
 
@@ -182,6 +219,14 @@ mod tests {
         assert!(refused.starts_with("Operation not permitted"), "{refused}");
         let refused = shown(false, Some(i32::MIN)).refused.unwrap();
         assert!(refused.len() < 100, "{refused}");
+    }
+
+    #[test]
+    fn what_a_vmm_reports_of_the_balloon_is_escaped() {
+        let broken = Some(format!("\x1b[2J{}", "x".repeat(5000)));
+        let shown = ballooned(BalloonStatus { driver: true, broken, ..BalloonStatus::default() });
+        let broken = shown.broken.unwrap();
+        assert!(shown.driver && broken.len() < 1000 && !broken.contains('\x1b'), "{broken}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::io::Read;
 
 /// Replaces the daemon by a new one, which has only those templates open that were cloned last.
-fn another_daemon() {
+pub fn another_daemon() {
     let pid = || on_host("pidof dayflyd").out;
     let before = pid();
     assert_eq!(on_host("pkill -TERM -x dayflyd || killall -TERM dayflyd").code, 0);

@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
 mod again;
+mod balloon;
 mod colours;
 mod cpus;
 mod crashes;

@@ -2,6 +2,7 @@
 
 pub mod agent;
 pub mod archives;
+pub mod balloon;
 pub mod boot;
 pub mod daemon;
 pub mod devices;
@@ -27,6 +28,7 @@ pub fn all() -> impl Iterator<Item = &'static Target> {
         store::TARGETS,
         tree::TARGETS,
         vmm::TARGETS,
+        balloon::TARGETS,
         devices::TARGETS,
         volume::TARGETS,
         vsock::TARGETS,

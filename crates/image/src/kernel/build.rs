@@ -20,6 +20,7 @@ pub const GUEST_MODULES: &[&str] = &[
     "pvpanic-mmio",
     "virtio_net",
     "tcp_diag",
+    "virtio_balloon",
 ];
 /// File name of the kernel in its output folder.
 pub const VMLINUX_NAME: &str = "vmlinux";

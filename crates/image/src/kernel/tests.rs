@@ -126,7 +126,8 @@ fn a_kernel_is_built_once() {
             "vmw_vsock_virtio_transport.ko",
             "pvpanic-mmio.ko",
             "virtio_net.ko",
-            "tcp_diag.ko"
+            "tcp_diag.ko",
+            "virtio_balloon.ko"
         ]
     );
     assert_eq!(std::fs::read(&first.vmlinux).unwrap(), elf());

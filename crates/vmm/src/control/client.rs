@@ -4,6 +4,7 @@
 use super::message::{Answer, Command, Frozen, Precopied, Status};
 use super::wire::{Received, Receiver, WireError, send};
 use crate::config::RestoreConfig;
+use crate::virtio::BalloonStatus;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
@@ -222,6 +223,20 @@ impl Client {
     /// As [`Client::call`].
     pub fn rebase(&mut self, disk: u8, fds: &[BorrowedFd<'_>]) -> Result<(), ClientError> {
         self.call_ok(&Command::Rebase { disk }, fds)
+    }
+
+    /// Sets the target of the balloon, if it has a value, and asks for its status.
+    ///
+    /// # Errors
+    /// As [`Client::call`].
+    pub fn balloon(&mut self, target_bytes: Option<u64>) -> Result<BalloonStatus, ClientError> {
+        match self.call(&Command::Balloon { target_bytes }, &[])? {
+            Answer::Balloon(status) => Ok(status),
+            got => Err(ClientError::Unexpected {
+                expected: "the status of the balloon",
+                got: Box::new(got),
+            }),
+        }
     }
 
     /// Ends the VMM.

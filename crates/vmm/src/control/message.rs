@@ -2,10 +2,11 @@
 
 use crate::config::{LinkConfig, RestoreConfig, Shape};
 use crate::disk::{DiskReads, DiskTraffic, FileId, NoSpace};
+use crate::virtio::BalloonStatus;
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol that this code speaks ([`crate::control`]).
-pub const PROTOCOL: u32 = 5;
+pub const PROTOCOL: u32 = 6;
 /// The longest JSON of a message that either side accepts, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 10;
 
@@ -75,6 +76,14 @@ pub enum Command {
     ///
     /// The tap is non-blocking, has a header of 12 bytes, and its offloads are set.
     Connect(LinkConfig),
+    /// Set how much memory the guest shall give to its balloon, and ask its driver for new
+    /// statistics: answered with [`Answer::Balloon`], before the driver does either. The guest may
+    /// give less, or nothing. Accepted at any time. Since version 6.
+    Balloon {
+        /// The memory in bytes, at most RAM; `None`: leave it as it is.
+        #[serde(default)]
+        target_bytes: Option<u64>,
+    },
     /// End this VMM now, without asking the guest.
     Quit,
 }
@@ -89,6 +98,8 @@ pub enum Answer {
     Status(Status),
     /// The answer to `Precopy`.
     Precopied(Precopied),
+    /// The answer to `Balloon`.
+    Balloon(BalloonStatus),
     /// The answer to `Freeze` and `Fork`.
     Frozen(Frozen),
     /// The command was refused or failed; the VM is unchanged.

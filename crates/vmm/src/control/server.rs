@@ -332,6 +332,10 @@ fn answer(
             Ok(()) => return (Answer::Ok, false),
             Err(error) => return (refused(&error), false),
         },
+        (Command::Balloon { target_bytes }, Hosted::Vm(vm)) => match vm.balloon(target_bytes) {
+            Ok(status) => return (Answer::Balloon(status), false),
+            Err(error) => return (refused(&error), false),
+        },
         (Command::Precopy { own }, Hosted::Vm(vm)) => match vm.precopy(own, fds, serve) {
             Ok(done) => return (Answer::Precopied(done), false),
             Err(error) => return (refused(&error), false),

@@ -36,7 +36,7 @@ impl<'a> IoList<'a> {
 
     /// Notes that the first `bytes` bytes were written to, at least in part. The kernel, which may
     /// have written them, is done.
-    pub(super) fn written(&self, bytes: usize) {
+    pub(crate) fn written(&self, bytes: usize) {
         let Some(writes) = self.writes else { return };
         let mut left = bytes;
         let ranges = self.pieces.iter().map(|piece| {

@@ -4,6 +4,7 @@
 //! A memory file holds RAM without the address hole below 4 GiB ([`crate::arch::layout::ram`]).
 
 pub mod backing;
+mod discard;
 mod dump;
 pub mod lazy;
 mod length;
@@ -15,6 +16,7 @@ pub mod working_set;
 pub mod writes;
 mod yield_points;
 
+pub use discard::discard;
 pub use dump::{
     Dump, DumpError, MAX_HOLES, MIN_HOLE_BYTES, Unwritten, dump, large_holes, own, written,
 };

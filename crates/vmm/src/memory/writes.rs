@@ -33,6 +33,13 @@ impl Writes {
         fence(Ordering::SeqCst);
     }
 
+    /// Whether writes are noted. A write that begins afterwards may have to be noted all the same,
+    /// because another thread may start the log meanwhile.
+    #[must_use]
+    pub fn watched(&self) -> bool {
+        self.watched.load(Ordering::SeqCst)
+    }
+
     /// Notes that these address ranges were written.
     pub fn note(&self, written: impl Iterator<Item = Range<usize>>) {
         fence(Ordering::SeqCst);

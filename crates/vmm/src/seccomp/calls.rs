@@ -42,7 +42,7 @@ const COMMON: &[Call] = &[
         ALL,
         Guest,
         (&[&[low(2, 4)]], "DONTNEED"),
-        "stack of a thread that ends",
+        "stack of a thread that ends; RAM that the guest gives back",
     ),
     call(
         named!(SYS_mmap),

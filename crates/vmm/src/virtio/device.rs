@@ -57,6 +57,17 @@ pub enum DeviceError {
     /// The VM has no network device.
     #[error("connect: expected a network device, this VM has none")]
     NoNet,
+    /// The guest was saved without a balloon.
+    #[error("balloon: this VM's snapshot was made without one")]
+    NoBalloon,
+    /// The balloon cannot get as large.
+    #[error("balloon: expected at most {max} bytes, this VM's RAM, got {got}")]
+    BalloonTarget {
+        /// RAM in bytes.
+        max: u64,
+        /// The size given, in bytes.
+        got: u64,
+    },
     /// The files of a disk were refused.
     #[error("disk {number}: {source}")]
     Disk {
@@ -114,7 +125,7 @@ pub(super) fn host(what: impl Into<String>) -> impl FnOnce(io::Error) -> DeviceE
 /// The health of one device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceHealth {
-    /// The virtio device id: 1 network, 2 block, 4 entropy, 19 vsock.
+    /// The virtio device id: 1 network, 2 block, 4 entropy, 5 balloon, 19 vsock.
     pub device_id: u32,
     /// Why the device needs a reset, if the driver broke a rule since the last reset.
     pub broken: Option<Broken>,

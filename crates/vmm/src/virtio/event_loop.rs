@@ -51,11 +51,11 @@ impl DeviceSet {
     /// Serves the devices but disks that are pending or due at `now`, unless a gate is wanted.
     /// Returns when the next device is due.
     pub(super) fn serve(&self, now: Instant, pending: &mut [bool]) -> Option<Instant> {
-        let mut deadline: Option<Instant> = None;
+        let (mut deadline, stop) = (None::<Instant>, || self.gate.wanted());
         for (slot, pending) in self.slots.iter().zip(pending) {
             let next = slot.deadline();
             if (*pending || next.is_some_and(|next| next <= now)) && !self.gate.wanted() {
-                *pending = slot.serve(&self.mem, &self.writes, now, &|| self.gate.wanted());
+                *pending = slot.serve(&self.mem, &self.writes, &self.pages, now, &stop);
             }
             deadline = deadline.into_iter().chain(slot.deadline()).min();
         }

@@ -1,4 +1,4 @@
-//! Virtio devices over MMIO: disks, vsock, entropy, network.
+//! Virtio devices over MMIO: disks, vsock, entropy, network, balloon.
 //!
 //! This module holds what the guest sees of its devices, and the two threads that serve them. What
 //! may not enter: KVM beyond two registrations, ACPI, the order in which a VM is paused and saved
@@ -28,8 +28,12 @@
 //! is in flight when a turn has ended.
 //!
 //! Order of locks: the gate's state, then one device, then the page map, then the limits on
-//! growth; never two devices. The log of writes comes last.
+//! growth; never two devices. The log of writes comes last. The device thread never waits for the
+//! page map, which the thread of the disks holds during a turn.
 
+mod balloon;
+#[cfg(test)]
+mod balloon_tests;
 mod block;
 #[cfg(test)]
 mod block_bench;
@@ -76,6 +80,7 @@ mod turns;
 mod vsock;
 
 pub use crate::disk::{DiskSpec, LayerSpec};
+pub use balloon::{BalloonState, BalloonStatus, GuestMemory};
 pub use block::DiskCounters;
 pub use device::{DeviceError, DeviceHealth, MmioSlot, VsockSpec};
 pub use ring::Broken;

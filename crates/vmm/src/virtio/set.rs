@@ -1,5 +1,6 @@
 //! All devices of a VM, and the operations of the vCPU threads and the main thread on them.
 
+use super::balloon::Balloon;
 use super::block::Block;
 use super::device::{DeviceError, DeviceHealth, MAX_SOCKET_PATH, MmioSlot, VsockSpec, host};
 use super::gate::Gate;
@@ -24,7 +25,7 @@ use kvm_ioctls::{IoEventAddress, VmFd};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use vm_memory::GuestMemoryMmap;
+use vm_memory::{GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -49,7 +50,10 @@ pub struct DeviceSet {
     pub(super) mem: GuestMemoryMmap,
     pub(super) pages: Mutex<PageMap>,
     pub(super) writes: Writes,
+    /// The devices; the last one is the balloon.
     pub(super) slots: Vec<Slot>,
+    /// Whether the guest was saved without a balloon, and so does not know of one.
+    no_balloon: AtomicBool,
     /// The events of all devices but the disks.
     pub(super) epoll: Arc<Epoll>,
     /// Wakes the thread of all devices but the disks.
@@ -75,8 +79,8 @@ pub struct DeviceSet {
 
 impl DeviceSet {
     /// Makes the devices in this order: disks without media, vsock, rng, network devices without
-    /// links. Registers their kicks and interrupts with `vm`, whose interrupt controller must
-    /// exist.
+    /// links, balloon. Registers their kicks and interrupts with `vm`, whose interrupt controller
+    /// must exist.
     ///
     /// # Errors
     /// [`DeviceError`].
@@ -89,7 +93,7 @@ impl DeviceSet {
         vm: &VmFd,
     ) -> Result<Arc<Self>, DeviceError> {
         let set = Self::with_meter(mem, disks, nets, vsock, meter)?;
-        for (slot, place) in set.slots.iter().zip(set.slots()) {
+        for (slot, place) in set.present().iter().zip(set.slots()) {
             let notify =
                 IoEventAddress::Mmio(place.base + super::registers::register::QUEUE_NOTIFY);
             for (queue, kick) in slot.fast_kicks() {
@@ -141,7 +145,7 @@ impl DeviceSet {
             super::tokens::LISTENER,
         )?;
 
-        let mut slots = Vec::with_capacity(usize::from(disks) + 2 + usize::from(nets));
+        let mut slots = Vec::with_capacity(usize::from(disks) + 3 + usize::from(nets));
         // Blocking: to read it is all that the thread of the disks waits for. A write of it cannot
         // block, because no counter of 64 bits is ever full of kicks.
         let kick = || EventFd::new(EFD_CLOEXEC).map(Arc::new).map_err(host("eventfd2"));
@@ -156,9 +160,11 @@ impl DeviceSet {
         for _ in 0..nets {
             slots.push(Slot::new(Kind::Net(Net::new(Arc::clone(&epoll), meter.clone())))?);
         }
+        let ram_bytes = mem.iter().map(|region| region.len()).sum();
+        slots.push(Slot::new(Kind::Balloon(Balloon::new(ram_bytes)))?);
 
         for (number, slot) in slots.iter().enumerate().filter(|(_, slot)| !slot.is_disk()) {
-            for (queue, kick) in slot.kicks().iter().enumerate() {
+            for (queue, kick) in slot.distinct_kicks().iter().enumerate() {
                 watch(kick.as_raw_fd(), EventSet::IN, super::tokens::kick_token(number, queue))?;
             }
         }
@@ -173,6 +179,7 @@ impl DeviceSet {
             pages,
             writes,
             slots,
+            no_balloon: AtomicBool::new(false),
             epoll,
             wake,
             disk_kick,
@@ -263,6 +270,12 @@ impl DeviceSet {
         if connected { Ok(()) } else { Err(DeviceError::NoNet) }
     }
 
+    /// The devices that the guest has.
+    pub(super) fn present(&self) -> &[Slot] {
+        let absent = usize::from(self.no_balloon.load(Ordering::Relaxed));
+        &self.slots[..self.slots.len() - absent]
+    }
+
     /// Windows and interrupts of the devices, in their order.
     #[must_use]
     pub fn slots(&self) -> Vec<MmioSlot> {
@@ -271,13 +284,13 @@ impl DeviceSet {
             size: MMIO_SIZE,
             gsi: FIRST_GSI + n,
         };
-        (0_u32..).zip(&self.slots).map(place).collect()
+        (0_u32..).zip(self.present()).map(place).collect()
     }
 
     /// The device whose window contains `addr`, and the offset in the window.
     fn find(&self, addr: u64) -> Option<(&Slot, u64)> {
         let offset = addr.checked_sub(MMIO_BASE)?;
-        let slot = self.slots.get(usize::try_from(offset / MMIO_SIZE).ok()?)?;
+        let slot = self.present().get(usize::try_from(offset / MMIO_SIZE).ok()?)?;
         Some((slot, offset % MMIO_SIZE))
     }
 
@@ -328,7 +341,7 @@ impl DeviceSet {
     /// The caller has paused the vCPUs and the devices.
     #[must_use]
     pub fn save(&self) -> DeviceStates {
-        DeviceStates { devices: self.slots.iter().map(Slot::save).collect() }
+        DeviceStates { devices: self.present().iter().map(Slot::save).collect() }
     }
 
     /// Loads saved state: checks all of it, then changes all devices.
@@ -338,10 +351,13 @@ impl DeviceSet {
     /// every queue, kicked or not, and raise every interrupt again that the driver has not
     /// acknowledged. They also report to the guest that its vsock connections, if any, are gone.
     ///
+    /// A guest that was saved without a balloon gets none: no device answers in its window.
+    ///
     /// # Errors
     /// [`LoadError`]; the devices are unchanged.
     pub fn load(&self, states: &DeviceStates) -> Result<(), DeviceError> {
-        let (expected, got) = (self.slots.len(), states.devices.len());
+        let no_balloon = !states.devices.iter().any(|state| state.has_balloon());
+        let (expected, got) = (self.slots.len() - usize::from(no_balloon), states.devices.len());
         if expected != got {
             return Err(LoadError::Count { expected, got }.into());
         }
@@ -355,6 +371,7 @@ impl DeviceSet {
         {
             slot.load(transport, state);
         }
+        self.no_balloon.store(no_balloon, Ordering::Relaxed);
         self.loaded.store(true, Ordering::SeqCst);
         Ok(())
     }
@@ -477,6 +494,6 @@ impl DeviceSet {
     /// The health of all devices, in the order of [`Self::slots`].
     #[must_use]
     pub fn health(&self) -> Vec<DeviceHealth> {
-        self.slots.iter().map(Slot::health).collect()
+        self.present().iter().map(Slot::health).collect()
     }
 }

@@ -1,5 +1,6 @@
 //! One device in its MMIO window: registers, kicks of its queues, interrupt, and the device's kind.
 
+use super::balloon::{self, Balloon, BalloonStatus};
 use super::block::{self, Block, Notes};
 use super::device::{DeviceError, DeviceHealth, host};
 use super::interrupt::{CONFIG_CHANGE, Interrupt};
@@ -35,6 +36,8 @@ pub enum Kind {
     Rng,
     /// virtio-net.
     Net(Net),
+    /// virtio-balloon.
+    Balloon(Balloon),
 }
 
 /// The state that the device's lock guards.
@@ -52,7 +55,7 @@ pub struct Slot {
     /// because the lock of a disk is held as long as a turn takes.
     device_id: u32,
     interrupt: Interrupt,
-    /// The eventfd of each queue. Disks share one.
+    /// The eventfd of each queue. Disks share one, and so do the queues of the balloon.
     kicks: Vec<Arc<EventFd>>,
     inner: Mutex<Inner>,
 }
@@ -66,12 +69,18 @@ impl Slot {
         Self::with_kicks(Kind::Block(block), || Ok(Arc::clone(kick)))
     }
 
-    /// A device after reset that is not a disk. Each queue has its own eventfd.
+    /// A device after reset that is not a disk. Each queue has its own eventfd; the queues of the
+    /// balloon, which are kicked rarely, share one.
     ///
     /// # Errors
     /// `eventfd2(2)` fails.
     pub fn new(kind: Kind) -> Result<Self, DeviceError> {
-        Self::with_kicks(kind, || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new))
+        let kick = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new);
+        if matches!(kind, Kind::Balloon(_)) {
+            let shared = kick().map_err(host("eventfd2"))?;
+            return Self::with_kicks(kind, || Ok(Arc::clone(&shared)));
+        }
+        Self::with_kicks(kind, kick)
     }
 
     fn with_kicks(
@@ -83,6 +92,7 @@ impl Slot {
             Kind::Vsock(_) => (vsock::DEVICE_ID, 0, vsock::QUEUES),
             Kind::Rng => (rng::DEVICE_ID, 0, rng::QUEUES),
             Kind::Net(_) => (net::DEVICE_ID, net::FEATURES, net::QUEUES),
+            Kind::Balloon(_) => (balloon::DEVICE_ID, balloon::FEATURES, balloon::QUEUES),
         };
         let kicks: io::Result<_> = queues.iter().map(|_| kick()).collect();
         let inner = Inner { transport: Transport::new(id, features, queues), kind, broken: None };
@@ -99,6 +109,11 @@ impl Slot {
         &self.kicks
     }
 
+    /// The eventfds of [`Self::kicks`], each once.
+    pub fn distinct_kicks(&self) -> &[Arc<EventFd>] {
+        if self.is_balloon() { &self.kicks[..1] } else { &self.kicks }
+    }
+
     /// Index and eventfd of each queue that is kicked often; KVM writes these eventfds.
     ///
     /// A kick of another queue arrives as a register write with the same effect. So a VM's creation
@@ -108,7 +123,7 @@ impl Slot {
         let fast = match &lock(&self.inner).kind {
             Kind::Block(_) => 0..1,
             Kind::Vsock(_) => 0..vsock::FAST_QUEUES,
-            Kind::Rng => 0..0,
+            Kind::Rng | Kind::Balloon(_) => 0..0,
             Kind::Net(_) => net::TRANSMIT..net::TRANSMIT + 1,
         };
         (0..).zip(self.kicks.iter().map(|kick| &**kick)).skip(fast.start).take(fast.len())
@@ -136,6 +151,7 @@ impl Slot {
                 Kind::Block(block) => block.read_config(at, data),
                 Kind::Vsock(vsock) => vsock.read_config(at, data),
                 Kind::Net(net) => net.read_config(at, data),
+                Kind::Balloon(balloon) => balloon.read_config(at, data),
                 Kind::Rng => {}
             }
         } else if let Ok(word) = <&mut [u8; 4]>::try_from(data) {
@@ -147,14 +163,19 @@ impl Slot {
         }
     }
 
-    /// Writes a register, and wakes the device's thread if the device has work then. No device has
-    /// a writable configuration.
+    /// Writes a register, and wakes the device's thread if the device has work then. Only the
+    /// balloon has a writable configuration.
     pub fn write(&self, mem: &GuestMemoryMmap, offset: u64, data: &[u8]) {
         let Ok(word) = <[u8; 4]>::try_from(data) else {
             return;
         };
         let value = u32::from_le_bytes(word);
-        if offset >= register::CONFIG {
+        if let Some(at) = offset.checked_sub(register::CONFIG) {
+            if self.is_balloon()
+                && let Kind::Balloon(balloon) = &mut lock(&self.inner).kind
+            {
+                balloon.write_config(at, value);
+            }
             return;
         }
         if offset == register::INTERRUPT_ACK {
@@ -171,6 +192,7 @@ impl Slot {
                 match &mut inner.kind {
                     Kind::Vsock(vsock) => vsock.reset(),
                     Kind::Net(net) => net.reset(),
+                    Kind::Balloon(balloon) => balloon.reset(),
                     Kind::Block(block) => {
                         let _ = block.retry();
                     }
@@ -228,6 +250,7 @@ impl Slot {
         &self,
         mem: &GuestMemoryMmap,
         writes: &Writes,
+        pages: &Mutex<PageMap>,
         now: Instant,
         stop: &dyn Fn() -> bool,
     ) -> bool {
@@ -248,6 +271,10 @@ impl Slot {
             }
             (Kind::Net(net), queues) => {
                 net.serve(&mut Turn { mem, writes, queues, features, interrupt, now, stop })
+            }
+            (Kind::Balloon(balloon), queues) => {
+                let turn = balloon::Turn { mem, writes, pages, queues, features, interrupt, stop };
+                balloon.serve(&mut { turn })
             }
             _ => Ok(false),
         };
@@ -285,8 +312,35 @@ impl Slot {
         match &lock(&self.inner).kind {
             Kind::Vsock(vsock) => vsock.deadline(),
             Kind::Net(net) => net.deadline(),
-            Kind::Block(_) | Kind::Rng => None,
+            Kind::Block(_) | Kind::Rng | Kind::Balloon(_) => None,
         }
+    }
+
+    /// Whether this is the balloon.
+    pub const fn is_balloon(&self) -> bool {
+        self.device_id == balloon::DEVICE_ID
+    }
+
+    /// Sets the target of the balloon, if there is one, asks the driver for new statistics, and
+    /// returns the status; `None` if this is another device.
+    ///
+    /// # Errors
+    /// The target is above RAM, which is the error; nothing has changed.
+    pub fn balloon(&self, target_bytes: Option<u64>) -> Option<Result<BalloonStatus, u64>> {
+        let mut inner = lock(&self.inner);
+        let Inner { transport, kind, broken } = &mut *inner;
+        let Kind::Balloon(balloon) = kind else { return None };
+        if let Some(bytes) = target_bytes {
+            match balloon.set_target(bytes) {
+                None => return Some(Err(balloon.ram_bytes())),
+                // A driver reads the target when it starts.
+                Some(true) if transport.live() => self.interrupt.raise(CONFIG_CHANGE),
+                Some(_) => {}
+            }
+        }
+        balloon.ask();
+        self.kick(0);
+        Some(Ok(balloon.status(transport.live(), transport.features(), broken.as_ref())))
     }
 
     /// Whether this is a network device.
@@ -383,6 +437,7 @@ impl Slot {
                 Kind::Vsock(vsock) => KindState::Vsock(vsock.save()),
                 Kind::Rng => KindState::Rng,
                 Kind::Net(_) => KindState::Net,
+                Kind::Balloon(balloon) => KindState::Balloon(balloon.save()),
             },
         }
     }
@@ -412,10 +467,14 @@ impl Slot {
             (Kind::Block(block), KindState::Block(saved)) if block.save() == *saved => {}
             (Kind::Vsock(vsock), KindState::Vsock(saved)) if vsock.fits(saved) => {}
             (Kind::Rng, KindState::Rng) | (Kind::Net(_), KindState::Net) => {}
+            (Kind::Balloon(balloon), KindState::Balloon(saved)) if balloon.fits(saved) => {}
             (Kind::Block(block), got) => return Err(differs(format!("{:?}", block.save()), got)),
             (Kind::Vsock(vsock), got) => return Err(differs(format!("{:?}", vsock.save()), got)),
             (Kind::Rng, got) => return Err(differs("Rng".into(), got)),
             (Kind::Net(_), got) => return Err(differs("Net".into(), got)),
+            (Kind::Balloon(_), got) => {
+                return Err(differs("Balloon with a target of at most RAM".into(), got));
+            }
         }
         inner
             .transport
@@ -430,6 +489,10 @@ impl Slot {
         (inner.transport, inner.broken) = (transport, None);
         if let (Kind::Vsock(vsock), KindState::Vsock(saved)) = (&mut inner.kind, &state.kind) {
             vsock.loaded(live && saved.connected);
+        }
+        if let (Kind::Balloon(balloon), KindState::Balloon(saved)) = (&mut inner.kind, &state.kind)
+        {
+            balloon.load(saved);
         }
         self.interrupt.set_status(state.transport.interrupt_status);
         self.kick_all();

@@ -1,5 +1,6 @@
 //! The saved state of the devices. Order and encoding of the whole file belong to [`crate::state`].
 
+use super::balloon::BalloonState;
 use super::block::BlockState;
 use super::transport::{TransportState, TransportStateError};
 use super::vsock::VsockState;
@@ -8,7 +9,7 @@ use serde::{Deserialize, Serialize};
 /// The state of all devices, in the order of their slots.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceStates {
-    /// One state for each slot.
+    /// One state for each slot; without one of the balloon if the guest has none.
     pub devices: Vec<DeviceState>,
 }
 
@@ -23,6 +24,14 @@ pub struct DeviceState {
     pub kind: KindState,
 }
 
+impl DeviceState {
+    /// Whether this is the state of a balloon.
+    #[must_use]
+    pub const fn has_balloon(&self) -> bool {
+        matches!(self.kind, KindState::Balloon(_))
+    }
+}
+
 /// The state of a device beyond its registers, by kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KindState {
@@ -34,6 +43,8 @@ pub enum KindState {
     Rng,
     /// Network: nothing to save, because a link belongs to the host and each clone gets a new one.
     Net,
+    /// Balloon. Only since version 2 of the state ([`crate::state`]).
+    Balloon(BalloonState),
 }
 
 /// Why the saved state of devices was refused.

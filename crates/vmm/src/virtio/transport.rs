@@ -220,7 +220,7 @@ impl Transport {
             register::QUEUE_READY => self.registers.get(selected).map_or(0, |q| q.ready.into()),
             register::STATUS => self.status.into(),
             // Configurations have no generations. Only a MAC changes, when a network device gets
-            // its link.
+            // its link, and the balloon's target, a single field of 32 bits.
             register::CONFIG_GENERATION => 0,
             // "If there is no such region, reads give all ones."
             register::SHM_LEN_LOW..=register::SHM_BASE_HIGH => u32::MAX,

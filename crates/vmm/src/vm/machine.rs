@@ -13,6 +13,7 @@ use crate::memory::working_set::{self, Record};
 use crate::vcpu::Vcpu;
 use crate::vcpu::clocks;
 use crate::vcpu::state::VcpuState;
+use crate::virtio::{BalloonStatus, DeviceError};
 use kvm_bindings::kvm_clock_data;
 use kvm_ioctls::VcpuFd;
 use std::fs::File;
@@ -202,6 +203,15 @@ impl Vm {
             (tap, 0 | 1) => Ok(self.warm.devices.connect(link, tap)?),
             _ => Err(ConnectError::Fds(got)),
         }
+    }
+
+    /// Sets the target of the balloon and returns its status
+    /// ([`Command::Balloon`](crate::control::Command::Balloon)).
+    ///
+    /// # Errors
+    /// When the VM has no balloon, or less RAM.
+    pub fn balloon(&self, target_bytes: Option<u64>) -> Result<BalloonStatus, DeviceError> {
+        self.warm.devices.balloon(target_bytes)
     }
 
     /// Writes which pages were touched since the restore. If the VMM was not started to record,

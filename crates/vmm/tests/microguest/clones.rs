@@ -257,7 +257,7 @@ fn a_damaged_snapshot_is_refused_with_the_place() {
         ("truncated", &state[..state.len() - 1], "payload length at byte 48"),
         ("header", &flipped, "header digest at byte 8"),
         ("payload", &payload, "payload digest at byte 64"),
-        ("version", &foreign, "version at byte 40: expected 1 to 1, got 99"),
+        ("version", &foreign, "version at byte 40: expected 1 to 2, got 99"),
         ("empty", &[], "header at byte 0"),
     ];
     for (name, bytes, expected) in cases {

@@ -1,6 +1,7 @@
 //! The VMM with a bare-metal guest, on any `/dev/kvm`: boot, exits, pause, save, load, clones.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod balloon;
 mod clones;
 mod confined;
 mod cpu;
