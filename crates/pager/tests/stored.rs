@@ -90,6 +90,7 @@ fn planned() -> (tempfile::TempDir, Plan) {
         ancestors: Vec::new(),
         kernel: KernelRef { name: name("6.12"), release: "6.12".into(), digest: Digest([7; 32]) },
         vcpus: 1,
+        max_vcpus: 0,
         cpu_model: CpuModel::Host,
         nets: 0,
         memory_bytes,

@@ -382,6 +382,7 @@ async fn a_port_is_asked_for_and_its_bytes_are_whole() {
             lifetime: Lifetime::UNLIMITED,
             volumes: Vec::new(),
             limits: Default::default(),
+            vcpus: None,
             network: NetworkRequest::default(),
         },
         port: 5000,

@@ -189,7 +189,7 @@ async fn prime(daemon: &Arc<Daemon>, template: &Template) -> Outcome<(WarmVmm, b
         (daemon.clone(), template.clone(), warm.vm_slot, warm.process.clone());
     let guest = move || {
         let open = maker.templates.open_snapshot(&wanted.name)?;
-        if Template::of(&open)? != wanted {
+        if Template::of(&open)?.sized(wanted.shape.vcpus) != wanted {
             return Err(ApiError::not_found(format_args!(
                 "snapshot {}: is another one by now",
                 wanted.name

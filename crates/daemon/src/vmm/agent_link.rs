@@ -4,13 +4,14 @@
 //! allocated, and every wait has a deadline.
 
 use crate::base::error::ApiError;
+use crate::model::live::CpusOnline;
 use crate::vmm::dial::{DialError, dial, is_closed};
 use dayfly_api::agent::{
     Failure, Frame, FrameError, FrameKind, HEADER_BYTES, Identity, PORT, Ready, Reply, Request,
     Stat, StringsError, decode_header, encode, request_frames,
 };
 use dayfly_api::types::ErrorCode;
-use dayfly_units::text::{LONG, escaped};
+use dayfly_units::text::{LONG, SHORT, escaped};
 use std::io;
 use std::path::Path;
 use std::time::Duration;
@@ -276,7 +277,8 @@ async fn done(
 /// Gives a guest its identity, which unseals the agent. Calls `connected` between connecting and
 /// sending. The request `next` is sent in the same packet, to an agent of that version of the
 /// protocol, and the agent serves it as soon as it has its identity. The caller reads the reply to
-/// `next` from the returned link.
+/// `next` from the returned link. If the identity asks the guest to start CPUs, what the guest says
+/// of them is returned too.
 ///
 /// # Errors
 /// [`LinkError`].
@@ -285,17 +287,24 @@ pub async fn identify(
     within: Duration,
     next: Option<(&Request, u32)>,
     connected: impl FnOnce() -> Identity,
-) -> Result<AgentLink, LinkError> {
+) -> Result<(AgentLink, Option<CpusOnline>), LinkError> {
     let doing = "taking its identity";
     let next = next.map(|(request, protocol)| request_frames(&mut request.clone(), protocol));
     let next = next.transpose()?;
     let mut link = AgentLink::connect(path, within).await?;
-    let mut frames = request_frame(&Request::Identity(connected()), doing)?;
+    let identity = connected();
+    let starts_cpus = identity.cpus.is_some();
+    let mut frames = request_frame(&Request::Identity(identity), doing)?;
     frames.extend(next.into_iter().flatten());
     link.write(&frames, doing).await?;
     match link.reply(doing).await? {
-        Reply::Ok => Ok(link),
-        reply => Err(other(&reply, doing, "Ok")),
+        Reply::Ok if !starts_cpus => Ok((link, None)),
+        Reply::Cpus { online, why } if starts_cpus => {
+            let why = why.map(|why| escaped(&why, SHORT).to_string());
+            let count = u8::try_from(online).unwrap_or(u8::MAX);
+            Ok((link, Some(CpusOnline { count, why })))
+        }
+        reply => Err(other(&reply, doing, if starts_cpus { "Cpus" } else { "Ok" })),
     }
 }
 

@@ -14,6 +14,7 @@ use crate::templates::open::OpenTemplate;
 use crate::templates::sharing;
 use crate::vm::Vm;
 use crate::vmm::launch::Fds;
+use dayfly_api::agent::{CPUS_PROTOCOL, protocol_of};
 use dayfly_api::types::{BootSource, NetworkRequest, Source, VmLimits};
 use dayfly_host::process::Process;
 use dayfly_store::{Digest, DiskRef, FileTree, Image, Kernel, OpenSnapshot, Pin, SnapshotManifest};
@@ -36,6 +37,16 @@ pub(super) const CMDLINE: &str = "console=ttyS0 quiet reboot=t panic=-1 i8042.no
 
 /// Added to [`CMDLINE`] if the kernel has modules: their disk is the second.
 pub(super) const MODULES: &str = " dayfly.modules=/dev/vdb";
+
+/// The part of the command line for a guest that starts `vcpus` vCPUs by itself. Its firmware
+/// announces [`MAX_VCPUS`], of which clones may have more.
+///
+/// `noreplace-smp`: a kernel that boots with one CPU otherwise takes the lock prefixes out of its
+/// code, and writes all of them again when a clone starts a second CPU. The pages of its code would
+/// be the clone's own.
+pub(super) fn of_cpus(vcpus: u8) -> String {
+    format!(" maxcpus={vcpus} noreplace-smp")
+}
 
 /// The open source of a VM.
 pub(crate) enum Opened {
@@ -119,6 +130,54 @@ impl Opened {
         }
     }
 
+    /// The number of vCPUs of a VM for which a client asks for `wanted`; `None`: as in the source.
+    ///
+    /// # Errors
+    /// The source's guest cannot have so many.
+    pub(crate) fn vcpus(&self, wanted: Option<u8>) -> Outcome<u8> {
+        let (name, own, known) = match self {
+            Self::Boot { boot, .. } if wanted.is_none() => return Ok(boot.vcpus),
+            Self::Boot { .. } => {
+                let why = "vcpus: expected none with a cold boot, whose source has its own number";
+                return Err(ApiError::invalid(why));
+            }
+            Self::Snapshot(open) => {
+                let manifest = &open.manifest;
+                (Some(&manifest.name), manifest.vcpus, manifest.known_vcpus())
+            }
+            Self::Fork(fork_point, _) => {
+                let facts = &fork_point.facts;
+                (facts.snapshot.as_ref(), facts.vcpus, facts.max_vcpus.max(facts.vcpus))
+            }
+        };
+        let wanted = match wanted {
+            None => return Ok(own),
+            Some(wanted) if wanted == own => return Ok(own),
+            Some(wanted) => wanted,
+        };
+        let of = name.map(|name| format!("snapshot {name}: ")).unwrap_or_default();
+        let most = known.min(MAX_VCPUS);
+        if !(own..=most).contains(&wanted) {
+            let next = match wanted {
+                _ if wanted > MAX_VCPUS => "no VM has more",
+                _ if wanted < own => "its guest runs that many already; bake one with fewer",
+                _ => "its guest knows of no more; bake it again with this version of dayfly",
+            };
+            return Err(ApiError::invalid(format_args!(
+                "{of}vcpus: expected {own} to {most}, got {wanted}: {next}"
+            )));
+        }
+        match self.agent_version() {
+            Some(version) if !version.is_empty() && protocol_of(version) < CPUS_PROTOCOL => {
+                Err(ApiError::invalid(format_args!(
+                    "{of}vcpus: expected {own}, got {wanted}: its agent {version} does not start \
+                     CPUs; store the kernel again, and bake it again"
+                )))
+            }
+            _ => Ok(wanted),
+        }
+    }
+
     fn cpu_model(&self) -> CpuModel {
         match self {
             Self::Boot { boot, .. } => boot.cpu_model,
@@ -133,9 +192,10 @@ impl Opened {
         ephemeral: bool,
         max_clones: u32,
         network: Option<NetworkRequest>,
+        vcpus: u8,
     ) -> Facts {
         let created_unix_ms = unix_ms();
-        let (snapshot, image, kernel, vcpus, memory_bytes, nets) = match self {
+        let (snapshot, image, kernel, max_vcpus, memory_bytes, nets) = match self {
             Self::Fork(fork_point, number) => {
                 let fork = ForkFacts { number: *number, max_clones, ..fork_point.facts.fork };
                 let own = &fork_point.facts.network;
@@ -149,6 +209,7 @@ impl Opened {
                     labels,
                     fork,
                     network,
+                    vcpus,
                     ..fork_point.facts.clone()
                 };
             }
@@ -156,11 +217,11 @@ impl Opened {
                 let m = &open.manifest;
                 // Does not panic: a manifest without a disk is refused when it is read.
                 let image = m.disks[0].image.name.clone();
-                (Some(m.name.clone()), image, m.kernel.clone(), m.vcpus, m.memory_bytes, m.nets)
+                (Some(m.name.clone()), image, m.kernel.clone(), m.max_vcpus, m.memory_bytes, m.nets)
             }
             Self::Boot { boot, image, kernel } => {
                 let (image, kernel) = (image.manifest.name.clone(), kernel.reference());
-                (None, image, kernel, boot.vcpus, boot.memory_bytes, MAX_NETS)
+                (None, image, kernel, MAX_VCPUS, boot.memory_bytes, MAX_NETS)
             }
         };
         let config = match self {
@@ -191,6 +252,7 @@ impl Opened {
             image,
             kernel,
             vcpus,
+            max_vcpus,
             cpu_model: self.cpu_model(),
             memory_bytes,
             nets,
@@ -229,21 +291,23 @@ impl Opened {
         }
     }
 
-    /// The key of the warm clones that fit; `None` if the source is not a snapshot.
-    pub(crate) fn template(&self) -> Outcome<Option<Template>> {
+    /// The key of the warm clones with this number of vCPUs; `None` if the source is not a
+    /// snapshot.
+    pub(crate) fn template(&self, vcpus: u8) -> Outcome<Option<Template>> {
         match self {
-            Self::Snapshot(open) => Template::of(open).map(Some),
+            Self::Snapshot(open) => Ok(Some(Template::of(open)?.sized(vcpus))),
             Self::Fork(..) | Self::Boot { .. } => Ok(None),
         }
     }
 
-    /// The shape of the warm VMMs that fit; `None` for a cold boot.
-    pub(crate) fn shape(&self) -> Outcome<Option<Shape>> {
-        match self {
-            Self::Snapshot(open) => Ok(Some(Template::of(open)?.shape)),
-            Self::Fork(fork_point, _) => Ok(Some(fork_point.shape())),
-            Self::Boot { .. } => Ok(None),
-        }
+    /// The shape of the warm VMMs for a VM with this number of vCPUs; `None` for a cold boot.
+    pub(crate) fn shape(&self, vcpus: u8) -> Outcome<Option<Shape>> {
+        let shape = match self {
+            Self::Snapshot(open) => Template::of(open)?.shape,
+            Self::Fork(fork_point, _) => fork_point.shape(),
+            Self::Boot { .. } => return Ok(None),
+        };
+        Ok(Some(Shape { vcpus, ..shape }))
     }
 }
 
@@ -261,7 +325,7 @@ fn with_policy_of(asked: NetworkRequest, source: Option<Egress>) -> NetworkReque
     }
 }
 
-/// Key of the warm clones of one snapshot.
+/// Key of the warm clones of one snapshot with one number of vCPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Template {
     /// The snapshot's name.
@@ -281,6 +345,12 @@ impl Template {
         let (manifest, shape) = (&open.manifest, shape_of(&open.manifest)?);
         Ok(Self { name: manifest.name.clone(), fingerprint: open.fingerprint, shape })
     }
+
+    /// The key for clones with this number of vCPUs.
+    #[must_use]
+    pub fn sized(self, vcpus: u8) -> Self {
+        Self { shape: Shape { vcpus, ..self.shape }, ..self }
+    }
 }
 
 /// The shape of the warm VMMs that fit a snapshot.
@@ -288,8 +358,9 @@ impl Template {
 /// # Errors
 /// The snapshot has more disks than a VM may have.
 pub fn shape_of(manifest: &SnapshotManifest) -> Outcome<Shape> {
-    let &SnapshotManifest { memory_bytes, vcpus, nets, cpu_model, .. } = manifest;
-    Ok(Shape { memory_bytes, vcpus, disks: disks(manifest.disks.len())?, nets, cpu_model })
+    let &SnapshotManifest { memory_bytes, vcpus, max_vcpus, nets, cpu_model, .. } = manifest;
+    let disks = disks(manifest.disks.len())?;
+    Ok(Shape { memory_bytes, vcpus, max_vcpus, disks, nets, cpu_model })
 }
 
 fn disks(count: usize) -> Outcome<u8> {
@@ -470,9 +541,10 @@ pub(crate) fn boot(
     let start = BootConfig {
         kernel_fd: fds.add(kernel.vmlinux),
         initrd_fd: Some(fds.add(kernel.initrd)),
-        cmdline: format!("{CMDLINE}{modules}{init}"),
+        cmdline: format!("{CMDLINE}{}{modules}{init}", of_cpus(boot.vcpus)),
         memory_bytes: boot.memory_bytes,
         vcpus: boot.vcpus,
+        max_vcpus: MAX_VCPUS,
         disks: configs,
         nets: vm.facts.nets,
         cpu_model: boot.cpu_model,

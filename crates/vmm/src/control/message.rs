@@ -5,7 +5,7 @@ use crate::disk::{DiskReads, DiskTraffic, FileId, NoSpace};
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol that this code speaks ([`crate::control`]).
-pub const PROTOCOL: u32 = 5;
+pub const PROTOCOL: u32 = 6;
 /// The longest JSON of a message that either side accepts, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 10;
 
@@ -153,7 +153,7 @@ pub struct Status {
     pub whole: bool,
     /// Whether the vCPUs are stopped by `Pause`.
     pub paused: bool,
-    /// The VM's size.
+    /// The VM's size. `max_vcpus` of it since version 6.
     pub shape: Shape,
     /// Microseconds (CLOCK_MONOTONIC) at which each phase of the start ended.
     pub phases: Vec<(String, u64)>,

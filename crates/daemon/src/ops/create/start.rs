@@ -80,13 +80,15 @@ fn make(
     purpose: Purpose,
     link: Option<Link>,
 ) -> Outcome<(Link, Option<StdListener>)> {
+    let sized = |shape| Shape { vcpus: vm.facts.vcpus, ..shape };
     match opened {
         Opened::Snapshot(open) => {
-            let (shape, version) = (Template::of(&open)?.shape, &open.manifest.agent_version);
+            let shape = sized(Template::of(&open)?.shape);
+            let version = &open.manifest.agent_version;
             clone(daemon, vm, (&open).into(), shape, version, purpose, link)
         }
         Opened::Fork(fork_point, _) => {
-            let (shape, version) = (fork_point.shape(), &fork_point.agent_version);
+            let (shape, version) = (sized(fork_point.shape()), &fork_point.agent_version);
             clone(daemon, vm, (&*fork_point).into(), shape, version, purpose, link)
         }
         Opened::Boot { boot, image, kernel } => {
