@@ -284,7 +284,7 @@ impl Agent {
             }
             Request::Identity(identity) => {
                 let reply = self.become_machine(&identity, id);
-                goes_on = matches!(reply, Reply::Ok);
+                goes_on = matches!(reply, Reply::Ok | Reply::Cpus { .. });
                 conn.reply(&reply)
             }
             Request::Exec(spec) => exec::run(&self.programs, conn, *spec),

@@ -48,13 +48,13 @@ static void count_turns(u64 cpu) {
     for (;;) turns[cpu]++;
 }
 
-void start_cpus(u64 generation) {
+void start_cpus(u64 generation, u64 fixed) {
     u64 running = 1;
     ap_work = count_turns;
     for (;;) {
         until(generation);
         volatile u32 *id = (volatile u32 *)generation;
-        u64 wanted = id[0], tried = id[1];
+        u64 wanted = fixed ? fixed : id[0], tried = fixed ? 0 : id[1];
         for (; running < wanted && running < MOST_CPUS; running++) start_cpu(running);
         for (u64 cpu = running; cpu < tried; cpu++) init(cpu), sipi(cpu), sipi(cpu);
         for (u64 cpu = 1; cpu < running; cpu++)

@@ -280,7 +280,9 @@ void guest_main(const u8 *boot_params) {
             rings(generation, hex(&at));
         } else if (starts(at, "cpus=")) {
             at += 5;
-            start_cpus(hex(&at));
+            u64 generation = hex(&at);
+            if (*at == ':') at++;
+            start_cpus(generation, hex(&at));
         } else if (starts(at, "write=")) {
             at += 6;
             write_blocks(hex(&at));

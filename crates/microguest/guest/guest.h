@@ -18,7 +18,7 @@ void until(u64 generation);
 /* grow.c */
 __attribute__((noreturn)) void grow(u64 generation, u64 count, u64 seed, u64 end, char then);
 /* aps.c */
-__attribute__((noreturn)) void start_cpus(u64 generation);
+__attribute__((noreturn)) void start_cpus(u64 generation, u64 fixed);
 extern void (*ap_work)(u64 cpu);
 void start_cpu(u64 cpu);
 /* rings.c */

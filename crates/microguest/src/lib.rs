@@ -25,6 +25,7 @@
 //! - `cpus=ADDR`: over and over prints `ready`, waits until the VM generation id at ADDR changes,
 //!   and obeys it ([`cpus`]): starts vCPUs, checks that each runs, and prints `cpus N up M`, the
 //!   number that it has started and the number that runs.
+//! - `cpus=ADDR:COUNT`: the same with COUNT vCPUs, whatever the id is.
 //! - `write=BLOCKS`: writes a page to each of BLOCKS blocks of 4 KiB of the first disk, and prints
 //!   `written`, or why not.
 //! - `serve`: sends each UDP datagram that comes back to where it came from, for ever. Needs no

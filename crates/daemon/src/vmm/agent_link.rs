@@ -410,6 +410,48 @@ mod tests {
         );
     }
 
+    /// The answer to an identity that asks for this number of CPUs.
+    async fn identified(cpus: Option<u32>, answer: Reply) -> Result<Option<CpusOnline>, LinkError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vsock.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let server = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            stream.write_all(&reply(&answer)).await.unwrap();
+            std::future::pending::<()>().await;
+        });
+        let identity = || Identity {
+            hostname: "h".into(),
+            machine_id: "a".repeat(32),
+            wall_clock_ns: 1,
+            entropy: "00".repeat(64),
+            number: 0,
+            network: None,
+            answer_ms: None,
+            cpus,
+        };
+        let answer = identify(&path, Duration::from_millis(500), None, identity).await;
+        server.abort();
+        answer.map(|(_, online)| online)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_a_guest_says_of_its_cpus_is_bounded_and_only_said_when_asked() {
+        let says = |online, why: Option<String>| Reply::Cpus { online, why };
+        assert_eq!(identified(None, Reply::Ok).await.unwrap(), None);
+        let four = identified(Some(4), says(4, None)).await.unwrap().unwrap();
+        assert_eq!((four.count, four.why), (4, None));
+        let long = "\u{1b}[2J".to_owned() + &"x".repeat(10_000);
+        let lie = identified(Some(4), says(u32::MAX, Some(long))).await.unwrap().unwrap();
+        assert_eq!(lie.count, u8::MAX);
+        let why = lie.why.unwrap();
+        assert!(why.starts_with("\\x1b[2J") && why.len() < 1_000, "{why}");
+        for (cpus, answer) in [(None, says(1, None)), (Some(4), Reply::Ok)] {
+            let refused = identified(cpus, answer).await;
+            assert!(matches!(refused, Err(LinkError::Unexpected { .. })), "{refused:?}");
+        }
+    }
+
     #[tokio::test(start_paused = true)]
     async fn what_a_guest_may_not_say_is_refused() {
         let failure = Failure { code: FailureCode::Sealed, message: "sealed".into() };

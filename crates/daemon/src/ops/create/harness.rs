@@ -19,7 +19,7 @@ use dayfly_store::{
 };
 use dayfly_units::{CpuModel, Name, VmName};
 use dayfly_vmm::arch::layout;
-use dayfly_vmm::config::{BootConfig, DiskConfig, Start};
+use dayfly_vmm::config::{BootConfig, DiskConfig, MAX_VCPUS, Start};
 use dayfly_vmm::control::Client;
 use dayfly_vmm::memory::working_set::{self, Record};
 use std::collections::BTreeMap;
@@ -199,7 +199,7 @@ async fn bake(
         cmdline: command_line.to_owned(),
         memory_bytes: MEMORY_BYTES,
         vcpus: 1,
-        max_vcpus: 0,
+        max_vcpus: MAX_VCPUS,
         cpu_model: CpuModel::Host,
         disks: vec![disk],
         nets: 0,
@@ -228,7 +228,7 @@ async fn bake(
         ancestors: Vec::new(),
         kernel: kernel_ref,
         vcpus: 1,
-        max_vcpus: 0,
+        max_vcpus: MAX_VCPUS,
         cpu_model: CpuModel::Host,
         nets: 0,
         memory_bytes: MEMORY_BYTES,
