@@ -14,7 +14,7 @@ use crate::templates::open::OpenTemplate;
 use crate::templates::sharing;
 use crate::vm::Vm;
 use crate::vmm::launch::Fds;
-use crate::vmm::sizes::{Template, of_cpus};
+use crate::vmm::sizes::{Allowed, Template, of_cpus};
 use dayfly_api::types::{BootSource, NetworkRequest, Source, VmLimits};
 use dayfly_host::process::Process;
 use dayfly_store::{DiskRef, FileTree, Image, Kernel, Pin};
@@ -118,6 +118,30 @@ impl Opened {
                 Ok(Self::Boot { boot, image, kernel })
             }
         }
+    }
+
+    /// The number of vCPUs of a VM for which a client asks for `wanted`; `None`: as in the source.
+    ///
+    /// # Errors
+    /// The source's guest cannot have so many.
+    pub(crate) fn vcpus(&self, wanted: Option<u8>) -> Outcome<u8> {
+        let (snapshot, saved, known) = match self {
+            Self::Boot { boot, .. } if wanted.is_none() => return Ok(boot.vcpus),
+            Self::Boot { .. } => {
+                let why = "vcpus: expected none with a cold boot, whose source has its own number";
+                return Err(ApiError::invalid(why));
+            }
+            Self::Snapshot(open) => {
+                let manifest = &open.manifest;
+                (Some(&manifest.name), manifest.vcpus, manifest.known_vcpus())
+            }
+            Self::Fork(fork_point, _) => {
+                let facts = &fork_point.facts;
+                (facts.snapshot.as_ref(), facts.vcpus, facts.max_vcpus.max(facts.vcpus))
+            }
+        };
+        let agent_version = self.agent_version().unwrap_or_default();
+        Allowed { snapshot, saved, known, agent_version }.chosen(wanted)
     }
 
     fn cpu_model(&self) -> CpuModel {

@@ -2,21 +2,16 @@
 
 use crate::base::progress::ProgressSender;
 use crate::base::time::Asked;
-use crate::fixture;
 use crate::ops::create::harness::{ASKED, Room, until};
 use crate::ops::create::last_lines::console_tail;
 use crate::ops::create::{Order, create};
 use crate::ops::fork::fork;
 use crate::ops::{keeper, remove, snapshot};
-use crate::templates::cache::TemplateCache;
-use crate::templates::pagers::Pagers;
 use crate::vm::Vm;
 use crate::vmm::requested::Requested;
 use crate::vmm::sizes::Template;
-use crate::vmm::source::Opened;
-use dayfly_api::types::{ErrorCode, SnapshotRequest, Source};
+use dayfly_api::types::{ErrorCode, SnapshotRequest};
 use dayfly_pager::wire::Settings;
-use dayfly_store::{PagedSpec, Store};
 use dayfly_units::Name;
 use dayfly_vmm::arch::layout;
 use dayfly_vmm::config::MAX_VCPUS;
@@ -106,32 +101,4 @@ async fn the_pool_makes_clones_of_the_size_that_is_asked_for() {
     daemon.stop.cancel();
     keeper.await.unwrap();
     room.empty().await;
-}
-
-/// A snapshot of before its guests knew of more vCPUs, and one whose agent is too old.
-#[test]
-fn a_snapshot_that_cannot_grow_is_refused_with_the_next_step() {
-    let folder = tempfile::tempdir().unwrap();
-    let config = fixture::config(folder.path());
-    std::fs::create_dir_all(&config.state).unwrap();
-    let store = Store::open(&config.state).unwrap();
-    let tenant: Name = "default".parse().unwrap();
-    for (name, max_vcpus, agent) in [("old", 0, "0.1.0+4"), ("deaf", 16, "0.1.0+3")] {
-        let (vm, saved, mut spec) = fixture::saved(&store, name, 0..4, Vec::new());
-        (spec.max_vcpus, spec.agent_version) = (max_vcpus, agent.to_owned());
-        saved.commit_paged(&spec, &PagedSpec::of(&tenant)).unwrap();
-        store.remove_vm(vm).unwrap();
-    }
-    let templates = TemplateCache::new(store, Pagers::new(&config));
-    let open = |name: &str| {
-        let opened = Opened::open(&templates, Source::Snapshot(name.parse().unwrap())).unwrap();
-        assert_eq!((opened.vcpus(None).unwrap(), opened.vcpus(Some(1)).unwrap()), (1, 1));
-        opened.vcpus(Some(2)).unwrap_err().0.message
-    };
-    let old = open("old");
-    let expected = "snapshot old: vcpus: expected 1 to 1, got 2: its guest knows of no more; bake";
-    assert!(old.starts_with(expected), "{old}");
-    let deaf = open("deaf");
-    let expected = "expected 1, got 2: its agent 0.1.0+3 does not start CPUs; store the kernel";
-    assert!(deaf.contains(expected), "{deaf}");
 }
