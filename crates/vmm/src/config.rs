@@ -148,8 +148,8 @@ pub struct Shape {
     pub memory_bytes: u64,
     /// vCPUs, 1 to [`MAX_VCPUS`].
     pub vcpus: u8,
-    /// vCPUs that the guest knows of, if they are more than `vcpus`: its clones can have so many. A
-    /// warm VMM also accepts a saved VM with another number; then CPUID is set once more.
+    /// vCPUs that the guest knows of, if they are more than `vcpus`: the most of its clones. A warm
+    /// VMM also accepts a saved VM with another number; then CPUID is set once more.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub max_vcpus: u8,
     /// Disks, at most [`MAX_DISKS`].

@@ -32,7 +32,7 @@ impl Allowed<'_> {
     /// The number of vCPUs of a clone for which a client asks for `wanted`; `None`: as saved.
     ///
     /// # Errors
-    /// The guest cannot have so many. Names what it can have, and the next step.
+    /// The guest cannot have this number. Names what it can have, and the next step.
     pub(crate) fn chosen(&self, wanted: Option<u8>) -> Outcome<u8> {
         let Self { snapshot, saved, known, agent_version } = *self;
         let Some(wanted) = wanted.filter(|wanted| *wanted != saved) else { return Ok(saved) };

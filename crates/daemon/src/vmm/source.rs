@@ -123,7 +123,7 @@ impl Opened {
     /// The number of vCPUs of a VM for which a client asks for `wanted`; `None`: as in the source.
     ///
     /// # Errors
-    /// The source's guest cannot have so many.
+    /// The source's guest cannot have this number.
     pub(crate) fn vcpus(&self, wanted: Option<u8>) -> Outcome<u8> {
         let (snapshot, saved, known) = match self {
             Self::Boot { boot, .. } if wanted.is_none() => return Ok(boot.vcpus),
@@ -160,7 +160,6 @@ impl Opened {
         network: Option<NetworkRequest>,
         vcpus: u8,
     ) -> Facts {
-        let created_unix_ms = unix_ms();
         let (snapshot, image, kernel, max_vcpus, memory_bytes, nets) = match self {
             Self::Fork(fork_point, number) => {
                 let fork = ForkFacts { number: *number, max_clones, ..fork_point.facts.fork };
@@ -170,7 +169,7 @@ impl Opened {
                     Some(asked) => with_policy_of(asked, own.policy()),
                 };
                 return Facts {
-                    created_unix_ms,
+                    created_unix_ms: unix_ms(),
                     ephemeral,
                     labels,
                     fork,
@@ -206,7 +205,6 @@ impl Opened {
             Self::Snapshot(open) => open.manifest.egress.clone(),
             Self::Fork(..) | Self::Boot { .. } => None,
         };
-        let fork = ForkFacts { max_clones, ..ForkFacts::default() };
         let ancestors = match self {
             Self::Snapshot(open) => sharing::descendant(&open.manifest),
             Self::Fork(..) | Self::Boot { .. } => Vec::new(),
@@ -214,7 +212,7 @@ impl Opened {
         Facts {
             snapshot,
             ancestors,
-            fork,
+            fork: ForkFacts { max_clones, ..ForkFacts::default() },
             image,
             kernel,
             vcpus,
@@ -222,7 +220,7 @@ impl Opened {
             cpu_model: self.cpu_model(),
             memory_bytes,
             nets,
-            created_unix_ms,
+            created_unix_ms: unix_ms(),
             ephemeral,
             auto_remove: false,
             labels,

@@ -122,8 +122,8 @@ pub struct SnapshotManifest {
     pub kernel: KernelRef,
     /// Number of vCPUs, the least of a clone.
     pub vcpus: u8,
-    /// The most vCPUs of a clone: those that the guest knows of. Since version 7; absent before, and
-    /// if they are those of `vcpus`.
+    /// The most vCPUs of a clone: those that the guest knows of. Since version 7; absent before,
+    /// and if the guest knows of no more than `vcpus`.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub max_vcpus: u8,
     /// The model of the vCPUs. Since version 6; absent before, and for the host's own.
@@ -271,8 +271,8 @@ impl Manifest for SnapshotManifest {
     }
     fn version(&self) -> u32 {
         // A daemon that does not know policies must not make clones without the one that they are
-        // to have. Version 5 does not read what names a CPU model, and version 6 not the most vCPUs.
-        // Version 4 may clone every other snapshot.
+        // to have. Version 5 does not read what names a CPU model, and version 6 does not read the
+        // most vCPUs. Version 4 may clone every other snapshot.
         match (self.max_vcpus, self.cpu_model, &self.egress) {
             (0, CpuModel::Host, None) => 4,
             (0, CpuModel::Host, Some(_)) => 5,

@@ -14,8 +14,8 @@ use crate::vmm::launch::Fds;
 use dayfly_api::types::{ForkRequest, Lifetime, Source};
 use dayfly_pager::wire::Settings;
 use dayfly_store::{
-    DiskSpec, Image, ImageConfig, ImageSpec, Kernel, KernelSpec, PagedSpec, SnapshotSpec, Store,
-    sparse,
+    DiskSpec, Image, ImageConfig, ImageSpec, Kernel, KernelRef, KernelSpec, PagedSpec,
+    SnapshotSpec, Store, sparse,
 };
 use dayfly_units::{CpuModel, Name, VmName};
 use dayfly_vmm::arch::layout;
@@ -223,21 +223,7 @@ async fn bake(
         writable: true,
         layers: vec![freeze.frozen],
     };
-    let spec = SnapshotSpec {
-        parent: None,
-        ancestors: Vec::new(),
-        kernel: kernel_ref,
-        vcpus: 1,
-        max_vcpus: MAX_VCPUS,
-        cpu_model: CpuModel::Host,
-        nets: 0,
-        memory_bytes: MEMORY_BYTES,
-        agent_version: String::new(),
-        config: ImageConfig::default(),
-        labels: BTreeMap::new(),
-        egress: None,
-        disks: vec![disk],
-    };
+    let spec = spec(kernel_ref, disk);
     if paged {
         let mut prepared = writer.saved().prepare(&spec, &[]).unwrap();
         if let Some(record) = record {
@@ -253,6 +239,25 @@ async fn bake(
     std::fs::remove_dir_all(dir.path()).unwrap();
     store.remove_vm(vm_slot.id).unwrap();
     daemon.registry.release_unused(vm_slot);
+}
+
+/// A snapshot of one vCPU, whose guest knows of all that a VM may have.
+fn spec(kernel: KernelRef, disk: DiskSpec) -> SnapshotSpec {
+    SnapshotSpec {
+        parent: None,
+        ancestors: Vec::new(),
+        kernel,
+        vcpus: 1,
+        max_vcpus: MAX_VCPUS,
+        cpu_model: CpuModel::Host,
+        nets: 0,
+        memory_bytes: MEMORY_BYTES,
+        agent_version: String::new(),
+        config: ImageConfig::default(),
+        labels: BTreeMap::new(),
+        egress: None,
+        disks: vec![disk],
+    }
 }
 
 /// Stores the microguest as a kernel, and an empty disk as its image.
