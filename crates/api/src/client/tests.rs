@@ -79,6 +79,7 @@ fn vm() -> Vm {
         image: "debian".parse().expect("a name"),
         kernel: "6.12".parse().expect("a name"),
         vcpus: 1,
+        cpus_online: None,
         memory_bytes: 1 << 28,
         created_unix_ms: 1,
         ready_us: Some(5),
