@@ -26,6 +26,7 @@ fn main() {
             "guest/guest.ld",
             "guest/start.S",
             "guest/guest.c",
+            "guest/aps.c",
             "guest/balloon.c",
             "guest/disk.c",
             "guest/grow.c",

@@ -43,6 +43,7 @@ fn identity(number: u32) -> Identity {
         number,
         network: None,
         answer_ms: None,
+        cpus: None,
     }
 }
 

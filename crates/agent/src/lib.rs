@@ -16,7 +16,7 @@
 //!             ├──▶ archive
 //!             ├──▶ volumes (file systems whose server is on the host)
 //!             ├──▶ identity ──▶ network, hooks, watch (informs the image's own programs)
-//!             └──▶ stat, power, priority
+//!             └──▶ cpus, stat, power, priority
 //! small_file ◀── every module that reads a file of the image by its path
 //! local ──▶ the host: a program in the guest requests clones of its machine
 //!   └─────▶ watch
@@ -24,6 +24,7 @@
 
 pub mod archive;
 pub mod console;
+mod cpus;
 pub mod exec;
 #[doc(hidden)]
 pub mod fuzzing;

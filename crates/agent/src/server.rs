@@ -11,6 +11,7 @@
 //! A fork does not seal the machine, so programs of such connections live on in the clones.
 
 use crate::archive;
+use crate::cpus;
 use crate::exec::detached::Excerpt;
 use crate::exec::{self, Programs};
 use crate::gate::{Gate, Refusal, Wish};
@@ -283,7 +284,7 @@ impl Agent {
             }
             Request::Identity(identity) => {
                 let reply = self.become_machine(&identity, id);
-                goes_on = matches!(reply, Reply::Ok);
+                goes_on = matches!(reply, Reply::Ok | Reply::Cpus { .. });
                 conn.reply(&reply)
             }
             Request::Exec(spec) => exec::run(&self.programs, conn, *spec),
@@ -357,7 +358,10 @@ impl Agent {
             || identity::take_on(self.kernel.as_ref(), &self.root, identity, hooks);
         let result = catch_unwind(AssertUnwindSafe(become_machine));
         let reply = match &result {
-            Ok(Ok(_)) => Reply::Ok,
+            Ok(Ok(_)) => match identity.cpus {
+                None => Reply::Ok,
+                Some(wanted) => cpus::start(&self.root, wanted),
+            },
             Ok(Err(error)) => Reply::Err(Failure::from(error)),
             Err(_) => {
                 let message = "identity: a bug in the agent: see the console".to_owned();

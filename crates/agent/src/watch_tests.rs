@@ -104,6 +104,7 @@ fn a_program_that_does_not_say_go_prevents_the_fork() {
             number: 0,
             network: None,
             answer_ms,
+            cpus: None,
         };
         watchers.wait_for(&identity);
         assert_eq!(*watchers.timeout.lock().unwrap(), Duration::from_secs(seconds));

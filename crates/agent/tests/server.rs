@@ -4,7 +4,8 @@ mod common;
 
 use common::{Client, Guest, alive, argv, eventually, identity, sh};
 use dayfly_api::agent::{
-    ExecSpec, FailureCode, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, Reply, Request, encode,
+    ExecSpec, FailureCode, FrameKind, HEADER_BYTES, Identity, MAX_FRAME_BYTES, Reply, Request,
+    encode,
 };
 use proptest::prelude::*;
 use std::io::Write;
@@ -56,6 +57,31 @@ fn a_sealed_agent_serves_nothing_until_it_has_an_identity() {
     let calls = guest.kernel.calls.lock().unwrap().join(",");
     assert!(calls.ends_with("reseed 64,clock 1800000000000000000,hostname fly"), "{calls}");
     assert!(!calls.contains("end"), "a refused shutdown was carried out");
+}
+
+#[test]
+fn a_larger_machine_starts_its_cpus_with_its_identity_and_serves_the_next_request() {
+    let guest = Guest::start();
+    let cpus = guest.root().join("sys/devices/system/cpu");
+    for cpu in 1..4 {
+        std::fs::create_dir_all(cpus.join(format!("cpu{cpu}"))).unwrap();
+        std::fs::write(cpus.join(format!("cpu{cpu}/online")), "0").unwrap();
+    }
+    std::fs::write(cpus.join("online"), "0-2\n").unwrap();
+    assert_eq!(guest.ask(&Request::Seal), Reply::Ok);
+    let larger = Identity { cpus: Some(4), ..identity("fly", 'a') };
+    let mut client = guest.connect();
+    client.requests(&[&Request::Identity(larger), &Request::Stat]);
+    assert_eq!(client.reply(), Reply::Cpus { online: 3, why: None });
+    assert!(matches!(client.reply(), Reply::Stat(_)));
+    let online = |cpu| std::fs::read_to_string(cpus.join(format!("cpu{cpu}/online"))).unwrap();
+    assert_eq!([1, 2, 3].map(online), ["0", "0", "1"], "what ran was left alone");
+    // An identity that fails starts none.
+    assert_eq!(guest.ask(&Request::Seal), Reply::Ok);
+    std::fs::write(cpus.join("online"), "0\n").unwrap();
+    let invalid = Identity { cpus: Some(4), ..identity("-", 'a') };
+    assert_eq!(code(&guest.ask(&Request::Identity(invalid))), FailureCode::Invalid);
+    assert_eq!(online(1), "0");
 }
 
 #[test]

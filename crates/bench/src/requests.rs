@@ -19,8 +19,18 @@ pub fn create(source: Source, labels: &[&str]) -> CreateRequest {
     let network = NetworkRequest::default();
     let lifetime = Lifetime::UNLIMITED;
     let volumes = Vec::new();
-    let limits = VmLimits::default();
-    CreateRequest { source, name: None, labels, forks: 0, network, lifetime, volumes, limits }
+    let (limits, vcpus) = (VmLimits::default(), None);
+    CreateRequest {
+        source,
+        name: None,
+        labels,
+        forks: 0,
+        network,
+        lifetime,
+        volumes,
+        limits,
+        vcpus,
+    }
 }
 
 /// Many clones, as [`create`].
@@ -29,8 +39,8 @@ pub fn create_many(snapshot: &Name, count: usize, labels: &[&str]) -> CreateMany
         create(Source::Snapshot(snapshot.clone()), labels);
     // The daemon refuses more than 4096.
     let (count, lifetime) = (u32::try_from(count).unwrap_or(u32::MAX), Lifetime::UNLIMITED);
-    let (volumes, limits) = (Vec::new(), VmLimits::default());
-    CreateManyRequest { source, count, labels, network, lifetime, volumes, limits }
+    let (volumes, limits, vcpus) = (Vec::new(), VmLimits::default(), None);
+    CreateManyRequest { source, count, labels, network, lifetime, volumes, limits, vcpus }
 }
 
 /// A snapshot that was made.

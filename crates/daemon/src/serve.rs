@@ -15,7 +15,7 @@ use crate::templates::cache::TemplateCache;
 use crate::templates::pagers::{PAGER_NAME, Pagers};
 use crate::vm::Vm;
 use crate::vmm::requested::Requested;
-use crate::vmm::source::shape_of;
+use crate::vmm::sizes::shape_of;
 use anyhow::{Context, bail};
 use dayfly_host::process::Named;
 use dayfly_packer::jail::USER as PACKERS;

@@ -278,6 +278,11 @@ void guest_main(const u8 *boot_params) {
             u64 generation = hex(&at);
             if (*at == ':') at++;
             rings(generation, hex(&at));
+        } else if (starts(at, "cpus=")) {
+            at += 5;
+            u64 generation = hex(&at);
+            if (*at == ':') at++;
+            start_cpus(generation, hex(&at));
         } else if (starts(at, "write=")) {
             at += 6;
             write_blocks(hex(&at));

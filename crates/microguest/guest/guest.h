@@ -4,7 +4,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long u64;
 
-enum { PAGE = 4096 };
+enum { PAGE = 4096, MOST_CPUS = 16 };
 static const u64 PATTERN_BASE = 0x2000000; /* 32 MiB: above the guest itself */
 
 static inline volatile u64 *page(u64 n) { return (volatile u64 *)(PATTERN_BASE + n * PAGE); }
@@ -17,6 +17,10 @@ void until(u64 generation);
 
 /* grow.c */
 __attribute__((noreturn)) void grow(u64 generation, u64 count, u64 seed, u64 end, char then);
+/* aps.c */
+__attribute__((noreturn)) void start_cpus(u64 generation, u64 fixed);
+extern void (*ap_work)(u64 cpu);
+void start_cpu(u64 cpu);
 /* rings.c */
 __attribute__((noreturn)) void rings(u64 generation, u64 cpus);
 /* flood.c */

@@ -8,22 +8,16 @@
  * vCPU's ring is on the disk too. */
 #include "guest.h"
 
-enum { RING = 32, MOST_CPUS = 16, STRIDE = 3, STACK = 4096 };
+enum { RING = 32, STRIDE = 3 };
 
 /* What a vCPU has reached; all in one page that all of them write. */
 static volatile u64 latest[PAGE / 8] __attribute__((aligned(PAGE)));
 static volatile u64 buffer[PAGE / 8] __attribute__((aligned(PAGE)));
-static u8 stacks[MOST_CPUS][STACK] __attribute__((aligned(16)));
 static u64 next[MOST_CPUS];
 static const char *volatile wrong[MOST_CPUS];
-/* How many are up; in which round a vCPU has checked its ring, and in which they may go on. */
-static volatile u64 up = 1, checked[MOST_CPUS], go;
+/* In which round a vCPU has checked its ring, and in which they may go on. */
+static volatile u64 checked[MOST_CPUS], go;
 static u64 cpus, generation_at;
-
-/* start.S */
-extern u8 ap_start[], ap_end[];
-extern volatile u32 ap_cr3;
-extern volatile u64 ap_stack;
 
 static volatile u64 *ring(u64 cpu, u64 n) { return page((cpu * RING + n % RING) * STRIDE); }
 
@@ -86,29 +80,10 @@ static struct id turn(u64 cpu, struct id was) {
     return is;
 }
 
-__attribute__((noreturn)) void ap_main(void) {
-    u64 cpu = up;
-    struct id id = generation();
-    for (up++;;) {
+static void write_rounds(u64 cpu) {
+    for (struct id id = generation();;) {
         id = turn(cpu, id);
         for (u64 round = checked[cpu]; go < round;) {}
-    }
-}
-
-static void start_cpus(void) {
-    static const u64 TRAMPOLINE = 0x10000, LAPIC = 0xfee00000;
-    volatile u32 *icr = (volatile u32 *)(LAPIC + 0x300), *to = (volatile u32 *)(LAPIC + 0x310);
-    u64 cr3;
-    __asm__ volatile("mov %%cr3, %0" : "=r"(cr3));
-    ap_cr3 = (u32)cr3;
-    for (u64 cpu = 1; cpu < cpus; cpu++) {
-        ap_stack = (u64)(stacks[cpu] + STACK);
-        u64 bytes = (u64)(ap_end - ap_start);
-        for (u64 n = 0; n < bytes; n++) ((volatile u8 *)TRAMPOLINE)[n] = ap_start[n];
-        *to = (u32)cpu << 24;
-        *icr = 0x4500; /* INIT */
-        for (u64 n = 0; up == cpu; n++)
-            if (n % 0x10000 == 0) *to = (u32)cpu << 24, *icr = 0x4600 | (u32)(TRAMPOLINE >> 12);
     }
 }
 
@@ -144,7 +119,8 @@ void rings(u64 generation_address, u64 count) {
         put("rings wrong: the disk\n");
         halt();
     }
-    start_cpus();
+    ap_work = write_rounds;
+    for (u64 cpu = 1; cpu < cpus; cpu++) start_cpu(cpu);
     for (;;) {
         put("writing\n");
         id = turn(0, id);

@@ -22,6 +22,10 @@
 //!   pages, the first vCPU also writes blocks, until the generation id at ADDR changes. Then each
 //!   vCPU checks that it finds all of its writes and nothing else. Prints `rings ok N`, or `rings
 //!   wrong: WHY`, and goes on if the id is that of [`Growth::Churn`].
+//! - `cpus=ADDR`: over and over prints `ready`, waits until the VM generation id at ADDR changes,
+//!   and obeys it ([`cpus`]): starts vCPUs, checks that each runs, and prints `cpus N up M`, the
+//!   number that it has started and the number that runs.
+//! - `cpus=ADDR:COUNT`: the same with COUNT vCPUs, whatever the id is.
 //! - `write=BLOCKS`: writes a page to each of BLOCKS blocks of 4 KiB of the first disk, and prints
 //!   `written`, or why not.
 //! - `give=FIRST:PAGES`: reports PAGES pages from FIRST on, counted from 32 MiB, as free to the
@@ -87,6 +91,16 @@ pub fn orders(seed: u32, end: End) -> [u8; 16] {
     id[..4].copy_from_slice(&seed.to_le_bytes());
     id[4] = end as u8;
     id[15] = 0x5a;
+    id
+}
+
+/// A VM generation id that makes a guest with the word `cpus=` start vCPUs until `running` run, and
+/// then send INIT and SIPI to the others below `tried`, which do not exist. `turn` makes ids of the
+/// same order differ.
+#[must_use]
+pub fn cpus(running: u8, tried: u8, turn: u8) -> [u8; 16] {
+    let mut id = [0; 16];
+    (id[0], id[4], id[8], id[15]) = (running, tried, turn, 0x5a);
     id
 }
 

@@ -13,8 +13,8 @@ use dayfly_pager::stored::{Expected, Stored};
 use dayfly_pager::template::Template;
 use dayfly_pager::wire::{FromPager, Settings, pair};
 use dayfly_store::{
-    ChainLayer, Digest, DiskFile, DiskSpec, ImageConfig, ImageSpec, KernelRef, PageReader,
-    PagedSpec, Plan, SnapshotSpec, Store, sparse,
+    Digest, DiskFile, DiskSpec, ImageConfig, ImageSpec, KernelRef, PageReader, PagedSpec, Plan,
+    SnapshotSpec, Store, sparse,
 };
 use dayfly_units::{CpuModel, Name, VmId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -84,12 +84,12 @@ fn planned() -> (tempfile::TempDir, Plan) {
         writer.memory().write_all_at(&content(frame), u64::from(frame) * PAGE as u64).unwrap();
     }
     let image = store.image(&name("debian")).unwrap().reference();
-    let layers = vec![ChainLayer::clone(&freeze.frozen)];
     let spec = SnapshotSpec {
         parent: None,
         ancestors: Vec::new(),
         kernel: KernelRef { name: name("6.12"), release: "6.12".into(), digest: Digest([7; 32]) },
         vcpus: 1,
+        max_vcpus: 0,
         cpu_model: CpuModel::Host,
         nets: 0,
         memory_bytes,
@@ -97,7 +97,7 @@ fn planned() -> (tempfile::TempDir, Plan) {
         config: ImageConfig::default(),
         labels: [].into(),
         egress: None,
-        disks: vec![DiskSpec { image, size_bytes, writable: true, layers }],
+        disks: vec![DiskSpec { image, size_bytes, writable: true, layers: vec![freeze.frozen] }],
     };
     writer.saved().commit_paged(&spec, &PagedSpec::of(&name("one"))).unwrap();
     store.remove_vm(vm).unwrap();

@@ -100,6 +100,7 @@ impl Vm {
                 digest: Digest([7; 32]),
             },
             vcpus: 1,
+            max_vcpus: 0,
             cpu_model: CpuModel::Host,
             nets: 0,
             memory_bytes: 64 * 4096,

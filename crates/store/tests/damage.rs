@@ -112,6 +112,7 @@ fn sample(root: &Path) -> (Store, Vec<u8>) {
             digest: Digest([7; 32]),
         },
         vcpus: 1,
+        max_vcpus: 0,
         cpu_model: CpuModel::Host,
         nets: 0,
         memory_bytes: ram.len() as u64,

@@ -35,6 +35,7 @@ fn main() {
         cmdline: cmdline.clone(),
         memory_bytes: mib.parse::<u64>().unwrap() << 20,
         vcpus: vcpus.parse().unwrap(),
+        max_vcpus: 0,
         cpu_model: dayfly_units::CpuModel::Host,
         disks: disks.into_iter().collect(),
         jailed: true,

@@ -131,6 +131,7 @@ impl Start {
             Self::Boot(boot) => Shape {
                 memory_bytes: boot.memory_bytes,
                 vcpus: boot.vcpus,
+                max_vcpus: boot.max_vcpus,
                 disks: u8::try_from(boot.disks.len()).unwrap_or(u8::MAX),
                 nets: boot.nets,
                 cpu_model: boot.cpu_model,
@@ -147,6 +148,10 @@ pub struct Shape {
     pub memory_bytes: u64,
     /// vCPUs, 1 to [`MAX_VCPUS`].
     pub vcpus: u8,
+    /// vCPUs that the guest knows of, if they are more than `vcpus`: the most of its clones. A warm
+    /// VMM also accepts a saved VM with another number; then CPUID is set once more.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub max_vcpus: u8,
     /// Disks, at most [`MAX_DISKS`].
     pub disks: u8,
     /// Network devices, at most [`MAX_NETS`].
@@ -156,6 +161,19 @@ pub struct Shape {
     /// set once more.
     #[serde(default, skip_serializing_if = "CpuModel::is_host")]
     pub cpu_model: CpuModel,
+}
+
+impl Shape {
+    /// The number of vCPUs that the guest knows of, at least `vcpus`.
+    #[must_use]
+    pub fn known_vcpus(&self) -> u8 {
+        self.max_vcpus.max(self.vcpus)
+    }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+const fn is_zero(number: &u8) -> bool {
+    *number == 0
 }
 
 /// The network attachment of a network device ([`crate::control::Command::Connect`]).
@@ -195,6 +213,10 @@ pub struct BootConfig {
     pub memory_bytes: u64,
     /// vCPUs, 1 to [`MAX_VCPUS`].
     pub vcpus: u8,
+    /// vCPUs that the firmware announces, if they are more than `vcpus`; at most [`MAX_VCPUS`]. The
+    /// guest must not start the others (`maxcpus=` of Linux), but its clones can have them.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub max_vcpus: u8,
     /// Disks in the order vda, vdb, …; at most [`MAX_DISKS`].
     pub disks: Vec<DiskConfig>,
     /// Network devices, at most [`MAX_NETS`], not connected yet.

@@ -15,7 +15,7 @@
 //! | 3 | a VM whose disk has no space on the host stops; `Status` reports `no_space` |
 //! | 4 | `Status` reports `traffic` |
 //! | 5 | `Status` reports `disk_reads` |
-//! | 6 | `Balloon` |
+//! | 6 | `Balloon`; `Status` reports `max_vcpus`; a warm VMM restores a VM with fewer vCPUs |
 //!
 //! Both sides ignore fields that they do not know. A field that is missing has the value that fits
 //! the version before the field. A VMM refuses a command that it does not know, without any effect.

@@ -30,6 +30,7 @@ fn the_newest_output_of_a_guest_is_kept() {
         cmdline: format!("{words}end=o"),
         memory_bytes: 64 * MIB,
         vcpus: 1,
+        max_vcpus: 0,
         cpu_model: CpuModel::Host,
         disks: vec![Disk { size_bytes: MIB, base, layers: Vec::new(), writable: true }],
         jailed: true,

@@ -32,6 +32,7 @@ fn writer(folder: &Path, vcpus: u8) -> Snapshot {
         cmdline: format!("rings={:x}:{vcpus:x}", layout::GENERATION.0),
         memory_bytes: 64 * MIB,
         vcpus,
+        max_vcpus: 0,
         cpu_model: CpuModel::Host,
         disks: vec![Disk { size_bytes: MIB, base, layers: Vec::new(), writable: true }],
         jailed: false,

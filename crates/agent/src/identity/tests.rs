@@ -59,6 +59,7 @@ fn identity(name: &str, digit: char) -> Identity {
         number: 0,
         network: None,
         answer_ms: None,
+        cpus: None,
     }
 }
 

@@ -152,6 +152,7 @@ pub fn identity(name: &str, digit: char) -> Identity {
         number: 0,
         network: None,
         answer_ms: None,
+        cpus: None,
     }
 }
 

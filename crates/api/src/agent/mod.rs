@@ -61,7 +61,11 @@ use std::net::Ipv4Addr;
 /// | 1 | `Programs`, `SignalProgram`, `WaitForProgram`, `ForgetProgram` |
 /// | 2 | `Mount` |
 /// | 3 | `Strings` frames behind an `Exec` |
-pub const PROTOCOL: u32 = 3;
+/// | 4 | `cpus` of an identity, and its reply `Cpus` |
+pub const PROTOCOL: u32 = 4;
+
+/// The version of this protocol from which on an agent starts CPUs.
+pub const CPUS_PROTOCOL: u32 = 4;
 
 /// The version of the protocol that an agent speaks: [`Ready::version`] is `<version>+<protocol>`,
 /// and of agents without a version of the protocol `<version>`. Snapshots have it, so it is known
@@ -233,6 +237,11 @@ pub struct Identity {
     /// hosts, [`ANSWER_MS`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub answer_ms: Option<u64>,
+    /// Number of CPUs that the machine has, if it has more than the agent's snapshot. Once the
+    /// machine has its identity, the agent starts those that do not run, and answers
+    /// [`Reply::Cpus`]; without them, [`Reply::Ok`] (protocol 4).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpus: Option<u32>,
 }
 
 /// How long a host waits for an answer of the agent if it does not say so, in milliseconds.
@@ -275,6 +284,14 @@ pub struct NetworkIdentity {
 pub enum Reply {
     /// The request is done.
     Ok,
+    /// The machine has its identity, and the agent has started CPUs (protocol 4).
+    Cpus {
+        /// Number of CPUs that run now.
+        online: u32,
+        /// Why no more run; absent if all do that were to.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        why: Option<String>,
+    },
     /// The agent is ready.
     Ready(Ready),
     /// The program has started.

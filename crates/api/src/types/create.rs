@@ -60,6 +60,10 @@ wire! {
         /// Limits of what the VM takes from the host.
         #[serde(default, skip_serializing_if = "VmLimits::is_none")]
         pub limits: VmLimits,
+        /// Number of vCPUs of a clone, from `vcpus` to `max_vcpus` of its snapshot. If `None`, as
+        /// many as the snapshot has. A cold boot has its number in `source`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub vcpus: Option<u8>,
     }
 
     /// When a VM ends, and what is left of it. Without fields, it runs until it is stopped or
@@ -159,6 +163,9 @@ wire! {
         /// Limits of what each VM takes from the host.
         #[serde(default, skip_serializing_if = "VmLimits::is_none")]
         pub limits: VmLimits,
+        /// Number of vCPUs of each clone, as in [`CreateRequest`].
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub vcpus: Option<u8>,
     }
 
     /// Clones (or boots) a VM, runs a program and removes the VM, all over one connection.
@@ -217,6 +224,7 @@ impl CreateRequest {
             lifetime: Lifetime::UNLIMITED,
             volumes: Vec::new(),
             limits: VmLimits::default(),
+            vcpus: None,
         }
     }
 }

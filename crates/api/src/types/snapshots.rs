@@ -20,8 +20,11 @@ wire! {
         pub kernel: Name,
         /// The snapshot that the VM was cloned from, if any.
         pub parent: Option<Name>,
-        /// Number of vCPUs.
+        /// Number of vCPUs, the least of a clone.
         pub vcpus: u8,
+        /// The most vCPUs of a clone; 0 if a daemon of an earlier version answers.
+        #[serde(default)]
+        pub max_vcpus: u8,
         /// The model of the vCPUs.
         #[serde(default)]
         pub cpu_model: CpuModel,

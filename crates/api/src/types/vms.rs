@@ -135,6 +135,10 @@ wire! {
         pub kernel: Name,
         /// Number of vCPUs.
         pub vcpus: u8,
+        /// Number of CPUs that the guest says it runs, if it was to start vCPUs that its snapshot
+        /// does not have, and that is not all of them. `warnings` of the VM's details say why.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub cpus_online: Option<u8>,
         /// RAM in bytes.
         pub memory_bytes: u64,
         /// Time of the request.

@@ -46,10 +46,10 @@ pub struct Args {
     /// RAM of a cold boot, such as 256M or 2G; a clone has the RAM of its snapshot
     #[arg(short, long, default_value = "256M", conflicts_with = "snapshot")]
     memory: Bytes,
-    /// Number of vCPUs of a cold boot, 1 to 16
-    #[arg(long, default_value_t = 1, conflicts_with = "snapshot",
-        value_parser = clap::value_parser!(u8).range(1..=16))]
-    cpus: u8,
+    /// Number of vCPUs: of a clone, from those of its snapshot to 16 [default: those of its
+    /// snapshot]; of a cold boot, 1 to 16 [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
+    cpus: Option<u8>,
     /// CPU that the guest of a cold boot sees: host, x86-64-v3 or x86-64-v2
     #[arg(long, value_name = "MODEL", default_value_t, conflicts_with = "snapshot")]
     cpu_model: CpuModel,
@@ -68,6 +68,17 @@ pub struct Args {
     snapshot: Option<ImageArg>,
 }
 
+/// Warns if the guest of a new VM does not run all of the VM's CPUs.
+pub(super) fn warn_of_cpus(vm: &Vm) {
+    if let Some(online) = vm.cpus_online {
+        eprintln!(
+            "dayfly: VM {0}: its guest says that it runs {online} CPUs, expected {1}; `dayfly \
+             inspect {0}` says why",
+            vm.name, vm.vcpus
+        );
+    }
+}
+
 async fn make(
     client: &Client,
     request: &CreateRequest,
@@ -78,8 +89,10 @@ async fn make(
         return client.create(request).await.map(|vm| vec![vm]);
     }
     steps.begin(format!("making {count} VMs"));
-    let CreateRequest { source, labels, network, lifetime, volumes, limits, .. } = request.clone();
-    let many = CreateManyRequest { source, count, labels, network, lifetime, volumes, limits };
+    let request = request.clone();
+    let CreateRequest { source, labels, network, lifetime, volumes, limits, vcpus, .. } = request;
+    let many =
+        CreateManyRequest { source, count, labels, network, lifetime, volumes, limits, vcpus };
     client.create_many(&many).await
 }
 
@@ -93,7 +106,8 @@ impl Args {
                 let kernel =
                     artefacts::ensure_kernel(&client, self.kernel.as_ref(), &steps).await?;
                 steps.begin(format!("booting {image}"));
-                let (memory_bytes, vcpus, init) = (self.memory.0, self.cpus, self.init);
+                let (memory_bytes, vcpus, init) =
+                    (self.memory.0, self.cpus.unwrap_or(1), self.init);
                 let cpu_model = self.cpu_model;
                 Source::Boot(BootSource { image, kernel, memory_bytes, vcpus, init, cpu_model })
             }
@@ -111,6 +125,7 @@ impl Args {
             lifetime: self.lifetime.request(),
             volumes: self.volumes.request().await?,
             limits: self.limits.request(),
+            vcpus: self.cpus.filter(|_| self.boot.is_none()),
         };
         let mut made = make(&client, &request, self.count, &steps).await;
         if let (Err(refused), Some(arg)) = (&made, &self.snapshot)
@@ -120,6 +135,9 @@ impl Args {
             made = make(&client, &request, self.count, &steps).await;
         }
         drop(steps);
-        made?.iter().try_for_each(|vm| output::line(vm.id))
+        made?.iter().try_for_each(|vm| {
+            warn_of_cpus(vm);
+            output::line(vm.id)
+        })
     }
 }

@@ -1,5 +1,6 @@
 //! `dayfly run`: clones a snapshot or an image, runs a program, and removes the clone.
 
+use super::create::warn_of_cpus;
 use super::limits_arg::LimitArgs;
 use super::network::NetworkArgs;
 use super::options::{ExecArgs, LifetimeArgs, duration, label};
@@ -44,6 +45,9 @@ pub struct Args {
     volumes: VolumeArgs,
     #[command(flatten)]
     limits: LimitArgs,
+    /// Number of vCPUs, from those of the snapshot to 16 [default: those of the snapshot]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
+    cpus: Option<u8>,
     #[command(flatten)]
     exec: ExecArgs,
     /// When to pull an image of a registry
@@ -79,6 +83,7 @@ impl Args {
             lifetime: LifetimeArgs { ttl: self.ttl, rm: self.detach && self.rm }.request(),
             volumes: self.volumes.request().await?,
             limits: self.limits.request(),
+            vcpus: self.cpus,
         };
         let entrypoint = self.entrypoint.map(|program| match program.as_str() {
             "" => Vec::new(),
@@ -96,6 +101,7 @@ impl Args {
                 client.run(&request).await?
             }
         };
+        warn_of_cpus(&running.vm);
         if self.detach {
             return output::line(running.vm.id).map(|()| 0);
         }

@@ -28,6 +28,10 @@ pub struct Facts {
     pub kernel: KernelRef,
     /// Number of vCPUs.
     pub vcpus: u8,
+    /// The most vCPUs of a clone of it: those that its guest knows of. Below `vcpus` if those are
+    /// all, as in records of earlier versions.
+    #[serde(default)]
+    pub max_vcpus: u8,
     /// The model of the vCPUs.
     #[serde(default, skip_serializing_if = "CpuModel::is_host")]
     pub cpu_model: CpuModel,

@@ -20,6 +20,24 @@ pub struct VmGroup {
     pub number: u32,
 }
 
+/// The CPUs that a guest runs, by its own account.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CpusOnline {
+    /// Their number; 255 if it is more.
+    pub count: u8,
+    /// Why the guest started no more, escaped.
+    pub why: Option<String>,
+}
+
+impl CpusOnline {
+    /// The warning for the owner of a VM with this number of vCPUs.
+    #[must_use]
+    pub fn warning(&self, vcpus: u8) -> String {
+        let why = self.why.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
+        format!("its guest says that it runs {} CPUs, expected {vcpus}{why}", self.count)
+    }
+}
+
 /// The mutable state of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Live {
@@ -62,6 +80,13 @@ pub struct Live {
     /// The CPUs of the host that it has alone; empty if it has booked none, and after its end.
     #[serde(default, skip_serializing_if = "CpuList::is_empty")]
     pub cpus: CpuList,
+    /// Whether its guest has to start the vCPUs that its snapshot does not have, with its first
+    /// identity. A VM has no record before.
+    #[serde(skip)]
+    pub starts_vcpus: bool,
+    /// What its guest says of its CPUs, if it does not run exactly its vCPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpus_online: Option<CpusOnline>,
     /// The pager that fills its memory; `None` if all of it was there when the VM started, and in
     /// records of earlier versions.
     #[serde(default)]

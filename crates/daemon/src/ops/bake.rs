@@ -16,7 +16,8 @@ use crate::ops::create::{Order, Origin, create};
 use crate::ops::publish::{self, Ready};
 use crate::ops::recording::record;
 use crate::ops::{admit, exec, immutable, save};
-use crate::vmm::source::{self, Template};
+use crate::vmm::sizes::Template;
+use crate::vmm::source;
 use dayfly_api::agent::Exit;
 use dayfly_api::types::{BakeRequest, BootSource, ErrorCode, NetworkRequest, Snapshot, Source};
 use dayfly_units::{Bytes, failpoint};
@@ -73,8 +74,8 @@ pub async fn bake(
     let vm = guard.vm();
     // The client will probably clone soon.
     let disks = u8::try_from(vm.live().disks.len()).unwrap_or(u8::MAX);
-    let nets = MAX_NETS;
-    daemon.pool.expect_shape(Shape { memory_bytes, vcpus, disks, nets, cpu_model });
+    let (nets, max_vcpus) = (MAX_NETS, vm.facts.max_vcpus);
+    daemon.pool.expect_shape(Shape { memory_bytes, vcpus, max_vcpus, disks, nets, cpu_model });
     failpoint::reached("daemon.bake.booted");
     let booted_ms = vm.live().ready_us.unwrap_or_default() / 1000;
     progress.phase(format!("booted in {booted_ms} ms")).await;

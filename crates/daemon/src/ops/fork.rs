@@ -178,6 +178,7 @@ async fn forked(
         network: network_of(&fork_point, egress, publish),
         volumes: None,
         limits,
+        vcpus: None,
         next: None,
         entrypoint: None,
         request: key,

@@ -90,6 +90,7 @@ pub async fn details(daemon: &Daemon, vm: &Arc<Vm>) -> VmDetails {
     let problem = vm.problem();
     let no_snapshot = live.no_snapshot.filter(|_| vm.unadopted.is_none());
     warnings.extend(no_snapshot.map(|why| format!("no snapshot can be taken of it: {why}")));
+    warnings.extend(live.cpus_online.map(|online| online.warning(vm.facts.vcpus)));
     warnings.extend(problem);
     if asked && guest.is_none() {
         warnings.push(format!("its agent did not answer within {} s", deadlines.stat.as_secs()));
@@ -234,6 +235,7 @@ mod tests {
         let shape = dayfly_vmm::config::Shape {
             memory_bytes: 1 << 28,
             vcpus: 1,
+            max_vcpus: 0,
             disks: 2,
             nets: 1,
             cpu_model: dayfly_units::CpuModel::Host,

@@ -10,7 +10,8 @@ use crate::vmm::launch::{Fds, Launched};
 use crate::vmm::link;
 use crate::vmm::pool::{Guest, Missing, Pool, WarmVmm, YIELD};
 use crate::vmm::requested::Requested;
-use crate::vmm::source::{CloneOf, Purpose, Template};
+use crate::vmm::sizes::Template;
+use crate::vmm::source::{CloneOf, Purpose};
 use dayfly_api::types::ErrorCode;
 use dayfly_host::priority::background;
 use dayfly_host::process::Process;
@@ -189,7 +190,7 @@ async fn prime(daemon: &Arc<Daemon>, template: &Template) -> Outcome<(WarmVmm, b
         (daemon.clone(), template.clone(), warm.vm_slot, warm.process.clone());
     let guest = move || {
         let open = maker.templates.open_snapshot(&wanted.name)?;
-        if Template::of(&open)? != wanted {
+        if Template::of(&open)?.sized(wanted.shape.vcpus) != wanted {
             return Err(ApiError::not_found(format_args!(
                 "snapshot {}: is another one by now",
                 wanted.name

@@ -73,6 +73,7 @@ impl Vm {
             ancestors: Vec::new(),
             kernel: KernelRef { name: name("6.12"), release: "6.12.0".to_owned(), digest },
             vcpus: 1,
+            max_vcpus: 0,
             cpu_model: CpuModel::Host,
             nets: 0,
             memory_bytes,

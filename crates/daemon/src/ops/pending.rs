@@ -16,7 +16,7 @@ use crate::ops::publish::{self, Ready};
 use crate::ops::save::Saved;
 use crate::templates::fork_point::ForkPoint;
 use crate::templates::memory_backing::MemoryBacking;
-use crate::vmm::source::Template;
+use crate::vmm::sizes::Template;
 use dayfly_store::Meter;
 use dayfly_units::{Name, error::chain, failpoint};
 use dayfly_vmm::memory::backing::{Backing, Piece};

@@ -125,6 +125,8 @@ pub fn spec_of(facts: &Facts, disks: &[Disk], agent_version: String) -> Snapshot
         ancestors: facts.ancestors.clone(),
         kernel: facts.kernel.clone(),
         vcpus: facts.vcpus,
+        // Where the guest knows of no others, the manifest is one that earlier daemons read.
+        max_vcpus: if facts.max_vcpus > facts.vcpus { facts.max_vcpus } else { 0 },
         cpu_model: facts.cpu_model,
         nets: facts.nets,
         memory_bytes: facts.memory_bytes,

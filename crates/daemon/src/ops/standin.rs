@@ -92,8 +92,14 @@ pub(crate) fn answer_commands(config: &Config, id: VmId, paused: bool, commands:
 
 /// The answer to a command as it is sent.
 pub(crate) fn message(command: &Command, paused: bool) -> Vec<u8> {
-    let shape =
-        Shape { memory_bytes: 64 << 20, vcpus: 1, disks: 1, nets: 0, cpu_model: CpuModel::Host };
+    let shape = Shape {
+        memory_bytes: 64 << 20,
+        vcpus: 1,
+        max_vcpus: 0,
+        disks: 1,
+        nets: 0,
+        cpu_model: CpuModel::Host,
+    };
     let answer = match command {
         Command::Status => Answer::Status(Status { paused, ..Status::of(shape) }),
         _ => Answer::Ok,

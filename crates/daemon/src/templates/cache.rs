@@ -257,6 +257,7 @@ impl TemplateCache {
             kernel: manifest.kernel.name.clone(),
             parent: manifest.parent.clone(),
             vcpus: manifest.vcpus,
+            max_vcpus: manifest.known_vcpus(),
             cpu_model: manifest.cpu_model,
             memory_bytes: manifest.memory_bytes,
             memory_stored_bytes: manifest.memory.data_bytes,

@@ -52,6 +52,7 @@ impl ForkPoint {
         Shape {
             memory_bytes: self.facts.memory_bytes,
             vcpus: self.facts.vcpus,
+            max_vcpus: self.facts.max_vcpus,
             disks,
             nets: self.facts.nets,
             cpu_model: self.facts.cpu_model,

@@ -114,6 +114,7 @@ fn shown(name: &Name, facts: &Facts) -> types::Snapshot {
         // `facts.snapshot` is the pending snapshot itself.
         parent: None,
         vcpus: facts.vcpus,
+        max_vcpus: facts.max_vcpus.max(facts.vcpus),
         cpu_model: facts.cpu_model,
         memory_bytes: facts.memory_bytes,
         memory_stored_bytes: 0,

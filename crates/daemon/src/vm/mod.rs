@@ -179,6 +179,8 @@ impl Vm {
             process: None,
             group: None,
             cpus: CpuList::default(),
+            starts_vcpus: false,
+            cpus_online: None,
             pager: None,
             identity: None,
             network: None,

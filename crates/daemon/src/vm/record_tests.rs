@@ -27,6 +27,7 @@ fn vm(run: &Path) -> std::sync::Arc<Vm> {
         },
         config: Default::default(),
         vcpus: 4,
+        max_vcpus: 0,
         cpu_model: dayfly_units::CpuModel::V2,
         memory_bytes: 1 << 30,
         nets: 0,

@@ -25,6 +25,7 @@ fn facts() -> Facts {
         },
         config: Default::default(),
         vcpus: 1,
+        max_vcpus: 0,
         cpu_model: CpuModel::Host,
         memory_bytes: 64 << 20,
         nets: 0,

@@ -21,6 +21,7 @@ impl Vm {
             image: facts.image,
             kernel: facts.kernel.name,
             vcpus: facts.vcpus,
+            cpus_online: live.cpus_online.map(|online| online.count),
             memory_bytes: facts.memory_bytes,
             created_unix_ms: facts.created_unix_ms,
             ready_us: live.ready_us,

@@ -8,10 +8,11 @@ use crate::model::disk::Disk;
 use crate::templates::cache::TemplateCache;
 use crate::vm::Vm;
 use crate::vmm::launch::Fds;
+use crate::vmm::sizes::of_cpus;
 use crate::vmm::source::{CMDLINE, MODULES};
 use dayfly_api::types::ErrorCode;
 use dayfly_store::{ChainLayer, Kernel, Pin, Store};
-use dayfly_vmm::config::{BootConfig, DiskConfig, LayerConfig, Start, TreeConfig};
+use dayfly_vmm::config::{BootConfig, DiskConfig, LayerConfig, MAX_VCPUS, Start, TreeConfig};
 
 /// What the VMM of a VM that starts again gets.
 #[derive(Debug)]
@@ -43,9 +44,10 @@ pub(crate) fn open(templates: &TemplateCache, vm: &Vm) -> Outcome<Again> {
     let start = Start::Boot(BootConfig {
         kernel_fd: fds.add(kernel.vmlinux),
         initrd_fd: Some(fds.add(kernel.initrd)),
-        cmdline: format!("{CMDLINE}{modules}{init}"),
+        cmdline: format!("{CMDLINE}{}{modules}{init}", of_cpus(facts.vcpus)),
         memory_bytes: facts.memory_bytes,
         vcpus: facts.vcpus,
+        max_vcpus: MAX_VCPUS,
         disks,
         nets: facts.nets,
         cpu_model: facts.cpu_model,

@@ -4,13 +4,14 @@
 //! allocated, and every wait has a deadline.
 
 use crate::base::error::ApiError;
+use crate::model::live::CpusOnline;
 use crate::vmm::dial::{DialError, dial, is_closed};
 use dayfly_api::agent::{
     Failure, Frame, FrameError, FrameKind, HEADER_BYTES, Identity, PORT, Ready, Reply, Request,
     Stat, StringsError, decode_header, encode, request_frames,
 };
 use dayfly_api::types::ErrorCode;
-use dayfly_units::text::{LONG, escaped};
+use dayfly_units::text::{LONG, SHORT, escaped};
 use std::io;
 use std::path::Path;
 use std::time::Duration;
@@ -276,7 +277,8 @@ async fn done(
 /// Gives a guest its identity, which unseals the agent. Calls `connected` between connecting and
 /// sending. The request `next` is sent in the same packet, to an agent of that version of the
 /// protocol, and the agent serves it as soon as it has its identity. The caller reads the reply to
-/// `next` from the returned link.
+/// `next` from the returned link. If the identity asks the guest to start CPUs, what the guest says
+/// of them is returned too.
 ///
 /// # Errors
 /// [`LinkError`].
@@ -285,17 +287,24 @@ pub async fn identify(
     within: Duration,
     next: Option<(&Request, u32)>,
     connected: impl FnOnce() -> Identity,
-) -> Result<AgentLink, LinkError> {
+) -> Result<(AgentLink, Option<CpusOnline>), LinkError> {
     let doing = "taking its identity";
     let next = next.map(|(request, protocol)| request_frames(&mut request.clone(), protocol));
     let next = next.transpose()?;
     let mut link = AgentLink::connect(path, within).await?;
-    let mut frames = request_frame(&Request::Identity(connected()), doing)?;
+    let identity = connected();
+    let starts_cpus = identity.cpus.is_some();
+    let mut frames = request_frame(&Request::Identity(identity), doing)?;
     frames.extend(next.into_iter().flatten());
     link.write(&frames, doing).await?;
     match link.reply(doing).await? {
-        Reply::Ok => Ok(link),
-        reply => Err(other(&reply, doing, "Ok")),
+        Reply::Ok if !starts_cpus => Ok((link, None)),
+        Reply::Cpus { online, why } if starts_cpus => {
+            let why = why.map(|why| escaped(&why, SHORT).to_string());
+            let count = u8::try_from(online).unwrap_or(u8::MAX);
+            Ok((link, Some(CpusOnline { count, why })))
+        }
+        reply => Err(other(&reply, doing, if starts_cpus { "Cpus" } else { "Ok" })),
     }
 }
 
@@ -399,6 +408,48 @@ mod tests {
             answered_with(vec![Vec::new(), Vec::new(), reply(&Reply::Stat(STAT))]).await.unwrap(),
             STAT
         );
+    }
+
+    /// The answer to an identity that asks for this number of CPUs.
+    async fn identified(cpus: Option<u32>, answer: Reply) -> Result<Option<CpusOnline>, LinkError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vsock.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let server = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            stream.write_all(&reply(&answer)).await.unwrap();
+            std::future::pending::<()>().await;
+        });
+        let identity = || Identity {
+            hostname: "h".into(),
+            machine_id: "a".repeat(32),
+            wall_clock_ns: 1,
+            entropy: "00".repeat(64),
+            number: 0,
+            network: None,
+            answer_ms: None,
+            cpus,
+        };
+        let answer = identify(&path, Duration::from_millis(500), None, identity).await;
+        server.abort();
+        answer.map(|(_, online)| online)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_a_guest_says_of_its_cpus_is_bounded_and_only_said_when_asked() {
+        let says = |online, why: Option<String>| Reply::Cpus { online, why };
+        assert_eq!(identified(None, Reply::Ok).await.unwrap(), None);
+        let four = identified(Some(4), says(4, None)).await.unwrap().unwrap();
+        assert_eq!((four.count, four.why), (4, None));
+        let long = "\u{1b}[2J".to_owned() + &"x".repeat(10_000);
+        let lie = identified(Some(4), says(u32::MAX, Some(long))).await.unwrap().unwrap();
+        assert_eq!(lie.count, u8::MAX);
+        let why = lie.why.unwrap();
+        assert!(why.starts_with("\\x1b[2J") && why.len() < 1_000, "{why}");
+        for (cpus, answer) in [(None, says(1, None)), (Some(4), Reply::Ok)] {
+            let refused = identified(cpus, answer).await;
+            assert!(matches!(refused, Err(LinkError::Unexpected { .. })), "{refused:?}");
+        }
     }
 
     #[tokio::test(start_paused = true)]

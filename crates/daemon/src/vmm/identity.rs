@@ -3,6 +3,7 @@
 use crate::base::random::random;
 use crate::base::time::unix_ns;
 use crate::model::facts::GuestIdentity;
+use crate::model::live::CpusOnline;
 use crate::vm::Vm;
 use crate::vmm::agent_link::{AgentLink, LinkError, identify};
 use dayfly_api::agent::{Identity, Request, protocol_of};
@@ -44,13 +45,14 @@ pub async fn give(
     next: Option<&Request>,
     connected: impl FnOnce(),
 ) -> Result<AgentLink, LinkError> {
-    let (identity, protocol) = vm.update(|live| {
+    let (identity, protocol, starts_vcpus) = vm.update(|live| {
         let identity = live.identity.get_or_insert_with(|| fresh(vm)).clone();
-        (identity, protocol_of(&live.agent_version))
+        (identity, protocol_of(&live.agent_version), live.starts_vcpus)
     });
+    let cpus = starts_vcpus.then(|| u32::from(vm.facts.vcpus));
     let next = next.map(|request| (request, protocol));
     // The wall clock is read last, right before the request is sent.
-    identify(&vm.dir.vsock(), within, next, || {
+    let (link, online) = identify(&vm.dir.vsock(), within, next, || {
         connected();
         Identity {
             hostname: identity.hostname,
@@ -60,9 +62,26 @@ pub async fn give(
             number: vm.facts.fork.number,
             network: vm.attachment(|attachment| attachment.identity()),
             answer_ms: u64::try_from(within.as_millis()).ok(),
+            cpus,
         }
     })
-    .await
+    .await?;
+    if let Some(online) = online {
+        started_vcpus(vm, online);
+    }
+    Ok(link)
+}
+
+/// Notes which of the VM's vCPUs its guest has started. The VM lives with fewer, too.
+fn started_vcpus(vm: &Vm, online: CpusOnline) {
+    let differs = online.count != vm.facts.vcpus;
+    if differs {
+        tracing::warn!(vm = %vm.id, "{}", online.warning(vm.facts.vcpus));
+    }
+    vm.update(|live| {
+        live.starts_vcpus = false;
+        live.cpus_online = Some(online).filter(|_| differs);
+    });
 }
 
 #[cfg(test)]

@@ -14,5 +14,6 @@ pub mod link;
 pub mod pool;
 pub(crate) mod requested;
 pub mod run_dir;
+pub mod sizes;
 pub mod source;
 pub mod zygotes;

@@ -28,7 +28,7 @@ use crate::model::vm_slot::VmSlot;
 use crate::templates::memory_backing::MemoryBacking;
 use crate::vmm::demand::{Demand, IDLE, LEAST, WINDOW};
 use crate::vmm::link::Link;
-use crate::vmm::source::Template;
+use crate::vmm::sizes::Template;
 use dayfly_host::process::Process;
 use dayfly_store::Pin;
 use dayfly_units::{Name, VmId, sync::lock};

@@ -5,7 +5,14 @@ use dayfly_store::Digest;
 use dayfly_units::CpuModel;
 
 fn template(name: &str, memory_bytes: u64) -> Template {
-    let shape = Shape { memory_bytes, vcpus: 1, disks: 1, nets: 0, cpu_model: CpuModel::Host };
+    let shape = Shape {
+        memory_bytes,
+        vcpus: 1,
+        max_vcpus: 0,
+        disks: 1,
+        nets: 0,
+        cpu_model: CpuModel::Host,
+    };
     Template { name: name.parse().unwrap(), fingerprint: Digest::of(b"s"), shape }
 }
 

@@ -14,11 +14,12 @@ use crate::templates::open::OpenTemplate;
 use crate::templates::sharing;
 use crate::vm::Vm;
 use crate::vmm::launch::Fds;
+use crate::vmm::sizes::{Allowed, Template, of_cpus};
 use dayfly_api::types::{BootSource, NetworkRequest, Source, VmLimits};
 use dayfly_host::process::Process;
-use dayfly_store::{Digest, DiskRef, FileTree, Image, Kernel, OpenSnapshot, Pin, SnapshotManifest};
+use dayfly_store::{DiskRef, FileTree, Image, Kernel, Pin};
 use dayfly_sys::reopen;
-use dayfly_units::{CpuModel, Egress, Name, VmId};
+use dayfly_units::{CpuModel, Egress, VmId};
 use dayfly_vmm::config::{
     BootConfig, DiskConfig, LayerConfig, MAX_NETS, MAX_VCPUS, RestoreConfig, Shape, SharedConfig,
     Start, TreeConfig,
@@ -119,6 +120,30 @@ impl Opened {
         }
     }
 
+    /// The number of vCPUs of a VM for which a client asks for `wanted`; `None`: as in the source.
+    ///
+    /// # Errors
+    /// The source's guest cannot have this number.
+    pub(crate) fn vcpus(&self, wanted: Option<u8>) -> Outcome<u8> {
+        let (snapshot, saved, known) = match self {
+            Self::Boot { boot, .. } if wanted.is_none() => return Ok(boot.vcpus),
+            Self::Boot { .. } => {
+                let why = "vcpus: expected none with a cold boot, whose source has its own number";
+                return Err(ApiError::invalid(why));
+            }
+            Self::Snapshot(open) => {
+                let manifest = &open.manifest;
+                (Some(&manifest.name), manifest.vcpus, manifest.known_vcpus())
+            }
+            Self::Fork(fork_point, _) => {
+                let facts = &fork_point.facts;
+                (facts.snapshot.as_ref(), facts.vcpus, facts.max_vcpus.max(facts.vcpus))
+            }
+        };
+        let agent_version = self.agent_version().unwrap_or_default();
+        Allowed { snapshot, saved, known, agent_version }.chosen(wanted)
+    }
+
     fn cpu_model(&self) -> CpuModel {
         match self {
             Self::Boot { boot, .. } => boot.cpu_model,
@@ -133,9 +158,9 @@ impl Opened {
         ephemeral: bool,
         max_clones: u32,
         network: Option<NetworkRequest>,
+        vcpus: u8,
     ) -> Facts {
-        let created_unix_ms = unix_ms();
-        let (snapshot, image, kernel, vcpus, memory_bytes, nets) = match self {
+        let (snapshot, image, kernel, max_vcpus, memory_bytes, nets) = match self {
             Self::Fork(fork_point, number) => {
                 let fork = ForkFacts { number: *number, max_clones, ..fork_point.facts.fork };
                 let own = &fork_point.facts.network;
@@ -144,11 +169,12 @@ impl Opened {
                     Some(asked) => with_policy_of(asked, own.policy()),
                 };
                 return Facts {
-                    created_unix_ms,
+                    created_unix_ms: unix_ms(),
                     ephemeral,
                     labels,
                     fork,
                     network,
+                    vcpus,
                     ..fork_point.facts.clone()
                 };
             }
@@ -156,11 +182,11 @@ impl Opened {
                 let m = &open.manifest;
                 // Does not panic: a manifest without a disk is refused when it is read.
                 let image = m.disks[0].image.name.clone();
-                (Some(m.name.clone()), image, m.kernel.clone(), m.vcpus, m.memory_bytes, m.nets)
+                (Some(m.name.clone()), image, m.kernel.clone(), m.max_vcpus, m.memory_bytes, m.nets)
             }
             Self::Boot { boot, image, kernel } => {
                 let (image, kernel) = (image.manifest.name.clone(), kernel.reference());
-                (None, image, kernel, boot.vcpus, boot.memory_bytes, MAX_NETS)
+                (None, image, kernel, MAX_VCPUS, boot.memory_bytes, MAX_NETS)
             }
         };
         let config = match self {
@@ -179,7 +205,6 @@ impl Opened {
             Self::Snapshot(open) => open.manifest.egress.clone(),
             Self::Fork(..) | Self::Boot { .. } => None,
         };
-        let fork = ForkFacts { max_clones, ..ForkFacts::default() };
         let ancestors = match self {
             Self::Snapshot(open) => sharing::descendant(&open.manifest),
             Self::Fork(..) | Self::Boot { .. } => Vec::new(),
@@ -187,14 +212,15 @@ impl Opened {
         Facts {
             snapshot,
             ancestors,
-            fork,
+            fork: ForkFacts { max_clones, ..ForkFacts::default() },
             image,
             kernel,
             vcpus,
+            max_vcpus,
             cpu_model: self.cpu_model(),
             memory_bytes,
             nets,
-            created_unix_ms,
+            created_unix_ms: unix_ms(),
             ephemeral,
             auto_remove: false,
             labels,
@@ -229,21 +255,23 @@ impl Opened {
         }
     }
 
-    /// The key of the warm clones that fit; `None` if the source is not a snapshot.
-    pub(crate) fn template(&self) -> Outcome<Option<Template>> {
+    /// The key of the warm clones with this number of vCPUs; `None` if the source is not a
+    /// snapshot.
+    pub(crate) fn template(&self, vcpus: u8) -> Outcome<Option<Template>> {
         match self {
-            Self::Snapshot(open) => Template::of(open).map(Some),
+            Self::Snapshot(open) => Ok(Some(Template::of(open)?.sized(vcpus))),
             Self::Fork(..) | Self::Boot { .. } => Ok(None),
         }
     }
 
-    /// The shape of the warm VMMs that fit; `None` for a cold boot.
-    pub(crate) fn shape(&self) -> Outcome<Option<Shape>> {
-        match self {
-            Self::Snapshot(open) => Ok(Some(Template::of(open)?.shape)),
-            Self::Fork(fork_point, _) => Ok(Some(fork_point.shape())),
-            Self::Boot { .. } => Ok(None),
-        }
+    /// The shape of the warm VMMs for a VM with this number of vCPUs; `None` for a cold boot.
+    pub(crate) fn shape(&self, vcpus: u8) -> Outcome<Option<Shape>> {
+        let shape = match self {
+            Self::Snapshot(open) => Template::of(open)?.shape,
+            Self::Fork(fork_point, _) => fork_point.shape(),
+            Self::Boot { .. } => return Ok(None),
+        };
+        Ok(Some(Shape { vcpus, ..shape }))
     }
 }
 
@@ -259,41 +287,6 @@ fn with_policy_of(asked: NetworkRequest, source: Option<Egress>) -> NetworkReque
         (None, Some(policy)) if !policy.is_internet() => asked.with_policy(policy),
         _ => asked,
     }
-}
-
-/// Key of the warm clones of one snapshot.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Template {
-    /// The snapshot's name.
-    pub name: Name,
-    /// Changes if the snapshot's files change, or if another snapshot gets the name.
-    pub fingerprint: Digest,
-    /// The shape of the warm VMMs that fit.
-    pub shape: Shape,
-}
-
-impl Template {
-    /// The key for an open snapshot.
-    ///
-    /// # Errors
-    /// The snapshot has more disks than a VM may have.
-    pub fn of(open: &OpenSnapshot) -> Outcome<Self> {
-        let (manifest, shape) = (&open.manifest, shape_of(&open.manifest)?);
-        Ok(Self { name: manifest.name.clone(), fingerprint: open.fingerprint, shape })
-    }
-}
-
-/// The shape of the warm VMMs that fit a snapshot.
-///
-/// # Errors
-/// The snapshot has more disks than a VM may have.
-pub fn shape_of(manifest: &SnapshotManifest) -> Outcome<Shape> {
-    let &SnapshotManifest { memory_bytes, vcpus, nets, cpu_model, .. } = manifest;
-    Ok(Shape { memory_bytes, vcpus, disks: disks(manifest.disks.len())?, nets, cpu_model })
-}
-
-fn disks(count: usize) -> Outcome<u8> {
-    u8::try_from(count).map_err(|_| ApiError::internal("more disks than a byte counts"))
 }
 
 /// The command by which a warm VMM becomes a clone, and what the clone keeps.
@@ -470,9 +463,10 @@ pub(crate) fn boot(
     let start = BootConfig {
         kernel_fd: fds.add(kernel.vmlinux),
         initrd_fd: Some(fds.add(kernel.initrd)),
-        cmdline: format!("{CMDLINE}{modules}{init}"),
+        cmdline: format!("{CMDLINE}{}{modules}{init}", of_cpus(boot.vcpus)),
         memory_bytes: boot.memory_bytes,
         vcpus: boot.vcpus,
+        max_vcpus: MAX_VCPUS,
         disks: configs,
         nets: vm.facts.nets,
         cpu_model: boot.cpu_model,

@@ -118,6 +118,7 @@ fn request(source: Source, name: &str) -> CreateRequest {
         network: NetworkRequest::default(),
         volumes: Vec::new(),
         limits: Default::default(),
+        vcpus: None,
     }
 }
 

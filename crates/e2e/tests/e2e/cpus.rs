@@ -82,3 +82,43 @@ fn a_vm_has_its_cpus_alone_and_its_disk_is_limited() {
     assert_eq!(sh("other", "echo lives"), "lives");
     world.clean();
 }
+
+/// Asserts that the guest runs this number of CPUs, and a program on each.
+fn runs_on(vm: &str, cpus: usize) {
+    assert_eq!(inspect(vm)["vm"]["vcpus"], cpus, "{vm}");
+    assert_eq!(inspect(vm)["warnings"].as_array().map(Vec::len), Some(0), "{vm}");
+    assert_eq!(sh(vm, "nproc"), cpus.to_string(), "{vm}");
+    for cpu in 0..cpus {
+        // The 39th field is the CPU on which the process ran last.
+        let shown = sh(vm, &format!("taskset -c {cpu} cut -d ' ' -f 39 /proc/self/stat"));
+        assert_eq!(shown, cpu.to_string(), "{vm}");
+    }
+}
+
+#[test]
+fn a_snapshot_of_one_cpu_makes_vms_of_more() {
+    let world = world();
+    assert_eq!(ok(&["run", BASE, "nproc"]).trim(), "1");
+    assert_eq!(ok(&["run", "--cpus", "2", BASE, "nproc"]).trim(), "2");
+    ok(&["create", "--name", "four", "--cpus", "4", BASE]);
+    runs_on("four", 4);
+    for known in ["possible", "present"] {
+        assert_eq!(sh("four", &format!("cat /sys/devices/system/cpu/{known}")), "0-15");
+    }
+    let forked = ok(&["fork", "four"]);
+    runs_on(forked.trim(), 4);
+    runs_on("four", 4);
+    ok(&["snapshot", "four", "-t", "e2e-four"]);
+    runs_on("four", 4);
+    ok(&["create", "--name", "of-four", "e2e-four"]);
+    runs_on("of-four", 4);
+    refused(&["create", "--cpus", "2", "e2e-four"], &["expected 4 to 16, got 2"]);
+    // A VM that starts again boots with its own number.
+    ok(&["rm", "--force", forked.trim(), "of-four"]);
+    ok(&["stop", "four"]);
+    ok(&["start", "four"]);
+    runs_on("four", 4);
+    ok(&["rm", "--force", "four"]);
+    ok(&["snapshots", "rm", "e2e-four"]);
+    world.clean();
+}

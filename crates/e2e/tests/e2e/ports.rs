@@ -126,6 +126,7 @@ fn ports_of_clones_that_live_as_long_as_their_connection() {
             network: NetworkRequest::default(),
             volumes: Vec::new(),
             limits: Default::default(),
+            vcpus: None,
         },
         port,
         keep,

@@ -120,8 +120,12 @@ pub struct SnapshotManifest {
     pub ancestors: Vec<Digest>,
     /// The kernel in the snapshot's memory.
     pub kernel: KernelRef,
-    /// Number of vCPUs.
+    /// Number of vCPUs, the least of a clone.
     pub vcpus: u8,
+    /// The most vCPUs of a clone: those that the guest knows of. Since version 7; absent before,
+    /// and if the guest knows of no more than `vcpus`.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub max_vcpus: u8,
     /// The model of the vCPUs. Since version 6; absent before, and for the host's own.
     #[serde(default, skip_serializing_if = "CpuModel::is_host")]
     pub cpu_model: CpuModel,
@@ -153,7 +157,18 @@ pub struct SnapshotManifest {
     pub egress: Option<Egress>,
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+const fn is_zero(number: &u8) -> bool {
+    *number == 0
+}
+
 impl SnapshotManifest {
+    /// The most vCPUs of a clone.
+    #[must_use]
+    pub fn known_vcpus(&self) -> u8 {
+        self.max_vcpus.max(self.vcpus)
+    }
+
     /// The images that the snapshot depends on, each once.
     #[must_use]
     pub fn images(&self) -> Vec<ImageRef> {
@@ -249,19 +264,20 @@ impl Manifest for KernelManifest {
 
 impl Manifest for SnapshotManifest {
     const MAGIC: Magic = *b"DFsnaps\n";
-    const VERSION: u32 = 6;
+    const VERSION: u32 = 7;
     const KIND: &'static str = "snapshot";
     fn name(&self) -> &Name {
         &self.name
     }
     fn version(&self) -> u32 {
         // A daemon that does not know policies must not make clones without the one that they are
-        // to have. Version 5 does not read what names a CPU model. Version 4 may clone every other
-        // snapshot.
-        match (self.cpu_model, &self.egress) {
-            (CpuModel::Host, None) => 4,
-            (CpuModel::Host, Some(_)) => 5,
-            _ => 6,
+        // to have. Version 5 does not read what names a CPU model, and version 6 does not read the
+        // most vCPUs. Version 4 may clone every other snapshot.
+        match (self.max_vcpus, self.cpu_model, &self.egress) {
+            (0, CpuModel::Host, None) => 4,
+            (0, CpuModel::Host, Some(_)) => 5,
+            (0, ..) => 6,
+            _ => 7,
         }
     }
     fn check(&self) -> Result<(), (String, String, String)> {
@@ -274,6 +290,10 @@ impl Manifest for SnapshotManifest {
         };
         if self.disks.is_empty() {
             return Err(("disks".to_owned(), "at least 1".to_owned(), "0".to_owned()));
+        }
+        if self.max_vcpus != 0 && self.max_vcpus < self.vcpus {
+            let (expected, got) = (format!("at least {}", self.vcpus), self.max_vcpus.to_string());
+            return Err(("max_vcpus".to_owned(), expected, got));
         }
         most("disks".to_owned(), MAX_DISKS, self.disks.len())?;
         most("ancestors".to_owned(), MAX_ANCESTORS, self.ancestors.len())?;

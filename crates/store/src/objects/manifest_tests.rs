@@ -23,6 +23,7 @@ pub(crate) fn snapshot(name: &str, layers: &[u8]) -> SnapshotManifest {
             digest: Digest([1; 32]),
         },
         vcpus: 2,
+        max_vcpus: 0,
         cpu_model: CpuModel::Host,
         nets: 0,
         memory_bytes: 8192,
@@ -71,9 +72,9 @@ fn another_kind_and_another_version_are_reported_as_such() {
     let image = sealed::seal(&ImageManifest::MAGIC, 1, b"{}");
     let text = read_back(&image).unwrap_err().to_string();
     assert!(text.contains(r#"expected "DFsnaps\\n", got "DFimage\\n""#), "{text}");
-    let future = sealed::seal(&SnapshotManifest::MAGIC, 7, b"{}");
+    let future = sealed::seal(&SnapshotManifest::MAGIC, 8, b"{}");
     let text = read_back(&future).unwrap_err().to_string();
-    assert!(text.contains("version at byte 40: expected 1 to 6, got 7"), "{text}");
+    assert!(text.contains("version at byte 40: expected 1 to 7, got 8"), "{text}");
 }
 
 #[test]
@@ -101,6 +102,8 @@ fn sealed_nonsense_is_refused_with_its_place() {
     assert!(text.contains("trees: expected digests of the disks' files, got 0101"), "{text}");
     let text = changed(&|m| m.memory.data_bytes = 9000);
     assert!(text.contains("memory.data_bytes: expected at most 8192, got 9000"), "{text}");
+    let text = changed(&|m| m.max_vcpus = 1);
+    assert!(text.contains("max_vcpus: expected at least 2, got 1"), "{text}");
     let text = changed(&|m| m.disks.clear());
     assert!(text.contains("disks: expected at least 1, got 0"), "{text}");
     let text = changed(&|m| m.disks[0].layers = vec![m.disks[0].layers[0]; 65]);
@@ -172,6 +175,10 @@ fn the_bytes_of_each_version_are_frozen() {
     let digest = "3ec8c33b25a964040ec8cb409952d97d041dfafb46a516a21327ce76812d895a";
     let bytes = frozen("snapshot-6", encode(&level).unwrap(), digest);
     assert_eq!(read_back(&bytes).unwrap(), level);
+    let sized = SnapshotManifest { max_vcpus: 16, ..manifest.clone() };
+    let digest = "365447eebb09fc8fd0ae3e3e802044fceab7c766d609435451d05f3fa33afd84";
+    let bytes = frozen("snapshot-7", encode(&sized).unwrap(), digest);
+    assert_eq!(read_back(&bytes).unwrap(), sized);
     let digest = "57c99557a6ee90132042a755320fae456efda2e3e7802449c61dcdae29d2bcd0";
     let bytes = frozen("snapshot-4", encode(&manifest).unwrap(), digest);
     assert_eq!(read_back(&bytes).unwrap(), manifest);

@@ -126,6 +126,7 @@ impl SavedSnapshot {
             ancestors: spec.ancestors.clone(),
             kernel: spec.kernel.clone(),
             vcpus: spec.vcpus,
+            max_vcpus: spec.max_vcpus,
             cpu_model: spec.cpu_model,
             nets: spec.nets,
             memory_bytes: spec.memory_bytes,

@@ -26,6 +26,8 @@ pub struct SnapshotSpec {
     pub kernel: KernelRef,
     /// Number of vCPUs.
     pub vcpus: u8,
+    /// As [`SnapshotManifest::max_vcpus`](crate::SnapshotManifest::max_vcpus).
+    pub max_vcpus: u8,
     /// The model of the vCPUs.
     pub cpu_model: CpuModel,
     /// Number of network devices.

@@ -43,6 +43,10 @@ pub enum AcpiError {
 
 /// Writes all tables to guest memory; the RSDP lies at [`layout::ACPI`].
 ///
+/// All `vcpus` are announced as enabled, so that Linux counts them as present, and a file in
+/// `/sys/devices/system/cpu` starts each. Processors announced as "online capable" would need
+/// hot-plug by ACPI.
+///
 /// # Errors
 /// The tables do not fit, or a window lies above 4 GiB.
 pub fn write(memory: &GuestMemoryMmap, vcpus: u8, windows: &[Window]) -> Result<(), AcpiError> {
@@ -216,4 +220,28 @@ fn dsdt(windows: &[Window]) -> Result<Sdt, AcpiError> {
     let mut table = Sdt::new(*b"DSDT", 36, 6, OEM, OEM_TABLE, 1);
     table.append_slice(&code);
     Ok(table)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_vcpu_of_the_guest_is_an_enabled_processor_with_its_apic_id() {
+        for vcpus in [1, 4, crate::config::MAX_VCPUS] {
+            let bytes = bytes_of(&madt(vcpus));
+            // Behind the header (36 bytes) and the fixed fields (8) are structures of type, length.
+            let (mut rest, mut found) = (&bytes[44..], Vec::new());
+            while let [kind, length, ..] = *rest {
+                let (structure, others) = rest.split_at(usize::from(length));
+                if kind == 0 {
+                    found.push((structure[2], structure[3], structure[4] & 3));
+                }
+                rest = others;
+            }
+            // ACPI 6.5, table 5.21: flag 1 is "enabled", 2 "online capable".
+            let expected: Vec<_> = (0..vcpus).map(|id| (id, id, 1)).collect();
+            assert_eq!(found, expected);
+        }
+    }
 }

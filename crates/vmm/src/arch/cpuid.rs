@@ -1,5 +1,6 @@
 //! The CPUID that guests see: the features that KVM supports and the VM's CPU model has
-//! ([`features`]), presented as one socket of `vcpus` cores without hyper-threads.
+//! ([`features`]), presented as one socket of cores without hyper-threads, one for each vCPU that
+//! the guest or a clone of it may have.
 //!
 //! Three features are left out on purpose:
 //! - nested virtualisation (VMX, SVM), so that there is no nested state to save;
@@ -108,7 +109,7 @@ impl Supported {
 }
 
 impl Template {
-    /// The shared entries for a VM of `vcpus` vCPUs; 0 counts as 1.
+    /// The shared entries for a VM whose guest knows of `vcpus` vCPUs; 0 counts as 1.
     #[must_use]
     pub fn new(supported: &Supported, vcpus: u8, model: CpuModel) -> Self {
         let entries = supported.entries.as_slice();
@@ -181,29 +182,49 @@ impl Template {
     /// The CPUID entries of the vCPU with APIC id `id`.
     #[must_use]
     pub fn of(&self, id: u8) -> Vec<kvm_cpuid_entry2> {
-        let apic = u32::from(id);
-        let mut entries = self.entries.clone();
-        for e in &mut entries {
-            match e.function {
-                1 => e.ebx = (e.ebx & 0x00ff_ffff) | apic << 24,
-                0xb | 0x1f => e.edx = apic,
-                0x8000_001e => {
-                    e.eax = apic;
-                    e.ebx = apic & 0xff; // core id; one thread per core
-                    e.ecx = 0; // node 0 of one node
-                }
-                _ => {}
-            }
-        }
-        entries
+        with_apic_id(&self.entries, id)
     }
 
-    /// The bits that a guest may set in XCR0 (leaf 0xd, EDX:EAX); 0 without XSAVE.
+    /// The bits that a guest may set in XCR0.
     #[must_use]
     pub fn xcr0(&self) -> u64 {
-        let leaf = self.entries.iter().find(|e| e.function == 0xd && e.index == 0);
-        leaf.map_or(0, |e| u64::from(e.eax) | u64::from(e.edx) << 32)
+        xcr0(&self.entries)
     }
+}
+
+/// The CPUID entries of the vCPU with APIC id `id`, given those of any vCPU of the same VM.
+#[must_use]
+pub fn with_apic_id(entries: &[kvm_cpuid_entry2], id: u8) -> Vec<kvm_cpuid_entry2> {
+    let apic = u32::from(id);
+    let mut entries = entries.to_vec();
+    for e in &mut entries {
+        match e.function {
+            1 => e.ebx = (e.ebx & 0x00ff_ffff) | apic << 24,
+            0xb | 0x1f => e.edx = apic,
+            0x8000_001e => {
+                e.eax = apic;
+                e.ebx = apic & 0xff; // core id; one thread per core
+                e.ecx = 0; // node 0 of one node
+            }
+            _ => {}
+        }
+    }
+    entries
+}
+
+/// The bits that a guest may set in XCR0 (leaf 0xd, EDX:EAX); 0 without XSAVE.
+#[must_use]
+pub fn xcr0(entries: &[kvm_cpuid_entry2]) -> u64 {
+    let leaf = entries.iter().find(|e| e.function == 0xd && e.index == 0);
+    leaf.map_or(0, |e| u64::from(e.eax) | u64::from(e.edx) << 32)
+}
+
+/// The number of vCPUs of a VM, by the CPUID of any of them: the logical processors of its socket
+/// (leaf 1, EBX bits 16 to 23). 1 if the leaf is missing.
+#[must_use]
+pub fn known_vcpus(entries: &[kvm_cpuid_entry2]) -> u8 {
+    let leaf = entries.iter().find(|e| e.function == 1);
+    leaf.map_or(1, |e| e.ebx.to_le_bytes()[2].max(1))
 }
 
 /// Checks that a vCPU has no features but those that it was given, by the CPUIDs `has`
@@ -335,6 +356,10 @@ mod tests {
                 assert_eq!(find(&e, 0x8000_001e, 0).eax, u32::from(id));
                 assert_eq!(find(&e, 0x8000_0001, 0).ecx & 4, 0, "SVM");
                 assert_eq!(find(&e, KVM_FEATURES, 0).eax & KVM_ASYNC_PF, 0);
+                assert_eq!(known_vcpus(&e), vcpus);
+                let first = with_apic_id(&e, 0);
+                assert_eq!(with_apic_id(&first, id), e, "made from another vCPU's entries");
+                assert!(id == 0 || first != e);
                 assert!(
                     e.iter().all(|e| e.function != 0x1f),
                     "leaf 0x1f lies above the highest leaf"

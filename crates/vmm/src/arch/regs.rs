@@ -80,6 +80,16 @@ pub fn write_tables(memory: &GuestMemoryMmap) -> Result<(), RegsError> {
 /// # Errors
 /// An ioctl fails, or KVM refuses an MSR.
 pub fn prepare_any(vcpu: &VcpuFd, xcr0: u64) -> Result<(), RegsError> {
+    let fpu = kvm_fpu { fcw: 0x37f, mxcsr: 0x1f80, ..Default::default() };
+    vcpu.set_fpu(&fpu).map_err(on("KVM_SET_FPU"))?;
+    prepare_new(vcpu, xcr0)
+}
+
+/// As [`prepare_any`], for a vCPU whose FPU is as KVM made it, which is as after reset.
+///
+/// # Errors
+/// As [`prepare_any`].
+pub fn prepare_new(vcpu: &VcpuFd, xcr0: u64) -> Result<(), RegsError> {
     const MISC_ENABLE: u32 = 0x1a0;
     const MTRR_DEF_TYPE: u32 = 0x2ff;
     let values = [
@@ -100,8 +110,6 @@ pub fn prepare_any(vcpu: &VcpuFd, xcr0: u64) -> Result<(), RegsError> {
         xcrs.xcrs[0].value = xcr0;
         vcpu.set_xcrs(&xcrs).map_err(on("KVM_SET_XCRS"))?;
     }
-    let fpu = kvm_fpu { fcw: 0x37f, mxcsr: 0x1f80, ..Default::default() };
-    vcpu.set_fpu(&fpu).map_err(on("KVM_SET_FPU"))?;
 
     // LINT0 takes the PIC's interrupts, LINT1 takes NMIs (Intel SDM volume 3, section 11.5.1).
     let mut lapic = vcpu.get_lapic().map_err(on("KVM_GET_LAPIC"))?;

@@ -164,7 +164,7 @@ pub struct Status {
     pub whole: bool,
     /// Whether the vCPUs are stopped by `Pause`.
     pub paused: bool,
-    /// The VM's size.
+    /// The VM's size. `max_vcpus` of it since version 6.
     pub shape: Shape,
     /// Microseconds (CLOCK_MONOTONIC) at which each phase of the start ended.
     pub phases: Vec<(String, u64)>,

@@ -94,7 +94,19 @@ fn commands() -> Vec<Command> {
 }
 
 fn shape() -> Shape {
-    Shape { memory_bytes: 256 << 20, vcpus: 2, disks: 2, nets: 1, cpu_model: CpuModel::Host }
+    Shape {
+        memory_bytes: 256 << 20,
+        vcpus: 2,
+        max_vcpus: 16,
+        disks: 2,
+        nets: 1,
+        cpu_model: CpuModel::Host,
+    }
+}
+
+/// As versions before 6 report it.
+fn shape_before() -> Shape {
+    Shape { max_vcpus: 0, ..shape() }
 }
 
 fn phases() -> Vec<(String, u64)> {
@@ -180,6 +192,7 @@ fn a_vmm_of_version_1_understands_a_daemon_of_today() {
 fn a_daemon_of_today_understands_a_vmm_of_version_1() {
     let before = Status {
         protocol: 1,
+        shape: shape_before(),
         layers: Vec::new(),
         busy: None,
         no_space: None,
@@ -198,25 +211,27 @@ fn a_daemon_of_today_understands_a_vmm_of_version_1() {
 #[test]
 fn a_daemon_of_today_understands_a_vmm_of_version_2() {
     let (no_space, traffic) = (None, Vec::new());
-    let before = Status { protocol: 2, no_space, traffic, disk_reads: None, ..status() };
+    let (shape, disk_reads) = (shape_before(), None);
+    let before = Status { protocol: 2, shape, no_space, traffic, disk_reads, ..status() };
     assert_eq!(decoded::<Answer>(&fixture(2).answers), answers_before_6(before));
 }
 
 #[test]
 fn a_daemon_of_today_understands_a_vmm_of_version_3() {
-    let before = Status { protocol: 3, traffic: Vec::new(), disk_reads: None, ..status() };
+    let (shape, traffic) = (shape_before(), Vec::new());
+    let before = Status { protocol: 3, shape, traffic, disk_reads: None, ..status() };
     assert_eq!(decoded::<Answer>(&fixture(3).answers), answers_before_6(before));
 }
 
 #[test]
 fn a_daemon_of_today_understands_a_vmm_of_version_4() {
-    let before = Status { protocol: 4, disk_reads: None, ..status() };
+    let before = Status { protocol: 4, shape: shape_before(), disk_reads: None, ..status() };
     assert_eq!(decoded::<Answer>(&fixture(4).answers), answers_before_6(before));
 }
 
 #[test]
 fn a_daemon_of_today_understands_a_vmm_of_version_5() {
-    let before = Status { protocol: 5, ..status() };
+    let before = Status { protocol: 5, shape: shape_before(), ..status() };
     assert_eq!(decoded::<Answer>(&fixture(5).answers), answers_before_6(before));
 }
 

@@ -36,8 +36,14 @@ fn answers(stream: &UnixStream) -> Vec<Answer> {
 }
 
 fn busy() -> Status {
-    let shape =
-        Shape { memory_bytes: 64 << 20, vcpus: 1, disks: 0, nets: 0, cpu_model: CpuModel::Host };
+    let shape = Shape {
+        memory_bytes: 64 << 20,
+        vcpus: 1,
+        max_vcpus: 0,
+        disks: 0,
+        nets: 0,
+        cpu_model: CpuModel::Host,
+    };
     Status { busy: Some(Busy::Precopy), ..Status::of(shape) }
 }
 

@@ -18,8 +18,39 @@
 
 use super::state::{MSR_TSC, MSR_TSC_DEADLINE, StateError, VcpuState, get_msr, on, set_msrs};
 use super::tsc;
-use kvm_bindings::{KVM_CLOCK_HOST_TSC, kvm_clock_data};
+use kvm_bindings::{KVM_CLOCK_HOST_TSC, kvm_clock_data, kvm_vcpu_events};
 use kvm_ioctls::{VcpuFd, VmFd};
+
+/// The parts of a saved vCPU that depend on the instant at which the vCPU continues.
+#[derive(Debug, Clone)]
+pub struct VcpuTime {
+    tsc_khz: u32,
+    tsc_offset: Option<u64>,
+    tsc: u64,
+    deadline: Option<u64>,
+    events: kvm_vcpu_events,
+}
+
+impl VcpuTime {
+    /// The time of a vCPU that was not started yet: its TSC is that of this one, and its timer is
+    /// not set.
+    #[must_use]
+    pub fn of_new(&self) -> Self {
+        Self { deadline: None, events: kvm_vcpu_events::default(), ..*self }
+    }
+}
+
+impl From<&VcpuState> for VcpuTime {
+    fn from(state: &VcpuState) -> Self {
+        Self {
+            tsc_khz: state.tsc_khz,
+            tsc_offset: state.tsc_offset,
+            tsc: state.msr(MSR_TSC).unwrap_or(0),
+            deadline: state.msr(MSR_TSC_DEADLINE),
+            events: state.events,
+        }
+    }
+}
 
 fn set_tsc_offset(vcpu: &VcpuFd, offset: u64) -> Result<(), StateError> {
     tsc::set_offset(vcpu, offset).map_err(on("KVM_SET_DEVICE_ATTR of the TSC offset"))
@@ -38,7 +69,7 @@ fn has_host_tsc(clock: &kvm_clock_data) -> bool {
 }
 
 /// Sets kvmclock, then each vCPU's TSC, its timer's deadline and its pending events. `vcpus` and
-/// `states` pair up, the first vCPU first.
+/// `times` pair up, the first vCPU first.
 ///
 /// A saved deadline of zero may mean that the timer has fired but its interrupt is not yet
 /// delivered. Such a deadline is set to the saved TSC, which has passed, so the timer fires once
@@ -50,7 +81,7 @@ pub fn start(
     vm: &VmFd,
     saved: &kvm_clock_data,
     vcpus: &[&VcpuFd],
-    states: &[VcpuState],
+    times: &[VcpuTime],
 ) -> Result<(), StateError> {
     // Without flags, kvmclock continues from the saved value, however long ago the save was.
     let clock = kvm_clock_data { clock: saved.clock, ..Default::default() };
@@ -58,22 +89,22 @@ pub fn start(
     let now = vm.get_clock().map_err(on("KVM_GET_CLOCK"))?;
     let host_khz =
         vcpus.first().map(|vcpu| vcpu.get_tsc_khz()).transpose().map_err(on("KVM_GET_TSC_KHZ"))?;
-    let same_rate = states.iter().all(|state| Some(state.tsc_khz) == host_khz);
-    let offsets: Option<Vec<u64>> = states.iter().map(|state| state.tsc_offset).collect();
+    let same_rate = times.iter().all(|time| Some(time.tsc_khz) == host_khz);
+    let offsets: Option<Vec<u64>> = times.iter().map(|time| time.tsc_offset).collect();
     match offsets {
         Some(offsets) if same_rate && has_host_tsc(saved) && has_host_tsc(&now) => {
-            for ((vcpu, state), offset) in vcpus.iter().zip(states).zip(offsets) {
-                set_tsc_offset(vcpu, new_offset(offset, state.tsc_khz, saved, &now))?;
+            for ((vcpu, time), offset) in vcpus.iter().zip(times).zip(offsets) {
+                set_tsc_offset(vcpu, new_offset(offset, time.tsc_khz, saved, &now))?;
             }
         }
-        offsets => follow_first(vcpus, states, offsets)?,
+        offsets => follow_first(vcpus, times, offsets)?,
     }
-    for (vcpu, state) in vcpus.iter().zip(states) {
-        if let Some(deadline) = value(state, MSR_TSC_DEADLINE) {
-            let deadline = if deadline == 0 { tsc_of(state) } else { deadline };
+    for (vcpu, time) in vcpus.iter().zip(times) {
+        if let Some(deadline) = time.deadline {
+            let deadline = if deadline == 0 { time.tsc } else { deadline };
             set_msrs(vcpu, &[(MSR_TSC_DEADLINE, deadline)])?;
         }
-        vcpu.set_vcpu_events(&state.events).map_err(on("KVM_SET_VCPU_EVENTS"))?;
+        vcpu.set_vcpu_events(&time.events).map_err(on("KVM_SET_VCPU_EVENTS"))?;
     }
     Ok(())
 }
@@ -81,11 +112,11 @@ pub fn start(
 /// Writes the first vCPU's TSC, and gives the other vCPUs the distances to it that they had.
 fn follow_first(
     vcpus: &[&VcpuFd],
-    states: &[VcpuState],
+    times: &[VcpuTime],
     offsets: Option<Vec<u64>>,
 ) -> Result<(), StateError> {
-    let (Some(first), Some(first_state)) = (vcpus.first(), states.first()) else { return Ok(()) };
-    let wanted = tsc_of(first_state);
+    let (Some(first), Some(first_time)) = (vcpus.first(), times.first()) else { return Ok(()) };
+    let wanted = first_time.tsc;
     set_msrs(first, &[(MSR_TSC, wanted)])?;
     // KVM may replace a written TSC by the value it expects, if both are close
     // (kvm_synchronize_tsc). Raise the offset if that made the TSC go backwards.
@@ -93,7 +124,7 @@ fn follow_first(
         (Some(offset), now) if now < wanted => Some(offset.wrapping_add(wanted - now)),
         (offset, _) => offset,
     };
-    for (n, (vcpu, state)) in vcpus.iter().zip(states).enumerate() {
+    for (n, (vcpu, time)) in vcpus.iter().zip(times).enumerate() {
         match (base, &offsets) {
             (Some(base), Some(saved)) => {
                 set_tsc_offset(vcpu, base.wrapping_add(saved[n].wrapping_sub(saved[0])))?;
@@ -101,18 +132,10 @@ fn follow_first(
             _ if n == 0 => {}
             // KVM takes a TSC within a second of the expected one as "synchronised with the other
             // vCPUs".
-            _ => set_msrs(vcpu, &[(MSR_TSC, tsc_of(state))])?,
+            _ => set_msrs(vcpu, &[(MSR_TSC, time.tsc)])?,
         }
     }
     Ok(())
-}
-
-fn value(state: &VcpuState, msr: u32) -> Option<u64> {
-    state.msrs.iter().find(|(index, _)| *index == msr).map(|(_, value)| *value)
-}
-
-fn tsc_of(state: &VcpuState) -> u64 {
-    value(state, MSR_TSC).unwrap_or(0)
 }
 
 #[cfg(test)]

@@ -11,10 +11,11 @@
 //! not used: it adds only the PDPTRs of 32-bit PAE guests, which KVM reloads from memory.
 
 use super::tsc;
-use crate::arch::{cpuid, features};
+use crate::arch::{cpuid, features, regs};
 use kvm_bindings::{
-    Msrs, Xsave, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry,
-    kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave, kvm_xsave2,
+    KVM_MP_STATE_UNINITIALIZED, Msrs, Xsave, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state,
+    kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
+    kvm_xsave2,
 };
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
@@ -32,6 +33,10 @@ const MAY_BE_REFUSED: &[u32] = &[
     0x345, // IA32_PERF_CAPABILITIES
     0x8b,  // IA32_BIOS_SIGN_ID
 ];
+
+/// MSRs that all vCPUs of a VM must have in common. Linux compares IA32_TSC_ADJUST (0x3b) of a CPU
+/// that it starts with that of the first one, and corrects it, which would shift the TSC.
+const OF_THE_CPU: &[u32] = &[0x3b, 0x8b, 0x10a, 0x345];
 
 /// Most MSRs of a saved vCPU.
 pub const MAX_MSRS: usize = 1024;
@@ -69,12 +74,22 @@ pub struct VcpuState {
     pub events: kvm_vcpu_events,
 }
 
+impl VcpuState {
+    /// The value of an MSR, if it was saved.
+    pub(super) fn msr(&self, number: u32) -> Option<u64> {
+        self.msrs.iter().find(|(index, _)| *index == number).map(|(_, value)| *value)
+    }
+}
+
 /// Why a vCPU could not be saved or loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     /// An ioctl failed; the text is its name.
     #[error("vCPU: {0}")]
     Kvm(&'static str, #[source] kvm_ioctls::Error),
+    /// A fresh vCPU could not be prepared.
+    #[error("vCPU")]
+    Regs(#[from] regs::RegsError),
     /// KVM lists this MSR but does not give its value.
     #[error("vCPU: KVM_GET_MSRS: KVM lists MSR {0:#x} but does not give it")]
     MsrGet(u32),
@@ -205,20 +220,8 @@ pub fn load(
     has: Option<&[kvm_cpuid_entry2]>,
     xsave_words_here: usize,
 ) -> Result<(), StateError> {
-    if !has.is_some_and(|has| cpuid::alike(has, &state.cpuid)) {
-        let entries = cpuid::for_kvm(&state.cpuid).ok_or(StateError::TooMany {
-            what: "CPUID entries",
-            got: state.cpuid.len(),
-            max: MAX_CPUID,
-        })?;
-        vcpu.set_cpuid2(&entries).map_err(on("KVM_SET_CPUID2"))?;
-    }
-    let host_khz = vcpu.get_tsc_khz().map_err(on("KVM_GET_TSC_KHZ"))?;
-    // KVM treats frequencies within 250 ppm as equal, and so does this check.
-    if host_khz.abs_diff(state.tsc_khz) > host_khz / 4000 {
-        let refused = |_| StateError::TscKhz { wanted: state.tsc_khz, host: host_khz };
-        vcpu.set_tsc_khz(state.tsc_khz).map_err(refused)?;
-    }
+    set_cpuid(vcpu, &state.cpuid, has)?;
+    set_tsc_khz(vcpu, state.tsc_khz)?;
     vcpu.set_mp_state(state.mp_state).map_err(on("KVM_SET_MP_STATE"))?;
     vcpu.set_regs(&state.regs).map_err(on("KVM_SET_REGS"))?;
     vcpu.set_sregs(&state.sregs).map_err(on("KVM_SET_SREGS"))?;
@@ -233,6 +236,57 @@ pub fn load(
         .copied()
         .collect();
     set_msrs(vcpu, &timeless)
+}
+
+/// Makes a fresh vCPU one that a guest of the VM with the saved vCPU `beside` can start: it has the
+/// same CPU, and waits for INIT and SIPI. Its other registers are those after reset, because INIT
+/// and the guest's kernel set what the kernel needs. The guest's addresses in KVM's MSRs (clock,
+/// stolen time) belong to one vCPU each, so they stay unset.
+///
+/// `has` is as for [`load`].
+///
+/// # Errors
+/// The ioctl or MSR that failed.
+pub fn load_new(
+    vcpu: &VcpuFd,
+    id: u8,
+    beside: &VcpuState,
+    has: Option<&[kvm_cpuid_entry2]>,
+) -> Result<(), StateError> {
+    let wanted = cpuid::with_apic_id(&beside.cpuid, id);
+    set_cpuid(vcpu, &wanted, has)?;
+    set_tsc_khz(vcpu, beside.tsc_khz)?;
+    regs::prepare_new(vcpu, cpuid::xcr0(&wanted))?;
+    let equal = OF_THE_CPU.iter().filter_map(|&index| Some((index, beside.msr(index)?)));
+    set_msrs(vcpu, &equal.collect::<Vec<_>>())?;
+    let waits = kvm_mp_state { mp_state: KVM_MP_STATE_UNINITIALIZED };
+    vcpu.set_mp_state(waits).map_err(on("KVM_SET_MP_STATE"))
+}
+
+/// Sets the CPUID of a vCPU that has `has` by KVM_GET_CPUID2, unless it is equal.
+fn set_cpuid(
+    vcpu: &VcpuFd,
+    wanted: &[kvm_cpuid_entry2],
+    has: Option<&[kvm_cpuid_entry2]>,
+) -> Result<(), StateError> {
+    if has.is_some_and(|has| cpuid::alike(has, wanted)) {
+        return Ok(());
+    }
+    let entries = cpuid::for_kvm(wanted).ok_or(StateError::TooMany {
+        what: "CPUID entries",
+        got: wanted.len(),
+        max: MAX_CPUID,
+    })?;
+    vcpu.set_cpuid2(&entries).map_err(on("KVM_SET_CPUID2"))
+}
+
+fn set_tsc_khz(vcpu: &VcpuFd, wanted: u32) -> Result<(), StateError> {
+    let host = vcpu.get_tsc_khz().map_err(on("KVM_GET_TSC_KHZ"))?;
+    // KVM treats frequencies within 250 ppm as equal, and so does this check.
+    if host.abs_diff(wanted) > host / 4000 {
+        vcpu.set_tsc_khz(wanted).map_err(|_| StateError::TscKhz { wanted, host })?;
+    }
+    Ok(())
 }
 
 pub(super) fn get_msr(vcpu: &VcpuFd, index: u32) -> Result<u64, StateError> {

@@ -78,7 +78,7 @@ impl Bare {
         let mut bare = Self::new(kvm)?;
         if shape.memory_bytes <= MOST_GUESSED_BYTES && (1..=MAX_VCPUS).contains(&shape.vcpus) {
             let mut filled = bare.fill(shape)?;
-            let cpuid = cpuid::Template::new(supported, shape.vcpus, shape.cpu_model);
+            let cpuid = cpuid::Template::new(supported, shape.known_vcpus(), shape.cpu_model);
             for (id, vcpu) in (0..).zip(&mut filled.vcpus) {
                 let entries = cpuid::for_kvm(&cpuid.of(id)).ok_or(BuildError::Cpuid)?;
                 vcpu.set_cpuid2(&entries).map_err(on("KVM_SET_CPUID2"))?;

@@ -29,14 +29,15 @@ impl WarmVmm {
 
         let windows: Vec<_> =
             self.devices.slots().iter().map(|s| (s.base, s.size, s.gsi)).collect();
-        acpi::write(&self.memory, config.vcpus, &windows)?;
+        let known_vcpus = self.shape.known_vcpus();
+        acpi::write(&self.memory, known_vcpus, &windows)?;
         let mut generation = [0; 16];
         rustix::rand::getrandom(&mut generation, rustix::rand::GetRandomFlags::empty())
             .map_err(|error| BuildError::Random(error.into()))?;
         self.memory.write_slice(&generation, layout::GENERATION).map_err(BuildError::Generation)?;
 
         self.supported.check(config.cpu_model)?;
-        let template = cpuid::Template::new(&self.supported, config.vcpus, config.cpu_model);
+        let template = cpuid::Template::new(&self.supported, known_vcpus, config.cpu_model);
         regs::write_tables(&self.memory)?;
         for vcpu in &self.vcpus {
             let fd = vcpu.fd();

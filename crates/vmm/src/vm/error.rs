@@ -106,6 +106,19 @@ pub enum BuildError {
         /// The saved VM's value.
         got: u64,
     },
+    /// The warm VMM has more vCPUs than the saved guest knows of.
+    #[error(
+        "restore: vCPUs: expected {saved} to {known}, those that the snapshot's guest knows of, \
+         got {wanted}; bake a new snapshot"
+    )]
+    UnknownVcpus {
+        /// The number of saved vCPUs.
+        saved: usize,
+        /// The number that the guest knows of.
+        known: u8,
+        /// The number in the warm VMM.
+        wanted: usize,
+    },
     /// The VM could not start to run: clocks, or the interrupt of the generation id.
     #[error(transparent)]
     Run(#[from] VmError),

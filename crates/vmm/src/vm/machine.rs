@@ -11,8 +11,7 @@ use crate::memory;
 use crate::memory::pages::Pages;
 use crate::memory::working_set::{self, Record};
 use crate::vcpu::Vcpu;
-use crate::vcpu::clocks;
-use crate::vcpu::state::VcpuState;
+use crate::vcpu::clocks::{self, VcpuTime};
 use crate::virtio::{BalloonStatus, DeviceError};
 use kvm_bindings::kvm_clock_data;
 use kvm_ioctls::VcpuFd;
@@ -34,7 +33,8 @@ pub(super) struct Copying {
 
 /// The state that a restored VM gets when it first runs.
 pub(super) struct Restored {
-    pub(super) vcpus: Vec<VcpuState>,
+    /// The time of each vCPU, in the order of their APIC ids.
+    pub(super) times: Vec<VcpuTime>,
     pub(super) clock: kvm_clock_data,
 }
 
@@ -165,7 +165,7 @@ impl Vm {
         jail::normal_priority();
         let fds: Vec<_> = self.warm.vcpus.iter().map(Vcpu::fd).collect();
         let fds: Vec<&VcpuFd> = fds.iter().map(|fd| &**fd).collect();
-        let result = clocks::start(&self.warm.vm, &restored.clock, &fds, &restored.vcpus)
+        let result = clocks::start(&self.warm.vm, &restored.clock, &fds, &restored.times)
             .map_err(VmError::Clocks)
             .and_then(|()| self.warm.platform.announce_generation().map_err(VmError::Generation));
         if result.is_err() {

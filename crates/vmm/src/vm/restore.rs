@@ -11,6 +11,7 @@ use crate::jail;
 use crate::memory::backing::Backing;
 use crate::memory::{self, lazy, pre_fault, working_set};
 use crate::state::{self, VmState};
+use crate::vcpu::clocks::VcpuTime;
 use crate::vcpu::{Vcpu, state as vcpu_state};
 use dayfly_units::CpuModel;
 use kvm_bindings::kvm_cpuid_entry2;
@@ -48,12 +49,17 @@ fn read_state(file: &File) -> Result<VmState, BuildError> {
 impl WarmVmm {
     fn fits(&self, state: &VmState) -> Result<(), BuildError> {
         let differs = |what, expected, got| Err(BuildError::Shape { what, expected, got });
-        let (memory, vcpus) = (self.shape.memory_bytes, self.vcpus.len());
+        let (memory, vcpus, saved) = (self.shape.memory_bytes, self.vcpus.len(), state.vcpus.len());
         if state.memory_bytes != memory {
             return differs("bytes of memory", memory, state.memory_bytes);
         }
-        if state.vcpus.len() != vcpus {
-            return differs("vCPUs", vcpus as u64, state.vcpus.len() as u64);
+        if saved > vcpus {
+            return differs("vCPUs", vcpus as u64, saved as u64);
+        }
+        // A guest cannot start a vCPU that its firmware did not announce.
+        let known = state.vcpus.first().map_or(1, |vcpu| cpuid::known_vcpus(&vcpu.cpuid));
+        if saved < vcpus && usize::from(known) < vcpus {
+            return Err(BuildError::UnknownVcpus { saved, known, wanted: vcpus });
         }
         Ok(())
     }
@@ -90,7 +96,8 @@ impl WarmVmm {
         }
         // A KVM that cannot hide the CPU's own features from a guest, such as PVM, gives a vCPU
         // more than it says it supports.
-        let all = cpuid::Template::new(&self.supported, self.shape.vcpus, CpuModel::Host);
+        let known = self.shape.known_vcpus();
+        let all = cpuid::Template::new(&self.supported, known, CpuModel::Host);
         let entries = cpuid::for_kvm(&all.of(vcpu.id())).ok_or(BuildError::Cpuid)?;
         let fd = vcpu.fd();
         fd.set_cpuid2(&entries).map_err(on("KVM_SET_CPUID2"))?;
@@ -98,7 +105,8 @@ impl WarmVmm {
         Ok(self.supported.with_entries(has).check_saved(saved)?)
     }
 
-    /// Loads the vCPUs, then the interrupt controllers and the timer.
+    /// Loads the saved vCPUs, prepares those that the guest may start besides, and loads the
+    /// interrupt controllers and the timer.
     fn load_vcpus(&self, state: &VmState) -> Result<(), BuildError> {
         let xsave_words = self.limits.xsave_words();
         for (id, (vcpu, saved)) in self.vcpus.iter().zip(&state.vcpus).enumerate() {
@@ -110,12 +118,26 @@ impl WarmVmm {
             vcpu_state::load(&vcpu.fd(), saved, has, xsave_words)
                 .map_err(|source| BuildError::Vcpu { id, source })?;
         }
+        if let Some(first) = state.vcpus.first() {
+            for (id, vcpu) in self.vcpus.iter().enumerate().skip(state.vcpus.len()) {
+                let has = self.cpuid.get(id).map(Vec::as_slice);
+                vcpu_state::load_new(&vcpu.fd(), vcpu.id(), first, has)
+                    .map_err(|source| BuildError::Vcpu { id, source })?;
+            }
+        }
         // After the local APICs: loading the I/O APIC delivers its pending interrupts to them.
         for chip in &state.irqchips {
             self.vm.set_irqchip(chip).map_err(on("KVM_SET_IRQCHIP"))?;
         }
         self.vm.set_pit2(&state.pit).map_err(on("KVM_SET_PIT2"))?;
         Ok(())
+    }
+
+    /// The time of each vCPU: of a saved one as it was saved, of the others as the first one's.
+    fn times(&self, state: &VmState) -> Vec<VcpuTime> {
+        let saved = state.vcpus.iter().map(VcpuTime::from);
+        let new = state.vcpus.first().map(|first| VcpuTime::from(first).of_new());
+        saved.chain(new.into_iter().cycle()).take(self.vcpus.len()).collect()
     }
 
     /// Restores a saved machine. The guest runs afterwards, unless `config` keeps it paused.
@@ -160,7 +182,7 @@ impl WarmVmm {
             working_set::map(state.memory_bytes, &pages, &vcpu.fd());
         }
         self.timeline.done("working set");
-        let not_yet_run = Some(Restored { vcpus: state.vcpus, clock: state.clock });
+        let not_yet_run = Some(Restored { times: self.times(&state), clock: state.clock });
         let ram = if self.recorder.is_none() {
             let (own, rows) = files.memory.into_own();
             let filling = files.pager.is_some().then_some(own);

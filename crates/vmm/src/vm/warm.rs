@@ -87,6 +87,11 @@ fn check(shape: Shape) -> Result<(), BuildError> {
         let expected = format!("1 to {MAX_VCPUS}");
         return Err(BuildError::Config { what: "vcpus", expected, got: u64::from(shape.vcpus) });
     }
+    if shape.max_vcpus > MAX_VCPUS {
+        let expected = format!("at most {MAX_VCPUS}");
+        let got = u64::from(shape.max_vcpus);
+        return Err(BuildError::Config { what: "max_vcpus", expected, got });
+    }
     if usize::from(shape.disks) > MAX_DISKS {
         let expected = format!("at most {MAX_DISKS}");
         return Err(BuildError::Config { what: "disks", expected, got: u64::from(shape.disks) });

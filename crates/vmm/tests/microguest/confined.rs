@@ -107,8 +107,14 @@ fn a_vmm_without_disks_has_no_thread_for_them() {
         return;
     }
     let room = Room::new();
-    let shape =
-        Shape { memory_bytes: 64 * MIB, vcpus: 2, disks: 0, nets: 1, cpu_model: CpuModel::Host };
+    let shape = Shape {
+        memory_bytes: 64 * MIB,
+        vcpus: 2,
+        max_vcpus: 0,
+        disks: 0,
+        nets: 1,
+        cpu_model: CpuModel::Host,
+    };
     for disks in [0, 1, 2] {
         let shape = Shape { disks, ..shape };
         let warm = Vmm::warm(Path::new(BINARY), &room.path(&format!("{disks}")), shape, true);

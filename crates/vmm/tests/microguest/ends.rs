@@ -109,6 +109,7 @@ fn what_is_no_kernel_is_refused() {
             cmdline: String::new(),
             memory_bytes: 64 * MIB,
             vcpus: 1,
+            max_vcpus: 0,
             cpu_model: CpuModel::Host,
             disks: Vec::new(),
             jailed: false,

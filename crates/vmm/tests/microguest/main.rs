@@ -10,4 +10,5 @@ mod ends;
 mod harness;
 mod room;
 mod running;
+mod sizes;
 mod warm;

@@ -37,6 +37,18 @@ impl Room {
         vcpus: u8,
         jailed: bool,
     ) -> Vmm {
+        self.boot_sized(name, cmdline, memory_bytes, (vcpus, 0), jailed)
+    }
+
+    /// Boots a guest with the first number of vCPUs, which knows of the second number.
+    pub fn boot_sized(
+        &self,
+        name: &str,
+        cmdline: &str,
+        memory_bytes: u64,
+        (vcpus, max_vcpus): (u8, u8),
+        jailed: bool,
+    ) -> Vmm {
         let base = self.path(&format!("{name}.raw"));
         std::fs::File::create(&base).unwrap().set_len(MIB).unwrap();
         let boot = Boot {
@@ -45,6 +57,7 @@ impl Room {
             cmdline: cmdline.to_owned(),
             memory_bytes,
             vcpus,
+            max_vcpus,
             cpu_model: CpuModel::Host,
             disks: vec![Disk { size_bytes: MIB, base, layers: Vec::new(), writable: true }],
             jailed,
@@ -60,6 +73,7 @@ impl Room {
             cmdline: format!("fill=7:40 wait={:x}", layout::GENERATION.0),
             memory_bytes: 64 * MIB,
             vcpus: 2,
+            max_vcpus: 0,
             cpu_model,
             disks: Vec::new(),
             jailed: false,

@@ -26,6 +26,7 @@ fn churner(room: &Room) -> Vmm {
         cmdline: format!("grow={:x}:1:0", layout::GENERATION.0),
         memory_bytes: 80 * MIB,
         vcpus: 1,
+        max_vcpus: 0,
         cpu_model: CpuModel::Host,
         disks: vec![Disk { size_bytes: 64 * MIB, base, layers: Vec::new(), writable: true }],
         jailed: false,

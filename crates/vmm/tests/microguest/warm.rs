@@ -37,7 +37,7 @@ fn a_warm_vmm_waits_for_a_guest_of_its_shape() {
     idle.client().quit().unwrap();
     assert_eq!(idle.wait_exit(10).0.reason, ExitReason::Quit);
     for (shape, expected) in [
-        (Shape { vcpus: 2, ..snapshot.shape }, "vCPUs: expected 2"),
+        (Shape { vcpus: 2, ..snapshot.shape }, "vCPUs: expected 1 to 1"),
         (
             Shape { memory_bytes: 128 * MIB, ..snapshot.shape },
             "bytes of memory: expected 134217728",

@@ -213,6 +213,7 @@ fn long(testbed: &Testbed) -> Result<()> {
         ancestors: Vec::new(),
         kernel: manifest.kernel.clone(),
         vcpus: manifest.vcpus,
+        max_vcpus: manifest.max_vcpus,
         cpu_model: manifest.cpu_model,
         nets: manifest.nets,
         memory_bytes: manifest.memory_bytes,

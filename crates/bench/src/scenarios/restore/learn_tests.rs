@@ -46,6 +46,7 @@ fn shape() -> Shape {
         ancestors: Vec::new(),
         kernel,
         vcpus: 1,
+        max_vcpus: 0,
         cpu_model: CpuModel::Host,
         nets: 0,
         memory_bytes,

@@ -45,7 +45,8 @@ pub async fn create(
     Json(request): Json<CreateManyRequest>,
 ) -> Outcome<(StatusCode, axum::Json<List<Vm>>)> {
     let asked = Asked::now();
-    let CreateManyRequest { source, count, labels, network, lifetime, volumes, limits } = request;
+    let CreateManyRequest { source, count, labels, network, lifetime, volumes, limits, vcpus } =
+        request;
     let volumes = shared::asked(&daemon, &volumes, caller.as_deref())?;
     check_many(count, &network.publish)?;
     check("count", usize::try_from(count).unwrap_or(usize::MAX))?;
@@ -75,6 +76,7 @@ pub async fn create(
                 lifetime,
                 volumes: Vec::new(),
                 limits,
+                vcpus,
             },
             volumes,
         )

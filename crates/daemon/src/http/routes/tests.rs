@@ -373,6 +373,7 @@ async fn a_connected_run_that_cannot_be_leaves_nothing() {
             network: dayfly_api::types::NetworkRequest::default(),
             volumes: Vec::new(),
             limits: Default::default(),
+            vcpus: None,
         },
         port,
         keep: false,
@@ -433,6 +434,7 @@ async fn a_creation_that_fails_leaves_nothing() {
         network: dayfly_api::types::NetworkRequest::default(),
         volumes: Vec::new(),
         limits: Default::default(),
+        vcpus: None,
     };
     for (memory, vcpus) in [(0, 1), (64 << 20, 0), (64 << 20, 17), ((64 << 20) + 4096, 1)] {
         assert_eq!(

@@ -31,6 +31,7 @@ use crate::vmm::link::Link;
 use dayfly_api::types::{ErrorCode, EventKind, ExitKind};
 use dayfly_host::cpu_time;
 use dayfly_units::failpoint;
+use dayfly_vmm::config::MAX_VCPUS;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -158,6 +159,7 @@ async fn replaced(
     let facts = Facts {
         snapshot: None,
         ancestors: Vec::new(),
+        max_vcpus: MAX_VCPUS,
         network: ended.network_now(),
         ..ended.facts.clone()
     };

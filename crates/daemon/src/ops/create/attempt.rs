@@ -17,7 +17,8 @@ use crate::vm::{Vm, record};
 use crate::vmm::agent_link::{self, AgentLink, LinkError};
 use crate::vmm::link::Link;
 use crate::vmm::pool::{Pool, UnderWay, WarmVmm};
-use crate::vmm::source::{Opened, Purpose, Template};
+use crate::vmm::sizes::Template;
+use crate::vmm::source::{Opened, Purpose};
 use crate::vmm::{guest_socket, identity};
 use dayfly_api::agent::{PROTOCOL, Ready, Request, check_strings, protocol_of, request_frames};
 use dayfly_api::types::{ErrorCode, EventKind, ExitKind, VmExit};
@@ -180,7 +181,8 @@ async fn reserve(
     let opened_us = asked.elapsed_us();
     let under_way = daemon.pool.creation();
     let (labels, network) = (order.labels.clone(), order.network.clone());
-    let mut facts = opened.facts(labels, order.ephemeral, order.forks, network);
+    let (own_vcpus, vcpus) = (opened.vcpus(None)?, opened.vcpus(order.vcpus)?);
+    let mut facts = opened.facts(labels, order.ephemeral, order.forks, network, vcpus);
     facts.auto_remove = order.lifetime.auto_remove;
     // Replaces that of the VM from which it was forked.
     facts.request.clone_from(&order.request);
@@ -205,7 +207,7 @@ async fn reserve(
     let booking = admit::cpus(daemon, facts.limits.cpus_booked).await.map_err(of_fork)?;
     // What waits in the pool is in a group that shares its CPUs with others.
     let from_pool = from_pool && order.purpose == Purpose::User && booking.is_none();
-    let pooled = Pooled::of(&opened, from_pool)?;
+    let pooled = Pooled::of(&opened, vcpus, from_pool)?;
     let ready = pooled.node(&daemon.pool);
     let memory = admit::memory(daemon, facts.memory_bytes, booking.as_ref(), ready)?;
     let share = admit::one(daemon).await?;
@@ -236,6 +238,7 @@ async fn reserve(
     vm.volumes.keep(folders);
     vm.update(|live| {
         live.disks = opened.disks();
+        live.starts_vcpus = vcpus > own_vcpus;
         live.asked_us = Some(asked.at_us());
         live.timeline.push(("source verified and open".into(), opened_us));
     });
@@ -266,9 +269,9 @@ struct Pooled {
 }
 
 impl Pooled {
-    fn of(opened: &Opened, pooled: bool) -> Outcome<Self> {
-        let (template, shape) =
-            (opened.template()?.filter(|_| pooled), opened.shape()?.filter(|_| pooled));
+    fn of(opened: &Opened, vcpus: u8, pooled: bool) -> Outcome<Self> {
+        let template = opened.template(vcpus)?.filter(|_| pooled);
+        let shape = opened.shape(vcpus)?.filter(|_| pooled);
         Ok(Self { template, shape })
     }
 

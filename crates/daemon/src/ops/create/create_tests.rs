@@ -10,7 +10,8 @@ use crate::ops::keeper::{self, give_back};
 use crate::ops::recording;
 use crate::vmm::launch::Fds;
 use crate::vmm::requested::Requested;
-use crate::vmm::source::{Purpose, Template};
+use crate::vmm::sizes::Template;
+use crate::vmm::source::Purpose;
 use dayfly_api::types::{ErrorCode, ExitKind};
 use dayfly_host::process::Process;
 use dayfly_pager::wire::Settings;
@@ -221,8 +222,14 @@ async fn a_vmm_of_another_shape_than_the_last_is_made_anew_and_no_thread_of_it_i
     for (vcpus, disks) in [(2, 1), (2, 1), (1, 1), (1, 1), (1, 0), (1, 0), (1, 2), (4, 2)] {
         daemon.launcher.zygotes.prepare(0);
         let vm_slot = daemon.registry.vm_slot(0).unwrap();
-        let shape =
-            Shape { memory_bytes: MEMORY_BYTES, vcpus, disks, nets: 0, cpu_model: CpuModel::Host };
+        let shape = Shape {
+            memory_bytes: MEMORY_BYTES,
+            vcpus,
+            max_vcpus: 0,
+            disks,
+            nets: 0,
+            cpu_model: CpuModel::Host,
+        };
         let start = Start::WarmVmm { shape, record: false };
         let launched =
             daemon.launcher.launch(vm_slot, start, Fds::default(), false, false).unwrap();

@@ -14,12 +14,12 @@ use crate::vmm::launch::Fds;
 use dayfly_api::types::{ForkRequest, Lifetime, Source};
 use dayfly_pager::wire::Settings;
 use dayfly_store::{
-    DiskSpec, Image, ImageConfig, ImageSpec, Kernel, KernelSpec, PagedSpec, SnapshotSpec, Store,
-    sparse,
+    DiskSpec, Image, ImageConfig, ImageSpec, Kernel, KernelRef, KernelSpec, PagedSpec,
+    SnapshotSpec, Store, sparse,
 };
 use dayfly_units::{CpuModel, Name, VmName};
 use dayfly_vmm::arch::layout;
-use dayfly_vmm::config::{BootConfig, DiskConfig, Start};
+use dayfly_vmm::config::{BootConfig, DiskConfig, MAX_VCPUS, Start};
 use dayfly_vmm::control::Client;
 use dayfly_vmm::memory::working_set::{self, Record};
 use std::collections::BTreeMap;
@@ -199,6 +199,7 @@ async fn bake(
         cmdline: command_line.to_owned(),
         memory_bytes: MEMORY_BYTES,
         vcpus: 1,
+        max_vcpus: MAX_VCPUS,
         cpu_model: CpuModel::Host,
         disks: vec![disk],
         nets: 0,
@@ -222,20 +223,7 @@ async fn bake(
         writable: true,
         layers: vec![freeze.frozen],
     };
-    let spec = SnapshotSpec {
-        parent: None,
-        ancestors: Vec::new(),
-        kernel: kernel_ref,
-        vcpus: 1,
-        cpu_model: CpuModel::Host,
-        nets: 0,
-        memory_bytes: MEMORY_BYTES,
-        agent_version: String::new(),
-        config: ImageConfig::default(),
-        labels: BTreeMap::new(),
-        egress: None,
-        disks: vec![disk],
-    };
+    let spec = spec(kernel_ref, disk);
     if paged {
         let mut prepared = writer.saved().prepare(&spec, &[]).unwrap();
         if let Some(record) = record {
@@ -251,6 +239,25 @@ async fn bake(
     std::fs::remove_dir_all(dir.path()).unwrap();
     store.remove_vm(vm_slot.id).unwrap();
     daemon.registry.release_unused(vm_slot);
+}
+
+/// A snapshot of one vCPU, whose guest knows of all that a VM may have.
+fn spec(kernel: KernelRef, disk: DiskSpec) -> SnapshotSpec {
+    SnapshotSpec {
+        parent: None,
+        ancestors: Vec::new(),
+        kernel,
+        vcpus: 1,
+        max_vcpus: MAX_VCPUS,
+        cpu_model: CpuModel::Host,
+        nets: 0,
+        memory_bytes: MEMORY_BYTES,
+        agent_version: String::new(),
+        config: ImageConfig::default(),
+        labels: BTreeMap::new(),
+        egress: None,
+        disks: vec![disk],
+    }
 }
 
 /// Stores the microguest as a kernel, and an empty disk as its image.

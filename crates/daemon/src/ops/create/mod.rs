@@ -59,6 +59,10 @@ mod hostile;
 mod late;
 
 #[cfg(test)]
+#[path = "sizes_tests.rs"]
+mod sizes;
+
+#[cfg(test)]
 #[path = "takeover_tests.rs"]
 mod taken_over;
 

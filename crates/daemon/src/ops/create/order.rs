@@ -39,6 +39,8 @@ pub struct Order {
     pub volumes: Option<Vec<VolumeFacts>>,
     /// Its limits. One that is absent is that of the VM that was forked, or none.
     pub limits: Option<VmLimits>,
+    /// Its number of vCPUs; `None`: that of its source.
+    pub vcpus: Option<u8>,
     /// A request to the agent, sent together with the identity.
     /// [`VmGuard::take_next`](super::VmGuard::take_next) returns the link for its reply.
     pub next: Option<Request>,
@@ -78,6 +80,7 @@ impl Order {
             network: None,
             volumes: None,
             limits: None,
+            vcpus: None,
             next: None,
             entrypoint: None,
             request: None,
@@ -96,6 +99,7 @@ impl Order {
             network: Some(request.network),
             volumes: Some(volumes),
             limits: Some(request.limits),
+            vcpus: request.vcpus,
             ..Self::of(Origin::Source(request.source))
         }
     }

@@ -9,7 +9,8 @@ use crate::vm::Vm;
 use crate::vmm::launch::Fds;
 use crate::vmm::link::Link;
 use crate::vmm::pool::{Guest, WarmVmm};
-use crate::vmm::source::{self, CloneOf, Frozen, Opened, Purpose, Template};
+use crate::vmm::sizes::Template;
+use crate::vmm::source::{self, CloneOf, Frozen, Opened, Purpose};
 use dayfly_api::types::ErrorCode;
 use dayfly_host::cpu_time;
 use dayfly_host::process::Process;
@@ -80,13 +81,15 @@ fn make(
     purpose: Purpose,
     link: Option<Link>,
 ) -> Outcome<(Link, Option<StdListener>)> {
+    let sized = |shape| Shape { vcpus: vm.facts.vcpus, ..shape };
     match opened {
         Opened::Snapshot(open) => {
-            let (shape, version) = (Template::of(&open)?.shape, &open.manifest.agent_version);
+            let shape = sized(Template::of(&open)?.shape);
+            let version = &open.manifest.agent_version;
             clone(daemon, vm, (&open).into(), shape, version, purpose, link)
         }
         Opened::Fork(fork_point, _) => {
-            let (shape, version) = (fork_point.shape(), &fork_point.agent_version);
+            let (shape, version) = (sized(fork_point.shape()), &fork_point.agent_version);
             clone(daemon, vm, (&*fork_point).into(), shape, version, purpose, link)
         }
         Opened::Boot { boot, image, kernel } => {

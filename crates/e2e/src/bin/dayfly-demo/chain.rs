@@ -30,6 +30,7 @@ pub async fn run(demo: &mut Demo, snapshot: &Name) -> Result<()> {
             lifetime: Lifetime::UNLIMITED,
             volumes: Vec::new(),
             limits: Default::default(),
+            vcpus: None,
             network: NetworkRequest::default(),
         };
         demo.host.client.create(&create).await?;

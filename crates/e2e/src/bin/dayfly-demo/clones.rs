@@ -209,6 +209,7 @@ async fn ask_a_clone(
             lifetime: Lifetime::UNLIMITED,
             volumes: Vec::new(),
             limits: Default::default(),
+            vcpus: None,
             network: NetworkRequest::default(),
         },
         port: guest::PORT,

@@ -176,6 +176,7 @@ async fn boot(demo: &mut Demo, options: &Options, image: &Name, kernel: &Name) -
             lifetime: Lifetime::UNLIMITED,
             volumes: Vec::new(),
             limits: Default::default(),
+            vcpus: None,
             network: NetworkRequest::default(),
         },
         // Python starts, imports its modules and listens.
