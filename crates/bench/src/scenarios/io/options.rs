@@ -1,0 +1,125 @@
+//! Options of `io`.
+
+use super::qemu::Aio;
+use crate::prelude::*;
+use crate::stock;
+use dayfly_api::client::Client;
+use std::net::Ipv4Addr;
+
+/// Size of every guest's disk. Debian and fio take some 300 MiB of it.
+pub const DISK: &str = "2G";
+/// The most that the file of the jobs may take of it, and the least that fio needs for requests of
+/// 1 MiB, 32 in flight.
+const FILE_BYTES: std::ops::RangeInclusive<u64> = 64 << 20..=1 << 30;
+
+/// Options of `io`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub stock: stock::Options,
+    /// Rounds; each boots a guest of each VMM
+    #[arg(long, default_value_t = 5, value_parser = at_least(1))]
+    pub rounds: usize,
+    /// Seconds of each job
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub seconds: u64,
+    /// vCPUs of every guest
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub cpus: u8,
+    /// RAM of every guest
+    #[arg(long, default_value = "512M")]
+    pub memory: Bytes,
+    /// Size of the file that fio reads and writes
+    #[arg(long, default_value = "256M")]
+    pub file: Bytes,
+    /// Only jobs whose names begin so, such as `disk,net-udp`
+    #[arg(long, value_delimiter = ',')]
+    pub only: Vec<String>,
+    /// How QEMU performs requests of the disk [default: the faster one, which is tried first]
+    #[arg(long)]
+    pub aio: Option<Aio>,
+    /// The first of eight addresses for QEMU's guests, a multiple of eight
+    #[arg(long, default_value = "10.79.0.0")]
+    pub addresses: Ipv4Addr,
+    #[command(flatten)]
+    pub copy: Copied,
+}
+
+/// Of the copy in the machine.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Copied {
+    /// Measure with the daemon at this socket and print the figures as JSON; the daemon has kernel
+    /// and image
+    #[arg(long, hide = true)]
+    pub inside: Option<PathBuf>,
+    /// The daemon's state folder
+    #[arg(long, hide = true, requires = "inside")]
+    pub state: Option<PathBuf>,
+    /// The guests' image
+    #[arg(long, hide = true, requires = "inside")]
+    pub image: Option<Name>,
+    /// The guests' kernel
+    #[arg(long, hide = true, requires = "inside")]
+    pub stored_kernel: Option<Name>,
+}
+
+/// What is the same for all guests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Shape {
+    /// vCPUs.
+    pub cpus: u8,
+    /// RAM.
+    pub memory: Bytes,
+    /// The file that fio reads and writes.
+    pub file: Bytes,
+    /// Of each job.
+    pub seconds: u64,
+}
+
+/// A daemon, and the names of what its guests are made of.
+#[derive(Debug, Clone)]
+pub struct Daemon {
+    pub client: Client,
+    pub state: PathBuf,
+    pub kernel: Name,
+    pub image: Name,
+}
+
+impl Options {
+    /// What is the same for all guests.
+    pub fn shape(&self) -> Shape {
+        let Self { cpus, memory, file, seconds, .. } = self;
+        Shape { cpus: *cpus, memory: *memory, file: *file, seconds: *seconds }
+    }
+
+    /// The folder of the machine.
+    pub fn home(&self, places: &Places) -> PathBuf {
+        self.stock.home(places, "io-machine")
+    }
+
+    /// # Errors
+    /// The file does not fit.
+    pub fn check(&self) -> Result<()> {
+        let (file, [least, most]) =
+            (self.file, [*FILE_BYTES.start(), *FILE_BYTES.end()].map(Bytes));
+        ensure!(FILE_BYTES.contains(&file.0), "--file {file}: expected {least} to {most}");
+        Ok(())
+    }
+}
+
+impl Copied {
+    /// The daemon of the machine that this program is a copy in; `None` if it is none.
+    ///
+    /// # Errors
+    /// An option is missing.
+    pub fn daemon(&self) -> Result<Option<Daemon>> {
+        let Some(socket) = &self.inside else { return Ok(None) };
+        let missing = "--inside takes --state, --image and --stored-kernel";
+        Ok(Some(Daemon {
+            client: Client::new(socket),
+            state: self.state.clone().context(missing)?,
+            kernel: self.stored_kernel.clone().context(missing)?,
+            image: self.image.clone().context(missing)?,
+        }))
+    }
+}
