@@ -46,7 +46,10 @@ impl Network {
             reach: Vec::new(),
             most_connections: 1024,
         };
-        let netns = VmNetns::open_or_create(&spec, &[]).context("the network of QEMU's guests")?;
+        let netns = VmNetns::open_or_create(&spec, &[]).inspect_err(|_| {
+            let _ = std::fs::remove_dir_all(FOLDER);
+        });
+        let netns = netns.context("the network of QEMU's guests")?;
         Ok(Self { netns, first, _folder: folder })
     }
 

@@ -180,7 +180,8 @@ impl Bench {
                 init: None,
                 cpu_model: CpuModel::Host,
             };
-            let vm = daemon.client.create(&create(Source::Boot(boot), &[LABEL])).await?;
+            let request = create(Source::Boot(boot), &[LABEL]);
+            let vm = timeout(BOOT, daemon.client.create(&request)).await.context("a boot")??;
             let id = vm.id.to_string();
             let measured = async {
                 let address = vm.network.as_ref().context("the VM has no network")?.address;

@@ -78,7 +78,7 @@ mod tests {
     /// On this host, in threads with the names of a VMM's.
     #[test]
     fn bytes_to_a_file_count_for_the_thread_that_wrote_them_and_messages_do_not() {
-        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let folder = tempfile::tempdir().unwrap();
         let (ask, asked) = UnixStream::pair().unwrap();
         let named = |name: &str, file: Option<File>, asked: UnixStream| {
             let act = move || {
