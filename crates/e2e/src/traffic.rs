@@ -2,7 +2,7 @@
 //! and sends and receives bytes.
 //!
 //! A connection begins with an [`Order`], a line of JSON. Datagrams to the same port are sent back.
-//! This is for guests of benchmarks: whoever reaches the port runs programs as root.
+//! This is for guests of benchmarks: any client that reaches the port runs programs as root.
 
 use serde::{Deserialize, Serialize};
 use std::convert::Infallible;

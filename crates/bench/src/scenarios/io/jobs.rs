@@ -63,7 +63,7 @@ pub fn all() -> Vec<Job> {
     jobs
 }
 
-/// The jobs whose names begin with one of `only`; all of them if it is empty.
+/// The jobs with names that begin with one of `only`; all of them if it is empty.
 ///
 /// # Errors
 /// No name begins with one of them.
@@ -115,8 +115,8 @@ impl Job {
 }
 
 impl Disk {
-    /// The text for /bin/sh that runs it for `seconds`, on a file of `file_bytes`. The first part
-    /// of the time does not count.
+    /// The text for /bin/sh that runs it for `seconds`, on a file of `file_bytes`. The first second
+    /// does not count.
     pub fn text(&self, file_bytes: u64, seconds: u64) -> String {
         let (rw, size) = match (self.block, self.is_write) {
             (Block::Random4K, false) => ("randread", "4k"),

@@ -18,6 +18,7 @@
 
 mod figures;
 mod fio;
+mod guests;
 mod jobs;
 mod network;
 mod options;
@@ -33,9 +34,10 @@ use dayfly_api::client::Client;
 use dayfly_cli::progress::Steps;
 use dayfly_e2e::setup::Host;
 use dayfly_machine::{Machine, Share, guest::DAEMON_SOCKET};
+use guests::Daemon;
 use jobs::Job;
+use options::DISK;
 pub use options::Options;
-use options::{DISK, Daemon};
 use rounds::Measured;
 use std::sync::{Arc, OnceLock};
 

@@ -1,6 +1,6 @@
 //! Options of `io`.
 
-use super::qemu::Aio;
+use super::guests::{Aio, Daemon, Shape};
 use crate::prelude::*;
 use crate::stock;
 use dayfly_api::client::Client;
@@ -32,7 +32,7 @@ pub struct Options {
     /// Size of the file that fio reads and writes
     #[arg(long, default_value = "256M")]
     pub file: Bytes,
-    /// Only jobs whose names begin so, such as `disk,net-udp`
+    /// Only jobs with names that begin so, such as `disk,net-udp`
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// How QEMU performs requests of the disk [default: the faster one, which is tried first]
@@ -61,28 +61,6 @@ pub struct Copied {
     /// The guests' kernel
     #[arg(long, hide = true, requires = "inside")]
     pub stored_kernel: Option<Name>,
-}
-
-/// What is the same for all guests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Shape {
-    /// vCPUs.
-    pub cpus: u8,
-    /// RAM.
-    pub memory: Bytes,
-    /// The file that fio reads and writes.
-    pub file: Bytes,
-    /// Of each job.
-    pub seconds: u64,
-}
-
-/// A daemon, and the names of what its guests are made of.
-#[derive(Debug, Clone)]
-pub struct Daemon {
-    pub client: Client,
-    pub state: PathBuf,
-    pub kernel: Name,
-    pub image: Name,
 }
 
 impl Options {

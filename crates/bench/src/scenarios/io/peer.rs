@@ -2,7 +2,7 @@
 //! guest.
 //!
 //! It is the same code, at the same place, for guests of every VMM. Its calls block, because a
-//! runtime's wake-ups would be part of each answer.
+//! runtime's wake-ups would count in each answer.
 
 use super::jobs::Net;
 use crate::prelude::*;
@@ -154,7 +154,7 @@ fn is_answered(socket: &UdpSocket, number: u8) -> Result<bool> {
             Ok(_) => {}
             Err(e) => match e.kind() {
                 ErrorKind::Interrupted => {}
-                // Refused: an ICMP message, from a guest whose program does not serve yet.
+                // Refused: an ICMP message, from a guest with a program that does not serve yet.
                 ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::ConnectionRefused => {
                     return Ok(false);
                 }

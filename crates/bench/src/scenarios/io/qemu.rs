@@ -1,9 +1,8 @@
 //! A guest of QEMU, with the daemon's kernel and initramfs, and a copy of its image's disk.
 
+use super::guests::{Aio, Shape};
 use super::network::Network;
-use super::options::Shape;
 use crate::prelude::*;
-use clap::ValueEnum;
 use dayfly_units::sparse::copy_file;
 use rustix::io::FdFlags;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
@@ -20,26 +19,6 @@ const CMDLINE: &str = "console=ttyS0 quiet reboot=t panic=-1 i8042.noaux i8042.n
                        random.trust_cpu=on root=/dev/vda dayfly.init=/usr/local/sbin/bench-init";
 /// Bytes of console and errors that are shown if a guest fails.
 const SHOWN_BYTES: usize = 2000;
-
-/// How QEMU performs requests of a disk with `cache=writeback`; `native` needs `O_DIRECT`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Aio {
-    /// By io_uring
-    #[value(name = "io_uring")]
-    IoUring,
-    /// By threads
-    Threads,
-}
-
-impl Aio {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::IoUring => "io_uring",
-            Self::Threads => "threads",
-        }
-    }
-}
 
 /// What guests are made of.
 #[derive(Debug, Clone)]
@@ -171,7 +150,7 @@ impl Qemu {
     }
 }
 
-/// Copies the disk, and waits until the copy is on the host's disk: writing it must not be part of
+/// Copies the disk, and waits until the copy is on the host's disk: writing it must not slow down
 /// a job.
 fn copy(from: &Path, to: &Path) -> io::Result<()> {
     let to = File::create(to)?;

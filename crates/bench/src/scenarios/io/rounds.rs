@@ -2,12 +2,14 @@
 //! of the VMMs alternates from round to round.
 
 use super::fio;
+use super::guests::{Aio, Daemon, Shape};
 use super::jobs::{self, Job};
 use super::network::Network;
-use super::options::{Daemon, Options, Shape};
+use super::options::Options;
 use super::peer::Peer;
-use super::qemu::{Aio, Choice, Parts, Qemu};
+use super::qemu::{Choice, Parts, Qemu};
 use super::threads::{self, Written};
+use crate::figures::geometric_mean;
 use crate::prelude::*;
 use crate::requests::{MAX_OUTPUT, create, gone};
 use crate::stock::{LABEL, Losses};
@@ -37,7 +39,7 @@ const VHOST: &str = "/dev/vhost-net";
 pub enum Vmm {
     /// dayfly.
     Dayfly,
-    /// QEMU, whose process moves the packets.
+    /// QEMU; its process moves the packets.
     Qemu,
     /// QEMU, and the host's kernel moves the packets.
     QemuVhost,
@@ -144,7 +146,7 @@ impl Bench {
         for aio in [Aio::IoUring, Aio::Threads] {
             let what = format!("trying {aio:?} of QEMU");
             let rates = self.of_qemu(&what, disks, Choice { aio, vhost: false }).await?;
-            tried.insert(aio, super::figures::geometric_mean(rates));
+            tried.insert(aio, geometric_mean(rates));
         }
         let faster = tried.iter().max_by(|a, b| a.1.total_cmp(b.1)).context("no aio")?;
         Ok((*faster.0, tried))
@@ -167,7 +169,7 @@ impl Bench {
         losses.kept(what, run).await
     }
 
-    /// Also counts who has written.
+    /// Also counts what the VMM's threads have written.
     async fn of_dayfly(&mut self, what: &str, jobs: &[Job]) -> Result<(Vec<f64>, Written)> {
         let Self { shape, daemon, losses, .. } = self;
         losses.steps.begin(what);
