@@ -74,7 +74,8 @@ mod tests {
 
     fn report(error: i64, reads: u64, writes: u64) -> String {
         let direction = |ios: u64| {
-            json!({ "io_bytes": ios * 4096, "bw": 1, "bw_bytes": ios * 4096, "iops": float(ios) / 2.0,
+            let (bytes, iops) = (ios * 4096, float(ios) / 2.0);
+            json!({ "io_bytes": bytes, "bw": 1, "bw_bytes": bytes, "iops": iops,
                     "total_ios": ios, "lat_ns": { "mean": 1.5 } })
         };
         let job = json!({ "jobname": "io", "error": error, "read": direction(reads),

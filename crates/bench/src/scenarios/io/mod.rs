@@ -8,13 +8,13 @@
 //! | disk | the image, and a writable layer | a raw copy of the image, on the same file system |
 //! | | page cache of the host | `cache=writeback`, the faster aio, an iothread |
 //! | network | the daemon's: tap, routes, filter, veth | the same code's, other addresses |
-//! | packets moved by | the VMM's process | QEMU's process (`vhost=off`); further rows: the kernel |
+//! | packets moved by | the VMM's process | QEMU's process (`vhost=off`), or the kernel |
 //! | vCPUs, RAM, programs | the same | the same |
 //!
-//! In each round a guest of each VMM is booted, fills a file, does all jobs and is removed. fio reads
-//! and writes that file past the guest's page cache. The traffic's other end is this program, on the
-//! host that has the VMs: natively this process, else a copy of it in the machine, where QEMU is
-//! that of this host, by the read-only share of `/usr`.
+//! In each round a guest of each VMM is booted, fills a file, does all jobs and is removed. fio
+//! reads and writes that file past the guest's page cache. The traffic's other end is this program,
+//! on the host that has the VMs: natively this process, else a copy of it in the machine. There
+//! QEMU is that of this host, by the read-only share of `/usr`.
 
 mod figures;
 mod fio;
