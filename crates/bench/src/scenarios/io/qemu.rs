@@ -17,6 +17,8 @@ const PROGRAM: &str = "/usr/bin/qemu-system-x86_64";
 /// The daemon's words, without what differs between its VMs.
 const CMDLINE: &str = "console=ttyS0 quiet reboot=t panic=-1 i8042.noaux i8042.nokbd \
                        random.trust_cpu=on root=/dev/vda dayfly.init=/usr/local/sbin/bench-init";
+/// The names of guests' folders begin so.
+const PREFIX: &str = "bench-io-";
 /// Bytes of console and errors that are shown if a guest fails.
 const SHOWN_BYTES: usize = 2000;
 
@@ -40,9 +42,24 @@ impl Parts {
             root,
             kernel: state.join("kernels").join(kernel.as_str()),
             disk: state.join("images").join(image.as_str()).join("disk"),
-            // A store empties this folder when it opens, so a killed run leaves nothing for long.
+            // A store empties this folder when it opens, as the next run does.
             beside: state.join("staging"),
         }
+    }
+
+    /// Removes the files of guests of a run that was killed. The caller has the network's lock, so
+    /// no other run has guests.
+    ///
+    /// # Errors
+    /// They cannot be removed.
+    pub fn sweep(&self) -> io::Result<()> {
+        for entry in std::fs::read_dir(&self.beside)? {
+            let entry = entry?;
+            if entry.file_name().to_string_lossy().starts_with(PREFIX) {
+                std::fs::remove_dir_all(entry.path())?;
+            }
+        }
+        Ok(())
     }
 
     fn command(&self) -> Command {
@@ -108,7 +125,7 @@ impl Qemu {
         choice: Choice,
         network: &Network,
     ) -> Result<Self> {
-        let folder = tempfile::Builder::new().prefix("bench-io-").tempdir_in(&parts.beside);
+        let folder = tempfile::Builder::new().prefix(PREFIX).tempdir_in(&parts.beside);
         let folder = folder.with_context(|| parts.beside.display().to_string())?;
         copy(&parts.disk, &folder.path().join("disk")).context("copying the image's disk")?;
         let errors = File::create(folder.path().join("errors"))?;
@@ -253,6 +270,20 @@ mod tests {
         after("-device", "virtio-blk-pci,drive=root,iothread=disks");
         after("-netdev", "fd=9,vhost=off");
         assert_eq!(parts.disk, Path::new("/state/images/io/disk"));
+    }
+
+    #[test]
+    fn what_a_killed_run_has_left_is_removed_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        for name in ["bench-io-x", "other"] {
+            std::fs::create_dir(at(name)).unwrap();
+            std::fs::write(at(name).join("disk"), "").unwrap();
+        }
+        let [kernel, disk] = ["kernel", "disk"].map(PathBuf::from);
+        let beside = folder.path().to_owned();
+        Parts { root: None, kernel, disk, beside }.sweep().unwrap();
+        assert!(!at("bench-io-x").exists() && at("other").join("disk").exists());
     }
 
     #[test]

@@ -88,6 +88,7 @@ pub async fn measure(
     let parts = Parts::of(&daemon.state, &daemon.kernel, &daemon.image, root);
     let qemu = parts.version().await?;
     let network = Network::new(options.addresses)?;
+    parts.sweep().with_context(|| parts.beside.display().to_string())?;
     let mut bench = Bench { shape: options.shape(), daemon, parts, network, losses };
     let (disks, nets): (Vec<Job>, Vec<Job>) = jobs.iter().copied().partition(Job::is_disk);
     let vhost = !nets.is_empty() && Path::new(VHOST).exists();

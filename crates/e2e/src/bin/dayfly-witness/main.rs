@@ -13,9 +13,11 @@
 //!   host's.
 //! - `hold MIB SEED FILE`: fills memory, then FILE, with a pattern (a third noise, a third
 //!   compressible, a third zeroes), and runs until a signal ends it.
-//! - `serve`: runs programs and moves bytes for `dayfly-bench io` (`dayfly_e2e::traffic`), for ever.
+//! - `serve`: runs programs and moves bytes for `dayfly-bench io` (`dayfly_e2e::traffic`), until a
+//!   signal ends it.
 //!
-//! All but `hold` and `serve` end with one line of JSON. The memory of the guest's kernel is not covered.
+//! All but `hold` and `serve` end with one line of JSON. The memory of the guest's kernel is not
+//! covered.
 
 mod error;
 mod files;
