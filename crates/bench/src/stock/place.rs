@@ -10,7 +10,9 @@ use dayfly_machine::Share;
 use std::sync::Arc;
 
 /// Options of scenarios with images that they make.
+// The scenarios' own options have the same name, and clap's groups are named after types.
 #[derive(Debug, Clone, clap::Args)]
+#[group(skip)]
 pub struct Options {
     /// The guests' kernel
     #[arg(long, default_value = "6.12")]

@@ -101,3 +101,40 @@ impl Copied {
         }))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{Options, Scenario};
+    use clap::Parser;
+
+    fn parsed(words: &[&str]) -> Option<super::Options> {
+        let words = ["dayfly-bench"].iter().chain(words);
+        match Options::try_parse_from(words).ok()?.scenario {
+            Scenario::Io(options) => Some(options),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn the_copy_gets_the_words_of_its_original_and_where_its_daemon_is() {
+        let own = ["--out", "x", "io", "--only", "disk,net-tcp", "--rounds=1", "--file", "64M"];
+        let more = ["--out", "/run", "--inside", "/s", "--state", "/state"];
+        let names = ["--image", "io", "--stored-kernel", "6.12"];
+        let options = parsed(&[&own[..], &more, &names].concat()).unwrap();
+        assert!(options.check().is_ok() && options.aio.is_none());
+        assert_eq!((options.only.len(), options.rounds, options.seconds), (2, 1, 5));
+        let daemon = options.copy.daemon().unwrap().unwrap();
+        assert_eq!((daemon.image.as_str(), daemon.kernel.as_str()), ("io", "6.12"));
+        let without = parsed(&[&own[..], &more].concat()).unwrap();
+        assert!(without.copy.daemon().is_err());
+        assert!(parsed(&own).unwrap().copy.daemon().unwrap().is_none());
+    }
+
+    #[test]
+    fn a_file_that_does_not_fit_is_refused() {
+        assert!(parsed(&["io", "--file", "2G"]).unwrap().check().is_err());
+        assert!(parsed(&["io", "--file", "1M"]).unwrap().check().is_err());
+        assert!(parsed(&["io", "--aio", "native"]).is_none());
+        assert!(parsed(&["io", "--rounds", "0"]).is_none());
+    }
+}
