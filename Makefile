@@ -44,6 +44,7 @@ help:
 	@echo "             store: two hours under emulation; root, and Debian's mirror the first time"
 	@echo "             (OPTIONS=--resume goes on, OPTIONS='--images 2 --workloads copy' is short)"
 	@echo "             restore, prefetch: likewise, an hour and a half"
+	@echo "             io: disk and network against QEMU's; root, and the mirror the first time"
 	@echo "             soak: 10,000 births and deaths with kills; fails if anything is left"
 	@echo "             dayfly-bench SCENARIO --help shows the options of each"
 	@echo "make fuzz    each target with libFuzzer, SECONDS=60 each; TARGET=NAME for one of them"

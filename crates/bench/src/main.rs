@@ -14,8 +14,8 @@
 //! Most scenarios run on any `/dev/kvm` with the microguest and a daemon in a temporary folder. The
 //! typed client asks that daemon over its unix socket, as users do. A birth ends at the restored
 //! guest's first write to a port, as the VMM saw it; the VMM and the client read the same clock
-//! (CLOCK_MONOTONIC). `dns` needs no VM. `linux`, `store`, `restore` and `prefetch` need stock
-//! Linux guests; where KVM cannot run Linux, they use a machine, as `numa` does.
+//! (CLOCK_MONOTONIC). `dns` needs no VM. `linux`, `io`, `store`, `restore` and `prefetch` need
+//! stock Linux guests; where KVM cannot run Linux, they use a machine, as `numa` does.
 //!
 //! What may not enter: anything that makes a figure look better than what a user gets; switches in
 //! other crates that exist for a benchmark alone; retries.
@@ -34,7 +34,7 @@ use clap::{Parser, Subcommand};
 use prelude::*;
 use scenarios::restore::Kind;
 use scenarios::{
-    birth, chain, closer, death, dns, faults, first, fork, jobs, linux, numa, restore,
+    birth, chain, closer, death, dns, faults, first, fork, io, jobs, linux, numa, restore,
 };
 use scenarios::{scale, soak, store, trace};
 use std::process::ExitCode;
@@ -82,6 +82,8 @@ enum Scenario {
     /// Boot against clone of a stock Linux, to the first answer of a program
     #[command(alias = "birth-linux")]
     Linux(linux::Options),
+    /// Disk and network of a stock Linux, against QEMU's virtio devices
+    Io(io::Options),
     /// What snapshots of stock guests take in the store, and whether they come back bit for bit
     Store(store::Options),
     /// How long clones wait whose memory has not arrived, against an eager restore
@@ -107,6 +109,7 @@ impl Scenario {
             Self::Soak(options) => soak::run(options, places).await,
             Self::Numa(options) => numa::run(options, places).await,
             Self::Linux(options) => linux::run(options, places).await,
+            Self::Io(options) => io::run(options, places).await,
             Self::Store(options) => store::run(options, places).await,
             Self::Restore(options) => restore::run(Kind::Restore, options, places).await,
             Self::Prefetch(options) => restore::run(Kind::Prefetch, options, places).await,
@@ -125,6 +128,10 @@ impl Scenario {
         let (homes, what_stays) = match self {
             Self::Linux(_) => return linux::clean_up().await,
             Self::Numa(options) => (vec![options.home(places)], ""),
+            Self::Io(options) => {
+                io::clean_up().await?;
+                (vec![options.home(places)], "")
+            }
             Self::Store(options) => (options.homes(places), "--resume goes on; "),
             Self::Restore(options) | Self::Prefetch(options) => {
                 (vec![options.home(places)], "what was recorded stays; ")

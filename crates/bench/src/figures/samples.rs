@@ -38,6 +38,15 @@ pub fn mean(values: impl IntoIterator<Item = f64>) -> f64 {
     rounded(sum / float(count.max(1)))
 }
 
+/// The geometric mean; NaN without values.
+pub fn geometric_mean(values: impl IntoIterator<Item = f64>) -> f64 {
+    let (mut sum, mut count) = (0.0, 0);
+    for value in values {
+        (sum, count) = (sum + value.ln(), count + 1);
+    }
+    (sum / float(count)).exp()
+}
+
 /// To three digits after the point.
 pub fn rounded(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
@@ -165,6 +174,12 @@ mod tests {
         assert_eq!([0.5, 0.99, 1.0].map(|part| up_to(100).quantile(part)), [50, 99, 100]);
         assert_eq!((median(&[7]), median(&[])), (7, 0));
         assert_eq!((median(&[9, 1, 5]), median(&[4, 1, 3, 2])), (5, 2));
+    }
+
+    #[test]
+    fn ratios_and_their_inverses_have_a_geometric_mean_of_one() {
+        assert!((geometric_mean([0.5, 2.0, 0.25, 4.0]) - 1.0).abs() < 1e-12);
+        assert!((geometric_mean([3.0]) - 3.0).abs() < 1e-12 && geometric_mean([]).is_nan());
     }
 
     /// The ranks are those of tables of the binomial distribution.

@@ -8,6 +8,7 @@ pub mod dns;
 pub mod faults;
 pub mod first;
 pub mod fork;
+pub mod io;
 pub mod jobs;
 pub mod linux;
 pub mod numa;

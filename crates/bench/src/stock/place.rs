@@ -6,10 +6,13 @@ use crate::prelude::*;
 use dayfly_api::client::Client;
 use dayfly_cli::{connect, home::program, progress::Steps};
 use dayfly_e2e::setup;
+use dayfly_machine::Share;
 use std::sync::Arc;
 
 /// Options of scenarios with images that they make.
+// The scenarios' own options have the same name, and clap's groups are named after types.
 #[derive(Debug, Clone, clap::Args)]
+#[group(skip)]
 pub struct Options {
     /// The guests' kernel
     #[arg(long, default_value = "6.12")]
@@ -63,10 +66,11 @@ pub struct Stock {
     /// The daemon.
     pub client: Client,
     /// The folder of the machine that it runs in.
-    pub(super) home: Option<PathBuf>,
+    pub home: Option<PathBuf>,
     /// The daemon's state folder.
-    pub(super) state: String,
-    pub(super) kernel: Name,
+    pub state: String,
+    /// The guests' kernel.
+    pub kernel: Name,
     /// The release of the guests' kernel.
     pub release: String,
     pub(super) images: Images,
@@ -81,12 +85,28 @@ impl Stock {
     /// # Errors
     /// When there is none and none can be started.
     pub async fn open(options: &Options, home: &Path, most: usize) -> Result<(Self, Losses)> {
+        Self::open_with(options, home, most, Vec::new()).await
+    }
+
+    /// As [`Self::open`]. A machine that is made has these folders of this host.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub async fn open_with(
+        options: &Options,
+        home: &Path,
+        most: usize,
+        shares: Vec<Share>,
+    ) -> Result<(Self, Losses)> {
         let steps = Arc::new(Steps::new());
         let images = Images::new(options.cache.as_deref())?;
         let (client, home) = if matches!(connect::place()?, connect::Place::Machine(_)) {
             let home = std::path::absolute(home).context("the machine's folder")?;
             let mib = options.machine_memory.0 >> 20;
-            let machine = machine::start(&home, false, move |options| options.memory_mib = mib);
+            let machine = machine::start(&home, false, move |options| {
+                options.memory_mib = mib;
+                options.shares = shares;
+            });
             (Client::new(machine.await?.api_socket()), Some(home))
         } else {
             (connect::client().await?, None)

@@ -112,8 +112,8 @@ pub async fn measure(
         let (io_us, work_us) = grown[n];
         let (count, answers) = (asked.us.len(), Spread::of(&asked.us));
         let row = json!({
-            "sent": asked.sent, "answered": count, "io_us": io_us,
-            "work_us": work_us, "idle_us": idle[n], "each_us": (io_us + work_us) / (count as u64).max(1),
+            "sent": asked.sent, "answered": count, "io_us": io_us, "work_us": work_us,
+            "idle_us": idle[n], "each_us": (io_us + work_us) / (count as u64).max(1),
             "expected_percent": expected[n], "percent": got[n], "answers": answers,
         });
         table.row(&(n + 1).to_string(), &row);

@@ -26,7 +26,7 @@ use crate::testbed::{Guest, Testbed};
 use dayfly_host::cpus;
 use options::Measured;
 pub use options::Options;
-use promises::Promises;
+pub use promises::Promises;
 
 /// Runs it.
 pub async fn run(options: &Options, places: &Places) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Network peers of VMs: one that asks at a steady rate, one that asks in turns, and one that floods.
+//! Network peers of VMs: one that asks at a steady rate, one that asks in turns, one that floods.
 
 use crate::prelude::*;
 use crate::testbed::random::Random;

@@ -1,5 +1,5 @@
 //! `dayfly-witness`: checksums of a guest's memory and files, computed in the guest before a
-//! snapshot and in a clone, to compare the two.
+//! snapshot and in a clone, to compare the two; and the guest's half of `dayfly-bench io`.
 //!
 //! - `stop`: stops (SIGSTOP) every program but process 1, kernel threads and the ancestors of this
 //!   process.
@@ -13,8 +13,11 @@
 //!   host's.
 //! - `hold MIB SEED FILE`: fills memory, then FILE, with a pattern (a third noise, a third
 //!   compressible, a third zeroes), and runs until a signal ends it.
+//! - `serve`: runs programs and moves bytes for `dayfly-bench io` (`dayfly_e2e::traffic`), until a
+//!   signal ends it.
 //!
-//! All but `hold` end with one line of JSON. The memory of the guest's kernel is not covered.
+//! All but `hold` and `serve` end with one line of JSON. The memory of the guest's kernel is not
+//! covered.
 
 mod error;
 mod files;
@@ -23,10 +26,12 @@ mod pattern;
 mod programs;
 mod sum;
 
+use dayfly_e2e::traffic;
 use std::path::Path;
 use std::process::ExitCode;
 
-/// This variable must be set for `stop`, so that `stop` does not stop the programs of a host.
+/// This variable must be set for `stop`, which stops programs, and for `serve`, which runs them for
+/// any client: neither is for a host.
 const GUEST: &str = "DAYFLY_GUEST";
 
 fn main() -> ExitCode {
@@ -36,6 +41,10 @@ fn main() -> ExitCode {
         ["stop"] if std::env::var_os(GUEST).is_none() => {
             Err(format!("stop: set {GUEST}: this is no command for a host").into())
         }
+        ["serve"] if std::env::var_os(GUEST).is_none() => {
+            Err(format!("serve: set {GUEST}: this is no command for a host").into())
+        }
+        ["serve"] => traffic::serve(traffic::PORT).map(|never| match never {}).map_err(Into::into),
         ["stop"] => programs::signal(rustix::process::Signal::STOP),
         ["go"] => programs::signal(rustix::process::Signal::CONT),
         ["memory"] => memory::digest(),
@@ -44,7 +53,8 @@ fn main() -> ExitCode {
         ["spin"] => Ok(spin()),
         ["hold", mib, seed, file] => pattern::hold(mib, seed, Path::new(file)),
         _ => {
-            Err("expected stop, go, memory, files FOLDER, disk FOLDER, spin, or hold MIB SEED FILE"
+            Err("expected stop, go, memory, files FOLDER, disk FOLDER, spin, hold MIB SEED FILE, \
+                 or serve"
                 .into())
         }
     };
