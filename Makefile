@@ -12,7 +12,7 @@ BENCH ?= $(BENCHES)
 OPTIONS ?=
 # Tests of make long, by name.
 LONG ?= a_daemon_killed_at_every_step a_foreign_client a_silent_machine a_thousand_clients \
-	again:: docker_of_debian_runs egress:: \
+	again:: balloon:: docker_of_debian_runs egress:: \
 	kernels_with_four_levels lazy:: liar:: modules_load_in mounts:: of_qemu tour:: \
 	twenty_debian twenty_vms_on_a_full_disk volumes:: whatever_runs_beside zoo::
 

@@ -313,6 +313,7 @@ impl Balloon {
         if self.asked
             && let Some(chain) = ring.pop()?
         {
+            readable(&chain)?;
             self.asked = false;
             ring.push(chain.head, 0)?;
             ring.signal(interrupt)?;
