@@ -38,7 +38,7 @@ fn memory_that_a_guest_frees_is_the_hosts_and_its_clones_are_sound() {
     let before = own_bytes_before("giver");
     sh("giver", &fill(FILLED));
     let full = own_bytes("giver");
-    assert!(full >= before + FILLED, "{before} bytes, then {full}");
+    assert!(full >= before + FILLED / 10 * 9, "{before} bytes, then {full}");
     // The kernel begins to report after 2 s, and works through its lists in turns.
     sh("giver", "umount /mnt");
     let most = before + FILLED / 10;
