@@ -17,7 +17,7 @@ fn fill(bytes: u64) -> String {
     format!("mount -t tmpfs none /mnt && head -c {bytes} /dev/urandom >/mnt/new")
 }
 
-/// What a VM has of its own after it has used the programs that fill, which stay in its memory.
+/// The own bytes of a VM that has used the programs that fill. These stay in its memory.
 fn own_bytes_before(vm: &str) -> u64 {
     sh(vm, &format!("{}; umount /mnt", fill(2 << 20)));
     own_bytes(vm)
